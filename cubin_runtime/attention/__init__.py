@@ -1,0 +1,1 @@
+"""What a user calls: checks, plans and operators on paged attention."""

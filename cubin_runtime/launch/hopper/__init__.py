@@ -1,0 +1,1 @@
+"""Our own kernels: which one fits, and the parameters it takes."""
