@@ -19,7 +19,7 @@ SourceOption = Annotated[
     list[str] | None,
     typer.Option(
         "--source",
-        help="Where bytes come from, in order: URL, directory, .zip, .whl or 'package' (CUBIN_RUNTIME_SOURCES).",
+        help="URL, directory, .zip, .whl or 'package'; repeat in order (CUBIN_RUNTIME_SOURCES).",
         show_default=False,
     ),
 ]

@@ -15,7 +15,7 @@ _UNSAFE_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 
 
 def escape(text: object) -> str:
-    r"""Text that a terminal shows and never obeys: control and format characters become ``\xNN`` or ``\uNNNN``.
+    r"""Text that a terminal shows and never obeys: control and format characters as ``\xNN`` or ``\uNNNN``.
 
     >>> escape("a\x1b[2Jb\n")
     'a\\x1b[2Jb\\x0a'
@@ -86,7 +86,9 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: st
     from rich.table import Table
     from rich.text import Text
 
-    drawn = Table(*(Text(escape(c)) for c in columns), title=Text(escape(title)) if title else None)
+    drawn = Table(title=Text(escape(title)) if title else None)
+    for column in columns:
+        drawn.add_column(Text(escape(column)))
     for row in rows:
         drawn.add_row(*(Text(escape(cell), overflow="fold") for cell in row))
     Console().print(drawn)
