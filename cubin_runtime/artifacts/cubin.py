@@ -50,7 +50,7 @@ _MAX_BLOCK_THREADS = 1024
 class Parameter:
     """One kernel parameter: position in the signature, offset in the parameter block, exact size, in bytes.
 
-    The first offset is not always 0: up to sm_90 a 128-byte aligned parameter starts 112 bytes into the block.
+    The first offset is not always 0: up to sm_90 a 128-byte aligned parameter starts at byte 112.
     """
 
     ordinal: int
@@ -62,7 +62,7 @@ class Parameter:
 class KernelFacts:
     """What the ELF states about one kernel.
 
-    ``parameters`` are in signature order. ``max_threads`` is a block's limit, ``None`` where none is declared.
+    ``parameters`` are in signature order. ``max_threads`` is a block's limit, ``None`` if not declared.
     ``registers`` is a thread's count, ``None`` where not recorded. ``static_shared_bytes`` is the size of
     ``.nv.shared.<kernel>``, which from sm_90 on includes the 1024 bytes that CUDA keeps for itself.
     ``stack_bytes`` is a thread's stack, ``None`` where not recorded.

@@ -1,7 +1,7 @@
 """The parts of a 64-bit little-endian CUDA ELF file, read within bounds from bytes that nobody vouches for.
 
-``pyelftools`` declares the records; every offset, count and name is checked here before anything follows it, so
-that a hostile file costs no more than one pass over its bytes. Limits are far above what a compiler writes.
+``pyelftools`` declares the records; every offset, count and name is checked here before anything follows it:
+a hostile file costs no more than one pass over its bytes. Limits are far above what a compiler writes.
 """
 
 from __future__ import annotations
