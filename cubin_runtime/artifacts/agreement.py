@@ -10,6 +10,8 @@ from .metadata import KernelMeta
 from .own_kernels import OwnKernel
 
 SMEM_SIZE_SUFFIX = "GetSmemSize"
+# Size of the one parameter of every trtllm-gen FMHA kernel (flashinfer-cubin 0.6.13).
+TRTLLM_PARAMETER_BYTES = 1280
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,8 @@ class Disagreement:
 def resolve_architecture(cubin: Cubin, declared: Architecture) -> Architecture:
     """The target to hold a device against: the binary's own, or the declared one where it states no suffix.
 
-    A binary without a suffix whose number is not the declared one keeps its unknown suffix, which runs nowhere.
+    A binary without a suffix whose number is not the declared one keeps its unknown suffix, which runs
+    nowhere.
     """
     own = cubin.architecture
     return declared if own.suffix is None and own.number == declared.number else own

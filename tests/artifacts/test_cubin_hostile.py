@@ -45,9 +45,9 @@ def section_number(data: bytes, name: bytes) -> int:
 def hostile_file(names: bytes, contents: list[tuple[int, int, bytes]]) -> bytes:
     """A file of one name table and sections given as (offset of name, type, content); the table is number 1."""
     body, headers = names, struct.pack("<IIQQQQIIQQ", 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
-    headers += struct.pack("<IIQQQQIIQQ", 0, 3, 0, 64, len(names), 0, 0, 0, 0, 0)
+    headers += struct.pack("<IIQQQQIIQQ", 0, 3, 0, 0, 64, len(names), 0, 0, 0, 0)
     for name_at, kind, content in contents:
-        headers += struct.pack("<IIQQQQIIQQ", name_at, kind, 0, 64 + len(body), len(content), 1, 0, 0, 0, 0)
+        headers += struct.pack("<IIQQQQIIQQ", name_at, kind, 0, 0, 64 + len(body), len(content), 1, 0, 0, 0)
         body += content
     header = bytearray(GOOD["facts_sm_80.cubin"][:64])
     struct.pack_into("<Q", header, 40, 64 + len(body))
@@ -161,7 +161,7 @@ def test_a_parameter_given_twice_is_refused() -> None:
 
 def test_a_large_file_of_empty_names_costs_one_pass() -> None:
     names = b"a" * (8 << 20)
-    section = struct.pack("<IIQQQQIIQQ", 0, 3, 0, 64, len(names), 0, 0, 0, 0, 0)
+    section = struct.pack("<IIQQQQIIQQ", 0, 3, 0, 0, 64, len(names), 0, 0, 0, 0)
     header = bytearray(GOOD["facts_sm_80.cubin"][:64])
     struct.pack_into("<Q", header, 40, 64 + len(names))
     struct.pack_into("<HH", header, 60, 4096, 1)
