@@ -75,7 +75,7 @@ def trtllm_disagreements(
 
 
 def own_disagreements(kernel: OwnKernel, cubin: Cubin, *, manifest_sha256: str) -> tuple[Disagreement, ...]:
-    """Hold a cubin of one of our releases against its entry of ``kernels.json``; empty when all facts agree."""
+    """Hold a cubin of our own against its entry of ``kernels.json``; empty when all facts agree."""
     found: list[Disagreement] = []
 
     def compare(fact: str, metadata: object, binary: object) -> None:

@@ -1,4 +1,4 @@
-"""What a pinned release holds, file by file, with the metadata row of each kernel: what filters are applied to."""
+"""What a pinned release holds, file by file, with each kernel's metadata: what filters look at."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_INDEX_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One file of a release: its path, its digest in the manifest, and its metadata if it is a kernel with a row."""
+    """One file of a release: path, digest in the manifest, and its metadata row if it has one."""
 
     path: ArtifactPath
     sha256: str
@@ -118,7 +118,7 @@ def open_kernel_index(library: Library, pin: Pin, *, fetch: bool) -> MetadataInd
 def chosen_paths(
     library: Library, pin: Pin, wanted: KernelFilter, *, fetch: bool
 ) -> tuple[ArtifactPath, ...] | None:
-    """Paths that a filter keeps, for fetch and verify; None for all. The release's metadata always comes along.
+    """Paths that a filter keeps, for fetch and verify; None for all. Metadata always comes along.
 
     Raises:
         UsageError: the filter keeps no kernel at all, or the release has no metadata to filter by.

@@ -30,7 +30,7 @@ def inspect(
     path.")], store: options.StoreOption = None, source: options.SourceOption = None, pins:
     options.PinsOption = None, offline: options.OfflineOption = False, json: options.JsonOption = False,
 ) -> None:
-    """Show a cubin's symbols, architecture, parameters, registers, memory, digest and whether a pin covers it."""
+    """Show a cubin's architecture, kernels, digest and whether a pin covers it."""
     from ..artifacts.cubin import parse_cubin
     from ..artifacts.library import Library
 
@@ -128,7 +128,7 @@ def _read_file(file: Path) -> bytes:
 
 
 def _find_pinned(library: Library, digest: str) -> tuple[Pin | None, Any]:
-    """The pin and path that list this digest, among the releases whose manifest is at hand without a network."""
+    """The pin and path that list this digest, among releases whose manifest is at hand offline."""
     from ..errors import CubinRuntimeError
 
     for pin in library.pins:
