@@ -66,7 +66,9 @@ class Pin:
             raise PinError(f"{origin}: sha256 is {found}, pin {self.name!r} says {self.manifest_sha256}")
         manifest = parse_manifest(data, self.path, origin)
         if len(manifest.digests) != self.files:
-            raise PinError(f"{origin}: lists {len(manifest.digests)} files, pin {self.name!r} says {self.files}")
+            raise PinError(
+                f"{origin}: lists {len(manifest.digests)} files, pin {self.name!r} says {self.files}"
+            )
         return manifest
 
 
@@ -83,7 +85,9 @@ def parse_pins(data: bytes, origin: str) -> tuple[Pin, ...]:
     unknown = sorted(set(document) - {"pin"})
     tables = document.get("pin", [])
     if unknown or not isinstance(tables, list):
-        raise PinError(f"{origin}: expected only [[pin]] tables, got {', '.join(unknown) or 'one [pin] table'}")
+        raise PinError(
+            f"{origin}: expected only [[pin]] tables, got {', '.join(unknown) or 'one [pin] table'}"
+        )
     return tuple(_parse_pin(table, f"{origin}: pin {number}") for number, table in enumerate(tables, start=1))
 
 
@@ -96,7 +100,9 @@ def _parse_pin(table: object, where: str) -> Pin:
         raise PinError(f"{where}: has unknown keys {', '.join(unknown)}")
     max_file_bytes = _integer(table, "max_file_bytes", where, least=1)
     if max_file_bytes > MAX_FILE_BYTES_LIMIT:
-        raise PinError(f"{where}: max_file_bytes is {max_file_bytes}, at most {MAX_FILE_BYTES_LIMIT} is allowed")
+        raise PinError(
+            f"{where}: max_file_bytes is {max_file_bytes}, at most {MAX_FILE_BYTES_LIMIT} is allowed"
+        )
     sources = table.get("sources", [])
     if not isinstance(sources, list) or not all(isinstance(s, str) and s for s in sources):
         raise PinError(f"{where}: sources is {sources!r}, expected a list of texts")
