@@ -1,4 +1,4 @@
-"""Getting objects into a store: sources in order, retries of what can succeed, several workers, one process at a time."""
+"""Getting objects into a store: sources in order, retries of what can succeed, several workers."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ _log = logging.getLogger("cubin_runtime")
 class FetchPolicy:
     """How often and how patiently; seconds.
 
-    ``attempts`` is for failures that may pass, with waits that double from ``first_delay`` to ``longest_delay``
-    and a random part; a server's ``Retry-After`` is kept up to ``longest_retry_after``, beyond it the source counts
-    as failed. ``bad_digests`` wrong bodies end a source for a file; ``dead_after`` files in a row that failed to
-    the last attempt end it for the whole fetch. ``lock_give_up`` is how long a lock's holder may show no progress.
+    ``attempts`` is for failures that may pass, with waits that double from ``first_delay`` to
+    ``longest_delay`` and a random part; a server's ``Retry-After`` is kept up to ``longest_retry_after``,
+    beyond it the source counts as failed. ``bad_digests`` wrong bodies end a source for a file;
+    ``dead_after`` files in a row that failed to the last attempt end it for the whole fetch. ``lock_give_up``
+    is how long a lock's holder may show no progress.
     """
 
     attempts: int = 4
@@ -52,7 +53,7 @@ class FetchPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one object: ``source`` is None if it was there already; ``error`` is None if it is there now."""
+    """What became of one object: ``source`` None: it was there already; ``error`` None: it is there now."""
 
     wanted: Wanted
     source: str | None = None
@@ -62,10 +63,10 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class FetchReport:
-    """What a fetch did. ``chosen = present + fetched + failed`` (a dry run fetches nothing: the rest is ``missing``).
+    """What a fetch did: ``chosen = present + fetched`` (``+ missing`` in a dry run, which fetches nothing).
 
-    ``bytes`` were fetched in ``seconds``; ``about_bytes`` is the estimate for what was missing at the start (0: the
-    pin says no sizes); ``by_source`` counts files by the source that delivered them.
+    ``bytes`` were fetched in ``seconds``; ``about_bytes`` is the estimate for what was missing at the start
+    (0: the pin says no sizes); ``by_source`` counts files by the source that delivered them.
     """
 
     pin: str
@@ -182,8 +183,8 @@ def fetch_objects(
 ) -> list[Outcome]:
     """Put every object into the store that is not there, with ``jobs`` workers; one outcome for each object.
 
-    Each worker opens its own sources. Other processes that want the same objects at the same time wait for this
-    one, shard by shard, and find them there. An interrupt leaves nothing half-written visible.
+    Each worker opens its own sources. Other processes that want the same objects at the same time wait for
+    this one, shard by shard, and find them there. An interrupt leaves nothing half-written visible.
 
     Raises:
         StoreError: the store is full or cannot be written; the rest is abandoned.
@@ -192,7 +193,7 @@ def fetch_objects(
 
 
 class _Dispatch:
-    """Takes shards one after another, hands their objects to the workers, collects outcomes, keeps locks alive."""
+    """Takes shard after shard, hands objects to the workers, collects outcomes, keeps locks alive."""
 
     def __init__(
         self,
@@ -253,7 +254,7 @@ class _Dispatch:
         return self._outcomes
 
     def _take_shards(self) -> bool:
-        """Hand out shards whose lock is free while the workers have little to do; True if some lock is busy."""
+        """Hand out shards with a free lock while the workers have little to do; True if a lock is busy."""
         busy = False
         for _ in range(len(self._waiting)):
             if self._open >= 2 * self._jobs:
@@ -332,7 +333,7 @@ class _Dispatch:
                 shard.lock.touch()
 
     def _work(self) -> None:
-        """One worker: its own sources, one object after another, until there is no more or the fetch stops."""
+        """One worker: its own sources, one object after another, until the fetch ends or stops."""
         sources: Sequence[Source] = ()
         opened = False
         while (task := self._tasks.get()) is not None and not self._progress.stop.is_set():

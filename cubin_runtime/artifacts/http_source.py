@@ -25,8 +25,8 @@ _CHUNK = 1 << 18
 class HttpLimits:
     """How long a server is waited for; seconds and bytes a second.
 
-    ``connect`` is for the connection, ``silence`` the longest time without a byte, and over each ``window`` the
-    body must come at ``least_rate`` or faster. ``redirects`` is how many are followed.
+    ``connect`` is for the connection, ``silence`` the longest time without a byte, and over each ``window``
+    the body must come at ``least_rate`` or faster. ``redirects`` is how many are followed.
     """
 
     connect: float = 10.0
@@ -37,7 +37,7 @@ class HttpLimits:
 
 
 class HttpSource:
-    """A tree served over http(s): ``<base URL>/<artifact path>``; the query of the base is kept, never shown."""
+    """A tree served over http(s), ``<base URL>/<artifact path>``; a query is kept and never shown."""
 
     local = False
 
@@ -140,7 +140,7 @@ class HttpSource:
                 rate = in_window / (now - window_end + self._limits.window)
                 if rate < self._limits.least_rate:
                     raise RetryableError(
-                        f"{where}: {rate:.0f} bytes a second, at least {self._limits.least_rate:.0f} are expected"
+                        f"{where}: {rate:.0f} bytes a second, expected {self._limits.least_rate:.0f} or more"
                     )
                 in_window, window_end = 0, now + self._limits.window
         return b"".join(chunks)
@@ -182,7 +182,7 @@ def _new_session() -> requests.Session:
 
 
 def _netrc_over_https(request: requests.PreparedRequest) -> requests.PreparedRequest:
-    """Credentials of the very host that is asked, from netrc, over https alone; set per hop, so none travels on."""
+    """Credentials of the very host that is asked, from netrc, over https alone; set anew for each hop."""
     from requests.auth import HTTPBasicAuth
     from requests.utils import get_netrc_auth
 
@@ -195,7 +195,7 @@ def _netrc_over_https(request: requests.PreparedRequest) -> requests.PreparedReq
 
 
 def _retry_after(value: str | None) -> float | None:
-    """Seconds that a ``Retry-After`` header asks for (a number or a date), or None if it says nothing usable."""
+    """Seconds that a ``Retry-After`` header asks for (a number or a date); None if it is neither."""
     from email.utils import parsedate_to_datetime
 
     if value is None:

@@ -1,4 +1,4 @@
-"""The one face of the artifacts: pins, manifests and verified bytes, from the store, local sources or the network."""
+"""The one face of the artifacts: pins, manifests and verified bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .fetch import FetchPolicy, FetchReport, Outcome, Progress, fetch_objects, o
 from .http_source import HttpLimits, HttpSource
 from .manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest
 from .path import ArtifactPath
-from .pins import Pin, PinSet
+from .pins import Pin, PinSet, read_manifest
 from .reading import digest_of
 from .sources import (
     ArchiveSource,
@@ -38,7 +38,7 @@ _log = logging.getLogger("cubin_runtime")
 
 @dataclass(frozen=True, slots=True)
 class Artifact:
-    """Verified bytes in private memory. ``origin`` says where they came from; ``verified`` that a pin covers them."""
+    """Bytes in private memory; ``origin``: where they came from, ``verified``: a pin covers them."""
 
     path: ArtifactPath
     sha256: str
@@ -134,7 +134,8 @@ class Library:
     def load(self, path: ArtifactPath | str, *, fetch: bool) -> Artifact:
         """The verified bytes of one artifact: from the store, else in place from a local source.
 
-        With ``fetch`` also over the network and into the store, which logs one line with name, bytes and seconds.
+        With ``fetch`` also over the network and into the store, which logs one line with name, bytes and
+        seconds.
 
         Raises:
             PinError: no pin covers the path, or the manifest does not list it.
@@ -185,10 +186,10 @@ class Library:
         dry_run: bool = False,
         progress: Callable[[int], None] | None = None,
     ) -> FetchReport:
-        """Put files of a release (None: all) into the store; what stands there under its digest is left alone.
+        """Put files of a release (None: all) into the store; what stands there already is left alone.
 
-        ``progress`` is called with the number of files done. A dry run compares the manifest with the store and
-        changes no object.
+        ``progress`` is called with the number of files done. A dry run compares the manifest with the store
+        and changes no object.
 
         Raises:
             PinError: the manifest is not the pinned one, or does not list a path.
@@ -228,8 +229,8 @@ class Library:
     ) -> VerifyReport:
         """Hash what the store has of a release (None: all of it), or what a published ``tree`` has.
 
-        ``tree`` is a directory, a ``.zip`` or ``.whl``, or ``package``; its own manifest must be the pinned one.
-        Extra files are looked for in trees alone, and only when ``paths`` is None.
+        ``tree`` is a directory, a ``.zip`` or ``.whl``, or ``package``; its own manifest must be the pinned
+        one. Extra files are looked for in trees alone, and only when ``paths`` is None.
 
         Raises:
             PinError: the tree's manifest is not the pinned one, or a manifest does not list a path.
@@ -246,7 +247,7 @@ class Library:
             raise UsageError(f"tree {spec.label!r}: expected a directory, a .zip or .whl, or 'package'")
         source = self._local(spec)
         try:
-            manifest = pin.read_manifest(source.read(_manifest_wanted(pin, any_digest=True)), source.label)
+            manifest = read_manifest(pin, source.read(_manifest_wanted(pin, any_digest=True)), source.label)
         except NotHereError as error:
             raise MissingError(f"{source.label}: no manifest of {pin.name!r}: {error}") from None
         chosen = self._chosen(pin, manifest, paths)
@@ -290,9 +291,10 @@ class Library:
             if mismatch is not None:
                 raise PinError(f"the manifest of {pin.name!r} is not the pinned one: {mismatch}")
             raise MissingError(
-                f"the manifest of {pin.name!r} is not here; 'cubin-runtime fetch {pin.name}' gets it{_hint(pin)}"
+                f"the manifest of {pin.name!r} is not here; "
+                f"'cubin-runtime fetch {pin.name}' gets it{_hint(pin)}"
             )
-        manifest = pin.read_manifest(data, origin)
+        manifest = read_manifest(pin, data, origin)
         with self._lock:
             return self._manifests.setdefault(pin.manifest_sha256, manifest)
 
@@ -437,7 +439,7 @@ def _fetch_report(
     seconds: float,
     dry_run: bool,
 ) -> FetchReport:
-    """Count, and raise if a file was not delivered (the manifest's own outcome counts for nothing but an error)."""
+    """Count, and raise if a file was not delivered; the manifest itself is not counted."""
     files = [outcome for outcome in outcomes if outcome.wanted.sha256 != pin.manifest_sha256]
     failed = [outcome for outcome in outcomes if outcome.error is not None]
     if failed:

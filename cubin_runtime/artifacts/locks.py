@@ -24,9 +24,9 @@ def shard_of(sha256: str) -> str:
 
 
 class ShardLock:
-    """One of a store's locks: tried without blocking, shows progress by its file's time, watched by who waits.
+    """One of a store's locks: tried without blocking; its file's time shows that the holder is alive.
 
-    Where locks do not work (read-only, another user's, a file system without them) it counts as taken at once.
+    Where locks do not work (read-only, another user's, no support for them) it counts as taken at once.
     """
 
     def __init__(self, store_root: Path, shard: str, *, give_up: float = GIVE_UP_SECONDS) -> None:

@@ -1,4 +1,4 @@
-"""The manifest of a release: ``checksums.txt`` in ``sha256sum`` format, the only list of what a release holds."""
+"""The manifest of a release: ``checksums.txt`` in ``sha256sum`` format, the only list of its files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where bytes can come from: http(s), a directory tree, a store, a ``.zip`` or ``.whl``, or an installed package.
+"""Where bytes come from: http(s), a directory tree, a store, a ``.zip`` or ``.whl``, an installed package.
 
 No source is trusted: what it delivers counts only after its digest was compared, which is the caller's work.
 """
@@ -40,7 +40,8 @@ class RetryableError(SourceError):
 class Wanted:
     """One thing to get: ``path`` inside the release ``folder``, at most ``limit`` bytes.
 
-    ``sha256`` is the digest that the bytes must have; None only while a release is being pinned for the first time.
+    ``sha256`` is the digest that the bytes must have; None only while a release is being pinned for the first
+    time.
     """
 
     path: ArtifactPath
@@ -138,7 +139,7 @@ class DirectorySource:
         self.label = str(root)
 
     def read(self, wanted: Wanted) -> bytes:
-        """See ``Source.read``; links are followed (a tree may be a link farm), only regular files are read."""
+        """See ``Source.read``; links are followed (a tree may be a link farm) to regular files alone."""
         tried = [self.root / wanted.path.text]
         if wanted.sha256 is not None:
             tried.append(self.root / "sha256" / wanted.sha256[:2] / wanted.sha256)
@@ -199,7 +200,7 @@ class ArchiveSource:
         self._prefixes: dict[ArtifactPath, str | None] = {}
 
     def _open(self) -> int:
-        """Read the central directory once; all later reads are ``pread``, which threads share without a lock."""
+        """Read the central directory once; later reads are ``pread``, which threads share without a lock."""
         with self._lock:
             if self._descriptor is not None:
                 return self._descriptor
@@ -229,7 +230,7 @@ class ArchiveSource:
         return None if prefix is None else self._members.get(prefix + path.text)
 
     def read(self, wanted: Wanted) -> bytes:
-        """See ``Source.read``; stored and deflated members, never more than ``wanted.limit`` bytes of either."""
+        """See ``Source.read``; stored or deflated members of at most ``wanted.limit`` bytes."""
         descriptor = self._open()
         member = self._member(wanted.path, wanted.folder)
         if member is None:
@@ -277,7 +278,7 @@ class ArchiveSource:
 
 
 def _packed_bytes(descriptor: int, member: zipfile.ZipInfo, limit: int) -> bytes:
-    """The member's bytes as they lie in the archive; its local header is 30 bytes, a name and an extra field."""
+    """The member as it lies in the archive: after a header of 30 bytes, a name and an extra field."""
     header = os.pread(descriptor, 30, member.header_offset)
     if header[:4] != b"PK\x03\x04":
         raise OSError("no local header where the directory says")
@@ -291,7 +292,7 @@ def _packed_bytes(descriptor: int, member: zipfile.ZipInfo, limit: int) -> bytes
 
 
 class PackageSource:
-    """Any installed distribution that carries the release's tree; found through its metadata, never imported."""
+    """Any installed distribution that carries the release's tree; found by metadata, never imported."""
 
     local = True
     label = "package"
@@ -335,7 +336,7 @@ def _installed_roots(folder: ArtifactPath) -> list[Path]:
     roots: list[Path] = []
     for distribution in metadata.distributions():
         record = distribution.read_text("RECORD")
-        # a RECORD is searched as text first: building the file objects of every installed package takes a second
+        # searched as text first: building the file objects of every installed package takes a second
         if record is not None and tail not in record:
             continue
         for file in distribution.files or ():

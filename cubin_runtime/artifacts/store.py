@@ -1,7 +1,7 @@
-"""The store: objects named by their SHA-256 below one directory, shared by every release, process and user.
+"""The store: objects named by their SHA-256 below one directory, shared by releases, processes and users.
 
-Layout: ``sha256/ab/<64 hex>``, ``locks/<hex digit>.lock``, ``quarantine/``. A store is as untrusted as a source:
-what is read from it is hashed, and nothing in it decides anything. It is correct without its locks.
+Layout: ``sha256/ab/<64 hex>``, ``locks/<hex digit>.lock``, ``quarantine/``. A store is as untrusted as a
+source: what is read from it is hashed, and nothing in it decides anything. It is correct without its locks.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class Store:
     def read(self, sha256: str, limit: int, *, repair: bool = True) -> bytes:
         """The object's bytes in private memory, hashed.
 
-        Bytes that do not fit the digest are read once more (network file systems serve stale pages); if they are
-        still wrong and ``repair`` is set, the file is moved aside where the store can be written.
+        Bytes that do not fit the digest are read once more (network file systems serve stale pages); if they
+        are still wrong and ``repair`` is set, the file is moved aside where the store can be written.
 
         Raises:
             MissingError: there is no such object.

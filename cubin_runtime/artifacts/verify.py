@@ -32,8 +32,8 @@ class VerifyReport:
     """What a verification found; paths are in manifest order.
 
     ``ok`` files with ``bytes`` bytes were hashed and are right. ``missing`` are not there, an error only if
-    ``complete`` was asked for. ``corrupt`` are there and wrong. ``extra`` are names in a tree that the manifest
-    does not list, relative to the release's folder.
+    ``complete`` was asked for. ``corrupt`` are there and wrong. ``extra`` are names in a tree that the
+    manifest does not list, relative to the release's folder.
     """
 
     pin: str
@@ -78,7 +78,7 @@ def verify_store(
     progress: Callable[[int], None] | None = None,
     jobs: int | None = None,
 ) -> VerifyReport:
-    """Hash those objects of ``paths`` that the store has; wrong ones are moved aside where that is possible."""
+    """Hash those objects of ``paths`` that the store has; wrong ones are moved aside where possible."""
     there = store.present(manifest.digests[path] for path in paths)
     # a thing that is no regular file does not count as present, yet must not pass as "not fetched"
     odd = {
