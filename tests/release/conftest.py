@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import get_context
@@ -117,8 +116,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def library(wheel: Path, store: Path) -> Iterator[Library]:
-    yield open_library(wheel, store)
+def library(wheel: Path, store: Path) -> Library:
+    return open_library(wheel, store)
 
 
 @pytest.fixture(scope="session")
