@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from cubin_runtime.artifacts.cubin import Architecture, Cubin, KernelFacts, Parameter
+from cubin_runtime.artifacts.path import ArtifactPath
 from cubin_runtime.launch.abi import LaunchNeeds
 from cubin_runtime.launch.driver import DeviceFacts
 from cubin_runtime.launch.launcher import LaunchAttributes, LaunchPlan
@@ -64,7 +65,7 @@ def plan(**changes: Any) -> LaunchPlan:
     start: dict[str, Any] = {
         "kernel": "paged_decode_d128",
         "symbol": SYMBOL,
-        "path": "hopper-0.1.0/fmha/decode.cubin",
+        "path": ArtifactPath("hopper-0.1.0/fmha/decode.cubin"),
         "sha256": DIGEST,
         "layout": LAYOUT,
         "grid": (132, 2, 3),

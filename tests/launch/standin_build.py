@@ -97,6 +97,10 @@ class StandIn:
             if words[0] == name
         ]
 
+    def names(self) -> list[str]:
+        """The functions called, in order, as far as they are logged."""
+        return [line.split(" ")[0] for line in self._library.standin_log().decode().splitlines()]
+
     def call(self, name: str) -> dict[str, str]:
         """What the only call of ``name`` received."""
         (only,) = self.calls(name)

@@ -509,7 +509,7 @@ CUresult CUDAAPI cuOccupancyMaxActiveClusters(int *clusters, CUfunction function
 CUresult CUDAAPI cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, void **parameters,
                                   void **extra) {
   ENTER("cuLaunchKernelEx")
-  if (!current()) { say("cuLaunchKernelEx refused\n"); REFUSE(CUDA_ERROR_INVALID_CONTEXT); }
+  if (!current()) { say("refused call=cuLaunchKernelEx\n"); REFUSE(CUDA_ERROR_INVALID_CONTEXT); }
   struct kernel *k = (struct kernel *)function;
   say("cuLaunchKernelEx symbol=%s", k->symbol);
   say_config(config);
