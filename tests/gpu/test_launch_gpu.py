@@ -1,6 +1,6 @@
-"""The driver layer on a real device: descriptor rules, memory, streams, graphs, errors. No torch, no compiler.
+"""The driver layer on a real device: descriptor rules, memory, streams, graphs, errors; no torch, no compiler.
 
-With CUBIN_RUNTIME_GPU_OUT set, what the driver said to each descriptor goes to ``tensor_map_rules.json`` in it.
+CUBIN_RUNTIME_GPU_OUT names a folder for ``tensor_map_rules.json``: what the driver said to each descriptor.
 """
 
 from __future__ import annotations
@@ -251,7 +251,7 @@ def test_a_workspace_starts_at_zero_and_is_not_made_in_a_capture(driver: Driver,
 
 def test_memory_that_is_not_there_is_refused_with_its_cause(driver: Driver) -> None:
     with pytest.raises(
-        DriverCallError, match="cuMemAlloc returned 2 CUDA_ERROR_OUT_OF_MEMORY .*exhausted"
+        DriverCallError, match=r"cuMemAlloc returned 2 CUDA_ERROR_OUT_OF_MEMORY .*exhausted"
     ) as caught:
         driver.allocate(1 << 50)
     assert not caught.value.sticky
@@ -264,7 +264,7 @@ def test_bytes_that_are_no_cubin_are_refused(driver: Driver) -> None:
 
 
 def test_an_ordinal_that_does_not_exist_is_refused(driver: Driver) -> None:
-    with pytest.raises(DriverCallError, match="CUDA_ERROR_INVALID_DEVICE .*no such device ordinal"):
+    with pytest.raises(DriverCallError, match=r"CUDA_ERROR_INVALID_DEVICE .*no such device ordinal"):
         driver.device(1000)
 
 
@@ -306,7 +306,7 @@ def test_occupancy_of_an_empty_kernel(driver: Driver, hopper_image: bytes) -> No
 
 def test_a_symbol_that_is_not_there_is_refused(driver: Driver, hopper_image: bytes) -> None:
     module = driver.load_module(hopper_image)
-    with pytest.raises(DriverCallError, match="CUDA_ERROR_NOT_FOUND .*no symbol of that name"):
+    with pytest.raises(DriverCallError, match=r"CUDA_ERROR_NOT_FOUND .*no symbol of that name"):
         driver.get_function(module, "nope")
     driver.unload_module(module)
 
@@ -314,7 +314,7 @@ def test_a_symbol_that_is_not_there_is_refused(driver: Driver, hopper_image: byt
 def test_a_cubin_for_another_architecture_is_refused_by_the_driver_too(
     driver: Driver, hopper_image: bytes
 ) -> None:
-    with pytest.raises(DriverCallError, match="CUDA_ERROR_NO_BINARY_FOR_GPU .*another architecture"):
+    with pytest.raises(DriverCallError, match=r"CUDA_ERROR_NO_BINARY_FOR_GPU .*another architecture"):
         driver.load_module((FIXTURES / "facts_sm_100f.cubin").read_bytes())
 
 
