@@ -19,7 +19,7 @@ __all__ = ["DeviceFacts", "Driver", "DriverCallError", "DriverLibraryError"]
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """What planning needs to know of a device; sizes in bytes, ``driver_version`` as 1000 x major + 10 x minor."""
+    """What planning needs of a device; sizes in bytes, ``driver_version`` is 1000 x major + 10 x minor."""
 
     ordinal: int
     name: str
@@ -32,7 +32,7 @@ class DeviceFacts:
 
 
 class Driver(DriverMemory, DriverStreams, DriverFunctions):
-    """libcuda through ctypes, opened on first use; ``library_path`` replaces the library that would be found."""
+    """libcuda through ctypes, opened on first use; ``library_path`` replaces what would be found."""
 
     def __init__(self, library_path: str | os.PathLike[str] | None = None) -> None:
         super().__init__(library_path)

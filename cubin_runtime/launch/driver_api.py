@@ -19,7 +19,7 @@ _ADDRESS = ctypes.c_void_p
 
 @dataclass(frozen=True, slots=True)
 class Prototype:
-    """A driver function: the symbols to try, first match wins, and ctypes argument types; all return CUresult."""
+    """A driver function: symbols to try in order, and ctypes argument types; all return CUresult."""
 
     symbols: tuple[str, ...]
     arguments: tuple[Any, ...]
@@ -130,13 +130,13 @@ CAPTURE_IMPLICIT = 906
 class LaunchAttribute(ctypes.Structure):
     """CUlaunchAttribute: 72 bytes, the 64-byte value union at offset 8."""
 
-    _fields_ = [("id", _INT), ("pad", ctypes.c_ubyte * 4), ("value", ctypes.c_ubyte * 64)]  # noqa: RUF012
+    _fields_ = [("id", _INT), ("pad", ctypes.c_ubyte * 4), ("value", ctypes.c_ubyte * 64)]
 
 
 class LaunchConfig(ctypes.Structure):
     """CUlaunchConfig: 56 bytes; ``stream`` and ``attributes`` are addresses."""
 
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         *((name, _UINT) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z")),
         ("shared_bytes", _UINT),
         ("stream", _ADDRESS),

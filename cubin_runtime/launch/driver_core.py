@@ -10,11 +10,11 @@ from typing import Any
 
 from . import driver_api as api
 from .driver_errors import STICKY, DriverCallError, DriverLibraryError
-from .history import LaunchHistory
+from .history import LaunchHistory, LaunchRecord
 
 
 class DriverCore:
-    """libcuda opened on first use. Safe to share between threads; not usable in a child forked after first use."""
+    """libcuda opened on first use; safe between threads, not usable in a child forked after that."""
 
     def __init__(self, library_path: str | os.PathLike[str] | None = None) -> None:
         self._path = None if library_path is None else os.fspath(library_path)
@@ -56,12 +56,12 @@ class DriverCore:
             raise self.error(name, code)
 
     def error(self, call: str, code: int) -> DriverCallError:
-        """The error for ``call`` having returned ``code``, with the driver's words and, for a fault, the launches."""
-        launches: tuple[str, ...] = ()
+        """The error for a ``call`` that returned ``code``: the driver's words and, for a fault, the launches."""
+        launches: tuple[LaunchRecord, ...] = ()
         if code in STICKY:
             with self._lock:
                 self._first_fault = self._first_fault or call
-            launches = self.history.describe()
+            launches = self.history.records()
         name, text = self._words("cuGetErrorName", code), self._words("cuGetErrorString", code)
         return DriverCallError(call, code, name, text, launches, self._first_fault if code in STICKY else "")
 
@@ -95,12 +95,13 @@ class DriverCore:
                 found.restype = ctypes.c_int
                 self._functions[name] = found
                 return found
-        raise DriverLibraryError(f"{library._name} has no {' or '.join(prototype.symbols)}: a newer driver is needed")
+        wanted = " or ".join(prototype.symbols)
+        raise DriverLibraryError(f"{library._name} has no {wanted}: a newer driver is needed")
 
     def _open(self) -> ctypes.CDLL:
         if self._library is not None:
             if self._pid != os.getpid():
-                raise DriverLibraryError("this Driver was opened before a fork; CUDA cannot be used in the child")
+                raise DriverLibraryError("opened before a fork: CUDA cannot be used in the child")
             return self._library
         path = self._path or _find_libcuda()
         try:
@@ -114,16 +115,16 @@ class DriverCore:
         self._functions = {}
         self._library, self._pid = library, os.getpid()
         if code:
-            error = self.error("cuInit", code)
+            failure = self.error("cuInit", code)
             self._library, self._functions = None, {}
-            raise error
+            raise failure
         return library
 
 
 def _find_libcuda() -> str:
     try:
-        from cuda.pathfinder import load_nvidia_dynamic_lib
+        from cuda.pathfinder import load_nvidia_dynamic_lib  # type: ignore[import-untyped]
 
-        return load_nvidia_dynamic_lib("cuda").abs_path or "libcuda.so.1"
+        return str(load_nvidia_dynamic_lib("cuda").abs_path or "libcuda.so.1")
     except Exception:  # the finder has many errors of its own; the plain name gives the clearest one
         return "libcuda.so.1"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..errors import DriverError
+from .history import LaunchRecord
 
 # Raised by work that ran earlier; the context is unusable afterwards.
 STICKY = frozenset({214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721})
@@ -53,13 +54,19 @@ _CAUSES = {
 class DriverCallError(DriverError):
     """A driver call returned an error.
 
-    ``call`` is the function, ``code`` the CUresult, ``name`` and ``text`` the driver's own words, ``cause`` our
-    likely explanation or "", ``sticky`` whether the fault comes from earlier asynchronous work and the context is
-    lost, ``launches`` the descriptions of the last launches (newest last) when it is.
+    ``call`` is the function, ``code`` the CUresult, ``name`` and ``text`` the driver's own words, ``cause``
+    our likely explanation or "", ``sticky`` whether the fault comes from earlier asynchronous work and the
+    context is lost; then ``launches`` are the last ones, newest last, and ``first_seen`` the first call to fail.
     """
 
     def __init__(
-        self, call: str, code: int, name: str, text: str, launches: tuple[str, ...] = (), first_seen: str = ""
+        self,
+        call: str,
+        code: int,
+        name: str,
+        text: str,
+        launches: tuple[LaunchRecord, ...] = (),
+        first_seen: str = "",
     ) -> None:
         self.call = call
         self.code = code
@@ -76,8 +83,8 @@ class DriverCallError(DriverError):
         cause = f"; likely cause: {self.cause}" if self.cause else ""
         if not self.sticky:
             return said + cause
-        seen = f", first seen at {self.first_seen}" if self.first_seen and self.first_seen != self.call else ""
-        out = f"{said}: a fault of earlier asynchronous work{seen}, not of this call{cause}; the context is lost"
+        seen = f", first seen at {self.first_seen}" if self.first_seen not in ("", self.call) else ""
+        out = f"{said}: a fault of earlier asynchronous work{seen}, not of this call{cause}; context is lost"
         if self.launches:
             out += "\nlast launches, newest last:\n" + "\n".join(f"  {line}" for line in self.launches)
         return out

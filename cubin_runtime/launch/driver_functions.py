@@ -39,7 +39,7 @@ class DriverFunctions(DriverCore):
         self.call("cuFuncSetAttribute", function, api.FUNC_NONPORTABLE_CLUSTER, 1)
 
     def parameters(self, function: int) -> tuple[tuple[int, int], ...] | None:
-        """(offset, size) in bytes of each kernel parameter; None where the driver (before 12.4) cannot say."""
+        """(offset, size) in bytes of each parameter; None where the driver (before 12.4) cannot say."""
         if not self.has("cuFuncGetParamInfo"):
             return None
         ask = self.function("cuFuncGetParamInfo")

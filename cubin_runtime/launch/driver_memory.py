@@ -1,4 +1,4 @@
-"""Device memory: allocate, free, copy, fill. Addresses are ints; a host side is anything with the buffer protocol."""
+"""Device memory: allocate, free, copy, fill. Addresses are ints, host sides speak the buffer protocol."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class DriverStreams(DriverCore):
         return code == api.SUCCESS
 
     def is_capturing(self, stream: int) -> bool:
-        """Whether ``stream`` captures; for 0 also true while another, blocking stream of the context captures."""
+        """Whether ``stream`` captures; for 0 also true while another, blocking stream captures."""
         status = ctypes.c_int()
         code = self.function("cuStreamIsCapturing")(stream, ctypes.addressof(status))
         if code == api.CAPTURE_IMPLICIT:
@@ -55,7 +55,7 @@ class DriverStreams(DriverCore):
         return identity.value if status.value != api.CAPTURE_NONE else None
 
     def begin_capture(self, stream: int, mode: str = "thread_local") -> None:
-        """Start recording the stream's work instead of running it; ``mode``: global, thread_local or relaxed."""
+        """Record the stream's work instead of running it; ``mode``: global, thread_local or relaxed."""
         if mode not in api.CAPTURE_MODES:
             raise UsageError(f"mode={mode!r}: expected one of {', '.join(api.CAPTURE_MODES)}")
         self.call("cuStreamBeginCapture", stream, api.CAPTURE_MODES[mode])

@@ -1,4 +1,4 @@
-"""Division by a number fixed ahead: one multiply-high and one shift, as ``cuda::fast_mod_div<int32_t>`` keeps it."""
+"""Division by a fixed number: one multiply-high and one shift, as ``cuda::fast_mod_div<int32_t>`` does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WORDS = struct.Struct("<iIIi")
 class FastModDiv:
     """The four 32-bit words that a kernel needs to divide a non-negative int32 by ``divisor``.
 
-    In memory (16 bytes, alignment 4): ``divisor`` int32, ``multiplier`` uint32, ``add`` uint32, ``shift`` int32.
+    In memory (16 bytes, alignment 4): divisor int32, multiplier uint32, add uint32, shift int32.
     For divisor 1 the shift is -1, which tells the kernel to return the dividend itself.
     """
 
@@ -50,7 +50,7 @@ class FastModDiv:
         return _WORDS.pack(self.divisor, self.multiplier, self.add, self.shift)
 
     def divide(self, dividend: int) -> int:
-        """``dividend // divisor`` by the words alone, as a kernel computes it (``dividend``: 0 to 2**31 - 1)."""
+        """``dividend // divisor`` by the words alone, as a kernel does; ``dividend`` 0 to 2**31 - 1."""
         if self.shift < 0:
             return dividend
         return (((dividend + self.add) * self.multiplier) >> 32) >> self.shift

@@ -10,8 +10,8 @@ from ..errors import UsageError
 def stream_handle(stream: Any) -> int:
     """The CUstream of ``stream`` as an int; ``None`` and 0 mean the legacy default stream.
 
-    Takes an int, an object with the ``__cuda_stream__`` protocol (version 0; method or attribute), or one with a
-    ``cuda_stream`` attribute as torch has.
+    Takes an int, an object with the ``__cuda_stream__`` protocol (version 0; method or attribute), or one
+    with a ``cuda_stream`` attribute as torch has.
 
     Raises:
         UsageError: it is none of these, or of an unknown protocol version.
@@ -31,4 +31,5 @@ def stream_handle(stream: Any) -> int:
     handle = getattr(stream, "cuda_stream", None)
     if isinstance(handle, int):
         return handle
-    raise UsageError(f"stream: got {type(stream).__name__}, expected an int, __cuda_stream__ or a torch stream")
+    came = type(stream).__name__
+    raise UsageError(f"stream: got {came}, expected an int, __cuda_stream__ or a torch stream")

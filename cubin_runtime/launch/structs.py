@@ -1,4 +1,4 @@
-"""Parameter structs: one declaration gives the C layout, the bytes, the C text, the fingerprint and a description."""
+"""Parameter structs: one declaration gives the layout, the bytes, the C text and the fingerprint."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class PlacedField:
             raise UsageError(f"{self.name}={value!r}: expected {self.type} ({error})") from error
 
     def decode(self, data: bytes) -> object:
-        """The member's value from its bytes: int, float, bool, FastModDiv, a tuple for arrays, bytes for descriptors."""
+        """The member's value: a number, FastModDiv, a tuple for arrays, bytes for descriptors."""
         kind = element_type(self.type)
         if kind.name == "CUtensorMap":
             return bytes(data)
@@ -88,7 +88,7 @@ class FieldRow:
     def text(self) -> str:
         """Pointers in hexadecimal, descriptors as their first bytes, the rest as Python shows it."""
         if self.type == "ptr":
-            return f"{self.value:#x}" if self.value else "null"
+            return f"{self.value:#x}" if isinstance(self.value, int) and self.value else "null"
         if isinstance(self.value, bytes):
             return f"{self.value[:8].hex()}... ({len(self.value)} bytes)" if any(self.value) else "not built"
         if isinstance(self.value, FastModDiv):
@@ -100,7 +100,7 @@ class FieldRow:
 class StructLayout:
     """A parameter struct placed by the C rules of x86-64 and CUDA; equal for host and device.
 
-    ``fingerprint`` is the SHA-256 (hex) of the lines ``name:type:offset`` in order, then the line of the size.
+    ``fingerprint`` is the SHA-256 (hex) of the lines ``name:type:offset`` in order, then that of the size.
     """
 
     name: str
@@ -121,7 +121,7 @@ class StructLayout:
         if tensor_map_alignment not in (64, 128):
             raise UsageError(f"tensor_map_alignment={tensor_map_alignment}: expected 64 or 128")
         if not _IDENTIFIER.match(name) or not fields:
-            raise UsageError(f"struct {name!r} with {len(fields)} fields: expected a C identifier and some fields")
+            raise UsageError(f"struct {name!r}, {len(fields)} fields: expected a C identifier and some fields")
         placed: dict[str, PlacedField] = {}
         offset, widest = 0, 1
         for item in fields:
