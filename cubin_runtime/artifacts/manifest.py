@@ -1,0 +1,99 @@
+"""The manifest of a release: ``checksums.txt`` in ``sha256sum`` format, the only list of what a release holds."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from ..errors import CorruptError
+from .path import ArtifactPath, PathError
+
+MANIFEST_NAME = "checksums.txt"
+MAX_MANIFEST_BYTES = 16 << 20
+
+_LINE = re.compile(r"([0-9a-f]{64}) [ *]([^\r\n]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a release holds.
+
+    ``sha256`` is the digest of the manifest's own bytes; ``digests`` maps each full path to the lowercase hex
+    SHA-256 of the file's bytes, in the order of the file.
+    """
+
+    folder: ArtifactPath
+    sha256: str
+    digests: Mapping[ArtifactPath, str]
+
+
+def parse_manifest(data: bytes, folder: ArtifactPath, origin: str) -> Manifest:
+    """Parse the bytes of a ``checksums.txt`` (``sha256sum`` format, names relative to ``folder``).
+
+    The caller compares the digest of ``data`` with a pin first; this checks the form alone.
+
+    Raises:
+        CorruptError: naming ``origin`` and the line: wrong form, bad hex, a name that climbs, a duplicate,
+            a name that is both file and folder, CRLF, a truncated last line, no line at all, over 16 MiB.
+    """
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise CorruptError(f"{origin}: {len(data)} bytes, a manifest has at most {MAX_MANIFEST_BYTES}")
+    if not data:
+        raise CorruptError(f"{origin}:1: the manifest is empty")
+    digests: dict[ArtifactPath, str] = {}
+    for number, line in enumerate(_lines(data, origin), start=1):
+        path, digest = _parse_line(line, folder, f"{origin}:{number}")
+        if path in digests:
+            raise CorruptError(f"{origin}:{number}: {path.text!r} is listed twice")
+        digests[path] = digest
+    _check_no_file_is_a_folder(digests, folder, origin)
+    return Manifest(folder, hashlib.sha256(data).hexdigest(), MappingProxyType(digests))
+
+
+def _lines(data: bytes, origin: str) -> list[str]:
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        number = data.count(b"\n", 0, error.start) + 1
+        raise CorruptError(f"{origin}:{number}: not UTF-8") from None
+    lines = text.split("\n")
+    if lines.pop():
+        raise CorruptError(f"{origin}:{len(lines) + 1}: the last line is truncated (no newline at its end)")
+    return lines
+
+
+def _parse_line(line: str, folder: ArtifactPath, where: str) -> tuple[ArtifactPath, str]:
+    match = _LINE.fullmatch(line)
+    if match is None:
+        raise CorruptError(f"{where}: {_line_fault(line)}")
+    digest, name = match.groups()
+    try:
+        path = folder.child(name)
+    except PathError as error:
+        raise CorruptError(f"{where}: {error}") from None
+    if name == MANIFEST_NAME:
+        raise CorruptError(f"{where}: the manifest lists itself")
+    return path, digest
+
+
+def _line_fault(line: str) -> str:
+    if line.endswith("\r"):
+        return "the line ends in CRLF, expected LF alone"
+    if not line:
+        return "the line is empty"
+    shown = line if len(line) <= 80 else line[:77] + "..."
+    return f"expected 64 lowercase hex digits, two spaces and a name, got {shown!r}"
+
+
+def _check_no_file_is_a_folder(digests: Mapping[ArtifactPath, str], folder: ArtifactPath, origin: str) -> None:
+    depth = len(folder.text)
+    folders = {path.text.rpartition("/")[0] for path in digests}
+    for text in list(folders):
+        while len(text := text.rpartition("/")[0]) > depth:
+            folders.add(text)
+    for number, path in enumerate(digests, start=1):
+        if path.text in folders:
+            raise CorruptError(f"{origin}:{number}: {path.text!r} is a file and a folder")
