@@ -61,13 +61,14 @@ class Catalog:
         if wanted.is_empty:
             return tuple(self)
         if wanted.needs_metadata and not self.has_metadata:
-            raise UsageError(f"{self.manifest.folder}: carries no kernel metadata, only --match can filter
-            it")
-        skip = len(self.manifest.folder.text) + 1
-        return tuple(
-            e for e in self if (wanted.keeps(e.row) if e.row else not wanted.needs_metadata and
-            wanted.keeps_file(e.path.text[skip:]))
-        )
+            raise UsageError(f"{self.manifest.folder}: has no kernel metadata, only --match can filter it")
+        return tuple(entry for entry in self if self._keeps(wanted, entry))
+
+    def _keeps(self, wanted: KernelFilter, entry: Entry) -> bool:
+        if entry.row is not None:
+            return wanted.keeps(entry.row)
+        relative = entry.path.relative_to(self.manifest.folder)
+        return not wanted.needs_metadata and wanted.keeps_file(relative)
 
 
 def open_catalog(library: Library, pin: Pin, *, fetch: bool) -> Catalog:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Annotated
 
 import typer
@@ -42,7 +43,8 @@ def _root(
 
 
 for _family in VERB_FAMILIES:
-    import_module(f"{__name__}.{_family}").register(app)
+    if find_spec(f"{__name__}.{_family}"):
+        import_module(f"{__name__}.{_family}").register(app)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

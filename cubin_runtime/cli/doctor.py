@@ -61,14 +61,14 @@ def _settings(
     sources = [redact(s) for s in config.sources] if config.sources else ["package", "then each pin's own"]
     files = [str(p) for p in config.pin_files]
     found = "user configuration folder" if files else "default"
+    log = os.environ.get("CUBIN_RUNTIME_LOG", "")
     return [
         _setting("store", str(config.store), options.origin_of("CUBIN_RUNTIME_CACHE", store is not None)),
         _setting("sources", sources, options.origin_of("CUBIN_RUNTIME_SOURCES", bool(source))),
         _setting("pins", ["built-in", *files], options.origin_of("CUBIN_RUNTIME_PINS", bool(pins), found)),
         _setting("offline", config.offline, options.origin_of("CUBIN_RUNTIME_OFFLINE", offline)),
         _setting("lazy fetch", config.lazy_fetch, "follows offline" if config.offline else "default"),
-        _setting("log", os.environ.get("CUBIN_RUNTIME_LOG", ""), options.origin_of("CUBIN_RUNTIME_LOG",
-        False)),
+        _setting("log", log, options.origin_of("CUBIN_RUNTIME_LOG", False)),
     ]
 
 
@@ -106,8 +106,10 @@ def _driver() -> dict[str, Any]:
             "multiprocessors": f.multiprocessors,
         }
         for f in facts
-    ] cuda = f"{version // 1000}.{version % 1000 // 10}" return {"present": True, "cuda": cuda, "devices":
-    devices, "problem": None if devices else "no device is visible"}
+    ]
+    cuda = f"{version // 1000}.{version % 1000 // 10}"
+    problem = None if devices else "no device is visible"
+    return {"present": True, "cuda": cuda, "devices": devices, "problem": problem}
 
 
 def _releases(config: Config, devices: list[int]) -> tuple[list[dict[str, Any]], list[int]]:
@@ -165,11 +167,12 @@ def _verdicts(config: Config, driver: dict[str, Any], releases: list[dict[str, A
     if not driver["devices"]:
         return [*said, f"launch: no, {driver['problem'] or 'no device is visible'}"]
     for device in driver["devices"]:
-        where = f"launch on {device['name']} (sm_{device['number']})" usable = [r for r in releases if
-        r.get("launchable") and r["runs_on"].get(str(device["number"]))] said += [f"{where}: yes,
-        {r['runs_on'][str(device['number'])]} kernels of {r['name']}" for r in usable] if not usable:
-            said.append(f"{where}: no pinned release at hand has a kernel for it; fetch one, or see
-            'problem' above")
+        number = str(device["number"])
+        where = f"launch on {device['name']} (sm_{number})"
+        usable = [r for r in releases if r.get("launchable") and r["runs_on"].get(number)]
+        said += [f"{where}: yes, {r['runs_on'][number]} kernels of {r['name']}" for r in usable]
+        if not usable:
+            said.append(f"{where}: no, no release at hand has a kernel for it")
     return said
 
 
@@ -184,19 +187,7 @@ def _print(report: dict[str, Any]) -> None:
         ),
     )
     output.line()
-    store, driver = report["store"], report["driver"]
-    free = "unknown" if store["free_bytes"] is None else f"{store['free_bytes'] / 1e9:.1f} GB"
-    state = "there" if store["exists"] else "not made yet"
-    output.facts(
-        [
-            ("store", f"{state}, {'writable' if store['writable'] else 'NOT writable'}, {free} free"),
-            ("driver", f"CUDA {driver['cuda']}" if driver["present"] else f"none: {driver['problem']}"),
-            *(
-                (f"device {d['ordinal']}", f"{d['name']}, sm_{d['number']}, {d['multiprocessors']}
-                multiprocessors") for d in driver["devices"]
-            ),
-        ]
-    )
+    output.facts(_machine_facts(report["store"], report["driver"]))
     output.line()
     output.table(
         ("release", "files", "in the store", "launchable", "problem"),
@@ -215,3 +206,16 @@ def _print(report: dict[str, Any]) -> None:
     for sentence in report["will_work"]:
         output.line(sentence)
     sys.stdout.flush()
+
+
+def _machine_facts(store: dict[str, Any], driver: dict[str, Any]) -> list[tuple[str, object]]:
+    free = "unknown" if store["free_bytes"] is None else f"{store['free_bytes'] / 1e9:.1f} GB"
+    state = "there" if store["exists"] else "not made yet"
+    found: list[tuple[str, object]] = [
+        ("store", f"{state}, {'writable' if store['writable'] else 'NOT writable'}, {free} free"),
+        ("driver", f"CUDA {driver['cuda']}" if driver["present"] else f"none: {driver['problem']}"),
+    ]
+    for d in driver["devices"]:
+        about = f"{d['name']}, sm_{d['number']}, {d['multiprocessors']} multiprocessors"
+        found.append((f"device {d['ordinal']}", about))
+    return found

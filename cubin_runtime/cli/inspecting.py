@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..errors import CorruptError, CubinRuntimeError, MissingError, SourceError, UsageError
 from . import options, output
 
 if TYPE_CHECKING:
@@ -26,29 +27,37 @@ def register(app: typer.Typer) -> None:
 
 
 def inspect(
-    target: Annotated[str, typer.Argument(metavar="FILE-or-PATH", help="A cubin on disk, or an artifact
-    path.")], store: options.StoreOption = None, source: options.SourceOption = None, pins:
-    options.PinsOption = None, offline: options.OfflineOption = False, json: options.JsonOption = False,
+    target: Annotated[str, typer.Argument(metavar="FILE-or-PATH", help="A cubin file, or an artifact path.")],
+    store: options.StoreOption = None,
+    source: options.SourceOption = None,
+    pins: options.PinsOption = None,
+    offline: options.OfflineOption = False,
+    json: options.JsonOption = False,
 ) -> None:
     """Show a cubin's architecture, kernels, digest and whether a pin covers it."""
     from ..artifacts.cubin import parse_cubin
     from ..artifacts.library import Library
 
-    library = Library(options.make_config(store, source, pins, offline)) data, pin, path, origin =
-    _read(library, target) cubin = parse_cubin(data) report = {"target": target, "origin": origin,
-    **_cubin_json(cubin, len(data)), **_pin_json(cubin, pin, path)} row = _row(library, pin, path) if row is
-    not None and pin is not None:
-        differences = _differences(library, pin, row, data, cubin, path)
+    library = Library(options.make_config(store, source, pins, offline))
+    data, pin, path, origin = _read(library, target)
+    cubin = parse_cubin(data)
+    report = {
+        "target": target,
+        "origin": origin,
+        **_cubin_json(cubin, len(data)),
+        **_pin_json(cubin, pin, path),
+    }
+    row = _row(library, pin, path)
+    if row is not None and pin is not None:
         report["metadata"] = _row_json(row)
-        report["disagreements"] = differences
+        report["disagreements"] = _differences(library, pin, row, data, cubin, path)
     if json:
         output.emit_json("inspect", report)
     else:
         _print_inspection(report)
     if report.get("disagreements"):
-        from ..errors import CorruptError
-
-        raise CorruptError(f"{target}: metadata and cubin disagree on {len(report['disagreements'])} facts")
+        output.note_line(f"{target}: metadata and cubin disagree on {len(report['disagreements'])} facts")
+        output.finish([CorruptError.exit_code])
 
 
 def list_(
@@ -71,7 +80,6 @@ def list_(
     from ..artifacts.catalog import open_catalog
     from ..artifacts.library import Library
     from ..artifacts.select_filter import KernelFilter
-    from ..errors import UsageError
 
     wanted = KernelFilter.from_words(sm, family, dtype, head_dim, match)
     library = Library(options.make_config(store, source, pins, offline))
@@ -80,18 +88,25 @@ def list_(
             raise UsageError("list: filters need a release, for example: list trtllm-gen-0.6.13 --sm 100")
         _list_pins(library, json)
         return
-    pin = library.pins.get(name) kept = open_catalog(library, pin, fetch=not
-    library.config.offline).kept_by(wanted) below = [e for e in kept if name in (pin.name, pin.path.text,
-    e.path.text) or e.path.text.startswith(f"{name}/")] if json:
-        files = [] if count else [_entry_json(entry) for entry in below]
-        output.emit_json("list", {"pin": pin.name, "count": len(below), "files": files})
+    pin = library.pins.get(name)
+    kept = open_catalog(library, pin, fetch=not library.config.offline).kept_by(wanted)
+    asked = [entry for entry in kept if _is_asked_for(entry, pin, name)]
+    if json:
+        files = [] if count else [_entry_json(entry) for entry in asked]
+        output.emit_json("list", {"pin": pin.name, "count": len(asked), "files": files})
     elif count:
-        output.line(len(below))
+        output.line(len(asked))
     else:
         output.table(
             ("file", "target", "types q/k/v/o", "head", "threads", "shared"),
-            (_entry_cells(entry, pin) for entry in below),
+            (_entry_cells(entry, pin) for entry in asked),
         )
+
+
+def _is_asked_for(entry: Entry, pin: Pin, name: str) -> bool:
+    """Whether an entry lies under the name or path that the user gave."""
+    asked = name.rstrip("/")
+    return asked in (pin.name, pin.path.text, entry.path.text) or entry.path.text.startswith(f"{asked}/")
 
 
 def _read(library: Library, target: str) -> tuple[bytes, Pin | None, Any, str]:
@@ -111,13 +126,9 @@ def _read(library: Library, target: str) -> tuple[bytes, Pin | None, Any, str]:
 
 
 def _read_file(file: Path) -> bytes:
-    from ..errors import MissingError, UsageError
-
     try:
-        if not file.is_file():
-            raise MissingError(f"{file}: no such regular file") if not file.exists() else UsageError(
-                f"{file}: not a regular file"
-            )
+        if file.exists() and not file.is_file():
+            raise UsageError(f"{file}: not a regular file")
         with file.open("rb") as opened:
             data = opened.read(MAX_FILE_BYTES + 1)
     except OSError as error:
@@ -129,7 +140,6 @@ def _read_file(file: Path) -> bytes:
 
 def _find_pinned(library: Library, digest: str) -> tuple[Pin | None, Any]:
     """The pin and path that list this digest, among releases whose manifest is at hand offline."""
-    from ..errors import CubinRuntimeError
 
     for pin in library.pins:
         try:
@@ -152,7 +162,6 @@ def _local_library(library: Library) -> Library:
 
 def _row(library: Library, pin: Pin | None, path: Any) -> KernelRow | None:
     from ..artifacts.catalog import open_catalog
-    from ..errors import MissingError, SourceError
 
     if pin is None:
         return None
@@ -237,8 +246,12 @@ def _list_pins(library: Library, json: bool) -> None:
     listed = list(library.pins)
     if json:
         output.emit_json(
-            "list", {"pins": [{"name": p.name, "path": p.path.text, "files": p.files, "bytes": p.bytes} for
-            p in listed]},
+            "list",
+            {
+                "pins": [
+                    {"name": p.name, "path": p.path.text, "files": p.files, "bytes": p.bytes} for p in listed
+                ]
+            },
         )
         return
     rows = ((p.name, p.files, f"{p.bytes / 1e6:,.0f} MB", p.licence, p.path.text) for p in listed)
@@ -247,8 +260,9 @@ def _list_pins(library: Library, json: bool) -> None:
 
 def _print_inspection(report: dict[str, Any]) -> None:
     shown = [(key, report[key]) for key in ("target", "origin", "bytes", "sha256", "architecture")]
-    shown.append(("verified", f"yes, by pin {report['pin']}" if report["verified"] else "no: no pin covers
-    these bytes")) if report["verified"]:
+    verified = f"yes, by pin {report['pin']}" if report["verified"] else "no: no pin covers these bytes"
+    shown.append(("verified", verified))
+    if report["verified"]:
         shown += [("path", report["path"]), ("manifest line", report["manifest_line"])]
     if "disagreements" in report:
         shown.append(("metadata", "; ".join(report["disagreements"]) or "agrees"))

@@ -47,7 +47,11 @@ def test_other_words_are_refused_by_name(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("architecture", "text"),
-    [(Architecture(100, "f"), "sm_100f"), (Architecture(80, ""), "sm_80"), (Architecture(103, None), "sm_103?")],
+    [
+        (Architecture(100, "f"), "sm_100f"),
+        (Architecture(80, ""), "sm_80"),
+        (Architecture(103, None), "sm_103?"),
+    ],
 )
 def test_text_shows_the_suffix_or_that_it_is_unknown(architecture: Architecture, text: str) -> None:
     assert str(architecture) == text

@@ -53,7 +53,14 @@ OWN = OwnKernel(
 
 @pytest.mark.parametrize(
     ("sm", "row", "kept"),
-    [(100, META, True), (103, META, True), (90, META, False), (103, EXACT, True), (100, EXACT, False), (90, OWN, True)],
+    [
+        (100, META, True),
+        (103, META, True),
+        (90, META, False),
+        (103, EXACT, True),
+        (100, EXACT, False),
+        (90, OWN, True),
+    ],
 )
 def test_sm_keeps_what_runs_there(sm: int, row: KernelMeta | OwnKernel, kept: bool) -> None:
     assert KernelFilter(sm=sm).keeps(row) is kept
@@ -135,7 +142,9 @@ def test_a_head_size_below_one_is_refused() -> None:
         KernelFilter.from_words(head_dims=[0])
 
 
-@pytest.mark.parametrize(("word", "name"), [("bfloat16", "bf16"), ("BF16", "bf16"), ("fp8", "e4m3"), ("x", "x")])
+@pytest.mark.parametrize(
+    ("word", "name"), [("bfloat16", "bf16"), ("BF16", "bf16"), ("fp8", "e4m3"), ("x", "x")]
+)
 def test_dtypes_have_one_name_each(word: str, name: str) -> None:
     assert dtype_name(word) == name
 
