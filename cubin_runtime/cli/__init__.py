@@ -1,1 +1,94 @@
 """The command line: one file a verb family, each verb one call into the package."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Annotated
+
+import typer
+
+from .._version import __version__
+from .output import emit_json, error_line
+
+__all__ = ["app", "main"]
+
+VERB_FAMILIES = ("fetching", "pinning", "inspecting", "doctor")
+
+app = typer.Typer(
+    name="cubin-runtime",
+    help="Fetch, verify, inspect and launch prebuilt attention kernels.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"cubin-runtime {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Fetch, verify, inspect and launch prebuilt attention kernels."""
+
+
+for _family in VERB_FAMILIES:
+    import_module(f"{__name__}.{_family}").register(app)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one verb and return the exit code; never raises.
+
+    0 ok, 1 a bug of ours, 2 usage, 3 not pinned, 4 missing, 5 corrupt, 6 extra, 7 no source delivered,
+    8 store not writable, 9 device or ABI refused, 130 interrupted. With ``--json`` an error is also one JSON
+    object on the standard output.
+    """
+    from ..errors import CubinRuntimeError
+
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return _code(app(args=given, prog_name="cubin-runtime", standalone_mode=False))
+    except CubinRuntimeError as error:
+        return _report(error, type(error).__name__, str(error), error.exit_code, given)
+    except KeyboardInterrupt:
+        return _report(None, "Interrupted", "interrupted", 130, given)
+    except SystemExit as exit_:
+        return _code(exit_.code)
+    except typer.Abort:
+        return _report(None, "Interrupted", "interrupted", 130, given)
+    except Exception as error:
+        if hasattr(error, "format_message"):  # the parser's own errors, whichever library typer builds on
+            return _report(error, "UsageError", _parser_message(error), 2, given)
+        import traceback
+
+        traceback.print_exc()
+        return _report(error, type(error).__name__, f"{error} (this is a bug; please report it)", 1, given)
+
+
+def _code(value: object) -> int:
+    return value if isinstance(value, int) else 0 if value is None else 1
+
+
+def _parser_message(error: Exception) -> str:
+    context = getattr(error, "ctx", None)
+    hint = f"; see '{context.command_path} --help'" if context is not None else ""
+    message = str(error.format_message())  # type: ignore[attr-defined]
+    return (message.rstrip(".") or "no verb given") + hint
+
+
+def _report(error: Exception | None, kind: str, message: str, code: int, given: Sequence[str]) -> int:
+    error_line(message)
+    for note in getattr(error, "__notes__", ()):
+        error_line(note)
+    if "--json" in given:
+        emit_json("error", {"error": {"code": code, "kind": kind, "message": message}})
+    return code

@@ -1,0 +1,78 @@
+"""Options that verbs share, and the one place where flags meet the environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..config import Config
+
+StoreOption = Annotated[
+    Path | None, typer.Option("--store", help="Store to use (CUBIN_RUNTIME_CACHE).", show_default=False)
+]
+SourceOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--source",
+        help="URL, directory, .zip, .whl or 'package'; repeat in order (CUBIN_RUNTIME_SOURCES).",
+        show_default=False,
+    ),
+]
+PinsOption = Annotated[
+    list[Path] | None,
+    typer.Option("--pins", help="A file with more pins (CUBIN_RUNTIME_PINS).", show_default=False),
+]
+OfflineOption = Annotated[bool, typer.Option("--offline", help="Open no socket (CUBIN_RUNTIME_OFFLINE=1).")]
+JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")]
+SmOption = Annotated[
+    str | None,
+    typer.Option("--sm", help="Only what runs on this SM, for example 100.", show_default=False),
+]
+FamilyOption = Annotated[
+    list[str] | None,
+    typer.Option("--family", help="Only this family (trtllm-gen, hopper, fmha, ...).", show_default=False),
+]
+DtypeOption = Annotated[
+    list[str] | None,
+    typer.Option("--dtype", help="Only kernels with this Q, K, V or output type.", show_default=False),
+]
+HeadDimOption = Annotated[
+    list[int] | None, typer.Option("--head-dim", help="Only this head size.", show_default=False)
+]
+MatchOption = Annotated[
+    list[str] | None,
+    typer.Option("--match", help="Only files or symbols that fit this glob.", show_default=False),
+]
+
+
+def make_config(
+    store: Path | None = None,
+    sources: Sequence[str] | None = None,
+    pins: Sequence[Path] | None = None,
+    offline: bool = False,
+) -> Config:
+    """The configuration in force: flags beat the environment, which beats the defaults.
+
+    Raises:
+        UsageError: a variable is outside its domain.
+    """
+    config = Config.from_environment()
+    if store is not None:
+        config = replace(config, store=store.expanduser().absolute())
+    if sources:
+        config = replace(config, sources=tuple(sources))
+    if pins:
+        config = replace(config, pin_files=(*config.pin_files, *(p.expanduser() for p in pins)))
+    if offline:
+        config = replace(config, offline=True, lazy_fetch=False)
+    return config
+
+
+def origin_of(variable: str, flag_given: bool, default: str = "default") -> str:
+    """Where a setting comes from: ``flag``, the environment variable's name, or ``default``."""
+    return "flag" if flag_given else variable if os.environ.get(variable) else default

@@ -1,0 +1,145 @@
+"""What every verb prints with: escaped text, JSON with a schema number, tables and progress."""
+
+from __future__ import annotations
+
+import json
+import sys
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+JSON_SCHEMA = 1
+_CODE_ORDER = (3, 5, 4, 6)
+# Cc control, Cf format (bidi overrides), Cs lone surrogates, Co private use, Zl/Zp line and paragraph breaks
+_UNSAFE_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
+
+
+def escape(text: object) -> str:
+    r"""Text that a terminal shows and never obeys: control and format characters as ``\xNN`` or ``\uNNNN``.
+
+    >>> escape("a\x1b[2Jb\n")
+    'a\\x1b[2Jb\\x0a'
+    """
+    plain = str(text)
+    if plain.isascii() and plain.isprintable():
+        return plain
+    return "".join(_escape_one(c) if unicodedata.category(c) in _UNSAFE_CATEGORIES else c for c in plain)
+
+
+def _escape_one(character: str) -> str:
+    code = ord(character)
+    if code < 0x100:
+        return f"\\x{code:02x}"
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def worst_code(codes: Iterable[int]) -> int:
+    """One exit code for several outcomes: 3, then 5, 4, 6, then the largest other; 0 for none."""
+    found = {code for code in codes if code}
+    for code in _CODE_ORDER:
+        if code in found:
+            return code
+    return max(found, default=0)
+
+
+def finish(codes: Iterable[int]) -> None:
+    """End a verb with the worst of ``codes``; returns if all are 0."""
+    code = worst_code(codes)
+    if code:
+        import typer
+
+        raise typer.Exit(code)
+
+
+def emit_json(verb: str, payload: Mapping[str, object]) -> None:
+    """Print one JSON object: ``schema``, ``verb`` and the payload (ASCII only, so nothing needs escaping)."""
+    print(json.dumps({"schema": JSON_SCHEMA, "verb": verb, **payload}, indent=2, default=str))
+
+
+def line(text: object = "") -> None:
+    """Print one escaped line to the standard output."""
+    print(escape(text))
+
+
+def error_line(text: object) -> None:
+    """Print one escaped line, marked as an error, to the standard error stream; line breaks stay."""
+    for number, part in enumerate(str(text).splitlines() or [""]):
+        print(("error: " if number == 0 else "  ") + escape(part), file=sys.stderr)
+
+
+def note_line(text: object) -> None:
+    """Print one escaped line to the standard error stream."""
+    print(escape(text), file=sys.stderr)
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: str | None = None) -> None:
+    """Print a table; cells are escaped and never read as markup.
+
+    On a terminal it is drawn; in a pipe it is tab-separated lines with no cut cells.
+    """
+    if not sys.stdout.isatty():
+        print("\t".join(escape(c) for c in columns))
+        for row in rows:
+            print("\t".join(escape(cell) for cell in row))
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table(title=Text(escape(title)) if title else None)
+    for column in columns:
+        drawn.add_column(Text(escape(column)))
+    for row in rows:
+        drawn.add_row(*(Text(escape(cell), overflow="fold") for cell in row))
+    Console().print(drawn)
+
+
+def facts(rows: Iterable[tuple[str, object]]) -> None:
+    """Print ``name  value`` lines, aligned, values escaped."""
+    listed = list(rows)
+    width = max((len(name) for name, _ in listed), default=0)
+    for name, value in listed:
+        print(f"{name:<{width}}  {escape(value)}".rstrip())
+
+
+@contextmanager
+def progress(description: str, total: int, unit: str = "files") -> Iterator[Callable[[int], None]]:
+    """A bar on the standard error stream, shown only where that is a terminal.
+
+    Args:
+        description: what is being done, in two or three words.
+        total: how many ``unit`` there are; ``"bytes"`` is shown as sizes with a speed.
+        unit: what is counted.
+
+    Yields:
+        a function that advances the bar by the number it is given; any thread may call it.
+    """
+    if not sys.stderr.isatty():
+        yield lambda step: None
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        Progress,
+        ProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    counted: list[ProgressColumn] = (
+        [DownloadColumn(), TransferSpeedColumn()] if unit == "bytes" else [MofNCompleteColumn()]
+    )
+    bar = Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        *counted,
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    with bar:
+        task = bar.add_task(escape(description), total=total)
+        yield lambda step: bar.advance(task, step)

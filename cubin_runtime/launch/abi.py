@@ -1,0 +1,143 @@
+"""The ABI gate: nothing is launched whose parameters, block or architecture are not proven to fit."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .._version import __version__
+from ..artifacts.cubin import Architecture, Cubin, KernelFacts
+from ..errors import AbiError
+from .driver import DeviceFacts
+from .structs import StructLayout
+
+# A pin's `abi` -> the module whose LAYOUTS holds the structs of that ABI.
+ABIS: Mapping[str, str] = {
+    "trtllm-gen-0.6.13": "cubin_runtime.launch.trtllm_gen.params",
+    f"hopper-{__version__}": "cubin_runtime.launch.hopper.params",
+}
+# What was recorded for releases whose metadata carries no fingerprint: ABI -> struct -> (size, fingerprint).
+RECORDED: Mapping[str, Mapping[str, tuple[int, str]]] = {
+    "trtllm-gen-0.6.13": {
+        "KernelParams": (1280, "1a49d46c2b7e2463458eb8c28df50506da0dc46f1b08db10b3eaff0f0b8d17b8"),
+    },
+}
+
+
+def abi_layouts(abi: str | None) -> Mapping[str, StructLayout]:
+    """The parameter structs of a release by the ``abi`` of its pin, by struct name.
+
+    Raises:
+        AbiError: the release names no ABI, or one that this version does not know: it cannot be launched.
+    """
+    if abi is None or abi not in ABIS:
+        raise AbiError(f"abi {abi!r}: expected one of {', '.join(ABIS)}; a release without it is never launched")
+    layouts: Mapping[str, StructLayout] = importlib.import_module(ABIS[abi]).LAYOUTS
+    for name, (size, fingerprint) in RECORDED.get(abi, {}).items():
+        _check_fingerprint(layouts[name], size, fingerprint)
+    return layouts
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchNeeds:
+    """What a launch asks of a kernel.
+
+    ``layout`` is the struct passed by value as the only parameter, ``threads`` a block's size,
+    ``fingerprint`` the one recorded for the release (None: only the size is compared),
+    ``dynamic_shared_bytes`` what a block asks for beyond static shared memory, ``nonportable_cluster`` whether
+    clusters of more than 8 blocks are launched,
+    ``declared`` the architecture by the release's metadata, for cubins that do not say it themselves.
+    """
+
+    layout: StructLayout
+    threads: int
+    fingerprint: str | None = None
+    dynamic_shared_bytes: int = 0
+    declared: Architecture | None = None
+    nonportable_cluster: bool = False
+
+
+def check_launchable(
+    cubin: Cubin,
+    symbol: str,
+    layout: StructLayout,
+    recorded_fingerprint: str | None,
+    threads: int,
+    device: DeviceFacts,
+    declared: Architecture | None = None,
+    dynamic_shared_bytes: int = 0,
+) -> KernelFacts:
+    """Hold a launch against what the cubin says of itself; the facts of the kernel if all fits.
+
+    Raises:
+        AbiError: a mismatch; the message gives both sides.
+    """
+    facts = cubin.kernels.get(symbol)
+    if facts is None:
+        raise AbiError(f"kernel {symbol!r}: the cubin holds {', '.join(cubin.kernels) or 'no kernel'}")
+    check_architecture(effective_architecture(cubin.architecture, declared), device)
+    if recorded_fingerprint is not None:
+        _check_fingerprint(layout, layout.size, recorded_fingerprint)
+    check_parameters(symbol, layout, tuple(p.size for p in facts.parameters), "its ELF")
+    if facts.max_threads is not None:
+        check_threads(symbol, threads, facts.max_threads, "its ELF")
+    if dynamic_shared_bytes > device.shared_bytes_per_block_optin:
+        raise AbiError(
+            f"kernel {symbol!r}: needs {dynamic_shared_bytes} bytes of dynamic shared memory a block, "
+            f"device {device.name} gives at most {device.shared_bytes_per_block_optin}"
+        )
+    return facts
+
+
+def effective_architecture(own: Architecture, declared: Architecture | None) -> Architecture:
+    """The cubin's own architecture; where its suffix is unknown, the declared one of the same number.
+
+    Raises:
+        AbiError: the two contradict each other, or nothing tells the suffix.
+    """
+    if own.suffix is None:
+        if declared is None or declared.suffix is None:
+            raise AbiError(f"architecture {own}: neither the cubin nor its metadata tells the suffix; refused")
+        # A family cubin such as sm_100f carries the plain number, so the numbers must still agree.
+        if declared.number != own.number:
+            raise AbiError(f"architecture: the cubin says {own}, its metadata declares {declared}")
+        return Architecture(declared.number, declared.suffix, declared=True)
+    if declared is not None and not own.same_target(declared):
+        raise AbiError(f"architecture: the cubin says {own}, its metadata declares {declared}")
+    return own
+
+
+def check_architecture(architecture: Architecture, device: DeviceFacts) -> None:
+    """Raise ``AbiError`` unless a kernel built for ``architecture`` runs on ``device``."""
+    major, minor = device.capability
+    if not architecture.runs_on(major * 10 + minor):
+        label = " (declared)" if architecture.declared else ""
+        raise AbiError(
+            f"architecture: the kernel is built for {architecture}{label}, "
+            f"device {device.ordinal} ({device.name}) is {major}.{minor}"
+        )
+
+
+def check_parameters(symbol: str, layout: StructLayout, sizes: tuple[int, ...], source: str) -> None:
+    """Raise ``AbiError`` unless the kernel takes exactly one parameter of the struct's size."""
+    if sizes != (layout.size,):
+        taken = f"one of {sizes[0]} bytes" if len(sizes) == 1 else f"{len(sizes)} of {list(sizes)} bytes"
+        raise AbiError(
+            f"kernel {symbol!r}: struct {layout.name} has {layout.size} bytes, "
+            f"by {source} the kernel takes {taken if sizes else 'no parameter'}"
+        )
+
+
+def check_threads(symbol: str, threads: int, limit: int, source: str) -> None:
+    """Raise ``AbiError`` if a block of ``threads`` is more than the kernel was built for."""
+    if not 1 <= threads <= limit:
+        raise AbiError(f"kernel {symbol!r}: a block of {threads} threads, by {source} at most {limit}")
+
+
+def _check_fingerprint(layout: StructLayout, size: int, fingerprint: str) -> None:
+    if (layout.size, layout.fingerprint) != (size, fingerprint):
+        raise AbiError(
+            f"struct {layout.name}: declared with {layout.size} bytes, fingerprint {layout.fingerprint[:16]}; "
+            f"the release was recorded with {size} bytes, fingerprint {fingerprint[:16]}"
+        )

@@ -1,0 +1,120 @@
+"""The CUDA driver: devices and contexts here, memory, streams and functions in the classes below it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from . import driver_api as api
+from .driver_errors import DriverCallError, DriverLibraryError
+from .driver_functions import DriverFunctions
+from .driver_memory import DriverMemory
+from .driver_streams import DriverStreams
+
+__all__ = ["DeviceFacts", "Driver", "DriverCallError", "DriverLibraryError"]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """What planning needs of a device; sizes in bytes, ``driver_version`` is 1000 x major + 10 x minor."""
+
+    ordinal: int
+    name: str
+    capability: tuple[int, int]
+    multiprocessors: int
+    shared_bytes_per_block_optin: int
+    shared_bytes_per_multiprocessor: int
+    l2_bytes: int
+    driver_version: int
+
+
+class Driver(DriverMemory, DriverStreams, DriverFunctions):
+    """libcuda through ctypes, opened on first use; ``library_path`` replaces what would be found."""
+
+    def __init__(self, library_path: str | os.PathLike[str] | None = None) -> None:
+        super().__init__(library_path)
+        self._devices: dict[int, DeviceFacts] = {}
+        self._primary: dict[int, int] = {}
+
+    def version(self) -> int:
+        """The CUDA version the driver supports, 1000 x major + 10 x minor."""
+        return self.out_int("cuDriverGetVersion")
+
+    def device_count(self) -> int:
+        """How many devices are visible."""
+        return self.out_int("cuDeviceGetCount")
+
+    def device(self, ordinal: int = 0) -> DeviceFacts:
+        """The facts of one device, asked for once."""
+        known = self._devices.get(ordinal)
+        if known is not None:
+            return known
+        handle = self.out_int("cuDeviceGet", ordinal)
+        name = ctypes.create_string_buffer(256)
+        self.call("cuDeviceGetName", ctypes.addressof(name), len(name), handle)
+
+        def fact(attribute: int) -> int:
+            return self.out_int("cuDeviceGetAttribute", attribute, handle)
+
+        facts = DeviceFacts(
+            ordinal=ordinal,
+            name=name.value.decode("utf-8", "replace"),
+            capability=(fact(api.DEVICE_CAPABILITY_MAJOR), fact(api.DEVICE_CAPABILITY_MINOR)),
+            multiprocessors=fact(api.DEVICE_MULTIPROCESSORS),
+            shared_bytes_per_block_optin=fact(api.DEVICE_SHARED_PER_BLOCK_OPTIN),
+            shared_bytes_per_multiprocessor=fact(api.DEVICE_SHARED_PER_MULTIPROCESSOR),
+            l2_bytes=fact(api.DEVICE_L2_BYTES),
+            driver_version=self.version(),
+        )
+        self._devices[ordinal] = facts
+        return facts
+
+    def primary_context(self, ordinal: int = 0) -> int:
+        """The device's primary context (the one that torch and CuPy use), retained once for this process."""
+        with self._lock:
+            if ordinal not in self._primary:
+                handle = self.out_int("cuDeviceGet", ordinal)
+                self._primary[ordinal] = self.out_pointer("cuDevicePrimaryCtxRetain", handle)
+            return self._primary[ordinal]
+
+    def release_primary_context(self, ordinal: int = 0) -> None:
+        """Give back what ``primary_context`` retained; no error if nothing was."""
+        with self._lock:
+            if self._primary.pop(ordinal, None) is not None:
+                self.call("cuDevicePrimaryCtxRelease", self.out_int("cuDeviceGet", ordinal))
+
+    def current_context(self) -> int | None:
+        """The context current on this thread, or None."""
+        return self.out_pointer("cuCtxGetCurrent") or None
+
+    def set_current(self, context: int | None) -> None:
+        """Make ``context`` current on this thread; None leaves the thread without one."""
+        self.call("cuCtxSetCurrent", context)
+
+    def ensure_context(self, ordinal: int = 0) -> int:
+        """The context current on this thread; without one, the primary of ``ordinal`` is made current."""
+        current = self.current_context()
+        if current is not None:
+            return current
+        context = self.primary_context(ordinal)
+        self.set_current(context)
+        return context
+
+    def context_device(self) -> int:
+        """The ordinal of the current context's device."""
+        return self.out_int("cuCtxGetDevice")
+
+    @contextmanager
+    def using(self, context: int) -> Iterator[None]:
+        """Run a block with ``context`` current on this thread, then restore what was."""
+        if self.current_context() == context:
+            yield
+            return
+        self.call("cuCtxPushCurrent", context)
+        try:
+            yield
+        finally:
+            self.out_pointer("cuCtxPopCurrent")

@@ -1,0 +1,154 @@
+"""What we use of the CUDA driver: each function with its argument types, the enum values, two structures."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_INT = ctypes.c_int
+_UINT = ctypes.c_uint
+_SIZE = ctypes.c_size_t
+_U64 = ctypes.c_uint64
+_TEXT = ctypes.c_char_p
+_FLOAT = ctypes.c_float
+# Handles (CUcontext, CUstream, ...), output pointers and arrays all travel as addresses.
+_ADDRESS = ctypes.c_void_p
+
+
+@dataclass(frozen=True, slots=True)
+class Prototype:
+    """A driver function: symbols to try in order, and ctypes argument types; all return CUresult."""
+
+    symbols: tuple[str, ...]
+    arguments: tuple[Any, ...]
+    optional: bool = False
+
+
+def _f(symbols: str, *arguments: Any, optional: bool = False) -> Prototype:
+    return Prototype(tuple(symbols.split()), arguments, optional)
+
+
+PROTOTYPES: dict[str, Prototype] = {
+    "cuInit": _f("cuInit", _UINT),
+    "cuDriverGetVersion": _f("cuDriverGetVersion", _ADDRESS),
+    "cuGetErrorName": _f("cuGetErrorName", _INT, _ADDRESS),
+    "cuGetErrorString": _f("cuGetErrorString", _INT, _ADDRESS),
+    "cuDeviceGetCount": _f("cuDeviceGetCount", _ADDRESS),
+    "cuDeviceGet": _f("cuDeviceGet", _ADDRESS, _INT),
+    "cuDeviceGetName": _f("cuDeviceGetName", _ADDRESS, _INT, _INT),
+    "cuDeviceGetAttribute": _f("cuDeviceGetAttribute", _ADDRESS, _INT, _INT),
+    "cuDevicePrimaryCtxRetain": _f("cuDevicePrimaryCtxRetain", _ADDRESS, _INT),
+    "cuDevicePrimaryCtxRelease": _f("cuDevicePrimaryCtxRelease_v2", _INT),
+    "cuCtxGetCurrent": _f("cuCtxGetCurrent", _ADDRESS),
+    "cuCtxSetCurrent": _f("cuCtxSetCurrent", _ADDRESS),
+    "cuCtxPushCurrent": _f("cuCtxPushCurrent_v2", _ADDRESS),
+    "cuCtxPopCurrent": _f("cuCtxPopCurrent_v2", _ADDRESS),
+    "cuCtxGetDevice": _f("cuCtxGetDevice", _ADDRESS),
+    "cuCtxSynchronize": _f("cuCtxSynchronize"),
+    "cuMemGetInfo": _f("cuMemGetInfo_v2", _ADDRESS, _ADDRESS),
+    "cuMemAlloc": _f("cuMemAlloc_v2", _ADDRESS, _SIZE),
+    "cuMemFree": _f("cuMemFree_v2", _U64),
+    "cuMemcpyHtoD": _f("cuMemcpyHtoD_v2", _U64, _ADDRESS, _SIZE),
+    "cuMemcpyDtoH": _f("cuMemcpyDtoH_v2", _ADDRESS, _U64, _SIZE),
+    "cuMemcpyHtoDAsync": _f("cuMemcpyHtoDAsync_v2", _U64, _ADDRESS, _SIZE, _ADDRESS),
+    "cuMemcpyDtoHAsync": _f("cuMemcpyDtoHAsync_v2", _ADDRESS, _U64, _SIZE, _ADDRESS),
+    "cuMemcpyDtoDAsync": _f("cuMemcpyDtoDAsync_v2", _U64, _U64, _SIZE, _ADDRESS),
+    "cuMemsetD8Async": _f("cuMemsetD8Async", _U64, ctypes.c_ubyte, _SIZE, _ADDRESS),
+    "cuMemsetD32Async": _f("cuMemsetD32Async", _U64, _UINT, _SIZE, _ADDRESS),
+    "cuStreamCreate": _f("cuStreamCreate", _ADDRESS, _UINT),
+    "cuStreamDestroy": _f("cuStreamDestroy_v2", _ADDRESS),
+    "cuStreamSynchronize": _f("cuStreamSynchronize", _ADDRESS),
+    "cuStreamQuery": _f("cuStreamQuery", _ADDRESS),
+    "cuStreamWaitEvent": _f("cuStreamWaitEvent", _ADDRESS, _ADDRESS, _UINT),
+    "cuStreamIsCapturing": _f("cuStreamIsCapturing", _ADDRESS, _ADDRESS),
+    "cuStreamGetCaptureInfo": _f("cuStreamGetCaptureInfo_v3", *[_ADDRESS] * 7),
+    "cuStreamBeginCapture": _f("cuStreamBeginCapture_v2", _ADDRESS, _INT),
+    "cuStreamEndCapture": _f("cuStreamEndCapture", _ADDRESS, _ADDRESS),
+    "cuGraphInstantiate": _f("cuGraphInstantiateWithFlags", _ADDRESS, _ADDRESS, ctypes.c_ulonglong),
+    "cuGraphLaunch": _f("cuGraphLaunch", _ADDRESS, _ADDRESS),
+    "cuGraphDestroy": _f("cuGraphDestroy", _ADDRESS),
+    "cuGraphExecDestroy": _f("cuGraphExecDestroy", _ADDRESS),
+    "cuEventCreate": _f("cuEventCreate", _ADDRESS, _UINT),
+    "cuEventDestroy": _f("cuEventDestroy_v2", _ADDRESS),
+    "cuEventRecord": _f("cuEventRecord", _ADDRESS, _ADDRESS),
+    "cuEventSynchronize": _f("cuEventSynchronize", _ADDRESS),
+    "cuEventElapsedTime": _f("cuEventElapsedTime_v2 cuEventElapsedTime", _ADDRESS, _ADDRESS, _ADDRESS),
+    "cuModuleLoadData": _f("cuModuleLoadData", _ADDRESS, _ADDRESS),
+    "cuModuleUnload": _f("cuModuleUnload", _ADDRESS),
+    "cuModuleGetFunction": _f("cuModuleGetFunction", _ADDRESS, _ADDRESS, _TEXT),
+    "cuFuncGetAttribute": _f("cuFuncGetAttribute", _ADDRESS, _INT, _ADDRESS),
+    "cuFuncSetAttribute": _f("cuFuncSetAttribute", _ADDRESS, _INT, _INT),
+    "cuFuncGetParamInfo": _f("cuFuncGetParamInfo", _ADDRESS, _SIZE, _ADDRESS, _ADDRESS, optional=True),
+    "cuOccupancyMaxActiveBlocksPerMultiprocessor": _f(
+        "cuOccupancyMaxActiveBlocksPerMultiprocessor", _ADDRESS, _ADDRESS, _INT, _SIZE
+    ),
+    "cuOccupancyMaxActiveClusters": _f("cuOccupancyMaxActiveClusters", _ADDRESS, _ADDRESS, _ADDRESS),
+    "cuTensorMapEncodeTiled": _f(
+        "cuTensorMapEncodeTiled",
+        *(_ADDRESS, _INT, _UINT, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _INT, _INT, _INT, _INT),
+    ),
+    "cuLaunchKernelEx": _f("cuLaunchKernelEx", _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS),
+}
+
+# CUdevice_attribute
+DEVICE_MULTIPROCESSORS = 16
+DEVICE_L2_BYTES = 38
+DEVICE_CAPABILITY_MAJOR = 75
+DEVICE_CAPABILITY_MINOR = 76
+DEVICE_SHARED_PER_MULTIPROCESSOR = 81
+DEVICE_SHARED_PER_BLOCK_OPTIN = 97
+# CUfunction_attribute
+FUNC_MAX_THREADS = 0
+FUNC_STATIC_SHARED_BYTES = 1
+FUNC_LOCAL_BYTES = 3
+FUNC_REGISTERS = 4
+FUNC_MAX_DYNAMIC_SHARED_BYTES = 8
+FUNC_NONPORTABLE_CLUSTER = 14
+# CUlaunchAttributeID
+LAUNCH_CLUSTER_DIMENSION = 4
+LAUNCH_CLUSTER_SCHEDULING = 5
+LAUNCH_PROGRAMMATIC_SERIALIZATION = 6
+# CUstreamCaptureStatus
+CAPTURE_NONE = 0
+# CUstreamCaptureMode
+CAPTURE_MODES = {"global": 0, "thread_local": 1, "relaxed": 2}
+# CUstream_flags and CUevent_flags
+STREAM_NON_BLOCKING = 1
+EVENT_DISABLE_TIMING = 2
+# CUresult values that code decides on
+SUCCESS = 0
+INVALID_VALUE = 1
+INVALID_CONTEXT = 201
+INVALID_HANDLE = 400
+NOT_READY = 600
+CAPTURE_UNSUPPORTED = 900
+CAPTURE_IMPLICIT = 906
+
+
+class LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute: 72 bytes, the 64-byte value union at offset 8."""
+
+    _fields_ = [("id", _INT), ("pad", ctypes.c_ubyte * 4), ("value", ctypes.c_ubyte * 64)]
+
+
+class LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig: 56 bytes; ``stream`` and ``attributes`` are addresses."""
+
+    _fields_ = [
+        *((name, _UINT) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z")),
+        ("shared_bytes", _UINT),
+        ("stream", _ADDRESS),
+        ("attributes", _ADDRESS),
+        ("attribute_count", _UINT),
+    ]
+
+
+def attribute_array(entries: Sequence[tuple[int, bytes]]) -> ctypes.Array[LaunchAttribute]:
+    """A CUlaunchAttribute array from (id, value bytes) pairs, the rest of each union zero."""
+    array = (LaunchAttribute * max(1, len(entries)))()
+    for slot, (identity, value) in zip(array, entries, strict=False):
+        slot.id = identity
+        slot.value[: len(value)] = list(value)
+    return array

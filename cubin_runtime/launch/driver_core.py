@@ -1,0 +1,130 @@
+"""Opening libcuda and calling it: lazily, one check for every call, faults remembered."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from . import driver_api as api
+from .driver_errors import STICKY, DriverCallError, DriverLibraryError
+from .history import LaunchHistory, LaunchRecord
+
+
+class DriverCore:
+    """libcuda opened on first use; safe between threads, not usable in a child forked after that."""
+
+    def __init__(self, library_path: str | os.PathLike[str] | None = None) -> None:
+        self._path = None if library_path is None else os.fspath(library_path)
+        self._functions: dict[str, Callable[..., int]] = {}
+        self._library: ctypes.CDLL | None = None
+        self._pid = 0
+        self._lock = threading.RLock()
+        self._first_fault = ""
+        self.history = LaunchHistory()
+
+    def function(self, name: str) -> Callable[..., int]:
+        """The ctypes function for one entry of ``driver_api.PROTOTYPES``; it returns the CUresult unchecked.
+
+        Raises:
+            DriverLibraryError: libcuda cannot be opened or has no such function.
+        """
+        found = self._functions.get(name)
+        return found if found is not None else self._resolve(name)
+
+    def has(self, name: str) -> bool:
+        """Whether the driver is new enough to have the function ``name``."""
+        try:
+            self.function(name)
+        except DriverLibraryError:
+            if self._library is None:
+                raise
+            return False
+        return True
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """Call a driver function and raise if it fails.
+
+        Raises:
+            DriverCallError: it returned anything but success.
+            DriverLibraryError: libcuda cannot be opened or has no such function.
+        """
+        code = self.function(name)(*arguments)
+        if code:
+            raise self.error(name, code)
+
+    def error(self, call: str, code: int) -> DriverCallError:
+        """The error for a ``call`` that returned ``code``: the driver's words and, for a fault, the launches."""
+        launches: tuple[LaunchRecord, ...] = ()
+        if code in STICKY:
+            with self._lock:
+                self._first_fault = self._first_fault or call
+            launches = self.history.records()
+        name, text = self._words("cuGetErrorName", code), self._words("cuGetErrorString", code)
+        return DriverCallError(call, code, name, text, launches, self._first_fault if code in STICKY else "")
+
+    def out_pointer(self, name: str, *arguments: Any) -> int:
+        """Call a function whose first argument is where it writes a handle; return the handle."""
+        slot = ctypes.c_void_p()
+        self.call(name, ctypes.addressof(slot), *arguments)
+        return slot.value or 0
+
+    def out_int(self, name: str, *arguments: Any) -> int:
+        """Call a function whose first argument is where it writes an int; return the int."""
+        slot = ctypes.c_int()
+        self.call(name, ctypes.addressof(slot), *arguments)
+        return slot.value
+
+    def _words(self, name: str, code: int) -> str:
+        slot = ctypes.c_char_p()
+        failed = self.function(name)(code, ctypes.addressof(slot))
+        return "unknown" if failed or slot.value is None else slot.value.decode("ascii", "replace")
+
+    def _resolve(self, name: str) -> Callable[..., int]:
+        prototype = api.PROTOTYPES[name]
+        with self._lock:
+            library = self._open()
+            for symbol in prototype.symbols:
+                try:
+                    found = library[symbol]
+                except AttributeError:
+                    continue
+                found.argtypes = prototype.arguments
+                found.restype = ctypes.c_int
+                self._functions[name] = found
+                return found
+        wanted = " or ".join(prototype.symbols)
+        raise DriverLibraryError(f"{library._name} has no {wanted}: a newer driver is needed")
+
+    def _open(self) -> ctypes.CDLL:
+        if self._library is not None:
+            if self._pid != os.getpid():
+                raise DriverLibraryError("opened before a fork: CUDA cannot be used in the child")
+            return self._library
+        path = self._path or _find_libcuda()
+        try:
+            library = ctypes.CDLL(path)
+        except OSError as error:
+            raise DriverLibraryError(f"cannot open the CUDA driver library {path!r}: {error}") from error
+        init = library["cuInit"]
+        init.argtypes, init.restype = [ctypes.c_uint], ctypes.c_int
+        code = init(0)
+        # Kept even when cuInit fails: its error needs the library's own words.
+        self._functions = {}
+        self._library, self._pid = library, os.getpid()
+        if code:
+            failure = self.error("cuInit", code)
+            self._library, self._functions = None, {}
+            raise failure
+        return library
+
+
+def _find_libcuda() -> str:
+    try:
+        from cuda.pathfinder import load_nvidia_dynamic_lib  # type: ignore[import-untyped]
+
+        return str(load_nvidia_dynamic_lib("cuda").abs_path or "libcuda.so.1")
+    except Exception:  # the finder has many errors of its own; the plain name gives the clearest one
+        return "libcuda.so.1"

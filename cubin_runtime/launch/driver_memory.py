@@ -1,0 +1,96 @@
+"""Device memory: allocate, free, copy, fill. Addresses are ints, host sides speak the buffer protocol."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from ..errors import UsageError
+from .driver_core import DriverCore
+
+
+class DriverMemory(DriverCore):
+    """Memory calls; all need a current context and raise ``DriverCallError``."""
+
+    def memory_info(self) -> tuple[int, int]:
+        """Free and total bytes of the current context's device."""
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        self.call("cuMemGetInfo", ctypes.addressof(free), ctypes.addressof(total))
+        return free.value, total.value
+
+    def allocate(self, nbytes: int) -> int:
+        """Device address of ``nbytes`` (at least 1) new bytes, aligned to 256 or more, not cleared."""
+        if nbytes < 1:
+            raise UsageError(f"nbytes={nbytes}: expected at least 1")
+        return self.out_pointer("cuMemAlloc", nbytes)
+
+    def free(self, address: int) -> None:
+        """Give memory from ``allocate`` back; waits for work that uses it."""
+        self.call("cuMemFree", address)
+
+    def copy_to_device(self, address: int, host: Any) -> None:
+        """Copy a whole host buffer to ``address``; returns when the host buffer may be reused."""
+        with _HostBuffer(host, writable=False) as (pointer, size):
+            if size:
+                self.call("cuMemcpyHtoD", address, pointer, size)
+
+    def copy_to_host(self, host: Any, address: int) -> None:
+        """Fill a whole writable host buffer from ``address``; returns when the bytes are there."""
+        with _HostBuffer(host, writable=True) as (pointer, size):
+            if size:
+                self.call("cuMemcpyDtoH", pointer, address, size)
+
+    def read(self, address: int, nbytes: int) -> bytes:
+        """``nbytes`` of device memory as bytes."""
+        host = bytearray(nbytes)
+        self.copy_to_host(host, address)
+        return bytes(host)
+
+    def copy_to_device_async(self, address: int, host_pointer: int, nbytes: int, stream: int) -> None:
+        """Copy from a host address that the caller keeps alive until the stream has passed."""
+        self.call("cuMemcpyHtoDAsync", address, host_pointer, nbytes, stream)
+
+    def copy_to_host_async(self, host_pointer: int, address: int, nbytes: int, stream: int) -> None:
+        """Copy to a host address that the caller keeps alive until the stream has passed."""
+        self.call("cuMemcpyDtoHAsync", host_pointer, address, nbytes, stream)
+
+    def copy_on_device_async(self, to_address: int, from_address: int, nbytes: int, stream: int) -> None:
+        """Copy between two device addresses in stream order."""
+        self.call("cuMemcpyDtoDAsync", to_address, from_address, nbytes, stream)
+
+    def fill(self, address: int, value: int, nbytes: int, stream: int) -> None:
+        """Set ``nbytes`` bytes to ``value`` (0 to 255) in stream order."""
+        if not 0 <= value <= 255:
+            raise UsageError(f"value={value}: expected 0 to 255")
+        self.call("cuMemsetD8Async", address, value, nbytes, stream)
+
+    def fill_words(self, address: int, value: int, words: int, stream: int) -> None:
+        """Set ``words`` 32-bit words at a 4-byte aligned address to ``value`` (unsigned) in stream order."""
+        if not 0 <= value < 1 << 32:
+            raise UsageError(f"value={value}: expected 0 to {(1 << 32) - 1}")
+        self.call("cuMemsetD32Async", address, value, words, stream)
+
+
+class _HostBuffer:
+    """The address and size of a C-contiguous host buffer, held for the duration of one copy."""
+
+    def __init__(self, host: Any, *, writable: bool) -> None:
+        self._view = memoryview(host)
+        if not self._view.c_contiguous:
+            raise UsageError("host buffer: expected C-contiguous memory")
+        if writable and self._view.readonly:
+            raise UsageError("host buffer: expected writable memory")
+        self._keep: Any = None
+
+    def __enter__(self) -> tuple[int, int]:
+        size = self._view.nbytes
+        if self._view.readonly:
+            # ctypes gives no address of read-only memory; a copy costs less than a special way for bytes.
+            self._keep = ctypes.create_string_buffer(self._view.tobytes(), size or 1)
+        elif size:
+            self._keep = (ctypes.c_ubyte * size).from_buffer(self._view)
+        return (ctypes.addressof(self._keep) if self._keep is not None else 0), size
+
+    def __exit__(self, *_: object) -> None:
+        self._keep = None
+        self._view.release()

@@ -1,0 +1,109 @@
+"""Streams, events and graph capture. Handles are ints; 0 is the legacy default stream."""
+
+from __future__ import annotations
+
+import ctypes
+
+from ..errors import UsageError
+from . import driver_api as api
+from .driver_core import DriverCore
+
+
+class DriverStreams(DriverCore):
+    """Stream, event and graph calls; all need a current context and raise ``DriverCallError``."""
+
+    def create_stream(self, *, blocking: bool = False) -> int:
+        """A new stream; ``blocking`` ones synchronise with the legacy default stream."""
+        return self.out_pointer("cuStreamCreate", 0 if blocking else api.STREAM_NON_BLOCKING)
+
+    def destroy_stream(self, stream: int) -> None:
+        """Release a stream; its work still runs to the end."""
+        self.call("cuStreamDestroy", stream)
+
+    def synchronize(self, stream: int) -> None:
+        """Wait for all work of the stream; a fault of its kernels surfaces here."""
+        self.call("cuStreamSynchronize", stream)
+
+    def synchronize_context(self) -> None:
+        """Wait for all work of the current context."""
+        self.call("cuCtxSynchronize")
+
+    def is_done(self, stream: int) -> bool:
+        """Whether all work of the stream has finished, without waiting."""
+        code = self.function("cuStreamQuery")(stream)
+        if code not in (api.SUCCESS, api.NOT_READY):
+            raise self.error("cuStreamQuery", code)
+        return code == api.SUCCESS
+
+    def is_capturing(self, stream: int) -> bool:
+        """Whether ``stream`` captures; for 0 also true while another, blocking stream captures."""
+        status = ctypes.c_int()
+        code = self.function("cuStreamIsCapturing")(stream, ctypes.addressof(status))
+        if code == api.CAPTURE_IMPLICIT:
+            return True
+        if code:
+            raise self.error("cuStreamIsCapturing", code)
+        return status.value != api.CAPTURE_NONE
+
+    def capture_id(self, stream: int) -> int | None:
+        """The process-wide number of the capture that ``stream`` takes part in, or None."""
+        status, identity = ctypes.c_int(), ctypes.c_uint64()
+        slots = (ctypes.addressof(status), ctypes.addressof(identity), None, None, None, None)
+        code = self.function("cuStreamGetCaptureInfo")(stream, *slots)
+        if code:
+            raise self.error("cuStreamGetCaptureInfo", code)
+        return identity.value if status.value != api.CAPTURE_NONE else None
+
+    def begin_capture(self, stream: int, mode: str = "thread_local") -> None:
+        """Record the stream's work instead of running it; ``mode``: global, thread_local or relaxed."""
+        if mode not in api.CAPTURE_MODES:
+            raise UsageError(f"mode={mode!r}: expected one of {', '.join(api.CAPTURE_MODES)}")
+        self.call("cuStreamBeginCapture", stream, api.CAPTURE_MODES[mode])
+
+    def end_capture(self, stream: int) -> int:
+        """Stop recording; the graph's handle."""
+        slot = ctypes.c_void_p()
+        self.call("cuStreamEndCapture", stream, ctypes.addressof(slot))
+        return slot.value or 0
+
+    def instantiate(self, graph: int) -> int:
+        """An executable graph made from ``graph``, which may then be destroyed."""
+        return self.out_pointer("cuGraphInstantiate", graph, 0)
+
+    def launch_graph(self, executable: int, stream: int) -> None:
+        """Run an executable graph in stream order."""
+        self.call("cuGraphLaunch", executable, stream)
+
+    def destroy_graph(self, graph: int) -> None:
+        """Release a graph."""
+        self.call("cuGraphDestroy", graph)
+
+    def destroy_executable(self, executable: int) -> None:
+        """Release an executable graph."""
+        self.call("cuGraphExecDestroy", executable)
+
+    def create_event(self, *, timing: bool = True) -> int:
+        """A new event; without ``timing`` it is cheaper and good for ordering only."""
+        return self.out_pointer("cuEventCreate", 0 if timing else api.EVENT_DISABLE_TIMING)
+
+    def destroy_event(self, event: int) -> None:
+        """Release an event."""
+        self.call("cuEventDestroy", event)
+
+    def record(self, event: int, stream: int) -> None:
+        """Let the event mark this point of the stream."""
+        self.call("cuEventRecord", event, stream)
+
+    def wait(self, stream: int, event: int) -> None:
+        """Let later work of the stream wait for the event."""
+        self.call("cuStreamWaitEvent", stream, event, 0)
+
+    def synchronize_event(self, event: int) -> None:
+        """Wait on the host until the event's point is reached."""
+        self.call("cuEventSynchronize", event)
+
+    def elapsed_ms(self, start: int, end: int) -> float:
+        """Milliseconds on the device between two recorded, finished timing events."""
+        slot = ctypes.c_float()
+        self.call("cuEventElapsedTime", ctypes.addressof(slot), start, end)
+        return slot.value

@@ -1,0 +1,129 @@
+"""A launch as a value: which kernel and why, grid, block, attributes, and the value of every parameter field."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from ..errors import UsageError
+from . import driver_api as api
+from .structs import FieldRow, StructLayout
+
+if TYPE_CHECKING:
+    from ..artifacts.path import ArtifactPath
+
+Triple = tuple[int, int, int]
+_GRID_LIMIT = (2**31 - 1, 65535, 65535)
+_BLOCK_LIMIT = (1024, 1024, 64)
+_THREADS_LIMIT = 1024
+_PORTABLE_CLUSTER = 8
+_LARGEST_CLUSTER = 16
+POLICIES = {0: "default", 1: "spread", 2: "load balancing"}
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchAttributes:
+    """Attributes of a launch.
+
+    ``cluster`` is the cluster's size in blocks, ``scheduling_policy`` a CUclusterSchedulingPolicy (0 default,
+    1 spread, 2 load balancing); None leaves either out. ``programmatic_serialization`` lets the kernel start
+    before the one in front of it has ended (PDL). ``nonportable_cluster`` allows more than 8 blocks a cluster.
+    """
+
+    cluster: Triple | None = None
+    scheduling_policy: int | None = None
+    programmatic_serialization: bool = False
+    nonportable_cluster: bool = False
+
+    def __post_init__(self) -> None:
+        if self.cluster is not None:
+            _check_triple("cluster", self.cluster, (_LARGEST_CLUSTER,) * 3)
+            limit = _LARGEST_CLUSTER if self.nonportable_cluster else _PORTABLE_CLUSTER
+            if prod(self.cluster) > limit:
+                raise UsageError(
+                    f"cluster={self.cluster}: {prod(self.cluster)} blocks, expected at most {limit} "
+                    f"with nonportable_cluster={self.nonportable_cluster}"
+                )
+        if self.scheduling_policy is not None and self.scheduling_policy not in POLICIES:
+            raise UsageError(f"scheduling_policy={self.scheduling_policy}: expected one of {POLICIES}")
+
+    def entries(self) -> tuple[tuple[int, bytes], ...]:
+        """(CUlaunchAttributeID, value bytes) in the order they are passed: cluster, policy, PDL (always there)."""
+        out: list[tuple[int, bytes]] = []
+        if self.cluster is not None:
+            out.append((api.LAUNCH_CLUSTER_DIMENSION, struct.pack("<III", *self.cluster)))
+        if self.scheduling_policy is not None:
+            out.append((api.LAUNCH_CLUSTER_SCHEDULING, struct.pack("<i", self.scheduling_policy)))
+        serialization = struct.pack("<i", self.programmatic_serialization)
+        out.append((api.LAUNCH_PROGRAMMATIC_SERIALIZATION, serialization))
+        return tuple(out)
+
+    def __str__(self) -> str:
+        words = [f"cluster {self.cluster}"] if self.cluster else []
+        if self.scheduling_policy is not None:
+            words.append(f"policy {POLICIES[self.scheduling_policy]}")
+        words.append(f"pdl {'on' if self.programmatic_serialization else 'off'}")
+        return ", ".join(words + ["non-portable"] * self.nonportable_cluster)
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchPlan:
+    """Everything a launch needs but the loaded kernel and the stream.
+
+    ``kernel`` is the name for people, ``symbol`` the one in the cubin, ``path`` and ``sha256`` say which cubin.
+    ``values`` holds every field of ``layout``, a ``TensorMapSpec`` or None for descriptors. ``reason`` says why
+    this kernel was chosen. ``shared_bytes`` is dynamic shared memory a block.
+
+    Raises:
+        UsageError: grid, block or cluster is outside what any device takes, or a field is missing or unknown.
+    """
+
+    kernel: str
+    symbol: str
+    path: ArtifactPath
+    sha256: str
+    layout: StructLayout
+    grid: Triple
+    block: Triple
+    shared_bytes: int
+    attributes: LaunchAttributes
+    values: Mapping[str, object]
+    reason: str
+
+    def __post_init__(self) -> None:
+        _check_triple("grid", self.grid, _GRID_LIMIT)
+        _check_triple("block", self.block, _BLOCK_LIMIT)
+        if self.threads > _THREADS_LIMIT:
+            raise UsageError(f"block={self.block}: {self.threads} threads, expected at most {_THREADS_LIMIT}")
+        if not 0 <= self.shared_bytes < 1 << 32:
+            raise UsageError(f"shared_bytes={self.shared_bytes}: expected 0 or more")
+        cluster = self.attributes.cluster
+        if cluster and any(blocks % by for blocks, by in zip(self.grid, cluster, strict=True)):
+            raise UsageError(f"grid={self.grid}: expected multiples of the cluster {cluster}")
+        named = {member.name for member in self.layout.fields}
+        if named != set(self.values):
+            raise UsageError(
+                f"values of struct {self.layout.name}: missing {sorted(named - set(self.values))}, "
+                f"unknown {sorted(set(self.values) - named)}"
+            )
+        object.__setattr__(self, "values", MappingProxyType(dict(self.values)))
+
+    @property
+    def threads(self) -> int:
+        """Threads of one block."""
+        return prod(self.block)
+
+    def describe(self) -> tuple[FieldRow, ...]:
+        """The parameter struct field by field as planned; descriptors are still specs, so no driver is needed."""
+        return tuple(
+            FieldRow(m.name, m.type, m.offset, self.values[m.name], m.meaning) for m in self.layout.fields
+        )
+
+
+def _check_triple(name: str, value: Triple, limits: Triple) -> None:
+    if len(value) != 3 or any(not 1 <= v <= limit for v, limit in zip(value, limits, strict=True)):
+        raise UsageError(f"{name}={value}: expected three numbers from 1 to {limits}")

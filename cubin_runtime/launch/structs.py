@@ -1,0 +1,211 @@
+"""Parameter structs: one declaration gives the layout, the bytes, the C text and the fingerprint."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ..errors import UsageError
+from .fastmoddiv import FastModDiv
+from .struct_text import c_text
+from .struct_types import SCALARS, TENSOR_MAP_BYTES, element_type
+
+__all__ = ["Field", "FieldRow", "PlacedField", "StructLayout"]
+
+_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One member as declared: a C identifier, an element type and what the kernel does with it.
+
+    Types: ``bool``, ``int32``, ``uint32``, ``int64``, ``uint64``, ``float`` (32 bits), ``ptr`` (64 bits),
+    ``CUtensorMap`` (128 bytes), ``FastModDiv`` (16 bytes), and arrays of the scalars such as ``int32[4]``.
+    """
+
+    name: str
+    type: str
+    meaning: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedField:
+    """One member with the offset and size in bytes that the C ABI gives it."""
+
+    name: str
+    type: str
+    meaning: str
+    offset: int
+    size: int
+
+    def encode(self, value: object) -> bytes:
+        """The member's bytes for ``value``; ``None`` is all zeros for pointers and descriptors.
+
+        Raises:
+            UsageError: the value does not fit the type; the message names the member.
+        """
+        kind = element_type(self.type)
+        try:
+            if kind.name == "CUtensorMap":
+                return _encode_descriptor(value)
+            if kind.name == "FastModDiv":
+                words = value if isinstance(value, FastModDiv) else FastModDiv.of(_as_int(value))
+                return words.to_bytes()
+            if kind.count is None:
+                return SCALARS[kind.name].pack(_plain(kind.name, value))
+            if not isinstance(value, Sequence) or len(value) != kind.count:
+                raise TypeError(f"expected a sequence of {kind.count}")
+            return b"".join(SCALARS[kind.name].pack(_plain(kind.name, item)) for item in value)
+        except (struct.error, TypeError, ValueError, OverflowError) as error:
+            raise UsageError(f"{self.name}={value!r}: expected {self.type} ({error})") from error
+
+    def decode(self, data: bytes) -> object:
+        """The member's value: a number, FastModDiv, a tuple for arrays, bytes for descriptors."""
+        kind = element_type(self.type)
+        if kind.name == "CUtensorMap":
+            return bytes(data)
+        if kind.name == "FastModDiv":
+            return FastModDiv.from_bytes(data)
+        packer = SCALARS[kind.name]
+        items = tuple(packer.unpack_from(data, i * packer.size)[0] for i in range(kind.count or 1))
+        return items[0] if kind.count is None else items
+
+
+@dataclass(frozen=True, slots=True)
+class FieldRow:
+    """One line of a struct's description; ``text`` is the value as a person reads it."""
+
+    name: str
+    type: str
+    offset: int
+    value: object
+    meaning: str
+
+    @property
+    def text(self) -> str:
+        """Pointers in hexadecimal, descriptors as their first bytes, the rest as Python shows it."""
+        if self.type == "ptr":
+            return f"{self.value:#x}" if isinstance(self.value, int) and self.value else "null"
+        if isinstance(self.value, bytes):
+            return f"{self.value[:8].hex()}... ({len(self.value)} bytes)" if any(self.value) else "not built"
+        if isinstance(self.value, FastModDiv):
+            return f"/ {self.value.divisor}"
+        return str(self.value)
+
+
+@dataclass(frozen=True, slots=True)
+class StructLayout:
+    """A parameter struct placed by the C rules of x86-64 and CUDA; equal for host and device.
+
+    ``fingerprint`` is the SHA-256 (hex) of the lines ``name:type:offset`` in order, then that of the size.
+    """
+
+    name: str
+    fields: tuple[PlacedField, ...]
+    size: int
+    alignment: int
+    tensor_map_alignment: int
+    fingerprint: str
+    _by_name: Mapping[str, PlacedField] = field(repr=False, compare=False)
+
+    @classmethod
+    def declare(cls, name: str, fields: Sequence[Field], tensor_map_alignment: int = 64) -> StructLayout:
+        """Place ``fields`` in order. ``tensor_map_alignment``: 128 where CUtensorMap is CUDA 13's, 64 before.
+
+        Raises:
+            UsageError: a name is no C identifier or occurs twice, a type is unknown, or there is no field.
+        """
+        if tensor_map_alignment not in (64, 128):
+            raise UsageError(f"tensor_map_alignment={tensor_map_alignment}: expected 64 or 128")
+        if not _IDENTIFIER.match(name) or not fields:
+            raise UsageError(f"struct {name!r}, {len(fields)} fields: expected a C identifier and some fields")
+        placed: dict[str, PlacedField] = {}
+        offset, widest = 0, 1
+        for item in fields:
+            if not _IDENTIFIER.match(item.name) or item.name in placed:
+                raise UsageError(f"{name}.{item.name}: expected a C identifier that occurs once")
+            kind = element_type(item.type)
+            alignment = tensor_map_alignment if kind.name == "CUtensorMap" else kind.alignment
+            offset = _round_up(offset, alignment)
+            placed[item.name] = PlacedField(item.name, item.type, item.meaning, offset, kind.size)
+            offset, widest = offset + kind.size, max(widest, alignment)
+        size = _round_up(offset, widest)
+        members = tuple(placed.values())
+        lines = "".join(f"{m.name}:{m.type}:{m.offset}\n" for m in members) + f"{size}\n"
+        digest = hashlib.sha256(lines.encode()).hexdigest()
+        return cls(name, members, size, widest, tensor_map_alignment, digest, placed)
+
+    def field(self, name: str) -> PlacedField:
+        """The member called ``name``; UsageError if there is none."""
+        try:
+            return self._by_name[name]
+        except KeyError:
+            raise UsageError(f"struct {self.name} has no field {name!r}") from None
+
+    def pack(self, values: Mapping[str, object]) -> bytes:
+        """The struct's bytes, padding zero. ``values`` names every field and nothing else.
+
+        Raises:
+            UsageError: a field is missing or unknown, or a value does not fit its type.
+        """
+        missing = [m.name for m in self.fields if m.name not in values]
+        unknown = [name for name in values if name not in self._by_name]
+        if missing or unknown:
+            raise UsageError(f"struct {self.name}: missing {missing}, unknown {unknown}")
+        out = bytearray(self.size)
+        for member in self.fields:
+            out[member.offset : member.offset + member.size] = member.encode(values[member.name])
+        return bytes(out)
+
+    def unpack(self, data: bytes | bytearray | memoryview) -> dict[str, object]:
+        """Every field's value from ``size`` bytes; descriptors come back as their 128 bytes."""
+        return {row.name: row.value for row in self.describe(data)}
+
+    def describe(self, data: bytes | bytearray | memoryview) -> tuple[FieldRow, ...]:
+        """One row a field, in the order of the struct.
+
+        Raises:
+            UsageError: ``data`` is not exactly ``size`` bytes.
+        """
+        raw = bytes(data)
+        if len(raw) != self.size:
+            raise UsageError(f"struct {self.name}: got {len(raw)} bytes, expected {self.size}")
+        return tuple(
+            FieldRow(m.name, m.type, m.offset, m.decode(raw[m.offset : m.offset + m.size]), m.meaning)
+            for m in self.fields
+        )
+
+    def c_declaration(self) -> str:
+        """A header: the struct, and static_asserts of its size, its alignment and every offset.
+
+        Complete by itself, valid as C++11 and C11; includes ``<cuda.h>`` only for 128-aligned descriptors.
+        """
+        members = [(m.name, element_type(m.type), m.offset, m.meaning) for m in self.fields]
+        return c_text(self.name, members, self.size, self.alignment, self.tensor_map_alignment)
+
+
+def _encode_descriptor(value: object) -> bytes:
+    if value is None:
+        return bytes(TENSOR_MAP_BYTES)
+    if not isinstance(value, (bytes, bytearray, memoryview)) or len(value) != TENSOR_MAP_BYTES:
+        raise TypeError(f"expected {TENSOR_MAP_BYTES} encoded bytes or None")
+    return bytes(value)
+
+
+def _plain(type_name: str, value: object) -> object:
+    if type_name == "ptr":
+        return 0 if value is None else _as_int(value)
+    if type_name == "bool" and value not in (0, 1):
+        raise TypeError("expected True or False")
+    return value
+
+
+def _as_int(value: object) -> int:
+    return value.__index__()  # type: ignore[attr-defined, no-any-return]
+
+
+def _round_up(value: int, to: int) -> int:
+    return (value + to - 1) // to * to

@@ -1,0 +1,214 @@
+"""The rules of ``cuTensorMapEncodeTiled``, each with a name, and the words for its enum values.
+
+They are those of the driver's documentation (CUDA 13.0). That strides grow or divide one another is not among them:
+the driver takes any order, and zero.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..errors import UsageError
+
+if TYPE_CHECKING:
+    from .tensormap import TensorMapSpec
+
+
+class DataType(NamedTuple):
+    """A CUtensorMapDataType: its number, the bits of an element in memory, whether NaN fill makes sense."""
+
+    code: int
+    bits: int
+    floating: bool
+
+
+class Swizzle(NamedTuple):
+    """A CUtensorMapSwizzle: its number, and the span in bytes that a box row must fit (None: any)."""
+
+    code: int
+    span: int | None
+
+
+DTYPES = {
+    "uint8": DataType(0, 8, False),
+    "uint16": DataType(1, 16, False),
+    "uint32": DataType(2, 32, False),
+    "int32": DataType(3, 32, False),
+    "uint64": DataType(4, 64, False),
+    "int64": DataType(5, 64, False),
+    "float16": DataType(6, 16, True),
+    "float32": DataType(7, 32, True),
+    "float64": DataType(8, 64, True),
+    "bfloat16": DataType(9, 16, True),
+    "float32_ftz": DataType(10, 32, True),
+    "tfloat32": DataType(11, 32, True),
+    "tfloat32_ftz": DataType(12, 32, True),
+    "16u4_align8b": DataType(13, 4, False),
+    "16u4_align16b": DataType(14, 4, False),
+    "16u6_align16b": DataType(15, 6, False),
+}
+INTERLEAVES = {"none": 0, "16B": 1, "32B": 2}
+SWIZZLES = {
+    "none": Swizzle(0, None),
+    "32B": Swizzle(1, 32),
+    "64B": Swizzle(2, 64),
+    "128B": Swizzle(3, 128),
+    "128B_atom_32B": Swizzle(4, 128),
+    "128B_atom_32B_flip_8B": Swizzle(5, 128),
+    "128B_atom_64B": Swizzle(6, 128),
+}
+L2_PROMOTIONS = {"none": 0, "64B": 1, "128B": 2, "256B": 3}
+FILLS = {"zero": 0, "nan": 1}
+
+# Packed types that leave gaps in shared memory: everything about them is in units of 32 bytes and 128 elements.
+_GAPPED_SWIZZLES = {
+    "16u4_align16b": ("none", "128B", "128B_atom_32B"),
+    "16u6_align16b": ("none", "128B", "128B_atom_32B", "128B_atom_64B"),
+}
+RULES = (
+    "word",
+    "rank",
+    "rank-interleaved",
+    "shape",
+    "address-alignment",
+    "address-alignment-32",
+    "dim-range",
+    "dim0-packed",
+    "stride-multiple",
+    "stride-multiple-32",
+    "stride-range",
+    "box-range",
+    "box0-packed",
+    "box0-bytes",
+    "swizzle-span",
+    "swizzle-interleave",
+    "swizzle-packed",
+    "interleave-packed",
+    "element-stride-range",
+    "nan-fill",
+)
+
+
+class TensorMapError(UsageError):
+    """A descriptor breaks a rule of the driver; ``rule`` is its name, one of ``RULES``."""
+
+    def __init__(self, rule: str, message: str) -> None:
+        self.rule = rule
+        super().__init__(f"tensor map rule {rule!r}: {message}")
+
+
+def check_tensor_map(spec: TensorMapSpec) -> None:
+    """Raise ``TensorMapError`` for the first rule that ``spec`` breaks; return if there is none."""
+    _check_words(spec)
+    _check_shape(spec)
+    packed = spec.dtype in _GAPPED_SWIZZLES
+    coarse = packed or spec.interleave == "32B"
+    _check_memory(spec, packed, coarse)
+    _check_box(spec, packed)
+    _check_modes(spec, packed)
+
+
+def _need(holds: bool, rule: str, message: str) -> None:
+    if not holds:
+        raise TensorMapError(rule, message)
+
+
+def _check_words(spec: TensorMapSpec) -> None:
+    words = {
+        "dtype": DTYPES,
+        "interleave": INTERLEAVES,
+        "swizzle": SWIZZLES,
+        "l2_promotion": L2_PROMOTIONS,
+        "fill": FILLS,
+    }
+    for name, known in words.items():
+        value = getattr(spec, name)
+        _need(value in known, "word", f"{name}={value!r}: expected one of {', '.join(known)}")
+
+
+def _check_shape(spec: TensorMapSpec) -> None:
+    rank = len(spec.dims)
+    _need(1 <= rank <= 5, "rank", f"dims={spec.dims}: expected 1 to 5 dimensions")
+    _need(
+        spec.interleave == "none" or rank >= 3,
+        "rank-interleaved",
+        f"dims={spec.dims} with interleave {spec.interleave}: expected 3 to 5 dimensions",
+    )
+    for name, length in (("strides", rank - 1), ("box", rank), ("element_strides", rank)):
+        value = getattr(spec, name)
+        _need(len(value) == length, "shape", f"{name}={value}: expected {length} of them for {rank} dimensions")
+
+
+def _check_memory(spec: TensorMapSpec, packed: bool, coarse: bool) -> None:
+    at = f"address={spec.address:#x}"
+    why = f"{spec.dtype}, interleave {spec.interleave}"
+    _need(
+        spec.address % 16 == 0 and 0 <= spec.address < 1 << 64,
+        "address-alignment",
+        f"{at}: expected a multiple of 16 below 2^64",
+    )
+    _need(not coarse or spec.address % 32 == 0, "address-alignment-32", f"{at}: expected a multiple of 32 ({why})")
+    for i, dim in enumerate(spec.dims):
+        _need(1 <= dim <= 1 << 32, "dim-range", f"dims[{i}]={dim}: expected 1 to 2^32")
+    unit = 128 if packed else 2 if spec.dtype == "16u4_align8b" else 1
+    _need(
+        spec.dims[0] % unit == 0,
+        "dim0-packed",
+        f"dims[0]={spec.dims[0]}: expected a multiple of {unit} ({spec.dtype})",
+    )
+    for i, stride in enumerate(spec.strides):
+        _need(stride % 16 == 0, "stride-multiple", f"strides[{i}]={stride}: expected a multiple of 16 bytes")
+        _need(
+            not coarse or stride % 32 == 0,
+            "stride-multiple-32",
+            f"strides[{i}]={stride}: expected a multiple of 32 bytes ({why})",
+        )
+        _need(0 <= stride < 1 << 40, "stride-range", f"strides[{i}]={stride}: expected 0 to below 2^40")
+
+
+def _check_box(spec: TensorMapSpec, packed: bool) -> None:
+    for i, extent in enumerate(spec.box):
+        _need(1 <= extent <= 256, "box-range", f"box[{i}]={extent}: expected 1 to 256")
+    for i, step in enumerate(spec.element_strides):
+        _need(1 <= step <= 8, "element-stride-range", f"element_strides[{i}]={step}: expected 1 to 8")
+    if packed:
+        _need(spec.box[0] == 128, "box0-packed", f"box[0]={spec.box[0]}: expected 128 ({spec.dtype})")
+        return
+    bits = spec.box[0] * DTYPES[spec.dtype].bits
+    if spec.interleave == "none":
+        _need(
+            bits % 128 == 0,
+            "box0-bytes",
+            f"box[0]={spec.box[0]} of {spec.dtype} is {bits / 8:g} bytes: expected a multiple of 16",
+        )
+        span = SWIZZLES[spec.swizzle].span
+        _need(
+            span is None or bits <= span * 8,
+            "swizzle-span",
+            f"box[0]={spec.box[0]} of {spec.dtype} is {bits / 8:g} bytes: swizzle {spec.swizzle} takes at most {span}",
+        )
+
+
+def _check_modes(spec: TensorMapSpec, packed: bool) -> None:
+    _need(
+        spec.interleave != "32B" or spec.swizzle == "32B",
+        "swizzle-interleave",
+        f"swizzle={spec.swizzle}: expected 32B with interleave 32B",
+    )
+    if packed:
+        known = _GAPPED_SWIZZLES[spec.dtype]
+        _need(
+            spec.swizzle in known,
+            "swizzle-packed",
+            f"swizzle={spec.swizzle}: expected one of {', '.join(known)} for {spec.dtype}",
+        )
+    _need(
+        spec.dtype != "16u6_align16b" or spec.interleave == "none",
+        "interleave-packed",
+        f"interleave={spec.interleave}: expected none for {spec.dtype}",
+    )
+    _need(
+        spec.fill == "zero" or DTYPES[spec.dtype].floating,
+        "nan-fill",
+        f"fill={spec.fill}: expected zero for {spec.dtype}, which is no floating-point type",
+    )
