@@ -15,7 +15,7 @@ from .backends import AUTO, resolve_backend
 from .decode_checks import DecodeTensors, check_decode, decode_tensors
 from .decode_plan import PagedDecodePlan
 from .runtime import Runtime, default_runtime
-from .views import TensorView
+from .views import DTYPE_NAMES, TensorView
 
 __all__ = ["PagedDecodePlan", "paged_decode", "plan_paged_decode"]
 
@@ -140,7 +140,7 @@ def _plan(
     device = device_facts or runtime.driver.device(tensors.q.device)
     resolve_backend("paged_decode", backend, device)
     shape = DecodeShape(
-        dtype=tensors.q.dtype,
+        dtype=DTYPE_NAMES[tensors.q.dtype],
         head_dim=tensors.q.shape[2],
         group=tensors.group,
         kv_heads=tensors.k.shape[2],

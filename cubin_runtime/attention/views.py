@@ -23,6 +23,8 @@ ITEM_BYTES = {
     "int64": 8,
     "uint64": 8,
 }
+# The short names that kernels' metadata and the command line use.
+DTYPE_NAMES = {"bfloat16": "bf16", "float16": "fp16"}
 _CUDA_DEVICE = 2  # kDLCUDA
 _DLPACK_CODES = {0: "int", 1: "uint", 2: "float", 4: "bfloat"}
 _ARRAY_KINDS = {"i": "int", "u": "uint", "f": "float"}

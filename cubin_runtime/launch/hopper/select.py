@@ -18,7 +18,7 @@ _TILES_FOR_FULL_RESIDENCY = 200
 
 @dataclass(frozen=True, slots=True)
 class DecodeShape:
-    """What decides the kernel and the grid: ``dtype`` of q and KV, counts, and the bound on every length."""
+    """What decides the kernel and the grid: ``dtype`` of q and KV (``bf16``), counts, and the bound on every length."""
 
     dtype: str
     head_dim: int
