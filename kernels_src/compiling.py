@@ -35,7 +35,7 @@ class BuildError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What ptxas reports of a kernel: registers a thread, bytes of spill stores and loads, static shared bytes."""
+    """What ptxas reports: registers a thread, bytes of spill stores and loads, static shared bytes."""
 
     registers: int
     spill_bytes: int
@@ -156,6 +156,6 @@ def check_cubin(variant: Variant, cubin: bytes, layout: StructLayout, resources:
     total = variant.shared_bytes + resources.static_shared_bytes
     if total > limit:
         raise BuildError(
-            f"{variant.name}: {variant.shared_bytes} dynamic + {resources.static_shared_bytes} static bytes of"
-            f" shared memory, sm_{variant.sm} allows {limit} a block"
+            f"{variant.name}: {variant.shared_bytes} dynamic + {resources.static_shared_bytes} static bytes"
+            f" of shared memory, sm_{variant.sm} allows {limit} a block"
         )

@@ -1,4 +1,4 @@
-"""Stage and build the data wheel of a release: ``python -m kernels_src.packaging TREE --out DIR``."""
+"""Stage and build the data wheel of a release: ``python -m kernels_src.packaging [TREE] --out DIR``."""
 
 from __future__ import annotations
 

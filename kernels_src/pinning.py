@@ -1,4 +1,4 @@
-"""Write the pin of a built release into a pins file: ``python -m kernels_src.pinning TREE [--check]``."""
+"""Write the pin of a built release into a pins file: ``python -m kernels_src.pinning [TREE] [--check]``."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def with_pin(text: str, pin: Pin) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write or compare from the command line; 1 if the pin differs."""
     parser = argparse.ArgumentParser(prog="python -m kernels_src.pinning", description=__doc__)
-    parser.add_argument("tree", type=Path, help="the release folder")
+    parser.add_argument("tree", type=Path, nargs="?", default=Path("build/artifacts") / RELEASE)
     parser.add_argument("--pins", type=Path, default=BUILTIN_PINS, help="the pins file (the built-in one)")
     parser.add_argument("--check", action="store_true", help="compare, and write nothing")
     given = parser.parse_args(arguments)

@@ -78,8 +78,7 @@ def nvcc_of_packages() -> tuple[Path | None, str]:
         if found != wanted:
             faults.append(f"{name} is {found}, expected {wanted}")
     if faults:
-        missing_all = len(faults) == len(PACKAGES) and all("not installed" in fault for fault in faults)
-        return None, "the packages are not installed" if missing_all else ", ".join(faults)
+        return None, ", ".join(faults)
     for file in metadata.distribution("nvidia-cuda-nvcc").files or ():
         if _NVCC_FILE.search(file.as_posix()):
             return Path(str(file.locate())).resolve(), ""
