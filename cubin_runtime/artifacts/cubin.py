@@ -94,7 +94,7 @@ def parse_cubin(data: bytes) -> Cubin:
     elf = read_elf(data)
     described = sum(s.size for s in elf.sections if s.name.startswith(".nv.info"))
     if described > len(data):
-        raise CubinFormatError(f"attribute sections hold {described} bytes, the file {len(data)}: they overlap")
+        raise CubinFormatError(f"attributes take {described} bytes of {len(data)}: their sections overlap")
     per_symbol = _per_symbol(elf)
     facts: dict[str, KernelFacts] = {}
     for symbol in elf.entry_points():

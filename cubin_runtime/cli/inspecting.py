@@ -49,6 +49,7 @@ def inspect(
     }
     row = _row(library, pin, path)
     if row is not None and pin is not None:
+        report["declared_architecture"] = str(row.architecture)
         report["metadata"] = _row_json(row)
         report["disagreements"] = _differences(library, pin, row, data, cubin, path)
     if json:
@@ -141,9 +142,10 @@ def _read_file(file: Path) -> bytes:
 def _find_pinned(library: Library, digest: str) -> tuple[Pin | None, Any]:
     """The pin and path that list this digest, among releases whose manifest is at hand offline."""
 
-    for pin in library.pins:
+    local = _without_network(library)
+    for pin in local.pins:
         try:
-            manifest = _local_library(library).manifest(pin)
+            manifest = local.manifest(pin)
         except CubinRuntimeError:
             continue
         for path, listed in manifest.digests.items():
@@ -152,7 +154,7 @@ def _find_pinned(library: Library, digest: str) -> tuple[Pin | None, Any]:
     return None, None
 
 
-def _local_library(library: Library) -> Library:
+def _without_network(library: Library) -> Library:
     from dataclasses import replace
 
     from ..artifacts.library import Library as Opened
@@ -260,6 +262,8 @@ def _list_pins(library: Library, json: bool) -> None:
 
 def _print_inspection(report: dict[str, Any]) -> None:
     shown = [(key, report[key]) for key in ("target", "origin", "bytes", "sha256", "architecture")]
+    if "declared_architecture" in report:
+        shown.append(("declared as", report["declared_architecture"]))
     verified = f"yes, by pin {report['pin']}" if report["verified"] else "no: no pin covers these bytes"
     shown.append(("verified", verified))
     if report["verified"]:

@@ -43,7 +43,7 @@ def section_number(data: bytes, name: bytes) -> int:
 
 
 def hostile_file(names: bytes, contents: list[tuple[int, int, bytes]]) -> bytes:
-    """A file of one name table and sections given as (offset of name, type, content); the table is number 1."""
+    """A file of a name table (number 1) and sections given as (offset of name, type, content)."""
     body, headers = names, struct.pack("<IIQQQQIIQQ", 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
     headers += struct.pack("<IIQQQQIIQQ", 0, 3, 0, 0, 64, len(names), 0, 0, 0, 0)
     for name_at, kind, content in contents:
