@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Annotated
 
 import typer
@@ -43,8 +42,7 @@ def _root(
 
 
 for _family in VERB_FAMILIES:
-    if find_spec(f"{__name__}.{_family}"):
-        import_module(f"{__name__}.{_family}").register(app)
+    import_module(f"{__name__}.{_family}").register(app)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
