@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 import re
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..errors import UsageError
 from .fastmoddiv import FastModDiv
@@ -121,7 +123,9 @@ class StructLayout:
         if tensor_map_alignment not in (64, 128):
             raise UsageError(f"tensor_map_alignment={tensor_map_alignment}: expected 64 or 128")
         if not _IDENTIFIER.match(name) or not fields:
-            raise UsageError(f"struct {name!r}, {len(fields)} fields: expected a C identifier and some fields")
+            raise UsageError(
+                f"struct {name!r}, {len(fields)} fields: expected a C identifier and some fields"
+            )
         placed: dict[str, PlacedField] = {}
         offset, widest = 0, 1
         for item in fields:
@@ -203,8 +207,8 @@ def _plain(type_name: str, value: object) -> object:
     return value
 
 
-def _as_int(value: object) -> int:
-    return value.__index__()  # type: ignore[attr-defined, no-any-return]
+def _as_int(value: Any) -> int:
+    return operator.index(value)
 
 
 def _round_up(value: int, to: int) -> int:
