@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import stat
 import sys
 import zipfile
 from pathlib import Path
@@ -189,6 +188,10 @@ def install(site: Path, release: Release, monkeypatch: pytest.MonkeyPatch, *, re
         "".join(f"{name},,\n" for name in listed) if record else "carrier/__init__.py,,\n"
     )
     monkeypatch.syspath_prepend(str(site))
+
+
+def snapshot(place: Path) -> list[tuple[str, int, int]]:
+    return sorted((str(f), f.stat().st_mode, f.stat().st_mtime_ns) for f in place.rglob("*"))
 
 
 def test_an_installed_package_that_carries_the_tree_is_found_without_importing_it(
