@@ -48,7 +48,7 @@ def test_registers_spills_and_shared_bytes_are_read_per_kernel() -> None:
 
 
 def test_a_kernel_that_ptxas_does_not_name_is_an_error() -> None:
-    with pytest.raises(BuildError, match='three: .*extern "C"'):
+    with pytest.raises(BuildError, match=r'three: .*extern "C"'):
         parse_resources(PTXAS, "three")
 
 

@@ -9,7 +9,7 @@ from kernels_src.includes import source_files, sources_sha256
 
 @pytest.fixture
 def sources(tmp_path: Path) -> Path:
-    """a/kernel.cu includes ../common/x.cuh, which includes y.cuh; z.cuh is nobody's; Params.h is generated."""
+    """kernel.cu includes x.cuh, which includes y.cuh; nobody includes z.cuh; Params.h is generated."""
     for folder in ("a", "common"):
         (tmp_path / folder).mkdir()
     (tmp_path / "a/kernel.cu").write_text(
