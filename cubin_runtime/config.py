@@ -32,8 +32,9 @@ class Config:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Config:
-        """Read ``CUBIN_RUNTIME_CACHE``, ``_SOURCES``, ``_PINS`` and ``_OFFLINE`` (lists split at ``os.pathsep``
-        for pins and at whitespace or commas for sources).
+        """Read ``CUBIN_RUNTIME_CACHE``, ``_SOURCES``, ``_PINS`` and ``_OFFLINE``.
+
+        Pin files are separated by ``os.pathsep``, sources by white space or commas.
 
         Raises:
             UsageError: a value is outside its domain.
@@ -45,7 +46,7 @@ class Config:
         store = Path(cache).expanduser() if cache else platformdirs.user_cache_path("cubin-runtime") / "store"
         sources = tuple(env.get("CUBIN_RUNTIME_SOURCES", "").replace(",", " ").split())
         named = [Path(p).expanduser() for p in env.get("CUBIN_RUNTIME_PINS", "").split(os.pathsep) if p]
-        own = platformdirs.user_config_path("cubin-runtime") / "pins.toml"
+        own = user_pins_path()
         pins = tuple([own, *named] if own.exists() else named)
         offline = _flag(env, "CUBIN_RUNTIME_OFFLINE")
         return cls(
@@ -55,6 +56,13 @@ class Config:
             offline=offline,
             lazy_fetch=not offline,
         )
+
+
+def user_pins_path() -> Path:
+    """The file that holds the user's own pins, in the user's config directory; it need not exist."""
+    import platformdirs
+
+    return platformdirs.user_config_path("cubin-runtime") / "pins.toml"
 
 
 def _flag(env: Mapping[str, str], name: str) -> bool:

@@ -1,1 +1,1 @@
-"""Everything about bytes on disk: paths, manifests, pins, sources, the store and what a cubin says of itself."""
+"""Everything about bytes on disk: paths, manifests, pins, sources, the store and what cubins say."""

@@ -14,7 +14,7 @@ from struct import Struct
 from types import MappingProxyType
 
 from .architecture import Architecture
-from .elf import CubinFormatError, Elf, Symbol, read_elf
+from .elf import CubinFormatError, Elf, EntryPoint, read_elf
 
 __all__ = [
     "Architecture",
@@ -26,7 +26,6 @@ __all__ = [
     "parse_cubin",
 ]
 
-MAX_KERNELS = 1024
 # Attribute numbers of `.nv.info` as `cuobjdump -elf` names them (EIATTR_...).
 _MAX_THREADS = 0x05
 _FRAME_SIZE = 0x11
@@ -37,8 +36,6 @@ _LARGE_PARAMETER = 0x45
 _LARGE_SIZE_MASK = 0xFFFF  # above it lie flags (0x05 for a pointer from sm_100 on); the limit is 32764 bytes
 _SIZED_VALUE = 4  # format byte: a 16-bit length and that many bytes follow
 
-_ENTRY_BIT = 0x10
-_FUNCTION = 2
 _TWO_WORDS = Struct("<II")
 _THREE_WORDS = Struct("<III")
 _PARAMETER_RECORD = Struct("<IHHI")
@@ -95,13 +92,12 @@ def parse_cubin(data: bytes) -> Cubin:
         CubinFormatError: not a CUDA ELF file, or one whose records contradict each other.
     """
     elf = read_elf(data)
-    symbols = elf.symbols()
-    kernels = [s for s in symbols if s.kind == _FUNCTION and s.other & _ENTRY_BIT and s.section]
-    if len(kernels) > MAX_KERNELS:
-        raise CubinFormatError(f"{len(kernels)} kernels, at most {MAX_KERNELS} are read")
+    described = sum(s.size for s in elf.sections if s.name.startswith(".nv.info"))
+    if described > len(data):
+        raise CubinFormatError(f"attributes take {described} bytes of {len(data)}: their sections overlap")
     per_symbol = _per_symbol(elf)
     facts: dict[str, KernelFacts] = {}
-    for symbol in kernels:
+    for symbol in elf.entry_points():
         if not symbol.name or symbol.name in facts:
             raise CubinFormatError(f"kernel symbol {symbol.name!r} is empty or occurs twice")
         facts[symbol.name] = _kernel(elf, symbol, per_symbol)
@@ -121,7 +117,7 @@ def kernel_code(data: bytes, symbol: str) -> bytes:
     return elf.content(section)
 
 
-def _kernel(elf: Elf, symbol: Symbol, per_symbol: Mapping[tuple[int, int], int]) -> KernelFacts:
+def _kernel(elf: Elf, symbol: EntryPoint, per_symbol: Mapping[tuple[int, int], int]) -> KernelFacts:
     name = symbol.name
     if symbol.section >= len(elf.sections) or elf.sections[symbol.section].name != f".text.{name}":
         raise CubinFormatError(f"kernel {name!r} does not lie in its own .text section")
@@ -169,7 +165,7 @@ def _per_symbol(elf: Elf) -> dict[tuple[int, int], int]:
     return found
 
 
-def _registers_of_old_abi(elf: Elf, symbol: Symbol) -> int | None:
+def _registers_of_old_abi(elf: Elf, symbol: EntryPoint) -> int | None:
     # ABI 7 and below kept the count in the high byte of .text's sh_info; in ABI 8 that byte is 0.
     return elf.sections[symbol.section].info >> 24 or None
 

@@ -6,7 +6,7 @@ a hostile file costs no more than one pass over its bytes. Limits are far above 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from io import BytesIO
@@ -17,6 +17,7 @@ from ..errors import CorruptError
 
 MAX_SECTIONS = 4096
 MAX_SYMBOLS = 65536
+MAX_KERNELS = 1024
 MAX_NAME_BYTES = 4096
 
 _IDENT = b"\x7fELF\x02\x01\x01"
@@ -26,6 +27,8 @@ _EM_CUDA = 190
 # pyelftools drops the bits of st_other that mark an entry point, so symbols are unpacked here.
 _SYMBOL = Struct("<IBBHQQ")
 _NOBITS = 8
+_FUNCTION = 2
+_ENTRY_BIT = 0x10
 
 
 class CubinFormatError(CorruptError):
@@ -45,15 +48,12 @@ class Section:
 
 
 @dataclass(frozen=True, slots=True)
-class Symbol:
-    """One symbol; ``other`` are the raw ``st_other`` bits."""
+class EntryPoint:
+    """The symbol of a kernel: its number in the symbol table, its name and the number of its section."""
 
     index: int
     name: str
-    kind: int
-    other: int
     section: int
-    size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +72,10 @@ class Elf:
             return b""
         return self.data[section.offset : section.offset + section.size]
 
-    def symbols(self) -> tuple[Symbol, ...]:
-        """All symbols in table order; empty without a symbol table."""
+    def entry_points(self) -> tuple[EntryPoint, ...]:
+        """The kernels in the order of the symbol table; empty without one."""
         found = self.by_name.get(".symtab")
-        return () if found is None else tuple(_symbols(self, found))
+        return () if found is None else _entry_points(self, found)
 
 
 def read_elf(data: bytes) -> Elf:
@@ -119,14 +119,20 @@ def _section(data: bytes, names: bytes, header: Any) -> Section:
     return Section(name, kind, offset, size, header["sh_link"], header["sh_info"])
 
 
-def _symbols(elf: Elf, table: Section) -> Iterator[Symbol]:
+def _entry_points(elf: Elf, table: Section) -> tuple[EntryPoint, ...]:
     if table.size % _SYMBOL.size or table.size // _SYMBOL.size > MAX_SYMBOLS:
         raise CubinFormatError(f"symbol table of {table.size} bytes, at most {MAX_SYMBOLS} x {_SYMBOL.size}")
     if table.link >= len(elf.sections):
         raise CubinFormatError(f"symbol names in section {table.link} of {len(elf.sections)}")
     names = elf.content(elf.sections[table.link])
-    for index, (at, info, other, section, _, size) in enumerate(_SYMBOL.iter_unpack(elf.content(table))):
-        yield Symbol(index, _name(names, at), info & 15, other, section, size)
+    found = [
+        (index, at, section)
+        for index, (at, info, other, section, _, _) in enumerate(_SYMBOL.iter_unpack(elf.content(table)))
+        if info & 15 == _FUNCTION and other & _ENTRY_BIT and section
+    ]
+    if len(found) > MAX_KERNELS:
+        raise CubinFormatError(f"{len(found)} kernels, at most {MAX_KERNELS} are read")
+    return tuple(EntryPoint(index, _name(names, at), section) for index, at, section in found)
 
 
 def _bounded(data: bytes, header: Any, what: str) -> bytes:

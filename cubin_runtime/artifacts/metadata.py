@@ -263,10 +263,10 @@ def _read_dtype(cell: str) -> str:
 
 @lru_cache(maxsize=64)
 def _read_sm(cell: str) -> str:
-    word = cell.removeprefix(_SM_PREFIX)
-    if not re.fullmatch(r"[1-9][0-9]{1,2}f?", word):
+    found = re.fullmatch(_SM_PREFIX + "([1-9][0-9]{1,2}f?)", cell)
+    if found is None:
         raise ValueError(cell)
-    return word
+    return found[1]
 
 
 @lru_cache(maxsize=4096)  # 13,452 rows hold fewer than 1,000 distinct numbers

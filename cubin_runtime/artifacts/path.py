@@ -21,8 +21,8 @@ class PathError(UsageError):
 class ArtifactPath:
     r"""A validated artifact path, or a folder of them (no trailing slash).
 
-    Parts are separated by ``/``; none is empty, ``.`` or ``..``; no backslash, NUL or other control character;
-    at most 1024 bytes in all and 255 in a part.
+    Parts are separated by ``/``; none is empty, ``.`` or ``..``; no backslash, NUL or other control
+    character; at most 1024 bytes in all and 255 in a part.
 
     Raises:
         PathError: on construction, naming the text and the rule it breaks.

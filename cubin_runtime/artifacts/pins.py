@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import re
+import secrets
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from importlib import import_module
 from pathlib import Path
 
 from ..errors import PinError
 from .manifest import Manifest, parse_manifest
 from .path import ArtifactPath, PathError
+from .reading import digest_of
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+tomllib = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
 BUILTIN_PINS = Path(__file__).with_name("pins.toml")
 MAX_FILE_BYTES_LIMIT = 1 << 30
+DEFAULT_MAX_FILE_BYTES = 64 << 20
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,127}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -30,11 +32,11 @@ _OPTIONAL = frozenset({"index_sha256", "abi", "sources"})
 class Pin:
     """One release that is trusted.
 
-    ``path`` is the release's folder, ``manifest_sha256`` the digest of its ``checksums.txt``, ``files`` the number
-    of lines in it. ``bytes`` is the sum of all files (0: not known), ``max_file_bytes`` the most one file may have.
-    ``index_sha256`` is the digest of the metadata index, ``abi`` the name of the parameter layout that ``launch``
-    knows (None: the release can be fetched, verified and inspected, never launched). ``sources`` are tried after
-    the word ``package`` when no source was configured.
+    ``path`` is the release's folder, ``manifest_sha256`` the digest of its ``checksums.txt``, ``files`` the
+    number of lines in it. ``bytes`` is the sum of all files (0: not known), ``max_file_bytes`` the most one
+    file may have. ``index_sha256`` is the digest of the metadata index, ``abi`` the name of the parameter
+    layout that ``launch`` knows (None: the release can be fetched, verified and inspected, never launched).
+    ``sources`` are tried after the word ``package`` when no source was configured.
     """
 
     name: str
@@ -52,29 +54,29 @@ class Pin:
         """About how many bytes ``files`` of the release's files have (manifests carry no sizes)."""
         return self.bytes * files // self.files
 
-    def read_manifest(self, data: bytes, origin: str) -> Manifest:
-        """Parse manifest bytes after comparing their digest with the pin.
 
-        Raises:
-            PinError: the digest or the number of files is not the pinned one.
-            CorruptError: the pinned bytes are no manifest.
-        """
-        import hashlib
+def read_manifest(pin: Pin, data: bytes, origin: str) -> Manifest:
+    """Parse manifest bytes after comparing their digest with the pin.
 
-        found = hashlib.sha256(data).hexdigest()
-        if found != self.manifest_sha256:
-            raise PinError(f"{origin}: sha256 is {found}, pin {self.name!r} says {self.manifest_sha256}")
-        manifest = parse_manifest(data, self.path, origin)
-        if len(manifest.digests) != self.files:
-            raise PinError(f"{origin}: lists {len(manifest.digests)} files, pin {self.name!r} says {self.files}")
-        return manifest
+    Raises:
+        PinError: the digest or the number of files is not the pinned one.
+        CorruptError: the pinned bytes are no manifest.
+    """
+    found = digest_of(data)
+    if found != pin.manifest_sha256:
+        raise PinError(f"{origin}: sha256 is {found}, pin {pin.name!r} says {pin.manifest_sha256}")
+    manifest = parse_manifest(data, pin.path, origin)
+    if len(manifest.digests) != pin.files:
+        raise PinError(f"{origin}: lists {len(manifest.digests)} files, pin {pin.name!r} says {pin.files}")
+    return manifest
 
 
 def parse_pins(data: bytes, origin: str) -> tuple[Pin, ...]:
     """Parse a TOML file of ``[[pin]]`` tables.
 
     Raises:
-        PinError: naming ``origin`` and the table: no TOML, an unknown or missing key, a value outside its domain.
+        PinError: naming ``origin`` and the table: no TOML, an unknown or missing key, a value outside its
+        domain.
     """
     try:
         document = tomllib.loads(data.decode())
@@ -83,7 +85,9 @@ def parse_pins(data: bytes, origin: str) -> tuple[Pin, ...]:
     unknown = sorted(set(document) - {"pin"})
     tables = document.get("pin", [])
     if unknown or not isinstance(tables, list):
-        raise PinError(f"{origin}: expected only [[pin]] tables, got {', '.join(unknown) or 'one [pin] table'}")
+        raise PinError(
+            f"{origin}: expected only [[pin]] tables, got {', '.join(unknown) or 'one [pin] table'}"
+        )
     return tuple(_parse_pin(table, f"{origin}: pin {number}") for number, table in enumerate(tables, start=1))
 
 
@@ -96,7 +100,9 @@ def _parse_pin(table: object, where: str) -> Pin:
         raise PinError(f"{where}: has unknown keys {', '.join(unknown)}")
     max_file_bytes = _integer(table, "max_file_bytes", where, least=1)
     if max_file_bytes > MAX_FILE_BYTES_LIMIT:
-        raise PinError(f"{where}: max_file_bytes is {max_file_bytes}, at most {MAX_FILE_BYTES_LIMIT} is allowed")
+        raise PinError(
+            f"{where}: max_file_bytes is {max_file_bytes}, at most {MAX_FILE_BYTES_LIMIT} is allowed"
+        )
     sources = table.get("sources", [])
     if not isinstance(sources, list) or not all(isinstance(s, str) and s for s in sources):
         raise PinError(f"{where}: sources is {sources!r}, expected a list of texts")
@@ -155,6 +161,61 @@ def _quoted(text: str) -> str:
     return f'"{escaped}"'
 
 
+def make_pin(
+    manifest_data: bytes,
+    folder: ArtifactPath,
+    origin: str,
+    *,
+    name: str | None = None,
+    abi: str | None = None,
+    licence: str = "unknown",
+    max_file_bytes: int | None = None,
+    sources: tuple[str, ...] = (),
+) -> Pin:
+    """A pin for a release whose manifest is at hand; the sum of its files' sizes stays unknown.
+
+    Raises:
+        CorruptError: the bytes are no manifest.
+        PinError: ``name``, ``abi`` or ``licence`` is outside its domain.
+    """
+    manifest = parse_manifest(manifest_data, folder, origin)
+    made = Pin(
+        name=name or re.sub(r"[^A-Za-z0-9._+-]", "-", folder.text).lstrip("._+-")[:128] or "release",
+        path=folder,
+        manifest_sha256=manifest.sha256,
+        files=len(manifest.digests),
+        bytes=0,
+        max_file_bytes=max_file_bytes or DEFAULT_MAX_FILE_BYTES,
+        index_sha256=None,
+        abi=abi,
+        licence=licence,
+        sources=sources,
+    )
+    return parse_pins(format_pin(made).encode(), "pin")[0]
+
+
+def add_pin(file: Path, pin: Pin, known: PinSet) -> bool:
+    """Append a pin to a user's file, whole or not at all; False if the release was pinned with that digest.
+
+    Raises:
+        PinError: another pin disagrees, or the file cannot be written.
+    """
+    there = next((one for one in known if one.path == pin.path), None)
+    if there is not None and there.manifest_sha256 == pin.manifest_sha256:
+        return False
+    PinSet([*((one, known.origin(one)) for one in known), (pin, str(file))])
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        before = file.read_text() if file.exists() else ""
+        temporary.write_text(before + ("\n" if before else "") + format_pin(pin))
+        os.replace(temporary, file)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise PinError(f"{file}: the pin cannot be written: {error.strerror}") from None
+    return True
+
+
 class PinSet:
     """All pins in force, from the built-in file and the user's; no two of them disagree."""
 
@@ -190,8 +251,8 @@ class PinSet:
         for known in list(self._by_name.values()):
             if (fault := _disagreement(known, pin)) is not None:
                 raise PinError(
-                    f"two pins disagree on {fault}: {known.name!r} ({known.path}, from {self._origins[known.name]})"
-                    f" and {pin.name!r} ({pin.path}, from {origin})"
+                    f"two pins disagree on {fault}: {known.name!r} ({known.path}, from "
+                    f"{self._origins[known.name]}) and {pin.name!r} ({pin.path}, from {origin})"
                 )
         known_pin = self._by_path.get(pin.path)
         if known_pin is not None:

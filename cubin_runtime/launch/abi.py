@@ -57,6 +57,17 @@ class LaunchNeeds:
     declared: Architecture | None = None
     nonportable_cluster: bool = False
 
+    def key(self) -> tuple[object, ...]:
+        """What tells two needs apart, cheap to hash."""
+        return (
+            self.layout.fingerprint,
+            self.threads,
+            self.fingerprint,
+            self.dynamic_shared_bytes,
+            self.declared,
+            self.nonportable_cluster,
+        )
+
 
 def check_launchable(
     cubin: Cubin,

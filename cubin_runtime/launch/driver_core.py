@@ -108,7 +108,10 @@ class DriverCore:
             library = ctypes.CDLL(path)
         except OSError as error:
             raise DriverLibraryError(f"cannot open the CUDA driver library {path!r}: {error}") from error
-        init = library["cuInit"]
+        try:
+            init = library["cuInit"]
+        except AttributeError:
+            raise DriverLibraryError(f"{path} has no cuInit: it is not the CUDA driver library") from None
         init.argtypes, init.restype = [ctypes.c_uint], ctypes.c_int
         code = init(0)
         # Kept even when cuInit fails: its error needs the library's own words.

@@ -56,7 +56,8 @@ class PreparedLaunch:
         self.plan = plan
         self.kernel = kernel
         self._driver = driver
-        self._descriptors = descriptors or TensorMapCache(driver)
+        # Not `or`: an empty cache is false.
+        self._descriptors = TensorMapCache(driver) if descriptors is None else descriptors
         self._lock = threading.Lock()
         layout = plan.layout
         self._memory = ctypes.create_string_buffer(layout.size + layout.alignment)

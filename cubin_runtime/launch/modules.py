@@ -89,7 +89,7 @@ class ModuleCache:
         self._load_locks: dict[tuple[int, str], threading.Lock] = {}
         self._facts: dict[str, Cubin] = {}
         self._modules: dict[tuple[int, str], _Module] = {}
-        self._kernels: dict[tuple[object, ...], LoadedKernel] = {}
+        self._kernels: dict[tuple[int, str, str, tuple[object, ...]], LoadedKernel] = {}
         self._shared: dict[int, int] = {}
         self._loads = self._hits = self._failures = 0
         self._frozen = False
@@ -134,8 +134,7 @@ class ModuleCache:
             AbiError: the kernel does not fit ``needs`` or the device.
             DriverError: the driver refuses.
         """
-        key = (context, sha256, symbol, needs.layout.fingerprint, needs.fingerprint, needs.threads)
-        key += (needs.dynamic_shared_bytes, needs.declared, needs.nonportable_cluster)
+        key = (context, sha256, symbol, needs.key())
         found = self._kernels.get(key)
         if found is None:
             with self._load_lock(context, sha256), self._driver.using(context):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 import re
 import struct
 from collections.abc import Mapping, Sequence
@@ -52,7 +53,7 @@ class PlacedField:
             if kind.name == "CUtensorMap":
                 return _encode_descriptor(value)
             if kind.name == "FastModDiv":
-                words = value if isinstance(value, FastModDiv) else FastModDiv.of(_as_int(value))
+                words = value if isinstance(value, FastModDiv) else FastModDiv.of(operator.index(value))
                 return words.to_bytes()
             if kind.count is None:
                 return SCALARS[kind.name].pack(_plain(kind.name, value))
@@ -197,14 +198,10 @@ def _encode_descriptor(value: object) -> bytes:
 
 def _plain(type_name: str, value: object) -> object:
     if type_name == "ptr":
-        return 0 if value is None else _as_int(value)
+        return 0 if value is None else operator.index(value)
     if type_name == "bool" and value not in (0, 1):
         raise TypeError("expected True or False")
     return value
-
-
-def _as_int(value: object) -> int:
-    return value.__index__()  # type: ignore[attr-defined, no-any-return]
 
 
 def _round_up(value: int, to: int) -> int:

@@ -6,6 +6,7 @@ the driver takes any order, and zero.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import UsageError
@@ -114,7 +115,7 @@ def _need(holds: bool, rule: str, message: str) -> None:
 
 
 def _check_words(spec: TensorMapSpec) -> None:
-    words = {
+    words: dict[str, Collection[str]] = {
         "dtype": DTYPES,
         "interleave": INTERLEAVES,
         "swizzle": SWIZZLES,

@@ -1,0 +1,469 @@
+"""The one face of the artifacts: pins, manifests and verified bytes."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..config import Config
+from ..errors import CorruptError, CubinRuntimeError, MissingError, PinError, SourceError, UsageError
+from .fetch import FetchPolicy, FetchReport, Outcome, Progress, fetch_objects, obtain
+from .http_source import HttpLimits, HttpSource
+from .manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest
+from .path import ArtifactPath
+from .pins import Pin, PinSet, read_manifest
+from .reading import digest_of
+from .sources import (
+    ArchiveSource,
+    DirectorySource,
+    NotHereError,
+    PackageSource,
+    Source,
+    SourceSpec,
+    Wanted,
+    parse_source,
+)
+from .store import Store
+from .verify import VerifyReport, verify_store, verify_tree
+
+DEFAULT_JOBS = 8
+LocalSource = DirectorySource | ArchiveSource | PackageSource
+_log = logging.getLogger("cubin_runtime")
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    """Bytes in private memory; ``origin``: where they came from, ``verified``: a pin covers them."""
+
+    path: ArtifactPath
+    sha256: str
+    data: bytes
+    origin: str
+    verified: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an artifact lies now: in the store, or in a local source; its bytes were not looked at."""
+
+    path: ArtifactPath
+    sha256: str
+    kind: str
+    location: str
+
+
+class _OfflineSource:
+    """Stands for a network source while no socket may be opened."""
+
+    local = False
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+
+    def read(self, wanted: Wanted) -> bytes:
+        """Always refuses."""
+        raise SourceError(f"{self.label}: not asked, the network is switched off (offline)")
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+
+class Library:
+    """Everything about artifacts for one configuration; safe to share between threads.
+
+    Raises:
+        PinError: on construction, if a pin file cannot be read or two pins disagree.
+        UsageError: on construction, if a configured source is no source.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        builtin_pins: Path | None = None,
+        limits: HttpLimits | None = None,
+        policy: FetchPolicy | None = None,
+    ) -> None:
+        self.config = config
+        self.pins = PinSet.from_files(builtin_pins, *config.pin_files)
+        self.store = Store(config.store)
+        self._limits = limits or HttpLimits()
+        self._policy = policy or FetchPolicy()
+        self._configured = None if config.sources is None else tuple(map(parse_source, config.sources))
+        self._manifests: dict[str, Manifest] = {}
+        self._locals: dict[SourceSpec, LocalSource] = {}
+        self._lock = threading.RLock()
+
+    # -- what is pinned
+
+    def manifest(self, pin: Pin) -> Manifest:
+        """The release's manifest, from the store or else from the sources; parsed once a process.
+
+        Raises:
+            PinError: what the sources have is not the pinned manifest.
+            SourceError: no source has one.
+        """
+        return self._manifest(pin, network=True)
+
+    def select(self, pin: Pin, below: ArtifactPath | str | None = None) -> tuple[ArtifactPath, ...]:
+        """Paths of the manifest: all, the one named, or all below the folder named.
+
+        Raises:
+            PinError: the manifest lists no such path.
+        """
+        manifest = self.manifest(pin)
+        if below is None:
+            return tuple(manifest.digests)
+        path = ArtifactPath(below.removesuffix("/")) if isinstance(below, str) else below
+        if path == pin.path:
+            return tuple(manifest.digests)
+        if path in manifest.digests:
+            return (path,)
+        found = tuple(one for one in manifest.digests if one.is_below(path))
+        if not found:
+            raise PinError(f"{path.text!r} is not in the manifest of {pin.name!r}")
+        return found
+
+    # -- bytes
+
+    def load(self, path: ArtifactPath | str, *, fetch: bool) -> Artifact:
+        """The verified bytes of one artifact: from the store, else in place from a local source.
+
+        With ``fetch`` also over the network and into the store, which logs one line with name, bytes and
+        seconds.
+
+        Raises:
+            PinError: no pin covers the path, or the manifest does not list it.
+            MissingError: it is not there (``fetch`` false).
+            CorruptError: what is there has another digest, and nothing better was found.
+            SourceError: no source delivered it (``fetch`` true).
+            StoreError: the store holds something that is no regular file, or cannot be written.
+        """
+        path = ArtifactPath(path) if isinstance(path, str) else path
+        pin = self.pins.covering(path)
+        wanted = self._wanted(pin, self._manifest(pin, network=fetch), path)
+        found, reasons = self._load_local(pin, wanted)
+        if found is not None:
+            return found
+        corrupt = next((reason for reason in reasons if isinstance(reason, CorruptError)), None)
+        if not fetch:
+            if corrupt is not None:
+                raise corrupt
+            places = ", ".join([str(self.store.root), *(s.label for s in self._local_sources(pin))])
+            raise MissingError(f"{path} is not in {places}; 'cubin-runtime fetch {path}' gets it{_hint(pin)}")
+        return self._load_network(pin, wanted)
+
+    def where(self, path: ArtifactPath | str) -> tuple[Place, ...]:
+        """Where an artifact lies now, in the order in which ``load`` looks; nothing is read.
+
+        Raises:
+            PinError: no pin covers the path, or the manifest does not list it.
+        """
+        path = ArtifactPath(path) if isinstance(path, str) else path
+        pin = self.pins.covering(path)
+        wanted = self._wanted(pin, self._manifest(pin, network=False), path)
+        digest = _digest(wanted)
+        places: list[Place] = []
+        if self.store.has(digest):
+            places.append(Place(path, digest, "store", str(self.store.object_path(digest))))
+        for source in self._local_sources(pin):
+            location = source.where(path, pin.path)
+            if location is not None:
+                places.append(Place(path, digest, "source", location))
+        return tuple(places)
+
+    def fetch(
+        self,
+        pin: Pin,
+        paths: Iterable[ArtifactPath] | None = None,
+        *,
+        jobs: int = DEFAULT_JOBS,
+        dry_run: bool = False,
+        progress: Callable[[int], None] | None = None,
+    ) -> FetchReport:
+        """Put files of a release (None: all) into the store; what stands there already is left alone.
+
+        ``progress`` is called with the number of files done. A dry run compares the manifest with the store
+        and changes no object.
+
+        Raises:
+            PinError: the manifest is not the pinned one, or does not list a path.
+            SourceError, CorruptError: some files were not delivered; the others are in the store.
+            StoreError: the store is full or cannot be written.
+        """
+        if jobs < 1:
+            raise UsageError(f"jobs: got {jobs}, expected at least 1")
+        began = time.monotonic()
+        manifest = self.manifest(pin)
+        chosen = tuple(manifest.digests) if paths is None else tuple(dict.fromkeys(paths))
+        wanted = [self._wanted(pin, manifest, path) for path in chosen]
+        there = self.store.present(_digest(one) for one in wanted)
+        missing = [one for one in wanted if one.sha256 not in there]
+        about = pin.estimate(len(missing))
+        outcomes: list[Outcome] = []
+        if progress is not None:
+            progress(len(wanted) - len(missing))
+        if not dry_run and (missing or not self.store.has(pin.manifest_sha256)):
+            self.store.check_writable()
+            self.store.check_room(about, len(missing))
+            self.store.remove_stale()
+            note = None if progress is None else (lambda outcome: progress(1))
+            outcomes = self._fetch_objects(pin, [_manifest_wanted(pin), *missing], jobs, note)
+            self.store.sync()
+        return _fetch_report(pin, wanted, missing, about, outcomes, time.monotonic() - began, dry_run)
+
+    def verify(
+        self,
+        pin: Pin,
+        paths: Iterable[ArtifactPath] | None = None,
+        *,
+        complete: bool = False,
+        progress: Callable[[int], None] | None = None,
+        tree: str | None = None,
+        jobs: int | None = None,
+    ) -> VerifyReport:
+        """Hash what the store has of a release (None: all of it), or what a published ``tree`` has.
+
+        ``tree`` is a directory, a ``.zip`` or ``.whl``, or ``package``; its own manifest must be the pinned
+        one. Extra files are looked for in trees alone, and only when ``paths`` is None.
+
+        Raises:
+            PinError: the tree's manifest is not the pinned one, or a manifest does not list a path.
+            MissingError: the tree has no manifest.
+        """
+        if tree is None:
+            manifest = self.manifest(pin)
+            chosen = self._chosen(pin, manifest, paths)
+            return verify_store(
+                self.store, pin, manifest, chosen, complete=complete, progress=progress, jobs=jobs
+            )
+        spec = parse_source(tree)
+        if spec.kind == "http":
+            raise UsageError(f"tree {spec.label!r}: expected a directory, a .zip or .whl, or 'package'")
+        source = self._local(spec)
+        try:
+            manifest = read_manifest(pin, source.read(_manifest_wanted(pin, any_digest=True)), source.label)
+        except NotHereError as error:
+            raise MissingError(f"{source.label}: no manifest of {pin.name!r}: {error}") from None
+        chosen = self._chosen(pin, manifest, paths)
+        report = verify_tree(
+            source, source, pin, manifest, chosen, complete=complete, progress=progress, jobs=jobs
+        )
+        if paths is None:
+            return report
+        from dataclasses import replace
+
+        return replace(report, extra=())
+
+    def discover(self, folder: ArtifactPath, sha256: str | None) -> tuple[bytes, str]:
+        """The bytes of the manifest of a folder that is not pinned yet, and the source that has them.
+
+        With ``sha256`` only bytes of that digest count.
+
+        Raises:
+            SourceError, CorruptError: no source has it.
+        """
+        wanted = Wanted(folder.child(MANIFEST_NAME), folder, sha256, MAX_MANIFEST_BYTES)
+        specs = self._configured if self._configured is not None else (SourceSpec("package", "package"),)
+        progress = Progress(self._policy)
+        sources = self._open(specs, progress)
+        return obtain(wanted, sources, self._policy, progress)
+
+    # -- inside
+
+    def _manifest(self, pin: Pin, *, network: bool) -> Manifest:
+        known = self._manifests.get(pin.manifest_sha256)
+        if known is not None:
+            return known
+        wanted = _manifest_wanted(pin)
+        found, reasons = self._load_local(pin, wanted)
+        if found is not None:
+            data, origin = found.data, found.origin
+        elif network:
+            data, origin = self._manifest_from_network(pin, wanted)
+        else:
+            mismatch = next((reason for reason in reasons if isinstance(reason, CorruptError)), None)
+            if mismatch is not None:
+                raise PinError(f"the manifest of {pin.name!r} is not the pinned one: {mismatch}")
+            raise MissingError(
+                f"the manifest of {pin.name!r} is not here; "
+                f"'cubin-runtime fetch {pin.name}' gets it{_hint(pin)}"
+            )
+        manifest = read_manifest(pin, data, origin)
+        with self._lock:
+            return self._manifests.setdefault(pin.manifest_sha256, manifest)
+
+    def _manifest_from_network(self, pin: Pin, wanted: Wanted) -> tuple[bytes, str]:
+        progress = Progress(self._policy)
+        sources = self._open(self._specs(pin), progress)
+        try:
+            return obtain(wanted, sources, self._policy, progress)
+        except CorruptError as error:
+            raise PinError(f"the manifest of {pin.name!r} is not the pinned one: {error}") from None
+        except SourceError as error:
+            raise SourceError(f"{error}{_hint(pin)}") from None
+        finally:
+            _close(sources)
+
+    def _load_local(self, pin: Pin, wanted: Wanted) -> tuple[Artifact | None, list[CubinRuntimeError]]:
+        """From the store or a local source in place, hashed; else the reasons why not."""
+        digest = _digest(wanted)
+        reasons: list[CubinRuntimeError] = []
+        try:
+            data = self.store.read(digest, wanted.limit)
+            return Artifact(wanted.path, digest, data, str(self.store.root), True), reasons
+        except MissingError as error:
+            reasons.append(error)
+        except CorruptError as error:
+            _log.warning("%s", error)
+            reasons.append(error)
+        for source in self._local_sources(pin):
+            try:
+                data = source.read(wanted)
+            except (NotHereError, SourceError) as error:
+                reasons.append(error)
+                continue
+            if (found := digest_of(data)) == digest:
+                return Artifact(wanted.path, digest, data, source.label, True), reasons
+            reasons.append(
+                CorruptError(f"{source.label}: sha256 of {wanted.path} is {found}, expected {digest}")
+            )
+        return None, reasons
+
+    def _load_network(self, pin: Pin, wanted: Wanted) -> Artifact:
+        began = time.monotonic()
+        outcome = self._fetch_objects(pin, [wanted], 1, None)[0]
+        if outcome.error is not None:
+            if isinstance(outcome.error, SourceError):
+                raise SourceError(f"{outcome.error}{_hint(pin)}")
+            raise outcome.error
+        data = self.store.read(_digest(wanted), wanted.limit)
+        origin = outcome.source or str(self.store.root)
+        _log.info("fetched %s: %d bytes in %.3f s", wanted.path, len(data), time.monotonic() - began)
+        return Artifact(wanted.path, _digest(wanted), data, origin, True)
+
+    def _fetch_objects(
+        self, pin: Pin, wanted: Sequence[Wanted], jobs: int, note: Callable[[Outcome], None] | None
+    ) -> list[Outcome]:
+        specs = self._specs(pin)
+        return fetch_objects(
+            self.store,
+            wanted,
+            lambda progress: self._open(specs, progress),
+            jobs=jobs,
+            policy=self._policy,
+            on_outcome=note,
+        )
+
+    def _specs(self, pin: Pin) -> tuple[SourceSpec, ...]:
+        if self._configured is not None:
+            return self._configured
+        return (SourceSpec("package", "package"), *(parse_source(text) for text in pin.sources))
+
+    def _local_sources(self, pin: Pin) -> list[LocalSource]:
+        return [self._local(spec) for spec in self._specs(pin) if spec.kind != "http"]
+
+    def _local(self, spec: SourceSpec) -> LocalSource:
+        """Local sources are opened once and shared by all threads."""
+        with self._lock:
+            if spec not in self._locals:
+                if spec.kind == "archive":
+                    self._locals[spec] = ArchiveSource(Path(spec.text))
+                elif spec.kind == "package":
+                    self._locals[spec] = PackageSource()
+                else:
+                    self._locals[spec] = DirectorySource(Path(spec.text))
+            return self._locals[spec]
+
+    def _open(self, specs: Sequence[SourceSpec], progress: Progress) -> list[Source]:
+        """What one worker reads from: shared local sources, network sources of its own."""
+        sources: list[Source] = []
+        for spec in specs:
+            if spec.kind != "http":
+                sources.append(self._local(spec))
+            elif self.config.offline:
+                sources.append(_OfflineSource(spec.label))
+            else:
+                sources.append(HttpSource(spec, self._limits, stop=progress.stop, tick=progress.tick))
+        return sources
+
+    def _wanted(self, pin: Pin, manifest: Manifest, path: ArtifactPath) -> Wanted:
+        digest = manifest.digests.get(path)
+        if digest is None:
+            raise PinError(f"{path.text!r} is not in the manifest of {pin.name!r}")
+        return Wanted(path, pin.path, digest, pin.max_file_bytes)
+
+    def _chosen(
+        self, pin: Pin, manifest: Manifest, paths: Iterable[ArtifactPath] | None
+    ) -> tuple[ArtifactPath, ...]:
+        if paths is None:
+            return tuple(manifest.digests)
+        return tuple(self._wanted(pin, manifest, path).path for path in dict.fromkeys(paths))
+
+
+def _manifest_wanted(pin: Pin, *, any_digest: bool = False) -> Wanted:
+    digest = None if any_digest else pin.manifest_sha256
+    return Wanted(pin.path.child(MANIFEST_NAME), pin.path, digest, MAX_MANIFEST_BYTES)
+
+
+def _digest(wanted: Wanted) -> str:
+    assert wanted.sha256 is not None
+    return wanted.sha256
+
+
+def _close(sources: Iterable[Source]) -> None:
+    for source in sources:
+        if not source.local:
+            source.close()
+
+
+def _hint(pin: Pin) -> str:
+    """What to install so that the word ``package`` finds the release."""
+    family, _, version = pin.name.rpartition("-")
+    if family == "trtllm-gen":
+        return f"; or install flashinfer-cubin=={version}"
+    return f"; or install cubin-runtime-kernels=={version}" if family == "hopper" else ""
+
+
+def _fetch_report(
+    pin: Pin,
+    wanted: Sequence[Wanted],
+    missing: Sequence[Wanted],
+    about: int,
+    outcomes: Sequence[Outcome],
+    seconds: float,
+    dry_run: bool,
+) -> FetchReport:
+    """Count, and raise if a file was not delivered; the manifest itself is not counted."""
+    files = [outcome for outcome in outcomes if outcome.wanted.sha256 != pin.manifest_sha256]
+    failed = [outcome for outcome in outcomes if outcome.error is not None]
+    if failed:
+        _raise_failures(pin, len(wanted), failed)
+    fetched = [outcome for outcome in files if outcome.source is not None]
+    return FetchReport(
+        pin=pin.name,
+        chosen=len(wanted),
+        present=len(wanted) - len(missing) + (len(files) - len(fetched)),
+        missing=len(missing) if dry_run else 0,
+        fetched=len(fetched),
+        bytes=sum(outcome.size for outcome in fetched),
+        about_bytes=about,
+        seconds=seconds,
+        dry_run=dry_run,
+        by_source=dict(Counter(outcome.source for outcome in fetched if outcome.source)),
+    )
+
+
+def _raise_failures(pin: Pin, chosen: int, failed: Sequence[Outcome]) -> None:
+    errors = [outcome.error for outcome in failed]
+    kind = CorruptError if any(isinstance(error, CorruptError) for error in errors) else SourceError
+    if len(failed) == 1:
+        raise kind(f"{errors[0]}{_hint(pin) if kind is SourceError else ''}")
+    shown = "\n".join(f"  {error}" for error in errors[:5])
+    more = f"\n  and {len(failed) - 5} more" if len(failed) > 5 else ""
+    raise kind(f"{len(failed)} of {chosen} files were not delivered:\n{shown}{more}{_hint(pin)}")

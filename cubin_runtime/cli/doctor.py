@@ -1,0 +1,221 @@
+"""``doctor``: what is in force here, why, and what will work."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from .._version import __version__
+from . import options, output
+
+if TYPE_CHECKING:
+    from ..artifacts.library import Library
+    from ..artifacts.pins import Pin
+    from ..config import Config
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb to the application."""
+    app.command("doctor")(doctor)
+
+
+def doctor(
+    store: options.StoreOption = None,
+    source: options.SourceOption = None,
+    pins: options.PinsOption = None,
+    offline: options.OfflineOption = False,
+    json: options.JsonOption = False,
+) -> None:
+    """Show driver, devices, store, sources, pins, where each setting comes from, and what will work here."""
+    config = options.make_config(store, source, pins, offline)
+    driver = _driver()
+    releases, codes = _releases(config, [d["number"] for d in driver["devices"]])
+    report = {
+        "version": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "settings": _settings(config, store, source, pins, offline),
+        "store": _store(config.store),
+        "driver": driver,
+        "releases": releases,
+        "will_work": _verdicts(config, driver, releases),
+    }
+    if json:
+        output.emit_json("doctor", report)
+    else:
+        _print(report)
+    output.finish(codes)
+
+
+def _settings(
+    config: Config, store: Path | None, source: list[str] | None, pins: list[Path] | None, offline: bool
+) -> list[dict[str, Any]]:
+    from ..artifacts.sources import redact
+
+    sources = [redact(s) for s in config.sources] if config.sources else ["package", "then each pin's own"]
+    files = [str(p) for p in config.pin_files]
+    found = "user configuration folder" if files else "default"
+    log = os.environ.get("CUBIN_RUNTIME_LOG", "")
+    return [
+        _setting("store", str(config.store), options.origin_of("CUBIN_RUNTIME_CACHE", store is not None)),
+        _setting("sources", sources, options.origin_of("CUBIN_RUNTIME_SOURCES", bool(source))),
+        _setting("pins", ["built-in", *files], options.origin_of("CUBIN_RUNTIME_PINS", bool(pins), found)),
+        _setting("offline", config.offline, options.origin_of("CUBIN_RUNTIME_OFFLINE", offline)),
+        _setting("lazy fetch", config.lazy_fetch, "follows offline" if config.offline else "default"),
+        _setting("log", log, options.origin_of("CUBIN_RUNTIME_LOG", False)),
+    ]
+
+
+def _setting(name: str, value: object, origin: str) -> dict[str, Any]:
+    return {"name": name, "value": value, "from": origin}
+
+
+def _store(root: Path) -> dict[str, Any]:
+    """Whether the store is there and can be written, without writing to it."""
+    nearest = next((p for p in (root, *root.parents) if p.exists()), Path("/"))
+    try:
+        free: int | None = shutil.disk_usage(nearest).free
+    except OSError:
+        free = None
+    writable = nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
+    return {"path": str(root), "exists": root.is_dir(), "writable": writable, "free_bytes": free}
+
+
+def _driver() -> dict[str, Any]:
+    """libcuda and the devices it shows; a machine without them is an answer, not an error."""
+    from ..errors import CubinRuntimeError
+    from ..launch.driver import Driver
+
+    try:
+        driver = Driver()
+        version = driver.version()
+        facts = [driver.device(i) for i in range(driver.device_count())]
+    except (CubinRuntimeError, OSError) as error:
+        return {"present": False, "cuda": None, "devices": [], "problem": str(error)}
+    devices = [
+        {
+            "ordinal": f.ordinal,
+            "name": f.name,
+            "number": f.capability[0] * 10 + f.capability[1],
+            "multiprocessors": f.multiprocessors,
+        }
+        for f in facts
+    ]
+    cuda = f"{version // 1000}.{version % 1000 // 10}"
+    problem = None if devices else "no device is visible"
+    return {"present": True, "cuda": cuda, "devices": devices, "problem": problem}
+
+
+def _releases(config: Config, devices: list[int]) -> tuple[list[dict[str, Any]], list[int]]:
+    """Each pinned release as far as it is at hand without a network."""
+    from dataclasses import replace
+
+    from ..artifacts.library import Library
+    from ..errors import CubinRuntimeError
+
+    try:
+        library = Library(replace(config, offline=True, lazy_fetch=False))
+        return [_release(library, pin, devices) for pin in library.pins], []
+    except CubinRuntimeError as error:
+        return [{"name": "pins", "problem": str(error)}], [error.exit_code]
+
+
+def _release(library: Library, pin: Pin, devices: list[int]) -> dict[str, Any]:
+    from ..artifacts.catalog import open_catalog
+    from ..artifacts.select_filter import KernelFilter
+    from ..errors import CubinRuntimeError
+
+    found: dict[str, Any] = {
+        "name": pin.name,
+        "files": pin.files,
+        "in_store": None,
+        "launchable": _known_abi(pin.abi),
+        "runs_on": {},
+        "problem": None,
+    }
+    try:
+        manifest = library.manifest(pin)
+        found["in_store"] = len(library.store.present(set(manifest.digests.values())))
+        catalog = open_catalog(library, pin, fetch=False)
+        for number in devices:
+            found["runs_on"][str(number)] = len(catalog.kept_by(KernelFilter(sm=number)))
+    except CubinRuntimeError as error:
+        found["problem"] = str(error)
+    return found
+
+
+def _known_abi(abi: str | None) -> bool:
+    from ..launch.abi import ABIS
+
+    return abi is not None and abi in ABIS
+
+
+def _verdicts(config: Config, driver: dict[str, Any], releases: list[dict[str, Any]]) -> list[str]:
+    """Plain sentences: what will work here and what will not."""
+    said = [
+        "fetch: no, offline is set and only local sources are read"
+        if config.offline
+        else "fetch: yes, from the sources above in their order",
+        "verify, inspect, list: yes, they need no GPU",
+    ]
+    if not driver["devices"]:
+        return [*said, f"launch: no, {driver['problem'] or 'no device is visible'}"]
+    for device in driver["devices"]:
+        number = str(device["number"])
+        where = f"launch on {device['name']} (sm_{number})"
+        usable = [r for r in releases if r.get("launchable") and r["runs_on"].get(number)]
+        said += [f"{where}: yes, {r['runs_on'][number]} kernels of {r['name']}" for r in usable]
+        if not usable:
+            said.append(f"{where}: no, no release at hand has a kernel for it")
+    return said
+
+
+def _print(report: dict[str, Any]) -> None:
+    output.facts([(key, report[key]) for key in ("version", "python", "platform")])
+    output.line()
+    output.table(
+        ("setting", "value", "from"),
+        (
+            (s["name"], ", ".join(s["value"]) if isinstance(s["value"], list) else s["value"], s["from"])
+            for s in report["settings"]
+        ),
+    )
+    output.line()
+    output.facts(_machine_facts(report["store"], report["driver"]))
+    output.line()
+    output.table(
+        ("release", "files", "in the store", "launchable", "problem"),
+        (
+            (
+                r["name"],
+                r.get("files", ""),
+                "unknown" if r.get("in_store") is None else r["in_store"],
+                "yes" if r.get("launchable") else "no",
+                r["problem"] or "none",
+            )
+            for r in report["releases"]
+        ),
+    )
+    output.line()
+    for sentence in report["will_work"]:
+        output.line(sentence)
+    sys.stdout.flush()
+
+
+def _machine_facts(store: dict[str, Any], driver: dict[str, Any]) -> list[tuple[str, object]]:
+    free = "unknown" if store["free_bytes"] is None else f"{store['free_bytes'] / 1e9:.1f} GB"
+    state = "there" if store["exists"] else "not made yet"
+    found: list[tuple[str, object]] = [
+        ("store", f"{state}, {'writable' if store['writable'] else 'NOT writable'}, {free} free"),
+        ("driver", f"CUDA {driver['cuda']}" if driver["present"] else f"none: {driver['problem']}"),
+    ]
+    for d in driver["devices"]:
+        about = f"{d['name']}, sm_{d['number']}, {d['multiprocessors']} multiprocessors"
+        found.append((f"device {d['ordinal']}", about))
+    return found

@@ -1,0 +1,245 @@
+"""``fetch``, ``verify`` and ``where``: bytes into the store, against their digests, and where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import CubinRuntimeError, MissingError, StoreError
+from . import options, output
+
+if TYPE_CHECKING:
+    from ..artifacts.fetch import FetchReport
+    from ..artifacts.library import Library
+    from ..artifacts.path import ArtifactPath
+    from ..artifacts.pins import Pin
+    from ..artifacts.select_filter import KernelFilter
+    from ..artifacts.verify import VerifyReport
+
+Targets = Annotated[
+    list[str], typer.Argument(metavar="PIN-or-PATH...", help="Pinned releases, folders in them, or files.")
+]
+_SHOWN = 20
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verbs to the application."""
+    app.command("fetch")(fetch)
+    app.command("verify")(verify)
+    app.command("where")(where)
+
+
+def fetch(
+    targets: Targets,
+    sm: options.SmOption = None,
+    family: options.FamilyOption = None,
+    dtype: options.DtypeOption = None,
+    head_dim: options.HeadDimOption = None,
+    match: options.MatchOption = None,
+    jobs: Annotated[int, typer.Option("--jobs", min=1, max=256, help="Files at a time.")] = 8,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be fetched.")] = False,
+    store: options.StoreOption = None,
+    source: options.SourceOption = None,
+    pins: options.PinsOption = None,
+    offline: options.OfflineOption = False,
+    json: options.JsonOption = False,
+) -> None:
+    """Put verified files into the store."""
+    from ..artifacts.library import Library
+    from ..artifacts.select_filter import KernelFilter
+
+    wanted = KernelFilter.from_words(sm, family, dtype, head_dim, match)
+    library = Library(options.make_config(store, source, pins, offline))
+    reports: list[FetchReport] = []
+    errors: list[CubinRuntimeError] = []
+    for target in targets:
+        try:
+            pin = library.pins.get(target)
+            paths = _chosen(library, pin, target, wanted)
+            with output.progress(f"fetch {pin.name}", len(paths)) as advance:
+                reports.append(library.fetch(pin, paths, jobs=jobs, dry_run=dry_run, progress=advance))
+        except StoreError:
+            raise
+        except CubinRuntimeError as error:
+            errors.append(error)
+    if json:
+        done = [_fetch_json(report) for report in reports]
+        output.emit_json("fetch", {"releases": done, "errors": [_error_json(one) for one in errors]})
+    else:
+        for report in reports:
+            output.line(_fetch_text(report))
+    for failed in errors:
+        output.error_line(failed)
+    output.finish(failed.exit_code for failed in errors)
+
+
+def verify(
+    targets: Targets,
+    complete: Annotated[
+        bool, typer.Option("--complete", help="Files that were never fetched are an error.")
+    ] = False,
+    sm: options.SmOption = None,
+    family: options.FamilyOption = None,
+    dtype: options.DtypeOption = None,
+    head_dim: options.HeadDimOption = None,
+    match: options.MatchOption = None,
+    store: options.StoreOption = None,
+    source: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--source",
+            help="Check this published tree (directory, .zip, .whl or 'package') instead of the store.",
+            show_default=False,
+        ),
+    ] = None,
+    pins: options.PinsOption = None,
+    offline: options.OfflineOption = False,
+    json: options.JsonOption = False,
+) -> None:
+    """Hash what the store or a published tree has, against the pinned manifest."""
+    from ..artifacts.library import Library
+    from ..artifacts.select_filter import KernelFilter
+
+    wanted = KernelFilter.from_words(sm, family, dtype, head_dim, match)
+    library = Library(options.make_config(store, source, pins, offline))
+    reports: list[VerifyReport] = []
+    for target in targets:
+        pin = library.pins.get(target)
+        whole = wanted.is_empty and target.rstrip("/") in (pin.name, pin.path.text)
+        for tree in source or (None,):
+            if whole:
+                paths, total = None, pin.files
+            else:
+                paths = _chosen(library, pin, target, wanted)
+                total = len(paths)
+            with output.progress(f"verify {pin.name}", total) as advance:
+                reports.append(library.verify(pin, paths, complete=complete, progress=advance, tree=tree))
+    if json:
+        output.emit_json("verify", {"releases": [_verify_json(report) for report in reports]})
+    else:
+        for report in reports:
+            _print_verified(report)
+    output.finish(code for report in reports for code in report.codes)
+
+
+def where(
+    target: Annotated[
+        str, typer.Argument(metavar="PIN-or-PATH", help="A release, a folder in it, or a file.")
+    ],
+    store: options.StoreOption = None,
+    source: options.SourceOption = None,
+    pins: options.PinsOption = None,
+    offline: options.OfflineOption = False,
+    json: options.JsonOption = False,
+) -> None:
+    """Say where files lie; nothing is read or downloaded."""
+    from ..artifacts.library import Library
+    from ..artifacts.path import ArtifactPath
+
+    library = Library(options.make_config(store, source, pins, True))
+    pin = library.pins.get(target)
+    paths = library.select(pin, None if target == pin.name else target)
+    if len(paths) == 1 and paths[0] == ArtifactPath(target.rstrip("/")):
+        places = library.where(paths[0])
+        if json:
+            output.emit_json("where", {"path": target, "places": [_place_json(p) for p in places]})
+        else:
+            for place in places:
+                output.line(f"{place.kind:<6}  {place.location}")
+        if not places:
+            raise MissingError(f"{target} is neither in the store {library.store.root} nor in a local source")
+        return
+    manifest = library.manifest(pin)
+    present = len(library.store.present(manifest.digests[path] for path in paths))
+    facts = {"pin": pin.name, "store": str(library.store.root), "files": len(paths), "in_store": present}
+    if json:
+        output.emit_json("where", facts)
+    else:
+        output.facts(facts.items())
+
+
+def _chosen(library: Library, pin: Pin, target: str, wanted: KernelFilter) -> tuple[ArtifactPath, ...]:
+    """Paths that a target and the filters choose."""
+    from ..artifacts.catalog import chosen_paths
+
+    asked = library.select(pin, None if target == pin.name else target)
+    kept = chosen_paths(library, pin, wanted, fetch=not library.config.offline)
+    if kept is None:
+        return asked
+    inside = set(kept)
+    return tuple(path for path in asked if path in inside)
+
+
+def _fetch_text(report: FetchReport) -> str:
+    about = f", about {_size(report.about_bytes)}" if report.about_bytes else ""
+    if report.dry_run:
+        return (
+            f"{report.pin}: {report.chosen} files chosen, {report.present} in the store, "
+            f"{report.missing} would be fetched{about}"
+        )
+    origin = ", ".join(f"{count} from {label}" for label, count in report.by_source.items())
+    return (
+        f"{report.pin}: {report.chosen} files chosen, {report.present} were in the store, "
+        f"{report.fetched} fetched ({_size(report.bytes)} in {report.seconds:.1f} s)"
+        + (f": {origin}" if origin else "")
+    )
+
+
+def _fetch_json(report: FetchReport) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return asdict(report)
+
+
+def _error_json(error: CubinRuntimeError) -> dict[str, Any]:
+    return {"code": error.exit_code, "kind": type(error).__name__, "message": str(error)}
+
+
+def _print_verified(report: VerifyReport) -> None:
+    parts = [f"{report.ok} files verified ({_size(report.bytes)})"]
+    if report.missing:
+        parts.append(f"{len(report.missing)} {'missing' if report.complete else 'not fetched'}")
+    if report.corrupt:
+        parts.append(f"{len(report.corrupt)} corrupt")
+    if report.extra:
+        parts.append(f"{len(report.extra)} extra")
+    output.line(f"{report.pin}: {', '.join(parts)}; in {report.where}")
+    _print_some("corrupt", [f"{problem.path}: {problem.reason}" for problem in report.corrupt])
+    if report.complete:
+        _print_some("missing", [path.text for path in report.missing])
+    _print_some("extra", report.extra)
+
+
+def _print_some(word: str, items: Sequence[str]) -> None:
+    for item in items[:_SHOWN]:
+        output.line(f"  {word}: {item}")
+    if len(items) > _SHOWN:
+        output.line(f"  {word}: and {len(items) - _SHOWN} more")
+
+
+def _verify_json(report: VerifyReport) -> dict[str, Any]:
+    return {
+        "pin": report.pin,
+        "where": report.where,
+        "complete": report.complete,
+        "ok": report.ok,
+        "bytes": report.bytes,
+        "missing": len(report.missing),
+        "missing_paths": [path.text for path in report.missing] if report.complete else [],
+        "corrupt": [{"path": problem.path.text, "reason": problem.reason} for problem in report.corrupt],
+        "extra": list(report.extra),
+    }
+
+
+def _place_json(place: Any) -> dict[str, Any]:
+    return {"kind": place.kind, "location": place.location, "sha256": place.sha256}
+
+
+def _size(count: int) -> str:
+    """Bytes for people, in powers of ten."""
+    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= factor:
+            return f"{count / factor:.2f} {unit}"
+    return f"{count} bytes"

@@ -1,0 +1,288 @@
+"""``inspect`` and ``list``: what a cubin says of itself, and what a release holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import CorruptError, CubinRuntimeError, MissingError, SourceError, UsageError
+from . import options, output
+
+if TYPE_CHECKING:
+    from ..artifacts.catalog import Entry
+    from ..artifacts.cubin import Cubin
+    from ..artifacts.library import Library
+    from ..artifacts.pins import Pin
+    from ..artifacts.select_filter import KernelRow
+
+MAX_FILE_BYTES = 256 << 20
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verbs to the application."""
+    app.command("inspect")(inspect)
+    app.command("list")(list_)
+
+
+def inspect(
+    target: Annotated[str, typer.Argument(metavar="FILE-or-PATH", help="A cubin file, or an artifact path.")],
+    store: options.StoreOption = None,
+    source: options.SourceOption = None,
+    pins: options.PinsOption = None,
+    offline: options.OfflineOption = False,
+    json: options.JsonOption = False,
+) -> None:
+    """Show a cubin's architecture, kernels, digest and whether a pin covers it."""
+    from ..artifacts.cubin import parse_cubin
+    from ..artifacts.library import Library
+
+    library = Library(options.make_config(store, source, pins, offline))
+    data, pin, path, origin = _read(library, target)
+    cubin = parse_cubin(data)
+    report = {
+        "target": target,
+        "origin": origin,
+        **_cubin_json(cubin, len(data)),
+        **_pin_json(cubin, pin, path),
+    }
+    row = _row(library, pin, path)
+    if row is not None and pin is not None:
+        report["declared_architecture"] = str(row.architecture)
+        report["metadata"] = _row_json(row)
+        report["disagreements"] = _differences(library, pin, row, data, cubin, path)
+    if json:
+        output.emit_json("inspect", report)
+    else:
+        _print_inspection(report)
+    if report.get("disagreements"):
+        output.note_line(f"{target}: metadata and cubin disagree on {len(report['disagreements'])} facts")
+        output.finish([CorruptError.exit_code])
+
+
+def list_(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[PIN-or-PATH]", help="A pinned release; without it, all pins.")
+    ] = None,
+    sm: options.SmOption = None,
+    family: options.FamilyOption = None,
+    dtype: options.DtypeOption = None,
+    head_dim: options.HeadDimOption = None,
+    match: options.MatchOption = None,
+    count: Annotated[bool, typer.Option("--count", help="Only how many there are.")] = False,
+    store: options.StoreOption = None,
+    source: options.SourceOption = None,
+    pins: options.PinsOption = None,
+    offline: options.OfflineOption = False,
+    json: options.JsonOption = False,
+) -> None:
+    """List the pinned releases, or the kernels of one."""
+    from ..artifacts.catalog import open_catalog
+    from ..artifacts.library import Library
+    from ..artifacts.select_filter import KernelFilter
+
+    wanted = KernelFilter.from_words(sm, family, dtype, head_dim, match)
+    library = Library(options.make_config(store, source, pins, offline))
+    if name is None:
+        if not wanted.is_empty:
+            raise UsageError("list: filters need a release, for example: list trtllm-gen-0.6.13 --sm 100")
+        _list_pins(library, json)
+        return
+    pin = library.pins.get(name)
+    kept = open_catalog(library, pin, fetch=not library.config.offline).kept_by(wanted)
+    asked = [entry for entry in kept if _is_asked_for(entry, pin, name)]
+    if json:
+        files = [] if count else [_entry_json(entry) for entry in asked]
+        output.emit_json("list", {"pin": pin.name, "count": len(asked), "files": files})
+    elif count:
+        output.line(len(asked))
+    else:
+        output.table(
+            ("file", "target", "types q/k/v/o", "head", "threads", "shared"),
+            (_entry_cells(entry, pin) for entry in asked),
+        )
+
+
+def _is_asked_for(entry: Entry, pin: Pin, name: str) -> bool:
+    """Whether an entry lies under the name or path that the user gave."""
+    asked = name.rstrip("/")
+    return asked in (pin.name, pin.path.text, entry.path.text) or entry.path.text.startswith(f"{asked}/")
+
+
+def _read(library: Library, target: str) -> tuple[bytes, Pin | None, Any, str]:
+    """Bytes of a file on disk, or of an artifact path; a file that exists wins."""
+    from hashlib import sha256
+
+    from ..artifacts.path import ArtifactPath
+
+    file = Path(target)
+    if file.is_file() or target.startswith(("/", "./", "../", "~")):
+        data = _read_file(file.expanduser())
+        pin, path = _find_pinned(library, sha256(data).hexdigest())
+        return data, pin, path, str(file)
+    path = ArtifactPath(target)
+    artifact = library.load(path, fetch=not library.config.offline)
+    return artifact.data, library.pins.covering(path), path, artifact.origin
+
+
+def _read_file(file: Path) -> bytes:
+    try:
+        if file.exists() and not file.is_file():
+            raise UsageError(f"{file}: not a regular file")
+        with file.open("rb") as opened:
+            data = opened.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise MissingError(f"{file}: cannot be read: {error.strerror}") from error
+    if len(data) > MAX_FILE_BYTES:
+        raise UsageError(f"{file}: more than {MAX_FILE_BYTES} bytes, too large for a cubin")
+    return data
+
+
+def _find_pinned(library: Library, digest: str) -> tuple[Pin | None, Any]:
+    """The pin and path that list this digest, among releases whose manifest is at hand offline."""
+
+    local = _without_network(library)
+    for pin in local.pins:
+        try:
+            manifest = local.manifest(pin)
+        except CubinRuntimeError:
+            continue
+        for path, listed in manifest.digests.items():
+            if listed == digest:
+                return pin, path
+    return None, None
+
+
+def _without_network(library: Library) -> Library:
+    from dataclasses import replace
+
+    from ..artifacts.library import Library as Opened
+
+    return library if library.config.offline else Opened(replace(library.config, offline=True))
+
+
+def _row(library: Library, pin: Pin | None, path: Any) -> KernelRow | None:
+    from ..artifacts.catalog import open_catalog
+
+    if pin is None:
+        return None
+    try:
+        catalog = open_catalog(library, pin, fetch=False)
+    except (MissingError, SourceError):
+        return None
+    return catalog.row_of(path.text[len(pin.path.text) + 1 :])
+
+
+def _differences(
+    library: Library, pin: Pin, row: KernelRow, data: bytes, cubin: Cubin, path: Any
+) -> list[str]:
+    from ..artifacts import agreement
+    from ..artifacts.metadata import KernelMeta
+
+    listed = library.manifest(pin).digests[path]
+    if isinstance(row, KernelMeta):
+        found = agreement.trtllm_disagreements(
+            row, data, cubin, manifest_sha256=listed, parameter_bytes=agreement.TRTLLM_PARAMETER_BYTES
+        )
+    else:
+        found = agreement.own_disagreements(row, cubin, manifest_sha256=listed)
+    return [str(difference) for difference in found]
+
+
+def _cubin_json(cubin: Cubin, size: int) -> dict[str, Any]:
+    return {
+        "bytes": size,
+        "sha256": cubin.sha256,
+        "architecture": str(cubin.architecture),
+        "kernels": [
+            {
+                "symbol": k.symbol,
+                "parameters": [{"offset": p.offset, "bytes": p.size} for p in k.parameters],
+                "max_threads": k.max_threads,
+                "registers": k.registers,
+                "static_shared_bytes": k.static_shared_bytes,
+                "stack_bytes": k.stack_bytes,
+            }
+            for k in cubin.kernels.values()
+        ],
+    }
+
+
+def _pin_json(cubin: Cubin, pin: Pin | None, path: Any) -> dict[str, Any]:
+    if pin is None:
+        return {"verified": False, "pin": None, "path": None, "manifest_line": None}
+    line = f"{cubin.sha256}  {path.text[len(pin.path.text) + 1 :]}"
+    return {"verified": True, "pin": pin.name, "path": path.text, "manifest_line": line}
+
+
+def _row_json(row: KernelRow) -> dict[str, Any]:
+    from dataclasses import fields
+
+    values = {f.name: getattr(row, f.name) for f in fields(row)}
+    return {k: dict(v) if k == "traits" else v for k, v in values.items()}
+
+
+def _entry_json(entry: Entry) -> dict[str, Any]:
+    row = None if entry.row is None else _row_json(entry.row)
+    return {"path": entry.path.text, "sha256": entry.sha256, "metadata": row}
+
+
+def _entry_cells(entry: Entry, pin: Pin) -> tuple[object, ...]:
+    from ..artifacts.metadata import KernelMeta
+    from ..artifacts.select_filter import head_dims_of
+
+    file, row = entry.path.text[len(pin.path.text) + 1 :], entry.row
+    if row is None:
+        return (file, "", "", "", "", "")
+    if isinstance(row, KernelMeta):
+        types = f"{row.dtype_q}/{row.dtype_k}/{row.dtype_v}/{row.dtype_o}"
+        heads, shared = f"{row.head_dim_qk}/{row.head_dim_v}", row.shared_bytes
+    else:
+        types = "/".join(str(v) for k, v in row.traits.items() if "dtype" in k)
+        heads, shared = "/".join(str(d) for d in sorted(head_dims_of(row))), row.dynamic_shared_bytes
+    return (file, row.architecture, types, heads, row.threads, shared)
+
+
+def _list_pins(library: Library, json: bool) -> None:
+    listed = list(library.pins)
+    if json:
+        output.emit_json(
+            "list",
+            {
+                "pins": [
+                    {"name": p.name, "path": p.path.text, "files": p.files, "bytes": p.bytes} for p in listed
+                ]
+            },
+        )
+        return
+    rows = ((p.name, p.files, f"{p.bytes / 1e6:,.0f} MB", p.licence, p.path.text) for p in listed)
+    output.table(("pin", "files", "size", "licence", "path"), rows)
+
+
+def _print_inspection(report: dict[str, Any]) -> None:
+    shown = [(key, report[key]) for key in ("target", "origin", "bytes", "sha256", "architecture")]
+    if "declared_architecture" in report:
+        shown.append(("declared as", report["declared_architecture"]))
+    verified = f"yes, by pin {report['pin']}" if report["verified"] else "no: no pin covers these bytes"
+    shown.append(("verified", verified))
+    if report["verified"]:
+        shown += [("path", report["path"]), ("manifest line", report["manifest_line"])]
+    if "disagreements" in report:
+        shown.append(("metadata", "; ".join(report["disagreements"]) or "agrees"))
+    output.facts(shown)
+    output.line()
+    output.table(
+        ("kernel", "parameter bytes", "max threads", "registers", "static shared", "stack"),
+        (
+            (
+                k["symbol"],
+                " + ".join(str(p["bytes"]) for p in k["parameters"]) or "none",
+                "not declared" if k["max_threads"] is None else k["max_threads"],
+                "not recorded" if k["registers"] is None else k["registers"],
+                k["static_shared_bytes"],
+                "not recorded" if k["stack_bytes"] is None else k["stack_bytes"],
+            )
+            for k in report["kernels"]
+        ),
+    )

@@ -1,0 +1,91 @@
+"""``pin``: trust a release, given its folder and the digest of its manifest."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..errors import PinError, UsageError
+from . import options, output
+
+if TYPE_CHECKING:
+    from ..artifacts.pins import Pin
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb to the application."""
+    app.command("pin")(pin)
+
+
+def pin(
+    path: Annotated[str, typer.Argument(metavar="PATH", help="The release's folder, as artifact path.")],
+    sha256: Annotated[
+        str | None,
+        typer.Option("--sha256", help="Digest of its checksums.txt, from one you trust.", show_default=False),
+    ] = None,
+    name: Annotated[
+        str | None,
+        typer.Option("--name", help="Name of the pin (default: from the path).", show_default=False),
+    ] = None,
+    abi: Annotated[
+        str | None,
+        typer.Option("--abi", help="Parameter layout of its kernels; without it none is launched."),
+    ] = None,
+    licence: Annotated[str, typer.Option("--licence", help="Licence of its files.")] = "unknown",
+    max_file_bytes: Annotated[
+        int | None,
+        typer.Option("--max-file-bytes", min=1, help="The most one file may have.", show_default=False),
+    ] = None,
+    store: options.StoreOption = None,
+    source: options.SourceOption = None,
+    pins: options.PinsOption = None,
+    offline: options.OfflineOption = False,
+    json: options.JsonOption = False,
+) -> None:
+    """Trust a release: with --sha256 write a pin, without it only show what the sources have."""
+    from ..artifacts.library import Library
+    from ..artifacts.path import ArtifactPath
+    from ..artifacts.pins import add_pin, make_pin
+    from ..config import user_pins_path
+
+    if sha256 is not None and (len(sha256) != 64 or set(sha256) - set("0123456789abcdef")):
+        raise UsageError(f"--sha256 {sha256!r}: expected 64 lowercase hex digits")
+    folder = ArtifactPath(path.removesuffix("/"))
+    library = Library(options.make_config(store, source, pins, offline))
+    data, origin = library.discover(folder, sha256)
+    found = make_pin(
+        data,
+        folder,
+        origin,
+        name=name,
+        abi=abi,
+        licence=licence,
+        max_file_bytes=max_file_bytes,
+        sources=tuple(source or ()),
+    )
+    if sha256 is None:
+        _show(found, json, written=None)
+        raise PinError(
+            f"{folder} is not pinned, nothing was written; if you trust this digest, "
+            f"add --sha256 {found.manifest_sha256}"
+        )
+    file = user_pins_path()
+    written = add_pin(file, found, library.pins)
+    _show(found, json, written=str(file) if written else "already pinned")
+
+
+def _show(found: Pin, json: bool, *, written: str | None) -> None:
+    facts = {
+        "name": found.name,
+        "path": found.path.text,
+        "manifest_sha256": found.manifest_sha256,
+        "files": found.files,
+        "max_file_bytes": found.max_file_bytes,
+        "abi": found.abi,
+        "written": written,
+    }
+    if json:
+        output.emit_json("pin", facts)
+    else:
+        output.facts((key, value) for key, value in facts.items() if value is not None)

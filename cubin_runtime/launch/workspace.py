@@ -1,0 +1,179 @@
+"""Device scratch: one buffer, one owner at a time, cut into aligned regions; counters in it start at zero."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import UsageError, WorkspaceError
+from .driver import Driver
+from .streams import stream_handle
+
+REGION_ALIGNMENT = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A part of a workspace that a plan needs: its name, size in bytes and alignment (a power of two)."""
+
+    name: str
+    nbytes: int
+    alignment: int = REGION_ALIGNMENT
+
+    def __post_init__(self) -> None:
+        if self.nbytes < 0 or self.alignment < 1 or self.alignment & (self.alignment - 1):
+            raise UsageError(f"{self}: expected bytes of 0 or more and an alignment that is a power of two")
+
+
+def workspace_size(regions: Sequence[Region]) -> int:
+    """Bytes that always suffice for ``regions``, wherever an address begins that is a multiple of 16."""
+    slack = max((region.alignment for region in regions), default=1) - 16
+    return _end(0, regions) + max(0, slack)
+
+
+class Workspace:
+    """A device buffer that belongs to one stream, or one captured graph, at a time.
+
+    Kernels leave the counters in it at zero, so it is cleared once; after a fault call ``reset``.
+    """
+
+    def __init__(self, driver: Driver, context: int, address: int, nbytes: int, *, owned: bool = False) -> None:
+        """Wrap ``nbytes`` of zeroed device memory at ``address``; ``owned`` memory is freed by ``close``."""
+        if nbytes < 0 or address % 16:
+            raise WorkspaceError(f"workspace at {address:#x} of {nbytes} bytes: expected a multiple of 16")
+        self.context = context
+        self.address = address
+        self.nbytes = nbytes
+        self._driver = driver
+        self._owned = owned
+        self._owner: tuple[str, int] | None = None
+        self._lock = threading.Lock()
+
+    @classmethod
+    def allocate(cls, driver: Driver, context: int, nbytes: int, stream: Any = 0) -> Workspace:
+        """New zeroed memory, cleared in the order of ``stream``.
+
+        Raises:
+            WorkspaceError: ``stream`` is capturing.
+            DriverError: the device has not that much memory.
+        """
+        handle = stream_handle(stream)
+        with driver.using(context):
+            if driver.is_capturing(handle):
+                raise WorkspaceError(
+                    f"a workspace of {nbytes} bytes would be made while stream {handle:#x} captures: "
+                    "make it before, with prepare(stream)"
+                )
+            workspace = cls(driver, context, driver.allocate(max(1, nbytes)), nbytes, owned=True)
+            try:
+                workspace.reset(handle)
+            except Exception:
+                workspace.close()
+                raise
+        return workspace
+
+    def regions(self, needed: Sequence[Region]) -> dict[str, int]:
+        """The device address of each region, in order, each aligned as it asks.
+
+        Raises:
+            WorkspaceError: the buffer is too small; the message names the bytes needed.
+        """
+        end = _end(self.address, needed) - self.address
+        if end > self.nbytes:
+            parts = ", ".join(f"{region.name} {region.nbytes}" for region in needed)
+            raise WorkspaceError(f"workspace of {self.nbytes} bytes: {end} bytes are needed ({parts})")
+        addresses: dict[str, int] = {}
+        at = self.address
+        for region in needed:
+            at = _round_up(at, region.alignment)
+            addresses[region.name] = at
+            at += region.nbytes
+        return addresses
+
+    def claim(self, stream: Any) -> None:
+        """Take the workspace for ``stream``, or for the capture it takes part in; again by the same is no error.
+
+        A capture takes it over from its own stream (after a warm-up there) and keeps it: a replay may run on
+        any stream, so eager work must not share it.
+
+        Raises:
+            WorkspaceError: another stream or captured graph has it.
+        """
+        handle = stream_handle(stream)
+        with self._driver.using(self.context):
+            capture = self._driver.capture_id(handle)
+        owner = ("stream", handle) if capture is None else ("captured graph", capture)
+        with self._lock:
+            takes_over = capture is not None and self._owner == ("stream", handle)
+            if self._owner not in (None, owner) and not takes_over:
+                have, number = self._owner or owner
+                raise WorkspaceError(
+                    f"workspace at {self.address:#x} belongs to {have} {number:#x}, not to {owner[0]} "
+                    f"{owner[1]:#x}: give each its own, or release() it when that work is done"
+                )
+            self._owner = owner
+
+    def release(self) -> None:
+        """Let another stream claim it; the caller has made sure that the work of the last owner is done."""
+        with self._lock:
+            self._owner = None
+
+    def reset(self, stream: Any = 0) -> None:
+        """Set all bytes to zero in stream order; needed after a fault or an aborted kernel."""
+        if self.nbytes:
+            with self._driver.using(self.context):
+                self._driver.fill(self.address, 0, self.nbytes, stream_handle(stream))
+
+    def close(self) -> None:
+        """Free owned memory; calling it again does nothing."""
+        if self._owned:
+            self._owned = False
+            with self._driver.using(self.context):
+                self._driver.free(self.address)
+
+
+class WorkspacePool:
+    """One workspace for each (plan, stream), made outside of captures and kept until ``close``."""
+
+    def __init__(self, driver: Driver, context: int) -> None:
+        self._driver = driver
+        self._context = context
+        self._lock = threading.Lock()
+        self._held: dict[tuple[Hashable, int], Workspace] = {}
+
+    def take(self, plan: Hashable, stream: Any, nbytes: int) -> Workspace:
+        """The workspace of ``plan`` on ``stream``, claimed for it, with at least ``nbytes``.
+
+        Raises:
+            WorkspaceError: it is not there and the stream is capturing, or it is there but smaller.
+        """
+        handle = stream_handle(stream)
+        with self._lock:
+            workspace = self._held.get((plan, handle))
+            if workspace is None:
+                workspace = Workspace.allocate(self._driver, self._context, nbytes, handle)
+                self._held[(plan, handle)] = workspace
+        if workspace.nbytes < nbytes:
+            raise WorkspaceError(f"workspace of {workspace.nbytes} bytes: {nbytes} bytes are needed")
+        workspace.claim(handle)
+        return workspace
+
+    def close(self) -> None:
+        """Free all of them; no work may still use one."""
+        with self._lock:
+            held, self._held = self._held, {}
+        for workspace in held.values():
+            workspace.close()
+
+
+def _end(start: int, regions: Sequence[Region]) -> int:
+    at = start
+    for region in regions:
+        at = _round_up(at, region.alignment) + region.nbytes
+    return at
+
+
+def _round_up(value: int, to: int) -> int:
+    return (value + to - 1) // to * to

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import typer
+
+from cubin_runtime.cli import output
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain_name-1.cubin", "plain_name-1.cubin"),
+        ("naïve Größe", "naïve Größe"),
+        ("\x1b[31mred", "\\x1b[31mred"),
+        ("\x9b2J", "\\x9b2J"),
+        ("line\nbreak\r", "line\\x0abreak\\x0d"),
+        ("tab\there", "tab\\x09here"),
+        ("\u202egnp.exe", "\\u202egnp.exe"),
+        ("\u2028", "\\u2028"),
+        ("\udcff", "\\udcff"),
+        ("\U000e0041", "\\U000e0041"),
+        ("\x7f", "\\x7f"),
+    ],
+)
+def test_no_character_reaches_the_terminal_as_a_command(text: str, shown: str) -> None:
+    assert output.escape(text) == shown
+
+
+def test_table_cells_are_escaped_and_never_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    output.table(("name",), [("[red]x\x1b[0m",)])
+    assert capsys.readouterr().out == "name\n[red]x\\x1b[0m\n"
+
+
+def test_cells_of_a_piped_table_are_never_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    output.table(("name", "size"), [("n" * 500, 1)])
+    assert "n" * 500 + "\t1" in capsys.readouterr().out
+
+
+def test_json_carries_the_schema_number_and_the_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    output.emit_json("verify", {"ok": 1})
+    assert json.loads(capsys.readouterr().out) == {"schema": 1, "verb": "verify", "ok": 1}
+
+
+def test_json_is_ascii(capsys: pytest.CaptureFixture[str]) -> None:
+    output.emit_json("verify", {"name": "\x1b\x9b\u202e"})
+    assert capsys.readouterr().out.replace("\n", "").isprintable()
+
+
+@pytest.mark.parametrize(
+    ("codes", "code"),
+    [([], 0), ([0, 0], 0), ([4, 5], 5), ([6, 4], 4), ([5, 3, 4, 6], 3), ([7, 6], 6), ([8], 8), ([9, 7], 9)],
+)
+def test_of_several_outcomes_the_gravest_gives_the_code(codes: list[int], code: int) -> None:
+    assert output.worst_code(codes) == code
+
+
+def test_finish_ends_with_the_code() -> None:
+    with pytest.raises(typer.Exit) as ended:
+        output.finish([4, 6])
+    assert ended.value.exit_code == 4
+
+
+def test_finish_returns_when_all_is_well() -> None:
+    output.finish([0])
+
+
+def test_progress_is_silent_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
+    with output.progress("fetching", 2) as advance:
+        advance(2)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_error_lines_keep_breaks_and_escape_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
+    output.error_line("first\nsecond\x1b")
+    assert capsys.readouterr().err == "error: first\n  second\\x1b\n"
