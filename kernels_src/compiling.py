@@ -120,6 +120,11 @@ def parse_resources(said: str, symbol: str) -> Resources:
     raise BuildError(f'{symbol}: ptxas reported no resources of it; is it an extern "C" __global__ function?')
 
 
+def _symbol_names(cubin: bytes) -> list[str]:
+    elf = read_elf(cubin)
+    return [name.decode("utf-8", "replace") for name in elf.content(elf.by_name[".strtab"]).split(b"\0") if name]
+
+
 def check_cubin(variant: Variant, cubin: bytes, layout: StructLayout, resources: Resources) -> None:
     """Refuse a cubin that must not be shipped.
 
@@ -128,7 +133,7 @@ def check_cubin(variant: Variant, cubin: bytes, layout: StructLayout, resources:
             parameters other than one struct of ``layout.size`` bytes, too many threads, or more shared memory
             than the SM has.
     """
-    names = [symbol.name for symbol in read_elf(cubin).symbols()]
+    names = _symbol_names(cubin)
     bad = [name for name in names if any(mark in name for mark in _PATH_DEPENDENT)]
     if bad:
         raise BuildError(
