@@ -70,13 +70,9 @@ def fetch_over_http(library: Library, pin: Pin, url: str) -> ArtifactPath:
     """Fetch the whole release by artifact path into the empty store and verify it; the path of one cubin."""
     detail(f"from {url}, whatever it serves, into {library.store.root}")
     report = library.fetch(pin)
-    detail(
-        f"{report.fetched} files, {report.bytes} bytes in {report.seconds:.2f} s, each compared with its digest"
-    )
+    detail(f"{report.fetched} files, {report.bytes} bytes in {report.seconds:.2f} s, each checked by its digest")
     verified = library.verify(pin, complete=True)
-    detail(
-        f"verify --complete: {verified.ok} ok, {len(verified.corrupt)} corrupt, {len(verified.missing)} missing"
-    )
+    detail(f"verify: {verified.ok} ok, {len(verified.corrupt)} corrupt, {len(verified.missing)} missing")
     return next(path for path in library.select(pin) if path.name.endswith(".cubin"))
 
 
@@ -106,14 +102,12 @@ def inspect(library: Library, path: ArtifactPath) -> None:
     artifact = library.load(path, fetch=False)
     cubin = parse_cubin(artifact.data)
     detail(f"{path}")
-    detail(
-        f"{cubin.architecture}, {len(artifact.data)} bytes, sha256 {artifact.sha256}, from {artifact.origin}"
-    )
+    detail(f"{cubin.architecture}, {len(artifact.data)} bytes, sha256 {artifact.sha256}, from {artifact.origin}")
     for kernel in cubin.kernels.values():
         sizes = ", ".join(str(parameter.size) for parameter in kernel.parameters)
         detail(
             f"{kernel.symbol}: parameters of {sizes} bytes, at most {kernel.max_threads} threads,"
-            f" {kernel.registers} registers, {kernel.static_shared_bytes} static shared bytes"
+            f" {kernel.registers} registers, {kernel.static_shared_bytes} bytes of static shared memory (1024 are CUDA's own)"
         )
 
 

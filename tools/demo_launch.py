@@ -1,4 +1,4 @@
-"""The demo's decode: planned from metadata, its parameters shown field by field, launched where there is a GPU."""
+"""The demo's decode: planned from metadata, shown field by field, launched where there is a GPU."""
 
 from __future__ import annotations
 

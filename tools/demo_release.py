@@ -1,4 +1,4 @@
-"""The demo's last step: fetch, verify and inspect on NVIDIA's published release, where a source is at hand."""
+"""The demo's last step: NVIDIA's published release, fetched, verified and inspected where it is at hand."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KERNELS = 20
 
 
 def find_sources() -> tuple[str, ...]:
-    """What is at hand: the configured sources, the installed package, or the wheel that the tests downloaded."""
+    """What is at hand: the configured sources, the installed package, or the wheel of the tests."""
     if configured := os.environ.get("CUBIN_RUNTIME_SOURCES", "").replace(",", " ").split():
         return tuple(configured)
     try:
@@ -34,12 +34,10 @@ def find_sources() -> tuple[str, ...]:
 
 
 def check_published_release(store: Path) -> None:
-    """Fetch some cubins of the release into ``store``, verify them, and hold each against its row of metadata."""
+    """Fetch some cubins into ``store``, verify them, and hold each against its row of metadata."""
     sources = find_sources()
     if not sources:
-        detail(
-            f"No source is at hand: install flashinfer-cubin=={VERSION}, or run 'make test-release', and it is."
-        )
+        detail(f"No source is at hand; 'make test-release' or installing flashinfer-cubin=={VERSION} gives one.")
         return
     detail(f"from {', '.join(sources)}")
     library = Library(Config(store=store, sources=sources))
@@ -51,9 +49,7 @@ def check_published_release(store: Path) -> None:
     chosen = rows[:: len(rows) // KERNELS][:KERNELS]
     paths = [pin.path.child(row.file) for row in chosen]
     report = library.fetch(pin, paths)
-    detail(
-        f"fetched {report.fetched} of its {len(rows)} kernels, {report.bytes} bytes in {report.seconds:.2f} s"
-    )
+    detail(f"fetched {report.fetched} of its {len(rows)} kernels, {report.bytes} bytes in {report.seconds:.2f} s")
     verified = library.verify(pin, [header, *paths], complete=True)
     detail(f"verify: {verified.ok} ok, {len(verified.corrupt)} corrupt, {len(verified.missing)} missing")
     for row, path in zip(chosen, paths, strict=True):
@@ -68,8 +64,6 @@ def check_published_release(store: Path) -> None:
         )
         if faults:
             raise AssertionError(f"{path}: {'; '.join(map(str, faults))}")
-    detail(
-        f"inspect: digest, symbol, {TRTLLM_PARAMETER_BYTES} bytes of parameters, threads, shared memory and"
-    )
+    detail(f"inspect: digest, symbol, {TRTLLM_PARAMETER_BYTES} bytes of parameters, threads, shared memory and")
     detail("architecture of each agree with the release's metadata; the last one:")
     detail(f"{row.symbol}: {cubin.architecture}, {len(artifact.data)} bytes, {row.threads} threads")

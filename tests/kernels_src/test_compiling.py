@@ -33,9 +33,7 @@ ptxas info    : Used 12 registers
 """
 
 
-def compile_text(
-    folder: Path, toolchain: Toolchain, text: str, variant: Variant | None = None
-) -> CompiledKernel:
+def compile_text(folder: Path, toolchain: Toolchain, text: str, variant: Variant | None = None) -> CompiledKernel:
     write_source(folder, text)
     write_headers(folder / "generated", {LAYOUT.name: LAYOUT})
     chosen = variant or stub()
@@ -85,16 +83,12 @@ def test_an_error_in_the_source_names_the_variant_and_the_line(tmp_path: Path, t
 def test_a_symbol_with_internal_linkage_is_named_and_refused(
     tmp_path: Path, toolchain: Toolchain, definition: str
 ) -> None:
-    text = SOURCE.replace("p.factor * FACTOR", "scaled(p.factor)").replace(
-        'extern "C"', f'{definition}\nextern "C"'
-    )
+    text = SOURCE.replace("p.factor * FACTOR", "scaled(p.factor)").replace('extern "C"', f'{definition}\nextern "C"')
     with pytest.raises(BuildError, match=r"_INTERNAL_.* have internal linkage"):
         compile_text(tmp_path, toolchain, text)
 
 
-def test_a_struct_of_another_size_than_the_kernel_takes_is_refused(
-    tmp_path: Path, toolchain: Toolchain
-) -> None:
+def test_a_struct_of_another_size_than_the_kernel_takes_is_refused(tmp_path: Path, toolchain: Toolchain) -> None:
     kernel = compile_text(tmp_path, toolchain, SOURCE)
     other = StructLayout.declare("Other", [Field("count", "int64")])
     with pytest.raises(BuildError, match=r"parameters of \[16\] bytes, expected Other of 8"):

@@ -12,9 +12,7 @@ def sources(tmp_path: Path) -> Path:
     """kernel.cu includes x.cuh, which includes y.cuh; nobody includes z.cuh; Params.h is generated."""
     for folder in ("a", "common"):
         (tmp_path / folder).mkdir()
-    (tmp_path / "a/kernel.cu").write_text(
-        '#include <cuda.h>\n#include "../common/x.cuh"\n#include "Params.h"\n'
-    )
+    (tmp_path / "a/kernel.cu").write_text('#include <cuda.h>\n#include "../common/x.cuh"\n#include "Params.h"\n')
     (tmp_path / "common/x.cuh").write_text('#pragma once\n  #  include "y.cuh"\n')
     (tmp_path / "common/y.cuh").write_text('#pragma once\n#include "x.cuh"\n')
     (tmp_path / "common/z.cuh").write_text("#pragma once\n")

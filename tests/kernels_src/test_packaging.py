@@ -49,9 +49,7 @@ def package_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_data_wheel_carries_the_tree_byte_for_byte(data_wheel: Path, stub_release: Release) -> None:
     with zipfile.ZipFile(data_wheel) as archive:
         prefix = "cubin_runtime_kernels/hopper-0.0.1/"
-        carried = {
-            n.removeprefix(prefix): archive.read(n) for n in archive.namelist() if n.startswith(prefix)
-        }
+        carried = {n.removeprefix(prefix): archive.read(n) for n in archive.namelist() if n.startswith(prefix)}
     tree = stub_release.folder
     assert carried == {f.relative_to(tree).as_posix(): f.read_bytes() for f in tree.rglob("*") if f.is_file()}
 
@@ -63,9 +61,7 @@ def test_the_data_wheel_holds_no_code_and_runs_on_any_platform(data_wheel: Path)
     assert code == ["cubin_runtime_kernels/__init__.py"]
 
 
-def test_two_builds_of_one_tree_give_the_same_wheel(
-    tmp_path: Path, data_wheel: Path, stub_release: Release
-) -> None:
+def test_two_builds_of_one_tree_give_the_same_wheel(tmp_path: Path, data_wheel: Path, stub_release: Release) -> None:
     again = build_wheel(stub_release.folder, tmp_path, isolated=False)
     assert again.read_bytes() == data_wheel.read_bytes()
 
@@ -86,9 +82,7 @@ def test_the_package_wheel_is_pure_python_with_its_pins(package_wheel: Path) -> 
         names = archive.namelist()
     assert "cubin_runtime/artifacts/pins.toml" in names
     assert "cubin_runtime/py.typed" in names
-    assert [
-        n for n in names if not n.startswith(("cubin_runtime/", f"cubin_runtime-{__version__}.dist-info/"))
-    ] == []
+    assert [n for n in names if not n.startswith(("cubin_runtime/", f"cubin_runtime-{__version__}.dist-info/"))] == []
     assert [n for n in names if n.endswith((".so", ".cubin", ".cu"))] == []
 
 

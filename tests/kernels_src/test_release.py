@@ -29,9 +29,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {f.relative_to(folder).as_posix(): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
 
 
-def test_two_directories_give_the_same_bytes(
-    tmp_path: Path, toolchain: Toolchain, stub_release: Release
-) -> None:
+def test_two_directories_give_the_same_bytes(tmp_path: Path, toolchain: Toolchain, stub_release: Release) -> None:
     other = build_stub(tmp_path / "another place", toolchain)
     assert contents(other.folder) == contents(stub_release.folder)
     assert other.manifest_sha256 == stub_release.manifest_sha256

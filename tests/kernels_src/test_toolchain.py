@@ -65,6 +65,4 @@ def test_a_package_of_another_version_is_named(monkeypatch: pytest.MonkeyPatch) 
 def test_variables_that_change_what_nvcc_does_are_not_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVCC_APPEND_FLAGS", "-lineinfo")
     monkeypatch.setenv("CPLUS_INCLUDE_PATH", "/elsewhere")
-    assert {"NVCC_APPEND_FLAGS", "CPLUS_INCLUDE_PATH"}.isdisjoint(
-        Toolchain(Path("nvcc"), "PATH").environment()
-    )
+    assert {"NVCC_APPEND_FLAGS", "CPLUS_INCLUDE_PATH"}.isdisjoint(Toolchain(Path("nvcc"), "PATH").environment())
