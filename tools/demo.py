@@ -107,7 +107,8 @@ def inspect(library: Library, path: ArtifactPath) -> None:
         sizes = ", ".join(str(parameter.size) for parameter in kernel.parameters)
         detail(
             f"{kernel.symbol}: parameters of {sizes} bytes, at most {kernel.max_threads} threads,"
-            f" {kernel.registers} registers, {kernel.static_shared_bytes} bytes of static shared memory (1024 are CUDA's own)"
+            f" {kernel.registers} registers, {kernel.static_shared_bytes} bytes of static shared memory"
+            " (from sm_90 on 1024 of them are CUDA's own)"
         )
 
 
