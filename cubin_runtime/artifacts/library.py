@@ -96,6 +96,7 @@ class Library:
         self._policy = policy or FetchPolicy()
         self._configured = None if config.sources is None else tuple(map(parse_source, config.sources))
         self._manifests: dict[str, Manifest] = {}
+        self._manifest_bytes: dict[str, bytes] = {}
         self._locals: dict[SourceSpec, LocalSource] = {}
         self._lock = threading.RLock()
 
@@ -212,8 +213,14 @@ class Library:
             self.store.check_writable()
             self.store.check_room(about, len(missing))
             self.store.remove_stale()
-            note = None if progress is None else (lambda outcome: progress(1))
-            outcomes = self._fetch_objects(pin, [_manifest_wanted(pin), *missing], jobs, note)
+            self.store.put(pin.manifest_sha256, self._manifest_bytes[pin.manifest_sha256])
+            names = Counter(_digest(one) for one in missing)
+
+            def note(outcome: Outcome) -> None:
+                if progress is not None:
+                    progress(names[_digest(outcome.wanted)])
+
+            outcomes = self._fetch_objects(pin, missing, jobs, note)
             self.store.sync()
         return _fetch_report(pin, wanted, missing, about, outcomes, time.monotonic() - began, dry_run)
 
@@ -296,6 +303,7 @@ class Library:
             )
         manifest = read_manifest(pin, data, origin)
         with self._lock:
+            self._manifest_bytes[pin.manifest_sha256] = data
             return self._manifests.setdefault(pin.manifest_sha256, manifest)
 
     def _manifest_from_network(self, pin: Pin, wanted: Wanted) -> tuple[bytes, str]:
@@ -439,23 +447,27 @@ def _fetch_report(
     seconds: float,
     dry_run: bool,
 ) -> FetchReport:
-    """Count, and raise if a file was not delivered; the manifest itself is not counted."""
-    files = [outcome for outcome in outcomes if outcome.wanted.sha256 != pin.manifest_sha256]
+    """Count files (several may be one object), and raise if one was not delivered."""
+    names = Counter(_digest(one) for one in missing)
     failed = [outcome for outcome in outcomes if outcome.error is not None]
     if failed:
         _raise_failures(pin, len(wanted), failed)
-    fetched = [outcome for outcome in files if outcome.source is not None]
+    by_source: Counter[str] = Counter()
+    for outcome in outcomes:
+        if outcome.source is not None:
+            by_source[outcome.source] += names[_digest(outcome.wanted)]
+    fetched = sum(by_source.values())
     return FetchReport(
         pin=pin.name,
         chosen=len(wanted),
-        present=len(wanted) - len(missing) + (len(files) - len(fetched)),
+        present=len(wanted) - (len(missing) if dry_run else fetched),
         missing=len(missing) if dry_run else 0,
-        fetched=len(fetched),
-        bytes=sum(outcome.size for outcome in fetched),
+        fetched=fetched,
+        bytes=sum(outcome.size for outcome in outcomes),
         about_bytes=about,
         seconds=seconds,
         dry_run=dry_run,
-        by_source=dict(Counter(outcome.source for outcome in fetched if outcome.source)),
+        by_source=dict(by_source),
     )
 
 

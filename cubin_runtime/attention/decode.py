@@ -45,7 +45,9 @@ def plan_paged_decode(
     tensors = decode_tensors(q, k_cache, v_cache, page_table, seq_lens, out, lse, kv_layout)
     scale = _scale_of(softmax_scale, tensors.q)
     check_decode(tensors, max_seq_len, scale)
-    return _plan(runtime or default_runtime(), tensors, max_seq_len, scale, backend, enable_pdl, device_facts)
+    return _plan(
+        runtime or default_runtime(), tensors, kv_layout, max_seq_len, scale, backend, enable_pdl, device_facts
+    )
 
 
 def paged_decode(
@@ -107,23 +109,29 @@ def paged_decode(
     rt = runtime or default_runtime()
     tensors = decode_tensors(q, k_cache, v_cache, page_table, seq_lens, out, lse, kv_layout)
     scale = _scale_of(softmax_scale, tensors.q)
-    plan = _cached_plan(rt, tensors, max_seq_len, scale, backend, enable_pdl)
+    plan = _cached_plan(rt, tensors, kv_layout, max_seq_len, scale, backend, enable_pdl)
     handle = stream_handle(stream)
     plan.run_views(tensors, workspace or plan.prepare(handle), handle, max_seq_len, scale)
     return out
 
 
 def _cached_plan(
-    runtime: Runtime, tensors: DecodeTensors, max_seq_len: int, scale: float, backend: str, enable_pdl: bool
+    runtime: Runtime,
+    tensors: DecodeTensors,
+    kv_layout: str,
+    max_seq_len: int,
+    scale: float,
+    backend: str,
+    enable_pdl: bool,
 ) -> PagedDecodePlan:
     check_decode(tensors, max_seq_len, scale)
     capacity = tensors.page_table.shape[1] * tensors.k.shape[1]
     # Lengths grow step by step; powers of two keep one plan for long.
     bound = min(capacity, 1 << max(6, (max_seq_len - 1).bit_length()))
-    key = ("paged_decode", tensors.signature, bound, backend, enable_pdl)
+    key = ("paged_decode", kv_layout, tensors.signature, bound, backend, enable_pdl)
 
     plan: PagedDecodePlan = runtime.plans.get(
-        key, lambda: _plan(runtime, tensors, bound, scale, backend, enable_pdl, None)
+        key, lambda: _plan(runtime, tensors, kv_layout, bound, scale, backend, enable_pdl, None)
     )
     return plan
 
@@ -131,6 +139,7 @@ def _cached_plan(
 def _plan(
     runtime: Runtime,
     tensors: DecodeTensors,
+    kv_layout: str,
     max_seq_len: int,
     scale: float,
     backend: str,
@@ -163,7 +172,7 @@ def _plan(
         programmatic_serialization=enable_pdl,
     )
     selection = select_decode(runtime.own_release().kernels, shape, device)
-    return PagedDecodePlan(runtime, tensors, selection, problem)
+    return PagedDecodePlan(runtime, tensors, kv_layout, selection, problem)
 
 
 def _scale_of(softmax_scale: float | None, q: TensorView) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,9 @@ from .views import TensorView, view_of
 LAYOUTS = ("NHD", "HND")
 MAX_GROUP = 16
 PAGE_SIZES = (16, 32, 64, 128, 256)
+# The order of a call's tensors wherever they stand together, and the multiple that each address must be of.
+TENSOR_NAMES = ("q", "k_cache", "v_cache", "page_table", "seq_lens", "out", "lse")
+_ADDRESS_ALIGNMENT = (4, 16, 16, 4, 4, 2, 4)
 _MAX_TILES = 1 << 31
 _SMALLEST_TILE = 16
 
@@ -29,10 +33,14 @@ class DecodeTensors:
     lse: TensorView | None
 
     @property
+    def views(self) -> tuple[TensorView | None, ...]:
+        """All of them, in the order of ``TENSOR_NAMES``."""
+        return (self.q, self.k, self.v, self.page_table, self.seq_lens, self.out, self.lse)
+
+    @property
     def signature(self) -> tuple[object, ...]:
         """All but the pointers: two calls of equal signature can share a plan."""
-        views = (self.q, self.k, self.v, self.page_table, self.seq_lens, self.out, self.lse)
-        return tuple((v.dtype, v.shape, v.strides, v.device) if v else None for v in views)
+        return tuple((v.dtype, v.shape, v.strides, v.device) if v else None for v in self.views)
 
     @property
     def group(self) -> int:
@@ -133,32 +141,33 @@ def _check_dtypes(tensors: DecodeTensors) -> None:
 
 
 def _check_devices(tensors: DecodeTensors) -> None:
-    for name in ("k", "v", "page_table", "seq_lens", "out", "lse"):
-        view = getattr(tensors, name)
+    for name, view in zip(TENSOR_NAMES, tensors.views, strict=True):
         if view is not None and view.device != tensors.q.device:
             raise UsageError(f"{name}: on device {view.device}, q is on device {tensors.q.device}")
 
 
+def check_addresses(addresses: Sequence[int]) -> None:
+    """Hold the addresses of a call, in the order of ``TENSOR_NAMES``, against their alignments; lse may be 0.
+
+    Raises:
+        UsageError: naming the tensor.
+    """
+    for name, address, alignment in zip(TENSOR_NAMES, addresses, _ADDRESS_ALIGNMENT, strict=True):
+        if address % alignment or (address == 0 and name != "lse"):
+            raise UsageError(f"{name}: address {address:#x}, expected a multiple of {alignment} that is not 0")
+
+
 def _check_memory(tensors: DecodeTensors) -> None:
-    for name, view, alignment in (
-        ("q", tensors.q, 4),
-        ("k_cache", tensors.k, 16),
-        ("v_cache", tensors.v, 16),
-        ("out", tensors.out, 2),
-        ("page_table", tensors.page_table, 4),
-        ("seq_lens", tensors.seq_lens, 4),
-        ("lse", tensors.lse, 4),
-    ):
+    check_addresses([view.pointer if view else 0 for view in tensors.views])
+    for name, view in zip(TENSOR_NAMES, tensors.views, strict=True):
         if view is None:
             continue
-        if view.pointer == 0 or view.pointer % alignment:
-            raise UsageError(f"{name}: address {view.pointer:#x}, expected a multiple of {alignment} that is not 0")
         # lse alone may have any strides; a dimension of size 1 is never stepped over.
         if name != "lse" and view.shape[-1] > 1 and view.strides[-1] != 1:
             raise UsageError(f"{name}: last stride {view.strides[-1]}, expected 1")
         if any(stride < 0 for stride in view.strides):
             raise UsageError(f"{name}: strides {view.strides}, expected none below 0")
-    for name, view, unit in (("q", tensors.q, 2), ("k_cache", tensors.k, 8), ("v_cache", tensors.v, 8)):
+    for name, view, unit in zip(TENSOR_NAMES, (tensors.q, tensors.k, tensors.v), (2, 8, 8), strict=False):
         steps = zip(view.shape[:-1], view.strides[:-1], strict=True)
         if any(size > 1 and stride % unit for size, stride in steps):
             raise UsageError(f"{name}: strides {view.strides}, expected multiples of {unit} elements")

@@ -46,7 +46,10 @@ class Runtime:
     Operators take ``runtime=None`` for the process's default (``default_runtime``).
     """
 
-    def __init__(self, config: Config | None = None, driver: Driver | None = None) -> None:
+    def __init__(
+        self, config: Config | None = None, *, driver: Driver | None = None, release: str = OWN_RELEASE
+    ) -> None:
+        """``config=None`` reads the environment; ``release`` is the pin of the release with our kernels."""
         from ..artifacts.library import Library
 
         self.config = config or Config.from_environment()
@@ -55,6 +58,7 @@ class Runtime:
         self.modules = ModuleCache(self.driver)
         self.descriptors = TensorMapCache(self.driver)
         self.plans = PlanCache()
+        self._release = release
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._own: OwnRelease | None = None
@@ -72,7 +76,7 @@ class Runtime:
         """
         with self._lock:
             if self._own is None:
-                pin = self.library.pins.get(OWN_RELEASE)
+                pin = self.library.pins.get(self._release)
                 path = pin.path.child(FILE_NAME)
                 table = self.library.load(path, fetch=self.may_fetch)
                 kernels = parse_own_kernels(table.data, str(path))

@@ -32,7 +32,9 @@ def abi_layouts(abi: str | None) -> Mapping[str, StructLayout]:
         AbiError: the release names no ABI, or one that this version does not know: it cannot be launched.
     """
     if abi is None or abi not in ABIS:
-        raise AbiError(f"abi {abi!r}: expected one of {', '.join(ABIS)}; a release without it is never launched")
+        raise AbiError(
+            f"abi {abi!r}: expected one of {', '.join(ABIS)}; a release without it is never launched"
+        )
     layouts: Mapping[str, StructLayout] = importlib.import_module(ABIS[abi]).LAYOUTS
     for name, (size, fingerprint) in RECORDED.get(abi, {}).items():
         _check_fingerprint(layouts[name], size, fingerprint)
@@ -45,8 +47,8 @@ class LaunchNeeds:
 
     ``layout`` is the struct passed by value as the only parameter, ``threads`` a block's size,
     ``fingerprint`` the one recorded for the release (None: only the size is compared),
-    ``dynamic_shared_bytes`` what a block asks for beyond static shared memory, ``nonportable_cluster`` whether
-    clusters of more than 8 blocks are launched,
+    ``dynamic_shared_bytes`` what a block asks for beyond static shared memory,
+    ``nonportable_cluster`` whether clusters of more than 8 blocks are launched,
     ``declared`` the architecture by the release's metadata, for cubins that do not say it themselves.
     """
 
@@ -109,7 +111,9 @@ def effective_architecture(own: Architecture, declared: Architecture | None) -> 
     """
     if own.suffix is None:
         if declared is None or declared.suffix is None:
-            raise AbiError(f"architecture {own}: neither the cubin nor its metadata tells the suffix; refused")
+            raise AbiError(
+                f"architecture {own}: neither the cubin nor its metadata tells the suffix; refused"
+            )
         # A family cubin such as sm_100f carries the plain number, so the numbers must still agree.
         if declared.number != own.number:
             raise AbiError(f"architecture: the cubin says {own}, its metadata declares {declared}")
@@ -149,6 +153,7 @@ def check_threads(symbol: str, threads: int, limit: int, source: str) -> None:
 def _check_fingerprint(layout: StructLayout, size: int, fingerprint: str) -> None:
     if (layout.size, layout.fingerprint) != (size, fingerprint):
         raise AbiError(
-            f"struct {layout.name}: declared with {layout.size} bytes, fingerprint {layout.fingerprint[:16]}; "
+            f"struct {layout.name}: declared with {layout.size} bytes, "
+            f"fingerprint {layout.fingerprint[:16]}; "
             f"the release was recorded with {size} bytes, fingerprint {fingerprint[:16]}"
         )

@@ -56,7 +56,7 @@ class DriverCore:
             raise self.error(name, code)
 
     def error(self, call: str, code: int) -> DriverCallError:
-        """The error for a ``call`` that returned ``code``: the driver's words and, for a fault, the launches."""
+        """The error for a ``call`` that returned ``code``; for a fault it holds the last launches."""
         launches: tuple[LaunchRecord, ...] = ()
         if code in STICKY:
             with self._lock:

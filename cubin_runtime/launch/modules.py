@@ -1,4 +1,4 @@
-"""Loaded modules: each cubin once a context, gated before use, counted, refused when it would come too late."""
+"""Loaded modules: each cubin once a context, gated before use, counted, refused when it is too late."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CAPTURE_ERRORS = range(api.CAPTURE_UNSUPPORTED, 909)
 
 @dataclass(frozen=True, slots=True)
 class LoadedKernel:
-    """A kernel that is on the device and has passed the ABI gate for ``layout`` and blocks of ``max_threads``.
+    """A kernel on the device that has passed the ABI gate for ``layout``.
 
     ``context``, ``module`` and ``function`` are driver handles; ``shared_bytes`` is the dynamic shared memory
     that launches may ask for, ``parameters_checked`` whether the driver confirmed the struct's size too.
@@ -80,7 +80,7 @@ class _Module:
 
 
 class ModuleCache:
-    """Kernels by context, digest and symbol. Safe between threads; a failed load leaves no trace but its count."""
+    """Kernels by context, digest and symbol; safe between threads. A failed load is counted, not kept."""
 
     def __init__(self, driver: Driver, parse: Callable[[bytes], Cubin] = parse_cubin) -> None:
         self._driver = driver
@@ -176,7 +176,13 @@ class ModuleCache:
             return self._load_locks.setdefault((context, sha256), threading.Lock())
 
     def _gated(
-        self, context: int, sha256: str, symbol: str, read: Callable[[], bytes], needs: LaunchNeeds, stream: int
+        self,
+        context: int,
+        sha256: str,
+        symbol: str,
+        read: Callable[[], bytes],
+        needs: LaunchNeeds,
+        stream: int,
     ) -> LoadedKernel:
         device = self._driver.device(self._driver.context_device())
         module = self._modules.get((context, sha256))
@@ -261,7 +267,9 @@ class ModuleCache:
 
     def _opt_in(self, function: int, facts: KernelFacts, needs: LaunchNeeds) -> None:
         wanted = needs.dynamic_shared_bytes
-        if wanted + facts.static_shared_bytes > _SHARED_WITHOUT_OPT_IN and wanted > self._shared.get(function, 0):
+        if wanted + facts.static_shared_bytes > _SHARED_WITHOUT_OPT_IN and wanted > self._shared.get(
+            function, 0
+        ):
             self._driver.allow_dynamic_shared(function, wanted)
             self._shared[function] = wanted
         if needs.nonportable_cluster:

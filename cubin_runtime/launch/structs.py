@@ -8,6 +8,7 @@ import re
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..errors import UsageError
 from .fastmoddiv import FastModDiv
@@ -53,7 +54,7 @@ class PlacedField:
             if kind.name == "CUtensorMap":
                 return _encode_descriptor(value)
             if kind.name == "FastModDiv":
-                words = value if isinstance(value, FastModDiv) else FastModDiv.of(operator.index(value))
+                words = value if isinstance(value, FastModDiv) else FastModDiv.of(_as_int(value))
                 return words.to_bytes()
             if kind.count is None:
                 return SCALARS[kind.name].pack(_plain(kind.name, value))
@@ -122,7 +123,9 @@ class StructLayout:
         if tensor_map_alignment not in (64, 128):
             raise UsageError(f"tensor_map_alignment={tensor_map_alignment}: expected 64 or 128")
         if not _IDENTIFIER.match(name) or not fields:
-            raise UsageError(f"struct {name!r}, {len(fields)} fields: expected a C identifier and some fields")
+            raise UsageError(
+                f"struct {name!r}, {len(fields)} fields: expected a C identifier and some fields"
+            )
         placed: dict[str, PlacedField] = {}
         offset, widest = 0, 1
         for item in fields:
@@ -198,10 +201,14 @@ def _encode_descriptor(value: object) -> bytes:
 
 def _plain(type_name: str, value: object) -> object:
     if type_name == "ptr":
-        return 0 if value is None else operator.index(value)
+        return 0 if value is None else _as_int(value)
     if type_name == "bool" and value not in (0, 1):
         raise TypeError("expected True or False")
     return value
+
+
+def _as_int(value: Any) -> int:
+    return operator.index(value)
 
 
 def _round_up(value: int, to: int) -> int:

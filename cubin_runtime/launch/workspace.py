@@ -39,7 +39,9 @@ class Workspace:
     Kernels leave the counters in it at zero, so it is cleared once; after a fault call ``reset``.
     """
 
-    def __init__(self, driver: Driver, context: int, address: int, nbytes: int, *, owned: bool = False) -> None:
+    def __init__(
+        self, driver: Driver, context: int, address: int, nbytes: int, *, owned: bool = False
+    ) -> None:
         """Wrap ``nbytes`` of zeroed device memory at ``address``; ``owned`` memory is freed by ``close``."""
         if nbytes < 0 or address % 16:
             raise WorkspaceError(f"workspace at {address:#x} of {nbytes} bytes: expected a multiple of 16")
@@ -93,7 +95,7 @@ class Workspace:
         return addresses
 
     def claim(self, stream: Any) -> None:
-        """Take the workspace for ``stream``, or for the capture it takes part in; again by the same is no error.
+        """Take the workspace for ``stream``, or for the capture it takes part in; doing so again is no error.
 
         A capture takes it over from its own stream (after a warm-up there) and keeps it: a replay may run on
         any stream, so eager work must not share it.

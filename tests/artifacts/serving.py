@@ -54,6 +54,7 @@ class FaultyServer(ThreadingHTTPServer):
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
     server: FaultyServer
 
     def do_GET(self) -> None:
@@ -74,8 +75,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def answer(self, code: int, body: bytes, **headers: str) -> None:
         self.send_response(code)
-        for key, value in {"Content-Length": str(len(body)), **headers}.items():
-            self.send_header(key.replace("_", "-"), value)
+        named = {key.replace("_", "-"): value for key, value in headers.items()}
+        for key, value in {"Content-Length": str(len(body)), **named}.items():
+            self.send_header(key, value)
         self.end_headers()
         self.wfile.write(body)
 

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from cubin_runtime.artifacts.path import ArtifactPath, PathError
 from cubin_runtime.errors import UsageError
 
-PARTS = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"], exclude_characters="/\\"), min_size=1)
+PARTS = st.text(
+    st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"], exclude_characters="/\\"), min_size=1
+)
 GOOD_PARTS = PARTS.filter(lambda part: part not in (".", "..") and len(part.encode()) <= 255)
 
 
@@ -55,7 +57,11 @@ def test_a_path_inside_the_rules_is_taken_as_it_is(text: str) -> None:
 
 def test_parts_release_and_name_are_read_off_the_text() -> None:
     path = ArtifactPath("release/fmha/kernel.cubin")
-    assert (path.release, path.parts, path.name) == ("release", ("release", "fmha", "kernel.cubin"), "kernel.cubin")
+    assert (path.release, path.parts, path.name) == (
+        "release",
+        ("release", "fmha", "kernel.cubin"),
+        "kernel.cubin",
+    )
 
 
 @pytest.mark.parametrize("relative", ["../other", "/abs", "", "a/../../b"])

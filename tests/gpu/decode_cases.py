@@ -134,7 +134,7 @@ class DeviceCase:
     def run(self, stream: int = 0, workspace: Any = None, **options: Any) -> None:
         """One launch on ``stream``."""
         scratch = workspace or self.plan.prepare(stream)
-        self.plan.run(*self.tensors, workspace=scratch, stream=stream, kv_layout=self.case.kv_layout, **options)
+        self.plan.run(*self.tensors, workspace=scratch, stream=stream, **options)
 
     def poison(self) -> None:
         """Overwrite the output and the LSE."""

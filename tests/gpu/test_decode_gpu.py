@@ -36,9 +36,7 @@ def test_random_case_matches_float64(runtime: Runtime, index: int) -> None:
 
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 @pytest.mark.parametrize("page_size", [16, 32, 64, 128, 256])
-def test_edge_lengths_match_float64(
-    runtime: Runtime, rng: np.random.Generator, page_size: int, kv_layout: str
-) -> None:
+def test_edge_lengths_match_float64(runtime: Runtime, rng: np.random.Generator, page_size: int, kv_layout: str) -> None:
     lengths = edge_lengths(page_size, 1024)
     wanted = DecodeCase(lengths, 1024, kv_heads=2, group=5, page_size=page_size, kv_layout=kv_layout)
     with on_device(runtime, wanted, rng) as case:

@@ -16,13 +16,17 @@ SOURCE = Path(__file__).parent / "standin" / "standin.c"
 def cuda_include() -> Path:
     """The folder of cuda.h: CUDA_HOME, a pip wheel of the toolkit, or the system's toolkit."""
     site = Path(sysconfig.get_paths()["purelib"]) / "nvidia"
-    folders = [Path(os.environ[name]) / "include" for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
+    folders = [
+        Path(os.environ[name]) / "include" for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ
+    ]
     folders += [site / "cu13" / "include", site / "cuda_runtime" / "include"]
     folders += sorted((path / "include" for path in Path("/usr/local").glob("cuda*")), reverse=True)
     for folder in folders:
         if (folder / "cuda.h").is_file():
             return folder
-    raise FileNotFoundError(f"cuda.h: in none of {[str(f) for f in folders]}; pip install nvidia-cuda-runtime")
+    raise FileNotFoundError(
+        f"cuda.h: in none of {[str(f) for f in folders]}; pip install nvidia-cuda-runtime"
+    )
 
 
 def compile_c(source: Path, output: Path, *options: str) -> None:
@@ -57,7 +61,9 @@ class StandIn:
 
     def exports(self) -> set[str]:
         """The driver functions it has."""
-        table = subprocess.run(["nm", "-D", str(self.path)], capture_output=True, text=True, check=True).stdout
+        table = subprocess.run(
+            ["nm", "-D", str(self.path)], capture_output=True, text=True, check=True
+        ).stdout
         return set(re.findall(r" T (cu\w+)", table))
 
     def reset(self) -> None:

@@ -68,7 +68,9 @@ def test_architecture_runs_on(target: str, major: int, minor: int) -> None:
 
 @pytest.mark.parametrize(("target", "major", "minor"), [row[:3] for row in RUNS if not row[3]])
 def test_architecture_is_refused_naming_both_sides(target: str, major: int, minor: int) -> None:
-    with pytest.raises(AbiError, match=rf"built for sm_{target}, device 0 \(SM {major}.{minor}\) is {major}.{minor}"):
+    with pytest.raises(
+        AbiError, match=rf"built for sm_{target}, device 0 \(SM {major}.{minor}\) is {major}.{minor}"
+    ):
         check(cubin(target), device(major, minor))
 
 
@@ -88,7 +90,7 @@ def test_an_architecture_that_nothing_establishes_is_refused(declared: Architect
 
 
 def test_a_declared_architecture_of_another_number_is_refused() -> None:
-    with pytest.raises(AbiError, match="the cubin says sm_100[?], its metadata declares sm_90a"):
+    with pytest.raises(AbiError, match=r"the cubin says sm_100[?], its metadata declares sm_90a"):
         check(without_note(100), declared=Architecture(90, "a"))
 
 
@@ -105,7 +107,10 @@ def test_a_missing_symbol_names_those_that_are_there() -> None:
 @pytest.mark.parametrize(
     ("sizes", "text"),
     [
-        ((LAYOUT.size + 8,), f"has {LAYOUT.size} bytes, by its ELF the kernel takes one of {LAYOUT.size + 8} bytes"),
+        (
+            (LAYOUT.size + 8,),
+            f"has {LAYOUT.size} bytes, by its ELF the kernel takes one of {LAYOUT.size + 8} bytes",
+        ),
         ((LAYOUT.size, 8), rf"takes 2 of \[{LAYOUT.size}, 8\] bytes"),
         ((), "takes no parameter"),
     ],
@@ -122,7 +127,9 @@ def test_a_padded_offset_in_front_of_the_parameter_does_not_matter() -> None:
 
 
 def test_another_fingerprint_is_refused_naming_both() -> None:
-    with pytest.raises(AbiError, match=f"fingerprint {LAYOUT.fingerprint[:16]}; .*fingerprint 0000000000000000"):
+    with pytest.raises(
+        AbiError, match=f"fingerprint {LAYOUT.fingerprint[:16]}; .*fingerprint 0000000000000000"
+    ):
         check(cubin(), fingerprint="0" * 64)
 
 
@@ -141,7 +148,9 @@ def test_a_block_of_exactly_the_limit_fits() -> None:
 
 
 def test_more_shared_memory_than_the_device_has_is_refused() -> None:
-    with pytest.raises(AbiError, match="needs 232449 bytes of dynamic shared memory a block, .* at most 232448"):
+    with pytest.raises(
+        AbiError, match=r"needs 232449 bytes of dynamic shared memory a block, .* at most 232448"
+    ):
         check(cubin(), shared=232449)
 
 
@@ -158,7 +167,7 @@ def test_a_release_without_a_known_abi_is_never_launched(name: str | None) -> No
 def test_a_declaration_that_drifted_from_the_record_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     drifted = StructLayout.declare("KernelParams", [Field("a", "int32")])
     monkeypatch.setattr("cubin_runtime.launch.trtllm_gen.params.LAYOUTS", {"KernelParams": drifted})
-    with pytest.raises(AbiError, match="declared with 4 bytes, .* recorded with 1280 bytes"):
+    with pytest.raises(AbiError, match=r"declared with 4 bytes, .* recorded with 1280 bytes"):
         abi_layouts("trtllm-gen-0.6.13")
 
 

@@ -22,13 +22,15 @@ def test_a_missing_library_is_named() -> None:
 
 
 def test_a_library_without_our_functions_is_named() -> None:
-    with pytest.raises(DriverLibraryError, match="libc.so.6 has no cuInit"):
+    with pytest.raises(DriverLibraryError, match=r"libc.so.6 has no cuInit"):
         Driver("libc.so.6").version()
 
 
 def test_a_machine_without_a_device_says_so(standin: StandIn) -> None:
     standin.without_device()
-    with pytest.raises(DriverCallError, match="cuInit returned 100 CUDA_ERROR_NO_DEVICE .*CUDA_VISIBLE_DEVICES"):
+    with pytest.raises(
+        DriverCallError, match=r"cuInit returned 100 CUDA_ERROR_NO_DEVICE .*CUDA_VISIBLE_DEVICES"
+    ):
         Driver(standin.path).version()
 
 
@@ -191,7 +193,7 @@ def test_allocating_nothing_is_refused(driver: Driver, context: int) -> None:
 
 
 def test_memory_that_is_not_there_is_an_error_with_its_cause(driver: Driver, context: int) -> None:
-    with pytest.raises(DriverCallError, match="out of memory.*likely cause: device memory is exhausted"):
+    with pytest.raises(DriverCallError, match=r"out of memory.*likely cause: device memory is exhausted"):
         driver.allocate(1 << 40)
 
 
@@ -289,7 +291,9 @@ def test_events_carry_their_handles(driver: Driver, standin: StandIn, context: i
     assert standin.call("cuEventDestroy") == {"event": "0x8001"}
 
 
-def test_elapsed_time_is_a_float_between_the_two_events(driver: Driver, standin: StandIn, context: int) -> None:
+def test_elapsed_time_is_a_float_between_the_two_events(
+    driver: Driver, standin: StandIn, context: int
+) -> None:
     assert driver.elapsed_ms(0x8001, 0x8002) == 1.5
     assert standin.call("cuEventElapsedTime") == {"start": "0x8001", "end": "0x8002"}
 
@@ -337,7 +341,9 @@ def test_dynamic_shared_memory_and_clusters_are_opted_into(
 ) -> None:
     driver.allow_dynamic_shared(function, 200000)
     driver.allow_nonportable_cluster(function)
-    assert [call.seen["attribute"] + ":" + call.seen["value"] for call in standin.calls("cuFuncSetAttribute")] == [
+    assert [
+        call.seen["attribute"] + ":" + call.seen["value"] for call in standin.calls("cuFuncSetAttribute")
+    ] == [
         "8:200000",
         "14:1",
     ]
@@ -356,7 +362,9 @@ def test_blocks_per_multiprocessor(driver: Driver, standin: StandIn, function: i
     }
 
 
-def test_active_clusters_sees_the_whole_configuration(driver: Driver, standin: StandIn, function: int) -> None:
+def test_active_clusters_sees_the_whole_configuration(
+    driver: Driver, standin: StandIn, function: int
+) -> None:
     config = launch_config((8, 2, 1), (256, 1, 1), 1024, LaunchAttributes((4, 1, 1), 0, False))
     assert driver.active_clusters(function, config) == 16
     assert standin.call("cuOccupancyMaxActiveClusters") == {
@@ -372,7 +380,9 @@ def test_active_clusters_sees_the_whole_configuration(driver: Driver, standin: S
     }
 
 
-def test_an_error_carries_call_code_name_text_and_cause(driver: Driver, standin: StandIn, context: int) -> None:
+def test_an_error_carries_call_code_name_text_and_cause(
+    driver: Driver, standin: StandIn, context: int
+) -> None:
     standin.fail("cuCtxSynchronize", 1)
     with pytest.raises(DriverCallError) as caught:
         driver.synchronize_context()
@@ -401,11 +411,13 @@ def test_a_fault_is_told_apart_from_this_call(driver: Driver, standin: StandIn, 
     assert caught.value.sticky
 
 
-def test_later_calls_say_where_the_fault_was_first_seen(driver: Driver, standin: StandIn, context: int) -> None:
+def test_later_calls_say_where_the_fault_was_first_seen(
+    driver: Driver, standin: StandIn, context: int
+) -> None:
     standin.fault(700)
     with pytest.raises(DriverCallError):
         driver.synchronize_context()
-    with pytest.raises(DriverCallError, match="cuMemAlloc returned 700 .*first seen at cuCtxSynchronize"):
+    with pytest.raises(DriverCallError, match=r"cuMemAlloc returned 700 .*first seen at cuCtxSynchronize"):
         driver.allocate(16)
 
 

@@ -70,7 +70,10 @@ def test_the_stand_in_has_exactly_the_functions_we_use(standin: StandIn) -> None
 
 @pytest.mark.parametrize(
     ("ours", "theirs", "size"),
-    [(api.LaunchConfig, reference.CUlaunchConfig, 56), (api.LaunchAttribute, reference.CUlaunchAttribute, 72)],
+    [
+        (api.LaunchConfig, reference.CUlaunchConfig, 56),
+        (api.LaunchAttribute, reference.CUlaunchAttribute, 72),
+    ],
 )
 def test_structure_sizes(ours: type, theirs: type, size: int) -> None:
     assert ctypes.sizeof(ours) == size
@@ -135,7 +138,8 @@ def test_enum_values(ours: int, theirs: str) -> None:
 def names_of(enum: type, prefix: str) -> dict[str, int]:
     """A reference enum with its prefix cut off and in lower case."""
     return {
-        name.removeprefix(prefix).lower(): int(value) for name, value in enum.__members__.items()  # type: ignore[attr-defined]
+        name.removeprefix(prefix).lower(): int(value)
+        for name, value in enum.__members__.items()  # type: ignore[attr-defined]
     }
 
 
@@ -156,7 +160,9 @@ def test_tensor_map_interleaves() -> None:
 
 def test_tensor_map_promotions() -> None:
     theirs = names_of(reference.CUtensorMapL2promotion, "CU_TENSOR_MAP_L2_PROMOTION_")
-    assert {name if name == "none" else f"l2_{name.lower()}": c for name, c in L2_PROMOTIONS.items()} == theirs
+    assert {
+        name if name == "none" else f"l2_{name.lower()}": c for name, c in L2_PROMOTIONS.items()
+    } == theirs
 
 
 def test_tensor_map_fills() -> None:

@@ -162,7 +162,9 @@ def test_a_stepper_reports_what_the_driver_refuses(prepared: PreparedLaunch, sta
 def test_threads_launch_their_own_values(prepared: PreparedLaunch, standin: StandIn) -> None:
     def work(number: int) -> None:
         for i in range(100):
-            prepared.launch(0x5000 + number, {"out": number << 32 | i, "lengths": number << 32 | i, "batch": number})
+            prepared.launch(
+                0x5000 + number, {"out": number << 32 | i, "lengths": number << 32 | i, "batch": number}
+            )
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(1, 7)]
     for thread in threads:

@@ -146,7 +146,9 @@ def test_a_frozen_cache_reads_and_loads_nothing_new(
     cache: ModuleCache, standin: StandIn, context: int
 ) -> None:
     cache.freeze()
-    with pytest.raises(FrozenError, match=r"'decode' .* is not loaded and the module cache is frozen: preload\(\)"):
+    with pytest.raises(
+        FrozenError, match=r"'decode' .* is not loaded and the module cache is frozen: preload\(\)"
+    ):
         load(cache, context, read=unreadable)
     assert standin.calls("cuModuleLoadData") == []
 
@@ -307,5 +309,3 @@ def _facts(image: bytes) -> Cubin:
     from cubin_runtime.artifacts.cubin import parse_cubin
 
     return parse_cubin(image)
-
-

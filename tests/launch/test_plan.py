@@ -48,7 +48,10 @@ def test_sixteen_blocks_need_the_non_portable_word() -> None:
     [
         (LaunchAttributes(), "pdl off"),
         (LaunchAttributes((2, 1, 1), 1, True), "cluster (2, 1, 1), policy spread, pdl on"),
-        (LaunchAttributes((16, 1, 1), 0, False, True), "cluster (16, 1, 1), policy default, pdl off, non-portable"),
+        (
+            LaunchAttributes((16, 1, 1), 0, False, True),
+            "cluster (16, 1, 1), policy default, pdl off, non-portable",
+        ),
     ],
 )
 def test_attributes_read_as_words(attributes: LaunchAttributes, text: str) -> None:

@@ -47,12 +47,17 @@ def compiled(layout: StructLayout) -> dict[str, int]:
 @settings(max_examples=25, deadline=None)
 @given(structs)
 def test_layout_is_what_the_c_compiler_makes_of_the_generated_header(layout: StructLayout) -> None:
-    expected = {m.name: m.offset for m in layout.fields} | {"size": layout.size, "alignment": layout.alignment}
+    expected = {m.name: m.offset for m in layout.fields} | {
+        "size": layout.size,
+        "alignment": layout.alignment,
+    }
     assert compiled(layout) == expected
 
 
 def declare(*types: str, alignment: int = 64) -> StructLayout:
-    return StructLayout.declare("S", [Field(f"f{i}", kind, f"field {i}") for i, kind in enumerate(types)], alignment)
+    return StructLayout.declare(
+        "S", [Field(f"f{i}", kind, f"field {i}") for i, kind in enumerate(types)], alignment
+    )
 
 
 @pytest.mark.parametrize(("alignment", "offset", "size"), [(64, 64, 192), (128, 128, 256)])
@@ -85,7 +90,9 @@ def test_unpacking_gives_back_what_was_packed(data: st.DataObject) -> None:
 
 def test_padding_is_zero() -> None:
     layout = declare("bool", "int64", "bool")
-    assert layout.pack({"f0": True, "f1": -1, "f2": True}).hex() == "01" + "00" * 7 + "ff" * 8 + "01" + "00" * 7
+    assert (
+        layout.pack({"f0": True, "f1": -1, "f2": True}).hex() == "01" + "00" * 7 + "ff" * 8 + "01" + "00" * 7
+    )
 
 
 def test_arrays_pack_element_by_element() -> None:
@@ -184,7 +191,10 @@ def test_fingerprint_changes_with_names_types_and_fields(other: StructLayout) ->
 
 
 def test_fingerprint_changes_with_descriptor_alignment() -> None:
-    assert declare("int32", "CUtensorMap").fingerprint != declare("int32", "CUtensorMap", alignment=128).fingerprint
+    assert (
+        declare("int32", "CUtensorMap").fingerprint
+        != declare("int32", "CUtensorMap", alignment=128).fingerprint
+    )
 
 
 def test_fingerprint_does_not_change_with_meanings() -> None:
@@ -197,7 +207,9 @@ def test_fingerprint_is_the_digest_of_its_documented_lines() -> None:
 
 
 def test_a_meaning_cannot_swallow_the_next_member() -> None:
-    layout = StructLayout.declare("S", [Field("f0", "int32", "ends in \\"), Field("f1", "int32", "two\nlines")])
+    layout = StructLayout.declare(
+        "S", [Field("f0", "int32", "ends in \\"), Field("f1", "int32", "two\nlines")]
+    )
     assert compiled(layout) == {"f0": 0, "f1": 4, "size": 8, "alignment": 4}
 
 

@@ -57,7 +57,9 @@ def test_memory_is_freed_if_it_cannot_be_cleared(driver: Driver, standin: StandI
 def test_none_is_made_while_the_stream_captures(driver: Driver, standin: StandIn, context: int) -> None:
     stream = driver.create_stream()
     driver.begin_capture(stream)
-    with pytest.raises(WorkspaceError, match=r"64 bytes would be made while stream .* captures.*prepare\(stream\)"):
+    with pytest.raises(
+        WorkspaceError, match=r"64 bytes would be made while stream .* captures.*prepare\(stream\)"
+    ):
         Workspace.allocate(driver, context, 64, stream)
     assert standin.calls("cuMemAlloc") == []
 
@@ -72,7 +74,8 @@ def test_regions_are_aligned_as_addresses_not_as_offsets(driver: Driver) -> None
 
 def test_a_buffer_too_small_names_the_bytes_needed(driver: Driver) -> None:
     with pytest.raises(
-        WorkspaceError, match=r"workspace of 1255 bytes: 1256 bytes are needed \(counters 100, partials 1000\)"
+        WorkspaceError,
+        match=r"workspace of 1255 bytes: 1256 bytes are needed \(counters 100, partials 1000\)",
     ):
         borrowed(driver, 1255).regions(PARTS)
 
@@ -82,7 +85,8 @@ def test_a_buffer_of_exactly_the_bytes_needed_is_enough(driver: Driver) -> None:
 
 
 regions = st.lists(
-    st.builds(Region, st.uuids().map(str), st.integers(0, 5000), st.sampled_from([16, 64, 128, 256])), max_size=6
+    st.builds(Region, st.uuids().map(str), st.integers(0, 5000), st.sampled_from([16, 64, 128, 256])),
+    max_size=6,
 )
 
 
