@@ -71,9 +71,7 @@ def test_changed_section_headers_parse_or_are_refused(name: str, data: st.DataOb
     table, count = struct.unpack_from("<Q", changed, 40)[0], struct.unpack_from("<H", changed, 60)[0]
     for _ in range(data.draw(st.integers(1, 4))):
         place = table + data.draw(st.integers(0, count * 16 - 1)) * 4
-        value = data.draw(
-            st.sampled_from([0, 1, 2, 3, 8, 64, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, len(changed)])
-        )
+        value = data.draw(st.sampled_from([0, 1, 2, 3, 8, 64, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, len(changed)]))
         struct.pack_into("<I", changed, place, value)
     parses_or_refuses(bytes(changed))
 

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 
 import pytest
 import typer
@@ -41,6 +43,24 @@ def verb_that_raises(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(cli, "app", app)
 
     return install
+
+
+@pytest.fixture
+def verb_that_logs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An application of one verb that logs one line at level INFO and one at DEBUG."""
+    app = typer.Typer()
+    logger = logging.getLogger("cubin_runtime")
+
+    @app.command()
+    def verb() -> None:
+        logger.info("fetched \x1b[2J")
+        logger.debug("detail")
+
+    monkeypatch.setattr(cli, "app", app)
+    monkeypatch.delenv("CUBIN_RUNTIME_LOG", raising=False)
+    monkeypatch.setattr(logger, "handlers", [])
+    yield
+    logger.setLevel(logging.NOTSET)
 
 
 @pytest.mark.parametrize(
@@ -136,3 +156,42 @@ def test_the_version_is_shown_within_a_second() -> None:
     code = "from cubin_runtime.cli import main; main(['--version'])"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
     assert time.perf_counter() - started < 1
+
+
+def test_a_reader_that_leaves_early_does_not_change_the_exit_code() -> None:
+    code = (
+        "import sys; from cubin_runtime.cli import main, output\n"
+        "import typer, cubin_runtime.cli as cli\n"
+        "cli.app = typer.Typer()\n"
+        "@cli.app.command()\n"
+        "def verb() -> None:\n"
+        "    for _ in range(100000): output.line('x' * 100)\n"
+        "    output.finish([6])\n"
+        "sys.exit(main([]))\n"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert child.stdout is not None
+    assert child.stderr is not None
+    child.stdout.readline()
+    child.stdout.close()
+    message = child.stderr.read()
+    child.stderr.close()
+    assert (child.wait(), message) == (6, b"")
+
+
+def test_the_log_is_silent_unless_asked_for(verb_that_logs, capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main([])
+    assert capsys.readouterr().err == ""
+
+
+def test_the_log_is_shown_from_the_level_asked_for(
+    verb_that_logs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUBIN_RUNTIME_LOG", "info")
+    cli.main([])
+    assert capsys.readouterr().err == "INFO cubin_runtime: fetched \\x1b[2J\n"
+
+
+def test_an_unknown_log_level_is_usage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBIN_RUNTIME_LOG", "loud")
+    assert cli.main(["list"]) == 2
