@@ -5,9 +5,21 @@ import sys
 
 import pytest
 
-MODULES = (
-    "abi driver fastmoddiv history launcher mask modules plan streams structs tensormap workspace trtllm_gen.params"
-).split()
+MODULES = [
+    "abi",
+    "driver",
+    "fastmoddiv",
+    "history",
+    "launcher",
+    "mask",
+    "modules",
+    "plan",
+    "streams",
+    "structs",
+    "tensormap",
+    "workspace",
+    "trtllm_gen.params",
+]
 HEAVY = {"numpy", "torch", "cuda", "requests", "hypothesis"}
 
 
