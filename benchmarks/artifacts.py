@@ -113,9 +113,7 @@ def index_figures(library: Library, pin: Pin) -> dict[str, object]:
     return {
         "index_bytes": len(data),
         "header_bytes": len(header),
-        "open_and_find_one": summary(
-            times(lambda: MetadataIndex(library.store.read(digest, 1 << 26)).find(symbol))
-        ),
+        "open_and_find_one": summary(times(lambda: MetadataIndex(library.store.read(digest, 1 << 26)).find(symbol))),
         "find_one_in_open_index": summary(times(lambda: index.find(symbol))),
         "decode_every_row": summary(times(lambda: list(index), 11)),
         "parse_header": summary(times(lambda: parse_header(header), 11)),
@@ -129,9 +127,7 @@ def import_figures() -> dict[str, object]:
     inside = [float(run([sys.executable, "-c", code], ROOT)) for _ in range(SMALL_RUNS)]
     return {
         "import_alone": summary(inside),
-        "process_with_import": summary(
-            times(lambda: run([sys.executable, "-c", "import cubin_runtime"], ROOT))
-        ),
+        "process_with_import": summary(times(lambda: run([sys.executable, "-c", "import cubin_runtime"], ROOT))),
         "empty_process": summary(times(lambda: run([sys.executable, "-c", "pass"], ROOT))),
     }
 

@@ -11,7 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..config import Config
-from ..errors import CorruptError, CubinRuntimeError, MissingError, PinError, SourceError, UsageError
+from ..errors import (
+    CorruptError,
+    CubinRuntimeError,
+    MissingError,
+    PinError,
+    SourceError,
+    StoreError,
+    UsageError,
+)
 from .fetch import FetchPolicy, FetchReport, Outcome, Progress, fetch_objects, obtain
 from .http_source import HttpLimits, HttpSource
 from .manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest
@@ -190,7 +198,7 @@ class Library:
         """Put files of a release (None: all) into the store; what stands there already is left alone.
 
         ``progress`` is called with the number of files done. A dry run compares the manifest with the store
-        and changes no object.
+        and fetches at most the manifest.
 
         Raises:
             PinError: the manifest is not the pinned one, or does not list a path.
@@ -273,13 +281,15 @@ class Library:
         With ``sha256`` only bytes of that digest count.
 
         Raises:
-            SourceError, CorruptError: no source has it.
+            PinError: the sources have one with another digest.
+            SourceError: no source has one.
         """
         wanted = Wanted(folder.child(MANIFEST_NAME), folder, sha256, MAX_MANIFEST_BYTES)
         specs = self._configured if self._configured is not None else (SourceSpec("package", "package"),)
-        progress = Progress(self._policy)
-        sources = self._open(specs, progress)
-        return obtain(wanted, sources, self._policy, progress)
+        try:
+            return self._obtain(specs, wanted)
+        except CorruptError as error:
+            raise PinError(str(error)) from None
 
     # -- inside
 
@@ -307,16 +317,30 @@ class Library:
             return self._manifests.setdefault(pin.manifest_sha256, manifest)
 
     def _manifest_from_network(self, pin: Pin, wanted: Wanted) -> tuple[bytes, str]:
-        progress = Progress(self._policy)
-        sources = self._open(self._specs(pin), progress)
+        """Through the store if it can be written, so that processes that start together download it once."""
         try:
-            return obtain(wanted, sources, self._policy, progress)
+            try:
+                self.store.check_writable()
+            except StoreError:
+                return self._obtain(self._specs(pin), wanted)
+            outcome = self._fetch_objects(pin, [wanted], 1, None)[0]
+            if outcome.error is not None:
+                raise outcome.error
+            return self.store.read(_digest(wanted), wanted.limit), outcome.source or str(self.store.root)
         except CorruptError as error:
             raise PinError(f"the manifest of {pin.name!r} is not the pinned one: {error}") from None
         except SourceError as error:
             raise SourceError(f"{error}{_hint(pin)}") from None
+
+    def _obtain(self, specs: Sequence[SourceSpec], wanted: Wanted) -> tuple[bytes, str]:
+        progress = Progress(self._policy)
+        sources = self._open(specs, progress)
+        try:
+            return obtain(wanted, sources, self._policy, progress)
         finally:
-            _close(sources)
+            for source in sources:
+                if not source.local:
+                    source.close()
 
     def _load_local(self, pin: Pin, wanted: Wanted) -> tuple[Artifact | None, list[CubinRuntimeError]]:
         """From the store or a local source in place, hashed; else the reasons why not."""
@@ -422,12 +446,6 @@ def _manifest_wanted(pin: Pin, *, any_digest: bool = False) -> Wanted:
 def _digest(wanted: Wanted) -> str:
     assert wanted.sha256 is not None
     return wanted.sha256
-
-
-def _close(sources: Iterable[Source]) -> None:
-    for source in sources:
-        if not source.local:
-            source.close()
 
 
 def _hint(pin: Pin) -> str:

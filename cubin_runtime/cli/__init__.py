@@ -89,9 +89,7 @@ def _start_log() -> None:
     if wanted not in _LOG_LEVELS:
         from ..errors import UsageError
 
-        raise UsageError(
-            f"CUBIN_RUNTIME_LOG={wanted.lower()!r}: expected one of {', '.join(_LOG_LEVELS).lower()}"
-        )
+        raise UsageError(f"CUBIN_RUNTIME_LOG={wanted.lower()!r}: expected one of {', '.join(_LOG_LEVELS).lower()}")
 
     class Escaping(logging.Formatter):
         def format(self, record: logging.LogRecord) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import CorruptError, CubinRuntimeError, MissingError, SourceError, UsageError
+from ..errors import CorruptError, CubinRuntimeError, MissingError, PinError, SourceError, UsageError
 from . import options, output
 
 if TYPE_CHECKING:
@@ -122,8 +122,12 @@ def _read(library: Library, target: str) -> tuple[bytes, Pin | None, Any, str]:
         pin, path = _find_pinned(library, sha256(data).hexdigest())
         return data, pin, path, str(file)
     path = ArtifactPath(target)
+    try:
+        pin = library.pins.covering(path)
+    except PinError as error:
+        raise PinError(f"{error}; nor is there a file of that name") from error
     artifact = library.load(path, fetch=not library.config.offline)
-    return artifact.data, library.pins.covering(path), path, artifact.origin
+    return artifact.data, pin, path, artifact.origin
 
 
 def _read_file(file: Path) -> bytes:
@@ -174,9 +178,7 @@ def _row(library: Library, pin: Pin | None, path: Any) -> KernelRow | None:
     return catalog.row_of(path.text[len(pin.path.text) + 1 :])
 
 
-def _differences(
-    library: Library, pin: Pin, row: KernelRow, data: bytes, cubin: Cubin, path: Any
-) -> list[str]:
+def _differences(library: Library, pin: Pin, row: KernelRow, data: bytes, cubin: Cubin, path: Any) -> list[str]:
     from ..artifacts import agreement
     from ..artifacts.metadata import KernelMeta
 
@@ -249,11 +251,7 @@ def _list_pins(library: Library, json: bool) -> None:
     if json:
         output.emit_json(
             "list",
-            {
-                "pins": [
-                    {"name": p.name, "path": p.path.text, "files": p.files, "bytes": p.bytes} for p in listed
-                ]
-            },
+            {"pins": [{"name": p.name, "path": p.path.text, "files": p.files, "bytes": p.bytes} for p in listed]},
         )
         return
     rows = ((p.name, p.files, f"{p.bytes / 1e6:,.0f} MB", p.licence, p.path.text) for p in listed)

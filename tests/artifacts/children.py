@@ -30,8 +30,8 @@ def run_child(
 ) -> subprocess.CompletedProcess[str]:
     """Run Python source in a new process and return it, finished.
 
-    ``as_user`` drops to an ordinary user first; ``mounts`` is shell text that runs before, in a mount namespace
-    of the child alone. ``sys.argv[1:]`` are the arguments.
+    ``as_user`` drops to an ordinary user first; ``mounts`` is shell text that runs before, in a mount
+    namespace of the child alone. ``sys.argv[1:]`` are the arguments.
     """
     source = (DROP if as_user and os.getuid() == 0 else "") + textwrap.dedent(body)
     command = [sys.executable, "-c", source, *map(str, arguments)]

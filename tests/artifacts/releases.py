@@ -48,7 +48,7 @@ class Release:
         return sha256(self.files[name])
 
     def file(self, name: str) -> Path:
-        return self.root / self.path(name).text
+        return self.root / self.pin.path.text / name
 
     def library(
         self,

@@ -29,8 +29,7 @@ def header_bytes(rows: int = 3) -> bytes:
     """A header with the known columns and rows that differ in their symbol."""
     declared = "".join(f"int {c.name};\n" for c in COLUMNS)
     lines = "".join(
-        "{ " + ", ".join(CELLS.get(c.kind, f'"fmhaSm100fKernel_{i}"') for c in COLUMNS) + "},\n"
-        for i in range(rows)
+        "{ " + ", ".join(CELLS.get(c.kind, f'"fmhaSm100fKernel_{i}"') for c in COLUMNS) + "},\n" for i in range(rows)
     )
     return f"struct Info\n{{\n{declared}}};\nstatic const Info sInfos[] = {{\n{lines}}};\n".encode()
 

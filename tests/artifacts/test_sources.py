@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import stat
 import sys
 import zipfile
 from pathlib import Path
@@ -191,6 +190,10 @@ def install(site: Path, release: Release, monkeypatch: pytest.MonkeyPatch, *, re
     monkeypatch.syspath_prepend(str(site))
 
 
+def snapshot(place: Path) -> list[tuple[str, int, int]]:
+    return sorted((str(f), f.stat().st_mode, f.stat().st_mtime_ns) for f in place.rglob("*"))
+
+
 def test_an_installed_package_that_carries_the_tree_is_found_without_importing_it(
     release: Release, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,14 +214,9 @@ def test_a_package_is_never_written(
     release: Release, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(tmp_path / "site", release, monkeypatch)
-    before = sorted(
-        (str(f), stat.S_IMODE(f.stat().st_mode), f.stat().st_mtime_ns) for f in (tmp_path / "site").rglob("*")
-    )
-    library = release.library(tmp_path / "store", "package")
-    library.fetch(release.pin)
-    assert before == sorted(
-        (str(f), stat.S_IMODE(f.stat().st_mode), f.stat().st_mtime_ns) for f in (tmp_path / "site").rglob("*")
-    )
+    before = snapshot(tmp_path / "site")
+    release.library(tmp_path / "store", "package").fetch(release.pin)
+    assert snapshot(tmp_path / "site") == before
 
 
 def test_names_of_a_tree_are_relative_to_the_folder(release: Release, tmp_path: Path) -> None:

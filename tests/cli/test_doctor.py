@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -96,14 +97,10 @@ def test_pins_that_do_not_read_are_reported_with_their_code(clean: Path) -> None
     assert cli.main(["doctor", "--pins", str(clean / "pins.toml")]) == 3
 
 
-def test_without_a_driver_it_says_that_launching_will_not_work(
-    report, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_driver_it_says_that_launching_will_not_work(report, monkeypatch: pytest.MonkeyPatch) -> None:
     from cubin_runtime.cli import doctor
 
-    monkeypatch.setattr(
-        doctor, "_driver", lambda: {"present": False, "cuda": None, "devices": [], "problem": "none"}
-    )
+    monkeypatch.setattr(doctor, "_driver", lambda: {"present": False, "cuda": None, "devices": [], "problem": "none"})
     assert "launch: no, none" in report()["will_work"]
 
 
@@ -118,3 +115,56 @@ def test_a_device_that_no_release_fits_is_named(report, monkeypatch: pytest.Monk
 
 def test_fetching_is_said_to_be_off_when_offline(report) -> None:
     assert report("--offline")["will_work"][0].startswith("fetch: no")
+
+
+@pytest.mark.parametrize(
+    ("runs", "untried", "sentence"),
+    [
+        (3, 0, "yes, 3 kernels of ours"),
+        (3, 1, "yes, 2 kernels of ours (1 more were built and never run)"),
+        (3, 3, "only when asked for by name, 3 kernels of ours were built and never run"),
+    ],
+)
+def test_kernels_that_were_never_run_are_told_apart(runs: int, untried: int, sentence: str) -> None:
+    from cubin_runtime.cli import doctor
+
+    release = {"name": "ours", "runs_on": {"80": runs}, "built_not_run": {"80": untried}}
+    assert doctor._launch_verdict(release, "80") == sentence
+
+
+def test_a_device_is_answered_from_the_release_at_hand(clean: Path, report, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cubin_runtime.cli import doctor
+
+    entry = {
+        **dict.fromkeys(("name", "symbol", "family", "operation", "struct"), "k"),
+        **dict.fromkeys(("struct_fingerprint", "sources_sha256"), "0" * 64),
+        **dict.fromkeys(("struct_bytes", "dynamic_shared_bytes", "static_shared_bytes"), 0),
+        "registers": 1,
+        "spill_bytes": 0,
+        "threads": 32,
+        "flags": [],
+        "traits": {},
+        "sm": "80",
+        "file": "k.cubin",
+        "status": "built, not run",
+    }
+    files = {"kernels.json": json.dumps({"schema": 1, "kernels": [entry]}).encode(), "k.cubin": b"k"}
+    folder = clean / "tree" / "small" / "fmha"
+    folder.mkdir(parents=True)
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    manifest = "".join(f"{hashlib.sha256(data).hexdigest()}  {name}\n" for name, data in files.items())
+    (folder / "checksums.txt").write_text(manifest)
+    (clean / "pins.toml").write_text(
+        f'[[pin]]\nname = "small"\npath = "small/fmha"\nfiles = 2\nbytes = 0\nmax_file_bytes = 65536\n'
+        f'manifest_sha256 = "{hashlib.sha256(manifest.encode()).hexdigest()}"\nlicence = "none"\n'
+        'abi = "trtllm-gen-0.6.13"\n'
+    )
+    device = {"ordinal": 0, "name": "Card", "number": 86, "multiprocessors": 1}
+    found = {"present": True, "cuda": "13.0", "devices": [device], "problem": None}
+    monkeypatch.setattr(doctor, "_driver", lambda: found)
+    shown = report("--pins", str(clean / "pins.toml"), "--source", str(clean / "tree"))
+    assert (
+        "launch on Card (sm_86): only when asked for by name, 1 kernels of small were built and never run"
+        in shown["will_work"]
+    )

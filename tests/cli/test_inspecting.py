@@ -75,9 +75,7 @@ class SmallRelease:
 
 @pytest.fixture
 def release(tmp_path: Path) -> SmallRelease:
-    return SmallRelease(
-        tmp_path, {**ENTRY, "registers": 4}, {**ENTRY, "name": "b", "file": "kernels/x.cubin"}
-    )
+    return SmallRelease(tmp_path, {**ENTRY, "registers": 4}, {**ENTRY, "name": "b", "file": "kernels/x.cubin"})
 
 
 @pytest.fixture
@@ -94,9 +92,7 @@ def answer(release: SmallRelease, capsys: pytest.CaptureFixture[str]):
 def test_a_pinned_file_is_shown_as_verified_with_its_manifest_line(release: SmallRelease, answer) -> None:
     shown = answer("inspect", f"{FOLDER}/kernels/facts_sm_80.cubin")
     assert (shown["verified"], shown["pin"]) == (True, "small")
-    assert (
-        shown["manifest_line"] == f"{release.digest('kernels/facts_sm_80.cubin')}  kernels/facts_sm_80.cubin"
-    )
+    assert shown["manifest_line"] == f"{release.digest('kernels/facts_sm_80.cubin')}  kernels/facts_sm_80.cubin"
 
 
 def test_a_copy_on_disk_is_recognised_by_its_digest(answer) -> None:
@@ -187,9 +183,7 @@ def test_list_filters(answer, arguments: list[str], count: int) -> None:
     assert answer("list", "small", *arguments)["count"] == count
 
 
-@pytest.mark.parametrize(
-    ("name", "count"), [(f"{FOLDER}/kernels", 2), (f"{FOLDER}/kernels.json", 1), (FOLDER, 3)]
-)
+@pytest.mark.parametrize(("name", "count"), [(f"{FOLDER}/kernels", 2), (f"{FOLDER}/kernels.json", 1), (FOLDER, 3)])
 def test_list_takes_an_artifact_path(answer, name: str, count: int) -> None:
     assert answer("list", name)["count"] == count
 
@@ -199,13 +193,9 @@ def test_count_prints_the_number_alone(release: SmallRelease, capsys: pytest.Cap
     assert capsys.readouterr().out == "3\n"
 
 
-def test_the_table_names_file_target_and_types(
-    release: SmallRelease, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table_names_file_target_and_types(release: SmallRelease, capsys: pytest.CaptureFixture[str]) -> None:
     release.run("list", "small", "--sm", "90")
-    assert (
-        capsys.readouterr().out.splitlines()[1] == "kernels/facts_sm_90a.cubin\tsm_90a\tbf16\t128\t96\t4096"
-    )
+    assert capsys.readouterr().out.splitlines()[1] == "kernels/facts_sm_90a.cubin\tsm_90a\tbf16\t128\t96\t4096"
 
 
 def test_filters_without_a_release_are_usage(release: SmallRelease) -> None:

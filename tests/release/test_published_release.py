@@ -32,16 +32,12 @@ def test_every_file_has_the_digest_of_the_pinned_manifest(
     assert (report.missing, report.corrupt, report.extra) == ((), (), ())
 
 
-def test_the_header_gives_every_row_and_no_unknown_column(
-    table: KernelTable, counts: dict[str, object]
-) -> None:
+def test_the_header_gives_every_row_and_no_unknown_column(table: KernelTable, counts: dict[str, object]) -> None:
     counts["metadata rows"] = len(table.rows)
     assert (len(table.rows), table.new_columns) == (ROWS, ())
 
 
-def test_the_index_is_the_one_that_its_digest_was_taken_of(
-    table: KernelTable, counts: dict[str, object]
-) -> None:
+def test_the_index_is_the_one_that_its_digest_was_taken_of(table: KernelTable, counts: dict[str, object]) -> None:
     data = build_index(table)
     counts["index"] = f"{len(data)} bytes, sha256 {sha256(data).hexdigest()}"
     assert sha256(data).hexdigest() == INDEX_SHA256
@@ -87,9 +83,7 @@ def test_every_cubin_agrees_with_its_row_on_every_fact(rows_report, counts: dict
     assert rows_report.cubins == ROWS
 
 
-def test_only_the_known_cubins_leave_their_suffix_to_the_metadata(
-    rows_report, counts: dict[str, object]
-) -> None:
+def test_only_the_known_cubins_leave_their_suffix_to_the_metadata(rows_report, counts: dict[str, object]) -> None:
     counts["targets by the cubins"] = dict(rows_report.architectures)
     unknown = {name: n for name, n in rows_report.architectures.items() if name.endswith("?")}
     assert sum(unknown.values()) == 528
