@@ -50,7 +50,8 @@ dist: .venv/.ready ## Wheel and sdist of the package, and the data wheel of the 
 	@ls -l dist
 
 bench: .venv/.ready ## The benchmarks that need no GPU; results in benchmarks/results
-	@for script in benchmarks/host_*.py; do echo "== $$script"; $(VENV) "$$script"; done
+	@for script in benchmarks/*.py; do case "$$script" in */gpu_*) ;; *) \
+	    echo "== $$script"; $(VENV) "$$script" ;; esac; done
 
 clean: ## Remove everything that make made here, environments included
 	rm -rf .venv .venv-torch build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks

@@ -76,9 +76,7 @@ def build(
     """
     unknown = sorted({variant.struct for variant in variants} - set(layouts))
     if unknown:
-        raise BuildError(
-            f"unknown structs {', '.join(unknown)}; params.py declares {', '.join(sorted(layouts))}"
-        )
+        raise BuildError(f"unknown structs {', '.join(unknown)}; params.py declares {', '.join(sorted(layouts))}")
     with tempfile.TemporaryDirectory(prefix="kernels-") as scratch, ThreadPoolExecutor(max(1, jobs)) as pool:
         work = Path(scratch)
         write_headers(work / "generated", layouts)
@@ -86,9 +84,7 @@ def build(
         def compile_one(variant: Variant) -> CompiledKernel:
             begin = time.monotonic()
             output = work / f"{variant.name}.cubin"
-            kernel = compile_variant(
-                variant, layouts[variant.struct], toolchain, sources, work / "generated", output
-            )
+            kernel = compile_variant(variant, layouts[variant.struct], toolchain, sources, work / "generated", output)
             if progress is not None:
                 progress(kernel, time.monotonic() - begin)
             return kernel
@@ -119,15 +115,11 @@ def _print_progress(kernel: CompiledKernel, seconds: float) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Build from the command line; 1 and a message on the standard error if something is wrong."""
     parser = argparse.ArgumentParser(prog="python -m kernels_src.build", description=__doc__)
-    parser.add_argument(
-        "--out", type=Path, required=True, help="the folder that will hold the release folder"
-    )
+    parser.add_argument("--out", type=Path, required=True, help="the folder that will hold the release folder")
     parser.add_argument("--only", default="*", metavar="GLOB", help="build the variants of matching name")
     parser.add_argument("--jobs", type=int, default=DEFAULT_JOBS, help="compilations at a time (%(default)s)")
     parser.add_argument("--release", default=RELEASE, help="name of the release folder (%(default)s)")
-    parser.add_argument(
-        "--headers-only", action="store_true", help="write only the generated headers into --out"
-    )
+    parser.add_argument("--headers-only", action="store_true", help="write only the generated headers into --out")
     given = parser.parse_args(arguments)
     try:
         if given.headers_only:
@@ -148,10 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (BuildError, ToolchainError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(
-        f"{release.folder}: {release.files} files, {release.bytes} bytes,"
-        f" checksums.txt {release.manifest_sha256}"
-    )
+    print(f"{release.folder}: {release.files} files, {release.bytes} bytes, checksums.txt {release.manifest_sha256}")
     return 0
 
 

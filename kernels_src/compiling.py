@@ -19,9 +19,7 @@ from .variants import SHARED_BYTES_PER_BLOCK, Variant
 FLAGS = ("-std=c++17", "-O3")
 COMPILE_SECONDS = 600
 
-_RESOURCES = re.compile(
-    r"ptxas info\s*: Compiling entry function '([^']+)'(.*?)(?=ptxas info\s*: Compiling|\Z)", re.S
-)
+_RESOURCES = re.compile(r"ptxas info\s*: Compiling entry function '([^']+)'(.*?)(?=ptxas info\s*: Compiling|\Z)", re.S)
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _SHARED = re.compile(r"(\d+) bytes smem")
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -114,9 +112,7 @@ def parse_resources(said: str, symbol: str) -> Resources:
     for name, text in _RESOURCES.findall(said):
         if name == symbol and (registers := _REGISTERS.search(text)) and (spills := _SPILLS.search(text)):
             shared = _SHARED.search(text)
-            return Resources(
-                int(registers[1]), int(spills[1]) + int(spills[2]), int(shared[1]) if shared else 0
-            )
+            return Resources(int(registers[1]), int(spills[1]) + int(spills[2]), int(shared[1]) if shared else 0)
     raise BuildError(f'{symbol}: ptxas reported no resources of it; is it an extern "C" __global__ function?')
 
 
@@ -145,18 +141,12 @@ def check_cubin(variant: Variant, cubin: bytes, layout: StructLayout, resources:
         raise BuildError(f"{variant.name}: the cubin is for {facts.architecture}, expected sm_{variant.sm}")
     kernel = facts.kernels.get(variant.symbol)
     if kernel is None:
-        raise BuildError(
-            f"{variant.name}: the cubin has the kernels {', '.join(facts.kernels)}, not {variant.symbol}"
-        )
+        raise BuildError(f"{variant.name}: the cubin has the kernels {', '.join(facts.kernels)}, not {variant.symbol}")
     sizes = [parameter.size for parameter in kernel.parameters]
     if sizes != [layout.size]:
-        raise BuildError(
-            f"{variant.name}: parameters of {sizes} bytes, expected {layout.name} of {layout.size}"
-        )
+        raise BuildError(f"{variant.name}: parameters of {sizes} bytes, expected {layout.name} of {layout.size}")
     if kernel.max_threads is not None and variant.threads > kernel.max_threads:
-        raise BuildError(
-            f"{variant.name}: {variant.threads} threads, __launch_bounds__ says {kernel.max_threads}"
-        )
+        raise BuildError(f"{variant.name}: {variant.threads} threads, __launch_bounds__ says {kernel.max_threads}")
     limit = SHARED_BYTES_PER_BLOCK[variant.base_sm]
     total = variant.shared_bytes + resources.static_shared_bytes
     if total > limit:

@@ -41,7 +41,6 @@ def sources_sha256(root: Path, source: str, generated: Mapping[str, str]) -> str
         for file in source_files(root, source)
     )
     listing += "".join(
-        f"{hashlib.sha256(generated[name].encode()).hexdigest()}  generated/{name}\n"
-        for name in sorted(generated)
+        f"{hashlib.sha256(generated[name].encode()).hexdigest()}  generated/{name}\n" for name in sorted(generated)
     )
     return hashlib.sha256(listing.encode()).hexdigest()

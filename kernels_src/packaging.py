@@ -62,9 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Build the wheel from the command line; 1 and a message if the tree is missing or the build fails."""
     parser = argparse.ArgumentParser(prog="python -m kernels_src.packaging", description=__doc__)
     parser.add_argument("tree", type=Path, nargs="?", default=Path("build/artifacts") / RELEASE)
-    parser.add_argument(
-        "--out", type=Path, default=Path("dist"), help="the folder for the wheel (%(default)s)"
-    )
+    parser.add_argument("--out", type=Path, default=Path("dist"), help="the folder for the wheel (%(default)s)")
     parser.add_argument("--no-isolation", action="store_true", help="use the setuptools of this environment")
     given = parser.parse_args(arguments)
     try:

@@ -17,6 +17,8 @@ MAX_FILE_BYTES = 8 << 20
 LICENCE = "Apache-2.0"
 
 _TABLE = re.compile(r"^\[\[pin\]\]$", re.MULTILINE)
+# Blank lines and comments after a table's last key belong to what follows.
+_TAIL = re.compile(r"(?<=\n)([ \t]*(#[^\n]*)?\n)+\Z")
 
 
 def pin_of(release: Release, *, name: str | None = None, abi: str = RELEASE) -> Pin:
@@ -38,16 +40,12 @@ def pin_of(release: Release, *, name: str | None = None, abi: str = RELEASE) -> 
 def with_pin(text: str, pin: Pin) -> str:
     """The pins file ``text`` with ``pin`` in place of the table of its name, or appended."""
     head, *tables = _TABLE.split(text)
-    new = format_pin(pin)
-    found = False
     for i, table in enumerate(tables):
-        whole = "[[pin]]" + table
-        if [known.name for known in parse_pins(whole.encode(), "pins")] == [pin.name]:
-            body = table.rstrip("\n")
-            tables[i] = new.removeprefix("[[pin]]").rstrip("\n") + table[len(body) :]
-            found = True
-    out = head + "".join("[[pin]]" + table for table in tables)
-    return out if found else out.rstrip("\n") + "\n" * 2 * bool(out.strip()) + new
+        if [known.name for known in parse_pins(f"[[pin]]{table}".encode(), "pins")] == [pin.name]:
+            kept = _TAIL.search(table)
+            tables[i] = format_pin(pin).removeprefix("[[pin]]") + (kept[0] if kept else "")
+            return head + "".join(f"[[pin]]{table}" for table in tables)
+    return (text.rstrip("\n") + "\n\n" if text.strip() else "") + format_pin(pin)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -38,7 +38,7 @@ class _QuietHandler(SimpleHTTPRequestHandler):
 
 @contextmanager
 def serve(folder: Path) -> Iterator[str]:
-    """Serve ``folder`` on a free loopback port while the ``with`` lasts; yields the URL (no slash at its end)."""
+    """Serve ``folder`` on a free loopback port inside the ``with``; yields the URL, no slash at its end."""
     handler = functools.partial(_QuietHandler, directory=str(folder))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)

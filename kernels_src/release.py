@@ -76,9 +76,7 @@ def write_release(
     index = (json.dumps(document, indent=1, sort_keys=True) + "\n").encode()
     parse_own_kernels(index, FILE_NAME)
     files = {**cubins, FILE_NAME: index}
-    manifest = "".join(
-        f"{hashlib.sha256(files[path]).hexdigest()}  {path}\n" for path in sorted(files)
-    ).encode()
+    manifest = "".join(f"{hashlib.sha256(files[path]).hexdigest()}  {path}\n" for path in sorted(files)).encode()
     _replace_tree(out / name, {**files, MANIFEST_NAME: manifest})
     return Release(
         folder=out / name,

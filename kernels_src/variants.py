@@ -43,9 +43,7 @@ class Variant:
 
     def __post_init__(self) -> None:
         if not _SM.fullmatch(self.sm) or self.base_sm not in SHARED_BYTES_PER_BLOCK:
-            raise ValueError(
-                f"{self.symbol}: sm={self.sm!r}: expected one of {', '.join(SHARED_BYTES_PER_BLOCK)}"
-            )
+            raise ValueError(f"{self.symbol}: sm={self.sm!r}: expected one of {', '.join(SHARED_BYTES_PER_BLOCK)}")
         if not _SYMBOL.fullmatch(self.symbol):
             raise ValueError(f"symbol={self.symbol!r}: expected a C identifier")
         if not 1 <= self.threads <= 1024:

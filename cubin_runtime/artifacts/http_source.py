@@ -216,6 +216,8 @@ def _translate(error: Exception, where: str, limits: HttpLimits) -> SourceError:
         return RetryableError(f"{where}: no connection within {limits.connect:g} s")
     if isinstance(error, requests.exceptions.SSLError):
         return SourceError(f"{where}: TLS failed: {_innermost(error)}")
+    if isinstance(error, requests.exceptions.InvalidHeader):
+        return SourceError(f"{where}: sent headers that contradict each other")
     if isinstance(error, (requests.exceptions.InvalidURL, requests.exceptions.InvalidSchema)):
         return SourceError(f"{where}: no valid URL")
     reason = _innermost(error)

@@ -11,7 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..config import Config
-from ..errors import CorruptError, CubinRuntimeError, MissingError, PinError, SourceError, UsageError
+from ..errors import (
+    CorruptError,
+    CubinRuntimeError,
+    MissingError,
+    PinError,
+    SourceError,
+    StoreError,
+    UsageError,
+)
 from .fetch import FetchPolicy, FetchReport, Outcome, Progress, fetch_objects, obtain
 from .http_source import HttpLimits, HttpSource
 from .manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest
@@ -96,6 +104,7 @@ class Library:
         self._policy = policy or FetchPolicy()
         self._configured = None if config.sources is None else tuple(map(parse_source, config.sources))
         self._manifests: dict[str, Manifest] = {}
+        self._manifest_bytes: dict[str, bytes] = {}
         self._locals: dict[SourceSpec, LocalSource] = {}
         self._lock = threading.RLock()
 
@@ -189,7 +198,7 @@ class Library:
         """Put files of a release (None: all) into the store; what stands there already is left alone.
 
         ``progress`` is called with the number of files done. A dry run compares the manifest with the store
-        and changes no object.
+        and fetches at most the manifest.
 
         Raises:
             PinError: the manifest is not the pinned one, or does not list a path.
@@ -212,8 +221,14 @@ class Library:
             self.store.check_writable()
             self.store.check_room(about, len(missing))
             self.store.remove_stale()
-            note = None if progress is None else (lambda outcome: progress(1))
-            outcomes = self._fetch_objects(pin, [_manifest_wanted(pin), *missing], jobs, note)
+            self.store.put(pin.manifest_sha256, self._manifest_bytes[pin.manifest_sha256])
+            names = Counter(_digest(one) for one in missing)
+
+            def note(outcome: Outcome) -> None:
+                if progress is not None:
+                    progress(names[_digest(outcome.wanted)])
+
+            outcomes = self._fetch_objects(pin, missing, jobs, note)
             self.store.sync()
         return _fetch_report(pin, wanted, missing, about, outcomes, time.monotonic() - began, dry_run)
 
@@ -266,13 +281,15 @@ class Library:
         With ``sha256`` only bytes of that digest count.
 
         Raises:
-            SourceError, CorruptError: no source has it.
+            PinError: the sources have one with another digest.
+            SourceError: no source has one.
         """
         wanted = Wanted(folder.child(MANIFEST_NAME), folder, sha256, MAX_MANIFEST_BYTES)
         specs = self._configured if self._configured is not None else (SourceSpec("package", "package"),)
-        progress = Progress(self._policy)
-        sources = self._open(specs, progress)
-        return obtain(wanted, sources, self._policy, progress)
+        try:
+            return self._obtain(specs, wanted)
+        except CorruptError as error:
+            raise PinError(str(error)) from None
 
     # -- inside
 
@@ -296,19 +313,34 @@ class Library:
             )
         manifest = read_manifest(pin, data, origin)
         with self._lock:
+            self._manifest_bytes[pin.manifest_sha256] = data
             return self._manifests.setdefault(pin.manifest_sha256, manifest)
 
     def _manifest_from_network(self, pin: Pin, wanted: Wanted) -> tuple[bytes, str]:
-        progress = Progress(self._policy)
-        sources = self._open(self._specs(pin), progress)
+        """Through the store if it can be written, so that processes that start together download it once."""
         try:
-            return obtain(wanted, sources, self._policy, progress)
+            try:
+                self.store.check_writable()
+            except StoreError:
+                return self._obtain(self._specs(pin), wanted)
+            outcome = self._fetch_objects(pin, [wanted], 1, None)[0]
+            if outcome.error is not None:
+                raise outcome.error
+            return self.store.read(_digest(wanted), wanted.limit), outcome.source or str(self.store.root)
         except CorruptError as error:
             raise PinError(f"the manifest of {pin.name!r} is not the pinned one: {error}") from None
         except SourceError as error:
             raise SourceError(f"{error}{_hint(pin)}") from None
+
+    def _obtain(self, specs: Sequence[SourceSpec], wanted: Wanted) -> tuple[bytes, str]:
+        progress = Progress(self._policy)
+        sources = self._open(specs, progress)
+        try:
+            return obtain(wanted, sources, self._policy, progress)
         finally:
-            _close(sources)
+            for source in sources:
+                if not source.local:
+                    source.close()
 
     def _load_local(self, pin: Pin, wanted: Wanted) -> tuple[Artifact | None, list[CubinRuntimeError]]:
         """From the store or a local source in place, hashed; else the reasons why not."""
@@ -416,12 +448,6 @@ def _digest(wanted: Wanted) -> str:
     return wanted.sha256
 
 
-def _close(sources: Iterable[Source]) -> None:
-    for source in sources:
-        if not source.local:
-            source.close()
-
-
 def _hint(pin: Pin) -> str:
     """What to install so that the word ``package`` finds the release."""
     family, _, version = pin.name.rpartition("-")
@@ -439,23 +465,27 @@ def _fetch_report(
     seconds: float,
     dry_run: bool,
 ) -> FetchReport:
-    """Count, and raise if a file was not delivered; the manifest itself is not counted."""
-    files = [outcome for outcome in outcomes if outcome.wanted.sha256 != pin.manifest_sha256]
+    """Count files (several may be one object), and raise if one was not delivered."""
+    names = Counter(_digest(one) for one in missing)
     failed = [outcome for outcome in outcomes if outcome.error is not None]
     if failed:
         _raise_failures(pin, len(wanted), failed)
-    fetched = [outcome for outcome in files if outcome.source is not None]
+    by_source: Counter[str] = Counter()
+    for outcome in outcomes:
+        if outcome.source is not None:
+            by_source[outcome.source] += names[_digest(outcome.wanted)]
+    fetched = sum(by_source.values())
     return FetchReport(
         pin=pin.name,
         chosen=len(wanted),
-        present=len(wanted) - len(missing) + (len(files) - len(fetched)),
+        present=len(wanted) - (len(missing) if dry_run else fetched),
         missing=len(missing) if dry_run else 0,
-        fetched=len(fetched),
-        bytes=sum(outcome.size for outcome in fetched),
+        fetched=fetched,
+        bytes=sum(outcome.size for outcome in outcomes),
         about_bytes=about,
         seconds=seconds,
         dry_run=dry_run,
-        by_source=dict(Counter(outcome.source for outcome in fetched if outcome.source)),
+        by_source=dict(by_source),
     )
 
 

@@ -106,7 +106,8 @@ class Store:
         hashed = hashlib.sha256()
         total = 0
         try:
-            descriptor, _ = open_regular(str(self.object_path(sha256)), sha256)
+            with self._folder(sha256, create=False) as folder:
+                descriptor, _ = open_regular(sha256, sha256, directory=folder)
             try:
                 while count := os.readv(descriptor, (buffer,)):
                     total += count
@@ -115,7 +116,7 @@ class Store:
                     hashed.update(memoryview(buffer)[:count])
             finally:
                 os.close(descriptor)
-        except (OSError, NotRegularError):
+        except (OSError, MissingError, StoreError):
             return None
         return total if hashed.hexdigest() == sha256 else None
 

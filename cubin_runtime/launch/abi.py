@@ -32,9 +32,7 @@ def abi_layouts(abi: str | None) -> Mapping[str, StructLayout]:
         AbiError: the release names no ABI, or one that this version does not know: it cannot be launched.
     """
     if abi is None or abi not in ABIS:
-        raise AbiError(
-            f"abi {abi!r}: expected one of {', '.join(ABIS)}; a release without it is never launched"
-        )
+        raise AbiError(f"abi {abi!r}: expected one of {', '.join(ABIS)}; a release without it is never launched")
     layouts: Mapping[str, StructLayout] = importlib.import_module(ABIS[abi]).LAYOUTS
     for name, (size, fingerprint) in RECORDED.get(abi, {}).items():
         _check_fingerprint(layouts[name], size, fingerprint)
@@ -111,9 +109,7 @@ def effective_architecture(own: Architecture, declared: Architecture | None) -> 
     """
     if own.suffix is None:
         if declared is None or declared.suffix is None:
-            raise AbiError(
-                f"architecture {own}: neither the cubin nor its metadata tells the suffix; refused"
-            )
+            raise AbiError(f"architecture {own}: neither the cubin nor its metadata tells the suffix; refused")
         # A family cubin such as sm_100f carries the plain number, so the numbers must still agree.
         if declared.number != own.number:
             raise AbiError(f"architecture: the cubin says {own}, its metadata declares {declared}")

@@ -145,9 +145,7 @@ class PreparedLaunch:
                     if code == api.INVALID_CONTEXT:
                         code = self._call_in_context()
             except (TypeError, ValueError, OverflowError) as error:
-                raise UsageError(
-                    f"step({stream}, {values}): expected {', '.join(names)} ({error})"
-                ) from error
+                raise UsageError(f"step({stream}, {values}): expected {', '.join(names)} ({error})") from error
             if code:
                 raise self._driver.error("cuLaunchKernelEx", code)
 
@@ -203,9 +201,7 @@ def _check_fits(plan: LaunchPlan, kernel: LoadedKernel) -> None:
     if (plan.sha256, wanted) != (kernel.sha256, given):
         raise AbiError(f"plan for {wanted}; the kernel given is {given}")
     if plan.threads > kernel.max_threads:
-        raise AbiError(
-            f"plan of {plan.threads} threads a block; {kernel.symbol!r} takes {kernel.max_threads}"
-        )
+        raise AbiError(f"plan of {plan.threads} threads a block; {kernel.symbol!r} takes {kernel.max_threads}")
     if plan.shared_bytes > kernel.shared_bytes:
         raise AbiError(
             f"plan of {plan.shared_bytes} bytes of dynamic shared memory; "

@@ -205,6 +205,8 @@ class ModuleCache:
         if module is None:
             module = self._load(context, sha256, symbol, image, cubin)
         function = self._driver.get_function(module.handle, symbol)
+        # Else the first launch would still load, maybe inside a capture, and preload() would not see its memory.
+        self._driver.finish_loading(function)
         max_threads, checked = self._ask_driver(function, symbol, facts, needs)
         self._opt_in(function, facts, needs)
         return LoadedKernel(
@@ -253,9 +255,7 @@ class ModuleCache:
             self._modules[(context, sha256)] = module
         return module
 
-    def _ask_driver(
-        self, function: int, symbol: str, facts: KernelFacts, needs: LaunchNeeds
-    ) -> tuple[int, bool]:
+    def _ask_driver(self, function: int, symbol: str, facts: KernelFacts, needs: LaunchNeeds) -> tuple[int, bool]:
         max_threads = facts.max_threads
         if max_threads is None:
             max_threads = self._driver.function_attribute(function, api.FUNC_MAX_THREADS)
@@ -267,9 +267,7 @@ class ModuleCache:
 
     def _opt_in(self, function: int, facts: KernelFacts, needs: LaunchNeeds) -> None:
         wanted = needs.dynamic_shared_bytes
-        if wanted + facts.static_shared_bytes > _SHARED_WITHOUT_OPT_IN and wanted > self._shared.get(
-            function, 0
-        ):
+        if wanted + facts.static_shared_bytes > _SHARED_WITHOUT_OPT_IN and wanted > self._shared.get(function, 0):
             self._driver.allow_dynamic_shared(function, wanted)
             self._shared[function] = wanted
         if needs.nonportable_cluster:

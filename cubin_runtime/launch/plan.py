@@ -119,9 +119,7 @@ class LaunchPlan:
 
     def describe(self) -> tuple[FieldRow, ...]:
         """The parameter struct field by field as planned; descriptors are still specs, no driver needed."""
-        return tuple(
-            FieldRow(m.name, m.type, m.offset, self.values[m.name], m.meaning) for m in self.layout.fields
-        )
+        return tuple(FieldRow(m.name, m.type, m.offset, self.values[m.name], m.meaning) for m in self.layout.fields)
 
 
 def _check_triple(name: str, value: Triple, limits: Triple) -> None:

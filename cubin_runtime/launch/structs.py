@@ -123,9 +123,7 @@ class StructLayout:
         if tensor_map_alignment not in (64, 128):
             raise UsageError(f"tensor_map_alignment={tensor_map_alignment}: expected 64 or 128")
         if not _IDENTIFIER.match(name) or not fields:
-            raise UsageError(
-                f"struct {name!r}, {len(fields)} fields: expected a C identifier and some fields"
-            )
+            raise UsageError(f"struct {name!r}, {len(fields)} fields: expected a C identifier and some fields")
         placed: dict[str, PlacedField] = {}
         offset, widest = 0, 1
         for item in fields:

@@ -137,9 +137,7 @@ def _check_shape(spec: TensorMapSpec) -> None:
     )
     for name, length in (("strides", rank - 1), ("box", rank), ("element_strides", rank)):
         value = getattr(spec, name)
-        _need(
-            len(value) == length, "shape", f"{name}={value}: expected {length} of them for {rank} dimensions"
-        )
+        _need(len(value) == length, "shape", f"{name}={value}: expected {length} of them for {rank} dimensions")
 
 
 def _check_memory(spec: TensorMapSpec, packed: bool, coarse: bool) -> None:
@@ -192,8 +190,7 @@ def _check_box(spec: TensorMapSpec, packed: bool) -> None:
         _need(
             span is None or bits <= span * 8,
             "swizzle-span",
-            f"box[0]={spec.box[0]} of {spec.dtype} is {bits / 8:g} bytes: "
-            f"swizzle {spec.swizzle} takes at most {span}",
+            f"box[0]={spec.box[0]} of {spec.dtype} is {bits / 8:g} bytes: swizzle {spec.swizzle} takes at most {span}",
         )
 
 

@@ -39,9 +39,7 @@ class Workspace:
     Kernels leave the counters in it at zero, so it is cleared once; after a fault call ``reset``.
     """
 
-    def __init__(
-        self, driver: Driver, context: int, address: int, nbytes: int, *, owned: bool = False
-    ) -> None:
+    def __init__(self, driver: Driver, context: int, address: int, nbytes: int, *, owned: bool = False) -> None:
         """Wrap ``nbytes`` of zeroed device memory at ``address``; ``owned`` memory is freed by ``close``."""
         if nbytes < 0 or address % 16:
             raise WorkspaceError(f"workspace at {address:#x} of {nbytes} bytes: expected a multiple of 16")

@@ -1,4 +1,4 @@
-"""The driver layer on a real device: descriptor rules, memory, streams, graphs, errors; no torch, no compiler.
+"""The driver layer on a real device: descriptor rules, memory, streams, graphs, errors; no torch.
 
 CUBIN_RUNTIME_GPU_OUT names a folder for ``tensor_map_rules.json``: what the driver said to each descriptor.
 """
@@ -69,9 +69,7 @@ def verdicts(driver: Driver) -> Iterator[dict[str, dict[str, object]]]:
         "driver": device.driver_version,
         "cases": found,
         "accepted_though_we_refuse": [n for n, v in found.items() if v["rule"] and v["driver"] == "accepted"],
-        "refused_though_we_accept": [
-            n for n, v in found.items() if not v["rule"] and v["driver"] != "accepted"
-        ],
+        "refused_though_we_accept": [n for n, v in found.items() if not v["rule"] and v["driver"] != "accepted"],
     }
     print(json.dumps(report, indent=1))
     if "CUBIN_RUNTIME_GPU_OUT" in os.environ:
@@ -97,9 +95,7 @@ def beyond_this_device(driver: Driver, spec: TensorMapSpec) -> bool:
 
 def skip_if_beyond(driver: Driver, spec: TensorMapSpec, answer: str) -> None:
     if beyond_this_device(driver, spec):
-        pytest.skip(
-            f"{spec.dtype}, swizzle {spec.swizzle} is newer than this device; the driver said {answer}"
-        )
+        pytest.skip(f"{spec.dtype}, swizzle {spec.swizzle} is newer than this device; the driver said {answer}")
 
 
 @pytest.mark.parametrize("case", ACCEPTED)
@@ -250,9 +246,7 @@ def test_a_workspace_starts_at_zero_and_is_not_made_in_a_capture(driver: Driver,
 
 
 def test_memory_that_is_not_there_is_refused_with_its_cause(driver: Driver) -> None:
-    with pytest.raises(
-        DriverCallError, match=r"cuMemAlloc returned 2 CUDA_ERROR_OUT_OF_MEMORY .*exhausted"
-    ) as caught:
+    with pytest.raises(DriverCallError, match=r"cuMemAlloc returned 2 CUDA_ERROR_OUT_OF_MEMORY .*exhausted") as caught:
         driver.allocate(1 << 50)
     assert not caught.value.sticky
 
@@ -311,9 +305,7 @@ def test_a_symbol_that_is_not_there_is_refused(driver: Driver, hopper_image: byt
     driver.unload_module(module)
 
 
-def test_a_cubin_for_another_architecture_is_refused_by_the_driver_too(
-    driver: Driver, hopper_image: bytes
-) -> None:
+def test_a_cubin_for_another_architecture_is_refused_by_the_driver_too(driver: Driver, hopper_image: bytes) -> None:
     with pytest.raises(DriverCallError, match=r"CUDA_ERROR_NO_BINARY_FOR_GPU .*another architecture"):
         driver.load_module((FIXTURES / "facts_sm_100f.cubin").read_bytes())
 
@@ -333,9 +325,7 @@ def test_the_gate_refuses_a_cubin_for_another_architecture(driver: Driver) -> No
 
 def test_the_gate_refuses_a_kernel_with_other_parameters(driver: Driver, hopper_image: bytes) -> None:
     with pytest.raises(AbiError, match=r"takes 2 of \[1280, 8\] bytes"):
-        ModuleCache(driver).kernel(
-            driver.ensure_context(), "0" * 64, "block", lambda: hopper_image, needs_of(1280)
-        )
+        ModuleCache(driver).kernel(driver.ensure_context(), "0" * 64, "block", lambda: hopper_image, needs_of(1280))
 
 
 def test_a_load_during_a_capture_is_refused_and_leaves_the_capture_intact(

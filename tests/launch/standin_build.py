@@ -14,19 +14,21 @@ SOURCE = Path(__file__).parent / "standin" / "standin.c"
 
 
 def cuda_include() -> Path:
-    """The folder of cuda.h: CUDA_HOME, a pip wheel of the toolkit, or the system's toolkit."""
+    """The folder of a cuda.h of CUDA 13 or newer: a pip wheel of the toolkit, CUDA_HOME, or the system's."""
     site = Path(sysconfig.get_paths()["purelib"]) / "nvidia"
-    folders = [
-        Path(os.environ[name]) / "include" for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ
-    ]
-    folders += [site / "cu13" / "include", site / "cuda_runtime" / "include"]
+    folders = [site / "cu13" / "include", site / "cuda_runtime" / "include"]
+    folders += [Path(os.environ[name]) / "include" for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
     folders += sorted((path / "include" for path in Path("/usr/local").glob("cuda*")), reverse=True)
     for folder in folders:
-        if (folder / "cuda.h").is_file():
+        if (folder / "cuda.h").is_file() and _version(folder / "cuda.h") >= 13000:
             return folder
-    raise FileNotFoundError(
-        f"cuda.h: in none of {[str(f) for f in folders]}; pip install nvidia-cuda-runtime"
-    )
+    looked = ", ".join(map(str, folders))
+    raise FileNotFoundError(f"no cuda.h of CUDA 13 in {looked}: pip install nvidia-cuda-runtime==13.0.96")
+
+
+def _version(header: Path) -> int:
+    found = re.search(r"^#define CUDA_VERSION (\d+)", header.read_text(errors="replace"), re.MULTILINE)
+    return int(found[1]) if found else 0
 
 
 def compile_c(source: Path, output: Path, *options: str) -> None:
@@ -61,9 +63,7 @@ class StandIn:
 
     def exports(self) -> set[str]:
         """The driver functions it has."""
-        table = subprocess.run(
-            ["nm", "-D", str(self.path)], capture_output=True, text=True, check=True
-        ).stdout
+        table = subprocess.run(["nm", "-D", str(self.path)], capture_output=True, text=True, check=True).stdout
         return set(re.findall(r" T (cu\w+)", table))
 
     def reset(self) -> None:

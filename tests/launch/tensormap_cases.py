@@ -17,9 +17,7 @@ BASE = TensorMapSpec(
     l2_promotion="128B",
 )
 FLAT = TensorMapSpec("uint8", 0x7F0000000000, (1024,), (), (256,), (1,))
-INTERLEAVED = replace(
-    BASE, interleave="16B", swizzle="none", dims=(8, 64, 100), strides=(2048, 4096), box=(8, 8, 1)
-)
+INTERLEAVED = replace(BASE, interleave="16B", swizzle="none", dims=(8, 64, 100), strides=(2048, 4096), box=(8, 8, 1))
 INTERLEAVED = replace(INTERLEAVED, element_strides=(1, 1, 1))
 INTERLEAVED_32 = replace(INTERLEAVED, interleave="32B", swizzle="32B")
 FP4 = replace(BASE, dtype="16u4_align16b", dims=(256, 64, 8, 100), box=(128, 64, 1, 1))
@@ -48,9 +46,7 @@ def _with(values: tuple[int, ...], index: int, value: int) -> tuple[int, ...]:
 
 
 def of_rank(rank: int) -> TensorMapSpec:
-    return TensorMapSpec(
-        "float32", 0x7F0000000000, (64,) * rank, (256,) * (rank - 1), (4,) * rank, (1,) * rank
-    )
+    return TensorMapSpec("float32", 0x7F0000000000, (64,) * rank, (256,) * (rank - 1), (4,) * rank, (1,) * rank)
 
 
 ACCEPTED: dict[str, TensorMapSpec] = {

@@ -68,9 +68,7 @@ def test_architecture_runs_on(target: str, major: int, minor: int) -> None:
 
 @pytest.mark.parametrize(("target", "major", "minor"), [row[:3] for row in RUNS if not row[3]])
 def test_architecture_is_refused_naming_both_sides(target: str, major: int, minor: int) -> None:
-    with pytest.raises(
-        AbiError, match=rf"built for sm_{target}, device 0 \(SM {major}.{minor}\) is {major}.{minor}"
-    ):
+    with pytest.raises(AbiError, match=rf"built for sm_{target}, device 0 \(SM {major}.{minor}\) is {major}.{minor}"):
         check(cubin(target), device(major, minor))
 
 
@@ -127,9 +125,7 @@ def test_a_padded_offset_in_front_of_the_parameter_does_not_matter() -> None:
 
 
 def test_another_fingerprint_is_refused_naming_both() -> None:
-    with pytest.raises(
-        AbiError, match=f"fingerprint {LAYOUT.fingerprint[:16]}; .*fingerprint 0000000000000000"
-    ):
+    with pytest.raises(AbiError, match=f"fingerprint {LAYOUT.fingerprint[:16]}; .*fingerprint 0000000000000000"):
         check(cubin(), fingerprint="0" * 64)
 
 
@@ -148,9 +144,7 @@ def test_a_block_of_exactly_the_limit_fits() -> None:
 
 
 def test_more_shared_memory_than_the_device_has_is_refused() -> None:
-    with pytest.raises(
-        AbiError, match=r"needs 232449 bytes of dynamic shared memory a block, .* at most 232448"
-    ):
+    with pytest.raises(AbiError, match=r"needs 232449 bytes of dynamic shared memory a block, .* at most 232448"):
         check(cubin(), shared=232449)
 
 

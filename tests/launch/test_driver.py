@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from types import SimpleNamespace
 
 import pytest
 from standin_build import StandIn
@@ -21,6 +22,34 @@ def test_a_missing_library_is_named() -> None:
         Driver("/nonexistent/libcuda.so.1").version()
 
 
+def test_asking_for_a_function_needs_the_library() -> None:
+    with pytest.raises(DriverLibraryError, match="/nonexistent"):
+        Driver("/nonexistent/libcuda.so.1").has("cuFuncLoad")
+
+
+def test_the_library_is_the_one_that_pathfinder_finds(standin: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = SimpleNamespace(abs_path=str(standin.path))
+    monkeypatch.setattr("cuda.pathfinder.load_nvidia_dynamic_lib", lambda name: found if name == "cuda" else None)
+    assert Driver().version() == 13000
+
+
+def test_without_pathfinder_the_plain_name_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(name: str) -> object:
+        raise RuntimeError(name)
+
+    tried: list[str] = []
+
+    def refuse(path: str) -> ctypes.CDLL:
+        tried.append(path)
+        raise OSError("not here")
+
+    monkeypatch.setattr("cuda.pathfinder.load_nvidia_dynamic_lib", lost)
+    monkeypatch.setattr(ctypes, "CDLL", refuse)
+    with pytest.raises(DriverLibraryError, match="not here"):
+        Driver().version()
+    assert tried == ["libcuda.so.1"]
+
+
 def test_a_library_without_our_functions_is_named() -> None:
     with pytest.raises(DriverLibraryError, match=r"libc.so.6 has no cuInit"):
         Driver("libc.so.6").version()
@@ -28,9 +57,7 @@ def test_a_library_without_our_functions_is_named() -> None:
 
 def test_a_machine_without_a_device_says_so(standin: StandIn) -> None:
     standin.without_device()
-    with pytest.raises(
-        DriverCallError, match=r"cuInit returned 100 CUDA_ERROR_NO_DEVICE .*CUDA_VISIBLE_DEVICES"
-    ):
+    with pytest.raises(DriverCallError, match=r"cuInit returned 100 CUDA_ERROR_NO_DEVICE .*CUDA_VISIBLE_DEVICES"):
         Driver(standin.path).version()
 
 
@@ -291,9 +318,7 @@ def test_events_carry_their_handles(driver: Driver, standin: StandIn, context: i
     assert standin.call("cuEventDestroy") == {"event": "0x8001"}
 
 
-def test_elapsed_time_is_a_float_between_the_two_events(
-    driver: Driver, standin: StandIn, context: int
-) -> None:
+def test_elapsed_time_is_a_float_between_the_two_events(driver: Driver, standin: StandIn, context: int) -> None:
     assert driver.elapsed_ms(0x8001, 0x8002) == 1.5
     assert standin.call("cuEventElapsedTime") == {"start": "0x8001", "end": "0x8002"}
 
@@ -336,14 +361,10 @@ def test_function_attributes(driver: Driver, function: int) -> None:
     assert driver.function_attribute(function, api.FUNC_REGISTERS) == 128
 
 
-def test_dynamic_shared_memory_and_clusters_are_opted_into(
-    driver: Driver, standin: StandIn, function: int
-) -> None:
+def test_dynamic_shared_memory_and_clusters_are_opted_into(driver: Driver, standin: StandIn, function: int) -> None:
     driver.allow_dynamic_shared(function, 200000)
     driver.allow_nonportable_cluster(function)
-    assert [
-        call.seen["attribute"] + ":" + call.seen["value"] for call in standin.calls("cuFuncSetAttribute")
-    ] == [
+    assert [call.seen["attribute"] + ":" + call.seen["value"] for call in standin.calls("cuFuncSetAttribute")] == [
         "8:200000",
         "14:1",
     ]
@@ -351,6 +372,12 @@ def test_dynamic_shared_memory_and_clusters_are_opted_into(
 
 def test_parameters_come_with_offset_and_size(driver: Driver, function: int) -> None:
     assert driver.parameters(function) == ((0, 128), (128, 8))
+
+
+def test_another_error_while_asking_for_parameters_is_raised(driver: Driver, standin: StandIn, function: int) -> None:
+    standin.fail("cuFuncGetParamInfo", api.INVALID_HANDLE)
+    with pytest.raises(DriverCallError, match="cuFuncGetParamInfo returned 400"):
+        driver.parameters(function)
 
 
 def test_blocks_per_multiprocessor(driver: Driver, standin: StandIn, function: int) -> None:
@@ -362,9 +389,7 @@ def test_blocks_per_multiprocessor(driver: Driver, standin: StandIn, function: i
     }
 
 
-def test_active_clusters_sees_the_whole_configuration(
-    driver: Driver, standin: StandIn, function: int
-) -> None:
+def test_active_clusters_sees_the_whole_configuration(driver: Driver, standin: StandIn, function: int) -> None:
     config = launch_config((8, 2, 1), (256, 1, 1), 1024, LaunchAttributes((4, 1, 1), 0, False))
     assert driver.active_clusters(function, config) == 16
     assert standin.call("cuOccupancyMaxActiveClusters") == {
@@ -380,9 +405,7 @@ def test_active_clusters_sees_the_whole_configuration(
     }
 
 
-def test_an_error_carries_call_code_name_text_and_cause(
-    driver: Driver, standin: StandIn, context: int
-) -> None:
+def test_an_error_carries_call_code_name_text_and_cause(driver: Driver, standin: StandIn, context: int) -> None:
     standin.fail("cuCtxSynchronize", 1)
     with pytest.raises(DriverCallError) as caught:
         driver.synchronize_context()
@@ -411,9 +434,7 @@ def test_a_fault_is_told_apart_from_this_call(driver: Driver, standin: StandIn, 
     assert caught.value.sticky
 
 
-def test_later_calls_say_where_the_fault_was_first_seen(
-    driver: Driver, standin: StandIn, context: int
-) -> None:
+def test_later_calls_say_where_the_fault_was_first_seen(driver: Driver, standin: StandIn, context: int) -> None:
     standin.fault(700)
     with pytest.raises(DriverCallError):
         driver.synchronize_context()
@@ -428,9 +449,7 @@ def test_a_function_that_the_driver_lacks_is_named(driver: Driver, monkeypatch: 
     assert not driver.has("cuFuture")
 
 
-def test_an_older_symbol_serves_where_the_newest_is_missing(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_older_symbol_serves_where_the_newest_is_missing(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     old = api.Prototype(("cuDriverGetVersion_v9", "cuDriverGetVersion"), (ctypes.c_void_p,))
     monkeypatch.setitem(api.PROTOTYPES, "cuDriverGetVersion", old)
     assert driver.version() == 13000
@@ -441,6 +460,14 @@ def test_an_optional_function_that_is_missing_is_none(
 ) -> None:
     monkeypatch.setitem(api.PROTOTYPES, "cuFuncGetParamInfo", api.Prototype(("cuMissing",), ()))
     assert driver.parameters(function) is None
+
+
+def test_a_driver_that_loads_lazily_only_is_left_to_it(
+    driver: Driver, function: int, standin: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(api.PROTOTYPES, "cuFuncLoad", api.Prototype(("cuMissing",), ()))
+    driver.finish_loading(function)
+    assert standin.calls("cuFuncLoad") == []
 
 
 def test_a_child_of_a_fork_is_told_so(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,9 +88,7 @@ def test_a_patched_descriptor_is_encoded(prepared: PreparedLaunch, standin: Stan
     assert descriptor[:8] == (0x1230).to_bytes(8, "little")
 
 
-def test_descriptors_are_shared_through_the_cache(
-    driver: Driver, kernel: LoadedKernel, standin: StandIn
-) -> None:
+def test_descriptors_are_shared_through_the_cache(driver: Driver, kernel: LoadedKernel, standin: StandIn) -> None:
     cache = TensorMapCache(driver)
     PreparedLaunch(plan(), kernel, driver, cache)
     PreparedLaunch(plan(), kernel, driver, cache)
@@ -162,9 +160,7 @@ def test_a_stepper_reports_what_the_driver_refuses(prepared: PreparedLaunch, sta
 def test_threads_launch_their_own_values(prepared: PreparedLaunch, standin: StandIn) -> None:
     def work(number: int) -> None:
         for i in range(100):
-            prepared.launch(
-                0x5000 + number, {"out": number << 32 | i, "lengths": number << 32 | i, "batch": number}
-            )
+            prepared.launch(0x5000 + number, {"out": number << 32 | i, "lengths": number << 32 | i, "batch": number})
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(1, 7)]
     for thread in threads:
@@ -180,9 +176,7 @@ def test_threads_launch_their_own_values(prepared: PreparedLaunch, standin: Stan
     assert len({v["out"] for _, v in launches}) == 600
 
 
-def test_a_thread_without_a_context_launches_in_the_kernels_own(
-    prepared: PreparedLaunch, standin: StandIn
-) -> None:
+def test_a_thread_without_a_context_launches_in_the_kernels_own(prepared: PreparedLaunch, standin: StandIn) -> None:
     failures: list[BaseException] = []
 
     def work() -> None:
@@ -197,6 +191,24 @@ def test_a_thread_without_a_context_launches_in_the_kernels_own(
     assert failures == []
     assert standin.call("refused") == {"call": "cuLaunchKernelEx"}
     assert standin.call("cuLaunchKernelEx")["symbol"] == SYMBOL
+
+
+@pytest.mark.parametrize("way", ["launch", "step"])
+def test_another_context_being_current_is_the_callers_error(
+    prepared: PreparedLaunch, standin: StandIn, way: str
+) -> None:
+    standin.fail("cuLaunchKernelEx", 201)
+    with pytest.raises(DriverCallError, match="no context is current on this thread, or another one"):
+        {"launch": prepared.launch, "step": prepared.stepper()}[way](0)
+
+
+def test_a_stepper_on_a_thread_without_a_context_uses_the_kernels_own(
+    prepared: PreparedLaunch, driver: Driver, standin: StandIn
+) -> None:
+    driver.set_current(None)
+    prepared.stepper("batch")(0x5001, 4)
+    assert sent(standin)["batch"] == 4
+    assert driver.current_context() is None
 
 
 def test_launching_allocates_waits_and_loads_nothing(prepared: PreparedLaunch, standin: StandIn) -> None:

@@ -50,15 +50,18 @@ def test_the_first_request_loads(cache: ModuleCache, standin: StandIn, context: 
     assert (kernel.max_threads, kernel.facts, str(kernel.architecture)) == (384, kernel_facts(), "sm_90a")
 
 
+def test_the_code_is_on_the_device_before_the_first_launch(cache: ModuleCache, standin: StandIn, context: int) -> None:
+    load(cache, context)
+    assert standin.call("cuFuncLoad") == {"symbol": SYMBOL}
+
+
 def test_the_second_request_neither_reads_nor_loads(cache: ModuleCache, context: int) -> None:
     first = load(cache, context)
     assert load(cache, context, read=unreadable) is first
     assert cache.counts == LoadCounts(loads=1, hits=1)
 
 
-def test_each_context_gets_its_own_module(
-    cache: ModuleCache, driver: Driver, standin: StandIn, context: int
-) -> None:
+def test_each_context_gets_its_own_module(cache: ModuleCache, driver: Driver, standin: StandIn, context: int) -> None:
     standin.with_devices(2)
     second = driver.primary_context(1)
     load(cache, context)
@@ -142,20 +145,14 @@ def test_a_frozen_cache_serves_what_it_has(cache: ModuleCache, context: int) -> 
     assert load(cache, context, read=unreadable) is first
 
 
-def test_a_frozen_cache_reads_and_loads_nothing_new(
-    cache: ModuleCache, standin: StandIn, context: int
-) -> None:
+def test_a_frozen_cache_reads_and_loads_nothing_new(cache: ModuleCache, standin: StandIn, context: int) -> None:
     cache.freeze()
-    with pytest.raises(
-        FrozenError, match=r"'decode' .* is not loaded and the module cache is frozen: preload\(\)"
-    ):
+    with pytest.raises(FrozenError, match=r"'decode' .* is not loaded and the module cache is frozen: preload\(\)"):
         load(cache, context, read=unreadable)
     assert standin.calls("cuModuleLoadData") == []
 
 
-def test_a_capturing_stream_refuses_a_load(
-    cache: ModuleCache, driver: Driver, standin: StandIn, context: int
-) -> None:
+def test_a_capturing_stream_refuses_a_load(cache: ModuleCache, driver: Driver, standin: StandIn, context: int) -> None:
     stream = driver.create_stream()
     driver.begin_capture(stream)
     with pytest.raises(FrozenError, match=r"a stream is capturing: preload\(\) it before"):
@@ -235,9 +232,7 @@ def undeclared_threads() -> KernelFacts:
     return kernel_facts(max_threads=None)
 
 
-def test_without_a_limit_in_the_elf_the_driver_is_asked(
-    cache: ModuleCache, driver: Driver, context: int
-) -> None:
+def test_without_a_limit_in_the_elf_the_driver_is_asked(cache: ModuleCache, driver: Driver, context: int) -> None:
     cache = cache_of(driver, cubin(facts=undeclared_threads()))
     assert load(cache, context, needs=needs(threads=512)).max_threads == 512
 
@@ -252,9 +247,7 @@ def test_the_driver_confirms_the_size_of_the_parameter(cache: ModuleCache, conte
     assert load(cache, context).parameters_checked
 
 
-def test_a_size_that_the_driver_contradicts_is_refused(
-    driver: Driver, standin: StandIn, context: int
-) -> None:
+def test_a_size_that_the_driver_contradicts_is_refused(driver: Driver, standin: StandIn, context: int) -> None:
     standin.add_kernel(SYMBOL, (LAYOUT.size + 64,))
     with pytest.raises(AbiError, match=f"by the driver the kernel takes one of {LAYOUT.size + 64} bytes"):
         load(cache_of(driver), context)
@@ -271,9 +264,7 @@ def attributes_set(standin: StandIn) -> list[str]:
     return [call.seen["attribute"] + ":" + call.seen["value"] for call in standin.calls("cuFuncSetAttribute")]
 
 
-def test_shared_memory_is_opted_into_once_a_function(
-    cache: ModuleCache, standin: StandIn, context: int
-) -> None:
+def test_shared_memory_is_opted_into_once_a_function(cache: ModuleCache, standin: StandIn, context: int) -> None:
     for nbytes in (100000, 200000, 150000):
         load(cache, context, needs=needs(dynamic_shared_bytes=nbytes))
     assert attributes_set(standin) == ["8:100000", "8:200000"]

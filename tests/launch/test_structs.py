@@ -28,9 +28,7 @@ structs = st.builds(
 
 def compiled(layout: StructLayout) -> dict[str, int]:
     """Offsets, size and alignment as a program reports that was built from the generated header."""
-    report = "".join(
-        f'  printf("%s\\"{m.name}\\": %zu", "{", "}", offsetof(S, {m.name}));\n' for m in layout.fields
-    )
+    report = "".join(f'  printf("%s\\"{m.name}\\": %zu", "{", "}", offsetof(S, {m.name}));\n' for m in layout.fields)
     program = (
         '#include "s.h"\n#include <stdio.h>\nint main(void) {\n'
         '  printf("{\\"size\\": %zu, \\"alignment\\": %zu", sizeof(S), alignof(S));\n'
@@ -55,9 +53,7 @@ def test_layout_is_what_the_c_compiler_makes_of_the_generated_header(layout: Str
 
 
 def declare(*types: str, alignment: int = 64) -> StructLayout:
-    return StructLayout.declare(
-        "S", [Field(f"f{i}", kind, f"field {i}") for i, kind in enumerate(types)], alignment
-    )
+    return StructLayout.declare("S", [Field(f"f{i}", kind, f"field {i}") for i, kind in enumerate(types)], alignment)
 
 
 @pytest.mark.parametrize(("alignment", "offset", "size"), [(64, 64, 192), (128, 128, 256)])
@@ -90,9 +86,7 @@ def test_unpacking_gives_back_what_was_packed(data: st.DataObject) -> None:
 
 def test_padding_is_zero() -> None:
     layout = declare("bool", "int64", "bool")
-    assert (
-        layout.pack({"f0": True, "f1": -1, "f2": True}).hex() == "01" + "00" * 7 + "ff" * 8 + "01" + "00" * 7
-    )
+    assert layout.pack({"f0": True, "f1": -1, "f2": True}).hex() == "01" + "00" * 7 + "ff" * 8 + "01" + "00" * 7
 
 
 def test_arrays_pack_element_by_element() -> None:
@@ -191,10 +185,7 @@ def test_fingerprint_changes_with_names_types_and_fields(other: StructLayout) ->
 
 
 def test_fingerprint_changes_with_descriptor_alignment() -> None:
-    assert (
-        declare("int32", "CUtensorMap").fingerprint
-        != declare("int32", "CUtensorMap", alignment=128).fingerprint
-    )
+    assert declare("int32", "CUtensorMap").fingerprint != declare("int32", "CUtensorMap", alignment=128).fingerprint
 
 
 def test_fingerprint_does_not_change_with_meanings() -> None:
@@ -207,9 +198,7 @@ def test_fingerprint_is_the_digest_of_its_documented_lines() -> None:
 
 
 def test_a_meaning_cannot_swallow_the_next_member() -> None:
-    layout = StructLayout.declare(
-        "S", [Field("f0", "int32", "ends in \\"), Field("f1", "int32", "two\nlines")]
-    )
+    layout = StructLayout.declare("S", [Field("f0", "int32", "ends in \\"), Field("f1", "int32", "two\nlines")])
     assert compiled(layout) == {"f0": 0, "f1": 4, "size": 8, "alignment": 4}
 
 

@@ -16,9 +16,7 @@ OUR_NAMES = {"float32": "float", "fast_mod_div_int32": "FastModDiv"}
 
 
 def test_fields_lie_where_the_reference_launcher_has_them() -> None:
-    expected = [
-        (f["name"], OUR_NAMES.get(f["type"], f["type"]), f["offset"], f["size"]) for f in STRUCT["fields"]
-    ]
+    expected = [(f["name"], OUR_NAMES.get(f["type"], f["type"]), f["offset"], f["size"]) for f in STRUCT["fields"]]
     assert [(m.name, m.type, m.offset, m.size) for m in KERNEL_PARAMS.fields] == expected
 
 

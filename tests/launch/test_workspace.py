@@ -57,9 +57,7 @@ def test_memory_is_freed_if_it_cannot_be_cleared(driver: Driver, standin: StandI
 def test_none_is_made_while_the_stream_captures(driver: Driver, standin: StandIn, context: int) -> None:
     stream = driver.create_stream()
     driver.begin_capture(stream)
-    with pytest.raises(
-        WorkspaceError, match=r"64 bytes would be made while stream .* captures.*prepare\(stream\)"
-    ):
+    with pytest.raises(WorkspaceError, match=r"64 bytes would be made while stream .* captures.*prepare\(stream\)"):
         Workspace.allocate(driver, context, 64, stream)
     assert standin.calls("cuMemAlloc") == []
 

@@ -441,6 +441,11 @@ CUresult CUDAAPI cuModuleGetFunction(CUfunction *function, CUmodule module, cons
   REFUSE(CUDA_ERROR_NOT_FOUND);
   LEAVE
 }
+CUresult CUDAAPI cuFuncLoad(CUfunction function) {
+  ENTER("cuFuncLoad")
+  say("cuFuncLoad symbol=%s\n", ((struct kernel *)function)->symbol);
+  LEAVE
+}
 CUresult CUDAAPI cuFuncGetAttribute(int *value, CUfunction_attribute attribute, CUfunction function) {
   ENTER("cuFuncGetAttribute")
   struct kernel *k = (struct kernel *)function;

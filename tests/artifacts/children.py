@@ -1,0 +1,72 @@
+"""Running a test's body where root's powers, the disk or the mounts are different."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import cubin_runtime
+
+PACKAGE_ROOT = Path(cubin_runtime.__file__).parent.parent
+ORDINARY_USER = 65534
+# imported before the drop: the interpreter itself may lie where only root can read
+DROP = f"""
+import os, pathlib, filelock, requests, cubin_runtime.artifacts.library
+os.setgroups([])
+os.setgid({ORDINARY_USER})
+os.setuid({ORDINARY_USER})
+"""
+_HERE = str(Path(__file__).parent)
+
+
+def run_child(
+    body: str, *arguments: object, as_user: bool = False, mounts: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """Run Python source in a new process and return it, finished.
+
+    ``as_user`` drops to an ordinary user first; ``mounts`` is shell text that runs before, in a mount
+    namespace of the child alone. ``sys.argv[1:]`` are the arguments.
+    """
+    source = (DROP if as_user and os.getuid() == 0 else "") + textwrap.dedent(body)
+    command = [sys.executable, "-c", source, *map(str, arguments)]
+    if mounts:
+        command = ["unshare", "-m", "sh", "-ec", f'{mounts}\nexec "$@"', "sh", *command]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{PACKAGE_ROOT}{os.pathsep}{_HERE}",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+
+
+@functools.cache
+def can_mount() -> str:
+    """Why mounts in a namespace of our own are not possible here; empty if they are."""
+    try:
+        done = subprocess.run(
+            ["unshare", "-m", "sh", "-ec", "mount -t tmpfs none /mnt"],
+            capture_output=True,
+            text=True,
+            timeout=20,
+        )
+    except FileNotFoundError:
+        return "there is no unshare command"
+    return done.stderr.strip() if done.returncode else ""
+
+
+def needs_mounts() -> None:
+    if reason := can_mount():
+        pytest.skip(f"mounting in a namespace is not allowed here: {reason}")
+
+
+def open_to_all(path: Path) -> None:
+    """Let the ordinary user reach a path below pytest's private folders."""
+    for folder in (path, *path.parents):
+        if folder.stat().st_uid == os.getuid() and folder != Path("/"):
+            folder.chmod(folder.stat().st_mode | 0o055)

@@ -1,0 +1,476 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from children import PACKAGE_ROOT, needs_mounts, open_to_all, run_child
+from filelock import FileLock
+from releases import QUICK_POLICY, Release, make_release, visible_files, zip_tree
+from serving import (
+    Action,
+    FaultyServer,
+    announced_oversize,
+    gzip_encoded,
+    hang,
+    ok,
+    redirect,
+    reset,
+    serving,
+    short_length,
+    slow,
+    status,
+    truncated,
+    wrong_bytes,
+)
+
+from cubin_runtime.artifacts.fetch import FetchPolicy
+from cubin_runtime.artifacts.locks import ShardLock, shard_of
+from cubin_runtime.artifacts.store import Store
+from cubin_runtime.errors import CorruptError, PinError, SourceError, StoreError, UsageError
+
+NAME = "fmha/prefill.cubin"
+
+
+def all_digests(release: Release) -> list[str]:
+    return sorted({*map(release.digest, release.files), release.pin.manifest_sha256})
+
+
+def test_a_release_is_fetched_whole_with_its_manifest(
+    release: Release, server: FaultyServer, store: Path
+) -> None:
+    report = release.library(store, server.url).fetch(release.pin)
+    assert visible_files(store) == all_digests(release)
+    assert (report.chosen, report.present, report.fetched, report.bytes) == (3, 0, 3, release.pin.bytes)
+    assert report.by_source == {server.url: 3}
+
+
+def test_what_is_there_is_not_fetched_again(release: Release, server: FaultyServer, store: Path) -> None:
+    library = release.library(store, server.url)
+    library.fetch(release.pin)
+    before = sum(server.counts.values())
+    report = library.fetch(release.pin)
+    assert (report.present, report.fetched, sum(server.counts.values())) == (3, 0, before)
+
+
+def test_presence_is_trusted_by_name(release: Release, server: FaultyServer, store: Path) -> None:
+    Store(store).put(release.digest(NAME), b"damaged")
+    release.library(store, server.url).fetch(release.pin)
+    assert server.count(NAME) == 0
+
+
+def test_only_chosen_files_are_fetched(release: Release, server: FaultyServer, store: Path) -> None:
+    report = release.library(store, server.url).fetch(release.pin, [release.path(NAME)])
+    assert (report.chosen, report.fetched) == (1, 1)
+    assert server.count("decode.cubin") == 0
+
+
+def test_the_manifest_is_looked_up_beside_the_files_and_nothing_else_is_asked_for(
+    release: Release, server: FaultyServer, store: Path
+) -> None:
+    release.library(store, server.url).fetch(release.pin)
+    names = {*release.files, "checksums.txt"}
+    assert set(server.counts) == {f"/{release.pin.path}/{name}" for name in names}
+
+
+def test_a_dry_run_fetches_at_most_the_manifest(release: Release, server: FaultyServer, store: Path) -> None:
+    report = release.library(store, server.url).fetch(release.pin, dry_run=True)
+    assert (report.missing, report.fetched, report.about_bytes) == (3, 0, release.pin.bytes)
+    assert visible_files(store) == [release.pin.manifest_sha256]
+
+
+def test_a_path_outside_the_manifest_is_refused(release: Release, server: FaultyServer, store: Path) -> None:
+    with pytest.raises(PinError, match="not in the manifest"):
+        release.library(store, server.url).fetch(release.pin, [release.path("other.cubin")])
+
+
+def test_jobs_below_one_are_refused(release: Release, server: FaultyServer, store: Path) -> None:
+    with pytest.raises(UsageError, match="jobs: got 0"):
+        release.library(store, server.url).fetch(release.pin, jobs=0)
+
+
+def test_progress_counts_every_file_once(release: Release, server: FaultyServer, store: Path) -> None:
+    library = release.library(store, server.url)
+    library.fetch(release.pin, [release.path(NAME)])
+    steps: list[int] = []
+    library.fetch(release.pin, progress=steps.append)
+    assert sum(steps) == 3
+
+
+@pytest.mark.parametrize("jobs", [1, 2, 16])
+def test_many_files_are_fetched_once_each_whatever_the_jobs(tmp_path: Path, jobs: int, store: Path) -> None:
+    many = make_release(tmp_path / "many", {f"k{n:03}": f"kernel {n}".encode() for n in range(150)})
+    with serving(many.root) as server:
+        many.library(store, server.url).fetch(many.pin, jobs=jobs)
+        assert set(server.counts.values()) == {1}
+    assert visible_files(store) == all_digests(many)
+
+
+def test_two_names_of_equal_bytes_are_fetched_once(tmp_path: Path, store: Path) -> None:
+    twins = make_release(tmp_path / "twins", {"a": b"same", "b": b"same", "c": b"other"})
+    with serving(twins.root) as server:
+        report = twins.library(store, server.url).fetch(twins.pin)
+        assert server.count("/a") + server.count("/b") == 1
+    assert (report.fetched, report.bytes) == (3, len(b"sameother"))
+    assert visible_files(store) == all_digests(twins)
+
+
+# -- what may pass is tried again, what cannot is not
+
+
+@pytest.mark.parametrize("action", [status(500), status(503, Retry_After="0"), truncated, reset, hang])
+def test_a_fault_that_passes_is_retried(
+    release: Release, server: FaultyServer, store: Path, action: Action
+) -> None:
+    server.fault(NAME, action, ok)
+    release.library(store, server.url).fetch(release.pin)
+    assert (server.count(NAME), visible_files(store)) == (2, all_digests(release))
+
+
+@pytest.mark.parametrize("action", [wrong_bytes, short_length])
+def test_wrong_bytes_that_turn_right_are_taken(
+    release: Release, server: FaultyServer, store: Path, action: Action
+) -> None:
+    server.fault(NAME, action, ok)
+    release.library(store, server.url).fetch(release.pin)
+    assert (server.count(NAME), visible_files(store)) == (2, all_digests(release))
+
+
+@pytest.mark.parametrize(
+    ("action", "requests", "kind"),
+    [
+        (status(404), 1, SourceError),
+        (status(403), 1, SourceError),
+        (gzip_encoded, 1, SourceError),
+        (announced_oversize, 1, SourceError),
+        (redirect("ftp://host/x"), 1, SourceError),
+        (redirect("?again"), 6, SourceError),
+        (status(503, Retry_After="3600"), 1, SourceError),
+        (status(500), 4, SourceError),
+        (truncated, 4, SourceError),
+        (wrong_bytes, 2, CorruptError),
+        (short_length, 2, CorruptError),
+    ],
+)
+def test_a_fault_that_stays_costs_so_many_requests_and_the_other_files_arrive(
+    release: Release, server: FaultyServer, store: Path, action: Action, requests: int, kind: type[Exception]
+) -> None:
+    server.fault(NAME, action)
+    with pytest.raises(kind, match=NAME):
+        release.library(store, server.url).fetch(release.pin)
+    assert server.count(NAME) == requests
+    assert set(all_digests(release)) - set(visible_files(store)) == {release.digest(NAME)}
+
+
+def test_retry_after_is_waited_for(release: Release, server: FaultyServer, store: Path) -> None:
+    server.fault(NAME, status(503, Retry_After="1"), ok)
+    began = time.monotonic()
+    release.library(store, server.url).fetch(release.pin)
+    assert time.monotonic() - began >= 1.0
+
+
+def test_a_dead_server_is_not_asked_for_every_file(tmp_path: Path, store: Path) -> None:
+    many = make_release(tmp_path / "many", {f"k{n:03}": f"kernel {n}".encode() for n in range(60)})
+    with serving(many.root) as server:
+        server.fault("", status(503))
+        server.fault("checksums.txt", ok)
+        server.faults = dict(reversed(server.faults.items()))
+        with pytest.raises(SourceError, match="60 of 60 files were not delivered"):
+            many.library(store, server.url).fetch(many.pin, jobs=2)
+        assert sum(server.counts.values()) < 30
+
+
+@pytest.mark.parametrize("action", [status(404), status(500), wrong_bytes, gzip_encoded])
+def test_the_next_source_is_asked_when_one_fails(
+    release: Release, server: FaultyServer, store: Path, action: Action
+) -> None:
+    server.fault(NAME, action)
+    report = release.library(store, server.url, release.root).fetch(release.pin)
+    assert report.by_source == {server.url: 2, str(release.root): 1}
+
+
+def test_the_first_source_that_has_the_bytes_wins(
+    release: Release, server: FaultyServer, store: Path
+) -> None:
+    report = release.library(store, release.root, server.url).fetch(release.pin)
+    assert (report.by_source, server.counts) == ({str(release.root): 3}, {})
+
+
+def test_the_error_names_every_source_with_its_reason(
+    release: Release, server: FaultyServer, store: Path
+) -> None:
+    server.fault(NAME, status(404))
+    with pytest.raises(SourceError, match=r"status 404.*nothing-here is no directory"):
+        release.library(store, server.url, "/nothing-here").fetch(release.pin)
+
+
+def test_the_error_without_any_source_says_what_to_install(store: Path, tmp_path: Path) -> None:
+    named = make_release(tmp_path / "named", name="trtllm-gen-9.9")
+    with pytest.raises(SourceError, match=r"install flashinfer-cubin==9\.9"):
+        named.library(store, "package").fetch(named.pin)
+
+
+def test_a_manifest_that_is_not_the_pinned_one_is_a_pin_error(
+    release: Release, server: FaultyServer, store: Path
+) -> None:
+    server.fault("checksums.txt", wrong_bytes)
+    with pytest.raises(PinError, match="not the pinned one"):
+        release.library(store, server.url).fetch(release.pin)
+    assert visible_files(store) == []
+
+
+def test_an_archive_is_a_source_for_everything(release: Release, store: Path, tmp_path: Path) -> None:
+    archive = zip_tree(release.root, tmp_path / "x.whl")
+    assert release.library(store, archive).fetch(release.pin).fetched == 3
+
+
+def test_a_store_is_a_source_for_everything(release: Release, store: Path, tmp_path: Path) -> None:
+    release.library(tmp_path / "first", release.root).fetch(release.pin)
+    assert release.library(store, tmp_path / "first").fetch(release.pin).fetched == 3
+
+
+def test_offline_asks_no_server(release: Release, server: FaultyServer, store: Path) -> None:
+    library = release.library(store, server.url, offline=True)
+    with pytest.raises(SourceError, match="not asked, the network is switched off"):
+        library.fetch(release.pin)
+    assert not server.counts
+
+
+def test_offline_opens_no_socket(release: Release, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> None:
+        raise AssertionError("a socket was opened")
+
+    monkeypatch.setattr("socket.socket.connect", refuse)
+    monkeypatch.setattr("socket.getaddrinfo", refuse)
+    library = release.library(store, "http://host.invalid/", release.root, offline=True)
+    assert library.fetch(release.pin).fetched == 3
+
+
+# -- the store
+
+
+def test_too_little_room_is_found_before_a_byte_moves(
+    release: Release, server: FaultyServer, store: Path
+) -> None:
+    library = release.library(store, server.url)
+    huge = replace(release.pin, bytes=1 << 60)
+    with pytest.raises(StoreError, match="about 1152921504606846976 bytes are needed"):
+        library.fetch(huge)
+    assert server.count(NAME) == 0
+
+
+FETCH = """
+import sys, time, filelock, requests
+from pathlib import Path
+from releases import QUICK_LIMITS, QUICK_POLICY
+from cubin_runtime.artifacts.library import Library
+from cubin_runtime.config import Config
+from cubin_runtime.errors import CubinRuntimeError
+store, pins, source, *start = map(str, sys.argv[1:])
+while start and not Path(start[0]).exists():
+    time.sleep(0.005)
+library = Library(Config(Path(store), (source,), (Path(pins),)), limits=QUICK_LIMITS, policy=QUICK_POLICY)
+pin = library.pins.get("made-1.0")
+try:
+    print(library.fetch(pin, jobs=2))
+except CubinRuntimeError as error:
+    print(type(error).__name__, error.exit_code, error)
+"""
+
+
+def test_a_disk_that_fills_up_is_one_clear_error(tmp_path: Path) -> None:
+    needs_mounts()
+    big = make_release(tmp_path / "big", {"one": os.urandom(60_000), "two": os.urandom(60_001)})
+    unknown = big.pin_file.read_text().replace("bytes = 120001\n", "bytes = 0\n", 1)
+    big.pin_file.write_text(unknown)
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounts = f"mount -t tmpfs -o size=100k none {disk}"
+    body = FETCH + "print([p.name[:4] for p in Path(store).rglob('*.tmp*')])"
+    done = run_child(body, disk / "store", big.pin_file, big.root, mounts=mounts)
+    assert "StoreError 8" in done.stdout, done.stderr
+    assert "the store is full" in done.stdout
+    assert done.stdout.endswith("[]\n")
+
+
+def test_a_read_only_disk_is_one_clear_error(release: Release, tmp_path: Path) -> None:
+    needs_mounts()
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounts = f"mount --bind {disk} {disk}; mount -o remount,bind,ro {disk}"
+    done = run_child(FETCH, disk / "store", release.pin_file, release.root, mounts=mounts)
+    assert "StoreError 8" in done.stdout, done.stderr
+    assert "Read-only file system" in done.stdout
+
+
+def test_a_store_of_another_user_is_one_clear_error(release: Release, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    open_to_all(disk)
+    open_to_all(release.root / release.pin.path.text)
+    done = run_child(FETCH, disk / "store", release.pin_file, release.root, as_user=True)
+    assert "StoreError 8" in done.stdout, done.stderr
+    assert "Permission denied" in done.stdout
+
+
+def test_a_store_filled_by_root_in_an_open_folder_takes_an_ordinary_users_files(
+    release: Release, tmp_path: Path
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    before = os.umask(0)
+    try:
+        release.library(disk, release.root).fetch(release.pin, [release.path(NAME)])
+    finally:
+        os.umask(before)
+    open_to_all(disk)
+    open_to_all(release.root / release.pin.path.text)
+    disk.chmod(0o777)
+    done = run_child(FETCH, disk, release.pin_file, release.root, as_user=True)
+    assert "fetched=2" in done.stdout, done.stdout + done.stderr
+
+
+def start(release: Release, store: Path, source: str, *signal_file: Path) -> subprocess.Popen[str]:
+    here = str(Path(__file__).parent)
+    environment = {**os.environ, "PYTHONPATH": f"{PACKAGE_ROOT}{os.pathsep}{here}"}
+    command = [sys.executable, "-c", FETCH, str(store), str(release.pin_file), source, *map(str, signal_file)]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, "waited 20 s"
+        time.sleep(0.01)
+
+
+@pytest.mark.timeout(90)
+def test_eight_processes_that_start_together_download_once(
+    release: Release, server: FaultyServer, store: Path, tmp_path: Path
+) -> None:
+    for name in release.files:
+        server.fault(name, slow(0.3))
+    children = [start(release, store, server.url, tmp_path / "go") for _ in range(8)]
+    time.sleep(4)
+    (tmp_path / "go").touch()
+    outputs = [child.communicate(timeout=60) for child in children]
+    assert [child.returncode for child in children] == [0] * 8, outputs
+    assert set(server.counts.values()) == {1}
+    assert len(server.counts) == 4
+    assert visible_files(store) == all_digests(release)
+
+
+def test_a_process_killed_in_the_middle_leaves_nothing_visible_and_the_next_completes(
+    release: Release, server: FaultyServer, store: Path
+) -> None:
+    server.fault(NAME, slow(30))
+    child = start(release, store, server.url)
+    wait_until(lambda: server.count(NAME) > 0)
+    os.kill(child.pid, signal.SIGKILL)
+    child.communicate()
+    assert release.digest(NAME) not in visible_files(store)
+    server.fault(NAME, ok)
+    release.library(store, server.url).fetch(release.pin)
+    assert visible_files(store) == all_digests(release)
+
+
+def test_an_interrupt_ends_soon_and_leaves_no_temporary(
+    release: Release, server: FaultyServer, store: Path
+) -> None:
+    server.fault(NAME, slow(30))
+    child = start(release, store, server.url)
+    wait_until(lambda: server.count(NAME) > 0)
+    os.kill(child.pid, signal.SIGINT)
+    _, errors = child.communicate(timeout=10)
+    assert "KeyboardInterrupt" in errors
+    assert set(visible_files(store)) < set(all_digests(release))
+
+
+def test_a_holder_that_shows_no_progress_is_not_waited_for_for_ever(
+    release: Release, server: FaultyServer, store: Path
+) -> None:
+    library = release.library(store, server.url, policy=replace(QUICK_POLICY, lock_give_up=0.3))
+    library.fetch(release.pin, [release.path("kernels.bin")])
+    file = store / "locks" / f"{shard_of(release.digest(NAME))}.lock"
+    with FileLock(file):
+        assert library.fetch(release.pin).present == 1
+    assert visible_files(store) == all_digests(release)
+
+
+def test_a_waiter_goes_on_when_another_process_has_published(
+    release: Release, server: FaultyServer, store: Path
+) -> None:
+    library = release.library(store, server.url, policy=replace(QUICK_POLICY, lock_give_up=60.0))
+    library.fetch(release.pin, [release.path("kernels.bin"), release.path("fmha/decode.cubin")])
+    file = store / "locks" / f"{shard_of(release.digest(NAME))}.lock"
+    with FileLock(file):
+        Store(store).put(release.digest(NAME), release.files[NAME])
+        assert library.fetch(release.pin).fetched == 0
+
+
+def test_a_holder_that_touches_its_lock_is_waited_for(tmp_path: Path) -> None:
+    holder, waiter = ShardLock(tmp_path, "a"), ShardLock(tmp_path, "a", give_up=0.2)
+    assert holder.try_take()
+    deadline = time.monotonic() + 0.6
+    taken = False
+    while time.monotonic() < deadline:
+        holder.touch()
+        taken = taken or waiter.try_take()
+        time.sleep(0.02)
+    assert not taken
+
+
+def test_a_lock_is_free_after_its_release(tmp_path: Path) -> None:
+    holder, waiter = ShardLock(tmp_path, "a"), ShardLock(tmp_path, "a", give_up=60.0)
+    assert holder.try_take()
+    assert not waiter.try_take()
+    holder.release()
+    assert waiter.try_take()
+    waiter.release()
+
+
+def test_lock_files_are_at_most_sixteen_and_stay(tmp_path: Path, store: Path) -> None:
+    many = make_release(tmp_path / "many", {f"k{n:03}": f"kernel {n}".encode() for n in range(200)})
+    many.library(store, many.root).fetch(many.pin)
+    assert len(list((store / "locks").iterdir())) == 16
+
+
+def test_locks_that_cannot_be_made_do_not_matter(release: Release, store: Path) -> None:
+    store.mkdir()
+    (store / "locks").write_text("in the way")
+    assert release.library(store, release.root).fetch(release.pin).fetched == 3
+
+
+def test_a_symlink_planted_as_a_lock_is_not_followed(release: Release, store: Path, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("keep me")
+    (store / "locks").mkdir(parents=True)
+    for digit in "0123456789abcdef":
+        (store / "locks" / f"{digit}.lock").symlink_to(victim)
+    release.library(store, release.root).fetch(release.pin)
+    assert (victim.read_text(), visible_files(store)) == ("keep me", all_digests(release))
+
+
+@pytest.mark.parametrize(
+    ("attempt", "retry_after", "low", "high"),
+    [(0, None, 0.375, 0.625), (1, None, 0.75, 1.25), (2, 3.0, 3.0, 3.0)],
+)
+def test_waits_double_or_are_what_the_server_says(
+    attempt: int, retry_after: float | None, low: float, high: float
+) -> None:
+    delay = FetchPolicy().delay(attempt, retry_after)
+    assert delay is not None
+    assert low <= delay <= high
+
+
+@pytest.mark.parametrize(("attempt", "retry_after"), [(3, None), (3, 1.0), (0, 61.0)])
+def test_no_wait_means_no_further_attempt(attempt: int, retry_after: float | None) -> None:
+    assert FetchPolicy().delay(attempt, retry_after) is None

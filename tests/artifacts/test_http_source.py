@@ -1,0 +1,270 @@
+from __future__ import annotations
+
+import ssl
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from email.utils import formatdate
+from pathlib import Path
+
+import pytest
+import requests
+from releases import QUICK_LIMITS, Release
+from serving import (
+    Action,
+    FaultyServer,
+    announced_oversize,
+    drip,
+    endless,
+    gzip_encoded,
+    hang,
+    hang_in_the_body,
+    redirect,
+    reset,
+    status,
+    truncated,
+)
+
+from cubin_runtime.artifacts.http_source import HttpSource
+from cubin_runtime.artifacts.sources import NotHereError, RetryableError, Wanted, parse_source
+from cubin_runtime.errors import SourceError
+
+NAME = "fmha/prefill.cubin"
+SECRET = "token=hidden"
+
+
+def source_of(url: str) -> HttpSource:
+    return HttpSource(parse_source(url), QUICK_LIMITS)
+
+
+def wanted(release: Release) -> Wanted:
+    return Wanted(release.path(NAME), release.pin.path, None, len(release.files[NAME]))
+
+
+def test_the_bytes_of_a_file_are_delivered(release: Release, server: FaultyServer) -> None:
+    assert source_of(server.url).read(wanted(release)) == release.files[NAME]
+
+
+def test_a_base_url_may_have_a_path_and_a_query(release: Release, server: FaultyServer) -> None:
+    server.root = release.root.parent
+    assert source_of(f"{server.url}/tree/?{SECRET}").read(wanted(release)) == release.files[NAME]
+    assert server.targets == [f"/tree/{release.path(NAME)}?{SECRET}"]
+
+
+def test_names_with_odd_characters_are_quoted(release: Release, server: FaultyServer) -> None:
+    odd = release.path("fmha/a b?c#d%20ü.cubin")
+    (server.root / odd.text).write_bytes(b"odd")
+    assert source_of(server.url).read(replace(wanted(release), path=odd)) == b"odd"
+
+
+def test_identity_is_asked_for(release: Release, server: FaultyServer) -> None:
+    source_of(server.url).read(wanted(release))
+    assert [seen["Accept-Encoding"] for seen in server.seen_headers[f"/{release.path(NAME)}"]] == ["identity"]
+
+
+@pytest.mark.parametrize(
+    ("action", "kind", "reason"),
+    [
+        (status(404), NotHereError, "status 404"),
+        (status(410), NotHereError, "status 410"),
+        (status(401), SourceError, "status 401 .credentials come from netrc"),
+        (status(403), SourceError, "status 403 .credentials come from netrc"),
+        (status(206), SourceError, "status 206"),
+        (status(304), SourceError, "status 304"),
+        (status(500), RetryableError, "status 500"),
+        (status(503), RetryableError, "status 503"),
+        (status(429), RetryableError, "status 429"),
+        (truncated, RetryableError, "truncated"),
+        (reset, RetryableError, "reset"),
+        (hang, RetryableError, "no byte for 0.4 s"),
+        (hang_in_the_body, RetryableError, "no byte for 0.4 s"),
+        (drip, RetryableError, "bytes a second, expected 2000 or more"),
+        (announced_oversize, SourceError, "announces 1099511627776 bytes"),
+        (endless, SourceError, "sends more than 3900 bytes"),
+        (gzip_encoded, SourceError, "Content-Encoding 'gzip'"),
+        (redirect("ftp://host/file"), SourceError, "redirects to scheme 'ftp'"),
+        (redirect("file:///etc/passwd"), SourceError, "redirects to scheme 'file'"),
+        (redirect("http://user:pass@127.0.0.1/"), SourceError, "redirects to a URL with credentials"),
+        (redirect("?again"), SourceError, "more than 5 redirects"),
+        (status(302), SourceError, "without a Location"),
+    ],
+)
+def test_each_fault_has_its_own_error(
+    release: Release, server: FaultyServer, action: Action, kind: type[Exception], reason: str
+) -> None:
+    server.fault(NAME, action)
+    with pytest.raises(kind, match=reason) as caught:
+        source_of(f"{server.url}?{SECRET}").read(wanted(release))
+    assert type(caught.value) is kind
+    assert SECRET not in str(caught.value)
+
+
+def test_a_server_that_is_not_there_is_an_error_that_may_pass(release: Release, server: FaultyServer) -> None:
+    url = server.url
+    server.server_close()
+    with pytest.raises(RetryableError, match="Connection refused"):
+        source_of(f"{url}?{SECRET}").read(wanted(release))
+
+
+def test_a_name_that_does_not_resolve_is_an_error_without_the_query(
+    release: Release, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(RetryableError) as caught:
+        source_of(f"http://no-such-host.invalid/root?{SECRET}").read(wanted(release))
+    assert SECRET not in str(caught.value)
+    assert "no-such-host.invalid/root" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [
+        ("7", 7.0),
+        (" 0 ", 0.0),
+        (formatdate(time.time() - 100, usegmt=True), 0.0),
+        ("soon", None),
+        ("-5", None),
+    ],
+)
+def test_retry_after_is_read_as_seconds_or_date(
+    release: Release, server: FaultyServer, value: str, seconds: float | None
+) -> None:
+    server.fault(NAME, status(503, Retry_After=value))
+    with pytest.raises(RetryableError) as caught:
+        source_of(server.url).read(wanted(release))
+    assert caught.value.retry_after == seconds
+
+
+def test_redirects_are_followed_up_to_five(release: Release, server: FaultyServer) -> None:
+    server.fault(NAME, *[redirect("?hop")] * 5, lambda handler, body: handler.answer(200, body))
+    assert source_of(server.url).read(wanted(release)) == release.files[NAME]
+
+
+def test_the_error_of_a_redirected_request_hides_the_query_of_the_target(
+    release: Release, server: FaultyServer
+) -> None:
+    server.fault(NAME, redirect(f"/elsewhere?{SECRET}"))
+    with pytest.raises(NotHereError, match="/elsewhere: status 404") as caught:
+        source_of(server.url).read(wanted(release))
+    assert SECRET not in str(caught.value)
+
+
+def test_a_stopped_transfer_ends_between_two_reads(release: Release, server: FaultyServer) -> None:
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(SourceError, match="stopped"):
+        HttpSource(parse_source(server.url), QUICK_LIMITS, stop=stop).read(wanted(release))
+
+
+def test_cookies_of_a_server_are_not_sent_back(release: Release, server: FaultyServer) -> None:
+    server.fault(NAME, lambda handler, body: handler.answer(200, body, Set_Cookie="id=1"))
+    source = source_of(server.url)
+    source.read(wanted(release))
+    source.read(wanted(release))
+    assert "Cookie" not in server.seen_headers[f"/{release.path(NAME)}"][1]
+
+
+def write_netrc(place: Path, monkeypatch: pytest.MonkeyPatch, *hosts: str) -> None:
+    file = place / "netrc"
+    file.write_text("".join(f"machine {host} login me password for-{host}\n" for host in hosts))
+    file.chmod(0o600)
+    monkeypatch.setenv("NETRC", str(file))
+
+
+def test_credentials_are_never_sent_over_plain_http(
+    release: Release, server: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_netrc(tmp_path, monkeypatch, "127.0.0.1")
+    source_of(server.url).read(wanted(release))
+    assert "Authorization" not in server.seen_headers[f"/{release.path(NAME)}"][0]
+
+
+def make_tls(place: Path, monkeypatch: pytest.MonkeyPatch) -> ssl.SSLContext:
+    """A certificate for both names of loopback, made on the spot and trusted by requests."""
+    key, certificate = place / "key.pem", place / "certificate.pem"
+    names = "subjectAltName=IP:127.0.0.1,DNS:localhost"
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+    ]
+    command += [
+        "-keyout",
+        str(key),
+        "-out",
+        str(certificate),
+        "-days",
+        "2",
+        "-subj",
+        "/CN=test",
+        "-addext",
+        names,
+    ]
+    try:
+        subprocess.run(command, check=True, capture_output=True, timeout=30)
+    except (FileNotFoundError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"openssl cannot make a certificate here: {error}")
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(certificate))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    return context
+
+
+@pytest.fixture
+def tls_server(
+    release: Release, server: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> FaultyServer:
+    context = make_tls(tmp_path, monkeypatch)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    return server
+
+
+def test_credentials_of_the_host_are_sent_over_https(
+    release: Release, tls_server: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_netrc(tmp_path, monkeypatch, "127.0.0.1")
+    source_of(tls_server.url.replace("http:", "https:")).read(wanted(release))
+    sent = tls_server.seen_headers[f"/{release.path(NAME)}"][0]["Authorization"]
+    assert sent == requests.auth._basic_auth_str("me", "for-127.0.0.1")
+
+
+def test_credentials_never_follow_to_another_host(
+    release: Release, tls_server: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_netrc(tmp_path, monkeypatch, "127.0.0.1")
+    tls_server.fault(
+        NAME, redirect(f"https://localhost:{tls_server.server_port}/{release.path('kernels.bin')}")
+    )
+    source_of(tls_server.url.replace("http:", "https:")).read(wanted(release))
+    assert "Authorization" in tls_server.seen_headers[f"/{release.path(NAME)}"][0]
+    assert "Authorization" not in tls_server.seen_headers[f"/{release.path('kernels.bin')}"][0]
+
+
+def test_https_never_goes_on_as_http(release: Release, tls_server: FaultyServer) -> None:
+    tls_server.fault(NAME, redirect(f"{tls_server.url}/{release.path(NAME)}"))
+    with pytest.raises(SourceError, match="from https to http"):
+        source_of(tls_server.url.replace("http:", "https:")).read(wanted(release))
+
+
+def test_a_certificate_that_nobody_trusts_is_a_final_error(
+    release: Release, tls_server: FaultyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("REQUESTS_CA_BUNDLE")
+    with pytest.raises(SourceError, match="TLS failed") as caught:
+        source_of(tls_server.url.replace("http:", "https:")).read(wanted(release))
+    assert type(caught.value) is SourceError
+
+
+def test_bytes_that_come_are_signs_of_life(release: Release, server: FaultyServer) -> None:
+    ticks: list[int] = []
+    tick: Callable[[], None] = lambda: ticks.append(1)  # noqa: E731
+    HttpSource(parse_source(server.url), QUICK_LIMITS, tick=tick).read(wanted(release))
+    assert ticks

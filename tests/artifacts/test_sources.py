@@ -1,0 +1,236 @@
+from __future__ import annotations
+
+import os
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from releases import Release, make_release, manifest_of, zip_tree
+
+from cubin_runtime.artifacts.path import ArtifactPath
+from cubin_runtime.artifacts.sources import (
+    ArchiveSource,
+    DirectorySource,
+    NotHereError,
+    PackageSource,
+    Wanted,
+    parse_source,
+    redact,
+)
+from cubin_runtime.artifacts.store import Store
+from cubin_runtime.errors import SourceError, UsageError
+
+NAME = "fmha/decode.cubin"
+
+
+def wanted(release: Release, name: str = NAME, limit: int = 1 << 20) -> Wanted:
+    return Wanted(release.path(name), release.pin.path, None, limit)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("http://host/root", "http"),
+        ("https://host:8443/root?sig=abc", "http"),
+        ("package", "package"),
+        ("/some/tree", "tree"),
+        ("tree", "tree"),
+        ("x/flashinfer_cubin-0.6.13-py3-none-any.whl", "archive"),
+        ("/x/tree.ZIP", "archive"),
+    ],
+)
+def test_the_text_of_a_source_tells_its_kind(text: str, kind: str) -> None:
+    assert parse_source(text).kind == kind
+
+
+@pytest.mark.parametrize(
+    "text", ["ftp://host/x", "file:///etc", "https://", "http://:80/x", "http://h:99999/", ""]
+)
+def test_a_text_that_is_no_source_is_refused(text: str) -> None:
+    with pytest.raises(UsageError):
+        parse_source(text)
+
+
+def test_credentials_in_a_url_are_refused_and_not_repeated() -> None:
+    with pytest.raises(UsageError, match="netrc") as caught:
+        parse_source("https://user:secret@host/root?token=hidden")
+    assert "secret" not in str(caught.value)
+    assert "hidden" not in str(caught.value)
+
+
+def test_redaction_takes_user_info_query_and_fragment() -> None:
+    assert redact("https://u:p@host:1/a/b?token=x#y") == "https://host:1/a/b"
+
+
+def test_the_label_of_a_url_is_redacted() -> None:
+    assert parse_source("https://host/root?sig=abc").label == "https://host/root"
+
+
+def test_a_directory_gives_the_bytes_of_its_tree(release: Release) -> None:
+    assert DirectorySource(release.root).read(wanted(release)) == release.files[NAME]
+
+
+def test_a_directory_without_the_file_says_so(release: Release) -> None:
+    with pytest.raises(NotHereError, match=r"has no made/fmha/none\.cubin"):
+        DirectorySource(release.root).read(wanted(release, "none.cubin"))
+
+
+def test_a_directory_that_does_not_exist_says_so(release: Release, tmp_path: Path) -> None:
+    with pytest.raises(NotHereError, match="is no directory"):
+        DirectorySource(tmp_path / "none").read(wanted(release))
+
+
+def test_a_directory_does_not_read_over_the_limit(release: Release) -> None:
+    with pytest.raises(SourceError, match="at most 10 are allowed"):
+        DirectorySource(release.root).read(wanted(release, limit=10))
+
+
+@pytest.mark.timeout(20)
+def test_a_fifo_in_a_tree_is_an_error_and_never_blocks(release: Release) -> None:
+    release.file(NAME).unlink()
+    os.mkfifo(release.file(NAME))
+    with pytest.raises(SourceError, match="is a FIFO"):
+        DirectorySource(release.root).read(wanted(release))
+
+
+def test_a_tree_of_links_is_read(release: Release, tmp_path: Path) -> None:
+    release.file(NAME).rename(tmp_path / "blob")
+    release.file(NAME).symlink_to(tmp_path / "blob")
+    assert DirectorySource(release.root).read(wanted(release)) == release.files[NAME]
+
+
+def test_a_store_is_a_source_by_digest(release: Release, tmp_path: Path) -> None:
+    store = Store(tmp_path / "other")
+    store.put(release.digest(NAME), release.files[NAME])
+    asked = Wanted(release.path(NAME), release.pin.path, release.digest(NAME), 1 << 20)
+    assert DirectorySource(store.root).read(asked) == release.files[NAME]
+
+
+@pytest.mark.parametrize("prefix", ["", "pkg/", "pkg/data/deep/"])
+def test_an_archive_is_read_wherever_the_tree_lies_in_it(
+    release: Release, tmp_path: Path, prefix: str
+) -> None:
+    archive = zip_tree(release.root, tmp_path / "x.whl", prefix)
+    assert ArchiveSource(archive).read(wanted(release)) == release.files[NAME]
+
+
+def test_an_archive_with_stored_members_is_read(release: Release, tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "x.zip", "w", zipfile.ZIP_STORED) as opened:
+        opened.writestr("made/fmha/checksums.txt", manifest_of(release.files))
+        opened.writestr("made/fmha/fmha/decode.cubin", release.files[NAME])
+    assert ArchiveSource(tmp_path / "x.zip").read(wanted(release)) == release.files[NAME]
+
+
+def test_an_archive_with_bytes_in_front_is_read(release: Release, tmp_path: Path) -> None:
+    archive = zip_tree(release.root, tmp_path / "x.zip")
+    archive.write_bytes(b"#!/bin/sh\n" * 10 + archive.read_bytes())
+    assert ArchiveSource(archive).read(wanted(release)) == release.files[NAME]
+
+
+def test_an_archive_without_the_file_says_so(release: Release, tmp_path: Path) -> None:
+    with pytest.raises(NotHereError, match="holds no made/fmha/none"):
+        ArchiveSource(zip_tree(release.root, tmp_path / "x.zip")).read(wanted(release, "none"))
+
+
+def test_an_archive_that_does_not_exist_says_so(release: Release, tmp_path: Path) -> None:
+    with pytest.raises(NotHereError, match="does not exist"):
+        ArchiveSource(tmp_path / "none.zip").read(wanted(release))
+
+
+def test_a_file_that_is_no_archive_is_an_error(release: Release, tmp_path: Path) -> None:
+    (tmp_path / "x.zip").write_bytes(b"not a zip")
+    with pytest.raises(SourceError, match="no readable zip"):
+        ArchiveSource(tmp_path / "x.zip").read(wanted(release))
+
+
+def test_a_truncated_archive_is_an_error(release: Release, tmp_path: Path) -> None:
+    archive = zip_tree(release.root, tmp_path / "x.zip")
+    archive.write_bytes(archive.read_bytes()[:-100])
+    with pytest.raises(SourceError, match="no readable zip"):
+        ArchiveSource(archive).read(wanted(release))
+
+
+def test_a_damaged_member_is_an_error(release: Release, tmp_path: Path) -> None:
+    archive = zip_tree(release.root, tmp_path / "x.zip")
+    data = bytearray(archive.read_bytes())
+    place = data.index(b"decode.cubin") + len("decode.cubin")
+    data[place : place + 8] = b"\xff" * 8
+    archive.write_bytes(data)
+    with pytest.raises(SourceError, match="damaged"):
+        ArchiveSource(archive).read(wanted(release))
+
+
+def test_a_member_that_unpacks_to_more_than_it_says_is_refused(release: Release, tmp_path: Path) -> None:
+    archive = zip_tree(make_release(tmp_path / "bomb", {NAME: bytes(1_000_000)}).root, tmp_path / "x.zip")
+    data = archive.read_bytes().replace((1_000_000).to_bytes(4, "little"), (100).to_bytes(4, "little"))
+    archive.write_bytes(data)
+    with pytest.raises(SourceError, match="unpacks to over 1000 bytes"):
+        ArchiveSource(archive).read(wanted(release, limit=1000))
+
+
+def test_a_member_over_the_limit_is_refused_unread(release: Release, tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="at most 10 are allowed"):
+        ArchiveSource(zip_tree(release.root, tmp_path / "x.zip")).read(wanted(release, limit=10))
+
+
+def install(site: Path, release: Release, monkeypatch: pytest.MonkeyPatch, *, record: bool = True) -> None:
+    """Lay the release out as an installed distribution whose package refuses to be imported."""
+    package = site / "carrier"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise RuntimeError('imported')")
+    release.root.rename(package / "data")
+    listed = [file.relative_to(site).as_posix() for file in package.rglob("*") if file.is_file()]
+    info = site / "carrier-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: carrier\nVersion: 1.0\n")
+    (info / "RECORD").write_text(
+        "".join(f"{name},,\n" for name in listed) if record else "carrier/__init__.py,,\n"
+    )
+    monkeypatch.syspath_prepend(str(site))
+
+
+def snapshot(place: Path) -> list[tuple[str, int, int]]:
+    return sorted((str(f), f.stat().st_mode, f.stat().st_mtime_ns) for f in place.rglob("*"))
+
+
+def test_an_installed_package_that_carries_the_tree_is_found_without_importing_it(
+    release: Release, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path / "site", release, monkeypatch)
+    assert PackageSource().read(wanted(release)) == release.files[NAME]
+    assert "carrier" not in sys.modules
+
+
+def test_a_package_that_does_not_list_the_tree_is_not_searched(
+    release: Release, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path / "site", release, monkeypatch, record=False)
+    with pytest.raises(NotHereError, match="no installed package carries made/fmha"):
+        PackageSource().read(wanted(release))
+
+
+def test_a_package_is_never_written(
+    release: Release, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path / "site", release, monkeypatch)
+    before = sorted(
+        (str(f), stat.S_IMODE(f.stat().st_mode), f.stat().st_mtime_ns) for f in (tmp_path / "site").rglob("*")
+    )
+    library = release.library(tmp_path / "store", "package")
+    library.fetch(release.pin)
+    assert before == sorted(
+        (str(f), stat.S_IMODE(f.stat().st_mode), f.stat().st_mtime_ns) for f in (tmp_path / "site").rglob("*")
+    )
+
+
+def test_names_of_a_tree_are_relative_to_the_folder(release: Release, tmp_path: Path) -> None:
+    expected = {*release.files, "checksums.txt"}
+    assert DirectorySource(release.root).names(release.pin.path) == expected
+    assert ArchiveSource(zip_tree(release.root, tmp_path / "x.zip")).names(release.pin.path) == expected
+
+
+def test_a_folder_that_is_not_there_has_no_names(release: Release, tmp_path: Path) -> None:
+    nowhere = ArtifactPath("no/where")
+    assert DirectorySource(release.root).names(nowhere) == set()
+    assert ArchiveSource(zip_tree(release.root, tmp_path / "x.zip")).names(nowhere) == set()

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from releases import Release, make_release
+
+from cubin_runtime.cli import main
+
+
+@pytest.fixture
+def release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Release:
+    for name in ("CUBIN_RUNTIME_SOURCES", "CUBIN_RUNTIME_OFFLINE", "CUBIN_RUNTIME_PINS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CUBIN_RUNTIME_CACHE", str(tmp_path / "store"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    return make_release(tmp_path)
+
+
+@pytest.fixture
+def pin_file(tmp_path: Path) -> Path:
+    return tmp_path / "config" / "cubin-runtime" / "pins.toml"
+
+
+def pin(release: Release, *arguments: str) -> int:
+    return main(["pin", "made/fmha", "--source", str(release.root), *arguments])
+
+
+def test_without_a_digest_it_prints_what_it_found_and_writes_nothing(
+    release: Release, pin_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert pin(release) == 3
+    shown = capsys.readouterr()
+    assert release.pin.manifest_sha256 in shown.out
+    assert "nothing was written" in shown.err
+    assert not pin_file.exists()
+
+
+def test_with_the_digest_the_release_is_trusted_from_then_on(release: Release, pin_file: Path) -> None:
+    assert pin(release, "--sha256", release.pin.manifest_sha256, "--name", "mine-1.0") == 0
+    assert pin_file.exists()
+    assert main(["fetch", "mine-1.0"]) == 0
+    assert main(["verify", "mine-1.0", "--complete"]) == 0
+
+
+def test_with_another_digest_nothing_is_written(release: Release, pin_file: Path) -> None:
+    assert pin(release, "--sha256", "0" * 64) == 3
+    assert not pin_file.exists()
+
+
+@pytest.mark.parametrize("digest", ["abc", "g" * 64, "A" * 64, ""])
+def test_a_text_that_is_no_digest_is_refused(release: Release, digest: str) -> None:
+    assert pin(release, "--sha256", digest) == 2
+
+
+def test_pinning_twice_is_harmless(release: Release, pin_file: Path) -> None:
+    pin(release, "--sha256", release.pin.manifest_sha256)
+    before = pin_file.read_text()
+    assert pin(release, "--sha256", release.pin.manifest_sha256) == 0
+    assert pin_file.read_text() == before
+
+
+def test_another_digest_for_a_pinned_folder_is_refused(
+    release: Release, pin_file: Path, tmp_path: Path
+) -> None:
+    pin(release, "--sha256", release.pin.manifest_sha256)
+    before = pin_file.read_text()
+    other = make_release(tmp_path / "other", {"x": b"other"})
+    assert pin(other, "--sha256", other.pin.manifest_sha256) == 3
+    assert pin_file.read_text() == before
+
+
+def test_no_source_with_the_folder_is_code_7(release: Release, tmp_path: Path) -> None:
+    assert main(["pin", "no/where", "--source", str(release.root)]) == 7
+
+
+def test_json_shows_what_was_written(
+    release: Release, pin_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert pin(release, "--sha256", release.pin.manifest_sha256, "--json") == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["schema"], shown["verb"], shown["files"]) == (1, "pin", 3)
+    assert shown["written"] == str(pin_file)
