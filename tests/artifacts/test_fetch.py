@@ -373,8 +373,8 @@ def test_eight_processes_that_start_together_download_once(
 def test_a_slow_holder_that_shows_progress_is_waited_for(
     release: Release, server: FaultyServer, store: Path
 ) -> None:
-    server.fault(NAME, steady(2.0))
-    policy = replace(QUICK_POLICY, lock_give_up=0.6, lock_touch=0.1)
+    server.fault(NAME, steady(1.4))
+    policy = replace(QUICK_POLICY, lock_give_up=0.7, lock_touch=0.1)
     paths = [release.path(NAME)]
     libraries = [release.library(store, server.url, policy=policy) for _ in range(2)]
     libraries[0].manifest(release.pin)
