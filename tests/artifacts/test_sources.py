@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from releases import Release, make_release, manifest_of, zip_tree
 
+from cubin_runtime.artifacts.archive_source import ArchiveSource
 from cubin_runtime.artifacts.path import ArtifactPath
 from cubin_runtime.artifacts.sources import (
-    ArchiveSource,
     DirectorySource,
     NotHereError,
     PackageSource,
