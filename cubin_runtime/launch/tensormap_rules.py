@@ -193,7 +193,6 @@ def _check_box(spec: TensorMapSpec, packed: bool) -> None:
         _need(
             bits % 128 == 0,
             "box0-bytes",
-            "box-bytes",
             f"box[0]={spec.box[0]} of {spec.dtype} is {bits / 8:g} bytes: expected a multiple of 16",
         )
         span = SWIZZLES[spec.swizzle].span
@@ -205,10 +204,6 @@ def _check_box(spec: TensorMapSpec, packed: bool) -> None:
 
 
 def _check_modes(spec: TensorMapSpec, packed: bool) -> None:
-    _need(
-        spec.interleave != "32B" or spec.swizzle == "32B",
-        f"swizzle={spec.swizzle}: expected 32B with interleave 32B",
-    )
     if packed:
         known = _GAPPED_SWIZZLES[spec.dtype]
         _need(
