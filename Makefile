@@ -34,7 +34,7 @@ test-release: .venv/.ready ## Every row of NVIDIA's published release (458 MB, d
 
 check: .venv/.ready ## Lint, format and types
 	@$(VENV) -m ruff check .
-	@$(VENV) -m ruff format --check .
+	@$(VENV) -m ruff format --check --output-format concise .
 	@$(VENV) -m mypy --strict
 
 artifacts: .venv/.ready ## Build our kernels and write their pin; CHECK=1 compares and changes nothing

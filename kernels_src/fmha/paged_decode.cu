@@ -106,7 +106,6 @@ struct Share {
 DEVICE Share find_share(const Params& p) {
     const int lane = threadIdx.x % 32;
     int total = 0;
-#pragma unroll 1
     for (int b = lane; b < p.batch; b += 32) total += tile_count(clamped_length(p, b));
     total = __reduce_add_sync(~0u, total) * p.kv_heads;
 
@@ -121,7 +120,6 @@ DEVICE Share find_share(const Params& p) {
     share.begin = static_cast<int>(static_cast<int64_t>(cta) * total / share.ctas);
     share.end = static_cast<int>(static_cast<int64_t>(cta + 1) * total / share.ctas);
     int before = 0;
-#pragma unroll 1
     for (int base = 0;; base += 32) {
         const int b = base + lane;
         const int own = b < p.batch ? tile_count(clamped_length(p, b)) * p.kv_heads : 0;
@@ -145,7 +143,6 @@ DEVICE Share find_share(const Params& p) {
 template <class Visit>
 DEVICE void for_each_piece(const Params& p, const Share& share, Visit visit) {
     int position = share.begin, request = share.request, request_start = share.line_start;
-#pragma unroll 1
     while (position < share.end) {
         Piece piece;
         piece.request = request;
@@ -196,7 +193,6 @@ DEVICE void produce(const Params& p, const Share& share, Shared& shared) {
     for_each_piece(p, share, [&](const Piece& piece) {
         PageWindow pages;
         const int columns = (piece.length + page_tokens - 1) >> p.page_size_log2;
-#pragma unroll 1
         for (int tile = piece.first; tile < piece.last; ++tile) {
             const int token = tile * TILE_TOKENS;
             const int valid = min(piece.length - token, TILE_TOKENS);
@@ -204,12 +200,10 @@ DEVICE void produce(const Params& p, const Share& share, Shared& shared) {
             // Lane i of the first chunks holds the page of chunk i.
             int page = 0;
             const int chunks = (valid + chunk - 1) / chunk;
-#pragma unroll 1
             for (int i = 0; i < chunks; ++i) {
                 const int found = pages.get(p, piece.request, (token + i * chunk) >> p.page_size_log2, columns);
                 if (lane == i) page = found;
             }
-#pragma unroll 1
             for (int kv = 0; kv < 2; ++kv) {
                 const uint32_t buffer = shared_address(shared.ring[cursor.index]);
                 const uint32_t full = shared_address(&shared.full[cursor.index]);
@@ -423,10 +417,8 @@ DEVICE void merge_parts(const Params& p, const Piece& piece, int first, int last
     const int parts = last - first + 1;
     const float2* statistics = static_cast<const float2*>(p.partial_statistics);
     const float* partial_out = static_cast<const float*>(p.partial_out);
-#pragma unroll 1
     for (int row = threadIdx.x / 32; row < p.group; row += CONSUMER_WARPS) {
         float top = -INFINITY, total = 0.f;
-#pragma unroll 1
         for (int i = lane; i < parts; i += 32) {
             const float2 part = __ldcg(&statistics[slot_row(slot_of(first + i, first), row)]);
             add_statistics(top, total, part.x, part.y);
@@ -440,11 +432,9 @@ DEVICE void merge_parts(const Params& p, const Piece& piece, int first, int last
     }
     float value[ROWS];
     for (int row = 0; row < ROWS; ++row) value[row] = 0.f;
-#pragma unroll 1
     for (int base = 0; base < parts; base += MERGE_STRIDE) {
         const int count = min(parts - base, MERGE_STRIDE);
         named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
-#pragma unroll 1
         for (int i = threadIdx.x; i < count * p.group; i += CONSUMERS) {
             const int row = i / count, part = i % count;
             const float top = shared.maximum[0][row];
@@ -453,7 +443,6 @@ DEVICE void merge_parts(const Params& p, const Piece& piece, int first, int last
             shared.merge[row][part] = exp2_approximate(own - anchor);
         }
         named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
-#pragma unroll 1
         for (int part = 0; part < count; part += MERGE_BATCH) {
             float loaded[MERGE_BATCH][ROWS];  // all loads of a batch are in flight together
 #pragma unroll
@@ -478,7 +467,6 @@ DEVICE void merge_parts(const Params& p, const Piece& piece, int first, int last
 
 DEVICE void finish_piece(const Params& p, const Share& share, const Piece& piece, Shared& shared) {
     if (piece.first == 0 && piece.last == piece.tiles) {
-#pragma unroll 1
         for (int row = 0; row < p.group; ++row)
             write_row(p, piece.request, piece.head * p.group + row, shared.merge[row][threadIdx.x],
                       shared.maximum[0][row], shared.sum[0][row]);
@@ -489,7 +477,6 @@ DEVICE void finish_piece(const Params& p, const Share& share, const Piece& piece
     const int first = static_cast<int>(((piece.line_start + 1) * n - 1) / share.total);
     const int last = static_cast<int>(((static_cast<int64_t>(piece.line_start) + piece.tiles) * n - 1) / share.total);
     const int slot = slot_of(blockIdx.x, first);
-#pragma unroll 1
     for (int row = 0; row < p.group; ++row)
         static_cast<float*>(p.partial_out)[slot_row(slot, row) * HEAD_DIM + threadIdx.x] = shared.merge[row][threadIdx.x];
     if (threadIdx.x < p.group)
@@ -519,7 +506,6 @@ DEVICE void consume(const Params& p, const Share& share, Shared& shared) {
         load_query(p, piece, q);
         Accumulator acc;
         acc.clear();
-#pragma unroll 1
         for (int tile = piece.first; tile < piece.last; ++tile) {
             const int valid = min(piece.length - tile * TILE_TOKENS, TILE_TOKENS);
             if (valid <= 0) continue;
@@ -548,7 +534,6 @@ DEVICE void consume(const Params& p, const Share& share, Shared& shared) {
 
 DEVICE void report_lengths(const Params& p) {
     uint32_t seen = 0;
-#pragma unroll 1
     for (int b = threadIdx.x; b < p.batch; b += THREADS) {
         const int length = stated_length(p, b);
         if (length > p.max_seq_len) seen |= STATUS_LENGTH_OVER_BOUND;

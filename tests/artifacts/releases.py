@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cubin_runtime.artifacts.fetch import FetchPolicy
 from cubin_runtime.artifacts.http_source import HttpLimits
 from cubin_runtime.artifacts.library import Library
+from cubin_runtime.artifacts.obtain import FetchPolicy
 from cubin_runtime.artifacts.path import ArtifactPath
 from cubin_runtime.artifacts.pins import Pin, format_pin
 from cubin_runtime.config import Config

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,12 +27,13 @@ from serving import (
     short_length,
     slow,
     status,
+    steady,
     truncated,
     wrong_bytes,
 )
 
-from cubin_runtime.artifacts.fetch import FetchPolicy
 from cubin_runtime.artifacts.locks import ShardLock, shard_of
+from cubin_runtime.artifacts.obtain import FetchPolicy
 from cubin_runtime.artifacts.store import Store
 from cubin_runtime.errors import CorruptError, PinError, SourceError, StoreError, UsageError
 
@@ -366,6 +368,22 @@ def test_eight_processes_that_start_together_download_once(
     assert set(server.counts.values()) == {1}
     assert len(server.counts) == 4
     assert visible_files(store) == all_digests(release)
+
+
+def test_a_slow_holder_that_shows_progress_is_waited_for(
+    release: Release, server: FaultyServer, store: Path
+) -> None:
+    server.fault(NAME, steady(1.4))
+    policy = replace(QUICK_POLICY, lock_give_up=0.7, lock_touch=0.1)
+    paths = [release.path(NAME)]
+    libraries = [release.library(store, server.url, policy=policy) for _ in range(2)]
+    libraries[0].manifest(release.pin)
+    threads = [threading.Thread(target=library.fetch, args=(release.pin, paths)) for library in libraries]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (server.count(NAME), release.digest(NAME) in visible_files(store)) == (1, True)
 
 
 def test_a_process_killed_in_the_middle_leaves_nothing_visible_and_the_next_completes(

@@ -103,6 +103,7 @@ def test_each_fault_has_its_own_error(
 
 def test_a_server_that_is_not_there_is_an_error_that_may_pass(release: Release, server: FaultyServer) -> None:
     url = server.url
+    server.shutdown()
     server.server_close()
     with pytest.raises(RetryableError, match="Connection refused"):
         source_of(f"{url}?{SECRET}").read(wanted(release))

@@ -41,7 +41,7 @@ def test_an_archive_is_read_in_place(release: Release, store: Path, tmp_path: Pa
 def test_without_fetch_the_network_is_not_used(release: Release, server: FaultyServer, store: Path) -> None:
     library = release.library(store, server.url)
     library.manifest(release.pin)
-    with pytest.raises(MissingError, match="'cubin-runtime fetch made/fmha/fmha/prefill.cubin' gets it"):
+    with pytest.raises(MissingError, match=r"'cubin-runtime fetch made/fmha/fmha/prefill\.cubin' gets it"):
         library.load(release.path(NAME), fetch=False)
     assert server.count(NAME) == 0
 
@@ -49,7 +49,7 @@ def test_without_fetch_the_network_is_not_used(release: Release, server: FaultyS
 def test_without_fetch_not_even_the_manifest_is_downloaded(
     release: Release, server: FaultyServer, store: Path
 ) -> None:
-    with pytest.raises(MissingError, match="the manifest of 'made-1.0' is not here"):
+    with pytest.raises(MissingError, match=r"the manifest of 'made-1\.0' is not here"):
         release.library(store, server.url).load(release.path(NAME), fetch=False)
     assert not server.counts
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from releases import Release, make_release, manifest_of, zip_tree
 
+from cubin_runtime.artifacts.archive_source import ArchiveSource
 from cubin_runtime.artifacts.path import ArtifactPath
 from cubin_runtime.artifacts.sources import (
-    ArchiveSource,
     DirectorySource,
     NotHereError,
     PackageSource,
@@ -214,14 +214,9 @@ def test_a_package_is_never_written(
     release: Release, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(tmp_path / "site", release, monkeypatch)
-    before = sorted(
-        (str(f), stat.S_IMODE(f.stat().st_mode), f.stat().st_mtime_ns) for f in (tmp_path / "site").rglob("*")
-    )
-    library = release.library(tmp_path / "store", "package")
-    library.fetch(release.pin)
-    assert before == sorted(
-        (str(f), stat.S_IMODE(f.stat().st_mode), f.stat().st_mtime_ns) for f in (tmp_path / "site").rglob("*")
-    )
+    before = snapshot(tmp_path / "site")
+    release.library(tmp_path / "store", "package").fetch(release.pin)
+    assert snapshot(tmp_path / "site") == before
 
 
 def test_names_of_a_tree_are_relative_to_the_folder(release: Release, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from children import needs_mounts, open_to_all, run_child
 from releases import sha256, visible_files
 
-from cubin_runtime.artifacts.reading import NotRegularError
+from cubin_runtime.artifacts.reading import NotRegularError, read_bounded
 from cubin_runtime.artifacts.store import Store
 from cubin_runtime.errors import CorruptError, MissingError, StoreError
 
@@ -17,6 +17,7 @@ DATA = b"bytes of a kernel" * 1000
 DIGEST = sha256(DATA)
 OTHER = "0" * 64
 LIMIT = 1 << 20
+READ = "cubin_runtime.artifacts.store.read_bounded"
 
 
 @pytest.fixture
@@ -118,25 +119,21 @@ def test_a_reader_that_may_not_repair_leaves_damage_in_place(filled: Store) -> N
 def test_bytes_that_are_right_at_the_second_look_are_taken(
     filled: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cubin_runtime.artifacts import store as module
-
-    real, calls = module.read_bounded, iter([b"stale page"])
-    monkeypatch.setattr(module, "read_bounded", lambda *a: next(calls, None) or real(*a))
+    calls = iter([b"stale page"])
+    monkeypatch.setattr(READ, lambda *a: next(calls, None) or read_bounded(*a))
     assert filled.read(DIGEST, LIMIT) == DATA
 
 
 def test_a_file_that_another_process_replaced_is_not_moved_aside(
     filled: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cubin_runtime.artifacts import store as module
-
     damage(filled)
 
     def read_and_replace(*arguments: object) -> bytes:
         filled.put(DIGEST, DATA)
         return b"what stood there before"
 
-    monkeypatch.setattr(module, "read_bounded", read_and_replace)
+    monkeypatch.setattr(READ, read_and_replace)
     with pytest.raises(CorruptError, match="left in place"):
         filled.read(DIGEST, LIMIT)
     assert (filled.has(DIGEST), quarantined(filled)) == (True, [])

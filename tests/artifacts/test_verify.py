@@ -150,7 +150,7 @@ def test_a_tree_with_another_manifest_is_a_pin_error(release: Release, filled: L
 
 
 def test_a_tree_without_a_manifest_is_missing(release: Release, filled: Library, tmp_path: Path) -> None:
-    with pytest.raises(MissingError, match="no manifest of 'made-1.0'"):
+    with pytest.raises(MissingError, match=r"no manifest of 'made-1\.0'"):
         filled.verify(release.pin, tree=str(tmp_path))
 
 
