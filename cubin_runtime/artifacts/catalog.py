@@ -39,9 +39,7 @@ class Catalog:
     for a release that states nothing about its kernels (only globs can filter it).
     """
 
-    def __init__(
-        self, manifest: Manifest, row_of: Callable[[str], KernelRow | None], *, has_metadata: bool
-    ) -> None:
+    def __init__(self, manifest: Manifest, row_of: Callable[[str], KernelRow | None], *, has_metadata: bool) -> None:
         self.manifest = manifest
         self.row_of = row_of
         self.has_metadata = has_metadata
@@ -116,9 +114,7 @@ def open_kernel_index(library: Library, pin: Pin, *, fetch: bool) -> MetadataInd
     return MetadataIndex(data)
 
 
-def chosen_paths(
-    library: Library, pin: Pin, wanted: KernelFilter, *, fetch: bool
-) -> tuple[ArtifactPath, ...] | None:
+def chosen_paths(library: Library, pin: Pin, wanted: KernelFilter, *, fetch: bool) -> tuple[ArtifactPath, ...] | None:
     """Paths that a filter keeps, for fetch and verify; None for all. Metadata always comes along.
 
     Raises:

@@ -21,7 +21,6 @@ MAX_HEADER_BYTES = 64 << 20
 MAX_SYMBOL_BYTES = 512
 
 _STRUCT = re.compile(r"struct\s+(\w+)\s*\{([^{}]*)\}\s*;")
-_FIELD = re.compile(r"[\w\s]+?[\s*]+(\w+)")
 _SYMBOL = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SYMBOL_SM = re.compile(r"[A-Za-z]+Sm([0-9]+[af]?)Kernel")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -186,10 +185,10 @@ def _column_names(body: str, origin: str) -> tuple[str, ...]:
     for declaration in (part.strip() for part in body.split(";")):
         if not declaration:
             continue
-        found = _FIELD.fullmatch(declaration)
-        if found is None:
+        words = declaration.replace("*", " ").split()
+        if len(words) < 2 or not all(word.isidentifier() for word in words):
             raise MetadataError(f"{origin}: cannot read the declaration {declaration[:80]!r}")
-        names.append(found[1])
+        names.append(words[-1])
     if len(set(names)) != len(names):
         raise MetadataError(f"{origin}: a column is declared twice")
     return tuple(names)

@@ -27,9 +27,7 @@ _HEADER = Struct("<8sIIIII")
 _WORD_KINDS = ("dtype", "sm")
 _CODES = {"uint": "I", "bool": "?", "dtype": "B", "sm": "B"}
 _FIXED = ("symbol", "sha256", "row")
-_OTHERS: tuple[Column, ...] = tuple(
-    COLUMN_OF_FIELD[f.name] for f in fields(KernelMeta) if f.name not in _FIXED
-)
+_OTHERS: tuple[Column, ...] = tuple(COLUMN_OF_FIELD[f.name] for f in fields(KernelMeta) if f.name not in _FIXED)
 
 
 def build_index(table: KernelTable) -> bytes:
@@ -56,11 +54,7 @@ def build_index(table: KernelTable) -> bytes:
             row.symbol.encode("ascii"),
             bytes.fromhex(row.sha256),
             row.row,
-            *(
-                places[c.kind][v] if c.kind in places else v
-                for c in _OTHERS
-                for v in (getattr(row, c.field),)
-            ),
+            *(places[c.kind][v] if c.kind in places else v for c in _OTHERS for v in (getattr(row, c.field),)),
         )
         for row in sorted(table.rows, key=lambda row: row.symbol.encode("ascii"))
     ]
@@ -86,14 +80,10 @@ class MetadataIndex:
             raise MetadataError(f"metadata index of {len(data)} bytes, its header takes {_HEADER.size}")
         magic, version, count, size, width, described = _HEADER.unpack_from(data)
         if magic != _MAGIC or version != INDEX_FORMAT:
-            raise MetadataError(
-                f"metadata index {magic!r} of format {version}, expected {_MAGIC!r} {INDEX_FORMAT}"
-            )
+            raise MetadataError(f"metadata index {magic!r} of format {version}, expected {_MAGIC!r} {INDEX_FORMAT}")
         self._start = _HEADER.size + described
         if width < 1 or size != _record_bytes(width) or self._start + count * size != len(data):
-            raise MetadataError(
-                f"metadata index of {len(data)} bytes does not hold {count} records of {size}"
-            )
+            raise MetadataError(f"metadata index of {len(data)} bytes does not hold {count} records of {size}")
         self._record = _record(width)
         self._data = data
         self._count: int = count
@@ -127,9 +117,7 @@ class MetadataIndex:
         """The row at a place in symbol order, 0 to ``len(self) - 1``."""
         if not 0 <= place < self._count:
             raise IndexError(f"row {place} of {self._count}")
-        symbol, digest, row, *values = self._record.unpack_from(
-            self._data, self._start + place * self._record.size
-        )
+        symbol, digest, row, *values = self._record.unpack_from(self._data, self._start + place * self._record.size)
         try:
             decoded = [v if d is None else d(v) for d, v in zip(self._decoders, values, strict=True)]
             name = symbol.rstrip(b"\0").decode("ascii")

@@ -87,9 +87,7 @@ def parse_own_kernels(data: bytes, origin: str = FILE_NAME) -> tuple[OwnKernel, 
     first: dict[str, int] = {}
     for i, kernel in enumerate(kernels):
         if first.setdefault(kernel.name, i) != i:
-            raise OwnKernelsError(
-                f"{origin}: kernels[{i}]: name {kernel.name!r} is also kernels[{first[kernel.name]}]"
-            )
+            raise OwnKernelsError(f"{origin}: kernels[{i}]: name {kernel.name!r} is also kernels[{first[kernel.name]}]")
     return kernels
 
 
@@ -109,9 +107,7 @@ def _entry(entry: object, where: str) -> OwnKernel:
         try:
             values[key] = reader(entry[key])
         except (ValueError, TypeError, UsageError):
-            raise OwnKernelsError(
-                f"{where}: {key} is {str(entry[key])[:80]!r}, expected {expected}"
-            ) from None
+            raise OwnKernelsError(f"{where}: {key} is {str(entry[key])[:80]!r}, expected {expected}") from None
     return OwnKernel(**values)  # type: ignore[arg-type]
 
 

@@ -1,1 +1,19 @@
 """What a user calls: checks, plans and operators on paged attention."""
+
+from .backends import BackendError
+from .decode import paged_decode, plan_paged_decode
+from .decode_plan import ClampedInputError, PagedDecodePlan
+from .runtime import Runtime, default_runtime, set_default_runtime
+from .views import TensorView
+
+__all__ = [
+    "BackendError",
+    "ClampedInputError",
+    "PagedDecodePlan",
+    "Runtime",
+    "TensorView",
+    "default_runtime",
+    "paged_decode",
+    "plan_paged_decode",
+    "set_default_runtime",
+]

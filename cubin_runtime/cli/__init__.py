@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Annotated
 
 import typer
 
 from .._version import __version__
-from .output import emit_json, error_line
+from .output import emit_json, error_line, escape, flush
 
 __all__ = ["app", "main"]
 
 VERB_FAMILIES = ("fetching", "pinning", "inspecting", "doctor")
+_LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 app = typer.Typer(
     name="cubin-runtime",
@@ -43,8 +44,7 @@ def _root(
 
 
 for _family in VERB_FAMILIES:
-    if find_spec(f"{__name__}.{_family}"):
-        import_module(f"{__name__}.{_family}").register(app)
+    import_module(f"{__name__}.{_family}").register(app)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,6 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
+        _start_log()
         return _code(app(args=given, prog_name="cubin-runtime", standalone_mode=False))
     except CubinRuntimeError as error:
         return _report(error, type(error).__name__, str(error), error.exit_code, given)
@@ -74,6 +75,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         traceback.print_exc()
         return _report(error, type(error).__name__, f"{error} (this is a bug; please report it)", 1, given)
+    finally:
+        flush()
+
+
+def _start_log() -> None:
+    """Show the package's log on the standard error stream from the level in ``CUBIN_RUNTIME_LOG`` on."""
+    wanted = os.environ.get("CUBIN_RUNTIME_LOG", "").strip().upper()
+    if not wanted:
+        return
+    import logging
+
+    if wanted not in _LOG_LEVELS:
+        from ..errors import UsageError
+
+        raise UsageError(f"CUBIN_RUNTIME_LOG={wanted.lower()!r}: expected one of {', '.join(_LOG_LEVELS).lower()}")
+
+    class Escaping(logging.Formatter):
+        def format(self, record: logging.LogRecord) -> str:
+            return escape(super().format(record))
+
+    handler = logging.StreamHandler()
+    handler.setFormatter(Escaping("%(levelname)s %(name)s: %(message)s"))
+    logger = logging.getLogger("cubin_runtime")
+    logger.handlers = [handler]
+    logger.setLevel(wanted)
 
 
 def _code(value: object) -> int:

@@ -128,6 +128,7 @@ def _releases(config: Config, devices: list[int]) -> tuple[list[dict[str, Any]],
 
 def _release(library: Library, pin: Pin, devices: list[int]) -> dict[str, Any]:
     from ..artifacts.catalog import open_catalog
+    from ..artifacts.own_kernels import BUILT_NOT_RUN, OwnKernel
     from ..artifacts.select_filter import KernelFilter
     from ..errors import CubinRuntimeError
 
@@ -137,6 +138,7 @@ def _release(library: Library, pin: Pin, devices: list[int]) -> dict[str, Any]:
         "in_store": None,
         "launchable": _known_abi(pin.abi),
         "runs_on": {},
+        "built_not_run": {},
         "problem": None,
     }
     try:
@@ -144,7 +146,10 @@ def _release(library: Library, pin: Pin, devices: list[int]) -> dict[str, Any]:
         found["in_store"] = len(library.store.present(set(manifest.digests.values())))
         catalog = open_catalog(library, pin, fetch=False)
         for number in devices:
-            found["runs_on"][str(number)] = len(catalog.kept_by(KernelFilter(sm=number)))
+            rows = [entry.row for entry in catalog.kept_by(KernelFilter(sm=number))]
+            untried = sum(isinstance(row, OwnKernel) and row.status == BUILT_NOT_RUN for row in rows)
+            found["runs_on"][str(number)] = len(rows)
+            found["built_not_run"][str(number)] = untried
     except CubinRuntimeError as error:
         found["problem"] = str(error)
     return found
@@ -170,10 +175,18 @@ def _verdicts(config: Config, driver: dict[str, Any], releases: list[dict[str, A
         number = str(device["number"])
         where = f"launch on {device['name']} (sm_{number})"
         usable = [r for r in releases if r.get("launchable") and r["runs_on"].get(number)]
-        said += [f"{where}: yes, {r['runs_on'][number]} kernels of {r['name']}" for r in usable]
+        said += [f"{where}: {_launch_verdict(r, number)}" for r in usable]
         if not usable:
             said.append(f"{where}: no, no release at hand has a kernel for it")
     return said
+
+
+def _launch_verdict(release: dict[str, Any], number: str) -> str:
+    count, untried = release["runs_on"][number], release["built_not_run"][number]
+    if untried == count:
+        return f"only when asked for by name, {count} kernels of {release['name']} were built and never run"
+    built = f" ({untried} more were built and never run)" if untried else ""
+    return f"yes, {count - untried} kernels of {release['name']}{built}"
 
 
 def _print(report: dict[str, Any]) -> None:

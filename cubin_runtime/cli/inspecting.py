@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import CorruptError, CubinRuntimeError, MissingError, SourceError, UsageError
+from ..errors import CorruptError, CubinRuntimeError, MissingError, PinError, SourceError, UsageError
 from . import options, output
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ def inspect(
     }
     row = _row(library, pin, path)
     if row is not None and pin is not None:
+        report["declared_architecture"] = str(row.architecture)
         report["metadata"] = _row_json(row)
         report["disagreements"] = _differences(library, pin, row, data, cubin, path)
     if json:
@@ -121,8 +122,12 @@ def _read(library: Library, target: str) -> tuple[bytes, Pin | None, Any, str]:
         pin, path = _find_pinned(library, sha256(data).hexdigest())
         return data, pin, path, str(file)
     path = ArtifactPath(target)
+    try:
+        pin = library.pins.covering(path)
+    except PinError as error:
+        raise PinError(f"{error}; nor is there a file of that name") from error
     artifact = library.load(path, fetch=not library.config.offline)
-    return artifact.data, library.pins.covering(path), path, artifact.origin
+    return artifact.data, pin, path, artifact.origin
 
 
 def _read_file(file: Path) -> bytes:
@@ -141,9 +146,10 @@ def _read_file(file: Path) -> bytes:
 def _find_pinned(library: Library, digest: str) -> tuple[Pin | None, Any]:
     """The pin and path that list this digest, among releases whose manifest is at hand offline."""
 
-    for pin in library.pins:
+    local = _without_network(library)
+    for pin in local.pins:
         try:
-            manifest = _local_library(library).manifest(pin)
+            manifest = local.manifest(pin)
         except CubinRuntimeError:
             continue
         for path, listed in manifest.digests.items():
@@ -152,7 +158,7 @@ def _find_pinned(library: Library, digest: str) -> tuple[Pin | None, Any]:
     return None, None
 
 
-def _local_library(library: Library) -> Library:
+def _without_network(library: Library) -> Library:
     from dataclasses import replace
 
     from ..artifacts.library import Library as Opened
@@ -172,9 +178,7 @@ def _row(library: Library, pin: Pin | None, path: Any) -> KernelRow | None:
     return catalog.row_of(path.text[len(pin.path.text) + 1 :])
 
 
-def _differences(
-    library: Library, pin: Pin, row: KernelRow, data: bytes, cubin: Cubin, path: Any
-) -> list[str]:
+def _differences(library: Library, pin: Pin, row: KernelRow, data: bytes, cubin: Cubin, path: Any) -> list[str]:
     from ..artifacts import agreement
     from ..artifacts.metadata import KernelMeta
 
@@ -247,11 +251,7 @@ def _list_pins(library: Library, json: bool) -> None:
     if json:
         output.emit_json(
             "list",
-            {
-                "pins": [
-                    {"name": p.name, "path": p.path.text, "files": p.files, "bytes": p.bytes} for p in listed
-                ]
-            },
+            {"pins": [{"name": p.name, "path": p.path.text, "files": p.files, "bytes": p.bytes} for p in listed]},
         )
         return
     rows = ((p.name, p.files, f"{p.bytes / 1e6:,.0f} MB", p.licence, p.path.text) for p in listed)
@@ -260,6 +260,8 @@ def _list_pins(library: Library, json: bool) -> None:
 
 def _print_inspection(report: dict[str, Any]) -> None:
     shown = [(key, report[key]) for key in ("target", "origin", "bytes", "sha256", "architecture")]
+    if "declared_architecture" in report:
+        shown.append(("declared as", report["declared_architecture"]))
     verified = f"yes, by pin {report['pin']}" if report["verified"] else "no: no pin covers these bytes"
     shown.append(("verified", verified))
     if report["verified"]:

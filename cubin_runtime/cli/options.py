@@ -41,9 +41,7 @@ DtypeOption = Annotated[
     list[str] | None,
     typer.Option("--dtype", help="Only kernels with this Q, K, V or output type.", show_default=False),
 ]
-HeadDimOption = Annotated[
-    list[int] | None, typer.Option("--head-dim", help="Only this head size.", show_default=False)
-]
+HeadDimOption = Annotated[list[int] | None, typer.Option("--head-dim", help="Only this head size.", show_default=False)]
 MatchOption = Annotated[
     list[str] | None,
     typer.Option("--match", help="Only files or symbols that fit this glob.", show_default=False),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -53,12 +54,12 @@ def finish(codes: Iterable[int]) -> None:
 
 def emit_json(verb: str, payload: Mapping[str, object]) -> None:
     """Print one JSON object: ``schema``, ``verb`` and the payload (ASCII only, so nothing needs escaping)."""
-    print(json.dumps({"schema": JSON_SCHEMA, "verb": verb, **payload}, indent=2, default=str))
+    _write(json.dumps({"schema": JSON_SCHEMA, "verb": verb, **payload}, indent=2, default=str))
 
 
 def line(text: object = "") -> None:
     """Print one escaped line to the standard output."""
-    print(escape(text))
+    _write(escape(text))
 
 
 def error_line(text: object) -> None:
@@ -78,9 +79,9 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: st
     On a terminal it is drawn; in a pipe it is tab-separated lines with no cut cells.
     """
     if not sys.stdout.isatty():
-        print("\t".join(escape(c) for c in columns))
+        _write("\t".join(escape(c) for c in columns))
         for row in rows:
-            print("\t".join(escape(cell) for cell in row))
+            _write("\t".join(escape(cell) for cell in row))
         return
     from rich.console import Console
     from rich.table import Table
@@ -99,7 +100,7 @@ def facts(rows: Iterable[tuple[str, object]]) -> None:
     listed = list(rows)
     width = max((len(name) for name, _ in listed), default=0)
     for name, value in listed:
-        print(f"{name:<{width}}  {escape(value)}".rstrip())
+        _write(f"{name:<{width}}  {escape(value)}".rstrip())
 
 
 @contextmanager
@@ -143,3 +144,25 @@ def progress(description: str, total: int, unit: str = "files") -> Iterator[Call
     with bar:
         task = bar.add_task(escape(description), total=total)
         yield lambda step: bar.advance(task, step)
+
+
+def flush() -> None:
+    """Write out what is buffered; a reader that has gone away is no error."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _stop_writing()
+
+
+def _write(text: str) -> None:
+    try:
+        print(text)
+    except BrokenPipeError:
+        _stop_writing()
+
+
+def _stop_writing() -> None:
+    # `list | head` closes the pipe: the verb goes on in silence and ends with the code that it earned.
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)

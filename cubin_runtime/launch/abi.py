@@ -45,8 +45,8 @@ class LaunchNeeds:
 
     ``layout`` is the struct passed by value as the only parameter, ``threads`` a block's size,
     ``fingerprint`` the one recorded for the release (None: only the size is compared),
-    ``dynamic_shared_bytes`` what a block asks for beyond static shared memory, ``nonportable_cluster`` whether
-    clusters of more than 8 blocks are launched,
+    ``dynamic_shared_bytes`` what a block asks for beyond static shared memory,
+    ``nonportable_cluster`` whether clusters of more than 8 blocks are launched,
     ``declared`` the architecture by the release's metadata, for cubins that do not say it themselves.
     """
 
@@ -149,6 +149,7 @@ def check_threads(symbol: str, threads: int, limit: int, source: str) -> None:
 def _check_fingerprint(layout: StructLayout, size: int, fingerprint: str) -> None:
     if (layout.size, layout.fingerprint) != (size, fingerprint):
         raise AbiError(
-            f"struct {layout.name}: declared with {layout.size} bytes, fingerprint {layout.fingerprint[:16]}; "
+            f"struct {layout.name}: declared with {layout.size} bytes, "
+            f"fingerprint {layout.fingerprint[:16]}; "
             f"the release was recorded with {size} bytes, fingerprint {fingerprint[:16]}"
         )

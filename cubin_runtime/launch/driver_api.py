@@ -23,11 +23,10 @@ class Prototype:
 
     symbols: tuple[str, ...]
     arguments: tuple[Any, ...]
-    optional: bool = False
 
 
-def _f(symbols: str, *arguments: Any, optional: bool = False) -> Prototype:
-    return Prototype(tuple(symbols.split()), arguments, optional)
+def _f(symbols: str, *arguments: Any) -> Prototype:
+    return Prototype(tuple(symbols.split()), arguments)
 
 
 PROTOTYPES: dict[str, Prototype] = {
@@ -80,7 +79,8 @@ PROTOTYPES: dict[str, Prototype] = {
     "cuModuleGetFunction": _f("cuModuleGetFunction", _ADDRESS, _ADDRESS, _TEXT),
     "cuFuncGetAttribute": _f("cuFuncGetAttribute", _ADDRESS, _INT, _ADDRESS),
     "cuFuncSetAttribute": _f("cuFuncSetAttribute", _ADDRESS, _INT, _INT),
-    "cuFuncGetParamInfo": _f("cuFuncGetParamInfo", _ADDRESS, _SIZE, _ADDRESS, _ADDRESS, optional=True),
+    "cuFuncGetParamInfo": _f("cuFuncGetParamInfo", _ADDRESS, _SIZE, _ADDRESS, _ADDRESS),
+    "cuFuncLoad": _f("cuFuncLoad", _ADDRESS),
     "cuOccupancyMaxActiveBlocksPerMultiprocessor": _f(
         "cuOccupancyMaxActiveBlocksPerMultiprocessor", _ADDRESS, _ADDRESS, _INT, _SIZE
     ),

@@ -56,7 +56,7 @@ class DriverCore:
             raise self.error(name, code)
 
     def error(self, call: str, code: int) -> DriverCallError:
-        """The error for a ``call`` that returned ``code``: the driver's words and, for a fault, the launches."""
+        """The error for a ``call`` that returned ``code``; for a fault it holds the last launches."""
         launches: tuple[LaunchRecord, ...] = ()
         if code in STICKY:
             with self._lock:
@@ -108,7 +108,10 @@ class DriverCore:
             library = ctypes.CDLL(path)
         except OSError as error:
             raise DriverLibraryError(f"cannot open the CUDA driver library {path!r}: {error}") from error
-        init = library["cuInit"]
+        try:
+            init = library["cuInit"]
+        except AttributeError:
+            raise DriverLibraryError(f"{path} has no cuInit: it is not the CUDA driver library") from None
         init.argtypes, init.restype = [ctypes.c_uint], ctypes.c_int
         code = init(0)
         # Kept even when cuInit fails: its error needs the library's own words.

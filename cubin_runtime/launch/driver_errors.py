@@ -56,7 +56,8 @@ class DriverCallError(DriverError):
 
     ``call`` is the function, ``code`` the CUresult, ``name`` and ``text`` the driver's own words, ``cause``
     our likely explanation or "", ``sticky`` whether the fault comes from earlier asynchronous work and the
-    context is lost; then ``launches`` are the last ones, newest last, and ``first_seen`` the first call to fail.
+    context is lost; then ``launches`` are the last ones, newest last, and ``first_seen`` names the call that
+    failed first.
     """
 
     def __init__(

@@ -26,6 +26,14 @@ class DriverFunctions(DriverCore):
         """The handle of the kernel ``symbol`` in a module."""
         return self.out_pointer("cuModuleGetFunction", module, symbol.encode())
 
+    def finish_loading(self, function: int) -> None:
+        """Put the function's code on the device now; by default the driver waits for the first launch.
+
+        Drivers before 12.4 cannot be asked to: there this does nothing.
+        """
+        if self.has("cuFuncLoad"):
+            self.call("cuFuncLoad", function)
+
     def function_attribute(self, function: int, attribute: int) -> int:
         """A CUfunction_attribute (the ``FUNC_*`` numbers of ``driver_api``)."""
         return self.out_int("cuFuncGetAttribute", attribute, function)
@@ -55,9 +63,7 @@ class DriverFunctions(DriverCore):
 
     def blocks_per_multiprocessor(self, function: int, threads: int, dynamic_shared_bytes: int) -> int:
         """How many blocks of the function fit on one multiprocessor at once."""
-        return self.out_int(
-            "cuOccupancyMaxActiveBlocksPerMultiprocessor", function, threads, dynamic_shared_bytes
-        )
+        return self.out_int("cuOccupancyMaxActiveBlocksPerMultiprocessor", function, threads, dynamic_shared_bytes)
 
     def active_clusters(self, function: int, config: api.LaunchConfig) -> int:
         """How many clusters of the launch ``config`` can be resident on the device at once."""

@@ -15,7 +15,7 @@ Triple = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class LaunchRecord:
-    """One launch as it was handed to the driver; ``attributes`` as text, ``parameters`` the struct's bytes."""
+    """One launch as the driver got it; ``attributes`` as text, ``parameters`` the struct's bytes."""
 
     kernel: str
     symbol: str
@@ -33,7 +33,8 @@ class LaunchRecord:
         pointers = " ".join(f"{row.name}={row.text}" for row in rows if row.type == "ptr" and row.value)
         return (
             f"{self.kernel} ({self.symbol}, sha256 {self.sha256[:12]}) grid {self.grid} block {self.block} "
-            f"shared {self.shared_bytes} {self.attributes} stream {self.stream:#x} pointers: {pointers or 'none'}"
+            f"shared {self.shared_bytes} {self.attributes} stream {self.stream:#x} "
+            f"pointers: {pointers or 'none'}"
         )
 
 

@@ -1,8 +1,8 @@
 """Packed draft masks: which draft token may attend which, one bit a pair.
 
-Layout: uint16 words ``[batch, q_len, 2 * ceil(q_len / 32)]``, that is, rows of little-endian 32-bit words: bit ``j``
-of row ``i`` is set where draft token ``i`` may attend draft token ``j``. Bits past ``q_len`` are 0. The KV in front of
-the draft is always visible and is not in the mask. This is the layout of FlashInfer's XQA functions.
+Layout: uint16 words ``[batch, q_len, 2 * ceil(q_len / 32)]``, that is, rows of little-endian 32-bit words:
+bit ``j`` of row ``i`` is set where draft token ``i`` may attend draft token ``j``. Bits past ``q_len`` are 0.
+The KV in front of the draft is always visible and is not in the mask. FlashInfer's XQA functions use it too.
 """
 
 from __future__ import annotations

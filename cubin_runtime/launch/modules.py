@@ -1,4 +1,4 @@
-"""Loaded modules: each cubin once a context, gated before use, counted, refused when it would come too late."""
+"""Loaded modules: each cubin once a context, gated before use, counted, refused when it is too late."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CAPTURE_ERRORS = range(api.CAPTURE_UNSUPPORTED, 909)
 
 @dataclass(frozen=True, slots=True)
 class LoadedKernel:
-    """A kernel that is on the device and has passed the ABI gate for ``layout`` and blocks of ``max_threads``.
+    """A kernel on the device that has passed the ABI gate for ``layout``.
 
     ``context``, ``module`` and ``function`` are driver handles; ``shared_bytes`` is the dynamic shared memory
     that launches may ask for, ``parameters_checked`` whether the driver confirmed the struct's size too.
@@ -80,7 +80,7 @@ class _Module:
 
 
 class ModuleCache:
-    """Kernels by context, digest and symbol. Safe between threads; a failed load leaves no trace but its count."""
+    """Kernels by context, digest and symbol; safe between threads. A failed load is counted, not kept."""
 
     def __init__(self, driver: Driver, parse: Callable[[bytes], Cubin] = parse_cubin) -> None:
         self._driver = driver
@@ -176,7 +176,13 @@ class ModuleCache:
             return self._load_locks.setdefault((context, sha256), threading.Lock())
 
     def _gated(
-        self, context: int, sha256: str, symbol: str, read: Callable[[], bytes], needs: LaunchNeeds, stream: int
+        self,
+        context: int,
+        sha256: str,
+        symbol: str,
+        read: Callable[[], bytes],
+        needs: LaunchNeeds,
+        stream: int,
     ) -> LoadedKernel:
         device = self._driver.device(self._driver.context_device())
         module = self._modules.get((context, sha256))
@@ -199,6 +205,8 @@ class ModuleCache:
         if module is None:
             module = self._load(context, sha256, symbol, image, cubin)
         function = self._driver.get_function(module.handle, symbol)
+        # Else the first launch would still load, maybe inside a capture, and preload() would not see its memory.
+        self._driver.finish_loading(function)
         max_threads, checked = self._ask_driver(function, symbol, facts, needs)
         self._opt_in(function, facts, needs)
         return LoadedKernel(
@@ -247,9 +255,7 @@ class ModuleCache:
             self._modules[(context, sha256)] = module
         return module
 
-    def _ask_driver(
-        self, function: int, symbol: str, facts: KernelFacts, needs: LaunchNeeds
-    ) -> tuple[int, bool]:
+    def _ask_driver(self, function: int, symbol: str, facts: KernelFacts, needs: LaunchNeeds) -> tuple[int, bool]:
         max_threads = facts.max_threads
         if max_threads is None:
             max_threads = self._driver.function_attribute(function, api.FUNC_MAX_THREADS)

@@ -1,4 +1,4 @@
-"""A launch as a value: which kernel and why, grid, block, attributes, and the value of every parameter field."""
+"""A launch as a value: which kernel and why, grid, block, attributes, every parameter field."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class LaunchAttributes:
 
     ``cluster`` is the cluster's size in blocks, ``scheduling_policy`` a CUclusterSchedulingPolicy (0 default,
     1 spread, 2 load balancing); None leaves either out. ``programmatic_serialization`` lets the kernel start
-    before the one in front of it has ended (PDL). ``nonportable_cluster`` allows more than 8 blocks a cluster.
+    before the one in front of it has ended (PDL). ``nonportable_cluster`` allows over 8 blocks a cluster.
     """
 
     cluster: Triple | None = None
@@ -52,7 +52,7 @@ class LaunchAttributes:
             raise UsageError(f"scheduling_policy={self.scheduling_policy}: expected one of {POLICIES}")
 
     def entries(self) -> tuple[tuple[int, bytes], ...]:
-        """(CUlaunchAttributeID, value bytes) in the order they are passed: cluster, policy, PDL (always there)."""
+        """(CUlaunchAttributeID, value bytes) as they are passed: cluster, policy, PDL (always there)."""
         out: list[tuple[int, bytes]] = []
         if self.cluster is not None:
             out.append((api.LAUNCH_CLUSTER_DIMENSION, struct.pack("<III", *self.cluster)))
@@ -74,9 +74,9 @@ class LaunchAttributes:
 class LaunchPlan:
     """Everything a launch needs but the loaded kernel and the stream.
 
-    ``kernel`` is the name for people, ``symbol`` the one in the cubin, ``path`` and ``sha256`` say which cubin.
-    ``values`` holds every field of ``layout``, a ``TensorMapSpec`` or None for descriptors. ``reason`` says why
-    this kernel was chosen. ``shared_bytes`` is dynamic shared memory a block.
+    ``kernel`` is the name for people, ``symbol`` the one in the cubin, ``path`` and ``sha256`` say which
+    cubin. ``values`` holds every field of ``layout``, a ``TensorMapSpec`` or None for descriptors. ``reason``
+    says why this kernel was chosen. ``shared_bytes`` is dynamic shared memory a block.
 
     Raises:
         UsageError: grid, block or cluster is outside what any device takes, or a field is missing or unknown.
@@ -118,10 +118,8 @@ class LaunchPlan:
         return prod(self.block)
 
     def describe(self) -> tuple[FieldRow, ...]:
-        """The parameter struct field by field as planned; descriptors are still specs, so no driver is needed."""
-        return tuple(
-            FieldRow(m.name, m.type, m.offset, self.values[m.name], m.meaning) for m in self.layout.fields
-        )
+        """The parameter struct field by field as planned; descriptors are still specs, no driver needed."""
+        return tuple(FieldRow(m.name, m.type, m.offset, self.values[m.name], m.meaning) for m in self.layout.fields)
 
 
 def _check_triple(name: str, value: Triple, limits: Triple) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 import re
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..errors import UsageError
 from .fastmoddiv import FastModDiv
@@ -203,8 +205,8 @@ def _plain(type_name: str, value: object) -> object:
     return value
 
 
-def _as_int(value: object) -> int:
-    return value.__index__()  # type: ignore[attr-defined, no-any-return]
+def _as_int(value: Any) -> int:
+    return operator.index(value)
 
 
 def _round_up(value: int, to: int) -> int:

@@ -24,11 +24,12 @@ __all__ = ["TensorMapCache", "TensorMapEncoder", "TensorMapError", "TensorMapSpe
 class TensorMapSpec:
     """A tiled TMA descriptor before it is encoded; innermost dimension first.
 
-    ``address`` is the device address; ``dims`` the size of each dimension in elements; ``strides`` the bytes between
-    neighbours in dimensions 1 and up (one fewer than ``dims``; 0 repeats); ``box`` the elements one copy brings;
-    ``element_strides`` the step in each dimension. Words for the rest are the keys of ``tensormap_rules``:
-    ``dtype`` such as ``bfloat16``, ``interleave`` none, 16B, 32B, ``swizzle`` none, 32B, 64B, 128B and the atoms,
-    ``l2_promotion`` none, 64B, 128B, 256B, ``fill`` zero or nan (what a read outside the tensor gives).
+    ``address`` is the device address; ``dims`` the size of each dimension in elements; ``strides`` the bytes
+    between neighbours in dimensions 1 and up (one fewer than ``dims``; 0 repeats); ``box`` the elements one
+    copy brings; ``element_strides`` the step in each dimension. Words for the rest are the keys of the tables
+    in ``tensormap_rules``: ``dtype`` such as ``bfloat16``; ``interleave`` none, 16B, 32B; ``swizzle`` none,
+    32B, 64B, 128B and the atoms; ``l2_promotion`` none, 64B, 128B, 256B; ``fill`` zero or nan, what a read
+    outside the tensor gives.
     """
 
     dtype: str

@@ -1,7 +1,7 @@
 """The rules of ``cuTensorMapEncodeTiled``, each with a name, and the words for its enum values.
 
-They are those of the driver's documentation (CUDA 13.0). That strides grow or divide one another is not among them:
-the driver takes any order, and zero.
+They are those of the driver's documentation (CUDA 13.0). That strides grow or divide one another is not among
+them: the driver takes any order, and zero.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ SWIZZLES = {
 L2_PROMOTIONS = {"none": 0, "64B": 1, "128B": 2, "256B": 3}
 FILLS = {"zero": 0, "nan": 1}
 
-# Packed types that leave gaps in shared memory: everything about them is in units of 32 bytes and 128 elements.
+# Packed types that leave gaps in shared memory come in units of 32 bytes and 128 elements.
 _GAPPED_SWIZZLES = {
     "16u4_align16b": ("none", "128B", "128B_atom_32B"),
     "16u6_align16b": ("none", "128B", "128B_atom_32B", "128B_atom_64B"),
@@ -148,7 +148,11 @@ def _check_memory(spec: TensorMapSpec, packed: bool, coarse: bool) -> None:
         "address-alignment",
         f"{at}: expected a multiple of 16 below 2^64",
     )
-    _need(not coarse or spec.address % 32 == 0, "address-alignment-32", f"{at}: expected a multiple of 32 ({why})")
+    _need(
+        not coarse or spec.address % 32 == 0,
+        "address-alignment-32",
+        f"{at}: expected a multiple of 32 ({why})",
+    )
     for i, dim in enumerate(spec.dims):
         _need(1 <= dim <= 1 << 32, "dim-range", f"dims[{i}]={dim}: expected 1 to 2^32")
     unit = 128 if packed else 2 if spec.dtype == "16u4_align8b" else 1

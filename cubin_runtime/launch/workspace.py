@@ -93,7 +93,10 @@ class Workspace:
         return addresses
 
     def claim(self, stream: Any) -> None:
-        """Take the workspace for ``stream``, or for the capture it takes part in; again by the same is no error.
+        """Take the workspace for ``stream``, or for the capture it takes part in; doing so again is no error.
+
+        A capture takes it over from its own stream (after a warm-up there) and keeps it: a replay may run on
+        any stream, so eager work must not share it.
 
         Raises:
             WorkspaceError: another stream or captured graph has it.
@@ -103,7 +106,8 @@ class Workspace:
             capture = self._driver.capture_id(handle)
         owner = ("stream", handle) if capture is None else ("captured graph", capture)
         with self._lock:
-            if self._owner not in (None, owner):
+            takes_over = capture is not None and self._owner == ("stream", handle)
+            if self._owner not in (None, owner) and not takes_over:
                 have, number = self._owner or owner
                 raise WorkspaceError(
                     f"workspace at {self.address:#x} belongs to {have} {number:#x}, not to {owner[0]} "

@@ -52,9 +52,7 @@ OWN = OwnKernel(
 
 
 def facts_that_differ(meta: KernelMeta, *, listed: str = DIGEST, parameter_bytes: int = 1280) -> list[str]:
-    found = trtllm_disagreements(
-        meta, DATA, parse_cubin(DATA), manifest_sha256=listed, parameter_bytes=parameter_bytes
-    )
+    found = trtllm_disagreements(meta, DATA, parse_cubin(DATA), manifest_sha256=listed, parameter_bytes=parameter_bytes)
     return [f.fact for f in found]
 
 

@@ -87,9 +87,7 @@ def test_registers_are_those_that_the_compiler_reports(target: str, registers: i
     assert facts(target, "block").registers == registers
 
 
-@pytest.mark.parametrize(
-    ("target", "size"), [("sm_80", 132), ("sm_90a", 1024 + 132), ("sm_100f", 1024 + 132)]
-)
+@pytest.mark.parametrize(("target", "size"), [("sm_80", 132), ("sm_90a", 1024 + 132), ("sm_100f", 1024 + 132)])
 def test_static_shared_memory_is_the_section_with_the_reserve_of_new_devices(target: str, size: int) -> None:
     assert facts(target, "block").static_shared_bytes == size
 

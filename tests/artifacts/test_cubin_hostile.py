@@ -43,7 +43,7 @@ def section_number(data: bytes, name: bytes) -> int:
 
 
 def hostile_file(names: bytes, contents: list[tuple[int, int, bytes]]) -> bytes:
-    """A file of one name table and sections given as (offset of name, type, content); the table is number 1."""
+    """A file of a name table (number 1) and sections given as (offset of name, type, content)."""
     body, headers = names, struct.pack("<IIQQQQIIQQ", 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
     headers += struct.pack("<IIQQQQIIQQ", 0, 3, 0, 0, 64, len(names), 0, 0, 0, 0)
     for name_at, kind, content in contents:
@@ -71,9 +71,7 @@ def test_changed_section_headers_parse_or_are_refused(name: str, data: st.DataOb
     table, count = struct.unpack_from("<Q", changed, 40)[0], struct.unpack_from("<H", changed, 60)[0]
     for _ in range(data.draw(st.integers(1, 4))):
         place = table + data.draw(st.integers(0, count * 16 - 1)) * 4
-        value = data.draw(
-            st.sampled_from([0, 1, 2, 3, 8, 64, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, len(changed)])
-        )
+        value = data.draw(st.sampled_from([0, 1, 2, 3, 8, 64, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, len(changed)]))
         struct.pack_into("<I", changed, place, value)
     parses_or_refuses(bytes(changed))
 
@@ -136,6 +134,12 @@ def test_a_section_beyond_the_file_is_refused_by_name() -> None:
     data = GOOD["facts_sm_80.cubin"]
     with pytest.raises(CubinFormatError, match=r"\.text\.empty"):
         parse_cubin(with_section_field(data, section_number(data, b".text.empty"), 32, "<Q", 1 << 40))
+
+
+def test_more_shared_memory_than_any_device_has_is_refused() -> None:
+    data = GOOD["facts_sm_80.cubin"]
+    with pytest.raises(CubinFormatError, match=r"\.nv\.shared\.block"):
+        parse_cubin(with_section_field(data, section_number(data, b".nv.shared.block"), 32, "<Q", 1 << 62))
 
 
 def test_a_name_beyond_its_table_is_refused() -> None:

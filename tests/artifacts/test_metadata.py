@@ -159,7 +159,7 @@ def test_a_value_that_its_column_cannot_hold_names_line_and_column(column: str, 
 
 
 def test_a_row_of_another_width_names_its_line() -> None:
-    with pytest.raises(MetadataError, match="meta.h:46: 36 values for 37 columns"):
+    with pytest.raises(MetadataError, match=r"meta\.h:46: 36 values for 37 columns"):
         parse_header(header({}).replace(b"{ DATA_TYPE_BF16, ", b"{ "), "meta.h")
 
 

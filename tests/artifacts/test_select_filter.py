@@ -142,9 +142,7 @@ def test_a_head_size_below_one_is_refused() -> None:
         KernelFilter.from_words(head_dims=[0])
 
 
-@pytest.mark.parametrize(
-    ("word", "name"), [("bfloat16", "bf16"), ("BF16", "bf16"), ("fp8", "e4m3"), ("x", "x")]
-)
+@pytest.mark.parametrize(("word", "name"), [("bfloat16", "bf16"), ("BF16", "bf16"), ("fp8", "e4m3"), ("x", "x")])
 def test_dtypes_have_one_name_each(word: str, name: str) -> None:
     assert dtype_name(word) == name
 

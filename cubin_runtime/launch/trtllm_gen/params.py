@@ -1,8 +1,8 @@
 """The parameter struct of NVIDIA's trtllm-gen FMHA kernels, release flashinfer-cubin 0.6.13: 1280 bytes.
 
-Offsets were read from the reference launcher as a C++ compiler places them; the size is also in each cubin's ELF.
-The kernels take it by value, with every byte of padding zero. Lengths are in tokens, strides and sizes in elements
-unless said otherwise; a null pointer means that the feature is off.
+Offsets were read from the reference launcher as a C++ compiler places them; the size is in each cubin's ELF
+too. The kernels take it by value, padding zero. Lengths are in tokens; a null pointer means that
+the feature is off.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ _POINTERS = (
     ("ptrCustomMaskOffsets", "where each sequence's mask begins"),
     ("ptrDebugO", "debug output; null"),
     ("ptrFirstSparseMaskOffsetsKv", "first KV position of each row that the mask governs"),
-    ("ptrMultiCtasKvCounter", "int32 counters of finished splits; zero before first use, reset by the kernel"),
+    (
+        "ptrMultiCtasKvCounter",
+        "int32 counters of finished splits; zero before first use, reset by the kernel",
+    ),
     ("ptrOutputScale", "float32 on the device that replaces mOutputScale"),
     ("ptrPageIdxKv", "int32 page table"),
     ("ptrPartialO", "scratch: partial outputs of the splits"),

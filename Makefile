@@ -1,0 +1,78 @@
+# Each target makes the environment that it needs inside this folder; `make help` lists them.
+# PYTHON=/path/to/python3.12 picks the interpreter (before the first target, or after `make clean`).
+# TORCH_INDEX=URL adds a package index for torch, where the default one has no CPU build.
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+CHECK ?=
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-torch test-release check artifacts dist bench clean prerequisites
+
+PIP := -m pip --disable-pip-version-check install --quiet --quiet
+VENV := .venv/bin/python
+VENV_TORCH := .venv-torch/bin/python
+BUILD := build/artifacts
+
+help: ## Say what each target does
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null || grep '##' Makefile
+
+demo: .venv/.ready ## From an artifact path to a kernel that ran, with a line for each step
+	@$(VENV) tools/demo.py
+
+test: .venv/.ready ## The tests that need no GPU, no torch and no published release
+	@$(VENV) -m pytest -m "not torch and not release"
+
+test-torch: .venv-torch/.ready ## The tests that need torch (its CPU build is enough)
+	@$(VENV_TORCH) -m pytest -m torch
+
+test-release: .venv/.ready ## Every row of NVIDIA's published release (458 MB, downloaded once)
+	@$(VENV) -m pytest -m release -s
+
+check: .venv/.ready ## Lint, format and types
+	@$(VENV) -m ruff check .
+	@$(VENV) -m ruff format --check .
+	@$(VENV) -m mypy --strict
+
+artifacts: .venv/.ready ## Build our kernels and write their pin; CHECK=1 compares and changes nothing
+	@$(VENV) -m kernels_src.build --out $(BUILD)
+	@$(VENV) -m kernels_src.pinning $(if $(filter-out 0,$(CHECK)),--check)
+
+dist: .venv/.ready ## Wheel and sdist of the package, and the data wheel of the kernels that the pin names
+	@$(VENV) -m kernels_src.build --out $(BUILD)
+	@$(VENV) -m kernels_src.pinning --check
+	@rm -rf dist
+	@$(VENV) -m build --outdir dist . > /dev/null
+	@$(VENV) -m kernels_src.packaging --out dist
+	@ls -l dist
+
+bench: .venv/.ready ## The benchmarks that need no GPU; results in benchmarks/results
+	@for script in benchmarks/*.py; do case "$$script" in */gpu_*) ;; *) \
+	    echo "== $$script"; $(VENV) "$$script" ;; esac; done
+
+clean: ## Remove everything that make made here, environments included
+	rm -rf .venv .venv-torch build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+prerequisites: ## Check what this machine must have, and print the line that installs what lacks
+	@tools/prerequisites.sh "$(PYTHON)"
+
+# The toolchain's packages are 100 MB: they come only if no nvcc of exactly their version is on PATH.
+.venv/.ready: pyproject.toml tools/prerequisites.sh kernels_src/toolchain.py
+	@tools/prerequisites.sh "$(PYTHON)"
+	@test -x $(VENV) || "$(PYTHON)" -m venv .venv
+	@echo "Installing into .venv ..."
+	@$(VENV) $(PIP) -e '.[dev]'
+	@$(VENV) -m kernels_src.toolchain 2> /dev/null || $(VENV) $(PIP) -e '.[build]'
+	@touch $@
+
+.venv-torch/.ready: pyproject.toml tools/prerequisites.sh
+	@tools/prerequisites.sh "$(PYTHON)"
+	@test -x $(VENV_TORCH) || "$(PYTHON)" -m venv .venv-torch
+	@echo "Installing torch into .venv-torch ..."
+	@$(VENV_TORCH) $(PIP) $(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)") 'torch==2.13.0'
+	@$(VENV_TORCH) $(PIP) -e '.[dev]'
+	@touch $@

@@ -1,0 +1,40 @@
+"""What a GPU measurement ran on: device, driver, clocks, versions, date."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import subprocess
+from datetime import datetime, timezone
+
+_PACKAGES = ("cubin-runtime", "flashinfer-python", "torch", "triton", "numpy")
+_QUERY = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.draw,temperature.gpu"
+
+
+def gpu_environment() -> dict[str, object]:
+    """Facts of the first device, read from nvidia-smi now, and the versions of what takes part."""
+    asked = subprocess.run(
+        ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=30,
+    )
+    values = [value.strip() for value in asked.stdout.splitlines()[0].split(",")]
+    return {
+        "gpu": dict(zip(_QUERY.split(","), values, strict=True)),
+        "python": platform.python_version(),
+        "packages": {name: version for name in _PACKAGES if (version := _version(name))},
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def _version(name: str) -> str | None:
+    if name == "cubin-runtime":
+        from cubin_runtime import __version__
+
+        return __version__
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

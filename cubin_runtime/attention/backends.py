@@ -1,0 +1,79 @@
+"""Which backend runs an operator on a device: an explicit table, and errors that say what there is."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..errors import DeviceError, UsageError
+from ..launch.driver import DeviceFacts
+
+AUTO = "auto"
+HOPPER = "hopper"
+
+
+class BackendError(DeviceError):
+    """No backend runs the operator on this device; the message names the devices that have one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """Compute capabilities of one backend: where it was ``measured``, and where it is built but was not run."""
+
+    measured: frozenset[tuple[int, int]]
+    built: frozenset[tuple[int, int]]
+
+
+# Operator -> backend -> where it runs. `auto` takes measured entries only.
+TABLE: Mapping[str, Mapping[str, Support]] = {
+    "paged_decode": {
+        HOPPER: Support(
+            measured=frozenset({(9, 0)}),
+            built=frozenset({(8, 0), (8, 6), (8, 9), (10, 0), (10, 3), (12, 0), (12, 1)}),
+        ),
+    },
+}
+
+
+def resolve_backend(operator: str, backend: str, device: DeviceFacts) -> str:
+    """The backend to use for ``backend`` (a name or ``auto``) on ``device``.
+
+    A backend that was built for the device but never run there is taken only by name, with one warning.
+
+    Raises:
+        UsageError: the backend's name is unknown.
+        BackendError: it does not run there.
+    """
+    backends = TABLE[operator]
+    if backend != AUTO and backend not in backends:
+        raise UsageError(f"backend={backend!r}: expected {AUTO} or one of {', '.join(backends)}")
+    asked = backends if backend == AUTO else {backend: backends[backend]}
+    for name, support in asked.items():
+        if device.capability in support.measured:
+            return name
+    for name, support in asked.items():
+        if device.capability in support.built:
+            if backend == AUTO:
+                raise BackendError(
+                    f"{operator} on {_words(device)}: no backend was measured there; backend={name!r} has kernels "
+                    "built for it that were not run"
+                )
+            warnings.warn(
+                f"{operator}: backend {name!r} was built for {_words(device)} but never run there",
+                stacklevel=3,
+            )
+            return name
+    everywhere = "; ".join(
+        f"{name}: measured on {_list(support.measured)}, built for {_list(support.built)}"
+        for name, support in asked.items()
+    )
+    raise BackendError(f"{operator} on {_words(device)}: no backend runs there ({everywhere})")
+
+
+def _words(device: DeviceFacts) -> str:
+    return f"{device.name} (compute capability {device.capability[0]}.{device.capability[1]})"
+
+
+def _list(capabilities: frozenset[tuple[int, int]]) -> str:
+    return ", ".join(f"{major}.{minor}" for major, minor in sorted(capabilities))

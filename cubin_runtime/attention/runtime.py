@@ -1,0 +1,179 @@
+"""The runtime object: artifacts, driver and loaded modules of one process, made once and passed to operators."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .. import _version
+from ..artifacts.own_kernels import FILE_NAME, OwnKernel, parse_own_kernels
+from ..artifacts.path import ArtifactPath
+from ..config import Config
+from ..errors import UsageError
+from ..launch.abi import LaunchNeeds, abi_layouts
+from ..launch.driver import Driver
+from ..launch.modules import KernelRequest, LoadedKernel, ModuleCache, PreloadReport
+from ..launch.structs import StructLayout
+from ..launch.tensormap import TensorMapCache
+
+if TYPE_CHECKING:
+    from ..artifacts.library import Library
+    from ..artifacts.pins import Pin
+
+OWN_RELEASE = f"hopper-{_version.__version__}"
+
+
+@dataclass(frozen=True, slots=True)
+class OwnRelease:
+    """Our release as an operator needs it: its pin, its kernels and the structs of its ABI."""
+
+    pin: Pin
+    kernels: tuple[OwnKernel, ...]
+    layouts: dict[str, StructLayout]
+
+    def path_of(self, kernel: OwnKernel) -> ArtifactPath:
+        """The artifact path of a kernel's cubin."""
+        return self.pin.path.child(kernel.file)
+
+
+class Runtime:
+    """Owns the artifact library, the driver and the module cache; safe between threads, not across a fork.
+
+    Operators take ``runtime=None`` for the process's default (``default_runtime``).
+    """
+
+    def __init__(
+        self, config: Config | None = None, *, driver: Driver | None = None, release: str = OWN_RELEASE
+    ) -> None:
+        """``config=None`` reads the environment; ``release`` is the pin of the release with our kernels."""
+        from ..artifacts.library import Library
+
+        self.config = config or Config.from_environment()
+        self.library: Library = Library(self.config)
+        self.driver = driver or Driver()
+        self.modules = ModuleCache(self.driver)
+        self.descriptors = TensorMapCache(self.driver)
+        self.plans = PlanCache()
+        self._release = release
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._own: OwnRelease | None = None
+
+    @property
+    def may_fetch(self) -> bool:
+        """Whether a missing kernel may be fetched over the network now."""
+        return self.config.lazy_fetch and not self.config.offline and not self.modules.frozen
+
+    def own_release(self) -> OwnRelease:
+        """Our release, read and verified on first use.
+
+        Raises:
+            MissingError, SourceError, CorruptError, PinError: it cannot be had or is not what is pinned.
+        """
+        with self._lock:
+            if self._own is None:
+                pin = self.library.pins.get(self._release)
+                path = pin.path.child(FILE_NAME)
+                table = self.library.load(path, fetch=self.may_fetch)
+                kernels = parse_own_kernels(table.data, str(path))
+                self._own = OwnRelease(pin, kernels, dict(abi_layouts(pin.abi)))
+            return self._own
+
+    def digest_of(self, path: ArtifactPath) -> str:
+        """The digest that the pinned manifest gives for ``path``."""
+        return self.library.manifest(self.library.pins.covering(path)).digests[path]
+
+    def load(self, kernel: OwnKernel, context: int, stream: int = 0) -> LoadedKernel:
+        """A kernel of our release, loaded into ``context`` and gated; errors as ``ModuleCache.kernel``."""
+        if os.getpid() != self._pid:
+            raise UsageError("this Runtime was made before a fork: make one in the child")
+        request = self._request(kernel, context)
+        return self.modules.kernel(
+            request.context, request.sha256, request.symbol, request.read, request.needs, stream=stream
+        )
+
+    def preload(self, kernels: Iterable[OwnKernel], device: int = 0) -> PreloadReport:
+        """Load kernels of our release ahead of serving, into the device's primary context."""
+        context = self.driver.primary_context(device)
+        return self.modules.preload([self._request(kernel, context) for kernel in kernels])
+
+    def freeze(self) -> None:
+        """Make every later fetch or module load an error."""
+        self.modules.freeze()
+
+    def _request(self, kernel: OwnKernel, context: int) -> KernelRequest:
+        own = self.own_release()
+        path = own.path_of(kernel)
+        needs = LaunchNeeds(
+            layout=own.layouts[kernel.struct],
+            threads=kernel.threads,
+            fingerprint=kernel.struct_fingerprint,
+            dynamic_shared_bytes=kernel.dynamic_shared_bytes,
+            declared=kernel.architecture,
+        )
+        return KernelRequest(
+            context=context,
+            sha256=self.digest_of(path),
+            symbol=kernel.symbol,
+            read=lambda: self.library.load(path, fetch=self.may_fetch).data,
+            needs=needs,
+        )
+
+
+class PlanCache:
+    """Plans by key, least recently used out first; safe between threads."""
+
+    def __init__(self, entries: int = 256) -> None:
+        self._limit = entries
+        self._lock = threading.Lock()
+        self._plans: OrderedDict[Hashable, Any] = OrderedDict()
+
+    def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """The plan for ``key``, made on first use; a failure to make it is not kept."""
+        with self._lock:
+            plan = self._plans.get(key)
+            if plan is not None:
+                self._plans.move_to_end(key)
+                return plan
+        plan = make()
+        with self._lock:
+            plan = self._plans.setdefault(key, plan)
+            while len(self._plans) > self._limit:
+                self._plans.popitem(last=False)
+        return plan
+
+
+_default: Runtime | None = None
+_default_lock = threading.Lock()
+
+
+def default_runtime() -> Runtime:
+    """The process's runtime, made on first use from the environment.
+
+    Raises:
+        UsageError: it was made before this process was forked.
+    """
+    global _default
+    with _default_lock:
+        if _default is None:
+            _default = Runtime()
+        if _default._pid != os.getpid():
+            raise UsageError("the default Runtime was made before a fork: pass runtime=Runtime() in the child")
+        return _default
+
+
+def set_default_runtime(runtime: Runtime) -> None:
+    """Set what ``default_runtime`` gives; only before its first use.
+
+    Raises:
+        UsageError: it is in use already.
+    """
+    global _default
+    with _default_lock:
+        if _default is not None:
+            raise UsageError("the default Runtime is in use already: set it before the first operator runs")
+        _default = runtime

@@ -1,0 +1,140 @@
+"""Tensors at the edge: whatever a caller has becomes a pointer with a dtype, a shape and strides."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from ..errors import UsageError
+
+ITEM_BYTES = {
+    "bfloat16": 2,
+    "float16": 2,
+    "float32": 4,
+    "float64": 8,
+    "int8": 1,
+    "uint8": 1,
+    "int16": 2,
+    "uint16": 2,
+    "int32": 4,
+    "uint32": 4,
+    "int64": 8,
+    "uint64": 8,
+}
+# The short names that kernels' metadata and the command line use.
+DTYPE_NAMES = {"bfloat16": "bf16", "float16": "fp16"}
+_CUDA_DEVICE = 2  # kDLCUDA
+_DLPACK_CODES = {0: "int", 1: "uint", 2: "float", 4: "bfloat"}
+_ARRAY_KINDS = {"i": "int", "u": "uint", "f": "float"}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorView:
+    """Device memory as a tensor: ``strides`` in elements, ``device`` the ordinal. It keeps nothing alive."""
+
+    pointer: int
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    device: int = 0
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ITEM_BYTES:
+            raise UsageError(f"dtype={self.dtype!r}: expected one of {', '.join(ITEM_BYTES)}")
+        if len(self.shape) != len(self.strides):
+            raise UsageError(f"shape={self.shape} with strides={self.strides}: expected equal lengths")
+
+    @classmethod
+    def contiguous(cls, pointer: int, dtype: str, shape: tuple[int, ...], device: int = 0) -> TensorView:
+        """A row-major tensor at ``pointer``."""
+        strides = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
+        return cls(pointer, dtype, shape, strides, device)
+
+
+def view_of(tensor: Any, name: str) -> TensorView:
+    """The view of a CUDA tensor: a ``TensorView``, a torch tensor, or anything that speaks
+    ``__cuda_array_interface__`` (version 2 or 3) or DLPack.
+
+    No stream is synchronised: the data must be ready on the stream that the kernel runs on.
+
+    Raises:
+        UsageError: ``tensor`` is none of these or is not on a CUDA device; the message begins with ``name``.
+    """
+    if isinstance(tensor, TensorView):
+        return tensor
+    if hasattr(tensor, "data_ptr") and hasattr(tensor, "stride"):
+        return _from_torch(tensor, name)
+    if hasattr(tensor, "__cuda_array_interface__"):
+        return _from_array_interface(tensor, name)
+    if hasattr(tensor, "__dlpack__"):
+        return _from_dlpack(tensor, name)
+    raise UsageError(
+        f"{name}: got {type(tensor).__name__}, expected a TensorView, a torch tensor or an object with "
+        "__cuda_array_interface__ or __dlpack__"
+    )
+
+
+def _from_torch(tensor: Any, name: str) -> TensorView:
+    if tensor.device.type != "cuda":
+        raise UsageError(f"{name}: is on {tensor.device}, expected a CUDA device")
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in ITEM_BYTES:
+        raise UsageError(f"{name}: dtype {dtype}, expected one of {', '.join(ITEM_BYTES)}")
+    return TensorView(tensor.data_ptr(), dtype, tuple(tensor.shape), tensor.stride(), tensor.device.index or 0)
+
+
+def _from_array_interface(tensor: Any, name: str) -> TensorView:
+    described = tensor.__cuda_array_interface__
+    kind, size = described["typestr"][1], int(described["typestr"][2:])
+    dtype = f"{_ARRAY_KINDS.get(kind, kind)}{size * 8}"
+    if dtype not in ITEM_BYTES:
+        raise UsageError(f"{name}: typestr {described['typestr']!r}, expected one of {', '.join(ITEM_BYTES)}")
+    shape = tuple(described["shape"])
+    view = TensorView.contiguous(described["data"][0], dtype, shape, _device_of(tensor))
+    strides = described.get("strides")
+    if strides is None:
+        return view
+    return TensorView(view.pointer, dtype, shape, tuple(s // size for s in strides), view.device)
+
+
+def _device_of(tensor: Any) -> int:
+    # The interface itself names no device; its speakers do so through DLPack.
+    return int(tensor.__dlpack_device__()[1]) if hasattr(tensor, "__dlpack_device__") else 0
+
+
+class _DLTensor(ctypes.Structure):
+    """``DLTensor`` of dlpack.h, whose managed form begins with it."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+def _from_dlpack(tensor: Any, name: str) -> TensorView:
+    kind, device = tensor.__dlpack_device__()
+    if int(kind) != _CUDA_DEVICE:
+        raise UsageError(f"{name}: DLPack device type {int(kind)}, expected {_CUDA_DEVICE} (CUDA)")
+    capsule = tensor.__dlpack__(stream=-1)  # -1: no synchronisation
+    get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    get_pointer.restype, get_pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+    # The capsule stays unconsumed, so its own destructor gives the memory back; the caller keeps the tensor.
+    managed = _DLTensor.from_address(get_pointer(capsule, b"dltensor"))
+    dtype = f"{_DLPACK_CODES.get(managed.code, managed.code)}{managed.bits}"
+    if dtype not in ITEM_BYTES or managed.lanes != 1:
+        raise UsageError(f"{name}: DLPack type {dtype} x {managed.lanes}, expected one of {', '.join(ITEM_BYTES)}")
+    shape = tuple(managed.shape[i] for i in range(managed.ndim))
+    pointer = (managed.data or 0) + managed.byte_offset
+    if not managed.strides:
+        return TensorView.contiguous(pointer, dtype, shape, int(device))
+    return TensorView(pointer, dtype, shape, tuple(managed.strides[i] for i in range(managed.ndim)), int(device))

@@ -1,0 +1,148 @@
+"""Build our kernels into a release tree: ``python -m kernels_src.build --out DIR [--only GLOB]``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from cubin_runtime.launch.hopper.params import LAYOUTS
+from cubin_runtime.launch.structs import StructLayout
+
+from .compiling import BuildError, CompiledKernel, compile_variant
+from .includes import sources_sha256
+from .release import RELEASE, Release, kernel_entry, write_release
+from .toolchain import Toolchain, ToolchainError, find_toolchain
+from .variants import VARIANTS, Variant
+
+SOURCES = Path(__file__).resolve().parent
+DEFAULT_JOBS = min(2, os.cpu_count() or 1)
+
+
+def select(variants: Sequence[Variant], pattern: str) -> tuple[Variant, ...]:
+    """The variants whose name matches the glob; names occur once.
+
+    Raises:
+        BuildError: a name occurs twice, or nothing matches.
+    """
+    names = [variant.name for variant in variants]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise BuildError(f"variants listed twice: {', '.join(twice)}")
+    chosen = tuple(variant for variant in variants if fnmatchcase(variant.name, pattern))
+    if not chosen:
+        raise BuildError(f"no variant matches {pattern!r}; there are: {', '.join(sorted(names)) or 'none'}")
+    return chosen
+
+
+def write_headers(folder: Path, layouts: Mapping[str, StructLayout]) -> None:
+    """Write ``STRUCT.h`` for each layout: the declaration and the assertions that tie C++ to Python."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for layout in layouts.values():
+        (folder / f"{layout.name}.h").write_text(layout.c_declaration())
+
+
+def build(
+    out: Path,
+    variants: Sequence[Variant],
+    layouts: Mapping[str, StructLayout],
+    toolchain: Toolchain,
+    *,
+    sources: Path = SOURCES,
+    release: str = RELEASE,
+    jobs: int = DEFAULT_JOBS,
+    progress: Callable[[CompiledKernel, float], None] | None = None,
+) -> Release:
+    """Compile ``variants`` and write the tree ``out/release``.
+
+    Args:
+        out: the folder that holds releases.
+        variants: what to compile; their ``source`` is relative to ``sources``.
+        layouts: struct name to layout.
+        toolchain: the exact nvcc.
+        sources: the folder of kernel sources.
+        release: the name of the release folder.
+        jobs: compilations at a time.
+        progress: called after each compilation with the kernel and its seconds.
+
+    Raises:
+        BuildError: an unknown struct, a failed compilation, or a cubin that must not be shipped.
+    """
+    unknown = sorted({variant.struct for variant in variants} - set(layouts))
+    if unknown:
+        raise BuildError(f"unknown structs {', '.join(unknown)}; params.py declares {', '.join(sorted(layouts))}")
+    with tempfile.TemporaryDirectory(prefix="kernels-") as scratch, ThreadPoolExecutor(max(1, jobs)) as pool:
+        work = Path(scratch)
+        write_headers(work / "generated", layouts)
+
+        def compile_one(variant: Variant) -> CompiledKernel:
+            begin = time.monotonic()
+            output = work / f"{variant.name}.cubin"
+            kernel = compile_variant(variant, layouts[variant.struct], toolchain, sources, work / "generated", output)
+            if progress is not None:
+                progress(kernel, time.monotonic() - begin)
+            return kernel
+
+        try:
+            kernels = list(pool.map(compile_one, variants))
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    entries = []
+    for kernel in kernels:
+        layout = layouts[kernel.variant.struct]
+        header = {f"{layout.name}.h": layout.c_declaration()}
+        digest = sources_sha256(sources, kernel.variant.source, header)
+        entries.append(kernel_entry(kernel, layout, digest))
+    return write_release(out, release, {kernel.variant.file: kernel.cubin for kernel in kernels}, entries)
+
+
+def _print_progress(kernel: CompiledKernel, seconds: float) -> None:
+    used = kernel.resources
+    print(
+        f"  {kernel.variant.name}: {len(kernel.cubin)} bytes, {used.registers} registers,"
+        f" {used.spill_bytes} bytes spilled, {seconds:.1f} s",
+        flush=True,
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Build from the command line; 1 and a message on the standard error if something is wrong."""
+    parser = argparse.ArgumentParser(prog="python -m kernels_src.build", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="the folder that will hold the release folder")
+    parser.add_argument("--only", default="*", metavar="GLOB", help="build the variants of matching name")
+    parser.add_argument("--jobs", type=int, default=DEFAULT_JOBS, help="compilations at a time (%(default)s)")
+    parser.add_argument("--release", default=RELEASE, help="name of the release folder (%(default)s)")
+    parser.add_argument("--headers-only", action="store_true", help="write only the generated headers into --out")
+    given = parser.parse_args(arguments)
+    try:
+        if given.headers_only:
+            write_headers(given.out, LAYOUTS)
+            return 0
+        toolchain = find_toolchain()
+        chosen = select(VARIANTS, given.only)
+        print(f"{len(chosen)} kernels with {toolchain.nvcc} (from {toolchain.origin})", flush=True)
+        release = build(
+            given.out,
+            chosen,
+            LAYOUTS,
+            toolchain,
+            release=given.release,
+            jobs=given.jobs,
+            progress=_print_progress,
+        )
+    except (BuildError, ToolchainError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"{release.folder}: {release.files} files, {release.bytes} bytes, checksums.txt {release.manifest_sha256}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,145 @@
+// PTX that CUDA C++ has no word for: mbarriers, bulk tensor copies, ldmatrix, mma, dependent launch.
+#pragma once
+#include <cstdint>
+#include <cuda_bf16.h>
+
+#define DEVICE __device__ __forceinline__
+
+DEVICE uint32_t shared_address(const void* pointer) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// ---- mbarriers: a phase completes when `count` arrivals and all announced bytes are in ----
+
+DEVICE void mbarrier_init(uint32_t barrier, uint32_t count) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+DEVICE void mbarrier_arrive(uint32_t barrier) {
+    asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(barrier) : "memory");
+}
+
+DEVICE void mbarrier_wait(uint32_t barrier, uint32_t parity) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile(
+        "{ .reg .pred done;\n"
+        "again: mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
+        "@done bra ready;\n"
+        "bra again;\n"
+        "ready: }" ::"r"(barrier), "r"(parity) : "memory");
+#else
+    // mbarrier.test_wait.parity needs sm_80 only; try_wait, which may sleep, needs sm_90.
+    asm volatile(
+        "{ .reg .pred done;\n"
+        "again: mbarrier.test_wait.parity.shared.b64 done, [%0], %1;\n"
+        "@done bra ready;\n"
+        "bra again;\n"
+        "ready: }" ::"r"(barrier), "r"(parity) : "memory");
+#endif
+}
+
+// ---- asynchronous copies ----
+
+#if __CUDA_ARCH__ >= 900
+DEVICE void mbarrier_arrive_expect_bytes(uint32_t barrier, uint32_t bytes) {
+    asm volatile("{ .reg .b64 state; mbarrier.arrive.expect_tx.shared.b64 state, [%0], %1; }" ::"r"(barrier), "r"(bytes)
+                 : "memory");
+}
+
+DEVICE uint64_t evict_first_policy() {
+    uint64_t policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+DEVICE void prefetch_tensor_map(const void* map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+DEVICE void copy_tensor_box_4d(uint32_t destination, const void* map, uint32_t barrier, int c0, int c1, int c2, int c3,
+                               uint64_t policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(destination),
+        "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "l"(policy)
+        : "memory");
+}
+#endif
+
+DEVICE void copy_16_bytes(uint32_t destination, const void* source) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(destination), "l"(source) : "memory");
+}
+
+// The arrival fires when this thread's earlier cp.async are done; "noinc": it counts against the initial count.
+DEVICE void mbarrier_arrive_after_copies(uint32_t barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// ---- programmatic dependent launch: no-ops where the launch did not ask for it ----
+
+DEVICE void wait_for_previous_grid() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+DEVICE void allow_next_grid() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// ---- tensor cores ----
+
+DEVICE void load_matrix_x4(uint32_t (&r)[4], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+DEVICE void load_matrix_x4_transposed(uint32_t (&r)[4], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+DEVICE uint32_t transpose_8x8(uint32_t fragment) {
+    uint32_t result;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(fragment));
+    return result;
+}
+
+// d += a * b; a is 16 x 16 (rows x depth), b is 16 x 8 (depth x columns).
+DEVICE void mma_bf16_16x8x16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+DEVICE uint32_t pack_bf16(float low, float high) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+DEVICE float exp2_approximate(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// ---- ordering between CTAs ----
+
+DEVICE uint32_t add_acquire_release(uint32_t* counter, uint32_t value) {
+    uint32_t before;
+    asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(value) : "memory");
+    return before;
+}
+
+template <int THREADS>
+DEVICE void named_barrier_sync(int id) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
+}

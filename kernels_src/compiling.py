@@ -1,0 +1,156 @@
+"""One variant through nvcc: the command, what ptxas says of the kernel, what a shipped cubin must satisfy."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cubin_runtime.artifacts.cubin import parse_cubin
+from cubin_runtime.artifacts.elf import read_elf
+from cubin_runtime.launch.structs import StructLayout
+
+from .toolchain import Toolchain
+from .variants import SHARED_BYTES_PER_BLOCK, Variant
+
+# No -lineinfo: it writes paths into the cubin, and the bytes must not depend on where it was built.
+FLAGS = ("-std=c++17", "-O3")
+COMPILE_SECONDS = 600
+
+_RESOURCES = re.compile(r"ptxas info\s*: Compiling entry function '([^']+)'(.*?)(?=ptxas info\s*: Compiling|\Z)", re.S)
+_REGISTERS = re.compile(r"Used (\d+) registers")
+_SHARED = re.compile(r"(\d+) bytes smem")
+_SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
+# Names of things with internal linkage hold a hash of the path of the translation unit.
+_PATH_DEPENDENT = ("_INTERNAL_", "_GLOBAL__N_")
+
+
+class BuildError(Exception):
+    """A kernel does not compile, or its cubin must not be shipped; the message names the variant and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What ptxas reports: registers a thread, bytes of spill stores and loads, static shared bytes."""
+
+    registers: int
+    spill_bytes: int
+    static_shared_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledKernel:
+    """A variant's cubin and resources."""
+
+    variant: Variant
+    cubin: bytes
+    resources: Resources
+
+
+def flags_of(variant: Variant) -> tuple[str, ...]:
+    """The options that decide the bytes, in order; no path is among them.
+
+    ``KERNEL_NAME`` and ``SHARED_BYTES`` are defined for every variant, so that the source cannot disagree.
+    """
+    values = {"KERNEL_NAME": variant.symbol, "SHARED_BYTES": variant.shared_bytes, **variant.defines}
+    defines = (f"-D{name}={values[name]}" for name in sorted(values))
+    return (f"-arch=sm_{variant.sm}", *FLAGS, *defines)
+
+
+def compile_variant(
+    variant: Variant, layout: StructLayout, toolchain: Toolchain, root: Path, include: Path, output: Path
+) -> CompiledKernel:
+    """Compile one variant to ``output`` and check it.
+
+    Args:
+        variant: what to build.
+        layout: the parameter struct that the kernel must take, alone and by value.
+        toolchain: the exact nvcc.
+        root: the folder that ``variant.source`` is relative to.
+        include: the folder of the generated struct headers.
+        output: the cubin to write.
+
+    Raises:
+        BuildError: nvcc failed (its output is in the message), or the cubin breaks a rule of ``check_cubin``.
+    """
+    command = [str(toolchain.nvcc), "-cubin", *flags_of(variant), "-Xptxas", "-v", "-I", str(include)]
+    command += ["-o", str(output), str(root / variant.source)]
+    said = _run(command, toolchain, variant)
+    cubin = output.read_bytes()
+    resources = parse_resources(said, variant.symbol)
+    check_cubin(variant, cubin, layout, resources)
+    return CompiledKernel(variant, cubin, resources)
+
+
+def _run(command: Sequence[str], toolchain: Toolchain, variant: Variant) -> str:
+    try:
+        done = subprocess.run(
+            command,
+            env=toolchain.environment(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=COMPILE_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"{variant.name}: nvcc: {error}") from error
+    if done.returncode != 0:
+        raise BuildError(f"{variant.name}: nvcc exited with {done.returncode}\n{done.stderr}{done.stdout}")
+    return done.stderr + done.stdout
+
+
+def parse_resources(said: str, symbol: str) -> Resources:
+    """Read what ``ptxas -v`` printed about ``symbol``.
+
+    Raises:
+        BuildError: it printed nothing about it.
+    """
+    for name, text in _RESOURCES.findall(said):
+        if name == symbol and (registers := _REGISTERS.search(text)) and (spills := _SPILLS.search(text)):
+            shared = _SHARED.search(text)
+            return Resources(int(registers[1]), int(spills[1]) + int(spills[2]), int(shared[1]) if shared else 0)
+    raise BuildError(f'{symbol}: ptxas reported no resources of it; is it an extern "C" __global__ function?')
+
+
+def _symbol_names(cubin: bytes) -> list[str]:
+    elf = read_elf(cubin)
+    return [name.decode("utf-8", "replace") for name in elf.content(elf.by_name[".strtab"]).split(b"\0") if name]
+
+
+def check_cubin(variant: Variant, cubin: bytes, layout: StructLayout, resources: Resources) -> None:
+    """Refuse a cubin that must not be shipped.
+
+    Raises:
+        BuildError: a symbol whose name depends on the directory, another architecture, no such kernel,
+            parameters other than one struct of ``layout.size`` bytes, too many threads, or more shared memory
+            than the SM has.
+    """
+    names = _symbol_names(cubin)
+    bad = [name for name in names if any(mark in name for mark in _PATH_DEPENDENT)]
+    if bad:
+        raise BuildError(
+            f"{variant.name}: the symbols {', '.join(bad)} have internal linkage, so the bytes depend on the"
+            " directory; give them external linkage (no static, no unnamed namespace)"
+        )
+    facts = parse_cubin(cubin)
+    if str(facts.architecture) != f"sm_{variant.sm}":
+        raise BuildError(f"{variant.name}: the cubin is for {facts.architecture}, expected sm_{variant.sm}")
+    kernel = facts.kernels.get(variant.symbol)
+    if kernel is None:
+        raise BuildError(f"{variant.name}: the cubin has the kernels {', '.join(facts.kernels)}, not {variant.symbol}")
+    sizes = [parameter.size for parameter in kernel.parameters]
+    if sizes != [layout.size]:
+        raise BuildError(f"{variant.name}: parameters of {sizes} bytes, expected {layout.name} of {layout.size}")
+    if kernel.max_threads is not None and variant.threads > kernel.max_threads:
+        raise BuildError(f"{variant.name}: {variant.threads} threads, __launch_bounds__ says {kernel.max_threads}")
+    limit = SHARED_BYTES_PER_BLOCK[variant.base_sm]
+    total = variant.shared_bytes + resources.static_shared_bytes
+    if total > limit:
+        raise BuildError(
+            f"{variant.name}: {variant.shared_bytes} dynamic + {resources.static_shared_bytes} static bytes"
+            f" of shared memory, sm_{variant.sm} allows {limit} a block"
+        )

@@ -1,0 +1,46 @@
+"""The digest of a kernel's sources: the file, what it includes from here, and its generated struct header."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+_INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
+
+
+def source_files(root: Path, source: str) -> tuple[Path, ...]:
+    """``source`` and, transitively, what it includes in quotes from below ``root``; sorted, absolute.
+
+    Conditional includes count whether or not they are taken. Names that are not found are left out: they are
+    generated headers, and those of the toolkit are in angle brackets.
+    """
+    root = root.resolve()
+    found: set[Path] = set()
+    pending = [root / source]
+    while pending:
+        file = pending.pop().resolve()
+        if file in found:
+            continue
+        found.add(file)
+        for name in _INCLUDE.findall(file.read_bytes()):
+            for folder in (file.parent, root):
+                candidate = (folder / name.decode()).resolve()
+                if candidate.is_file() and candidate.is_relative_to(root):
+                    pending.append(candidate)
+                    break
+    return tuple(sorted(found))
+
+
+def sources_sha256(root: Path, source: str, generated: Mapping[str, str]) -> str:
+    """SHA-256 (hex) over a ``sha256sum``-like listing of the sources, then of the ``generated`` headers."""
+    root = root.resolve()
+    listing = "".join(
+        f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.relative_to(root).as_posix()}\n"
+        for file in source_files(root, source)
+    )
+    listing += "".join(
+        f"{hashlib.sha256(generated[name].encode()).hexdigest()}  generated/{name}\n" for name in sorted(generated)
+    )
+    return hashlib.sha256(listing.encode()).hexdigest()

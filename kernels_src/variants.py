@@ -1,0 +1,105 @@
+"""Every kernel that we build, one entry a cubin. Adding a variant: see CONTRIBUTING."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+# Dynamic plus static shared memory that one block can opt in to, in bytes, by compute capability.
+SHARED_BYTES_PER_BLOCK: Mapping[str, int] = {
+    "80": 163 << 10,
+    "86": 99 << 10,
+    "89": 99 << 10,
+    "90": 227 << 10,
+    "100": 227 << 10,
+    "120": 99 << 10,
+}
+# Where a GPU run of this repository measured the kernel; elsewhere it was only compiled.
+MEASURED_SMS = frozenset({"90a"})
+
+_SM = re.compile(r"(\d{2,3})([af]?)")
+_SYMBOL = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One kernel compiled for one SM.
+
+    ``source`` is relative to ``kernels_src``; ``symbol`` the name of its ``extern "C" __global__`` function;
+    ``defines`` become ``-D`` options; ``traits`` are what a planner selects by; ``struct`` names one of the
+    layouts of ``cubin_runtime.launch.hopper.params``. ``shared_bytes`` is dynamic shared memory.
+    """
+
+    source: str
+    symbol: str
+    sm: str
+    operation: str
+    struct: str
+    threads: int
+    shared_bytes: int
+    traits: Mapping[str, int | str | bool] = field(default_factory=dict)
+    defines: Mapping[str, int | str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not _SM.fullmatch(self.sm) or self.base_sm not in SHARED_BYTES_PER_BLOCK:
+            raise ValueError(f"{self.symbol}: sm={self.sm!r}: expected one of {', '.join(SHARED_BYTES_PER_BLOCK)}")
+        if not _SYMBOL.fullmatch(self.symbol):
+            raise ValueError(f"symbol={self.symbol!r}: expected a C identifier")
+        if not 1 <= self.threads <= 1024:
+            raise ValueError(f"{self.name}: threads={self.threads}: expected 1 to 1024")
+
+    @property
+    def name(self) -> str:
+        """``SYMBOL_smNN``, unique in a release."""
+        return f"{self.symbol}_sm{self.sm}"
+
+    @property
+    def family(self) -> str:
+        """The folder that holds the source and, in a release, the cubin."""
+        return self.source.partition("/")[0]
+
+    @property
+    def file(self) -> str:
+        """The cubin's path in the release folder."""
+        return f"{self.family}/{self.name}.cubin"
+
+    @property
+    def base_sm(self) -> str:
+        """The SM without its suffix."""
+        return self.sm.rstrip("af")
+
+    @property
+    def status(self) -> str:
+        """``measured`` or ``built, not run``."""
+        return "measured" if self.sm in MEASURED_SMS else "built, not run"
+
+
+def _paged_decode(sm: str, rows: int) -> Variant:
+    tma = sm == "90a"
+    stages = 3 if SHARED_BYTES_PER_BLOCK[sm.rstrip("af")] >= 227 << 10 else 2
+    # The ring, merge rows, two statistics a warp, two barriers a buffer, a flag; the source asserts the sum.
+    shared = 2 * stages * 16384 + rows * 132 * 4 + 2 * 4 * rows * 4 + 4 * stages * 8 + 4
+    return Variant(
+        source="fmha/paged_decode.cu",
+        symbol=f"fmha_paged_decode_bf16_d128_rows{rows}",
+        sm=sm,
+        operation="paged_decode",
+        struct="PagedDecodeTmaParams" if tma else "PagedDecodeCopyParams",
+        threads=160,
+        shared_bytes=-(-shared // 1024) * 1024,
+        traits={
+            "dtype": "bf16",
+            "head_dim": 128,
+            "rows": rows,
+            "tile_tokens": 64,
+            "ctas_per_multiprocessor": 2,
+            "tma": tma,
+        },
+        defines={"ROWS": rows, "STAGES": stages, "USE_TMA": int(tma)},
+    )
+
+
+VARIANTS: tuple[Variant, ...] = tuple(
+    _paged_decode(sm, rows) for sm in ("80", "86", "89", "90a", "100", "120") for rows in (8, 16)
+)

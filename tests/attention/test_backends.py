@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+
+import pytest
+from attention_examples import H200
+
+from cubin_runtime.attention.backends import BackendError, resolve_backend
+from cubin_runtime.errors import UsageError
+from cubin_runtime.launch.driver import DeviceFacts
+
+
+def device(major: int, minor: int) -> DeviceFacts:
+    return replace(H200, name="some GPU", capability=(major, minor))
+
+
+@pytest.mark.parametrize("backend", ["auto", "hopper"])
+def test_a_measured_device_is_taken_without_a_warning(backend: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert resolve_backend("paged_decode", backend, device(9, 0)) == "hopper"
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (10, 0), (10, 3), (12, 0), (12, 1)])
+def test_auto_never_takes_what_was_only_built(capability: tuple[int, int]) -> None:
+    with pytest.raises(BackendError, match="backend='hopper' has kernels built for it that were not run"):
+        resolve_backend("paged_decode", "auto", device(*capability))
+
+
+def test_what_was_only_built_is_taken_by_name_with_a_warning() -> None:
+    with pytest.warns(UserWarning, match="built for some GPU .*8.0.* but never run"):
+        assert resolve_backend("paged_decode", "hopper", device(8, 0)) == "hopper"
+
+
+@pytest.mark.parametrize("backend", ["auto", "hopper"])
+def test_a_device_without_kernels_gets_the_list_of_those_with(backend: str) -> None:
+    with pytest.raises(BackendError, match=r"capability 7.5.*no backend runs there .*measured on 9.0, built for 8.0"):
+        resolve_backend("paged_decode", backend, device(7, 5))
+
+
+def test_an_unknown_backend_is_named() -> None:
+    with pytest.raises(UsageError, match="backend='xqa': expected auto or one of hopper"):
+        resolve_backend("paged_decode", "xqa", device(9, 0))

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cubin_runtime.attention.views import TensorView, _DLTensor, view_of
+from cubin_runtime.errors import UsageError
+
+_new_capsule = ctypes.pythonapi.PyCapsule_New
+_new_capsule.restype = ctypes.py_object
+_new_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+
+
+class DLPackArray:
+    """Speaks DLPack for made-up device memory: bf16 ``[2, 3]`` on device 1, offset by 4 bytes."""
+
+    def __init__(self, strides: tuple[int, int] | None = None, code: int = 4, device_type: int = 2) -> None:
+        self.device_type = device_type
+        self.shape = (ctypes.c_int64 * 2)(2, 3)
+        self.strides = (ctypes.c_int64 * 2)(*strides) if strides else None
+        self.tensor = _DLTensor(0x1000, device_type, 1, 2, code, 16, 1, self.shape, self.strides, 4)
+        self.asked: Any = None
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.device_type, 1
+
+    def __dlpack__(self, stream: Any = None) -> Any:
+        self.asked = stream
+        return _new_capsule(ctypes.addressof(self.tensor), b"dltensor", None)
+
+
+class TorchLike:
+    """What ``view_of`` asks of a torch tensor."""
+
+    dtype = "torch.bfloat16"
+    shape = (2, 3)
+
+    def __init__(self, device: str = "cuda", index: int | None = 1) -> None:
+        self.device = SimpleNamespace(type=device, index=index)
+
+    def data_ptr(self) -> int:
+        return 0x2000
+
+    def stride(self) -> tuple[int, int]:
+        return (3, 1)
+
+
+def array_interface(**changes: Any) -> SimpleNamespace:
+    described = {"shape": (2, 3), "typestr": "<f4", "data": (0x3000, False), "version": 3, **changes}
+    return SimpleNamespace(__cuda_array_interface__=described)
+
+
+def test_a_view_is_itself() -> None:
+    view = TensorView.contiguous(0x1000, "int32", (4,))
+    assert view_of(view, "q") is view
+
+
+def test_contiguous_strides_are_row_major() -> None:
+    assert TensorView.contiguous(0, "int32", (2, 3, 4)).strides == (12, 4, 1)
+
+
+def test_a_torch_tensor() -> None:
+    assert view_of(TorchLike(), "q") == TensorView(0x2000, "bfloat16", (2, 3), (3, 1), 1)
+
+
+def test_a_torch_tensor_on_the_host_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"q: is on .*cpu.*expected a CUDA device"):
+        view_of(TorchLike("cpu"), "q")
+
+
+def test_an_array_interface_without_strides_is_contiguous() -> None:
+    assert view_of(array_interface(), "q") == TensorView(0x3000, "float32", (2, 3), (3, 1), 0)
+
+
+def test_an_array_interface_with_strides_in_bytes() -> None:
+    assert view_of(array_interface(strides=(4, 8)), "q").strides == (1, 2)
+
+
+def test_an_array_interface_of_another_type_is_refused() -> None:
+    with pytest.raises(UsageError, match="q: typestr '<c8'"):
+        view_of(array_interface(typestr="<c8"), "q")
+
+
+def test_dlpack_without_strides_is_contiguous_behind_its_offset() -> None:
+    assert view_of(DLPackArray(), "q") == TensorView(0x1004, "bfloat16", (2, 3), (3, 1), 1)
+
+
+def test_dlpack_with_strides() -> None:
+    assert view_of(DLPackArray(strides=(1, 2)), "q").strides == (1, 2)
+
+
+def test_dlpack_is_asked_not_to_synchronise() -> None:
+    array = DLPackArray()
+    view_of(array, "q")
+    assert array.asked == -1
+
+
+def test_dlpack_of_another_type_is_refused() -> None:
+    with pytest.raises(UsageError, match="q: DLPack type 5"):
+        view_of(DLPackArray(code=5), "q")
+
+
+def test_a_host_array_is_refused() -> None:
+    with pytest.raises(UsageError, match="q: DLPack device type 1, expected 2"):
+        view_of(np.zeros(3, dtype=np.float32), "q")
+
+
+def test_what_is_no_tensor_is_refused() -> None:
+    with pytest.raises(UsageError, match="q: got list, expected a TensorView"):
+        view_of([1, 2], "q")
+
+
+def test_an_unknown_dtype_is_refused() -> None:
+    with pytest.raises(UsageError, match="dtype='complex64'"):
+        TensorView(0, "complex64", (1,), (1,))
+
+
+def test_shape_and_strides_of_other_lengths_are_refused() -> None:
+    with pytest.raises(UsageError, match="expected equal lengths"):
+        TensorView(0, "int32", (1, 2), (1,))

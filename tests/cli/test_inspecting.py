@@ -1,0 +1,206 @@
+"""``inspect`` and ``list`` on a small release of our own making, used in place from a directory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+from cubin_runtime import cli
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+FOLDER = "small-1/fmha"
+ENTRY = {
+    "name": "block",
+    "symbol": "empty",
+    "file": "kernels/facts_sm_90a.cubin",
+    "sm": "90a",
+    "family": "fmha",
+    "operation": "paged_decode",
+    "traits": {"head_dim": 128, "dtype": "bf16"},
+    "struct": "P",
+    "struct_bytes": 0,
+    "struct_fingerprint": "0" * 64,
+    "threads": 96,
+    "dynamic_shared_bytes": 4096,
+    "static_shared_bytes": 0,
+    "registers": 4,
+    "spill_bytes": 0,
+    "flags": [],
+    "sources_sha256": "0" * 64,
+    "status": "measured",
+}
+
+
+class SmallRelease:
+    """A directory tree, the pin file that covers it, and a runner of the command line on both."""
+
+    def __init__(self, root: Path, *entries: dict[str, object]) -> None:
+        self.tree = root / "tree"
+        self.folder = self.tree / FOLDER
+        (self.folder / "kernels").mkdir(parents=True)
+        self.files = {
+            "kernels.json": json.dumps({"schema": 1, "release": "small", "kernels": list(entries)}).encode(),
+            "kernels/facts_sm_90a.cubin": (FIXTURES / "facts_sm_90a.cubin").read_bytes(),
+            "kernels/facts_sm_80.cubin": (FIXTURES / "facts_sm_80.cubin").read_bytes(),
+        }
+        for name, data in self.files.items():
+            (self.folder / name).write_bytes(data)
+        manifest = "".join(f"{self.digest(name)}  {name}\n" for name in self.files).encode()
+        (self.folder / "checksums.txt").write_bytes(manifest)
+        self.pins = root / "pins.toml"
+        self.pins.write_text(
+            f'[[pin]]\nname = "small"\npath = "{FOLDER}"\n'
+            f'manifest_sha256 = "{hashlib.sha256(manifest).hexdigest()}"\nfiles = {len(self.files)}\n'
+            f"bytes = {sum(map(len, self.files.values()))}\nmax_file_bytes = 65536\n"
+            'licence = "Apache-2.0"\nsources = []\n'
+        )
+        self.arguments = [
+            "--pins",
+            str(self.pins),
+            "--source",
+            str(self.tree),
+            "--store",
+            str(root / "store"),
+        ]
+
+    def digest(self, name: str) -> str:
+        return hashlib.sha256(self.files[name]).hexdigest()
+
+    def run(self, *arguments: str) -> int:
+        return cli.main([*arguments, *self.arguments])
+
+
+@pytest.fixture
+def release(tmp_path: Path) -> SmallRelease:
+    return SmallRelease(tmp_path, {**ENTRY, "registers": 4}, {**ENTRY, "name": "b", "file": "kernels/x.cubin"})
+
+
+@pytest.fixture
+def answer(release: SmallRelease, capsys: pytest.CaptureFixture[str]):
+    """Run a verb with ``--json`` and give its object."""
+
+    def ask(*arguments: str) -> dict:
+        release.run(*arguments, "--json")
+        return json.loads(capsys.readouterr().out)
+
+    return ask
+
+
+def test_a_pinned_file_is_shown_as_verified_with_its_manifest_line(release: SmallRelease, answer) -> None:
+    shown = answer("inspect", f"{FOLDER}/kernels/facts_sm_80.cubin")
+    assert (shown["verified"], shown["pin"]) == (True, "small")
+    assert shown["manifest_line"] == f"{release.digest('kernels/facts_sm_80.cubin')}  kernels/facts_sm_80.cubin"
+
+
+def test_a_copy_on_disk_is_recognised_by_its_digest(answer) -> None:
+    shown = answer("inspect", str(FIXTURES / "facts_sm_80.cubin"))
+    assert shown["path"] == f"{FOLDER}/kernels/facts_sm_80.cubin"
+
+
+def test_bytes_that_no_pin_covers_are_shown_as_unverified(release: SmallRelease, answer) -> None:
+    shown = answer("inspect", str(FIXTURES / "pair_sm_100f.cubin"))
+    assert (shown["verified"], shown["manifest_line"]) == (False, None)
+
+
+def test_the_facts_of_each_kernel_are_shown(answer) -> None:
+    shown = answer("inspect", str(FIXTURES / "facts_sm_90a.cubin"))
+    block = next(k for k in shown["kernels"] if k["symbol"] == "block")
+    assert shown["architecture"] == "sm_90a"
+    assert block == {
+        "symbol": "block",
+        "parameters": [{"offset": 112, "bytes": 1280}, {"offset": 1392, "bytes": 8}],
+        "max_threads": 96,
+        "registers": 12,
+        "static_shared_bytes": 1156,
+        "stack_bytes": 0,
+    }
+
+
+def test_text_says_verified_or_not(release: SmallRelease, capsys: pytest.CaptureFixture[str]) -> None:
+    release.run("inspect", str(FIXTURES / "pair_sm_100f.cubin"))
+    assert "no: no pin covers these bytes" in capsys.readouterr().out
+
+
+def test_metadata_that_disagrees_is_said_and_counts_as_corrupt(release: SmallRelease, answer) -> None:
+    shown = answer("inspect", f"{FOLDER}/kernels/facts_sm_90a.cubin")
+    assert shown["disagreements"] == ["parameter sizes: the metadata says [0], the cubin []"]
+    assert release.run("inspect", f"{FOLDER}/kernels/facts_sm_90a.cubin") == 5
+
+
+def test_a_file_that_is_no_cubin_is_corrupt(release: SmallRelease, tmp_path: Path) -> None:
+    (tmp_path / "x.cubin").write_bytes(b"hello")
+    assert release.run("inspect", str(tmp_path / "x.cubin")) == 5
+
+
+def test_a_file_that_is_not_there_is_missing(release: SmallRelease, tmp_path: Path) -> None:
+    assert release.run("inspect", str(tmp_path / "none.cubin")) == 4
+
+
+def test_a_directory_is_usage(release: SmallRelease, tmp_path: Path) -> None:
+    assert release.run("inspect", str(tmp_path)) == 2
+
+
+def test_a_path_that_climbs_is_usage(release: SmallRelease) -> None:
+    assert release.run("inspect", "small-1/../../etc/passwd") == 2
+
+
+def test_a_path_that_no_pin_covers_says_so(release: SmallRelease) -> None:
+    assert release.run("inspect", "other/fmha/x.cubin") == 3
+
+
+def test_a_damaged_file_of_the_release_is_refused(release: SmallRelease) -> None:
+    (release.folder / "kernels/facts_sm_80.cubin").write_bytes(b"\x7fELF damaged")
+    assert release.run("inspect", f"{FOLDER}/kernels/facts_sm_80.cubin") == 5
+
+
+def test_list_without_a_name_shows_the_pins(answer) -> None:
+    assert {"small", "trtllm-gen-0.6.13"} <= {pin["name"] for pin in answer("list")["pins"]}
+
+
+def test_list_shows_every_file_with_its_metadata(release: SmallRelease, answer) -> None:
+    shown = answer("list", "small")
+    assert [file["path"] for file in shown["files"]] == [f"{FOLDER}/{name}" for name in release.files]
+    assert shown["files"][1]["metadata"]["sm"] == "90a"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "count"),
+    [
+        (["--sm", "90"], 1),
+        (["--sm", "100"], 0),
+        (["--dtype", "bfloat16"], 1),
+        (["--head-dim", "64"], 0),
+        (["--family", "hopper"], 1),
+        (["--match", "*.cubin"], 2),
+        (["--match", "kernels/*80*"], 1),
+        (["--sm", "90", "--match", "*80*"], 0),
+    ],
+)
+def test_list_filters(answer, arguments: list[str], count: int) -> None:
+    assert answer("list", "small", *arguments)["count"] == count
+
+
+@pytest.mark.parametrize(("name", "count"), [(f"{FOLDER}/kernels", 2), (f"{FOLDER}/kernels.json", 1), (FOLDER, 3)])
+def test_list_takes_an_artifact_path(answer, name: str, count: int) -> None:
+    assert answer("list", name)["count"] == count
+
+
+def test_count_prints_the_number_alone(release: SmallRelease, capsys: pytest.CaptureFixture[str]) -> None:
+    release.run("list", "small", "--count")
+    assert capsys.readouterr().out == "3\n"
+
+
+def test_the_table_names_file_target_and_types(release: SmallRelease, capsys: pytest.CaptureFixture[str]) -> None:
+    release.run("list", "small", "--sm", "90")
+    assert capsys.readouterr().out.splitlines()[1] == "kernels/facts_sm_90a.cubin\tsm_90a\tbf16\t128\t96\t4096"
+
+
+def test_filters_without_a_release_are_usage(release: SmallRelease) -> None:
+    assert release.run("list", "--sm", "90") == 2
+
+
+def test_an_unknown_release_is_not_pinned(release: SmallRelease) -> None:
+    assert release.run("list", "nothing") == 3

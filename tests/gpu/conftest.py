@@ -1,0 +1,45 @@
+"""A runtime on the first device, with our kernels from a built tree; everything here skips without a device."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cubin_runtime import Config, CubinRuntimeError
+from cubin_runtime.attention.runtime import OWN_RELEASE, Runtime
+from cubin_runtime.launch.driver import Driver
+
+BUILT = Path(__file__).resolve().parents[2] / "build" / "artifacts"
+
+
+def _missing_device() -> str:
+    try:
+        return "" if Driver().device_count() else "the driver sees no device"
+    except CubinRuntimeError as error:
+        return str(error)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    marked = [item for item in items if here in item.path.parents]
+    reason = _missing_device() if marked else ""
+    if reason:
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=f"needs a CUDA device: {reason}"))
+
+
+@pytest.fixture(scope="session")
+def runtime_config(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    sources = os.environ.get("CUBIN_RUNTIME_SOURCES", str(BUILT))
+    return Config(store=tmp_path_factory.mktemp("store"), sources=tuple(sources.split()), offline=True)
+
+
+@pytest.fixture(scope="session")
+def runtime(runtime_config: Config) -> Iterator[Runtime]:
+    made = Runtime(runtime_config)
+    made.library.fetch(made.library.pins.get(OWN_RELEASE))
+    yield made
+    made.modules.close()

@@ -1,0 +1,555 @@
+/* A recording stand-in for libcuda, compiled against the real cuda.h.
+ *
+ * Every function below is defined with the prototype of the header, so a signature that we got wrong does not
+ * compile here or shows wrong values in the log. Each call appends one line `name key=value ...` of what arrived,
+ * read through the header's own types. Memory is host memory; a "kernel" does nothing.
+ *
+ * Control, all called by the tests: standin_reset, standin_set_device, standin_add_kernel, standin_fail,
+ * standin_hide_parameter_info, standin_log.
+ */
+#include <cuda.h>
+#include <pthread.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define LOG_BYTES (4u << 20)
+#define SLOTS 64
+
+struct kernel { char symbol[128]; size_t sizes[8]; int parameters; int max_threads; int max_shared; };
+struct failure { char call[64]; int code; int skip; int times; };
+struct stream { int used; int blocking; int capturing; cuuint64_t capture; };
+
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+static char log_text[LOG_BYTES];
+static size_t log_used;
+static struct kernel kernels[SLOTS];
+static int kernel_count;
+static struct failure failures[SLOTS];
+static int failure_count;
+static int sticky;
+static struct stream streams[SLOTS];
+static cuuint64_t captures;
+static int major, minor, parameter_info, device_count, free_bytes_taken;
+static __thread CUcontext context_stack[16];
+static __thread int context_depth;
+static __thread int epoch_seen;
+static int epoch;
+
+static void say(const char *format, ...) {
+  va_list list;
+  va_start(list, format);
+  size_t room = LOG_BYTES - log_used;
+  int wrote = vsnprintf(log_text + log_used, room, format, list);
+  va_end(list);
+  if (wrote > 0 && (size_t)wrote < room) log_used += (size_t)wrote;
+}
+
+static void say_hex(const void *data, size_t size) {
+  for (size_t i = 0; i < size; i++) say("%02x", ((const unsigned char *)data)[i]);
+}
+
+void standin_reset(void) {
+  pthread_mutex_lock(&mutex);
+  log_used = 0; log_text[0] = 0; kernel_count = failure_count = 0; sticky = 0;
+  memset(streams, 0, sizeof streams);
+  major = 9; minor = 0; parameter_info = 1; device_count = 1; free_bytes_taken = 0; captures = 0;
+  epoch++;
+  pthread_mutex_unlock(&mutex);
+}
+
+void standin_set_device(int new_major, int new_minor, int count) {
+  major = new_major; minor = new_minor; device_count = count;
+}
+
+void standin_add_kernel(const char *symbol, const size_t *sizes, int parameters, int max_threads) {
+  struct kernel *k = &kernels[kernel_count++];
+  memset(k, 0, sizeof *k);
+  snprintf(k->symbol, sizeof k->symbol, "%s", symbol);
+  memcpy(k->sizes, sizes, sizeof(size_t) * (size_t)parameters);
+  k->parameters = parameters; k->max_threads = max_threads;
+}
+
+/* Let the calls of `call` after the next `skip` fail `times` times (-1: always) with `code`. */
+void standin_fail(const char *call, int code, int skip, int times) {
+  struct failure *f = &failures[failure_count++];
+  snprintf(f->call, sizeof f->call, "%s", call);
+  f->code = code; f->skip = skip; f->times = times;
+}
+
+/* From now on every call that touches the context fails with `code`, as after a fault on the device. */
+void standin_fault(int code) { sticky = code; }
+
+void standin_hide_parameter_info(void) { parameter_info = 0; }
+
+const char *standin_log(void) { return log_text; }
+void standin_clear_log(void) { log_used = 0; log_text[0] = 0; }
+
+static CUresult outcome(const char *call) {
+  /* Asking for or changing the current context still works on a context that is lost. */
+  int about_context = !strncmp(call, "cuCtx", 5) && strcmp(call, "cuCtxSynchronize");
+  if (sticky && !about_context) return (CUresult)sticky;
+  for (int i = 0; i < failure_count; i++) {
+    struct failure *f = &failures[i];
+    if (strcmp(f->call, call)) continue;
+    if (f->skip > 0) { f->skip--; continue; }
+    if (f->times == 0) continue;
+    if (f->times > 0) f->times--;
+    return (CUresult)f->code;
+  }
+  return CUDA_SUCCESS;
+}
+
+/* Enter a call: lock, find out whether it is to fail, and leave early if so. */
+#define ENTER(name) \
+  pthread_mutex_lock(&mutex); \
+  if (epoch_seen != epoch) { epoch_seen = epoch; context_depth = 0; } \
+  CUresult result = outcome(name); \
+  if (result != CUDA_SUCCESS) { say(name " failed=%d\n", (int)result); goto out; }
+#define LEAVE \
+  out: \
+  pthread_mutex_unlock(&mutex); \
+  return result;
+#define REFUSE(code) do { result = (code); goto out; } while (0)
+
+static CUcontext current(void) { return context_depth ? context_stack[context_depth - 1] : NULL; }
+static struct stream *stream_of(CUstream stream) {
+  size_t index = (size_t)stream - 0x5000;
+  return stream && index < SLOTS ? &streams[index] : NULL;
+}
+
+CUresult CUDAAPI cuInit(unsigned int flags) {
+  ENTER("cuInit")
+  say("cuInit flags=%u\n", flags);
+  if (!device_count) REFUSE(CUDA_ERROR_NO_DEVICE);
+  LEAVE
+}
+CUresult CUDAAPI cuDriverGetVersion(int *version) {
+  ENTER("cuDriverGetVersion")
+  *version = 13000;
+  LEAVE
+}
+
+struct word { CUresult code; const char *name; const char *text; };
+static const struct word words[] = {
+  {CUDA_ERROR_INVALID_VALUE, "CUDA_ERROR_INVALID_VALUE", "invalid argument"},
+  {CUDA_ERROR_OUT_OF_MEMORY, "CUDA_ERROR_OUT_OF_MEMORY", "out of memory"},
+  {CUDA_ERROR_NO_DEVICE, "CUDA_ERROR_NO_DEVICE", "no CUDA-capable device is detected"},
+  {CUDA_ERROR_INVALID_CONTEXT, "CUDA_ERROR_INVALID_CONTEXT", "invalid device context"},
+  {CUDA_ERROR_NO_BINARY_FOR_GPU, "CUDA_ERROR_NO_BINARY_FOR_GPU", "no kernel image is available"},
+  {CUDA_ERROR_INVALID_HANDLE, "CUDA_ERROR_INVALID_HANDLE", "invalid resource handle"},
+  {CUDA_ERROR_NOT_FOUND, "CUDA_ERROR_NOT_FOUND", "named symbol not found"},
+  {CUDA_ERROR_ILLEGAL_ADDRESS, "CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access was encountered"},
+  {CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED",
+   "operation not permitted when stream is capturing"},
+};
+static const struct word *word_of(CUresult code) {
+  for (size_t i = 0; i < sizeof words / sizeof *words; i++)
+    if (words[i].code == code) return &words[i];
+  return NULL;
+}
+CUresult CUDAAPI cuGetErrorName(CUresult error, const char **text) {
+  const struct word *w = word_of(error);
+  *text = w ? w->name : NULL;
+  return w ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+CUresult CUDAAPI cuGetErrorString(CUresult error, const char **text) {
+  const struct word *w = word_of(error);
+  *text = w ? w->text : NULL;
+  return w ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+CUresult CUDAAPI cuDeviceGetCount(int *count) {
+  ENTER("cuDeviceGetCount")
+  *count = device_count;
+  LEAVE
+}
+CUresult CUDAAPI cuDeviceGet(CUdevice *device, int ordinal) {
+  ENTER("cuDeviceGet")
+  if (ordinal < 0 || ordinal >= device_count) REFUSE(CUDA_ERROR_INVALID_DEVICE);
+  *device = ordinal;
+  LEAVE
+}
+CUresult CUDAAPI cuDeviceGetName(char *name, int length, CUdevice device) {
+  ENTER("cuDeviceGetName")
+  snprintf(name, (size_t)length, "stand-in %d (SM %d.%d)", device, major, minor);
+  LEAVE
+}
+CUresult CUDAAPI cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice device) {
+  ENTER("cuDeviceGetAttribute")
+  (void)device;
+  switch (attribute) {
+    case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: *value = major; break;
+    case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR: *value = minor; break;
+    case CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT: *value = 132; break;
+    case CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE: *value = 52428800; break;
+    case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR: *value = 233472; break;
+    case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN: *value = 232448; break;
+    default: REFUSE(CUDA_ERROR_INVALID_VALUE);
+  }
+  LEAVE
+}
+
+CUresult CUDAAPI cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) {
+  ENTER("cuDevicePrimaryCtxRetain")
+  *context = (CUcontext)(size_t)(0xC000 + device);
+  say("cuDevicePrimaryCtxRetain device=%d\n", device);
+  LEAVE
+}
+CUresult CUDAAPI cuDevicePrimaryCtxRelease(CUdevice device) {
+  ENTER("cuDevicePrimaryCtxRelease")
+  say("cuDevicePrimaryCtxRelease device=%d\n", device);
+  LEAVE
+}
+CUresult CUDAAPI cuCtxGetCurrent(CUcontext *context) {
+  ENTER("cuCtxGetCurrent")
+  *context = current();
+  LEAVE
+}
+CUresult CUDAAPI cuCtxSetCurrent(CUcontext context) {
+  ENTER("cuCtxSetCurrent")
+  say("cuCtxSetCurrent context=%p\n", (void *)context);
+  if (!context) { if (context_depth) context_depth--; }
+  else if (context_depth) context_stack[context_depth - 1] = context;
+  else context_stack[context_depth++] = context;
+  LEAVE
+}
+CUresult CUDAAPI cuCtxPushCurrent(CUcontext context) {
+  ENTER("cuCtxPushCurrent")
+  say("cuCtxPushCurrent context=%p\n", (void *)context);
+  context_stack[context_depth++] = context;
+  LEAVE
+}
+CUresult CUDAAPI cuCtxPopCurrent(CUcontext *context) {
+  ENTER("cuCtxPopCurrent")
+  if (!context_depth) REFUSE(CUDA_ERROR_INVALID_CONTEXT);
+  *context = context_stack[--context_depth];
+  say("cuCtxPopCurrent context=%p\n", (void *)*context);
+  LEAVE
+}
+CUresult CUDAAPI cuCtxGetDevice(CUdevice *device) {
+  ENTER("cuCtxGetDevice")
+  if (!current()) REFUSE(CUDA_ERROR_INVALID_CONTEXT);
+  *device = (CUdevice)((size_t)current() - 0xC000);
+  LEAVE
+}
+CUresult CUDAAPI cuCtxSynchronize(void) {
+  ENTER("cuCtxSynchronize")
+  LEAVE
+}
+
+CUresult CUDAAPI cuMemGetInfo(size_t *free_bytes, size_t *total) {
+  ENTER("cuMemGetInfo")
+  *total = (size_t)80 << 30;
+  *free_bytes = *total - (size_t)free_bytes_taken;
+  LEAVE
+}
+CUresult CUDAAPI cuMemAlloc(CUdeviceptr *address, size_t size) {
+  ENTER("cuMemAlloc")
+  void *memory = NULL;
+  if (size <= (size_t)1 << 34) memory = aligned_alloc(256, (size + 255) & ~(size_t)255);
+  if (!memory) REFUSE(CUDA_ERROR_OUT_OF_MEMORY);
+  memset(memory, 0xA5, size);
+  *address = (CUdeviceptr)memory;
+  say("cuMemAlloc size=%zu address=%llx\n", size, *address);
+  LEAVE
+}
+CUresult CUDAAPI cuMemFree(CUdeviceptr address) {
+  ENTER("cuMemFree")
+  say("cuMemFree address=%llx\n", address);
+  free((void *)address);
+  LEAVE
+}
+CUresult CUDAAPI cuMemcpyHtoD(CUdeviceptr to, const void *from, size_t size) {
+  ENTER("cuMemcpyHtoD")
+  memcpy((void *)to, from, size);
+  LEAVE
+}
+CUresult CUDAAPI cuMemcpyDtoH(void *to, CUdeviceptr from, size_t size) {
+  ENTER("cuMemcpyDtoH")
+  memcpy(to, (const void *)from, size);
+  LEAVE
+}
+CUresult CUDAAPI cuMemcpyHtoDAsync(CUdeviceptr to, const void *from, size_t size, CUstream stream) {
+  ENTER("cuMemcpyHtoDAsync")
+  say("cuMemcpyHtoDAsync size=%zu stream=%p\n", size, (void *)stream);
+  memcpy((void *)to, from, size);
+  LEAVE
+}
+CUresult CUDAAPI cuMemcpyDtoHAsync(void *to, CUdeviceptr from, size_t size, CUstream stream) {
+  ENTER("cuMemcpyDtoHAsync")
+  say("cuMemcpyDtoHAsync size=%zu stream=%p\n", size, (void *)stream);
+  memcpy(to, (const void *)from, size);
+  LEAVE
+}
+CUresult CUDAAPI cuMemcpyDtoDAsync(CUdeviceptr to, CUdeviceptr from, size_t size, CUstream stream) {
+  ENTER("cuMemcpyDtoDAsync")
+  say("cuMemcpyDtoDAsync size=%zu stream=%p\n", size, (void *)stream);
+  memmove((void *)to, (const void *)from, size);
+  LEAVE
+}
+CUresult CUDAAPI cuMemsetD8Async(CUdeviceptr address, unsigned char value, size_t count, CUstream stream) {
+  ENTER("cuMemsetD8Async")
+  say("cuMemsetD8Async value=%u count=%zu stream=%p\n", value, count, (void *)stream);
+  memset((void *)address, value, count);
+  LEAVE
+}
+CUresult CUDAAPI cuMemsetD32Async(CUdeviceptr address, unsigned int value, size_t count, CUstream stream) {
+  ENTER("cuMemsetD32Async")
+  say("cuMemsetD32Async value=%u count=%zu stream=%p\n", value, count, (void *)stream);
+  for (size_t i = 0; i < count; i++) ((unsigned int *)address)[i] = value;
+  LEAVE
+}
+
+CUresult CUDAAPI cuStreamCreate(CUstream *stream, unsigned int flags) {
+  ENTER("cuStreamCreate")
+  int i = 0;
+  while (i < SLOTS && streams[i].used) i++;
+  if (i == SLOTS) REFUSE(CUDA_ERROR_OUT_OF_MEMORY);
+  streams[i].used = 1;
+  streams[i].blocking = !(flags & CU_STREAM_NON_BLOCKING);
+  *stream = (CUstream)(size_t)(0x5000 + i);
+  say("cuStreamCreate flags=%u stream=%p\n", flags, (void *)*stream);
+  LEAVE
+}
+CUresult CUDAAPI cuStreamDestroy(CUstream stream) {
+  ENTER("cuStreamDestroy")
+  struct stream *s = stream_of(stream);
+  if (!s || !s->used) REFUSE(CUDA_ERROR_INVALID_HANDLE);
+  memset(s, 0, sizeof *s);
+  LEAVE
+}
+CUresult CUDAAPI cuStreamSynchronize(CUstream stream) {
+  ENTER("cuStreamSynchronize")
+  say("cuStreamSynchronize stream=%p\n", (void *)stream);
+  LEAVE
+}
+CUresult CUDAAPI cuStreamQuery(CUstream stream) {
+  ENTER("cuStreamQuery")
+  (void)stream;
+  LEAVE
+}
+CUresult CUDAAPI cuStreamWaitEvent(CUstream stream, CUevent event, unsigned int flags) {
+  ENTER("cuStreamWaitEvent")
+  say("cuStreamWaitEvent stream=%p event=%p flags=%u\n", (void *)stream, (void *)event, flags);
+  LEAVE
+}
+CUresult CUDAAPI cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *status) {
+  ENTER("cuStreamIsCapturing")
+  struct stream *s = stream_of(stream);
+  *status = s && s->capturing ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
+  for (int i = 0; !stream && i < SLOTS; i++)
+    if (streams[i].capturing && streams[i].blocking) REFUSE(CUDA_ERROR_STREAM_CAPTURE_IMPLICIT);
+  LEAVE
+}
+CUresult CUDAAPI cuStreamGetCaptureInfo(CUstream stream, CUstreamCaptureStatus *status, cuuint64_t *id,
+                                        CUgraph *graph, const CUgraphNode **dependencies,
+                                        const CUgraphEdgeData **edges, size_t *count) {
+  ENTER("cuStreamGetCaptureInfo")
+  if (graph || dependencies || edges || count) REFUSE(CUDA_ERROR_INVALID_VALUE);
+  struct stream *s = stream_of(stream);
+  *status = s && s->capturing ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
+  if (s && s->capturing && id) *id = s->capture;
+  LEAVE
+}
+CUresult CUDAAPI cuStreamBeginCapture(CUstream stream, CUstreamCaptureMode mode) {
+  ENTER("cuStreamBeginCapture")
+  struct stream *s = stream_of(stream);
+  if (!s) REFUSE(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+  s->capturing = 1;
+  s->capture = ++captures;
+  say("cuStreamBeginCapture stream=%p mode=%d\n", (void *)stream, (int)mode);
+  LEAVE
+}
+CUresult CUDAAPI cuStreamEndCapture(CUstream stream, CUgraph *graph) {
+  ENTER("cuStreamEndCapture")
+  struct stream *s = stream_of(stream);
+  if (!s || !s->capturing) REFUSE(CUDA_ERROR_ILLEGAL_STATE);
+  s->capturing = 0;
+  *graph = (CUgraph)(size_t)(0x6000 + s->capture);
+  say("cuStreamEndCapture stream=%p graph=%p\n", (void *)stream, (void *)*graph);
+  LEAVE
+}
+CUresult CUDAAPI cuGraphInstantiate(CUgraphExec *executable, CUgraph graph, unsigned long long flags) {
+  ENTER("cuGraphInstantiate")
+  *executable = (CUgraphExec)((size_t)graph + 0x1000);
+  say("cuGraphInstantiate graph=%p flags=%llu\n", (void *)graph, flags);
+  LEAVE
+}
+CUresult CUDAAPI cuGraphLaunch(CUgraphExec executable, CUstream stream) {
+  ENTER("cuGraphLaunch")
+  say("cuGraphLaunch executable=%p stream=%p\n", (void *)executable, (void *)stream);
+  LEAVE
+}
+CUresult CUDAAPI cuGraphDestroy(CUgraph graph) {
+  ENTER("cuGraphDestroy")
+  say("cuGraphDestroy graph=%p\n", (void *)graph);
+  LEAVE
+}
+CUresult CUDAAPI cuGraphExecDestroy(CUgraphExec executable) {
+  ENTER("cuGraphExecDestroy")
+  say("cuGraphExecDestroy executable=%p\n", (void *)executable);
+  LEAVE
+}
+CUresult CUDAAPI cuEventCreate(CUevent *event, unsigned int flags) {
+  ENTER("cuEventCreate")
+  *event = (CUevent)(size_t)0x8001;
+  say("cuEventCreate flags=%u\n", flags);
+  LEAVE
+}
+CUresult CUDAAPI cuEventDestroy(CUevent event) {
+  ENTER("cuEventDestroy")
+  say("cuEventDestroy event=%p\n", (void *)event);
+  LEAVE
+}
+CUresult CUDAAPI cuEventRecord(CUevent event, CUstream stream) {
+  ENTER("cuEventRecord")
+  say("cuEventRecord event=%p stream=%p\n", (void *)event, (void *)stream);
+  LEAVE
+}
+CUresult CUDAAPI cuEventSynchronize(CUevent event) {
+  ENTER("cuEventSynchronize")
+  say("cuEventSynchronize event=%p\n", (void *)event);
+  LEAVE
+}
+CUresult CUDAAPI cuEventElapsedTime(float *milliseconds, CUevent start, CUevent end) {
+  ENTER("cuEventElapsedTime")
+  say("cuEventElapsedTime start=%p end=%p\n", (void *)start, (void *)end);
+  *milliseconds = 1.5f;
+  LEAVE
+}
+
+CUresult CUDAAPI cuModuleLoadData(CUmodule *module, const void *image) {
+  ENTER("cuModuleLoadData")
+  if (!current()) REFUSE(CUDA_ERROR_INVALID_CONTEXT);
+  free_bytes_taken += 4096;
+  *module = (CUmodule)(size_t)0xD000;
+  say("cuModuleLoadData image=%.16s context=%p\n", (const char *)image, (void *)current());
+  LEAVE
+}
+CUresult CUDAAPI cuModuleUnload(CUmodule module) {
+  ENTER("cuModuleUnload")
+  say("cuModuleUnload module=%p\n", (void *)module);
+  LEAVE
+}
+CUresult CUDAAPI cuModuleGetFunction(CUfunction *function, CUmodule module, const char *name) {
+  ENTER("cuModuleGetFunction")
+  say("cuModuleGetFunction module=%p name=%s\n", (void *)module, name);
+  for (int i = 0; i < kernel_count; i++)
+    if (!strcmp(kernels[i].symbol, name)) { *function = (CUfunction)&kernels[i]; goto out; }
+  REFUSE(CUDA_ERROR_NOT_FOUND);
+  LEAVE
+}
+CUresult CUDAAPI cuFuncLoad(CUfunction function) {
+  ENTER("cuFuncLoad")
+  say("cuFuncLoad symbol=%s\n", ((struct kernel *)function)->symbol);
+  LEAVE
+}
+CUresult CUDAAPI cuFuncGetAttribute(int *value, CUfunction_attribute attribute, CUfunction function) {
+  ENTER("cuFuncGetAttribute")
+  struct kernel *k = (struct kernel *)function;
+  switch (attribute) {
+    case CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK: *value = k->max_threads; break;
+    case CU_FUNC_ATTRIBUTE_NUM_REGS: *value = 128; break;
+    case CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES: *value = k->max_shared; break;
+    default: REFUSE(CUDA_ERROR_INVALID_VALUE);
+  }
+  LEAVE
+}
+CUresult CUDAAPI cuFuncSetAttribute(CUfunction function, CUfunction_attribute attribute, int value) {
+  ENTER("cuFuncSetAttribute")
+  struct kernel *k = (struct kernel *)function;
+  if (attribute == CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES) k->max_shared = value;
+  say("cuFuncSetAttribute symbol=%s attribute=%d value=%d\n", k->symbol, (int)attribute, value);
+  LEAVE
+}
+CUresult CUDAAPI cuFuncGetParamInfo(CUfunction function, size_t index, size_t *offset, size_t *size) {
+  ENTER("cuFuncGetParamInfo")
+  struct kernel *k = (struct kernel *)function;
+  if (!parameter_info) REFUSE(CUDA_ERROR_NOT_SUPPORTED);
+  if (index >= (size_t)k->parameters) REFUSE(CUDA_ERROR_INVALID_VALUE);
+  *offset = 0;
+  for (size_t i = 0; i < index; i++) *offset += k->sizes[i];
+  *size = k->sizes[index];
+  LEAVE
+}
+CUresult CUDAAPI cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, CUfunction function, int threads,
+                                                             size_t shared) {
+  ENTER("cuOccupancyMaxActiveBlocksPerMultiprocessor")
+  say("cuOccupancyMaxActiveBlocksPerMultiprocessor symbol=%s threads=%d shared=%zu\n",
+      ((struct kernel *)function)->symbol, threads, shared);
+  *blocks = 2;
+  LEAVE
+}
+
+static void say_config(const CUlaunchConfig *c) {
+  say(" grid=%u,%u,%u block=%u,%u,%u shared=%u stream=%p attributes=%u", c->gridDimX, c->gridDimY, c->gridDimZ,
+      c->blockDimX, c->blockDimY, c->blockDimZ, c->sharedMemBytes, (void *)c->hStream, c->numAttrs);
+  for (unsigned i = 0; i < c->numAttrs; i++) {
+    const CUlaunchAttribute *a = &c->attrs[i];
+    switch (a->id) {
+      case CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION:
+        say(" cluster=%u,%u,%u", a->value.clusterDim.x, a->value.clusterDim.y, a->value.clusterDim.z);
+        break;
+      case CU_LAUNCH_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE:
+        say(" policy=%d", (int)a->value.clusterSchedulingPolicyPreference);
+        break;
+      case CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION:
+        say(" pdl=%d", a->value.programmaticStreamSerializationAllowed);
+        break;
+      default: say(" unknown=%d", (int)a->id);
+    }
+  }
+}
+
+CUresult CUDAAPI cuOccupancyMaxActiveClusters(int *clusters, CUfunction function, const CUlaunchConfig *config) {
+  ENTER("cuOccupancyMaxActiveClusters")
+  say("cuOccupancyMaxActiveClusters symbol=%s", ((struct kernel *)function)->symbol);
+  say_config(config);
+  say("\n");
+  *clusters = 16;
+  LEAVE
+}
+CUresult CUDAAPI cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, void **parameters,
+                                  void **extra) {
+  ENTER("cuLaunchKernelEx")
+  if (!current()) { say("refused call=cuLaunchKernelEx\n"); REFUSE(CUDA_ERROR_INVALID_CONTEXT); }
+  struct kernel *k = (struct kernel *)function;
+  say("cuLaunchKernelEx symbol=%s", k->symbol);
+  say_config(config);
+  say(" extra=%p", (void *)extra);
+  for (int i = 0; i < k->parameters; i++) {
+    say(" aligned%d=%d parameter%d=", i, (int)((size_t)parameters[i] % 128 == 0), i);
+    say_hex(parameters[i], k->sizes[i]);
+  }
+  say("\n");
+  LEAVE
+}
+
+static void say_u64(const char *name, const cuuint64_t *values, unsigned count) {
+  say(" %s=", name);
+  for (unsigned i = 0; i < count; i++) say(i ? ",%llu" : "%llu", (unsigned long long)values[i]);
+}
+static void say_u32(const char *name, const cuuint32_t *values, unsigned count) {
+  say(" %s=", name);
+  for (unsigned i = 0; i < count; i++) say(i ? ",%u" : "%u", values[i]);
+}
+/* The descriptor is not NVIDIA's: its first bytes are the address and the type, enough to tell specs apart. */
+CUresult CUDAAPI cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t rank, void *address,
+                                        const cuuint64_t *dims, const cuuint64_t *strides, const cuuint32_t *box,
+                                        const cuuint32_t *steps, CUtensorMapInterleave interleave,
+                                        CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion,
+                                        CUtensorMapFloatOOBfill fill) {
+  ENTER("cuTensorMapEncodeTiled")
+  if ((size_t)map % 64) REFUSE(CUDA_ERROR_INVALID_VALUE);
+  say("cuTensorMapEncodeTiled type=%d rank=%u address=%p", (int)type, rank, address);
+  say_u64("dims", dims, rank);
+  say_u64("strides", strides, rank - 1);
+  say_u32("box", box, rank);
+  say_u32("steps", steps, rank);
+  say(" interleave=%d swizzle=%d promotion=%d fill=%d\n", (int)interleave, (int)swizzle, (int)promotion, (int)fill);
+  memset(map, 0xEE, sizeof *map);
+  memcpy(map, &address, sizeof address);
+  LEAVE
+}

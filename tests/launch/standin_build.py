@@ -1,0 +1,113 @@
+"""Compiling C against the real cuda.h, and the control panel of the stand-in for libcuda."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import subprocess
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+SOURCE = Path(__file__).parent / "standin" / "standin.c"
+
+
+def cuda_include() -> Path:
+    """The folder of a cuda.h of CUDA 13 or newer: a pip wheel of the toolkit, CUDA_HOME, or the system's."""
+    site = Path(sysconfig.get_paths()["purelib"]) / "nvidia"
+    folders = [site / "cu13" / "include", site / "cuda_runtime" / "include"]
+    folders += [Path(os.environ[name]) / "include" for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
+    folders += sorted((path / "include" for path in Path("/usr/local").glob("cuda*")), reverse=True)
+    for folder in folders:
+        if (folder / "cuda.h").is_file() and _version(folder / "cuda.h") >= 13000:
+            return folder
+    looked = ", ".join(map(str, folders))
+    raise FileNotFoundError(f"no cuda.h of CUDA 13 in {looked}: pip install nvidia-cuda-runtime==13.0.96")
+
+
+def _version(header: Path) -> int:
+    found = re.search(r"^#define CUDA_VERSION (\d+)", header.read_text(errors="replace"), re.MULTILINE)
+    return int(found[1]) if found else 0
+
+
+def compile_c(source: Path, output: Path, *options: str) -> None:
+    """Run the C compiler with every warning an error."""
+    command = [os.environ.get("CC", "cc"), "-std=c11", "-Wall", "-Wextra", "-Werror", "-Wno-cpp"]
+    command += [f"-I{cuda_include()}", *options, str(source), "-o", str(output)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def build_standin(folder: Path) -> Path:
+    library = folder / "libcuda_standin.so"
+    compile_c(SOURCE, library, "-shared", "-fPIC", "-pthread")
+    return library
+
+
+@dataclass(frozen=True)
+class Call:
+    """One line of the log: the function and what arrived, as text."""
+
+    name: str
+    seen: dict[str, str]
+
+
+class StandIn:
+    """Sets the stand-in up and reads what it recorded."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._library = ctypes.CDLL(str(path))
+        self._library.standin_log.restype = ctypes.c_char_p
+
+    def exports(self) -> set[str]:
+        """The driver functions it has."""
+        table = subprocess.run(["nm", "-D", str(self.path)], capture_output=True, text=True, check=True).stdout
+        return set(re.findall(r" T (cu\w+)", table))
+
+    def reset(self) -> None:
+        self._library.standin_reset()
+
+    def pose_as(self, major: int, minor: int) -> None:
+        self._library.standin_set_device(major, minor, 1)
+
+    def without_device(self) -> None:
+        self._library.standin_set_device(9, 0, 0)
+
+    def with_devices(self, count: int) -> None:
+        self._library.standin_set_device(9, 0, count)
+
+    def add_kernel(self, symbol: str, sizes: tuple[int, ...], max_threads: int = 1024) -> None:
+        array = (ctypes.c_size_t * max(1, len(sizes)))(*sizes)
+        self._library.standin_add_kernel(symbol.encode(), array, len(sizes), max_threads)
+
+    def fail(self, call: str, code: int, *, skip: int = 0, times: int = -1) -> None:
+        self._library.standin_fail(call.encode(), code, skip, times)
+
+    def fault(self, code: int) -> None:
+        self._library.standin_fault(code)
+
+    def hide_parameter_info(self) -> None:
+        self._library.standin_hide_parameter_info()
+
+    def clear_log(self) -> None:
+        self._library.standin_clear_log()
+
+    def calls(self, name: str) -> list[Call]:
+        lines = self._library.standin_log().decode().splitlines()
+        split = [line.split(" ") for line in lines]
+        return [
+            Call(words[0], dict(word.split("=", 1) for word in words[1:] if "=" in word))
+            for words in split
+            if words[0] == name
+        ]
+
+    def names(self) -> list[str]:
+        """The functions called, in order, as far as they are logged."""
+        return [line.split(" ")[0] for line in self._library.standin_log().decode().splitlines()]
+
+    def call(self, name: str) -> dict[str, str]:
+        """What the only call of ``name`` received."""
+        (only,) = self.calls(name)
+        return only.seen

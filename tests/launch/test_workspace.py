@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from standin_build import StandIn
+
+from cubin_runtime.errors import UsageError, WorkspaceError
+from cubin_runtime.launch.driver import Driver, DriverCallError
+from cubin_runtime.launch.workspace import Region, Workspace, WorkspacePool, workspace_size
+
+PARTS = (Region("counters", 100, 16), Region("partials", 1000, 256))
+
+
+def borrowed(driver: Driver, nbytes: int, address: int = 0x10000) -> Workspace:
+    return Workspace(driver, 0xC000, address, nbytes)
+
+
+def test_new_memory_is_zero(driver: Driver, context: int) -> None:
+    workspace = Workspace.allocate(driver, context, 64)
+    assert driver.read(workspace.address, 64) == bytes(64)
+    workspace.close()
+
+
+def test_it_is_cleared_on_the_stream_that_will_use_it(driver: Driver, standin: StandIn, context: int) -> None:
+    Workspace.allocate(driver, context, 64, 0x5005).close()
+    assert standin.call("cuMemsetD8Async") == {"value": "0", "count": "64", "stream": "0x5005"}
+
+
+def test_reset_clears_all_of_it(driver: Driver, context: int) -> None:
+    workspace = Workspace.allocate(driver, context, 64)
+    driver.fill(workspace.address, 9, 64, 0)
+    workspace.reset()
+    assert driver.read(workspace.address, 64) == bytes(64)
+    workspace.close()
+
+
+def test_owned_memory_is_freed_once(driver: Driver, standin: StandIn, context: int) -> None:
+    workspace = Workspace.allocate(driver, context, 64)
+    workspace.close()
+    workspace.close()
+    assert len(standin.calls("cuMemFree")) == 1
+
+
+def test_borrowed_memory_is_never_freed(driver: Driver, standin: StandIn) -> None:
+    borrowed(driver, 64).close()
+    assert standin.calls("cuMemFree") == []
+
+
+def test_memory_is_freed_if_it_cannot_be_cleared(driver: Driver, standin: StandIn, context: int) -> None:
+    standin.fail("cuMemsetD8Async", 1)
+    with pytest.raises(DriverCallError):
+        Workspace.allocate(driver, context, 64)
+    assert len(standin.calls("cuMemFree")) == 1
+
+
+def test_none_is_made_while_the_stream_captures(driver: Driver, standin: StandIn, context: int) -> None:
+    stream = driver.create_stream()
+    driver.begin_capture(stream)
+    with pytest.raises(WorkspaceError, match=r"64 bytes would be made while stream .* captures.*prepare\(stream\)"):
+        Workspace.allocate(driver, context, 64, stream)
+    assert standin.calls("cuMemAlloc") == []
+
+
+def test_regions_lie_one_after_another_aligned(driver: Driver) -> None:
+    assert borrowed(driver, 2048).regions(PARTS) == {"counters": 0x10000, "partials": 0x10100}
+
+
+def test_regions_are_aligned_as_addresses_not_as_offsets(driver: Driver) -> None:
+    assert borrowed(driver, 2048, 0x10010).regions(PARTS) == {"counters": 0x10010, "partials": 0x10100}
+
+
+def test_a_buffer_too_small_names_the_bytes_needed(driver: Driver) -> None:
+    with pytest.raises(
+        WorkspaceError,
+        match=r"workspace of 1255 bytes: 1256 bytes are needed \(counters 100, partials 1000\)",
+    ):
+        borrowed(driver, 1255).regions(PARTS)
+
+
+def test_a_buffer_of_exactly_the_bytes_needed_is_enough(driver: Driver) -> None:
+    assert borrowed(driver, 1256).regions(PARTS)["partials"] + 1000 == 0x10000 + 1256
+
+
+regions = st.lists(
+    st.builds(Region, st.uuids().map(str), st.integers(0, 5000), st.sampled_from([16, 64, 128, 256])),
+    max_size=6,
+)
+
+
+@given(regions, st.integers(1, 1000).map(lambda n: n * 16))
+def test_the_size_told_ahead_suffices_for_every_address(needed: list[Region], address: int) -> None:
+    workspace = borrowed(Driver("unused"), workspace_size(needed), address)
+    addresses = workspace.regions(needed)
+    assert all(addresses[r.name] % r.alignment == 0 for r in needed)
+    assert all(addresses[r.name] + r.nbytes <= address + workspace.nbytes for r in needed)
+
+
+def test_an_address_that_is_not_aligned_is_refused(driver: Driver) -> None:
+    with pytest.raises(WorkspaceError, match="0x10008"):
+        borrowed(driver, 64, 0x10008)
+
+
+@pytest.mark.parametrize(("nbytes", "alignment"), [(-1, 16), (1, 0), (1, 24)])
+def test_a_region_outside_its_domain_is_refused(nbytes: int, alignment: int) -> None:
+    with pytest.raises(UsageError, match="expected"):
+        Region("r", nbytes, alignment)
+
+
+def test_the_same_stream_claims_again(driver: Driver, context: int) -> None:
+    workspace = borrowed(driver, 64)
+    workspace.claim(0x5001)
+    workspace.claim(0x5001)
+    with pytest.raises(WorkspaceError, match="belongs to stream 0x5001, not to stream 0x5002"):
+        workspace.claim(0x5002)
+
+
+def test_a_released_workspace_may_go_to_another_stream(driver: Driver, context: int) -> None:
+    workspace = borrowed(driver, 64)
+    workspace.claim(0x5001)
+    workspace.release()
+    workspace.claim(0x5002)
+    with pytest.raises(WorkspaceError, match="belongs to stream 0x5002"):
+        workspace.claim(0x5001)
+
+
+def test_a_capture_takes_over_from_its_own_stream_and_keeps(driver: Driver, context: int) -> None:
+    workspace, stream = borrowed(driver, 64), driver.create_stream()
+    workspace.claim(stream)
+    driver.begin_capture(stream)
+    workspace.claim(stream)
+    driver.end_capture(stream)
+    with pytest.raises(WorkspaceError, match="belongs to captured graph 0x1, not to stream"):
+        workspace.claim(stream)
+
+
+def test_two_captured_graphs_do_not_share(driver: Driver, context: int) -> None:
+    workspace, stream = borrowed(driver, 64), driver.create_stream()
+    driver.begin_capture(stream)
+    workspace.claim(stream)
+    driver.end_capture(stream)
+    driver.begin_capture(stream)
+    with pytest.raises(WorkspaceError, match="belongs to captured graph 0x1, not to captured graph 0x2"):
+        workspace.claim(stream)
+
+
+def test_a_capture_does_not_take_from_another_stream(driver: Driver, context: int) -> None:
+    workspace, stream = borrowed(driver, 64), driver.create_stream()
+    workspace.claim(0x5009)
+    driver.begin_capture(stream)
+    with pytest.raises(WorkspaceError, match="belongs to stream 0x5009"):
+        workspace.claim(stream)
+
+
+def test_the_pool_keeps_one_a_plan_and_stream(driver: Driver, standin: StandIn, context: int) -> None:
+    pool = WorkspacePool(driver, context)
+    first = pool.take("plan", 0x5001, 64)
+    assert pool.take("plan", 0x5001, 64) is first
+    assert pool.take("plan", 0x5002, 64) is not first
+    assert pool.take("other", 0x5001, 64) is not first
+    pool.close()
+    assert len(standin.calls("cuMemFree")) == 3
+
+
+def test_the_pool_names_the_bytes_needed(driver: Driver, context: int) -> None:
+    pool = WorkspacePool(driver, context)
+    pool.take("plan", 0x5001, 64)
+    with pytest.raises(WorkspaceError, match="workspace of 64 bytes: 65 bytes are needed"):
+        pool.take("plan", 0x5001, 65)
+    pool.close()
+
+
+def test_the_pool_makes_none_during_a_capture(driver: Driver, context: int) -> None:
+    pool, stream = WorkspacePool(driver, context), driver.create_stream()
+    driver.begin_capture(stream)
+    with pytest.raises(WorkspaceError, match="captures"):
+        pool.take("plan", stream, 64)
+
+
+def test_the_pool_serves_a_capture_what_was_prepared(driver: Driver, context: int) -> None:
+    pool, stream = WorkspacePool(driver, context), driver.create_stream()
+    prepared = pool.take("plan", stream, 64)
+    driver.begin_capture(stream)
+    assert pool.take("plan", stream, 64) is prepared
+    pool.close()
