@@ -291,9 +291,7 @@ class Library:
     def _manifest_from_network(self, pin: Pin, wanted: Wanted) -> tuple[bytes, str]:
         """Through the store if it can be written, so that processes that start together download it once."""
         try:
-            try:
-                self.store.check_writable()
-            except StoreError:
+            if not self._supply.has_network(pin) or not self._can_write():
                 return self._supply.obtain(self._supply.specs(pin), wanted)
             outcome = self._fetch_objects(pin, [wanted], 1, None)[0]
             if outcome.error is not None:
@@ -303,6 +301,13 @@ class Library:
             raise PinError(f"the manifest of {pin.name!r} is not the pinned one: {error}") from None
         except SourceError as error:
             raise SourceError(f"{error}{hint(pin)}") from None
+
+    def _can_write(self) -> bool:
+        try:
+            self.store.check_writable()
+        except StoreError:
+            return False
+        return True
 
     def _load_local(self, pin: Pin, wanted: Wanted) -> tuple[Artifact | None, list[CubinRuntimeError]]:
         """From the store or a local source in place, hashed; else the reasons why not."""

@@ -55,6 +55,10 @@ class Supply:
         own = () if pin is None else pin.sources
         return (SourceSpec("package", "package"), *map(parse_source, own))
 
+    def has_network(self, pin: Pin) -> bool:
+        """Whether a source may be asked over the network."""
+        return not self._offline and any(spec.kind == "http" for spec in self.specs(pin))
+
     def local_sources(self, pin: Pin) -> list[LocalSource]:
         """Those of the sources that need no network."""
         return [self.local(spec) for spec in self.specs(pin) if spec.kind != "http"]

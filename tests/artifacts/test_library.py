@@ -238,3 +238,9 @@ def test_a_failure_that_passes_is_hidden_from_the_loader(
 ) -> None:
     server.fault(NAME, status(503), ok)
     assert release.library(store, server.url).load(release.path(NAME), fetch=True).verified
+
+
+def test_looking_for_a_manifest_offline_makes_no_store(release: Release, store: Path) -> None:
+    with pytest.raises(SourceError, match="not asked"):
+        release.library(store, "http://host.invalid/", offline=True).manifest(release.pin)
+    assert not store.exists()
