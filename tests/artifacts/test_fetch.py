@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from children import PACKAGE_ROOT, needs_mounts, open_to_all, run_child
+from children import PACKAGE_ROOT, needs_mounts, run_child
 from filelock import FileLock
 from releases import QUICK_POLICY, Release, make_release, visible_files, zip_tree
 from serving import (
@@ -311,30 +311,21 @@ def test_a_read_only_disk_is_one_clear_error(release: Release, tmp_path: Path) -
     assert "Read-only file system" in done.stdout
 
 
-def test_a_store_of_another_user_is_one_clear_error(release: Release, tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    open_to_all(disk)
-    open_to_all(release.root / release.pin.path.text)
-    done = run_child(FETCH, disk / "store", release.pin_file, release.root, as_user=True)
+def test_a_store_of_another_user_is_one_clear_error(open_place: Path) -> None:
+    release = make_release(open_place)
+    done = run_child(FETCH, open_place / "store", release.pin_file, release.root, as_user=True)
     assert "StoreError 8" in done.stdout, done.stderr
     assert "Permission denied" in done.stdout
 
 
-def test_a_store_filled_by_root_in_an_open_folder_takes_an_ordinary_users_files(
-    release: Release, tmp_path: Path
-) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
+def test_a_store_filled_by_root_in_an_open_folder_takes_an_ordinary_users_files(open_place: Path) -> None:
+    release = make_release(open_place)
     before = os.umask(0)
     try:
-        release.library(disk, release.root).fetch(release.pin, [release.path(NAME)])
+        release.library(open_place / "store", release.root).fetch(release.pin, [release.path(NAME)])
     finally:
         os.umask(before)
-    open_to_all(disk)
-    open_to_all(release.root / release.pin.path.text)
-    disk.chmod(0o777)
-    done = run_child(FETCH, disk, release.pin_file, release.root, as_user=True)
+    done = run_child(FETCH, open_place / "store", release.pin_file, release.root, as_user=True)
     assert "fetched=2" in done.stdout, done.stdout + done.stderr
 
 

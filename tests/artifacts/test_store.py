@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from children import needs_mounts, open_to_all, run_child
+from children import needs_mounts, run_child
 from releases import sha256, visible_files
 
 from cubin_runtime.artifacts.reading import NotRegularError, read_bounded
@@ -22,7 +22,11 @@ READ = "cubin_runtime.artifacts.store.read_bounded"
 
 @pytest.fixture
 def filled(tmp_path: Path) -> Store:
-    store = Store(tmp_path / "store")
+    return filled_store(tmp_path / "store")
+
+
+def filled_store(root: Path) -> Store:
+    store = Store(root)
     store.put(DIGEST, DATA)
     return store
 
@@ -228,16 +232,16 @@ print(sorted(p.name for p in store.root.rglob('*') if p.is_file()))
 """
 
 
-def test_a_store_of_another_user_is_read_but_a_put_is_a_clear_error(filled: Store) -> None:
-    open_to_all(filled.root)
+def test_a_store_of_another_user_is_read_but_a_put_is_a_clear_error(open_place: Path) -> None:
+    filled = filled_store(open_place / "store")
     done = run_child(PUT, filled.root, as_user=True)
     assert "the store does not allow it (Permission denied)" in done.stdout, done.stderr
     assert f"['{DIGEST}']" in done.stdout
 
 
-def test_an_ordinary_user_reads_what_root_put_and_moves_nothing(filled: Store) -> None:
+def test_an_ordinary_user_reads_what_root_put_and_moves_nothing(open_place: Path) -> None:
+    filled = filled_store(open_place / "store")
     damage(filled)
-    open_to_all(filled.root)
     body = f"""
     import sys
     from pathlib import Path
