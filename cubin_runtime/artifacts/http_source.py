@@ -60,7 +60,10 @@ class HttpSource:
 
     def read(self, wanted: Wanted) -> bytes:
         """See ``Source.read``. Never retries and never waits longer than its limits."""
+        import http.client
+
         import requests
+        import urllib3
 
         url = urlunsplit(
             (
@@ -74,11 +77,12 @@ class HttpSource:
         try:
             with self._follow(url) as response:
                 return self._body(response, wanted)
-        except requests.exceptions.RequestException as error:
-            raise _translate(error, redact(url), self._limits) from None
-        except (SourceError, NotHereError):
-            raise
-        except Exception as error:  # urllib3 and the socket layer raise their own below requests
+        except (
+            requests.exceptions.RequestException,
+            urllib3.exceptions.HTTPError,  # the body is read below requests, which would translate these
+            http.client.HTTPException,
+            OSError,
+        ) as error:
             raise _translate(error, redact(url), self._limits) from None
 
     def close(self) -> None:
@@ -200,9 +204,7 @@ def _translate(error: Exception, where: str, limits: HttpLimits) -> SourceError:
         return SourceError(f"{where}: no valid URL")
     reason = _innermost(error)
     if "timed out" in reason.lower() or "Timeout" in type(error).__name__:
-        return RetryableError(
-            f"{where}: no byte for {limits.silence:g} s, or headers for {limits.headers:g} s"
-        )
+        return RetryableError(f"{where}: no byte for {limits.silence:g} s, or headers for {limits.headers:g} s")
     return RetryableError(f"{where}: {reason}")
 
 
