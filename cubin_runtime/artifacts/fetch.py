@@ -122,8 +122,7 @@ class _Dispatch:
         order = sorted(groups, key=lambda shard: (int(shard, 16) - start) % 16)
         root = self._store.root
         return deque(
-            _Shard(ShardLock(root, s, give_up=self._policy.lock_give_up), list(groups[s].values()))
-            for s in order
+            _Shard(ShardLock(root, s, give_up=self._policy.lock_give_up), list(groups[s].values())) for s in order
         )
 
     def run(self) -> list[Outcome]:

@@ -70,9 +70,7 @@ class Progress:
         return self._failed[label] >= self._policy.dead_after
 
 
-def obtain(
-    wanted: Wanted, sources: Sequence[Source], policy: FetchPolicy, progress: Progress
-) -> tuple[bytes, str]:
+def obtain(wanted: Wanted, sources: Sequence[Source], policy: FetchPolicy, progress: Progress) -> tuple[bytes, str]:
     """The verified bytes and the label of the first source that had them.
 
     Raises:

@@ -44,9 +44,7 @@ def all_digests(release: Release) -> list[str]:
     return sorted({*map(release.digest, release.files), release.pin.manifest_sha256})
 
 
-def test_a_release_is_fetched_whole_with_its_manifest(
-    release: Release, server: FaultyServer, store: Path
-) -> None:
+def test_a_release_is_fetched_whole_with_its_manifest(release: Release, server: FaultyServer, store: Path) -> None:
     report = release.library(store, server.url).fetch(release.pin)
     assert visible_files(store) == all_digests(release)
     assert (report.chosen, report.present, report.fetched, report.bytes) == (3, 0, 3, release.pin.bytes)
@@ -127,9 +125,7 @@ def test_two_names_of_equal_bytes_are_fetched_once(tmp_path: Path, store: Path) 
 
 
 @pytest.mark.parametrize("action", [status(500), status(503, Retry_After="0"), truncated, reset, hang])
-def test_a_fault_that_passes_is_retried(
-    release: Release, server: FaultyServer, store: Path, action: Action
-) -> None:
+def test_a_fault_that_passes_is_retried(release: Release, server: FaultyServer, store: Path, action: Action) -> None:
     server.fault(NAME, action, ok)
     release.library(store, server.url).fetch(release.pin)
     assert (server.count(NAME), visible_files(store)) == (2, all_digests(release))
@@ -197,16 +193,12 @@ def test_the_next_source_is_asked_when_one_fails(
     assert report.by_source == {server.url: 2, str(release.root): 1}
 
 
-def test_the_first_source_that_has_the_bytes_wins(
-    release: Release, server: FaultyServer, store: Path
-) -> None:
+def test_the_first_source_that_has_the_bytes_wins(release: Release, server: FaultyServer, store: Path) -> None:
     report = release.library(store, release.root, server.url).fetch(release.pin)
     assert (report.by_source, server.counts) == ({str(release.root): 3}, {})
 
 
-def test_the_error_names_every_source_with_its_reason(
-    release: Release, server: FaultyServer, store: Path
-) -> None:
+def test_the_error_names_every_source_with_its_reason(release: Release, server: FaultyServer, store: Path) -> None:
     server.fault(NAME, status(404))
     with pytest.raises(SourceError, match=r"status 404.*nothing-here is no directory"):
         release.library(store, server.url, "/nothing-here").fetch(release.pin)
@@ -257,9 +249,7 @@ def test_offline_opens_no_socket(release: Release, store: Path, monkeypatch: pyt
 # -- the store
 
 
-def test_too_little_room_is_found_before_a_byte_moves(
-    release: Release, server: FaultyServer, store: Path
-) -> None:
+def test_too_little_room_is_found_before_a_byte_moves(release: Release, server: FaultyServer, store: Path) -> None:
     library = release.library(store, server.url)
     huge = replace(release.pin, bytes=1 << 60)
     with pytest.raises(StoreError, match="about 1152921504606846976 bytes are needed"):
@@ -333,9 +323,7 @@ def start(release: Release, store: Path, source: str, *signal_file: Path) -> sub
     here = str(Path(__file__).parent)
     environment = {**os.environ, "PYTHONPATH": f"{PACKAGE_ROOT}{os.pathsep}{here}"}
     command = [sys.executable, "-c", FETCH, str(store), str(release.pin_file), source, *map(str, signal_file)]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    )
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -361,9 +349,7 @@ def test_eight_processes_that_start_together_download_once(
     assert visible_files(store) == all_digests(release)
 
 
-def test_a_slow_holder_that_shows_progress_is_waited_for(
-    release: Release, server: FaultyServer, store: Path
-) -> None:
+def test_a_slow_holder_that_shows_progress_is_waited_for(release: Release, server: FaultyServer, store: Path) -> None:
     server.fault(NAME, steady(1.4))
     policy = replace(QUICK_POLICY, lock_give_up=0.7, lock_touch=0.1)
     paths = [release.path(NAME)]
@@ -391,9 +377,7 @@ def test_a_process_killed_in_the_middle_leaves_nothing_visible_and_the_next_comp
     assert visible_files(store) == all_digests(release)
 
 
-def test_an_interrupt_ends_soon_and_leaves_no_temporary(
-    release: Release, server: FaultyServer, store: Path
-) -> None:
+def test_an_interrupt_ends_soon_and_leaves_no_temporary(release: Release, server: FaultyServer, store: Path) -> None:
     server.fault(NAME, slow(30))
     child = start(release, store, server.url)
     wait_until(lambda: server.count(NAME) > 0)

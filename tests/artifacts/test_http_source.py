@@ -222,9 +222,7 @@ def make_tls(place: Path, monkeypatch: pytest.MonkeyPatch) -> ssl.SSLContext:
 
 
 @pytest.fixture
-def tls_server(
-    release: Release, server: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> FaultyServer:
+def tls_server(release: Release, server: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyServer:
     context = make_tls(tmp_path, monkeypatch)
     server.socket = context.wrap_socket(server.socket, server_side=True)
     return server
@@ -243,9 +241,7 @@ def test_credentials_never_follow_to_another_host(
     release: Release, tls_server: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_netrc(tmp_path, monkeypatch, "127.0.0.1")
-    tls_server.fault(
-        NAME, redirect(f"https://localhost:{tls_server.server_port}/{release.path('kernels.bin')}")
-    )
+    tls_server.fault(NAME, redirect(f"https://localhost:{tls_server.server_port}/{release.path('kernels.bin')}"))
     source_of(tls_server.url.replace("http:", "https:")).read(wanted(release))
     assert "Authorization" in tls_server.seen_headers[f"/{release.path(NAME)}"][0]
     assert "Authorization" not in tls_server.seen_headers[f"/{release.path('kernels.bin')}"][0]

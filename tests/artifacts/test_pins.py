@@ -32,9 +32,7 @@ def test_the_published_trtllm_gen_release_is_built_in() -> None:
 
 
 def test_a_pin_written_is_read_back_equal() -> None:
-    odd = replace(
-        PIN, licence='quoted "x" \\ ü', index_sha256=None, abi=None, sources=("https://h/a?b", "/x y")
-    )
+    odd = replace(PIN, licence='quoted "x" \\ ü', index_sha256=None, abi=None, sources=("https://h/a?b", "/x y"))
     assert parse_pins((format_pin(PIN) + format_pin(odd)).encode(), "text") == (PIN, odd)
 
 

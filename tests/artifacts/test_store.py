@@ -120,9 +120,7 @@ def test_a_reader_that_may_not_repair_leaves_damage_in_place(filled: Store) -> N
     assert filled.has(DIGEST)
 
 
-def test_bytes_that_are_right_at_the_second_look_are_taken(
-    filled: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bytes_that_are_right_at_the_second_look_are_taken(filled: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = iter([b"stale page"])
     monkeypatch.setattr(READ, lambda *a: next(calls, None) or read_bounded(*a))
     assert filled.read(DIGEST, LIMIT) == DATA
@@ -184,9 +182,7 @@ def test_the_root_itself_may_be_a_symlink(filled: Store, tmp_path: Path) -> None
     assert Store(tmp_path / "link").read(DIGEST, LIMIT) == DATA
 
 
-def test_putting_over_a_planted_symlink_replaces_the_link_and_not_its_target(
-    filled: Store, tmp_path: Path
-) -> None:
+def test_putting_over_a_planted_symlink_replaces_the_link_and_not_its_target(filled: Store, tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_bytes(b"keep me")
     filled.object_path(DIGEST).unlink()
