@@ -279,7 +279,7 @@ def test_the_driver_agrees_with_the_elf(driver: Driver, hopper_image: bytes, sym
     facts = parse_cubin(hopper_image).kernels[symbol]
     module = driver.load_module(hopper_image)
     function = driver.get_function(module, symbol)
-    parameters = driver.parameters(function)
+    parameters = driver.parameters(function, len(facts.parameters))
     registers = driver.function_attribute(function, api.FUNC_REGISTERS)
     most_threads = driver.function_attribute(function, api.FUNC_MAX_THREADS)
     driver.unload_module(module)
