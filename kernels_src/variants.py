@@ -78,8 +78,12 @@ class Variant:
 def _paged_decode(sm: str, rows: int) -> Variant:
     tma = sm == "90a"
     stages = 3 if SHARED_BYTES_PER_BLOCK[sm.rstrip("af")] >= 227 << 10 else 2
-    # The ring, merge rows, two statistics a warp, two barriers a buffer, a flag; the source asserts the sum.
-    shared = 2 * stages * 16384 + rows * 132 * 4 + 2 * 4 * rows * 4 + 4 * stages * 8 + 4
+    # Two CTAs on an SM leave 168 registers a thread, which spills with 16 rows on SM100 and 120.
+    ctas = 2 if sm == "90a" else 1
+    merge_buffers = 4 if rows == 8 else 1
+    # The ring, merge rows, statistics of 4 warps and of their merger, two barriers a buffer, a flag; the source
+    # asserts the sum.
+    shared = 2 * stages * 16384 + merge_buffers * rows * 132 * 4 + 2 * (4 + 1) * rows * 4 + 4 * stages * 8 + 4
     return Variant(
         source="fmha/paged_decode.cu",
         symbol=f"fmha_paged_decode_bf16_d128_rows{rows}",
@@ -93,10 +97,10 @@ def _paged_decode(sm: str, rows: int) -> Variant:
             "head_dim": 128,
             "rows": rows,
             "tile_tokens": 64,
-            "ctas_per_multiprocessor": 2,
+            "ctas_per_multiprocessor": ctas,
             "tma": tma,
         },
-        defines={"ROWS": rows, "STAGES": stages, "USE_TMA": int(tma)},
+        defines={"ROWS": rows, "STAGES": stages, "CTAS_PER_SM": ctas, "USE_TMA": int(tma)},
     )
 
 
