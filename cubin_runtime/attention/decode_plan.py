@@ -111,7 +111,7 @@ class PagedDecodePlan:
             if self._pool is None:
                 self._pool = WorkspacePool(driver, context)
             pool = self._pool
-        return pool.take(self, stream, self.workspace_bytes)
+        return pool.take("decode", stream, self.workspace_bytes)
 
     def run(
         self,
