@@ -1,0 +1,344 @@
+"""Cases and decisions as JSON lines, in the keys and forms of the recorded vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ...errors import UsageError
+from ..fastmoddiv import FastModDiv
+from ..struct_types import TENSOR_MAP_BYTES
+from ..tensormap import TensorMapSpec
+from ..tensormap_rules import DTYPES, FILLS, INTERLEAVES, L2_PROMOTIONS, SWIZZLES
+from . import arguments
+from .arguments import Common, Device, OutScales, PagedKv, Sage, Scale, TensorInfo
+from .fill import pack
+from .following import LseLaunch, ReductionLaunch
+from .grid import LARGEST_PORTABLE_CLUSTER
+from .kernels import KernelTable
+from .params import KERNEL_PARAMS
+from .plan import Planned, plan
+from .problem import Problem
+from .refusals import KernelMissing, PlanRefused, WorkspaceRefused
+from .select import Occupancy
+from .traits import Policy
+
+Json = dict[str, Any]
+# What stands for each descriptor in `params_hex`: 128 copies of one byte.
+MARKERS: Mapping[str, int] = {
+    name: 0xC1 + place
+    for place, name in enumerate(("tmaQ_", "tmaK_", "tmaKSlidingWindowKvPool_", "tmaV_", "tmaO_", "tmaKSf_", "tmaVSf_"))
+}
+_MARKED = {name: bytes((marker,)) * TENSOR_MAP_BYTES for name, marker in MARKERS.items()}
+_TYPES = {member.name: member.type for member in KERNEL_PARAMS.fields}
+
+
+def problem_of(case: Mapping[str, Any]) -> Problem:
+    """The problem that the ``case`` of a record states.
+
+    Raises:
+        UsageError: something is missing or of another form, or the arguments are refused.
+    """
+    try:
+        build = _APIS[case["api"]]
+        tensors = {name: _tensor(stated) for name, stated in case["tensors"].items()}
+        return build(case, case["scalars"], tensors)
+    except KeyError as error:
+        raise UsageError(f"case {case.get('id')!r}: {error} is missing or unknown") from error
+    except (TypeError, ValueError, IndexError, AttributeError) as error:
+        if isinstance(error, (UsageError, WorkspaceRefused)):
+            raise
+        raise UsageError(f"case {case.get('id')!r}: {type(error).__name__}: {error}") from error
+
+
+def occupancy_of(case: Mapping[str, Any]) -> Occupancy:
+    """The stand-in for the driver's occupancy that a case names: ``floor``, ``gpc18`` or ``const:N``.
+
+    Raises:
+        UsageError: another word.
+    """
+    model = case.get("max_active_clusters_model", "floor")
+    multiprocessors = case["scalars"]["sm_count"]
+    if model == "floor":
+        return lambda meta, cluster, grid: multiprocessors // cluster
+    if model == "gpc18":
+        return lambda meta, cluster, grid: 8 * (18 // cluster)
+    word, _, number = str(model).partition(":")
+    if word != "const" or not number.isdecimal():
+        raise UsageError(f"max_active_clusters_model={model!r}: expected floor, gpc18 or const:N")
+    return lambda meta, cluster, grid: int(number)
+
+
+def decide(case: Mapping[str, Any], kernels: KernelTable, policy: Policy) -> Json:
+    """The decision for one case as a record states it; a refusal has ``ok`` false and its ``error_kind``.
+
+    Raises:
+        UsageError: the case itself does not read.
+    """
+    try:
+        planned = plan(problem_of(case), kernels, occupancy_of(case), policy)
+    except (PlanRefused, WorkspaceRefused) as refused:
+        return refusal_record(refused)
+    return planned_record(planned, case.get("stream"))
+
+
+def refusal_record(refused: PlanRefused | WorkspaceRefused) -> Json:
+    """A refusal in the keys of a record."""
+    asked = None
+    if isinstance(refused, KernelMissing):
+        names = _KEY_NAMES.items()
+        asked = {name: int(getattr(refused.key, field)) for field, name in names}
+    return {
+        "ok": False,
+        "error": str(refused),
+        "error_kind": refused.kind,
+        "error_select_params": asked,
+    }
+
+
+def planned_record(planned: Planned, stream: object = None) -> Json:
+    """A plan in the keys of a record."""
+    selection, attributes = planned.selection, planned.attributes
+    clusters = [(planned.meta, selection.geometry.cluster_x)]
+    if selection.asked is not None and selection.left_cluster:
+        clusters = [(selection.asked.meta, selection.asked.cluster_x), *clusters]
+    built = {name: mark for name, mark in _MARKED.items() if planned.values[name] is not None}
+    return {
+        "ok": True,
+        "error": None,
+        "error_kind": None,
+        "occupancy_calls": []
+        if selection.asked is None
+        else [
+            {
+                "kernel": selection.asked.meta.symbol,
+                "clusterDimX": selection.asked.cluster_x,
+                "grid": list(selection.asked.grid),
+                "returned": selection.asked.active_clusters,
+            }
+        ],
+        "kernel": planned.meta.symbol,
+        "grid": list(planned.grid),
+        "block": list(planned.block),
+        "smem": planned.meta.shared_bytes,
+        "stream": stream,
+        "attrs": {
+            "CLUSTER_DIMENSION": {"id": 4, "value": list(attributes.cluster or (1, 1, 1))},
+            "CLUSTER_SCHEDULING_POLICY_PREFERENCE": {"id": 5, "value": [attributes.scheduling_policy]},
+            "PROGRAMMATIC_STREAM_SERIALIZATION": {
+                "id": 6,
+                "value": [int(attributes.programmatic_serialization)],
+            },
+        },
+        "nonportable_cluster_set_for": [m.symbol for m, size in clusters if size > LARGEST_PORTABLE_CLUSTER],
+        "tma": {name: _spec(planned.values[name]) for name in MARKERS},
+        "params": {name: _shown(_TYPES[name], value) for name, value in planned.values.items() if name not in MARKERS},
+        "params_hex": pack(planned.values, built).hex(),
+        "reduction": _reduction(planned.reduction),
+        "lse": _lse(planned.lse),
+    }
+
+
+def _tensor(stated: Mapping[str, Any]) -> TensorInfo:
+    return TensorInfo(int(stated["ptr"], 16), stated["dtype"], tuple(stated["shape"]), tuple(stated["strides"]))
+
+
+def _scale(name: str, scalars: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Scale:
+    value = scalars.get(name)
+    if value is not None:
+        return Scale(value)
+    given = tensors.get(name)
+    return Scale() if given is None else Scale(1.0, given.pointer)
+
+
+def _common(case: Mapping[str, Any], scalars: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Common:
+    return Common(
+        device=Device(case["sm"], scalars["sm_count"]),
+        query=tensors["query"],
+        out=tensors["out"],
+        seq_lens=tensors["seq_lens"],
+        workspace=(tensors["workspace_buffer"].pointer, scalars["workspace_size"]),
+        batch=scalars["batch_size"],
+        max_q=scalars["max_q_len"],
+        bmm1=_scale("bmm1_scale", scalars, tensors),
+        bmm2=_scale("bmm2_scale", scalars, tensors),
+        cum_seq_lens_q=tensors.get("cum_seq_lens_q"),
+        sinks=tensors.get("attention_sinks"),
+        lse=tensors.get("lse"),
+        lse_strides=(scalars.get("lse_stride_tokens", 0), scalars.get("lse_stride_heads", 0)),
+        window_left=scalars.get("window_left", -1),
+        skip_softmax_factor=scalars.get("skip_softmax_threshold_scale_factor", 0.0),
+        multi_ctas_enabled=case.get("multi_ctas_kv_enabled", True),
+        pdl=scalars.get("enable_pdl", False),
+        allows_tile_kv_64=case.get("env_TRTLLM_GEN_ENABLE_TILE_SIZE_KV64", False),
+    )
+
+
+def _paged_kv(scalars: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> PagedKv:
+    return PagedKv(
+        key=tensors["key_cache"],
+        value=tensors["value_cache"],
+        table=tensors["block_tables"],
+        max_kv=scalars["max_kv_len"],
+        key_scales=tensors.get("key_block_scales"),
+        value_scales=tensors.get("value_block_scales"),
+        shares_index=scalars.get("uses_shared_paged_kv_idx", True),
+    )
+
+
+def _out_scales(scalars: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> OutScales:
+    return OutScales(
+        scales=tensors.get("out_scale_factor"),
+        scale=scalars.get("o_sf_scale", -1.0),
+        block=scalars.get("o_sf_vec_size", -1),
+        first_token=scalars.get("o_sf_start_index", 0),
+    )
+
+
+def _decode(case: Mapping[str, Any], scalars: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Problem:
+    return arguments.decode(
+        _common(case, scalars, tensors),
+        _paged_kv(scalars, tensors),
+        _out_scales(scalars, tensors),
+        top_k=scalars.get("sparse_mla_top_k", 0),
+        top_k_lens=tensors.get("sparse_mla_top_k_lens"),
+    )
+
+
+def _context(case: Mapping[str, Any], scalars: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Problem:
+    return arguments.context(
+        _common(case, scalars, tensors),
+        _paged_kv(scalars, tensors),
+        tensors["cum_seq_lens_kv"],
+        _out_scales(scalars, tensors),
+        causal=scalars.get("is_causal", True),
+    )
+
+
+def _ragged(case: Mapping[str, Any], scalars: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Problem:
+    return arguments.ragged(
+        _common(case, scalars, tensors),
+        tensors["key"],
+        tensors["value"],
+        tensors["cum_seq_lens_kv"],
+        scalars["max_kv_len"],
+        causal=scalars.get("is_causal", True),
+        sage=Sage(
+            tuple(tensors.get(f"sage_attn_sfs_{part}") for part in "qkpv"),  # type: ignore[arg-type]
+            tuple(scalars.get(f"num_elts_per_sage_attn_blk_{part}", 0) for part in "qkpv"),  # type: ignore[arg-type]
+        ),
+        out_scale=scalars.get("o_sf_scale", -1.0),
+    )
+
+
+def _dsv4(case: Mapping[str, Any], scalars: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Problem:
+    return arguments.decode_dsv4(
+        _common(case, scalars, tensors),
+        tensors["primary_kv_cache"],
+        tensors["sliding_window_kv_cache"],
+        tensors["sparse_indices"],
+        tensors.get("sparse_mla_top_k_lens"),
+    )
+
+
+_APIS: Mapping[str, Callable[[Mapping[str, Any], Mapping[str, Any], Mapping[str, TensorInfo]], Problem]] = {
+    "trtllm_paged_attention_decode": _decode,
+    "trtllm_paged_attention_context": _context,
+    "trtllm_ragged_attention": _ragged,
+    "trtllm_paged_attention_decode_sparse_mla_dsv4": _dsv4,
+}
+# Fields of a selection key -> the records' names.
+_KEY_NAMES: Mapping[str, str] = {
+    "layout": "qkvLayout",
+    "mask": "maskType",
+    "kernel_type": "kernelType",
+    "scheduler": "tileScheduler",
+    "multi_ctas": "multiCtasKvMode",
+    "head_dim_per_cta_v": "headDimPerCtaV",
+    "head_dim_qk": "headDimQk",
+    "head_dim_v": "headDimV",
+    "tile_q": "tileSizeQ",
+    "tile_kv": "tileSizeKv",
+    "tokens_per_page": "numTokensPerPage",
+    "dynamic_page": "dynamicNumTokensPerPage",
+    "reuses_smem_k_for_v": "reuseSmemKForV",
+    "two_cta": "uses2CtaMma",
+    "sparse": "sparseMlaType",
+    "skips_softmax": "skipsSoftmax",
+}
+
+
+def _spec(spec: object) -> Json | None:
+    if not isinstance(spec, TensorMapSpec):
+        return None
+    return {
+        "dataType": DTYPES[spec.dtype].code,
+        "rank": len(spec.dims),
+        "address": hex(spec.address),
+        "globalDim": list(spec.dims),
+        "globalStrides": list(spec.strides),
+        "boxDim": list(spec.box),
+        "elementStrides": list(spec.element_strides),
+        "interleave": INTERLEAVES[spec.interleave],
+        "swizzle": SWIZZLES[spec.swizzle].code,
+        "l2Promotion": L2_PROMOTIONS[spec.l2_promotion],
+        "oobFill": FILLS[spec.fill],
+    }
+
+
+def _shown(type_name: str, value: object) -> object:
+    if type_name == "ptr":
+        return hex(value) if isinstance(value, int) else None
+    if isinstance(value, FastModDiv):
+        return value.to_bytes().hex()
+    if type_name == "float":
+        return _nine_digits(value)
+    return value
+
+
+def _nine_digits(value: Any) -> object:
+    text = f"{value:.9g}"
+    return int(text) if text.lstrip("-").isdecimal() else float(text)
+
+
+# Names of element types in the reduction's symbol.
+_MANGLED = {"fp16": "6__half", "bf16": "13__nv_bfloat16", "e4m3": "13__nv_fp8_e4m3"}
+
+
+def _reduction(launch: ReductionLaunch | None) -> Json | None:
+    if launch is None:
+        return None
+    partial, out = _MANGLED[launch.dtype_partial], _MANGLED[launch.dtype_out]
+    types = partial + ("S2_" if partial == out else out)
+    template = f"Li{launch.tile_q}ELi{launch.head_dim}ELb{int(launch.fp8_query)}E{types}"
+    return {
+        "mangled_kernel": f"_ZN12tensorrt_llm7kernels19fmhaReductionKernelI{template}EEv12KernelParamsbbbiiii",
+        "grid": list(launch.grid),
+        "block": list(launch.block),
+        "smem": 0,
+        "pdl": int(launch.pdl),
+        "params_same_as_main": True,
+        "isTokenSparse": int(launch.sparse),
+        "groupsTokensHeadsQ": int(launch.groups_tokens_heads),
+        "supportsVarSparseMlaTopKLens": int(launch.variable_top_k),
+        "numCtasForReduction": launch.ctas_per_tile,
+        "numCtasForAllHeads": launch.head_ctas,
+        "headDimV": launch.head_dim_v,
+        "numHeadDimCtasV": launch.value_ctas,
+    }
+
+
+def _lse(launch: LseLaunch | None) -> Json | None:
+    if launch is None:
+        return None
+    return {
+        "grid": list(launch.grid),
+        "block": list(launch.block),
+        "pdl": int(launch.pdl),
+        "md": hex(launch.stats),
+        "lse": hex(launch.lse),
+        "num_heads_q": launch.heads_q,
+        "lse_stride_tokens": launch.strides[0],
+        "lse_stride_heads": launch.strides[1],
+        "n": launch.rows,
+    }
