@@ -106,9 +106,7 @@ class Progress:
         return self._failed[label] >= self._policy.dead_after
 
 
-def obtain(
-    wanted: Wanted, sources: Sequence[Source], policy: FetchPolicy, progress: Progress
-) -> tuple[bytes, str]:
+def obtain(wanted: Wanted, sources: Sequence[Source], policy: FetchPolicy, progress: Progress) -> tuple[bytes, str]:
     """The verified bytes and the label of the first source that had them.
 
     Raises:
@@ -229,8 +227,7 @@ class _Dispatch:
         order = sorted(groups, key=lambda shard: (int(shard, 16) - start) % 16)
         root = self._store.root
         return deque(
-            _Shard(ShardLock(root, s, give_up=self._policy.lock_give_up), list(groups[s].values()))
-            for s in order
+            _Shard(ShardLock(root, s, give_up=self._policy.lock_give_up), list(groups[s].values())) for s in order
         )
 
     def run(self) -> list[Outcome]:

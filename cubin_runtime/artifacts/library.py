@@ -254,9 +254,7 @@ class Library:
         if tree is None:
             manifest = self.manifest(pin)
             chosen = self._chosen(pin, manifest, paths)
-            return verify_store(
-                self.store, pin, manifest, chosen, complete=complete, progress=progress, jobs=jobs
-            )
+            return verify_store(self.store, pin, manifest, chosen, complete=complete, progress=progress, jobs=jobs)
         spec = parse_source(tree)
         if spec.kind == "http":
             raise UsageError(f"tree {spec.label!r}: expected a directory, a .zip or .whl, or 'package'")
@@ -266,9 +264,7 @@ class Library:
         except NotHereError as error:
             raise MissingError(f"{source.label}: no manifest of {pin.name!r}: {error}") from None
         chosen = self._chosen(pin, manifest, paths)
-        report = verify_tree(
-            source, source, pin, manifest, chosen, complete=complete, progress=progress, jobs=jobs
-        )
+        report = verify_tree(source, source, pin, manifest, chosen, complete=complete, progress=progress, jobs=jobs)
         if paths is None:
             return report
         from dataclasses import replace
@@ -308,8 +304,7 @@ class Library:
             if mismatch is not None:
                 raise PinError(f"the manifest of {pin.name!r} is not the pinned one: {mismatch}")
             raise MissingError(
-                f"the manifest of {pin.name!r} is not here; "
-                f"'cubin-runtime fetch {pin.name}' gets it{_hint(pin)}"
+                f"the manifest of {pin.name!r} is not here; 'cubin-runtime fetch {pin.name}' gets it{_hint(pin)}"
             )
         manifest = read_manifest(pin, data, origin)
         with self._lock:
@@ -362,9 +357,7 @@ class Library:
                 continue
             if (found := digest_of(data)) == digest:
                 return Artifact(wanted.path, digest, data, source.label, True), reasons
-            reasons.append(
-                CorruptError(f"{source.label}: sha256 of {wanted.path} is {found}, expected {digest}")
-            )
+            reasons.append(CorruptError(f"{source.label}: sha256 of {wanted.path} is {found}, expected {digest}"))
         return None, reasons
 
     def _load_network(self, pin: Pin, wanted: Wanted) -> Artifact:
@@ -430,9 +423,7 @@ class Library:
             raise PinError(f"{path.text!r} is not in the manifest of {pin.name!r}")
         return Wanted(path, pin.path, digest, pin.max_file_bytes)
 
-    def _chosen(
-        self, pin: Pin, manifest: Manifest, paths: Iterable[ArtifactPath] | None
-    ) -> tuple[ArtifactPath, ...]:
+    def _chosen(self, pin: Pin, manifest: Manifest, paths: Iterable[ArtifactPath] | None) -> tuple[ArtifactPath, ...]:
         if paths is None:
             return tuple(manifest.digests)
         return tuple(self._wanted(pin, manifest, path).path for path in dict.fromkeys(paths))

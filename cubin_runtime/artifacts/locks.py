@@ -77,9 +77,7 @@ class ShardLock:
             self._seen, self._since = seen, now
         if now - self._since < self._give_up:
             return False
-        _log.info(
-            "the holder of %s shows no progress for %g s; going on without it", self.file, self._give_up
-        )
+        _log.info("the holder of %s shows no progress for %g s; going on without it", self.file, self._give_up)
         return True
 
 

@@ -88,9 +88,7 @@ def _line_fault(line: str) -> str:
     return f"expected 64 lowercase hex digits, two spaces and a name, got {shown!r}"
 
 
-def _check_no_file_is_a_folder(
-    digests: Mapping[ArtifactPath, str], folder: ArtifactPath, origin: str
-) -> None:
+def _check_no_file_is_a_folder(digests: Mapping[ArtifactPath, str], folder: ArtifactPath, origin: str) -> None:
     depth = len(folder.text)
     folders = {path.text.rpartition("/")[0] for path in digests}
     for text in list(folders):

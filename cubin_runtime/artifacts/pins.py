@@ -85,9 +85,7 @@ def parse_pins(data: bytes, origin: str) -> tuple[Pin, ...]:
     unknown = sorted(set(document) - {"pin"})
     tables = document.get("pin", [])
     if unknown or not isinstance(tables, list):
-        raise PinError(
-            f"{origin}: expected only [[pin]] tables, got {', '.join(unknown) or 'one [pin] table'}"
-        )
+        raise PinError(f"{origin}: expected only [[pin]] tables, got {', '.join(unknown) or 'one [pin] table'}")
     return tuple(_parse_pin(table, f"{origin}: pin {number}") for number, table in enumerate(tables, start=1))
 
 
@@ -100,9 +98,7 @@ def _parse_pin(table: object, where: str) -> Pin:
         raise PinError(f"{where}: has unknown keys {', '.join(unknown)}")
     max_file_bytes = _integer(table, "max_file_bytes", where, least=1)
     if max_file_bytes > MAX_FILE_BYTES_LIMIT:
-        raise PinError(
-            f"{where}: max_file_bytes is {max_file_bytes}, at most {MAX_FILE_BYTES_LIMIT} is allowed"
-        )
+        raise PinError(f"{where}: max_file_bytes is {max_file_bytes}, at most {MAX_FILE_BYTES_LIMIT} is allowed")
     sources = table.get("sources", [])
     if not isinstance(sources, list) or not all(isinstance(s, str) and s for s in sources):
         raise PinError(f"{where}: sources is {sources!r}, expected a list of texts")

@@ -83,9 +83,7 @@ class Store:
                     descriptor, status = open_regular(sha256, where, directory=folder)
                     try:
                         data = read_bounded(descriptor, status.st_size, limit, where)
-                        fault = (
-                            None if (found := digest_of(data)) == sha256 else f"sha256 of {where} is {found}"
-                        )
+                        fault = None if (found := digest_of(data)) == sha256 else f"sha256 of {where} is {found}"
                     except CorruptError as error:
                         fault = str(error)
                     finally:
@@ -260,9 +258,7 @@ def _write_all(descriptor: int, data: bytes) -> None:
         view = view[os.write(descriptor, view) :]
 
 
-def _missing_or_store_error(
-    error: OSError, place: Path, sha256: str, create: bool
-) -> MissingError | StoreError:
+def _missing_or_store_error(error: OSError, place: Path, sha256: str, create: bool) -> MissingError | StoreError:
     if error.errno == errno.ENOENT and not create:
         return MissingError(f"the store has no object {sha256} ({place} does not exist)")
     if error.errno in (errno.ENOTDIR, errno.ELOOP, errno.EEXIST):

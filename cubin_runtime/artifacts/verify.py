@@ -81,9 +81,7 @@ def verify_store(
     """Hash those objects of ``paths`` that the store has; wrong ones are moved aside where possible."""
     there = store.present(manifest.digests[path] for path in paths)
     # a thing that is no regular file does not count as present, yet must not pass as "not fetched"
-    odd = {
-        p for p in paths if manifest.digests[p] not in there and os.path.lexists(_place(store, manifest, p))
-    }
+    odd = {p for p in paths if manifest.digests[p] not in there and os.path.lexists(_place(store, manifest, p))}
     chosen = [path for path in paths if manifest.digests[path] in there or path in odd]
     chosen.sort(key=lambda path: manifest.digests[path])
     buffers = threading.local()

@@ -77,9 +77,7 @@ def fetch(
 
 def verify(
     targets: Targets,
-    complete: Annotated[
-        bool, typer.Option("--complete", help="Files that were never fetched are an error.")
-    ] = False,
+    complete: Annotated[bool, typer.Option("--complete", help="Files that were never fetched are an error.")] = False,
     sm: options.SmOption = None,
     family: options.FamilyOption = None,
     dtype: options.DtypeOption = None,
@@ -125,9 +123,7 @@ def verify(
 
 
 def where(
-    target: Annotated[
-        str, typer.Argument(metavar="PIN-or-PATH", help="A release, a folder in it, or a file.")
-    ],
+    target: Annotated[str, typer.Argument(metavar="PIN-or-PATH", help="A release, a folder in it, or a file.")],
     store: options.StoreOption = None,
     source: options.SourceOption = None,
     pins: options.PinsOption = None,

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.release, pytest.mark.timeout(1800)]
 
 FILES = 13453
 ROWS = 13452
-INDEX_SHA256 = "72dbdaca8fe8e295d4bbece9de26ebd0e65f865363ac4aea6056a8a2310faf00"
+INDEX_SHA256 = "36b0d819671ef3fbcb97aff0b92cba31582320f2c6c6ccfc218e3d9b0fbad22a"
 
 
 def test_every_file_has_the_digest_of_the_pinned_manifest(

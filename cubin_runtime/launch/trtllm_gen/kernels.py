@@ -1,79 +1,50 @@
-"""Kernels of a release by what a selection asks for."""
+"""Kernels of a release by what a selection asks for: one lookup in its index, whatever its size."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
-
-from ...artifacts.metadata import KernelMeta
+from ...artifacts.metadata import ANY_PAGE_TOKENS, KernelMeta
+from ...artifacts.metadata_index import MetadataIndex
 from .problem import Problem
 from .traits import KernelKey
 
-DYNAMIC_PAGE = 128
+# A GPU model -> the words of the metadata whose kernels run on it, the model's own before the family's.
+MODELS = {100: ("100", "100f"), 103: ("103", "100f")}
+DYNAMIC_PAGE = ANY_PAGE_TOKENS
 
 
-class SetKey(NamedTuple):
-    """What a problem fixes before any selection: dtypes and SageAttention blocks (Q, K, P, V)."""
+class KernelFinder:
+    """The kernels of one release. Rows that were found once stay decoded; safe between threads."""
 
-    dtype_q: str
-    dtype_k: str
-    dtype_v: str
-    dtype_o: str
-    sage_blocks: tuple[int, int, int, int]
+    def __init__(self, index: MetadataIndex) -> None:
+        self.index = index
+        self._decoded: dict[tuple[object, ...], KernelMeta] = {}
 
+    def for_problem(self, problem: Problem) -> KernelSet:
+        """The kernels of the problem's GPU model, dtypes and SageAttention blocks; none for other models."""
+        dtypes = (problem.dtype_q, problem.dtype_k, problem.dtype_v, problem.dtype_o, *problem.sage_blocks)
+        return KernelSet(self, tuple((word, *dtypes) for word in MODELS.get(problem.sm, ())))
 
-def key_of(meta: KernelMeta) -> KernelKey:
-    """What a row of the metadata is found by.
-
-    A row with pages of 128 tokens takes any larger page too, unless its name has the page size in it.
-    """
-    page = meta.tokens_per_page
-    return KernelKey(
-        meta.qkv_layout,
-        meta.mask_type,
-        meta.kernel_type,
-        meta.tile_scheduler,
-        meta.multi_ctas_kv_mode,
-        meta.head_dim_per_cta_v,
-        meta.head_dim_qk,
-        meta.head_dim_v,
-        meta.tile_q,
-        meta.tile_kv,
-        page,
-        page == DYNAMIC_PAGE and f"P{DYNAMIC_PAGE}" not in meta.symbol,
-        meta.reuses_smem_k_for_v,
-        meta.two_cta_mma,
-        meta.sparse_attention,
-        meta.skips_softmax,
-    )
+    def find(self, traits: tuple[object, ...]) -> KernelMeta | None:
+        """The row with exactly these traits (``metadata.SELECTION_FIELDS``), None if there is none."""
+        found = self._decoded.get(traits)
+        if found is None:
+            found = self.index.find_by_traits(traits)
+            if found is not None:  # misses are not kept: their number has no bound
+                self._decoded[traits] = found
+        return found
 
 
 class KernelSet:
-    """The kernels of one GPU model and one set of dtypes."""
+    """The kernels that one problem may use."""
 
-    def __init__(self, found: Mapping[KernelKey, KernelMeta]) -> None:
-        self._found = found
+    def __init__(self, finder: KernelFinder, prefixes: tuple[tuple[object, ...], ...]) -> None:
+        self._finder = finder
+        self._prefixes = prefixes
 
     def find(self, key: KernelKey) -> KernelMeta | None:
-        """The kernel for ``key``, the one built for this very GPU before the family's; None if there is none."""
-        return self._found.get(key)
-
-
-class KernelTable:
-    """All kernels of a release, in sets."""
-
-    def __init__(self, rows: Iterable[KernelMeta]) -> None:
-        self._sets: dict[tuple[str, SetKey], dict[KernelKey, KernelMeta]] = {}
-        for row in rows:
-            set_key = SetKey(
-                row.dtype_q,
-                row.dtype_k,
-                row.dtype_v,
-                row.dtype_o,
-                (row.sage_block_q, row.sage_block_k, row.sage_block_p, row.sage_block_v),
-            )
-            self._sets.setdefault((row.sm, set_key), {})[key_of(row)] = row
-
-    def for_problem(self, problem: Problem) -> KernelSet:
-        set_key = SetKey(problem.dtype_q, problem.dtype_k, problem.dtype_v, problem.dtype_o, problem.sage_blocks)
-        return KernelSet({**self._sets.get(("100f", set_key), {}), **self._sets.get((str(problem.sm), set_key), {})})
+        """The kernel for ``key``, the one built for this very model before the family's; None if there is none."""
+        for prefix in self._prefixes:
+            found = self._finder.find((*prefix, *key))
+            if found is not None:
+                return found
+        return None

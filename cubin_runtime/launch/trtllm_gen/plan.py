@@ -12,7 +12,7 @@ from .carving import scratch_bytes
 from .fill import fill
 from .following import LseLaunch, ReductionLaunch, lse_after, reduction_after
 from .grid import LARGEST_PORTABLE_CLUSTER
-from .kernels import KernelTable
+from .kernels import KernelFinder
 from .params import KERNEL_PARAMS
 from .problem import Problem
 from .select import Occupancy, Selection, select
@@ -73,7 +73,7 @@ class Planned:
         )
 
 
-def plan(problem: Problem, kernels: KernelTable, occupancy: Occupancy, policy: Policy = Policy.BEST) -> Planned:
+def plan(problem: Problem, kernels: KernelFinder, occupancy: Occupancy, policy: Policy = Policy.BEST) -> Planned:
     """Decide everything about one call; the driver is never touched.
 
     Args:

@@ -10,16 +10,16 @@ from ..fastmoddiv import FastModDiv
 from ..struct_types import TENSOR_MAP_BYTES
 from ..tensormap import TensorMapSpec
 from ..tensormap_rules import DTYPES, FILLS, INTERLEAVES, L2_PROMOTIONS, SWIZZLES
-from . import arguments
+from . import entries
 from .arguments import Common, Device, OutScales, PagedKv, Sage, Scale, TensorInfo
 from .fill import pack
 from .following import LseLaunch, ReductionLaunch
 from .grid import LARGEST_PORTABLE_CLUSTER
-from .kernels import KernelTable
+from .kernels import KernelFinder
 from .params import KERNEL_PARAMS
 from .plan import Planned, plan
 from .problem import Problem
-from .refusals import KernelMissing, PlanRefused, WorkspaceRefused
+from .refusals import ARGUMENT, KernelMissing, PlanRefused, WorkspaceRefused
 from .select import Occupancy
 from .traits import Policy
 
@@ -33,29 +33,34 @@ _MARKED = {name: bytes((marker,)) * TENSOR_MAP_BYTES for name, marker in MARKERS
 _TYPES = {member.name: member.type for member in KERNEL_PARAMS.fields}
 
 
+class CaseError(UsageError):
+    """A case lacks something or has it in another form, so nothing can be decided about it."""
+
+
 def problem_of(case: Mapping[str, Any]) -> Problem:
     """The problem that the ``case`` of a record states.
 
     Raises:
-        UsageError: something is missing or of another form, or the arguments are refused.
+        CaseError: something is missing or of another form.
+        PlanRefused, WorkspaceRefused, UsageError: the arguments are refused.
     """
     try:
         build = _APIS[case["api"]]
         tensors = {name: _tensor(stated) for name, stated in case["tensors"].items()}
         return build(case, case["scalars"], tensors)
     except KeyError as error:
-        raise UsageError(f"case {case.get('id')!r}: {error} is missing or unknown") from error
-    except (TypeError, ValueError, IndexError, AttributeError) as error:
-        if isinstance(error, (UsageError, WorkspaceRefused)):
-            raise
-        raise UsageError(f"case {case.get('id')!r}: {type(error).__name__}: {error}") from error
+        raise CaseError(f"case {case.get('id')!r}: {error} is missing or unknown") from error
+    except (UsageError, WorkspaceRefused):
+        raise
+    except (TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
+        raise CaseError(f"case {case.get('id')!r}: {type(error).__name__}: {error}") from error
 
 
 def occupancy_of(case: Mapping[str, Any]) -> Occupancy:
     """The stand-in for the driver's occupancy that a case names: ``floor``, ``gpc18`` or ``const:N``.
 
     Raises:
-        UsageError: another word.
+        CaseError: another word.
     """
     model = case.get("max_active_clusters_model", "floor")
     multiprocessors = case["scalars"]["sm_count"]
@@ -65,25 +70,27 @@ def occupancy_of(case: Mapping[str, Any]) -> Occupancy:
         return lambda meta, cluster, grid: 8 * (18 // cluster)
     word, _, number = str(model).partition(":")
     if word != "const" or not number.isdecimal():
-        raise UsageError(f"max_active_clusters_model={model!r}: expected floor, gpc18 or const:N")
+        raise CaseError(f"max_active_clusters_model={model!r}: expected floor, gpc18 or const:N")
     return lambda meta, cluster, grid: int(number)
 
 
-def decide(case: Mapping[str, Any], kernels: KernelTable, policy: Policy) -> Json:
+def decide(case: Mapping[str, Any], kernels: KernelFinder, policy: Policy) -> Json:
     """The decision for one case as a record states it; a refusal has ``ok`` false and its ``error_kind``.
 
     Raises:
-        UsageError: the case itself does not read.
+        CaseError: the case itself does not read.
     """
     try:
         planned = plan(problem_of(case), kernels, occupancy_of(case), policy)
-    except (PlanRefused, WorkspaceRefused) as refused:
+    except CaseError:
+        raise
+    except (UsageError, WorkspaceRefused) as refused:
         return refusal_record(refused)
     return planned_record(planned, case.get("stream"))
 
 
-def refusal_record(refused: PlanRefused | WorkspaceRefused) -> Json:
-    """A refusal in the keys of a record."""
+def refusal_record(refused: UsageError | WorkspaceRefused) -> Json:
+    """A refusal in the keys of a record; sizes and types that do not exist here count as argument checks."""
     asked = None
     if isinstance(refused, KernelMissing):
         names = _KEY_NAMES.items()
@@ -91,7 +98,7 @@ def refusal_record(refused: PlanRefused | WorkspaceRefused) -> Json:
     return {
         "ok": False,
         "error": str(refused),
-        "error_kind": refused.kind,
+        "error_kind": refused.kind if isinstance(refused, (PlanRefused, WorkspaceRefused)) else ARGUMENT,
         "error_select_params": asked,
     }
 
@@ -196,7 +203,7 @@ def _out_scales(scalars: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -
 
 
 def _decode(case: Mapping[str, Any], scalars: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Problem:
-    return arguments.decode(
+    return entries.decode(
         _common(case, scalars, tensors),
         _paged_kv(scalars, tensors),
         _out_scales(scalars, tensors),
@@ -206,7 +213,7 @@ def _decode(case: Mapping[str, Any], scalars: Mapping[str, Any], tensors: Mappin
 
 
 def _context(case: Mapping[str, Any], scalars: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Problem:
-    return arguments.context(
+    return entries.context(
         _common(case, scalars, tensors),
         _paged_kv(scalars, tensors),
         tensors["cum_seq_lens_kv"],
@@ -216,7 +223,7 @@ def _context(case: Mapping[str, Any], scalars: Mapping[str, Any], tensors: Mappi
 
 
 def _ragged(case: Mapping[str, Any], scalars: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Problem:
-    return arguments.ragged(
+    return entries.ragged(
         _common(case, scalars, tensors),
         tensors["key"],
         tensors["value"],
@@ -232,7 +239,7 @@ def _ragged(case: Mapping[str, Any], scalars: Mapping[str, Any], tensors: Mappin
 
 
 def _dsv4(case: Mapping[str, Any], scalars: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Problem:
-    return arguments.decode_dsv4(
+    return entries.decode_dsv4(
         _common(case, scalars, tensors),
         tensors["primary_kv_cache"],
         tensors["sliding_window_kv_cache"],

@@ -206,10 +206,9 @@ def _tensor_map(
 ) -> TensorMapSpec:
     """A spec from strides in elements; the swizzle follows from the bytes of a box row."""
     size = dtype.stride_bytes
-    if descriptor == UNPACKED_DESCRIPTOR:
-        swizzle = "128B"
-    else:
-        swizzle = _swizzle(box[0] * size) if swizzled else "none"
+    # Unpacked FP4 spreads over whole lines, whatever its bytes in memory.
+    row_bytes = LINE_BYTES if descriptor == UNPACKED_DESCRIPTOR else box[0] * size
+    swizzle = _swizzle(row_bytes) if swizzled else "none"
     return TensorMapSpec(
         descriptor,
         address,
