@@ -147,7 +147,8 @@ COLUMNS = (
     Column("mSparseAttn", "sparse_attention", "uint"),
     Column("mSkipsSoftmaxWhenPossible", "skips_softmax", "bool"),
 )
-# What a launcher finds a kernel by; together they name one kernel of a release.
+# What a launcher finds a kernel by, words first; together they name one kernel of a release.
+SELECTION_WORDS = 5
 SELECTION_FIELDS = (
     "sm",
     "dtype_q",

@@ -3,9 +3,9 @@
 The bytes are a pure function of the header and ``INDEX_FORMAT``, so a pin can name their digest. Layout,
 little-endian:
 
-``CRTINDEX``, u32 format, u32 rows, u32 record bytes, u32 symbol bytes, u32 description bytes, u32 slots; the
+``CRTINDEX``, u32 format, u32 rows, u32 record bytes, u32 symbol bytes, u32 description bytes; the
 description (compact JSON: columns, words, new columns, digest of the header); then the records, sorted by
-symbol; then the slots of a hash table, u32 each (``trait_table``). A record is the symbol padded with NUL, its
+symbol; then a hash table over them (``trait_table``). A record is the symbol padded with NUL, its
 32-byte digest, u32 row in the header, then the other columns in their order: u32 for a number, u8 for a truth
 value and for a word (an index into the sorted words of its kind).
 """
@@ -20,11 +20,11 @@ from typing import Any
 
 from ..errors import MissingError
 from .metadata import COLUMN_OF_FIELD, Column, KernelMeta, KernelTable, MetadataError, parse_header
-from .trait_table import TraitTable, build_slots, traits_of
+from .trait_table import TraitTable, build_slots, table_bytes, traits_of
 
 INDEX_FORMAT = 2
 _MAGIC = b"CRTINDEX"
-_HEADER = Struct("<8sIIIIII")
+_HEADER = Struct("<8sIIIII")
 _WORD_KINDS = ("dtype", "sm")
 _CODES = {"uint": "I", "bool": "?", "dtype": "B", "sm": "B"}
 _FIXED = ("symbol", "sha256", "row")
@@ -60,9 +60,8 @@ def build_index(table: KernelTable) -> bytes:
         )
         for row in ordered
     ]
-    slots = build_slots(ordered)
-    header = _HEADER.pack(_MAGIC, INDEX_FORMAT, len(packed), record.size, width, len(description), len(slots) // 4)
-    return b"".join((header, description, *packed, slots))
+    header = _HEADER.pack(_MAGIC, INDEX_FORMAT, len(packed), record.size, width, len(description))
+    return b"".join((header, description, *packed, build_slots(ordered)))
 
 
 def index_of_header(data: bytes, origin: str = "header") -> bytes:
@@ -81,15 +80,13 @@ class MetadataIndex:
         """
         if len(data) < _HEADER.size:
             raise MetadataError(f"metadata index of {len(data)} bytes, its header takes {_HEADER.size}")
-        magic, version, count, size, width, described, slots = _HEADER.unpack_from(data)
+        magic, version, count, size, width, described = _HEADER.unpack_from(data)
         if magic != _MAGIC or version != INDEX_FORMAT:
             raise MetadataError(f"metadata index {magic!r} of format {version}, expected {_MAGIC!r} {INDEX_FORMAT}")
         self._start = _HEADER.size + described
         end = self._start + count * size
-        if width < 1 or size != _record_bytes(width) or end + slots * 4 != len(data):
-            raise MetadataError(
-                f"metadata index of {len(data)} bytes does not hold {count} records of {size} and {slots} slots"
-            )
+        if width < 1 or size != _record_bytes(width) or end + table_bytes(count) != len(data):
+            raise MetadataError(f"metadata index of {len(data)} bytes does not hold {count} records of {size}")
         self._traits = TraitTable(data[end:], count)
         self._record = _record(width)
         self._data = data

@@ -1,7 +1,8 @@
 """A hash table over the rows of a release, by what a launcher finds a kernel by.
 
-Slots are little-endian u32: 0 for an empty one, else the place of a row plus 1. Their number is a power of two,
-at least twice that of the rows. A row's first slot is the CRC-32 of its traits as text, modulo that number;
+A slot is two little-endian u32: the hash of a row's traits, and the place of the row plus 1 (both 0 in an empty
+one). Slots number a power of two, at least twice the rows. The hash is the CRC-32 of the words among the traits,
+joined by commas, then of the numbers, u32 each; modulo the number of slots it is the first slot to look at, and
 taken ones are passed over in order. Of rows with equal traits the one that comes first in the header is kept.
 """
 
@@ -9,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
-from struct import Struct
+from struct import Struct, error
 from zlib import crc32
 
-from .metadata import SELECTION_FIELDS, KernelMeta, MetadataError
+from .metadata import SELECTION_FIELDS, SELECTION_WORDS, KernelMeta, MetadataError
 
-_SLOT = Struct("<I")
+_SLOT = Struct("<II")
+_NUMBERS = Struct(f"<{len(SELECTION_FIELDS) - SELECTION_WORDS}I")
 _traits = attrgetter(*SELECTION_FIELDS)
 
 
@@ -26,19 +28,24 @@ def traits_of(row: KernelMeta) -> tuple[object, ...]:
 
 def build_slots(rows: Sequence[KernelMeta]) -> bytes:
     """The table for rows by their place in ``rows``; equal rows give equal bytes."""
-    slots = [0] * _slots_for(len(rows))
     first: dict[tuple[object, ...], int] = {}
     for place, row in enumerate(rows):
-        traits = traits_of(row)
-        kept = first.get(traits)
+        kept = first.get(traits_of(row))
         if kept is None or row.row < rows[kept].row:
-            first[traits] = place
+            first[traits_of(row)] = place
+    slots = [(0, 0)] * _slots_for(len(rows))
     for traits, place in first.items():
-        slot = _hash(traits) % len(slots)
-        while slots[slot]:
+        hashed = _hash(traits)
+        slot = hashed % len(slots)
+        while slots[slot][1]:
             slot = (slot + 1) % len(slots)
-        slots[slot] = place + 1
-    return b"".join(map(_SLOT.pack, slots))
+        slots[slot] = (hashed, place + 1)
+    return b"".join(_SLOT.pack(*slot) for slot in slots)
+
+
+def table_bytes(rows: int) -> int:
+    """The size of the table of so many rows."""
+    return _slots_for(rows) * _SLOT.size
 
 
 class TraitTable:
@@ -50,29 +57,29 @@ class TraitTable:
         Raises:
             MetadataError: it has another size than that number of rows asks for.
         """
-        self._count = len(data) // _SLOT.size
-        if self._count != _slots_for(rows):
-            raise MetadataError(f"metadata index: {self._count} slots for {rows} rows, expected {_slots_for(rows)}")
+        if len(data) != table_bytes(rows):
+            raise MetadataError(f"metadata index: a table of {len(data)} bytes for {rows} rows")
+        self._slots = _slots_for(rows)
         self._data = data
 
     def places(self, traits: tuple[object, ...]) -> Iterator[int]:
         """Places of the rows that may have these traits, likeliest first; visits no slot twice."""
-        begin = _hash(traits)
-        for step in range(self._count):
-            (stored,) = _SLOT.unpack_from(self._data, (begin + step) % self._count * _SLOT.size)
+        try:
+            wanted = _hash(traits)
+        except error:  # a number that no row can hold
+            return
+        for step in range(self._slots):
+            hashed, stored = _SLOT.unpack_from(self._data, (wanted + step) % self._slots * _SLOT.size)
             if not stored:
                 return
-            yield stored - 1
+            if hashed == wanted:
+                yield stored - 1
 
 
 def _slots_for(rows: int) -> int:
-    return 1 << max(1, 2 * rows - 1).bit_length()
+    return 1 << max(1, (2 * rows - 1).bit_length())
 
 
 def _hash(traits: tuple[object, ...]) -> int:
-    return crc32(_text(traits))
-
-
-def _text(traits: tuple[object, ...]) -> bytes:
-    # Truth values count as numbers, so that True and 1 find the same row.
-    return ",".join(str(t) if isinstance(t, str) else str(int(t)) for t in traits).encode()  # type: ignore[call-overload]
+    words = ",".join(traits[:SELECTION_WORDS])  # type: ignore[arg-type]
+    return crc32(_NUMBERS.pack(*traits[SELECTION_WORDS:]), crc32(words.encode()))

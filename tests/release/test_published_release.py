@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.release, pytest.mark.timeout(1800)]
 
 FILES = 13453
 ROWS = 13452
-INDEX_SHA256 = "36b0d819671ef3fbcb97aff0b92cba31582320f2c6c6ccfc218e3d9b0fbad22a"
+INDEX_SHA256 = "b4c25686190f532eb1014ad484b8d8878623a32432043bc241b0a7ed02e3721c"
 
 
 def test_every_file_has_the_digest_of_the_pinned_manifest(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from ...artifacts.metadata import KernelMeta
 from ..fastmoddiv import FastModDiv
-from ..struct_types import SCALARS, TENSOR_MAP_BYTES
+from ..struct_types import SCALARS
 from .carving import partial_offset
 from .grid import Geometry
 from .params import KERNEL_PARAMS
@@ -113,21 +113,20 @@ def _format() -> struct.Struct:
 
 
 _PACKER = _format()
+_NAMES = tuple(member.name for member in KERNEL_PARAMS.fields)
+_DESCRIPTORS = tuple(place for place, member in enumerate(KERNEL_PARAMS.fields) if member.type == "CUtensorMap")
+_DIVISORS = tuple(place for place, member in enumerate(KERNEL_PARAMS.fields) if member.type == "FastModDiv")
 
 
 def pack(values: Mapping[str, object], descriptors: Mapping[str, bytes]) -> bytes:
-    """The struct's bytes: ``values`` as ``fill`` gives them, with 128 bytes a built descriptor by field name.
+    """The struct's bytes from ``values`` as ``fill`` gives them, in its order.
 
-    The same bytes as ``KERNEL_PARAMS.pack``, in a tenth of the time.
+    ``descriptors`` are the 128 bytes of each built one by field name. These are the bytes that
+    ``KERNEL_PARAMS.pack`` gives, in a tenth of the time.
     """
-    cells: list[object] = []
-    for name, value in values.items():
-        if name in descriptors or name.startswith("tma"):
-            cells.append(descriptors.get(name, bytes(TENSOR_MAP_BYTES)))
-        elif value is None:
-            cells.append(0)
-        elif isinstance(value, FastModDiv):
-            cells.append(value.to_bytes())
-        else:
-            cells.append(value)
+    cells = [0 if value is None else value for value in values.values()]
+    for place in _DESCRIPTORS:
+        cells[place] = descriptors.get(_NAMES[place], b"")
+    for place in _DIVISORS:
+        cells[place] = cells[place].to_bytes()  # type: ignore[attr-defined]
     return _PACKER.pack(*cells)

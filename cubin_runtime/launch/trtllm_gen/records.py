@@ -30,7 +30,11 @@ MARKERS: Mapping[str, int] = {
     for place, name in enumerate(("tmaQ_", "tmaK_", "tmaKSlidingWindowKvPool_", "tmaV_", "tmaO_", "tmaKSf_", "tmaVSf_"))
 }
 _MARKED = {name: bytes((marker,)) * TENSOR_MAP_BYTES for name, marker in MARKERS.items()}
-_TYPES = {member.name: member.type for member in KERNEL_PARAMS.fields}
+_POINTERS = tuple(member.name for member in KERNEL_PARAMS.fields if member.type == "ptr")
+_FLOATS = tuple(member.name for member in KERNEL_PARAMS.fields if member.type == "float")
+_DIVISORS = tuple(member.name for member in KERNEL_PARAMS.fields if member.type == "FastModDiv")
+# Every field but the descriptors, in the struct's order; most are shown as they are.
+_PLAIN = tuple(member.name for member in KERNEL_PARAMS.fields if member.name not in MARKERS)
 
 
 class CaseError(UsageError):
@@ -139,7 +143,7 @@ def planned_record(planned: Planned, stream: object = None) -> Json:
         },
         "nonportable_cluster_set_for": [m.symbol for m, size in clusters if size > LARGEST_PORTABLE_CLUSTER],
         "tma": {name: _spec(planned.values[name]) for name in MARKERS},
-        "params": {name: _shown(_TYPES[name], value) for name, value in planned.values.items() if name not in MARKERS},
+        "params": _params(planned.values),
         "params_hex": pack(planned.values, built).hex(),
         "reduction": _reduction(planned.reduction),
         "lse": _lse(planned.lse),
@@ -232,7 +236,7 @@ def _ragged(case: Mapping[str, Any], scalars: Mapping[str, Any], tensors: Mappin
         causal=scalars.get("is_causal", True),
         sage=Sage(
             tuple(tensors.get(f"sage_attn_sfs_{part}") for part in "qkpv"),  # type: ignore[arg-type]
-            tuple(scalars.get(f"num_elts_per_sage_attn_blk_{part}", 0) for part in "qkpv"),  # type: ignore[arg-type]
+            tuple(scalars.get(f"num_elts_per_sage_attn_blk_{part}", 0) for part in "qkpv"),
         ),
         out_scale=scalars.get("o_sf_scale", -1.0),
     )
@@ -293,14 +297,12 @@ def _spec(spec: object) -> Json | None:
     }
 
 
-def _shown(type_name: str, value: object) -> object:
-    if type_name == "ptr":
-        return hex(value) if isinstance(value, int) else None
-    if isinstance(value, FastModDiv):
-        return value.to_bytes().hex()
-    if type_name == "float":
-        return _nine_digits(value)
-    return value
+def _params(values: Mapping[str, object]) -> Json:
+    shown = {name: values[name] for name in _PLAIN}
+    shown |= {name: None if values[name] is None else f"{values[name]:#x}" for name in _POINTERS}
+    shown |= {name: _nine_digits(values[name]) for name in _FLOATS}
+    shown |= {name: value.to_bytes().hex() for name in _DIVISORS if isinstance(value := values[name], FastModDiv)}
+    return shown
 
 
 def _nine_digits(value: Any) -> object:
