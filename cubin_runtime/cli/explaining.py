@@ -153,15 +153,16 @@ def _decide_all(cases: Path, out: Path | None, kernels: KernelFinder, both: bool
 
 
 def _explain_one(case: dict[str, Any], kernels: KernelFinder, policy: Policy, json: bool) -> None:
-    from ..launch.trtllm_gen import explanation, records
+    from ..launch.trtllm_gen import cases, explanation, records
     from ..launch.trtllm_gen.plan import plan
 
     if json:
         output.emit_json("explain", {"policy": policy.value, **records.decide(case, kernels, policy)})
         return
-    planned = plan(records.problem_of(case), kernels, records.occupancy_of(case), policy)
+    planned = plan(cases.problem_of(case), kernels, cases.occupancy_of(case), policy)
     output.facts(explanation.facts(planned))
     tables = (
+        (explanation.PASS_COLUMNS, explanation.pass_rows(planned)),
         (explanation.CANDIDATE_COLUMNS, explanation.candidate_rows(planned)),
         (explanation.TENSOR_MAP_COLUMNS, explanation.tensor_map_rows(planned)),
         (explanation.PARAMETER_COLUMNS, explanation.parameter_rows(planned)),

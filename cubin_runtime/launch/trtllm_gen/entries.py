@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
-
 from .arguments import (
     NO_OUT_SCALES,
     NO_SAGE,
@@ -20,12 +18,12 @@ from .arguments import (
     dtype_of,
     heads_of,
 )
-from .carving import Carving, carve
-from .problem import Pointers, Problem, Strides, is_mla
+from .assembling import address_of, assemble, carve_for, lse_strides, pointers_of, query_strides, ragged_strides
+from .carving import Carving
+from .problem import Problem, Strides, is_mla
 from .refusals import ArgumentRefused
-from .traits import INT32_MAX, KernelType, MaskType, QkvLayout, SparseType, TileScheduler, float32, int32
+from .traits import KernelType, MaskType, QkvLayout, SparseType, int32
 
-LOG2_E = 1.4426950408889634  # the double nearest to log2(e)
 DSV4_WINDOW_LEFT = 127
 
 
@@ -56,7 +54,7 @@ def decode(
         kv,
         out_scales,
         heads,
-        _carve(common, heads.query, mergeable=True),
+        carve_for(common, heads.query, mergeable=True),
         mask=MaskType.DENSE if mla else MaskType.CAUSAL,
         kernel_type=KernelType.GENERATION,
         sparse=sparse,
@@ -84,7 +82,7 @@ def context(
         kv,
         out_scales,
         heads,
-        _carve(common, heads.query, mergeable=False),
+        carve_for(common, heads.query, mergeable=False),
         mask=MaskType.CAUSAL if causal else MaskType.DENSE,
         kernel_type=KernelType.CONTEXT,
         sparse=SparseType.NONE,
@@ -114,7 +112,7 @@ def ragged(
     check_length("max_kv_len", max_kv)
     check_length("key tokens", key.shape[0])
     heads = heads_of(common, key.shape[1], value.shape[2])
-    return _problem(
+    return assemble(
         common,
         heads,
         layout=QkvLayout.SEPARATE,
@@ -123,18 +121,18 @@ def ragged(
         dtypes=(dtype_of("key", key), dtype_of("value", value)),
         max_kv=max_kv,
         pages=(0, 0, 0),
-        pointers=_pointers(
+        pointers=pointers_of(
             common,
-            _carve(common, heads.query, mergeable=True),
+            carve_for(common, heads.query, mergeable=True),
             key=key.pointer,
             value=value.pointer,
             cum_seq_lens_kv=cum_seq_lens_kv.pointer,
-            sage_q=_at(sage.scales[0]),
-            sage_k=_at(sage.scales[1]),
-            sage_p=_at(sage.scales[2]),
-            sage_v=_at(sage.scales[3]),
+            sage_q=address_of(sage.scales[0]),
+            sage_k=address_of(sage.scales[1]),
+            sage_p=address_of(sage.scales[2]),
+            sage_v=address_of(sage.scales[3]),
         ),
-        strides=Strides(key=_ragged_strides(key), value=_ragged_strides(value), lse=_lse_strides(common)),
+        strides=Strides(key=ragged_strides(key), value=ragged_strides(value), lse=lse_strides(common)),
         tokens_kv=key.shape[0],
         sage_blocks=sage.blocks,
         out_scales=OutScales(scale=out_scale),
@@ -157,7 +155,7 @@ def decode_dsv4(
     token, head = int32(pool.strides[-2]), int32(pool.strides[-3])
     strides = (token, head, token)
     dtype = dtype_of("primary_kv_cache", pool)
-    return _problem(
+    return assemble(
         common,
         heads,
         layout=QkvLayout.PAGED,
@@ -166,16 +164,16 @@ def decode_dsv4(
         dtypes=(dtype, dtype),
         max_kv=top_k,
         pages=(1, int32(pool.shape[0] * pool.shape[-2]), top_k),
-        pointers=_pointers(
+        pointers=pointers_of(
             common,
-            _carve(common, heads.query, mergeable=True),
+            carve_for(common, heads.query, mergeable=True),
             key=pool.pointer,
             value=pool.pointer,
             page_table=indices.pointer,
             window_pool=window_pool.pointer,
-            top_k_lens=_at(top_k_lens),
+            top_k_lens=address_of(top_k_lens),
         ),
-        strides=Strides(query=_query_strides(common), key=strides, value=strides),
+        strides=Strides(query=query_strides(common), key=strides, value=strides),
         window_left=DSV4_WINDOW_LEFT,
         sparse=SparseType.DYNAMIC,
         top_k=top_k,
@@ -216,7 +214,7 @@ def _paged(
         int32(key.strides[0] * packed),
     )
     pages = int32(key.shape[0] if key.pointer == value.pointer else key.shape[0] * 2)
-    return _problem(
+    return assemble(
         common,
         heads,
         layout=QkvLayout.PAGED,
@@ -225,20 +223,20 @@ def _paged(
         dtypes=(dtype_of("key_cache", key), dtype_of("value_cache", value)),
         max_kv=kv.max_kv,
         pages=(key.shape[-2], pages, kv.table.shape[-1]),
-        pointers=_pointers(
+        pointers=pointers_of(
             common,
             carving,
             key=key.pointer,
             value=value.pointer,
             page_table=kv.table.pointer,
-            key_scales=_at(scales),
-            value_scales=_at(kv.value_scales),
-            out_scales=_at(out_scales.scales),
-            top_k_lens=_at(top_k_lens),
-            cum_seq_lens_kv=_at(cum_seq_lens_kv),
+            key_scales=address_of(scales),
+            value_scales=address_of(kv.value_scales),
+            out_scales=address_of(out_scales.scales),
+            top_k_lens=address_of(top_k_lens),
+            cum_seq_lens_kv=address_of(cum_seq_lens_kv),
         ),
         strides=Strides(
-            query=_query_strides(common),
+            query=query_strides(common),
             key=strides,
             value=strides,
             key_scales=(0, 0) if scales is None else (int32(scales.strides[-3]), int32(scales.strides[0])),
@@ -250,110 +248,3 @@ def _paged(
         out_scales=out_scales,
         shares_page_index=kv.shares_index,
     )
-
-
-def _problem(
-    common: Common,
-    heads: Heads,
-    *,
-    layout: QkvLayout,
-    mask: MaskType,
-    kernel_type: KernelType,
-    dtypes: tuple[str, str],
-    max_kv: int,
-    pages: tuple[int, int, int],
-    pointers: Pointers,
-    strides: Strides,
-    tokens_kv: int = 0,
-    window_left: int | None = None,
-    sparse: SparseType = SparseType.NONE,
-    top_k: int = 0,
-    sage_blocks: tuple[int, int, int, int] = (0, 0, 0, 0),
-    scale_kv_scales: float = 0.0,
-    out_scales: OutScales = NO_OUT_SCALES,
-    shares_page_index: bool = False,
-) -> Problem:
-    """What all entry points fill alike; ``pages`` are page size, pages of the pool, and the table's width."""
-    page, pool, width = pages
-    window_left = common.window_left if window_left is None else window_left
-    merges = common.multi_ctas_enabled and kernel_type != KernelType.CONTEXT
-    return Problem(
-        sm=common.device.sm,
-        multiprocessors=common.device.multiprocessors,
-        layout=layout,
-        mask=mask,
-        kernel_type=kernel_type,
-        scheduler=TileScheduler.STATIC if merges else TileScheduler.PERSISTENT,
-        multi_ctas=merges,
-        dtype_q=dtype_of("query", common.query),
-        dtype_k=dtypes[0],
-        dtype_v=dtypes[1],
-        dtype_o=dtype_of("out", common.out),
-        heads_q=heads.query,
-        heads_kv=heads.kv,
-        head_dim_qk=heads.dim_qk,
-        head_dim_v=heads.dim_v,
-        batch=common.batch,
-        max_q=common.max_q,
-        max_kv=max_kv,
-        tokens_q=common.query.shape[0],
-        tokens_kv=tokens_kv,
-        page=page,
-        pages=pool,
-        table_width=width,
-        window=INT32_MAX if window_left == -1 else int32(window_left + 1),
-        pointers=pointers,
-        strides=strides,
-        sparse=sparse,
-        top_k=top_k,
-        skip_softmax_factor=float32(common.skip_softmax_factor),
-        sage_blocks=sage_blocks,
-        softmax_scale_log2=float32((1.0 if common.bmm1.pointer else common.bmm1.value) * LOG2_E),
-        output_scale=float32(1.0 if common.bmm2.pointer else common.bmm2.value),
-        scale_kv_scales=scale_kv_scales,
-        scale_out_scales=float32(out_scales.scale),
-        first_out_scale_token=out_scales.first_token,
-        shares_page_index=shares_page_index,
-        pdl=common.pdl,
-        allows_tile_kv_64=common.allows_tile_kv_64,
-    )
-
-
-def _pointers(common: Common, carving: Carving, **others: int) -> Pointers:
-    return Pointers(
-        query=common.query.pointer,
-        out=common.out.pointer,
-        seq_lens=common.seq_lens.pointer,
-        cum_seq_lens_q=_at(common.cum_seq_lens_q),
-        sinks=_at(common.sinks),
-        softmax_scale_log2=common.bmm1.pointer,
-        output_scale=common.bmm2.pointer,
-        lse=_at(common.lse),
-        counters=carving.counters,
-        softmax_stats=carving.softmax_stats,
-        scratch=carving.scratch,
-        **others,
-    )
-
-
-def _carve(common: Common, heads_q: int, *, mergeable: bool) -> Carving:
-    rows = None if common.lse is None else (heads_q, common.batch, common.max_q)
-    return carve(*common.workspace, counters=mergeable, stats_rows=rows, scratch=mergeable)
-
-
-def _query_strides(common: Common) -> tuple[int, int]:
-    return int32(common.query.strides[0]), int32(common.query.strides[1])
-
-
-def _ragged_strides(tensor: Tensor) -> tuple[int, int, int]:
-    return int32(tensor.strides[0]), int32(tensor.strides[1]), int32(prod(tensor.shape))
-
-
-def _lse_strides(common: Common) -> tuple[int, int]:
-    if common.lse is None:
-        return (0, 0)
-    return int32(common.lse.strides[0]), int32(common.lse.strides[1])
-
-
-def _at(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.pointer

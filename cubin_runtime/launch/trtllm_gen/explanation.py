@@ -8,9 +8,11 @@ from .carving import COUNTER_BYTES
 from .params import KERNEL_PARAMS
 from .plan import Planned
 from .problem import Problem
+from .traits import MultiCtasMode
 
 Row = tuple[object, ...]
-CANDIDATE_COLUMNS = ("tile q", "modelled cost", "kernel")
+PASS_COLUMNS = ("pass", "tile q", "CTAs", "multi-CTA", "kernel")
+CANDIDATE_COLUMNS = ("pass", "tile q", "modelled cost", "kernel")
 TENSOR_MAP_COLUMNS = ("descriptor", "type", "dims", "strides (bytes)", "box", "swizzle", "address")
 PARAMETER_COLUMNS = ("offset", "parameter", "type", "value", "meaning")
 
@@ -22,7 +24,7 @@ def facts(planned: Planned) -> tuple[tuple[str, object], ...]:
         ("kernel", meta.symbol),
         ("asked for", f"{problem.dtypes}: {selection.state}"),
         ("because", _because(problem)),
-        ("considered", " -> ".join(selection.passes)),
+        ("tile", _tile(planned)),
     ]
     if selection.asked is not None:
         asked = selection.asked
@@ -48,11 +50,20 @@ def facts(planned: Planned) -> tuple[tuple[str, object], ...]:
     return tuple(rows)
 
 
-def candidate_rows(planned: Planned) -> tuple[Row, ...]:
-    """The tile sizes that were compared; none where the first estimate stood."""
+def pass_rows(planned: Planned) -> tuple[Row, ...]:
+    """The kernels in the order in which they were looked at; the last one is launched."""
     return tuple(
-        (c.tile_q, "no kernel" if c.cost is None else f"{c.cost:.9g}", c.kernel or "")
-        for c in planned.selection.candidates
+        (number, done.state.tile_q, done.ctas, MultiCtasMode(done.state.multi_ctas).name.lower(), done.kernel)
+        for number, done in enumerate(planned.selection.passes, 1)
+    )
+
+
+def candidate_rows(planned: Planned) -> tuple[Row, ...]:
+    """The tile sizes that were compared before each pass; none where the first estimate stood."""
+    return tuple(
+        (number, c.tile_q, "no kernel" if c.cost is None else f"{c.cost:.9g}", c.kernel or "")
+        for number, done in enumerate(planned.selection.passes, 1)
+        for c in done.candidates
     )
 
 
@@ -78,6 +89,18 @@ def _because(problem: Problem) -> str:
     group = f"{problem.heads_q} query heads over {problem.heads_kv} KV heads"
     kind = "MLA decoding" if problem.is_mla else "decoding" if problem.is_generation else "context"
     return f"{kind}, {group}, up to {problem.max_q} query and {problem.max_kv} KV tokens, batch {problem.batch}"
+
+
+def _tile(planned: Planned) -> str:
+    problem, state = planned.problem, planned.selection.state
+    text = f"{state.tile_q} rows of queries, {state.tile_kv} KV tokens"
+    if not problem.is_generation or problem.is_mla:
+        return text
+    rows = f"{text}; {problem.group} heads x {problem.max_q} tokens share a KV head"
+    if problem.max_q == 1:
+        return f"{rows}, one token is not compared"
+    compared = any(done.candidates for done in planned.selection.passes)
+    return f"{rows}, {'the cheapest below' if compared else 'the first estimate stands'}"
 
 
 def _by(numbers: tuple[int, ...]) -> str:

@@ -22,6 +22,16 @@ Occupancy = Callable[[KernelMeta, int, tuple[int, int, int]], int]
 
 
 @dataclass(frozen=True, slots=True)
+class Pass:
+    """One kernel that the selection looked at: what it was found by, its CTAs, the tiles compared before it."""
+
+    kernel: str
+    state: KernelKey
+    ctas: int
+    candidates: tuple[Candidate, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class OccupancyAnswer:
     """One question to the occupancy callback and its answer."""
 
@@ -35,18 +45,17 @@ class OccupancyAnswer:
 class Selection:
     """The kernel that was chosen and how.
 
-    ``state`` is what it was found by; ``candidates`` the tile sizes that the last pass compared; ``asked``
-    the question about clusters, if there was one; ``left_cluster`` that its answer sent the selection back to
-    merging through global memory. ``passes`` lists the kernels in the order in which they were considered.
+    ``state`` is what it was found by; ``passes`` the kernels in the order in which they were considered, the
+    chosen one last; ``asked`` the question about clusters, if there was one; ``left_cluster`` that its answer
+    sent the selection back to merging through global memory.
     """
 
     meta: KernelMeta
     state: KernelKey
     geometry: Geometry
-    candidates: tuple[Candidate, ...]
-    asked: OccupancyAnswer | None
-    left_cluster: bool
-    passes: tuple[str, ...]
+    passes: tuple[Pass, ...]
+    asked: OccupancyAnswer | None = None
+    left_cluster: bool = False
 
 
 def select(problem: Problem, kernels: KernelSet, occupancy: Occupancy, policy: Policy) -> Selection:
@@ -57,27 +66,25 @@ def select(problem: Problem, kernels: KernelSet, occupancy: Occupancy, policy: P
         PlanRefused: sizes that no kernel takes.
     """
     choosing = _Choosing(problem, kernels, policy)
-    state, passes = first_state(problem), []
-    for number in range(MAX_PASSES):
-        state, candidates = choosing.settle(state, allows_cga=True)
-        meta = choosing.find(state, later=number > 0)
-        passes.append(meta.symbol)
-        geometry = lay_out(problem, meta, state, allows_cga=True)
+    state = first_state(problem)
+    passes: list[Pass] = []
+    for _ in range(MAX_PASSES):
+        state, meta, geometry = choosing.take_pass(state, passes, allows_cga=True)
         if geometry.asks_for is None:
             break
         state = geometry.asks_for
     else:
-        raise PlanRefused(f"selection: not settled after {MAX_PASSES} passes, {', '.join(passes)}")
+        looked_at = ", ".join(done.kernel for done in passes)
+        raise PlanRefused(f"selection: not settled after {MAX_PASSES} passes, {looked_at}")
     if state.multi_ctas != MultiCtasMode.CGA:
-        return Selection(meta, state, geometry, candidates, None, False, tuple(passes))
+        return Selection(meta, state, geometry, tuple(passes))
     active = occupancy(meta, geometry.cluster_x, geometry.grid)
     asked = OccupancyAnswer(meta, geometry.cluster_x, geometry.grid, active)
     if active * geometry.cluster_x >= geometry.ctas:
-        return Selection(meta, state, geometry, candidates, asked, False, tuple(passes))
-    state, candidates = choosing.settle(state._replace(multi_ctas=MultiCtasMode.GMEM), allows_cga=False)
-    meta = choosing.find(state, later=True)
-    geometry = lay_out(problem, meta, state, allows_cga=False)
-    return Selection(meta, state, geometry, candidates, asked, True, (*passes, meta.symbol))
+        return Selection(meta, state, geometry, tuple(passes), asked)
+    state = state._replace(multi_ctas=MultiCtasMode.GMEM)
+    state, meta, geometry = choosing.take_pass(state, passes, allows_cga=False)
+    return Selection(meta, state, geometry, tuple(passes), asked, left_cluster=True)
 
 
 def first_state(problem: Problem) -> KernelKey:
@@ -109,6 +116,16 @@ class _Choosing:
         self._problem = problem
         self._kernels = kernels
         self._policy = policy
+
+    def take_pass(
+        self, state: KernelKey, passes: list[Pass], *, allows_cga: bool
+    ) -> tuple[KernelKey, KernelMeta, Geometry]:
+        """Settle the state, find its kernel, lay it out, and note all that in ``passes``."""
+        state, candidates = self.settle(state, allows_cga=allows_cga)
+        meta = self.find(state, later=bool(passes))
+        geometry = lay_out(self._problem, meta, state, allows_cga=allows_cga)
+        passes.append(Pass(meta.symbol, state, geometry.ctas, candidates))
+        return state, meta, geometry
 
     def find(self, state: KernelKey, *, later: bool) -> KernelMeta:
         """The kernel of a state; checked before anything of it is used."""
@@ -158,12 +175,16 @@ class _Choosing:
 
 def check_key(key: KernelKey) -> None:
     """Raise ``PlanRefused`` for sizes that no table is ever asked for."""
-    if key.tokens_per_page and not is_power_of_two(key.tokens_per_page):
-        raise PlanRefused(f"page size {key.tokens_per_page}: expected 0 or a power of 2")
     if not is_power_of_two(key.tile_q) or not is_power_of_two(key.tile_kv) or key.tile_q > LARGEST_TILE_Q:
         raise PlanRefused(
             f"tile {key.tile_q} x {key.tile_kv}: expected powers of 2, at most {LARGEST_TILE_Q} for queries"
         )
+
+
+def _check_page(page: int) -> None:
+    # Checked before 128 stands for any larger page, which would hide a size that has no logarithm.
+    if not is_power_of_two(page):
+        raise PlanRefused(f"page size {page}: expected a power of 2")
 
 
 def with_page(problem: Problem, state: KernelKey) -> KernelKey:
@@ -175,6 +196,7 @@ def with_page(problem: Problem, state: KernelKey) -> KernelKey:
         page = 0
     else:
         page = problem.page
+        _check_page(page)
         dynamic = page >= DYNAMIC_PAGE and problem.group > 1 and problem.head_dim_qk == problem.head_dim_v
         page = DYNAMIC_PAGE if dynamic else page
     return state._replace(tokens_per_page=page, dynamic_page=dynamic)
