@@ -19,6 +19,7 @@ from .architecture import Architecture
 HEADER_PATH = "include/flashInferMetaInfo.h"
 MAX_HEADER_BYTES = 64 << 20
 MAX_SYMBOL_BYTES = 512
+ANY_PAGE_TOKENS = 128
 
 _STRUCT = re.compile(r"struct\s+(\w+)\s*\{([^{}]*)\}\s*;")
 _SYMBOL = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -83,6 +84,11 @@ class KernelMeta:
         return f"{self.symbol}.cubin"
 
     @property
+    def takes_any_page(self) -> bool:
+        """Whether the kernel reads the page size at run time: 128 tokens in the metadata, none in its name."""
+        return self.tokens_per_page == ANY_PAGE_TOKENS and f"P{ANY_PAGE_TOKENS}" not in self.symbol
+
+    @property
     def architecture(self) -> Architecture:
         """The target that the metadata's SM and the file name declare together (``kSM_100`` is sm_100a).
 
@@ -140,6 +146,35 @@ COLUMNS = (
     Column("m2CtaMma", "two_cta_mma", "bool"),
     Column("mSparseAttn", "sparse_attention", "uint"),
     Column("mSkipsSoftmaxWhenPossible", "skips_softmax", "bool"),
+)
+# What a launcher finds a kernel by, words first; together they name one kernel of a release.
+SELECTION_WORDS = 5
+SELECTION_FIELDS = (
+    "sm",
+    "dtype_q",
+    "dtype_k",
+    "dtype_v",
+    "dtype_o",
+    "sage_block_q",
+    "sage_block_k",
+    "sage_block_p",
+    "sage_block_v",
+    "qkv_layout",
+    "mask_type",
+    "kernel_type",
+    "tile_scheduler",
+    "multi_ctas_kv_mode",
+    "head_dim_per_cta_v",
+    "head_dim_qk",
+    "head_dim_v",
+    "tile_q",
+    "tile_kv",
+    "tokens_per_page",
+    "takes_any_page",
+    "reuses_smem_k_for_v",
+    "two_cta_mma",
+    "sparse_attention",
+    "skips_softmax",
 )
 # Placeholders for embedding a cubin in C++, and columns that the publisher reserves.
 IGNORED_COLUMNS = frozenset({"mCubin", "mCubinSize", "mReserved1", "mReserved2"})

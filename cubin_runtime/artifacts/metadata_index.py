@@ -1,13 +1,13 @@
-"""A release's kernel table as a fixed-width index: opened without decoding, searched by symbol.
+"""A release's kernel table as a fixed-width index: opened without decoding, searched by symbol or by traits.
 
 The bytes are a pure function of the header and ``INDEX_FORMAT``, so a pin can name their digest. Layout,
 little-endian:
 
 ``CRTINDEX``, u32 format, u32 rows, u32 record bytes, u32 symbol bytes, u32 description bytes; the
 description (compact JSON: columns, words, new columns, digest of the header); then the records, sorted by
-symbol. A record is the symbol padded with NUL, its 32-byte digest, u32 row in the header, then the other
-columns in their order: u32 for a number, u8 for a truth value and for a word (an index into the sorted
-words of its kind).
+symbol; then a hash table over them (``trait_table``). A record is the symbol padded with NUL, its
+32-byte digest, u32 row in the header, then the other columns in their order: u32 for a number, u8 for a truth
+value and for a word (an index into the sorted words of its kind).
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from typing import Any
 
 from ..errors import MissingError
 from .metadata import COLUMN_OF_FIELD, Column, KernelMeta, KernelTable, MetadataError, parse_header
+from .trait_table import TraitTable, build_slots, table_bytes, traits_of
 
-INDEX_FORMAT = 1
+INDEX_FORMAT = 2
 _MAGIC = b"CRTINDEX"
 _HEADER = Struct("<8sIIIII")
 _WORD_KINDS = ("dtype", "sm")
@@ -49,6 +50,7 @@ def build_index(table: KernelTable) -> bytes:
         separators=(",", ":"),
     ).encode("ascii")
     record = _record(width)
+    ordered = sorted(table.rows, key=lambda row: row.symbol.encode("ascii"))
     packed = [
         record.pack(
             row.symbol.encode("ascii"),
@@ -56,10 +58,10 @@ def build_index(table: KernelTable) -> bytes:
             row.row,
             *(places[c.kind][v] if c.kind in places else v for c in _OTHERS for v in (getattr(row, c.field),)),
         )
-        for row in sorted(table.rows, key=lambda row: row.symbol.encode("ascii"))
+        for row in ordered
     ]
     header = _HEADER.pack(_MAGIC, INDEX_FORMAT, len(packed), record.size, width, len(description))
-    return b"".join((header, description, *packed))
+    return b"".join((header, description, *packed, build_slots(ordered)))
 
 
 def index_of_header(data: bytes, origin: str = "header") -> bytes:
@@ -68,7 +70,7 @@ def index_of_header(data: bytes, origin: str = "header") -> bytes:
 
 
 class MetadataIndex:
-    """Rows of a release, looked up by symbol or walked in symbol order; a row is decoded when asked for."""
+    """Rows of a release, by symbol, by traits or in symbol order; a row is decoded when asked for."""
 
     def __init__(self, data: bytes) -> None:
         """Open an index whose digest the caller has checked (or that it has just built).
@@ -82,8 +84,10 @@ class MetadataIndex:
         if magic != _MAGIC or version != INDEX_FORMAT:
             raise MetadataError(f"metadata index {magic!r} of format {version}, expected {_MAGIC!r} {INDEX_FORMAT}")
         self._start = _HEADER.size + described
-        if width < 1 or size != _record_bytes(width) or self._start + count * size != len(data):
+        end = self._start + count * size
+        if width < 1 or size != _record_bytes(width) or end + table_bytes(count) != len(data):
             raise MetadataError(f"metadata index of {len(data)} bytes does not hold {count} records of {size}")
+        self._traits = TraitTable(data[end:], count)
         self._record = _record(width)
         self._data = data
         self._count: int = count
@@ -112,6 +116,14 @@ class MetadataIndex:
         if place is None:
             raise MissingError(f"the release has no kernel {symbol!r} among its {self._count}")
         return self.at(place)
+
+    def find_by_traits(self, traits: tuple[object, ...]) -> KernelMeta | None:
+        """The row whose ``metadata.SELECTION_FIELDS`` are ``traits``, in one hash lookup; None if there is none."""
+        for place in self._traits.places(traits):
+            row = self.at(place)
+            if traits_of(row) == traits:
+                return row
+        return None
 
     def at(self, place: int) -> KernelMeta:
         """The row at a place in symbol order, 0 to ``len(self) - 1``."""

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.release, pytest.mark.timeout(1800)]
 
 FILES = 13453
 ROWS = 13452
-INDEX_SHA256 = "72dbdaca8fe8e295d4bbece9de26ebd0e65f865363ac4aea6056a8a2310faf00"
+INDEX_SHA256 = "b4c25686190f532eb1014ad484b8d8878623a32432043bc241b0a7ed02e3721c"
 
 
 def test_every_file_has_the_digest_of_the_pinned_manifest(
