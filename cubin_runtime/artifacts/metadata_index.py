@@ -4,7 +4,7 @@ The bytes are a pure function of the header and ``INDEX_FORMAT``, so a pin can n
 little-endian:
 
 ``CRTINDEX``, u32 format, u32 rows, u32 record bytes, u32 symbol bytes, u32 description bytes; the
-description (compact JSON: columns, words, new columns, digest of the header); then the records, sorted by
+description (compact JSON: columns, words, new and missing columns, digest of the header); then the records, sorted by
 symbol; then a hash table over them (``trait_table``). A record is the symbol padded with NUL, its
 32-byte digest, u32 row in the header, then the other columns in their order: u32 for a number, u8 for a truth
 value and for a word (an index into the sorted words of its kind).
@@ -44,6 +44,7 @@ def build_index(table: KernelTable) -> bytes:
             "columns": [c.field for c in _OTHERS],
             "words": words,
             "new_columns": list(table.new_columns),
+            "missing_columns": list(table.missing_columns),
             "header_sha256": table.header_sha256,
         },
         sort_keys=True,
@@ -92,7 +93,9 @@ class MetadataIndex:
         self._data = data
         self._count: int = count
         self._width: int = width
-        words, self.new_columns, self.header_sha256 = _description(data[_HEADER.size : self._start])
+        words, self.new_columns, self.missing_columns, self.header_sha256 = _description(
+            data[_HEADER.size : self._start]
+        )
         self._decoders: tuple[Callable[[Any], object] | None, ...] = tuple(
             words[c.kind].__getitem__ if c.kind in _WORD_KINDS else None for c in _OTHERS
         )
@@ -118,8 +121,14 @@ class MetadataIndex:
         return self.at(place)
 
     def find_by_traits(self, traits: tuple[object, ...]) -> KernelMeta | None:
-        """The row whose ``metadata.SELECTION_FIELDS`` are ``traits``, in one hash lookup; None if there is none."""
+        """The row whose ``metadata.SELECTION_FIELDS`` are ``traits``, in one hash lookup; None if there is none.
+
+        Raises:
+            MetadataError: the table names a row that does not exist.
+        """
         for place in self._traits.places(traits):
+            if place >= self._count:
+                raise MetadataError(f"metadata index: its table names row {place} of {self._count}")
             row = self.at(place)
             if traits_of(row) == traits:
                 return row
@@ -161,15 +170,16 @@ def _record_bytes(width: int) -> int:
     return width + _record(1).size - 1
 
 
-def _description(data: bytes) -> tuple[dict[str, list[str]], tuple[str, ...], str]:
+def _description(data: bytes) -> tuple[dict[str, list[str]], tuple[str, ...], tuple[str, ...], str]:
     try:
         stated = json.loads(data)
         words = {kind: [str(word) for word in stated["words"][kind]] for kind in _WORD_KINDS}
         columns, new, digest = stated["columns"], stated["new_columns"], str(stated["header_sha256"])
         new_columns = tuple(str(name) for name in new)
+        missing_columns = tuple(str(name) for name in stated["missing_columns"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise MetadataError(f"metadata index: its description does not read: {error}") from error
     expected = [c.field for c in _OTHERS]
     if columns != expected:
         raise MetadataError(f"metadata index: columns {columns!r}, this version knows {expected!r}")
-    return words, new_columns, digest
+    return words, new_columns, missing_columns, digest

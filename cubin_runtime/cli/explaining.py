@@ -122,7 +122,11 @@ def _kernels(config: Any, release: str) -> KernelFinder:
     layouts = abi_layouts(pin.abi)
     if "KernelParams" not in layouts:
         raise UsageError(f"{pin.name}: its kernels take {', '.join(layouts)}, expected a trtllm-gen release")
-    return KernelFinder(open_kernel_index(library, pin, fetch=not config.offline))
+    index = open_kernel_index(library, pin, fetch=not config.offline)
+    for what, columns in (("new", index.new_columns), ("missing", index.missing_columns)):
+        if columns:
+            output.note_line(f"{pin.name}: {what} columns in the metadata: {', '.join(columns)}")
+    return KernelFinder(index)
 
 
 def _read_case(case: str) -> dict[str, Any]:

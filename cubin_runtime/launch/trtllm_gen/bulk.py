@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterable, Iterator
+import lzma
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from ...errors import MissingError, UsageError
 from .kernels import KernelFinder
@@ -17,21 +19,29 @@ MAX_LINE_BYTES = 1 << 20
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
+def _open_plain(path: Path) -> IO[bytes]:
+    return path.open("rb")
+
+
+_OPENERS: Mapping[str, Callable[[Path], Any]] = {".gz": gzip.open, ".xz": lzma.open}
+
+
 def read_lines(path: Path) -> Iterator[bytes]:
-    """The lines of a file, unpacked where its name ends in ``.gz``; empty ones are left out.
+    """The lines of a file, unpacked where its name ends in ``.gz`` or ``.xz``; empty ones are left out.
 
     Raises:
         MissingError: the file cannot be read.
-        UsageError: a line is over 1 MiB, or the file is no whole gzip file.
+        UsageError: a line is over 1 MiB, or a packed file is damaged or cut short.
     """
+    opener: Callable[[Path], IO[bytes]] = _OPENERS.get(path.suffix, _open_plain)
     try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as opened:
+        with opener(path) as opened:
             while line := opened.readline(MAX_LINE_BYTES + 1):
                 if len(line) > MAX_LINE_BYTES:
                     raise UsageError(f"{path}: a line of more than {MAX_LINE_BYTES} bytes")
                 if not line.isspace():
                     yield line
-    except (gzip.BadGzipFile, EOFError) as error:
+    except (gzip.BadGzipFile, zlib.error, lzma.LZMAError, EOFError) as error:
         raise UsageError(f"{path}: {error}") from error
     except OSError as error:
         raise MissingError(f"{path}: cannot be read: {error.strerror}") from error

@@ -8,7 +8,7 @@ from .carving import COUNTER_BYTES
 from .params import KERNEL_PARAMS
 from .plan import Planned
 from .problem import Problem
-from .traits import MultiCtasMode
+from .traits import MultiCtasMode, word_of
 
 Row = tuple[object, ...]
 PASS_COLUMNS = ("pass", "tile q", "CTAs", "multi-CTA", "kernel")
@@ -53,7 +53,7 @@ def facts(planned: Planned) -> tuple[tuple[str, object], ...]:
 def pass_rows(planned: Planned) -> tuple[Row, ...]:
     """The kernels in the order in which they were looked at; the last one is launched."""
     return tuple(
-        (number, done.state.tile_q, done.ctas, MultiCtasMode(done.state.multi_ctas).name.lower(), done.kernel)
+        (number, done.state.tile_q, done.ctas, word_of(MultiCtasMode, done.state.multi_ctas), done.kernel)
         for number, done in enumerate(planned.selection.passes, 1)
     )
 

@@ -108,6 +108,16 @@ TENSOR_DTYPES: Mapping[str, str] = {
 }
 
 
+def word_of(kind: type[IntEnum], value: int) -> str:
+    """A number of an enumeration as a person reads it; one that is not listed stays a number.
+
+    >>> word_of(KernelType, 2), word_of(KernelType, 99)
+    ('swaps ab', '99')
+    """
+    listed = kind._value2member_map_.get(value)
+    return str(value) if listed is None else listed.name.lower().replace("_", " ")
+
+
 class KernelKey(NamedTuple):
     """What the selection asks for, and what a kernel is found by, within one set of dtypes.
 
@@ -134,19 +144,19 @@ class KernelKey(NamedTuple):
 
     def __str__(self) -> str:
         words = (
-            QkvLayout(self.layout).name,
-            MaskType(self.mask).name,
-            KernelType(self.kernel_type).name,
-            TileScheduler(self.scheduler).name,
-            f"multi-CTA {MultiCtasMode(self.multi_ctas).name}",
+            word_of(QkvLayout, self.layout),
+            word_of(MaskType, self.mask),
+            word_of(KernelType, self.kernel_type),
+            word_of(TileScheduler, self.scheduler),
+            f"multi-CTA {word_of(MultiCtasMode, self.multi_ctas)}",
             f"head {self.head_dim_qk}/{self.head_dim_v}, {self.head_dim_per_cta_v} a CTA",
             f"tile {self.tile_q}x{self.tile_kv}",
             f"page {'any from ' if self.dynamic_page else ''}{self.tokens_per_page}",
             *(["2-CTA"] if self.two_cta else []),
-            *([f"sparse {SparseType(self.sparse).name}"] if self.sparse else []),
+            *([f"sparse {word_of(SparseType, self.sparse)}"] if self.sparse else []),
             *(["skip-softmax"] if self.skips_softmax else []),
         )
-        return ", ".join(words).lower().replace("_", " ")
+        return ", ".join(words)
 
 
 def float32(value: float) -> float:
