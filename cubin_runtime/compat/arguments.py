@@ -1,4 +1,4 @@
-"""From FlashInfer's arguments to our calls: caches, outputs, scales, query lengths. Every refusal names its argument."""
+"""From FlashInfer's arguments to our calls: caches, outputs, scales, query lengths; refusals name the argument."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from ..attention.runtime import Runtime
 from ..attention.trtllm_gen.checks import check_device, check_running_sum, check_vector, scale_of
-from ..attention.views import TensorView, view_of
+from ..attention.views import ITEM_BYTES, TensorView, view_of
 from ..errors import UsageError
 from ..launch.trtllm_gen.arguments import OUT_SCALE_BLOCK, OutScales, Scale
 
@@ -73,8 +73,6 @@ def _halves(view: TensorView, name: str) -> list[TensorView]:
 
 
 def _item(view: TensorView, axis: int, index: int) -> TensorView:
-    from ..attention.views import ITEM_BYTES
-
     pointer = view.pointer + index * view.strides[axis] * ITEM_BYTES[view.dtype]
     keep = [place for place in range(len(view.shape)) if place != axis]
     shape, strides = tuple(view.shape[i] for i in keep), tuple(view.strides[i] for i in keep)

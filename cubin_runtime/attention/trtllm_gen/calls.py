@@ -13,7 +13,7 @@ from ..views import TensorView
 
 SMALLEST_BOUND = 64
 NO_WINDOW = -1
-NUMBER_OF_BUFFERS = 2
+NO_SCALE = Scale()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +45,8 @@ class Call:
     seq_lens: TensorView
     max_q: int
     max_kv: int
-    bmm1: Scale = Scale()
-    bmm2: Scale = Scale()
+    bmm1: Scale = NO_SCALE
+    bmm2: Scale = NO_SCALE
     cum_seq_lens_q: TensorView | None = None
     sinks: TensorView | None = None
     lse: TensorView | None = None
