@@ -33,7 +33,6 @@ from cubin_runtime.launch.driver import Driver
 from cubin_runtime.launch.trtllm_gen.fill import pack
 from cubin_runtime.launch.trtllm_gen.invariance import InvarianceRefused
 from cubin_runtime.launch.trtllm_gen.params import KERNEL_PARAMS
-from cubin_runtime.launch.trtllm_gen.tensor_maps import TensorMaps
 
 pytestmark = [pytest.mark.release, pytest.mark.timeout(600)]
 
@@ -95,7 +94,7 @@ def runtime(
     made = Runtime(config, driver=Driver(standin.path), release=RELEASE_NAME, memory=memory)
     for kernel in made.own_release().kernels:
         standin.add_kernel(kernel.symbol, (kernel.struct_bytes,), kernel.threads)
-    monkeypatch.setattr(flashinfer, "default_runtime", lambda: made)
+    monkeypatch.setattr("cubin_runtime.compat.arguments.default_runtime", lambda: made)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "trtllm_gen_.* was built for SM")
         yield made
