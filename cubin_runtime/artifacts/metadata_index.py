@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import fields
+from operator import attrgetter
 from struct import Struct
 from typing import Any
 
@@ -29,6 +30,8 @@ _WORD_KINDS = ("dtype", "sm")
 _CODES = {"uint": "I", "bool": "?", "dtype": "B", "sm": "B"}
 _FIXED = ("symbol", "sha256", "row")
 _OTHERS: tuple[Column, ...] = tuple(COLUMN_OF_FIELD[f.name] for f in fields(KernelMeta) if f.name not in _FIXED)
+_WORD_PLACES = tuple((place, c.kind) for place, c in enumerate(_OTHERS) if c.kind in _WORD_KINDS)
+_others_of = attrgetter(*(c.field for c in _OTHERS))
 
 
 def build_index(table: KernelTable) -> bytes:
@@ -52,15 +55,12 @@ def build_index(table: KernelTable) -> bytes:
     ).encode("ascii")
     record = _record(width)
     ordered = sorted(table.rows, key=lambda row: row.symbol.encode("ascii"))
-    packed = [
-        record.pack(
-            row.symbol.encode("ascii"),
-            bytes.fromhex(row.sha256),
-            row.row,
-            *(places[c.kind][v] if c.kind in places else v for c in _OTHERS for v in (getattr(row, c.field),)),
-        )
-        for row in ordered
-    ]
+    packed = []
+    for row in ordered:
+        cells: list[Any] = list(_others_of(row))
+        for at, kind in _WORD_PLACES:
+            cells[at] = places[kind][cells[at]]
+        packed.append(record.pack(row.symbol.encode("ascii"), bytes.fromhex(row.sha256), row.row, *cells))
     header = _HEADER.pack(_MAGIC, INDEX_FORMAT, len(packed), record.size, width, len(description))
     return b"".join((header, description, *packed, build_slots(ordered)))
 

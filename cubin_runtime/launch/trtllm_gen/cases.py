@@ -13,6 +13,8 @@ from .problem import Problem
 from .refusals import WorkspaceRefused
 from .select import Occupancy
 
+_INT64 = 1 << 63
+
 
 class CaseError(UsageError):
     """A case lacks something or has it in another form, so nothing can be decided about it."""
@@ -58,7 +60,7 @@ def occupancy_of(case: Mapping[str, Any]) -> Occupancy:
 
 
 def _is_int(value: object) -> bool:
-    return type(value) is int and -(1 << 63) <= value < 1 << 63
+    return type(value) is int and -_INT64 <= value < _INT64
 
 
 def _is_bool(value: object) -> bool:
@@ -101,7 +103,9 @@ def _tensor(stated: Mapping[str, Any]) -> TensorInfo:
     shape, strides = tuple(stated["shape"]), tuple(stated["strides"])
     if not 0 <= pointer < 1 << 64 or not isinstance(dtype, str):
         raise CaseError(f"tensor {stated!r}: expected an address of 64 bits and the name of a dtype")
-    if len(shape) != len(strides) or not all(map(_is_int, shape + strides)) or min(shape, default=0) < 0:
+    numbers = (0, *shape, *strides)
+    whole = set(map(type, numbers)) == {int} and min(numbers) >= -_INT64 and max(numbers) < _INT64
+    if len(shape) != len(strides) or not whole or min(shape, default=0) < 0:
         raise CaseError(f"tensor {stated!r}: expected as many strides as sizes, all of them whole numbers")
     return TensorInfo(pointer, dtype, shape, strides)
 
