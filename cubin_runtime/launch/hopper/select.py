@@ -12,10 +12,11 @@ from ..driver import DeviceFacts
 OPERATION = "paged_decode"
 # Shared memory that the driver keeps for itself in each resident block (CUDA programming guide).
 _RESERVED_SHARED_BYTES = 1024
-# KV heads that CTAs next to each other read side by side: up to this many, if at most 1 CTA in 32 idles (grid_choice.json).
+# The numbers below were measured on an H200 (benchmarks/results/grid_choice.json).
+# KV heads that CTAs next to each other read side by side: up to this many, if at most 1 CTA in 32 idles.
 _HEADS_TOGETHER = 8
 _IDLE_SHARE = 32
-# Below this many tiles a multiprocessor, one CTA with all the loads in flight beats two (benchmarks/results/grid_choice.json).
+# Below this many tiles a multiprocessor, one CTA with all the loads in flight beats two.
 _TILES_FOR_FULL_RESIDENCY = 200
 
 
