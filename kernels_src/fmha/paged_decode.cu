@@ -13,10 +13,10 @@
 // a group of 8 wastes nothing.
 //
 // The grid is persistent and comes from bounds alone. CTAs work in teams of `heads_together`, each member on its own KV
-// head of a block of as many: in NHD the heads of a token lie side by side, and reading them at about the same time is
-// what DRAM likes. All tiles of all (request, head block) pairs form one line; team c of n takes the tiles
-// [c T / n, (c + 1) T / n). A pair that one team holds whole is finished there; of any other, each CTA writes a partial.
-// Split boundaries are a pure function of the lengths and the grid.
+// head of a block of as many, so that neighbours read the heads of a token at about the same time (faster by measurement:
+// benchmarks/results/grid_choice.json). All tiles of all (request, head block) pairs form one line; team c of n takes the
+// tiles [c T / n, (c + 1) T / n). A pair that one team holds whole is finished there; of any other, each CTA writes a
+// partial. Split boundaries are a pure function of the lengths and the grid.
 //
 // Build: -DROWS=8|16 -DUSE_TMA=0|1 -DSTAGES=n -DCTAS_PER_SM=n -DSHARED_BYTES=n -DKERNEL_NAME=symbol
 
