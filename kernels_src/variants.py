@@ -13,6 +13,7 @@ SHARED_BYTES_PER_BLOCK: Mapping[str, int] = {
     "89": 99 << 10,
     "90": 227 << 10,
     "100": 227 << 10,
+    "103": 227 << 10,
     "120": 99 << 10,
 }
 # Where a GPU run of this repository measured the kernel; elsewhere it was only compiled.
@@ -104,6 +105,39 @@ def _paged_decode(sm: str, rows: int) -> Variant:
     )
 
 
-VARIANTS: tuple[Variant, ...] = tuple(
-    _paged_decode(sm, rows) for sm in ("80", "86", "89", "90a", "100", "120") for rows in (8, 16)
+# Partials and output of a reduction; a 2-byte output has its partials' type.
+_REDUCTION_DTYPES = (("bf16", "bf16"), ("fp16", "fp16"), ("fp16", "e4m3"))
+_FOLLOWING_SMS = ("90a", "100", "103")
+
+
+def _kv_reduction(sm: str, partial: str, out: str) -> Variant:
+    return Variant(
+        source="trtllm_gen/kv_reduction.cu",
+        symbol=f"trtllm_gen_kv_reduction_{partial}_to_{out}",
+        sm=sm,
+        operation="kv_reduction",
+        struct="KvReductionParams",
+        threads=512,
+        shared_bytes=0,
+        traits={"dtype_partial": partial, "dtype_out": out},
+        defines={"PARTIAL_FP16": int(partial == "fp16"), "OUT_E4M3": int(out == "e4m3")},
+    )
+
+
+def _lse_from_statistics(sm: str) -> Variant:
+    return Variant(
+        source="trtllm_gen/lse_from_statistics.cu",
+        symbol="trtllm_gen_lse_from_statistics",
+        sm=sm,
+        operation="lse_from_statistics",
+        struct="LseFromStatisticsParams",
+        threads=1024,
+        shared_bytes=0,
+    )
+
+
+VARIANTS: tuple[Variant, ...] = (
+    *(_paged_decode(sm, rows) for sm in ("80", "86", "89", "90a", "100", "120") for rows in (8, 16)),
+    *(_kv_reduction(sm, *dtypes) for sm in _FOLLOWING_SMS for dtypes in _REDUCTION_DTYPES),
+    *(_lse_from_statistics(sm) for sm in _FOLLOWING_SMS),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import MappingProxyType
 
 from ..structs import Field, StructLayout
+from .following_params import LAYOUTS as FOLLOWING_LAYOUTS
 
 _COMMON = (
     Field("q", "ptr", "queries, bf16 [batch, kv_heads * group, head_dim]"),
@@ -57,4 +58,6 @@ PAGED_DECODE_COPY = StructLayout.declare(
     ),
 )
 
-LAYOUTS = MappingProxyType({layout.name: layout for layout in (PAGED_DECODE_TMA, PAGED_DECODE_COPY)})
+LAYOUTS = MappingProxyType(
+    {**{layout.name: layout for layout in (PAGED_DECODE_TMA, PAGED_DECODE_COPY)}, **FOLLOWING_LAYOUTS}
+)
