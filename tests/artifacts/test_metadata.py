@@ -130,7 +130,7 @@ def test_a_missing_column_is_an_error_that_names_it(column: str) -> None:
 
 
 def test_a_missing_column_takes_those_along_that_it_stands_for() -> None:
-    with pytest.raises(MetadataError, match="lacks the columns mDataTypeKv, mDataTypeK$"):
+    with pytest.raises(MetadataError, match=r"lacks the columns mDataTypeKv, mDataTypeK$"):
         parse_header(header({}, order=without("mDataTypeKv", "mDataTypeK")))
 
 
