@@ -33,9 +33,8 @@ test-release: .venv/.ready ## Every row of NVIDIA's published release (458 MB, d
 	@$(VENV) -m pytest -m release -s
 
 check: .venv/.ready ## Lint, format and types
-	@$(VENV) -m ruff check .
-	@$(VENV) -m ruff format --check .
-	@$(VENV) -m mypy --strict
+	@status=0; for gate in "ruff check ." "ruff format --check --output-format concise ." "mypy --strict"; do \
+	    $(VENV) -m $$gate || status=1; done; exit $$status
 
 artifacts: .venv/.ready ## Build our kernels and write their pin; CHECK=1 compares and changes nothing
 	@$(VENV) -m kernels_src.build --out $(BUILD)

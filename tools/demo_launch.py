@@ -2,12 +2,129 @@
 
 from __future__ import annotations
 
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 from demo_text import detail
 
+from cubin_runtime import CubinRuntimeError
 from cubin_runtime.artifacts.library import Library
 from cubin_runtime.artifacts.pins import Pin
+from cubin_runtime.attention import PagedDecodePlan, Runtime, TensorView, plan_paged_decode
+from cubin_runtime.attention.reference import bfloat16_bits, bfloat16_values, paged_decode_reference
+from cubin_runtime.launch.driver import DeviceFacts, Driver
+
+LENGTHS = (4096, 1, 0, 777, 2500, 64, 3333, 1024)
+Q_HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE = 64, 8, 128, 64
+BOUND = 4096
+REPEATS = 50
+# What to plan for where there is no GPU: an H200 as its driver describes it.
+DESCRIBED = DeviceFacts(0, "NVIDIA H200 (described, not here)", (9, 0), 132, 232448, 233472, 60 << 20, 13000)
 
 
 def plan_and_launch(library: Library, pin: Pin) -> None:
     """Plan a decode with the kernels of ``pin`` and launch it if a device is there."""
-    detail(f"no operator plans with {pin.name} yet")
+    runtime = Runtime(library.config, release=pin.name)
+    try:
+        device = runtime.driver.device(0)
+    except CubinRuntimeError as error:
+        tensors = _made_up_tensors()
+        _show(_plan(runtime, tensors, DESCRIBED), DESCRIBED)
+        detail("Launching needs a GPU, and there is none here:")
+        detail(f"  {error}")
+        detail("All up to the driver's call was done: verified bytes, facts, selection, grid and parameters.")
+        return
+    if device.capability != (9, 0):
+        detail(f"{device.name} is {device.capability[0]}.{device.capability[1]}; the demo's kernels are for 9.0")
+        return
+    _launch(runtime, device)
+
+
+def _plan(runtime: Runtime, tensors: Sequence[TensorView], device: DeviceFacts) -> PagedDecodePlan:
+    return plan_paged_decode(*tensors, max_seq_len=BOUND, runtime=runtime, device_facts=device)
+
+
+def _show(plan: PagedDecodePlan, device: DeviceFacts) -> None:
+    launch = plan.launch_plan()
+    detail(f"batch {len(LENGTHS)}, {Q_HEADS} query heads over {KV_HEADS}, pages of {PAGE_SIZE}, lengths to {BOUND}")
+    detail(f"device     {device.name}")
+    detail(f"kernel     {launch.kernel}")
+    detail(f"because    {launch.reason}")
+    for name, word in plan.selection.candidates:
+        detail(f"looked at  {name}: {word}")
+    detail(f"launch     grid {launch.grid}, block {launch.block}, {launch.shared_bytes} bytes of shared memory")
+    detail(f"attributes {launch.attributes}")
+    detail(f"workspace  {plan.workspace_bytes} bytes")
+    detail(f"parameters {launch.layout.name}, {launch.layout.size} bytes; what is null here comes with each run:")
+    for row in plan.describe():
+        detail(f"  {row.offset:4d} {row.type:12s} {row.name:20s} {row.text:44s} {row.meaning}")
+
+
+def _made_up_tensors() -> list[TensorView]:
+    pages = sum(-(-length // PAGE_SIZE) for length in LENGTHS)
+    shapes = _shapes(pages)
+    return [TensorView.contiguous(0x7F0000000000 + (i << 32), dtype, shape) for i, (dtype, shape) in enumerate(shapes)]
+
+
+def _shapes(pages: int) -> list[tuple[str, tuple[int, ...]]]:
+    batch = len(LENGTHS)
+    query = ("bfloat16", (batch, Q_HEADS, HEAD_DIM))
+    cache = ("bfloat16", (pages, PAGE_SIZE, KV_HEADS, HEAD_DIM))
+    return [query, cache, cache, ("int32", (batch, BOUND // PAGE_SIZE)), ("int32", (batch,)), query]
+
+
+def _launch(runtime: Runtime, device: DeviceFacts) -> None:
+    driver = runtime.driver
+    driver.ensure_context(0)
+    host = _random_host()
+    tensors = [_upload(driver, array, dtype) for array, (dtype, _) in zip(host, _shapes(host[1].shape[0]), strict=True)]
+    plan = _plan(runtime, tensors, device)
+    _show(plan, device)
+    stream = driver.create_stream(blocking=True)
+    workspace = plan.prepare(stream)
+    plan.run(*tensors, workspace=workspace, stream=stream)
+    driver.synchronize(stream)
+    bits = np.empty(host[0].shape, dtype=np.uint16)
+    driver.copy_to_host(bits, tensors[5].pointer)
+    values = [bfloat16_values(part) for part in host[:3]]
+    expected, _ = paged_decode_reference(*values, host[3], host[4], 1 / math.sqrt(HEAD_DIM))
+    error = np.linalg.norm(bfloat16_values(bits) - expected) / np.linalg.norm(expected)
+    detail(f"launched: relative error of the norm against float64 on the host {error:.1e}")
+    if not error < 6e-3:
+        raise AssertionError(f"relative error {error:.1e}, expected below 6e-3")
+    microseconds = _time(driver, plan, tensors, workspace, stream)
+    detail(f"median of {REPEATS} launches, caches warm: {microseconds:.1f} us on {device.name}")
+
+
+def _random_host() -> list[np.ndarray[Any, Any]]:
+    rng = np.random.default_rng(0)
+    used = [-(-length // PAGE_SIZE) for length in LENGTHS]
+    shapes = _shapes(sum(used))
+    query, keys, values = (bfloat16_bits(rng.standard_normal(shape, dtype=np.float32)) for _, shape in shapes[:3])
+    table = np.full(shapes[3][1], -1, dtype=np.int32)
+    pages = iter(rng.permutation(sum(used)))
+    for request, count in enumerate(used):
+        table[request, :count] = [next(pages) for _ in range(count)]
+    poison = np.full(shapes[5][1], 0x7FC0, dtype=np.uint16)
+    return [query, keys, values, table, np.asarray(LENGTHS, dtype=np.int32), poison]
+
+
+def _upload(driver: Driver, array: np.ndarray[Any, Any], dtype: str) -> TensorView:
+    address = driver.allocate(array.nbytes)
+    driver.copy_to_device(address, array)
+    return TensorView.contiguous(address, dtype, array.shape)
+
+
+def _time(driver: Driver, plan: PagedDecodePlan, tensors: Sequence[TensorView], workspace: Any, stream: int) -> float:
+    start, end = driver.create_event(), driver.create_event()
+    times = []
+    for _ in range(REPEATS):
+        driver.record(start, stream)
+        plan.run(*tensors, workspace=workspace, stream=stream)
+        driver.record(end, stream)
+        driver.synchronize_event(end)
+        times.append(driver.elapsed_ms(start, end) * 1e3)
+    return statistics.median(times)

@@ -24,7 +24,7 @@ if ! command -v "$python" >/dev/null; then
     lacks "Python 3.10 or newer ('$python' is not found; name another with PYTHON=...)" python3
     lacks "its modules venv and ensurepip" python3-venv
 elif ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
-    lacks "Python 3.10 or newer ('$python' is older; name another with PYTHON=...)" ""
+    lacks "Python 3.10 or newer ('$python' is older or does not run; name another with PYTHON=...)" ""
 else
     "$python" -c 'import ensurepip, venv' 2>/dev/null || lacks "the modules venv and ensurepip of '$python'" python3-venv
 fi

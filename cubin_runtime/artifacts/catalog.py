@@ -86,6 +86,16 @@ def open_catalog(library: Library, pin: Pin, *, fetch: bool) -> Catalog:
     return Catalog(manifest, lambda _: None, has_metadata=False)
 
 
+def manifest_at_hand(library: Library, pin: Pin) -> Manifest:
+    """The pinned manifest from the store or a local source; neither asks a network nor makes a store.
+
+    Raises:
+        MissingError, SourceError: it is not at hand.
+        PinError: what is at hand is not the pinned one.
+    """
+    return library._manifest(pin, network=False)
+
+
 def open_own_kernels(library: Library, pin: Pin, *, fetch: bool) -> tuple[OwnKernel, ...]:
     """The rows of one of our own releases, from its verified ``kernels.json``."""
     artifact = library.load(pin.path.child(FILE_NAME), fetch=fetch)

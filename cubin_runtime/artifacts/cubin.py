@@ -41,6 +41,7 @@ _THREE_WORDS = Struct("<III")
 _PARAMETER_RECORD = Struct("<IHHI")
 _ARCH_OPTION = re.compile(rb"-arch[ =]\s*sm_([1-9][0-9]{1,2})([af]?)(?![0-9A-Za-z])")
 _MAX_BLOCK_THREADS = 1024
+_MAX_SHARED_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +142,8 @@ def _kernel(elf: Elf, symbol: EntryPoint, per_symbol: Mapping[tuple[int, int], i
     if sorted(parameters) != list(range(len(parameters))):
         raise CubinFormatError(f"{info.name}: parameters {sorted(parameters)[:8]} leave gaps")
     shared = elf.by_name.get(f".nv.shared.{name}")
+    if shared is not None and shared.size > _MAX_SHARED_BYTES:
+        raise CubinFormatError(f"{shared.name}: {shared.size} bytes, no device has {_MAX_SHARED_BYTES}")
     frame = per_symbol.get((_FRAME_SIZE, symbol.index))
     return KernelFacts(
         symbol=name,

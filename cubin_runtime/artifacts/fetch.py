@@ -1,10 +1,9 @@
-"""Getting objects into a store: sources in order, retries of what can succeed, several workers."""
+"""Getting objects into a store: several workers, one process at a time for the same object."""
 
 from __future__ import annotations
 
 import logging
 import queue
-import random
 import secrets
 import threading
 import time
@@ -13,42 +12,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..errors import CorruptError, CubinRuntimeError, SourceError, StoreError
-from .locks import GIVE_UP_SECONDS, TOUCH_SECONDS, ShardLock, shard_of
+from .locks import ShardLock, shard_of
+from .obtain import FetchPolicy, Progress, obtain
 from .path import ArtifactPath
-from .reading import digest_of
-from .sources import NotHereError, RetryableError, Source, Wanted
+from .pins import Pin
+from .sources import Source, Wanted
 from .store import Store
+from .supply import hint
 
 _POLL_SECONDS = 0.05
 _log = logging.getLogger("cubin_runtime")
-
-
-@dataclass(frozen=True, slots=True)
-class FetchPolicy:
-    """How often and how patiently; seconds.
-
-    ``attempts`` is for failures that may pass, with waits that double from ``first_delay`` to
-    ``longest_delay`` and a random part; a server's ``Retry-After`` is kept up to ``longest_retry_after``,
-    beyond it the source counts as failed. ``bad_digests`` wrong bodies end a source for a file;
-    ``dead_after`` files in a row that failed to the last attempt end it for the whole fetch. ``lock_give_up``
-    is how long a lock's holder may show no progress.
-    """
-
-    attempts: int = 4
-    first_delay: float = 0.5
-    longest_delay: float = 15.0
-    longest_retry_after: float = 60.0
-    bad_digests: int = 2
-    dead_after: int = 3
-    lock_give_up: float = GIVE_UP_SECONDS
-
-    def delay(self, attempt: int, retry_after: float | None) -> float | None:
-        """How long to wait after failed attempt number ``attempt`` (from 0); None: do not try again."""
-        if attempt + 1 >= self.attempts:
-            return None
-        if retry_after is not None:
-            return retry_after if retry_after <= self.longest_retry_after else None
-        return min(self.first_delay * float(2**attempt), self.longest_delay) * random.uniform(0.75, 1.25)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,84 +53,6 @@ class FetchReport:
     dry_run: bool
     by_source: Mapping[str, int]
     failures: tuple[tuple[ArtifactPath, str], ...] = ()
-
-
-class Progress:
-    """Shared by the workers of one fetch: a stop signal, signs of life, and which sources are dead."""
-
-    def __init__(self, policy: FetchPolicy) -> None:
-        self.stop = threading.Event()
-        self.ticks = 0
-        self._policy = policy
-        self._failed: Counter[str] = Counter()
-        self._lock = threading.Lock()
-
-    def tick(self) -> None:
-        """Something came; a lost count does no harm."""
-        self.ticks += 1
-
-    def note(self, label: str, *, exhausted: bool) -> None:
-        """Count a source's files in a row that failed to the last attempt."""
-        with self._lock:
-            self._failed[label] = self._failed[label] + 1 if exhausted else 0
-
-    def is_dead(self, label: str) -> bool:
-        """Whether a source failed so often in a row that asking it again would only cost time."""
-        return self._failed[label] >= self._policy.dead_after
-
-
-def obtain(wanted: Wanted, sources: Sequence[Source], policy: FetchPolicy, progress: Progress) -> tuple[bytes, str]:
-    """The verified bytes and the label of the first source that had them.
-
-    Raises:
-        CorruptError: no source delivered, and at least one sent bytes with another digest.
-        SourceError: no source delivered; the message gives each source's reason.
-    """
-    reasons: list[str] = []
-    corrupt = False
-    for source in sources:
-        if progress.is_dead(source.label):
-            reasons.append(f"{source.label}: not asked again after {policy.dead_after} failures in a row")
-            continue
-        exhausted = False
-        try:
-            return _from_one(source, wanted, policy, progress), source.label
-        except RetryableError as error:
-            exhausted = True
-            reasons.append(str(error))
-        except CorruptError as error:
-            corrupt = True
-            reasons.append(str(error))
-        except (NotHereError, SourceError) as error:
-            reasons.append(str(error))
-        finally:
-            progress.note(source.label, exhausted=exhausted)
-    kind = CorruptError if corrupt else SourceError
-    raise kind(f"no source delivered {wanted.path}: " + ("; ".join(reasons) or "no source is configured"))
-
-
-def _from_one(source: Source, wanted: Wanted, policy: FetchPolicy, progress: Progress) -> bytes:
-    bad = 0
-    for attempt in range(policy.attempts):
-        try:
-            data = source.read(wanted)
-        except RetryableError as error:
-            delay = policy.delay(attempt, error.retry_after)
-            if delay is None:
-                raise
-            _log.debug("%s; trying again in %.1f s", error, delay)
-            if progress.stop.wait(delay):
-                raise SourceError(f"{source.label}: stopped") from None
-            continue
-        progress.tick()
-        if wanted.sha256 is None or (found := digest_of(data)) == wanted.sha256:
-            return data
-        bad += 1
-        if bad >= policy.bad_digests:
-            raise CorruptError(
-                f"{source.label}: sha256 of {wanted.path} is {found}, expected {wanted.sha256} ({bad} times)"
-            )
-    raise RetryableError(f"{source.label}: {wanted.path} failed {policy.attempts} times")
 
 
 @dataclass(slots=True)
@@ -214,7 +109,7 @@ class _Dispatch:
         self._held: list[_Shard] = []
         self._waiting = self._shards(wanted)
         self._jobs = max(1, min(jobs, len(wanted)))
-        self._beat_at = time.monotonic() + TOUCH_SECONDS
+        self._beat_at = time.monotonic() + self._policy.lock_touch
         self._beat_ticks = 0
 
     def _shards(self, wanted: Sequence[Wanted]) -> deque[_Shard]:
@@ -237,7 +132,7 @@ class _Dispatch:
         try:
             while self._waiting or self._open:
                 busy = self._take_shards()
-                self._collect(_POLL_SECONDS if busy else 1.0)
+                self._collect(_POLL_SECONDS if busy else min(1.0, self._policy.lock_touch))
                 self._beat()
         finally:
             self._progress.stop.set()
@@ -294,7 +189,7 @@ class _Dispatch:
         """Take at least one outcome if one comes in time, and all that are there."""
         if not self._open:
             if self._waiting:
-                time.sleep(timeout if timeout < 1.0 else 0.0)
+                time.sleep(timeout)
             return
         try:
             shard, outcome = self._results.get(timeout=timeout)
@@ -323,7 +218,7 @@ class _Dispatch:
         now = time.monotonic()
         if now < self._beat_at:
             return
-        self._beat_at = now + TOUCH_SECONDS
+        self._beat_at = now + self._policy.lock_touch
         if self._progress.ticks != self._beat_ticks:
             self._beat_ticks = self._progress.ticks
             for shard in self._held:
@@ -348,3 +243,46 @@ class _Dispatch:
         for source in sources:
             if not source.local:
                 source.close()
+
+
+def report_of(
+    pin: Pin,
+    wanted: Sequence[Wanted],
+    missing: Sequence[Wanted],
+    about: int,
+    outcomes: Sequence[Outcome],
+    seconds: float,
+    dry_run: bool,
+) -> FetchReport:
+    """Count files (several may be one object), and raise if one was not delivered."""
+    names = Counter(one.sha256 for one in missing)
+    failed = [outcome for outcome in outcomes if outcome.error is not None]
+    if failed:
+        _raise_failures(pin, len(wanted), failed)
+    by_source: Counter[str] = Counter()
+    for outcome in outcomes:
+        if outcome.source is not None:
+            by_source[outcome.source] += names[outcome.wanted.sha256]
+    fetched = sum(by_source.values())
+    return FetchReport(
+        pin=pin.name,
+        chosen=len(wanted),
+        present=len(wanted) - (len(missing) if dry_run else fetched),
+        missing=len(missing) if dry_run else 0,
+        fetched=fetched,
+        bytes=sum(outcome.size for outcome in outcomes),
+        about_bytes=about,
+        seconds=seconds,
+        dry_run=dry_run,
+        by_source=dict(by_source),
+    )
+
+
+def _raise_failures(pin: Pin, chosen: int, failed: Sequence[Outcome]) -> None:
+    errors = [outcome.error for outcome in failed]
+    kind = CorruptError if any(isinstance(error, CorruptError) for error in errors) else SourceError
+    if len(failed) == 1:
+        raise kind(f"{errors[0]}{hint(pin) if kind is SourceError else ''}")
+    shown = "\n".join(f"  {error}" for error in errors[:5])
+    more = f"\n  and {len(failed) - 5} more" if len(failed) > 5 else ""
+    raise kind(f"{len(failed)} of {chosen} files were not delivered:\n{shown}{more}{hint(pin)}")

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urljoin, urlsplit, urlunsplit
 
-from .._version import __version__
 from ..errors import SourceError
 from .sources import NotHereError, RetryableError, SourceSpec, Wanted, redact
 
@@ -25,11 +24,13 @@ _CHUNK = 1 << 18
 class HttpLimits:
     """How long a server is waited for; seconds and bytes a second.
 
-    ``connect`` is for the connection, ``silence`` the longest time without a byte, and over each ``window``
-    the body must come at ``least_rate`` or faster. ``redirects`` is how many are followed.
+    ``connect`` is for the connection, ``headers`` for all headers together, ``silence`` the longest time
+    without a byte, and over each ``window`` the body must come at ``least_rate`` or faster. ``redirects`` is
+    how many are followed.
     """
 
     connect: float = 10.0
+    headers: float = 60.0
     silence: float = 30.0
     window: float = 20.0
     least_rate: float = 2048.0
@@ -59,7 +60,10 @@ class HttpSource:
 
     def read(self, wanted: Wanted) -> bytes:
         """See ``Source.read``. Never retries and never waits longer than its limits."""
+        import http.client
+
         import requests
+        import urllib3
 
         url = urlunsplit(
             (
@@ -73,11 +77,12 @@ class HttpSource:
         try:
             with self._follow(url) as response:
                 return self._body(response, wanted)
-        except requests.exceptions.RequestException as error:
-            raise _translate(error, redact(url), self._limits) from None
-        except (SourceError, NotHereError):
-            raise
-        except Exception as error:  # urllib3 and the socket layer raise their own below requests
+        except (
+            requests.exceptions.RequestException,
+            urllib3.exceptions.HTTPError,  # the body is read below requests, which would translate these
+            http.client.HTTPException,
+            OSError,
+        ) as error:
             raise _translate(error, redact(url), self._limits) from None
 
     def close(self) -> None:
@@ -88,8 +93,10 @@ class HttpSource:
 
     def _follow(self, url: str) -> requests.Response:
         """The first response that is no redirect, followed by hand so that each hop is judged."""
+        from .http_session import new_session
+
         if self._session is None:
-            self._session = _new_session()
+            self._session = new_session(self._limits.headers)
         for _ in range(self._limits.redirects + 1):
             response = self._session.get(
                 url,
@@ -169,31 +176,6 @@ def _checked_hop(old: str, new: str) -> str:
     return new
 
 
-def _new_session() -> requests.Session:
-    from http.cookiejar import DefaultCookiePolicy
-
-    import requests
-
-    session = requests.Session()
-    session.headers.update({"Accept-Encoding": "identity", "User-Agent": f"cubin-runtime/{__version__}"})
-    session.auth = _netrc_over_https
-    session.cookies.set_policy(DefaultCookiePolicy(allowed_domains=[]))
-    return session
-
-
-def _netrc_over_https(request: requests.PreparedRequest) -> requests.PreparedRequest:
-    """Credentials of the very host that is asked, from netrc, over https alone; set anew for each hop."""
-    from requests.auth import HTTPBasicAuth
-    from requests.utils import get_netrc_auth
-
-    request.headers.pop("Authorization", None)
-    if request.url is not None and request.url.startswith("https:"):
-        found = get_netrc_auth(request.url)
-        if found is not None:
-            HTTPBasicAuth(*found)(request)
-    return request
-
-
 def _retry_after(value: str | None) -> float | None:
     """Seconds that a ``Retry-After`` header asks for (a number or a date); None if it is neither."""
     from email.utils import parsedate_to_datetime
@@ -222,7 +204,7 @@ def _translate(error: Exception, where: str, limits: HttpLimits) -> SourceError:
         return SourceError(f"{where}: no valid URL")
     reason = _innermost(error)
     if "timed out" in reason.lower() or "Timeout" in type(error).__name__:
-        return RetryableError(f"{where}: no byte for {limits.silence:g} s")
+        return RetryableError(f"{where}: no byte for {limits.silence:g} s, or headers for {limits.headers:g} s")
     return RetryableError(f"{where}: {reason}")
 
 

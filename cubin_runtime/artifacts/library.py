@@ -7,7 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..config import Config
@@ -20,27 +20,19 @@ from ..errors import (
     StoreError,
     UsageError,
 )
-from .fetch import FetchPolicy, FetchReport, Outcome, Progress, fetch_objects, obtain
-from .http_source import HttpLimits, HttpSource
+from .fetch import FetchReport, Outcome, fetch_objects, report_of
+from .http_source import HttpLimits
 from .manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest
+from .obtain import FetchPolicy
 from .path import ArtifactPath
 from .pins import Pin, PinSet, read_manifest
 from .reading import digest_of
-from .sources import (
-    ArchiveSource,
-    DirectorySource,
-    NotHereError,
-    PackageSource,
-    Source,
-    SourceSpec,
-    Wanted,
-    parse_source,
-)
+from .sources import NotHereError, Wanted, parse_source
 from .store import Store
+from .supply import Supply, hint
 from .verify import VerifyReport, verify_store, verify_tree
 
 DEFAULT_JOBS = 8
-LocalSource = DirectorySource | ArchiveSource | PackageSource
 _log = logging.getLogger("cubin_runtime")
 
 
@@ -65,22 +57,6 @@ class Place:
     location: str
 
 
-class _OfflineSource:
-    """Stands for a network source while no socket may be opened."""
-
-    local = False
-
-    def __init__(self, label: str) -> None:
-        self.label = label
-
-    def read(self, wanted: Wanted) -> bytes:
-        """Always refuses."""
-        raise SourceError(f"{self.label}: not asked, the network is switched off (offline)")
-
-    def close(self) -> None:
-        """Nothing is held open."""
-
-
 class Library:
     """Everything about artifacts for one configuration; safe to share between threads.
 
@@ -100,12 +76,10 @@ class Library:
         self.config = config
         self.pins = PinSet.from_files(builtin_pins, *config.pin_files)
         self.store = Store(config.store)
-        self._limits = limits or HttpLimits()
         self._policy = policy or FetchPolicy()
-        self._configured = None if config.sources is None else tuple(map(parse_source, config.sources))
+        self._supply = Supply(config, limits or HttpLimits(), self._policy)
         self._manifests: dict[str, Manifest] = {}
         self._manifest_bytes: dict[str, bytes] = {}
-        self._locals: dict[SourceSpec, LocalSource] = {}
         self._lock = threading.RLock()
 
     # -- what is pinned
@@ -163,8 +137,8 @@ class Library:
         if not fetch:
             if corrupt is not None:
                 raise corrupt
-            places = ", ".join([str(self.store.root), *(s.label for s in self._local_sources(pin))])
-            raise MissingError(f"{path} is not in {places}; 'cubin-runtime fetch {path}' gets it{_hint(pin)}")
+            places = ", ".join([str(self.store.root), *(s.label for s in self._supply.local_sources(pin))])
+            raise MissingError(f"{path} is not in {places}; 'cubin-runtime fetch {path}' gets it{hint(pin)}")
         return self._load_network(pin, wanted)
 
     def where(self, path: ArtifactPath | str) -> tuple[Place, ...]:
@@ -180,7 +154,7 @@ class Library:
         places: list[Place] = []
         if self.store.has(digest):
             places.append(Place(path, digest, "store", str(self.store.object_path(digest))))
-        for source in self._local_sources(pin):
+        for source in self._supply.local_sources(pin):
             location = source.where(path, pin.path)
             if location is not None:
                 places.append(Place(path, digest, "source", location))
@@ -230,7 +204,7 @@ class Library:
 
             outcomes = self._fetch_objects(pin, missing, jobs, note)
             self.store.sync()
-        return _fetch_report(pin, wanted, missing, about, outcomes, time.monotonic() - began, dry_run)
+        return report_of(pin, wanted, missing, about, outcomes, time.monotonic() - began, dry_run)
 
     def verify(
         self,
@@ -258,7 +232,7 @@ class Library:
         spec = parse_source(tree)
         if spec.kind == "http":
             raise UsageError(f"tree {spec.label!r}: expected a directory, a .zip or .whl, or 'package'")
-        source = self._local(spec)
+        source = self._supply.local(spec)
         try:
             manifest = read_manifest(pin, source.read(_manifest_wanted(pin, any_digest=True)), source.label)
         except NotHereError as error:
@@ -267,8 +241,6 @@ class Library:
         report = verify_tree(source, source, pin, manifest, chosen, complete=complete, progress=progress, jobs=jobs)
         if paths is None:
             return report
-        from dataclasses import replace
-
         return replace(report, extra=())
 
     def discover(self, folder: ArtifactPath, sha256: str | None) -> tuple[bytes, str]:
@@ -281,9 +253,9 @@ class Library:
             SourceError: no source has one.
         """
         wanted = Wanted(folder.child(MANIFEST_NAME), folder, sha256, MAX_MANIFEST_BYTES)
-        specs = self._configured if self._configured is not None else (SourceSpec("package", "package"),)
+        specs = self._supply.specs(None)
         try:
-            return self._obtain(specs, wanted)
+            return self._supply.obtain(specs, wanted)
         except CorruptError as error:
             raise PinError(str(error)) from None
 
@@ -304,7 +276,7 @@ class Library:
             if mismatch is not None:
                 raise PinError(f"the manifest of {pin.name!r} is not the pinned one: {mismatch}")
             raise MissingError(
-                f"the manifest of {pin.name!r} is not here; 'cubin-runtime fetch {pin.name}' gets it{_hint(pin)}"
+                f"the manifest of {pin.name!r} is not here; 'cubin-runtime fetch {pin.name}' gets it{hint(pin)}"
             )
         manifest = read_manifest(pin, data, origin)
         with self._lock:
@@ -314,10 +286,8 @@ class Library:
     def _manifest_from_network(self, pin: Pin, wanted: Wanted) -> tuple[bytes, str]:
         """Through the store if it can be written, so that processes that start together download it once."""
         try:
-            try:
-                self.store.check_writable()
-            except StoreError:
-                return self._obtain(self._specs(pin), wanted)
+            if not self._supply.has_network(pin) or not self._can_write():
+                return self._supply.obtain(self._supply.specs(pin), wanted)
             outcome = self._fetch_objects(pin, [wanted], 1, None)[0]
             if outcome.error is not None:
                 raise outcome.error
@@ -325,17 +295,14 @@ class Library:
         except CorruptError as error:
             raise PinError(f"the manifest of {pin.name!r} is not the pinned one: {error}") from None
         except SourceError as error:
-            raise SourceError(f"{error}{_hint(pin)}") from None
+            raise SourceError(f"{error}{hint(pin)}") from None
 
-    def _obtain(self, specs: Sequence[SourceSpec], wanted: Wanted) -> tuple[bytes, str]:
-        progress = Progress(self._policy)
-        sources = self._open(specs, progress)
+    def _can_write(self) -> bool:
         try:
-            return obtain(wanted, sources, self._policy, progress)
-        finally:
-            for source in sources:
-                if not source.local:
-                    source.close()
+            self.store.check_writable()
+        except StoreError:
+            return False
+        return True
 
     def _load_local(self, pin: Pin, wanted: Wanted) -> tuple[Artifact | None, list[CubinRuntimeError]]:
         """From the store or a local source in place, hashed; else the reasons why not."""
@@ -349,7 +316,7 @@ class Library:
         except CorruptError as error:
             _log.warning("%s", error)
             reasons.append(error)
-        for source in self._local_sources(pin):
+        for source in self._supply.local_sources(pin):
             try:
                 data = source.read(wanted)
             except (NotHereError, SourceError) as error:
@@ -365,7 +332,7 @@ class Library:
         outcome = self._fetch_objects(pin, [wanted], 1, None)[0]
         if outcome.error is not None:
             if isinstance(outcome.error, SourceError):
-                raise SourceError(f"{outcome.error}{_hint(pin)}")
+                raise SourceError(f"{outcome.error}{hint(pin)}")
             raise outcome.error
         data = self.store.read(_digest(wanted), wanted.limit)
         origin = outcome.source or str(self.store.root)
@@ -375,47 +342,15 @@ class Library:
     def _fetch_objects(
         self, pin: Pin, wanted: Sequence[Wanted], jobs: int, note: Callable[[Outcome], None] | None
     ) -> list[Outcome]:
-        specs = self._specs(pin)
+        specs = self._supply.specs(pin)
         return fetch_objects(
             self.store,
             wanted,
-            lambda progress: self._open(specs, progress),
+            lambda progress: self._supply.open(specs, progress),
             jobs=jobs,
             policy=self._policy,
             on_outcome=note,
         )
-
-    def _specs(self, pin: Pin) -> tuple[SourceSpec, ...]:
-        if self._configured is not None:
-            return self._configured
-        return (SourceSpec("package", "package"), *(parse_source(text) for text in pin.sources))
-
-    def _local_sources(self, pin: Pin) -> list[LocalSource]:
-        return [self._local(spec) for spec in self._specs(pin) if spec.kind != "http"]
-
-    def _local(self, spec: SourceSpec) -> LocalSource:
-        """Local sources are opened once and shared by all threads."""
-        with self._lock:
-            if spec not in self._locals:
-                if spec.kind == "archive":
-                    self._locals[spec] = ArchiveSource(Path(spec.text))
-                elif spec.kind == "package":
-                    self._locals[spec] = PackageSource()
-                else:
-                    self._locals[spec] = DirectorySource(Path(spec.text))
-            return self._locals[spec]
-
-    def _open(self, specs: Sequence[SourceSpec], progress: Progress) -> list[Source]:
-        """What one worker reads from: shared local sources, network sources of its own."""
-        sources: list[Source] = []
-        for spec in specs:
-            if spec.kind != "http":
-                sources.append(self._local(spec))
-            elif self.config.offline:
-                sources.append(_OfflineSource(spec.label))
-            else:
-                sources.append(HttpSource(spec, self._limits, stop=progress.stop, tick=progress.tick))
-        return sources
 
     def _wanted(self, pin: Pin, manifest: Manifest, path: ArtifactPath) -> Wanted:
         digest = manifest.digests.get(path)
@@ -437,54 +372,3 @@ def _manifest_wanted(pin: Pin, *, any_digest: bool = False) -> Wanted:
 def _digest(wanted: Wanted) -> str:
     assert wanted.sha256 is not None
     return wanted.sha256
-
-
-def _hint(pin: Pin) -> str:
-    """What to install so that the word ``package`` finds the release."""
-    family, _, version = pin.name.rpartition("-")
-    if family == "trtllm-gen":
-        return f"; or install flashinfer-cubin=={version}"
-    return f"; or install cubin-runtime-kernels=={version}" if family == "hopper" else ""
-
-
-def _fetch_report(
-    pin: Pin,
-    wanted: Sequence[Wanted],
-    missing: Sequence[Wanted],
-    about: int,
-    outcomes: Sequence[Outcome],
-    seconds: float,
-    dry_run: bool,
-) -> FetchReport:
-    """Count files (several may be one object), and raise if one was not delivered."""
-    names = Counter(_digest(one) for one in missing)
-    failed = [outcome for outcome in outcomes if outcome.error is not None]
-    if failed:
-        _raise_failures(pin, len(wanted), failed)
-    by_source: Counter[str] = Counter()
-    for outcome in outcomes:
-        if outcome.source is not None:
-            by_source[outcome.source] += names[_digest(outcome.wanted)]
-    fetched = sum(by_source.values())
-    return FetchReport(
-        pin=pin.name,
-        chosen=len(wanted),
-        present=len(wanted) - (len(missing) if dry_run else fetched),
-        missing=len(missing) if dry_run else 0,
-        fetched=fetched,
-        bytes=sum(outcome.size for outcome in outcomes),
-        about_bytes=about,
-        seconds=seconds,
-        dry_run=dry_run,
-        by_source=dict(by_source),
-    )
-
-
-def _raise_failures(pin: Pin, chosen: int, failed: Sequence[Outcome]) -> None:
-    errors = [outcome.error for outcome in failed]
-    kind = CorruptError if any(isinstance(error, CorruptError) for error in errors) else SourceError
-    if len(failed) == 1:
-        raise kind(f"{errors[0]}{_hint(pin) if kind is SourceError else ''}")
-    shown = "\n".join(f"  {error}" for error in errors[:5])
-    more = f"\n  and {len(failed) - 5} more" if len(failed) > 5 else ""
-    raise kind(f"{len(failed)} of {chosen} files were not delivered:\n{shown}{more}{_hint(pin)}")

@@ -43,7 +43,7 @@ class ShardLock:
         try:
             if self._lock is None:
                 mode = _prepare(self.file)
-                self._lock = FileLock(self.file, mode=mode, thread_local=False, blocking=False)
+                self._lock = FileLock(self.file, mode=mode, thread_local=False)
             self._lock.acquire(blocking=False)
         except Timeout:
             return self._holder_is_stuck()
@@ -69,7 +69,8 @@ class ShardLock:
     def _holder_is_stuck(self) -> bool:
         """Whether the file's time stood still for the whole wait, measured by our own clock."""
         try:
-            seen = os.stat(self.file, follow_symlinks=False).st_mtime
+            # not the time of change: some versions of filelock truncate at every try, which moves that
+            seen = os.stat(self.file, follow_symlinks=False).st_atime
         except OSError:
             return True
         now = time.monotonic()

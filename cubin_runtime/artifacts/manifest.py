@@ -45,10 +45,10 @@ def parse_manifest(data: bytes, folder: ArtifactPath, origin: str) -> Manifest:
         raise CorruptError(f"{origin}:1: the manifest is empty")
     digests: dict[ArtifactPath, str] = {}
     for number, line in enumerate(_lines(data, origin), start=1):
-        path, digest = _parse_line(line, folder, f"{origin}:{number}")
-        if path in digests:
-            raise CorruptError(f"{origin}:{number}: {path.text!r} is listed twice")
+        path, digest = _parse_line(line, folder, origin, number)
         digests[path] = digest
+        if len(digests) != number:
+            raise CorruptError(f"{origin}:{number}: {path.text!r} is listed twice")
     _check_no_file_is_a_folder(digests, folder, origin)
     return Manifest(folder, hashlib.sha256(data).hexdigest(), MappingProxyType(digests))
 
@@ -65,17 +65,17 @@ def _lines(data: bytes, origin: str) -> list[str]:
     return lines
 
 
-def _parse_line(line: str, folder: ArtifactPath, where: str) -> tuple[ArtifactPath, str]:
+def _parse_line(line: str, folder: ArtifactPath, origin: str, number: int) -> tuple[ArtifactPath, str]:
     match = _LINE.fullmatch(line)
     if match is None:
-        raise CorruptError(f"{where}: {_line_fault(line)}")
+        raise CorruptError(f"{origin}:{number}: {_line_fault(line)}")
     digest, name = match.groups()
     try:
         path = folder.child(name)
     except PathError as error:
-        raise CorruptError(f"{where}: {error}") from None
+        raise CorruptError(f"{origin}:{number}: {error}") from None
     if name == MANIFEST_NAME:
-        raise CorruptError(f"{where}: the manifest lists itself")
+        raise CorruptError(f"{origin}:{number}: the manifest lists itself")
     return path, digest
 
 

@@ -11,6 +11,8 @@ MAX_PATH_BYTES = 1024
 MAX_PART_BYTES = 255
 
 _FORBIDDEN = re.compile(r"[\x00-\x1f\x7f\\]")
+# the common case at one glance: plain characters, parts that start with no dot, nothing near a limit
+_PLAIN = re.compile(r"[A-Za-z0-9_+-][A-Za-z0-9_.+-]{0,199}(?:/[A-Za-z0-9_+-][A-Za-z0-9_.+-]{0,199})*")
 
 
 class PathError(UsageError):
@@ -34,6 +36,9 @@ class ArtifactPath:
     text: str
 
     def __post_init__(self) -> None:
+        text = self.text
+        if type(text) is str and len(text) <= MAX_PATH_BYTES and _PLAIN.fullmatch(text):
+            return
         reason = _fault(self.text)
         if reason:
             raise PathError(f"artifact path {self.text!r}: {reason}")

@@ -127,7 +127,7 @@ def _releases(config: Config, devices: list[int]) -> tuple[list[dict[str, Any]],
 
 
 def _release(library: Library, pin: Pin, devices: list[int]) -> dict[str, Any]:
-    from ..artifacts.catalog import open_catalog
+    from ..artifacts.catalog import manifest_at_hand, open_catalog
     from ..artifacts.own_kernels import BUILT_NOT_RUN, OwnKernel
     from ..artifacts.select_filter import KernelFilter
     from ..errors import CubinRuntimeError
@@ -142,7 +142,7 @@ def _release(library: Library, pin: Pin, devices: list[int]) -> dict[str, Any]:
         "problem": None,
     }
     try:
-        manifest = library.manifest(pin)
+        manifest = manifest_at_hand(library, pin)
         found["in_store"] = len(library.store.present(set(manifest.digests.values())))
         catalog = open_catalog(library, pin, fetch=False)
         for number in devices:

@@ -146,10 +146,12 @@ def _read_file(file: Path) -> bytes:
 def _find_pinned(library: Library, digest: str) -> tuple[Pin | None, Any]:
     """The pin and path that list this digest, among releases whose manifest is at hand offline."""
 
+    from ..artifacts.catalog import manifest_at_hand
+
     local = _without_network(library)
     for pin in local.pins:
         try:
-            manifest = local.manifest(pin)
+            manifest = manifest_at_hand(local, pin)
         except CubinRuntimeError:
             continue
         for path, listed in manifest.digests.items():

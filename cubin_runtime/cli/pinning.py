@@ -46,7 +46,7 @@ def pin(
     """Trust a release: with --sha256 write a pin, without it only show what the sources have."""
     from ..artifacts.library import Library
     from ..artifacts.path import ArtifactPath
-    from ..artifacts.pins import add_pin, make_pin
+    from ..artifacts.pin_file import add_pin, make_pin
     from ..config import user_pins_path
 
     if sha256 is not None and (len(sha256) != 64 or set(sha256) - set("0123456789abcdef")):

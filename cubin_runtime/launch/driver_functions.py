@@ -46,20 +46,25 @@ class DriverFunctions(DriverCore):
         """Allow clusters of more than 8 blocks for the function."""
         self.call("cuFuncSetAttribute", function, api.FUNC_NONPORTABLE_CLUSTER, 1)
 
-    def parameters(self, function: int) -> tuple[tuple[int, int], ...] | None:
-        """(offset, size) in bytes of each parameter; None where the driver (before 12.4) cannot say."""
+    def parameters(self, function: int, count: int) -> tuple[tuple[int, int], ...] | None:
+        """(offset, size) in bytes of the first ``count`` parameters, fewer if the function has fewer.
+
+        None where the driver (before 12.4) cannot say.
+        """
         if not self.has("cuFuncGetParamInfo"):
             return None
         ask = self.function("cuFuncGetParamInfo")
         offset, size = ctypes.c_size_t(), ctypes.c_size_t()
         found: list[tuple[int, int]] = []
-        while True:
-            code = ask(function, len(found), ctypes.addressof(offset), ctypes.addressof(size))
+        # Not one past the last: that call fails by design, and tools that watch the driver report it.
+        for index in range(count):
+            code = ask(function, index, ctypes.addressof(offset), ctypes.addressof(size))
             if code == api.INVALID_VALUE:  # an index past the last parameter
-                return tuple(found)
+                break
             if code:
                 raise self.error("cuFuncGetParamInfo", code)
             found.append((offset.value, size.value))
+        return tuple(found)
 
     def blocks_per_multiprocessor(self, function: int, threads: int, dynamic_shared_bytes: int) -> int:
         """How many blocks of the function fit on one multiprocessor at once."""

@@ -260,7 +260,7 @@ class ModuleCache:
         if max_threads is None:
             max_threads = self._driver.function_attribute(function, api.FUNC_MAX_THREADS)
             check_threads(symbol, needs.threads, max_threads, "the driver")
-        parameters = self._driver.parameters(function)
+        parameters = self._driver.parameters(function, len(facts.parameters))
         if parameters is not None:
             check_parameters(symbol, needs.layout, tuple(size for _, size in parameters), "the driver")
         return max_threads, parameters is not None

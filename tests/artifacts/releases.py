@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cubin_runtime.artifacts.fetch import FetchPolicy
 from cubin_runtime.artifacts.http_source import HttpLimits
 from cubin_runtime.artifacts.library import Library
+from cubin_runtime.artifacts.obtain import FetchPolicy
 from cubin_runtime.artifacts.path import ArtifactPath
 from cubin_runtime.artifacts.pins import Pin, format_pin
 from cubin_runtime.config import Config
 
-QUICK_LIMITS = HttpLimits(connect=2.0, silence=0.4, window=0.3, least_rate=2000.0)
+QUICK_LIMITS = HttpLimits(connect=2.0, headers=0.7, silence=0.4, window=0.3, least_rate=2000.0)
 QUICK_POLICY = FetchPolicy(first_delay=0.01, longest_delay=0.02, longest_retry_after=2.0, lock_give_up=1.0)
 FILES = {
     "kernels.bin": b"first kernel " * 100,

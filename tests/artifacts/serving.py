@@ -152,6 +152,27 @@ def slow(seconds: float) -> Action:
     return act
 
 
+def steady(seconds: float) -> Action:
+    """The whole body, spread evenly over some seconds."""
+
+    def act(handler: Handler, body: bytes) -> None:
+        handler.answer(200, b"", Content_Length=str(len(body)))
+        for start in range(0, len(body), len(body) // 20):
+            time.sleep(seconds / 20)
+            handler.wfile.write(body[start : start + len(body) // 20])
+            handler.wfile.flush()
+
+    return act
+
+
+def drip_headers(handler: Handler, body: bytes) -> None:
+    handler.close_connection = True
+    handler.wfile.write(b"HTTP/1.1 200 OK\r\nX-Padding: ")
+    while not handler.server.released.wait(0.05):
+        handler.wfile.write(b"x")
+        handler.wfile.flush()
+
+
 def status(code: int, **headers: str) -> Action:
     def act(handler: Handler, body: bytes) -> None:
         handler.answer(code, b"no", **headers)

@@ -136,6 +136,12 @@ def test_a_section_beyond_the_file_is_refused_by_name() -> None:
         parse_cubin(with_section_field(data, section_number(data, b".text.empty"), 32, "<Q", 1 << 40))
 
 
+def test_more_shared_memory_than_any_device_has_is_refused() -> None:
+    data = GOOD["facts_sm_80.cubin"]
+    with pytest.raises(CubinFormatError, match=r"\.nv\.shared\.block"):
+        parse_cubin(with_section_field(data, section_number(data, b".nv.shared.block"), 32, "<Q", 1 << 62))
+
+
 def test_a_name_beyond_its_table_is_refused() -> None:
     with pytest.raises(CubinFormatError, match="name at"):
         parse_cubin(with_section_field(GOOD["facts_sm_80.cubin"], 1, 0, "<I", 0x7FFFFFFF))

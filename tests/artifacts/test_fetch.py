@@ -4,13 +4,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from children import PACKAGE_ROOT, needs_mounts, open_to_all, run_child
+from children import PACKAGE_ROOT, needs_mounts, run_child
 from filelock import FileLock
 from releases import QUICK_POLICY, Release, make_release, visible_files, zip_tree
 from serving import (
@@ -26,12 +27,13 @@ from serving import (
     short_length,
     slow,
     status,
+    steady,
     truncated,
     wrong_bytes,
 )
 
-from cubin_runtime.artifacts.fetch import FetchPolicy
 from cubin_runtime.artifacts.locks import ShardLock, shard_of
+from cubin_runtime.artifacts.obtain import FetchPolicy
 from cubin_runtime.artifacts.store import Store
 from cubin_runtime.errors import CorruptError, PinError, SourceError, StoreError, UsageError
 
@@ -42,9 +44,7 @@ def all_digests(release: Release) -> list[str]:
     return sorted({*map(release.digest, release.files), release.pin.manifest_sha256})
 
 
-def test_a_release_is_fetched_whole_with_its_manifest(
-    release: Release, server: FaultyServer, store: Path
-) -> None:
+def test_a_release_is_fetched_whole_with_its_manifest(release: Release, server: FaultyServer, store: Path) -> None:
     report = release.library(store, server.url).fetch(release.pin)
     assert visible_files(store) == all_digests(release)
     assert (report.chosen, report.present, report.fetched, report.bytes) == (3, 0, 3, release.pin.bytes)
@@ -125,9 +125,7 @@ def test_two_names_of_equal_bytes_are_fetched_once(tmp_path: Path, store: Path) 
 
 
 @pytest.mark.parametrize("action", [status(500), status(503, Retry_After="0"), truncated, reset, hang])
-def test_a_fault_that_passes_is_retried(
-    release: Release, server: FaultyServer, store: Path, action: Action
-) -> None:
+def test_a_fault_that_passes_is_retried(release: Release, server: FaultyServer, store: Path, action: Action) -> None:
     server.fault(NAME, action, ok)
     release.library(store, server.url).fetch(release.pin)
     assert (server.count(NAME), visible_files(store)) == (2, all_digests(release))
@@ -195,16 +193,12 @@ def test_the_next_source_is_asked_when_one_fails(
     assert report.by_source == {server.url: 2, str(release.root): 1}
 
 
-def test_the_first_source_that_has_the_bytes_wins(
-    release: Release, server: FaultyServer, store: Path
-) -> None:
+def test_the_first_source_that_has_the_bytes_wins(release: Release, server: FaultyServer, store: Path) -> None:
     report = release.library(store, release.root, server.url).fetch(release.pin)
     assert (report.by_source, server.counts) == ({str(release.root): 3}, {})
 
 
-def test_the_error_names_every_source_with_its_reason(
-    release: Release, server: FaultyServer, store: Path
-) -> None:
+def test_the_error_names_every_source_with_its_reason(release: Release, server: FaultyServer, store: Path) -> None:
     server.fault(NAME, status(404))
     with pytest.raises(SourceError, match=r"status 404.*nothing-here is no directory"):
         release.library(store, server.url, "/nothing-here").fetch(release.pin)
@@ -255,9 +249,7 @@ def test_offline_opens_no_socket(release: Release, store: Path, monkeypatch: pyt
 # -- the store
 
 
-def test_too_little_room_is_found_before_a_byte_moves(
-    release: Release, server: FaultyServer, store: Path
-) -> None:
+def test_too_little_room_is_found_before_a_byte_moves(release: Release, server: FaultyServer, store: Path) -> None:
     library = release.library(store, server.url)
     huge = replace(release.pin, bytes=1 << 60)
     with pytest.raises(StoreError, match="about 1152921504606846976 bytes are needed"):
@@ -309,30 +301,21 @@ def test_a_read_only_disk_is_one_clear_error(release: Release, tmp_path: Path) -
     assert "Read-only file system" in done.stdout
 
 
-def test_a_store_of_another_user_is_one_clear_error(release: Release, tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    open_to_all(disk)
-    open_to_all(release.root / release.pin.path.text)
-    done = run_child(FETCH, disk / "store", release.pin_file, release.root, as_user=True)
+def test_a_store_of_another_user_is_one_clear_error(open_place: Path) -> None:
+    release = make_release(open_place)
+    done = run_child(FETCH, open_place / "store", release.pin_file, release.root, as_user=True)
     assert "StoreError 8" in done.stdout, done.stderr
     assert "Permission denied" in done.stdout
 
 
-def test_a_store_filled_by_root_in_an_open_folder_takes_an_ordinary_users_files(
-    release: Release, tmp_path: Path
-) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
+def test_a_store_filled_by_root_in_an_open_folder_takes_an_ordinary_users_files(open_place: Path) -> None:
+    release = make_release(open_place)
     before = os.umask(0)
     try:
-        release.library(disk, release.root).fetch(release.pin, [release.path(NAME)])
+        release.library(open_place / "store", release.root).fetch(release.pin, [release.path(NAME)])
     finally:
         os.umask(before)
-    open_to_all(disk)
-    open_to_all(release.root / release.pin.path.text)
-    disk.chmod(0o777)
-    done = run_child(FETCH, disk, release.pin_file, release.root, as_user=True)
+    done = run_child(FETCH, open_place / "store", release.pin_file, release.root, as_user=True)
     assert "fetched=2" in done.stdout, done.stdout + done.stderr
 
 
@@ -340,9 +323,7 @@ def start(release: Release, store: Path, source: str, *signal_file: Path) -> sub
     here = str(Path(__file__).parent)
     environment = {**os.environ, "PYTHONPATH": f"{PACKAGE_ROOT}{os.pathsep}{here}"}
     command = [sys.executable, "-c", FETCH, str(store), str(release.pin_file), source, *map(str, signal_file)]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    )
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -368,6 +349,20 @@ def test_eight_processes_that_start_together_download_once(
     assert visible_files(store) == all_digests(release)
 
 
+def test_a_slow_holder_that_shows_progress_is_waited_for(release: Release, server: FaultyServer, store: Path) -> None:
+    server.fault(NAME, steady(1.4))
+    policy = replace(QUICK_POLICY, lock_give_up=0.7, lock_touch=0.1)
+    paths = [release.path(NAME)]
+    libraries = [release.library(store, server.url, policy=policy) for _ in range(2)]
+    libraries[0].manifest(release.pin)
+    threads = [threading.Thread(target=library.fetch, args=(release.pin, paths)) for library in libraries]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (server.count(NAME), release.digest(NAME) in visible_files(store)) == (1, True)
+
+
 def test_a_process_killed_in_the_middle_leaves_nothing_visible_and_the_next_completes(
     release: Release, server: FaultyServer, store: Path
 ) -> None:
@@ -382,9 +377,7 @@ def test_a_process_killed_in_the_middle_leaves_nothing_visible_and_the_next_comp
     assert visible_files(store) == all_digests(release)
 
 
-def test_an_interrupt_ends_soon_and_leaves_no_temporary(
-    release: Release, server: FaultyServer, store: Path
-) -> None:
+def test_an_interrupt_ends_soon_and_leaves_no_temporary(release: Release, server: FaultyServer, store: Path) -> None:
     server.fault(NAME, slow(30))
     child = start(release, store, server.url)
     wait_until(lambda: server.count(NAME) > 0)

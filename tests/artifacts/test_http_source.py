@@ -17,6 +17,7 @@ from serving import (
     FaultyServer,
     announced_oversize,
     drip,
+    drip_headers,
     endless,
     gzip_encoded,
     hang,
@@ -80,6 +81,7 @@ def test_identity_is_asked_for(release: Release, server: FaultyServer) -> None:
         (reset, RetryableError, "reset"),
         (hang, RetryableError, "no byte for 0.4 s"),
         (hang_in_the_body, RetryableError, "no byte for 0.4 s"),
+        (drip_headers, RetryableError, "no byte for 0.4 s, or headers for 0.7 s"),
         (drip, RetryableError, "bytes a second, expected 2000 or more"),
         (announced_oversize, SourceError, "announces 1099511627776 bytes"),
         (endless, SourceError, "sends more than 3900 bytes"),
@@ -103,6 +105,7 @@ def test_each_fault_has_its_own_error(
 
 def test_a_server_that_is_not_there_is_an_error_that_may_pass(release: Release, server: FaultyServer) -> None:
     url = server.url
+    server.shutdown()
     server.server_close()
     with pytest.raises(RetryableError, match="Connection refused"):
         source_of(f"{url}?{SECRET}").read(wanted(release))
@@ -219,9 +222,7 @@ def make_tls(place: Path, monkeypatch: pytest.MonkeyPatch) -> ssl.SSLContext:
 
 
 @pytest.fixture
-def tls_server(
-    release: Release, server: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> FaultyServer:
+def tls_server(release: Release, server: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyServer:
     context = make_tls(tmp_path, monkeypatch)
     server.socket = context.wrap_socket(server.socket, server_side=True)
     return server
@@ -240,9 +241,7 @@ def test_credentials_never_follow_to_another_host(
     release: Release, tls_server: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_netrc(tmp_path, monkeypatch, "127.0.0.1")
-    tls_server.fault(
-        NAME, redirect(f"https://localhost:{tls_server.server_port}/{release.path('kernels.bin')}")
-    )
+    tls_server.fault(NAME, redirect(f"https://localhost:{tls_server.server_port}/{release.path('kernels.bin')}"))
     source_of(tls_server.url.replace("http:", "https:")).read(wanted(release))
     assert "Authorization" in tls_server.seen_headers[f"/{release.path(NAME)}"][0]
     assert "Authorization" not in tls_server.seen_headers[f"/{release.path('kernels.bin')}"][0]

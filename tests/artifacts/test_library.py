@@ -41,15 +41,13 @@ def test_an_archive_is_read_in_place(release: Release, store: Path, tmp_path: Pa
 def test_without_fetch_the_network_is_not_used(release: Release, server: FaultyServer, store: Path) -> None:
     library = release.library(store, server.url)
     library.manifest(release.pin)
-    with pytest.raises(MissingError, match="'cubin-runtime fetch made/fmha/fmha/prefill.cubin' gets it"):
+    with pytest.raises(MissingError, match=r"'cubin-runtime fetch made/fmha/fmha/prefill\.cubin' gets it"):
         library.load(release.path(NAME), fetch=False)
     assert server.count(NAME) == 0
 
 
-def test_without_fetch_not_even_the_manifest_is_downloaded(
-    release: Release, server: FaultyServer, store: Path
-) -> None:
-    with pytest.raises(MissingError, match="the manifest of 'made-1.0' is not here"):
+def test_without_fetch_not_even_the_manifest_is_downloaded(release: Release, server: FaultyServer, store: Path) -> None:
+    with pytest.raises(MissingError, match=r"the manifest of 'made-1\.0' is not here"):
         release.library(store, server.url).load(release.path(NAME), fetch=False)
     assert not server.counts
 
@@ -74,9 +72,7 @@ def test_the_second_load_asks_nobody(release: Release, server: FaultyServer, sto
     assert server.count(NAME) == 1
 
 
-def test_a_damaged_object_is_replaced_from_the_network(
-    release: Release, server: FaultyServer, store: Path
-) -> None:
+def test_a_damaged_object_is_replaced_from_the_network(release: Release, server: FaultyServer, store: Path) -> None:
     plant(store, release.digest(NAME), b"damaged")
     artifact = release.library(store, server.url).load(release.path(NAME), fetch=True)
     assert artifact.data == release.files[NAME]
@@ -85,9 +81,7 @@ def test_a_damaged_object_is_replaced_from_the_network(
 
 def test_a_damaged_object_is_passed_over_for_a_good_local_source(release: Release, store: Path) -> None:
     plant(store, release.digest(NAME), b"damaged")
-    assert release.library(store, release.root).load(release.path(NAME), fetch=False).origin == str(
-        release.root
-    )
+    assert release.library(store, release.root).load(release.path(NAME), fetch=False).origin == str(release.root)
 
 
 def test_a_damaged_object_alone_is_an_error(release: Release, store: Path) -> None:
@@ -106,9 +100,7 @@ def test_a_damaged_local_source_is_refused(release: Release, store: Path) -> Non
 def test_a_damaged_local_source_is_passed_over(release: Release, store: Path, tmp_path: Path) -> None:
     good = zip_tree(release.root, tmp_path / "x.zip")
     release.file(NAME).write_bytes(b"damaged")
-    assert release.library(store, release.root, good).load(release.path(NAME), fetch=False).origin == str(
-        good
-    )
+    assert release.library(store, release.root, good).load(release.path(NAME), fetch=False).origin == str(good)
 
 
 def test_a_lying_server_is_refused(release: Release, server: FaultyServer, store: Path) -> None:
@@ -132,26 +124,20 @@ def test_a_path_outside_every_pin_is_refused(release: Release, store: Path) -> N
         release.library(store, release.root).load("elsewhere/x.cubin", fetch=True)
 
 
-def test_a_name_outside_the_manifest_is_never_looked_up(
-    release: Release, server: FaultyServer, store: Path
-) -> None:
+def test_a_name_outside_the_manifest_is_never_looked_up(release: Release, server: FaultyServer, store: Path) -> None:
     (release.root / release.pin.path.text / "extra.cubin").write_bytes(b"extra")
     with pytest.raises(PinError, match="not in the manifest"):
         release.library(store, server.url).load(release.path("extra.cubin"), fetch=True)
     assert server.count("extra.cubin") == 0
 
 
-def test_no_manifest_in_any_source_is_a_source_error(
-    release: Release, server: FaultyServer, store: Path
-) -> None:
+def test_no_manifest_in_any_source_is_a_source_error(release: Release, server: FaultyServer, store: Path) -> None:
     server.fault("checksums.txt", status(404))
     with pytest.raises(SourceError, match="status 404"):
         release.library(store, server.url).manifest(release.pin)
 
 
-def test_a_damaged_manifest_in_the_store_is_fetched_again(
-    release: Release, server: FaultyServer, store: Path
-) -> None:
+def test_a_damaged_manifest_in_the_store_is_fetched_again(release: Release, server: FaultyServer, store: Path) -> None:
     plant(store, release.pin.manifest_sha256, b"damaged")
     assert len(release.library(store, server.url).manifest(release.pin).digests) == 3
 
@@ -233,8 +219,12 @@ def test_loading_leaves_no_descriptor_open(release: Release, store: Path, tmp_pa
     assert sorted(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_failure_that_passes_is_hidden_from_the_loader(
-    release: Release, server: FaultyServer, store: Path
-) -> None:
+def test_a_failure_that_passes_is_hidden_from_the_loader(release: Release, server: FaultyServer, store: Path) -> None:
     server.fault(NAME, status(503), ok)
     assert release.library(store, server.url).load(release.path(NAME), fetch=True).verified
+
+
+def test_looking_for_a_manifest_offline_makes_no_store(release: Release, store: Path) -> None:
+    with pytest.raises(SourceError, match="not asked"):
+        release.library(store, "http://host.invalid/", offline=True).manifest(release.pin)
+    assert not store.exists()

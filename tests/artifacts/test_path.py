@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 from cubin_runtime.artifacts.path import ArtifactPath, PathError
 from cubin_runtime.errors import UsageError
 
-PARTS = st.text(
-    st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"], exclude_characters="/\\"), min_size=1
-)
+PARTS = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"], exclude_characters="/\\"), min_size=1)
 GOOD_PARTS = PARTS.filter(lambda part: part not in (".", "..") and len(part.encode()) <= 255)
 
 

@@ -8,7 +8,8 @@ import pytest
 from releases import make_release, manifest_of
 
 from cubin_runtime.artifacts.path import ArtifactPath
-from cubin_runtime.artifacts.pins import Pin, PinSet, add_pin, format_pin, make_pin, parse_pins, read_manifest
+from cubin_runtime.artifacts.pin_file import add_pin, make_pin
+from cubin_runtime.artifacts.pins import Pin, PinSet, format_pin, parse_pins, read_manifest
 from cubin_runtime.errors import PinError
 
 PIN = Pin("one-1.0", ArtifactPath("one/fmha"), "a" * 64, 3, 900, 500, "c" * 64, "abi-1", "MIT", ("package",))
@@ -31,9 +32,7 @@ def test_the_published_trtllm_gen_release_is_built_in() -> None:
 
 
 def test_a_pin_written_is_read_back_equal() -> None:
-    odd = replace(
-        PIN, licence='quoted "x" \\ ü', index_sha256=None, abi=None, sources=("https://h/a?b", "/x y")
-    )
+    odd = replace(PIN, licence='quoted "x" \\ ü', index_sha256=None, abi=None, sources=("https://h/a?b", "/x y"))
     assert parse_pins((format_pin(PIN) + format_pin(odd)).encode(), "text") == (PIN, odd)
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from releases import Release, make_release, manifest_of, zip_tree
 
+from cubin_runtime.artifacts.archive_source import ArchiveSource
 from cubin_runtime.artifacts.path import ArtifactPath
 from cubin_runtime.artifacts.sources import (
-    ArchiveSource,
     DirectorySource,
     NotHereError,
     PackageSource,
@@ -44,9 +44,7 @@ def test_the_text_of_a_source_tells_its_kind(text: str, kind: str) -> None:
     assert parse_source(text).kind == kind
 
 
-@pytest.mark.parametrize(
-    "text", ["ftp://host/x", "file:///etc", "https://", "http://:80/x", "http://h:99999/", ""]
-)
+@pytest.mark.parametrize("text", ["ftp://host/x", "file:///etc", "https://", "http://:80/x", "http://h:99999/", ""])
 def test_a_text_that_is_no_source_is_refused(text: str) -> None:
     with pytest.raises(UsageError):
         parse_source(text)
@@ -108,9 +106,7 @@ def test_a_store_is_a_source_by_digest(release: Release, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("prefix", ["", "pkg/", "pkg/data/deep/"])
-def test_an_archive_is_read_wherever_the_tree_lies_in_it(
-    release: Release, tmp_path: Path, prefix: str
-) -> None:
+def test_an_archive_is_read_wherever_the_tree_lies_in_it(release: Release, tmp_path: Path, prefix: str) -> None:
     archive = zip_tree(release.root, tmp_path / "x.whl", prefix)
     assert ArchiveSource(archive).read(wanted(release)) == release.files[NAME]
 
@@ -184,9 +180,7 @@ def install(site: Path, release: Release, monkeypatch: pytest.MonkeyPatch, *, re
     info = site / "carrier-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: carrier\nVersion: 1.0\n")
-    (info / "RECORD").write_text(
-        "".join(f"{name},,\n" for name in listed) if record else "carrier/__init__.py,,\n"
-    )
+    (info / "RECORD").write_text("".join(f"{name},,\n" for name in listed) if record else "carrier/__init__.py,,\n")
     monkeypatch.syspath_prepend(str(site))
 
 
@@ -210,18 +204,11 @@ def test_a_package_that_does_not_list_the_tree_is_not_searched(
         PackageSource().read(wanted(release))
 
 
-def test_a_package_is_never_written(
-    release: Release, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_package_is_never_written(release: Release, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path / "site", release, monkeypatch)
-    before = sorted(
-        (str(f), stat.S_IMODE(f.stat().st_mode), f.stat().st_mtime_ns) for f in (tmp_path / "site").rglob("*")
-    )
-    library = release.library(tmp_path / "store", "package")
-    library.fetch(release.pin)
-    assert before == sorted(
-        (str(f), stat.S_IMODE(f.stat().st_mode), f.stat().st_mtime_ns) for f in (tmp_path / "site").rglob("*")
-    )
+    before = snapshot(tmp_path / "site")
+    release.library(tmp_path / "store", "package").fetch(release.pin)
+    assert snapshot(tmp_path / "site") == before
 
 
 def test_names_of_a_tree_are_relative_to_the_folder(release: Release, tmp_path: Path) -> None:

@@ -6,10 +6,10 @@ import time
 from pathlib import Path
 
 import pytest
-from children import needs_mounts, open_to_all, run_child
+from children import needs_mounts, run_child
 from releases import sha256, visible_files
 
-from cubin_runtime.artifacts.reading import NotRegularError
+from cubin_runtime.artifacts.reading import NotRegularError, read_bounded
 from cubin_runtime.artifacts.store import Store
 from cubin_runtime.errors import CorruptError, MissingError, StoreError
 
@@ -17,11 +17,16 @@ DATA = b"bytes of a kernel" * 1000
 DIGEST = sha256(DATA)
 OTHER = "0" * 64
 LIMIT = 1 << 20
+READ = "cubin_runtime.artifacts.store.read_bounded"
 
 
 @pytest.fixture
 def filled(tmp_path: Path) -> Store:
-    store = Store(tmp_path / "store")
+    return filled_store(tmp_path / "store")
+
+
+def filled_store(root: Path) -> Store:
+    store = Store(root)
     store.put(DIGEST, DATA)
     return store
 
@@ -115,28 +120,22 @@ def test_a_reader_that_may_not_repair_leaves_damage_in_place(filled: Store) -> N
     assert filled.has(DIGEST)
 
 
-def test_bytes_that_are_right_at_the_second_look_are_taken(
-    filled: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from cubin_runtime.artifacts import store as module
-
-    real, calls = module.read_bounded, iter([b"stale page"])
-    monkeypatch.setattr(module, "read_bounded", lambda *a: next(calls, None) or real(*a))
+def test_bytes_that_are_right_at_the_second_look_are_taken(filled: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = iter([b"stale page"])
+    monkeypatch.setattr(READ, lambda *a: next(calls, None) or read_bounded(*a))
     assert filled.read(DIGEST, LIMIT) == DATA
 
 
 def test_a_file_that_another_process_replaced_is_not_moved_aside(
     filled: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cubin_runtime.artifacts import store as module
-
     damage(filled)
 
     def read_and_replace(*arguments: object) -> bytes:
         filled.put(DIGEST, DATA)
         return b"what stood there before"
 
-    monkeypatch.setattr(module, "read_bounded", read_and_replace)
+    monkeypatch.setattr(READ, read_and_replace)
     with pytest.raises(CorruptError, match="left in place"):
         filled.read(DIGEST, LIMIT)
     assert (filled.has(DIGEST), quarantined(filled)) == (True, [])
@@ -183,9 +182,7 @@ def test_the_root_itself_may_be_a_symlink(filled: Store, tmp_path: Path) -> None
     assert Store(tmp_path / "link").read(DIGEST, LIMIT) == DATA
 
 
-def test_putting_over_a_planted_symlink_replaces_the_link_and_not_its_target(
-    filled: Store, tmp_path: Path
-) -> None:
+def test_putting_over_a_planted_symlink_replaces_the_link_and_not_its_target(filled: Store, tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_bytes(b"keep me")
     filled.object_path(DIGEST).unlink()
@@ -231,16 +228,16 @@ print(sorted(p.name for p in store.root.rglob('*') if p.is_file()))
 """
 
 
-def test_a_store_of_another_user_is_read_but_a_put_is_a_clear_error(filled: Store) -> None:
-    open_to_all(filled.root)
+def test_a_store_of_another_user_is_read_but_a_put_is_a_clear_error(open_place: Path) -> None:
+    filled = filled_store(open_place / "store")
     done = run_child(PUT, filled.root, as_user=True)
     assert "the store does not allow it (Permission denied)" in done.stdout, done.stderr
     assert f"['{DIGEST}']" in done.stdout
 
 
-def test_an_ordinary_user_reads_what_root_put_and_moves_nothing(filled: Store) -> None:
+def test_an_ordinary_user_reads_what_root_put_and_moves_nothing(open_place: Path) -> None:
+    filled = filled_store(open_place / "store")
     damage(filled)
-    open_to_all(filled.root)
     body = f"""
     import sys
     from pathlib import Path

@@ -1,12 +1,18 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from children import PACKAGE_ROOT
 from releases import Release, make_release, visible_files
-from serving import FaultyServer, serving, status, wrong_bytes
+from serving import FaultyServer, hang, serving, status, wrong_bytes
 
 from cubin_runtime.artifacts.store import Store
 from cubin_runtime.cli import main
@@ -45,9 +51,7 @@ def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, 
     return code, shown
 
 
-def test_fetch_puts_a_release_into_the_store(
-    release: Release, store: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fetch_puts_a_release_into_the_store(release: Release, store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fetch", "made-1.0", "--source", str(release.root)]) == 0
     assert "3 files chosen, 0 were in the store, 3 fetched (8.00 kB" in capsys.readouterr().out
     assert len(visible_files(store)) == 4
@@ -64,9 +68,7 @@ def test_fetch_takes_a_glob(release: Release, store: Path) -> None:
     assert len(visible_files(store)) == 3
 
 
-def test_a_dry_run_says_about_how_much(
-    release: Release, store: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_says_about_how_much(release: Release, store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fetch", "made-1.0", "--dry-run", "--source", str(release.root)]) == 0
     assert "3 would be fetched, about 8.00 kB" in capsys.readouterr().out
     assert not store.exists()
@@ -139,9 +141,7 @@ def test_offline_is_code_7_and_asks_nobody(release: Release, monkeypatch: pytest
         assert not server.counts
 
 
-def test_an_error_of_one_release_does_not_keep_the_other(
-    release: Release, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_of_one_release_does_not_keep_the_other(release: Release, capsys: pytest.CaptureFixture[str]) -> None:
     code, shown = run_json(capsys, "fetch", "unknown-1.0", "made-1.0", "--source", str(release.root))
     assert code == 3
     assert (len(shown["releases"]), shown["errors"][0]["code"]) == (1, 3)
@@ -175,11 +175,9 @@ def test_verify_is_5_for_damage_and_names_the_file(
     assert f"corrupt: {release.path(NAME)}" in capsys.readouterr().out
 
 
-def test_verify_of_a_tree_is_6_for_an_extra_file(
-    release: Release, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_of_a_tree_is_6_for_an_extra_file(release: Release, capsys: pytest.CaptureFixture[str]) -> None:
     release.file("fmha/e\x1b[2Jxtra").write_bytes(b"extra")
-    assert main(["verify", "made-1.0", "--source", str(release.root)]) == 6
+    assert main(["verify", "made-1.0", "--tree", str(release.root)]) == 6
     assert "extra: fmha/e\\x1b[2Jxtra" in capsys.readouterr().out
 
 
@@ -187,9 +185,7 @@ def test_verify_of_a_tree_is_6_for_an_extra_file(
     ("broken", "code"),
     [(("corrupt", "missing", "extra"), 5), (("missing", "extra"), 4), (("manifest", "corrupt"), 3)],
 )
-def test_of_several_faults_the_worst_is_the_code(
-    release: Release, broken: tuple[str, ...], code: int
-) -> None:
+def test_of_several_faults_the_worst_is_the_code(release: Release, broken: tuple[str, ...], code: int) -> None:
     if "corrupt" in broken:
         release.file(NAME).write_bytes(b"damaged")
     if "missing" in broken:
@@ -198,7 +194,7 @@ def test_of_several_faults_the_worst_is_the_code(
         release.file("extra").write_bytes(b"extra")
     if "manifest" in broken:
         release.file("checksums.txt").write_bytes(b"damaged")
-    assert main(["verify", "made-1.0", "--complete", "--source", str(release.root)]) == code
+    assert main(["verify", "made-1.0", "--complete", "--tree", str(release.root)]) == code
 
 
 def test_json_reports_a_verification(release: Release, capsys: pytest.CaptureFixture[str]) -> None:
@@ -208,9 +204,7 @@ def test_json_reports_a_verification(release: Release, capsys: pytest.CaptureFix
     assert (code, found["ok"], found["missing"], found["corrupt"], found["extra"]) == (0, 3, 0, [], [])
 
 
-def test_where_names_the_file_in_the_store(
-    release: Release, store: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_where_names_the_file_in_the_store(release: Release, store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["fetch", "made-1.0", "--source", str(release.root)])
     capsys.readouterr()
     assert main(["where", release.path(NAME).text]) == 0
@@ -226,3 +220,20 @@ def test_where_counts_for_a_release(release: Release, capsys: pytest.CaptureFixt
     main(["fetch", release.path(NAME).text, "--source", str(release.root)])
     code, shown = run_json(capsys, "where", "made-1.0")
     assert (code, shown["files"], shown["in_store"]) == (0, 3, 1)
+
+
+def test_an_interrupt_is_code_130(release: Release) -> None:
+    with serving(release.root) as server:
+        server.fault(NAME, hang)
+        command = [sys.executable, "-c", "from cubin_runtime.cli import main; raise SystemExit(main())"]
+        child = subprocess.Popen(
+            [*command, "fetch", "made-1.0", "--source", server.url],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(PACKAGE_ROOT)},
+        )
+        while not server.count(NAME):
+            time.sleep(0.02)
+        child.send_signal(signal.SIGINT)
+        child.communicate(timeout=20)
+    assert child.returncode == 130

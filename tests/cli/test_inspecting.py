@@ -204,3 +204,8 @@ def test_filters_without_a_release_are_usage(release: SmallRelease) -> None:
 
 def test_an_unknown_release_is_not_pinned(release: SmallRelease) -> None:
     assert release.run("list", "nothing") == 3
+
+
+def test_inspecting_a_file_makes_no_store(tmp_path: Path) -> None:
+    assert cli.main(["inspect", str(FIXTURES / "pair_sm_100f.cubin"), "--store", str(tmp_path / "store")]) == 0
+    assert not (tmp_path / "store").exists()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 import typer
@@ -75,3 +76,28 @@ def test_progress_is_silent_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> Non
 def test_error_lines_keep_breaks_and_escape_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
     output.error_line("first\nsecond\x1b")
     assert capsys.readouterr().err == "error: first\n  second\\x1b\n"
+
+
+def test_a_drawn_table_shows_whole_cells_without_markup_or_commands(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "40")
+    output.table(("name", "size"), [("n" * 100, "[red]x\x1b[2J")])
+    drawn = capsys.readouterr().out
+    assert drawn.count("n") == 100 + len("n") * "name".count("n")
+    assert "[red]x" in drawn
+    assert "\x1b[2J" not in drawn
+
+
+def test_a_bar_on_a_terminal_counts_to_the_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    with output.progress("fetch [red]\x1b]0;x\x07", 3) as advance:
+        advance(3)
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "3/3" in shown.err
+    assert "\x1b]0;" not in shown.err

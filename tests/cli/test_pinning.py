@@ -61,9 +61,7 @@ def test_pinning_twice_is_harmless(release: Release, pin_file: Path) -> None:
     assert pin_file.read_text() == before
 
 
-def test_another_digest_for_a_pinned_folder_is_refused(
-    release: Release, pin_file: Path, tmp_path: Path
-) -> None:
+def test_another_digest_for_a_pinned_folder_is_refused(release: Release, pin_file: Path, tmp_path: Path) -> None:
     pin(release, "--sha256", release.pin.manifest_sha256)
     before = pin_file.read_text()
     other = make_release(tmp_path / "other", {"x": b"other"})
@@ -75,9 +73,7 @@ def test_no_source_with_the_folder_is_code_7(release: Release, tmp_path: Path) -
     assert main(["pin", "no/where", "--source", str(release.root)]) == 7
 
 
-def test_json_shows_what_was_written(
-    release: Release, pin_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_shows_what_was_written(release: Release, pin_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert pin(release, "--sha256", release.pin.manifest_sha256, "--json") == 0
     shown = json.loads(capsys.readouterr().out)
     assert (shown["schema"], shown["verb"], shown["files"]) == (1, "pin", 3)

@@ -7,9 +7,19 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from decode_cases import DecodeCase, assert_close, edge_lengths, make_host, on_device, random_case, reference_of
+from decode_cases import (
+    POISON,
+    DecodeCase,
+    assert_close,
+    edge_lengths,
+    make_host,
+    on_device,
+    random_case,
+    reference_of,
+)
 
-from cubin_runtime.attention import ClampedInputError, Runtime
+from cubin_runtime.attention import ClampedInputError, Runtime, TensorView, plan_paged_decode
+from cubin_runtime.attention.reference import bfloat16_values
 from cubin_runtime.errors import FrozenError, WorkspaceError
 
 pytestmark = pytest.mark.gpu
@@ -190,3 +200,23 @@ def test_a_workspace_of_another_stream_is_refused(runtime: Runtime, rng: np.rand
         workspace = case.plan.prepare(first)
         with pytest.raises(WorkspaceError, match="belongs to"):
             case.run(second, workspace)
+
+
+def test_strided_queries_outputs_and_lse_are_followed(runtime: Runtime, rng: np.random.Generator) -> None:
+    with on_device(runtime, SMALL, rng) as case:
+        batch, heads, dim = case.host.q.shape
+        wide = np.full((batch, 3, heads, dim), 0x7FC0, dtype=np.uint16)
+        wide[:, 1] = case.host.q
+        strides = (3 * heads * dim, dim, 1)
+        q = TensorView(case.arrays.upload(wide) + 2 * heads * dim, "bfloat16", (batch, heads, dim), strides)
+        wide_out = TensorView.contiguous(case.arrays.empty(wide.nbytes), "bfloat16", wide.shape)
+        out = TensorView(wide_out.pointer, "bfloat16", (batch, heads, dim), strides)
+        columns = TensorView.contiguous(case.arrays.empty(4 * batch * heads), "float32", (heads, batch))
+        lse = TensorView(columns.pointer, "float32", (batch, heads), (1, batch))
+        tensors = (q, *case.tensors[1:5], out, lse)
+        plan = plan_paged_decode(*tensors, max_seq_len=SMALL.max_seq_len, softmax_scale=SMALL.scale, runtime=runtime)
+        plan.run(*tensors, workspace=plan.prepare(0))
+        got = case.arrays.download(wide_out, np.uint16)
+        assert_close((bfloat16_values(got[:, 0]), case.arrays.download(columns, np.float32).T), case.expected)
+        untouched = np.frombuffer(bytes([POISON]) * 2, dtype=np.uint16)[0]
+        assert (got[:, 1:] == untouched).all()

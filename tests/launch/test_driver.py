@@ -371,13 +371,22 @@ def test_dynamic_shared_memory_and_clusters_are_opted_into(driver: Driver, stand
 
 
 def test_parameters_come_with_offset_and_size(driver: Driver, function: int) -> None:
-    assert driver.parameters(function) == ((0, 128), (128, 8))
+    assert driver.parameters(function, 2) == ((0, 128), (128, 8))
+
+
+def test_a_function_with_fewer_parameters_gives_those(driver: Driver, function: int) -> None:
+    assert driver.parameters(function, 3) == ((0, 128), (128, 8))
+
+
+def test_no_more_parameters_are_asked_for_than_wanted(driver: Driver, standin: StandIn, function: int) -> None:
+    standin.fail("cuFuncGetParamInfo", api.INVALID_HANDLE, skip=1)
+    assert driver.parameters(function, 1) == ((0, 128),)
 
 
 def test_another_error_while_asking_for_parameters_is_raised(driver: Driver, standin: StandIn, function: int) -> None:
     standin.fail("cuFuncGetParamInfo", api.INVALID_HANDLE)
     with pytest.raises(DriverCallError, match="cuFuncGetParamInfo returned 400"):
-        driver.parameters(function)
+        driver.parameters(function, 2)
 
 
 def test_blocks_per_multiprocessor(driver: Driver, standin: StandIn, function: int) -> None:
@@ -459,7 +468,7 @@ def test_an_optional_function_that_is_missing_is_none(
     driver: Driver, function: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(api.PROTOTYPES, "cuFuncGetParamInfo", api.Prototype(("cuMissing",), ()))
-    assert driver.parameters(function) is None
+    assert driver.parameters(function, 1) is None
 
 
 def test_a_driver_that_loads_lazily_only_is_left_to_it(
