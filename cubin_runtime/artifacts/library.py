@@ -25,7 +25,7 @@ from .http_source import HttpLimits
 from .manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest
 from .obtain import FetchPolicy
 from .path import ArtifactPath
-from .pins import Pin, PinSet, read_manifest
+from .pins import Pin, PinSet, read_manifest, refuse_trust_in_store
 from .reading import digest_of
 from .sources import NotHereError, Wanted, parse_source
 from .store import Store
@@ -74,7 +74,8 @@ class Library:
         policy: FetchPolicy | None = None,
     ) -> None:
         self.config = config
-        self.pins = PinSet.from_files(builtin_pins, *config.pin_files)
+        refuse_trust_in_store(config)
+        self.pins = PinSet.from_files(builtin_pins, *config.pin_files, keys=config.pin_keys)
         self.store = Store(config.store)
         self._policy = policy or FetchPolicy()
         self._supply = Supply(config, limits or HttpLimits(), self._policy)
