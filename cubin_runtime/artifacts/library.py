@@ -94,6 +94,11 @@ class Library:
         """
         return self._manifest(pin, network=True)
 
+    def manifest_bytes(self, pin: Pin) -> bytes:
+        """The manifest's own bytes, as they were hashed against the pin; raises what ``manifest`` does."""
+        self.manifest(pin)
+        return self._manifest_bytes[pin.manifest_sha256]
+
     def select(self, pin: Pin, below: ArtifactPath | str | None = None) -> tuple[ArtifactPath, ...]:
         """Paths of the manifest: all, the one named, or all below the folder named.
 
@@ -186,17 +191,20 @@ class Library:
         manifest = self.manifest(pin)
         chosen = tuple(manifest.digests) if paths is None else tuple(dict.fromkeys(paths))
         wanted = [self._wanted(pin, manifest, path) for path in chosen]
+        if not dry_run and not self.store.has(pin.manifest_sha256):
+            # before looking at what is there: whoever collects garbage looks at manifests after moving things aside
+            self.store.check_writable()
+            self.store.put(pin.manifest_sha256, self._manifest_bytes[pin.manifest_sha256])
         there = self.store.present(_digest(one) for one in wanted)
         missing = [one for one in wanted if one.sha256 not in there]
         about = pin.estimate(len(missing))
         outcomes: list[Outcome] = []
         if progress is not None:
             progress(len(wanted) - len(missing))
-        if not dry_run and (missing or not self.store.has(pin.manifest_sha256)):
+        if not dry_run and missing:
             self.store.check_writable()
             self.store.check_room(about, len(missing))
             self.store.remove_stale()
-            self.store.put(pin.manifest_sha256, self._manifest_bytes[pin.manifest_sha256])
             names = Counter(_digest(one) for one in missing)
 
             def note(outcome: Outcome) -> None:

@@ -99,9 +99,7 @@ def test_unpin_takes_the_folder_too(pinned: Release) -> None:
     assert unpin(pinned, "made/fmha/") == 0
 
 
-def test_unpin_leaves_the_rest_of_the_file_as_it_was_written(
-    pinned: Release, pin_file: Path, tmp_path: Path
-) -> None:
+def test_unpin_leaves_the_rest_of_the_file_as_it_was_written(pinned: Release, pin_file: Path, tmp_path: Path) -> None:
     mine = pin_file.read_text()
     other = make_release(tmp_path / "other", name="other-1.0", folder="other/fmha").pin_file.read_text()
     pin_file.write_text(f"# from the platform team\n{mine}\n# a remark\n{other}")
