@@ -107,12 +107,12 @@ def collect_leftovers(store: Store, *, older_than: float = LEFTOVER_SECONDS, dry
     """
     newest = time.time() - older_than
     temporaries = quarantined = size = 0
-    with suppress(FileNotFoundError), _folder(store, QUARANTINE) as folder:
+    with suppress(FileNotFoundError), _store_errors(str(store.root)), _folder(store, QUARANTINE) as folder:
         for entry_size in _remove_old(folder, "", newest, dry_run):
             quarantined, size = quarantined + 1, size + entry_size
-    with suppress(FileNotFoundError), _folder(store, OBJECTS) as objects:
+    with suppress(FileNotFoundError), _store_errors(str(store.root)), _folder(store, OBJECTS) as objects:
         for prefix in sorted(os.listdir(objects)):
-            with suppress(NotADirectoryError, FileNotFoundError):
+            with suppress(NotADirectoryError, FileNotFoundError):  # a planted link is left to those who look at it
                 folder = os.open(prefix, _DIRECTORY_FLAGS, dir_fd=objects)
                 try:
                     for entry_size in _remove_old(folder, _TEMPORARY, newest, dry_run):
@@ -179,7 +179,8 @@ def _remove_all(store: Store, digests: Sequence[str], others: _Others) -> list[s
 def _remove(store: Store, digest: str, others: _Others) -> bool:
     """Move aside, look whether a release that needs it has come, then remove or move back."""
     aside = f"{_TEMPORARY}{socket.gethostname()[:64]}-{os.getpid()}-{secrets.token_hex(8)}"
-    with _folder(store, OBJECTS, digest[:2]) as folder, _as_store_errors(store, digest):
+    where = str(store.object_path(digest))
+    with _store_errors(where), _folder(store, OBJECTS, digest[:2]) as folder:
         try:
             os.rename(digest, aside, src_dir_fd=folder, dst_dir_fd=folder)
         except FileNotFoundError:
@@ -208,8 +209,7 @@ def _remove_old(folder: int, start: str, newest: float, dry_run: bool) -> Iterat
             if stat.S_ISDIR(status.st_mode) or max(status.st_mtime, status.st_ctime) > newest:
                 continue
             if not dry_run:
-                with _as_store_errors(None, name):
-                    os.unlink(name, dir_fd=folder)
+                os.unlink(name, dir_fd=folder)
             yield status.st_size
 
 
@@ -234,11 +234,11 @@ def _folder(store: Store, *parts: str) -> Iterator[int]:
 
 
 @contextmanager
-def _as_store_errors(store: Store | None, name: str) -> Iterator[None]:
+def _store_errors(where: str) -> Iterator[None]:
+    """Absence is left to the caller; everything else that the file system says is about the store."""
     try:
         yield
     except FileNotFoundError:
         raise
     except OSError as error:
-        where = name if store is None else str(store.object_path(name))
         raise StoreError(f"{where}: cannot be removed: {error.strerror}") from None
