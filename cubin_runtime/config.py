@@ -49,7 +49,8 @@ class Config:
         sources = tuple(env.get("CUBIN_RUNTIME_SOURCES", "").replace(",", " ").split())
         named = [Path(p).expanduser() for p in env.get("CUBIN_RUNTIME_PINS", "").split(os.pathsep) if p]
         own = user_pins_path()
-        pins = tuple([own, *named] if own.exists() else named)
+        # a home that may not even be looked into (a container's user with root's HOME) holds no pins for us
+        pins = tuple([own, *named] if os.path.exists(own) else named)
         offline = _flag(env, "CUBIN_RUNTIME_OFFLINE")
         return cls(
             store=store.absolute(),

@@ -67,3 +67,11 @@ def test_pin_keys_are_read() -> None:
 def test_pin_keys_that_name_no_key_are_refused() -> None:
     with pytest.raises(UsageError, match="names no key"):
         Config.from_environment({"CUBIN_RUNTIME_PIN_KEYS": " : "})
+
+
+def test_a_home_that_may_not_be_looked_into_has_no_pins(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: object, *arguments: object, **named: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("os.stat", refuse)
+    assert Config.from_environment({}).pin_files == ()

@@ -26,7 +26,7 @@ from .manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest
 from .obtain import FetchPolicy
 from .path import ArtifactPath
 from .pins import Pin, PinSet, read_manifest, refuse_trust_in_store
-from .reading import digest_of
+from .reading import NotRegularError, digest_of
 from .sources import NotHereError, Wanted, parse_source
 from .store import Store
 from .supply import Supply, hint
@@ -139,10 +139,11 @@ class Library:
         found, reasons = self._load_local(pin, wanted)
         if found is not None:
             return found
-        corrupt = next((reason for reason in reasons if isinstance(reason, CorruptError)), None)
         if not fetch:
-            if corrupt is not None:
-                raise corrupt
+            if (
+                reason := next((one for one in reasons if isinstance(one, CorruptError | StoreError)), None)
+            ) is not None:
+                raise reason
             places = ", ".join([str(self.store.root), *(s.label for s in self._supply.local_sources(pin))])
             raise MissingError(f"{path} is not in {places}; 'cubin-runtime fetch {path}' gets it{hint(pin)}")
         return self._load_network(pin, wanted)
@@ -284,6 +285,8 @@ class Library:
             mismatch = next((reason for reason in reasons if isinstance(reason, CorruptError)), None)
             if mismatch is not None:
                 raise PinError(f"the manifest of {pin.name!r} is not the pinned one: {mismatch}")
+            if (unreadable := next((reason for reason in reasons if isinstance(reason, StoreError)), None)) is not None:
+                raise unreadable
             raise MissingError(
                 f"the manifest of {pin.name!r} is not here; 'cubin-runtime fetch {pin.name}' gets it{hint(pin)}"
             )
@@ -324,6 +327,10 @@ class Library:
             reasons.append(error)
         except CorruptError as error:
             _log.warning("%s", error)
+            reasons.append(error)
+        except NotRegularError:
+            raise
+        except StoreError as error:  # one that may not be read (another user's home) is passed over like a source
             reasons.append(error)
         for source in self._supply.local_sources(pin):
             try:

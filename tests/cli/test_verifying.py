@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
-from children import run_child
+from children import EVERYTHING, run_child
 from releases import Release, zip_tree
 
 from cubin_runtime.artifacts.store import Store
@@ -91,20 +91,23 @@ def test_a_source_that_is_damaged_too_is_code_5(filled: Release, store: Path) ->
     assert main(["verify", "made-1.0", "--repair"]) == 5
 
 
-def test_damage_that_cannot_be_moved_aside_is_code_8(open_place: Path, release: Release) -> None:
+def test_damage_that_cannot_be_moved_aside_is_code_8(
+    open_place: Path, release: Release, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store, pins = open_place / "store", open_place / "pins.toml"
     pins.write_bytes(release.pin_file.read_bytes())
     zip_tree(release.root, open_place / "x.zip")
     assert main(["fetch", "made-1.0", "--source", str(release.root), "--store", str(store)]) == 0
     damage(release, store)
+    monkeypatch.delenv("CUBIN_RUNTIME_PINS")
     body = """
     import sys
     from cubin_runtime.cli import main
     raise SystemExit(main(["verify", "made-1.0", "--repair", *sys.argv[1:]]))
     """
     arguments = ("--store", store, "--pins", pins, "--from", open_place / "x.zip")
-    done = run_child(body, *arguments, as_user=True)
-    assert (done.returncode, "cannot be moved aside; not repaired" in done.stderr) == (8, True)
+    done = run_child(body, *arguments, as_user=True, before=EVERYTHING)
+    assert (done.returncode, "cannot be moved aside; not repaired" in done.stderr) == (8, True), done.stderr
 
 
 @pytest.mark.parametrize("arguments", [["--repair", "--source", "/tree"], ["--from", "/tree"]])
