@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..config import Config
 from ..errors import PinError
-from .manifest import Manifest, parse_manifest
+from .manifest import MANIFEST_NAME, Manifest, parse_manifest
 from .path import ArtifactPath, PathError
 from .reading import digest_of
 from .signatures import load_keys, read_pin_file
@@ -64,7 +64,7 @@ def read_manifest(pin: Pin, data: bytes, origin: str) -> Manifest:
     found = digest_of(data)
     if found != pin.manifest_sha256:
         raise PinError(f"{origin}: sha256 is {found}, pin {pin.name!r} says {pin.manifest_sha256}")
-    manifest = parse_manifest(data, pin.path, origin)
+    manifest = parse_manifest(data, pin.path, f"{origin}: {pin.path.child(MANIFEST_NAME)}")
     if len(manifest.digests) != pin.files:
         raise PinError(f"{origin}: lists {len(manifest.digests)} files, pin {pin.name!r} says {pin.files}")
     return manifest
