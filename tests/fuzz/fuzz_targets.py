@@ -24,7 +24,7 @@ from cubin_runtime.errors import CorruptError, SourceError
 FOLDER = ArtifactPath("made/fmha")
 LIMIT = 1 << 16
 _MOST_READ = 16
-_PARTICULARS = re.compile(r"(['\"]).*\1|\bm[A-Z]\w+|[0-9a-f]{8,}|\d+", re.DOTALL)
+_PARTICULARS = re.compile(r"(?<=got ).*|'[^']*'|\"[^\"]*\"|\bm[A-Z]\w+|[0-9a-f]{8,}|\d+", re.DOTALL)
 
 
 def fuzz_manifest(data: bytes) -> str:
