@@ -23,7 +23,7 @@ from fuzz_targets import TARGETS  # noqa: E402
 
 ROUND = 500
 SLOW_SECONDS = 5.0
-MAX_KEPT_BYTES = 4096
+MAX_KEPT_BYTES = 12 << 10
 
 
 class Run:
