@@ -20,12 +20,14 @@ from ..errors import (
     StoreError,
     UsageError,
 )
-from .fetch import FetchReport, Outcome, fetch_objects, report_of
+from .crew import Crew, Outcome, ThreadCrew
+from .fetch import FetchReport, fetch_objects, report_of
 from .http_source import HttpLimits
 from .manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest
 from .obtain import FetchPolicy
 from .path import ArtifactPath
 from .pins import Pin, PinSet, read_manifest
+from .process_crew import hire
 from .reading import digest_of
 from .sources import NotHereError, Wanted, parse_source
 from .store import Store
@@ -343,14 +345,16 @@ class Library:
         self, pin: Pin, wanted: Sequence[Wanted], jobs: int, note: Callable[[Outcome], None] | None
     ) -> list[Outcome]:
         specs = self._supply.specs(pin)
-        return fetch_objects(
-            self.store,
-            wanted,
-            lambda progress: self._supply.open(specs, progress),
-            jobs=jobs,
-            policy=self._policy,
-            on_outcome=note,
-        )
+
+        def threads() -> ThreadCrew:
+            return ThreadCrew(
+                self.store, lambda progress: self._supply.open(specs, progress), self._policy, min(jobs, len(wanted))
+            )
+
+        def crew() -> Crew:
+            return hire(self._supply.order(specs), threads, jobs, len(wanted))
+
+        return fetch_objects(self.store, wanted, crew, policy=self._policy, on_outcome=note)
 
     def _wanted(self, pin: Pin, manifest: Manifest, path: ArtifactPath) -> Wanted:
         digest = manifest.digests.get(path)
