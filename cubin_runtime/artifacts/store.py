@@ -202,9 +202,7 @@ class Store:
         """Descriptor of the folder that holds the object, opened part by part so that no link is followed."""
         place = self.root
         try:
-            if create:
-                os.makedirs(place, 0o777, exist_ok=True)
-            descriptor = os.open(place, _DIRECTORY_FLAGS & ~os.O_NOFOLLOW)
+            descriptor = _open_root(place, create)
         except OSError as error:
             raise _missing_or_store_error(error, place, sha256, create) from None
         try:
@@ -245,7 +243,20 @@ def _checked(sha256: str) -> str:
     return sha256
 
 
+def _open_root(root: Path, create: bool) -> int:
+    flags = _DIRECTORY_FLAGS & ~os.O_NOFOLLOW
+    try:
+        return os.open(root, flags)
+    except FileNotFoundError:
+        if not create:
+            raise
+    os.makedirs(root, 0o777, exist_ok=True)
+    return os.open(root, flags)
+
+
 def _open_folder(part: str, parent: int, create: bool) -> int:
+    with suppress(FileNotFoundError):  # nearly always it is there
+        return os.open(part, _DIRECTORY_FLAGS, dir_fd=parent)
     if create:
         with suppress(FileExistsError):
             os.mkdir(part, 0o777, dir_fd=parent)
