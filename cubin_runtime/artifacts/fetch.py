@@ -12,7 +12,6 @@ from ..errors import CorruptError, CubinRuntimeError, SourceError, StoreError
 from .crew import Crew, Outcome
 from .locks import ShardLock, shard_of
 from .obtain import FetchPolicy
-from .path import ArtifactPath
 from .pins import Pin
 from .sources import Wanted
 from .store import Store
@@ -28,7 +27,8 @@ class FetchReport:
     """What a fetch did: ``chosen = present + fetched`` (``+ missing`` in a dry run, which fetches nothing).
 
     ``bytes`` were fetched in ``seconds``; ``about_bytes`` is the estimate for what was missing at the start
-    (0: the pin says no sizes); ``by_source`` counts files by the source that delivered them.
+    (0: the pin says no sizes), ``saves_about_bytes`` for the files of the release that were not chosen;
+    ``by_source`` counts files by the source that delivered them.
     """
 
     pin: str
@@ -41,7 +41,7 @@ class FetchReport:
     seconds: float
     dry_run: bool
     by_source: Mapping[str, int]
-    failures: tuple[tuple[ArtifactPath, str], ...] = ()
+    saves_about_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -233,6 +233,7 @@ def report_of(
         seconds=seconds,
         dry_run=dry_run,
         by_source=dict(by_source),
+        saves_about_bytes=pin.estimate(max(0, pin.files - len(wanted))),
     )
 
 

@@ -170,10 +170,13 @@ class Library:
         jobs: int = DEFAULT_JOBS,
         dry_run: bool = False,
         progress: Callable[[int], None] | None = None,
+        on_bytes: Callable[[int], None] | None = None,
     ) -> FetchReport:
         """Put files of a release (None: all) into the store; what stands there already is left alone.
 
-        ``progress`` is called with the number of files done. A dry run compares the manifest with the store
+        ``jobs`` files are fetched at a time; where there are many of them and more than one core, by worker
+        processes with threads. ``progress`` is called with the number of files done, ``on_bytes`` before that
+        with the size of each object that came. A dry run compares the manifest with the store
         and fetches at most the manifest.
 
         Raises:
@@ -201,6 +204,8 @@ class Library:
             names = Counter(_digest(one) for one in missing)
 
             def note(outcome: Outcome) -> None:
+                if on_bytes is not None and outcome.source is not None:
+                    on_bytes(outcome.size)
                 if progress is not None:
                     progress(names[_digest(outcome.wanted)])
 
