@@ -24,6 +24,7 @@ START_SECONDS = 60.0
 SILENT_SECONDS = 60.0
 STOP_SECONDS = 4.0
 OBJECTS_A_PROCESS = 128
+WORKER_START = ""  # code that a worker runs first; tests break things with it
 _BATCH = 16
 _log = logging.getLogger("cubin_runtime")
 
@@ -171,7 +172,8 @@ def _start(order: WorkOrder) -> _Worker:
     ours, theirs = socket.socketpair()
     with theirs:
         # the same modules as here, wherever the caller found them
-        code = f"import sys; sys.path[:] = {sys.path!r}\nfrom {__package__}.worker import main\nmain({theirs.fileno()})"
+        begin = f"from {__package__}.worker import main\nmain({theirs.fileno()})"
+        code = f"import sys; sys.path[:] = {sys.path!r}\n{WORKER_START}\n{begin}"
         flags = ["-I"] if sys.flags.isolated else []
         try:
             process = subprocess.Popen(
