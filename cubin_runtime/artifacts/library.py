@@ -20,12 +20,14 @@ from ..errors import (
     StoreError,
     UsageError,
 )
-from .fetch import FetchReport, Outcome, fetch_objects, report_of
+from .crew import Crew, Outcome, ThreadCrew
+from .fetch import FetchReport, fetch_objects, report_of
 from .http_source import HttpLimits
 from .manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest
 from .obtain import FetchPolicy
 from .path import ArtifactPath
 from .pins import Pin, PinSet, read_manifest, refuse_trust_in_store
+from .process_crew import hire
 from .reading import NotRegularError, digest_of
 from .sources import NotHereError, Wanted, parse_source
 from .store import Store
@@ -175,10 +177,13 @@ class Library:
         jobs: int = DEFAULT_JOBS,
         dry_run: bool = False,
         progress: Callable[[int], None] | None = None,
+        on_bytes: Callable[[int], None] | None = None,
     ) -> FetchReport:
         """Put files of a release (None: all) into the store; what stands there already is left alone.
 
-        ``progress`` is called with the number of files done. A dry run compares the manifest with the store
+        ``jobs`` files are fetched at a time; where there are many of them and more than one core, by worker
+        processes with threads. ``progress`` is called with the number of files done, ``on_bytes`` before that
+        with the size of each object that came. A dry run compares the manifest with the store
         and fetches at most the manifest.
 
         Raises:
@@ -209,6 +214,8 @@ class Library:
             names = Counter(_digest(one) for one in missing)
 
             def note(outcome: Outcome) -> None:
+                if on_bytes is not None and outcome.source is not None:
+                    on_bytes(outcome.size)
                 if progress is not None:
                     progress(names[_digest(outcome.wanted)])
 
@@ -359,14 +366,16 @@ class Library:
         self, pin: Pin, wanted: Sequence[Wanted], jobs: int, note: Callable[[Outcome], None] | None
     ) -> list[Outcome]:
         specs = self._supply.specs(pin)
-        return fetch_objects(
-            self.store,
-            wanted,
-            lambda progress: self._supply.open(specs, progress),
-            jobs=jobs,
-            policy=self._policy,
-            on_outcome=note,
-        )
+
+        def threads() -> ThreadCrew:
+            return ThreadCrew(
+                self.store, lambda progress: self._supply.open(specs, progress), self._policy, min(jobs, len(wanted))
+            )
+
+        def crew() -> Crew:
+            return hire(self._supply.order(specs), threads, jobs, len(wanted))
+
+        return fetch_objects(self.store, wanted, crew, policy=self._policy, on_outcome=note)
 
     def _wanted(self, pin: Pin, manifest: Manifest, path: ArtifactPath) -> Wanted:
         digest = manifest.digests.get(path)

@@ -49,5 +49,6 @@ def _refuse_what_stands_in_the_way(library: Library, pin: Pin, corrupt: list[Art
     buffer = bytearray(1 << 20)
     for path in corrupt:
         digest = digests[path]
-        if library.store.has(digest) and library.store.matches(digest, pin.max_file_bytes, buffer) is None:
+        (size,) = library.store.matches([digest], pin.max_file_bytes, buffer)
+        if size is None and library.store.has(digest):
             raise StoreError(f"{library.store.object_path(digest)}: is damaged and cannot be moved aside; not repaired")

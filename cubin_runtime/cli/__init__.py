@@ -16,7 +16,6 @@ from .output import emit_json, error_line, escape, flush
 __all__ = ["app", "main"]
 
 VERB_FAMILIES = ("fetching", "verifying", "pinning", "inspecting", "comparing", "shipping", "keeping", "doctor")
-INTERRUPTED = 130
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 app = typer.Typer(
@@ -61,16 +60,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         _start_log()
         code = _code(app(args=given, prog_name="cubin-runtime", standalone_mode=False))
-        # some versions of the parser turn an interrupt into the bare code
-        return _report(None, "Interrupted", "interrupted", code, given) if code == INTERRUPTED else code
+        # the parser's library turns an interrupt into this code and says nothing
+        return _report(None, "Interrupted", "interrupted", 130, given) if code == 130 else code
     except CubinRuntimeError as error:
         return _report(error, type(error).__name__, str(error), error.exit_code, given)
     except KeyboardInterrupt:
-        return _report(None, "Interrupted", "interrupted", INTERRUPTED, given)
+        return _report(None, "Interrupted", "interrupted", 130, given)
     except SystemExit as exit_:
         return _code(exit_.code)
     except typer.Abort:
-        return _report(None, "Interrupted", "interrupted", INTERRUPTED, given)
+        return _report(None, "Interrupted", "interrupted", 130, given)
     except Exception as error:
         if hasattr(error, "format_message"):  # the parser's own errors, whichever library typer builds on
             return _report(error, "UsageError", _parser_message(error), 2, given)

@@ -10,6 +10,7 @@ from ..errors import CubinRuntimeError, MissingError, StoreError
 from . import options, output
 from .choosing import Targets
 from .choosing import chosen as _chosen
+from .fetch_bar import fetch_bar
 from .output import size as _size
 
 if TYPE_CHECKING:
@@ -49,8 +50,10 @@ def fetch(
         try:
             pin = library.pins.get(target)
             paths = _chosen(library, pin, target, wanted)
-            with output.progress(f"fetch {pin.name}", len(paths)) as advance:
-                reports.append(library.fetch(pin, paths, jobs=jobs, dry_run=dry_run, progress=advance))
+            with fetch_bar(pin.name, len(paths)) as bar:
+                reports.append(
+                    library.fetch(pin, paths, jobs=jobs, dry_run=dry_run, progress=bar.advance, on_bytes=bar.moved)
+                )
         except StoreError:
             raise
         except CubinRuntimeError as error:
@@ -102,16 +105,18 @@ def where(
 
 def _fetch_text(report: FetchReport) -> str:
     about = f", about {_size(report.about_bytes)}" if report.about_bytes else ""
+    saves = f"; the filters save about {_size(report.saves_about_bytes)}" if report.saves_about_bytes else ""
     if report.dry_run:
         return (
             f"{report.pin}: {report.chosen} files chosen, {report.present} in the store, "
-            f"{report.missing} would be fetched{about}"
+            f"{report.missing} would be fetched{about}{saves}"
         )
     origin = ", ".join(f"{count} from {label}" for label, count in report.by_source.items())
     return (
         f"{report.pin}: {report.chosen} files chosen, {report.present} were in the store, "
         f"{report.fetched} fetched ({_size(report.bytes)} in {report.seconds:.1f} s)"
         + (f": {origin}" if origin else "")
+        + saves
     )
 
 
