@@ -59,6 +59,20 @@ def test_a_refusal_says_what_was_asked() -> None:
     assert record["error_select_params"]["headDimPerCtaV"] == 512
 
 
+def test_a_type_that_no_kernel_takes_counts_as_an_argument_check() -> None:
+    case = case_of(Shapes())
+    case["tensors"]["query"]["dtype"] = "float64"
+    record = decide(case, recorded_kernels(), Policy.REFERENCE)
+    assert (record["ok"], record["error_kind"]) == (False, "launcher_argument_check")
+
+
+def test_floats_are_shown_with_nine_digits_and_pointers_in_hexadecimal() -> None:
+    params = decided()["params"]
+    assert (params["mScaleSoftmaxLog2"], params["mScaleSfO"]) == (0.127517432, -1)
+    assert (params["ptrO"], params["ptrSfO"]) == ("0x7f1000000000", None)
+    assert params["mNumHeadsQPerKvDivisor"] == "04000000000000800000000001000000"
+
+
 def test_our_policy_finds_a_kernel_where_the_reference_misses_one() -> None:
     assert decide(case_of(MISSED), recorded_kernels(), Policy.BEST)["ok"] is True
 
