@@ -285,13 +285,17 @@ def test_ragged_queries_without_their_bound_read_it_back_once(
 def test_nhd_caches_are_taken_by_their_strides(runtime: Runtime, standin: StandIn, memory: MadeUpMemory) -> None:
     cache = memory.tensor("bfloat16", 64, 2, 32, 4, 128)
     flashinfer.trtllm_batch_decode_with_kv_cache(**decode_arguments(memory, kv_cache=cache, kv_layout="NHD"))
-    key = [call.seen for call in standin.calls("cuTensorMapEncodeTiled") if int(call.seen["address"], 16) == cache.pointer]
+    key = [
+        call.seen for call in standin.calls("cuTensorMapEncodeTiled") if int(call.seen["address"], 16) == cache.pointer
+    ]
     assert key[0]["dims"] == "128,32,4,128"
     assert key[0]["strides"] == "1024,256,65536"
 
 
 def test_an_fp4_output_comes_with_its_scales(runtime: Runtime, standin: StandIn, memory: MadeUpMemory) -> None:
-    given = decode_arguments(memory, query=memory.tensor(FP8, 4, 32, 128), kv_cache=memory.tensor(FP8, 64, 2, 4, 32, 128))
+    given = decode_arguments(
+        memory, query=memory.tensor(FP8, 4, 32, 128), kv_cache=memory.tensor(FP8, 64, 2, 4, 32, 128)
+    )
     out = flashinfer.trtllm_batch_decode_with_kv_cache(**given, out_dtype="nvfp4", o_sf_scale=0.5)
     sent = KERNEL_PARAMS.unpack(launched(main_launch(standin)))
     assert (out.data.shape, out.scale.shape) == ((4, 32, 64), (128, 256))
@@ -316,7 +320,9 @@ def test_a_workspace_that_is_too_small_is_refused_with_the_bytes_needed(
     assert needed >= plan.planned.scratch_bytes > 1 << 20
     standin.clear_log()
     small = memory.tensor("uint8", needed - 16)
-    with pytest.raises(WorkspaceError, match=rf"workspace of {needed - 16} bytes at .* needs \d+ bytes there, {needed}"):
+    with pytest.raises(
+        WorkspaceError, match=rf"workspace of {needed - 16} bytes at .* needs \d+ bytes there, {needed}"
+    ):
         flashinfer.trtllm_batch_decode_with_kv_cache_mla(**reduced_mla(memory, workspace_buffer=small))
     assert "cuLaunchKernelEx" not in standin.names()
 
