@@ -33,7 +33,6 @@ from cubin_runtime.launch.driver import Driver
 from cubin_runtime.launch.trtllm_gen.fill import pack
 from cubin_runtime.launch.trtllm_gen.invariance import InvarianceRefused
 from cubin_runtime.launch.trtllm_gen.params import KERNEL_PARAMS
-from cubin_runtime.launch.trtllm_gen.tensor_maps import TensorMaps
 
 pytestmark = [pytest.mark.release, pytest.mark.timeout(600)]
 
