@@ -11,6 +11,7 @@ from ..launch.driver import DeviceFacts
 
 AUTO = "auto"
 HOPPER = "hopper"
+TRTLLM_GEN = "trtllm-gen"
 
 
 class BackendError(DeviceError):
@@ -19,13 +20,30 @@ class BackendError(DeviceError):
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """Compute capabilities of one backend: where it was ``measured``, and where it is built but was not run."""
+    """Compute capabilities of one backend.
 
-    measured: frozenset[tuple[int, int]]
-    built: frozenset[tuple[int, int]]
+    ``measured``: a GPU run of this repository measured it there. ``published``: its publisher built it for them,
+    and it is launched as the publisher's own launcher does; not run by us. ``built``: built by us, not run.
+    """
+
+    measured: frozenset[tuple[int, int]] = frozenset()
+    built: frozenset[tuple[int, int]] = frozenset()
+    published: frozenset[tuple[int, int]] = frozenset()
+
+    @property
+    def automatic(self) -> frozenset[tuple[int, int]]:
+        """Where ``auto`` takes it."""
+        return self.measured | self.published
+
+    def __str__(self) -> str:
+        parts = (("measured on", self.measured), ("published for", self.published), ("built for", self.built))
+        return ", ".join(f"{words} {_list(where)}" for words, where in parts if where)
 
 
-# Operator -> backend -> where it runs. `auto` takes measured entries only.
+_TRTLLM_GEN = {TRTLLM_GEN: Support(published=frozenset({(10, 0), (10, 3)}))}
+
+
+# Operator -> backend -> where it runs. `auto` takes measured and published entries only.
 TABLE: Mapping[str, Mapping[str, Support]] = {
     "paged_decode": {
         HOPPER: Support(
@@ -33,6 +51,10 @@ TABLE: Mapping[str, Mapping[str, Support]] = {
             built=frozenset({(8, 0), (8, 6), (8, 9), (10, 0), (10, 3), (12, 0), (12, 1)}),
         ),
     },
+    "trtllm_batch_decode_with_kv_cache": _TRTLLM_GEN,
+    "trtllm_batch_decode_with_kv_cache_mla": _TRTLLM_GEN,
+    "trtllm_batch_context_with_kv_cache": _TRTLLM_GEN,
+    "trtllm_ragged_attention_deepseek": _TRTLLM_GEN,
 }
 
 
@@ -50,7 +72,7 @@ def resolve_backend(operator: str, backend: str, device: DeviceFacts) -> str:
         raise UsageError(f"backend={backend!r}: expected {AUTO} or one of {', '.join(backends)}")
     asked = backends if backend == AUTO else {backend: backends[backend]}
     for name, support in asked.items():
-        if device.capability in support.measured:
+        if device.capability in support.automatic:
             return name
     for name, support in asked.items():
         if device.capability in support.built:
@@ -64,11 +86,15 @@ def resolve_backend(operator: str, backend: str, device: DeviceFacts) -> str:
                 stacklevel=3,
             )
             return name
-    everywhere = "; ".join(
-        f"{name}: measured on {_list(support.measured)}, built for {_list(support.built)}"
-        for name, support in asked.items()
-    )
-    raise BackendError(f"{operator} on {_words(device)}: no backend runs there ({everywhere})")
+    everywhere = "; ".join(f"{name}: {support}" for name, support in asked.items())
+    here = [
+        f"{other} (backend {name!r})"
+        for other, known in TABLE.items()
+        for name, support in known.items()
+        if other != operator and device.capability in support.automatic
+    ]
+    instead = f"; there is {', '.join(here)}" if here else ""
+    raise BackendError(f"{operator} on {_words(device)}: no backend runs there ({everywhere}){instead}")
 
 
 def _words(device: DeviceFacts) -> str:

@@ -19,11 +19,15 @@ from ..launch.driver import Driver
 from ..launch.modules import KernelRequest, LoadedKernel, ModuleCache, PreloadReport
 from ..launch.structs import StructLayout
 from ..launch.tensormap import TensorMapCache
+from ..launch.trtllm_gen.kernels import KernelFinder
+from .memory import TensorMemory, TorchMemory
 
 if TYPE_CHECKING:
     from ..artifacts.library import Library
+    from ..artifacts.metadata import KernelMeta
     from ..artifacts.pins import Pin
 
+TRTLLM_RELEASE = "trtllm-gen-0.6.13"
 OWN_RELEASE = f"hopper-{_version.__version__}"
 
 
@@ -40,6 +44,15 @@ class OwnRelease:
         return self.pin.path.child(kernel.file)
 
 
+@dataclass(frozen=True, slots=True)
+class PublishedRelease:
+    """A trtllm-gen release as an operator needs it: its pin, its kernels by their traits, its parameter struct."""
+
+    pin: Pin
+    finder: KernelFinder
+    layout: StructLayout
+
+
 class Runtime:
     """Owns the artifact library, the driver and the module cache; safe between threads, not across a fork.
 
@@ -47,9 +60,19 @@ class Runtime:
     """
 
     def __init__(
-        self, config: Config | None = None, *, driver: Driver | None = None, release: str = OWN_RELEASE
+        self,
+        config: Config | None = None,
+        *,
+        driver: Driver | None = None,
+        release: str = OWN_RELEASE,
+        trtllm_release: str = TRTLLM_RELEASE,
+        memory: TensorMemory | None = None,
     ) -> None:
-        """``config=None`` reads the environment; ``release`` is the pin of the release with our kernels."""
+        """``config=None`` reads the environment.
+
+        ``release`` is the pin of the release with our kernels, ``trtllm_release`` that of the trtllm-gen kernels;
+        ``memory`` makes outputs and reads tensors back (torch by default).
+        """
         from ..artifacts.library import Library
 
         self.config = config or Config.from_environment()
@@ -62,6 +85,9 @@ class Runtime:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._own: OwnRelease | None = None
+        self.memory: TensorMemory = memory or TorchMemory()
+        self._trtllm_release = trtllm_release
+        self._published: PublishedRelease | None = None
 
     @property
     def may_fetch(self) -> bool:
@@ -83,29 +109,82 @@ class Runtime:
                 self._own = OwnRelease(pin, kernels, dict(abi_layouts(pin.abi)))
             return self._own
 
+    def published_release(self) -> PublishedRelease:
+        """The trtllm-gen release, its metadata read and verified on first use; errors as ``own_release``."""
+        from ..artifacts.catalog import open_kernel_index
+
+        with self._lock:
+            if self._published is None:
+                pin = self.library.pins.get(self._trtllm_release)
+                layout = abi_layouts(pin.abi)["KernelParams"]
+                index = open_kernel_index(self.library, pin, fetch=self.may_fetch)
+                self._published = PublishedRelease(pin, KernelFinder(index), layout)
+            return self._published
+
     def digest_of(self, path: ArtifactPath) -> str:
         """The digest that the pinned manifest gives for ``path``."""
         return self.library.manifest(self.library.pins.covering(path)).digests[path]
 
     def load(self, kernel: OwnKernel, context: int, stream: int = 0) -> LoadedKernel:
         """A kernel of our release, loaded into ``context`` and gated; errors as ``ModuleCache.kernel``."""
-        if os.getpid() != self._pid:
-            raise UsageError("this Runtime was made before a fork: make one in the child")
-        request = self._request(kernel, context)
+        self.check_process()
+        request = self.request(kernel, context)
         return self.modules.kernel(
             request.context, request.sha256, request.symbol, request.read, request.needs, stream=stream
+        )
+
+    def load_published(
+        self, meta: KernelMeta, context: int, stream: int = 0, *, nonportable_cluster: bool = False
+    ) -> LoadedKernel:
+        """A trtllm-gen kernel, fetched if need be, loaded into ``context`` and gated.
+
+        Raises:
+            AbiError: its parameters, threads or architecture do not fit.
+            FrozenError: it is not loaded and it is too late for that.
+            MissingError, SourceError, CorruptError: its bytes cannot be had.
+        """
+        self.check_process()
+        request = self.published_request(meta, context, nonportable_cluster=nonportable_cluster)
+        return self.modules.kernel(
+            request.context, request.sha256, request.symbol, request.read, request.needs, stream=stream
+        )
+
+    def published_request(self, meta: KernelMeta, context: int, *, nonportable_cluster: bool = False) -> KernelRequest:
+        """What ``load_published`` loads, as a value for ``ModuleCache.preload``."""
+        release = self.published_release()
+        path = release.pin.path.child(meta.file)
+        needs = LaunchNeeds(
+            layout=release.layout,
+            threads=meta.threads,
+            fingerprint=None,  # abi_layouts has compared it with the recorded one
+            dynamic_shared_bytes=meta.shared_bytes,
+            declared=meta.architecture,
+            nonportable_cluster=nonportable_cluster,
+        )
+        return KernelRequest(
+            context=context,
+            sha256=self.digest_of(path),
+            symbol=meta.symbol,
+            read=lambda: self.library.load(path, fetch=self.may_fetch).data,
+            needs=needs,
         )
 
     def preload(self, kernels: Iterable[OwnKernel], device: int = 0) -> PreloadReport:
         """Load kernels of our release ahead of serving, into the device's primary context."""
         context = self.driver.primary_context(device)
-        return self.modules.preload([self._request(kernel, context) for kernel in kernels])
+        return self.modules.preload([self.request(kernel, context) for kernel in kernels])
+
+    def check_process(self) -> None:
+        """Raise ``UsageError`` in a forked child: driver handles do not survive a fork."""
+        if os.getpid() != self._pid:
+            raise UsageError("this Runtime was made before a fork: make one in the child")
 
     def freeze(self) -> None:
         """Make every later fetch or module load an error."""
         self.modules.freeze()
 
-    def _request(self, kernel: OwnKernel, context: int) -> KernelRequest:
+    def request(self, kernel: OwnKernel, context: int) -> KernelRequest:
+        """What ``load`` loads, as a value for ``ModuleCache.preload``."""
         own = self.own_release()
         path = own.path_of(kernel)
         needs = LaunchNeeds(

@@ -14,6 +14,7 @@ ITEM_BYTES = {
     "float16": 2,
     "float32": 4,
     "float64": 8,
+    "float8_e4m3fn": 1,
     "int8": 1,
     "uint8": 1,
     "int16": 2,

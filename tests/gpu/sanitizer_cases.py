@@ -1,4 +1,4 @@
-"""Small decodes for compute-sanitizer: every sm_90a cubin, every page size, both layouts, whole and split pairs.
+"""Small cases for compute-sanitizer: every sm_90a cubin; for decodes page sizes, layouts, whole and split pairs.
 
 Run: ``compute-sanitizer --tool memcheck python tests/gpu/sanitizer_cases.py``. Prints the number of cases; a wrong
 result ends it with an error.
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 from decode_cases import DecodeCase, assert_close, on_device
+from test_reduction_gpu import CASES, run_lse, run_reduction
 
 from cubin_runtime import Config
 from cubin_runtime.attention import Runtime
@@ -55,8 +56,14 @@ def main() -> None:
                 case.run()
                 assert_close(case.result(), case.expected)
                 used.add(case.plan.selection.kernel.name)
+        for reduction in CASES.values():
+            run_reduction(runtime, reduction, rng)
+        run_lse(runtime, 3, 7)
+        used |= {
+            kernel.name for kernel in runtime.own_release().kernels if kernel.sm == "90a" and kernel.family != "fmha"
+        }
         runtime.modules.close()
-    print(f"{len(cases())} cases over {', '.join(sorted(used))}")
+    print(f"{len(cases()) + len(CASES) + 1} cases over {', '.join(sorted(used))}")
 
 
 if __name__ == "__main__":

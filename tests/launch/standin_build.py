@@ -60,6 +60,7 @@ class StandIn:
         self.path = path
         self._library = ctypes.CDLL(str(path))
         self._library.standin_log.restype = ctypes.c_char_p
+        self._library.standin_image.restype = ctypes.c_void_p
 
     def exports(self) -> set[str]:
         """The driver functions it has."""
@@ -81,6 +82,17 @@ class StandIn:
     def add_kernel(self, symbol: str, sizes: tuple[int, ...], max_threads: int = 1024) -> None:
         array = (ctypes.c_size_t * max(1, len(sizes)))(*sizes)
         self._library.standin_add_kernel(symbol.encode(), array, len(sizes), max_threads)
+
+    def accept_kernels(self, size: int) -> None:
+        """Let every module hold every kernel that is asked for, with one parameter of ``size`` bytes."""
+        self._library.standin_accept_kernels(ctypes.c_size_t(size))
+
+    def images(self) -> list[bytes]:
+        """The module images in the order in which they were handed over."""
+        found, size = [], ctypes.c_size_t()
+        while address := self._library.standin_image(len(found), ctypes.byref(size)):
+            found.append(ctypes.string_at(address, size.value))
+        return found
 
     def fail(self, call: str, code: int, *, skip: int = 0, times: int = -1) -> None:
         self._library.standin_fail(call.encode(), code, skip, times)

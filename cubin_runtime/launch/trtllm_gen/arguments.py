@@ -70,7 +70,8 @@ class Common:
     ``query`` is [tokens, heads, head_dim]; ``out`` likewise with V's head dimension (any shape that ends so).
     ``bmm1`` scales the scores, ``bmm2`` the output; a ``bmm1`` on the device has log2(e) in it already.
     ``lse_strides`` are those of tokens and heads. ``multi_ctas_enabled`` off keeps one CTA a tile of queries
-    for any length of KV. ``workspace`` is (address, bytes).
+    for any length of KV. ``workspace`` is (address, bytes); ``counters`` the address of zeroed counters that are
+    not part of it (0: none are wanted), None if they are carved from it.
     """
 
     device: Device
@@ -91,6 +92,7 @@ class Common:
     multi_ctas_enabled: bool = True
     pdl: bool = False
     allows_tile_kv_64: bool = False
+    counters: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

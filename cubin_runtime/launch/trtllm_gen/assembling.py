@@ -92,7 +92,7 @@ def pointers_of(common: Common, carving: Carving, **others: int) -> Pointers:
         softmax_scale_log2=common.bmm1.pointer,
         output_scale=common.bmm2.pointer,
         lse=address_of(common.lse),
-        counters=carving.counters,
+        counters=common.counters if common.counters is not None else carving.counters,
         softmax_stats=carving.softmax_stats,
         scratch=carving.scratch,
         **others,
@@ -102,7 +102,8 @@ def pointers_of(common: Common, carving: Carving, **others: int) -> Pointers:
 def carve_for(common: Common, heads_q: int, *, mergeable: bool) -> Carving:
     """The workspace of a call; ``mergeable`` ones have counters and scratch, those with an LSE statistics."""
     rows = None if common.lse is None else (heads_q, common.batch, common.max_q)
-    return carve(*common.workspace, counters=mergeable, stats_rows=rows, scratch=mergeable)
+    carves_counters = mergeable and common.counters is None
+    return carve(*common.workspace, counters=carves_counters, stats_rows=rows, scratch=mergeable)
 
 
 def query_strides(common: Common) -> tuple[int, int]:

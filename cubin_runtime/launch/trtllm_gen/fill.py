@@ -49,7 +49,7 @@ def fill(problem: Problem, meta: KernelMeta, geometry: Geometry, maps: TensorMap
         "ptrOutputScale": at.output_scale or None,
         "ptrPageIdxKv": at.page_table or None,
         # Without scratch this is a small number and no address: no kernel without scratch looks at it.
-        "ptrPartialO": at.scratch + partial_offset(problem, meta) & _ADDRESS_MASK,
+        "ptrPartialO": partial_address(problem, meta),
         "ptrPartialStats": at.scratch or None,
         "ptrSageAttnSfsK": at.sage_k or None,
         "ptrSageAttnSfsP": at.sage_p or None,
@@ -96,6 +96,11 @@ def fill(problem: Problem, meta: KernelMeta, geometry: Geometry, maps: TensorMap
         "mUseBlockSparseAttention": False,
         "mUsesSharedPagedKvIdx": problem.shares_page_index,
     }
+
+
+def partial_address(problem: Problem, meta: KernelMeta) -> int:
+    """Where the partial outputs lie."""
+    return problem.pointers.scratch + partial_offset(problem, meta) & _ADDRESS_MASK
 
 
 def _log2(value: int, of_zero: int) -> int:

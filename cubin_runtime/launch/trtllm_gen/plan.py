@@ -104,7 +104,15 @@ def plan(problem: Problem, kernels: KernelFinder, occupancy: Occupancy, policy: 
     Raises:
         KernelMissing, PlanRefused: no plan exists.
     """
-    selection = select(problem, kernels.for_problem(problem), occupancy, policy)
+    return plan_selected(problem, select(problem, kernels.for_problem(problem), occupancy, policy))
+
+
+def plan_selected(problem: Problem, selection: Selection) -> Planned:
+    """The plan of a call whose kernel and geometry are decided.
+
+    Raises:
+        PlanRefused: no reduction exists for the dtypes.
+    """
     meta, geometry = selection.meta, selection.geometry
     maps = describe_tensors(problem, meta)
     cluster = geometry.cluster_x

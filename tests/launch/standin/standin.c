@@ -5,9 +5,10 @@
  * read through the header's own types. Memory is host memory; a "kernel" does nothing.
  *
  * Control, all called by the tests: standin_reset, standin_set_device, standin_add_kernel, standin_fail,
- * standin_hide_parameter_info, standin_log.
+ * standin_hide_parameter_info, standin_accept_kernels, standin_image, standin_log.
  */
 #include <cuda.h>
+#include <elf.h>
 #include <pthread.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -17,7 +18,7 @@
 #define LOG_BYTES (4u << 20)
 #define SLOTS 64
 
-struct kernel { char symbol[128]; size_t sizes[8]; int parameters; int max_threads; int max_shared; };
+struct kernel { char symbol[256]; size_t sizes[8]; int parameters; int max_threads; int max_shared; };
 struct failure { char call[64]; int code; int skip; int times; };
 struct stream { int used; int blocking; int capturing; cuuint64_t capture; };
 
@@ -32,6 +33,9 @@ static int sticky;
 static struct stream streams[SLOTS];
 static cuuint64_t captures;
 static int major, minor, parameter_info, device_count, free_bytes_taken;
+static size_t accepted_size;
+static struct { void *data; size_t size; } images[SLOTS];
+static int image_count;
 static __thread CUcontext context_stack[16];
 static __thread int context_depth;
 static __thread int epoch_seen;
@@ -54,6 +58,8 @@ void standin_reset(void) {
   pthread_mutex_lock(&mutex);
   log_used = 0; log_text[0] = 0; kernel_count = failure_count = 0; sticky = 0;
   memset(streams, 0, sizeof streams);
+  accepted_size = 0;
+  while (image_count) free(images[--image_count].data);
   major = 9; minor = 0; parameter_info = 1; device_count = 1; free_bytes_taken = 0; captures = 0;
   epoch++;
   pthread_mutex_unlock(&mutex);
@@ -69,6 +75,16 @@ void standin_add_kernel(const char *symbol, const size_t *sizes, int parameters,
   snprintf(k->symbol, sizeof k->symbol, "%s", symbol);
   memcpy(k->sizes, sizes, sizeof(size_t) * (size_t)parameters);
   k->parameters = parameters; k->max_threads = max_threads;
+}
+
+/* From now on every module holds every kernel that is asked for, with one parameter of `size` bytes. */
+void standin_accept_kernels(size_t size) { accepted_size = size; }
+
+/* Bytes of the module image number `index` as it was handed over, NULL past the last. */
+const void *standin_image(int index, size_t *size) {
+  if (index >= image_count) return NULL;
+  *size = images[index].size;
+  return images[index].data;
 }
 
 /* Let the calls of `call` after the next `skip` fail `times` times (-1: always) with `code`. */
@@ -420,9 +436,29 @@ CUresult CUDAAPI cuEventElapsedTime(float *milliseconds, CUevent start, CUevent 
   LEAVE
 }
 
+/* The call gets no size: an ELF file ends behind its tables and sections. 0 for anything else. */
+static size_t elf_bytes(const unsigned char *image) {
+  const Elf64_Ehdr *head = (const Elf64_Ehdr *)image;
+  if (memcmp(image, ELFMAG, SELFMAG) || head->e_ident[EI_CLASS] != ELFCLASS64) return 0;
+  size_t end = head->e_shoff + (size_t)head->e_shnum * head->e_shentsize;
+  size_t programs_end = head->e_phoff + (size_t)head->e_phnum * head->e_phentsize;
+  if (head->e_phnum && programs_end > end) end = programs_end;
+  for (int i = 0; i < head->e_shnum; i++) {
+    const Elf64_Shdr *section = (const Elf64_Shdr *)(image + head->e_shoff + (size_t)i * head->e_shentsize);
+    if (section->sh_type != SHT_NOBITS && section->sh_offset + section->sh_size > end)
+      end = section->sh_offset + section->sh_size;
+  }
+  return end;
+}
+
 CUresult CUDAAPI cuModuleLoadData(CUmodule *module, const void *image) {
   ENTER("cuModuleLoadData")
   if (!current()) REFUSE(CUDA_ERROR_INVALID_CONTEXT);
+  size_t size = elf_bytes(image);
+  if (size && image_count < SLOTS) {
+    images[image_count].data = memcpy(malloc(size), image, size);
+    images[image_count++].size = size;
+  }
   free_bytes_taken += 4096;
   *module = (CUmodule)(size_t)0xD000;
   say("cuModuleLoadData image=%.16s context=%p\n", (const char *)image, (void *)current());
@@ -438,6 +474,11 @@ CUresult CUDAAPI cuModuleGetFunction(CUfunction *function, CUmodule module, cons
   say("cuModuleGetFunction module=%p name=%s\n", (void *)module, name);
   for (int i = 0; i < kernel_count; i++)
     if (!strcmp(kernels[i].symbol, name)) { *function = (CUfunction)&kernels[i]; goto out; }
+  if (accepted_size && kernel_count < SLOTS) {
+    *function = (CUfunction)&kernels[kernel_count];
+    standin_add_kernel(name, &accepted_size, 1, 1024);
+    goto out;
+  }
   REFUSE(CUDA_ERROR_NOT_FOUND);
   LEAVE
 }

@@ -1,0 +1,250 @@
+"""What a call may be: every rule in one place, each broken one named, before anything is planned or loaded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+from ...errors import UsageError
+from ...launch.trtllm_gen.arguments import Scale
+from ..views import TensorView
+from .calls import Call, ContextCall, DecodeCall, RaggedCall
+
+QUERY_DTYPES = ("float16", "bfloat16", "float8_e4m3fn")
+RAGGED_DTYPES = (*QUERY_DTYPES, "int8")
+CACHE_DTYPES = (*QUERY_DTYPES, "uint8")
+SCALE_BLOCK = 16
+INT32_MAX = (1 << 31) - 1
+
+
+def check_call(call: Call) -> None:
+    """Hold a call against every rule that needs no kernel to be known.
+
+    Raises:
+        UsageError: the message names the argument, what came and what was expected.
+    """
+    _check_query(call)
+    _check_lengths(call)
+    _check_options(call)
+    if isinstance(call, RaggedCall):
+        _check_ragged(call)
+    elif isinstance(call, (DecodeCall, ContextCall)):
+        _check_pages(call)
+    if isinstance(call, DecodeCall):
+        _check_decode(call)
+
+
+def check_scales(call: Call) -> None:
+    """The numbers that change without another plan; errors as ``check_call``."""
+    for name, scale in (("bmm1_scale", call.bmm1), ("bmm2_scale", call.bmm2)):
+        if not scale.pointer and not math.isfinite(scale.value):
+            raise UsageError(f"{name}={scale.value}: expected a finite number")
+
+
+def check_running_sum(name: str, values: Sequence[int], total: int) -> int:
+    """The largest step of a running sum that begins at 0, never falls, and ends at ``total``.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if not values or values[0] != 0:
+        raise UsageError(f"{name}: begins with {list(values[:1])}, expected 0")
+    steps = [after - before for before, after in pairwise(values)]
+    for request, step in enumerate(steps):
+        if step < 0:
+            raise UsageError(f"{name}: falls from {values[request]} to {values[request + 1]} at request {request}")
+    if values[-1] != total:
+        raise UsageError(f"{name}: ends with {values[-1]}, expected {total}, the number of tokens")
+    return max(steps, default=0)
+
+
+def check_vector(name: str, view: TensorView, length: int, dtype: str, device: int) -> None:
+    """Raise ``UsageError`` unless ``view`` is a contiguous vector of ``length`` on ``device``."""
+    if len(view.shape) != 1:
+        raise UsageError(f"{name}: shape {view.shape}, expected one dimension of {length}")
+    if view.shape[0] != length:
+        raise UsageError(f"{name}: {view.shape[0]} entries, expected {length}")
+    if view.dtype != dtype:
+        raise UsageError(f"{name}: dtype {view.dtype}, expected {dtype}")
+    if view.strides[0] != 1 and length > 1:
+        raise UsageError(f"{name}: stride {view.strides[0]}, expected 1")
+    check_device(name, view, device)
+
+
+def check_device(name: str, view: TensorView, device: int) -> None:
+    """Raise ``UsageError`` unless ``view`` is on ``device``."""
+    if view.device != device:
+        raise UsageError(f"{name}: on device {view.device}, query is on device {device}")
+
+
+def is_contiguous(view: TensorView) -> bool:
+    """Whether the elements lie in row-major order without gaps; strides of dimensions of size 1 do not matter."""
+    expected = 1
+    for size, stride in zip(reversed(view.shape), reversed(view.strides), strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _check_query(call: Call) -> None:
+    query, out = call.query, call.out
+    dtypes = RAGGED_DTYPES if isinstance(call, RaggedCall) else QUERY_DTYPES
+    _check_form("query", query, 3, dtypes)
+    if min(query.shape) < 1:
+        raise UsageError(f"query: shape {query.shape}, expected at least one token, head and dimension")
+    if isinstance(call, RaggedCall) and not is_contiguous(query):
+        raise UsageError(f"query: strides {query.strides}, expected a contiguous tensor: the kernels take no other")
+    if out.shape[:-1] != query.shape[:-1]:
+        raise UsageError(f"out: shape {out.shape}, expected {query.shape[:-1]} and the head dimension of V")
+    if not is_contiguous(out):
+        raise UsageError(f"out: strides {out.strides}, expected a contiguous tensor: the kernels write no other")
+    check_device("out", out, query.device)
+    if call.sinks is not None:
+        check_vector("sinks", call.sinks, query.shape[1], "float32", query.device)
+    if call.lse is not None:
+        if call.lse.shape != query.shape[:2] or call.lse.dtype != "float32":
+            raise UsageError(f"lse: {call.lse.dtype} {call.lse.shape}, expected float32 {query.shape[:2]}")
+        check_device("lse", call.lse, query.device)
+
+
+def _check_form(name: str, view: TensorView, rank: int, dtypes: Sequence[str]) -> None:
+    if len(view.shape) != rank:
+        raise UsageError(f"{name}: shape {view.shape}, expected {rank} dimensions")
+    if view.dtype not in dtypes:
+        raise UsageError(f"{name}: dtype {view.dtype}, expected one of {', '.join(dtypes)}")
+    if view.strides[-1] != 1:
+        raise UsageError(f"{name}: last stride {view.strides[-1]}, expected 1")
+
+
+def _check_lengths(call: Call) -> None:
+    device = call.query.device
+    if len(call.seq_lens.shape) != 1 or call.seq_lens.shape[0] < 1:
+        raise UsageError(f"seq_lens: shape {call.seq_lens.shape}, expected one dimension, a length for each request")
+    check_vector("seq_lens", call.seq_lens, call.batch, "int32", device)
+    for name, value in (("max_q_len", call.max_q), ("max_kv_len", call.max_kv)):
+        if not 1 <= value <= INT32_MAX:
+            raise UsageError(f"{name}={value}: expected 1 to {INT32_MAX}")
+    if call.cum_seq_lens_q is not None:
+        check_vector("cum_seq_lens_q", call.cum_seq_lens_q, call.batch + 1, "int32", device)
+    elif call.tokens != call.batch * call.max_q:
+        raise UsageError(
+            f"query: {call.tokens} tokens for {call.batch} requests of {call.max_q}; expected "
+            f"{call.batch * call.max_q}, or cum_seq_lens_q"
+        )
+    if isinstance(call, (ContextCall, RaggedCall)):
+        check_vector("cum_seq_lens_kv", call.cum_seq_lens_kv, call.batch + 1, "int32", device)
+        if call.cum_seq_lens_q is None:
+            raise UsageError("cum_seq_lens_q: None, expected int32 [batch + 1]")
+
+
+def _check_options(call: Call) -> None:
+    check_scales(call)
+    if call.window_left < -1 or call.window_left >= INT32_MAX:
+        raise UsageError(f"window_left={call.window_left}: expected -1 (none) or the keys before a query's own")
+    if not 0 <= call.skip_softmax_factor < math.inf:
+        raise UsageError(f"skip_softmax_threshold_scale_factor={call.skip_softmax_factor}: expected 0 or more")
+
+
+def _check_decode(call: DecodeCall) -> None:
+    if call.top_k < 0:
+        raise UsageError(f"sparse_mla_top_k={call.top_k}: expected 0 (off) or more")
+    if call.cum_seq_lens_q is not None:
+        if call.skip_softmax_factor:
+            raise UsageError("skip_softmax_threshold_scale_factor with cum_seq_lens_q: ragged queries skip no softmax")
+        if call.top_k:
+            raise UsageError("sparse_mla_top_k with cum_seq_lens_q: ragged queries take no sparse keys")
+    if call.batch_invariant and call.skip_softmax_factor:
+        raise UsageError(
+            "batch_invariant with skip_softmax_threshold_scale_factor: what is skipped depends on the tile"
+        )
+    if call.top_k_lens is not None:
+        if not call.top_k:
+            raise UsageError("sparse_mla_top_k_lens without sparse_mla_top_k: nothing is sparse")
+        check_vector("sparse_mla_top_k_lens", call.top_k_lens, call.tokens, "int32", call.query.device)
+
+
+def _check_pages(call: DecodeCall | ContextCall) -> None:
+    key, value, device = call.key, call.value, call.query.device
+    for name, cache in (("key_cache", key), ("value_cache", value)):
+        _check_form(name, cache, 4, CACHE_DTYPES)
+        check_device(name, cache, device)
+        if min(cache.shape) < 1:
+            raise UsageError(f"{name}: shape {cache.shape}, expected at least one page, head, token and dimension")
+    if key.shape[:3] != value.shape[:3]:
+        raise UsageError(f"value_cache: shape {value.shape}, key_cache has {key.shape}")
+    if _steps(key) != _steps(value):
+        raise UsageError(
+            f"value_cache: strides {value.strides}, key_cache has {key.strides}: the kernels take one set for both"
+        )
+    packed = 2 if key.dtype == "uint8" else 1
+    if key.shape[3] * packed != call.query.shape[2]:
+        raise UsageError(f"key_cache: head dimension {key.shape[3] * packed}, query has {call.query.shape[2]}")
+    _check_block_scales(call, packed)
+    _check_table(call)
+
+
+def _steps(view: TensorView) -> list[int]:
+    return [stride for size, stride in zip(view.shape[:3], view.strides[:3], strict=True) if size > 1]
+
+
+def _check_block_scales(call: DecodeCall | ContextCall, packed: int) -> None:
+    given = (("key_block_scales", call.key_scales, call.key), ("value_block_scales", call.value_scales, call.value))
+    for name, scales, cache in given:
+        if packed == 1:
+            if scales is not None:
+                raise UsageError(f"{name}: given for a cache of {cache.dtype}, expected for FP4 (uint8) alone")
+            continue
+        expected = (*cache.shape[:3], cache.shape[3] * packed // SCALE_BLOCK)
+        if scales is None:
+            raise UsageError(f"{name}: None, expected float8_e4m3fn {expected} for an FP4 cache")
+        if scales.shape != expected or scales.dtype != "float8_e4m3fn":
+            raise UsageError(f"{name}: {scales.dtype} {scales.shape}, expected float8_e4m3fn {expected}")
+        check_device(name, scales, call.query.device)
+
+
+def _check_table(call: DecodeCall | ContextCall) -> None:
+    table, batch = call.block_tables, call.batch
+    top_k = call.top_k if isinstance(call, DecodeCall) else 0
+    if top_k:
+        if table.shape not in ((batch, call.max_q, top_k), (call.tokens, top_k)):
+            raise UsageError(f"block_tables: shape {table.shape}, expected {(batch, call.max_q, top_k)}")
+    elif call.shares_index:
+        if len(table.shape) != 2 or table.shape[0] != batch or table.shape[1] < 1:
+            raise UsageError(f"block_tables: shape {table.shape}, expected [{batch}, columns]")
+    elif len(table.shape) != 3 or table.shape[:2] != (batch, 2) or table.shape[2] < 1:
+        raise UsageError(f"block_tables: shape {table.shape}, expected [{batch}, 2, columns] for K and V apart")
+    if table.dtype != "int32":
+        raise UsageError(f"block_tables: dtype {table.dtype}, expected int32")
+    if not is_contiguous(table):
+        raise UsageError(f"block_tables: strides {table.strides}, expected a contiguous tensor")
+    check_device("block_tables", table, call.query.device)
+
+
+def _check_ragged(call: RaggedCall) -> None:
+    for name, tensor in (("key", call.key), ("value", call.value)):
+        _check_form(name, tensor, 3, RAGGED_DTYPES)
+        check_device(name, tensor, call.query.device)
+        if min(tensor.shape) < 1:
+            raise UsageError(f"{name}: shape {tensor.shape}, expected at least one token, head and dimension")
+    if call.key.shape[:2] != call.value.shape[:2]:
+        raise UsageError(f"value: shape {call.value.shape}, key has {call.key.shape}")
+    if call.key.shape[2] != call.query.shape[2]:
+        raise UsageError(f"key: head dimension {call.key.shape[2]}, query has {call.query.shape[2]}")
+    if call.out.shape[2] != call.value.shape[2]:
+        raise UsageError(f"out: head dimension {call.out.shape[2]}, value has {call.value.shape[2]}")
+
+
+def scale_of(name: str, given: TensorView | float | None, device: int) -> Scale:
+    """A factor as the planner takes it.
+
+    Raises:
+        UsageError: a tensor of another dtype than float32, of more than one element, or elsewhere.
+    """
+    if isinstance(given, TensorView):
+        if given.dtype != "float32" or math.prod(given.shape) != 1:
+            raise UsageError(f"{name}: {given.dtype} {given.shape}, expected one float32")
+        check_device(name, given, device)
+        return Scale(1.0, given.pointer)
+    return Scale(1.0 if given is None else float(given))

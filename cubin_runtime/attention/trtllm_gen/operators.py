@@ -1,0 +1,133 @@
+"""Planning and running calls: backend, checks, the plan cache, workspace, counters and stream."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from ...errors import UsageError, WorkspaceError
+from ...launch.modules import KernelRequest, PreloadReport
+from ...launch.streams import stream_handle
+from ..backends import AUTO, resolve_backend
+from ..runtime import Runtime, default_runtime
+from ..views import ITEM_BYTES, TensorView, view_of
+from .calls import Call, bounded, signature
+from .checks import check_call, check_device, check_scales, is_contiguous
+from .plans import AttentionPlan
+
+COUNTER_ALIGNMENT = 16
+
+
+def plan(call: Call, *, backend: str = AUTO, runtime: Runtime | None = None) -> AttentionPlan:
+    """The plan for calls of this form, from the runtime's cache or made now.
+
+    The bound on the keys is rounded up to a power of two (to what the block table holds, if that is less), so one
+    plan serves while lengths grow. Planning reads no tensor; it loads the kernel only if the driver must be asked
+    how many clusters of it fit.
+
+    Raises:
+        UsageError: the call breaks a rule, or no kernel exists for it (``PlanRefused``, ``KernelMissing``).
+        BackendError: nothing runs it on the device.
+        MissingError, SourceError, CorruptError: the release cannot be had.
+    """
+    rt = runtime or default_runtime()
+    wanted = bounded(call) if call.max_kv >= 1 else call
+
+    def make() -> AttentionPlan:
+        device = wanted.query.device
+        resolve_backend(wanted.operator, backend, rt.driver.device(device))
+        check_call(wanted)
+        return AttentionPlan(rt, wanted, device)
+
+    found: AttentionPlan = rt.plans.get(("trtllm-gen", backend, *signature(wanted)), make)
+    return found
+
+
+def run(
+    call: Call,
+    workspace: Any,
+    *,
+    counters: Any = None,
+    stream: Any = None,
+    backend: str = AUTO,
+    runtime: Runtime | None = None,
+) -> None:
+    """Compute ``call.out`` (and ``call.lse``).
+
+    Args:
+        call: what to compute.
+        workspace: a contiguous tensor of any dtype on the call's device; its contents do not matter. A stream's
+            work must be done with it before another stream's uses it. ``workspace_size`` says how large.
+        counters: zeroed memory of ``counter_size`` bytes, 16-byte aligned, left zeroed; None makes it in the order
+            of torch's current stream, so only without ``stream``.
+        stream: an int handle, an object with ``__cuda_stream__``, a torch stream; None: torch's current one.
+        backend: "auto" or "trtllm-gen".
+        runtime: None: the process's default.
+
+    Raises:
+        UsageError, BackendError, MissingError, SourceError, CorruptError: as ``plan``.
+        WorkspaceError: workspace or counters are too small; the message names the bytes needed.
+        DeviceError: a kernel cannot be loaded or launched.
+    """
+    rt = runtime or default_runtime()
+    check_scales(call)
+    made = plan(call, backend=backend, runtime=rt)
+    scratch = view_of(workspace, "workspace_buffer")
+    check_device("workspace_buffer", scratch, call.query.device)
+    if not is_contiguous(scratch):
+        raise UsageError(f"workspace_buffer: strides {scratch.strides}, expected a contiguous tensor")
+    handle = rt.memory.current_stream(workspace) if stream is None else stream_handle(stream)
+    held, address = _counters(made, counters, workspace, stream, rt)
+    made.run(_as_planned(call, made), (scratch.pointer, _bytes_of(scratch)), address, handle)
+    del held  # freed in stream order, behind the launch
+
+
+def workspace_size(call: Call, *, backend: str = AUTO, runtime: Runtime | None = None) -> int:
+    """Bytes of workspace that a run of ``call`` needs, wherever the workspace begins; errors as ``plan``."""
+    return plan(call, backend=backend, runtime=runtime).workspace_bytes
+
+
+def counter_size(call: Call, *, backend: str = AUTO, runtime: Runtime | None = None) -> int:
+    """Bytes of zeroed counters that a run of ``call`` needs, 0 for none; errors as ``plan``."""
+    return plan(call, backend=backend, runtime=runtime).counter_bytes
+
+
+def preload(*calls: Call, backend: str = AUTO, runtime: Runtime | None = None) -> PreloadReport:
+    """Plan the calls, and fetch, load and gate their kernels ahead of serving.
+
+    Raises:
+        as ``plan``; FrozenError after ``freeze()`` or while a stream captures.
+    """
+    rt = runtime or default_runtime()
+    requests: list[KernelRequest] = []
+    for call in calls:
+        made = plan(call, backend=backend, runtime=rt)
+        requests += made.requests(rt.driver.ensure_context(call.query.device))
+    return rt.modules.preload(requests)
+
+
+def _as_planned(call: Call, made: AttentionPlan) -> Call:
+    return call if call.max_kv == made.max_kv else replace(call, max_kv=made.max_kv)
+
+
+def _counters(made: AttentionPlan, given: Any, like: Any, stream: Any, runtime: Runtime) -> tuple[Any, int]:
+    needed = made.counter_bytes
+    if given is None:
+        if not needed:
+            return None, 0
+        if stream is not None:
+            raise UsageError(f"counters: None with a stream of its own; expected {needed} zeroed bytes")
+        given = runtime.memory.zeros(like, (needed // 4,), "int32")
+    view = view_of(given, "counters")
+    if view.pointer % COUNTER_ALIGNMENT or not is_contiguous(view):
+        raise UsageError(
+            f"counters: at {view.pointer:#x}, strides {view.strides}; expected 16-byte aligned, contiguous"
+        )
+    if _bytes_of(view) < needed:
+        raise WorkspaceError(f"counters of {_bytes_of(view)} bytes: {made.kernel} needs {needed} bytes")
+    return given, view.pointer
+
+
+def _bytes_of(view: TensorView) -> int:
+    return prod(view.shape) * ITEM_BYTES[view.dtype]

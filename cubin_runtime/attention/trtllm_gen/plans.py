@@ -1,0 +1,192 @@
+"""An attention call planned once for its form, and run many times at any addresses."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from dataclasses import dataclass
+
+from ...artifacts.metadata import KernelMeta
+from ...artifacts.own_kernels import MEASURED, OwnKernel
+from ...errors import WorkspaceError
+from ...launch.launcher import LaunchPlan, PreparedLaunch, launch_config
+from ...launch.modules import KernelRequest
+from ...launch.plan import LaunchAttributes
+from ...launch.trtllm_gen.after_main import AfterMain, choose_own, launches_after, own_launch_plan
+from ...launch.trtllm_gen.arguments import Device
+from ...launch.trtllm_gen.carving import ALIGNMENT, stats_bytes
+from ...launch.trtllm_gen.grid import LARGEST_PORTABLE_CLUSTER
+from ...launch.trtllm_gen.invariance import select_invariant
+from ...launch.trtllm_gen.moving import moved_to
+from ...launch.trtllm_gen.plan import Planned, plan_selected
+from ...launch.trtllm_gen.select import Occupancy, select
+from ...launch.trtllm_gen.traits import MultiCtasMode, Policy
+from ..runtime import Runtime
+from .calls import Call
+
+# A workspace that is as large as any plan may want: planning looks at no real one.
+_BOUNDLESS = (1 << 40, 1 << 62)
+_COUNTER_BYTES = 4
+_COUNTER_MULTIPLE = 8
+_MERGING = (MultiCtasMode.GMEM, MultiCtasMode.SEPARATE_KERNEL)
+
+
+@dataclass(frozen=True, slots=True)
+class _Follower:
+    """One of our kernels behind the main one, ready to launch."""
+
+    plan: LaunchPlan
+    kernel: OwnKernel
+
+
+class AttentionPlan:
+    """One call's form decided: kernel, grid, parameters, what follows; made by ``operators.plan``.
+
+    It holds no tensor, workspace or stream; a run patches those in. A run allocates nothing, waits for nothing, and
+    after ``preload`` loads nothing, so it may be captured. Safe between threads.
+    """
+
+    def __init__(self, runtime: Runtime, call: Call, device: int) -> None:
+        facts = runtime.driver.device(device)
+        self.device = Device(facts.capability[0] * 10 + facts.capability[1], facts.multiprocessors)
+        self._runtime = runtime
+        self._ordinal = device
+        self._release = runtime.published_release()
+        self.max_kv = call.max_kv
+        self.planned = self._decide(call)
+        self._followers = tuple(self._follower(after) for after in launches_after(self.planned))
+        self._lock = threading.Lock()
+        self._prepared: dict[int, tuple[PreparedLaunch, ...]] = {}
+
+    @property
+    def kernel(self) -> str:
+        """The main kernel's symbol."""
+        return self.planned.meta.symbol
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes that always suffice for a workspace, wherever it begins."""
+        return self._taken(self.planned, _BOUNDLESS[0]) + ALIGNMENT - 1
+
+    @property
+    def counter_bytes(self) -> int:
+        """Bytes of zeroed counters that a run needs beside the workspace; 0 for none."""
+        if MultiCtasMode(self.planned.selection.state.multi_ctas) not in _MERGING:
+            return 0
+        problem, geometry = self.planned.problem, self.planned.selection.geometry
+        counted = max(problem.batch * problem.heads_q * geometry.ctas_q, problem.multiprocessors)
+        return -(-counted // _COUNTER_MULTIPLE) * _COUNTER_MULTIPLE * _COUNTER_BYTES
+
+    def launch_plans(self) -> tuple[LaunchPlan, ...]:
+        """Main launch, reduction and LSE as far as there are any, as values; addresses are those of planning."""
+        return (self._main_plan(), *(follower.plan for follower in self._followers))
+
+    def preload(self) -> None:
+        """Fetch, load and gate all kernels now, so that the first run does not."""
+        self._launches(self._runtime.driver.ensure_context(self._ordinal), 0)
+
+    def run(self, call: Call, workspace: tuple[int, int], counters: int, stream: int) -> None:
+        """Launch for ``call``, whose form must be that of the plan, on ``stream``.
+
+        Args:
+            call: other addresses and scales, the same form.
+            workspace: address and bytes; contents do not matter.
+            counters: address of ``counter_bytes`` of zeros, left as zeros; 0 where none are needed.
+            stream: handle.
+
+        Raises:
+            WorkspaceError: the workspace is too small; the message names the bytes needed.
+            DeviceError: a kernel cannot be loaded or launched.
+        """
+        moved = moved_to(self.planned, call.problem(self.device, self._widened(workspace), counters))
+        self._check_workspace(moved, workspace)
+        driver = self._runtime.driver
+        context = driver.ensure_context(self._ordinal)
+        launches = self._prepared.get(context) or self._launches(context, stream)
+        following = launches_after(moved) if self._followers else ()
+        launches[0].launch(stream, moved.values)
+        for launch, after in zip(launches[1:], following, strict=True):
+            launch.launch(stream, after.values)
+
+    def requests(self, context: int) -> tuple[KernelRequest, ...]:
+        """What a run loads: the main kernel, and ours behind it."""
+        wide = self.planned.attributes.nonportable_cluster
+        main = self._runtime.published_request(self.planned.meta, context, nonportable_cluster=wide)
+        return (main, *(self._runtime.request(follower.kernel, context) for follower in self._followers))
+
+    def _decide(self, call: Call) -> Planned:
+        problem = call.problem(self.device, _BOUNDLESS, _BOUNDLESS[0] if call.splits_kv else 0)
+        kernels = self._release.finder.for_problem(problem)
+        if call.batch_invariant:
+            return plan_selected(problem, select_invariant(problem, kernels))
+        return plan_selected(problem, select(problem, kernels, self._occupancy(), Policy.BEST))
+
+    def _occupancy(self) -> Occupancy:
+        """Clusters that the device holds at once, by the driver; that needs the kernel to be loaded."""
+
+        def ask(meta: KernelMeta, cluster: int, grid: tuple[int, int, int]) -> int:
+            driver = self._runtime.driver
+            context = driver.ensure_context(self._ordinal)
+            wide = cluster > LARGEST_PORTABLE_CLUSTER
+            kernel = self._runtime.load_published(meta, context, nonportable_cluster=wide)
+            attributes = LaunchAttributes(cluster=(cluster, 1, 1), scheduling_policy=1, nonportable_cluster=wide)
+            config = launch_config(grid, (meta.threads, 1, 1), meta.shared_bytes, attributes)
+            with driver.using(context):
+                return driver.active_clusters(kernel.function, config)
+
+        return ask
+
+    def _follower(self, after: AfterMain) -> _Follower:
+        own = self._runtime.own_release()
+        kernel = choose_own(own.kernels, after.operation, after.traits, self.device.sm)
+        if kernel.status != MEASURED:
+            warnings.warn(
+                f"{kernel.name} runs behind {self.kernel}: it was built for SM {self.device.sm} but never run there",
+                stacklevel=2,
+            )
+        path = own.path_of(kernel)
+        layout = own.layouts[kernel.struct]
+        return _Follower(own_launch_plan(after, kernel, path, self._runtime.digest_of(path), layout), kernel)
+
+    def _main_plan(self) -> LaunchPlan:
+        return self.planned.launch_plan(self._release.pin.path)
+
+    def _launches(self, context: int, stream: int) -> tuple[PreparedLaunch, ...]:
+        runtime, wide = self._runtime, self.planned.attributes.nonportable_cluster
+        runtime.check_process()
+        main = runtime.load_published(self.planned.meta, context, stream, nonportable_cluster=wide)
+        made = [PreparedLaunch(self._main_plan(), main, runtime.driver, runtime.descriptors)]
+        for follower in self._followers:
+            kernel = runtime.load(follower.kernel, context, stream)
+            made.append(PreparedLaunch(follower.plan, kernel, runtime.driver, runtime.descriptors))
+        with self._lock:
+            return self._prepared.setdefault(context, tuple(made))
+
+    def _widened(self, workspace: tuple[int, int]) -> tuple[int, int]:
+        # Carving refuses a workspace by its fixed parts alone; all the bytes needed are told in one place, below.
+        return (workspace[0], _BOUNDLESS[1])
+
+    def _check_workspace(self, moved: Planned, workspace: tuple[int, int]) -> None:
+        address, nbytes = workspace
+        taken = self._taken(moved, address)
+        if taken > nbytes:
+            raise WorkspaceError(
+                f"workspace of {nbytes} bytes at {address:#x}: {self.kernel} needs {taken} bytes there, "
+                f"{self.workspace_bytes} anywhere"
+            )
+
+    def _taken(self, planned: Planned, address: int) -> int:
+        """Bytes from ``address`` to the end of what a run writes."""
+        at = planned.problem.pointers
+        ends = [0]
+        if planned.lse is not None:
+            # The statistics end where scratch would begin; without scratch, by their own size.
+            ends.append(planned.lse.stats + _stats_bytes(planned) - address)
+        if self.planned.scratch_bytes:
+            ends.append(at.scratch + self.planned.scratch_bytes - address)
+        return max(ends)
+
+
+def _stats_bytes(planned: Planned) -> int:
+    problem = planned.problem
+    return stats_bytes(problem.heads_q, problem.batch, problem.max_q)

@@ -1,0 +1,1 @@
+"""Other people's names for our operators."""
