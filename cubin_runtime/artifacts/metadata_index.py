@@ -20,7 +20,8 @@ from struct import Struct
 from typing import Any
 
 from ..errors import MissingError
-from .metadata import COLUMN_OF_FIELD, Column, KernelMeta, KernelTable, MetadataError, parse_header
+from .metadata import KernelMeta, KernelTable, MetadataError, parse_header
+from .metadata_columns import COLUMN_OF_FIELD, Column
 from .trait_table import TraitTable, build_slots, table_bytes, traits_of
 
 INDEX_FORMAT = 2
@@ -121,7 +122,7 @@ class MetadataIndex:
         return self.at(place)
 
     def find_by_traits(self, traits: tuple[object, ...]) -> KernelMeta | None:
-        """The row whose ``metadata.SELECTION_FIELDS`` are ``traits``, in one hash lookup; None if there is none.
+        """The row whose ``metadata_columns.SELECTION_FIELDS`` are ``traits``, by one hash lookup; None without one.
 
         Raises:
             MetadataError: the table names a row that does not exist.

@@ -27,7 +27,7 @@ class KernelFinder:
         return KernelSet(self, tuple((word, *dtypes) for word in MODELS.get(problem.sm, ())))
 
     def find(self, traits: tuple[object, ...]) -> KernelMeta | None:
-        """The row with exactly these traits (``metadata.SELECTION_FIELDS``), None if there is none."""
+        """The row with exactly these traits (``metadata_columns.SELECTION_FIELDS``), None if there is none."""
         found = self._known.get(traits, _UNKNOWN)
         if isinstance(found, KernelMeta) or found is None:
             return found
