@@ -10,7 +10,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-torch test-release check artifacts dist bench clean prerequisites
+.PHONY: help demo test test-torch test-release check artifacts dist bench soak clean prerequisites
 
 PIP := -m pip --disable-pip-version-check install --quiet --quiet
 VENV := .venv/bin/python
@@ -48,7 +48,14 @@ dist: .venv/.ready ## Wheel and sdist of the package, and the data wheel of the 
 	@$(VENV) -m kernels_src.packaging --out dist
 	@ls -l dist
 
+soak: .venv/.ready ## 200 processes killed while they fetch, and fetching beside its peer (nginx; 15 minutes)
+	@$(VENV) $(PIP) -e '.[bench]'
+	@CUBIN_RUNTIME_KILLS=200 CUBIN_RUNTIME_KILLS_REPORT=benchmarks/results/kills.json \
+	    $(VENV) -m pytest -s tests/artifacts/test_kills.py
+	@$(VENV) benchmarks/fetch_peers.py
+
 bench: .venv/.ready ## The benchmarks that need no GPU; results in benchmarks/results
+	@$(VENV) $(PIP) -e '.[bench]'
 	@for script in benchmarks/*.py; do case "$$script" in */gpu_*) ;; *) \
 	    echo "== $$script"; $(VENV) "$$script" ;; esac; done
 

@@ -8,6 +8,7 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -45,7 +46,7 @@ def many(tmp_path: Path) -> Release:
 
 
 @pytest.fixture
-def server(many: Release, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+def server(many: Release, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     with serving(many.root) as running:
