@@ -131,7 +131,8 @@ def test_kills_at_random_moments_never_leave_a_wrong_object_and_the_next_run_com
     spent = time.monotonic() - began
     print(f"{killed} processes killed in {rounds} rounds, {spent:.0f} s")
     if report_file := os.environ.get("CUBIN_RUNTIME_KILLS_REPORT"):
-        found = {"seed": SEED, "kills": killed, "rounds": rounds, "fetchers": FETCHERS, "seconds": round(spent, 1)}
+        found: dict[str, float | None] = {"seed": SEED, "kills": killed, "rounds": rounds, "fetchers": FETCHERS}
+        found["seconds"] = round(spent, 1)
         found |= {"wrong_objects": 0, "cores": os.cpu_count(), "load": round(os.getloadavg()[0], 2)}
         Path(report_file).write_text(json.dumps(found, indent=2) + "\n")
 
