@@ -10,7 +10,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-torch test-release check artifacts dist bench soak clean prerequisites
+.PHONY: help demo test test-torch test-release check artifacts dist bench clean prerequisites
 
 PIP := -m pip --disable-pip-version-check install --quiet --quiet
 VENV := .venv/bin/python
@@ -48,6 +48,7 @@ dist: .venv/.ready ## Wheel and sdist of the package, and the data wheel of the 
 	@$(VENV) -m kernels_src.packaging --out dist
 	@ls -l dist
 
+.PHONY: soak
 soak: .venv/.ready ## 200 processes killed while they fetch, and fetching beside its peer (nginx; 15 minutes)
 	@$(VENV) $(PIP) -e '.[bench]'
 	@CUBIN_RUNTIME_KILLS=200 CUBIN_RUNTIME_KILLS_REPORT=benchmarks/results/kills.json \
