@@ -15,7 +15,7 @@ from .output import emit_json, error_line, escape, flush
 
 __all__ = ["app", "main"]
 
-VERB_FAMILIES = ("fetching", "pinning", "inspecting", "doctor")
+VERB_FAMILIES = ("fetching", "pinning", "inspecting", "explaining", "doctor")
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 app = typer.Typer(

@@ -87,14 +87,15 @@ def verify(
     head_dim: options.HeadDimOption = None,
     match: options.MatchOption = None,
     store: options.StoreOption = None,
-    source: Annotated[
+    tree: Annotated[
         list[str] | None,
         typer.Option(
-            "--source",
+            "--tree",
             help="Check this published tree (directory, .zip, .whl or 'package') instead of the store.",
             show_default=False,
         ),
     ] = None,
+    source: options.SourceOption = None,
     pins: options.PinsOption = None,
     offline: options.OfflineOption = False,
     json: options.JsonOption = False,
@@ -109,14 +110,14 @@ def verify(
     for target in targets:
         pin = library.pins.get(target)
         whole = wanted.is_empty and target.rstrip("/") in (pin.name, pin.path.text)
-        for tree in source or (None,):
+        for place in tree or (None,):
             if whole:
                 paths, total = None, pin.files
             else:
                 paths = _chosen(library, pin, target, wanted)
                 total = len(paths)
             with output.progress(f"verify {pin.name}", total) as advance:
-                reports.append(library.verify(pin, paths, complete=complete, progress=advance, tree=tree))
+                reports.append(library.verify(pin, paths, complete=complete, progress=advance, tree=place))
     if json:
         output.emit_json("verify", {"releases": [_verify_json(report) for report in reports]})
     else:

@@ -183,7 +183,7 @@ def test_verify_is_5_for_damage_and_names_the_file(
 
 def test_verify_of_a_tree_is_6_for_an_extra_file(release: Release, capsys: pytest.CaptureFixture[str]) -> None:
     release.file("fmha/e\x1b[2Jxtra").write_bytes(b"extra")
-    assert main(["verify", "made-1.0", "--source", str(release.root)]) == 6
+    assert main(["verify", "made-1.0", "--tree", str(release.root)]) == 6
     assert "extra: fmha/e\\x1b[2Jxtra" in capsys.readouterr().out
 
 
@@ -200,7 +200,7 @@ def test_of_several_faults_the_worst_is_the_code(release: Release, broken: tuple
         release.file("extra").write_bytes(b"extra")
     if "manifest" in broken:
         release.file("checksums.txt").write_bytes(b"damaged")
-    assert main(["verify", "made-1.0", "--complete", "--source", str(release.root)]) == code
+    assert main(["verify", "made-1.0", "--complete", "--tree", str(release.root)]) == code
 
 
 def test_json_reports_a_verification(release: Release, capsys: pytest.CaptureFixture[str]) -> None:
