@@ -9,7 +9,7 @@ from cubin_runtime.cli.fetch_bar import describe, fetch_bar
 
 
 @pytest.mark.parametrize(
-    ("remaining", "fetched", "size", "seconds", "text"),
+    ("remaining", "came", "size", "seconds", "text"),
     [
         (300, 100, 12_000_000, 2.0, "12.0 MB at 6.0 MB/s, about 6 s left"),
         (0, 400, 48_000_000, 8.0, "48.0 MB at 6.0 MB/s"),
@@ -17,11 +17,11 @@ from cubin_runtime.cli.fetch_bar import describe, fetch_bar
         (400, 0, 0, 0.0, "0.0 MB at 0.0 MB/s"),
     ],
 )
-def test_bytes_rate_and_what_remains(remaining: int, fetched: int, size: int, seconds: float, text: str) -> None:
-    assert describe(remaining, fetched, size, seconds) == text
+def test_bytes_rate_and_what_remains(remaining: int, came: int, size: int, seconds: float, text: str) -> None:
+    assert describe(remaining, came, size, seconds) == text
 
 
-def test_files_that_were_there_do_not_count_for_the_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_were_there_do_not_count_for_the_pace() -> None:
     with fetch_bar("made-1.0", 100) as bar:
         bar.advance(50)
         bar.moved(1_000_000)
