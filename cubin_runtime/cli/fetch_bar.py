@@ -48,7 +48,7 @@ class FetchBar:
 
 
 def describe(remaining: int, came: int, size: int, seconds: float) -> str:
-    """What was moved, how fast, and how long ``remaining`` files take at the pace of those that came, here or elsewhere.
+    """What was moved, how fast, and how long ``remaining`` files take at the pace of those that came, by whomever.
 
     >>> describe(300, 100, 12_000_000, 2.0)
     '12.0 MB at 6.0 MB/s, about 6 s left'
