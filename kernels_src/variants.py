@@ -13,6 +13,7 @@ SHARED_BYTES_PER_BLOCK: Mapping[str, int] = {
     "89": 99 << 10,
     "90": 227 << 10,
     "100": 227 << 10,
+    "103": 227 << 10,
     "120": 99 << 10,
 }
 # Where a GPU run of this repository measured the kernel; elsewhere it was only compiled.
@@ -78,8 +79,12 @@ class Variant:
 def _paged_decode(sm: str, rows: int) -> Variant:
     tma = sm == "90a"
     stages = 3 if SHARED_BYTES_PER_BLOCK[sm.rstrip("af")] >= 227 << 10 else 2
-    # The ring, merge rows, two statistics a warp, two barriers a buffer, a flag; the source asserts the sum.
-    shared = 2 * stages * 16384 + rows * 132 * 4 + 2 * 4 * rows * 4 + 4 * stages * 8 + 4
+    # Two CTAs on an SM leave 168 registers a thread, which spills with 16 rows on SM100 and 120.
+    ctas = 2 if sm == "90a" else 1
+    merge_buffers = 4 if rows == 8 else 1
+    # The ring, merge rows, statistics of 4 warps and of their merger, two barriers a buffer, a flag; the source
+    # asserts the sum.
+    shared = 2 * stages * 16384 + merge_buffers * rows * 132 * 4 + 2 * (4 + 1) * rows * 4 + 4 * stages * 8 + 4
     return Variant(
         source="fmha/paged_decode.cu",
         symbol=f"fmha_paged_decode_bf16_d128_rows{rows}",
@@ -93,13 +98,46 @@ def _paged_decode(sm: str, rows: int) -> Variant:
             "head_dim": 128,
             "rows": rows,
             "tile_tokens": 64,
-            "ctas_per_multiprocessor": 2,
+            "ctas_per_multiprocessor": ctas,
             "tma": tma,
         },
-        defines={"ROWS": rows, "STAGES": stages, "USE_TMA": int(tma)},
+        defines={"ROWS": rows, "STAGES": stages, "CTAS_PER_SM": ctas, "USE_TMA": int(tma)},
     )
 
 
-VARIANTS: tuple[Variant, ...] = tuple(
-    _paged_decode(sm, rows) for sm in ("80", "86", "89", "90a", "100", "120") for rows in (8, 16)
+# Partials and output of a reduction; a 2-byte output has its partials' type.
+_REDUCTION_DTYPES = (("bf16", "bf16"), ("fp16", "fp16"), ("fp16", "e4m3"))
+_FOLLOWING_SMS = ("90a", "100", "103")
+
+
+def _kv_reduction(sm: str, partial: str, out: str) -> Variant:
+    return Variant(
+        source="trtllm_gen/kv_reduction.cu",
+        symbol=f"trtllm_gen_kv_reduction_{partial}_to_{out}",
+        sm=sm,
+        operation="kv_reduction",
+        struct="KvReductionParams",
+        threads=512,
+        shared_bytes=0,
+        traits={"dtype_partial": partial, "dtype_out": out},
+        defines={"PARTIAL_FP16": int(partial == "fp16"), "OUT_E4M3": int(out == "e4m3")},
+    )
+
+
+def _lse_from_statistics(sm: str) -> Variant:
+    return Variant(
+        source="trtllm_gen/lse_from_statistics.cu",
+        symbol="trtllm_gen_lse_from_statistics",
+        sm=sm,
+        operation="lse_from_statistics",
+        struct="LseFromStatisticsParams",
+        threads=1024,
+        shared_bytes=0,
+    )
+
+
+VARIANTS: tuple[Variant, ...] = (
+    *(_paged_decode(sm, rows) for sm in ("80", "86", "89", "90a", "100", "120") for rows in (8, 16)),
+    *(_kv_reduction(sm, *dtypes) for sm in _FOLLOWING_SMS for dtypes in _REDUCTION_DTYPES),
+    *(_lse_from_statistics(sm) for sm in _FOLLOWING_SMS),
 )

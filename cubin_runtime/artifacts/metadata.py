@@ -1,8 +1,9 @@
 """The kernel table of a trtllm-gen release: ``include/flashInferMetaInfo.h`` as typed rows.
 
 The header declares a struct and one array of it. Columns are mapped by the names in that declaration, so a
-release that moves them still reads right, one that drops a column fails by name, and new ones are reported
-by name.
+release that moves them still reads right. A column that an older release does not have yet is filled from what
+that release has instead and reported by name; without a stand-in its lack is an error that names it. New columns
+are reported by name.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from .architecture import Architecture
 HEADER_PATH = "include/flashInferMetaInfo.h"
 MAX_HEADER_BYTES = 64 << 20
 MAX_SYMBOL_BYTES = 512
+ANY_PAGE_TOKENS = 128
 
 _STRUCT = re.compile(r"struct\s+(\w+)\s*\{([^{}]*)\}\s*;")
 _SYMBOL = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -83,6 +85,11 @@ class KernelMeta:
         return f"{self.symbol}.cubin"
 
     @property
+    def takes_any_page(self) -> bool:
+        """Whether the kernel reads the page size at run time: 128 tokens in the metadata, none in its name."""
+        return self.tokens_per_page == ANY_PAGE_TOKENS and f"P{ANY_PAGE_TOKENS}" not in self.symbol
+
+    @property
     def architecture(self) -> Architecture:
         """The target that the metadata's SM and the file name declare together (``kSM_100`` is sm_100a).
 
@@ -98,11 +105,17 @@ class KernelMeta:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """How one column of the header becomes one field: ``kind`` is dtype, sm, uint, bool, symbol or digest."""
+    """How one column of the header becomes one field: ``kind`` is dtype, sm, uint, bool, symbol or digest.
+
+    ``stand_in`` is the column that says the same in releases that do not have this one, ``absent`` the cell that
+    stands for it there.
+    """
 
     name: str
     field: str
     kind: str
+    stand_in: str | None = None
+    absent: str | None = None
 
 
 # The one table that ties the header's names to ours.
@@ -112,8 +125,8 @@ COLUMNS = (
     Column("mSM", "sm", "sm"),
     Column("mDataTypeQ", "dtype_q", "dtype"),
     Column("mDataTypeKv", "dtype_kv", "dtype"),
-    Column("mDataTypeK", "dtype_k", "dtype"),
-    Column("mDataTypeV", "dtype_v", "dtype"),
+    Column("mDataTypeK", "dtype_k", "dtype", stand_in="mDataTypeKv"),
+    Column("mDataTypeV", "dtype_v", "dtype", stand_in="mDataTypeKv"),
     Column("mDataTypeO", "dtype_o", "dtype"),
     Column("mTileSizeQ", "tile_q", "uint"),
     Column("mTileSizeKv", "tile_kv", "uint"),
@@ -130,16 +143,45 @@ COLUMNS = (
     Column("mKernelType", "kernel_type", "uint"),
     Column("mTileScheduler", "tile_scheduler", "uint"),
     Column("mMultiCtasKvMode", "multi_ctas_kv_mode", "uint"),
-    Column("mNumEltsPerSageAttnBlkQ", "sage_block_q", "uint"),
-    Column("mNumEltsPerSageAttnBlkK", "sage_block_k", "uint"),
-    Column("mNumEltsPerSageAttnBlkP", "sage_block_p", "uint"),
-    Column("mNumEltsPerSageAttnBlkV", "sage_block_v", "uint"),
+    Column("mNumEltsPerSageAttnBlkQ", "sage_block_q", "uint", absent="0"),
+    Column("mNumEltsPerSageAttnBlkK", "sage_block_k", "uint", absent="0"),
+    Column("mNumEltsPerSageAttnBlkP", "sage_block_p", "uint", absent="0"),
+    Column("mNumEltsPerSageAttnBlkV", "sage_block_v", "uint", absent="0"),
     Column("mGroupsHeadsQ", "groups_heads_q", "bool"),
     Column("mGroupsTokensHeadsQ", "groups_tokens_heads_q", "bool"),
     Column("mReuseSmemKForV", "reuses_smem_k_for_v", "bool"),
     Column("m2CtaMma", "two_cta_mma", "bool"),
-    Column("mSparseAttn", "sparse_attention", "uint"),
+    Column("mSparseAttn", "sparse_attention", "uint", stand_in="mSparseMla"),
     Column("mSkipsSoftmaxWhenPossible", "skips_softmax", "bool"),
+)
+# What a launcher finds a kernel by, words first; together they name one kernel of a release.
+SELECTION_WORDS = 5
+SELECTION_FIELDS = (
+    "sm",
+    "dtype_q",
+    "dtype_k",
+    "dtype_v",
+    "dtype_o",
+    "sage_block_q",
+    "sage_block_k",
+    "sage_block_p",
+    "sage_block_v",
+    "qkv_layout",
+    "mask_type",
+    "kernel_type",
+    "tile_scheduler",
+    "multi_ctas_kv_mode",
+    "head_dim_per_cta_v",
+    "head_dim_qk",
+    "head_dim_v",
+    "tile_q",
+    "tile_kv",
+    "tokens_per_page",
+    "takes_any_page",
+    "reuses_smem_k_for_v",
+    "two_cta_mma",
+    "sparse_attention",
+    "skips_softmax",
 )
 # Placeholders for embedding a cubin in C++, and columns that the publisher reserves.
 IGNORED_COLUMNS = frozenset({"mCubin", "mCubinSize", "mReserved1", "mReserved2"})
@@ -148,11 +190,16 @@ COLUMN_OF_FIELD: Mapping[str, Column] = {column.field: column for column in COLU
 
 @dataclass(frozen=True, slots=True)
 class KernelTable:
-    """All rows of one header, in its order; ``new_columns`` are those that this version does not know."""
+    """All rows of one header, in its order.
+
+    ``new_columns`` are those that this version does not know, ``missing_columns`` those that the release does not
+    have and that were filled from others.
+    """
 
     rows: tuple[KernelMeta, ...]
     new_columns: tuple[str, ...]
     header_sha256: str
+    missing_columns: tuple[str, ...] = ()
 
 
 def parse_header(data: bytes, origin: str = HEADER_PATH) -> KernelTable:
@@ -171,13 +218,14 @@ def parse_header(data: bytes, origin: str = HEADER_PATH) -> KernelTable:
     if struct is None:
         raise MetadataError(f"{origin}: no struct declaration")
     names = _column_names(struct[2], origin)
-    known = {column.name for column in COLUMNS}
-    missing = [column.name for column in COLUMNS if column.name not in names]
-    if missing:
-        raise MetadataError(f"{origin}: struct {struct[1]} lacks the columns {', '.join(missing)}")
+    missing = tuple(column for column in COLUMNS if column.name not in names)
+    lacking = [column.name for column in missing if column.absent is None and column.stand_in not in names]
+    if lacking:
+        raise MetadataError(f"{origin}: struct {struct[1]} lacks the columns {', '.join(lacking)}")
     rows = _rows(text, struct.end(), struct[1], names, origin)
-    new = tuple(name for name in names if name not in known and name not in IGNORED_COLUMNS)
-    return KernelTable(rows, new, sha256(data).hexdigest())
+    known = {column.name for column in COLUMNS} | {column.stand_in for column in missing} | IGNORED_COLUMNS
+    new = tuple(name for name in names if name not in known)
+    return KernelTable(rows, new, sha256(data).hexdigest(), tuple(column.name for column in missing))
 
 
 def _column_names(body: str, origin: str) -> tuple[str, ...]:
@@ -198,7 +246,7 @@ def _rows(text: str, after: int, struct: str, names: tuple[str, ...], origin: st
     opening = re.compile(rf"{struct}\s+\w+\s*\[\s*\]\s*=\s*\{{").search(text, after)
     if opening is None:
         raise MetadataError(f"{origin}: no array of {struct}")
-    places = tuple((names.index(c.name), c, _READERS[c.kind]) for c in _constructor_order())
+    places = tuple(_place_of(column, names) for column in _constructor_order())
     width, first_line = len(names), text.count("\n", 0, opening.end()) + 1
     rows: list[KernelMeta] = []
     seen: set[str] = set()
@@ -227,6 +275,18 @@ def _rows(text: str, after: int, struct: str, names: tuple[str, ...], origin: st
         seen.add(meta.symbol)
         rows.append(meta)
     raise MetadataError(f"{origin}: the array of {struct} does not end")
+
+
+def _place_of(column: Column, names: tuple[str, ...]) -> tuple[int, Column, Callable[[str], object]]:
+    """Where a column's cell stands in a row, and what reads it; a stand-in is read as what it stands for."""
+    reader = _READERS[column.kind]
+    if column.name in names:
+        return names.index(column.name), column, reader
+    if column.stand_in in names:
+        number_of_truth = column.kind == "uint"
+        return names.index(column.stand_in), column, _read_truth_as_number if number_of_truth else reader
+    value = reader(column.absent or "")
+    return 0, column, lambda cell: value
 
 
 def _constructor_order() -> tuple[Column, ...]:
@@ -273,6 +333,10 @@ def _read_uint(cell: str) -> int:
     if len(cell) > 10 or not cell.isdecimal() or int(cell) >= 1 << 31:
         raise ValueError(cell)
     return int(cell)
+
+
+def _read_truth_as_number(cell: str) -> int:
+    return {"true": 1, "false": 0}[cell]
 
 
 _READERS: Mapping[str, Callable[[str], object]] = {

@@ -83,7 +83,8 @@ def paged_decode(
             lengths.
         softmax_scale: factor of the scores; None: 1 / sqrt(head_dim).
         kv_layout: "NHD" or "HND".
-        out: bfloat16 like ``q``; None allocates it where ``q`` is a torch tensor.
+        out: bfloat16 like ``q``, 8-byte aligned, strides in multiples of 4 elements; None allocates it where ``q``
+            is a torch tensor.
         lse: float32 ``[batch, q_heads]``, any strides, filled with the log-sum-exp in base 2; None: not wanted.
         workspace: scratch that belongs to ``stream``; None: one that the cached plan keeps for it.
         stream: an int handle, an object with ``__cuda_stream__``, a torch stream, or None: torch's current stream

@@ -15,7 +15,9 @@ MAX_GROUP = 16
 PAGE_SIZES = (16, 32, 64, 128, 256)
 # The order of a call's tensors wherever they stand together, and the multiple that each address must be of.
 TENSOR_NAMES = ("q", "k_cache", "v_cache", "page_table", "seq_lens", "out", "lse")
-_ADDRESS_ALIGNMENT = (4, 16, 16, 4, 4, 2, 4)
+_ADDRESS_ALIGNMENT = (4, 16, 16, 4, 4, 8, 4)
+# The multiple, in elements, that strides of dimensions over 1 must be of: what the kernels load or store at once.
+_STRIDE_UNIT = (2, 8, 8, 1, 1, 4, 1)
 _MAX_TILES = 1 << 31
 _SMALLEST_TILE = 16
 
@@ -167,7 +169,9 @@ def _check_memory(tensors: DecodeTensors) -> None:
             raise UsageError(f"{name}: last stride {view.strides[-1]}, expected 1")
         if any(stride < 0 for stride in view.strides):
             raise UsageError(f"{name}: strides {view.strides}, expected none below 0")
-    for name, view, unit in zip(TENSOR_NAMES, (tensors.q, tensors.k, tensors.v), (2, 8, 8), strict=False):
+    for name, view, unit in zip(TENSOR_NAMES, tensors.views, _STRIDE_UNIT, strict=True):
+        if view is None:
+            continue
         steps = zip(view.shape[:-1], view.strides[:-1], strict=True)
         if any(size > 1 and stride % unit for size, stride in steps):
             raise UsageError(f"{name}: strides {view.strides}, expected multiples of {unit} elements")

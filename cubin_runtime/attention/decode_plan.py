@@ -111,7 +111,7 @@ class PagedDecodePlan:
             if self._pool is None:
                 self._pool = WorkspacePool(driver, context)
             pool = self._pool
-        return pool.take(self, stream, self.workspace_bytes)
+        return pool.take("decode", stream, self.workspace_bytes)
 
     def run(
         self,
@@ -180,7 +180,7 @@ class PagedDecodePlan:
         if not math.isfinite(scale):
             raise UsageError(f"softmax_scale={scale}: expected a finite number")
         q, k, v, page_table, seq_lens, out, lse = addresses
-        if (q | page_table | seq_lens | lse) % 4 or out % 2 or not (q and page_table and seq_lens and out):
+        if (q | page_table | seq_lens | lse) % 4 or out % 8 or not (q and page_table and seq_lens and out):
             check_addresses(addresses)
         context = workspace.context
         step = self._prepared.get((context, k, v)) or self._prepare_caches(context, addresses, stream)

@@ -15,7 +15,17 @@ from .output import emit_json, error_line, escape, flush
 
 __all__ = ["app", "main"]
 
-VERB_FAMILIES = ("fetching", "verifying", "pinning", "inspecting", "comparing", "shipping", "keeping", "doctor")
+VERB_FAMILIES = (
+    "fetching",
+    "verifying",
+    "pinning",
+    "inspecting",
+    "comparing",
+    "explaining",
+    "shipping",
+    "keeping",
+    "doctor",
+)
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 app = typer.Typer(

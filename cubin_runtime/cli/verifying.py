@@ -25,24 +25,21 @@ def verify(
     repair: Annotated[
         bool, typer.Option("--repair", help="Fetch again what is corrupt, and with --complete what is missing.")
     ] = False,
-    repair_from: Annotated[
-        list[str] | None,
-        typer.Option("--from", help="Source for --repair (default: as for fetch).", show_default=False),
-    ] = None,
     sm: options.SmOption = None,
     family: options.FamilyOption = None,
     dtype: options.DtypeOption = None,
     head_dim: options.HeadDimOption = None,
     match: options.MatchOption = None,
     store: options.StoreOption = None,
-    source: Annotated[
+    tree: Annotated[
         list[str] | None,
         typer.Option(
-            "--source",
+            "--tree",
             help="Check this published tree (directory, .zip, .whl or 'package') instead of the store.",
             show_default=False,
         ),
     ] = None,
+    source: options.SourceOption = None,
     pins: options.PinsOption = None,
     offline: options.OfflineOption = False,
     json: options.JsonOption = False,
@@ -52,24 +49,22 @@ def verify(
     from ..artifacts.repair import repair as repair_store
     from ..artifacts.select_filter import KernelFilter
 
-    if source and repair:
-        raise UsageError("--repair: mends a store, never the tree that --source names; --from names its sources")
-    if repair_from and not repair:
-        raise UsageError("--from: expected together with --repair")
+    if tree and repair:
+        raise UsageError("--repair: mends a store, never the tree that --tree names")
     wanted = KernelFilter.from_words(sm, family, dtype, head_dim, match)
-    library = Library(options.make_config(store, repair_from or source, pins, offline))
+    library = Library(options.make_config(store, source, pins, offline))
     reports: list[tuple[VerifyReport, int]] = []
     for target in targets:
         pin = library.pins.get(target)
         whole = wanted.is_empty and target.rstrip("/") in (pin.name, pin.path.text)
-        for tree in source or (None,):
+        for place in tree or (None,):
             if whole:
                 paths, total = None, pin.files
             else:
                 paths = chosen(library, pin, target, wanted)
                 total = len(paths)
             with output.progress(f"verify {pin.name}", total) as advance:
-                report = library.verify(pin, paths, complete=complete, progress=advance, tree=tree)
+                report = library.verify(pin, paths, complete=complete, progress=advance, tree=place)
             repaired = 0
             if repair:
                 with output.progress(f"repair {pin.name}", len(report.corrupt)) as advance:

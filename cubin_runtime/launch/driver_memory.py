@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import os
+from collections import deque
 from typing import Any
 
 from ..errors import UsageError
@@ -11,6 +13,10 @@ from .driver_core import DriverCore
 
 class DriverMemory(DriverCore):
     """Memory calls; all need a current context and raise ``DriverCallError``."""
+
+    def __init__(self, library_path: str | os.PathLike[str] | None = None) -> None:
+        super().__init__(library_path)
+        self._waiting: deque[tuple[int, int]] = deque()
 
     def memory_info(self) -> tuple[int, int]:
         """Free and total bytes of the current context's device."""
@@ -27,6 +33,20 @@ class DriverMemory(DriverCore):
     def free(self, address: int) -> None:
         """Give memory from ``allocate`` back; waits for work that uses it."""
         self.call("cuMemFree", address)
+
+    def free_later(self, context: int, address: int) -> None:
+        """Note memory for ``free_waiting``: freeing at any moment could break a capture that is under way."""
+        self._waiting.append((context, address))
+
+    def free_waiting(self) -> None:
+        """Free what ``free_later`` noted; no stream may be capturing."""
+        while self._waiting:
+            context, address = self._waiting.popleft()
+            self.call("cuCtxPushCurrent", context)
+            try:
+                self.free(address)
+            finally:
+                self.out_pointer("cuCtxPopCurrent")
 
     def copy_to_device(self, address: int, host: Any) -> None:
         """Copy a whole host buffer to ``address``; returns when the host buffer may be reused."""

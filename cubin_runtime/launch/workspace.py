@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,10 +34,29 @@ def workspace_size(regions: Sequence[Region]) -> int:
     return _end(0, regions) + max(0, slack)
 
 
+class _Hold:
+    """What is known of a workspace's memory when the workspace itself is gone."""
+
+    __slots__ = ("address", "context", "driver", "owned", "owner")
+
+    def __init__(self, driver: Driver, context: int, address: int, owned: bool) -> None:
+        self.driver = driver
+        self.context = context
+        self.address = address
+        self.owned = owned
+        self.owner: tuple[str, int] | None = None
+
+    def give_back(self) -> None:
+        # A graph may be replayed at any time: what it holds stays for as long as the process.
+        if self.owned and (self.owner is None or self.owner[0] == "stream"):
+            self.driver.free_later(self.context, self.address)
+
+
 class Workspace:
     """A device buffer that belongs to one stream, or one captured graph, at a time.
 
-    Kernels leave the counters in it at zero, so it is cleared once; after a fault call ``reset``.
+    Kernels leave the counters in it at zero, so it is cleared once; after a fault call ``reset``. Owned memory whose
+    workspace nothing refers to any more is freed when the next one is made, unless a captured graph has it.
     """
 
     def __init__(self, driver: Driver, context: int, address: int, nbytes: int, *, owned: bool = False) -> None:
@@ -47,9 +67,10 @@ class Workspace:
         self.address = address
         self.nbytes = nbytes
         self._driver = driver
-        self._owned = owned
-        self._owner: tuple[str, int] | None = None
+        self._hold = _Hold(driver, context, address, owned)
         self._lock = threading.Lock()
+        if owned:
+            weakref.finalize(self, self._hold.give_back).atexit = False
 
     @classmethod
     def allocate(cls, driver: Driver, context: int, nbytes: int, stream: Any = 0) -> Workspace:
@@ -66,6 +87,7 @@ class Workspace:
                     f"a workspace of {nbytes} bytes would be made while stream {handle:#x} captures: "
                     "make it before, with prepare(stream)"
                 )
+            driver.free_waiting()
             workspace = cls(driver, context, driver.allocate(max(1, nbytes)), nbytes, owned=True)
             try:
                 workspace.reset(handle)
@@ -106,19 +128,19 @@ class Workspace:
             capture = self._driver.capture_id(handle)
         owner = ("stream", handle) if capture is None else ("captured graph", capture)
         with self._lock:
-            takes_over = capture is not None and self._owner == ("stream", handle)
-            if self._owner not in (None, owner) and not takes_over:
-                have, number = self._owner or owner
+            takes_over = capture is not None and self._hold.owner == ("stream", handle)
+            if self._hold.owner not in (None, owner) and not takes_over:
+                have, number = self._hold.owner or owner
                 raise WorkspaceError(
                     f"workspace at {self.address:#x} belongs to {have} {number:#x}, not to {owner[0]} "
                     f"{owner[1]:#x}: give each its own, or release() it when that work is done"
                 )
-            self._owner = owner
+            self._hold.owner = owner
 
     def release(self) -> None:
         """Let another stream claim it; the caller has made sure that the work of the last owner is done."""
         with self._lock:
-            self._owner = None
+            self._hold.owner = None
 
     def reset(self, stream: Any = 0) -> None:
         """Set all bytes to zero in stream order; needed after a fault or an aborted kernel."""
@@ -128,8 +150,8 @@ class Workspace:
 
     def close(self) -> None:
         """Free owned memory; calling it again does nothing."""
-        if self._owned:
-            self._owned = False
+        if self._hold.owned:
+            self._hold.owned = False
             with self._driver.using(self.context):
                 self._driver.free(self.address)
 

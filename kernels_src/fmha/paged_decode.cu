@@ -12,11 +12,13 @@
 // Rows are the query heads that share one KV head, padded to ROWS. They sit on the 8-wide side of the MMA, so that
 // a group of 8 wastes nothing.
 //
-// The grid is persistent and comes from bounds alone. All tiles of all (request, KV head) pairs form one line; CTA c
-// of n takes the tiles [c T / n, (c + 1) T / n). A pair that one CTA holds whole is finished there; of any other,
-// each CTA writes a partial, and split boundaries are a pure function of the lengths and the grid.
+// The grid is persistent and comes from bounds alone. CTAs work in teams of `heads_together`, each member on its own KV
+// head of a block of as many, so that neighbours read the heads of a token at about the same time (faster by measurement:
+// benchmarks/results/grid_choice.json). All tiles of all (request, head block) pairs form one line; team c of n takes the
+// tiles [c T / n, (c + 1) T / n). A pair that one team holds whole is finished there; of any other, each CTA writes a
+// partial. Split boundaries are a pure function of the lengths and the grid.
 //
-// Build: -DROWS=8|16 -DUSE_TMA=0|1 -DSTAGES=n -DSHARED_BYTES=n -DKERNEL_NAME=symbol
+// Build: -DROWS=8|16 -DUSE_TMA=0|1 -DSTAGES=n -DCTAS_PER_SM=n -DSHARED_BYTES=n -DKERNEL_NAME=symbol
 
 #include <cuda_bf16.h>
 
@@ -39,15 +41,20 @@ constexpr int CONSUMER_WARPS = 4;
 constexpr int CONSUMERS = 32 * CONSUMER_WARPS;
 constexpr int PRODUCER_WARP = CONSUMER_WARPS;
 constexpr int THREADS = CONSUMERS + 32;
-constexpr int CTAS_PER_SM = 2;
 
 constexpr int WARP_TOKENS = TILE_TOKENS / CONSUMER_WARPS;
 constexpr int ROW_TILES = ROWS / 8;
 constexpr int DEPTH_STEPS = HEAD_DIM / 16;
 constexpr int HALF_BYTES = TILE_TOKENS * 128;  // a swizzled buffer is two halves of 64 head dims, 128 bytes a token
 constexpr int BUFFER_BYTES = 2 * HALF_BYTES;
-constexpr int MERGE_BATCH = 32 / ROWS;
-constexpr int MERGE_STRIDE = HEAD_DIM + 4;  // floats; 4 more keep the fragment writes free of bank conflicts
+// 4 floats more than a row keep the fragments' writes free of bank conflicts. With few rows each warp has a buffer of its
+// own; with many, that would cost the second CTA on the SM.
+constexpr int MERGE_STRIDE = HEAD_DIM + 4;
+constexpr int MERGE_BUFFERS = ROWS == 8 ? CONSUMER_WARPS : 1;
+constexpr int ROWS_PER_WARP = ROWS / CONSUMER_WARPS;  // of the merged result
+constexpr int MERGE_BATCH = ROWS == 8 ? 8 : 3;         // partials whose loads are in flight together, without spills
+constexpr int WEIGHTS = MERGE_BUFFERS * MERGE_STRIDE;  // partials whose weights fit the merge buffers at once
+constexpr int LANES_PER_ROW = CONSUMERS / ROWS;        // when statistics are merged
 
 constexpr uint32_t STATUS_LENGTH_OVER_BOUND = 1;
 constexpr uint32_t STATUS_LENGTH_NEGATIVE = 2;
@@ -57,9 +64,14 @@ constexpr int CONSUMER_BARRIER = 1;
 
 struct Shared {
     alignas(1024) char ring[BUFFERS][BUFFER_BYTES];
-    float merge[ROWS][MERGE_STRIDE];
-    float maximum[CONSUMER_WARPS][ROWS];
-    float sum[CONSUMER_WARPS][ROWS];
+    union {
+        float merge[MERGE_BUFFERS][ROWS][MERGE_STRIDE];
+        float weight[ROWS][WEIGHTS];
+    };
+    float warp_maximum[CONSUMER_WARPS][ROWS];
+    float warp_sum[CONSUMER_WARPS][ROWS];
+    float maximum[ROWS];
+    float sum[ROWS];
     alignas(8) uint64_t full[BUFFERS];
     alignas(8) uint64_t empty[BUFFERS];
     int arrived_last;
@@ -80,7 +92,7 @@ struct RingCursor {
     }
 };
 
-// A piece of one (request, KV head) pair: tiles [first, last) of `tiles`.
+// A piece of one (request, head block) pair, and the KV head of it that is this CTA's: tiles [first, last) of `tiles`.
 struct Piece {
     int request, head, length;
     int first, last, tiles;
@@ -96,33 +108,35 @@ DEVICE int clamped_length(const Params& p, int request) {
 // A request without keys still owns one (empty) tile a head, whose CTA writes its output.
 DEVICE int tile_count(int length) { return max(1, (length + TILE_TOKENS - 1) / TILE_TOKENS); }
 
-// The CTA's share of the line, found by each warp on its own from the lengths.
+// The team's share of the line, found by each warp on its own from the lengths.
 struct Share {
-    int begin, end;            // tiles on the line
-    int request, line_start;   // where `begin` lies: request, and the index of its first tile
-    int total, ctas;           // tiles in all, CTAs that have any
+    int team, member;         // the CTA is one of `heads_together` in its team
+    int blocks;               // head blocks of a request
+    int begin, end;           // tiles on the line
+    int request, line_start;  // where `begin` lies: request, and the index of its first tile
+    int total, teams;         // tiles in all, teams that have any
 };
 
 DEVICE Share find_share(const Params& p) {
     const int lane = threadIdx.x % 32;
     int total = 0;
     for (int b = lane; b < p.batch; b += 32) total += tile_count(clamped_length(p, b));
-    total = __reduce_add_sync(~0u, total) * p.kv_heads;
-
     Share share;
-    share.total = total;
-    share.ctas = min(static_cast<int>(gridDim.x), total);
-    const int cta = blockIdx.x;
-    if (cta >= share.ctas) {
+    share.team = blockIdx.x / p.heads_together;
+    share.member = blockIdx.x % p.heads_together;
+    share.blocks = p.kv_heads / p.heads_together;
+    share.total = total = __reduce_add_sync(~0u, total) * share.blocks;
+    share.teams = min(static_cast<int>(gridDim.x / p.heads_together), total);
+    if (share.team >= share.teams) {
         share.begin = share.end = share.request = share.line_start = 0;
         return share;
     }
-    share.begin = static_cast<int>(static_cast<int64_t>(cta) * total / share.ctas);
-    share.end = static_cast<int>(static_cast<int64_t>(cta + 1) * total / share.ctas);
+    share.begin = static_cast<int>(static_cast<int64_t>(share.team) * total / share.teams);
+    share.end = static_cast<int>(static_cast<int64_t>(share.team + 1) * total / share.teams);
     int before = 0;
     for (int base = 0;; base += 32) {
         const int b = base + lane;
-        const int own = b < p.batch ? tile_count(clamped_length(p, b)) * p.kv_heads : 0;
+        const int own = b < p.batch ? tile_count(clamped_length(p, b)) * share.blocks : 0;
         int through = own;
         for (int step = 1; step < 32; step *= 2) {
             const int other = __shfl_up_sync(~0u, through, step);
@@ -148,13 +162,14 @@ DEVICE void for_each_piece(const Params& p, const Share& share, Visit visit) {
         piece.request = request;
         piece.length = clamped_length(p, request);
         piece.tiles = tile_count(piece.length);
-        piece.head = (position - request_start) / piece.tiles;
-        piece.line_start = request_start + piece.head * piece.tiles;
+        const int block = (position - request_start) / piece.tiles;
+        piece.head = block * p.heads_together + share.member;
+        piece.line_start = request_start + block * piece.tiles;
         piece.first = position - piece.line_start;
         piece.last = min(piece.tiles, piece.first + share.end - position);
         visit(piece);
         position += piece.last - piece.first;
-        if (position - request_start == piece.tiles * p.kv_heads) {
+        if (position - request_start == piece.tiles * share.blocks) {
             request_start = position;
             ++request;
         }
@@ -340,7 +355,7 @@ DEVICE void multiply_values(uint32_t buffer, int valid, const uint32_t (&probabi
     }
 }
 
-// The four warps' accumulators become shared.merge (unnormalised O) and, in maximum[0] and sum[0], its statistics.
+// The four warps' accumulators become shared.merge (unnormalised O, to be added over its buffers), maximum and sum.
 DEVICE void merge_warps(Accumulator& acc, Shared& shared) {
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
@@ -349,59 +364,69 @@ DEVICE void merge_warps(Accumulator& acc, Shared& shared) {
             for (int step = 4; step < 32; step *= 2) acc.sum[n][i] += __shfl_xor_sync(~0u, acc.sum[n][i], step);
             const int row = n * 8 + lane % 4 * 2 + i;
             if (lane < 4) {
-                shared.maximum[warp][row] = acc.maximum[n][i];
-                shared.sum[warp][row] = acc.sum[n][i];
+                shared.warp_maximum[warp][row] = acc.maximum[n][i];
+                shared.warp_sum[warp][row] = acc.sum[n][i];
             }
         }
     named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
-    float total[ROW_TILES][2], top[ROW_TILES][2];
     for (int n = 0; n < ROW_TILES; ++n)
         for (int i = 0; i < 2; ++i) {
             const int row = n * 8 + lane % 4 * 2 + i;
-            float highest = shared.maximum[0][row];
-            for (int w = 1; w < CONSUMER_WARPS; ++w) highest = fmaxf(highest, shared.maximum[w][row]);
-            top[n][i] = highest;
+            float highest = shared.warp_maximum[0][row];
+            for (int w = 1; w < CONSUMER_WARPS; ++w) highest = fmaxf(highest, shared.warp_maximum[w][row]);
             const float anchor = highest == -INFINITY ? 0.f : highest;  // no visible key: every weight is 0, not NaN
-            total[n][i] = 0.f;
-            for (int w = 0; w < CONSUMER_WARPS; ++w)
-                total[n][i] += shared.sum[w][row] * exp2_approximate(shared.maximum[w][row] - anchor);
             const float weight = exp2_approximate(acc.maximum[n][i] - anchor);
             for (int d = 0; d < DEPTH_STEPS; ++d) acc.out[n][d][i] *= weight, acc.out[n][d][i + 2] *= weight;
+            if (threadIdx.x < 4) {
+                float total = 0.f;
+                for (int w = 0; w < CONSUMER_WARPS; ++w)
+                    total += shared.warp_sum[w][row] * exp2_approximate(shared.warp_maximum[w][row] - anchor);
+                shared.maximum[row] = highest;
+                shared.sum[row] = total;
+            }
         }
-    // One warp after the other, so that the order of the additions is fixed.
-    for (int turn = 0; turn < CONSUMER_WARPS; ++turn) {
-        if (turn == warp)
+    // Warps that share a buffer take turns, so that the order of the additions is fixed.
+    for (int turn = 0; turn < CONSUMER_WARPS / MERGE_BUFFERS; ++turn) {
+        if (turn == warp / MERGE_BUFFERS)
             for (int n = 0; n < ROW_TILES; ++n)
                 for (int d = 0; d < DEPTH_STEPS; ++d)
                     for (int i = 0; i < 4; ++i) {
-                        float& cell = shared.merge[n * 8 + lane % 4 * 2 + i % 2][d * 16 + lane / 4 + i / 2 * 8];
+                        const int row = n * 8 + lane % 4 * 2 + i % 2, dim = d * 16 + lane / 4 + i / 2 * 8;
+                        float& cell = shared.merge[warp % MERGE_BUFFERS][row][dim];
                         cell = turn == 0 ? acc.out[n][d][i] : cell + acc.out[n][d][i];
                     }
         named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
     }
-    if (threadIdx.x < 4)
-        for (int n = 0; n < ROW_TILES; ++n)
-            for (int i = 0; i < 2; ++i) {
-                shared.maximum[0][n * 8 + lane * 2 + i] = top[n][i];
-                shared.sum[0][n * 8 + lane * 2 + i] = total[n][i];
-            }
-    named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
 }
 
-// Thread d writes head dim d of each row. A row without visible keys is 0 with LSE -inf.
-DEVICE void write_row(const Params& p, int request, int head, float value, float top, float total) {
-    const int dim = threadIdx.x;
+DEVICE float4 operator+(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
+
+// Four head dims of a row of what merge_warps left.
+DEVICE float4 merged(const Shared& shared, int row) {
+    const int dim = threadIdx.x % 32 * 4;
+    float4 value = *reinterpret_cast<const float4*>(&shared.merge[0][row][dim]);
+    for (int b = 1; b < MERGE_BUFFERS; ++b) value = value + *reinterpret_cast<const float4*>(&shared.merge[b][row][dim]);
+    return value;
+}
+
+// A warp writes a row, four head dims a lane. A row without visible keys is 0 with LSE -inf.
+DEVICE void write_row(const Params& p, int request, int head, float4 value, float top, float total) {
+    const int lane = threadIdx.x % 32;
     __nv_bfloat16* out = static_cast<__nv_bfloat16*>(p.out) + request * p.out_token_stride + head * p.out_head_stride;
-    out[dim] = __float2bfloat16_rn(total > 0.f || total != total ? value / total : 0.f);
-    if (dim == 0 && p.lse != nullptr)
+    const float scale = total == 0.f ? 0.f : 1.f / total;
+    *reinterpret_cast<uint2*>(out + lane * 4) =
+        make_uint2(pack_bf16(value.x * scale, value.y * scale), pack_bf16(value.z * scale, value.w * scale));
+    if (lane == 0 && p.lse != nullptr)
         static_cast<float*>(p.lse)[request * p.lse_token_stride + head * p.lse_head_stride] = top + log2f(total);
 }
 
 DEVICE int64_t slot_row(int slot, int row) { return static_cast<int64_t>(slot) * ROWS + row; }
 
-// The slot of CTA c's part of a pair that CTA `first` begins: a CTA has at most one part that begins in it and goes on
-// elsewhere (odd slot) and one that comes from elsewhere (even slot).
-DEVICE int slot_of(int cta, int first) { return 2 * cta + (cta == first); }
+DEVICE int cta_of(const Params& p, int team) { return team * p.heads_together + blockIdx.x % p.heads_together; }
+
+// The slot of a team's part of a pair that team `first` begins: a CTA has at most one part that begins in it and goes
+// on elsewhere (odd slot) and one that comes from elsewhere (even slot).
+DEVICE int slot_of(const Params& p, int team, int first) { return 2 * cta_of(p, team) + (team == first); }
 
 // (top, total) stands for total * 2^top; adds another such number.
 DEVICE void add_statistics(float& top, float& total, float other_top, float other_total) {
@@ -411,90 +436,106 @@ DEVICE void add_statistics(float& top, float& total, float other_top, float othe
     top = highest;
 }
 
-// All parts of a pair, from CTA `first` to CTA `last`, added in CTA order.
+// The partial outputs of MERGE_BATCH parts from `begin` on, for the rows of this warp; past `parts` the last again.
+DEVICE void load_parts(const Params& p, int first, int begin, int parts, float4 (&loaded)[MERGE_BATCH][ROWS_PER_WARP]) {
+    const float4* partial = static_cast<const float4*>(p.partial_out) + threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < MERGE_BATCH; ++i) {
+        const int slot = slot_of(p, first + min(begin + i, parts - 1), first);
+#pragma unroll
+        for (int j = 0; j < ROWS_PER_WARP; ++j) {
+            const int row = threadIdx.x / 32 + j * CONSUMER_WARPS;
+            loaded[i][j] = row < p.group ? __ldcg(&partial[slot_row(slot, row) * (HEAD_DIM / 4)]) : make_float4(0, 0, 0, 0);
+        }
+    }
+}
+
+// All parts of a pair, from team `first` to team `last`, added in team order.
 DEVICE void merge_parts(const Params& p, const Piece& piece, int first, int last, Shared& shared) {
-    const int lane = threadIdx.x % 32;
     const int parts = last - first + 1;
+    float4 loaded[MERGE_BATCH][ROWS_PER_WARP];
+    load_parts(p, first, 0, parts, loaded);  // under way while the weights are found
+
     const float2* statistics = static_cast<const float2*>(p.partial_statistics);
-    const float* partial_out = static_cast<const float*>(p.partial_out);
-    for (int row = threadIdx.x / 32; row < p.group; row += CONSUMER_WARPS) {
-        float top = -INFINITY, total = 0.f;
-        for (int i = lane; i < parts; i += 32) {
-            const float2 part = __ldcg(&statistics[slot_row(slot_of(first + i, first), row)]);
+    const int own_row = threadIdx.x / LANES_PER_ROW, own_lane = threadIdx.x % LANES_PER_ROW;
+    float top = -INFINITY, total = 0.f;
+    if (own_row < p.group)
+        for (int i = own_lane; i < parts; i += LANES_PER_ROW) {
+            const float2 part = __ldcg(&statistics[slot_row(slot_of(p, first + i, first), own_row)]);
+            if (i < WEIGHTS) shared.weight[own_row][i] = part.x;
             add_statistics(top, total, part.x, part.y);
         }
-        for (int step = 1; step < 32; step *= 2) {
-            const float other_top = __shfl_xor_sync(~0u, top, step);
-            const float other_total = __shfl_xor_sync(~0u, total, step);
-            add_statistics(top, total, other_top, other_total);
-        }
-        if (lane == 0) shared.maximum[0][row] = top, shared.sum[0][row] = total;
+    for (int step = 1; step < LANES_PER_ROW; step *= 2) {
+        const float other_top = __shfl_xor_sync(~0u, top, step);
+        const float other_total = __shfl_xor_sync(~0u, total, step);
+        add_statistics(top, total, other_top, other_total);
     }
-    float value[ROWS];
-    for (int row = 0; row < ROWS; ++row) value[row] = 0.f;
-    for (int base = 0; base < parts; base += MERGE_STRIDE) {
-        const int count = min(parts - base, MERGE_STRIDE);
-        named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
-        for (int i = threadIdx.x; i < count * p.group; i += CONSUMERS) {
-            const int row = i / count, part = i % count;
-            const float top = shared.maximum[0][row];
-            const float anchor = top == -INFINITY ? 0.f : top;
-            const float own = __ldcg(&statistics[slot_row(slot_of(first + base + part, first), row)]).x;
-            shared.merge[row][part] = exp2_approximate(own - anchor);
-        }
+    if (own_lane == 0) shared.maximum[own_row] = top, shared.sum[own_row] = total;
+    const float anchor = top == -INFINITY ? 0.f : top;
+
+    float4 value[ROWS_PER_WARP];
+    for (int j = 0; j < ROWS_PER_WARP; ++j) value[j] = make_float4(0, 0, 0, 0);
+    for (int base = 0; base < parts; base += WEIGHTS) {
+        const int count = min(parts - base, WEIGHTS);
+        if (own_row < p.group)
+            for (int i = own_lane; i < count; i += LANES_PER_ROW) {
+                const int slot = slot_of(p, first + base + i, first);
+                const float maximum = base == 0 ? shared.weight[own_row][i] : __ldcg(&statistics[slot_row(slot, own_row)]).x;
+                shared.weight[own_row][i] = exp2_approximate(maximum - anchor);
+            }
         named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
         for (int part = 0; part < count; part += MERGE_BATCH) {
-            float loaded[MERGE_BATCH][ROWS];  // all loads of a batch are in flight together
-#pragma unroll
-            for (int i = 0; i < MERGE_BATCH; ++i) {
-                const int64_t slot = slot_row(slot_of(first + base + min(part + i, count - 1), first), 0);
-#pragma unroll
-                for (int row = 0; row < ROWS; ++row)
-                    loaded[i][row] = row < p.group ? __ldcg(&partial_out[(slot + row) * HEAD_DIM + threadIdx.x]) : 0.f;
-            }
+            if (base + part > 0) load_parts(p, first, base + part, parts, loaded);
 #pragma unroll
             for (int i = 0; i < MERGE_BATCH; ++i)
 #pragma unroll
-                for (int row = 0; row < ROWS; ++row)
-                    if (part + i < count) value[row] += shared.merge[row][part + i] * loaded[i][row];
+                for (int j = 0; j < ROWS_PER_WARP; ++j) {
+                    const int row = threadIdx.x / 32 + j * CONSUMER_WARPS;
+                    const float weight = part + i < count ? shared.weight[row][part + i] : 0.f;
+                    value[j].x += weight * loaded[i][j].x;
+                    value[j].y += weight * loaded[i][j].y;
+                    value[j].z += weight * loaded[i][j].z;
+                    value[j].w += weight * loaded[i][j].w;
+                }
         }
+        named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);  // the weights are free again
     }
-#pragma unroll
-    for (int row = 0; row < ROWS; ++row)
+    for (int j = 0; j < ROWS_PER_WARP; ++j) {
+        const int row = threadIdx.x / 32 + j * CONSUMER_WARPS;
         if (row < p.group)
-            write_row(p, piece.request, piece.head * p.group + row, value[row], shared.maximum[0][row], shared.sum[0][row]);
+            write_row(p, piece.request, piece.head * p.group + row, value[j], shared.maximum[row], shared.sum[row]);
+    }
 }
 
 DEVICE void finish_piece(const Params& p, const Share& share, const Piece& piece, Shared& shared) {
-    if (piece.first == 0 && piece.last == piece.tiles) {
-        for (int row = 0; row < p.group; ++row)
-            write_row(p, piece.request, piece.head * p.group + row, shared.merge[row][threadIdx.x],
-                      shared.maximum[0][row], shared.sum[0][row]);
-        return;
+    const int lane = threadIdx.x % 32;
+    const bool whole = piece.first == 0 && piece.last == piece.tiles;
+    // Team c begins at floor(c T / n), so the tile x lies in team floor(((x + 1) n - 1) / T).
+    const int64_t n = share.teams;
+    const int first = whole ? 0 : static_cast<int>(((piece.line_start + 1) * n - 1) / share.total);
+    const int slot = slot_of(p, share.team, first);
+    for (int row = threadIdx.x / 32; row < p.group; row += CONSUMER_WARPS) {
+        const float4 value = merged(shared, row);
+        if (whole)
+            write_row(p, piece.request, piece.head * p.group + row, value, shared.maximum[row], shared.sum[row]);
+        else
+            static_cast<float4*>(p.partial_out)[slot_row(slot, row) * (HEAD_DIM / 4) + lane] = value;
     }
-    // CTA c begins at floor(c T / n), so the tile x lies in CTA floor(((x + 1) n - 1) / T).
-    const int64_t n = share.ctas;
-    const int first = static_cast<int>(((piece.line_start + 1) * n - 1) / share.total);
-    const int last = static_cast<int>(((static_cast<int64_t>(piece.line_start) + piece.tiles) * n - 1) / share.total);
-    const int slot = slot_of(blockIdx.x, first);
-    for (int row = 0; row < p.group; ++row)
-        static_cast<float*>(p.partial_out)[slot_row(slot, row) * HEAD_DIM + threadIdx.x] = shared.merge[row][threadIdx.x];
+    if (whole) return;
     if (threadIdx.x < p.group)
         static_cast<float2*>(p.partial_statistics)[slot_row(slot, threadIdx.x)] =
-            make_float2(shared.maximum[0][threadIdx.x], shared.sum[0][threadIdx.x]);
-    __threadfence();  // each thread's part is out before the barrier lets thread 0 count this CTA
+            make_float2(shared.maximum[threadIdx.x], shared.sum[threadIdx.x]);
+    const int last = static_cast<int>(((static_cast<int64_t>(piece.line_start) + piece.tiles) * n - 1) / share.total);
     named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
     if (threadIdx.x == 0) {
-        uint32_t* counter = static_cast<uint32_t*>(p.counters) + first;
+        // Release: what the barrier ordered before is seen by whoever acquires; acquire: it sees the others' parts.
+        uint32_t* counter = static_cast<uint32_t*>(p.counters) + cta_of(p, first);
         const bool is_last = add_acquire_release(counter, 1) == static_cast<uint32_t>(last - first);
         if (is_last) *counter = 0;  // ready for the next launch
         shared.arrived_last = is_last;
     }
     named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
-    if (shared.arrived_last) {
-        __threadfence();
-        merge_parts(p, piece, first, last, shared);
-    }
+    if (shared.arrived_last) merge_parts(p, piece, first, last, shared);
 }
 
 DEVICE void consume(const Params& p, const Share& share, Shared& shared) {
@@ -544,7 +585,7 @@ DEVICE void report_lengths(const Params& p) {
 
 }  // namespace paged_decode
 
-extern "C" __global__ void __launch_bounds__(paged_decode::THREADS, paged_decode::CTAS_PER_SM)
+extern "C" __global__ void __launch_bounds__(paged_decode::THREADS, CTAS_PER_SM)
     KERNEL_NAME(const __grid_constant__ Params p) {
     using namespace paged_decode;
     extern __shared__ __align__(1024) char shared_memory[];

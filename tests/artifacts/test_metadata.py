@@ -115,10 +115,59 @@ def test_the_digest_of_the_header_is_kept() -> None:
     assert parse_header(header({})).header_sha256 == hashlib.sha256(header({})).hexdigest()
 
 
-@pytest.mark.parametrize("column", [c.name for c in COLUMNS])
+def without(*columns: str) -> list[str]:
+    return [name for name in CELLS if name not in columns]
+
+
+NEEDED = [c.name for c in COLUMNS if c.absent is None and c.stand_in not in CELLS]
+ABSENT_AS_ZERO = [c.name for c in COLUMNS if c.absent is not None]
+
+
+@pytest.mark.parametrize("column", NEEDED)
 def test_a_missing_column_is_an_error_that_names_it(column: str) -> None:
     with pytest.raises(MetadataError, match=rf"lacks the columns {column}$"):
-        parse_header(header({}, order=[name for name in CELLS if name != column]))
+        parse_header(header({}, order=without(column)))
+
+
+def test_a_missing_column_takes_those_along_that_it_stands_for() -> None:
+    with pytest.raises(MetadataError, match=r"lacks the columns mDataTypeKv, mDataTypeK$"):
+        parse_header(header({}, order=without("mDataTypeKv", "mDataTypeK")))
+
+
+@pytest.mark.parametrize(("column", "field"), [("mDataTypeK", "dtype_k"), ("mDataTypeV", "dtype_v")])
+def test_one_type_for_keys_and_values_stands_for_each(column: str, field: str) -> None:
+    table = parse_header(header({"mDataTypeKv": "DATA_TYPE_E4M3"}, order=without(column)))
+    assert getattr(table.rows[0], field) == "e4m3"
+    assert (table.missing_columns, table.new_columns) == ((column,), ())
+
+
+@pytest.mark.parametrize("column", ABSENT_AS_ZERO)
+def test_a_feature_that_an_older_release_lacks_is_off(column: str) -> None:
+    table = parse_header(header({}, order=without(column)))
+    field = next(c.field for c in COLUMNS if c.name == column)
+    assert (getattr(table.rows[0], field), table.missing_columns) == (0, (column,))
+
+
+@pytest.mark.parametrize(("cell", "sparse"), [("true", 1), ("false", 0)])
+def test_an_older_truth_value_stands_for_the_sparse_type(cell: str, sparse: int) -> None:
+    names = [*without("mSparseAttn"), "mSparseMla"]
+    table = parse_header(header({"mSparseMla": cell}, order=names))
+    assert (table.rows[0].sparse_attention, table.missing_columns) == (sparse, ("mSparseAttn",))
+
+
+def test_a_stand_in_that_is_no_truth_value_is_refused() -> None:
+    names = [*without("mSparseAttn"), "mSparseMla"]
+    with pytest.raises(MetadataError, match="mSparseAttn is '2'"):
+        parse_header(header({"mSparseMla": "2"}, order=names))
+
+
+def test_a_stand_in_beside_its_column_is_new() -> None:
+    names = [*CELLS, "mSparseMla"]
+    assert parse_header(header({"mSparseMla": "true"}, order=names)).new_columns == ("mSparseMla",)
+
+
+def test_nothing_is_missing_from_the_known_columns() -> None:
+    assert parse_header(header({})).missing_columns == ()
 
 
 def test_new_columns_are_reported_by_name() -> None:

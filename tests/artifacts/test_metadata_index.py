@@ -84,6 +84,11 @@ def test_new_columns_are_still_known_from_the_index() -> None:
     assert MetadataIndex(build_index(table(ROW, new=("mNew",)))).new_columns == ("mNew",)
 
 
+def test_missing_columns_are_still_known_from_the_index() -> None:
+    lacking = replace(table(ROW), missing_columns=("mOld",))
+    assert MetadataIndex(build_index(lacking)).missing_columns == ("mOld",)
+
+
 def test_the_index_knows_the_header_it_came_from() -> None:
     assert MetadataIndex(build_index(table(ROW))).header_sha256 == "f" * 64
 
@@ -147,4 +152,4 @@ def test_a_word_outside_the_list_is_refused() -> None:
 
 def test_the_layout_is_the_one_that_pins_were_made_with() -> None:
     digest = hashlib.sha256(build_index(table(*ROWS))).hexdigest()
-    assert digest == "d0943db5a6451363e6187d1126f1befe761a7b7036079e994ca048db6ea4401c"
+    assert digest == "b12ef2915e280155ec6d540a893dee0935a9efc8e48792a6a627d5e68b7d127c"

@@ -24,7 +24,7 @@ def build_release(folder: Path) -> tuple[Path, Path]:
 
     build(
         folder / "tree",
-        select(VARIANTS, "*_sm90a"),
+        select(VARIANTS, "fmha_*_sm90a"),
         LAYOUTS,
         find_toolchain(),
         release=RELEASE_NAME,

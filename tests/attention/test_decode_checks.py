@@ -71,6 +71,8 @@ def test_a_stride_of_a_dimension_of_one_does_not_matter() -> None:
         ("seq_lens", contiguous((4,), "int64"), "seq_lens: dtype int64"),
         ("out", contiguous((4, 64, 64)), "out: shape"),
         ("out", {"dtype": "float32"}, "out: dtype float32"),
+        ("out", {"pointer": 0x1004}, "out: address 0x1004, expected a multiple of 8"),
+        ("out", {"strides": (8194, 128, 1)}, "out: strides .* multiples of 4 elements"),
     ],
 )
 def test_a_broken_rule_is_named(name: str, changes: dict[str, Any], words: str) -> None:

@@ -75,7 +75,7 @@ def test_5_is_what_is_corrupt(release: Release, store: Path, capsys: pytest.Capt
 
 def test_6_is_what_a_tree_has_too_much(release: Release, capsys: pytest.CaptureFixture[str]) -> None:
     release.file("fmha/extra").write_bytes(b"extra")
-    assert main(["verify", "made-1.0", "--source", str(release.root)]) == 6
+    assert main(["verify", "made-1.0", "--tree", str(release.root)]) == 6
     assert "extra: fmha/extra" in capsys.readouterr().out
 
 

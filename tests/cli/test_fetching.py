@@ -68,6 +68,12 @@ def test_fetch_takes_a_glob(release: Release, store: Path) -> None:
     assert len(visible_files(store)) == 3
 
 
+def test_a_choice_says_what_it_saves(release: Release, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fetch", release.path(NAME).text, "--source", str(release.root)]) == 0
+    assert "1 fetched (3.90 kB" in (shown := capsys.readouterr().out)
+    assert shown.endswith("; the filters save about 5.33 kB\n")
+
+
 def test_a_dry_run_says_about_how_much(release: Release, store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fetch", "made-1.0", "--dry-run", "--source", str(release.root)]) == 0
     assert "3 would be fetched, about 8.00 kB" in capsys.readouterr().out
@@ -177,7 +183,7 @@ def test_verify_is_5_for_damage_and_names_the_file(
 
 def test_verify_of_a_tree_is_6_for_an_extra_file(release: Release, capsys: pytest.CaptureFixture[str]) -> None:
     release.file("fmha/e\x1b[2Jxtra").write_bytes(b"extra")
-    assert main(["verify", "made-1.0", "--source", str(release.root)]) == 6
+    assert main(["verify", "made-1.0", "--tree", str(release.root)]) == 6
     assert "extra: fmha/e\\x1b[2Jxtra" in capsys.readouterr().out
 
 
@@ -194,7 +200,7 @@ def test_of_several_faults_the_worst_is_the_code(release: Release, broken: tuple
         release.file("extra").write_bytes(b"extra")
     if "manifest" in broken:
         release.file("checksums.txt").write_bytes(b"damaged")
-    assert main(["verify", "made-1.0", "--complete", "--source", str(release.root)]) == code
+    assert main(["verify", "made-1.0", "--complete", "--tree", str(release.root)]) == code
 
 
 def test_json_reports_a_verification(release: Release, capsys: pytest.CaptureFixture[str]) -> None:

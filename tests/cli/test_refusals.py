@@ -120,7 +120,7 @@ def test_a_manifest_that_plays_tricks_is_refused_even_if_pinned(
 
 def test_names_of_a_published_tree_are_escaped(release: Release, asked: RawAsked) -> None:
     release.file(f"fmha/{ESCAPES}").write_bytes(b"extra")
-    code, shown = asked("verify", "made-1.0", "--source", release.root)
+    code, shown = asked("verify", "made-1.0", "--tree", release.root)
     assert (code, "\\x1b]0;owned\\x07\\x1b[2J\\u202e" in shown) == (6, True)
 
 
@@ -129,7 +129,7 @@ def test_names_in_an_archive_are_escaped(release: Release, asked: RawAsked, tmp_
     with zipfile.ZipFile(archive, "a") as opened:
         opened.writestr(f"package/data/made/fmha/{ESCAPES}", b"extra")
         opened.writestr("package/data/made/fmha/../../../etc/passwd", b"extra")
-    code, shown = asked("verify", "made-1.0", "--source", archive)
+    code, shown = asked("verify", "made-1.0", "--tree", archive)
     assert (code, "extra: ../../../etc/passwd" in shown) == (6, True)
 
 

@@ -38,7 +38,7 @@ def test_an_exported_archive_is_imported_by_fetch(
     elsewhere = ["--store", str(tmp_path / "elsewhere"), "--offline"]
     assert main(["fetch", "made-1.0", "--source", archive, *elsewhere]) == 0
     assert main(["verify", "made-1.0", "--complete", *elsewhere]) == 0
-    assert main(["verify", "made-1.0", "--complete", "--source", archive]) == 0
+    assert main(["verify", "made-1.0", "--complete", "--tree", archive]) == 0
 
 
 def test_a_subset_is_exported_and_imported_by_the_same_filters(with_metadata: Release, tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_a_mirror_is_served_verified_and_gone_on_with(filled: Release, tmp_path:
     tree = tmp_path / "www"
     assert run_json("mirror", "made-1.0", "--out", tree)[1]["written"] == 4
     assert run_json("mirror", "made-1.0", "--out", tree)[1]["kept"] == 4
-    assert main(["verify", "made-1.0", "--complete", "--source", str(tree)]) == 0
+    assert main(["verify", "made-1.0", "--complete", "--tree", str(tree)]) == 0
 
 
 def test_a_mirror_says_what_it_did(filled: Release, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

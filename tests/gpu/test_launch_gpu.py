@@ -8,11 +8,11 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tensormap_cases import ACCEPTED, BASE, BROKEN
 
 from cubin_runtime.artifacts.cubin import parse_cubin
 from cubin_runtime.errors import AbiError, DriverError, FrozenError, WorkspaceError
@@ -23,9 +23,6 @@ from cubin_runtime.launch.modules import ModuleCache
 from cubin_runtime.launch.structs import Field, StructLayout
 from cubin_runtime.launch.tensormap import TensorMapSpec
 from cubin_runtime.launch.workspace import Workspace
-
-sys.path.append(str(Path(__file__).parents[1] / "launch"))
-from tensormap_cases import ACCEPTED, BASE, BROKEN
 
 pytestmark = pytest.mark.gpu
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -282,7 +279,7 @@ def test_the_driver_agrees_with_the_elf(driver: Driver, hopper_image: bytes, sym
     facts = parse_cubin(hopper_image).kernels[symbol]
     module = driver.load_module(hopper_image)
     function = driver.get_function(module, symbol)
-    parameters = driver.parameters(function)
+    parameters = driver.parameters(function, len(facts.parameters))
     registers = driver.function_attribute(function, api.FUNC_REGISTERS)
     most_threads = driver.function_attribute(function, api.FUNC_MAX_THREADS)
     driver.unload_module(module)

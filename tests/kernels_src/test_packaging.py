@@ -105,7 +105,7 @@ def test_both_wheels_installed_the_command_finds_and_verifies_the_tree(
     pins = tmp_path / "pins.toml"
     pins.write_text(with_pin("", pin_of(stub_release)))
     said = subprocess.run(
-        [sys.executable, "-c", COMMAND, "verify", "--complete", "--source", "package", "hopper-0.0.1"],
+        [sys.executable, "-c", COMMAND, "verify", "--complete", "--tree", "package", "hopper-0.0.1"],
         cwd=tmp_path,
         env={
             **os.environ,

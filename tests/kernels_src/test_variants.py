@@ -16,12 +16,12 @@ def test_names_files_and_sources_of_the_list_are_in_order() -> None:
 
 def test_only_what_a_gpu_run_measured_is_called_measured() -> None:
     assert stub(sm="90a").status == "measured"
-    assert [stub(sm=sm).status for sm in ("80", "86", "89", "90", "100", "120")] == ["built, not run"] * 6
+    assert [stub(sm=sm).status for sm in ("80", "86", "89", "90", "100", "103", "120")] == ["built, not run"] * 7
 
 
 def test_limits_of_shared_memory_are_those_of_the_hardware() -> None:
     kibibytes = {sm: limit // 1024 for sm, limit in SHARED_BYTES_PER_BLOCK.items()}
-    assert kibibytes == {"80": 163, "86": 99, "89": 99, "90": 227, "100": 227, "120": 99}
+    assert kibibytes == {"80": 163, "86": 99, "89": 99, "90": 227, "100": 227, "103": 227, "120": 99}
 
 
 def test_the_name_holds_symbol_and_sm_and_the_file_the_family() -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import gc
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -183,3 +185,40 @@ def test_the_pool_serves_a_capture_what_was_prepared(driver: Driver, context: in
     driver.begin_capture(stream)
     assert pool.take("plan", stream, 64) is prepared
     pool.close()
+
+
+def freed(standin: StandIn) -> list[str]:
+    gc.collect()
+    return [call.seen["address"] for call in standin.calls("cuMemFree")]
+
+
+def test_memory_that_nothing_refers_to_is_freed_when_the_next_is_made(
+    driver: Driver, standin: StandIn, context: int
+) -> None:
+    workspace = Workspace.allocate(driver, context, 1024)
+    address = f"{workspace.address:x}"
+    del workspace
+    assert freed(standin) == []
+    Workspace.allocate(driver, context, 1024)
+    assert freed(standin) == [address]
+
+
+def test_memory_that_a_captured_graph_has_is_never_freed(driver: Driver, standin: StandIn, context: int) -> None:
+    stream = driver.create_stream()
+    workspace = Workspace.allocate(driver, context, 1024, stream)
+    driver.begin_capture(stream)
+    workspace.claim(stream)
+    driver.end_capture(stream)
+    del workspace
+    gc.collect()
+    Workspace.allocate(driver, context, 1024)
+    assert freed(standin) == []
+
+
+def test_a_pool_that_is_dropped_gives_its_memory_back(driver: Driver, standin: StandIn, context: int) -> None:
+    pool = WorkspacePool(driver, context)
+    address = f"{pool.take('a', 0, 1024).address:x}"
+    del pool
+    gc.collect()
+    Workspace.allocate(driver, context, 1024)
+    assert freed(standin) == [address]

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.release, pytest.mark.timeout(1800)]
 
 FILES = 13453
 ROWS = 13452
-INDEX_SHA256 = "72dbdaca8fe8e295d4bbece9de26ebd0e65f865363ac4aea6056a8a2310faf00"
+INDEX_SHA256 = "964dc0966d0dc846992fbc04622d8d6bb061b47f99ab5a1a9322da4a2c77aca5"
 
 
 def test_every_file_has_the_digest_of_the_pinned_manifest(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import MappingProxyType
 
 from ..structs import Field, StructLayout
+from .following_params import LAYOUTS as FOLLOWING_LAYOUTS
 
 _COMMON = (
     Field("q", "ptr", "queries, bf16 [batch, kv_heads * group, head_dim]"),
@@ -26,6 +27,7 @@ _COMMON = (
     Field("batch", "int32", "requests"),
     Field("kv_heads", "int32", "KV heads"),
     Field("group", "int32", "query heads a KV head"),
+    Field("heads_together", "int32", "KV heads that neighbouring CTAs read side by side; divides kv_heads"),
     Field("page_size_log2", "int32", "log2 of the tokens in a page"),
     Field("num_pages", "int32", "pages in the pool"),
     Field("max_seq_len", "int32", "bound on every length"),
@@ -56,4 +58,6 @@ PAGED_DECODE_COPY = StructLayout.declare(
     ),
 )
 
-LAYOUTS = MappingProxyType({layout.name: layout for layout in (PAGED_DECODE_TMA, PAGED_DECODE_COPY)})
+LAYOUTS = MappingProxyType(
+    {**{layout.name: layout for layout in (PAGED_DECODE_TMA, PAGED_DECODE_COPY)}, **FOLLOWING_LAYOUTS}
+)

@@ -1,0 +1,102 @@
+"""The workspace: counters, softmax statistics and scratch, and how many bytes a launch takes of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...artifacts.metadata import KernelMeta
+from .grid import Geometry
+from .problem import Problem
+from .refusals import WorkspaceRefused
+from .traits import MultiCtasMode, QkvLayout
+
+ALIGNMENT = 16
+COUNTER_BYTES = 8192 * 256 * 4
+STATS_BYTES_PER_ROW = 8
+STATS_GUARD_BYTES = 1 << 20
+STATS_ROUND_UP = 256
+PARTIAL_BYTES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Carving:
+    """Device addresses of the regions, 0 for one that is not carved, and the bytes that are left for scratch."""
+
+    counters: int
+    softmax_stats: int
+    scratch: int
+    scratch_bytes: int
+
+
+def carve(
+    address: int, nbytes: int, *, counters: bool, stats_rows: tuple[int, int, int] | None, scratch: bool
+) -> Carving:
+    """Cut a workspace in the order counters, statistics, scratch; all the rest is scratch.
+
+    Args:
+        address: where it begins; rounded up to 16.
+        nbytes: its size from ``address`` on.
+        counters: whether the launch may count finished CTAs. They must be zero before first use.
+        stats_rows: (query heads, batch, max_q) where an LSE is wanted.
+        scratch: whether the launch may merge partial results.
+
+    Raises:
+        WorkspaceRefused: counters or statistics do not fit.
+    """
+    begin = _round_up(address, ALIGNMENT)
+    place, end = begin, address + nbytes
+    counters_at = stats_at = 0
+    if counters:
+        counters_at, place = place, _take(place, COUNTER_BYTES, begin, end, "counters")
+    if stats_rows is not None:
+        stats_at = _round_up(place, ALIGNMENT)
+        place = _take(stats_at, stats_bytes(*stats_rows), begin, end, "softmax statistics")
+    place = _round_up(place, ALIGNMENT)
+    return Carving(counters_at, stats_at, place if scratch else 0, max(0, end - place))
+
+
+def stats_bytes(heads_q: int, batch: int, max_q: int) -> int:
+    """Bytes of the softmax statistics, maximum and sum of each row as float32, and their guard."""
+    rows = heads_q * batch * _round_up(max_q, STATS_ROUND_UP)
+    return STATS_BYTES_PER_ROW * rows + STATS_GUARD_BYTES
+
+
+def partial_offset(problem: Problem, meta: KernelMeta) -> int:
+    """Where the partial outputs begin in the scratch, in bytes: behind a statistics row a CTA and step."""
+    return STATS_BYTES_PER_ROW * problem.multiprocessors * meta.step_q
+
+
+def scratch_bytes(problem: Problem, meta: KernelMeta, geometry: Geometry, mode: MultiCtasMode) -> int:
+    """Bytes of scratch that a launch writes: statistics and 2-byte partial outputs of every CTA.
+
+    Only merging through global memory uses scratch. The reference launcher never checks this.
+    """
+    if mode not in (MultiCtasMode.GMEM, MultiCtasMode.SEPARATE_KERNEL):
+        return 0
+    rows = geometry.ctas * meta.tile_q
+    outputs = partial_offset(problem, meta) + rows * meta.head_dim_per_cta_v * PARTIAL_BYTES
+    return max(rows * STATS_BYTES_PER_ROW, outputs)
+
+
+def workspace_bytes(problem: Problem, scratch: int) -> int:
+    """Bytes that a workspace at a multiple of 16 must have: counters, statistics and ``scratch`` bytes."""
+    at, fixed = problem.pointers, 0
+    if problem.is_generation or problem.layout != QkvLayout.PAGED:
+        fixed += COUNTER_BYTES
+    if at.lse:
+        fixed += stats_bytes(problem.heads_q, problem.batch, problem.max_q)
+    return fixed + scratch
+
+
+def _take(place: int, size: int, begin: int, end: int, what: str) -> int:
+    if place + size > end:
+        raise WorkspaceRefused(
+            f"workspace: {what} take {size} bytes, {max(0, end - place)} of {max(0, end - begin)} are left; "
+            f"the fixed parts need {place + size - begin} bytes",
+            place + size - begin,
+        )
+    return place + size
+
+
+def _round_up(value: int, to: int) -> int:
+    return (value + to - 1) // to * to
