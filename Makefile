@@ -54,7 +54,15 @@ dist: .venv/.ready ## Wheel and sdist of the package, and the data wheel of the 
 	@$(VENV) -m kernels_src.packaging --out dist
 	@ls -l dist
 
+.PHONY: soak
+soak: .venv/.ready ## 200 processes killed while they fetch, and fetching beside its peer (nginx; 15 minutes)
+	@$(VENV) $(PIP) -e '.[bench]'
+	@CUBIN_RUNTIME_KILLS=200 CUBIN_RUNTIME_KILLS_REPORT=benchmarks/results/kills.json \
+	    $(VENV) -m pytest -s tests/artifacts/test_kills.py
+	@$(VENV) benchmarks/fetch_peers.py
+
 bench: .venv/.ready ## The benchmarks that need no GPU; results in benchmarks/results
+	@$(VENV) $(PIP) -e '.[bench]'
 	@for script in benchmarks/*.py; do case "$$script" in */gpu_*) ;; *) \
 	    echo "== $$script"; $(VENV) "$$script" ;; esac; done
 

@@ -85,9 +85,9 @@ def measure(wheel: Path, folder: Path, peer: Path, rounds: int) -> dict[str, obj
         bench = Bench(server, folder, peer, pin)
         bench.warm(tree)
         measured = [bench.round() for _ in range(rounds)]
+        bench.rest()
         together = bench.processes_at_once()
         model = bench.one_model()
-        bench.rest()
         throughput = bench.throughput()
         version = server.version
     return {
@@ -131,6 +131,7 @@ class Bench:
         """Peer and ours, cold and again, and both sorts of verification."""
         found: dict[str, float] = {"load_before": os.getloadavg()[0]}
         theirs, ours = self.new_store("peer"), self.new_store("ours")
+        self.settle()
         found["peer_cold_s"] = self.run_peer(theirs)
         found["peer_again_s"] = self.run_peer(theirs)
         found["peer_files_besides"] = sum(file.name.endswith(".lock") for file in theirs.rglob("*"))
@@ -145,7 +146,6 @@ class Bench:
         found["ours_verify_library_s"] = statistics.median(self.verify(ours) for _ in range(3))
         found["ours_verify_process_s"] = statistics.median(self.run_ours(ours, "verify")[0] for _ in range(3))
         found["load_after"] = os.getloadavg()[0]
-        self.rest()
         return {name: round(value, 3) for name, value in found.items()}
 
     def processes_at_once(self) -> dict[str, object]:

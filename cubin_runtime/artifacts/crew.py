@@ -78,10 +78,10 @@ class ThreadCrew:
         """See ``Crew.give``."""
         for item in items:
             self._tasks.put(item)
-        while len(self._threads) < min(self.jobs, self._tasks.qsize()):
-            thread = threading.Thread(target=self._work, daemon=True)
-            self._threads.append(thread)
-            thread.start()
+            if len(self._threads) < self.jobs:
+                thread = threading.Thread(target=self._work, daemon=True)
+                self._threads.append(thread)
+                thread.start()
 
     def take(self, timeout: float) -> list[Outcome]:
         """See ``Crew.take``."""

@@ -28,7 +28,7 @@ from .obtain import FetchPolicy
 from .path import ArtifactPath
 from .pins import Pin, PinSet, read_manifest, refuse_trust_in_store
 from .process_crew import hire
-from .reading import NotRegularError, digest_of
+from .reading import digest_of
 from .sources import NotHereError, Wanted, parse_source
 from .store import Store
 from .supply import Supply, hint
@@ -335,9 +335,10 @@ class Library:
         except CorruptError as error:
             _log.warning("%s", error)
             reasons.append(error)
-        except NotRegularError:
-            raise
-        except StoreError as error:  # one that may not be read (another user's home) is passed over like a source
+        except StoreError as error:
+            # one that this user may not read (in another's home) is passed over like a source that lacks the file
+            if not isinstance(error.__context__, PermissionError):
+                raise
             reasons.append(error)
         for source in self._supply.local_sources(pin):
             try:

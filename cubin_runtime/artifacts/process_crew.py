@@ -20,7 +20,7 @@ from .sources import Wanted
 from .supply import WorkOrder
 from .worker import Message
 
-START_SECONDS = 60.0
+START_SECONDS = 20.0  # others wait for the lock meanwhile, up to 30 s
 SILENT_SECONDS = 60.0
 STOP_SECONDS = 4.0
 OBJECTS_A_PROCESS = 128

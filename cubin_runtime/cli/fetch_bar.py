@@ -19,23 +19,25 @@ class FetchBar:
         self._name = name
         self._files = files
         self._done = 0
-        self._fetched = 0
+        self._there: int | None = None
         self._bytes = 0
         self._began = self._said = time.monotonic()
 
     def advance(self, files: int) -> None:
-        """So many more files are there, however they came."""
+        """So many more files are there; the first call is for those that were there before."""
         self._done += files
+        if self._there is None:
+            self._there = self._done
         self._show()
 
     def moved(self, size: int) -> None:
         """One more file came, of ``size`` bytes."""
-        self._fetched += 1
         self._bytes += size
 
     def text(self, seconds: float) -> str:
         """Bytes, rate and what remains after so many seconds."""
-        return describe(self._files - self._done, self._fetched, self._bytes, seconds)
+        came = self._done - (self._there or 0)
+        return describe(self._files - self._done, came, self._bytes, seconds)
 
     def _show(self) -> None:
         now = time.monotonic()
@@ -45,14 +47,14 @@ class FetchBar:
             output.note_line(f"fetch {self._name}: {self._done} of {self._files} files, {text}")
 
 
-def describe(remaining: int, fetched: int, size: int, seconds: float) -> str:
-    """What was moved, how fast, and how long ``remaining`` files take at the pace of the ``fetched`` ones.
+def describe(remaining: int, came: int, size: int, seconds: float) -> str:
+    """What was moved, how fast, and how long ``remaining`` files take at the pace of those that came, by whomever.
 
     >>> describe(300, 100, 12_000_000, 2.0)
     '12.0 MB at 6.0 MB/s, about 6 s left'
     """
     rate = size / seconds if seconds > 0 else 0.0
-    left = f", about {remaining * seconds / fetched:.0f} s left" if fetched and remaining else ""
+    left = f", about {remaining * seconds / came:.0f} s left" if came and remaining else ""
     return f"{size / 1e6:.1f} MB at {rate / 1e6:.1f} MB/s{left}"
 
 

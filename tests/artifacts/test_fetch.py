@@ -112,6 +112,16 @@ def test_many_files_are_fetched_once_each_whatever_the_jobs(tmp_path: Path, jobs
     assert visible_files(store) == all_digests(many)
 
 
+def test_files_of_different_locks_are_fetched_at_the_same_time(tmp_path: Path, store: Path) -> None:
+    few = make_release(tmp_path / "few", {f"k{n}": f"kernel {n}".encode() for n in range(6)})
+    with serving(few.root) as server:
+        for name in few.files:
+            server.fault(f"/{name}", slow(0.3))
+        began = time.monotonic()
+        few.library(store, server.url).fetch(few.pin, jobs=6)
+        assert time.monotonic() - began < 1.2
+
+
 def test_two_names_of_equal_bytes_are_fetched_once(tmp_path: Path, store: Path) -> None:
     twins = make_release(tmp_path / "twins", {"a": b"same", "b": b"same", "c": b"other"})
     with serving(twins.root) as server:

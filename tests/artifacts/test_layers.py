@@ -20,8 +20,7 @@ from cubin_runtime.cli import main
 store, pins, source, *verbs = sys.argv[1:]
 common = ["--store", store, "--pins", pins, "--source", source]
 for verb in verbs:
-    own = common[:4] if verb.startswith("verify") else common
-    print(verb, "->", main([*verb.split(), *own]))
+    print(verb, "->", main([*verb.split(), *common]))
 """
 # sockets to anywhere but this machine's own processes are refused by the interpreter, whoever asks for them
 NO_SOCKETS = """

@@ -111,4 +111,4 @@ def test_damage_that_cannot_be_moved_aside_is_code_8(
 
 
 def test_repair_is_of_stores_alone(filled: Release) -> None:
-    assert main(["verify", "made-1.0", "--repair", "--tree", "/tree"]) == 2
+    assert main(["verify", "made-1.0", "--repair", "--tree", str(filled.root)]) == 2
