@@ -43,6 +43,7 @@ JOBS = (1, 2, 4, 8, 16, 32)
 PEER_JOBS = (1, 4, 16)
 PROCESSES_AT_ONCE = 8
 REST_SECONDS = 40
+PARTS = ("processes_at_once", "one_model", "throughput")
 OURS = """
 import json, resource, sys, time
 began = time.perf_counter()
@@ -63,6 +64,7 @@ def main() -> None:
     parser.add_argument("--image", type=Path, default=ROOT / "docs" / "fetch_throughput.png")
     parser.add_argument("--peer-python", type=Path, help="an interpreter that has the peer; default: install it")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", choices=PARTS, help="measure this part again and put it into the JSON file")
     parser.add_argument("--plot", action="store_true", help="draw the plot from the JSON file, measure nothing")
     given = parser.parse_args()
     if not given.plot:
@@ -70,11 +72,25 @@ def main() -> None:
             parser.error(f"no wheel at {given.wheel}; `make test-release` gets it")
         peer = given.peer_python or install_peer(ROOT / "build" / "peer")
         with tempfile.TemporaryDirectory(prefix="cubin-runtime-fetch-") as folder:
-            report = measure(given.wheel, Path(folder), peer, given.rounds)
+            if given.only:
+                report = json.loads(given.out.read_text())
+                report[given.only] = measure_part(given.wheel, Path(folder), peer, given.only)
+            else:
+                report = measure(given.wheel, Path(folder), peer, given.rounds)
         given.out.parent.mkdir(parents=True, exist_ok=True)
         given.out.write_text(json.dumps(report, indent=2) + "\n")
         print(json.dumps(report, indent=2))
     draw(json.loads(given.out.read_text()), given.image)
+
+
+def measure_part(wheel: Path, folder: Path, peer: Path, part: str) -> object:
+    """One part alone."""
+    pin = Library(Config(store=folder / "none", sources=())).pins.get(PIN)
+    tree = extract(wheel, folder / "tree", pin)
+    with nginx(tree, folder / "nginx") as server:
+        bench = Bench(server, folder, peer, pin)
+        bench.warm(tree)
+        return getattr(bench, part)()
 
 
 def measure(wheel: Path, folder: Path, peer: Path, rounds: int) -> dict[str, object]:
@@ -167,18 +183,22 @@ class Bench:
         }
 
     def one_model(self) -> dict[str, object]:
-        """What one model needs, from an empty store, its metadata included."""
-        store = self.new_store("model")
-        self.server.forget()
-        seconds, _ = self.run_ours(store, "fetch", *ONE_MODEL)
+        """What one model needs, from an empty store, its metadata included; the median of three runs."""
+        self.settle()
+        seconds = []
+        for _ in range(3):
+            store = self.new_store("model")
+            self.server.forget()
+            seconds.append(self.run_ours(store, "fetch", *ONE_MODEL)[0])
         sent = self.sent()
         files = [file for file in (store / "sha256").rglob("*") if file.is_file()]
         return {
             "filters": " ".join(ONE_MODEL),
-            "seconds": round(seconds, 3),
+            "seconds": round(statistics.median(seconds), 3),
             "files": len(files),
             "bytes_sent": sent,
             "share_of_release": round(sent / self.pin.bytes, 4),
+            "load": os.getloadavg()[0],
         }
 
     def throughput(self) -> dict[str, list[dict[str, float]]]:

@@ -31,9 +31,9 @@ def draw(report: Mapping[str, Any], image: Path) -> None:
     axes.set_ylabel("MB/s, hashed and published")
     versions, machine = report["versions"], report["machine"]
     size = f"{versions['files']:,} files, {versions['bytes'] / 1e9:.2f} GB"
-    axes.set_title(
-        f"Cold fetch of {versions['release']} ({size})\nnginx on loopback, {machine['cores']} cores", fontsize=10
-    )
+    loads = [point["load"] for side in styles for point in report["throughput"][side]]
+    place = f"nginx on loopback, {machine['cores']} cores, one-minute load {min(loads):.1f} to {max(loads):.1f}"
+    axes.set_title(f"Cold fetch of {versions['release']} ({size})\n{place}", fontsize=10)
     axes.grid(True, alpha=0.3)
     axes.legend(loc="lower right", frameon=False)
     image.parent.mkdir(parents=True, exist_ok=True)
