@@ -13,17 +13,20 @@ from pathlib import Path
 SOURCE = Path(__file__).parent / "standin" / "standin.c"
 
 
-def cuda_include() -> Path:
-    """The folder of a cuda.h of CUDA 13 or newer: a pip wheel of the toolkit, CUDA_HOME, or the system's."""
+def cuda_include(needs: str = "cuda.h") -> Path:
+    """The folder of a cuda.h of CUDA 13 or newer, beside the header ``needs``.
+
+    It is that of a pip wheel of the toolkit, CUDA_HOME, or the system's.
+    """
     site = Path(sysconfig.get_paths()["purelib"]) / "nvidia"
     folders = [site / "cu13" / "include", site / "cuda_runtime" / "include"]
     folders += [Path(os.environ[name]) / "include" for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
     folders += sorted((path / "include" for path in Path("/usr/local").glob("cuda*")), reverse=True)
     for folder in folders:
-        if (folder / "cuda.h").is_file() and _version(folder / "cuda.h") >= 13000:
+        if (folder / "cuda.h").is_file() and (folder / needs).is_file() and _version(folder / "cuda.h") >= 13000:
             return folder
     looked = ", ".join(map(str, folders))
-    raise FileNotFoundError(f"no cuda.h of CUDA 13 in {looked}: pip install nvidia-cuda-runtime==13.0.96")
+    raise FileNotFoundError(f"no cuda.h of CUDA 13 with {needs} in {looked}: pip install nvidia-cuda-runtime==13.0.96")
 
 
 def _version(header: Path) -> int:
