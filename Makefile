@@ -10,7 +10,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-torch test-release check artifacts dist bench clean prerequisites
+.PHONY: help demo test test-torch test-release fuzz fuzz-long check artifacts dist bench clean prerequisites
 
 PIP := -m pip --disable-pip-version-check install --quiet --quiet
 VENV := .venv/bin/python
@@ -32,6 +32,12 @@ test-torch: .venv-torch/.ready ## The tests that need torch (its CPU build is en
 test-release: .venv/.ready ## Every row of NVIDIA's published release (458 MB, downloaded once)
 	@$(VENV) -m pytest -m release -s
 
+fuzz: .venv/.ready ## 30 s of damaged input for each reader of untrusted bytes (about a minute in all)
+	@$(VENV) tests/fuzz/run.py --seconds 30 --jobs 2
+
+fuzz-long: .venv/.ready ## The same with 10 minutes a reader; results in benchmarks/results
+	@$(VENV) tests/fuzz/run.py --seconds 600 --jobs 2 --json benchmarks/results/fuzz.json
+
 check: .venv/.ready ## Lint, format and types
 	@status=0; for gate in "ruff check ." "ruff format --check --output-format concise ." "mypy --strict"; do \
 	    $(VENV) -m $$gate || status=1; done; exit $$status
@@ -48,7 +54,15 @@ dist: .venv/.ready ## Wheel and sdist of the package, and the data wheel of the 
 	@$(VENV) -m kernels_src.packaging --out dist
 	@ls -l dist
 
+.PHONY: soak
+soak: .venv/.ready ## 200 processes killed while they fetch, and fetching beside its peer (nginx; 15 minutes)
+	@$(VENV) $(PIP) -e '.[bench]'
+	@CUBIN_RUNTIME_KILLS=200 CUBIN_RUNTIME_KILLS_REPORT=benchmarks/results/kills.json \
+	    $(VENV) -m pytest -s tests/artifacts/test_kills.py
+	@$(VENV) benchmarks/fetch_peers.py
+
 bench: .venv/.ready ## The benchmarks that need no GPU; results in benchmarks/results
+	@$(VENV) $(PIP) -e '.[bench]'
 	@for script in benchmarks/*.py; do case "$$script" in */gpu_*) ;; *) \
 	    echo "== $$script"; $(VENV) "$$script" ;; esac; done
 

@@ -20,8 +20,9 @@ class Config:
 
     ``sources`` is an ordered tuple of an http(s) URL, a directory tree, a store, a ``.zip`` or ``.whl``,
     or the word ``package``; ``None`` means the default (``package``, then each pin's own sources).
-    ``pin_files`` are read besides the built-in pins. ``offline`` forbids opening any socket;
-    ``lazy_fetch`` allows a missing kernel to be fetched at first use.
+    ``pin_files`` are read besides the built-in pins; with ``pin_keys`` (files of PEM public keys, or keys as 64
+    hex digits) only if one of the keys signed them. ``offline`` forbids opening any socket; ``lazy_fetch``
+    allows a missing kernel to be fetched at first use.
     """
 
     store: Path
@@ -29,12 +30,13 @@ class Config:
     pin_files: tuple[Path, ...] = ()
     offline: bool = False
     lazy_fetch: bool = True
+    pin_keys: tuple[str, ...] = ()
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Config:
-        """Read ``CUBIN_RUNTIME_CACHE``, ``_SOURCES``, ``_PINS`` and ``_OFFLINE``.
+        """Read ``CUBIN_RUNTIME_CACHE``, ``_SOURCES``, ``_PINS``, ``_PIN_KEYS`` and ``_OFFLINE``.
 
-        Pin files are separated by ``os.pathsep``, sources by white space or commas.
+        Pin files and keys are separated by ``os.pathsep``, sources by white space or commas.
 
         Raises:
             UsageError: a value is outside its domain.
@@ -47,7 +49,8 @@ class Config:
         sources = tuple(env.get("CUBIN_RUNTIME_SOURCES", "").replace(",", " ").split())
         named = [Path(p).expanduser() for p in env.get("CUBIN_RUNTIME_PINS", "").split(os.pathsep) if p]
         own = user_pins_path()
-        pins = tuple([own, *named] if own.exists() else named)
+        # a home that may not even be looked into (a container's user with root's HOME) holds no pins for us
+        pins = tuple([own, *named] if os.path.exists(own) else named)
         offline = _flag(env, "CUBIN_RUNTIME_OFFLINE")
         return cls(
             store=store.absolute(),
@@ -55,6 +58,7 @@ class Config:
             pin_files=pins,
             offline=offline,
             lazy_fetch=not offline,
+            pin_keys=_pin_keys(env),
         )
 
 
@@ -63,6 +67,15 @@ def user_pins_path() -> Path:
     import platformdirs
 
     return platformdirs.user_config_path("cubin-runtime") / "pins.toml"
+
+
+def _pin_keys(env: Mapping[str, str]) -> tuple[str, ...]:
+    """The keys; a variable that is set and names none is an error, lest signatures go unchecked by a slip."""
+    value = env.get("CUBIN_RUNTIME_PIN_KEYS", "")
+    keys = tuple(key.strip() for key in value.split(os.pathsep) if key.strip())
+    if value and not keys:
+        raise UsageError(f"CUBIN_RUNTIME_PIN_KEYS={value!r}: names no key")
+    return keys
 
 
 def _flag(env: Mapping[str, str], name: str) -> bool:

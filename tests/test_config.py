@@ -57,3 +57,21 @@ def test_a_word_that_is_neither_is_refused() -> None:
 def test_a_relative_store_becomes_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert Config.from_environment({"CUBIN_RUNTIME_CACHE": "here"}).store == tmp_path / "here"
+
+
+def test_pin_keys_are_read() -> None:
+    config = Config.from_environment({"CUBIN_RUNTIME_PIN_KEYS": "/etc/old.pub:/etc/new.pub"})
+    assert config.pin_keys == ("/etc/old.pub", "/etc/new.pub")
+
+
+def test_pin_keys_that_name_no_key_are_refused() -> None:
+    with pytest.raises(UsageError, match="names no key"):
+        Config.from_environment({"CUBIN_RUNTIME_PIN_KEYS": " : "})
+
+
+def test_a_home_that_may_not_be_looked_into_has_no_pins(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: object, *arguments: object, **named: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("os.stat", refuse)
+    assert Config.from_environment({}).pin_files == ()

@@ -15,6 +15,7 @@ PACKAGE = Path(__file__).parents[1] / "cubin_runtime"
 ROOM_FLOORS = {"cli": 4, "compat": 4, "attention": 3, "launch": 2, "artifacts": 1}
 SHARED_FLOOR = 0  # errors, config, _version
 HEAVY = (
+    "cryptography",
     "cuda",
     "cupy",
     "elftools",

@@ -34,7 +34,7 @@ from kernels_src.toolchain import find_toolchain  # noqa: E402
 from kernels_src.variants import VARIANTS  # noqa: E402
 
 RELEASE = "hopper-demo"
-KERNELS = "*_sm90a"
+KERNELS = "fmha_*_sm90a"
 Result = TypeVar("Result")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import struct
 import threading
@@ -14,6 +15,19 @@ from .manifest import MANIFEST_NAME
 from .path import ArtifactPath
 from .reading import NotRegularError, open_regular
 from .sources import NotHereError, Wanted
+
+MAX_DIRECTORY_BYTES = 64 << 20
+
+
+class _Bounded(io.BufferedReader):
+    """A file of which no read takes more than a central directory may have, whatever the archive says."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """See ``io.BufferedReader.read``."""
+        wanted = MAX_DIRECTORY_BYTES + 1 if size is None or size < 0 else size
+        if size is not None and size > MAX_DIRECTORY_BYTES:
+            raise zipfile.BadZipFile(f"a central directory of {size} bytes, at most {MAX_DIRECTORY_BYTES} are read")
+        return super().read(wanted)
 
 
 class ArchiveSource:
@@ -43,11 +57,12 @@ class ArchiveSource:
             except OSError as error:
                 raise SourceError(f"{self.file}: {error.strerror}") from None
             try:
-                with os.fdopen(os.dup(descriptor), "rb") as stream, zipfile.ZipFile(stream) as archive:
+                raw = io.FileIO(os.dup(descriptor), "rb")
+                with _Bounded(raw) as stream, zipfile.ZipFile(stream) as archive:
                     self._members = {i.filename: i for i in archive.infolist() if not i.is_dir()}
-            except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
+            except Exception as error:  # the standard library's reader lets errors of many kinds through
                 os.close(descriptor)
-                raise SourceError(f"{self.file}: no readable zip: {error}") from None
+                raise SourceError(f"{self.file}: no readable zip: {error or type(error).__name__}") from None
             self._descriptor = descriptor
             return descriptor
 
@@ -75,7 +90,7 @@ class ArchiveSource:
             if member.compress_type == zipfile.ZIP_STORED:
                 return packed
             data = zlib.decompressobj(-zlib.MAX_WBITS).decompress(packed, wanted.limit + 1)
-        except (OSError, struct.error, zlib.error) as error:
+        except (OSError, OverflowError, struct.error, zlib.error) as error:
             raise SourceError(f"{where}: the archive is damaged: {error}") from None
         if len(data) > wanted.limit:
             raise SourceError(f"{where} unpacks to over {wanted.limit} bytes")

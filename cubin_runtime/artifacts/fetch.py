@@ -1,37 +1,25 @@
-"""Getting objects into a store: several workers, one process at a time for the same object."""
+"""Getting objects into a store: one process of a host at a time for the same object, and a crew of workers."""
 
 from __future__ import annotations
 
-import logging
-import queue
 import secrets
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..errors import CorruptError, CubinRuntimeError, SourceError, StoreError
+from .crew import Crew, Outcome
 from .locks import ShardLock, shard_of
-from .obtain import FetchPolicy, Progress, obtain
-from .path import ArtifactPath
+from .obtain import FetchPolicy
 from .pins import Pin
-from .sources import Source, Wanted
+from .sources import Wanted
 from .store import Store
 from .supply import hint
 
 _POLL_SECONDS = 0.05
-_log = logging.getLogger("cubin_runtime")
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of one object: ``source`` None: it was there already; ``error`` None: it is there now."""
-
-    wanted: Wanted
-    source: str | None = None
-    size: int = 0
-    error: Exception | None = None
+_LOOK_SECONDS = 0.005
+_AHEAD = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +27,8 @@ class FetchReport:
     """What a fetch did: ``chosen = present + fetched`` (``+ missing`` in a dry run, which fetches nothing).
 
     ``bytes`` were fetched in ``seconds``; ``about_bytes`` is the estimate for what was missing at the start
-    (0: the pin says no sizes); ``by_source`` counts files by the source that delivered them.
+    (0: the pin says no sizes), ``saves_about_bytes`` for the files of the release that were not chosen;
+    ``by_source`` counts files by the source that delivered them.
     """
 
     pin: str
@@ -52,63 +41,61 @@ class FetchReport:
     seconds: float
     dry_run: bool
     by_source: Mapping[str, int]
-    failures: tuple[tuple[ArtifactPath, str], ...] = ()
+    saves_about_bytes: int = 0
 
 
 @dataclass(slots=True)
 class _Shard:
     """The objects under one lock; ``open`` counts those that workers still have."""
 
+    name: str
     lock: ShardLock
     items: list[Wanted]
     open: int = 0
-    looked: float = field(default=0.0)
+    look_at: float = 0.0
 
 
 def fetch_objects(
     store: Store,
     wanted: Sequence[Wanted],
-    open_sources: Callable[[Progress], Sequence[Source]],
+    hire: Callable[[], Crew],
     *,
-    jobs: int,
     policy: FetchPolicy,
     on_outcome: Callable[[Outcome], None] | None = None,
 ) -> list[Outcome]:
-    """Put every object into the store that is not there, with ``jobs`` workers; one outcome for each object.
+    """Put every object into the store that is not there; one outcome for each object.
 
-    Each worker opens its own sources. Other processes that want the same objects at the same time wait for
-    this one, shard by shard, and find them there. An interrupt leaves nothing half-written visible.
+    Other processes that want the same objects at the same time wait for this one, shard by shard, and find
+    them there; the crew is hired once there is something to do. An interrupt leaves nothing half-written
+    visible.
 
     Raises:
         StoreError: the store is full or cannot be written; the rest is abandoned.
+        WorkerError: a worker process was lost; the rest is abandoned.
     """
-    return _Dispatch(store, wanted, open_sources, jobs, policy, on_outcome).run()
+    return _Dispatch(store, wanted, hire, policy, on_outcome).run()
 
 
 class _Dispatch:
-    """Takes shard after shard, hands objects to the workers, collects outcomes, keeps locks alive."""
+    """Takes shard after shard, hands objects to the crew, collects outcomes, keeps locks alive."""
 
     def __init__(
         self,
         store: Store,
         wanted: Sequence[Wanted],
-        open_sources: Callable[[Progress], Sequence[Source]],
-        jobs: int,
+        hire: Callable[[], Crew],
         policy: FetchPolicy,
         on_outcome: Callable[[Outcome], None] | None,
     ) -> None:
         self._store = store
-        self._open_sources = open_sources
+        self._hire = hire
+        self._crew: Crew | None = None
         self._policy = policy
-        self._progress = Progress(policy)
         self._on_outcome = on_outcome
-        self._tasks: queue.SimpleQueue[tuple[_Shard, Wanted] | None] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[tuple[_Shard, Outcome]] = queue.SimpleQueue()
         self._outcomes: list[Outcome] = []
         self._open = 0
-        self._held: list[_Shard] = []
+        self._held: dict[str, _Shard] = {}
         self._waiting = self._shards(wanted)
-        self._jobs = max(1, min(jobs, len(wanted)))
         self._beat_at = time.monotonic() + self._policy.lock_touch
         self._beat_ticks = 0
 
@@ -121,35 +108,27 @@ class _Dispatch:
         start = secrets.randbelow(16)
         order = sorted(groups, key=lambda shard: (int(shard, 16) - start) % 16)
         root = self._store.root
-        return deque(
-            _Shard(ShardLock(root, s, give_up=self._policy.lock_give_up), list(groups[s].values())) for s in order
-        )
+        give_up = self._policy.lock_give_up
+        return deque(_Shard(s, ShardLock(root, s, give_up=give_up), list(groups[s].values())) for s in order)
 
     def run(self) -> list[Outcome]:
-        threads = [threading.Thread(target=self._work, daemon=True) for _ in range(self._jobs)]
-        for thread in threads:
-            thread.start()
         try:
             while self._waiting or self._open:
                 busy = self._take_shards()
                 self._collect(_POLL_SECONDS if busy else min(1.0, self._policy.lock_touch))
                 self._beat()
         finally:
-            self._progress.stop.set()
-            for _ in threads:
-                self._tasks.put(None)
-            for shard in self._held:
+            if self._crew is not None:
+                self._crew.stop()
+            for shard in self._held.values():
                 shard.lock.release()
-            deadline = time.monotonic() + 2.0
-            for thread in threads:
-                thread.join(max(0.0, deadline - time.monotonic()))
         return self._outcomes
 
     def _take_shards(self) -> bool:
-        """Hand out shards with a free lock while the workers have little to do; True if a lock is busy."""
+        """Hand out shards with a free lock while the crew has little to do; True if a lock is busy."""
         busy = False
         for _ in range(len(self._waiting)):
-            if self._open >= 2 * self._jobs:
+            if self._crew is not None and self._open >= _AHEAD * self._crew.jobs:
                 break
             shard = self._waiting.popleft()
             if shard.lock.try_take():
@@ -161,48 +140,46 @@ class _Dispatch:
                 self._waiting.append(shard)
         return busy
 
-    def _drop_present(self, shard: _Shard) -> None:
-        """Forget objects that another process has published meanwhile."""
-        now = time.monotonic()
-        if now - shard.looked < 4 * _POLL_SECONDS:
+    def _drop_present(self, shard: _Shard, *, now: bool = False) -> None:
+        """Forget objects that another process has published meanwhile; looks more rarely where that costs more."""
+        if not now and time.monotonic() < shard.look_at:
             return
-        shard.looked = now
         there = self._store.present(item.sha256 for item in shard.items if item.sha256)
         for item in shard.items:
             if item.sha256 in there:
                 self._finish(Outcome(item))
         shard.items = [item for item in shard.items if item.sha256 not in there]
+        shard.look_at = time.monotonic() + max(4 * _POLL_SECONDS, len(shard.items) * _LOOK_SECONDS)
 
     def _hand_out(self, shard: _Shard) -> None:
-        shard.looked = 0.0
-        self._drop_present(shard)
+        self._held[shard.name] = shard
+        self._drop_present(shard, now=True)
         shard.open = len(shard.items)
         self._open += shard.open
         if not shard.items:
-            shard.lock.release()
+            self._let_go(shard)
             return
-        self._held.append(shard)
-        for item in shard.items:
-            self._tasks.put((shard, item))
+        if self._crew is None:
+            self._crew = self._hire()
+        self._crew.give(shard.items)
+
+    def _let_go(self, shard: _Shard) -> None:
+        shard.lock.release()
+        del self._held[shard.name]
 
     def _collect(self, timeout: float) -> None:
         """Take at least one outcome if one comes in time, and all that are there."""
-        if not self._open:
+        if not self._open or self._crew is None:
             if self._waiting:
                 time.sleep(timeout)
             return
-        try:
-            shard, outcome = self._results.get(timeout=timeout)
-            while True:
-                self._open -= 1
-                shard.open -= 1
-                if not shard.open:
-                    shard.lock.release()
-                    self._held.remove(shard)
-                self._finish(outcome)
-                shard, outcome = self._results.get_nowait()
-        except queue.Empty:
-            return
+        for outcome in self._crew.take(timeout):
+            shard = self._held[shard_of(outcome.wanted.sha256 or "")]
+            self._open -= 1
+            shard.open -= 1
+            if not shard.open:
+                self._let_go(shard)
+            self._finish(outcome)
 
     def _finish(self, outcome: Outcome) -> None:
         if outcome.error is not None and (
@@ -219,30 +196,11 @@ class _Dispatch:
         if now < self._beat_at:
             return
         self._beat_at = now + self._policy.lock_touch
-        if self._progress.ticks != self._beat_ticks:
-            self._beat_ticks = self._progress.ticks
-            for shard in self._held:
+        ticks = 0 if self._crew is None else self._crew.ticks
+        if ticks != self._beat_ticks:
+            self._beat_ticks = ticks
+            for shard in self._held.values():
                 shard.lock.touch()
-
-    def _work(self) -> None:
-        """One worker: its own sources, one object after another, until the fetch ends or stops."""
-        sources: Sequence[Source] = ()
-        opened = False
-        while (task := self._tasks.get()) is not None and not self._progress.stop.is_set():
-            shard, wanted = task
-            try:
-                if not opened:
-                    sources, opened = self._open_sources(self._progress), True
-                data, label = obtain(wanted, sources, self._policy, self._progress)
-                assert wanted.sha256 is not None
-                self._store.put(wanted.sha256, data)
-                outcome = Outcome(wanted, label, len(data))
-            except Exception as error:
-                outcome = Outcome(wanted, error=error)
-            self._results.put((shard, outcome))
-        for source in sources:
-            if not source.local:
-                source.close()
 
 
 def report_of(
@@ -275,6 +233,7 @@ def report_of(
         seconds=seconds,
         dry_run=dry_run,
         by_source=dict(by_source),
+        saves_about_bytes=pin.estimate(max(0, pin.files - len(wanted))),
     )
 
 

@@ -13,7 +13,9 @@ from ..errors import SourceError
 from .sources import NotHereError, RetryableError, SourceSpec, Wanted, redact
 
 if TYPE_CHECKING:
-    import requests
+    import urllib3
+
+    from .http_session import Transport
 
 _RETRYABLE_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
@@ -56,7 +58,7 @@ class HttpSource:
         self._limits = limits or HttpLimits()
         self._stop = stop or threading.Event()
         self._tick = tick
-        self._session: requests.Session | None = None
+        self._transport: Transport | None = None
 
     def read(self, wanted: Wanted) -> bytes:
         """See ``Source.read``. Never retries and never waits longer than its limits."""
@@ -75,46 +77,46 @@ class HttpSource:
             )
         )
         try:
-            with self._follow(url) as response:
-                return self._body(response, wanted)
+            response, where = self._follow(url)
+            try:
+                data = self._body(response, where, wanted)
+            except BaseException:
+                response.close()  # a connection with bytes left on it serves nobody
+                raise
+            response.release_conn()
+            return data
         except (
             requests.exceptions.RequestException,
-            urllib3.exceptions.HTTPError,  # the body is read below requests, which would translate these
+            urllib3.exceptions.HTTPError,
             http.client.HTTPException,
             OSError,
         ) as error:
             raise _translate(error, redact(url), self._limits) from None
 
     def close(self) -> None:
-        """Close the session and its connections."""
-        if self._session is not None:
-            self._session.close()
-            self._session = None
+        """Close the connections."""
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None
 
-    def _follow(self, url: str) -> requests.Response:
-        """The first response that is no redirect, followed by hand so that each hop is judged."""
-        from .http_session import new_session
+    def _follow(self, url: str) -> tuple[urllib3.BaseHTTPResponse, str]:
+        """The first response that is no redirect, and its URL; followed by hand so that each hop is judged."""
+        from .http_session import Transport
 
-        if self._session is None:
-            self._session = new_session(self._limits.headers)
+        if self._transport is None:
+            self._transport = Transport(self._limits.connect, self._limits.silence, self._limits.headers)
         for _ in range(self._limits.redirects + 1):
-            response = self._session.get(
-                url,
-                stream=True,
-                allow_redirects=False,
-                timeout=(self._limits.connect, self._limits.silence),
-            )
-            if response.status_code not in _REDIRECTS:
-                return response
+            response = self._transport.get(url)
+            if response.status not in _REDIRECTS:
+                return response, redact(url)
             location = response.headers.get("Location")
             response.close()
             if not location:
-                raise SourceError(f"{redact(url)}: status {response.status_code} without a Location")
+                raise SourceError(f"{redact(url)}: status {response.status} without a Location")
             url = _checked_hop(url, urljoin(url, location))
         raise SourceError(f"{self.label}: more than {self._limits.redirects} redirects")
 
-    def _body(self, response: requests.Response, wanted: Wanted) -> bytes:
-        where = redact(response.url)
+    def _body(self, response: urllib3.BaseHTTPResponse, where: str, wanted: Wanted) -> bytes:
         _check_status(response, where)
         encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
         if encoding not in ("", "identity"):
@@ -123,7 +125,7 @@ class HttpSource:
         size = int(announced) if announced is not None and announced.isdecimal() else None
         if size is not None and size > wanted.limit:
             raise SourceError(f"{where}: announces {size} bytes, at most {wanted.limit} are allowed")
-        data = self._receive(response.raw, wanted.limit, where)
+        data = self._receive(response, wanted.limit, where)
         if size is not None and len(data) != size:
             raise RetryableError(f"{where}: the body ended after {len(data)} of {size} bytes")
         return data
@@ -150,11 +152,11 @@ class HttpSource:
                         f"{where}: {rate:.0f} bytes a second, expected {self._limits.least_rate:.0f} or more"
                     )
                 in_window, window_end = 0, now + self._limits.window
-        return b"".join(chunks)
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
 
-def _check_status(response: requests.Response, where: str) -> None:
-    status = response.status_code
+def _check_status(response: urllib3.BaseHTTPResponse, where: str) -> None:
+    status = response.status
     if status == 200:
         return
     if status in (404, 410):
@@ -193,14 +195,21 @@ def _retry_after(value: str | None) -> float | None:
 def _translate(error: Exception, where: str, limits: HttpLimits) -> SourceError:
     """One of our errors from a library's; its text is not used, it may hold the query of the URL."""
     import requests
+    import urllib3
 
-    if isinstance(error, requests.exceptions.ConnectTimeout):
+    if isinstance(error, urllib3.exceptions.ProxyError):
+        error = error.original_error if isinstance(error.original_error, Exception) else error
+    refused = isinstance(error, urllib3.exceptions.NewConnectionError)  # a sort of time-out in urllib3
+    if isinstance(error, urllib3.exceptions.ConnectTimeoutError) and not refused:
         return RetryableError(f"{where}: no connection within {limits.connect:g} s")
-    if isinstance(error, requests.exceptions.SSLError):
+    if isinstance(error, (urllib3.exceptions.SSLError, requests.exceptions.SSLError)):
         return SourceError(f"{where}: TLS failed: {_innermost(error)}")
-    if isinstance(error, requests.exceptions.InvalidHeader):
+    if isinstance(error, (urllib3.exceptions.InvalidHeader, requests.exceptions.InvalidHeader)):
         return SourceError(f"{where}: sent headers that contradict each other")
-    if isinstance(error, (requests.exceptions.InvalidURL, requests.exceptions.InvalidSchema)):
+    if isinstance(
+        error,
+        (requests.exceptions.InvalidURL, requests.exceptions.InvalidSchema, urllib3.exceptions.LocationValueError),
+    ):
         return SourceError(f"{where}: no valid URL")
     reason = _innermost(error)
     if "timed out" in reason.lower() or "Timeout" in type(error).__name__:

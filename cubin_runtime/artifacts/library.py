@@ -20,12 +20,14 @@ from ..errors import (
     StoreError,
     UsageError,
 )
-from .fetch import FetchReport, Outcome, fetch_objects, report_of
+from .crew import Crew, Outcome, ThreadCrew
+from .fetch import FetchReport, fetch_objects, report_of
 from .http_source import HttpLimits
 from .manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest
 from .obtain import FetchPolicy
 from .path import ArtifactPath
-from .pins import Pin, PinSet, read_manifest
+from .pins import Pin, PinSet, read_manifest, refuse_trust_in_store
+from .process_crew import hire
 from .reading import digest_of
 from .sources import NotHereError, Wanted, parse_source
 from .store import Store
@@ -74,7 +76,8 @@ class Library:
         policy: FetchPolicy | None = None,
     ) -> None:
         self.config = config
-        self.pins = PinSet.from_files(builtin_pins, *config.pin_files)
+        refuse_trust_in_store(config)
+        self.pins = PinSet.from_files(builtin_pins, *config.pin_files, keys=config.pin_keys)
         self.store = Store(config.store)
         self._policy = policy or FetchPolicy()
         self._supply = Supply(config, limits or HttpLimits(), self._policy)
@@ -92,6 +95,11 @@ class Library:
             SourceError: no source has one.
         """
         return self._manifest(pin, network=True)
+
+    def manifest_bytes(self, pin: Pin) -> bytes:
+        """The manifest's own bytes, as they were hashed against the pin; raises what ``manifest`` does."""
+        self.manifest(pin)
+        return self._manifest_bytes[pin.manifest_sha256]
 
     def select(self, pin: Pin, below: ArtifactPath | str | None = None) -> tuple[ArtifactPath, ...]:
         """Paths of the manifest: all, the one named, or all below the folder named.
@@ -133,10 +141,11 @@ class Library:
         found, reasons = self._load_local(pin, wanted)
         if found is not None:
             return found
-        corrupt = next((reason for reason in reasons if isinstance(reason, CorruptError)), None)
         if not fetch:
-            if corrupt is not None:
-                raise corrupt
+            if (
+                reason := next((one for one in reasons if isinstance(one, CorruptError | StoreError)), None)
+            ) is not None:
+                raise reason
             places = ", ".join([str(self.store.root), *(s.label for s in self._supply.local_sources(pin))])
             raise MissingError(f"{path} is not in {places}; 'cubin-runtime fetch {path}' gets it{hint(pin)}")
         return self._load_network(pin, wanted)
@@ -168,10 +177,13 @@ class Library:
         jobs: int = DEFAULT_JOBS,
         dry_run: bool = False,
         progress: Callable[[int], None] | None = None,
+        on_bytes: Callable[[int], None] | None = None,
     ) -> FetchReport:
         """Put files of a release (None: all) into the store; what stands there already is left alone.
 
-        ``progress`` is called with the number of files done. A dry run compares the manifest with the store
+        ``jobs`` files are fetched at a time; where there are many of them and more than one core, by worker
+        processes with threads. ``progress`` is called with the number of files done, ``on_bytes`` before that
+        with the size of each object that came. A dry run compares the manifest with the store
         and fetches at most the manifest.
 
         Raises:
@@ -185,20 +197,25 @@ class Library:
         manifest = self.manifest(pin)
         chosen = tuple(manifest.digests) if paths is None else tuple(dict.fromkeys(paths))
         wanted = [self._wanted(pin, manifest, path) for path in chosen]
+        if not dry_run and not self.store.has(pin.manifest_sha256):
+            # before looking at what is there: whoever collects garbage looks at manifests after moving things aside
+            self.store.check_writable()
+            self.store.put(pin.manifest_sha256, self._manifest_bytes[pin.manifest_sha256])
         there = self.store.present(_digest(one) for one in wanted)
         missing = [one for one in wanted if one.sha256 not in there]
         about = pin.estimate(len(missing))
         outcomes: list[Outcome] = []
         if progress is not None:
             progress(len(wanted) - len(missing))
-        if not dry_run and (missing or not self.store.has(pin.manifest_sha256)):
+        if not dry_run and missing:
             self.store.check_writable()
             self.store.check_room(about, len(missing))
             self.store.remove_stale()
-            self.store.put(pin.manifest_sha256, self._manifest_bytes[pin.manifest_sha256])
             names = Counter(_digest(one) for one in missing)
 
             def note(outcome: Outcome) -> None:
+                if on_bytes is not None and outcome.source is not None:
+                    on_bytes(outcome.size)
                 if progress is not None:
                     progress(names[_digest(outcome.wanted)])
 
@@ -275,6 +292,8 @@ class Library:
             mismatch = next((reason for reason in reasons if isinstance(reason, CorruptError)), None)
             if mismatch is not None:
                 raise PinError(f"the manifest of {pin.name!r} is not the pinned one: {mismatch}")
+            if (unreadable := next((reason for reason in reasons if isinstance(reason, StoreError)), None)) is not None:
+                raise unreadable
             raise MissingError(
                 f"the manifest of {pin.name!r} is not here; 'cubin-runtime fetch {pin.name}' gets it{hint(pin)}"
             )
@@ -316,6 +335,11 @@ class Library:
         except CorruptError as error:
             _log.warning("%s", error)
             reasons.append(error)
+        except StoreError as error:
+            # one that this user may not read (in another's home) is passed over like a source that lacks the file
+            if not isinstance(error.__context__, PermissionError):
+                raise
+            reasons.append(error)
         for source in self._supply.local_sources(pin):
             try:
                 data = source.read(wanted)
@@ -343,14 +367,16 @@ class Library:
         self, pin: Pin, wanted: Sequence[Wanted], jobs: int, note: Callable[[Outcome], None] | None
     ) -> list[Outcome]:
         specs = self._supply.specs(pin)
-        return fetch_objects(
-            self.store,
-            wanted,
-            lambda progress: self._supply.open(specs, progress),
-            jobs=jobs,
-            policy=self._policy,
-            on_outcome=note,
-        )
+
+        def threads() -> ThreadCrew:
+            return ThreadCrew(
+                self.store, lambda progress: self._supply.open(specs, progress), self._policy, min(jobs, len(wanted))
+            )
+
+        def crew() -> Crew:
+            return hire(self._supply.order(specs), threads, jobs, len(wanted))
+
+        return fetch_objects(self.store, wanted, crew, policy=self._policy, on_outcome=note)
 
     def _wanted(self, pin: Pin, manifest: Manifest, path: ArtifactPath) -> Wanted:
         digest = manifest.digests.get(path)

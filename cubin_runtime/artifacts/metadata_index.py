@@ -15,11 +15,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import fields
+from operator import attrgetter
 from struct import Struct
 from typing import Any
 
 from ..errors import MissingError
-from .metadata import COLUMN_OF_FIELD, Column, KernelMeta, KernelTable, MetadataError, parse_header
+from .metadata import KernelMeta, KernelTable, MetadataError, parse_header
+from .metadata_columns import COLUMN_OF_FIELD, Column
 from .trait_table import TraitTable, build_slots, table_bytes, traits_of
 
 INDEX_FORMAT = 2
@@ -29,6 +31,8 @@ _WORD_KINDS = ("dtype", "sm")
 _CODES = {"uint": "I", "bool": "?", "dtype": "B", "sm": "B"}
 _FIXED = ("symbol", "sha256", "row")
 _OTHERS: tuple[Column, ...] = tuple(COLUMN_OF_FIELD[f.name] for f in fields(KernelMeta) if f.name not in _FIXED)
+_WORD_PLACES = tuple((place, c.kind) for place, c in enumerate(_OTHERS) if c.kind in _WORD_KINDS)
+_others_of = attrgetter(*(c.field for c in _OTHERS))
 
 
 def build_index(table: KernelTable) -> bytes:
@@ -52,15 +56,12 @@ def build_index(table: KernelTable) -> bytes:
     ).encode("ascii")
     record = _record(width)
     ordered = sorted(table.rows, key=lambda row: row.symbol.encode("ascii"))
-    packed = [
-        record.pack(
-            row.symbol.encode("ascii"),
-            bytes.fromhex(row.sha256),
-            row.row,
-            *(places[c.kind][v] if c.kind in places else v for c in _OTHERS for v in (getattr(row, c.field),)),
-        )
-        for row in ordered
-    ]
+    packed = []
+    for row in ordered:
+        cells: list[Any] = list(_others_of(row))
+        for at, kind in _WORD_PLACES:
+            cells[at] = places[kind][cells[at]]
+        packed.append(record.pack(row.symbol.encode("ascii"), bytes.fromhex(row.sha256), row.row, *cells))
     header = _HEADER.pack(_MAGIC, INDEX_FORMAT, len(packed), record.size, width, len(description))
     return b"".join((header, description, *packed, build_slots(ordered)))
 
@@ -121,7 +122,7 @@ class MetadataIndex:
         return self.at(place)
 
     def find_by_traits(self, traits: tuple[object, ...]) -> KernelMeta | None:
-        """The row whose ``metadata.SELECTION_FIELDS`` are ``traits``, in one hash lookup; None if there is none.
+        """The row whose ``metadata_columns.SELECTION_FIELDS`` are ``traits``, by one hash lookup; None without one.
 
         Raises:
             MetadataError: the table names a row that does not exist.

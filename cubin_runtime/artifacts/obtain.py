@@ -42,7 +42,8 @@ class FetchPolicy:
         if attempt + 1 >= self.attempts:
             return None
         if retry_after is not None:
-            return retry_after if retry_after <= self.longest_retry_after else None
+            late = random.uniform(0.0, self.first_delay)  # those who were told the same must not come back at once
+            return retry_after + late if retry_after <= self.longest_retry_after else None
         return min(self.first_delay * float(2**attempt), self.longest_delay) * random.uniform(0.75, 1.25)
 
 
@@ -107,7 +108,7 @@ def _from_one(source: Source, wanted: Wanted, policy: FetchPolicy, progress: Pro
             data = source.read(wanted)
         except RetryableError as error:
             delay = policy.delay(attempt, error.retry_after)
-            if delay is None:
+            if delay is None or progress.is_dead(source.label):
                 raise
             _log.debug("%s; trying again in %.1f s", error, delay)
             if progress.stop.wait(delay):

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib import import_module
 from pathlib import Path
 
+from ..config import Config
 from ..errors import PinError
-from .manifest import Manifest, parse_manifest
+from .manifest import MANIFEST_NAME, Manifest, parse_manifest
 from .path import ArtifactPath, PathError
 from .reading import digest_of
+from .signatures import load_keys, read_pin_file
 
 tomllib = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
@@ -62,7 +64,7 @@ def read_manifest(pin: Pin, data: bytes, origin: str) -> Manifest:
     found = digest_of(data)
     if found != pin.manifest_sha256:
         raise PinError(f"{origin}: sha256 is {found}, pin {pin.name!r} says {pin.manifest_sha256}")
-    manifest = parse_manifest(data, pin.path, origin)
+    manifest = parse_manifest(data, pin.path, f"{origin}: {pin.path.child(MANIFEST_NAME)}")
     if len(manifest.digests) != pin.files:
         raise PinError(f"{origin}: lists {len(manifest.digests)} files, pin {pin.name!r} says {pin.files}")
     return manifest
@@ -154,6 +156,18 @@ def _quoted(text: str) -> str:
     return f'"{escaped}"'
 
 
+def refuse_trust_in_store(config: Config) -> None:
+    """What decides (pins and keys) is never read from a store, which anybody may have filled.
+
+    Raises:
+        PinError: a pin file or a key file lies inside the store.
+    """
+    root = config.store.resolve()
+    for file in (*config.pin_files, *(Path(key).expanduser() for key in config.pin_keys)):
+        if file.resolve().is_relative_to(root):
+            raise PinError(f"{file}: lies in the store {config.store}; pins and keys are never read from a store")
+
+
 class PinSet:
     """All pins in force, from the built-in file and the user's; no two of them disagree."""
 
@@ -170,20 +184,19 @@ class PinSet:
             self._add(pin, origin)
 
     @classmethod
-    def from_files(cls, builtin: Path | None, *user_files: Path) -> PinSet:
+    def from_files(cls, builtin: Path | None, *user_files: Path, keys: Sequence[str] = ()) -> PinSet:
         """Read the built-in pins (None: the ones of the package), then each user file.
 
+        With ``keys`` (see ``Config.pin_keys``) each user file must be signed by one of them; that is checked
+        over the very bytes that are then parsed, before they are.
+
         Raises:
-            PinError: a file cannot be read or parsed, or two pins disagree.
+            PinError: a file cannot be read or parsed, is not signed although keys are set, or two pins disagree.
         """
-        pairs: list[tuple[Pin, str]] = []
-        for file in (builtin or BUILTIN_PINS, *user_files):
-            try:
-                data = file.read_bytes()
-            except OSError as error:
-                raise PinError(f"{file}: pins cannot be read: {error.strerror}") from None
-            pairs += [(pin, str(file)) for pin in parse_pins(data, str(file))]
-        return cls(pairs)
+        loaded = load_keys(keys)
+        read = [(file, read_pin_file(file, ())) for file in (builtin or BUILTIN_PINS,)]
+        read += [(file, read_pin_file(file, loaded)) for file in user_files]
+        return cls((pin, str(file)) for file, data in read for pin in parse_pins(data, str(file)))
 
     def _add(self, pin: Pin, origin: str) -> None:
         for known in list(self._by_name.values()):

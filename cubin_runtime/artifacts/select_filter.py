@@ -13,6 +13,9 @@ from .own_kernels import OwnKernel
 KernelRow = KernelMeta | OwnKernel
 
 _SM = re.compile(r"(?:sm_?)?([0-9]{2,3})[af]?", re.IGNORECASE)
+# the release's own numbers: FmhaKernelType::Context, QkvLayout::PagedKv
+_CONTEXT_KERNEL = 0
+_PAGED_LAYOUT = 2
 _DTYPE_NAMES = {
     "bfloat16": "bf16",
     "float16": "fp16",
@@ -93,8 +96,15 @@ class KernelFilter:
 
 
 def families_of(row: KernelRow) -> frozenset[str]:
-    """The family words of a kernel: who made it and what kind it is."""
-    return frozenset({"trtllm-gen", "fmha"} if isinstance(row, KernelMeta) else {"hopper", row.family})
+    """The family words of a kernel: who made it, what kind it is, and what it is for.
+
+    Published kernels are for ``context`` (``prefill``) or ``generation`` (``decode``), and ``paged`` if they read
+    pages; ours have the parts of their operation's name (``paged``, ``decode``).
+    """
+    if isinstance(row, KernelMeta):
+        phase = {"context", "prefill"} if row.kernel_type == _CONTEXT_KERNEL else {"generation", "decode"}
+        return frozenset({"trtllm-gen", "fmha", *phase, *({"paged"} if row.qkv_layout == _PAGED_LAYOUT else ())})
+    return frozenset({"hopper", row.family, row.operation, *row.operation.split("_")})
 
 
 def dtypes_of(row: KernelRow) -> frozenset[str]:

@@ -6,6 +6,7 @@ No source is trusted: what it delivers counts only after its digest was compared
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -17,6 +18,7 @@ from .path import ArtifactPath
 from .reading import NotRegularError, open_regular, read_bounded
 
 Kind = Literal["http", "tree", "archive", "package"]
+ABSENT_SECONDS = 1.0
 ARCHIVE_SUFFIXES = (".zip", ".whl")
 
 
@@ -190,12 +192,20 @@ class PackageSource:
 
     def __init__(self) -> None:
         self._roots: dict[ArtifactPath, tuple[DirectorySource, ...]] = {}
+        self._absent_until: dict[ArtifactPath, float] = {}
 
     def roots(self, folder: ArtifactPath) -> tuple[DirectorySource, ...]:
-        """The trees of installed distributions that list a manifest of ``folder``; remembered once found."""
-        found = self._roots.get(folder) or tuple(DirectorySource(root) for root in _installed_roots(folder))
-        if found:
-            self._roots[folder] = found
+        """The trees of installed distributions that list a manifest of ``folder``.
+
+        Remembered once found; that there is none for a second, since a look at every distribution takes a tenth.
+        """
+        found = self._roots.get(folder, ())
+        if not found and time.monotonic() >= self._absent_until.get(folder, 0.0):
+            found = tuple(DirectorySource(root) for root in _installed_roots(folder))
+            if found:
+                self._roots[folder] = found
+            else:
+                self._absent_until[folder] = time.monotonic() + ABSENT_SECONDS
         return found
 
     def read(self, wanted: Wanted) -> bytes:

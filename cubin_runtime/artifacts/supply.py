@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..config import Config
@@ -14,7 +16,20 @@ from .obtain import FetchPolicy, Progress, obtain
 from .pins import Pin
 from .sources import DirectorySource, PackageSource, Source, SourceSpec, Wanted, parse_source
 
+_log = logging.getLogger("cubin_runtime")
 LocalSource = DirectorySource | ArchiveSource | PackageSource
+
+
+@dataclass(frozen=True, slots=True)
+class WorkOrder:
+    """All that a worker process must know to open the same sources and store; picklable."""
+
+    config: Config
+    limits: HttpLimits
+    policy: FetchPolicy
+    specs: tuple[SourceSpec, ...]
+    threads: int
+    log_level: int
 
 
 class _OfflineSource:
@@ -42,6 +57,7 @@ class Supply:
 
     def __init__(self, config: Config, limits: HttpLimits, policy: FetchPolicy) -> None:
         self._configured = None if config.sources is None else tuple(map(parse_source, config.sources))
+        self._config = config
         self._offline = config.offline
         self._limits = limits
         self._policy = policy
@@ -86,6 +102,10 @@ class Supply:
             else:
                 sources.append(HttpSource(spec, self._limits, stop=progress.stop, tick=progress.tick))
         return sources
+
+    def order(self, specs: Sequence[SourceSpec], threads: int = 1) -> WorkOrder:
+        """What a worker process needs to open the same."""
+        return WorkOrder(self._config, self._limits, self._policy, tuple(specs), threads, _log.getEffectiveLevel())
 
     def obtain(self, specs: Sequence[SourceSpec], wanted: Wanted) -> tuple[bytes, str]:
         """The verified bytes of one object and where they came from, into no store; see ``obtain.obtain``."""

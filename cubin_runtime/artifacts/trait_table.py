@@ -13,7 +13,8 @@ from operator import attrgetter
 from struct import Struct, error
 from zlib import crc32
 
-from .metadata import SELECTION_FIELDS, SELECTION_WORDS, KernelMeta, MetadataError
+from .metadata import KernelMeta, MetadataError
+from .metadata_columns import SELECTION_FIELDS, SELECTION_WORDS
 
 _SLOT = Struct("<II")
 _NUMBERS = Struct(f"<{len(SELECTION_FIELDS) - SELECTION_WORDS}I")

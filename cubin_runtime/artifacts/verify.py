@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -85,18 +85,17 @@ def verify_store(
     chosen = [path for path in paths if manifest.digests[path] in there or path in odd]
     chosen.sort(key=lambda path: manifest.digests[path])
     buffers = threading.local()
+    limit = pin.max_file_bytes
 
-    def check(path: ArtifactPath) -> _Checked:
-        digest = manifest.digests[path]
+    def check(batch: Sequence[ArtifactPath]) -> Iterator[_Checked]:
         if not hasattr(buffers, "memory"):
             buffers.memory = bytearray(1 << 20)
-        try:
-            size = store.matches(digest, pin.max_file_bytes, buffers.memory)
-            if size is None:
-                size = len(store.read(digest, pin.max_file_bytes))
-        except (CorruptError, MissingError, StoreError) as error:
-            return _Checked(path, 0, error)
-        return _Checked(path, size, None)
+        digests = [manifest.digests[path] for path in batch]
+        for path, digest, size in zip(batch, digests, store.matches(digests, limit, buffers.memory), strict=True):
+            try:
+                yield _Checked(path, len(store.read(digest, limit)) if size is None else size, None)
+            except (CorruptError, MissingError, StoreError) as error:
+                yield _Checked(path, 0, error)
 
     checked = _in_batches(check, chosen, progress, jobs)
     return _report(pin, str(store.root), complete, paths, checked, ())
@@ -127,7 +126,7 @@ def verify_tree(
             return _Checked(path, 0, CorruptError(str(error)))
         return _Checked(path, len(data), None)
 
-    checked = _in_batches(check, paths, progress, jobs)
+    checked = _in_batches(lambda batch: map(check, batch), paths, progress, jobs)
     listed = {path.relative_to(manifest.folder) for path in manifest.digests} | {MANIFEST_NAME}
     extra = tuple(sorted(listing.names(manifest.folder) - listed))
     return _report(pin, source.label, complete, paths, checked, extra)
@@ -138,7 +137,7 @@ def _place(store: Store, manifest: Manifest, path: ArtifactPath) -> str:
 
 
 def _in_batches(
-    check: Callable[[ArtifactPath], _Checked],
+    check: Callable[[Sequence[ArtifactPath]], Iterable[_Checked]],
     paths: Sequence[ArtifactPath],
     progress: Callable[[int], None] | None,
     jobs: int | None,
@@ -146,8 +145,10 @@ def _in_batches(
     batches = [paths[start : start + _BATCH] for start in range(0, len(paths), _BATCH)]
     cancelled = threading.Event()
 
-    def run(batch: Iterable[ArtifactPath]) -> list[_Checked]:
-        done = [check(path) for path in batch if not cancelled.is_set()]
+    def run(batch: Sequence[ArtifactPath]) -> list[_Checked]:
+        if cancelled.is_set():
+            return []
+        done = list(check(batch))
         if progress is not None:
             progress(len(done))
         return done

@@ -15,7 +15,17 @@ from .output import emit_json, error_line, escape, flush
 
 __all__ = ["app", "main"]
 
-VERB_FAMILIES = ("fetching", "pinning", "inspecting", "explaining", "doctor")
+VERB_FAMILIES = (
+    "fetching",
+    "verifying",
+    "pinning",
+    "inspecting",
+    "comparing",
+    "explaining",
+    "shipping",
+    "keeping",
+    "doctor",
+)
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 app = typer.Typer(
@@ -59,7 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         _start_log()
-        return _code(app(args=given, prog_name="cubin-runtime", standalone_mode=False))
+        code = _code(app(args=given, prog_name="cubin-runtime", standalone_mode=False))
+        # the parser's library turns an interrupt into this code and says nothing
+        return _report(None, "Interrupted", "interrupted", 130, given) if code == 130 else code
     except CubinRuntimeError as error:
         return _report(error, type(error).__name__, str(error), error.exit_code, given)
     except KeyboardInterrupt:

@@ -66,10 +66,23 @@ def _settings(
         _setting("store", str(config.store), options.origin_of("CUBIN_RUNTIME_CACHE", store is not None)),
         _setting("sources", sources, options.origin_of("CUBIN_RUNTIME_SOURCES", bool(source))),
         _setting("pins", ["built-in", *files], options.origin_of("CUBIN_RUNTIME_PINS", bool(pins), found)),
+        _setting("pin keys", _pin_keys(config), options.origin_of("CUBIN_RUNTIME_PIN_KEYS", False)),
         _setting("offline", config.offline, options.origin_of("CUBIN_RUNTIME_OFFLINE", offline)),
         _setting("lazy fetch", config.lazy_fetch, "follows offline" if config.offline else "default"),
         _setting("log", log, options.origin_of("CUBIN_RUNTIME_LOG", False)),
     ]
+
+
+def _pin_keys(config: Config) -> list[str] | str:
+    """Keys by name and place; a fault of theirs is told with the releases, which then cannot be read."""
+    from ..artifacts.signatures import load_keys
+    from ..errors import CubinRuntimeError
+
+    try:
+        keys = load_keys(config.pin_keys)
+    except CubinRuntimeError:
+        return list(config.pin_keys)
+    return [f"{key.name} ({key.origin})" for key in keys] or "none: pin files need no signature"
 
 
 def _setting(name: str, value: object, origin: str) -> dict[str, Any]:

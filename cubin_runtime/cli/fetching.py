@@ -1,33 +1,25 @@
-"""``fetch``, ``verify`` and ``where``: bytes into the store, against their digests, and where they lie."""
+"""``fetch`` and ``where``: bytes into the store, and where they lie."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..errors import CubinRuntimeError, MissingError, StoreError
 from . import options, output
+from .choosing import Targets
+from .choosing import chosen as _chosen
+from .fetch_bar import fetch_bar
+from .output import size as _size
 
 if TYPE_CHECKING:
     from ..artifacts.fetch import FetchReport
-    from ..artifacts.library import Library
-    from ..artifacts.path import ArtifactPath
-    from ..artifacts.pins import Pin
-    from ..artifacts.select_filter import KernelFilter
-    from ..artifacts.verify import VerifyReport
-
-Targets = Annotated[
-    list[str], typer.Argument(metavar="PIN-or-PATH...", help="Pinned releases, folders in them, or files.")
-]
-_SHOWN = 20
 
 
 def register(app: typer.Typer) -> None:
     """Add the verbs to the application."""
     app.command("fetch")(fetch)
-    app.command("verify")(verify)
     app.command("where")(where)
 
 
@@ -58,8 +50,10 @@ def fetch(
         try:
             pin = library.pins.get(target)
             paths = _chosen(library, pin, target, wanted)
-            with output.progress(f"fetch {pin.name}", len(paths)) as advance:
-                reports.append(library.fetch(pin, paths, jobs=jobs, dry_run=dry_run, progress=advance))
+            with fetch_bar(pin.name, len(paths)) as bar:
+                reports.append(
+                    library.fetch(pin, paths, jobs=jobs, dry_run=dry_run, progress=bar.advance, on_bytes=bar.moved)
+                )
         except StoreError:
             raise
         except CubinRuntimeError as error:
@@ -73,54 +67,6 @@ def fetch(
     for failed in errors:
         output.error_line(failed)
     output.finish(failed.exit_code for failed in errors)
-
-
-def verify(
-    targets: Targets,
-    complete: Annotated[bool, typer.Option("--complete", help="Files that were never fetched are an error.")] = False,
-    sm: options.SmOption = None,
-    family: options.FamilyOption = None,
-    dtype: options.DtypeOption = None,
-    head_dim: options.HeadDimOption = None,
-    match: options.MatchOption = None,
-    store: options.StoreOption = None,
-    tree: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--tree",
-            help="Check this published tree (directory, .zip, .whl or 'package') instead of the store.",
-            show_default=False,
-        ),
-    ] = None,
-    source: options.SourceOption = None,
-    pins: options.PinsOption = None,
-    offline: options.OfflineOption = False,
-    json: options.JsonOption = False,
-) -> None:
-    """Hash what the store or a published tree has, against the pinned manifest."""
-    from ..artifacts.library import Library
-    from ..artifacts.select_filter import KernelFilter
-
-    wanted = KernelFilter.from_words(sm, family, dtype, head_dim, match)
-    library = Library(options.make_config(store, source, pins, offline))
-    reports: list[VerifyReport] = []
-    for target in targets:
-        pin = library.pins.get(target)
-        whole = wanted.is_empty and target.rstrip("/") in (pin.name, pin.path.text)
-        for place in tree or (None,):
-            if whole:
-                paths, total = None, pin.files
-            else:
-                paths = _chosen(library, pin, target, wanted)
-                total = len(paths)
-            with output.progress(f"verify {pin.name}", total) as advance:
-                reports.append(library.verify(pin, paths, complete=complete, progress=advance, tree=place))
-    if json:
-        output.emit_json("verify", {"releases": [_verify_json(report) for report in reports]})
-    else:
-        for report in reports:
-            _print_verified(report)
-    output.finish(code for report in reports for code in report.codes)
 
 
 def where(
@@ -157,30 +103,20 @@ def where(
         output.facts(facts.items())
 
 
-def _chosen(library: Library, pin: Pin, target: str, wanted: KernelFilter) -> tuple[ArtifactPath, ...]:
-    """Paths that a target and the filters choose."""
-    from ..artifacts.catalog import chosen_paths
-
-    asked = library.select(pin, None if target == pin.name else target)
-    kept = chosen_paths(library, pin, wanted, fetch=not library.config.offline)
-    if kept is None:
-        return asked
-    inside = set(kept)
-    return tuple(path for path in asked if path in inside)
-
-
 def _fetch_text(report: FetchReport) -> str:
     about = f", about {_size(report.about_bytes)}" if report.about_bytes else ""
+    saves = f"; the filters save about {_size(report.saves_about_bytes)}" if report.saves_about_bytes else ""
     if report.dry_run:
         return (
             f"{report.pin}: {report.chosen} files chosen, {report.present} in the store, "
-            f"{report.missing} would be fetched{about}"
+            f"{report.missing} would be fetched{about}{saves}"
         )
     origin = ", ".join(f"{count} from {label}" for label, count in report.by_source.items())
     return (
         f"{report.pin}: {report.chosen} files chosen, {report.present} were in the store, "
         f"{report.fetched} fetched ({_size(report.bytes)} in {report.seconds:.1f} s)"
         + (f": {origin}" if origin else "")
+        + saves
     )
 
 
@@ -194,49 +130,5 @@ def _error_json(error: CubinRuntimeError) -> dict[str, Any]:
     return {"code": error.exit_code, "kind": type(error).__name__, "message": str(error)}
 
 
-def _print_verified(report: VerifyReport) -> None:
-    parts = [f"{report.ok} files verified ({_size(report.bytes)})"]
-    if report.missing:
-        parts.append(f"{len(report.missing)} {'missing' if report.complete else 'not fetched'}")
-    if report.corrupt:
-        parts.append(f"{len(report.corrupt)} corrupt")
-    if report.extra:
-        parts.append(f"{len(report.extra)} extra")
-    output.line(f"{report.pin}: {', '.join(parts)}; in {report.where}")
-    _print_some("corrupt", [f"{problem.path}: {problem.reason}" for problem in report.corrupt])
-    if report.complete:
-        _print_some("missing", [path.text for path in report.missing])
-    _print_some("extra", report.extra)
-
-
-def _print_some(word: str, items: Sequence[str]) -> None:
-    for item in items[:_SHOWN]:
-        output.line(f"  {word}: {item}")
-    if len(items) > _SHOWN:
-        output.line(f"  {word}: and {len(items) - _SHOWN} more")
-
-
-def _verify_json(report: VerifyReport) -> dict[str, Any]:
-    return {
-        "pin": report.pin,
-        "where": report.where,
-        "complete": report.complete,
-        "ok": report.ok,
-        "bytes": report.bytes,
-        "missing": len(report.missing),
-        "missing_paths": [path.text for path in report.missing] if report.complete else [],
-        "corrupt": [{"path": problem.path.text, "reason": problem.reason} for problem in report.corrupt],
-        "extra": list(report.extra),
-    }
-
-
 def _place_json(place: Any) -> dict[str, Any]:
     return {"kind": place.kind, "location": place.location, "sha256": place.sha256}
-
-
-def _size(count: int) -> str:
-    """Bytes for people, in powers of ten."""
-    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= factor:
-            return f"{count / factor:.2f} {unit}"
-    return f"{count} bytes"

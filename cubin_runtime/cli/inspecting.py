@@ -27,18 +27,34 @@ def register(app: typer.Typer) -> None:
 
 
 def inspect(
-    target: Annotated[str, typer.Argument(metavar="FILE-or-PATH", help="A cubin file, or an artifact path.")],
+    target: Annotated[
+        str,
+        typer.Argument(metavar="FILE-or-PATH", help="A cubin file, an artifact path, or a release or folder of them."),
+    ],
+    sm: options.SmOption = None,
+    family: options.FamilyOption = None,
+    dtype: options.DtypeOption = None,
+    head_dim: options.HeadDimOption = None,
+    match: options.MatchOption = None,
     store: options.StoreOption = None,
     source: options.SourceOption = None,
     pins: options.PinsOption = None,
     offline: options.OfflineOption = False,
     json: options.JsonOption = False,
 ) -> None:
-    """Show a cubin's architecture, kernels, digest and whether a pin covers it."""
+    """Show a cubin's architecture, kernels, digest and whether a pin covers it; of a release, those at hand."""
     from ..artifacts.cubin import parse_cubin
     from ..artifacts.library import Library
+    from ..artifacts.select_filter import KernelFilter
+    from .surveying import survey, surveyed_pin
 
+    wanted = KernelFilter.from_words(sm, family, dtype, head_dim, match)
     library = Library(options.make_config(store, source, pins, offline))
+    if (surveyed := None if _is_file(target) else surveyed_pin(library, target)) is not None:
+        survey(library, surveyed, target, wanted, json)
+        return
+    if not wanted.is_empty:
+        raise UsageError("inspect: filters need a release or a folder, for example: inspect trtllm-gen-0.6.13 --sm 100")
     data, pin, path, origin = _read(library, target)
     cubin = parse_cubin(data)
     report = {
@@ -51,7 +67,7 @@ def inspect(
     if row is not None and pin is not None:
         report["declared_architecture"] = str(row.architecture)
         report["metadata"] = _row_json(row)
-        report["disagreements"] = _differences(library, pin, row, data, cubin, path)
+        report["disagreements"] = differences(library, pin, row, data, cubin, path)
     if json:
         output.emit_json("inspect", report)
     else:
@@ -116,8 +132,8 @@ def _read(library: Library, target: str) -> tuple[bytes, Pin | None, Any, str]:
 
     from ..artifacts.path import ArtifactPath
 
-    file = Path(target)
-    if file.is_file() or target.startswith(("/", "./", "../", "~")):
+    if _is_file(target):
+        file = Path(target)
         data = _read_file(file.expanduser())
         pin, path = _find_pinned(library, sha256(data).hexdigest())
         return data, pin, path, str(file)
@@ -128,6 +144,11 @@ def _read(library: Library, target: str) -> tuple[bytes, Pin | None, Any, str]:
         raise PinError(f"{error}; nor is there a file of that name") from error
     artifact = library.load(path, fetch=not library.config.offline)
     return artifact.data, pin, path, artifact.origin
+
+
+def _is_file(target: str) -> bool:
+    """Whether a target means a file on disk; one that exists wins over an artifact of that name."""
+    return Path(target).is_file() or target.startswith(("/", "./", "../", "~"))
 
 
 def _read_file(file: Path) -> bytes:
@@ -180,7 +201,8 @@ def _row(library: Library, pin: Pin | None, path: Any) -> KernelRow | None:
     return catalog.row_of(path.text[len(pin.path.text) + 1 :])
 
 
-def _differences(library: Library, pin: Pin, row: KernelRow, data: bytes, cubin: Cubin, path: Any) -> list[str]:
+def differences(library: Library, pin: Pin, row: KernelRow, data: bytes, cubin: Cubin, path: Any) -> list[str]:
+    """What metadata and cubin disagree on, in words."""
     from ..artifacts import agreement
     from ..artifacts.metadata import KernelMeta
 

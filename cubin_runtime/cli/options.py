@@ -35,7 +35,7 @@ SmOption = Annotated[
 ]
 FamilyOption = Annotated[
     list[str] | None,
-    typer.Option("--family", help="Only this family (trtllm-gen, hopper, fmha, ...).", show_default=False),
+    typer.Option("--family", help="Only this family (hopper, fmha, ...) or use (decode, prefill).", show_default=False),
 ]
 DtypeOption = Annotated[
     list[str] | None,

@@ -103,6 +103,26 @@ def facts(rows: Iterable[tuple[str, object]]) -> None:
         _write(f"{name:<{width}}  {escape(value)}".rstrip())
 
 
+def size(count: int) -> str:
+    """Bytes for people, in powers of ten.
+
+    >>> size(1651218689)
+    '1.65 GB'
+    """
+    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= factor:
+            return f"{count / factor:.2f} {unit}"
+    return f"{count} bytes"
+
+
+def some(word: str, items: Sequence[str], most: int = 20) -> None:
+    """Print the first of many items, a line each, and how many more there are."""
+    for item in items[:most]:
+        line(f"  {word}: {item}")
+    if len(items) > most:
+        line(f"  {word}: and {len(items) - most} more")
+
+
 @contextmanager
 def progress(description: str, total: int, unit: str = "files") -> Iterator[Callable[[int], None]]:
     """A bar on the standard error stream, shown only where that is a terminal.

@@ -1,4 +1,4 @@
-"""``pin``: trust a release, given its folder and the digest of its manifest."""
+"""``pin`` and ``unpin``: trust a release, given its folder and the digest of its manifest, and no longer."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from . import options, output
 
 if TYPE_CHECKING:
     from ..artifacts.pins import Pin
+    from ..config import Config
 
 
 def register(app: typer.Typer) -> None:
-    """Add the verb to the application."""
+    """Add the verbs to the application."""
     app.command("pin")(pin)
+    app.command("unpin")(unpin)
 
 
 def pin(
@@ -52,7 +54,10 @@ def pin(
     if sha256 is not None and (len(sha256) != 64 or set(sha256) - set("0123456789abcdef")):
         raise UsageError(f"--sha256 {sha256!r}: expected 64 lowercase hex digits")
     folder = ArtifactPath(path.removesuffix("/"))
-    library = Library(options.make_config(store, source, pins, offline))
+    config = options.make_config(store, source, pins, offline)
+    if sha256 is not None:
+        _refuse_where_signed(config)
+    library = Library(config)
     data, origin = library.discover(folder, sha256)
     found = make_pin(
         data,
@@ -73,6 +78,40 @@ def pin(
     file = user_pins_path()
     written = add_pin(file, found, library.pins)
     _show(found, json, written=str(file) if written else "already pinned")
+
+
+def unpin(
+    target: Annotated[str, typer.Argument(metavar="PIN-or-PATH", help="A pin of yours, or its release's folder.")],
+    store: options.StoreOption = None,
+    pins: options.PinsOption = None,
+    json: options.JsonOption = False,
+) -> None:
+    """Trust a release no longer: take its pin out of your own file. What is in the store stays there."""
+    from ..artifacts.library import Library
+    from ..artifacts.pin_file import remove_pin
+    from ..config import user_pins_path
+
+    config = options.make_config(store, None, pins, True)
+    _refuse_where_signed(config)
+    library = Library(config)
+    file = user_pins_path()
+    gone = remove_pin(file, target, library.pins)
+    left = library.store.has(gone.manifest_sha256)
+    if json:
+        facts = {"name": gone.name, "path": gone.path.text, "file": str(file), "left_in_store": left}
+        output.emit_json("unpin", facts)
+        return
+    output.facts([("name", gone.name), ("path", gone.path.text), ("taken out of", str(file))])
+    if left:
+        output.note_line(f"its files are still in the store; 'gc {gone.name}' before 'unpin' removes them")
+
+
+def _refuse_where_signed(config: Config) -> None:
+    if config.pin_keys:
+        raise PinError(
+            "CUBIN_RUNTIME_PIN_KEYS is set, so a pin file that is changed here would no longer fit its signature; "
+            "change and sign it where the private key is"
+        )
 
 
 def _show(found: Pin, json: bool, *, written: str | None) -> None:

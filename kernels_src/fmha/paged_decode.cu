@@ -12,9 +12,11 @@
 // Rows are the query heads that share one KV head, padded to ROWS. They sit on the 8-wide side of the MMA, so that
 // a group of 8 wastes nothing.
 //
-// The grid is persistent and comes from bounds alone. All tiles of all (request, KV head) pairs form one line; CTA c
-// of n takes the tiles [c T / n, (c + 1) T / n). A pair that one CTA holds whole is finished there; of any other,
-// each CTA writes a partial, and split boundaries are a pure function of the lengths and the grid.
+// The grid is persistent and comes from bounds alone. CTAs work in teams of `heads_together`, each member on its own KV
+// head of a block of as many, so that neighbours read the heads of a token at about the same time (faster by measurement:
+// benchmarks/results/grid_choice.json). All tiles of all (request, head block) pairs form one line; team c of n takes the
+// tiles [c T / n, (c + 1) T / n). A pair that one team holds whole is finished there; of any other, each CTA writes a
+// partial. Split boundaries are a pure function of the lengths and the grid.
 //
 // Build: -DROWS=8|16 -DUSE_TMA=0|1 -DSTAGES=n -DCTAS_PER_SM=n -DSHARED_BYTES=n -DKERNEL_NAME=symbol
 
@@ -90,7 +92,7 @@ struct RingCursor {
     }
 };
 
-// A piece of one (request, KV head) pair: tiles [first, last) of `tiles`.
+// A piece of one (request, head block) pair, and the KV head of it that is this CTA's: tiles [first, last) of `tiles`.
 struct Piece {
     int request, head, length;
     int first, last, tiles;
@@ -106,33 +108,35 @@ DEVICE int clamped_length(const Params& p, int request) {
 // A request without keys still owns one (empty) tile a head, whose CTA writes its output.
 DEVICE int tile_count(int length) { return max(1, (length + TILE_TOKENS - 1) / TILE_TOKENS); }
 
-// The CTA's share of the line, found by each warp on its own from the lengths.
+// The team's share of the line, found by each warp on its own from the lengths.
 struct Share {
-    int begin, end;            // tiles on the line
-    int request, line_start;   // where `begin` lies: request, and the index of its first tile
-    int total, ctas;           // tiles in all, CTAs that have any
+    int team, member;         // the CTA is one of `heads_together` in its team
+    int blocks;               // head blocks of a request
+    int begin, end;           // tiles on the line
+    int request, line_start;  // where `begin` lies: request, and the index of its first tile
+    int total, teams;         // tiles in all, teams that have any
 };
 
 DEVICE Share find_share(const Params& p) {
     const int lane = threadIdx.x % 32;
     int total = 0;
     for (int b = lane; b < p.batch; b += 32) total += tile_count(clamped_length(p, b));
-    total = __reduce_add_sync(~0u, total) * p.kv_heads;
-
     Share share;
-    share.total = total;
-    share.ctas = min(static_cast<int>(gridDim.x), total);
-    const int cta = blockIdx.x;
-    if (cta >= share.ctas) {
+    share.team = blockIdx.x / p.heads_together;
+    share.member = blockIdx.x % p.heads_together;
+    share.blocks = p.kv_heads / p.heads_together;
+    share.total = total = __reduce_add_sync(~0u, total) * share.blocks;
+    share.teams = min(static_cast<int>(gridDim.x / p.heads_together), total);
+    if (share.team >= share.teams) {
         share.begin = share.end = share.request = share.line_start = 0;
         return share;
     }
-    share.begin = static_cast<int>(static_cast<int64_t>(cta) * total / share.ctas);
-    share.end = static_cast<int>(static_cast<int64_t>(cta + 1) * total / share.ctas);
+    share.begin = static_cast<int>(static_cast<int64_t>(share.team) * total / share.teams);
+    share.end = static_cast<int>(static_cast<int64_t>(share.team + 1) * total / share.teams);
     int before = 0;
     for (int base = 0;; base += 32) {
         const int b = base + lane;
-        const int own = b < p.batch ? tile_count(clamped_length(p, b)) * p.kv_heads : 0;
+        const int own = b < p.batch ? tile_count(clamped_length(p, b)) * share.blocks : 0;
         int through = own;
         for (int step = 1; step < 32; step *= 2) {
             const int other = __shfl_up_sync(~0u, through, step);
@@ -158,13 +162,14 @@ DEVICE void for_each_piece(const Params& p, const Share& share, Visit visit) {
         piece.request = request;
         piece.length = clamped_length(p, request);
         piece.tiles = tile_count(piece.length);
-        piece.head = (position - request_start) / piece.tiles;
-        piece.line_start = request_start + piece.head * piece.tiles;
+        const int block = (position - request_start) / piece.tiles;
+        piece.head = block * p.heads_together + share.member;
+        piece.line_start = request_start + block * piece.tiles;
         piece.first = position - piece.line_start;
         piece.last = min(piece.tiles, piece.first + share.end - position);
         visit(piece);
         position += piece.last - piece.first;
-        if (position - request_start == piece.tiles * p.kv_heads) {
+        if (position - request_start == piece.tiles * share.blocks) {
             request_start = position;
             ++request;
         }
@@ -417,9 +422,11 @@ DEVICE void write_row(const Params& p, int request, int head, float4 value, floa
 
 DEVICE int64_t slot_row(int slot, int row) { return static_cast<int64_t>(slot) * ROWS + row; }
 
-// The slot of CTA c's part of a pair that CTA `first` begins: a CTA has at most one part that begins in it and goes on
-// elsewhere (odd slot) and one that comes from elsewhere (even slot).
-DEVICE int slot_of(int cta, int first) { return 2 * cta + (cta == first); }
+DEVICE int cta_of(const Params& p, int team) { return team * p.heads_together + blockIdx.x % p.heads_together; }
+
+// The slot of a team's part of a pair that team `first` begins: a CTA has at most one part that begins in it and goes
+// on elsewhere (odd slot) and one that comes from elsewhere (even slot).
+DEVICE int slot_of(const Params& p, int team, int first) { return 2 * cta_of(p, team) + (team == first); }
 
 // (top, total) stands for total * 2^top; adds another such number.
 DEVICE void add_statistics(float& top, float& total, float other_top, float other_total) {
@@ -434,7 +441,7 @@ DEVICE void load_parts(const Params& p, int first, int begin, int parts, float4 
     const float4* partial = static_cast<const float4*>(p.partial_out) + threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < MERGE_BATCH; ++i) {
-        const int slot = slot_of(first + min(begin + i, parts - 1), first);
+        const int slot = slot_of(p, first + min(begin + i, parts - 1), first);
 #pragma unroll
         for (int j = 0; j < ROWS_PER_WARP; ++j) {
             const int row = threadIdx.x / 32 + j * CONSUMER_WARPS;
@@ -443,7 +450,7 @@ DEVICE void load_parts(const Params& p, int first, int begin, int parts, float4 
     }
 }
 
-// All parts of a pair, from CTA `first` to CTA `last`, added in CTA order.
+// All parts of a pair, from team `first` to team `last`, added in team order.
 DEVICE void merge_parts(const Params& p, const Piece& piece, int first, int last, Shared& shared) {
     const int parts = last - first + 1;
     float4 loaded[MERGE_BATCH][ROWS_PER_WARP];
@@ -454,7 +461,7 @@ DEVICE void merge_parts(const Params& p, const Piece& piece, int first, int last
     float top = -INFINITY, total = 0.f;
     if (own_row < p.group)
         for (int i = own_lane; i < parts; i += LANES_PER_ROW) {
-            const float2 part = __ldcg(&statistics[slot_row(slot_of(first + i, first), own_row)]);
+            const float2 part = __ldcg(&statistics[slot_row(slot_of(p, first + i, first), own_row)]);
             if (i < WEIGHTS) shared.weight[own_row][i] = part.x;
             add_statistics(top, total, part.x, part.y);
         }
@@ -472,7 +479,7 @@ DEVICE void merge_parts(const Params& p, const Piece& piece, int first, int last
         const int count = min(parts - base, WEIGHTS);
         if (own_row < p.group)
             for (int i = own_lane; i < count; i += LANES_PER_ROW) {
-                const int slot = slot_of(first + base + i, first);
+                const int slot = slot_of(p, first + base + i, first);
                 const float maximum = base == 0 ? shared.weight[own_row][i] : __ldcg(&statistics[slot_row(slot, own_row)]).x;
                 shared.weight[own_row][i] = exp2_approximate(maximum - anchor);
             }
@@ -503,10 +510,10 @@ DEVICE void merge_parts(const Params& p, const Piece& piece, int first, int last
 DEVICE void finish_piece(const Params& p, const Share& share, const Piece& piece, Shared& shared) {
     const int lane = threadIdx.x % 32;
     const bool whole = piece.first == 0 && piece.last == piece.tiles;
-    // CTA c begins at floor(c T / n), so the tile x lies in CTA floor(((x + 1) n - 1) / T).
-    const int64_t n = share.ctas;
+    // Team c begins at floor(c T / n), so the tile x lies in team floor(((x + 1) n - 1) / T).
+    const int64_t n = share.teams;
     const int first = whole ? 0 : static_cast<int>(((piece.line_start + 1) * n - 1) / share.total);
-    const int slot = slot_of(blockIdx.x, first);
+    const int slot = slot_of(p, share.team, first);
     for (int row = threadIdx.x / 32; row < p.group; row += CONSUMER_WARPS) {
         const float4 value = merged(shared, row);
         if (whole)
@@ -522,7 +529,7 @@ DEVICE void finish_piece(const Params& p, const Share& share, const Piece& piece
     named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
     if (threadIdx.x == 0) {
         // Release: what the barrier ordered before is seen by whoever acquires; acquire: it sees the others' parts.
-        uint32_t* counter = static_cast<uint32_t*>(p.counters) + first;
+        uint32_t* counter = static_cast<uint32_t*>(p.counters) + cta_of(p, first);
         const bool is_last = add_acquire_release(counter, 1) == static_cast<uint32_t>(last - first);
         if (is_last) *counter = 0;  // ready for the next launch
         shared.arrived_last = is_last;

@@ -22,20 +22,31 @@ os.setgroups([])
 os.setgid({ORDINARY_USER})
 os.setuid({ORDINARY_USER})
 """
+# for a child that uses the command line, which imports as late as it can: all of it, and the parser warmed up
+EVERYTHING = """
+import contextlib, encodings.cp437, importlib, os, pkgutil, platformdirs.unix, shutil, tempfile, zipfile
+import cubin_runtime.artifacts, cubin_runtime.cli
+for package in (cubin_runtime.artifacts, cubin_runtime.cli):
+    for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+        importlib.import_module(module.name)
+with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
+    cubin_runtime.cli.main(["where", "unknown", "--store", "/nowhere", "--offline"])
+"""
 _HERE = str(Path(__file__).parent)
 
 
 def run_child(
-    body: str, *arguments: object, as_user: bool = False, mounts: str = ""
+    body: str, *arguments: object, as_user: bool = False, mounts: str = "", before: str = ""
 ) -> subprocess.CompletedProcess[str]:
     """Run Python source in a new process and return it, finished.
 
     ``as_user`` drops to an ordinary user first; ``mounts`` is shell text that runs before, in a mount
-    namespace of the child alone. ``sys.argv[1:]`` are the arguments.
+    namespace of the child alone; ``before`` is source that runs while the child still has all its powers.
+    ``sys.argv[1:]`` are the arguments.
     """
     if as_user and os.getuid() != 0:
         pytest.skip("only root can become another user")
-    source = (DROP if as_user else "") + textwrap.dedent(body)
+    source = before + (DROP if as_user else "") + textwrap.dedent(body)
     command = [sys.executable, "-c", source, *map(str, arguments)]
     if mounts:
         command = ["unshare", "-m", "sh", "-ec", f'{mounts}\nexec "$@"', "sh", *command]

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,15 +19,6 @@ def server(release: Release, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faulty
     monkeypatch.setenv("no_proxy", "127.0.0.1,localhost")
     with serving(release.root) as running:
         yield running
-
-
-@pytest.fixture
-def open_place() -> Iterator[Path]:
-    """A folder that an ordinary user can reach, which pytest's own are not."""
-    place = Path(tempfile.mkdtemp(prefix="cubin-runtime-test-"))
-    place.chmod(0o755)
-    yield place
-    shutil.rmtree(place)
 
 
 @pytest.fixture

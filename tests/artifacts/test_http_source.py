@@ -8,9 +8,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from email.utils import formatdate
 from pathlib import Path
+from typing import Any
 
 import pytest
 import requests
+import urllib3
 from releases import QUICK_LIMITS, Release
 from serving import (
     Action,
@@ -22,6 +24,7 @@ from serving import (
     gzip_encoded,
     hang,
     hang_in_the_body,
+    ok,
     redirect,
     reset,
     status,
@@ -267,3 +270,47 @@ def test_bytes_that_come_are_signs_of_life(release: Release, server: FaultyServe
     tick: Callable[[], None] = lambda: ticks.append(1)  # noqa: E731
     HttpSource(parse_source(server.url), QUICK_LIMITS, tick=tick).read(wanted(release))
     assert ticks
+
+
+def test_one_source_keeps_its_connection(
+    release: Release, server: FaultyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[object] = []
+    connect = urllib3.util.connection.create_connection
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        opened.append(arguments)
+        return connect(*arguments, **options)
+
+    monkeypatch.setattr("urllib3.util.connection.create_connection", counted)
+    source = source_of(server.url)
+    for _ in range(5):
+        source.read(wanted(release))
+    assert len(opened) == 1
+
+
+def test_a_connection_with_bytes_left_on_it_is_not_used_again(release: Release, server: FaultyServer) -> None:
+    server.fault(NAME, status(500), ok)
+    source = source_of(server.url)
+    with pytest.raises(RetryableError):
+        source.read(wanted(release))
+    assert source.read(wanted(release)) == release.files[NAME]
+
+
+def test_a_plain_proxy_of_the_environment_gets_the_whole_url(
+    release: Release, server: FaultyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", server.url)
+    source = source_of("http://release.invalid/?key=1")
+    assert source.read(wanted(release)) == release.files[NAME]
+    assert server.targets == [f"http://release.invalid/{release.path(NAME)}?key=1"]
+
+
+def test_a_proxy_that_is_not_there_is_an_error_that_may_pass(
+    release: Release, server: FaultyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", server.url)
+    server.shutdown()
+    server.server_close()
+    with pytest.raises(RetryableError, match="Connection refused"):
+        source_of("http://release.invalid/").read(wanted(release))

@@ -5,7 +5,8 @@ import hashlib
 import pytest
 
 from cubin_runtime.artifacts.architecture import Architecture
-from cubin_runtime.artifacts.metadata import COLUMNS, IGNORED_COLUMNS, KernelMeta, MetadataError, parse_header
+from cubin_runtime.artifacts.metadata import KernelMeta, MetadataError, parse_header
+from cubin_runtime.artifacts.metadata_columns import COLUMNS, IGNORED_COLUMNS
 
 FIRST = "fmhaSm100fKernel_QkvBfloat16OBfloat16H128PagedKvCausalP64VarSeqQ8Kv128"
 SECOND = "fmhaSm103aKernel_QkvE4m3OFp16H64SeparateQkvDenseVarSeqQ128Kv128"
@@ -130,7 +131,7 @@ def test_a_missing_column_is_an_error_that_names_it(column: str) -> None:
 
 
 def test_a_missing_column_takes_those_along_that_it_stands_for() -> None:
-    with pytest.raises(MetadataError, match="lacks the columns mDataTypeKv, mDataTypeK$"):
+    with pytest.raises(MetadataError, match=r"lacks the columns mDataTypeKv, mDataTypeK$"):
         parse_header(header({}, order=without("mDataTypeKv", "mDataTypeK")))
 
 

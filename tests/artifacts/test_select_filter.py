@@ -99,9 +99,19 @@ def test_head_dim_of_our_own_kernels_comes_from_their_traits() -> None:
         ("hopper", OWN, True),
         ("fmha", OWN, True),
         ("mla", OWN, False),
+        ("decode", replace(META, kernel_type=2), True),
+        ("generation", replace(META, kernel_type=3), True),
+        ("prefill", replace(META, kernel_type=2), False),
+        ("decode", replace(META, kernel_type=0), False),
+        ("prefill", replace(META, kernel_type=0), True),
+        ("paged", META, False),
+        ("paged", replace(META, qkv_layout=2), True),
+        ("decode", OWN, True),
+        ("paged_decode", OWN, True),
+        ("prefill", OWN, False),
     ],
 )
-def test_family_is_who_made_it_or_what_it_is(family: str, row: KernelMeta | OwnKernel, kept: bool) -> None:
+def test_family_is_who_made_it_what_it_is_or_its_use(family: str, row: KernelMeta | OwnKernel, kept: bool) -> None:
     assert KernelFilter(families=(family,)).keeps(row) is kept
 
 

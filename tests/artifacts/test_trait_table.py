@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 from test_metadata_index import ROW, ROWS, table
 
-from cubin_runtime.artifacts.metadata import SELECTION_FIELDS, SELECTION_WORDS, MetadataError
+from cubin_runtime.artifacts.metadata import MetadataError
+from cubin_runtime.artifacts.metadata_columns import SELECTION_FIELDS, SELECTION_WORDS
 from cubin_runtime.artifacts.metadata_index import MetadataIndex, build_index
 from cubin_runtime.artifacts.trait_table import TraitTable, build_slots, table_bytes, traits_of
 

@@ -28,7 +28,7 @@ def build_release(folder: Path, names: str = "fmha_*_sm90a") -> tuple[Path, Path
         LAYOUTS,
         find_toolchain(),
         release=RELEASE_NAME,
-        jobs=min(2, os.cpu_count() or 1),
+        jobs=os.cpu_count() or 1,
     )
     release = folder / "tree" / RELEASE_NAME
     manifest = (release / "checksums.txt").read_bytes()

@@ -44,7 +44,7 @@ def test_planning_for_a_described_device_calls_no_driver(config: Config) -> None
     runtime = Runtime(config, driver=Driver("/nonexistent/libcuda.so.1"), release=RELEASE_NAME)
     plan = make_plan(runtime, device_facts=H200)
     assert plan.selection.kernel.name == "fmha_paged_decode_bf16_d128_rows8_sm90a"
-    assert plan.launch_plan().grid == (132, 1, 1)
+    assert plan.launch_plan().grid == (128, 1, 1)
 
 
 def test_the_plan_describes_every_field_with_its_meaning(config: Config) -> None:
@@ -247,7 +247,7 @@ def test_the_plain_function_keeps_its_plan_while_lengths_grow(runtime: Runtime, 
         paged_decode(q, k, v, table, lens, out=out, max_seq_len=bound, runtime=runtime)
     assert [sent(standin, i)["max_seq_len"] for i in range(3)] == [513, 700, 1024]
     assert len(standin.calls("cuModuleLoadData")) == 1
-    assert {call.seen["grid"] for call in standin.calls("cuLaunchKernelEx")} == {"132,1,1"}
+    assert {call.seen["grid"] for call in standin.calls("cuLaunchKernelEx")} == {"128,1,1"}
 
 
 def test_the_plain_function_wants_an_output_where_it_cannot_make_one(runtime: Runtime) -> None:

@@ -168,3 +168,22 @@ def test_a_device_is_answered_from_the_release_at_hand(clean: Path, report, monk
         "launch on Card (sm_86): only when asked for by name, 1 kernels of small were built and never run"
         in shown["will_work"]
     )
+
+
+def test_keys_in_force_are_shown_by_name_and_place(report, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cryptography")
+    monkeypatch.setenv("CUBIN_RUNTIME_PIN_KEYS", "0" * 64)
+    shown = setting(report(), "pin keys")
+    assert shown["value"] == [f"{hashlib.sha256(bytes(32)).hexdigest()[:16]} (CUBIN_RUNTIME_PIN_KEYS)"]
+    assert shown["from"] == "CUBIN_RUNTIME_PIN_KEYS"
+
+
+def test_an_unsigned_pin_file_is_told_with_code_3(
+    clean: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("cryptography")
+    (clean / "pins.toml").write_text("")
+    monkeypatch.setenv("CUBIN_RUNTIME_PINS", str(clean / "pins.toml"))
+    monkeypatch.setenv("CUBIN_RUNTIME_PIN_KEYS", "0" * 64)
+    assert cli.main(["doctor"]) == 3
+    assert "is not signed" in capsys.readouterr().out

@@ -68,6 +68,12 @@ def test_fetch_takes_a_glob(release: Release, store: Path) -> None:
     assert len(visible_files(store)) == 3
 
 
+def test_a_choice_says_what_it_saves(release: Release, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fetch", release.path(NAME).text, "--source", str(release.root)]) == 0
+    assert "1 fetched (3.90 kB" in (shown := capsys.readouterr().out)
+    assert shown.endswith("; the filters save about 5.33 kB\n")
+
+
 def test_a_dry_run_says_about_how_much(release: Release, store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fetch", "made-1.0", "--dry-run", "--source", str(release.root)]) == 0
     assert "3 would be fetched, about 8.00 kB" in capsys.readouterr().out

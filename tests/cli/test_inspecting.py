@@ -209,3 +209,62 @@ def test_an_unknown_release_is_not_pinned(release: SmallRelease) -> None:
 def test_inspecting_a_file_makes_no_store(tmp_path: Path) -> None:
     assert cli.main(["inspect", str(FIXTURES / "pair_sm_100f.cubin"), "--store", str(tmp_path / "store")]) == 0
     assert not (tmp_path / "store").exists()
+
+
+def shown_json(release: SmallRelease, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict]:
+    capsys.readouterr()
+    code = release.run("inspect", *arguments, "--json")
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_all_cubins_of_a_release_are_inspected_in_one_go(
+    release: SmallRelease, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, shown = shown_json(release, capsys, "small")
+    targets = {Path(one["path"]).name: one["architecture"] for one in shown["cubins"]}
+    assert targets == {"facts_sm_90a.cubin": "sm_90a", "facts_sm_80.cubin": "sm_80"}
+
+
+def test_filters_choose_which_cubins_are_inspected(release: SmallRelease, capsys: pytest.CaptureFixture[str]) -> None:
+    _, shown = shown_json(release, capsys, "small", "--sm", "90", "--dtype", "bf16")
+    assert [Path(one["path"]).name for one in shown["cubins"]] == ["facts_sm_90a.cubin"]
+
+
+def test_a_folder_of_cubins_is_inspected(release: SmallRelease, capsys: pytest.CaptureFixture[str]) -> None:
+    _, shown = shown_json(release, capsys, f"{FOLDER}/kernels/", "--match", "*80*")
+    assert [Path(one["path"]).name for one in shown["cubins"]] == ["facts_sm_80.cubin"]
+
+
+def test_a_disagreement_among_many_is_code_5_and_told(
+    release: SmallRelease, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, shown = shown_json(release, capsys, "small", "--sm", "90")
+    assert (code, len(shown["cubins"][0]["disagreements"]) > 0) == (5, True)
+
+
+def test_a_damaged_cubin_among_many_is_code_5_and_named(
+    release: SmallRelease, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (release.folder / "kernels/facts_sm_80.cubin").write_bytes(b"damaged")
+    code, shown = shown_json(release, capsys, "small", "--match", "*80*")
+    assert (code, "sha256 of" in shown["cubins"][0]["problem"]) == (5, True)
+
+
+def test_cubins_that_are_not_at_hand_are_counted(release: SmallRelease, capsys: pytest.CaptureFixture[str]) -> None:
+    (release.folder / "kernels/facts_sm_80.cubin").unlink()
+    code, shown = shown_json(release, capsys, "small", "--match", "*80*")
+    assert (code, shown["cubins"], shown["not_fetched"]) == (0, [], 1)
+
+
+def test_many_cubins_are_shown_as_lines(release: SmallRelease, capsys: pytest.CaptureFixture[str]) -> None:
+    assert release.run("inspect", "small", "--match", "*80*") == 0
+    assert capsys.readouterr().out.splitlines()[1].startswith("kernels/facts_sm_80.cubin\tsm_80\t")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["small", "--match", "none*"], [f"{FOLDER}/kernels/facts_sm_80.cubin", "--sm", "80"]]
+)
+def test_filters_that_choose_nothing_or_have_nothing_to_choose_from_are_refused(
+    release: SmallRelease, arguments: list[str]
+) -> None:
+    assert release.run("inspect", *arguments) == 2

@@ -78,3 +78,73 @@ def test_json_shows_what_was_written(release: Release, pin_file: Path, capsys: p
     shown = json.loads(capsys.readouterr().out)
     assert (shown["schema"], shown["verb"], shown["files"]) == (1, "pin", 3)
     assert shown["written"] == str(pin_file)
+
+
+def unpin(release: Release, name: str = "mine-1.0") -> int:
+    return main(["unpin", name])
+
+
+@pytest.fixture
+def pinned(release: Release) -> Release:
+    pin(release, "--sha256", release.pin.manifest_sha256, "--name", "mine-1.0")
+    return release
+
+
+def test_what_was_unpinned_is_no_longer_trusted(pinned: Release, pin_file: Path) -> None:
+    assert unpin(pinned) == 0
+    assert main(["fetch", "mine-1.0", "--source", str(pinned.root)]) == 3
+
+
+def test_unpin_takes_the_folder_too(pinned: Release) -> None:
+    assert unpin(pinned, "made/fmha/") == 0
+
+
+def test_unpin_leaves_the_rest_of_the_file_as_it_was_written(pinned: Release, pin_file: Path, tmp_path: Path) -> None:
+    mine = pin_file.read_text()
+    other = make_release(tmp_path / "other", name="other-1.0", folder="other/fmha").pin_file.read_text()
+    pin_file.write_text(f"# from the platform team\n{mine}\n# a remark\n{other}")
+    assert unpin(pinned) == 0
+    assert pin_file.read_text() == f"# from the platform team\n{other}"
+    assert unpin(pinned, "other-1.0") == 0
+    assert pin_file.read_text() == "# from the platform team\n"
+
+
+def test_a_table_that_cannot_be_told_apart_is_left_to_the_user(pinned: Release, pin_file: Path) -> None:
+    odd = pin_file.read_text().replace('licence = "unknown"', 'licence = """\\\n[[pin]]"""')
+    pin_file.write_text(odd)
+    assert unpin(pinned) == 3
+    assert pin_file.read_text() == odd
+
+
+@pytest.mark.parametrize("name", ["trtllm-gen-0.6.13", "unknown-1.0", "made/fmha/kernels.bin"])
+def test_only_a_pin_of_ones_own_can_be_taken_out(pinned: Release, pin_file: Path, name: str) -> None:
+    before = pin_file.read_text()
+    assert unpin(pinned, name) == 3
+    assert pin_file.read_text() == before
+
+
+def test_a_pin_of_another_file_is_named_with_that_file(
+    release: Release, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUBIN_RUNTIME_PINS", str(release.pin_file))
+    assert unpin(release, "made-1.0") == 3
+    assert f"comes from {release.pin_file}" in capsys.readouterr().err
+
+
+def test_unpin_says_that_files_are_left(pinned: Release, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["fetch", "mine-1.0"])
+    capsys.readouterr()
+    assert main(["unpin", "mine-1.0", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["left_in_store"] is True
+
+
+@pytest.mark.parametrize("verb", ["pin", "unpin"])
+def test_where_pins_are_signed_they_are_not_changed_here(
+    pinned: Release, pin_file: Path, verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = pin_file.read_text()
+    monkeypatch.setenv("CUBIN_RUNTIME_PIN_KEYS", "a" * 64)
+    arguments = {"pin": ["new/folder", "--sha256", "0" * 64], "unpin": ["mine-1.0"]}[verb]
+    assert main([verb, *arguments]) == 3
+    assert "sign it where the private key is" in capsys.readouterr().err
+    assert pin_file.read_text() == before

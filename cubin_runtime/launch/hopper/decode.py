@@ -100,6 +100,7 @@ def decode_plan(
         "batch": problem.batch,
         "kv_heads": problem.kv_heads,
         "group": problem.group,
+        "heads_together": selection.heads_together,
         "page_size_log2": problem.page_size.bit_length() - 1,
         "num_pages": problem.num_pages,
         "max_seq_len": problem.max_seq_len,

@@ -27,6 +27,7 @@ _COMMON = (
     Field("batch", "int32", "requests"),
     Field("kv_heads", "int32", "KV heads"),
     Field("group", "int32", "query heads a KV head"),
+    Field("heads_together", "int32", "KV heads that neighbouring CTAs read side by side; divides kv_heads"),
     Field("page_size_log2", "int32", "log2 of the tokens in a page"),
     Field("num_pages", "int32", "pages in the pool"),
     Field("max_seq_len", "int32", "bound on every length"),

@@ -12,7 +12,11 @@ from ..driver import DeviceFacts
 OPERATION = "paged_decode"
 # Shared memory that the driver keeps for itself in each resident block (CUDA programming guide).
 _RESERVED_SHARED_BYTES = 1024
-# Below this many tiles a multiprocessor, one CTA with all the loads in flight beats two (H200, benchmarks/decode.py).
+# The numbers below were measured on an H200 (benchmarks/results/grid_choice.json).
+# KV heads that CTAs next to each other read side by side: up to this many, if at most 1 CTA in 32 idles.
+_HEADS_TOGETHER = 8
+_IDLE_SHARE = 32
+# Below this many tiles a multiprocessor, one CTA with all the loads in flight beats two.
 _TILES_FOR_FULL_RESIDENCY = 200
 
 
@@ -30,10 +34,11 @@ class DecodeShape:
 
 @dataclass(frozen=True, slots=True)
 class DecodeSelection:
-    """The kernel chosen, how many CTAs it gets, why, and all kernels that were looked at with a word on each."""
+    """The kernel chosen, its CTAs, the KV heads they read side by side, why, and a word on each kernel looked at."""
 
     kernel: OwnKernel
     ctas: int
+    heads_together: int
     reason: str
     candidates: tuple[tuple[str, str], ...]
 
@@ -66,13 +71,17 @@ def select_decode(kernels: Iterable[OwnKernel], shape: DecodeShape, device: Devi
     if tiles < _TILES_FOR_FULL_RESIDENCY * device.multiprocessors:
         resident = 1
     ctas = min(resident * device.multiprocessors, tiles)
+    together = max(
+        d for d in range(1, _HEADS_TOGETHER + 1) if shape.kv_heads % d == 0 and ctas % d * _IDLE_SHARE <= ctas
+    )
+    ctas -= ctas % together
     status = "" if best.status == MEASURED else f", {best.status}"
     reason = (
         f"built for {best.architecture}{status}; {shape.group} query heads a KV head in {best.traits['rows']} rows; "
         f"at most {tiles} tiles of {best.traits['tile_tokens']} tokens over {ctas} CTAs "
-        f"({resident} on each of {device.multiprocessors} multiprocessors)"
+        f"({resident} on each of {device.multiprocessors} multiprocessors), {together} KV heads side by side"
     )
-    return DecodeSelection(best, ctas, reason, tuple(looked_at))
+    return DecodeSelection(best, ctas, together, reason, tuple(looked_at))
 
 
 def _unfit(kernel: OwnKernel, shape: DecodeShape, number: int) -> str:

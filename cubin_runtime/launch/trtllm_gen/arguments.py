@@ -7,7 +7,7 @@ from typing import Protocol
 
 from ...errors import UsageError
 from .refusals import ArgumentRefused, PlanRefused
-from .traits import INT32_MAX, TENSOR_DTYPES
+from .traits import INT32_MAX, TENSOR_DTYPES, is_power_of_two
 
 OUT_SCALE_BLOCK = 16
 TOP_K_MULTIPLE = 4
@@ -183,6 +183,13 @@ def check_rank(name: str, tensor: Tensor, *ranks: int) -> None:
     if len(tensor.shape) not in ranks or len(tensor.strides) != len(tensor.shape):
         expected = " or ".join(map(str, ranks))
         raise UsageError(f"{name} of shape {tensor.shape}, strides {tensor.strides}: expected {expected} dimensions")
+
+
+def check_sage(given: Sage) -> None:
+    """Raise ``UsageError`` unless every block size is 0 or a power of two that an int32 holds."""
+    for block in given.blocks:
+        if block != 0 and not (is_power_of_two(block) and block <= INT32_MAX):
+            raise UsageError(f"SageAttention blocks {given.blocks}: expected 0 or powers of 2")
 
 
 def check_length(name: str, value: int) -> None:

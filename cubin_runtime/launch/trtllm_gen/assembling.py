@@ -23,6 +23,7 @@ def assemble(
     max_kv: int,
     pages: tuple[int, int, int],
     pointers: Pointers,
+    scratch_limit: int,
     strides: Strides,
     tokens_kv: int = 0,
     window_left: int | None = None,
@@ -72,9 +73,10 @@ def assemble(
         output_scale=float32(1.0 if common.bmm2.pointer else common.bmm2.value),
         scale_kv_scales=scale_kv_scales,
         scale_out_scales=float32(out_scales.scale),
-        first_out_scale_token=out_scales.first_token,
+        first_out_scale_token=int32(out_scales.first_token),
         shares_page_index=shares_page_index,
         pdl=common.pdl,
+        scratch_limit=scratch_limit,
         allows_tile_kv_64=common.allows_tile_kv_64,
     )
 

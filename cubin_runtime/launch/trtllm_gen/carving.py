@@ -8,7 +8,7 @@ from ...artifacts.metadata import KernelMeta
 from .grid import Geometry
 from .problem import Problem
 from .refusals import WorkspaceRefused
-from .traits import MultiCtasMode
+from .traits import MultiCtasMode, QkvLayout
 
 ALIGNMENT = 16
 COUNTER_BYTES = 8192 * 256 * 4
@@ -76,6 +76,16 @@ def scratch_bytes(problem: Problem, meta: KernelMeta, geometry: Geometry, mode: 
     rows = geometry.ctas * meta.tile_q
     outputs = partial_offset(problem, meta) + rows * meta.head_dim_per_cta_v * PARTIAL_BYTES
     return max(rows * STATS_BYTES_PER_ROW, outputs)
+
+
+def workspace_bytes(problem: Problem, scratch: int) -> int:
+    """Bytes that a workspace at a multiple of 16 must have: counters, statistics and ``scratch`` bytes."""
+    at, fixed = problem.pointers, 0
+    if problem.is_generation or problem.layout != QkvLayout.PAGED:
+        fixed += COUNTER_BYTES
+    if at.lse:
+        fixed += stats_bytes(problem.heads_q, problem.batch, problem.max_q)
+    return fixed + scratch
 
 
 def _take(place: int, size: int, begin: int, end: int, what: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import isfinite
 from typing import Any
 
 from ...errors import UsageError
@@ -11,6 +12,8 @@ from .arguments import Common, Device, OutScales, PagedKv, Sage, Scale, TensorIn
 from .problem import Problem
 from .refusals import WorkspaceRefused
 from .select import Occupancy
+
+_INT64 = 1 << 63
 
 
 class CaseError(UsageError):
@@ -26,6 +29,8 @@ def problem_of(case: Mapping[str, Any]) -> Problem:
     """
     try:
         build = _APIS[case["api"]]
+        _check_forms(case, _OF_CASE)
+        _check_forms(case["scalars"], _SCALARS)
         tensors = {name: _tensor(stated) for name, stated in case["tensors"].items()}
         return build(case, case["scalars"], tensors)
     except KeyError as error:
@@ -43,7 +48,7 @@ def occupancy_of(case: Mapping[str, Any]) -> Occupancy:
         CaseError: another word.
     """
     model = case.get("max_active_clusters_model", "floor")
-    multiprocessors = case["scalars"]["sm_count"]
+    multiprocessors: int = case["scalars"]["sm_count"]
     if model == "floor":
         return lambda meta, cluster, grid: multiprocessors // cluster
     if model == "gpc18":
@@ -54,8 +59,55 @@ def occupancy_of(case: Mapping[str, Any]) -> Occupancy:
     return lambda meta, cluster, grid: int(number)
 
 
+def _is_int(value: object) -> bool:
+    return type(value) is int and -_INT64 <= value < _INT64
+
+
+def _is_bool(value: object) -> bool:
+    return type(value) is bool
+
+
+def _is_number(value: object) -> bool:
+    return _is_int(value) or (type(value) is float and isfinite(value))
+
+
+def _is_scale(value: object) -> bool:
+    return value is None or _is_number(value)
+
+
+# What each stated value must be; others are not looked at.
+_OF_CASE: Mapping[str, Callable[[object], bool]] = {
+    "sm": _is_int,
+    "multi_ctas_kv_enabled": _is_bool,
+    "env_TRTLLM_GEN_ENABLE_TILE_SIZE_KV64": _is_bool,
+}
+_SCALARS: Mapping[str, Callable[[object], bool]] = {
+    **dict.fromkeys(("max_q_len", "max_kv_len", "batch_size", "window_left", "sparse_mla_top_k"), _is_int),
+    **dict.fromkeys(("o_sf_vec_size", "o_sf_start_index", "workspace_size", "sm_count"), _is_int),
+    **dict.fromkeys(("lse_stride_tokens", "lse_stride_heads"), _is_int),
+    **{f"num_elts_per_sage_attn_blk_{part}": _is_int for part in "qkpv"},
+    **dict.fromkeys(("is_causal", "uses_shared_paged_kv_idx", "enable_pdl"), _is_bool),
+    **dict.fromkeys(("o_sf_scale", "skip_softmax_threshold_scale_factor"), _is_number),
+    **dict.fromkeys(("bmm1_scale", "bmm2_scale"), _is_scale),
+}
+
+
+def _check_forms(stated: Mapping[str, Any], forms: Mapping[str, Callable[[object], bool]]) -> None:
+    for name, is_form in forms.items():
+        if name in stated and not is_form(stated[name]):
+            raise CaseError(f"{name}={stated[name]!r}: expected {is_form.__name__.removeprefix('_is_')}")
+
+
 def _tensor(stated: Mapping[str, Any]) -> TensorInfo:
-    return TensorInfo(int(stated["ptr"], 16), stated["dtype"], tuple(stated["shape"]), tuple(stated["strides"]))
+    pointer, dtype = int(stated["ptr"], 16), stated["dtype"]
+    shape, strides = tuple(stated["shape"]), tuple(stated["strides"])
+    if not 0 <= pointer < 1 << 64 or not isinstance(dtype, str):
+        raise CaseError(f"tensor {stated!r}: expected an address of 64 bits and the name of a dtype")
+    numbers = (0, *shape, *strides)
+    whole = set(map(type, numbers)) == {int} and min(numbers) >= -_INT64 and max(numbers) < _INT64
+    if len(shape) != len(strides) or not whole or min(shape, default=0) < 0:
+        raise CaseError(f"tensor {stated!r}: expected as many strides as sizes, all of them whole numbers")
+    return TensorInfo(pointer, dtype, shape, strides)
 
 
 def _scale(name: str, scalars: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Scale:

@@ -14,6 +14,7 @@ from .arguments import (
     check_length,
     check_out_scales,
     check_rank,
+    check_sage,
     check_top_k,
     dtype_of,
     heads_of,
@@ -44,6 +45,7 @@ def decode(
     """
     check_out_scales(out_scales)
     check_top_k(top_k)
+    check_length("top_k + 1", max(top_k, 0) + 1)
     heads = _paged_heads(common, kv)
     sparse = SparseType.NONE if top_k <= 0 else SparseType.DYNAMIC if top_k_lens is not None else SparseType.STATIC
     mla = is_mla(heads.dim_qk, heads.dim_v, sparse != SparseType.NONE)
@@ -111,7 +113,9 @@ def ragged(
     check_rank("value", value, 3)
     check_length("max_kv_len", max_kv)
     check_length("key tokens", key.shape[0])
+    check_sage(sage)
     heads = heads_of(common, key.shape[1], value.shape[2])
+    carving = carve_for(common, heads.query, mergeable=True)
     return assemble(
         common,
         heads,
@@ -123,7 +127,7 @@ def ragged(
         pages=(0, 0, 0),
         pointers=pointers_of(
             common,
-            carve_for(common, heads.query, mergeable=True),
+            carving,
             key=key.pointer,
             value=value.pointer,
             cum_seq_lens_kv=cum_seq_lens_kv.pointer,
@@ -132,6 +136,7 @@ def ragged(
             sage_p=address_of(sage.scales[2]),
             sage_v=address_of(sage.scales[3]),
         ),
+        scratch_limit=carving.scratch_bytes,
         strides=Strides(key=ragged_strides(key), value=ragged_strides(value), lse=lse_strides(common)),
         tokens_kv=key.shape[0],
         sage_blocks=sage.blocks,
@@ -152,6 +157,7 @@ def decode_dsv4(
     check_top_k(top_k)
     check_length("top_k", top_k)
     heads = heads_of(common, pool.shape[-3])
+    carving = carve_for(common, heads.query, mergeable=True)
     token, head = int32(pool.strides[-2]), int32(pool.strides[-3])
     strides = (token, head, token)
     dtype = dtype_of("primary_kv_cache", pool)
@@ -166,13 +172,14 @@ def decode_dsv4(
         pages=(1, int32(pool.shape[0] * pool.shape[-2]), top_k),
         pointers=pointers_of(
             common,
-            carve_for(common, heads.query, mergeable=True),
+            carving,
             key=pool.pointer,
             value=pool.pointer,
             page_table=indices.pointer,
             window_pool=window_pool.pointer,
             top_k_lens=address_of(top_k_lens),
         ),
+        scratch_limit=carving.scratch_bytes,
         strides=Strides(query=query_strides(common), key=strides, value=strides),
         window_left=DSV4_WINDOW_LEFT,
         sparse=SparseType.DYNAMIC,
@@ -222,7 +229,7 @@ def _paged(
         kernel_type=kernel_type,
         dtypes=(dtype_of("key_cache", key), dtype_of("value_cache", value)),
         max_kv=kv.max_kv,
-        pages=(key.shape[-2], pages, kv.table.shape[-1]),
+        pages=(key.shape[-2], pages, int32(kv.table.shape[-1])),
         pointers=pointers_of(
             common,
             carving,
@@ -235,6 +242,7 @@ def _paged(
             top_k_lens=address_of(top_k_lens),
             cum_seq_lens_kv=address_of(cum_seq_lens_kv),
         ),
+        scratch_limit=carving.scratch_bytes,
         strides=Strides(
             query=query_strides(common),
             key=strides,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from ..fastmoddiv import FastModDiv
 from ..tensormap import TensorMapSpec
-from .carving import COUNTER_BYTES
 from .params import KERNEL_PARAMS
 from .plan import Planned
 from .problem import Problem
@@ -41,7 +40,7 @@ def facts(planned: Planned) -> tuple[tuple[str, object], ...]:
         ),
         ("block", f"{meta.threads} threads, {meta.shared_bytes} bytes of dynamic shared memory"),
         ("attributes", planned.attributes),
-        ("scratch", f"{planned.scratch_bytes} bytes behind {COUNTER_BYTES} of counters and any softmax statistics"),
+        ("workspace", f"{planned.workspace_bytes} bytes, {planned.scratch_bytes} of them for partial results"),
     ]
     if planned.reduction is not None:
         rows.append(("then", f"reduction over KV splits, grid {planned.reduction.grid}"))

@@ -10,14 +10,16 @@ from .traits import KernelKey
 # A GPU model -> the words of the metadata whose kernels run on it, the model's own before the family's.
 MODELS = {100: ("100", "100f"), 103: ("103", "100f")}
 DYNAMIC_PAGE = ANY_PAGE_TOKENS
+MOST_REMEMBERED = 1 << 15
+_UNKNOWN = object()
 
 
 class KernelFinder:
-    """The kernels of one release. Rows that were found once stay decoded; safe between threads."""
+    """The kernels of one release. What was found once, or missed, is remembered; safe between threads."""
 
     def __init__(self, index: MetadataIndex) -> None:
         self.index = index
-        self._decoded: dict[tuple[object, ...], KernelMeta] = {}
+        self._known: dict[tuple[object, ...], KernelMeta | None] = {}
 
     def for_problem(self, problem: Problem) -> KernelSet:
         """The kernels of the problem's GPU model, dtypes and SageAttention blocks; none for other models."""
@@ -25,13 +27,14 @@ class KernelFinder:
         return KernelSet(self, tuple((word, *dtypes) for word in MODELS.get(problem.sm, ())))
 
     def find(self, traits: tuple[object, ...]) -> KernelMeta | None:
-        """The row with exactly these traits (``metadata.SELECTION_FIELDS``), None if there is none."""
-        found = self._decoded.get(traits)
-        if found is None:
-            found = self.index.find_by_traits(traits)
-            if found is not None:  # misses are not kept: their number has no bound
-                self._decoded[traits] = found
-        return found
+        """The row with exactly these traits (``metadata_columns.SELECTION_FIELDS``), None if there is none."""
+        found = self._known.get(traits, _UNKNOWN)
+        if isinstance(found, KernelMeta) or found is None:
+            return found
+        row = self.index.find_by_traits(traits)
+        if row is not None or len(self._known) < MOST_REMEMBERED:  # rows have a bound, misses need one
+            self._known[traits] = row
+        return row
 
 
 class KernelSet:

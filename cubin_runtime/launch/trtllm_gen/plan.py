@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from ...artifacts.metadata import KernelMeta
 from ...artifacts.path import ArtifactPath
 from ..plan import LaunchAttributes, LaunchPlan
-from .carving import scratch_bytes
+from .carving import scratch_bytes, workspace_bytes
 from .fill import fill
 from .following import LseLaunch, ReductionLaunch, lse_after, reduction_after
 from .grid import LARGEST_PORTABLE_CLUSTER
 from .kernels import KernelFinder
 from .params import KERNEL_PARAMS
 from .problem import Problem
+from .refusals import WorkspaceRefused
 from .select import Occupancy, Selection, select
 from .tensor_maps import TensorMaps, describe_tensors
 from .traits import MultiCtasMode, Policy
@@ -28,7 +29,7 @@ class Planned:
     """Everything a launch needs but bytes and a driver.
 
     ``values`` holds every field of the parameter struct, descriptors as specs. ``scratch_bytes`` is what the
-    launch writes of the scratch, and ``workspace_bytes`` what a workspace must hold behind its aligned begin.
+    launch writes of the scratch.
     """
 
     problem: Problem
@@ -54,6 +55,24 @@ class Planned:
     def block(self) -> tuple[int, int, int]:
         """Threads of a CTA."""
         return (self.meta.threads, 1, 1)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """What a workspace at a multiple of 16 must have for this launch."""
+        return workspace_bytes(self.problem, self.scratch_bytes)
+
+    def check_workspace(self) -> None:
+        """Hold the launch against its workspace, which the reference never does for scratch.
+
+        Raises:
+            WorkspaceRefused: it would write past the end; ``needed_bytes`` says what it takes.
+        """
+        if self.scratch_bytes > self.problem.scratch_limit:
+            raise WorkspaceRefused(
+                f"workspace: partial results take {self.scratch_bytes} bytes, {self.problem.scratch_limit} are left; "
+                f"this launch needs {self.workspace_bytes} bytes in all",
+                self.workspace_bytes,
+            )
 
     def launch_plan(self, release: ArtifactPath) -> LaunchPlan:
         """The main launch as the launch layer takes it; ``release`` is the folder of the kernels."""

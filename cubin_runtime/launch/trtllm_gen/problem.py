@@ -67,7 +67,8 @@ class Problem:
     Dtypes are the metadata's words. ``page`` is 0 for KV that is not paged; ``window`` is how many tokens a
     query sees up to its own, INT32_MAX for all. ``multi_ctas`` lets several CTAs share a sequence's KV.
     ``sage_blocks`` are the elements that share a SageAttention scale in Q, K, P and V (0: none).
-    ``allows_tile_kv_64`` is an experimental switch of the reference for MLA.
+    ``scratch_limit`` is how many bytes the workspace has for scratch. ``allows_tile_kv_64`` is an experimental
+    switch of the reference for MLA.
     """
 
     sm: int
@@ -107,6 +108,7 @@ class Problem:
     first_out_scale_token: int = 0
     shares_page_index: bool = False
     pdl: bool = False
+    scratch_limit: int = 0
     allows_tile_kv_64: bool = False
 
     @property

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ...errors import UsageError
-from ..fastmoddiv import FastModDiv
 from ..struct_types import TENSOR_MAP_BYTES
 from ..tensormap import TensorMapSpec
 from ..tensormap_rules import DTYPES, FILLS, INTERLEAVES, L2_PROMOTIONS, SWIZZLES
@@ -27,11 +26,6 @@ MARKERS: Mapping[str, int] = {
     for place, name in enumerate(("tmaQ_", "tmaK_", "tmaKSlidingWindowKvPool_", "tmaV_", "tmaO_", "tmaKSf_", "tmaVSf_"))
 }
 _MARKED = {name: bytes((marker,)) * TENSOR_MAP_BYTES for name, marker in MARKERS.items()}
-_POINTERS = tuple(member.name for member in KERNEL_PARAMS.fields if member.type == "ptr")
-_FLOATS = tuple(member.name for member in KERNEL_PARAMS.fields if member.type == "float")
-_DIVISORS = tuple(member.name for member in KERNEL_PARAMS.fields if member.type == "FastModDiv")
-# Every field but the descriptors, in the struct's order; most are shown as they are.
-_PLAIN = tuple(member.name for member in KERNEL_PARAMS.fields if member.name not in MARKERS)
 
 
 def decide(case: Mapping[str, Any], kernels: KernelFinder, policy: Policy) -> Json:
@@ -146,16 +140,26 @@ def _spec(spec: object) -> Json | None:
 
 
 def _params(values: Mapping[str, object]) -> Json:
-    shown = {name: values[name] for name in _PLAIN}
-    shown |= {name: None if values[name] is None else f"{values[name]:#x}" for name in _POINTERS}
-    shown |= {name: _nine_digits(values[name]) for name in _FLOATS}
-    shown |= {name: value.to_bytes().hex() for name in _DIVISORS if isinstance(value := values[name], FastModDiv)}
-    return shown
+    return {name: values[name] if show is None else show(values[name]) for name, show in _SHOWN}
 
 
 def _nine_digits(value: Any) -> object:
     text = f"{value:.9g}"
     return int(text) if text.lstrip("-").isdecimal() else float(text)
+
+
+def _address(value: Any) -> str | None:
+    return None if value is None else f"{value:#x}"
+
+
+def _words(value: Any) -> str:
+    text: str = value.to_bytes().hex()
+    return text
+
+
+_FORMS: Mapping[str, Callable[[Any], object]] = {"ptr": _address, "float": _nine_digits, "FastModDiv": _words}
+# Every field but the descriptors, in the struct's order, and how it is shown; None: as it is.
+_SHOWN = tuple((member.name, _FORMS.get(member.type)) for member in KERNEL_PARAMS.fields if member.name not in MARKERS)
 
 
 # Names of element types in the reduction's symbol.

@@ -70,7 +70,21 @@ def test_a_large_problem_gets_two_ctas_a_multiprocessor() -> None:
 
 
 def test_a_problem_of_medium_size_gets_one() -> None:
-    assert select_decode(ALL, replace(SHAPE, batch=8, max_seq_len=4096), H100).ctas == 132
+    assert select_decode(ALL, replace(SHAPE, batch=8, max_seq_len=4096), H100).ctas == 128
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "together"), [(1, 1), (2, 2), (3, 3), (5, 5), (7, 7), (8, 8), (12, 6), (16, 8), (11, 1)]
+)
+def test_heads_are_read_side_by_side_in_divisors_up_to_eight(kv_heads: int, together: int) -> None:
+    chosen = select_decode(ALL, replace(SHAPE, kv_heads=kv_heads), H100)
+    assert (chosen.heads_together, chosen.ctas % together) == (together, 0)
+
+
+def test_heads_are_not_read_side_by_side_where_too_many_ctas_would_idle() -> None:
+    few = replace(SHAPE, kv_heads=7, batch=1, max_seq_len=64 * 40)
+    small = replace(H100, multiprocessors=13)
+    assert select_decode(ALL, few, small).heads_together == 1
 
 
 def test_a_small_problem_gets_one_cta_a_tile() -> None:
@@ -83,7 +97,7 @@ def test_a_bound_of_zero_still_gets_the_ctas_that_write_the_outputs() -> None:
 
 def test_shared_memory_limits_the_ctas_of_a_multiprocessor() -> None:
     large = tuple(replace(k, dynamic_shared_bytes=200 << 10) for k in ALL)
-    assert select_decode(large, SHAPE, H100).ctas == 132
+    assert select_decode(large, SHAPE, H100).ctas == 128
 
 
 def test_a_kernel_that_was_not_run_says_so() -> None:

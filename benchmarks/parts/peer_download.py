@@ -1,0 +1,70 @@
+"""The peer: flashinfer-python's own ``download_artifacts`` for one release, and nothing else of it.
+
+Run in an environment with flashinfer-python (``--no-deps``), filelock, requests and tqdm:
+``python peer_download.py BASE_URL FOLDER``. Its package would import torch on the way; empty modules stand
+for the packages above ``flashinfer.artifacts``, whose own code runs unchanged. Only its list of releases is
+cut to the attention release, so that both sides fetch the same files. Prints seconds of the call alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import os
+import sys
+import time
+import types
+from pathlib import Path
+
+
+def main() -> None:
+    """Import, cut, run, print."""
+    url, folder = sys.argv[1], Path(sys.argv[2])
+    os.environ["FLASHINFER_CUBINS_REPOSITORY"] = url + "/"
+    artifacts = import_artifacts(folder)
+    path = artifacts.ArtifactPath.TRTLLM_GEN_FMHA
+    join = artifacts.safe_urljoin
+
+    def only_attention() -> object:
+        checksums = artifacts.get_checksums([path])
+        manifest = join(path, "checksums.txt")
+        yield manifest, artifacts.CheckSumHash.map_checksums[manifest]
+        for name in artifacts.get_available_cubin_files(join(url, path)):
+            yield join(path, name), checksums[name]
+        for name in artifacts.get_available_header_files(join(url, path)):
+            yield join(path, name), checksums[join(path, name)]
+
+    artifacts.get_subdir_file_list = only_attention
+    began = time.perf_counter()
+    artifacts.download_artifacts()
+    print(time.perf_counter() - began)
+
+
+def import_artifacts(folder: Path) -> types.ModuleType:
+    """``flashinfer.artifacts`` with its cubin folder set, and torch never imported."""
+    spec = importlib.util.find_spec("flashinfer")
+    if spec is None or spec.submodule_search_locations is None:
+        raise SystemExit("flashinfer-python is not installed here")
+    base = Path(next(iter(spec.submodule_search_locations)))
+    _stand_in("flashinfer", base)
+    _stand_in("flashinfer.jit", base / "jit")
+    core = _stand_in("flashinfer.jit.core", None)
+    core.logger = logging.getLogger("flashinfer.jit")  # type: ignore[attr-defined]
+    core.logger.setLevel("INFO")  # type: ignore[attr-defined]
+    core.logger.addHandler(logging.StreamHandler())  # type: ignore[attr-defined]
+    environment = _stand_in("flashinfer.jit.env", None)
+    environment.FLASHINFER_CUBIN_DIR = folder  # type: ignore[attr-defined]
+    return importlib.import_module("flashinfer.artifacts")
+
+
+def _stand_in(name: str, folder: Path | None) -> types.ModuleType:
+    module = types.ModuleType(name)
+    if folder is not None:
+        module.__path__ = [str(folder)]
+    sys.modules[name] = module
+    return module
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""``diff``: what changed between two releases."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from . import options, output
+
+if TYPE_CHECKING:
+    from ..artifacts.difference import Change
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb to the application."""
+    app.command("diff")(diff)
+
+
+def diff(
+    old: Annotated[str, typer.Argument(metavar="OLD", help="A pinned release.")],
+    new: Annotated[str, typer.Argument(metavar="NEW", help="Another one.")],
+    sm: options.SmOption = None,
+    family: options.FamilyOption = None,
+    dtype: options.DtypeOption = None,
+    head_dim: options.HeadDimOption = None,
+    match: options.MatchOption = None,
+    store: options.StoreOption = None,
+    source: options.SourceOption = None,
+    pins: options.PinsOption = None,
+    offline: options.OfflineOption = False,
+    json: options.JsonOption = False,
+) -> None:
+    """Say which kernels were added, removed and changed, by name and digest, and by metadata that is at hand."""
+    from ..artifacts.difference import compare_releases
+    from ..artifacts.library import Library
+    from ..artifacts.select_filter import KernelFilter
+
+    wanted = KernelFilter.from_words(sm, family, dtype, head_dim, match)
+    library = Library(options.make_config(store, source, pins, offline))
+    found = compare_releases(library, library.pins.get(old), library.pins.get(new), wanted)
+    if json:
+        output.emit_json("diff", asdict(found))
+        return
+    for name in found.added:
+        output.line(f"+ {name}")
+    for name in found.removed:
+        output.line(f"- {name}")
+    for change in found.changed:
+        output.line(f"~ {change.name}{_facts(change)}")
+    known = "" if found.metadata else "; names and digests alone, metadata of one or both is not at hand"
+    output.line(
+        f"{found.old} -> {found.new}: {len(found.added)} added, {len(found.removed)} removed, "
+        f"{len(found.changed)} changed, {found.same} the same{known}"
+    )
+
+
+def _facts(change: Change) -> str:
+    facts = ", ".join(f"{name} {old} -> {new}" for name, old, new in change.facts)
+    return f": {facts}" if facts else ""

@@ -1,0 +1,96 @@
+"""``inspect`` of many: what the cubins of a release say of themselves, as far as they are at hand."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..errors import CorruptError, MissingError, PinError, SourceError, UsageError
+from . import output
+
+if TYPE_CHECKING:
+    from ..artifacts.catalog import Entry
+    from ..artifacts.library import Library
+    from ..artifacts.pins import Pin
+    from ..artifacts.select_filter import KernelFilter
+
+_SUFFIX = ".cubin"
+
+
+def surveyed_pin(library: Library, target: str) -> Pin | None:
+    """The pin of a release or a folder in it; None if the target names one artifact or nothing pinned."""
+    from ..artifacts.path import ArtifactPath
+
+    try:
+        pin = library.pins.get(target)
+    except PinError:
+        return None
+    if target.rstrip("/") in (pin.name, pin.path.text):
+        return pin
+    path = ArtifactPath(target.rstrip("/"))
+    return pin if path not in library.manifest(pin).digests else None
+
+
+def survey(library: Library, pin: Pin, target: str, wanted: KernelFilter, json: bool) -> None:
+    """Show a line for each cubin at hand; nothing but manifest and metadata is fetched.
+
+    Ends with code 5 if one is damaged, or its metadata disagrees with it.
+    """
+    from ..artifacts.catalog import open_catalog
+
+    catalog = open_catalog(library, pin, fetch=not library.config.offline)
+    inside = set(library.select(pin, None if target == pin.name else target))
+    entries = [one for one in catalog.kept_by(wanted) if one.path in inside and one.path.name.endswith(_SUFFIX)]
+    if not entries:
+        raise UsageError(f"inspect {target!r}: no cubin is chosen")
+    found: list[dict[str, Any]] = []
+    not_fetched = 0
+    with output.progress(f"inspect {pin.name}", len(entries)) as advance:
+        for entry in entries:
+            try:
+                found.append(_facts(library, pin, entry))
+            except (MissingError, SourceError):
+                not_fetched += 1
+            except CorruptError as error:
+                found.append({"path": entry.path.text, "sha256": entry.sha256, "problem": str(error)})
+            advance(1)
+    if json:
+        output.emit_json("inspect", {"pin": pin.name, "cubins": found, "not_fetched": not_fetched})
+    else:
+        _print(pin, found, not_fetched)
+    if any(one.get("problem") or one.get("disagreements") for one in found):
+        output.finish([CorruptError.exit_code])
+
+
+def _facts(library: Library, pin: Pin, entry: Entry) -> dict[str, Any]:
+    from ..artifacts.cubin import parse_cubin
+    from .inspecting import differences
+
+    data = library.load(entry.path, fetch=False).data
+    cubin = parse_cubin(data)
+    row = entry.row
+    return {
+        "path": entry.path.text,
+        "sha256": entry.sha256,
+        "bytes": len(data),
+        "architecture": str(cubin.architecture),
+        "kernels": list(cubin.kernels),
+        "disagreements": [] if row is None else differences(library, pin, row, data, cubin, entry.path),
+    }
+
+
+def _print(pin: Pin, found: list[dict[str, Any]], not_fetched: int) -> None:
+    output.table(
+        ("file", "target", "bytes", "kernels", "metadata"),
+        (
+            (
+                one["path"].removeprefix(f"{pin.path}/"),
+                one.get("architecture", "unknown"),
+                one.get("bytes", "unknown"),
+                len(one.get("kernels", ())),
+                one.get("problem") or "; ".join(one["disagreements"]) or "no disagreement",
+            )
+            for one in found
+        ),
+    )
+    if not_fetched:
+        output.note_line(f"{pin.name}: {not_fetched} more are not fetched")

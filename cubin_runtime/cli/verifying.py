@@ -1,0 +1,110 @@
+"""``verify``: what a store or a published tree has, against the pinned manifest, and repairing a store."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import UsageError
+from . import options, output
+from .choosing import Targets, chosen
+
+if TYPE_CHECKING:
+    from ..artifacts.verify import VerifyReport
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb to the application."""
+    app.command("verify")(verify)
+
+
+def verify(
+    targets: Targets,
+    complete: Annotated[bool, typer.Option("--complete", help="Files that were never fetched are an error.")] = False,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Fetch again what is corrupt, and with --complete what is missing.")
+    ] = False,
+    sm: options.SmOption = None,
+    family: options.FamilyOption = None,
+    dtype: options.DtypeOption = None,
+    head_dim: options.HeadDimOption = None,
+    match: options.MatchOption = None,
+    store: options.StoreOption = None,
+    tree: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tree",
+            help="Check this published tree (directory, .zip, .whl or 'package') instead of the store.",
+            show_default=False,
+        ),
+    ] = None,
+    source: options.SourceOption = None,
+    pins: options.PinsOption = None,
+    offline: options.OfflineOption = False,
+    json: options.JsonOption = False,
+) -> None:
+    """Hash what the store or a published tree has, against the pinned manifest."""
+    from ..artifacts.library import Library
+    from ..artifacts.repair import repair as repair_store
+    from ..artifacts.select_filter import KernelFilter
+
+    if tree and repair:
+        raise UsageError("--repair: mends a store, never the tree that --tree names")
+    wanted = KernelFilter.from_words(sm, family, dtype, head_dim, match)
+    library = Library(options.make_config(store, source, pins, offline))
+    reports: list[tuple[VerifyReport, int]] = []
+    for target in targets:
+        pin = library.pins.get(target)
+        whole = wanted.is_empty and target.rstrip("/") in (pin.name, pin.path.text)
+        for place in tree or (None,):
+            if whole:
+                paths, total = None, pin.files
+            else:
+                paths = chosen(library, pin, target, wanted)
+                total = len(paths)
+            with output.progress(f"verify {pin.name}", total) as advance:
+                report = library.verify(pin, paths, complete=complete, progress=advance, tree=place)
+            repaired = 0
+            if repair:
+                with output.progress(f"repair {pin.name}", len(report.corrupt)) as advance:
+                    report, repaired = repair_store(library, pin, report, advance)
+            reports.append((report, repaired))
+    if json:
+        output.emit_json("verify", {"releases": [_as_json(report, repaired) for report, repaired in reports]})
+    else:
+        for report, repaired in reports:
+            _print(report, repaired)
+    output.finish(code for report, _ in reports for code in report.codes)
+
+
+def _print(report: VerifyReport, repaired: int) -> None:
+    parts = [f"{report.ok} files verified ({output.size(report.bytes)})"]
+    if repaired:
+        parts.append(f"{repaired} of them repaired")
+    if report.missing:
+        parts.append(f"{len(report.missing)} {'missing' if report.complete else 'not fetched'}")
+    if report.corrupt:
+        parts.append(f"{len(report.corrupt)} corrupt")
+    if report.extra:
+        parts.append(f"{len(report.extra)} extra")
+    output.line(f"{report.pin}: {', '.join(parts)}; in {report.where}")
+    output.some("corrupt", [f"{problem.path}: {problem.reason}" for problem in report.corrupt])
+    if report.complete:
+        output.some("missing", [path.text for path in report.missing])
+    output.some("extra", report.extra)
+
+
+def _as_json(report: VerifyReport, repaired: int) -> dict[str, Any]:
+    return {
+        "pin": report.pin,
+        "where": report.where,
+        "complete": report.complete,
+        "ok": report.ok,
+        "bytes": report.bytes,
+        "repaired": repaired,
+        "missing": len(report.missing),
+        "missing_paths": [path.text for path in report.missing] if report.complete else [],
+        "corrupt": [{"path": problem.path.text, "reason": problem.reason} for problem in report.corrupt],
+        "extra": list(report.extra),
+    }

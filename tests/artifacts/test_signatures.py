@@ -1,0 +1,224 @@
+from __future__ import annotations
+
+import base64
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from children import run_child
+from releases import Release, make_release
+
+pytest.importorskip("cryptography")
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+from cubin_runtime.artifacts.library import Library
+from cubin_runtime.artifacts.pins import PinSet
+from cubin_runtime.artifacts.signatures import SignatureError, load_keys
+from cubin_runtime.config import Config
+from cubin_runtime.errors import PinError
+
+Signer = Callable[[Ed25519PrivateKey], None]
+
+
+def new_key() -> Ed25519PrivateKey:
+    return Ed25519PrivateKey.generate()
+
+
+def hex_of(key: Ed25519PrivateKey) -> str:
+    return key.public_key().public_bytes_raw().hex()
+
+
+def pem_of(key: Ed25519PrivateKey | X25519PrivateKey) -> bytes:
+    return key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+
+
+def signature_file(file: Path) -> Path:
+    return file.with_name(file.name + ".sig")
+
+
+def sign(file: Path, *keys: Ed25519PrivateKey) -> None:
+    """One signature as raw bytes, several as lines of base64."""
+    made = [key.sign(file.read_bytes()) for key in keys]
+    raw = made[0] if len(made) == 1 else b"\n".join(base64.b64encode(one) for one in made)
+    signature_file(file).write_bytes(raw)
+
+
+def names_read(file: Path, *keys: str) -> set[str]:
+    return {pin.name for pin in PinSet.from_files(None, file, keys=keys)}
+
+
+@pytest.fixture
+def key() -> Ed25519PrivateKey:
+    return new_key()
+
+
+@pytest.fixture
+def signed(release: Release, key: Ed25519PrivateKey) -> Path:
+    sign(release.pin_file, key)
+    return release.pin_file
+
+
+def test_a_signed_file_is_read(signed: Path, key: Ed25519PrivateKey) -> None:
+    assert "made-1.0" in names_read(signed, hex_of(key))
+
+
+def test_without_keys_no_signature_is_asked_for(release: Release) -> None:
+    assert "made-1.0" in names_read(release.pin_file)
+
+
+def test_once_a_key_is_set_an_unsigned_file_is_refused(release: Release, key: Ed25519PrivateKey) -> None:
+    with pytest.raises(SignatureError, match=r"is not signed \(made-1\.0\.pins\.toml\.sig is not beside it\)"):
+        names_read(release.pin_file, hex_of(key))
+
+
+def test_the_built_in_pins_need_no_signature(key: Ed25519PrivateKey) -> None:
+    assert "trtllm-gen-0.6.13" in {pin.name for pin in PinSet.from_files(None, keys=[hex_of(key)])}
+
+
+@pytest.mark.parametrize("change", [b"\n", b"#", b"\r\n", b"\0"])
+def test_one_byte_more_breaks_the_signature(signed: Path, key: Ed25519PrivateKey, change: bytes) -> None:
+    signed.write_bytes(signed.read_bytes() + change)
+    with pytest.raises(SignatureError, match="is no signature of"):
+        names_read(signed, hex_of(key))
+
+
+def test_the_signature_is_checked_before_the_file_is_parsed(signed: Path, key: Ed25519PrivateKey) -> None:
+    signed.write_bytes(b"this is = = no TOML")
+    with pytest.raises(SignatureError):
+        names_read(signed, hex_of(key))
+
+
+def test_another_key_is_refused_by_name(signed: Path) -> None:
+    other = hex_of(new_key())
+    with pytest.raises(SignatureError, match=load_keys([other])[0].name):
+        names_read(signed, other)
+
+
+def test_any_of_several_keys_may_have_signed(signed: Path, key: Ed25519PrivateKey) -> None:
+    assert "made-1.0" in names_read(signed, hex_of(new_key()), hex_of(key))
+
+
+def test_any_of_several_signatures_may_fit(release: Release, key: Ed25519PrivateKey) -> None:
+    sign(release.pin_file, new_key(), key)
+    assert "made-1.0" in names_read(release.pin_file, hex_of(key))
+
+
+def test_a_rotation_never_leaves_a_host_without_a_fitting_key(release: Release) -> None:
+    old, new = new_key(), new_key()
+    sign(release.pin_file, old)
+    before = names_read(release.pin_file, hex_of(old), hex_of(new))
+    sign(release.pin_file, new)
+    after = names_read(release.pin_file, hex_of(old), hex_of(new))
+    assert before == after == names_read(release.pin_file, hex_of(new))
+    with pytest.raises(SignatureError):
+        names_read(release.pin_file, hex_of(old))
+
+
+def test_a_file_may_hold_several_keys(signed: Path, key: Ed25519PrivateKey, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.pub"
+    keys.write_bytes(b"# a remark\n" + pem_of(new_key()) + pem_of(key))
+    assert "made-1.0" in names_read(signed, str(keys))
+
+
+def test_every_user_file_must_be_signed(signed: Path, key: Ed25519PrivateKey, tmp_path: Path) -> None:
+    other = make_release(tmp_path / "other", name="other-1.0", folder="other/fmha")
+    with pytest.raises(SignatureError, match=r"other-1\.0"):
+        PinSet.from_files(None, signed, other.pin_file, keys=[hex_of(key)])
+
+
+@pytest.mark.parametrize("content", [b"", b"short", bytes(63), bytes(65), b"?" * 88, b"A" * 88 + b"\n" + b"B" * 40])
+def test_what_has_no_form_of_a_signature_is_refused(signed: Path, key: Ed25519PrivateKey, content: bytes) -> None:
+    signature_file(signed).write_bytes(content)
+    with pytest.raises(SignatureError, match="expected an Ed25519 signature"):
+        names_read(signed, hex_of(key))
+
+
+def test_a_signature_that_cannot_be_read_is_refused(signed: Path, key: Ed25519PrivateKey) -> None:
+    signature_file(signed).unlink()
+    signature_file(signed).symlink_to("nowhere")
+    with pytest.raises(SignatureError, match="signature cannot be read"):
+        names_read(signed, hex_of(key))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "holds no PEM block"),
+        (b"-----BEGIN PUBLIC KEY-----\nAAAA\n-----END PUBLIC KEY-----\n", "cannot be read"),
+        (pem_of(X25519PrivateKey.generate()), "expected Ed25519 public keys"),
+        (b"A" * (65 << 10), "at most"),
+    ],
+)
+def test_a_key_file_that_holds_no_key_is_refused(
+    release: Release, tmp_path: Path, content: bytes, message: str
+) -> None:
+    keys = tmp_path / "keys.pub"
+    keys.write_bytes(content)
+    with pytest.raises(SignatureError, match=message):
+        names_read(release.pin_file, str(keys))
+
+
+def test_a_key_file_that_is_absent_is_refused(release: Release) -> None:
+    with pytest.raises(SignatureError, match="pin keys cannot be read"):
+        names_read(release.pin_file, "/no/such/keys.pub")
+
+
+def test_without_the_package_that_checks_signatures_a_key_is_a_clear_error(
+    signed: Path, key: Ed25519PrivateKey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    with pytest.raises(SignatureError, match=r"pip install 'cubin-runtime\[signing\]'"):
+        names_read(signed, hex_of(key))
+
+
+def test_the_package_is_not_imported_while_no_key_is_set(release: Release) -> None:
+    body = """
+    import pathlib, sys
+    from cubin_runtime.artifacts.pins import PinSet
+    PinSet.from_files(None, pathlib.Path(sys.argv[1]))
+    print("cryptography" in sys.modules)
+    """
+    assert run_child(body, release.pin_file).stdout.strip() == "False"
+
+
+def test_a_signature_made_with_openssl_fits(release: Release, tmp_path: Path) -> None:
+    private, public = tmp_path / "key.pem", tmp_path / "key.pub"
+    beside = signature_file(release.pin_file)
+    try:
+        openssl("genpkey", "-algorithm", "ed25519", "-out", private)
+        openssl("pkey", "-in", private, "-pubout", "-out", public)
+        openssl("pkeyutl", "-sign", "-rawin", "-inkey", private, "-in", release.pin_file, "-out", beside)
+    except FileNotFoundError:
+        pytest.skip("there is no openssl here")
+    assert "made-1.0" in names_read(release.pin_file, str(public))
+
+
+def openssl(*arguments: object) -> None:
+    subprocess.run(["openssl", *map(str, arguments)], check=True, capture_output=True)
+
+
+def test_a_library_takes_the_keys_of_its_configuration(release: Release, key: Ed25519PrivateKey, store: Path) -> None:
+    config = Config(store=store, pin_files=(release.pin_file,), pin_keys=(hex_of(key),))
+    with pytest.raises(SignatureError):
+        Library(config)
+    sign(release.pin_file, key)
+    assert Library(config).pins.get("made-1.0") == release.pin
+
+
+def test_pins_that_lie_in_a_store_are_refused(release: Release, store: Path) -> None:
+    store.mkdir()
+    inside = store / "pins.toml"
+    inside.write_bytes(release.pin_file.read_bytes())
+    with pytest.raises(PinError, match="never read from a store"):
+        Library(Config(store=store, pin_files=(inside,)))
+
+
+def test_keys_that_lie_in_a_store_are_refused(release: Release, store: Path, key: Ed25519PrivateKey) -> None:
+    store.mkdir()
+    (store / "keys.pub").write_bytes(pem_of(key))
+    with pytest.raises(PinError, match="never read from a store"):
+        Library(Config(store=store, pin_keys=(str(store / "keys.pub"),)))

@@ -1,0 +1,104 @@
+"""Each exit code once, from the command line, with a sentence on the standard error stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from releases import Release
+from serving import serving, status
+
+from cubin_runtime.artifacts.library import Library
+from cubin_runtime.artifacts.store import Store
+from cubin_runtime.cli import main
+from cubin_runtime.errors import AbiError
+
+NAME = "fmha/prefill.cubin"
+FETCH = ["fetch", "made-1.0"]
+
+
+def fetch(release: Release) -> int:
+    return main([*FETCH, "--source", str(release.root)])
+
+
+def damage(release: Release, store: Path) -> None:
+    place = Store(store).object_path(release.digest(NAME))
+    place.unlink()
+    place.write_bytes(b"damaged")
+
+
+def raise_in_fetch(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(Library, "fetch", fail)
+
+
+@pytest.fixture
+def sentence(capsys: pytest.CaptureFixture[str]) -> Callable[[], str]:
+    return lambda: capsys.readouterr().err.splitlines()[-1]
+
+
+def test_0_is_success(release: Release) -> None:
+    assert fetch(release) == 0
+
+
+def test_1_is_a_bug_of_ours_and_says_so(release: Release, monkeypatch: pytest.MonkeyPatch, sentence) -> None:
+    raise_in_fetch(monkeypatch, ZeroDivisionError("division by zero"))
+    assert fetch(release) == 1
+    assert sentence() == "error: division by zero (this is a bug; please report it)"
+
+
+def test_2_is_a_usage_that_makes_no_sense(release: Release, sentence) -> None:
+    assert main([*FETCH, "--sm", "hopper"]) == 2
+    assert sentence() == "error: --sm 'hopper': expected a device such as 100 or sm_90"
+
+
+def test_3_is_what_is_not_pinned(release: Release, sentence) -> None:
+    assert main(["verify", "made/other/x"]) == 3
+    assert "'made/other/x' is not pinned; pinned are" in sentence()
+
+
+def test_4_is_what_is_missing(release: Release, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["fetch", release.path(NAME).text, "--source", str(release.root)])
+    assert main(["verify", "made-1.0", "--complete"]) == 4
+    assert "missing: made/fmha/kernels.bin" in capsys.readouterr().out
+
+
+def test_5_is_what_is_corrupt(release: Release, store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fetch(release)
+    damage(release, store)
+    assert main(["verify", "made-1.0"]) == 5
+    assert f"corrupt: {release.path(NAME)}: sha256 of" in capsys.readouterr().out
+
+
+def test_6_is_what_a_tree_has_too_much(release: Release, capsys: pytest.CaptureFixture[str]) -> None:
+    release.file("fmha/extra").write_bytes(b"extra")
+    assert main(["verify", "made-1.0", "--tree", str(release.root)]) == 6
+    assert "extra: fmha/extra" in capsys.readouterr().out
+
+
+def test_7_is_what_no_source_delivered(release: Release, sentence) -> None:
+    with serving(release.root) as server:
+        server.fault(NAME, status(404))
+        assert main([*FETCH, "--source", server.url]) == 7
+    assert "no source delivered" in sentence()
+
+
+def test_8_is_a_store_that_cannot_be_written(release: Release, store: Path, sentence) -> None:
+    store.write_bytes(b"a file")
+    assert fetch(release) == 8
+    assert str(store) in sentence()
+
+
+def test_9_is_what_device_or_abi_refuse(release: Release, monkeypatch: pytest.MonkeyPatch, sentence) -> None:
+    raise_in_fetch(monkeypatch, AbiError("1280 bytes, the kernel takes 1248"))
+    assert fetch(release) == 9
+    assert sentence() == "error: 1280 bytes, the kernel takes 1248"
+
+
+def test_130_is_an_interrupt(release: Release, monkeypatch: pytest.MonkeyPatch, sentence) -> None:
+    raise_in_fetch(monkeypatch, KeyboardInterrupt())
+    assert fetch(release) == 130
+    assert sentence() == "error: interrupted"

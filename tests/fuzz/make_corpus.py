@@ -1,0 +1,136 @@
+"""Write the hand-made part of the corpus: valid files, and one for each trick that the readers must refuse."""
+
+from __future__ import annotations
+
+import io
+import struct
+import sys
+import zipfile
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "artifacts"), str(HERE.parents[1])]
+
+from fuzz_inputs import CORPUS  # noqa: E402
+from kernel_headers import header_of  # noqa: E402
+
+A, B = "a" * 64, "b" * 64
+LINE = f"{A}  one.cubin\n"
+
+
+def manifests() -> dict[str, bytes]:
+    texts = {
+        "valid": LINE + f"{B}  fmha/two.cubin\n",
+        "binary-mode": f"{A} *one.cubin\n",
+        "unicode": f"{A}  kernel-ü-カ.cubin\n",
+        "climbs": f"{A}  ../../etc/passwd\n",
+        "absolute": f"{A}  /etc/passwd\n",
+        "climbs-inside": f"{A}  fmha/../../x\n",
+        "backslash": f"{A}  fmha\\x\n",
+        "escape": f"{A}  \x1b[2Jx\n",
+        "bidi": f"{A}  kernel\u202elnibuc\n",
+        "crlf": LINE.replace("\n", "\r\n"),
+        "truncated": LINE + B[:40],
+        "twice": LINE + LINE,
+        "file-and-folder": f"{A}  x\n{B}  x/y\n",
+        "upper-hex": LINE.replace("a" * 64, "A" * 64),
+        "itself": f"{A}  checksums.txt\n",
+        "empty-line": LINE + "\n" + LINE,
+        "long-name": f"{A}  {'x' * 300}\n",
+        "deep": f"{A}  {'x/' * 600}y\n",
+        "empty": "",
+    }
+    return {**{name: text.encode() for name, text in texts.items()}, "no-utf8": f"{A}  ".encode() + b"\xff\xfe\n"}
+
+
+def headers() -> dict[str, bytes]:
+    kernels = ("fmhaSm100fKernel_A", "fmhaSm103aKernel_B")
+    good = header_of(*kernels)
+    return {
+        "valid": good,
+        "no-rows": header_of(),
+        "twice": header_of(kernels[0], kernels[0]),
+        "other-sm": header_of(kernels[0], mSM="kSM_90"),
+        "huge-number": header_of(kernels[0], mThreadsPerCTA="99999999999999999999"),
+        "negative": header_of(kernels[0], mThreadsPerCTA="-1"),
+        "bad-digest": header_of(kernels[0], sha256='"zz"'),
+        "odd-symbol": header_of(kernels[0], mFuncName='"../x\x1b[2J"'),
+        "no-end": good[: good.rindex(b"};")],
+        "no-struct": good[good.index(b"static") :],
+        "column-twice": good.replace(b"int mSM;", b"int mSM; int mSM;"),
+        "column-missing": good.replace(b"int mSM;", b""),
+        "new-column": good.replace(b"int mSM;", b"int mNew; int mSM;"),
+        "unclosed-brace": good.replace(b"},", b","),
+        "no-ascii": good + b"\xff",
+        "empty": b"",
+    }
+
+
+def archives() -> dict[str, bytes]:
+    files = {"made/fmha/checksums.txt": LINE.encode(), "made/fmha/one.cubin": b"kernel " * 30}
+    plain, packed = zip_of(files), zip_of(files, zipfile.ZIP_DEFLATED)
+    end = packed.rindex(b"PK\x05\x06")
+    central = packed.index(b"PK\x01\x02")
+    return {
+        "stored": plain,
+        "deflated": packed,
+        "prefix": b"#!/bin/sh\n" + packed,
+        "deeper": zip_of({f"package/data/{name}": data for name, data in files.items()}),
+        "climbs": zip_of({**files, "made/fmha/../../../etc/passwd": b"x", "/etc/passwd": b"y"}),
+        "escape": zip_of({**files, "made/fmha/\x1b[2J": b"x"}),
+        "bomb": zip_of({**files, "made/fmha/one.cubin": bytes(1 << 20)}, zipfile.ZIP_DEFLATED),
+        "lzma": zip_of(files, zipfile.ZIP_LZMA),
+        "twice": zip_of({"made/fmha/checksums.txt": b"1"}, more=[("made/fmha/checksums.txt", b"2")]),
+        "says-small": packed[: central + 24] + struct.pack("<I", 1) + packed[central + 28 :],
+        "says-large": packed[: central + 20] + b"\xff\xff\xff\x7f\xff\xff\xff\x7f" + packed[central + 28 :],
+        "encrypted": packed[: central + 8] + b"\x01" + packed[central + 9 :],
+        "far-header": packed[: central + 42] + b"\xfe\xff\xff\xff" + packed[central + 46 :],
+        "zip64-far": far_away(),
+        "many-said": packed[: end + 8] + b"\xff\xff\xff\xff" + packed[end + 12 :],
+        "long-directory": packed[: end + 12] + b"\xff\xff\xff\x7f" + packed[end + 16 :],
+        "truncated": packed[: len(packed) // 2],
+        "no-zip": b"PK\x05\x06" + bytes(10),
+        "empty": b"",
+        "empty-zip": zip_of({}),
+    }
+
+
+def zip_of(
+    files: dict[str, bytes], kind: int = zipfile.ZIP_STORED, more: list[tuple[str, bytes]] | None = None
+) -> bytes:
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w", kind) as archive:
+        for name, data in [*files.items(), *(more or [])]:
+            archive.writestr(zipfile.ZipInfo(name), data, kind)
+    return made.getvalue()
+
+
+def far_away() -> bytes:
+    """A member whose zip64 extra field says that it starts beyond any file."""
+    name = b"made/fmha/checksums.txt"
+    extra = struct.pack("<HHQ", 1, 8, 2**63 + 5)
+    head = struct.pack(
+        "<IHHHHHHIIIHHHHHII", 0x02014B50, 45, 45, 0, 0, 0, 33, 0, 4, 4, len(name), len(extra), 0, 0, 0, 0, 0
+    )
+    central = head[:-4] + b"\xff\xff\xff\xff" + name + extra
+    return central + struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, 1, 1, len(central), 0, 0)
+
+
+def cubins() -> dict[str, bytes]:
+    good = (HERE.parent / "fixtures" / "pair_sm_100f.cubin").read_bytes()
+    table = struct.unpack_from("<Q", good, 40)[0]
+    far = good[:40] + struct.pack("<Q", 1 << 63) + good[48:]
+    many = good[:60] + b"\xff\xff" + good[62:]
+    return {"header-only": good[:64], "cut": good[:table], "far-table": far[:512], "many-sections": many[:512]}
+
+
+def main() -> None:
+    parts = {"manifest": manifests(), "header": headers(), "zip": archives(), "elf": cubins()}
+    for target, files in parts.items():
+        (CORPUS / target).mkdir(parents=True, exist_ok=True)
+        for name, data in files.items():
+            (CORPUS / target / name).write_bytes(data)
+
+
+if __name__ == "__main__":
+    main()
