@@ -84,6 +84,20 @@ DECODE: list[tuple[dict[str, Any], str]] = [
     ({**FP4_OUT, "o_sf_scale": 1.0, "out": tensor("uint8", 4, 32, 64)}, "expected an FP4Tensor"),
     (FP4_CACHE, "key_block_scales: None, expected float8_e4m3fn"),
     ({**FP4_CACHE, "kv_cache_sf": tensor(FP8, 64, 2, 4, 32, 4)}, "key_block_scales: .*expected float8_e4m3fn"),
+    (
+        {**FP4_CACHE, "kv_cache_sf": tensor(FP8, 64, 2, 4, 32, 8, strides=(2048, 1024, 8, 32, 1))},
+        "key_block_scales: strides .*in one piece",
+    ),
+    (
+        {
+            **FP4_CACHE,
+            "kv_cache_sf": lambda m: (
+                m.tensor(FP8, 64, 4, 32, 8),
+                replace(m.tensor(FP8, 64, 4, 32, 8), strides=(2048, 256, 8, 1)),
+            ),
+        },
+        "value_block_scales: strides .*one set serves both",
+    ),
     ({"kv_cache_sf": tensor(FP8, 64, 2, 4, 32, 8)}, "key_block_scales: given for a cache of bfloat16"),
     ({"sinks": tensor("float32", 16)}, "sinks: 16 entries, expected 32"),
     ({"sinks": tensor("float16", 32)}, "sinks: dtype float16"),
