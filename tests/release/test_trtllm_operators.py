@@ -25,7 +25,7 @@ from cubin_runtime import Config
 from cubin_runtime.attention import Runtime
 from cubin_runtime.attention import trtllm_gen as operators
 from cubin_runtime.attention.backends import BackendError
-from cubin_runtime.attention.trtllm_gen.calls import Call
+from cubin_runtime.attention.trtllm_gen.calls import Call, bounded
 from cubin_runtime.attention.trtllm_gen.plans import AttentionPlan
 from cubin_runtime.compat import flashinfer
 from cubin_runtime.errors import FrozenError, WorkspaceError
@@ -33,6 +33,7 @@ from cubin_runtime.launch.driver import Driver
 from cubin_runtime.launch.trtllm_gen.fill import pack
 from cubin_runtime.launch.trtllm_gen.invariance import InvarianceRefused
 from cubin_runtime.launch.trtllm_gen.params import KERNEL_PARAMS
+from cubin_runtime.launch.trtllm_gen.plan import plan_selected
 
 pytestmark = [pytest.mark.release, pytest.mark.timeout(600)]
 
@@ -127,11 +128,10 @@ def main_launch(standin: StandIn) -> dict[str, str]:
 
 def expected_parameters(runtime: Runtime, spy: Spy) -> bytes:
     """What a fresh plan for exactly the last call's tensors fills in; descriptors as the stand-in encodes them."""
-    plan, call, workspace, counters = spy.runs[-1]
+    plan, given, workspace, counters = spy.runs[-1]
+    call = bounded(given)
     fresh = AttentionPlan(runtime, call, 0).planned
     problem = call.problem(plan.device, workspace, counters)
-    from cubin_runtime.launch.trtllm_gen.plan import plan_selected
-
     values = plan_selected(problem, fresh.selection).values
     encoded = {
         name: runtime.descriptors.encode(spec)  # type: ignore[arg-type]

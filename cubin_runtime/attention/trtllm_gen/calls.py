@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar, TypeVar
 
@@ -244,7 +244,7 @@ def signature(call: Call, bound: int) -> tuple[object, ...]:
     return (type(call), bound, call.pointer_pattern(), *parts)
 
 
-_FORM_FIELDS = {
+_FORM_FIELDS: Mapping[type[Call], tuple[str, ...]] = {
     kind: tuple(member.name for member in fields(kind) if member.name != "max_kv")
     for kind in (DecodeCall, ContextCall, RaggedCall)
 }
