@@ -7,9 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 from host_kernels import HostArrays, HostKernel
-from reduction_cases import CASES, ReductionCase, assert_lse, assert_merged, lse_case, lse_of, make_partials
+from reduction_cases import (
+    CASES,
+    ReductionCase,
+    assert_lse,
+    assert_merged,
+    lse_case,
+    lse_of,
+    make_partials,
+    run_reduction,
+)
 from reduction_cases import random_case as draw
-from reduction_cases import run_reduction
 
 SEED = 8
 RANDOM_CASES = 12
