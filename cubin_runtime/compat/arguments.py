@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from ..attention.runtime import Runtime
+from ..attention.runtime import Runtime, default_runtime
 from ..attention.trtllm_gen.checks import check_device, check_running_sum, check_vector, scale_of
 from ..attention.views import ITEM_BYTES, TensorView, view_of
 from ..errors import UsageError
@@ -30,6 +30,11 @@ class FP4Tensor:
     scale: Any
     scale_start_index: int = 0
     original_shape: tuple[int, ...] | None = None
+
+
+def process_runtime() -> Runtime:
+    """The runtime that these operators use."""
+    return default_runtime()
 
 
 def refuse(operator: str, given: Mapping[str, object], defaults: Mapping[str, object] | None = None) -> None:
@@ -240,3 +245,29 @@ def check_no_empty(name: str, lengths: Any) -> None:
     for request, length in enumerate([] if lengths is None else [int(length) for length in lengths]):
         if length < 1:
             raise UsageError(f"{name}: request {request} has {length} tokens; ragged kernels take none without any")
+
+
+def query_of(query: Any, rank: int) -> TensorView:
+    """The view of a query; raises ``UsageError`` unless it has this rank."""
+    view = view_of(query, "query")
+    if len(view.shape) != rank:
+        raise UsageError(f"query: shape {view.shape}, expected {rank} dimensions")
+    return view
+
+
+def pdl_of(enable_pdl: bool | None) -> bool:
+    """Dependent launch is on unless it is switched off."""
+    return True if enable_pdl is None else bool(enable_pdl)
+
+
+def batch_of(seq_lens: TensorView) -> int:
+    """Requests, by their lengths; raises ``UsageError`` unless these are a vector."""
+    if len(seq_lens.shape) != 1:
+        raise UsageError(f"seq_lens: shape {seq_lens.shape}, expected one dimension, a length for each request")
+    return seq_lens.shape[0]
+
+
+def check_batch(batch_size: int, seq_lens: TensorView) -> None:
+    """Raise ``UsageError`` unless ``batch_size`` is what ``seq_lens`` has."""
+    if batch_size != batch_of(seq_lens):
+        raise UsageError(f"batch_size={batch_size}: seq_lens has {batch_of(seq_lens)} requests")

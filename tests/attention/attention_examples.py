@@ -19,7 +19,7 @@ H200 = DeviceFacts(0, "H200", (9, 0), 132, 232448, 233472, 60 << 20, 13000)
 
 
 def build_release(folder: Path, names: str = "fmha_*_sm90a") -> tuple[Path, Path]:
-    """Build the sm_90a kernels as ``hopper-test`` and write the pin file that trusts them."""
+    """Build kernels (decode for sm_90a) as ``hopper-test`` and write the pin file that trusts them."""
     import hashlib
 
     build(

@@ -42,3 +42,30 @@ def test_a_device_without_kernels_gets_the_list_of_those_with(backend: str) -> N
 def test_an_unknown_backend_is_named() -> None:
     with pytest.raises(UsageError, match="backend='xqa': expected auto or one of hopper"):
         resolve_backend("paged_decode", "xqa", device(9, 0))
+
+
+OPERATORS = (
+    "trtllm_batch_decode_with_kv_cache",
+    "trtllm_batch_decode_with_kv_cache_mla",
+    "trtllm_batch_context_with_kv_cache",
+    "trtllm_ragged_attention_deepseek",
+)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("capability", [(10, 0), (10, 3)])
+def test_published_kernels_are_taken_where_they_are_for(operator: str, capability: tuple[int, int]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert resolve_backend(operator, "auto", device(*capability)) == "trtllm-gen"
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (12, 0)])
+def test_elsewhere_published_kernels_are_refused(capability: tuple[int, int]) -> None:
+    with pytest.raises(BackendError, match=r"no backend runs there \(trtllm-gen: published for 10.0, 10.3\)"):
+        resolve_backend(OPERATORS[0], "auto", device(*capability))
+
+
+def test_the_refusal_says_what_there_is_on_the_device() -> None:
+    with pytest.raises(BackendError, match=r"; there is paged_decode \(backend 'hopper'\)$"):
+        resolve_backend(OPERATORS[0], "auto", device(9, 0))

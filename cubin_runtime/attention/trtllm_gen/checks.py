@@ -27,12 +27,12 @@ def check_call(call: Call) -> None:
     _check_query(call)
     _check_lengths(call)
     _check_options(call)
+    if isinstance(call, DecodeCall):
+        _check_decode(call)
     if isinstance(call, RaggedCall):
         _check_ragged(call)
     elif isinstance(call, (DecodeCall, ContextCall)):
         _check_pages(call)
-    if isinstance(call, DecodeCall):
-        _check_decode(call)
 
 
 def check_scales(call: Call) -> None:

@@ -1,0 +1,202 @@
+"""Prefill under FlashInfer's names: over pages, and over ragged keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..attention.trtllm_gen import ContextCall, RaggedCall, run
+from ..attention.views import view_of
+from ..errors import UsageError
+from ..launch.trtllm_gen.arguments import Sage
+from .arguments import (
+    check_batch,
+    check_no_empty,
+    lse_of,
+    output_of,
+    pdl_of,
+    process_runtime,
+    query_of,
+    refuse,
+    scales_of,
+    split_cache,
+    tensor_or_none,
+)
+
+
+def trtllm_batch_context_with_kv_cache(
+    query: Any,
+    kv_cache: Any,
+    workspace_buffer: Any,
+    block_tables: Any,
+    seq_lens: Any,
+    max_q_len: int,
+    max_kv_len: int,
+    bmm1_scale: Any,
+    bmm2_scale: Any,
+    batch_size: int,
+    cum_seq_lens_q: Any,
+    cum_seq_lens_kv: Any,
+    window_left: int = -1,
+    out: Any = None,
+    out_dtype: Any = None,
+    o_sf_scale: float | None = None,
+    o_sf_vec_size: int | None = None,
+    kv_layout: str = "HND",
+    enable_pdl: bool | None = None,
+    sinks: Any = None,
+    kv_cache_sf: Any = None,
+    skip_softmax_threshold_scale_factor: float | None = None,
+    uses_shared_paged_kv_idx: bool = True,
+    causal: bool = True,
+    lse: Any = None,
+    return_lse: bool = False,
+    multi_ctas_kv_counter_buffer: Any = None,
+    use_fp16_softmax: bool | None = None,
+    uses_spcompress: bool | None = None,
+    *,
+    batch_invariant: bool = False,
+) -> Any:
+    """Prefill over a paged KV cache; parameters not named here are as in the decode operator.
+
+    Args:
+        query: ``[tokens, q_heads, head_dim]``, all requests' tokens in order.
+        max_q_len, max_kv_len: bounds on the query tokens and keys of a request.
+        batch_size: requests, as ``seq_lens`` has them.
+        cum_seq_lens_q, cum_seq_lens_kv: int32 ``[batch + 1]``, running sums of query tokens and keys.
+        causal: a query sees no later key; without it there is no window.
+        multi_ctas_kv_counter_buffer: not needed here.
+        use_fp16_softmax, uses_spcompress: refused: they are for other GPUs.
+
+    Returns:
+        ``out``, or (``out``, ``lse``).
+    """
+    operator = "trtllm_batch_context_with_kv_cache"
+    refuse(operator, {"use_fp16_softmax": use_fp16_softmax, "uses_spcompress": uses_spcompress})
+    rt = process_runtime()
+    q = query_of(query, 3)
+    key, value = split_cache(kv_cache, kv_layout)
+    lengths = view_of(seq_lens, "seq_lens")
+    check_batch(batch_size, lengths)
+    scales = scales_of(bmm1_scale, bmm2_scale, None, q.device, rt)
+    output = output_of(out, out_dtype, query, q.shape, q.dtype, o_sf_scale, o_sf_vec_size, rt)
+    key_scales, value_scales = (
+        (None, None) if kv_cache_sf is None else split_cache(kv_cache_sf, kv_layout, "kv_cache_sf")
+    )
+    kept_lse = lse_of(lse, return_lse, query, (q.shape[0], q.shape[1]), rt)
+    call = ContextCall(
+        query=q,
+        out=output.view,
+        seq_lens=lengths,
+        max_q=max_q_len,
+        max_kv=max_kv_len,
+        bmm1=scales.bmm1,
+        bmm2=scales.bmm2,
+        cum_seq_lens_q=view_of(cum_seq_lens_q, "cum_seq_lens_q"),
+        sinks=tensor_or_none(sinks, "sinks", q.device),
+        lse=tensor_or_none(kept_lse, "lse", q.device),
+        window_left=window_left,
+        skip_softmax_factor=skip_softmax_threshold_scale_factor or 0.0,
+        pdl=pdl_of(enable_pdl),
+        batch_invariant=batch_invariant,
+        key=key,
+        value=value,
+        block_tables=view_of(block_tables, "block_tables"),
+        key_scales=key_scales,
+        value_scales=value_scales,
+        shares_index=uses_shared_paged_kv_idx,
+        out_scales=output.scales,
+        cum_seq_lens_kv=view_of(cum_seq_lens_kv, "cum_seq_lens_kv"),
+        causal=causal,
+    )
+    run(call, workspace_buffer, counters=multi_ctas_kv_counter_buffer, runtime=rt)
+    return (output.tensor, kept_lse) if return_lse else output.tensor
+
+
+def trtllm_ragged_attention_deepseek(
+    query: Any,
+    key: Any,
+    value: Any,
+    workspace_buffer: Any,
+    seq_lens: Any,
+    max_q_len: int,
+    max_kv_len: int,
+    bmm1_scale: Any,
+    bmm2_scale: Any,
+    o_sf_scale: float,
+    batch_size: int,
+    window_left: int,
+    cum_seq_lens_q: Any,
+    cum_seq_lens_kv: Any,
+    enable_pdl: bool,
+    is_causal: bool,
+    return_lse: bool,
+    attention_sinks: Any = None,
+    skip_softmax_threshold_scale_factor: float | None = None,
+    out: Any = None,
+    lse: Any = None,
+    sage_attn_sfs: tuple[Any, Any, Any, Any] = (None, None, None, None),
+    num_elts_per_sage_attn_blk: tuple[int, int, int, int] = (0, 0, 0, 0),
+    backend: str = "trtllm-gen",
+    q_seq_lens_cpu: Any = None,
+    kv_seq_lens_cpu: Any = None,
+    use_fp16_softmax: bool | None = None,
+    uses_spcompress: bool | None = None,
+    *,
+    batch_invariant: bool = False,
+) -> Any:
+    """Prefill over keys and values that are not paged; parameters not named here are as in the decode operator.
+
+    Args:
+        query: ``[tokens, heads, head_dim]``, contiguous.
+        key, value: ``[kv_tokens, kv_heads, head_dim]``; head dimensions (Q and K, V) of (192, 128), (128, 128),
+            (256, 256).
+        o_sf_scale: passed on; -1 where unused.
+        window_left: needs ``is_causal``.
+        out: ``[tokens, heads, V's head_dim]``; None: bf16 for 8-bit queries, else the query's dtype.
+        sage_attn_sfs, num_elts_per_sage_attn_blk: scales of Q, K, P, V and how many elements share one.
+        q_seq_lens_cpu, kv_seq_lens_cpu: lengths that the caller knows on the host. No kernel takes a request
+            without queries or keys: one that is seen here is refused. Nothing is read back from the device.
+        use_fp16_softmax, uses_spcompress: refused: they are for other GPUs.
+
+    Returns:
+        ``out``, or (``out``, ``lse``).
+    """
+    operator = "trtllm_ragged_attention_deepseek"
+    refuse(operator, {"use_fp16_softmax": use_fp16_softmax, "uses_spcompress": uses_spcompress})
+    rt = process_runtime()
+    q = query_of(query, 3)
+    check_no_empty("q_seq_lens_cpu", q_seq_lens_cpu)
+    check_no_empty("kv_seq_lens_cpu", kv_seq_lens_cpu)
+    if window_left >= 0 and not is_causal:
+        raise UsageError(f"window_left={window_left} without is_causal: dense attention has no window")
+    lengths, v = view_of(seq_lens, "seq_lens"), view_of(value, "value")
+    check_batch(batch_size, lengths)
+    scales = scales_of(bmm1_scale, bmm2_scale, None, q.device, rt)
+    default = q.dtype if q.dtype in ("float16", "bfloat16") else "bfloat16"
+    output = output_of(out, None, query, (*q.shape[:2], v.shape[-1]), default, None, None, rt)
+    kept_lse = lse_of(lse, return_lse, query, (q.shape[0], q.shape[1]), rt)
+    sage = (tensor_or_none(scale, f"sage_attn_sfs[{place}]", q.device) for place, scale in enumerate(sage_attn_sfs))
+    call = RaggedCall(
+        query=q,
+        out=output.view,
+        seq_lens=lengths,
+        max_q=max_q_len,
+        max_kv=max_kv_len,
+        bmm1=scales.bmm1,
+        bmm2=scales.bmm2,
+        cum_seq_lens_q=view_of(cum_seq_lens_q, "cum_seq_lens_q"),
+        sinks=tensor_or_none(attention_sinks, "attention_sinks", q.device),
+        lse=tensor_or_none(kept_lse, "lse", q.device),
+        window_left=window_left,
+        skip_softmax_factor=skip_softmax_threshold_scale_factor or 0.0,
+        pdl=pdl_of(enable_pdl),
+        batch_invariant=batch_invariant,
+        key=view_of(key, "key"),
+        value=v,
+        cum_seq_lens_kv=view_of(cum_seq_lens_kv, "cum_seq_lens_kv"),
+        causal=is_causal,
+        sage=Sage(tuple(sage), tuple(num_elts_per_sage_attn_blk)),  # type: ignore[arg-type]
+        out_scale=o_sf_scale,
+    )
+    run(call, workspace_buffer, backend=backend, runtime=rt)
+    return (output.tensor, kept_lse) if return_lse else output.tensor

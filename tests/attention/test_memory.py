@@ -1,0 +1,29 @@
+"""Without torch, what would have to be made is asked of the caller."""
+
+from __future__ import annotations
+
+import pytest
+
+from cubin_runtime.attention import TensorView
+from cubin_runtime.attention.memory import TorchMemory
+from cubin_runtime.errors import UsageError
+
+VIEW = TensorView.contiguous(0x1000, "int32", (4,))
+
+
+@pytest.mark.parametrize(
+    ("act", "words"),
+    [
+        (lambda memory: memory.empty(VIEW, (4,), None), "an output"),
+        (lambda memory: memory.zeros(VIEW, (4,), "int32"), "counters"),
+        (lambda memory: memory.scaled(VIEW, 2.0), "a scale in base 2"),
+        (lambda memory: memory.to_host(VIEW), "host values"),
+    ],
+)
+def test_other_tensors_than_torch_s_are_refused(act: object, words: str) -> None:
+    with pytest.raises(UsageError, match=f"{words} would be made from a TensorView.*pass it yourself"):
+        act(TorchMemory())  # type: ignore[operator]
+
+
+def test_other_tensors_run_on_the_legacy_default_stream() -> None:
+    assert TorchMemory().current_stream(VIEW) == 0

@@ -1,0 +1,44 @@
+"""The operators under FlashInfer's names on a recording driver that poses as SM100, without any release."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from standin_build import StandIn, build_standin
+from trtllm_calls import MadeUpMemory
+
+from cubin_runtime import Config
+from cubin_runtime.attention import Runtime
+from cubin_runtime.launch.driver import Driver
+
+
+@pytest.fixture(scope="session")
+def standin_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_standin(tmp_path_factory.mktemp("standin"))
+
+
+@pytest.fixture
+def standin(standin_library: Path) -> Iterator[StandIn]:
+    control = StandIn(standin_library)
+    control.reset()
+    control.pose_as(10, 0)
+    yield control
+    control.reset()
+
+
+@pytest.fixture
+def memory() -> MadeUpMemory:
+    return MadeUpMemory()
+
+
+@pytest.fixture
+def runtime(
+    standin: StandIn, memory: MadeUpMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Runtime]:
+    config = Config(store=tmp_path / "store", sources=(), offline=True)
+    made = Runtime(config, driver=Driver(standin.path), memory=memory)
+    monkeypatch.setattr("cubin_runtime.compat.arguments.default_runtime", lambda: made)
+    yield made
+    made.driver.set_current(None)

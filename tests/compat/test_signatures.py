@@ -1,0 +1,55 @@
+"""Names, order and defaults of the parameters are FlashInfer's; ``batch_invariant`` stands behind them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from cubin_runtime.compat import flashinfer
+
+SIGNATURES = {
+    "trtllm_batch_decode_with_kv_cache": """query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len,
+        bmm1_scale=1.0, bmm2_scale=1.0, window_left=-1, out=None, out_dtype=None, o_sf_scale=None, o_sf_vec_size=None,
+        sinks=None, kv_layout='HND', enable_pdl=None, backend='auto', q_len_per_req=1, o_scale=1.0, mask=None,
+        max_q_len=None, cum_seq_lens_q=None, skip_softmax_threshold_scale_factor=None, kv_cache_sf=None,
+        uses_shared_paged_kv_idx=True, lse=None, return_lse=False, bmm1_scale_log2=None,
+        multi_ctas_kv_counter_buffer=None, enable_block_sparse_attention=False, bf16q_fp8kv_transform_mode=None""",
+    "trtllm_batch_decode_with_kv_cache_mla": """query, kv_cache, workspace_buffer, qk_nope_head_dim, kv_lora_rank,
+        qk_rope_head_dim, block_tables, seq_lens, max_seq_len, sparse_mla_top_k=0, out=None, bmm1_scale=1.0,
+        bmm2_scale=1.0, sinks=None, skip_softmax_threshold_scale_factor=None, enable_pdl=None, backend='auto',
+        is_var_seq=True, uses_shared_paged_kv_idx=True, lse=None, return_lse=False, cute_dsl_impl='auto',
+        kv_scale_format='auto', cum_seq_lens_q=None, max_q_len=None, multi_ctas_kv_counter_buffer=None,
+        sparse_mla_top_k_lens=None, enable_dcp=False, cp_world=1, cp_rank=0, causal_seqlens_kv_global=None,
+        use_fp16_softmax=None""",
+    "trtllm_batch_context_with_kv_cache": """query, kv_cache, workspace_buffer, block_tables, seq_lens, max_q_len,
+        max_kv_len, bmm1_scale, bmm2_scale, batch_size, cum_seq_lens_q, cum_seq_lens_kv, window_left=-1, out=None,
+        out_dtype=None, o_sf_scale=None, o_sf_vec_size=None, kv_layout='HND', enable_pdl=None, sinks=None,
+        kv_cache_sf=None, skip_softmax_threshold_scale_factor=None, uses_shared_paged_kv_idx=True, causal=True,
+        lse=None, return_lse=False, multi_ctas_kv_counter_buffer=None, use_fp16_softmax=None, uses_spcompress=None""",
+    "trtllm_ragged_attention_deepseek": """query, key, value, workspace_buffer, seq_lens, max_q_len, max_kv_len,
+        bmm1_scale, bmm2_scale, o_sf_scale, batch_size, window_left, cum_seq_lens_q, cum_seq_lens_kv, enable_pdl,
+        is_causal, return_lse, attention_sinks=None, skip_softmax_threshold_scale_factor=None, out=None, lse=None,
+        sage_attn_sfs=(None, None, None, None), num_elts_per_sage_attn_blk=(0, 0, 0, 0), backend='trtllm-gen',
+        q_seq_lens_cpu=None, kv_seq_lens_cpu=None, use_fp16_softmax=None, uses_spcompress=None""",
+}
+
+
+def stated(operator: Callable[..., Any]) -> str:
+    """Parameters and defaults without annotations."""
+    parameters = inspect.signature(operator).parameters.values()
+    return ", ".join(str(parameter.replace(annotation=parameter.empty)) for parameter in parameters)
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_parameters_and_defaults_are_those_of_the_peer(name: str) -> None:
+    expected = " ".join(SIGNATURES[name].split())
+    assert stated(getattr(flashinfer, name)).replace(" = ", "=") == f"{expected}, batch_invariant=False"
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_batch_invariant_is_keyword_only_and_last(name: str) -> None:
+    last = list(inspect.signature(getattr(flashinfer, name)).parameters.values())[-1]
+    assert (last.name, last.kind) == ("batch_invariant", last.KEYWORD_ONLY)
