@@ -37,9 +37,7 @@ def test_batch_and_bounds_do_not_enter_the_choice(form: str) -> None:
         for batch in (1, 2, 64, 256)
         for max_q in (1, 2, 16)
         for max_kv in (1, 1000, 1 << 20)
-        for selection in (
-            select(alone(FORMS[form], batch=batch, max_q=max_q, max_kv=max_kv, tokens_q=batch * max_q)),
-        )
+        for selection in (select(alone(FORMS[form], batch=batch, max_q=max_q, max_kv=max_kv, tokens_q=batch * max_q)),)
     }
     assert len(chosen) == 1
 
