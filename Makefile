@@ -55,11 +55,12 @@ dist: .venv/.ready ## Wheel and sdist of the package, and the data wheel of the 
 	@ls -l dist
 
 .PHONY: soak
-soak: .venv/.ready ## 200 processes killed while they fetch, and fetching beside its peer (nginx; 15 minutes)
+soak: .venv/.ready ## 200 processes killed while they fetch, fetching beside its peer (nginx), long fuzzing (40 minutes)
 	@$(VENV) $(PIP) -e '.[bench]'
 	@CUBIN_RUNTIME_KILLS=200 CUBIN_RUNTIME_KILLS_REPORT=benchmarks/results/kills.json \
 	    $(VENV) -m pytest -s tests/artifacts/test_kills.py
 	@$(VENV) benchmarks/fetch_peers.py
+	@$(MAKE) --no-print-directory fuzz-long
 
 bench: .venv/.ready ## The benchmarks that need no GPU; results in benchmarks/results
 	@$(VENV) $(PIP) -e '.[bench]'

@@ -27,7 +27,7 @@ from datetime import datetime, timezone
 from hashlib import sha256
 from pathlib import Path
 
-from parts.nginx import Nginx, nginx
+from parts.nginx import Nginx, nginx, nginx_binary
 from parts.throughput_plot import draw
 
 from cubin_runtime import Config, __version__
@@ -70,6 +70,8 @@ def main() -> None:
     if not given.plot:
         if not given.wheel.is_file():
             parser.error(f"no wheel at {given.wheel}; `make test-release` gets it")
+        if nginx_binary() is None:
+            parser.error("nginx is not installed (Debian: apt-get install nginx-light)")
         peer = given.peer_python or install_peer(ROOT / "build" / "peer")
         with tempfile.TemporaryDirectory(prefix="cubin-runtime-fetch-") as folder:
             if given.only:

@@ -5,7 +5,8 @@ Point a serving stack here instead of at ``flashinfer.decode``, ``.mla`` and ``.
 - What the peer ignores without a word is an error here, and names the argument.
 - ``workspace_buffer`` may hold anything: only ``multi_ctas_kv_counter_buffer`` must be zero, and None makes one.
   A workspace that is too small is an error with the bytes needed (the peer writes past it).
-- ``batch_invariant`` (keyword, last) makes a request's bits independent of its neighbours and of all bounds.
+- ``batch_invariant`` (keyword, last) keeps kernel, tile, operand order and split of a request independent of its
+  neighbours and of all bounds; that its bits then are too rests on the published kernels, which we have not run.
 - Kernels come from the published release, verified, fetched on first use (``cubin_runtime.attention.trtllm_gen``
   has ``preload`` and ``workspace_size``).
 
