@@ -244,6 +244,19 @@ def tensor_or_none(tensor: Any, name: str, device: int) -> TensorView | None:
     return view
 
 
+def sinks_of(sinks: Any, name: str, device: int) -> TensorView | None:
+    """The sinks, also as the list of one tensor that the peer takes.
+
+    Raises:
+        UsageError: more tensors than one.
+    """
+    if isinstance(sinks, (tuple, list)):
+        if len(sinks) != 1:
+            raise UsageError(f"{name}: {len(sinks)} tensors, expected one, or a list of one")
+        sinks = sinks[0]
+    return tensor_or_none(sinks, name, device)
+
+
 def check_no_empty(name: str, lengths: Any) -> None:
     """Raise ``UsageError`` if one of the lengths that a caller knows on the host is 0 or less."""
     for request, length in enumerate([] if lengths is None else [int(length) for length in lengths]):

@@ -339,6 +339,23 @@ def test_a_workspace_of_the_size_told_ahead_holds_scratch_and_statistics(
     assert sent["ptrPartialO"] < exact.pointer + needed
 
 
+def test_an_lse_by_request_and_token_is_filled_in_place(
+    runtime: Runtime, standin: StandIn, memory: MadeUpMemory, spy: Spy
+) -> None:
+    lse = memory.tensor("float32", 4, 2, 128)
+    given = mla_arguments(memory, lse=lse, return_lse=True)
+    assert flashinfer.trtllm_batch_decode_with_kv_cache_mla(**given)[1] is lse
+    last = standin.calls("cuLaunchKernelEx")[-1].seen
+    sent = spy.runs[0][0].launch_plans()[-1].layout.unpack(launched(last))
+    assert (sent["lse"], sent["token_stride"], sent["head_stride"]) == (lse.pointer, 128, 1)
+
+
+def test_sinks_are_taken_as_a_list_of_one_too(runtime: Runtime, standin: StandIn, memory: MadeUpMemory) -> None:
+    sinks = memory.tensor("float32", 32)
+    flashinfer.trtllm_batch_decode_with_kv_cache(**decode_arguments(memory, sinks=[sinks]))
+    assert KERNEL_PARAMS.unpack(launched(main_launch(standin)))["ptrAttentionSinks"] == sinks.pointer
+
+
 def splitting_decode(memory: MadeUpMemory, **changes: Any) -> dict[str, Any]:
     """Decode whose splits meet in global memory, by counters: too many CTAs for a cluster."""
     pool = (memory.tensor("bfloat16", 4096, 1, 32, 128), memory.tensor("bfloat16", 4096, 1, 32, 128))

@@ -155,6 +155,8 @@ def _check_decode(call: DecodeCall) -> None:
             raise UsageError("skip_softmax_threshold_scale_factor with cum_seq_lens_q: ragged queries skip no softmax")
         if call.top_k:
             raise UsageError("sparse_mla_top_k with cum_seq_lens_q: ragged queries take no sparse keys")
+    if call.top_k and call.skip_softmax_factor:
+        raise UsageError("skip_softmax_threshold_scale_factor with sparse_mla_top_k: sparse MLA skips no softmax")
     if call.batch_invariant and call.skip_softmax_factor:
         raise UsageError(
             "batch_invariant with skip_softmax_threshold_scale_factor: what is skipped depends on the tile"
