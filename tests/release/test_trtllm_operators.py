@@ -511,3 +511,8 @@ def test_other_devices_are_refused_with_what_there_is(
     with pytest.raises(BackendError, match=r"no backend runs there \(trtllm-gen: published for 10.0, 10.3\)"):
         operator(**arguments(memory))
     assert standin.calls("cuModuleLoadData") == []
+
+
+def test_kernels_of_ours_that_never_ran_there_come_with_a_warning(runtime: Runtime, memory: MadeUpMemory) -> None:
+    with pytest.warns(UserWarning, match=r"trtllm_gen_kv_reduction_bf16_to_bf16_sm10\d runs behind .* never run there"):
+        flashinfer.trtllm_batch_decode_with_kv_cache_mla(**reduced_mla(memory))

@@ -130,8 +130,13 @@ class _PagedCall(Call):
 
     @property
     def capacity(self) -> int | None:
-        """Columns of the table times the page size."""
-        return self.block_tables.shape[-1] * self.key.shape[2]
+        """Columns of the table times the page size; None where the shapes make no sense, for the checks to refuse."""
+        return self._keys_in_table()
+
+    def _keys_in_table(self) -> int | None:
+        if not self.block_tables.shape or len(self.key.shape) != 4:
+            return None
+        return self.block_tables.shape[-1] * self.key.shape[2] or None
 
     def pages(self) -> PagedKv:
         """Keys and values as the planner takes them."""
@@ -166,7 +171,7 @@ class DecodeCall(_PagedCall):
     @property
     def capacity(self) -> int | None:
         """None for sparse keys, whose table does not tell the length."""
-        return None if self.top_k else self.block_tables.shape[-1] * self.key.shape[2]
+        return None if self.top_k else self._keys_in_table()
 
     def problem(self, device: Device, workspace: tuple[int, int], counters: int) -> Problem:
         """As ``Call.problem``."""
