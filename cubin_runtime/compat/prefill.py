@@ -171,6 +171,8 @@ def trtllm_ragged_attention_deepseek(
     if window_left >= 0 and not is_causal:
         raise UsageError(f"window_left={window_left} without is_causal: dense attention has no window")
     lengths, v = view_of(seq_lens, "seq_lens"), view_of(value, "value")
+    if len(v.shape) != 3:
+        raise UsageError(f"value: shape {v.shape}, expected 3 dimensions")
     check_batch(batch_size, lengths)
     scales = scales_of(bmm1_scale, bmm2_scale, None, q.device, rt)
     default = q.dtype if q.dtype in ("float16", "bfloat16") else "bfloat16"

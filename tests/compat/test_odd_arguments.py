@@ -28,7 +28,7 @@ OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., dict[str, Any]]]] =
 @pytest.mark.parametrize("name", OPERATORS)
 def test_a_release_that_is_not_at_hand_is_named(runtime: Runtime, memory: MadeUpMemory, name: str) -> None:
     operator, arguments = OPERATORS[name]
-    with pytest.raises(MissingError, match="trtllm-gen-0.6.13"):
+    with pytest.raises(MissingError, match=r"trtllm-gen-0\.6\.13"):
         operator(**arguments(memory))
 
 
