@@ -4,7 +4,7 @@ from .backends import BackendError
 from .decode import paged_decode, plan_paged_decode
 from .decode_plan import ClampedInputError, PagedDecodePlan
 from .runtime import Runtime, default_runtime, set_default_runtime
-from .views import TensorView
+from .views import TensorView, view_of
 
 __all__ = [
     "BackendError",
@@ -16,4 +16,5 @@ __all__ = [
     "paged_decode",
     "plan_paged_decode",
     "set_default_runtime",
+    "view_of",
 ]

@@ -28,7 +28,7 @@ from cubin_runtime.attention.backends import BackendError
 from cubin_runtime.attention.trtllm_gen.calls import Call, bounded
 from cubin_runtime.attention.trtllm_gen.plans import AttentionPlan
 from cubin_runtime.compat import flashinfer
-from cubin_runtime.errors import FrozenError, WorkspaceError
+from cubin_runtime.errors import FrozenError, UsageError, WorkspaceError
 from cubin_runtime.launch.driver import Driver
 from cubin_runtime.launch.trtllm_gen.fill import pack
 from cubin_runtime.launch.trtllm_gen.invariance import InvarianceRefused
@@ -388,6 +388,40 @@ def test_counters_of_the_caller_are_used(runtime: Runtime, standin: StandIn, mem
 def test_counters_that_are_too_few_are_refused_with_the_bytes_needed(runtime: Runtime, memory: MadeUpMemory) -> None:
     own = memory.tensor("int32", 4)
     with pytest.raises(WorkspaceError, match=r"counters of 16 bytes: .* needs 544 bytes"):
+        flashinfer.trtllm_batch_decode_with_kv_cache(**splitting_decode(memory, multi_ctas_kv_counter_buffer=own))
+
+
+def test_a_stream_of_its_own_needs_counters_of_its_own(
+    runtime: Runtime, standin: StandIn, memory: MadeUpMemory, spy: Spy
+) -> None:
+    given = splitting_decode(memory)
+    flashinfer.trtllm_batch_decode_with_kv_cache(**given)
+    call, workspace = spy.runs[0][1], given["workspace_buffer"]
+    stream = runtime.driver.create_stream()
+    with pytest.raises(UsageError, match="counters: None with a stream of its own; expected 544 zeroed bytes"):
+        operators.run(call, workspace, stream=stream, runtime=runtime)
+    standin.clear_log()
+    operators.run(call, workspace, counters=memory.tensor("int32", 136), stream=stream, runtime=runtime)
+    assert standin.call("cuLaunchKernelEx")["stream"] == hex(stream)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"strides": (2,)}, "workspace_buffer: strides .*contiguous"), ({"device": 1}, "workspace_buffer: on device 1")],
+)
+def test_a_workspace_of_another_form_is_refused(
+    runtime: Runtime, memory: MadeUpMemory, changes: dict[str, Any], words: str
+) -> None:
+    given = decode_arguments(memory)
+    given["workspace_buffer"] = replace(given["workspace_buffer"], **changes)
+    with pytest.raises(UsageError, match=words):
+        flashinfer.trtllm_batch_decode_with_kv_cache(**given)
+
+
+def test_misaligned_counters_are_refused(runtime: Runtime, memory: MadeUpMemory) -> None:
+    own = memory.tensor("int32", 4096)
+    own = replace(own, pointer=own.pointer + 4)
+    with pytest.raises(UsageError, match=r"counters: at 0x.*; expected 16-byte aligned, contiguous"):
         flashinfer.trtllm_batch_decode_with_kv_cache(**splitting_decode(memory, multi_ctas_kv_counter_buffer=own))
 
 

@@ -1,5 +1,16 @@
-"""Attention on the published trtllm-gen kernels: calls as values, checks, plans, and running them."""
+"""Attention on the published trtllm-gen kernels: calls as values, checks, plans, and running them.
 
+A call holds views (``cubin_runtime.attention.view_of``) of the caller's tensors, which must outlive its run::
+
+    call = DecodeCall(query=view_of(q, "q"), out=view_of(out, "out"), key=view_of(k, "k"), value=view_of(v, "v"),
+                      block_tables=view_of(table, "table"), seq_lens=view_of(lengths, "lengths"),
+                      max_q=1, max_kv=4096, bmm1=Scale(head_dim**-0.5))
+    preload(call)
+    workspace = torch.empty(workspace_size(call), dtype=torch.uint8, device="cuda")
+    run(call, workspace)
+"""
+
+from ...launch.trtllm_gen.arguments import OutScales, Sage, Scale
 from .calls import ContextCall, DecodeCall, RaggedCall
 from .operators import counter_size, plan, preload, run, workspace_size
 from .plans import AttentionPlan
@@ -8,7 +19,10 @@ __all__ = [
     "AttentionPlan",
     "ContextCall",
     "DecodeCall",
+    "OutScales",
     "RaggedCall",
+    "Sage",
+    "Scale",
     "counter_size",
     "plan",
     "preload",
