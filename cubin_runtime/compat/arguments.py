@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
+from numbers import Real
 from typing import Any
 
 from ..attention.runtime import Runtime, default_runtime
@@ -38,11 +39,14 @@ def process_runtime() -> Runtime:
 
 
 def refuse(operator: str, given: Mapping[str, object], defaults: Mapping[str, object] | None = None) -> None:
-    """Raise ``UsageError`` for options of the peer that no kernel here honours, unless they are at their defaults."""
+    """Raise ``UsageError`` for options of the peer that no kernel here honours, unless None or at their defaults."""
     for name, value in given.items():
-        default = None if defaults is None else defaults.get(name)
-        if value is not default and value is not None and value is not False and value != default:
-            raise UsageError(f"{name}={value!r}: {operator} has no kernel that honours it; expected {default!r}")
+        default = (defaults or {}).get(name, False)
+        is_plain = isinstance(value, (bool, int, float, str))
+        if value is None or (is_plain and value == default):
+            continue
+        came = repr(value) if is_plain else f"a {type(value).__name__}"  # printing a tensor would wait for the device
+        raise UsageError(f"{name}={came}: {operator} has no kernel that honours it; expected {default or None!r}")
 
 
 def split_cache(kv_cache: Any, kv_layout: str, name: str = "kv_cache") -> tuple[TensorView, TensorView]:
@@ -119,16 +123,16 @@ def scales_of(bmm1: Any, bmm2: Any, bmm1_log2: Any, device: int, runtime: Runtim
     """
     made = None
     if bmm1_log2 is not None:
-        if not isinstance(bmm1, (int, float)) or bmm1 != 1.0:
+        if not isinstance(bmm1, Real) or bmm1 != 1.0:
             raise UsageError("bmm1_scale_log2 with bmm1_scale: expected one of them")
         first = scale_of("bmm1_scale_log2", view_of(bmm1_log2, "bmm1_scale_log2"), device)
-    elif bmm1 is None or isinstance(bmm1, (int, float)):
-        first = scale_of("bmm1_scale", bmm1, device)
+    elif isinstance(bmm1, Real):
+        first = scale_of("bmm1_scale", float(bmm1), device)
     else:
         scale_of("bmm1_scale", view_of(bmm1, "bmm1_scale"), device)
         made = runtime.memory.scaled(bmm1, LOG2_E)
         first = scale_of("bmm1_scale", view_of(made, "bmm1_scale"), device)
-    second = bmm2 if bmm2 is None or isinstance(bmm2, (int, float)) else view_of(bmm2, "bmm2_scale")
+    second = float(bmm2) if isinstance(bmm2, Real) else view_of(bmm2, "bmm2_scale")
     return Scales(first, scale_of("bmm2_scale", second, device), made)
 
 
@@ -238,6 +242,19 @@ def tensor_or_none(tensor: Any, name: str, device: int) -> TensorView | None:
     view = view_of(tensor, name)
     check_device(name, view, device)
     return view
+
+
+def sinks_of(sinks: Any, name: str, device: int) -> TensorView | None:
+    """The sinks, also as the list of one tensor that the peer takes.
+
+    Raises:
+        UsageError: more tensors than one.
+    """
+    if isinstance(sinks, (tuple, list)):
+        if len(sinks) != 1:
+            raise UsageError(f"{name}: {len(sinks)} tensors, expected one, or a list of one")
+        sinks = sinks[0]
+    return tensor_or_none(sinks, name, device)
 
 
 def check_no_empty(name: str, lengths: Any) -> None:

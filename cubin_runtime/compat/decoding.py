@@ -19,6 +19,7 @@ from .arguments import (
     query_of,
     refuse,
     scales_of,
+    sinks_of,
     split_cache,
     tensor_or_none,
 )
@@ -82,7 +83,7 @@ def trtllm_batch_decode_with_kv_cache(
         enable_pdl: None: on.
         backend: "auto" or "trtllm-gen".
         q_len_per_req: query tokens of every request; None with ``cum_seq_lens_q``.
-        o_scale: expected 1: only the peer's other backend has it.
+        o_scale: ``bmm2_scale`` has it in it already, so nothing is left to do with it.
         mask: expected None.
         max_q_len: bound on the query tokens of a request, with ``cum_seq_lens_q``. None reads that tensor back.
         cum_seq_lens_q: int32 ``[batch + 1]``, running sum of query tokens.
@@ -104,11 +105,9 @@ def trtllm_batch_decode_with_kv_cache(
         operator,
         {
             "mask": mask,
-            "o_scale": o_scale,
             "enable_block_sparse_attention": enable_block_sparse_attention,
             "bf16q_fp8kv_transform_mode": bf16q_fp8kv_transform_mode,
         },
-        {"o_scale": 1.0, "enable_block_sparse_attention": False},
     )
     rt = process_runtime()
     q = query_of(query, 3)
@@ -126,11 +125,11 @@ def trtllm_batch_decode_with_kv_cache(
         out=output.view,
         seq_lens=lengths,
         max_q=max_q,
-        max_kv=max_seq_len,
+        max_kv=int(max_seq_len),
         bmm1=scales.bmm1,
         bmm2=scales.bmm2,
         cum_seq_lens_q=cum_q,
-        sinks=tensor_or_none(sinks, "sinks", q.device),
+        sinks=sinks_of(sinks, "sinks", q.device),
         lse=tensor_or_none(kept_lse, "lse", q.device),
         window_left=window_left,
         skip_softmax_factor=skip_softmax_threshold_scale_factor or 0.0,
@@ -201,7 +200,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
             refused unless at their defaults.
 
     Returns:
-        ``out``, or (``out``, ``lse``) with lse float32 ``[tokens, heads]``.
+        ``out``, or (``out``, ``lse``) with lse float32 ``[tokens, heads]``, or as the caller gave it
+        (``[batch, q_len, heads]`` is taken too).
     """
     operator = "trtllm_batch_decode_with_kv_cache_mla"
     refuse(
@@ -238,12 +238,12 @@ def trtllm_batch_decode_with_kv_cache_mla(
         out=output.view if cum_q is not None else flat_tokens(output.view, "out"),
         seq_lens=lengths,
         max_q=max_q,
-        max_kv=max_seq_len,
+        max_kv=int(max_seq_len),
         bmm1=scales.bmm1,
         bmm2=scales.bmm2,
         cum_seq_lens_q=cum_q,
-        sinks=tensor_or_none(sinks, "sinks", q.device),
-        lse=tensor_or_none(kept_lse, "lse", q.device),
+        sinks=sinks_of(sinks, "sinks", q.device),
+        lse=_flat_lse(tensor_or_none(kept_lse, "lse", q.device), given),
         skip_softmax_factor=skip_softmax_threshold_scale_factor or 0.0,
         pdl=pdl_of(enable_pdl),
         batch_invariant=batch_invariant,
@@ -280,6 +280,11 @@ def _check_mla_heads(nope: int, lora: int, rope: int, top_k: int) -> None:
     sparse = " or (512, 0) with sparse_mla_top_k"
     if (lora, rope) not in _MLA_HEADS and not ((lora, rope) == _SPARSE_MLA_HEADS and top_k > 0):
         raise UsageError(f"kv_lora_rank={lora}, qk_rope_head_dim={rope}: expected (512, 64), (256, 64){sparse}")
+
+
+def _flat_lse(lse: TensorView | None, query: TensorView) -> TensorView | None:
+    nested = lse is not None and len(query.shape) == 4 and lse.shape == query.shape[:3]
+    return flat_tokens(lse, "lse") if lse is not None and nested else lse
 
 
 def _latent_cache(kv_cache: Any) -> TensorView:

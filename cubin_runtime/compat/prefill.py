@@ -18,6 +18,7 @@ from .arguments import (
     query_of,
     refuse,
     scales_of,
+    sinks_of,
     split_cache,
     tensor_or_none,
 )
@@ -87,12 +88,12 @@ def trtllm_batch_context_with_kv_cache(
         query=q,
         out=output.view,
         seq_lens=lengths,
-        max_q=max_q_len,
-        max_kv=max_kv_len,
+        max_q=int(max_q_len),
+        max_kv=int(max_kv_len),
         bmm1=scales.bmm1,
         bmm2=scales.bmm2,
         cum_seq_lens_q=view_of(cum_seq_lens_q, "cum_seq_lens_q"),
-        sinks=tensor_or_none(sinks, "sinks", q.device),
+        sinks=sinks_of(sinks, "sinks", q.device),
         lse=tensor_or_none(kept_lse, "lse", q.device),
         window_left=window_left,
         skip_softmax_factor=skip_softmax_threshold_scale_factor or 0.0,
@@ -170,6 +171,8 @@ def trtllm_ragged_attention_deepseek(
     if window_left >= 0 and not is_causal:
         raise UsageError(f"window_left={window_left} without is_causal: dense attention has no window")
     lengths, v = view_of(seq_lens, "seq_lens"), view_of(value, "value")
+    if len(v.shape) != 3:
+        raise UsageError(f"value: shape {v.shape}, expected 3 dimensions")
     check_batch(batch_size, lengths)
     scales = scales_of(bmm1_scale, bmm2_scale, None, q.device, rt)
     default = q.dtype if q.dtype in ("float16", "bfloat16") else "bfloat16"
@@ -180,12 +183,12 @@ def trtllm_ragged_attention_deepseek(
         query=q,
         out=output.view,
         seq_lens=lengths,
-        max_q=max_q_len,
-        max_kv=max_kv_len,
+        max_q=int(max_q_len),
+        max_kv=int(max_kv_len),
         bmm1=scales.bmm1,
         bmm2=scales.bmm2,
         cum_seq_lens_q=view_of(cum_seq_lens_q, "cum_seq_lens_q"),
-        sinks=tensor_or_none(attention_sinks, "attention_sinks", q.device),
+        sinks=sinks_of(attention_sinks, "attention_sinks", q.device),
         lse=tensor_or_none(kept_lse, "lse", q.device),
         window_left=window_left,
         skip_softmax_factor=skip_softmax_threshold_scale_factor or 0.0,

@@ -25,7 +25,7 @@ from cubin_runtime import Config
 from cubin_runtime.attention import Runtime
 from cubin_runtime.attention import trtllm_gen as operators
 from cubin_runtime.attention.backends import BackendError
-from cubin_runtime.attention.trtllm_gen.calls import Call
+from cubin_runtime.attention.trtllm_gen.calls import Call, bounded
 from cubin_runtime.attention.trtllm_gen.plans import AttentionPlan
 from cubin_runtime.compat import flashinfer
 from cubin_runtime.errors import FrozenError, WorkspaceError
@@ -33,6 +33,7 @@ from cubin_runtime.launch.driver import Driver
 from cubin_runtime.launch.trtllm_gen.fill import pack
 from cubin_runtime.launch.trtllm_gen.invariance import InvarianceRefused
 from cubin_runtime.launch.trtllm_gen.params import KERNEL_PARAMS
+from cubin_runtime.launch.trtllm_gen.plan import plan_selected
 
 pytestmark = [pytest.mark.release, pytest.mark.timeout(600)]
 
@@ -127,11 +128,10 @@ def main_launch(standin: StandIn) -> dict[str, str]:
 
 def expected_parameters(runtime: Runtime, spy: Spy) -> bytes:
     """What a fresh plan for exactly the last call's tensors fills in; descriptors as the stand-in encodes them."""
-    plan, call, workspace, counters = spy.runs[-1]
+    plan, given, workspace, counters = spy.runs[-1]
+    call = bounded(given)
     fresh = AttentionPlan(runtime, call, 0).planned
     problem = call.problem(plan.device, workspace, counters)
-    from cubin_runtime.launch.trtllm_gen.plan import plan_selected
-
     values = plan_selected(problem, fresh.selection).values
     encoded = {
         name: runtime.descriptors.encode(spec)  # type: ignore[arg-type]
@@ -339,6 +339,23 @@ def test_a_workspace_of_the_size_told_ahead_holds_scratch_and_statistics(
     assert sent["ptrPartialO"] < exact.pointer + needed
 
 
+def test_an_lse_by_request_and_token_is_filled_in_place(
+    runtime: Runtime, standin: StandIn, memory: MadeUpMemory, spy: Spy
+) -> None:
+    lse = memory.tensor("float32", 4, 2, 128)
+    given = mla_arguments(memory, lse=lse, return_lse=True)
+    assert flashinfer.trtllm_batch_decode_with_kv_cache_mla(**given)[1] is lse
+    last = standin.calls("cuLaunchKernelEx")[-1].seen
+    sent = spy.runs[0][0].launch_plans()[-1].layout.unpack(launched(last))
+    assert (sent["lse"], sent["token_stride"], sent["head_stride"]) == (lse.pointer, 128, 1)
+
+
+def test_sinks_are_taken_as_a_list_of_one_too(runtime: Runtime, standin: StandIn, memory: MadeUpMemory) -> None:
+    sinks = memory.tensor("float32", 32)
+    flashinfer.trtllm_batch_decode_with_kv_cache(**decode_arguments(memory, sinks=[sinks]))
+    assert KERNEL_PARAMS.unpack(launched(main_launch(standin)))["ptrAttentionSinks"] == sinks.pointer
+
+
 def splitting_decode(memory: MadeUpMemory, **changes: Any) -> dict[str, Any]:
     """Decode whose splits meet in global memory, by counters: too many CTAs for a cluster."""
     pool = (memory.tensor("bfloat16", 4096, 1, 32, 128), memory.tensor("bfloat16", 4096, 1, 32, 128))
@@ -494,3 +511,8 @@ def test_other_devices_are_refused_with_what_there_is(
     with pytest.raises(BackendError, match=r"no backend runs there \(trtllm-gen: published for 10.0, 10.3\)"):
         operator(**arguments(memory))
     assert standin.calls("cuModuleLoadData") == []
+
+
+def test_kernels_of_ours_that_never_ran_there_come_with_a_warning(runtime: Runtime, memory: MadeUpMemory) -> None:
+    with pytest.warns(UserWarning, match=r"trtllm_gen_kv_reduction_bf16_to_bf16_sm10\d runs behind .* never run there"):
+        flashinfer.trtllm_batch_decode_with_kv_cache_mla(**reduced_mla(memory))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar, TypeVar
 
@@ -12,6 +12,7 @@ from ...launch.trtllm_gen.problem import Problem
 from ..views import TensorView
 
 SMALLEST_BOUND = 64
+LARGEST_BOUND = (1 << 31) - 1
 NO_WINDOW = -1
 NO_SCALE = Scale()
 
@@ -129,8 +130,13 @@ class _PagedCall(Call):
 
     @property
     def capacity(self) -> int | None:
-        """Columns of the table times the page size."""
-        return self.block_tables.shape[-1] * self.key.shape[2]
+        """Columns of the table times the page size; None where the shapes make no sense, for the checks to refuse."""
+        return self._keys_in_table()
+
+    def _keys_in_table(self) -> int | None:
+        if not self.block_tables.shape or len(self.key.shape) != 4:
+            return None
+        return self.block_tables.shape[-1] * self.key.shape[2] or None
 
     def pages(self) -> PagedKv:
         """Keys and values as the planner takes them."""
@@ -165,7 +171,7 @@ class DecodeCall(_PagedCall):
     @property
     def capacity(self) -> int | None:
         """None for sparse keys, whose table does not tell the length."""
-        return None if self.top_k else self.block_tables.shape[-1] * self.key.shape[2]
+        return None if self.top_k else self._keys_in_table()
 
     def problem(self, device: Device, workspace: tuple[int, int], counters: int) -> Problem:
         """As ``Call.problem``."""
@@ -220,21 +226,33 @@ class RaggedCall(Call):
         )
 
 
-def bounded(call: CallT) -> CallT:
-    """``call`` with the bound on its keys rounded up to a power of two, as far as its tensors hold that many.
+def bound_of(call: Call) -> int:
+    """The bound on the keys rounded up to a power of two, as far as the call's tensors hold that many.
 
     Lengths grow step by step; powers of two keep one plan for long.
     """
+    if call.max_kv < 1:
+        return call.max_kv  # for the checks to refuse
     bound = max(SMALLEST_BOUND, 1 << (call.max_kv - 1).bit_length())
-    if call.capacity is not None:
-        bound = min(bound, call.capacity)
-    return replace(call, max_kv=min(bound, (1 << 31) - 1))
+    return min(bound, LARGEST_BOUND if call.capacity is None else call.capacity)
 
 
-def signature(call: Call) -> tuple[object, ...]:
-    """All that a plan depends on: shapes, strides, dtypes, options; no address and no scale's value."""
-    parts = (_form(getattr(call, member.name)) for member in fields(call))
-    return (type(call), call.pointer_pattern(), *parts)
+def bounded(call: CallT) -> CallT:
+    """``call`` with the bound that a plan is made for."""
+    bound = bound_of(call)
+    return call if bound == call.max_kv else replace(call, max_kv=bound)
+
+
+def signature(call: Call, bound: int) -> tuple[object, ...]:
+    """All that a plan depends on: shapes, strides, dtypes, options, ``bound``; no address and no scale's value."""
+    parts = [_form(getattr(call, name)) for name in _FORM_FIELDS[type(call)]]
+    return (type(call), bound, call.pointer_pattern(), *parts)
+
+
+_FORM_FIELDS: Mapping[type[Call], tuple[str, ...]] = {
+    kind: tuple(member.name for member in fields(kind) if member.name != "max_kv")
+    for kind in (DecodeCall, ContextCall, RaggedCall)
+}
 
 
 def _form(value: object) -> object:

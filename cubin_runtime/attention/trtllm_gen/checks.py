@@ -155,6 +155,8 @@ def _check_decode(call: DecodeCall) -> None:
             raise UsageError("skip_softmax_threshold_scale_factor with cum_seq_lens_q: ragged queries skip no softmax")
         if call.top_k:
             raise UsageError("sparse_mla_top_k with cum_seq_lens_q: ragged queries take no sparse keys")
+    if call.top_k and call.skip_softmax_factor:
+        raise UsageError("skip_softmax_threshold_scale_factor with sparse_mla_top_k: sparse MLA skips no softmax")
     if call.batch_invariant and call.skip_softmax_factor:
         raise UsageError(
             "batch_invariant with skip_softmax_threshold_scale_factor: what is skipped depends on the tile"
@@ -201,7 +203,13 @@ def _check_block_scales(call: DecodeCall | ContextCall, packed: int) -> None:
             raise UsageError(f"{name}: None, expected float8_e4m3fn {expected} for an FP4 cache")
         if scales.shape != expected or scales.dtype != "float8_e4m3fn":
             raise UsageError(f"{name}: {scales.dtype} {scales.shape}, expected float8_e4m3fn {expected}")
+        if scales.strides[3] != 1 or (scales.shape[2] > 1 and scales.strides[2] != scales.shape[3]):
+            raise UsageError(f"{name}: strides {scales.strides}, expected the tokens of a page and head in one piece")
         check_device(name, scales, call.query.device)
+    if call.key_scales is not None and call.value_scales is not None:
+        key, value = _steps(call.key_scales), _steps(call.value_scales)
+        if key != value:
+            raise UsageError(f"value_block_scales: strides {value}, key_block_scales has {key}: one set serves both")
 
 
 def _check_table(call: DecodeCall | ContextCall) -> None:
@@ -236,7 +244,7 @@ def _check_ragged(call: RaggedCall) -> None:
         raise UsageError(f"out: head dimension {call.out.shape[2]}, value has {call.value.shape[2]}")
 
 
-def scale_of(name: str, given: TensorView | float | None, device: int) -> Scale:
+def scale_of(name: str, given: TensorView | float, device: int) -> Scale:
     """A factor as the planner takes it.
 
     Raises:
@@ -247,4 +255,4 @@ def scale_of(name: str, given: TensorView | float | None, device: int) -> Scale:
             raise UsageError(f"{name}: {given.dtype} {given.shape}, expected one float32")
         check_device(name, given, device)
         return Scale(1.0, given.pointer)
-    return Scale(1.0 if given is None else float(given))
+    return Scale(given)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -12,7 +11,7 @@ from ...launch.streams import stream_handle
 from ..backends import AUTO, resolve_backend
 from ..runtime import Runtime, default_runtime
 from ..views import ITEM_BYTES, TensorView, view_of
-from .calls import Call, bounded, signature
+from .calls import Call, bound_of, bounded, signature
 from .checks import check_call, check_device, check_scales, is_contiguous
 from .plans import AttentionPlan
 
@@ -32,15 +31,15 @@ def plan(call: Call, *, backend: str = AUTO, runtime: Runtime | None = None) -> 
         MissingError, SourceError, CorruptError: the release cannot be had.
     """
     rt = runtime or default_runtime()
-    wanted = bounded(call) if call.max_kv >= 1 else call
 
     def make() -> AttentionPlan:
+        wanted = bounded(call)
         device = wanted.query.device
         resolve_backend(wanted.operator, backend, rt.driver.device(device))
         check_call(wanted)
         return AttentionPlan(rt, wanted, device)
 
-    found: AttentionPlan = rt.plans.get(("trtllm-gen", backend, *signature(wanted)), make)
+    found: AttentionPlan = rt.plans.get(("trtllm-gen", backend, *signature(call, bound_of(call))), make)
     return found
 
 
@@ -79,7 +78,7 @@ def run(
         raise UsageError(f"workspace_buffer: strides {scratch.strides}, expected a contiguous tensor")
     handle = rt.memory.current_stream(workspace) if stream is None else stream_handle(stream)
     held, address = _counters(made, counters, workspace, stream, rt)
-    made.run(_as_planned(call, made), (scratch.pointer, _bytes_of(scratch)), address, handle)
+    made.run(call, (scratch.pointer, _bytes_of(scratch)), address, handle)
     del held  # freed in stream order, behind the launch
 
 
@@ -105,10 +104,6 @@ def preload(*calls: Call, backend: str = AUTO, runtime: Runtime | None = None) -
         made = plan(call, backend=backend, runtime=rt)
         requests += made.requests(rt.driver.ensure_context(call.query.device))
     return rt.modules.preload(requests)
-
-
-def _as_planned(call: Call, made: AttentionPlan) -> Call:
-    return call if call.max_kv == made.max_kv else replace(call, max_kv=made.max_kv)
 
 
 def _counters(made: AttentionPlan, given: Any, like: Any, stream: Any, runtime: Runtime) -> tuple[Any, int]:

@@ -89,7 +89,7 @@ class AttentionPlan:
         """Launch for ``call``, whose form must be that of the plan, on ``stream``.
 
         Args:
-            call: other addresses and scales, the same form.
+            call: other addresses and scales, the same form; its own bound on the keys may be lower.
             workspace: address and bytes; contents do not matter.
             counters: address of ``counter_bytes`` of zeros, left as zeros; 0 where none are needed.
             stream: handle.

@@ -1,0 +1,33 @@
+"""Tensors made and read back with torch; its CPU build is enough."""
+
+from __future__ import annotations
+
+import pytest
+
+from cubin_runtime.attention.memory import TorchMemory
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.torch
+
+
+def test_an_output_takes_the_dtype_and_device_of_its_model() -> None:
+    made = TorchMemory().empty(torch.ones(2, dtype=torch.float16), (3, 4), None)
+    assert (tuple(made.shape), made.dtype, made.device.type) == ((3, 4), torch.float16, "cpu")
+
+
+def test_a_dtype_is_taken_by_its_word() -> None:
+    assert TorchMemory().empty(torch.ones(2), (3,), "float8_e4m3fn").dtype == torch.float8_e4m3fn
+
+
+def test_zeros_are_zero() -> None:
+    assert TorchMemory().zeros(torch.ones(2), (8,), "int32").tolist() == [0] * 8
+
+
+def test_a_scale_is_multiplied_into_a_new_tensor() -> None:
+    scale = torch.tensor([0.5])
+    made = TorchMemory().scaled(scale, 2.0)
+    assert (made.tolist(), made.dtype, scale.tolist()) == ([1.0], torch.float32, [0.5])
+
+
+def test_integers_come_back_to_the_host() -> None:
+    assert TorchMemory().to_host(torch.tensor([0, 3, 7], dtype=torch.int32)) == (0, 3, 7)
