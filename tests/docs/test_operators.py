@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -43,7 +44,9 @@ class Sandbox:
         (place / "work").mkdir()
         (place / "bin").mkdir()
         script = place / "bin" / "cubin-runtime"
-        script.write_text(f"#!{sys.executable}\nfrom cubin_runtime.cli import main\nraise SystemExit(main())\n")
+        # Not as the interpreter of a script: its path may hold spaces.
+        run = "from cubin_runtime.cli import main; raise SystemExit(main())"
+        script.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -c {shlex.quote(run)} "$@"\n')
         script.chmod(0o755)
         (place / "work" / "pins.toml").write_text("\n".join(pin.pin_file.read_text() for pin in pins))
         shutil.copy(place / "work" / "pins.toml", place / "pins.toml")
