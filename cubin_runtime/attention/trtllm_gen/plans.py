@@ -43,7 +43,7 @@ class AttentionPlan:
     """One call's form decided: kernel, grid, parameters, what follows; made by ``operators.plan``.
 
     It holds no tensor, workspace or stream; a run patches those in. A run allocates nothing, waits for nothing, and
-    after ``preload`` loads nothing, so it may be captured. Safe between threads.
+    after ``operators.preload`` loads nothing, so it may be captured. Safe between threads.
     """
 
     def __init__(self, runtime: Runtime, call: Call, device: int) -> None:
@@ -52,7 +52,6 @@ class AttentionPlan:
         self._runtime = runtime
         self._ordinal = device
         self._release = runtime.published_release()
-        self.max_kv = call.max_kv
         self.planned = self._decide(call)
         self._followers = tuple(self._follower(after) for after in launches_after(self.planned))
         self._lock = threading.Lock()
@@ -81,10 +80,6 @@ class AttentionPlan:
         """Main launch, reduction and LSE as far as there are any, as values; addresses are those of planning."""
         return (self._main_plan(), *(follower.plan for follower in self._followers))
 
-    def preload(self) -> None:
-        """Fetch, load and gate all kernels now, so that the first run does not."""
-        self._launches(self._runtime.driver.ensure_context(self._ordinal), 0)
-
     def run(self, call: Call, workspace: tuple[int, int], counters: int, stream: int) -> None:
         """Launch for ``call``, whose form must be that of the plan, on ``stream``.
 
@@ -98,7 +93,9 @@ class AttentionPlan:
             WorkspaceError: the workspace is too small; the message names the bytes needed.
             DeviceError: a kernel cannot be loaded or launched.
         """
-        moved = moved_to(self.planned, call.problem(self.device, self._widened(workspace), counters))
+        # Carving refuses a workspace by its fixed parts alone; here all the bytes needed are told in one place.
+        unbounded = (workspace[0], _BOUNDLESS[1])
+        moved = moved_to(self.planned, call.problem(self.device, unbounded, counters))
         self._check_workspace(moved, workspace)
         driver = self._runtime.driver
         context = driver.ensure_context(self._ordinal)
@@ -162,10 +159,6 @@ class AttentionPlan:
         with self._lock:
             return self._prepared.setdefault(context, tuple(made))
 
-    def _widened(self, workspace: tuple[int, int]) -> tuple[int, int]:
-        # Carving refuses a workspace by its fixed parts alone; all the bytes needed are told in one place, below.
-        return (workspace[0], _BOUNDLESS[1])
-
     def _check_workspace(self, moved: Planned, workspace: tuple[int, int]) -> None:
         address, nbytes = workspace
         taken = self._taken(moved, address)
@@ -180,7 +173,6 @@ class AttentionPlan:
         at = planned.problem.pointers
         ends = [0]
         if planned.lse is not None:
-            # The statistics end where scratch would begin; without scratch, by their own size.
             ends.append(planned.lse.stats + _stats_bytes(planned) - address)
         if self.planned.scratch_bytes:
             ends.append(at.scratch + self.planned.scratch_bytes - address)
