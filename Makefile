@@ -5,6 +5,7 @@
 PYTHON ?= python3
 TORCH_INDEX ?=
 CHECK ?=
+SEED ?=
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -32,8 +33,8 @@ test-torch: .venv-torch/.ready ## The tests that need torch (its CPU build is en
 test-release: .venv/.ready ## Every row of NVIDIA's published release (458 MB, downloaded once)
 	@$(VENV) -m pytest -m release -s
 
-fuzz: .venv/.ready ## 30 s of damaged input for each reader of untrusted bytes (about a minute in all)
-	@$(VENV) tests/fuzz/run.py --seconds 30 --jobs 2
+fuzz: .venv/.ready ## 30 s of damaged input for each reader of untrusted bytes; SEED=n repeats a run
+	@$(VENV) tests/fuzz/run.py --seconds 30 --jobs 2 $(if $(SEED),--seed $(SEED))
 
 fuzz-long: .venv/.ready ## The same with 10 minutes a reader; results in benchmarks/results
 	@$(VENV) tests/fuzz/run.py --seconds 600 --jobs 2 --json benchmarks/results/fuzz.json

@@ -133,6 +133,8 @@ def _kernel(elf: Elf, symbol: EntryPoint, per_symbol: Mapping[tuple[int, int], i
             size = last >> 18 if attribute == _PARAMETER else last & _LARGE_SIZE_MASK
             if ordinal in parameters:
                 raise CubinFormatError(f"{info.name}: parameter {ordinal} occurs twice")
+            if size == 0:
+                raise CubinFormatError(f"{info.name}: parameter {ordinal} has no bytes")
             parameters[ordinal] = Parameter(ordinal, offset, size)
         elif attribute == _MAX_THREADS:
             x, y, z = _unpack(_THREE_WORDS, value, info.name)
