@@ -11,6 +11,7 @@ from ..launch.driver import DeviceFacts
 
 AUTO = "auto"
 HOPPER = "hopper"
+XQA = "xqa"  # the same kernels under the peer's name
 TRTLLM_GEN = "trtllm-gen"
 
 
@@ -40,18 +41,19 @@ class Support:
         return ", ".join(f"{words} {_list(where)}" for words, where in parts if where)
 
 
+_OWN_DECODE = Support(
+    measured=frozenset({(9, 0)}),
+    built=frozenset({(8, 0), (8, 6), (8, 9), (10, 0), (10, 3), (12, 0), (12, 1)}),
+)
 _TRTLLM_GEN = {TRTLLM_GEN: Support(published=frozenset({(10, 0), (10, 3)}))}
 
 
 # Operator -> backend -> where it runs. `auto` takes measured and published entries only.
 TABLE: Mapping[str, Mapping[str, Support]] = {
-    "paged_decode": {
-        HOPPER: Support(
-            measured=frozenset({(9, 0)}),
-            built=frozenset({(8, 0), (8, 6), (8, 9), (10, 0), (10, 3), (12, 0), (12, 1)}),
-        ),
-    },
-    "trtllm_batch_decode_with_kv_cache": _TRTLLM_GEN,
+    "paged_decode": {HOPPER: _OWN_DECODE},
+    "xqa": {XQA: _OWN_DECODE},
+    "xqa_batch_decode_with_kv_cache": {XQA: _OWN_DECODE},
+    "trtllm_batch_decode_with_kv_cache": {XQA: _OWN_DECODE, **_TRTLLM_GEN},
     "trtllm_batch_decode_with_kv_cache_mla": _TRTLLM_GEN,
     "trtllm_batch_context_with_kv_cache": _TRTLLM_GEN,
     "trtllm_ragged_attention_deepseek": _TRTLLM_GEN,

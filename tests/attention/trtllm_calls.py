@@ -43,6 +43,9 @@ class MadeUpMemory:
     def scaled(self, tensor: TensorView, factor: float) -> TensorView:
         return self._made(f"scaled by {factor:.4f}", self.tensor(tensor.dtype, *tensor.shape))
 
+    def product(self, first: TensorView, second: TensorView) -> TensorView:
+        return self._made(f"product of {first.pointer:#x} and {second.pointer:#x}", self.tensor(first.dtype, 1))
+
     def to_host(self, tensor: TensorView) -> tuple[int, ...]:
         if tensor.pointer not in self.host:
             raise UsageError(f"nothing was put at {tensor.pointer:#x}")
