@@ -69,6 +69,14 @@ def resolve_backend(operator: str, backend: str, device: DeviceFacts) -> str:
         UsageError: the backend's name is unknown.
         BackendError: it does not run there.
     """
+    name = find_backend(operator, backend, device)
+    if device.capability not in TABLE[operator][name].automatic:
+        warnings.warn(f"{operator}: backend {name!r} was built for {_words(device)} but never run there", stacklevel=3)
+    return name
+
+
+def find_backend(operator: str, backend: str, device: DeviceFacts) -> str:
+    """As ``resolve_backend``, without the warning: for an operator that hands over to another, which gives it."""
     backends = TABLE[operator]
     if backend != AUTO and backend not in backends:
         raise UsageError(f"backend={backend!r}: expected {AUTO} or one of {', '.join(backends)}")
@@ -83,10 +91,6 @@ def resolve_backend(operator: str, backend: str, device: DeviceFacts) -> str:
                     f"{operator} on {_words(device)}: no backend was measured there; backend={name!r} has kernels "
                     "built for it that were not run"
                 )
-            warnings.warn(
-                f"{operator}: backend {name!r} was built for {_words(device)} but never run there",
-                stacklevel=3,
-            )
             return name
     everywhere = "; ".join(f"{name}: {support}" for name, support in asked.items())
     here = [

@@ -69,7 +69,7 @@ def run_published(
     return (output.tensor, kept_lse) if return_lse else output.tensor
 
 
-def block_scales(kv_cache_sf: Any, kv_layout: str) -> dict[str, TensorView | None]:
+def block_scales(kv_cache_sf: Any, kv_layout: str) -> dict[str, Any]:
     """The fields of a call for the block scales of an FP4 cache; both None without them."""
     key, value = (None, None) if kv_cache_sf is None else split_cache(kv_cache_sf, kv_layout, "kv_cache_sf")
     return {"key_scales": key, "value_scales": value}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..attention.backends import XQA, resolve_backend
+from ..attention.backends import XQA, find_backend
 from ..attention.trtllm_gen import DecodeCall
 from ..attention.views import view_of
 from .arguments import batch_of, process_runtime, query_of, refuse, split_cache
@@ -100,7 +100,7 @@ def trtllm_batch_decode_with_kv_cache(
     rt = process_runtime()
     q = query_of(query, 3)
     lengths = view_of(seq_lens, "seq_lens")
-    found = resolve_backend(operator, backend, rt.driver.device(q.device))
+    found = find_backend(operator, backend, rt.driver.device(q.device))
     max_q, cum_q = query_lengths(q_len_per_req, max_q_len, cum_seq_lens_q, batch_of(lengths), q.shape[0], rt)
     if found == XQA:
         refuse(
@@ -121,6 +121,7 @@ def trtllm_batch_decode_with_kv_cache(
             workspace_buffer,
             block_tables,
             lengths,
+            max_seq_len,
             runtime=rt,
             q_len=max_q,
             q_cu_seq_lens=cum_q,
@@ -132,7 +133,6 @@ def trtllm_batch_decode_with_kv_cache(
             kv_layout=kv_layout,
             lse=lse,
             return_lse=return_lse,
-            max_seq_len=max_seq_len,
             sinks=sinks,
             enable_pdl=enable_pdl,
             mask=mask,

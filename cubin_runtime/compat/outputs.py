@@ -113,5 +113,3 @@ def lse_of(lse: Any, return_lse: bool, query: Any, shape: tuple[int, int], runti
     if lse is None and return_lse:
         return runtime.memory.empty(query, shape, "float32")
     return lse
-
-

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..attention.backends import HOPPER
 from ..attention.decode import paged_decode
+from ..attention.decode_tensors import ScaleProduct
 from ..attention.runtime import Runtime
 from ..attention.trtllm_gen.checks import check_device, is_contiguous
 from ..attention.views import ITEM_BYTES, TensorView, view_of
@@ -14,7 +15,7 @@ from ..errors import UsageError, WorkspaceError
 from ..launch.workspace import SemaphoreWorkspace
 from .arguments import nested_tokens, pdl_of, query_of, sinks_of, split_cache, tensor_or_none, without
 from .outputs import E4M3, is_fp4, lse_of, output_of
-from .scales import Factor, factor_of, times
+from .scales import factor_of, times
 
 SEMAPHORE_BYTES = 8 << 20
 _DEPENDENT_LAUNCH_FROM = (9, 0)  # compute capability
@@ -26,6 +27,7 @@ def decode_batch(
     workspace_buffer: Any,
     block_tables: Any,
     seq_lens: Any,
+    max_seq_len: int,
     *,
     runtime: Runtime,
     q_len: int,
@@ -63,13 +65,15 @@ def decode_batch(
     if lse_view is not None and lse_view.shape != q.shape[:2]:
         raise UsageError(f"lse: shape {lse_view.shape}, expected {q.shape[:2]}")
     nested = q_len if q_len > 1 and not ragged else None
+    table = view_of(block_tables, "block_tables")
+    capacity = table.shape[-1] * key.shape[2] if table.shape else 0
     launch(
         query,
         _by_request(q, nested),
         key,
         value,
         split_workspace(workspace_buffer, q.device),
-        block_tables,
+        table,
         lengths,
         _by_request(output.view, nested),
         None if lse_view is None else _by_request(lse_view, nested),
@@ -79,6 +83,7 @@ def decode_batch(
         softmax_scale=factor_of("bmm1_scale", bmm1_scale, q.device),
         output_scale=output_scale,
         kv_layout="HND",
+        max_seq_len=min(int(max_seq_len), capacity),
         **options,
     )
     return (output.tensor, kept_lse) if return_lse else output.tensor
@@ -99,8 +104,8 @@ def launch(
     max_seq_len: int,
     q_len: int,
     q_cu_seq_lens: Any,
-    softmax_scale: Factor,
-    output_scale: Factor,
+    softmax_scale: ScaleProduct,
+    output_scale: ScaleProduct,
     kv_layout: str,
     sinks: Any,
     enable_pdl: bool | None,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
+from ..attention.decode_tensors import ScaleProduct
 from ..attention.runtime import Runtime
 from ..attention.trtllm_gen.checks import scale_of
 from ..attention.views import view_of
@@ -45,29 +46,21 @@ def scales_of(bmm1: Any, bmm2: Any, bmm1_log2: Any, device: int, runtime: Runtim
     return Scales(first, scale_of("bmm2_scale", second, device), made)
 
 
-@dataclass(frozen=True, slots=True)
-class Factor:
-    """A number, times one float32 on the device where there is one."""
-
-    number: float = 1.0
-    tensor: Any = None
-
-
-def factor_of(name: str, given: Any, device: int) -> Factor:
+def factor_of(name: str, given: Any, device: int) -> ScaleProduct:
     """A number or a tensor of one float32.
 
     Raises:
         UsageError: another form, or a tensor elsewhere; the message begins with ``name``.
     """
     if isinstance(given, Real):
-        return Factor(float(given))
+        return ScaleProduct(float(given))
     scale_of(name, view_of(given, name), device)
-    return Factor(1.0, given)
+    return ScaleProduct(1.0, given)
 
 
-def times(first: Factor, second: Factor, runtime: Runtime) -> Factor:
+def times(first: ScaleProduct, second: ScaleProduct, runtime: Runtime) -> ScaleProduct:
     """The product; of two tensors it is computed on the device, in stream order."""
     tensor = first.tensor if second.tensor is None else second.tensor
     if first.tensor is not None and second.tensor is not None:
         tensor = runtime.memory.product(first.tensor, second.tensor)
-    return Factor(first.number * second.number, tensor)
+    return ScaleProduct(first.number * second.number, tensor)

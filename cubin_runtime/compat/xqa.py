@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..attention.backends import XQA, resolve_backend
+from ..attention.backends import XQA, find_backend
+from ..attention.decode_tensors import ScaleProduct
 from ..attention.runtime import Runtime
 from ..attention.views import TensorView, view_of
 from ..errors import UsageError
@@ -13,7 +14,8 @@ from ..launch.workspace import SemaphoreWorkspace
 from .arguments import process_runtime, refuse, without
 from .outputs import E4M3
 from .pages import decode_batch, launch, lengths_of, memory_of
-from .scales import Factor, factor_of, times
+from .scales import factor_of, times
+from .semaphores import enough_semaphores
 
 
 def xqa(
@@ -55,6 +57,7 @@ def xqa(
         output: like ``q``; bf16, fp16 or e4m3.
         workspace_buffer: scratch, any dtype and contents.
         semaphores: zero on first use, left so; any dtype. A stream's work must be done with it before another's.
+            Where it is smaller than our kernels need, memory of our own goes with it from then on.
         num_kv_heads, page_size: as ``k_cache`` has them.
         sinks: float32 ``[kv_heads, group]`` or ``[q_heads]``.
         q_scale, kv_scale: numbers, or one float32 on the device. Scores are multiplied by
@@ -83,20 +86,26 @@ def xqa(
         raise UsageError(f"output: shape {out.shape}, expected {query.shape}")
     if len(table.shape) != 2:
         raise UsageError(f"page_table: shape {table.shape}, expected [batch, columns]")
-    ragged = q_cu_seq_lens is not None
+    lengths, ragged = lengths_of(seq_lens), q_cu_seq_lens is not None
     scales = _scales_of(q_scale, kv_scale, rcp_out_scale, query, out, rt)
-    resolve_backend("xqa", XQA, rt.driver.device(query.device))
+    find_backend("xqa", XQA, rt.driver.device(query.device))
     launch(
         q,
         _requests(query, "q", q_seq_len, ragged),
         keys,
         v_cache,
         SemaphoreWorkspace(
-            semaphores=memory_of(semaphores, "semaphores", query.device),
+            semaphores=enough_semaphores(
+                memory_of(semaphores, "semaphores", query.device),
+                rows=lengths.shape[0] * q_seq_len * query.shape[-2],
+                stream=rt.memory.current_stream(q),
+                device=query.device,
+                runtime=rt,
+            ),
             scratch=memory_of(workspace_buffer, "workspace_buffer", query.device),
         ),
         table,
-        lengths_of(seq_lens),
+        lengths,
         _requests(out, "output", q_seq_len, ragged),
         runtime=rt,
         max_seq_len=table.shape[1] * page_size,
@@ -158,13 +167,14 @@ def xqa_batch_decode_with_kv_cache(
     if q_len_per_req is None:
         raise UsageError("q_len_per_req: None, expected the query tokens of a request, or their bound")
     rt = process_runtime()
-    resolve_backend(operator, XQA, rt.driver.device(view_of(query, "query").device))
+    find_backend(operator, XQA, rt.driver.device(view_of(query, "query").device))
     return decode_batch(
         query,
         kv_cache,
         workspace_buffer,
         block_tables,
         seq_lens,
+        max_seq_len,
         runtime=rt,
         q_len=int(q_len_per_req),
         q_cu_seq_lens=q_cu_seq_lens,
@@ -173,7 +183,6 @@ def xqa_batch_decode_with_kv_cache(
         o_scale=o_scale,
         out=out,
         kv_layout=kv_layout,
-        max_seq_len=max_seq_len,
         sinks=sinks,
         enable_pdl=enable_pdl,
         mask=mask,
@@ -200,7 +209,7 @@ def _check_cache(cache: TensorView, kv_layout: str, num_kv_heads: int, page_size
 
 
 def _requests(view: TensorView, name: str, q_len: int, ragged: bool) -> TensorView:
-    """Without the beam's dimension: ``[batch, heads, head_dim]``, ``[batch, q_len, ...]``, or the tokens as they are."""
+    """``[batch, heads, head_dim]`` or ``[batch, q_len, ...]``, without the beam's dimension; ragged tokens as they are."""
     rank = len(view.shape)
     if q_len < 1:
         raise UsageError(f"q_seq_len={q_len}: expected 1 or more")
@@ -221,11 +230,11 @@ def _requests(view: TensorView, name: str, q_len: int, ragged: bool) -> TensorVi
 
 def _scales_of(
     q_scale: Any, kv_scale: Any, rcp_out_scale: float, q: TensorView, out: TensorView, runtime: Runtime
-) -> tuple[Factor, Factor]:
+) -> tuple[ScaleProduct, ScaleProduct]:
     """Factors of scores and output: q_scale * kv_scale / sqrt(head_dim), and kv_scale * rcp_out_scale."""
     if rcp_out_scale != 1.0 and out.dtype != E4M3:
         raise UsageError(f"rcp_out_scale={rcp_out_scale}: output is {out.dtype}, expected 1.0 unless it is {E4M3}")
     of_q, of_kv = factor_of("q_scale", q_scale, q.device), factor_of("kv_scale", kv_scale, q.device)
-    root = Factor(1 / math.sqrt(max(1, q.shape[-1])) if q.shape else 1.0)
+    root = ScaleProduct(1 / math.sqrt(max(1, q.shape[-1])) if q.shape else 1.0)
     scores = times(times(of_q, of_kv, runtime), root, runtime)
     return scores, times(of_kv, factor_of("rcp_out_scale", rcp_out_scale, q.device), runtime)
