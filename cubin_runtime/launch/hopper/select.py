@@ -75,7 +75,12 @@ def select_decode(kernels: Iterable[OwnKernel], shape: DecodeShape, device: Devi
         )
     best = min(
         fitting,
-        key=lambda k: (_padded(k, shape), _trait(k, "rows"), -k.architecture.number, k.architecture.suffix != "a"),
+        key=lambda k: (
+            -(-shape.q_len * shape.group // _trait(k, "rows")),
+            _trait(k, "rows"),
+            -k.architecture.number,
+            k.architecture.suffix != "a",
+        ),
     )
     row_tiles = -(-shape.q_len * shape.group // _trait(best, "rows"))
     splits = -(-128 // shape.kv_heads) if shape.batch_invariant else 0
@@ -109,11 +114,6 @@ def _unfit(kernel: OwnKernel, shape: DecodeShape, number: int) -> str:
 def _resident(kernel: OwnKernel, device: DeviceFacts) -> int:
     by_shared = device.shared_bytes_per_multiprocessor // (kernel.dynamic_shared_bytes + _RESERVED_SHARED_BYTES)
     return max(1, min(by_shared, _trait(kernel, "ctas_per_multiprocessor")))
-
-
-def _padded(kernel: OwnKernel, shape: DecodeShape) -> int:
-    rows = _trait(kernel, "rows")
-    return -(-shape.q_len * shape.group // rows) * rows
 
 
 def _trait(kernel: OwnKernel, name: str) -> int:
