@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import prod
 from typing import Any
 
@@ -19,6 +20,14 @@ from .scales import factor_of, times
 
 SEMAPHORE_BYTES = 8 << 20
 _DEPENDENT_LAUNCH_FROM = (9, 0)  # compute capability
+_BATCH_NAMES = {
+    "q": "query",
+    "k_cache": "kv_cache (K)",
+    "v_cache": "kv_cache (V)",
+    "page_table": "block_tables",
+    "softmax_scale": "bmm1_scale",
+    "output_scale": "bmm2_scale",
+}
 
 
 def decode_batch(
@@ -83,6 +92,7 @@ def decode_batch(
         softmax_scale=factor_of("bmm1_scale", bmm1_scale, q.device),
         output_scale=output_scale,
         kv_layout="HND",
+        names=_BATCH_NAMES,
         max_seq_len=min(int(max_seq_len), capacity),
         **options,
     )
@@ -109,32 +119,42 @@ def launch(
     kv_layout: str,
     sinks: Any,
     enable_pdl: bool | None,
+    names: Mapping[str, str],
     **options: Any,
 ) -> None:
-    """``paged_decode``, which takes the other ``options``, on the stream of ``query``, the tensor behind ``q``."""
+    """``paged_decode``, which takes the other ``options``, on the stream of ``query``, the tensor behind ``q``.
+
+    ``names`` are what the operator calls the arguments of ``paged_decode``, where it calls them otherwise.
+    """
     has_pdl = runtime.driver.device(q.device).capability >= _DEPENDENT_LAUNCH_FROM
-    paged_decode(
-        q,
-        k_cache,
-        v_cache,
-        page_table,
-        seq_lens,
-        max_seq_len=max_seq_len,
-        softmax_scale=softmax_scale,
-        output_scale=output_scale,
-        kv_layout=kv_layout,
-        q_cu_seq_lens=q_cu_seq_lens,
-        max_q_len=None if q_cu_seq_lens is None else q_len,
-        sinks=sinks_of(sinks, "sinks", q.device),
-        out=out,
-        lse=lse,
-        workspace=workspace,
-        stream=runtime.memory.current_stream(query),
-        backend=HOPPER,
-        enable_pdl=pdl_of(enable_pdl, default=has_pdl),
-        runtime=runtime,
-        **options,
-    )
+    try:
+        paged_decode(
+            q,
+            k_cache,
+            v_cache,
+            page_table,
+            seq_lens,
+            max_seq_len=max_seq_len,
+            softmax_scale=softmax_scale,
+            output_scale=output_scale,
+            kv_layout=kv_layout,
+            q_cu_seq_lens=q_cu_seq_lens,
+            max_q_len=None if q_cu_seq_lens is None else q_len,
+            sinks=sinks_of(sinks, "sinks", q.device),
+            out=out,
+            lse=lse,
+            workspace=workspace,
+            stream=runtime.memory.current_stream(query),
+            backend=HOPPER,
+            enable_pdl=pdl_of(enable_pdl, default=has_pdl),
+            runtime=runtime,
+            **options,
+        )
+    except UsageError as error:
+        name, mark, rest = str(error).partition(":")
+        if name not in names:
+            raise
+        raise UsageError(f"{names[name]}{mark}{rest}") from error
 
 
 def _by_request(view: TensorView, q_len: int | None) -> TensorView:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -47,12 +48,14 @@ def scales_of(bmm1: Any, bmm2: Any, bmm1_log2: Any, device: int, runtime: Runtim
 
 
 def factor_of(name: str, given: Any, device: int) -> ScaleProduct:
-    """A number or a tensor of one float32.
+    """A finite number or a tensor of one float32.
 
     Raises:
         UsageError: another form, or a tensor elsewhere; the message begins with ``name``.
     """
     if isinstance(given, Real):
+        if not math.isfinite(given):
+            raise UsageError(f"{name}={given}: expected a finite number")
         return ScaleProduct(float(given))
     scale_of(name, view_of(given, name), device)
     return ScaleProduct(1.0, given)

@@ -88,10 +88,11 @@ def xqa(
         raise UsageError(f"page_table: shape {table.shape}, expected [batch, columns]")
     lengths, ragged = lengths_of(seq_lens), q_cu_seq_lens is not None
     scales = _scales_of(q_scale, kv_scale, rcp_out_scale, query, out, rt)
+    requests, answers = _requests(query, "q", q_seq_len, ragged), _requests(out, "output", q_seq_len, ragged)
     find_backend("xqa", XQA, rt.driver.device(query.device))
     launch(
         q,
-        _requests(query, "q", q_seq_len, ragged),
+        requests,
         keys,
         v_cache,
         SemaphoreWorkspace(
@@ -106,7 +107,7 @@ def xqa(
         ),
         table,
         lengths,
-        _requests(out, "output", q_seq_len, ragged),
+        answers,
         runtime=rt,
         max_seq_len=table.shape[1] * page_size,
         q_len=q_seq_len,
@@ -114,6 +115,7 @@ def xqa(
         softmax_scale=scales[0],
         output_scale=scales[1],
         kv_layout=kv_layout,
+        names={"out": "output"},
         sinks=sinks,
         enable_pdl=enable_pdl,
         mask=mask,
@@ -209,7 +211,7 @@ def _check_cache(cache: TensorView, kv_layout: str, num_kv_heads: int, page_size
 
 
 def _requests(view: TensorView, name: str, q_len: int, ragged: bool) -> TensorView:
-    """``[batch, heads, head_dim]`` or ``[batch, q_len, ...]``, without the beam's dimension; ragged tokens as they are."""
+    """``[batch, heads, head_dim]`` or ``[batch, q_len, ...]``: without the beam; ragged tokens as they are."""
     rank = len(view.shape)
     if q_len < 1:
         raise UsageError(f"q_seq_len={q_len}: expected 1 or more")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,8 +21,6 @@ H200 = DeviceFacts(0, "H200", (9, 0), 132, 232448, 233472, 60 << 20, 13000)
 
 def build_release(folder: Path, names: str = "fmha_*_sm90a") -> tuple[Path, Path]:
     """Build kernels (decode for sm_90a) as ``hopper-test`` and write the pin file that trusts them."""
-    import hashlib
-
     build(
         folder / "tree",
         select(VARIANTS, names),
@@ -30,6 +29,11 @@ def build_release(folder: Path, names: str = "fmha_*_sm90a") -> tuple[Path, Path
         release=RELEASE_NAME,
         jobs=os.cpu_count() or 1,
     )
+    return folder / "tree", pin_release(folder)
+
+
+def pin_release(folder: Path) -> Path:
+    """Write the pin file that trusts the release in ``folder/tree`` as it is."""
     release = folder / "tree" / RELEASE_NAME
     manifest = (release / "checksums.txt").read_bytes()
     files = [path for path in release.rglob("*") if path.is_file() and path.name != "checksums.txt"]
@@ -40,7 +44,7 @@ def build_release(folder: Path, names: str = "fmha_*_sm90a") -> tuple[Path, Path
         f"bytes = {sum(path.stat().st_size for path in files)}\nmax_file_bytes = 8388608\n"
         'abi = "hopper-0.1.0"\nlicence = "Apache-2.0"\nsources = []\n'
     )
-    return folder / "tree", pins
+    return pins
 
 
 _contiguous = TensorView.contiguous
