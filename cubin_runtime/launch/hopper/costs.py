@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from types import MappingProxyType
 
 from ...errors import UsageError
@@ -152,7 +153,7 @@ def estimate(work: Work, costs: Costs) -> Estimate:
 
 
 def _between(known: list[tuple[int, float]], at: int) -> float:
-    for (low, low_us), (high, high_us) in zip(known, known[1:], strict=False):
+    for (low, low_us), (high, high_us) in pairwise(known):
         if low <= at <= high:
             return low_us + (high_us - low_us) * (at - low) / (high - low)
     rows, us = known[0] if at < known[0][0] else known[-1]

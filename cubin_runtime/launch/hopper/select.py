@@ -69,24 +69,28 @@ class Grid:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """A kernel that was looked at: its grid and predicted time, or why it does not fit."""
+class Fit:
+    """A kernel that could do the problem: how it would cut it, and what that is expected to take."""
 
     kernel: OwnKernel
-    grid: Grid | None
-    estimate: Estimate | None
-    unfit: str = ""
-
-    @property
-    def microseconds(self) -> float | None:
-        """The predicted time; None where the kernel does not fit."""
-        return self.estimate and self.estimate.microseconds
+    grid: Grid
+    estimate: Estimate
 
     def __str__(self) -> str:
-        if self.grid is None or self.estimate is None:
-            return self.unfit
         rows = f"{_count(self.grid.row_tiles, 'row tile')} of {self.kernel.traits['rows']}"
         return f"fits, {rows}, about {self.estimate.microseconds:.1f} us, limited by {self.estimate.limit}"
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A decode kernel of the release: how it fits, or else why it does not."""
+
+    kernel: OwnKernel
+    fit: Fit | None
+    unfit: str = ""
+
+    def __str__(self) -> str:
+        return str(self.fit) if self.fit else self.unfit
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,36 +128,33 @@ def select_decode(
     """
     constants = costs or costs_of(device.name)
     candidates = tuple(_look_at(k, shape, device, constants) for k in kernels if k.operation == OPERATION)
-    best = min((c for c in candidates if not c.unfit), key=lambda c: _order(c, shape), default=None)
-    if best is None or best.grid is None or best.estimate is None:
+    best = min((c.fit for c in candidates if c.fit), key=lambda fit: _order(fit, shape), default=None)
+    if best is None:
         raise UsageError(_refusal(candidates, shape, device))
-    grid, time = best.grid, best.estimate
     return DecodeSelection(
         kernel=best.kernel,
-        ctas=grid.ctas,
-        heads_together=grid.heads_together,
-        row_tiles=grid.row_tiles,
+        ctas=best.grid.ctas,
+        heads_together=best.grid.heads_together,
+        row_tiles=best.grid.row_tiles,
         splits=shape.splits,
-        microseconds=time.microseconds,
-        reason=_reason(best.kernel, grid, time, shape, device),
+        microseconds=best.estimate.microseconds,
+        reason=_reason(best, shape, device),
         candidates=candidates,
     )
 
 
-def _order(candidate: Candidate, shape: DecodeShape) -> tuple[float, int, int, bool, str]:
-    kernel, grid = candidate.kernel, candidate.grid
-    assert grid is not None and candidate.estimate is not None
-    padding = grid.row_tiles * _trait(kernel, "rows") - shape.rows
-    target = kernel.architecture
-    return candidate.estimate.microseconds, padding, -target.number, target.suffix != "a", kernel.name
+def _order(fit: Fit, shape: DecodeShape) -> tuple[float, int, int, bool, str]:
+    padding = fit.grid.row_tiles * _trait(fit.kernel, "rows") - shape.rows
+    target = fit.kernel.architecture
+    return fit.estimate.microseconds, padding, -target.number, target.suffix != "a", fit.kernel.name
 
 
 def _look_at(kernel: OwnKernel, shape: DecodeShape, device: DeviceFacts, costs: Costs) -> Candidate:
     unfit = _unfit(kernel, shape, device)
     if unfit:
-        return Candidate(kernel, None, None, unfit)
+        return Candidate(kernel, None, unfit)
     grid = _grid(kernel, shape, device, costs)
-    return Candidate(kernel, grid, estimate(_work(kernel, grid, shape, device), costs))
+    return Candidate(kernel, Fit(kernel, grid, estimate(_work(kernel, grid, shape, device), costs)))
 
 
 def _unfit(kernel: OwnKernel, shape: DecodeShape, device: DeviceFacts) -> str:
@@ -229,7 +230,8 @@ def _resident(kernel: OwnKernel, device: DeviceFacts) -> int:
     return max(1, min(by_shared, _trait(kernel, "ctas_per_multiprocessor")))
 
 
-def _reason(kernel: OwnKernel, grid: Grid, time: Estimate, shape: DecodeShape, device: DeviceFacts) -> str:
+def _reason(fit: Fit, shape: DecodeShape, device: DeviceFacts) -> str:
+    kernel, grid = fit.kernel, fit.grid
     built = f"built for {kernel.architecture}" + ("" if kernel.status == MEASURED else f", {kernel.status}")
     tokens = f"{'up to ' if shape.ragged else ''}{_count(shape.q_len, 'query token')}"
     keys = f"{_trait(kernel, 'tile_tokens')} keys" + (" in the window" if shape.kv_tokens < shape.max_seq_len else "")
@@ -240,7 +242,7 @@ def _reason(kernel: OwnKernel, grid: Grid, time: Estimate, shape: DecodeShape, d
         f"at most {_count(grid.tiles, 'tile')} of {keys} over {_count(grid.ctas, 'CTA')} "
         f"({grid.resident} on each of {device.multiprocessors} multiprocessors), "
         f"{_count(grid.heads_together, 'KV head')} side by side{splits}; "
-        f"about {time.microseconds:.1f} us, limited by {time.limit}"
+        f"about {fit.estimate.microseconds:.1f} us, limited by {fit.estimate.limit}"
     )
 
 
@@ -259,9 +261,8 @@ def _refusal(candidates: tuple[Candidate, ...], shape: DecodeShape, device: Devi
     can = "; ".join(f"{dtype} with head_dim {', '.join(map(str, sorted(dims)))}" for dtype, dims in sizes.items())
     if shape.head_dim not in sizes.get(shape.dtype, ()):
         return f"{asked}: its kernels take {can}"
-    close = [
-        c for c in here if (c.kernel.traits["dtype"], c.kernel.traits["head_dim"]) == (shape.dtype, shape.head_dim)
-    ]
+    asked_for = (shape.dtype, shape.head_dim)
+    close = [c for c in here if (c.kernel.traits["dtype"], c.kernel.traits["head_dim"]) == asked_for]
     return f"{asked}: " + "; ".join(f"{c.kernel.name}: {c.unfit}" for c in close)
 
 
