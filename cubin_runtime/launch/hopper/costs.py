@@ -4,8 +4,8 @@
 
 ``DRAM`` reads every key and value once; ``L2`` brings them to the multiprocessors once a row tile; ``tiles`` is
 the computing of the CTA with the most tiles, which runs alone however many CTAs share its multiprocessor; ``merge``
-grows with the parts that a pair was cut into. To calibrate, time the cases of a benchmark, compare with
-``Estimate``'s terms, and change the constants of the GPU below; ``select_decode(..., costs=...)`` tries others.
+grows with the parts that a pair was cut into. To calibrate, time cases that one term decides, compare with the terms
+of ``Estimate`` and change the GPU's constants below; ``select_decode(..., costs=restated(H200, {...}))`` tries others.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from types import MappingProxyType
+from typing import Any
 
 from ...errors import UsageError
 
@@ -133,10 +134,27 @@ def costs_of(device_name: str) -> Costs:
     return next((costs for costs in KNOWN if costs.gpu in device_name), OTHER)
 
 
-def stated(costs: Costs) -> tuple[tuple[str, object], ...]:
-    """Every constant as (name, value), for people and for JSON."""
-    plain = [(f.name, getattr(costs, f.name)) for f in fields(costs) if f.name != "tiles"]
-    return (*plain, *((f"tile_us, {t.rows} rows, {8 * t.item_bytes}-bit KV", t.us) for t in costs.tiles))
+def stated(costs: Costs) -> dict[str, float]:
+    """Every constant by name, for people and for JSON; a tile's is ``tile_us_16bit_rows8``."""
+    plain = {f.name: getattr(costs, f.name) for f in fields(costs) if f.name not in ("gpu", "tiles")}
+    return plain | {_tile_name(tile): tile.us for tile in costs.tiles}
+
+
+def restated(costs: Costs, constants: Mapping[str, float]) -> Costs:
+    """``costs`` with other values for some of the constants that ``stated`` names.
+
+    Raises:
+        UsageError: a name is unknown, or a value is not above 0, or a count is not whole.
+    """
+    known = stated(costs)
+    for name, value in constants.items():
+        if name not in known:
+            raise UsageError(f"constant {name!r}: expected one of {', '.join(known)}")
+        if not value > 0 or (isinstance(known[name], int) and not isinstance(value, int)):
+            raise UsageError(f"{name}={value}: expected {type(known[name]).__name__} above 0")
+    tiles = tuple(replace(tile, us=constants.get(_tile_name(tile), tile.us)) for tile in costs.tiles)
+    plain: dict[str, Any] = {f.name: constants[f.name] for f in fields(costs) if f.name in constants}
+    return replace(costs, tiles=tiles, **plain)
 
 
 def estimate(work: Work, costs: Costs) -> Estimate:
@@ -150,6 +168,10 @@ def estimate(work: Work, costs: Costs) -> Estimate:
         tiles_us=work.tiles_per_cta * tile,
         merge_us=costs.merge_us * -(-work.parts // costs.merge_parts) if work.parts > 1 else 0.0,
     )
+
+
+def _tile_name(tile: TileCost) -> str:
+    return f"tile_us_{8 * tile.item_bytes}bit_rows{tile.rows}"
 
 
 def _between(known: list[tuple[int, float]], at: int) -> float:

@@ -211,7 +211,7 @@ def _work(kernel: OwnKernel, grid: Grid, shape: DecodeShape, device: DeviceFacts
         rows=_trait(kernel, "rows"),
         head_dim=shape.head_dim,
         tile_tokens=_trait(kernel, "tile_tokens"),
-        row_tiles=pairs / (shape.batch * shape.kv_heads),
+        row_tiles=pairs / (max(1, shape.batch) * shape.kv_heads),
         tiles_per_cta=tiles_per_cta,
         parts=parts,
         multiprocessors=device.multiprocessors,
