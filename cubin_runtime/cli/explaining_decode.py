@@ -23,6 +23,7 @@ QUERY_DTYPES: Mapping[str, tuple[str, ...]] = {"bf16": ("bf16",), "fp16": ("fp16
 OUT_DTYPES = ("bf16", "fp16", "e4m3")
 MAX_Q_LEN = 16
 DEFAULT_SM = 90
+THEIR_SMS = (100, 103)
 # Options of the verb, by the names of its parameters: of this backend alone, and of the other alone.
 OURS = frozenset({"batch_invariant", "tokens", "gpu"})
 THEIRS = frozenset(
@@ -115,15 +116,17 @@ def takes(context: typer.Context, backend: str, sm: int | None) -> bool:
 
     Raises:
         UsageError: the backend is unknown, or an option of the other one was given.
+        BackendError: ``auto`` takes none on this GPU.
     """
-    from ..attention.backends import HOPPER, TABLE
+    from ..attention.backends import AUTO, HOPPER, resolve_backend
+    from ..launch.hopper.described import describe_device
 
     if backend not in BACKENDS:
         raise UsageError(f"--backend {backend!r}: expected one of {', '.join(BACKENDS)}")
     given = {name for name in context.params if _is_given(context, name)}
     ours = backend == HOPPER
-    if backend == "auto" and sm is not None and not given & {"case", "cases"}:
-        ours = divmod(sm, 10) in TABLE["paged_decode"][HOPPER].automatic
+    if backend == AUTO and sm is not None and not given & {"case", "cases"}:
+        ours = sm not in THEIR_SMS and resolve_backend("paged_decode", AUTO, describe_device(sm)) == HOPPER
     for name in sorted(given & (THEIRS if ours else OURS)):
         words, other = ("hopper", "trtllm-gen") if ours else ("trtllm-gen", "hopper")
         raise UsageError(f"{_flag(context, name)}: not an option of --backend {words}, only of {other}")

@@ -41,7 +41,8 @@ class Costs:
     """The constants of one GPU: times in microseconds, rates in TB/s.
 
     ``l2_tb_per_s`` is what 132 multiprocessors draw; fewer draw less. ``merge_us`` is for up to ``merge_parts``
-    parts. Of the grid: below ``tiles_for_full_residency`` tiles a multiprocessor one CTA with all the loads in
+    parts, more take it in proportion. ``equal_within`` is the share by which predictions differ without meaning
+    anything. Of the grid: below ``tiles_for_full_residency`` tiles a multiprocessor one CTA with all the loads in
     flight beats two; CTAs next to each other read up to ``heads_together`` KV heads side by side, if at most one
     CTA in ``idle_share`` idles for it.
     """
@@ -53,6 +54,7 @@ class Costs:
     l2_tb_per_s: float
     merge_us: float
     merge_parts: int
+    equal_within: float
     tiles_for_full_residency: int
     heads_together: int
     idle_share: int
@@ -102,8 +104,9 @@ class Estimate:
 
     @property
     def limit(self) -> str:
-        """The term that is the largest of those that run side by side."""
+        """What most of the time goes to."""
         terms = {"DRAM reads": self.dram_us, "L2 reads": self.l2_us, "computing": self.tiles_us}
+        terms["latency"] = self.fixed_us + self.merge_us
         return max(terms, key=lambda name: terms[name])
 
 
@@ -116,6 +119,7 @@ H200 = Costs(
     l2_tb_per_s=5.5,
     merge_us=2.6,
     merge_parts=16,
+    equal_within=0.02,
     tiles_for_full_residency=200,
     heads_together=8,
     idle_share=32,
@@ -166,7 +170,7 @@ def estimate(work: Work, costs: Costs) -> Estimate:
         dram_us=work.kv_bytes / (costs.read_tb_per_s * _BYTES_PER_US),
         l2_us=work.kv_bytes * work.row_tiles / (l2 * _BYTES_PER_US),
         tiles_us=work.tiles_per_cta * tile,
-        merge_us=costs.merge_us * -(-work.parts // costs.merge_parts) if work.parts > 1 else 0.0,
+        merge_us=costs.merge_us * max(1.0, work.parts / costs.merge_parts) if work.parts > 1 else 0.0,
     )
 
 

@@ -115,7 +115,9 @@ class DecodeSelection:
 def select_decode(
     kernels: Iterable[OwnKernel], shape: DecodeShape, device: DeviceFacts, costs: Costs | None = None
 ) -> DecodeSelection:
-    """The kernel with the least predicted time; of equals, that with the least padding, then the closest to the device.
+    """The kernel with the least predicted time; of equals, the one with the least padding.
+
+    Of those, the one with the fewest row tiles, and then the one built closest to the device.
 
     Args:
         kernels: of a release, of any operation.
@@ -128,9 +130,11 @@ def select_decode(
     """
     constants = costs or costs_of(device.name)
     candidates = tuple(_look_at(k, shape, device, constants) for k in kernels if k.operation == OPERATION)
-    best = min((c.fit for c in candidates if c.fit), key=lambda fit: _order(fit, shape), default=None)
-    if best is None:
+    fits = [c.fit for c in candidates if c.fit]
+    if not fits:
         raise UsageError(_refusal(candidates, shape, device))
+    limit = min(fit.estimate.microseconds for fit in fits) * (1 + constants.equal_within)
+    best = min((f for f in fits if f.estimate.microseconds <= limit), key=lambda fit: _order(fit, shape))
     return DecodeSelection(
         kernel=best.kernel,
         ctas=best.grid.ctas,
@@ -143,10 +147,11 @@ def select_decode(
     )
 
 
-def _order(fit: Fit, shape: DecodeShape) -> tuple[float, int, int, bool, str]:
+def _order(fit: Fit, shape: DecodeShape) -> tuple[int, int, int, bool, float, str]:
     padding = fit.grid.row_tiles * _trait(fit.kernel, "rows") - shape.rows
     target = fit.kernel.architecture
-    return fit.estimate.microseconds, padding, -target.number, target.suffix != "a", fit.kernel.name
+    closeness = (-target.number, target.suffix != "a")
+    return padding, fit.grid.row_tiles, *closeness, fit.estimate.microseconds, fit.kernel.name
 
 
 def _look_at(kernel: OwnKernel, shape: DecodeShape, device: DeviceFacts, costs: Costs) -> Candidate:
@@ -203,7 +208,8 @@ def _work(kernel: OwnKernel, grid: Grid, shape: DecodeShape, device: DeviceFacts
         parts = min(shape.splits, pair_tiles)
         tiles_per_cta = -(-pairs * parts // grid.ctas) * -(-pair_tiles // parts)
     else:
-        parts = min(pair_tiles, _parts_of_line(pairs, grid.ctas))
+        # Lengths differ, so that the cuts of the line do not fall on the ends of pairs.
+        parts = min(pair_tiles, -(-grid.ctas // pairs) + 1)
         tiles_per_cta = -(-grid.tiles // grid.ctas)
     return Work(
         kv_bytes=2 * shape.batch * shape.kv_heads * shape.kv_tokens * shape.head_dim * item_bytes,
@@ -218,13 +224,6 @@ def _work(kernel: OwnKernel, grid: Grid, shape: DecodeShape, device: DeviceFacts
     )
 
 
-def _parts_of_line(pairs: int, ctas: int) -> int:
-    """Parts of a pair at most, where equal pairs lie in a line that is cut into equal shares."""
-    if pairs % ctas == 0 or ctas % pairs == 0:
-        return max(1, ctas // pairs)
-    return -(-ctas // pairs) + 1
-
-
 def _resident(kernel: OwnKernel, device: DeviceFacts) -> int:
     by_shared = device.shared_bytes_per_multiprocessor // (kernel.dynamic_shared_bytes + _RESERVED_SHARED_BYTES)
     return max(1, min(by_shared, _trait(kernel, "ctas_per_multiprocessor")))
@@ -232,7 +231,7 @@ def _resident(kernel: OwnKernel, device: DeviceFacts) -> int:
 
 def _reason(fit: Fit, shape: DecodeShape, device: DeviceFacts) -> str:
     kernel, grid = fit.kernel, fit.grid
-    built = f"built for {kernel.architecture}" + ("" if kernel.status == MEASURED else f", {kernel.status}")
+    built = f"built for {kernel.architecture}" + ("" if kernel.status == MEASURED else f" ({kernel.status})")
     tokens = f"{'up to ' if shape.ragged else ''}{_count(shape.q_len, 'query token')}"
     keys = f"{_trait(kernel, 'tile_tokens')} keys" + (" in the window" if shape.kv_tokens < shape.max_seq_len else "")
     splits = f"; {shape.splits} splits from {_count(shape.kv_heads, 'KV head')} alone" if shape.splits else ""
