@@ -119,6 +119,7 @@ def explain(
             heads_q=heads_q,
             heads_kv=heads_kv,
             head_dim=head_dim,
+            page=page,
             dtype_q=dtype_q,
             dtype_kv=dtype_kv,
             dtype_out=dtype_out,

@@ -22,6 +22,8 @@ BACKENDS = ("auto", "hopper", "trtllm-gen")
 QUERY_DTYPES: Mapping[str, tuple[str, ...]] = {"bf16": ("bf16",), "fp16": ("fp16",), "e4m3": ("bf16", "fp16", "e4m3")}
 OUT_DTYPES = ("bf16", "fp16", "e4m3")
 MAX_Q_LEN = 16
+MAX_GROUP = 32
+PAGES = (16, 32, 64, 128, 256)
 DEFAULT_SM = 90
 THEIR_SMS = (100, 103)
 # Options of the verb, by the names of its parameters: of this backend alone, and of the other alone.
@@ -48,6 +50,7 @@ class Asked:
     heads_q: int
     heads_kv: int
     head_dim: int
+    page: int
     dtype_q: str | None
     dtype_kv: str
     dtype_out: str | None
@@ -69,6 +72,10 @@ class Asked:
                 raise UsageError(f"{flag} {value}: expected 1 to {most}")
         if self.heads_q % self.heads_kv:
             raise UsageError(f"--heads-q {self.heads_q}: expected a multiple of --heads-kv {self.heads_kv}")
+        if self.heads_q > MAX_GROUP * self.heads_kv:
+            raise UsageError(f"--heads-q {self.heads_q}: expected at most {MAX_GROUP} for each of --heads-kv")
+        if self.page not in PAGES:
+            raise UsageError(f"--page {self.page}: expected one of {', '.join(map(str, PAGES))}")
         if self.window < 0:
             raise UsageError(f"--window {self.window}: expected at least 0")
         if self.tokens is not None and not 0 <= self.tokens <= self.batch * self.q_len:

@@ -154,6 +154,8 @@ def test_a_count_of_tokens_means_ragged_requests(capsys: pytest.CaptureFixture[s
         (["--sm", "90", "--q-len", "17"], "--q-len 17: expected 1 to 16"),
         (["--sm", "90", "--batch", "0"], "--batch 0: expected 1 to"),
         (["--sm", "90", "--heads-q", "12"], "--heads-q 12: expected a multiple of --heads-kv 8"),
+        (["--sm", "90", "--heads-q", "264"], "--heads-q 264: expected at most 32 for each of --heads-kv"),
+        (["--sm", "90", "--page", "48"], "--page 48: expected one of 16, 32, 64, 128, 256"),
         (["--sm", "90", "--window", "-1"], "--window -1: expected at least 0"),
         (["--sm", "90", "--tokens", "2"], "--tokens 2: expected 0 to batch x q_len, 1"),
         (["--sm", "90", "--dtype-kv", "int8"], "--dtype-kv 'int8': expected one of bf16, fp16, e4m3"),
