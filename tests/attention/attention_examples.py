@@ -19,7 +19,7 @@ H200 = DeviceFacts(0, "H200", (9, 0), 132, 232448, 233472, 60 << 20, 13000)
 
 
 def build_release(folder: Path, names: str = "fmha_paged_decode_bf16_d128_rows*_sm90a") -> tuple[Path, Path]:
-    """Build kernels (bf16 decode of head dim 128 for sm_90a) as ``hopper-test`` and write the pin file that trusts them."""
+    """Build kernels (by default some for bf16) as ``hopper-test`` and write the pin file that trusts them."""
     import hashlib
 
     build(
@@ -46,6 +46,10 @@ def build_release(folder: Path, names: str = "fmha_paged_decode_bf16_d128_rows*_
 _contiguous = TensorView.contiguous
 
 
+def _like(shape: tuple[int, ...]) -> dict[str, Any]:
+    return {"shape": shape, "strides": _contiguous(0, "int8", shape).strides}
+
+
 @dataclass(frozen=True)
 class Tensors:
     """The tensors of a decode of batch 4, 64 query heads over 8 KV heads, 100 pages of 64 tokens, NHD."""
@@ -66,6 +70,24 @@ class Tensors:
     def changed(self, name: str, **changes: Any) -> Tensors:
         """With one tensor changed."""
         return replace(self, **{name: replace(getattr(self, name), **changes)})
+
+    def draft(self, q_len: int, **more: TensorView | None) -> Tensors:
+        """With ``q_len`` query tokens a request."""
+        q, out = (replace(view, **_like((4, q_len, *view.shape[1:]))) for view in (self.q, self.out))
+        return replace(self, q=q, out=out, **more)
+
+    def ragged(self, tokens: int, **more: TensorView | None) -> Tensors:
+        """With ``tokens`` query tokens over the four requests."""
+        q, out = (replace(view, **_like((tokens, *view.shape[1:]))) for view in (self.q, self.out))
+        return replace(self, q=q, out=out, **{"q_cu_seq_lens": _contiguous(0x7F0000005000, "int32", (5,)), **more})
+
+    def of_dtypes(self, kv: str, q: str, out: str, head_dim: int = 128) -> Tensors:
+        """With caches, q and out of these dtypes and this head dimension."""
+        shapes = {name: (*getattr(self, name).shape[:-1], head_dim) for name in ("q", "k_cache", "v_cache", "out")}
+        dtypes = {"q": q, "k_cache": kv, "v_cache": kv, "out": out}
+        return replace(
+            self, **{name: replace(getattr(self, name), dtype=dtypes[name], **_like(shapes[name])) for name in shapes}
+        )
 
     @property
     def positional(self) -> tuple[TensorView | None, ...]:
