@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from attention_examples import RELEASE_NAME, build_release
+from attention_examples import RELEASE_NAME, build_release, describe_release
+from decode_kernels import HOPPER
 from standin_build import StandIn
 
 from cubin_runtime import Config
@@ -18,6 +19,20 @@ from cubin_runtime.launch.driver import Driver
 def release(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A tree with the sm_90a kernels, and the pin file that trusts it."""
     return build_release(tmp_path_factory.mktemp("release"))
+
+
+@pytest.fixture(scope="session")
+def described(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A tree that says to have sm_90a kernels for all dtypes and head dimensions, and its pin file."""
+    return describe_release(tmp_path_factory.mktemp("described"), HOPPER)
+
+
+@pytest.fixture
+def planner(described: tuple[Path, Path], tmp_path: Path) -> Runtime:
+    """A runtime that plans with all kernels for a described device and has no driver."""
+    tree, pins = described
+    config = Config(store=tmp_path / "store", sources=(str(tree),), pin_files=(pins,), offline=True)
+    return Runtime(config, driver=Driver("/nonexistent/libcuda.so.1"), release=RELEASE_NAME)
 
 
 @pytest.fixture
