@@ -319,11 +319,11 @@ def _longest(runtime: Runtime, q: Any, q_cu_seq_lens: Any) -> int:
     bounds = runtime.memory.to_host(q_cu_seq_lens)
     tokens = q.shape[0]
     if not bounds or bounds[0] != 0 or bounds[-1] != tokens:
-        raise UsageError(f"q_cu_seq_lens: from {bounds[:1]} to {bounds[-1:]}, expected from 0 to q's {tokens} tokens")
-    counts = [after - before for before, after in pairwise(bounds)]
-    if min(counts, default=0) < 0:
-        raise UsageError("q_cu_seq_lens: decreases, expected each request's tokens after those of the one before")
-    longest = max(counts, default=0)
-    if longest > MAX_Q_LEN:
-        raise UsageError(f"q_cu_seq_lens: a request of {longest} query tokens, expected at most {MAX_Q_LEN}")
-    return max(1, longest)
+        came = f"from {bounds[0]} to {bounds[-1]}" if bounds else "empty"
+        raise UsageError(f"q_cu_seq_lens: {came}, expected from 0 to q's {tokens} tokens")
+    for before, after in pairwise(bounds):
+        if after < before:
+            raise UsageError(f"q_cu_seq_lens: {before} is followed by {after}, expected none to decrease")
+        if after - before > MAX_Q_LEN:
+            raise UsageError(f"q_cu_seq_lens: a request of {after - before} query tokens, expected at most {MAX_Q_LEN}")
+    return max((after - before for before, after in pairwise(bounds)), default=0) or 1

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+from cubin_runtime.artifacts.own_kernels import OwnKernel
 from cubin_runtime.attention import TensorView
 from cubin_runtime.launch.driver import DeviceFacts
 from cubin_runtime.launch.hopper.params import LAYOUTS
@@ -19,8 +23,8 @@ RELEASE_NAME = "hopper-test"
 H200 = DeviceFacts(0, "H200", (9, 0), 132, 232448, 233472, 60 << 20, 13000)
 
 
-def build_release(folder: Path, names: str = "fmha_*_sm90a") -> tuple[Path, Path]:
-    """Build kernels (decode for sm_90a) as ``hopper-test`` and write the pin file that trusts them."""
+def build_release(folder: Path, names: str = "fmha_paged_decode_bf16_d128_rows*_sm90a") -> tuple[Path, Path]:
+    """Build kernels (by default some for bf16) as ``hopper-test`` and write the pin file that trusts them."""
     build(
         folder / "tree",
         select(VARIANTS, names),
@@ -29,6 +33,20 @@ def build_release(folder: Path, names: str = "fmha_*_sm90a") -> tuple[Path, Path
         release=RELEASE_NAME,
         jobs=os.cpu_count() or 1,
     )
+    return folder / "tree", pin_release(folder)
+
+
+def describe_release(folder: Path, kernels: Iterable[OwnKernel]) -> tuple[Path, Path]:
+    """A release that says to have ``kernels``, whose files are empty: it can be planned with, not run."""
+    release = folder / "tree" / RELEASE_NAME
+    (release / "fmha").mkdir(parents=True)
+    rows = [{**asdict(kernel), "traits": dict(kernel.traits)} for kernel in kernels]
+    (release / "kernels.json").write_text(json.dumps({"schema": 1, "release": RELEASE_NAME, "kernels": rows}))
+    for row in rows:
+        (release / row["file"]).write_bytes(b"")
+    names = ["kernels.json", *sorted(row["file"] for row in rows)]
+    lines = [f"{hashlib.sha256((release / name).read_bytes()).hexdigest()}  {name}\n" for name in names]
+    (release / "checksums.txt").write_text("".join(lines))
     return folder / "tree", pin_release(folder)
 
 
@@ -47,7 +65,30 @@ def pin_release(folder: Path) -> Path:
     return pins
 
 
+class TorchLike:
+    """A view that looks like a CUDA tensor of torch, as far as operators ask."""
+
+    def __init__(self, view: TensorView) -> None:
+        self._view = view
+        self.dtype = f"torch.{view.dtype}"
+        self.shape = view.shape
+        self.device = SimpleNamespace(type="cuda", index=view.device)
+
+    def stride(self) -> tuple[int, ...]:
+        return self._view.strides
+
+    def get_device(self) -> int:
+        return self._view.device
+
+    def data_ptr(self) -> int:
+        return self._view.pointer
+
+
 _contiguous = TensorView.contiguous
+
+
+def _like(shape: tuple[int, ...]) -> dict[str, Any]:
+    return {"shape": shape, "strides": _contiguous(0, "int8", shape).strides}
 
 
 @dataclass(frozen=True)
@@ -70,6 +111,29 @@ class Tensors:
     def changed(self, name: str, **changes: Any) -> Tensors:
         """With one tensor changed."""
         return replace(self, **{name: replace(getattr(self, name), **changes)})
+
+    def draft(self, q_len: int, **more: TensorView | None) -> Tensors:
+        """With ``q_len`` query tokens a request."""
+        q, out = (replace(view, **_like((4, q_len, *view.shape[1:]))) for view in (self.q, self.out))
+        return replace(self, q=q, out=out, **more)
+
+    def ragged(self, tokens: int, **more: TensorView | None) -> Tensors:
+        """With ``tokens`` query tokens over the four requests."""
+        q, out = (replace(view, **_like((tokens, *view.shape[1:]))) for view in (self.q, self.out))
+        return replace(self, q=q, out=out, **{"q_cu_seq_lens": _contiguous(0x7F0000005000, "int32", (5,)), **more})
+
+    def of_dtypes(self, kv: str, q: str, out: str, head_dim: int = 128) -> Tensors:
+        """With caches, q and out of these dtypes and this head dimension."""
+        shapes = {name: (*getattr(self, name).shape[:-1], head_dim) for name in ("q", "k_cache", "v_cache", "out")}
+        dtypes = {"q": q, "k_cache": kv, "v_cache": kv, "out": out}
+        return replace(
+            self, **{name: replace(getattr(self, name), dtype=dtypes[name], **_like(shapes[name])) for name in shapes}
+        )
+
+    def as_torch(self) -> Tensors:
+        """The same, each looking like a tensor of torch."""
+        there = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
+        return replace(self, **{name: TorchLike(tensor) for name, tensor in there.items()})
 
     @property
     def positional(self) -> tuple[TensorView | None, ...]:
