@@ -1,0 +1,70 @@
+"""Paged decode in torch, as text of the definitions that a recorder writes; nothing here imports it."""
+
+import math
+
+import torch
+
+
+def decode(  # type: ignore[no-untyped-def]
+    q,
+    k_cache,
+    v_cache,
+    page_table,
+    seq_lens,
+    softmax_scale,
+    output_scale,
+    window_left,
+    out_dtype,
+    with_lse,
+    q_cu_seq_lens=None,
+    mask=None,
+    sinks=None,
+    softmax_scale_device=None,
+    output_scale_device=None,
+    **bounds,
+):
+    heads, head_dim = q.shape[-2:]
+    page_size, kv_heads = k_cache.shape[1:3]
+    queries = q.reshape(-1, heads, head_dim).double()
+    tokens, batch = queries.shape[0], len(seq_lens)
+    begins = [b * tokens // batch for b in range(batch + 1)] if q_cu_seq_lens is None else q_cu_seq_lens.tolist()
+    words = None if mask is None else mask.reshape(tokens, -1).tolist()
+    logits = None if sinks is None else sinks.reshape(heads, 1).double()
+    if softmax_scale_device is not None:
+        softmax_scale = softmax_scale * softmax_scale_device.item()
+    if output_scale_device is not None:
+        output_scale = output_scale * output_scale_device.item()
+    out = torch.zeros(tokens, heads, head_dim, dtype=torch.float64, device=q.device)
+    lse = torch.full((tokens, heads), -math.inf, dtype=torch.float64, device=q.device)
+    for b, length in enumerate(seq_lens.tolist()):
+        begin, rows = begins[b], begins[b + 1] - begins[b]
+        prefix = length - rows  # keys in front of the query tokens; below 0, that many tokens have no key
+        pages = page_table[b, : -(-length // page_size)].long()
+        keys = k_cache[pages].reshape(-1, kv_heads, head_dim)[:length].double()
+        values = v_cache[pages].reshape(-1, kv_heads, head_dim)[:length].double()
+        keys = keys.repeat_interleave(heads // kv_heads, dim=1)
+        values = values.repeat_interleave(heads // kv_heads, dim=1)
+        for row in range(rows):
+            seen = [True] * max(prefix, 0)
+            if words is None:
+                word = (2 << row) - 1
+            else:
+                halves = words[begin + row]
+                size = 32 // len(halves)
+                word = sum((half % (1 << size)) << (size * i) for i, half in enumerate(halves))
+            bits = [bool(word >> j & 1) for j in range(rows)]
+            seen += bits[max(-prefix, 0) :]
+            earliest = prefix + sum(bits) - 1 - window_left if window_left >= 0 else 0
+            visible = [row >= -prefix and sees and key >= earliest for key, sees in enumerate(seen)]
+            visible = torch.tensor(visible, dtype=torch.bool, device=q.device)
+            scores = torch.einsum("hd,khd->hk", queries[begin + row], keys[visible]) * softmax_scale
+            if logits is not None:
+                scores = torch.cat([scores, logits], dim=1)
+            if scores.shape[1]:
+                lse[begin + row] = torch.logsumexp(scores, dim=1) / math.log(2)
+                weights = torch.softmax(scores, dim=1)[:, : int(visible.sum())]
+                out[begin + row] = torch.einsum("hk,khd->hd", weights, values[visible]) * output_scale
+    if out_dtype == torch.float8_e4m3fn:
+        out = out.clamp(-448, 448)
+    out = out.reshape(q.shape).to(out_dtype)
+    return (out, lse.reshape(q.shape[:-1]).float()) if with_lse else out

@@ -1,0 +1,96 @@
+"""The recorder: files of definitions and workloads, each distinct one written once."""
+
+from __future__ import annotations
+
+import json
+import threading
+import uuid
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from .schema import Scalar, TracedCall
+
+_NAMESPACE = uuid.UUID("6f1f3c0a-5f0e-5b6e-9a37-2b1d6a0f4c11")
+_lock = threading.Lock()
+_recorders: tuple[Recorder, ...] = ()
+
+
+class Recorder:
+    """Writes the calls of all threads, while it is entered, below one folder (a trace set of flashinfer-bench).
+
+    ``definitions/OP_TYPE/NAME.json`` says what an operator is: axes, tensors, constraints, a reference in torch.
+    ``workloads/OP_TYPE/NAME.jsonl`` has a line for each distinct call: its sizes and numbers. Contents of tensors are
+    neither read nor written, so nothing waits for the device and a call may be recorded while a stream captures.
+    What the folder has already is kept and not written again.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._lock = threading.Lock()
+        self._known: dict[Path, set[str]] = {}
+
+    def __enter__(self) -> Recorder:
+        global _recorders
+        with _lock:
+            _recorders = (*_recorders, self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        global _recorders
+        with _lock:
+            _recorders = tuple(recorder for recorder in _recorders if recorder is not self)
+
+    def add(self, call: TracedCall) -> None:
+        """Write the definition and the workload of ``call`` unless they are there.
+
+        Raises:
+            UsageError: tensors of the call disagree about an axis.
+            OSError: the folder cannot be written.
+        """
+        definition = call.definition()
+        name = definition["name"]
+        workload = _workload(call)
+        number = str(uuid.uuid5(_NAMESPACE, json.dumps([name, workload])))
+        line = {"definition": name, "workload": {**workload, "uuid": number}, "solution": None, "evaluation": None}
+        described = self.folder / "definitions" / call.op_type / f"{name}.json"
+        lines = self.folder / "workloads" / call.op_type / f"{name}.jsonl"
+        with self._lock:
+            known = self._known.get(lines)
+            if known is None:
+                known = self._known[lines] = _numbers_in(lines)
+                described.parent.mkdir(parents=True, exist_ok=True)
+                described.write_text(json.dumps(definition, indent=2) + "\n")
+            if number in known:
+                return
+            lines.parent.mkdir(parents=True, exist_ok=True)
+            with lines.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            known.add(number)
+
+
+def active() -> bool:
+    """Whether any recorder is entered."""
+    return bool(_recorders)
+
+
+def record(call: TracedCall) -> None:
+    """Give ``call`` to every recorder that is entered; errors as ``Recorder.add``."""
+    for recorder in _recorders:
+        recorder.add(call)
+
+
+def _workload(call: TracedCall) -> dict[str, Any]:
+    inputs = {
+        part.name: {"type": "scalar", "value": part.value} if isinstance(part, Scalar) else {"type": "random"}
+        for part in call.inputs
+    }
+    return {"axes": call.variable_axes(), "inputs": inputs}
+
+
+def _numbers_in(lines: Path) -> set[str]:
+    if not lines.exists():
+        return set()
+    return {json.loads(line)["workload"]["uuid"] for line in lines.read_text().splitlines() if line}
