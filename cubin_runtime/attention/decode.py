@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from math import prod
 from typing import Any
 
 from ..errors import UsageError
@@ -17,7 +18,7 @@ from .decode_checks import MAX_Q_LEN, DecodeOptions, check_decode, integer
 from .decode_plan import PagedDecodePlan
 from .decode_tensors import DecodeTensors, decode_tensors, forms_of, split_scale, token_stride
 from .runtime import Runtime, default_runtime
-from .views import DTYPE_NAMES
+from .views import DTYPE_NAMES, view_of
 
 __all__ = ["PagedDecodePlan", "paged_decode", "plan_paged_decode"]
 
@@ -55,20 +56,8 @@ def plan_paged_decode(
     """
     softmax_number, softmax_tensor = split_scale(softmax_scale, "softmax_scale")
     output_number, output_tensor = split_scale(output_scale, "output_scale")
-    given = (
-        q,
-        k_cache,
-        v_cache,
-        page_table,
-        seq_lens,
-        out,
-        lse,
-        q_cu_seq_lens,
-        mask,
-        sinks,
-        softmax_tensor,
-        output_tensor,
-    )
+    optional = (lse, q_cu_seq_lens, mask, sinks, softmax_tensor, output_tensor)
+    given = (q, k_cache, v_cache, page_table, seq_lens, out, *optional)
     tensors = decode_tensors(given, kv_layout)
     options = DecodeOptions(
         max_seq_len=max_seq_len,
@@ -179,40 +168,19 @@ def paged_decode(
         max_q_len = _longest(rt, q, q_cu_seq_lens)
     softmax_number, softmax_tensor = split_scale(softmax_scale, "softmax_scale")
     output_number, output_tensor = split_scale(output_scale, "output_scale")
-    scale = _softmax_number(softmax_number, softmax_tensor, q)
-    factor = 1.0 if output_number is None else output_number
-    given = (
-        q,
-        k_cache,
-        v_cache,
-        page_table,
-        seq_lens,
-        out,
-        lse,
-        q_cu_seq_lens,
-        mask,
-        sinks,
-        softmax_tensor,
-        output_tensor,
-    )
+    optional = (lse, q_cu_seq_lens, mask, sinks, softmax_tensor, output_tensor)
+    given = (q, k_cache, v_cache, page_table, seq_lens, out, *optional)
     # Torch tensors are told apart by what they are; others by their views.
     tensors, form = None, forms_of(given)
     if form is None:
         tensors = decode_tensors(given, kv_layout)
         form = tensors.signature
+    scale = _softmax_number(softmax_number, softmax_tensor, tensors.q if tensors else q)
+    factor = 1.0 if output_number is None else output_number
     # Lengths grow step by step; powers of two keep one plan for long.
     bound = 1 << max(6, (integer("max_seq_len", max_seq_len) - 1).bit_length())
-    key = (
-        "paged_decode",
-        form,
-        bound,
-        kv_layout,
-        max_q_len,
-        window_left,
-        batch_invariant,
-        backend,
-        enable_pdl,
-    )
+    options = (kv_layout, max_q_len, window_left, batch_invariant, backend, enable_pdl)
+    key = ("paged_decode", form, bound, *options)
 
     def planned() -> PagedDecodePlan:
         views = tensors or decode_tensors(given, kv_layout)
@@ -299,13 +267,13 @@ def _softmax_number(number: float | None, tensor: Any, q: Any) -> float:
     if tensor is not None:
         return 1.0
     shape = getattr(q, "shape", ())
-    return 1 / math.sqrt(shape[-1]) if shape and shape[-1] else 1.0
+    return 1 / math.sqrt(shape[-1]) if shape and shape[-1] else 1.0  # the rules refuse what has no head_dim
 
 
 def _made_output(runtime: Runtime, q: Any) -> Any:
-    dtype = "bfloat16" if str(getattr(q, "dtype", "")).endswith("float8_e4m3fn") else None
+    like = view_of(q, "q")
     try:
-        return runtime.memory.empty(q, tuple(q.shape), dtype)
+        return runtime.memory.empty(q, like.shape, "bfloat16" if like.dtype == "float8_e4m3fn" else None)
     except UsageError as error:
         raise UsageError(f"out: None, expected a tensor ({error})") from error
 
@@ -317,7 +285,7 @@ def _longest(runtime: Runtime, q: Any, q_cu_seq_lens: Any) -> int:
         UsageError: q_cu_seq_lens is not what it should be, or a request has too many.
     """
     bounds = runtime.memory.to_host(q_cu_seq_lens)
-    tokens = q.shape[0]
+    tokens = prod(view_of(q, "q").shape[:-2])
     if not bounds or bounds[0] != 0 or bounds[-1] != tokens:
         came = f"from {bounds[0]} to {bounds[-1]}" if bounds else "empty"
         raise UsageError(f"q_cu_seq_lens: {came}, expected from 0 to q's {tokens} tokens")

@@ -158,20 +158,8 @@ class PagedDecodePlan:
         """
         softmax_number, softmax_tensor = split_scale(softmax_scale, "softmax_scale")
         output_number, output_tensor = split_scale(output_scale, "output_scale")
-        given = (
-            q,
-            k_cache,
-            v_cache,
-            page_table,
-            seq_lens,
-            out,
-            lse,
-            q_cu_seq_lens,
-            mask,
-            sinks,
-            softmax_tensor,
-            output_tensor,
-        )
+        optional = (lse, q_cu_seq_lens, mask, sinks, softmax_tensor, output_tensor)
+        given = (q, k_cache, v_cache, page_table, seq_lens, out, *optional)
         addresses = addresses_of(given, self._forms)
         if addresses is None:
             tensors = decode_tensors(given, self.kv_layout)

@@ -97,6 +97,14 @@ def test_what_is_wrong_is_named_with_and_without_a_plan(
     assert "cuLaunchKernelEx" not in standin.names()
 
 
+@pytest.mark.parametrize("name", ["q", "k_cache", "seq_lens"])
+@pytest.mark.parametrize("tensors", [GOOD, GOOD.as_torch()], ids=["views", "torch"])
+def test_a_tensor_that_is_missing_is_named(runtime: Runtime, tensors: Tensors, name: str) -> None:
+    runtime.memory = MadeUpMemory()
+    with pytest.raises(UsageError, match=f"{name}: got NoneType, expected a TensorView"):
+        call(runtime, replace(tensors, **{name: None}))
+
+
 def view(dtype: str, *shape: int) -> TensorView:
     return TensorView.contiguous(0x7F0000006000, dtype, shape)
 
