@@ -18,6 +18,8 @@ from .decode_checks import MAX_Q_LEN, DecodeOptions, check_decode, integer
 from .decode_plan import PagedDecodePlan
 from .decode_tensors import DecodeTensors, decode_tensors, forms_of, split_scale, token_stride
 from .runtime import Runtime, default_runtime
+from .tracing import record, recording
+from .tracing.decode import traced_decode
 from .views import DTYPE_NAMES, view_of
 
 __all__ = ["PagedDecodePlan", "paged_decode", "plan_paged_decode"]
@@ -201,6 +203,17 @@ def paged_decode(
     addresses = tensors.addresses if tensors else tuple([0 if t is None else t.data_ptr() for t in given])
     handle = stream_handle(stream)
     plan.step(addresses, workspace or plan.prepare(handle), handle, max_seq_len, scale, factor)
+    if recording():
+        traced = traced_decode(
+            tensors or decode_tensors(given, kv_layout),
+            max_seq_len=max_seq_len,
+            softmax_scale=scale,
+            output_scale=factor,
+            window_left=window_left,
+            max_q_len=max_q_len,
+            batch_invariant=batch_invariant,
+        )
+        record(traced)
     return out
 
 

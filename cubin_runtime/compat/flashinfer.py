@@ -1,12 +1,22 @@
 """FlashInfer's attention operators by its names, parameters and defaults, on our planner and launch path.
 
-Point a serving stack here instead of at ``flashinfer.decode``, ``.mla`` and ``.prefill``. What differs:
+Point a serving stack here instead of at ``flashinfer.decode``, ``.mla``, ``.prefill`` and ``.xqa``. What differs:
 
 - What the peer ignores without a word is an error here, and names the argument.
-- ``workspace_buffer`` may hold anything: only ``multi_ctas_kv_counter_buffer`` must be zero, and None makes one.
-  A workspace that is too small is an error with the bytes needed (the peer writes past it).
 - ``batch_invariant`` (keyword, last) keeps kernel, tile, operand order and split of a request independent of its
-  neighbours and of all bounds; that its bits then are too rests on the published kernels, which we have not run.
+  neighbours and of all bounds; that its bits then are too rests, for published kernels, on what we have not run.
+- A workspace that is too small is an error with the bytes needed (the peer writes past it).
+
+``xqa``, ``xqa_batch_decode_with_kv_cache`` and, on Hopper, ``trtllm_batch_decode_with_kv_cache`` run our own kernels:
+
+- Workspaces as the peer has them: semaphores (zero on first use, left so) and scratch.
+- More is possible: q_len up to 16 at every head dimension, groups to 32, pages to 256, masks of any pattern on every
+  path (None: causal), windows and sinks with drafts, ragged drafts, e4m3 queries, a log-sum-exp, any output dtype.
+- ``bmm2_scale`` and ``kv_scale`` count for 16-bit caches too, where the peer drops them from one side or both.
+
+The others, and decoding on SM100 and SM103, run the published kernels:
+
+- ``workspace_buffer`` may hold anything: only ``multi_ctas_kv_counter_buffer`` must be zero, and None makes one.
 - Kernels come from the published release, verified, fetched on first use (``cubin_runtime.attention.trtllm_gen``
   has ``preload`` and ``workspace_size``).
 

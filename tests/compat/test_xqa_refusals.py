@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -180,3 +181,21 @@ def test_ragged_tokens_need_no_multiple_of_the_batch(standin: StandIn, memory: M
     given = xqa_arguments(memory, q=q, output=replace(q), q_seq_len=4, q_cu_seq_lens=memory.tensor("int32", 5))
     flashinfer.xqa(**given)
     assert "cuLaunchKernelEx" in standin.names()
+
+
+@pytest.mark.parametrize(
+    ("operator", "arguments"),
+    [
+        (flashinfer.xqa, xqa_arguments),
+        (flashinfer.xqa_batch_decode_with_kv_cache, xqa_batch_arguments),
+        (flashinfer.trtllm_batch_decode_with_kv_cache, partial(trtllm_arguments, backend="xqa")),
+    ],
+)
+def test_kernels_that_were_not_run_come_with_one_warning(
+    standin: StandIn, memory: MadeUpMemory, hopper: Runtime, operator: Any, arguments: Any
+) -> None:
+    standin.pose_as(10, 0)
+    with pytest.warns(UserWarning, match="^paged_decode: backend 'hopper' was built") as seen:  # noqa: SIM117
+        with pytest.raises(UsageError, match="no decode kernel"):
+            operator(**arguments(memory))
+    assert len(seen) == 1

@@ -8,7 +8,7 @@
 Only what happens inside is recorded; outside nothing is written and a call costs one look at an empty tuple.
 """
 
-from .recorder import Recorder, active, record
+from .recorder import Recorder, record, recording
 from .schema import Constant, Scalar, Tensor, TracedCall
 
-__all__ = ["Constant", "Recorder", "Scalar", "Tensor", "TracedCall", "active", "record"]
+__all__ = ["Constant", "Recorder", "Scalar", "Tensor", "TracedCall", "record", "recording"]

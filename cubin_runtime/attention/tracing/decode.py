@@ -55,7 +55,7 @@ def traced_decode(
     if tensors.lse is not None:
         outputs.append(Tensor("lse", tensors.lse, (*tokens, Constant("q_heads")), "base 2"))
     form = "ragged" if tensors.ragged else "dense"
-    dtypes = "_".join(DTYPE_NAMES[view.dtype] for view in (q, tensors.k, tensors.out))
+    dtypes = "_".join(DTYPE_NAMES.get(view.dtype, view.dtype) for view in (q, tensors.k, tensors.out))
     return TracedCall(
         op_type=OP_TYPE,
         name=f"paged_decode_{form}_{dtypes}",

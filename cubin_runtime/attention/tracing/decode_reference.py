@@ -1,4 +1,4 @@
-"""Paged decode in torch, as text of the definitions that a recorder writes; nothing here imports it."""
+"""Decoding over pages in float64, request by request."""
 
 import math
 
@@ -23,6 +23,7 @@ def decode(  # type: ignore[no-untyped-def]
     output_scale_device=None,
     **bounds,
 ):
+    """Output, or output and log-sum-exp (base 2), of the arguments of ``run``."""
     heads, head_dim = q.shape[-2:]
     page_size, kv_heads = k_cache.shape[1:3]
     queries = q.reshape(-1, heads, head_dim).double()

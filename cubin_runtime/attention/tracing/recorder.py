@@ -62,7 +62,8 @@ class Recorder:
             if known is None:
                 known = self._known[lines] = _numbers_in(lines)
                 described.parent.mkdir(parents=True, exist_ok=True)
-                described.write_text(json.dumps(definition, indent=2) + "\n")
+                if not described.exists():
+                    described.write_text(json.dumps(definition, indent=2) + "\n")
             if number in known:
                 return
             lines.parent.mkdir(parents=True, exist_ok=True)
@@ -71,7 +72,7 @@ class Recorder:
             known.add(number)
 
 
-def active() -> bool:
+def recording() -> bool:
     """Whether any recorder is entered."""
     return bool(_recorders)
 
