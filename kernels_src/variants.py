@@ -194,10 +194,7 @@ def _decode_variants() -> tuple[Variant, ...]:
     ]
     # The conversion from e4m3 came with SM89.
     portable += [
-        _paged_decode(sm, "e4m3", shape)
-        for sm in _PORTABLE_SMS
-        if int(sm) >= 89
-        for shape in _PORTABLE_DECODE_8_BITS
+        _paged_decode(sm, "e4m3", shape) for sm in _PORTABLE_SMS if int(sm) >= 89 for shape in _PORTABLE_DECODE_8_BITS
     ]
     return (*hopper, *portable)
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+from cubin_runtime.artifacts.own_kernels import OwnKernel
 from cubin_runtime.attention import TensorView
 from cubin_runtime.launch.driver import DeviceFacts
 from cubin_runtime.launch.hopper.params import LAYOUTS
@@ -18,10 +23,8 @@ RELEASE_NAME = "hopper-test"
 H200 = DeviceFacts(0, "H200", (9, 0), 132, 232448, 233472, 60 << 20, 13000)
 
 
-def build_release(folder: Path, names: str = "fmha_*_sm90a") -> tuple[Path, Path]:
-    """Build kernels (decode for sm_90a) as ``hopper-test`` and write the pin file that trusts them."""
-    import hashlib
-
+def build_release(folder: Path, names: str = "fmha_paged_decode_bf16_d128_rows*_sm90a") -> tuple[Path, Path]:
+    """Build kernels (by default some for bf16) as ``hopper-test`` and write the pin file that trusts them."""
     build(
         folder / "tree",
         select(VARIANTS, names),
@@ -30,6 +33,24 @@ def build_release(folder: Path, names: str = "fmha_*_sm90a") -> tuple[Path, Path
         release=RELEASE_NAME,
         jobs=os.cpu_count() or 1,
     )
+    return folder / "tree", _pin(folder)
+
+
+def describe_release(folder: Path, kernels: Iterable[OwnKernel]) -> tuple[Path, Path]:
+    """A release that says to have ``kernels``, whose files are empty: it can be planned with, not run."""
+    release = folder / "tree" / RELEASE_NAME
+    (release / "fmha").mkdir(parents=True)
+    rows = [{**asdict(kernel), "traits": dict(kernel.traits)} for kernel in kernels]
+    (release / "kernels.json").write_text(json.dumps({"schema": 1, "release": RELEASE_NAME, "kernels": rows}))
+    for row in rows:
+        (release / row["file"]).write_bytes(b"")
+    names = ["kernels.json", *sorted(row["file"] for row in rows)]
+    lines = [f"{hashlib.sha256((release / name).read_bytes()).hexdigest()}  {name}\n" for name in names]
+    (release / "checksums.txt").write_text("".join(lines))
+    return folder / "tree", _pin(folder)
+
+
+def _pin(folder: Path) -> Path:
     release = folder / "tree" / RELEASE_NAME
     manifest = (release / "checksums.txt").read_bytes()
     files = [path for path in release.rglob("*") if path.is_file() and path.name != "checksums.txt"]
@@ -40,10 +61,33 @@ def build_release(folder: Path, names: str = "fmha_*_sm90a") -> tuple[Path, Path
         f"bytes = {sum(path.stat().st_size for path in files)}\nmax_file_bytes = 8388608\n"
         'abi = "hopper-0.1.0"\nlicence = "Apache-2.0"\nsources = []\n'
     )
-    return folder / "tree", pins
+    return pins
+
+
+class TorchLike:
+    """A view that looks like a CUDA tensor of torch, as far as operators ask."""
+
+    def __init__(self, view: TensorView) -> None:
+        self._view = view
+        self.dtype = f"torch.{view.dtype}"
+        self.shape = view.shape
+        self.device = SimpleNamespace(type="cuda", index=view.device)
+
+    def stride(self) -> tuple[int, ...]:
+        return self._view.strides
+
+    def get_device(self) -> int:
+        return self._view.device
+
+    def data_ptr(self) -> int:
+        return self._view.pointer
 
 
 _contiguous = TensorView.contiguous
+
+
+def _like(shape: tuple[int, ...]) -> dict[str, Any]:
+    return {"shape": shape, "strides": _contiguous(0, "int8", shape).strides}
 
 
 @dataclass(frozen=True)
@@ -57,11 +101,52 @@ class Tensors:
     seq_lens: TensorView = field(default_factory=lambda: _contiguous(0x7F0000003000, "int32", (4,)))
     out: TensorView = field(default_factory=lambda: _contiguous(0x7F0000004000, "bfloat16", (4, 64, 128)))
     lse: TensorView | None = None
+    q_cu_seq_lens: TensorView | None = None
+    mask: TensorView | None = None
+    sinks: TensorView | None = None
+    softmax_scale: TensorView | None = None
+    output_scale: TensorView | None = None
 
     def changed(self, name: str, **changes: Any) -> Tensors:
         """With one tensor changed."""
         return replace(self, **{name: replace(getattr(self, name), **changes)})
 
+    def draft(self, q_len: int, **more: TensorView | None) -> Tensors:
+        """With ``q_len`` query tokens a request."""
+        q, out = (replace(view, **_like((4, q_len, *view.shape[1:]))) for view in (self.q, self.out))
+        return replace(self, q=q, out=out, **more)
+
+    def ragged(self, tokens: int, **more: TensorView | None) -> Tensors:
+        """With ``tokens`` query tokens over the four requests."""
+        q, out = (replace(view, **_like((tokens, *view.shape[1:]))) for view in (self.q, self.out))
+        return replace(self, q=q, out=out, **{"q_cu_seq_lens": _contiguous(0x7F0000005000, "int32", (5,)), **more})
+
+    def of_dtypes(self, kv: str, q: str, out: str, head_dim: int = 128) -> Tensors:
+        """With caches, q and out of these dtypes and this head dimension."""
+        shapes = {name: (*getattr(self, name).shape[:-1], head_dim) for name in ("q", "k_cache", "v_cache", "out")}
+        dtypes = {"q": q, "k_cache": kv, "v_cache": kv, "out": out}
+        return replace(
+            self, **{name: replace(getattr(self, name), dtype=dtypes[name], **_like(shapes[name])) for name in shapes}
+        )
+
+    def as_torch(self) -> Tensors:
+        """The same, each looking like a tensor of torch."""
+        there = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
+        return replace(self, **{name: TorchLike(tensor) for name, tensor in there.items()})
+
+    @property
+    def positional(self) -> tuple[TensorView | None, ...]:
+        """Those that a plan takes by position."""
+        return (self.q, self.k_cache, self.v_cache, self.page_table, self.seq_lens, self.out, self.lse)
+
+    @property
+    def named(self) -> dict[str, TensorView | None]:
+        """Those that it takes by name, as far as they are there."""
+        names = ("q_cu_seq_lens", "mask", "sinks", "softmax_scale", "output_scale")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
     @property
     def all(self) -> tuple[TensorView | None, ...]:
-        return (self.q, self.k_cache, self.v_cache, self.page_table, self.seq_lens, self.out, self.lse)
+        """All, in the order in which checks and plans name them."""
+        extra = (self.q_cu_seq_lens, self.mask, self.sinks, self.softmax_scale, self.output_scale)
+        return (*self.positional, *extra)

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from attention_examples import RELEASE_NAME, build_release
-from standin_build import StandIn, build_standin
+from attention_examples import RELEASE_NAME, build_release, describe_release
+from decode_kernels import HOPPER
+from standin_build import StandIn
 
 from cubin_runtime import Config
 from cubin_runtime.attention import Runtime
@@ -21,16 +22,17 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="session")
-def standin_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_standin(tmp_path_factory.mktemp("standin"))
+def described(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A tree that says to have sm_90a kernels for all dtypes and head dimensions, and its pin file."""
+    return describe_release(tmp_path_factory.mktemp("described"), HOPPER)
 
 
 @pytest.fixture
-def standin(standin_library: Path) -> Iterator[StandIn]:
-    control = StandIn(standin_library)
-    control.reset()
-    yield control
-    control.reset()
+def planner(described: tuple[Path, Path], tmp_path: Path) -> Runtime:
+    """A runtime that plans with all kernels for a described device and has no driver."""
+    tree, pins = described
+    config = Config(store=tmp_path / "store", sources=(str(tree),), pin_files=(pins,), offline=True)
+    return Runtime(config, driver=Driver("/nonexistent/libcuda.so.1"), release=RELEASE_NAME)
 
 
 @pytest.fixture

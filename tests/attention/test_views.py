@@ -18,11 +18,13 @@ _new_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
 class DLPackArray:
     """Speaks DLPack for made-up device memory: bf16 ``[2, 3]`` on device 1, offset by 4 bytes."""
 
-    def __init__(self, strides: tuple[int, int] | None = None, code: int = 4, device_type: int = 2) -> None:
+    def __init__(
+        self, strides: tuple[int, int] | None = None, code: int = 4, device_type: int = 2, bits: int = 16
+    ) -> None:
         self.device_type = device_type
         self.shape = (ctypes.c_int64 * 2)(2, 3)
         self.strides = (ctypes.c_int64 * 2)(*strides) if strides else None
-        self.tensor = _DLTensor(0x1000, device_type, 1, 2, code, 16, 1, self.shape, self.strides, 4)
+        self.tensor = _DLTensor(0x1000, device_type, 1, 2, code, bits, 1, self.shape, self.strides, 4)
         self.asked: Any = None
 
     def __dlpack_device__(self) -> tuple[int, int]:
@@ -97,6 +99,24 @@ def test_dlpack_is_asked_not_to_synchronise() -> None:
     array = DLPackArray()
     view_of(array, "q")
     assert array.asked == -1
+
+
+def test_dlpack_of_e4m3_without_infinities() -> None:
+    assert view_of(DLPackArray(code=10, bits=8), "k_cache").dtype == "float8_e4m3fn"
+
+
+@pytest.mark.parametrize("code", [8, 12])
+def test_dlpack_of_another_float_of_8_bits_is_refused(code: int) -> None:
+    with pytest.raises(UsageError, match=f"q: DLPack type {code}8"):
+        view_of(DLPackArray(code=code, bits=8), "q")
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "contiguous"),
+    [((2, 3), (3, 1), True), ((1, 3), (7, 1), True), ((2, 1), (1, 9), True), ((2, 3), (4, 1), False), ((), (), True)],
+)
+def test_a_view_knows_whether_it_has_gaps(shape: tuple[int, ...], strides: tuple[int, ...], contiguous: bool) -> None:
+    assert TensorView(0x1000, "int32", shape, strides).is_contiguous is contiguous
 
 
 def test_dlpack_of_another_type_is_refused() -> None:

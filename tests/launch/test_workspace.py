@@ -9,7 +9,7 @@ from standin_build import StandIn
 
 from cubin_runtime.errors import UsageError, WorkspaceError
 from cubin_runtime.launch.driver import Driver, DriverCallError
-from cubin_runtime.launch.workspace import Region, Workspace, WorkspacePool, workspace_size
+from cubin_runtime.launch.workspace import Region, SemaphoreWorkspace, Workspace, WorkspacePool, workspace_size
 
 PARTS = (Region("counters", 100, 16), Region("partials", 1000, 256))
 
@@ -222,3 +222,36 @@ def test_a_pool_that_is_dropped_gives_its_memory_back(driver: Driver, standin: S
     gc.collect()
     Workspace.allocate(driver, context, 1024)
     assert freed(standin) == [address]
+
+
+MIXED = (Region("status", 4, zeroed=True), Region("counters", 100, zeroed=True), Region("partials", 1000))
+
+
+def test_regions_that_begin_as_zeros_come_from_the_semaphores() -> None:
+    workspace = SemaphoreWorkspace(semaphores=(0x10000, 4096), scratch=(0x20010, 4096))
+    assert workspace.regions(MIXED) == {"status": 0x10000, "counters": 0x10100, "partials": 0x20100}
+
+
+@pytest.mark.parametrize(
+    ("semaphores", "scratch", "words"),
+    [
+        (355, 1000, r"semaphores of 355 bytes: 356 bytes are needed \(status 4, counters 100\)"),
+        (356, 999, r"scratch of 999 bytes: 1000 bytes are needed \(partials 1000\)"),
+    ],
+)
+def test_the_buffer_that_is_too_small_is_named_with_the_bytes_needed(semaphores: int, scratch: int, words: str) -> None:
+    workspace = SemaphoreWorkspace((0x10000, semaphores), (0x20000, scratch))
+    with pytest.raises(WorkspaceError, match=words):
+        workspace.regions(MIXED)
+
+
+@pytest.mark.parametrize("scratch", [(0x20008, 64), (0x20000, -1)])
+def test_a_buffer_that_no_region_fits_is_refused(scratch: tuple[int, int]) -> None:
+    with pytest.raises(WorkspaceError, match=r"scratch at 0x2000.* expected a multiple of 16"):
+        SemaphoreWorkspace((0x10000, 64), scratch)
+
+
+def test_callers_buffers_serve_any_stream() -> None:
+    workspace = SemaphoreWorkspace((0x10000, 64), (0x20000, 64))
+    workspace.claim(0x5001)
+    workspace.claim(0x5002)
