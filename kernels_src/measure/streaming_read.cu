@@ -2,8 +2,8 @@
 //
 //   data [units] of 16 bytes --> one sum of 32-bit words a CTA (modulo 2^32) --> sums [CTAs]
 //
-// The CTAs walk over the data side by side, each a chunk of THREADS * LOADS units at a time, all loads of a thread in
-// flight together. The words do not fit in the caches and are read once, so they pass L1 and leave L2 first. The sums
+// The CTAs walk over the data side by side, each a chunk of THREADS * LOADS units at a time, several loads of each
+// thread in flight. The words do not fit in the caches and are read once, so they pass L1 and leave L2 first. The sums
 // are there so that no load can be left out; addition modulo 2^32 has no order, so they do not depend on the grid
 // but through who adds what.
 //
@@ -17,7 +17,7 @@ using Params = StreamingReadParams;
 namespace streaming_read {
 
 constexpr int THREADS = 512;
-constexpr int LOADS = 8;  // of 16 bytes that a thread has in flight
+constexpr int LOADS = 8;  // of 16 bytes, one after the other in each thread
 constexpr int WARPS = THREADS / 32;
 constexpr int CHUNK = THREADS * LOADS;
 
