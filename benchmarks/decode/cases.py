@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-from .bars import MATRIX_SHARE, NO_BAR, Bar, at_least, at_most, ratio_or_share
+from .bars import MATRIX_SHARE, NO_BAR, READ_SHARE, Bar, at_least, at_most, ratio_or_share
 
 ITEM_BYTES = {"bf16": 2, "fp16": 2, "e4m3": 1}
 PEERS = ("xqa", "fa2", "cudnn")
@@ -135,7 +135,12 @@ def ragged() -> list[Case]:
     draw = random.Random(RAGGED_SEED)
     uniform = tuple(draw.randint(1, 16384) for _ in range(64))
     one_long = (131072, *same(63, 512))
-    bar = Bar(((at_least("read_share", 1 / 1.15), at_least("ratio_fa2", 0.97), at_least("ratio_fa2_plan_run", 1.2)),))
+    bar = Bar(
+        (
+            (at_least("read_share", 1 / 1.15), at_least("ratio_fa2", 0.97), at_least("ratio_fa2_plan_run", 1.2)),
+            (at_least("read_share", READ_SHARE),),
+        )
+    )
     peers = ("xqa", "fa2", "fa2_plan_run")
     return [
         Case("ragged", "64 of uniform 1..16384", uniform, peers=peers, bar=bar),

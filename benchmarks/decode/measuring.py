@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -95,17 +96,22 @@ class Bench:
 
     def _replays(self, case: Case, row: Row) -> None:
         """Times in graphs that go round more keys and values than twice L2 holds."""
-        sets = min(MAX_SETS, 2 * self.l2_bytes // case.kv_bytes + 2)
+        room = self.pool.nbytes // (case.pages * case.page_bytes)
+        sets = max(1, min(MAX_SETS, 2 * self.l2_bytes // case.kv_bytes + 2, room))
         problem = Problem(case, self.pool, sets)
         row["graph_sets"] = sets
         if "us" in row["ours"]:
-            ours = Ours(problem, self.runtime)
-            row["ours"]["graph_us"] = replay_us(lambda stream: ours.calls(stream.cuda_stream))
+            ours = Ours(problem, self.runtime, batch_invariant=case.batch_invariant)
+            row["ours"] |= _replayed(lambda stream: ours.calls(stream.cuda_stream))
         for name, found in row["peers"].items():
             if "us" not in found or name == "fa2_plan_run":
                 continue
-            try:
-                made = peer_calls.MAKERS[name](problem)
-                found["graph_us"] = replay_us(lambda _, made=made: made)
-            except Exception as failure:  # a peer that cannot be captured
-                found["graph_error"] = peer_calls.describe(failure)
+            found |= _replayed(lambda _, name=name: peer_calls.MAKERS[name](problem))
+
+
+def _replayed(calls: Callable[[torch.cuda.Stream], list[Call]]) -> dict[str, Any]:
+    """The time in a graph, or why there is none: a call that cannot be captured is a result."""
+    try:
+        return {"graph_us": replay_us(calls)}
+    except Exception as failure:
+        return {"graph_error": peer_calls.describe(failure)}
