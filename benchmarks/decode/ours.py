@@ -40,13 +40,12 @@ class Ours:
     def explanation(self) -> dict[str, object]:
         """Which kernel runs, on how many CTAs, and how many rows a KV head of a request takes with padding."""
         selection = self.plan.selection
-        rows, group = int(selection.kernel.traits["rows"]), self.problem.case.q_heads // self.problem.case.kv_heads
-        tiles = -(-self.problem.case.q_len * group // rows)
         return {
             "kernel": selection.kernel.name,
             "ctas": selection.ctas,
-            "padded_rows": tiles * rows,
-            "microseconds_expected": getattr(selection, "microseconds", None),
+            "splits": selection.splits,
+            "padded_rows": selection.row_tiles * int(selection.kernel.traits["rows"]),
+            "expected_us": selection.microseconds,
         }
 
 
