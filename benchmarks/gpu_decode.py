@@ -46,9 +46,7 @@ def chosen_sections(text: str) -> list[str]:
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument(
-        "--sections", type=chosen_sections, default=os.environ.get("DECODE_SECTIONS") or ",".join(SECTIONS)
-    )
+    parser.add_argument("--sections", type=chosen_sections, default=",".join(SECTIONS))
     parser.add_argument("--peers", default="xqa,fa2,fa2_plan_run,cudnn", help="whom to measure beside; empty: nobody")
     parser.add_argument("--rep", type=float, default=REP_MS, help="ms of device time for one median (%(default)s)")
     parser.add_argument("--compile", action="store_true", help="only compile the peers' kernels, measure nothing")

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 READ_SHARE = 0.93
 MATRIX_SHARE = "matrix_share"
 _WORDS = {
-    "ratio": "best peer / ours",
-    "read_share": "of read bandwidth",
-    "ratio_fa2": "fa2 / ours",
-    "ratio_fa2_plan_run": "fa2 plan + run / ours",
-    "time_over_q1": "time over that of one token",
-    "over_default": "time over the default's",
-    MATRIX_SHARE: "of the matrix ceiling at padded rows",
+    "ratio": "x",
+    "read_share": " of read",
+    "ratio_fa2": "x fa2",
+    "ratio_fa2_plan_run": "x its plan + run",
+    "time_over_q1": "x one token",
+    "over_default": "x default",
+    MATRIX_SHARE: " of matrix",
 }
 # Shares are printed as percentages.
 _SHARES = frozenset({"read_share", MATRIX_SHARE})
@@ -37,7 +37,7 @@ class Condition:
 
     def __str__(self) -> str:
         limit = f"{100 * self.limit:.0f}%" if self.key in _SHARES else f"{self.limit:.2f}"
-        return f"{'at most ' if self.is_most else ''}{limit} {_WORDS[self.key]}"
+        return f"{'at most ' if self.is_most else ''}{limit}{_WORDS[self.key]}"
 
 
 @dataclass(frozen=True, slots=True)
