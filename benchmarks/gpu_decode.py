@@ -13,13 +13,12 @@ import argparse
 import json
 import os
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from decode import peers
-from decode.cases import SECTIONS, Case
+from decode.cases import SECTIONS, Case, cases_of, sections_of
 from decode.measuring import Bench
 from decode.problem import Pool
 from decode.reading import read_bandwidth
@@ -34,29 +33,14 @@ BUILT = Path(__file__).resolve().parents[1] / "build" / "artifacts"
 READ_BYTES = 4 << 30
 
 
-def chosen_sections(text: str) -> list[str]:
-    """The names of a comma-separated list, in the order of the table."""
-    names = [name for name in text.split(",") if name]
-    unknown = sorted(set(names) - set(SECTIONS))
-    if unknown or not names:
-        raise argparse.ArgumentTypeError(f"{', '.join(unknown) or 'none'}: expected some of {','.join(SECTIONS)}")
-    return [name for name in SECTIONS if name in names]
-
-
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--sections", type=chosen_sections, default=",".join(SECTIONS))
+    parser.add_argument("--sections", type=sections_of, default=",".join(SECTIONS), help="default: %(default)s")
     parser.add_argument("--peers", default="xqa,fa2,fa2_plan_run,cudnn", help="whom to measure beside; empty: nobody")
     parser.add_argument("--rep", type=float, default=REP_MS, help="ms of device time for one median (%(default)s)")
     parser.add_argument("--compile", action="store_true", help="only compile the peers' kernels, measure nothing")
     return parser.parse_args()
-
-
-def cases_of(sections: list[str], peer_names: list[str]) -> list[Case]:
-    """All cases, with the peers that are wanted and installed."""
-    found = [case for name in sections for case in SECTIONS[name]()]
-    return [replace(case, peers=tuple(peer for peer in case.peers if peer in peer_names)) for case in found]
 
 
 def measure(cases: list[Case], runtime: Runtime, rep: float, result: dict[str, Any]) -> None:
@@ -88,7 +72,7 @@ def main() -> int:
     torch.manual_seed(0)
     cases = cases_of(chosen.sections, chosen.peers.split(","))
     compiled = peers.compile_ahead(cases)
-    print(f"peers compiled in {compiled['seconds']} s: {compiled['error'] or 'all'}", flush=True)
+    print(f"peers compiled in {compiled['seconds']} s: {compiled['errors'] or 'all'}", flush=True)
     if chosen.compile:
         return 0
     store = Path(os.environ.get("CUBIN_RUNTIME_CACHE", chosen.out / "store"))

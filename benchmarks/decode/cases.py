@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from .bars import MATRIX_SHARE, NO_BAR, READ_SHARE, Bar, at_least, at_most, ratio_or_share
@@ -201,3 +202,21 @@ SECTIONS = {
 def published_speedup(model: str, q_len: int, batch: int) -> float:
     """What the published release states for its own grouped kernels on its own GPU."""
     return PUBLISHED[model][q_len][PUBLISHED_BATCHES.index(batch)]
+
+
+def sections_of(text: str) -> list[str]:
+    """The names of a comma-separated list, in the order of the table.
+
+    Raises:
+        ValueError: one is no section, or there is none.
+    """
+    names = [name for name in text.split(",") if name]
+    if not names or set(names) - set(SECTIONS):
+        raise ValueError(f"{text!r}: expected some of {','.join(SECTIONS)}")
+    return [name for name in SECTIONS if name in names]
+
+
+def cases_of(sections: Iterable[str], peers: Sequence[str]) -> list[Case]:
+    """All cases of the sections, beside those of their peers that are wanted."""
+    found = [case for name in sections for case in SECTIONS[name]()]
+    return [replace(case, peers=tuple(peer for peer in case.peers if peer in peers)) for case in found]

@@ -57,7 +57,7 @@ def made_up_report() -> dict[str, Any]:
         "question": "paged decode beside the peers",
         "environment": {"gpu": gpu, "python": "3.12.3", "packages": packages, "date": "2026-01-02T03:04:05+00:00"},
         "sections": list(SECTIONS),
-        "peers_compiled": {"modules": [], "seconds": 60.0, "error": None},
+        "peers_compiled": {"modules": [], "seconds": 60.0, "errors": []},
         "read": {"bytes": 4 << 30, "tb_per_s": READ, "tb_per_s_by_ctas": {"132": 4.1, "528": READ}},
         "matrix_tflop_per_s": MATRIX,
         "sm_clock_mhz": {"min": 1755, "median": 1980, "max": 1980, "samples": 90},

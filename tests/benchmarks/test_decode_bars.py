@@ -8,7 +8,7 @@ import pytest
 from decode_results import made_up_row, time_us
 
 from benchmarks.decode.bars import NO_BAR, Bar, at_least, at_most, ratio_or_share
-from benchmarks.decode.cases import PUBLISHED_BATCHES, SECTIONS, Case, same
+from benchmarks.decode.cases import PUBLISHED_BATCHES, SECTIONS, Case, cases_of, same, sections_of
 from benchmarks.decode.rows import add_figures, line_of, tally
 
 PART = (at_least("ratio_fa2", 0.97), at_least("read_share", 0.95))
@@ -124,3 +124,18 @@ def test_a_failed_peer_is_printed_beside_the_others() -> None:
     line = line_of(made_up_row(SECTIONS["gqa"]()[0]))
     assert "cudnn failed" in line
     assert "xqa 11.0" in line
+
+
+def test_sections_come_in_the_order_of_the_table() -> None:
+    assert sections_of("fp8,gqa,") == ["gqa", "fp8"]
+    assert sections_of(",".join(SECTIONS)) == list(SECTIONS)
+
+
+@pytest.mark.parametrize("text", ["", ",", "gqa,other"])
+def test_an_unknown_section_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"expected some of gqa,speculative,fp8"):
+        sections_of(text)
+
+
+def test_only_wanted_peers_are_measured_beside() -> None:
+    assert {case.peers for case in cases_of(["gqa", "ragged"], ["fa2", "cudnn"])} == {("fa2", "cudnn"), ("fa2",)}
