@@ -76,33 +76,122 @@ class Variant:
         return "measured" if self.sm in MEASURED_SMS else "built, not run"
 
 
-def _paged_decode(sm: str, rows: int) -> Variant:
+_KV_TYPES = {"bf16": 0, "fp16": 1, "e4m3": 2}  # as decode/config.cuh numbers them
+_DECODE_BARRIER_BYTES = 16  # a full and an empty barrier a buffer
+
+
+@dataclass(frozen=True, slots=True)
+class _DecodeShape:
+    """What a build of paged decode fixes: rows of a CTA, in how many halves, buffers of the ring, CTAs on an SM."""
+
+    head_dim: int
+    rows: int
+    halves: int
+    buffers: int
+    ctas: int
+
+
+def _decode_shared_bytes(shape: _DecodeShape, item_bytes: int) -> int:
+    """``sizeof(Shared)`` of decode/config.cuh, which asserts it."""
+    narrow = item_bytes == 1
+    merge_buffers = 4 if shape.rows == 8 and shape.head_dim <= 128 else 1
+    ring = shape.buffers * 64 * shape.head_dim * item_bytes
+    merge = merge_buffers * shape.rows * (shape.head_dim + 4) * 4
+    in_shared = shape.halves > 1 or shape.head_dim > 256 or (narrow and shape.rows * shape.head_dim > 1024)
+    query = 8 * (shape.rows // 8 * (shape.head_dim // 16) * 32 if in_shared else 1)
+    rows = 4 * ((2 * (4 + 1) + 2) * shape.rows + (shape.rows if narrow else 1))
+    barriers = -(-(ring + merge + query + rows) // 8) * 8
+    return -(-(barriers + _DECODE_BARRIER_BYTES * shape.buffers + 4) // 128) * 128
+
+
+def _paged_decode(sm: str, dtype: str, shape: _DecodeShape) -> Variant:
     tma = sm == "90a"
-    stages = 3 if SHARED_BYTES_PER_BLOCK[sm.rstrip("af")] >= 227 << 10 else 2
-    # Two CTAs on an SM leave 168 registers a thread, which spills with 16 rows on SM100 and 120.
-    ctas = 2 if sm == "90a" else 1
-    merge_buffers = 4 if rows == 8 else 1
-    # The ring, merge rows, statistics of 4 warps and of their merger, two barriers a buffer, a flag; the source
-    # asserts the sum.
-    shared = 2 * stages * 16384 + merge_buffers * rows * 132 * 4 + 2 * (4 + 1) * rows * 4 + 4 * stages * 8 + 4
     return Variant(
         source="fmha/paged_decode.cu",
-        symbol=f"fmha_paged_decode_bf16_d128_rows{rows}",
+        symbol=f"fmha_paged_decode_{dtype}_d{shape.head_dim}_rows{shape.rows}",
         sm=sm,
         operation="paged_decode",
         struct="PagedDecodeTmaParams" if tma else "PagedDecodeCopyParams",
-        threads=160,
-        shared_bytes=-(-shared // 1024) * 1024,
+        threads=160 if shape.halves == 1 else 384,  # of a producer's warpgroup one warp works
+        shared_bytes=_decode_shared_bytes(shape, 1 if dtype == "e4m3" else 2),
         traits={
-            "dtype": "bf16",
-            "head_dim": 128,
-            "rows": rows,
+            "dtype": dtype,
+            "head_dim": shape.head_dim,
+            "rows": shape.rows,
             "tile_tokens": 64,
-            "ctas_per_multiprocessor": ctas,
+            "ctas_per_multiprocessor": shape.ctas,
             "tma": tma,
         },
-        defines={"ROWS": rows, "STAGES": stages, "CTAS_PER_SM": ctas, "USE_TMA": int(tma)},
+        defines={
+            "HEAD_DIM": shape.head_dim,
+            "KV_TYPE": _KV_TYPES[dtype],
+            "ROWS": shape.rows,
+            "ROW_HALVES": shape.halves,
+            "BUFFERS": shape.buffers,
+            "CTAS_PER_SM": shape.ctas,
+            "USE_TMA": int(tma),
+        },
     )
+
+
+# head_dim, rows, halves, buffers, CTAs. Two CTAs share an SM's 227 KB where the registers allow two.
+_HOPPER_DECODE_16_BITS = (
+    _DecodeShape(32, 16, 1, 20, 2),
+    _DecodeShape(64, 8, 1, 12, 2),
+    _DecodeShape(64, 16, 1, 12, 2),
+    _DecodeShape(64, 64, 2, 20, 1),
+    _DecodeShape(128, 8, 1, 6, 2),
+    _DecodeShape(128, 16, 1, 6, 2),
+    _DecodeShape(128, 64, 2, 10, 1),
+    _DecodeShape(256, 8, 1, 6, 1),
+    _DecodeShape(256, 32, 2, 5, 1),
+    _DecodeShape(512, 8, 1, 3, 1),
+)
+_HOPPER_DECODE_8_BITS = (
+    _DecodeShape(32, 16, 1, 20, 2),
+    _DecodeShape(64, 8, 1, 20, 2),
+    _DecodeShape(64, 16, 1, 20, 2),
+    _DecodeShape(64, 64, 2, 24, 1),
+    _DecodeShape(128, 8, 1, 11, 2),
+    _DecodeShape(128, 16, 1, 11, 2),
+    _DecodeShape(128, 64, 2, 20, 1),
+    _DecodeShape(256, 8, 1, 10, 1),
+    _DecodeShape(256, 32, 2, 10, 1),
+    _DecodeShape(512, 8, 1, 6, 1),
+)
+# 99 KB of shared memory are enough for all of these on every SM.
+_PORTABLE_DECODE_16_BITS = (
+    _DecodeShape(32, 16, 1, 8, 1),
+    _DecodeShape(64, 16, 1, 6, 1),
+    _DecodeShape(128, 16, 1, 4, 1),
+    _DecodeShape(256, 8, 1, 2, 1),
+)
+_PORTABLE_DECODE_8_BITS = (
+    _DecodeShape(32, 16, 1, 8, 1),
+    _DecodeShape(64, 16, 1, 8, 1),
+    _DecodeShape(128, 16, 1, 8, 1),
+    _DecodeShape(256, 8, 1, 5, 1),
+)
+_PORTABLE_SMS = ("80", "86", "89", "100", "120")
+
+
+def _decode_variants() -> tuple[Variant, ...]:
+    hopper = [_paged_decode("90a", dtype, shape) for dtype in ("bf16", "fp16") for shape in _HOPPER_DECODE_16_BITS]
+    hopper += [_paged_decode("90a", "e4m3", shape) for shape in _HOPPER_DECODE_8_BITS]
+    portable = [
+        _paged_decode(sm, dtype, shape)
+        for sm in _PORTABLE_SMS
+        for dtype in ("bf16", "fp16")
+        for shape in _PORTABLE_DECODE_16_BITS
+    ]
+    # The conversion from e4m3 came with SM89.
+    portable += [
+        _paged_decode(sm, "e4m3", shape)
+        for sm in _PORTABLE_SMS
+        if int(sm) >= 89
+        for shape in _PORTABLE_DECODE_8_BITS
+    ]
+    return (*hopper, *portable)
 
 
 # Partials and output of a reduction; a 2-byte output has its partials' type.
@@ -149,7 +238,7 @@ def _streaming_read(sm: str) -> Variant:
 
 
 VARIANTS: tuple[Variant, ...] = (
-    *(_paged_decode(sm, rows) for sm in ("80", "86", "89", "90a", "100", "120") for rows in (8, 16)),
+    *_decode_variants(),
     *(_kv_reduction(sm, *dtypes) for sm in _FOLLOWING_SMS for dtypes in _REDUCTION_DTYPES),
     *(_lse_from_statistics(sm) for sm in _FOLLOWING_SMS),
     _streaming_read("90a"),

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from standin_build import StandIn, build_standin
 
 
 @pytest.fixture
@@ -15,3 +16,18 @@ def open_place() -> Iterator[Path]:
     place.chmod(0o755)
     yield place
     shutil.rmtree(place)
+
+
+@pytest.fixture(scope="session")
+def standin_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The stand-in for libcuda, compiled once."""
+    return build_standin(tmp_path_factory.mktemp("standin"))
+
+
+@pytest.fixture
+def standin(standin_library: Path) -> Iterator[StandIn]:
+    """The control panel of a stand-in that begins and ends without kernels, faults or a log."""
+    control = StandIn(standin_library)
+    control.reset()
+    yield control
+    control.reset()

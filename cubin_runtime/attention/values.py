@@ -40,7 +40,7 @@ def e4m3_bits(values: Any) -> NDArray[np.uint8]:
     wide = np.asarray(values, dtype=np.float64)
     size = np.minimum(np.abs(wide), E4M3_MAX)
     size = np.where(np.isnan(wide), 0.0, size)
-    exponent = np.maximum(np.frexp(size)[1] - 1, _E4M3_LOWEST_EXPONENT)
+    exponent = np.frexp(np.maximum(size, 2.0**_E4M3_LOWEST_EXPONENT))[1] - 1
     # Steps of the binade that the value is in; 16 of them are the first value of the next one.
     steps = np.rint(np.ldexp(size, 3 - exponent)).astype(np.int64)
     code = (exponent - _E4M3_LOWEST_EXPONENT) * 8 + steps

@@ -1,4 +1,4 @@
-"""``explain``: which trtllm-gen kernel a call would launch, why, and with which parameters."""
+"""``explain``: which kernel a call would launch, why, and with which parameters."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import StoreError, UsageError
-from . import options, output
+from . import explaining_decode, options, output
 
 if TYPE_CHECKING:
     from ..launch.trtllm_gen.kernels import KernelFinder
     from ..launch.trtllm_gen.traits import Policy
 
 RELEASE = "trtllm-gen-0.6.13"
+DEFAULT_SM = 100
+DEFAULT_MULTIPROCESSORS = 148
+DEFAULT_DTYPE = "bf16"
 POLICIES = ("best", "reference")
 
 
@@ -28,12 +31,28 @@ def register(app: typer.Typer) -> None:
 
 
 def explain(
+    context: typer.Context,
     case: Annotated[
         str | None, typer.Argument(metavar="[CASE.json]", help="A case or record as JSON, '-' for the standard input.")
     ] = None,
+    backend: Annotated[
+        str, typer.Option("--backend", help="hopper (our decode kernels), trtllm-gen, or auto: by --sm.")
+    ] = "auto",
     operation: Annotated[str, typer.Option("--op", help="decode, context or ragged.")] = "decode",
-    sm: Annotated[int, typer.Option("--sm", help="GPU model: 100 or 103.")] = 100,
-    multiprocessors: Annotated[int, typer.Option("--sms", help="Multiprocessors of the GPU.")] = 148,
+    sm: Annotated[
+        int | None,
+        typer.Option(
+            "--sm", help="GPU model: 100 (default) or 103; hopper: 80 to 121, default 90.", show_default=False
+        ),
+    ] = None,
+    multiprocessors: Annotated[
+        int | None,
+        typer.Option("--sms", help="Multiprocessors of the GPU; default 148, hopper: by --sm.", show_default=False),
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option("--gpu", help="hopper: the GPU's name, which measured costs go by.", show_default=False),
+    ] = None,
     batch: Annotated[int, typer.Option("--batch", help="Sequences.")] = 1,
     q_len: Annotated[int, typer.Option("--q-len", help="Bound of the query lengths.")] = 1,
     kv_len: Annotated[int, typer.Option("--kv-len", help="Bound of the KV lengths.")] = 1024,
@@ -43,11 +62,21 @@ def explain(
     head_dim_v: Annotated[
         int | None, typer.Option("--head-dim-v", help="Head dimension of V, if another.", show_default=False)
     ] = None,
-    dtype_q: Annotated[str, typer.Option("--dtype-q", help="bf16, fp16, e4m3, int8.")] = "bf16",
+    dtype_q: Annotated[
+        str | None,
+        typer.Option("--dtype-q", help="bf16 (default), fp16, e4m3, int8; hopper: by the KV type.", show_default=False),
+    ] = None,
     dtype_kv: Annotated[str, typer.Option("--dtype-kv", help="Likewise, or e2m1.")] = "bf16",
-    dtype_out: Annotated[str, typer.Option("--dtype-out", help="Likewise, or e2m1.")] = "bf16",
+    dtype_out: Annotated[str | None, typer.Option("--dtype-out", help="Likewise, or e2m1.", show_default=False)] = None,
     page: Annotated[int, typer.Option("--page", help="Tokens of a KV page.")] = 32,
     window: Annotated[int, typer.Option("--window", help="Visible tokens; 0 for all.")] = 0,
+    batch_invariant: Annotated[
+        bool, typer.Option("--batch-invariant", help="hopper: bits that no neighbour changes.")
+    ] = False,
+    tokens: Annotated[
+        int | None,
+        typer.Option("--tokens", help="hopper: query tokens of all, where lengths differ.", show_default=False),
+    ] = None,
     top_k: Annotated[int, typer.Option("--top-k", help="KV tokens of sparse MLA; 0 is dense.")] = 0,
     causal: Annotated[bool, typer.Option(help="Causal mask (context and ragged).")] = True,
     lse: Annotated[bool, typer.Option("--lse", help="With the LSE.")] = False,
@@ -64,14 +93,41 @@ def explain(
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Where --cases writes.", show_default=False)] = None,
     both: Annotated[bool, typer.Option("--both", help="With --cases: our policy too, under 'best'.")] = False,
-    release: Annotated[str, typer.Option("--release", help="Pinned trtllm-gen release.")] = RELEASE,
+    release: Annotated[
+        str | None,
+        typer.Option(
+            "--release", help=f"Pinned release; default {RELEASE}, hopper: this version's.", show_default=False
+        ),
+    ] = None,
     store: options.StoreOption = None,
     source: options.SourceOption = None,
     pins: options.PinsOption = None,
     offline: options.OfflineOption = False,
     json: options.JsonOption = False,
 ) -> None:
-    """Say which trtllm-gen kernel a call launches and why; no GPU is needed."""
+    """Say which kernel a call launches and why; no GPU is needed."""
+    if explaining_decode.takes(context, backend, sm):
+        asked = explaining_decode.Asked(
+            operation=operation,
+            sm=sm,
+            multiprocessors=multiprocessors,
+            gpu=gpu,
+            batch=batch,
+            q_len=q_len,
+            tokens=tokens,
+            kv_len=kv_len,
+            heads_q=heads_q,
+            heads_kv=heads_kv,
+            head_dim=head_dim,
+            page=page,
+            dtype_q=dtype_q,
+            dtype_kv=dtype_kv,
+            dtype_out=dtype_out,
+            window=window,
+            batch_invariant=batch_invariant,
+        )
+        explaining_decode.explain(options.make_config(store, source, pins, offline), release, asked, json)
+        return
     from ..launch.trtllm_gen.made_up import Shapes, case_of
     from ..launch.trtllm_gen.traits import Policy
 
@@ -79,7 +135,7 @@ def explain(
         raise UsageError(f"--policy {policy!r}: expected one of {', '.join(POLICIES)}")
     if cases is None and (out is not None or both):
         raise UsageError("--out and --both go with --cases")
-    kernels = _kernels(options.make_config(store, source, pins, offline), release)
+    kernels = _kernels(options.make_config(store, source, pins, offline), release or RELEASE)
     if cases is not None:
         if case is not None or json:
             raise UsageError("--cases goes alone: no CASE.json and no --json")
@@ -87,8 +143,8 @@ def explain(
         return
     shapes = Shapes(
         operation=operation,
-        sm=sm,
-        multiprocessors=multiprocessors,
+        sm=DEFAULT_SM if sm is None else sm,
+        multiprocessors=DEFAULT_MULTIPROCESSORS if multiprocessors is None else multiprocessors,
         batch=batch,
         q_len=q_len,
         kv_len=kv_len,
@@ -96,9 +152,9 @@ def explain(
         heads_kv=heads_kv,
         head_dim=head_dim,
         head_dim_v=head_dim_v,
-        dtype_q=dtype_q,
+        dtype_q=dtype_q or DEFAULT_DTYPE,
         dtype_kv=dtype_kv,
-        dtype_out=dtype_out,
+        dtype_out=dtype_out or DEFAULT_DTYPE,
         page=page,
         window=window,
         top_k=top_k,

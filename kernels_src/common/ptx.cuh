@@ -2,6 +2,8 @@
 #pragma once
 #include <cstdint>
 #include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
 
 #define DEVICE __device__ __forceinline__
 
@@ -89,6 +91,20 @@ DEVICE void allow_next_grid() {
 #endif
 }
 
+// ---- registers of a warpgroup ----
+
+#if __CUDA_ARCH_FEAT_SM90_ALL
+template <int COUNT>
+DEVICE void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+template <int COUNT>
+DEVICE void give_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+#endif
+
 // ---- tensor cores ----
 
 DEVICE void load_matrix_x4(uint32_t (&r)[4], uint32_t address) {
@@ -120,10 +136,43 @@ DEVICE void mma_bf16_16x8x16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+DEVICE void mma_fp16_16x8x16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// ---- pairs of numbers in a register: the first is in the low bits ----
+
 DEVICE uint32_t pack_bf16(float low, float high) {
     const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
     return *reinterpret_cast<const uint32_t*>(&pair);
 }
+
+DEVICE uint32_t pack_fp16(float low, float high) {
+    const __half2 pair = __floats2half2_rn(low, high);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+DEVICE uint16_t pack_e4m3(float low, float high) {
+    return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE, __NV_E4M3);
+}
+
+DEVICE float2 unpack_bf16(uint32_t pair) { return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&pair)); }
+
+DEVICE float2 unpack_fp16(uint32_t pair) { return __half22float2(*reinterpret_cast<const __half2*>(&pair)); }
+
+// Two e4m3 in the low 16 bits as two fp16; exact, NaN stays NaN.
+DEVICE uint32_t e4m3_pair_to_fp16(uint32_t pair) {
+    const __half2_raw halves = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(pair), __NV_E4M3);
+    return static_cast<uint32_t>(halves.y) << 16 | halves.x;
+}
+
+DEVICE float2 unpack_e4m3(uint16_t pair) { return unpack_fp16(e4m3_pair_to_fp16(pair)); }
+
+// ---- arithmetic ----
 
 DEVICE float exp2_approximate(float x) {
     float y;

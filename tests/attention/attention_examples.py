@@ -18,8 +18,8 @@ RELEASE_NAME = "hopper-test"
 H200 = DeviceFacts(0, "H200", (9, 0), 132, 232448, 233472, 60 << 20, 13000)
 
 
-def build_release(folder: Path, names: str = "fmha_*_sm90a") -> tuple[Path, Path]:
-    """Build kernels (decode for sm_90a) as ``hopper-test`` and write the pin file that trusts them."""
+def build_release(folder: Path, names: str = "fmha_paged_decode_bf16_d128_rows*_sm90a") -> tuple[Path, Path]:
+    """Build kernels (bf16 decode of head dim 128 for sm_90a) as ``hopper-test`` and write the pin file that trusts them."""
     import hashlib
 
     build(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from attention_examples import RELEASE_NAME, build_release
-from standin_build import StandIn, build_standin
+from standin_build import StandIn
 
 from cubin_runtime import Config
 from cubin_runtime.attention import Runtime
@@ -18,19 +18,6 @@ from cubin_runtime.launch.driver import Driver
 def release(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A tree with the sm_90a kernels, and the pin file that trusts it."""
     return build_release(tmp_path_factory.mktemp("release"))
-
-
-@pytest.fixture(scope="session")
-def standin_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_standin(tmp_path_factory.mktemp("standin"))
-
-
-@pytest.fixture
-def standin(standin_library: Path) -> Iterator[StandIn]:
-    control = StandIn(standin_library)
-    control.reset()
-    yield control
-    control.reset()
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from standin_build import StandIn, build_standin
+from standin_build import StandIn
 from trtllm_calls import MadeUpMemory
 
 from cubin_runtime import Config
@@ -14,18 +14,10 @@ from cubin_runtime.attention import Runtime
 from cubin_runtime.launch.driver import Driver
 
 
-@pytest.fixture(scope="session")
-def standin_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_standin(tmp_path_factory.mktemp("standin"))
-
-
 @pytest.fixture
-def standin(standin_library: Path) -> Iterator[StandIn]:
-    control = StandIn(standin_library)
-    control.reset()
-    control.pose_as(10, 0)
-    yield control
-    control.reset()
+def standin(standin: StandIn) -> StandIn:
+    standin.pose_as(10, 0)
+    return standin
 
 
 @pytest.fixture

@@ -1,25 +1,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from standin_build import StandIn, build_standin
+from standin_build import StandIn
 
 from cubin_runtime.launch.driver import Driver
-
-
-@pytest.fixture(scope="session")
-def standin_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_standin(tmp_path_factory.mktemp("standin"))
-
-
-@pytest.fixture
-def standin(standin_library: Path) -> Iterator[StandIn]:
-    control = StandIn(standin_library)
-    control.reset()
-    yield control
-    control.reset()
 
 
 @pytest.fixture

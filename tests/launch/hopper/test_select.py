@@ -4,40 +4,51 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from decode_kernels import HOPPER, PORTABLE, decode_kernel
 from examples import H100, device
+from hypothesis import given
+from hypothesis import strategies as st
 
-from cubin_runtime.artifacts.own_kernels import BUILT_NOT_RUN, MEASURED, OwnKernel
 from cubin_runtime.errors import UsageError
-from cubin_runtime.launch.hopper.select import DecodeShape, select_decode
+from cubin_runtime.launch.hopper.costs import H200, restated
+from cubin_runtime.launch.hopper.select import Candidate, DecodeSelection, DecodeShape, select_decode
 
 SHAPE = DecodeShape("bf16", 128, group=8, kv_heads=8, batch=64, max_seq_len=8192)
+ALL = (*PORTABLE, *HOPPER)
+
+shapes = st.builds(
+    DecodeShape,
+    dtype=st.sampled_from(["bf16", "fp16", "e4m3"]),
+    head_dim=st.sampled_from([32, 64, 128, 256, 512]),
+    group=st.integers(1, 32),
+    kv_heads=st.integers(1, 64),
+    batch=st.integers(1, 300),
+    q_len=st.integers(1, 16),
+    tokens=st.integers(0, 300),
+    ragged=st.booleans(),
+    max_seq_len=st.integers(0, 1 << 20),
+    window_left=st.integers(-1, 5000),
+    batch_invariant=st.booleans(),
+)
 
 
-def kernel(sm: str, rows: int = 8, **changes: Any) -> OwnKernel:
-    made = OwnKernel(
-        name=f"decode_rows{rows}_sm{sm}",
-        symbol=f"decode_rows{rows}",
-        file=f"fmha/decode_rows{rows}_sm{sm}.cubin",
-        sm=sm,
-        family="fmha",
-        operation="paged_decode",
-        traits={"dtype": "bf16", "head_dim": 128, "rows": rows, "tile_tokens": 64, "ctas_per_multiprocessor": 2},
-        struct="PagedDecodeTmaParams",
-        struct_bytes=448,
-        struct_fingerprint="0" * 64,
-        threads=160,
-        dynamic_shared_bytes=103424,
-        static_shared_bytes=0,
-        registers=128,
-        spill_bytes=0,
-        flags=(),
-        sources_sha256="0" * 64,
-        status=MEASURED if sm == "90a" else BUILT_NOT_RUN,
-    )
-    return replace(made, **changes)
+def chosen(**changes: Any) -> DecodeSelection:
+    return select_decode(ALL, replace(SHAPE, **changes), H100)
 
 
-ALL = tuple(kernel(sm, rows) for sm in ("80", "86", "89", "90a", "100", "120") for rows in (16, 8))
+def rows_of(selection: DecodeSelection) -> tuple[object, int]:
+    return selection.kernel.traits["rows"], selection.row_tiles
+
+
+def words(selection: DecodeSelection) -> dict[str, str]:
+    return {candidate.kernel.name: str(candidate) for candidate in selection.candidates}
+
+
+def microseconds(candidate: Candidate) -> float:
+    return candidate.fit.estimate.microseconds if candidate.fit else float("inf")
+
+
+# -- which kernel
 
 
 @pytest.mark.parametrize(
@@ -52,74 +63,244 @@ ALL = tuple(kernel(sm, rows) for sm in ("80", "86", "89", "90a", "100", "120") f
         ((12, 1), "120"),
     ],
 )
-def test_the_closest_target_that_runs_is_chosen(capability: tuple[int, int], sm: str) -> None:
+def test_of_equals_the_closest_target_that_runs_is_chosen(capability: tuple[int, int], sm: str) -> None:
     assert select_decode(ALL, SHAPE, device(*capability)).kernel.sm == sm
 
 
-@pytest.mark.parametrize(("group", "rows"), [(1, 8), (8, 8), (9, 16), (16, 16)])
-def test_the_least_padding_is_chosen(group: int, rows: int) -> None:
-    assert select_decode(ALL, replace(SHAPE, group=group), H100).kernel.traits["rows"] == rows
+@pytest.mark.parametrize(
+    ("q_len", "group", "rows", "row_tiles"),
+    [
+        (1, 1, 8, 1),
+        (1, 8, 8, 1),
+        (8, 1, 8, 1),
+        (3, 3, 16, 1),
+        (2, 8, 16, 1),
+        (1, 17, 64, 1),
+        (8, 8, 64, 1),
+        (5, 13, 64, 2),
+        (16, 32, 64, 8),
+    ],
+)
+def test_rows_are_those_that_read_the_cache_least(q_len: int, group: int, rows: int, row_tiles: int) -> None:
+    assert rows_of(chosen(q_len=q_len, group=group)) == (rows, row_tiles)
 
 
-def test_the_order_of_the_list_does_not_matter() -> None:
-    assert select_decode(ALL, SHAPE, H100).kernel == select_decode(ALL[::-1], SHAPE, H100).kernel
+@pytest.mark.parametrize(("head_dim", "rows"), [(32, 16), (64, 8), (128, 8), (256, 8), (512, 8)])
+def test_every_head_dim_of_the_metadata_is_served(head_dim: int, rows: int) -> None:
+    assert rows_of(chosen(head_dim=head_dim, dtype="e4m3")) == (rows, 1)
+
+
+def test_a_head_dim_that_nobody_thought_of_is_served_if_a_kernel_has_it() -> None:
+    made = decode_kernel(head_dim=96)
+    assert select_decode((*ALL, made), replace(SHAPE, head_dim=96), H100).kernel == made
+
+
+def test_large_groups_loop_over_row_tiles() -> None:
+    assert rows_of(chosen(head_dim=512, q_len=16, group=32)) == (8, 64)
+
+
+def test_a_slower_tile_is_not_taken_for_less_padding() -> None:
+    slow = restated(H200, {"tile_us_16bit_rows8": 50.0})
+    assert rows_of(select_decode(ALL, SHAPE, H100, slow)) == (16, 1)
+
+
+def test_the_least_padding_is_taken_where_times_are_equal() -> None:
+    selection = chosen()
+    fitting = {microseconds(c) for c in selection.candidates if c.fit}
+    assert (len(fitting), rows_of(selection)) == (1, (8, 1))
+
+
+def test_predictions_that_hardly_differ_are_equal() -> None:
+    large = replace(SHAPE, batch=1, max_seq_len=1 << 18)
+    close = restated(H200, {"read_tb_per_s": 1.0, "merge_us": 4.0})
+    exact = restated(close, {"equal_within": 1e-9})
+    assert rows_of(select_decode(ALL, large, H100, close)) == (8, 1)
+    assert rows_of(select_decode(ALL, large, H100, exact)) == (64, 1)
+
+
+def test_equals_with_equal_padding_read_the_cache_fewer_times() -> None:
+    assert rows_of(chosen(batch=1, q_len=2, max_seq_len=64)) == (16, 1)
+
+
+def test_shared_memory_that_the_device_does_not_have_rules_a_kernel_out() -> None:
+    large = decode_kernel("86", dynamic_shared_bytes=120 << 10)
+    small = replace(device(8, 6), shared_bytes_per_block_optin=99 << 10)
+    selection = select_decode((large, decode_kernel("80", dynamic_shared_bytes=90 << 10)), SHAPE, small)
+    assert selection.kernel.sm == "80"
+    assert words(selection)[large.name] == "needs 122880 bytes of shared memory a block, the device has 101376"
+
+
+@given(shapes)
+def test_no_candidate_is_predicted_to_be_much_faster(shape: DecodeShape) -> None:
+    selection = select_decode(HOPPER, shape, H100)
+    assert selection.microseconds <= 1.02 * min(map(microseconds, selection.candidates))
+
+
+@given(shapes, st.randoms(use_true_random=False))
+def test_the_order_of_the_list_does_not_matter(shape: DecodeShape, random: Any) -> None:
+    shuffled = list(ALL)
+    random.shuffle(shuffled)
+    assert select_decode(ALL, shape, H100).kernel == select_decode(shuffled, shape, H100).kernel
+
+
+# -- which grid
+
+
+@given(shapes)
+def test_the_grid_holds_what_the_kernel_relies_on(shape: DecodeShape) -> None:
+    made = select_decode(HOPPER, shape, H100)
+    most = int(made.kernel.traits["ctas_per_multiprocessor"]) * H100.multiprocessors
+    assert 1 <= made.ctas <= most
+    assert (made.ctas % made.heads_together, shape.kv_heads % made.heads_together) == (0, 0)
+    assert (made.row_tiles - 1) * int(made.kernel.traits["rows"]) < shape.q_len * shape.group
+    assert made.row_tiles * int(made.kernel.traits["rows"]) >= shape.q_len * shape.group
 
 
 def test_a_large_problem_gets_two_ctas_a_multiprocessor() -> None:
-    assert select_decode(ALL, SHAPE, H100).ctas == 264
+    assert chosen().ctas == 264
 
 
 def test_a_problem_of_medium_size_gets_one() -> None:
-    assert select_decode(ALL, replace(SHAPE, batch=8, max_seq_len=4096), H100).ctas == 128
+    assert chosen(batch=8, max_seq_len=4096).ctas == 128
+
+
+def test_a_kernel_that_fills_a_multiprocessor_alone_gets_one() -> None:
+    assert chosen(q_len=8).ctas == 128
 
 
 @pytest.mark.parametrize(
     ("kv_heads", "together"), [(1, 1), (2, 2), (3, 3), (5, 5), (7, 7), (8, 8), (12, 6), (16, 8), (11, 1)]
 )
 def test_heads_are_read_side_by_side_in_divisors_up_to_eight(kv_heads: int, together: int) -> None:
-    chosen = select_decode(ALL, replace(SHAPE, kv_heads=kv_heads), H100)
-    assert (chosen.heads_together, chosen.ctas % together) == (together, 0)
+    assert chosen(kv_heads=kv_heads).heads_together == together
 
 
 def test_heads_are_not_read_side_by_side_where_too_many_ctas_would_idle() -> None:
     few = replace(SHAPE, kv_heads=7, batch=1, max_seq_len=64 * 40)
-    small = replace(H100, multiprocessors=13)
-    assert select_decode(ALL, few, small).heads_together == 1
+    assert select_decode(ALL, few, replace(H100, multiprocessors=13)).heads_together == 1
 
 
 def test_a_small_problem_gets_one_cta_a_tile() -> None:
-    assert select_decode(ALL, replace(SHAPE, batch=1, max_seq_len=65), H100).ctas == 16
+    assert chosen(batch=1, max_seq_len=65).ctas == 16
+
+
+def test_every_row_tile_is_work_of_its_own() -> None:
+    made = chosen(batch=1, max_seq_len=64, head_dim=512, q_len=3)
+    assert (made.row_tiles, made.ctas) == (3, 24)
+
+
+def test_ragged_requests_are_counted_by_their_tokens() -> None:
+    made = chosen(batch=4, kv_heads=1, max_seq_len=64, head_dim=512, q_len=16, tokens=6, ragged=True)
+    assert (made.row_tiles, made.ctas) == (16, 10)
 
 
 def test_a_bound_of_zero_still_gets_the_ctas_that_write_the_outputs() -> None:
-    assert select_decode(ALL, replace(SHAPE, batch=2, max_seq_len=0), H100).ctas == 16
+    assert chosen(batch=2, max_seq_len=0).ctas == 16
+
+
+def test_ragged_requests_without_a_token_still_get_a_grid() -> None:
+    assert chosen(batch=2, tokens=0, ragged=True).ctas > 0
 
 
 def test_shared_memory_limits_the_ctas_of_a_multiprocessor() -> None:
-    large = tuple(replace(k, dynamic_shared_bytes=200 << 10) for k in ALL)
+    large = tuple(replace(k, dynamic_shared_bytes=200 << 10) for k in HOPPER)
     assert select_decode(large, SHAPE, H100).ctas == 128
 
 
+@pytest.mark.parametrize(
+    ("window_left", "q_len", "ctas"), [(-1, 1, 128), (0, 1, 16), (127, 1, 24), (126, 2, 24), (1 << 30, 1, 128)]
+)
+def test_a_window_limits_the_tiles(window_left: int, q_len: int, ctas: int) -> None:
+    assert chosen(batch=1, group=4, window_left=window_left, q_len=q_len).ctas == ctas
+
+
+@given(shapes, st.integers(0, 5000))
+def test_a_window_never_reads_more(shape: DecodeShape, window_left: int) -> None:
+    narrow = replace(shape, window_left=window_left)
+    assert narrow.kv_tokens <= replace(narrow, window_left=window_left + 1).kv_tokens <= shape.max_seq_len
+
+
+# -- splits
+
+
+@pytest.mark.parametrize(("kv_heads", "splits"), [(1, 128), (2, 64), (3, 43), (8, 16), (64, 2), (128, 1), (200, 1)])
+def test_batch_invariant_splits_come_from_the_kv_heads(kv_heads: int, splits: int) -> None:
+    assert chosen(kv_heads=kv_heads, batch_invariant=True).splits == splits
+
+
+def test_the_grid_cuts_the_pairs_by_default() -> None:
+    assert chosen().splits == 0
+
+
+@given(shapes, shapes)
+def test_splits_depend_on_nothing_else(one: DecodeShape, other: DecodeShape) -> None:
+    alike = replace(other, kv_heads=one.kv_heads, batch_invariant=one.batch_invariant)
+    assert select_decode(HOPPER, one, H100).splits == select_decode(HOPPER, alike, H100).splits
+
+
+def test_a_batch_invariant_grid_has_at_most_a_cta_a_part() -> None:
+    assert chosen(batch=1, kv_heads=4, max_seq_len=8192, batch_invariant=True).ctas == 128
+    assert chosen(batch=1, kv_heads=4, max_seq_len=640, batch_invariant=True).ctas == 40
+
+
+def test_the_reason_says_what_the_splits_come_from() -> None:
+    assert "16 splits from 8 KV heads alone" in chosen(batch_invariant=True).reason
+
+
+# -- words
+
+
+def test_the_reason_tells_rows_grid_and_time() -> None:
+    reason = chosen(batch=8, q_len=2, max_seq_len=4096).reason
+    assert "2 query tokens x 8 query heads a KV head in 1 row tile of 16" in reason
+    assert "4096 tiles of 64 keys over 128 CTAs (1 on each of 132 multiprocessors), 8 KV heads side by side" in reason
+    assert "us, limited by DRAM reads" in reason
+
+
+def test_the_reason_names_a_window_that_counts() -> None:
+    assert "of 64 keys in the window" in chosen(window_left=100).reason
+    assert "window" not in chosen(window_left=1 << 20).reason
+
+
 def test_a_kernel_that_was_not_run_says_so() -> None:
-    assert "built, not run" in select_decode(ALL, SHAPE, device(8, 0)).reason
+    assert "built for sm_80 (built, not run)" in select_decode(ALL, SHAPE, device(8, 0)).reason
 
 
 def test_every_candidate_is_told_with_a_word() -> None:
-    words = dict(select_decode(ALL, replace(SHAPE, group=9), H100).candidates)
-    assert words["decode_rows8_sm90a"] == "fits, pads 9 rows to 8"
-    assert words["decode_rows16_sm90a"] == "fits, pads 9 rows to 16"
-    assert words["decode_rows8_sm80"] == "built for sm_80"
+    told = words(chosen(q_len=2))
+    assert told["decode_bf16_d128_rows16_sm90a"].startswith("fits, 1 row tile of 16, about ")
+    assert told["decode_bf16_d128_rows8_sm90a"].startswith("fits, 2 row tiles of 8, about ")
+    assert told["decode_bf16_d64_rows8_sm90a"] == "head_dim is 64"
+    assert told["decode_fp16_d128_rows8_sm90a"] == "dtype is fp16"
+    assert told["decode_bf16_d128_rows8_sm80"] == "built for sm_80"
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
-    [({"dtype": "fp16"}, "dtype is bf16"), ({"head_dim": 64}, "head_dim is 128")],
+    ("changes", "capability", "said"),
+    [
+        (
+            {"head_dim": 96},
+            (9, 0),
+            r"its kernels take bf16 with head_dim 32, 64, 128, 256, 512; fp16 with .*; e4m3 with",
+        ),
+        ({"dtype": "e5m2"}, (9, 0), "no decode kernel for e5m2 KV with head_dim 128 on H100 .*: its kernels take bf16"),
+        ({"dtype": "fp16"}, (8, 0), "its kernels take bf16 with head_dim 128$"),
+        ({}, (7, 5), "has decode kernels for sm_80, sm_86, sm_89, sm_90a, sm_100, sm_120$"),
+    ],
 )
-def test_what_no_kernel_does_is_refused_with_what_they_do(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(UsageError, match=words):
-        select_decode(ALL, replace(SHAPE, **changes), H100)
+def test_what_no_kernel_does_is_refused_with_what_they_do(
+    changes: dict[str, Any], capability: tuple[int, int], said: str
+) -> None:
+    asked = replace(H100, capability=capability)
+    with pytest.raises(UsageError, match=said):
+        select_decode(ALL, replace(SHAPE, **changes), asked)
+
+
+def test_a_kernel_that_is_too_large_is_named_with_its_bytes() -> None:
+    with pytest.raises(UsageError, match="decode_bf16_d128_rows8_sm90a: needs 307200 bytes"):
+        select_decode((decode_kernel(dynamic_shared_bytes=300 << 10),), SHAPE, H100)
 
 
 def test_kernels_of_another_operation_are_not_looked_at() -> None:
     with pytest.raises(UsageError, match="the release has no decode kernel"):
-        select_decode((kernel("90a", operation="prefill"),), SHAPE, H100)
+        select_decode((decode_kernel(operation="prefill"),), SHAPE, H100)

@@ -1,0 +1,264 @@
+// From accumulators to output: the warps of a CTA meet in shared memory, the parts of a split pair in the workspace.
+#pragma once
+#include "multiply.cuh"
+
+namespace paged_decode {
+
+// The warps' accumulators become shared.merge (unnormalised O, to be added over its buffers), maximum and sum.
+DEVICE void merge_warps(Accumulator& acc, Shared& shared) {
+    const int lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32 % TOKEN_WARPS;
+    for (int n = 0; n < ROW_TILES; ++n)
+        for (int i = 0; i < 2; ++i) {
+            for (int step = 4; step < 32; step *= 2) acc.sum[n][i] += __shfl_xor_sync(~0u, acc.sum[n][i], step);
+            const int row = first_row(n) + lane % 4 * 2 + i;
+            if (lane < 4) {
+                shared.warp_maximum[warp][row] = acc.maximum[n][i];
+                shared.warp_sum[warp][row] = acc.sum[n][i];
+            }
+        }
+    named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
+    for (int n = 0; n < ROW_TILES; ++n)
+        for (int i = 0; i < 2; ++i) {
+            const int row = first_row(n) + lane % 4 * 2 + i;
+            float highest = shared.warp_maximum[0][row];
+            for (int w = 1; w < TOKEN_WARPS; ++w) highest = fmaxf(highest, shared.warp_maximum[w][row]);
+            const float anchor = highest == -INFINITY ? 0.f : highest;  // no visible key: every weight is 0, not NaN
+            const float weight = exp2_approximate(acc.maximum[n][i] - anchor);
+            for (int d = 0; d < DEPTH_STEPS; ++d) acc.out[n][d][i] *= weight, acc.out[n][d][i + 2] *= weight;
+            if (warp == 0 && lane < 4) {
+                float total = 0.f;
+                for (int w = 0; w < TOKEN_WARPS; ++w)
+                    total += shared.warp_sum[w][row] * exp2_approximate(shared.warp_maximum[w][row] - anchor);
+                shared.maximum[row] = highest;
+                shared.sum[row] = total;
+            }
+        }
+    // Warps that share a buffer take turns, so that the order of the additions is fixed.
+    for (int turn = 0; turn < TOKEN_WARPS / MERGE_BUFFERS; ++turn) {
+        if (turn == warp / MERGE_BUFFERS)
+            for (int n = 0; n < ROW_TILES; ++n)
+                for (int d = 0; d < DEPTH_STEPS; ++d)
+                    for (int i = 0; i < 4; ++i) {
+                        float& cell = shared.merge[warp % MERGE_BUFFERS][first_row(n) + lane % 4 * 2 + i % 2][dim_of(d, i)];
+                        cell = turn == 0 ? acc.out[n][d][i] : cell + acc.out[n][d][i];
+                    }
+        named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
+    }
+}
+
+DEVICE float4 operator+(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
+
+// The first of a lane's four head dims in a chunk of a row; short rows leave lanes without any.
+DEVICE int chunk_dim(int chunk) { return chunk * 128 + threadIdx.x % 32 * 4; }
+
+// Four head dims of a row of what merge_warps left.
+DEVICE float4 merged(const Shared& shared, int row, int dim) {
+    float4 value = *reinterpret_cast<const float4*>(&shared.merge[0][row][dim]);
+    for (int b = 1; b < MERGE_BUFFERS; ++b) value = value + *reinterpret_cast<const float4*>(&shared.merge[b][row][dim]);
+    return value;
+}
+
+// A row's way from unnormalised sums to the output: the factor, and the LSE, both with the sink.
+struct Normalisation {
+    int64_t token;
+    int head;
+    float factor, lse;
+};
+
+DEVICE Normalisation normalise(const Params& p, const Piece& piece, int row, float output_scale, float top, float total) {
+    const int flat = piece.row_tile * ROWS + row;
+    Normalisation n;
+    n.token = piece.request.q_start + flat / p.group;
+    n.head = piece.head * p.group + flat % p.group;
+    float scale = 1.f;
+    if (p.sinks != nullptr) {
+        constexpr float LOG2_E = 1.44269504f;
+        const float sink = static_cast<const float*>(p.sinks)[n.head] * LOG2_E;
+        const float highest = fmaxf(top, sink);
+        const float anchor = highest == -INFINITY ? 0.f : highest;
+        scale = exp2f(top - anchor);
+        total = total * scale + exp2f(sink - anchor);
+        top = highest;
+    }
+    // A row without visible keys is 0 with LSE -inf.
+    n.factor = total == 0.f ? 0.f : scale / total * output_scale;
+    n.lse = total == 0.f ? -INFINITY : top + log2f(total);
+    return n;
+}
+
+DEVICE void write_output(const Params& p, const Normalisation& n, int dim, float4 value) {
+    const int64_t element = n.token * p.out_token_stride + n.head * p.out_head_stride + dim;
+    value = make_float4(value.x * n.factor, value.y * n.factor, value.z * n.factor, value.w * n.factor);
+    if (p.out_type == E4M3)
+        *reinterpret_cast<uint32_t*>(static_cast<uint8_t*>(p.out) + element) =
+            pack_e4m3(value.x, value.y) | static_cast<uint32_t>(pack_e4m3(value.z, value.w)) << 16;
+    else
+        *reinterpret_cast<uint2*>(static_cast<uint16_t*>(p.out) + element) =
+            p.out_type == FP16 ? make_uint2(pack_fp16(value.x, value.y), pack_fp16(value.z, value.w))
+                               : make_uint2(pack_bf16(value.x, value.y), pack_bf16(value.z, value.w));
+}
+
+DEVICE void write_lse(const Params& p, const Normalisation& n) {
+    if (threadIdx.x % 32 == 0 && p.lse != nullptr)
+        static_cast<float*>(p.lse)[n.token * p.lse_token_stride + n.head * p.lse_head_stride] = n.lse;
+}
+
+// Where the parts of a split pair lie in the workspace, in the order in which they are added.
+struct Parts {
+    int count;    // 1: the pair is whole, nothing goes through the workspace
+    int own;      // which of them this CTA has
+    int counter;  // of arrivals
+    int base, step, odd_first;
+    DEVICE int slot(int part) const { return base + part * step + (part == 0 ? odd_first : 0); }
+};
+
+DEVICE int cta_of(const Params& p, int team) { return team * p.heads_together + blockIdx.x % p.heads_together; }
+
+DEVICE Parts parts_of(const Params& p, const Share& share, const Piece& piece) {
+    Parts parts;
+    const Request& r = piece.request;
+    if (p.splits > 0) {
+        const int row_tiles = (p.q_len * p.group + ROWS - 1) / ROWS;
+        parts.count = split_count(p, r);
+        parts.own = piece.split;
+        parts.counter = (r.index * row_tiles + piece.row_tile) * p.kv_heads + piece.head;
+        parts.base = parts.counter * p.splits;
+        parts.step = 1;
+        parts.odd_first = 0;
+        return parts;
+    }
+    // Team c begins at floor(c T / n), so the tile x lies in team floor(((x + 1) n - 1) / T).
+    const int64_t n = share.teams, start = piece.line_start;
+    const int first = static_cast<int>(((start + 1) * n - 1) / share.total);
+    const int last = static_cast<int>(((start + r.tiles) * n - 1) / share.total);
+    parts.count = last - first + 1;
+    parts.own = share.team - first;
+    parts.counter = cta_of(p, first);
+    // A CTA has at most one part that begins in it and goes on elsewhere (odd slot) and one from elsewhere (even slot).
+    parts.base = 2 * parts.counter;
+    parts.step = 2 * p.heads_together;
+    parts.odd_first = 1;
+    return parts;
+}
+
+DEVICE int64_t slot_row(int slot, int row) { return static_cast<int64_t>(slot) * ROWS + row; }
+
+// (top, total) stands for total * 2^top; adds another such number.
+DEVICE void add_statistics(float& top, float& total, float other_top, float other_total) {
+    const float highest = fmaxf(top, other_top);
+    const float anchor = highest == -INFINITY ? 0.f : highest;  // nothing visible so far: 0, not NaN
+    total = total * exp2_approximate(top - anchor) + other_total * exp2_approximate(other_top - anchor);
+    top = highest;
+}
+
+// The partial outputs of MERGE_BATCH parts from `begin` on, for the rows of this warp; past the last part, that again.
+DEVICE void load_parts(const Params& p, const Piece& piece, const Parts& parts, int begin, float4 (&loaded)[MERGE_BATCH][CELLS]) {
+    const float* partial = static_cast<const float*>(p.partial_out);
+#pragma unroll
+    for (int i = 0; i < MERGE_BATCH; ++i) {
+        const int slot = parts.slot(min(begin + i, parts.count - 1));
+#pragma unroll
+        for (int cell = 0; cell < CELLS; ++cell) {
+            const int row = threadIdx.x / 32 + cell / CHUNKS * CONSUMER_WARPS, dim = chunk_dim(cell % CHUNKS);
+            loaded[i][cell] = row < piece.rows && dim < HEAD_DIM
+                                  ? __ldcg(reinterpret_cast<const float4*>(partial + slot_row(slot, row) * HEAD_DIM + dim))
+                                  : make_float4(0, 0, 0, 0);
+        }
+    }
+}
+
+// All parts of a pair, added in their order.
+DEVICE void merge_parts(const Params& p, const Piece& piece, const Parts& parts, float output_scale, Shared& shared) {
+    float4 loaded[MERGE_BATCH][CELLS];
+    load_parts(p, piece, parts, 0, loaded);  // under way while the weights are found
+
+    const float2* statistics = static_cast<const float2*>(p.partial_statistics);
+    const int own_row = threadIdx.x / LANES_PER_ROW, own_lane = threadIdx.x % LANES_PER_ROW;
+    float top = -INFINITY, total = 0.f;
+    if (own_row < piece.rows)
+        for (int i = own_lane; i < parts.count; i += LANES_PER_ROW) {
+            const float2 part = __ldcg(&statistics[slot_row(parts.slot(i), own_row)]);
+            if (i < WEIGHTS) shared.weight[own_row][i] = part.x;
+            add_statistics(top, total, part.x, part.y);
+        }
+    for (int step = 1; step < LANES_PER_ROW; step *= 2) {
+        const float other_top = __shfl_xor_sync(~0u, top, step);
+        const float other_total = __shfl_xor_sync(~0u, total, step);
+        add_statistics(top, total, other_top, other_total);
+    }
+    if (own_lane == 0) shared.maximum[own_row] = top, shared.sum[own_row] = total;
+    const float anchor = top == -INFINITY ? 0.f : top;
+
+    float4 value[CELLS];
+    for (int cell = 0; cell < CELLS; ++cell) value[cell] = make_float4(0, 0, 0, 0);
+    for (int base = 0; base < parts.count; base += WEIGHTS) {
+        const int count = min(parts.count - base, WEIGHTS);
+        if (own_row < piece.rows)
+            for (int i = own_lane; i < count; i += LANES_PER_ROW) {
+                const float maximum =
+                    base == 0 ? shared.weight[own_row][i] : __ldcg(&statistics[slot_row(parts.slot(base + i), own_row)]).x;
+                shared.weight[own_row][i] = exp2_approximate(maximum - anchor);
+            }
+        named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
+        for (int part = 0; part < count; part += MERGE_BATCH) {
+            if (base + part > 0) load_parts(p, piece, parts, base + part, loaded);
+#pragma unroll
+            for (int i = 0; i < MERGE_BATCH; ++i)
+#pragma unroll
+                for (int cell = 0; cell < CELLS; ++cell) {
+                    const int row = threadIdx.x / 32 + cell / CHUNKS * CONSUMER_WARPS;
+                    const float weight = part + i < count ? shared.weight[row][part + i] : 0.f;
+                    value[cell].x += weight * loaded[i][cell].x;
+                    value[cell].y += weight * loaded[i][cell].y;
+                    value[cell].z += weight * loaded[i][cell].z;
+                    value[cell].w += weight * loaded[i][cell].w;
+                }
+        }
+        named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);  // the weights are free again
+    }
+    for (int cell = 0; cell < CELLS; ++cell) {
+        const int row = threadIdx.x / 32 + cell / CHUNKS * CONSUMER_WARPS, dim = chunk_dim(cell % CHUNKS);
+        if (row >= piece.rows) continue;
+        const Normalisation n = normalise(p, piece, row, output_scale, shared.maximum[row], shared.sum[row]);
+        if (dim < HEAD_DIM) write_output(p, n, dim, value[cell]);
+        if (cell % CHUNKS == 0) write_lse(p, n);
+    }
+}
+
+DEVICE void finish_piece(const Params& p, const Share& share, const Piece& piece, float output_scale, Shared& shared) {
+    const Parts parts = parts_of(p, share, piece);
+    const int slot = parts.slot(parts.own);
+    for (int row = threadIdx.x / 32; row < piece.rows; row += CONSUMER_WARPS) {
+        Normalisation n;
+        if (parts.count == 1) {
+            n = normalise(p, piece, row, output_scale, shared.maximum[row], shared.sum[row]);
+            write_lse(p, n);
+        }
+        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+            const int dim = chunk_dim(chunk);
+            if (dim >= HEAD_DIM) continue;
+            const float4 value = merged(shared, row, dim);
+            if (parts.count == 1)
+                write_output(p, n, dim, value);
+            else
+                *reinterpret_cast<float4*>(static_cast<float*>(p.partial_out) + slot_row(slot, row) * HEAD_DIM + dim) = value;
+        }
+    }
+    if (parts.count == 1) return;
+    if (threadIdx.x < piece.rows)
+        static_cast<float2*>(p.partial_statistics)[slot_row(slot, threadIdx.x)] =
+            make_float2(shared.maximum[threadIdx.x], shared.sum[threadIdx.x]);
+    named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
+    if (threadIdx.x == 0) {
+        // Release: what the barrier ordered before is seen by whoever acquires; acquire: it sees the others' parts.
+        uint32_t* counter = static_cast<uint32_t*>(p.counters) + parts.counter;
+        const bool is_last = add_acquire_release(counter, 1) == static_cast<uint32_t>(parts.count - 1);
+        if (is_last) *counter = 0;  // ready for the next launch
+        shared.arrived_last = is_last;
+    }
+    named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
+    if (shared.arrived_last) merge_parts(p, piece, parts, output_scale, shared);
+}
+
+}  // namespace paged_decode

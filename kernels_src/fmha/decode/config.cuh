@@ -1,0 +1,103 @@
+// What a build of paged decode fixes (its -D options), what follows from it, and the block's shared memory.
+#pragma once
+#include "../../common/ptx.cuh"
+#if USE_TMA
+#include "PagedDecodeTmaParams.h"
+using Params = PagedDecodeTmaParams;
+#else
+#include "PagedDecodeCopyParams.h"
+using Params = PagedDecodeCopyParams;
+#endif
+
+namespace paged_decode {
+
+enum Type { BF16 = 0, FP16 = 1, E4M3 = 2 };
+
+constexpr int TILE_TOKENS = 64;
+constexpr int TOKEN_WARPS = 4;  // each 16 of a tile's tokens
+constexpr int WARP_TOKENS = TILE_TOKENS / TOKEN_WARPS;
+constexpr int CONSUMER_WARPS = TOKEN_WARPS * ROW_HALVES;  // with two halves, four warps for each half of the rows
+constexpr int CONSUMERS = 32 * CONSUMER_WARPS;
+constexpr int PRODUCER_WARP = CONSUMER_WARPS;
+// Registers are handed over by whole warpgroups: the producer's three other warps exist to give theirs away.
+constexpr bool HANDS_OVER_REGISTERS = ROW_HALVES > 1;
+constexpr int THREADS = CONSUMERS + (HANDS_OVER_REGISTERS ? 128 : 32);
+constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 56;
+
+constexpr bool KV_E4M3 = KV_TYPE == E4M3;
+constexpr bool MMA_FP16 = KV_TYPE != BF16;  // e4m3 becomes fp16, which holds it exactly
+constexpr int ITEM_BYTES = KV_E4M3 ? 1 : 2;
+constexpr int TOKEN_BYTES = HEAD_DIM * ITEM_BYTES;
+constexpr int SPAN = TOKEN_BYTES < 128 ? TOKEN_BYTES : 128;  // bytes of a token that one box holds, swizzled
+constexpr int SPANS = TOKEN_BYTES / SPAN;
+constexpr int SPAN_BYTES = TILE_TOKENS * SPAN;
+constexpr int BUFFER_BYTES = SPANS * SPAN_BYTES;
+
+constexpr int ROW_TILES = ROWS / 8 / ROW_HALVES;  // 8-row MMA tiles of a warp
+constexpr int DEPTH_STEPS = HEAD_DIM / 16;
+// Few and short rows keep the queries in registers, if nothing spills for it.
+constexpr bool QUERY_IN_SHARED = ROW_HALVES > 1 || HEAD_DIM > 256 || (KV_E4M3 && ROW_TILES * DEPTH_STEPS > 8);
+
+// 4 floats more than a row keep the fragments' writes free of bank conflicts. With few rows each warp has a buffer of its
+// own; with many, that would cost the second CTA on the SM.
+constexpr int MERGE_STRIDE = HEAD_DIM + 4;
+constexpr int MERGE_BUFFERS = ROWS == 8 && HEAD_DIM <= 128 ? TOKEN_WARPS : 1;
+constexpr int ROWS_PER_WARP = ROWS / CONSUMER_WARPS;      // of the merged result
+constexpr int CHUNKS = (HEAD_DIM + 127) / 128;            // of a merged row: 4 head dims a lane
+constexpr int CELLS = ROWS_PER_WARP * CHUNKS;             // float4 that a thread merges
+constexpr int MERGE_BATCH = CELLS <= 2 ? 8 : 2;  // partials whose loads are in flight, without spills
+constexpr int WEIGHTS = MERGE_BUFFERS * MERGE_STRIDE;     // partials whose weights fit the merge buffers at once
+constexpr int LANES_PER_ROW = CONSUMERS / ROWS;           // when statistics are merged
+static_assert(LANES_PER_ROW <= 32 && 32 % LANES_PER_ROW == 0, "the lanes of a row are in one warp");
+
+constexpr uint32_t STATUS_LENGTH_OVER_BOUND = 1;
+constexpr uint32_t STATUS_LENGTH_NEGATIVE = 2;
+constexpr uint32_t STATUS_PAGE_OUTSIDE_POOL = 4;
+constexpr uint32_t STATUS_QUERIES = 8;
+
+constexpr int CONSUMER_BARRIER = 1;
+constexpr int NEVER = 0x7fffffff;  // a first visible key that no key reaches
+
+struct alignas(128) Shared {
+    char ring[BUFFERS][BUFFER_BYTES];  // the block's shared memory begins at a multiple of 1024
+    union {
+        float merge[MERGE_BUFFERS][ROWS][MERGE_STRIDE];
+        float weight[ROWS][WEIGHTS];
+    };
+    uint2 query[QUERY_IN_SHARED ? ROWS / 8 : 1][QUERY_IN_SHARED ? DEPTH_STEPS : 1][QUERY_IN_SHARED ? 32 : 1];
+    float warp_maximum[TOKEN_WARPS][ROWS];
+    float warp_sum[TOKEN_WARPS][ROWS];
+    float maximum[ROWS];
+    float sum[ROWS];
+    uint32_t row_mask[ROWS];                  // bit j: the row sees draft token j
+    int row_begin[ROWS];                      // the first key in the row's window
+    float row_scale[KV_E4M3 ? ROWS : 1];      // softmax scale times what brought the row's queries into fp16
+    alignas(8) uint64_t full[BUFFERS];
+    alignas(8) uint64_t empty[BUFFERS];
+    int arrived_last;
+};
+
+static_assert(sizeof(Shared) == SHARED_BYTES, "the variant list states another size of dynamic shared memory");
+static_assert(WARP_TOKENS == 16, "a consumer warp takes one 16-token MMA tile");
+static_assert(BUFFERS >= 2, "K and V of a tile are in the ring together");
+
+// Address of 16 bytes of a token in a swizzled buffer, as the tensor map's 128-, 64- or 32-byte pattern places them.
+DEVICE uint32_t tile_address(uint32_t buffer, int token, int column) {
+    constexpr int COLUMNS = SPAN / 16;
+    const int turn = SPAN == 128 ? token % 8 : SPAN == 64 ? token / 2 % 4 : token / 4 % 2;
+    return buffer + column / COLUMNS * SPAN_BYTES + token * SPAN + ((column % COLUMNS) ^ turn) * 16;
+}
+
+// Position in the ring; the phase flips each time around.
+struct RingCursor {
+    int index = 0;
+    uint32_t phase = 0;
+    DEVICE void advance() {
+        if (++index == BUFFERS) {
+            index = 0;
+            phase ^= 1;
+        }
+    }
+};
+
+}  // namespace paged_decode

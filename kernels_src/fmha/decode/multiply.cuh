@@ -1,0 +1,251 @@
+// What a consumer warp does with a tile: queries as MMA fragments, S^T = K Q^T, softmax, O^T += V^T P^T.
+#pragma once
+#include "work.cuh"
+
+namespace paged_decode {
+
+// What one warp knows of one pair: for each of the thread's two rows of a row tile, the maximum (base-2 exponents), the
+// sum of this thread's tokens, and O^T (rows 2 (lane % 4) + {0, 1}; head dims: see dim_of).
+struct Accumulator {
+    float maximum[ROW_TILES][2];
+    float sum[ROW_TILES][2];
+    float out[ROW_TILES][DEPTH_STEPS][4];
+    DEVICE void clear() {
+        for (int n = 0; n < ROW_TILES; ++n) {
+            for (int i = 0; i < 2; ++i) maximum[n][i] = -INFINITY, sum[n][i] = 0.f;
+            for (int d = 0; d < DEPTH_STEPS; ++d)
+                for (int i = 0; i < 4; ++i) out[n][d][i] = 0.f;
+        }
+    }
+};
+
+// The head dim of accumulator element i of a 16-dim step. e4m3 values come two dims to a 16-bit matrix element, so that a
+// fragment's upper rows are the even dims and its lower rows the odd ones.
+DEVICE int dim_of(int step, int i) {
+    const int lane = threadIdx.x % 32;
+    return step * 16 + (KV_E4M3 ? lane / 4 * 2 + i / 2 : lane / 4 + i / 2 * 8);
+}
+
+// The first row of a warp's row tile n among the CTA's.
+DEVICE int first_row(int n) { return (threadIdx.x / (32 * TOKEN_WARPS) * ROW_TILES + n) * 8; }
+
+// One 16-dim step of a row tile's queries as the B operand: the depths 2 (lane % 4) + {0, 1} and those 8 on.
+using QueryFragment = uint2;
+
+DEVICE float2 query_values(const Params& p, const void* row, int element) {
+    if (p.q_type == BF16) return unpack_bf16(*reinterpret_cast<const uint32_t*>(static_cast<const char*>(row) + element * 2));
+    if (p.q_type == FP16) return unpack_fp16(*reinterpret_cast<const uint32_t*>(static_cast<const char*>(row) + element * 2));
+    return unpack_e4m3(*reinterpret_cast<const uint16_t*>(static_cast<const char*>(row) + element));
+}
+
+// The fragments of eight rows from `row_base` on (of the piece's), through store(step, fragment). Returns the factor that
+// undoes what was done to this lane's row, row_base + lane / 4, to bring it into fp16.
+template <class Store>
+DEVICE float load_query(const Params& p, const Piece& piece, int row_base, Store store) {
+    const int lane = threadIdx.x % 32;
+    const int row = row_base + lane / 4;
+    const bool exists = row < piece.rows;
+    const int flat = piece.row_tile * ROWS + row;
+    const int token = exists ? flat / p.group : 0, head = exists ? flat % p.group : 0;
+    const int item = p.q_type == E4M3 ? 1 : 2;
+    const char* at = static_cast<const char*>(p.q) + ((piece.request.q_start + token) * p.q_token_stride +
+                                                      (piece.head * p.group + head) * p.q_head_stride) * item;
+    if constexpr (!KV_E4M3) {
+        at += lane % 4 * 4;
+        for (int step = 0; step < DEPTH_STEPS; ++step)
+            store(step, exists ? make_uint2(*reinterpret_cast<const uint32_t*>(at + step * 32),
+                                            *reinterpret_cast<const uint32_t*>(at + step * 32 + 16))
+                               : make_uint2(0, 0));
+        return 1.f;
+    } else {
+        int exponent = 0;
+        if (p.q_type == BF16) {  // a power of two brings any row into the range of fp16 without rounding
+            float largest = 0.f;
+            for (int step = 0; step < DEPTH_STEPS && exists; ++step)
+                for (int i = 0; i < 2; ++i) {
+                    const float2 value = query_values(p, at, step * 16 + lane % 4 * 4 + i * 2);
+                    largest = fmaxf(largest, fmaxf(fabsf(value.x), fabsf(value.y)));
+                }
+            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+            exponent = min(max(static_cast<int>(__float_as_uint(largest) >> 23) - 127, -100), 100);
+        }
+        const float scale = __uint_as_float(static_cast<uint32_t>(127 - exponent) << 23);
+        // Depths follow the key fragments of multiply_keys: four dims of a lane in a row.
+        for (int step = 0; step < DEPTH_STEPS; ++step) {
+            uint32_t words[2] = {0, 0};
+            for (int i = 0; i < 2 && exists; ++i) {
+                const float2 value = query_values(p, at, step * 16 + lane % 4 * 4 + i * 2);
+                words[i] = pack_fp16(value.x * scale, value.y * scale);
+            }
+            store(step, make_uint2(words[0], words[1]));
+        }
+        return __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23);
+    }
+}
+
+// Queries of a piece where the consumers need them, and what each row sees. Ends with a barrier of the consumers.
+struct Queries {
+    QueryFragment own[QUERY_IN_SHARED ? 1 : ROW_TILES][QUERY_IN_SHARED ? 1 : DEPTH_STEPS];
+
+    DEVICE void load(const Params& p, const Piece& piece, float softmax_scale, Shared& shared) {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        if (threadIdx.x < ROWS) {
+            const int token = (piece.row_tile * ROWS + threadIdx.x) / p.group;
+            const Request& r = piece.request;
+            // Draft tokens in front of the first key have no keys, not even their own.
+            const bool exists = threadIdx.x < piece.rows && token >= r.q_len - r.length;
+            shared.row_mask[threadIdx.x] = exists ? mask_word(p, r, token) : 0;
+            shared.row_begin[threadIdx.x] = exists ? window_begin(p, r, token) : NEVER;
+        }
+        if constexpr (QUERY_IN_SHARED) {
+            for (int n = warp; n < ROWS / 8; n += CONSUMER_WARPS) {
+                const float undo = load_query(p, piece, n * 8, [&](int step, QueryFragment f) { shared.query[n][step][lane] = f; });
+                if (KV_E4M3 && lane % 4 == 0) shared.row_scale[n * 8 + lane / 4] = undo * softmax_scale;
+            }
+        } else {
+            for (int n = 0; n < ROW_TILES; ++n) {
+                const float undo = load_query(p, piece, n * 8, [&](int step, QueryFragment f) { own[n][step] = f; });
+                if (KV_E4M3 && warp == 0 && lane % 4 == 0) shared.row_scale[n * 8 + lane / 4] = undo * softmax_scale;
+            }
+        }
+        named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
+    }
+
+    DEVICE QueryFragment get(const Shared& shared, int n, int step) const {
+        if constexpr (QUERY_IN_SHARED)
+            return shared.query[first_row(n) / 8][step][threadIdx.x % 32];
+        else
+            return own[n][step];
+    }
+};
+
+DEVICE void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    if constexpr (MMA_FP16)
+        mma_fp16_16x8x16(d, a, b0, b1);
+    else
+        mma_bf16_16x8x16(d, a, b0, b1);
+}
+
+DEVICE int warp_first_token() { return threadIdx.x / 32 % TOKEN_WARPS * WARP_TOKENS; }
+
+// S^T of the warp's 16 tokens.
+DEVICE void multiply_keys(uint32_t buffer, const Queries& queries, const Shared& shared, float (&s)[ROW_TILES][4]) {
+    const int lane = threadIdx.x % 32;
+    const int token = warp_first_token() + lane % 16;
+    // Two chains of accumulation hide the latency of the MMA.
+    float odd[ROW_TILES][4];
+    for (int n = 0; n < ROW_TILES; ++n)
+        for (int i = 0; i < 4; ++i) s[n][i] = odd[n][i] = 0.f;
+    if constexpr (KV_E4M3) {
+#pragma unroll
+        for (int pair = 0; pair < DEPTH_STEPS / 2; ++pair) {
+            uint32_t raw[4];  // tokens 0-7 and 8-15 of 16 dims, then of the next 16
+            load_matrix_x4(raw, tile_address(buffer, token, pair * 2 + lane / 16));
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const uint32_t upper = raw[half * 2], lower = raw[half * 2 + 1];
+                const uint32_t k[4] = {e4m3_pair_to_fp16(upper), e4m3_pair_to_fp16(lower), e4m3_pair_to_fp16(upper >> 16),
+                                       e4m3_pair_to_fp16(lower >> 16)};
+                for (int n = 0; n < ROW_TILES; ++n) {
+                    const QueryFragment q = queries.get(shared, n, pair * 2 + half);
+                    multiply(half ? odd[n] : s[n], k, q.x, q.y);
+                }
+            }
+        }
+    } else {
+#pragma unroll
+        for (int step = 0; step < DEPTH_STEPS; ++step) {
+            uint32_t k[4];
+            load_matrix_x4(k, tile_address(buffer, token, step * 2 + lane / 16));
+            for (int n = 0; n < ROW_TILES; ++n) {
+                const QueryFragment q = queries.get(shared, n, step);
+                multiply(step % 2 ? odd[n] : s[n], k, q.x, q.y);
+            }
+        }
+    }
+    for (int n = 0; n < ROW_TILES; ++n)
+        for (int i = 0; i < 4; ++i) s[n][i] += odd[n][i];
+}
+
+// Hides what rows must not see, in a tile that begins at key `tile_token`.
+DEVICE void hide(const Piece& piece, int tile_token, const Shared& shared, float (&s)[ROW_TILES][4]) {
+    const int lane = threadIdx.x % 32;
+    const int prefix = piece.request.length - piece.request.q_len;
+    for (int n = 0; n < ROW_TILES; ++n)
+        for (int i = 0; i < 4; ++i) {
+            const int row = first_row(n) + lane % 4 * 2 + i % 2;
+            const int token = tile_token + warp_first_token() + lane / 4 + i / 2 * 8;
+            const bool visible = token < piece.request.length && token >= shared.row_begin[row] &&
+                                 (token < prefix || (shared.row_mask[row] >> (token - prefix) & 1));
+            if (!visible) s[n][i] = -INFINITY;
+        }
+}
+
+// Turns S^T into P^T as the B operand of the second product, and brings the accumulator to the new maximum.
+DEVICE void softmax(float (&s)[ROW_TILES][4], Accumulator& acc, uint32_t (&probability)[ROW_TILES][2]) {
+    for (int n = 0; n < ROW_TILES; ++n) {
+        float rescale[2];
+        for (int i = 0; i < 2; ++i) {
+            float top = fmaxf(s[n][i], s[n][i + 2]);
+            for (int step = 4; step < 32; step *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
+            top = fmaxf(top, acc.maximum[n][i]);
+            const float anchor = top == -INFINITY ? 0.f : top;  // nothing visible so far: weights 0, not NaN
+            rescale[i] = exp2_approximate(acc.maximum[n][i] - anchor);
+            acc.maximum[n][i] = top;
+            s[n][i] = exp2_approximate(s[n][i] - anchor);
+            s[n][i + 2] = exp2_approximate(s[n][i + 2] - anchor);
+            acc.sum[n][i] = acc.sum[n][i] * rescale[i] + s[n][i] + s[n][i + 2];
+        }
+        if (__any_sync(~0u, rescale[0] != 1.f || rescale[1] != 1.f))
+            for (int d = 0; d < DEPTH_STEPS; ++d)
+                for (int i = 0; i < 4; ++i) acc.out[n][d][i] *= rescale[i % 2];
+        for (int i = 0; i < 2; ++i)
+            probability[n][i] = transpose_8x8(MMA_FP16 ? pack_fp16(s[n][i * 2], s[n][i * 2 + 1])
+                                                       : pack_bf16(s[n][i * 2], s[n][i * 2 + 1]));
+    }
+}
+
+// O^T += V^T P^T over the tile's tokens [low, high). Others may hold NaN, and 0 x NaN is NaN: their bits are masked to zero.
+DEVICE void multiply_values(uint32_t buffer, int low, int high, const uint32_t (&probability)[ROW_TILES][2], Accumulator& acc) {
+    const int lane = threadIdx.x % 32;
+    const int first = warp_first_token();
+    const int token = first + lane / 16 * 8 + lane % 8;
+    const bool whole = low <= first && first + WARP_TOKENS <= high;
+    uint32_t keep[2];  // of the tokens 2 (lane % 4) + {0, 1}, and those 8 on
+    for (int i = 0; i < 2; ++i) {
+        const int pair = first + i * 8 + lane % 4 * 2;
+        keep[i] = (pair >= low && pair < high ? 0x0000ffffu : 0u) | (pair + 1 >= low && pair + 1 < high ? 0xffff0000u : 0u);
+    }
+    if constexpr (KV_E4M3) {
+#pragma unroll
+        for (int pair = 0; pair < DEPTH_STEPS / 2; ++pair) {
+            uint32_t raw[4];  // tokens 0-7 of 16 dims and of the next 16, then tokens 8-15
+            load_matrix_x4_transposed(raw, tile_address(buffer, token, pair * 2 + lane / 8 % 2));
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                if (!whole) raw[i] &= keep[i / 2];
+                raw[i] = __byte_perm(raw[i], 0, 0x3120);  // both tokens of the even dim, then of the odd one
+            }
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const uint32_t upper = raw[half], lower = raw[half + 2];
+                const uint32_t v[4] = {e4m3_pair_to_fp16(upper), e4m3_pair_to_fp16(upper >> 16), e4m3_pair_to_fp16(lower),
+                                       e4m3_pair_to_fp16(lower >> 16)};
+                for (int n = 0; n < ROW_TILES; ++n)
+                    multiply(acc.out[n][pair * 2 + half], v, probability[n][0], probability[n][1]);
+            }
+        }
+    } else {
+#pragma unroll
+        for (int d = 0; d < DEPTH_STEPS; ++d) {
+            uint32_t v[4];
+            load_matrix_x4_transposed(v, tile_address(buffer, token, d * 2 + lane / 8 % 2));
+            if (!whole)
+                for (int i = 0; i < 4; ++i) v[i] &= keep[i / 2];
+            for (int n = 0; n < ROW_TILES; ++n) multiply(acc.out[n][d], v, probability[n][0], probability[n][1]);
+        }
+    }
+}
+
+}  // namespace paged_decode

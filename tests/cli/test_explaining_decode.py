@@ -1,0 +1,181 @@
+"""``explain`` on a small release of made-up decode kernels of ours, used in place from a directory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from decode_kernels import HOPPER, PORTABLE
+
+from cubin_runtime import __version__, cli
+from cubin_runtime.artifacts.own_kernels import OwnKernel
+
+FOLDER = "ours-1"
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> list[str]:
+    """What every call takes: the release in place, its pin, and a store that is not there."""
+    folder = tmp_path / "tree" / FOLDER
+    folder.mkdir(parents=True)
+    kernels = [entry_of(kernel) for kernel in (*PORTABLE, *HOPPER)]
+    table = json.dumps({"schema": 1, "release": FOLDER, "kernels": kernels}).encode()
+    (folder / "kernels.json").write_bytes(table)
+    manifest = f"{hashlib.sha256(table).hexdigest()}  kernels.json\n".encode()
+    (folder / "checksums.txt").write_bytes(manifest)
+    pins = tmp_path / "pins.toml"
+    pins.write_text(
+        f'[[pin]]\nname = "ours"\npath = "{FOLDER}"\nmanifest_sha256 = "{hashlib.sha256(manifest).hexdigest()}"\n'
+        f'files = 1\nbytes = {len(table)}\nmax_file_bytes = 1048576\nabi = "hopper-{__version__}"\n'
+        'licence = "Apache-2.0"\nsources = []\n'
+    )
+    where = ["--source", str(tmp_path / "tree"), "--pins", str(pins), "--store", str(tmp_path / "store"), "--offline"]
+    return ["explain", "--release", "ours", *where]
+
+
+def entry_of(kernel: OwnKernel) -> dict[str, Any]:
+    return {field.name: getattr(kernel, field.name) for field in fields(kernel)} | {"traits": dict(kernel.traits)}
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    assert cli.main([str(argument) for argument in arguments]) == 0
+    return capsys.readouterr().out
+
+
+def record(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
+    told: dict[str, Any] = json.loads(run(capsys, *arguments, "--json"))
+    return told
+
+
+SHAPE = ["--batch", "8", "--q-len", "4", "--kv-len", "16384", "--heads-q", "64", "--heads-kv", "8", "--sms", "132"]
+
+
+def test_the_kernel_its_grid_and_its_time_are_told(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    out = run(capsys, *arguments, *SHAPE, "--backend", "hopper", "--dtype-kv", "e4m3", "--sm", 90)
+    assert "kernel     decode_e4m3_d128_rows16_sm90a\n" in out
+    assert "4 query tokens x 8 query heads a KV head in 2 row tiles of 16" in out
+    assert "\nrows       32 in 2 x 16\n" in out
+    assert "\nsplits     0: the grid cuts the line of all tiles\n" in out
+    assert "\npredicted  " in out
+
+
+def test_every_kernel_of_the_device_is_in_the_table_by_time(
+    capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    out = run(capsys, *arguments, *SHAPE, "--backend", "hopper")
+    table = [line.split("\t") for line in out.splitlines() if "\t" in line]
+    assert [cells[0] for cells in table[1:4]] == [f"decode_bf16_d128_rows{rows}_sm90a" for rows in (64, 16, 8)]
+    assert ["decode_fp16_d64_rows8_sm90a", "dtype is fp16"] in [[cells[0], cells[-1]] for cells in table]
+    assert len(table) == 1 + len(HOPPER)
+
+
+def test_kernels_for_other_devices_are_counted(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    out = run(capsys, *arguments, "--backend", "hopper")
+    assert f"elsewhere  {len(PORTABLE)} decode kernels built for sm_100, sm_120, sm_80, sm_86, sm_89" in out
+
+
+def test_json_tells_the_choice_its_candidates_and_the_constants(
+    capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    told = record(capsys, *arguments, *SHAPE, "--backend", "hopper")
+    best = told["candidates"][0]
+    assert (told["verb"], told["backend"], told["kernel"]) == ("explain", "hopper", "decode_bf16_d128_rows64_sm90a")
+    assert (best["kernel"], best["microseconds"]) == (told["kernel"], told["microseconds"])
+    assert (best["terms"].keys(), best["grid"]["ctas"]) == (
+        {"fixed_us", "dram_us", "l2_us", "tiles_us", "merge_us"},
+        told["grid"][0],
+    )
+    assert (told["costs"]["gpu"], told["costs"]["launch_us"]) == ("H200", 3.0)
+    assert told["device"]["capability"] == [9, 0]
+
+
+def test_why_a_kernel_does_not_fit_is_in_the_json(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    last = record(capsys, *arguments, "--backend", "hopper")["candidates"][-1]
+    assert (last["fits"], last["why_not"]) == (False, "dtype is e4m3")
+
+
+def test_auto_takes_it_where_it_was_measured(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    assert record(capsys, *arguments, "--sm", 90)["backend"] == "hopper"
+
+
+def test_auto_names_the_backend_that_was_built_but_not_run(
+    capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    assert cli.main([*arguments, "--sm", "80"]) == 9
+    assert "backend='hopper' has kernels built for it that were not run" in capsys.readouterr().err
+
+
+def test_a_kernel_that_was_not_run_is_explained_by_name(
+    capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    told = record(capsys, *arguments, "--sm", 80, "--backend", "hopper")
+    assert (told["status"], told["device"]["name"], told["costs"]["gpu"]) == ("built, not run", "A100", "any other GPU")
+
+
+def test_a_named_gpu_has_its_own_constants(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    told = record(capsys, *arguments, "--sm", 90, "--gpu", "NVIDIA H100 80GB HBM3")
+    assert (told["costs"]["gpu"], told["costs"]["read_tb_per_s"]) == ("H100", 3.0)
+
+
+def test_batch_invariant_states_its_splits(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    told = record(capsys, *arguments, "--sm", 90, "--batch-invariant")
+    assert (told["splits"], told["shape"]["batch_invariant"]) == (16, True)
+
+
+@pytest.mark.parametrize(("window", "left"), [(0, -1), (1, 0), (128, 127)])
+def test_a_window_counts_the_tokens_that_are_seen(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], window: int, left: int
+) -> None:
+    assert record(capsys, *arguments, "--sm", 90, "--window", window)["shape"]["window_left"] == left
+
+
+def test_a_count_of_tokens_means_ragged_requests(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    shape = record(capsys, *arguments, "--sm", 90, "--batch", 4, "--q-len", 8, "--tokens", 11)["shape"]
+    assert (shape["ragged"], shape["tokens"], shape["q_len"]) == (True, 11, 8)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (["--backend", "mine"], "--backend 'mine': expected one of auto, hopper, trtllm-gen"),
+        (["--backend", "hopper", "--sm", "95"], "--sm 95: expected one of 80, 86"),
+        (["--sm", "95"], "--sm 95: expected one of 80, 86"),
+        (["--sm", "90", "--policy", "best"], "--policy: not an option of --backend hopper, only of trtllm-gen"),
+        (["--sm", "90", "--no-causal"], "--causal: not an option of --backend hopper"),
+        (["--backend", "hopper", "case.json"], "CASE.json: not an option of --backend hopper"),
+        (["--tokens", "3"], "--tokens: not an option of --backend trtllm-gen, only of hopper"),
+        (["--sm", "90", "--op", "context"], "--op 'context': the hopper backend has decode"),
+        (["--sm", "90", "--q-len", "17"], "--q-len 17: expected 1 to 16"),
+        (["--sm", "90", "--batch", "0"], "--batch 0: expected 1 to"),
+        (["--sm", "90", "--heads-q", "12"], "--heads-q 12: expected a multiple of --heads-kv 8"),
+        (["--sm", "90", "--heads-q", "264"], "--heads-q 264: expected at most 32 for each of --heads-kv"),
+        (["--sm", "90", "--page", "48"], "--page 48: expected one of 16, 32, 64, 128, 256"),
+        (["--sm", "90", "--window", "-1"], "--window -1: expected at least 0"),
+        (["--sm", "90", "--tokens", "2"], "--tokens 2: expected 0 to batch x q_len, 1"),
+        (["--sm", "90", "--dtype-kv", "int8"], "--dtype-kv 'int8': expected one of bf16, fp16, e4m3"),
+        (["--sm", "90", "--dtype-q", "fp16"], "--dtype-q 'fp16': expected bf16 with --dtype-kv bf16"),
+        (["--sm", "90", "--dtype-out", "e2m1"], "--dtype-out 'e2m1': expected one of bf16, fp16, e4m3"),
+        (["--sm", "90", "--head-dim", "96"], "its kernels take bf16 with head_dim 32, 64, 128, 256, 512; fp16 with"),
+        (["--sm", "90", "--sms", "0"], "--sms 0: expected at least 1"),
+    ],
+)
+def test_what_cannot_be_explained_is_refused_with_what_can(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], wrong: list[str], said: str
+) -> None:
+    assert cli.main([*arguments, *wrong]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_nothing_of_a_gpu_or_torch_is_loaded(arguments: list[str]) -> None:
+    code = (
+        "import sys; from cubin_runtime.cli import main; assert main(sys.argv[1:]) == 0; "
+        "assert not {'torch', 'numpy', 'cuda'} & set(sys.modules); "
+        "assert 'libcuda.so' not in open('/proc/self/maps').read()"
+    )
+    assert subprocess.run([sys.executable, "-c", code, *arguments, "--sm", "90"], capture_output=True).returncode == 0

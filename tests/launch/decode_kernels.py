@@ -1,0 +1,54 @@
+"""Made-up decode kernels, as a release of ours would list them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from cubin_runtime.artifacts.own_kernels import BUILT_NOT_RUN, MEASURED, OwnKernel
+
+_HOPPER_ROWS = {32: (16,), 64: (8, 16, 64), 128: (8, 16, 64), 256: (8, 32), 512: (8,)}
+
+
+def decode_kernel(
+    sm: str = "90a", rows: int = 8, dtype: str = "bf16", head_dim: int = 128, **changes: Any
+) -> OwnKernel:
+    symbol = f"decode_{dtype}_d{head_dim}_rows{rows}"
+    resident = 2 if sm == "90a" and rows < 64 else 1
+    made = OwnKernel(
+        name=f"{symbol}_sm{sm}",
+        symbol=symbol,
+        file=f"fmha/{symbol}_sm{sm}.cubin",
+        sm=sm,
+        family="fmha",
+        operation="paged_decode",
+        traits={
+            "dtype": dtype,
+            "head_dim": head_dim,
+            "rows": rows,
+            "tile_tokens": 64,
+            "ctas_per_multiprocessor": resident,
+            "tma": sm == "90a",
+        },
+        struct="PagedDecodeTmaParams" if sm == "90a" else "PagedDecodeCopyParams",
+        struct_bytes=448,
+        struct_fingerprint="0" * 64,
+        threads=160,
+        dynamic_shared_bytes=103424 if sm == "90a" else 82944,
+        static_shared_bytes=0,
+        registers=128,
+        spill_bytes=0,
+        flags=(),
+        sources_sha256="0" * 64,
+        status=MEASURED if sm == "90a" else BUILT_NOT_RUN,
+    )
+    return replace(made, **changes)
+
+
+HOPPER = tuple(
+    decode_kernel("90a", rows, dtype, head_dim)
+    for dtype in ("bf16", "fp16", "e4m3")
+    for head_dim, all_rows in _HOPPER_ROWS.items()
+    for rows in all_rows
+)
+PORTABLE = tuple(decode_kernel(sm, rows) for sm in ("80", "86", "89", "100", "120") for rows in (16, 8))
