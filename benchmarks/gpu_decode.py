@@ -22,7 +22,7 @@ from decode.cases import SECTIONS, Case, cases_of, sections_of
 from decode.measuring import Bench
 from decode.problem import Pool
 from decode.reading import read_bandwidth
-from decode.rows import line_of, tally
+from decode.rows import disagreements, line_of, tally
 from decode.timing import REP_MS, SmClock, matrix_tflop_per_s, median_us
 from gpu_environment import gpu_environment
 
@@ -86,6 +86,7 @@ def main() -> int:
     finally:  # what was measured before a fault is kept
         result["bars"] = tally(result["rows"])
         (chosen.out / "decode.json").write_text(json.dumps(result, indent=1) + "\n")
+    print(f"outputs that differ from a peer's: {disagreements(result['rows']) or 'none'}")
     print(f"bars: {result['bars']}; seconds: {result['seconds']}")
     return int(any("us" not in row["ours"] for row in result["rows"]))
 

@@ -44,7 +44,8 @@ class Bench:
             row["ours"] = self._ours(case, problem, row)
         except Exception as failure:  # one row that fails must not cost the others
             row["ours"] = {"error": peer_calls.describe(failure)}
-        row["peers"] = {name: self._peer(name, case, problem) for name in case.peers}
+        compared = "us" in row["ours"]
+        row["peers"] = {name: self._peer(name, case, problem, compared) for name in case.peers}
         shortest = min((one["us"] for one in (row["ours"], *row["peers"].values()) if "us" in one), default=SHORT_US)
         if case.peers and shortest < SHORT_US:
             self._replays(case, row)
@@ -81,12 +82,13 @@ class Bench:
         row["grouped_speedup"] = row["ungrouped_us"] / us
         row["published_speedup"] = published_speedup(case.model, case.q_len, case.batch)
 
-    def _peer(self, name: str, case: Case, problem: Problem) -> dict[str, Any]:
+    def _peer(self, name: str, case: Case, problem: Problem, compared: bool) -> dict[str, Any]:
         try:
             call = peer_calls.MAKERS[name](problem)[0]
             theirs = call()
             torch.cuda.synchronize()
-            found: dict[str, Any] = {"difference": difference(theirs, problem.out), "us": self.median(call)}
+            found: dict[str, Any] = {"difference": difference(theirs, problem.out)} if compared else {}
+            found["us"] = self.median(call)
             if case.host and name == "xqa":
                 found["host_us"] = host_us(call)
         except Exception as failure:  # a peer's failure is a result

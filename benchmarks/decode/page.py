@@ -40,7 +40,7 @@ def figures(report: Mapping[str, Any]) -> str:
     if report.get("schema") != SCHEMA:
         return "Not measured yet."
     rows = report["rows"]
-    parts = [_place(report)]
+    parts = [_place(report), *_pictures(rows)]
     for section, title in SECTION_TITLES.items():
         parts += _section(title, [row for row in rows if row["section"] == section])
     for section, title in _GROUPED_TITLES.items():
@@ -64,6 +64,12 @@ def _place(report: Mapping[str, Any]) -> str:
         f"{environment['date'][:10]}.\nRead bandwidth {report['read']['tb_per_s']:.2f} TB/s, bf16 matrix product "
         f"{report['matrix_tflop_per_s']:.0f} TFLOP/s. Bars met: {bars['met']} of {sum(bars.values())}{undecided}."
     )
+
+
+def _pictures(rows: Sequence[Row]) -> list[str]:
+    bandwidth = "![Bandwidth of keys and values read, against batch and length](decode_bandwidth.png)"
+    roofline = "![Rate of the products against their intensity, under the measured roofs](decode_roofline.png)"
+    return [bandwidth, roofline] if any(row["section"] == "sweep" for row in rows) else [roofline]
 
 
 def _section(title: str, rows: Sequence[Row]) -> list[str]:

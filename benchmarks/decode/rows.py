@@ -8,6 +8,8 @@ from .bars import Bar
 from .cases import Case
 
 Row = dict[str, Any]
+# Norm of the difference to a peer's output over its norm: rounding of bf16 and e4m3 stays well below.
+DISAGREEMENT = 0.05
 
 
 def sizes(case: Case) -> Row:
@@ -69,7 +71,9 @@ def line_of(row: Row) -> str:
     parts = [f"{row['section']:12s} {row['label']:32s} ours {ours['us']:8.1f} us"]
     parts.append(f"{row['tb_per_s']:5.2f} TB/s {100 * row['read_share']:3.0f}%")
     for name, found in row["peers"].items():
-        parts.append(f"{name} {found['us']:.1f} d {found['difference']:.0e}" if "us" in found else f"{name} failed")
+        parts.append(f"{name} {found['us']:.1f}" if "us" in found else f"{name} failed")
+        if not found.get("difference", 0.0) < DISAGREEMENT:  # a NaN too
+            parts.append(f"DISAGREES by {found['difference']:.2g}")
     words = {
         "ratio": "ratio",
         "ratio_fa2_plan_run": "to plan+run",
@@ -89,6 +93,16 @@ def line_of(row: Row) -> str:
         verdict = {True: "MET", False: "not met", None: "undecided"}[row["met"]]
         parts.append(f"[{row['bar']}: {verdict}]")
     return "  ".join(parts)
+
+
+def disagreements(rows: list[Row]) -> list[str]:
+    """The rows whose output differs from a peer's by more than rounding."""
+    return [
+        f"{row['section']} {row['label']}: {name} {found['difference']:.2g}"
+        for row in rows
+        for name, found in row["peers"].items()
+        if not found.get("difference", 0.0) < DISAGREEMENT
+    ]
 
 
 def tally(rows: list[Row]) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from decode_results import made_up_row, time_us
 
 from benchmarks.decode.bars import NO_BAR, Bar, at_least, at_most, ratio_or_share
 from benchmarks.decode.cases import PUBLISHED_BATCHES, SECTIONS, Case, cases_of, same, sections_of
-from benchmarks.decode.rows import add_figures, line_of, tally
+from benchmarks.decode.rows import add_figures, disagreements, line_of, tally
 
 PART = (at_least("ratio_fa2", 0.97), at_least("read_share", 0.95))
 
@@ -124,6 +125,18 @@ def test_a_failed_peer_is_printed_beside_the_others() -> None:
     line = line_of(made_up_row(SECTIONS["gqa"]()[0]))
     assert "cudnn failed" in line
     assert "xqa 11.0" in line
+
+
+def test_an_output_that_differs_from_a_peers_is_named() -> None:
+    right, wrong, broken = (made_up_row(SECTIONS["fp8"]()[i]) for i in range(3))
+    wrong["peers"]["xqa"]["difference"] = 0.3
+    broken["peers"]["fa2"]["difference"] = math.nan
+    assert disagreements([right, wrong, broken]) == [
+        "fp8 q bf16, 32 x 4096: xqa 0.3",
+        "fp8 q bf16, 128 x 2048: fa2 nan",
+    ]
+    assert "DISAGREES by 0.3" in line_of(wrong)
+    assert "DISAGREES" not in line_of(right)
 
 
 def test_sections_come_in_the_order_of_the_table() -> None:

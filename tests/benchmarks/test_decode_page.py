@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,6 +19,11 @@ RESULTS = ROOT / "benchmarks" / "results" / "decode.json"
 
 def test_the_page_says_what_the_json_says() -> None:
     assert PAGE.read_text() == rewrite(PAGE.read_text(), json.loads(RESULTS.read_text()))
+
+
+def test_every_picture_of_the_page_is_there() -> None:
+    pictures = re.findall(r"!\[[^]]*\]\(([^)]*)\)", PAGE.read_text())
+    assert [name for name in pictures if not (PAGE.parent / name).is_file()] == []
 
 
 def test_figures_are_written_between_the_markers_and_nowhere_else() -> None:
