@@ -230,8 +230,21 @@ def _lse_from_statistics(sm: str) -> Variant:
     )
 
 
+def _streaming_read(sm: str) -> Variant:
+    return Variant(
+        source="measure/streaming_read.cu",
+        symbol="measure_streaming_read",
+        sm=sm,
+        operation="streaming_read",
+        struct="StreamingReadParams",
+        threads=512,
+        shared_bytes=0,
+    )
+
+
 VARIANTS: tuple[Variant, ...] = (
     *_decode_variants(),
     *(_kv_reduction(sm, *dtypes) for sm in _FOLLOWING_SMS for dtypes in _REDUCTION_DTYPES),
     *(_lse_from_statistics(sm) for sm in _FOLLOWING_SMS),
+    _streaming_read("90a"),
 )
