@@ -211,18 +211,20 @@ def _empty_cache(case: DecodeCase, pages: int) -> tuple[tuple[np.ndarray, ...], 
 
 def reference_of(case: DecodeCase, host: HostTensors) -> tuple[np.ndarray, np.ndarray]:
     """Output and LSE in float64 for the tokens that requests own, from the requests' content: one page each."""
-    longest = max(1, *(len(request.k) for request in host.requests))
+    distinct = list({id(request): request for request in host.requests}.values())
+    place = {id(request): i for i, request in enumerate(distinct)}
+    longest = max(1, *(len(request.k) for request in distinct))
     caches = []
     for name in ("k", "v"):
-        cache = np.zeros((len(host.requests), longest, case.kv_heads, case.head_dim), np.float32)
-        for b, request in enumerate(host.requests):
-            cache[b, : len(request.k)] = values_of(case.kv_dtype, getattr(request, name))
+        cache = np.zeros((len(distinct), longest, case.kv_heads, case.head_dim), np.float32)
+        for own, request in zip(cache, distinct, strict=True):
+            own[: len(request.k)] = values_of(case.kv_dtype, getattr(request, name))
         caches.append(cache)
     tokens = sum(len(request.q) for request in host.requests)
     return paged_decode_reference(
         values_of(case.q_type, host.q[:tokens]),
         *caches,
-        np.arange(len(host.requests), dtype=np.int32)[:, None],
+        np.array([[place[id(request)]] for request in host.requests]),
         host.seq_lens.astype(np.int32),
         case.softmax_scale,
         output_scale=case.output_scale,

@@ -121,8 +121,9 @@ class DeviceCase:
         for own, new in ((self.host.q, host.q), (self.host.page_table, host.page_table)):
             assert own.shape == new.shape, (own.shape, new.shape)
         self.driver.copy_to_device(q.pointer, _with_gaps(self.case, host.q))
-        for at, part in zip({k.pointer: 0, v.pointer: 0} if len(host.pool) == 2 else (k.pointer,), host.pool, strict=True):
-            self.driver.copy_to_device(at, part)
+        # A combined cache begins with its keys.
+        for view, part in zip((k, v), host.pool, strict=False):
+            self.driver.copy_to_device(view.pointer, part)
         self.driver.copy_to_device(table.pointer, host.page_table)
         self.driver.copy_to_device(lens.pointer, host.seq_lens)
         for name in ("q_cu_seq_lens", "mask", "sinks"):

@@ -36,7 +36,7 @@ def assert_means(runtime: Runtime, wanted: DecodeCase, rng: np.random.Generator)
         case.run(workspace=workspace)
         out, lse = case.result()
         want, want_lse = means_of(wanted, case.host)
-        assert_rounded(wanted.out_type, out[: len(want)], want)
+        assert_rounded(wanted, out[: len(want)], want)
         if lse is not None:
             assert_lse_close(lse[: len(want)], want_lse)
         case.plan.check(workspace)
