@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 from ..errors import UsageError
@@ -10,12 +11,13 @@ from ..launch.driver import DeviceFacts
 from ..launch.hopper.decode import DecodeProblem
 from ..launch.hopper.select import DecodeShape, select_decode
 from ..launch.streams import stream_handle
-from ..launch.workspace import Workspace
+from ..launch.workspace import SemaphoreWorkspace, Workspace
 from .backends import AUTO, resolve_backend
-from .decode_checks import DecodeTensors, check_decode, decode_tensors
+from .decode_checks import MAX_Q_LEN, DecodeOptions, check_decode, integer
 from .decode_plan import PagedDecodePlan
+from .decode_tensors import DecodeTensors, decode_tensors, forms_of, split_scale, token_stride
 from .runtime import Runtime, default_runtime
-from .views import DTYPE_NAMES, TensorView
+from .views import DTYPE_NAMES
 
 __all__ = ["PagedDecodePlan", "paged_decode", "plan_paged_decode"]
 
@@ -30,8 +32,15 @@ def plan_paged_decode(
     lse: Any = None,
     *,
     max_seq_len: int,
-    softmax_scale: float | None = None,
+    softmax_scale: Any = None,
+    output_scale: Any = 1.0,
     kv_layout: str = "NHD",
+    q_cu_seq_lens: Any = None,
+    max_q_len: int | None = None,
+    mask: Any = None,
+    sinks: Any = None,
+    window_left: int = -1,
+    batch_invariant: bool = False,
     backend: str = AUTO,
     enable_pdl: bool = False,
     runtime: Runtime | None = None,
@@ -40,14 +49,39 @@ def plan_paged_decode(
     """Choose the kernel and grid for tensors like these; arguments and errors as ``paged_decode``.
 
     Nothing is launched or loaded and no tensor is read: only dtypes, shapes, strides and the caches' addresses
-    matter. ``device_facts`` plans for a described device instead of the one that ``q`` is on.
+    matter. So ``max_q_len`` must be given with ``q_cu_seq_lens``, and ``out`` always. Whether there are a mask,
+    sinks, a log-sum-exp, and scales on the device is planned: every run must have them alike. ``device_facts``
+    plans for a described device instead of the one that ``q`` is on.
     """
-    tensors = decode_tensors(q, k_cache, v_cache, page_table, seq_lens, out, lse, kv_layout)
-    scale = _scale_of(softmax_scale, tensors.q)
-    check_decode(tensors, max_seq_len, scale)
-    return _plan(
-        runtime or default_runtime(), tensors, kv_layout, max_seq_len, scale, backend, enable_pdl, device_facts
+    softmax_number, softmax_tensor = split_scale(softmax_scale, "softmax_scale")
+    output_number, output_tensor = split_scale(output_scale, "output_scale")
+    given = (
+        q,
+        k_cache,
+        v_cache,
+        page_table,
+        seq_lens,
+        out,
+        lse,
+        q_cu_seq_lens,
+        mask,
+        sinks,
+        softmax_tensor,
+        output_tensor,
     )
+    tensors = decode_tensors(given, kv_layout)
+    options = DecodeOptions(
+        max_seq_len=max_seq_len,
+        softmax_scale=_softmax_number(softmax_number, softmax_tensor, tensors.q),
+        output_scale=1.0 if output_number is None else output_number,
+        kv_layout=kv_layout,
+        max_q_len=max_q_len,
+        window_left=window_left,
+        batch_invariant=batch_invariant,
+        backend=backend,
+        enable_pdl=enable_pdl,
+    )
+    return _plan(runtime or default_runtime(), tensors, options, device_facts)
 
 
 def paged_decode(
@@ -58,34 +92,67 @@ def paged_decode(
     seq_lens: Any,
     *,
     max_seq_len: int,
-    softmax_scale: float | None = None,
+    softmax_scale: Any = None,
+    output_scale: Any = 1.0,
     kv_layout: str = "NHD",
+    q_cu_seq_lens: Any = None,
+    max_q_len: int | None = None,
+    mask: Any = None,
+    sinks: Any = None,
+    window_left: int = -1,
+    batch_invariant: bool = False,
     out: Any = None,
     lse: Any = None,
-    workspace: Workspace | None = None,
+    workspace: Workspace | SemaphoreWorkspace | None = None,
     stream: Any = None,
     backend: str = AUTO,
     enable_pdl: bool = False,
     runtime: Runtime | None = None,
 ) -> Any:
-    """Attention of one query token a request over its paged KV cache (GQA decode).
+    """Attention of the newest tokens of each request over its paged KV cache (GQA decode).
+
+    A request's query tokens (one, or the drafts of speculative decoding) are its last keys: the cache holds them
+    already. Token i of a request sees the keys in front of the query tokens and, of those, the ones up to itself, or
+    those that its mask names.
 
     Args:
-        q: bfloat16 ``[batch, q_heads, head_dim]``, head_dim 128; q_heads is 1 to 16 times kv_heads.
-        k_cache: bfloat16 ``[pages, page_size, kv_heads, head_dim]`` (NHD) or ``[pages, kv_heads, page_size,
-            head_dim]`` (HND), page_size 16, 32, 64, 128 or 256. Strides are taken as they are, in multiples of 8
-            elements, so one tensor that holds K and V serves through its two views.
+        q: ``[batch, q_heads, head_dim]`` (one token a request), ``[batch, q_len, q_heads, head_dim]`` with q_len 1
+            to 16, or ``[tokens, q_heads, head_dim]`` with ``q_cu_seq_lens``. head_dim is 32, 64, 128, 256 or 512;
+            q_heads is 1 to 32 times kv_heads. Like the caches, bfloat16 or float16; with float8_e4m3fn caches
+            bfloat16, float16 or float8_e4m3fn. All tokens lie at one stride; 4-byte aligned, strides in multiples
+            of 4 bytes.
+        k_cache: bfloat16, float16 or float8_e4m3fn ``[pages, page_size, kv_heads, head_dim]`` (NHD) or ``[pages,
+            kv_heads, page_size, head_dim]`` (HND), page_size 16, 32, 64, 128 or 256. Strides are taken as they are,
+            in multiples of 16 bytes, so one tensor that holds K and V serves through its two views.
         v_cache: like ``k_cache``.
         page_table: int32 ``[batch, columns]``, the pages of each request in order; entries past a length are not
             read.
-        seq_lens: int32 ``[batch]``, keys of each request; 0 gives output 0 and log-sum-exp -inf.
+        seq_lens: int32 or uint32 ``[batch]``, keys of each request, its query tokens' included. 0 gives output 0 and
+            log-sum-exp -inf; with fewer keys than query tokens so do the first of these.
         max_seq_len: bound on every length; at most columns x page_size. The launch depends on it, never on the
             lengths.
-        softmax_scale: factor of the scores; None: 1 / sqrt(head_dim).
+        softmax_scale: factor of the scores: a number, or a float32 tensor of one element on the device, read when
+            the kernel runs; None: 1 / sqrt(head_dim).
+        output_scale: factor of the output, likewise.
         kv_layout: "NHD" or "HND".
-        out: bfloat16 like ``q``, 8-byte aligned, strides in multiples of 4 elements; None allocates it where ``q``
-            is a torch tensor.
-        lse: float32 ``[batch, q_heads]``, any strides, filled with the log-sum-exp in base 2; None: not wanted.
+        q_cu_seq_lens: int32 or uint32 ``[batch + 1]``, contiguous: where the query tokens of each request begin,
+            from 0 to ``tokens``. A request may have none. None: all have the same number.
+        max_q_len: bound on the query tokens of a request, 1 to 16, with ``q_cu_seq_lens`` only. None there: it is
+            read back, which waits for the device and cannot be captured.
+        mask: which query tokens of its own request each token sees, 32 bits a token: uint16 ``[batch, q_len, 2]`` or
+            ``[tokens, 2]`` (low half first), or uint32 with a last dimension of 1; contiguous, 4-byte aligned. Any
+            pattern, trees included. A token's position, which a window counts from, is that of its last key if the
+            keys it sees stood in a row. None: causal.
+        sinks: float32 ``[q_heads]`` or ``[kv_heads, group]``, contiguous: a logit of each head that enters the
+            denominator alone. None: none.
+        window_left: keys before its own that a token sees; -1: all.
+        batch_invariant: make the bits of a request's output depend on its own tokens, keys and options alone, not
+            on batch, bounds or grid.
+        out: like ``q``, of dtype bfloat16, float16 or float8_e4m3fn (which saturates), 8-byte aligned, strides in
+            multiples of 8 bytes. None makes it where ``q`` is a torch tensor, of q's dtype, or bfloat16 where that
+            is float8_e4m3fn.
+        lse: float32, shaped like ``q`` without head_dim, all tokens at one stride, else any strides; filled with
+            the log-sum-exp in base 2, the sink included, the output scale not. None: not wanted.
         workspace: scratch that belongs to ``stream``; None: one that the cached plan keeps for it.
         stream: an int handle, an object with ``__cuda_stream__``, a torch stream, or None: torch's current stream
             where ``q`` is a torch tensor, else the legacy default stream.
@@ -103,95 +170,160 @@ def paged_decode(
         MissingError, SourceError, CorruptError: the kernel cannot be had.
         DeviceError: the driver or the ABI gate refuses.
     """
-    if out is None:
-        out = _empty_like(q)
-    if stream is None:
-        stream = _current_stream(q)
     rt = runtime or default_runtime()
-    tensors = decode_tensors(q, k_cache, v_cache, page_table, seq_lens, out, lse, kv_layout)
-    scale = _scale_of(softmax_scale, tensors.q)
-    plan = _cached_plan(rt, tensors, kv_layout, max_seq_len, scale, backend, enable_pdl)
-    handle = stream_handle(stream)
-    plan.run_views(tensors, workspace or plan.prepare(handle), handle, max_seq_len, scale)
-    return out
-
-
-def _cached_plan(
-    runtime: Runtime,
-    tensors: DecodeTensors,
-    kv_layout: str,
-    max_seq_len: int,
-    scale: float,
-    backend: str,
-    enable_pdl: bool,
-) -> PagedDecodePlan:
-    check_decode(tensors, max_seq_len, scale)
-    capacity = tensors.page_table.shape[1] * tensors.k.shape[1]
-    # Lengths grow step by step; powers of two keep one plan for long.
-    bound = min(capacity, 1 << max(6, (max_seq_len - 1).bit_length()))
-    key = ("paged_decode", kv_layout, tensors.signature, bound, backend, enable_pdl)
-
-    plan: PagedDecodePlan = runtime.plans.get(
-        key, lambda: _plan(runtime, tensors, kv_layout, bound, scale, backend, enable_pdl, None)
+    if out is None:
+        out = _made_output(rt, q)
+    if stream is None:
+        stream = rt.memory.current_stream(q)
+    if q_cu_seq_lens is not None and max_q_len is None:
+        max_q_len = _longest(rt, q, q_cu_seq_lens)
+    softmax_number, softmax_tensor = split_scale(softmax_scale, "softmax_scale")
+    output_number, output_tensor = split_scale(output_scale, "output_scale")
+    scale = _softmax_number(softmax_number, softmax_tensor, q)
+    factor = 1.0 if output_number is None else output_number
+    given = (
+        q,
+        k_cache,
+        v_cache,
+        page_table,
+        seq_lens,
+        out,
+        lse,
+        q_cu_seq_lens,
+        mask,
+        sinks,
+        softmax_tensor,
+        output_tensor,
     )
-    return plan
+    # Torch tensors are told apart by what they are; others by their views.
+    tensors, form = None, forms_of(given)
+    if form is None:
+        tensors = decode_tensors(given, kv_layout)
+        form = tensors.signature
+    # Lengths grow step by step; powers of two keep one plan for long.
+    bound = 1 << max(6, (integer("max_seq_len", max_seq_len) - 1).bit_length())
+    key = (
+        "paged_decode",
+        form,
+        bound,
+        kv_layout,
+        max_q_len,
+        window_left,
+        batch_invariant,
+        backend,
+        enable_pdl,
+    )
+
+    def planned() -> PagedDecodePlan:
+        views = tensors or decode_tensors(given, kv_layout)
+        asked = DecodeOptions(
+            max_seq_len=max_seq_len,
+            softmax_scale=scale,
+            output_scale=factor,
+            kv_layout=kv_layout,
+            max_q_len=max_q_len,
+            window_left=window_left,
+            batch_invariant=batch_invariant,
+            backend=backend,
+            enable_pdl=enable_pdl,
+        )
+        return _plan(rt, views, asked, None, bound)
+
+    plan: PagedDecodePlan = rt.plans.get(key, planned)
+    addresses = tensors.addresses if tensors else tuple([0 if t is None else t.data_ptr() for t in given])
+    handle = stream_handle(stream)
+    plan.step(addresses, workspace or plan.prepare(handle), handle, max_seq_len, scale, factor)
+    return out
 
 
 def _plan(
     runtime: Runtime,
     tensors: DecodeTensors,
-    kv_layout: str,
-    max_seq_len: int,
-    scale: float,
-    backend: str,
-    enable_pdl: bool,
+    options: DecodeOptions,
     device_facts: DeviceFacts | None,
+    wanted_bound: int | None = None,
 ) -> PagedDecodePlan:
+    """The plan, checked first; ``wanted_bound`` raises the bound as far as the page table goes."""
+    check_decode(tensors, options)
+    k = tensors.k
+    bound = options.max_seq_len
+    if wanted_bound is not None:
+        bound = min(tensors.page_table.shape[1] * k.shape[1], wanted_bound)
     device = device_facts or runtime.driver.device(tensors.q.device)
-    resolve_backend("paged_decode", backend, device)
+    resolve_backend("paged_decode", options.backend, device)
     shape = DecodeShape(
-        dtype=DTYPE_NAMES[tensors.q.dtype],
-        head_dim=tensors.q.shape[2],
+        dtype=DTYPE_NAMES[k.dtype],
+        head_dim=k.shape[3],
         group=tensors.group,
-        kv_heads=tensors.k.shape[2],
-        batch=tensors.q.shape[0],
-        max_seq_len=max_seq_len,
+        kv_heads=k.shape[2],
+        batch=tensors.batch,
+        q_len=tensors.q_len or options.max_q_len or 1,
+        tokens=tensors.tokens,
+        ragged=tensors.ragged,
+        max_seq_len=bound,
+        # A wider window than the bound hides nothing more, and a position less a window fits an int32.
+        window_left=min(options.window_left, bound),
+        batch_invariant=options.batch_invariant,
     )
+    selection = select_decode(runtime.own_release().kernels, shape, device)
+    q, out, lse = tensors.q, tensors.out, tensors.lse
     problem = DecodeProblem(
         batch=shape.batch,
+        tokens=shape.tokens,
+        q_len=shape.q_len,
         kv_heads=shape.kv_heads,
         group=shape.group,
         head_dim=shape.head_dim,
-        page_size=tensors.k.shape[1],
-        num_pages=tensors.k.shape[0],
-        max_seq_len=max_seq_len,
-        softmax_scale=scale,
-        q_strides=(tensors.q.strides[0], tensors.q.strides[1]),
-        out_strides=(tensors.out.strides[0], tensors.out.strides[1]),
-        lse_strides=(tensors.lse.strides[0], tensors.lse.strides[1]) if tensors.lse else (0, 0),
+        page_size=k.shape[1],
+        num_pages=k.shape[0],
+        max_seq_len=bound,
+        window_left=shape.window_left,
+        kv_dtype=shape.dtype,
+        q_dtype=DTYPE_NAMES[q.dtype],
+        out_dtype=DTYPE_NAMES[out.dtype],
+        softmax_scale=options.softmax_scale,
+        output_scale=options.output_scale,
+        q_strides=(token_stride("q", q, 2), q.strides[-2]),
+        out_strides=(token_stride("out", out, 2), out.strides[-2]),
+        lse_strides=(token_stride("lse", lse, 1), lse.strides[-1]) if lse else (0, 0),
         table_stride=tensors.page_table.strides[0],
-        programmatic_serialization=enable_pdl,
+        programmatic_serialization=options.enable_pdl,
     )
-    selection = select_decode(runtime.own_release().kernels, shape, device)
-    return PagedDecodePlan(runtime, tensors, kv_layout, selection, problem)
+    return PagedDecodePlan(runtime, tensors, options.kv_layout, selection, problem)
 
 
-def _scale_of(softmax_scale: float | None, q: TensorView) -> float:
-    if softmax_scale is not None:
-        return float(softmax_scale)
-    return 1 / math.sqrt(q.shape[-1]) if q.shape and q.shape[-1] else 1.0
+def _softmax_number(number: float | None, tensor: Any, q: Any) -> float:
+    """The number in the kernel's struct; 1 where the device has the scale."""
+    if number is not None:
+        return number
+    if tensor is not None:
+        return 1.0
+    shape = getattr(q, "shape", ())
+    return 1 / math.sqrt(shape[-1]) if shape and shape[-1] else 1.0
 
 
-def _empty_like(q: Any) -> Any:
-    if not hasattr(q, "new_empty"):
-        raise UsageError(f"out: None, expected a tensor where q is a {type(q).__name__} and no torch tensor")
-    return q.new_empty(q.shape)
+def _made_output(runtime: Runtime, q: Any) -> Any:
+    dtype = "bfloat16" if str(getattr(q, "dtype", "")).endswith("float8_e4m3fn") else None
+    try:
+        return runtime.memory.empty(q, tuple(q.shape), dtype)
+    except UsageError as error:
+        raise UsageError(f"out: None, expected a tensor ({error})") from error
 
 
-def _current_stream(q: Any) -> int:
-    if not hasattr(q, "data_ptr"):
-        return 0
-    import torch
+def _longest(runtime: Runtime, q: Any, q_cu_seq_lens: Any) -> int:
+    """The most query tokens of a request, read back from the device.
 
-    # The raw query costs 0.06 us where torch.cuda.current_stream() costs 2.9.
-    return int(torch._C._cuda_getCurrentRawStream(q.device.index))
+    Raises:
+        UsageError: q_cu_seq_lens is not what it should be, or a request has too many.
+    """
+    bounds = runtime.memory.to_host(q_cu_seq_lens)
+    tokens = q.shape[0]
+    if not bounds or bounds[0] != 0 or bounds[-1] != tokens:
+        raise UsageError(f"q_cu_seq_lens: from {bounds[:1]} to {bounds[-1:]}, expected from 0 to q's {tokens} tokens")
+    counts = [after - before for before, after in pairwise(bounds)]
+    if min(counts, default=0) < 0:
+        raise UsageError("q_cu_seq_lens: decreases, expected each request's tokens after those of the one before")
+    longest = max(counts, default=0)
+    if longest > MAX_Q_LEN:
+        raise UsageError(f"q_cu_seq_lens: a request of {longest} query tokens, expected at most {MAX_Q_LEN}")
+    return max(1, longest)

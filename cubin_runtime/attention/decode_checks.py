@@ -3,143 +3,173 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from ..errors import UsageError
-from .views import TensorView, view_of
+from .backends import AUTO
+from .decode_tensors import REQUIRED, TENSOR_NAMES, DecodeTensors, token_stride
+from .views import ITEM_BYTES, TensorView
 
-LAYOUTS = ("NHD", "HND")
-MAX_GROUP = 16
+MAX_GROUP = 32
+MAX_Q_LEN = 16
+HEAD_DIMS = (32, 64, 128, 256, 512)
 PAGE_SIZES = (16, 32, 64, 128, 256)
-# The order of a call's tensors wherever they stand together, and the multiple that each address must be of.
-TENSOR_NAMES = ("q", "k_cache", "v_cache", "page_table", "seq_lens", "out", "lse")
-_ADDRESS_ALIGNMENT = (4, 16, 16, 4, 4, 8, 4)
-# The multiple, in elements, that strides of dimensions over 1 must be of: what the kernels load or store at once.
-_STRIDE_UNIT = (2, 8, 8, 1, 1, 4, 1)
+# KV dtype -> what q may be; the output may be any of them.
+Q_DTYPES = {
+    "bfloat16": ("bfloat16",),
+    "float16": ("float16",),
+    "float8_e4m3fn": ("bfloat16", "float16", "float8_e4m3fn"),
+}
+_LENGTHS = ("int32", "uint32")
+# A token's mask is 32 bits.
+_MASK_WORDS = {"uint16": 2, "uint32": 1}
+# The multiple in bytes that each address must be of, in the order of TENSOR_NAMES.
+_ADDRESS_ALIGNMENT = (4, 16, 16, 4, 4, 8, 4, 4, 4, 4, 4, 4)
+# The multiple in bytes that strides of dimensions over 1 must be of: what the kernels load or store at once.
+_STRIDE_BYTES = {"q": 4, "k_cache": 16, "v_cache": 16, "out": 8}
 _MAX_TILES = 1 << 31
-_SMALLEST_TILE = 16
+_TILE_TOKENS = 64
+_SMALLEST_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeTensors:
-    """The tensors of one call; caches are seen as ``[pages, page_size, kv_heads, head_dim]`` whatever their layout."""
+class DecodeOptions:
+    """What a paged decode is told besides tensors; see ``paged_decode``. A scale on the device is 1 here.
 
-    q: TensorView
-    k: TensorView
-    v: TensorView
-    page_table: TensorView
-    seq_lens: TensorView
-    out: TensorView
-    lse: TensorView | None
+    ``max_q_len`` is given where requests have query tokens of different number, and only there.
+    """
 
-    @property
-    def views(self) -> tuple[TensorView | None, ...]:
-        """All of them, in the order of ``TENSOR_NAMES``."""
-        return (self.q, self.k, self.v, self.page_table, self.seq_lens, self.out, self.lse)
-
-    @property
-    def signature(self) -> tuple[object, ...]:
-        """All but the pointers: two calls of equal signature can share a plan."""
-        return tuple((v.dtype, v.shape, v.strides, v.device) if v else None for v in self.views)
-
-    @property
-    def group(self) -> int:
-        """Query heads a KV head."""
-        return self.q.shape[1] // self.k.shape[2]
+    max_seq_len: int
+    softmax_scale: float
+    output_scale: float = 1.0
+    kv_layout: str = "NHD"
+    max_q_len: int | None = None
+    window_left: int = -1
+    batch_invariant: bool = False
+    backend: str = AUTO
+    enable_pdl: bool = False
 
 
-def cache_view(cache: TensorView, name: str, kv_layout: str) -> TensorView:
-    """A cache of either layout as ``[pages, page_size, kv_heads, head_dim]``: strides change, bytes do not.
+def integer(name: str, value: Any) -> int:
+    """``value`` as an int.
 
     Raises:
-        UsageError: the layout is unknown or the cache has another rank than 4.
+        UsageError: it is none.
     """
-    if kv_layout not in LAYOUTS:
-        raise UsageError(f"kv_layout={kv_layout!r}: expected NHD or HND")
-    if len(cache.shape) != 4:
-        raise UsageError(f"{name}: shape {cache.shape}, expected 4 dimensions in layout {kv_layout}")
-    if kv_layout == "NHD":
-        return cache
-    order = (0, 2, 1, 3)
-    shape = tuple(cache.shape[i] for i in order)
-    return TensorView(cache.pointer, cache.dtype, shape, tuple(cache.strides[i] for i in order), cache.device)
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise UsageError(f"{name}={value!r}: expected an integer") from None
 
 
-def decode_tensors(
-    q: Any, k_cache: Any, v_cache: Any, page_table: Any, seq_lens: Any, out: Any, lse: Any, kv_layout: str
-) -> DecodeTensors:
-    """The views of one call's tensors.
-
-    Raises:
-        UsageError: something is no CUDA tensor, or a cache has another rank than 4.
-    """
-    return DecodeTensors(
-        q=view_of(q, "q"),
-        k=cache_view(view_of(k_cache, "k_cache"), "k_cache", kv_layout),
-        v=cache_view(view_of(v_cache, "v_cache"), "v_cache", kv_layout),
-        page_table=view_of(page_table, "page_table"),
-        seq_lens=view_of(seq_lens, "seq_lens"),
-        out=view_of(out, "out"),
-        lse=None if lse is None else view_of(lse, "lse"),
-    )
-
-
-def check_decode(tensors: DecodeTensors, max_seq_len: int, softmax_scale: float) -> None:
+def check_decode(tensors: DecodeTensors, options: DecodeOptions) -> None:
     """Hold a call against every rule.
 
     Raises:
         UsageError: the message names the argument, what came and what was expected.
     """
-    q, k = tensors.q, tensors.k
-    if len(q.shape) != 3:
-        raise UsageError(f"q: shape {q.shape}, expected [batch, q_heads, head_dim]")
-    batch, q_heads, head_dim = q.shape
-    pages, page_size, kv_heads, _ = k.shape
-    if batch < 1:
-        raise UsageError(f"q: shape {q.shape}, expected a batch of 1 or more")
+    _check_queries(tensors, options)
+    _check_caches(tensors)
+    _check_dtypes(tensors)
+    _check_shapes(tensors)
+    _check_devices(tensors)
+    _check_memory(tensors)
+    _check_options(tensors, options)
+
+
+def check_addresses(addresses: Sequence[int], given: Sequence[object]) -> None:
+    """Hold the addresses of a call against their alignments; both arguments in the order of ``TENSOR_NAMES``.
+
+    ``given`` is None (or false) for a tensor that the call leaves out.
+
+    Raises:
+        UsageError: naming the tensor.
+    """
+    for name, address, alignment, there in zip(TENSOR_NAMES, addresses, _ADDRESS_ALIGNMENT, given, strict=True):
+        if there and (address % alignment or not address):
+            raise UsageError(f"{name}: address {address:#x}, expected a multiple of {alignment} that is not 0")
+
+
+def _check_queries(tensors: DecodeTensors, options: DecodeOptions) -> None:
+    shape = tensors.q.shape
+    cu, bound = tensors.q_cu_seq_lens, options.max_q_len
+    if cu is None:
+        if len(shape) not in (3, 4):
+            raise UsageError(
+                f"q: shape {shape}, expected [batch, q_heads, head_dim] or [batch, q_len, q_heads, head_dim]"
+            )
+        if bound is not None:
+            raise UsageError(f"max_q_len={bound}: expected only with q_cu_seq_lens")
+        if shape[0] < 1:
+            raise UsageError(f"q: shape {shape}, expected a batch of 1 or more")
+        if not 1 <= (tensors.q_len or 0) <= MAX_Q_LEN:
+            raise UsageError(f"q: {tensors.q_len} tokens a request, expected 1 to {MAX_Q_LEN}")
+        return
+    if len(shape) != 3 or shape[0] < 1:
+        raise UsageError(
+            f"q: shape {shape} with q_cu_seq_lens, expected [tokens, q_heads, head_dim] of 1 token or more"
+        )
+    if len(tensors.seq_lens.shape) != 1 or tensors.batch < 1:
+        raise UsageError(f"seq_lens: shape {tensors.seq_lens.shape}, expected (batch,) of 1 or more")
+    if bound is None:
+        raise UsageError(f"max_q_len: None with q_cu_seq_lens, expected a bound from 1 to {MAX_Q_LEN}")
+    if not 1 <= integer("max_q_len", bound) <= MAX_Q_LEN:
+        raise UsageError(f"max_q_len={bound}: expected 1 to {MAX_Q_LEN}")
+
+
+def _check_caches(tensors: DecodeTensors) -> None:
+    pages, page_size, kv_heads, _ = tensors.k.shape
+    q_heads, head_dim = tensors.q.shape[-2:]
+    if head_dim not in HEAD_DIMS:
+        raise UsageError(f"q: head dimension {head_dim}, expected one of {_list(HEAD_DIMS)}")
     if pages < 1 or kv_heads < 1:
         raise UsageError(f"k_cache: {pages} pages of {kv_heads} KV heads, expected at least one of each")
     if page_size not in PAGE_SIZES:
-        raise UsageError(f"k_cache: page size {page_size}, expected one of {', '.join(map(str, PAGE_SIZES))}")
+        raise UsageError(f"k_cache: page size {page_size}, expected one of {_list(PAGE_SIZES)}")
     if q_heads % kv_heads or not 1 <= q_heads // kv_heads <= MAX_GROUP:
         raise UsageError(
             f"q: {q_heads} heads over {kv_heads} KV heads, expected 1 to {MAX_GROUP} query heads a KV head"
         )
-    _check_shape("k_cache", k, (pages, page_size, kv_heads, head_dim))
-    _check_shape("v_cache", tensors.v, k.shape)
-    _check_shape("out", tensors.out, q.shape)
-    _check_shape("seq_lens", tensors.seq_lens, (batch,))
-    if tensors.lse is not None:
-        _check_shape("lse", tensors.lse, (batch, q_heads))
-    table = tensors.page_table
-    if len(table.shape) != 2 or table.shape[0] != batch or table.shape[1] < 1:
-        raise UsageError(f"page_table: shape {table.shape}, expected [{batch}, columns]")
-    _check_dtypes(tensors)
-    _check_devices(tensors)
-    _check_memory(tensors)
-    _check_bounds(tensors, max_seq_len, softmax_scale)
-
-
-def _check_shape(name: str, view: TensorView, expected: tuple[int, ...]) -> None:
-    if view.shape != expected:
-        raise UsageError(f"{name}: shape {view.shape}, expected {expected}")
+    _check_shape("k_cache", tensors.k, (pages, page_size, kv_heads, head_dim))
+    _check_shape("v_cache", tensors.v, tensors.k.shape)
 
 
 def _check_dtypes(tensors: DecodeTensors) -> None:
-    if tensors.q.dtype != "bfloat16":
-        raise UsageError(f"q: dtype {tensors.q.dtype}, expected bfloat16")
-    for name, view, expected in (
-        ("k_cache", tensors.k, tensors.q.dtype),
-        ("v_cache", tensors.v, tensors.q.dtype),
-        ("out", tensors.out, tensors.q.dtype),
-        ("page_table", tensors.page_table, "int32"),
-        ("seq_lens", tensors.seq_lens, "int32"),
-        ("lse", tensors.lse, "float32"),
-    ):
-        if view is not None and view.dtype != expected:
-            raise UsageError(f"{name}: dtype {view.dtype}, expected {expected}")
+    kv = tensors.k.dtype
+    _check_dtype("k_cache", tensors.k, tuple(Q_DTYPES))
+    _check_dtype("v_cache", tensors.v, (kv,))
+    _check_dtype("q", tensors.q, Q_DTYPES[kv], f" with {kv} caches")
+    _check_dtype("out", tensors.out, tuple(Q_DTYPES))
+    _check_dtype("page_table", tensors.page_table, ("int32",))
+    _check_dtype("seq_lens", tensors.seq_lens, _LENGTHS)
+    _check_dtype("q_cu_seq_lens", tensors.q_cu_seq_lens, _LENGTHS)
+    _check_dtype("mask", tensors.mask, tuple(_MASK_WORDS))
+    for name in ("lse", "sinks", "softmax_scale", "output_scale"):
+        _check_dtype(name, getattr(tensors, name), ("float32",))
+
+
+def _check_shapes(tensors: DecodeTensors) -> None:
+    batch, q = tensors.batch, tensors.q
+    _check_shape("out", tensors.out, q.shape)
+    _check_shape("lse", tensors.lse, q.shape[:-1])
+    _check_shape("seq_lens", tensors.seq_lens, (batch,))
+    _check_shape("q_cu_seq_lens", tensors.q_cu_seq_lens, (batch + 1,))
+    table = tensors.page_table
+    if len(table.shape) != 2 or table.shape[0] != batch or table.shape[1] < 1:
+        raise UsageError(f"page_table: shape {table.shape}, expected [{batch}, columns]")
+    if tensors.mask is not None:
+        words = _MASK_WORDS[tensors.mask.dtype]
+        by_request = () if tensors.q_len is None else ((batch, tensors.q_len, words),)
+        _check_shape("mask", tensors.mask, (tensors.tokens, words), *by_request)
+    kv_heads = tensors.k.shape[2]
+    _check_shape("sinks", tensors.sinks, (tensors.q_heads,), (kv_heads, tensors.group))
+    for name, scale in (("softmax_scale", tensors.softmax_scale), ("output_scale", tensors.output_scale)):
+        if scale is not None and prod(scale.shape) != 1:
+            raise UsageError(f"{name}: shape {scale.shape}, expected one element")
 
 
 def _check_devices(tensors: DecodeTensors) -> None:
@@ -148,44 +178,59 @@ def _check_devices(tensors: DecodeTensors) -> None:
             raise UsageError(f"{name}: on device {view.device}, q is on device {tensors.q.device}")
 
 
-def check_addresses(addresses: Sequence[int]) -> None:
-    """Hold the addresses of a call, in the order of ``TENSOR_NAMES``, against their alignments; lse may be 0.
-
-    Raises:
-        UsageError: naming the tensor.
-    """
-    for name, address, alignment in zip(TENSOR_NAMES, addresses, _ADDRESS_ALIGNMENT, strict=True):
-        if address % alignment or (address == 0 and name != "lse"):
-            raise UsageError(f"{name}: address {address:#x}, expected a multiple of {alignment} that is not 0")
-
-
 def _check_memory(tensors: DecodeTensors) -> None:
-    check_addresses([view.pointer if view else 0 for view in tensors.views])
-    for name, view in zip(TENSOR_NAMES, tensors.views, strict=True):
-        if view is None:
-            continue
-        # lse alone may have any strides; a dimension of size 1 is never stepped over.
-        if name != "lse" and view.shape[-1] > 1 and view.strides[-1] != 1:
+    check_addresses(tensors.addresses, tensors.views)
+    for name, view in zip(TENSOR_NAMES[:REQUIRED], tensors.views, strict=False):
+        # A dimension of size 1 is never stepped over.
+        if view is not None and view.shape[-1] > 1 and view.strides[-1] != 1:
             raise UsageError(f"{name}: last stride {view.strides[-1]}, expected 1")
-        if any(stride < 0 for stride in view.strides):
+    for name, view in zip(TENSOR_NAMES, tensors.views, strict=True):
+        if view is not None and any(stride < 0 for stride in view.strides):
             raise UsageError(f"{name}: strides {view.strides}, expected none below 0")
-    for name, view, unit in zip(TENSOR_NAMES, tensors.views, _STRIDE_UNIT, strict=True):
-        if view is None:
-            continue
-        steps = zip(view.shape[:-1], view.strides[:-1], strict=True)
-        if any(size > 1 and stride % unit for size, stride in steps):
-            raise UsageError(f"{name}: strides {view.strides}, expected multiples of {unit} elements")
+        if view is not None and name in _STRIDE_BYTES:
+            unit = _STRIDE_BYTES[name] // ITEM_BYTES[view.dtype]
+            steps = zip(view.shape[:-1], view.strides[:-1], strict=True)
+            if any(size > 1 and stride % unit for size, stride in steps):
+                raise UsageError(f"{name}: strides {view.strides}, expected multiples of {unit} elements")
+    for name in ("q_cu_seq_lens", "mask", "sinks"):
+        view = getattr(tensors, name)
+        if view is not None and not view.is_contiguous:
+            raise UsageError(f"{name}: shape {view.shape} with strides {view.strides}, expected it contiguous")
+    token_stride("q", tensors.q, 2)
+    token_stride("out", tensors.out, 2)
+    if tensors.lse is not None:
+        token_stride("lse", tensors.lse, 1)
 
 
-def _check_bounds(tensors: DecodeTensors, max_seq_len: int, softmax_scale: float) -> None:
-    capacity = tensors.page_table.shape[1] * tensors.k.shape[1]
-    if not 0 <= max_seq_len <= capacity:
+def _check_options(tensors: DecodeTensors, options: DecodeOptions) -> None:
+    bound, columns = integer("max_seq_len", options.max_seq_len), tensors.page_table.shape[1]
+    capacity = columns * tensors.k.shape[1]
+    if not 0 <= bound <= capacity:
         raise UsageError(
-            f"max_seq_len={max_seq_len}: expected 0 to {capacity}, which is what the page table's "
-            f"{tensors.page_table.shape[1]} columns hold"
+            f"max_seq_len={bound}: expected 0 to {capacity}, which is what the page table's {columns} columns hold"
         )
-    tiles = tensors.q.shape[0] * tensors.k.shape[2] * (max_seq_len // _SMALLEST_TILE + 1)
+    rows = (tensors.q_len or options.max_q_len or 1) * tensors.group
+    pairs = tensors.batch * tensors.k.shape[2] * -(-rows // _SMALLEST_ROWS)
+    tiles = pairs * (bound // _TILE_TOKENS + 1)
     if tiles >= _MAX_TILES:
-        raise UsageError(f"batch x KV heads x max_seq_len={max_seq_len}: {tiles} tiles, expected below {_MAX_TILES}")
-    if not math.isfinite(softmax_scale):
-        raise UsageError(f"softmax_scale={softmax_scale}: expected a finite number")
+        raise UsageError(f"batch x KV heads x max_seq_len={bound}: {tiles} tiles, expected below {_MAX_TILES}")
+    if not -1 <= integer("window_left", options.window_left) < 1 << 31:
+        raise UsageError(f"window_left={options.window_left}: expected -1 (none) or more, below 2^31")
+    for name, scale in (("softmax_scale", options.softmax_scale), ("output_scale", options.output_scale)):
+        if not math.isfinite(scale):
+            raise UsageError(f"{name}={scale}: expected a finite number")
+
+
+def _check_dtype(name: str, view: TensorView | None, expected: Sequence[str], why: str = "") -> None:
+    if view is not None and view.dtype not in expected:
+        raise UsageError(f"{name}: dtype {view.dtype}, expected {_list(expected)}{why}")
+
+
+def _check_shape(name: str, view: TensorView | None, *expected: tuple[int, ...]) -> None:
+    if view is not None and view.shape not in expected:
+        raise UsageError(f"{name}: shape {view.shape}, expected {' or '.join(map(str, expected))}")
+
+
+def _list(values: Sequence[object]) -> str:
+    *others, last = map(str, values)
+    return f"{', '.join(others)} or {last}" if others else last

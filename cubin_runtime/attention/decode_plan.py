@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import struct
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from math import isfinite
+from operator import itemgetter
 from typing import Any
 
 from ..errors import DeviceError, UsageError
@@ -23,8 +24,9 @@ from ..launch.hopper.select import DecodeSelection
 from ..launch.launcher import LaunchPlan, PreparedLaunch
 from ..launch.streams import stream_handle
 from ..launch.structs import FieldRow
-from ..launch.workspace import Workspace, WorkspacePool, workspace_size
-from .decode_checks import TENSOR_NAMES, DecodeTensors, check_addresses, decode_tensors
+from ..launch.workspace import SemaphoreWorkspace, Workspace, WorkspacePool, workspace_size
+from .decode_checks import check_addresses
+from .decode_tensors import DecodeTensors, addresses_of, decode_tensors, difference, forms_of, split_scale
 from .runtime import Runtime
 from .views import TensorView
 
@@ -32,12 +34,14 @@ _STATUS_WORDS = {
     1: "a length over max_seq_len",
     2: "a negative length",
     4: "a page id outside the pool",
+    8: "a q_cu_seq_lens that decreases, steps over max_q_len or leaves the query tokens",
 }
 _KEPT = 1024  # layers that share one plan, each with caches of its own
 
 
 class ClampedInputError(DeviceError):
-    """A kernel met a length or page id outside its bounds; it was clamped, so that run's output is not attention."""
+    """A kernel met a length, page id or q_cu_seq_lens outside its bounds; it was clamped, so that run's output is not
+    attention."""
 
 
 class PagedDecodePlan:
@@ -66,12 +70,14 @@ class PagedDecodePlan:
         self._path = own.path_of(kernel)
         self._sha256 = runtime.digest_of(self._path)
         self._layout = own.layouts[kernel.struct]
-        self._regions = decode_regions(selection.ctas, int(kernel.traits["rows"]), problem.head_dim)
+        self._regions = decode_regions(selection, problem)
         self._tensors = tensors
+        # A tensor that was planned for must have an address at every step.
+        self._planned = itemgetter(*(i for i, view in enumerate(tensors.views) if view is not None))
         self._device = tensors.q.device
         self._lock = threading.Lock()
         self._prepared: OrderedDict[tuple[int, int, int], Callable[..., None]] = OrderedDict()
-        self._scratch: OrderedDict[tuple[int, int], tuple[int, ...]] = OrderedDict()
+        self._scratch: OrderedDict[Hashable, tuple[int, ...]] = OrderedDict()
         self._forms: tuple[Any, ...] | None = None
         self._pool: WorkspacePool | None = None
 
@@ -123,79 +129,106 @@ class PagedDecodePlan:
         out: Any,
         lse: Any = None,
         *,
-        workspace: Workspace,
+        q_cu_seq_lens: Any = None,
+        mask: Any = None,
+        sinks: Any = None,
+        softmax_scale: Any = None,
+        output_scale: Any = None,
+        workspace: Workspace | SemaphoreWorkspace,
         stream: Any = None,
         max_seq_len: int | None = None,
-        softmax_scale: float | None = None,
     ) -> None:
         """Run on tensors of the shapes, strides and dtypes that the plan was made for; see ``paged_decode``.
 
+        A tensor that the plan was made without must be left out, and the reverse. Options that are no tensors
+        (window, layout, bound of the query tokens, ``batch_invariant``) are the plan's.
+
         Args:
-            workspace: from ``prepare(stream)``, or the caller's own of ``workspace_bytes``.
+            softmax_scale: of this step: a number, or None for the plan's number; a plan made with a tensor takes a
+                tensor. ``output_scale`` likewise.
+            workspace: from ``prepare(stream)``, or the caller's own of ``workspace_bytes``. One that other plans
+                use as well must be reset in between, unless it is a ``SemaphoreWorkspace``.
             stream: an int handle, an object with ``__cuda_stream__``, a torch stream, or None (legacy default).
             max_seq_len: bound on the lengths of this step; None: the plan's. It never exceeds the plan's.
-            softmax_scale: of this step; None: the plan's.
 
         Raises:
-            UsageError: a tensor differs from what was planned.
+            UsageError: a tensor differs from what was planned, or a number is outside its domain.
             WorkspaceError: the workspace is too small or belongs to another stream.
             DeviceError: the kernel cannot be loaded or launched.
         """
-        given = (q, k_cache, v_cache, page_table, seq_lens, out, lse)
-        addresses = _addresses_of(given, self._forms)
+        softmax_number, softmax_tensor = split_scale(softmax_scale, "softmax_scale")
+        output_number, output_tensor = split_scale(output_scale, "output_scale")
+        given = (
+            q,
+            k_cache,
+            v_cache,
+            page_table,
+            seq_lens,
+            out,
+            lse,
+            q_cu_seq_lens,
+            mask,
+            sinks,
+            softmax_tensor,
+            output_tensor,
+        )
+        addresses = addresses_of(given, self._forms)
         if addresses is None:
-            tensors = decode_tensors(*given, self.kv_layout)
-            addresses = self._addresses_of_views(tensors)
-            self._forms = _forms_of(given)
-        self._step(addresses, workspace, stream_handle(stream), max_seq_len, softmax_scale)
+            tensors = decode_tensors(given, self.kv_layout)
+            if tensors.signature != self.signature:
+                raise UsageError(difference(tensors, self._tensors))
+            addresses = tensors.addresses
+            self._forms = forms_of(given)
+        self.step(addresses, workspace, stream_handle(stream), max_seq_len, softmax_number, output_number)
 
-    def run_views(
+    def step(
         self,
-        tensors: DecodeTensors,
-        workspace: Workspace,
+        addresses: tuple[int, ...],
+        workspace: Workspace | SemaphoreWorkspace,
         stream: int = 0,
         max_seq_len: int | None = None,
         softmax_scale: float | None = None,
+        output_scale: float | None = None,
     ) -> None:
-        """``run`` for callers that hold views and a stream handle already."""
-        self._step(self._addresses_of_views(tensors), workspace, stream, max_seq_len, softmax_scale)
+        """``run`` for callers that know that their tensors are of the planned forms and hold their addresses.
 
-    def _addresses_of_views(self, tensors: DecodeTensors) -> tuple[int, ...]:
-        if tensors.signature != self.signature:
-            raise UsageError(_difference(tensors, self._tensors))
-        return tuple(view.pointer if view else 0 for view in tensors.views)
-
-    def _step(
-        self,
-        addresses: tuple[int, ...],
-        workspace: Workspace,
-        stream: int,
-        max_seq_len: int | None,
-        softmax_scale: float | None,
-    ) -> None:
-        bound = self.problem.max_seq_len if max_seq_len is None else max_seq_len
-        if not 0 <= bound <= self.problem.max_seq_len:
-            raise UsageError(f"max_seq_len={bound}: expected 0 to {self.problem.max_seq_len}, the plan's bound")
-        scale = self.problem.softmax_scale if softmax_scale is None else softmax_scale
-        if not math.isfinite(scale):
+        Args:
+            addresses: in the order of ``decode_tensors.TENSOR_NAMES``, 0 for what the plan was made without.
+            workspace: as for ``run``.
+            stream: an int handle.
+            max_seq_len: as for ``run``.
+            softmax_scale: a number for this step; None: the plan's (1 for a plan made with a tensor).
+            output_scale: likewise.
+        """
+        problem = self.problem
+        bound = problem.max_seq_len if max_seq_len is None else max_seq_len
+        if not 0 <= bound <= problem.max_seq_len:
+            raise UsageError(f"max_seq_len={bound}: expected 0 to {problem.max_seq_len}, the plan's bound")
+        scale = problem.softmax_scale if softmax_scale is None else softmax_scale
+        factor = problem.output_scale if output_scale is None else output_scale
+        if not isfinite(scale):
             raise UsageError(f"softmax_scale={scale}: expected a finite number")
-        q, k, v, page_table, seq_lens, out, lse = addresses
-        if (q | page_table | seq_lens | lse) % 4 or out % 8 or not (q and page_table and seq_lens and out):
-            check_addresses(addresses)
-        context = workspace.context
-        step = self._prepared.get((context, k, v)) or self._prepare_caches(context, addresses, stream)
-        scratch = self._scratch.get((workspace.address, workspace.nbytes)) or self._scratch_of(workspace)
+        if not isfinite(factor):
+            raise UsageError(f"output_scale={factor}: expected a finite number")
+        if _misaligned(addresses) or not all(self._planned(addresses)):
+            check_addresses(addresses, self._tensors.views)
+        context = workspace.context or self._runtime.driver.ensure_context(self._device)
+        launch = self._prepared.get((context, addresses[1], addresses[2]))
+        if launch is None:
+            launch = self._prepare_caches(context, addresses, stream)
+        scratch = self._scratch.get(workspace.key) or self._scratch_of(workspace)
         workspace.claim(stream)
-        step(stream, q, out, lse, page_table, seq_lens, *scratch, bound, scale * LOG2_E)
+        launch(stream, addresses[0], *addresses[3:], *scratch, bound, scale * LOG2_E, factor)
 
-    def check(self, workspace: Workspace, stream: Any = None) -> None:
+    def check(self, workspace: Workspace | SemaphoreWorkspace, stream: Any = None) -> None:
         """Wait for ``stream``, which the workspace belongs to, then read and clear the workspace's status word.
 
         Raises:
-            ClampedInputError: a run since the last check met a length or a page id outside its bounds.
+            ClampedInputError: a run since the last check met a length, a page id or a q_cu_seq_lens outside its
+                bounds.
         """
         driver, handle = self._runtime.driver, stream_handle(stream)
-        with driver.using(workspace.context):
+        with driver.using(workspace.context or driver.ensure_context(self._device)):
             driver.synchronize(handle)
             address = workspace.regions(self._regions)["status"]
             (status,) = struct.unpack("<I", driver.read(address, 4))
@@ -206,7 +239,7 @@ class PagedDecodePlan:
             raise ClampedInputError(f"decode by {self.selection.kernel.name} met {' and '.join(met)}")
 
     def _prepare_caches(self, context: int, addresses: tuple[int, ...], stream: int) -> Callable[..., None]:
-        check_addresses(addresses)
+        check_addresses(addresses, self._tensors.views)
         kernel = self._runtime.load(self.selection.kernel, context, stream)
         plan = self.launch_plan(addresses[1], addresses[2])
         launch = PreparedLaunch(plan, kernel, self._runtime.driver, self._runtime.descriptors)
@@ -214,10 +247,10 @@ class PagedDecodePlan:
         self._keep(self._prepared, (context, addresses[1], addresses[2]), step)
         return step
 
-    def _scratch_of(self, workspace: Workspace) -> tuple[int, ...]:
+    def _scratch_of(self, workspace: Workspace | SemaphoreWorkspace) -> tuple[int, ...]:
         regions = workspace.regions(self._regions)
         scratch = tuple(regions[name] for name in WORKSPACE_POINTERS)
-        self._keep(self._scratch, (workspace.address, workspace.nbytes), scratch)
+        self._keep(self._scratch, workspace.key, scratch)
         return scratch
 
     def _keep(self, cache: OrderedDict[Any, Any], key: Hashable, value: object) -> None:
@@ -233,34 +266,8 @@ def _cache(view: TensorView, pointer: int) -> CacheView:
     return CacheView(pointer, strides[0], strides[1], strides[2])
 
 
-def _forms_of(tensors: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """What torch tensors are but for their addresses, kept as they came so that comparing them is cheap."""
-    if not all(tensor is None or hasattr(tensor, "get_device") for tensor in tensors):
-        return None
-    return tuple(None if t is None else (type(t), t.dtype, t.shape, t.stride(), t.get_device()) for t in tensors)
-
-
-def _addresses_of(tensors: tuple[Any, ...], forms: tuple[Any, ...] | None) -> tuple[int, ...] | None:
-    """The addresses of torch tensors of known forms; None where anything differs."""
-    if forms is None:
-        return None
-    addresses = []
-    for tensor, form in zip(tensors, forms, strict=True):
-        if tensor is None or form is None:
-            if tensor is not form:
-                return None
-            addresses.append(0)
-        elif (type(tensor), tensor.dtype, tensor.shape, tensor.stride(), tensor.get_device()) != form:
-            return None
-        else:
-            addresses.append(tensor.data_ptr())
-    return tuple(addresses)
-
-
-def _difference(came: DecodeTensors, planned: DecodeTensors) -> str:
-    for name, a, b in zip(TENSOR_NAMES, came.views, planned.views, strict=True):
-        a_key = a and (a.dtype, a.shape, a.strides, a.device)
-        b_key = b and (b.dtype, b.shape, b.strides, b.device)
-        if a_key != b_key:
-            return f"{name}: dtype, shape, strides, device {a_key}, planned for {b_key}"
-    raise AssertionError("equal signatures")
+def _misaligned(addresses: tuple[int, ...]) -> bool:
+    """Whether a tensor but a cache has an address that no kernel takes; caches are looked at when they are new."""
+    q, _, _, page_table, seq_lens, out, lse, cu, mask, sinks, softmax_scale, output_scale = addresses
+    together = q | page_table | seq_lens | lse | cu | mask | sinks | softmax_scale | output_scale
+    return bool(together & 3 or out & 7)

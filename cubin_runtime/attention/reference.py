@@ -5,65 +5,130 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from .values import bfloat16_bits, bfloat16_values, e4m3_bits, e4m3_values
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
     Float64 = NDArray[np.float64]
 
+__all__ = ["bfloat16_bits", "bfloat16_values", "e4m3_bits", "e4m3_values", "paged_decode_reference"]
+
+_LOG2_E = math.log2(math.e)
+
 
 def paged_decode_reference(
-    q: Any, k_cache: Any, v_cache: Any, page_table: Any, seq_lens: Any, softmax_scale: float
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    page_table: Any,
+    seq_lens: Any,
+    softmax_scale: float,
+    *,
+    output_scale: float = 1.0,
+    q_cu_seq_lens: Any = None,
+    mask: Any = None,
+    sinks: Any = None,
+    window_left: int = -1,
 ) -> tuple[Float64, Float64]:
-    """Attention of one query token a request over its pages.
+    """Attention of the last tokens of each request over its pages.
+
+    The query tokens of a request are its newest: their keys are the last ones of the cache. Token i sits at position
+    ``kv_len - q_len + i``, or with a mask at ``kv_len - q_len + (bits set in its word) - 1``.
 
     Args:
-        q: ``[batch, q_heads, head_dim]``; values of any float dtype, taken to float64.
+        q: ``[tokens, q_heads, head_dim]``, the requests' tokens one after another; values of any float dtype,
+            taken to float64.
         k_cache: ``[pages, page_size, kv_heads, head_dim]`` (a view of an HND cache transposed serves too).
         v_cache: likewise.
         page_table: integers ``[batch, columns]``; entries past a length are never read.
-        seq_lens: integers ``[batch]``.
+        seq_lens: integers ``[batch]``, keys of each request, its query tokens' included.
         softmax_scale: factor of the scores.
+        output_scale: factor of the output, not of the log-sum-exp.
+        q_cu_seq_lens: integers ``[batch + 1]``, where each request's tokens begin, ending with ``tokens``; None: all
+            requests have ``tokens / batch``.
+        mask: integers ``[tokens]``: bit j of a token's word lets it see the j-th query token of its own request;
+            keys in front of them are always seen. None: causal.
+        sinks: ``[q_heads]`` or ``[kv_heads, group]``, logits that enter the denominator alone; None: none.
+        window_left: keys before its own position that a token sees; -1: all.
 
     Returns:
-        Output ``[batch, q_heads, head_dim]`` and log-sum-exp ``[batch, q_heads]``, base 2. A request of length 0
-        has output 0 and log-sum-exp -inf.
+        Output ``[tokens, q_heads, head_dim]`` and log-sum-exp ``[tokens, q_heads]``, base 2, the sink included. A
+        token that sees no key has output 0 and log-sum-exp -inf, or its sink times log2(e). That is so for the
+        first ``q_len - kv_len`` tokens of a request with fewer keys than query tokens.
     """
     import numpy as np
 
-    batch, q_heads, head_dim = q.shape
+    tokens, q_heads, head_dim = q.shape
     page_size, kv_heads = k_cache.shape[1:3]
-    group = q_heads // kv_heads
-    out = np.zeros((batch, q_heads, head_dim))
-    lse = np.full((batch, q_heads), -math.inf)
+    group, batch = q_heads // kv_heads, len(seq_lens)
+    bounds = np.arange(batch + 1) * (tokens // batch) if q_cu_seq_lens is None else np.asarray(q_cu_seq_lens)
+    logits = None if sinks is None else np.asarray(sinks, dtype=np.float64).reshape(q_heads)
+    out = np.zeros((tokens, q_heads, head_dim))
+    lse = np.full((tokens, q_heads), -math.inf) if logits is None else np.tile(logits * _LOG2_E, (tokens, 1))
     for b in range(batch):
-        length = int(seq_lens[b])
-        if length == 0:
+        begin, end, length = int(bounds[b]), int(bounds[b + 1]), int(seq_lens[b])
+        rows = end - begin
+        if rows == 0 or length == 0:
             continue
-        pages = np.asarray(page_table[b][: -(-length // page_size)], dtype=np.int64)
-        keys = k_cache[pages].reshape(-1, kv_heads, head_dim)[:length].astype(np.float64)
-        values = v_cache[pages].reshape(-1, kv_heads, head_dim)[:length].astype(np.float64)
-        queries = q[b].reshape(kv_heads, group, head_dim).astype(np.float64)
-        scores = np.einsum("hgd,nhd->hgn", queries, keys) * softmax_scale
+        visible = _visible(rows, length, None if mask is None else np.asarray(mask[begin:end]), window_left)
+        if not visible.any():
+            continue
+        first = int(visible.any(axis=0).argmax())  # a window leaves out what is in front of it
+        last = length - first
+        pages = np.asarray(page_table[b][first // page_size : -(-length // page_size)], dtype=np.int64)
+        keys = _gathered(k_cache, pages, kv_heads, head_dim, first % page_size, last)
+        values = _gathered(v_cache, pages, kv_heads, head_dim, first % page_size, last)
+        queries = np.asarray(q[begin:end], dtype=np.float64).reshape(rows, kv_heads, group, head_dim)
+        queries = queries.transpose(1, 0, 2, 3).reshape(kv_heads, rows * group, head_dim)
+        scores = (queries @ keys.transpose(0, 2, 1) * softmax_scale).reshape(kv_heads, rows, group, last)
+        scores = np.where(visible[:, None, first:], scores, -math.inf)
         top = scores.max(axis=-1, keepdims=True)
+        sink = None if logits is None else logits.reshape(kv_heads, 1, group, 1)
+        if sink is not None:
+            top = np.maximum(top, sink)
+        top = np.where(np.isneginf(top), 0.0, top)
         weights = np.exp(scores - top)
         total = weights.sum(axis=-1, keepdims=True)
-        out[b] = np.einsum("hgn,nhd->hgd", weights / total, values).reshape(q_heads, head_dim)
-        lse[b] = (np.log2(total) + top * math.log2(math.e)).reshape(q_heads)
+        if sink is not None:
+            total = total + np.exp(sink - top)
+        attention = weights.reshape(kv_heads, rows * group, last) @ values
+        attention = attention.reshape(kv_heads, rows, group, head_dim) / np.where(total == 0, 1.0, total)
+        out[begin:end] = attention.transpose(1, 0, 2, 3).reshape(rows, q_heads, head_dim) * output_scale
+        with np.errstate(divide="ignore"):
+            sums = np.log2(total) + top * _LOG2_E
+        lse[begin:end] = sums[..., 0].transpose(1, 0, 2).reshape(rows, q_heads)
     return out, lse
 
 
-def bfloat16_bits(values: Any) -> NDArray[np.uint16]:
-    """float32 values rounded to the nearest bfloat16 (ties to even), as their 16 bits. NaN stays NaN."""
+def _visible(rows: int, length: int, words: Any, window_left: int) -> Any:
+    """Which of ``length`` keys each of ``rows`` query tokens of one request sees: ``[rows, length]``."""
     import numpy as np
 
-    words = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
-    rounded = (words + 0x7FFF + ((words >> 16) & 1)) >> 16
-    return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
+    token, key = np.arange(rows), np.arange(length)
+    prefix = length - rows  # below 0: the first query tokens have no key of their own
+    if words is None:
+        words = (2 << token) - 1
+    words = words.astype(np.int64) & ((1 << rows) - 1)
+    draft = key - prefix
+    bits = words[:, None] >> np.maximum(draft, 0) & 1
+    visible = (draft < 0) | (bits == 1)
+    if window_left >= 0:
+        position = prefix + _bits_set(words, rows) - 1
+        visible &= key >= position[:, None] - window_left
+    return visible & (token[:, None] >= -prefix)
 
 
-def bfloat16_values(bits: Any) -> NDArray[np.float32]:
-    """The float32 values of bfloat16 bits."""
+def _bits_set(words: Any, width: int) -> Any:
     import numpy as np
 
-    return (np.asarray(bits, dtype=np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return (words[:, None] >> np.arange(width) & 1).sum(axis=1)
+
+
+def _gathered(cache: Any, pages: Any, kv_heads: int, head_dim: int, skip: int, count: int) -> Float64:
+    """``count`` tokens of the pages after the first ``skip``, as float64 ``[kv_heads, count, head_dim]``."""
+    import numpy as np
+
+    tokens = cache[pages].reshape(-1, kv_heads, head_dim)[skip : skip + count]
+    return np.ascontiguousarray(tokens.transpose(1, 0, 2), dtype=np.float64)

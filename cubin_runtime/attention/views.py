@@ -25,9 +25,10 @@ ITEM_BYTES = {
     "uint64": 8,
 }
 # The short names that kernels' metadata and the command line use.
-DTYPE_NAMES = {"bfloat16": "bf16", "float16": "fp16"}
+DTYPE_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "e4m3"}
 _CUDA_DEVICE = 2  # kDLCUDA
 _DLPACK_CODES = {0: "int", 1: "uint", 2: "float", 4: "bfloat"}
+_DLPACK_E4M3FN = 10  # a code that says the width itself
 _ARRAY_KINDS = {"i": "int", "u": "uint", "f": "float"}
 
 
@@ -52,6 +53,12 @@ class TensorView:
         """A row-major tensor at ``pointer``."""
         strides = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
         return cls(pointer, dtype, shape, strides, device)
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether it is row-major without gaps; what a dimension of size 1 has for a stride does not matter."""
+        expected = (prod(self.shape[i + 1 :]) for i in range(len(self.shape)))
+        return all(n <= 1 or stride == e for n, stride, e in zip(self.shape, self.strides, expected, strict=True))
 
 
 def view_of(tensor: Any, name: str) -> TensorView:
@@ -132,6 +139,8 @@ def _from_dlpack(tensor: Any, name: str) -> TensorView:
     # The capsule stays unconsumed, so its own destructor gives the memory back; the caller keeps the tensor.
     managed = _DLTensor.from_address(get_pointer(capsule, b"dltensor"))
     dtype = f"{_DLPACK_CODES.get(managed.code, managed.code)}{managed.bits}"
+    if (managed.code, managed.bits) == (_DLPACK_E4M3FN, 8):
+        dtype = "float8_e4m3fn"
     if dtype not in ITEM_BYTES or managed.lanes != 1:
         raise UsageError(f"{name}: DLPack type {dtype} x {managed.lanes}, expected one of {', '.join(ITEM_BYTES)}")
     shape = tuple(managed.shape[i] for i in range(managed.ndim))

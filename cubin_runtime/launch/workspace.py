@@ -17,11 +17,15 @@ REGION_ALIGNMENT = 256
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A part of a workspace that a plan needs: its name, size in bytes and alignment (a power of two)."""
+    """A part of a workspace that a plan needs: its name, size in bytes and alignment (a power of two).
+
+    ``zeroed``: it must be zero when a kernel first gets it, and kernels leave it so (but for a status word).
+    """
 
     name: str
     nbytes: int
     alignment: int = REGION_ALIGNMENT
+    zeroed: bool = False
 
     def __post_init__(self) -> None:
         if self.nbytes < 0 or self.alignment < 1 or self.alignment & (self.alignment - 1):
@@ -66,6 +70,7 @@ class Workspace:
         self.context = context
         self.address = address
         self.nbytes = nbytes
+        self.key = (address, nbytes)  # equal keys give equal regions
         self._driver = driver
         self._hold = _Hold(driver, context, address, owned)
         self._lock = threading.Lock()
@@ -102,17 +107,7 @@ class Workspace:
         Raises:
             WorkspaceError: the buffer is too small; the message names the bytes needed.
         """
-        end = _end(self.address, needed) - self.address
-        if end > self.nbytes:
-            parts = ", ".join(f"{region.name} {region.nbytes}" for region in needed)
-            raise WorkspaceError(f"workspace of {self.nbytes} bytes: {end} bytes are needed ({parts})")
-        addresses: dict[str, int] = {}
-        at = self.address
-        for region in needed:
-            at = _round_up(at, region.alignment)
-            addresses[region.name] = at
-            at += region.nbytes
-        return addresses
+        return _place("workspace", self.address, self.nbytes, needed)
 
     def claim(self, stream: Any) -> None:
         """Take the workspace for ``stream``, or for the capture it takes part in; doing so again is no error.
@@ -156,6 +151,43 @@ class Workspace:
                 self._driver.free(self.address)
 
 
+@dataclass(frozen=True, slots=True)
+class SemaphoreWorkspace:
+    """A caller's two buffers, each ``(address, bytes)``, for operators that keep such a convention.
+
+    ``semaphores`` is zero before the first launch that gets it and holds nothing but regions that begin as zeros,
+    so that launches of any plan may follow one another on it; ``scratch`` may hold anything. The caller keeps work on
+    other streams away from both. ``context`` is where they live; None: the current one, or the device's primary one.
+    """
+
+    semaphores: tuple[int, int]
+    scratch: tuple[int, int]
+    context: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, (address, nbytes) in (("semaphores", self.semaphores), ("scratch", self.scratch)):
+            if nbytes < 0 or address % 16:
+                raise WorkspaceError(f"{name} at {address:#x} of {nbytes} bytes: expected a multiple of 16")
+
+    @property
+    def key(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Equal keys give equal regions."""
+        return self.semaphores, self.scratch
+
+    def regions(self, needed: Sequence[Region]) -> dict[str, int]:
+        """The device address of each region: those that begin as zeros in the semaphores, the others in the scratch.
+
+        Raises:
+            WorkspaceError: a buffer is too small; the message names it and the bytes needed.
+        """
+        zeroed = [region for region in needed if region.zeroed]
+        others = [region for region in needed if not region.zeroed]
+        return _place("semaphores", *self.semaphores, zeroed) | _place("scratch", *self.scratch, others)
+
+    def claim(self, stream: Any) -> None:
+        """Nothing: that one stream at a time uses the buffers is the caller's affair."""
+
+
 class WorkspacePool:
     """One workspace for each (plan, stream), made outside of captures and kept until ``close``."""
 
@@ -188,6 +220,20 @@ class WorkspacePool:
             held, self._held = self._held, {}
         for workspace in held.values():
             workspace.close()
+
+
+def _place(what: str, address: int, nbytes: int, needed: Sequence[Region]) -> dict[str, int]:
+    end = _end(address, needed) - address
+    if end > nbytes:
+        parts = ", ".join(f"{region.name} {region.nbytes}" for region in needed)
+        raise WorkspaceError(f"{what} of {nbytes} bytes: {end} bytes are needed ({parts})")
+    addresses: dict[str, int] = {}
+    at = address
+    for region in needed:
+        at = _round_up(at, region.alignment)
+        addresses[region.name] = at
+        at += region.nbytes
+    return addresses
 
 
 def _end(start: int, regions: Sequence[Region]) -> int:

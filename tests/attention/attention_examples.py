@@ -57,11 +57,29 @@ class Tensors:
     seq_lens: TensorView = field(default_factory=lambda: _contiguous(0x7F0000003000, "int32", (4,)))
     out: TensorView = field(default_factory=lambda: _contiguous(0x7F0000004000, "bfloat16", (4, 64, 128)))
     lse: TensorView | None = None
+    q_cu_seq_lens: TensorView | None = None
+    mask: TensorView | None = None
+    sinks: TensorView | None = None
+    softmax_scale: TensorView | None = None
+    output_scale: TensorView | None = None
 
     def changed(self, name: str, **changes: Any) -> Tensors:
         """With one tensor changed."""
         return replace(self, **{name: replace(getattr(self, name), **changes)})
 
     @property
-    def all(self) -> tuple[TensorView | None, ...]:
+    def positional(self) -> tuple[TensorView | None, ...]:
+        """Those that a plan takes by position."""
         return (self.q, self.k_cache, self.v_cache, self.page_table, self.seq_lens, self.out, self.lse)
+
+    @property
+    def named(self) -> dict[str, TensorView | None]:
+        """Those that it takes by name, as far as they are there."""
+        names = ("q_cu_seq_lens", "mask", "sinks", "softmax_scale", "output_scale")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+    @property
+    def all(self) -> tuple[TensorView | None, ...]:
+        """All, in the order in which checks and plans name them."""
+        extra = (self.q_cu_seq_lens, self.mask, self.sinks, self.softmax_scale, self.output_scale)
+        return (*self.positional, *extra)

@@ -6,14 +6,16 @@ import pytest
 from attention_examples import Tensors
 
 from cubin_runtime.attention import TensorView
-from cubin_runtime.attention.decode_checks import cache_view, check_decode, decode_tensors
+from cubin_runtime.attention.decode_checks import DecodeOptions, check_decode
+from cubin_runtime.attention.decode_tensors import cache_view, decode_tensors
 from cubin_runtime.errors import UsageError
 
 GOOD = Tensors()
 
 
-def check(tensors: Tensors, max_seq_len: int = 1024, scale: float = 0.1, kv_layout: str = "NHD") -> None:
-    check_decode(decode_tensors(*tensors.all, kv_layout), max_seq_len, scale)
+def check(tensors: Tensors, **options: Any) -> None:
+    asked = DecodeOptions(**{"max_seq_len": 1024, "softmax_scale": 0.1, **options})
+    check_decode(decode_tensors(tensors.all, asked.kv_layout), asked)
 
 
 def contiguous(shape: tuple[int, ...], dtype: str = "bfloat16") -> dict[str, Any]:
@@ -46,10 +48,14 @@ def test_a_stride_of_a_dimension_of_one_does_not_matter() -> None:
     ("name", "changes", "words"),
     [
         ("q", contiguous((4, 8192)), r"q: shape \(4, 8192\), expected \[batch"),
+        ("q", contiguous((4, 2, 2, 64, 128)), r"q: shape .*, expected \[batch"),
         ("q", contiguous((0, 64, 128)), "batch of 1 or more"),
         ("q", contiguous((4, 60, 128)), "60 heads over 8 KV heads"),
-        ("q", contiguous((4, 136, 128)), "1 to 16 query heads"),
-        ("q", {"dtype": "float16"}, "q: dtype float16, expected bfloat16"),
+        ("q", contiguous((4, 264, 128)), "1 to 32 query heads"),
+        ("q", contiguous((4, 64, 96)), "head dimension 96, expected one of 32, 64, 128, 256 or 512"),
+        ("q", contiguous((4, 17, 64, 128)), "17 tokens a request, expected 1 to 16"),
+        ("q", contiguous((4, 0, 64, 128)), "0 tokens a request, expected 1 to 16"),
+        ("q", {"dtype": "float16"}, "q: dtype float16, expected bfloat16 with bfloat16 caches"),
         ("q", {"pointer": 0x1002}, "q: address 0x1002, expected a multiple of 4"),
         ("q", {"pointer": 0}, "q: address 0x0"),
         ("q", {"strides": (8192, 127, 1)}, "multiples of 2 elements"),
@@ -59,8 +65,8 @@ def test_a_stride_of_a_dimension_of_one_does_not_matter() -> None:
         ("k_cache", contiguous((100, 48, 8, 128)), "page size 48, expected one of 16"),
         ("k_cache", contiguous((0, 64, 8, 128)), "at least one of each"),
         ("k_cache", {"dtype": "float8_e5m2"}, "dtype='float8_e5m2'"),
-        ("k_cache", {"dtype": "float8_e4m3fn"}, "k_cache: dtype float8_e4m3fn"),
-        ("k_cache", {"dtype": "float16"}, "k_cache: dtype float16"),
+        ("k_cache", {"dtype": "float32"}, "k_cache: dtype float32, expected bfloat16, float16 or float8_e4m3fn"),
+        ("v_cache", {"dtype": "float16"}, "v_cache: dtype float16, expected bfloat16"),
         ("k_cache", {"pointer": 0x1008}, "k_cache: address 0x1008, expected a multiple of 16"),
         ("k_cache", {"strides": (65540, 1024, 128, 1)}, "k_cache: strides .* multiples of 8"),
         ("v_cache", contiguous((99, 64, 8, 128)), "v_cache: shape"),
@@ -104,10 +110,11 @@ def test_a_bound_outside_the_table_is_named(bound: int) -> None:
         check(GOOD, max_seq_len=bound)
 
 
+@pytest.mark.parametrize("name", ["softmax_scale", "output_scale"])
 @pytest.mark.parametrize("scale", [float("nan"), float("inf")])
-def test_a_scale_that_is_no_number_is_named(scale: float) -> None:
-    with pytest.raises(UsageError, match="softmax_scale="):
-        check(GOOD, scale=scale)
+def test_a_scale_that_is_no_finite_number_is_named(name: str, scale: float) -> None:
+    with pytest.raises(UsageError, match=f"{name}={scale}: expected a finite number"):
+        check(GOOD, **{name: scale})
 
 
 def test_more_tiles_than_the_kernel_counts_are_refused() -> None:

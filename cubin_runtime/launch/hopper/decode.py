@@ -14,13 +14,21 @@ from .params import PAGED_DECODE_TMA
 from .select import DecodeSelection
 
 LOG2_E = math.log2(math.e)
-_BF16_BYTES = 2
-_SWIZZLE_SPAN = 64  # elements: a row of 128 bytes
+ITEM_BYTES = {"bf16": 2, "fp16": 2, "e4m3": 1}
+# Numbers of the kernel's fields q_type and out_type.
+TYPE_CODES = {"bf16": 0, "fp16": 1, "e4m3": 2}
+# What the driver's descriptors call the elements; e4m3 is moved as bytes.
+_MAP_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "e4m3": "uint8"}
+_SWIZZLE_BYTES = 128  # the widest span; a longer row is several boxes of the same map
 
-TENSOR_POINTERS = ("q", "out", "lse", "page_table", "seq_lens")
+# What is a pointer for each call, in the order that a prepared launch takes it; those of tensors that a call may
+# leave out come last.
+TENSOR_POINTERS = ("q", "page_table", "seq_lens", "out")
+OPTIONAL_POINTERS = ("lse", "q_cu_seq_lens", "mask", "sinks", "softmax_scale_device", "output_scale_device")
 WORKSPACE_POINTERS = ("status", "counters", "partial_statistics", "partial_out")
+STEP_NUMBERS = ("max_seq_len", "softmax_scale_log2", "output_scale")
 # What changes from step to step, in the order that a prepared launch takes it.
-STEP_FIELDS = (*TENSOR_POINTERS, *WORKSPACE_POINTERS, "max_seq_len", "softmax_scale_log2")
+STEP_FIELDS = (*TENSOR_POINTERS, *OPTIONAL_POINTERS, *WORKSPACE_POINTERS, *STEP_NUMBERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +43,28 @@ class CacheView:
 
 @dataclass(frozen=True, slots=True)
 class DecodeProblem:
-    """Sizes, strides (in elements) and options of a decode; pointers other than the caches' come with each step."""
+    """Sizes, strides (in elements) and options of a decode; pointers other than the caches' come with each step.
+
+    ``tokens`` are the query tokens of all requests, ``q_len`` those of each, or their bound where requests differ.
+    Dtypes are ``bf16``, ``fp16`` or ``e4m3``. ``window_left`` is -1 without a window. Strides of tensors with heads
+    are those of a token and of a head. ``softmax_scale`` and ``output_scale`` are 1 where the device has them.
+    """
 
     batch: int
+    tokens: int
+    q_len: int
     kv_heads: int
     group: int
     head_dim: int
     page_size: int
     num_pages: int
     max_seq_len: int
+    window_left: int
+    kv_dtype: str
+    q_dtype: str
+    out_dtype: str
     softmax_scale: float
+    output_scale: float
     q_strides: tuple[int, int]
     out_strides: tuple[int, int]
     lse_strides: tuple[int, int]
@@ -52,17 +72,24 @@ class DecodeProblem:
     programmatic_serialization: bool = False
 
 
-def decode_regions(ctas: int, rows: int, head_dim: int) -> tuple[Region, ...]:
+def decode_regions(selection: DecodeSelection, problem: DecodeProblem) -> tuple[Region, ...]:
     """The workspace of a decode, regions named as the step pointers that they give.
 
-    Two partials a CTA: of the pair that ends in it and of the pair that begins in it (paged_decode.cu).
+    A pair is a request, a KV head and a row tile. Where the grid cuts the pairs (``splits`` 0) there are two partials
+    a CTA, of the pair that ends in it and of the pair that begins in it, and a counter a CTA. Else every pair has a
+    counter and ``splits`` partials.
     """
-    partials = 2 * ctas * rows
+    rows = int(selection.kernel.traits["rows"])
+    if selection.splits:
+        counters = problem.batch * selection.row_tiles * problem.kv_heads
+        slots = counters * selection.splits
+    else:
+        counters, slots = selection.ctas, 2 * selection.ctas
     return (
-        Region("status", 4),
-        Region("counters", 4 * ctas),
-        Region("partial_statistics", partials * 2 * 4),
-        Region("partial_out", partials * head_dim * 4),
+        Region("status", 4, zeroed=True),
+        Region("counters", 4 * counters, zeroed=True),
+        Region("partial_statistics", slots * rows * 2 * 4),
+        Region("partial_out", slots * rows * problem.head_dim * 4),
     )
 
 
@@ -88,7 +115,7 @@ def decode_plan(
         UsageError: a value does not fit its field.
     """
     kernel = selection.kernel
-    values: dict[str, object] = dict.fromkeys((*TENSOR_POINTERS, *WORKSPACE_POINTERS), 0)
+    values: dict[str, object] = dict.fromkeys((*TENSOR_POINTERS, *OPTIONAL_POINTERS, *WORKSPACE_POINTERS), 0)
     values |= {
         "q_token_stride": problem.q_strides[0],
         "q_head_stride": problem.q_strides[1],
@@ -98,13 +125,20 @@ def decode_plan(
         "lse_head_stride": problem.lse_strides[1],
         "table_stride": problem.table_stride,
         "batch": problem.batch,
+        "tokens": problem.tokens,
+        "q_len": problem.q_len,
         "kv_heads": problem.kv_heads,
         "group": problem.group,
         "heads_together": selection.heads_together,
+        "splits": selection.splits,
         "page_size_log2": problem.page_size.bit_length() - 1,
         "num_pages": problem.num_pages,
         "max_seq_len": problem.max_seq_len,
+        "window_left": problem.window_left,
+        "q_type": TYPE_CODES[problem.q_dtype],
+        "out_type": TYPE_CODES[problem.out_dtype],
         "softmax_scale_log2": problem.softmax_scale * LOG2_E,
+        "output_scale": problem.output_scale,
     }
     values |= cache_values(layout, problem, int(kernel.traits["tile_tokens"]), k, v)
     return LaunchPlan(
@@ -143,14 +177,16 @@ def cache_values(
 
 
 def _descriptor(problem: DecodeProblem, tile_tokens: int, cache: CacheView) -> TensorMapSpec:
+    item_bytes = ITEM_BYTES[problem.kv_dtype]
+    span = min(problem.head_dim * item_bytes, _SWIZZLE_BYTES)
     strides = (cache.token_stride, cache.head_stride, cache.page_stride)
     return TensorMapSpec(
-        dtype="bfloat16",
+        dtype=_MAP_DTYPES[problem.kv_dtype],
         address=cache.pointer,
         dims=(problem.head_dim, problem.page_size, problem.kv_heads, problem.num_pages),
-        strides=tuple(stride * _BF16_BYTES for stride in strides),
-        box=(_SWIZZLE_SPAN, min(problem.page_size, tile_tokens), 1, 1),
+        strides=tuple(stride * item_bytes for stride in strides),
+        box=(span // item_bytes, min(problem.page_size, tile_tokens), 1, 1),
         element_strides=(1, 1, 1, 1),
-        swizzle="128B",
+        swizzle=f"{span}B",
         l2_promotion="128B",
     )

@@ -22,7 +22,7 @@ _TILES_FOR_FULL_RESIDENCY = 200
 
 @dataclass(frozen=True, slots=True)
 class DecodeShape:
-    """What decides the kernel and the grid: ``dtype`` of q and KV (``bf16``), counts, and the bound on every length."""
+    """What decides the kernel and the grid: ``dtype`` of the KV cache (``bf16``), counts, bounds and options."""
 
     dtype: str
     head_dim: int
@@ -30,6 +30,11 @@ class DecodeShape:
     kv_heads: int
     batch: int
     max_seq_len: int
+    q_len: int = 1
+    tokens: int = 0
+    ragged: bool = False
+    window_left: int = -1
+    batch_invariant: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +44,9 @@ class DecodeSelection:
     kernel: OwnKernel
     ctas: int
     heads_together: int
+    row_tiles: int
+    splits: int
+    microseconds: float
     reason: str
     candidates: tuple[tuple[str, str], ...]
 
@@ -65,8 +73,18 @@ def select_decode(kernels: Iterable[OwnKernel], shape: DecodeShape, device: Devi
             f"on compute capability {device.capability[0]}.{device.capability[1]}: "
             + ("; ".join(f"{name}: {word}" for name, word in looked_at) or "the release has no decode kernel")
         )
-    best = min(fitting, key=lambda k: (_trait(k, "rows"), -k.architecture.number, k.architecture.suffix != "a"))
-    tiles = shape.batch * shape.kv_heads * max(1, -(-shape.max_seq_len // _trait(best, "tile_tokens")))
+    best = min(
+        fitting,
+        key=lambda k: (
+            -(-shape.q_len * shape.group // _trait(k, "rows")),
+            _trait(k, "rows"),
+            -k.architecture.number,
+            k.architecture.suffix != "a",
+        ),
+    )
+    row_tiles = -(-shape.q_len * shape.group // _trait(best, "rows"))
+    splits = -(-128 // shape.kv_heads) if shape.batch_invariant else 0
+    tiles = shape.batch * shape.kv_heads * row_tiles * max(1, -(-shape.max_seq_len // _trait(best, "tile_tokens")))
     resident = _resident(best, device)
     if tiles < _TILES_FOR_FULL_RESIDENCY * device.multiprocessors:
         resident = 1
@@ -81,7 +99,7 @@ def select_decode(kernels: Iterable[OwnKernel], shape: DecodeShape, device: Devi
         f"at most {tiles} tiles of {best.traits['tile_tokens']} tokens over {ctas} CTAs "
         f"({resident} on each of {device.multiprocessors} multiprocessors), {together} KV heads side by side"
     )
-    return DecodeSelection(best, ctas, together, reason, tuple(looked_at))
+    return DecodeSelection(best, ctas, together, row_tiles, splits, 0.0, reason, tuple(looked_at))
 
 
 def _unfit(kernel: OwnKernel, shape: DecodeShape, number: int) -> str:
@@ -90,8 +108,6 @@ def _unfit(kernel: OwnKernel, shape: DecodeShape, number: int) -> str:
     for name, wanted in (("dtype", shape.dtype), ("head_dim", shape.head_dim)):
         if kernel.traits[name] != wanted:
             return f"{name} is {kernel.traits[name]}"
-    if _trait(kernel, "rows") < shape.group:
-        return f"takes at most {kernel.traits['rows']} query heads a KV head"
     return ""
 
 
