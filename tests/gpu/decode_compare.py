@@ -61,7 +61,9 @@ def _assert_norms(case: DecodeCase, out: np.ndarray, want: np.ndarray) -> float:
     )
     norm = float(np.linalg.norm(norms))
     error = float(np.linalg.norm(errors))
-    assert error <= bound * norm + floor * np.sqrt(max(1, norms.size)), f"relative error {error / max(norm, 1e-300):.2e}"
+    assert error <= bound * norm + floor * np.sqrt(max(1, norms.size)), (
+        f"relative error {error / max(norm, 1e-300):.2e}"
+    )
     return error / norm if norm else error
 
 

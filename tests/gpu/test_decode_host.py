@@ -144,12 +144,12 @@ def test_nan_a_lost_row_and_a_wrong_lse_are_found(out_dtype: str) -> None:
     for value in (KINDS[out_dtype].nan, 0):
         damaged = bits.copy()
         damaged[3, 2] = value
-        with pytest.raises(AssertionError, match="NaN|off"):
+        with pytest.raises(AssertionError, match=r"NaN|off"):
             assert_close(case, (damaged, lse), expected)
     for value in (np.nan, -np.inf, lse[2, 1] + 0.01):
         damaged = lse.copy()
         damaged[2, 1] = value
-        with pytest.raises(AssertionError, match="LSE|inf"):
+        with pytest.raises(AssertionError, match=r"LSE|inf"):
             assert_close(case, (bits, damaged), expected)
 
 
@@ -168,9 +168,7 @@ def test_the_matrix_covers_every_pair_of_options() -> None:
         pairs |= set(combinations(drawn, 2))
     impossible = lambda a, b: (a[0], b[0]) == ("kv_dtype", "q_dtype") and a[1] != b[1] and a[1] != "e4m3"  # noqa: E731
     order = list(values)
-    wanted = [
-        ((a, x), (b, y)) for a, b in combinations(order, 2) for x in values[a] for y in values[b]
-    ]
+    wanted = [((a, x), (b, y)) for a, b in combinations(order, 2) for x in values[a] for y in values[b]]
     missing = [pair for pair in wanted if pair not in pairs and not impossible(*pair)]
     assert not missing, f"{len(missing)} of {len(wanted)}: {missing[:10]}"
 
@@ -218,7 +216,7 @@ def test_freed_pages_lie_before_every_window() -> None:
     case = replace(BUSY, lengths=(300,), max_seq_len=300, window_left=64)
     host = make_host(case, np.random.default_rng(16))
     freed = np.flatnonzero(host.page_table[0] < 0)
-    assert list(freed[freed < 10]) == list(range((300 - 5 - 64) // 16))
+    assert list(freed) == list(range((300 - 5 - 64) // 16))
 
 
 def test_sanitizer_cases_spread_every_option() -> None:

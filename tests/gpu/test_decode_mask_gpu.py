@@ -59,7 +59,15 @@ def test_every_kernel_takes_masks_windows_and_ragged_queries(
     runtime: Runtime, rng: np.random.Generator, kv_dtype: str, head_dim: int, rows: int
 ) -> None:
     wanted = DecodeCase(
-        LENGTHS, 400, kv_heads=1, group=5, page_size=16, head_dim=head_dim, kv_dtype=kv_dtype, out_dtype="fp16", rows=rows
+        LENGTHS,
+        400,
+        kv_heads=1,
+        group=5,
+        page_size=16,
+        head_dim=head_dim,
+        kv_dtype=kv_dtype,
+        out_dtype="fp16",
+        rows=rows,
     )
     ragged = replace(wanted, q_lens=(4, 0, 3, 7, 16, 16, 1, 9), max_q_len=16)
     for mask in ("none", "tree", "any"):

@@ -180,7 +180,9 @@ def replay(
         driver.destroy_executable(graph)
 
 
-def content(wanted: DecodeCase, rng: np.random.Generator, lengths: tuple[int, ...], q_lens: tuple[int, ...]) -> HostTensors:
+def content(
+    wanted: DecodeCase, rng: np.random.Generator, lengths: tuple[int, ...], q_lens: tuple[int, ...]
+) -> HostTensors:
     """Requests of any lengths within the case's bounds, in a pool that holds the longest of each."""
     requests = [make_request(wanted, rng, *lens) for lens in zip(lengths, q_lens, strict=True)]
     pages = wanted.batch * -(-wanted.max_seq_len // wanted.page_size)
