@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 
 # CUBIN_RUNTIME_SEED repeats a run; case ``index`` is drawn from (seed, index) alone.
 SEED = int(os.environ.get("CUBIN_RUNTIME_SEED", np.random.SeedSequence().entropy % (1 << 32)))
-CHUNKS, CASES = 64, 50
+CHUNKS, CASES = 80, 50
 MOST_NAMED = 5
 
 
