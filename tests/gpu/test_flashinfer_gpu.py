@@ -104,9 +104,7 @@ def on_torch(case: DecodeCase, host: HostTensors, *, clean: bool) -> OnTorch:
         lens=torch.from_numpy(host.seq_lens).cuda(),
         mask=None if host.mask is None else mask_tensor(case, host.mask),
         sinks=None if host.sinks is None else torch.from_numpy(host.sinks).cuda(),
-        out=torch.full_like(
-            device_tensor(case.out_type, np.zeros(host.q.shape, KINDS[case.out_type].bits)), float("nan")
-        ),
+        out=device_tensor(case.out_type, np.full(host.q.shape, 0xFFFF).astype(KINDS[case.out_type].bits)),
     )
 
 
