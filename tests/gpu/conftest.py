@@ -6,6 +6,10 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Before numpy is there: the references of several workers share the cores.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "2")
+
 import pytest
 
 from cubin_runtime import Config, CubinRuntimeError

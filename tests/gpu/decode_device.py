@@ -13,7 +13,7 @@ import numpy as np
 from decode_cases import DecodeCase, HostTensors, make_host, reference_of
 from decode_compare import assert_close
 from decode_values import KINDS
-from device_arrays import POISON, DeviceArrays
+from device_arrays import GUARD, POISON, DeviceArrays
 
 from cubin_runtime.artifacts.own_kernels import OwnKernel
 from cubin_runtime.attention import PagedDecodePlan, Runtime, TensorView, plan_paged_decode
@@ -135,11 +135,15 @@ class DeviceCase:
 
 @contextmanager
 def on_device(
-    runtime: Runtime, case: DecodeCase, rng: np.random.Generator, host: HostTensors | None = None
+    runtime: Runtime,
+    case: DecodeCase,
+    rng: np.random.Generator,
+    host: HostTensors | None = None,
+    guard: int = GUARD,
 ) -> Iterator[DeviceCase]:
     """The case in device memory, planned, on the kernel that it asks for where there is one."""
     runtime.driver.ensure_context(0)
-    arrays = DeviceArrays(runtime.driver)
+    arrays = DeviceArrays(runtime.driver, guard)
     try:
         with only_kernels(runtime, _kernels_asked(runtime, case)):
             made = DeviceCase(runtime, case, host or make_host(case, rng), arrays)

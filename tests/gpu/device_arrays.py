@@ -16,8 +16,10 @@ GUARD = 256
 class DeviceArrays:
     """Host arrays copied to the device, freed at the end."""
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: Driver, guard: int = GUARD) -> None:
+        """``guard`` bytes behind each array; 0 where a sanitizer is to see the first byte too much."""
         self.driver = driver
+        self.guard = guard
         self._held: list[tuple[int, int]] = []
 
     def upload(self, array: np.ndarray) -> int:
@@ -28,9 +30,10 @@ class DeviceArrays:
 
     def empty(self, nbytes: int) -> int:
         """Poisoned memory."""
-        address = self.driver.allocate(nbytes + GUARD)
+        size = max(1, nbytes + self.guard)
+        address = self.driver.allocate(size)
         self._held.append((address, nbytes))
-        self.driver.fill(address, POISON, nbytes + GUARD, 0)
+        self.driver.fill(address, POISON, size, 0)
         return address
 
     def download(self, view: TensorView, dtype: Any) -> np.ndarray:
@@ -43,8 +46,8 @@ class DeviceArrays:
     def assert_guards(self) -> None:
         """Nothing was written behind any array."""
         for address, nbytes in self._held:
-            guard = self.driver.read(address + nbytes, GUARD)
-            assert guard == bytes([POISON]) * GUARD, f"written behind an array of {nbytes} bytes"
+            guard = self.driver.read(address + nbytes, self.guard)
+            assert guard == bytes([POISON]) * self.guard, f"written behind an array of {nbytes} bytes"
 
     def close(self) -> None:
         for address, _ in self._held:

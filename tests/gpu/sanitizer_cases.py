@@ -92,7 +92,7 @@ def decode_all(runtime: Runtime, rng: np.random.Generator) -> tuple[int, set[str
     wanted = cases_of(decode_kernels_of(runtime))
     used: set[str] = set()
     for one in wanted:
-        with on_device(runtime, one, rng) as case:
+        with on_device(runtime, one, rng, guard=0) as case:
             workspace = case.dirty_workspace()
             case.run(workspace=workspace)
             case.assert_right()
@@ -105,7 +105,7 @@ def decode_all(runtime: Runtime, rng: np.random.Generator) -> tuple[int, set[str
 
 def reduce_all(runtime: Runtime, rng: np.random.Generator) -> set[str]:
     """Every reduction case and two LSEs; the names of the kernels that ran."""
-    driver, own, arrays = runtime.driver, runtime.own_release(), DeviceArrays(runtime.driver)
+    driver, own, arrays = runtime.driver, runtime.own_release(), DeviceArrays(runtime.driver, guard=0)
     context = driver.ensure_context(0)
     major, minor = driver.device(0).capability
     used = set()
