@@ -11,6 +11,7 @@ from ..launch.driver import DeviceFacts
 
 AUTO = "auto"
 HOPPER = "hopper"
+XQA = "xqa"  # the same kernels under the peer's name
 TRTLLM_GEN = "trtllm-gen"
 
 
@@ -40,18 +41,19 @@ class Support:
         return ", ".join(f"{words} {_list(where)}" for words, where in parts if where)
 
 
+_OWN_DECODE = Support(
+    measured=frozenset({(9, 0)}),
+    built=frozenset({(8, 0), (8, 6), (8, 9), (10, 0), (10, 3), (12, 0), (12, 1)}),
+)
 _TRTLLM_GEN = {TRTLLM_GEN: Support(published=frozenset({(10, 0), (10, 3)}))}
 
 
 # Operator -> backend -> where it runs. `auto` takes measured and published entries only.
 TABLE: Mapping[str, Mapping[str, Support]] = {
-    "paged_decode": {
-        HOPPER: Support(
-            measured=frozenset({(9, 0)}),
-            built=frozenset({(8, 0), (8, 6), (8, 9), (10, 0), (10, 3), (12, 0), (12, 1)}),
-        ),
-    },
-    "trtllm_batch_decode_with_kv_cache": _TRTLLM_GEN,
+    "paged_decode": {HOPPER: _OWN_DECODE},
+    "xqa": {XQA: _OWN_DECODE},
+    "xqa_batch_decode_with_kv_cache": {XQA: _OWN_DECODE},
+    "trtllm_batch_decode_with_kv_cache": {XQA: _OWN_DECODE, **_TRTLLM_GEN},
     "trtllm_batch_decode_with_kv_cache_mla": _TRTLLM_GEN,
     "trtllm_batch_context_with_kv_cache": _TRTLLM_GEN,
     "trtllm_ragged_attention_deepseek": _TRTLLM_GEN,
@@ -67,6 +69,14 @@ def resolve_backend(operator: str, backend: str, device: DeviceFacts) -> str:
         UsageError: the backend's name is unknown.
         BackendError: it does not run there.
     """
+    name = find_backend(operator, backend, device)
+    if device.capability not in TABLE[operator][name].automatic:
+        warnings.warn(f"{operator}: backend {name!r} was built for {_words(device)} but never run there", stacklevel=3)
+    return name
+
+
+def find_backend(operator: str, backend: str, device: DeviceFacts) -> str:
+    """As ``resolve_backend``, without the warning: for an operator that hands over to another, which gives it."""
     backends = TABLE[operator]
     if backend != AUTO and backend not in backends:
         raise UsageError(f"backend={backend!r}: expected {AUTO} or one of {', '.join(backends)}")
@@ -81,10 +91,6 @@ def resolve_backend(operator: str, backend: str, device: DeviceFacts) -> str:
                     f"{operator} on {_words(device)}: no backend was measured there; backend={name!r} has kernels "
                     "built for it that were not run"
                 )
-            warnings.warn(
-                f"{operator}: backend {name!r} was built for {_words(device)} but never run there",
-                stacklevel=3,
-            )
             return name
     everywhere = "; ".join(f"{name}: {support}" for name, support in asked.items())
     here = [

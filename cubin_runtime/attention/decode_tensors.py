@@ -175,12 +175,22 @@ def token_stride(name: str, view: TensorView, trailing: int) -> int:
     return token
 
 
+@dataclass(frozen=True, slots=True)
+class ScaleProduct:
+    """A scale that is a number times a tensor on the device, float32 of one element; None: the number alone."""
+
+    number: float = 1.0
+    tensor: Any = None
+
+
 def split_scale(value: Any, name: str) -> tuple[float | None, Any]:
-    """A scale as ``(number, tensor)``, of which at least one is None.
+    """A scale as ``(number, tensor)``; None is no number, or no tensor.
 
     Raises:
-        UsageError: it is neither a number nor a tensor.
+        UsageError: it is neither a number nor a tensor, nor a product of them.
     """
+    if type(value) is ScaleProduct:
+        return value.number, value.tensor
     if value is None or type(value) is float:
         return value, None
     if isinstance(value, Real):

@@ -25,6 +25,10 @@ class TensorMemory(Protocol):
         """A new tensor, ``tensor`` times ``factor``, computed on the device."""
         ...
 
+    def product(self, first: Any, second: Any) -> Any:
+        """A new tensor, the product of two tensors of one element, computed on the device."""
+        ...
+
     def to_host(self, tensor: Any) -> tuple[int, ...]:
         """The integers of a one-dimensional tensor; waits for the device."""
         ...
@@ -58,6 +62,12 @@ class TorchMemory:
         """As ``TensorMemory``."""
         _check_torch(tensor, "a scale in base 2")
         return tensor * factor
+
+    def product(self, first: Any, second: Any) -> Any:
+        """As ``TensorMemory``."""
+        _check_torch(first, "a product of scales")
+        _check_torch(second, "a product of scales")
+        return first.reshape(1) * second.reshape(1)
 
     def to_host(self, tensor: Any) -> tuple[int, ...]:
         """As ``TensorMemory``."""

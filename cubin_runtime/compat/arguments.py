@@ -3,34 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from math import prod
-from numbers import Real
+from dataclasses import replace
 from typing import Any
 
 from ..attention.runtime import Runtime, default_runtime
-from ..attention.trtllm_gen.checks import check_device, check_running_sum, check_vector, scale_of
+from ..attention.trtllm_gen.checks import check_device, check_running_sum, check_vector
 from ..attention.views import ITEM_BYTES, TensorView, view_of
 from ..errors import UsageError
-from ..launch.trtllm_gen.arguments import OUT_SCALE_BLOCK, OutScales, Scale
 
-LOG2_E = 1.4426950408889634
-NVFP4 = "nvfp4"
 LAYOUTS = ("NHD", "HND")
-_SCALE_ROWS, _SCALE_COLUMNS = 128, 4
-
-
-@dataclass(frozen=True, slots=True)
-class FP4Tensor:
-    """An FP4 output: ``data`` uint8 with two numbers a byte, ``scale`` e4m3 with one for 16 numbers.
-
-    ``scale_start_index`` is the first token's row in ``scale``; ``original_shape`` the shape in numbers.
-    """
-
-    data: Any
-    scale: Any
-    scale_start_index: int = 0
-    original_shape: tuple[int, ...] | None = None
 
 
 def process_runtime() -> Runtime:
@@ -93,6 +74,17 @@ def _permuted(view: TensorView, order: tuple[int, ...]) -> TensorView:
     return replace(view, shape=shape, strides=strides)
 
 
+def without(view: TensorView, axis: int) -> TensorView:
+    """``view`` at 0 of ``axis``, a dimension of size 1."""
+    return _item(view, axis, 0)
+
+
+def nested_tokens(view: TensorView, q_len: int) -> TensorView:
+    """``[batch * q_len, ...]`` as ``[batch, q_len, ...]``: the same memory."""
+    shape = (view.shape[0] // q_len, q_len, *view.shape[1:])
+    return replace(view, shape=shape, strides=(q_len * view.strides[0], *view.strides))
+
+
 def flat_tokens(view: TensorView, name: str) -> TensorView:
     """``[batch, q_len, ...]`` as ``[tokens, ...]``: the same memory.
 
@@ -106,133 +98,23 @@ def flat_tokens(view: TensorView, name: str) -> TensorView:
     return replace(view, shape=(batch * q_len, *view.shape[2:]), strides=(step, *view.strides[2:]))
 
 
-@dataclass(frozen=True, slots=True)
-class Scales:
-    """Factors of scores and output; ``keep`` holds what was made for them until the launch is under way."""
-
-    bmm1: Scale
-    bmm2: Scale
-    keep: Any = None
-
-
-def scales_of(bmm1: Any, bmm2: Any, bmm1_log2: Any, device: int, runtime: Runtime) -> Scales:
-    """The two factors, each a number or one float32 on the device; kernels want device factors of scores in base 2.
-
-    Raises:
-        UsageError: another form; or the factor of the scores given twice.
-    """
-    made = None
-    if bmm1_log2 is not None:
-        if not isinstance(bmm1, Real) or bmm1 != 1.0:
-            raise UsageError("bmm1_scale_log2 with bmm1_scale: expected one of them")
-        first = scale_of("bmm1_scale_log2", view_of(bmm1_log2, "bmm1_scale_log2"), device)
-    elif isinstance(bmm1, Real):
-        first = scale_of("bmm1_scale", float(bmm1), device)
-    else:
-        scale_of("bmm1_scale", view_of(bmm1, "bmm1_scale"), device)
-        made = runtime.memory.scaled(bmm1, LOG2_E)
-        first = scale_of("bmm1_scale", view_of(made, "bmm1_scale"), device)
-    second = float(bmm2) if isinstance(bmm2, Real) else view_of(bmm2, "bmm2_scale")
-    return Scales(first, scale_of("bmm2_scale", second, device), made)
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """The tensor that a caller gets back, its view, and its block scales where it is FP4."""
-
-    tensor: Any
-    view: TensorView
-    scales: OutScales
-
-
-def output_of(
-    out: Any,
-    out_dtype: Any,
-    query: Any,
-    shape: tuple[int, ...],
-    default_dtype: str,
-    o_sf_scale: Any,
-    o_sf_vec_size: int | None,
-    runtime: Runtime,
-) -> Output:
-    """The output, made if it was not given; ``shape`` counts numbers.
-
-    Raises:
-        UsageError: dtype or shape are not what was asked for, or options of FP4 stand without it.
-    """
-    wanted = _dtype_word(out_dtype)
-    if wanted == NVFP4 or isinstance(out, FP4Tensor) or (hasattr(out, "data") and hasattr(out, "scale")):
-        return _fp4_output(out, query, shape, o_sf_scale, o_sf_vec_size, runtime)
-    if o_sf_scale is not None or o_sf_vec_size is not None:
-        raise UsageError("o_sf_scale or o_sf_vec_size without an nvfp4 output: nothing takes them")
-    if out is None:
-        out = runtime.memory.empty(query, shape, wanted or default_dtype)
-    view = view_of(out, "out")
-    if view.shape != shape:
-        raise UsageError(f"out: shape {view.shape}, expected {shape}")
-    if wanted is not None and view.dtype != wanted:
-        raise UsageError(f"out: dtype {view.dtype}, out_dtype says {wanted}")
-    return Output(out, view, OutScales())
-
-
-def _dtype_word(dtype: Any) -> str | None:
-    return None if dtype is None else str(dtype).removeprefix("torch.")
-
-
-def _fp4_output(
-    out: Any, query: Any, shape: tuple[int, ...], o_sf_scale: Any, o_sf_vec_size: int | None, runtime: Runtime
-) -> Output:
-    if view_of(query, "query").dtype != "float8_e4m3fn":
-        raise UsageError(f"query: dtype {view_of(query, 'query').dtype}, expected float8_e4m3fn for an nvfp4 output")
-    if o_sf_scale is None:
-        raise UsageError("o_sf_scale: None, expected a number for an nvfp4 output")
-    if o_sf_vec_size not in (None, OUT_SCALE_BLOCK):
-        raise UsageError(f"o_sf_vec_size={o_sf_vec_size}: expected {OUT_SCALE_BLOCK}")
-    columns = _round_up(prod(shape[1:]) // OUT_SCALE_BLOCK, _SCALE_COLUMNS)
-    packed = (*shape[:-1], -(-shape[-1] // 2))
-    if out is None:
-        rows = _round_up(shape[0], _SCALE_ROWS)
-        data = runtime.memory.empty(query, packed, "uint8")
-        out = FP4Tensor(data, runtime.memory.empty(query, (rows, columns), "float8_e4m3fn"), 0, shape)
-    if not hasattr(out, "scale"):
-        raise UsageError(f"out: got {type(out).__name__}, expected an FP4Tensor for out_dtype nvfp4")
-    view, scale, first = view_of(out.data, "out.data"), view_of(out.scale, "out.scale"), int(out.scale_start_index)
-    if view.shape != packed or view.dtype != "uint8":
-        raise UsageError(f"out.data: {view.dtype} {view.shape}, expected uint8 {packed}")
-    if scale.dtype != "float8_e4m3fn" or len(scale.shape) != 2 or scale.shape[1] != columns:
-        raise UsageError(f"out.scale: {scale.dtype} {scale.shape}, expected float8_e4m3fn [rows, {columns}]")
-    if not 0 <= first <= scale.shape[0] - shape[0]:
-        raise UsageError(f"out.scale_start_index={first}: expected {shape[0]} rows from it within {scale.shape[0]}")
-    return Output(out, view, OutScales(scale, float(o_sf_scale), OUT_SCALE_BLOCK, first))
-
-
-def _round_up(value: int, to: int) -> int:
-    return -(-value // to) * to
-
-
-def lse_of(lse: Any, return_lse: bool, query: Any, shape: tuple[int, int], runtime: Runtime) -> Any:
-    """The LSE tensor: the caller's, a new one where it is to be returned, else None."""
-    if lse is None and return_lse:
-        return runtime.memory.empty(query, shape, "float32")
-    return lse
-
-
 def longest_query(
-    max_q_len: int | None, cum_seq_lens_q: Any, view: TensorView, batch: int, tokens: int, runtime: Runtime
-) -> int:
-    """``max_q_len``; where it is None, from ``cum_seq_lens_q``, which is then read back: a wait for the device.
+    max_q_len: int | None, cum_seq_lens_q: Any, batch: int, tokens: int, runtime: Runtime
+) -> tuple[int, TensorView]:
+    """``max_q_len`` and the view of ``cum_seq_lens_q``, which is read back (a wait for the device) where it is None.
 
     Raises:
         UsageError: the running sum is of another form or falls; or it would be read while a stream captures.
     """
+    view = view_of(cum_seq_lens_q, "cum_seq_lens_q")
     check_vector("cum_seq_lens_q", view, batch + 1, "int32", view.device)
     if max_q_len is not None:
-        return int(max_q_len)
+        return int(max_q_len), view
     stream = runtime.memory.current_stream(cum_seq_lens_q)
     runtime.driver.ensure_context(view.device)
     if runtime.driver.is_capturing(stream):
         raise UsageError("max_q_len: None while a stream captures; expected the bound on every query length")
-    return max(1, check_running_sum("cum_seq_lens_q", runtime.memory.to_host(cum_seq_lens_q), tokens))
+    return max(1, check_running_sum("cum_seq_lens_q", runtime.memory.to_host(cum_seq_lens_q), tokens)), view
 
 
 def tensor_or_none(tensor: Any, name: str, device: int) -> TensorView | None:
@@ -272,9 +154,9 @@ def query_of(query: Any, rank: int) -> TensorView:
     return view
 
 
-def pdl_of(enable_pdl: bool | None) -> bool:
-    """Dependent launch is on unless it is switched off."""
-    return True if enable_pdl is None else bool(enable_pdl)
+def pdl_of(enable_pdl: bool | None, default: bool = True) -> bool:
+    """Dependent launch is on, where the device has it, unless it is switched off."""
+    return default if enable_pdl is None else bool(enable_pdl)
 
 
 def batch_of(seq_lens: TensorView) -> int:

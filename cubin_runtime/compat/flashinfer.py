@@ -17,9 +17,11 @@ that no backend supports, ``WorkspaceError`` for a workspace that is too small.
 
 from __future__ import annotations
 
-from .arguments import FP4Tensor
-from .decoding import trtllm_batch_decode_with_kv_cache, trtllm_batch_decode_with_kv_cache_mla
+from .decoding import trtllm_batch_decode_with_kv_cache
+from .mla import trtllm_batch_decode_with_kv_cache_mla
+from .outputs import FP4Tensor
 from .prefill import trtllm_batch_context_with_kv_cache, trtllm_ragged_attention_deepseek
+from .xqa import xqa, xqa_batch_decode_with_kv_cache
 
 __all__ = [
     "FP4Tensor",
@@ -27,4 +29,6 @@ __all__ = [
     "trtllm_batch_decode_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache_mla",
     "trtllm_ragged_attention_deepseek",
+    "xqa",
+    "xqa_batch_decode_with_kv_cache",
 ]

@@ -4,24 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..attention.trtllm_gen import ContextCall, RaggedCall, run
+from ..attention.trtllm_gen import ContextCall, RaggedCall
 from ..attention.views import view_of
 from ..errors import UsageError
 from ..launch.trtllm_gen.arguments import Sage
-from .arguments import (
-    check_batch,
-    check_no_empty,
-    lse_of,
-    output_of,
-    pdl_of,
-    process_runtime,
-    query_of,
-    refuse,
-    scales_of,
-    sinks_of,
-    split_cache,
-    tensor_or_none,
-)
+from .arguments import check_batch, check_no_empty, process_runtime, query_of, refuse, split_cache, tensor_or_none
+from .calls import block_scales, run_published
+from .outputs import output_of
 
 
 def trtllm_batch_context_with_kv_cache(
@@ -78,39 +67,35 @@ def trtllm_batch_context_with_kv_cache(
     key, value = split_cache(kv_cache, kv_layout)
     lengths = view_of(seq_lens, "seq_lens")
     check_batch(batch_size, lengths)
-    scales = scales_of(bmm1_scale, bmm2_scale, None, q.device, rt)
-    output = output_of(out, out_dtype, query, q.shape, q.dtype, o_sf_scale, o_sf_vec_size, rt)
-    key_scales, value_scales = (
-        (None, None) if kv_cache_sf is None else split_cache(kv_cache_sf, kv_layout, "kv_cache_sf")
-    )
-    kept_lse = lse_of(lse, return_lse, query, (q.shape[0], q.shape[1]), rt)
-    call = ContextCall(
-        query=q,
-        out=output.view,
+    return run_published(
+        ContextCall,
+        query,
+        output_of(out, out_dtype, query, q.shape, q.dtype, o_sf_scale, o_sf_vec_size, rt),
+        workspace_buffer,
+        runtime=rt,
+        bmm1_scale=bmm1_scale,
+        bmm2_scale=bmm2_scale,
+        lse=lse,
+        return_lse=return_lse,
+        sinks=sinks,
+        enable_pdl=enable_pdl,
+        skip_softmax=skip_softmax_threshold_scale_factor,
+        counters=multi_ctas_kv_counter_buffer,
+        query_view=q,
         seq_lens=lengths,
         max_q=int(max_q_len),
         max_kv=int(max_kv_len),
-        bmm1=scales.bmm1,
-        bmm2=scales.bmm2,
         cum_seq_lens_q=view_of(cum_seq_lens_q, "cum_seq_lens_q"),
-        sinks=sinks_of(sinks, "sinks", q.device),
-        lse=tensor_or_none(kept_lse, "lse", q.device),
         window_left=window_left,
-        skip_softmax_factor=skip_softmax_threshold_scale_factor or 0.0,
-        pdl=pdl_of(enable_pdl),
         batch_invariant=batch_invariant,
         key=key,
         value=value,
         block_tables=view_of(block_tables, "block_tables"),
-        key_scales=key_scales,
-        value_scales=value_scales,
         shares_index=uses_shared_paged_kv_idx,
-        out_scales=output.scales,
         cum_seq_lens_kv=view_of(cum_seq_lens_kv, "cum_seq_lens_kv"),
         causal=causal,
+        **block_scales(kv_cache_sf, kv_layout),
     )
-    run(call, workspace_buffer, counters=multi_ctas_kv_counter_buffer, runtime=rt)
-    return (output.tensor, kept_lse) if return_lse else output.tensor
 
 
 def trtllm_ragged_attention_deepseek(
@@ -174,25 +159,29 @@ def trtllm_ragged_attention_deepseek(
     if len(v.shape) != 3:
         raise UsageError(f"value: shape {v.shape}, expected 3 dimensions")
     check_batch(batch_size, lengths)
-    scales = scales_of(bmm1_scale, bmm2_scale, None, q.device, rt)
     default = q.dtype if q.dtype in ("float16", "bfloat16") else "bfloat16"
-    output = output_of(out, None, query, (*q.shape[:2], v.shape[-1]), default, None, None, rt)
-    kept_lse = lse_of(lse, return_lse, query, (q.shape[0], q.shape[1]), rt)
     sage = (tensor_or_none(scale, f"sage_attn_sfs[{place}]", q.device) for place, scale in enumerate(sage_attn_sfs))
-    call = RaggedCall(
-        query=q,
-        out=output.view,
+    return run_published(
+        RaggedCall,
+        query,
+        output_of(out, None, query, (*q.shape[:2], v.shape[-1]), default, None, None, rt),
+        workspace_buffer,
+        runtime=rt,
+        bmm1_scale=bmm1_scale,
+        bmm2_scale=bmm2_scale,
+        lse=lse,
+        return_lse=return_lse,
+        sinks=attention_sinks,
+        sinks_name="attention_sinks",
+        enable_pdl=enable_pdl,
+        skip_softmax=skip_softmax_threshold_scale_factor,
+        backend=backend,
+        query_view=q,
         seq_lens=lengths,
         max_q=int(max_q_len),
         max_kv=int(max_kv_len),
-        bmm1=scales.bmm1,
-        bmm2=scales.bmm2,
         cum_seq_lens_q=view_of(cum_seq_lens_q, "cum_seq_lens_q"),
-        sinks=sinks_of(attention_sinks, "attention_sinks", q.device),
-        lse=tensor_or_none(kept_lse, "lse", q.device),
         window_left=window_left,
-        skip_softmax_factor=skip_softmax_threshold_scale_factor or 0.0,
-        pdl=pdl_of(enable_pdl),
         batch_invariant=batch_invariant,
         key=view_of(key, "key"),
         value=v,
@@ -201,5 +190,3 @@ def trtllm_ragged_attention_deepseek(
         sage=Sage(tuple(sage), tuple(num_elts_per_sage_attn_blk)),  # type: ignore[arg-type]
         out_scale=o_sf_scale,
     )
-    run(call, workspace_buffer, backend=backend, runtime=rt)
-    return (output.tensor, kept_lse) if return_lse else output.tensor

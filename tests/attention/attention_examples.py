@@ -33,7 +33,7 @@ def build_release(folder: Path, names: str = "fmha_paged_decode_bf16_d128_rows*_
         release=RELEASE_NAME,
         jobs=os.cpu_count() or 1,
     )
-    return folder / "tree", _pin(folder)
+    return folder / "tree", pin_release(folder)
 
 
 def describe_release(folder: Path, kernels: Iterable[OwnKernel]) -> tuple[Path, Path]:
@@ -47,10 +47,11 @@ def describe_release(folder: Path, kernels: Iterable[OwnKernel]) -> tuple[Path, 
     names = ["kernels.json", *sorted(row["file"] for row in rows)]
     lines = [f"{hashlib.sha256((release / name).read_bytes()).hexdigest()}  {name}\n" for name in names]
     (release / "checksums.txt").write_text("".join(lines))
-    return folder / "tree", _pin(folder)
+    return folder / "tree", pin_release(folder)
 
 
-def _pin(folder: Path) -> Path:
+def pin_release(folder: Path) -> Path:
+    """Write the pin file that trusts the release in ``folder/tree`` as it is."""
     release = folder / "tree" / RELEASE_NAME
     manifest = (release / "checksums.txt").read_bytes()
     files = [path for path in release.rglob("*") if path.is_file() and path.name != "checksums.txt"]

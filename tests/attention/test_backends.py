@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from attention_examples import H200
 
-from cubin_runtime.attention.backends import BackendError, resolve_backend
+from cubin_runtime.attention.backends import BackendError, find_backend, resolve_backend
 from cubin_runtime.errors import UsageError
 from cubin_runtime.launch.driver import DeviceFacts
 
@@ -63,9 +63,38 @@ def test_published_kernels_are_taken_where_they_are_for(operator: str, capabilit
 @pytest.mark.parametrize("capability", [(9, 0), (12, 0)])
 def test_elsewhere_published_kernels_are_refused(capability: tuple[int, int]) -> None:
     with pytest.raises(BackendError, match=r"no backend runs there \(trtllm-gen: published for 10.0, 10.3\)"):
-        resolve_backend(OPERATORS[0], "auto", device(*capability))
+        resolve_backend(OPERATORS[1], "auto", device(*capability))
 
 
 def test_the_refusal_says_what_there_is_on_the_device() -> None:
-    with pytest.raises(BackendError, match=r"; there is paged_decode \(backend 'hopper'\)$"):
-        resolve_backend(OPERATORS[0], "auto", device(9, 0))
+    there_is = (
+        r"; there is paged_decode \(backend 'hopper'\), xqa \(backend 'xqa'\), xqa_batch_decode_with_kv_cache "
+        r"\(backend 'xqa'\), trtllm_batch_decode_with_kv_cache \(backend 'xqa'\)$"
+    )
+    with pytest.raises(BackendError, match=there_is):
+        resolve_backend(OPERATORS[1], "auto", device(9, 0))
+
+
+@pytest.mark.parametrize("operator", ["xqa", "xqa_batch_decode_with_kv_cache", OPERATORS[0]])
+@pytest.mark.parametrize("backend", ["auto", "xqa"])
+def test_decoding_is_ours_where_it_was_measured(operator: str, backend: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert resolve_backend(operator, backend, device(9, 0)) == "xqa"
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (12, 0)])
+def test_auto_takes_no_decoding_that_was_only_built(capability: tuple[int, int]) -> None:
+    with pytest.raises(BackendError, match="backend='xqa' has kernels built for it that were not run"):
+        resolve_backend(OPERATORS[0], "auto", device(*capability))
+
+
+def test_decoding_on_a_published_device_is_ours_by_name_with_a_warning() -> None:
+    with pytest.warns(UserWarning, match="backend 'xqa' was built for some GPU .*10.0.* but never run"):
+        assert resolve_backend(OPERATORS[0], "xqa", device(10, 0)) == "xqa"
+
+
+def test_finding_a_backend_warns_of_nothing() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert find_backend(OPERATORS[0], "xqa", device(10, 0)) == "xqa"

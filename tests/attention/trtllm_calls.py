@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import count
 from math import prod
 from typing import Any
@@ -43,6 +43,9 @@ class MadeUpMemory:
     def scaled(self, tensor: TensorView, factor: float) -> TensorView:
         return self._made(f"scaled by {factor:.4f}", self.tensor(tensor.dtype, *tensor.shape))
 
+    def product(self, first: TensorView, second: TensorView) -> TensorView:
+        return self._made(f"product of {first.pointer:#x} and {second.pointer:#x}", self.tensor(first.dtype, 1))
+
     def to_host(self, tensor: TensorView) -> tuple[int, ...]:
         if tensor.pointer not in self.host:
             raise UsageError(f"nothing was put at {tensor.pointer:#x}")
@@ -55,6 +58,23 @@ class MadeUpMemory:
     def _made(self, what: str, view: TensorView) -> TensorView:
         self.made.append((what, view))
         return view
+
+
+Make = Callable[[MadeUpMemory], Any]
+
+
+def tensor(dtype: str, *shape: int, **changes: Any) -> Make:
+    """Makes a tensor in the test's memory, changed as said."""
+
+    def make(memory: MadeUpMemory) -> TensorView:
+        values = changes.pop("values", None)
+        return replace(memory.tensor(dtype, *shape, values=values), **changes)
+
+    return make
+
+
+def made(memory: MadeUpMemory, changes: dict[str, Any]) -> dict[str, Any]:
+    return {name: change(memory) if callable(change) else change for name, change in changes.items()}
 
 
 def nbytes(view: TensorView) -> int:

@@ -1,4 +1,4 @@
-"""The operators under FlashInfer's names on a recording driver that poses as SM100, without any release."""
+"""The operators under FlashInfer's names on a recording driver: as SM100 without any release, as SM90 with stubs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from attention_examples import RELEASE_NAME
 from standin_build import StandIn
+from stub_release import build_stub_release
 from trtllm_calls import MadeUpMemory
 
 from cubin_runtime import Config
@@ -31,6 +33,31 @@ def runtime(
 ) -> Iterator[Runtime]:
     config = Config(store=tmp_path / "store", sources=(), offline=True)
     made = Runtime(config, driver=Driver(standin.path), memory=memory)
+    monkeypatch.setattr("cubin_runtime.compat.arguments.default_runtime", lambda: made)
+    yield made
+    made.driver.set_current(None)
+
+
+@pytest.fixture(scope="session")
+def stubs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return build_stub_release(tmp_path_factory.mktemp("stubs"))
+
+
+@pytest.fixture
+def hopper(
+    stubs: tuple[Path, Path],
+    standin: StandIn,
+    memory: MadeUpMemory,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Runtime]:
+    """A runtime on SM90 that launches stubs of our decode kernels."""
+    standin.pose_as(9, 0)
+    tree, pins = stubs
+    config = Config(store=tmp_path / "store", sources=(str(tree),), pin_files=(pins,), offline=True)
+    made = Runtime(config, driver=Driver(standin.path), release=RELEASE_NAME, memory=memory)
+    for kernel in made.own_release().kernels:
+        standin.add_kernel(kernel.symbol, (kernel.struct_bytes,), kernel.threads)
     monkeypatch.setattr("cubin_runtime.compat.arguments.default_runtime", lambda: made)
     yield made
     made.driver.set_current(None)

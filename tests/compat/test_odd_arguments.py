@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from standin_build import StandIn
 from trtllm_calls import MadeUpMemory, context_arguments, decode_arguments, mla_arguments, ragged_arguments
+from xqa_calls import xqa_arguments, xqa_batch_arguments
 
 from cubin_runtime.attention import Runtime, TensorView
 from cubin_runtime.attention.views import ITEM_BYTES
@@ -23,12 +24,24 @@ OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., dict[str, Any]]]] =
     "context": (flashinfer.trtllm_batch_context_with_kv_cache, context_arguments),
     "ragged": (flashinfer.trtllm_ragged_attention_deepseek, ragged_arguments),
 }
+OWN: dict[str, tuple[Callable[..., Any], Callable[..., dict[str, Any]]]] = {
+    "xqa": (flashinfer.xqa, xqa_arguments),
+    "xqa batch": (flashinfer.xqa_batch_decode_with_kv_cache, xqa_batch_arguments),
+}
 
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_a_release_that_is_not_at_hand_is_named(runtime: Runtime, memory: MadeUpMemory, name: str) -> None:
     operator, arguments = OPERATORS[name]
     with pytest.raises(MissingError, match=r"trtllm-gen-0\.6\.13"):
+        operator(**arguments(memory))
+
+
+@pytest.mark.parametrize("name", OWN)
+@pytest.mark.filterwarnings("ignore:paged_decode. backend 'hopper' was built")
+def test_a_release_of_ours_that_is_not_at_hand_is_named(runtime: Runtime, memory: MadeUpMemory, name: str) -> None:
+    operator, arguments = OWN[name]
+    with pytest.raises(MissingError, match="hopper-"):
         operator(**arguments(memory))
 
 
@@ -54,13 +67,14 @@ def odd_tensors(draw: st.DrawFn, model: TensorView) -> TensorView:
 NUMBERS = st.sampled_from([-(1 << 40), -2, -1, 0, 1, 2, 3, 7, 64, 1 << 31, 1 << 62])
 
 
-@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("name", [*OPERATORS, *OWN])
+@pytest.mark.filterwarnings("ignore:paged_decode. backend 'hopper' was built")
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_odd_tensors_and_numbers_give_our_errors(
     runtime: Runtime, standin: StandIn, memory: MadeUpMemory, name: str, data: st.DataObject
 ) -> None:
-    operator, arguments = OPERATORS[name]
+    operator, arguments = {**OPERATORS, **OWN}[name]
     good = arguments(memory)
     tensors = sorted(key for key, value in good.items() if isinstance(value, TensorView))
     numbers = sorted(key for key, value in good.items() if type(value) is int)

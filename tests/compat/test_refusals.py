@@ -3,38 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from standin_build import StandIn
-from trtllm_calls import MadeUpMemory, context_arguments, decode_arguments, mla_arguments, ragged_arguments
+from trtllm_calls import (
+    MadeUpMemory,
+    context_arguments,
+    decode_arguments,
+    made,
+    mla_arguments,
+    ragged_arguments,
+    tensor,
+)
 
-from cubin_runtime.attention import Runtime, TensorView
+from cubin_runtime.attention import Runtime
 from cubin_runtime.compat import flashinfer
 from cubin_runtime.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("runtime")
 
 FP8 = "float8_e4m3fn"
-Make = Callable[[MadeUpMemory], Any]
-
-
-def tensor(dtype: str, *shape: int, **changes: Any) -> Make:
-    """Makes a tensor in the test's memory, changed as said."""
-
-    def make(memory: MadeUpMemory) -> TensorView:
-        values = changes.pop("values", None)
-        return replace(memory.tensor(dtype, *shape, values=values), **changes)
-
-    return make
-
-
-def made(memory: MadeUpMemory, changes: dict[str, Any]) -> dict[str, Any]:
-    return {name: change(memory) if callable(change) else change for name, change in changes.items()}
-
-
 RAGGED_QUERIES = {"query": tensor("bfloat16", 7, 32, 128), "q_len_per_req": None}
 FP4_OUT = {"out_dtype": "nvfp4", "query": tensor(FP8, 4, 32, 128)}
 FP4_CACHE = {"kv_cache": tensor("uint8", 64, 2, 4, 32, 64), "query": tensor(FP8, 4, 32, 128)}
@@ -108,7 +98,7 @@ DECODE: list[tuple[dict[str, Any], str]] = [
     ({"sinks": []}, "sinks: 0 tensors, expected one"),
     ({"enable_block_sparse_attention": True}, "enable_block_sparse_attention=True"),
     ({"bf16q_fp8kv_transform_mode": "x"}, "bf16q_fp8kv_transform_mode='x'"),
-    ({"backend": "xqa"}, "backend='xqa': expected auto or one of trtllm-gen"),
+    ({"backend": "fa2"}, "backend='fa2': expected auto or one of xqa, trtllm-gen"),
     ({"q_len_per_req": None}, "q_len_per_req: None without cum_seq_lens_q"),
     ({"q_len_per_req": 0}, "max_q_len=0|4 tokens for 4 requests of 0"),
     ({"max_q_len": 2}, "max_q_len=2 without cum_seq_lens_q"),

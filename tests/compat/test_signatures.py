@@ -11,6 +11,12 @@ import pytest
 from cubin_runtime.compat import flashinfer
 
 SIGNATURES = {
+    "xqa": """q, k_cache, v_cache, page_table, seq_lens, output, workspace_buffer, semaphores, num_kv_heads, page_size,
+        sinks=None, q_scale=1.0, kv_scale=1.0, sliding_win_size=0, kv_layout='NHD', sm_count=None, enable_pdl=None,
+        rcp_out_scale=1.0, q_seq_len=1, mask=None, q_cu_seq_lens=None, k_sf_cache=None, v_sf_cache=None""",
+    "xqa_batch_decode_with_kv_cache": """query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len,
+        bmm1_scale=1.0, bmm2_scale=1.0, window_left=-1, out=None, sinks=None, kv_layout='NHD', enable_pdl=None,
+        q_len_per_req=1, o_scale=1.0, mask=None, kv_cache_sf=None, q_cu_seq_lens=None""",
     "trtllm_batch_decode_with_kv_cache": """query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len,
         bmm1_scale=1.0, bmm2_scale=1.0, window_left=-1, out=None, out_dtype=None, o_sf_scale=None, o_sf_vec_size=None,
         sinks=None, kv_layout='HND', enable_pdl=None, backend='auto', q_len_per_req=1, o_scale=1.0, mask=None,
@@ -53,3 +59,9 @@ def test_parameters_and_defaults_are_those_of_the_peer(name: str) -> None:
 def test_batch_invariant_is_keyword_only_and_last(name: str) -> None:
     last = list(inspect.signature(getattr(flashinfer, name)).parameters.values())[-1]
     assert (last.name, last.kind) == ("batch_invariant", last.KEYWORD_ONLY)
+
+
+def test_what_the_peer_takes_by_name_alone_is_so_here() -> None:
+    parameters = inspect.signature(flashinfer.xqa).parameters
+    by_name = [name for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY]
+    assert by_name == ["q_cu_seq_lens", "k_sf_cache", "v_sf_cache", "batch_invariant"]

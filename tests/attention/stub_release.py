@@ -1,0 +1,51 @@
+"""A release of decode kernels that do nothing: every dtype and head dimension, for what reaches the parameters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from attention_examples import RELEASE_NAME, pin_release
+
+from cubin_runtime.launch.hopper.params import LAYOUTS
+from kernels_src.build import build
+from kernels_src.toolchain import find_toolchain
+from kernels_src.variants import Variant
+
+SOURCE = """
+#include "PagedDecodeTmaParams.h"
+extern "C" __global__ void __launch_bounds__(160) KERNEL_NAME(const __grid_constant__ PagedDecodeTmaParams p) {
+    if (p.batch < 0) *static_cast<int*>(p.status) = p.q_len;
+}
+"""
+
+
+def stub_variant(dtype: str, head_dim: int, rows: int) -> Variant:
+    """A kernel for sm_90a with the traits of a real one."""
+    return Variant(
+        source="fmha/stub.cu",
+        symbol=f"stub_paged_decode_{dtype}_d{head_dim}_rows{rows}",
+        sm="90a",
+        operation="paged_decode",
+        struct="PagedDecodeTmaParams",
+        threads=160,
+        shared_bytes=102400,
+        traits={
+            "dtype": dtype,
+            "head_dim": head_dim,
+            "rows": rows,
+            "tile_tokens": 64,
+            "ctas_per_multiprocessor": 2,
+            "tma": True,
+        },
+    )
+
+
+def build_stub_release(folder: Path) -> tuple[Path, Path]:
+    """The tree with the stubs, and the pin file that trusts it."""
+    sources = folder / "sources"
+    (sources / "fmha").mkdir(parents=True)
+    (sources / "fmha" / "stub.cu").write_text(SOURCE)
+    variants = [stub_variant(dtype, 128, rows) for dtype in ("bf16", "fp16", "e4m3") for rows in (8, 16)]
+    variants += [stub_variant("bf16", 512, 8), stub_variant("bf16", 64, 64)]
+    build(folder / "tree", variants, LAYOUTS, find_toolchain(), sources=sources, release=RELEASE_NAME, jobs=2)
+    return folder / "tree", pin_release(folder)

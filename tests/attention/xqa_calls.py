@@ -1,0 +1,56 @@
+"""Calls of the XQA operators: 4 requests, 64 heads over 8 KV heads of 128, 100 pages of 64 tokens, bf16."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from standin_build import StandIn
+from trtllm_calls import MadeUpMemory
+
+from cubin_runtime.launch.hopper.params import PAGED_DECODE_TMA
+
+HEADS, KV_HEADS, HEAD_DIM, PAGE, PAGES, COLUMNS = 64, 8, 128, 64, 100, 16
+CACHE = (PAGES, PAGE, KV_HEADS, HEAD_DIM)
+SEMAPHORE_BYTES = 8 << 20
+
+
+def xqa_arguments(memory: MadeUpMemory, **changes: Any) -> dict[str, Any]:
+    """Of ``xqa``, with more semaphores than any kernel of ours needs."""
+    given = {
+        "q": memory.tensor("bfloat16", 4, 1, HEADS, HEAD_DIM),
+        "k_cache": memory.tensor("bfloat16", *CACHE),
+        "v_cache": memory.tensor("bfloat16", *CACHE),
+        "page_table": memory.tensor("int32", 4, COLUMNS),
+        "seq_lens": memory.tensor("uint32", 4, 1),
+        "output": memory.tensor("bfloat16", 4, 1, HEADS, HEAD_DIM),
+        "workspace_buffer": memory.tensor("uint8", 128 << 20),
+        "semaphores": memory.tensor("uint32", 2 << 20),
+        "num_kv_heads": KV_HEADS,
+        "page_size": PAGE,
+    }
+    return {**given, **changes}
+
+
+def xqa_batch_arguments(memory: MadeUpMemory, tokens: int = 4, **changes: Any) -> dict[str, Any]:
+    """Of ``xqa_batch_decode_with_kv_cache``, in its default layout."""
+    given = {
+        "query": memory.tensor("bfloat16", tokens, HEADS, HEAD_DIM),
+        "kv_cache": memory.tensor("bfloat16", PAGES, 2, *CACHE[1:]),
+        "workspace_buffer": memory.tensor("uint8", 128 << 20),
+        "block_tables": memory.tensor("int32", 4, COLUMNS),
+        "seq_lens": memory.tensor("uint32", 4),
+        "max_seq_len": 1000,
+    }
+    return {**given, **changes}
+
+
+def trtllm_arguments(memory: MadeUpMemory, tokens: int = 4, **changes: Any) -> dict[str, Any]:
+    """Of ``trtllm_batch_decode_with_kv_cache``, in its default layout."""
+    hnd = memory.tensor("bfloat16", PAGES, 2, KV_HEADS, PAGE, HEAD_DIM)
+    given = xqa_batch_arguments(memory, tokens, kv_cache=hnd, seq_lens=memory.tensor("int32", 4))
+    return {**given, **changes}
+
+
+def sent(standin: StandIn) -> dict[str, Any]:
+    """The parameters of the last launch, as they arrived."""
+    return PAGED_DECODE_TMA.unpack(bytes.fromhex(standin.calls("cuLaunchKernelEx")[-1].seen["parameter0"]))
