@@ -82,13 +82,17 @@ _DECODE_BARRIER_BYTES = 16  # a full and an empty barrier a buffer
 
 @dataclass(frozen=True, slots=True)
 class _DecodeShape:
-    """What a build of paged decode fixes: rows of a CTA, in how many halves, buffers of the ring, CTAs on an SM."""
+    """What a build of paged decode fixes: rows of a CTA, consumer warpgroups, buffers of the ring, CTAs on an SM.
+
+    ``wgmma``: warpgroups multiply whole tiles by 64 rows; else warps multiply 16 tokens by rows in eights.
+    """
 
     head_dim: int
     rows: int
-    halves: int
+    warpgroups: int
     buffers: int
     ctas: int
+    wgmma: bool = False
 
 
 def _decode_shared_bytes(shape: _DecodeShape, item_bytes: int) -> int:
@@ -97,9 +101,10 @@ def _decode_shared_bytes(shape: _DecodeShape, item_bytes: int) -> int:
     merge_buffers = 4 if shape.rows == 8 and shape.head_dim <= 128 else 1
     ring = shape.buffers * 64 * shape.head_dim * item_bytes
     merge = merge_buffers * shape.rows * (shape.head_dim + 4) * 4
-    in_shared = shape.halves > 1 or shape.head_dim > 256 or (narrow and shape.rows * shape.head_dim > 1024)
-    query = 8 * (shape.rows // 8 * (shape.head_dim // 16) * 32 if in_shared else 1)
-    rows = 4 * ((2 * (4 + 1) + 2) * shape.rows + (shape.rows if narrow else 1))
+    in_shared = shape.warpgroups > 1 or shape.head_dim > 256 or (narrow and shape.rows * shape.head_dim > 1024)
+    query = 8 * (shape.rows // 8 * (shape.head_dim // 16) * 32 if in_shared and not shape.wgmma else 1)
+    parties = 128 // shape.rows if shape.wgmma else 4
+    rows = 4 * ((2 * (parties + 1) + 2) * shape.rows + (shape.rows if narrow else 1))
     barriers = -(-(ring + merge + query + rows) // 8) * 8
     return -(-(barriers + _DECODE_BARRIER_BYTES * shape.buffers + 4) // 128) * 128
 
@@ -112,7 +117,7 @@ def _paged_decode(sm: str, dtype: str, shape: _DecodeShape) -> Variant:
         sm=sm,
         operation="paged_decode",
         struct="PagedDecodeTmaParams" if tma else "PagedDecodeCopyParams",
-        threads=160 if shape.halves == 1 else 384,  # of a producer's warpgroup one warp works
+        threads=160 if shape.warpgroups == 1 else 384,  # of a producer's warpgroup one warp works
         shared_bytes=_decode_shared_bytes(shape, 1 if dtype == "e4m3" else 2),
         traits={
             "dtype": dtype,
@@ -126,7 +131,8 @@ def _paged_decode(sm: str, dtype: str, shape: _DecodeShape) -> Variant:
             "HEAD_DIM": shape.head_dim,
             "KV_TYPE": _KV_TYPES[dtype],
             "ROWS": shape.rows,
-            "ROW_HALVES": shape.halves,
+            "CONSUMER_WARPGROUPS": shape.warpgroups,
+            "WARPGROUP_MMA": int(shape.wgmma),
             "BUFFERS": shape.buffers,
             "CTAS_PER_SM": shape.ctas,
             "USE_TMA": int(tma),
@@ -134,15 +140,17 @@ def _paged_decode(sm: str, dtype: str, shape: _DecodeShape) -> Variant:
     )
 
 
-# head_dim, rows, halves, buffers, CTAs. Two CTAs share an SM's 227 KB where the registers allow two.
+# head_dim, rows, warpgroups, buffers, CTAs. Two CTAs share an SM's 227 KB where the registers allow two.
 _HOPPER_DECODE_16_BITS = (
     _DecodeShape(32, 16, 1, 20, 2),
     _DecodeShape(64, 8, 1, 12, 2),
     _DecodeShape(64, 16, 1, 12, 2),
-    _DecodeShape(64, 64, 2, 20, 1),
+    _DecodeShape(64, 64, 2, 22, 1, wgmma=True),
+    _DecodeShape(64, 128, 2, 20, 1, wgmma=True),
     _DecodeShape(128, 8, 1, 6, 2),
     _DecodeShape(128, 16, 1, 6, 2),
-    _DecodeShape(128, 64, 2, 10, 1),
+    _DecodeShape(128, 64, 2, 11, 1, wgmma=True),
+    _DecodeShape(128, 128, 2, 9, 1, wgmma=True),
     _DecodeShape(256, 8, 1, 6, 1),
     _DecodeShape(256, 32, 2, 5, 1),
     _DecodeShape(512, 8, 1, 3, 1),
@@ -222,8 +230,21 @@ def _lse_from_statistics(sm: str) -> Variant:
     )
 
 
+def _streaming_read(sm: str) -> Variant:
+    return Variant(
+        source="measure/streaming_read.cu",
+        symbol="measure_streaming_read",
+        sm=sm,
+        operation="streaming_read",
+        struct="StreamingReadParams",
+        threads=512,
+        shared_bytes=0,
+    )
+
+
 VARIANTS: tuple[Variant, ...] = (
     *_decode_variants(),
     *(_kv_reduction(sm, *dtypes) for sm in _FOLLOWING_SMS for dtypes in _REDUCTION_DTYPES),
     *(_lse_from_statistics(sm) for sm in _FOLLOWING_SMS),
+    _streaming_read("90a"),
 )

@@ -2,6 +2,7 @@
 # Tests, sanitizers and benchmarks on a machine with a GPU, in one go; it changes no setting of the card.
 #
 #   tools/gpu_run.sh [tests] [memcheck] [initcheck] [synccheck] [racecheck] [benchmarks]     (no word: all of them)
+#   tools/gpu_run.sh decode:gqa,fp8     (the benchmark of the decode alone, and of its sections those; decode: all)
 #
 # Before: `make artifacts` here or elsewhere, so that build/artifacts holds the release (or CUBIN_RUNTIME_SOURCES
 # names a source). Python packages that the machine lacks are taken from wheels in .whl/, without a network.
@@ -61,8 +62,13 @@ for word in "$@"; do
             [ "$script" = benchmarks/gpu_environment.py ] || step "$script" benchmarks.log "$python" "$script" --out "$out"
         done
         ;;
+    decode | decode:*)
+        sections=${word#decode}
+        step benchmarks/gpu_decode.py benchmarks.log "$python" benchmarks/gpu_decode.py --out "$out" \
+            ${sections:+--sections "${sections#:}"}
+        ;;
     *)
-        echo "gpu_run.sh: '$word' is no step: tests memcheck initcheck synccheck racecheck benchmarks" >&2
+        echo "gpu_run.sh: '$word' is no step: tests memcheck initcheck synccheck racecheck benchmarks decode" >&2
         exit 2
         ;;
     esac

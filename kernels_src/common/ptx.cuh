@@ -91,20 +91,6 @@ DEVICE void allow_next_grid() {
 #endif
 }
 
-// ---- registers of a warpgroup ----
-
-#if __CUDA_ARCH_FEAT_SM90_ALL
-template <int COUNT>
-DEVICE void take_registers() {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
-}
-
-template <int COUNT>
-DEVICE void give_registers() {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
-}
-#endif
-
 // ---- tensor cores ----
 
 DEVICE void load_matrix_x4(uint32_t (&r)[4], uint32_t address) {

@@ -24,57 +24,14 @@
 // Build: -DHEAD_DIM=n -DKV_TYPE=0|1|2 (bf16, fp16, e4m3) -DROWS=n -DROW_HALVES=1|2 -DUSE_TMA=0|1 -DBUFFERS=n
 //        -DCTAS_PER_SM=n -DSHARED_BYTES=n -DKERNEL_NAME=symbol
 
-#include "decode/combine.cuh"
 #include "decode/produce.cuh"
+#if WARPGROUP_MMA
+#include "decode/warpgroups.cuh"
+#else
+#include "decode/warps.cuh"
+#endif
 
 namespace paged_decode {
-
-DEVICE float device_factor(const void* factor) { return factor == nullptr ? 1.f : *static_cast<const float*>(factor); }
-
-DEVICE void consume(const Params& p, const Share& share, Shared& shared) {
-    const int lane = threadIdx.x % 32;
-    const int first_token = warp_first_token();
-    const float softmax_scale = p.softmax_scale_log2 * device_factor(p.softmax_scale_device);
-    const float output_scale = p.output_scale * device_factor(p.output_scale_device);
-    RingCursor cursor;
-    for_each_piece(p, share, [&](const Piece& piece) {
-        const Request& r = piece.request;
-        Queries queries;
-        queries.load(p, piece, softmax_scale, shared);
-        Accumulator acc;
-        acc.clear();
-        // Keys [seen_from, seen_to) are seen by every row.
-        const int seen_to = r.length - r.q_len, seen_from = p.window_left < 0 ? 0 : r.length - 1 - p.window_left;
-        for (int tile = piece.first; tile < piece.last; ++tile) {
-            const int tile_token = (r.first_tile + tile) * TILE_TOKENS;
-            const int low = max(piece.begin - tile_token, 0), high = min(r.length - tile_token, TILE_TOKENS);
-            if (high <= 0) continue;
-            const bool any = first_token < high && first_token + WARP_TOKENS > low;
-            uint32_t probability[ROW_TILES][2];
-            mbarrier_wait(shared_address(&shared.full[cursor.index]), cursor.phase);
-            if (any) {
-                float s[ROW_TILES][4];
-                multiply_keys(shared_address(shared.ring[cursor.index]), queries, shared, s);
-                for (int n = 0; n < ROW_TILES; ++n)
-                    for (int i = 0; i < 4; ++i)
-                        s[n][i] *= KV_E4M3 ? shared.row_scale[first_row(n) + lane % 4 * 2 + i % 2] : softmax_scale;
-                if (tile_token + TILE_TOKENS > seen_to || tile_token < seen_from) hide(piece, tile_token, shared, s);
-                softmax(s, acc, probability);
-            }
-            __syncwarp();
-            if (lane == 0) mbarrier_arrive(shared_address(&shared.empty[cursor.index]));
-            cursor.advance();
-            mbarrier_wait(shared_address(&shared.full[cursor.index]), cursor.phase);
-            if (any) multiply_values(shared_address(shared.ring[cursor.index]), low, high, probability, acc);
-            __syncwarp();
-            if (lane == 0) mbarrier_arrive(shared_address(&shared.empty[cursor.index]));
-            cursor.advance();
-        }
-        merge_warps(acc, shared);
-        finish_piece(p, share, piece, output_scale, shared);
-        named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);  // shared.merge and its statistics are free again
-    });
-}
 
 DEVICE void report_bounds(const Params& p) {
     uint32_t seen = 0;
@@ -101,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(paged_decode::THREADS, CTAS_PER_SM)
     if (threadIdx.x < BUFFERS) {
         // TMA: one arrival that announces bytes. cp.async: one arrival a producer lane.
         mbarrier_init(shared_address(&shared.full[threadIdx.x]), USE_TMA ? 1 : 32);
-        mbarrier_init(shared_address(&shared.empty[threadIdx.x]), CONSUMER_WARPS);
+        mbarrier_init(shared_address(&shared.empty[threadIdx.x]), BUFFER_READERS);
 #if USE_TMA
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         if (threadIdx.x == 0) prefetch_tensor_map(&p.k_map);
@@ -111,15 +68,11 @@ extern "C" __global__ void __launch_bounds__(paged_decode::THREADS, CTAS_PER_SM)
     __syncthreads();
     wait_for_previous_grid();
     if (threadIdx.x >= CONSUMERS) {
-#if __CUDA_ARCH_FEAT_SM90_ALL
         if constexpr (HANDS_OVER_REGISTERS) give_registers<PRODUCER_REGISTERS>();
-#endif
         if (threadIdx.x / 32 == PRODUCER_WARP) produce(p, find_share(p), shared);
         allow_next_grid();
     } else {
-#if __CUDA_ARCH_FEAT_SM90_ALL
         if constexpr (HANDS_OVER_REGISTERS) take_registers<CONSUMER_REGISTERS>();
-#endif
         consume(p, find_share(p), shared);
     }
     if (blockIdx.x == 0) report_bounds(p);

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cubin_runtime.attention.reference import paged_decode_reference
 
@@ -163,6 +165,20 @@ def test_the_output_scale_leaves_the_lse_alone() -> None:
 def test_everything_together() -> None:
     case = make_case([0, 16, 2, 5, 1], [9, 33, 1, 0, 12], kv_heads=1, group=4)
     assert_same(case, mask=random_words(case), sinks=SINKS, window_left=7, output_scale=0.5)
+
+
+@given(
+    lens=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 13)), min_size=1, max_size=4),
+    masked=st.booleans(),
+    sinks=st.sampled_from([None, SINKS]),
+    window_left=st.integers(-1, 8),
+    seed=st.integers(0, 1000),
+)
+def test_any_mixture(
+    lens: list[tuple[int, int]], masked: bool, sinks: np.ndarray | None, window_left: int, seed: int
+) -> None:
+    case = make_case([q_len for q_len, _ in lens], [kv_len for _, kv_len in lens], seed=seed)
+    assert_same(case, mask=random_words(case, seed) if masked else None, sinks=sinks, window_left=window_left)
 
 
 @pytest.mark.parametrize("sinks", [None, SINKS])

@@ -1,252 +1,241 @@
-"""Paged decode on a real device: made-up tensors, a float64 reference, and the comparison. No torch."""
+"""Paged decode with every option: what a case is, and its tensors on the host. No torch, no device."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
+from decode_masks import keys_before_windows, mask_words
+from decode_values import KINDS, normal_bits, values_of
 
-from cubin_runtime.attention import PagedDecodePlan, Runtime, TensorView, plan_paged_decode
-from cubin_runtime.attention.reference import bfloat16_bits, bfloat16_values, paged_decode_reference
-from cubin_runtime.launch.driver import Driver
-
-HEAD_DIM = 128
-NAN_BITS = 0x7FC0
-POISON = 0xA5
-# bf16 inputs, bf16 P, fp32 sums: of the output's largest element, and of the norm.
-ELEMENT_TOLERANCE = 2.0e-2
-NORM_TOLERANCE = 6.0e-3
-LSE_TOLERANCE = 4.0e-3
+from cubin_runtime.attention.reference import paged_decode_reference
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeCase:
-    """Sizes and options of one decode; ``lengths`` are of each request, ``spare_pages`` lie unused in the pool."""
+    """Sizes and options of one decode.
+
+    ``lengths`` are the keys of each request. ``q_len`` query tokens a request; ``q_lens`` makes them ragged, of bound
+    ``max_q_len`` (None: the largest), with ``spare_tokens`` rows in q that no request owns. ``rows`` asks for the
+    kernel that takes so many rows at once, where there is one. ``spare_pages`` lie unused in the pool.
+    """
 
     lengths: tuple[int, ...]
     max_seq_len: int
-    kv_heads: int
-    group: int
-    page_size: int
+    kv_heads: int = 2
+    group: int = 8
+    page_size: int = 64
+    head_dim: int = 128
+    kv_dtype: str = "bf16"
+    q_dtype: str = ""
+    out_dtype: str = ""
+    q_len: int = 1
+    q_lens: tuple[int, ...] | None = None
+    max_q_len: int | None = None
+    spare_tokens: int = 0
+    mask: str = "none"
+    mask_itemsize: int = 2
+    sinks: bool = False
+    window_left: int = -1
+    scale: float | None = None
+    output_scale: float = 1.0
+    device_scales: bool = False
+    with_lse: bool = True
+    batch_invariant: bool = False
+    pdl: bool = False
     kv_layout: str = "NHD"
     combined: bool = True
-    with_lse: bool = True
-    pdl: bool = False
-    scale: float = 1 / math.sqrt(HEAD_DIM)
+    strided: bool = False
+    flat_q: bool = True
+    unsigned: bool = False
+    spare_columns: int = 0
     spare_pages: int = 3
+    rows: int | None = None
+
+    @property
+    def batch(self) -> int:
+        return len(self.lengths)
 
     @property
     def q_heads(self) -> int:
         return self.kv_heads * self.group
 
+    @property
+    def q_type(self) -> str:
+        """Of q: as the KV cache where the case names none."""
+        return self.q_dtype or self.kv_dtype
+
+    @property
+    def out_type(self) -> str:
+        """Of the output: as q, bf16 where that is e4m3, where the case names none."""
+        return self.out_dtype or ("bf16" if self.q_type == "e4m3" else self.q_type)
+
+    @property
+    def query_lens(self) -> tuple[int, ...]:
+        return (self.q_len,) * self.batch if self.q_lens is None else self.q_lens
+
+    @property
+    def q_bound(self) -> int:
+        """Bound on the query tokens of a request."""
+        return self.q_len if self.q_lens is None else self.max_q_len or max(1, *self.q_lens)
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.query_lens) + self.spare_tokens
+
+    @property
+    def softmax_scale(self) -> float:
+        return 1 / math.sqrt(self.head_dim) if self.scale is None else self.scale
+
+    @property
+    def q_shape(self) -> tuple[int, ...]:
+        """As the caller passes it: a token a request, tokens of each request, or all tokens in a row."""
+        if self.q_lens is not None:
+            return (self.tokens, self.q_heads, self.head_dim)
+        lead = (self.batch,) if self.q_len == 1 and self.flat_q else (self.batch, self.q_len)
+        return (*lead, self.q_heads, self.head_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request's own content, bits: q ``[q_len, q_heads, D]``, k and v ``[kv_len, kv_heads, D]``, mask words."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    mask: np.ndarray | None
+
 
 @dataclass(frozen=True, slots=True)
 class HostTensors:
-    """What a case is made of, on the host: bf16 as bits, caches as ``[pages, page_size, kv_heads, 128]`` views."""
+    """A case on the host: q ``[tokens, q_heads, D]``; ``k`` and ``v`` are ``[pages, page_size, kv_heads, D]`` views.
 
+    ``pool`` is the memory below the views: one combined tensor, or K's and V's in the caller's layout.
+    """
+
+    requests: tuple[Request, ...]
     q: np.ndarray
     pool: tuple[np.ndarray, ...]
     k: np.ndarray
     v: np.ndarray
     page_table: np.ndarray
     seq_lens: np.ndarray
+    q_cu_seq_lens: np.ndarray | None
+    mask: np.ndarray | None
+    sinks: np.ndarray | None
+
+
+def make_request(case: DecodeCase, rng: np.random.Generator, kv_len: int, q_len: int) -> Request:
+    """Random content; q and KV normal."""
+    kv = (kv_len, case.kv_heads, case.head_dim)
+    return Request(
+        q=normal_bits(case.q_type, rng, (q_len, case.q_heads, case.head_dim)),
+        k=normal_bits(case.kv_dtype, rng, kv),
+        v=normal_bits(case.kv_dtype, rng, kv),
+        mask=mask_words(case.mask, rng, q_len),
+    )
+
+
+def make_sinks(case: DecodeCase, rng: np.random.Generator) -> np.ndarray | None:
+    return (2 * rng.standard_normal(case.q_heads)).astype(np.float32) if case.sinks else None
 
 
 def make_host(case: DecodeCase, rng: np.random.Generator) -> HostTensors:
-    """Random tensors; pages permuted, table entries past a length -1, cache rows past a length NaN."""
-    used = [-(-length // case.page_size) for length in case.lengths]
-    pages = sum(used) + case.spare_pages
+    """Random requests, assembled."""
+    requests = [make_request(case, rng, *lens) for lens in zip(case.lengths, case.query_lens, strict=True)]
+    return assemble(case, requests, rng, make_sinks(case, rng))
+
+
+def assemble(
+    case: DecodeCase,
+    requests: Sequence[Request],
+    rng: np.random.Generator,
+    sinks: np.ndarray | None = None,
+    pages: int | None = None,
+) -> HostTensors:
+    """Requests in one paged cache of ``pages`` (None: those needed and the spare ones), in a random permutation.
+
+    Whatever no row may see is NaN: cache rows past a length, unused pages, pages before every row's window, whose
+    table entries are -1 like those past a length. A request that comes twice shares its pages.
+    """
+    distinct = {id(request): request for request in requests}.values()
+    used = [-(-len(request.k) // case.page_size) for request in distinct]
+    pages = sum(used) + case.spare_pages if pages is None else pages
+    pool, k, v = _empty_cache(case, max(1, pages))
+    columns = max(1, -(-case.max_seq_len // case.page_size)) + case.spare_columns
+    table = np.full((len(requests), columns), -1, dtype=np.int32)
+    order = rng.permutation(pages).astype(np.int32)
+    taken = 0
+    for request, count in zip(distinct, used, strict=True):
+        own = order[taken : taken + count]
+        taken += count
+        hidden = keys_before_windows(len(request.k), len(request.q), request.mask, case.window_left)
+        freed = hidden // case.page_size if hidden < len(request.k) else count
+        for cache, content in ((k, request.k), (v, request.v)):
+            padded = np.full((count * case.page_size, *content.shape[1:]), KINDS[case.kv_dtype].nan, content.dtype)
+            padded[: len(content)] = content
+            cache[own[freed:]] = padded.reshape(count, case.page_size, *content.shape[1:])[freed:]
+        for b in (b for b, other in enumerate(requests) if other is request):
+            table[b, freed:count] = own[freed:]
+    words = np.uint32 if case.unsigned else np.int32
+    q_lens = [len(request.q) for request in requests]
+    masks = [request.mask for request in requests if request.mask is not None]
+    spare = case.tokens - sum(q_lens)
+    spare_q = np.full((spare, case.q_heads, case.head_dim), KINDS[case.q_type].nan, KINDS[case.q_type].bits)
+    return HostTensors(
+        requests=tuple(requests),
+        q=np.concatenate([*(request.q for request in requests), spare_q]),
+        pool=pool,
+        k=k,
+        v=v,
+        page_table=table,
+        seq_lens=np.array([len(request.k) for request in requests], dtype=words),
+        q_cu_seq_lens=None if case.q_lens is None else np.cumsum([0, *q_lens]).astype(words),
+        mask=np.concatenate([*masks, np.zeros(spare, np.uint32)]) if case.mask != "none" else None,
+        sinks=sinks,
+    )
+
+
+def _empty_cache(case: DecodeCase, pages: int) -> tuple[tuple[np.ndarray, ...], np.ndarray, np.ndarray]:
+    kind = KINDS[case.kv_dtype]
     inner = (case.page_size, case.kv_heads) if case.kv_layout == "NHD" else (case.kv_heads, case.page_size)
-    shape = (pages, 2, *inner, HEAD_DIM) if case.combined else (pages, *inner, HEAD_DIM)
-    pool = tuple(random_bits(rng, shape) for _ in range(1 if case.combined else 2))
+    shape = (pages, 2, *inner, case.head_dim) if case.combined else (pages, *inner, case.head_dim)
+    pool = tuple(np.full(shape, kind.nan, kind.bits) for _ in range(1 if case.combined else 2))
     k, v = (pool[0][:, 0], pool[0][:, 1]) if case.combined else pool
     if case.kv_layout == "HND":
         k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-    columns = max(1, -(-case.max_seq_len // case.page_size))
-    table = np.full((len(case.lengths), columns), -1, dtype=np.int32)
-    order = rng.permutation(pages).astype(np.int32)
-    taken = 0
-    for b, (length, count) in enumerate(zip(case.lengths, used, strict=True)):
-        table[b, :count] = order[taken : taken + count]
-        taken += count
-        rest = length % case.page_size
-        if rest:
-            k[table[b, count - 1], rest:] = NAN_BITS
-            v[table[b, count - 1], rest:] = NAN_BITS
-    q = random_bits(rng, (len(case.lengths), case.q_heads, HEAD_DIM))
-    return HostTensors(q, pool, k, v, table, np.asarray(case.lengths, dtype=np.int32))
+    return pool, k, v
 
 
-def random_bits(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """Normal values as bf16 bits."""
-    return bfloat16_bits(rng.standard_normal(shape, dtype=np.float32))
-
-
-class DeviceArrays:
-    """Host arrays copied to the device, freed at the end."""
-
-    def __init__(self, driver: Driver) -> None:
-        self.driver = driver
-        self._held: list[int] = []
-
-    def upload(self, array: np.ndarray) -> int:
-        address = self.empty(array.nbytes)
-        self.driver.copy_to_device(address, np.ascontiguousarray(array))
-        return address
-
-    def empty(self, nbytes: int) -> int:
-        """Poisoned memory."""
-        address = self.driver.allocate(max(16, nbytes))
-        self._held.append(address)
-        self.driver.fill(address, POISON, max(16, nbytes), 0)
-        return address
-
-    def download(self, view: TensorView, dtype: Any) -> np.ndarray:
-        host = np.empty(view.shape, dtype=dtype)
-        self.driver.copy_to_host(host, view.pointer)
-        return host
-
-    def close(self) -> None:
-        for address in self._held:
-            self.driver.free(address)
-        self._held.clear()
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceCase:
-    """A case on the device: views, the plan, and what must come out."""
-
-    case: DecodeCase
-    host: HostTensors
-    arrays: DeviceArrays
-    plan: PagedDecodePlan
-    tensors: tuple[TensorView, ...]
-    expected: tuple[np.ndarray, np.ndarray]
-
-    @property
-    def out(self) -> TensorView:
-        return self.tensors[5]
-
-    def run(self, stream: int = 0, workspace: Any = None, **options: Any) -> None:
-        """One launch on ``stream``."""
-        scratch = workspace or self.plan.prepare(stream)
-        self.plan.run(*self.tensors, workspace=scratch, stream=stream, **options)
-
-    def poison(self) -> None:
-        """Overwrite the output and the LSE."""
-        out = self.out
-        self.arrays.driver.fill(out.pointer, POISON, int(np.prod(out.shape)) * 2, 0)
-        if len(self.tensors) > 6:
-            lse = self.tensors[6]
-            self.arrays.driver.fill(lse.pointer, POISON, int(np.prod(lse.shape)) * 4, 0)
-        self.arrays.driver.synchronize(0)
-
-    def output_bits(self) -> np.ndarray:
-        return self.arrays.download(self.out, np.uint16)
-
-    def result(self) -> tuple[np.ndarray, np.ndarray | None]:
-        """Output as float32 and the LSE if the case wants it."""
-        out = bfloat16_values(self.output_bits())
-        lse = self.arrays.download(self.tensors[6], np.float32) if self.case.with_lse else None
-        return out, lse
-
-
-@contextmanager
-def on_device(
-    runtime: Runtime, case: DecodeCase, rng: np.random.Generator, host: HostTensors | None = None
-) -> Iterator[DeviceCase]:
-    """The case in device memory, planned, with its reference."""
-    driver = runtime.driver
-    driver.ensure_context(0)
-    host = host or make_host(case, rng)
-    arrays = DeviceArrays(driver)
-    try:
-        addresses = [arrays.upload(part) for part in host.pool]
-        k_address, v_address = addresses if len(addresses) == 2 else (addresses[0], addresses[0])
-        k = cache_view(host.k, host.pool[0], k_address, case.kv_layout)
-        v = cache_view(host.v, host.pool[-1], v_address, case.kv_layout)
-        tensors = [
-            TensorView.contiguous(arrays.upload(host.q), "bfloat16", host.q.shape),
-            k,
-            v,
-            TensorView.contiguous(arrays.upload(host.page_table), "int32", host.page_table.shape),
-            TensorView.contiguous(arrays.upload(host.seq_lens), "int32", host.seq_lens.shape),
-            TensorView.contiguous(arrays.empty(host.q.nbytes), "bfloat16", host.q.shape),
-        ]
-        if case.with_lse:
-            shape = host.q.shape[:2]
-            tensors.append(TensorView.contiguous(arrays.empty(4 * shape[0] * shape[1]), "float32", shape))
-        plan = plan_paged_decode(
-            *tensors,
-            max_seq_len=case.max_seq_len,
-            softmax_scale=case.scale,
-            kv_layout=case.kv_layout,
-            enable_pdl=case.pdl,
-            runtime=runtime,
-        )
-        yield DeviceCase(case, host, arrays, plan, tuple(tensors), reference_of(host, case.scale))
-    finally:
-        arrays.close()
-
-
-def cache_view(cache: np.ndarray, pool: np.ndarray, address: int, kv_layout: str) -> TensorView:
-    """A cache as the caller passes it (its own layout), at its place inside the pool's device copy."""
-    own = cache if kv_layout == "NHD" else cache.transpose(0, 2, 1, 3)
-    offset = own.__array_interface__["data"][0] - pool.__array_interface__["data"][0]
-    strides = tuple(stride // 2 for stride in own.strides)
-    return TensorView(address + offset, "bfloat16", own.shape, strides)
-
-
-def reference_of(host: HostTensors, scale: float) -> tuple[np.ndarray, np.ndarray]:
-    """Output and LSE in float64."""
-    values = (bfloat16_values(host.q), bfloat16_values(host.k), bfloat16_values(host.v))
-    return paged_decode_reference(*values, host.page_table, host.seq_lens, scale)
-
-
-def assert_close(got: tuple[np.ndarray, np.ndarray | None], expected: tuple[np.ndarray, np.ndarray]) -> float:
-    """Hold a result against the reference; the relative error of the norm."""
-    out, lse = got
-    want_out, want_lse = expected
-    assert np.isfinite(out).all(), "the output holds NaN or infinity"
-    assert np.abs(out - want_out).max() <= ELEMENT_TOLERANCE * max(1.0, np.abs(want_out).max())
-    norm = float(np.linalg.norm(want_out))
-    error = float(np.linalg.norm(out - want_out)) / norm if norm else float(np.abs(out).max())
-    assert error <= NORM_TOLERANCE, f"relative error {error:.2e}"
-    if lse is not None:
-        empty = np.isneginf(want_lse)
-        assert np.array_equal(np.isneginf(lse), empty)
-        assert np.abs(lse[~empty] - want_lse[~empty]).max(initial=0.0) <= LSE_TOLERANCE
-    return error
+def reference_of(case: DecodeCase, host: HostTensors) -> tuple[np.ndarray, np.ndarray]:
+    """Output and LSE in float64 for the tokens that requests own, from the requests' content: one page each."""
+    distinct = list({id(request): request for request in host.requests}.values())
+    place = {id(request): i for i, request in enumerate(distinct)}
+    longest = max(1, *(len(request.k) for request in distinct))
+    caches = []
+    for name in ("k", "v"):
+        cache = np.zeros((len(distinct), longest, case.kv_heads, case.head_dim), np.float32)
+        for own, request in zip(cache, distinct, strict=True):
+            own[: len(request.k)] = values_of(case.kv_dtype, getattr(request, name))
+        caches.append(cache)
+    tokens = sum(len(request.q) for request in host.requests)
+    return paged_decode_reference(
+        values_of(case.q_type, host.q[:tokens]),
+        *caches,
+        np.array([[place[id(request)]] for request in host.requests]),
+        host.seq_lens.astype(np.int32),
+        case.softmax_scale,
+        output_scale=case.output_scale,
+        q_cu_seq_lens=None if host.q_cu_seq_lens is None else host.q_cu_seq_lens.astype(np.int32),
+        mask=None if host.mask is None else host.mask[:tokens],
+        sinks=host.sinks,
+        window_left=case.window_left,
+    )
 
 
 def edge_lengths(page_size: int, max_seq_len: int) -> tuple[int, ...]:
     """0, 1, and around pages and tiles, within the bound."""
     edges = (0, 1, page_size - 1, page_size, page_size + 1, 63, 64, 65, 127, 129, max_seq_len - 1, max_seq_len)
     return tuple(sorted({min(max(0, edge), max_seq_len) for edge in edges}))
-
-
-def random_case(rng: np.random.Generator, longest: Sequence[int] = (1, 64, 300, 1500, 4000)) -> DecodeCase:
-    """A case drawn from everything that the kernel takes."""
-    page_size = int(rng.choice([16, 32, 64, 128, 256]))
-    max_seq_len = int(rng.choice(longest))
-    edges = edge_lengths(page_size, max_seq_len)
-    batch = int(rng.choice([1, 2, 3, 7, 33]))
-    lengths = tuple(
-        int(rng.choice(edges)) if rng.random() < 0.5 else int(rng.integers(0, max_seq_len + 1)) for _ in range(batch)
-    )
-    return DecodeCase(
-        lengths=lengths,
-        max_seq_len=max_seq_len,
-        kv_heads=int(rng.choice([1, 2, 3, 8])),
-        group=int(rng.integers(1, 17)),
-        page_size=page_size,
-        kv_layout=str(rng.choice(["NHD", "HND"])),
-        combined=bool(rng.integers(2)),
-        with_lse=bool(rng.integers(2)),
-        pdl=bool(rng.integers(2)),
-        scale=float(rng.choice([1 / math.sqrt(HEAD_DIM), 0.3, 1.0])),
-    )

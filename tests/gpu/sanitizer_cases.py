@@ -1,55 +1,111 @@
-"""Small launches for compute-sanitizer: every sm_90a cubin, every page size, both layouts, whole and split pairs;
-merged partials and their LSE.
+"""Small launches for compute-sanitizer: every decode kernel of the device, options spread over them; merged partials.
 
 Run: ``compute-sanitizer --tool memcheck python tests/gpu/sanitizer_cases.py``. Prints the number of cases; a wrong
-result ends it with an error.
+result, or a decode kernel that did not run, ends it with an error.
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
-from itertools import product
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from decode_cases import DecodeCase, DeviceArrays, assert_close, on_device
+from decode_cases import DecodeCase
+from decode_device import OPERATION, on_device
+from decode_random import WINDOWS, random_case
+from device_arrays import DeviceArrays
 from reduction_cases import CASES, assert_lse, assert_merged, lse_case, lse_of, make_partials, run_reduction
 
 from cubin_runtime import Config
+from cubin_runtime.artifacts.own_kernels import OwnKernel
 from cubin_runtime.attention import Runtime
 from cubin_runtime.launch.launcher import PreparedLaunch
 from cubin_runtime.launch.trtllm_gen.after_main import AfterMain, choose_own, own_launch_plan
 
 BUILT = Path(__file__).resolve().parents[2] / "build" / "artifacts"
-GROUPS = (1, 8, 9, 16)
-PAGE_SIZES = (16, 64, 256)
-# Whole pairs, split pairs with a ragged end, empty requests, a length of one.
-LENGTHS = ((1,), (700,), (0, 65, 64, 129), (300, 0, 1, 17, 512))
+MOST_CASES = 150
+LSES = ((3, 5), (33, 64))
+# Tiles shared by CTAs with a ragged end, empty requests, fewer keys than queries, a length of one.
+LENGTHS = ((700,), (0, 65, 129), (300, 3, 0, 17), (1, 400))
+MASKS = ("none", "tree", "any", "chain", "tree")
 
 
-def cases() -> list[DecodeCase]:
-    """96 cases: groups x page sizes x layouts x lengths; LSE, combined caches and PDL alternate."""
-    crossed = product(GROUPS, PAGE_SIZES, ("NHD", "HND"), LENGTHS)
-    return [
-        DecodeCase(
-            lengths=lengths,
-            max_seq_len=max(lengths),
-            kv_heads=1 + index % 2,
-            group=group,
-            page_size=page_size,
-            kv_layout=layout,
-            combined=index % 3 > 0,
-            with_lse=index % 2 == 0,
-            pdl=index % 5 == 0,
-        )
-        for index, (group, page_size, layout, lengths) in enumerate(crossed)
-    ]
+def spread_cases(kv_dtype: str, head_dim: int, rows: int, count: int, first: int = 0) -> list[DecodeCase]:
+    """Cases for one kernel; options that matter to memory alternate with ``first``, the rest are drawn."""
+    return [_spread(kv_dtype, head_dim, rows, first + i) for i in range(count)]
+
+
+def _spread(kv_dtype: str, head_dim: int, rows: int, index: int) -> DecodeCase:
+    rng = np.random.default_rng((20, index))
+    lengths = LENGTHS[index % len(LENGTHS)]
+    # One part of a tile, a whole one, or several, by turns.
+    q_len = (1, 4, 7, 2, 16)[index % 5]
+    group = max(1, min(32, (rows // 2, rows, 2 * rows + 1)[index % 3] // q_len))
+    case = random_case(
+        rng,
+        kv_dtype=kv_dtype,
+        head_dim=head_dim,
+        rows=rows,
+        q_len=q_len,
+        group=group,
+        kv_heads=1 + index % 2,
+        mask=MASKS[index % len(MASKS)],
+        sinks=index % 2 == 0,
+        window_left=WINDOWS[index % len(WINDOWS)],
+        batch_invariant=index % 3 == 0,
+        pdl=index % 7 == 0,
+    )
+    ragged = index % 3 == 1
+    q_lens = tuple((q_len, 0, 1, q_len)[i % 4] for i in range(len(lengths)))
+    return replace(
+        case,
+        lengths=lengths,
+        max_seq_len=max(lengths) + index % 2 * 64,
+        q_lens=q_lens if ragged else None,
+        max_q_len=16 if ragged else None,
+        spare_tokens=index % 2 if ragged else 0,
+    )
+
+
+def cases_of(kernels: list[OwnKernel]) -> list[DecodeCase]:
+    """As many cases of each kernel as the whole may have, options going on from kernel to kernel."""
+    each = (MOST_CASES - len(CASES) - len(LSES)) // len(kernels)
+    assert each, f"{len(kernels)} kernels, more than {MOST_CASES} cases hold"
+    found = []
+    for index, kernel in enumerate(kernels):
+        traits = kernel.traits
+        found += spread_cases(str(traits["dtype"]), int(traits["head_dim"]), int(traits["rows"]), each, index * each)
+    return found
+
+
+def decode_kernels_of(runtime: Runtime) -> list[OwnKernel]:
+    """The decode kernels that were built for this very device."""
+    major, minor = runtime.driver.device(0).capability
+    kernels = runtime.own_release().kernels
+    return [k for k in kernels if k.operation == OPERATION and k.sm.rstrip("af") == f"{major}{minor}"]
+
+
+def decode_all(runtime: Runtime, rng: np.random.Generator) -> tuple[int, set[str]]:
+    """Every decode case; their number and the names of the kernels that ran."""
+    wanted = cases_of(decode_kernels_of(runtime))
+    used: set[str] = set()
+    for one in wanted:
+        with on_device(runtime, one, rng, guard=0) as case:
+            workspace = case.dirty_workspace()
+            case.run(workspace=workspace)
+            case.assert_right()
+            case.plan.check(workspace)
+            used.add(case.kernel.name)
+    missing = {kernel.name for kernel in decode_kernels_of(runtime)} - used
+    assert not missing, f"decode kernels that did not run: {', '.join(sorted(missing))}"
+    return len(wanted), used
 
 
 def reduce_all(runtime: Runtime, rng: np.random.Generator) -> set[str]:
     """Every reduction case and two LSEs; the names of the kernels that ran."""
-    driver, own, arrays = runtime.driver, runtime.own_release(), DeviceArrays(runtime.driver)
+    driver, own, arrays = runtime.driver, runtime.own_release(), DeviceArrays(runtime.driver, guard=0)
     context = driver.ensure_context(0)
     major, minor = driver.device(0).capability
     used = set()
@@ -68,7 +124,7 @@ def reduce_all(runtime: Runtime, rng: np.random.Generator) -> set[str]:
     for wanted in CASES.values():
         partials = make_partials(wanted, rng)
         assert_merged(wanted, partials, run_reduction(wanted, partials, arrays.upload, launch, download))
-    for rows in ((3, 5), (33, 64)):
+    for rows in LSES:
         statistics, want = lse_case(rows, rng)
         lse = np.empty(rows, dtype=np.float32)
         at = arrays.empty(lse.nbytes)
@@ -85,15 +141,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as store:
         runtime = Runtime(Config(store=Path(store), sources=sources, offline=True))
         rng = np.random.default_rng(20)
-        used: set[str] = set()
-        for wanted in cases():
-            with on_device(runtime, wanted, rng) as case:
-                case.run()
-                assert_close(case.result(), case.expected)
-                used.add(case.plan.selection.kernel.name)
+        decodes, used = decode_all(runtime, rng)
         used |= reduce_all(runtime, rng)
         runtime.modules.close()
-    print(f"{len(cases()) + len(CASES) + 2} cases over {', '.join(sorted(used))}")
+    print(f"{decodes + len(CASES) + len(LSES)} cases over {', '.join(sorted(used))}")
 
 
 if __name__ == "__main__":

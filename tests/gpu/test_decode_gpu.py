@@ -1,4 +1,4 @@
-"""The decode kernels on a real device, against float64."""
+"""The decode kernels on a real device, against float64: edges, extremes, and what a plan refuses."""
 
 from __future__ import annotations
 
@@ -7,27 +7,18 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from decode_cases import (
-    POISON,
-    DecodeCase,
-    assert_close,
-    edge_lengths,
-    make_host,
-    on_device,
-    random_case,
-    reference_of,
-)
+from decode_cases import DecodeCase, edge_lengths, reference_of
+from decode_compare import assert_close
+from decode_device import on_device
+from decode_random import HEAD_DIMS, PAGE_SIZES, Q_DTYPES
 
-from cubin_runtime.attention import ClampedInputError, Runtime, TensorView, plan_paged_decode
-from cubin_runtime.attention.reference import bfloat16_values
+from cubin_runtime.attention import Runtime
 from cubin_runtime.errors import FrozenError, WorkspaceError
 
 pytestmark = pytest.mark.gpu
 
 SEED = int(os.environ.get("CUBIN_RUNTIME_SEED", np.random.SeedSequence().entropy % (1 << 32)))
-RANDOM_CASES = 400
-SMALL = DecodeCase(lengths=(300, 17, 0, 128), max_seq_len=512, kv_heads=2, group=8, page_size=64)
-LARGE = DecodeCase(lengths=(4096,) * 16, max_seq_len=4096, kv_heads=8, group=8, page_size=64, with_lse=False)
+SMALL = DecodeCase((300, 17, 0, 128), 512)
 
 
 @pytest.fixture
@@ -36,149 +27,119 @@ def rng() -> np.random.Generator:
     return np.random.default_rng(SEED)
 
 
-@pytest.mark.parametrize("index", range(RANDOM_CASES))
-def test_random_case_matches_float64(runtime: Runtime, index: int) -> None:
-    rng = np.random.default_rng((SEED, index))
-    with on_device(runtime, random_case(rng), rng) as case:
-        case.run()
-        assert_close(case.result(), case.expected)
+def assert_case(runtime: Runtime, wanted: DecodeCase, rng: np.random.Generator) -> None:
+    with on_device(runtime, wanted, rng) as case:
+        workspace = case.dirty_workspace()
+        case.run(workspace=workspace)
+        case.assert_right()
+        case.plan.check(workspace)
+        case.assert_zeroed(workspace)
 
 
+@pytest.mark.parametrize("kv_dtype", list(Q_DTYPES))
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
-@pytest.mark.parametrize("page_size", [16, 32, 64, 128, 256])
-def test_edge_lengths_match_float64(runtime: Runtime, rng: np.random.Generator, page_size: int, kv_layout: str) -> None:
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_edge_lengths_match_float64(
+    runtime: Runtime, rng: np.random.Generator, page_size: int, kv_layout: str, kv_dtype: str
+) -> None:
     lengths = edge_lengths(page_size, 1024)
-    wanted = DecodeCase(lengths, 1024, kv_heads=2, group=5, page_size=page_size, kv_layout=kv_layout)
+    wanted = DecodeCase(lengths, 1024, group=5, page_size=page_size, kv_layout=kv_layout, kv_dtype=kv_dtype)
+    assert_case(runtime, wanted, rng)
+    assert_case(runtime, replace(wanted, q_len=3, mask="tree", window_left=64), rng)
+
+
+@pytest.mark.parametrize("group", range(1, 33))
+def test_every_group_matches_float64(runtime: Runtime, rng: np.random.Generator, group: int) -> None:
+    assert_case(runtime, replace(SMALL, group=group), rng)
+    assert_case(runtime, replace(SMALL, group=group, sinks=True, q_len=3, kv_dtype="fp16"), rng)
+
+
+@pytest.mark.parametrize("q_len", range(1, 17))
+def test_every_query_length_matches_float64(runtime: Runtime, rng: np.random.Generator, q_len: int) -> None:
+    assert_case(runtime, replace(SMALL, q_len=q_len), rng)
+    assert_case(runtime, replace(SMALL, q_len=q_len, mask="tree", group=7, sinks=True), rng)
+    assert_case(runtime, replace(SMALL, q_len=q_len, mask="any", group=3, kv_dtype="e4m3"), rng)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize(("kv_dtype", "q_dtype"), [(kv, q) for kv, all_q in Q_DTYPES.items() for q in all_q])
+@pytest.mark.parametrize("out_dtype", ["bf16", "fp16", "e4m3"])
+def test_every_dtype_and_head_dimension_matches_float64(
+    runtime: Runtime, rng: np.random.Generator, kv_dtype: str, q_dtype: str, out_dtype: str, head_dim: int
+) -> None:
+    wanted = replace(SMALL, kv_dtype=kv_dtype, q_dtype=q_dtype, out_dtype=out_dtype, head_dim=head_dim)
+    assert_case(runtime, wanted, rng)
+    assert_case(runtime, replace(wanted, q_len=5, group=4, mask="tree", device_scales=True, output_scale=1.7), rng)
+
+
+@pytest.mark.parametrize("kv_dtype", list(Q_DTYPES))
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_one_very_long_request_matches_float64(
+    runtime: Runtime, rng: np.random.Generator, kv_dtype: str, batch_invariant: bool
+) -> None:
+    wanted = DecodeCase((131072,), 131072, kv_heads=1, kv_dtype=kv_dtype, batch_invariant=batch_invariant)
+    assert_case(runtime, wanted, rng)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_one_long_request_beside_short_ones_matches_float64(
+    runtime: Runtime, rng: np.random.Generator, batch_invariant: bool
+) -> None:
+    lengths = (20_000, *(int(n) for n in rng.integers(1, 200, size=30)))
+    assert_case(runtime, DecodeCase(lengths, 20_000, batch_invariant=batch_invariant, q_len=4), rng)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_more_requests_than_ctas_match_float64(
+    runtime: Runtime, rng: np.random.Generator, batch_invariant: bool
+) -> None:
+    lengths = tuple(int(n) for n in rng.integers(0, 40, size=1000))
+    wanted = DecodeCase(lengths, 64, kv_heads=1, group=4, page_size=16, batch_invariant=batch_invariant)
+    assert_case(runtime, wanted, rng)
+    q_lens = tuple(int(n) for n in rng.integers(0, 9, size=1000))
+    assert_case(runtime, replace(wanted, q_lens=q_lens, max_q_len=12, mask="any"), rng)
+
+
+def test_a_window_of_a_long_request_reads_what_it_needs(runtime: Runtime, rng: np.random.Generator) -> None:
+    for window_left in (0, 100, 1000):
+        wanted = DecodeCase((20_000, 3), 32_768, kv_heads=1, window_left=window_left, page_size=16)
+        assert_case(runtime, wanted, rng)
+        assert_case(runtime, replace(wanted, batch_invariant=True, q_len=4, mask="any"), rng)
+
+
+def test_an_fp8_output_saturates(runtime: Runtime, rng: np.random.Generator) -> None:
+    wanted = replace(SMALL, kv_dtype="e4m3", out_dtype="e4m3", output_scale=5000.0)
     with on_device(runtime, wanted, rng) as case:
         case.run()
-        assert_close(case.result(), case.expected)
+        out, lse = case.result()
+        sizes = out & 0x7F
+        assert (sizes <= 0x7E).all()
+        assert (sizes == 0x7E).any()
+        assert_close(wanted, (out, lse), case.expected)
 
 
-@pytest.mark.parametrize("group", range(1, 17))
-def test_every_group_matches_float64(runtime: Runtime, rng: np.random.Generator, group: int) -> None:
-    with on_device(runtime, replace(SMALL, group=group), rng) as case:
-        case.run()
-        assert_close(case.result(), case.expected)
+def test_large_logits_stay_finite(runtime: Runtime, rng: np.random.Generator) -> None:
+    assert_case(runtime, replace(SMALL, scale=20.0, sinks=True), rng)
+    assert_case(runtime, replace(SMALL, scale=-20.0, kv_dtype="fp16"), rng)
+    assert_case(runtime, replace(SMALL, scale=0.0, q_len=3), rng)
 
 
-def test_one_very_long_request_matches_float64(runtime: Runtime, rng: np.random.Generator) -> None:
-    with on_device(runtime, DecodeCase((131072,), 131072, kv_heads=1, group=8, page_size=64), rng) as case:
-        case.run()
-        assert_close(case.result(), case.expected)
+def test_a_smaller_bound_and_other_scales_for_one_step(runtime: Runtime, rng: np.random.Generator) -> None:
+    with on_device(runtime, SMALL, rng) as case:
+        case.run(max_seq_len=300, softmax_scale=0.5, output_scale=2.0)
+        wanted = replace(SMALL, scale=0.5, output_scale=2.0)
+        assert_close(wanted, case.result(), reference_of(wanted, case.host))
 
 
-def test_more_requests_than_ctas_match_float64(runtime: Runtime, rng: np.random.Generator) -> None:
-    lengths = tuple(int(n) for n in rng.integers(0, 40, size=1000))
-    with on_device(runtime, DecodeCase(lengths, 64, kv_heads=1, group=4, page_size=16), rng) as case:
-        case.run()
-        assert_close(case.result(), case.expected)
-
-
-def test_200_repeats_give_the_same_bits(runtime: Runtime, rng: np.random.Generator) -> None:
-    with on_device(runtime, replace(SMALL, lengths=(4000, 3, 999), max_seq_len=4096), rng) as case:
-        case.run()
-        first = case.output_bits()
-        for _ in range(200):
+def test_scales_on_the_device_are_read_at_each_launch(runtime: Runtime, rng: np.random.Generator) -> None:
+    with on_device(runtime, replace(SMALL, device_scales=True), rng) as case:
+        for scale, factor in ((0.1, 1.0), (0.5, -2.0)):
+            case.driver.copy_to_device(case.options["softmax_scale"].pointer, np.array([scale], np.float32))
+            case.driver.copy_to_device(case.options["output_scale"].pointer, np.array([factor], np.float32))
             case.poison()
             case.run()
-            assert np.array_equal(case.output_bits(), first)
-
-
-def test_graph_replay_follows_lengths_and_tables(runtime: Runtime, rng: np.random.Generator) -> None:
-    driver = runtime.driver
-    with on_device(runtime, SMALL, rng) as case:
-        stream = driver.create_stream(blocking=True)
-        workspace = case.plan.prepare(stream)
-        case.run(stream, workspace)
-        driver.synchronize(stream)
-        driver.begin_capture(stream)
-        case.run(stream, workspace)
-        graph = driver.instantiate(driver.end_capture(stream))
-        table, lens = case.tensors[3], case.tensors[4]
-        for lengths in ((300, 17, 0, 128), (1, 300, 128, 0), (0, 0, 0, 0), (65, 64, 63, 17)):
-            host = replace(case.host, seq_lens=np.asarray(lengths, dtype=np.int32), page_table=_table(case, lengths))
-            driver.copy_to_device(lens.pointer, host.seq_lens)
-            driver.copy_to_device(table.pointer, host.page_table)
-            _clean(case, host)
-            case.poison()
-            driver.launch_graph(graph, stream)
-            driver.synchronize(stream)
-            assert_close(case.result(), reference_of(host, case.case.scale))
-
-
-def _table(case, lengths):
-    pages = case.host.k.shape[0]
-    table = np.full_like(case.host.page_table, -1)
-    free = iter(range(pages))
-    for b, length in enumerate(lengths):
-        for column in range(-(-length // case.case.page_size)):
-            table[b, column] = next(free)
-    return table
-
-
-def _clean(case, host) -> None:
-    # Other lengths make rows visible that were NaN before.
-    pool = case.host.pool[0]
-    pool[pool == 0x7FC0] = 0x3F80
-    case.arrays.driver.copy_to_device(case.tensors[1].pointer, np.ascontiguousarray(pool))
-
-
-def test_two_streams_with_their_own_workspaces_do_not_disturb_each_other(
-    runtime: Runtime, rng: np.random.Generator
-) -> None:
-    driver = runtime.driver
-    with on_device(runtime, LARGE, rng) as one, on_device(runtime, replace(LARGE, group=4), rng) as other:
-        streams = [driver.create_stream(blocking=True), driver.create_stream(blocking=True)]
-        for _ in range(20):
-            one.run(streams[0])
-            other.run(streams[1])
-        for stream in streams:
-            driver.synchronize(stream)
-        assert_close(one.result(), one.expected)
-        assert_close(other.result(), other.expected)
-
-
-def test_a_chain_of_dependent_launches_with_pdl_is_right(runtime: Runtime, rng: np.random.Generator) -> None:
-    with on_device(runtime, replace(LARGE, pdl=True), rng) as case:
-        for _ in range(50):
-            case.run()
-        assert_close(case.result(), case.expected)
-
-
-def test_a_smaller_bound_and_another_scale_for_one_step(runtime: Runtime, rng: np.random.Generator) -> None:
-    with on_device(runtime, SMALL, rng) as case:
-        case.run(max_seq_len=300, softmax_scale=0.5)
-        assert_close(case.result(), reference_of(case.host, 0.5))
-
-
-@pytest.mark.parametrize(
-    ("lengths", "words"),
-    [((513, 17, 0, 128), "over max_seq_len"), ((300, -5, 0, 128), "negative")],
-)
-def test_lengths_outside_their_bounds_are_clamped_and_reported(
-    runtime: Runtime, rng: np.random.Generator, lengths: tuple[int, ...], words: str
-) -> None:
-    clamped = tuple(min(max(n, 0), SMALL.max_seq_len) for n in lengths)
-    host = make_host(replace(SMALL, lengths=clamped), rng)
-    with on_device(runtime, replace(SMALL, lengths=clamped), rng, host) as case:
-        case.arrays.driver.copy_to_device(case.tensors[4].pointer, np.asarray(lengths, dtype=np.int32))
-        workspace = case.plan.prepare(0)
-        case.run(workspace=workspace)
-        assert_close(case.result(), case.expected)
-        with pytest.raises(ClampedInputError, match=words):
-            case.plan.check(workspace)
-        case.plan.check(workspace)
-
-
-def test_page_ids_outside_the_pool_are_never_followed(runtime: Runtime, rng: np.random.Generator) -> None:
-    with on_device(runtime, SMALL, rng) as case:
-        table = case.host.page_table.copy()
-        table[0, 1], table[1, 0] = 1 << 30, -7
-        case.arrays.driver.copy_to_device(case.tensors[3].pointer, table)
-        workspace = case.plan.prepare(0)
-        case.run(workspace=workspace)
-        with pytest.raises(ClampedInputError, match="page id"):
-            case.plan.check(workspace)
+            wanted = replace(case.case, scale=scale, output_scale=factor)
+            assert_close(wanted, case.result(), reference_of(wanted, case.host))
 
 
 def test_a_kernel_that_is_not_loaded_is_refused_while_capturing(runtime_config, rng: np.random.Generator) -> None:
@@ -200,23 +161,3 @@ def test_a_workspace_of_another_stream_is_refused(runtime: Runtime, rng: np.rand
         workspace = case.plan.prepare(first)
         with pytest.raises(WorkspaceError, match="belongs to"):
             case.run(second, workspace)
-
-
-def test_strided_queries_outputs_and_lse_are_followed(runtime: Runtime, rng: np.random.Generator) -> None:
-    with on_device(runtime, SMALL, rng) as case:
-        batch, heads, dim = case.host.q.shape
-        wide = np.full((batch, 3, heads, dim), 0x7FC0, dtype=np.uint16)
-        wide[:, 1] = case.host.q
-        strides = (3 * heads * dim, dim, 1)
-        q = TensorView(case.arrays.upload(wide) + 2 * heads * dim, "bfloat16", (batch, heads, dim), strides)
-        wide_out = TensorView.contiguous(case.arrays.empty(wide.nbytes), "bfloat16", wide.shape)
-        out = TensorView(wide_out.pointer, "bfloat16", (batch, heads, dim), strides)
-        columns = TensorView.contiguous(case.arrays.empty(4 * batch * heads), "float32", (heads, batch))
-        lse = TensorView(columns.pointer, "float32", (batch, heads), (1, batch))
-        tensors = (q, *case.tensors[1:5], out, lse)
-        plan = plan_paged_decode(*tensors, max_seq_len=SMALL.max_seq_len, softmax_scale=SMALL.scale, runtime=runtime)
-        plan.run(*tensors, workspace=plan.prepare(0))
-        got = case.arrays.download(wide_out, np.uint16)
-        assert_close((bfloat16_values(got[:, 0]), case.arrays.download(columns, np.float32).T), case.expected)
-        untouched = np.frombuffer(bytes([POISON]) * 2, dtype=np.uint16)[0]
-        assert (got[:, 1:] == untouched).all()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from decode_cases import DeviceArrays
+from device_arrays import DeviceArrays
 from reduction_cases import (
     CASES,
     ReductionCase,

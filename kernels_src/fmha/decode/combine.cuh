@@ -1,58 +1,15 @@
-// From accumulators to output: the warps of a CTA meet in shared memory, the parts of a split pair in the workspace.
+// From what the consumers left in shared memory to the output; the parts of a split pair meet in the workspace.
 #pragma once
-#include "multiply.cuh"
+#include "work.cuh"
 
 namespace paged_decode {
-
-// The warps' accumulators become shared.merge (unnormalised O, to be added over its buffers), maximum and sum.
-DEVICE void merge_warps(Accumulator& acc, Shared& shared) {
-    const int lane = threadIdx.x % 32;
-    const int warp = threadIdx.x / 32 % TOKEN_WARPS;
-    for (int n = 0; n < ROW_TILES; ++n)
-        for (int i = 0; i < 2; ++i) {
-            for (int step = 4; step < 32; step *= 2) acc.sum[n][i] += __shfl_xor_sync(~0u, acc.sum[n][i], step);
-            const int row = first_row(n) + lane % 4 * 2 + i;
-            if (lane < 4) {
-                shared.warp_maximum[warp][row] = acc.maximum[n][i];
-                shared.warp_sum[warp][row] = acc.sum[n][i];
-            }
-        }
-    named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
-    for (int n = 0; n < ROW_TILES; ++n)
-        for (int i = 0; i < 2; ++i) {
-            const int row = first_row(n) + lane % 4 * 2 + i;
-            float highest = shared.warp_maximum[0][row];
-            for (int w = 1; w < TOKEN_WARPS; ++w) highest = fmaxf(highest, shared.warp_maximum[w][row]);
-            const float anchor = highest == -INFINITY ? 0.f : highest;  // no visible key: every weight is 0, not NaN
-            const float weight = exp2_approximate(acc.maximum[n][i] - anchor);
-            for (int d = 0; d < DEPTH_STEPS; ++d) acc.out[n][d][i] *= weight, acc.out[n][d][i + 2] *= weight;
-            if (warp == 0 && lane < 4) {
-                float total = 0.f;
-                for (int w = 0; w < TOKEN_WARPS; ++w)
-                    total += shared.warp_sum[w][row] * exp2_approximate(shared.warp_maximum[w][row] - anchor);
-                shared.maximum[row] = highest;
-                shared.sum[row] = total;
-            }
-        }
-    // Warps that share a buffer take turns, so that the order of the additions is fixed.
-    for (int turn = 0; turn < TOKEN_WARPS / MERGE_BUFFERS; ++turn) {
-        if (turn == warp / MERGE_BUFFERS)
-            for (int n = 0; n < ROW_TILES; ++n)
-                for (int d = 0; d < DEPTH_STEPS; ++d)
-                    for (int i = 0; i < 4; ++i) {
-                        float& cell = shared.merge[warp % MERGE_BUFFERS][first_row(n) + lane % 4 * 2 + i % 2][dim_of(d, i)];
-                        cell = turn == 0 ? acc.out[n][d][i] : cell + acc.out[n][d][i];
-                    }
-        named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
-    }
-}
 
 DEVICE float4 operator+(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
 
 // The first of a lane's four head dims in a chunk of a row; short rows leave lanes without any.
 DEVICE int chunk_dim(int chunk) { return chunk * 128 + threadIdx.x % 32 * 4; }
 
-// Four head dims of a row of what merge_warps left.
+// Four head dims of a row of what the consumers left.
 DEVICE float4 merged(const Shared& shared, int row, int dim) {
     float4 value = *reinterpret_cast<const float4*>(&shared.merge[0][row][dim]);
     for (int b = 1; b < MERGE_BUFFERS; ++b) value = value + *reinterpret_cast<const float4*>(&shared.merge[b][row][dim]);

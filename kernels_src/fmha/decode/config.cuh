@@ -1,6 +1,6 @@
 // What a build of paged decode fixes (its -D options), what follows from it, and the block's shared memory.
 #pragma once
-#include "../../common/ptx.cuh"
+#include "../../common/wgmma.cuh"
 #if USE_TMA
 #include "PagedDecodeTmaParams.h"
 using Params = PagedDecodeTmaParams;
@@ -14,13 +14,18 @@ namespace paged_decode {
 enum Type { BF16 = 0, FP16 = 1, E4M3 = 2 };
 
 constexpr int TILE_TOKENS = 64;
-constexpr int TOKEN_WARPS = 4;  // each 16 of a tile's tokens
-constexpr int WARP_TOKENS = TILE_TOKENS / TOKEN_WARPS;
-constexpr int CONSUMER_WARPS = TOKEN_WARPS * ROW_HALVES;  // with two halves, four warps for each half of the rows
+constexpr int CONSUMER_WARPS = 4 * CONSUMER_WARPGROUPS;
 constexpr int CONSUMERS = 32 * CONSUMER_WARPS;
 constexpr int PRODUCER_WARP = CONSUMER_WARPS;
+#if WARPGROUP_MMA
+constexpr int PARTIES = 64 * CONSUMER_WARPGROUPS / ROWS;  // warpgroups that take a piece's tiles in turn
+constexpr int BUFFER_READERS = CONSUMER_WARPS / PARTIES;  // warps that read a buffer
+#else
+constexpr int PARTIES = 4;  // warps that share a tile, each with 16 of its tokens
+constexpr int BUFFER_READERS = CONSUMER_WARPS;
+#endif
 // Registers are handed over by whole warpgroups: the producer's three other warps exist to give theirs away.
-constexpr bool HANDS_OVER_REGISTERS = ROW_HALVES > 1;
+constexpr bool HANDS_OVER_REGISTERS = CONSUMER_WARPGROUPS > 1;
 constexpr int THREADS = CONSUMERS + (HANDS_OVER_REGISTERS ? 128 : 32);
 constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 56;
 
@@ -33,19 +38,24 @@ constexpr int SPANS = TOKEN_BYTES / SPAN;
 constexpr int SPAN_BYTES = TILE_TOKENS * SPAN;
 constexpr int BUFFER_BYTES = SPANS * SPAN_BYTES;
 
-constexpr int ROW_TILES = ROWS / 8 / ROW_HALVES;  // 8-row MMA tiles of a warp
 constexpr int DEPTH_STEPS = HEAD_DIM / 16;
+#if !WARPGROUP_MMA
+constexpr int ROW_TILES = ROWS / 8 / CONSUMER_WARPGROUPS;  // 8-row MMA tiles of a warp
 // Few and short rows keep the queries in registers, if nothing spills for it.
-constexpr bool QUERY_IN_SHARED = ROW_HALVES > 1 || HEAD_DIM > 256 || (KV_E4M3 && ROW_TILES * DEPTH_STEPS > 8);
+constexpr bool QUERY_IN_SHARED =
+    CONSUMER_WARPGROUPS > 1 || HEAD_DIM > 256 || (KV_E4M3 && ROW_TILES * DEPTH_STEPS > 8);
+#else
+constexpr bool QUERY_IN_SHARED = false;
+#endif
 
 // 4 floats more than a row keep the fragments' writes free of bank conflicts. With few rows each warp has a buffer of its
 // own; with many, that would cost the second CTA on the SM.
 constexpr int MERGE_STRIDE = HEAD_DIM + 4;
-constexpr int MERGE_BUFFERS = ROWS == 8 && HEAD_DIM <= 128 ? TOKEN_WARPS : 1;
+constexpr int MERGE_BUFFERS = ROWS == 8 && HEAD_DIM <= 128 ? PARTIES : 1;
 constexpr int ROWS_PER_WARP = ROWS / CONSUMER_WARPS;      // of the merged result
 constexpr int CHUNKS = (HEAD_DIM + 127) / 128;            // of a merged row: 4 head dims a lane
 constexpr int CELLS = ROWS_PER_WARP * CHUNKS;             // float4 that a thread merges
-constexpr int MERGE_BATCH = CELLS <= 2 ? 8 : 2;  // partials whose loads are in flight, without spills
+constexpr int MERGE_BATCH = CELLS <= 2 ? 8 : CELLS <= 8 ? 2 : 1;  // partials whose loads are in flight, without spills
 constexpr int WEIGHTS = MERGE_BUFFERS * MERGE_STRIDE;     // partials whose weights fit the merge buffers at once
 constexpr int LANES_PER_ROW = CONSUMERS / ROWS;           // when statistics are merged
 static_assert(LANES_PER_ROW <= 32 && 32 % LANES_PER_ROW == 0, "the lanes of a row are in one warp");
@@ -65,8 +75,8 @@ struct alignas(128) Shared {
         float weight[ROWS][WEIGHTS];
     };
     uint2 query[QUERY_IN_SHARED ? ROWS / 8 : 1][QUERY_IN_SHARED ? DEPTH_STEPS : 1][QUERY_IN_SHARED ? 32 : 1];
-    float warp_maximum[TOKEN_WARPS][ROWS];
-    float warp_sum[TOKEN_WARPS][ROWS];
+    float party_maximum[PARTIES][ROWS];
+    float party_sum[PARTIES][ROWS];
     float maximum[ROWS];
     float sum[ROWS];
     uint32_t row_mask[ROWS];                  // bit j: the row sees draft token j
@@ -78,7 +88,6 @@ struct alignas(128) Shared {
 };
 
 static_assert(sizeof(Shared) == SHARED_BYTES, "the variant list states another size of dynamic shared memory");
-static_assert(WARP_TOKENS == 16, "a consumer warp takes one 16-token MMA tile");
 static_assert(BUFFERS >= 2, "K and V of a tile are in the ring together");
 
 // Address of 16 bytes of a token in a swizzled buffer, as the tensor map's 128-, 64- or 32-byte pattern places them.

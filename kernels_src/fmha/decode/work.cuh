@@ -52,6 +52,8 @@ DEVICE int window_begin(const Params& p, const Request& r, int token) {
     return max(0, r.length - r.q_len + __popc(mask_word(p, r, token)) - 1 - p.window_left);
 }
 
+DEVICE float device_factor(const void* factor) { return factor == nullptr ? 1.f : *static_cast<const float*>(factor); }
+
 // Part of a pair: tiles [first, last) of the request's, for one KV head and one tile of rows.
 struct Piece {
     Request request;

@@ -1,8 +1,12 @@
-// What a consumer warp does with a tile: queries as MMA fragments, S^T = K Q^T, softmax, O^T += V^T P^T.
+// Consumers of few rows: warps that each take 16 of a tile's tokens. Queries as MMA fragments, S^T = K Q^T, softmax,
+// O^T += V^T P^T, and the meeting of the warps.
 #pragma once
-#include "work.cuh"
+#include "combine.cuh"
 
 namespace paged_decode {
+
+constexpr int WARP_TOKENS = TILE_TOKENS / PARTIES;
+static_assert(WARP_TOKENS == 16, "a consumer warp takes one 16-token MMA tile");
 
 // What one warp knows of one pair: for each of the thread's two rows of a row tile, the maximum (base-2 exponents), the
 // sum of this thread's tokens, and O^T (rows 2 (lane % 4) + {0, 1}; head dims: see dim_of).
@@ -27,7 +31,7 @@ DEVICE int dim_of(int step, int i) {
 }
 
 // The first row of a warp's row tile n among the CTA's.
-DEVICE int first_row(int n) { return (threadIdx.x / (32 * TOKEN_WARPS) * ROW_TILES + n) * 8; }
+DEVICE int first_row(int n) { return (threadIdx.x / (32 * PARTIES) * ROW_TILES + n) * 8; }
 
 // One 16-dim step of a row tile's queries as the B operand: the depths 2 (lane % 4) + {0, 1} and those 8 on.
 using QueryFragment = uint2;
@@ -127,7 +131,7 @@ DEVICE void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_
         mma_bf16_16x8x16(d, a, b0, b1);
 }
 
-DEVICE int warp_first_token() { return threadIdx.x / 32 % TOKEN_WARPS * WARP_TOKENS; }
+DEVICE int warp_first_token() { return threadIdx.x / 32 % PARTIES * WARP_TOKENS; }
 
 // S^T of the warp's 16 tokens.
 DEVICE void multiply_keys(uint32_t buffer, const Queries& queries, const Shared& shared, float (&s)[ROW_TILES][4]) {
@@ -246,6 +250,94 @@ DEVICE void multiply_values(uint32_t buffer, int low, int high, const uint32_t (
             for (int n = 0; n < ROW_TILES; ++n) multiply(acc.out[n][d], v, probability[n][0], probability[n][1]);
         }
     }
+}
+
+// The warps' accumulators become shared.merge (unnormalised O, to be added over its buffers), maximum and sum.
+DEVICE void merge_warps(Accumulator& acc, Shared& shared) {
+    const int lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32 % PARTIES;
+    for (int n = 0; n < ROW_TILES; ++n)
+        for (int i = 0; i < 2; ++i) {
+            for (int step = 4; step < 32; step *= 2) acc.sum[n][i] += __shfl_xor_sync(~0u, acc.sum[n][i], step);
+            const int row = first_row(n) + lane % 4 * 2 + i;
+            if (lane < 4) {
+                shared.party_maximum[warp][row] = acc.maximum[n][i];
+                shared.party_sum[warp][row] = acc.sum[n][i];
+            }
+        }
+    named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
+    for (int n = 0; n < ROW_TILES; ++n)
+        for (int i = 0; i < 2; ++i) {
+            const int row = first_row(n) + lane % 4 * 2 + i;
+            float highest = shared.party_maximum[0][row];
+            for (int w = 1; w < PARTIES; ++w) highest = fmaxf(highest, shared.party_maximum[w][row]);
+            const float anchor = highest == -INFINITY ? 0.f : highest;  // no visible key: every weight is 0, not NaN
+            const float weight = exp2_approximate(acc.maximum[n][i] - anchor);
+            for (int d = 0; d < DEPTH_STEPS; ++d) acc.out[n][d][i] *= weight, acc.out[n][d][i + 2] *= weight;
+            if (warp == 0 && lane < 4) {
+                float total = 0.f;
+                for (int w = 0; w < PARTIES; ++w)
+                    total += shared.party_sum[w][row] * exp2_approximate(shared.party_maximum[w][row] - anchor);
+                shared.maximum[row] = highest;
+                shared.sum[row] = total;
+            }
+        }
+    // Warps that share a buffer take turns, so that the order of the additions is fixed.
+    for (int turn = 0; turn < PARTIES / MERGE_BUFFERS; ++turn) {
+        if (turn == warp / MERGE_BUFFERS)
+            for (int n = 0; n < ROW_TILES; ++n)
+                for (int d = 0; d < DEPTH_STEPS; ++d)
+                    for (int i = 0; i < 4; ++i) {
+                        float& cell = shared.merge[warp % MERGE_BUFFERS][first_row(n) + lane % 4 * 2 + i % 2][dim_of(d, i)];
+                        cell = turn == 0 ? acc.out[n][d][i] : cell + acc.out[n][d][i];
+                    }
+        named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
+    }
+}
+
+DEVICE void consume(const Params& p, const Share& share, Shared& shared) {
+    const int lane = threadIdx.x % 32;
+    const int first_token = warp_first_token();
+    const float softmax_scale = p.softmax_scale_log2 * device_factor(p.softmax_scale_device);
+    const float output_scale = p.output_scale * device_factor(p.output_scale_device);
+    RingCursor cursor;
+    for_each_piece(p, share, [&](const Piece& piece) {
+        const Request& r = piece.request;
+        Queries queries;
+        queries.load(p, piece, softmax_scale, shared);
+        Accumulator acc;
+        acc.clear();
+        // Keys [seen_from, seen_to) are seen by every row.
+        const int seen_to = r.length - r.q_len, seen_from = p.window_left < 0 ? 0 : r.length - 1 - p.window_left;
+        for (int tile = piece.first; tile < piece.last; ++tile) {
+            const int tile_token = (r.first_tile + tile) * TILE_TOKENS;
+            const int low = max(piece.begin - tile_token, 0), high = min(r.length - tile_token, TILE_TOKENS);
+            if (high <= 0) continue;
+            const bool any = first_token < high && first_token + WARP_TOKENS > low;
+            uint32_t probability[ROW_TILES][2];
+            mbarrier_wait(shared_address(&shared.full[cursor.index]), cursor.phase);
+            if (any) {
+                float s[ROW_TILES][4];
+                multiply_keys(shared_address(shared.ring[cursor.index]), queries, shared, s);
+                for (int n = 0; n < ROW_TILES; ++n)
+                    for (int i = 0; i < 4; ++i)
+                        s[n][i] *= KV_E4M3 ? shared.row_scale[first_row(n) + lane % 4 * 2 + i % 2] : softmax_scale;
+                if (tile_token + TILE_TOKENS > seen_to || tile_token < seen_from) hide(piece, tile_token, shared, s);
+                softmax(s, acc, probability);
+            }
+            __syncwarp();
+            if (lane == 0) mbarrier_arrive(shared_address(&shared.empty[cursor.index]));
+            cursor.advance();
+            mbarrier_wait(shared_address(&shared.full[cursor.index]), cursor.phase);
+            if (any) multiply_values(shared_address(shared.ring[cursor.index]), low, high, probability, acc);
+            __syncwarp();
+            if (lane == 0) mbarrier_arrive(shared_address(&shared.empty[cursor.index]));
+            cursor.advance();
+        }
+        merge_warps(acc, shared);
+        finish_piece(p, share, piece, output_scale, shared);
+        named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);  // shared.merge and its statistics are free again
+    });
 }
 
 }  // namespace paged_decode

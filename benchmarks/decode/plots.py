@@ -1,0 +1,154 @@
+"""The pictures of a decode measurement: bandwidth against batch and length, and a roofline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Report = Mapping[str, Any]
+
+# Label, line and colour of who is measured.
+SIDES = {
+    "ours": ("cubin-runtime", "o-", "#1f6fb4"),
+    "xqa": ("XQA", "s--", "#d1722a"),
+    "fa2": ("fa2", "^:", "#6f6f6f"),
+}
+# Label, marker and colour of the sections that the roofline shows.
+ROOF_SECTIONS = {
+    "gqa": ("bf16, one token", "o", "#1f6fb4"),
+    "speculative": ("bf16, 1 to 8 tokens", "D", "#2a9d8f"),
+    "fp8": ("e4m3 keys and values", "^", "#c1440e"),
+    "grouped": ("e4m3, 1 to 8 tokens", "s", "#8e5ea2"),
+    "grouped_bf16": ("bf16, models of the grouped table", "v", "#b8860b"),
+}
+# Sections of one ratio lie this far from each other, in powers of two, instead of upon each other.
+_SIDE_BY_SIDE = 0.07
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def place(report: Report) -> str:
+    """On what it was measured, in one line."""
+    clock = report.get("sm_clock_mhz", {})
+    mhz = f", SM clock {clock['min']:.0f} to {clock['max']:.0f} MHz" if clock else ""
+    return f"{report['environment']['gpu']['name']}{mhz}"
+
+
+def _time_us(row: Mapping[str, Any], side: str) -> float | None:
+    found = row["ours"] if side == "ours" else row["peers"].get(side, {})
+    return found.get("us")
+
+
+def draw_bandwidth(report: Report, image: Path) -> None:
+    """TB/s of keys and values read against the batch, a panel for each length of the section ``sweep``."""
+    pyplot = _pyplot()
+    rows = [row for row in report["rows"] if row["section"] == "sweep"]
+    lengths = sorted({row["length"] for row in rows})
+    peak = report["read"]["tb_per_s"]
+    figure, panels = pyplot.subplots(
+        1, len(lengths), figsize=(2.6 * len(lengths), 3.6), sharey=True, squeeze=False, layout="constrained"
+    )
+    for axes, length in zip(panels[0], lengths, strict=True):
+        here = sorted((row for row in rows if row["length"] == length), key=lambda row: row["batch"])
+        for side, (label, style, color) in reversed(SIDES.items()):
+            points = [(row["batch"], row["kv_bytes"] / us / 1e6) for row in here if (us := _time_us(row, side))]
+            axes.plot(*zip(*points, strict=True), style, color=color, label=label, markersize=4.5) if points else None
+        axes.axhline(peak, color="#222222", linewidth=0.9, linestyle=(0, (5, 3)))
+        axes.set_xscale("log", base=2)
+        ticks = sorted({row["batch"] for row in here})
+        axes.set_xticks(ticks, [str(tick) for tick in ticks])
+        axes.minorticks_off()
+        axes.set_title(f"{length:,} keys", fontsize=10)
+        axes.set_xlabel("batch")
+        axes.grid(True, alpha=0.3)
+    first, last = panels[0][0], panels[0][-1]
+    first.set_ylim(0, 1.1 * peak)
+    first.set_ylabel("keys and values read, TB/s")
+    first.annotate(f"read only: {peak:.2f}", (1, peak), xytext=(0, 3), textcoords="offset points", fontsize=8)
+    handles, labels = first.get_legend_handles_labels()
+    last.legend(handles[::-1], labels[::-1], loc="lower right", frameon=False, fontsize=8)
+    case = "64 query over 8 KV heads, head_dim 128, bf16, pages of 64, one query token"
+    figure.suptitle(f"Paged decode: {case}\n{place(report)}; medians, L2 cleared before each call", fontsize=10)
+    _save(figure, image)
+
+
+def draw_roofline(report: Report, image: Path) -> None:
+    """FLOP/s reached against FLOP for each byte of keys and values, under what was measured as read and product."""
+    pyplot = _pyplot()
+    read, matrix = report["read"]["tb_per_s"], report["matrix_tflop_per_s"]
+    figure, axes = pyplot.subplots(figsize=(7.4, 4.8), layout="constrained")
+    for i, (section, (label, marker, color)) in enumerate(ROOF_SECTIONS.items()):
+        rows = [row for row in report["rows"] if row["section"] == section]
+        shift = 2 ** (_SIDE_BY_SIDE * (i - (len(ROOF_SECTIONS) - 1) / 2))
+        best = [_best_peer(row) for row in rows]
+        _points(axes, rows, best, shift, marker="x", color="#9a9a9a", s=26, linewidths=1, zorder=2)
+        ours = [row["ours"].get("us") for row in rows]
+        _points(
+            axes, rows, ours, shift, marker=marker, color=color, s=34, alpha=0.8, linewidths=0, zorder=3, label=label
+        )
+    axes.scatter([], [], marker="x", color="#9a9a9a", s=26, linewidths=1, label="best peer, same row")
+    left, ridge, right = 4.0, matrix / read, 512.0
+    axes.plot([left, ridge, right], [left * read, matrix, matrix], color="#222222", linewidth=1.2, zorder=1)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlim(left, right)
+    ticks = [4, 8, 16, 32, 64, 128, 256, 512]
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.annotate(
+        f"read {read:.2f} TB/s",
+        (9, 9 * read),
+        xytext=(-6, 6),
+        textcoords="offset points",
+        fontsize=8,
+        ha="right",
+    )
+    axes.annotate(
+        f"bf16 matrix product {matrix:.0f} TFLOP/s",
+        (right, matrix),
+        xytext=(-4, 4),
+        ha="right",
+        fontsize=8,
+        textcoords="offset points",
+    )
+    marks = [1, 3, 10, 30, 100, 300, 1000]
+    axes.set_yticks(marks, [str(mark) for mark in marks])
+    axes.minorticks_off()
+    lowest = min((row["tflop_per_s"] for row in report["rows"] if _is_on_roof(row)), default=10.0)
+    axes.set_ylim(min(10.0, 0.6 * lowest), 1.6 * matrix)
+    axes.set_xlabel("FLOP a byte of keys and values (sections of one ratio side by side)")
+    axes.set_ylabel("TFLOP/s, padding not counted")
+    axes.set_title(f"Paged decode under its roofs\n{place(report)}", fontsize=10)
+    axes.grid(True, which="major", alpha=0.3)
+    axes.legend(loc="lower right", frameon=False, fontsize=8)
+    _save(figure, image)
+
+
+def _is_on_roof(row: Mapping[str, Any]) -> bool:
+    return row["section"] in ROOF_SECTIONS and "tflop_per_s" in row
+
+
+def _best_peer(row: Mapping[str, Any]) -> float | None:
+    found = row["peers"].get(row.get("best_peer", ""), {})
+    return found.get("us")
+
+
+def _points(
+    axes: Any, rows: Sequence[Mapping[str, Any]], times: Sequence[float | None], shift: float, **style: Any
+) -> None:
+    pairs = [(row, us) for row, us in zip(rows, times, strict=True) if us]
+    if pairs:
+        x = [shift * row["flops"] / row["kv_bytes"] for row, _ in pairs]
+        axes.scatter(x, [row["flops"] / us / 1e6 for row, us in pairs], **style)
+
+
+def _save(figure: Any, image: Path) -> None:
+    image.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(image, dpi=140)

@@ -1,0 +1,111 @@
+"""Rows as JSON and as text: sizes, the figures derived from times, the bar's verdict. No torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .bars import Bar
+from .cases import Case
+
+Row = dict[str, Any]
+# Norm of the difference to a peer's output over its norm: rounding of bf16 and e4m3 stays well below.
+DISAGREEMENT = 0.05
+
+
+def sizes(case: Case) -> Row:
+    """What a row says of its case."""
+    length = case.longest if len(set(case.lengths)) == 1 else None
+    return {
+        "section": case.section,
+        "label": case.label,
+        "batch": case.batch,
+        "length": length,
+        "keys": sum(case.lengths),
+        "q_len": case.q_len,
+        "q_heads": case.q_heads,
+        "kv_heads": case.kv_heads,
+        "head_dim": case.head_dim,
+        "page": case.page,
+        "q_dtype": case.q_dtype,
+        "kv_dtype": case.kv_dtype,
+        "kv_bytes": case.kv_bytes,
+        "flops": case.flops,
+    }
+
+
+def add_figures(row: Row, bar: Bar, read_tb_per_s: float, matrix_tflop_per_s: float) -> None:
+    """Bandwidth, rates and ratios of a measured row, then its bar and whether it is met.
+
+    A ratio is the peer's time over ours: above 1 ours is faster. ``met`` is None where there is no bar, or where the
+    peer that could decide it failed.
+    """
+    ours = row["ours"]
+    us = ours.get("us")
+    if us:
+        row["tb_per_s"] = row["kv_bytes"] / us / 1e6
+        row["read_share"] = row["tb_per_s"] / read_tb_per_s
+        row["tflop_per_s"] = row["flops"] / us / 1e6
+        padded = 4 * row["keys"] * row["kv_heads"] * ours["padded_rows"] * row["head_dim"]
+        row["matrix_share"] = padded / us / 1e6 / matrix_tflop_per_s
+        times = {name: found["us"] for name, found in row["peers"].items() if "us" in found}
+        for name, theirs in times.items():
+            row[f"ratio_{name}"] = theirs / us
+        # Planning anew is no way of the peer to be faster: it has a bar of its own.
+        alone = {name: theirs for name, theirs in times.items() if name != "fa2_plan_run"}
+        if alone:
+            row["best_peer"] = min(alone, key=alone.__getitem__)
+            row["ratio"] = alone[row["best_peer"]] / us
+        replayed = [found["graph_us"] for found in row["peers"].values() if "graph_us" in found]
+        if replayed and "graph_us" in ours:
+            row["ratio_graph"] = min(replayed) / ours["graph_us"]
+            row["tb_per_s_graph"] = row["kv_bytes"] / ours["graph_us"] / 1e6
+    row["bar"] = str(bar)
+    row["met"] = False if bar.alternatives and not us else bar.met(row)
+
+
+def line_of(row: Row) -> str:
+    """A row as one line of the printed table."""
+    ours = row["ours"]
+    if "us" not in ours:
+        return f"{row['section']:12s} {row['label']:32s} FAILED {ours['error'][:200]}"
+    parts = [f"{row['section']:12s} {row['label']:32s} ours {ours['us']:8.1f} us"]
+    parts.append(f"{row['tb_per_s']:5.2f} TB/s {100 * row['read_share']:3.0f}%")
+    for name, found in row["peers"].items():
+        parts.append(f"{name} {found['us']:.1f}" if "us" in found else f"{name} failed")
+        if not found.get("difference", 0.0) < DISAGREEMENT:  # a NaN too
+            parts.append(f"DISAGREES by {found['difference']:.2g}")
+    words = {
+        "ratio": "ratio",
+        "ratio_fa2_plan_run": "to plan+run",
+        "ratio_graph": "in graphs",
+        "time_over_q1": "over q_len 1",
+        "grouped_speedup": "grouped speedup",
+        "published_speedup": "published",
+        "over_default": "over default",
+    }
+    parts += [f"{word} {row[key]:.3f}" for key, word in words.items() if key in row]
+    if "graph_us" in ours:
+        parts.append(f"graph {ours['graph_us']:.1f} us")
+    if "host_us" in ours:
+        theirs = [f" ({name} {found['host_us']:.1f})" for name, found in row["peers"].items() if "host_us" in found]
+        parts.append(f"host {ours['host_us']:.1f} us{''.join(theirs)}")
+    if row["bar"]:
+        verdict = {True: "MET", False: "not met", None: "undecided"}[row["met"]]
+        parts.append(f"[{row['bar']}: {verdict}]")
+    return "  ".join(parts)
+
+
+def disagreements(rows: list[Row]) -> list[str]:
+    """The rows whose output differs from a peer's by more than rounding."""
+    return [
+        f"{row['section']} {row['label']}: {name} {found['difference']:.2g}"
+        for row in rows
+        for name, found in row["peers"].items()
+        if not found.get("difference", 0.0) < DISAGREEMENT
+    ]
+
+
+def tally(rows: list[Row]) -> dict[str, int]:
+    """How many bars are met, not met, and undecided for want of a peer."""
+    barred = [row["met"] for row in rows if row["bar"]]
+    return {"met": barred.count(True), "not_met": barred.count(False), "undecided": barred.count(None)}

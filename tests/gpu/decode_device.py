@@ -1,0 +1,251 @@
+"""A decode case in device memory: views as a caller passes them, the plan, runs, and what came out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import numpy as np
+from decode_cases import DecodeCase, HostTensors, make_host, reference_of
+from decode_compare import assert_close
+from decode_values import KINDS
+from device_arrays import GUARD, POISON, DeviceArrays
+
+from cubin_runtime.artifacts.own_kernels import OwnKernel
+from cubin_runtime.attention import PagedDecodePlan, Runtime, TensorView, plan_paged_decode
+from cubin_runtime.launch.hopper.decode import decode_regions
+from cubin_runtime.launch.workspace import Workspace
+
+OPERATION = "paged_decode"
+
+
+class DeviceCase:
+    """A case on the device; made by ``on_device``."""
+
+    def __init__(self, runtime: Runtime, case: DecodeCase, host: HostTensors, arrays: DeviceArrays) -> None:
+        self.runtime = runtime
+        self.driver = runtime.driver
+        self.case = case
+        self.host = host
+        self.arrays = arrays
+        self.out_buffer, out = _output_view(case, arrays)
+        self.tensors = (*_inputs(case, host, arrays), out, _lse_view(case, arrays))
+        self.options = _options(case, host, arrays)
+        self.plan: PagedDecodePlan = plan_paged_decode(
+            *self.tensors,
+            **self.options,
+            max_seq_len=case.max_seq_len,
+            kv_layout=case.kv_layout,
+            max_q_len=case.q_bound if case.q_lens is not None else None,
+            window_left=case.window_left,
+            batch_invariant=case.batch_invariant,
+            enable_pdl=case.pdl,
+            runtime=runtime,
+        )
+
+    @cached_property
+    def expected(self) -> tuple[np.ndarray, np.ndarray]:
+        return reference_of(self.case, self.host)
+
+    @property
+    def kernel(self) -> OwnKernel:
+        return self.plan.selection.kernel
+
+    def dirty_workspace(self) -> Workspace:
+        """A workspace of our own: poisoned, but for the regions that must be zero."""
+        nbytes = self.plan.workspace_bytes
+        context = self.driver.ensure_context(0)
+        workspace = Workspace(self.driver, context, self.arrays.empty(nbytes), nbytes)
+        regions = decode_regions(self.plan.selection, self.plan.problem)
+        addresses = workspace.regions(regions)
+        for region in regions:
+            if region.zeroed and region.nbytes:
+                self.driver.fill(addresses[region.name], 0, region.nbytes, 0)
+        self.driver.synchronize(0)
+        return workspace
+
+    def assert_zeroed(self, workspace: Workspace) -> None:
+        """The regions that must be zero before a launch are zero after it."""
+        regions = decode_regions(self.plan.selection, self.plan.problem)
+        addresses = workspace.regions(regions)
+        for region in regions:
+            if region.zeroed and region.nbytes:
+                assert not any(self.driver.read(addresses[region.name], region.nbytes)), f"{region.name} is left dirty"
+
+    def run(self, stream: int = 0, workspace: Workspace | None = None, **options: Any) -> None:
+        """One launch on ``stream``."""
+        scratch = workspace or self.plan.prepare(stream)
+        # The bounds and modes are the plan's; a step names tensors and scales.
+        self.plan.run(*self.tensors, workspace=scratch, stream=stream, **{**self.options, **options})
+
+    def poison(self, stream: int = 0) -> None:
+        """Overwrite the output and the LSE, in stream order."""
+        self.driver.fill(self.out_buffer.pointer, POISON, self.out_bytes, stream)
+        lse = self.tensors[6]
+        if lse is not None and prod(lse.shape):
+            self.driver.fill(lse.pointer, POISON, 4 * prod(lse.shape), stream)
+
+    @property
+    def out_bytes(self) -> int:
+        return prod(self.out_buffer.shape) * np.dtype(KINDS[self.case.out_type].bits).itemsize
+
+    def result(self) -> tuple[np.ndarray, np.ndarray | None]:
+        """Output bits ``[tokens, q_heads, D]`` and LSE ``[tokens, q_heads]``; gaps of the output must be untouched."""
+        case = self.case
+        whole = self.arrays.download(self.out_buffer, KINDS[case.out_type].bits)
+        gap = whole[:, case.q_heads :]
+        assert (gap.view(np.uint8) == POISON).all(), "written between the tokens of the output"
+        lse = self.tensors[6]
+        if lse is None:
+            return whole[:, : case.q_heads], None
+        shape = (case.q_heads, case.tokens) if case.strided else (case.tokens, case.q_heads)
+        values = self.arrays.download(TensorView.contiguous(lse.pointer, "float32", shape), np.float32)
+        return whole[:, : case.q_heads], values.T if case.strided else values
+
+    def result_bytes(self) -> tuple[bytes, bytes]:
+        """The bits of output and LSE, to compare as they are."""
+        out, lse = self.result()
+        return out.tobytes(), b"" if lse is None else lse.tobytes()
+
+    def assert_right(self) -> float:
+        """The result against float64."""
+        return assert_close(self.case, self.result(), self.expected)
+
+    def load(self, host: HostTensors) -> None:
+        """Other content of the same shapes in the same memory: what replays of a graph meet."""
+        q, k, v, table, lens = self.tensors[:5]
+        for own, new in ((self.host.q, host.q), (self.host.page_table, host.page_table)):
+            assert own.shape == new.shape, (own.shape, new.shape)
+        self.driver.copy_to_device(q.pointer, _with_gaps(self.case, host.q))
+        # A combined cache begins with its keys.
+        for view, part in zip((k, v), host.pool, strict=False):
+            self.driver.copy_to_device(view.pointer, part)
+        self.driver.copy_to_device(table.pointer, host.page_table)
+        self.driver.copy_to_device(lens.pointer, host.seq_lens)
+        for name in ("q_cu_seq_lens", "mask", "sinks"):
+            if self.options[name] is not None:
+                self.driver.copy_to_device(self.options[name].pointer, getattr(host, name))
+        self.host = host
+        self.__dict__.pop("expected", None)
+
+
+@contextmanager
+def on_device(
+    runtime: Runtime,
+    case: DecodeCase,
+    rng: np.random.Generator,
+    host: HostTensors | None = None,
+    guard: int = GUARD,
+) -> Iterator[DeviceCase]:
+    """The case in device memory, planned, on the kernel that it asks for where there is one."""
+    runtime.driver.ensure_context(0)
+    arrays = DeviceArrays(runtime.driver, guard)
+    try:
+        with only_kernels(runtime, _kernels_asked(runtime, case)):
+            made = DeviceCase(runtime, case, host or make_host(case, rng), arrays)
+        yield made
+    finally:
+        arrays.close()
+
+
+def decode_kernels(runtime: Runtime, case: DecodeCase) -> list[OwnKernel]:
+    """The kernels of this device that take a case's dtype and head_dim."""
+    major, minor = runtime.driver.device(0).capability
+    return [
+        kernel
+        for kernel in runtime.own_release().kernels
+        if kernel.operation == OPERATION
+        and kernel.sm.rstrip("af") == f"{major}{minor}"
+        and (kernel.traits["dtype"], kernel.traits["head_dim"]) == (case.kv_dtype, case.head_dim)
+    ]
+
+
+def _kernels_asked(runtime: Runtime, case: DecodeCase) -> set[str]:
+    return {kernel.name for kernel in decode_kernels(runtime, case) if kernel.traits["rows"] == case.rows}
+
+
+@contextmanager
+def only_kernels(runtime: Runtime, names: set[str]) -> Iterator[None]:
+    """Plans made inside choose among these decode kernels alone; all of them where none is named."""
+    own = runtime.own_release()
+    kept = tuple(kernel for kernel in own.kernels if kernel.operation != OPERATION or kernel.name in names)
+    runtime._own = replace(own, kernels=kept) if names else own
+    try:
+        yield
+    finally:
+        runtime._own = own
+
+
+def _inputs(case: DecodeCase, host: HostTensors, arrays: DeviceArrays) -> tuple[TensorView, ...]:
+    addresses = [arrays.upload(part) for part in host.pool]
+    word = "uint32" if case.unsigned else "int32"
+    return (
+        _tokens_view(case, KINDS[case.q_type].view, arrays.upload(_with_gaps(case, host.q))),
+        _cache_view(case, host.k, host.pool[0], addresses[0]),
+        _cache_view(case, host.v, host.pool[-1], addresses[-1]),
+        TensorView.contiguous(arrays.upload(host.page_table), "int32", host.page_table.shape),
+        TensorView.contiguous(arrays.upload(host.seq_lens), word, host.seq_lens.shape),
+    )
+
+
+def _options(case: DecodeCase, host: HostTensors, arrays: DeviceArrays) -> dict[str, Any]:
+    def tensor(array: np.ndarray | None, dtype: str, shape: tuple[int, ...]) -> TensorView | None:
+        return None if array is None else TensorView.contiguous(arrays.upload(array), dtype, shape)
+
+    def scale(value: float) -> Any:
+        return tensor(np.array([value], np.float32), "float32", (1,)) if case.device_scales else value
+
+    lead = (case.tokens,) if case.q_lens is not None else (case.batch, case.q_len)
+    mask = ("uint16", (*lead, 2)) if case.mask_itemsize == 2 else ("uint32", (*lead, 1))
+    sinks = (case.q_heads,) if case.flat_q else (case.kv_heads, case.group)
+    return {
+        "q_cu_seq_lens": tensor(host.q_cu_seq_lens, "uint32" if case.unsigned else "int32", (case.batch + 1,)),
+        "mask": tensor(host.mask, *mask),
+        "sinks": tensor(host.sinks, "float32", sinks),
+        "softmax_scale": scale(case.softmax_scale),
+        "output_scale": scale(case.output_scale),
+    }
+
+
+def _with_gaps(case: DecodeCase, q: np.ndarray) -> np.ndarray:
+    if not case.strided:
+        return q
+    wide = np.full((len(q), case.q_heads + 1, case.head_dim), KINDS[case.q_type].nan, q.dtype)
+    wide[:, : case.q_heads] = q
+    return wide
+
+
+def _tokens_view(case: DecodeCase, dtype: str, address: int) -> TensorView:
+    """q or out as the caller passes it: with ``strided``, one head of other content lies between tokens."""
+    token = (case.q_heads + case.strided) * case.head_dim
+    shape = case.q_shape
+    lead = (case.q_len * token, token) if len(shape) == 4 else (token,)
+    return TensorView(address, dtype, shape, (*lead, case.head_dim, 1))
+
+
+def _output_view(case: DecodeCase, arrays: DeviceArrays) -> tuple[TensorView, TensorView]:
+    kind = KINDS[case.out_type]
+    shape = (case.tokens, case.q_heads + case.strided, case.head_dim)
+    whole = TensorView.contiguous(arrays.empty(prod(shape) * np.dtype(kind.bits).itemsize), kind.view, shape)
+    return whole, _tokens_view(case, kind.view, whole.pointer)
+
+
+def _lse_view(case: DecodeCase, arrays: DeviceArrays) -> TensorView | None:
+    if not case.with_lse:
+        return None
+    address, shape = arrays.empty(4 * case.tokens * case.q_heads), case.q_shape[:-1]
+    if not case.strided:
+        return TensorView.contiguous(address, "float32", shape)
+    return TensorView(address, "float32", shape, (*((case.q_len, 1) if len(shape) == 3 else (1,)), case.tokens))
+
+
+def _cache_view(case: DecodeCase, cache: np.ndarray, pool: np.ndarray, address: int) -> TensorView:
+    """A cache in the caller's layout, at its place inside the pool's device copy."""
+    own = cache if case.kv_layout == "NHD" else cache.transpose(0, 2, 1, 3)
+    offset = own.__array_interface__["data"][0] - pool.__array_interface__["data"][0]
+    strides = tuple(stride // own.itemsize for stride in own.strides)
+    return TensorView(address + offset, KINDS[case.kv_dtype].view, own.shape, strides)

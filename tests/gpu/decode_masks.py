@@ -1,0 +1,56 @@
+"""Masks of draft tokens, and which keys each row sees: written from the words of the contract, key by key."""
+
+from __future__ import annotations
+
+import numpy as np
+
+MASKS = ("none", "chain", "tree", "any")
+
+
+def mask_words(kind: str, rng: np.random.Generator, q_len: int) -> np.ndarray | None:
+    """uint32 ``[q_len]``, bit j of word i: row i sees draft token j; None for "none"."""
+    if kind == "none":
+        return None
+    own = np.uint32(1) << np.arange(q_len, dtype=np.uint32)
+    if kind == "any":
+        # Every pattern counts: rows that see later tokens, rows that see nothing, bits past the draft.
+        words = rng.integers(0, 1 << 32, size=q_len, dtype=np.uint32)
+        words[rng.random(q_len) < 0.15] = 0
+        return words
+    words = own.copy()
+    for i in range(1, q_len):
+        parent = i - 1 if kind == "chain" else int(rng.integers(-1, i))
+        if parent >= 0:
+            words[i] |= words[parent]
+    return words
+
+
+def positions_of(kv_len: int, q_len: int, words: np.ndarray | None) -> np.ndarray:
+    """Where each row stands among the keys: causal by default, else by how many draft tokens it sees."""
+    if words is None:
+        return kv_len - q_len + np.arange(q_len)
+    within = words & np.uint32((1 << q_len) - 1)
+    return kv_len - q_len + np.array([int(word).bit_count() for word in within], dtype=np.int64) - 1
+
+
+def visible_keys(kv_len: int, q_len: int, words: np.ndarray | None = None, window_left: int = -1) -> np.ndarray:
+    """bool ``[q_len, kv_len]``: the keys that each row sees."""
+    rows, keys = np.arange(q_len), np.arange(kv_len)
+    draft = keys - (kv_len - q_len)
+    if words is None:
+        seen = draft[None] <= rows[:, None]
+    else:
+        bits = (words[:, None].astype(np.int64) >> np.clip(draft, 0, 31)[None]) & 1
+        seen = (draft[None] < 0) | (bits == 1)
+    if window_left >= 0:
+        seen = seen & (keys[None] >= positions_of(kv_len, q_len, words)[:, None] - window_left)
+    seen[: max(0, q_len - kv_len)] = False
+    return seen
+
+
+def keys_before_windows(kv_len: int, q_len: int, words: np.ndarray | None, window_left: int) -> int:
+    """How many keys lie before every row's window: pages of them alone may be freed."""
+    if window_left < 0:
+        return 0
+    rows = positions_of(kv_len, q_len, words)[max(0, q_len - kv_len) :]
+    return int(np.clip(rows.min() - window_left, 0, kv_len)) if len(rows) else kv_len

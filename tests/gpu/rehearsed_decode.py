@@ -1,0 +1,213 @@
+"""Decodes on the host in a device's place: the stand-in driver, and launches computed from their parameter struct.
+
+So the GPU tests themselves run without a GPU: what they pass, poison, capture and compare is right before a device is
+at hand. Slow, in float64, row by row as the struct's fields say; it shares only the visibility rule with the tests.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from decode_masks import keys_before_windows, visible_keys
+from decode_values import KINDS, bits_of, values_of
+
+from cubin_runtime import Config
+from cubin_runtime.artifacts.own_kernels import OwnKernel
+from cubin_runtime.artifacts.path import ArtifactPath
+from cubin_runtime.attention import Runtime, decode_plan
+from cubin_runtime.attention.runtime import OwnRelease
+from cubin_runtime.launch.driver import Driver
+from cubin_runtime.launch.hopper.params import LAYOUTS
+from cubin_runtime.launch.launcher import LaunchPlan
+
+TYPES = ("bf16", "fp16", "e4m3")
+ROWS = {32: (16,), 64: (8, 16, 64), 128: (8, 16, 64), 256: (8, 32), 512: (8,)}
+STRUCT = "PagedDecodeCopyParams"
+
+
+def kernel_of(dtype: str, head_dim: int, rows: int) -> OwnKernel:
+    """A made-up entry of kernels.json; caches come as pointers and strides."""
+    name = f"fmha_paged_decode_{dtype}_d{head_dim}_rows{rows}"
+    traits = {"dtype": dtype, "head_dim": head_dim, "rows": rows, "tile_tokens": 64, "ctas_per_multiprocessor": 1}
+    return OwnKernel(
+        name=f"{name}_sm90a",
+        symbol=name,
+        file=f"fmha/{name}_sm90a.cubin",
+        sm="90a",
+        family="fmha",
+        operation="paged_decode",
+        traits=traits | {"tma": False},
+        struct=STRUCT,
+        struct_bytes=LAYOUTS[STRUCT].size,
+        struct_fingerprint=LAYOUTS[STRUCT].fingerprint,
+        threads=160,
+        dynamic_shared_bytes=200_000,
+        static_shared_bytes=0,
+        registers=128,
+        spill_bytes=0,
+        flags=(),
+        sources_sha256="0" * 64,
+        status="measured",
+    )
+
+
+KERNELS = tuple(kernel_of(dtype, dim, rows) for dtype in TYPES for dim, all_rows in ROWS.items() for rows in all_rows)
+
+
+class RehearsalRuntime(Runtime):
+    """A runtime whose kernels need no bytes."""
+
+    def __init__(self, driver: Driver, store: Path) -> None:
+        super().__init__(Config(store=store, sources=(), offline=True), driver=driver)
+        pin: Any = SimpleNamespace(path=ArtifactPath("rehearsal"))
+        self._own = OwnRelease(pin, KERNELS, dict(LAYOUTS))
+
+    def digest_of(self, path: ArtifactPath) -> str:
+        return "0" * 64
+
+    def load(self, kernel: OwnKernel, context: int, stream: int = 0) -> Any:
+        return kernel
+
+
+class RehearsedLaunch:
+    """In place of a ``PreparedLaunch``: launches run at once, or when the graph that captured them does."""
+
+    captured: list[Callable[[], None]]
+
+    def __init__(self, plan: LaunchPlan, kernel: OwnKernel, driver: Driver, descriptors: Any) -> None:
+        self.plan, self.kernel, self.driver = plan, kernel, driver
+
+    def stepper(self, *names: str) -> Callable[..., None]:
+        def step(stream: int, *values: Any) -> None:
+            given = {**self.plan.values, **dict(zip(names, values, strict=True))}
+            # What does not fit its field is refused here, as by a launch.
+            fields = self.plan.layout.unpack(self.plan.layout.pack(given))
+
+            def launch() -> None:
+                decode(fields, self.kernel.traits)
+
+            if self.driver.is_capturing(stream):
+                type(self).captured.append(launch)
+            else:
+                launch()
+
+        return step
+
+
+@contextmanager
+def rehearsal(library: Path, store: Path) -> Iterator[RehearsalRuntime]:
+    """A runtime on the stand-in driver at ``library`` whose decodes are computed here."""
+    driver, graphs = Driver(library), {}
+    instantiate, launched, plain = driver.instantiate, driver.launch_graph, decode_plan.PreparedLaunch
+    RehearsedLaunch.captured = []
+
+    def keep(graph: int) -> int:
+        executable = instantiate(graph)
+        key = max(graphs, default=0) + 1  # the stand-in's own handles may repeat
+        graphs[key] = (executable, RehearsedLaunch.captured)
+        RehearsedLaunch.captured = []
+        return key
+
+    def replay(executable: int, stream: int) -> None:
+        own, launches = graphs[executable]
+        launched(own, stream)
+        for launch in launches:
+            launch()
+
+    driver.instantiate, driver.launch_graph = keep, replay
+    driver.destroy_executable = lambda executable: None
+    decode_plan.PreparedLaunch = RehearsedLaunch
+    try:
+        yield RehearsalRuntime(driver, store)
+    finally:
+        decode_plan.PreparedLaunch = plain
+
+
+def memory(address: int, dtype: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> np.ndarray:
+    """An array over the stand-in's memory; strides in elements."""
+    size = np.dtype(dtype).itemsize
+    extent = sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1 if all(shape) else 0
+    flat = np.frombuffer((ctypes.c_uint8 * (extent * size)).from_address(address), dtype=dtype)
+    return np.lib.stride_tricks.as_strided(flat, shape, [s * size for s in strides])
+
+
+def decode(p: Mapping[str, Any], traits: Mapping[str, Any]) -> None:
+    """What a kernel does with its parameters, clamping included."""
+    kv, q_type, out_type = str(traits["dtype"]), TYPES[p["q_type"]], TYPES[p["out_type"]]
+    dim, heads, page = int(traits["head_dim"]), p["kv_heads"] * p["group"], 1 << p["page_size_log2"]
+
+    def of_tokens(name: str, dtype: Any, last: tuple[int, ...]) -> np.ndarray:
+        strides = (p[f"{name}_token_stride"], p[f"{name}_head_stride"], 1)[: 2 + len(last)]
+        return memory(p[name], dtype, (p["tokens"], heads, *last), strides)
+
+    def of_cache(name: str) -> np.ndarray:
+        strides = (p[f"{name}_page_stride"], p[f"{name}_token_stride"], p[f"{name}_head_stride"], 1)
+        return memory(p[name], KINDS[kv].bits, (p["num_pages"], page, p["kv_heads"], dim), strides)
+
+    def scale(name: str) -> float:
+        return float(memory(p[name], np.float32, (1,), (1,))[0]) if p[name] else 1.0
+
+    status = memory(p["status"], np.uint32, (1,), (1,))
+    q, out = of_tokens("q", KINDS[q_type].bits, (dim,)), of_tokens("out", KINDS[out_type].bits, (dim,))
+    lse = of_tokens("lse", np.float32, ()) if p["lse"] else None
+    k_cache, v_cache = of_cache("k"), of_cache("v")
+    columns = -(-p["max_seq_len"] // page)
+    table = memory(p["page_table"], np.int32, (p["batch"], columns), (p["table_stride"], 1))
+    lengths = memory(p["seq_lens"], np.int32, (p["batch"],), (1,))
+    words = memory(p["mask"], np.uint32, (p["tokens"],), (1,)) if p["mask"] else None
+    sinks = memory(p["sinks"], np.float32, (heads,), (1,)).astype(np.float64) if p["sinks"] else None
+    logits = p["softmax_scale_log2"] / math.log2(math.e) * scale("softmax_scale_device")
+    factor = p["output_scale"] * scale("output_scale_device")
+    for b in range(p["batch"]):
+        begin, rows = query_rows(p, b, status)
+        length = int(lengths[b])
+        status |= np.uint32(1 * (length > p["max_seq_len"]) | 2 * (length < 0))
+        length = min(max(length, 0), p["max_seq_len"])
+        own = None if words is None else words[begin : begin + rows]
+        seen = visible_keys(length, rows, own, p["window_left"])
+        first = keys_before_windows(length, rows, own, p["window_left"])
+        keys = np.arange(first, length)
+        pages = table[b, keys // page]
+        status |= np.uint32(4 * bool(((pages < 0) | (pages >= p["num_pages"])).any()))
+        pages = np.clip(pages, 0, p["num_pages"] - 1)
+        k, v = (values_of(kv, cache[pages, keys % page]).astype(np.float64) for cache in (k_cache, v_cache))
+        queries = values_of(q_type, np.ascontiguousarray(q[begin : begin + rows])).astype(np.float64)
+        for i in range(rows):
+            at = np.flatnonzero(seen[i, first:])
+            row, row_lse = attend(queries[i], k[at], v[at], logits, sinks)
+            out[begin + i] = bits_of(out_type, row * factor)
+            if lse is not None:
+                lse[begin + i] = row_lse
+
+
+def query_rows(p: Mapping[str, Any], b: int, status: np.ndarray) -> tuple[int, int]:
+    """Where a request's query tokens begin and how many they are."""
+    if not p["q_cu_seq_lens"]:
+        return b * p["q_len"], p["q_len"]
+    begin, end = (int(n) for n in memory(p["q_cu_seq_lens"], np.int32, (p["batch"] + 1,), (1,))[b : b + 2])
+    good = 0 <= begin <= end <= p["tokens"] and end - begin <= p["q_len"]
+    status |= np.uint32(0 if good else 8)
+    begin = min(max(begin, 0), p["tokens"])
+    return begin, min(max(end - begin, 0), p["q_len"], p["tokens"] - begin)
+
+
+def attend(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float, sinks: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """One row of all heads over the keys it sees: output and LSE."""
+    group = len(q) // k.shape[1]
+    scores = np.einsum("hgd,nhd->hgn", q.reshape(k.shape[1], group, -1), k).reshape(len(q), len(k)) * scale
+    top = scores.max(axis=1, initial=-1e30) if sinks is None else np.maximum(scores.max(axis=1, initial=-1e30), sinks)
+    weights = np.exp(scores - top[:, None])
+    total = weights.sum(axis=1) + (0 if sinks is None else np.exp(sinks - top))
+    sums = np.einsum("hgn,nhd->hgd", weights.reshape(k.shape[1], group, -1), v).reshape(len(q), -1)
+    out = np.divide(sums, total[:, None], out=np.zeros_like(sums), where=total[:, None] > 0)
+    with np.errstate(divide="ignore"):
+        return out, np.log2(total) + top * math.log2(math.e)

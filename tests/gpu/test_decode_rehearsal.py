@@ -1,0 +1,156 @@
+"""The GPU tests' device side without a GPU, on the stand-in driver with decodes computed from the launch's struct."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sanitizer_cases
+import test_decode_clamping_gpu as clamping
+import test_decode_gpu as plain
+import test_decode_invariant_gpu as invariant
+import test_decode_mask_gpu as masks
+import test_decode_random_gpu as matrix
+import test_decode_streams_gpu as streams
+from decode_device import on_device
+from rehearsed_decode import KERNELS, RehearsalRuntime, rehearsal
+from standin_build import StandIn, build_standin
+
+from cubin_runtime.attention import ClampedInputError
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_standin(tmp_path_factory.mktemp("standin"))
+
+
+@pytest.fixture
+def runtime(library: Path, tmp_path: Path) -> Iterator[RehearsalRuntime]:
+    StandIn(library).reset()
+    with rehearsal(library, tmp_path) as made:
+        yield made
+        made.driver.set_current(None)
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(1)
+
+
+@pytest.mark.parametrize("chunk", range(4))
+def test_random_cases_run(runtime: RehearsalRuntime, chunk: int) -> None:
+    for index in range(10 * chunk, 10 * chunk + 10):
+        matrix.run_case(runtime, index)
+
+
+def test_a_failing_case_is_named(runtime: RehearsalRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matrix, "CASES", 3)
+    monkeypatch.setattr("rehearsed_decode.attend", lambda q, k, v, scale, sinks: (q * 0 + 100, q[:, 0] * np.nan))
+    with pytest.raises(AssertionError, match=rf"(?s)seed {matrix.SEED}: 3 of 3 fail.*case 3: .*DecodeCase\(lengths"):
+        matrix.test_random_cases_match_float64(runtime, 1)
+
+
+@pytest.mark.parametrize("mask", ["none", "tree", "any"])
+def test_means_come_out(runtime: RehearsalRuntime, rng: np.random.Generator, mask: str) -> None:
+    masks.test_rows_see_what_their_mask_says(runtime, rng, "e4m3", 4, 5, mask)
+    masks.test_windows_end_where_they_should(runtime, rng, 17, mask, True)
+
+
+def test_every_kernel_is_asked_for(runtime: RehearsalRuntime, rng: np.random.Generator) -> None:
+    masks.test_every_kernel_takes_masks_windows_and_ragged_queries(runtime, rng, "fp16", 128, 64)
+
+
+@pytest.mark.parametrize("steps", list(streams.STEPS))
+def test_replays_are_fed(runtime: RehearsalRuntime, rng: np.random.Generator, steps: str) -> None:
+    streams.test_replays_follow_lengths_tables_and_masks(runtime, rng, steps, False)
+
+
+def test_replays_of_ragged_queries_and_windows_are_fed(runtime: RehearsalRuntime, rng: np.random.Generator) -> None:
+    streams.test_replays_follow_query_lengths(runtime, rng, True)
+    streams.test_replays_follow_windows_whose_pages_are_freed(runtime, rng)
+
+
+def test_repeats_are_kept_and_compared(
+    runtime: RehearsalRuntime, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "REPEATS", 3)
+    streams.test_200_repeats_under_load_on_streams_and_in_graphs_give_the_same_bits(runtime, rng)
+    streams.test_pdl_waits_for_the_tensors_that_come_before_it(runtime, rng)
+
+
+def test_a_repeat_with_other_bits_is_found(
+    runtime: RehearsalRuntime, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "REPEATS", 3)
+    with on_device(runtime, plain.SMALL, rng) as device:
+        repeated = streams.Repeated(device, graph=False)
+        for index in range(3):
+            repeated.step(index)
+        runtime.driver.fill(repeated.kept + device.out_bytes + 5, 1, 1, 0)
+        with pytest.raises(AssertionError, match=r"repeats \[1\] of 3 differ"):
+            repeated.assert_one_answer()
+
+
+@pytest.mark.parametrize("name", ["bf16", "bf16 tree, window, sinks", "fewer keys than queries", "no key"])
+def test_a_request_is_found_in_every_batch(runtime: RehearsalRuntime, name: str) -> None:
+    target = invariant.Target(runtime, name)
+    invariant.test_every_position_of_a_batch_gives_the_same_bits(target, 3)
+    invariant.test_bounds_tables_and_pages_do_not_matter(target)
+    invariant.test_ragged_queries_and_their_bound_do_not_matter(target)
+    invariant.test_streams_graphs_and_pdl_do_not_matter(target)
+
+
+def test_other_bits_in_a_batch_are_found(runtime: RehearsalRuntime) -> None:
+    target = invariant.Target(runtime, "bf16")
+    target.alone = (target.alone[0][:-1] + b"\x00", target.alone[1])
+    with pytest.raises(AssertionError, match="1 of 1 differ"):
+        target.assert_same(target.case, [target.request])
+
+
+def test_clamping_is_reported(runtime: RehearsalRuntime, rng: np.random.Generator) -> None:
+    clamping.test_lengths_are_clamped_and_reported(runtime, rng, (513, -1, 0, 128), "over max_seq_len.* and", "default")
+    clamping.test_page_ids_outside_the_pool_are_never_followed(runtime, rng, -7, "invariant")
+    clamping.test_query_sums_are_clamped_and_reported(runtime, rng, (0, 5, 5, 6, 8), "default")
+    clamping.test_good_input_is_not_reported(runtime, rng)
+
+
+def test_a_page_that_should_not_be_read_is_found(runtime: RehearsalRuntime, rng: np.random.Generator) -> None:
+    wanted = plain.replace(plain.SMALL, window_left=20, page_size=16)
+    with on_device(runtime, wanted, rng) as case:
+        workspace = case.dirty_workspace()
+        case.run(workspace=workspace)
+        case.plan.check(workspace)
+        table = case.host.page_table.copy()
+        table[0, 17] = -1
+        case.driver.copy_to_device(case.tensors[3].pointer, table)
+        case.run(workspace=workspace)
+        with pytest.raises(ClampedInputError, match="page id"):
+            case.plan.check(workspace)
+
+
+def test_sanitizer_cases_run_every_kernel(runtime: RehearsalRuntime, rng: np.random.Generator) -> None:
+    count, used = sanitizer_cases.decode_all(runtime, rng)
+    assert used == {kernel.name for kernel in KERNELS}
+    assert count + len(sanitizer_cases.CASES) + len(sanitizer_cases.LSES) <= sanitizer_cases.MOST_CASES
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda r, g: plain.test_edge_lengths_match_float64(r, g, 16, "HND", "e4m3"),
+        lambda r, g: plain.test_every_group_matches_float64(r, g, 7),
+        lambda r, g: plain.test_every_query_length_matches_float64(r, g, 5),
+        lambda r, g: plain.test_every_dtype_and_head_dimension_matches_float64(r, g, "e4m3", "fp16", "e4m3", 64),
+        plain.test_an_fp8_output_saturates,
+        plain.test_large_logits_stay_finite,
+        plain.test_a_smaller_bound_and_other_scales_for_one_step,
+        plain.test_scales_on_the_device_are_read_at_each_launch,
+        plain.test_a_workspace_of_another_stream_is_refused,
+        lambda r, g: plain.test_one_long_request_beside_short_ones_matches_float64(r, g, True),
+        plain.test_a_window_of_a_long_request_reads_what_it_needs,
+    ],
+)
+def test_plain_cases_run(runtime: RehearsalRuntime, rng: np.random.Generator, run) -> None:
+    run(runtime, rng)

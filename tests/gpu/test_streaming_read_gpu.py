@@ -1,0 +1,40 @@
+"""The kernel that measures read bandwidth reads every byte, once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from decode_cases import DeviceArrays
+
+from benchmarks.decode.reading import checksum, streaming_read
+from cubin_runtime.attention import Runtime
+
+pytestmark = pytest.mark.gpu
+
+CHUNK = 512 * 8 * 16
+
+
+@pytest.fixture
+def arrays(runtime: Runtime) -> Iterator[DeviceArrays]:
+    runtime.driver.ensure_context(0)
+    made = DeviceArrays(runtime.driver)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("ctas", [1, 132, 1000])
+@pytest.mark.parametrize("nbytes", [0, 16, CHUNK - 16, CHUNK, 7 * CHUNK + 4096 + 16, 200 * CHUNK, 1000 * CHUNK + 48])
+def test_the_sums_of_all_ctas_are_the_sum_of_all_words(
+    runtime: Runtime, arrays: DeviceArrays, nbytes: int, ctas: int
+) -> None:
+    # The words behind the end would show.
+    data = np.random.default_rng(nbytes + ctas).integers(1, 1 << 32, nbytes // 4 + 64, dtype=np.uint32)
+    sums = np.full(ctas + 1, 7, dtype=np.uint32)
+    at = arrays.upload(sums)
+    streaming_read(runtime, arrays.upload(data), nbytes, at, ctas).launch(0)
+    runtime.driver.synchronize(0)
+    runtime.driver.copy_to_host(sums, at)
+    assert checksum(sums[:ctas]) == checksum(data[: nbytes // 4])
+    assert sums[ctas] == 7
