@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from ..attention.decode_tensors import LAYOUTS
 from ..attention.runtime import Runtime, default_runtime
 from ..attention.trtllm_gen.checks import check_device, check_running_sum, check_vector
 from ..attention.views import ITEM_BYTES, TensorView, view_of
 from ..errors import UsageError
-
-LAYOUTS = ("NHD", "HND")
 
 
 def process_runtime() -> Runtime:
@@ -31,7 +30,15 @@ def refuse(operator: str, given: Mapping[str, object], defaults: Mapping[str, ob
 
 
 def split_cache(kv_cache: Any, kv_layout: str, name: str = "kv_cache") -> tuple[TensorView, TensorView]:
-    """K and V as ``[pages, kv_heads, page_size, head_dim]``: of a pair, or of one tensor that holds both.
+    """K and V as ``[pages, kv_heads, page_size, head_dim]``; forms and errors as ``cache_pair``."""
+    key, value = cache_pair(kv_cache, kv_layout, name)
+    if kv_layout == "NHD":
+        return _permuted(key, (0, 2, 1, 3)), _permuted(value, (0, 2, 1, 3))
+    return key, value
+
+
+def cache_pair(kv_cache: Any, kv_layout: str, name: str = "kv_cache") -> tuple[TensorView, TensorView]:
+    """K and V in their layout, 4 dimensions each: of a pair, or of one tensor that holds both.
 
     One tensor is ``[pages, 2, ...]``, or ``[pages, 1, ...]`` where K and V are the same memory.
 
@@ -49,8 +56,6 @@ def split_cache(kv_cache: Any, kv_layout: str, name: str = "kv_cache") -> tuple[
     for part in parts:
         if len(part.shape) != 4:
             raise UsageError(f"{name}: K or V of shape {part.shape}, expected 4 dimensions in layout {kv_layout}")
-    if kv_layout == "NHD":
-        parts = [_permuted(part, (0, 2, 1, 3)) for part in parts]
     return parts[0], parts[1]
 
 
@@ -63,15 +68,15 @@ def _halves(view: TensorView, name: str) -> list[TensorView]:
 
 
 def _item(view: TensorView, axis: int, index: int) -> TensorView:
-    pointer = view.pointer + index * view.strides[axis] * ITEM_BYTES[view.dtype]
-    keep = [place for place in range(len(view.shape)) if place != axis]
-    shape, strides = tuple(view.shape[i] for i in keep), tuple(view.strides[i] for i in keep)
-    return TensorView(pointer, view.dtype, shape, strides, view.device)
+    shape, strides, after = view.shape, view.strides, axis + 1
+    pointer = view.pointer + index * strides[axis] * ITEM_BYTES[view.dtype]
+    kept = (*shape[:axis], *shape[after:]), (*strides[:axis], *strides[after:])
+    return TensorView(pointer, view.dtype, *kept, view.device)
 
 
 def _permuted(view: TensorView, order: tuple[int, ...]) -> TensorView:
     shape, strides = tuple(view.shape[i] for i in order), tuple(view.strides[i] for i in order)
-    return replace(view, shape=shape, strides=strides)
+    return TensorView(view.pointer, view.dtype, shape, strides, view.device)
 
 
 def without(view: TensorView, axis: int) -> TensorView:
@@ -82,7 +87,8 @@ def without(view: TensorView, axis: int) -> TensorView:
 def nested_tokens(view: TensorView, q_len: int) -> TensorView:
     """``[batch * q_len, ...]`` as ``[batch, q_len, ...]``: the same memory."""
     shape = (view.shape[0] // q_len, q_len, *view.shape[1:])
-    return replace(view, shape=shape, strides=(q_len * view.strides[0], *view.strides))
+    strides = (q_len * view.strides[0], *view.strides)
+    return TensorView(view.pointer, view.dtype, shape, strides, view.device)
 
 
 def flat_tokens(view: TensorView, name: str) -> TensorView:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..attention.backends import AUTO
+from ..attention.decode_checks import integer
 from ..attention.runtime import Runtime
 from ..attention.trtllm_gen import run
 from ..attention.trtllm_gen.calls import Call
@@ -88,7 +89,7 @@ def query_lengths(
             raise UsageError(f"max_q_len={max_q_len} without cum_seq_lens_q: nothing says which tokens are whose")
         if q_len is None:
             raise UsageError("q_len_per_req: None without cum_seq_lens_q; expected the query tokens of a request")
-        return int(q_len), None
+        return integer("q_len_per_req", q_len), None
     if q_len is not None:
         raise UsageError(f"q_len_per_req={q_len} with cum_seq_lens_q: expected None where lengths differ")
     return longest_query(max_q_len, cum_seq_lens_q, batch, tokens, runtime)

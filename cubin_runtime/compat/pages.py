@@ -8,13 +8,14 @@ from typing import Any
 
 from ..attention.backends import HOPPER
 from ..attention.decode import paged_decode
+from ..attention.decode_checks import integer
 from ..attention.decode_tensors import ScaleProduct
 from ..attention.runtime import Runtime
 from ..attention.trtllm_gen.checks import check_device, is_contiguous
 from ..attention.views import ITEM_BYTES, TensorView, view_of
 from ..errors import UsageError, WorkspaceError
 from ..launch.workspace import SemaphoreWorkspace
-from .arguments import nested_tokens, pdl_of, query_of, sinks_of, split_cache, tensor_or_none, without
+from .arguments import cache_pair, nested_tokens, pdl_of, query_of, sinks_of, tensor_or_none, without
 from .outputs import E4M3, is_fp4, lse_of, output_of
 from .scales import factor_of, times
 
@@ -62,7 +63,7 @@ def decode_batch(
     ragged = q_cu_seq_lens is not None
     if not ragged and (q_len < 1 or q.shape[0] != lengths.shape[0] * q_len):
         raise UsageError(f"query: {q.shape[0]} tokens for {lengths.shape[0]} requests of {q_len}")
-    key, value = split_cache(kv_cache, kv_layout)
+    key, value = cache_pair(kv_cache, kv_layout)
     output = output_of(out, out_dtype, query, q.shape, q.dtype, None, None, runtime)
     kept_lse = lse_of(lse, return_lse, query, (q.shape[0], q.shape[1]), runtime)
     # The peer: kv_scale = bmm2 * o_scale, q_scale = bmm1 / kv_scale * sqrt(D), rcp_out_scale = 1 / o_scale. By the
@@ -75,7 +76,8 @@ def decode_batch(
         raise UsageError(f"lse: shape {lse_view.shape}, expected {q.shape[:2]}")
     nested = q_len if q_len > 1 and not ragged else None
     table = view_of(block_tables, "block_tables")
-    capacity = table.shape[-1] * key.shape[2] if table.shape else 0
+    page_size = key.shape[1 if kv_layout == "NHD" else 2]
+    capacity = table.shape[-1] * page_size if table.shape else 0
     launch(
         query,
         _by_request(q, nested),
@@ -91,9 +93,9 @@ def decode_batch(
         q_cu_seq_lens=q_cu_seq_lens,
         softmax_scale=factor_of("bmm1_scale", bmm1_scale, q.device),
         output_scale=output_scale,
-        kv_layout="HND",
+        kv_layout=kv_layout,
         names=_BATCH_NAMES,
-        max_seq_len=min(int(max_seq_len), capacity),
+        max_seq_len=min(integer("max_seq_len", max_seq_len), capacity),
         **options,
     )
     return (output.tensor, kept_lse) if return_lse else output.tensor

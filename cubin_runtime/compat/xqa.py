@@ -6,7 +6,8 @@ import math
 from typing import Any
 
 from ..attention.backends import XQA, find_backend
-from ..attention.decode_tensors import ScaleProduct
+from ..attention.decode_checks import integer
+from ..attention.decode_tensors import LAYOUTS, ScaleProduct
 from ..attention.runtime import Runtime
 from ..attention.views import TensorView, view_of
 from ..errors import UsageError
@@ -79,7 +80,8 @@ def xqa(
     _check_multiprocessors(sm_count, query.device, rt)
     keys = view_of(k_cache, "k_cache")
     _check_cache(keys, kv_layout, num_kv_heads, page_size)
-    if sliding_win_size < 0:
+    q_seq_len = integer("q_seq_len", q_seq_len)
+    if integer("sliding_win_size", sliding_win_size) < 0:
         raise UsageError(f"sliding_win_size={sliding_win_size}: expected 0 (none) or more")
     out, table = view_of(output, "output"), view_of(page_table, "page_table")
     if out.shape != query.shape:
@@ -178,7 +180,7 @@ def xqa_batch_decode_with_kv_cache(
         seq_lens,
         max_seq_len,
         runtime=rt,
-        q_len=int(q_len_per_req),
+        q_len=integer("q_len_per_req", q_len_per_req),
         q_cu_seq_lens=q_cu_seq_lens,
         bmm1_scale=bmm1_scale,
         bmm2_scale=bmm2_scale,
@@ -200,7 +202,7 @@ def _check_multiprocessors(sm_count: int | None, device: int, runtime: Runtime) 
 
 
 def _check_cache(cache: TensorView, kv_layout: str, num_kv_heads: int, page_size: int) -> None:
-    if kv_layout not in ("NHD", "HND"):
+    if kv_layout not in LAYOUTS:
         raise UsageError(f"kv_layout={kv_layout!r}: expected NHD or HND")
     if len(cache.shape) != 4:
         raise UsageError(f"k_cache: shape {cache.shape}, expected 4 dimensions in layout {kv_layout}")

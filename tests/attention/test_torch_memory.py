@@ -29,5 +29,10 @@ def test_a_scale_is_multiplied_into_a_new_tensor() -> None:
     assert (made.tolist(), made.dtype, scale.tolist()) == ([1.0], torch.float32, [0.5])
 
 
+def test_two_scales_of_any_shape_are_multiplied() -> None:
+    made = TorchMemory().product(torch.tensor(0.5), torch.tensor([[3.0]]))
+    assert (made.tolist(), made.dtype) == ([1.5], torch.float32)
+
+
 def test_integers_come_back_to_the_host() -> None:
     assert TorchMemory().to_host(torch.tensor([0, 3, 7], dtype=torch.int32)) == (0, 3, 7)

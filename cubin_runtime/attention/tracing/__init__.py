@@ -5,7 +5,9 @@
     with Recorder(Path("traces")):
         engine.step()
 
-Only what happens inside is recorded; outside nothing is written and a call costs one look at an empty tuple.
+Only what happens inside is recorded: calls of ``paged_decode``, and of the operators under other names that stand on
+it. Plans that a program runs itself are not seen. Outside nothing is written.
+Another operator joins by giving ``record`` a ``TracedCall`` of its own where ``recording()``.
 """
 
 from .recorder import Recorder, record, recording
