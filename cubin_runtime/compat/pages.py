@@ -78,26 +78,30 @@ def decode_batch(
     table = view_of(block_tables, "block_tables")
     page_size = key.shape[1 if kv_layout == "NHD" else 2]
     capacity = table.shape[-1] * page_size if table.shape else 0
-    launch(
-        query,
-        _by_request(q, nested),
-        key,
-        value,
-        split_workspace(workspace_buffer, q.device),
-        table,
-        lengths,
-        _by_request(output.view, nested),
-        None if lse_view is None else _by_request(lse_view, nested),
-        runtime=runtime,
-        q_len=q_len,
-        q_cu_seq_lens=q_cu_seq_lens,
-        softmax_scale=factor_of("bmm1_scale", bmm1_scale, q.device),
-        output_scale=output_scale,
-        kv_layout=kv_layout,
-        names=_BATCH_NAMES,
-        max_seq_len=min(integer("max_seq_len", max_seq_len), capacity),
-        **options,
-    )
+    workspace = split_workspace(workspace_buffer, q.device)
+    try:
+        launch(
+            query,
+            _by_request(q, nested),
+            key,
+            value,
+            workspace,
+            table,
+            lengths,
+            _by_request(output.view, nested),
+            None if lse_view is None else _by_request(lse_view, nested),
+            runtime=runtime,
+            q_len=q_len,
+            q_cu_seq_lens=q_cu_seq_lens,
+            softmax_scale=factor_of("bmm1_scale", bmm1_scale, q.device),
+            output_scale=output_scale,
+            kv_layout=kv_layout,
+            names=_BATCH_NAMES,
+            max_seq_len=min(integer("max_seq_len", max_seq_len), capacity),
+            **options,
+        )
+    except WorkspaceError as error:
+        raise WorkspaceError(f"workspace_buffer, behind its {SEMAPHORE_BYTES} bytes of semaphores: {error}") from error
     return (output.tensor, kept_lse) if return_lse else output.tensor
 
 

@@ -163,7 +163,9 @@ def test_a_workspace_of_semaphores_alone_is_refused(
 def test_too_little_scratch_is_refused_with_the_bytes(
     decode: Callable[..., dict[str, Any]], memory: MadeUpMemory
 ) -> None:
-    with pytest.raises(WorkspaceError, match=r"scratch of 1024 bytes: \d+ bytes are needed"):
+    with pytest.raises(
+        WorkspaceError, match=r"workspace_buffer, behind its 8388608 .*: scratch of 1024 bytes: \d+ bytes are needed"
+    ):
         decode(workspace_buffer=memory.tensor("uint8", SEMAPHORE_BYTES + 1024))
 
 
