@@ -101,7 +101,7 @@ def _decode_shared_bytes(shape: _DecodeShape, item_bytes: int) -> int:
     merge_buffers = 4 if shape.rows == 8 and shape.head_dim <= 128 else 1
     ring = shape.buffers * 64 * shape.head_dim * item_bytes
     merge = merge_buffers * shape.rows * (shape.head_dim + 4) * 4
-    in_shared = shape.warpgroups > 1 or shape.head_dim > 256 or (narrow and shape.rows * shape.head_dim > 1024)
+    in_shared = shape.warpgroups > 1 or shape.head_dim > 256 or (shape.rows > 8 and shape.head_dim > 64)
     query = 8 * (shape.rows // 8 * (shape.head_dim // 16) * 32 if in_shared and not shape.wgmma else 1)
     parties = 128 // shape.rows if shape.wgmma else 4
     rows = 4 * ((2 * (parties + 1) + 2) * shape.rows + (shape.rows if narrow else 1))

@@ -72,6 +72,8 @@ DEVICE void copy_16_bytes(uint32_t destination, const void* source) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(destination), "l"(source) : "memory");
 }
 
+DEVICE void prefetch_to_l2(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
+
 // The arrival fires when this thread's earlier cp.async are done; "noinc": it counts against the initial count.
 DEVICE void mbarrier_arrive_after_copies(uint32_t barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");

@@ -33,6 +33,15 @@
 
 namespace paged_decode {
 
+// What the first pieces need comes to L2 while the lengths are read: page table and queries, a line a thread of the grid.
+// A hint only: nothing is read before the grid in front has ended.
+DEVICE void prefetch_inputs(const Params& p) {
+    const int64_t line = static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x;
+    if (line * 32 < p.batch * p.table_stride) prefetch_to_l2(static_cast<const int*>(p.page_table) + line * 32);
+    const int item = p.q_type == E4M3 ? 1 : 2;
+    if (line * 128 < p.tokens * p.q_token_stride * item) prefetch_to_l2(static_cast<const char*>(p.q) + line * 128);
+}
+
 DEVICE void report_bounds(const Params& p) {
     uint32_t seen = 0;
     for (int b = threadIdx.x; b < p.batch; b += THREADS) {
@@ -65,6 +74,7 @@ extern "C" __global__ void __launch_bounds__(paged_decode::THREADS, CTAS_PER_SM)
         if (threadIdx.x == 1) prefetch_tensor_map(&p.v_map);
 #endif
     }
+    prefetch_inputs(p);
     __syncthreads();
     wait_for_previous_grid();
     if (threadIdx.x >= CONSUMERS) {

@@ -129,6 +129,8 @@ def decode_plan(
         "q_len": problem.q_len,
         "kv_heads": problem.kv_heads,
         "group": problem.group,
+        "group_reciprocal": -(-(1 << 16) // problem.group),
+        "head_blocks": problem.kv_heads // selection.heads_together,
         "heads_together": selection.heads_together,
         "splits": selection.splits,
         "page_size_log2": problem.page_size.bit_length() - 1,

@@ -35,6 +35,8 @@ _COMMON = (
     Field("q_len", "int32", "query tokens of each request, or with q_cu_seq_lens their bound; 1 to 16"),
     Field("kv_heads", "int32", "KV heads"),
     Field("group", "int32", "query heads a KV head"),
+    Field("group_reciprocal", "int32", "65536 / group, rounded up"),
+    Field("head_blocks", "int32", "kv_heads / heads_together"),
     Field("heads_together", "int32", "pairs that neighbouring CTAs read side by side; divides kv_heads"),
     Field("splits", "int32", "0: pairs are split by the grid; else every pair into this many, or its tiles if fewer"),
     Field("page_size_log2", "int32", "log2 of the tokens in a page"),

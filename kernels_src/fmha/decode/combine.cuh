@@ -24,10 +24,10 @@ struct Normalisation {
 };
 
 DEVICE Normalisation normalise(const Params& p, const Piece& piece, int row, float output_scale, float top, float total) {
-    const int flat = piece.row_tile * ROWS + row;
+    const RowPlace place = place_of(p, piece.row_tile * ROWS + row);
     Normalisation n;
-    n.token = piece.request.q_start + flat / p.group;
-    n.head = piece.head * p.group + flat % p.group;
+    n.token = piece.request.q_start + place.token;
+    n.head = piece.head * p.group + place.head;
     float scale = 1.f;
     if (p.sinks != nullptr) {
         constexpr float LOG2_E = 1.44269504f;
@@ -70,8 +70,6 @@ struct Parts {
     DEVICE int slot(int part) const { return base + part * step + (part == 0 ? odd_first : 0); }
 };
 
-DEVICE int cta_of(const Params& p, int team) { return team * p.heads_together + blockIdx.x % p.heads_together; }
-
 DEVICE Parts parts_of(const Params& p, const Share& share, const Piece& piece) {
     Parts parts;
     const Request& r = piece.request;
@@ -85,13 +83,11 @@ DEVICE Parts parts_of(const Params& p, const Share& share, const Piece& piece) {
         parts.odd_first = 0;
         return parts;
     }
-    // Team c begins at floor(c T / n), so the tile x lies in team floor(((x + 1) n - 1) / T).
-    const int64_t n = share.teams, start = piece.line_start;
-    const int first = static_cast<int>(((start + 1) * n - 1) / share.total);
-    const int last = static_cast<int>(((start + r.tiles) * n - 1) / share.total);
+    const int first = piece.first == 0 ? share.team : share.team_of(piece.line_start);
+    const int last = piece.last == r.tiles ? share.team : share.team_of(piece.line_start + r.tiles - 1);
     parts.count = last - first + 1;
     parts.own = share.team - first;
-    parts.counter = cta_of(p, first);
+    parts.counter = first * p.heads_together + share.member;
     // A CTA has at most one part that begins in it and goes on elsewhere (odd slot) and one from elsewhere (even slot).
     parts.base = 2 * parts.counter;
     parts.step = 2 * p.heads_together;
@@ -132,18 +128,30 @@ DEVICE void merge_parts(const Params& p, const Piece& piece, const Parts& parts,
 
     const float2* statistics = static_cast<const float2*>(p.partial_statistics);
     const int own_row = threadIdx.x / LANES_PER_ROW, own_lane = threadIdx.x % LANES_PER_ROW;
-    float top = -INFINITY, total = 0.f;
-    if (own_row < piece.rows)
-        for (int i = own_lane; i < parts.count; i += LANES_PER_ROW) {
-            const float2 part = __ldcg(&statistics[slot_row(parts.slot(i), own_row)]);
-            if (i < WEIGHTS) shared.weight[own_row][i] = part.x;
-            add_statistics(top, total, part.x, part.y);
+    // MERGE_LANES lanes, of which a thread may be several: the order of the additions does not depend on ROWS.
+    constexpr int HERE = MERGE_LANES / LANES_PER_ROW;
+    float tops[HERE], totals[HERE];
+#pragma unroll
+    for (int h = 0; h < HERE; ++h) {
+        tops[h] = -INFINITY, totals[h] = 0.f;
+        if (own_row < piece.rows)
+            for (int i = own_lane + h * LANES_PER_ROW; i < parts.count; i += MERGE_LANES) {
+                const float2 part = __ldcg(&statistics[slot_row(parts.slot(i), own_row)]);
+                if (i < WEIGHTS) shared.weight[own_row][i] = part.x;
+                add_statistics(tops[h], totals[h], part.x, part.y);
+            }
+#pragma unroll
+        for (int step = 1; step < LANES_PER_ROW; step *= 2) {
+            const float other_top = __shfl_xor_sync(~0u, tops[h], step);
+            const float other_total = __shfl_xor_sync(~0u, totals[h], step);
+            add_statistics(tops[h], totals[h], other_top, other_total);
         }
-    for (int step = 1; step < LANES_PER_ROW; step *= 2) {
-        const float other_top = __shfl_xor_sync(~0u, top, step);
-        const float other_total = __shfl_xor_sync(~0u, total, step);
-        add_statistics(top, total, other_top, other_total);
     }
+#pragma unroll
+    for (int step = 1; step < HERE; step *= 2)
+#pragma unroll
+        for (int h = 0; h + step < HERE; h += 2 * step) add_statistics(tops[h], totals[h], tops[h + step], totals[h + step]);
+    const float top = tops[0], total = totals[0];
     if (own_lane == 0) shared.maximum[own_row] = top, shared.sum[own_row] = total;
     const float anchor = top == -INFINITY ? 0.f : top;
 

@@ -43,7 +43,7 @@ constexpr int DEPTH_STEPS = HEAD_DIM / 16;
 constexpr int ROW_TILES = ROWS / 8 / CONSUMER_WARPGROUPS;  // 8-row MMA tiles of a warp
 // Few and short rows keep the queries in registers, if nothing spills for it.
 constexpr bool QUERY_IN_SHARED =
-    CONSUMER_WARPGROUPS > 1 || HEAD_DIM > 256 || (KV_E4M3 && ROW_TILES * DEPTH_STEPS > 8);
+    CONSUMER_WARPGROUPS > 1 || HEAD_DIM > 256 || (ROW_TILES > 1 && DEPTH_STEPS > 4);
 #else
 constexpr bool QUERY_IN_SHARED = false;
 #endif
@@ -57,8 +57,9 @@ constexpr int CHUNKS = (HEAD_DIM + 127) / 128;            // of a merged row: 4 
 constexpr int CELLS = ROWS_PER_WARP * CHUNKS;             // float4 that a thread merges
 constexpr int MERGE_BATCH = CELLS <= 2 ? 8 : CELLS <= 8 ? 2 : 1;  // partials whose loads are in flight, without spills
 constexpr int WEIGHTS = MERGE_BUFFERS * MERGE_STRIDE;     // partials whose weights fit the merge buffers at once
-constexpr int LANES_PER_ROW = CONSUMERS / ROWS;           // when statistics are merged
-static_assert(LANES_PER_ROW <= 32 && 32 % LANES_PER_ROW == 0, "the lanes of a row are in one warp");
+constexpr int MERGE_LANES = 16;                           // when statistics are merged
+constexpr int LANES_PER_ROW = CONSUMERS / ROWS;           // threads that are these lanes
+static_assert(MERGE_LANES % LANES_PER_ROW == 0, "every row has the same number of lanes");
 
 constexpr uint32_t STATUS_LENGTH_OVER_BOUND = 1;
 constexpr uint32_t STATUS_LENGTH_NEGATIVE = 2;
@@ -101,11 +102,16 @@ DEVICE uint32_t tile_address(uint32_t buffer, int token, int column) {
 struct RingCursor {
     int index = 0;
     uint32_t phase = 0;
-    DEVICE void advance() {
-        if (++index == BUFFERS) {
-            index = 0;
+    DEVICE void advance(int steps = 1) {  // at most once around
+        index += steps;
+        if (index >= BUFFERS) {
+            index -= BUFFERS;
             phase ^= 1;
         }
+    }
+    DEVICE void advance_far(uint32_t steps) {
+        phase ^= steps / BUFFERS & 1;
+        advance(steps % BUFFERS);
     }
 };
 

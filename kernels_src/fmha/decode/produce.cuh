@@ -22,6 +22,19 @@ struct PageWindow {
     }
 };
 
+// The queries of a piece come to L2 while the consumers are still busy with the one before.
+DEVICE void prefetch_query(const Params& p, const Piece& piece) {
+    constexpr int LINES = HEAD_DIM * 2 <= 128 ? 1 : HEAD_DIM * 2 / 128;  // of a row, at most
+    const int item = p.q_type == E4M3 ? 1 : 2;
+#pragma unroll 1
+    for (int i = threadIdx.x % 32; i < piece.rows * LINES; i += 32) {
+        const RowPlace place = place_of(p, piece.row_tile * ROWS + i / LINES);
+        const int64_t element = (piece.request.q_start + place.token) * p.q_token_stride +
+                                (piece.head * p.group + place.head) * p.q_head_stride;
+        if (i % LINES * 128 < HEAD_DIM * item) prefetch_to_l2(static_cast<const char*>(p.q) + element * item + i % LINES * 128);
+    }
+}
+
 DEVICE void produce(const Params& p, const Share& share, Shared& shared) {
     const int lane = threadIdx.x % 32;
     const int page_tokens = 1 << p.page_size_log2;
@@ -32,6 +45,7 @@ DEVICE void produce(const Params& p, const Share& share, Shared& shared) {
     const uint64_t policy = evict_first_policy();
 #endif
     for_each_piece(p, share, [&](const Piece& piece) {
+        prefetch_query(p, piece);
         PageWindow pages;
         const Request& r = piece.request;
         const int columns = (r.length + page_tokens - 1) >> p.page_size_log2;

@@ -23,7 +23,7 @@ struct RowFacts {
     DEVICE void load(const Params& p, const Piece& piece) {
         const Request& r = piece.request;
         for (int i = 0; i < 2; ++i) {
-            const int row = own_row() + i * 8, token = (piece.row_tile * ROWS + row) / p.group;
+            const int row = own_row() + i * 8, token = place_of(p, piece.row_tile * ROWS + row).token;
             // Draft tokens in front of the first key have no keys, not even their own.
             const bool exists = row < piece.rows && token >= r.q_len - r.length;
             mask[i] = exists ? mask_word(p, r, token) : 0;
@@ -34,16 +34,17 @@ struct RowFacts {
 
 using QueryFragments = uint32_t[DEPTH_STEPS][4];
 
-DEVICE void load_query(const Params& p, const Piece& piece, QueryFragments& q) {
+// `flip` is exclusive-ored to pairs of numbers: a negative softmax scale turns the queries' signs.
+DEVICE void load_query(const Params& p, const Piece& piece, uint32_t flip, QueryFragments& q) {
     for (int i = 0; i < 2; ++i) {
-        const int row = own_row() + i * 8, flat = piece.row_tile * ROWS + row;
+        const int row = own_row() + i * 8;
         const bool exists = row < piece.rows;
-        const int token = exists ? flat / p.group : 0, head = exists ? flat % p.group : 0;
-        const uint16_t* at = static_cast<const uint16_t*>(p.q) + (piece.request.q_start + token) * p.q_token_stride +
-                             (piece.head * p.group + head) * p.q_head_stride + threadIdx.x % 4 * 2;
+        const RowPlace place = place_of(p, exists ? piece.row_tile * ROWS + row : 0);
+        const uint16_t* at = static_cast<const uint16_t*>(p.q) + (piece.request.q_start + place.token) * p.q_token_stride +
+                             (piece.head * p.group + place.head) * p.q_head_stride + threadIdx.x % 4 * 2;
         for (int step = 0; step < DEPTH_STEPS; ++step)
             for (int half = 0; half < 2; ++half)
-                q[step][half * 2 + i] = exists ? *reinterpret_cast<const uint32_t*>(at + step * 16 + half * 8) : 0u;
+                q[step][half * 2 + i] = exists ? *reinterpret_cast<const uint32_t*>(at + step * 16 + half * 8) ^ flip : 0u;
     }
 }
 
@@ -57,6 +58,7 @@ struct Accumulator {
     }
 };
 
+// S = Q K^T, under way when this returns.
 DEVICE void multiply_keys(uint32_t buffer, const QueryFragments& q, float (&s)[TILE_TOKENS / 2]) {
     for (int i = 0; i < TILE_TOKENS / 2; ++i) s[i] = 0.f;
     hold_registers(s);
@@ -65,8 +67,6 @@ DEVICE void multiply_keys(uint32_t buffer, const QueryFragments& q, float (&s)[T
     for (int step = 0; step < DEPTH_STEPS; ++step)
         wgmma_add<MMA_FP16, false>(s, q[step], depth_major_operand(buffer + step / 4 * SPAN_BYTES + step % 4 * 32));
     wgmma_commit();
-    wgmma_wait<0>();
-    hold_registers(s);
 }
 
 DEVICE void hide(const Piece& piece, const RowFacts& rows, int tile_token, float (&s)[TILE_TOKENS / 2]) {
@@ -82,16 +82,16 @@ DEVICE void hide(const Piece& piece, const RowFacts& rows, int tile_token, float
         }
 }
 
-// Turns S into P as the first operand of the second product, and brings the accumulator to the new maximum.
-DEVICE void softmax(float (&s)[TILE_TOKENS / 2], Accumulator& acc, uint32_t (&probability)[TILE_TOKENS / 16][4]) {
-    float rescale[2];
+// Turns S into P; `rescale` brings the accumulator to the new maximum.
+DEVICE void softmax(float scale, float (&s)[TILE_TOKENS / 2], Accumulator& acc, float (&rescale)[2]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        float top = acc.maximum[i];
+        float top = -INFINITY;
 #pragma unroll
         for (int j = 0; j < TILE_BLOCKS; ++j) top = fmaxf(top, fmaxf(s[j * 4 + i * 2], s[j * 4 + i * 2 + 1]));
         top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
         top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+        top = fmaxf(acc.maximum[i], top * scale);
         const float anchor = top == -INFINITY ? 0.f : top;  // nothing visible so far: weights 0, not NaN
         rescale[i] = exp2_approximate(acc.maximum[i] - anchor);
         acc.maximum[i] = top;
@@ -101,14 +101,15 @@ DEVICE void softmax(float (&s)[TILE_TOKENS / 2], Accumulator& acc, uint32_t (&pr
 #pragma unroll
             for (int k = 0; k < 2; ++k) {
                 float& cell = s[j * 4 + i * 2 + k];
-                cell = exp2_approximate(cell - anchor);
+                cell = exp2_approximate(fmaf(cell, scale, -anchor));
                 sum += cell;
             }
         acc.sum[i] = acc.sum[i] * rescale[i] + sum;
     }
-    if (__any_sync(~0u, rescale[0] != 1.f || rescale[1] != 1.f))
-#pragma unroll
-        for (int j = 0; j < HEAD_DIM / 2; ++j) acc.out[j] *= rescale[j / 2 % 2];
+}
+
+// P as the first operand of the second product.
+DEVICE void pack(const float (&s)[TILE_TOKENS / 2], uint32_t (&probability)[TILE_TOKENS / 16][4]) {
 #pragma unroll
     for (int j = 0; j < TILE_BLOCKS; ++j)
 #pragma unroll
@@ -128,6 +129,7 @@ DEVICE void clear_values(char* buffer, int low, int high) {
     named_barrier_sync<128>(CONSUMER_BARRIER + 1 + warpgroup());
 }
 
+// O += P V, under way when this returns.
 DEVICE void multiply_values(uint32_t buffer, const uint32_t (&probability)[TILE_TOKENS / 16][4], Accumulator& acc) {
     hold_registers(acc.out);
     wgmma_fence();
@@ -135,8 +137,6 @@ DEVICE void multiply_values(uint32_t buffer, const uint32_t (&probability)[TILE_
     for (int step = 0; step < TILE_TOKENS / 16; ++step)
         wgmma_add<MMA_FP16, true>(acc.out, probability[step], outer_major_operand(buffer + step * 16 * SPAN, SPAN_BYTES));
     wgmma_commit();
-    wgmma_wait<0>();
-    hold_registers(acc.out);
 }
 
 // The accumulators become shared.merge (unnormalised O), maximum and sum.
@@ -179,47 +179,88 @@ DEVICE void merge_warpgroups(Accumulator& acc, Shared& shared) {
     }
 }
 
+DEVICE void release(Shared& shared, const RingCursor& cursor) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&shared.empty[cursor.index]));
+}
+
+DEVICE uint32_t wait_for_buffer(Shared& shared, const RingCursor& cursor) {
+    mbarrier_wait(shared_address(&shared.full[cursor.index]), cursor.phase);
+    return shared_address(shared.ring[cursor.index]);
+}
+
+// A warpgroup's tiles of a piece. The product P V of a tile runs beside the next tile's Q K^T and its softmax.
+DEVICE void consume_tiles(const Piece& piece, int window_left, int tiles, float scale, const QueryFragments& q, const RowFacts& rows,
+                          RingCursor key, Shared& shared, Accumulator& acc) {
+    const Request& r = piece.request;
+    // Keys [seen_from, seen_to) are seen by every row.
+    const int seen_to = r.length - r.q_len, seen_from = window_left < 0 ? 0 : r.length - 1 - window_left;
+    int tile = PARTIES == 1 ? 0 : warpgroup();
+    if (tile >= tiles) return;
+    key.advance(2 * tile);
+    float s[TILE_TOKENS / 2];
+    multiply_keys(wait_for_buffer(shared, key), q, s);
+    wgmma_wait<0>();
+    hold_registers(s);
+    release(shared, key);
+    RingCursor used;  // values that the product under way reads
+    bool pending = false, more;
+    do {
+        const int tile_token = (r.first_tile + piece.first + tile) * TILE_TOKENS;
+        if (tile_token + TILE_TOKENS > seen_to || tile_token < seen_from) hide(piece, rows, tile_token, s);
+        float rescale[2];
+        softmax(scale, s, acc, rescale);
+        wgmma_wait<0>();
+        hold_registers(acc.out);
+        if (pending) release(shared, used);
+        if (__any_sync(~0u, rescale[0] != 1.f || rescale[1] != 1.f))
+#pragma unroll
+            for (int j = 0; j < HEAD_DIM / 2; ++j) acc.out[j] *= rescale[j / 2 % 2];
+        uint32_t probability[TILE_TOKENS / 16][4];
+        pack(s, probability);
+        used = key;
+        used.advance();
+        more = tile + PARTIES < tiles;
+        uint32_t keys = shared_address(shared.ring[key.index]);
+        if (more) {
+            key.advance(2 * PARTIES);
+            keys = wait_for_buffer(shared, key);
+        }
+        multiply_keys(keys, q, s);
+        const uint32_t buffer = wait_for_buffer(shared, used);
+        const int low = max(piece.begin - tile_token, 0), high = min(r.length - tile_token, TILE_TOKENS);
+        if (low > 0 || high < TILE_TOKENS) clear_values(shared.ring[used.index], low, high);
+        multiply_values(buffer, probability, acc);
+        wgmma_wait<1>();
+        hold_registers(s);
+        if (more) release(shared, key);
+        pending = true;
+        tile += PARTIES;
+    } while (more);
+    wgmma_wait<0>();
+    hold_registers(acc.out);
+    release(shared, used);
+}
+
 DEVICE void consume(const Params& p, const Share& share, Shared& shared) {
     const float softmax_scale = p.softmax_scale_log2 * device_factor(p.softmax_scale_device);
     const float output_scale = p.output_scale * device_factor(p.output_scale_device);
+    // The softmax finds maxima before it scales; a scale of 0 must not meet the infinity of a hidden key.
+    const float scale = fmaxf(fabsf(softmax_scale), 1e-37f);
+    const uint32_t flip = softmax_scale < 0.f ? 0x80008000u : 0u;
     RingCursor cursor;
-    const auto release = [&] {
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&shared.empty[cursor.index]));
-        cursor.advance();
-    };
     for_each_piece(p, share, [&](const Piece& piece) {
         const Request& r = piece.request;
         QueryFragments q;
-        load_query(p, piece, q);
+        load_query(p, piece, flip, q);
         RowFacts rows;
         rows.load(p, piece);
         Accumulator acc;
         acc.clear();
-        // Keys [seen_from, seen_to) are seen by every row.
-        const int seen_to = r.length - r.q_len, seen_from = p.window_left < 0 ? 0 : r.length - 1 - p.window_left;
-        for (int tile = piece.first; tile < piece.last; ++tile) {
-            const int tile_token = (r.first_tile + tile) * TILE_TOKENS;
-            const int low = max(piece.begin - tile_token, 0), high = min(r.length - tile_token, TILE_TOKENS);
-            if (high <= 0) continue;
-            if (PARTIES == 2 && (tile - piece.first) % 2 != warpgroup()) {
-                cursor.advance();
-                cursor.advance();
-                continue;
-            }
-            float s[TILE_TOKENS / 2];
-            mbarrier_wait(shared_address(&shared.full[cursor.index]), cursor.phase);
-            multiply_keys(shared_address(shared.ring[cursor.index]), q, s);
-            release();
-            for (int i = 0; i < TILE_TOKENS / 2; ++i) s[i] *= softmax_scale;
-            if (tile_token + TILE_TOKENS > seen_to || tile_token < seen_from) hide(piece, rows, tile_token, s);
-            uint32_t probability[TILE_TOKENS / 16][4];
-            softmax(s, acc, probability);
-            mbarrier_wait(shared_address(&shared.full[cursor.index]), cursor.phase);
-            if (low > 0 || high < TILE_TOKENS) clear_values(shared.ring[cursor.index], low, high);
-            multiply_values(shared_address(shared.ring[cursor.index]), probability, acc);
-            release();
-        }
+        // Tiles with keys; the one of a request without any is not in the ring.
+        const int tiles = min(piece.last, (r.length + TILE_TOKENS - 1) / TILE_TOKENS - r.first_tile) - piece.first;
+        consume_tiles(piece, p.window_left, tiles, scale, q, rows, cursor, shared, acc);
+        cursor.advance_far(2 * max(tiles, 0));
         merge_warpgroups(acc, shared);
         finish_piece(p, share, piece, output_scale, shared);
         named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);  // shared.merge and its statistics are free again

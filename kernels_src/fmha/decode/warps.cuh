@@ -49,11 +49,10 @@ DEVICE float load_query(const Params& p, const Piece& piece, int row_base, Store
     const int lane = threadIdx.x % 32;
     const int row = row_base + lane / 4;
     const bool exists = row < piece.rows;
-    const int flat = piece.row_tile * ROWS + row;
-    const int token = exists ? flat / p.group : 0, head = exists ? flat % p.group : 0;
+    const RowPlace place = place_of(p, exists ? piece.row_tile * ROWS + row : 0);
     const int item = p.q_type == E4M3 ? 1 : 2;
-    const char* at = static_cast<const char*>(p.q) + ((piece.request.q_start + token) * p.q_token_stride +
-                                                      (piece.head * p.group + head) * p.q_head_stride) * item;
+    const char* at = static_cast<const char*>(p.q) + ((piece.request.q_start + place.token) * p.q_token_stride +
+                                                      (piece.head * p.group + place.head) * p.q_head_stride) * item;
     if constexpr (!KV_E4M3) {
         at += lane % 4 * 4;
         for (int step = 0; step < DEPTH_STEPS; ++step)
@@ -95,7 +94,7 @@ struct Queries {
     DEVICE void load(const Params& p, const Piece& piece, float softmax_scale, Shared& shared) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         if (threadIdx.x < ROWS) {
-            const int token = (piece.row_tile * ROWS + threadIdx.x) / p.group;
+            const int token = place_of(p, piece.row_tile * ROWS + threadIdx.x).token;
             const Request& r = piece.request;
             // Draft tokens in front of the first key have no keys, not even their own.
             const bool exists = threadIdx.x < piece.rows && token >= r.q_len - r.length;

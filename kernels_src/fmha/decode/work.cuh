@@ -37,8 +37,18 @@ DEVICE Request request_at(const Params& p, int index) {
     r.first_tile = begin / TILE_TOKENS;
     r.tiles = max(1, (r.length + TILE_TOKENS - 1) / TILE_TOKENS - r.first_tile);
     r.row_tiles = (r.q_len * p.group + ROWS - 1) / ROWS;
-    r.blocks = p.kv_heads / p.heads_together * r.row_tiles;
+    r.blocks = p.head_blocks * r.row_tiles;
     return r;
+}
+
+// The query token of a flat row, and the query head of its KV head's group: exact for all rows that there can be.
+struct RowPlace {
+    int token, head;
+};
+
+DEVICE RowPlace place_of(const Params& p, int flat_row) {
+    const int token = static_cast<int>(static_cast<uint32_t>(flat_row) * static_cast<uint32_t>(p.group_reciprocal) >> 16);
+    return {token, flat_row - token * p.group};
 }
 
 DEVICE uint32_t mask_word(const Params& p, const Request& r, int token) {
@@ -67,99 +77,125 @@ struct Piece {
 
 // The team's share of the line, found by each warp on its own from the lengths.
 struct Share {
-    int team, member;         // the CTA is one of `heads_together` in its team
-    int begin, end;           // tiles on the line
-    int request, line_start;  // where `begin` lies: request, and the index of its first tile
-    int total, teams;         // tiles in all, teams that have any
+    int team, member;              // the CTA is one of `heads_together` in its team
+    int tiles;                     // on the line, of the share
+    int request, block, first;     // where the share begins: request, block of its pairs, tile
+    int block_start;               // index of that block's tile 0 on the line
+    int total, teams;              // tiles in all, teams that have any
+    int quotient, remainder;       // of total by teams
+
+    DEVICE int begin(int c) const { return c * quotient + c * remainder / teams; }  // floor(c total / teams)
+
+    // The team that has a tile of the line: team c begins at floor(c T / n), so tile x lies in floor(((x + 1) n - 1) / T).
+    DEVICE int team_of(int tile) const {
+        if (total < (1 << 30) / teams) return (static_cast<uint32_t>(tile + 1) * teams - 1) / static_cast<uint32_t>(total);
+        return static_cast<int>((static_cast<int64_t>(tile + 1) * teams - 1) / total);
+    }
 };
 
 DEVICE Share find_share(const Params& p) {
     const int lane = threadIdx.x % 32;
     int total = 0;
+#pragma unroll 1
     for (int b = lane; b < p.batch; b += 32) {
         const Request r = request_at(p, b);
         total += r.tiles * r.blocks;
     }
     Share share;
     share.team = blockIdx.x / p.heads_together;
-    share.member = blockIdx.x % p.heads_together;
+    share.member = blockIdx.x - share.team * p.heads_together;
     share.total = total = __reduce_add_sync(~0u, total);
-    share.teams = min(static_cast<int>(gridDim.x / p.heads_together), total);
-    if (share.team >= share.teams) {
-        share.begin = share.end = share.request = share.line_start = 0;
-        return share;
-    }
-    share.begin = static_cast<int>(static_cast<int64_t>(share.team) * total / share.teams);
-    share.end = static_cast<int>(static_cast<int64_t>(share.team + 1) * total / share.teams);
+    share.teams = max(1, min(static_cast<int>(gridDim.x / p.heads_together), total));
+    share.quotient = total / share.teams;
+    share.remainder = total - share.quotient * share.teams;
+    share.request = share.block = share.first = share.block_start = share.tiles = 0;
+    if (share.team >= share.teams) return share;
+    const int begin = share.begin(share.team);
+    share.tiles = share.begin(share.team + 1) - begin;
     int before = 0;
-    for (int base = 0;; base += 32) {
+#pragma unroll 1
+    for (int base = 0; base < p.batch; base += 32) {
         const int b = base + lane;
-        int own = 0;
+        int own = 0, tiles = 1;
         if (b < p.batch) {
             const Request r = request_at(p, b);
             own = r.tiles * r.blocks;
+            tiles = r.tiles;
         }
         int through = own;
+#pragma unroll
         for (int step = 1; step < 32; step *= 2) {
             const int other = __shfl_up_sync(~0u, through, step);
             if (lane >= step) through += other;
         }
-        const uint32_t past = __ballot_sync(~0u, before + through > share.begin);
+        const uint32_t past = __ballot_sync(~0u, before + through > begin);
         if (past) {
             const int winner = __ffs(past) - 1;
+            const int start = before + __shfl_sync(~0u, through - own, winner);
+            tiles = __shfl_sync(~0u, tiles, winner);
             share.request = base + winner;
-            share.line_start = before + __shfl_sync(~0u, through - own, winner);
+            share.block = (begin - start) / tiles;
+            share.block_start = start + share.block * tiles;
+            share.first = begin - share.block_start;
             return share;
         }
         before += __shfl_sync(~0u, through, 31);
     }
+    return share;
 }
 
 DEVICE int split_count(const Params& p, const Request& r) { return min(p.splits, r.tiles); }
 
-DEVICE int split_start(const Params& p, const Request& r, int split) {
-    return static_cast<int>(static_cast<int64_t>(split) * r.tiles / split_count(p, r));
+DEVICE int split_start(const Request& r, int split, int count) {
+    return static_cast<uint32_t>(split) * static_cast<uint32_t>(r.tiles) / static_cast<uint32_t>(count);
 }
 
 // Calls visit(piece) for each piece of the share, in order; producer and consumers walk the same way.
 template <class Visit>
 DEVICE void for_each_piece(const Params& p, const Share& share, Visit visit) {
-    int position = share.begin, request_start = share.line_start, index = share.request;
-    while (position < share.end) {
-        Piece piece;
-        piece.request = request_at(p, index);
-        const Request& r = piece.request;
-        const int size = r.tiles * r.blocks;
-        if (position - request_start >= size) {
-            request_start += size;
-            ++index;
-            continue;
+    int left = share.tiles, block = share.block, first = share.first, block_start = share.block_start;
+    if (left <= 0) return;
+    Piece piece;
+    piece.split = 0;
+    piece.request = request_at(p, share.request);
+    const Request& r = piece.request;
+    if (p.splits > 0) {
+        // A split belongs to the team in whose share it begins.
+        const int count = split_count(p, r);
+        piece.split = (static_cast<uint32_t>(first) * static_cast<uint32_t>(count) + r.tiles - 1) / r.tiles;
+        const int begin = split_start(r, piece.split, count);
+        left -= begin - first;
+        first = begin;
+    }
+#pragma unroll 1
+    while (left > 0) {
+        if (first == r.tiles) {
+            first = piece.split = 0;
+            block_start += r.tiles;
+            if (++block == r.blocks) {
+                block = 0;
+                do piece.request = request_at(p, r.index + 1);
+                while (r.blocks == 0);
+            }
         }
-        const int block = (position - request_start) / r.tiles;
         const int pair = block * p.heads_together + share.member;
-        piece.head = pair / r.row_tiles;
-        piece.row_tile = pair % r.row_tiles;
-        piece.line_start = request_start + block * r.tiles;
-        piece.first = position - piece.line_start;
-        if (p.splits == 0) {
-            piece.split = 0;
-            piece.last = min(r.tiles, piece.first + share.end - position);
-        } else {
-            // A split belongs to the team in whose share it begins.
-            const int count = split_count(p, r);
-            piece.split = static_cast<int>((static_cast<int64_t>(piece.first) * count + r.tiles - 1) / r.tiles);
-            piece.first = split_start(p, r, piece.split);
-            piece.last = split_start(p, r, piece.split + 1);
-            position = piece.line_start + piece.first;
-            if (piece.split == count) continue;
-            if (position >= share.end) break;
-        }
+        piece.head = r.row_tiles == 1 ? pair : pair / r.row_tiles;
+        piece.row_tile = pair - piece.head * r.row_tiles;
+        piece.line_start = block_start;
+        piece.first = first;
+        piece.last = p.splits > 0 ? split_start(r, piece.split + 1, split_count(p, r)) : min(r.tiles, first + left);
         piece.rows = min(ROWS, r.q_len * p.group - piece.row_tile * ROWS);
-        piece.begin = window_begin(p, r, 0);
-        if (p.mask != nullptr)
-            for (int token = 1; token < r.q_len; ++token) piece.begin = min(piece.begin, window_begin(p, r, token));
+        piece.begin = 0;
+        if (p.window_left >= 0) {
+            piece.begin = window_begin(p, r, 0);
+            if (p.mask != nullptr)
+#pragma unroll 1
+                for (int token = 1; token < r.q_len; ++token) piece.begin = min(piece.begin, window_begin(p, r, token));
+        }
         visit(piece);
-        position = piece.line_start + piece.last;
+        left -= piece.last - first;
+        first = piece.last;
+        ++piece.split;
     }
 }
 
