@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from decode_cases import DeviceArrays
+from device_arrays import DeviceArrays
 
 from benchmarks.decode.reading import checksum, streaming_read
 from cubin_runtime.attention import Runtime
