@@ -13,7 +13,7 @@ from decode_masks import MASKS
 Q_DTYPES = {"bf16": ("bf16",), "fp16": ("fp16",), "e4m3": ("bf16", "fp16", "e4m3")}
 HEAD_DIMS = (32, 64, 128, 256, 512)
 PAGE_SIZES = (16, 32, 64, 128, 256)
-WINDOWS = (-1, -1, 0, 1, 17, 64, 1000)
+WINDOWS = (-1, -1, -1, 0, 1, 17, 64, 1000, 2**31 - 1)
 SPANS = (1, 17, 64, 130, 300, 600, 3500)
 SPAN_ODDS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.22, 0.03)
 # What the reference and the transfers may take: KV elements of one cache, multiplications of one product.

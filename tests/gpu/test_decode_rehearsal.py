@@ -175,6 +175,7 @@ def test_sanitizer_cases_run_every_kernel(runtime: RehearsalRuntime, rng: np.ran
         lambda r, g: plain.test_every_group_matches_float64(r, g, 7),
         lambda r, g: plain.test_every_query_length_matches_float64(r, g, 5),
         lambda r, g: plain.test_every_dtype_and_head_dimension_matches_float64(r, g, "e4m3", "fp16", "e4m3", 64),
+        lambda r, g: plain.test_the_widest_window_hides_nothing(r, g, "any"),
         plain.test_an_fp8_output_saturates,
         plain.test_large_logits_stay_finite,
         plain.test_a_smaller_bound_and_other_scales_for_one_step,
