@@ -17,6 +17,7 @@ from device_arrays import GUARD, POISON, DeviceArrays
 
 from cubin_runtime.artifacts.own_kernels import OwnKernel
 from cubin_runtime.attention import PagedDecodePlan, Runtime, TensorView, plan_paged_decode
+from cubin_runtime.errors import UsageError
 from cubin_runtime.launch.hopper.decode import decode_regions
 from cubin_runtime.launch.workspace import Workspace
 
@@ -141,12 +142,19 @@ def on_device(
     host: HostTensors | None = None,
     guard: int = GUARD,
 ) -> Iterator[DeviceCase]:
-    """The case in device memory, planned, on the kernel that it asks for where there is one."""
+    """The case in device memory, planned, on the kernel that it asks for where there is one and it may be chosen."""
     runtime.driver.ensure_context(0)
     arrays = DeviceArrays(runtime.driver, guard)
     try:
-        with only_kernels(runtime, _kernels_asked(runtime, case)):
-            made = DeviceCase(runtime, case, host or make_host(case, rng), arrays)
+        host = host or make_host(case, rng)
+        try:
+            with only_kernels(runtime, _kernels_asked(runtime, case)):
+                made = DeviceCase(runtime, case, host, arrays)
+        except UsageError:
+            if case.rows is None:
+                raise
+            # Not every option may be served by every kernel.
+            made = DeviceCase(runtime, case, host, arrays)
         yield made
     finally:
         arrays.close()

@@ -13,7 +13,7 @@ from decode_masks import MASKS
 Q_DTYPES = {"bf16": ("bf16",), "fp16": ("fp16",), "e4m3": ("bf16", "fp16", "e4m3")}
 HEAD_DIMS = (32, 64, 128, 256, 512)
 PAGE_SIZES = (16, 32, 64, 128, 256)
-WINDOWS = (-1, -1, 0, 1, 17, 64, 1000)
+WINDOWS = (-1, -1, -1, 0, 1, 17, 64, 1000, 2**31 - 1)
 SPANS = (1, 17, 64, 130, 300, 600, 3500)
 SPAN_ODDS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.22, 0.03)
 # What the reference and the transfers may take: KV elements of one cache, multiplications of one product.
@@ -47,7 +47,7 @@ def random_case(rng: np.random.Generator, spans: Sequence[int] = SPANS, **fixed:
         "flat_q": _flag(rng),
         "unsigned": _flag(rng),
         "spare_columns": _one(rng, (0, 1, 9)),
-        "rows": _one(rng, (None, None, None, None, 8, 16, 32, 64)),
+        "rows": _one(rng, (None, None, None, None, None, 8, 16, 32, 64, 128)),
     }
     draw |= fixed
     draw["q_dtype"] = fixed.get("q_dtype") or _one(rng, Q_DTYPES[draw["kv_dtype"]])

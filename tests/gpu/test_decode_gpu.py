@@ -107,6 +107,13 @@ def test_a_window_of_a_long_request_reads_what_it_needs(runtime: Runtime, rng: n
         assert_case(runtime, replace(wanted, batch_invariant=True, q_len=4, mask="any"), rng)
 
 
+@pytest.mark.parametrize("mask", ["none", "any"])
+def test_the_widest_window_hides_nothing(runtime: Runtime, rng: np.random.Generator, mask: str) -> None:
+    # Fewer keys than query tokens put positions below 0, from which such a window leaves the range of int32.
+    wanted = replace(SMALL, lengths=(3, 0, 16, 300), q_len=16, mask=mask, window_left=2**31 - 1)
+    assert_case(runtime, wanted, rng)
+
+
 def test_an_fp8_output_saturates(runtime: Runtime, rng: np.random.Generator) -> None:
     wanted = replace(SMALL, kv_dtype="e4m3", out_dtype="e4m3", output_scale=5000.0)
     with on_device(runtime, wanted, rng) as case:

@@ -138,7 +138,7 @@ def test_streams_graphs_and_pdl_do_not_matter(target: Target) -> None:
     target.assert_same(replace(target.case, pdl=True), batch, graph=True)
 
 
-def test_the_rows_of_a_kernel_do_not_matter(target: Target) -> None:
+def test_every_kernel_that_may_be_chosen_gives_the_same_bits(target: Target) -> None:
     for kernel in decode_kernels(target.runtime, target.case):
         asked = replace(target.case, rows=int(kernel.traits["rows"]))
         target.assert_same(asked, [target.request])

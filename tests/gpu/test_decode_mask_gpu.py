@@ -54,7 +54,7 @@ def test_rows_see_what_their_mask_says(
 
 @pytest.mark.parametrize("kv_dtype", ["bf16", "fp16", "e4m3"])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("rows", [8, 16, 32, 64])
+@pytest.mark.parametrize("rows", [8, 16, 32, 64, 128])
 def test_every_kernel_takes_masks_windows_and_ragged_queries(
     runtime: Runtime, rng: np.random.Generator, kv_dtype: str, head_dim: int, rows: int
 ) -> None:
