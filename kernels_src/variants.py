@@ -106,7 +106,8 @@ def _decode_shared_bytes(shape: _DecodeShape, item_bytes: int) -> int:
     parties = 128 // shape.rows if shape.wgmma else 4
     rows = 4 * ((2 * (parties + 1) + 2) * shape.rows + (shape.rows if narrow else 1))
     barriers = -(-(ring + merge + query + rows) // 8) * 8
-    return -(-(barriers + _DECODE_BARRIER_BYTES * shape.buffers + 4) // 128) * 128
+    share = 9 * 4 if shape.wgmma else 0
+    return -(-(barriers + _DECODE_BARRIER_BYTES * shape.buffers + 4 + share) // 128) * 128
 
 
 def _paged_decode(sm: str, dtype: str, shape: _DecodeShape) -> Variant:
@@ -117,7 +118,7 @@ def _paged_decode(sm: str, dtype: str, shape: _DecodeShape) -> Variant:
         sm=sm,
         operation="paged_decode",
         struct="PagedDecodeTmaParams" if tma else "PagedDecodeCopyParams",
-        threads=160 if shape.warpgroups == 1 else 384,  # of a producer's warpgroup one warp works
+        threads=192 if shape.warpgroups == 1 else 384,
         shared_bytes=_decode_shared_bytes(shape, 1 if dtype == "e4m3" else 2),
         traits={
             "dtype": dtype,
@@ -145,14 +146,14 @@ _HOPPER_DECODE_16_BITS = (
     _DecodeShape(32, 16, 1, 20, 2),
     _DecodeShape(64, 8, 1, 12, 2),
     _DecodeShape(64, 16, 1, 12, 2),
-    _DecodeShape(64, 64, 2, 22, 1, wgmma=True),
+    _DecodeShape(64, 64, 2, 20, 1, wgmma=True),
     _DecodeShape(64, 128, 2, 20, 1, wgmma=True),
     _DecodeShape(128, 8, 1, 6, 2),
     _DecodeShape(128, 16, 1, 6, 2),
-    _DecodeShape(128, 64, 2, 11, 1, wgmma=True),
-    _DecodeShape(128, 128, 2, 9, 1, wgmma=True),
+    _DecodeShape(128, 64, 2, 8, 1, wgmma=True),
+    _DecodeShape(128, 128, 2, 8, 1, wgmma=True),
     _DecodeShape(256, 8, 1, 6, 1),
-    _DecodeShape(256, 32, 2, 5, 1),
+    _DecodeShape(256, 32, 2, 4, 1),
     _DecodeShape(512, 8, 1, 3, 1),
 )
 _HOPPER_DECODE_8_BITS = (
@@ -160,11 +161,11 @@ _HOPPER_DECODE_8_BITS = (
     _DecodeShape(64, 8, 1, 20, 2),
     _DecodeShape(64, 16, 1, 20, 2),
     _DecodeShape(64, 64, 2, 24, 1),
-    _DecodeShape(128, 8, 1, 11, 2),
-    _DecodeShape(128, 16, 1, 11, 2),
+    _DecodeShape(128, 8, 1, 10, 2),
+    _DecodeShape(128, 16, 1, 10, 2),
     _DecodeShape(128, 64, 2, 20, 1),
     _DecodeShape(256, 8, 1, 10, 1),
-    _DecodeShape(256, 32, 2, 10, 1),
+    _DecodeShape(256, 32, 2, 8, 1),
     _DecodeShape(512, 8, 1, 6, 1),
 )
 # 99 KB of shared memory are enough for all of these on every SM.

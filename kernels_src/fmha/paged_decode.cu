@@ -1,6 +1,6 @@
 // Paged attention of few query tokens a request (decode, draft tokens): grouped queries; KV bf16, fp16 or e4m3.
 //
-//   page table --> producer warp --TMA or cp.async--> ring of buffers  K V K V ...   (full / empty mbarriers)
+//   page table --> producer warps --TMA or cp.async--> ring of buffers  K V K V ...   (full / empty mbarriers)
 //                                                        |
 //   4 (or 2 x 4) consumer warps, each 16 of a            v
 //   tile's 64 tokens (and half of the rows):
@@ -79,11 +79,20 @@ extern "C" __global__ void __launch_bounds__(paged_decode::THREADS, CTAS_PER_SM)
     wait_for_previous_grid();
     if (threadIdx.x >= CONSUMERS) {
         if constexpr (HANDS_OVER_REGISTERS) give_registers<PRODUCER_REGISTERS>();
-        if (threadIdx.x / 32 == PRODUCER_WARP) produce(p, find_share(p), shared);
+        produce(p, find_share(p), threadIdx.x / 32 - CONSUMER_WARPS, shared);
         allow_next_grid();
     } else {
         if constexpr (HANDS_OVER_REGISTERS) take_registers<CONSUMER_REGISTERS>();
+#if WARPGROUP_MMA
+        if (threadIdx.x < 32) {
+            const Share share = find_share(p);
+            if (threadIdx.x == 0) shared.share = share;
+        }
+        named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
+        consume(p, shared.share, shared);
+#else
         consume(p, find_share(p), shared);
+#endif
     }
     if (blockIdx.x == 0) report_bounds(p);
 }

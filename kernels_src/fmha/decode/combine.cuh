@@ -83,8 +83,8 @@ DEVICE Parts parts_of(const Params& p, const Share& share, const Piece& piece) {
         parts.odd_first = 0;
         return parts;
     }
-    const int first = piece.first == 0 ? share.team : share.team_of(piece.line_start);
-    const int last = piece.last == r.tiles ? share.team : share.team_of(piece.line_start + r.tiles - 1);
+    const int first = piece.first == 0 ? share.team : team_of(share, piece.line_start);
+    const int last = piece.last == r.tiles ? share.team : team_of(share, piece.line_start + r.tiles - 1);
     parts.count = last - first + 1;
     parts.own = share.team - first;
     parts.counter = first * p.heads_together + share.member;
@@ -156,7 +156,9 @@ DEVICE void merge_parts(const Params& p, const Piece& piece, const Parts& parts,
     const float anchor = top == -INFINITY ? 0.f : top;
 
     float4 value[CELLS];
+#pragma unroll
     for (int cell = 0; cell < CELLS; ++cell) value[cell] = make_float4(0, 0, 0, 0);
+#pragma unroll 1
     for (int base = 0; base < parts.count; base += WEIGHTS) {
         const int count = min(parts.count - base, WEIGHTS);
         if (own_row < piece.rows)
@@ -166,6 +168,7 @@ DEVICE void merge_parts(const Params& p, const Piece& piece, const Parts& parts,
                 shared.weight[own_row][i] = exp2_approximate(maximum - anchor);
             }
         named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
+#pragma unroll 1
         for (int part = 0; part < count; part += MERGE_BATCH) {
             if (base + part > 0) load_parts(p, piece, parts, base + part, loaded);
 #pragma unroll
@@ -182,6 +185,7 @@ DEVICE void merge_parts(const Params& p, const Piece& piece, const Parts& parts,
         }
         named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);  // the weights are free again
     }
+#pragma unroll
     for (int cell = 0; cell < CELLS; ++cell) {
         const int row = threadIdx.x / 32 + cell / CHUNKS * CONSUMER_WARPS, dim = chunk_dim(cell % CHUNKS);
         if (row >= piece.rows) continue;

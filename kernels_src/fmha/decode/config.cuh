@@ -16,7 +16,6 @@ enum Type { BF16 = 0, FP16 = 1, E4M3 = 2 };
 constexpr int TILE_TOKENS = 64;
 constexpr int CONSUMER_WARPS = 4 * CONSUMER_WARPGROUPS;
 constexpr int CONSUMERS = 32 * CONSUMER_WARPS;
-constexpr int PRODUCER_WARP = CONSUMER_WARPS;
 #if WARPGROUP_MMA
 constexpr int PARTIES = 64 * CONSUMER_WARPGROUPS / ROWS;  // warpgroups that take a piece's tiles in turn
 constexpr int BUFFER_READERS = CONSUMER_WARPS / PARTIES;  // warps that read a buffer
@@ -24,9 +23,10 @@ constexpr int BUFFER_READERS = CONSUMER_WARPS / PARTIES;  // warps that read a b
 constexpr int PARTIES = 4;  // warps that share a tile, each with 16 of its tokens
 constexpr int BUFFER_READERS = CONSUMER_WARPS;
 #endif
-// Registers are handed over by whole warpgroups: the producer's three other warps exist to give theirs away.
+// Registers are handed over by whole warpgroups.
 constexpr bool HANDS_OVER_REGISTERS = CONSUMER_WARPGROUPS > 1;
-constexpr int THREADS = CONSUMERS + (HANDS_OVER_REGISTERS ? 128 : 32);
+constexpr int PRODUCER_WARPS = HANDS_OVER_REGISTERS ? 4 : 2;  // even ones bring keys, odd ones values
+constexpr int THREADS = CONSUMERS + 32 * PRODUCER_WARPS;
 constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 56;
 
 constexpr bool KV_E4M3 = KV_TYPE == E4M3;
@@ -55,11 +55,20 @@ constexpr int MERGE_BUFFERS = ROWS == 8 && HEAD_DIM <= 128 ? PARTIES : 1;
 constexpr int ROWS_PER_WARP = ROWS / CONSUMER_WARPS;      // of the merged result
 constexpr int CHUNKS = (HEAD_DIM + 127) / 128;            // of a merged row: 4 head dims a lane
 constexpr int CELLS = ROWS_PER_WARP * CHUNKS;             // float4 that a thread merges
-constexpr int MERGE_BATCH = CELLS <= 2 ? 8 : CELLS <= 8 ? 2 : 1;  // partials whose loads are in flight, without spills
+constexpr int MERGE_BATCH = CELLS <= 2 ? 8 : CELLS <= 4 ? 2 : 1;  // partials whose loads are in flight, without spills
 constexpr int WEIGHTS = MERGE_BUFFERS * MERGE_STRIDE;     // partials whose weights fit the merge buffers at once
 constexpr int MERGE_LANES = 16;                           // when statistics are merged
 constexpr int LANES_PER_ROW = CONSUMERS / ROWS;           // threads that are these lanes
 static_assert(MERGE_LANES % LANES_PER_ROW == 0, "every row has the same number of lanes");
+
+// A team's share of the line of all tiles; see work.cuh.
+struct Share {
+    int team, member;           // the CTA is one of `heads_together` in its team
+    int tiles;                  // on the line, of the share
+    int request, block, first;  // where the share begins: request, block of its pairs, tile
+    int block_start;            // index of that block's tile 0 on the line
+    int total, teams;           // tiles in all, teams that have any
+};
 
 constexpr uint32_t STATUS_LENGTH_OVER_BOUND = 1;
 constexpr uint32_t STATUS_LENGTH_NEGATIVE = 2;
@@ -86,10 +95,15 @@ struct alignas(128) Shared {
     alignas(8) uint64_t full[BUFFERS];
     alignas(8) uint64_t empty[BUFFERS];
     int arrived_last;
+#if WARPGROUP_MMA
+    Share share;  // of the consumers, whose registers are short
+#endif
 };
 
 static_assert(sizeof(Shared) == SHARED_BYTES, "the variant list states another size of dynamic shared memory");
 static_assert(BUFFERS >= 2, "K and V of a tile are in the ring together");
+// Warpgroups that take tiles in turn may be rounds of the ring apart: a buffer's rounds are told apart by one warp alone.
+static_assert(!WARPGROUP_MMA || BUFFERS % PRODUCER_WARPS == 0, "a buffer is always filled by the same warp");
 
 // Address of 16 bytes of a token in a swizzled buffer, as the tensor map's 128-, 64- or 32-byte pattern places them.
 DEVICE uint32_t tile_address(uint32_t buffer, int token, int column) {

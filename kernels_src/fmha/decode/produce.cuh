@@ -4,21 +4,29 @@
 
 namespace paged_decode {
 
-// Page ids of one request, 32 at a time in the lanes of the producer warp.
+// Page ids of one request, 32 table columns at a time in the lanes of a warp, the next 32 on their way.
 struct PageWindow {
-    int base = -1;  // first table column held
-    int page = 0;
-    DEVICE int get(const Params& p, int request, int column, int columns) {
-        if (base < 0 || column >= base + 32) {
-            base = column;
-            const int own = column + threadIdx.x % 32;
-            page = own < columns ? static_cast<const int*>(p.page_table)[request * p.table_stride + own] : 0;
-            if (page < 0 || page >= p.num_pages) {
-                page = min(max(page, 0), p.num_pages - 1);
-                atomicOr(static_cast<uint32_t*>(p.status), STATUS_PAGE_OUTSIDE_POOL);
-            }
+    int held = -2;  // which 32 columns
+    int page = 0, ahead = 0;
+
+    // Columns in front of every row's window and past the length are not read: their keys are never seen.
+    DEVICE int load(const Params& p, const Piece& piece, int window) const {
+        const int first = piece.begin >> p.page_size_log2;
+        const int last = (piece.request.length - 1) >> p.page_size_log2;
+        const int column = window * 32 + threadIdx.x % 32;
+        if (column < first || column > last) return 0;
+        return static_cast<const int*>(p.page_table)[piece.request.index * p.table_stride + column];
+    }
+
+    DEVICE void move_to(const Params& p, const Piece& piece, int window) {
+        if (window == held) return;
+        page = window == held + 1 ? ahead : load(p, piece, window);
+        ahead = load(p, piece, window + 1);
+        held = window;
+        if (page < 0 || page >= p.num_pages) {
+            page = min(max(page, 0), p.num_pages - 1);
+            atomicOr(static_cast<uint32_t*>(p.status), STATUS_PAGE_OUTSIDE_POOL);
         }
-        return __shfl_sync(~0u, page, column - base);
     }
 };
 
@@ -35,68 +43,66 @@ DEVICE void prefetch_query(const Params& p, const Piece& piece) {
     }
 }
 
-DEVICE void produce(const Params& p, const Share& share, Shared& shared) {
+// Producer warp `warp`: keys or values of every (PRODUCER_WARPS / 2)-th tile.
+DEVICE void produce(const Params& p, const Share& share, int warp, Shared& shared) {
+    constexpr int TURNS = PRODUCER_WARPS / 2;
     const int lane = threadIdx.x % 32;
+    const bool values = warp % 2;
     const int page_tokens = 1 << p.page_size_log2;
     const int chunk = min(page_tokens, TILE_TOKENS);  // tokens of a tile that one page holds together
     RingCursor cursor;
-    uint32_t emptied = 1;  // a fresh barrier counts as emptied once
+    cursor.advance(warp);
+    int turn = warp / 2;  // tiles until this warp's next
 #if USE_TMA
     const uint64_t policy = evict_first_policy();
+    const void* map = values ? &p.v_map : &p.k_map;
+#else
+    const char* base = static_cast<const char*>(values ? p.v : p.k);
+    const int64_t page_stride = values ? p.v_page_stride : p.k_page_stride;
+    const int64_t token_stride = values ? p.v_token_stride : p.k_token_stride;
+    const int64_t head_stride = values ? p.v_head_stride : p.k_head_stride;
 #endif
     for_each_piece(p, share, [&](const Piece& piece) {
-        prefetch_query(p, piece);
+        if (warp == 0) prefetch_query(p, piece);
         PageWindow pages;
         const Request& r = piece.request;
-        const int columns = (r.length + page_tokens - 1) >> p.page_size_log2;
-        const int first_column = piece.begin >> p.page_size_log2;  // pages in front of every window may be gone
-        for (int tile = piece.first; tile < piece.last; ++tile) {
+        const int end = min(piece.last, (r.length + TILE_TOKENS - 1) / TILE_TOKENS - r.first_tile);
+        int tile = piece.first + turn;
+        for (; tile < end; tile += TURNS) {
             const int token = (r.first_tile + tile) * TILE_TOKENS;
-            const int valid = min(r.length - token, TILE_TOKENS);
-            if (valid <= 0) continue;
-            // Lane i of the first chunks holds the page of chunk i.
-            int page = 0;
-            const int chunks = (valid + chunk - 1) / chunk;
-            for (int i = 0; i < chunks; ++i) {
-                const int column = max((token + i * chunk) >> p.page_size_log2, first_column);
-                const int found = pages.get(p, r.index, column, columns);
-                if (lane == i) page = found;
-            }
-            for (int kv = 0; kv < 2; ++kv) {
-                const uint32_t buffer = shared_address(shared.ring[cursor.index]);
-                const uint32_t full = shared_address(&shared.full[cursor.index]);
-                mbarrier_wait(shared_address(&shared.empty[cursor.index]), cursor.phase ^ emptied);
+            const int chunks = (min(r.length - token, TILE_TOKENS) + chunk - 1) / chunk;
+            const int column = token >> p.page_size_log2;  // a tile's columns are in one window
+            pages.move_to(p, piece, column / 32);
+            const int page = __shfl_sync(~0u, pages.page, column % 32 + min(lane, chunks - 1));  // of the lane's chunk
+            const uint32_t buffer = shared_address(shared.ring[cursor.index]);
+            const uint32_t full = shared_address(&shared.full[cursor.index]);
+            mbarrier_wait(shared_address(&shared.empty[cursor.index]), cursor.phase ^ 1);  // a fresh one counts as emptied once
 #if USE_TMA
-                if (lane == 0) mbarrier_arrive_expect_bytes(full, chunks * chunk * TOKEN_BYTES);
-                __syncwarp();
-                if (lane < chunks) {
-                    const void* map = kv == 0 ? &p.k_map : &p.v_map;
-                    const int row = (token + lane * chunk) & (page_tokens - 1);
-                    for (int span = 0; span < SPANS; ++span)
-                        copy_tensor_box_4d(buffer + span * SPAN_BYTES + lane * chunk * SPAN, map, full,
-                                           span * (SPAN / ITEM_BYTES), row, piece.head, page, policy);
-                }
-#else
-                constexpr int COLUMNS = TOKEN_BYTES / 16, COPIED_ROWS = 32 / COLUMNS;
-                static_assert(COLUMNS <= 32, "a warp copies whole tokens");
-                const char* base = static_cast<const char*>(kv == 0 ? p.k : p.v);
-                const int64_t page_stride = kv == 0 ? p.k_page_stride : p.v_page_stride;
-                const int64_t token_stride = kv == 0 ? p.k_token_stride : p.v_token_stride;
-                const int64_t head_offset = piece.head * (kv == 0 ? p.k_head_stride : p.v_head_stride);
-                const int column = lane % COLUMNS;  // 16 bytes of a token
-                for (int rows = 0; rows < valid; rows += COPIED_ROWS) {
-                    const int row = rows + lane / COLUMNS;
-                    const int row_page = __shfl_sync(~0u, page, min(row, valid - 1) / chunk);
-                    if (row >= valid) continue;
-                    const int in_page = (token + row) & (page_tokens - 1);
-                    const int64_t element = row_page * page_stride + in_page * token_stride + head_offset;
-                    copy_16_bytes(tile_address(buffer, row, column), base + element * ITEM_BYTES + column * 16);
-                }
-                mbarrier_arrive_after_copies(full);
-#endif
-                cursor.advance();
+            if (lane == 0) mbarrier_arrive_expect_bytes(full, chunks * chunk * TOKEN_BYTES);
+            if (lane < chunks) {
+                const int row = (token + lane * chunk) & (page_tokens - 1);
+#pragma unroll
+                for (int span = 0; span < SPANS; ++span)
+                    copy_tensor_box_4d(buffer + span * SPAN_BYTES + lane * chunk * SPAN, map, full, span * (SPAN / ITEM_BYTES),
+                                       row, piece.head, page, policy);
             }
+#else
+            constexpr int COLUMNS = TOKEN_BYTES / 16, COPIED_ROWS = 32 / COLUMNS;
+            static_assert(COLUMNS <= 32, "a warp copies whole tokens");
+            const int valid = min(r.length - token, TILE_TOKENS);
+            for (int rows = 0; rows < valid; rows += COPIED_ROWS) {
+                const int row = rows + lane / COLUMNS;
+                const int row_page = __shfl_sync(~0u, page, min(row, valid - 1) / chunk);
+                if (row >= valid) continue;
+                const int in_page = (token + row) & (page_tokens - 1);
+                const int64_t element = row_page * page_stride + in_page * token_stride + piece.head * head_stride;
+                copy_16_bytes(tile_address(buffer, row, lane % COLUMNS), base + element * ITEM_BYTES + lane % COLUMNS * 16);
+            }
+            mbarrier_arrive_after_copies(full);
+#endif
+            cursor.advance(PRODUCER_WARPS);
         }
+        turn = tile - max(end, piece.first);
     });
 }
 

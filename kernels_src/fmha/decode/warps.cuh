@@ -15,9 +15,13 @@ struct Accumulator {
     float sum[ROW_TILES][2];
     float out[ROW_TILES][DEPTH_STEPS][4];
     DEVICE void clear() {
+#pragma unroll
         for (int n = 0; n < ROW_TILES; ++n) {
+#pragma unroll
             for (int i = 0; i < 2; ++i) maximum[n][i] = -INFINITY, sum[n][i] = 0.f;
+#pragma unroll
             for (int d = 0; d < DEPTH_STEPS; ++d)
+#pragma unroll
                 for (int i = 0; i < 4; ++i) out[n][d][i] = 0.f;
         }
     }
@@ -65,6 +69,7 @@ DEVICE float load_query(const Params& p, const Piece& piece, int row_base, Store
         if (p.q_type == BF16) {  // a power of two brings any row into the range of fp16 without rounding
             float largest = 0.f;
             for (int step = 0; step < DEPTH_STEPS && exists; ++step)
+#pragma unroll
                 for (int i = 0; i < 2; ++i) {
                     const float2 value = query_values(p, at, step * 16 + lane % 4 * 4 + i * 2);
                     largest = fmaxf(largest, fmaxf(fabsf(value.x), fabsf(value.y)));
@@ -107,6 +112,7 @@ struct Queries {
                 if (KV_E4M3 && lane % 4 == 0) shared.row_scale[n * 8 + lane / 4] = undo * softmax_scale;
             }
         } else {
+#pragma unroll
             for (int n = 0; n < ROW_TILES; ++n) {
                 const float undo = load_query(p, piece, n * 8, [&](int step, QueryFragment f) { own[n][step] = f; });
                 if (KV_E4M3 && warp == 0 && lane % 4 == 0) shared.row_scale[n * 8 + lane / 4] = undo * softmax_scale;
@@ -138,7 +144,9 @@ DEVICE void multiply_keys(uint32_t buffer, const Queries& queries, const Shared&
     const int token = warp_first_token() + lane % 16;
     // Two chains of accumulation hide the latency of the MMA.
     float odd[ROW_TILES][4];
+#pragma unroll
     for (int n = 0; n < ROW_TILES; ++n)
+#pragma unroll
         for (int i = 0; i < 4; ++i) s[n][i] = odd[n][i] = 0.f;
     if constexpr (KV_E4M3) {
 #pragma unroll
@@ -150,6 +158,7 @@ DEVICE void multiply_keys(uint32_t buffer, const Queries& queries, const Shared&
                 const uint32_t upper = raw[half * 2], lower = raw[half * 2 + 1];
                 const uint32_t k[4] = {e4m3_pair_to_fp16(upper), e4m3_pair_to_fp16(lower), e4m3_pair_to_fp16(upper >> 16),
                                        e4m3_pair_to_fp16(lower >> 16)};
+#pragma unroll
                 for (int n = 0; n < ROW_TILES; ++n) {
                     const QueryFragment q = queries.get(shared, n, pair * 2 + half);
                     multiply(half ? odd[n] : s[n], k, q.x, q.y);
@@ -161,13 +170,16 @@ DEVICE void multiply_keys(uint32_t buffer, const Queries& queries, const Shared&
         for (int step = 0; step < DEPTH_STEPS; ++step) {
             uint32_t k[4];
             load_matrix_x4(k, tile_address(buffer, token, step * 2 + lane / 16));
+#pragma unroll
             for (int n = 0; n < ROW_TILES; ++n) {
                 const QueryFragment q = queries.get(shared, n, step);
                 multiply(step % 2 ? odd[n] : s[n], k, q.x, q.y);
             }
         }
     }
+#pragma unroll
     for (int n = 0; n < ROW_TILES; ++n)
+#pragma unroll
         for (int i = 0; i < 4; ++i) s[n][i] += odd[n][i];
 }
 
@@ -175,7 +187,9 @@ DEVICE void multiply_keys(uint32_t buffer, const Queries& queries, const Shared&
 DEVICE void hide(const Piece& piece, int tile_token, const Shared& shared, float (&s)[ROW_TILES][4]) {
     const int lane = threadIdx.x % 32;
     const int prefix = piece.request.length - piece.request.q_len;
+#pragma unroll
     for (int n = 0; n < ROW_TILES; ++n)
+#pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int row = first_row(n) + lane % 4 * 2 + i % 2;
             const int token = tile_token + warp_first_token() + lane / 4 + i / 2 * 8;
@@ -187,8 +201,10 @@ DEVICE void hide(const Piece& piece, int tile_token, const Shared& shared, float
 
 // Turns S^T into P^T as the B operand of the second product, and brings the accumulator to the new maximum.
 DEVICE void softmax(float (&s)[ROW_TILES][4], Accumulator& acc, uint32_t (&probability)[ROW_TILES][2]) {
+#pragma unroll
     for (int n = 0; n < ROW_TILES; ++n) {
         float rescale[2];
+#pragma unroll
         for (int i = 0; i < 2; ++i) {
             float top = fmaxf(s[n][i], s[n][i + 2]);
             for (int step = 4; step < 32; step *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
@@ -201,8 +217,11 @@ DEVICE void softmax(float (&s)[ROW_TILES][4], Accumulator& acc, uint32_t (&proba
             acc.sum[n][i] = acc.sum[n][i] * rescale[i] + s[n][i] + s[n][i + 2];
         }
         if (__any_sync(~0u, rescale[0] != 1.f || rescale[1] != 1.f))
+#pragma unroll
             for (int d = 0; d < DEPTH_STEPS; ++d)
+#pragma unroll
                 for (int i = 0; i < 4; ++i) acc.out[n][d][i] *= rescale[i % 2];
+#pragma unroll
         for (int i = 0; i < 2; ++i)
             probability[n][i] = transpose_8x8(MMA_FP16 ? pack_fp16(s[n][i * 2], s[n][i * 2 + 1])
                                                        : pack_bf16(s[n][i * 2], s[n][i * 2 + 1]));
@@ -216,6 +235,7 @@ DEVICE void multiply_values(uint32_t buffer, int low, int high, const uint32_t (
     const int token = first + lane / 16 * 8 + lane % 8;
     const bool whole = low <= first && first + WARP_TOKENS <= high;
     uint32_t keep[2];  // of the tokens 2 (lane % 4) + {0, 1}, and those 8 on
+#pragma unroll
     for (int i = 0; i < 2; ++i) {
         const int pair = first + i * 8 + lane % 4 * 2;
         keep[i] = (pair >= low && pair < high ? 0x0000ffffu : 0u) | (pair + 1 >= low && pair + 1 < high ? 0xffff0000u : 0u);
@@ -235,6 +255,7 @@ DEVICE void multiply_values(uint32_t buffer, int low, int high, const uint32_t (
                 const uint32_t upper = raw[half], lower = raw[half + 2];
                 const uint32_t v[4] = {e4m3_pair_to_fp16(upper), e4m3_pair_to_fp16(upper >> 16), e4m3_pair_to_fp16(lower),
                                        e4m3_pair_to_fp16(lower >> 16)};
+#pragma unroll
                 for (int n = 0; n < ROW_TILES; ++n)
                     multiply(acc.out[n][pair * 2 + half], v, probability[n][0], probability[n][1]);
             }
@@ -245,7 +266,9 @@ DEVICE void multiply_values(uint32_t buffer, int low, int high, const uint32_t (
             uint32_t v[4];
             load_matrix_x4_transposed(v, tile_address(buffer, token, d * 2 + lane / 8 % 2));
             if (!whole)
+#pragma unroll
                 for (int i = 0; i < 4; ++i) v[i] &= keep[i / 2];
+#pragma unroll
             for (int n = 0; n < ROW_TILES; ++n) multiply(acc.out[n][d], v, probability[n][0], probability[n][1]);
         }
     }
@@ -255,7 +278,9 @@ DEVICE void multiply_values(uint32_t buffer, int low, int high, const uint32_t (
 DEVICE void merge_warps(Accumulator& acc, Shared& shared) {
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32 % PARTIES;
+#pragma unroll
     for (int n = 0; n < ROW_TILES; ++n)
+#pragma unroll
         for (int i = 0; i < 2; ++i) {
             for (int step = 4; step < 32; step *= 2) acc.sum[n][i] += __shfl_xor_sync(~0u, acc.sum[n][i], step);
             const int row = first_row(n) + lane % 4 * 2 + i;
@@ -265,13 +290,16 @@ DEVICE void merge_warps(Accumulator& acc, Shared& shared) {
             }
         }
     named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
+#pragma unroll
     for (int n = 0; n < ROW_TILES; ++n)
+#pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int row = first_row(n) + lane % 4 * 2 + i;
             float highest = shared.party_maximum[0][row];
             for (int w = 1; w < PARTIES; ++w) highest = fmaxf(highest, shared.party_maximum[w][row]);
             const float anchor = highest == -INFINITY ? 0.f : highest;  // no visible key: every weight is 0, not NaN
             const float weight = exp2_approximate(acc.maximum[n][i] - anchor);
+#pragma unroll
             for (int d = 0; d < DEPTH_STEPS; ++d) acc.out[n][d][i] *= weight, acc.out[n][d][i + 2] *= weight;
             if (warp == 0 && lane < 4) {
                 float total = 0.f;
@@ -284,8 +312,11 @@ DEVICE void merge_warps(Accumulator& acc, Shared& shared) {
     // Warps that share a buffer take turns, so that the order of the additions is fixed.
     for (int turn = 0; turn < PARTIES / MERGE_BUFFERS; ++turn) {
         if (turn == warp / MERGE_BUFFERS)
+#pragma unroll
             for (int n = 0; n < ROW_TILES; ++n)
+#pragma unroll
                 for (int d = 0; d < DEPTH_STEPS; ++d)
+#pragma unroll
                     for (int i = 0; i < 4; ++i) {
                         float& cell = shared.merge[warp % MERGE_BUFFERS][first_row(n) + lane % 4 * 2 + i % 2][dim_of(d, i)];
                         cell = turn == 0 ? acc.out[n][d][i] : cell + acc.out[n][d][i];
@@ -318,7 +349,9 @@ DEVICE void consume(const Params& p, const Share& share, Shared& shared) {
             if (any) {
                 float s[ROW_TILES][4];
                 multiply_keys(shared_address(shared.ring[cursor.index]), queries, shared, s);
+#pragma unroll
                 for (int n = 0; n < ROW_TILES; ++n)
+#pragma unroll
                     for (int i = 0; i < 4; ++i)
                         s[n][i] *= KV_E4M3 ? shared.row_scale[first_row(n) + lane % 4 * 2 + i % 2] : softmax_scale;
                 if (tile_token + TILE_TOKENS > seen_to || tile_token < seen_from) hide(piece, tile_token, shared, s);

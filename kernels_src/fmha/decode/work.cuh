@@ -75,24 +75,14 @@ struct Piece {
     int rows;        // of ROWS, those that exist
 };
 
-// The team's share of the line, found by each warp on its own from the lengths.
-struct Share {
-    int team, member;              // the CTA is one of `heads_together` in its team
-    int tiles;                     // on the line, of the share
-    int request, block, first;     // where the share begins: request, block of its pairs, tile
-    int block_start;               // index of that block's tile 0 on the line
-    int total, teams;              // tiles in all, teams that have any
-    int quotient, remainder;       // of total by teams
+// The team that has a tile of the line: team c begins at floor(c T / n), so tile x lies in floor(((x + 1) n - 1) / T).
+DEVICE int team_of(const Share& share, int tile) {
+    if (share.total < (1 << 30) / share.teams)
+        return (static_cast<uint32_t>(tile + 1) * share.teams - 1) / static_cast<uint32_t>(share.total);
+    return static_cast<int>((static_cast<int64_t>(tile + 1) * share.teams - 1) / share.total);
+}
 
-    DEVICE int begin(int c) const { return c * quotient + c * remainder / teams; }  // floor(c total / teams)
-
-    // The team that has a tile of the line: team c begins at floor(c T / n), so tile x lies in floor(((x + 1) n - 1) / T).
-    DEVICE int team_of(int tile) const {
-        if (total < (1 << 30) / teams) return (static_cast<uint32_t>(tile + 1) * teams - 1) / static_cast<uint32_t>(total);
-        return static_cast<int>((static_cast<int64_t>(tile + 1) * teams - 1) / total);
-    }
-};
-
+// Found by each warp on its own from the lengths.
 DEVICE Share find_share(const Params& p) {
     const int lane = threadIdx.x % 32;
     int total = 0;
@@ -106,12 +96,12 @@ DEVICE Share find_share(const Params& p) {
     share.member = blockIdx.x - share.team * p.heads_together;
     share.total = total = __reduce_add_sync(~0u, total);
     share.teams = max(1, min(static_cast<int>(gridDim.x / p.heads_together), total));
-    share.quotient = total / share.teams;
-    share.remainder = total - share.quotient * share.teams;
     share.request = share.block = share.first = share.block_start = share.tiles = 0;
     if (share.team >= share.teams) return share;
-    const int begin = share.begin(share.team);
-    share.tiles = share.begin(share.team + 1) - begin;
+    const int quotient = total / share.teams, remainder = total - quotient * share.teams;
+    const auto begin_of = [&](int team) { return team * quotient + team * remainder / share.teams; };  // floor(team T / n)
+    const int begin = begin_of(share.team);
+    share.tiles = begin_of(share.team + 1) - begin;
     int before = 0;
 #pragma unroll 1
     for (int base = 0; base < p.batch; base += 32) {
