@@ -105,8 +105,9 @@ def _decode_shared_bytes(shape: _DecodeShape, item_bytes: int) -> int:
     query = 8 * (shape.rows // 8 * (shape.head_dim // 16) * 32 if in_shared and not shape.wgmma else 1)
     parties = 128 // shape.rows if shape.wgmma else 4
     rows = 4 * ((2 * (parties + 1) + 2) * shape.rows + (shape.rows if narrow else 1))
-    barriers = -(-(ring + merge + query + rows) // 8) * 8
-    share = 9 * 4 if shape.wgmma else 0
+    converted = 4 * 64 * shape.head_dim * 2 if shape.wgmma and narrow else 0
+    barriers = -(-(ring + converted + merge + query + rows) // 8) * 8
+    share = (9 + 4 + 6) * 4 if shape.wgmma else 0
     return -(-(barriers + _DECODE_BARRIER_BYTES * shape.buffers + 4 + share) // 128) * 128
 
 
@@ -127,6 +128,8 @@ def _paged_decode(sm: str, dtype: str, shape: _DecodeShape) -> Variant:
             "tile_tokens": 64,
             "ctas_per_multiprocessor": shape.ctas,
             "tma": tma,
+            # Of the kernels for one dtype and head_dim, those whose bits agree whatever their rows.
+            "batch_invariant": (shape.wgmma and shape.rows == 64) == (tma and shape.head_dim in (64, 128)),
         },
         defines={
             "HEAD_DIM": shape.head_dim,
@@ -160,10 +163,10 @@ _HOPPER_DECODE_8_BITS = (
     _DecodeShape(32, 16, 1, 20, 2),
     _DecodeShape(64, 8, 1, 20, 2),
     _DecodeShape(64, 16, 1, 20, 2),
-    _DecodeShape(64, 64, 2, 24, 1),
+    _DecodeShape(64, 64, 2, 24, 1, wgmma=True),
     _DecodeShape(128, 8, 1, 10, 2),
     _DecodeShape(128, 16, 1, 10, 2),
-    _DecodeShape(128, 64, 2, 20, 1),
+    _DecodeShape(128, 64, 2, 12, 1, wgmma=True),
     _DecodeShape(256, 8, 1, 10, 1),
     _DecodeShape(256, 32, 2, 8, 1),
     _DecodeShape(512, 8, 1, 6, 1),

@@ -93,6 +93,21 @@ DEVICE void allow_next_grid() {
 #endif
 }
 
+// ---- shared memory by address ----
+
+DEVICE uint4 load_shared_16_bytes(uint32_t address) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(address)
+                 : "memory");
+    return v;
+}
+
+DEVICE void store_shared_16_bytes(uint32_t address, uint4 v) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
 // ---- tensor cores ----
 
 DEVICE void load_matrix_x4(uint32_t (&r)[4], uint32_t address) {

@@ -23,11 +23,11 @@ struct Normalisation {
     float factor, lse;
 };
 
-DEVICE Normalisation normalise(const Params& p, const Piece& piece, int row, float output_scale, float top, float total) {
-    const RowPlace place = place_of(p, piece.row_tile * ROWS + row);
+DEVICE Normalisation normalise(const Params& p, const Rows& rows, int row, float output_scale, float top, float total) {
+    const RowPlace place = place_of(p, rows.first + row);
     Normalisation n;
-    n.token = piece.request.q_start + place.token;
-    n.head = piece.head * p.group + place.head;
+    n.token = rows.q_start + place.token;
+    n.head = rows.head * p.group + place.head;
     float scale = 1.f;
     if (p.sinks != nullptr) {
         constexpr float LOG2_E = 1.44269504f;
@@ -61,15 +61,6 @@ DEVICE void write_lse(const Params& p, const Normalisation& n) {
         static_cast<float*>(p.lse)[n.token * p.lse_token_stride + n.head * p.lse_head_stride] = n.lse;
 }
 
-// Where the parts of a split pair lie in the workspace, in the order in which they are added.
-struct Parts {
-    int count;    // 1: the pair is whole, nothing goes through the workspace
-    int own;      // which of them this CTA has
-    int counter;  // of arrivals
-    int base, step, odd_first;
-    DEVICE int slot(int part) const { return base + part * step + (part == 0 ? odd_first : 0); }
-};
-
 DEVICE Parts parts_of(const Params& p, const Share& share, const Piece& piece) {
     Parts parts;
     const Request& r = piece.request;
@@ -77,7 +68,7 @@ DEVICE Parts parts_of(const Params& p, const Share& share, const Piece& piece) {
         const int row_tiles = (p.q_len * p.group + ROWS - 1) / ROWS;
         parts.count = split_count(p, r);
         parts.own = piece.split;
-        parts.counter = (r.index * row_tiles + piece.row_tile) * p.kv_heads + piece.head;
+        parts.counter = (r.index * row_tiles + piece.row_tile) * p.kv_heads + piece.rows.head;
         parts.base = parts.counter * p.splits;
         parts.step = 1;
         parts.odd_first = 0;
@@ -106,7 +97,7 @@ DEVICE void add_statistics(float& top, float& total, float other_top, float othe
 }
 
 // The partial outputs of MERGE_BATCH parts from `begin` on, for the rows of this warp; past the last part, that again.
-DEVICE void load_parts(const Params& p, const Piece& piece, const Parts& parts, int begin, float4 (&loaded)[MERGE_BATCH][CELLS]) {
+DEVICE void load_parts(const Params& p, const Rows& rows, const Parts& parts, int begin, float4 (&loaded)[MERGE_BATCH][CELLS]) {
     const float* partial = static_cast<const float*>(p.partial_out);
 #pragma unroll
     for (int i = 0; i < MERGE_BATCH; ++i) {
@@ -114,7 +105,7 @@ DEVICE void load_parts(const Params& p, const Piece& piece, const Parts& parts, 
 #pragma unroll
         for (int cell = 0; cell < CELLS; ++cell) {
             const int row = threadIdx.x / 32 + cell / CHUNKS * CONSUMER_WARPS, dim = chunk_dim(cell % CHUNKS);
-            loaded[i][cell] = row < piece.rows && dim < HEAD_DIM
+            loaded[i][cell] = row < rows.count && dim < HEAD_DIM
                                   ? __ldcg(reinterpret_cast<const float4*>(partial + slot_row(slot, row) * HEAD_DIM + dim))
                                   : make_float4(0, 0, 0, 0);
         }
@@ -122,9 +113,9 @@ DEVICE void load_parts(const Params& p, const Piece& piece, const Parts& parts, 
 }
 
 // All parts of a pair, added in their order.
-DEVICE void merge_parts(const Params& p, const Piece& piece, const Parts& parts, float output_scale, Shared& shared) {
+DEVICE void merge_parts(const Params& p, const Rows& rows, const Parts& parts, float output_scale, Shared& shared) {
     float4 loaded[MERGE_BATCH][CELLS];
-    load_parts(p, piece, parts, 0, loaded);  // under way while the weights are found
+    load_parts(p, rows, parts, 0, loaded);  // under way while the weights are found
 
     const float2* statistics = static_cast<const float2*>(p.partial_statistics);
     const int own_row = threadIdx.x / LANES_PER_ROW, own_lane = threadIdx.x % LANES_PER_ROW;
@@ -134,7 +125,7 @@ DEVICE void merge_parts(const Params& p, const Piece& piece, const Parts& parts,
 #pragma unroll
     for (int h = 0; h < HERE; ++h) {
         tops[h] = -INFINITY, totals[h] = 0.f;
-        if (own_row < piece.rows)
+        if (own_row < rows.count)
             for (int i = own_lane + h * LANES_PER_ROW; i < parts.count; i += MERGE_LANES) {
                 const float2 part = __ldcg(&statistics[slot_row(parts.slot(i), own_row)]);
                 if (i < WEIGHTS) shared.weight[own_row][i] = part.x;
@@ -161,7 +152,7 @@ DEVICE void merge_parts(const Params& p, const Piece& piece, const Parts& parts,
 #pragma unroll 1
     for (int base = 0; base < parts.count; base += WEIGHTS) {
         const int count = min(parts.count - base, WEIGHTS);
-        if (own_row < piece.rows)
+        if (own_row < rows.count)
             for (int i = own_lane; i < count; i += LANES_PER_ROW) {
                 const float maximum =
                     base == 0 ? shared.weight[own_row][i] : __ldcg(&statistics[slot_row(parts.slot(base + i), own_row)]).x;
@@ -170,7 +161,7 @@ DEVICE void merge_parts(const Params& p, const Piece& piece, const Parts& parts,
         named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
 #pragma unroll 1
         for (int part = 0; part < count; part += MERGE_BATCH) {
-            if (base + part > 0) load_parts(p, piece, parts, base + part, loaded);
+            if (base + part > 0) load_parts(p, rows, parts, base + part, loaded);
 #pragma unroll
             for (int i = 0; i < MERGE_BATCH; ++i)
 #pragma unroll
@@ -188,20 +179,38 @@ DEVICE void merge_parts(const Params& p, const Piece& piece, const Parts& parts,
 #pragma unroll
     for (int cell = 0; cell < CELLS; ++cell) {
         const int row = threadIdx.x / 32 + cell / CHUNKS * CONSUMER_WARPS, dim = chunk_dim(cell % CHUNKS);
-        if (row >= piece.rows) continue;
-        const Normalisation n = normalise(p, piece, row, output_scale, shared.maximum[row], shared.sum[row]);
+        if (row >= rows.count) continue;
+        const Normalisation n = normalise(p, rows, row, output_scale, shared.maximum[row], shared.sum[row]);
         if (dim < HEAD_DIM) write_output(p, n, dim, value[cell]);
         if (cell % CHUNKS == 0) write_lse(p, n);
     }
 }
 
-DEVICE void finish_piece(const Params& p, const Share& share, const Piece& piece, float output_scale, Shared& shared) {
-    const Parts parts = parts_of(p, share, piece);
+// Arrives at the counter of a split pair; whoever arrives last merges. Thread 0 alone knows the others' number.
+DEVICE uint32_t arrive(const Params& p, const Parts& parts) {
+    // Release: what a barrier ordered before is seen by whoever acquires; acquire: it sees the others' parts.
+    return threadIdx.x == 0 ? add_acquire_release(static_cast<uint32_t*>(p.counters) + parts.counter, 1) : 0;
+}
+
+// Merges the pair if `arrived` says that this CTA came last.
+DEVICE void merge_if_last(const Params& p, const Rows& rows, const Parts& parts, uint32_t arrived, float output_scale,
+                          Shared& shared) {
+    if (threadIdx.x == 0) {
+        const bool is_last = arrived == static_cast<uint32_t>(parts.count - 1);
+        if (is_last) static_cast<uint32_t*>(p.counters)[parts.counter] = 0;  // ready for the next launch
+        shared.arrived_last = is_last;
+    }
+    named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
+    if (shared.arrived_last) merge_parts(p, rows, parts, output_scale, shared);
+}
+
+// What the consumers left goes to the output, or as one part of a split pair to the workspace.
+DEVICE void write_piece(const Params& p, const Piece& piece, const Parts& parts, float output_scale, const Shared& shared) {
     const int slot = parts.slot(parts.own);
-    for (int row = threadIdx.x / 32; row < piece.rows; row += CONSUMER_WARPS) {
+    for (int row = threadIdx.x / 32; row < piece.rows.count; row += CONSUMER_WARPS) {
         Normalisation n;
         if (parts.count == 1) {
-            n = normalise(p, piece, row, output_scale, shared.maximum[row], shared.sum[row]);
+            n = normalise(p, piece.rows, row, output_scale, shared.maximum[row], shared.sum[row]);
             write_lse(p, n);
         }
         for (int chunk = 0; chunk < CHUNKS; ++chunk) {
@@ -214,20 +223,10 @@ DEVICE void finish_piece(const Params& p, const Share& share, const Piece& piece
                 *reinterpret_cast<float4*>(static_cast<float*>(p.partial_out) + slot_row(slot, row) * HEAD_DIM + dim) = value;
         }
     }
-    if (parts.count == 1) return;
-    if (threadIdx.x < piece.rows)
+    if (parts.count > 1 && threadIdx.x < piece.rows.count)
         static_cast<float2*>(p.partial_statistics)[slot_row(slot, threadIdx.x)] =
             make_float2(shared.maximum[threadIdx.x], shared.sum[threadIdx.x]);
-    named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
-    if (threadIdx.x == 0) {
-        // Release: what the barrier ordered before is seen by whoever acquires; acquire: it sees the others' parts.
-        uint32_t* counter = static_cast<uint32_t*>(p.counters) + parts.counter;
-        const bool is_last = add_acquire_release(counter, 1) == static_cast<uint32_t>(parts.count - 1);
-        if (is_last) *counter = 0;  // ready for the next launch
-        shared.arrived_last = is_last;
-    }
-    named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
-    if (shared.arrived_last) merge_parts(p, piece, parts, output_scale, shared);
+    named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);  // the part is written; shared.merge and its statistics are free again
 }
 
 }  // namespace paged_decode

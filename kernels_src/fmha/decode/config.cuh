@@ -78,8 +78,28 @@ constexpr uint32_t STATUS_QUERIES = 8;
 constexpr int CONSUMER_BARRIER = 1;
 constexpr int NEVER = 0x7fffffff;  // a first visible key that no key reaches
 
+// The rows of a pair: which queries they are.
+struct Rows {
+    int q_start;  // the request's first query token among all
+    int head;     // KV head
+    int first;    // flat row of the request and head that is row 0 of the CTA
+    int count;    // of ROWS, those that exist
+};
+
+// Where the parts of a split pair lie in the workspace, in the order in which they are added.
+struct Parts {
+    int count;    // 1: the pair is whole, nothing goes through the workspace
+    int own;      // which of them this CTA has
+    int counter;  // of arrivals
+    int base, step, odd_first;
+    DEVICE int slot(int part) const { return base + part * step + (part == 0 ? odd_first : 0); }
+};
+
 struct alignas(128) Shared {
     char ring[BUFFERS][BUFFER_BYTES];  // the block's shared memory begins at a multiple of 1024
+#if WARPGROUP_MMA
+    char converted[KV_E4M3 ? 2 : 0][2][TILE_TOKENS * HEAD_DIM * 2];  // a warpgroup's keys and values of a tile as fp16
+#endif
     union {
         float merge[MERGE_BUFFERS][ROWS][MERGE_STRIDE];
         float weight[ROWS][WEIGHTS];
@@ -97,6 +117,8 @@ struct alignas(128) Shared {
     int arrived_last;
 #if WARPGROUP_MMA
     Share share;  // of the consumers, whose registers are short
+    Rows open_rows;  // the pair of which this CTA wrote a part last
+    Parts open_parts;
 #endif
 };
 

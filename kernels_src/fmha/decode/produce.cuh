@@ -1,6 +1,6 @@
 // The producer warp: page table -> boxes of K and V in the ring.
 #pragma once
-#include "work.cuh"
+#include "queries.cuh"
 
 namespace paged_decode {
 
@@ -35,11 +35,8 @@ DEVICE void prefetch_query(const Params& p, const Piece& piece) {
     constexpr int LINES = HEAD_DIM * 2 <= 128 ? 1 : HEAD_DIM * 2 / 128;  // of a row, at most
     const int item = p.q_type == E4M3 ? 1 : 2;
 #pragma unroll 1
-    for (int i = threadIdx.x % 32; i < piece.rows * LINES; i += 32) {
-        const RowPlace place = place_of(p, piece.row_tile * ROWS + i / LINES);
-        const int64_t element = (piece.request.q_start + place.token) * p.q_token_stride +
-                                (piece.head * p.group + place.head) * p.q_head_stride;
-        if (i % LINES * 128 < HEAD_DIM * item) prefetch_to_l2(static_cast<const char*>(p.q) + element * item + i % LINES * 128);
+    for (int i = threadIdx.x % 32; i < piece.rows.count * LINES; i += 32) {
+        if (i % LINES * 128 < HEAD_DIM * item) prefetch_to_l2(query_row(p, piece, i / LINES) + i % LINES * 128);
     }
 }
 
@@ -84,7 +81,7 @@ DEVICE void produce(const Params& p, const Share& share, int warp, Shared& share
 #pragma unroll
                 for (int span = 0; span < SPANS; ++span)
                     copy_tensor_box_4d(buffer + span * SPAN_BYTES + lane * chunk * SPAN, map, full, span * (SPAN / ITEM_BYTES),
-                                       row, piece.head, page, policy);
+                                       row, piece.rows.head, page, policy);
             }
 #else
             constexpr int COLUMNS = TOKEN_BYTES / 16, COPIED_ROWS = 32 / COLUMNS;
@@ -95,7 +92,7 @@ DEVICE void produce(const Params& p, const Share& share, int warp, Shared& share
                 const int row_page = __shfl_sync(~0u, page, min(row, valid - 1) / chunk);
                 if (row >= valid) continue;
                 const int in_page = (token + row) & (page_tokens - 1);
-                const int64_t element = row_page * page_stride + in_page * token_stride + piece.head * head_stride;
+                const int64_t element = row_page * page_stride + in_page * token_stride + piece.rows.head * head_stride;
                 copy_16_bytes(tile_address(buffer, row, lane % COLUMNS), base + element * ITEM_BYTES + lane % COLUMNS * 16);
             }
             mbarrier_arrive_after_copies(full);

@@ -4,11 +4,15 @@
 #pragma once
 #include "../../common/wgmma_registers.cuh"
 #include "combine.cuh"
+#include "queries.cuh"
 
 namespace paged_decode {
 
 static_assert(CONSUMER_WARPGROUPS == 2 && PARTIES * ROWS == 128, "two warpgroups of 64 rows");
-static_assert(!KV_E4M3 && SPAN == 128, "keys and values lie as the products read them");
+static_assert(!KV_E4M3 || PARTIES == 2, "each warpgroup converts the tiles that it takes");
+static_assert(KV_E4M3 || SPAN == 128, "keys and values lie as the products read them");
+
+constexpr int PRODUCT_SPAN_BYTES = TILE_TOKENS * 128;  // 64 head dims of a tile, 16 bits each, in a 128-byte swizzle
 
 constexpr int TILE_BLOCKS = TILE_TOKENS / 8;  // of 8 columns in a warpgroup's product
 
@@ -23,9 +27,9 @@ struct RowFacts {
     DEVICE void load(const Params& p, const Piece& piece) {
         const Request& r = piece.request;
         for (int i = 0; i < 2; ++i) {
-            const int row = own_row() + i * 8, token = place_of(p, piece.row_tile * ROWS + row).token;
+            const int row = own_row() + i * 8, token = place_of(p, piece.rows.first + row).token;
             // Draft tokens in front of the first key have no keys, not even their own.
-            const bool exists = row < piece.rows && token >= r.q_len - r.length;
+            const bool exists = row < piece.rows.count && token >= r.q_len - r.length;
             mask[i] = exists ? mask_word(p, r, token) : 0;
             begin[i] = exists ? window_begin(p, r, token) : NEVER;
         }
@@ -34,17 +38,43 @@ struct RowFacts {
 
 using QueryFragments = uint32_t[DEPTH_STEPS][4];
 
-// `flip` is exclusive-ored to pairs of numbers: a negative softmax scale turns the queries' signs.
-DEVICE void load_query(const Params& p, const Piece& piece, uint32_t flip, QueryFragments& q) {
+// `scale` becomes the factor of each row's scores, never below 0: a negative softmax scale turns the queries' signs.
+DEVICE void load_query(const Params& p, const Piece& piece, float softmax_scale, QueryFragments& q, float (&scale)[2]) {
+    const uint32_t flip = softmax_scale < 0.f ? 0x80008000u : 0u;
+#pragma unroll
     for (int i = 0; i < 2; ++i) {
         const int row = own_row() + i * 8;
-        const bool exists = row < piece.rows;
-        const RowPlace place = place_of(p, exists ? piece.row_tile * ROWS + row : 0);
-        const uint16_t* at = static_cast<const uint16_t*>(p.q) + (piece.request.q_start + place.token) * p.q_token_stride +
-                             (piece.head * p.group + place.head) * p.q_head_stride + threadIdx.x % 4 * 2;
+        const bool exists = row < piece.rows.count;
+        const char* at = query_row(p, piece, exists ? row : 0);
+        int exponent = 0;
+        if constexpr (KV_E4M3) {
+            float largest = 0.f;
+            if (p.q_type == BF16 && exists)
+                for (int j = 0; j < HEAD_DIM / 8; ++j) {
+                    const float2 value = query_values(p, at, j * 8 + threadIdx.x % 4 * 2);
+                    largest = fmaxf(largest, fmaxf(fabsf(value.x), fabsf(value.y)));
+                }
+            exponent = common_exponent(largest);
+        }
+        const float divide = power_of_two(-exponent);
+#pragma unroll
         for (int step = 0; step < DEPTH_STEPS; ++step)
-            for (int half = 0; half < 2; ++half)
-                q[step][half * 2 + i] = exists ? *reinterpret_cast<const uint32_t*>(at + step * 16 + half * 8) ^ flip : 0u;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int element = step * 16 + half * 8 + threadIdx.x % 4 * 2;
+                uint32_t word = 0;
+                if (exists) {
+                    if constexpr (KV_E4M3) {
+                        const float2 value = query_values(p, at, element);
+                        word = pack_fp16(value.x * divide, value.y * divide) ^ flip;
+                    } else {
+                        word = *reinterpret_cast<const uint32_t*>(at + element * 2) ^ flip;
+                    }
+                }
+                q[step][half * 2 + i] = word;
+            }
+        // Maxima are found before they are scaled; a scale of 0 must not meet the infinity of a hidden key.
+        scale[i] = fmaxf(fabsf(softmax_scale) * power_of_two(exponent), 1e-37f);
     }
 }
 
@@ -65,7 +95,7 @@ DEVICE void multiply_keys(uint32_t buffer, const QueryFragments& q, float (&s)[T
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < DEPTH_STEPS; ++step)
-        wgmma_add<MMA_FP16, false>(s, q[step], depth_major_operand(buffer + step / 4 * SPAN_BYTES + step % 4 * 32));
+        wgmma_add<MMA_FP16, false>(s, q[step], depth_major_operand(buffer + step / 4 * PRODUCT_SPAN_BYTES + step % 4 * 32));
     wgmma_commit();
 }
 
@@ -83,7 +113,7 @@ DEVICE void hide(const Piece& piece, const RowFacts& rows, int tile_token, float
 }
 
 // Turns S into P; `rescale` brings the accumulator to the new maximum.
-DEVICE void softmax(float scale, float (&s)[TILE_TOKENS / 2], Accumulator& acc, float (&rescale)[2]) {
+DEVICE void softmax(const float (&scale)[2], float (&s)[TILE_TOKENS / 2], Accumulator& acc, float (&rescale)[2]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         float top = -INFINITY;
@@ -91,7 +121,7 @@ DEVICE void softmax(float scale, float (&s)[TILE_TOKENS / 2], Accumulator& acc, 
         for (int j = 0; j < TILE_BLOCKS; ++j) top = fmaxf(top, fmaxf(s[j * 4 + i * 2], s[j * 4 + i * 2 + 1]));
         top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
         top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-        top = fmaxf(acc.maximum[i], top * scale);
+        top = fmaxf(acc.maximum[i], top * scale[i]);
         const float anchor = top == -INFINITY ? 0.f : top;  // nothing visible so far: weights 0, not NaN
         rescale[i] = exp2_approximate(acc.maximum[i] - anchor);
         acc.maximum[i] = top;
@@ -101,7 +131,7 @@ DEVICE void softmax(float scale, float (&s)[TILE_TOKENS / 2], Accumulator& acc, 
 #pragma unroll
             for (int k = 0; k < 2; ++k) {
                 float& cell = s[j * 4 + i * 2 + k];
-                cell = exp2_approximate(fmaf(cell, scale, -anchor));
+                cell = exp2_approximate(fmaf(cell, scale[i], -anchor));
                 sum += cell;
             }
         acc.sum[i] = acc.sum[i] * rescale[i] + sum;
@@ -119,14 +149,39 @@ DEVICE void pack(const float (&s)[TILE_TOKENS / 2], uint32_t (&probability)[TILE
         }
 }
 
+// What this thread wrote to shared memory is seen by the products of its warpgroup.
+DEVICE void publish_to_products() {
+    fence_async_proxy();
+    named_barrier_sync<128>(CONSUMER_BARRIER + 1 + warpgroup());
+}
+
 // Tokens outside [low, high) may hold NaN, and 0 x NaN is NaN: their values become zeros before the product reads them.
 DEVICE void clear_values(char* buffer, int low, int high) {
     for (int at = threadIdx.x % 128; at < BUFFER_BYTES / 16; at += 128) {
         const int token = at * 16 % SPAN_BYTES / SPAN;
         if (token < low || token >= high) *reinterpret_cast<uint4*>(buffer + at * 16) = make_uint4(0, 0, 0, 0);
     }
-    fence_async_proxy();
-    named_barrier_sync<128>(CONSUMER_BARRIER + 1 + warpgroup());
+    publish_to_products();
+}
+
+// e4m3 of a tile as fp16 where the products read it; tokens outside [low, high) become zeros.
+DEVICE void convert(uint32_t from, uint32_t to, int low, int high) {
+    constexpr int COLUMNS = HEAD_DIM / 16;
+#pragma unroll
+    for (int i = 0; i < TILE_TOKENS * COLUMNS / 128; ++i) {
+        const int unit = i * 128 + threadIdx.x % 128, token = unit / COLUMNS, column = unit % COLUMNS;
+        uint4 raw = load_shared_16_bytes(tile_address(from, token, column));
+        if (token < low || token >= high) raw = make_uint4(0, 0, 0, 0);
+        const uint4 halves[2] = {
+            make_uint4(e4m3_pair_to_fp16(raw.x), e4m3_pair_to_fp16(raw.x >> 16), e4m3_pair_to_fp16(raw.y), e4m3_pair_to_fp16(raw.y >> 16)),
+            make_uint4(e4m3_pair_to_fp16(raw.z), e4m3_pair_to_fp16(raw.z >> 16), e4m3_pair_to_fp16(raw.w), e4m3_pair_to_fp16(raw.w >> 16))};
+        const uint32_t row = to + column / 4 * PRODUCT_SPAN_BYTES + token * 128;
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            const int half = j ^ (column / 4 % 2);  // lanes of one token in both spans write to different banks
+            store_shared_16_bytes(row + ((column % 4 * 2 + half) ^ (token % 8)) * 16, half ? halves[1] : halves[0]);
+        }
+    }
 }
 
 // O += P V, under way when this returns.
@@ -135,13 +190,14 @@ DEVICE void multiply_values(uint32_t buffer, const uint32_t (&probability)[TILE_
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < TILE_TOKENS / 16; ++step)
-        wgmma_add<MMA_FP16, true>(acc.out, probability[step], outer_major_operand(buffer + step * 16 * SPAN, SPAN_BYTES));
+        wgmma_add<MMA_FP16, true>(acc.out, probability[step], outer_major_operand(buffer + step * 16 * 128, PRODUCT_SPAN_BYTES));
     wgmma_commit();
 }
 
 // The accumulators become shared.merge (unnormalised O), maximum and sum.
-DEVICE void merge_warpgroups(Accumulator& acc, Shared& shared) {
+DEVICE void merge_warpgroups(const Piece& piece, Accumulator& acc, Shared& shared) {
     const int party = PARTIES == 1 ? 0 : warpgroup();
+    const bool any_rows = own_row() - threadIdx.x % 32 / 4 < piece.rows.count;  // of the warp
     for (int i = 0; i < 2; ++i) {
         acc.sum[i] += __shfl_xor_sync(~0u, acc.sum[i], 1);
         acc.sum[i] += __shfl_xor_sync(~0u, acc.sum[i], 2);
@@ -168,8 +224,10 @@ DEVICE void merge_warpgroups(Accumulator& acc, Shared& shared) {
     }
     // Warpgroups take turns, so that the order of the additions is fixed.
     for (int turn = 0; turn < PARTIES; ++turn) {
-        if (turn == party)
+        if (turn == party && any_rows)
+#pragma unroll
             for (int j = 0; j < HEAD_DIM / 8; ++j)
+#pragma unroll
                 for (int i = 0; i < 2; ++i) {
                     float2& cell = *reinterpret_cast<float2*>(&shared.merge[0][own_row() + i * 8][j * 8 + threadIdx.x % 4 * 2]);
                     const float x = acc.out[j * 4 + i * 2] * weight[i], y = acc.out[j * 4 + i * 2 + 1] * weight[i];
@@ -189,9 +247,23 @@ DEVICE uint32_t wait_for_buffer(Shared& shared, const RingCursor& cursor) {
     return shared_address(shared.ring[cursor.index]);
 }
 
+// Keys or values (kind 0, 1) of the tile at `cursor`, where the products read them. Converted ones give their buffer back.
+DEVICE uint32_t arrived(Shared& shared, const RingCursor& cursor, int kind, int low, int high) {
+    const uint32_t buffer = wait_for_buffer(shared, cursor);
+#if KV_TYPE == 2
+    const uint32_t target = shared_address(shared.converted[warpgroup()][kind]);
+    convert(buffer, target, low, high);
+    release(shared, cursor);
+    return target;
+#else
+    if (kind == 1 && (low > 0 || high < TILE_TOKENS)) clear_values(shared.ring[cursor.index], low, high);
+    return buffer;
+#endif
+}
+
 // A warpgroup's tiles of a piece. The product P V of a tile runs beside the next tile's Q K^T and its softmax.
-DEVICE void consume_tiles(const Piece& piece, int window_left, int tiles, float scale, const QueryFragments& q, const RowFacts& rows,
-                          RingCursor key, Shared& shared, Accumulator& acc) {
+DEVICE void consume_tiles(const Piece& piece, int window_left, int tiles, const float (&scale)[2], const QueryFragments& q,
+                          const RowFacts& rows, RingCursor key, Shared& shared, Accumulator& acc) {
     const Request& r = piece.request;
     // Keys [seen_from, seen_to) are seen by every row.
     const int seen_to = r.length - r.q_len, seen_from = window_left < 0 ? 0 : r.length - 1 - window_left;
@@ -199,10 +271,12 @@ DEVICE void consume_tiles(const Piece& piece, int window_left, int tiles, float 
     if (tile >= tiles) return;
     key.advance(2 * tile);
     float s[TILE_TOKENS / 2];
-    multiply_keys(wait_for_buffer(shared, key), q, s);
+    uint32_t keys = arrived(shared, key, 0, 0, TILE_TOKENS);
+    if (KV_E4M3) publish_to_products();
+    multiply_keys(keys, q, s);
     wgmma_wait<0>();
     hold_registers(s);
-    release(shared, key);
+    if (!KV_E4M3) release(shared, key);
     RingCursor used;  // values that the product under way reads
     bool pending = false, more;
     do {
@@ -212,7 +286,8 @@ DEVICE void consume_tiles(const Piece& piece, int window_left, int tiles, float 
         softmax(scale, s, acc, rescale);
         wgmma_wait<0>();
         hold_registers(acc.out);
-        if (pending) release(shared, used);
+        if (KV_E4M3) named_barrier_sync<128>(CONSUMER_BARRIER + 1 + warpgroup());  // all its warps read what is converted next
+        if (!KV_E4M3 && pending) release(shared, used);
         if (__any_sync(~0u, rescale[0] != 1.f || rescale[1] != 1.f))
 #pragma unroll
             for (int j = 0; j < HEAD_DIM / 2; ++j) acc.out[j] *= rescale[j / 2 % 2];
@@ -220,39 +295,47 @@ DEVICE void consume_tiles(const Piece& piece, int window_left, int tiles, float 
         pack(s, probability);
         used = key;
         used.advance();
+        const int low = max(piece.begin - tile_token, 0), high = min(r.length - tile_token, TILE_TOKENS);
+        uint32_t values;
+        if (KV_E4M3) values = arrived(shared, used, 1, low, high);
+        // After the last tile the product with the keys at hand is made once more and not used: a branch around it would
+        // make the compiler wait for each product.
         more = tile + PARTIES < tiles;
-        uint32_t keys = shared_address(shared.ring[key.index]);
         if (more) {
             key.advance(2 * PARTIES);
-            keys = wait_for_buffer(shared, key);
+            keys = arrived(shared, key, 0, 0, TILE_TOKENS);
         }
+        if (KV_E4M3) publish_to_products();
         multiply_keys(keys, q, s);
-        const uint32_t buffer = wait_for_buffer(shared, used);
-        const int low = max(piece.begin - tile_token, 0), high = min(r.length - tile_token, TILE_TOKENS);
-        if (low > 0 || high < TILE_TOKENS) clear_values(shared.ring[used.index], low, high);
-        multiply_values(buffer, probability, acc);
+        if (!KV_E4M3) values = arrived(shared, used, 1, low, high);
+        multiply_values(values, probability, acc);
         wgmma_wait<1>();
         hold_registers(s);
-        if (more) release(shared, key);
+        if (!KV_E4M3 && more) release(shared, key);
         pending = true;
         tile += PARTIES;
     } while (more);
     wgmma_wait<0>();
     hold_registers(acc.out);
-    release(shared, used);
+    if (!KV_E4M3) release(shared, used);
 }
 
 DEVICE void consume(const Params& p, const Share& share, Shared& shared) {
     const float softmax_scale = p.softmax_scale_log2 * device_factor(p.softmax_scale_device);
     const float output_scale = p.output_scale * device_factor(p.output_scale_device);
-    // The softmax finds maxima before it scales; a scale of 0 must not meet the infinity of a hidden key.
-    const float scale = fmaxf(fabsf(softmax_scale), 1e-37f);
-    const uint32_t flip = softmax_scale < 0.f ? 0x80008000u : 0u;
     RingCursor cursor;
+    // A part's arrival is answered while the next piece is at work: until then its pair is open.
+    bool open = false;
+    uint32_t arrived = 0;
+    const auto close = [&] {
+        if (open) merge_if_last(p, shared.open_rows, shared.open_parts, arrived, output_scale, shared);
+        open = false;
+    };
     for_each_piece(p, share, [&](const Piece& piece) {
         const Request& r = piece.request;
         QueryFragments q;
-        load_query(p, piece, flip, q);
+        float scale[2];
+        load_query(p, piece, softmax_scale, q, scale);
         RowFacts rows;
         rows.load(p, piece);
         Accumulator acc;
@@ -261,10 +344,16 @@ DEVICE void consume(const Params& p, const Share& share, Shared& shared) {
         const int tiles = min(piece.last, (r.length + TILE_TOKENS - 1) / TILE_TOKENS - r.first_tile) - piece.first;
         consume_tiles(piece, p.window_left, tiles, scale, q, rows, cursor, shared, acc);
         cursor.advance_far(2 * max(tiles, 0));
-        merge_warpgroups(acc, shared);
-        finish_piece(p, share, piece, output_scale, shared);
-        named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);  // shared.merge and its statistics are free again
+        close();
+        merge_warpgroups(piece, acc, shared);
+        const Parts parts = parts_of(p, share, piece);
+        write_piece(p, piece, parts, output_scale, shared);
+        open = parts.count > 1;
+        if (!open) return;
+        arrived = arrive(p, parts);
+        if (threadIdx.x == 0) shared.open_rows = piece.rows, shared.open_parts = parts;
     });
+    close();
 }
 
 }  // namespace paged_decode

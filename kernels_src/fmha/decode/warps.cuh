@@ -2,6 +2,7 @@
 // O^T += V^T P^T, and the meeting of the warps.
 #pragma once
 #include "combine.cuh"
+#include "queries.cuh"
 
 namespace paged_decode {
 
@@ -40,23 +41,14 @@ DEVICE int first_row(int n) { return (threadIdx.x / (32 * PARTIES) * ROW_TILES +
 // One 16-dim step of a row tile's queries as the B operand: the depths 2 (lane % 4) + {0, 1} and those 8 on.
 using QueryFragment = uint2;
 
-DEVICE float2 query_values(const Params& p, const void* row, int element) {
-    if (p.q_type == BF16) return unpack_bf16(*reinterpret_cast<const uint32_t*>(static_cast<const char*>(row) + element * 2));
-    if (p.q_type == FP16) return unpack_fp16(*reinterpret_cast<const uint32_t*>(static_cast<const char*>(row) + element * 2));
-    return unpack_e4m3(*reinterpret_cast<const uint16_t*>(static_cast<const char*>(row) + element));
-}
-
 // The fragments of eight rows from `row_base` on (of the piece's), through store(step, fragment). Returns the factor that
 // undoes what was done to this lane's row, row_base + lane / 4, to bring it into fp16.
 template <class Store>
 DEVICE float load_query(const Params& p, const Piece& piece, int row_base, Store store) {
     const int lane = threadIdx.x % 32;
     const int row = row_base + lane / 4;
-    const bool exists = row < piece.rows;
-    const RowPlace place = place_of(p, exists ? piece.row_tile * ROWS + row : 0);
-    const int item = p.q_type == E4M3 ? 1 : 2;
-    const char* at = static_cast<const char*>(p.q) + ((piece.request.q_start + place.token) * p.q_token_stride +
-                                                      (piece.head * p.group + place.head) * p.q_head_stride) * item;
+    const bool exists = row < piece.rows.count;
+    const char* at = query_row(p, piece, exists ? row : 0);
     if constexpr (!KV_E4M3) {
         at += lane % 4 * 4;
         for (int step = 0; step < DEPTH_STEPS; ++step)
@@ -65,20 +57,14 @@ DEVICE float load_query(const Params& p, const Piece& piece, int row_base, Store
                                : make_uint2(0, 0));
         return 1.f;
     } else {
-        int exponent = 0;
-        if (p.q_type == BF16) {  // a power of two brings any row into the range of fp16 without rounding
-            float largest = 0.f;
-            for (int step = 0; step < DEPTH_STEPS && exists; ++step)
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    const float2 value = query_values(p, at, step * 16 + lane % 4 * 4 + i * 2);
-                    largest = fmaxf(largest, fmaxf(fabsf(value.x), fabsf(value.y)));
-                }
-            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-            exponent = min(max(static_cast<int>(__float_as_uint(largest) >> 23) - 127, -100), 100);
-        }
-        const float scale = __uint_as_float(static_cast<uint32_t>(127 - exponent) << 23);
+        float largest = 0.f;
+        if (p.q_type == BF16 && exists)
+            for (int i = 0; i < HEAD_DIM / 8; ++i) {
+                const float2 value = query_values(p, at, i * 8 + lane % 4 * 2);
+                largest = fmaxf(largest, fmaxf(fabsf(value.x), fabsf(value.y)));
+            }
+        const int exponent = common_exponent(largest);
+        const float scale = power_of_two(-exponent);
         // Depths follow the key fragments of multiply_keys: four dims of a lane in a row.
         for (int step = 0; step < DEPTH_STEPS; ++step) {
             uint32_t words[2] = {0, 0};
@@ -88,7 +74,7 @@ DEVICE float load_query(const Params& p, const Piece& piece, int row_base, Store
             }
             store(step, make_uint2(words[0], words[1]));
         }
-        return __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23);
+        return power_of_two(exponent);
     }
 }
 
@@ -99,10 +85,10 @@ struct Queries {
     DEVICE void load(const Params& p, const Piece& piece, float softmax_scale, Shared& shared) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         if (threadIdx.x < ROWS) {
-            const int token = place_of(p, piece.row_tile * ROWS + threadIdx.x).token;
+            const int token = place_of(p, piece.rows.first + threadIdx.x).token;
             const Request& r = piece.request;
             // Draft tokens in front of the first key have no keys, not even their own.
-            const bool exists = threadIdx.x < piece.rows && token >= r.q_len - r.length;
+            const bool exists = threadIdx.x < piece.rows.count && token >= r.q_len - r.length;
             shared.row_mask[threadIdx.x] = exists ? mask_word(p, r, token) : 0;
             shared.row_begin[threadIdx.x] = exists ? window_begin(p, r, token) : NEVER;
         }
@@ -367,8 +353,11 @@ DEVICE void consume(const Params& p, const Share& share, Shared& shared) {
             cursor.advance();
         }
         merge_warps(acc, shared);
-        finish_piece(p, share, piece, output_scale, shared);
-        named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);  // shared.merge and its statistics are free again
+        const Parts parts = parts_of(p, share, piece);
+        write_piece(p, piece, parts, output_scale, shared);
+        if (parts.count == 1) return;
+        merge_if_last(p, piece.rows, parts, arrive(p, parts), output_scale, shared);
+        named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);  // shared.arrived_last and the weights are free again
     });
 }
 

@@ -67,12 +67,12 @@ DEVICE float device_factor(const void* factor) { return factor == nullptr ? 1.f 
 // Part of a pair: tiles [first, last) of the request's, for one KV head and one tile of rows.
 struct Piece {
     Request request;
-    int head, row_tile;
+    Rows rows;
+    int row_tile;
     int first, last;
     int line_start;  // index of the pair's tile 0 on the line of all tiles
     int split;       // where pairs are cut in a fixed number of splits: which this is
     int begin;       // no row sees a key in front of this one
-    int rows;        // of ROWS, those that exist
 };
 
 // The team that has a tile of the line: team c begins at floor(c T / n), so tile x lies in floor(((x + 1) n - 1) / T).
@@ -169,12 +169,14 @@ DEVICE void for_each_piece(const Params& p, const Share& share, Visit visit) {
             }
         }
         const int pair = block * p.heads_together + share.member;
-        piece.head = r.row_tiles == 1 ? pair : pair / r.row_tiles;
-        piece.row_tile = pair - piece.head * r.row_tiles;
+        piece.rows.q_start = r.q_start;
+        piece.rows.head = r.row_tiles == 1 ? pair : pair / r.row_tiles;
+        piece.row_tile = pair - piece.rows.head * r.row_tiles;
+        piece.rows.first = piece.row_tile * ROWS;
+        piece.rows.count = min(ROWS, r.q_len * p.group - piece.rows.first);
         piece.line_start = block_start;
         piece.first = first;
         piece.last = p.splits > 0 ? split_start(r, piece.split + 1, split_count(p, r)) : min(r.tiles, first + left);
-        piece.rows = min(ROWS, r.q_len * p.group - piece.row_tile * ROWS);
         piece.begin = 0;
         if (p.window_left >= 0) {
             piece.begin = window_begin(p, r, 0);

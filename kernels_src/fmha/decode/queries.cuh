@@ -1,0 +1,33 @@
+// Queries as the consumers read them: any type; with e4m3 keys they become fp16.
+#pragma once
+#include "work.cuh"
+
+namespace paged_decode {
+
+// The queries of a row of the piece.
+DEVICE const char* query_row(const Params& p, const Piece& piece, int row) {
+    const RowPlace place = place_of(p, piece.rows.first + row);
+    const int64_t element = (piece.rows.q_start + place.token) * p.q_token_stride +
+                            (piece.rows.head * p.group + place.head) * p.q_head_stride;
+    return static_cast<const char*>(p.q) + element * (p.q_type == E4M3 ? 1 : 2);
+}
+
+// Two neighbouring head dims.
+DEVICE float2 query_values(const Params& p, const void* row, int element) {
+    if (p.q_type == BF16) return unpack_bf16(*reinterpret_cast<const uint32_t*>(static_cast<const char*>(row) + element * 2));
+    if (p.q_type == FP16) return unpack_fp16(*reinterpret_cast<const uint32_t*>(static_cast<const char*>(row) + element * 2));
+    return unpack_e4m3(*reinterpret_cast<const uint16_t*>(static_cast<const char*>(row) + element));
+}
+
+DEVICE float power_of_two(int exponent) { return __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23); }
+
+// The exponent of the largest magnitude among the four lanes of a row; dividing by its power of two brings any bf16 row into
+// the range of fp16 without rounding. 0 where every lane gives 0, as for queries that fit already.
+DEVICE int common_exponent(float largest) {
+    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+    if (largest == 0.f) return 0;
+    return min(max(static_cast<int>(__float_as_uint(largest) >> 23) - 127, -100), 100);
+}
+
+}  // namespace paged_decode
