@@ -13,6 +13,7 @@ from ..workspace import Region
 from .params import PAGED_DECODE_TMA
 from .select import DecodeSelection
 
+_ANY_ROWS = (1 << 31) - 1
 LOG2_E = math.log2(math.e)
 ITEM_BYTES = {"bf16": 2, "fp16": 2, "e4m3": 1}
 # Numbers of the kernel's fields q_type and out_type.
@@ -129,6 +130,8 @@ def decode_plan(
         "q_len": problem.q_len,
         "kv_heads": problem.kv_heads,
         "group": problem.group,
+        "least_rows": 0,
+        "most_rows": _ANY_ROWS,
         "group_reciprocal": -(-(1 << 16) // problem.group),
         "head_blocks": problem.kv_heads // selection.heads_together,
         "heads_together": selection.heads_together,

@@ -36,7 +36,8 @@ DEVICE Request request_at(const Params& p, int index) {
     const int begin = p.window_left < 0 ? 0 : max(0, r.length - r.q_len - 1 - p.window_left);
     r.first_tile = begin / TILE_TOKENS;
     r.tiles = max(1, (r.length + TILE_TOKENS - 1) / TILE_TOKENS - r.first_tile);
-    r.row_tiles = (r.q_len * p.group + ROWS - 1) / ROWS;
+    const int rows = r.q_len * p.group;
+    r.row_tiles = rows < p.least_rows || rows > p.most_rows ? 0 : (rows + ROWS - 1) / ROWS;
     r.blocks = p.head_blocks * r.row_tiles;
     return r;
 }
@@ -134,7 +135,11 @@ DEVICE Share find_share(const Params& p) {
     return share;
 }
 
-DEVICE int split_count(const Params& p, const Request& r) { return min(p.splits, r.tiles); }
+// Short requests in four, so that one alone spreads over the GPU; long ones in parts of 16 tiles, for which merging costs
+// little. It never falls with the tiles, so a bound on the tiles bounds it.
+DEVICE int split_count(const Params& p, const Request& r) {
+    return min(p.splits, max((r.tiles + 15) / 16, min(4, (r.tiles + 3) / 4)));
+}
 
 DEVICE int split_start(const Request& r, int split, int count) {
     return static_cast<uint32_t>(split) * static_cast<uint32_t>(r.tiles) / static_cast<uint32_t>(count);
