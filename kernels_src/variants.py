@@ -136,8 +136,28 @@ def _lse_from_statistics(sm: str) -> Variant:
     )
 
 
+def _paged_mla_decode(latent: int) -> Variant:
+    box = 64 * 128
+    boxes = latent // 64 + 1
+    # Queries and two buffers of keys in boxes of 64 x 64, maxima and sums of two warpgroups, barriers, a ticket; the
+    # source asserts that they fit.
+    shared = 3 * boxes * box + 4 * 64 * 4 + (2 * boxes + 2 * 2 + 2) * 8 + 4
+    return Variant(
+        source="mla/paged_mla_decode.cu",
+        symbol=f"paged_mla_decode_bf16_latent{latent}",
+        sm="90a",
+        operation="paged_mla_decode",
+        struct="PagedMlaDecodeParams",
+        threads=384,
+        shared_bytes=-(-shared // 1024) * 1024,
+        traits={"dtype": "bf16", "latent": latent, "rope": 64, "rows": 64, "tile_tokens": 64},
+        defines={"LATENT": latent, "PREFETCH_TILES": 2},
+    )
+
+
 VARIANTS: tuple[Variant, ...] = (
     *(_paged_decode(sm, rows) for sm in ("80", "86", "89", "90a", "100", "120") for rows in (8, 16)),
     *(_kv_reduction(sm, *dtypes) for sm in _FOLLOWING_SMS for dtypes in _REDUCTION_DTYPES),
     *(_lse_from_statistics(sm) for sm in _FOLLOWING_SMS),
+    *(_paged_mla_decode(latent) for latent in (512, 256)),
 )

@@ -6,6 +6,7 @@ from types import MappingProxyType
 
 from ..structs import Field, StructLayout
 from .following_params import LAYOUTS as FOLLOWING_LAYOUTS
+from .mla_params import LAYOUTS as MLA_LAYOUTS
 
 _COMMON = (
     Field("q", "ptr", "queries of q_type, [tokens, kv_heads * group, head_dim]"),
@@ -71,5 +72,5 @@ PAGED_DECODE_COPY = StructLayout.declare(
 )
 
 LAYOUTS = MappingProxyType(
-    {**{layout.name: layout for layout in (PAGED_DECODE_TMA, PAGED_DECODE_COPY)}, **FOLLOWING_LAYOUTS}
+    {**{layout.name: layout for layout in (PAGED_DECODE_TMA, PAGED_DECODE_COPY)}, **FOLLOWING_LAYOUTS, **MLA_LAYOUTS}
 )

@@ -1,0 +1,101 @@
+// What brings data into shared memory: one warp for tiles of the cache, three for the queries.
+#pragma once
+#include "work.cuh"
+
+namespace paged_mla_decode {
+
+// Page ids of one request, 32 at a time in the lanes of a warp.
+struct PageWindow {
+    int base = -1;  // first table column held
+    int page = 0;
+    DEVICE int get(const Params& p, int request, int column, int columns) {
+        if (base < 0 || column >= base + 32) {
+            base = column;
+            const int own = column + threadIdx.x % 32;
+            page = own < columns ? static_cast<const int*>(p.page_table)[request * p.table_stride + own] : 0;
+            if (page < 0 || page >= p.num_pages) {
+                page = min(max(page, 0), p.num_pages - 1);
+                atomicOr(static_cast<uint32_t*>(p.status), STATUS_PAGE_OUTSIDE_POOL);
+            }
+        }
+        return __shfl_sync(~0u, page, column - base);
+    }
+};
+
+// Lane i of a warp has box i. A buffer becomes free in two halves: the columns of the first consumer warpgroup, and the
+// others. The rope columns, which hold P once the scores are known, go with the half of the warpgroup that reads that P.
+DEVICE void produce(const Params& p, const Share& share, Shared& shared) {
+    const int lane = threadIdx.x % 32;
+    const int page_tokens = 1 << p.page_size_log2;
+    const int chunk = min(page_tokens, TILE_TOKENS);  // tokens of a tile that one page holds together
+    uint32_t phase = 0;                               // bit b: of the next wait for buffer b to be empty
+    const uint64_t policy = p.tiles_together == 1 ? evict_first_policy() : evict_normal_policy();
+    Walker walker(p, share);
+    Piece piece;
+    while (walker.next(piece)) {
+        PageWindow pages, ahead;
+        const int columns = (piece.length + page_tokens - 1) >> p.page_size_log2;
+        const int last = piece.first + piece.steps();
+        for (int tile = piece.first; tile < last; ++tile) {
+            const int token = tile * TILE_TOKENS;
+            const int chunks = (piece.valid(tile) + chunk - 1) / chunk;
+            const int row = token & (page_tokens - 1);
+            const int b = (tile - piece.first) % BUFFERS;
+            int page[TILE_TOKENS / 32];
+            for (int i = 0; i < TILE_TOKENS / 32; ++i)
+                page[i] = i < chunks ? pages.get(p, piece.request, (token + i * chunk) >> p.page_size_log2, columns) : 0;
+            for (int half = 0; half < 2; ++half) {
+                wait_barrier(shared.empty[b][half], (phase >> b & 1) ^ 1, 10 + 2 * b + half);
+                if (half == 0 ? lane < HALF_BOXES : lane >= HALF_BOXES && lane < BOXES) {
+                    const uint32_t full = shared_address(&shared.full[b][lane]);
+                    mbarrier_arrive_expect_bytes(full, chunks * chunk * 128);
+                    for (int i = 0; i < TILE_TOKENS / 32; ++i)
+                        if (i < chunks)
+                            copy_tensor_box_3d(shared_address(shared.kv[b][lane]) + i * chunk * 128, &p.kv_map, full,
+                                               lane * BOX_COLUMNS, row, page[i], policy);
+                }
+                __syncwarp();
+            }
+            phase ^= 1u << b;
+            const int next = tile + PREFETCH_TILES;
+            if (PREFETCH_TILES > 0 && next < last) {
+                const int next_token = next * TILE_TOKENS;
+                const int next_chunks = (piece.valid(next) + chunk - 1) / chunk;
+                for (int i = 0; i < next_chunks; ++i) {
+                    const int found = ahead.get(p, piece.request, (next_token + i * chunk) >> p.page_size_log2, columns);
+                    if (lane < BOXES)
+                        prefetch_tensor_box_3d(&p.kv_map, lane * BOX_COLUMNS, next_token & (page_tokens - 1), found);
+                }
+            }
+        }
+    }
+}
+
+// Row R of a request is head R % heads of its query token R / heads; rows past the last are zero.
+DEVICE void load_queries(const Params& p, const Share& share, Shared& shared) {
+    constexpr int CHUNKS = BOXES * 8;  // of 16 bytes in a row
+    const int thread = threadIdx.x - CONSUMERS - 32;
+    uint32_t phase = 0;
+    Walker walker(p, share);
+    Piece piece;
+    while (walker.next(piece)) {
+        wait_barrier(shared.q_empty, phase ^ 1, 20);
+        const __nv_bfloat16* q = static_cast<const __nv_bfloat16*>(p.q) + piece.first_query * p.q_token_stride;
+#pragma unroll 1
+        for (int i = thread; i < ROWS * CHUNKS; i += LOADERS) {
+            const int row = i / CHUNKS, column = i % CHUNKS;
+            const int request_row = piece.row_tile * ROWS + min(row, piece.rows - 1);
+            const int token = request_row / p.heads, head = request_row % p.heads;
+            const uint32_t target =
+                shared_address(shared.q[column / 8]) + row * 128 + ((column % 8) ^ (row % 8)) * 16;
+            copy_16_bytes_or_zeros(target, q + token * p.q_token_stride + head * p.q_head_stride + column * 8,
+                                   row < piece.rows ? 16 : 0);
+        }
+        wait_for_copies();
+        fence_async_proxy();
+        mbarrier_arrive(shared_address(&shared.q_full));
+        phase ^= 1;
+    }
+}
+
+}  // namespace paged_mla_decode

@@ -1,0 +1,231 @@
+// What leaves a CTA: finished rows, or partials and the merge of a pair's partials.
+#pragma once
+#include "work.cuh"
+
+namespace paged_mla_decode {
+
+constexpr int OUT_BF16 = 0;
+constexpr int OUT_FP16 = 1;
+
+constexpr int CONSUMER_BARRIER = 1;
+
+// Bits of a counter: parts that are written, CTAs that are through with the pair, and tickets for slices of its merge.
+constexpr uint32_t ARRIVAL = 1;
+constexpr uint32_t DEPARTURE = 1 << 10;
+constexpr uint32_t TICKET = 1 << 20;
+constexpr uint32_t FIELD = (1 << 10) - 1;
+constexpr int HELP_CYCLES = 1 << 14;  // that a CTA waits for the other parts of a pair, to share in their merge
+
+constexpr float LOG2_E = 1.4426950408889634f;
+
+// How a row of unnormalised outputs with this maximum and sum becomes a row of the output.
+struct RowEnd {
+    float factor, lse;
+};
+
+DEVICE RowEnd end_row(const Params& p, float maximum, float sum, int head, float output_scale) {
+    float top = maximum, total = sum;
+    if (p.sinks != nullptr) {
+        const float sink = static_cast<const float*>(p.sinks)[head] * LOG2_E;
+        top = fmaxf(maximum, sink);
+        total = sum * exp2_approximate(maximum - top) + exp2_approximate(sink - top);
+    }
+    const bool none = maximum == LOWEST;  // no visible key
+    RowEnd end;
+    end.factor = none ? 0.f : output_scale * exp2_approximate(maximum - top) / total;
+    end.lse = total == 0.f ? -INFINITY : top + log2f(total);
+    return end;
+}
+
+DEVICE float output_scale(const Params& p) {
+    const float* factor = static_cast<const float*>(p.output_scale_device);
+    return factor == nullptr ? p.output_scale : p.output_scale * *factor;
+}
+
+DEVICE uint32_t pack_fp16(float low, float high) {
+    const __half2 pair = __floats2half2_rn(low, high);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+DEVICE uint32_t pack_e4m3(float low, float high) {
+    return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE, __NV_E4M3);
+}
+
+DEVICE int64_t row_offset(const Piece& piece, int row, int heads, int64_t token_stride, int64_t head_stride) {
+    const int request_row = piece.row_tile * ROWS + row;
+    return (piece.first_query + request_row / heads) * token_stride + request_row % heads * head_stride;
+}
+
+DEVICE void write_lse(const Params& p, const Piece& piece, int row, float lse) {
+    if (p.lse != nullptr)
+        static_cast<float*>(p.lse)[row_offset(piece, row, p.heads, p.lse_token_stride, p.lse_head_stride)] = lse;
+}
+
+DEVICE int64_t slot_row(int slot, int row) { return static_cast<int64_t>(slot) * ROWS + row; }
+
+// ---------------------------------------------------------------- from the accumulators
+
+// Rows lane / 4 and 8 more of the warp's 16; four lanes hold 8 neighbouring columns, and swap so that each has 8 of its own.
+DEVICE void write_rows(const Params& p, const Piece& piece, int row, int column, float (&out)[HALF_COLUMNS / 2],
+                       const float (&maximum)[2], const float (&sum)[2]) {
+    const int lane = threadIdx.x % 32;
+    const float scale = output_scale(p);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int own = row + half * 8;
+        const bool exists = own < piece.rows;
+        const int head = (piece.row_tile * ROWS + min(own, piece.rows - 1)) % p.heads;
+        const RowEnd end = end_row(p, maximum[half], sum[half], head, scale);
+        if (exists && column == 0 && lane % 4 == 0) write_lse(p, piece, own, end.lse);
+        const int64_t offset =
+            row_offset(piece, min(own, piece.rows - 1), p.heads, p.out_token_stride, p.out_head_stride) + column;
+#pragma unroll
+        for (int j = 0; j < HALF_COLUMNS / 8; j += 4) {
+            uint32_t pairs[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float low = out[4 * (j + i) + 2 * half] * end.factor;
+                const float high = out[4 * (j + i) + 2 * half + 1] * end.factor;
+                pairs[i] = p.out_type == OUT_BF16 ? pack_bf16(low, high)
+                                                  : (p.out_type == OUT_FP16 ? pack_fp16(low, high) : pack_e4m3(low, high));
+            }
+            // Lane l of four gets the pairs of group j + l: two rounds of swaps.
+#pragma unroll
+            for (int step = 1; step < 4; step *= 2) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    if (i & step) continue;
+                    const bool upper = lane & step;
+                    const uint32_t sent = upper ? pairs[i] : pairs[i + step];
+                    const uint32_t got = __shfl_xor_sync(~0u, sent, step);
+                    if (upper)
+                        pairs[i] = got;
+                    else
+                        pairs[i + step] = got;
+                }
+            }
+            if (!exists) continue;
+            const int64_t at = offset + 8 * (j + lane % 4);
+            if (p.out_type <= OUT_FP16)
+                *reinterpret_cast<uint4*>(static_cast<uint16_t*>(p.out) + at) =
+                    make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+            else
+                *reinterpret_cast<uint2*>(static_cast<uint8_t*>(p.out) + at) =
+                    make_uint2(pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16);
+        }
+    }
+}
+
+DEVICE void write_partial(const Params& p, const Piece& piece, int row, int column, const float (&out)[HALF_COLUMNS / 2],
+                          const float (&maximum)[2], const float (&sum)[2]) {
+    const int lane = threadIdx.x % 32;
+    const int slot = slot_of(p, piece, piece.part);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int own = row + half * 8;
+        if (own >= piece.rows) continue;
+        const int64_t at = slot_row(slot, own);
+        if (column == 0 && lane % 4 == 0)
+            static_cast<float2*>(p.partial_statistics)[at] = make_float2(maximum[half], sum[half]);
+        float* target = static_cast<float*>(p.partial_out) + at * LATENT + column + lane % 4 * 2;
+#pragma unroll
+        for (int j = 0; j < HALF_COLUMNS / 8; ++j)
+            *reinterpret_cast<float2*>(target + 8 * j) = make_float2(out[4 * j + 2 * half], out[4 * j + 2 * half + 1]);
+    }
+}
+
+// ---------------------------------------------------------------- merging
+
+// The parts of one row, added in order, by the warps that have 128 of its columns each.
+DEVICE void merge_row(const Params& p, const Piece& piece, int row, int quarter) {
+    constexpr int BATCH = 8;
+    const int lane = threadIdx.x % 32;
+    const float2* statistics = static_cast<const float2*>(p.partial_statistics);
+    float top = LOWEST;
+    for (int part = lane; part < piece.parts; part += 32)
+        top = fmaxf(top, __ldcg(&statistics[slot_row(slot_of(p, piece, part), row)]).x);
+    for (int step = 1; step < 32; step *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
+    float total = 0.f;
+    float4 value = make_float4(0, 0, 0, 0);
+    const float* partial = static_cast<const float*>(p.partial_out) + quarter * 128 + lane * 4;
+    for (int base = 0; base < piece.parts; base += BATCH) {
+        float4 loaded[BATCH];
+        float2 part[BATCH];
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
+            const int64_t at = slot_row(slot_of(p, piece, min(base + i, piece.parts - 1)), row);
+            part[i] = __ldcg(&statistics[at]);
+            loaded[i] = __ldcg(reinterpret_cast<const float4*>(partial + at * LATENT));
+        }
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
+            if (base + i >= piece.parts) continue;
+            const float weight = exp2_approximate(part[i].x - top);
+            total += weight * part[i].y;
+            value.x += weight * loaded[i].x;
+            value.y += weight * loaded[i].y;
+            value.z += weight * loaded[i].z;
+            value.w += weight * loaded[i].w;
+        }
+    }
+    const int head = (piece.row_tile * ROWS + row) % p.heads;
+    const RowEnd end = end_row(p, top, total, head, output_scale(p));
+    if (quarter == 0 && lane == 0) write_lse(p, piece, row, end.lse);
+    const int64_t at =
+        row_offset(piece, row, p.heads, p.out_token_stride, p.out_head_stride) + quarter * 128 + lane * 4;
+    value.x *= end.factor, value.y *= end.factor, value.z *= end.factor, value.w *= end.factor;
+    if (p.out_type == OUT_BF16)
+        *reinterpret_cast<uint2*>(static_cast<uint16_t*>(p.out) + at) =
+            make_uint2(pack_bf16(value.x, value.y), pack_bf16(value.z, value.w));
+    else if (p.out_type == OUT_FP16)
+        *reinterpret_cast<uint2*>(static_cast<uint16_t*>(p.out) + at) =
+            make_uint2(pack_fp16(value.x, value.y), pack_fp16(value.z, value.w));
+    else
+        *reinterpret_cast<uint32_t*>(static_cast<uint8_t*>(p.out) + at) =
+            pack_e4m3(value.x, value.y) | pack_e4m3(value.z, value.w) << 16;
+}
+
+// Says that this CTA's part of a pair is in memory.
+DEVICE void arrive(const Params& p, const Piece& piece) {
+    named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
+    if (threadIdx.x == 0) add_acquire_release(static_cast<uint32_t*>(p.counters) + piece.counter, ARRIVAL);
+}
+
+// Takes slices of the pair's merge until none is left. A CTA whose pair is not complete waits a while and then goes: the
+// last to arrive never waits, so that the merge is done by then at the latest, whether or not the others run.
+// Who merges a row changes nothing in its bits. The last to depart leaves the counter zero for the next launch.
+DEVICE void help_merge(const Params& p, const Piece& piece, Shared& shared) {
+    constexpr int WARPS_PER_ROW = LATENT / 128;
+    constexpr int ROWS_AT_ONCE = CONSUMERS / 32 / WARPS_PER_ROW;
+    const int warp = threadIdx.x / 32;
+    uint32_t* counter = static_cast<uint32_t*>(p.counters) + piece.counter;
+    const uint32_t parts = piece.parts;
+    int slices = 1;
+    while (slices < piece.parts && slices < ROWS / ROWS_AT_ONCE) slices *= 2;
+    const int slice_rows = max(ROWS_AT_ONCE, (piece.rows + slices - 1) / slices);
+    if (threadIdx.x == 0) {
+        const int64_t begin = clock64();
+        bool complete;
+        do {
+            complete = (load_acquire(counter) & FIELD) == parts;
+        } while (!complete && clock64() - begin < HELP_CYCLES);
+        shared.ticket = complete ? add_acquire_release(counter, TICKET) / TICKET : ~0u;
+    }
+    for (;;) {
+        named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
+        const uint32_t ticket = shared.ticket;
+        if (ticket >= static_cast<uint32_t>(slices)) break;
+        named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
+        if (threadIdx.x == 0) shared.ticket = add_acquire_release(counter, TICKET) / TICKET;
+        const int end = min(piece.rows, static_cast<int>(ticket + 1) * slice_rows);
+        for (int row = ticket * slice_rows + warp / WARPS_PER_ROW; row < end; row += ROWS_AT_ONCE)
+            merge_row(p, piece, row, warp % WARPS_PER_ROW);
+    }
+    named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);  // the ticket is free again
+    if (threadIdx.x == 0) {
+        const uint32_t before = add_acquire_release(counter, DEPARTURE);
+        if ((before / DEPARTURE & FIELD) == parts - 1) *counter = 0;
+    }
+}
+
+}  // namespace paged_mla_decode
