@@ -8,15 +8,14 @@ namespace paged_mla_decode {
 struct PageWindow {
     int base = -1;  // first table column held
     int page = 0;
-    DEVICE int get(const Params& p, int request, int column, int columns) {
+    DEVICE int get(const Params& p, int request, int column, int columns, bool& outside) {
         if (base < 0 || column >= base + 32) {
             base = column;
             const int own = column + threadIdx.x % 32;
             page = own < columns ? static_cast<const int*>(p.page_table)[request * p.table_stride + own] : 0;
-            if (page < 0 || page >= p.num_pages) {
-                page = min(max(page, 0), p.num_pages - 1);
-                atomicOr(static_cast<uint32_t*>(p.status), STATUS_PAGE_OUTSIDE_POOL);
-            }
+            const int inside = min(max(page, 0), p.num_pages - 1);
+            outside |= inside != page;
+            page = inside;
         }
         return __shfl_sync(~0u, page, column - base);
     }
@@ -30,6 +29,7 @@ DEVICE void produce(const Params& p, const Share& share, Shared& shared) {
     const int chunk = min(page_tokens, TILE_TOKENS);  // tokens of a tile that one page holds together
     uint32_t phase = 0;                               // bit b: of the next wait for buffer b to be empty
     const uint64_t policy = p.tiles_together == 1 ? evict_first_policy() : evict_normal_policy();
+    bool outside = false;  // a page id is, of the pool
     Walker walker(p, share);
     Piece piece;
     while (walker.next(piece)) {
@@ -43,7 +43,7 @@ DEVICE void produce(const Params& p, const Share& share, Shared& shared) {
             const int b = (tile - piece.first) % BUFFERS;
             int page[TILE_TOKENS / 32];
             for (int i = 0; i < TILE_TOKENS / 32; ++i)
-                page[i] = i < chunks ? pages.get(p, piece.request, (token + i * chunk) >> p.page_size_log2, columns) : 0;
+                page[i] = i < chunks ? pages.get(p, piece.request, (token + i * chunk) >> p.page_size_log2, columns, outside) : 0;
             for (int half = 0; half < 2; ++half) {
                 wait_barrier(shared.empty[b][half], (phase >> b & 1) ^ 1, 10 + 2 * b + half);
                 if (half == 0 ? lane < HALF_BOXES : lane >= HALF_BOXES && lane < BOXES) {
@@ -62,13 +62,14 @@ DEVICE void produce(const Params& p, const Share& share, Shared& shared) {
                 const int next_token = next * TILE_TOKENS;
                 const int next_chunks = (piece.valid(next) + chunk - 1) / chunk;
                 for (int i = 0; i < next_chunks; ++i) {
-                    const int found = ahead.get(p, piece.request, (next_token + i * chunk) >> p.page_size_log2, columns);
+                    const int found = ahead.get(p, piece.request, (next_token + i * chunk) >> p.page_size_log2, columns, outside);
                     if (lane < BOXES)
                         prefetch_tensor_box_3d(&p.kv_map, lane * BOX_COLUMNS, next_token & (page_tokens - 1), found);
                 }
             }
         }
     }
+    if (outside) atomicOr(static_cast<uint32_t*>(p.status), STATUS_PAGE_OUTSIDE_POOL);
 }
 
 // Row R of a request is head R % heads of its query token R / heads; rows past the last are zero.

@@ -62,10 +62,10 @@ DEVICE uint32_t visible_drafts(const Params& p, const Piece& piece, int row) {
 DEVICE void multiply_keys(Shared& shared, int b, uint32_t parity, Scores& s) {
     const uint64_t q = depth_major_operand(shared_address(shared.q[0]));
     const uint64_t k = depth_major_operand(shared_address(shared.kv[b][0]));
-    wgmma_fence();
 #pragma unroll
     for (int box = 0; box < BOXES; ++box) {
         wait_barrier(shared.full[b][box], parity, 30 + box);
+        wgmma_fence();
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
             const uint32_t offset = box * BOX_BYTES + step * 32;
@@ -197,9 +197,15 @@ DEVICE void lead_maxima(float (&ours)[ROWS], int row, const float (&top)[2], Row
     }
 }
 
+// The first of the thread's two rows. Read anew where it is needed: held over a whole piece, it would cost a spill.
+DEVICE int thread_row() {
+    uint32_t thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread % WARPGROUP / 32 * 16 + thread % 32 / 4;
+}
+
 template <int WG>
 DEVICE void consume(const Params& p, const Share& share, Shared& shared) {
-    const int row = threadIdx.x % WARPGROUP / 32 * 16 + threadIdx.x % 32 / 4;
     const float* scale_factor = static_cast<const float*>(p.softmax_scale_device);
     const float scale_log2 = scale_factor == nullptr ? p.softmax_scale_log2 : p.softmax_scale_log2 * *scale_factor;
     uint32_t full = 0, q_full = 0;  // parities
@@ -207,6 +213,7 @@ DEVICE void consume(const Params& p, const Share& share, Shared& shared) {
     Walker walker(p, share);
     Piece piece;
     while (walker.next(piece)) {
+        const int row = thread_row();
         Rows rows;
         for (int i = 0; i < 2; ++i) {
             rows.visible[i] = visible_drafts(p, piece, row + 8 * i);
@@ -320,9 +327,13 @@ extern "C" __global__ void __launch_bounds__(paged_mla_decode::THREADS, 1)
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         prefetch_tensor_map(&p.kv_map);
     }
-    __syncthreads();
     wait_for_previous_grid();
-    const Share share = find_share(p);
+    if (threadIdx.x < 32) {
+        const Share found = find_share(p);
+        if (threadIdx.x == 0) shared.share = found;
+    }
+    __syncthreads();
+    const Share& share = shared.share;
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);
     if (warpgroup == 2) {
         give_registers<PRODUCER_REGISTERS>();

@@ -28,8 +28,8 @@ constexpr int WARPGROUP = 128;
 constexpr int CONSUMERS = 2 * WARPGROUP;
 constexpr int THREADS = CONSUMERS + WARPGROUP;
 constexpr int LOADERS = WARPGROUP - 32;  // of queries: the warps beside the producer's
-constexpr int CONSUMER_REGISTERS = 240;
-constexpr int PRODUCER_REGISTERS = 32;
+constexpr int CONSUMER_REGISTERS = 232;
+constexpr int PRODUCER_REGISTERS = 40;
 
 constexpr uint32_t STATUS_LENGTH_OVER_BOUND = 1;
 constexpr uint32_t STATUS_LENGTH_NEGATIVE = 2;
@@ -38,6 +38,14 @@ constexpr uint32_t STATUS_QUERIES = 8;
 
 // Below every maximum that counts; finite, so that the difference of two of them is 0 and not NaN.
 constexpr float LOWEST = -1e30f;
+
+// The CTA's share of the line of all tiles.
+struct Share {
+    int team, member;         // the CTA is one of `tiles_together` in its team
+    int begin, end;           // tiles on the line
+    int request, line_start;  // where `begin` lies: request, and the index of its first tile
+    int total, teams;         // tiles in all, teams that have any
+};
 
 struct Shared {
     alignas(1024) char q[BOXES][BOX_BYTES];
@@ -49,6 +57,7 @@ struct Shared {
     alignas(8) uint64_t q_full;
     alignas(8) uint64_t q_empty;
     uint32_t ticket;
+    Share share;
 };
 
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the variant list states too little dynamic shared memory");
@@ -106,7 +115,7 @@ DEVICE int row_blocks(const Params& p, const Request& r) {
 
 DEVICE void report_lengths(const Params& p) {
     uint32_t seen = 0;
-    for (int b = threadIdx.x; b < p.batch; b += THREADS) {
+    for (int b = threadIdx.x % WARPGROUP; b < p.batch; b += WARPGROUP) {
         const int length = static_cast<const int*>(p.seq_lens)[b];
         if (length > p.max_seq_len) seen |= STATUS_LENGTH_OVER_BOUND;
         if (length < 0) seen |= STATUS_LENGTH_NEGATIVE;
@@ -120,13 +129,6 @@ DEVICE void report_lengths(const Params& p) {
 }
 
 // ---------------------------------------------------------------- shares of the line of all tiles
-
-struct Share {
-    int team, member;         // the CTA is one of `tiles_together` in its team
-    int begin, end;           // tiles on the line
-    int request, line_start;  // where `begin` lies: request, and the index of its first tile
-    int total, teams;         // tiles in all, teams that have any
-};
 
 DEVICE Share find_share(const Params& p) {
     const int lane = threadIdx.x % 32;
