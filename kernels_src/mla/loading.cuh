@@ -4,21 +4,27 @@
 
 namespace paged_mla_decode {
 
+// As one instruction: atomicOr would gather the warp's first, in registers that the producer does not have.
+DEVICE void report_outside_page(const Params& p) {
+    asm volatile("red.global.or.b32 [%0], %1;" ::"l"(p.status), "n"(STATUS_PAGE_OUTSIDE_POOL) : "memory");
+}
+
 // Page ids of one request, 32 at a time in the lanes of a warp.
 struct PageWindow {
     int base = -1;  // first table column held
     int page = 0;
-    DEVICE int get(const Params& p, int request, int column, int columns, bool& outside) {
-        if (base < 0 || column >= base + 32) {
-            base = column;
-            const int own = column + threadIdx.x % 32;
-            page = own < columns ? static_cast<const int*>(p.page_table)[request * p.table_stride + own] : 0;
-            const int inside = min(max(page, 0), p.num_pages - 1);
-            outside |= inside != page;
-            page = inside;
-        }
-        return __shfl_sync(~0u, page, column - base);
+    // Makes the columns from `first` to `last`, fewer than 32, ready for `at`.
+    DEVICE void hold(const Params& p, const Piece& piece, int first, int last) {
+        if (base >= 0 && last < base + 32) return;
+        base = first;
+        const int column = first + threadIdx.x % 32;
+        const int columns = ((piece.length - 1) >> p.page_size_log2) + 1;
+        page = column < columns ? static_cast<const int*>(p.page_table)[piece.request * p.table_stride + column] : 0;
+        const int inside = min(max(page, 0), p.num_pages - 1);
+        if (inside != page) report_outside_page(p);
+        page = inside;
     }
+    DEVICE int at(int column) const { return __shfl_sync(~0u, page, column - base); }
 };
 
 // Lane i of a warp has box i. A buffer becomes free in two halves: the columns of the first consumer warpgroup, and the
@@ -29,47 +35,44 @@ DEVICE void produce(const Params& p, const Share& share, Shared& shared) {
     const int chunk = min(page_tokens, TILE_TOKENS);  // tokens of a tile that one page holds together
     uint32_t phase = 0;                               // bit b: of the next wait for buffer b to be empty
     const uint64_t policy = p.tiles_together == 1 ? evict_first_policy() : evict_normal_policy();
-    bool outside = false;  // a page id is, of the pool
     Walker walker(p, share);
     Piece piece;
     while (walker.next(piece)) {
-        PageWindow pages, ahead;
-        const int columns = (piece.length + page_tokens - 1) >> p.page_size_log2;
+        PageWindow pages;
         const int last = piece.first + piece.steps();
+#pragma unroll 1
         for (int tile = piece.first; tile < last; ++tile) {
-            const int token = tile * TILE_TOKENS;
+            const int far = min(tile + PREFETCH_TILES, last - 1);
+            pages.hold(p, piece, tile * TILE_TOKENS >> p.page_size_log2,
+                       min(far * TILE_TOKENS + TILE_TOKENS, piece.length) - 1 >> p.page_size_log2);
             const int chunks = (piece.valid(tile) + chunk - 1) / chunk;
-            const int row = token & (page_tokens - 1);
             const int b = (tile - piece.first) % BUFFERS;
-            int page[TILE_TOKENS / 32];
-            for (int i = 0; i < TILE_TOKENS / 32; ++i)
-                page[i] = i < chunks ? pages.get(p, piece.request, (token + i * chunk) >> p.page_size_log2, columns, outside) : 0;
+#pragma unroll 1
             for (int half = 0; half < 2; ++half) {
                 wait_barrier(shared.empty[b][half], (phase >> b & 1) ^ 1, 10 + 2 * b + half);
-                if (half == 0 ? lane < HALF_BOXES : lane >= HALF_BOXES && lane < BOXES) {
-                    const uint32_t full = shared_address(&shared.full[b][lane]);
-                    mbarrier_arrive_expect_bytes(full, chunks * chunk * 128);
-                    for (int i = 0; i < TILE_TOKENS / 32; ++i)
-                        if (i < chunks)
-                            copy_tensor_box_3d(shared_address(shared.kv[b][lane]) + i * chunk * 128, &p.kv_map, full,
-                                               lane * BOX_COLUMNS, row, page[i], policy);
+                const bool own = half == 0 ? lane < HALF_BOXES : lane >= HALF_BOXES && lane < BOXES;
+                const uint32_t full = shared_address(&shared.full[b][min(lane, BOXES - 1)]);
+                if (own) mbarrier_arrive_expect_bytes(full, chunks * chunk * 128);
+#pragma unroll 1
+                for (int i = 0; i < chunks; ++i) {
+                    const int token = tile * TILE_TOKENS + i * chunk;
+                    const int page = pages.at(token >> p.page_size_log2);
+                    if (own)
+                        copy_tensor_box_3d(shared_address(shared.kv[b][lane]) + i * chunk * 128, &p.kv_map, full,
+                                           lane * BOX_COLUMNS, token & (page_tokens - 1), page, policy);
                 }
-                __syncwarp();
             }
             phase ^= 1u << b;
-            const int next = tile + PREFETCH_TILES;
-            if (PREFETCH_TILES > 0 && next < last) {
-                const int next_token = next * TILE_TOKENS;
-                const int next_chunks = (piece.valid(next) + chunk - 1) / chunk;
-                for (int i = 0; i < next_chunks; ++i) {
-                    const int found = ahead.get(p, piece.request, (next_token + i * chunk) >> p.page_size_log2, columns, outside);
-                    if (lane < BOXES)
-                        prefetch_tensor_box_3d(&p.kv_map, lane * BOX_COLUMNS, next_token & (page_tokens - 1), found);
-                }
+            if (far < tile + PREFETCH_TILES || PREFETCH_TILES == 0) continue;
+#pragma unroll 1
+            for (int i = 0; i < (piece.valid(far) + chunk - 1) / chunk; ++i) {
+                const int token = far * TILE_TOKENS + i * chunk;
+                const int page = pages.at(token >> p.page_size_log2);
+                if (lane < BOXES)
+                    prefetch_tensor_box_3d(&p.kv_map, lane * BOX_COLUMNS, token & (page_tokens - 1), page);
             }
         }
     }
-    if (outside) atomicOr(static_cast<uint32_t*>(p.status), STATUS_PAGE_OUTSIDE_POOL);
 }
 
 // Row R of a request is head R % heads of its query token R / heads; rows past the last are zero.

@@ -197,6 +197,87 @@ DEVICE void lead_maxima(float (&ours)[ROWS], int row, const float (&top)[2], Row
     }
 }
 
+// Warpgroup 0: the scores of the even tiles. The next scores are on their way while the odd tile's values are multiplied.
+DEVICE void lead_tiles(Shared& shared, const Piece& piece, int row, float scale_log2, uint32_t& full, Rows& rows,
+                       Output& out) {
+    const int last = piece.first + piece.steps();
+    if (piece.first == last) return;
+    Scores s;
+    multiply_keys(shared, 0, full, s);
+    full ^= 1;
+#pragma unroll 1
+    for (int tile = piece.first;; tile += 2) {
+        const bool second = tile + 1 < last;
+        Probabilities probability;
+        float top[2], factor[2];
+        wgmma_wait<0>();
+        hold_registers(s);
+        scale_and_mask(piece, tile, rows, scale_log2, s, top);
+        lead_maxima(shared.maximum[0], row, top, rows, factor);
+        exponentiate(s, rows, probability);
+        share_probabilities<0>(shared, probability, piece.valid(tile));
+        rescale(out, factor);
+        if (second) named_barrier_sync<CONSUMERS>(SCORES1_DONE);
+        multiply_own_values<0>(shared, probability, out);
+        wgmma_wait<0>();
+        hold_registers(out);
+        release_values<0>(shared, 0);
+        if (!second) return;
+        named_barrier_sync<CONSUMERS>(P1_READY);
+        follow_maxima(shared.maximum[1], row, rows, factor);
+        rescale(out, factor);
+        multiply_other_values<0>(shared, out);
+        if (tile + 2 >= last) break;
+        multiply_keys(shared, 0, full, s);
+        full ^= 1;
+        wgmma_wait<1>();
+        hold_registers(out);
+        release_values<0>(shared, 1);
+    }
+    wgmma_wait<0>();
+    hold_registers(out);
+    release_values<0>(shared, 1);
+}
+
+// Warpgroup 1: the scores of the odd tiles.
+DEVICE void follow_tiles(Shared& shared, const Piece& piece, int row, float scale_log2, uint32_t& full, Rows& rows,
+                         Output& out) {
+    const int last = piece.first + piece.steps();
+#pragma unroll 1
+    for (int tile = piece.first; tile < last; tile += 2) {
+        const bool second = tile + 1 < last;
+        Scores s;
+        Probabilities probability;
+        float top[2], factor[2], later_factor[2];
+        if (second) {
+            multiply_keys(shared, 1, full, s);
+            full ^= 1;
+            wgmma_wait<0>();
+            hold_registers(s);
+            named_barrier_arrive<CONSUMERS>(SCORES1_DONE);
+            scale_and_mask(piece, tile + 1, rows, scale_log2, s, top);
+        }
+        named_barrier_sync<CONSUMERS>(P0_READY);
+        follow_maxima(shared.maximum[0], row, rows, factor);
+        if (second) {
+            lead_maxima(shared.maximum[1], row, top, rows, later_factor);
+            exponentiate(s, rows, probability);
+            share_probabilities<1>(shared, probability, piece.valid(tile + 1));
+        }
+        rescale(out, factor);
+        multiply_other_values<1>(shared, out);
+        wgmma_wait<0>();
+        hold_registers(out);
+        release_values<1>(shared, 0);
+        if (!second) return;
+        rescale(out, later_factor);
+        multiply_own_values<1>(shared, probability, out);
+        wgmma_wait<0>();
+        hold_registers(out);
+        release_values<1>(shared, 1);
+    }
+}
+
 // The first of the thread's two rows. Read anew where it is needed: held over a whole piece, it would cost a spill.
 DEVICE int thread_row() {
     uint32_t thread;
@@ -225,68 +306,10 @@ DEVICE void consume(const Params& p, const Share& share, Shared& shared) {
         for (int i = 0; i < HALF_COLUMNS / 2; ++i) out[i] = 0.f;
         wait_barrier(shared.q_full, q_full, 21);
         q_full ^= 1;
-        const int last = piece.first + piece.steps();
-#pragma unroll 1
-        for (int tile = piece.first; tile < last; tile += 2) {
-            const bool second = tile + 1 < last;
-            Scores s;
-            Probabilities probability;
-            float top[2], factor[2];
-            if (WG == 0) {
-                multiply_keys(shared, 0, full, s);
-                full ^= 1;
-                wgmma_wait<0>();
-                hold_registers(s);
-                scale_and_mask(piece, tile, rows, scale_log2, s, top);
-                lead_maxima(shared.maximum[0], row, top, rows, factor);
-                exponentiate(s, rows, probability);
-                share_probabilities<0>(shared, probability, piece.valid(tile));
-                rescale(out, factor);
-                if (second) named_barrier_sync<CONSUMERS>(SCORES1_DONE);
-                multiply_own_values<0>(shared, probability, out);
-                wgmma_wait<0>();
-                hold_registers(out);
-                release_values<0>(shared, 0);
-                if (second) {
-                    named_barrier_sync<CONSUMERS>(P1_READY);
-                    follow_maxima(shared.maximum[1], row, rows, factor);
-                    rescale(out, factor);
-                    multiply_other_values<0>(shared, out);
-                    wgmma_wait<0>();
-                    hold_registers(out);
-                    release_values<0>(shared, 1);
-                }
-            } else {
-                float later_factor[2];
-                if (second) {
-                    multiply_keys(shared, 1, full, s);
-                    full ^= 1;
-                    wgmma_wait<0>();
-                    hold_registers(s);
-                    named_barrier_arrive<CONSUMERS>(SCORES1_DONE);
-                    scale_and_mask(piece, tile + 1, rows, scale_log2, s, top);
-                }
-                named_barrier_sync<CONSUMERS>(P0_READY);
-                follow_maxima(shared.maximum[0], row, rows, factor);
-                if (second) {
-                    lead_maxima(shared.maximum[1], row, top, rows, later_factor);
-                    exponentiate(s, rows, probability);
-                    share_probabilities<1>(shared, probability, piece.valid(tile + 1));
-                }
-                rescale(out, factor);
-                multiply_other_values<1>(shared, out);
-                wgmma_wait<0>();
-                hold_registers(out);
-                release_values<1>(shared, 0);
-                if (second) {
-                    rescale(out, later_factor);
-                    multiply_own_values<1>(shared, probability, out);
-                    wgmma_wait<0>();
-                    hold_registers(out);
-                    release_values<1>(shared, 1);
-                }
-            }
-        }
+        if (WG == 0)
+            lead_tiles(shared, piece, row, scale_log2, full, rows, out);
+        else
+            follow_tiles(shared, piece, row, scale_log2, full, rows, out);
         if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&shared.q_empty));
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
