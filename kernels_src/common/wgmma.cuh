@@ -68,6 +68,16 @@ DEVICE void copy_tensor_box_3d(uint32_t destination, const void* map, uint32_t b
         : "memory");
 }
 
+// Likewise into the same place of every CTA of the cluster in `ctas`, and onto the barrier there.
+DEVICE void copy_tensor_box_3d_to_cluster(uint32_t destination, const void* map, uint32_t barrier, int c0, int c1, int c2,
+                                          uint16_t ctas, uint64_t policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint"
+        " [%0], [%1, {%3, %4, %5}], [%2], %6, %7;" ::"r"(destination),
+        "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "h"(ctas), "l"(policy)
+        : "memory");
+}
+
 DEVICE void prefetch_tensor_box_3d(const void* map, int c0, int c1, int c2) {
     asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(map), "r"(c0), "r"(c1),
                  "r"(c2)
@@ -93,6 +103,25 @@ DEVICE void store_matrix_x4(uint32_t address, const uint32_t (&r)[4]) {
 template <int THREADS>
 DEVICE void named_barrier_arrive(int id) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
+}
+
+DEVICE uint32_t cluster_rank() {
+    uint32_t rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+DEVICE void cluster_barrier_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Arrives at the barrier that lies at this address in CTA `rank` of the cluster.
+DEVICE void mbarrier_arrive_in_cluster(uint32_t barrier, uint32_t rank) {
+    asm volatile(
+        "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;\n"
+        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }" ::"r"(barrier),
+        "r"(rank)
+        : "memory");
 }
 
 DEVICE uint32_t load_acquire(const uint32_t* address) {

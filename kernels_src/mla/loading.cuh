@@ -19,7 +19,7 @@ struct PageWindow {
         base = first;
         const int column = first + threadIdx.x % 32;
         const int columns = ((piece.length - 1) >> p.page_size_log2) + 1;
-        page = column < columns ? static_cast<const int*>(p.page_table)[piece.request * p.table_stride + column] : 0;
+        page = column < columns ? static_cast<const int*>(p.page_table)[static_cast<uint32_t>(piece.request) * p.table_stride + column] : 0;
         const int inside = min(max(page, 0), p.num_pages - 1);
         if (inside != page) report_outside_page(p);
         page = inside;
@@ -28,11 +28,11 @@ struct PageWindow {
 };
 
 // Lane i of a warp has box i. A buffer becomes free in two halves: the columns of the first consumer warpgroup, and the
-// others. The rope columns, which hold P once the scores are known, go with the half of the warpgroup that reads that P.
+// others. In a cluster each CTA brings its part of the boxes to all. The rope columns, which hold P once the scores are known, go with the half of the warpgroup that reads that P.
 DEVICE void produce(const Params& p, const Share& share, Shared& shared) {
     const int lane = threadIdx.x % 32;
     const int page_tokens = 1 << p.page_size_log2;
-    const int chunk = min(page_tokens, TILE_TOKENS);  // tokens of a tile that one page holds together
+    const int chunk_log2 = min(p.page_size_log2, TILE_TOKENS_LOG2);  // tokens of a tile that one page holds together
     uint32_t phase = 0;                               // bit b: of the next wait for buffer b to be empty
     const uint64_t policy = p.tiles_together == 1 ? evict_first_policy() : evict_normal_policy();
     Walker walker(p, share);
@@ -45,30 +45,40 @@ DEVICE void produce(const Params& p, const Share& share, Shared& shared) {
             const int far = min(tile + PREFETCH_TILES, last - 1);
             pages.hold(p, piece, tile * TILE_TOKENS >> p.page_size_log2,
                        min(far * TILE_TOKENS + TILE_TOKENS, piece.length) - 1 >> p.page_size_log2);
-            const int chunks = (piece.valid(tile) + chunk - 1) / chunk;
+            const int chunks = ((piece.valid(tile) - 1) >> chunk_log2) + 1;
             const int b = (tile - piece.first) % BUFFERS;
 #pragma unroll 1
             for (int half = 0; half < 2; ++half) {
-                wait_barrier(shared.empty[b][half], (phase >> b & 1) ^ 1, 10 + 2 * b + half);
+                if (CLUSTER == 1)
+                    wait_barrier(shared.empty[b][half], (phase >> b & 1) ^ 1, 10 + 2 * b + half);
+                else
+                    wait_cluster_barrier(shared.empty[b][half], (phase >> b & 1) ^ 1);
                 const bool own = half == 0 ? lane < HALF_BOXES : lane >= HALF_BOXES && lane < BOXES;
                 const uint32_t full = shared_address(&shared.full[b][min(lane, BOXES - 1)]);
-                if (own) mbarrier_arrive_expect_bytes(full, chunks * chunk * 128);
+                if (own) mbarrier_arrive_expect_bytes(full, chunks << (chunk_log2 + 7));
 #pragma unroll 1
                 for (int i = 0; i < chunks; ++i) {
-                    const int token = tile * TILE_TOKENS + i * chunk;
+                    const int token = tile * TILE_TOKENS + (i << chunk_log2);
                     const int page = pages.at(token >> p.page_size_log2);
+                    const uint32_t target = shared_address(shared.kv[b][min(lane, BOXES - 1)]) + (i << (chunk_log2 + 7));
+#if CLUSTER == 1
                     if (own)
-                        copy_tensor_box_3d(shared_address(shared.kv[b][lane]) + i * chunk * 128, &p.kv_map, full,
-                                           lane * BOX_COLUMNS, token & (page_tokens - 1), page, policy);
+                        copy_tensor_box_3d(target, &p.kv_map, full, lane * BOX_COLUMNS, token & (page_tokens - 1), page,
+                                           policy);
+#else
+                    if (own && lane % CLUSTER == share.member % CLUSTER)
+                        copy_tensor_box_3d_to_cluster(target, &p.kv_map, full, lane * BOX_COLUMNS,
+                                                      token & (page_tokens - 1), page, (1 << CLUSTER) - 1, policy);
+#endif
                 }
             }
             phase ^= 1u << b;
             if (far < tile + PREFETCH_TILES || PREFETCH_TILES == 0) continue;
 #pragma unroll 1
-            for (int i = 0; i < (piece.valid(far) + chunk - 1) / chunk; ++i) {
-                const int token = far * TILE_TOKENS + i * chunk;
+            for (int i = 0; i <= (piece.valid(far) - 1) >> chunk_log2; ++i) {
+                const int token = far * TILE_TOKENS + (i << chunk_log2);
                 const int page = pages.at(token >> p.page_size_log2);
-                if (lane < BOXES)
+                if (lane < BOXES && (CLUSTER == 1 || lane % CLUSTER == share.member % CLUSTER))
                     prefetch_tensor_box_3d(&p.kv_map, lane * BOX_COLUMNS, token & (page_tokens - 1), page);
             }
         }

@@ -21,7 +21,7 @@
 // team takes the parts that begin in its share. Partials are merged in part order once a CTA is through with its pieces,
 // by all the CTAs that have parts of the pair and are at hand.
 //
-// Build: -DLATENT=512|256 -DPREFETCH_TILES=n -DSHARED_BYTES=n -DKERNEL_NAME=symbol [-DDEBUG_HANG]
+// Build: -DLATENT=512|256 -DCLUSTER=1|2 -DPREFETCH_TILES=n -DSHARED_BYTES=n -DKERNEL_NAME=symbol [-DDEBUG_HANG]
 
 #ifdef DEBUG_HANG
 #include <cstdio>
@@ -173,7 +173,11 @@ DEVICE void multiply_other_values(Shared& shared, Output& out) {
 
 template <int WG>
 DEVICE void release_values(Shared& shared, int b) {
+#if CLUSTER == 1
     if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&shared.empty[b][WG]));
+#else
+    if (threadIdx.x % 32 < CLUSTER) mbarrier_arrive_in_cluster(shared_address(&shared.empty[b][WG]), threadIdx.x % 32);
+#endif
 }
 
 // The other warpgroup has brought the maxima on: returns the factors of what was summed so far.
@@ -343,7 +347,8 @@ extern "C" __global__ void __launch_bounds__(paged_mla_decode::THREADS, 1)
     if (threadIdx.x == 0) {
         for (int b = 0; b < BUFFERS; ++b) {
             for (int box = 0; box < BOXES; ++box) mbarrier_init(shared_address(&shared.full[b][box]), 1);
-            for (int half = 0; half < 2; ++half) mbarrier_init(shared_address(&shared.empty[b][half]), WARPGROUP / 32);
+            for (int half = 0; half < 2; ++half)
+                mbarrier_init(shared_address(&shared.empty[b][half]), CLUSTER * WARPGROUP / 32);
         }
         mbarrier_init(shared_address(&shared.q_full), LOADERS);
         mbarrier_init(shared_address(&shared.q_empty), CONSUMERS / 32);
@@ -355,7 +360,11 @@ extern "C" __global__ void __launch_bounds__(paged_mla_decode::THREADS, 1)
         const Share found = find_share(p);
         if (threadIdx.x == 0) shared.share = found;
     }
+#if CLUSTER > 1
+    cluster_barrier_sync();
+#else
     __syncthreads();
+#endif
     const Share& share = shared.share;
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);
     if (warpgroup == 2) {
@@ -374,4 +383,8 @@ extern "C" __global__ void __launch_bounds__(paged_mla_decode::THREADS, 1)
         take_registers<CONSUMER_REGISTERS>();
         consume<1>(p, share, shared);
     }
+#if CLUSTER > 1
+    __syncwarp();
+    cluster_barrier_sync();  // nobody leaves while others still write to it
+#endif
 }

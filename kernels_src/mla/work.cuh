@@ -15,6 +15,7 @@ using Params = PagedMlaDecodeParams;
 constexpr int ROPE = 64;
 constexpr int ROWS = 64;         // query rows (tokens x heads) of a CTA: one warpgroup product
 constexpr int TILE_TOKENS = 64;  // keys of a tile
+constexpr int TILE_TOKENS_LOG2 = 6;
 constexpr int BOX_COLUMNS = 64;
 constexpr int BOX_BYTES = 64 * 128;  // 64 rows of 64 bf16, 128-byte swizzle
 constexpr int VALUE_BOXES = LATENT / BOX_COLUMNS;
@@ -61,6 +62,16 @@ struct Shared {
 };
 
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the variant list states too little dynamic shared memory");
+
+// Also for arrivals from other CTAs of the cluster.
+DEVICE void wait_cluster_barrier(uint64_t& barrier, uint32_t parity) {
+    asm volatile(
+        "{ .reg .pred done;\n"
+        "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+        "@done bra ready;\n"
+        "bra again;\n"
+        "ready: }" ::"r"(shared_address(&barrier)), "r"(parity) : "memory");
+}
 
 DEVICE void wait_barrier(uint64_t& barrier, uint32_t parity, int place) {
 #ifdef DEBUG_HANG
