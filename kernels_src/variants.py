@@ -139,8 +139,8 @@ def _lse_from_statistics(sm: str) -> Variant:
 def _paged_mla_decode(latent: int, cluster: int) -> Variant:
     box = 64 * 128
     boxes = latent // 64 + 1
-    # Queries and two buffers of keys in boxes of 64 x 64, maxima and sums of two warpgroups, barriers, a ticket, the CTA's share; the
-    # source asserts that they fit.
+    # Queries and two buffers of keys in boxes of 64 x 64, maxima and sums of two warpgroups, barriers, a ticket, the
+    # CTA's share; the source asserts that they fit.
     shared = 3 * boxes * box + 4 * 64 * 4 + (2 * boxes + 2 * 2 + 2) * 8 + 4 + 32
     return Variant(
         source="mla/paged_mla_decode.cu",
