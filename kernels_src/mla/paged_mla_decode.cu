@@ -221,7 +221,7 @@ DEVICE void lead_tiles(Shared& shared, const Piece& piece, int row, float scale_
         exponentiate(s, rows, probability);
         share_probabilities<0>(shared, probability, piece.valid(tile));
         rescale(out, factor);
-        if (second) named_barrier_sync<CONSUMERS>(SCORES1_DONE);
+        if (ORDERED && second) named_barrier_sync<CONSUMERS>(SCORES1_DONE);
         multiply_own_values<0>(shared, probability, out);
         wgmma_wait<0>();
         hold_registers(out);
@@ -258,7 +258,7 @@ DEVICE void follow_tiles(Shared& shared, const Piece& piece, int row, float scal
             full ^= 1;
             wgmma_wait<0>();
             hold_registers(s);
-            named_barrier_arrive<CONSUMERS>(SCORES1_DONE);
+            if (ORDERED) named_barrier_arrive<CONSUMERS>(SCORES1_DONE);
             scale_and_mask(piece, tile + 1, rows, scale_log2, s, top);
         }
         named_barrier_sync<CONSUMERS>(P0_READY);
