@@ -136,44 +136,12 @@ DEVICE void write_partial(const Params& p, const Piece& piece, int row, int colu
 
 // ---------------------------------------------------------------- merging
 
-// The parts of one row, added in order, by the warps that have 128 of its columns each.
-DEVICE void merge_row(const Params& p, const Piece& piece, int row, int quarter) {
-    constexpr int BATCH = 8;
-    const int lane = threadIdx.x % 32;
-    const float2* statistics = static_cast<const float2*>(p.partial_statistics);
-    float top = LOWEST;
-    for (int part = lane; part < piece.parts; part += 32)
-        top = fmaxf(top, __ldcg(&statistics[slot_row(slot_of(p, piece, part), row)]).x);
-    for (int step = 1; step < 32; step *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
-    float total = 0.f;
-    float4 value = make_float4(0, 0, 0, 0);
-    const float* partial = static_cast<const float*>(p.partial_out) + quarter * 128 + lane * 4;
-    for (int base = 0; base < piece.parts; base += BATCH) {
-        float4 loaded[BATCH];
-        float2 part[BATCH];
-#pragma unroll
-        for (int i = 0; i < BATCH; ++i) {
-            const int64_t at = slot_row(slot_of(p, piece, min(base + i, piece.parts - 1)), row);
-            part[i] = __ldcg(&statistics[at]);
-            loaded[i] = __ldcg(reinterpret_cast<const float4*>(partial + at * LATENT));
-        }
-#pragma unroll
-        for (int i = 0; i < BATCH; ++i) {
-            if (base + i >= piece.parts) continue;
-            const float weight = exp2_approximate(part[i].x - top);
-            total += weight * part[i].y;
-            value.x += weight * loaded[i].x;
-            value.y += weight * loaded[i].y;
-            value.z += weight * loaded[i].z;
-            value.w += weight * loaded[i].w;
-        }
-    }
-    const int head = (piece.row_tile * ROWS + row) % p.heads;
-    const RowEnd end = end_row(p, top, total, head, output_scale(p));
-    if (quarter == 0 && lane == 0) write_lse(p, piece, row, end.lse);
-    const int64_t at =
-        row_offset(piece, row, p.heads, p.out_token_stride, p.out_head_stride) + quarter * 128 + lane * 4;
-    value.x *= end.factor, value.y *= end.factor, value.z *= end.factor, value.w *= end.factor;
+constexpr int WARPS_PER_ROW = LATENT / 128;
+constexpr int ROWS_AT_ONCE = CONSUMERS / 32 / WARPS_PER_ROW;
+constexpr int MOST_SLICES = ROWS / ROWS_AT_ONCE;
+constexpr int STATISTICS_AHEAD = ROWS / 2 / (CONSUMERS / 32);  // rows of a slice that one warp finds the weights of
+
+DEVICE void write_four(const Params& p, int64_t at, float4 value) {
     if (p.out_type == OUT_BF16)
         *reinterpret_cast<uint2*>(static_cast<uint16_t*>(p.out) + at) =
             make_uint2(pack_bf16(value.x, value.y), pack_bf16(value.z, value.w));
@@ -183,6 +151,92 @@ DEVICE void merge_row(const Params& p, const Piece& piece, int row, int quarter)
     else
         *reinterpret_cast<uint32_t*>(static_cast<uint8_t*>(p.out) + at) =
             pack_e4m3(value.x, value.y) | pack_e4m3(value.z, value.w) << 16;
+}
+
+// Rows [begin, begin + count) of a merge: what each part counts, 2^(its maximum - the highest) and the row's factor, in
+// `weights` [count][parts]. A warp takes every eighth row.
+DEVICE void find_weights(const Params& p, const Piece& piece, int begin, int count, float* weights) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const float2* statistics = static_cast<const float2*>(p.partial_statistics);
+    float2 first[STATISTICS_AHEAD];  // of the first 32 parts
+#pragma unroll
+    for (int i = 0; i < STATISTICS_AHEAD; ++i) {
+        const int row = begin + warp + i * (CONSUMERS / 32);
+        const bool exists = row < begin + count && lane < piece.parts;
+        first[i] = exists ? __ldcg(&statistics[slot_row(slot_of(p, piece, lane), row)]) : make_float2(LOWEST, 0.f);
+    }
+    const float scale = output_scale(p);
+#pragma unroll
+    for (int i = 0; i < STATISTICS_AHEAD; ++i) {
+        const int local = warp + i * (CONSUMERS / 32), row = begin + local;
+        if (local >= count) break;
+        float top = first[i].x;
+        for (int part = lane + 32; part < piece.parts; part += 32)
+            top = fmaxf(top, __ldcg(&statistics[slot_row(slot_of(p, piece, part), row)]).x);
+        for (int step = 1; step < 32; step *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
+        float total = 0.f;
+        for (int part = lane; part < piece.parts; part += 32) {
+            const float2 own = part < 32 ? first[i] : __ldcg(&statistics[slot_row(slot_of(p, piece, part), row)]);
+            const float weight = exp2_approximate(own.x - top);
+            weights[local * piece.parts + part] = weight;
+            total += weight * own.y;
+        }
+        for (int step = 1; step < 32; step *= 2) total += __shfl_xor_sync(~0u, total, step);
+        const RowEnd end = end_row(p, top, total, (piece.row_tile * ROWS + row) % p.heads, scale);
+        if (lane == 0) {
+            write_lse(p, piece, row, end.lse);
+            weights[count * piece.parts + local] = end.factor;
+        }
+    }
+}
+
+// Merges rows [begin, begin + count), parts in order; the loads of BATCH_ROWS x BATCH_PARTS are in flight together.
+template <int BATCH_ROWS, int BATCH_PARTS>
+DEVICE void merge_slice(const Params& p, const Piece& piece, int begin, int count, float* weights) {
+    const int column = threadIdx.x / 32 % WARPS_PER_ROW * 128 + threadIdx.x % 32 * 4;
+    const int first = threadIdx.x / 32 / WARPS_PER_ROW;
+    const float* partial = static_cast<const float*>(p.partial_out) + column;
+    float4 loaded[BATCH_ROWS][BATCH_PARTS];
+    const auto load = [&](int local, int base) {
+#pragma unroll
+        for (int i = 0; i < BATCH_ROWS; ++i)
+#pragma unroll
+            for (int j = 0; j < BATCH_PARTS; ++j) {
+                const int row = begin + min(local + i * ROWS_AT_ONCE, count - 1);
+                const int slot = slot_of(p, piece, min(base + j, piece.parts - 1));
+                loaded[i][j] = __ldcg(reinterpret_cast<const float4*>(partial + slot_row(slot, row) * LATENT));
+            }
+    };
+    load(first, 0);  // under way while the weights are found
+    find_weights(p, piece, begin, count, weights);
+    named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
+    for (int local = first; local < count; local += BATCH_ROWS * ROWS_AT_ONCE) {
+        float4 value[BATCH_ROWS];
+#pragma unroll
+        for (int i = 0; i < BATCH_ROWS; ++i) value[i] = make_float4(0, 0, 0, 0);
+        for (int base = 0; base < piece.parts; base += BATCH_PARTS) {
+            if (local > first || base > 0) load(local, base);
+#pragma unroll
+            for (int i = 0; i < BATCH_ROWS; ++i)
+#pragma unroll
+                for (int j = 0; j < BATCH_PARTS; ++j) {
+                    const int own = min(local + i * ROWS_AT_ONCE, count - 1);
+                    const float weight = base + j < piece.parts ? weights[own * piece.parts + base + j] : 0.f;
+                    value[i].x += weight * loaded[i][j].x;
+                    value[i].y += weight * loaded[i][j].y;
+                    value[i].z += weight * loaded[i][j].z;
+                    value[i].w += weight * loaded[i][j].w;
+                }
+        }
+#pragma unroll
+        for (int i = 0; i < BATCH_ROWS; ++i) {
+            const int own = local + i * ROWS_AT_ONCE;
+            if (own >= count) break;
+            const float factor = weights[count * piece.parts + own];
+            value[i].x *= factor, value[i].y *= factor, value[i].z *= factor, value[i].w *= factor;
+            write_four(p, row_offset(piece, begin + own, p.heads, p.out_token_stride, p.out_head_stride) + column, value[i]);
+        }
+    }
 }
 
 // Says that this CTA's part of a pair is in memory.
@@ -195,13 +249,11 @@ DEVICE void arrive(const Params& p, const Piece& piece) {
 // last to arrive never waits, so that the merge is done by then at the latest, whether or not the others run.
 // Who merges a row changes nothing in its bits. The last to depart leaves the counter zero for the next launch.
 DEVICE void help_merge(const Params& p, const Piece& piece, Shared& shared) {
-    constexpr int WARPS_PER_ROW = LATENT / 128;
-    constexpr int ROWS_AT_ONCE = CONSUMERS / 32 / WARPS_PER_ROW;
-    const int warp = threadIdx.x / 32;
     uint32_t* counter = static_cast<uint32_t*>(p.counters) + piece.counter;
+    float* weights = reinterpret_cast<float*>(shared.q);  // all queries were used
     const uint32_t parts = piece.parts;
-    int slices = 1;
-    while (slices < piece.parts && slices < ROWS / ROWS_AT_ONCE) slices *= 2;
+    int slices = 2;
+    while (slices < piece.parts && slices < MOST_SLICES) slices *= 2;
     const int slice_rows = max(ROWS_AT_ONCE, (piece.rows + slices - 1) / slices);
     if (threadIdx.x == 0) {
         const int64_t begin = clock64();
@@ -216,10 +268,18 @@ DEVICE void help_merge(const Params& p, const Piece& piece, Shared& shared) {
         const uint32_t ticket = shared.ticket;
         if (ticket >= static_cast<uint32_t>(slices)) break;
         named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
-        if (threadIdx.x == 0) shared.ticket = add_acquire_release(counter, TICKET) / TICKET;
-        const int end = min(piece.rows, static_cast<int>(ticket + 1) * slice_rows);
-        for (int row = ticket * slice_rows + warp / WARPS_PER_ROW; row < end; row += ROWS_AT_ONCE)
-            merge_row(p, piece, row, warp % WARPS_PER_ROW);
+        uint32_t next = 0;
+        if (threadIdx.x == 0) next = add_acquire_release(counter, TICKET);
+        const int begin = ticket * slice_rows, count = min(slice_rows, piece.rows - begin);
+        if (count > 0) {
+            if (piece.parts <= 2)
+                merge_slice<8, 2>(p, piece, begin, count, weights);
+            else if (piece.parts <= 16)
+                merge_slice<4, 4>(p, piece, begin, count, weights);
+            else
+                merge_slice<1, 16>(p, piece, begin, count, weights);
+        }
+        if (threadIdx.x == 0) shared.ticket = next / TICKET;
     }
     named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);  // the ticket is free again
     if (threadIdx.x == 0) {

@@ -180,6 +180,11 @@ DEVICE void release_values(Shared& shared, int b) {
 #endif
 }
 
+// This warp needs the queries of the piece no more.
+DEVICE void release_queries(Shared& shared) {
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&shared.q_empty));
+}
+
 // The other warpgroup has brought the maxima on: returns the factors of what was summed so far.
 DEVICE void follow_maxima(const float (&theirs)[ROWS], int row, Rows& rows, float (&factor)[2]) {
     for (int i = 0; i < 2; ++i) {
@@ -205,7 +210,10 @@ DEVICE void lead_maxima(float (&ours)[ROWS], int row, const float (&top)[2], Row
 DEVICE void lead_tiles(Shared& shared, const Piece& piece, int row, float scale_log2, uint32_t& full, Rows& rows,
                        Output& out) {
     const int last = piece.first + piece.steps();
-    if (piece.first == last) return;
+    if (piece.first == last) {
+        release_queries(shared);
+        return;
+    }
     Scores s;
     multiply_keys(shared, 0, full, s);
     full ^= 1;
@@ -216,6 +224,7 @@ DEVICE void lead_tiles(Shared& shared, const Piece& piece, int row, float scale_
         float top[2], factor[2];
         wgmma_wait<0>();
         hold_registers(s);
+        if (tile + 2 >= last) release_queries(shared);
         scale_and_mask(piece, tile, rows, scale_log2, s, top);
         lead_maxima(shared.maximum[0], row, top, rows, factor);
         exponentiate(s, rows, probability);
@@ -243,43 +252,49 @@ DEVICE void lead_tiles(Shared& shared, const Piece& piece, int row, float scale_
     release_values<0>(shared, 1);
 }
 
-// Warpgroup 1: the scores of the odd tiles.
+// Warpgroup 1: the scores of the odd tiles. The even tile's values are multiplied while their softmax is computed.
 DEVICE void follow_tiles(Shared& shared, const Piece& piece, int row, float scale_log2, uint32_t& full, Rows& rows,
                          Output& out) {
     const int last = piece.first + piece.steps();
+    float factor[2];
+    int tile = piece.first;
+    if (tile + 1 >= last) release_queries(shared);
 #pragma unroll 1
-    for (int tile = piece.first; tile < last; tile += 2) {
-        const bool second = tile + 1 < last;
+    for (; tile + 1 < last; tile += 2) {
         Scores s;
         Probabilities probability;
-        float top[2], factor[2], later_factor[2];
-        if (second) {
-            multiply_keys(shared, 1, full, s);
-            full ^= 1;
-            wgmma_wait<0>();
-            hold_registers(s);
-            if (ORDERED) named_barrier_arrive<CONSUMERS>(SCORES1_DONE);
-            scale_and_mask(piece, tile + 1, rows, scale_log2, s, top);
-        }
+        float top[2];
+        multiply_keys(shared, 1, full, s);
+        full ^= 1;
+        wgmma_wait<0>();
+        hold_registers(s);
+        if (ORDERED) named_barrier_arrive<CONSUMERS>(SCORES1_DONE);
+        if (tile + 3 >= last) release_queries(shared);
         named_barrier_sync<CONSUMERS>(P0_READY);
         follow_maxima(shared.maximum[0], row, rows, factor);
-        if (second) {
-            lead_maxima(shared.maximum[1], row, top, rows, later_factor);
-            exponentiate(s, rows, probability);
-            share_probabilities<1>(shared, probability, piece.valid(tile + 1));
-        }
         rescale(out, factor);
         multiply_other_values<1>(shared, out);
+        scale_and_mask(piece, tile + 1, rows, scale_log2, s, top);
+        lead_maxima(shared.maximum[1], row, top, rows, factor);
+        exponentiate(s, rows, probability);
+        share_probabilities<1>(shared, probability, piece.valid(tile + 1));
         wgmma_wait<0>();
         hold_registers(out);
         release_values<1>(shared, 0);
-        if (!second) return;
-        rescale(out, later_factor);
+        rescale(out, factor);
         multiply_own_values<1>(shared, probability, out);
         wgmma_wait<0>();
         hold_registers(out);
         release_values<1>(shared, 1);
     }
+    if (tile == last) return;
+    named_barrier_sync<CONSUMERS>(P0_READY);
+    follow_maxima(shared.maximum[0], row, rows, factor);
+    rescale(out, factor);
+    multiply_other_values<1>(shared, out);
+    wgmma_wait<0>();
+    hold_registers(out);
+    release_values<1>(shared, 0);
 }
 
 // The first of the thread's two rows. Read anew where it is needed: held over a whole piece, it would cost a spill.
@@ -314,7 +329,6 @@ DEVICE void consume(const Params& p, const Share& share, Shared& shared) {
             lead_tiles(shared, piece, row, scale_log2, full, rows, out);
         else
             follow_tiles(shared, piece, row, scale_log2, full, rows, out);
-        if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&shared.q_empty));
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             for (int step = 1; step < 4; step *= 2) rows.sum[i] += __shfl_xor_sync(~0u, rows.sum[i], step);
