@@ -2,6 +2,10 @@
 #pragma once
 #include "ptx.cuh"
 
+#ifndef WGMMA_INPUT
+#define WGMMA_INPUT "bf16"  // or "f16": the type of both operands
+#endif
+
 // ---- operands in shared memory: boxes of 128-byte rows as the bulk tensor copy lays them out (128-byte swizzle) ----
 
 // Rows are the outer dimension of the product, 64 of its depth in each: 8 rows every 1024 bytes. A step of 16 in depth
@@ -130,14 +134,14 @@ DEVICE uint32_t load_acquire(const uint32_t* address) {
     return value;
 }
 
-// ---- products of 64 rows, bf16 in, fp32 out: warp w of the warpgroup has rows 16 w on; a thread has rows lane / 4 and
+// ---- products of 64 rows, 16-bit floats in, fp32 out: warp w of the warpgroup has rows 16 w on; a thread has rows lane / 4 and
 // lane / 4 + 8 of them: d[4 j + i] is column 8 j + 2 (lane % 4) + i % 2, row + i / 2 * 8 ----
 
 // d = a * b (+ d), both depth-major.
 DEVICE void wgmma_64x64(float (&d)[32], uint64_t a, uint64_t b, bool accumulate) {
     asm volatile(
         "{ .reg .pred accumulate; setp.ne.b32 accumulate, %34, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32." WGMMA_INPUT "." WGMMA_INPUT " {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
         "}, %32, %33, accumulate, 1, 1, 0, 0; }"
@@ -152,7 +156,7 @@ DEVICE void wgmma_64x64(float (&d)[32], uint64_t a, uint64_t b, bool accumulate)
 DEVICE void wgmma_add(float (&d)[128], uint64_t a, uint64_t b) {
     asm volatile(
         "{ .reg .pred accumulate; setp.ne.b32 accumulate, %130, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
+        "wgmma.mma_async.sync.aligned.m64n256k16.f32." WGMMA_INPUT "." WGMMA_INPUT " {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
         "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
@@ -185,7 +189,7 @@ DEVICE void wgmma_add(float (&d)[128], uint64_t a, uint64_t b) {
 DEVICE void wgmma_add(float (&d)[128], const uint32_t (&a)[4], uint64_t b) {
     asm volatile(
         "{ .reg .pred accumulate; setp.ne.b32 accumulate, %133, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
+        "wgmma.mma_async.sync.aligned.m64n256k16.f32." WGMMA_INPUT "." WGMMA_INPUT " {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
         "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
@@ -218,7 +222,7 @@ DEVICE void wgmma_add(float (&d)[128], const uint32_t (&a)[4], uint64_t b) {
 DEVICE void wgmma_add(float (&d)[64], uint64_t a, uint64_t b) {
     asm volatile(
         "{ .reg .pred accumulate; setp.ne.b32 accumulate, %66, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32." WGMMA_INPUT "." WGMMA_INPUT " {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
         "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
@@ -239,7 +243,7 @@ DEVICE void wgmma_add(float (&d)[64], uint64_t a, uint64_t b) {
 DEVICE void wgmma_add(float (&d)[64], const uint32_t (&a)[4], uint64_t b) {
     asm volatile(
         "{ .reg .pred accumulate; setp.ne.b32 accumulate, %69, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32." WGMMA_INPUT "." WGMMA_INPUT " {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
         "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "

@@ -42,11 +42,6 @@ DEVICE float output_scale(const Params& p) {
     return factor == nullptr ? p.output_scale : p.output_scale * *factor;
 }
 
-DEVICE uint32_t pack_fp16(float low, float high) {
-    const __half2 pair = __floats2half2_rn(low, high);
-    return *reinterpret_cast<const uint32_t*>(&pair);
-}
-
 DEVICE uint32_t pack_e4m3(float low, float high) {
     return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE, __NV_E4M3);
 }

@@ -21,7 +21,7 @@
 // team takes the parts that begin in its share. Partials are merged in part order once a CTA is through with its pieces,
 // by all the CTAs that have parts of the pair and are at hand.
 //
-// Build: -DLATENT=512|256 -DCLUSTER=1|2 -DPREFETCH_TILES=n -DSHARED_BYTES=n -DKERNEL_NAME=symbol [-DDEBUG_HANG]
+// Build: -DLATENT=512|256 -DKV_E4M3=0|1 -DCLUSTER=1|2 -DPREFETCH_TILES=n -DSHARED_BYTES=n -DKERNEL_NAME=symbol [-DDEBUG_HANG]
 
 #ifdef DEBUG_HANG
 #include <cstdio>
@@ -63,13 +63,14 @@ DEVICE void multiply_keys(Shared& shared, int b, uint32_t parity, Scores& s) {
     const uint64_t q = depth_major_operand(shared_address(shared.q[0]));
     const uint64_t k = depth_major_operand(shared_address(shared.kv[b][0]));
 #pragma unroll
-    for (int box = 0; box < BOXES; ++box) {
+    for (int i = 0; i < BOXES; ++i) {
+        const int box = KV_E4M3 ? BOXES - 1 - i : i;  // in the order in which they come
         wait_barrier(shared.full[b][box], parity, 30 + box);
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
             const uint32_t offset = box * BOX_BYTES + step * 32;
-            wgmma_64x64(s, advance_operand(q, offset), advance_operand(k, offset), box + step > 0);
+            wgmma_64x64(s, advance_operand(q, offset), advance_operand(k, offset), i + step > 0);
         }
     }
     wgmma_commit();
@@ -107,7 +108,9 @@ DEVICE void exponentiate(Scores& s, Rows& rows, Probabilities& probability) {
         rows.sum[i / 2 % 2] += s[i];
     }
 #pragma unroll
-    for (int i = 0; i < TILE_TOKENS / 4; ++i) probability[i / 4][i % 4] = pack_bf16(s[2 * i], s[2 * i + 1]);
+    for (int i = 0; i < TILE_TOKENS / 4; ++i)
+        probability[i / 4][i % 4] =
+            KV_E4M3 ? pack_fp16(s[2 * i], s[2 * i + 1]) : pack_bf16(s[2 * i], s[2 * i + 1]);
 }
 
 // Rows past the length may hold NaN, and 0 x NaN is NaN: they become zero before anyone multiplies by them.
@@ -360,7 +363,11 @@ extern "C" __global__ void __launch_bounds__(paged_mla_decode::THREADS, 1)
     Shared& shared = *reinterpret_cast<Shared*>(shared_memory);
     if (threadIdx.x == 0) {
         for (int b = 0; b < BUFFERS; ++b) {
-            for (int box = 0; box < BOXES; ++box) mbarrier_init(shared_address(&shared.full[b][box]), 1);
+            for (int box = 0; box < BOXES; ++box) 
+                mbarrier_init(shared_address(&shared.full[b][box]), KV_E4M3 ? LOADERS / 32 : 1);
+#if KV_E4M3
+            mbarrier_init(shared_address(&shared.raw[b]), 1);
+#endif
             for (int half = 0; half < 2; ++half)
                 mbarrier_init(shared_address(&shared.empty[b][half]), CLUSTER * WARPGROUP / 32);
         }

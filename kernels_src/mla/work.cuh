@@ -5,6 +5,9 @@
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
+#if KV_E4M3
+#define WGMMA_INPUT "f16"  // which holds every e4m3
+#endif
 #include "../common/wgmma.cuh"
 #include "PagedMlaDecodeParams.h"
 
@@ -28,7 +31,7 @@ constexpr int BUFFERS = 2;
 constexpr int WARPGROUP = 128;
 constexpr int CONSUMERS = 2 * WARPGROUP;
 constexpr int THREADS = CONSUMERS + WARPGROUP;
-constexpr int LOADERS = WARPGROUP - 32;  // of queries: the warps beside the producer's
+constexpr int LOADERS = WARPGROUP - 32;  // of queries, and converters: the warps beside the producer's
 constexpr int CONSUMER_REGISTERS = 232;
 constexpr int PRODUCER_REGISTERS = 40;
 
@@ -55,6 +58,10 @@ struct Shared {
     float sum[2][ROWS];
     alignas(8) uint64_t full[BUFFERS][BOXES];
     alignas(8) uint64_t empty[BUFFERS][2];
+#if KV_E4M3
+    alignas(128) char raw_rope[BUFFERS][BOX_BYTES / 2];
+    alignas(8) uint64_t raw[BUFFERS];
+#endif
     alignas(8) uint64_t q_full;
     alignas(8) uint64_t q_empty;
     uint32_t ticket;
@@ -62,6 +69,11 @@ struct Shared {
 };
 
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the variant list states too little dynamic shared memory");
+
+DEVICE uint32_t pack_fp16(float low, float high) {
+    const __half2 pair = __floats2half2_rn(low, high);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+}
 
 // Also for arrivals from other CTAs of the cluster.
 DEVICE void wait_cluster_barrier(uint64_t& barrier, uint32_t parity) {
