@@ -196,7 +196,7 @@ DEVICE void load_queries(const Params& p, const Share& share, Shared& shared) {
         }
         wait_for_copies();
 #if KV_E4M3
-#pragma unroll 2
+#pragma unroll 1
         for (int i = thread; i < ROWS * CHUNKS; i += LOADERS) {
             const int row = i / CHUNKS, column = i % CHUNKS;
             const uint32_t place = shared_address(shared.q[column / 8]) + row * 128 + ((column % 8) ^ (row % 8)) * 16;

@@ -6,6 +6,7 @@ namespace paged_mla_decode {
 
 constexpr int OUT_BF16 = 0;
 constexpr int OUT_FP16 = 1;
+constexpr int OUT_E4M3 = 2;
 
 constexpr int CONSUMER_BARRIER = 1;
 
@@ -61,8 +62,9 @@ DEVICE int64_t slot_row(int slot, int row) { return static_cast<int64_t>(slot) *
 // ---------------------------------------------------------------- from the accumulators
 
 // Rows lane / 4 and 8 more of the warp's 16; four lanes hold 8 neighbouring columns, and swap so that each has 8 of its own.
-DEVICE void write_rows(const Params& p, const Piece& piece, int row, int column, float (&out)[HALF_COLUMNS / 2],
-                       const float (&maximum)[2], const float (&sum)[2]) {
+template <int TYPE>
+DEVICE void write_rows_as(const Params& p, const Piece& piece, int row, int column, const float (&out)[HALF_COLUMNS / 2],
+                          const float (&maximum)[2], const float (&sum)[2]) {
     const int lane = threadIdx.x % 32;
     const float scale = output_scale(p);
 #pragma unroll
@@ -81,8 +83,8 @@ DEVICE void write_rows(const Params& p, const Piece& piece, int row, int column,
             for (int i = 0; i < 4; ++i) {
                 const float low = out[4 * (j + i) + 2 * half] * end.factor;
                 const float high = out[4 * (j + i) + 2 * half + 1] * end.factor;
-                pairs[i] = p.out_type == OUT_BF16 ? pack_bf16(low, high)
-                                                  : (p.out_type == OUT_FP16 ? pack_fp16(low, high) : pack_e4m3(low, high));
+                pairs[i] = TYPE == OUT_BF16 ? pack_bf16(low, high)
+                                            : (TYPE == OUT_FP16 ? pack_fp16(low, high) : pack_e4m3(low, high));
             }
             // Lane l of four gets the pairs of group j + l: two rounds of swaps.
 #pragma unroll
@@ -101,7 +103,7 @@ DEVICE void write_rows(const Params& p, const Piece& piece, int row, int column,
             }
             if (!exists) continue;
             const int64_t at = offset + 8 * (j + lane % 4);
-            if (p.out_type <= OUT_FP16)
+            if (TYPE != OUT_E4M3)
                 *reinterpret_cast<uint4*>(static_cast<uint16_t*>(p.out) + at) =
                     make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
             else
@@ -109,6 +111,16 @@ DEVICE void write_rows(const Params& p, const Piece& piece, int row, int column,
                     make_uint2(pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16);
         }
     }
+}
+
+DEVICE void write_rows(const Params& p, const Piece& piece, int row, int column, const float (&out)[HALF_COLUMNS / 2],
+                       const float (&maximum)[2], const float (&sum)[2]) {
+    if (p.out_type == OUT_BF16)
+        write_rows_as<OUT_BF16>(p, piece, row, column, out, maximum, sum);
+    else if (p.out_type == OUT_FP16)
+        write_rows_as<OUT_FP16>(p, piece, row, column, out, maximum, sum);
+    else
+        write_rows_as<OUT_E4M3>(p, piece, row, column, out, maximum, sum);
 }
 
 DEVICE void write_partial(const Params& p, const Piece& piece, int row, int column, const float (&out)[HALF_COLUMNS / 2],
@@ -281,6 +293,14 @@ DEVICE void help_merge(const Params& p, const Piece& piece, Shared& shared) {
         const uint32_t before = add_acquire_release(counter, DEPARTURE);
         if ((before / DEPARTURE & FIELD) == parts - 1) *counter = 0;
     }
+}
+
+// All pairs of which this CTA has written a part.
+DEVICE void merge_shares(const Params& p, const Share& share, Shared& shared) {
+    Walker walker(p, share);
+    Piece piece;
+    while (walker.next(piece))
+        if (!piece.whole()) help_merge(p, piece, shared);
 }
 
 }  // namespace paged_mla_decode

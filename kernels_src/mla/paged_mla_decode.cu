@@ -307,8 +307,8 @@ DEVICE int thread_row() {
     return thread % WARPGROUP / 32 * 16 + thread % 32 / 4;
 }
 
-template <int WG>
-DEVICE void consume(const Params& p, const Share& share, Shared& shared) {
+// Returns whether there were partials.
+DEVICE bool consume(const Params& p, const Share& share, Shared& shared, int warpgroup) {
     const float* scale_factor = static_cast<const float*>(p.softmax_scale_device);
     const float scale_log2 = scale_factor == nullptr ? p.softmax_scale_log2 : p.softmax_scale_log2 * *scale_factor;
     uint32_t full = 0, q_full = 0;  // parities
@@ -328,30 +328,27 @@ DEVICE void consume(const Params& p, const Share& share, Shared& shared) {
         for (int i = 0; i < HALF_COLUMNS / 2; ++i) out[i] = 0.f;
         wait_barrier(shared.q_full, q_full, 21);
         q_full ^= 1;
-        if (WG == 0)
+        if (warpgroup == 0)
             lead_tiles(shared, piece, row, scale_log2, full, rows, out);
         else
             follow_tiles(shared, piece, row, scale_log2, full, rows, out);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             for (int step = 1; step < 4; step *= 2) rows.sum[i] += __shfl_xor_sync(~0u, rows.sum[i], step);
-            if (threadIdx.x % 4 == 0) shared.sum[WG][row + 8 * i] = rows.sum[i];
+            if (threadIdx.x % 4 == 0) shared.sum[warpgroup][row + 8 * i] = rows.sum[i];
         }
         named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
         for (int i = 0; i < 2; ++i) rows.sum[i] = shared.sum[0][row + 8 * i] + shared.sum[1][row + 8 * i];
         if (piece.whole()) {
-            write_rows(p, piece, row, WG * HALF_COLUMNS, out, rows.maximum, rows.sum);
+            write_rows(p, piece, row, warpgroup * HALF_COLUMNS, out, rows.maximum, rows.sum);
             named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);  // the sums are free again
         } else {
-            write_partial(p, piece, row, WG * HALF_COLUMNS, out, rows.maximum, rows.sum);
+            write_partial(p, piece, row, warpgroup * HALF_COLUMNS, out, rows.maximum, rows.sum);
             arrive(p, piece);
             partials = true;
         }
     }
-    if (!partials) return;
-    Walker again(p, share);
-    while (again.next(piece))
-        if (!piece.whole()) help_merge(p, piece, shared);
+    return partials;
 }
 
 }  // namespace paged_mla_decode
@@ -397,12 +394,9 @@ extern "C" __global__ void __launch_bounds__(paged_mla_decode::THREADS, 1)
             load_queries(p, share, shared);
         }
         if (blockIdx.x == 0) report_lengths(p);
-    } else if (warpgroup == 0) {
-        take_registers<CONSUMER_REGISTERS>();
-        consume<0>(p, share, shared);
     } else {
         take_registers<CONSUMER_REGISTERS>();
-        consume<1>(p, share, shared);
+        if (consume(p, share, shared, warpgroup)) merge_shares(p, share, shared);
     }
 #if CLUSTER > 1
     __syncwarp();
