@@ -128,6 +128,12 @@ DEVICE void mbarrier_arrive_in_cluster(uint32_t barrier, uint32_t rank) {
         : "memory");
 }
 
+DEVICE uint32_t add_relaxed(uint32_t* counter, uint32_t value) {
+    uint32_t before;
+    asm volatile("atom.add.relaxed.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(value) : "memory");
+    return before;
+}
+
 DEVICE uint32_t load_acquire(const uint32_t* address) {
     uint32_t value;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");

@@ -254,6 +254,7 @@ DEVICE void arrive(const Params& p, const Piece& piece) {
 
 // Takes slices of the pair's merge until none is left. A CTA whose pair is not complete waits a while and then goes: the
 // last to arrive never waits, so that the merge is done by then at the latest, whether or not the others run.
+// Seeing all arrivals is what makes the parts readable; tickets and departures order nothing.
 // Who merges a row changes nothing in its bits. The last to depart leaves the counter zero for the next launch.
 DEVICE void help_merge(const Params& p, const Piece& piece, Shared& shared) {
     uint32_t* counter = static_cast<uint32_t*>(p.counters) + piece.counter;
@@ -268,7 +269,7 @@ DEVICE void help_merge(const Params& p, const Piece& piece, Shared& shared) {
         do {
             complete = (load_acquire(counter) & FIELD) == parts;
         } while (!complete && clock64() - begin < HELP_CYCLES);
-        shared.ticket = complete ? add_acquire_release(counter, TICKET) / TICKET : ~0u;
+        shared.ticket = complete ? add_relaxed(counter, TICKET) / TICKET : ~0u;
     }
     for (;;) {
         named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
@@ -276,7 +277,7 @@ DEVICE void help_merge(const Params& p, const Piece& piece, Shared& shared) {
         if (ticket >= static_cast<uint32_t>(slices)) break;
         named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
         uint32_t next = 0;
-        if (threadIdx.x == 0) next = add_acquire_release(counter, TICKET);
+        if (threadIdx.x == 0) next = add_relaxed(counter, TICKET);
         const int begin = ticket * slice_rows, count = min(slice_rows, piece.rows - begin);
         if (count > 0) {
             if (piece.parts <= 2)
@@ -290,7 +291,7 @@ DEVICE void help_merge(const Params& p, const Piece& piece, Shared& shared) {
     }
     named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);  // the ticket is free again
     if (threadIdx.x == 0) {
-        const uint32_t before = add_acquire_release(counter, DEPARTURE);
+        const uint32_t before = add_relaxed(counter, DEPARTURE);
         if ((before / DEPARTURE & FIELD) == parts - 1) *counter = 0;
     }
 }
