@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import struct
 import threading
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from math import isfinite
 from operator import itemgetter
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from ..errors import DeviceError, UsageError
 from ..launch.hopper.decode import (
@@ -20,11 +21,13 @@ from ..launch.hopper.decode import (
     decode_plan,
     decode_regions,
 )
+from ..launch.hopper.mla_decode import MlaProblem
+from ..launch.hopper.mla_select import MlaSelection
 from ..launch.hopper.select import DecodeSelection
 from ..launch.launcher import LaunchPlan, PreparedLaunch
 from ..launch.streams import stream_handle
 from ..launch.structs import FieldRow
-from ..launch.workspace import SemaphoreWorkspace, Workspace, WorkspacePool, workspace_size
+from ..launch.workspace import Region, SemaphoreWorkspace, Workspace, WorkspacePool, workspace_size
 from .decode_checks import check_addresses
 from .decode_tensors import DecodeTensors, addresses_of, decode_tensors, difference, forms_of, split_scale
 from .runtime import Runtime
@@ -37,6 +40,8 @@ _STATUS_WORDS = {
     8: "a q_cu_seq_lens that decreases, steps over max_q_len or leaves the query tokens",
 }
 _KEPT = 1024  # layers that share one plan, each with caches of its own
+SelectionT = TypeVar("SelectionT", DecodeSelection, MlaSelection)
+ProblemT = TypeVar("ProblemT", DecodeProblem, MlaProblem)
 
 
 class ClampedInputError(DeviceError):
@@ -44,8 +49,8 @@ class ClampedInputError(DeviceError):
     attention."""
 
 
-class PagedDecodePlan:
-    """A decode for one set of shapes, strides and options; made by ``plan_paged_decode``.
+class DecodePlan(ABC, Generic[SelectionT, ProblemT]):
+    """What plans of decodes share.
 
     It owns no scratch: every ``run`` takes a workspace that belongs to its stream (``prepare``). A run allocates
     nothing, waits for nothing and loads nothing, so it may be captured into a graph, whose replays follow lengths
@@ -57,20 +62,20 @@ class PagedDecodePlan:
         runtime: Runtime,
         tensors: DecodeTensors,
         kv_layout: str,
-        selection: DecodeSelection,
-        problem: DecodeProblem,
+        selection: SelectionT,
+        problem: ProblemT,
     ) -> None:
         own = runtime.own_release()
         kernel = selection.kernel
         self.kv_layout = kv_layout
-        self.selection = selection
-        self.problem = problem
+        self.selection: SelectionT = selection
+        self.problem: ProblemT = problem
         self.signature = tensors.signature
         self._runtime = runtime
         self._path = own.path_of(kernel)
         self._sha256 = runtime.digest_of(self._path)
         self._layout = own.layouts[kernel.struct]
-        self._regions = decode_regions(selection, problem)
+        self._regions = self._regions_of(selection, problem)
         self._tensors = tensors
         # A tensor that was planned for must have an address at every step.
         self._planned = itemgetter(*(i for i, view in enumerate(tensors.views) if view is not None))
@@ -86,15 +91,24 @@ class PagedDecodePlan:
         """Bytes of workspace that a run needs."""
         return workspace_size(self._regions)
 
+    @abstractmethod
     def launch_plan(self, k_address: int | None = None, v_address: int | None = None) -> LaunchPlan:
         """The launch as a value: kernel, grid, attributes, every parameter. Needs no GPU.
 
         The caches are those that the plan was made with, at other addresses where given.
         """
-        planned = self._tensors
-        k = _cache(planned.k, k_address or planned.k.pointer)
-        v = _cache(planned.v, v_address or planned.v.pointer)
-        return decode_plan(self.selection, self._path, self._sha256, self._layout, self.problem, k, v)
+
+    @abstractmethod
+    def _regions_of(self, selection: SelectionT, problem: ProblemT) -> tuple[Region, ...]:
+        """What a workspace holds."""
+
+    @abstractmethod
+    def _tensors_of(self, given: tuple[Any, ...]) -> DecodeTensors:
+        """The views of a call's tensors, in the order of ``decode_tensors.TENSOR_NAMES``."""
+
+    @abstractmethod
+    def _misaligned(self, addresses: tuple[int, ...]) -> bool:
+        """Whether a tensor but a cache has an address that no kernel takes; caches are looked at when they are new."""
 
     def describe(self) -> tuple[FieldRow, ...]:
         """The parameter struct field by field; pointers that come with a step are null."""
@@ -118,6 +132,117 @@ class PagedDecodePlan:
                 self._pool = WorkspacePool(driver, context)
             pool = self._pool
         return pool.take("decode", stream, self.workspace_bytes)
+
+    def _run(
+        self,
+        given: tuple[Any, ...],
+        softmax_number: float | None,
+        output_number: float | None,
+        workspace: Workspace | SemaphoreWorkspace,
+        stream: Any,
+        max_seq_len: int | None,
+    ) -> None:
+        """A step on the tensors ``given``, held against those that were planned for unless it was done before."""
+        addresses = addresses_of(given, self._forms)
+        if addresses is None:
+            tensors = self._tensors_of(given)
+            if tensors.signature != self.signature:
+                raise UsageError(difference(tensors, self._tensors))
+            addresses = tensors.addresses
+            self._forms = forms_of(given)
+        self.step(addresses, workspace, stream_handle(stream), max_seq_len, softmax_number, output_number)
+
+    def step(
+        self,
+        addresses: tuple[int, ...],
+        workspace: Workspace | SemaphoreWorkspace,
+        stream: int = 0,
+        max_seq_len: int | None = None,
+        softmax_scale: float | None = None,
+        output_scale: float | None = None,
+    ) -> None:
+        """``run`` for callers that know that their tensors are of the planned forms and hold their addresses.
+
+        Args:
+            addresses: in the order of ``decode_tensors.TENSOR_NAMES``, 0 for what the plan was made without.
+            workspace: as for ``run``.
+            stream: an int handle.
+            max_seq_len: as for ``run``.
+            softmax_scale: a number for this step; None: the plan's (1 for a plan made with a tensor).
+            output_scale: likewise.
+        """
+        problem = self.problem
+        bound = problem.max_seq_len if max_seq_len is None else max_seq_len
+        if not 0 <= bound <= problem.max_seq_len:
+            raise UsageError(f"max_seq_len={bound}: expected 0 to {problem.max_seq_len}, the plan's bound")
+        scale = problem.softmax_scale if softmax_scale is None else softmax_scale
+        factor = problem.output_scale if output_scale is None else output_scale
+        if not isfinite(scale):
+            raise UsageError(f"softmax_scale={scale}: expected a finite number")
+        if not isfinite(factor):
+            raise UsageError(f"output_scale={factor}: expected a finite number")
+        if self._misaligned(addresses) or not all(self._planned(addresses)):
+            check_addresses(addresses, self._tensors)
+        context = workspace.context or self._runtime.driver.ensure_context(self._device)
+        launch = self._prepared.get((context, addresses[1], addresses[2]))
+        if launch is None:
+            launch = self._prepare_caches(context, addresses, stream)
+        scratch = self._scratch.get(workspace.key) or self._scratch_of(workspace)
+        workspace.claim(stream)
+        launch(stream, addresses[0], *addresses[3:], *scratch, bound, scale * LOG2_E, factor)
+
+    def check(self, workspace: Workspace | SemaphoreWorkspace, stream: Any = None) -> None:
+        """Wait for ``stream``, which the workspace belongs to, then read and clear the workspace's status word.
+
+        Raises:
+            ClampedInputError: a run since the last check met a length, a page id or a q_cu_seq_lens outside its
+                bounds.
+        """
+        driver, handle = self._runtime.driver, stream_handle(stream)
+        with driver.using(workspace.context or driver.ensure_context(self._device)):
+            driver.synchronize(handle)
+            address = workspace.regions(self._regions)["status"]
+            (status,) = struct.unpack("<I", driver.read(address, 4))
+            if status:
+                driver.fill_words(address, 0, 1, handle)
+        met = [words for bit, words in _STATUS_WORDS.items() if status & bit]
+        if met:
+            raise ClampedInputError(f"decode by {self.selection.kernel.name} met {' and '.join(met)}")
+
+    def _prepare_caches(self, context: int, addresses: tuple[int, ...], stream: int) -> Callable[..., None]:
+        check_addresses(addresses, self._tensors)
+        kernel = self._runtime.load(self.selection.kernel, context, stream)
+        plan = self.launch_plan(addresses[1], addresses[2])
+        launch = PreparedLaunch(plan, kernel, self._runtime.driver, self._runtime.descriptors)
+        step = launch.stepper(*STEP_FIELDS)
+        self._keep(self._prepared, (context, addresses[1], addresses[2]), step)
+        return step
+
+    def _scratch_of(self, workspace: Workspace | SemaphoreWorkspace) -> tuple[int, ...]:
+        regions = workspace.regions(self._regions)
+        scratch = tuple(regions[name] for name in WORKSPACE_POINTERS)
+        self._keep(self._scratch, workspace.key, scratch)
+        return scratch
+
+    def _keep(self, cache: OrderedDict[Any, Any], key: Hashable, value: object) -> None:
+        with self._lock:
+            cache[key] = value
+            while len(cache) > _KEPT:
+                cache.popitem(last=False)
+
+
+class PagedDecodePlan(DecodePlan[DecodeSelection, DecodeProblem]):
+    """A decode for one set of shapes, strides and options; made by ``plan_paged_decode``."""
+
+    def launch_plan(self, k_address: int | None = None, v_address: int | None = None) -> LaunchPlan:
+        """The launch as a value: kernel, grid, attributes, every parameter. Needs no GPU.
+
+        The caches are those that the plan was made with, at other addresses where given.
+        """
+        planned = self._tensors
+        k = _cache(planned.k, k_address or planned.k.pointer)
+        v = _cache(planned.v, v_address or planned.v.pointer)
+        return decode_plan(self.selection, self._path, self._sha256, self._layout, self.problem, k, v)
 
     def run(
         self,
@@ -160,102 +285,21 @@ class PagedDecodePlan:
         output_number, output_tensor = split_scale(output_scale, "output_scale")
         optional = (lse, q_cu_seq_lens, mask, sinks, softmax_tensor, output_tensor)
         given = (q, k_cache, v_cache, page_table, seq_lens, out, *optional)
-        addresses = addresses_of(given, self._forms)
-        if addresses is None:
-            tensors = decode_tensors(given, self.kv_layout)
-            if tensors.signature != self.signature:
-                raise UsageError(difference(tensors, self._tensors))
-            addresses = tensors.addresses
-            self._forms = forms_of(given)
-        self.step(addresses, workspace, stream_handle(stream), max_seq_len, softmax_number, output_number)
+        self._run(given, softmax_number, output_number, workspace, stream, max_seq_len)
 
-    def step(
-        self,
-        addresses: tuple[int, ...],
-        workspace: Workspace | SemaphoreWorkspace,
-        stream: int = 0,
-        max_seq_len: int | None = None,
-        softmax_scale: float | None = None,
-        output_scale: float | None = None,
-    ) -> None:
-        """``run`` for callers that know that their tensors are of the planned forms and hold their addresses.
+    def _regions_of(self, selection: DecodeSelection, problem: DecodeProblem) -> tuple[Region, ...]:
+        return decode_regions(selection, problem)
 
-        Args:
-            addresses: in the order of ``decode_tensors.TENSOR_NAMES``, 0 for what the plan was made without.
-            workspace: as for ``run``.
-            stream: an int handle.
-            max_seq_len: as for ``run``.
-            softmax_scale: a number for this step; None: the plan's (1 for a plan made with a tensor).
-            output_scale: likewise.
-        """
-        problem = self.problem
-        bound = problem.max_seq_len if max_seq_len is None else max_seq_len
-        if not 0 <= bound <= problem.max_seq_len:
-            raise UsageError(f"max_seq_len={bound}: expected 0 to {problem.max_seq_len}, the plan's bound")
-        scale = problem.softmax_scale if softmax_scale is None else softmax_scale
-        factor = problem.output_scale if output_scale is None else output_scale
-        if not isfinite(scale):
-            raise UsageError(f"softmax_scale={scale}: expected a finite number")
-        if not isfinite(factor):
-            raise UsageError(f"output_scale={factor}: expected a finite number")
-        if _misaligned(addresses) or not all(self._planned(addresses)):
-            check_addresses(addresses, self._tensors.views)
-        context = workspace.context or self._runtime.driver.ensure_context(self._device)
-        launch = self._prepared.get((context, addresses[1], addresses[2]))
-        if launch is None:
-            launch = self._prepare_caches(context, addresses, stream)
-        scratch = self._scratch.get(workspace.key) or self._scratch_of(workspace)
-        workspace.claim(stream)
-        launch(stream, addresses[0], *addresses[3:], *scratch, bound, scale * LOG2_E, factor)
+    def _tensors_of(self, given: tuple[Any, ...]) -> DecodeTensors:
+        return decode_tensors(given, self.kv_layout)
 
-    def check(self, workspace: Workspace | SemaphoreWorkspace, stream: Any = None) -> None:
-        """Wait for ``stream``, which the workspace belongs to, then read and clear the workspace's status word.
-
-        Raises:
-            ClampedInputError: a run since the last check met a length, a page id or a q_cu_seq_lens outside its
-                bounds.
-        """
-        driver, handle = self._runtime.driver, stream_handle(stream)
-        with driver.using(workspace.context or driver.ensure_context(self._device)):
-            driver.synchronize(handle)
-            address = workspace.regions(self._regions)["status"]
-            (status,) = struct.unpack("<I", driver.read(address, 4))
-            if status:
-                driver.fill_words(address, 0, 1, handle)
-        met = [words for bit, words in _STATUS_WORDS.items() if status & bit]
-        if met:
-            raise ClampedInputError(f"decode by {self.selection.kernel.name} met {' and '.join(met)}")
-
-    def _prepare_caches(self, context: int, addresses: tuple[int, ...], stream: int) -> Callable[..., None]:
-        check_addresses(addresses, self._tensors.views)
-        kernel = self._runtime.load(self.selection.kernel, context, stream)
-        plan = self.launch_plan(addresses[1], addresses[2])
-        launch = PreparedLaunch(plan, kernel, self._runtime.driver, self._runtime.descriptors)
-        step = launch.stepper(*STEP_FIELDS)
-        self._keep(self._prepared, (context, addresses[1], addresses[2]), step)
-        return step
-
-    def _scratch_of(self, workspace: Workspace | SemaphoreWorkspace) -> tuple[int, ...]:
-        regions = workspace.regions(self._regions)
-        scratch = tuple(regions[name] for name in WORKSPACE_POINTERS)
-        self._keep(self._scratch, workspace.key, scratch)
-        return scratch
-
-    def _keep(self, cache: OrderedDict[Any, Any], key: Hashable, value: object) -> None:
-        with self._lock:
-            cache[key] = value
-            while len(cache) > _KEPT:
-                cache.popitem(last=False)
+    def _misaligned(self, addresses: tuple[int, ...]) -> bool:
+        q, _, _, page_table, seq_lens, out, lse, cu, mask, sinks, softmax_scale, output_scale = addresses
+        together = q | page_table | seq_lens | lse | cu | mask | sinks | softmax_scale | output_scale
+        return bool(together & 3 or out & 7)
 
 
 def _cache(view: TensorView, pointer: int) -> CacheView:
     # A dimension of size 1 may carry any stride; the descriptor wants a valid one.
     strides = [s if size > 1 else view.shape[3] for size, s in zip(view.shape[:3], view.strides, strict=False)]
     return CacheView(pointer, strides[0], strides[1], strides[2])
-
-
-def _misaligned(addresses: tuple[int, ...]) -> bool:
-    """Whether a tensor but a cache has an address that no kernel takes; caches are looked at when they are new."""
-    q, _, _, page_table, seq_lens, out, lse, cu, mask, sinks, softmax_scale, output_scale = addresses
-    together = q | page_table | seq_lens | lse | cu | mask | sinks | softmax_scale | output_scale
-    return bool(together & 3 or out & 7)
