@@ -167,7 +167,7 @@ def paged_decode(
     if stream is None:
         stream = rt.memory.current_stream(q)
     if q_cu_seq_lens is not None and max_q_len is None:
-        max_q_len = _longest(rt, q, q_cu_seq_lens)
+        max_q_len = longest_of(rt, q, q_cu_seq_lens)
     softmax_number, softmax_tensor = split_scale(softmax_scale, "softmax_scale")
     output_number, output_tensor = split_scale(output_scale, "output_scale")
     optional = (lse, q_cu_seq_lens, mask, sinks, softmax_tensor, output_tensor)
@@ -179,8 +179,7 @@ def paged_decode(
         form = tensors.signature
     scale = _softmax_number(softmax_number, softmax_tensor, tensors.q if tensors else q)
     factor = 1.0 if output_number is None else output_number
-    # Lengths grow step by step; powers of two keep one plan for long.
-    bound = 1 << max(6, (integer("max_seq_len", max_seq_len) - 1).bit_length())
+    bound = plan_bound(max_seq_len)
     options = (kv_layout, max_q_len, window_left, batch_invariant, backend, enable_pdl)
     key = ("paged_decode", form, bound, *options)
 
@@ -291,7 +290,12 @@ def _made_output(runtime: Runtime, q: Any) -> Any:
         raise UsageError(f"out: None, expected a tensor ({error})") from error
 
 
-def _longest(runtime: Runtime, q: Any, q_cu_seq_lens: Any) -> int:
+def plan_bound(max_seq_len: int) -> int:
+    """The bound that a kept plan has for a call with this one: lengths grow, powers of two keep a plan for long."""
+    return 1 << max(6, (integer("max_seq_len", max_seq_len) - 1).bit_length())
+
+
+def longest_of(runtime: Runtime, q: Any, q_cu_seq_lens: Any) -> int:
     """The most query tokens of a request, read back from the device.
 
     Raises:

@@ -141,6 +141,11 @@ def _check_dtypes(tensors: DecodeTensors) -> None:
     check_dtype("v_cache", tensors.v, (kv,))
     check_dtype("q", tensors.q, Q_DTYPES[kv], f" with {kv} caches")
     check_dtype("out", tensors.out, tuple(Q_DTYPES))
+    check_dtypes_of_options(tensors)
+
+
+def check_dtypes_of_options(tensors: DecodeTensors) -> None:
+    """Hold the dtypes of all tensors but q, the caches and the output against what any decode takes."""
     check_dtype("page_table", tensors.page_table, ("int32",))
     check_dtype("seq_lens", tensors.seq_lens, _LENGTHS)
     check_dtype("q_cu_seq_lens", tensors.q_cu_seq_lens, _LENGTHS)

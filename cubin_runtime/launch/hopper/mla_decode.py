@@ -75,8 +75,8 @@ def mla_regions(selection: MlaSelection, problem: MlaProblem) -> tuple[Region, .
     slots = pairs * selection.splits if selection.splits else 2 * selection.ctas
     partials = slots * int(selection.kernel.traits["rows"])
     return (
-        Region("status", 4),
-        Region("counters", 4 * (pairs if selection.splits else selection.ctas)),
+        Region("status", 4, zeroed=True),
+        Region("counters", 4 * (pairs if selection.splits else selection.ctas), zeroed=True),
         Region("partial_statistics", partials * 2 * 4),
         Region("partial_out", partials * problem.latent * 4),
     )

@@ -25,8 +25,8 @@ _INVARIANT_SPLITS = 8
 class MlaShape:
     """What decides the kernel and the grid: bounds, never the lengths themselves.
 
-    ``dtype`` is that of the KV cache (``bf16``), ``latent`` the columns of a value (512 or 256) beside ``rope`` ones
-    (64), ``q_len`` the query tokens of each request or, where ``ragged``, their bound.
+    ``dtype`` is that of the KV cache, ``q_dtype`` that of the queries, ``latent`` the columns of a value (512 or 256)
+    beside ``rope`` ones (64), ``q_len`` the query tokens of each request or, where ``ragged``, their bound.
     """
 
     dtype: str
@@ -35,6 +35,7 @@ class MlaShape:
     batch: int
     _: KW_ONLY
     rope: int = 64
+    q_dtype: str = "bf16"
     q_len: int = 1
     ragged: bool = False
     max_seq_len: int
@@ -87,8 +88,9 @@ def select_mla_decode(kernels: Iterable[OwnKernel], shape: MlaShape, device: Dev
             fitting.append(kernel)
     if not fitting:
         raise UsageError(
-            f"no MLA decode kernel for {shape.dtype}, {shape.latent} + {shape.rope} columns, {shape.heads} heads on "
-            f"compute capability {device.capability[0]}.{device.capability[1]}: "
+            f"no MLA decode kernel for {shape.q_dtype} queries, a {shape.dtype} cache, "
+            f"{shape.latent} + {shape.rope} columns, {shape.heads} heads "
+            f"on compute capability {device.capability[0]}.{device.capability[1]}: "
             + ("; ".join(f"{name}: {word}" for name, word in looked_at) or "the release has no MLA decode kernel")
         )
     best = max(fitting, key=lambda kernel: (_trait(kernel, "cluster"), kernel.name))
@@ -121,6 +123,9 @@ def _unfit(kernel: OwnKernel, shape: MlaShape, device: DeviceFacts) -> str:
     for name, wanted in (("dtype", shape.dtype), ("latent", shape.latent), ("rope", shape.rope)):
         if kernel.traits[name] != wanted:
             return f"{name} is {kernel.traits[name]}"
+    taken = str(kernel.traits.get("q_dtypes", "bf16")).split(",")
+    if shape.q_dtype not in taken:
+        return f"queries are {' or '.join(taken)}"
     cluster = _trait(kernel, "cluster")
     if not _fills(kernel, shape, cluster):
         return f"the row tiles of a request do not fill clusters of {cluster}"
