@@ -187,14 +187,11 @@ DEVICE void convert_tile(Shared& shared, int b, uint32_t parity) {
 DEVICE void load_queries(const Params& p, const Share& share, Shared& shared) {
     constexpr int CHUNKS = BOXES * 8;  // of 16 bytes in a row
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - CONSUMERS / 32 - 1;
-    uint32_t phase = 0;
-#if KV_E4M3
-    uint32_t tile_phase = 0;  // bit b: of buffer b
-#endif
+    uint32_t phase = 0;  // bit b: of raw buffer b; bit BUFFERS: of the queries
     Walker walker(p, share);
     Piece piece;
     while (walker.next(piece)) {
-        wait_barrier(shared.q_empty, phase ^ 1, 20);
+        wait_barrier(shared.q_empty, (phase >> BUFFERS & 1) ^ 1, 20);
         const __nv_bfloat16* q = static_cast<const __nv_bfloat16*>(p.q) + piece.first_query * p.q_token_stride;
         // A warp takes every third row; dividing once, it walks on from there.
         int token = (piece.row_tile * ROWS + warp) / p.heads;
@@ -203,7 +200,7 @@ DEVICE void load_queries(const Params& p, const Share& share, Shared& shared) {
         for (int row = warp; row < ROWS; row += LOADERS / 32) {
             const bool exists = row < piece.rows;
             const __nv_bfloat16* source = exists ? q + token * p.q_token_stride + head * p.q_head_stride : q;
-#pragma unroll
+#pragma unroll(KV_E4M3 ? 1 : 3)
             for (int i = 0; i < (CHUNKS + 31) / 32; ++i) {
                 const int column = lane + i * 32;
                 if (column < CHUNKS)
@@ -228,11 +225,12 @@ DEVICE void load_queries(const Params& p, const Share& share, Shared& shared) {
 #endif
         fence_async_proxy();
         mbarrier_arrive(shared_address(&shared.q_full));
-        phase ^= 1;
+        phase ^= 1u << BUFFERS;
 #if KV_E4M3
+#pragma unroll 1
         for (int tile = 0; tile < piece.steps(); ++tile) {
-            convert_tile(shared, tile % BUFFERS, tile_phase >> tile % BUFFERS & 1);
-            tile_phase ^= 1u << tile % BUFFERS;
+            convert_tile(shared, tile % BUFFERS, phase >> tile % BUFFERS & 1);
+            phase ^= 1u << tile % BUFFERS;
         }
 #endif
     }
