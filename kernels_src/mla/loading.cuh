@@ -42,7 +42,7 @@ constexpr int ROW_LOG2 = 7;
 DEVICE uint32_t box_target(Shared& shared, int b, int box) { return shared_address(shared.kv[b][box]); }
 #endif
 
-// Lane i of a warp has box i. A buffer becomes free in two halves: the columns of the first consumer warpgroup, and the
+// One thread issues the copies. A buffer becomes free in two halves: the columns of the first consumer warpgroup, and the
 // others. In a cluster each CTA brings its part of the boxes to all. The rope columns, which hold P once the scores are known, go with the half of the warpgroup that reads that P.
 DEVICE void produce(const Params& p, const Share& share, Shared& shared) {
     const int lane = threadIdx.x % 32;
@@ -62,46 +62,56 @@ DEVICE void produce(const Params& p, const Share& share, Shared& shared) {
                        min(far * TILE_TOKENS + TILE_TOKENS, piece.length) - 1 >> p.page_size_log2);
             const int chunks = ((piece.valid(tile) - 1) >> chunk_log2) + 1;
             const int b = (tile - piece.first) % BUFFERS;
-#pragma unroll 1
+            int page[TILE_TOKENS / 32];
+#pragma unroll
+            for (int i = 0; i < TILE_TOKENS / 32; ++i)
+                page[i] = i < chunks ? pages.at((tile * TILE_TOKENS + (i << chunk_log2)) >> p.page_size_log2) : 0;
+            const int row = tile * TILE_TOKENS & (page_tokens - 1);
+#pragma unroll
             for (int half = 0; half < (KV_E4M3 ? 1 : 2); ++half) {
                 if (CLUSTER == 1)
                     wait_barrier(shared.empty[b][half], (phase >> b & 1) ^ 1, 10 + 2 * b + half);
                 else
                     wait_cluster_barrier(shared.empty[b][half], (phase >> b & 1) ^ 1);
+                if (lane != 0) continue;
 #if KV_E4M3
-                const bool own = lane < BOXES;
-                const uint32_t full = shared_address(&shared.raw[b]);
-                if (lane == 0) mbarrier_arrive_expect_bytes(full, BOXES * chunks << (chunk_log2 + 6));
-                __syncwarp();
-#else
-                const bool own = half == 0 ? lane < HALF_BOXES : lane >= HALF_BOXES && lane < BOXES;
-                const uint32_t full = shared_address(&shared.full[b][min(lane, BOXES - 1)]);
-                if (own) mbarrier_arrive_expect_bytes(full, chunks << (chunk_log2 + 7));
+                mbarrier_arrive_expect_bytes(shared_address(&shared.raw[b]), BOXES * chunks << (chunk_log2 + ROW_LOG2));
 #endif
-#pragma unroll 1
-                for (int i = 0; i < chunks; ++i) {
-                    const int token = tile * TILE_TOKENS + (i << chunk_log2);
-                    const int page = pages.at(token >> p.page_size_log2);
-                    const uint32_t target = box_target(shared, b, min(lane, BOXES - 1)) + (i << (chunk_log2 + ROW_LOG2));
+#pragma unroll
+                for (int box = half * HALF_BOXES; box < (half == 1 || KV_E4M3 ? BOXES : HALF_BOXES); ++box) {
+#if KV_E4M3
+                    const uint32_t full = shared_address(&shared.raw[b]);
+#else
+                    const uint32_t full = shared_address(&shared.full[b][box]);
+                    mbarrier_arrive_expect_bytes(full, chunks << (chunk_log2 + ROW_LOG2));
+#endif
+                    const uint32_t target = box_target(shared, b, box);
+#pragma unroll
+                    for (int i = 0; i < TILE_TOKENS / 32; ++i) {
+                        if (i >= chunks) break;
 #if CLUSTER == 1
-                    if (own)
-                        copy_tensor_box_3d(target, &p.kv_map, full, lane * BOX_COLUMNS, token & (page_tokens - 1), page,
-                                           policy);
+                        copy_tensor_box_3d(target + (i << (chunk_log2 + ROW_LOG2)), &p.kv_map, full, box * BOX_COLUMNS, row,
+                                           page[i], policy);
 #else
-                    if (own && lane % CLUSTER == share.member % CLUSTER)
-                        copy_tensor_box_3d_to_cluster(target, &p.kv_map, full, lane * BOX_COLUMNS,
-                                                      token & (page_tokens - 1), page, (1 << CLUSTER) - 1, policy);
+                        if (box % CLUSTER == share.member % CLUSTER)
+                            copy_tensor_box_3d_to_cluster(target + (i << (chunk_log2 + ROW_LOG2)), &p.kv_map, full,
+                                                          box * BOX_COLUMNS, row, page[i], (1 << CLUSTER) - 1, policy);
 #endif
+                    }
                 }
             }
+            __syncwarp();
             phase ^= 1u << b;
             if (far < tile + PREFETCH_TILES || PREFETCH_TILES == 0) continue;
 #pragma unroll 1
             for (int i = 0; i <= (piece.valid(far) - 1) >> chunk_log2; ++i) {
                 const int token = far * TILE_TOKENS + (i << chunk_log2);
-                const int page = pages.at(token >> p.page_size_log2);
-                if (lane < BOXES && (CLUSTER == 1 || lane % CLUSTER == share.member % CLUSTER))
-                    prefetch_tensor_box_3d(&p.kv_map, lane * BOX_COLUMNS, token & (page_tokens - 1), page);
+                const int far_page = pages.at(token >> p.page_size_log2);
+                if (lane == 0)
+#pragma unroll 1
+                    for (int box = CLUSTER == 1 ? 0 : share.member % CLUSTER; box < BOXES; box += CLUSTER)
+                        prefetch_tensor_box_3d(&p.kv_map, box * BOX_COLUMNS, token & (page_tokens - 1), far_page);
+                __syncwarp();
             }
         }
     }
@@ -153,7 +163,7 @@ DEVICE void convert_tile(Shared& shared, int b, uint32_t parity) {
 #pragma unroll
         for (int i = 0; i < ROUNDS; ++i)
             own[i] = load_shared_16(raw + min(thread + i * LOADERS, BOX_BYTES / 32 - 1) * 16);
-        named_barrier_sync<LOADERS>(CONVERTER_BARRIER);
+        if (box < HALF_BOXES) named_barrier_sync<LOADERS>(CONVERTER_BARRIER);  // written over raw boxes
 #pragma unroll
         for (int i = 0; i < ROUNDS; ++i) {
             const int chunk = thread + i * LOADERS;
@@ -164,9 +174,11 @@ DEVICE void convert_tile(Shared& shared, int b, uint32_t parity) {
             const uint2 e = fp16_of_e4m3(own[i].z), g = fp16_of_e4m3(own[i].w);
             store_shared_16(target + row * 128 + ((column + 1) ^ (row % 8)) * 16, make_uint4(e.x, e.y, g.x, g.y));
         }
+        if (box % 3) continue;
         fence_async_proxy();
         __syncwarp();
-        if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&shared.full[b][box]));
+        const int done = box + threadIdx.x % 32;
+        if (threadIdx.x % 32 < 3 && done < BOXES) mbarrier_arrive(shared_address(&shared.full[b][done]));
     }
 }
 #endif
@@ -174,30 +186,36 @@ DEVICE void convert_tile(Shared& shared, int b, uint32_t parity) {
 // Row R of a request is head R % heads of its query token R / heads; rows past the last are zero.
 DEVICE void load_queries(const Params& p, const Share& share, Shared& shared) {
     constexpr int CHUNKS = BOXES * 8;  // of 16 bytes in a row
-    const int thread = threadIdx.x - CONSUMERS - 32;
-    uint32_t phase = 0;
-#if KV_E4M3
-    uint32_t tile_phase = 0;  // bit b: of buffer b
-#endif
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - CONSUMERS / 32 - 1;
+    uint32_t phase = 0;  // bit b: of raw buffer b; bit BUFFERS: of the queries
     Walker walker(p, share);
     Piece piece;
     while (walker.next(piece)) {
-        wait_barrier(shared.q_empty, phase ^ 1, 20);
+        wait_barrier(shared.q_empty, (phase >> BUFFERS & 1) ^ 1, 20);
         const __nv_bfloat16* q = static_cast<const __nv_bfloat16*>(p.q) + piece.first_query * p.q_token_stride;
+        // A warp takes every third row; dividing once, it walks on from there.
+        int token = (piece.row_tile * ROWS + warp) / p.heads;
+        int head = (piece.row_tile * ROWS + warp) - token * p.heads;
 #pragma unroll 1
-        for (int i = thread; i < ROWS * CHUNKS; i += LOADERS) {
-            const int row = i / CHUNKS, column = i % CHUNKS;
-            const int request_row = piece.row_tile * ROWS + min(row, piece.rows - 1);
-            const int token = request_row / p.heads, head = request_row % p.heads;
-            const uint32_t target =
-                shared_address(shared.q[column / 8]) + row * 128 + ((column % 8) ^ (row % 8)) * 16;
-            copy_16_bytes_or_zeros(target, q + token * p.q_token_stride + head * p.q_head_stride + column * 8,
-                                   row < piece.rows ? 16 : 0);
+        for (int row = warp; row < ROWS; row += LOADERS / 32) {
+            const bool exists = row < piece.rows;
+            const __nv_bfloat16* source = exists ? q + token * p.q_token_stride + head * p.q_head_stride : q;
+#pragma unroll(KV_E4M3 ? 1 : 3)
+            for (int i = 0; i < (CHUNKS + 31) / 32; ++i) {
+                const int column = lane + i * 32;
+                if (column < CHUNKS)
+                    copy_16_bytes_or_zeros(
+                        shared_address(shared.q[0]) + column / 8 * BOX_BYTES + row * 128 + ((column % 8) ^ (row % 8)) * 16,
+                        source + column * 8, exists ? 16 : 0);
+            }
+            head += LOADERS / 32;
+            while (head >= p.heads) head -= p.heads, ++token;
         }
         wait_for_copies();
 #if KV_E4M3
+        named_barrier_sync<LOADERS>(CONVERTER_BARRIER);  // others' copies are converted too
 #pragma unroll 1
-        for (int i = thread; i < ROWS * CHUNKS; i += LOADERS) {
+        for (int i = warp * 32 + lane; i < ROWS * CHUNKS; i += LOADERS) {
             const int row = i / CHUNKS, column = i % CHUNKS;
             const uint32_t place = shared_address(shared.q[column / 8]) + row * 128 + ((column % 8) ^ (row % 8)) * 16;
             const uint4 v = load_shared_16(place);
@@ -207,11 +225,12 @@ DEVICE void load_queries(const Params& p, const Share& share, Shared& shared) {
 #endif
         fence_async_proxy();
         mbarrier_arrive(shared_address(&shared.q_full));
-        phase ^= 1;
+        phase ^= 1u << BUFFERS;
 #if KV_E4M3
+#pragma unroll 1
         for (int tile = 0; tile < piece.steps(); ++tile) {
-            convert_tile(shared, tile % BUFFERS, tile_phase >> tile % BUFFERS & 1);
-            tile_phase ^= 1u << tile % BUFFERS;
+            convert_tile(shared, tile % BUFFERS, phase >> tile % BUFFERS & 1);
+            phase ^= 1u << tile % BUFFERS;
         }
 #endif
     }

@@ -58,13 +58,14 @@ DEVICE uint32_t visible_drafts(const Params& p, const Piece& piece, int row) {
     return static_cast<const uint32_t*>(p.mask)[piece.first_query + token] & draft;
 }
 
-// S = Q K^T of the tile in buffer `b`.
+// S = Q K^T of the tile in buffer `b`, or what boxes FIRST to LAST, in the order in which they come, add to it.
+template <int FIRST, int LAST>
 DEVICE void multiply_keys(Shared& shared, int b, uint32_t parity, Scores& s) {
     const uint64_t q = depth_major_operand(shared_address(shared.q[0]));
     const uint64_t k = depth_major_operand(shared_address(shared.kv[b][0]));
 #pragma unroll
-    for (int i = 0; i < BOXES; ++i) {
-        const int box = KV_E4M3 ? BOXES - 1 - i : i;  // in the order in which they come
+    for (int i = FIRST; i < LAST; ++i) {
+        const int box = KV_E4M3 ? BOXES - 1 - i : i;
         wait_barrier(shared.full[b][box], parity, 30 + box);
         wgmma_fence();
 #pragma unroll
@@ -76,12 +77,13 @@ DEVICE void multiply_keys(Shared& shared, int b, uint32_t parity, Scores& s) {
     wgmma_commit();
 }
 
-// Scaled scores, -inf where a row does not see the key, and the rows' maxima.
+// Scores whose sign is the scale's, -inf where a row does not see the key, and the rows' maxima, scaled.
 DEVICE void scale_and_mask(const Piece& piece, int tile, const Rows& rows, float scale_log2, Scores& s, float (&top)[2]) {
     const int prefix = piece.length - piece.queries;
     const int first = tile * TILE_TOKENS + threadIdx.x % 4 * 2;
+    if (scale_log2 < 0.f)
 #pragma unroll
-    for (int i = 0; i < TILE_TOKENS / 2; ++i) s[i] *= scale_log2;
+        for (int i = 0; i < TILE_TOKENS / 2; ++i) s[i] = -s[i];
     if ((tile + 1) * TILE_TOKENS > prefix) {
 #pragma unroll
         for (int i = 0; i < TILE_TOKENS / 2; ++i) {
@@ -96,15 +98,16 @@ DEVICE void scale_and_mask(const Piece& piece, int tile, const Rows& rows, float
 #pragma unroll
     for (int step = 1; step < 4; step *= 2)
         for (int i = 0; i < 2; ++i) top[i] = fmaxf(top[i], __shfl_xor_sync(~0u, top[i], step));
+    for (int i = 0; i < 2; ++i) top[i] *= fabsf(scale_log2);
 }
 
 DEVICE float next_maximum(float maximum, float top) { return top > maximum + MAXIMUM_SLACK ? top : maximum; }
 
-// P = 2^(S - maximum) as the A operand of the second product; adds it to the rows' sums.
-DEVICE void exponentiate(Scores& s, Rows& rows, Probabilities& probability) {
+// P = 2^(scaled S - maximum) as the A operand of the second product; adds it to the rows' sums.
+DEVICE void exponentiate(Scores& s, float scale_log2, Rows& rows, Probabilities& probability) {
 #pragma unroll
     for (int i = 0; i < TILE_TOKENS / 2; ++i) {
-        s[i] = exp2_approximate(s[i] - rows.maximum[i / 2 % 2]);
+        s[i] = exp2_approximate(s[i] * fabsf(scale_log2) - rows.maximum[i / 2 % 2]);
         rows.sum[i / 2 % 2] += s[i];
     }
 #pragma unroll
@@ -218,7 +221,7 @@ DEVICE void lead_tiles(Shared& shared, const Piece& piece, int row, float scale_
         return;
     }
     Scores s;
-    multiply_keys(shared, 0, full, s);
+    multiply_keys<0, BOXES>(shared, 0, full, s);
     full ^= 1;
 #pragma unroll 1
     for (int tile = piece.first;; tile += 2) {
@@ -230,7 +233,7 @@ DEVICE void lead_tiles(Shared& shared, const Piece& piece, int row, float scale_
         if (tile + 2 >= last) release_queries(shared);
         scale_and_mask(piece, tile, rows, scale_log2, s, top);
         lead_maxima(shared.maximum[0], row, top, rows, factor);
-        exponentiate(s, rows, probability);
+        exponentiate(s, scale_log2, rows, probability);
         share_probabilities<0>(shared, probability, piece.valid(tile));
         rescale(out, factor);
         if (ORDERED && second) named_barrier_sync<CONSUMERS>(SCORES1_DONE);
@@ -243,16 +246,27 @@ DEVICE void lead_tiles(Shared& shared, const Piece& piece, int row, float scale_
         follow_maxima(shared.maximum[1], row, rows, factor);
         rescale(out, factor);
         multiply_other_values<0>(shared, out);
+#if AHEAD
         if (tile + 2 >= last) break;
-        multiply_keys(shared, 0, full, s);
-        full ^= 1;
+        multiply_keys<0, HALF_BOXES>(shared, 0, full, s);
         wgmma_wait<1>();
         hold_registers(out);
         release_values<0>(shared, 1);
+        multiply_keys<HALF_BOXES, BOXES>(shared, 0, full, s);
+        full ^= 1;
     }
     wgmma_wait<0>();
     hold_registers(out);
     release_values<0>(shared, 1);
+#else
+        wgmma_wait<0>();
+        hold_registers(out);
+        release_values<0>(shared, 1);
+        if (tile + 2 >= last) return;
+        multiply_keys<0, BOXES>(shared, 0, full, s);
+        full ^= 1;
+    }
+#endif
 }
 
 // Warpgroup 1: the scores of the odd tiles. The even tile's values are multiplied while their softmax is computed.
@@ -267,7 +281,7 @@ DEVICE void follow_tiles(Shared& shared, const Piece& piece, int row, float scal
         Scores s;
         Probabilities probability;
         float top[2];
-        multiply_keys(shared, 1, full, s);
+        multiply_keys<0, BOXES>(shared, 1, full, s);
         full ^= 1;
         wgmma_wait<0>();
         hold_registers(s);
@@ -279,7 +293,7 @@ DEVICE void follow_tiles(Shared& shared, const Piece& piece, int row, float scal
         multiply_other_values<1>(shared, out);
         scale_and_mask(piece, tile + 1, rows, scale_log2, s, top);
         lead_maxima(shared.maximum[1], row, top, rows, factor);
-        exponentiate(s, rows, probability);
+        exponentiate(s, scale_log2, rows, probability);
         share_probabilities<1>(shared, probability, piece.valid(tile + 1));
         wgmma_wait<0>();
         hold_registers(out);
@@ -300,23 +314,26 @@ DEVICE void follow_tiles(Shared& shared, const Piece& piece, int row, float scal
     release_values<1>(shared, 0);
 }
 
-// The first of the thread's two rows. Read anew where it is needed: held over a whole piece, it would cost a spill.
-DEVICE int thread_row() {
+// Read anew where it is needed: held over a whole piece, it would cost a spill.
+DEVICE int consumer_thread() {
     uint32_t thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    return thread % WARPGROUP / 32 * 16 + thread % 32 / 4;
+    return thread;
 }
 
 // Returns whether there were partials.
-DEVICE bool consume(const Params& p, const Share& share, Shared& shared, int warpgroup) {
+DEVICE bool consume(const Params& p, const Share& share, Shared& shared) {
     const float* scale_factor = static_cast<const float*>(p.softmax_scale_device);
-    const float scale_log2 = scale_factor == nullptr ? p.softmax_scale_log2 : p.softmax_scale_log2 * *scale_factor;
+    const float scale = scale_factor == nullptr ? p.softmax_scale_log2 : p.softmax_scale_log2 * *scale_factor;
+    const float scale_log2 = scale == 0.f ? 1e-30f : scale;  // 0 x -inf is NaN
     uint32_t full = 0, q_full = 0;  // parities
     bool partials = false;
     Walker walker(p, share);
     Piece piece;
     while (walker.next(piece)) {
-        const int row = thread_row();
+        const int thread = consumer_thread();
+        const int warpgroup = __shfl_sync(~0u, thread / WARPGROUP, 0);
+        const int row = thread % WARPGROUP / 32 * 16 + thread % 32 / 4;  // the first of the thread's two
         Rows rows;
         for (int i = 0; i < 2; ++i) {
             rows.visible[i] = visible_drafts(p, piece, row + 8 * i);
@@ -396,7 +413,7 @@ extern "C" __global__ void __launch_bounds__(paged_mla_decode::THREADS, 1)
         if (blockIdx.x == 0) report_lengths(p);
     } else {
         take_registers<CONSUMER_REGISTERS>();
-        if (consume(p, share, shared, warpgroup)) merge_shares(p, share, shared);
+        if (consume(p, share, shared)) merge_shares(p, share, shared);
     }
 #if CLUSTER > 1
     __syncwarp();

@@ -33,7 +33,7 @@ constexpr int CONSUMERS = 2 * WARPGROUP;
 constexpr int THREADS = CONSUMERS + WARPGROUP;
 constexpr int LOADERS = WARPGROUP - 32;  // of queries, and converters: the warps beside the producer's
 constexpr int CONSUMER_REGISTERS = 232;
-constexpr int PRODUCER_REGISTERS = 40;
+constexpr int PRODUCER_REGISTERS = 48;
 
 constexpr uint32_t STATUS_LENGTH_OVER_BOUND = 1;
 constexpr uint32_t STATUS_LENGTH_NEGATIVE = 2;

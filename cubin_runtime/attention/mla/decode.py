@@ -228,6 +228,7 @@ def _plan(
         page_size=rows.shape[1],
         num_pages=rows.shape[0],
         max_seq_len=bound,
+        kv_dtype=shape.dtype,
         q_dtype=shape.q_dtype,
         out_dtype=DTYPE_NAMES[out.dtype],
         softmax_scale=options.softmax_scale,

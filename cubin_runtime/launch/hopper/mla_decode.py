@@ -15,8 +15,10 @@ from .mla_select import MlaSelection
 LOG2_E = math.log2(math.e)
 # Numbers of the kernel's fields q_type and out_type.
 TYPE_CODES = {"bf16": 0, "fp16": 1, "e4m3": 2}
-_BF16_BYTES = 2
-_SWIZZLE_SPAN = 64  # elements: a row of 128 bytes
+_BOX_COLUMNS = 64
+# Bytes of an element, what the descriptor calls it and how boxes lie in shared memory: e4m3 is moved as bytes, and laid
+# out for the products only when it is converted.
+_CACHE_ELEMENTS = {"bf16": (2, "bfloat16", "128B"), "e4m3": (1, "uint8", "none")}
 
 # What is a pointer for each call, in the order that a prepared launch takes it.
 TENSOR_POINTERS = ("q", "page_table", "seq_lens", "out")
@@ -40,8 +42,8 @@ class MlaProblem:
     """Sizes, strides (in elements) and options of an MLA decode; pointers other than the cache's come with each step.
 
     ``tokens`` are the query tokens of all requests, ``q_len`` those of each, or their bound where requests differ.
-    Rows of q and out begin at multiples of 16 bytes. ``softmax_scale`` and ``output_scale`` are 1 where the device has
-    them.
+    ``kv_dtype`` is ``bf16`` or ``e4m3``, q is ``bf16``. Rows of q begin at multiples of 16 bytes, those of out at
+    multiples of 8 elements. ``softmax_scale`` and ``output_scale`` are 1 where the device has them.
     """
 
     batch: int
@@ -53,6 +55,7 @@ class MlaProblem:
     page_size: int
     num_pages: int
     max_seq_len: int
+    kv_dtype: str
     q_dtype: str
     out_dtype: str
     softmax_scale: float
@@ -147,13 +150,14 @@ def mla_plan(
 
 def cache_descriptor(problem: MlaProblem, tile_tokens: int, cache: LatentCacheView) -> TensorMapSpec:
     """Boxes of 64 columns and the tokens of a tile that one page holds together."""
+    itemsize, dtype, swizzle = _CACHE_ELEMENTS[problem.kv_dtype]
     return TensorMapSpec(
-        dtype="bfloat16",
+        dtype=dtype,
         address=cache.pointer,
         dims=(problem.latent + problem.rope, problem.page_size, problem.num_pages),
-        strides=(cache.token_stride * _BF16_BYTES, cache.page_stride * _BF16_BYTES),
-        box=(_SWIZZLE_SPAN, min(problem.page_size, tile_tokens), 1),
+        strides=(cache.token_stride * itemsize, cache.page_stride * itemsize),
+        box=(_BOX_COLUMNS, min(problem.page_size, tile_tokens), 1),
         element_strides=(1, 1, 1),
-        swizzle="128B",
+        swizzle=swizzle,
         l2_promotion="128B",
     )

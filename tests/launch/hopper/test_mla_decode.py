@@ -30,6 +30,7 @@ PROBLEM = MlaProblem(
     page_size=64,
     num_pages=100,
     max_seq_len=4096,
+    kv_dtype="bf16",
     q_dtype="bf16",
     out_dtype="fp16",
     softmax_scale=0.5,
@@ -67,6 +68,10 @@ def test_step_fields_are_fields_of_the_struct() -> None:
 
 def test_the_descriptor_is_one_that_the_driver_takes() -> None:
     check_tensor_map(cache_descriptor(PROBLEM, 64, CACHE))
+
+
+def test_the_descriptor_of_an_e4m3_cache_is_one_that_the_driver_takes() -> None:
+    check_tensor_map(cache_descriptor(replace(PROBLEM, kv_dtype="e4m3"), 64, CACHE))
 
 
 def test_a_box_stays_within_a_page() -> None:
