@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
-from typing import Any
+from typing import Any, NoReturn
 
 from ..attention.backends import HOPPER
 from ..attention.decode import paged_decode
@@ -157,10 +157,15 @@ def launch(
             **options,
         )
     except UsageError as error:
-        name, mark, rest = str(error).partition(":")
-        if name not in names:
-            raise
-        raise UsageError(f"{names[name]}{mark}{rest}") from error
+        raise_renamed(error, names)
+
+
+def raise_renamed(error: UsageError, names: Mapping[str, str]) -> NoReturn:
+    """Raise the error again, the name that it begins with as ``names`` has it."""
+    name, mark, rest = str(error).partition(":")
+    if name not in names:
+        raise error
+    raise UsageError(f"{names[name]}{mark}{rest}") from error
 
 
 def _by_request(view: TensorView, q_len: int | None) -> TensorView:

@@ -77,7 +77,7 @@ def xqa(
     refuse("xqa", {"k_sf_cache": k_sf_cache, "v_sf_cache": v_sf_cache})
     rt = process_runtime()
     query = view_of(q, "q")
-    _check_multiprocessors(sm_count, query.device, rt)
+    check_multiprocessors(sm_count, query.device, rt)
     keys = view_of(k_cache, "k_cache")
     _check_cache(keys, kv_layout, num_kv_heads, page_size)
     q_seq_len = integer("q_seq_len", q_seq_len)
@@ -89,7 +89,7 @@ def xqa(
     if len(table.shape) != 2:
         raise UsageError(f"page_table: shape {table.shape}, expected [batch, columns]")
     lengths, ragged = lengths_of(seq_lens), q_cu_seq_lens is not None
-    scales = _scales_of(q_scale, kv_scale, rcp_out_scale, query, out, rt)
+    scales = scales_of_heads(q_scale, kv_scale, rcp_out_scale, query, out, rt)
     requests, answers = _requests(query, "q", q_seq_len, ragged), _requests(out, "output", q_seq_len, ragged)
     find_backend("xqa", XQA, rt.driver.device(query.device))
     launch(
@@ -195,7 +195,8 @@ def xqa_batch_decode_with_kv_cache(
     )
 
 
-def _check_multiprocessors(sm_count: int | None, device: int, runtime: Runtime) -> None:
+def check_multiprocessors(sm_count: int | None, device: int, runtime: Runtime) -> None:
+    """Raise ``UsageError`` unless ``sm_count`` is None or what the device has."""
     has = runtime.driver.device(device).multiprocessors
     if sm_count not in (None, has):
         raise UsageError(f"sm_count={sm_count}: the device has {has}, and kernels here run on all of them")
@@ -232,7 +233,7 @@ def _requests(view: TensorView, name: str, q_len: int, ragged: bool) -> TensorVi
     return view
 
 
-def _scales_of(
+def scales_of_heads(
     q_scale: Any, kv_scale: Any, rcp_out_scale: float, q: TensorView, out: TensorView, runtime: Runtime
 ) -> tuple[ScaleProduct, ScaleProduct]:
     """Factors of scores and output: q_scale * kv_scale / sqrt(head_dim), and kv_scale * rcp_out_scale."""
