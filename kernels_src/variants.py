@@ -263,7 +263,7 @@ def _paged_mla_decode(dtype: str, latent: int, cluster: int) -> Variant:
         threads=384,
         shared_bytes=-(-shared // 1024) * 1024,
         traits={"dtype": dtype, "latent": latent, "rope": 64, "rows": 64, "tile_tokens": 64, "cluster": cluster},
-        defines={"KV_E4M3": int(dtype == "e4m3"), "LATENT": latent, "CLUSTER": cluster, "PREFETCH_TILES": 2},
+        defines={"KV_E4M3": int(dtype == "e4m3"), "LATENT": latent, "CLUSTER": cluster, "PREFETCH_TILES": 0},
     )
 
 

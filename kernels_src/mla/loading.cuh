@@ -185,7 +185,8 @@ DEVICE void convert_tile(Shared& shared, int b, uint32_t parity) {
 
 // Row R of a request is head R % heads of its query token R / heads; rows past the last are zero.
 DEVICE void load_queries(const Params& p, const Share& share, Shared& shared) {
-    constexpr int CHUNKS = BOXES * 8;  // of 16 bytes in a row
+    constexpr int CHUNKS = BOXES * 8;        // of 16 bytes in a row
+    constexpr int UNROLL = KV_E4M3 ? 1 : 3;  // converters have no registers to spare
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - CONSUMERS / 32 - 1;
     uint32_t phase = 0;  // bit b: of raw buffer b; bit BUFFERS: of the queries
     Walker walker(p, share);
@@ -200,7 +201,7 @@ DEVICE void load_queries(const Params& p, const Share& share, Shared& shared) {
         for (int row = warp; row < ROWS; row += LOADERS / 32) {
             const bool exists = row < piece.rows;
             const __nv_bfloat16* source = exists ? q + token * p.q_token_stride + head * p.q_head_stride : q;
-#pragma unroll(KV_E4M3 ? 1 : 3)
+#pragma unroll UNROLL
             for (int i = 0; i < (CHUNKS + 31) / 32; ++i) {
                 const int column = lane + i * 32;
                 if (column < CHUNKS)

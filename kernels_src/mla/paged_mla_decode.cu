@@ -1,5 +1,6 @@
 // Paged decode of multi-head latent attention: queries of LATENT + 64 columns, keys in a paged latent cache of as many,
-// values the first LATENT columns of the same rows. bf16 in, fp32 accumulation.
+// values the first LATENT columns of the same rows. bf16 in, fp32 accumulation. A cache of e4m3 becomes fp16 in shared
+// memory, beside queries that do.
 //
 //   page table --> producer warp --bulk tensor copies--> 2 buffers of 64 keys, each LATENT / 64 + 1 boxes of 64 columns
 //   queries    --> 3 warps                               64 rows (tokens x heads), once a piece
@@ -33,8 +34,7 @@ namespace paged_mla_decode {
 
 constexpr int P0_READY = 2;
 constexpr int P1_READY = 3;
-constexpr int SCORES1_DONE = 4;
-constexpr int OWN_WARPGROUP = 5;  // and 6
+constexpr int OWN_WARPGROUP = 4;  // and 5
 
 constexpr float MAXIMUM_SLACK = 8.f;  // base-2 exponents by which a score may exceed the maximum in use
 
@@ -212,7 +212,7 @@ DEVICE void lead_maxima(float (&ours)[ROWS], int row, const float (&top)[2], Row
     }
 }
 
-// Warpgroup 0: the scores of the even tiles. The next scores are on their way while the odd tile's values are multiplied.
+// Warpgroup 0: the scores of the even tiles.
 DEVICE void lead_tiles(Shared& shared, const Piece& piece, int row, float scale_log2, uint32_t& full, Rows& rows,
                        Output& out) {
     const int last = piece.first + piece.steps();
@@ -236,7 +236,6 @@ DEVICE void lead_tiles(Shared& shared, const Piece& piece, int row, float scale_
         exponentiate(s, scale_log2, rows, probability);
         share_probabilities<0>(shared, probability, piece.valid(tile));
         rescale(out, factor);
-        if (ORDERED && second) named_barrier_sync<CONSUMERS>(SCORES1_DONE);
         multiply_own_values<0>(shared, probability, out);
         wgmma_wait<0>();
         hold_registers(out);
@@ -246,19 +245,6 @@ DEVICE void lead_tiles(Shared& shared, const Piece& piece, int row, float scale_
         follow_maxima(shared.maximum[1], row, rows, factor);
         rescale(out, factor);
         multiply_other_values<0>(shared, out);
-#if AHEAD
-        if (tile + 2 >= last) break;
-        multiply_keys<0, HALF_BOXES>(shared, 0, full, s);
-        wgmma_wait<1>();
-        hold_registers(out);
-        release_values<0>(shared, 1);
-        multiply_keys<HALF_BOXES, BOXES>(shared, 0, full, s);
-        full ^= 1;
-    }
-    wgmma_wait<0>();
-    hold_registers(out);
-    release_values<0>(shared, 1);
-#else
         wgmma_wait<0>();
         hold_registers(out);
         release_values<0>(shared, 1);
@@ -266,7 +252,6 @@ DEVICE void lead_tiles(Shared& shared, const Piece& piece, int row, float scale_
         multiply_keys<0, BOXES>(shared, 0, full, s);
         full ^= 1;
     }
-#endif
 }
 
 // Warpgroup 1: the scores of the odd tiles. The even tile's values are multiplied while their softmax is computed.
@@ -285,7 +270,6 @@ DEVICE void follow_tiles(Shared& shared, const Piece& piece, int row, float scal
         full ^= 1;
         wgmma_wait<0>();
         hold_registers(s);
-        if (ORDERED) named_barrier_arrive<CONSUMERS>(SCORES1_DONE);
         if (tile + 3 >= last) release_queries(shared);
         named_barrier_sync<CONSUMERS>(P0_READY);
         follow_maxima(shared.maximum[0], row, rows, factor);

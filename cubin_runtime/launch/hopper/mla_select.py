@@ -14,11 +14,13 @@ MAX_HEADS = 128
 MAX_QUERIES = 16
 PAGE_SIZES = (32, 64, 128)
 # Row tiles of a request that neighbouring CTAs compute side by side, so that they read its keys from L2: at most.
-_TILES_TOGETHER = 2
+_TILES_TOGETHER = 4
 # Teams that may idle so that those left end on borders of pairs, which saves partials: 1 in this many.
 _IDLE_SHARE = 12
 # batch_invariant cuts every pair into this many parts.
-_INVARIANT_SPLITS = 8
+_INVARIANT_SPLITS = 4
+# Tiles of a part, at least: fewer cost more to merge than they save.
+_PART_TILES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,12 +147,14 @@ def _row_tiles(kernel: OwnKernel, shape: MlaShape) -> int:
 
 
 def _together(kernel: OwnKernel, shape: MlaShape) -> int:
-    return max(_trait(kernel, "cluster"), min(_TILES_TOGETHER, _row_tiles(kernel, shape)))
+    """The most that divide a request's row tiles, so that no CTA of a team idles, in whole clusters."""
+    row_tiles, cluster = _row_tiles(kernel, shape), _trait(kernel, "cluster")
+    return max(d for d in range(cluster, max(cluster, _TILES_TOGETHER) + 1, cluster) if row_tiles % d == 0)
 
 
 def _teams(most: int, pairs: int, pair_tiles: int) -> int:
     """Teams whose equal shares begin and end on borders of equally long pairs, if few enough have to idle for it."""
-    teams = min(most, pairs * pair_tiles)
+    teams = min(most, max(pairs, pairs * pair_tiles // _PART_TILES))
     if pairs >= teams:
         rounds = -(-pairs // teams)
         aligned = -(-pairs // rounds)

@@ -36,8 +36,13 @@ def test_teams_end_on_borders_of_pairs_if_few_idle_for_it(batch: int, teams: int
     assert chosen.ctas // chosen.tiles_together == teams
 
 
-def test_no_team_is_without_a_tile() -> None:
-    assert select_mla_decode(KERNELS, replace(SHAPE, batch=1, max_seq_len=130), H100).ctas == 6
+def test_a_team_has_two_tiles_at_least() -> None:
+    assert select_mla_decode(KERNELS, replace(SHAPE, batch=1, max_seq_len=4 * 64), H100).ctas == 4
+
+
+@pytest.mark.parametrize(("q_len", "together"), [(1, 2), (2, 4), (3, 2), (16, 4)])
+def test_no_cta_of_a_team_idles(q_len: int, together: int) -> None:
+    assert select_mla_decode(KERNELS, replace(SHAPE, q_len=q_len), H100).tiles_together == together
 
 
 def test_one_row_tile_has_a_team_of_one() -> None:
