@@ -5,25 +5,28 @@ from __future__ import annotations
 import struct
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from math import isfinite
 from operator import itemgetter
 from typing import Any
 
+from ..artifacts.path import ArtifactPath
 from ..errors import DeviceError, UsageError
 from ..launch.hopper.decode import (
     LOG2_E,
     STEP_FIELDS,
+    STEP_NUMBERS,
     WORKSPACE_POINTERS,
     CacheView,
     DecodeProblem,
+    decode_launches,
     decode_plan,
     decode_regions,
 )
 from ..launch.hopper.select import DecodeSelection
 from ..launch.launcher import LaunchPlan, PreparedLaunch
 from ..launch.streams import stream_handle
-from ..launch.structs import FieldRow
+from ..launch.structs import FieldRow, StructLayout
 from ..launch.workspace import SemaphoreWorkspace, Workspace, WorkspacePool, workspace_size
 from .decode_checks import check_addresses
 from .decode_tensors import DecodeTensors, addresses_of, decode_tensors, difference, forms_of, split_scale
@@ -36,6 +39,9 @@ _STATUS_WORDS = {
     4: "a page id outside the pool",
     8: "a q_cu_seq_lens that decreases, steps over max_q_len or leaves the query tokens",
 }
+# Where the workspace's pointers and the numbers begin among the values of a step.
+_NUMBERS = len(STEP_NUMBERS)
+_TENSORS = len(STEP_FIELDS) - len(WORKSPACE_POINTERS) - _NUMBERS
 _KEPT = 1024  # layers that share one plan, each with caches of its own
 
 
@@ -49,7 +55,8 @@ class PagedDecodePlan:
 
     It owns no scratch: every ``run`` takes a workspace that belongs to its stream (``prepare``). A run allocates
     nothing, waits for nothing and loads nothing, so it may be captured into a graph, whose replays follow lengths
-    and page tables as they change on the device, up to ``max_seq_len``. Safe between threads.
+    and page tables as they change on the device, up to ``max_seq_len``. Safe between threads. It launches its kernels
+    one after another, each on requests of its own: one, but for some ragged ``batch_invariant`` decodes.
     """
 
     def __init__(
@@ -57,20 +64,16 @@ class PagedDecodePlan:
         runtime: Runtime,
         tensors: DecodeTensors,
         kv_layout: str,
-        selection: DecodeSelection,
+        selections: Sequence[DecodeSelection],
         problem: DecodeProblem,
     ) -> None:
-        own = runtime.own_release()
-        kernel = selection.kernel
         self.kv_layout = kv_layout
-        self.selection = selection
         self.problem = problem
+        self.launches = decode_launches(selections, problem)
+        self.regions = decode_regions(self.launches)
         self.signature = tensors.signature
         self._runtime = runtime
-        self._path = own.path_of(kernel)
-        self._sha256 = runtime.digest_of(self._path)
-        self._layout = own.layouts[kernel.struct]
-        self._regions = decode_regions(selection, problem)
+        self._files = tuple(_file(runtime, launch.selection) for launch in self.launches)
         self._tensors = tensors
         # A tensor that was planned for must have an address at every step.
         self._planned = itemgetter(*(i for i, view in enumerate(tensors.views) if view is not None))
@@ -84,26 +87,35 @@ class PagedDecodePlan:
     @property
     def workspace_bytes(self) -> int:
         """Bytes of workspace that a run needs."""
-        return workspace_size(self._regions)
+        return workspace_size(self.regions)
 
-    def launch_plan(self, k_address: int | None = None, v_address: int | None = None) -> LaunchPlan:
-        """The launch as a value: kernel, grid, attributes, every parameter. Needs no GPU.
+    @property
+    def selections(self) -> tuple[DecodeSelection, ...]:
+        """What was chosen for each launch, and why."""
+        return tuple(launch.selection for launch in self.launches)
+
+    def launch_plans(self, k_address: int | None = None, v_address: int | None = None) -> tuple[LaunchPlan, ...]:
+        """The launches as values: kernel, grid, attributes, every parameter. Needs no GPU.
 
         The caches are those that the plan was made with, at other addresses where given.
         """
         planned = self._tensors
         k = _cache(planned.k, k_address or planned.k.pointer)
         v = _cache(planned.v, v_address or planned.v.pointer)
-        return decode_plan(self.selection, self._path, self._sha256, self._layout, self.problem, k, v)
+        return tuple(
+            decode_plan(launch.selection, *file, self.problem, k, v)
+            for launch, file in zip(self.launches, self._files, strict=True)
+        )
 
-    def describe(self) -> tuple[FieldRow, ...]:
-        """The parameter struct field by field; pointers that come with a step are null."""
-        return self.launch_plan().describe()
+    def describe(self) -> tuple[tuple[FieldRow, ...], ...]:
+        """Each launch's parameter struct field by field; pointers that come with a step are null."""
+        return tuple(plan.describe() for plan in self.launch_plans())
 
     def preload(self) -> None:
-        """Fetch, load and gate the kernel now, so that the first run does not."""
+        """Fetch, load and gate the kernels now, so that the first run does not."""
         context = self._runtime.driver.ensure_context(self._device)
-        self._runtime.load(self.selection.kernel, context)
+        for selection in self.selections:
+            self._runtime.load(selection.kernel, context)
 
     def prepare(self, stream: Any = None) -> Workspace:
         """The workspace of this plan on ``stream``, made and cleared on first use, kept by the plan.
@@ -218,26 +230,29 @@ class PagedDecodePlan:
         driver, handle = self._runtime.driver, stream_handle(stream)
         with driver.using(workspace.context or driver.ensure_context(self._device)):
             driver.synchronize(handle)
-            address = workspace.regions(self._regions)["status"]
+            address = workspace.regions(self.regions)["status"]
             (status,) = struct.unpack("<I", driver.read(address, 4))
             if status:
                 driver.fill_words(address, 0, 1, handle)
         met = [words for bit, words in _STATUS_WORDS.items() if status & bit]
         if met:
-            raise ClampedInputError(f"decode by {self.selection.kernel.name} met {' and '.join(met)}")
+            kernels = " and ".join(selection.kernel.name for selection in self.selections)
+            raise ClampedInputError(f"decode by {kernels} met {' and '.join(met)}")
 
     def _prepare_caches(self, context: int, addresses: tuple[int, ...], stream: int) -> Callable[..., None]:
         check_addresses(addresses, self._tensors.views)
-        kernel = self._runtime.load(self.selection.kernel, context, stream)
-        plan = self.launch_plan(addresses[1], addresses[2])
-        launch = PreparedLaunch(plan, kernel, self._runtime.driver, self._runtime.descriptors)
-        step = launch.stepper(*STEP_FIELDS)
+        steps = []
+        for selection, plan in zip(self.selections, self.launch_plans(addresses[1], addresses[2]), strict=True):
+            kernel = self._runtime.load(selection.kernel, context, stream)
+            launch = PreparedLaunch(plan, kernel, self._runtime.driver, self._runtime.descriptors)
+            steps.append(launch.stepper(*STEP_FIELDS))
+        step = _in_turn(steps)
         self._keep(self._prepared, (context, addresses[1], addresses[2]), step)
         return step
 
     def _scratch_of(self, workspace: Workspace | SemaphoreWorkspace) -> tuple[int, ...]:
-        regions = workspace.regions(self._regions)
-        scratch = tuple(regions[name] for name in WORKSPACE_POINTERS)
+        regions = workspace.regions(self.regions)
+        scratch = tuple(regions[region.name] for launch in self.launches for region in launch.regions)
         self._keep(self._scratch, workspace.key, scratch)
         return scratch
 
@@ -246,6 +261,27 @@ class PagedDecodePlan:
             cache[key] = value
             while len(cache) > _KEPT:
                 cache.popitem(last=False)
+
+
+def _file(runtime: Runtime, selection: DecodeSelection) -> tuple[ArtifactPath, str, StructLayout]:
+    """Where the kernel is, its digest, and the struct that it takes."""
+    own = runtime.own_release()
+    path = own.path_of(selection.kernel)
+    return path, runtime.digest_of(path), own.layouts[selection.kernel.struct]
+
+
+def _in_turn(steps: Sequence[Callable[..., None]]) -> Callable[..., None]:
+    """Calls all ``steps``, each with its own of the workspaces' pointers that follow one another among the values."""
+    if len(steps) == 1:
+        return steps[0]
+
+    def step(stream: int, *values: int | float) -> None:
+        tensors, scratch, numbers = values[:_TENSORS], values[_TENSORS:-_NUMBERS], values[-_NUMBERS:]
+        for index, launch in enumerate(steps):
+            at = index * len(WORKSPACE_POINTERS)
+            launch(stream, *tensors, *scratch[at : at + len(WORKSPACE_POINTERS)], *numbers)
+
+    return step
 
 
 def _cache(view: TensorView, pointer: int) -> CacheView:

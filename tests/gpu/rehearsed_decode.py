@@ -30,7 +30,7 @@ from kernels_src.variants import VARIANTS, Variant
 
 TYPES = ("bf16", "fp16", "e4m3")
 STRUCT = "PagedDecodeCopyParams"
-ARITHMETIC = "arithmetic"
+ARITHMETIC = "rehearsed arithmetic"
 # Whether results show which kernel's arithmetic they are of, and without fixed splits the batch, as a device's do.
 show_arithmetic = False
 
@@ -176,6 +176,8 @@ def decode(p: Mapping[str, Any], traits: Mapping[str, Any]) -> None:
     factor = p["output_scale"] * scale("output_scale_device")
     for b in range(p["batch"]):
         begin, rows = query_rows(p, b, status)
+        if not p["least_rows"] <= rows * p["group"] <= p["most_rows"]:
+            continue
         length = int(lengths[b])
         status |= np.uint32(1 * (length > p["max_seq_len"]) | 2 * (length < 0))
         length = min(max(length, 0), p["max_seq_len"])
