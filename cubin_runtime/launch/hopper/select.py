@@ -64,11 +64,12 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A decode kernel of the release: how it fits, or else why it does not."""
+    """A decode kernel of the release: how it fits best and how else, or why it does not."""
 
     kernel: OwnKernel
     fit: Fit | None
     unfit: str = ""
+    other_fits: tuple[Fit, ...] = ()
 
     def __str__(self) -> str:
         return str(self.fit) if self.fit else self.unfit
@@ -174,7 +175,8 @@ def _look_at(kernel: OwnKernel, shape: DecodeShape, part: Part, device: DeviceFa
     grids = _grids(kernel, shape, part, device, costs)
     fits = [Fit(kernel, grid, estimate(_work(kernel, grid, shape, part, device), costs)) for grid in grids]
     limit = min(fit.estimate.microseconds for fit in fits) * (1 + costs.equal_within)
-    return Candidate(kernel, next(fit for fit in fits if fit.estimate.microseconds <= limit))
+    best = next(fit for fit in fits if fit.estimate.microseconds <= limit)
+    return Candidate(kernel, best, other_fits=tuple(fit for fit in fits if fit is not best))
 
 
 def _unfit(kernel: OwnKernel, shape: DecodeShape, device: DeviceFacts) -> str:
