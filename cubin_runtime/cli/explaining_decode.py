@@ -33,7 +33,7 @@ THEIRS = frozenset(
     {"case", "cases", "out", "both", "head_dim_v", "top_k", "causal", "multi_ctas", "skip_softmax"}
     | {"workspace", "occupancy", "policy"}
 )
-CANDIDATE_COLUMNS = ("kernel", "row tiles", "CTAs", "DRAM us", "L2 us", "computing us", "merging us", "predicted us")
+CANDIDATE_COLUMNS = ("kernel", "row tiles", "CTAs", "DRAM us", "L2 us", "tiles us", "merging us", "predicted us")
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +191,7 @@ def _launch_facts(selection: DecodeSelection, shape: DecodeShape) -> Iterator[tu
 def _sum(time: Estimate) -> str:
     return (
         f"{time.fixed_us:.1f} to the first byte + the most of {time.dram_us:.1f} DRAM, {time.l2_us:.1f} L2, "
-        f"{time.tiles_us:.1f} computing + {time.merge_us:.1f} merging"
+        f"{time.tiles_us:.1f} a CTA's tiles + {time.merge_us:.1f} merging"
     )
 
 

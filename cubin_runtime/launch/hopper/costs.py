@@ -118,7 +118,7 @@ class Estimate:
     @property
     def limit(self) -> str:
         """What most of the time goes to."""
-        terms = {"DRAM reads": self.dram_us, "L2 reads": self.l2_us, "computing": self.tiles_us}
+        terms = {"DRAM reads": self.dram_us, "L2 reads": self.l2_us, "a CTA's tiles": self.tiles_us}
         terms["latency"] = self.fixed_us + self.merge_us
         return max(terms, key=lambda name: terms[name])
 

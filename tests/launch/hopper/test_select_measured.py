@@ -29,9 +29,7 @@ class Measured:
     @property
     def shape(self) -> DecodeShape:
         q_len, group = self.rows
-        return DecodeShape(
-            self.dtype, self.head_dim, group, KV_HEADS, self.batch, q_len=q_len, max_seq_len=self.keys
-        )
+        return DecodeShape(self.dtype, self.head_dim, group, KV_HEADS, self.batch, q_len=q_len, max_seq_len=self.keys)
 
     def __str__(self) -> str:
         return f"{self.dtype}-{self.head_dim}-{self.rows[0]}x{self.rows[1]}-{self.batch}x{self.keys}"
