@@ -94,6 +94,11 @@ class _DecodeShape:
     ctas: int
     wgmma: bool = False
 
+    @property
+    def arithmetic(self) -> str:
+        """Kernels for one dtype and head_dim give a row the same bits where this is the same."""
+        return f"warpgroups of {self.rows} rows" if self.wgmma else "warps"
+
 
 def _decode_shared_bytes(shape: _DecodeShape, item_bytes: int) -> int:
     """``sizeof(Shared)`` of decode/config.cuh, which asserts it."""
@@ -128,8 +133,7 @@ def _paged_decode(sm: str, dtype: str, shape: _DecodeShape) -> Variant:
             "tile_tokens": 64,
             "ctas_per_multiprocessor": shape.ctas,
             "tma": tma,
-            # Of the kernels for one dtype and head_dim, those whose bits agree whatever their rows.
-            "batch_invariant": (shape.wgmma and shape.rows == 64) == (tma and shape.head_dim in (64, 128)),
+            "arithmetic": shape.arithmetic,
         },
         defines={
             "HEAD_DIM": shape.head_dim,

@@ -48,18 +48,18 @@ def _plan(runtime: Runtime, tensors: Sequence[TensorView], device: DeviceFacts) 
 
 
 def _show(plan: PagedDecodePlan, device: DeviceFacts) -> None:
-    launch = plan.launch_plan()
+    (launch,), (selection,), (rows,) = plan.launch_plans(), plan.selections, plan.describe()
     detail(f"batch {len(LENGTHS)}, {Q_HEADS} query heads over {KV_HEADS}, pages of {PAGE_SIZE}, lengths to {BOUND}")
     detail(f"device     {device.name}")
     detail(f"kernel     {launch.kernel}")
     detail(f"because    {launch.reason}")
-    for name, word in plan.selection.candidates:
-        detail(f"looked at  {name}: {word}")
+    for candidate in selection.candidates:
+        detail(f"looked at  {candidate.kernel.name}: {candidate}")
     detail(f"launch     grid {launch.grid}, block {launch.block}, {launch.shared_bytes} bytes of shared memory")
     detail(f"attributes {launch.attributes}")
     detail(f"workspace  {plan.workspace_bytes} bytes")
     detail(f"parameters {launch.layout.name}, {launch.layout.size} bytes; what is null here comes with each run:")
-    for row in plan.describe():
+    for row in rows:
         detail(f"  {row.offset:4d} {row.type:12s} {row.name:20s} {row.text:44s} {row.meaning}")
 
 

@@ -39,7 +39,7 @@ class Ours:
 
     def explanation(self) -> dict[str, object]:
         """Which kernel runs, on how many CTAs, and how many rows a KV head of a request takes with padding."""
-        selection = self.plan.selection
+        (selection,) = self.plan.selections
         return {
             "kernel": selection.kernel.name,
             "ctas": selection.ctas,

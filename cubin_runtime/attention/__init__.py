@@ -2,7 +2,8 @@
 
 from .backends import BackendError
 from .decode import paged_decode, plan_paged_decode
-from .decode_plan import ClampedInputError, PagedDecodePlan
+from .decode_plan import PagedDecodePlan
+from .launched_plan import ClampedInputError
 from .mla import MlaDecodePlan, mla_decode, plan_mla_decode
 from .runtime import Runtime, default_runtime, set_default_runtime
 from .views import TensorView, view_of

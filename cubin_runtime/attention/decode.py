@@ -10,7 +10,8 @@ from typing import Any
 from ..errors import UsageError
 from ..launch.driver import DeviceFacts
 from ..launch.hopper.decode import DecodeProblem
-from ..launch.hopper.select import DecodeShape, select_decode
+from ..launch.hopper.select import select_decode
+from ..launch.hopper.shape import DecodeShape
 from ..launch.streams import stream_handle
 from ..launch.workspace import SemaphoreWorkspace, Workspace
 from .backends import AUTO, resolve_backend
@@ -138,7 +139,10 @@ def paged_decode(
             denominator alone. None: none.
         window_left: keys before its own that a token sees; -1: all.
         batch_invariant: make the bits of a request's output depend on its own tokens, keys and options alone, not
-            on batch, bounds or grid.
+            on batch, bounds or grid. The workspace then grows with the batch: for each request, KV head, and query row
+            at the bound, up to 128 / kv_heads partials of head_dim floats, fewer where ``max_seq_len`` or the window
+            is short: one for every 256 keys up to four, beyond one for every 1024. Ragged requests of which some may
+            have 16 rows (query tokens x group) or fewer and some more take two launches, each with such scratch.
         out: like ``q``, of dtype bfloat16, float16 or float8_e4m3fn (which saturates), 8-byte aligned, strides in
             multiples of 8 bytes. None makes it where ``q`` is a torch tensor, of q's dtype, or bfloat16 where that
             is float8_e4m3fn.
@@ -245,7 +249,7 @@ def _plan(
         window_left=min(options.window_left, bound),
         batch_invariant=options.batch_invariant,
     )
-    selection = select_decode(runtime.own_release().kernels, shape, device)
+    selections = select_decode(runtime.own_release().kernels, shape, device)
     q, out, lse = tensors.q, tensors.out, tensors.lse
     problem = DecodeProblem(
         batch=shape.batch,
@@ -269,7 +273,7 @@ def _plan(
         table_stride=tensors.page_table.strides[0],
         programmatic_serialization=options.enable_pdl,
     )
-    return PagedDecodePlan(runtime, tensors, options.kv_layout, selection, problem)
+    return PagedDecodePlan(runtime, tensors, options.kv_layout, selections, problem)
 
 
 def _softmax_number(number: float | None, tensor: Any, q: Any) -> float:

@@ -2,247 +2,46 @@
 
 from __future__ import annotations
 
-import struct
-import threading
-from abc import ABC, abstractmethod
-from collections import OrderedDict
-from collections.abc import Callable, Hashable
-from math import isfinite
-from operator import itemgetter
-from typing import Any, Generic, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
-from ..errors import DeviceError, UsageError
-from ..launch.hopper.decode import (
-    LOG2_E,
-    STEP_FIELDS,
-    WORKSPACE_POINTERS,
-    CacheView,
-    DecodeProblem,
-    decode_plan,
-    decode_regions,
-)
-from ..launch.hopper.mla_decode import MlaProblem
-from ..launch.hopper.mla_select import MlaSelection
+from ..launch.hopper.decode import CacheView, DecodeProblem, decode_launches, decode_plan
 from ..launch.hopper.select import DecodeSelection
-from ..launch.launcher import LaunchPlan, PreparedLaunch
-from ..launch.streams import stream_handle
-from ..launch.structs import FieldRow
-from ..launch.workspace import Region, SemaphoreWorkspace, Workspace, WorkspacePool, workspace_size
-from .decode_checks import check_addresses
-from .decode_tensors import DecodeTensors, addresses_of, decode_tensors, difference, forms_of, split_scale
+from ..launch.launcher import LaunchPlan
+from ..launch.workspace import SemaphoreWorkspace, Workspace
+from .decode_tensors import DecodeTensors, decode_tensors, split_scale
+from .launched_plan import LaunchedPlan
 from .runtime import Runtime
 from .views import TensorView
 
-_STATUS_WORDS = {
-    1: "a length over max_seq_len",
-    2: "a negative length",
-    4: "a page id outside the pool",
-    8: "a q_cu_seq_lens that decreases, steps over max_q_len or leaves the query tokens",
-}
-_KEPT = 1024  # layers that share one plan, each with caches of its own
-SelectionT = TypeVar("SelectionT", DecodeSelection, MlaSelection)
-ProblemT = TypeVar("ProblemT", DecodeProblem, MlaProblem)
 
-
-class ClampedInputError(DeviceError):
-    """A kernel met a length, page id or q_cu_seq_lens outside its bounds; it was clamped, so that run's output is not
-    attention."""
-
-
-class DecodePlan(ABC, Generic[SelectionT, ProblemT]):
-    """What plans of decodes share.
-
-    It owns no scratch: every ``run`` takes a workspace that belongs to its stream (``prepare``). A run allocates
-    nothing, waits for nothing and loads nothing, so it may be captured into a graph, whose replays follow lengths
-    and page tables as they change on the device, up to ``max_seq_len``. Safe between threads.
-    """
+class PagedDecodePlan(LaunchedPlan[DecodeSelection, DecodeProblem]):
+    """A paged decode; made by ``plan_paged_decode``. One launch, but for some ragged ``batch_invariant`` decodes."""
 
     def __init__(
         self,
         runtime: Runtime,
         tensors: DecodeTensors,
         kv_layout: str,
-        selection: SelectionT,
-        problem: ProblemT,
+        selections: Sequence[DecodeSelection],
+        problem: DecodeProblem,
     ) -> None:
-        own = runtime.own_release()
-        kernel = selection.kernel
         self.kv_layout = kv_layout
-        self.selection: SelectionT = selection
-        self.problem: ProblemT = problem
-        self.signature = tensors.signature
-        self._runtime = runtime
-        self._path = own.path_of(kernel)
-        self._sha256 = runtime.digest_of(self._path)
-        self._layout = own.layouts[kernel.struct]
-        self._regions = self._regions_of(selection, problem)
-        self._tensors = tensors
-        # A tensor that was planned for must have an address at every step.
-        self._planned = itemgetter(*(i for i, view in enumerate(tensors.views) if view is not None))
-        self._device = tensors.q.device
-        self._lock = threading.Lock()
-        self._prepared: OrderedDict[tuple[int, int, int], Callable[..., None]] = OrderedDict()
-        self._scratch: OrderedDict[Hashable, tuple[int, ...]] = OrderedDict()
-        self._forms: tuple[Any, ...] | None = None
-        self._pool: WorkspacePool | None = None
+        self.launches = decode_launches(selections, problem)
+        super().__init__(runtime, tensors, selections, problem, [launch.regions for launch in self.launches])
 
-    @property
-    def workspace_bytes(self) -> int:
-        """Bytes of workspace that a run needs."""
-        return workspace_size(self._regions)
-
-    @abstractmethod
-    def launch_plan(self, k_address: int | None = None, v_address: int | None = None) -> LaunchPlan:
-        """The launch as a value: kernel, grid, attributes, every parameter. Needs no GPU.
-
-        The caches are those that the plan was made with, at other addresses where given.
-        """
-
-    @abstractmethod
-    def _regions_of(self, selection: SelectionT, problem: ProblemT) -> tuple[Region, ...]:
-        """What a workspace holds."""
-
-    @abstractmethod
-    def _tensors_of(self, given: tuple[Any, ...]) -> DecodeTensors:
-        """The views of a call's tensors, in the order of ``decode_tensors.TENSOR_NAMES``."""
-
-    @abstractmethod
-    def _misaligned(self, addresses: tuple[int, ...]) -> bool:
-        """Whether a tensor but a cache has an address that no kernel takes; caches are looked at when they are new."""
-
-    def describe(self) -> tuple[FieldRow, ...]:
-        """The parameter struct field by field; pointers that come with a step are null."""
-        return self.launch_plan().describe()
-
-    def preload(self) -> None:
-        """Fetch, load and gate the kernel now, so that the first run does not."""
-        context = self._runtime.driver.ensure_context(self._device)
-        self._runtime.load(self.selection.kernel, context)
-
-    def prepare(self, stream: Any = None) -> Workspace:
-        """The workspace of this plan on ``stream``, made and cleared on first use, kept by the plan.
-
-        Raises:
-            WorkspaceError: ``stream`` is capturing and has none yet.
-        """
-        driver = self._runtime.driver
-        context = driver.ensure_context(self._device)
-        with self._lock:
-            if self._pool is None:
-                self._pool = WorkspacePool(driver, context)
-            pool = self._pool
-        return pool.take("decode", stream, self.workspace_bytes)
-
-    def _run(
-        self,
-        given: tuple[Any, ...],
-        softmax_number: float | None,
-        output_number: float | None,
-        workspace: Workspace | SemaphoreWorkspace,
-        stream: Any,
-        max_seq_len: int | None,
-    ) -> None:
-        """A step on the tensors ``given``, held against those that were planned for unless it was done before."""
-        addresses = addresses_of(given, self._forms)
-        if addresses is None:
-            tensors = self._tensors_of(given)
-            if tensors.signature != self.signature:
-                raise UsageError(difference(tensors, self._tensors))
-            addresses = tensors.addresses
-            self._forms = forms_of(given)
-        self.step(addresses, workspace, stream_handle(stream), max_seq_len, softmax_number, output_number)
-
-    def step(
-        self,
-        addresses: tuple[int, ...],
-        workspace: Workspace | SemaphoreWorkspace,
-        stream: int = 0,
-        max_seq_len: int | None = None,
-        softmax_scale: float | None = None,
-        output_scale: float | None = None,
-    ) -> None:
-        """``run`` for callers that know that their tensors are of the planned forms and hold their addresses.
-
-        Args:
-            addresses: in the order of ``decode_tensors.TENSOR_NAMES``, 0 for what the plan was made without.
-            workspace: as for ``run``.
-            stream: an int handle.
-            max_seq_len: as for ``run``.
-            softmax_scale: a number for this step; None: the plan's (1 for a plan made with a tensor).
-            output_scale: likewise.
-        """
-        problem = self.problem
-        bound = problem.max_seq_len if max_seq_len is None else max_seq_len
-        if not 0 <= bound <= problem.max_seq_len:
-            raise UsageError(f"max_seq_len={bound}: expected 0 to {problem.max_seq_len}, the plan's bound")
-        scale = problem.softmax_scale if softmax_scale is None else softmax_scale
-        factor = problem.output_scale if output_scale is None else output_scale
-        if not isfinite(scale):
-            raise UsageError(f"softmax_scale={scale}: expected a finite number")
-        if not isfinite(factor):
-            raise UsageError(f"output_scale={factor}: expected a finite number")
-        if self._misaligned(addresses) or not all(self._planned(addresses)):
-            check_addresses(addresses, self._tensors)
-        context = workspace.context or self._runtime.driver.ensure_context(self._device)
-        launch = self._prepared.get((context, addresses[1], addresses[2]))
-        if launch is None:
-            launch = self._prepare_caches(context, addresses, stream)
-        scratch = self._scratch.get(workspace.key) or self._scratch_of(workspace)
-        workspace.claim(stream)
-        launch(stream, addresses[0], *addresses[3:], *scratch, bound, scale * LOG2_E, factor)
-
-    def check(self, workspace: Workspace | SemaphoreWorkspace, stream: Any = None) -> None:
-        """Wait for ``stream``, which the workspace belongs to, then read and clear the workspace's status word.
-
-        Raises:
-            ClampedInputError: a run since the last check met a length, a page id or a q_cu_seq_lens outside its
-                bounds.
-        """
-        driver, handle = self._runtime.driver, stream_handle(stream)
-        with driver.using(workspace.context or driver.ensure_context(self._device)):
-            driver.synchronize(handle)
-            address = workspace.regions(self._regions)["status"]
-            (status,) = struct.unpack("<I", driver.read(address, 4))
-            if status:
-                driver.fill_words(address, 0, 1, handle)
-        met = [words for bit, words in _STATUS_WORDS.items() if status & bit]
-        if met:
-            raise ClampedInputError(f"decode by {self.selection.kernel.name} met {' and '.join(met)}")
-
-    def _prepare_caches(self, context: int, addresses: tuple[int, ...], stream: int) -> Callable[..., None]:
-        check_addresses(addresses, self._tensors)
-        kernel = self._runtime.load(self.selection.kernel, context, stream)
-        plan = self.launch_plan(addresses[1], addresses[2])
-        launch = PreparedLaunch(plan, kernel, self._runtime.driver, self._runtime.descriptors)
-        step = launch.stepper(*STEP_FIELDS)
-        self._keep(self._prepared, (context, addresses[1], addresses[2]), step)
-        return step
-
-    def _scratch_of(self, workspace: Workspace | SemaphoreWorkspace) -> tuple[int, ...]:
-        regions = workspace.regions(self._regions)
-        scratch = tuple(regions[name] for name in WORKSPACE_POINTERS)
-        self._keep(self._scratch, workspace.key, scratch)
-        return scratch
-
-    def _keep(self, cache: OrderedDict[Any, Any], key: Hashable, value: object) -> None:
-        with self._lock:
-            cache[key] = value
-            while len(cache) > _KEPT:
-                cache.popitem(last=False)
-
-
-class PagedDecodePlan(DecodePlan[DecodeSelection, DecodeProblem]):
-    """A decode for one set of shapes, strides and options; made by ``plan_paged_decode``."""
-
-    def launch_plan(self, k_address: int | None = None, v_address: int | None = None) -> LaunchPlan:
-        """The launch as a value: kernel, grid, attributes, every parameter. Needs no GPU.
+    def launch_plans(self, k_address: int | None = None, v_address: int | None = None) -> tuple[LaunchPlan, ...]:
+        """The launches as values: kernel, grid, attributes, every parameter. Needs no GPU.
 
         The caches are those that the plan was made with, at other addresses where given.
         """
         planned = self._tensors
         k = _cache(planned.k, k_address or planned.k.pointer)
         v = _cache(planned.v, v_address or planned.v.pointer)
-        return decode_plan(self.selection, self._path, self._sha256, self._layout, self.problem, k, v)
+        return tuple(
+            decode_plan(launch.selection, *file, self.problem, k, v)
+            for launch, file in zip(self.launches, self._files, strict=True)
+        )
 
     def run(
         self,
@@ -286,9 +85,6 @@ class PagedDecodePlan(DecodePlan[DecodeSelection, DecodeProblem]):
         optional = (lse, q_cu_seq_lens, mask, sinks, softmax_tensor, output_tensor)
         given = (q, k_cache, v_cache, page_table, seq_lens, out, *optional)
         self._run(given, softmax_number, output_number, workspace, stream, max_seq_len)
-
-    def _regions_of(self, selection: DecodeSelection, problem: DecodeProblem) -> tuple[Region, ...]:
-        return decode_regions(selection, problem)
 
     def _tensors_of(self, given: tuple[Any, ...]) -> DecodeTensors:
         return decode_tensors(given, self.kv_layout)

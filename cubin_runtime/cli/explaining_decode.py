@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from ..config import Config
     from ..launch.driver import DeviceFacts
     from ..launch.hopper.costs import Costs, Estimate
-    from ..launch.hopper.select import Candidate, DecodeSelection, DecodeShape
+    from ..launch.hopper.select import Candidate, DecodeSelection, Fit
+    from ..launch.hopper.shape import DecodeShape
 
 BACKENDS = ("auto", "hopper", "trtllm-gen")
 # The KV type and the query types that go with it; the first is the default.
@@ -32,7 +33,7 @@ THEIRS = frozenset(
     {"case", "cases", "out", "both", "head_dim_v", "top_k", "causal", "multi_ctas", "skip_softmax"}
     | {"workspace", "occupancy", "policy"}
 )
-CANDIDATE_COLUMNS = ("kernel", "row tiles", "CTAs", "DRAM us", "L2 us", "computing us", "merging us", "predicted us")
+CANDIDATE_COLUMNS = ("kernel", "row tiles", "CTAs", "DRAM us", "L2 us", "tiles us", "merging us", "predicted us")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class Asked:
         Raises:
             UsageError: a flag is outside what our decode takes.
         """
-        from ..launch.hopper.select import DecodeShape
+        from ..launch.hopper.shape import DecodeShape
 
         if self.operation != "decode":
             raise UsageError(f"--op {self.operation!r}: the hopper backend has decode")
@@ -151,44 +152,51 @@ def explain(config: Config, release: str | None, asked: Asked, json: bool) -> No
     device = describe_device(DEFAULT_SM if asked.sm is None else asked.sm, asked.multiprocessors, asked.gpu)
     costs = costs_of(device.name)
     kernels = Runtime(config, release=release or OWN_RELEASE).own_release().kernels
-    selection = select_decode(kernels, shape, device, costs)
+    selections = select_decode(kernels, shape, device, costs)
     if json:
-        output.emit_json("explain", _record(selection, shape, device, costs))
+        output.emit_json("explain", _record(selections, shape, device, costs))
         return
-    output.facts(_facts(selection, shape, device, costs))
-    output.line()
-    output.table((*CANDIDATE_COLUMNS, "why not"), map(_cells, _of_device(selection, device)))
+    output.facts(_facts(selections, device, costs))
+    for selection in selections:
+        output.line()
+        output.facts(_launch_facts(selection, shape))
+        output.line()
+        output.table((*CANDIDATE_COLUMNS, "why not"), map(_cells, _of_device(selection, device)))
 
 
-def _facts(
-    selection: DecodeSelection, shape: DecodeShape, device: DeviceFacts, costs: Costs
-) -> Iterator[tuple[str, object]]:
-    kernel = selection.kernel
-    yield "kernel", kernel.name
-    yield "why", selection.reason
+def _facts(selections: Sequence[DecodeSelection], device: DeviceFacts, costs: Costs) -> Iterator[tuple[str, object]]:
     yield "device", f"{device.name}, {device.multiprocessors} multiprocessors, costs of {costs.gpu}"
-    yield (
-        "grid",
-        f"{selection.ctas} CTAs of {kernel.threads} threads, {kernel.dynamic_shared_bytes} bytes shared memory",
-    )
-    yield "rows", f"{shape.rows} in {selection.row_tiles} x {kernel.traits['rows']}"
-    yield "splits", selection.splits or "0: the grid cuts the line of all tiles"
-    yield "predicted", f"{selection.microseconds:.1f} us: {_sum(_estimate_of(selection))}"
-    elsewhere = [c for c in selection.candidates if not _runs_on(c, device)]
+    yield "launches", len(selections)
+    yield "predicted", f"{sum(selection.microseconds for selection in selections):.1f} us"
+    elsewhere = [c for c in selections[0].candidates if not _runs_on(c, device)]
     if elsewhere:
         targets = sorted({str(c.kernel.architecture) for c in elsewhere})
         yield "elsewhere", f"{len(elsewhere)} decode kernels built for {', '.join(targets)}"
 
 
+def _launch_facts(selection: DecodeSelection, shape: DecodeShape) -> Iterator[tuple[str, object]]:
+    kernel = selection.kernel
+    fit = _fit_of(selection)
+    yield "kernel", kernel.name
+    yield "why", selection.reason
+    yield (
+        "grid",
+        f"{selection.ctas} CTAs of {kernel.threads} threads, {kernel.dynamic_shared_bytes} bytes shared memory",
+    )
+    yield "rows", f"{min(shape.rows, selection.most_rows)} in {fit.grid.row_tiles} x {kernel.traits['rows']}"
+    yield "splits", selection.splits or "0: the grid cuts the line of all tiles"
+    yield "predicted", f"{selection.microseconds:.1f} us: {_sum(fit.estimate)}"
+
+
 def _sum(time: Estimate) -> str:
     return (
         f"{time.fixed_us:.1f} to the first byte + the most of {time.dram_us:.1f} DRAM, {time.l2_us:.1f} L2, "
-        f"{time.tiles_us:.1f} computing + {time.merge_us:.1f} merging"
+        f"{time.tiles_us:.1f} a CTA's tiles + {time.merge_us:.1f} merging"
     )
 
 
-def _estimate_of(selection: DecodeSelection) -> Estimate:
-    return next(c.fit.estimate for c in selection.candidates if c.fit and c.kernel == selection.kernel)
+def _fit_of(selection: DecodeSelection) -> Fit:
+    return next(c.fit for c in selection.candidates if c.fit and c.kernel == selection.kernel)
 
 
 def _runs_on(candidate: Candidate, device: DeviceFacts) -> bool:
@@ -214,16 +222,30 @@ def _cells(candidate: Candidate) -> tuple[object, ...]:
     return (candidate.kernel.name, rows, grid.ctas, *(f"{term:.1f}" for term in terms), "")
 
 
-def _record(selection: DecodeSelection, shape: DecodeShape, device: DeviceFacts, costs: Costs) -> dict[str, Any]:
+def _record(
+    selections: Sequence[DecodeSelection], shape: DecodeShape, device: DeviceFacts, costs: Costs
+) -> dict[str, Any]:
     from ..launch.hopper.costs import stated
 
-    kernel = selection.kernel
     return {
         "backend": "hopper",
+        "launches": [_launch_record(selection, device) for selection in selections],
+        "microseconds": sum(selection.microseconds for selection in selections),
+        "shape": {f.name: getattr(shape, f.name) for f in fields(shape)},
+        "device": {f.name: getattr(device, f.name) for f in fields(device)},
+        "costs": {"gpu": costs.gpu, **stated(costs)},
+    }
+
+
+def _launch_record(selection: DecodeSelection, device: DeviceFacts) -> dict[str, Any]:
+    kernel = selection.kernel
+    return {
         "kernel": kernel.name,
         "symbol": kernel.symbol,
         "file": kernel.file,
         "status": kernel.status,
+        "least_rows": selection.least_rows,
+        "most_rows": selection.most_rows,
         "grid": [selection.ctas, 1, 1],
         "block": [kernel.threads, 1, 1],
         "smem": kernel.dynamic_shared_bytes,
@@ -232,9 +254,6 @@ def _record(selection: DecodeSelection, shape: DecodeShape, device: DeviceFacts,
         "splits": selection.splits,
         "microseconds": selection.microseconds,
         "reason": selection.reason,
-        "shape": {f.name: getattr(shape, f.name) for f in fields(shape)},
-        "device": {f.name: getattr(device, f.name) for f in fields(device)},
-        "costs": {"gpu": costs.gpu, **stated(costs)},
         "candidates": [_candidate_record(c) for c in _of_device(selection, device)],
     }
 

@@ -53,6 +53,7 @@ def stub_variant(dtype: str, head_dim: int, rows: int) -> Variant:
             "tile_tokens": 64,
             "ctas_per_multiprocessor": 2,
             "tma": True,
+            "arithmetic": "warps" if rows < 64 else f"warpgroups of {rows} rows",
         },
     )
 

@@ -46,7 +46,8 @@ def sent(standin: StandIn) -> dict[str, Any]:
 
 def values(planner: Runtime, tensors: Tensors = GOOD, **options: Any) -> dict[str, Any]:
     """The parameters as planned for an H200."""
-    return dict(make_plan(planner, tensors, device_facts=H200, **options).launch_plan().values)
+    (launch,) = make_plan(planner, tensors, device_facts=H200, **options).launch_plans()
+    return dict(launch.values)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +64,7 @@ def test_dtypes_and_head_dimensions_reach_kernel_and_parameters(
     planner: Runtime, kv: str, q: str, out: str, kernel: str, codes: tuple[int, int], head_dim: int
 ) -> None:
     plan = make_plan(planner, GOOD.of_dtypes(kv, q, out, head_dim), device_facts=H200)
-    traits, given = plan.selection.kernel.traits, plan.launch_plan().values
+    traits, given = plan.selections[0].kernel.traits, plan.launch_plans()[0].values
     assert (traits["dtype"], traits["head_dim"]) == (kernel, head_dim)
     assert (given["q_type"], given["out_type"]) == codes
     assert given["softmax_scale_log2"] == pytest.approx(LOG2_E / math.sqrt(head_dim))
@@ -88,7 +89,7 @@ def test_ragged_tokens_have_their_bound(planner: Runtime) -> None:
 
 def test_row_tiles_follow_tokens_and_group(planner: Runtime) -> None:
     plan = make_plan(planner, GOOD.draft(16), device_facts=H200)
-    assert plan.selection.row_tiles == -(-16 * 8 // int(plan.selection.kernel.traits["rows"]))
+    assert plan.selections[0].row_tiles == -(-16 * 8 // int(plan.selections[0].kernel.traits["rows"]))
 
 
 @pytest.mark.parametrize(("window", "planned"), [(-1, -1), (0, 0), (100, 100), (2**31 - 1, 1024)])
@@ -100,8 +101,8 @@ def test_a_window_reaches_the_parameters_as_far_as_it_hides_something(
 
 def test_batch_invariance_fixes_the_splits(planner: Runtime) -> None:
     plan = make_plan(planner, batch_invariant=True, device_facts=H200)
-    assert plan.launch_plan().values["splits"] == 16
-    assert plan.workspace_bytes >= 4 * 8 * 16 * int(plan.selection.kernel.traits["rows"]) * 128 * 4
+    assert plan.launch_plans()[0].values["splits"] == 4  # of 16 tiles
+    assert plan.workspace_bytes >= 4 * 8 * 4 * int(plan.selections[0].kernel.traits["rows"]) * 128 * 4
     assert values(planner)["splits"] == 0
 
 
@@ -222,12 +223,12 @@ def test_semaphores_that_are_too_few_name_the_bytes(runtime: Runtime) -> None:
 
 def test_workspace_bytes_cover_all_regions(runtime: Runtime) -> None:
     plan = make_plan(runtime, batch_invariant=True)
-    assert plan.workspace_bytes == workspace_size(plan._regions)
+    assert plan.workspace_bytes == workspace_size(plan.regions)
 
 
 def test_a_clamped_q_cu_seq_lens_is_told(runtime: Runtime) -> None:
     plan = make_plan(runtime)
     workspace = plan.prepare(0)
-    runtime.driver.fill_words(workspace.regions(plan._regions)["status"], 8, 1, 0)
+    runtime.driver.fill_words(workspace.regions(plan.regions)["status"], 8, 1, 0)
     with pytest.raises(ClampedInputError, match="met a q_cu_seq_lens that decreases, steps over max_q_len or leaves"):
         plan.check(workspace)

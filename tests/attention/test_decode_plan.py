@@ -42,13 +42,14 @@ def run(plan: PagedDecodePlan, tensors: Tensors = GOOD, **options: Any) -> None:
 def test_planning_for_a_described_device_calls_no_driver(config: Config) -> None:
     runtime = Runtime(config, driver=Driver("/nonexistent/libcuda.so.1"), release=RELEASE_NAME)
     plan = make_plan(runtime, device_facts=H200)
-    assert plan.selection.kernel.name == "fmha_paged_decode_bf16_d128_rows8_sm90a"
-    assert plan.launch_plan().grid == (128, 1, 1)
+    assert plan.selections[0].kernel.name == "fmha_paged_decode_bf16_d128_rows8_sm90a"
+    assert plan.launch_plans()[0].grid == (128, 1, 1)
 
 
 def test_the_plan_describes_every_field_with_its_meaning(config: Config) -> None:
     runtime = Runtime(config, release=RELEASE_NAME)
-    rows = {row.name: row for row in make_plan(runtime, device_facts=H200).describe()}
+    (described,) = make_plan(runtime, device_facts=H200).describe()
+    rows = {row.name: row for row in described}
     assert (rows["group"].value, rows["page_size_log2"].value, rows["num_pages"].value) == (8, 6, 100)
     assert rows["softmax_scale_log2"].value == pytest.approx(math.log2(math.e) / math.sqrt(128))
     assert all(row.meaning for row in rows.values())
@@ -57,7 +58,7 @@ def test_the_plan_describes_every_field_with_its_meaning(config: Config) -> None
 def test_the_grid_and_workspace_depend_on_bounds_alone(config: Config) -> None:
     runtime = Runtime(config, release=RELEASE_NAME)
     short = make_plan(runtime, max_seq_len=64, device_facts=H200)
-    assert (short.launch_plan().grid, short.selection.ctas) == ((32, 1, 1), 32)
+    assert (short.launch_plans()[0].grid, short.selections[0].ctas) == ((32, 1, 1), 32)
     assert short.workspace_bytes < make_plan(runtime, device_facts=H200).workspace_bytes
 
 
@@ -180,7 +181,7 @@ def test_a_frozen_runtime_loads_nothing_more(runtime: Runtime) -> None:
 def test_the_status_word_is_read_told_and_cleared(runtime: Runtime) -> None:
     plan = make_plan(runtime)
     workspace = plan.prepare(0)
-    status = workspace.regions(plan._regions)["status"]
+    status = workspace.regions(plan.regions)["status"]
     runtime.driver.fill_words(status, 1 | 4, 1, 0)
     with pytest.raises(ClampedInputError, match="a length over max_seq_len and a page id outside the pool"):
         plan.check(workspace)

@@ -41,7 +41,7 @@ def make_plan(runtime: Runtime, given: dict[str, Any] | None = None, **options: 
 
 def values(planner: Runtime, given: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
     """The parameters as planned for an H200."""
-    return dict(make_plan(planner, given, device_facts=H200, **options).launch_plan().values)
+    return dict(make_plan(planner, given, device_facts=H200, **options).launch_plans()[0].values)
 
 
 def run(plan: MlaDecodePlan, given: dict[str, Any] | None = None, **options: Any) -> None:
@@ -62,7 +62,7 @@ def test_dtypes_and_widths_reach_kernel_and_parameters(
     planner: Runtime, kv: str, out: str, dtype: str, codes: tuple[int, int], latent: int
 ) -> None:
     plan = make_plan(planner, latent_call(dtypes=(kv, "bfloat16", out), latent=latent), device_facts=H200)
-    traits, given = plan.selection.kernel.traits, plan.launch_plan().values
+    traits, given = plan.selection.kernel.traits, plan.launch_plans()[0].values
     assert (traits["dtype"], traits["latent"]) == (dtype, latent)
     assert (given["q_type"], given["out_type"]) == codes
     assert given["softmax_scale_log2"] == pytest.approx(0.5 * LOG2_E)
@@ -122,7 +122,7 @@ def test_workspaces_of_fixed_splits_hold_every_part(planner: Runtime) -> None:
 
 
 def test_the_plan_describes_every_field_with_its_meaning(planner: Runtime) -> None:
-    rows = {row.name: row for row in make_plan(planner, device_facts=H200).describe()}
+    rows = {row.name: row for row in make_plan(planner, device_facts=H200).describe()[0]}
     assert (rows["heads"].value, rows["num_pages"].value) == (HEADS, PAGES)
     assert all(row.meaning for row in rows.values())
 
@@ -240,7 +240,7 @@ def test_too_little_scratch_names_the_bytes(stub_runtime: Runtime) -> None:
 
 def test_a_workspace_of_the_stated_bytes_suffices(stub_runtime: Runtime) -> None:
     plan = make_plan(stub_runtime)
-    assert plan.workspace_bytes == workspace_size(plan._regions)
+    assert plan.workspace_bytes == workspace_size(plan.regions)
     assert plan.prepare(0).nbytes >= plan.workspace_bytes
 
 

@@ -58,9 +58,9 @@ SHAPE = ["--batch", "8", "--q-len", "4", "--kv-len", "16384", "--heads-q", "64",
 
 def test_the_kernel_its_grid_and_its_time_are_told(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     out = run(capsys, *arguments, *SHAPE, "--backend", "hopper", "--dtype-kv", "e4m3", "--sm", 90)
-    assert "kernel     decode_e4m3_d128_rows16_sm90a\n" in out
-    assert "4 query tokens x 8 query heads a KV head in 2 row tiles of 16" in out
-    assert "\nrows       32 in 2 x 16\n" in out
+    assert "kernel     decode_e4m3_d128_rows64_sm90a\n" in out
+    assert "4 query tokens x 8 query heads a KV head in 1 row tile of 64" in out
+    assert "\nrows       32 in 1 x 64\n" in out
     assert "\nsplits     0: the grid cuts the line of all tiles\n" in out
     assert "\npredicted  " in out
 
@@ -70,7 +70,7 @@ def test_every_kernel_of_the_device_is_in_the_table_by_time(
 ) -> None:
     out = run(capsys, *arguments, *SHAPE, "--backend", "hopper")
     table = [line.split("\t") for line in out.splitlines() if "\t" in line]
-    assert [cells[0] for cells in table[1:4]] == [f"decode_bf16_d128_rows{rows}_sm90a" for rows in (64, 16, 8)]
+    assert [cells[0] for cells in table[1:5]] == [f"decode_bf16_d128_rows{rows}_sm90a" for rows in (64, 128, 16, 8)]
     assert ["decode_fp16_d64_rows8_sm90a", "dtype is fp16"] in [[cells[0], cells[-1]] for cells in table]
     assert len(table) == 1 + len(HOPPER)
 
@@ -84,19 +84,20 @@ def test_json_tells_the_choice_its_candidates_and_the_constants(
     capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
     told = record(capsys, *arguments, *SHAPE, "--backend", "hopper")
-    best = told["candidates"][0]
-    assert (told["verb"], told["backend"], told["kernel"]) == ("explain", "hopper", "decode_bf16_d128_rows64_sm90a")
-    assert (best["kernel"], best["microseconds"]) == (told["kernel"], told["microseconds"])
+    (launch,) = told["launches"]
+    best = launch["candidates"][0]
+    assert (told["verb"], told["backend"], launch["kernel"]) == ("explain", "hopper", "decode_bf16_d128_rows64_sm90a")
+    assert (best["kernel"], best["microseconds"]) == (launch["kernel"], told["microseconds"])
     assert (best["terms"].keys(), best["grid"]["ctas"]) == (
         {"fixed_us", "dram_us", "l2_us", "tiles_us", "merge_us"},
-        told["grid"][0],
+        launch["grid"][0],
     )
-    assert (told["costs"]["gpu"], told["costs"]["launch_us"]) == ("H200", 3.0)
+    assert (told["costs"]["gpu"], told["costs"]["launch_us"]) == ("H200", 3.8)
     assert told["device"]["capability"] == [9, 0]
 
 
 def test_why_a_kernel_does_not_fit_is_in_the_json(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
-    last = record(capsys, *arguments, "--backend", "hopper")["candidates"][-1]
+    last = record(capsys, *arguments, "--backend", "hopper")["launches"][0]["candidates"][-1]
     assert (last["fits"], last["why_not"]) == (False, "dtype is e4m3")
 
 
@@ -115,7 +116,8 @@ def test_a_kernel_that_was_not_run_is_explained_by_name(
     capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
     told = record(capsys, *arguments, "--sm", 80, "--backend", "hopper")
-    assert (told["status"], told["device"]["name"], told["costs"]["gpu"]) == ("built, not run", "A100", "any other GPU")
+    assert told["launches"][0]["status"] == "built, not run"
+    assert (told["device"]["name"], told["costs"]["gpu"]) == ("A100", "any other GPU")
 
 
 def test_a_named_gpu_has_its_own_constants(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
@@ -124,8 +126,31 @@ def test_a_named_gpu_has_its_own_constants(capsys: pytest.CaptureFixture[str], a
 
 
 def test_batch_invariant_states_its_splits(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
-    told = record(capsys, *arguments, "--sm", 90, "--batch-invariant")
-    assert (told["splits"], told["shape"]["batch_invariant"]) == (16, True)
+    told = record(capsys, *arguments, "--sm", 90, "--kv-len", 16384, "--batch-invariant")
+    assert (told["launches"][0]["splits"], told["shape"]["batch_invariant"]) == (16, True)
+
+
+RAGGED = ["--sm", 90, "--batch", 8, "--q-len", 4, "--tokens", 20, "--heads-q", 64, "--heads-kv", 8, "--batch-invariant"]
+
+
+def test_batch_invariant_ragged_requests_show_both_launches(
+    capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    out = run(capsys, *arguments, *RAGGED)
+    assert "\nlaunches   2\n" in out
+    assert "warps for requests of up to 16 rows, at most " in out
+    assert "warpgroups of 64 rows for requests of at least 17 rows, at most " in out
+    assert "\nrows       16 in 1 x 16\n" in out
+    assert "\nrows       32 in 1 x 64\n" in out
+
+
+def test_the_json_of_two_launches_has_the_rows_and_the_time_of_each(
+    capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    told = record(capsys, *arguments, *RAGGED)
+    few, many = told["launches"]
+    assert (few["least_rows"], few["most_rows"], many["least_rows"]) == (0, 16, 17)
+    assert told["microseconds"] == pytest.approx(few["microseconds"] + many["microseconds"])
 
 
 @pytest.mark.parametrize(("window", "left"), [(0, -1), (1, 0), (128, 127)])

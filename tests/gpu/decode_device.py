@@ -18,7 +18,6 @@ from device_arrays import GUARD, POISON, DeviceArrays
 from cubin_runtime.artifacts.own_kernels import OwnKernel
 from cubin_runtime.attention import PagedDecodePlan, Runtime, TensorView, plan_paged_decode
 from cubin_runtime.errors import UsageError
-from cubin_runtime.launch.hopper.decode import decode_regions
 from cubin_runtime.launch.workspace import Workspace
 
 OPERATION = "paged_decode"
@@ -53,15 +52,15 @@ class DeviceCase:
         return reference_of(self.case, self.host)
 
     @property
-    def kernel(self) -> OwnKernel:
-        return self.plan.selection.kernel
+    def kernels(self) -> tuple[OwnKernel, ...]:
+        return tuple(selection.kernel for selection in self.plan.selections)
 
     def dirty_workspace(self) -> Workspace:
         """A workspace of our own: poisoned, but for the regions that must be zero."""
         nbytes = self.plan.workspace_bytes
         context = self.driver.ensure_context(0)
         workspace = Workspace(self.driver, context, self.arrays.empty(nbytes), nbytes)
-        regions = decode_regions(self.plan.selection, self.plan.problem)
+        regions = self.plan.regions
         addresses = workspace.regions(regions)
         for region in regions:
             if region.zeroed and region.nbytes:
@@ -71,7 +70,7 @@ class DeviceCase:
 
     def assert_zeroed(self, workspace: Workspace) -> None:
         """The regions that must be zero before a launch are zero after it."""
-        regions = decode_regions(self.plan.selection, self.plan.problem)
+        regions = self.plan.regions
         addresses = workspace.regions(regions)
         for region in regions:
             if region.zeroed and region.nbytes:

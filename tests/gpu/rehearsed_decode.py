@@ -21,7 +21,7 @@ from decode_values import KINDS, bits_of, values_of
 from cubin_runtime import Config
 from cubin_runtime.artifacts.own_kernels import OwnKernel
 from cubin_runtime.artifacts.path import ArtifactPath
-from cubin_runtime.attention import Runtime, decode_plan
+from cubin_runtime.attention import Runtime, launched_plan
 from cubin_runtime.attention.runtime import OwnRelease
 from cubin_runtime.launch.driver import Driver
 from cubin_runtime.launch.hopper.params import LAYOUTS
@@ -30,7 +30,7 @@ from kernels_src.variants import VARIANTS, Variant
 
 TYPES = ("bf16", "fp16", "e4m3")
 STRUCT = "PagedDecodeCopyParams"
-ARITHMETIC = "arithmetic"
+ARITHMETIC = "rehearsed arithmetic"
 # Whether results show which kernel's arithmetic they are of, and without fixed splits the batch, as a device's do.
 show_arithmetic = False
 
@@ -113,7 +113,7 @@ class RehearsedLaunch:
 def rehearsal(library: Path, store: Path) -> Iterator[RehearsalRuntime]:
     """A runtime on the stand-in driver at ``library`` whose decodes are computed here."""
     driver, graphs = Driver(library), {}
-    instantiate, launched, plain = driver.instantiate, driver.launch_graph, decode_plan.PreparedLaunch
+    instantiate, launched, plain = driver.instantiate, driver.launch_graph, launched_plan.PreparedLaunch
     RehearsedLaunch.captured = []
 
     def keep(graph: int) -> int:
@@ -131,11 +131,11 @@ def rehearsal(library: Path, store: Path) -> Iterator[RehearsalRuntime]:
 
     driver.instantiate, driver.launch_graph = keep, replay
     driver.destroy_executable = lambda executable: None
-    decode_plan.PreparedLaunch = RehearsedLaunch
+    launched_plan.PreparedLaunch = RehearsedLaunch
     try:
         yield RehearsalRuntime(driver, store)
     finally:
-        decode_plan.PreparedLaunch = plain
+        launched_plan.PreparedLaunch = plain
 
 
 def memory(address: int, dtype: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> np.ndarray:
@@ -176,6 +176,8 @@ def decode(p: Mapping[str, Any], traits: Mapping[str, Any]) -> None:
     factor = p["output_scale"] * scale("output_scale_device")
     for b in range(p["batch"]):
         begin, rows = query_rows(p, b, status)
+        if not p["least_rows"] <= rows * p["group"] <= p["most_rows"]:
+            continue
         length = int(lengths[b])
         status |= np.uint32(1 * (length > p["max_seq_len"]) | 2 * (length < 0))
         length = min(max(length, 0), p["max_seq_len"])

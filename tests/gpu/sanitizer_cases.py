@@ -97,7 +97,7 @@ def decode_all(runtime: Runtime, rng: np.random.Generator) -> tuple[int, set[str
             case.run(workspace=workspace)
             case.assert_right()
             case.plan.check(workspace)
-            used.add(case.kernel.name)
+            used |= {kernel.name for kernel in case.kernels}
     missing = {kernel.name for kernel in decode_kernels_of(runtime)} - used
     assert not missing, f"decode kernels that did not run: {', '.join(sorted(missing))}"
     return len(wanted), used

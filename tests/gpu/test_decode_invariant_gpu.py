@@ -12,6 +12,7 @@ from decode_cases import DecodeCase, Request, assemble, make_request, make_sinks
 from decode_compare import assert_close
 from decode_device import DeviceCase, decode_kernels, on_device
 
+from cubin_runtime.artifacts.own_kernels import OwnKernel
 from cubin_runtime.attention import Runtime
 
 pytestmark = pytest.mark.gpu
@@ -68,6 +69,19 @@ class Target:
         places = [begins[i] for i, request in enumerate(requests) if request is self.request]
         tokens = [slice(at, at + len(self.request.q)) for at in places]
         return [(out[rows].tobytes(), lse[rows].tobytes()) for rows in tokens]
+
+    def kernels(self) -> list[OwnKernel]:
+        """Those of the device for this dtype and head_dim."""
+        return decode_kernels(self.runtime, self.case)
+
+    def arithmetic(self, case: DecodeCase | None = None) -> object:
+        """What the launch that takes the request computes with."""
+        case = case or self.case
+        host = assemble(case, [self.request], self.rng, self.sinks)
+        rows = len(self.request.q) * case.group
+        with on_device(self.runtime, case, self.rng, host) as device:
+            (taking,) = (s for s in device.plan.selections if s.least_rows <= rows <= s.most_rows)
+        return taking.kernel.traits["arithmetic"]
 
     def mixed(self, batch: int, parity: int) -> list[Request]:
         """The target at every second place of a batch, neighbours in between."""
@@ -138,11 +152,29 @@ def test_streams_graphs_and_pdl_do_not_matter(target: Target) -> None:
     target.assert_same(replace(target.case, pdl=True), batch, graph=True)
 
 
+def test_two_launches_do_not_matter_to_streams_graphs_and_pdl(target: Target) -> None:
+    others = [make_request(target.case, target.rng, n, q_len) for n, q_len in ((200, 1), (900, 16), (90, 16), (70, 0))]
+    ragged = replace(target.case, q_lens=(), max_q_len=16)
+    batch = [*others, target.request, *others]
+    target.assert_same(ragged, batch, stream=True)
+    target.assert_same(ragged, batch, graph=True)
+    target.assert_same(replace(ragged, pdl=True), batch)
+    target.assert_same(replace(ragged, pdl=True), batch, graph=True)
+
+
 def test_every_kernel_that_may_be_chosen_gives_the_same_bits(target: Target) -> None:
-    for kernel in decode_kernels(target.runtime, target.case):
+    """A request's own rows choose the arithmetic; the bounds may choose any kernel that has it."""
+    alike = [kernel for kernel in target.kernels() if kernel.traits["arithmetic"] == target.arithmetic()]
+    assert alike, "no kernel has the arithmetic that was chosen"
+    for kernel in alike:
         asked = replace(target.case, rows=int(kernel.traits["rows"]))
         target.assert_same(asked, [target.request])
         target.assert_same(asked, target.mixed(32, 0))
+
+
+def test_a_request_has_one_arithmetic_in_every_batch(target: Target) -> None:
+    wide = replace(target.case, q_lens=(target.case.q_len,), max_q_len=16, max_seq_len=1 << 17)
+    assert target.arithmetic(wide) == target.arithmetic()
 
 
 def test_without_it_the_batch_can_be_seen(runtime: Runtime) -> None:

@@ -110,15 +110,16 @@ def arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rehearsed_decode.show_arithmetic", True)
 
 
-@pytest.mark.xfail(strict=True, reason="batch_invariant does not choose yet among kernels of one arithmetic alone")
 @pytest.mark.parametrize("name", ["bf16", "bf16 tree, window, sinks", "fp16 many heads"])
 def test_bounds_do_not_choose_among_kernels_of_other_arithmetic(
     runtime: RehearsalRuntime, arithmetic: None, name: str
 ) -> None:
     target = invariant.Target(runtime, name)
     invariant.test_every_kernel_that_may_be_chosen_gives_the_same_bits(target)
+    invariant.test_a_request_has_one_arithmetic_in_every_batch(target)
     invariant.test_bounds_tables_and_pages_do_not_matter(target)
     invariant.test_ragged_queries_and_their_bound_do_not_matter(target)
+    invariant.test_two_launches_do_not_matter_to_streams_graphs_and_pdl(target)
 
 
 @pytest.mark.parametrize("name", ["bf16 512 rows", "bf16 head 256", "e4m3 and bf16"])

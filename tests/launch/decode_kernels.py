@@ -7,7 +7,7 @@ from typing import Any
 
 from cubin_runtime.artifacts.own_kernels import BUILT_NOT_RUN, MEASURED, OwnKernel
 
-_HOPPER_ROWS = {32: (16,), 64: (8, 16, 64), 128: (8, 16, 64), 256: (8, 32), 512: (8,)}
+_HOPPER_ROWS = {32: (16,), 64: (8, 16, 64, 128), 128: (8, 16, 64, 128), 256: (8, 32), 512: (8,)}
 
 
 def decode_kernel(
@@ -29,6 +29,7 @@ def decode_kernel(
             "tile_tokens": 64,
             "ctas_per_multiprocessor": resident,
             "tma": sm == "90a",
+            "arithmetic": f"warpgroups of {rows} rows" if sm == "90a" and rows >= 64 else "warps",
         },
         struct="PagedDecodeTmaParams" if sm == "90a" else "PagedDecodeCopyParams",
         struct_bytes=448,
@@ -50,5 +51,6 @@ HOPPER = tuple(
     for dtype in ("bf16", "fp16", "e4m3")
     for head_dim, all_rows in _HOPPER_ROWS.items()
     for rows in all_rows
+    if rows < 128 or dtype != "e4m3"
 )
 PORTABLE = tuple(decode_kernel(sm, rows) for sm in ("80", "86", "89", "100", "120") for rows in (16, 8))

@@ -239,7 +239,7 @@ def _plan(
         table_stride=tensors.page_table.strides[0],
         programmatic_serialization=options.enable_pdl,
     )
-    return MlaDecodePlan(runtime, tensors, "NHD", selection, problem)
+    return MlaDecodePlan(runtime, tensors, selection, problem)
 
 
 def _required_scale(softmax_scale: Any) -> tuple[float, Any]:

@@ -7,27 +7,35 @@ from typing import Any
 from ...launch.hopper.mla_decode import LatentCacheView, MlaProblem, mla_plan, mla_regions
 from ...launch.hopper.mla_select import MlaSelection
 from ...launch.plan import LaunchPlan
-from ...launch.workspace import Region, SemaphoreWorkspace, Workspace
-from ..decode_plan import DecodePlan
+from ...launch.workspace import SemaphoreWorkspace, Workspace
 from ..decode_tensors import split_scale
+from ..launched_plan import LaunchedPlan
+from ..runtime import Runtime
 from .tensors import MlaTensors, mla_tensors
 
 
-class MlaDecodePlan(DecodePlan[MlaSelection, MlaProblem]):
+class MlaDecodePlan(LaunchedPlan[MlaSelection, MlaProblem]):
     """An MLA decode for one set of shapes, strides and options; made by ``plan_mla_decode``."""
 
-    def launch_plan(self, k_address: int | None = None, v_address: int | None = None) -> LaunchPlan:
-        """The launch as a value: kernel, grid, attributes, every parameter. Needs no GPU.
+    def __init__(self, runtime: Runtime, tensors: MlaTensors, selection: MlaSelection, problem: MlaProblem) -> None:
+        super().__init__(runtime, tensors, [selection], problem, [mla_regions(selection, problem)])
+
+    @property
+    def selection(self) -> MlaSelection:
+        """What was chosen for the launch, and why."""
+        return self.selections[0]
+
+    def launch_plans(self, k_address: int | None = None, v_address: int | None = None) -> tuple[LaunchPlan, ...]:
+        """The one launch as a value: kernel, grid, attributes, every parameter. Needs no GPU.
 
         The cache is that which the plan was made with, at ``k_address`` where given (``v_address`` is the same).
         """
         rows = self._tensors.k
         pages, tokens = rows.shape[:2]
         # A dimension of size 1 may carry any stride; the descriptor wants a valid one.
-        token_stride = rows.strides[1] if tokens > 1 else rows.shape[3]
-        page_stride = rows.strides[0] if pages > 1 else tokens * token_stride
-        cache = LatentCacheView(k_address or rows.pointer, page_stride, token_stride)
-        return mla_plan(self.selection, self._path, self._sha256, self._layout, self.problem, cache)
+        page_stride = rows.strides[0] if pages > 1 else tokens * rows.strides[1]
+        cache = LatentCacheView(k_address or rows.pointer, page_stride, rows.strides[1])
+        return (mla_plan(self.selection, *self._files[0], self.problem, cache),)
 
     def run(
         self,
@@ -56,9 +64,6 @@ class MlaDecodePlan(DecodePlan[MlaSelection, MlaProblem]):
         optional = (lse, q_cu_seq_lens, mask, sinks, softmax_tensor, output_tensor)
         given = (q, kv_cache, kv_cache, page_table, seq_lens, out, *optional)
         self._run(given, softmax_number, output_number, workspace, stream, max_seq_len)
-
-    def _regions_of(self, selection: MlaSelection, problem: MlaProblem) -> tuple[Region, ...]:
-        return mla_regions(selection, problem)
 
     def _tensors_of(self, given: tuple[Any, ...]) -> MlaTensors:
         return mla_tensors(given)

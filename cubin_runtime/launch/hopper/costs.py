@@ -1,11 +1,12 @@
 """What a decode is expected to take, from constants that were measured: small enough to check by hand.
 
-    time = launch + first byte + max(DRAM, L2, tiles) + merge
+    time = launch + kernel's start + max(DRAM, L2, tiles) + merge
 
-``DRAM`` reads every key and value once; ``L2`` brings them to the multiprocessors once a row tile; ``tiles`` is
-the computing of the CTA with the most tiles, which runs alone however many CTAs share its multiprocessor; ``merge``
-grows with the parts that a pair was cut into. To calibrate, time cases that one term decides, compare with the terms
-of ``Estimate`` and change the GPU's constants below; ``select_decode(..., costs=restated(H200, {...}))`` tries others.
+``DRAM`` reads every key and value once; ``L2`` brings them to the multiprocessors once a row tile; ``tiles`` is the CTA
+with the most tiles at the pace of its kernel; ``merge`` grows with the parts that a pair was cut into. A kernel's start
+and pace depend on how many of its CTAs share a multiprocessor: two start later, each is slower, both together are
+faster. To calibrate, time a kernel on cases of few and of many tiles, change the GPU's constants below and compare with
+the terms of ``Estimate``; ``select_decode(..., costs=restated(H200, {...}))`` tries others.
 """
 
 from __future__ import annotations
@@ -21,19 +22,25 @@ from ...errors import UsageError
 ITEM_BYTES: Mapping[str, int] = MappingProxyType({"bf16": 2, "fp16": 2, "e4m3": 1})
 
 _BYTES_PER_US = 1e6  # of one TB/s
-# What the constants of tiles and of the L2 refer to.
-_HEAD_DIM = 128
-_TILE_TOKENS = 64
+# What the constant of the L2 refers to.
 _MULTIPROCESSORS = 132
+_OF_KERNELS = ("start_us", "tile_us")
 
 
 @dataclass(frozen=True, slots=True)
-class TileCost:
-    """Microseconds that a CTA takes for 64 tokens of head_dim 128, ``rows`` query rows, KV of ``item_bytes``."""
+class KernelCost:
+    """Microseconds of a kernel for KV of ``item_bytes``, with ``resident`` CTAs on each multiprocessor.
+
+    ``start_us`` is from the launch to the first tile and from the last tile to the end; ``tile_us`` what each CTA then
+    takes for a tile (64 tokens of a KV head), its share of the multiprocessor's bandwidth included.
+    """
 
     item_bytes: int
+    head_dim: int
     rows: int
-    us: float
+    resident: int
+    start_us: float
+    tile_us: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,30 +49,35 @@ class Costs:
 
     ``l2_tb_per_s`` is what 132 multiprocessors draw; fewer draw less. ``merge_us`` is for up to ``merge_parts``
     parts, more take it in proportion. ``equal_within`` is the share by which predictions differ without meaning
-    anything. Of the grid: below ``tiles_for_full_residency`` tiles a multiprocessor one CTA with all the loads in
-    flight beats two; CTAs next to each other read up to ``heads_together`` KV heads side by side, if at most one
+    anything. Of the grid: CTAs next to each other read up to ``heads_together`` KV heads side by side, if at most one
     CTA in ``idle_share`` idles for it.
     """
 
     gpu: str
     launch_us: float
-    first_byte_us: float
     read_tb_per_s: float
     l2_tb_per_s: float
     merge_us: float
     merge_parts: int
     equal_within: float
-    tiles_for_full_residency: int
     heads_together: int
     idle_share: int
-    tiles: tuple[TileCost, ...]
+    kernels: tuple[KernelCost, ...]
 
-    def tile_us(self, item_bytes: int, rows: int, head_dim: int, tile_tokens: int = _TILE_TOKENS) -> float:
-        """One tile on one CTA: between the known rows by the straight line, beyond them in proportion."""
-        known = sorted((t.rows, t.us) for t in self.tiles if t.item_bytes == item_bytes)
-        if not known:
+    def kernel_us(self, item_bytes: int, head_dim: int, rows: int, resident: int) -> tuple[float, float]:
+        """``start_us`` and ``tile_us``: of the nearest known head_dim below, its tile in proportion.
+
+        Between the known rows by the straight line, beyond them a tile in proportion.
+        """
+        of_item = [k for k in self.kernels if k.item_bytes == item_bytes]
+        if not of_item:
             raise UsageError(f"costs of {self.gpu}: none for a KV item of {item_bytes} bytes")
-        return _between(known, rows) * head_dim / _HEAD_DIM * tile_tokens / _TILE_TOKENS
+        near = max((k.head_dim for k in of_item if k.head_dim <= head_dim), default=min(k.head_dim for k in of_item))
+        of_head = [k for k in of_item if k.head_dim == near]
+        known = [k for k in of_head if k.resident == resident] or of_head
+        start = _between(sorted((k.rows, k.start_us) for k in known), rows)
+        tile = _between(sorted((k.rows, k.tile_us) for k in known), rows)
+        return start, tile * head_dim / near * max(1.0, rows / max(k.rows for k in known))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +85,15 @@ class Work:
     """A problem as one kernel and grid would do it.
 
     ``kv_bytes`` counts every key and value once; ``row_tiles`` is how many times they are read (a mean);
-    ``tiles_per_cta`` the most that a CTA gets; ``parts`` the most that a pair is cut into.
+    ``tiles_per_cta`` the most that a CTA gets; ``resident`` the CTAs on one multiprocessor; ``parts`` the most that a
+    pair is cut into.
     """
 
     kv_bytes: int
     item_bytes: int
     rows: int
     head_dim: int
-    tile_tokens: int
+    resident: int
     row_tiles: float
     tiles_per_cta: int
     parts: int
@@ -105,25 +118,54 @@ class Estimate:
     @property
     def limit(self) -> str:
         """What most of the time goes to."""
-        terms = {"DRAM reads": self.dram_us, "L2 reads": self.l2_us, "computing": self.tiles_us}
+        terms = {"DRAM reads": self.dram_us, "L2 reads": self.l2_us, "a CTA's tiles": self.tiles_us}
         terms["latency"] = self.fixed_us + self.merge_us
         return max(terms, key=lambda name: terms[name])
 
 
-# Measured on an H200 (benchmarks/results/grid_choice.json, decode.json): the grid's constants and both bandwidths.
+# Item bytes, head_dim, rows, CTAs on a multiprocessor: start and tile.
+_H200_KERNELS = (
+    KernelCost(2, 64, 8, 1, 6.6, 0.72),
+    KernelCost(2, 64, 8, 2, 13.2, 1.026),
+    KernelCost(2, 64, 16, 1, 8.6, 0.7),
+    KernelCost(2, 64, 16, 2, 15.6, 1.06),
+    KernelCost(2, 64, 64, 1, 11.4, 0.537),
+    KernelCost(2, 128, 8, 1, 6.6, 0.99),
+    KernelCost(2, 128, 8, 2, 10.1, 1.9),
+    KernelCost(2, 128, 16, 1, 8.6, 1.0),
+    KernelCost(2, 128, 16, 2, 15.6, 1.9),
+    KernelCost(2, 128, 64, 1, 13.6, 0.77),
+    KernelCost(2, 128, 128, 1, 13.6, 1.2),
+    KernelCost(2, 256, 8, 1, 6.6, 0.9),
+    KernelCost(2, 256, 32, 1, 6.6, 1.5),
+    KernelCost(1, 64, 8, 1, 6.6, 0.525),
+    KernelCost(1, 64, 8, 2, 11.6, 0.68),
+    KernelCost(1, 64, 16, 1, 8.6, 0.66),
+    KernelCost(1, 64, 16, 2, 15.6, 0.792),
+    KernelCost(1, 64, 64, 1, 12.6, 0.515),
+    KernelCost(1, 128, 8, 1, 6.6, 0.71),
+    KernelCost(1, 128, 8, 2, 11.6, 1.16),
+    KernelCost(1, 128, 16, 1, 8.6, 0.88),
+    KernelCost(1, 128, 16, 2, 15.6, 1.168),
+    KernelCost(1, 128, 64, 1, 12.6, 0.79),
+    KernelCost(1, 256, 8, 1, 6.6, 0.9),
+    KernelCost(1, 256, 32, 1, 6.6, 1.5),
+)
+
+# Measured on an H200 (benchmarks/results/grid_choice.json, decode.json): medians of triton's do_bench, whose launch of
+# an empty kernel is `launch_us`. tests/launch/hopper/test_select_measured.py has the times of the kernels; those of
+# head_dim 256 were not timed one by one.
 H200 = Costs(
     gpu="H200",
-    launch_us=3.0,
-    first_byte_us=2.0,
+    launch_us=3.8,
     read_tb_per_s=4.4,
     l2_tb_per_s=5.5,
     merge_us=2.6,
     merge_parts=16,
     equal_within=0.02,
-    tiles_for_full_residency=200,
     heads_together=8,
     idle_share=32,
-    tiles=tuple(TileCost(item, rows, us) for item in (1, 2) for rows, us in ((8, 0.45), (16, 0.55), (64, 1.1))),
+    kernels=_H200_KERNELS,
 )
 H100 = replace(H200, gpu="H100", read_tb_per_s=3.0)
 # Where nothing was measured: the order of the kernels counts, not the time.
@@ -139,9 +181,10 @@ def costs_of(device_name: str) -> Costs:
 
 
 def stated(costs: Costs) -> dict[str, float]:
-    """Every constant by name, for people and for JSON; a tile's is ``tile_us_16bit_rows8``."""
-    plain = {f.name: getattr(costs, f.name) for f in fields(costs) if f.name not in ("gpu", "tiles")}
-    return plain | {_tile_name(tile): tile.us for tile in costs.tiles}
+    """Every constant by name, for people and for JSON; a kernel's are ``tile_us_16bit_d128_rows8_ctas2`` and so on."""
+    plain = {f.name: getattr(costs, f.name) for f in fields(costs) if f.name not in ("gpu", "kernels")}
+    own = {_name(kernel, constant): getattr(kernel, constant) for kernel in costs.kernels for constant in _OF_KERNELS}
+    return plain | own
 
 
 def restated(costs: Costs, constants: Mapping[str, float]) -> Costs:
@@ -156,17 +199,20 @@ def restated(costs: Costs, constants: Mapping[str, float]) -> Costs:
             raise UsageError(f"constant {name!r}: expected one of {', '.join(known)}")
         if not value > 0 or (isinstance(known[name], int) and not isinstance(value, int)):
             raise UsageError(f"{name}={value}: expected {type(known[name]).__name__} above 0")
-    tiles = tuple(replace(tile, us=constants.get(_tile_name(tile), tile.us)) for tile in costs.tiles)
+    kernels = tuple(
+        replace(kernel, **{c: constants.get(_name(kernel, c), getattr(kernel, c)) for c in _OF_KERNELS})
+        for kernel in costs.kernels
+    )
     plain: dict[str, Any] = {f.name: constants[f.name] for f in fields(costs) if f.name in constants}
-    return replace(costs, tiles=tiles, **plain)
+    return replace(costs, kernels=kernels, **plain)
 
 
 def estimate(work: Work, costs: Costs) -> Estimate:
     """What ``work`` takes by ``costs``."""
     l2 = costs.l2_tb_per_s * work.multiprocessors / _MULTIPROCESSORS
-    tile = costs.tile_us(work.item_bytes, work.rows, work.head_dim, work.tile_tokens)
+    start, tile = costs.kernel_us(work.item_bytes, work.head_dim, work.rows, work.resident)
     return Estimate(
-        fixed_us=costs.launch_us + costs.first_byte_us,
+        fixed_us=costs.launch_us + start,
         dram_us=work.kv_bytes / (costs.read_tb_per_s * _BYTES_PER_US),
         l2_us=work.kv_bytes * work.row_tiles / (l2 * _BYTES_PER_US),
         tiles_us=work.tiles_per_cta * tile,
@@ -174,13 +220,12 @@ def estimate(work: Work, costs: Costs) -> Estimate:
     )
 
 
-def _tile_name(tile: TileCost) -> str:
-    return f"tile_us_{8 * tile.item_bytes}bit_rows{tile.rows}"
+def _name(kernel: KernelCost, constant: str) -> str:
+    return f"{constant}_{8 * kernel.item_bytes}bit_d{kernel.head_dim}_rows{kernel.rows}_ctas{kernel.resident}"
 
 
 def _between(known: list[tuple[int, float]], at: int) -> float:
     for (low, low_us), (high, high_us) in pairwise(known):
         if low <= at <= high:
             return low_us + (high_us - low_us) * (at - low) / (high - low)
-    rows, us = known[0] if at < known[0][0] else known[-1]
-    return us if at < rows else us * at / rows
+    return known[0][1] if at < known[0][0] else known[-1][1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ...artifacts.path import ArtifactPath
@@ -13,7 +14,6 @@ from ..workspace import Region
 from .params import PAGED_DECODE_TMA
 from .select import DecodeSelection
 
-_ANY_ROWS = (1 << 31) - 1
 LOG2_E = math.log2(math.e)
 ITEM_BYTES = {"bf16": 2, "fp16": 2, "e4m3": 1}
 # Numbers of the kernel's fields q_type and out_type.
@@ -73,12 +73,34 @@ class DecodeProblem:
     programmatic_serialization: bool = False
 
 
-def decode_regions(selection: DecodeSelection, problem: DecodeProblem) -> tuple[Region, ...]:
-    """The workspace of a decode, regions named as the step pointers that they give.
+@dataclass(frozen=True, slots=True)
+class DecodeLaunch:
+    """One launch of a decode, and its parts of the workspace in the order of ``WORKSPACE_POINTERS``."""
 
-    A pair is a request, a KV head and a row tile. Where the grid cuts the pairs (``splits`` 0) there are two partials
-    a CTA, of the pair that ends in it and of the pair that begins in it, and a counter a CTA. Else every pair has a
-    counter and ``splits`` partials.
+    selection: DecodeSelection
+    regions: tuple[Region, ...]
+
+
+def decode_launches(selections: Sequence[DecodeSelection], problem: DecodeProblem) -> tuple[DecodeLaunch, ...]:
+    """The launches of a decode: one word of status together, all other scratch apart."""
+    status = Region("status", 4, zeroed=True)
+    many = len(selections) > 1
+    return tuple(
+        DecodeLaunch(selection, (status, *_own_regions(selection, problem, f" {number}" if many else "")))
+        for number, selection in enumerate(selections, 1)
+    )
+
+
+def decode_regions(launches: Iterable[DecodeLaunch]) -> tuple[Region, ...]:
+    """The workspace of a decode: each region once."""
+    return tuple(dict.fromkeys(region for launch in launches for region in launch.regions))
+
+
+def _own_regions(selection: DecodeSelection, problem: DecodeProblem, suffix: str) -> tuple[Region, ...]:
+    """A pair is a request, a KV head and a row tile.
+
+    Where the grid cuts the pairs (``splits`` 0) there are two partials a CTA, of the pair that ends in it and of the
+    pair that begins in it, and a counter a CTA. Else every pair has a counter and ``splits`` partials.
     """
     rows = int(selection.kernel.traits["rows"])
     if selection.splits:
@@ -87,10 +109,9 @@ def decode_regions(selection: DecodeSelection, problem: DecodeProblem) -> tuple[
     else:
         counters, slots = selection.ctas, 2 * selection.ctas
     return (
-        Region("status", 4, zeroed=True),
-        Region("counters", 4 * counters, zeroed=True),
-        Region("partial_statistics", slots * rows * 2 * 4),
-        Region("partial_out", slots * rows * problem.head_dim * 4),
+        Region(f"counters{suffix}", 4 * counters, zeroed=True),
+        Region(f"partial_statistics{suffix}", slots * rows * 2 * 4),
+        Region(f"partial_out{suffix}", slots * rows * problem.head_dim * 4),
     )
 
 
@@ -106,7 +127,7 @@ def decode_plan(
     """The plan for ``problem`` on the selected kernel; step pointers are null until a step gives them.
 
     Args:
-        selection: kernel and number of CTAs.
+        selection: kernel, number of CTAs, and which requests it takes.
         path: artifact path of the kernel's cubin; ``sha256`` is its digest.
         layout: the struct that the kernel takes.
         problem: sizes, strides and options.
@@ -130,8 +151,8 @@ def decode_plan(
         "q_len": problem.q_len,
         "kv_heads": problem.kv_heads,
         "group": problem.group,
-        "least_rows": 0,
-        "most_rows": _ANY_ROWS,
+        "least_rows": selection.least_rows,
+        "most_rows": selection.most_rows,
         "group_reciprocal": -(-(1 << 16) // problem.group),
         "head_blocks": problem.kv_heads // selection.heads_together,
         "heads_together": selection.heads_together,

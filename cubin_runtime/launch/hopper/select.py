@@ -1,60 +1,41 @@
-"""Which of our decode kernels fits a problem on a device, and the grid it gets: a pure choice from metadata."""
+"""Which of our decode kernels fit a problem on a device, and the grids they get: a pure choice from metadata."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 
 from ...artifacts.own_kernels import MEASURED, OwnKernel
 from ...errors import UsageError
 from ..driver import DeviceFacts
 from .costs import ITEM_BYTES, Costs, Estimate, Work, costs_of, estimate
+from .shape import DecodeShape
 
 OPERATION = "paged_decode"
+ANY_ROWS = (1 << 31) - 1
 # Shared memory that the driver keeps for itself in each resident block (CUDA programming guide).
 _RESERVED_SHARED_BYTES = 1024
-# batch_invariant cuts every pair into this many parts over all KV heads together: enough for a whole GPU.
-_INVARIANT_PARTS = 128
+
+# The trait ``arithmetic``: kernels of one dtype and head_dim give a row the same bits where it is the same. Others than
+# these two, batch_invariant does not take.
+_WARPS, _WARPGROUPS = "warps", "warpgroups of 64 rows"
+# batch_invariant: requests of more rows take warpgroups, where there are any. It is the most that a warp kernel takes
+# at once at head_dim 64 and 128, so that none of its requests reads its keys twice.
+_MOST_WARP_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeShape:
-    """What decides the kernel and the grid: bounds, never the lengths themselves.
+class Part:
+    """The requests that one launch takes, by their own rows (both bounds inclusive), and the arithmetic they get."""
 
-    ``dtype`` is that of the KV cache (``bf16``, ``fp16``, ``e4m3``), ``group`` the query heads a KV head,
-    ``q_len`` the query tokens of each request or, where ``ragged``, their bound; then ``tokens`` are those of all
-    requests. ``window_left`` is -1 without a window.
-    """
+    least_rows: int
+    most_rows: int
+    arithmetic: str | None
 
-    dtype: str
-    head_dim: int
-    group: int
-    kv_heads: int
-    batch: int
-    _: KW_ONLY
-    q_len: int = 1
-    tokens: int = 0
-    ragged: bool = False
-    max_seq_len: int
-    window_left: int = -1
-    batch_invariant: bool = False
-
-    @property
-    def rows(self) -> int:
-        """Query rows of one request and KV head: tokens times group."""
-        return self.q_len * self.group
-
-    @property
-    def kv_tokens(self) -> int:
-        """Keys that a request reads at most: a window ends with the last query and may cut two tiles."""
-        if self.window_left < 0:
-            return self.max_seq_len
-        return min(self.max_seq_len, self.window_left + self.q_len + 64)
-
-    @property
-    def splits(self) -> int:
-        """0: the grid cuts the pairs; ``batch_invariant``: parts of every pair, from the KV heads alone."""
-        return -(-_INVARIANT_PARTS // self.kv_heads) if self.batch_invariant else 0
+    def __str__(self) -> str:
+        if (self.least_rows, self.most_rows) == (0, ANY_ROWS):
+            return "all requests"
+        return f"requests of {f'up to {self.most_rows}' if not self.least_rows else f'at least {self.least_rows}'} rows"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +64,12 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A decode kernel of the release: how it fits, or else why it does not."""
+    """A decode kernel of the release: how it fits best and how else, or why it does not."""
 
     kernel: OwnKernel
     fit: Fit | None
     unfit: str = ""
+    other_fits: tuple[Fit, ...] = ()
 
     def __str__(self) -> str:
         return str(self.fit) if self.fit else self.unfit
@@ -95,14 +77,17 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class DecodeSelection:
-    """The kernel chosen and how it is launched.
+    """The kernel chosen for one launch, and how it is launched.
 
-    ``ctas`` is the grid, ``heads_together`` the KV heads that neighbouring CTAs read side by side, ``row_tiles``
-    the row tiles of a request at its bound, ``splits`` the kernel's field of that name, ``microseconds`` the
-    predicted time at the bounds. ``candidates`` are the release's decode kernels in its order.
+    ``least_rows`` and ``most_rows`` say which requests it takes. ``ctas`` is the grid, ``heads_together`` the KV heads
+    that neighbouring CTAs read side by side, ``row_tiles`` the row tiles of a request at its bound, ``splits`` the
+    kernel's field of that name, ``microseconds`` the predicted time at the bounds. ``candidates`` are the release's
+    decode kernels in its order.
     """
 
     kernel: OwnKernel
+    least_rows: int
+    most_rows: int
     ctas: int
     heads_together: int
     row_tiles: int
@@ -114,10 +99,12 @@ class DecodeSelection:
 
 def select_decode(
     kernels: Iterable[OwnKernel], shape: DecodeShape, device: DeviceFacts, costs: Costs | None = None
-) -> DecodeSelection:
-    """The kernel with the least predicted time; of equals, the one with the least padding.
+) -> tuple[DecodeSelection, ...]:
+    """The launches of a decode: of each, the kernel and CTAs with the least predicted time.
 
-    Of those, the one with the fewest row tiles, and then the one built closest to the device.
+    Of equals, the kernel with the least padding, then the one with the fewest row tiles, then the one built closest to
+    the device; of a kernel's grids the one with the fewest CTAs. There is one launch, but for ``batch_invariant`` where
+    requests may have rows for either arithmetic: there each has its own.
 
     Args:
         kernels: of a release, of any operation.
@@ -129,37 +116,67 @@ def select_decode(
         UsageError: no kernel fits; the message says what those for this device can do.
     """
     constants = costs or costs_of(device.name)
-    candidates = tuple(_look_at(k, shape, device, constants) for k in kernels if k.operation == OPERATION)
+    decodes = [kernel for kernel in kernels if kernel.operation == OPERATION]
+    return tuple(_select(decodes, shape, part, device, constants) for part in _parts(decodes, shape, device))
+
+
+def _parts(kernels: list[OwnKernel], shape: DecodeShape, device: DeviceFacts) -> tuple[Part, ...]:
+    """The launches' requests: under ``batch_invariant`` a request's own rows alone decide its arithmetic."""
+    if not shape.batch_invariant:
+        return (Part(0, ANY_ROWS, None),)
+    if not any(not _unfit(k, shape, device) and k.traits["arithmetic"] == _WARPGROUPS for k in kernels):
+        return (Part(0, ANY_ROWS, _WARPS),)
+    # A request that has rows has `group` at least.
+    fewest = shape.group if shape.ragged else shape.rows
+    if shape.rows <= _MOST_WARP_ROWS:
+        return (Part(0, ANY_ROWS, _WARPS),)
+    if fewest > _MOST_WARP_ROWS:
+        return (Part(0, ANY_ROWS, _WARPGROUPS),)
+    return (Part(0, _MOST_WARP_ROWS, _WARPS), Part(_MOST_WARP_ROWS + 1, ANY_ROWS, _WARPGROUPS))
+
+
+def _select(
+    kernels: list[OwnKernel], shape: DecodeShape, part: Part, device: DeviceFacts, costs: Costs
+) -> DecodeSelection:
+    candidates = tuple(_look_at(kernel, shape, part, device, costs) for kernel in kernels)
     fits = [c.fit for c in candidates if c.fit]
     if not fits:
         raise UsageError(_refusal(candidates, shape, device))
-    limit = min(fit.estimate.microseconds for fit in fits) * (1 + constants.equal_within)
-    best = min((f for f in fits if f.estimate.microseconds <= limit), key=lambda fit: _order(fit, shape))
+    limit = min(fit.estimate.microseconds for fit in fits) * (1 + costs.equal_within)
+    best = min((f for f in fits if f.estimate.microseconds <= limit), key=lambda fit: _order(fit, shape, part))
     return DecodeSelection(
         kernel=best.kernel,
+        least_rows=part.least_rows,
+        most_rows=part.most_rows,
         ctas=best.grid.ctas,
         heads_together=best.grid.heads_together,
-        row_tiles=best.grid.row_tiles,
+        # The kernel numbers its pairs by the bound, also where the requests that it takes have fewer.
+        row_tiles=-(-shape.rows // _trait(best.kernel, "rows")),
         splits=shape.splits,
         microseconds=best.estimate.microseconds,
-        reason=_reason(best, shape, device),
+        reason=_reason(best, shape, part, device),
         candidates=candidates,
     )
 
 
-def _order(fit: Fit, shape: DecodeShape) -> tuple[int, int, int, bool, float, str]:
-    padding = fit.grid.row_tiles * _trait(fit.kernel, "rows") - shape.rows
+def _order(fit: Fit, shape: DecodeShape, part: Part) -> tuple[int, int, int, bool, float, str]:
+    padding = fit.grid.row_tiles * _trait(fit.kernel, "rows") - min(shape.rows, part.most_rows)
     target = fit.kernel.architecture
     closeness = (-target.number, target.suffix != "a")
     return padding, fit.grid.row_tiles, *closeness, fit.estimate.microseconds, fit.kernel.name
 
 
-def _look_at(kernel: OwnKernel, shape: DecodeShape, device: DeviceFacts, costs: Costs) -> Candidate:
+def _look_at(kernel: OwnKernel, shape: DecodeShape, part: Part, device: DeviceFacts, costs: Costs) -> Candidate:
     unfit = _unfit(kernel, shape, device)
+    if not unfit and part.arithmetic not in (None, kernel.traits["arithmetic"]):
+        unfit = f"{kernel.traits['arithmetic']}; batch_invariant has {part.arithmetic} for {part}"
     if unfit:
         return Candidate(kernel, None, unfit)
-    grid = _grid(kernel, shape, device, costs)
-    return Candidate(kernel, Fit(kernel, grid, estimate(_work(kernel, grid, shape, device), costs)))
+    grids = _grids(kernel, shape, part, device, costs)
+    fits = [Fit(kernel, grid, estimate(_work(kernel, grid, shape, part, device), costs)) for grid in grids]
+    limit = min(fit.estimate.microseconds for fit in fits) * (1 + costs.equal_within)
+    best = next(fit for fit in fits if fit.estimate.microseconds <= limit)
+    return Candidate(kernel, best, other_fits=tuple(fit for fit in fits if fit is not best))
 
 
 def _unfit(kernel: OwnKernel, shape: DecodeShape, device: DeviceFacts) -> str:
@@ -174,50 +191,59 @@ def _unfit(kernel: OwnKernel, shape: DecodeShape, device: DeviceFacts) -> str:
     return ""
 
 
-def _grid(kernel: OwnKernel, shape: DecodeShape, device: DeviceFacts, costs: Costs) -> Grid:
-    row_tiles = max(1, -(-shape.rows // _trait(kernel, "rows")))
-    pairs, pair_tiles = _pairs(kernel, shape), _pair_tiles(kernel, shape)
-    tiles = pairs * pair_tiles
+def _grids(kernel: OwnKernel, shape: DecodeShape, part: Part, device: DeviceFacts, costs: Costs) -> list[Grid]:
+    """One for each number of CTAs on a multiprocessor that the work is enough for."""
+    row_tiles = max(1, -(-min(shape.rows, part.most_rows) // _trait(kernel, "rows")))
+    pairs = _pairs(kernel, shape, part)
     # What one CTA takes at a time: a tile of the line, or a part of a pair.
-    units = pairs * min(shape.splits, pair_tiles) if shape.splits else tiles
-    resident = _resident(kernel, device) if tiles >= costs.tiles_for_full_residency * device.multiprocessors else 1
-    ctas = min(resident * device.multiprocessors, units)
-    together = max(
-        d for d in range(1, costs.heads_together + 1) if shape.kv_heads % d == 0 and ctas % d * costs.idle_share <= ctas
-    )
-    return Grid(ctas - ctas % together, resident, together, row_tiles, tiles)
+    units = pairs * (shape.splits or shape.tiles)
+    grids = []
+    for resident in range(1, _resident(kernel, device) + 1):
+        if resident > 1 and units <= (resident - 1) * device.multiprocessors:
+            break
+        ctas = min(resident * device.multiprocessors, units)
+        together = max(
+            d
+            for d in range(1, costs.heads_together + 1)
+            if shape.kv_heads % d == 0 and ctas % d * costs.idle_share <= ctas
+        )
+        grids.append(Grid(ctas - ctas % together, resident, together, row_tiles, pairs * shape.tiles))
+    return grids
 
 
-def _pairs(kernel: OwnKernel, shape: DecodeShape) -> int:
+def _requests(shape: DecodeShape, part: Part) -> int:
+    """Requests that a launch can have at most; those of many rows take many of the tokens."""
+    if not shape.ragged:
+        return max(1, shape.batch)
+    return max(1, min(shape.batch, shape.tokens * shape.group // max(1, part.least_rows)))
+
+
+def _pairs(kernel: OwnKernel, shape: DecodeShape, part: Part) -> int:
     """(request, KV head, row tile) that have work at most; ragged requests fill fewer row tiles than their bound."""
-    rows = _trait(kernel, "rows")
-    row_tiles = max(1, -(-shape.rows // rows)) * shape.batch
+    rows, requests = _trait(kernel, "rows"), _requests(shape, part)
+    row_tiles = max(1, -(-min(shape.rows, part.most_rows) // rows)) * requests
     if shape.ragged:
-        row_tiles = min(row_tiles, shape.batch + shape.tokens * shape.group // rows)
-    return max(1, row_tiles) * shape.kv_heads
+        row_tiles = min(row_tiles, requests + shape.tokens * shape.group // rows)
+    return row_tiles * shape.kv_heads
 
 
-def _pair_tiles(kernel: OwnKernel, shape: DecodeShape) -> int:
-    return max(1, -(-shape.kv_tokens // _trait(kernel, "tile_tokens")))
-
-
-def _work(kernel: OwnKernel, grid: Grid, shape: DecodeShape, device: DeviceFacts) -> Work:
+def _work(kernel: OwnKernel, grid: Grid, shape: DecodeShape, part: Part, device: DeviceFacts) -> Work:
     item_bytes = ITEM_BYTES[shape.dtype]
-    pairs, pair_tiles = _pairs(kernel, shape), _pair_tiles(kernel, shape)
+    pairs, requests = _pairs(kernel, shape, part), _requests(shape, part)
     if shape.splits:
-        parts = min(shape.splits, pair_tiles)
-        tiles_per_cta = -(-pairs * parts // grid.ctas) * -(-pair_tiles // parts)
+        parts = shape.splits
+        tiles_per_cta = -(-pairs * parts // grid.ctas) * -(-shape.tiles // parts)
     else:
         # Lengths differ, so that the cuts of the line do not fall on the ends of pairs.
-        parts = min(pair_tiles, -(-grid.ctas // pairs) + 1)
+        parts = min(shape.tiles, -(-grid.ctas // pairs) + 1)
         tiles_per_cta = -(-grid.tiles // grid.ctas)
     return Work(
-        kv_bytes=2 * shape.batch * shape.kv_heads * shape.kv_tokens * shape.head_dim * item_bytes,
+        kv_bytes=2 * requests * shape.kv_heads * shape.kv_tokens * shape.head_dim * item_bytes,
         item_bytes=item_bytes,
         rows=_trait(kernel, "rows"),
         head_dim=shape.head_dim,
-        tile_tokens=_trait(kernel, "tile_tokens"),
-        row_tiles=pairs / (max(1, shape.batch) * shape.kv_heads),
+        resident=grid.resident,
+        row_tiles=pairs / (requests * shape.kv_heads),
         tiles_per_cta=tiles_per_cta,
         parts=parts,
         multiprocessors=device.multiprocessors,
@@ -229,18 +255,18 @@ def _resident(kernel: OwnKernel, device: DeviceFacts) -> int:
     return max(1, min(by_shared, _trait(kernel, "ctas_per_multiprocessor")))
 
 
-def _reason(fit: Fit, shape: DecodeShape, device: DeviceFacts) -> str:
+def _reason(fit: Fit, shape: DecodeShape, part: Part, device: DeviceFacts) -> str:
     kernel, grid = fit.kernel, fit.grid
     built = f"built for {kernel.architecture}" + ("" if kernel.status == MEASURED else f" ({kernel.status})")
     tokens = f"{'up to ' if shape.ragged else ''}{_count(shape.q_len, 'query token')}"
     keys = f"{_trait(kernel, 'tile_tokens')} keys" + (" in the window" if shape.kv_tokens < shape.max_seq_len else "")
-    splits = f"; {shape.splits} splits from {_count(shape.kv_heads, 'KV head')} alone" if shape.splits else ""
+    invariant = f"; {part.arithmetic} for {part}, at most {_count(shape.splits, 'split')} a pair by its own tiles"
     return (
         f"{built}; {tokens} x {_count(shape.group, 'query head')} a KV head in "
         f"{_count(grid.row_tiles, 'row tile')} of {kernel.traits['rows']}; "
         f"at most {_count(grid.tiles, 'tile')} of {keys} over {_count(grid.ctas, 'CTA')} "
         f"({grid.resident} on each of {device.multiprocessors} multiprocessors), "
-        f"{_count(grid.heads_together, 'KV head')} side by side{splits}; "
+        f"{_count(grid.heads_together, 'KV head')} side by side{invariant if shape.splits else ''}; "
         f"about {fit.estimate.microseconds:.1f} us, limited by {fit.estimate.limit}"
     )
 

@@ -10,13 +10,15 @@ from decode_kernels import decode_kernel
 from cubin_runtime.artifacts.path import ArtifactPath
 from cubin_runtime.launch.hopper.decode import (
     STEP_FIELDS,
+    WORKSPACE_POINTERS,
     CacheView,
     DecodeProblem,
+    decode_launches,
     decode_plan,
     decode_regions,
 )
 from cubin_runtime.launch.hopper.params import PAGED_DECODE_COPY, PAGED_DECODE_TMA
-from cubin_runtime.launch.hopper.select import DecodeSelection
+from cubin_runtime.launch.hopper.select import ANY_ROWS, DecodeSelection
 from cubin_runtime.launch.plan import LaunchPlan
 from cubin_runtime.launch.tensormap import TensorMapSpec
 
@@ -47,6 +49,8 @@ def selection(rows: int = 8, splits: int = 0, **traits: Any) -> DecodeSelection:
     """24 CTAs; row tiles as the problem's 20 rows make them."""
     return DecodeSelection(
         kernel=decode_kernel(rows=rows, **traits),
+        least_rows=0,
+        most_rows=ANY_ROWS,
         ctas=24,
         heads_together=2,
         row_tiles=-(-20 // rows),
@@ -67,8 +71,8 @@ def plan(problem: DecodeProblem = PROBLEM, chosen: DecodeSelection | None = None
     return decode_plan(chosen or selection(), ArtifactPath("r/k.cubin"), "0" * 64, layout, problem, k, v)
 
 
-def sizes(chosen: DecodeSelection, problem: DecodeProblem = PROBLEM) -> dict[str, int]:
-    return {region.name: region.nbytes for region in decode_regions(chosen, problem)}
+def sizes(*chosen: DecodeSelection) -> dict[str, int]:
+    return {region.name: region.nbytes for region in decode_regions(decode_launches(chosen, PROBLEM))}
 
 
 def test_a_grid_that_cuts_the_pairs_has_two_partials_and_a_counter_a_cta() -> None:
@@ -92,8 +96,26 @@ def test_pairs_cut_into_a_fixed_number_have_a_counter_each_and_that_many_partial
 
 @pytest.mark.parametrize("splits", [0, 64])
 def test_status_and_counters_begin_as_zeros(splits: int) -> None:
-    zeroed = {region.name for region in decode_regions(selection(splits=splits), PROBLEM) if region.zeroed}
-    assert zeroed == {"status", "counters"}
+    (launch,) = decode_launches([selection(splits=splits)], PROBLEM)
+    assert {region.name for region in launch.regions if region.zeroed} == {"status", "counters"}
+
+
+def test_launches_share_the_status_word_and_nothing_else() -> None:
+    apart = sizes(selection(rows=16, splits=4), selection(rows=64, splits=4))
+    assert apart == {
+        "status": 4,
+        "counters 1": 12 * 4,
+        "partial_statistics 1": 12 * 4 * 16 * 2 * 4,
+        "partial_out 1": 12 * 4 * 16 * 128 * 4,
+        "counters 2": 6 * 4,
+        "partial_statistics 2": 6 * 4 * 64 * 2 * 4,
+        "partial_out 2": 6 * 4 * 64 * 128 * 4,
+    }
+
+
+def test_a_launch_s_regions_stand_in_the_order_of_its_pointers() -> None:
+    for launch in decode_launches([selection(), selection()], PROBLEM):
+        assert tuple(region.name.split()[0] for region in launch.regions) == WORKSPACE_POINTERS
 
 
 def test_every_field_says_what_was_planned() -> None:
@@ -123,6 +145,11 @@ def test_every_field_says_what_was_planned() -> None:
         "output_scale": 3.0,
     }
     assert {name: values[name] for name in expected} == expected
+
+
+def test_a_launch_says_which_requests_it_takes() -> None:
+    values = plan(chosen=replace(selection(), least_rows=17, most_rows=40)).values
+    assert (values["least_rows"], values["most_rows"]) == (17, 40)
 
 
 def test_what_a_step_brings_is_null_in_the_plan() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -9,12 +10,17 @@ from examples import H100, device
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cubin_runtime.artifacts.own_kernels import OwnKernel
 from cubin_runtime.errors import UsageError
-from cubin_runtime.launch.hopper.costs import H200, restated
-from cubin_runtime.launch.hopper.select import Candidate, DecodeSelection, DecodeShape, select_decode
+from cubin_runtime.launch.driver import DeviceFacts
+from cubin_runtime.launch.hopper.costs import H200, Costs, restated
+from cubin_runtime.launch.hopper.select import ANY_ROWS, Candidate, DecodeSelection, select_decode
+from cubin_runtime.launch.hopper.shape import DecodeShape, split_count
 
 SHAPE = DecodeShape("bf16", 128, group=8, kv_heads=8, batch=64, max_seq_len=8192)
 ALL = (*PORTABLE, *HOPPER)
+WARPGROUPS = "warpgroups of 64 rows"
+H200_DEVICE = replace(H100, name="NVIDIA H200")
 
 shapes = st.builds(
     DecodeShape,
@@ -32,8 +38,22 @@ shapes = st.builds(
 )
 
 
+def one(
+    kernels: Iterable[OwnKernel], shape: DecodeShape, on: DeviceFacts = H200_DEVICE, costs: Costs | None = None
+) -> DecodeSelection:
+    """The only launch."""
+    (selection,) = select_decode(kernels, shape, on, costs)
+    return selection
+
+
 def chosen(**changes: Any) -> DecodeSelection:
-    return select_decode(ALL, replace(SHAPE, **changes), H100)
+    return one(ALL, replace(SHAPE, **changes))
+
+
+def launches(**changes: Any) -> list[tuple[object, int, int]]:
+    """Arithmetic and rows of each launch of a batch_invariant decode."""
+    made = select_decode(ALL, replace(SHAPE, batch_invariant=True, **changes), H200_DEVICE)
+    return [(launch.kernel.traits["arithmetic"], launch.least_rows, launch.most_rows) for launch in made]
 
 
 def rows_of(selection: DecodeSelection) -> tuple[object, int]:
@@ -64,7 +84,7 @@ def microseconds(candidate: Candidate) -> float:
     ],
 )
 def test_of_equals_the_closest_target_that_runs_is_chosen(capability: tuple[int, int], sm: str) -> None:
-    assert select_decode(ALL, SHAPE, device(*capability)).kernel.sm == sm
+    assert one(ALL, SHAPE, device(*capability)).kernel.sm == sm
 
 
 @pytest.mark.parametrize(
@@ -77,8 +97,8 @@ def test_of_equals_the_closest_target_that_runs_is_chosen(capability: tuple[int,
         (2, 8, 16, 1),
         (1, 17, 64, 1),
         (8, 8, 64, 1),
-        (5, 13, 64, 2),
-        (16, 32, 64, 8),
+        (5, 13, 128, 1),
+        (16, 32, 128, 4),
     ],
 )
 def test_rows_are_those_that_read_the_cache_least(q_len: int, group: int, rows: int, row_tiles: int) -> None:
@@ -92,7 +112,7 @@ def test_every_head_dim_of_the_metadata_is_served(head_dim: int, rows: int) -> N
 
 def test_a_head_dim_that_nobody_thought_of_is_served_if_a_kernel_has_it() -> None:
     made = decode_kernel(head_dim=96)
-    assert select_decode((*ALL, made), replace(SHAPE, head_dim=96), H100).kernel == made
+    assert one((*ALL, made), replace(SHAPE, head_dim=96)).kernel == made
 
 
 def test_large_groups_loop_over_row_tiles() -> None:
@@ -100,47 +120,49 @@ def test_large_groups_loop_over_row_tiles() -> None:
 
 
 def test_a_slower_tile_is_not_taken_for_less_padding() -> None:
-    slow = restated(H200, {"tile_us_16bit_rows8": 50.0})
-    assert rows_of(select_decode(ALL, SHAPE, H100, slow)) == (16, 1)
+    slow = restated(H200, {f"start_us_16bit_d128_rows8_ctas{ctas}": 500.0 for ctas in (1, 2)})
+    assert rows_of(one(ALL, SHAPE, costs=slow)) == (16, 1)
 
 
 def test_the_least_padding_is_taken_where_times_are_equal() -> None:
-    selection = chosen()
-    fitting = {microseconds(c) for c in selection.candidates if c.fit}
-    assert (len(fitting), rows_of(selection)) == (1, (8, 1))
+    by_reading = restated(H200, {"read_tb_per_s": 0.01})
+    selection = one(ALL, SHAPE, costs=by_reading)
+    assert max(microseconds(c) for c in selection.candidates if c.fit) < 1.02 * selection.microseconds
+    assert rows_of(selection) == (8, 1)
 
 
 def test_predictions_that_hardly_differ_are_equal() -> None:
-    large = replace(SHAPE, batch=1, max_seq_len=1 << 18)
-    close = restated(H200, {"read_tb_per_s": 1.0, "merge_us": 4.0})
-    exact = restated(close, {"equal_within": 1e-9})
-    assert rows_of(select_decode(ALL, large, H100, close)) == (8, 1)
-    assert rows_of(select_decode(ALL, large, H100, exact)) == (64, 1)
+    exact = restated(H200, {"equal_within": 1e-9})
+    draft = replace(SHAPE, batch=32, q_len=2, max_seq_len=16384)
+    assert rows_of(one(ALL, draft)) == (16, 1)
+    assert rows_of(one(ALL, draft, costs=exact)) == (64, 1)
 
 
 def test_equals_with_equal_padding_read_the_cache_fewer_times() -> None:
-    assert rows_of(chosen(batch=1, q_len=2, max_seq_len=64)) == (16, 1)
+    alike = restated(H200, {"start_us_16bit_d128_rows16_ctas1": 6.6})
+    assert rows_of(one(ALL, replace(SHAPE, batch=1, q_len=2, max_seq_len=64), costs=alike)) == (16, 1)
 
 
 def test_shared_memory_that_the_device_does_not_have_rules_a_kernel_out() -> None:
     large = decode_kernel("86", dynamic_shared_bytes=120 << 10)
     small = replace(device(8, 6), shared_bytes_per_block_optin=99 << 10)
-    selection = select_decode((large, decode_kernel("80", dynamic_shared_bytes=90 << 10)), SHAPE, small)
+    selection = one((large, decode_kernel("80", dynamic_shared_bytes=90 << 10)), SHAPE, small)
     assert selection.kernel.sm == "80"
     assert words(selection)[large.name] == "needs 122880 bytes of shared memory a block, the device has 101376"
 
 
 @given(shapes)
 def test_no_candidate_is_predicted_to_be_much_faster(shape: DecodeShape) -> None:
-    selection = select_decode(HOPPER, shape, H100)
-    assert selection.microseconds <= 1.02 * min(map(microseconds, selection.candidates))
+    for selection in select_decode(HOPPER, shape, H100):
+        assert selection.microseconds <= 1.02 * min(map(microseconds, selection.candidates))
 
 
 @given(shapes, st.randoms(use_true_random=False))
 def test_the_order_of_the_list_does_not_matter(shape: DecodeShape, random: Any) -> None:
     shuffled = list(ALL)
     random.shuffle(shuffled)
-    assert select_decode(ALL, shape, H100).kernel == select_decode(shuffled, shape, H100).kernel
+    made, again = select_decode(ALL, shape, H100), select_decode(shuffled, shape, H100)
+    assert [launch.kernel for launch in made] == [launch.kernel for launch in again]
 
 
 # -- which grid
@@ -148,12 +170,12 @@ def test_the_order_of_the_list_does_not_matter(shape: DecodeShape, random: Any) 
 
 @given(shapes)
 def test_the_grid_holds_what_the_kernel_relies_on(shape: DecodeShape) -> None:
-    made = select_decode(HOPPER, shape, H100)
-    most = int(made.kernel.traits["ctas_per_multiprocessor"]) * H100.multiprocessors
-    assert 1 <= made.ctas <= most
-    assert (made.ctas % made.heads_together, shape.kv_heads % made.heads_together) == (0, 0)
-    assert (made.row_tiles - 1) * int(made.kernel.traits["rows"]) < shape.q_len * shape.group
-    assert made.row_tiles * int(made.kernel.traits["rows"]) >= shape.q_len * shape.group
+    for made in select_decode(HOPPER, shape, H100):
+        most = int(made.kernel.traits["ctas_per_multiprocessor"]) * H100.multiprocessors
+        assert 1 <= made.ctas <= most
+        assert (made.ctas % made.heads_together, shape.kv_heads % made.heads_together) == (0, 0)
+        assert (made.row_tiles - 1) * int(made.kernel.traits["rows"]) < shape.q_len * shape.group
+        assert made.row_tiles * int(made.kernel.traits["rows"]) >= shape.q_len * shape.group
 
 
 def test_a_large_problem_gets_two_ctas_a_multiprocessor() -> None:
@@ -172,12 +194,12 @@ def test_a_kernel_that_fills_a_multiprocessor_alone_gets_one() -> None:
     ("kv_heads", "together"), [(1, 1), (2, 2), (3, 3), (5, 5), (7, 7), (8, 8), (12, 6), (16, 8), (11, 1)]
 )
 def test_heads_are_read_side_by_side_in_divisors_up_to_eight(kv_heads: int, together: int) -> None:
-    assert chosen(kv_heads=kv_heads).heads_together == together
+    assert chosen(kv_heads=kv_heads, dtype="e4m3").heads_together == together
 
 
 def test_heads_are_not_read_side_by_side_where_too_many_ctas_would_idle() -> None:
     few = replace(SHAPE, kv_heads=7, batch=1, max_seq_len=64 * 40)
-    assert select_decode(ALL, few, replace(H100, multiprocessors=13)).heads_together == 1
+    assert one(ALL, few, replace(H100, multiprocessors=13)).heads_together == 1
 
 
 def test_a_small_problem_gets_one_cta_a_tile() -> None:
@@ -204,7 +226,7 @@ def test_ragged_requests_without_a_token_still_get_a_grid() -> None:
 
 def test_shared_memory_limits_the_ctas_of_a_multiprocessor() -> None:
     large = tuple(replace(k, dynamic_shared_bytes=200 << 10) for k in HOPPER)
-    assert select_decode(large, SHAPE, H100).ctas == 128
+    assert one(large, SHAPE).ctas == 128
 
 
 @pytest.mark.parametrize(
@@ -220,31 +242,117 @@ def test_a_window_never_reads_more(shape: DecodeShape, window_left: int) -> None
     assert narrow.kv_tokens <= replace(narrow, window_left=window_left + 1).kv_tokens <= shape.max_seq_len
 
 
-# -- splits
+# -- batch_invariant: launches and splits
 
 
-@pytest.mark.parametrize(("kv_heads", "splits"), [(1, 128), (2, 64), (3, 43), (8, 16), (64, 2), (128, 1), (200, 1)])
-def test_batch_invariant_splits_come_from_the_kv_heads(kv_heads: int, splits: int) -> None:
-    assert chosen(kv_heads=kv_heads, batch_invariant=True).splits == splits
+def test_by_default_one_launch_takes_all_requests() -> None:
+    made = chosen(q_len=16, tokens=300, ragged=True)
+    assert (made.least_rows, made.most_rows) == (0, ANY_ROWS)
+
+
+@pytest.mark.parametrize(("head_dim", "dtype"), [(64, "fp16"), (128, "bf16"), (128, "e4m3")])
+@pytest.mark.parametrize(
+    ("q_len", "group", "arithmetic"),
+    [(1, 1, "warps"), (2, 8, "warps"), (1, 16, "warps"), (1, 17, WARPGROUPS), (3, 8, WARPGROUPS), (16, 32, WARPGROUPS)],
+)
+def test_requests_of_one_number_of_rows_get_its_arithmetic(
+    head_dim: int, dtype: str, q_len: int, group: int, arithmetic: str
+) -> None:
+    asked = launches(head_dim=head_dim, dtype=dtype, q_len=q_len, group=group)
+    assert asked == [(arithmetic, 0, ANY_ROWS)]
+
+
+def test_ragged_requests_of_either_arithmetic_get_a_launch_each() -> None:
+    assert launches(q_len=3, tokens=99, ragged=True) == [("warps", 0, 16), (WARPGROUPS, 17, ANY_ROWS)]
+
+
+@pytest.mark.parametrize(("q_len", "group", "arithmetic"), [(2, 8, "warps"), (16, 1, "warps"), (2, 17, WARPGROUPS)])
+def test_ragged_requests_that_cannot_have_the_other_arithmetic_get_one(q_len: int, group: int, arithmetic: str) -> None:
+    assert launches(q_len=q_len, group=group, tokens=99, ragged=True) == [(arithmetic, 0, ANY_ROWS)]
+
+
+@pytest.mark.parametrize("head_dim", [32, 256, 512])
+def test_warps_take_all_where_there_is_nothing_else(head_dim: int) -> None:
+    assert launches(head_dim=head_dim, q_len=16, tokens=99, ragged=True) == [("warps", 0, ANY_ROWS)]
+
+
+@given(shapes, shapes)
+def test_a_request_s_own_rows_decide_its_arithmetic(bound: DecodeShape, own: DecodeShape) -> None:
+    alone = replace(own, dtype=bound.dtype, head_dim=bound.head_dim, batch_invariant=True, ragged=False)
+    among = replace(bound, group=alone.group, q_len=max(bound.q_len, alone.q_len), batch_invariant=True, ragged=True)
+    taking = [s for s in select_decode(HOPPER, among, H100) if s.least_rows <= alone.rows <= s.most_rows]
+    expected = one(HOPPER, alone).kernel.traits["arithmetic"]
+    assert [s.kernel.traits["arithmetic"] for s in taking] == [expected]
+
+
+def test_a_kernel_of_other_arithmetic_is_told_so() -> None:
+    few, many = select_decode(ALL, replace(SHAPE, q_len=3, tokens=99, ragged=True, batch_invariant=True), H200_DEVICE)
+    wanted = "batch_invariant has warps for requests of up to 16 rows"
+    assert words(few)["decode_bf16_d128_rows64_sm90a"] == f"{WARPGROUPS}; {wanted}"
+    wanted = f"batch_invariant has {WARPGROUPS} for requests of at least 17 rows"
+    assert words(many)["decode_bf16_d128_rows128_sm90a"] == f"warpgroups of 128 rows; {wanted}"
+
+
+def test_a_release_without_warps_has_nothing_for_few_rows() -> None:
+    lone = decode_kernel(rows=64)
+    with pytest.raises(UsageError, match=f"{lone.name}: {WARPGROUPS}; batch_invariant has warps for all requests"):
+        select_decode((lone,), replace(SHAPE, batch_invariant=True), H100)
+
+
+def test_a_launch_for_few_rows_is_sized_for_few() -> None:
+    few, many = select_decode(ALL, replace(SHAPE, q_len=16, tokens=64, ragged=True, batch_invariant=True), H200_DEVICE)
+    assert "1 row tile of 16" in few.reason or "1 row tile of 8" in few.reason
+    assert "in 2 row tiles of 64" in many.reason
+    assert few.row_tiles * int(few.kernel.traits["rows"]) == 128
+
+
+@pytest.mark.parametrize(("kv_heads", "splits"), [(1, 64), (2, 64), (3, 43), (8, 16), (64, 2), (128, 1), (200, 1)])
+def test_long_pairs_are_split_by_the_kv_heads(kv_heads: int, splits: int) -> None:
+    assert chosen(kv_heads=kv_heads, max_seq_len=65536, batch_invariant=True).splits == splits
+
+
+@pytest.mark.parametrize(
+    ("tokens", "splits"),
+    [(0, 1), (1, 1), (256, 1), (257, 2), (769, 4), (4096, 4), (4097, 5), (16384, 16), (1 << 20, 128)],
+)
+def test_a_bound_on_the_keys_bounds_the_splits(tokens: int, splits: int) -> None:
+    assert chosen(kv_heads=1, max_seq_len=tokens, batch_invariant=True).splits == splits
+
+
+def test_a_window_bounds_the_splits() -> None:
+    assert chosen(kv_heads=1, max_seq_len=1 << 20, window_left=127, batch_invariant=True).splits == 1
 
 
 def test_the_grid_cuts_the_pairs_by_default() -> None:
     assert chosen().splits == 0
 
 
-@given(shapes, shapes)
-def test_splits_depend_on_nothing_else(one: DecodeShape, other: DecodeShape) -> None:
-    alike = replace(other, kv_heads=one.kv_heads, batch_invariant=one.batch_invariant)
-    assert select_decode(HOPPER, one, H100).splits == select_decode(HOPPER, alike, H100).splits
+@given(st.integers(1, 1 << 14), st.integers(1, 1 << 14))
+def test_the_parts_of_a_pair_never_fall_with_its_tiles(tiles: int, more: int) -> None:
+    assert 1 <= split_count(tiles) <= min(tiles, split_count(tiles + more))
+
+
+@given(shapes, st.integers(0, 1 << 20), st.integers(0, 16), st.integers(0, 1 << 20))
+def test_the_parts_of_a_request_do_not_depend_on_the_bounds(
+    shape: DecodeShape, length: int, q_len: int, bound: int
+) -> None:
+    """As the kernel counts a request's tiles and parts, under two bounds."""
+    tight = replace(shape, batch_invariant=True, q_len=max(1, q_len), max_seq_len=length)
+    wide = replace(tight, q_len=16, max_seq_len=length + bound)
+    begin = max(0, length - q_len - 1 - shape.window_left) if shape.window_left >= 0 else 0
+    tiles = max(1, -(-length // 64) - begin // 64)
+    assert tiles <= tight.tiles
+    assert min(tight.splits, split_count(tiles)) == min(wide.splits, split_count(tiles))
 
 
 def test_a_batch_invariant_grid_has_at_most_a_cta_a_part() -> None:
-    assert chosen(batch=1, kv_heads=4, max_seq_len=8192, batch_invariant=True).ctas == 128
-    assert chosen(batch=1, kv_heads=4, max_seq_len=640, batch_invariant=True).ctas == 40
+    assert chosen(batch=1, kv_heads=4, max_seq_len=8192, batch_invariant=True).ctas == 32
+    assert chosen(batch=1, kv_heads=4, max_seq_len=640, batch_invariant=True).ctas == 12
 
 
 def test_the_reason_says_what_the_splits_come_from() -> None:
-    assert "16 splits from 8 KV heads alone" in chosen(batch_invariant=True).reason
+    reason = chosen(batch_invariant=True).reason
+    assert "warps for all requests, at most 8 splits a pair by its own tiles" in reason
 
 
 # -- words
@@ -254,7 +362,7 @@ def test_the_reason_tells_rows_grid_and_time() -> None:
     reason = chosen(batch=8, q_len=2, max_seq_len=4096).reason
     assert "2 query tokens x 8 query heads a KV head in 1 row tile of 16" in reason
     assert "4096 tiles of 64 keys over 128 CTAs (1 on each of 132 multiprocessors), 8 KV heads side by side" in reason
-    assert "us, limited by DRAM reads" in reason
+    assert "us, limited by a CTA's tiles" in reason
 
 
 def test_the_reason_names_a_window_that_counts() -> None:
@@ -263,7 +371,7 @@ def test_the_reason_names_a_window_that_counts() -> None:
 
 
 def test_a_kernel_that_was_not_run_says_so() -> None:
-    assert "built for sm_80 (built, not run)" in select_decode(ALL, SHAPE, device(8, 0)).reason
+    assert "built for sm_80 (built, not run)" in one(ALL, SHAPE, device(8, 0)).reason
 
 
 def test_every_candidate_is_told_with_a_word() -> None:

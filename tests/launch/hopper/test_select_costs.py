@@ -13,7 +13,7 @@ from cubin_runtime.launch.hopper.costs import (
     OTHER,
     Costs,
     Estimate,
-    TileCost,
+    KernelCost,
     Work,
     costs_of,
     estimate,
@@ -24,23 +24,28 @@ from cubin_runtime.launch.hopper.costs import (
 COSTS = Costs(
     gpu="made up",
     launch_us=3.0,
-    first_byte_us=2.0,
     read_tb_per_s=4.0,
     l2_tb_per_s=5.0,
     merge_us=2.5,
     merge_parts=16,
     equal_within=0.02,
-    tiles_for_full_residency=200,
     heads_together=8,
     idle_share=32,
-    tiles=(TileCost(2, 8, 0.4), TileCost(2, 16, 0.6), TileCost(2, 64, 1.2), TileCost(1, 16, 0.5)),
+    kernels=(
+        KernelCost(2, 64, 16, 1, 5.0, 0.4),
+        KernelCost(2, 128, 8, 1, 1.0, 0.4),
+        KernelCost(2, 128, 16, 1, 2.0, 0.6),
+        KernelCost(2, 128, 16, 2, 3.0, 1.0),
+        KernelCost(2, 128, 64, 1, 8.0, 1.2),
+        KernelCost(1, 128, 16, 1, 2.0, 0.5),
+    ),
 )
 WORK = Work(
     kv_bytes=100_000_000,
     item_bytes=2,
     rows=16,
     head_dim=128,
-    tile_tokens=64,
+    resident=1,
     row_tiles=1.0,
     tiles_per_cta=20,
     parts=4,
@@ -54,7 +59,7 @@ works = st.builds(
     item_bytes=st.just(2),
     rows=st.integers(1, 128),
     head_dim=st.integers(8, 1024),
-    tile_tokens=st.just(64),
+    resident=st.sampled_from([1, 2]),
     row_tiles=st.floats(1, 64),
     tiles_per_cta=sizes,
     parts=sizes,
@@ -75,7 +80,7 @@ def test_only_the_longest_of_what_runs_side_by_side_counts() -> None:
     [
         ((5, 25, 20, 12, 2), "DRAM reads"),
         ((5, 25, 30, 12, 2), "L2 reads"),
-        ((5, 25, 30, 40, 2), "computing"),
+        ((5, 25, 30, 40, 2), "a CTA's tiles"),
         ((5, 6, 3, 2, 2), "latency"),
     ],
 )
@@ -97,26 +102,37 @@ def test_merging_grows_with_the_parts(parts: int, us: float) -> None:
     assert estimate(replace(WORK, parts=parts), COSTS).merge_us == us
 
 
-@pytest.mark.parametrize(("rows", "us"), [(4, 0.4), (8, 0.4), (12, 0.5), (16, 0.6), (40, 0.9), (64, 1.2), (128, 2.4)])
-def test_a_tile_costs_by_its_rows(rows: int, us: float) -> None:
-    assert COSTS.tile_us(2, rows, 128) == pytest.approx(us)
+@pytest.mark.parametrize(
+    ("rows", "start", "tile"),
+    [(4, 1.0, 0.4), (8, 1.0, 0.4), (12, 1.5, 0.5), (16, 2.0, 0.6), (40, 5.0, 0.9), (64, 8.0, 1.2), (128, 8.0, 2.4)],
+)
+def test_a_kernel_costs_by_its_rows(rows: int, start: float, tile: float) -> None:
+    assert COSTS.kernel_us(2, 128, rows, 1) == pytest.approx((start, tile))
 
 
-@pytest.mark.parametrize(("head_dim", "us"), [(32, 0.1), (64, 0.2), (512, 1.6)])
-def test_a_tile_costs_in_proportion_to_the_head(head_dim: int, us: float) -> None:
-    assert COSTS.tile_us(2, 8, head_dim) == pytest.approx(us)
+@pytest.mark.parametrize(("head_dim", "us"), [(32, 0.2), (64, 0.4), (96, 0.6), (128, 0.6), (512, 2.4)])
+def test_a_tile_costs_in_proportion_to_the_nearest_head_below(head_dim: int, us: float) -> None:
+    assert COSTS.kernel_us(2, head_dim, 16, 1)[1] == pytest.approx(us)
 
 
-def test_one_known_tile_gives_the_others_of_its_item() -> None:
-    assert (COSTS.tile_us(1, 8, 128), COSTS.tile_us(1, 32, 128)) == (0.5, 1.0)
+def test_ctas_that_share_a_multiprocessor_have_costs_of_their_own() -> None:
+    assert COSTS.kernel_us(2, 128, 16, 2) == (3.0, 1.0)
+
+
+def test_where_two_ctas_were_not_measured_those_of_one_serve() -> None:
+    assert COSTS.kernel_us(2, 64, 16, 2) == COSTS.kernel_us(2, 64, 16, 1)
+
+
+def test_one_known_kernel_gives_the_others_of_its_item() -> None:
+    assert (COSTS.kernel_us(1, 128, 8, 1), COSTS.kernel_us(1, 128, 32, 1)) == ((2.0, 0.5), (2.0, 1.0))
 
 
 def test_an_item_without_costs_is_named() -> None:
     with pytest.raises(UsageError, match="made up: none for a KV item of 4 bytes"):
-        COSTS.tile_us(4, 8, 128)
+        COSTS.kernel_us(4, 128, 8, 1)
 
 
-@given(works, st.sampled_from(["kv_bytes", "row_tiles", "tiles_per_cta", "parts", "rows", "head_dim"]), sizes)
+@given(works, st.sampled_from(["kv_bytes", "row_tiles", "tiles_per_cta", "parts"]), sizes)
 def test_more_work_never_takes_less(work: Work, name: str, more: int) -> None:
     larger = replace(work, **{name: getattr(work, name) + more})
     assert estimate(larger, H200).microseconds >= estimate(work, H200).microseconds
@@ -138,19 +154,25 @@ def test_a_device_has_the_constants_of_its_name(name: str, costs: Costs) -> None
 def test_constants_are_told_by_name() -> None:
     assert stated(COSTS) == {
         "launch_us": 3.0,
-        "first_byte_us": 2.0,
         "read_tb_per_s": 4.0,
         "l2_tb_per_s": 5.0,
         "merge_us": 2.5,
         "merge_parts": 16,
         "equal_within": 0.02,
-        "tiles_for_full_residency": 200,
         "heads_together": 8,
         "idle_share": 32,
-        "tile_us_16bit_rows8": 0.4,
-        "tile_us_16bit_rows16": 0.6,
-        "tile_us_16bit_rows64": 1.2,
-        "tile_us_8bit_rows16": 0.5,
+        "start_us_16bit_d64_rows16_ctas1": 5.0,
+        "tile_us_16bit_d64_rows16_ctas1": 0.4,
+        "start_us_16bit_d128_rows8_ctas1": 1.0,
+        "tile_us_16bit_d128_rows8_ctas1": 0.4,
+        "start_us_16bit_d128_rows16_ctas1": 2.0,
+        "tile_us_16bit_d128_rows16_ctas1": 0.6,
+        "start_us_16bit_d128_rows16_ctas2": 3.0,
+        "tile_us_16bit_d128_rows16_ctas2": 1.0,
+        "start_us_16bit_d128_rows64_ctas1": 8.0,
+        "tile_us_16bit_d128_rows64_ctas1": 1.2,
+        "start_us_8bit_d128_rows16_ctas1": 2.0,
+        "tile_us_8bit_d128_rows16_ctas1": 0.5,
     }
 
 

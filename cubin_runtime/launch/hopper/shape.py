@@ -1,0 +1,65 @@
+"""A decode as the choice of its kernels sees it: bounds, and what follows from them alone."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+
+# Tokens in which every decode kernel counts keys.
+TILE_TOKENS = 64
+# batch_invariant cuts every pair into at most this many parts over all KV heads together: enough for a whole GPU.
+_INVARIANT_PARTS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeShape:
+    """What decides the kernel and the grid: bounds, never the lengths themselves.
+
+    ``dtype`` is that of the KV cache (``bf16``, ``fp16``, ``e4m3``), ``group`` the query heads a KV head,
+    ``q_len`` the query tokens of each request or, where ``ragged``, their bound; then ``tokens`` are those of all
+    requests. ``window_left`` is -1 without a window.
+    """
+
+    dtype: str
+    head_dim: int
+    group: int
+    kv_heads: int
+    batch: int
+    _: KW_ONLY
+    q_len: int = 1
+    tokens: int = 0
+    ragged: bool = False
+    max_seq_len: int
+    window_left: int = -1
+    batch_invariant: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Query rows of one request and KV head, or their bound: tokens times group."""
+        return self.q_len * self.group
+
+    @property
+    def kv_tokens(self) -> int:
+        """Keys that a request reads at most: a window ends with the last query and may cut two tiles."""
+        if self.window_left < 0:
+            return self.max_seq_len
+        return min(self.max_seq_len, self.window_left + self.q_len + TILE_TOKENS)
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of a request and KV head at most; one without keys has an empty one."""
+        return max(1, -(-self.kv_tokens // TILE_TOKENS))
+
+    @property
+    def splits(self) -> int:
+        """0: the grid cuts the pairs. ``batch_invariant``: the most parts of a pair, each pair's from its own tiles."""
+        if not self.batch_invariant:
+            return 0
+        return min(-(-_INVARIANT_PARTS // self.kv_heads), split_count(self.tiles))
+
+
+def split_count(tiles: int) -> int:
+    """Parts of a pair of ``tiles`` tiles under ``batch_invariant``, before their bound: the rule of decode/work.cuh.
+
+    It never falls with the tiles: a bound on the tiles bounds the parts and changes nobody's.
+    """
+    return max(-(-tiles // 16), min(4, -(-tiles // 4)))

@@ -1,0 +1,88 @@
+"""The choice and the predicted times against medians of triton's do_bench, in us, that were measured on an H200."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+from decode_kernels import HOPPER
+from examples import H100
+
+from cubin_runtime.launch.hopper.select import DecodeSelection, Fit, select_decode
+from cubin_runtime.launch.hopper.shape import DecodeShape
+
+H200 = replace(H100, name="NVIDIA H200")
+KV_HEADS = 8
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A problem of 8 KV heads, and what kernels took: by their rows and the CTAs on a multiprocessor."""
+
+    dtype: str
+    head_dim: int
+    rows: tuple[int, int]  # query tokens, query heads a KV head
+    batch: int
+    keys: int
+    us: dict[tuple[int, int], float]
+
+    @property
+    def shape(self) -> DecodeShape:
+        q_len, group = self.rows
+        return DecodeShape(self.dtype, self.head_dim, group, KV_HEADS, self.batch, q_len=q_len, max_seq_len=self.keys)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}-{self.head_dim}-{self.rows[0]}x{self.rows[1]}-{self.batch}x{self.keys}"
+
+
+MEASURED = (
+    Measured("bf16", 128, (1, 8), 1, 1024, {(8, 1): 13.7, (64, 1): 20.3}),
+    Measured("bf16", 128, (1, 8), 1, 16384, {(8, 1): 31.1, (64, 1): 37.2}),
+    Measured("bf16", 128, (1, 8), 8, 4096, {(8, 1): 46.8, (8, 2): 50, (64, 1): 49}),
+    Measured("bf16", 128, (1, 8), 64, 8192, {(8, 1): 511, (8, 2): 501, (64, 1): 519}),
+    Measured("bf16", 128, (1, 8), 128, 2048, {(8, 2): 268, (64, 1): 275}),
+    Measured("bf16", 128, (2, 8), 8, 16384, {(16, 1): 149.6, (16, 2): 153}),
+    Measured("bf16", 128, (2, 8), 32, 16384, {(16, 1): 530, (16, 2): 516}),
+    Measured("bf16", 128, (8, 8), 8, 16384, {(64, 1): 152}),
+    Measured("bf16", 128, (8, 8), 32, 16384, {(64, 1): 522}),
+    Measured("bf16", 128, (8, 12), 16, 16384, {(64, 1): 403, (128, 1): 319}),
+    Measured("bf16", 64, (1, 8), 8, 4096, {(8, 2): 36, (64, 1): 35}),
+    Measured("bf16", 64, (1, 8), 64, 8192, {(8, 2): 275}),
+    Measured("bf16", 64, (1, 8), 128, 2048, {(8, 2): 154}),
+    Measured("bf16", 64, (2, 8), 8, 16384, {(16, 1): 108, (16, 2): 97.6, (64, 1): 90}),
+    Measured("bf16", 64, (2, 8), 32, 16384, {(16, 1): 368, (16, 2): 286, (64, 1): 290}),
+    Measured("bf16", 64, (8, 8), 8, 16384, {(64, 1): 93.5}),
+    Measured("bf16", 64, (8, 8), 32, 16384, {(64, 1): 293}),
+    Measured("e4m3", 128, (1, 8), 1, 8192, {(8, 1): 19.5, (8, 2): 22}),
+    Measured("e4m3", 128, (1, 8), 32, 4096, {(8, 1): 98, (8, 2): 89, (64, 1): 121}),
+    Measured("e4m3", 128, (1, 8), 128, 2048, {(8, 1): 200, (8, 2): 166, (64, 1): 255}),
+    Measured("e4m3", 128, (1, 12), 16, 16384, {(16, 1): 238, (16, 2): 168, (64, 1): 219}),
+    Measured("e4m3", 128, (4, 12), 16, 16384, {(64, 1): 222}),
+    Measured("e4m3", 128, (8, 12), 16, 16384, {(64, 1): 435}),
+    Measured("e4m3", 64, (1, 8), 16, 16384, {(8, 1): 147, (8, 2): 103, (64, 1): 150}),
+    Measured("e4m3", 64, (2, 8), 16, 16384, {(16, 1): 184, (16, 2): 121, (64, 1): 150}),
+)
+
+
+def selected(measured: Measured) -> DecodeSelection:
+    (made,) = select_decode(HOPPER, measured.shape, H200)
+    return made
+
+
+def named(fit: Fit) -> tuple[int, int]:
+    return int(fit.kernel.traits["rows"]), fit.grid.resident
+
+
+@pytest.mark.parametrize("measured", MEASURED, ids=str)
+def test_the_fastest_that_was_measured_is_chosen(measured: Measured) -> None:
+    made = selected(measured)
+    taken = next(c.fit for c in made.candidates if c.fit and c.kernel == made.kernel)
+    assert named(taken) == min(measured.us, key=lambda name: measured.us[name])
+
+
+@pytest.mark.parametrize("measured", MEASURED, ids=str)
+def test_predictions_are_near_what_was_measured(measured: Measured) -> None:
+    fits = [fit for c in selected(measured).candidates if c.fit for fit in (c.fit, *c.other_fits)]
+    predicted = {named(fit): fit.estimate.microseconds for fit in fits}
+    near = {name: pytest.approx(us, rel=0.2) for name, us in measured.us.items()}
+    assert {name: predicted[name] for name in measured.us} == near
