@@ -7,11 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import sanitizer_cases
 import test_mla_gpu as plain
 import test_mla_invariant_gpu as invariant
 import test_mla_random_gpu as matrix
 from rehearsed_decode import RehearsalRuntime
-from rehearsed_mla import mla_rehearsal
+from rehearsed_mla import KERNELS, mla_rehearsal
 from standin_build import StandIn, build_standin
 
 
@@ -97,3 +98,21 @@ def test_other_bits_in_a_batch_are_found(runtime: RehearsalRuntime) -> None:
 def test_replays_are_fed(runtime: RehearsalRuntime, rng: np.random.Generator, steps: str) -> None:
     invariant.test_replays_follow_lengths_tables_and_masks(runtime, rng, steps, False)
     invariant.test_replays_follow_query_lengths(runtime, rng, True)
+
+
+def test_sanitizer_cases_run_every_kernel(runtime: RehearsalRuntime, rng: np.random.Generator) -> None:
+    count, used = sanitizer_cases.mla_all(runtime, rng)
+    assert used == {kernel.name for kernel in KERNELS}
+    assert 0 < count <= sanitizer_cases.MLA_CASES
+
+
+def test_sanitizer_cases_stay_few(runtime: RehearsalRuntime) -> None:
+    decodes = sanitizer_cases.cases_of(sanitizer_cases.decode_kernels_of(runtime))
+    latent = sanitizer_cases.mla_cases_of(list(KERNELS))
+    others = len(sanitizer_cases.CASES) + len(sanitizer_cases.LSES)
+    assert len(decodes) + len(latent) + others <= sanitizer_cases.MOST_CASES
+
+
+def test_without_it_the_batch_can_be_seen(runtime: RehearsalRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rehearsed_decode.show_arithmetic", True)
+    invariant.test_without_it_the_batch_can_be_seen(runtime)
