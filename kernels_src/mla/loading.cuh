@@ -144,9 +144,9 @@ DEVICE uint2 fp16_of_e4m3(uint32_t four) {
     return v;
 }
 
-DEVICE uint32_t fp16_of_bf16(uint32_t two) {
+DEVICE uint32_t fp16_of_bf16(uint32_t two, float factor) {
     const float2 wide = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&two));
-    return pack_fp16(wide.x, wide.y);
+    return pack_fp16(wide.x * factor, wide.y * factor);
 }
 
 // The boxes of a tile from e4m3 to fp16, from the last to the first: box i is written over the raw boxes 2 i and 2 i + 1,
@@ -183,9 +183,55 @@ DEVICE void convert_tile(Shared& shared, int b, uint32_t parity) {
 }
 #endif
 
+constexpr int CHUNKS = BOXES * 8;  // of 8 columns in a row, 16 bytes each as the products read them
+
+DEVICE uint32_t query_place(Shared& shared, int row, int column) {
+    return shared_address(shared.q[0]) + column / 8 * BOX_BYTES + row * 128 + ((column % 8) ^ (row % 8)) * 16;
+}
+
+#if KV_E4M3
+DEVICE void copy_8_bytes_or_zeros(uint32_t destination, const void* source, int size) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(destination), "l"(source), "r"(size) : "memory");
+}
+
+DEVICE float power_of_two(int exponent) { return __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23); }
+
+// A row of bf16 becomes fp16, divided by the power of two that brings its largest magnitude below 2, which the scores of the
+// row are multiplied by; e4m3, 8 bytes in front of each 16, becomes fp16 as it is. Each lane converts what it copied.
+DEVICE void convert_query(Shared& shared, int row, bool e4m3) {
+    const int lane = threadIdx.x % 32;
+    int exponent = 0;
+    if (!e4m3) {
+        uint32_t largest = 0;  // magnitudes in both halves: those of bf16 are ordered as integers are
+#pragma unroll 1
+        for (int column = lane; column < CHUNKS; column += 32) {
+            const uint4 v = load_shared_16(query_place(shared, row, column));
+            largest = __vmaxu2(largest, __vmaxu2(v.x & 0x7fff7fff, v.y & 0x7fff7fff));
+            largest = __vmaxu2(largest, __vmaxu2(v.z & 0x7fff7fff, v.w & 0x7fff7fff));
+        }
+        largest = __reduce_max_sync(~0u, max(largest & 0xffff, largest >> 16));
+        // At 112 the largest bf16 is just within fp16, and the power is no danger to the softmax scale.
+        if (largest > 0) exponent = min(max(static_cast<int>(largest >> 7) - 127, -100), 112);
+    }
+    const float factor = power_of_two(-exponent);
+#pragma unroll 1
+    for (int column = lane; column < CHUNKS; column += 32) {
+        const uint32_t place = query_place(shared, row, column);
+        const uint4 v = load_shared_16(place);
+        if (e4m3) {
+            const uint2 a = fp16_of_e4m3(v.x), c = fp16_of_e4m3(v.y);
+            store_shared_16(place, make_uint4(a.x, a.y, c.x, c.y));
+        } else {
+            store_shared_16(place, make_uint4(fp16_of_bf16(v.x, factor), fp16_of_bf16(v.y, factor),
+                                              fp16_of_bf16(v.z, factor), fp16_of_bf16(v.w, factor)));
+        }
+    }
+    if (lane == 0) shared.q_power[row] = power_of_two(exponent);
+}
+#endif
+
 // Row R of a request is head R % heads of its query token R / heads; rows past the last are zero.
 DEVICE void load_queries(const Params& p, const Share& share, Shared& shared) {
-    constexpr int CHUNKS = BOXES * 8;        // of 16 bytes in a row
     constexpr int UNROLL = KV_E4M3 ? 1 : 3;  // converters have no registers to spare
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - CONSUMERS / 32 - 1;
     uint32_t phase = 0;  // bit b: of raw buffer b; bit BUFFERS: of the queries
@@ -193,36 +239,35 @@ DEVICE void load_queries(const Params& p, const Share& share, Shared& shared) {
     Piece piece;
     while (walker.next(piece)) {
         wait_barrier(shared.q_empty, (phase >> BUFFERS & 1) ^ 1, 20);
-        const __nv_bfloat16* q = static_cast<const __nv_bfloat16*>(p.q) + piece.first_query * p.q_token_stride;
+        const bool e4m3 = KV_E4M3 && p.q_type == TYPE_E4M3;
+        const int element = e4m3 ? 1 : 2;  // bytes
+        const char* q = static_cast<const char*>(p.q) + piece.first_query * p.q_token_stride * element;
         // A warp takes every third row; dividing once, it walks on from there.
         int token = (piece.row_tile * ROWS + warp) / p.heads;
         int head = (piece.row_tile * ROWS + warp) - token * p.heads;
 #pragma unroll 1
         for (int row = warp; row < ROWS; row += LOADERS / 32) {
             const bool exists = row < piece.rows;
-            const __nv_bfloat16* source = exists ? q + token * p.q_token_stride + head * p.q_head_stride : q;
+            const char* source = exists ? q + (token * p.q_token_stride + head * p.q_head_stride) * element : q;
 #pragma unroll UNROLL
             for (int i = 0; i < (CHUNKS + 31) / 32; ++i) {
                 const int column = lane + i * 32;
-                if (column < CHUNKS)
-                    copy_16_bytes_or_zeros(
-                        shared_address(shared.q[0]) + column / 8 * BOX_BYTES + row * 128 + ((column % 8) ^ (row % 8)) * 16,
-                        source + column * 8, exists ? 16 : 0);
+                if (column >= CHUNKS) continue;
+#if KV_E4M3
+                if (e4m3) {
+                    copy_8_bytes_or_zeros(query_place(shared, row, column), source + column * 8, exists ? 8 : 0);
+                    continue;
+                }
+#endif
+                copy_16_bytes_or_zeros(query_place(shared, row, column), source + column * 16, exists ? 16 : 0);
             }
             head += LOADERS / 32;
             while (head >= p.heads) head -= p.heads, ++token;
         }
         wait_for_copies();
 #if KV_E4M3
-        named_barrier_sync<LOADERS>(CONVERTER_BARRIER);  // others' copies are converted too
 #pragma unroll 1
-        for (int i = warp * 32 + lane; i < ROWS * CHUNKS; i += LOADERS) {
-            const int row = i / CHUNKS, column = i % CHUNKS;
-            const uint32_t place = shared_address(shared.q[column / 8]) + row * 128 + ((column % 8) ^ (row % 8)) * 16;
-            const uint4 v = load_shared_16(place);
-            store_shared_16(place,
-                            make_uint4(fp16_of_bf16(v.x), fp16_of_bf16(v.y), fp16_of_bf16(v.z), fp16_of_bf16(v.w)));
-        }
+        for (int row = warp; row < ROWS; row += LOADERS / 32) convert_query(shared, row, e4m3);
 #endif
         fence_async_proxy();
         mbarrier_arrive(shared_address(&shared.q_full));

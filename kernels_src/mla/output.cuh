@@ -4,10 +4,6 @@
 
 namespace paged_mla_decode {
 
-constexpr int OUT_BF16 = 0;
-constexpr int OUT_FP16 = 1;
-constexpr int OUT_E4M3 = 2;
-
 constexpr int CONSUMER_BARRIER = 1;
 
 // Bits of a counter: parts that are written, CTAs that are through with the pair, and tickets for slices of its merge.
@@ -83,8 +79,8 @@ DEVICE void write_rows_as(const Params& p, const Piece& piece, int row, int colu
             for (int i = 0; i < 4; ++i) {
                 const float low = out[4 * (j + i) + 2 * half] * end.factor;
                 const float high = out[4 * (j + i) + 2 * half + 1] * end.factor;
-                pairs[i] = TYPE == OUT_BF16 ? pack_bf16(low, high)
-                                            : (TYPE == OUT_FP16 ? pack_fp16(low, high) : pack_e4m3(low, high));
+                pairs[i] = TYPE == TYPE_BF16 ? pack_bf16(low, high)
+                                             : (TYPE == TYPE_FP16 ? pack_fp16(low, high) : pack_e4m3(low, high));
             }
             // Lane l of four gets the pairs of group j + l: two rounds of swaps.
 #pragma unroll
@@ -103,7 +99,7 @@ DEVICE void write_rows_as(const Params& p, const Piece& piece, int row, int colu
             }
             if (!exists) continue;
             const int64_t at = offset + 8 * (j + lane % 4);
-            if (TYPE != OUT_E4M3)
+            if (TYPE != TYPE_E4M3)
                 *reinterpret_cast<uint4*>(static_cast<uint16_t*>(p.out) + at) =
                     make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
             else
@@ -115,12 +111,12 @@ DEVICE void write_rows_as(const Params& p, const Piece& piece, int row, int colu
 
 DEVICE void write_rows(const Params& p, const Piece& piece, int row, int column, const float (&out)[HALF_COLUMNS / 2],
                        const float (&maximum)[2], const float (&sum)[2]) {
-    if (p.out_type == OUT_BF16)
-        write_rows_as<OUT_BF16>(p, piece, row, column, out, maximum, sum);
-    else if (p.out_type == OUT_FP16)
-        write_rows_as<OUT_FP16>(p, piece, row, column, out, maximum, sum);
+    if (p.out_type == TYPE_BF16)
+        write_rows_as<TYPE_BF16>(p, piece, row, column, out, maximum, sum);
+    else if (p.out_type == TYPE_FP16)
+        write_rows_as<TYPE_FP16>(p, piece, row, column, out, maximum, sum);
     else
-        write_rows_as<OUT_E4M3>(p, piece, row, column, out, maximum, sum);
+        write_rows_as<TYPE_E4M3>(p, piece, row, column, out, maximum, sum);
 }
 
 DEVICE void write_partial(const Params& p, const Piece& piece, int row, int column, const float (&out)[HALF_COLUMNS / 2],
@@ -149,10 +145,10 @@ constexpr int MOST_SLICES = ROWS / ROWS_AT_ONCE;
 constexpr int STATISTICS_AHEAD = ROWS / 2 / (CONSUMERS / 32);  // rows of a slice that one warp finds the weights of
 
 DEVICE void write_four(const Params& p, int64_t at, float4 value) {
-    if (p.out_type == OUT_BF16)
+    if (p.out_type == TYPE_BF16)
         *reinterpret_cast<uint2*>(static_cast<uint16_t*>(p.out) + at) =
             make_uint2(pack_bf16(value.x, value.y), pack_bf16(value.z, value.w));
-    else if (p.out_type == OUT_FP16)
+    else if (p.out_type == TYPE_FP16)
         *reinterpret_cast<uint2*>(static_cast<uint16_t*>(p.out) + at) =
             make_uint2(pack_fp16(value.x, value.y), pack_fp16(value.z, value.w));
     else

@@ -1,6 +1,6 @@
 // Paged decode of multi-head latent attention: queries of LATENT + 64 columns, keys in a paged latent cache of as many,
 // values the first LATENT columns of the same rows. bf16 in, fp32 accumulation. A cache of e4m3 becomes fp16 in shared
-// memory, beside queries that do.
+// memory, beside queries of bf16 or e4m3 that do.
 //
 //   page table --> producer warp --bulk tensor copies--> 2 buffers of 64 keys, each LATENT / 64 + 1 boxes of 64 columns
 //   queries    --> 3 warps                               64 rows (tokens x heads), once a piece
@@ -77,11 +77,25 @@ DEVICE void multiply_keys(Shared& shared, int b, uint32_t parity, Scores& s) {
     wgmma_commit();
 }
 
+// The factors of the scores of the thread's rows, without the sign. Read before the queries are released: the next piece's
+// loaders write here.
+DEVICE void row_scales(Shared& shared, int row, float scale_log2, float (&scale)[2]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+#if KV_E4M3
+        scale[i] = fmaxf(fabsf(scale_log2) * shared.q_power[row + 8 * i], 1e-37f);  // 0 x -inf is NaN
+    __syncwarp();
+#else
+        scale[i] = fabsf(scale_log2);
+#endif
+}
+
 // Scores whose sign is the scale's, -inf where a row does not see the key, and the rows' maxima, scaled.
-DEVICE void scale_and_mask(const Piece& piece, int tile, const Rows& rows, float scale_log2, Scores& s, float (&top)[2]) {
+DEVICE void scale_and_mask(const Piece& piece, int tile, const Rows& rows, bool negative, const float (&scale)[2], Scores& s,
+                           float (&top)[2]) {
     const int prefix = piece.length - piece.queries;
     const int first = tile * TILE_TOKENS + threadIdx.x % 4 * 2;
-    if (scale_log2 < 0.f)
+    if (negative)
 #pragma unroll
         for (int i = 0; i < TILE_TOKENS / 2; ++i) s[i] = -s[i];
     if ((tile + 1) * TILE_TOKENS > prefix) {
@@ -98,16 +112,16 @@ DEVICE void scale_and_mask(const Piece& piece, int tile, const Rows& rows, float
 #pragma unroll
     for (int step = 1; step < 4; step *= 2)
         for (int i = 0; i < 2; ++i) top[i] = fmaxf(top[i], __shfl_xor_sync(~0u, top[i], step));
-    for (int i = 0; i < 2; ++i) top[i] *= fabsf(scale_log2);
+    for (int i = 0; i < 2; ++i) top[i] *= scale[i];
 }
 
 DEVICE float next_maximum(float maximum, float top) { return top > maximum + MAXIMUM_SLACK ? top : maximum; }
 
 // P = 2^(scaled S - maximum) as the A operand of the second product; adds it to the rows' sums.
-DEVICE void exponentiate(Scores& s, float scale_log2, Rows& rows, Probabilities& probability) {
+DEVICE void exponentiate(Scores& s, const float (&scale)[2], Rows& rows, Probabilities& probability) {
 #pragma unroll
     for (int i = 0; i < TILE_TOKENS / 2; ++i) {
-        s[i] = exp2_approximate(s[i] * fabsf(scale_log2) - rows.maximum[i / 2 % 2]);
+        s[i] = exp2_approximate(s[i] * scale[i / 2 % 2] - rows.maximum[i / 2 % 2]);
         rows.sum[i / 2 % 2] += s[i];
     }
 #pragma unroll
@@ -227,13 +241,14 @@ DEVICE void lead_tiles(Shared& shared, const Piece& piece, int row, float scale_
     for (int tile = piece.first;; tile += 2) {
         const bool second = tile + 1 < last;
         Probabilities probability;
-        float top[2], factor[2];
+        float top[2], factor[2], scale[2];
         wgmma_wait<0>();
         hold_registers(s);
+        row_scales(shared, row, scale_log2, scale);
         if (tile + 2 >= last) release_queries(shared);
-        scale_and_mask(piece, tile, rows, scale_log2, s, top);
+        scale_and_mask(piece, tile, rows, scale_log2 < 0.f, scale, s, top);
         lead_maxima(shared.maximum[0], row, top, rows, factor);
-        exponentiate(s, scale_log2, rows, probability);
+        exponentiate(s, scale, rows, probability);
         share_probabilities<0>(shared, probability, piece.valid(tile));
         rescale(out, factor);
         multiply_own_values<0>(shared, probability, out);
@@ -265,19 +280,20 @@ DEVICE void follow_tiles(Shared& shared, const Piece& piece, int row, float scal
     for (; tile + 1 < last; tile += 2) {
         Scores s;
         Probabilities probability;
-        float top[2];
+        float top[2], scale[2];
         multiply_keys<0, BOXES>(shared, 1, full, s);
         full ^= 1;
         wgmma_wait<0>();
         hold_registers(s);
+        row_scales(shared, row, scale_log2, scale);
         if (tile + 3 >= last) release_queries(shared);
         named_barrier_sync<CONSUMERS>(P0_READY);
         follow_maxima(shared.maximum[0], row, rows, factor);
         rescale(out, factor);
         multiply_other_values<1>(shared, out);
-        scale_and_mask(piece, tile + 1, rows, scale_log2, s, top);
+        scale_and_mask(piece, tile + 1, rows, scale_log2 < 0.f, scale, s, top);
         lead_maxima(shared.maximum[1], row, top, rows, factor);
-        exponentiate(s, scale_log2, rows, probability);
+        exponentiate(s, scale, rows, probability);
         share_probabilities<1>(shared, probability, piece.valid(tile + 1));
         wgmma_wait<0>();
         hold_registers(out);

@@ -35,6 +35,11 @@ constexpr int LOADERS = WARPGROUP - 32;  // of queries, and converters: the warp
 constexpr int CONSUMER_REGISTERS = 232;
 constexpr int PRODUCER_REGISTERS = 48;
 
+// q_type and out_type.
+constexpr int TYPE_BF16 = 0;
+constexpr int TYPE_FP16 = 1;
+constexpr int TYPE_E4M3 = 2;
+
 constexpr uint32_t STATUS_LENGTH_OVER_BOUND = 1;
 constexpr uint32_t STATUS_LENGTH_NEGATIVE = 2;
 constexpr uint32_t STATUS_PAGE_OUTSIDE_POOL = 4;
@@ -61,6 +66,7 @@ struct Shared {
 #if KV_E4M3
     alignas(128) char raw_rope[BUFFERS][BOX_BYTES / 2];
     alignas(8) uint64_t raw[BUFFERS];
+    float q_power[ROWS];  // what the scores of a row are still to be multiplied by
 #endif
     alignas(8) uint64_t q_full;
     alignas(8) uint64_t q_empty;

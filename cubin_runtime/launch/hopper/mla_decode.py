@@ -42,8 +42,8 @@ class MlaProblem:
     """Sizes, strides (in elements) and options of an MLA decode; pointers other than the cache's come with each step.
 
     ``tokens`` are the query tokens of all requests, ``q_len`` those of each, or their bound where requests differ.
-    ``kv_dtype`` is ``bf16`` or ``e4m3``, q is ``bf16``. Rows of q begin at multiples of 16 bytes, those of out at
-    multiples of 8 elements. ``softmax_scale`` and ``output_scale`` are 1 where the device has them.
+    ``kv_dtype`` is ``bf16`` or ``e4m3``, q is ``bf16`` or, beside an e4m3 cache, ``e4m3``. Rows of q begin at multiples
+    of 16 bytes, those of out at multiples of 8 elements. ``softmax_scale`` and ``output_scale`` are 1 where the device has them.
     """
 
     batch: int
