@@ -18,7 +18,7 @@ E4M3_KERNELS = tuple(
         name=kernel.name.replace("mla_", "mla_e4m3_"),
         symbol=kernel.symbol.replace("mla_", "mla_e4m3_"),
         file=kernel.file.replace("mla_latent", "mla_e4m3_latent"),
-        traits={**kernel.traits, "dtype": "e4m3"},
+        traits={**kernel.traits, "dtype": "e4m3", "q_dtypes": "bf16,e4m3"},
     )
     for kernel in KERNELS
 )

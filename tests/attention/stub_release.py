@@ -32,7 +32,15 @@ def mla_stub_variant(dtype: str, latent: int) -> Variant:
         struct="PagedMlaDecodeParams",
         threads=160,
         shared_bytes=102400,
-        traits={"dtype": dtype, "latent": latent, "rope": 64, "rows": 64, "tile_tokens": 64, "cluster": 1},
+        traits={
+            "dtype": dtype,
+            "q_dtypes": "bf16,e4m3" if dtype == "e4m3" else "bf16",
+            "latent": latent,
+            "rope": 64,
+            "rows": 64,
+            "tile_tokens": 64,
+            "cluster": 1,
+        },
     )
 
 

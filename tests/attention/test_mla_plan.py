@@ -54,14 +54,19 @@ def sent(standin: StandIn, index: int = -1) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("kv", "out", "dtype", "codes"),
-    [("bfloat16", "float16", "bf16", (0, 1)), (E4M3, "bfloat16", "e4m3", (0, 0)), (E4M3, E4M3, "e4m3", (0, 2))],
+    ("dtypes", "dtype", "codes"),
+    [
+        ((BF16, BF16, "float16"), "bf16", (0, 1)),
+        ((E4M3, BF16, BF16), "e4m3", (0, 0)),
+        ((E4M3, BF16, E4M3), "e4m3", (0, 2)),
+        ((E4M3, E4M3, BF16), "e4m3", (2, 0)),
+    ],
 )
 @pytest.mark.parametrize("latent", [512, 256])
 def test_dtypes_and_widths_reach_kernel_and_parameters(
-    planner: Runtime, kv: str, out: str, dtype: str, codes: tuple[int, int], latent: int
+    planner: Runtime, dtypes: tuple[str, str, str], dtype: str, codes: tuple[int, int], latent: int
 ) -> None:
-    plan = make_plan(planner, latent_call(dtypes=(kv, "bfloat16", out), latent=latent), device_facts=H200)
+    plan = make_plan(planner, latent_call(dtypes=dtypes, latent=latent), device_facts=H200)
     traits, given = plan.selection.kernel.traits, plan.launch_plans()[0].values
     assert (traits["dtype"], traits["latent"]) == (dtype, latent)
     assert (given["q_type"], given["out_type"]) == codes
@@ -137,7 +142,7 @@ def test_the_plan_describes_every_field_with_its_meaning(planner: Runtime) -> No
             {},
             "kv_cache: dtype float16, expected bfloat16 or float8_e4m3fn",
         ),
-        (latent_call(dtypes=(E4M3, E4M3, BF16)), {}, "e4m3 queries, a e4m3 cache.*queries are bf16"),
+        (latent_call(dtypes=(BF16, E4M3, BF16)), {}, "q: dtype float8_e4m3fn, expected bfloat16 with a bfloat16"),
         (latent_call(dtypes=(BF16, BF16, "float32")), {}, "out: dtype float32"),
         (latent_call(latent=128), {}, "latent is 512"),
         (latent_call(kv_cache=view("bfloat16", PAGES, PAGE, 64)), {}, "kv_cache: rows of 64 columns"),

@@ -98,6 +98,11 @@ def mla_kernels(runtime: Runtime) -> list[OwnKernel]:
     return [k for k in own if k.operation == OPERATION and k.sm.rstrip("af") == f"{major}{minor}"]
 
 
+def mla_types(runtime: Runtime) -> dict[str, tuple[str, ...]]:
+    """What q may be by the dtype of the cache, as the kernels of this device say."""
+    return {str(k.traits["dtype"]): tuple(str(k.traits["q_dtypes"]).split(",")) for k in mla_kernels(runtime)}
+
+
 def _inputs(case: MlaCase, host: MlaHost, arrays: DeviceArrays) -> tuple[TensorView, ...]:
     word = "uint32" if case.unsigned else "int32"
     pages, page, columns = host.pool.shape
@@ -154,4 +159,4 @@ def _lse_view(case: MlaCase, arrays: DeviceArrays) -> TensorView | None:
     return TensorView(address, "float32", shape, (*((case.q_len, 1) if len(shape) == 3 else (1,)), case.tokens))
 
 
-__all__ = ["NAMES", "OPERATION", "ROPE", "MlaDeviceCase", "mla_kernels", "mla_on_device"]
+__all__ = ["NAMES", "OPERATION", "ROPE", "MlaDeviceCase", "mla_kernels", "mla_on_device", "mla_types"]

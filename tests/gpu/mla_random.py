@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,10 +21,13 @@ SPAN_ODDS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.2, 0.05)
 MOST_PRODUCTS = 600_000_000
 
 
-def random_mla_case(rng: np.random.Generator, kv_dtypes: Sequence[str], **fixed: Any) -> MlaCase:
-    """A case drawn from everything that the kernels for these caches take; ``fixed`` fields are as given."""
+def random_mla_case(rng: np.random.Generator, types: Mapping[str, Sequence[str]], **fixed: Any) -> MlaCase:
+    """A case drawn from everything that kernels take; ``fixed`` fields are as given.
+
+    ``types`` has for each dtype of the cache those of q.
+    """
     draw: dict[str, Any] = {
-        "kv_dtype": _one(rng, kv_dtypes),
+        "kv_dtype": _one(rng, sorted(types)),
         "latent": _one(rng, LATENTS),
         "heads": _one(rng, HEADS) if rng.random() < 0.7 else int(rng.integers(1, 129)),
         "page_size": _one(rng, PAGE_SIZES),
@@ -46,6 +49,7 @@ def random_mla_case(rng: np.random.Generator, kv_dtypes: Sequence[str], **fixed:
         "spare_columns": _one(rng, (0, 1, 9)),
     }
     draw |= fixed
+    draw["q_dtype"] = fixed.get("q_dtype") or _one(rng, types[draw["kv_dtype"]])
     span = int(rng.choice(SPANS, p=SPAN_ODDS))
     edges = edge_lengths(draw["page_size"], span)
     lengths = tuple(

@@ -96,17 +96,20 @@ def mla_cases_of(kernels: list[OwnKernel]) -> list[MlaCase]:
     each = MLA_CASES // max(1, len(kernels))
     assert each or not kernels, f"{len(kernels)} MLA kernels, more than {MLA_CASES} cases hold"
     traits = [kernel.traits for kernel in kernels for _ in range(each)]
-    return [_mla_spread(str(own["dtype"]), int(own["latent"]), index) for index, own in enumerate(traits)]
+    return [
+        _mla_spread({str(own["dtype"]): str(own["q_dtypes"]).split(",")}, int(own["latent"]), index)
+        for index, own in enumerate(traits)
+    ]
 
 
-def _mla_spread(kv_dtype: str, latent: int, index: int) -> MlaCase:
+def _mla_spread(types: dict[str, list[str]], latent: int, index: int) -> MlaCase:
     rng = np.random.default_rng((21, index))
     lengths = LENGTHS[index % len(LENGTHS)]
     # Part of a row tile, whole ones, several and a part, by turns.
     heads, q_len = ((5, 1), (64, 2), (128, 1), (16, 7), (100, 3), (8, 16))[index % 6]
     case = random_mla_case(
         rng,
-        [kv_dtype],
+        types,
         latent=latent,
         heads=heads,
         q_len=q_len,

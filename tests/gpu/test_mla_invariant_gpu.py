@@ -28,7 +28,7 @@ TARGETS = {
     "5 heads, tree, sinks": MlaCase((3000,), 3000, heads=5, q_len=4, mask="tree", sinks=True),
     "256 columns": MlaCase((700,), 700, heads=40, latent=256, q_len=3, mask="any", page_size=32),
     "e4m3": MlaCase((2049,), 2049, heads=32, kv_dtype="e4m3", page_size=128),
-    "e4m3, 16 tokens": MlaCase((640,), 640, heads=16, q_len=16, kv_dtype="e4m3", latent=256, sinks=True),
+    "e4m3, 16 tokens": MlaCase((640,), 640, heads=16, q_len=16, kv_dtype="e4m3", q_dtype="e4m3", latent=256),
     "one key": MlaCase((1,), 1),
     "fewer keys than queries": MlaCase((3,), 3, q_len=5, mask="any", sinks=True),
     "no key": MlaCase((0,), 64, q_len=2),

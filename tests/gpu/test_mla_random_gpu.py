@@ -7,7 +7,7 @@ import os
 import numpy as np
 import pytest
 from mla_cases import MlaCase
-from mla_device import mla_kernels, mla_on_device
+from mla_device import mla_on_device, mla_types
 from mla_random import random_mla_case
 
 from cubin_runtime.attention import Runtime
@@ -53,7 +53,7 @@ def run_case(runtime: Runtime, index: int) -> None:
 def drawn(runtime: Runtime, index: int) -> tuple[MlaCase, np.random.Generator]:
     """A case and what is left of its randomness."""
     rng = np.random.default_rng((SEED, index))
-    return random_mla_case(rng, sorted({str(kernel.traits["dtype"]) for kernel in mla_kernels(runtime)})), rng
+    return random_mla_case(rng, mla_types(runtime)), rng
 
 
 def named(runtime: Runtime, index: int) -> str:
