@@ -107,7 +107,7 @@ def _decode_shared_bytes(shape: _DecodeShape, item_bytes: int) -> int:
     rows = 4 * ((2 * (parties + 1) + 2) * shape.rows + (shape.rows if narrow else 1))
     converted = 2 * shape.warpgroups * 64 * shape.head_dim * 2 if shape.wgmma and narrow else 0
     barriers = -(-(ring + converted + merge + query + rows) // 8) * 8
-    share = (9 + 18 + 4 + 6) * 4 if shape.wgmma else 0
+    share = (9 + 4 + 6) * 4 if shape.wgmma else 0
     return -(-(barriers + _DECODE_BARRIER_BYTES * shape.buffers + 4 + share) // 128) * 128
 
 
@@ -149,7 +149,7 @@ _HOPPER_DECODE_16_BITS = (
     _DecodeShape(32, 16, 1, 20, 2),
     _DecodeShape(64, 8, 1, 12, 2),
     _DecodeShape(64, 16, 1, 12, 2),
-    _DecodeShape(64, 64, 3, 20, 1, wgmma=True),
+    _DecodeShape(64, 64, 2, 20, 1, wgmma=True),
     _DecodeShape(64, 128, 2, 20, 1, wgmma=True),
     _DecodeShape(128, 8, 1, 6, 2),
     _DecodeShape(128, 16, 1, 6, 2),
@@ -163,7 +163,7 @@ _HOPPER_DECODE_8_BITS = (
     _DecodeShape(32, 16, 1, 20, 2),
     _DecodeShape(64, 8, 1, 20, 2),
     _DecodeShape(64, 16, 1, 20, 2),
-    _DecodeShape(64, 64, 3, 24, 1, wgmma=True),
+    _DecodeShape(64, 64, 2, 24, 1, wgmma=True),
     _DecodeShape(128, 8, 1, 10, 2),
     _DecodeShape(128, 16, 1, 10, 2),
     _DecodeShape(128, 64, 2, 12, 1, wgmma=True),

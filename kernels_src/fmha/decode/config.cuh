@@ -29,7 +29,7 @@ constexpr int BUFFER_READERS = CONSUMER_WARPS;
 constexpr bool HANDS_OVER_REGISTERS = CONSUMER_WARPGROUPS > 1;
 constexpr int PRODUCER_WARPS = HANDS_OVER_REGISTERS ? 4 : 2;  // even ones bring keys, odd ones values
 constexpr int THREADS = CONSUMERS + 32 * PRODUCER_WARPS;
-constexpr int CONSUMER_REGISTERS = CONSUMER_WARPGROUPS == 3 ? 144 : 224, PRODUCER_REGISTERS = CONSUMER_WARPGROUPS == 3 ? 72 : 56;
+constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 56;
 
 constexpr bool KV_E4M3 = KV_TYPE == E4M3;
 constexpr bool MMA_FP16 = KV_TYPE != BF16;  // e4m3 becomes fp16, which holds it exactly
@@ -57,8 +57,8 @@ constexpr int MERGE_BUFFERS = ROWS == 8 && HEAD_DIM <= 128 ? PARTIES : 1;
 constexpr int ROWS_PER_WARP = (ROWS + CONSUMER_WARPS - 1) / CONSUMER_WARPS;  // of the merged result, at most
 constexpr int CHUNKS = (HEAD_DIM + 127) / 128;                               // of a merged row: 4 head dims a lane
 // float4 that a thread merges at once, and partials whose loads are in flight together, without spills.
-constexpr int CELLS = ROWS_PER_WARP * CHUNKS % 4 == 0 ? 4 : 2;
-constexpr int MERGE_BATCH = CELLS == 2 ? 8 : 2;
+constexpr int CELLS = ROWS_PER_WARP * CHUNKS == 4 ? 4 : 2;
+constexpr int MERGE_BATCH = CELLS == 2 && ROWS <= 16 ? 8 : 2;
 static_assert(ROWS_PER_WARP * CHUNKS % CELLS == 0, "cells are merged in equal groups");
 constexpr int WEIGHTS = MERGE_BUFFERS * MERGE_STRIDE;     // partials whose weights fit the merge buffers at once
 constexpr int MERGE_LANES = 16;                        // when statistics are merged
@@ -88,29 +88,6 @@ struct Rows {
     int head;     // KV head
     int first;    // flat row of the request and head that is row 0 of the CTA
     int count;    // of ROWS, those that exist
-};
-
-// One request as the launch sees it, clamped to its bounds.
-struct Request {
-    int index;
-    int length;      // keys
-    int q_start;     // its first query token among all
-    int q_len;       // query tokens
-    int first_tile;  // of its keys; with a window, tiles in front of it are left out
-    int tiles;       // a request without keys still owns one (empty) tile, whose CTA writes its output
-    int row_tiles;
-    int blocks;      // of `heads_together` (KV head, row tile) pairs
-};
-
-// Part of a pair: tiles [first, last) of the request's, for one KV head and one tile of rows.
-struct Piece {
-    Request request;
-    Rows rows;
-    int row_tile;
-    int first, last;
-    int line_start;  // index of the pair's tile 0 on the line of all tiles
-    int split;       // where pairs are cut in a fixed number of splits: which this is
-    int begin;       // no row sees a key in front of this one
 };
 
 // Where the parts of a split pair lie in the workspace, in the order in which they are added.
@@ -143,8 +120,7 @@ struct alignas(128) Shared {
     alignas(8) uint64_t empty[BUFFERS];
     int arrived_last;
 #if WARPGROUP_MMA
-    Share share;  // of the consumers, whose registers are short, as what follows
-    Piece piece;
+    Share share;  // of the consumers, whose registers are short
     Rows open_rows;  // the pair of which this CTA wrote a part last
     Parts open_parts;
 #endif

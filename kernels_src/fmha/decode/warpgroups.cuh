@@ -331,10 +331,7 @@ DEVICE void consume(const Params& p, const Share& share, Shared& shared) {
         if (open) merge_if_last(p, shared.open_rows, shared.open_parts, arrived, output_scale, shared);
         open = false;
     };
-    for_each_piece(p, share, [&](const Piece& found) {
-        if (threadIdx.x == 0) shared.piece = found;
-        named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
-        const Piece& piece = shared.piece;
+    for_each_piece(p, share, [&](const Piece& piece) {
         const Request& r = piece.request;
         QueryFragments q;
         float scale[2];

@@ -4,6 +4,18 @@
 
 namespace paged_decode {
 
+// One request as the launch sees it, clamped to its bounds.
+struct Request {
+    int index;
+    int length;      // keys
+    int q_start;     // its first query token among all
+    int q_len;       // query tokens
+    int first_tile;  // of its keys; with a window, tiles in front of it are left out
+    int tiles;       // a request without keys still owns one (empty) tile, whose CTA writes its output
+    int row_tiles;
+    int blocks;      // of `heads_together` (KV head, row tile) pairs
+};
+
 DEVICE int stated_length(const Params& p, int request) { return static_cast<const int*>(p.seq_lens)[request]; }
 
 DEVICE int clamped_start(const Params& p, int request) {
@@ -52,6 +64,17 @@ DEVICE int window_begin(const Params& p, const Request& r, int token) {
 }
 
 DEVICE float device_factor(const void* factor) { return factor == nullptr ? 1.f : *static_cast<const float*>(factor); }
+
+// Part of a pair: tiles [first, last) of the request's, for one KV head and one tile of rows.
+struct Piece {
+    Request request;
+    Rows rows;
+    int row_tile;
+    int first, last;
+    int line_start;  // index of the pair's tile 0 on the line of all tiles
+    int split;       // where pairs are cut in a fixed number of splits: which this is
+    int begin;       // no row sees a key in front of this one
+};
 
 // The team that has a tile of the line: team c begins at floor(c T / n), so tile x lies in floor(((x + 1) n - 1) / T).
 DEVICE int team_of(const Share& share, int tile) {
