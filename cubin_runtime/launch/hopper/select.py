@@ -126,9 +126,10 @@ def _parts(kernels: list[OwnKernel], shape: DecodeShape, device: DeviceFacts) ->
         return (Part(0, ANY_ROWS, None),)
     if not any(not _unfit(k, shape, device) and k.traits["arithmetic"] == _WARPGROUPS for k in kernels):
         return (Part(0, ANY_ROWS, _WARPS),)
-    # A request that has rows has `group` at least.
+    # Ragged requests: who has rows has `group` at least, and no more than all have together.
     fewest = shape.group if shape.ragged else shape.rows
-    if shape.rows <= _MOST_WARP_ROWS:
+    most = min(shape.q_len, shape.tokens) * shape.group if shape.ragged else shape.rows
+    if most <= _MOST_WARP_ROWS:
         return (Part(0, ANY_ROWS, _WARPS),)
     if fewest > _MOST_WARP_ROWS:
         return (Part(0, ANY_ROWS, _WARPGROUPS),)

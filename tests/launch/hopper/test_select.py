@@ -271,6 +271,10 @@ def test_ragged_requests_that_cannot_have_the_other_arithmetic_get_one(q_len: in
     assert launches(q_len=q_len, group=group, tokens=99, ragged=True) == [(arithmetic, 0, ANY_ROWS)]
 
 
+def test_ragged_requests_of_few_tokens_together_get_one_launch() -> None:
+    assert launches(q_len=16, tokens=2, ragged=True) == [("warps", 0, ANY_ROWS)]
+
+
 @pytest.mark.parametrize("head_dim", [32, 256, 512])
 def test_warps_take_all_where_there_is_nothing_else(head_dim: int) -> None:
     assert launches(head_dim=head_dim, q_len=16, tokens=99, ragged=True) == [("warps", 0, ANY_ROWS)]
@@ -279,7 +283,8 @@ def test_warps_take_all_where_there_is_nothing_else(head_dim: int) -> None:
 @given(shapes, shapes)
 def test_a_request_s_own_rows_decide_its_arithmetic(bound: DecodeShape, own: DecodeShape) -> None:
     alone = replace(own, dtype=bound.dtype, head_dim=bound.head_dim, batch_invariant=True, ragged=False)
-    among = replace(bound, group=alone.group, q_len=max(bound.q_len, alone.q_len), batch_invariant=True, ragged=True)
+    q_len, tokens = max(bound.q_len, alone.q_len), max(bound.tokens, alone.q_len)
+    among = replace(bound, group=alone.group, q_len=q_len, tokens=tokens, batch_invariant=True, ragged=True)
     taking = [s for s in select_decode(HOPPER, among, H100) if s.least_rows <= alone.rows <= s.most_rows]
     expected = one(HOPPER, alone).kernel.traits["arithmetic"]
     assert [s.kernel.traits["arithmetic"] for s in taking] == [expected]
