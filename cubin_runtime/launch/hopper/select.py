@@ -151,8 +151,8 @@ def _select(
         most_rows=part.most_rows,
         ctas=best.grid.ctas,
         heads_together=best.grid.heads_together,
-        # The kernel numbers its pairs by the bound, also where the requests that it takes have fewer.
-        row_tiles=-(-shape.rows // _trait(best.kernel, "rows")),
+        # The kernel numbers its pairs by the bound on the rows that it takes.
+        row_tiles=-(-min(shape.rows, part.most_rows) // _trait(best.kernel, "rows")),
         splits=shape.splits,
         microseconds=best.estimate.microseconds,
         reason=_reason(best, shape, part, device),

@@ -68,7 +68,7 @@ DEVICE Parts parts_of(const Params& p, const Share& share, const Piece& piece) {
     Parts parts;
     const Request& r = piece.request;
     if (p.splits > 0) {
-        const int row_tiles = (p.q_len * p.group + ROWS - 1) / ROWS;
+        const int row_tiles = (min(p.q_len * p.group, p.most_rows) + ROWS - 1) / ROWS;
         parts.count = split_count(p, r);
         parts.own = piece.split;
         parts.counter = (r.index * row_tiles + piece.row_tile) * p.kv_heads + piece.rows.head;
