@@ -108,9 +108,9 @@ def _decode_shared_bytes(shape: _DecodeShape, item_bytes: int) -> int:
     merge = merge_buffers * shape.rows * (shape.head_dim + 4) * 4
     in_shared = shape.warpgroups > 1 or shape.head_dim > 256 or (shape.rows > 8 and shape.head_dim > 64)
     query = 8 * (shape.rows // 8 * (shape.head_dim // 16) * 32 if in_shared and not shape.wgmma else 1)
-    parties = 128 // shape.rows if shape.wgmma else 4
+    parties = 64 * shape.warpgroups // shape.rows if shape.wgmma else 4
     rows = 4 * ((2 * (parties + 1) + 2) * shape.rows + (shape.rows if narrow else 1))
-    converted = 4 * 64 * shape.head_dim * 2 if shape.wgmma and narrow else 0
+    converted = 2 * shape.warpgroups * 64 * shape.head_dim * 2 if shape.wgmma and narrow else 0
     barriers = -(-(ring + converted + merge + query + rows) // 8) * 8
     share = (9 + 4 + 6) * 4 if shape.wgmma else 0
     return -(-(barriers + _DECODE_BARRIER_BYTES * shape.buffers + 4 + share) // 128) * 128
@@ -124,7 +124,7 @@ def _paged_decode(sm: str, dtype: str, shape: _DecodeShape) -> Variant:
         sm=sm,
         operation="paged_decode",
         struct="PagedDecodeTmaParams" if tma else "PagedDecodeCopyParams",
-        threads=192 if shape.warpgroups == 1 else 384,
+        threads=192 if shape.warpgroups == 1 else 128 * (shape.warpgroups + 1),
         shared_bytes=_decode_shared_bytes(shape, 1 if dtype == "e4m3" else 2),
         traits={
             "dtype": dtype,

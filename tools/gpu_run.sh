@@ -7,8 +7,9 @@
 #
 # Before: `make artifacts` here or elsewhere, so that build/artifacts holds the release (or CUBIN_RUNTIME_SOURCES
 # names a source). Python packages that the machine lacks are taken from wheels in .whl/, without a network.
+# Tests and sanitizers run side by side, and so does the compilation of the peers' kernels; benchmarks run alone, after.
 # Logs and results go to $OUT (build/gpu); gpu_run.json there says what ran, on what, for how long, how it ended.
-# PYTHON names the interpreter, STEP_SECONDS (300) ends a step that hangs.
+# PYTHON names the interpreter, STEP_SECONDS (300) ends a step that hangs, WORKERS (6) is pytest's, where xdist is there.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${OUT:-build/gpu}
@@ -38,41 +39,63 @@ step() { # name, log, command...
     { echo "==== $name: $*"; timeout "${STEP_SECONDS:-300}" "$@"; } 2>&1 | tee -a "$log" | tail -n 40
     status=${PIPESTATUS[0]}
     end=$(date +%s.%N)
-    [ "$status" = 0 ] || failed=1
     printf '%s\t%s\t%s\t%s\t%s\n' "$name" "$status" "$begin" "$end" "$(tail -n 1 "$log" | tr -d '\t')" \
         >>"$scratch/steps.tsv"
+    return "$status"
 }
 
 sanitize() { # tool
     # 86: the tool found something; the cases' own failures keep their code.
-    step "$1" sanitizers.log compute-sanitizer --tool "$1" --error-exitcode 86 "$python" tests/gpu/sanitizer_cases.py
+    step "$1" "$1.log" compute-sanitizer --tool "$1" --error-exitcode 86 "$python" tests/gpu/sanitizer_cases.py
 }
 
-rm -f "$out/tests.log" "$out/sanitizers.log" "$out/benchmarks.log"
+run_tests() {
+    local workers=()
+    "$python" -c 'import xdist' 2>/dev/null && workers=(-n "${WORKERS:-6}")
+    CUBIN_RUNTIME_GPU_OUT=$out OPENBLAS_NUM_THREADS=2 \
+        step tests tests.log "$python" -m pytest -p no:cacheprovider -q "${workers[@]}" tests/gpu || return 1
+    # Tests that all skipped are no proof.
+    grep -Eq '[0-9]+ passed' "$out/tests.log" || { echo "gpu_run.sh: no GPU test ran" >&2 && return 1; }
+}
+
 [ $# -gt 0 ] || set -- tests memcheck initcheck synccheck racecheck benchmarks
 for word in "$@"; do
     case $word in
-    tests)
-        CUBIN_RUNTIME_GPU_OUT=$out step tests tests.log "$python" -m pytest -p no:cacheprovider tests/gpu
-        # Tests that all skipped are no proof.
-        grep -Eq '[0-9]+ passed' "$out/tests.log" || { echo "gpu_run.sh: no GPU test ran" >&2 && failed=1; }
+    tests | memcheck | initcheck | synccheck | racecheck | benchmarks | decode | decode:* | mla) ;;
+    *)
+        echo "gpu_run.sh: '$word' is no step: tests memcheck initcheck synccheck racecheck benchmarks decode mla" >&2
+        exit 2
         ;;
-    memcheck | initcheck | synccheck | racecheck) sanitize "$word" ;;
+    esac
+done
+rm -f "$out"/{tests,memcheck,initcheck,synccheck,racecheck,compile,benchmarks}.log
+
+jobs=()
+for word in "$@"; do
+    case $word in
+    tests) run_tests & jobs+=($!) ;;
+    memcheck | initcheck | synccheck | racecheck) sanitize "$word" & jobs+=($!) ;;
+    benchmarks | decode | decode:*)
+        step compile compile.log "$python" benchmarks/gpu_decode.py --out "$out" --compile & jobs+=($!) ;;
+    mla) step compile compile.log "$python" benchmarks/gpu_mla.py --out "$out" --compile & jobs+=($!) ;;
+    esac
+done
+for job in "${jobs[@]}"; do wait "$job" || failed=1; done
+
+for word in "$@"; do
+    case $word in
     benchmarks)
         for script in benchmarks/gpu_*.py; do
-            [ "$script" = benchmarks/gpu_environment.py ] || step "$script" benchmarks.log "$python" "$script" --out "$out"
+            [ "$script" = benchmarks/gpu_environment.py ] && continue
+            step "$script" benchmarks.log "$python" "$script" --out "$out" || failed=1
         done
         ;;
     decode | decode:*)
         sections=${word#decode}
         step benchmarks/gpu_decode.py benchmarks.log "$python" benchmarks/gpu_decode.py --out "$out" \
-            ${sections:+--sections "${sections#:}"}
+            ${sections:+--sections "${sections#:}"} || failed=1
         ;;
-    mla) step benchmarks/gpu_mla.py benchmarks.log "$python" benchmarks/gpu_mla.py --out "$out" ;;
-    *)
-        echo "gpu_run.sh: '$word' is no step: tests memcheck initcheck synccheck racecheck benchmarks decode mla" >&2
-        exit 2
-        ;;
+    mla) step benchmarks/gpu_mla.py benchmarks.log "$python" benchmarks/gpu_mla.py --out "$out" || failed=1 ;;
     esac
 done
 

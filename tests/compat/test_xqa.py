@@ -192,8 +192,9 @@ def test_dependent_launch_is_on_unless_switched_off(
     assert standin.calls("cuLaunchKernelEx")[-1].seen["pdl"] == wanted
 
 
-def test_batch_invariance_splits_by_heads(standin: StandIn, memory: MadeUpMemory) -> None:
-    assert xqa(standin, xqa_arguments(memory, batch_invariant=True))["splits"] == 128 // KV_HEADS
+def test_batch_invariance_splits_a_request_by_its_bound(standin: StandIn, memory: MadeUpMemory) -> None:
+    assert xqa(standin, xqa_arguments(memory, batch_invariant=True))["splits"] == 4
+    assert xqa(standin, xqa_arguments(memory))["splits"] == 0
 
 
 def test_the_sm_count_of_the_device_is_taken(standin: StandIn, memory: MadeUpMemory, hopper: Runtime) -> None:

@@ -31,6 +31,7 @@ def test_torch_tensors_reach_the_refusal_of_the_device(runtime: Runtime, monkeyp
             torch.zeros(4, 16, dtype=torch.int32, device="cuda"),
             torch.ones(4, dtype=torch.int32, device="cuda"),
             512,
+            backend="trtllm-gen",
             bmm1_scale=torch.tensor([0.1], device="cuda"),
         )
 

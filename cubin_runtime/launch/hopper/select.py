@@ -126,9 +126,10 @@ def _parts(kernels: list[OwnKernel], shape: DecodeShape, device: DeviceFacts) ->
         return (Part(0, ANY_ROWS, None),)
     if not any(not _unfit(k, shape, device) and k.traits["arithmetic"] == _WARPGROUPS for k in kernels):
         return (Part(0, ANY_ROWS, _WARPS),)
-    # A request that has rows has `group` at least.
+    # Ragged requests: who has rows has `group` at least, and no more than all have together.
     fewest = shape.group if shape.ragged else shape.rows
-    if shape.rows <= _MOST_WARP_ROWS:
+    most = min(shape.q_len, shape.tokens) * shape.group if shape.ragged else shape.rows
+    if most <= _MOST_WARP_ROWS:
         return (Part(0, ANY_ROWS, _WARPS),)
     if fewest > _MOST_WARP_ROWS:
         return (Part(0, ANY_ROWS, _WARPGROUPS),)
@@ -150,8 +151,8 @@ def _select(
         most_rows=part.most_rows,
         ctas=best.grid.ctas,
         heads_together=best.grid.heads_together,
-        # The kernel numbers its pairs by the bound, also where the requests that it takes have fewer.
-        row_tiles=-(-shape.rows // _trait(best.kernel, "rows")),
+        # The kernel numbers its pairs by the bound on the rows that it takes.
+        row_tiles=-(-min(shape.rows, part.most_rows) // _trait(best.kernel, "rows")),
         splits=shape.splits,
         microseconds=best.estimate.microseconds,
         reason=_reason(best, shape, part, device),

@@ -9,6 +9,9 @@ DEVICE float4 operator+(float4 a, float4 b) { return make_float4(a.x + b.x, a.y 
 // The first of a lane's four head dims in a chunk of a row; short rows leave lanes without any.
 DEVICE int chunk_dim(int chunk) { return chunk * 128 + threadIdx.x % 32 * 4; }
 
+// The row of a warp's cell: cells are the chunks of its rows.
+DEVICE int row_of(int cell) { return threadIdx.x / 32 + cell / CHUNKS * CONSUMER_WARPS; }
+
 // Four head dims of a row of what the consumers left.
 DEVICE float4 merged(const Shared& shared, int row, int dim) {
     float4 value = *reinterpret_cast<const float4*>(&shared.merge[0][row][dim]);
@@ -65,7 +68,7 @@ DEVICE Parts parts_of(const Params& p, const Share& share, const Piece& piece) {
     Parts parts;
     const Request& r = piece.request;
     if (p.splits > 0) {
-        const int row_tiles = (p.q_len * p.group + ROWS - 1) / ROWS;
+        const int row_tiles = (min(p.q_len * p.group, p.most_rows) + ROWS - 1) / ROWS;
         parts.count = split_count(p, r);
         parts.own = piece.split;
         parts.counter = (r.index * row_tiles + piece.row_tile) * p.kv_heads + piece.rows.head;
@@ -96,15 +99,17 @@ DEVICE void add_statistics(float& top, float& total, float other_top, float othe
     top = highest;
 }
 
-// The partial outputs of MERGE_BATCH parts from `begin` on, for the rows of this warp; past the last part, that again.
-DEVICE void load_parts(const Params& p, const Rows& rows, const Parts& parts, int begin, float4 (&loaded)[MERGE_BATCH][CELLS]) {
+// The partial outputs of MERGE_BATCH parts from `begin` on, for CELLS of this warp from `first` on; past the last part, that
+// again.
+DEVICE void load_parts(const Params& p, const Rows& rows, const Parts& parts, int begin, int first,
+                       float4 (&loaded)[MERGE_BATCH][CELLS]) {
     const float* partial = static_cast<const float*>(p.partial_out);
 #pragma unroll
     for (int i = 0; i < MERGE_BATCH; ++i) {
         const int slot = parts.slot(min(begin + i, parts.count - 1));
 #pragma unroll
         for (int cell = 0; cell < CELLS; ++cell) {
-            const int row = threadIdx.x / 32 + cell / CHUNKS * CONSUMER_WARPS, dim = chunk_dim(cell % CHUNKS);
+            const int row = row_of(first + cell), dim = chunk_dim((first + cell) % CHUNKS);
             loaded[i][cell] = row < rows.count && dim < HEAD_DIM
                                   ? __ldcg(reinterpret_cast<const float4*>(partial + slot_row(slot, row) * HEAD_DIM + dim))
                                   : make_float4(0, 0, 0, 0);
@@ -115,7 +120,7 @@ DEVICE void load_parts(const Params& p, const Rows& rows, const Parts& parts, in
 // All parts of a pair, added in their order.
 DEVICE void merge_parts(const Params& p, const Rows& rows, const Parts& parts, float output_scale, Shared& shared) {
     float4 loaded[MERGE_BATCH][CELLS];
-    load_parts(p, rows, parts, 0, loaded);  // under way while the weights are found
+    load_parts(p, rows, parts, 0, 0, loaded);  // under way while the weights are found
 
     const float2* statistics = static_cast<const float2*>(p.partial_statistics);
     const int own_row = threadIdx.x / LANES_PER_ROW, own_lane = threadIdx.x % LANES_PER_ROW;
@@ -126,6 +131,7 @@ DEVICE void merge_parts(const Params& p, const Rows& rows, const Parts& parts, f
     for (int h = 0; h < HERE; ++h) {
         tops[h] = -INFINITY, totals[h] = 0.f;
         if (own_row < rows.count)
+#pragma unroll 1
             for (int i = own_lane + h * LANES_PER_ROW; i < parts.count; i += MERGE_LANES) {
                 const float2 part = __ldcg(&statistics[slot_row(parts.slot(i), own_row)]);
                 if (i < WEIGHTS) shared.weight[own_row][i] = part.x;
@@ -142,47 +148,53 @@ DEVICE void merge_parts(const Params& p, const Rows& rows, const Parts& parts, f
     for (int step = 1; step < HERE; step *= 2)
 #pragma unroll
         for (int h = 0; h + step < HERE; h += 2 * step) add_statistics(tops[h], totals[h], tops[h + step], totals[h + step]);
-    const float top = tops[0], total = totals[0];
-    if (own_lane == 0) shared.maximum[own_row] = top, shared.sum[own_row] = total;
+    const float top = tops[0];
+    if (own_lane == 0 && own_row < rows.count) shared.maximum[own_row] = top, shared.sum[own_row] = totals[0];
     const float anchor = top == -INFINITY ? 0.f : top;
 
-    float4 value[CELLS];
-#pragma unroll
-    for (int cell = 0; cell < CELLS; ++cell) value[cell] = make_float4(0, 0, 0, 0);
 #pragma unroll 1
-    for (int base = 0; base < parts.count; base += WEIGHTS) {
-        const int count = min(parts.count - base, WEIGHTS);
-        if (own_row < rows.count)
-            for (int i = own_lane; i < count; i += LANES_PER_ROW) {
-                const float maximum =
-                    base == 0 ? shared.weight[own_row][i] : __ldcg(&statistics[slot_row(parts.slot(base + i), own_row)]).x;
-                shared.weight[own_row][i] = exp2_approximate(maximum - anchor);
-            }
-        named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
+    for (int first = 0; first < ROWS_PER_WARP * CHUNKS; first += CELLS) {
+        float4 value[CELLS];
+#pragma unroll
+        for (int cell = 0; cell < CELLS; ++cell) value[cell] = make_float4(0, 0, 0, 0);
 #pragma unroll 1
-        for (int part = 0; part < count; part += MERGE_BATCH) {
-            if (base + part > 0) load_parts(p, rows, parts, base + part, loaded);
-#pragma unroll
-            for (int i = 0; i < MERGE_BATCH; ++i)
-#pragma unroll
-                for (int cell = 0; cell < CELLS; ++cell) {
-                    const int row = threadIdx.x / 32 + cell / CHUNKS * CONSUMER_WARPS;
-                    const float weight = part + i < count ? shared.weight[row][part + i] : 0.f;
-                    value[cell].x += weight * loaded[i][cell].x;
-                    value[cell].y += weight * loaded[i][cell].y;
-                    value[cell].z += weight * loaded[i][cell].z;
-                    value[cell].w += weight * loaded[i][cell].w;
+        for (int base = 0; base < parts.count; base += WEIGHTS) {
+            const int count = min(parts.count - base, WEIGHTS);
+            // Weights that all fit are found once, for the first cells.
+            if (own_row < rows.count && (first == 0 || parts.count > WEIGHTS))
+#pragma unroll 1
+                for (int i = own_lane; i < count; i += LANES_PER_ROW) {
+                    const float maximum = first + base == 0
+                                              ? shared.weight[own_row][i]
+                                              : __ldcg(&statistics[slot_row(parts.slot(base + i), own_row)]).x;
+                    shared.weight[own_row][i] = exp2_approximate(maximum - anchor);
                 }
-        }
-        named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);  // the weights are free again
-    }
+            named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
+#pragma unroll 1
+            for (int part = 0; part < count; part += MERGE_BATCH) {
+                if (first + base + part > 0) load_parts(p, rows, parts, base + part, first, loaded);
 #pragma unroll
-    for (int cell = 0; cell < CELLS; ++cell) {
-        const int row = threadIdx.x / 32 + cell / CHUNKS * CONSUMER_WARPS, dim = chunk_dim(cell % CHUNKS);
-        if (row >= rows.count) continue;
-        const Normalisation n = normalise(p, rows, row, output_scale, shared.maximum[row], shared.sum[row]);
-        if (dim < HEAD_DIM) write_output(p, n, dim, value[cell]);
-        if (cell % CHUNKS == 0) write_lse(p, n);
+                for (int i = 0; i < MERGE_BATCH; ++i)
+#pragma unroll
+                    for (int cell = 0; cell < CELLS; ++cell) {
+                        const int row = row_of(first + cell);
+                        const float weight = part + i < count && row < ROWS ? shared.weight[row][part + i] : 0.f;
+                        value[cell].x += weight * loaded[i][cell].x;
+                        value[cell].y += weight * loaded[i][cell].y;
+                        value[cell].z += weight * loaded[i][cell].z;
+                        value[cell].w += weight * loaded[i][cell].w;
+                    }
+            }
+            named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);  // the weights are free again
+        }
+#pragma unroll
+        for (int cell = 0; cell < CELLS; ++cell) {
+            const int row = row_of(first + cell), chunk = (first + cell) % CHUNKS, dim = chunk_dim(chunk);
+            if (row >= rows.count) continue;
+            const Normalisation n = normalise(p, rows, row, output_scale, shared.maximum[row], shared.sum[row]);
+            if (dim < HEAD_DIM) write_output(p, n, dim, value[cell]);
+            if (chunk == 0) write_lse(p, n);
+        }
     }
 }
 

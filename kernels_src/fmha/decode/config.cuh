@@ -52,13 +52,15 @@ constexpr bool QUERY_IN_SHARED = false;
 // own; with many, that would cost the second CTA on the SM.
 constexpr int MERGE_STRIDE = HEAD_DIM + 4;
 constexpr int MERGE_BUFFERS = ROWS == 8 && HEAD_DIM <= 128 ? PARTIES : 1;
-constexpr int ROWS_PER_WARP = ROWS / CONSUMER_WARPS;      // of the merged result
-constexpr int CHUNKS = (HEAD_DIM + 127) / 128;            // of a merged row: 4 head dims a lane
-constexpr int CELLS = ROWS_PER_WARP * CHUNKS;             // float4 that a thread merges
-constexpr int MERGE_BATCH = CELLS <= 2 ? 8 : CELLS <= 4 ? 2 : 1;  // partials whose loads are in flight, without spills
-constexpr int WEIGHTS = MERGE_BUFFERS * MERGE_STRIDE;     // partials whose weights fit the merge buffers at once
-constexpr int MERGE_LANES = 16;                           // when statistics are merged
-constexpr int LANES_PER_ROW = CONSUMERS / ROWS;           // threads that are these lanes
+constexpr int ROWS_PER_WARP = ROWS / CONSUMER_WARPS;  // of the merged result
+constexpr int CHUNKS = (HEAD_DIM + 127) / 128;        // of a merged row: 4 head dims a lane
+// float4 that a thread merges at once, and partials whose loads are in flight together, without spills.
+constexpr int CELLS = ROWS_PER_WARP * CHUNKS == 4 ? 4 : 2;
+constexpr int MERGE_BATCH = CELLS == 2 && ROWS <= 16 ? 8 : 2;
+static_assert(ROWS_PER_WARP * CHUNKS % CELLS == 0, "cells are merged in equal groups");
+constexpr int WEIGHTS = MERGE_BUFFERS * MERGE_STRIDE;  // partials whose weights fit the merge buffers at once
+constexpr int MERGE_LANES = 16;                        // of a row, when statistics are merged
+constexpr int LANES_PER_ROW = CONSUMERS / ROWS;        // threads that are these lanes
 static_assert(MERGE_LANES % LANES_PER_ROW == 0, "every row has the same number of lanes");
 
 // A team's share of the line of all tiles; see work.cuh.
@@ -98,7 +100,8 @@ struct Parts {
 struct alignas(128) Shared {
     char ring[BUFFERS][BUFFER_BYTES];  // the block's shared memory begins at a multiple of 1024
 #if WARPGROUP_MMA
-    char converted[KV_E4M3 ? 2 : 0][2][TILE_TOKENS * HEAD_DIM * 2];  // a warpgroup's keys and values of a tile as fp16
+    // A warpgroup's keys and values of a tile as fp16.
+    char converted[KV_E4M3 ? CONSUMER_WARPGROUPS : 0][2][TILE_TOKENS * HEAD_DIM * 2];
 #endif
     union {
         float merge[MERGE_BUFFERS][ROWS][MERGE_STRIDE];

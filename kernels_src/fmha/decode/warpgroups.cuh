@@ -1,6 +1,6 @@
 // Consumers of many rows (sm_90a): warpgroups that multiply 64 rows by whole tiles. S = Q K^T with the queries in registers,
-// softmax, O += P V with P in registers. Up to 64 rows, the two warpgroups take a piece's tiles in turn and meet at its end;
-// with 128 rows, each has half of them.
+// softmax, O += P V with P in registers. Up to 64 rows, the warpgroups take a piece's tiles in turn and meet at its end; with
+// 128 rows, each of two has half of them.
 #pragma once
 #include "../../common/wgmma_registers.cuh"
 #include "combine.cuh"
@@ -8,8 +8,8 @@
 
 namespace paged_decode {
 
-static_assert(CONSUMER_WARPGROUPS == 2 && PARTIES * ROWS == 128, "two warpgroups of 64 rows");
-static_assert(!KV_E4M3 || PARTIES == 2, "each warpgroup converts the tiles that it takes");
+static_assert(PARTIES * ROWS == 64 * CONSUMER_WARPGROUPS, "a warpgroup multiplies 64 rows");
+static_assert(!KV_E4M3 || PARTIES > 1, "each warpgroup converts the tiles that it takes");
 static_assert(KV_E4M3 || SPAN == 128, "keys and values lie as the products read them");
 
 constexpr int PRODUCT_SPAN_BYTES = TILE_TOKENS * 128;  // 64 head dims of a tile, 16 bits each, in a 128-byte swizzle
@@ -211,7 +211,7 @@ DEVICE void merge_warpgroups(const Piece& piece, Accumulator& acc, Shared& share
     for (int i = 0; i < 2; ++i) {
         const int row = own_row() + i * 8;
         float highest = shared.party_maximum[0][row];
-        if (PARTIES == 2) highest = fmaxf(highest, shared.party_maximum[PARTIES - 1][row]);
+        for (int w = 1; w < PARTIES; ++w) highest = fmaxf(highest, shared.party_maximum[w][row]);
         const float anchor = highest == -INFINITY ? 0.f : highest;  // no visible key: every weight is 0, not NaN
         weight[i] = exp2_approximate(acc.maximum[i] - anchor);
         if (party == 0 && threadIdx.x % 4 == 0) {

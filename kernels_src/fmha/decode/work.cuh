@@ -86,10 +86,11 @@ DEVICE int team_of(const Share& share, int tile) {
 // Found by each warp on its own from the lengths.
 DEVICE Share find_share(const Params& p) {
     const int lane = threadIdx.x % 32;
-    int total = 0;
+    int total = 0, first_own = 0, first_tiles = 1;  // of the first 32 requests, kept: there are often no others
 #pragma unroll 1
     for (int b = lane; b < p.batch; b += 32) {
         const Request r = request_at(p, b);
+        if (b == lane) first_own = r.tiles * r.blocks, first_tiles = r.tiles;
         total += r.tiles * r.blocks;
     }
     Share share;
@@ -107,8 +108,8 @@ DEVICE Share find_share(const Params& p) {
 #pragma unroll 1
     for (int base = 0; base < p.batch; base += 32) {
         const int b = base + lane;
-        int own = 0, tiles = 1;
-        if (b < p.batch) {
+        int own = base == 0 ? first_own : 0, tiles = first_tiles;
+        if (base > 0 && b < p.batch) {
             const Request r = request_at(p, b);
             own = r.tiles * r.blocks;
             tiles = r.tiles;

@@ -174,8 +174,9 @@ def test_the_grid_holds_what_the_kernel_relies_on(shape: DecodeShape) -> None:
         most = int(made.kernel.traits["ctas_per_multiprocessor"]) * H100.multiprocessors
         assert 1 <= made.ctas <= most
         assert (made.ctas % made.heads_together, shape.kv_heads % made.heads_together) == (0, 0)
-        assert (made.row_tiles - 1) * int(made.kernel.traits["rows"]) < shape.q_len * shape.group
-        assert made.row_tiles * int(made.kernel.traits["rows"]) >= shape.q_len * shape.group
+        rows = min(shape.q_len * shape.group, made.most_rows)
+        assert (made.row_tiles - 1) * int(made.kernel.traits["rows"]) < rows
+        assert made.row_tiles * int(made.kernel.traits["rows"]) >= rows
 
 
 def test_a_large_problem_gets_two_ctas_a_multiprocessor() -> None:
@@ -271,6 +272,10 @@ def test_ragged_requests_that_cannot_have_the_other_arithmetic_get_one(q_len: in
     assert launches(q_len=q_len, group=group, tokens=99, ragged=True) == [(arithmetic, 0, ANY_ROWS)]
 
 
+def test_ragged_requests_of_few_tokens_together_get_one_launch() -> None:
+    assert launches(q_len=16, tokens=2, ragged=True) == [("warps", 0, ANY_ROWS)]
+
+
 @pytest.mark.parametrize("head_dim", [32, 256, 512])
 def test_warps_take_all_where_there_is_nothing_else(head_dim: int) -> None:
     assert launches(head_dim=head_dim, q_len=16, tokens=99, ragged=True) == [("warps", 0, ANY_ROWS)]
@@ -279,7 +284,8 @@ def test_warps_take_all_where_there_is_nothing_else(head_dim: int) -> None:
 @given(shapes, shapes)
 def test_a_request_s_own_rows_decide_its_arithmetic(bound: DecodeShape, own: DecodeShape) -> None:
     alone = replace(own, dtype=bound.dtype, head_dim=bound.head_dim, batch_invariant=True, ragged=False)
-    among = replace(bound, group=alone.group, q_len=max(bound.q_len, alone.q_len), batch_invariant=True, ragged=True)
+    q_len, tokens = max(bound.q_len, alone.q_len), max(bound.tokens, alone.q_len)
+    among = replace(bound, group=alone.group, q_len=q_len, tokens=tokens, batch_invariant=True, ragged=True)
     taking = [s for s in select_decode(HOPPER, among, H100) if s.least_rows <= alone.rows <= s.most_rows]
     expected = one(HOPPER, alone).kernel.traits["arithmetic"]
     assert [s.kernel.traits["arithmetic"] for s in taking] == [expected]
@@ -303,7 +309,7 @@ def test_a_launch_for_few_rows_is_sized_for_few() -> None:
     few, many = select_decode(ALL, replace(SHAPE, q_len=16, tokens=64, ragged=True, batch_invariant=True), H200_DEVICE)
     assert "1 row tile of 16" in few.reason or "1 row tile of 8" in few.reason
     assert "in 2 row tiles of 64" in many.reason
-    assert few.row_tiles * int(few.kernel.traits["rows"]) == 128
+    assert few.row_tiles * int(few.kernel.traits["rows"]) == 16
 
 
 @pytest.mark.parametrize(("kv_heads", "splits"), [(1, 64), (2, 64), (3, 43), (8, 16), (64, 2), (128, 1), (200, 1)])
