@@ -43,7 +43,8 @@ DEVICE uint32_t box_target(Shared& shared, int b, int box) { return shared_addre
 #endif
 
 // One thread issues the copies. A buffer becomes free in two halves: the columns of the first consumer warpgroup, and the
-// others. In a cluster each CTA brings its part of the boxes to all. The rope columns, which hold P once the scores are known, go with the half of the warpgroup that reads that P.
+// others. In a cluster each CTA brings its part of the boxes to all. The rope columns, which hold P once the scores are
+// known, come last, when both warpgroups are through with the buffer.
 DEVICE void produce(const Params& p, const Share& share, Shared& shared) {
     const int lane = threadIdx.x % 32;
     const int page_tokens = 1 << p.page_size_log2;

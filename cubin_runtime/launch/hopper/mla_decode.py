@@ -43,7 +43,8 @@ class MlaProblem:
 
     ``tokens`` are the query tokens of all requests, ``q_len`` those of each, or their bound where requests differ.
     ``kv_dtype`` is ``bf16`` or ``e4m3``, q is ``bf16`` or, beside an e4m3 cache, ``e4m3``. Rows of q begin at multiples
-    of 16 bytes, those of out at multiples of 8 elements. ``softmax_scale`` and ``output_scale`` are 1 where the device has them.
+    of 16 bytes, those of out at multiples of 8 elements. ``softmax_scale`` and ``output_scale`` are 1 where the device
+    has them.
     """
 
     batch: int
@@ -72,7 +73,7 @@ def mla_regions(selection: MlaSelection, problem: MlaProblem) -> tuple[Region, .
 
     A pair is a request and a row tile. Where the grid cuts the pairs (``splits`` 0) there are two partials a CTA, of
     the pair that ends in it and of the pair that begins in it, and a counter a CTA. Else every pair has a counter and
-    ``splits`` partials.
+    room for ``splits`` partials.
     """
     pairs = problem.batch * selection.row_tiles
     slots = pairs * selection.splits if selection.splits else 2 * selection.ctas
