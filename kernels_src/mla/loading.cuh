@@ -43,7 +43,8 @@ DEVICE uint32_t box_target(Shared& shared, int b, int box) { return shared_addre
 #endif
 
 // One thread issues the copies. A buffer becomes free in two halves: the columns of the first consumer warpgroup, and the
-// others. In a cluster each CTA brings its part of the boxes to all. The rope columns, which hold P once the scores are known, go with the half of the warpgroup that reads that P.
+// others. In a cluster each CTA brings its part of the boxes to all. The rope columns, which hold P once the scores are
+// known, come last, when both warpgroups are through with the buffer.
 DEVICE void produce(const Params& p, const Share& share, Shared& shared) {
     const int lane = threadIdx.x % 32;
     const int page_tokens = 1 << p.page_size_log2;
@@ -199,32 +200,35 @@ DEVICE float power_of_two(int exponent) { return __uint_as_float(static_cast<uin
 // A row of bf16 becomes fp16, divided by the power of two that brings its largest magnitude below 2, which the scores of the
 // row are multiplied by; e4m3, 8 bytes in front of each 16, becomes fp16 as it is. Each lane converts what it copied.
 DEVICE void convert_query(Shared& shared, int row, bool e4m3) {
+    constexpr int ROUNDS = (CHUNKS + 31) / 32;
     const int lane = threadIdx.x % 32;
+    uint4 own[ROUNDS];
+#pragma unroll
+    for (int i = 0; i < ROUNDS; ++i) {
+        const int column = lane + i * 32;
+        own[i] = column < CHUNKS ? load_shared_16(query_place(shared, row, column)) : make_uint4(0, 0, 0, 0);
+    }
     int exponent = 0;
     if (!e4m3) {
         uint32_t largest = 0;  // magnitudes in both halves: those of bf16 are ordered as integers are
-#pragma unroll 1
-        for (int column = lane; column < CHUNKS; column += 32) {
-            const uint4 v = load_shared_16(query_place(shared, row, column));
-            largest = __vmaxu2(largest, __vmaxu2(v.x & 0x7fff7fff, v.y & 0x7fff7fff));
-            largest = __vmaxu2(largest, __vmaxu2(v.z & 0x7fff7fff, v.w & 0x7fff7fff));
+#pragma unroll
+        for (int i = 0; i < ROUNDS; ++i) {
+            largest = __vmaxu2(largest, __vmaxu2(own[i].x & 0x7fff7fff, own[i].y & 0x7fff7fff));
+            largest = __vmaxu2(largest, __vmaxu2(own[i].z & 0x7fff7fff, own[i].w & 0x7fff7fff));
         }
         largest = __reduce_max_sync(~0u, max(largest & 0xffff, largest >> 16));
         // At 112 the largest bf16 is just within fp16, and the power is no danger to the softmax scale.
         if (largest > 0) exponent = min(max(static_cast<int>(largest >> 7) - 127, -100), 112);
     }
     const float factor = power_of_two(-exponent);
-#pragma unroll 1
-    for (int column = lane; column < CHUNKS; column += 32) {
-        const uint32_t place = query_place(shared, row, column);
-        const uint4 v = load_shared_16(place);
-        if (e4m3) {
-            const uint2 a = fp16_of_e4m3(v.x), c = fp16_of_e4m3(v.y);
-            store_shared_16(place, make_uint4(a.x, a.y, c.x, c.y));
-        } else {
-            store_shared_16(place, make_uint4(fp16_of_bf16(v.x, factor), fp16_of_bf16(v.y, factor),
-                                              fp16_of_bf16(v.z, factor), fp16_of_bf16(v.w, factor)));
-        }
+#pragma unroll
+    for (int i = 0; i < ROUNDS; ++i) {
+        const int column = lane + i * 32;
+        if (column >= CHUNKS) break;
+        const uint4 v = own[i];
+        const uint2 a = e4m3 ? fp16_of_e4m3(v.x) : make_uint2(fp16_of_bf16(v.x, factor), fp16_of_bf16(v.y, factor));
+        const uint2 c = e4m3 ? fp16_of_e4m3(v.y) : make_uint2(fp16_of_bf16(v.z, factor), fp16_of_bf16(v.w, factor));
+        store_shared_16(query_place(shared, row, column), make_uint4(a.x, a.y, c.x, c.y));
     }
     if (lane == 0) shared.q_power[row] = power_of_two(exponent);
 }

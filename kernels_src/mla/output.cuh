@@ -248,10 +248,15 @@ DEVICE void arrive(const Params& p, const Piece& piece) {
     if (threadIdx.x == 0) add_acquire_release(static_cast<uint32_t*>(p.counters) + piece.counter, ARRIVAL);
 }
 
-// Takes slices of the pair's merge until none is left. A CTA whose pair is not complete waits a while and then goes: the
-// last to arrive never waits, so that the merge is done by then at the latest, whether or not the others run.
+// Takes slices of the pair's merge until none is left. A CTA whose pair is not complete waits HELP_CYCLES and then goes:
+// no wait here depends on what else runs.
+// The merge is done all the same, once, and before the counter is zero: a CTA looks after its own arrivals at the same
+// address, so that the one whose arrival is the last in the counter's order sees all of them at its first look. It takes
+// tickets until they are past the slices; any lower ticket was taken by a CTA that does that slice before it departs.
+// Each part departs once, and only with the last departure does the counter become zero for the next launch; a CTA with
+// several parts of a pair comes here once for each.
 // Seeing all arrivals is what makes the parts readable; tickets and departures order nothing.
-// Who merges a row changes nothing in its bits. The last to depart leaves the counter zero for the next launch.
+// Who merges a row changes nothing in its bits.
 DEVICE void help_merge(const Params& p, const Piece& piece, Shared& shared) {
     uint32_t* counter = static_cast<uint32_t*>(p.counters) + piece.counter;
     float* weights = reinterpret_cast<float*>(shared.q);  // all queries were used

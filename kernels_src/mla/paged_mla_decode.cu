@@ -18,9 +18,10 @@
 //
 // The grid is persistent and comes from bounds alone. CTAs work in teams of `tiles_together`, each member on its own row
 // tile of a request, so that the second read of a key comes from L2. All tiles of all (request, block of row tiles) lie on
-// one line, cut evenly among the teams; with `splits` > 0 pairs are cut into equal parts by their own length alone and a
-// team takes the parts that begin in its share. Partials are merged in part order once a CTA is through with its pieces,
-// by all the CTAs that have parts of the pair and are at hand.
+// one line, cut evenly among the teams; with `splits` > 0 pairs are cut into equal parts by their own length alone (see
+// split_count) and a team takes the parts that begin in its share. Partials are merged in part order once a CTA is through
+// with its pieces, by all the CTAs that have parts of the pair and are at hand. No CTA needs another one to run, but for
+// those of its own cluster, which are there together.
 //
 // Build: -DLATENT=512|256 -DKV_E4M3=0|1 -DCLUSTER=1|2 -DPREFETCH_TILES=n -DSHARED_BYTES=n -DKERNEL_NAME=symbol [-DDEBUG_HANG]
 

@@ -199,6 +199,11 @@ DEVICE Share find_share(const Params& p) {
     }
 }
 
+// Parts of a pair of so many tiles where `splits` bounds them: up to four for short ones, so that one request alone spreads
+// over more CTAs; long ones in parts of 16 tiles, for which merging costs little. It never falls with the tiles, so a bound
+// on the tiles bounds it.
+DEVICE int split_count(const Params& p, int tiles) { return min(p.splits, max((tiles + 15) / 16, min(4, (tiles + 3) / 4))); }
+
 // Tiles [first, last) of a (request, row tile) pair, and where its partial goes when that is not all of them.
 struct Piece {
     int request, row_tile, length;
@@ -257,7 +262,7 @@ struct Walker {
                 piece.slot_step = 2 * p.tiles_together;
                 piece.counter = cta_of(p, share, first_team);
             } else {
-                piece.parts = min(p.splits, r.tiles);
+                piece.parts = split_count(p, r.tiles);
                 piece.part = (local * piece.parts + r.tiles - 1) / r.tiles;
                 piece.first = piece.part * r.tiles / piece.parts;
                 piece.last = (piece.part + 1) * r.tiles / piece.parts;

@@ -73,7 +73,7 @@ def mla_regions(selection: MlaSelection, problem: MlaProblem) -> tuple[Region, .
 
     A pair is a request and a row tile. Where the grid cuts the pairs (``splits`` 0) there are two partials a CTA, of
     the pair that ends in it and of the pair that begins in it, and a counter a CTA. Else every pair has a counter and
-    ``splits`` partials.
+    room for ``splits`` partials.
     """
     pairs = problem.batch * selection.row_tiles
     slots = pairs * selection.splits if selection.splits else 2 * selection.ctas

@@ -36,7 +36,7 @@ PAGED_MLA_DECODE = StructLayout.declare(
         Field("q_len", "int32", "query tokens of each request, or with q_cu_seq_lens their bound; 1 to 16"),
         Field("heads", "int32", "query heads, 1 to 128"),
         Field("tiles_together", "int32", "row tiles of a request that neighbouring CTAs compute side by side"),
-        Field("splits", "int32", "0: the grid splits pairs; else pairs have this many parts, or their tiles if fewer"),
+        Field("splits", "int32", "0: the grid splits pairs; else the most parts of a pair, by its own tiles"),
         Field("page_size_log2", "int32", "log2 of the tokens in a page"),
         Field("num_pages", "int32", "pages in the pool"),
         Field("max_seq_len", "int32", "bound on every length"),

@@ -17,7 +17,7 @@ PAGE_SIZES = (32, 64, 128)
 _TILES_TOGETHER = 4
 # Teams that may idle so that those left end on borders of pairs, which saves partials: 1 in this many.
 _IDLE_SHARE = 12
-# batch_invariant cuts every pair into this many parts.
+# batch_invariant cuts every pair into at most this many parts.
 _INVARIANT_SPLITS = 4
 # Tiles of a part, at least: fewer cost more to merge than they save.
 _PART_TILES = 2
@@ -48,19 +48,15 @@ class MlaShape:
         """Query rows of one request: tokens times heads."""
         return self.q_len * self.heads
 
-    @property
-    def splits(self) -> int:
-        """0: the grid cuts the pairs; ``batch_invariant``: parts of every pair, a constant."""
-        return _INVARIANT_SPLITS if self.batch_invariant else 0
-
 
 @dataclass(frozen=True, slots=True)
 class MlaSelection:
     """The kernel chosen and how it is launched.
 
     ``ctas`` is the grid, ``tiles_together`` the row tiles of a request that neighbouring CTAs compute side by side,
-    ``row_tiles`` those of a request at its bound, ``splits`` the kernel's field of that name, ``cluster`` the CTAs
-    of a cluster; ``candidates`` has a word on each kernel looked at.
+    ``row_tiles`` those of a request at its bound, ``splits`` the kernel's field of that name (0: the grid cuts the
+    pairs; ``batch_invariant``: the most parts of a pair, each pair's from its own tiles), ``cluster`` the CTAs of a
+    cluster; ``candidates`` has a word on each kernel looked at.
     """
 
     kernel: OwnKernel
@@ -100,6 +96,7 @@ def select_mla_decode(kernels: Iterable[OwnKernel], shape: MlaShape, device: Dev
     row_tiles = _row_tiles(best, shape)
     pair_tiles = max(1, -(-shape.max_seq_len // _trait(best, "tile_tokens")))
     pairs = shape.batch * -(-row_tiles // together)
+    splits = min(_INVARIANT_SPLITS, split_count(pair_tiles)) if shape.batch_invariant else 0
     teams = _teams(device.multiprocessors // together, pairs, pair_tiles)
     status = "" if best.status == MEASURED else f", {best.status}"
     reason = (
@@ -112,11 +109,19 @@ def select_mla_decode(kernels: Iterable[OwnKernel], shape: MlaShape, device: Dev
         ctas=teams * together,
         tiles_together=together,
         row_tiles=row_tiles,
-        splits=shape.splits,
+        splits=splits,
         cluster=_trait(best, "cluster"),
         reason=reason,
         candidates=tuple(looked_at),
     )
+
+
+def split_count(tiles: int) -> int:
+    """Parts of a pair of ``tiles`` tiles under ``batch_invariant``, before their bound: the rule of mla/work.cuh.
+
+    It never falls with the tiles: a bound on the tiles bounds the parts and changes nobody's.
+    """
+    return max(-(-tiles // 16), min(4, -(-tiles // 4)))
 
 
 def _unfit(kernel: OwnKernel, shape: MlaShape, device: DeviceFacts) -> str:
