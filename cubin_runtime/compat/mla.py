@@ -115,7 +115,6 @@ def trtllm_batch_decode_with_kv_cache_mla(
     q_len = given.shape[1] if cum_seq_lens_q is None else None
     found = find_backend(operator, backend, rt.driver.device(q.device))
     max_q, cum_q = query_lengths(q_len, max_q_len, cum_seq_lens_q, batch, q.shape[0], rt)
-    output = _output(out, query, given, kv_lora_rank, rt)
     if found == XQA:
         refuse(
             f"{operator} by backend {XQA!r}",
@@ -135,7 +134,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
             block_tables,
             lengths,
             max_seq_len,
-            output,
+            _output(out, query, given, kv_lora_rank, rt),
             runtime=rt,
             max_q_len=None if cum_q is None else max_q,
             q_cu_seq_lens=cum_q,
@@ -151,7 +150,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     return run_published(
         DecodeCall,
         query,
-        output,
+        _output(out, query, given, kv_lora_rank, rt),
         workspace_buffer,
         runtime=rt,
         bmm1_scale=bmm1_scale,

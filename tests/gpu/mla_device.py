@@ -12,17 +12,16 @@ import numpy as np
 from decode_device import DeviceCase
 from decode_values import KINDS
 from device_arrays import GUARD, DeviceArrays
-from mla_cases import ROPE, MlaCase, MlaHost, mla_host, mla_reference_of
+from mla_cases import MlaCase, MlaHost, mla_host, mla_reference_of
 
 from cubin_runtime.artifacts.own_kernels import OwnKernel
 from cubin_runtime.attention import MlaDecodePlan, Runtime, TensorView, plan_mla_decode
 
 OPERATION = "paged_mla_decode"
-NAMES = ("q", "kv_cache", "page_table", "seq_lens", "out", "lse")
 
 
 class MlaDeviceCase(DeviceCase):
-    """A case on the device; made by ``mla_on_device``. ``tensors`` are in the order of ``NAMES``."""
+    """A case on the device; made by ``mla_on_device``. ``tensors`` are q, cache, table, lengths, out, LSE."""
 
     def __init__(self, runtime: Runtime, case: MlaCase, host: MlaHost, arrays: DeviceArrays) -> None:
         self.runtime = runtime
@@ -157,6 +156,3 @@ def _lse_view(case: MlaCase, arrays: DeviceArrays) -> TensorView | None:
     if not case.strided:
         return TensorView.contiguous(address, "float32", shape)
     return TensorView(address, "float32", shape, (*((case.q_len, 1) if len(shape) == 3 else (1,)), case.tokens))
-
-
-__all__ = ["NAMES", "OPERATION", "ROPE", "MlaDeviceCase", "mla_kernels", "mla_on_device", "mla_types"]
