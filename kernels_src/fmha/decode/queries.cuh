@@ -27,7 +27,7 @@ DEVICE int common_exponent(float largest) {
     largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
     largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
     if (largest == 0.f) return 0;
-    return min(max(static_cast<int>(__float_as_uint(largest) >> 23) - 127, -100), 100);
+    return min(max(static_cast<int>(__float_as_uint(largest) >> 23) - 127, -100), 126);
 }
 
 }  // namespace paged_decode
