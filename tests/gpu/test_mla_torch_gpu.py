@@ -94,7 +94,7 @@ def test_the_batch_operators(runtime: Runtime, rng: np.random.Generator, name: s
     skip_without(runtime, case)
     host = mla_host(case, rng)
     given = batch_arguments(case, host)
-    out, lse = ours.trtllm_batch_decode_with_kv_cache_mla(**given, return_lse=True)
+    out, lse = ours.trtllm_batch_decode_with_kv_cache_mla(**given, return_lse=True, backend="xqa")
     assert out.shape == (case.batch, case.q_len, case.heads, case.latent)
     assert_right(case, host, out, lse)
     assert_right(case, host, ours.xqa_batch_decode_with_kv_cache_mla(**given))
@@ -112,7 +112,7 @@ def test_ragged_queries(runtime: Runtime, rng: np.random.Generator, max_q_len: i
     host = mla_host(RAGGED, rng)
     given = batch_arguments(RAGGED, host)
     given["cum_seq_lens_q"] = torch.from_numpy(host.q_cu_seq_lens).cuda()
-    out, lse = ours.trtllm_batch_decode_with_kv_cache_mla(**given, max_q_len=max_q_len, return_lse=True)
+    out, lse = ours.trtllm_batch_decode_with_kv_cache_mla(**given, max_q_len=max_q_len, return_lse=True, backend="xqa")
     assert_right(RAGGED, host, out, lse)
 
 
@@ -144,7 +144,7 @@ def test_the_plain_function_and_a_graph(runtime: Runtime, rng: np.random.Generat
     host = mla_host(case, rng)
     given = tensors_of(case, host)
     arguments = (given["query"], given["kv_cache"], given["block_tables"], given["seq_lens"])
-    options = {"max_seq_len": case.max_seq_len, "softmax_scale": case.scale, "runtime": runtime}
+    options = {"max_seq_len": case.max_seq_len, "softmax_scale": case.scale, "backend": "hopper", "runtime": runtime}
     out = mla_decode(*arguments, **options)
     assert_right(case, host, out)
     stream = torch.cuda.Stream()

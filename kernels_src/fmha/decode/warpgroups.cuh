@@ -149,20 +149,10 @@ DEVICE void pack(const float (&s)[TILE_TOKENS / 2], uint32_t (&probability)[TILE
         }
 }
 
-// All warps of this thread's warpgroup meet. Two branches: the barrier's number is known when it is compiled, which tools
-// that look for races need.
-DEVICE void meet_in_warpgroup() {
-    static_assert(CONSUMER_WARPGROUPS == 2, "a barrier for each warpgroup");
-    if (warpgroup() == 0)
-        named_barrier_sync<128>(CONSUMER_BARRIER + 1);
-    else
-        named_barrier_sync<128>(CONSUMER_BARRIER + 2);
-}
-
 // What this thread wrote to shared memory is seen by the products of its warpgroup.
 DEVICE void publish_to_products() {
     fence_async_proxy();
-    meet_in_warpgroup();
+    named_barrier_sync<128>(CONSUMER_BARRIER + 1 + warpgroup());
 }
 
 // Tokens outside [low, high) may hold NaN, and 0 x NaN is NaN: their values become zeros before the product reads them.
@@ -296,7 +286,7 @@ DEVICE void consume_tiles(const Piece& piece, int window_left, int tiles, const 
         softmax(scale, s, acc, rescale);
         wgmma_wait<0>();
         hold_registers(acc.out);
-        if (KV_E4M3) meet_in_warpgroup();  // every warp has read what the next conversion writes over
+        if (KV_E4M3) named_barrier_sync<128>(CONSUMER_BARRIER + 1 + warpgroup());  // all its warps read what is converted next
         if (!KV_E4M3 && pending) release(shared, used);
         if (__any_sync(~0u, rescale[0] != 1.f || rescale[1] != 1.f))
 #pragma unroll
