@@ -15,7 +15,7 @@ from ..launch.hopper.shape import DecodeShape
 from ..launch.streams import stream_handle
 from ..launch.workspace import SemaphoreWorkspace, Workspace
 from .backends import AUTO, resolve_backend
-from .decode_checks import MAX_Q_LEN, DecodeOptions, check_decode, integer
+from .decode_checks import MAX_Q_LEN, DecodeOptions, check_decode, check_query_bounds, integer
 from .decode_plan import PagedDecodePlan
 from .decode_tensors import DecodeTensors, decode_tensors, forms_of, split_scale, token_stride
 from .runtime import Runtime, default_runtime
@@ -170,8 +170,13 @@ def paged_decode(
         out = _made_output(rt, q)
     if stream is None:
         stream = rt.memory.current_stream(q)
-    if q_cu_seq_lens is not None and max_q_len is None:
-        max_q_len = _longest(rt, q, q_cu_seq_lens)
+    if workspace is not None and not isinstance(workspace, (Workspace, SemaphoreWorkspace)):
+        raise UsageError(f"workspace: got {type(workspace).__name__}, expected a Workspace or a SemaphoreWorkspace")
+    if max_q_len is not None:
+        max_q_len = integer("max_q_len", max_q_len)
+    elif q_cu_seq_lens is not None:
+        max_q_len = _longest(rt, q, q_cu_seq_lens, stream)
+    window_left = integer("window_left", window_left)
     softmax_number, softmax_tensor = split_scale(softmax_scale, "softmax_scale")
     output_number, output_tensor = split_scale(output_scale, "output_scale")
     optional = (lse, q_cu_seq_lens, mask, sinks, softmax_tensor, output_tensor)
@@ -248,7 +253,7 @@ def _plan(
         max_seq_len=bound,
         # A wider window than the bound hides nothing more, and a position less a window fits an int32.
         window_left=min(options.window_left, bound),
-        batch_invariant=options.batch_invariant,
+        batch_invariant=bool(options.batch_invariant),
     )
     selections = select_decode(runtime.own_release().kernels, shape, device)
     q, out, lse = tensors.q, tensors.out, tensors.lse
@@ -272,7 +277,7 @@ def _plan(
         out_strides=(token_stride("out", out, 2), out.strides[-2]),
         lse_strides=(token_stride("lse", lse, 1), lse.strides[-1]) if lse else (0, 0),
         table_stride=tensors.page_table.strides[0],
-        programmatic_serialization=options.enable_pdl,
+        programmatic_serialization=bool(options.enable_pdl),
     )
     return PagedDecodePlan(runtime, tensors, options.kv_layout, selections, problem)
 
@@ -295,14 +300,21 @@ def _made_output(runtime: Runtime, q: Any) -> Any:
         raise UsageError(f"out: None, expected a tensor ({error})") from error
 
 
-def _longest(runtime: Runtime, q: Any, q_cu_seq_lens: Any) -> int:
+def _longest(runtime: Runtime, q: Any, q_cu_seq_lens: Any, stream: Any) -> int:
     """The most query tokens of a request, read back from the device.
 
     Raises:
-        UsageError: q_cu_seq_lens is not what it should be, or a request has too many.
+        UsageError: q_cu_seq_lens is not what it should be or cannot be read, or a request has too many.
     """
-    bounds = runtime.memory.to_host(q_cu_seq_lens)
-    tokens = prod(view_of(q, "q").shape[:-2])
+    view, tokens = view_of(q_cu_seq_lens, "q_cu_seq_lens"), prod(view_of(q, "q").shape[:-2])
+    check_query_bounds(view)
+    runtime.driver.ensure_context(view.device)
+    if runtime.driver.is_capturing(stream_handle(stream)):
+        raise UsageError("max_q_len: None while a stream captures, expected the bound")
+    try:
+        bounds = runtime.memory.to_host(q_cu_seq_lens)
+    except UsageError as error:
+        raise UsageError(f"max_q_len: None, expected the bound ({error})") from error
     if not bounds or bounds[0] != 0 or bounds[-1] != tokens:
         came = f"from {bounds[0]} to {bounds[-1]}" if bounds else "empty"
         raise UsageError(f"q_cu_seq_lens: {came}, expected from 0 to q's {tokens} tokens")
