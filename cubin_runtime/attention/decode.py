@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from itertools import pairwise
-from math import prod
 from typing import Any
 
 from ..errors import UsageError
@@ -15,13 +12,14 @@ from ..launch.hopper.shape import DecodeShape
 from ..launch.streams import stream_handle
 from ..launch.workspace import SemaphoreWorkspace, Workspace
 from .backends import AUTO, resolve_backend
-from .decode_checks import MAX_Q_LEN, DecodeOptions, check_decode, check_query_bounds, integer
+from .decode_checks import DecodeOptions, check_decode, integer
+from .decode_defaults import longest_request, made_output, softmax_number_of
 from .decode_plan import PagedDecodePlan
 from .decode_tensors import DecodeTensors, decode_tensors, forms_of, split_scale, token_stride
 from .runtime import Runtime, default_runtime
 from .tracing import record, recording
 from .tracing.decode import traced_decode
-from .views import DTYPE_NAMES, view_of
+from .views import DTYPE_NAMES
 
 __all__ = ["PagedDecodePlan", "paged_decode", "plan_paged_decode"]
 
@@ -64,7 +62,7 @@ def plan_paged_decode(
     tensors = decode_tensors(given, kv_layout)
     options = DecodeOptions(
         max_seq_len=max_seq_len,
-        softmax_scale=_softmax_number(softmax_number, softmax_tensor, tensors.q),
+        softmax_scale=softmax_number_of(softmax_number, softmax_tensor, tensors.q),
         output_scale=1.0 if output_number is None else output_number,
         kv_layout=kv_layout,
         max_q_len=max_q_len,
@@ -167,7 +165,7 @@ def paged_decode(
     """
     rt = runtime or default_runtime()
     if out is None:
-        out = _made_output(rt, q)
+        out = made_output(rt, q)
     if stream is None:
         stream = rt.memory.current_stream(q)
     if workspace is not None and not isinstance(workspace, (Workspace, SemaphoreWorkspace)):
@@ -175,7 +173,7 @@ def paged_decode(
     if max_q_len is not None:
         max_q_len = integer("max_q_len", max_q_len)
     elif q_cu_seq_lens is not None:
-        max_q_len = _longest(rt, q, q_cu_seq_lens, stream)
+        max_q_len = longest_request(rt, q, q_cu_seq_lens, stream)
     window_left = integer("window_left", window_left)
     softmax_number, softmax_tensor = split_scale(softmax_scale, "softmax_scale")
     output_number, output_tensor = split_scale(output_scale, "output_scale")
@@ -186,7 +184,7 @@ def paged_decode(
     if form is None:
         tensors = decode_tensors(given, kv_layout)
         form = tensors.signature
-    scale = _softmax_number(softmax_number, softmax_tensor, tensors.q if tensors else q)
+    scale = softmax_number_of(softmax_number, softmax_tensor, tensors.q if tensors else q)
     factor = 1.0 if output_number is None else output_number
     # Lengths grow step by step; powers of two keep one plan for long.
     bound = 1 << max(6, (integer("max_seq_len", max_seq_len) - 1).bit_length())
@@ -280,47 +278,3 @@ def _plan(
         programmatic_serialization=bool(options.enable_pdl),
     )
     return PagedDecodePlan(runtime, tensors, options.kv_layout, selections, problem)
-
-
-def _softmax_number(number: float | None, tensor: Any, q: Any) -> float:
-    """The number in the kernel's struct; 1 where the device has the scale."""
-    if number is not None:
-        return number
-    if tensor is not None:
-        return 1.0
-    shape = getattr(q, "shape", ())
-    return 1 / math.sqrt(shape[-1]) if shape and shape[-1] else 1.0  # the rules refuse what has no head_dim
-
-
-def _made_output(runtime: Runtime, q: Any) -> Any:
-    like = view_of(q, "q")
-    try:
-        return runtime.memory.empty(q, like.shape, "bfloat16" if like.dtype == "float8_e4m3fn" else None)
-    except UsageError as error:
-        raise UsageError(f"out: None, expected a tensor ({error})") from error
-
-
-def _longest(runtime: Runtime, q: Any, q_cu_seq_lens: Any, stream: Any) -> int:
-    """The most query tokens of a request, read back from the device.
-
-    Raises:
-        UsageError: q_cu_seq_lens is not what it should be or cannot be read, or a request has too many.
-    """
-    view, tokens = view_of(q_cu_seq_lens, "q_cu_seq_lens"), prod(view_of(q, "q").shape[:-2])
-    check_query_bounds(view)
-    runtime.driver.ensure_context(view.device)
-    if runtime.driver.is_capturing(stream_handle(stream)):
-        raise UsageError("max_q_len: None while a stream captures, expected the bound")
-    try:
-        bounds = runtime.memory.to_host(q_cu_seq_lens)
-    except UsageError as error:
-        raise UsageError(f"max_q_len: None, expected the bound ({error})") from error
-    if not bounds or bounds[0] != 0 or bounds[-1] != tokens:
-        came = f"from {bounds[0]} to {bounds[-1]}" if bounds else "empty"
-        raise UsageError(f"q_cu_seq_lens: {came}, expected from 0 to q's {tokens} tokens")
-    for before, after in pairwise(bounds):
-        if after < before:
-            raise UsageError(f"q_cu_seq_lens: {before} is followed by {after}, expected none to decrease")
-        if after - before > MAX_Q_LEN:
-            raise UsageError(f"q_cu_seq_lens: a request of {after - before} query tokens, expected at most {MAX_Q_LEN}")
-    return max((after - before for before, after in pairwise(bounds)), default=0) or 1
