@@ -141,6 +141,7 @@ TRTLLM: list[tuple[dict[str, Any], str]] = [
     ({"bf16q_fp8kv_transform_mode": "x"}, "bf16q_fp8kv_transform_mode='x'"),
     ({"q_len_per_req": None}, "q_len_per_req: None without cum_seq_lens_q"),
     ({"max_q_len": 2}, "max_q_len=2 without cum_seq_lens_q"),
+    ({"cum_seq_lens_q": tensor("int32", 5), "q_len_per_req": None, "max_q_len": 1.5}, "max_q_len=1.5: expected an int"),
     ({"cum_seq_lens_q": tensor("int32", 5), "max_q_len": 1}, "q_len_per_req=1 with cum_seq_lens_q"),
     ({"lse": tensor("float32", 4, 32)}, "lse: shape"),
     ({"lse": tensor("float32")}, "lse: shape"),
