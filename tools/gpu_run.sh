@@ -3,6 +3,7 @@
 #
 #   tools/gpu_run.sh [tests] [memcheck] [initcheck] [synccheck] [racecheck] [benchmarks]     (no word: all of them)
 #   tools/gpu_run.sh decode:gqa,fp8     (the benchmark of the decode alone, and of its sections those; decode: all)
+#   tools/gpu_run.sh mla                (that of the MLA decode alone)
 #
 # Before: `make artifacts` here or elsewhere, so that build/artifacts holds the release (or CUBIN_RUNTIME_SOURCES
 # names a source). Python packages that the machine lacks are taken from wheels in .whl/, without a network.
@@ -76,6 +77,7 @@ for word in "$@"; do
     memcheck | initcheck | synccheck | racecheck) sanitize "$word" & jobs+=($!) ;;
     benchmarks | decode | decode:*)
         step compile compile.log "$python" benchmarks/gpu_decode.py --out "$out" --compile & jobs+=($!) ;;
+    mla) step compile compile.log "$python" benchmarks/gpu_mla.py --out "$out" --compile & jobs+=($!) ;;
     esac
 done
 for job in "${jobs[@]}"; do wait "$job" || failed=1; done

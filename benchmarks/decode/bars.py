@@ -14,6 +14,7 @@ _WORDS = {
     "ratio_fa2_plan_run": "x its plan + run",
     "time_over_q1": "x one token",
     "over_default": "x default",
+    "over_bf16": "x bf16",
     MATRIX_SHARE: " of matrix",
 }
 # Shares are printed as percentages.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import UsageError
 from ..launch.driver import DeviceFacts
 from ..launch.hopper.decode import DecodeProblem
 from ..launch.hopper.select import select_decode
@@ -13,7 +12,7 @@ from ..launch.streams import stream_handle
 from ..launch.workspace import SemaphoreWorkspace, Workspace
 from .backends import AUTO, resolve_backend
 from .decode_checks import DecodeOptions, check_decode, integer
-from .decode_defaults import longest_request, made_output, softmax_number_of
+from .decode_defaults import check_workspace, longest_of, made_output, plan_bound, softmax_number_of
 from .decode_plan import PagedDecodePlan
 from .decode_tensors import DecodeTensors, decode_tensors, forms_of, split_scale, token_stride
 from .runtime import Runtime, default_runtime
@@ -168,12 +167,12 @@ def paged_decode(
         out = made_output(rt, q)
     if stream is None:
         stream = rt.memory.current_stream(q)
-    if workspace is not None and not isinstance(workspace, (Workspace, SemaphoreWorkspace)):
-        raise UsageError(f"workspace: got {type(workspace).__name__}, expected a Workspace or a SemaphoreWorkspace")
+    if workspace is not None:
+        check_workspace(workspace)
     if max_q_len is not None:
         max_q_len = integer("max_q_len", max_q_len)
     elif q_cu_seq_lens is not None:
-        max_q_len = longest_request(rt, q, q_cu_seq_lens, stream)
+        max_q_len = longest_of(rt, q, q_cu_seq_lens, stream)
     window_left = integer("window_left", window_left)
     softmax_number, softmax_tensor = split_scale(softmax_scale, "softmax_scale")
     output_number, output_tensor = split_scale(output_scale, "output_scale")
@@ -186,8 +185,7 @@ def paged_decode(
         form = tensors.signature
     scale = softmax_number_of(softmax_number, softmax_tensor, tensors.q if tensors else q)
     factor = 1.0 if output_number is None else output_number
-    # Lengths grow step by step; powers of two keep one plan for long.
-    bound = 1 << max(6, (integer("max_seq_len", max_seq_len) - 1).bit_length())
+    bound = plan_bound(max_seq_len)
     options = (kv_layout, max_q_len, window_left, batch_invariant, backend, enable_pdl)
     key = ("paged_decode", form, bound, *options)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import UsageError
 from .backends import AUTO
-from .decode_tensors import REQUIRED, TENSOR_NAMES, DecodeTensors, float32_number, token_stride
+from .decode_tensors import REQUIRED, DecodeTensors, float32_number, token_stride
 from .views import ITEM_BYTES, TensorView
 
 MAX_GROUP = 32
@@ -26,10 +26,6 @@ Q_DTYPES = {
 _LENGTHS = ("int32", "uint32")
 # A token's mask is 32 bits.
 _MASK_WORDS = {"uint16": 2, "uint32": 1}
-# The multiple in bytes that each address must be of, in the order of TENSOR_NAMES.
-_ADDRESS_ALIGNMENT = (4, 16, 16, 4, 4, 8, 4, 4, 4, 4, 4, 4)
-# The multiple in bytes that strides of dimensions over 1 must be of: what the kernels load or store at once.
-_STRIDE_BYTES = {"q": 4, "k_cache": 16, "v_cache": 16, "out": 8}
 _MAX_TILES = 1 << 31
 _TILE_TOKENS = 64
 _SMALLEST_ROWS = 8
@@ -71,25 +67,25 @@ def check_decode(tensors: DecodeTensors, options: DecodeOptions) -> None:
     Raises:
         UsageError: the message names the argument, what came and what was expected.
     """
-    _check_queries(tensors, options)
+    check_queries(tensors, options)
     _check_caches(tensors)
     _check_dtypes(tensors)
-    _check_shapes(tensors)
-    _check_devices(tensors)
-    _check_memory(tensors)
-    _check_options(tensors, options)
+    check_shapes(tensors, tensors.q.shape)
+    check_devices(tensors)
+    check_memory(tensors)
+    check_options(tensors, options)
 
 
-def check_addresses(addresses: Sequence[int], given: Sequence[object]) -> None:
-    """Hold the addresses of a call against their alignments; both arguments in the order of ``TENSOR_NAMES``.
-
-    ``given`` is None (or false) for a tensor that the call leaves out.
+def check_addresses(addresses: Sequence[int], tensors: DecodeTensors) -> None:
+    """Hold the addresses of a call, in the order of ``TENSOR_NAMES``, against the alignments of its tensors.
 
     Raises:
         UsageError: naming the tensor.
     """
-    for name, address, alignment, there in zip(TENSOR_NAMES, addresses, _ADDRESS_ALIGNMENT, given, strict=True):
-        if there and (address % alignment or not address):
+    for name, address, alignment, there in zip(
+        tensors.names, addresses, tensors.alignments, tensors.views, strict=True
+    ):
+        if there is not None and (address % alignment or not address):
             raise UsageError(f"{name}: address {address:#x}, expected a multiple of {alignment} that is not 0")
 
 
@@ -99,12 +95,13 @@ def check_query_bounds(view: TensorView) -> None:
     Raises:
         UsageError: naming it.
     """
-    _check_dtype("q_cu_seq_lens", view, _LENGTHS)
+    check_dtype("q_cu_seq_lens", view, _LENGTHS)
     if len(view.shape) != 1:
         raise UsageError(f"q_cu_seq_lens: shape {view.shape}, expected (batch + 1,)")
 
 
-def _check_queries(tensors: DecodeTensors, options: DecodeOptions) -> None:
+def check_queries(tensors: DecodeTensors, options: DecodeOptions) -> None:
+    """Hold q, the running sum of query tokens and their bound against each other."""
     shape = tensors.q.shape
     cu, bound = tensors.q_cu_seq_lens, options.max_q_len
     if cu is None:
@@ -135,70 +132,78 @@ def _check_caches(tensors: DecodeTensors) -> None:
     pages, page_size, kv_heads, _ = tensors.k.shape
     q_heads, head_dim = tensors.q.shape[-2:]
     if head_dim not in HEAD_DIMS:
-        raise UsageError(f"q: head dimension {head_dim}, expected one of {_list(HEAD_DIMS)}")
+        raise UsageError(f"q: head dimension {head_dim}, expected one of {listed(HEAD_DIMS)}")
     if pages < 1 or kv_heads < 1:
         raise UsageError(f"k_cache: {pages} pages of {kv_heads} KV heads, expected at least one of each")
     if page_size not in PAGE_SIZES:
-        raise UsageError(f"k_cache: page size {page_size}, expected one of {_list(PAGE_SIZES)}")
+        raise UsageError(f"k_cache: page size {page_size}, expected one of {listed(PAGE_SIZES)}")
     if q_heads % kv_heads or not 1 <= q_heads // kv_heads <= MAX_GROUP:
         raise UsageError(
             f"q: {q_heads} heads over {kv_heads} KV heads, expected 1 to {MAX_GROUP} query heads a KV head"
         )
-    _check_shape("k_cache", tensors.k, (pages, page_size, kv_heads, head_dim))
-    _check_shape("v_cache", tensors.v, tensors.k.shape)
+    check_shape("k_cache", tensors.k, (pages, page_size, kv_heads, head_dim))
+    check_shape("v_cache", tensors.v, tensors.k.shape)
 
 
 def _check_dtypes(tensors: DecodeTensors) -> None:
     kv = tensors.k.dtype
-    _check_dtype("k_cache", tensors.k, tuple(Q_DTYPES))
-    _check_dtype("v_cache", tensors.v, (kv,))
-    _check_dtype("q", tensors.q, Q_DTYPES[kv], f" with {kv} caches")
-    _check_dtype("out", tensors.out, tuple(Q_DTYPES))
-    _check_dtype("page_table", tensors.page_table, ("int32",))
-    _check_dtype("seq_lens", tensors.seq_lens, _LENGTHS)
-    _check_dtype("q_cu_seq_lens", tensors.q_cu_seq_lens, _LENGTHS)
-    _check_dtype("mask", tensors.mask, tuple(_MASK_WORDS))
+    check_dtype("k_cache", tensors.k, tuple(Q_DTYPES))
+    check_dtype("v_cache", tensors.v, (kv,))
+    check_dtype("q", tensors.q, Q_DTYPES[kv], f" with {kv} caches")
+    check_dtype("out", tensors.out, tuple(Q_DTYPES))
+    check_dtypes_of_options(tensors)
+
+
+def check_dtypes_of_options(tensors: DecodeTensors) -> None:
+    """Hold the dtypes of all tensors but q, the caches and the output against what any decode takes."""
+    check_dtype("page_table", tensors.page_table, ("int32",))
+    check_dtype("seq_lens", tensors.seq_lens, _LENGTHS)
+    check_dtype("q_cu_seq_lens", tensors.q_cu_seq_lens, _LENGTHS)
+    check_dtype("mask", tensors.mask, tuple(_MASK_WORDS))
     for name in ("lse", "sinks", "softmax_scale", "output_scale"):
-        _check_dtype(name, getattr(tensors, name), ("float32",))
+        check_dtype(name, getattr(tensors, name), ("float32",))
 
 
-def _check_shapes(tensors: DecodeTensors) -> None:
+def check_shapes(tensors: DecodeTensors, out: tuple[int, ...]) -> None:
+    """Hold the shapes of all tensors but q and the caches against them and each other; ``out`` is the output's."""
     batch, q = tensors.batch, tensors.q
-    _check_shape("out", tensors.out, q.shape)
-    _check_shape("lse", tensors.lse, q.shape[:-1])
-    _check_shape("seq_lens", tensors.seq_lens, (batch,))
-    _check_shape("q_cu_seq_lens", tensors.q_cu_seq_lens, (batch + 1,))
+    check_shape("out", tensors.out, out)
+    check_shape("lse", tensors.lse, q.shape[:-1])
+    check_shape("seq_lens", tensors.seq_lens, (batch,))
+    check_shape("q_cu_seq_lens", tensors.q_cu_seq_lens, (batch + 1,))
     table = tensors.page_table
     if len(table.shape) != 2 or table.shape[0] != batch or table.shape[1] < 1:
         raise UsageError(f"page_table: shape {table.shape}, expected [{batch}, columns]")
     if tensors.mask is not None:
         words = _MASK_WORDS[tensors.mask.dtype]
         by_request = () if tensors.q_len is None else ((batch, tensors.q_len, words),)
-        _check_shape("mask", tensors.mask, (tensors.tokens, words), *by_request)
+        check_shape("mask", tensors.mask, (tensors.tokens, words), *by_request)
     kv_heads = tensors.k.shape[2]
-    _check_shape("sinks", tensors.sinks, (tensors.q_heads,), (kv_heads, tensors.group))
+    check_shape("sinks", tensors.sinks, (tensors.q_heads,), (kv_heads, tensors.group))
     for name, scale in (("softmax_scale", tensors.softmax_scale), ("output_scale", tensors.output_scale)):
         if scale is not None and prod(scale.shape) != 1:
             raise UsageError(f"{name}: shape {scale.shape}, expected one element")
 
 
-def _check_devices(tensors: DecodeTensors) -> None:
-    for name, view in zip(TENSOR_NAMES, tensors.views, strict=True):
+def check_devices(tensors: DecodeTensors) -> None:
+    """All tensors are on the device of q."""
+    for name, view in zip(tensors.names, tensors.views, strict=True):
         if view is not None and view.device != tensors.q.device:
             raise UsageError(f"{name}: on device {view.device}, q is on device {tensors.q.device}")
 
 
-def _check_memory(tensors: DecodeTensors) -> None:
-    check_addresses(tensors.addresses, tensors.views)
-    for name, view in zip(TENSOR_NAMES[:REQUIRED], tensors.views, strict=False):
+def check_memory(tensors: DecodeTensors) -> None:
+    """Addresses, strides, and what must be contiguous."""
+    check_addresses(tensors.addresses, tensors)
+    for name, view in zip(tensors.names[:REQUIRED], tensors.views, strict=False):
         # A dimension of size 1 is never stepped over.
         if view is not None and view.shape[-1] > 1 and view.strides[-1] != 1:
             raise UsageError(f"{name}: last stride {view.strides[-1]}, expected 1")
-    for name, view in zip(TENSOR_NAMES, tensors.views, strict=True):
+    for name, view in zip(tensors.names, tensors.views, strict=True):
         if view is not None and any(stride < 0 for stride in view.strides):
             raise UsageError(f"{name}: strides {view.strides}, expected none below 0")
-        if view is not None and name in _STRIDE_BYTES:
-            unit = _STRIDE_BYTES[name] // ITEM_BYTES[view.dtype]
+        if view is not None and name in tensors.stride_bytes:
+            unit = tensors.stride_bytes[name] // ITEM_BYTES[view.dtype]
             steps = zip(view.shape[:-1], view.strides[:-1], strict=True)
             if any(size > 1 and stride % unit for size, stride in steps):
                 raise UsageError(f"{name}: strides {view.strides}, expected multiples of {unit} elements")
@@ -216,7 +221,8 @@ def _check_memory(tensors: DecodeTensors) -> None:
         token_stride("lse", tensors.lse, 1)
 
 
-def _check_options(tensors: DecodeTensors, options: DecodeOptions) -> None:
+def check_options(tensors: DecodeTensors, options: DecodeOptions) -> None:
+    """Bounds and numbers."""
     bound, columns = integer("max_seq_len", options.max_seq_len), tensors.page_table.shape[1]
     capacity = columns * tensors.k.shape[1]
     if not 0 <= bound <= capacity:
@@ -234,16 +240,19 @@ def _check_options(tensors: DecodeTensors, options: DecodeOptions) -> None:
         float32_number(name, scale)
 
 
-def _check_dtype(name: str, view: TensorView | None, expected: Sequence[str], why: str = "") -> None:
+def check_dtype(name: str, view: TensorView | None, expected: Sequence[str], why: str = "") -> None:
+    """``view``, if it is there, has one of the dtypes ``expected``."""
     if view is not None and view.dtype not in expected:
-        raise UsageError(f"{name}: dtype {view.dtype}, expected {_list(expected)}{why}")
+        raise UsageError(f"{name}: dtype {view.dtype}, expected {listed(expected)}{why}")
 
 
-def _check_shape(name: str, view: TensorView | None, *expected: tuple[int, ...]) -> None:
+def check_shape(name: str, view: TensorView | None, *expected: tuple[int, ...]) -> None:
+    """``view``, if it is there, has one of the shapes ``expected``."""
     if view is not None and view.shape not in expected:
         raise UsageError(f"{name}: shape {view.shape}, expected {' or '.join(map(str, expected))}")
 
 
-def _list(values: Sequence[object]) -> str:
+def listed(values: Sequence[object]) -> str:
+    """``values`` in words."""
     *others, last = map(str, values)
     return f"{', '.join(others)} or {last}" if others else last

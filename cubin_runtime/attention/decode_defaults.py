@@ -1,4 +1,4 @@
-"""What a paged decode takes where the caller leaves something out: a scale, an output, a bound read back."""
+"""What a decode takes where the caller leaves something out: a scale, an output, a bound read back, a workspace."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 
 from ..errors import UsageError
 from ..launch.streams import stream_handle
-from .decode_checks import MAX_Q_LEN, check_query_bounds
+from ..launch.workspace import SemaphoreWorkspace, Workspace
+from .decode_checks import MAX_Q_LEN, check_query_bounds, integer
 from .runtime import Runtime
 from .views import view_of
 
@@ -37,7 +38,18 @@ def made_output(runtime: Runtime, q: Any) -> Any:
         raise UsageError(f"out: None, expected a tensor ({error})") from error
 
 
-def longest_request(runtime: Runtime, q: Any, q_cu_seq_lens: Any, stream: Any) -> int:
+def plan_bound(max_seq_len: int) -> int:
+    """The bound that a kept plan has for a call with this one: lengths grow, powers of two keep a plan for long."""
+    return 1 << max(6, (integer("max_seq_len", max_seq_len) - 1).bit_length())
+
+
+def check_workspace(workspace: object) -> None:
+    """Raise ``UsageError`` for what is no workspace of ours, such as a tensor."""
+    if not isinstance(workspace, (Workspace, SemaphoreWorkspace)):
+        raise UsageError(f"workspace: got {type(workspace).__name__}, expected a Workspace or a SemaphoreWorkspace")
+
+
+def longest_of(runtime: Runtime, q: Any, q_cu_seq_lens: Any, stream: Any) -> int:
     """The most query tokens of a request, read back from the device.
 
     Raises:

@@ -28,6 +28,8 @@ TENSOR_NAMES = (
     "output_scale",
 )
 REQUIRED = 6
+_ALIGNMENTS = (4, 16, 16, 4, 4, 8, 4, 4, 4, 4, 4, 4)
+_STRIDE_BYTES = {"q": 4, "k_cache": 16, "v_cache": 16, "out": 8}
 
 Given = tuple[Any, ...]
 
@@ -51,6 +53,21 @@ class DecodeTensors:
     sinks: TensorView | None = None
     softmax_scale: TensorView | None = None
     output_scale: TensorView | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What a caller knows them by, in the order of ``TENSOR_NAMES``."""
+        return TENSOR_NAMES
+
+    @property
+    def alignments(self) -> tuple[int, ...]:
+        """The multiple in bytes that each address must be of, in the same order."""
+        return _ALIGNMENTS
+
+    @property
+    def stride_bytes(self) -> dict[str, int]:
+        """The multiple in bytes that strides of dimensions over 1 must be of: what kernels load or store at once."""
+        return _STRIDE_BYTES
 
     @property
     def views(self) -> tuple[TensorView | None, ...]:
@@ -134,8 +151,8 @@ def decode_tensors(given: Given, kv_layout: str) -> DecodeTensors:
         q_cu_seq_lens=q_cu_seq_lens,
         mask=mask,
         sinks=sinks,
-        softmax_scale=_flat_scalar(softmax_scale),
-        output_scale=_flat_scalar(output_scale),
+        softmax_scale=flat_scalar(softmax_scale),
+        output_scale=flat_scalar(output_scale),
     )
 
 
@@ -259,14 +276,14 @@ def difference(came: DecodeTensors, planned: DecodeTensors) -> str:
     Raises:
         AssertionError: there is none.
     """
-    for name, a, b in zip(TENSOR_NAMES, came.signature, planned.signature, strict=True):
+    for name, a, b in zip(came.names, came.signature, planned.signature, strict=True):
         if a != b:
             return f"{name}: dtype, shape, strides, device {a or 'of no tensor'}, planned for {b or 'no tensor'}"
     raise AssertionError("equal signatures")
 
 
-def _flat_scalar(view: TensorView | None) -> TensorView | None:
-    # One element may come as [], [1] or [1, 1]: to a plan they are the same.
+def flat_scalar(view: TensorView | None) -> TensorView | None:
+    """A scale as ``[1]``, which may come as ``[]`` or ``[1, 1]``: to a plan they are the same."""
     if view is None or prod(view.shape) != 1:
         return view
     return TensorView(view.pointer, view.dtype, (1,), (1,), view.device)

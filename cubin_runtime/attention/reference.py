@@ -13,7 +13,14 @@ if TYPE_CHECKING:
 
     Float64 = NDArray[np.float64]
 
-__all__ = ["bfloat16_bits", "bfloat16_values", "e4m3_bits", "e4m3_values", "paged_decode_reference"]
+__all__ = [
+    "bfloat16_bits",
+    "bfloat16_values",
+    "e4m3_bits",
+    "e4m3_values",
+    "mla_decode_reference",
+    "paged_decode_reference",
+]
 
 _LOG2_E = math.log2(math.e)
 
@@ -41,7 +48,7 @@ def paged_decode_reference(
         q: ``[tokens, q_heads, head_dim]``, the requests' tokens one after another; values of any float dtype,
             taken to float64.
         k_cache: ``[pages, page_size, kv_heads, head_dim]`` (a view of an HND cache transposed serves too).
-        v_cache: likewise.
+        v_cache: likewise; head_dim may be another, which then is that of the output.
         page_table: integers ``[batch, columns]``; entries past a length are never read.
         seq_lens: integers ``[batch]``, keys of each request, its query tokens' included.
         softmax_scale: factor of the scores.
@@ -62,10 +69,11 @@ def paged_decode_reference(
 
     tokens, q_heads, head_dim = q.shape
     page_size, kv_heads = k_cache.shape[1:3]
+    value_dim = v_cache.shape[3]
     group, batch = q_heads // kv_heads, len(seq_lens)
     bounds = np.arange(batch + 1) * (tokens // batch) if q_cu_seq_lens is None else np.asarray(q_cu_seq_lens)
     logits = None if sinks is None else np.asarray(sinks, dtype=np.float64).reshape(q_heads)
-    out = np.zeros((tokens, q_heads, head_dim))
+    out = np.zeros((tokens, q_heads, value_dim))
     lse = np.full((tokens, q_heads), -math.inf) if logits is None else np.tile(logits * _LOG2_E, (tokens, 1))
     for b in range(batch):
         begin, end, length = int(bounds[b]), int(bounds[b + 1]), int(seq_lens[b])
@@ -79,7 +87,7 @@ def paged_decode_reference(
         last = length - first
         pages = np.asarray(page_table[b][first // page_size : -(-length // page_size)], dtype=np.int64)
         keys = _gathered(k_cache, pages, kv_heads, head_dim, first % page_size, last)
-        values = _gathered(v_cache, pages, kv_heads, head_dim, first % page_size, last)
+        values = _gathered(v_cache, pages, kv_heads, value_dim, first % page_size, last)
         queries = np.asarray(q[begin:end], dtype=np.float64).reshape(rows, kv_heads, group, head_dim)
         queries = queries.transpose(1, 0, 2, 3).reshape(kv_heads, rows * group, head_dim)
         scores = (queries @ keys.transpose(0, 2, 1) * softmax_scale).reshape(kv_heads, rows, group, last)
@@ -94,12 +102,51 @@ def paged_decode_reference(
         if sink is not None:
             total = total + np.exp(sink - top)
         attention = weights.reshape(kv_heads, rows * group, last) @ values
-        attention = attention.reshape(kv_heads, rows, group, head_dim) / np.where(total == 0, 1.0, total)
-        out[begin:end] = attention.transpose(1, 0, 2, 3).reshape(rows, q_heads, head_dim) * output_scale
+        attention = attention.reshape(kv_heads, rows, group, value_dim) / np.where(total == 0, 1.0, total)
+        out[begin:end] = attention.transpose(1, 0, 2, 3).reshape(rows, q_heads, value_dim) * output_scale
         with np.errstate(divide="ignore"):
             sums = np.log2(total) + top * _LOG2_E
         lse[begin:end] = sums[..., 0].transpose(1, 0, 2).reshape(rows, q_heads)
     return out, lse
+
+
+def mla_decode_reference(
+    q: Any,
+    kv_cache: Any,
+    page_table: Any,
+    seq_lens: Any,
+    softmax_scale: float,
+    *,
+    latent: int,
+    output_scale: float = 1.0,
+    q_cu_seq_lens: Any = None,
+    mask: Any = None,
+    sinks: Any = None,
+) -> tuple[Float64, Float64]:
+    """Latent attention: all heads share the rows of one cache, whose first ``latent`` columns are the values.
+
+    Args:
+        q: ``[tokens, heads, width]``, the requests' tokens one after another.
+        kv_cache: ``[pages, page_size, width]``.
+        latent: columns of a value.
+        page_table, seq_lens, softmax_scale, output_scale, q_cu_seq_lens, mask, sinks: as ``paged_decode_reference``.
+
+    Returns:
+        Output ``[tokens, heads, latent]`` and log-sum-exp ``[tokens, heads]``, base 2, as ``paged_decode_reference``.
+    """
+    rows = kv_cache[:, :, None]
+    return paged_decode_reference(
+        q,
+        rows,
+        rows[..., :latent],
+        page_table,
+        seq_lens,
+        softmax_scale,
+        output_scale=output_scale,
+        q_cu_seq_lens=q_cu_seq_lens,
+        mask=mask,
+        sinks=sinks,
+    )
 
 
 def _visible(rows: int, length: int, words: Any, window_left: int) -> Any:

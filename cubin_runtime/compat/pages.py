@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from math import prod
-from typing import Any
+from typing import Any, NoReturn
 
 from ..attention.backends import HOPPER
 from ..attention.decode import paged_decode
@@ -162,11 +162,16 @@ def launch(
             **options,
         )
     except (UsageError, WorkspaceError) as error:
-        name, rest = _NAMED.fullmatch(str(error)).groups()  # type: ignore[union-attr]  # it matches any text
-        if name not in names:
-            raise
-        kind = UsageError if isinstance(error, UsageError) else WorkspaceError
-        raise kind(f"{names[name]}{rest}") from error
+        raise_renamed(error, names)
+
+
+def raise_renamed(error: UsageError | WorkspaceError, names: Mapping[str, str]) -> NoReturn:
+    """Raise the error again, the name that it begins with as ``names`` has it."""
+    name, rest = _NAMED.fullmatch(str(error)).groups()  # type: ignore[union-attr]  # it matches any text
+    if name not in names:
+        raise error
+    kind = UsageError if isinstance(error, UsageError) else WorkspaceError
+    raise kind(f"{names[name]}{rest}") from error
 
 
 def _by_request(view: TensorView, q_len: int | None) -> TensorView:

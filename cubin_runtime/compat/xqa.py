@@ -19,7 +19,7 @@ from .scales import factor_of, times
 from .semaphores import enough_semaphores
 
 # What ``xqa`` calls the arguments of ``paged_decode``, where it calls them otherwise.
-_NAMES = {
+NAMES = {
     "out": "output",
     "max_q_len": "q_seq_len",
     "softmax_scale": "q_scale * kv_scale",
@@ -86,7 +86,7 @@ def xqa(
     refuse("xqa", {"k_sf_cache": k_sf_cache, "v_sf_cache": v_sf_cache})
     rt = process_runtime()
     query = view_of(q, "q")
-    _check_multiprocessors(sm_count, query.device, rt)
+    check_multiprocessors(sm_count, query.device, rt)
     keys = view_of(k_cache, "k_cache")
     _check_cache(keys, kv_layout, num_kv_heads, page_size)
     q_seq_len = integer("q_seq_len", q_seq_len)
@@ -100,7 +100,7 @@ def xqa(
     lengths, ragged = lengths_of(seq_lens), q_cu_seq_lens is not None
     requests, answers = _requests(query, "q", q_seq_len, ragged), _requests(out, "output", q_seq_len, ragged)
     find_backend("xqa", XQA, rt.driver.device(query.device))
-    scales = _scales_of(q_scale, kv_scale, rcp_out_scale, query, out, rt)
+    scales = scales_of_heads(q_scale, kv_scale, rcp_out_scale, query, out, rt)
     launch(
         q,
         requests,
@@ -126,7 +126,7 @@ def xqa(
         softmax_scale=scales[0],
         output_scale=scales[1],
         kv_layout=kv_layout,
-        names=_NAMES,
+        names=NAMES,
         sinks=sinks,
         enable_pdl=enable_pdl,
         mask=mask,
@@ -205,7 +205,8 @@ def xqa_batch_decode_with_kv_cache(
     )
 
 
-def _check_multiprocessors(sm_count: int | None, device: int, runtime: Runtime) -> None:
+def check_multiprocessors(sm_count: int | None, device: int, runtime: Runtime) -> None:
+    """Raise ``UsageError`` unless ``sm_count`` is None or what the device has."""
     has = runtime.driver.device(device).multiprocessors
     if sm_count not in (None, has):
         raise UsageError(f"sm_count={sm_count}: the device has {has}, and kernels here run on all of them")
@@ -242,7 +243,7 @@ def _requests(view: TensorView, name: str, q_len: int, ragged: bool) -> TensorVi
     return view
 
 
-def _scales_of(
+def scales_of_heads(
     q_scale: Any, kv_scale: Any, rcp_out_scale: float, q: TensorView, out: TensorView, runtime: Runtime
 ) -> tuple[ScaleProduct, ScaleProduct]:
     """Factors of scores and output: q_scale * kv_scale / sqrt(head_dim), and kv_scale * rcp_out_scale."""

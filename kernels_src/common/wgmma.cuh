@@ -2,6 +2,10 @@
 #pragma once
 #include "ptx.cuh"
 
+#ifndef WGMMA_INPUT
+#define WGMMA_INPUT "bf16"  // or "f16": the type of both operands
+#endif
+
 // ---- operands in shared memory: boxes of 128-byte rows as the bulk tensor copy lays them out (128-byte swizzle) ----
 
 // Rows are the outer dimension of the product, 64 of its depth in each: 8 rows every 1024 bytes. A step of 16 in depth
@@ -68,6 +72,16 @@ DEVICE void copy_tensor_box_3d(uint32_t destination, const void* map, uint32_t b
         : "memory");
 }
 
+// Likewise into the same place of every CTA of the cluster in `ctas`, and onto the barrier there.
+DEVICE void copy_tensor_box_3d_to_cluster(uint32_t destination, const void* map, uint32_t barrier, int c0, int c1, int c2,
+                                          uint16_t ctas, uint64_t policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint"
+        " [%0], [%1, {%3, %4, %5}], [%2], %6, %7;" ::"r"(destination),
+        "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "h"(ctas), "l"(policy)
+        : "memory");
+}
+
 DEVICE void prefetch_tensor_box_3d(const void* map, int c0, int c1, int c2) {
     asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(map), "r"(c0), "r"(c1),
                  "r"(c2)
@@ -95,20 +109,45 @@ DEVICE void named_barrier_arrive(int id) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
 }
 
+DEVICE uint32_t cluster_rank() {
+    uint32_t rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+DEVICE void cluster_barrier_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Arrives at the barrier that lies at this address in CTA `rank` of the cluster.
+DEVICE void mbarrier_arrive_in_cluster(uint32_t barrier, uint32_t rank) {
+    asm volatile(
+        "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;\n"
+        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }" ::"r"(barrier),
+        "r"(rank)
+        : "memory");
+}
+
+DEVICE uint32_t add_relaxed(uint32_t* counter, uint32_t value) {
+    uint32_t before;
+    asm volatile("atom.add.relaxed.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(value) : "memory");
+    return before;
+}
+
 DEVICE uint32_t load_acquire(const uint32_t* address) {
     uint32_t value;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
     return value;
 }
 
-// ---- products of 64 rows, bf16 in, fp32 out: warp w of the warpgroup has rows 16 w on; a thread has rows lane / 4 and
+// ---- products of 64 rows, 16-bit floats in, fp32 out: warp w of the warpgroup has rows 16 w on; a thread has rows lane / 4 and
 // lane / 4 + 8 of them: d[4 j + i] is column 8 j + 2 (lane % 4) + i % 2, row + i / 2 * 8 ----
 
 // d = a * b (+ d), both depth-major.
 DEVICE void wgmma_64x64(float (&d)[32], uint64_t a, uint64_t b, bool accumulate) {
     asm volatile(
         "{ .reg .pred accumulate; setp.ne.b32 accumulate, %34, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32." WGMMA_INPUT "." WGMMA_INPUT " {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
         "}, %32, %33, accumulate, 1, 1, 0, 0; }"
@@ -123,7 +162,7 @@ DEVICE void wgmma_64x64(float (&d)[32], uint64_t a, uint64_t b, bool accumulate)
 DEVICE void wgmma_add(float (&d)[128], uint64_t a, uint64_t b) {
     asm volatile(
         "{ .reg .pred accumulate; setp.ne.b32 accumulate, %130, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
+        "wgmma.mma_async.sync.aligned.m64n256k16.f32." WGMMA_INPUT "." WGMMA_INPUT " {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
         "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
@@ -156,7 +195,7 @@ DEVICE void wgmma_add(float (&d)[128], uint64_t a, uint64_t b) {
 DEVICE void wgmma_add(float (&d)[128], const uint32_t (&a)[4], uint64_t b) {
     asm volatile(
         "{ .reg .pred accumulate; setp.ne.b32 accumulate, %133, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
+        "wgmma.mma_async.sync.aligned.m64n256k16.f32." WGMMA_INPUT "." WGMMA_INPUT " {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
         "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
@@ -189,7 +228,7 @@ DEVICE void wgmma_add(float (&d)[128], const uint32_t (&a)[4], uint64_t b) {
 DEVICE void wgmma_add(float (&d)[64], uint64_t a, uint64_t b) {
     asm volatile(
         "{ .reg .pred accumulate; setp.ne.b32 accumulate, %66, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32." WGMMA_INPUT "." WGMMA_INPUT " {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
         "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
@@ -210,7 +249,7 @@ DEVICE void wgmma_add(float (&d)[64], uint64_t a, uint64_t b) {
 DEVICE void wgmma_add(float (&d)[64], const uint32_t (&a)[4], uint64_t b) {
     asm volatile(
         "{ .reg .pred accumulate; setp.ne.b32 accumulate, %69, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32." WGMMA_INPUT "." WGMMA_INPUT " {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
         "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,10 +36,11 @@ def build_release(folder: Path, names: str = "fmha_paged_decode_bf16_d128_rows*_
     return folder / "tree", pin_release(folder)
 
 
-def describe_release(folder: Path, kernels: Iterable[OwnKernel]) -> tuple[Path, Path]:
+def describe_release(folder: Path, kernels: Sequence[OwnKernel]) -> tuple[Path, Path]:
     """A release that says to have ``kernels``, whose files are empty: it can be planned with, not run."""
     release = folder / "tree" / RELEASE_NAME
-    (release / "fmha").mkdir(parents=True)
+    for family in {kernel.family for kernel in kernels}:
+        (release / family).mkdir(parents=True)
     rows = [{**asdict(kernel), "traits": dict(kernel.traits)} for kernel in kernels]
     (release / "kernels.json").write_text(json.dumps({"schema": 1, "release": RELEASE_NAME, "kernels": rows}))
     for row in rows:

@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 from attention_examples import RELEASE_NAME, build_release, describe_release
 from decode_kernels import HOPPER
+from latent_examples import E4M3_KERNELS
+from mla_examples import KERNELS as MLA_KERNELS
 from standin_build import StandIn
+from stub_release import build_stub_release
 
 from cubin_runtime import Config
 from cubin_runtime.attention import Runtime
@@ -24,7 +27,7 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture(scope="session")
 def described(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A tree that says to have sm_90a kernels for all dtypes and head dimensions, and its pin file."""
-    return describe_release(tmp_path_factory.mktemp("described"), HOPPER)
+    return describe_release(tmp_path_factory.mktemp("described"), (*HOPPER, *MLA_KERNELS, *E4M3_KERNELS))
 
 
 @pytest.fixture
@@ -43,6 +46,23 @@ def config(release: tuple[Path, Path], tmp_path: Path) -> Config:
 
 @pytest.fixture
 def runtime(config: Config, standin: StandIn) -> Iterator[Runtime]:
+    made = Runtime(config, driver=Driver(standin.path), release=RELEASE_NAME)
+    for kernel in made.own_release().kernels:
+        standin.add_kernel(kernel.symbol, (kernel.struct_bytes,), kernel.threads)
+    yield made
+    made.driver.set_current(None)
+
+
+@pytest.fixture(scope="session")
+def stubs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A tree with kernels that do nothing, MLA among them, and its pin file."""
+    return build_stub_release(tmp_path_factory.mktemp("stubs"))
+
+
+@pytest.fixture
+def stub_runtime(stubs: tuple[Path, Path], standin: StandIn, tmp_path: Path) -> Iterator[Runtime]:
+    tree, pins = stubs
+    config = Config(store=tmp_path / "store", sources=(str(tree),), pin_files=(pins,), offline=True)
     made = Runtime(config, driver=Driver(standin.path), release=RELEASE_NAME)
     for kernel in made.own_release().kernels:
         standin.add_kernel(kernel.symbol, (kernel.struct_bytes,), kernel.threads)

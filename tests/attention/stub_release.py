@@ -19,6 +19,31 @@ extern "C" __global__ void __launch_bounds__(160) KERNEL_NAME(const __grid_const
 """
 
 
+MLA_SOURCE = SOURCE.replace("PagedDecodeTmaParams", "PagedMlaDecodeParams")
+
+
+def mla_stub_variant(dtype: str, latent: int) -> Variant:
+    """An MLA kernel for sm_90a with the traits of a real one."""
+    return Variant(
+        source="mla/stub.cu",
+        symbol=f"stub_paged_mla_decode_{dtype}_latent{latent}",
+        sm="90a",
+        operation="paged_mla_decode",
+        struct="PagedMlaDecodeParams",
+        threads=160,
+        shared_bytes=102400,
+        traits={
+            "dtype": dtype,
+            "q_dtypes": "bf16,e4m3" if dtype == "e4m3" else "bf16",
+            "latent": latent,
+            "rope": 64,
+            "rows": 64,
+            "tile_tokens": 64,
+            "cluster": 1,
+        },
+    )
+
+
 def stub_variant(dtype: str, head_dim: int, rows: int) -> Variant:
     """A kernel for sm_90a with the traits of a real one."""
     return Variant(
@@ -44,9 +69,11 @@ def stub_variant(dtype: str, head_dim: int, rows: int) -> Variant:
 def build_stub_release(folder: Path) -> tuple[Path, Path]:
     """The tree with the stubs, and the pin file that trusts it."""
     sources = folder / "sources"
-    (sources / "fmha").mkdir(parents=True)
-    (sources / "fmha" / "stub.cu").write_text(SOURCE)
+    for family, text in (("fmha", SOURCE), ("mla", MLA_SOURCE)):
+        (sources / family).mkdir(parents=True)
+        (sources / family / "stub.cu").write_text(text)
     variants = [stub_variant(dtype, 128, rows) for dtype in ("bf16", "fp16", "e4m3") for rows in (8, 16)]
     variants += [stub_variant("bf16", 512, 8), stub_variant("bf16", 64, 64)]
+    variants += [mla_stub_variant(dtype, latent) for dtype in ("bf16", "e4m3") for latent in (512, 256)]
     build(folder / "tree", variants, LAYOUTS, find_toolchain(), sources=sources, release=RELEASE_NAME, jobs=2)
     return folder / "tree", pin_release(folder)

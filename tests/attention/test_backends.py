@@ -63,19 +63,21 @@ def test_published_kernels_are_taken_where_they_are_for(operator: str, capabilit
 @pytest.mark.parametrize("capability", [(9, 0), (12, 0)])
 def test_elsewhere_published_kernels_are_refused(capability: tuple[int, int]) -> None:
     with pytest.raises(BackendError, match=r"no backend runs there \(trtllm-gen: published for 10.0, 10.3\)"):
-        resolve_backend(OPERATORS[1], "auto", device(*capability))
+        resolve_backend(OPERATORS[2], "auto", device(*capability))
 
 
 def test_the_refusal_says_what_there_is_on_the_device() -> None:
     there_is = (
-        r"; there is paged_decode \(backend 'hopper'\), xqa \(backend 'xqa'\), xqa_batch_decode_with_kv_cache "
-        r"\(backend 'xqa'\), trtllm_batch_decode_with_kv_cache \(backend 'xqa'\)$"
+        r"; there is paged_decode \(backend 'hopper'\), mla_decode \(backend 'hopper'\), xqa \(backend 'xqa'\), "
+        r"xqa_mla \(backend 'xqa'\), xqa_batch_decode_with_kv_cache \(backend 'xqa'\), "
+        r"xqa_batch_decode_with_kv_cache_mla \(backend 'xqa'\), trtllm_batch_decode_with_kv_cache \(backend 'xqa'\), "
+        r"trtllm_batch_decode_with_kv_cache_mla \(backend 'xqa'\)$"
     )
     with pytest.raises(BackendError, match=there_is):
-        resolve_backend(OPERATORS[1], "auto", device(9, 0))
+        resolve_backend(OPERATORS[2], "auto", device(9, 0))
 
 
-@pytest.mark.parametrize("operator", ["xqa", "xqa_batch_decode_with_kv_cache", OPERATORS[0]])
+@pytest.mark.parametrize("operator", ["xqa", "xqa_mla", "xqa_batch_decode_with_kv_cache", *OPERATORS[:2]])
 @pytest.mark.parametrize("backend", ["auto", "xqa"])
 def test_decoding_is_ours_where_it_was_measured(operator: str, backend: str) -> None:
     with warnings.catch_warnings():
@@ -98,3 +100,15 @@ def test_finding_a_backend_warns_of_nothing() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert find_backend(OPERATORS[0], "xqa", device(10, 0)) == "xqa"
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (12, 0)])
+def test_mla_elsewhere_is_told_where_it_runs(capability: tuple[int, int]) -> None:
+    words = r"no backend runs there \(xqa: measured on 9\.0; trtllm-gen: published for 10\.0, 10\.3\)"
+    with pytest.raises(BackendError, match=words):
+        resolve_backend(OPERATORS[1], "auto", device(*capability))
+
+
+def test_mla_on_hopper_is_not_for_the_published_kernels() -> None:
+    with pytest.raises(BackendError, match=r"\(trtllm-gen: published for 10\.0, 10\.3\)"):
+        resolve_backend(OPERATORS[1], "trtllm-gen", device(9, 0))

@@ -47,6 +47,10 @@ class DeviceCase:
             runtime=runtime,
         )
 
+    @property
+    def lse(self) -> TensorView | None:
+        return self.tensors[6]
+
     @cached_property
     def expected(self) -> tuple[np.ndarray, np.ndarray]:
         return reference_of(self.case, self.host)
@@ -85,7 +89,7 @@ class DeviceCase:
     def poison(self, stream: int = 0) -> None:
         """Overwrite the output and the LSE, in stream order."""
         self.driver.fill(self.out_buffer.pointer, POISON, self.out_bytes, stream)
-        lse = self.tensors[6]
+        lse = self.lse
         if lse is not None and prod(lse.shape):
             self.driver.fill(lse.pointer, POISON, 4 * prod(lse.shape), stream)
 
@@ -99,7 +103,7 @@ class DeviceCase:
         whole = self.arrays.download(self.out_buffer, KINDS[case.out_type].bits)
         gap = whole[:, case.q_heads :]
         assert (gap.view(np.uint8) == POISON).all(), "written between the tokens of the output"
-        lse = self.tensors[6]
+        lse = self.lse
         if lse is None:
             return whole[:, : case.q_heads], None
         shape = (case.q_heads, case.tokens) if case.strided else (case.tokens, case.q_heads)

@@ -21,11 +21,12 @@ from decode_values import KINDS, bits_of, values_of
 from cubin_runtime import Config
 from cubin_runtime.artifacts.own_kernels import OwnKernel
 from cubin_runtime.artifacts.path import ArtifactPath
-from cubin_runtime.attention import Runtime, decode_plan
+from cubin_runtime.attention import Runtime, launched_plan
 from cubin_runtime.attention.runtime import OwnRelease
 from cubin_runtime.launch.driver import Driver
 from cubin_runtime.launch.hopper.params import LAYOUTS
 from cubin_runtime.launch.launcher import LaunchPlan
+from cubin_runtime.launch.tensormap import TensorMapSpec
 from kernels_src.variants import VARIANTS, Variant
 
 TYPES = ("bf16", "fp16", "e4m3")
@@ -96,10 +97,11 @@ class RehearsedLaunch:
         def step(stream: int, *values: Any) -> None:
             given = {**self.plan.values, **dict(zip(names, values, strict=True))}
             # What does not fit its field is refused here, as by a launch.
-            fields = self.plan.layout.unpack(self.plan.layout.pack(given))
+            maps = {name: value for name, value in given.items() if isinstance(value, TensorMapSpec)}
+            fields = self.plan.layout.unpack(self.plan.layout.pack(given | dict.fromkeys(maps, bytes(128)))) | maps
 
             def launch() -> None:
-                decode(fields, self.kernel.traits)
+                COMPUTED[self.kernel.operation](fields, self.kernel.traits)
 
             if self.driver.is_capturing(stream):
                 type(self).captured.append(launch)
@@ -113,7 +115,7 @@ class RehearsedLaunch:
 def rehearsal(library: Path, store: Path) -> Iterator[RehearsalRuntime]:
     """A runtime on the stand-in driver at ``library`` whose decodes are computed here."""
     driver, graphs = Driver(library), {}
-    instantiate, launched, plain = driver.instantiate, driver.launch_graph, decode_plan.PreparedLaunch
+    instantiate, launched, plain = driver.instantiate, driver.launch_graph, launched_plan.PreparedLaunch
     RehearsedLaunch.captured = []
 
     def keep(graph: int) -> int:
@@ -131,11 +133,11 @@ def rehearsal(library: Path, store: Path) -> Iterator[RehearsalRuntime]:
 
     driver.instantiate, driver.launch_graph = keep, replay
     driver.destroy_executable = lambda executable: None
-    decode_plan.PreparedLaunch = RehearsedLaunch
+    launched_plan.PreparedLaunch = RehearsedLaunch
     try:
         yield RehearsalRuntime(driver, store)
     finally:
-        decode_plan.PreparedLaunch = plain
+        launched_plan.PreparedLaunch = plain
 
 
 def memory(address: int, dtype: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> np.ndarray:
@@ -198,6 +200,10 @@ def decode(p: Mapping[str, Any], traits: Mapping[str, Any]) -> None:
                 lse[begin + i] = row_lse + shift * show_arithmetic
 
 
+# Operation -> what computes its launches; others join by adding theirs.
+COMPUTED: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], None]] = {"paged_decode": decode}
+
+
 def query_rows(p: Mapping[str, Any], b: int, status: np.ndarray) -> tuple[int, int]:
     """Where a request's query tokens begin and how many they are."""
     if not p["q_cu_seq_lens"]:
@@ -218,7 +224,7 @@ def attend(
     top = scores.max(axis=1, initial=-1e30) if sinks is None else np.maximum(scores.max(axis=1, initial=-1e30), sinks)
     weights = np.exp(scores - top[:, None])
     total = weights.sum(axis=1) + (0 if sinks is None else np.exp(sinks - top))
-    sums = np.einsum("hgn,nhd->hgd", weights.reshape(k.shape[1], group, -1), v).reshape(len(q), -1)
+    sums = np.einsum("hgn,nhd->hgd", weights.reshape(k.shape[1], group, -1), v).reshape(len(q), v.shape[2])
     out = np.divide(sums, total[:, None], out=np.zeros_like(sums), where=total[:, None] > 0)
     with np.errstate(divide="ignore"):
         return out, np.log2(total) + top * math.log2(math.e)

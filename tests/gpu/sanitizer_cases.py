@@ -16,6 +16,9 @@ from decode_cases import DecodeCase
 from decode_device import OPERATION, on_device
 from decode_random import WINDOWS, random_case
 from device_arrays import DeviceArrays
+from mla_cases import MlaCase
+from mla_device import mla_kernels, mla_on_device
+from mla_random import random_mla_case
 from reduction_cases import CASES, assert_lse, assert_merged, lse_case, lse_of, make_partials, run_reduction
 
 from cubin_runtime import Config
@@ -26,6 +29,7 @@ from cubin_runtime.launch.trtllm_gen.after_main import AfterMain, choose_own, ow
 
 BUILT = Path(__file__).resolve().parents[2] / "build" / "artifacts"
 MOST_CASES = 150
+MLA_CASES = 24
 LSES = ((3, 5), (33, 64))
 # Tiles shared by CTAs with a ragged end, empty requests, fewer keys than queries, a length of one.
 LENGTHS = ((700,), (0, 65, 129), (300, 3, 0, 17), (1, 400))
@@ -71,7 +75,7 @@ def _spread(kv_dtype: str, head_dim: int, rows: int, index: int) -> DecodeCase:
 
 def cases_of(kernels: list[OwnKernel]) -> list[DecodeCase]:
     """As many cases of each kernel as the whole may have, options going on from kernel to kernel."""
-    each = (MOST_CASES - len(CASES) - len(LSES)) // len(kernels)
+    each = (MOST_CASES - MLA_CASES - len(CASES) - len(LSES)) // len(kernels)
     assert each, f"{len(kernels)} kernels, more than {MOST_CASES} cases hold"
     found = []
     for index, kernel in enumerate(kernels):
@@ -85,6 +89,63 @@ def decode_kernels_of(runtime: Runtime) -> list[OwnKernel]:
     major, minor = runtime.driver.device(0).capability
     kernels = runtime.own_release().kernels
     return [k for k in kernels if k.operation == OPERATION and k.sm.rstrip("af") == f"{major}{minor}"]
+
+
+def mla_cases_of(kernels: list[OwnKernel]) -> list[MlaCase]:
+    """As many MLA cases of each kernel as they may have together, options going on from kernel to kernel."""
+    each = MLA_CASES // max(1, len(kernels))
+    assert each or not kernels, f"{len(kernels)} MLA kernels, more than {MLA_CASES} cases hold"
+    traits = [kernel.traits for kernel in kernels for _ in range(each)]
+    return [
+        _mla_spread({str(own["dtype"]): str(own["q_dtypes"]).split(",")}, int(own["latent"]), index)
+        for index, own in enumerate(traits)
+    ]
+
+
+def _mla_spread(types: dict[str, list[str]], latent: int, index: int) -> MlaCase:
+    rng = np.random.default_rng((21, index))
+    lengths = LENGTHS[index % len(LENGTHS)]
+    # Part of a row tile, whole ones, several and a part, by turns.
+    heads, q_len = ((5, 1), (64, 2), (128, 1), (16, 7), (100, 3), (8, 16))[index % 6]
+    case = random_mla_case(
+        rng,
+        types,
+        latent=latent,
+        heads=heads,
+        q_len=q_len,
+        mask=MASKS[index % len(MASKS)],
+        sinks=index % 2 == 0,
+        batch_invariant=index % 3 == 0,
+        pdl=index % 7 == 0,
+    )
+    ragged = index % 4 == 1
+    q_lens = tuple((q_len, 0, 1, q_len)[i % 4] for i in range(len(lengths)))
+    return replace(
+        case,
+        lengths=lengths,
+        max_seq_len=max(lengths) + index % 2 * 64,
+        q_lens=q_lens if ragged else None,
+        max_q_len=16 if ragged else None,
+        spare_tokens=index % 2 if ragged else 0,
+    )
+
+
+def mla_all(runtime: Runtime, rng: np.random.Generator) -> tuple[int, set[str]]:
+    """Every MLA case; their number and the names of the kernels that ran."""
+    kernels = mla_kernels(runtime)
+    wanted = mla_cases_of(kernels)
+    used: set[str] = set()
+    for one in wanted:
+        with mla_on_device(runtime, one, rng, guard=0) as case:
+            workspace = case.dirty_workspace()
+            case.run(workspace=workspace)
+            case.assert_right()
+            case.plan.check(workspace)
+            used.update(kernel.name for kernel in case.kernels)
+    # What a larger cluster takes before it, a kernel never runs.
+    missing = {kernel.name for kernel in kernels if kernel.traits["cluster"] == 1} - used
+    assert not missing, f"MLA kernels that did not run: {', '.join(sorted(missing))}"
+    return len(wanted), used
 
 
 def decode_all(runtime: Runtime, rng: np.random.Generator) -> tuple[int, set[str]]:
@@ -142,9 +203,10 @@ def main() -> None:
         runtime = Runtime(Config(store=Path(store), sources=sources, offline=True))
         rng = np.random.default_rng(20)
         decodes, used = decode_all(runtime, rng)
-        used |= reduce_all(runtime, rng)
+        latent_decodes, latent_used = mla_all(runtime, rng)
+        used |= latent_used | reduce_all(runtime, rng)
         runtime.modules.close()
-    print(f"{decodes + len(CASES) + len(LSES)} cases over {', '.join(sorted(used))}")
+    print(f"{decodes + latent_decodes + len(CASES) + len(LSES)} cases over {', '.join(sorted(used))}")
 
 
 if __name__ == "__main__":

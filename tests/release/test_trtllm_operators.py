@@ -535,15 +535,24 @@ def test_batch_invariance_without_a_kernel_is_refused(runtime: Runtime, memory: 
         flashinfer.trtllm_batch_decode_with_kv_cache_mla(**given, batch_invariant=True)
 
 
-@pytest.mark.parametrize("name", OPERATORS)
+# Decoding has other kernels too: there it is asked for by name.
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("decode", {"backend": "trtllm-gen"}), ("mla", {"backend": "trtllm-gen"}), ("context", {}), ("ragged", {})],
+)
 @pytest.mark.parametrize("where", [(9, 0), (12, 0)], ids=["sm90", "sm120"])
 def test_other_devices_are_refused_with_what_there_is(
-    runtime: Runtime, standin: StandIn, memory: MadeUpMemory, name: str, where: tuple[int, int]
+    runtime: Runtime,
+    standin: StandIn,
+    memory: MadeUpMemory,
+    name: str,
+    options: dict[str, Any],
+    where: tuple[int, int],
 ) -> None:
     standin.pose_as(*where)
     operator, arguments = OPERATORS[name]
     with pytest.raises(BackendError, match=r"no backend runs there \(trtllm-gen: published for 10.0, 10.3\)"):
-        operator(**arguments(memory))
+        operator(**arguments(memory, **options))
     assert standin.calls("cuModuleLoadData") == []
 
 

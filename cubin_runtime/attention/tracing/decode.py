@@ -35,14 +35,7 @@ def traced_decode(
         Tensor("page_table", tensors.page_table, ("batch", "columns")),
         Tensor("seq_lens", tensors.seq_lens, ("batch",), "keys, those of the query tokens among them"),
     ]
-    more: list[tuple[str, TensorView | None, tuple[Axis, ...], str]] = [
-        ("q_cu_seq_lens", tensors.q_cu_seq_lens, ("batch_plus_1",), "where each request's tokens begin"),
-        ("mask", tensors.mask, _mask_axes(tensors, tokens), "32 bits a token: query tokens that it sees"),
-        ("sinks", tensors.sinks, _sink_axes(tensors), "logits in the denominator"),
-        ("softmax_scale_device", tensors.softmax_scale, _ONE, "a factor more of the scores"),
-        ("output_scale_device", tensors.output_scale, _ONE, "a factor more of the output"),
-    ]
-    inputs += [Tensor(name, view, axes, words) for name, view, axes, words in more if view is not None]
+    inputs += option_tensors(tensors, mask_axes(tensors, tokens), _sink_axes(tensors))
     inputs += [
         Scalar("softmax_scale", softmax_scale),
         Scalar("output_scale", output_scale),
@@ -69,7 +62,20 @@ def traced_decode(
     )
 
 
-def _mask_axes(tensors: DecodeTensors, tokens: tuple[Axis, ...]) -> tuple[Axis, ...]:
+def option_tensors(tensors: DecodeTensors, mask: tuple[Axis, ...], sinks: tuple[Axis, ...]) -> list[Tensor]:
+    """The tensors that a call may leave out, as far as they are there."""
+    more: list[tuple[str, TensorView | None, tuple[Axis, ...], str]] = [
+        ("q_cu_seq_lens", tensors.q_cu_seq_lens, ("batch_plus_1",), "where each request's tokens begin"),
+        ("mask", tensors.mask, mask, "32 bits a token: query tokens that it sees"),
+        ("sinks", tensors.sinks, sinks, "logits in the denominator"),
+        ("softmax_scale_device", tensors.softmax_scale, _ONE, "a factor more of the scores"),
+        ("output_scale_device", tensors.output_scale, _ONE, "a factor more of the output"),
+    ]
+    return [Tensor(name, view, axes, words) for name, view, axes, words in more if view is not None]
+
+
+def mask_axes(tensors: DecodeTensors, tokens: tuple[Axis, ...]) -> tuple[Axis, ...]:
+    """The axes of the mask in the form that it came in."""
     words = Constant("mask_words")
     if tensors.mask is None or len(tensors.mask.shape) == len(tokens) + 1:
         return (*tokens, words)
@@ -86,11 +92,12 @@ def _reference(inputs: list[Tensor | Scalar], outputs: list[Tensor]) -> str:
     given = ", ".join(f"{name}={name}" for name in names)
     with_lse, dtype = len(outputs) > 1, outputs[0].view.dtype
     return (
-        f"{_reference_text()}\n\ndef run({', '.join(names)}):\n"
+        f"{reference_text()}\n\ndef run({', '.join(names)}):\n"
         f"    return decode({given}, out_dtype=torch.{dtype}, with_lse={with_lse})\n"
     )
 
 
 @cache
-def _reference_text() -> str:
+def reference_text() -> str:
+    """The source of the reference that ``run`` calls."""
     return Path(__file__).with_name("decode_reference.py").read_text()

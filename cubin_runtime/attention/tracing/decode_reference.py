@@ -26,6 +26,7 @@ def decode(  # type: ignore[no-untyped-def]
     """Output, or output and log-sum-exp (base 2), of the arguments of ``run``."""
     heads, head_dim = q.shape[-2:]
     page_size, kv_heads = k_cache.shape[1:3]
+    value_dim = v_cache.shape[3]
     queries = q.reshape(-1, heads, head_dim).double()
     tokens, batch = queries.shape[0], len(seq_lens)
     begins = [b * tokens // batch for b in range(batch + 1)] if q_cu_seq_lens is None else q_cu_seq_lens.tolist()
@@ -35,14 +36,14 @@ def decode(  # type: ignore[no-untyped-def]
         softmax_scale = softmax_scale * softmax_scale_device.item()
     if output_scale_device is not None:
         output_scale = output_scale * output_scale_device.item()
-    out = torch.zeros(tokens, heads, head_dim, dtype=torch.float64, device=q.device)
+    out = torch.zeros(tokens, heads, value_dim, dtype=torch.float64, device=q.device)
     lse = torch.full((tokens, heads), -math.inf, dtype=torch.float64, device=q.device)
     for b, length in enumerate(seq_lens.tolist()):
         begin, rows = begins[b], begins[b + 1] - begins[b]
         prefix = length - rows  # keys in front of the query tokens; below 0, that many tokens have no key
         pages = page_table[b, : -(-length // page_size)].long()
         keys = k_cache[pages].reshape(-1, kv_heads, head_dim)[:length].double()
-        values = v_cache[pages].reshape(-1, kv_heads, head_dim)[:length].double()
+        values = v_cache[pages].reshape(-1, kv_heads, value_dim)[:length].double()
         keys = keys.repeat_interleave(heads // kv_heads, dim=1)
         values = values.repeat_interleave(heads // kv_heads, dim=1)
         for row in range(rows):
@@ -67,5 +68,5 @@ def decode(  # type: ignore[no-untyped-def]
                 out[begin + row] = torch.einsum("hk,khd->hd", weights, values[visible]) * output_scale
     if out_dtype == torch.float8_e4m3fn:
         out = out.clamp(-448, 448)
-    out = out.reshape(q.shape).to(out_dtype)
+    out = out.reshape(*q.shape[:-1], value_dim).to(out_dtype)
     return (out, lse.reshape(q.shape[:-1]).float()) if with_lse else out

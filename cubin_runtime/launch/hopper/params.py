@@ -7,6 +7,7 @@ from types import MappingProxyType
 from ..structs import Field, StructLayout
 from .following_params import LAYOUTS as FOLLOWING_LAYOUTS
 from .measure_params import LAYOUTS as MEASURE_LAYOUTS
+from .mla_params import LAYOUTS as MLA_LAYOUTS
 
 _COMMON = (
     Field("q", "ptr", "queries of q_type, [tokens, kv_heads * group, head_dim]"),
@@ -80,5 +81,6 @@ LAYOUTS = MappingProxyType(
         **{layout.name: layout for layout in (PAGED_DECODE_TMA, PAGED_DECODE_COPY)},
         **FOLLOWING_LAYOUTS,
         **MEASURE_LAYOUTS,
+        **MLA_LAYOUTS,
     }
 )

@@ -1,0 +1,161 @@
+"""One row of the MLA benchmark: our call and FlashInfer's fa3 on the same tensors, figures, the verdict."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+import torch
+
+from cubin_runtime.attention import Runtime, plan_mla_decode
+
+from .mla_cases import MlaCase
+from .peers import describe, library
+from .problem import DTYPES, Pool, difference
+from .timing import Call, median_us, replay_us
+
+SCALE = 1 / math.sqrt(192)
+# Below this, launch and clearing of L2 show in a median: graph replays are measured too.
+SHORT_US = 25.0
+SETS = 24
+SCRATCH_BYTES = 256 << 20
+
+Row = dict[str, Any]
+
+
+class MlaProblem:
+    """Tensors of one case: a cache ``[pages, page, width]`` whose pages are permuted over ``sets`` page tables."""
+
+    def __init__(self, case: MlaCase, pool: Pool, sets: int = 1) -> None:
+        self.case = case
+        pages = case.pages * sets
+        shape = (pages, case.page, case.width)
+        self.cache = pool.flat(case.kv_dtype)[: math.prod(shape)].view(shape)
+        order = torch.randperm(pages, dtype=torch.int32, device="cuda")
+        self.tables = list(order.view(sets, case.batch, -1))
+        self.lens = torch.full((case.batch,), case.length, dtype=torch.int32, device="cuda")
+        lead = (case.batch, case.q_len) if case.q_len > 1 else (case.batch,)
+        random = torch.randn(*lead, case.heads, case.width, device="cuda", dtype=torch.bfloat16)
+        self.q = random.to(DTYPES[case.q_dtype])
+        self.out = torch.empty(*lead, case.heads, case.latent, device="cuda", dtype=torch.bfloat16)
+
+
+def ours_of(problem: MlaProblem, runtime: Runtime, stream: int, batch_invariant: bool) -> tuple[Any, list[Call]]:
+    """The plan, and a call for each page table."""
+    p = problem
+    options = {"max_seq_len": p.case.length, "softmax_scale": SCALE, "batch_invariant": batch_invariant}
+    plan = plan_mla_decode(p.q, p.cache, p.tables[0], p.lens, p.out, **options, runtime=runtime)
+    workspace = plan.prepare(stream)
+
+    def call_of(table: torch.Tensor) -> Call:
+        return lambda: plan.run(p.q, p.cache, table, p.lens, p.out, workspace=workspace, stream=stream)
+
+    return plan, [call_of(table) for table in p.tables]
+
+
+@cache
+def _scratch() -> torch.Tensor:
+    return torch.zeros(SCRATCH_BYTES, dtype=torch.uint8, device="cuda")
+
+
+def fa3_of(problem: MlaProblem) -> list[Call]:
+    """FlashInfer's fa3, planned before, on views of the same tensors."""
+    p, case = problem, problem.case
+    latent, rope = p.cache[..., : case.latent], p.cache[..., case.latent :]
+    q = p.q.view(-1, case.heads, case.width)
+    q_latent, q_rope = q[..., : case.latent], q[..., case.latent :]
+    out = torch.empty_like(p.out).view(-1, case.heads, case.latent)
+    steps = torch.arange(case.batch + 1, dtype=torch.int32, device="cuda")
+    types = (DTYPES[case.q_dtype], DTYPES[case.kv_dtype])
+
+    def call_of(table: torch.Tensor) -> Call:
+        wrapper = library().mla.BatchMLAPagedAttentionWrapper(_scratch(), backend="fa3")
+        pages = (steps * case.q_len, steps * table.shape[1], table.flatten(), p.lens)
+        sizes = (case.heads, case.latent, case.width - case.latent, case.page)
+        wrapper.plan(*pages, *sizes, case.q_len > 1, SCALE, *types)
+        return lambda: wrapper.run(q_latent, q_rope, latent, rope, out=out)
+
+    return [call_of(table) for table in p.tables]
+
+
+class MlaBench:
+    """What all rows share: runtime, pool, ceilings, and times that later rows refer to."""
+
+    def __init__(self, runtime: Runtime, pool: Pool, read: float, matrix: float, rep: float) -> None:
+        self.runtime, self.pool, self.read, self.matrix, self.rep = runtime, pool, read, matrix, rep
+        self.stream = torch.cuda.current_stream().cuda_stream
+        self._bf16_us: dict[tuple[int, ...], float] = {}
+
+    def row(self, case: MlaCase) -> Row:
+        """Measure one case; an error of ours or of the peer stands in its place and stops nothing else."""
+        row: Row = {"section": case.section, "label": case.label, "kv_bytes": case.kv_bytes, "flops": case.flops}
+        row |= {"batch": case.batch, "length": case.length, "heads": case.heads, "q_len": case.q_len}
+        row |= {"q_dtype": case.q_dtype, "kv_dtype": case.kv_dtype, "batch_invariant": case.batch_invariant}
+        problem = MlaProblem(case, self.pool)
+        try:
+            row["ours"] = self._ours(case, problem, row)
+        except Exception as failure:  # one row that fails must not cost the others
+            row["ours"] = {"error": describe(failure)}
+        if case.peer:
+            row["fa3"] = self._fa3(problem)
+        if min(row[side].get("us", SHORT_US) for side in ("ours", "fa3") if side in row) < SHORT_US:
+            self._replays(case, row)
+        self._figures(case, row)
+        return row
+
+    def _ours(self, case: MlaCase, problem: MlaProblem, row: Row) -> Row:
+        plan, (call,) = ours_of(problem, self.runtime, self.stream, case.batch_invariant)
+        call()
+        chosen = plan.selection
+        found = {"us": median_us(call, self.rep), "kernel": chosen.kernel.name, "ctas": chosen.ctas}
+        found |= {"splits": chosen.splits, "tiles_together": chosen.tiles_together}
+        if case.batch_invariant:
+            _, (default,) = ours_of(problem, self.runtime, self.stream, False)
+            row["default_us"] = median_us(default, self.rep)
+            call()
+        return found
+
+    def _fa3(self, problem: MlaProblem) -> Row:
+        try:
+            (call,) = fa3_of(problem)
+            theirs = call()
+            torch.cuda.synchronize()
+            return {"difference": difference(theirs, problem.out), "us": median_us(call, self.rep)}
+        except Exception as failure:  # the peer's failure is a result
+            return {"error": describe(failure)}
+
+    def _replays(self, case: MlaCase, row: Row) -> None:
+        """Times in graphs that go round more keys than L2 holds."""
+        room = self.pool.nbytes // max(1, case.pages * case.page * case.width * 2)
+        problem = MlaProblem(case, self.pool, max(1, min(SETS, room)))
+        makers = {
+            "ours": lambda s: ours_of(problem, self.runtime, s.cuda_stream, case.batch_invariant)[1],
+            "fa3": lambda s: fa3_of(problem),
+        }
+        for side, make in makers.items():
+            if "us" in row.get(side, {}):
+                try:
+                    row[side]["graph_us"] = replay_us(make)
+                except Exception as failure:  # a call that cannot be captured is a result
+                    row[side]["graph_error"] = describe(failure)
+
+    def _figures(self, case: MlaCase, row: Row) -> None:
+        us = row["ours"].get("us")
+        if us:
+            row["tb_per_s"] = case.kv_bytes / us / 1e6
+            row["read_share"] = row["tb_per_s"] / self.read
+            row["tflop_per_s"] = case.flops / us / 1e6
+            row["matrix_share"] = row["tflop_per_s"] / self.matrix
+            if case.kv_dtype == "bf16" and not case.batch_invariant:
+                self._bf16_us[case.sizes] = us
+            elif case.kv_dtype != "bf16" and case.sizes in self._bf16_us:
+                row["over_bf16"] = self._bf16_us[case.sizes] / us
+            if "default_us" in row:
+                row["over_default"] = us / row["default_us"]
+            if "us" in row.get("fa3", {}):
+                row["ratio"] = row["fa3"]["us"] / us
+            if "graph_us" in row["ours"] and "graph_us" in row.get("fa3", {}):
+                row["ratio_graph"] = row["fa3"]["graph_us"] / row["ours"]["graph_us"]
+        row["bar"] = str(case.bar)
+        row["met"] = False if case.bar.alternatives and not us else case.bar.met(row)

@@ -1,0 +1,123 @@
+"""MLA decode beside FlashInfer's fa3 on the same tensors: times, bandwidth, ratios, bars.
+
+Run: ``python benchmarks/gpu_mla.py --out DIR`` on a machine with a Hopper GPU, torch and triton; where
+flashinfer-python is installed it is measured in the same run. Ratio = the peer's time / ours, so above 1 is faster.
+Times are medians of triton's do_bench, which clears the L2 cache before each call; short cases are also timed as
+graph replays that go round several page tables. ``--compile`` only compiles the peer's kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from decode.mla_cases import mla_cases
+from decode.mla_measuring import MlaBench, MlaProblem, fa3_of
+from decode.peers import describe
+from decode.problem import Pool
+from decode.reading import read_bandwidth
+from decode.rows import DISAGREEMENT, tally
+from decode.timing import SmClock, matrix_tflop_per_s, median_us
+from gpu_environment import gpu_environment
+
+from cubin_runtime import Config
+from cubin_runtime.attention import Runtime
+
+BUILT = Path(__file__).resolve().parents[1] / "build" / "artifacts"
+POOL_BYTES = 2 << 30
+REP_MS = 60
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--peers", default="fa3", help="whom to measure beside; empty: nobody")
+    parser.add_argument("--rep", type=float, default=REP_MS, help="ms of device time for one median (%(default)s)")
+    parser.add_argument("--compile", action="store_true", help="only compile the peer's kernels, measure nothing")
+    return parser.parse_args()
+
+
+def compile_peer(pool: Pool) -> dict[str, Any]:
+    """Compile the peer's kernel by planning with it; a failure is a result."""
+    began, error = time.perf_counter(), ""
+    try:
+        fa3_of(MlaProblem(next(case for case in mla_cases() if case.peer), pool))
+    except Exception as failure:
+        error = describe(failure)
+    return {"seconds": round(time.perf_counter() - began, 1), "error": error}
+
+
+def line_of(row: dict[str, Any]) -> str:
+    """A row as one line of the printed table."""
+    ours, fa3 = row["ours"], row.get("fa3", {})
+    if "us" not in ours:
+        return f"{row['section']:10s} {row['label']:40s} FAILED {ours['error'][:200]}"
+    parts = [f"{row['section']:10s} {row['label']:40s} ours {ours['us']:8.1f} us"]
+    parts.append(f"{row['tflop_per_s']:4.0f} TFLOP/s {row['tb_per_s']:5.2f} TB/s {100 * row['read_share']:3.0f}%")
+    if fa3:
+        parts.append(f"fa3 {fa3['us']:.1f}" if "us" in fa3 else "fa3 failed")
+        if not fa3.get("difference", 0.0) < DISAGREEMENT:  # a NaN too
+            parts.append(f"DISAGREES by {fa3['difference']:.2g}")
+    words = {"ratio": "ratio", "ratio_graph": "in graphs", "over_bf16": "over bf16", "over_default": "over default"}
+    parts += [f"{word} {row[key]:.3f}" for key, word in words.items() if key in row]
+    if row["bar"]:
+        verdict = {True: "MET", False: "not met", None: "undecided"}[row["met"]]
+        parts.append(f"[{row['bar']}: {verdict}]")
+    return "  ".join(parts)
+
+
+def measure(chosen: argparse.Namespace, runtime: Runtime, pool: Pool, result: dict[str, Any]) -> None:
+    """Fill ``result`` with the ceilings and, as they come, the rows; each row is printed too."""
+    with SmClock() as clock:
+        matrix = result["matrix_tflop_per_s"] = matrix_tflop_per_s()
+        sums = torch.empty(8 * runtime.driver.device(0).multiprocessors, dtype=torch.int32, device="cuda")
+        stream = torch.cuda.current_stream().cuda_stream
+        data = pool.flat("bf16").data_ptr()
+        read = read_bandwidth(runtime, data, POOL_BYTES, sums.data_ptr(), stream, lambda call: median_us(call, 100))
+        result["read"] = read
+        print(f"read {read['tb_per_s']:.3f} TB/s, matrix product {matrix:.0f} TFLOP/s", flush=True)
+        bench = MlaBench(runtime, pool, read["tb_per_s"], matrix, chosen.rep)
+        for case in mla_cases(bool(chosen.peers)):
+            before = len(clock.samples)
+            row = bench.row(case)
+            row["sm_mhz"] = clock.summary(before).get("median") or (clock.samples[-1] if clock.samples else None)
+            result["rows"].append(row)
+            print(line_of(row), flush=True)
+        result["sm_clock_mhz"] = clock.summary()
+
+
+def main() -> int:
+    """Measure all cases and write ``mla.json``; 1 if a call of ours failed or an output differs from the peer's."""
+    chosen = options()
+    torch.manual_seed(0)
+    pool = Pool(POOL_BYTES)
+    compiled = compile_peer(pool) if chosen.peers else {}
+    print(f"peer compiled: {compiled}", flush=True)
+    if chosen.compile:
+        return 0
+    store = Path(os.environ.get("CUBIN_RUNTIME_CACHE", chosen.out / "store"))
+    sources = tuple(os.environ.get("CUBIN_RUNTIME_SOURCES", str(BUILT)).split())
+    runtime = Runtime(Config(store=store, sources=sources, offline=True))
+    result = {"schema": 1, "question": "MLA decode beside the peer", "environment": gpu_environment()}
+    result |= {"peer_compiled": compiled, "rows": []}
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    began = time.perf_counter()
+    try:
+        measure(chosen, runtime, pool, result)
+    finally:  # what was measured before a fault is kept
+        result["bars"] = tally(result["rows"])
+        result["seconds"] = round(time.perf_counter() - began, 1)
+        (chosen.out / "mla.json").write_text(json.dumps(result, indent=1) + "\n")
+    print(f"bars: {result['bars']}; seconds: {result['seconds']}")
+    rows = result["rows"]
+    differs = [row for row in rows if not row.get("fa3", {}).get("difference", 0.0) < DISAGREEMENT]
+    return int(bool(differs) or any("us" not in row["ours"] for row in rows))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,164 @@
+"""An MLA decode problem as a launch plan: every field of the kernel's parameters but the pointers of one step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ...artifacts.path import ArtifactPath
+from ..plan import LaunchAttributes, LaunchPlan
+from ..structs import StructLayout
+from ..tensormap import TensorMapSpec
+from ..workspace import Region
+from .mla_select import MlaSelection
+
+LOG2_E = math.log2(math.e)
+# Numbers of the kernel's fields q_type and out_type.
+TYPE_CODES = {"bf16": 0, "fp16": 1, "e4m3": 2}
+_BOX_COLUMNS = 64
+# Bytes of an element, what the descriptor calls it and how boxes lie in shared memory: e4m3 is moved as bytes, and laid
+# out for the products only when it is converted.
+_CACHE_ELEMENTS = {"bf16": (2, "bfloat16", "128B"), "e4m3": (1, "uint8", "none")}
+
+# What is a pointer for each call, in the order that a prepared launch takes it.
+TENSOR_POINTERS = ("q", "page_table", "seq_lens", "out")
+OPTIONAL_POINTERS = ("lse", "q_cu_seq_lens", "mask", "sinks", "softmax_scale_device", "output_scale_device")
+WORKSPACE_POINTERS = ("status", "counters", "partial_statistics", "partial_out")
+STEP_NUMBERS = ("max_seq_len", "softmax_scale_log2", "output_scale")
+STEP_FIELDS = (*TENSOR_POINTERS, *OPTIONAL_POINTERS, *WORKSPACE_POINTERS, *STEP_NUMBERS)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentCacheView:
+    """The latent cache: address and the strides in elements between pages and tokens of a page."""
+
+    pointer: int
+    page_stride: int
+    token_stride: int
+
+
+@dataclass(frozen=True, slots=True)
+class MlaProblem:
+    """Sizes, strides (in elements) and options of an MLA decode; pointers other than the cache's come with each step.
+
+    ``tokens`` are the query tokens of all requests, ``q_len`` those of each, or their bound where requests differ.
+    ``kv_dtype`` is ``bf16`` or ``e4m3``, q is ``bf16`` or, beside an e4m3 cache, ``e4m3``. Rows of q begin at multiples
+    of 16 bytes, those of out at multiples of 8 elements. ``softmax_scale`` and ``output_scale`` are 1 where the device
+    has them.
+    """
+
+    batch: int
+    tokens: int
+    q_len: int
+    heads: int
+    latent: int
+    rope: int
+    page_size: int
+    num_pages: int
+    max_seq_len: int
+    kv_dtype: str
+    q_dtype: str
+    out_dtype: str
+    softmax_scale: float
+    output_scale: float
+    q_strides: tuple[int, int]
+    out_strides: tuple[int, int]
+    lse_strides: tuple[int, int]
+    table_stride: int
+    programmatic_serialization: bool = False
+
+
+def mla_regions(selection: MlaSelection, problem: MlaProblem) -> tuple[Region, ...]:
+    """The workspace of an MLA decode, regions named as the step pointers that they give.
+
+    A pair is a request and a row tile. Where the grid cuts the pairs (``splits`` 0) there are two partials a CTA, of
+    the pair that ends in it and of the pair that begins in it, and a counter a CTA. Else every pair has a counter and
+    room for ``splits`` partials.
+    """
+    pairs = problem.batch * selection.row_tiles
+    slots = pairs * selection.splits if selection.splits else 2 * selection.ctas
+    partials = slots * int(selection.kernel.traits["rows"])
+    return (
+        Region("status", 4, zeroed=True),
+        Region("counters", 4 * (pairs if selection.splits else selection.ctas), zeroed=True),
+        Region("partial_statistics", partials * 2 * 4),
+        Region("partial_out", partials * problem.latent * 4),
+    )
+
+
+def mla_plan(
+    selection: MlaSelection,
+    path: ArtifactPath,
+    sha256: str,
+    layout: StructLayout,
+    problem: MlaProblem,
+    cache: LatentCacheView,
+) -> LaunchPlan:
+    """The plan for ``problem`` on the selected kernel; step pointers are null until a step gives them.
+
+    Args:
+        selection: kernel, number of CTAs and how they share the work.
+        path: artifact path of the kernel's cubin; ``sha256`` is its digest.
+        layout: the struct that the kernel takes.
+        problem: sizes, strides and options.
+        cache: the latent cache.
+
+    Raises:
+        UsageError: a value does not fit its field.
+    """
+    kernel = selection.kernel
+    values: dict[str, object] = dict.fromkeys((*TENSOR_POINTERS, *OPTIONAL_POINTERS, *WORKSPACE_POINTERS), 0)
+    values |= {
+        "kv_map": cache_descriptor(problem, int(kernel.traits["tile_tokens"]), cache),
+        "q_token_stride": problem.q_strides[0],
+        "q_head_stride": problem.q_strides[1],
+        "out_token_stride": problem.out_strides[0],
+        "out_head_stride": problem.out_strides[1],
+        "lse_token_stride": problem.lse_strides[0],
+        "lse_head_stride": problem.lse_strides[1],
+        "table_stride": problem.table_stride,
+        "batch": problem.batch,
+        "tokens": problem.tokens,
+        "q_len": problem.q_len,
+        "heads": problem.heads,
+        "tiles_together": selection.tiles_together,
+        "splits": selection.splits,
+        "page_size_log2": problem.page_size.bit_length() - 1,
+        "num_pages": problem.num_pages,
+        "max_seq_len": problem.max_seq_len,
+        "q_type": TYPE_CODES[problem.q_dtype],
+        "out_type": TYPE_CODES[problem.out_dtype],
+        "softmax_scale_log2": problem.softmax_scale * LOG2_E,
+        "output_scale": problem.output_scale,
+    }
+    return LaunchPlan(
+        kernel=kernel.name,
+        symbol=kernel.symbol,
+        path=path,
+        sha256=sha256,
+        layout=layout,
+        grid=(selection.ctas, 1, 1),
+        block=(kernel.threads, 1, 1),
+        shared_bytes=kernel.dynamic_shared_bytes,
+        attributes=LaunchAttributes(
+            cluster=(selection.cluster, 1, 1) if selection.cluster > 1 else None,
+            programmatic_serialization=problem.programmatic_serialization,
+        ),
+        values=values,
+        reason=selection.reason,
+    )
+
+
+def cache_descriptor(problem: MlaProblem, tile_tokens: int, cache: LatentCacheView) -> TensorMapSpec:
+    """Boxes of 64 columns and the tokens of a tile that one page holds together."""
+    itemsize, dtype, swizzle = _CACHE_ELEMENTS[problem.kv_dtype]
+    return TensorMapSpec(
+        dtype=dtype,
+        address=cache.pointer,
+        dims=(problem.latent + problem.rope, problem.page_size, problem.num_pages),
+        strides=(cache.token_stride * itemsize, cache.page_stride * itemsize),
+        box=(_BOX_COLUMNS, min(problem.page_size, tile_tokens), 1),
+        element_strides=(1, 1, 1),
+        swizzle=swizzle,
+        l2_promotion="128B",
+    )

@@ -1,0 +1,172 @@
+"""Which of our MLA decode kernels fits a problem on a device, and the grid it gets: a pure choice from metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import KW_ONLY, dataclass
+
+from ...artifacts.own_kernels import MEASURED, OwnKernel
+from ...errors import UsageError
+from ..driver import DeviceFacts
+
+OPERATION = "paged_mla_decode"
+MAX_HEADS = 128
+MAX_QUERIES = 16
+PAGE_SIZES = (32, 64, 128)
+# Row tiles of a request that neighbouring CTAs compute side by side, so that they read its keys from L2: at most.
+_TILES_TOGETHER = 4
+# Teams that may idle so that those left end on borders of pairs, which saves partials: 1 in this many.
+_IDLE_SHARE = 12
+# batch_invariant cuts every pair into at most this many parts.
+_INVARIANT_SPLITS = 4
+# Tiles of a part, at least: fewer cost more to merge than they save.
+_PART_TILES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class MlaShape:
+    """What decides the kernel and the grid: bounds, never the lengths themselves.
+
+    ``dtype`` is that of the KV cache, ``q_dtype`` that of the queries, ``latent`` the columns of a value (512 or 256)
+    beside ``rope`` ones (64), ``q_len`` the query tokens of each request or, where ``ragged``, their bound.
+    """
+
+    dtype: str
+    latent: int
+    heads: int
+    batch: int
+    _: KW_ONLY
+    rope: int = 64
+    q_dtype: str = "bf16"
+    q_len: int = 1
+    ragged: bool = False
+    max_seq_len: int
+    batch_invariant: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Query rows of one request: tokens times heads."""
+        return self.q_len * self.heads
+
+
+@dataclass(frozen=True, slots=True)
+class MlaSelection:
+    """The kernel chosen and how it is launched.
+
+    ``ctas`` is the grid, ``tiles_together`` the row tiles of a request that neighbouring CTAs compute side by side,
+    ``row_tiles`` those of a request at its bound, ``splits`` the kernel's field of that name (0: the grid cuts the
+    pairs; ``batch_invariant``: the most parts of a pair, each pair's from its own tiles), ``cluster`` the CTAs of a
+    cluster; ``candidates`` has a word on each kernel looked at.
+    """
+
+    kernel: OwnKernel
+    ctas: int
+    tiles_together: int
+    row_tiles: int
+    splits: int
+    cluster: int
+    reason: str
+    candidates: tuple[tuple[str, str], ...]
+
+
+def select_mla_decode(kernels: Iterable[OwnKernel], shape: MlaShape, device: DeviceFacts) -> MlaSelection:
+    """The kernel with the largest cluster that the row tiles of every request fill; teams that end on pairs' borders.
+
+    Raises:
+        UsageError: no kernel fits; the message says what those for this device can do.
+    """
+    looked_at: list[tuple[str, str]] = []
+    fitting: list[OwnKernel] = []
+    for kernel in kernels:
+        if kernel.operation != OPERATION:
+            continue
+        unfit = _unfit(kernel, shape, device)
+        looked_at.append((kernel.name, unfit or f"fits, {_row_tiles(kernel, shape)} row tiles a request"))
+        if not unfit:
+            fitting.append(kernel)
+    if not fitting:
+        raise UsageError(
+            f"no MLA decode kernel for {shape.q_dtype} queries, a {shape.dtype} cache, "
+            f"{shape.latent} + {shape.rope} columns, {shape.heads} heads "
+            f"on compute capability {device.capability[0]}.{device.capability[1]}: "
+            + ("; ".join(f"{name}: {word}" for name, word in looked_at) or "the release has no MLA decode kernel")
+        )
+    best = max(fitting, key=lambda kernel: (_trait(kernel, "cluster"), kernel.name))
+    together = _together(best, shape)
+    row_tiles = _row_tiles(best, shape)
+    pair_tiles = max(1, -(-shape.max_seq_len // _trait(best, "tile_tokens")))
+    pairs = shape.batch * -(-row_tiles // together)
+    splits = min(_INVARIANT_SPLITS, split_count(pair_tiles)) if shape.batch_invariant else 0
+    teams = _teams(device.multiprocessors // together, pairs, pair_tiles)
+    status = "" if best.status == MEASURED else f", {best.status}"
+    reason = (
+        f"built for {best.architecture}{status}; {shape.rows} rows a request in {row_tiles} tiles of "
+        f"{best.traits['rows']}; at most {pairs * pair_tiles} tiles of {best.traits['tile_tokens']} keys over "
+        f"{teams} teams of {together} CTAs on {device.multiprocessors} multiprocessors"
+    )
+    return MlaSelection(
+        kernel=best,
+        ctas=teams * together,
+        tiles_together=together,
+        row_tiles=row_tiles,
+        splits=splits,
+        cluster=_trait(best, "cluster"),
+        reason=reason,
+        candidates=tuple(looked_at),
+    )
+
+
+def split_count(tiles: int) -> int:
+    """Parts of a pair of ``tiles`` tiles under ``batch_invariant``, before their bound: the rule of mla/work.cuh.
+
+    It never falls with the tiles: a bound on the tiles bounds the parts and changes nobody's.
+    """
+    return max(-(-tiles // 16), min(4, -(-tiles // 4)))
+
+
+def _unfit(kernel: OwnKernel, shape: MlaShape, device: DeviceFacts) -> str:
+    if not kernel.architecture.runs_on(device.capability[0] * 10 + device.capability[1]):
+        return f"built for {kernel.architecture}"
+    for name, wanted in (("dtype", shape.dtype), ("latent", shape.latent), ("rope", shape.rope)):
+        if kernel.traits[name] != wanted:
+            return f"{name} is {kernel.traits[name]}"
+    taken = str(kernel.traits.get("q_dtypes", "bf16")).split(",")
+    if shape.q_dtype not in taken:
+        return f"queries are {' or '.join(taken)}"
+    cluster = _trait(kernel, "cluster")
+    if not _fills(kernel, shape, cluster):
+        return f"the row tiles of a request do not fill clusters of {cluster}"
+    if device.multiprocessors < cluster:
+        return f"clusters of {cluster} do not fit {device.multiprocessors} multiprocessors"
+    return ""
+
+
+def _fills(kernel: OwnKernel, shape: MlaShape, tiles: int) -> bool:
+    """Every request, whatever its query tokens, has a multiple of ``tiles`` row tiles."""
+    rows = shape.heads if shape.ragged else shape.rows
+    return tiles == 1 or (rows % _trait(kernel, "rows") == 0 and rows // _trait(kernel, "rows") % tiles == 0)
+
+
+def _row_tiles(kernel: OwnKernel, shape: MlaShape) -> int:
+    return max(1, -(-shape.rows // _trait(kernel, "rows")))
+
+
+def _together(kernel: OwnKernel, shape: MlaShape) -> int:
+    """The most that divide a request's row tiles, so that no CTA of a team idles, in whole clusters."""
+    row_tiles, cluster = _row_tiles(kernel, shape), _trait(kernel, "cluster")
+    return max(d for d in range(cluster, max(cluster, _TILES_TOGETHER) + 1, cluster) if row_tiles % d == 0)
+
+
+def _teams(most: int, pairs: int, pair_tiles: int) -> int:
+    """Teams whose equal shares begin and end on borders of equally long pairs, if few enough have to idle for it."""
+    teams = min(most, max(pairs, pairs * pair_tiles // _PART_TILES))
+    if pairs >= teams:
+        rounds = -(-pairs // teams)
+        aligned = -(-pairs // rounds)
+    else:
+        aligned = teams // pairs * pairs
+    return aligned if (teams - aligned) * _IDLE_SHARE <= teams else teams
+
+
+def _trait(kernel: OwnKernel, name: str) -> int:
+    return int(kernel.traits[name])

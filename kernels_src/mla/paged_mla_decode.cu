@@ -1,0 +1,423 @@
+// Paged decode of multi-head latent attention: queries of LATENT + 64 columns, keys in a paged latent cache of as many,
+// values the first LATENT columns of the same rows. bf16 in, fp32 accumulation. A cache of e4m3 becomes fp16 in shared
+// memory, beside queries of bf16 or e4m3 that do.
+//
+//   page table --> producer warp --bulk tensor copies--> 2 buffers of 64 keys, each LATENT / 64 + 1 boxes of 64 columns
+//   queries    --> 3 warps                               64 rows (tokens x heads), once a piece
+//
+//   warpgroup 0                                warpgroup 1
+//     S0 = Q K0^T, P0 = softmax                  S1 = Q K1^T
+//     P0 and the maxima --> shared memory -->    P1 = softmax, on from those maxima
+//     O left += P0 V0 left                       O right += P0 V0 right
+//     O left += P1 V1 left    <-- shared memory <-- P1 and the maxima
+//                                                O right += P1 V1 right
+//
+// Each warpgroup has 64 x LATENT / 2 of O in registers, the scores of every other tile, and all 64 rows. P lies where the
+// rope columns of its tile lay, which nobody needs once the scores are known. The maxima pass from tile to tile, in turn
+// through both warpgroups; a maximum follows only when it grows by more than 2^8, so that O is seldom rescaled.
+//
+// The grid is persistent and comes from bounds alone. CTAs work in teams of `tiles_together`, each member on its own row
+// tile of a request, so that the second read of a key comes from L2. All tiles of all (request, block of row tiles) lie on
+// one line, cut evenly among the teams; with `splits` > 0 pairs are cut into equal parts by their own length alone (see
+// split_count) and a team takes the parts that begin in its share. Partials are merged in part order once a CTA is through
+// with its pieces, by all the CTAs that have parts of the pair and are at hand. No CTA needs another one to run, but for
+// those of its own cluster, which are there together.
+//
+// Build: -DLATENT=512|256 -DKV_E4M3=0|1 -DCLUSTER=1|2 -DPREFETCH_TILES=n -DSHARED_BYTES=n -DKERNEL_NAME=symbol [-DDEBUG_HANG]
+
+#ifdef DEBUG_HANG
+#include <cstdio>
+#endif
+#include "loading.cuh"
+#include "output.cuh"
+
+namespace paged_mla_decode {
+
+constexpr int P0_READY = 2;
+constexpr int P1_READY = 3;
+constexpr int OWN_WARPGROUP = 4;  // and 5
+
+constexpr float MAXIMUM_SLACK = 8.f;  // base-2 exponents by which a score may exceed the maximum in use
+
+using Output = float[HALF_COLUMNS / 2];
+using Scores = float[TILE_TOKENS / 2];
+using Probabilities = uint32_t[TILE_TOKENS / 16][4];
+
+// The thread's two rows.
+struct Rows {
+    uint32_t visible[2];  // bit j: the row sees key `prefix` + j; keys before `prefix` all rows see
+    float maximum[2];
+    float sum[2];  // of this warpgroup's tiles and this thread's columns
+};
+
+DEVICE uint32_t visible_drafts(const Params& p, const Piece& piece, int row) {
+    const int request_row = piece.row_tile * ROWS + row;
+    const int token = min(request_row / p.heads, piece.queries - 1);
+    if (token + piece.length < piece.queries) return 0;  // more queries than keys: this one comes before all keys
+    const uint32_t draft = (1u << piece.queries) - 1;
+    if (p.mask == nullptr) return ((2u << token) - 1) & draft;
+    return static_cast<const uint32_t*>(p.mask)[piece.first_query + token] & draft;
+}
+
+// S = Q K^T of the tile in buffer `b`, or what boxes FIRST to LAST, in the order in which they come, add to it.
+template <int FIRST, int LAST>
+DEVICE void multiply_keys(Shared& shared, int b, uint32_t parity, Scores& s) {
+    const uint64_t q = depth_major_operand(shared_address(shared.q[0]));
+    const uint64_t k = depth_major_operand(shared_address(shared.kv[b][0]));
+#pragma unroll
+    for (int i = FIRST; i < LAST; ++i) {
+        const int box = KV_E4M3 ? BOXES - 1 - i : i;
+        wait_barrier(shared.full[b][box], parity, 30 + box);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < 4; ++step) {
+            const uint32_t offset = box * BOX_BYTES + step * 32;
+            wgmma_64x64(s, advance_operand(q, offset), advance_operand(k, offset), i + step > 0);
+        }
+    }
+    wgmma_commit();
+}
+
+// The factors of the scores of the thread's rows, without the sign. Read before the queries are released: the next piece's
+// loaders write here.
+DEVICE void row_scales(Shared& shared, int row, float scale_log2, float (&scale)[2]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+#if KV_E4M3
+        scale[i] = fmaxf(fabsf(scale_log2) * shared.q_power[row + 8 * i], 1e-37f);  // 0 x -inf is NaN
+    __syncwarp();
+#else
+        scale[i] = fabsf(scale_log2);
+#endif
+}
+
+// Scores whose sign is the scale's, -inf where a row does not see the key, and the rows' maxima, scaled.
+DEVICE void scale_and_mask(const Piece& piece, int tile, const Rows& rows, bool negative, const float (&scale)[2], Scores& s,
+                           float (&top)[2]) {
+    const int prefix = piece.length - piece.queries;
+    const int first = tile * TILE_TOKENS + threadIdx.x % 4 * 2;
+    if (negative)
+#pragma unroll
+        for (int i = 0; i < TILE_TOKENS / 2; ++i) s[i] = -s[i];
+    if ((tile + 1) * TILE_TOKENS > prefix) {
+#pragma unroll
+        for (int i = 0; i < TILE_TOKENS / 2; ++i) {
+            const int draft = first + i / 4 * 8 + i % 2 - prefix;
+            const bool seen = draft < 0 || (draft < 32 && (rows.visible[i / 2 % 2] >> draft & 1));
+            if (!seen) s[i] = -INFINITY;
+        }
+    }
+    top[0] = top[1] = -INFINITY;
+#pragma unroll
+    for (int i = 0; i < TILE_TOKENS / 2; ++i) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], s[i]);
+#pragma unroll
+    for (int step = 1; step < 4; step *= 2)
+        for (int i = 0; i < 2; ++i) top[i] = fmaxf(top[i], __shfl_xor_sync(~0u, top[i], step));
+    for (int i = 0; i < 2; ++i) top[i] *= scale[i];
+}
+
+DEVICE float next_maximum(float maximum, float top) { return top > maximum + MAXIMUM_SLACK ? top : maximum; }
+
+// P = 2^(scaled S - maximum) as the A operand of the second product; adds it to the rows' sums.
+DEVICE void exponentiate(Scores& s, const float (&scale)[2], Rows& rows, Probabilities& probability) {
+#pragma unroll
+    for (int i = 0; i < TILE_TOKENS / 2; ++i) {
+        s[i] = exp2_approximate(s[i] * scale[i / 2 % 2] - rows.maximum[i / 2 % 2]);
+        rows.sum[i / 2 % 2] += s[i];
+    }
+#pragma unroll
+    for (int i = 0; i < TILE_TOKENS / 4; ++i)
+        probability[i / 4][i % 4] =
+            KV_E4M3 ? pack_fp16(s[2 * i], s[2 * i + 1]) : pack_bf16(s[2 * i], s[2 * i + 1]);
+}
+
+// Rows past the length may hold NaN, and 0 x NaN is NaN: they become zero before anyone multiplies by them.
+DEVICE void clear_rows(Shared& shared, int b, int valid) {
+    const int chunk = threadIdx.x % WARPGROUP;
+    for (int i = chunk; i < (TILE_TOKENS - valid) * 8 * VALUE_BOXES; i += WARPGROUP) {
+        const int row = valid + i / (8 * VALUE_BOXES), column = i % (8 * VALUE_BOXES);
+        *reinterpret_cast<uint4*>(&shared.kv[b][column / 8][row * 128 + column % 8 * 16]) = make_uint4(0, 0, 0, 0);
+    }
+}
+
+// Hands P (and cleared rows) of buffer `b` to the other warpgroup; all of this one's warps are done with its scores.
+template <int WG>
+DEVICE void share_probabilities(Shared& shared, const Probabilities& probability, int valid) {
+    const int warp = threadIdx.x % WARPGROUP / 32, lane = threadIdx.x % 32;
+    named_barrier_sync<WARPGROUP>(OWN_WARPGROUP + WG);
+    if (valid < TILE_TOKENS) clear_rows(shared, WG, valid);
+    const uint32_t box = shared_address(shared.kv[WG][ROPE_BOX]);
+    const int row = warp * 16 + lane % 16;
+#pragma unroll
+    for (int step = 0; step < TILE_TOKENS / 16; ++step)
+        store_matrix_x4(box + row * 128 + ((step * 2 + lane / 16) ^ (row % 8)) * 16, probability[step]);
+    fence_async_proxy();
+    named_barrier_arrive<CONSUMERS>(WG == 0 ? P0_READY : P1_READY);
+    if (valid < TILE_TOKENS) named_barrier_sync<WARPGROUP>(OWN_WARPGROUP + WG);
+}
+
+DEVICE void rescale(Output& out, const float (&factor)[2]) {
+    if (!__any_sync(~0u, factor[0] != 1.f || factor[1] != 1.f)) return;
+#pragma unroll
+    for (int i = 0; i < HALF_COLUMNS / 2; ++i) out[i] *= factor[i / 2 % 2];
+}
+
+template <int WG>
+DEVICE uint64_t values(Shared& shared, int b) {
+    return outer_major_operand(shared_address(shared.kv[b][WG * HALF_BOXES]), BOX_BYTES);
+}
+
+// O += P V, P of this warpgroup's own tile.
+template <int WG>
+DEVICE void multiply_own_values(Shared& shared, const Probabilities& probability, Output& out) {
+    const uint64_t v = values<WG>(shared, WG);
+    hold_registers(out);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < TILE_TOKENS / 16; ++step)
+        wgmma_add(out, probability[step], advance_operand(v, step * 16 * 128));
+    wgmma_commit();
+}
+
+// O += P V, P of the other's tile.
+template <int WG>
+DEVICE void multiply_other_values(Shared& shared, Output& out) {
+    const uint64_t v = values<WG>(shared, 1 - WG);
+    const uint64_t a = depth_major_operand(shared_address(shared.kv[1 - WG][ROPE_BOX]));
+    hold_registers(out);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < TILE_TOKENS / 16; ++step)
+        wgmma_add(out, advance_operand(a, step * 32), advance_operand(v, step * 16 * 128));
+    wgmma_commit();
+}
+
+template <int WG>
+DEVICE void release_values(Shared& shared, int b) {
+#if CLUSTER == 1
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&shared.empty[b][WG]));
+#else
+    if (threadIdx.x % 32 < CLUSTER) mbarrier_arrive_in_cluster(shared_address(&shared.empty[b][WG]), threadIdx.x % 32);
+#endif
+}
+
+// This warp needs the queries of the piece no more.
+DEVICE void release_queries(Shared& shared) {
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&shared.q_empty));
+}
+
+// The other warpgroup has brought the maxima on: returns the factors of what was summed so far.
+DEVICE void follow_maxima(const float (&theirs)[ROWS], int row, Rows& rows, float (&factor)[2]) {
+    for (int i = 0; i < 2; ++i) {
+        const float maximum = theirs[row + 8 * i];
+        factor[i] = exp2_approximate(rows.maximum[i] - maximum);
+        rows.maximum[i] = maximum;
+        rows.sum[i] *= factor[i];
+    }
+}
+
+// Brings the maxima on by this warpgroup's own tile and shows them to the other.
+DEVICE void lead_maxima(float (&ours)[ROWS], int row, const float (&top)[2], Rows& rows, float (&factor)[2]) {
+    for (int i = 0; i < 2; ++i) {
+        const float maximum = next_maximum(rows.maximum[i], top[i]);
+        factor[i] = exp2_approximate(rows.maximum[i] - maximum);
+        rows.maximum[i] = maximum;
+        rows.sum[i] *= factor[i];
+        if (threadIdx.x % 4 == 0) ours[row + 8 * i] = maximum;
+    }
+}
+
+// Warpgroup 0: the scores of the even tiles.
+DEVICE void lead_tiles(Shared& shared, const Piece& piece, int row, float scale_log2, uint32_t& full, Rows& rows,
+                       Output& out) {
+    const int last = piece.first + piece.steps();
+    if (piece.first == last) {
+        release_queries(shared);
+        return;
+    }
+    Scores s;
+    multiply_keys<0, BOXES>(shared, 0, full, s);
+    full ^= 1;
+#pragma unroll 1
+    for (int tile = piece.first;; tile += 2) {
+        const bool second = tile + 1 < last;
+        Probabilities probability;
+        float top[2], factor[2], scale[2];
+        wgmma_wait<0>();
+        hold_registers(s);
+        row_scales(shared, row, scale_log2, scale);
+        if (tile + 2 >= last) release_queries(shared);
+        scale_and_mask(piece, tile, rows, scale_log2 < 0.f, scale, s, top);
+        lead_maxima(shared.maximum[0], row, top, rows, factor);
+        exponentiate(s, scale, rows, probability);
+        share_probabilities<0>(shared, probability, piece.valid(tile));
+        rescale(out, factor);
+        multiply_own_values<0>(shared, probability, out);
+        wgmma_wait<0>();
+        hold_registers(out);
+        release_values<0>(shared, 0);
+        if (!second) return;
+        named_barrier_sync<CONSUMERS>(P1_READY);
+        follow_maxima(shared.maximum[1], row, rows, factor);
+        rescale(out, factor);
+        multiply_other_values<0>(shared, out);
+        wgmma_wait<0>();
+        hold_registers(out);
+        release_values<0>(shared, 1);
+        if (tile + 2 >= last) return;
+        multiply_keys<0, BOXES>(shared, 0, full, s);
+        full ^= 1;
+    }
+}
+
+// Warpgroup 1: the scores of the odd tiles. The even tile's values are multiplied while their softmax is computed.
+DEVICE void follow_tiles(Shared& shared, const Piece& piece, int row, float scale_log2, uint32_t& full, Rows& rows,
+                         Output& out) {
+    const int last = piece.first + piece.steps();
+    float factor[2];
+    int tile = piece.first;
+    if (tile + 1 >= last) release_queries(shared);
+#pragma unroll 1
+    for (; tile + 1 < last; tile += 2) {
+        Scores s;
+        Probabilities probability;
+        float top[2], scale[2];
+        multiply_keys<0, BOXES>(shared, 1, full, s);
+        full ^= 1;
+        wgmma_wait<0>();
+        hold_registers(s);
+        row_scales(shared, row, scale_log2, scale);
+        if (tile + 3 >= last) release_queries(shared);
+        named_barrier_sync<CONSUMERS>(P0_READY);
+        follow_maxima(shared.maximum[0], row, rows, factor);
+        rescale(out, factor);
+        multiply_other_values<1>(shared, out);
+        scale_and_mask(piece, tile + 1, rows, scale_log2 < 0.f, scale, s, top);
+        lead_maxima(shared.maximum[1], row, top, rows, factor);
+        exponentiate(s, scale, rows, probability);
+        share_probabilities<1>(shared, probability, piece.valid(tile + 1));
+        wgmma_wait<0>();
+        hold_registers(out);
+        release_values<1>(shared, 0);
+        rescale(out, factor);
+        multiply_own_values<1>(shared, probability, out);
+        wgmma_wait<0>();
+        hold_registers(out);
+        release_values<1>(shared, 1);
+    }
+    if (tile == last) return;
+    named_barrier_sync<CONSUMERS>(P0_READY);
+    follow_maxima(shared.maximum[0], row, rows, factor);
+    rescale(out, factor);
+    multiply_other_values<1>(shared, out);
+    wgmma_wait<0>();
+    hold_registers(out);
+    release_values<1>(shared, 0);
+}
+
+// Read anew where it is needed: held over a whole piece, it would cost a spill.
+DEVICE int consumer_thread() {
+    uint32_t thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread;
+}
+
+// Returns whether there were partials.
+DEVICE bool consume(const Params& p, const Share& share, Shared& shared) {
+    const float* scale_factor = static_cast<const float*>(p.softmax_scale_device);
+    const float scale = scale_factor == nullptr ? p.softmax_scale_log2 : p.softmax_scale_log2 * *scale_factor;
+    const float scale_log2 = scale == 0.f ? 1e-30f : scale;  // 0 x -inf is NaN
+    uint32_t full = 0, q_full = 0;  // parities
+    bool partials = false;
+    Walker walker(p, share);
+    Piece piece;
+    while (walker.next(piece)) {
+        const int thread = consumer_thread();
+        const int warpgroup = __shfl_sync(~0u, thread / WARPGROUP, 0);
+        const int row = thread % WARPGROUP / 32 * 16 + thread % 32 / 4;  // the first of the thread's two
+        Rows rows;
+        for (int i = 0; i < 2; ++i) {
+            rows.visible[i] = visible_drafts(p, piece, row + 8 * i);
+            rows.maximum[i] = LOWEST;
+            rows.sum[i] = 0.f;
+        }
+        Output out;
+#pragma unroll
+        for (int i = 0; i < HALF_COLUMNS / 2; ++i) out[i] = 0.f;
+        wait_barrier(shared.q_full, q_full, 21);
+        q_full ^= 1;
+        if (warpgroup == 0)
+            lead_tiles(shared, piece, row, scale_log2, full, rows, out);
+        else
+            follow_tiles(shared, piece, row, scale_log2, full, rows, out);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            for (int step = 1; step < 4; step *= 2) rows.sum[i] += __shfl_xor_sync(~0u, rows.sum[i], step);
+            if (threadIdx.x % 4 == 0) shared.sum[warpgroup][row + 8 * i] = rows.sum[i];
+        }
+        named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
+        for (int i = 0; i < 2; ++i) rows.sum[i] = shared.sum[0][row + 8 * i] + shared.sum[1][row + 8 * i];
+        if (piece.whole()) {
+            write_rows(p, piece, row, warpgroup * HALF_COLUMNS, out, rows.maximum, rows.sum);
+            named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);  // the sums are free again
+        } else {
+            write_partial(p, piece, row, warpgroup * HALF_COLUMNS, out, rows.maximum, rows.sum);
+            arrive(p, piece);
+            partials = true;
+        }
+    }
+    return partials;
+}
+
+}  // namespace paged_mla_decode
+
+extern "C" __global__ void __launch_bounds__(paged_mla_decode::THREADS, 1)
+    KERNEL_NAME(const __grid_constant__ PagedMlaDecodeParams p) {
+    using namespace paged_mla_decode;
+    extern __shared__ __align__(1024) char shared_memory[];
+    Shared& shared = *reinterpret_cast<Shared*>(shared_memory);
+    if (threadIdx.x == 0) {
+        for (int b = 0; b < BUFFERS; ++b) {
+            for (int box = 0; box < BOXES; ++box) 
+                mbarrier_init(shared_address(&shared.full[b][box]), KV_E4M3 ? LOADERS / 32 : 1);
+#if KV_E4M3
+            mbarrier_init(shared_address(&shared.raw[b]), 1);
+#endif
+            for (int half = 0; half < 2; ++half)
+                mbarrier_init(shared_address(&shared.empty[b][half]), CLUSTER * WARPGROUP / 32);
+        }
+        mbarrier_init(shared_address(&shared.q_full), LOADERS);
+        mbarrier_init(shared_address(&shared.q_empty), CONSUMERS / 32);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        prefetch_tensor_map(&p.kv_map);
+    }
+    wait_for_previous_grid();
+    if (threadIdx.x < 32) {
+        const Share found = find_share(p);
+        if (threadIdx.x == 0) shared.share = found;
+    }
+#if CLUSTER > 1
+    cluster_barrier_sync();
+#else
+    __syncthreads();
+#endif
+    const Share& share = shared.share;
+    const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);
+    if (warpgroup == 2) {
+        give_registers<PRODUCER_REGISTERS>();
+        if (threadIdx.x < CONSUMERS + 32) {
+            produce(p, share, shared);
+            allow_next_grid();
+        } else {
+            load_queries(p, share, shared);
+        }
+        if (blockIdx.x == 0) report_lengths(p);
+    } else {
+        take_registers<CONSUMER_REGISTERS>();
+        if (consume(p, share, shared)) merge_shares(p, share, shared);
+    }
+#if CLUSTER > 1
+    __syncwarp();
+    cluster_barrier_sync();  // nobody leaves while others still write to it
+#endif
+}

@@ -1,0 +1,289 @@
+// What a CTA of the MLA decode kernel works on: pieces of (request, row tile) pairs, found from the lengths on the device.
+#pragma once
+#include <cstdint>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
+#if KV_E4M3
+#define WGMMA_INPUT "f16"  // which holds every e4m3
+#endif
+#include "../common/wgmma.cuh"
+#include "PagedMlaDecodeParams.h"
+
+namespace paged_mla_decode {
+
+using Params = PagedMlaDecodeParams;
+
+constexpr int ROPE = 64;
+constexpr int ROWS = 64;         // query rows (tokens x heads) of a CTA: one warpgroup product
+constexpr int TILE_TOKENS = 64;  // keys of a tile
+constexpr int TILE_TOKENS_LOG2 = 6;
+constexpr int BOX_COLUMNS = 64;
+constexpr int BOX_BYTES = 64 * 128;  // 64 rows of 64 bf16, 128-byte swizzle
+constexpr int VALUE_BOXES = LATENT / BOX_COLUMNS;
+constexpr int BOXES = VALUE_BOXES + 1;  // and the rope columns
+constexpr int ROPE_BOX = VALUE_BOXES;
+constexpr int HALF_BOXES = VALUE_BOXES / 2;  // each consumer warpgroup has one half of the output's columns
+constexpr int HALF_COLUMNS = LATENT / 2;
+constexpr int BUFFERS = 2;
+
+constexpr int WARPGROUP = 128;
+constexpr int CONSUMERS = 2 * WARPGROUP;
+constexpr int THREADS = CONSUMERS + WARPGROUP;
+constexpr int LOADERS = WARPGROUP - 32;  // of queries, and converters: the warps beside the producer's
+constexpr int CONSUMER_REGISTERS = 232;
+constexpr int PRODUCER_REGISTERS = 48;
+
+// q_type and out_type.
+constexpr int TYPE_BF16 = 0;
+constexpr int TYPE_FP16 = 1;
+constexpr int TYPE_E4M3 = 2;
+
+constexpr uint32_t STATUS_LENGTH_OVER_BOUND = 1;
+constexpr uint32_t STATUS_LENGTH_NEGATIVE = 2;
+constexpr uint32_t STATUS_PAGE_OUTSIDE_POOL = 4;
+constexpr uint32_t STATUS_QUERIES = 8;
+
+// Below every maximum that counts; finite, so that the difference of two of them is 0 and not NaN.
+constexpr float LOWEST = -1e30f;
+
+// The CTA's share of the line of all tiles.
+struct Share {
+    int team, member;         // the CTA is one of `tiles_together` in its team
+    int begin, end;           // tiles on the line
+    int request, line_start;  // where `begin` lies: request, and the index of its first tile
+    int total, teams;         // tiles in all, teams that have any
+};
+
+struct Shared {
+    alignas(1024) char q[BOXES][BOX_BYTES];
+    alignas(1024) char kv[BUFFERS][BOXES][BOX_BYTES];
+    float maximum[2][ROWS];
+    float sum[2][ROWS];
+    alignas(8) uint64_t full[BUFFERS][BOXES];
+    alignas(8) uint64_t empty[BUFFERS][2];
+#if KV_E4M3
+    alignas(128) char raw_rope[BUFFERS][BOX_BYTES / 2];
+    alignas(8) uint64_t raw[BUFFERS];
+    float q_power[ROWS];  // what the scores of a row are still to be multiplied by
+#endif
+    alignas(8) uint64_t q_full;
+    alignas(8) uint64_t q_empty;
+    uint32_t ticket;
+    Share share;
+};
+
+static_assert(sizeof(Shared) <= SHARED_BYTES, "the variant list states too little dynamic shared memory");
+
+DEVICE uint32_t pack_fp16(float low, float high) {
+    const __half2 pair = __floats2half2_rn(low, high);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+// Also for arrivals from other CTAs of the cluster.
+DEVICE void wait_cluster_barrier(uint64_t& barrier, uint32_t parity) {
+    asm volatile(
+        "{ .reg .pred done;\n"
+        "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+        "@done bra ready;\n"
+        "bra again;\n"
+        "ready: }" ::"r"(shared_address(&barrier)), "r"(parity) : "memory");
+}
+
+DEVICE void wait_barrier(uint64_t& barrier, uint32_t parity, int place) {
+#ifdef DEBUG_HANG
+    for (int i = 0; i < 1 << 22; ++i) {
+        uint32_t done;
+        asm volatile(
+            "{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+            : "=r"(done)
+            : "r"(shared_address(&barrier)), "r"(parity)
+            : "memory");
+        if (done) return;
+    }
+    printf("hang: cta %d thread %d place %d parity %u\n", blockIdx.x, threadIdx.x, place, parity);
+    __trap();
+#else
+    mbarrier_wait(shared_address(&barrier), parity);
+#endif
+}
+
+// ---------------------------------------------------------------- requests
+
+struct Request {
+    int length, tiles;               // keys
+    int first_query, queries, tiles_of_rows;
+};
+
+DEVICE int clamped_length(const Params& p, int request) {
+    return min(max(static_cast<const int*>(p.seq_lens)[request], 0), p.max_seq_len);
+}
+
+// A request without keys still owns one (empty) tile, whose CTA writes its output.
+DEVICE int tile_count(int length) { return max(1, (length + TILE_TOKENS - 1) / TILE_TOKENS); }
+
+DEVICE Request read_request(const Params& p, int request) {
+    Request r;
+    r.length = clamped_length(p, request);
+    r.tiles = tile_count(r.length);
+    r.first_query = request * p.q_len;
+    r.queries = p.q_len;
+    if (p.q_cu_seq_lens != nullptr) {
+        const int* edges = static_cast<const int*>(p.q_cu_seq_lens) + request;
+        r.first_query = min(max(edges[0], 0), p.tokens);
+        r.queries = min(max(min(edges[1], p.tokens) - r.first_query, 0), p.q_len);
+    }
+    r.tiles_of_rows = (r.queries * p.heads + ROWS - 1) / ROWS;
+    return r;
+}
+
+DEVICE int row_blocks(const Params& p, const Request& r) {
+    return (r.tiles_of_rows + p.tiles_together - 1) / p.tiles_together;
+}
+
+DEVICE void report_lengths(const Params& p) {
+    uint32_t seen = 0;
+    for (int b = threadIdx.x % WARPGROUP; b < p.batch; b += WARPGROUP) {
+        const int length = static_cast<const int*>(p.seq_lens)[b];
+        if (length > p.max_seq_len) seen |= STATUS_LENGTH_OVER_BOUND;
+        if (length < 0) seen |= STATUS_LENGTH_NEGATIVE;
+        if (p.q_cu_seq_lens != nullptr) {
+            const int* edges = static_cast<const int*>(p.q_cu_seq_lens) + b;
+            if (edges[0] < 0 || edges[1] < edges[0] || edges[1] > p.tokens || edges[1] - edges[0] > p.q_len)
+                seen |= STATUS_QUERIES;
+        }
+    }
+    if (seen) atomicOr(static_cast<uint32_t*>(p.status), seen);
+}
+
+// ---------------------------------------------------------------- shares of the line of all tiles
+
+DEVICE Share find_share(const Params& p) {
+    const int lane = threadIdx.x % 32;
+    int total = 0;
+    for (int b = lane; b < p.batch; b += 32) {
+        const Request r = read_request(p, b);
+        total += r.tiles * row_blocks(p, r);
+    }
+    Share share;
+    share.team = blockIdx.x / p.tiles_together;
+    share.member = blockIdx.x % p.tiles_together;
+    share.total = total = __reduce_add_sync(~0u, total);
+    share.teams = min(static_cast<int>(gridDim.x / p.tiles_together), total);
+    share.begin = share.end = share.request = share.line_start = 0;
+    if (share.team >= share.teams) return share;
+    share.begin = static_cast<int>(static_cast<int64_t>(share.team) * total / share.teams);
+    share.end = static_cast<int>(static_cast<int64_t>(share.team + 1) * total / share.teams);
+    int before = 0;
+    for (int base = 0;; base += 32) {
+        const int b = base + lane;
+        int own = 0;
+        if (b < p.batch) {
+            const Request r = read_request(p, b);
+            own = r.tiles * row_blocks(p, r);
+        }
+        int through = own;
+        for (int step = 1; step < 32; step *= 2) {
+            const int other = __shfl_up_sync(~0u, through, step);
+            if (lane >= step) through += other;
+        }
+        const uint32_t past = __ballot_sync(~0u, before + through > share.begin);
+        if (past) {
+            const int winner = __ffs(past) - 1;
+            share.request = base + winner;
+            share.line_start = before + __shfl_sync(~0u, through - own, winner);
+            return share;
+        }
+        before += __shfl_sync(~0u, through, 31);
+    }
+}
+
+// Parts of a pair of so many tiles where `splits` bounds them: up to four for short ones, so that one request alone spreads
+// over more CTAs; long ones in parts of 16 tiles, for which merging costs little. It never falls with the tiles, so a bound
+// on the tiles bounds it.
+DEVICE int split_count(const Params& p, int tiles) { return min(p.splits, max((tiles + 15) / 16, min(4, (tiles + 3) / 4))); }
+
+// Tiles [first, last) of a (request, row tile) pair, and where its partial goes when that is not all of them.
+struct Piece {
+    int request, row_tile, length;
+    int first_query, queries, rows;  // rows of the tile that exist
+    int first, last;
+    int part, parts;     // of the pair
+    int slot, slot_step;  // of part 0's partial, see slot_of
+    int counter;
+
+    DEVICE bool whole() const { return parts == 1; }
+    DEVICE int steps() const { return length > 0 ? last - first : 0; }  // tiles that hold keys
+    DEVICE int valid(int tile) const { return min(length - tile * TILE_TOKENS, TILE_TOKENS); }
+};
+
+DEVICE int cta_of(const Params& p, const Share& share, int team) { return team * p.tiles_together + share.member; }
+
+// Walks the pieces of a share in order; every warp walks the same way.
+struct Walker {
+    const Params& p;
+    const Share& share;
+    int position, request, request_start;
+
+    DEVICE Walker(const Params& params, const Share& own)
+        : p(params), share(own), position(own.begin), request(own.request), request_start(own.line_start) {}
+
+    DEVICE bool next(Piece& piece) {
+        while (position < share.end) {
+            const Request r = read_request(p, request);
+            const int blocks = row_blocks(p, r);
+            if (position - request_start >= r.tiles * blocks) {
+                request_start += r.tiles * blocks;
+                ++request;
+                continue;
+            }
+            const int block = (position - request_start) / r.tiles;
+            const int line_start = request_start + block * r.tiles;
+            const int local = position - line_start;
+            piece.request = request;
+            piece.row_tile = block * p.tiles_together + share.member;
+            piece.length = r.length;
+            piece.first_query = r.first_query;
+            piece.queries = r.queries;
+            piece.rows = min(ROWS, r.queries * p.heads - piece.row_tile * ROWS);
+            if (p.splits == 0) {
+                piece.first = local;
+                piece.last = min(r.tiles, local + share.end - position);
+                position += piece.last - piece.first;
+                // Team c begins at floor(c T / n), so the tile x lies in team floor(((x + 1) n - 1) / T).
+                const int64_t n = share.teams;
+                const int first_team = static_cast<int>(((line_start + 1) * n - 1) / share.total);
+                const int last_team = static_cast<int>(((static_cast<int64_t>(line_start) + r.tiles) * n - 1) / share.total);
+                piece.part = share.team - first_team;
+                piece.parts = last_team - first_team + 1;
+                // Of a CTA's slots the odd one is for the part that begins a pair, the even one for any other.
+                piece.slot = 2 * cta_of(p, share, first_team) + 1;
+                piece.slot_step = 2 * p.tiles_together;
+                piece.counter = cta_of(p, share, first_team);
+            } else {
+                piece.parts = split_count(p, r.tiles);
+                piece.part = (local * piece.parts + r.tiles - 1) / r.tiles;
+                piece.first = piece.part * r.tiles / piece.parts;
+                piece.last = (piece.part + 1) * r.tiles / piece.parts;
+                if (piece.part == piece.parts) {  // the CTA before has the last part
+                    position = line_start + r.tiles;
+                    continue;
+                }
+                if (line_start + piece.first >= share.end) break;
+                position = line_start + piece.last;
+                piece.counter = piece.request * ((p.q_len * p.heads + ROWS - 1) / ROWS) + piece.row_tile;
+                piece.slot = piece.counter * p.splits;
+                piece.slot_step = 1;
+            }
+            if (piece.rows > 0) return true;
+        }
+        return false;
+    }
+};
+
+DEVICE int slot_of(const Params& p, const Piece& piece, int part) {
+    return piece.slot + part * piece.slot_step - (p.splits == 0 && part > 0);
+}
+
+}  // namespace paged_mla_decode

@@ -1,0 +1,302 @@
+"""What reaches the kernel's parameters from the MLA operators on Hopper, and what they refuse."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from latent_examples import PARAMS
+from standin_build import StandIn
+from trtllm_calls import MadeUpMemory, made, mla_arguments, tensor
+
+from cubin_runtime.attention import BackendError
+from cubin_runtime.compat import flashinfer
+from cubin_runtime.errors import UsageError, WorkspaceError
+
+pytestmark = pytest.mark.usefixtures("hopper")
+
+HEADS, LATENT, PAGES, PAGE, COLUMNS = 128, 512, 1024, 64, 256
+LOG2_E = math.log2(math.e)
+SEMAPHORE_BYTES = 8 << 20
+XQA_NAMES = (
+    *("query", "kv_cache", "workspace_buffer", "qk_nope_head_dim", "kv_lora_rank", "qk_rope_head_dim"),
+    *("block_tables", "seq_lens", "max_seq_len", "bmm1_scale", "bmm2_scale"),
+)
+
+
+def one_token(memory: MadeUpMemory, **changes: Any) -> dict[str, Any]:
+    """Of ``xqa_batch_decode_with_kv_cache_mla`` and, with one token a request, of the other."""
+    given = mla_arguments(memory, query=memory.tensor("bfloat16", 4, 1, HEADS, 576))
+    return {**{name: given[name] for name in XQA_NAMES}, **changes}
+
+
+def lowest(memory: MadeUpMemory, **changes: Any) -> dict[str, Any]:
+    """Of ``xqa_mla``."""
+    cache = memory.tensor("bfloat16", PAGES, PAGE, 576)
+    given = {
+        "q": memory.tensor("bfloat16", 4, 1, HEADS, 576),
+        "k_cache": cache,
+        "v_cache": cache,
+        "page_table": memory.tensor("int32", 4, COLUMNS),
+        "seq_lens": memory.tensor("uint32", 4, 1),
+        "output": memory.tensor("bfloat16", 4, 1, HEADS, LATENT),
+        "workspace_buffer": memory.tensor("uint8", 256 << 20),
+        "semaphores": memory.tensor("uint32", 2 << 20),
+        "page_size": PAGE,
+    }
+    return {**given, **changes}
+
+
+def sent(standin: StandIn) -> dict[str, Any]:
+    return PARAMS.unpack(bytes.fromhex(standin.calls("cuLaunchKernelEx")[-1].seen["parameter0"]))
+
+
+BATCH_OPERATORS = {
+    "xqa_batch": flashinfer.xqa_batch_decode_with_kv_cache_mla,
+    "trtllm": flashinfer.trtllm_batch_decode_with_kv_cache_mla,
+}
+
+
+@pytest.fixture(params=BATCH_OPERATORS)
+def decode(request: pytest.FixtureRequest, standin: StandIn, memory: MadeUpMemory) -> Callable[..., dict[str, Any]]:
+    """Call one of the batch operators with its usual arguments changed; what arrived."""
+
+    def call(**changes: Any) -> dict[str, Any]:
+        BATCH_OPERATORS[request.param](**one_token(memory, **changes))
+        return sent(standin)
+
+    return call
+
+
+def test_sizes_and_defaults_arrive(decode: Callable[..., dict[str, Any]], memory: MadeUpMemory) -> None:
+    seen = decode()
+    sizes = ("batch", "tokens", "q_len", "heads", "page_size_log2", "num_pages", "max_seq_len", "splits")
+    assert [seen[name] for name in sizes] == [4, 4, 1, HEADS, 6, PAGES, 16000, 0]
+    absent = ("lse", "q_cu_seq_lens", "mask", "sinks", "softmax_scale_device", "output_scale_device")
+    assert [seen[name] for name in absent] == [0] * len(absent)
+    ((_, out),) = memory.made
+    assert (seen["out"], out.shape, out.dtype) == (out.pointer, (4, 1, HEADS, LATENT), "bfloat16")
+
+
+def test_scales_are_those_of_scores_and_output(decode: Callable[..., dict[str, Any]], memory: MadeUpMemory) -> None:
+    seen = decode(bmm1_scale=0.125, bmm2_scale=0.5)
+    assert (seen["softmax_scale_log2"], seen["output_scale"]) == (pytest.approx(0.125 * LOG2_E), 0.5)
+    scores, output = memory.tensor("float32", 1), memory.tensor("float32")
+    seen = decode(bmm1_scale=scores, bmm2_scale=output)
+    assert (seen["softmax_scale_device"], seen["output_scale_device"]) == (scores.pointer, output.pointer)
+
+
+@pytest.mark.parametrize("shape", [(4, 1, HEADS, LATENT), (4, HEADS, LATENT)])
+def test_an_output_may_lack_the_one_token(
+    standin: StandIn, memory: MadeUpMemory, decode: Callable[..., dict[str, Any]], shape: tuple[int, ...]
+) -> None:
+    out = memory.tensor("bfloat16", *shape)
+    seen = decode(out=out)
+    assert (seen["out"], seen["out_token_stride"], memory.made) == (out.pointer, HEADS * LATENT, [])
+
+
+def test_a_given_output_is_what_comes_back(memory: MadeUpMemory) -> None:
+    out = memory.tensor("bfloat16", 4, HEADS, LATENT)
+    assert flashinfer.xqa_batch_decode_with_kv_cache_mla(**one_token(memory, out=out)) is out
+
+
+@pytest.mark.parametrize("kv", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("shape", [(PAGES, PAGE), (PAGES, 1, PAGE)])
+@pytest.mark.parametrize("latent", [512, 256])
+def test_caches_of_every_form(
+    decode: Callable[..., dict[str, Any]],
+    standin: StandIn,
+    memory: MadeUpMemory,
+    kv: str,
+    shape: tuple[int, ...],
+    latent: int,
+) -> None:
+    cache = memory.tensor(kv, *shape, latent + 64)
+    query = memory.tensor("bfloat16", 4, 1, HEADS, latent + 64)
+    seen = decode(query=query, kv_cache=cache, kv_lora_rank=latent)
+    assert (seen["num_pages"], seen["q_head_stride"]) == (PAGES, latent + 64)
+    assert int(standin.calls("cuTensorMapEncodeTiled")[-1].seen["address"], 0) == cache.pointer
+
+
+def test_a_table_of_any_width_is_taken(decode: Callable[..., dict[str, Any]], memory: MadeUpMemory) -> None:
+    assert decode(block_tables=memory.tensor("int32", 4, 3))["max_seq_len"] == 3 * PAGE
+
+
+def test_sinks_and_batch_invariance(decode: Callable[..., dict[str, Any]], memory: MadeUpMemory) -> None:
+    sinks = memory.tensor("float32", HEADS)
+    seen = decode(sinks=sinks, batch_invariant=True)
+    assert seen["sinks"] == sinks.pointer
+    assert seen["splits"] > 0
+
+
+def test_the_workspace_is_split_behind_8_mib(decode: Callable[..., dict[str, Any]], memory: MadeUpMemory) -> None:
+    buffer = memory.tensor("float32", 32 << 20)
+    seen = decode(workspace_buffer=buffer)
+    assert buffer.pointer == seen["status"] < seen["counters"] < buffer.pointer + SEMAPHORE_BYTES
+    assert seen["partial_statistics"] == buffer.pointer + SEMAPHORE_BYTES < seen["partial_out"]
+
+
+def test_too_little_scratch_is_refused_with_the_bytes(
+    decode: Callable[..., dict[str, Any]], memory: MadeUpMemory
+) -> None:
+    with pytest.raises(WorkspaceError, match=r"workspace_buffer, behind its 8388608 .*: \d+ bytes are needed"):
+        decode(workspace_buffer=memory.tensor("uint8", SEMAPHORE_BYTES + 1024))
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"kv_lora_rank": 128}, "kv_lora_rank=128"),
+    ({"qk_nope_head_dim": 0}, "qk_nope_head_dim=0"),
+    ({"query": tensor("bfloat16", 4, HEADS, 576)}, "query: shape .*expected 4 dimensions"),
+    ({"query": tensor("bfloat16", 3, 1, HEADS, 576)}, "query: batch 3, seq_lens has 4"),
+    ({"query": tensor("bfloat16", 4, 1, 129, 576)}, "query: 129 heads"),
+    ({"query": tensor("float16", 4, 1, HEADS, 576)}, "query: dtype float16"),
+    ({"kv_cache": tensor("bfloat16", PAGES, 2, PAGE, 576)}, "kv_cache: shape"),
+    ({"kv_cache": tensor("bfloat16", PAGES, 16, 576)}, "kv_cache: page size 16"),
+    ({"block_tables": tensor("int64", 4, COLUMNS)}, "block_tables: dtype int64"),
+    ({"out": tensor("bfloat16", 4, HEADS, 576)}, "out: shape"),
+    ({"bmm1_scale": math.inf}, "bmm1_scale=inf"),
+    ({"bmm2_scale": tensor("float64", 1)}, "bmm2_scale"),
+    ({"sinks": tensor("float32", 7)}, "sinks: shape"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), REFUSED)
+def test_what_is_wrong_is_named(
+    decode: Callable[..., dict[str, Any]], standin: StandIn, memory: MadeUpMemory, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        decode(**made(memory, changes))
+    assert "cuModuleLoadData" not in standin.names()
+
+
+TRTLLM_ONLY: list[tuple[dict[str, Any], str]] = [
+    ({"sparse_mla_top_k": 64}, "sparse_mla_top_k=64: .*by backend 'xqa'"),
+    ({"sparse_mla_top_k_lens": tensor("int32", 4)}, "sparse_mla_top_k_lens=a TensorView"),
+    ({"skip_softmax_threshold_scale_factor": 1.0}, "skip_softmax_threshold_scale_factor=1.0"),
+    ({"uses_shared_paged_kv_idx": False}, "uses_shared_paged_kv_idx=False"),
+    ({"enable_dcp": True}, "enable_dcp=True"),
+    ({"max_q_len": 2}, "max_q_len=2 without cum_seq_lens_q"),
+    ({"backend": "cute-dsl"}, "backend='cute-dsl': expected auto or one of xqa, trtllm-gen"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), TRTLLM_ONLY)
+def test_what_our_kernels_do_not_do_is_refused(memory: MadeUpMemory, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        flashinfer.trtllm_batch_decode_with_kv_cache_mla(**one_token(memory, **made(memory, changes)))
+
+
+@pytest.mark.parametrize("backend", ["auto", "xqa"])
+def test_hopper_runs_our_kernels_without_a_word(
+    standin: StandIn, memory: MadeUpMemory, recwarn: pytest.WarningsRecorder, backend: str
+) -> None:
+    flashinfer.trtllm_batch_decode_with_kv_cache_mla(**mla_arguments(memory, backend=backend))
+    assert (sent(standin)["tokens"], sent(standin)["q_len"], list(recwarn)) == (8, 2, [])
+
+
+@pytest.mark.parametrize("operator", ["xqa_mla", "xqa_batch_decode_with_kv_cache_mla"])
+def test_another_device_is_told_where_it_runs(standin: StandIn, memory: MadeUpMemory, operator: str) -> None:
+    standin.pose_as(12, 0)
+    given = lowest(memory) if operator == "xqa_mla" else one_token(memory)
+    with pytest.raises(BackendError, match=rf"{operator} on .*\(xqa: measured on 9\.0\)"):
+        getattr(flashinfer, operator)(**given)
+
+
+def ragged(memory: MadeUpMemory, tokens: int = 7, **changes: Any) -> dict[str, Any]:
+    given = mla_arguments(memory, query=memory.tensor("bfloat16", tokens, HEADS, 576))
+    return {**given, "cum_seq_lens_q": memory.tensor("int32", 5, values=(0, 3, 3, 4, 7)), **changes}
+
+
+def test_ragged_queries_with_a_bound_are_not_read_back(standin: StandIn, memory: MadeUpMemory) -> None:
+    given = ragged(memory, max_q_len=9)
+    out = flashinfer.trtllm_batch_decode_with_kv_cache_mla(**given)
+    seen = sent(standin)
+    assert (seen["batch"], seen["tokens"], seen["q_len"], memory.reads) == (4, 7, 9, [])
+    assert (seen["q_cu_seq_lens"], out.shape) == (given["cum_seq_lens_q"].pointer, (7, HEADS, LATENT))
+
+
+def test_ragged_queries_without_a_bound_are_read_back_once(standin: StandIn, memory: MadeUpMemory) -> None:
+    given = ragged(memory)
+    flashinfer.trtllm_batch_decode_with_kv_cache_mla(**given)
+    assert (sent(standin)["q_len"], memory.reads) == (3, [given["cum_seq_lens_q"].pointer])
+
+
+RAGGED: list[tuple[dict[str, Any], str]] = [
+    ({"cum_seq_lens_q": tensor("int32", 4)}, "cum_seq_lens_q: 4 entries, expected 5"),
+    ({"cum_seq_lens_q": tensor("int64", 5)}, "cum_seq_lens_q: dtype int64"),
+    ({"cum_seq_lens_q": tensor("int32", 5, device=1), "max_q_len": 4}, "cum_seq_lens_q: on device 1"),
+    ({"cum_seq_lens_q": tensor("int32", 5, values=(0, 3, 2, 4, 7))}, "cum_seq_lens_q"),
+    ({"cum_seq_lens_q": tensor("int32", 5, values=(0, 3, 3, 4, 8))}, "cum_seq_lens_q"),
+    ({"query": tensor("bfloat16", 4, 2, HEADS, 576)}, "query: shape .*expected 3 dimensions"),
+    ({"max_q_len": 0}, "max_q_len=0: expected 1 to 16"),
+    ({"max_q_len": 17}, "max_q_len=17: expected 1 to 16"),
+    ({"out": tensor("bfloat16", 8, HEADS, LATENT), "max_q_len": 4}, "out: shape"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), RAGGED)
+def test_what_is_wrong_with_ragged_queries_is_named_before_anything_loads(
+    standin: StandIn, memory: MadeUpMemory, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        flashinfer.trtllm_batch_decode_with_kv_cache_mla(**ragged(memory, **made(memory, changes)))
+    assert "cuModuleLoadData" not in standin.names()
+
+
+def test_the_log_sum_exp_is_made_and_returned(standin: StandIn, memory: MadeUpMemory) -> None:
+    out, lse = flashinfer.trtllm_batch_decode_with_kv_cache_mla(**mla_arguments(memory, return_lse=True))
+    seen = sent(standin)
+    assert (lse.dtype, lse.shape, out.shape) == ("float32", (8, HEADS), (4, 2, HEADS, LATENT))
+    assert (seen["lse"], seen["lse_token_stride"], seen["lse_head_stride"]) == (lse.pointer, HEADS, 1)
+
+
+@pytest.mark.parametrize("shape", [(8, HEADS), (4, 2, HEADS)])
+def test_a_given_log_sum_exp_of_either_form_is_filled(
+    standin: StandIn, memory: MadeUpMemory, shape: tuple[int, ...]
+) -> None:
+    lse = memory.tensor("float32", *shape)
+    flashinfer.trtllm_batch_decode_with_kv_cache_mla(**mla_arguments(memory, lse=lse))
+    assert (sent(standin)["lse"], sent(standin)["lse_token_stride"]) == (lse.pointer, HEADS)
+
+
+def test_the_lowest_operator_multiplies_its_scales(standin: StandIn, memory: MadeUpMemory) -> None:
+    given = lowest(memory, q_scale=2.0, kv_scale=0.5)
+    flashinfer.xqa_mla(**given)
+    seen = sent(standin)
+    assert seen["softmax_scale_log2"] == pytest.approx(2.0 * 0.5 / math.sqrt(576) * LOG2_E)
+    assert (seen["output_scale"], seen["out"], seen["max_seq_len"]) == (0.5, given["output"].pointer, PAGE * COLUMNS)
+    assert seen["status"] == given["semaphores"].pointer
+
+
+@pytest.mark.parametrize("shape", [(PAGES, PAGE), (PAGES, 1, PAGE), (PAGES, PAGE, 1)])
+def test_the_lowest_operator_takes_every_form_of_its_cache(
+    standin: StandIn, memory: MadeUpMemory, shape: tuple[int, ...]
+) -> None:
+    keys = memory.tensor("bfloat16", *shape, 576)
+    values = replace(keys, shape=(*shape, LATENT))
+    flashinfer.xqa_mla(**lowest(memory, k_cache=keys, v_cache=values))
+    assert (sent(standin)["num_pages"], sent(standin)["page_size_log2"]) == (PAGES, 6)
+
+
+LOWEST: list[tuple[dict[str, Any], str]] = [
+    ({"v_cache": tensor("bfloat16", PAGES, PAGE, 576)}, "v_cache: other memory than k_cache"),
+    ({"page_size": 32}, "page_size=32: k_cache has 64"),
+    ({"sm_count": 7}, "sm_count=7"),
+    ({"q": tensor("bfloat16", 4, 2, HEADS, 576)}, "q: shape"),
+    ({"output": tensor("bfloat16", 4, 1, HEADS, 576)}, "output: shape"),
+    ({"output": tensor("float32", 4, 1, HEADS, LATENT)}, "output: dtype float32"),
+    ({"page_table": tensor("int32", 4)}, "page_table: shape"),
+    ({"seq_lens": tensor("uint32", 3, 1)}, "seq_lens: shape"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), LOWEST)
+def test_what_the_lowest_operator_cannot_take_is_named(
+    standin: StandIn, memory: MadeUpMemory, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        flashinfer.xqa_mla(**lowest(memory, **made(memory, changes)))
+    assert "cuModuleLoadData" not in standin.names()

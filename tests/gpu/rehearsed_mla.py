@@ -1,0 +1,108 @@
+"""MLA decodes on the host in a device's place, computed from their parameter struct; see ``rehearsed_decode``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import rehearsed_decode
+from decode_masks import visible_keys
+from decode_values import KINDS, bits_of, values_of
+from rehearsed_decode import TYPES, RehearsalRuntime, attend, memory, query_rows, rehearsal
+
+from cubin_runtime.artifacts.own_kernels import OwnKernel
+from cubin_runtime.launch.hopper.params import LAYOUTS
+from kernels_src.variants import VARIANTS, Variant
+
+STRUCT = "PagedMlaDecodeParams"
+
+
+def kernel_of(variant: Variant) -> OwnKernel:
+    """A made-up entry of kernels.json."""
+    return OwnKernel(
+        name=variant.name,
+        symbol=variant.symbol,
+        file=variant.file,
+        sm=variant.sm,
+        family=variant.family,
+        operation=variant.operation,
+        traits=dict(variant.traits),
+        struct=STRUCT,
+        struct_bytes=LAYOUTS[STRUCT].size,
+        struct_fingerprint=LAYOUTS[STRUCT].fingerprint,
+        threads=variant.threads,
+        dynamic_shared_bytes=variant.shared_bytes,
+        static_shared_bytes=0,
+        registers=128,
+        spill_bytes=0,
+        flags=(),
+        sources_sha256="0" * 64,
+        status=variant.status,
+    )
+
+
+KERNELS = tuple(kernel_of(variant) for variant in VARIANTS if variant.operation == "paged_mla_decode")
+
+
+@contextmanager
+def mla_rehearsal(library: Path, store: Path) -> Iterator[RehearsalRuntime]:
+    """A runtime on the stand-in driver at ``library`` whose decodes, MLA among them, are computed here."""
+    with rehearsal(library, store) as made:
+        own = made.own_release()
+        made._own = replace(own, kernels=(*own.kernels, *KERNELS))
+        yield made
+
+
+def decode_latent(p: Mapping[str, Any], traits: Mapping[str, Any]) -> None:
+    """What an MLA kernel does with its parameters, clamping included; ``kv_map`` is the descriptor's specification."""
+    kv, q_type, out_type = str(traits["dtype"]), TYPES[p["q_type"]], TYPES[p["out_type"]]
+    heads, latent, page, spec = p["heads"], int(traits["latent"]), 1 << p["page_size_log2"], p["kv_map"]
+    width = latent + int(traits["rope"])
+    assert spec.dims == (width, page, p["num_pages"])
+    item = np.dtype(KINDS[kv].bits).itemsize
+    assert spec.dtype == {"bf16": "bfloat16", "e4m3": "uint8"}[kv]
+    strides = (spec.strides[1] // item, spec.strides[0] // item, 1)
+    cache = memory(spec.address, KINDS[kv].bits, (p["num_pages"], page, width), strides)
+
+    def of_tokens(name: str, dtype: Any, last: tuple[int, ...]) -> np.ndarray:
+        steps = (p[f"{name}_token_stride"], p[f"{name}_head_stride"], 1)[: 2 + len(last)]
+        return memory(p[name], dtype, (p["tokens"], heads, *last), steps)
+
+    def scale(name: str) -> float:
+        return float(memory(p[name], np.float32, (1,), (1,))[0]) if p[name] else 1.0
+
+    status = memory(p["status"], np.uint32, (1,), (1,))
+    q, out = of_tokens("q", KINDS[q_type].bits, (width,)), of_tokens("out", KINDS[out_type].bits, (latent,))
+    lse = of_tokens("lse", np.float32, ()) if p["lse"] else None
+    table = memory(p["page_table"], np.int32, (p["batch"], -(-p["max_seq_len"] // page)), (p["table_stride"], 1))
+    lengths = memory(p["seq_lens"], np.int32, (p["batch"],), (1,))
+    words = memory(p["mask"], np.uint32, (p["tokens"],), (1,)) if p["mask"] else None
+    sinks = memory(p["sinks"], np.float32, (heads,), (1,)).astype(np.float64) if p["sinks"] else None
+    shift = 0 if p["splits"] else 1e-5 * (p["batch"] % 64)
+    logits = p["softmax_scale_log2"] / math.log2(math.e) * scale("softmax_scale_device")
+    factor = p["output_scale"] * scale("output_scale_device")
+    for b in range(p["batch"]):
+        begin, rows = query_rows(p, b, status)
+        length = int(lengths[b])
+        status |= np.uint32(1 * (length > p["max_seq_len"]) | 2 * (length < 0))
+        length = min(max(length, 0), p["max_seq_len"])
+        seen = visible_keys(length, rows, None if words is None else words[begin : begin + rows])
+        keys = np.arange(length)
+        pages = table[b, keys // page]
+        status |= np.uint32(4 * bool(((pages < 0) | (pages >= p["num_pages"])).any()))
+        own = values_of(kv, cache[np.clip(pages, 0, p["num_pages"] - 1), keys % page]).astype(np.float64)[:, None]
+        queries = values_of(q_type, np.ascontiguousarray(q[begin : begin + rows])).astype(np.float64)
+        for i in range(rows):
+            at = np.flatnonzero(seen[i])
+            row, row_lse = attend(queries[i], own[at], own[at][..., :latent], logits, sinks)
+            out[begin + i] = bits_of(out_type, row * factor)
+            if lse is not None:
+                lse[begin + i] = row_lse + shift * rehearsed_decode.show_arithmetic
+
+
+rehearsed_decode.COMPUTED["paged_mla_decode"] = decode_latent

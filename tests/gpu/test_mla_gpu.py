@@ -1,0 +1,279 @@
+"""The MLA kernels on a real device, against float64: edges, masks held exactly, extremes, clamping."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from decode_compare import assert_close, assert_lse_close, assert_rounded
+from decode_values import bits_of, values_of
+from mla_cases import MlaCase, mla_host, mla_means, mla_means_of, mla_reference_of
+from mla_device import MlaDeviceCase, mla_kernels, mla_on_device
+from mla_random import HEADS, LATENTS, OUT_DTYPES, PAGE_SIZES
+
+from cubin_runtime.attention import ClampedInputError, Runtime
+
+pytestmark = pytest.mark.gpu
+
+SEED = int(os.environ.get("CUBIN_RUNTIME_SEED", np.random.SeedSequence().entropy % (1 << 32)))
+SMALL = MlaCase((300, 17, 0, 128), 512)
+RAGGED = MlaCase((300, 17, 64, 128), 512, q_lens=(2, 1, 3, 2), max_q_len=4)
+LENGTHS = (300, 5, 0, 64, 1, 16, 129, 65)
+EDGES = (0, 1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 1023, 1024)
+KV_DTYPES = ("bf16", "e4m3")
+MODES = {"default": False, "invariant": True}
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    print(f"seed {SEED}")
+    return np.random.default_rng(SEED)
+
+
+def skip_without(runtime: Runtime, kv_dtype: str) -> None:
+    if kv_dtype not in {kernel.traits["dtype"] for kernel in mla_kernels(runtime)}:
+        pytest.skip(f"the release has no MLA kernel for {kv_dtype} caches")
+
+
+def assert_case(runtime: Runtime, wanted: MlaCase, rng: np.random.Generator) -> None:
+    skip_without(runtime, wanted.kv_dtype)
+    with mla_on_device(runtime, wanted, rng) as case:
+        workspace = case.dirty_workspace()
+        case.run(workspace=workspace)
+        case.assert_right()
+        case.plan.check(workspace)
+        case.assert_zeroed(workspace)
+        case.arrays.assert_guards()
+
+
+def assert_means(runtime: Runtime, wanted: MlaCase, rng: np.random.Generator) -> None:
+    """Run on zero queries, and hold the output against the means but for its rounding."""
+    skip_without(runtime, wanted.kv_dtype)
+    with mla_on_device(runtime, wanted, rng, mla_means(wanted, rng)) as case:
+        workspace = case.dirty_workspace()
+        case.run(workspace=workspace)
+        out, lse = case.result()
+        want, want_lse = mla_means_of(wanted, case.host)
+        assert_rounded(wanted, out[: len(want)], want)
+        assert_lse_close(lse[: len(want)], want_lse)
+        case.plan.check(workspace)
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_edge_lengths_match_float64(runtime: Runtime, rng: np.random.Generator, page_size: int, kv_dtype: str) -> None:
+    wanted = MlaCase(EDGES, 1024, page_size=page_size, kv_dtype=kv_dtype)
+    assert_case(runtime, wanted, rng)
+    assert_case(runtime, replace(wanted, q_len=3, mask="tree", batch_invariant=True), rng)
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("latent", LATENTS)
+@pytest.mark.parametrize("heads", [*HEADS, 2, 63, 65, 100, 127])
+def test_every_head_count_matches_float64(
+    runtime: Runtime, rng: np.random.Generator, heads: int, latent: int, kv_dtype: str
+) -> None:
+    wanted = replace(SMALL, heads=heads, latent=latent, kv_dtype=kv_dtype)
+    assert_case(runtime, wanted, rng)
+    assert_case(runtime, replace(wanted, q_len=3, sinks=True, mask="any"), rng)
+
+
+@pytest.mark.parametrize("q_len", range(1, 17))
+def test_every_query_length_matches_float64(runtime: Runtime, rng: np.random.Generator, q_len: int) -> None:
+    assert_case(runtime, replace(SMALL, q_len=q_len), rng)
+    assert_case(runtime, replace(SMALL, q_len=q_len, heads=5, mask="tree", sinks=True), rng)
+    assert_case(runtime, replace(SMALL, q_len=q_len, heads=128, mask="any", kv_dtype="e4m3"), rng)
+
+
+@pytest.mark.parametrize(("kv_dtype", "q_dtype"), [("bf16", "bf16"), ("e4m3", "bf16"), ("e4m3", "e4m3")])
+@pytest.mark.parametrize("out_dtype", OUT_DTYPES)
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_every_dtype_matches_float64(
+    runtime: Runtime, rng: np.random.Generator, kv_dtype: str, q_dtype: str, out_dtype: str, batch_invariant: bool
+) -> None:
+    wanted = MlaCase((3000, 70), 4096, kv_dtype=kv_dtype, out_dtype=out_dtype, batch_invariant=batch_invariant)
+    wanted = replace(wanted, q_dtype=q_dtype)
+    assert_case(runtime, wanted, rng)
+    assert_case(runtime, replace(wanted, q_len=2, device_scales=True, output_scale=1.7, strided=True), rng)
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize(("q_len", "heads"), [(1, 1), (1, 64), (2, 32), (3, 5), (16, 4), (7, 9), (16, 128), (5, 31)])
+@pytest.mark.parametrize("mask", ["none", "chain", "tree", "any"])
+def test_rows_see_what_their_mask_says(
+    runtime: Runtime, rng: np.random.Generator, kv_dtype: str, q_len: int, heads: int, mask: str
+) -> None:
+    wanted = MlaCase(LENGTHS, 300, heads=heads, q_len=q_len, mask=mask, kv_dtype=kv_dtype, out_dtype="fp16")
+    assert_means(runtime, wanted, rng)
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("mask", ["none", "any"])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_ragged_rows_see_what_their_mask_says(
+    runtime: Runtime, rng: np.random.Generator, kv_dtype: str, mask: str, batch_invariant: bool
+) -> None:
+    wanted = MlaCase(
+        LENGTHS,
+        300,
+        heads=24,
+        q_lens=(3, 0, 16, 1, 7, 16, 2, 5),
+        max_q_len=16,
+        mask=mask,
+        spare_tokens=3,
+        kv_dtype=kv_dtype,
+        out_dtype="fp16",
+        batch_invariant=batch_invariant,
+    )
+    assert_means(runtime, wanted, rng)
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_one_very_long_request_matches_float64(
+    runtime: Runtime, rng: np.random.Generator, kv_dtype: str, batch_invariant: bool
+) -> None:
+    assert_case(runtime, MlaCase((65536,), 65536, kv_dtype=kv_dtype, batch_invariant=batch_invariant), rng)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_one_long_request_beside_short_ones_matches_float64(
+    runtime: Runtime, rng: np.random.Generator, batch_invariant: bool
+) -> None:
+    lengths = (20_000, *(int(n) for n in rng.integers(1, 200, size=30)))
+    assert_case(runtime, MlaCase(lengths, 20_000, heads=8, batch_invariant=batch_invariant, q_len=2), rng)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_more_requests_than_ctas_match_float64(
+    runtime: Runtime, rng: np.random.Generator, batch_invariant: bool
+) -> None:
+    lengths = tuple(int(n) for n in rng.integers(0, 70, size=600))
+    wanted = MlaCase(lengths, 96, heads=4, page_size=32, batch_invariant=batch_invariant)
+    assert_case(runtime, wanted, rng)
+    q_lens = tuple(int(n) for n in rng.integers(0, 9, size=600))
+    assert_case(runtime, replace(wanted, q_lens=q_lens, max_q_len=12, mask="any"), rng)
+
+
+def test_an_fp8_output_saturates(runtime: Runtime, rng: np.random.Generator) -> None:
+    wanted = replace(SMALL, out_dtype="e4m3", output_scale=5000.0)
+    with mla_on_device(runtime, wanted, rng) as case:
+        case.run()
+        out, lse = case.result()
+        sizes = out & 0x7F
+        assert (sizes <= 0x7E).all()
+        assert (sizes == 0x7E).any()
+        assert_close(wanted, (out, lse), case.expected)
+
+
+@pytest.mark.parametrize("scale", [2.0, -2.0, 0.0])
+def test_large_logits_stay_finite(runtime: Runtime, rng: np.random.Generator, scale: float) -> None:
+    # bf16 products of 576 columns reach hundreds.
+    assert_case(runtime, replace(SMALL, scale=scale, sinks=True, q_len=2, with_lse=False), rng)
+
+
+def test_scales_on_the_device_are_read_at_each_launch(runtime: Runtime, rng: np.random.Generator) -> None:
+    with mla_on_device(runtime, replace(SMALL, device_scales=True), rng) as case:
+        for scale, factor in ((0.1, 1.0), (0.05, -2.0)):
+            case.driver.copy_to_device(case.options["softmax_scale"].pointer, np.array([scale], np.float32))
+            case.driver.copy_to_device(case.options["output_scale"].pointer, np.array([factor], np.float32))
+            case.poison()
+            case.run()
+            wanted = replace(case.case, scale=scale, output_scale=factor)
+            assert_close(wanted, case.result(), mla_reference_of(wanted, case.host))
+
+
+def test_a_smaller_bound_and_other_scales_for_one_step(runtime: Runtime, rng: np.random.Generator) -> None:
+    with mla_on_device(runtime, SMALL, rng) as case:
+        case.run(max_seq_len=300, softmax_scale=0.05, output_scale=2.0)
+        wanted = replace(SMALL, scale=0.05, output_scale=2.0)
+        assert_close(wanted, case.result(), mla_reference_of(wanted, case.host))
+
+
+def assert_reported(case: MlaDeviceCase, words: str) -> None:
+    """One run reports ``words``, once, writes nothing out of its place, and leaves the workspace clean."""
+    workspace = case.dirty_workspace()
+    case.run(workspace=workspace)
+    with pytest.raises(ClampedInputError, match=words):
+        case.plan.check(workspace)
+    case.plan.check(workspace)
+    case.assert_zeroed(workspace)
+    case.arrays.assert_guards()
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+@pytest.mark.parametrize(
+    ("lengths", "words"),
+    [
+        ((513, 17, 0, 128), "over max_seq_len"),
+        ((2**31 - 1, 17, 0, 128), "over max_seq_len"),
+        ((300, -5, 0, 128), "negative"),
+        ((300, -(2**31), 0, 128), "negative"),
+    ],
+)
+def test_lengths_are_clamped_and_reported(
+    runtime: Runtime, rng: np.random.Generator, lengths: tuple[int, ...], words: str, mode: str
+) -> None:
+    clamped = tuple(min(max(n, 0), SMALL.max_seq_len) for n in lengths)
+    with mla_on_device(runtime, replace(SMALL, lengths=clamped, batch_invariant=MODES[mode]), rng) as case:
+        case.driver.copy_to_device(case.tensors[3].pointer, np.asarray(lengths, dtype=np.int32))
+        assert_reported(case, words)
+        case.assert_right()
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+@pytest.mark.parametrize("page", [1 << 30, -7, -1, 2**31 - 1, -(2**31), "past the last"])
+def test_page_ids_outside_the_pool_are_never_followed(
+    runtime: Runtime, rng: np.random.Generator, page: int | str, mode: str
+) -> None:
+    wanted = replace(SMALL, q_len=2, batch_invariant=MODES[mode])
+    with mla_on_device(runtime, wanted, rng) as case:
+        table = case.host.page_table.copy()
+        table[0, 1] = table[1, 0] = len(case.host.pool) if isinstance(page, str) else page
+        case.driver.copy_to_device(case.tensors[2].pointer, table)
+        assert_reported(case, "page id")
+        # The other requests are what they are.
+        out, lse = case.result()
+        want, want_lse = case.expected
+        assert_close(wanted, (out[4:], lse[4:]), (want[4:], want_lse[4:]))
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+@pytest.mark.parametrize(
+    "sums",
+    [
+        (0, 2, 1, 6, 8),  # decreasing
+        (0, 5, 5, 6, 8),  # more than the bound
+        (-3, 2, 3, 6, 8),  # before the first token
+        (0, 2, 3, 6, 9),  # past the last token
+        (0, 2, 3, 6, 2**31 - 1),
+        (0, 2, 3, -(2**31), 8),
+    ],
+)
+def test_query_sums_are_clamped_and_reported(
+    runtime: Runtime, rng: np.random.Generator, sums: tuple[int, ...], mode: str
+) -> None:
+    with mla_on_device(runtime, replace(RAGGED, batch_invariant=MODES[mode]), rng) as case:
+        cu = case.options["q_cu_seq_lens"].pointer
+        case.driver.copy_to_device(cu, np.asarray(sums, dtype=np.int32))
+        assert_reported(case, "q_cu_seq_lens|quer")
+        # What was wrong leaves no trace.
+        case.driver.copy_to_device(cu, case.host.q_cu_seq_lens)
+        case.poison()
+        case.run()
+        case.plan.check(case.plan.prepare(0))
+        case.assert_right()
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-6, 3e4, 1e30])
+def test_queries_of_any_magnitude_beside_an_e4m3_cache(runtime: Runtime, rng: np.random.Generator, size: float) -> None:
+    # Beyond what fp16 holds; the softmax scale brings the scores back.
+    skip_without(runtime, "e4m3")
+    wanted = replace(SMALL, kv_dtype="e4m3", scale=192**-0.5 / size)
+    host = mla_host(wanted, rng)
+    q = bits_of("bf16", values_of("bf16", host.q) * np.float32(size))
+    with mla_on_device(runtime, wanted, rng, replace(host, q=q)) as case:
+        case.run()
+        case.assert_right()

@@ -1,0 +1,222 @@
+"""batch_invariant MLA decodes, repeats, and graphs: the bits of a request depend on nothing around it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from decode_compare import assert_close
+from mla_cases import MlaCase, MlaHost, MlaRequest, assemble_mla, mla_request, mla_sinks
+from mla_device import mla_kernels, mla_on_device
+from test_decode_invariant_gpu import MOST_REFERENCED, Bits, run_as
+from test_decode_streams_gpu import REPEATS, Repeated
+
+from cubin_runtime.attention import Runtime
+
+pytestmark = pytest.mark.gpu
+
+SEED = int(os.environ.get("CUBIN_RUNTIME_SEED", np.random.SeedSequence().entropy % (1 << 32)))
+# One request each: its keys, its query tokens, and the options of all.
+TARGETS = {
+    "16 heads": MlaCase((1000,), 1000),
+    "128 heads": MlaCase((2500,), 2500, heads=128),
+    "64 heads, long": MlaCase((6000,), 6000, heads=64),
+    "5 heads, tree, sinks": MlaCase((3000,), 3000, heads=5, q_len=4, mask="tree", sinks=True),
+    "256 columns": MlaCase((700,), 700, heads=40, latent=256, q_len=3, mask="any", page_size=32),
+    "e4m3": MlaCase((2049,), 2049, heads=32, kv_dtype="e4m3", page_size=128),
+    "e4m3, 16 tokens": MlaCase((640,), 640, heads=16, q_len=16, kv_dtype="e4m3", q_dtype="e4m3", latent=256),
+    "one key": MlaCase((1,), 1),
+    "fewer keys than queries": MlaCase((3,), 3, q_len=5, mask="any", sinks=True),
+    "no key": MlaCase((0,), 64, q_len=2),
+}
+NEIGHBOUR_LENGTHS = (0, 1, 65, 300, 2500)
+LOAD = {
+    "default": MlaCase((4000, 3, 999, 64), 4096, heads=128, q_len=2, mask="tree", sinks=True),
+    "invariant": MlaCase((4000, 0, 1500), 4096, heads=64, batch_invariant=True, pdl=True),
+    "16 heads": MlaCase((3000, 65, 2000, 700), 4096, pdl=True),
+    "ragged": MlaCase((900, 2500, 70), 4096, heads=32, latent=256, q_lens=(3, 0, 16), mask="any"),
+}
+UNIFORM = MlaCase((300, 17, 0, 128), 512, q_len=3, mask="tree", sinks=True)
+RAGGED = MlaCase((300, 17, 0, 128), 512, q_lens=(3, 0, 1, 16), max_q_len=16, mask="any", sinks=True, spare_tokens=10)
+
+
+class Target:
+    """A request, its bits when it runs alone, and neighbours of other lengths."""
+
+    def __init__(self, runtime: Runtime, name: str) -> None:
+        self.runtime = runtime
+        self.rng = np.random.default_rng((SEED, list(TARGETS).index(name)))
+        self.case = replace(TARGETS[name], batch_invariant=True)
+        self.request = mla_request(self.case, self.rng, self.case.lengths[0], self.case.q_len)
+        self.sinks = mla_sinks(self.case, self.rng)
+        self.neighbours = [mla_request(self.case, self.rng, n, self.case.q_len) for n in NEIGHBOUR_LENGTHS]
+        self.alone = self.bits(self.case, [self.request])[0]
+
+    def bits(self, case: MlaCase, requests: Sequence[MlaRequest], **how: bool) -> list[Bits]:
+        """Output and LSE of each place where the target stands among ``requests``."""
+        lengths = tuple(len(request.kv) for request in requests)
+        case = replace(case, lengths=lengths, max_seq_len=max(case.max_seq_len, *lengths))
+        if case.q_lens is not None:
+            case = replace(case, q_lens=tuple(len(request.q) for request in requests))
+        host = assemble_mla(case, requests, self.rng, self.sinks)
+        with mla_on_device(self.runtime, case, self.rng, host) as device:
+            run_as(device, **how)
+            out, lse = device.result()
+            if len(requests) <= MOST_REFERENCED:
+                assert_close(case, (out, lse), device.expected)
+        begins = np.cumsum([0, *(len(request.q) for request in requests)])
+        places = [begins[i] for i, request in enumerate(requests) if request is self.request]
+        tokens = [slice(at, at + len(self.request.q)) for at in places]
+        return [(out[rows].tobytes(), lse[rows].tobytes()) for rows in tokens]
+
+    def mixed(self, batch: int, parity: int) -> list[MlaRequest]:
+        """The target at every second place of a batch, neighbours in between."""
+        drawn = self.rng.integers(0, len(self.neighbours), size=batch)
+        return [self.request if i % 2 == parity else self.neighbours[n] for i, n in enumerate(drawn)]
+
+    def assert_same(self, case: MlaCase, requests: Sequence[MlaRequest], **how: bool) -> None:
+        got = self.bits(case, requests, **how)
+        assert got, "the target is not in the batch"
+        assert all(bits == self.alone for bits in got), f"{sum(b != self.alone for b in got)} of {len(got)} differ"
+
+
+@pytest.fixture(params=list(TARGETS))
+def target(runtime: Runtime, request: pytest.FixtureRequest) -> Target:
+    print(f"seed {SEED}")
+    wanted = TARGETS[request.param].kv_dtype
+    if wanted not in {kernel.traits["dtype"] for kernel in mla_kernels(runtime)}:
+        pytest.skip(f"the release has no MLA kernel for {wanted} caches")
+    return Target(runtime, request.param)
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    print(f"seed {SEED}")
+    return np.random.default_rng(SEED)
+
+
+@pytest.mark.parametrize("batch", [2, 3, 7, 32, 128])
+def test_every_position_of_a_batch_gives_the_same_bits(target: Target, batch: int) -> None:
+    for parity in (0, 1):
+        target.assert_same(target.case, target.mixed(batch, parity))
+
+
+def test_bounds_tables_and_pages_do_not_matter(target: Target) -> None:
+    for bound, columns, spare in ((0, 0, 0), (70, 3, 17), (9000, 100, 40)):
+        wider = replace(
+            target.case, max_seq_len=target.case.max_seq_len + bound, spare_columns=columns, spare_pages=spare
+        )
+        target.assert_same(wider, [target.request])
+        target.assert_same(wider, target.mixed(7, 1))
+
+
+def test_ragged_queries_and_their_bound_do_not_matter(target: Target) -> None:
+    others = [mla_request(target.case, target.rng, 200, q_len) for q_len in (0, 1, 7, 16)]
+    for bound in (max(16, target.case.q_len), target.case.q_len):
+        fitting = [other for other in others if len(other.q) <= bound]
+        ragged = replace(target.case, q_lens=(), max_q_len=bound, spare_tokens=3)
+        target.assert_same(ragged, [target.request])
+        target.assert_same(ragged, [*fitting, target.request, *fitting, target.request])
+
+
+def test_streams_graphs_and_pdl_do_not_matter(target: Target) -> None:
+    batch = target.mixed(7, 0)
+    target.assert_same(target.case, batch, stream=True)
+    target.assert_same(target.case, batch, graph=True)
+    target.assert_same(replace(target.case, pdl=True), batch)
+    target.assert_same(replace(target.case, pdl=True), batch, graph=True)
+
+
+def test_without_it_the_batch_can_be_seen(runtime: Runtime) -> None:
+    """The comparison above can fail: the default splits a request by what else is in the batch."""
+    target = Target(runtime, "64 heads, long")
+    default = replace(target.case, batch_invariant=False)
+    crowded = target.bits(default, target.mixed(128, 0))
+    alone = target.bits(default, [target.request])[0]
+    assert any(bits != alone for bits in crowded)
+
+
+def test_200_repeats_under_load_on_streams_and_in_graphs_give_the_same_bits(
+    runtime: Runtime, rng: np.random.Generator
+) -> None:
+    with ExitStack() as stack:
+        devices = [stack.enter_context(mla_on_device(runtime, case, rng)) for case in LOAD.values()]
+        # Two eager streams and two graphs at once, then the other way round.
+        for graphs in ((False, False, True, True), (True, True, False, False)):
+            running = [Repeated(device, graph) for device, graph in zip(devices, graphs, strict=True)]
+            for index in range(REPEATS):
+                for one in running:
+                    one.step(index)
+            for one in running:
+                one.assert_one_answer()
+
+
+def test_a_chain_of_dependent_launches_with_pdl_is_right(runtime: Runtime, rng: np.random.Generator) -> None:
+    # Each launch overwrites what the one before it wrote, and uses its counters.
+    with mla_on_device(runtime, LOAD["16 heads"], rng) as case:
+        workspace = case.dirty_workspace()
+        for _ in range(50):
+            case.run(workspace=workspace)
+        case.assert_right()
+        case.assert_zeroed(workspace)
+
+
+STEPS = {
+    "other lengths": ((300, 17, 0, 128), (1, 300, 128, 0), (65, 64, 63, 17)),
+    "zero lengths": ((300, 17, 0, 128), (0, 0, 0, 0), (0, 512, 0, 1)),
+    "the longest": ((512, 512, 512, 512), (1, 1, 1, 1), (511, 2, 300, 64)),
+}
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("steps", list(STEPS))
+def test_replays_follow_lengths_tables_and_masks(
+    runtime: Runtime, rng: np.random.Generator, steps: str, batch_invariant: bool
+) -> None:
+    wanted = replace(UNIFORM, batch_invariant=batch_invariant)
+    replay(runtime, wanted, rng, [(lengths, wanted.query_lens) for lengths in STEPS[steps]])
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_replays_follow_query_lengths(runtime: Runtime, rng: np.random.Generator, batch_invariant: bool) -> None:
+    wanted = replace(RAGGED, batch_invariant=batch_invariant)
+    queries = ((3, 0, 1, 16), (0, 0, 0, 1), (16, 2, 0, 9), (7, 7, 7, 7), (0, 16, 0, 0))
+    lengths = ((300, 17, 0, 128), (1, 300, 128, 0), (65, 64, 63, 17), (512, 0, 3, 7), (0, 9, 0, 0))
+    replay(runtime, wanted, rng, list(zip(lengths, queries, strict=True)))
+
+
+def replay(
+    runtime: Runtime,
+    wanted: MlaCase,
+    rng: np.random.Generator,
+    steps: list[tuple[tuple[int, ...], tuple[int, ...]]],
+) -> None:
+    """Capture one launch, then give it other content step by step."""
+    driver = runtime.driver
+    with mla_on_device(runtime, wanted, rng, content(wanted, rng, *steps[0])) as device:
+        stream = driver.create_stream(blocking=True)
+        workspace = device.dirty_workspace()
+        device.plan.preload()
+        driver.begin_capture(stream)
+        device.run(stream, workspace)
+        graph = driver.instantiate(driver.end_capture(stream))
+        for lengths, q_lens in steps:
+            device.load(content(wanted, rng, lengths, q_lens))
+            device.poison()
+            driver.synchronize(0)
+            driver.launch_graph(graph, stream)
+            driver.synchronize(stream)
+            device.assert_right()
+            device.plan.check(workspace, stream)
+        driver.destroy_executable(graph)
+
+
+def content(wanted: MlaCase, rng: np.random.Generator, lengths: tuple[int, ...], q_lens: tuple[int, ...]) -> MlaHost:
+    """Requests of any lengths within the case's bounds, in a pool that holds the longest of each."""
+    requests = [mla_request(wanted, rng, *lens) for lens in zip(lengths, q_lens, strict=True)]
+    pages = wanted.batch * -(-wanted.max_seq_len // wanted.page_size)
+    return assemble_mla(wanted, requests, rng, mla_sinks(wanted, rng), pages)

@@ -1,0 +1,119 @@
+"""The MLA GPU tests' device side without a GPU, on the stand-in driver with launches computed on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sanitizer_cases
+import test_mla_gpu as plain
+import test_mla_invariant_gpu as invariant
+import test_mla_random_gpu as matrix
+from rehearsed_decode import RehearsalRuntime
+from rehearsed_mla import KERNELS, mla_rehearsal
+from standin_build import StandIn, build_standin
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    try:
+        return build_standin(tmp_path_factory.mktemp("standin"))
+    except FileNotFoundError as error:
+        pytest.skip(f"the stand-in driver needs a C compiler and cuda.h: {error}")
+
+
+@pytest.fixture
+def runtime(library: Path, tmp_path: Path) -> Iterator[RehearsalRuntime]:
+    StandIn(library).reset()
+    with mla_rehearsal(library, tmp_path) as made:
+        yield made
+        made.driver.set_current(None)
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(1)
+
+
+@pytest.mark.parametrize("chunk", range(3))
+def test_random_cases_run(runtime: RehearsalRuntime, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    monkeypatch.setattr("mla_random.MOST_PRODUCTS", 30_000_000)
+    for index in range(8 * chunk, 8 * chunk + 8):
+        matrix.run_case(runtime, index)
+
+
+def test_a_failing_case_is_named(runtime: RehearsalRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matrix, "CASES", 2)
+    monkeypatch.setattr("mla_random.MOST_PRODUCTS", 30_000_000)
+    monkeypatch.setattr("rehearsed_mla.attend", lambda q, k, v, scale, sinks: (q[:, : v.shape[2]] * 0 + 100, q[:, 0]))
+    with pytest.raises(AssertionError, match=rf"(?s)seed {matrix.SEED}: 2 of 2 fail.*case 2: .*MlaCase\(lengths"):
+        matrix.test_random_mla_cases_match_float64(runtime, 1)
+
+
+@pytest.mark.parametrize("mask", ["none", "tree", "any"])
+def test_means_come_out(runtime: RehearsalRuntime, rng: np.random.Generator, mask: str) -> None:
+    plain.test_rows_see_what_their_mask_says(runtime, rng, "bf16", 3, 5, mask)
+    plain.test_ragged_rows_see_what_their_mask_says(runtime, rng, "e4m3", mask, False)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda r, g: plain.test_edge_lengths_match_float64(r, g, 32, "e4m3"),
+        lambda r, g: plain.test_every_head_count_matches_float64(r, g, 5, 256, "bf16"),
+        lambda r, g: plain.test_every_query_length_matches_float64(r, g, 2),
+        lambda r, g: plain.test_every_dtype_matches_float64(r, g, "e4m3", "e4m3", "fp16", True),
+        plain.test_an_fp8_output_saturates,
+        lambda r, g: plain.test_queries_of_any_magnitude_beside_an_e4m3_cache(r, g, 3e4),
+        lambda r, g: plain.test_large_logits_stay_finite(r, g, -2.0),
+        plain.test_scales_on_the_device_are_read_at_each_launch,
+        plain.test_a_smaller_bound_and_other_scales_for_one_step,
+        lambda r, g: plain.test_lengths_are_clamped_and_reported(r, g, (513, 17, 0, 128), "over", "default"),
+        lambda r, g: plain.test_page_ids_outside_the_pool_are_never_followed(r, g, -7, "invariant"),
+        lambda r, g: plain.test_query_sums_are_clamped_and_reported(r, g, (0, 5, 5, 6, 8), "default"),
+    ],
+)
+def test_plain_cases_run(runtime: RehearsalRuntime, rng: np.random.Generator, run) -> None:
+    run(runtime, rng)
+
+
+@pytest.mark.parametrize("name", ["16 heads", "5 heads, tree, sinks", "fewer keys than queries", "no key"])
+def test_a_request_is_found_in_every_batch(runtime: RehearsalRuntime, name: str) -> None:
+    target = invariant.Target(runtime, name)
+    invariant.test_every_position_of_a_batch_gives_the_same_bits(target, 3)
+    invariant.test_bounds_tables_and_pages_do_not_matter(target)
+    invariant.test_ragged_queries_and_their_bound_do_not_matter(target)
+    invariant.test_streams_graphs_and_pdl_do_not_matter(target)
+
+
+def test_other_bits_in_a_batch_are_found(runtime: RehearsalRuntime) -> None:
+    target = invariant.Target(runtime, "16 heads")
+    target.alone = (target.alone[0][:-1] + b"\x00", target.alone[1])
+    with pytest.raises(AssertionError, match="1 of 1 differ"):
+        target.assert_same(target.case, [target.request])
+
+
+@pytest.mark.parametrize("steps", list(invariant.STEPS))
+def test_replays_are_fed(runtime: RehearsalRuntime, rng: np.random.Generator, steps: str) -> None:
+    invariant.test_replays_follow_lengths_tables_and_masks(runtime, rng, steps, False)
+    invariant.test_replays_follow_query_lengths(runtime, rng, True)
+
+
+def test_sanitizer_cases_run_every_kernel(runtime: RehearsalRuntime, rng: np.random.Generator) -> None:
+    count, used = sanitizer_cases.mla_all(runtime, rng)
+    assert used == {kernel.name for kernel in KERNELS}
+    assert 0 < count <= sanitizer_cases.MLA_CASES
+
+
+def test_sanitizer_cases_stay_few(runtime: RehearsalRuntime) -> None:
+    decodes = sanitizer_cases.cases_of(sanitizer_cases.decode_kernels_of(runtime))
+    latent = sanitizer_cases.mla_cases_of(list(KERNELS))
+    others = len(sanitizer_cases.CASES) + len(sanitizer_cases.LSES)
+    assert len(decodes) + len(latent) + others <= sanitizer_cases.MOST_CASES
+
+
+def test_without_it_the_batch_can_be_seen(runtime: RehearsalRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rehearsed_decode.show_arithmetic", True)
+    invariant.test_without_it_the_batch_can_be_seen(runtime)

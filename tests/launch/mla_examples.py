@@ -1,0 +1,32 @@
+"""A release's MLA decode kernels for the tests."""
+
+from __future__ import annotations
+
+from cubin_runtime.artifacts.own_kernels import MEASURED, OwnKernel
+
+
+def kernel(cluster: int, latent: int = 512) -> OwnKernel:
+    name = f"mla_latent{latent}_cluster{cluster}"
+    return OwnKernel(
+        name=f"{name}_sm90a",
+        symbol=name,
+        file=f"mla/{name}_sm90a.cubin",
+        sm="90a",
+        family="mla",
+        operation="paged_mla_decode",
+        traits={"dtype": "bf16", "latent": latent, "rope": 64, "rows": 64, "tile_tokens": 64, "cluster": cluster},
+        struct="PagedMlaDecodeParams",
+        struct_bytes=384,
+        struct_fingerprint="0" * 64,
+        threads=384,
+        dynamic_shared_bytes=223232,
+        static_shared_bytes=0,
+        registers=168,
+        spill_bytes=0,
+        flags=(),
+        sources_sha256="0" * 64,
+        status=MEASURED,
+    )
+
+
+KERNELS = tuple(kernel(cluster, latent) for cluster in (1, 2) for latent in (512, 256))
