@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from itertools import pairwise
-from math import prod
 from typing import Any
 
-from ..errors import UsageError
 from ..launch.driver import DeviceFacts
 from ..launch.hopper.decode import DecodeProblem
 from ..launch.hopper.select import select_decode
@@ -15,13 +11,14 @@ from ..launch.hopper.shape import DecodeShape
 from ..launch.streams import stream_handle
 from ..launch.workspace import SemaphoreWorkspace, Workspace
 from .backends import AUTO, resolve_backend
-from .decode_checks import MAX_Q_LEN, DecodeOptions, check_decode, integer
+from .decode_checks import DecodeOptions, check_decode, integer
+from .decode_defaults import check_workspace, longest_of, made_output, plan_bound, softmax_number_of
 from .decode_plan import PagedDecodePlan
 from .decode_tensors import DecodeTensors, decode_tensors, forms_of, split_scale, token_stride
 from .runtime import Runtime, default_runtime
 from .tracing import record, recording
 from .tracing.decode import traced_decode
-from .views import DTYPE_NAMES, view_of
+from .views import DTYPE_NAMES
 
 __all__ = ["PagedDecodePlan", "paged_decode", "plan_paged_decode"]
 
@@ -64,7 +61,7 @@ def plan_paged_decode(
     tensors = decode_tensors(given, kv_layout)
     options = DecodeOptions(
         max_seq_len=max_seq_len,
-        softmax_scale=_softmax_number(softmax_number, softmax_tensor, tensors.q),
+        softmax_scale=softmax_number_of(softmax_number, softmax_tensor, tensors.q),
         output_scale=1.0 if output_number is None else output_number,
         kv_layout=kv_layout,
         max_q_len=max_q_len,
@@ -167,11 +164,16 @@ def paged_decode(
     """
     rt = runtime or default_runtime()
     if out is None:
-        out = _made_output(rt, q)
+        out = made_output(rt, q)
     if stream is None:
         stream = rt.memory.current_stream(q)
-    if q_cu_seq_lens is not None and max_q_len is None:
-        max_q_len = longest_of(rt, q, q_cu_seq_lens)
+    if workspace is not None:
+        check_workspace(workspace)
+    if max_q_len is not None:
+        max_q_len = integer("max_q_len", max_q_len)
+    elif q_cu_seq_lens is not None:
+        max_q_len = longest_of(rt, q, q_cu_seq_lens, stream)
+    window_left = integer("window_left", window_left)
     softmax_number, softmax_tensor = split_scale(softmax_scale, "softmax_scale")
     output_number, output_tensor = split_scale(output_scale, "output_scale")
     optional = (lse, q_cu_seq_lens, mask, sinks, softmax_tensor, output_tensor)
@@ -181,7 +183,7 @@ def paged_decode(
     if form is None:
         tensors = decode_tensors(given, kv_layout)
         form = tensors.signature
-    scale = _softmax_number(softmax_number, softmax_tensor, tensors.q if tensors else q)
+    scale = softmax_number_of(softmax_number, softmax_tensor, tensors.q if tensors else q)
     factor = 1.0 if output_number is None else output_number
     bound = plan_bound(max_seq_len)
     options = (kv_layout, max_q_len, window_left, batch_invariant, backend, enable_pdl)
@@ -247,7 +249,7 @@ def _plan(
         max_seq_len=bound,
         # A wider window than the bound hides nothing more, and a position less a window fits an int32.
         window_left=min(options.window_left, bound),
-        batch_invariant=options.batch_invariant,
+        batch_invariant=bool(options.batch_invariant),
     )
     selections = select_decode(runtime.own_release().kernels, shape, device)
     q, out, lse = tensors.q, tensors.out, tensors.lse
@@ -271,48 +273,6 @@ def _plan(
         out_strides=(token_stride("out", out, 2), out.strides[-2]),
         lse_strides=(token_stride("lse", lse, 1), lse.strides[-1]) if lse else (0, 0),
         table_stride=tensors.page_table.strides[0],
-        programmatic_serialization=options.enable_pdl,
+        programmatic_serialization=bool(options.enable_pdl),
     )
     return PagedDecodePlan(runtime, tensors, options.kv_layout, selections, problem)
-
-
-def _softmax_number(number: float | None, tensor: Any, q: Any) -> float:
-    """The number in the kernel's struct; 1 where the device has the scale."""
-    if number is not None:
-        return number
-    if tensor is not None:
-        return 1.0
-    shape = getattr(q, "shape", ())
-    return 1 / math.sqrt(shape[-1]) if shape and shape[-1] else 1.0  # the rules refuse what has no head_dim
-
-
-def _made_output(runtime: Runtime, q: Any) -> Any:
-    like = view_of(q, "q")
-    try:
-        return runtime.memory.empty(q, like.shape, "bfloat16" if like.dtype == "float8_e4m3fn" else None)
-    except UsageError as error:
-        raise UsageError(f"out: None, expected a tensor ({error})") from error
-
-
-def plan_bound(max_seq_len: int) -> int:
-    """The bound that a kept plan has for a call with this one: lengths grow, powers of two keep a plan for long."""
-    return 1 << max(6, (integer("max_seq_len", max_seq_len) - 1).bit_length())
-
-
-def longest_of(runtime: Runtime, q: Any, q_cu_seq_lens: Any) -> int:
-    """The most query tokens of a request, read back from the device.
-
-    Raises:
-        UsageError: q_cu_seq_lens is not what it should be, or a request has too many.
-    """
-    bounds = runtime.memory.to_host(q_cu_seq_lens)
-    tokens = prod(view_of(q, "q").shape[:-2])
-    if not bounds or bounds[0] != 0 or bounds[-1] != tokens:
-        came = f"from {bounds[0]} to {bounds[-1]}" if bounds else "empty"
-        raise UsageError(f"q_cu_seq_lens: {came}, expected from 0 to q's {tokens} tokens")
-    for before, after in pairwise(bounds):
-        if after < before:
-            raise UsageError(f"q_cu_seq_lens: {before} is followed by {after}, expected none to decrease")
-        if after - before > MAX_Q_LEN:
-            raise UsageError(f"q_cu_seq_lens: a request of {after - before} query tokens, expected at most {MAX_Q_LEN}")
-    return max((after - before for before, after in pairwise(bounds)), default=0) or 1

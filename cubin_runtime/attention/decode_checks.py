@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Any
 
 from ..errors import UsageError
 from .backends import AUTO
-from .decode_tensors import REQUIRED, DecodeTensors, token_stride
+from .decode_tensors import REQUIRED, DecodeTensors, float32_number, token_stride
 from .views import ITEM_BYTES, TensorView
 
 MAX_GROUP = 32
@@ -88,6 +87,17 @@ def check_addresses(addresses: Sequence[int], tensors: DecodeTensors) -> None:
     ):
         if there is not None and (address % alignment or not address):
             raise UsageError(f"{name}: address {address:#x}, expected a multiple of {alignment} that is not 0")
+
+
+def check_query_bounds(view: TensorView) -> None:
+    """Hold ``q_cu_seq_lens`` against its form as far as that needs no other tensor: before it is read back.
+
+    Raises:
+        UsageError: naming it.
+    """
+    check_dtype("q_cu_seq_lens", view, _LENGTHS)
+    if len(view.shape) != 1:
+        raise UsageError(f"q_cu_seq_lens: shape {view.shape}, expected (batch + 1,)")
 
 
 def check_queries(tensors: DecodeTensors, options: DecodeOptions) -> None:
@@ -197,6 +207,10 @@ def check_memory(tensors: DecodeTensors) -> None:
             steps = zip(view.shape[:-1], view.strides[:-1], strict=True)
             if any(size > 1 and stride % unit for size, stride in steps):
                 raise UsageError(f"{name}: strides {view.strides}, expected multiples of {unit} elements")
+    for name in ("out", "lse"):
+        view = getattr(tensors, name)
+        if view is not None and any(n > 1 and not step for n, step in zip(view.shape, view.strides, strict=True)):
+            raise UsageError(f"{name}: strides {view.strides}, expected no two elements at one address")
     for name in ("q_cu_seq_lens", "mask", "sinks"):
         view = getattr(tensors, name)
         if view is not None and not view.is_contiguous:
@@ -223,8 +237,7 @@ def check_options(tensors: DecodeTensors, options: DecodeOptions) -> None:
     if not -1 <= integer("window_left", options.window_left) < 1 << 31:
         raise UsageError(f"window_left={options.window_left}: expected -1 (none) or more, below 2^31")
     for name, scale in (("softmax_scale", options.softmax_scale), ("output_scale", options.output_scale)):
-        if not math.isfinite(scale):
-            raise UsageError(f"{name}={scale}: expected a finite number")
+        float32_number(name, scale)
 
 
 def check_dtype(name: str, view: TensorView | None, expected: Sequence[str], why: str = "") -> None:

@@ -22,7 +22,8 @@ from ..launch.launcher import LaunchPlan, PreparedLaunch
 from ..launch.streams import stream_handle
 from ..launch.structs import FieldRow, StructLayout
 from ..launch.workspace import Region, SemaphoreWorkspace, Workspace, WorkspacePool, workspace_size
-from .decode_checks import check_addresses
+from .decode_checks import check_addresses, integer
+from .decode_defaults import check_workspace
 from .decode_tensors import DecodeTensors, addresses_of, difference, forms_of
 from .runtime import Runtime
 
@@ -141,6 +142,9 @@ class LaunchedPlan(ABC, Generic[SelectionT, ProblemT]):
                 raise UsageError(difference(tensors, self._tensors))
             addresses = tensors.addresses
             self._forms = forms_of(given)
+        check_workspace(workspace)
+        if max_seq_len is not None:
+            max_seq_len = integer("max_seq_len", max_seq_len)
         self.step(addresses, workspace, stream_handle(stream), max_seq_len, softmax_number, output_number)
 
     def step(

@@ -22,9 +22,6 @@ BACKENDS = ("auto", "hopper", "trtllm-gen")
 # The KV type and the query types that go with it; the first is the default.
 QUERY_DTYPES: Mapping[str, tuple[str, ...]] = {"bf16": ("bf16",), "fp16": ("fp16",), "e4m3": ("bf16", "fp16", "e4m3")}
 OUT_DTYPES = ("bf16", "fp16", "e4m3")
-MAX_Q_LEN = 16
-MAX_GROUP = 32
-PAGES = (16, 32, 64, 128, 256)
 DEFAULT_SM = 90
 THEIR_SMS = (100, 103)
 # Options of the verb, by the names of its parameters: of this backend alone, and of the other alone.
@@ -64,6 +61,7 @@ class Asked:
         Raises:
             UsageError: a flag is outside what our decode takes.
         """
+        from ..attention.decode_checks import MAX_GROUP, PAGE_SIZES
         from ..launch.hopper.shape import DecodeShape
 
         if self.operation != "decode":
@@ -75,8 +73,8 @@ class Asked:
             raise UsageError(f"--heads-q {self.heads_q}: expected a multiple of --heads-kv {self.heads_kv}")
         if self.heads_q > MAX_GROUP * self.heads_kv:
             raise UsageError(f"--heads-q {self.heads_q}: expected at most {MAX_GROUP} for each of --heads-kv")
-        if self.page not in PAGES:
-            raise UsageError(f"--page {self.page}: expected one of {', '.join(map(str, PAGES))}")
+        if self.page not in PAGE_SIZES:
+            raise UsageError(f"--page {self.page}: expected one of {', '.join(map(str, PAGE_SIZES))}")
         if self.window < 0:
             raise UsageError(f"--window {self.window}: expected at least 0")
         if self.tokens is not None and not 0 <= self.tokens <= self.batch * self.q_len:
@@ -97,6 +95,8 @@ class Asked:
         )
 
     def _counts(self) -> tuple[tuple[str, int, int], ...]:
+        from ..attention.decode_checks import MAX_Q_LEN
+
         most = (1 << 31) - 1
         return (
             ("--batch", self.batch, most),

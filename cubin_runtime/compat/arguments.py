@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from ..attention.decode_checks import integer
 from ..attention.decode_tensors import LAYOUTS
 from ..attention.runtime import Runtime, default_runtime
 from ..attention.trtllm_gen.checks import check_device, check_running_sum, check_vector
@@ -115,7 +116,7 @@ def longest_query(
     view = view_of(cum_seq_lens_q, "cum_seq_lens_q")
     check_vector("cum_seq_lens_q", view, batch + 1, "int32", view.device)
     if max_q_len is not None:
-        return int(max_q_len), view
+        return integer("max_q_len", max_q_len), view
     stream = runtime.memory.current_stream(cum_seq_lens_q)
     runtime.driver.ensure_context(view.device)
     if runtime.driver.is_capturing(stream):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..attention.backends import XQA, find_backend
+from ..attention.decode_checks import integer
 from ..attention.trtllm_gen import DecodeCall
 from ..attention.views import view_of
 from .arguments import batch_of, process_runtime, query_of, refuse, split_cache
@@ -160,7 +161,7 @@ def trtllm_batch_decode_with_kv_cache(
         backend=found,
         seq_lens=lengths,
         max_q=max_q,
-        max_kv=int(max_seq_len),
+        max_kv=integer("max_seq_len", max_seq_len),
         cum_seq_lens_q=cum_q,
         window_left=window_left,
         batch_invariant=batch_invariant,

@@ -124,7 +124,7 @@ def launch_latent(
             runtime=runtime,
             **options,
         )
-    except UsageError as error:
+    except (UsageError, WorkspaceError) as error:
         raise_renamed(error, names)
 
 

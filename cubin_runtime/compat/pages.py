@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from math import prod
 from typing import Any, NoReturn
@@ -21,6 +22,7 @@ from .scales import factor_of, times
 
 SEMAPHORE_BYTES = 8 << 20
 _DEPENDENT_LAUNCH_FROM = (9, 0)  # compute capability
+_NAMED = re.compile(r"(\w*)(.*)", re.DOTALL)
 _BATCH_NAMES = {
     "q": "query",
     "k_cache": "kv_cache (K)",
@@ -50,9 +52,12 @@ def decode_batch(
     kv_layout: str,
     lse: Any = None,
     return_lse: bool = False,
+    names: Mapping[str, str] | None = None,
     **options: Any,
 ) -> Any:
-    """Decode ``query`` ``[tokens, q_heads, head_dim]``; ``options`` are those of ``launch``. (output, lse) or output.
+    """Decode ``query`` ``[tokens, q_heads, head_dim]``; (output, lse) or output.
+
+    ``options`` and ``names`` are those of ``launch``; the latter are the operator's own beside what all of them share.
 
     Raises:
         as ``cubin_runtime.attention.paged_decode``.
@@ -96,7 +101,7 @@ def decode_batch(
             softmax_scale=factor_of("bmm1_scale", bmm1_scale, q.device),
             output_scale=output_scale,
             kv_layout=kv_layout,
-            names=_BATCH_NAMES,
+            names={**_BATCH_NAMES, **(names or {})},
             max_seq_len=min(integer("max_seq_len", max_seq_len), capacity),
             **options,
         )
@@ -156,16 +161,17 @@ def launch(
             runtime=runtime,
             **options,
         )
-    except UsageError as error:
+    except (UsageError, WorkspaceError) as error:
         raise_renamed(error, names)
 
 
-def raise_renamed(error: UsageError, names: Mapping[str, str]) -> NoReturn:
+def raise_renamed(error: UsageError | WorkspaceError, names: Mapping[str, str]) -> NoReturn:
     """Raise the error again, the name that it begins with as ``names`` has it."""
-    name, mark, rest = str(error).partition(":")
+    name, rest = _NAMED.fullmatch(str(error)).groups()  # type: ignore[union-attr]  # it matches any text
     if name not in names:
         raise error
-    raise UsageError(f"{names[name]}{mark}{rest}") from error
+    kind = UsageError if isinstance(error, UsageError) else WorkspaceError
+    raise kind(f"{names[name]}{rest}") from error
 
 
 def _by_request(view: TensorView, q_len: int | None) -> TensorView:
@@ -177,15 +183,23 @@ def split_workspace(workspace_buffer: Any, device: int) -> SemaphoreWorkspace:
 
     Raises:
         WorkspaceError: nothing is left for scratch.
-        UsageError: the buffer has gaps, or is on another device.
+        UsageError: the buffer has gaps, is misaligned, or is on another device.
     """
-    address, nbytes = memory_of(workspace_buffer, "workspace_buffer", device)
+    address, nbytes = scratch_of(workspace_buffer, device)
     if nbytes <= SEMAPHORE_BYTES:
         raise WorkspaceError(
             f"workspace_buffer: {nbytes} bytes, expected more than {SEMAPHORE_BYTES}: those are for semaphores"
         )
     scratch = (address + SEMAPHORE_BYTES, nbytes - SEMAPHORE_BYTES)
     return SemaphoreWorkspace(semaphores=(address, SEMAPHORE_BYTES), scratch=scratch)
+
+
+def scratch_of(workspace_buffer: Any, device: int) -> tuple[int, int]:
+    """As ``memory_of``; raises ``UsageError`` for an address that kernels cannot use too."""
+    address, nbytes = memory_of(workspace_buffer, "workspace_buffer", device)
+    if address % 16:
+        raise UsageError(f"workspace_buffer: address {address:#x}, expected a multiple of 16")
+    return address, nbytes
 
 
 def memory_of(buffer: Any, name: str, device: int) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..attention.decode_checks import integer
 from ..attention.trtllm_gen import ContextCall, RaggedCall
 from ..attention.views import view_of
 from ..errors import UsageError
@@ -83,8 +84,8 @@ def trtllm_batch_context_with_kv_cache(
         counters=multi_ctas_kv_counter_buffer,
         query_view=q,
         seq_lens=lengths,
-        max_q=int(max_q_len),
-        max_kv=int(max_kv_len),
+        max_q=integer("max_q_len", max_q_len),
+        max_kv=integer("max_kv_len", max_kv_len),
         cum_seq_lens_q=view_of(cum_seq_lens_q, "cum_seq_lens_q"),
         window_left=window_left,
         batch_invariant=batch_invariant,
@@ -178,8 +179,8 @@ def trtllm_ragged_attention_deepseek(
         backend=backend,
         query_view=q,
         seq_lens=lengths,
-        max_q=int(max_q_len),
-        max_kv=int(max_kv_len),
+        max_q=integer("max_q_len", max_q_len),
+        max_kv=integer("max_kv_len", max_kv_len),
         cum_seq_lens_q=view_of(cum_seq_lens_q, "cum_seq_lens_q"),
         window_left=window_left,
         batch_invariant=batch_invariant,

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
-from ..attention.decode_tensors import ScaleProduct
+from ..attention.decode_tensors import ScaleProduct, float32_number
 from ..attention.runtime import Runtime
 from ..attention.trtllm_gen.checks import scale_of
 from ..attention.views import view_of
@@ -54,9 +53,7 @@ def factor_of(name: str, given: Any, device: int) -> ScaleProduct:
         UsageError: another form, or a tensor elsewhere; the message begins with ``name``.
     """
     if isinstance(given, Real):
-        if not math.isfinite(given):
-            raise UsageError(f"{name}={given}: expected a finite number")
-        return ScaleProduct(float(given))
+        return ScaleProduct(float32_number(name, given))
     scale_of(name, view_of(given, name), device)
     return ScaleProduct(1.0, given)
 

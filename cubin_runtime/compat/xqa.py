@@ -14,9 +14,18 @@ from ..errors import UsageError
 from ..launch.workspace import SemaphoreWorkspace
 from .arguments import process_runtime, refuse, without
 from .outputs import E4M3
-from .pages import decode_batch, launch, lengths_of, memory_of
+from .pages import decode_batch, launch, lengths_of, memory_of, scratch_of
 from .scales import factor_of, times
 from .semaphores import enough_semaphores
+
+# What ``xqa`` calls the arguments of ``paged_decode``, where it calls them otherwise.
+NAMES = {
+    "out": "output",
+    "max_q_len": "q_seq_len",
+    "softmax_scale": "q_scale * kv_scale",
+    "output_scale": "kv_scale * rcp_out_scale",
+    "scratch": "workspace_buffer",
+}
 
 
 def xqa(
@@ -56,7 +65,7 @@ def xqa(
         page_table: int32 ``[batch, columns]``; its columns are the bound on the lengths.
         seq_lens: uint32 or int32 ``[batch, 1]`` or ``[batch]``, keys of each request, its drafts among them.
         output: like ``q``; bf16, fp16 or e4m3.
-        workspace_buffer: scratch, any dtype and contents.
+        workspace_buffer: scratch, any dtype and contents; like ``semaphores`` contiguous and 16-byte aligned.
         semaphores: zero on first use, left so; any dtype. A stream's work must be done with it before another's.
             Where it is smaller than our kernels need, memory of our own goes with it from then on.
         num_kv_heads, page_size: as ``k_cache`` has them.
@@ -81,17 +90,17 @@ def xqa(
     keys = view_of(k_cache, "k_cache")
     _check_cache(keys, kv_layout, num_kv_heads, page_size)
     q_seq_len = integer("q_seq_len", q_seq_len)
-    if integer("sliding_win_size", sliding_win_size) < 0:
-        raise UsageError(f"sliding_win_size={sliding_win_size}: expected 0 (none) or more")
+    if not 0 <= integer("sliding_win_size", sliding_win_size) <= 1 << 31:
+        raise UsageError(f"sliding_win_size={sliding_win_size}: expected 0 (none) or more, at most 2^31")
     out, table = view_of(output, "output"), view_of(page_table, "page_table")
     if out.shape != query.shape:
         raise UsageError(f"output: shape {out.shape}, expected {query.shape}")
     if len(table.shape) != 2:
         raise UsageError(f"page_table: shape {table.shape}, expected [batch, columns]")
     lengths, ragged = lengths_of(seq_lens), q_cu_seq_lens is not None
-    scales = scales_of_heads(q_scale, kv_scale, rcp_out_scale, query, out, rt)
     requests, answers = _requests(query, "q", q_seq_len, ragged), _requests(out, "output", q_seq_len, ragged)
     find_backend("xqa", XQA, rt.driver.device(query.device))
+    scales = scales_of_heads(q_scale, kv_scale, rcp_out_scale, query, out, rt)
     launch(
         q,
         requests,
@@ -105,7 +114,7 @@ def xqa(
                 device=query.device,
                 runtime=rt,
             ),
-            scratch=memory_of(workspace_buffer, "workspace_buffer", query.device),
+            scratch=scratch_of(workspace_buffer, query.device),
         ),
         table,
         lengths,
@@ -117,7 +126,7 @@ def xqa(
         softmax_scale=scales[0],
         output_scale=scales[1],
         kv_layout=kv_layout,
-        names={"out": "output"},
+        names=NAMES,
         sinks=sinks,
         enable_pdl=enable_pdl,
         mask=mask,
@@ -187,6 +196,7 @@ def xqa_batch_decode_with_kv_cache(
         o_scale=o_scale,
         out=out,
         kv_layout=kv_layout,
+        names={"max_q_len": "q_len_per_req"},
         sinks=sinks,
         enable_pdl=enable_pdl,
         mask=mask,
@@ -209,7 +219,7 @@ def _check_cache(cache: TensorView, kv_layout: str, num_kv_heads: int, page_size
         raise UsageError(f"k_cache: shape {cache.shape}, expected 4 dimensions in layout {kv_layout}")
     tokens, heads = cache.shape[1:3] if kv_layout == "NHD" else cache.shape[2:0:-1]
     for name, given, has in (("num_kv_heads", num_kv_heads, heads), ("page_size", page_size, tokens)):
-        if given != has:
+        if integer(name, given) != has:
             raise UsageError(f"{name}={given}: k_cache has {has} in layout {kv_layout}")
 
 

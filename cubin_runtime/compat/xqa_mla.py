@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from ..attention.backends import XQA, find_backend
-from ..attention.decode_checks import check_dtype
+from ..attention.decode_checks import check_dtype, integer
 from ..attention.mla.tensors import latent_view
 from ..attention.views import TensorView, view_of
 from ..errors import UsageError
 from ..launch.workspace import SemaphoreWorkspace
 from .arguments import process_runtime, without
 from .latent import launch_latent, like
-from .pages import lengths_of, memory_of
+from .pages import lengths_of, memory_of, scratch_of
 from .semaphores import enough_semaphores
-from .xqa import check_multiprocessors, scales_of_heads
+from .xqa import NAMES, check_multiprocessors, scales_of_heads
 
 
 def xqa_mla(
@@ -45,7 +45,7 @@ def xqa_mla(
         page_table: int32 ``[batch, columns]``; its columns are the bound on the lengths.
         seq_lens: uint32 or int32 ``[batch, 1]`` or ``[batch]``.
         output: ``[batch, 1, heads, latent]`` or without the 1; bf16, fp16 or e4m3.
-        workspace_buffer: scratch, any dtype and contents.
+        workspace_buffer: scratch, any dtype and contents; like ``semaphores`` contiguous and 16-byte aligned.
         semaphores: zero on first use, left so; as in ``xqa``.
         page_size: as ``k_cache`` has it: 32, 64 or 128.
         q_scale, kv_scale: numbers, or one float32 on the device. Scores are multiplied by
@@ -66,8 +66,8 @@ def xqa_mla(
         raise UsageError(f"page_table: shape {table.shape}, expected [batch, columns]")
     lengths = lengths_of(seq_lens)
     check_dtype("output", out, ("bfloat16", "float16", "float8_e4m3fn"))
-    scales = scales_of_heads(q_scale, kv_scale, 1.0, query, out, rt)
     find_backend("xqa_mla", XQA, rt.driver.device(query.device))
+    scales = scales_of_heads(q_scale, kv_scale, 1.0, query, out, rt)
     launch_latent(
         q,
         query,
@@ -80,7 +80,7 @@ def xqa_mla(
                 device=query.device,
                 runtime=rt,
             ),
-            scratch=memory_of(workspace_buffer, "workspace_buffer", query.device),
+            scratch=scratch_of(workspace_buffer, query.device),
         ),
         table,
         lengths,
@@ -89,7 +89,7 @@ def xqa_mla(
         max_seq_len=table.shape[1] * page_size,
         softmax_scale=scales[0],
         output_scale=scales[1],
-        names={"out": "output", "kv_cache": "k_cache"},
+        names={**NAMES, "kv_cache": "k_cache", "output_scale": "kv_scale"},
         enable_pdl=enable_pdl,
         batch_invariant=batch_invariant,
     )
@@ -99,7 +99,7 @@ def _one_cache(keys: TensorView, values: TensorView, page_size: int) -> TensorVi
     """The latent cache that both arguments are views of, as ``[pages, page_size, width]``."""
     keys, values = _without_head(keys, page_size), _without_head(values, page_size)
     rows = latent_view(keys, "k_cache")
-    if rows.shape[1] != page_size:
+    if rows.shape[1] != integer("page_size", page_size):
         raise UsageError(f"page_size={page_size}: k_cache has {rows.shape[1]}")
     columns = {rows.shape[3], rows.shape[3] - 64}
     same = (values.pointer, values.dtype, values.device) == (keys.pointer, keys.dtype, keys.device)

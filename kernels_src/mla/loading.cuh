@@ -71,7 +71,7 @@ DEVICE void produce(const Params& p, const Share& share, Shared& shared) {
 #pragma unroll
             for (int half = 0; half < (KV_E4M3 ? 1 : 2); ++half) {
                 if (CLUSTER == 1)
-                    wait_barrier(shared.empty[b][half], (phase >> b & 1) ^ 1, 10 + 2 * b + half);
+                    wait_barrier(shared.empty[b][half], (phase >> b & 1) ^ 1);
                 else
                     wait_cluster_barrier(shared.empty[b][half], (phase >> b & 1) ^ 1);
                 if (lane != 0) continue;
@@ -155,8 +155,8 @@ DEVICE uint32_t fp16_of_bf16(uint32_t two, float factor) {
 DEVICE void convert_tile(Shared& shared, int b, uint32_t parity) {
     constexpr int ROUNDS = (BOX_BYTES / 32 + LOADERS - 1) / LOADERS;
     const int thread = threadIdx.x - CONSUMERS - 32;
-    wait_barrier(shared.raw[b], parity, 40);
-    wait_barrier(shared.empty[b][1], parity ^ 1, 41);
+    wait_barrier(shared.raw[b], parity);
+    wait_barrier(shared.empty[b][1], parity ^ 1);
 #pragma unroll 1
     for (int box = BOXES - 1; box >= 0; --box) {
         const uint32_t raw = raw_box(shared, b, box), target = shared_address(shared.kv[b][box]);
@@ -242,7 +242,7 @@ DEVICE void load_queries(const Params& p, const Share& share, Shared& shared) {
     Walker walker(p, share);
     Piece piece;
     while (walker.next(piece)) {
-        wait_barrier(shared.q_empty, (phase >> BUFFERS & 1) ^ 1, 20);
+        wait_barrier(shared.q_empty, (phase >> BUFFERS & 1) ^ 1);
         const bool e4m3 = KV_E4M3 && p.q_type == TYPE_E4M3;
         const int element = e4m3 ? 1 : 2;  // bytes
         const char* q = static_cast<const char*>(p.q) + piece.first_query * p.q_token_stride * element;

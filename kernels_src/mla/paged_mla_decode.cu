@@ -23,11 +23,8 @@
 // with its pieces, by all the CTAs that have parts of the pair and are at hand. No CTA needs another one to run, but for
 // those of its own cluster, which are there together.
 //
-// Build: -DLATENT=512|256 -DKV_E4M3=0|1 -DCLUSTER=1|2 -DPREFETCH_TILES=n -DSHARED_BYTES=n -DKERNEL_NAME=symbol [-DDEBUG_HANG]
+// Build: -DLATENT=512|256 -DKV_E4M3=0|1 -DCLUSTER=1|2 -DPREFETCH_TILES=n -DSHARED_BYTES=n -DKERNEL_NAME=symbol
 
-#ifdef DEBUG_HANG
-#include <cstdio>
-#endif
 #include "loading.cuh"
 #include "output.cuh"
 
@@ -67,7 +64,7 @@ DEVICE void multiply_keys(Shared& shared, int b, uint32_t parity, Scores& s) {
 #pragma unroll
     for (int i = FIRST; i < LAST; ++i) {
         const int box = KV_E4M3 ? BOXES - 1 - i : i;
-        wait_barrier(shared.full[b][box], parity, 30 + box);
+        wait_barrier(shared.full[b][box], parity);
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
@@ -344,7 +341,7 @@ DEVICE bool consume(const Params& p, const Share& share, Shared& shared) {
         Output out;
 #pragma unroll
         for (int i = 0; i < HALF_COLUMNS / 2; ++i) out[i] = 0.f;
-        wait_barrier(shared.q_full, q_full, 21);
+        wait_barrier(shared.q_full, q_full);
         q_full ^= 1;
         if (warpgroup == 0)
             lead_tiles(shared, piece, row, scale_log2, full, rows, out);

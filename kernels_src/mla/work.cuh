@@ -91,23 +91,7 @@ DEVICE void wait_cluster_barrier(uint64_t& barrier, uint32_t parity) {
         "ready: }" ::"r"(shared_address(&barrier)), "r"(parity) : "memory");
 }
 
-DEVICE void wait_barrier(uint64_t& barrier, uint32_t parity, int place) {
-#ifdef DEBUG_HANG
-    for (int i = 0; i < 1 << 22; ++i) {
-        uint32_t done;
-        asm volatile(
-            "{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-            : "=r"(done)
-            : "r"(shared_address(&barrier)), "r"(parity)
-            : "memory");
-        if (done) return;
-    }
-    printf("hang: cta %d thread %d place %d parity %u\n", blockIdx.x, threadIdx.x, place, parity);
-    __trap();
-#else
-    mbarrier_wait(shared_address(&barrier), parity);
-#endif
-}
+DEVICE void wait_barrier(uint64_t& barrier, uint32_t parity) { mbarrier_wait(shared_address(&barrier), parity); }
 
 // ---------------------------------------------------------------- requests
 

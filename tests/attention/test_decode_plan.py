@@ -132,6 +132,25 @@ def test_a_step_outside_the_plan_is_refused(runtime: Runtime, options: dict[str,
         run(make_plan(runtime), **options)
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_seq_len": 3.5}, "max_seq_len=3.5: expected an integer"),
+        ({"max_seq_len": "all"}, "max_seq_len='all': expected an integer"),
+        ({"softmax_scale": 1e300}, r"softmax_scale=1e\+300: expected a finite number"),
+        ({"output_scale": -1e39}, r"output_scale=-1e\+39: expected a finite number"),
+        ({"workspace": GOOD.q}, "workspace: got TensorView, expected a Workspace"),
+        ({"workspace": None}, "workspace: got NoneType, expected a Workspace"),
+    ],
+)
+def test_an_option_of_a_step_of_another_kind_is_named(
+    runtime: Runtime, standin: StandIn, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        run(make_plan(runtime), **options)
+    assert "cuLaunchKernelEx" not in standin.names()
+
+
 def test_a_workspace_that_is_too_small_names_the_bytes(runtime: Runtime) -> None:
     plan = make_plan(runtime)
     small = Workspace.allocate(runtime.driver, runtime.driver.ensure_context(0), 4096)

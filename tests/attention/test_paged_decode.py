@@ -80,7 +80,12 @@ def test_addresses_of_one_form_may_move(runtime: Runtime, standin: StandIn, chec
         ({"output_scale": math.inf}, "output_scale=inf"),
         ({"softmax_scale": "1"}, "softmax_scale: got str"),
         ({"out": replace(GOOD.out, pointer=0x1004)}, "out: address 0x1004"),
+        ({"softmax_scale": 1e300}, r"softmax_scale=1e\+300: expected a finite number"),
+        ({"output_scale": 10**400}, "output_scale=inf: expected a finite number"),
+        ({"workspace": 3}, "workspace: got int, expected a Workspace"),
         ({"window_left": -5}, "window_left=-5"),
+        ({"window_left": [1]}, r"window_left=\[1\]: expected an integer"),
+        ({"max_q_len": 2.0}, "max_q_len=2.0: expected an integer"),
         ({"max_q_len": 1}, "max_q_len=1: expected only with q_cu_seq_lens"),
         ({"backend": "fast"}, "backend='fast'"),
     ],
@@ -176,6 +181,37 @@ def test_what_is_read_back_is_checked(runtime: Runtime, bounds: tuple[int, ...],
     runtime.memory = memory = MadeUpMemory()
     with pytest.raises(UsageError, match=words):
         call(runtime, ragged(memory, *bounds))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "words"), [("int64", (5,), "dtype int64"), ("int32", (5, 1), r"shape \(5, 1\)")]
+)
+def test_what_is_read_back_has_the_form_of_bounds(
+    runtime: Runtime, dtype: str, shape: tuple[int, ...], words: str
+) -> None:
+    runtime.memory = memory = MadeUpMemory()
+    with pytest.raises(UsageError, match=f"q_cu_seq_lens: {words}"):
+        call(runtime, GOOD.ragged(10, q_cu_seq_lens=memory.tensor(dtype, *shape)))
+    assert memory.reads == []
+
+
+def test_a_bound_that_cannot_be_read_back_is_asked_for(runtime: Runtime) -> None:
+    with pytest.raises(UsageError, match="max_q_len: None, expected the bound"):
+        call(runtime, GOOD.ragged(10))
+
+
+def test_nothing_is_read_back_while_the_stream_captures(runtime: Runtime, standin: StandIn) -> None:
+    runtime.memory = memory = MadeUpMemory(stream=runtime.driver.create_stream())
+    runtime.driver.begin_capture(memory.stream)
+    with pytest.raises(UsageError, match="max_q_len: None while a stream captures"):
+        call(runtime, ragged(memory, 0, 3, 3, 9, 10))
+    assert memory.reads == []
+
+
+@pytest.mark.parametrize("given", [None, False])
+def test_no_dependent_launch_may_be_said_in_two_ways(runtime: Runtime, standin: StandIn, given: Any) -> None:
+    call(runtime, enable_pdl=given)
+    assert "cuLaunchKernelEx" in standin.names()
 
 
 def test_a_request_of_too_many_query_tokens_is_named(runtime: Runtime) -> None:

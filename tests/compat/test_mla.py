@@ -298,6 +298,12 @@ LOWEST: list[tuple[dict[str, Any], str]] = [
     ({"output": tensor("float32", 4, 1, HEADS, LATENT)}, "output: dtype float32"),
     ({"page_table": tensor("int32", 4)}, "page_table: shape"),
     ({"seq_lens": tensor("uint32", 3, 1)}, "seq_lens: shape"),
+    ({"page_size": "64"}, "page_size='64': expected an integer"),
+    (
+        {"workspace_buffer": tensor("uint8", 1 << 27, pointer=0x7F08)},
+        "workspace_buffer: address 0x7f08, expected a mul",
+    ),
+    ({"q_scale": 1e30, "kv_scale": 1e30}, r"^q_scale \* kv_scale=.*: expected a finite number"),
 ]
 
 
@@ -308,3 +314,8 @@ def test_what_the_lowest_operator_cannot_take_is_named(
     with pytest.raises(UsageError, match=words):
         flashinfer.xqa_mla(**lowest(memory, **made(memory, changes)))
     assert "cuModuleLoadData" not in standin.names()
+
+
+def test_too_little_scratch_of_the_lowest_operator_goes_by_its_name(memory: MadeUpMemory) -> None:
+    with pytest.raises(WorkspaceError, match=r"^workspace_buffer of 1024 bytes: \d+ bytes are needed"):
+        flashinfer.xqa_mla(**lowest(memory, workspace_buffer=memory.tensor("uint8", 1024)))

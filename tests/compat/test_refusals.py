@@ -55,6 +55,7 @@ DECODE: list[tuple[dict[str, Any], str]] = [
     ({"seq_lens": tensor("int32", 4, device=1)}, "seq_lens: on device 1"),
     ({"seq_lens": tensor("int32", 5)}, "query: 4 tokens for 5 requests"),
     ({"max_seq_len": 0}, "max_kv_len=0: expected 1"),
+    ({"max_seq_len": 1.5}, "max_seq_len=1.5: expected an integer"),
     ({"bmm1_scale": math.nan}, "bmm1_scale=nan: expected a finite number"),
     ({"bmm2_scale": math.inf}, "bmm2_scale=inf: expected a finite number"),
     ({"bmm1_scale": tensor("float16", 1)}, "bmm1_scale: float16 .*expected one float32"),

@@ -247,3 +247,9 @@ def test_it_runs_on_the_stream_of_the_caller(standin: StandIn, memory: MadeUpMem
     memory.stream = hopper.driver.create_stream()
     flashinfer.xqa(**xqa_arguments(memory))
     assert int(standin.calls("cuLaunchKernelEx")[-1].seen["stream"], 0) == memory.stream
+
+
+def test_a_workspace_that_is_too_small_goes_by_its_name(memory: MadeUpMemory) -> None:
+    given = xqa_arguments(memory, workspace_buffer=memory.tensor("uint8", 1024))
+    with pytest.raises(WorkspaceError, match=r"^workspace_buffer of 1024 bytes: \d+ bytes are needed"):
+        flashinfer.xqa(**given)

@@ -37,7 +37,7 @@ XQA: list[tuple[dict[str, Any], str]] = [
     ({"q_seq_len": "1"}, "q_seq_len='1': expected an integer"),
     ({"sliding_win_size": None}, "sliding_win_size=None: expected an integer"),
     ({"q_seq_len": 0}, "q_seq_len=0: expected 1 or more"),
-    ({**RAGGED, "q_seq_len": 17}, "max_q_len=17: expected 1 to 16"),
+    ({**RAGGED, "q_seq_len": 17}, "^q_seq_len=17: expected 1 to 16"),
     ({**RAGGED, "q": tensor("bfloat16", 7, 1, 64, 128)}, "output: shape"),
     ({**RAGGED, "q_cu_seq_lens": tensor("int64", 5)}, "q_cu_seq_lens: dtype int64"),
     ({**RAGGED, "q_cu_seq_lens": tensor("int32", 4)}, "q_cu_seq_lens: shape"),
@@ -48,6 +48,7 @@ XQA: list[tuple[dict[str, Any], str]] = [
     ({"k_cache": tensor("bfloat16", 100, 64, 128)}, "k_cache: shape .*4 dimensions"),
     ({"v_cache": tensor("bfloat16", 100, 64, 8, 64)}, "v_cache: shape"),
     ({"v_cache": tensor(FP8, 100, 64, 8, 128)}, "v_cache: dtype float8_e4m3fn"),
+    ({"page_size": "64"}, "page_size='64': expected an integer"),
     ({"num_kv_heads": 4}, "num_kv_heads=4: k_cache has 8 in layout NHD"),
     ({"page_size": 32}, "page_size=32: k_cache has 64 in layout NHD"),
     ({"kv_layout": "HND"}, "num_kv_heads=8: k_cache has 64 in layout HND"),
@@ -70,6 +71,14 @@ XQA: list[tuple[dict[str, Any], str]] = [
     ({"kv_scale": "1"}, "kv_scale: got str"),
     ({"rcp_out_scale": 2.0}, "rcp_out_scale=2.0: output is bfloat16, expected 1.0"),
     ({"sliding_win_size": -1}, "sliding_win_size=-1: expected 0"),
+    ({"sliding_win_size": (1 << 31) + 1}, "sliding_win_size=2147483649: expected 0 .* at most 2\\^31"),
+    ({"q_scale": 1e300}, r"^q_scale=1e\+300: expected a finite number"),
+    ({"q_scale": 1e30, "kv_scale": 1e30}, r"^q_scale \* kv_scale=.*: expected a finite number"),
+    ({"output": tensor("bfloat16", 4, 1, 64, 128, strides=(0, 0, 0, 1))}, "^output: strides .*one address"),
+    (
+        {"workspace_buffer": tensor("uint8", 1 << 27, pointer=0x7F08)},
+        "workspace_buffer: address 0x7f08, expected a mul",
+    ),
     ({"sm_count": 16}, "sm_count=16: the device has"),
     ({"k_sf_cache": tensor(FP8, 100, 64, 8, 8)}, "k_sf_cache=a TensorView: xqa has no kernel"),
     ({"v_sf_cache": tensor(FP8, 100, 64, 8, 8)}, "v_sf_cache=a TensorView: xqa has no kernel"),
@@ -100,6 +109,11 @@ BATCH: list[tuple[dict[str, Any], str]] = [
     ({"bmm2_scale": tensor("float32", 1, device=1)}, "bmm2_scale: on device 1"),
     ({"o_scale": math.nan}, "o_scale=nan: expected a finite number"),
     ({"window_left": -2}, "window_left=-2"),
+    ({"bmm2_scale": 10**400}, "bmm2_scale=inf: expected a finite number"),
+    (
+        {"workspace_buffer": tensor("uint8", 1 << 27, pointer=0x7F08)},
+        "workspace_buffer: address 0x7f08, expected a mul",
+    ),
     ({"out": tensor("bfloat16", 4, 64, 64)}, "out: shape"),
     ({"out": tensor("float32", 4, 64, 128)}, "out: dtype float32"),
     ({"out": flashinfer.FP4Tensor(None, None)}, "out_dtype or out is nvfp4: backend xqa writes"),
@@ -110,6 +124,10 @@ BATCH: list[tuple[dict[str, Any], str]] = [
 ]
 XQA_BATCH: list[tuple[dict[str, Any], str]] = [
     ({"q_len_per_req": None}, "q_len_per_req: None"),
+    (
+        {"query": tensor("bfloat16", 7, 64, 128), "q_cu_seq_lens": tensor("int32", 5), "q_len_per_req": 17},
+        "^q_len_per_req=17: expected 1 to 16",
+    ),
     ({"query": tensor("bfloat16", 7, 64, 128), "q_cu_seq_lens": tensor("int64", 5)}, "q_cu_seq_lens: dtype int64"),
 ]
 TRTLLM: list[tuple[dict[str, Any], str]] = [
@@ -123,6 +141,7 @@ TRTLLM: list[tuple[dict[str, Any], str]] = [
     ({"bf16q_fp8kv_transform_mode": "x"}, "bf16q_fp8kv_transform_mode='x'"),
     ({"q_len_per_req": None}, "q_len_per_req: None without cum_seq_lens_q"),
     ({"max_q_len": 2}, "max_q_len=2 without cum_seq_lens_q"),
+    ({"cum_seq_lens_q": tensor("int32", 5), "q_len_per_req": None, "max_q_len": 1.5}, "max_q_len=1.5: expected an int"),
     ({"cum_seq_lens_q": tensor("int32", 5), "max_q_len": 1}, "q_len_per_req=1 with cum_seq_lens_q"),
     ({"lse": tensor("float32", 4, 32)}, "lse: shape"),
     ({"lse": tensor("float32")}, "lse: shape"),

@@ -1,4 +1,4 @@
-"""Masks of draft tokens, and which keys each row sees: written from the words of the contract, key by key."""
+"""Masks of draft tokens, and which keys each row sees: written from what the decode promises, key by key."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ from ...launch.hopper.mla_select import MlaShape, select_mla_decode
 from ...launch.streams import stream_handle
 from ...launch.workspace import SemaphoreWorkspace, Workspace
 from ..backends import AUTO, resolve_backend
-from ..decode import longest_of, plan_bound
-from ..decode_checks import DecodeOptions
+from ..decode_checks import DecodeOptions, integer
+from ..decode_defaults import check_workspace, longest_of, plan_bound
 from ..decode_tensors import forms_of, split_scale, token_stride
 from ..runtime import Runtime, default_runtime
 from ..tracing import record, recording
@@ -146,8 +146,12 @@ def mla_decode(
         out = _made_output(rt, q)
     if stream is None:
         stream = rt.memory.current_stream(q)
-    if q_cu_seq_lens is not None and max_q_len is None:
-        max_q_len = longest_of(rt, q, q_cu_seq_lens)
+    if workspace is not None:
+        check_workspace(workspace)
+    if max_q_len is not None:
+        max_q_len = integer("max_q_len", max_q_len)
+    elif q_cu_seq_lens is not None:
+        max_q_len = longest_of(rt, q, q_cu_seq_lens, stream)
     scale, softmax_tensor = _required_scale(softmax_scale)
     output_number, output_tensor = split_scale(output_scale, "output_scale")
     optional = (lse, q_cu_seq_lens, mask, sinks, softmax_tensor, output_tensor)
@@ -215,7 +219,7 @@ def _plan(
         q_len=tensors.q_len or options.max_q_len or 1,
         ragged=tensors.ragged,
         max_seq_len=bound,
-        batch_invariant=options.batch_invariant,
+        batch_invariant=bool(options.batch_invariant),
     )
     selection = select_mla_decode(runtime.own_release().kernels, shape, device)
     problem = MlaProblem(
@@ -237,7 +241,7 @@ def _plan(
         out_strides=(token_stride("out", out, 2), out.strides[-2]),
         lse_strides=(token_stride("lse", lse, 1), lse.strides[-1]) if lse else (0, 0),
         table_stride=tensors.page_table.strides[0],
-        programmatic_serialization=options.enable_pdl,
+        programmatic_serialization=bool(options.enable_pdl),
     )
     return MlaDecodePlan(runtime, tensors, selection, problem)
 

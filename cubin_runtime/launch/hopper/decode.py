@@ -11,11 +11,11 @@ from ..plan import LaunchAttributes, LaunchPlan
 from ..structs import StructLayout
 from ..tensormap import TensorMapSpec
 from ..workspace import Region
+from .costs import ITEM_BYTES
 from .params import PAGED_DECODE_TMA
 from .select import DecodeSelection
 
 LOG2_E = math.log2(math.e)
-ITEM_BYTES = {"bf16": 2, "fp16": 2, "e4m3": 1}
 # Numbers of the kernel's fields q_type and out_type.
 TYPE_CODES = {"bf16": 0, "fp16": 1, "e4m3": 2}
 # What the driver's descriptors call the elements; e4m3 is moved as bytes.

@@ -1,4 +1,4 @@
-// The producer warp: page table -> boxes of K and V in the ring.
+// The producer warps: page table -> boxes of K and V in the ring.
 #pragma once
 #include "queries.cuh"
 
