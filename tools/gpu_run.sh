@@ -9,6 +9,7 @@
 # names a source). Python packages that the machine lacks are taken from wheels in .whl/, without a network.
 # Tests and sanitizers run side by side, and so does the compilation of the peers' kernels; benchmarks run alone, after.
 # Logs and results go to $OUT (build/gpu); gpu_run.json there says what ran, on what, for how long, how it ended.
+# CUBIN_RUNTIME_FIRST_RUN=1 also tests and sanitizes kernels that were built and not run yet.
 # PYTHON names the interpreter, STEP_SECONDS (300) ends a step that hangs, WORKERS (6) is pytest's, where xdist is there.
 set -uo pipefail
 cd "$(dirname "$0")/.."

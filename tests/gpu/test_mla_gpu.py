@@ -15,7 +15,7 @@ from mla_random import HEADS, LATENTS, OUT_DTYPES, PAGE_SIZES
 
 from cubin_runtime.attention import ClampedInputError, Runtime
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.first_run]
 
 SEED = int(os.environ.get("CUBIN_RUNTIME_SEED", np.random.SeedSequence().entropy % (1 << 32)))
 SMALL = MlaCase((300, 17, 0, 128), 512)

@@ -17,7 +17,7 @@ from test_decode_streams_gpu import REPEATS, Repeated
 
 from cubin_runtime.attention import Runtime
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.first_run]
 
 SEED = int(os.environ.get("CUBIN_RUNTIME_SEED", np.random.SeedSequence().entropy % (1 << 32)))
 # One request each: its keys, its query tokens, and the options of all.

@@ -19,7 +19,7 @@ from cubin_runtime.compat import flashinfer as ours
 torch = pytest.importorskip("torch", reason="torch is not installed")
 from torch_cases import device_tensor  # noqa: E402  (it needs torch)
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.first_run]
 
 SEED = int(os.environ.get("CUBIN_RUNTIME_SEED", np.random.SeedSequence().entropy % (1 << 32)))
 WORKSPACE_BYTES = 256 << 20
