@@ -16,7 +16,7 @@ from cubin_runtime import Config, CubinRuntimeError
 from cubin_runtime.attention.runtime import OWN_RELEASE, Runtime
 from cubin_runtime.launch.driver import Driver
 
-# Kernels that no device has run may hang it or take its context down with them: other tests do not share a run with them
+# Kernels that no device has run may hang it or take its context down: other tests do not share a run with them
 # unasked.
 FIRST_RUN = "CUBIN_RUNTIME_FIRST_RUN"
 BUILT = Path(__file__).resolve().parents[2] / "build" / "artifacts"
