@@ -11,7 +11,7 @@ from ..launch.hopper.shape import DecodeShape
 from ..launch.streams import stream_handle
 from ..launch.workspace import SemaphoreWorkspace, Workspace
 from .backends import AUTO, resolve_backend
-from .decode_checks import DecodeOptions, check_decode, integer
+from .decode_checks import DecodeOptions, check_decode, check_kinds, integer
 from .decode_defaults import check_workspace, longest_of, made_output, plan_bound, softmax_number_of
 from .decode_plan import PagedDecodePlan
 from .decode_tensors import DecodeTensors, decode_tensors, forms_of, split_scale, token_stride
@@ -167,6 +167,7 @@ def paged_decode(
         out = made_output(rt, q)
     if stream is None:
         stream = rt.memory.current_stream(q)
+    check_kinds(batch_invariant, enable_pdl, ("kv_layout", kv_layout), ("backend", backend))
     if workspace is not None:
         check_workspace(workspace)
     if max_q_len is not None:

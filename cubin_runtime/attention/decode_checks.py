@@ -49,6 +49,20 @@ class DecodeOptions:
     enable_pdl: bool = False
 
 
+def check_kinds(batch_invariant: object, enable_pdl: object, *words: tuple[str, object]) -> None:
+    """Hold switches and words against their kinds, before they become part of a plan's key; enable_pdl None is off.
+
+    Raises:
+        UsageError: a switch is neither True nor False, or one of ``words`` (name, value) is no text.
+    """
+    for name, switch in (("batch_invariant", batch_invariant), ("enable_pdl", enable_pdl or False)):
+        if switch is not True and switch is not False:
+            raise UsageError(f"{name}={switch!r}: expected True or False")
+    for name, word in words:
+        if not isinstance(word, str):
+            raise UsageError(f"{name}={word!r}: expected a word")
+
+
 def integer(name: str, value: Any) -> int:
     """``value`` as an int.
 

@@ -88,6 +88,10 @@ def test_addresses_of_one_form_may_move(runtime: Runtime, standin: StandIn, chec
         ({"max_q_len": 2.0}, "max_q_len=2.0: expected an integer"),
         ({"max_q_len": 1}, "max_q_len=1: expected only with q_cu_seq_lens"),
         ({"backend": "fast"}, "backend='fast'"),
+        ({"backend": ["fast"]}, r"backend=\['fast'\]: expected a word"),
+        ({"kv_layout": ["NHD"]}, r"kv_layout=\['NHD'\]: expected a word"),
+        ({"batch_invariant": "no"}, "batch_invariant='no': expected True or False"),
+        ({"enable_pdl": "on"}, "enable_pdl='on': expected True or False"),
     ],
 )
 @pytest.mark.parametrize("planned", [False, True])

@@ -11,7 +11,7 @@ from ...launch.hopper.mla_select import MlaShape, select_mla_decode
 from ...launch.streams import stream_handle
 from ...launch.workspace import SemaphoreWorkspace, Workspace
 from ..backends import AUTO, resolve_backend
-from ..decode_checks import DecodeOptions, integer
+from ..decode_checks import DecodeOptions, check_kinds, integer
 from ..decode_defaults import check_workspace, longest_of, plan_bound
 from ..decode_tensors import forms_of, split_scale, token_stride
 from ..runtime import Runtime, default_runtime
@@ -146,6 +146,7 @@ def mla_decode(
         out = _made_output(rt, q)
     if stream is None:
         stream = rt.memory.current_stream(q)
+    check_kinds(batch_invariant, enable_pdl, ("backend", backend))
     if workspace is not None:
         check_workspace(workspace)
     if max_q_len is not None:
