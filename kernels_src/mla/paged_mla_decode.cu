@@ -69,7 +69,7 @@ DEVICE void multiply_keys(Shared& shared, int b, uint32_t parity, Scores& s) {
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
             const uint32_t offset = box * BOX_BYTES + step * 32;
-            wgmma_64x64(s, advance_operand(q, offset), advance_operand(k, offset), i + step > 0);
+            wgmma_64x64<KV_E4M3>(s, advance_operand(q, offset), advance_operand(k, offset), i + step > 0);
         }
     }
     wgmma_commit();
@@ -172,7 +172,7 @@ DEVICE void multiply_own_values(Shared& shared, const Probabilities& probability
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < TILE_TOKENS / 16; ++step)
-        wgmma_add(out, probability[step], advance_operand(v, step * 16 * 128));
+        wgmma_add<KV_E4M3, true>(out, probability[step], advance_operand(v, step * 16 * 128));
     wgmma_commit();
 }
 
@@ -185,7 +185,7 @@ DEVICE void multiply_other_values(Shared& shared, Output& out) {
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < TILE_TOKENS / 16; ++step)
-        wgmma_add(out, advance_operand(a, step * 32), advance_operand(v, step * 16 * 128));
+        wgmma_add<KV_E4M3>(out, advance_operand(a, step * 32), advance_operand(v, step * 16 * 128));
     wgmma_commit();
 }
 

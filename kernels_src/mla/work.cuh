@@ -5,9 +5,6 @@
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
-#if KV_E4M3
-#define WGMMA_INPUT "f16"  // which holds every e4m3
-#endif
 #include "../common/wgmma.cuh"
 #include "PagedMlaDecodeParams.h"
 

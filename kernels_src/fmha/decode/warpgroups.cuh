@@ -2,7 +2,6 @@
 // softmax, O += P V with P in registers. Up to 64 rows, the warpgroups take a piece's tiles in turn and meet at its end; with
 // 128 rows, each of two has half of them.
 #pragma once
-#include "../../common/wgmma_registers.cuh"
 #include "combine.cuh"
 #include "queries.cuh"
 
