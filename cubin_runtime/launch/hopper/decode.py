@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...artifacts.path import ArtifactPath
@@ -30,6 +30,8 @@ WORKSPACE_POINTERS = ("status", "counters", "partial_statistics", "partial_out")
 STEP_NUMBERS = ("max_seq_len", "softmax_scale_log2", "output_scale")
 # What changes from step to step, in the order that a prepared launch takes it.
 STEP_FIELDS = (*TENSOR_POINTERS, *OPTIONAL_POINTERS, *WORKSPACE_POINTERS, *STEP_NUMBERS)
+
+STATUS = Region("status", 4, zeroed=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,35 +85,33 @@ class DecodeLaunch:
 
 def decode_launches(selections: Sequence[DecodeSelection], problem: DecodeProblem) -> tuple[DecodeLaunch, ...]:
     """The launches of a decode: one word of status together, all other scratch apart."""
-    status = Region("status", 4, zeroed=True)
     many = len(selections) > 1
     return tuple(
-        DecodeLaunch(selection, (status, *_own_regions(selection, problem, f" {number}" if many else "")))
+        DecodeLaunch(selection, (STATUS, *_own_regions(selection, problem, f" {number}" if many else "")))
         for number, selection in enumerate(selections, 1)
     )
 
 
-def decode_regions(launches: Iterable[DecodeLaunch]) -> tuple[Region, ...]:
-    """The workspace of a decode: each region once."""
-    return tuple(dict.fromkeys(region for launch in launches for region in launch.regions))
-
-
 def _own_regions(selection: DecodeSelection, problem: DecodeProblem, suffix: str) -> tuple[Region, ...]:
-    """A pair is a request, a KV head and a row tile.
+    """A pair is a request, a KV head and a row tile."""
+    pairs = problem.batch * selection.row_tiles * problem.kv_heads
+    rows = int(selection.kernel.traits["rows"])
+    return scratch_regions(pairs, selection.splits, selection.ctas, rows, problem.head_dim, suffix)
+
+
+def scratch_regions(
+    pairs: int, splits: int, ctas: int, rows: int, columns: int, suffix: str = ""
+) -> tuple[Region, Region, Region]:
+    """Counters, statistics and outputs of the parts of split pairs, each of ``rows`` rows of ``columns``.
 
     Where the grid cuts the pairs (``splits`` 0) there are two partials a CTA, of the pair that ends in it and of the
     pair that begins in it, and a counter a CTA. Else every pair has a counter and ``splits`` partials.
     """
-    rows = int(selection.kernel.traits["rows"])
-    if selection.splits:
-        counters = problem.batch * selection.row_tiles * problem.kv_heads
-        slots = counters * selection.splits
-    else:
-        counters, slots = selection.ctas, 2 * selection.ctas
+    counters, slots = (pairs, pairs * splits) if splits else (ctas, 2 * ctas)
     return (
         Region(f"counters{suffix}", 4 * counters, zeroed=True),
         Region(f"partial_statistics{suffix}", slots * rows * 2 * 4),
-        Region(f"partial_out{suffix}", slots * rows * problem.head_dim * 4),
+        Region(f"partial_out{suffix}", slots * rows * columns * 4),
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from ...artifacts.path import ArtifactPath
@@ -10,22 +9,21 @@ from ..plan import LaunchAttributes, LaunchPlan
 from ..structs import StructLayout
 from ..tensormap import TensorMapSpec
 from ..workspace import Region
+from .decode import (
+    LOG2_E,
+    OPTIONAL_POINTERS,
+    STATUS,
+    TENSOR_POINTERS,
+    TYPE_CODES,
+    WORKSPACE_POINTERS,
+    scratch_regions,
+)
 from .mla_select import MlaSelection
 
-LOG2_E = math.log2(math.e)
-# Numbers of the kernel's fields q_type and out_type.
-TYPE_CODES = {"bf16": 0, "fp16": 1, "e4m3": 2}
 _BOX_COLUMNS = 64
 # Bytes of an element, what the descriptor calls it and how boxes lie in shared memory: e4m3 is moved as bytes, and laid
 # out for the products only when it is converted.
 _CACHE_ELEMENTS = {"bf16": (2, "bfloat16", "128B"), "e4m3": (1, "uint8", "none")}
-
-# What is a pointer for each call, in the order that a prepared launch takes it.
-TENSOR_POINTERS = ("q", "page_table", "seq_lens", "out")
-OPTIONAL_POINTERS = ("lse", "q_cu_seq_lens", "mask", "sinks", "softmax_scale_device", "output_scale_device")
-WORKSPACE_POINTERS = ("status", "counters", "partial_statistics", "partial_out")
-STEP_NUMBERS = ("max_seq_len", "softmax_scale_log2", "output_scale")
-STEP_FIELDS = (*TENSOR_POINTERS, *OPTIONAL_POINTERS, *WORKSPACE_POINTERS, *STEP_NUMBERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,21 +67,9 @@ class MlaProblem:
 
 
 def mla_regions(selection: MlaSelection, problem: MlaProblem) -> tuple[Region, ...]:
-    """The workspace of an MLA decode, regions named as the step pointers that they give.
-
-    A pair is a request and a row tile. Where the grid cuts the pairs (``splits`` 0) there are two partials a CTA, of
-    the pair that ends in it and of the pair that begins in it, and a counter a CTA. Else every pair has a counter and
-    room for ``splits`` partials.
-    """
-    pairs = problem.batch * selection.row_tiles
-    slots = pairs * selection.splits if selection.splits else 2 * selection.ctas
-    partials = slots * int(selection.kernel.traits["rows"])
-    return (
-        Region("status", 4, zeroed=True),
-        Region("counters", 4 * (pairs if selection.splits else selection.ctas), zeroed=True),
-        Region("partial_statistics", partials * 2 * 4),
-        Region("partial_out", partials * problem.latent * 4),
-    )
+    """The workspace of an MLA decode, in the order of ``WORKSPACE_POINTERS``; a pair is a request and a row tile."""
+    pairs, rows = problem.batch * selection.row_tiles, int(selection.kernel.traits["rows"])
+    return (STATUS, *scratch_regions(pairs, selection.splits, selection.ctas, rows, problem.latent))
 
 
 def mla_plan(

@@ -8,6 +8,7 @@ from dataclasses import KW_ONLY, dataclass
 from ...artifacts.own_kernels import MEASURED, OwnKernel
 from ...errors import UsageError
 from ..driver import DeviceFacts
+from .shape import split_count
 
 OPERATION = "paged_mla_decode"
 MAX_HEADS = 128
@@ -114,14 +115,6 @@ def select_mla_decode(kernels: Iterable[OwnKernel], shape: MlaShape, device: Dev
         reason=reason,
         candidates=tuple(looked_at),
     )
-
-
-def split_count(tiles: int) -> int:
-    """Parts of a pair of ``tiles`` tiles under ``batch_invariant``, before their bound: the rule of mla/work.cuh.
-
-    It never falls with the tiles: a bound on the tiles bounds the parts and changes nobody's.
-    """
-    return max(-(-tiles // 16), min(4, -(-tiles // 4)))
 
 
 def _unfit(kernel: OwnKernel, shape: MlaShape, device: DeviceFacts) -> str:

@@ -58,7 +58,7 @@ class DecodeShape:
 
 
 def split_count(tiles: int) -> int:
-    """Parts of a pair of ``tiles`` tiles under ``batch_invariant``, before their bound: the rule of decode/work.cuh.
+    """Parts of a pair of ``tiles`` tiles under ``batch_invariant``, before their bound, as the kernels cut it.
 
     It never falls with the tiles: a bound on the tiles bounds the parts and changes nobody's.
     """

@@ -15,7 +15,6 @@ from cubin_runtime.launch.hopper.decode import (
     DecodeProblem,
     decode_launches,
     decode_plan,
-    decode_regions,
 )
 from cubin_runtime.launch.hopper.params import PAGED_DECODE_COPY, PAGED_DECODE_TMA
 from cubin_runtime.launch.hopper.select import ANY_ROWS, DecodeSelection
@@ -72,7 +71,7 @@ def plan(problem: DecodeProblem = PROBLEM, chosen: DecodeSelection | None = None
 
 
 def sizes(*chosen: DecodeSelection) -> dict[str, int]:
-    return {region.name: region.nbytes for region in decode_regions(decode_launches(chosen, PROBLEM))}
+    return {region.name: region.nbytes for launch in decode_launches(chosen, PROBLEM) for region in launch.regions}
 
 
 def test_a_grid_that_cuts_the_pairs_has_two_partials_and_a_counter_a_cta() -> None:

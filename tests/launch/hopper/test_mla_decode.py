@@ -7,8 +7,8 @@ from examples import DIGEST, H100
 from mla_examples import KERNELS
 
 from cubin_runtime.artifacts.path import ArtifactPath
+from cubin_runtime.launch.hopper.decode import STEP_FIELDS
 from cubin_runtime.launch.hopper.mla_decode import (
-    STEP_FIELDS,
     LatentCacheView,
     MlaProblem,
     cache_descriptor,

@@ -7,7 +7,8 @@ from examples import H100, device
 from mla_examples import KERNELS
 
 from cubin_runtime.errors import UsageError
-from cubin_runtime.launch.hopper.mla_select import MlaShape, select_mla_decode, split_count
+from cubin_runtime.launch.hopper.mla_select import MlaShape, select_mla_decode
+from cubin_runtime.launch.hopper.shape import split_count
 
 SHAPE = MlaShape("bf16", 512, heads=128, batch=64, max_seq_len=4096)
 
