@@ -11,6 +11,7 @@ import pytest
 from decode_cases import DecodeCase, HostTensors, assemble, make_request, make_sinks, reference_of
 from decode_compare import assert_close
 from decode_device import DeviceCase, on_device
+from graph_replays import replay_over
 
 from cubin_runtime.attention import Runtime
 from cubin_runtime.launch.workspace import Workspace
@@ -161,23 +162,8 @@ def replay(
     steps: list[tuple[tuple[int, ...], tuple[int, ...]]],
 ) -> None:
     """Capture one launch, then give it other content step by step."""
-    driver = runtime.driver
     with on_device(runtime, wanted, rng, content(wanted, rng, *steps[0])) as device:
-        stream = driver.create_stream(blocking=True)
-        workspace = device.dirty_workspace()
-        device.plan.preload()
-        driver.begin_capture(stream)
-        device.run(stream, workspace)
-        graph = driver.instantiate(driver.end_capture(stream))
-        for lengths, q_lens in steps:
-            device.load(content(wanted, rng, lengths, q_lens))
-            device.poison()
-            driver.synchronize(0)
-            driver.launch_graph(graph, stream)
-            driver.synchronize(stream)
-            device.assert_right()
-            device.plan.check(workspace, stream)
-        driver.destroy_executable(graph)
+        replay_over(runtime.driver, device, (content(wanted, rng, *step) for step in steps))
 
 
 def content(

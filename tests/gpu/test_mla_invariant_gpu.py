@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from decode_compare import assert_close
+from graph_replays import replay_over
 from mla_cases import MlaCase, MlaHost, MlaRequest, assemble_mla, mla_request, mla_sinks
 from mla_device import mla_kernels, mla_on_device
 from test_decode_invariant_gpu import MOST_REFERENCED, Bits, run_as
@@ -196,23 +197,8 @@ def replay(
     steps: list[tuple[tuple[int, ...], tuple[int, ...]]],
 ) -> None:
     """Capture one launch, then give it other content step by step."""
-    driver = runtime.driver
     with mla_on_device(runtime, wanted, rng, content(wanted, rng, *steps[0])) as device:
-        stream = driver.create_stream(blocking=True)
-        workspace = device.dirty_workspace()
-        device.plan.preload()
-        driver.begin_capture(stream)
-        device.run(stream, workspace)
-        graph = driver.instantiate(driver.end_capture(stream))
-        for lengths, q_lens in steps:
-            device.load(content(wanted, rng, lengths, q_lens))
-            device.poison()
-            driver.synchronize(0)
-            driver.launch_graph(graph, stream)
-            driver.synchronize(stream)
-            device.assert_right()
-            device.plan.check(workspace, stream)
-        driver.destroy_executable(graph)
+        replay_over(runtime.driver, device, (content(wanted, rng, *step) for step in steps))
 
 
 def content(wanted: MlaCase, rng: np.random.Generator, lengths: tuple[int, ...], q_lens: tuple[int, ...]) -> MlaHost:
