@@ -208,7 +208,7 @@ def paged_decode(
     plan: PagedDecodePlan = rt.plans.get(key, planned)
     addresses = tensors.addresses if tensors else tuple([0 if t is None else t.data_ptr() for t in given])
     handle = stream_handle(stream)
-    plan.step(addresses, workspace or plan.prepare(handle), handle, max_seq_len, scale, factor)
+    plan.step(addresses, workspace, handle, max_seq_len, scale, factor)
     if recording():
         traced = traced_decode(
             tensors or decode_tensors(given, kv_layout),

@@ -150,7 +150,7 @@ class LaunchedPlan(ABC, Generic[SelectionT, ProblemT]):
     def step(
         self,
         addresses: tuple[int, ...],
-        workspace: Workspace | SemaphoreWorkspace,
+        workspace: Workspace | SemaphoreWorkspace | None,
         stream: int = 0,
         max_seq_len: int | None = None,
         softmax_scale: float | None = None,
@@ -160,7 +160,7 @@ class LaunchedPlan(ABC, Generic[SelectionT, ProblemT]):
 
         Args:
             addresses: in the order of ``decode_tensors.TENSOR_NAMES``, 0 for what the plan was made without.
-            workspace: as for ``run``.
+            workspace: as for ``run``; None: the plan's own on ``stream``, as ``prepare`` gives it.
             stream: an int handle.
             max_seq_len: as for ``run``.
             softmax_scale: a number for this step; None: the plan's (1 for a plan made with a tensor).
@@ -178,12 +178,14 @@ class LaunchedPlan(ABC, Generic[SelectionT, ProblemT]):
             raise UsageError(f"output_scale={factor}: expected a finite number")
         if self._misaligned(addresses) or not all(self._planned(addresses)):
             check_addresses(addresses, self._tensors)
-        context = workspace.context or self._runtime.driver.ensure_context(self._device)
+        given = workspace or self.prepare(stream)  # which claims what it gives
+        context = given.context or self._runtime.driver.ensure_context(self._device)
         launch = self._prepared.get((context, addresses[1], addresses[2]))
         if launch is None:
             launch = self._prepare_caches(context, addresses, stream)
-        scratch = self._scratch.get(workspace.key) or self._scratch_of(workspace)
-        workspace.claim(stream)
+        scratch = self._scratch.get(given.key) or self._scratch_of(given)
+        if workspace is not None:
+            workspace.claim(stream)
         launch(stream, addresses[0], *addresses[3:], *scratch, bound, scale * LOG2_E, factor)
 
     def check(self, workspace: Workspace | SemaphoreWorkspace, stream: Any = None) -> None:

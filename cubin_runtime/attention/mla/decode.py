@@ -181,7 +181,7 @@ def mla_decode(
     plan: MlaDecodePlan = rt.plans.get(key, planned)
     addresses = tensors.addresses if tensors else tuple([0 if t is None else t.data_ptr() for t in given])
     handle = stream_handle(stream)
-    plan.step(addresses, workspace or plan.prepare(handle), handle, max_seq_len, scale, factor)
+    plan.step(addresses, workspace, handle, max_seq_len, scale, factor)
     if recording():
         traced = traced_mla_decode(
             tensors or mla_tensors(given),
