@@ -13,7 +13,6 @@ namespace paged_decode {
 
 enum Type { BF16 = 0, FP16 = 1, E4M3 = 2 };
 
-constexpr int TILE_TOKENS = 64;
 constexpr int CONSUMER_WARPS = 4 * CONSUMER_WARPGROUPS;
 constexpr int CONSUMERS = 32 * CONSUMER_WARPS;
 #if WARPGROUP_MMA
