@@ -113,10 +113,11 @@ def _decode_shared_bytes(shape: _DecodeShape, item_bytes: int) -> int:
     in_shared = shape.warpgroups > 1 or shape.head_dim > 256 or (shape.rows > 8 and shape.head_dim > 64)
     query = 8 * (shape.rows // 8 * (shape.head_dim // 16) * 32 if in_shared and not shape.wgmma else 1)
     parties = 64 * shape.warpgroups // shape.rows if shape.wgmma else 4
-    rows = 4 * ((2 * (parties + 1) + 2) * shape.rows + (shape.rows if narrow else 1))
+    undo = shape.rows if narrow and in_shared and not shape.wgmma else 0
+    rows = 4 * ((2 * (parties + 1) + 2) * shape.rows + undo)
     converted = 2 * shape.warpgroups * shape.tile * shape.head_dim * 2 if shape.wgmma and narrow else 0
     barriers = -(-(ring + converted + merge + query + rows) // 8) * 8
-    share = (9 + 4 + 6) * 4 if shape.wgmma else 0
+    share = (9 + 4 + 6) * 4 if shape.wgmma else 9 * 4 if shape.rows > 8 else 0
     return -(-(barriers + _DECODE_BARRIER_BYTES * shape.buffers + 4 + share) // 128) * 128
 
 
@@ -156,8 +157,8 @@ def _paged_decode(sm: str, dtype: str, shape: _DecodeShape) -> Variant:
 # head_dim, rows, warpgroups, buffers, CTAs. Two CTAs share an SM's 227 KB where the registers allow two.
 _HOPPER_DECODE_16_BITS = (
     _DecodeShape(32, 16, 1, 20, 2),
-    _DecodeShape(64, 8, 1, 12, 2),
-    _DecodeShape(64, 16, 1, 12, 2),
+    _DecodeShape(64, 8, 1, 6, 2, tile=128),
+    _DecodeShape(64, 16, 1, 6, 2, tile=128),
     _DecodeShape(64, 64, 2, 20, 1, wgmma=True),
     _DecodeShape(64, 128, 2, 20, 1, wgmma=True),
     _DecodeShape(128, 8, 1, 6, 2),
@@ -170,11 +171,11 @@ _HOPPER_DECODE_16_BITS = (
 )
 _HOPPER_DECODE_8_BITS = (
     _DecodeShape(32, 16, 1, 20, 2),
-    _DecodeShape(64, 8, 1, 20, 2),
-    _DecodeShape(64, 16, 1, 20, 2),
+    _DecodeShape(64, 8, 1, 6, 2, tile=128),
+    _DecodeShape(64, 16, 1, 6, 2, tile=128),
     _DecodeShape(64, 64, 2, 24, 1, wgmma=True),
-    _DecodeShape(128, 8, 1, 10, 2),
-    _DecodeShape(128, 16, 1, 10, 2),
+    _DecodeShape(128, 8, 1, 6, 2, tile=128),
+    _DecodeShape(128, 16, 1, 6, 2, tile=128),
     _DecodeShape(128, 64, 2, 12, 1, wgmma=True),
     _DecodeShape(256, 8, 1, 10, 1),
     _DecodeShape(256, 32, 2, 8, 1),

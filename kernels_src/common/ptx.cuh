@@ -74,6 +74,11 @@ DEVICE void copy_16_bytes(uint32_t destination, const void* source) {
 
 DEVICE void prefetch_to_l2(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
 
+// Brings a line to L1 without waiting for it.
+DEVICE void touch(const int* address) {
+    asm volatile("{ .reg .b32 unused; ld.global.b32 unused, [%0]; }" ::"l"(address));
+}
+
 // The arrival fires when this thread's earlier cp.async are done; "noinc": it counts against the initial count.
 DEVICE void mbarrier_arrive_after_copies(uint32_t barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
@@ -171,6 +176,13 @@ DEVICE float2 unpack_fp16(uint32_t pair) { return __half22float2(*reinterpret_ca
 DEVICE uint32_t e4m3_pair_to_fp16(uint32_t pair) {
     const __half2_raw halves = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(pair), __NV_E4M3);
     return static_cast<uint32_t>(halves.y) << 16 | halves.x;
+}
+
+// Four e4m3 likewise: the low and the high pair.
+DEVICE void e4m3_to_fp16(uint32_t four, uint32_t& low, uint32_t& high) {
+    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h; }"
+        : "=r"(low), "=r"(high)
+        : "r"(four));
 }
 
 DEVICE float2 unpack_e4m3(uint16_t pair) { return unpack_fp16(e4m3_pair_to_fp16(pair)); }

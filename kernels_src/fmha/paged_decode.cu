@@ -2,8 +2,8 @@
 //
 //   page table --> producer warps --TMA or cp.async--> ring of buffers  K V K V ...   (full / empty mbarriers)
 //                                                        |
-//   4 (or 2 x 4) consumer warps, each 16 of a            v
-//   tile's 64 tokens (and half of the rows):
+//   4 (or 2 x 4) consumer warps, each 16 of              v
+//   every 64 tokens (and half of the rows):
 //       S^T = K Q^T   (tokens x rows)   -> online softmax over tokens -> P^T (16 bits)
 //       O^T += V^T P^T (head_dim x rows), fp32 in registers
 //                                                        |
@@ -78,22 +78,20 @@ extern "C" __global__ void __launch_bounds__(paged_decode::THREADS, CTAS_PER_SM)
     prefetch_inputs(p);
     __syncthreads();
     wait_for_previous_grid();
+    const Share share = find_share(p);  // by all warps alike: its code is fetched once
     if (threadIdx.x >= CONSUMERS) {
         if constexpr (HANDS_OVER_REGISTERS) give_registers<PRODUCER_REGISTERS>();
-        produce(p, find_share(p), threadIdx.x / 32 - CONSUMER_WARPS, shared);
+        produce(p, share, threadIdx.x / 32 - CONSUMER_WARPS, shared);
         allow_next_grid();
     } else {
         if constexpr (HANDS_OVER_REGISTERS) take_registers<CONSUMER_REGISTERS>();
-#if WARPGROUP_MMA
-        if (threadIdx.x < 32) {
-            const Share share = find_share(p);
-            if (threadIdx.x == 0) shared.share = share;
+        if constexpr (SHARE_IN_SHARED) {
+            if (threadIdx.x == 0) shared.share[0] = share;
+            named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
+            consume(p, shared.share[0], shared);
+        } else {
+            consume(p, share, shared);
         }
-        named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
-        consume(p, shared.share, shared);
-#else
-        consume(p, find_share(p), shared);
-#endif
     }
     if (blockIdx.x == 0) report_bounds(p);
 }

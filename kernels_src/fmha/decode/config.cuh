@@ -19,7 +19,7 @@ constexpr int CONSUMERS = 32 * CONSUMER_WARPS;
 constexpr int PARTIES = 64 * CONSUMER_WARPGROUPS / ROWS;  // warpgroups that take a piece's tiles in turn
 constexpr int BUFFER_READERS = CONSUMER_WARPS / PARTIES;  // warps that read a buffer
 #else
-constexpr int PARTIES = 4;  // warps that share a tile, each with 16 of its tokens
+constexpr int PARTIES = 4;  // warps that share a tile, each with 16 of every 64 tokens
 constexpr int BUFFER_READERS = CONSUMER_WARPS;
 #endif
 // Registers are handed over by whole warpgroups.
@@ -46,6 +46,9 @@ constexpr bool QUERY_IN_SHARED =
 #else
 constexpr bool QUERY_IN_SHARED = false;
 #endif
+
+// Consumers whose registers are short look their share up.
+constexpr bool SHARE_IN_SHARED = WARPGROUP_MMA || ROWS > 8;
 
 // 4 floats more than a row keep the fragments' writes free of bank conflicts. With few rows each warp has a buffer of its
 // own; with many, that would cost the second CTA on the SM.
@@ -113,12 +116,14 @@ struct alignas(128) Shared {
     float sum[ROWS];
     uint32_t row_mask[ROWS];                  // bit j: the row sees draft token j
     int row_begin[ROWS];                      // the first key in the row's window
-    float row_scale[KV_E4M3 ? ROWS : 1];      // softmax scale times what brought the row's queries into fp16
+#if !WARPGROUP_MMA
+    float row_undo[KV_E4M3 && QUERY_IN_SHARED ? ROWS : 0];  // what brings the row's scores back from its queries' way into fp16
+#endif
     alignas(8) uint64_t full[BUFFERS];
     alignas(8) uint64_t empty[BUFFERS];
     int arrived_last;
+    Share share[SHARE_IN_SHARED ? 1 : 0];  // of the consumers
 #if WARPGROUP_MMA
-    Share share;  // of the consumers, whose registers are short
     Rows open_rows;  // the pair of which this CTA wrote a part last
     Parts open_parts;
 #endif

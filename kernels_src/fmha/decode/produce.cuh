@@ -49,7 +49,8 @@ DEVICE void produce(const Params& p, const Share& share, int warp, Shared& share
     const int chunk = min(page_tokens, TILE_TOKENS);  // tokens of a tile that one page holds together
     RingCursor cursor;
     cursor.advance(warp);
-    int turn = warp / 2;  // tiles until this warp's next
+    int turn = warp / 2;      // tiles until this warp's next
+    bool first_piece = true;  // whose queries come with those of all that begin
 #if USE_TMA
     const uint64_t policy = evict_first_policy();
     const void* map = values ? &p.v_map : &p.k_map;
@@ -60,7 +61,8 @@ DEVICE void produce(const Params& p, const Share& share, int warp, Shared& share
     const int64_t head_stride = values ? p.v_head_stride : p.k_head_stride;
 #endif
     for_each_piece(p, share, [&](const Piece& piece) {
-        if (warp == 0) prefetch_query(p, piece);
+        if (warp == 0 && !first_piece) prefetch_query(p, piece);
+        first_piece = false;
         PageWindow pages;
         const Request& r = piece.request;
         const int end = min(piece.last, (r.length + TILE_TOKENS - 1) / TILE_TOKENS - r.first_tile);

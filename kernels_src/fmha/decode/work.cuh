@@ -86,6 +86,11 @@ DEVICE int team_of(const Share& share, int tile) {
 // Found by each warp on its own from the lengths.
 DEVICE Share find_share(const Params& p) {
     const int lane = threadIdx.x % 32;
+    // What the loops below read of the first requests is under way together.
+    for (int b = lane + 32; b < min(p.batch, 128); b += 32) {
+        touch(static_cast<const int*>(p.seq_lens) + b);
+        if (p.q_cu_seq_lens != nullptr) touch(static_cast<const int*>(p.q_cu_seq_lens) + b);
+    }
     int total = 0, first_own = 0, first_tiles = 1;  // of the first 32 requests, kept: there are often no others
 #pragma unroll 1
     for (int b = lane; b < p.batch; b += 32) {
