@@ -11,7 +11,7 @@ _HOPPER_ROWS = {32: (16,), 64: (8, 16, 64, 128), 128: (8, 16, 64, 128), 256: (8,
 
 
 def decode_kernel(
-    sm: str = "90a", rows: int = 8, dtype: str = "bf16", head_dim: int = 128, **changes: Any
+    sm: str = "90a", rows: int = 8, dtype: str = "bf16", head_dim: int = 128, tile_tokens: int = 64, **changes: Any
 ) -> OwnKernel:
     symbol = f"decode_{dtype}_d{head_dim}_rows{rows}"
     resident = 2 if sm == "90a" and rows < 64 else 1
@@ -26,7 +26,7 @@ def decode_kernel(
             "dtype": dtype,
             "head_dim": head_dim,
             "rows": rows,
-            "tile_tokens": 64,
+            "tile_tokens": tile_tokens,
             "ctas_per_multiprocessor": resident,
             "tma": sm == "90a",
             "arithmetic": f"warpgroups of {rows} rows" if sm == "90a" and rows >= 64 else "warps",

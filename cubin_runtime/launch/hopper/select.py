@@ -193,7 +193,7 @@ def _unfit(kernel: OwnKernel, shape: DecodeShape, device: DeviceFacts) -> str:
 
 
 def _grids(kernel: OwnKernel, shape: DecodeShape, part: Part, device: DeviceFacts, costs: Costs) -> list[Grid]:
-    """One for each number of CTAs on a multiprocessor that the work is enough for."""
+    """For each number of CTAs on a multiprocessor that the work is enough for, up to two; fewer CTAs first."""
     row_tiles = max(1, -(-min(shape.rows, part.most_rows) // _trait(kernel, "rows")))
     pairs, tile_tokens = _pairs(kernel, shape, part), _trait(kernel, "tile_tokens")
     tiles = shape.tiles(tile_tokens)
@@ -209,8 +209,18 @@ def _grids(kernel: OwnKernel, shape: DecodeShape, part: Part, device: DeviceFact
             for d in range(1, costs.heads_together + 1)
             if shape.kv_heads % d == 0 and ctas % d * costs.idle_share <= ctas
         )
-        grids.append(Grid(ctas - ctas % together, resident, together, row_tiles, pairs * tiles))
+        teams, blocks = ctas // together, pairs // together
+        # Where few CTAs idle for it, teams that all end on borders of pairs: each other one stays behind by a partial.
+        fewest = teams - teams // costs.idle_share
+        even = next((n for n in range(teams, fewest - 1, -1) if _ends_on_borders(n, blocks)), teams)
+        for count in dict.fromkeys((even, teams)):
+            grids.append(Grid(count * together, resident, together, row_tiles, pairs * tiles))
     return grids
+
+
+def _ends_on_borders(teams: int, blocks: int) -> bool:
+    """Whether requests as long as their bound give every team whole blocks of pairs, or an equal part of one."""
+    return blocks % teams == 0 or teams % blocks == 0
 
 
 def _requests(shape: DecodeShape, part: Part) -> int:
@@ -236,8 +246,9 @@ def _work(kernel: OwnKernel, grid: Grid, shape: DecodeShape, part: Part, device:
     if parts:
         tiles_per_cta = -(-pairs * parts // grid.ctas) * -(-tiles // parts)
     else:
-        # Lengths differ, so that the cuts of the line do not fall on the ends of pairs.
-        parts = min(tiles, -(-grid.ctas // pairs) + 1)
+        # But for grids that end on borders of pairs, the cuts of the line fall in the middle of them.
+        teams, blocks = grid.ctas // grid.heads_together, pairs // grid.heads_together
+        parts = min(tiles, -(-grid.ctas // pairs) + (0 if _ends_on_borders(teams, blocks) else 1))
         tiles_per_cta = -(-grid.tiles // grid.ctas)
     return Work(
         kv_bytes=2 * requests * shape.kv_heads * shape.kv_tokens(tile_tokens) * shape.head_dim * item_bytes,

@@ -192,9 +192,12 @@ def test_strides_of_a_descriptor_are_bytes(dtype: str, item_bytes: int) -> None:
     assert (spec.address, spec.strides) == (0x20000, (256 * item_bytes, 128 * item_bytes, 8192 * item_bytes))
 
 
-@pytest.mark.parametrize(("page_size", "tokens"), [(16, 16), (64, 64), (256, 64)])
-def test_a_box_has_a_tile_s_tokens_or_a_page_s(page_size: int, tokens: int) -> None:
-    spec = plan(replace(PROBLEM, page_size=page_size)).values["k_map"]
+@pytest.mark.parametrize(
+    ("page_size", "tile_tokens", "tokens"),
+    [(16, 64, 16), (64, 64, 64), (256, 64, 64), (64, 128, 64), (256, 128, 128), (256, 256, 256)],
+)
+def test_a_box_has_a_tile_s_tokens_or_a_page_s(page_size: int, tile_tokens: int, tokens: int) -> None:
+    spec = plan(replace(PROBLEM, page_size=page_size), selection(tile_tokens=tile_tokens)).values["k_map"]
     assert isinstance(spec, TensorMapSpec)
     assert spec.box[1] == tokens
 
