@@ -86,7 +86,8 @@ _DECODE_BARRIER_BYTES = 16  # a full and an empty barrier a buffer
 class _DecodeShape:
     """What a build of paged decode fixes: rows of a CTA, consumer warpgroups, buffers of the ring, CTAs on an SM.
 
-    ``wgmma``: warpgroups multiply whole tiles by 64 rows; else warps multiply 16 tokens by rows in eights.
+    ``wgmma``: warpgroups multiply whole tiles by 64 rows; else warps multiply 16 tokens by rows in eights. ``q_e4m3``:
+    queries are e4m3 like the keys, and multiplied by them as they are.
     """
 
     head_dim: int
@@ -95,6 +96,7 @@ class _DecodeShape:
     buffers: int
     ctas: int
     wgmma: bool = False
+    q_e4m3: bool = False
 
     @property
     def arithmetic(self) -> str:
@@ -112,7 +114,7 @@ def _decode_shared_bytes(shape: _DecodeShape, item_bytes: int) -> int:
     query = 8 * (shape.rows // 8 * (shape.head_dim // 16) * 32 if in_shared and not shape.wgmma else 1)
     parties = 64 * shape.warpgroups // shape.rows if shape.wgmma else 4
     rows = 4 * ((2 * (parties + 1) + 2) * shape.rows + (shape.rows if narrow else 1))
-    converted = 2 * shape.warpgroups * 64 * shape.head_dim * 2 if shape.wgmma and narrow else 0
+    converted = parties * (3 - shape.q_e4m3) * 64 * shape.head_dim * 2 if shape.wgmma and narrow else 0
     barriers = -(-(ring + converted + merge + query + rows) // 8) * 8
     share = (9 + 4 + 6) * 4 if shape.wgmma else 0
     return -(-(barriers + _DECODE_BARRIER_BYTES * shape.buffers + 4 + share) // 128) * 128
@@ -122,7 +124,7 @@ def _paged_decode(sm: str, dtype: str, shape: _DecodeShape) -> Variant:
     tma = sm == "90a"
     return Variant(
         source="fmha/paged_decode.cu",
-        symbol=f"fmha_paged_decode_{dtype}_d{shape.head_dim}_rows{shape.rows}",
+        symbol=f"fmha_paged_decode_{dtype}{'_q_e4m3' if shape.q_e4m3 else ''}_d{shape.head_dim}_rows{shape.rows}",
         sm=sm,
         operation="paged_decode",
         struct="PagedDecodeTmaParams" if tma else "PagedDecodeCopyParams",
@@ -140,6 +142,7 @@ def _paged_decode(sm: str, dtype: str, shape: _DecodeShape) -> Variant:
         defines={
             "HEAD_DIM": shape.head_dim,
             "KV_TYPE": _KV_TYPES[dtype],
+            "Q_E4M3": int(shape.q_e4m3),
             "ROWS": shape.rows,
             "CONSUMER_WARPGROUPS": shape.warpgroups,
             "WARPGROUP_MMA": int(shape.wgmma),
@@ -169,10 +172,14 @@ _HOPPER_DECODE_8_BITS = (
     _DecodeShape(32, 16, 1, 20, 2),
     _DecodeShape(64, 8, 1, 20, 2),
     _DecodeShape(64, 16, 1, 20, 2),
-    _DecodeShape(64, 64, 2, 24, 1, wgmma=True),
+    _DecodeShape(64, 64, 2, 20, 1, wgmma=True),
+    _DecodeShape(64, 64, 2, 20, 1, wgmma=True, q_e4m3=True),
+    _DecodeShape(64, 128, 2, 20, 1, wgmma=True, q_e4m3=True),
     _DecodeShape(128, 8, 1, 10, 2),
     _DecodeShape(128, 16, 1, 10, 2),
-    _DecodeShape(128, 64, 2, 12, 1, wgmma=True),
+    _DecodeShape(128, 64, 2, 8, 1, wgmma=True),
+    _DecodeShape(128, 64, 2, 12, 1, wgmma=True, q_e4m3=True),
+    _DecodeShape(128, 128, 2, 12, 1, wgmma=True, q_e4m3=True),
     _DecodeShape(256, 8, 1, 10, 1),
     _DecodeShape(256, 32, 2, 8, 1),
     _DecodeShape(512, 8, 1, 6, 1),
