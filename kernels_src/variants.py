@@ -84,7 +84,8 @@ _DECODE_BARRIER_BYTES = 16  # a full and an empty barrier a buffer
 
 @dataclass(frozen=True, slots=True)
 class _DecodeShape:
-    """What a build of paged decode fixes: rows of a CTA, consumer warpgroups, buffers of the ring, CTAs on an SM.
+    """What a build of paged decode fixes: rows of a CTA, consumer warpgroups, buffers of the ring, CTAs on an SM, and
+    the tokens of a tile, which is what a buffer holds.
 
     ``wgmma``: warpgroups multiply whole tiles by 64 rows; else warps multiply 16 tokens by rows in eights. ``q_e4m3``:
     queries are e4m3 like the keys, and multiplied by them as they are.
@@ -96,6 +97,7 @@ class _DecodeShape:
     buffers: int
     ctas: int
     wgmma: bool = False
+    tile: int = 64
     q_e4m3: bool = False
 
     @property
@@ -108,14 +110,14 @@ def _decode_shared_bytes(shape: _DecodeShape, item_bytes: int) -> int:
     """``sizeof(Shared)`` of decode/config.cuh, which asserts it."""
     narrow = item_bytes == 1
     merge_buffers = 4 if shape.rows == 8 and shape.head_dim <= 128 else 1
-    ring = shape.buffers * 64 * shape.head_dim * item_bytes
+    ring = shape.buffers * shape.tile * shape.head_dim * item_bytes
     merge = merge_buffers * shape.rows * (shape.head_dim + 4) * 4
     in_shared = shape.warpgroups > 1 or shape.head_dim > 256 or (shape.rows > 8 and shape.head_dim > 64)
     query = 8 * (shape.rows // 8 * (shape.head_dim // 16) * 32 if in_shared and not shape.wgmma else 1)
     parties = 64 * shape.warpgroups // shape.rows if shape.wgmma else 4
     rows = 4 * ((2 * (parties + 1) + 2) * shape.rows + (shape.rows if narrow else 1))
-    converted = parties * (3 - shape.q_e4m3) * 64 * shape.head_dim * 2 if shape.wgmma and narrow else 0
-    barriers = -(-(ring + converted + merge + query + rows) // 8) * 8
+    converted = parties * (3 - shape.q_e4m3) * shape.tile * shape.head_dim * 2 if shape.wgmma and narrow else 0
+    barriers = -(-(ring + max(converted, merge) + query + rows) // 8) * 8
     share = (9 + 4 + 6) * 4 if shape.wgmma else 0
     return -(-(barriers + _DECODE_BARRIER_BYTES * shape.buffers + 4 + share) // 128) * 128
 
@@ -134,7 +136,7 @@ def _paged_decode(sm: str, dtype: str, shape: _DecodeShape) -> Variant:
             "dtype": dtype,
             "head_dim": shape.head_dim,
             "rows": shape.rows,
-            "tile_tokens": 64,
+            "tile_tokens": shape.tile,
             "ctas_per_multiprocessor": shape.ctas,
             "tma": tma,
             "arithmetic": shape.arithmetic,
@@ -144,6 +146,7 @@ def _paged_decode(sm: str, dtype: str, shape: _DecodeShape) -> Variant:
             "KV_TYPE": _KV_TYPES[dtype],
             "Q_E4M3": int(shape.q_e4m3),
             "ROWS": shape.rows,
+            "TILE_TOKENS": shape.tile,
             "CONSUMER_WARPGROUPS": shape.warpgroups,
             "WARPGROUP_MMA": int(shape.wgmma),
             "BUFFERS": shape.buffers,

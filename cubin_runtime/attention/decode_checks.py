@@ -27,7 +27,7 @@ _LENGTHS = ("int32", "uint32")
 # A token's mask is 32 bits.
 _MASK_WORDS = {"uint16": 2, "uint32": 1}
 _MAX_TILES = 1 << 31
-_TILE_TOKENS = 64
+_SMALLEST_TILE = 64
 _SMALLEST_ROWS = 8
 
 
@@ -245,7 +245,7 @@ def check_options(tensors: DecodeTensors, options: DecodeOptions) -> None:
         )
     rows = (tensors.q_len or options.max_q_len or 1) * tensors.group
     pairs = tensors.batch * tensors.k.shape[2] * -(-rows // _SMALLEST_ROWS)
-    tiles = pairs * (bound // _TILE_TOKENS + 1)
+    tiles = pairs * (bound // _SMALLEST_TILE + 1)
     if tiles >= _MAX_TILES:
         raise UsageError(f"batch x KV heads x max_seq_len={bound}: {tiles} tiles, expected below {_MAX_TILES}")
     if not -1 <= integer("window_left", options.window_left) < 1 << 31:

@@ -218,3 +218,10 @@ DEVICE void wgmma_e4m3(float (&d)[32], const uint32_t (&a)[4], uint64_t b) {
                  : WGMMA_CELLS_32(d, 0)
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(ADD ? 1 : 0));
 }
+
+template <bool ADD>
+DEVICE void wgmma_e4m3(float (&d)[64], const uint32_t (&a)[4], uint64_t b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" WGMMA_NAMES_64 "}, {%64, %65, %66, %67}, %68, %69, 1, 1;"
+                 : WGMMA_CELLS_64(d, 0)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(ADD ? 1 : 0));
+}

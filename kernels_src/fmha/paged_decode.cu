@@ -21,8 +21,9 @@
 // writes a partial. Split boundaries are a pure function of the lengths and the grid; with `splits` they are one of the
 // request's own lengths alone (batch invariance), and every split is a part of its own.
 //
-// Build: -DHEAD_DIM=n -DKV_TYPE=0|1|2 (bf16, fp16, e4m3) -DROWS=n -DROW_HALVES=1|2 -DUSE_TMA=0|1 -DBUFFERS=n
-//        -DCTAS_PER_SM=n -DSHARED_BYTES=n -DKERNEL_NAME=symbol
+// Build: -DHEAD_DIM=n -DKV_TYPE=0|1|2 (bf16, fp16, e4m3) -DROWS=n -DTILE_TOKENS=64|128|256
+//        -DCONSUMER_WARPGROUPS=1|2 -DWARPGROUP_MMA=0|1 -DUSE_TMA=0|1 -DBUFFERS=n -DCTAS_PER_SM=n -DSHARED_BYTES=n
+//        -DKERNEL_NAME=symbol
 
 #include "decode/produce.cuh"
 #if WARPGROUP_MMA

@@ -32,7 +32,7 @@ class KernelCost:
     """Microseconds of a kernel for KV of ``item_bytes``, with ``resident`` CTAs on each multiprocessor.
 
     ``start_us`` is from the launch to the first tile and from the last tile to the end; ``tile_us`` what each CTA then
-    takes for a tile (64 tokens of a KV head), its share of the multiprocessor's bandwidth included.
+    takes for 64 tokens of a KV head, its share of the multiprocessor's bandwidth included.
     """
 
     item_bytes: int
@@ -85,8 +85,8 @@ class Work:
     """A problem as one kernel and grid would do it.
 
     ``kv_bytes`` counts every key and value once; ``row_tiles`` is how many times they are read (a mean);
-    ``tiles_per_cta`` the most that a CTA gets; ``resident`` the CTAs on one multiprocessor; ``parts`` the most that a
-    pair is cut into.
+    ``tiles_per_cta`` the most tiles, of ``tile_tokens`` tokens, that a CTA gets; ``resident`` the CTAs on one
+    multiprocessor; ``parts`` the most that a pair is cut into.
     """
 
     kv_bytes: int
@@ -95,6 +95,7 @@ class Work:
     head_dim: int
     resident: int
     row_tiles: float
+    tile_tokens: int
     tiles_per_cta: int
     parts: int
     multiprocessors: int
@@ -215,7 +216,7 @@ def estimate(work: Work, costs: Costs) -> Estimate:
         fixed_us=costs.launch_us + start,
         dram_us=work.kv_bytes / (costs.read_tb_per_s * _BYTES_PER_US),
         l2_us=work.kv_bytes * work.row_tiles / (l2 * _BYTES_PER_US),
-        tiles_us=work.tiles_per_cta * tile,
+        tiles_us=work.tiles_per_cta * tile * work.tile_tokens / 64,
         merge_us=costs.merge_us * max(1.0, work.parts / costs.merge_parts) if work.parts > 1 else 0.0,
     )
 

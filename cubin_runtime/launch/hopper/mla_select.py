@@ -97,7 +97,7 @@ def select_mla_decode(kernels: Iterable[OwnKernel], shape: MlaShape, device: Dev
     row_tiles = _row_tiles(best, shape)
     pair_tiles = max(1, -(-shape.max_seq_len // _trait(best, "tile_tokens")))
     pairs = shape.batch * -(-row_tiles // together)
-    splits = min(_INVARIANT_SPLITS, split_count(pair_tiles)) if shape.batch_invariant else 0
+    splits = min(_INVARIANT_SPLITS, split_count(pair_tiles, 64)) if shape.batch_invariant else 0
     teams = _teams(device.multiprocessors // together, pairs, pair_tiles)
     status = "" if best.status == MEASURED else f", {best.status}"
     reason = (

@@ -153,7 +153,7 @@ def _select(
         heads_together=best.grid.heads_together,
         # The kernel numbers its pairs by the bound on the rows that it takes.
         row_tiles=-(-min(shape.rows, part.most_rows) // _trait(best.kernel, "rows")),
-        splits=shape.splits,
+        splits=shape.splits(_trait(best.kernel, "tile_tokens")),
         microseconds=best.estimate.microseconds,
         reason=_reason(best, shape, part, device),
         candidates=candidates,
@@ -195,9 +195,10 @@ def _unfit(kernel: OwnKernel, shape: DecodeShape, device: DeviceFacts) -> str:
 def _grids(kernel: OwnKernel, shape: DecodeShape, part: Part, device: DeviceFacts, costs: Costs) -> list[Grid]:
     """One for each number of CTAs on a multiprocessor that the work is enough for."""
     row_tiles = max(1, -(-min(shape.rows, part.most_rows) // _trait(kernel, "rows")))
-    pairs = _pairs(kernel, shape, part)
+    pairs, tile_tokens = _pairs(kernel, shape, part), _trait(kernel, "tile_tokens")
+    tiles = shape.tiles(tile_tokens)
     # What one CTA takes at a time: a tile of the line, or a part of a pair.
-    units = pairs * (shape.splits or shape.tiles)
+    units = pairs * (shape.splits(tile_tokens) or tiles)
     grids = []
     for resident in range(1, _resident(kernel, device) + 1):
         if resident > 1 and units <= (resident - 1) * device.multiprocessors:
@@ -208,7 +209,7 @@ def _grids(kernel: OwnKernel, shape: DecodeShape, part: Part, device: DeviceFact
             for d in range(1, costs.heads_together + 1)
             if shape.kv_heads % d == 0 and ctas % d * costs.idle_share <= ctas
         )
-        grids.append(Grid(ctas - ctas % together, resident, together, row_tiles, pairs * shape.tiles))
+        grids.append(Grid(ctas - ctas % together, resident, together, row_tiles, pairs * tiles))
     return grids
 
 
@@ -229,22 +230,23 @@ def _pairs(kernel: OwnKernel, shape: DecodeShape, part: Part) -> int:
 
 
 def _work(kernel: OwnKernel, grid: Grid, shape: DecodeShape, part: Part, device: DeviceFacts) -> Work:
-    item_bytes = ITEM_BYTES[shape.dtype]
+    item_bytes, tile_tokens = ITEM_BYTES[shape.dtype], _trait(kernel, "tile_tokens")
     pairs, requests = _pairs(kernel, shape, part), _requests(shape, part)
-    if shape.splits:
-        parts = shape.splits
-        tiles_per_cta = -(-pairs * parts // grid.ctas) * -(-shape.tiles // parts)
+    tiles, parts = shape.tiles(tile_tokens), shape.splits(tile_tokens)
+    if parts:
+        tiles_per_cta = -(-pairs * parts // grid.ctas) * -(-tiles // parts)
     else:
         # Lengths differ, so that the cuts of the line do not fall on the ends of pairs.
-        parts = min(shape.tiles, -(-grid.ctas // pairs) + 1)
+        parts = min(tiles, -(-grid.ctas // pairs) + 1)
         tiles_per_cta = -(-grid.tiles // grid.ctas)
     return Work(
-        kv_bytes=2 * requests * shape.kv_heads * shape.kv_tokens * shape.head_dim * item_bytes,
+        kv_bytes=2 * requests * shape.kv_heads * shape.kv_tokens(tile_tokens) * shape.head_dim * item_bytes,
         item_bytes=item_bytes,
         rows=_trait(kernel, "rows"),
         head_dim=shape.head_dim,
         resident=grid.resident,
         row_tiles=pairs / (requests * shape.kv_heads),
+        tile_tokens=tile_tokens,
         tiles_per_cta=tiles_per_cta,
         parts=parts,
         multiprocessors=device.multiprocessors,
@@ -260,14 +262,16 @@ def _reason(fit: Fit, shape: DecodeShape, part: Part, device: DeviceFacts) -> st
     kernel, grid = fit.kernel, fit.grid
     built = f"built for {kernel.architecture}" + ("" if kernel.status == MEASURED else f" ({kernel.status})")
     tokens = f"{'up to ' if shape.ragged else ''}{_count(shape.q_len, 'query token')}"
-    keys = f"{_trait(kernel, 'tile_tokens')} keys" + (" in the window" if shape.kv_tokens < shape.max_seq_len else "")
-    invariant = f"; {part.arithmetic} for {part}, at most {_count(shape.splits, 'split')} a pair by its own tiles"
+    tile_tokens = _trait(kernel, "tile_tokens")
+    splits, in_window = shape.splits(tile_tokens), shape.kv_tokens(tile_tokens) < shape.max_seq_len
+    keys = f"{tile_tokens} keys" + (" in the window" if in_window else "")
+    invariant = f"; {part.arithmetic} for {part}, at most {_count(splits, 'split')} a pair by its own tiles"
     return (
         f"{built}; {tokens} x {_count(shape.group, 'query head')} a KV head in "
         f"{_count(grid.row_tiles, 'row tile')} of {kernel.traits['rows']}; "
         f"at most {_count(grid.tiles, 'tile')} of {keys} over {_count(grid.ctas, 'CTA')} "
         f"({grid.resident} on each of {device.multiprocessors} multiprocessors), "
-        f"{_count(grid.heads_together, 'KV head')} side by side{invariant if shape.splits else ''}; "
+        f"{_count(grid.heads_together, 'KV head')} side by side{invariant if splits else ''}; "
         f"about {fit.estimate.microseconds:.1f} us, limited by {fit.estimate.limit}"
     )
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
 
-# Tokens in which every decode kernel counts keys.
-TILE_TOKENS = 64
+# batch_invariant cuts a long pair into parts of this many tokens, and a short one into four of this many at least.
+_PART_TOKENS, _LEAST_PART_TOKENS = 1024, 256
 # batch_invariant cuts every pair into at most this many parts over all KV heads together: enough for a whole GPU.
 _INVARIANT_PARTS = 128
 
@@ -37,29 +37,26 @@ class DecodeShape:
         """Query rows of one request and KV head, or their bound: tokens times group."""
         return self.q_len * self.group
 
-    @property
-    def kv_tokens(self) -> int:
+    def kv_tokens(self, tile_tokens: int) -> int:
         """Keys that a request reads at most: a window ends with the last query and may cut two tiles."""
         if self.window_left < 0:
             return self.max_seq_len
-        return min(self.max_seq_len, self.window_left + self.q_len + TILE_TOKENS)
+        return min(self.max_seq_len, self.window_left + self.q_len + tile_tokens)
 
-    @property
-    def tiles(self) -> int:
+    def tiles(self, tile_tokens: int) -> int:
         """Tiles of a request and KV head at most; one without keys has an empty one."""
-        return max(1, -(-self.kv_tokens // TILE_TOKENS))
+        return max(1, -(-self.kv_tokens(tile_tokens) // tile_tokens))
 
-    @property
-    def splits(self) -> int:
+    def splits(self, tile_tokens: int) -> int:
         """0: the grid cuts the pairs. ``batch_invariant``: the most parts of a pair, each pair's from its own tiles."""
         if not self.batch_invariant:
             return 0
-        return min(-(-_INVARIANT_PARTS // self.kv_heads), split_count(self.tiles))
+        return min(-(-_INVARIANT_PARTS // self.kv_heads), split_count(self.tiles(tile_tokens), tile_tokens))
 
 
-def split_count(tiles: int) -> int:
+def split_count(tiles: int, tile_tokens: int) -> int:
     """Parts of a pair of ``tiles`` tiles under ``batch_invariant``, before their bound, as the kernels cut it.
 
     It never falls with the tiles: a bound on the tiles bounds the parts and changes nobody's.
     """
-    return max(-(-tiles // 16), min(4, -(-tiles // 4)))
+    return max(-(-tiles * tile_tokens // _PART_TOKENS), min(4, -(-tiles * tile_tokens // _LEAST_PART_TOKENS)))

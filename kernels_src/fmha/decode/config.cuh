@@ -13,7 +13,6 @@ namespace paged_decode {
 
 enum Type { BF16 = 0, FP16 = 1, E4M3 = 2 };
 
-constexpr int TILE_TOKENS = 64;
 constexpr int CONSUMER_WARPS = 4 * CONSUMER_WARPGROUPS;
 constexpr int CONSUMERS = 32 * CONSUMER_WARPS;
 #if WARPGROUP_MMA
@@ -101,11 +100,11 @@ struct Parts {
 
 struct alignas(128) Shared {
     char ring[BUFFERS][BUFFER_BYTES];  // the block's shared memory begins at a multiple of 1024
-#if WARPGROUP_MMA
-    // As fp16: a party's keys of a tile, values of that and of the next one.
-    char converted[KV_E4M3 ? PARTIES : 0][KEYS_CONVERTED + 2][TILE_TOKENS * HEAD_DIM * 2];
-#endif
     union {
+#if WARPGROUP_MMA
+        // While there are tiles, as fp16: a party's keys of a tile, values of that and of the next one.
+        char converted[KV_E4M3 ? PARTIES : 0][KEYS_CONVERTED + 2][TILE_TOKENS * HEAD_DIM * 2];
+#endif
         float merge[MERGE_BUFFERS][ROWS][MERGE_STRIDE];
         float weight[ROWS][WEIGHTS];
     };

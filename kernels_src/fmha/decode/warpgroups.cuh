@@ -126,11 +126,16 @@ DEVICE void hide(const Piece& piece, const RowFacts& rows, int tile_token, float
 // Turns S into P; `rescale` brings the accumulator to the new maximum, which follows the scores only where they exceed it by
 // much: the accumulator is seldom rescaled then.
 DEVICE void softmax(const float (&scale)[2], float (&s)[TILE_TOKENS / 2], Accumulator& acc, float (&rescale)[2]) {
+    constexpr int CHAINS = 4;  // of maxima and of sums, which hide the latency of each step
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        float top = -INFINITY;
+        float tops[CHAINS], sums[CHAINS];
 #pragma unroll
-        for (int j = 0; j < TILE_BLOCKS; ++j) top = fmaxf(top, fmaxf(s[j * 4 + i * 2], s[j * 4 + i * 2 + 1]));
+        for (int j = 0; j < TILE_BLOCKS; ++j) {
+            const float pair = fmaxf(s[j * 4 + i * 2], s[j * 4 + i * 2 + 1]);
+            tops[j % CHAINS] = j < CHAINS ? pair : fmaxf(tops[j % CHAINS], pair);
+        }
+        float top = fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3]));
         top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
         top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
         top *= scale[i];
@@ -138,16 +143,17 @@ DEVICE void softmax(const float (&scale)[2], float (&s)[TILE_TOKENS / 2], Accumu
         const float anchor = top == -INFINITY ? 0.f : top;  // nothing visible so far: weights 0, not NaN
         rescale[i] = exp2_approximate(acc.maximum[i] - anchor);
         acc.maximum[i] = top;
-        float sum = 0.f;
 #pragma unroll
-        for (int j = 0; j < TILE_BLOCKS; ++j)
+        for (int j = 0; j < TILE_BLOCKS; ++j) {
 #pragma unroll
             for (int k = 0; k < 2; ++k) {
                 float& cell = s[j * 4 + i * 2 + k];
                 cell = exp2_approximate(fmaf(cell, scale[i], -anchor));
-                sum += cell;
             }
-        acc.sum[i] = acc.sum[i] * rescale[i] + sum;
+            const float pair = s[j * 4 + i * 2] + s[j * 4 + i * 2 + 1];
+            sums[j % CHAINS] = j < CHAINS ? pair : sums[j % CHAINS] + pair;
+        }
+        acc.sum[i] = acc.sum[i] * rescale[i] + ((sums[0] + sums[1]) + (sums[2] + sums[3]));
     }
 }
 
@@ -207,20 +213,32 @@ struct Conversion {
         from = tile_address(0, token, column);
         for (int half = 0; half < 2; ++half) to[half] = token * 128 + ((column * 2 + half) ^ (token % 8)) * 16;
     }
+    static constexpr int set_of(int round) { return round % COLUMN_SETS; }
+    static constexpr int tokens_of(int round) { return round / COLUMN_SETS * ROUND_TOKENS; }
+    // Units of the second set lie 64 bytes on in a row of 128, which the swizzle turns into an exclusive or.
+    DEVICE uint32_t from_of(int round) const { return (from ^ set_of(round) * 64) + tokens_of(round) * SPAN; }
+    DEVICE static uint32_t to_of(int round) { return set_of(round) * PRODUCT_SPAN_BYTES + tokens_of(round) * 128; }
 };
 
 // e4m3 of a tile as fp16 where the products read it.
 DEVICE void convert(const Conversion& c, uint32_t from, uint32_t to) {
+    constexpr int AHEAD = 4;  // loads in flight
 #pragma unroll
-    for (int i = 0; i < Conversion::ROUNDS; ++i) {
-        const int set = i % Conversion::COLUMN_SETS, tokens = i / Conversion::COLUMN_SETS * Conversion::ROUND_TOKENS;
-        // Units of the second set lie 64 bytes on in a row of 128, which the swizzle turns into an exclusive or.
-        const uint4 raw = load_shared_16_bytes(from + (c.from ^ set * 64) + tokens * SPAN);
-        const uint32_t target = to + set * PRODUCT_SPAN_BYTES + tokens * 128;
-        store_shared_16_bytes(target + c.to[0], make_uint4(e4m3_pair_to_fp16(raw.x), e4m3_pair_to_fp16(raw.x >> 16),
-                                                           e4m3_pair_to_fp16(raw.y), e4m3_pair_to_fp16(raw.y >> 16)));
-        store_shared_16_bytes(target + c.to[1], make_uint4(e4m3_pair_to_fp16(raw.z), e4m3_pair_to_fp16(raw.z >> 16),
-                                                           e4m3_pair_to_fp16(raw.w), e4m3_pair_to_fp16(raw.w >> 16)));
+    for (int base = 0; base < Conversion::ROUNDS; base += AHEAD) {
+        uint4 raw[AHEAD];
+#pragma unroll
+        for (int i = 0; i < AHEAD && base + i < Conversion::ROUNDS; ++i)
+            raw[i] = load_shared_16_bytes(from + c.from_of(base + i));
+#pragma unroll
+        for (int i = 0; i < AHEAD && base + i < Conversion::ROUNDS; ++i) {
+            const uint32_t target = to + c.to_of(base + i);
+            store_shared_16_bytes(target + c.to[0],
+                                  make_uint4(e4m3_pair_to_fp16(raw[i].x), e4m3_pair_to_fp16(raw[i].x >> 16),
+                                             e4m3_pair_to_fp16(raw[i].y), e4m3_pair_to_fp16(raw[i].y >> 16)));
+            store_shared_16_bytes(target + c.to[1],
+                                  make_uint4(e4m3_pair_to_fp16(raw[i].z), e4m3_pair_to_fp16(raw[i].z >> 16),
+                                             e4m3_pair_to_fp16(raw[i].w), e4m3_pair_to_fp16(raw[i].w >> 16)));
+        }
     }
 }
 

@@ -136,10 +136,11 @@ DEVICE Share find_share(const Params& p) {
     return share;
 }
 
-// Short requests in four, so that one alone spreads over the GPU; long ones in parts of 16 tiles, for which merging costs
+// Short requests in four, so that one alone spreads over the GPU; long ones in parts of 1024 tokens, for which merging costs
 // little. It never falls with the tiles, so a bound on the tiles bounds it.
 DEVICE int split_count(const Params& p, const Request& r) {
-    return min(p.splits, max((r.tiles + 15) / 16, min(4, (r.tiles + 3) / 4)));
+    constexpr int PART = 1024 / TILE_TOKENS, LEAST = 256 / TILE_TOKENS;
+    return min(p.splits, max((r.tiles + PART - 1) / PART, min(4, (r.tiles + LEAST - 1) / LEAST)));
 }
 
 DEVICE int split_start(const Request& r, int split, int count) {

@@ -66,7 +66,7 @@ def test_without_batch_invariant_the_grid_cuts_the_pairs() -> None:
 
 
 def test_splits_never_fall_with_the_tiles() -> None:
-    counts = [split_count(tiles) for tiles in range(1, 2000)]
+    counts = [split_count(tiles, 64) for tiles in range(1, 2000)]
     assert counts == sorted(counts)
     assert all(count <= tiles for tiles, count in enumerate(counts, 1))
 

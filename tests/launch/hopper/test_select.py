@@ -237,10 +237,10 @@ def test_a_window_limits_the_tiles(window_left: int, q_len: int, ctas: int) -> N
     assert chosen(batch=1, group=4, window_left=window_left, q_len=q_len).ctas == ctas
 
 
-@given(shapes, st.integers(0, 5000))
-def test_a_window_never_reads_more(shape: DecodeShape, window_left: int) -> None:
+@given(shapes, st.integers(0, 5000), st.sampled_from([64, 128, 256]))
+def test_a_window_never_reads_more(shape: DecodeShape, window_left: int, tile: int) -> None:
     narrow = replace(shape, window_left=window_left)
-    assert narrow.kv_tokens <= replace(narrow, window_left=window_left + 1).kv_tokens <= shape.max_seq_len
+    assert narrow.kv_tokens(tile) <= replace(narrow, window_left=window_left + 1).kv_tokens(tile) <= shape.max_seq_len
 
 
 # -- batch_invariant: launches and splits
@@ -333,22 +333,27 @@ def test_the_grid_cuts_the_pairs_by_default() -> None:
     assert chosen().splits == 0
 
 
-@given(st.integers(1, 1 << 14), st.integers(1, 1 << 14))
-def test_the_parts_of_a_pair_never_fall_with_its_tiles(tiles: int, more: int) -> None:
-    assert 1 <= split_count(tiles) <= min(tiles, split_count(tiles + more))
+@given(st.integers(1, 1 << 14), st.integers(1, 1 << 14), st.sampled_from([64, 128, 256]))
+def test_the_parts_of_a_pair_never_fall_with_its_tiles(tiles: int, more: int, tile: int) -> None:
+    assert 1 <= split_count(tiles, tile) <= min(tiles, split_count(tiles + more, tile))
 
 
-@given(shapes, st.integers(0, 1 << 20), st.integers(0, 16), st.integers(0, 1 << 20))
+@pytest.mark.parametrize("tokens", [256, 512, 1024, 4096, 5120, 65536])
+def test_the_parts_of_a_pair_come_from_its_tokens(tokens: int) -> None:
+    assert len({split_count(tokens // tile, tile) for tile in (64, 128, 256)}) == 1
+
+
+@given(shapes, st.integers(0, 1 << 20), st.integers(0, 16), st.integers(0, 1 << 20), st.sampled_from([64, 128, 256]))
 def test_the_parts_of_a_request_do_not_depend_on_the_bounds(
-    shape: DecodeShape, length: int, q_len: int, bound: int
+    shape: DecodeShape, length: int, q_len: int, bound: int, tile: int
 ) -> None:
     """As the kernel counts a request's tiles and parts, under two bounds."""
     tight = replace(shape, batch_invariant=True, q_len=max(1, q_len), max_seq_len=length)
     wide = replace(tight, q_len=16, max_seq_len=length + bound)
     begin = max(0, length - q_len - 1 - shape.window_left) if shape.window_left >= 0 else 0
-    tiles = max(1, -(-length // 64) - begin // 64)
-    assert tiles <= tight.tiles
-    assert min(tight.splits, split_count(tiles)) == min(wide.splits, split_count(tiles))
+    tiles = max(1, -(-length // tile) - begin // tile)
+    assert tiles <= tight.tiles(tile)
+    assert min(tight.splits(tile), split_count(tiles, tile)) == min(wide.splits(tile), split_count(tiles, tile))
 
 
 def test_a_batch_invariant_grid_has_at_most_a_cta_a_part() -> None:

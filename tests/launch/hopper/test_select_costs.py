@@ -47,6 +47,7 @@ WORK = Work(
     head_dim=128,
     resident=1,
     row_tiles=1.0,
+    tile_tokens=64,
     tiles_per_cta=20,
     parts=4,
     multiprocessors=132,
@@ -61,6 +62,7 @@ works = st.builds(
     head_dim=st.integers(8, 1024),
     resident=st.sampled_from([1, 2]),
     row_tiles=st.floats(1, 64),
+    tile_tokens=st.sampled_from([64, 128, 256]),
     tiles_per_cta=sizes,
     parts=sizes,
     multiprocessors=st.integers(1, 200),
@@ -192,3 +194,7 @@ def test_what_is_told_can_be_read_back() -> None:
 def test_constants_that_cannot_be_are_refused(constants: dict[str, float], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         restated(COSTS, constants)
+
+
+def test_a_larger_tile_takes_a_cta_the_time_of_its_tokens() -> None:
+    assert estimate(replace(WORK, tile_tokens=128), H200).tiles_us == pytest.approx(2 * estimate(WORK, H200).tiles_us)
