@@ -13,6 +13,8 @@ from cubin_runtime.attention import Runtime, plan_mla_decode
 from .mla_cases import MlaCase
 from .peers import describe, library
 from .problem import DTYPES, Pool, difference
+from .reading import StreamingReads
+from .rows import Row, judge
 from .timing import Call, median_us, replay_us
 
 SCALE = 1 / math.sqrt(192)
@@ -20,8 +22,6 @@ SCALE = 1 / math.sqrt(192)
 SHORT_US = 25.0
 SETS = 24
 SCRATCH_BYTES = 256 << 20
-
-Row = dict[str, Any]
 
 
 class MlaProblem:
@@ -82,8 +82,11 @@ def fa3_of(problem: MlaProblem) -> list[Call]:
 class MlaBench:
     """What all rows share: runtime, pool, ceilings, and times that later rows refer to."""
 
-    def __init__(self, runtime: Runtime, pool: Pool, read: float, matrix: float, rep: float) -> None:
-        self.runtime, self.pool, self.read, self.matrix, self.rep = runtime, pool, read, matrix, rep
+    def __init__(
+        self, runtime: Runtime, pool: Pool, reads: StreamingReads, read: float, matrix: float, rep: float
+    ) -> None:
+        self.runtime, self.pool, self.reads, self.rep = runtime, pool, reads, rep
+        self.read, self.matrix = read, matrix
         self.stream = torch.cuda.current_stream().cuda_stream
         self._bf16_us: dict[tuple[int, ...], float] = {}
 
@@ -93,6 +96,7 @@ class MlaBench:
         row |= {"batch": case.batch, "length": case.length, "heads": case.heads, "q_len": case.q_len}
         row |= {"q_dtype": case.q_dtype, "kv_dtype": case.kv_dtype, "batch_invariant": case.batch_invariant}
         problem = MlaProblem(case, self.pool)
+        row["read_alone_us"] = self.reads.alone_us(problem.cache.data_ptr(), case.kv_bytes)
         try:
             row["ours"] = self._ours(case, problem, row)
         except Exception as failure:  # one row that fails must not cost the others
@@ -157,5 +161,4 @@ class MlaBench:
                 row["ratio"] = row["fa3"]["us"] / us
             if "graph_us" in row["ours"] and "graph_us" in row.get("fa3", {}):
                 row["ratio_graph"] = row["fa3"]["graph_us"] / row["ours"]["graph_us"]
-        row["bar"] = str(case.bar)
-        row["met"] = False if case.bar.alternatives and not us else case.bar.met(row)
+        judge(row, case.bar)

@@ -36,8 +36,7 @@ def sizes(case: Case) -> Row:
 def add_figures(row: Row, bar: Bar, read_tb_per_s: float, matrix_tflop_per_s: float) -> None:
     """Bandwidth, rates and ratios of a measured row, then its bar and whether it is met.
 
-    A ratio is the peer's time over ours: above 1 ours is faster. ``met`` is None where there is no bar, or where the
-    peer that could decide it failed.
+    A ratio is the peer's time over ours: above 1 ours is faster.
     """
     ours = row["ours"]
     us = ours.get("us")
@@ -59,8 +58,34 @@ def add_figures(row: Row, bar: Bar, read_tb_per_s: float, matrix_tflop_per_s: fl
         if replayed and "graph_us" in ours:
             row["ratio_graph"] = min(replayed) / ours["graph_us"]
             row["tb_per_s_graph"] = row["kv_bytes"] / ours["graph_us"] / 1e6
+    judge(row, bar)
+
+
+def judge(row: Row, bar: Bar) -> None:
+    """The row's time over ``read_alone_us``, its bar and whether it is met.
+
+    ``met`` is None where there is no bar, or where a peer that could decide it failed. ``bar_below_read_alone`` is True
+    where the bar asks for less time than reading the same bytes alone takes; else it is absent.
+    """
+    us, alone = row["ours"].get("us"), row.get("read_alone_us")
     row["bar"] = str(bar)
     row["met"] = False if bar.alternatives and not us else bar.met(row)
+    if us and alone:
+        row["over_read_alone"] = us / alone
+        asked = bar.time_us(row, us)
+        if asked is not None and asked < alone:
+            row["bar_below_read_alone"] = True
+
+
+def is_out_of_reach(row: Row) -> bool:
+    """Whether the row misses a bar that no kernel meets which has to read the keys and values."""
+    return row["met"] is False and "bar_below_read_alone" in row
+
+
+def verdict_of(row: Row) -> str:
+    """What a printed line says of the row's bar."""
+    verdict = {True: "MET", False: "not met", None: "undecided"}[row["met"]]
+    return f"{verdict}, below read alone" if is_out_of_reach(row) else verdict
 
 
 def line_of(row: Row) -> str:
@@ -70,6 +95,7 @@ def line_of(row: Row) -> str:
         return f"{row['section']:12s} {row['label']:32s} FAILED {ours['error'][:200]}"
     parts = [f"{row['section']:12s} {row['label']:32s} ours {ours['us']:8.1f} us"]
     parts.append(f"{row['tb_per_s']:5.2f} TB/s {100 * row['read_share']:3.0f}%")
+    parts += [f"read alone {row['read_alone_us']:.1f}"] if "read_alone_us" in row else []
     for name, found in row["peers"].items():
         parts.append(f"{name} {found['us']:.1f}" if "us" in found else f"{name} failed")
         if not found.get("difference", 0.0) < DISAGREEMENT:  # a NaN too
@@ -90,8 +116,7 @@ def line_of(row: Row) -> str:
         theirs = [f" ({name} {found['host_us']:.1f})" for name, found in row["peers"].items() if "host_us" in found]
         parts.append(f"host {ours['host_us']:.1f} us{''.join(theirs)}")
     if row["bar"]:
-        verdict = {True: "MET", False: "not met", None: "undecided"}[row["met"]]
-        parts.append(f"[{row['bar']}: {verdict}]")
+        parts.append(f"[{row['bar']}: {verdict_of(row)}]")
     return "  ".join(parts)
 
 
