@@ -22,7 +22,7 @@ from decode.mla_measuring import MlaBench, MlaProblem, fa3_of
 from decode.peers import describe
 from decode.problem import Pool
 from decode.reading import StreamingReads
-from decode.rows import DISAGREEMENT, tally, verdict_of
+from decode.rows import disagreements, line_of, tally
 from decode.timing import SmClock, matrix_tflop_per_s, median_us
 from gpu_environment import gpu_environment
 
@@ -51,25 +51,6 @@ def compile_peer(pool: Pool) -> dict[str, Any]:
     except Exception as failure:
         error = describe(failure)
     return {"seconds": round(time.perf_counter() - began, 1), "error": error}
-
-
-def line_of(row: dict[str, Any]) -> str:
-    """A row as one line of the printed table."""
-    ours, fa3 = row["ours"], row.get("fa3", {})
-    if "us" not in ours:
-        return f"{row['section']:10s} {row['label']:40s} FAILED {ours['error'][:200]}"
-    parts = [f"{row['section']:10s} {row['label']:40s} ours {ours['us']:8.1f} us"]
-    parts.append(f"{row['tflop_per_s']:4.0f} TFLOP/s {row['tb_per_s']:5.2f} TB/s {100 * row['read_share']:3.0f}%")
-    parts += [f"read alone {row['read_alone_us']:.1f}"] if "read_alone_us" in row else []
-    if fa3:
-        parts.append(f"fa3 {fa3['us']:.1f}" if "us" in fa3 else "fa3 failed")
-        if not fa3.get("difference", 0.0) < DISAGREEMENT:  # a NaN too
-            parts.append(f"DISAGREES by {fa3['difference']:.2g}")
-    words = {"ratio": "ratio", "ratio_graph": "in graphs", "over_bf16": "over bf16", "over_default": "over default"}
-    parts += [f"{word} {row[key]:.3f}" for key, word in words.items() if key in row]
-    if row["bar"]:
-        parts.append(f"[{row['bar']}: {verdict_of(row)}]")
-    return "  ".join(parts)
 
 
 def measure(chosen: argparse.Namespace, runtime: Runtime, pool: Pool, result: dict[str, Any]) -> None:
@@ -113,9 +94,9 @@ def main() -> int:
         result["seconds"] = round(time.perf_counter() - began, 1)
         (chosen.out / "mla.json").write_text(json.dumps(result, indent=1) + "\n")
     print(f"bars: {result['bars']}; seconds: {result['seconds']}")
-    rows = result["rows"]
-    differs = [row for row in rows if not row.get("fa3", {}).get("difference", 0.0) < DISAGREEMENT]
-    return int(bool(differs) or any("us" not in row["ours"] for row in rows))
+    differing = disagreements(result["rows"])
+    print(f"outputs that differ from the peer's: {differing or 'none'}")
+    return int(bool(differing) or any("us" not in row["ours"] for row in result["rows"]))
 
 
 if __name__ == "__main__":

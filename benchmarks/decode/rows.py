@@ -6,6 +6,7 @@ from typing import Any
 
 from .bars import Bar
 from .cases import Case
+from .mla_cases import MlaCase
 
 Row = dict[str, Any]
 # Norm of the difference to a peer's output over its norm: rounding of bf16 and e4m3 stays well below.
@@ -33,10 +34,30 @@ def sizes(case: Case) -> Row:
     }
 
 
+def mla_sizes(case: MlaCase) -> Row:
+    """The same of an MLA case."""
+    return {
+        "section": case.section,
+        "label": case.label,
+        "batch": case.batch,
+        "length": case.length,
+        "q_len": case.q_len,
+        "heads": case.heads,
+        "latent": case.latent,
+        "page": case.page,
+        "q_dtype": case.q_dtype,
+        "kv_dtype": case.kv_dtype,
+        "batch_invariant": case.batch_invariant,
+        "kv_bytes": case.kv_bytes,
+        "flops": case.flops,
+    }
+
+
 def add_figures(row: Row, bar: Bar, read_tb_per_s: float, matrix_tflop_per_s: float) -> None:
     """Bandwidth, rates and ratios of a measured row, then its bar and whether it is met.
 
-    A ratio is the peer's time over ours: above 1 ours is faster.
+    A ratio is the peer's time over ours: above 1 ours is faster. The share of the matrix product counts what the rows
+    of a tile have with their padding, where the row says that.
     """
     ours = row["ours"]
     us = ours.get("us")
@@ -44,8 +65,7 @@ def add_figures(row: Row, bar: Bar, read_tb_per_s: float, matrix_tflop_per_s: fl
         row["tb_per_s"] = row["kv_bytes"] / us / 1e6
         row["read_share"] = row["tb_per_s"] / read_tb_per_s
         row["tflop_per_s"] = row["flops"] / us / 1e6
-        padded = 4 * row["keys"] * row["kv_heads"] * ours["padded_rows"] * row["head_dim"]
-        row["matrix_share"] = padded / us / 1e6 / matrix_tflop_per_s
+        row["matrix_share"] = _padded_flops(row) / us / 1e6 / matrix_tflop_per_s
         times = {name: found["us"] for name, found in row["peers"].items() if "us" in found}
         for name, theirs in times.items():
             row[f"ratio_{name}"] = theirs / us
@@ -59,6 +79,13 @@ def add_figures(row: Row, bar: Bar, read_tb_per_s: float, matrix_tflop_per_s: fl
             row["ratio_graph"] = min(replayed) / ours["graph_us"]
             row["tb_per_s_graph"] = row["kv_bytes"] / ours["graph_us"] / 1e6
     judge(row, bar)
+
+
+def _padded_flops(row: Row) -> int:
+    padded_rows = row["ours"].get("padded_rows")
+    if padded_rows is None:
+        return int(row["flops"])
+    return int(4 * row["keys"] * row["kv_heads"] * padded_rows * row["head_dim"])
 
 
 def judge(row: Row, bar: Bar) -> None:
@@ -92,9 +119,9 @@ def line_of(row: Row) -> str:
     """A row as one line of the printed table."""
     ours = row["ours"]
     if "us" not in ours:
-        return f"{row['section']:12s} {row['label']:32s} FAILED {ours['error'][:200]}"
-    parts = [f"{row['section']:12s} {row['label']:32s} ours {ours['us']:8.1f} us"]
-    parts.append(f"{row['tb_per_s']:5.2f} TB/s {100 * row['read_share']:3.0f}%")
+        return f"{row['section']:12s} {row['label']:40s} FAILED {ours['error'][:200]}"
+    parts = [f"{row['section']:12s} {row['label']:40s} ours {ours['us']:8.1f} us"]
+    parts.append(f"{row['tflop_per_s']:4.0f} TFLOP/s {row['tb_per_s']:5.2f} TB/s {100 * row['read_share']:3.0f}%")
     parts += [f"read alone {row['read_alone_us']:.1f}"] if "read_alone_us" in row else []
     for name, found in row["peers"].items():
         parts.append(f"{name} {found['us']:.1f}" if "us" in found else f"{name} failed")
@@ -107,6 +134,7 @@ def line_of(row: Row) -> str:
         "time_over_q1": "over q_len 1",
         "grouped_speedup": "grouped speedup",
         "published_speedup": "published",
+        "over_bf16": "over bf16",
         "over_default": "over default",
     }
     parts += [f"{word} {row[key]:.3f}" for key, word in words.items() if key in row]
