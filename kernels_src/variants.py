@@ -101,6 +101,11 @@ class _DecodeShape:
     q_e4m3: bool = False
 
     @property
+    def q_dtypes(self) -> str:
+        """Queries that are taken beside e4m3 keys and values."""
+        return "e4m3" if self.q_e4m3 else "bf16,fp16" if self.wgmma else "bf16,fp16,e4m3"
+
+    @property
     def arithmetic(self) -> str:
         """Kernels for one dtype and head_dim give a row the same bits where this is the same."""
         return f"warpgroups of {self.rows} rows" if self.wgmma else "warps"
@@ -118,7 +123,7 @@ def _decode_shared_bytes(shape: _DecodeShape, item_bytes: int) -> int:
     rows = 4 * ((2 * (parties + 1) + 2) * shape.rows + (shape.rows if narrow else 1))
     converted = parties * (3 - shape.q_e4m3) * shape.tile * shape.head_dim * 2 if shape.wgmma and narrow else 0
     barriers = -(-(ring + max(converted, merge) + query + rows) // 8) * 8
-    share = (9 + 4 + 6) * 4 if shape.wgmma else 0
+    share = (9 + 4 + 6 + 1) * 4 if shape.wgmma else 0
     return -(-(barriers + _DECODE_BARRIER_BYTES * shape.buffers + 4 + share) // 128) * 128
 
 
@@ -134,6 +139,7 @@ def _paged_decode(sm: str, dtype: str, shape: _DecodeShape) -> Variant:
         shared_bytes=_decode_shared_bytes(shape, 1 if dtype == "e4m3" else 2),
         traits={
             "dtype": dtype,
+            "q_dtypes": shape.q_dtypes if dtype == "e4m3" else dtype,
             "head_dim": shape.head_dim,
             "rows": shape.rows,
             "tile_tokens": shape.tile,
@@ -161,8 +167,8 @@ _HOPPER_DECODE_16_BITS = (
     _DecodeShape(32, 16, 1, 20, 2),
     _DecodeShape(64, 8, 1, 12, 2),
     _DecodeShape(64, 16, 1, 12, 2),
-    _DecodeShape(64, 64, 2, 20, 1, wgmma=True),
-    _DecodeShape(64, 128, 2, 20, 1, wgmma=True),
+    _DecodeShape(64, 64, 2, 12, 1, wgmma=True, tile=128),
+    _DecodeShape(64, 128, 2, 8, 1, wgmma=True, tile=128),
     _DecodeShape(128, 8, 1, 6, 2),
     _DecodeShape(128, 16, 1, 6, 2),
     _DecodeShape(128, 64, 2, 8, 1, wgmma=True),
@@ -175,14 +181,14 @@ _HOPPER_DECODE_8_BITS = (
     _DecodeShape(32, 16, 1, 20, 2),
     _DecodeShape(64, 8, 1, 20, 2),
     _DecodeShape(64, 16, 1, 20, 2),
-    _DecodeShape(64, 64, 2, 20, 1, wgmma=True),
-    _DecodeShape(64, 64, 2, 20, 1, wgmma=True, q_e4m3=True),
-    _DecodeShape(64, 128, 2, 20, 1, wgmma=True, q_e4m3=True),
+    _DecodeShape(64, 64, 2, 12, 1, wgmma=True, tile=128),
+    _DecodeShape(64, 64, 2, 12, 1, wgmma=True, tile=128, q_e4m3=True),
+    _DecodeShape(64, 128, 2, 12, 1, wgmma=True, tile=128, q_e4m3=True),
     _DecodeShape(128, 8, 1, 10, 2),
     _DecodeShape(128, 16, 1, 10, 2),
     _DecodeShape(128, 64, 2, 8, 1, wgmma=True),
     _DecodeShape(128, 64, 2, 12, 1, wgmma=True, q_e4m3=True),
-    _DecodeShape(128, 128, 2, 12, 1, wgmma=True, q_e4m3=True),
+    _DecodeShape(128, 128, 2, 8, 1, wgmma=True, tile=128, q_e4m3=True),
     _DecodeShape(256, 8, 1, 10, 1),
     _DecodeShape(256, 32, 2, 8, 1),
     _DecodeShape(512, 8, 1, 6, 1),

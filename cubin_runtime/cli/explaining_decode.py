@@ -44,9 +44,9 @@ def shape_of(asked: Asked) -> DecodeShape:
         raise UsageError(f"--heads-q {asked.heads_q}: expected at most {MAX_GROUP} for each of --heads-kv")
     if asked.window < 0:
         raise UsageError(f"--window {asked.window}: expected at least 0")
-    asked.query_dtype(QUERY_DTYPES)
     return DecodeShape(
         dtype=asked.dtype_kv,
+        q_dtype=asked.query_dtype(QUERY_DTYPES),
         head_dim=asked.head_dim,
         group=asked.heads_q // heads_kv,
         kv_heads=heads_kv,

@@ -186,6 +186,9 @@ def _unfit(kernel: OwnKernel, shape: DecodeShape, device: DeviceFacts) -> str:
     for name, wanted in (("dtype", shape.dtype), ("head_dim", shape.head_dim)):
         if kernel.traits[name] != wanted:
             return f"{name} is {kernel.traits[name]}"
+    taken = str(kernel.traits["q_dtypes"]).split(",")
+    if (shape.q_dtype or shape.dtype) not in taken:
+        return f"queries are {' or '.join(taken)}"
     needs = kernel.dynamic_shared_bytes + kernel.static_shared_bytes
     if needs > device.shared_bytes_per_block_optin:
         return f"needs {needs} bytes of shared memory a block, the device has {device.shared_bytes_per_block_optin}"
@@ -242,6 +245,7 @@ def _work(kernel: OwnKernel, grid: Grid, shape: DecodeShape, part: Part, device:
     return Work(
         kv_bytes=2 * requests * shape.kv_heads * shape.kv_tokens(tile_tokens) * shape.head_dim * item_bytes,
         item_bytes=item_bytes,
+        q_item_bytes=ITEM_BYTES[shape.q_dtype or shape.dtype],
         rows=_trait(kernel, "rows"),
         head_dim=shape.head_dim,
         resident=grid.resident,

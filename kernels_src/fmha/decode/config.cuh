@@ -123,6 +123,7 @@ struct alignas(128) Shared {
     Share share;  // of the consumers, whose registers are short
     Rows open_rows;  // the pair of which this CTA wrote a part last
     Parts open_parts;
+    uint32_t open_arrived;  // who had arrived there before
 #endif
 };
 
@@ -136,6 +137,13 @@ DEVICE uint32_t tile_address(uint32_t buffer, int token, int column) {
     constexpr int COLUMNS = SPAN / 16;
     const int turn = SPAN == 128 ? token % 8 : SPAN == 64 ? token / 2 % 4 : token / 4 % 2;
     return buffer + column / COLUMNS * SPAN_BYTES + token * SPAN + ((column % COLUMNS) ^ turn) * 16;
+}
+
+// The thread's index, read anew: what follows from it need not stay in registers.
+DEVICE uint32_t thread_anew() {
+    uint32_t thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread;
 }
 
 // Position in the ring; the phase flips each time around.

@@ -16,23 +16,28 @@ constexpr int TILE_BLOCKS = TILE_TOKENS / 8;  // of 8 columns in a warpgroup's p
 
 DEVICE int warpgroup() { return threadIdx.x / 128; }
 
-// The first of the thread's two rows (the other is 8 on) among the CTA's.
-DEVICE int own_row() { return (PARTIES == 1 ? warpgroup() * 64 : 0) + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4; }
+// The first of the warp's 16 rows among the CTA's. The second warpgroup begins with its third warp: where few rows exist, the
+// warps that have them are on different schedulers.
+DEVICE int first_row(uint32_t thread) { return (PARTIES == 1 ? thread / 128 * 64 : 0) + (thread / 32 + thread / 128 * 2) % 4 * 16; }
 
-struct RowFacts {
-    uint32_t mask[2];
-    int begin[2];
-    DEVICE void load(const Params& p, const Piece& piece) {
-        const Request& r = piece.request;
-        for (int i = 0; i < 2; ++i) {
-            const int row = own_row() + i * 8, token = place_of(p, piece.rows.first + row).token;
-            // Draft tokens in front of the first key have no keys, not even their own.
-            const bool exists = row < piece.rows.count && token >= r.q_len - r.length;
-            mask[i] = exists ? mask_word(p, r, token) : 0;
-            begin[i] = exists ? window_begin(p, r, token) : NEVER;
-        }
+// The first of the thread's two rows; the other is 8 on.
+DEVICE int own_row(uint32_t thread) { return first_row(thread) + thread % 32 / 4; }
+
+// Whether any of the warp's rows exists; where none does, the warp only takes part in what warpgroups do together.
+DEVICE bool has_rows(const Piece& piece, uint32_t thread) { return first_row(thread) < piece.rows.count; }
+
+// What each row sees, for `hide`: in shared memory, since registers are short. Ends with a barrier of the consumers.
+DEVICE void load_row_facts(const Params& p, const Piece& piece, Shared& shared) {
+    const Request& r = piece.request;
+    if (threadIdx.x < ROWS) {
+        const int token = place_of(p, piece.rows.first + threadIdx.x).token;
+        // Draft tokens in front of the first key have no keys, not even their own.
+        const bool exists = threadIdx.x < piece.rows.count && token >= r.q_len - r.length;
+        shared.row_mask[threadIdx.x] = exists ? mask_word(p, r, token) : 0;
+        shared.row_begin[threadIdx.x] = exists ? window_begin(p, r, token) : NEVER;
     }
-};
+    named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
+}
 
 constexpr int STEP_BYTES = 32;  // of a row's depth that one product step takes
 constexpr int PRODUCT_STEPS = HEAD_DIM * (Q_E4M3 ? 1 : 2) / STEP_BYTES;
@@ -45,7 +50,7 @@ DEVICE void load_query(const Params& p, const Piece& piece, float softmax_scale,
     const uint32_t flip = softmax_scale < 0.f ? (Q_E4M3 ? 0x80808080u : 0x80008000u) : 0u;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        const int row = own_row() + i * 8;
+        const int row = own_row(threadIdx.x) + i * 8;
         const bool exists = row < piece.rows.count;
         const char* at = query_row(p, piece, exists ? row : 0);
         int exponent = 0;
@@ -80,7 +85,7 @@ DEVICE void load_query(const Params& p, const Piece& piece, float softmax_scale,
     }
 }
 
-// What a warpgroup knows of its rows: O[4 j + i] is head dim 8 j + 2 (lane % 4) + i % 2 of row own_row() + i / 2 * 8.
+// What a warpgroup knows of its rows: O[4 j + i] is head dim 8 j + 2 (lane % 4) + i % 2 of row own_row(threadIdx.x) + i / 2 * 8.
 struct Accumulator {
     float maximum[2], sum[2];
     float out[HEAD_DIM / 2];
@@ -110,17 +115,22 @@ DEVICE void multiply_keys(uint32_t buffer, const QueryFragments& q, float (&s)[T
     wgmma_commit();
 }
 
-DEVICE void hide(const Piece& piece, const RowFacts& rows, int tile_token, float (&s)[TILE_TOKENS / 2]) {
+DEVICE void hide(const Piece& piece, const Shared& shared, int tile_token, float (&s)[TILE_TOKENS / 2]) {
+    const int first = tile_token + threadIdx.x % 4 * 2, row = own_row(threadIdx.x);
     const int prefix = piece.request.length - piece.request.q_len;
 #pragma unroll
-    for (int j = 0; j < TILE_BLOCKS; ++j)
+    for (int i = 0; i < 2; ++i) {
+        const int begin = shared.row_begin[row + i * 8];
+        const uint32_t mask = shared.row_mask[row + i * 8];  // no bits past the last draft token
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int token = tile_token + j * 8 + threadIdx.x % 4 * 2 + i % 2;
-            const bool visible = token < piece.request.length && token >= rows.begin[i / 2] &&
-                                 (token < prefix || (rows.mask[i / 2] >> (token - prefix) & 1));
-            if (!visible) s[j * 4 + i] = -INFINITY;
-        }
+        for (int j = 0; j < TILE_BLOCKS; ++j)
+#pragma unroll
+            for (int k = 0; k < 2; ++k) {
+                const int token = first + j * 8 + k, draft = token - prefix;
+                const bool visible = token >= begin && (draft < 0 || (__funnelshift_rc(mask, 0, draft) & 1));
+                if (!visible) s[j * 4 + i * 2 + k] = -INFINITY;
+            }
+    }
 }
 
 // Turns S into P; `rescale` brings the accumulator to the new maximum, which follows the scores only where they exceed it by
@@ -203,7 +213,7 @@ DEVICE void clear_values(char* buffer, Seen seen) {
 // A thread's units of 16 e4m3 in a tile. Eight neighbouring lanes take four columns of two tokens whose low bits and bits 2
 // differ, so that neither what they read nor what they write meets in a bank.
 struct Conversion {
-    uint32_t from, to[2];  // of the first unit; its two halves lie in two places
+    uint32_t from, to;  // of the first unit; its second half lies 16 bytes on or back
     static constexpr int COLUMN_SETS = HEAD_DIM / 64;  // of four units, which are 64 head dims
     static constexpr int ROUND_TOKENS = PARTY_THREADS / 4;
     static constexpr int ROUNDS = TILE_TOKENS / ROUND_TOKENS * COLUMN_SETS;
@@ -211,13 +221,13 @@ struct Conversion {
         const int lane = threadIdx.x % 32, column = lane % 4;
         const int token = threadIdx.x % PARTY_THREADS / 32 * 8 + (lane / 8 ^ lane / 4 % 2 * 5);
         from = tile_address(0, token, column);
-        for (int half = 0; half < 2; ++half) to[half] = token * 128 + ((column * 2 + half) ^ (token % 8)) * 16;
+        to = token * 128 + (column * 2 ^ token % 8) * 16;
     }
-    static constexpr int set_of(int round) { return round % COLUMN_SETS; }
-    static constexpr int tokens_of(int round) { return round / COLUMN_SETS * ROUND_TOKENS; }
+    DEVICE static int set_of(int round) { return round % COLUMN_SETS; }
+    DEVICE static int tokens_of(int round) { return round / COLUMN_SETS * ROUND_TOKENS; }
     // Units of the second set lie 64 bytes on in a row of 128, which the swizzle turns into an exclusive or.
     DEVICE uint32_t from_of(int round) const { return (from ^ set_of(round) * 64) + tokens_of(round) * SPAN; }
-    DEVICE static uint32_t to_of(int round) { return set_of(round) * PRODUCT_SPAN_BYTES + tokens_of(round) * 128; }
+    DEVICE uint32_t to_of(int round) const { return to + set_of(round) * PRODUCT_SPAN_BYTES + tokens_of(round) * 128; }
 };
 
 // e4m3 of a tile as fp16 where the products read it.
@@ -232,10 +242,10 @@ DEVICE void convert(const Conversion& c, uint32_t from, uint32_t to) {
 #pragma unroll
         for (int i = 0; i < AHEAD && base + i < Conversion::ROUNDS; ++i) {
             const uint32_t target = to + c.to_of(base + i);
-            store_shared_16_bytes(target + c.to[0],
+            store_shared_16_bytes(target,
                                   make_uint4(e4m3_pair_to_fp16(raw[i].x), e4m3_pair_to_fp16(raw[i].x >> 16),
                                              e4m3_pair_to_fp16(raw[i].y), e4m3_pair_to_fp16(raw[i].y >> 16)));
-            store_shared_16_bytes(target + c.to[1],
+            store_shared_16_bytes(target ^ 16,
                                   make_uint4(e4m3_pair_to_fp16(raw[i].z), e4m3_pair_to_fp16(raw[i].z >> 16),
                                              e4m3_pair_to_fp16(raw[i].w), e4m3_pair_to_fp16(raw[i].w >> 16)));
         }
@@ -255,25 +265,26 @@ DEVICE void multiply_values(uint32_t buffer, const uint32_t (&probability)[TILE_
 
 // The accumulators become shared.merge (unnormalised O), maximum and sum.
 DEVICE void merge_warpgroups(const Piece& piece, Accumulator& acc, Shared& shared) {
-    const int own_party = party();
-    const bool any_rows = own_row() - threadIdx.x % 32 / 4 < piece.rows.count;  // of the warp
+    const uint32_t thread = thread_anew();
+    const int first = own_row(thread), own_party = party();
+    const bool any_rows = has_rows(piece, thread);
     for (int i = 0; i < 2; ++i) {
         acc.sum[i] += __shfl_xor_sync(~0u, acc.sum[i], 1);
         acc.sum[i] += __shfl_xor_sync(~0u, acc.sum[i], 2);
-        if (threadIdx.x % 4 == 0) {
-            shared.party_maximum[own_party][own_row() + i * 8] = acc.maximum[i];
-            shared.party_sum[own_party][own_row() + i * 8] = acc.sum[i];
+        if (thread % 4 == 0) {
+            shared.party_maximum[own_party][first + i * 8] = acc.maximum[i];
+            shared.party_sum[own_party][first + i * 8] = acc.sum[i];
         }
     }
     named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
     float weight[2];
     for (int i = 0; i < 2; ++i) {
-        const int row = own_row() + i * 8;
+        const int row = first + i * 8;
         float highest = shared.party_maximum[0][row];
         for (int w = 1; w < PARTIES; ++w) highest = fmaxf(highest, shared.party_maximum[w][row]);
         const float anchor = highest == -INFINITY ? 0.f : highest;  // no visible key: every weight is 0, not NaN
         weight[i] = exp2_approximate(acc.maximum[i] - anchor);
-        if (own_party == 0 && threadIdx.x % 4 == 0) {
+        if (own_party == 0 && thread % 4 == 0) {
             float total = 0.f;
             for (int w = 0; w < PARTIES; ++w)
                 total += shared.party_sum[w][row] * exp2_approximate(shared.party_maximum[w][row] - anchor);
@@ -288,7 +299,7 @@ DEVICE void merge_warpgroups(const Piece& piece, Accumulator& acc, Shared& share
             for (int j = 0; j < HEAD_DIM / 8; ++j)
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
-                    float2& cell = *reinterpret_cast<float2*>(&shared.merge[0][own_row() + i * 8][j * 8 + threadIdx.x % 4 * 2]);
+                    float2& cell = *reinterpret_cast<float2*>(&shared.merge[0][first + i * 8][j * 8 + thread % 4 * 2]);
                     const float x = acc.out[j * 4 + i * 2] * weight[i], y = acc.out[j * 4 + i * 2 + 1] * weight[i];
                     cell = turn == 0 ? make_float2(x, y) : make_float2(cell.x + x, cell.y + y);
                 }
@@ -327,7 +338,7 @@ DEVICE uint32_t arrived_values(Shared& shared, const RingCursor& cursor, Seen se
 }
 
 #if KV_TYPE == 2
-// Begins to bring values where the products read them; `turn` flips from tile to tile.
+// Values of the tile at `cursor`, where the products read them: in the party's place of this turn.
 DEVICE uint32_t convert_values(Shared& shared, const RingCursor& cursor, const Conversion& conversion, int turn, Seen seen) {
     const uint32_t target = shared_address(shared.converted[party()][KEYS_CONVERTED + turn]);
     convert(conversion, arrived_values(shared, cursor, seen), target);
@@ -336,156 +347,87 @@ DEVICE uint32_t convert_values(Shared& shared, const RingCursor& cursor, const C
 }
 #endif
 
-// A party's tiles of a piece.
+// A party's tiles of a piece. The product P V of a tile runs beside the next tile's Q K^T and conversions.
 DEVICE void consume_tiles(const Piece& piece, int window_left, int tiles, const float (&scale)[2], const QueryFragments& q,
-                          const RowFacts& rows, RingCursor key, Shared& shared, Accumulator& acc) {
+                          RingCursor key, Shared& shared, Accumulator& acc) {
     const Request& r = piece.request;
     // Keys [seen_from, seen_to) are seen by every row.
     const int seen_to = r.length - r.q_len, seen_from = window_left < 0 ? 0 : r.length - 1 - window_left;
     const Conversion conversion;
     key.advance(2 * party());
-#if SERIAL
-    RingCursor value = key, used = key;
-    value.advance();
-    int turn = 0;
+    RingCursor used = key;  // values that the product under way reads
 #pragma unroll 1
     for (int tile = party(); tile < tiles; tile += PARTIES) {
         const int tile_token = (r.first_tile + piece.first + tile) * TILE_TOKENS;
         const Seen seen = {max(piece.begin - tile_token, 0), min(r.length - tile_token, TILE_TOKENS)};
+        const RingCursor value = {key.index + 1, key.phase};  // keys and values lie in pairs
         float s[TILE_TOKENS / 2];
         multiply_keys(arrived_keys(shared, key, conversion), q, s);
 #if KV_TYPE == 2
-        const uint32_t values = convert_values(shared, value, conversion, turn, seen);
+        const uint32_t values = convert_values(shared, value, conversion, tile / PARTIES % 2, seen);
 #endif
         wgmma_wait<0>();
         hold_registers(s);
         hold_registers(acc.out);
         if (!KEYS_CONVERTED) release(shared, key);
-        if (!KV_E4M3 && turn) release(shared, used);
-        if (tile_token + TILE_TOKENS > seen_to || tile_token < seen_from) hide(piece, rows, tile_token, s);
-        float rescale[2];
-        softmax(scale, s, acc, rescale);
-        if (__any_sync(~0u, rescale[0] != 1.f || rescale[1] != 1.f))
-#pragma unroll
-            for (int j = 0; j < HEAD_DIM / 2; ++j) acc.out[j] *= rescale[j / 2 % 2];
+        if (!KV_E4M3 && tile >= PARTIES) release(shared, used);
         uint32_t probability[TILE_TOKENS / 16][4];
-        pack(s, probability);
+        if (has_rows(piece, thread_anew())) {
+            if (tile_token + TILE_TOKENS > seen_to || tile_token < seen_from) hide(piece, shared, tile_token, s);
+            float rescale[2];
+            softmax(scale, s, acc, rescale);
+            if (__any_sync(~0u, rescale[0] != 1.f || rescale[1] != 1.f))
+#pragma unroll
+                for (int j = 0; j < HEAD_DIM / 2; ++j) acc.out[j] *= rescale[j / 2 % 2];
+            pack(s, probability);
+        }
 #if KV_TYPE == 2
         publish_to_products();  // and every warp is through with the values of the tile before
-        turn ^= 1;
 #else
         const uint32_t values = arrived_values(shared, value, seen);
         used = value;
-        turn = 1;
 #endif
         multiply_values(values, probability, acc);
         key.advance(2 * PARTIES);
-        value.advance(2 * PARTIES);
     }
     wgmma_wait<0>();
     hold_registers(acc.out);
-    if (!KV_E4M3 && turn) release(shared, used);
-#else
-    // The product P V of a tile runs beside the next tile's Q K^T and its softmax.
-    int tile = party();
-    if (tile >= tiles) return;
-    const auto token_of = [&](int t) { return (r.first_tile + piece.first + t) * TILE_TOKENS; };
-    const auto seen_of = [&](int t) -> Seen {
-        return {max(piece.begin - token_of(t), 0), min(r.length - token_of(t), TILE_TOKENS)};
-    };
-    RingCursor value = key;
-    value.advance();
-    float s[TILE_TOKENS / 2];
-    uint32_t keys = arrived_keys(shared, key, conversion), values;
-    multiply_keys(keys, q, s);
-#if KV_TYPE == 2
-    int turn = 0;
-    values = convert_values(shared, value, conversion, turn, seen_of(tile));
-#endif
-    wgmma_wait<0>();
-    hold_registers(s);
-    if (!KEYS_CONVERTED) release(shared, key);
-    RingCursor used;  // values that the product under way reads
-    bool pending = false, more;
-    do {
-        const int tile_token = token_of(tile);
-        if (tile_token + TILE_TOKENS > seen_to || tile_token < seen_from) hide(piece, rows, tile_token, s);
-        float rescale[2];
-        softmax(scale, s, acc, rescale);
-        wgmma_wait<0>();
-        hold_registers(acc.out);
-        if (!KV_E4M3 && pending) release(shared, used);
-        if (__any_sync(~0u, rescale[0] != 1.f || rescale[1] != 1.f))
-#pragma unroll
-            for (int j = 0; j < HEAD_DIM / 2; ++j) acc.out[j] *= rescale[j / 2 % 2];
-        uint32_t probability[TILE_TOKENS / 16][4];
-        pack(s, probability);
-        // After the last tile the product with the keys at hand is made once more and not used: a branch around it would
-        // make the compiler wait for each product.
-        more = tile + PARTIES < tiles;
-#if KV_TYPE == 2
-        publish_to_products();  // values; and every warp is through with the keys and the values of the tile before
-#endif
-        if (more) {
-            key.advance(2 * PARTIES);
-            keys = arrived_keys(shared, key, conversion);
-        }
-        multiply_keys(keys, q, s);
-#if KV_TYPE != 2
-        values = arrived_values(shared, value, seen_of(tile));
-#endif
-        multiply_values(values, probability, acc);
-        used = value;
-        tile += PARTIES;
-        value.advance(2 * PARTIES);
-#if KV_TYPE == 2
-        turn ^= 1;
-        if (more) values = convert_values(shared, value, conversion, turn, seen_of(tile));
-#endif
-        wgmma_wait<1>();
-        hold_registers(s);
-        if (!KEYS_CONVERTED && more) release(shared, key);
-        pending = true;
-    } while (more);
-    wgmma_wait<0>();
-    hold_registers(acc.out);
-    if (!KV_E4M3) release(shared, used);
-#endif
+    if (!KV_E4M3 && party() < tiles) release(shared, used);
 }
 
 DEVICE void consume(const Params& p, const Share& share, Shared& shared) {
     const float softmax_scale = p.softmax_scale_log2 * device_factor(p.softmax_scale_device);
     const float output_scale = p.output_scale * device_factor(p.output_scale_device);
-    RingCursor cursor;
+    uint32_t buffers = 0;  // of the ring, taken so far
     // A part's arrival is answered while the next piece is at work: until then its pair is open.
-    bool open = false;
-    uint32_t arrived = 0;
     const auto close = [&] {
-        if (open) merge_if_last(p, shared.open_rows, shared.open_parts, arrived, output_scale, shared);
-        open = false;
+        if (shared.open_parts.count > 1)
+            merge_if_last(p, shared.open_rows, shared.open_parts, shared.open_arrived, output_scale, shared);
     };
     for_each_piece(p, share, [&](const Piece& piece) {
         const Request& r = piece.request;
         QueryFragments q;
         float scale[2];
         load_query(p, piece, softmax_scale, q, scale);
-        RowFacts rows;
-        rows.load(p, piece);
+        load_row_facts(p, piece, shared);
         Accumulator acc;
         acc.clear();
         // Tiles with keys; the one of a request without any is not in the ring.
         const int tiles = min(piece.last, (r.length + TILE_TOKENS - 1) / TILE_TOKENS - r.first_tile) - piece.first;
-        consume_tiles(piece, p.window_left, tiles, scale, q, rows, cursor, shared, acc);
-        cursor.advance_far(2 * max(tiles, 0));
+        RingCursor cursor;
+        cursor.advance_far(buffers);
+        consume_tiles(piece, p.window_left, tiles, scale, q, cursor, shared, acc);
+        buffers += 2 * max(tiles, 0);
         close();
         merge_warpgroups(piece, acc, shared);
         const Parts parts = parts_of(p, share, piece);
         write_piece(p, piece, parts, output_scale, shared);
-        open = parts.count > 1;
-        if (!open) return;
-        arrived = arrive(p, parts);
-        if (threadIdx.x == 0) shared.open_rows = piece.rows, shared.open_parts = parts;
+        if (threadIdx.x == 0) {
+            shared.open_rows = piece.rows, shared.open_parts = parts;
+            if (parts.count > 1) shared.open_arrived = arrive(p, parts);
+        }
     });
+    named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
     close();
 }
 

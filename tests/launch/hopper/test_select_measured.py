@@ -25,14 +25,17 @@ class Measured:
     batch: int
     keys: int
     us: dict[tuple[int, int], float]
+    q_dtype: str = "bf16"
 
     @property
     def shape(self) -> DecodeShape:
         q_len, group = self.rows
-        return DecodeShape(self.dtype, self.head_dim, group, KV_HEADS, self.batch, q_len=q_len, max_seq_len=self.keys)
+        types = {"dtype": self.dtype, "q_dtype": self.q_dtype}
+        sizes = {"head_dim": self.head_dim, "group": group, "kv_heads": KV_HEADS, "batch": self.batch}
+        return DecodeShape(**types, **sizes, q_len=q_len, max_seq_len=self.keys)
 
     def __str__(self) -> str:
-        return f"{self.dtype}-{self.head_dim}-{self.rows[0]}x{self.rows[1]}-{self.batch}x{self.keys}"
+        return f"{self.q_dtype}-{self.dtype}-{self.head_dim}-{self.rows[0]}x{self.rows[1]}-{self.batch}x{self.keys}"
 
 
 MEASURED = (
@@ -57,8 +60,14 @@ MEASURED = (
     Measured("e4m3", 128, (1, 8), 32, 4096, {(8, 1): 98, (8, 2): 89, (64, 1): 121}),
     Measured("e4m3", 128, (1, 8), 128, 2048, {(8, 1): 200, (8, 2): 166, (64, 1): 255}),
     Measured("e4m3", 128, (1, 12), 16, 16384, {(16, 1): 238, (16, 2): 168, (64, 1): 219}),
-    Measured("e4m3", 128, (4, 12), 16, 16384, {(64, 1): 222}),
+    Measured("e4m3", 128, (4, 12), 16, 16384, {(64, 1): 217}),
     Measured("e4m3", 128, (8, 12), 16, 16384, {(64, 1): 435}),
+    Measured("e4m3", 128, (4, 12), 16, 16384, {(64, 1): 162}, "e4m3"),
+    Measured("e4m3", 128, (4, 12), 64, 16384, {(64, 1): 623}, "e4m3"),
+    Measured("e4m3", 128, (8, 12), 16, 16384, {(64, 1): 310, (128, 1): 243}, "e4m3"),
+    Measured("e4m3", 128, (8, 12), 64, 16384, {(64, 1): 1247, (128, 1): 990}, "e4m3"),
+    Measured("e4m3", 64, (8, 8), 16, 16384, {(64, 1): 116}, "e4m3"),
+    Measured("e4m3", 64, (8, 8), 64, 16384, {(64, 1): 433}, "e4m3"),
     Measured("e4m3", 64, (1, 8), 16, 16384, {(8, 1): 147, (8, 2): 103, (64, 1): 150}),
     Measured("e4m3", 64, (2, 8), 16, 16384, {(16, 1): 184, (16, 2): 121, (64, 1): 150}),
 )
