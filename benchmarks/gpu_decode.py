@@ -4,7 +4,8 @@ Run: ``python benchmarks/gpu_decode.py --out DIR [--sections gqa,fp8]`` on a mac
 flashinfer-python is installed it is measured in the same run. Ratio = best of the peers' / ours, so above 1 is faster.
 Times are medians of triton's do_bench, which clears the L2 cache before each call; cases under 20 us are also timed
 as graph replays over more keys and values than twice L2 holds. The read bandwidth is that of a kernel of ours that
-only reads, over 4 GiB in the same process. ``--compile`` only compiles the peers' kernels.
+only reads, over 4 GiB in the same process; "read alone" is its time over as many bytes as a row's keys and values.
+``--compile`` only compiles the peers' kernels.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from decode import peers
 from decode.cases import SECTIONS, Case, cases_of, sections_of
 from decode.measuring import Bench
 from decode.problem import Pool
-from decode.reading import read_bandwidth
+from decode.reading import StreamingReads
 from decode.rows import disagreements, line_of, tally
 from decode.timing import REP_MS, SmClock, matrix_tflop_per_s, median_us
 from gpu_environment import gpu_environment
@@ -50,12 +51,10 @@ def measure(cases: list[Case], runtime: Runtime, rep: float, result: dict[str, A
     with SmClock() as clock:
         matrix = result["matrix_tflop_per_s"] = matrix_tflop_per_s()
         sums = torch.empty(8 * runtime.driver.device(0).multiprocessors, dtype=torch.int32, device="cuda")
-        data = pool.flat(cases[0].kv_dtype).data_ptr()
-        stream = torch.cuda.current_stream().cuda_stream
-        read = read_bandwidth(runtime, data, READ_BYTES, sums.data_ptr(), stream, lambda call: median_us(call, 100))
-        result["read"] = read
+        reads = StreamingReads(runtime, sums.data_ptr(), torch.cuda.current_stream().cuda_stream, median_us)
+        read = result["read"] = reads.bandwidth(pool.flat(cases[0].kv_dtype).data_ptr(), READ_BYTES)
         print(f"read {read['tb_per_s']:.3f} TB/s, matrix product {matrix:.0f} TFLOP/s", flush=True)
-        bench = Bench(runtime, pool, read["tb_per_s"], matrix, rep)
+        bench = Bench(runtime, pool, reads, read["tb_per_s"], matrix, rep)
         for case in cases:
             began, before = time.perf_counter(), len(clock.samples)
             row = bench.row(case)

@@ -1,34 +1,38 @@
-"""Pictures and figures of the decode from its JSON; measures nothing, needs no GPU.
+"""Pictures and figures of the decodes from their JSON; measures nothing, needs no GPU.
 
 Run: ``python benchmarks/plot_decode.py`` draws ``docs/decode_bandwidth.png`` and ``docs/decode_roofline.png`` and
-writes the figures of ``docs/decode.md`` between its markers; ``--doc`` writes only these, ``--images`` draws only.
+writes the figures of ``docs/decode.md`` and ``docs/mla.md`` between their markers; ``--doc`` writes only these,
+``--images`` draws only.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
-from decode.page import SCHEMA, rewrite
+from decode import mla_page, page
 from decode.plots import draw_bandwidth, draw_roofline
+from decode.tables import report_of, rewrite
 
 ROOT = Path(__file__).resolve().parents[1]
+PAGES = {"decode": page.figures, "mla": mla_page.figures}
 
 
 def main() -> None:
     """Draw and write what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks" / "results" / "decode.json")
-    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="the folder of decode.md and the pictures")
-    parser.add_argument("--doc", action="store_true", help="only write the figures of decode.md")
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results", help="the folder of the JSON")
+    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="the folder of the pages and the pictures")
+    parser.add_argument("--doc", action="store_true", help="only write the figures of the pages")
     parser.add_argument("--images", action="store_true", help="only draw the pictures")
     given = parser.parse_args()
-    report = json.loads(given.json.read_text())
+    reports = {name: report_of(given.results / f"{name}.json") for name in PAGES}
     if given.doc or not given.images:
-        page = given.docs / "decode.md"
-        page.write_text(rewrite(page.read_text(), report))
-    if (given.images or not given.doc) and report["schema"] == SCHEMA:
+        for name, figures in PAGES.items():
+            text = given.docs / f"{name}.md"
+            text.write_text(rewrite(text.read_text(), figures(reports[name])))
+    report = reports["decode"]
+    if (given.images or not given.doc) and report.get("schema") == page.SCHEMA:
         if any(row["section"] == "sweep" for row in report["rows"]):
             draw_bandwidth(report, given.docs / "decode_bandwidth.png")
         draw_roofline(report, given.docs / "decode_roofline.png")

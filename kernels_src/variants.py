@@ -87,7 +87,8 @@ class _DecodeShape:
     """What a build of paged decode fixes: rows of a CTA, consumer warpgroups, buffers of the ring, CTAs on an SM, and
     the tokens of a tile, which is what a buffer holds.
 
-    ``wgmma``: warpgroups multiply whole tiles by 64 rows; else warps multiply 16 tokens by rows in eights.
+    ``wgmma``: warpgroups multiply whole tiles by 64 rows; else warps multiply 16 tokens by rows in eights. ``q_e4m3``:
+    queries are e4m3 like the keys, and multiplied by them as they are.
     """
 
     head_dim: int
@@ -97,6 +98,12 @@ class _DecodeShape:
     ctas: int
     wgmma: bool = False
     tile: int = 64
+    q_e4m3: bool = False
+
+    @property
+    def q_dtypes(self) -> str:
+        """Queries that are taken beside e4m3 keys and values."""
+        return "e4m3" if self.q_e4m3 else "bf16,fp16" if self.wgmma else "bf16,fp16,e4m3"
 
     @property
     def arithmetic(self) -> str:
@@ -115,9 +122,9 @@ def _decode_shared_bytes(shape: _DecodeShape, item_bytes: int) -> int:
     parties = 64 * shape.warpgroups // shape.rows if shape.wgmma else 4
     undo = shape.rows if narrow and in_shared and not shape.wgmma else 0
     rows = 4 * ((2 * (parties + 1) + 2) * shape.rows + undo)
-    converted = 2 * shape.warpgroups * shape.tile * shape.head_dim * 2 if shape.wgmma and narrow else 0
-    barriers = -(-(ring + converted + merge + query + rows) // 8) * 8
-    share = (9 + 4 + 6) * 4 if shape.wgmma else 9 * 4 if shape.rows > 8 else 0
+    converted = parties * (3 - shape.q_e4m3) * shape.tile * shape.head_dim * 2 if shape.wgmma and narrow else 0
+    barriers = -(-(ring + max(converted, merge) + query + rows) // 8) * 8
+    share = (9 + 4 + 6 + 1) * 4 if shape.wgmma else 9 * 4 if shape.rows > 8 else 0
     return -(-(barriers + _DECODE_BARRIER_BYTES * shape.buffers + 4 + share) // 128) * 128
 
 
@@ -125,7 +132,7 @@ def _paged_decode(sm: str, dtype: str, shape: _DecodeShape) -> Variant:
     tma = sm == "90a"
     return Variant(
         source="fmha/paged_decode.cu",
-        symbol=f"fmha_paged_decode_{dtype}_d{shape.head_dim}_rows{shape.rows}",
+        symbol=f"fmha_paged_decode_{dtype}{'_q_e4m3' if shape.q_e4m3 else ''}_d{shape.head_dim}_rows{shape.rows}",
         sm=sm,
         operation="paged_decode",
         struct="PagedDecodeTmaParams" if tma else "PagedDecodeCopyParams",
@@ -133,6 +140,7 @@ def _paged_decode(sm: str, dtype: str, shape: _DecodeShape) -> Variant:
         shared_bytes=_decode_shared_bytes(shape, 1 if dtype == "e4m3" else 2),
         traits={
             "dtype": dtype,
+            "q_dtypes": shape.q_dtypes if dtype == "e4m3" else dtype,
             "head_dim": shape.head_dim,
             "rows": shape.rows,
             "tile_tokens": shape.tile,
@@ -143,6 +151,7 @@ def _paged_decode(sm: str, dtype: str, shape: _DecodeShape) -> Variant:
         defines={
             "HEAD_DIM": shape.head_dim,
             "KV_TYPE": _KV_TYPES[dtype],
+            "Q_E4M3": int(shape.q_e4m3),
             "ROWS": shape.rows,
             "TILE_TOKENS": shape.tile,
             "CONSUMER_WARPGROUPS": shape.warpgroups,
@@ -159,8 +168,8 @@ _HOPPER_DECODE_16_BITS = (
     _DecodeShape(32, 16, 1, 20, 2),
     _DecodeShape(64, 8, 1, 6, 2, tile=128),
     _DecodeShape(64, 16, 1, 6, 2, tile=128),
-    _DecodeShape(64, 64, 2, 20, 1, wgmma=True),
-    _DecodeShape(64, 128, 2, 20, 1, wgmma=True),
+    _DecodeShape(64, 64, 2, 12, 1, wgmma=True, tile=128),
+    _DecodeShape(64, 128, 2, 8, 1, wgmma=True, tile=128),
     _DecodeShape(128, 8, 1, 6, 2),
     _DecodeShape(128, 16, 1, 6, 2),
     _DecodeShape(128, 64, 2, 8, 1, wgmma=True),
@@ -173,10 +182,14 @@ _HOPPER_DECODE_8_BITS = (
     _DecodeShape(32, 16, 1, 20, 2),
     _DecodeShape(64, 8, 1, 6, 2, tile=128),
     _DecodeShape(64, 16, 1, 6, 2, tile=128),
-    _DecodeShape(64, 64, 2, 24, 1, wgmma=True),
+    _DecodeShape(64, 64, 2, 12, 1, wgmma=True, tile=128),
+    _DecodeShape(64, 64, 2, 12, 1, wgmma=True, tile=128, q_e4m3=True),
+    _DecodeShape(64, 128, 2, 12, 1, wgmma=True, tile=128, q_e4m3=True),
     _DecodeShape(128, 8, 1, 6, 2, tile=128),
     _DecodeShape(128, 16, 1, 6, 2, tile=128),
-    _DecodeShape(128, 64, 2, 12, 1, wgmma=True),
+    _DecodeShape(128, 64, 2, 8, 1, wgmma=True),
+    _DecodeShape(128, 64, 2, 12, 1, wgmma=True, q_e4m3=True),
+    _DecodeShape(128, 128, 2, 8, 1, wgmma=True, tile=128, q_e4m3=True),
     _DecodeShape(256, 8, 1, 10, 1),
     _DecodeShape(256, 32, 2, 8, 1),
     _DecodeShape(512, 8, 1, 6, 1),

@@ -36,6 +36,16 @@ class Condition:
             return None
         return value <= self.limit if self.is_most else value >= self.limit
 
+    def time_us(self, row: Mapping[str, float | None], us: float) -> float | None:
+        """The longest time with which it holds, if ``us`` gives the row's figure; None: the row lacks that.
+
+        A figure that may be at most so much grows with the time, and one that must be at least so much falls with it.
+        """
+        value = row.get(self.key)
+        if not value:
+            return None
+        return us * self.limit / value if self.is_most else us * value / self.limit
+
     def __str__(self) -> str:
         limit = f"{100 * self.limit:.0f}%" if self.key in _SHARES else f"{self.limit:.2f}"
         return f"{'at most ' if self.is_most else ''}{limit}{_WORDS[self.key]}"
@@ -53,6 +63,15 @@ class Bar:
         if True in verdicts:
             return True
         return False if verdicts and None not in verdicts else None
+
+    def time_us(self, row: Mapping[str, float | None], us: float) -> float | None:
+        """The longest time that meets it, if ``us`` gives the row's figures.
+
+        None: there is no bar, or nothing is known of an alternative.
+        """
+        parts = [[condition.time_us(row, us) for condition in part] for part in self.alternatives]
+        known = [[time for time in part if time is not None] for part in parts]
+        return max(map(min, known)) if known and all(known) else None
 
     def __str__(self) -> str:
         return " or ".join(" and ".join(str(condition) for condition in part) for part in self.alternatives)

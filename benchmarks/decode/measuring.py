@@ -13,6 +13,7 @@ from . import peers as peer_calls
 from .cases import Case, published_speedup
 from .ours import Ours, ungrouped
 from .problem import Pool, Problem, difference
+from .reading import StreamingReads
 from .rows import Row, add_figures, sizes
 from .timing import Call, host_us, median_us, replay_us
 
@@ -25,9 +26,15 @@ class Bench:
     """What all rows share: runtime, pool of keys and values, ceilings, and times that later rows refer to."""
 
     def __init__(
-        self, runtime: Runtime, pool: Pool, read_tb_per_s: float, matrix_tflop_per_s: float, rep: float
+        self,
+        runtime: Runtime,
+        pool: Pool,
+        reads: StreamingReads,
+        read_tb_per_s: float,
+        matrix_tflop_per_s: float,
+        rep: float,
     ) -> None:
-        self.runtime, self.pool, self.rep = runtime, pool, rep
+        self.runtime, self.pool, self.reads, self.rep = runtime, pool, reads, rep
         self.read_tb_per_s, self.matrix_tflop_per_s = read_tb_per_s, matrix_tflop_per_s
         self.stream = torch.cuda.current_stream().cuda_stream
         self.l2_bytes = runtime.driver.device(0).l2_bytes
@@ -40,6 +47,7 @@ class Bench:
         """Measure one case; an error of ours or of a peer stands in its place and stops nothing else."""
         row: Row = sizes(case)
         problem = Problem(case, self.pool)
+        row["read_alone_us"] = self.reads.alone_us(problem.kv.data_ptr(), case.kv_bytes)
         try:
             row["ours"] = self._ours(case, problem, row)
         except Exception as failure:  # one row that fails must not cost the others

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -13,6 +14,8 @@ from cubin_runtime.attention import Runtime, plan_mla_decode
 from .mla_cases import MlaCase
 from .peers import describe, library
 from .problem import DTYPES, Pool, difference
+from .reading import StreamingReads
+from .rows import Row, add_figures, mla_sizes
 from .timing import Call, median_us, replay_us
 
 SCALE = 1 / math.sqrt(192)
@@ -20,8 +23,6 @@ SCALE = 1 / math.sqrt(192)
 SHORT_US = 25.0
 SETS = 24
 SCRATCH_BYTES = 256 << 20
-
-Row = dict[str, Any]
 
 
 class MlaProblem:
@@ -82,38 +83,44 @@ def fa3_of(problem: MlaProblem) -> list[Call]:
 class MlaBench:
     """What all rows share: runtime, pool, ceilings, and times that later rows refer to."""
 
-    def __init__(self, runtime: Runtime, pool: Pool, read: float, matrix: float, rep: float) -> None:
-        self.runtime, self.pool, self.read, self.matrix, self.rep = runtime, pool, read, matrix, rep
+    def __init__(
+        self, runtime: Runtime, pool: Pool, reads: StreamingReads, read: float, matrix: float, rep: float
+    ) -> None:
+        self.runtime, self.pool, self.reads, self.rep = runtime, pool, reads, rep
+        self.read, self.matrix = read, matrix
         self.stream = torch.cuda.current_stream().cuda_stream
         self._bf16_us: dict[tuple[int, ...], float] = {}
 
     def row(self, case: MlaCase) -> Row:
         """Measure one case; an error of ours or of the peer stands in its place and stops nothing else."""
-        row: Row = {"section": case.section, "label": case.label, "kv_bytes": case.kv_bytes, "flops": case.flops}
-        row |= {"batch": case.batch, "length": case.length, "heads": case.heads, "q_len": case.q_len}
-        row |= {"q_dtype": case.q_dtype, "kv_dtype": case.kv_dtype, "batch_invariant": case.batch_invariant}
+        row = mla_sizes(case)
         problem = MlaProblem(case, self.pool)
+        row["read_alone_us"] = self.reads.alone_us(problem.cache.data_ptr(), case.kv_bytes)
         try:
             row["ours"] = self._ours(case, problem, row)
         except Exception as failure:  # one row that fails must not cost the others
             row["ours"] = {"error": describe(failure)}
-        if case.peer:
-            row["fa3"] = self._fa3(problem)
-        if min(row[side].get("us", SHORT_US) for side in ("ours", "fa3") if side in row) < SHORT_US:
+        row["peers"] = {"fa3": self._fa3(problem)} if case.peer else {}
+        if min(one.get("us", SHORT_US) for one in (row["ours"], *row["peers"].values())) < SHORT_US:
             self._replays(case, row)
-        self._figures(case, row)
+        add_figures(row, case.bar, self.read, self.matrix)
         return row
 
     def _ours(self, case: MlaCase, problem: MlaProblem, row: Row) -> Row:
         plan, (call,) = ours_of(problem, self.runtime, self.stream, case.batch_invariant)
         call()
-        chosen = plan.selection
-        found = {"us": median_us(call, self.rep), "kernel": chosen.kernel.name, "ctas": chosen.ctas}
+        chosen, us = plan.selection, median_us(call, self.rep)
+        found = {"us": us, "kernel": chosen.kernel.name, "ctas": chosen.ctas}
         found |= {"splits": chosen.splits, "tiles_together": chosen.tiles_together}
         if case.batch_invariant:
             _, (default,) = ours_of(problem, self.runtime, self.stream, False)
             row["default_us"] = median_us(default, self.rep)
+            row["over_default"] = us / row["default_us"]
             call()
+        elif case.kv_dtype == "bf16":
+            self._bf16_us[case.sizes] = us
+        elif case.sizes in self._bf16_us:
+            row["over_bf16"] = self._bf16_us[case.sizes] / us
         return found
 
     def _fa3(self, problem: MlaProblem) -> Row:
@@ -129,33 +136,16 @@ class MlaBench:
         """Times in graphs that go round more keys than L2 holds."""
         room = self.pool.nbytes // max(1, case.pages * case.page * case.width * 2)
         problem = MlaProblem(case, self.pool, max(1, min(SETS, room)))
-        makers = {
-            "ours": lambda s: ours_of(problem, self.runtime, s.cuda_stream, case.batch_invariant)[1],
-            "fa3": lambda s: fa3_of(problem),
-        }
-        for side, make in makers.items():
-            if "us" in row.get(side, {}):
-                try:
-                    row[side]["graph_us"] = replay_us(make)
-                except Exception as failure:  # a call that cannot be captured is a result
-                    row[side]["graph_error"] = describe(failure)
+        _add_replay(row["ours"], lambda s: ours_of(problem, self.runtime, s.cuda_stream, case.batch_invariant)[1])
+        for found in row["peers"].values():
+            _add_replay(found, lambda _: fa3_of(problem))
 
-    def _figures(self, case: MlaCase, row: Row) -> None:
-        us = row["ours"].get("us")
-        if us:
-            row["tb_per_s"] = case.kv_bytes / us / 1e6
-            row["read_share"] = row["tb_per_s"] / self.read
-            row["tflop_per_s"] = case.flops / us / 1e6
-            row["matrix_share"] = row["tflop_per_s"] / self.matrix
-            if case.kv_dtype == "bf16" and not case.batch_invariant:
-                self._bf16_us[case.sizes] = us
-            elif case.kv_dtype != "bf16" and case.sizes in self._bf16_us:
-                row["over_bf16"] = self._bf16_us[case.sizes] / us
-            if "default_us" in row:
-                row["over_default"] = us / row["default_us"]
-            if "us" in row.get("fa3", {}):
-                row["ratio"] = row["fa3"]["us"] / us
-            if "graph_us" in row["ours"] and "graph_us" in row.get("fa3", {}):
-                row["ratio_graph"] = row["fa3"]["graph_us"] / row["ours"]["graph_us"]
-        row["bar"] = str(case.bar)
-        row["met"] = False if case.bar.alternatives and not us else case.bar.met(row)
+
+def _add_replay(found: Row, calls: Callable[[torch.cuda.Stream], list[Call]]) -> None:
+    """The time in a graph of what has one alone, or why there is none: a call that cannot be captured is a result."""
+    if "us" not in found:
+        return
+    try:
+        found["graph_us"] = replay_us(calls)
+    except Exception as failure:
+        found["graph_error"] = describe(failure)

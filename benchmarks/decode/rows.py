@@ -6,6 +6,7 @@ from typing import Any
 
 from .bars import Bar
 from .cases import Case
+from .mla_cases import MlaCase
 
 Row = dict[str, Any]
 # Norm of the difference to a peer's output over its norm: rounding of bf16 and e4m3 stays well below.
@@ -33,11 +34,30 @@ def sizes(case: Case) -> Row:
     }
 
 
+def mla_sizes(case: MlaCase) -> Row:
+    """The same of an MLA case."""
+    return {
+        "section": case.section,
+        "label": case.label,
+        "batch": case.batch,
+        "length": case.length,
+        "q_len": case.q_len,
+        "heads": case.heads,
+        "latent": case.latent,
+        "page": case.page,
+        "q_dtype": case.q_dtype,
+        "kv_dtype": case.kv_dtype,
+        "batch_invariant": case.batch_invariant,
+        "kv_bytes": case.kv_bytes,
+        "flops": case.flops,
+    }
+
+
 def add_figures(row: Row, bar: Bar, read_tb_per_s: float, matrix_tflop_per_s: float) -> None:
     """Bandwidth, rates and ratios of a measured row, then its bar and whether it is met.
 
-    A ratio is the peer's time over ours: above 1 ours is faster. ``met`` is None where there is no bar, or where the
-    peer that could decide it failed.
+    A ratio is the peer's time over ours: above 1 ours is faster. The share of the matrix product counts what the rows
+    of a tile have with their padding, where the row says that.
     """
     ours = row["ours"]
     us = ours.get("us")
@@ -45,8 +65,7 @@ def add_figures(row: Row, bar: Bar, read_tb_per_s: float, matrix_tflop_per_s: fl
         row["tb_per_s"] = row["kv_bytes"] / us / 1e6
         row["read_share"] = row["tb_per_s"] / read_tb_per_s
         row["tflop_per_s"] = row["flops"] / us / 1e6
-        padded = 4 * row["keys"] * row["kv_heads"] * ours["padded_rows"] * row["head_dim"]
-        row["matrix_share"] = padded / us / 1e6 / matrix_tflop_per_s
+        row["matrix_share"] = _padded_flops(row) / us / 1e6 / matrix_tflop_per_s
         times = {name: found["us"] for name, found in row["peers"].items() if "us" in found}
         for name, theirs in times.items():
             row[f"ratio_{name}"] = theirs / us
@@ -59,17 +78,51 @@ def add_figures(row: Row, bar: Bar, read_tb_per_s: float, matrix_tflop_per_s: fl
         if replayed and "graph_us" in ours:
             row["ratio_graph"] = min(replayed) / ours["graph_us"]
             row["tb_per_s_graph"] = row["kv_bytes"] / ours["graph_us"] / 1e6
+    judge(row, bar)
+
+
+def _padded_flops(row: Row) -> int:
+    padded_rows = row["ours"].get("padded_rows")
+    if padded_rows is None:
+        return int(row["flops"])
+    return int(4 * row["keys"] * row["kv_heads"] * padded_rows * row["head_dim"])
+
+
+def judge(row: Row, bar: Bar) -> None:
+    """The row's time over ``read_alone_us``, its bar and whether it is met.
+
+    ``met`` is None where there is no bar, or where a peer that could decide it failed. ``bar_below_read_alone`` is True
+    where the bar asks for less time than reading the same bytes alone takes; else it is absent.
+    """
+    us, alone = row["ours"].get("us"), row.get("read_alone_us")
     row["bar"] = str(bar)
     row["met"] = False if bar.alternatives and not us else bar.met(row)
+    if us and alone:
+        row["over_read_alone"] = us / alone
+        asked = bar.time_us(row, us)
+        if asked is not None and asked < alone:
+            row["bar_below_read_alone"] = True
+
+
+def is_out_of_reach(row: Row) -> bool:
+    """Whether the row misses a bar that no kernel meets which has to read the keys and values."""
+    return row["met"] is False and "bar_below_read_alone" in row
+
+
+def verdict_of(row: Row) -> str:
+    """What a printed line says of the row's bar."""
+    verdict = {True: "MET", False: "not met", None: "undecided"}[row["met"]]
+    return f"{verdict}, below read alone" if is_out_of_reach(row) else verdict
 
 
 def line_of(row: Row) -> str:
     """A row as one line of the printed table."""
     ours = row["ours"]
     if "us" not in ours:
-        return f"{row['section']:12s} {row['label']:32s} FAILED {ours['error'][:200]}"
-    parts = [f"{row['section']:12s} {row['label']:32s} ours {ours['us']:8.1f} us"]
-    parts.append(f"{row['tb_per_s']:5.2f} TB/s {100 * row['read_share']:3.0f}%")
+        return f"{row['section']:12s} {row['label']:40s} FAILED {ours['error'][:200]}"
+    parts = [f"{row['section']:12s} {row['label']:40s} ours {ours['us']:8.1f} us"]
+    parts.append(f"{row['tflop_per_s']:4.0f} TFLOP/s {row['tb_per_s']:5.2f} TB/s {100 * row['read_share']:3.0f}%")
+    parts += [f"read alone {row['read_alone_us']:.1f}"] if "read_alone_us" in row else []
     for name, found in row["peers"].items():
         parts.append(f"{name} {found['us']:.1f}" if "us" in found else f"{name} failed")
         if not found.get("difference", 0.0) < DISAGREEMENT:  # a NaN too
@@ -81,6 +134,7 @@ def line_of(row: Row) -> str:
         "time_over_q1": "over q_len 1",
         "grouped_speedup": "grouped speedup",
         "published_speedup": "published",
+        "over_bf16": "over bf16",
         "over_default": "over default",
     }
     parts += [f"{word} {row[key]:.3f}" for key, word in words.items() if key in row]
@@ -90,8 +144,7 @@ def line_of(row: Row) -> str:
         theirs = [f" ({name} {found['host_us']:.1f})" for name, found in row["peers"].items() if "host_us" in found]
         parts.append(f"host {ours['host_us']:.1f} us{''.join(theirs)}")
     if row["bar"]:
-        verdict = {True: "MET", False: "not met", None: "undecided"}[row["met"]]
-        parts.append(f"[{row['bar']}: {verdict}]")
+        parts.append(f"[{row['bar']}: {verdict_of(row)}]")
     return "  ".join(parts)
 
 

@@ -93,7 +93,7 @@ def manifest_at_hand(library: Library, pin: Pin) -> Manifest:
         MissingError, SourceError: it is not at hand.
         PinError: what is at hand is not the pinned one.
     """
-    return library._manifest(pin, network=False)
+    return library.manifest(pin, network=False)
 
 
 def open_own_kernels(library: Library, pin: Pin, *, fetch: bool) -> tuple[OwnKernel, ...]:

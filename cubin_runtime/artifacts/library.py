@@ -2,51 +2,29 @@
 
 from __future__ import annotations
 
-import logging
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..config import Config
-from ..errors import (
-    CorruptError,
-    CubinRuntimeError,
-    MissingError,
-    PinError,
-    SourceError,
-    StoreError,
-    UsageError,
-)
-from .crew import Crew, Outcome, ThreadCrew
-from .fetch import FetchReport, fetch_objects, report_of
+from ..errors import CorruptError, MissingError, PinError, StoreError, UsageError
+from .crew import Outcome
+from .delivery import Artifact, Delivery, listed_digest
+from .fetch import FetchReport, report_of
 from .http_source import HttpLimits
 from .manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest
 from .obtain import FetchPolicy
 from .path import ArtifactPath
+from .pinned_manifests import PinnedManifests, manifest_wanted
 from .pins import Pin, PinSet, read_manifest, refuse_trust_in_store
-from .process_crew import hire
-from .reading import digest_of
 from .sources import NotHereError, Wanted, parse_source
 from .store import Store
 from .supply import Supply, hint
 from .verify import VerifyReport, verify_store, verify_tree
 
 DEFAULT_JOBS = 8
-_log = logging.getLogger("cubin_runtime")
-
-
-@dataclass(frozen=True, slots=True)
-class Artifact:
-    """Bytes in private memory; ``origin``: where they came from, ``verified``: a pin covers them."""
-
-    path: ArtifactPath
-    sha256: str
-    data: bytes
-    origin: str
-    verified: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,27 +57,27 @@ class Library:
         refuse_trust_in_store(config)
         self.pins = PinSet.from_files(builtin_pins, *config.pin_files, keys=config.pin_keys)
         self.store = Store(config.store)
-        self._policy = policy or FetchPolicy()
-        self._supply = Supply(config, limits or HttpLimits(), self._policy)
-        self._manifests: dict[str, Manifest] = {}
-        self._manifest_bytes: dict[str, bytes] = {}
-        self._lock = threading.RLock()
+        policy = policy or FetchPolicy()
+        self._supply = Supply(config, limits or HttpLimits(), policy)
+        self._delivery = Delivery(self.store, self._supply, policy)
+        self._manifests = PinnedManifests(self.store, self._supply, self._delivery)
 
     # -- what is pinned
 
-    def manifest(self, pin: Pin) -> Manifest:
+    def manifest(self, pin: Pin, *, network: bool = True) -> Manifest:
         """The release's manifest, from the store or else from the sources; parsed once a process.
 
         Raises:
             PinError: what the sources have is not the pinned manifest.
             SourceError: no source has one.
+            MissingError: it is neither in the store nor in a local source (``network`` false).
         """
-        return self._manifest(pin, network=True)
+        return self._manifests.of(pin, network=network)
 
     def manifest_bytes(self, pin: Pin) -> bytes:
         """The manifest's own bytes, as they were hashed against the pin; raises what ``manifest`` does."""
         self.manifest(pin)
-        return self._manifest_bytes[pin.manifest_sha256]
+        return self._manifests.bytes_of(pin)
 
     def select(self, pin: Pin, below: ArtifactPath | str | None = None) -> tuple[ArtifactPath, ...]:
         """Paths of the manifest: all, the one named, or all below the folder named.
@@ -137,8 +115,8 @@ class Library:
         """
         path = ArtifactPath(path) if isinstance(path, str) else path
         pin = self.pins.covering(path)
-        wanted = self._wanted(pin, self._manifest(pin, network=fetch), path)
-        found, reasons = self._load_local(pin, wanted)
+        wanted = self._wanted(pin, self.manifest(pin, network=fetch), path)
+        found, reasons = self._delivery.at_hand(pin, wanted)
         if found is not None:
             return found
         if not fetch:
@@ -148,7 +126,7 @@ class Library:
                 raise reason
             places = ", ".join([str(self.store.root), *(s.label for s in self._supply.local_sources(pin))])
             raise MissingError(f"{path} is not in {places}; 'cubin-runtime fetch {path}' gets it{hint(pin)}")
-        return self._load_network(pin, wanted)
+        return self._delivery.over_network(pin, wanted)
 
     def where(self, path: ArtifactPath | str) -> tuple[Place, ...]:
         """Where an artifact lies now, in the order in which ``load`` looks; nothing is read.
@@ -158,8 +136,8 @@ class Library:
         """
         path = ArtifactPath(path) if isinstance(path, str) else path
         pin = self.pins.covering(path)
-        wanted = self._wanted(pin, self._manifest(pin, network=False), path)
-        digest = _digest(wanted)
+        wanted = self._wanted(pin, self.manifest(pin, network=False), path)
+        digest = listed_digest(wanted)
         places: list[Place] = []
         if self.store.has(digest):
             places.append(Place(path, digest, "store", str(self.store.object_path(digest))))
@@ -200,8 +178,8 @@ class Library:
         if not dry_run and not self.store.has(pin.manifest_sha256):
             # before looking at what is there: whoever collects garbage looks at manifests after moving things aside
             self.store.check_writable()
-            self.store.put(pin.manifest_sha256, self._manifest_bytes[pin.manifest_sha256])
-        there = self.store.present(_digest(one) for one in wanted)
+            self.store.put(pin.manifest_sha256, self._manifests.bytes_of(pin))
+        there = self.store.present(listed_digest(one) for one in wanted)
         missing = [one for one in wanted if one.sha256 not in there]
         about = pin.estimate(len(missing))
         outcomes: list[Outcome] = []
@@ -211,15 +189,15 @@ class Library:
             self.store.check_writable()
             self.store.check_room(about, len(missing))
             self.store.remove_stale()
-            names = Counter(_digest(one) for one in missing)
+            names = Counter(listed_digest(one) for one in missing)
 
             def note(outcome: Outcome) -> None:
                 if on_bytes is not None and outcome.source is not None:
                     on_bytes(outcome.size)
                 if progress is not None:
-                    progress(names[_digest(outcome.wanted)])
+                    progress(names[listed_digest(outcome.wanted)])
 
-            outcomes = self._fetch_objects(pin, missing, jobs, note)
+            outcomes = self._delivery.into_store(pin, missing, jobs, note)
             self.store.sync()
         return report_of(pin, wanted, missing, about, outcomes, time.monotonic() - began, dry_run)
 
@@ -251,7 +229,7 @@ class Library:
             raise UsageError(f"tree {spec.label!r}: expected a directory, a .zip or .whl, or 'package'")
         source = self._supply.local(spec)
         try:
-            manifest = read_manifest(pin, source.read(_manifest_wanted(pin, any_digest=True)), source.label)
+            manifest = read_manifest(pin, source.read(manifest_wanted(pin, any_digest=True)), source.label)
         except NotHereError as error:
             raise MissingError(f"{source.label}: no manifest of {pin.name!r}: {error}") from None
         chosen = self._chosen(pin, manifest, paths)
@@ -270,113 +248,12 @@ class Library:
             SourceError: no source has one.
         """
         wanted = Wanted(folder.child(MANIFEST_NAME), folder, sha256, MAX_MANIFEST_BYTES)
-        specs = self._supply.specs(None)
         try:
-            return self._supply.obtain(specs, wanted)
+            return self._supply.obtain(self._supply.specs(None), wanted)
         except CorruptError as error:
             raise PinError(str(error)) from None
 
     # -- inside
-
-    def _manifest(self, pin: Pin, *, network: bool) -> Manifest:
-        known = self._manifests.get(pin.manifest_sha256)
-        if known is not None:
-            return known
-        wanted = _manifest_wanted(pin)
-        found, reasons = self._load_local(pin, wanted)
-        if found is not None:
-            data, origin = found.data, found.origin
-        elif network:
-            data, origin = self._manifest_from_network(pin, wanted)
-        else:
-            mismatch = next((reason for reason in reasons if isinstance(reason, CorruptError)), None)
-            if mismatch is not None:
-                raise PinError(f"the manifest of {pin.name!r} is not the pinned one: {mismatch}")
-            if (unreadable := next((reason for reason in reasons if isinstance(reason, StoreError)), None)) is not None:
-                raise unreadable
-            raise MissingError(
-                f"the manifest of {pin.name!r} is not here; 'cubin-runtime fetch {pin.name}' gets it{hint(pin)}"
-            )
-        manifest = read_manifest(pin, data, origin)
-        with self._lock:
-            self._manifest_bytes[pin.manifest_sha256] = data
-            return self._manifests.setdefault(pin.manifest_sha256, manifest)
-
-    def _manifest_from_network(self, pin: Pin, wanted: Wanted) -> tuple[bytes, str]:
-        """Through the store if it can be written, so that processes that start together download it once."""
-        try:
-            if not self._supply.has_network(pin) or not self._can_write():
-                return self._supply.obtain(self._supply.specs(pin), wanted)
-            outcome = self._fetch_objects(pin, [wanted], 1, None)[0]
-            if outcome.error is not None:
-                raise outcome.error
-            return self.store.read(_digest(wanted), wanted.limit), outcome.source or str(self.store.root)
-        except CorruptError as error:
-            raise PinError(f"the manifest of {pin.name!r} is not the pinned one: {error}") from None
-        except SourceError as error:
-            raise SourceError(f"{error}{hint(pin)}") from None
-
-    def _can_write(self) -> bool:
-        try:
-            self.store.check_writable()
-        except StoreError:
-            return False
-        return True
-
-    def _load_local(self, pin: Pin, wanted: Wanted) -> tuple[Artifact | None, list[CubinRuntimeError]]:
-        """From the store or a local source in place, hashed; else the reasons why not."""
-        digest = _digest(wanted)
-        reasons: list[CubinRuntimeError] = []
-        try:
-            data = self.store.read(digest, wanted.limit)
-            return Artifact(wanted.path, digest, data, str(self.store.root), True), reasons
-        except MissingError as error:
-            reasons.append(error)
-        except CorruptError as error:
-            _log.warning("%s", error)
-            reasons.append(error)
-        except StoreError as error:
-            # one that this user may not read (in another's home) is passed over like a source that lacks the file
-            if not isinstance(error.__context__, PermissionError):
-                raise
-            reasons.append(error)
-        for source in self._supply.local_sources(pin):
-            try:
-                data = source.read(wanted)
-            except (NotHereError, SourceError) as error:
-                reasons.append(error)
-                continue
-            if (found := digest_of(data)) == digest:
-                return Artifact(wanted.path, digest, data, source.label, True), reasons
-            reasons.append(CorruptError(f"{source.label}: sha256 of {wanted.path} is {found}, expected {digest}"))
-        return None, reasons
-
-    def _load_network(self, pin: Pin, wanted: Wanted) -> Artifact:
-        began = time.monotonic()
-        outcome = self._fetch_objects(pin, [wanted], 1, None)[0]
-        if outcome.error is not None:
-            if isinstance(outcome.error, SourceError):
-                raise SourceError(f"{outcome.error}{hint(pin)}")
-            raise outcome.error
-        data = self.store.read(_digest(wanted), wanted.limit)
-        origin = outcome.source or str(self.store.root)
-        _log.info("fetched %s: %d bytes in %.3f s", wanted.path, len(data), time.monotonic() - began)
-        return Artifact(wanted.path, _digest(wanted), data, origin, True)
-
-    def _fetch_objects(
-        self, pin: Pin, wanted: Sequence[Wanted], jobs: int, note: Callable[[Outcome], None] | None
-    ) -> list[Outcome]:
-        specs = self._supply.specs(pin)
-
-        def threads() -> ThreadCrew:
-            return ThreadCrew(
-                self.store, lambda progress: self._supply.open(specs, progress), self._policy, min(jobs, len(wanted))
-            )
-
-        def crew() -> Crew:
-            return hire(self._supply.order(specs), threads, jobs, len(wanted))
-
-        return fetch_objects(self.store, wanted, crew, policy=self._policy, on_outcome=note)
 
     def _wanted(self, pin: Pin, manifest: Manifest, path: ArtifactPath) -> Wanted:
         digest = manifest.digests.get(path)
@@ -388,13 +265,3 @@ class Library:
         if paths is None:
             return tuple(manifest.digests)
         return tuple(self._wanted(pin, manifest, path).path for path in dict.fromkeys(paths))
-
-
-def _manifest_wanted(pin: Pin, *, any_digest: bool = False) -> Wanted:
-    digest = None if any_digest else pin.manifest_sha256
-    return Wanted(pin.path.child(MANIFEST_NAME), pin.path, digest, MAX_MANIFEST_BYTES)
-
-
-def _digest(wanted: Wanted) -> str:
-    assert wanted.sha256 is not None
-    return wanted.sha256

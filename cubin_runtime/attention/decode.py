@@ -240,6 +240,7 @@ def _plan(
     resolve_backend("paged_decode", options.backend, device)
     shape = DecodeShape(
         dtype=DTYPE_NAMES[k.dtype],
+        q_dtype=DTYPE_NAMES[tensors.q.dtype],
         head_dim=k.shape[3],
         group=tensors.group,
         kv_heads=k.shape[2],

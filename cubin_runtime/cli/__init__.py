@@ -20,6 +20,7 @@ VERB_FAMILIES = (
     "verifying",
     "pinning",
     "inspecting",
+    "listing",
     "comparing",
     "explaining",
     "shipping",

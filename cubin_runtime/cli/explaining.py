@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import StoreError, UsageError
-from . import explaining_decode, options, output
+from . import explaining_own, options, output
 
 if TYPE_CHECKING:
     from ..launch.trtllm_gen.kernels import KernelFinder
@@ -57,8 +57,11 @@ def explain(
     q_len: Annotated[int, typer.Option("--q-len", help="Bound of the query lengths.")] = 1,
     kv_len: Annotated[int, typer.Option("--kv-len", help="Bound of the KV lengths.")] = 1024,
     heads_q: Annotated[int, typer.Option("--heads-q", help="Query heads.")] = 32,
-    heads_kv: Annotated[int, typer.Option("--heads-kv", help="KV heads.")] = 8,
-    head_dim: Annotated[int, typer.Option("--head-dim", help="Head dimension of Q and K; 576 is MLA.")] = 128,
+    heads_kv: Annotated[
+        int | None,
+        typer.Option("--heads-kv", help="KV heads; default 8, of hopper's MLA 1.", show_default=False),
+    ] = None,
+    head_dim: Annotated[int, typer.Option("--head-dim", help="Head dimension of Q and K; 576 or 320: MLA.")] = 128,
     head_dim_v: Annotated[
         int | None, typer.Option("--head-dim-v", help="Head dimension of V, if another.", show_default=False)
     ] = None,
@@ -79,8 +82,8 @@ def explain(
     ] = None,
     top_k: Annotated[int, typer.Option("--top-k", help="KV tokens of sparse MLA; 0 is dense.")] = 0,
     causal: Annotated[bool, typer.Option(help="Causal mask (context and ragged).")] = True,
-    lse: Annotated[bool, typer.Option("--lse", help="With the LSE.")] = False,
-    pdl: Annotated[bool, typer.Option("--pdl", help="With programmatic dependent launch.")] = False,
+    lse: Annotated[bool, typer.Option("--lse", help="trtllm-gen: with the LSE.")] = False,
+    pdl: Annotated[bool, typer.Option("--pdl", help="trtllm-gen: with programmatic dependent launch.")] = False,
     multi_ctas: Annotated[bool, typer.Option(help="Let several CTAs share a sequence's KV.")] = True,
     skip_softmax: Annotated[float, typer.Option("--skip-softmax", help="Threshold scale factor; 0 is off.")] = 0.0,
     workspace: Annotated[int, typer.Option("--workspace", help="Bytes of the workspace.")] = 128 << 20,
@@ -106,8 +109,8 @@ def explain(
     json: options.JsonOption = False,
 ) -> None:
     """Say which kernel a call launches and why; no GPU is needed."""
-    if explaining_decode.takes(context, backend, sm):
-        asked = explaining_decode.Asked(
+    if explaining_own.takes(context, backend, sm):
+        asked = explaining_own.Asked(
             operation=operation,
             sm=sm,
             multiprocessors=multiprocessors,
@@ -119,6 +122,7 @@ def explain(
             heads_q=heads_q,
             heads_kv=heads_kv,
             head_dim=head_dim,
+            head_dim_v=head_dim_v,
             page=page,
             dtype_q=dtype_q,
             dtype_kv=dtype_kv,
@@ -126,7 +130,7 @@ def explain(
             window=window,
             batch_invariant=batch_invariant,
         )
-        explaining_decode.explain(options.make_config(store, source, pins, offline), release, asked, json)
+        explaining_own.explain(options.make_config(store, source, pins, offline), release, asked, json)
         return
     from ..launch.trtllm_gen.made_up import Shapes, case_of
     from ..launch.trtllm_gen.traits import Policy
@@ -149,7 +153,7 @@ def explain(
         q_len=q_len,
         kv_len=kv_len,
         heads_q=heads_q,
-        heads_kv=heads_kv,
+        heads_kv=explaining_own.DEFAULT_HEADS_KV if heads_kv is None else heads_kv,
         head_dim=head_dim,
         head_dim_v=head_dim_v,
         dtype_q=dtype_q or DEFAULT_DTYPE,

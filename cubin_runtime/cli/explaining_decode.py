@@ -1,157 +1,71 @@
-"""``explain --backend hopper``: which of our decode kernels a call would launch, why, and what others would take."""
+"""``explain --backend hopper`` of a paged decode: which kernel a call would launch, why, and what others would take."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
-
-import typer
 
 from ..errors import UsageError
 from . import output
+from .explaining_own import DEFAULT_HEADS_KV
 
 if TYPE_CHECKING:
-    from ..config import Config
+    from ..artifacts.own_kernels import OwnKernel
     from ..launch.driver import DeviceFacts
     from ..launch.hopper.costs import Costs, Estimate
     from ..launch.hopper.select import Candidate, DecodeSelection, Fit
     from ..launch.hopper.shape import DecodeShape
+    from .explaining_own import Asked
 
-BACKENDS = ("auto", "hopper", "trtllm-gen")
 # The KV type and the query types that go with it; the first is the default.
 QUERY_DTYPES: Mapping[str, tuple[str, ...]] = {"bf16": ("bf16",), "fp16": ("fp16",), "e4m3": ("bf16", "fp16", "e4m3")}
-OUT_DTYPES = ("bf16", "fp16", "e4m3")
-DEFAULT_SM = 90
-THEIR_SMS = (100, 103)
-# Options of the verb, by the names of its parameters: of this backend alone, and of the other alone.
-OURS = frozenset({"batch_invariant", "tokens", "gpu"})
-THEIRS = frozenset(
-    {"case", "cases", "out", "both", "head_dim_v", "top_k", "causal", "multi_ctas", "skip_softmax"}
-    | {"workspace", "occupancy", "policy"}
-)
 CANDIDATE_COLUMNS = ("kernel", "row tiles", "CTAs", "DRAM us", "L2 us", "tiles us", "merging us", "predicted us")
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What the flags say; None where a flag was not given. ``window`` counts visible tokens, 0 for all."""
-
-    operation: str
-    sm: int | None
-    multiprocessors: int | None
-    gpu: str | None
-    batch: int
-    q_len: int
-    tokens: int | None
-    kv_len: int
-    heads_q: int
-    heads_kv: int
-    head_dim: int
-    page: int
-    dtype_q: str | None
-    dtype_kv: str
-    dtype_out: str | None
-    window: int
-    batch_invariant: bool
-
-    def shape(self) -> DecodeShape:
-        """The problem that the kernel is chosen for.
-
-        Raises:
-            UsageError: a flag is outside what our decode takes.
-        """
-        from ..attention.decode_checks import MAX_GROUP, PAGE_SIZES
-        from ..launch.hopper.shape import DecodeShape
-
-        if self.operation != "decode":
-            raise UsageError(f"--op {self.operation!r}: the hopper backend has decode")
-        for flag, value, most in self._counts():
-            if not 1 <= value <= most:
-                raise UsageError(f"{flag} {value}: expected 1 to {most}")
-        if self.heads_q % self.heads_kv:
-            raise UsageError(f"--heads-q {self.heads_q}: expected a multiple of --heads-kv {self.heads_kv}")
-        if self.heads_q > MAX_GROUP * self.heads_kv:
-            raise UsageError(f"--heads-q {self.heads_q}: expected at most {MAX_GROUP} for each of --heads-kv")
-        if self.page not in PAGE_SIZES:
-            raise UsageError(f"--page {self.page}: expected one of {', '.join(map(str, PAGE_SIZES))}")
-        if self.window < 0:
-            raise UsageError(f"--window {self.window}: expected at least 0")
-        if self.tokens is not None and not 0 <= self.tokens <= self.batch * self.q_len:
-            raise UsageError(f"--tokens {self.tokens}: expected 0 to batch x q_len, {self.batch * self.q_len}")
-        self._check_dtypes()
-        return DecodeShape(
-            dtype=self.dtype_kv,
-            head_dim=self.head_dim,
-            group=self.heads_q // self.heads_kv,
-            kv_heads=self.heads_kv,
-            batch=self.batch,
-            q_len=self.q_len,
-            tokens=self.batch * self.q_len if self.tokens is None else self.tokens,
-            ragged=self.tokens is not None,
-            max_seq_len=self.kv_len,
-            window_left=self.window - 1,
-            batch_invariant=self.batch_invariant,
-        )
-
-    def _counts(self) -> tuple[tuple[str, int, int], ...]:
-        from ..attention.decode_checks import MAX_Q_LEN
-
-        most = (1 << 31) - 1
-        return (
-            ("--batch", self.batch, most),
-            ("--q-len", self.q_len, MAX_Q_LEN),
-            ("--kv-len", self.kv_len, most),
-            ("--heads-q", self.heads_q, most),
-            ("--heads-kv", self.heads_kv, most),
-            ("--head-dim", self.head_dim, most),
-        )
-
-    def _check_dtypes(self) -> None:
-        q_types = QUERY_DTYPES.get(self.dtype_kv)
-        if q_types is None:
-            raise UsageError(f"--dtype-kv {self.dtype_kv!r}: expected one of {', '.join(QUERY_DTYPES)}")
-        if (self.dtype_q or q_types[0]) not in q_types:
-            raise UsageError(
-                f"--dtype-q {self.dtype_q!r}: expected {' or '.join(q_types)} with --dtype-kv {self.dtype_kv}"
-            )
-        if (self.dtype_out or q_types[0]) not in OUT_DTYPES:
-            raise UsageError(f"--dtype-out {self.dtype_out!r}: expected one of {', '.join(OUT_DTYPES)}")
-
-
-def takes(context: typer.Context, backend: str, sm: int | None) -> bool:
-    """Whether the hopper backend explains this call: by its name, or where it is what ``auto`` takes.
+def shape_of(asked: Asked) -> DecodeShape:
+    """The problem that the kernel is chosen for.
 
     Raises:
-        UsageError: the backend is unknown, or an option of the other one was given.
-        BackendError: ``auto`` takes none on this GPU.
+        UsageError: a flag is outside what our paged decode takes.
     """
-    from ..attention.backends import AUTO, HOPPER, resolve_backend
-    from ..launch.hopper.described import describe_device
+    from ..attention.decode_checks import MAX_GROUP, MAX_Q_LEN, PAGE_SIZES
+    from ..launch.hopper.shape import DecodeShape
 
-    if backend not in BACKENDS:
-        raise UsageError(f"--backend {backend!r}: expected one of {', '.join(BACKENDS)}")
-    given = {name for name in context.params if _is_given(context, name)}
-    ours = backend == HOPPER
-    if backend == AUTO and sm is not None and not given & {"case", "cases"}:
-        ours = sm not in THEIR_SMS and resolve_backend("paged_decode", AUTO, describe_device(sm)) == HOPPER
-    for name in sorted(given & (THEIRS if ours else OURS)):
-        words, other = ("hopper", "trtllm-gen") if ours else ("trtllm-gen", "hopper")
-        raise UsageError(f"{_flag(context, name)}: not an option of --backend {words}, only of {other}")
-    return ours
+    heads_kv = DEFAULT_HEADS_KV if asked.heads_kv is None else asked.heads_kv
+    if asked.head_dim_v not in (None, asked.head_dim):
+        raise UsageError(f"--head-dim-v {asked.head_dim_v}: expected {asked.head_dim} as --head-dim is")
+    if not 1 <= heads_kv < 1 << 31:
+        raise UsageError(f"--heads-kv {heads_kv}: expected 1 to {(1 << 31) - 1}")
+    asked.check_sizes(MAX_Q_LEN, (1 << 31) - 1, PAGE_SIZES)
+    if asked.heads_q % heads_kv:
+        raise UsageError(f"--heads-q {asked.heads_q}: expected a multiple of --heads-kv {heads_kv}")
+    if asked.heads_q > MAX_GROUP * heads_kv:
+        raise UsageError(f"--heads-q {asked.heads_q}: expected at most {MAX_GROUP} for each of --heads-kv")
+    if asked.window < 0:
+        raise UsageError(f"--window {asked.window}: expected at least 0")
+    return DecodeShape(
+        dtype=asked.dtype_kv,
+        q_dtype=asked.query_dtype(QUERY_DTYPES),
+        head_dim=asked.head_dim,
+        group=asked.heads_q // heads_kv,
+        kv_heads=heads_kv,
+        batch=asked.batch,
+        q_len=asked.q_len,
+        tokens=asked.batch * asked.q_len if asked.tokens is None else asked.tokens,
+        ragged=asked.tokens is not None,
+        max_seq_len=asked.kv_len,
+        window_left=asked.window - 1,
+        batch_invariant=asked.batch_invariant,
+    )
 
 
-def explain(config: Config, release: str | None, asked: Asked, json: bool) -> None:
-    """Print the choice for ``asked`` among the kernels of a release of ours."""
-    from ..attention.runtime import OWN_RELEASE, Runtime
+def explain(kernels: Sequence[OwnKernel], shape: DecodeShape, device: DeviceFacts, json: bool) -> None:
+    """Print the choice for ``shape`` among ``kernels``."""
     from ..launch.hopper.costs import costs_of
-    from ..launch.hopper.described import describe_device
     from ..launch.hopper.select import select_decode
 
-    shape = asked.shape()
-    device = describe_device(DEFAULT_SM if asked.sm is None else asked.sm, asked.multiprocessors, asked.gpu)
     costs = costs_of(device.name)
-    kernels = Runtime(config, release=release or OWN_RELEASE).own_release().kernels
     selections = select_decode(kernels, shape, device, costs)
     if json:
         output.emit_json("explain", _record(selections, shape, device, costs))
@@ -229,6 +143,7 @@ def _record(
 
     return {
         "backend": "hopper",
+        "operator": "paged_decode",
         "launches": [_launch_record(selection, device) for selection in selections],
         "microseconds": sum(selection.microseconds for selection in selections),
         "shape": {f.name: getattr(shape, f.name) for f in fields(shape)},
@@ -271,13 +186,3 @@ def _candidate_record(candidate: Candidate) -> dict[str, Any]:
         "terms": terms,
         "limit": time.limit,
     }
-
-
-def _is_given(context: typer.Context, name: str) -> bool:
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
-
-
-def _flag(context: typer.Context, name: str) -> str:
-    option = next(parameter for parameter in context.command.params if parameter.name == name)
-    return "CASE.json" if name == "case" else option.opts[0]

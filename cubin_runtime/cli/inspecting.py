@@ -1,4 +1,4 @@
-"""``inspect`` and ``list``: what a cubin says of itself, and what a release holds."""
+"""``inspect``: what a cubin says of itself, and whether its pin and its metadata say the same."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from ..errors import CorruptError, CubinRuntimeError, MissingError, PinError, So
 from . import options, output
 
 if TYPE_CHECKING:
-    from ..artifacts.catalog import Entry
     from ..artifacts.cubin import Cubin
     from ..artifacts.library import Library
     from ..artifacts.pins import Pin
@@ -21,9 +20,8 @@ MAX_FILE_BYTES = 256 << 20
 
 
 def register(app: typer.Typer) -> None:
-    """Add the verbs to the application."""
+    """Add the verb to the application."""
     app.command("inspect")(inspect)
-    app.command("list")(list_)
 
 
 def inspect(
@@ -66,7 +64,7 @@ def inspect(
     row = _row(library, pin, path)
     if row is not None and pin is not None:
         report["declared_architecture"] = str(row.architecture)
-        report["metadata"] = _row_json(row)
+        report["metadata"] = row_json(row)
         report["disagreements"] = differences(library, pin, row, data, cubin, path)
     if json:
         output.emit_json("inspect", report)
@@ -75,55 +73,6 @@ def inspect(
     if report.get("disagreements"):
         output.note_line(f"{target}: metadata and cubin disagree on {len(report['disagreements'])} facts")
         output.finish([CorruptError.exit_code])
-
-
-def list_(
-    name: Annotated[
-        str | None, typer.Argument(metavar="[PIN-or-PATH]", help="A pinned release; without it, all pins.")
-    ] = None,
-    sm: options.SmOption = None,
-    family: options.FamilyOption = None,
-    dtype: options.DtypeOption = None,
-    head_dim: options.HeadDimOption = None,
-    match: options.MatchOption = None,
-    count: Annotated[bool, typer.Option("--count", help="Only how many there are.")] = False,
-    store: options.StoreOption = None,
-    source: options.SourceOption = None,
-    pins: options.PinsOption = None,
-    offline: options.OfflineOption = False,
-    json: options.JsonOption = False,
-) -> None:
-    """List the pinned releases, or the kernels of one."""
-    from ..artifacts.catalog import open_catalog
-    from ..artifacts.library import Library
-    from ..artifacts.select_filter import KernelFilter
-
-    wanted = KernelFilter.from_words(sm, family, dtype, head_dim, match)
-    library = Library(options.make_config(store, source, pins, offline))
-    if name is None:
-        if not wanted.is_empty:
-            raise UsageError("list: filters need a release, for example: list trtllm-gen-0.6.13 --sm 100")
-        _list_pins(library, json)
-        return
-    pin = library.pins.get(name)
-    kept = open_catalog(library, pin, fetch=not library.config.offline).kept_by(wanted)
-    asked = [entry for entry in kept if _is_asked_for(entry, pin, name)]
-    if json:
-        files = [] if count else [_entry_json(entry) for entry in asked]
-        output.emit_json("list", {"pin": pin.name, "count": len(asked), "files": files})
-    elif count:
-        output.line(len(asked))
-    else:
-        output.table(
-            ("file", "target", "types q/k/v/o", "head", "threads", "shared"),
-            (_entry_cells(entry, pin) for entry in asked),
-        )
-
-
-def _is_asked_for(entry: Entry, pin: Pin, name: str) -> bool:
-    """Whether an entry lies under the name or path that the user gave."""
-    asked = name.rstrip("/")
-    return asked in (pin.name, pin.path.text, entry.path.text) or entry.path.text.startswith(f"{asked}/")
 
 
 def _read(library: Library, target: str) -> tuple[bytes, Pin | None, Any, str]:
@@ -242,44 +191,12 @@ def _pin_json(cubin: Cubin, pin: Pin | None, path: Any) -> dict[str, Any]:
     return {"verified": True, "pin": pin.name, "path": path.text, "manifest_line": line}
 
 
-def _row_json(row: KernelRow) -> dict[str, Any]:
+def row_json(row: KernelRow) -> dict[str, Any]:
+    """A row of the metadata, as it stands there."""
     from dataclasses import fields
 
     values = {f.name: getattr(row, f.name) for f in fields(row)}
     return {k: dict(v) if k == "traits" else v for k, v in values.items()}
-
-
-def _entry_json(entry: Entry) -> dict[str, Any]:
-    row = None if entry.row is None else _row_json(entry.row)
-    return {"path": entry.path.text, "sha256": entry.sha256, "metadata": row}
-
-
-def _entry_cells(entry: Entry, pin: Pin) -> tuple[object, ...]:
-    from ..artifacts.metadata import KernelMeta
-    from ..artifacts.select_filter import head_dims_of
-
-    file, row = entry.path.text[len(pin.path.text) + 1 :], entry.row
-    if row is None:
-        return (file, "", "", "", "", "")
-    if isinstance(row, KernelMeta):
-        types = f"{row.dtype_q}/{row.dtype_k}/{row.dtype_v}/{row.dtype_o}"
-        heads, shared = f"{row.head_dim_qk}/{row.head_dim_v}", row.shared_bytes
-    else:
-        types = "/".join(str(v) for k, v in row.traits.items() if "dtype" in k)
-        heads, shared = "/".join(str(d) for d in sorted(head_dims_of(row))), row.dynamic_shared_bytes
-    return (file, row.architecture, types, heads, row.threads, shared)
-
-
-def _list_pins(library: Library, json: bool) -> None:
-    listed = list(library.pins)
-    if json:
-        output.emit_json(
-            "list",
-            {"pins": [{"name": p.name, "path": p.path.text, "files": p.files, "bytes": p.bytes} for p in listed]},
-        )
-        return
-    rows = ((p.name, p.files, f"{p.bytes / 1e6:,.0f} MB", p.licence, p.path.text) for p in listed)
-    output.table(("pin", "files", "size", "licence", "path"), rows)
 
 
 def _print_inspection(report: dict[str, Any]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
+from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 from ..attention.runtime import Runtime
@@ -11,9 +13,20 @@ from ..launch.workspace import REGION_ALIGNMENT, Workspace
 
 _CTAS_PER_MULTIPROCESSOR = 32  # no device holds more
 _COUNTER_BYTES = 4
+# Semaphores that a runtime keeps memory for, beside those that graphs were captured with.
+_MOST_EAGER = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """Memory by the address of the semaphores that it stands for; of ``eager``, the least recently used is first."""
+
+    eager: OrderedDict[int, Workspace] = field(default_factory=OrderedDict)
+    captured: dict[int, Workspace] = field(default_factory=dict)
+
 
 _lock = threading.Lock()
-_made: WeakKeyDictionary[Runtime, dict[tuple[int, int], Workspace]] = WeakKeyDictionary()
+_made: WeakKeyDictionary[Runtime, _Made] = WeakKeyDictionary()
 
 
 def enough_semaphores(
@@ -21,7 +34,8 @@ def enough_semaphores(
 ) -> tuple[int, int]:
     """``given`` (address, bytes), or zeroed memory of our own where it is too small for ``rows`` tokens x heads.
 
-    That memory is kept for the given address for good, so whoever has the semaphores to himself has it too.
+    That memory stands for the given address, so whoever has the semaphores to himself has it too. It is kept for good
+    once a graph has it, else until many other addresses had their turn.
 
     Raises:
         WorkspaceError: it is not there yet and ``stream`` captures; the message names the bytes needed.
@@ -32,13 +46,31 @@ def enough_semaphores(
         return given
     needed = 1 << (needed - 1).bit_length()
     with _lock:
-        known = _made.setdefault(runtime, {})
-        workspace = known.get((given[0], needed))
-        if workspace is None:
-            context = runtime.driver.ensure_context(device)
-            if runtime.driver.is_capturing(stream):
-                raise WorkspaceError(
-                    f"semaphores of {given[1]} bytes: {needed} bytes are needed while a stream captures"
-                )
-            workspace = known[(given[0], needed)] = Workspace.allocate(runtime.driver, context, needed, stream)
+        made = _made.setdefault(runtime, _Made())
+        workspace = made.captured.get(given[0])
+        if workspace is None or workspace.nbytes < needed:
+            workspace = _eager(made, given, needed, stream, device, runtime)
     return workspace.address, workspace.nbytes
+
+
+def _eager(made: _Made, given: tuple[int, int], needed: int, stream: int, device: int, runtime: Runtime) -> Workspace:
+    """The memory of no graph yet that stands for ``given``, made where it lacks or is too small.
+
+    A capture takes it over. Else what is dropped is freed when other memory is made, behind the work that uses it.
+    """
+    address = given[0]
+    context = runtime.driver.ensure_context(device)
+    workspace = made.eager.get(address)
+    capturing = runtime.driver.is_capturing(stream)
+    if workspace is None or workspace.nbytes < needed:
+        if capturing:
+            raise WorkspaceError(f"semaphores of {given[1]} bytes: {needed} bytes are needed while a stream captures")
+        workspace = made.eager[address] = Workspace.allocate(runtime.driver, context, needed, stream)
+    if capturing:
+        workspace.keep()
+        made.captured[address] = made.eager.pop(address)
+        return workspace
+    made.eager.move_to_end(address)
+    if len(made.eager) > _MOST_EAGER:
+        made.eager.popitem(last=False)
+    return workspace

@@ -143,6 +143,10 @@ class Workspace:
             with self._driver.using(self.context):
                 self._driver.fill(self.address, 0, self.nbytes, stream_handle(stream))
 
+    def keep(self) -> None:
+        """Leave the memory allocated for as long as the process, whoever uses it: a captured graph has its address."""
+        self._hold.owned = False
+
     def close(self) -> None:
         """Free owned memory; calling it again does nothing."""
         if self._hold.owned:

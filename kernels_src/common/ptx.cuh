@@ -25,10 +25,10 @@ DEVICE void mbarrier_wait(uint32_t barrier, uint32_t parity) {
 #if __CUDA_ARCH__ >= 900
     asm volatile(
         "{ .reg .pred done;\n"
-        "again: mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
+        "again: mbarrier.try_wait.parity.shared.b64 done, [%0], %1, %2;\n"  // sleeps for so many ns, or less
         "@done bra ready;\n"
         "bra again;\n"
-        "ready: }" ::"r"(barrier), "r"(parity) : "memory");
+        "ready: }" ::"r"(barrier), "r"(parity), "n"(1 << 20) : "memory");
 #else
     // mbarrier.test_wait.parity needs sm_80 only; try_wait, which may sleep, needs sm_90.
     asm volatile(

@@ -4,10 +4,13 @@
 
 // ---- operands in shared memory: boxes of 128-byte rows as the bulk tensor copy lays them out (128-byte swizzle) ----
 
-// Rows are the outer dimension of the product, 64 of its depth in each: 8 rows every 1024 bytes. A step of 16 in depth
-// is 32 bytes.
+// Rows of ROW_BYTES (128, or 64 in a 64-byte swizzle) are the outer dimension of the product and hold its depth, of which a
+// step is 32 bytes.
+template <int ROW_BYTES = 128>
 DEVICE uint64_t depth_major_operand(uint32_t address) {
-    return uint64_t{1} << 62 | uint64_t{1024 >> 4} << 32 | uint64_t{1} << 16 | (address & 0x3ffff) >> 4;
+    static_assert(ROW_BYTES == 128 || ROW_BYTES == 64, "a swizzle of as many bytes");
+    return uint64_t{ROW_BYTES == 128 ? 1 : 2} << 62 | uint64_t{8 * ROW_BYTES >> 4} << 32 | uint64_t{1} << 16 |
+           (address & 0x3ffff) >> 4;
 }
 
 // Rows are the depth of the product, 64 of its outer dimension in each; the next 64 lie `box_bytes` further. A step of
@@ -16,7 +19,10 @@ DEVICE uint64_t outer_major_operand(uint32_t address, uint32_t box_bytes) {
     return uint64_t{1} << 62 | uint64_t{1024 >> 4} << 32 | uint64_t{box_bytes >> 4} << 16 | (address & 0x3ffff) >> 4;
 }
 
-DEVICE uint64_t advance_operand(uint64_t operand, uint32_t bytes) { return operand + (bytes >> 4); }
+// Addresses of shared memory are in the low half, far from its end.
+DEVICE uint64_t advance_operand(uint64_t operand, uint32_t bytes) {
+    return (operand & 0xffffffff00000000) | (static_cast<uint32_t>(operand) + (bytes >> 4));
+}
 
 // ---- order ----
 
@@ -185,22 +191,37 @@ DEVICE void wgmma_add(float (&d)[64], uint64_t a, uint64_t b) {
     WGMMA("", "m64n128k16", WGMMA_NAMES_64, "%64, %65, 1, 1, 1, 0, 1;", WGMMA_CELLS_64(d, 0) : "l"(a), "l"(b));
 }
 
-// d += a * b; a is 64 x 16 and in registers: a thread holds its two rows at depths 2 (lane % 4) + {0, 1}, then at those 8 on.
-// OUTER_MAJOR: rows of b in shared memory are depths.
-template <bool FP16, bool OUTER_MAJOR>
-DEVICE void wgmma_add(float (&d)[128], const uint32_t (&a)[4], uint64_t b) {
-    WGMMA("", "m64n256k16", WGMMA_NAMES_128, "{%128, %129, %130, %131}, %132, 1, 1, 1, %133;", WGMMA_CELLS_128(d, 0)
-          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(OUTER_MAJOR ? 1 : 0));
+// d = a * b (+ d where ADD); a is 64 x 16 and in registers: a thread holds its two rows at depths 2 (lane % 4) + {0, 1}, then at
+// those 8 on. OUTER_MAJOR: rows of b in shared memory are depths.
+template <bool FP16, bool OUTER_MAJOR, bool ADD = true>
+DEVICE void wgmma(float (&d)[128], const uint32_t (&a)[4], uint64_t b) {
+    WGMMA("", "m64n256k16", WGMMA_NAMES_128, "{%128, %129, %130, %131}, %132, %134, 1, 1, %133;", WGMMA_CELLS_128(d, 0)
+          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(OUTER_MAJOR ? 1 : 0), "n"(ADD ? 1 : 0));
 }
 
-template <bool FP16, bool OUTER_MAJOR>
-DEVICE void wgmma_add(float (&d)[64], const uint32_t (&a)[4], uint64_t b) {
-    WGMMA("", "m64n128k16", WGMMA_NAMES_64, "{%64, %65, %66, %67}, %68, 1, 1, 1, %69;", WGMMA_CELLS_64(d, 0)
-          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(OUTER_MAJOR ? 1 : 0));
+template <bool FP16, bool OUTER_MAJOR, bool ADD = true>
+DEVICE void wgmma(float (&d)[64], const uint32_t (&a)[4], uint64_t b) {
+    WGMMA("", "m64n128k16", WGMMA_NAMES_64, "{%64, %65, %66, %67}, %68, %70, 1, 1, %69;", WGMMA_CELLS_64(d, 0)
+          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(OUTER_MAJOR ? 1 : 0), "n"(ADD ? 1 : 0));
 }
 
-template <bool FP16, bool OUTER_MAJOR>
-DEVICE void wgmma_add(float (&d)[32], const uint32_t (&a)[4], uint64_t b) {
-    WGMMA("", "m64n64k16", WGMMA_NAMES_32, "{%32, %33, %34, %35}, %36, 1, 1, 1, %37;", WGMMA_CELLS_32(d, 0)
-          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(OUTER_MAJOR ? 1 : 0));
+template <bool FP16, bool OUTER_MAJOR, bool ADD = true>
+DEVICE void wgmma(float (&d)[32], const uint32_t (&a)[4], uint64_t b) {
+    WGMMA("", "m64n64k16", WGMMA_NAMES_32, "{%32, %33, %34, %35}, %36, %38, 1, 1, %37;", WGMMA_CELLS_32(d, 0)
+          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(OUTER_MAJOR ? 1 : 0), "n"(ADD ? 1 : 0));
+}
+
+// d = a * b (+ d where ADD), e4m3: a is 64 x 32 and in registers, depths 4 (lane % 4) + {0 to 3} and those 16 on; b depth-major.
+template <bool ADD>
+DEVICE void wgmma_e4m3(float (&d)[32], const uint32_t (&a)[4], uint64_t b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {" WGMMA_NAMES_32 "}, {%32, %33, %34, %35}, %36, %37, 1, 1;"
+                 : WGMMA_CELLS_32(d, 0)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(ADD ? 1 : 0));
+}
+
+template <bool ADD>
+DEVICE void wgmma_e4m3(float (&d)[64], const uint32_t (&a)[4], uint64_t b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" WGMMA_NAMES_64 "}, {%64, %65, %66, %67}, %68, %69, 1, 1;"
+                 : WGMMA_CELLS_64(d, 0)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(ADD ? 1 : 0));
 }

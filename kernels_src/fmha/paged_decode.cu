@@ -21,7 +21,7 @@
 // writes a partial. Split boundaries are a pure function of the lengths and the grid; with `splits` they are one of the
 // request's own lengths alone (batch invariance), and every split is a part of its own.
 //
-// Build: -DHEAD_DIM=n -DKV_TYPE=0|1|2 (bf16, fp16, e4m3) -DROWS=n -DTILE_TOKENS=64|128|256
+// Build: -DHEAD_DIM=n -DKV_TYPE=0|1|2 (bf16, fp16, e4m3) -DQ_E4M3=0|1 -DROWS=n -DTILE_TOKENS=64|128|256
 //        -DCONSUMER_WARPGROUPS=1|2 -DWARPGROUP_MMA=0|1 -DUSE_TMA=0|1 -DBUFFERS=n -DCTAS_PER_SM=n -DSHARED_BYTES=n
 //        -DKERNEL_NAME=symbol
 
@@ -86,7 +86,12 @@ extern "C" __global__ void __launch_bounds__(paged_decode::THREADS, CTAS_PER_SM)
     } else {
         if constexpr (HANDS_OVER_REGISTERS) take_registers<CONSUMER_REGISTERS>();
         if constexpr (SHARE_IN_SHARED) {
-            if (threadIdx.x == 0) shared.share[0] = share;
+            if (threadIdx.x == 0) {
+                shared.share[0] = share;
+#if WARPGROUP_MMA
+                shared.open_parts.count = 0;
+#endif
+            }
             named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
             consume(p, shared.share[0], shared);
         } else {

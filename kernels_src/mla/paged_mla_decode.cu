@@ -172,7 +172,7 @@ DEVICE void multiply_own_values(Shared& shared, const Probabilities& probability
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < TILE_TOKENS / 16; ++step)
-        wgmma_add<KV_E4M3, true>(out, probability[step], advance_operand(v, step * 16 * 128));
+        wgmma<KV_E4M3, true>(out, probability[step], advance_operand(v, step * 16 * 128));
     wgmma_commit();
 }
 

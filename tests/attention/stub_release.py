@@ -56,6 +56,7 @@ def stub_variant(dtype: str, head_dim: int, rows: int) -> Variant:
         shared_bytes=102400,
         traits={
             "dtype": dtype,
+            "q_dtypes": "bf16,fp16,e4m3" if dtype == "e4m3" else dtype,
             "head_dim": head_dim,
             "rows": rows,
             "tile_tokens": 64,

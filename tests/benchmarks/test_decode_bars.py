@@ -10,7 +10,7 @@ from decode_results import made_up_row, time_us
 
 from benchmarks.decode.bars import NO_BAR, Bar, at_least, at_most, ratio_or_share
 from benchmarks.decode.cases import PUBLISHED_BATCHES, SECTIONS, Case, cases_of, same, sections_of
-from benchmarks.decode.rows import add_figures, disagreements, line_of, tally
+from benchmarks.decode.rows import add_figures, disagreements, is_out_of_reach, judge, line_of, tally
 
 PART = (at_least("ratio_fa2", 0.97), at_least("read_share", 0.95))
 
@@ -96,6 +96,43 @@ def test_alternatives_are_or_and_their_conditions_and(row: dict[str, float], met
 
 def test_no_bar_is_neither_met_nor_missed() -> None:
     assert NO_BAR.met({"ratio": 2.0}) is None
+
+
+@pytest.mark.parametrize(
+    ("bar", "time"),
+    [
+        (ratio_or_share(1.5, 0.9), 10.0 * 1.2 / 1.5),
+        (ratio_or_share(4.0, 0.6), 10.0 * 0.45 / 0.6),
+        (Bar((PART,)), 10.0 * 0.45 / 0.95),
+        (Bar(((at_most("over_default", 1.2),),)), 10.0 * 1.2 / 1.6),
+        (Bar((PART, (at_least("over_bf16", 2.0),))), None),
+        (NO_BAR, None),
+    ],
+)
+def test_a_bar_allows_the_time_of_its_easiest_alternative(bar: Bar, time: float | None) -> None:
+    row = {"ratio": 1.2, "ratio_fa2": 1.1, "read_share": 0.45, "over_default": 1.6}
+    assert bar.time_us(row, 10.0) == (None if time is None else pytest.approx(time))
+
+
+@pytest.mark.parametrize(("alone", "below"), [(8.1, True), (7.9, False)])
+def test_a_bar_is_out_of_reach_where_every_alternative_asks_for_less_than_reading_alone(
+    alone: float, below: bool
+) -> None:
+    row = {"ours": {"us": 10.0}, "ratio": 1.2, "read_share": 0.3, "read_alone_us": alone}
+    judge(row, ratio_or_share(1.5))
+    assert row["over_read_alone"] == pytest.approx(10.0 / alone)
+    assert row.get("bar_below_read_alone", False) is below
+    assert is_out_of_reach(row) is below
+
+
+def test_a_bar_that_is_met_is_not_out_of_reach() -> None:
+    row = {"ours": {"us": 10.0}, "ratio": 1.6, "read_alone_us": 11.0}
+    judge(row, Bar(((at_least("ratio", 1.5),),)))
+    assert (row["met"], is_out_of_reach(row)) == (True, False)
+
+
+def test_a_bar_out_of_reach_is_printed_as_such() -> None:
+    assert line_of(made_up_row(SECTIONS["gqa"]()[0])).endswith("[1.50x or 93% of read: not met, below read alone]")
 
 
 def test_planning_anew_is_no_faster_peer() -> None:

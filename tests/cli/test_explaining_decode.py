@@ -2,55 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import pytest
 from decode_kernels import HOPPER, PORTABLE
+from explained import explain_arguments, record, run
 
-from cubin_runtime import __version__, cli
-from cubin_runtime.artifacts.own_kernels import OwnKernel
-
-FOLDER = "ours-1"
+from cubin_runtime import cli
 
 
 @pytest.fixture
 def arguments(tmp_path: Path) -> list[str]:
-    """What every call takes: the release in place, its pin, and a store that is not there."""
-    folder = tmp_path / "tree" / FOLDER
-    folder.mkdir(parents=True)
-    kernels = [entry_of(kernel) for kernel in (*PORTABLE, *HOPPER)]
-    table = json.dumps({"schema": 1, "release": FOLDER, "kernels": kernels}).encode()
-    (folder / "kernels.json").write_bytes(table)
-    manifest = f"{hashlib.sha256(table).hexdigest()}  kernels.json\n".encode()
-    (folder / "checksums.txt").write_bytes(manifest)
-    pins = tmp_path / "pins.toml"
-    pins.write_text(
-        f'[[pin]]\nname = "ours"\npath = "{FOLDER}"\nmanifest_sha256 = "{hashlib.sha256(manifest).hexdigest()}"\n'
-        f'files = 1\nbytes = {len(table)}\nmax_file_bytes = 1048576\nabi = "hopper-{__version__}"\n'
-        'licence = "Apache-2.0"\nsources = []\n'
-    )
-    where = ["--source", str(tmp_path / "tree"), "--pins", str(pins), "--store", str(tmp_path / "store"), "--offline"]
-    return ["explain", "--release", "ours", *where]
-
-
-def entry_of(kernel: OwnKernel) -> dict[str, Any]:
-    return {field.name: getattr(kernel, field.name) for field in fields(kernel)} | {"traits": dict(kernel.traits)}
-
-
-def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    assert cli.main([str(argument) for argument in arguments]) == 0
-    return capsys.readouterr().out
-
-
-def record(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
-    told: dict[str, Any] = json.loads(run(capsys, *arguments, "--json"))
-    return told
+    return explain_arguments(tmp_path, (*PORTABLE, *HOPPER))
 
 
 SHAPE = ["--batch", "8", "--q-len", "4", "--kv-len", "16384", "--heads-q", "64", "--heads-kv", "8", "--sms", "132"]
@@ -86,7 +51,8 @@ def test_json_tells_the_choice_its_candidates_and_the_constants(
     told = record(capsys, *arguments, *SHAPE, "--backend", "hopper")
     (launch,) = told["launches"]
     best = launch["candidates"][0]
-    assert (told["verb"], told["backend"], launch["kernel"]) == ("explain", "hopper", "decode_bf16_d128_rows64_sm90a")
+    assert (told["verb"], told["backend"], told["operator"]) == ("explain", "hopper", "paged_decode")
+    assert launch["kernel"] == "decode_bf16_d128_rows64_sm90a"
     assert (best["kernel"], best["microseconds"]) == (launch["kernel"], told["microseconds"])
     assert (best["terms"].keys(), best["grid"]["ctas"]) == (
         {"fixed_us", "dram_us", "l2_us", "tiles_us", "merge_us"},
@@ -173,11 +139,18 @@ def test_a_count_of_tokens_means_ragged_requests(capsys: pytest.CaptureFixture[s
         (["--sm", "95"], "--sm 95: expected one of 80, 86"),
         (["--sm", "90", "--policy", "best"], "--policy: not an option of --backend hopper, only of trtllm-gen"),
         (["--sm", "90", "--no-causal"], "--causal: not an option of --backend hopper"),
+        (
+            ["--sm", "90", "--lse"],
+            "--lse: decides nothing with --backend hopper, whose choice is the same with and without",
+        ),
+        (["--backend", "hopper", "--pdl"], "--pdl: decides nothing with --backend hopper"),
+        (["--backend", "hopper", "--head-dim-v", "64"], "--head-dim-v 64: expected 128 as --head-dim is"),
         (["--backend", "hopper", "case.json"], "CASE.json: not an option of --backend hopper"),
         (["--tokens", "3"], "--tokens: not an option of --backend trtllm-gen, only of hopper"),
         (["--sm", "90", "--op", "context"], "--op 'context': the hopper backend has decode"),
         (["--sm", "90", "--q-len", "17"], "--q-len 17: expected 1 to 16"),
         (["--sm", "90", "--batch", "0"], "--batch 0: expected 1 to"),
+        (["--sm", "90", "--heads-kv", "0"], "--heads-kv 0: expected 1 to"),
         (["--sm", "90", "--heads-q", "12"], "--heads-q 12: expected a multiple of --heads-kv 8"),
         (["--sm", "90", "--heads-q", "264"], "--heads-q 264: expected at most 32 for each of --heads-kv"),
         (["--sm", "90", "--page", "48"], "--page 48: expected one of 16, 32, 64, 128, 256"),

@@ -1,76 +1,14 @@
-"""``inspect`` and ``list`` on a small release of our own making, used in place from a directory."""
+"""``inspect`` on a small release of our own making, used in place from a directory."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 
 import pytest
+from small_release import ENTRY, FIXTURES, FOLDER, SmallRelease
 
 from cubin_runtime import cli
-
-FIXTURES = Path(__file__).parents[1] / "fixtures"
-FOLDER = "small-1/fmha"
-ENTRY = {
-    "name": "block",
-    "symbol": "empty",
-    "file": "kernels/facts_sm_90a.cubin",
-    "sm": "90a",
-    "family": "fmha",
-    "operation": "paged_decode",
-    "traits": {"head_dim": 128, "dtype": "bf16"},
-    "struct": "P",
-    "struct_bytes": 0,
-    "struct_fingerprint": "0" * 64,
-    "threads": 96,
-    "dynamic_shared_bytes": 4096,
-    "static_shared_bytes": 0,
-    "registers": 4,
-    "spill_bytes": 0,
-    "flags": [],
-    "sources_sha256": "0" * 64,
-    "status": "measured",
-}
-
-
-class SmallRelease:
-    """A directory tree, the pin file that covers it, and a runner of the command line on both."""
-
-    def __init__(self, root: Path, *entries: dict[str, object]) -> None:
-        self.tree = root / "tree"
-        self.folder = self.tree / FOLDER
-        (self.folder / "kernels").mkdir(parents=True)
-        self.files = {
-            "kernels.json": json.dumps({"schema": 1, "release": "small", "kernels": list(entries)}).encode(),
-            "kernels/facts_sm_90a.cubin": (FIXTURES / "facts_sm_90a.cubin").read_bytes(),
-            "kernels/facts_sm_80.cubin": (FIXTURES / "facts_sm_80.cubin").read_bytes(),
-        }
-        for name, data in self.files.items():
-            (self.folder / name).write_bytes(data)
-        manifest = "".join(f"{self.digest(name)}  {name}\n" for name in self.files).encode()
-        (self.folder / "checksums.txt").write_bytes(manifest)
-        self.pins = root / "pins.toml"
-        self.pins.write_text(
-            f'[[pin]]\nname = "small"\npath = "{FOLDER}"\n'
-            f'manifest_sha256 = "{hashlib.sha256(manifest).hexdigest()}"\nfiles = {len(self.files)}\n'
-            f"bytes = {sum(map(len, self.files.values()))}\nmax_file_bytes = 65536\n"
-            'licence = "Apache-2.0"\nsources = []\n'
-        )
-        self.arguments = [
-            "--pins",
-            str(self.pins),
-            "--source",
-            str(self.tree),
-            "--store",
-            str(root / "store"),
-        ]
-
-    def digest(self, name: str) -> str:
-        return hashlib.sha256(self.files[name]).hexdigest()
-
-    def run(self, *arguments: str) -> int:
-        return cli.main([*arguments, *self.arguments])
 
 
 @pytest.fixture
@@ -154,56 +92,6 @@ def test_a_path_that_no_pin_covers_says_so(release: SmallRelease) -> None:
 def test_a_damaged_file_of_the_release_is_refused(release: SmallRelease) -> None:
     (release.folder / "kernels/facts_sm_80.cubin").write_bytes(b"\x7fELF damaged")
     assert release.run("inspect", f"{FOLDER}/kernels/facts_sm_80.cubin") == 5
-
-
-def test_list_without_a_name_shows_the_pins(answer) -> None:
-    assert {"small", "trtllm-gen-0.6.13"} <= {pin["name"] for pin in answer("list")["pins"]}
-
-
-def test_list_shows_every_file_with_its_metadata(release: SmallRelease, answer) -> None:
-    shown = answer("list", "small")
-    assert [file["path"] for file in shown["files"]] == [f"{FOLDER}/{name}" for name in release.files]
-    assert shown["files"][1]["metadata"]["sm"] == "90a"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "count"),
-    [
-        (["--sm", "90"], 1),
-        (["--sm", "100"], 0),
-        (["--dtype", "bfloat16"], 1),
-        (["--head-dim", "64"], 0),
-        (["--family", "hopper"], 1),
-        (["--match", "*.cubin"], 2),
-        (["--match", "kernels/*80*"], 1),
-        (["--sm", "90", "--match", "*80*"], 0),
-    ],
-)
-def test_list_filters(answer, arguments: list[str], count: int) -> None:
-    assert answer("list", "small", *arguments)["count"] == count
-
-
-@pytest.mark.parametrize(("name", "count"), [(f"{FOLDER}/kernels", 2), (f"{FOLDER}/kernels.json", 1), (FOLDER, 3)])
-def test_list_takes_an_artifact_path(answer, name: str, count: int) -> None:
-    assert answer("list", name)["count"] == count
-
-
-def test_count_prints_the_number_alone(release: SmallRelease, capsys: pytest.CaptureFixture[str]) -> None:
-    release.run("list", "small", "--count")
-    assert capsys.readouterr().out == "3\n"
-
-
-def test_the_table_names_file_target_and_types(release: SmallRelease, capsys: pytest.CaptureFixture[str]) -> None:
-    release.run("list", "small", "--sm", "90")
-    assert capsys.readouterr().out.splitlines()[1] == "kernels/facts_sm_90a.cubin\tsm_90a\tbf16\t128\t96\t4096"
-
-
-def test_filters_without_a_release_are_usage(release: SmallRelease) -> None:
-    assert release.run("list", "--sm", "90") == 2
-
-
-def test_an_unknown_release_is_not_pinned(release: SmallRelease) -> None:
-    assert release.run("list", "nothing") == 3
 
 
 def test_inspecting_a_file_makes_no_store(tmp_path: Path) -> None:

@@ -222,6 +222,50 @@ def test_too_few_semaphores_are_replaced_by_the_same_memory_of_ours(standin: Sta
     assert xqa(standin, others)["status"] != first["status"]
 
 
+def with_semaphores(memory: MadeUpMemory, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The same call with semaphores elsewhere, too few of them again."""
+    return {**arguments, "semaphores": memory.tensor("uint32", 68)}
+
+
+def test_replaced_semaphores_are_a_bounded_number(standin: StandIn, memory: MadeUpMemory) -> None:
+    arguments = xqa_arguments(memory)
+    standin.clear_log()
+    for _ in range(200):
+        flashinfer.xqa(**with_semaphores(memory, arguments))
+    made, freed = (standin.names().count(name) for name in ("cuMemAlloc", "cuMemFree"))
+    assert made == 200
+    assert made - freed <= 66
+
+
+def test_more_semaphores_for_one_address_take_the_place_of_fewer(standin: StandIn, memory: MadeUpMemory) -> None:
+    semaphores = memory.tensor("uint32", 68)
+    few = xqa_arguments(memory, semaphores=semaphores)
+    many = few | {
+        "q": memory.tensor("bfloat16", 2000, 1, HEADS, HEAD_DIM),
+        "output": memory.tensor("bfloat16", 2000, 1, HEADS, HEAD_DIM),
+        "page_table": memory.tensor("int32", 2000, 16),
+        "seq_lens": memory.tensor("uint32", 2000, 1),
+    }
+    first, larger = xqa(standin, few), xqa(standin, many)
+    assert larger["status"] != first["status"]
+    assert xqa(standin, few)["status"] == larger["status"]
+
+
+def test_replaced_semaphores_of_a_captured_graph_stay_its_own(
+    standin: StandIn, memory: MadeUpMemory, hopper: Runtime
+) -> None:
+    arguments = with_semaphores(memory, xqa_arguments(memory))
+    first = xqa(standin, arguments)
+    memory.stream = hopper.driver.create_stream()
+    hopper.driver.begin_capture(memory.stream)
+    assert xqa(standin, arguments)["status"] == first["status"]
+    hopper.driver.end_capture(memory.stream)
+    memory.stream = 0
+    for _ in range(100):
+        assert xqa(standin, with_semaphores(memory, arguments))["status"] != first["status"]
+    assert xqa(standin, arguments)["status"] == first["status"]
+
+
 def test_a_capture_with_too_few_semaphores_says_how_many(
     standin: StandIn, memory: MadeUpMemory, hopper: Runtime
 ) -> None:

@@ -164,7 +164,7 @@ def on_device(
 
 
 def decode_kernels(runtime: Runtime, case: DecodeCase) -> list[OwnKernel]:
-    """The kernels of this device that take a case's dtype and head_dim."""
+    """The kernels of this device that take a case's dtypes and head_dim."""
     major, minor = runtime.driver.device(0).capability
     return [
         kernel
@@ -172,6 +172,7 @@ def decode_kernels(runtime: Runtime, case: DecodeCase) -> list[OwnKernel]:
         if kernel.operation == OPERATION
         and kernel.sm.rstrip("af") == f"{major}{minor}"
         and (kernel.traits["dtype"], kernel.traits["head_dim"]) == (case.kv_dtype, case.head_dim)
+        and case.q_type in str(kernel.traits["q_dtypes"]).split(",")
     ]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,12 +37,13 @@ LENGTHS = ((700,), (0, 65, 129), (300, 3, 0, 17), (1, 400))
 MASKS = ("none", "tree", "any", "chain", "tree")
 
 
-def spread_cases(kv_dtype: str, head_dim: int, rows: int, count: int, first: int = 0) -> list[DecodeCase]:
+def spread_cases(traits: Mapping[str, object], count: int, first: int = 0) -> list[DecodeCase]:
     """Cases for one kernel; options that matter to memory alternate with ``first``, the rest are drawn."""
-    return [_spread(kv_dtype, head_dim, rows, first + i) for i in range(count)]
+    return [_spread(traits, first + i) for i in range(count)]
 
 
-def _spread(kv_dtype: str, head_dim: int, rows: int, index: int) -> DecodeCase:
+def _spread(traits: Mapping[str, object], index: int) -> DecodeCase:
+    rows, q_dtypes = int(str(traits["rows"])), str(traits["q_dtypes"]).split(",")
     rng = np.random.default_rng((20, index))
     lengths = LENGTHS[index % len(LENGTHS)]
     # One part of a tile, a whole one, or several, by turns.
@@ -49,8 +51,9 @@ def _spread(kv_dtype: str, head_dim: int, rows: int, index: int) -> DecodeCase:
     group = max(1, min(32, (rows // 2, rows, 2 * rows + 1)[index % 3] // q_len))
     case = random_case(
         rng,
-        kv_dtype=kv_dtype,
-        head_dim=head_dim,
+        kv_dtype=traits["dtype"],
+        q_dtype=q_dtypes[index % len(q_dtypes)],
+        head_dim=traits["head_dim"],
         rows=rows,
         q_len=q_len,
         group=group,
@@ -79,8 +82,7 @@ def cases_of(kernels: list[OwnKernel]) -> list[DecodeCase]:
     assert each, f"{len(kernels)} kernels, more than {MOST_CASES} cases hold"
     found = []
     for index, kernel in enumerate(kernels):
-        traits = kernel.traits
-        found += spread_cases(str(traits["dtype"]), int(traits["head_dim"]), int(traits["rows"]), each, index * each)
+        found += spread_cases(kernel.traits, each, index * each)
     return found
 
 

@@ -220,7 +220,10 @@ def test_freed_pages_lie_before_every_window() -> None:
 
 
 def test_sanitizer_cases_spread_every_option() -> None:
-    cases = spread_cases("bf16", 128, 8, 30) + spread_cases("e4m3", 64, 16, 30)
+    wide = {"dtype": "bf16", "q_dtypes": "bf16", "head_dim": 128, "rows": 8}
+    narrow = {"dtype": "e4m3", "q_dtypes": "bf16,fp16,e4m3", "head_dim": 64, "rows": 16}
+    cases = spread_cases(wide, 30) + spread_cases(narrow, 30)
+    assert {case.q_type for case in cases} == {"bf16", "fp16", "e4m3"}
     assert {case.mask for case in cases} == {"none", "chain", "tree", "any"}
     assert {case.batch_invariant for case in cases} == {case.sinks for case in cases} == {False, True}
     assert any(case.q_lens for case in cases)

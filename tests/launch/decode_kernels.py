@@ -10,10 +10,25 @@ from cubin_runtime.artifacts.own_kernels import BUILT_NOT_RUN, MEASURED, OwnKern
 _HOPPER_ROWS = {32: (16,), 64: (8, 16, 64, 128), 128: (8, 16, 64, 128), 256: (8, 32), 512: (8,)}
 
 
+def q_dtypes_of(dtype: str, rows: int, q_e4m3: bool) -> str:
+    """As shipped: warpgroups of e4m3 caches are for e4m3 queries, or for others."""
+    if dtype != "e4m3":
+        return dtype
+    if q_e4m3:
+        return "e4m3"
+    return "bf16,fp16" if rows >= 64 else "bf16,fp16,e4m3"
+
+
 def decode_kernel(
-    sm: str = "90a", rows: int = 8, dtype: str = "bf16", head_dim: int = 128, tile_tokens: int = 64, **changes: Any
+    sm: str = "90a",
+    rows: int = 8,
+    dtype: str = "bf16",
+    head_dim: int = 128,
+    tile_tokens: int = 64,
+    q_e4m3: bool = False,
+    **changes: Any,
 ) -> OwnKernel:
-    symbol = f"decode_{dtype}_d{head_dim}_rows{rows}"
+    symbol = f"decode_{dtype}{'_q_e4m3' if q_e4m3 else ''}_d{head_dim}_rows{rows}"
     resident = 2 if sm == "90a" and rows < 64 else 1
     made = OwnKernel(
         name=f"{symbol}_sm{sm}",
@@ -24,6 +39,7 @@ def decode_kernel(
         operation="paged_decode",
         traits={
             "dtype": dtype,
+            "q_dtypes": q_dtypes_of(dtype, rows, q_e4m3),
             "head_dim": head_dim,
             "rows": rows,
             "tile_tokens": tile_tokens,
@@ -52,5 +68,5 @@ HOPPER = tuple(
     for head_dim, all_rows in _HOPPER_ROWS.items()
     for rows in all_rows
     if rows < 128 or dtype != "e4m3"
-)
+) + tuple(decode_kernel("90a", rows, "e4m3", head_dim, q_e4m3=True) for head_dim in (64, 128) for rows in (64, 128))
 PORTABLE = tuple(decode_kernel(sm, rows) for sm in ("80", "86", "89", "100", "120") for rows in (16, 8))

@@ -31,6 +31,7 @@ _OF_KERNELS = ("start_us", "tile_us")
 class KernelCost:
     """Microseconds of a kernel for KV of ``item_bytes``, with ``resident`` CTAs on each multiprocessor.
 
+    ``q_item_bytes``: of a kernel for queries of that many alone; 0: whatever they are.
     ``start_us`` is from the launch to the first tile and from the last tile to the end; ``tile_us`` what each CTA then
     takes for 64 tokens of a KV head, its share of the multiprocessor's bandwidth included.
     """
@@ -41,6 +42,7 @@ class KernelCost:
     resident: int
     start_us: float
     tile_us: float
+    q_item_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +66,14 @@ class Costs:
     idle_share: int
     kernels: tuple[KernelCost, ...]
 
-    def kernel_us(self, item_bytes: int, head_dim: int, rows: int, resident: int) -> tuple[float, float]:
+    def kernel_us(
+        self, item_bytes: int, head_dim: int, rows: int, resident: int, q_item_bytes: int = 2
+    ) -> tuple[float, float]:
         """``start_us`` and ``tile_us``: of the nearest known head_dim below, its tile in proportion.
 
         Between the known rows by the straight line, beyond them a tile in proportion.
         """
-        of_item = [k for k in self.kernels if k.item_bytes == item_bytes]
+        of_item = [k for k in self.kernels if k.item_bytes == item_bytes and k.q_item_bytes in (0, q_item_bytes)]
         if not of_item:
             raise UsageError(f"costs of {self.gpu}: none for a KV item of {item_bytes} bytes")
         near = max((k.head_dim for k in of_item if k.head_dim <= head_dim), default=min(k.head_dim for k in of_item))
@@ -91,6 +95,7 @@ class Work:
 
     kv_bytes: int
     item_bytes: int
+    q_item_bytes: int
     rows: int
     head_dim: int
     resident: int
@@ -126,29 +131,33 @@ class Estimate:
 
 # Item bytes, head_dim, rows, CTAs on a multiprocessor: start and tile.
 _H200_KERNELS = (
-    KernelCost(2, 64, 8, 1, 6.6, 0.72),
-    KernelCost(2, 64, 8, 2, 13.2, 1.026),
+    KernelCost(2, 64, 8, 1, 8.6, 0.501),
+    KernelCost(2, 64, 8, 2, 10.0, 1.022),
     KernelCost(2, 64, 16, 1, 8.6, 0.7),
-    KernelCost(2, 64, 16, 2, 15.6, 1.06),
-    KernelCost(2, 64, 64, 1, 11.4, 0.537),
-    KernelCost(2, 128, 8, 1, 6.6, 0.99),
+    KernelCost(2, 64, 16, 2, 12.4, 1.022),
+    KernelCost(2, 64, 64, 1, 11.0, 0.525),
+    KernelCost(2, 128, 8, 1, 6.6, 1.005),
     KernelCost(2, 128, 8, 2, 10.1, 1.9),
-    KernelCost(2, 128, 16, 1, 8.6, 1.0),
+    KernelCost(2, 128, 16, 1, 9.6, 1.03),
     KernelCost(2, 128, 16, 2, 15.6, 1.9),
     KernelCost(2, 128, 64, 1, 13.6, 0.77),
-    KernelCost(2, 128, 128, 1, 13.6, 1.2),
+    KernelCost(2, 128, 128, 1, 13.6, 1.15),
     KernelCost(2, 256, 8, 1, 6.6, 0.9),
     KernelCost(2, 256, 32, 1, 6.6, 1.5),
-    KernelCost(1, 64, 8, 1, 6.6, 0.525),
-    KernelCost(1, 64, 8, 2, 11.6, 0.68),
+    KernelCost(1, 64, 8, 1, 6.6, 0.34),
+    KernelCost(1, 64, 8, 2, 9.7, 0.555),
     KernelCost(1, 64, 16, 1, 8.6, 0.66),
-    KernelCost(1, 64, 16, 2, 15.6, 0.792),
-    KernelCost(1, 64, 64, 1, 12.6, 0.515),
-    KernelCost(1, 128, 8, 1, 6.6, 0.71),
-    KernelCost(1, 128, 8, 2, 11.6, 1.16),
+    KernelCost(1, 64, 16, 2, 15.6, 0.565),
+    KernelCost(1, 64, 64, 1, 12.6, 0.54, 2),
+    KernelCost(1, 64, 64, 1, 12.6, 0.41, 1),
+    KernelCost(1, 64, 128, 1, 12.6, 0.66, 1),
+    KernelCost(1, 128, 8, 1, 9.0, 0.505),
+    KernelCost(1, 128, 8, 2, 10.4, 1.031),
     KernelCost(1, 128, 16, 1, 8.6, 0.88),
-    KernelCost(1, 128, 16, 2, 15.6, 1.168),
-    KernelCost(1, 128, 64, 1, 12.6, 0.79),
+    KernelCost(1, 128, 16, 2, 13.6, 1.025),
+    KernelCost(1, 128, 64, 1, 12.6, 0.8, 2),
+    KernelCost(1, 128, 64, 1, 12.6, 0.59, 1),
+    KernelCost(1, 128, 128, 1, 12.6, 0.93, 1),
     KernelCost(1, 256, 8, 1, 6.6, 0.9),
     KernelCost(1, 256, 32, 1, 6.6, 1.5),
 )
@@ -211,7 +220,7 @@ def restated(costs: Costs, constants: Mapping[str, float]) -> Costs:
 def estimate(work: Work, costs: Costs) -> Estimate:
     """What ``work`` takes by ``costs``."""
     l2 = costs.l2_tb_per_s * work.multiprocessors / _MULTIPROCESSORS
-    start, tile = costs.kernel_us(work.item_bytes, work.head_dim, work.rows, work.resident)
+    start, tile = costs.kernel_us(work.item_bytes, work.head_dim, work.rows, work.resident, work.q_item_bytes)
     return Estimate(
         fixed_us=costs.launch_us + start,
         dram_us=work.kv_bytes / (costs.read_tb_per_s * _BYTES_PER_US),
@@ -222,7 +231,8 @@ def estimate(work: Work, costs: Costs) -> Estimate:
 
 
 def _name(kernel: KernelCost, constant: str) -> str:
-    return f"{constant}_{8 * kernel.item_bytes}bit_d{kernel.head_dim}_rows{kernel.rows}_ctas{kernel.resident}"
+    queries = f"_q{8 * kernel.q_item_bytes}bit" if kernel.q_item_bytes else ""
+    return f"{constant}_{8 * kernel.item_bytes}bit{queries}_d{kernel.head_dim}_rows{kernel.rows}_ctas{kernel.resident}"
 
 
 def _between(known: list[tuple[int, float]], at: int) -> float:

@@ -186,6 +186,9 @@ def _unfit(kernel: OwnKernel, shape: DecodeShape, device: DeviceFacts) -> str:
     for name, wanted in (("dtype", shape.dtype), ("head_dim", shape.head_dim)):
         if kernel.traits[name] != wanted:
             return f"{name} is {kernel.traits[name]}"
+    taken = str(kernel.traits["q_dtypes"]).split(",")
+    if (shape.q_dtype or shape.dtype) not in taken:
+        return f"queries are {' or '.join(taken)}"
     needs = kernel.dynamic_shared_bytes + kernel.static_shared_bytes
     if needs > device.shared_bytes_per_block_optin:
         return f"needs {needs} bytes of shared memory a block, the device has {device.shared_bytes_per_block_optin}"
@@ -209,17 +212,21 @@ def _grids(kernel: OwnKernel, shape: DecodeShape, part: Part, device: DeviceFact
             for d in range(1, costs.heads_together + 1)
             if shape.kv_heads % d == 0 and ctas % d * costs.idle_share <= ctas
         )
-        teams, blocks = ctas // together, pairs // together
-        # Where few CTAs idle for it, teams that all end on borders of pairs: each other one stays behind by a partial.
-        fewest = teams - teams // costs.idle_share
-        even = next((n for n in range(teams, fewest - 1, -1) if _ends_on_borders(n, blocks)), teams)
+        # Where few CTAs idle for it, teams that all end on borders of pairs: others stay behind by a partial. But not
+        # where heads that share a line of 128 bytes would drift apart, as some have a multiprocessor for themselves.
+        teams = ctas // together
+        shares_lines = shape.head_dim * ITEM_BYTES[shape.dtype] < 128
+        fewest = teams if resident > 1 and shares_lines else teams - teams // costs.idle_share
+        even = next((n for n in range(teams, fewest - 1, -1) if _ends_on_borders(shape, n, pairs // together)), teams)
         for count in dict.fromkeys((even, teams)):
             grids.append(Grid(count * together, resident, together, row_tiles, pairs * tiles))
     return grids
 
 
-def _ends_on_borders(teams: int, blocks: int) -> bool:
+def _ends_on_borders(shape: DecodeShape, teams: int, blocks: int) -> bool:
     """Whether requests as long as their bound give every team whole blocks of pairs, or an equal part of one."""
+    if shape.ragged or shape.batch_invariant:
+        return False
     return blocks % teams == 0 or teams % blocks == 0
 
 
@@ -247,12 +254,13 @@ def _work(kernel: OwnKernel, grid: Grid, shape: DecodeShape, part: Part, device:
         tiles_per_cta = -(-pairs * parts // grid.ctas) * -(-tiles // parts)
     else:
         # But for grids that end on borders of pairs, the cuts of the line fall in the middle of them.
-        teams, blocks = grid.ctas // grid.heads_together, pairs // grid.heads_together
-        parts = min(tiles, -(-grid.ctas // pairs) + (0 if _ends_on_borders(teams, blocks) else 1))
+        even = _ends_on_borders(shape, grid.ctas // grid.heads_together, pairs // grid.heads_together)
+        parts = min(tiles, -(-grid.ctas // pairs) + (0 if even else 1))
         tiles_per_cta = -(-grid.tiles // grid.ctas)
     return Work(
         kv_bytes=2 * requests * shape.kv_heads * shape.kv_tokens(tile_tokens) * shape.head_dim * item_bytes,
         item_bytes=item_bytes,
+        q_item_bytes=ITEM_BYTES[shape.q_dtype or shape.dtype],
         rows=_trait(kernel, "rows"),
         head_dim=shape.head_dim,
         resident=grid.resident,

@@ -14,7 +14,8 @@ _INVARIANT_PARTS = 128
 class DecodeShape:
     """What decides the kernel and the grid: bounds, never the lengths themselves.
 
-    ``dtype`` is that of the KV cache (``bf16``, ``fp16``, ``e4m3``), ``group`` the query heads a KV head,
+    ``dtype`` is that of the KV cache and ``q_dtype`` that of the queries (``bf16``, ``fp16``, ``e4m3``; empty: as the
+    cache's), ``group`` the query heads a KV head,
     ``q_len`` the query tokens of each request or, where ``ragged``, their bound; then ``tokens`` are those of all
     requests. ``window_left`` is -1 without a window.
     """
@@ -25,6 +26,7 @@ class DecodeShape:
     kv_heads: int
     batch: int
     _: KW_ONLY
+    q_dtype: str = ""
     q_len: int = 1
     tokens: int = 0
     ragged: bool = False

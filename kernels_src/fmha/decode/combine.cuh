@@ -235,9 +235,9 @@ DEVICE void write_piece(const Params& p, const Piece& piece, const Parts& parts,
                 *reinterpret_cast<float4*>(static_cast<float*>(p.partial_out) + slot_row(slot, row) * HEAD_DIM + dim) = value;
         }
     }
-    if (parts.count > 1 && threadIdx.x < piece.rows.count)
-        static_cast<float2*>(p.partial_statistics)[slot_row(slot, threadIdx.x)] =
-            make_float2(shared.maximum[threadIdx.x], shared.sum[threadIdx.x]);
+    const uint32_t own = thread_anew();
+    if (parts.count > 1 && own < piece.rows.count)
+        static_cast<float2*>(p.partial_statistics)[slot_row(slot, own)] = make_float2(shared.maximum[own], shared.sum[own]);
     named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);  // the part is written; shared.merge and its statistics are free again
 }
 

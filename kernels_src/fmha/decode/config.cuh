@@ -29,6 +29,7 @@ constexpr int THREADS = CONSUMERS + 32 * PRODUCER_WARPS;
 constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 56;
 
 constexpr bool KV_E4M3 = KV_TYPE == E4M3;
+constexpr bool KEYS_CONVERTED = KV_E4M3 && !Q_E4M3;  // by warpgroups: else their products take keys as they are
 constexpr bool MMA_FP16 = KV_TYPE != BF16;  // e4m3 becomes fp16, which holds it exactly
 constexpr int ITEM_BYTES = KV_E4M3 ? 1 : 2;
 constexpr int TOKEN_BYTES = HEAD_DIM * ITEM_BYTES;
@@ -79,6 +80,7 @@ constexpr uint32_t STATUS_LENGTH_NEGATIVE = 2;
 constexpr uint32_t STATUS_PAGE_OUTSIDE_POOL = 4;
 constexpr uint32_t STATUS_QUERIES = 8;
 
+constexpr float MAXIMUM_SLACK = 8.f;  // base-2 exponents by which scores may exceed the maximum in use
 constexpr int CONSUMER_BARRIER = 1;
 constexpr int NEVER = 0x7fffffff;  // a first visible key that no key reaches
 
@@ -101,11 +103,11 @@ struct Parts {
 
 struct alignas(128) Shared {
     char ring[BUFFERS][BUFFER_BYTES];  // the block's shared memory begins at a multiple of 1024
-#if WARPGROUP_MMA
-    // A warpgroup's keys and values of a tile as fp16.
-    char converted[KV_E4M3 ? CONSUMER_WARPGROUPS : 0][2][TILE_TOKENS * HEAD_DIM * 2];
-#endif
     union {
+#if WARPGROUP_MMA
+        // While there are tiles, as fp16: a party's keys of a tile, values of that and of the next one.
+        char converted[KV_E4M3 ? PARTIES : 0][KEYS_CONVERTED + 2][TILE_TOKENS * HEAD_DIM * 2];
+#endif
         float merge[MERGE_BUFFERS][ROWS][MERGE_STRIDE];
         float weight[ROWS][WEIGHTS];
     };
@@ -126,6 +128,7 @@ struct alignas(128) Shared {
 #if WARPGROUP_MMA
     Rows open_rows;  // the pair of which this CTA wrote a part last
     Parts open_parts;
+    uint32_t open_arrived;  // who had arrived there before
 #endif
 };
 
@@ -139,6 +142,13 @@ DEVICE uint32_t tile_address(uint32_t buffer, int token, int column) {
     constexpr int COLUMNS = SPAN / 16;
     const int turn = SPAN == 128 ? token % 8 : SPAN == 64 ? token / 2 % 4 : token / 4 % 2;
     return buffer + column / COLUMNS * SPAN_BYTES + token * SPAN + ((column % COLUMNS) ^ turn) * 16;
+}
+
+// The thread's index, read anew: what follows from it need not stay in registers.
+DEVICE uint32_t thread_anew() {
+    uint32_t thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread;
 }
 
 // Position in the ring; the phase flips each time around.

@@ -21,13 +21,13 @@ DEVICE float2 query_values(const Params& p, const void* row, int element) {
 
 DEVICE float power_of_two(int exponent) { return __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23); }
 
-// The exponent of the largest magnitude among the four lanes of a row; dividing by its power of two brings a bf16 row, up to
-// magnitudes of 2^116, into the range of fp16 without rounding. 0 where every lane gives 0, as for queries that fit already.
+// The exponent of the largest magnitude among the four lanes of a row; dividing by its power of two brings a bf16 row into the
+// range of fp16. 0 where every lane gives 0, as for queries that fit already.
 DEVICE int common_exponent(float largest) {
     largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
     largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
     if (largest == 0.f) return 0;
-    return min(max(static_cast<int>(__float_as_uint(largest) >> 23) - 127, -100), 100);
+    return min(max(static_cast<int>(__float_as_uint(largest) >> 23) - 127, -100), 112);  // 2^128 / 2^112 is as far as fp16 goes
 }
 
 }  // namespace paged_decode

@@ -13,7 +13,8 @@ struct Request {
     int first_tile;  // of its keys; with a window, tiles in front of it are left out
     int tiles;       // a request without keys still owns one (empty) tile, whose CTA writes its output
     int row_tiles;
-    int blocks;      // of `heads_together` (KV head, row tile) pairs
+    // Of `heads_together` (KV head, row tile) pairs.
+    DEVICE int blocks(const Params& p) const { return p.head_blocks * row_tiles; }
 };
 
 DEVICE int stated_length(const Params& p, int request) { return static_cast<const int*>(p.seq_lens)[request]; }
@@ -38,7 +39,6 @@ DEVICE Request request_at(const Params& p, int index) {
     r.tiles = max(1, (r.length + TILE_TOKENS - 1) / TILE_TOKENS - r.first_tile);
     const int rows = r.q_len * p.group;
     r.row_tiles = rows < p.least_rows || rows > p.most_rows ? 0 : (rows + ROWS - 1) / ROWS;
-    r.blocks = p.head_blocks * r.row_tiles;
     return r;
 }
 
@@ -95,8 +95,8 @@ DEVICE Share find_share(const Params& p) {
 #pragma unroll 1
     for (int b = lane; b < p.batch; b += 32) {
         const Request r = request_at(p, b);
-        if (b == lane) first_own = r.tiles * r.blocks, first_tiles = r.tiles;
-        total += r.tiles * r.blocks;
+        if (b == lane) first_own = r.tiles * r.blocks(p), first_tiles = r.tiles;
+        total += r.tiles * r.blocks(p);
     }
     Share share;
     share.team = blockIdx.x / p.heads_together;
@@ -116,7 +116,7 @@ DEVICE Share find_share(const Params& p) {
         int own = base == 0 ? first_own : 0, tiles = first_tiles;
         if (base > 0 && b < p.batch) {
             const Request r = request_at(p, b);
-            own = r.tiles * r.blocks;
+            own = r.tiles * r.blocks(p);
             tiles = r.tiles;
         }
         int through = own;
@@ -174,10 +174,10 @@ DEVICE void for_each_piece(const Params& p, const Share& share, Visit visit) {
         if (first == r.tiles) {
             first = piece.split = 0;
             block_start += r.tiles;
-            if (++block == r.blocks) {
+            if (++block == r.blocks(p)) {
                 block = 0;
                 do piece.request = request_at(p, r.index + 1);
-                while (r.blocks == 0);
+                while (r.row_tiles == 0);
             }
         }
         const int pair = block * p.heads_together + share.member;

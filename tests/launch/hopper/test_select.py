@@ -14,7 +14,7 @@ from cubin_runtime.artifacts.own_kernels import OwnKernel
 from cubin_runtime.errors import UsageError
 from cubin_runtime.launch.driver import DeviceFacts
 from cubin_runtime.launch.hopper.costs import H200, Costs, restated
-from cubin_runtime.launch.hopper.select import ANY_ROWS, Candidate, DecodeSelection, select_decode
+from cubin_runtime.launch.hopper.select import ANY_ROWS, Candidate, DecodeSelection, Fit, select_decode
 from cubin_runtime.launch.hopper.shape import DecodeShape, split_count
 
 SHAPE = DecodeShape("bf16", 128, group=8, kv_heads=8, batch=64, max_seq_len=8192)
@@ -58,6 +58,10 @@ def launches(**changes: Any) -> list[tuple[object, int, int]]:
 
 def rows_of(selection: DecodeSelection) -> tuple[object, int]:
     return selection.kernel.traits["rows"], selection.row_tiles
+
+
+def fit_of(selection: DecodeSelection) -> Fit:
+    return next(c.fit for c in selection.candidates if c.fit and c.kernel == selection.kernel)
 
 
 def words(selection: DecodeSelection) -> dict[str, str]:
@@ -180,7 +184,27 @@ def test_the_grid_holds_what_the_kernel_relies_on(shape: DecodeShape) -> None:
 
 
 def test_a_large_problem_gets_two_ctas_a_multiprocessor() -> None:
-    assert chosen().ctas == 264
+    assert chosen(batch=40).ctas == 264
+
+
+def test_a_grid_ends_on_borders_of_pairs_where_few_ctas_idle_for_it() -> None:
+    assert chosen().ctas == 256
+    assert chosen(batch=8, max_seq_len=65536).ctas == 256
+    assert chosen(batch=40).ctas == 264
+
+
+def test_a_grid_does_not_count_on_borders_of_pairs_that_differ() -> None:
+    assert chosen(ragged=True, tokens=SHAPE.batch).ctas == 264
+    assert chosen(batch_invariant=True).ctas == 264
+
+
+def test_no_cta_idles_where_heads_share_a_line() -> None:
+    assert chosen(dtype="e4m3", head_dim=64).ctas == 264
+
+
+def test_pairs_that_stay_whole_are_not_merged() -> None:
+    assert fit_of(chosen(batch=64)).estimate.merge_us == 0
+    assert fit_of(chosen(batch=40)).estimate.merge_us > 0
 
 
 def test_a_problem_of_medium_size_gets_one() -> None:
@@ -195,7 +219,7 @@ def test_a_kernel_that_fills_a_multiprocessor_alone_gets_one() -> None:
     ("kv_heads", "together"), [(1, 1), (2, 2), (3, 3), (5, 5), (7, 7), (8, 8), (12, 6), (16, 8), (11, 1)]
 )
 def test_heads_are_read_side_by_side_in_divisors_up_to_eight(kv_heads: int, together: int) -> None:
-    assert chosen(kv_heads=kv_heads, dtype="e4m3").heads_together == together
+    assert chosen(kv_heads=kv_heads, dtype="e4m3", head_dim=64).heads_together == together
 
 
 def test_heads_are_not_read_side_by_side_where_too_many_ctas_would_idle() -> None:

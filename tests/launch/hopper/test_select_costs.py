@@ -43,6 +43,7 @@ COSTS = Costs(
 WORK = Work(
     kv_bytes=100_000_000,
     item_bytes=2,
+    q_item_bytes=2,
     rows=16,
     head_dim=128,
     resident=1,
@@ -58,6 +59,7 @@ works = st.builds(
     Work,
     kv_bytes=st.integers(0, 1 << 40),
     item_bytes=st.just(2),
+    q_item_bytes=st.just(2),
     rows=st.integers(1, 128),
     head_dim=st.integers(8, 1024),
     resident=st.sampled_from([1, 2]),

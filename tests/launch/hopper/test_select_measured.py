@@ -25,42 +25,56 @@ class Measured:
     batch: int
     keys: int
     us: dict[tuple[int, int], float]
+    q_dtype: str = "bf16"
 
     @property
     def shape(self) -> DecodeShape:
         q_len, group = self.rows
-        return DecodeShape(self.dtype, self.head_dim, group, KV_HEADS, self.batch, q_len=q_len, max_seq_len=self.keys)
+        types = {"dtype": self.dtype, "q_dtype": self.q_dtype}
+        sizes = {"head_dim": self.head_dim, "group": group, "kv_heads": KV_HEADS, "batch": self.batch}
+        return DecodeShape(**types, **sizes, q_len=q_len, max_seq_len=self.keys)
 
     def __str__(self) -> str:
-        return f"{self.dtype}-{self.head_dim}-{self.rows[0]}x{self.rows[1]}-{self.batch}x{self.keys}"
+        return f"{self.q_dtype}-{self.dtype}-{self.head_dim}-{self.rows[0]}x{self.rows[1]}-{self.batch}x{self.keys}"
 
 
 MEASURED = (
-    Measured("bf16", 128, (1, 8), 1, 1024, {(8, 1): 13.7, (64, 1): 20.3}),
+    Measured("bf16", 128, (1, 8), 1, 1024, {(8, 1): 12.8, (64, 1): 20.3}),
     Measured("bf16", 128, (1, 8), 1, 16384, {(8, 1): 31.1, (64, 1): 37.2}),
-    Measured("bf16", 128, (1, 8), 8, 4096, {(8, 1): 46.8, (8, 2): 50, (64, 1): 49}),
-    Measured("bf16", 128, (1, 8), 64, 8192, {(8, 1): 511, (8, 2): 501, (64, 1): 519}),
+    Measured("bf16", 128, (1, 8), 8, 4096, {(8, 1): 46.8, (8, 2): 46.8, (64, 1): 49}),
+    Measured("bf16", 128, (1, 8), 64, 8192, {(8, 1): 511, (8, 2): 507, (64, 1): 519}),
     Measured("bf16", 128, (1, 8), 128, 2048, {(8, 2): 268, (64, 1): 275}),
-    Measured("bf16", 128, (2, 8), 8, 16384, {(16, 1): 149.6, (16, 2): 153}),
-    Measured("bf16", 128, (2, 8), 32, 16384, {(16, 1): 530, (16, 2): 516}),
+    Measured("bf16", 128, (2, 8), 8, 16384, {(16, 1): 149.6, (16, 2): 147.5}),
+    Measured("bf16", 128, (2, 8), 32, 16384, {(16, 1): 530, (16, 2): 509}),
     Measured("bf16", 128, (8, 8), 8, 16384, {(64, 1): 152}),
     Measured("bf16", 128, (8, 8), 32, 16384, {(64, 1): 522}),
     Measured("bf16", 128, (8, 12), 16, 16384, {(64, 1): 403, (128, 1): 319}),
-    Measured("bf16", 64, (1, 8), 8, 4096, {(8, 2): 36, (64, 1): 35}),
-    Measured("bf16", 64, (1, 8), 64, 8192, {(8, 2): 275}),
-    Measured("bf16", 64, (1, 8), 128, 2048, {(8, 2): 154}),
-    Measured("bf16", 64, (2, 8), 8, 16384, {(16, 1): 108, (16, 2): 97.6, (64, 1): 90}),
-    Measured("bf16", 64, (2, 8), 32, 16384, {(16, 1): 368, (16, 2): 286, (64, 1): 290}),
+    Measured("bf16", 64, (1, 8), 8, 16384, {(8, 1): 81.9, (8, 2): 82.1}),
+    Measured("bf16", 64, (1, 8), 16, 16384, {(8, 1): 143.8, (8, 2): 147.8}),
+    Measured("bf16", 64, (1, 8), 32, 16384, {(8, 1): 273, (8, 2): 273}),
+    Measured("bf16", 64, (1, 8), 64, 16384, {(8, 1): 523, (8, 2): 524}),
+    Measured("bf16", 64, (2, 8), 8, 16384, {(16, 2): 84.4, (64, 1): 90}),
+    Measured("bf16", 64, (2, 8), 32, 16384, {(16, 2): 277, (64, 1): 290}),
+    Measured("bf16", 64, (2, 8), 64, 16384, {(16, 2): 527}),
     Measured("bf16", 64, (8, 8), 8, 16384, {(64, 1): 93.5}),
     Measured("bf16", 64, (8, 8), 32, 16384, {(64, 1): 293}),
-    Measured("e4m3", 128, (1, 8), 1, 8192, {(8, 1): 19.5, (8, 2): 22}),
-    Measured("e4m3", 128, (1, 8), 32, 4096, {(8, 1): 98, (8, 2): 89, (64, 1): 121}),
-    Measured("e4m3", 128, (1, 8), 128, 2048, {(8, 1): 200, (8, 2): 166, (64, 1): 255}),
-    Measured("e4m3", 128, (1, 12), 16, 16384, {(16, 1): 238, (16, 2): 168, (64, 1): 219}),
-    Measured("e4m3", 128, (4, 12), 16, 16384, {(64, 1): 222}),
+    Measured("e4m3", 128, (1, 8), 1, 8192, {(8, 1): 17.6, (8, 2): 19.9}),
+    Measured("e4m3", 128, (1, 8), 32, 4096, {(8, 1): 81.1, (8, 2): 81.2, (64, 1): 121}),
+    Measured("e4m3", 128, (1, 8), 128, 2048, {(8, 1): 151.7, (8, 2): 152.5, (64, 1): 255}),
+    Measured("e4m3", 128, (1, 8), 64, 16384, {(8, 1): 529, (8, 2): 529}),
+    Measured("e4m3", 128, (1, 12), 32, 4096, {(16, 2): 83.1}),
+    Measured("e4m3", 128, (1, 12), 128, 2048, {(16, 2): 154.8}),
+    Measured("e4m3", 128, (1, 12), 64, 16384, {(16, 2): 529}),
+    Measured("e4m3", 128, (4, 12), 16, 16384, {(64, 1): 217}),
     Measured("e4m3", 128, (8, 12), 16, 16384, {(64, 1): 435}),
-    Measured("e4m3", 64, (1, 8), 16, 16384, {(8, 1): 147, (8, 2): 103, (64, 1): 150}),
-    Measured("e4m3", 64, (2, 8), 16, 16384, {(16, 1): 184, (16, 2): 121, (64, 1): 150}),
+    Measured("e4m3", 128, (4, 12), 16, 16384, {(64, 1): 162}, "e4m3"),
+    Measured("e4m3", 128, (4, 12), 64, 16384, {(64, 1): 623}, "e4m3"),
+    Measured("e4m3", 128, (8, 12), 16, 16384, {(64, 1): 310, (128, 1): 243}, "e4m3"),
+    Measured("e4m3", 128, (8, 12), 64, 16384, {(64, 1): 1247, (128, 1): 990}, "e4m3"),
+    Measured("e4m3", 64, (8, 8), 16, 16384, {(64, 1): 116}, "e4m3"),
+    Measured("e4m3", 64, (8, 8), 64, 16384, {(64, 1): 433}, "e4m3"),
+    Measured("e4m3", 64, (1, 8), 8, 16384, {(8, 2): 51.6}),
+    Measured("e4m3", 64, (1, 8), 64, 16384, {(8, 2): 292}),
 )
 
 
@@ -83,6 +97,7 @@ def test_the_fastest_that_was_measured_is_chosen(measured: Measured) -> None:
 @pytest.mark.parametrize("measured", MEASURED, ids=str)
 def test_predictions_are_near_what_was_measured(measured: Measured) -> None:
     fits = [fit for c in selected(measured).candidates if c.fit for fit in (c.fit, *c.other_fits)]
-    predicted = {named(fit): fit.estimate.microseconds for fit in fits}
+    fastest_last = sorted(fits, key=lambda fit: -fit.estimate.microseconds)
+    predicted = {named(fit): fit.estimate.microseconds for fit in fastest_last}
     near = {name: pytest.approx(us, rel=0.2) for name, us in measured.us.items()}
     assert {name: predicted[name] for name in measured.us} == near

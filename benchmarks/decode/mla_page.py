@@ -1,0 +1,41 @@
+"""The figures of ``docs/mla.md``, as Markdown from the JSON, so that they cannot disagree."""
+
+from __future__ import annotations
+
+from .rows import Row
+from .tables import (
+    NOT_MEASURED,
+    RATIO,
+    READING,
+    TFLOPS,
+    Report,
+    column,
+    failures,
+    invariance,
+    peers_of,
+    place,
+    replays,
+    section,
+)
+
+SCHEMA = 1
+OVER_BF16 = column("over bf16", "over_bf16", "{:.2f}x".format)
+
+
+def figures(report: Report) -> str:
+    """Everything between the markers."""
+    if report.get("schema") != SCHEMA:
+        return NOT_MEASURED
+    rows = report["rows"]
+
+    def of(name: str) -> list[Row]:
+        return [row for row in rows if row["section"] == name]
+
+    both = (TFLOPS, *READING)
+    parts = [place(report)]
+    parts += section("bf16 queries and cache (batch x keys)", of("bf16"), (*both, *peers_of(of("bf16")), RATIO))
+    parts += section("e4m3 cache, over our own bf16 (batch x keys)", of("fp8"), (*both, OVER_BF16))
+    parts += invariance("Batch invariance, bf16 (batch x keys)", of("invariant"))
+    parts += replays("Cases under 25 us, as graph replays that go round several page tables", rows)
+    parts += failures(rows)
+    return "\n\n".join(parts)

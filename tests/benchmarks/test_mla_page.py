@@ -1,0 +1,58 @@
+"""The page of the MLA decode holds the figures of its JSON, or says that there are none."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from mla_results import made_up_mla_report
+
+from benchmarks.decode.mla_page import figures
+from benchmarks.decode.tables import NOT_MEASURED, report_of, rewrite
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "mla.md"
+RESULTS = ROOT / "benchmarks" / "results" / "mla.json"
+
+
+def test_the_page_says_what_the_json_says() -> None:
+    assert PAGE.read_text() == rewrite(PAGE.read_text(), figures(report_of(RESULTS)))
+
+
+def test_without_a_measurement_there_is_no_figure(tmp_path: Path) -> None:
+    assert figures(report_of(tmp_path / "mla.json")) == NOT_MEASURED
+
+
+def test_every_row_of_a_table_has_as_many_cells_as_its_head() -> None:
+    lines = figures(made_up_mla_report()).splitlines()
+    tables = [(above, line) for above, line in pairwise(lines) if above.startswith("|")]
+    assert [pair for pair in tables if pair[1].startswith("|") and pair[0].count("|") != pair[1].count("|")] == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "Read bandwidth 4.50 TB/s, bf16 matrix product 790 TFLOP/s. Bars met: ",
+        "|  | ours | TFLOP/s | TB/s | of read | read alone | fa3 | ratio | bar | met |\n",
+        "| 128 heads, 1 x 4096 | 9.9 us | 116 | 0.48 | 11% | 7.5 us | 13.9 us | 1.40 | 1.60x | **no** |",
+        "| 128 heads, 64 x 4096, q_len 2 | 248 us | 588 | 1.22 | 27% | 73.6 us | failed |  | 1.10x | - |",
+        "| 16 heads, 128 x 8192, bf16 q, e4m3 KV | 142 us | 257 | 4.25 | 94% | 141 us | 1.30x | 1.40x bf16 | "
+        "no (below read alone) |",
+        "| 128 heads, 16 x 4096 | 34.6 us | 38.0 us | 1.10x | at most 1.15x default | yes |",
+        "| bf16: 128 heads, 1 x 4096 | 4.9 us | 7.9 us | 1.62 |",
+        "| fa3 | `RuntimeError: refused` | 1: bf16 128 heads, 64 x 4096, q_len 2 |",
+    ],
+)
+def test_figures_show_rates_ratios_bars_and_failures(line: str) -> None:
+    assert line in figures(made_up_mla_report())
+
+
+def test_a_failure_of_ours_leaves_the_peers_time() -> None:
+    report = made_up_mla_report()
+    row = report["rows"][0]
+    row["ours"] = {"error": "UsageError: no kernel"}
+    for key in ("tflop_per_s", "tb_per_s", "read_share", "ratio"):
+        del row[key]
+    assert "| 128 heads, 1 x 4096 | failed |  |  |  | " in figures(report)
+    assert "| ours | `UsageError: no kernel` | 1: bf16 128 heads, 1 x 4096 |" in figures(report)

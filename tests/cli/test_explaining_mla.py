@@ -1,0 +1,110 @@
+"""``explain`` of MLA decodes on a small release of made-up kernels of ours."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from decode_kernels import HOPPER
+from explained import explain_arguments, record, run
+from mla_examples import KERNELS
+
+from cubin_runtime import cli
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> list[str]:
+    return [*explain_arguments(tmp_path, (*HOPPER, *KERNELS)), "--backend", "hopper"]
+
+
+SHAPE = ["--head-dim", 576, "--heads-q", 128, "--batch", 64, "--kv-len", 4096, "--sms", 132]
+
+
+def test_the_kernel_its_grid_its_teams_and_the_reason_are_told(
+    capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    out = run(capsys, *arguments, *SHAPE)
+    assert out.startswith("device  H200, 132 multiprocessors\nkernel  mla_latent512_cluster2_sm90a\n")
+    assert "\nwhy     built for sm_90a; 128 rows a request in 2 tiles of 64; at most 4096 tiles of 64 keys over " in out
+    assert "\ngrid    128 CTAs in clusters of 2 of 384 threads, 223232 bytes shared memory\n" in out
+    assert "\nteams   64 of 2, each on that many row tiles of a request\n" in out
+    assert "\nrows    128 in 2 x 64\nsplits  0: the grid cuts the line of all tiles\n" in out
+
+
+def test_there_is_a_word_on_every_mla_kernel_and_on_no_other(
+    capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    table = [line.split("\t") for line in run(capsys, *arguments, *SHAPE).splitlines() if "\t" in line]
+    assert table[1:] == [
+        ["mla_latent512_cluster1_sm90a", "fits, 2 row tiles a request"],
+        ["mla_latent256_cluster1_sm90a", "latent is 256"],
+        ["mla_latent512_cluster2_sm90a", "fits, 2 row tiles a request"],
+        ["mla_latent256_cluster2_sm90a", "latent is 256"],
+    ]
+
+
+def test_json_tells_the_launch_its_candidates_and_the_shape(
+    capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    told = record(capsys, *arguments, *SHAPE, "--q-len", 2, "--batch-invariant")
+    (launch,) = told["launches"]
+    assert (told["backend"], told["operator"]) == ("hopper", "mla_decode")
+    assert (launch["kernel"], launch["cluster"], launch["splits"]) == ("mla_latent512_cluster2_sm90a", [2, 1, 1], 4)
+    assert launch["grid"] == [launch["teams"] * launch["tiles_together"], 1, 1]
+    assert launch["candidates"][1] == {"kernel": "mla_latent256_cluster1_sm90a", "word": "latent is 256"}
+    assert (told["shape"]["heads"], told["shape"]["q_len"], told["shape"]["rope"]) == (128, 2, 64)
+    assert told["device"]["capability"] == [9, 0]
+
+
+@pytest.mark.parametrize("beside", [[], ["--head-dim-v", 256], ["--heads-kv", 1]])
+def test_the_narrower_rows_are_mla_too(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], beside: list[object]
+) -> None:
+    shape = record(capsys, *arguments, "--head-dim", 320, *beside)["shape"]
+    assert (shape["latent"], shape["rope"], shape["heads"]) == (256, 64, 32)
+
+
+def test_a_count_of_tokens_means_ragged_requests(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    told = record(capsys, *arguments, "--head-dim", 576, "--batch", 4, "--q-len", 8, "--tokens", 11)
+    assert (told["shape"]["ragged"], told["shape"]["q_len"]) == (True, 8)
+
+
+def test_auto_asks_for_what_runs_mla(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    assert cli.main([*arguments, "--backend", "auto", "--sm", "80", "--head-dim", "576"]) == 9
+    assert "mla_decode on A100" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (["--head-dim-v", "576"], "--head-dim-v 576: expected 512 with --head-dim 576, which is MLA"),
+        (["--heads-kv", "8"], "--heads-kv 8: expected 1 with --head-dim 576, which is MLA"),
+        (["--heads-q", "129"], "--heads-q 129: expected 1 to 128"),
+        (["--q-len", "17"], "--q-len 17: expected 1 to 16"),
+        (["--page", "16"], "--page 16: expected one of 32, 64, 128"),
+        (["--window", "8"], "--window 8: MLA decode sees all keys, expected 0"),
+        (["--tokens", "2"], "--tokens 2: expected 0 to batch x q_len, 1"),
+        (["--dtype-kv", "fp16"], "--dtype-kv 'fp16': expected one of bf16, e4m3"),
+        (["--dtype-q", "e4m3"], "--dtype-q 'e4m3': expected bf16 with --dtype-kv bf16"),
+        (["--lse"], "--lse: decides nothing with --backend hopper"),
+        (["--top-k", "64"], "--top-k: not an option of --backend hopper, only of trtllm-gen"),
+        (["--sm", "80"], "mla_latent512_cluster1_sm90a: built for sm_90a"),
+    ],
+)
+def test_what_cannot_be_explained_is_refused_with_what_can(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], wrong: list[str], said: str
+) -> None:
+    assert cli.main([*arguments, "--head-dim", "576", *wrong]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_nothing_of_a_gpu_or_torch_is_loaded(arguments: list[str]) -> None:
+    code = (
+        "import sys; from cubin_runtime.cli import main; assert main(sys.argv[1:]) == 0; "
+        "assert not {'torch', 'numpy', 'cuda'} & set(sys.modules); "
+        "assert 'libcuda.so' not in open('/proc/self/maps').read()"
+    )
+    call = [sys.executable, "-c", code, *arguments, "--head-dim", "576"]
+    assert subprocess.run(call, capture_output=True).returncode == 0

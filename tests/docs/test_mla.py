@@ -1,0 +1,33 @@
+"""What docs/mla.md says of the kernels that ship and of their state, held against the code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cubin_runtime.attention.backends import HOPPER, TABLE
+from cubin_runtime.attention.mla.tensors import ROPE
+from cubin_runtime.launch.hopper.mla_select import MAX_HEADS, MAX_QUERIES, PAGE_SIZES
+from kernels_src.variants import VARIANTS
+
+TEXT = " ".join((Path(__file__).parents[2] / "docs" / "mla.md").read_text().split())
+KERNELS = [variant for variant in VARIANTS if variant.operation == "paged_mla_decode"]
+
+
+def test_it_counts_the_kernels() -> None:
+    assert {(kernel.sm, kernel.traits["dtype"], kernel.traits["latent"]) for kernel in KERNELS} == {
+        ("90a", dtype, latent) for dtype in ("bf16", "e4m3") for latent in (512, 256)
+    }
+    assert len(KERNELS) == 4
+    assert "Four cubins for SM90a: bf16 and e4m3 caches, 512 and 256 latent columns." in TEXT
+
+
+def test_it_names_the_bounds_of_a_call() -> None:
+    assert f"512 + {ROPE} or 256 + {ROPE} columns" in TEXT
+    assert f"pages of {PAGE_SIZES[0]}, {PAGE_SIZES[1]} or {PAGE_SIZES[2]} tokens" in TEXT
+    assert f"1 to {MAX_HEADS} heads" in TEXT
+    assert f"up to {MAX_QUERIES} drafts" in TEXT
+
+
+def test_it_says_whether_auto_takes_them() -> None:
+    measured = (9, 0) in TABLE["mla_decode"][HOPPER].automatic
+    assert ("built, not run as they stand: `auto` does not take them" in TEXT) is not measured
