@@ -153,27 +153,31 @@ DEVICE uint32_t fp16_of_bf16(uint32_t two, float factor) {
 // The boxes of a tile from e4m3 to fp16, from the last to the first: box i is written over the raw boxes 2 i and 2 i + 1,
 // which by then all threads have read.
 DEVICE void convert_tile(Shared& shared, int b, uint32_t parity) {
-    constexpr int ROUNDS = (BOX_BYTES / 32 + LOADERS - 1) / LOADERS;
+    constexpr int CHUNKS_OF_BOX = BOX_BYTES / 32;  // 16 raw bytes each
+    constexpr int ROUNDS = (CHUNKS_OF_BOX + LOADERS - 1) / LOADERS;
     const int thread = threadIdx.x - CONSUMERS - 32;
+    // A thread's chunks are LOADERS apart, a multiple of 32: their rows differ by multiples of 8, their swizzle does not.
+    static_assert(LOADERS % 32 == 0);
+    const uint32_t place = thread / 4 * 128 + ((thread % 4 * 2) ^ (thread / 4 % 8)) * 16;
     wait_barrier(shared.raw[b], parity);
     wait_barrier(shared.empty[b][1], parity ^ 1);
 #pragma unroll 1
     for (int box = BOXES - 1; box >= 0; --box) {
-        const uint32_t raw = raw_box(shared, b, box), target = shared_address(shared.kv[b][box]);
+        const uint32_t raw = raw_box(shared, b, box) + thread * 16;
+        const uint32_t first = shared_address(shared.kv[b][box]) + place, second = first ^ 16;
+        const auto exists = [&](int i) { return (i + 1) * LOADERS <= CHUNKS_OF_BOX || thread < CHUNKS_OF_BOX - i * LOADERS; };
         uint4 own[ROUNDS];
 #pragma unroll
         for (int i = 0; i < ROUNDS; ++i)
-            own[i] = load_shared_16(raw + min(thread + i * LOADERS, BOX_BYTES / 32 - 1) * 16);
+            if (exists(i)) own[i] = load_shared_16(raw + i * LOADERS * 16);
         if (box < HALF_BOXES) named_barrier_sync<LOADERS>(CONVERTER_BARRIER);  // written over raw boxes
 #pragma unroll
         for (int i = 0; i < ROUNDS; ++i) {
-            const int chunk = thread + i * LOADERS;
-            if (chunk >= BOX_BYTES / 32) break;
-            const int row = chunk / 4, column = chunk % 4 * 2;
+            if (!exists(i)) break;
             const uint2 a = fp16_of_e4m3(own[i].x), c = fp16_of_e4m3(own[i].y);
-            store_shared_16(target + row * 128 + (column ^ (row % 8)) * 16, make_uint4(a.x, a.y, c.x, c.y));
+            store_shared_16(first + i * LOADERS * 32, make_uint4(a.x, a.y, c.x, c.y));
             const uint2 e = fp16_of_e4m3(own[i].z), g = fp16_of_e4m3(own[i].w);
-            store_shared_16(target + row * 128 + ((column + 1) ^ (row % 8)) * 16, make_uint4(e.x, e.y, g.x, g.y));
+            store_shared_16(second + i * LOADERS * 32, make_uint4(e.x, e.y, g.x, g.y));
         }
         if (box % 3) continue;
         fence_async_proxy();
@@ -278,9 +282,9 @@ DEVICE void load_queries(const Params& p, const Share& share, Shared& shared) {
         phase ^= 1u << BUFFERS;
 #if KV_E4M3
 #pragma unroll 1
-        for (int tile = 0; tile < piece.steps(); ++tile) {
-            convert_tile(shared, tile % BUFFERS, phase >> tile % BUFFERS & 1);
-            phase ^= 1u << tile % BUFFERS;
+        for (int left = piece.steps(), b = 0; left > 0; --left, b ^= 1) {
+            convert_tile(shared, b, phase >> b & 1);
+            phase ^= 1u << b;
         }
 #endif
     }

@@ -30,7 +30,10 @@ constexpr int CONSUMERS = 2 * WARPGROUP;
 constexpr int THREADS = CONSUMERS + WARPGROUP;
 constexpr int LOADERS = WARPGROUP - 32;  // of queries, and converters: the warps beside the producer's
 constexpr int CONSUMER_REGISTERS = 232;
-constexpr int PRODUCER_REGISTERS = 48;
+constexpr int PRODUCER_REGISTERS = 40;
+// Registers come in eights. A warpgroup that asks for more than the launch has waits for ever.
+constexpr int LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8;
+static_assert(CONSUMERS * CONSUMER_REGISTERS + WARPGROUP * PRODUCER_REGISTERS <= THREADS * LAUNCH_REGISTERS);
 
 // q_type and out_type.
 constexpr int TYPE_BF16 = 0;
