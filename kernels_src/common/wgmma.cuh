@@ -16,7 +16,10 @@ DEVICE uint64_t outer_major_operand(uint32_t address, uint32_t box_bytes) {
     return uint64_t{1} << 62 | uint64_t{1024 >> 4} << 32 | uint64_t{box_bytes >> 4} << 16 | (address & 0x3ffff) >> 4;
 }
 
-DEVICE uint64_t advance_operand(uint64_t operand, uint32_t bytes) { return operand + (bytes >> 4); }
+// The address is in the low bits and never carries out of them: an addition of 64 bits would cost more than a product.
+DEVICE uint64_t advance_operand(uint64_t operand, uint32_t bytes) {
+    return operand >> 32 << 32 | (static_cast<uint32_t>(operand) + (bytes >> 4));
+}
 
 // ---- order ----
 
@@ -68,20 +71,11 @@ DEVICE void copy_tensor_box_3d(uint32_t destination, const void* map, uint32_t b
         : "memory");
 }
 
-// Likewise into the same place of every CTA of the cluster in `ctas`, and onto the barrier there.
-DEVICE void copy_tensor_box_3d_to_cluster(uint32_t destination, const void* map, uint32_t barrier, int c0, int c1, int c2,
-                                          uint16_t ctas, uint64_t policy) {
-    asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint"
-        " [%0], [%1, {%3, %4, %5}], [%2], %6, %7;" ::"r"(destination),
-        "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "h"(ctas), "l"(policy)
-        : "memory");
-}
-
-DEVICE void prefetch_tensor_box_3d(const void* map, int c0, int c1, int c2) {
-    asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(map), "r"(c0), "r"(c1),
-                 "r"(c2)
-                 : "memory");
+// One thread of a whole warp, and the compiler knows it: operands of a bulk copy need no loop over threads.
+DEVICE bool elect_one() {
+    uint32_t elected;
+    asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.b32 %0, 1, 0, p; }" : "=r"(elected));
+    return elected;
 }
 
 // `size` of 16 bytes are read, the rest is zero.
@@ -103,25 +97,6 @@ DEVICE void store_matrix_x4(uint32_t address, const uint32_t (&r)[4]) {
 template <int THREADS>
 DEVICE void named_barrier_arrive(int id) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
-}
-
-DEVICE uint32_t cluster_rank() {
-    uint32_t rank;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-
-DEVICE void cluster_barrier_sync() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-// Arrives at the barrier that lies at this address in CTA `rank` of the cluster.
-DEVICE void mbarrier_arrive_in_cluster(uint32_t barrier, uint32_t rank) {
-    asm volatile(
-        "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;\n"
-        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }" ::"r"(barrier),
-        "r"(rank)
-        : "memory");
 }
 
 DEVICE uint32_t add_relaxed(uint32_t* counter, uint32_t value) {
@@ -174,33 +149,45 @@ DEVICE void wgmma_64x64(float (&d)[32], uint64_t a, uint64_t b, bool accumulate)
           : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
 }
 
-// d += a * b; a depth-major, b outer-major.
-template <bool FP16>
-DEVICE void wgmma_add(float (&d)[128], uint64_t a, uint64_t b) {
-    WGMMA("", "m64n256k16", WGMMA_NAMES_128, "%128, %129, 1, 1, 1, 0, 1;", WGMMA_CELLS_128(d, 0) : "l"(a), "l"(b));
-}
-
-template <bool FP16>
-DEVICE void wgmma_add(float (&d)[64], uint64_t a, uint64_t b) {
-    WGMMA("", "m64n128k16", WGMMA_NAMES_64, "%64, %65, 1, 1, 1, 0, 1;", WGMMA_CELLS_64(d, 0) : "l"(a), "l"(b));
+// d += a * b, as many columns of d as SPAN says, from FIRST on; a depth-major, b outer-major.
+template <bool FP16, int FIRST, int SPAN, int N>
+DEVICE void wgmma_add(float (&d)[N], uint64_t a, uint64_t b) {
+    static_assert(FIRST + SPAN <= N * 2);
+    constexpr int i = FIRST / 2;
+    if constexpr (SPAN == 256)
+        WGMMA("", "m64n256k16", WGMMA_NAMES_128, "%128, %129, 1, 1, 1, 0, 1;", WGMMA_CELLS_128(d, i) : "l"(a), "l"(b));
+    else if constexpr (SPAN == 128)
+        WGMMA("", "m64n128k16", WGMMA_NAMES_64, "%64, %65, 1, 1, 1, 0, 1;", WGMMA_CELLS_64(d, i) : "l"(a), "l"(b));
+    else
+        WGMMA("", "m64n64k16", WGMMA_NAMES_32, "%32, %33, 1, 1, 1, 0, 1;", WGMMA_CELLS_32(d, i) : "l"(a), "l"(b));
 }
 
 // d += a * b; a is 64 x 16 and in registers: a thread holds its two rows at depths 2 (lane % 4) + {0, 1}, then at those 8 on.
 // OUTER_MAJOR: rows of b in shared memory are depths.
-template <bool FP16, bool OUTER_MAJOR>
-DEVICE void wgmma_add(float (&d)[128], const uint32_t (&a)[4], uint64_t b) {
-    WGMMA("", "m64n256k16", WGMMA_NAMES_128, "{%128, %129, %130, %131}, %132, 1, 1, 1, %133;", WGMMA_CELLS_128(d, 0)
-          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(OUTER_MAJOR ? 1 : 0));
+template <bool FP16, bool OUTER_MAJOR, int FIRST, int SPAN, int N>
+DEVICE void wgmma_add(float (&d)[N], const uint32_t (&a)[4], uint64_t b) {
+    static_assert(FIRST + SPAN <= N * 2);
+    constexpr int i = FIRST / 2;
+    if constexpr (SPAN == 256)
+        WGMMA("", "m64n256k16", WGMMA_NAMES_128, "{%128, %129, %130, %131}, %132, 1, 1, 1, %133;", WGMMA_CELLS_128(d, i)
+              : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(OUTER_MAJOR ? 1 : 0));
+    else if constexpr (SPAN == 128)
+        WGMMA("", "m64n128k16", WGMMA_NAMES_64, "{%64, %65, %66, %67}, %68, 1, 1, 1, %69;", WGMMA_CELLS_64(d, i)
+              : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(OUTER_MAJOR ? 1 : 0));
+    else
+        WGMMA("", "m64n64k16", WGMMA_NAMES_32, "{%32, %33, %34, %35}, %36, 1, 1, 1, %37;", WGMMA_CELLS_32(d, i)
+              : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(OUTER_MAJOR ? 1 : 0));
 }
 
-template <bool FP16, bool OUTER_MAJOR>
-DEVICE void wgmma_add(float (&d)[64], const uint32_t (&a)[4], uint64_t b) {
-    WGMMA("", "m64n128k16", WGMMA_NAMES_64, "{%64, %65, %66, %67}, %68, 1, 1, 1, %69;", WGMMA_CELLS_64(d, 0)
-          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(OUTER_MAJOR ? 1 : 0));
+template <bool FP16, bool OUTER_MAJOR, int N>
+DEVICE void wgmma_add(float (&d)[N], const uint32_t (&a)[4], uint64_t b) {
+    wgmma_add<FP16, OUTER_MAJOR, 0, 2 * N>(d, a, b);
 }
 
-template <bool FP16, bool OUTER_MAJOR>
-DEVICE void wgmma_add(float (&d)[32], const uint32_t (&a)[4], uint64_t b) {
-    WGMMA("", "m64n64k16", WGMMA_NAMES_32, "{%32, %33, %34, %35}, %36, 1, 1, 1, %37;", WGMMA_CELLS_32(d, 0)
-          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(OUTER_MAJOR ? 1 : 0));
+// d = a * b (+ d), a in registers likewise, b depth-major.
+template <bool FP16>
+DEVICE void wgmma_64x64(float (&d)[32], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
+    WGMMA("{ .reg .pred accumulate; setp.ne.b32 accumulate, %37, 0;\n", "m64n64k16", WGMMA_NAMES_32,
+          "{%32, %33, %34, %35}, %36, accumulate, 1, 1, 0; }", WGMMA_CELLS_32(d, 0)
+          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
 }
