@@ -191,10 +191,9 @@ DEVICE Share find_share(const Params& p) {
     }
 }
 
-// Parts of a pair of so many tiles where `splits` bounds them: up to four for short ones, so that one request alone spreads
-// over more CTAs; long ones in parts of 16 tiles, for which merging costs little. It never falls with the tiles, so a bound
-// on the tiles bounds it.
-DEVICE int split_count(const Params& p, int tiles) { return min(p.splits, max((tiles + 15) / 16, min(4, (tiles + 3) / 4))); }
+// Parts of a pair of so many tiles where `splits` bounds them: of 16 tiles, for which merging costs little. It never falls
+// with the tiles, so a bound on the tiles bounds it.
+DEVICE int split_count(const Params& p, int tiles) { return min(p.splits, (tiles + 15) / 16); }
 
 // Tiles [first, last) of a (request, row tile) pair, and where its partial goes when that is not all of them.
 struct Piece {
