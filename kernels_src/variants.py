@@ -269,32 +269,32 @@ def _streaming_read(sm: str) -> Variant:
     )
 
 
-def _paged_mla_decode(dtype: str, latent: int, cluster: int) -> Variant:
+def _paged_mla_decode(dtype: str, latent: int) -> Variant:
     box = 64 * 128
     boxes = latent // 64 + 1
-    # Queries and two buffers of keys in boxes of 64 x 64, maxima and sums of two warpgroups, barriers, a ticket, the
-    # CTA's share; e4m3: two raw boxes, their barriers, a power of two for each row. The source asserts that they fit.
-    shared = 3 * boxes * box + 4 * 64 * 4 + (2 * boxes + 2 * 2 + 2) * 8 + 4 + 32
-    if dtype == "e4m3":
-        shared += 2 * box // 2 + 2 * 8 + 64 * 4 + 128
+    # Queries and two buffers of keys in boxes of 64 x 64, maxima and sums of two warpgroups, barriers, the CTA's share;
+    # bf16: a box for P; e4m3: two raw boxes, their barriers, a power of two a row. The source asserts that it fits.
+    shared = 3 * boxes * box + 4 * 64 * 4 + (2 * boxes + 2 * 5 + 2) * 8 + 32
+    narrow = dtype == "e4m3"
+    shared += 2 * box // 2 + 2 * 8 + 64 * 4 + 128 if narrow else box
     return Variant(
         source="mla/paged_mla_decode.cu",
-        symbol=f"paged_mla_decode_{dtype}_latent{latent}" + (f"_cluster{cluster}" if cluster > 1 else ""),
+        symbol=f"paged_mla_decode_{dtype}_latent{latent}",
         sm="90a",
         operation="paged_mla_decode",
         struct="PagedMlaDecodeParams",
-        threads=384,
+        threads=512 if narrow else 384,
         shared_bytes=-(-shared // 1024) * 1024,
         traits={
             "dtype": dtype,
-            "q_dtypes": "bf16,e4m3" if dtype == "e4m3" else "bf16",
+            "q_dtypes": "bf16,e4m3" if narrow else "bf16",
             "latent": latent,
             "rope": 64,
             "rows": 64,
             "tile_tokens": 64,
-            "cluster": cluster,
+            "cluster": 1,
         },
-        defines={"KV_E4M3": int(dtype == "e4m3"), "LATENT": latent, "CLUSTER": cluster, "PREFETCH_TILES": 0},
+        defines={"KV_E4M3": int(narrow), "LATENT": latent},
         waits_for_run=True,
     )
 
@@ -304,5 +304,5 @@ VARIANTS: tuple[Variant, ...] = (
     *(_kv_reduction(sm, *dtypes) for sm in _FOLLOWING_SMS for dtypes in _REDUCTION_DTYPES),
     *(_lse_from_statistics(sm) for sm in _FOLLOWING_SMS),
     _streaming_read("90a"),
-    *(_paged_mla_decode(dtype, latent, 1) for dtype in ("bf16", "e4m3") for latent in (512, 256)),
+    *(_paged_mla_decode(dtype, latent) for dtype in ("bf16", "e4m3") for latent in (512, 256)),
 )

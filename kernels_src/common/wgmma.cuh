@@ -19,7 +19,7 @@ DEVICE uint64_t outer_major_operand(uint32_t address, uint32_t box_bytes) {
     return uint64_t{1} << 62 | uint64_t{1024 >> 4} << 32 | uint64_t{box_bytes >> 4} << 16 | (address & 0x3ffff) >> 4;
 }
 
-// Addresses of shared memory are in the low half, far from its end.
+// The address is in the low bits and never carries out of them: an addition of 64 bits would cost more than a product.
 DEVICE uint64_t advance_operand(uint64_t operand, uint32_t bytes) {
     return (operand & 0xffffffff00000000) | (static_cast<uint32_t>(operand) + (bytes >> 4));
 }
@@ -74,20 +74,11 @@ DEVICE void copy_tensor_box_3d(uint32_t destination, const void* map, uint32_t b
         : "memory");
 }
 
-// Likewise into the same place of every CTA of the cluster in `ctas`, and onto the barrier there.
-DEVICE void copy_tensor_box_3d_to_cluster(uint32_t destination, const void* map, uint32_t barrier, int c0, int c1, int c2,
-                                          uint16_t ctas, uint64_t policy) {
-    asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint"
-        " [%0], [%1, {%3, %4, %5}], [%2], %6, %7;" ::"r"(destination),
-        "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "h"(ctas), "l"(policy)
-        : "memory");
-}
-
-DEVICE void prefetch_tensor_box_3d(const void* map, int c0, int c1, int c2) {
-    asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(map), "r"(c0), "r"(c1),
-                 "r"(c2)
-                 : "memory");
+// One thread of a whole warp, and the compiler knows it: operands of a bulk copy need no loop over threads.
+DEVICE bool elect_one() {
+    uint32_t elected;
+    asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.b32 %0, 1, 0, p; }" : "=r"(elected));
+    return elected;
 }
 
 // `size` of 16 bytes are read, the rest is zero.
@@ -109,25 +100,6 @@ DEVICE void store_matrix_x4(uint32_t address, const uint32_t (&r)[4]) {
 template <int THREADS>
 DEVICE void named_barrier_arrive(int id) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
-}
-
-DEVICE uint32_t cluster_rank() {
-    uint32_t rank;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-
-DEVICE void cluster_barrier_sync() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-// Arrives at the barrier that lies at this address in CTA `rank` of the cluster.
-DEVICE void mbarrier_arrive_in_cluster(uint32_t barrier, uint32_t rank) {
-    asm volatile(
-        "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;\n"
-        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }" ::"r"(barrier),
-        "r"(rank)
-        : "memory");
 }
 
 DEVICE uint32_t add_relaxed(uint32_t* counter, uint32_t value) {
@@ -180,48 +152,46 @@ DEVICE void wgmma_64x64(float (&d)[32], uint64_t a, uint64_t b, bool accumulate)
           : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
 }
 
-// d += a * b; a depth-major, b outer-major.
-template <bool FP16>
-DEVICE void wgmma_add(float (&d)[128], uint64_t a, uint64_t b) {
-    WGMMA("", "m64n256k16", WGMMA_NAMES_128, "%128, %129, 1, 1, 1, 0, 1;", WGMMA_CELLS_128(d, 0) : "l"(a), "l"(b));
+// d += a * b, as many columns of d as SPAN says, from FIRST on; a depth-major, b outer-major.
+template <bool FP16, int FIRST, int SPAN, int N>
+DEVICE void wgmma_add(float (&d)[N], uint64_t a, uint64_t b) {
+    static_assert(FIRST + SPAN <= N * 2);
+    constexpr int i = FIRST / 2;
+    if constexpr (SPAN == 256)
+        WGMMA("", "m64n256k16", WGMMA_NAMES_128, "%128, %129, 1, 1, 1, 0, 1;", WGMMA_CELLS_128(d, i) : "l"(a), "l"(b));
+    else if constexpr (SPAN == 128)
+        WGMMA("", "m64n128k16", WGMMA_NAMES_64, "%64, %65, 1, 1, 1, 0, 1;", WGMMA_CELLS_64(d, i) : "l"(a), "l"(b));
+    else
+        WGMMA("", "m64n64k16", WGMMA_NAMES_32, "%32, %33, 1, 1, 1, 0, 1;", WGMMA_CELLS_32(d, i) : "l"(a), "l"(b));
 }
 
-template <bool FP16>
-DEVICE void wgmma_add(float (&d)[64], uint64_t a, uint64_t b) {
-    WGMMA("", "m64n128k16", WGMMA_NAMES_64, "%64, %65, 1, 1, 1, 0, 1;", WGMMA_CELLS_64(d, 0) : "l"(a), "l"(b));
-}
-
-// d = a * b (+ d where ADD); a is 64 x 16 and in registers: a thread holds its two rows at depths 2 (lane % 4) + {0, 1}, then at
-// those 8 on. OUTER_MAJOR: rows of b in shared memory are depths.
-template <bool FP16, bool OUTER_MAJOR, bool ADD = true>
-DEVICE void wgmma(float (&d)[128], const uint32_t (&a)[4], uint64_t b) {
-    WGMMA("", "m64n256k16", WGMMA_NAMES_128, "{%128, %129, %130, %131}, %132, %134, 1, 1, %133;", WGMMA_CELLS_128(d, 0)
-          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(OUTER_MAJOR ? 1 : 0), "n"(ADD ? 1 : 0));
-}
-
-template <bool FP16, bool OUTER_MAJOR, bool ADD = true>
-DEVICE void wgmma(float (&d)[64], const uint32_t (&a)[4], uint64_t b) {
-    WGMMA("", "m64n128k16", WGMMA_NAMES_64, "{%64, %65, %66, %67}, %68, %70, 1, 1, %69;", WGMMA_CELLS_64(d, 0)
-          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(OUTER_MAJOR ? 1 : 0), "n"(ADD ? 1 : 0));
-}
-
-template <bool FP16, bool OUTER_MAJOR, bool ADD = true>
-DEVICE void wgmma(float (&d)[32], const uint32_t (&a)[4], uint64_t b) {
-    WGMMA("", "m64n64k16", WGMMA_NAMES_32, "{%32, %33, %34, %35}, %36, %38, 1, 1, %37;", WGMMA_CELLS_32(d, 0)
-          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(OUTER_MAJOR ? 1 : 0), "n"(ADD ? 1 : 0));
+// d = a * b (+ d where ADD), as many columns of d as SPAN says (0: all), from FIRST on; a is 64 x 16 and in registers: a thread
+// holds its two rows at depths 2 (lane % 4) + {0, 1}, then at those 8 on. OUTER_MAJOR: rows of b in shared memory are depths.
+template <bool FP16, bool OUTER_MAJOR, bool ADD = true, int FIRST = 0, int SPAN = 0, int N>
+DEVICE void wgmma(float (&d)[N], const uint32_t (&a)[4], uint64_t b) {
+    constexpr int i = FIRST / 2, COLUMNS = SPAN ? SPAN : N * 2;
+    static_assert(FIRST + COLUMNS <= N * 2);
+    if constexpr (COLUMNS == 256)
+        WGMMA("", "m64n256k16", WGMMA_NAMES_128, "{%128, %129, %130, %131}, %132, %134, 1, 1, %133;", WGMMA_CELLS_128(d, i)
+              : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(OUTER_MAJOR ? 1 : 0), "n"(ADD ? 1 : 0));
+    else if constexpr (COLUMNS == 128)
+        WGMMA("", "m64n128k16", WGMMA_NAMES_64, "{%64, %65, %66, %67}, %68, %70, 1, 1, %69;", WGMMA_CELLS_64(d, i)
+              : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(OUTER_MAJOR ? 1 : 0), "n"(ADD ? 1 : 0));
+    else
+        WGMMA("", "m64n64k16", WGMMA_NAMES_32, "{%32, %33, %34, %35}, %36, %38, 1, 1, %37;", WGMMA_CELLS_32(d, i)
+              : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(OUTER_MAJOR ? 1 : 0), "n"(ADD ? 1 : 0));
 }
 
 // d = a * b (+ d where ADD), e4m3: a is 64 x 32 and in registers, depths 4 (lane % 4) + {0 to 3} and those 16 on; b depth-major.
-template <bool ADD>
-DEVICE void wgmma_e4m3(float (&d)[32], const uint32_t (&a)[4], uint64_t b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {" WGMMA_NAMES_32 "}, {%32, %33, %34, %35}, %36, %37, 1, 1;"
-                 : WGMMA_CELLS_32(d, 0)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(ADD ? 1 : 0));
-}
-
-template <bool ADD>
-DEVICE void wgmma_e4m3(float (&d)[64], const uint32_t (&a)[4], uint64_t b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" WGMMA_NAMES_64 "}, {%64, %65, %66, %67}, %68, %69, 1, 1;"
-                 : WGMMA_CELLS_64(d, 0)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(ADD ? 1 : 0));
+template <bool ADD, int N>
+DEVICE void wgmma_e4m3(float (&d)[N], const uint32_t (&a)[4], uint64_t b) {
+    static_assert(N == 32 || N == 64);
+    if constexpr (N == 32)
+        asm volatile("wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {" WGMMA_NAMES_32 "}, {%32, %33, %34, %35}, %36, %37, 1, 1;"
+                     : WGMMA_CELLS_32(d, 0)
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(ADD ? 1 : 0));
+    else
+        asm volatile("wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" WGMMA_NAMES_64 "}, {%64, %65, %66, %67}, %68, %69, 1, 1;"
+                     : WGMMA_CELLS_64(d, 0)
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(ADD ? 1 : 0));
 }

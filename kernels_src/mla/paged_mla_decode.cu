@@ -2,8 +2,9 @@
 // values the first LATENT columns of the same rows. bf16 in, fp32 accumulation. A cache of e4m3 becomes fp16 in shared
 // memory, beside queries of bf16 or e4m3 that do.
 //
-//   page table --> producer warp --bulk tensor copies--> 2 buffers of 64 keys, each LATENT / 64 + 1 boxes of 64 columns
-//   queries    --> 3 warps                               64 rows (tokens x heads), once a piece
+//   page table --> bulk tensor copies --> 2 buffers of 64 keys, each LATENT / 64 + 1 boxes of 64 columns
+//   queries    -->                        64 rows (tokens x heads), once a piece
+//   by 4 warps; for e4m3 by 1 and 7, which also convert
 //
 //   warpgroup 0                                warpgroup 1
 //     S0 = Q K0^T, P0 = softmax                  S1 = Q K1^T
@@ -12,20 +13,27 @@
 //     O left += P1 V1 left    <-- shared memory <-- P1 and the maxima
 //                                                O right += P1 V1 right
 //
-// Each warpgroup has 64 x LATENT / 2 of O in registers, the scores of every other tile, and all 64 rows. P lies where the
-// rope columns of its tile lay, which nobody needs once the scores are known. The maxima pass from tile to tile, in turn
-// through both warpgroups; a maximum follows only when it grows by more than 2^8, so that O is seldom rescaled.
+// Each warpgroup has 64 x LATENT / 2 of O in registers, the scores of every other tile, and all 64 rows. The rope columns of
+// the queries are in registers too. The maxima pass from tile to tile, in turn through both warpgroups; a maximum follows
+// only when it grows by more than 2^8, so that O is seldom rescaled.
+//
+// A tile's time is bounded by shared memory: the scores read 128 bytes a cycle as they are computed. What keeps the products
+// waiting is the way of the next tile into a buffer, so each quarter of one is loaded as soon as its values are multiplied.
+// All control flow but for single lanes is the same for a whole warp, and the compiler must see that: operands of products
+// and copies are in uniform registers then, else moving them there takes longer than a product.
 //
 // The grid is persistent and comes from bounds alone. CTAs work in teams of `tiles_together`, each member on its own row
 // tile of a request, so that the second read of a key comes from L2. All tiles of all (request, block of row tiles) lie on
 // one line, cut evenly among the teams; with `splits` > 0 pairs are cut into equal parts by their own length alone (see
 // split_count) and a team takes the parts that begin in its share. Partials are merged in part order once a CTA is through
-// with its pieces, by all the CTAs that have parts of the pair and are at hand. No CTA needs another one to run, but for
-// those of its own cluster, which are there together.
+// with its pieces, by all the CTAs that have parts of the pair and are at hand. No CTA needs another one to run.
 //
-// Build: -DLATENT=512|256 -DKV_E4M3=0|1 -DCLUSTER=1|2 -DPREFETCH_TILES=n -DSHARED_BYTES=n -DKERNEL_NAME=symbol
+// Build: -DLATENT=512|256 -DKV_E4M3=0|1 -DSHARED_BYTES=n -DKERNEL_NAME=symbol
 
 #include "loading.cuh"
+#if KV_E4M3
+#include "converting.cuh"
+#endif
 #include "output.cuh"
 
 namespace paged_mla_decode {
@@ -56,20 +64,47 @@ DEVICE uint32_t visible_drafts(const Params& p, const Piece& piece, int row) {
     return static_cast<const uint32_t*>(p.mask)[piece.first_query + token] & draft;
 }
 
-// S = Q K^T of the tile in buffer `b`, or what boxes FIRST to LAST, in the order in which they come, add to it.
-template <int FIRST, int LAST>
-DEVICE void multiply_keys(Shared& shared, int b, uint32_t parity, Scores& s) {
-    const uint64_t q = depth_major_operand(shared_address(shared.q[0]));
-    const uint64_t k = depth_major_operand(shared_address(shared.kv[b][0]));
+// The box that comes i-th into buffer B: the rope columns, then quarters in the order in which they become free. Converted
+// boxes come from the last to the first.
+template <int B>
+DEVICE constexpr int box_of(int i) {
+    if (KV_E4M3) return BOXES - 1 - i;
+    if (i == 0) return ROPE_BOX;
+    return quarter_of(B, (i - 1) / QUARTER_BOXES) * QUARTER_BOXES + (i - 1) % QUARTER_BOXES;
+}
+
+using RopeQueries = uint32_t[BOX_COLUMNS / 16][4];
+
+DEVICE uint32_t fragment_place(uint32_t box, int step) {
+    const int row = threadIdx.x % WARPGROUP / 32 * 16 + threadIdx.x % 16;
+    return box + row * 128 + ((step * 2 + threadIdx.x % 32 / 16) ^ (row % 8)) * 16;
+}
+
+DEVICE void load_rope_queries(Shared& shared, RopeQueries& q) {
 #pragma unroll
-    for (int i = FIRST; i < LAST; ++i) {
-        const int box = KV_E4M3 ? BOXES - 1 - i : i;
-        wait_barrier(shared.full[b][box], parity);
+    for (int step = 0; step < BOX_COLUMNS / 16; ++step)
+        load_matrix_x4(q[step], fragment_place(shared_address(shared.q[ROPE_BOX]), step));
+}
+
+// S = Q K^T of the tile in buffer B.
+template <int B>
+DEVICE void multiply_keys(Shared& shared, const RopeQueries& rope, uint32_t parity, Scores& s) {
+    const uint64_t q = depth_major_operand(shared_address(shared.q[0]));
+    const uint64_t k = depth_major_operand(shared_address(shared.kv[B][0]));
+#pragma unroll
+    for (int i = 0; i < BOXES; ++i) {
+        const int box = box_of<B>(i);
+        wait_barrier(shared.full[B][box], parity);
         wgmma_fence();
 #pragma unroll
-        for (int step = 0; step < 4; ++step) {
+        for (int step = 0; step < BOX_COLUMNS / 16; ++step) {
             const uint32_t offset = box * BOX_BYTES + step * 32;
-            wgmma_64x64<KV_E4M3>(s, advance_operand(q, offset), advance_operand(k, offset), i + step > 0);
+            if (OWN_P && box == ROPE_BOX && i + step > 0)
+                wgmma<KV_E4M3, false>(s, rope[step], advance_operand(k, offset));
+            else if (OWN_P && box == ROPE_BOX)
+                wgmma<KV_E4M3, false, false>(s, rope[step], advance_operand(k, offset));
+            else
+                wgmma_64x64<KV_E4M3>(s, advance_operand(q, offset), advance_operand(k, offset), i + step > 0);
         }
     }
     wgmma_commit();
@@ -104,9 +139,12 @@ DEVICE void scale_and_mask(const Piece& piece, int tile, const Rows& rows, bool 
             if (!seen) s[i] = -INFINITY;
         }
     }
-    top[0] = top[1] = -INFINITY;
+    float part[4];
 #pragma unroll
-    for (int i = 0; i < TILE_TOKENS / 2; ++i) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], s[i]);
+    for (int i = 0; i < 4; ++i) part[i] = fmaxf(s[i], s[i + 4]);
+#pragma unroll
+    for (int i = 8; i < TILE_TOKENS / 2; ++i) part[i % 4] = fmaxf(part[i % 4], s[i]);
+    for (int i = 0; i < 2; ++i) top[i] = fmaxf(part[2 * i], part[2 * i + 1]);
 #pragma unroll
     for (int step = 1; step < 4; step *= 2)
         for (int i = 0; i < 2; ++i) top[i] = fmaxf(top[i], __shfl_xor_sync(~0u, top[i], step));
@@ -117,15 +155,15 @@ DEVICE float next_maximum(float maximum, float top) { return top > maximum + MAX
 
 // P = 2^(scaled S - maximum) as the A operand of the second product; adds it to the rows' sums.
 DEVICE void exponentiate(Scores& s, const float (&scale)[2], Rows& rows, Probabilities& probability) {
+    float part[4] = {};
 #pragma unroll
     for (int i = 0; i < TILE_TOKENS / 2; ++i) {
         s[i] = exp2_approximate(s[i] * scale[i / 2 % 2] - rows.maximum[i / 2 % 2]);
-        rows.sum[i / 2 % 2] += s[i];
+        part[i % 4] += s[i];
+        if (i % 2 == 1)
+            probability[i / 8][i / 2 % 4] = KV_E4M3 ? pack_fp16(s[i - 1], s[i]) : pack_bf16(s[i - 1], s[i]);
     }
-#pragma unroll
-    for (int i = 0; i < TILE_TOKENS / 4; ++i)
-        probability[i / 4][i % 4] =
-            KV_E4M3 ? pack_fp16(s[2 * i], s[2 * i + 1]) : pack_bf16(s[2 * i], s[2 * i + 1]);
+    for (int i = 0; i < 2; ++i) rows.sum[i] += part[2 * i] + part[2 * i + 1];
 }
 
 // Rows past the length may hold NaN, and 0 x NaN is NaN: they become zero before anyone multiplies by them.
@@ -137,17 +175,24 @@ DEVICE void clear_rows(Shared& shared, int b, int valid) {
     }
 }
 
-// Hands P (and cleared rows) of buffer `b` to the other warpgroup; all of this one's warps are done with its scores.
+// Where P of buffer B's tile lies.
+template <int B>
+DEVICE uint32_t place_of_p(Shared& shared) {
+#if KV_E4M3
+    return shared_address(shared.kv[B][ROPE_BOX]);
+#else
+    return shared_address(B == 0 ? shared.q[ROPE_BOX] : shared.p1);
+#endif
+}
+
+// Hands P (and cleared rows) of buffer WG to the other warpgroup.
 template <int WG>
 DEVICE void share_probabilities(Shared& shared, const Probabilities& probability, int valid) {
-    const int warp = threadIdx.x % WARPGROUP / 32, lane = threadIdx.x % 32;
-    named_barrier_sync<WARPGROUP>(OWN_WARPGROUP + WG);
+    if (!OWN_P || valid < TILE_TOKENS) named_barrier_sync<WARPGROUP>(OWN_WARPGROUP + WG);  // no warp reads the keys any more
     if (valid < TILE_TOKENS) clear_rows(shared, WG, valid);
-    const uint32_t box = shared_address(shared.kv[WG][ROPE_BOX]);
-    const int row = warp * 16 + lane % 16;
 #pragma unroll
     for (int step = 0; step < TILE_TOKENS / 16; ++step)
-        store_matrix_x4(box + row * 128 + ((step * 2 + lane / 16) ^ (row % 8)) * 16, probability[step]);
+        store_matrix_x4(fragment_place(place_of_p<WG>(shared), step), probability[step]);
     fence_async_proxy();
     named_barrier_arrive<CONSUMERS>(WG == 0 ? P0_READY : P1_READY);
     if (valid < TILE_TOKENS) named_barrier_sync<WARPGROUP>(OWN_WARPGROUP + WG);
@@ -159,43 +204,59 @@ DEVICE void rescale(Output& out, const float (&factor)[2]) {
     for (int i = 0; i < HALF_COLUMNS / 2; ++i) out[i] *= factor[i / 2 % 2];
 }
 
-template <int WG>
-DEVICE uint64_t values(Shared& shared, int b) {
-    return outer_major_operand(shared_address(shared.kv[b][WG * HALF_BOXES]), BOX_BYTES);
+// Barrier `which` of buffer `b`: this warp has read what it stands for.
+DEVICE void release(Shared& shared, int b, int which) {
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&shared.empty[b][which]));
 }
 
-// O += P V, P of this warpgroup's own tile.
+template <int WG>
+DEVICE uint64_t values(Shared& shared, int b, int half) {
+    return outer_major_operand(shared_address(shared.kv[b][WG * HALF_BOXES + half * QUARTER_BOXES]), BOX_BYTES);
+}
+
+// O += P V of buffer WG, whose P this warpgroup has in registers: both quarters are under way when this returns.
 template <int WG>
 DEVICE void multiply_own_values(Shared& shared, const Probabilities& probability, Output& out) {
-    const uint64_t v = values<WG>(shared, WG);
     hold_registers(out);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < TILE_TOKENS / 16; ++step)
-        wgmma<KV_E4M3, true>(out, probability[step], advance_operand(v, step * 16 * 128));
+        wgmma<KV_E4M3, true, true, 0, QUARTER_COLUMNS>(out, probability[step],
+                                                     advance_operand(values<WG>(shared, WG, 0), step * 16 * 128));
+    wgmma_commit();
+#pragma unroll
+    for (int step = 0; step < TILE_TOKENS / 16; ++step)
+        wgmma<KV_E4M3, true, true, QUARTER_COLUMNS, QUARTER_COLUMNS>(
+            out, probability[step], advance_operand(values<WG>(shared, WG, 1), step * 16 * 128));
     wgmma_commit();
 }
 
-// O += P V, P of the other's tile.
+// Likewise of the other's buffer and P.
 template <int WG>
 DEVICE void multiply_other_values(Shared& shared, Output& out) {
-    const uint64_t v = values<WG>(shared, 1 - WG);
-    const uint64_t a = depth_major_operand(shared_address(shared.kv[1 - WG][ROPE_BOX]));
+    const uint64_t a = depth_major_operand(place_of_p<1 - WG>(shared));
     hold_registers(out);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < TILE_TOKENS / 16; ++step)
-        wgmma_add<KV_E4M3>(out, advance_operand(a, step * 32), advance_operand(v, step * 16 * 128));
+        wgmma_add<KV_E4M3, 0, QUARTER_COLUMNS>(out, advance_operand(a, step * 32),
+                                               advance_operand(values<WG>(shared, 1 - WG, 0), step * 16 * 128));
+    wgmma_commit();
+#pragma unroll
+    for (int step = 0; step < TILE_TOKENS / 16; ++step)
+        wgmma_add<KV_E4M3, QUARTER_COLUMNS, QUARTER_COLUMNS>(
+            out, advance_operand(a, step * 32), advance_operand(values<WG>(shared, 1 - WG, 1), step * 16 * 128));
     wgmma_commit();
 }
 
+// Each quarter of buffer `b` becomes free when its product, of the two latest, is done.
 template <int WG>
-DEVICE void release_values(Shared& shared, int b) {
-#if CLUSTER == 1
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&shared.empty[b][WG]));
-#else
-    if (threadIdx.x % 32 < CLUSTER) mbarrier_arrive_in_cluster(shared_address(&shared.empty[b][WG]), threadIdx.x % 32);
-#endif
+DEVICE void release_values(Shared& shared, int b, Output& out) {
+    wgmma_wait<1>();
+    release(shared, b, WG * 2);
+    wgmma_wait<0>();
+    hold_registers(out);
+    release(shared, b, WG * 2 + 1);
 }
 
 // This warp needs the queries of the piece no more.
@@ -225,91 +286,74 @@ DEVICE void lead_maxima(float (&ours)[ROWS], int row, const float (&top)[2], Row
 }
 
 // Warpgroup 0: the scores of the even tiles.
-DEVICE void lead_tiles(Shared& shared, const Piece& piece, int row, float scale_log2, uint32_t& full, Rows& rows,
-                       Output& out) {
+DEVICE void lead_tiles(Shared& shared, const Piece& piece, const RopeQueries& rope, int row, float scale_log2, uint32_t& full,
+                       Rows& rows, Output& out) {
     const int last = piece.first + piece.steps();
-    if (piece.first == last) {
-        release_queries(shared);
-        return;
-    }
-    Scores s;
-    multiply_keys<0, BOXES>(shared, 0, full, s);
-    full ^= 1;
 #pragma unroll 1
-    for (int tile = piece.first;; tile += 2) {
-        const bool second = tile + 1 < last;
+    for (int tile = piece.first; tile < last; tile += 2) {
+        Scores s;
         Probabilities probability;
         float top[2], factor[2], scale[2];
+        multiply_keys<0>(shared, rope, full, s);
+        full ^= 1;
         wgmma_wait<0>();
         hold_registers(s);
+        if (OWN_P) release(shared, 0, QUARTERS);
         row_scales(shared, row, scale_log2, scale);
-        if (tile + 2 >= last) release_queries(shared);
         scale_and_mask(piece, tile, rows, scale_log2 < 0.f, scale, s, top);
         lead_maxima(shared.maximum[0], row, top, rows, factor);
         exponentiate(s, scale, rows, probability);
         share_probabilities<0>(shared, probability, piece.valid(tile));
         rescale(out, factor);
         multiply_own_values<0>(shared, probability, out);
-        wgmma_wait<0>();
-        hold_registers(out);
-        release_values<0>(shared, 0);
-        if (!second) return;
+        release_values<0>(shared, 0, out);
+        if (tile + 1 >= last) break;
         named_barrier_sync<CONSUMERS>(P1_READY);
         follow_maxima(shared.maximum[1], row, rows, factor);
         rescale(out, factor);
         multiply_other_values<0>(shared, out);
-        wgmma_wait<0>();
-        hold_registers(out);
-        release_values<0>(shared, 1);
-        if (tile + 2 >= last) return;
-        multiply_keys<0, BOXES>(shared, 0, full, s);
-        full ^= 1;
+        release_values<0>(shared, 1, out);
     }
 }
 
 // Warpgroup 1: the scores of the odd tiles. The even tile's values are multiplied while their softmax is computed.
-DEVICE void follow_tiles(Shared& shared, const Piece& piece, int row, float scale_log2, uint32_t& full, Rows& rows,
-                         Output& out) {
+DEVICE void follow_tiles(Shared& shared, const Piece& piece, const RopeQueries& rope, int row, float scale_log2,
+                         uint32_t& full, Rows& rows, Output& out) {
     const int last = piece.first + piece.steps();
     float factor[2];
     int tile = piece.first;
-    if (tile + 1 >= last) release_queries(shared);
 #pragma unroll 1
     for (; tile + 1 < last; tile += 2) {
         Scores s;
         Probabilities probability;
         float top[2], scale[2];
-        multiply_keys<0, BOXES>(shared, 1, full, s);
-        full ^= 1;
         wgmma_wait<0>();
-        hold_registers(s);
-        row_scales(shared, row, scale_log2, scale);
-        if (tile + 3 >= last) release_queries(shared);
+        hold_registers(out);
+        multiply_keys<1>(shared, rope, full, s);
+        full ^= 1;
         named_barrier_sync<CONSUMERS>(P0_READY);
         follow_maxima(shared.maximum[0], row, rows, factor);
         rescale(out, factor);
         multiply_other_values<1>(shared, out);
+        wgmma_wait<2>();
+        hold_registers(s);
+        if (OWN_P) release(shared, 1, QUARTERS);
+        row_scales(shared, row, scale_log2, scale);
         scale_and_mask(piece, tile + 1, rows, scale_log2 < 0.f, scale, s, top);
         lead_maxima(shared.maximum[1], row, top, rows, factor);
         exponentiate(s, scale, rows, probability);
         share_probabilities<1>(shared, probability, piece.valid(tile + 1));
-        wgmma_wait<0>();
-        hold_registers(out);
-        release_values<1>(shared, 0);
+        release_values<1>(shared, 0, out);
         rescale(out, factor);
         multiply_own_values<1>(shared, probability, out);
-        wgmma_wait<0>();
-        hold_registers(out);
-        release_values<1>(shared, 1);
+        release_values<1>(shared, 1, out);
     }
-    if (tile == last) return;
+    if (tile >= last) return;
     named_barrier_sync<CONSUMERS>(P0_READY);
     follow_maxima(shared.maximum[0], row, rows, factor);
     rescale(out, factor);
     multiply_other_values<1>(shared, out);
-    wgmma_wait<0>();
-    hold_registers(out);
-    release_values<1>(shared, 0);
+    release_values<1>(shared, 0, out);
 }
 
 // Read anew where it is needed: held over a whole piece, it would cost a spill.
@@ -325,7 +369,7 @@ DEVICE bool consume(const Params& p, const Share& share, Shared& shared) {
     const float scale = scale_factor == nullptr ? p.softmax_scale_log2 : p.softmax_scale_log2 * *scale_factor;
     const float scale_log2 = scale == 0.f ? 1e-30f : scale;  // 0 x -inf is NaN
     uint32_t full = 0, q_full = 0;  // parities
-    bool partials = false;
+    int written = -1;  // counter of the last part that was written: said with the next, when the writes had time
     Walker walker(p, share);
     Piece piece;
     while (walker.next(piece)) {
@@ -343,10 +387,15 @@ DEVICE bool consume(const Params& p, const Share& share, Shared& shared) {
         for (int i = 0; i < HALF_COLUMNS / 2; ++i) out[i] = 0.f;
         wait_barrier(shared.q_full, q_full);
         q_full ^= 1;
+        RopeQueries rope;
+        if (OWN_P) load_rope_queries(shared, rope);
+        // P is written where the rope queries were; and the last piece's sums are read.
+        named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
         if (warpgroup == 0)
-            lead_tiles(shared, piece, row, scale_log2, full, rows, out);
+            lead_tiles(shared, piece, rope, row, scale_log2, full, rows, out);
         else
-            follow_tiles(shared, piece, row, scale_log2, full, rows, out);
+            follow_tiles(shared, piece, rope, row, scale_log2, full, rows, out);
+        release_queries(shared);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             for (int step = 1; step < 4; step *= 2) rows.sum[i] += __shfl_xor_sync(~0u, rows.sum[i], step);
@@ -356,14 +405,16 @@ DEVICE bool consume(const Params& p, const Share& share, Shared& shared) {
         for (int i = 0; i < 2; ++i) rows.sum[i] = shared.sum[0][row + 8 * i] + shared.sum[1][row + 8 * i];
         if (piece.whole()) {
             write_rows(p, piece, row, warpgroup * HALF_COLUMNS, out, rows.maximum, rows.sum);
-            named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);  // the sums are free again
         } else {
+            if (written >= 0) arrive(p, written);
             write_partial(p, piece, row, warpgroup * HALF_COLUMNS, out, rows.maximum, rows.sum);
-            arrive(p, piece);
-            partials = true;
+            written = piece.counter;
         }
     }
-    return partials;
+    if (written < 0) return false;
+    named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
+    arrive(p, written);
+    return true;
 }
 
 }  // namespace paged_mla_decode
@@ -375,15 +426,15 @@ extern "C" __global__ void __launch_bounds__(paged_mla_decode::THREADS, 1)
     Shared& shared = *reinterpret_cast<Shared*>(shared_memory);
     if (threadIdx.x == 0) {
         for (int b = 0; b < BUFFERS; ++b) {
-            for (int box = 0; box < BOXES; ++box) 
-                mbarrier_init(shared_address(&shared.full[b][box]), KV_E4M3 ? LOADERS / 32 : 1);
+            for (int box = 0; box < BOXES; ++box)
+                mbarrier_init(shared_address(&shared.full[b][box]), KV_E4M3 ? QUERY_LOADERS / 32 : 1);
 #if KV_E4M3
             mbarrier_init(shared_address(&shared.raw[b]), 1);
 #endif
-            for (int half = 0; half < 2; ++half)
-                mbarrier_init(shared_address(&shared.empty[b][half]), CLUSTER * WARPGROUP / 32);
+            for (int i = 0; i < EMPTIES; ++i)
+                mbarrier_init(shared_address(&shared.empty[b][i]), WARPGROUP / 32);
         }
-        mbarrier_init(shared_address(&shared.q_full), LOADERS);
+        mbarrier_init(shared_address(&shared.q_full), QUERY_LOADERS);
         mbarrier_init(shared_address(&shared.q_empty), CONSUMERS / 32);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         prefetch_tensor_map(&p.kv_map);
@@ -393,28 +444,16 @@ extern "C" __global__ void __launch_bounds__(paged_mla_decode::THREADS, 1)
         const Share found = find_share(p);
         if (threadIdx.x == 0) shared.share = found;
     }
-#if CLUSTER > 1
-    cluster_barrier_sync();
-#else
     __syncthreads();
-#endif
     const Share& share = shared.share;
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);
-    if (warpgroup == 2) {
-        give_registers<PRODUCER_REGISTERS>();
-        if (threadIdx.x < CONSUMERS + 32) {
-            produce(p, share, shared);
-            allow_next_grid();
-        } else {
-            load_queries(p, share, shared);
-        }
+    if (warpgroup >= CONSUMERS / WARPGROUP) {
+        give_registers<HELPER_REGISTERS>();
+        load(p, share, shared);
+        allow_next_grid();
         if (blockIdx.x == 0) report_lengths(p);
     } else {
         take_registers<CONSUMER_REGISTERS>();
-        if (consume(p, share, shared)) merge_shares(p, share, shared);
+        if (consume(p, share, shared)) merge_shares(p, share);
     }
-#if CLUSTER > 1
-    __syncwarp();
-    cluster_barrier_sync();  // nobody leaves while others still write to it
-#endif
 }

@@ -25,12 +25,31 @@ constexpr int HALF_BOXES = VALUE_BOXES / 2;  // each consumer warpgroup has one 
 constexpr int HALF_COLUMNS = LATENT / 2;
 constexpr int BUFFERS = 2;
 
+// Values are multiplied, and their boxes become free, in quarters of the columns: 0 and 1 are the first warpgroup's.
+constexpr int QUARTERS = 4;
+constexpr int QUARTER_BOXES = VALUE_BOXES / QUARTERS;
+constexpr int QUARTER_COLUMNS = LATENT / QUARTERS;
+
+// P has places of its own where shared memory is left: the first is that of the queries' rope columns, which are in
+// registers. Else it lies where the rope columns of its tile lay, which nobody needs once the scores are known.
+constexpr bool OWN_P = !KV_E4M3;
+// Barriers of a buffer's emptiness: of its quarters, and of the rope columns if P is not there.
+constexpr int EMPTIES = QUARTERS + OWN_P;
+
+// The i-th quarter of buffer `b` that the scores take, in about the order in which they become free.
+DEVICE constexpr int quarter_of(int b, int i) { return (b == 0 ? 0x3210 : 0x1302) >> 4 * i & 3; }
+
 constexpr int WARPGROUP = 128;
 constexpr int CONSUMERS = 2 * WARPGROUP;
-constexpr int THREADS = CONSUMERS + WARPGROUP;
-constexpr int LOADERS = WARPGROUP - 32;  // of queries, and converters: the warps beside the producer's
-constexpr int CONSUMER_REGISTERS = 232;
-constexpr int PRODUCER_REGISTERS = 48;
+constexpr int HELPERS = (KV_E4M3 ? 2 : 1) * WARPGROUP;
+constexpr int THREADS = CONSUMERS + HELPERS;
+constexpr int QUERY_LOADERS = KV_E4M3 ? HELPERS - 32 : HELPERS;
+// What the consumers do not ask for of the registers that the launch has, in eights. A warpgroup that asks for more than
+// are there waits for ever.
+constexpr int LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8;
+constexpr int CONSUMER_REGISTERS = !KV_E4M3 ? 232 : (LATENT > 256 ? 216 : 200);
+constexpr int HELPER_REGISTERS = (THREADS * LAUNCH_REGISTERS - CONSUMERS * CONSUMER_REGISTERS) / HELPERS / 8 * 8;
+static_assert(HELPER_REGISTERS >= 40 && CONSUMERS * CONSUMER_REGISTERS + HELPERS * HELPER_REGISTERS <= THREADS * LAUNCH_REGISTERS);
 
 // q_type and out_type.
 constexpr int TYPE_BF16 = 0;
@@ -56,10 +75,13 @@ struct Share {
 struct Shared {
     alignas(1024) char q[BOXES][BOX_BYTES];
     alignas(1024) char kv[BUFFERS][BOXES][BOX_BYTES];
+#if !KV_E4M3
+    alignas(1024) char p1[BOX_BYTES];
+#endif
     float maximum[2][ROWS];
     float sum[2][ROWS];
     alignas(8) uint64_t full[BUFFERS][BOXES];
-    alignas(8) uint64_t empty[BUFFERS][2];
+    alignas(8) uint64_t empty[BUFFERS][EMPTIES];
 #if KV_E4M3
     alignas(128) char raw_rope[BUFFERS][BOX_BYTES / 2];
     alignas(8) uint64_t raw[BUFFERS];
@@ -67,7 +89,6 @@ struct Shared {
 #endif
     alignas(8) uint64_t q_full;
     alignas(8) uint64_t q_empty;
-    uint32_t ticket;
     Share share;
 };
 
@@ -76,16 +97,6 @@ static_assert(sizeof(Shared) <= SHARED_BYTES, "the variant list states too littl
 DEVICE uint32_t pack_fp16(float low, float high) {
     const __half2 pair = __floats2half2_rn(low, high);
     return *reinterpret_cast<const uint32_t*>(&pair);
-}
-
-// Also for arrivals from other CTAs of the cluster.
-DEVICE void wait_cluster_barrier(uint64_t& barrier, uint32_t parity) {
-    asm volatile(
-        "{ .reg .pred done;\n"
-        "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-        "@done bra ready;\n"
-        "bra again;\n"
-        "ready: }" ::"r"(shared_address(&barrier)), "r"(parity) : "memory");
 }
 
 DEVICE void wait_barrier(uint64_t& barrier, uint32_t parity) { mbarrier_wait(shared_address(&barrier), parity); }
@@ -125,7 +136,7 @@ DEVICE int row_blocks(const Params& p, const Request& r) {
 
 DEVICE void report_lengths(const Params& p) {
     uint32_t seen = 0;
-    for (int b = threadIdx.x % WARPGROUP; b < p.batch; b += WARPGROUP) {
+    for (int b = threadIdx.x - CONSUMERS; b < p.batch; b += HELPERS) {
         const int length = static_cast<const int*>(p.seq_lens)[b];
         if (length > p.max_seq_len) seen |= STATUS_LENGTH_OVER_BOUND;
         if (length < 0) seen |= STATUS_LENGTH_NEGATIVE;
@@ -180,10 +191,9 @@ DEVICE Share find_share(const Params& p) {
     }
 }
 
-// Parts of a pair of so many tiles where `splits` bounds them: up to four for short ones, so that one request alone spreads
-// over more CTAs; long ones in parts of 16 tiles, for which merging costs little. It never falls with the tiles, so a bound
-// on the tiles bounds it.
-DEVICE int split_count(const Params& p, int tiles) { return min(p.splits, max((tiles + 15) / 16, min(4, (tiles + 3) / 4))); }
+// Parts of a pair of so many tiles where `splits` bounds them: of 16 tiles, for which merging costs little. It never falls
+// with the tiles, so a bound on the tiles bounds it.
+DEVICE int split_count(const Params& p, int tiles) { return min(p.splits, (tiles + 15) / 16); }
 
 // Tiles [first, last) of a (request, row tile) pair, and where its partial goes when that is not all of them.
 struct Piece {

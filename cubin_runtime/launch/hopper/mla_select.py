@@ -8,7 +8,6 @@ from dataclasses import KW_ONLY, dataclass
 from ...artifacts.own_kernels import MEASURED, OwnKernel
 from ...errors import UsageError
 from ..driver import DeviceFacts
-from .shape import split_count
 
 OPERATION = "paged_mla_decode"
 MAX_HEADS = 128
@@ -18,7 +17,8 @@ PAGE_SIZES = (32, 64, 128)
 _TILES_TOGETHER = 4
 # Teams that may idle so that those left end on borders of pairs, which saves partials: 1 in this many.
 _IDLE_SHARE = 12
-# batch_invariant cuts every pair into at most this many parts.
+# batch_invariant cuts every pair into parts of this many tiles, as the kernel does, but into at most so many parts.
+_INVARIANT_PART_TILES = 16
 _INVARIANT_SPLITS = 4
 # Tiles of a part, at least: fewer cost more to merge than they save.
 _PART_TILES = 2
@@ -97,7 +97,7 @@ def select_mla_decode(kernels: Iterable[OwnKernel], shape: MlaShape, device: Dev
     row_tiles = _row_tiles(best, shape)
     pair_tiles = max(1, -(-shape.max_seq_len // _trait(best, "tile_tokens")))
     pairs = shape.batch * -(-row_tiles // together)
-    splits = min(_INVARIANT_SPLITS, split_count(pair_tiles, 64)) if shape.batch_invariant else 0
+    splits = invariant_parts(pair_tiles) if shape.batch_invariant else 0
     teams = _teams(device.multiprocessors // together, pairs, pair_tiles)
     status = "" if best.status == MEASURED else f", {best.status}"
     reason = (
@@ -115,6 +115,14 @@ def select_mla_decode(kernels: Iterable[OwnKernel], shape: MlaShape, device: Dev
         reason=reason,
         candidates=tuple(looked_at),
     )
+
+
+def invariant_parts(tiles: int) -> int:
+    """Parts of a pair of ``tiles`` tiles under ``batch_invariant``, as the kernel cuts it.
+
+    It never falls with the tiles: a bound on the tiles bounds the parts and changes nobody's.
+    """
+    return min(_INVARIANT_SPLITS, -(-tiles // _INVARIANT_PART_TILES))
 
 
 def _unfit(kernel: OwnKernel, shape: MlaShape, device: DeviceFacts) -> str:

@@ -7,8 +7,7 @@ from examples import H100, device
 from mla_examples import KERNELS
 
 from cubin_runtime.errors import UsageError
-from cubin_runtime.launch.hopper.mla_select import MlaShape, select_mla_decode
-from cubin_runtime.launch.hopper.shape import split_count
+from cubin_runtime.launch.hopper.mla_select import MlaShape, invariant_parts, select_mla_decode
 
 SHAPE = MlaShape("bf16", 512, heads=128, batch=64, max_seq_len=4096)
 
@@ -55,7 +54,7 @@ def test_batch_invariant_splits_do_not_depend_on_the_batch() -> None:
     assert len({select_mla_decode(KERNELS, shape, H100).splits for shape in shapes}) == 1
 
 
-@pytest.mark.parametrize(("max_seq_len", "splits"), [(1, 1), (4 * 64, 1), (4 * 64 + 1, 2), (13 * 64, 4), (100_000, 4)])
+@pytest.mark.parametrize(("max_seq_len", "splits"), [(1, 1), (1024, 1), (1025, 2), (49 * 64, 4), (100_000, 4)])
 def test_batch_invariant_splits_are_bounded_by_the_longest_request(max_seq_len: int, splits: int) -> None:
     shape = replace(SHAPE, max_seq_len=max_seq_len, batch_invariant=True)
     assert select_mla_decode(KERNELS, shape, H100).splits == splits
@@ -66,7 +65,7 @@ def test_without_batch_invariant_the_grid_cuts_the_pairs() -> None:
 
 
 def test_splits_never_fall_with_the_tiles() -> None:
-    counts = [split_count(tiles, 64) for tiles in range(1, 2000)]
+    counts = [invariant_parts(tiles) for tiles in range(1, 2000)]
     assert counts == sorted(counts)
     assert all(count <= tiles for tiles, count in enumerate(counts, 1))
 
