@@ -29,8 +29,7 @@ class Variant:
 
     ``source`` is relative to ``kernels_src``; ``symbol`` the name of its ``extern "C" __global__`` function;
     ``defines`` become ``-D`` options; ``traits`` are what a planner selects by; ``struct`` names one of the
-    layouts of ``cubin_runtime.launch.hopper.params``. ``shared_bytes`` is dynamic shared memory. ``waits_for_run``:
-    these sources were not measured yet, whatever the SM.
+    layouts of ``cubin_runtime.launch.hopper.params``. ``shared_bytes`` is dynamic shared memory.
     """
 
     source: str
@@ -42,7 +41,6 @@ class Variant:
     shared_bytes: int
     traits: Mapping[str, int | str | bool] = field(default_factory=dict)
     defines: Mapping[str, int | str] = field(default_factory=dict)
-    waits_for_run: bool = False
 
     def __post_init__(self) -> None:
         if not _SM.fullmatch(self.sm) or self.base_sm not in SHARED_BYTES_PER_BLOCK:
@@ -75,7 +73,7 @@ class Variant:
     @property
     def status(self) -> str:
         """``measured`` or ``built, not run``."""
-        return "measured" if self.sm in MEASURED_SMS and not self.waits_for_run else "built, not run"
+        return "measured" if self.sm in MEASURED_SMS else "built, not run"
 
 
 _KV_TYPES = {"bf16": 0, "fp16": 1, "e4m3": 2}  # as decode/config.cuh numbers them
@@ -295,7 +293,6 @@ def _paged_mla_decode(dtype: str, latent: int) -> Variant:
             "cluster": 1,
         },
         defines={"KV_E4M3": int(narrow), "LATENT": latent},
-        waits_for_run=True,
     )
 
 

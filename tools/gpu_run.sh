@@ -3,13 +3,12 @@
 #
 #   tools/gpu_run.sh [tests] [memcheck] [initcheck] [synccheck] [racecheck] [benchmarks]     (no word: all of them)
 #   tools/gpu_run.sh decode:gqa,fp8     (the benchmark of the decode alone, and of its sections those; decode: all)
-#   tools/gpu_run.sh mla                (that of the MLA decode alone)
+#   tools/gpu_run.sh mla                (that of the MLA decode alone; decode mla: both, one after the other)
 #
 # Before: `make artifacts` here or elsewhere, so that build/artifacts holds the release (or CUBIN_RUNTIME_SOURCES
 # names a source). Python packages that the machine lacks are taken from wheels in .whl/, without a network.
 # Tests and sanitizers run side by side, and so does the compilation of the peers' kernels; benchmarks run alone, after.
 # Logs and results go to $OUT (build/gpu); gpu_run.json there says what ran, on what, for how long, how it ended.
-# CUBIN_RUNTIME_FIRST_RUN=1 also tests and sanitizes kernels that were built and not run yet.
 # PYTHON names the interpreter, STEP_SECONDS (300) ends a step that hangs, WORKERS (6) is pytest's, where xdist is there.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -69,17 +68,21 @@ for word in "$@"; do
         ;;
     esac
 done
-rm -f "$out"/{tests,memcheck,initcheck,synccheck,racecheck,compile,benchmarks}.log
+rm -f "$out"/{tests,memcheck,initcheck,synccheck,racecheck,compile_decode,compile_mla,benchmarks}.log
 
 jobs=()
+declare -A peers=() # benchmarks whose peers are compiled ahead, each once
 for word in "$@"; do
     case $word in
     tests) run_tests & jobs+=($!) ;;
     memcheck | initcheck | synccheck | racecheck) sanitize "$word" & jobs+=($!) ;;
-    benchmarks | decode | decode:*)
-        step compile compile.log "$python" benchmarks/gpu_decode.py --out "$out" --compile & jobs+=($!) ;;
-    mla) step compile compile.log "$python" benchmarks/gpu_mla.py --out "$out" --compile & jobs+=($!) ;;
+    benchmarks) peers[decode]=1 peers[mla]=1 ;;
+    decode | decode:*) peers[decode]=1 ;;
+    mla) peers[mla]=1 ;;
     esac
+done
+for name in "${!peers[@]}"; do
+    step "compile_$name" "compile_$name.log" "$python" "benchmarks/gpu_$name.py" --out "$out" --compile & jobs+=($!)
 done
 for job in "${jobs[@]}"; do wait "$job" || failed=1; done
 
@@ -88,7 +91,6 @@ for word in "$@"; do
     benchmarks)
         for script in benchmarks/gpu_*.py; do
             [ "$script" = benchmarks/gpu_environment.py ] && continue
-            [ "$script" = benchmarks/gpu_mla.py ] && [ -z "${CUBIN_RUNTIME_FIRST_RUN:-}" ] && continue
             step "$script" benchmarks.log "$python" "$script" --out "$out" || failed=1
         done
         ;;

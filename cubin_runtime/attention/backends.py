@@ -45,7 +45,7 @@ _OWN_DECODE = Support(
     measured=frozenset({(9, 0)}),
     built=frozenset({(8, 0), (8, 6), (8, 9), (10, 0), (10, 3), (12, 0), (12, 1)}),
 )
-_OWN_MLA = Support(built=frozenset({(9, 0)}))
+_OWN_MLA = Support(measured=frozenset({(9, 0)}))
 _TRTLLM_GEN = {TRTLLM_GEN: Support(published=frozenset({(10, 0), (10, 3)}))}
 
 

@@ -15,11 +15,12 @@ def device(major: int, minor: int) -> DeviceFacts:
     return replace(H200, name="some GPU", capability=(major, minor))
 
 
+@pytest.mark.parametrize("operator", ["paged_decode", "mla_decode"])
 @pytest.mark.parametrize("backend", ["auto", "hopper"])
-def test_a_measured_device_is_taken_without_a_warning(backend: str) -> None:
+def test_a_measured_device_is_taken_without_a_warning(operator: str, backend: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert resolve_backend("paged_decode", backend, device(9, 0)) == "hopper"
+        assert resolve_backend(operator, backend, device(9, 0)) == "hopper"
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (10, 0), (10, 3), (12, 0), (12, 1)])
@@ -68,14 +69,23 @@ def test_elsewhere_published_kernels_are_refused(capability: tuple[int, int]) ->
 
 def test_the_refusal_says_what_there_is_on_the_device() -> None:
     there_is = (
-        r"; there is paged_decode \(backend 'hopper'\), xqa \(backend 'xqa'\), "
-        r"xqa_batch_decode_with_kv_cache \(backend 'xqa'\), trtllm_batch_decode_with_kv_cache \(backend 'xqa'\)$"
+        r"; there is paged_decode \(backend 'hopper'\), mla_decode \(backend 'hopper'\), "
+        r"xqa \(backend 'xqa'\), xqa_mla \(backend 'xqa'\), "
+        r"xqa_batch_decode_with_kv_cache \(backend 'xqa'\), xqa_batch_decode_with_kv_cache_mla \(backend 'xqa'\), "
+        r"trtllm_batch_decode_with_kv_cache \(backend 'xqa'\), "
+        r"trtllm_batch_decode_with_kv_cache_mla \(backend 'xqa'\)$"
     )
     with pytest.raises(BackendError, match=there_is):
         resolve_backend(OPERATORS[2], "auto", device(9, 0))
 
 
-@pytest.mark.parametrize("operator", ["xqa", "xqa_batch_decode_with_kv_cache", OPERATORS[0]])
+OURS = (
+    *("xqa", "xqa_batch_decode_with_kv_cache", OPERATORS[0]),
+    *("xqa_mla", "xqa_batch_decode_with_kv_cache_mla", OPERATORS[1]),
+)
+
+
+@pytest.mark.parametrize("operator", OURS)
 @pytest.mark.parametrize("backend", ["auto", "xqa"])
 def test_decoding_is_ours_where_it_was_measured(operator: str, backend: str) -> None:
     with warnings.catch_warnings():
@@ -100,17 +110,9 @@ def test_finding_a_backend_warns_of_nothing() -> None:
         assert find_backend(OPERATORS[0], "xqa", device(10, 0)) == "xqa"
 
 
-@pytest.mark.parametrize("operator", ["xqa_mla", OPERATORS[1]])
-def test_auto_waits_with_mla_for_a_run_on_hopper(operator: str) -> None:
-    with pytest.raises(BackendError, match="backend='xqa' has kernels built for it that were not run"):
-        resolve_backend(operator, "auto", device(9, 0))
-    with pytest.warns(UserWarning, match="never run there"):
-        assert resolve_backend(operator, "xqa", device(9, 0)) == "xqa"
-
-
 @pytest.mark.parametrize("capability", [(8, 0), (12, 0)])
 def test_mla_elsewhere_is_told_where_it_runs(capability: tuple[int, int]) -> None:
-    words = r"no backend runs there \(xqa: built for 9\.0; trtllm-gen: published for 10\.0, 10\.3\)"
+    words = r"no backend runs there \(xqa: measured on 9\.0; trtllm-gen: published for 10\.0, 10\.3\)"
     with pytest.raises(BackendError, match=words):
         resolve_backend(OPERATORS[1], "auto", device(*capability))
 

@@ -35,7 +35,7 @@ LSE = view("float32", BATCH, HEADS, pointer=0x7F0000007400)
 
 
 def make_plan(runtime: Runtime, given: dict[str, Any] | None = None, **options: Any) -> MlaDecodePlan:
-    asked = {"max_seq_len": 1000, "softmax_scale": 0.5, "backend": "hopper", "runtime": runtime}
+    asked = {"max_seq_len": 1000, "softmax_scale": 0.5, "runtime": runtime}
     return plan_mla_decode(**{**asked, **(given or latent_call()), **options})
 
 
@@ -185,7 +185,7 @@ def test_what_is_wrong_is_named(planner: Runtime, given: dict[str, Any], options
 
 @pytest.mark.parametrize("sm", [80, 100, 120])
 def test_other_devices_are_told_what_there_is(planner: Runtime, sm: int) -> None:
-    with pytest.raises(BackendError, match=r"mla_decode on .*no backend runs there \(hopper: built for 9\.0\)"):
+    with pytest.raises(BackendError, match=r"mla_decode on .*no backend runs there \(hopper: measured on 9\.0\)"):
         make_plan(planner, device_facts=describe_device(sm))
 
 
@@ -265,7 +265,7 @@ def decode(stub_runtime: Runtime) -> Callable[..., Any]:
     stub_runtime.memory = MadeUpMemory()
 
     def call(given: dict[str, Any] | None = None, **options: Any) -> Any:
-        asked = {"max_seq_len": 1000, "softmax_scale": 0.5, "backend": "hopper", "runtime": stub_runtime}
+        asked = {"max_seq_len": 1000, "softmax_scale": 0.5, "runtime": stub_runtime}
         return mla_decode(**{**asked, **(given or latent_call()), **options})
 
     return call

@@ -22,7 +22,7 @@ def decode(stub_runtime: Runtime) -> Callable[..., Any]:
     """The plain function on made-up tensors with some options."""
 
     def call(given: dict[str, Any] | None = None, **options: Any) -> Any:
-        asked = {"max_seq_len": 1000, "softmax_scale": 0.5, "backend": "hopper", "runtime": stub_runtime}
+        asked = {"max_seq_len": 1000, "softmax_scale": 0.5, "runtime": stub_runtime}
         return mla_decode(**{**asked, **(given or latent_call()), **options})
 
     return call

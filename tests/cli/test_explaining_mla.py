@@ -71,6 +71,11 @@ def test_a_count_of_tokens_means_ragged_requests(capsys: pytest.CaptureFixture[s
     assert (told["shape"]["ragged"], told["shape"]["q_len"]) == (True, 8)
 
 
+def test_auto_on_hopper_is_ours(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    told = record(capsys, *arguments, "--backend", "auto", "--sm", 90, "--head-dim", 576)
+    assert (told["backend"], told["operator"]) == ("hopper", "mla_decode")
+
+
 def test_auto_asks_for_what_runs_mla(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     assert cli.main([*arguments, "--backend", "auto", "--sm", "80", "--head-dim", "576"]) == 9
     assert "mla_decode on A100" in capsys.readouterr().err

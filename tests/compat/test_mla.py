@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -54,14 +55,9 @@ def sent(standin: StandIn) -> dict[str, Any]:
     return PARAMS.unpack(bytes.fromhex(standin.calls("cuLaunchKernelEx")[-1].seen["parameter0"]))
 
 
-def trtllm_decode(**given: Any) -> Any:
-    """The operator with our backend by name, which ``auto`` does not take before a device has measured it."""
-    return flashinfer.trtllm_batch_decode_with_kv_cache_mla(**{"backend": "xqa", **given})
-
-
 BATCH_OPERATORS = {
     "xqa_batch": flashinfer.xqa_batch_decode_with_kv_cache_mla,
-    "trtllm": trtllm_decode,
+    "trtllm": flashinfer.trtllm_batch_decode_with_kv_cache_mla,
 }
 
 
@@ -191,25 +187,22 @@ TRTLLM_ONLY: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("changes", "words"), TRTLLM_ONLY)
 def test_what_our_kernels_do_not_do_is_refused(memory: MadeUpMemory, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        trtllm_decode(**one_token(memory, **made(memory, changes)))
+        flashinfer.trtllm_batch_decode_with_kv_cache_mla(**one_token(memory, **made(memory, changes)))
 
 
-def test_hopper_runs_our_kernels_by_name_with_a_warning(standin: StandIn, memory: MadeUpMemory) -> None:
-    with pytest.warns(UserWarning, match="built for .* but never run there"):
-        trtllm_decode(**mla_arguments(memory))
+@pytest.mark.parametrize("backend", ["auto", "xqa"])
+def test_hopper_runs_our_kernels_without_a_warning(standin: StandIn, memory: MadeUpMemory, backend: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        flashinfer.trtllm_batch_decode_with_kv_cache_mla(**mla_arguments(memory, backend=backend))
     assert (sent(standin)["tokens"], sent(standin)["q_len"]) == (8, 2)
-
-
-def test_auto_names_the_backend_that_was_not_run_on_hopper(standin: StandIn, memory: MadeUpMemory) -> None:
-    with pytest.raises(BackendError, match="no backend was measured there; backend='xqa' has kernels built for it"):
-        trtllm_decode(**mla_arguments(memory, backend="auto"))
 
 
 @pytest.mark.parametrize("operator", ["xqa_mla", "xqa_batch_decode_with_kv_cache_mla"])
 def test_another_device_is_told_where_it_runs(standin: StandIn, memory: MadeUpMemory, operator: str) -> None:
     standin.pose_as(12, 0)
     given = lowest(memory) if operator == "xqa_mla" else one_token(memory)
-    with pytest.raises(BackendError, match=rf"{operator} on .*\(xqa: built for 9\.0\)"):
+    with pytest.raises(BackendError, match=rf"{operator} on .*\(xqa: measured on 9\.0\)"):
         getattr(flashinfer, operator)(**given)
 
 
@@ -220,7 +213,7 @@ def ragged(memory: MadeUpMemory, tokens: int = 7, **changes: Any) -> dict[str, A
 
 def test_ragged_queries_with_a_bound_are_not_read_back(standin: StandIn, memory: MadeUpMemory) -> None:
     given = ragged(memory, max_q_len=9)
-    out = trtllm_decode(**given)
+    out = flashinfer.trtllm_batch_decode_with_kv_cache_mla(**given)
     seen = sent(standin)
     assert (seen["batch"], seen["tokens"], seen["q_len"], memory.reads) == (4, 7, 9, [])
     assert (seen["q_cu_seq_lens"], out.shape) == (given["cum_seq_lens_q"].pointer, (7, HEADS, LATENT))
@@ -228,7 +221,7 @@ def test_ragged_queries_with_a_bound_are_not_read_back(standin: StandIn, memory:
 
 def test_ragged_queries_without_a_bound_are_read_back_once(standin: StandIn, memory: MadeUpMemory) -> None:
     given = ragged(memory)
-    trtllm_decode(**given)
+    flashinfer.trtllm_batch_decode_with_kv_cache_mla(**given)
     assert (sent(standin)["q_len"], memory.reads) == (3, [given["cum_seq_lens_q"].pointer])
 
 
@@ -250,12 +243,12 @@ def test_what_is_wrong_with_ragged_queries_is_named_before_anything_loads(
     standin: StandIn, memory: MadeUpMemory, changes: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(UsageError, match=words):
-        trtllm_decode(**ragged(memory, **made(memory, changes)))
+        flashinfer.trtllm_batch_decode_with_kv_cache_mla(**ragged(memory, **made(memory, changes)))
     assert "cuModuleLoadData" not in standin.names()
 
 
 def test_the_log_sum_exp_is_made_and_returned(standin: StandIn, memory: MadeUpMemory) -> None:
-    out, lse = trtllm_decode(**mla_arguments(memory, return_lse=True))
+    out, lse = flashinfer.trtllm_batch_decode_with_kv_cache_mla(**mla_arguments(memory, return_lse=True))
     seen = sent(standin)
     assert (lse.dtype, lse.shape, out.shape) == ("float32", (8, HEADS), (4, 2, HEADS, LATENT))
     assert (seen["lse"], seen["lse_token_stride"], seen["lse_head_stride"]) == (lse.pointer, HEADS, 1)
@@ -266,7 +259,7 @@ def test_a_given_log_sum_exp_of_either_form_is_filled(
     standin: StandIn, memory: MadeUpMemory, shape: tuple[int, ...]
 ) -> None:
     lse = memory.tensor("float32", *shape)
-    trtllm_decode(**mla_arguments(memory, lse=lse))
+    flashinfer.trtllm_batch_decode_with_kv_cache_mla(**mla_arguments(memory, lse=lse))
     assert (sent(standin)["lse"], sent(standin)["lse_token_stride"]) == (lse.pointer, HEADS)
 
 

@@ -30,4 +30,4 @@ def test_it_names_the_bounds_of_a_call() -> None:
 
 def test_it_says_whether_auto_takes_them() -> None:
     measured = (9, 0) in TABLE["mla_decode"][HOPPER].automatic
-    assert ("built, not run as they stand: `auto` does not take them" in TEXT) is not measured
+    assert ("On compute capability 9.0 `auto` takes the kernels" in TEXT) is measured

@@ -13,12 +13,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import pytest
 
 from cubin_runtime import Config, CubinRuntimeError
+from cubin_runtime.attention.backends import HOPPER, TABLE
 from cubin_runtime.attention.runtime import OWN_RELEASE, Runtime
 from cubin_runtime.launch.driver import Driver
 
-# Kernels that no device has run may hang it or take its context down: other tests do not share a run with them
-# unasked.
-FIRST_RUN = "CUBIN_RUNTIME_FIRST_RUN"
 BUILT = Path(__file__).resolve().parents[2] / "build" / "artifacts"
 
 
@@ -33,11 +31,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     marked = [item for item in items if here in item.path.parents and item.get_closest_marker("gpu")]
     reason = _missing_device() if marked else ""
-    for item in marked:
-        if reason:
-            item.add_marker(pytest.mark.skip(reason=f"needs a CUDA device: {reason}"))
-        elif item.get_closest_marker("first_run") and not os.environ.get(FIRST_RUN):
-            item.add_marker(pytest.mark.skip(reason=f"of kernels built, not run: {FIRST_RUN}=1 runs it"))
+    for item in marked if reason else []:
+        item.add_marker(pytest.mark.skip(reason=f"needs a CUDA device: {reason}"))
 
 
 @pytest.fixture(scope="session")
@@ -52,3 +47,11 @@ def runtime(runtime_config: Config) -> Iterator[Runtime]:
     made.library.fetch(made.library.pins.get(OWN_RELEASE))
     yield made
     made.modules.close()
+
+
+@pytest.fixture
+def mla_backend(runtime: Runtime) -> None:
+    """Skip on a device that our MLA kernels are not for."""
+    support = TABLE["mla_decode"][HOPPER]
+    if runtime.driver.device(0).capability not in support.automatic:
+        pytest.skip(f"our MLA kernels: {support}")

@@ -46,7 +46,6 @@ class MlaDeviceCase(DeviceCase):
             max_q_len=case.q_bound if case.q_lens is not None else None,
             batch_invariant=case.batch_invariant,
             enable_pdl=case.pdl,
-            backend="hopper",
             runtime=runtime,
         )
 

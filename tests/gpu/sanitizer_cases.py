@@ -205,8 +205,7 @@ def main() -> None:
         runtime = Runtime(Config(store=Path(store), sources=sources, offline=True))
         rng = np.random.default_rng(20)
         decodes, used = decode_all(runtime, rng)
-        # Of kernels built, not run: as tests/gpu/conftest.py has it.
-        latent_decodes, latent_used = mla_all(runtime, rng) if os.environ.get("CUBIN_RUNTIME_FIRST_RUN") else (0, set())
+        latent_decodes, latent_used = mla_all(runtime, rng)
         used |= latent_used | reduce_all(runtime, rng)
         runtime.modules.close()
     print(f"{decodes + latent_decodes + len(CASES) + len(LSES)} cases over {', '.join(sorted(used))}")

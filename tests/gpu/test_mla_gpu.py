@@ -10,12 +10,12 @@ import pytest
 from decode_compare import assert_close, assert_lse_close, assert_rounded
 from decode_values import bits_of, values_of
 from mla_cases import MlaCase, mla_host, mla_means, mla_means_of, mla_reference_of
-from mla_device import MlaDeviceCase, mla_kernels, mla_on_device
+from mla_device import MlaDeviceCase, mla_on_device
 from mla_random import HEADS, LATENTS, OUT_DTYPES, PAGE_SIZES
 
 from cubin_runtime.attention import ClampedInputError, Runtime
 
-pytestmark = [pytest.mark.gpu, pytest.mark.first_run]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("mla_backend")]
 
 SEED = int(os.environ.get("CUBIN_RUNTIME_SEED", np.random.SeedSequence().entropy % (1 << 32)))
 SMALL = MlaCase((300, 17, 0, 128), 512)
@@ -32,13 +32,7 @@ def rng() -> np.random.Generator:
     return np.random.default_rng(SEED)
 
 
-def skip_without(runtime: Runtime, kv_dtype: str) -> None:
-    if kv_dtype not in {kernel.traits["dtype"] for kernel in mla_kernels(runtime)}:
-        pytest.skip(f"the release has no MLA kernel for {kv_dtype} caches")
-
-
 def assert_case(runtime: Runtime, wanted: MlaCase, rng: np.random.Generator) -> None:
-    skip_without(runtime, wanted.kv_dtype)
     with mla_on_device(runtime, wanted, rng) as case:
         workspace = case.dirty_workspace()
         case.run(workspace=workspace)
@@ -50,7 +44,6 @@ def assert_case(runtime: Runtime, wanted: MlaCase, rng: np.random.Generator) -> 
 
 def assert_means(runtime: Runtime, wanted: MlaCase, rng: np.random.Generator) -> None:
     """Run on zero queries, and hold the output against the means but for its rounding."""
-    skip_without(runtime, wanted.kv_dtype)
     with mla_on_device(runtime, wanted, rng, mla_means(wanted, rng)) as case:
         workspace = case.dirty_workspace()
         case.run(workspace=workspace)
@@ -270,7 +263,6 @@ def test_query_sums_are_clamped_and_reported(
 @pytest.mark.parametrize("size", [1e-30, 1e-6, 3e4, 1e30])
 def test_queries_of_any_magnitude_beside_an_e4m3_cache(runtime: Runtime, rng: np.random.Generator, size: float) -> None:
     # Beyond what fp16 holds; the softmax scale brings the scores back.
-    skip_without(runtime, "e4m3")
     wanted = replace(SMALL, kv_dtype="e4m3", scale=192**-0.5 / size)
     host = mla_host(wanted, rng)
     q = bits_of("bf16", values_of("bf16", host.q) * np.float32(size))

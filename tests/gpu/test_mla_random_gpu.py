@@ -12,7 +12,7 @@ from mla_random import random_mla_case
 
 from cubin_runtime.attention import Runtime
 
-pytestmark = [pytest.mark.gpu, pytest.mark.first_run]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("mla_backend")]
 
 # CUBIN_RUNTIME_SEED repeats a run; case ``index`` is drawn from (seed, index) alone.
 SEED = int(os.environ.get("CUBIN_RUNTIME_SEED", np.random.SeedSequence().entropy % (1 << 32)))

@@ -107,6 +107,18 @@ def test_sanitizer_cases_run_every_kernel(runtime: RehearsalRuntime, rng: np.ran
     assert 0 < count <= sanitizer_cases.MLA_CASES
 
 
+def test_sanitizers_get_the_mla_cases(
+    runtime: RehearsalRuntime, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sanitizer_cases, "Runtime", lambda config: runtime)
+    monkeypatch.setattr(sanitizer_cases, "decode_all", lambda runtime, rng: (0, set()))
+    monkeypatch.setattr(sanitizer_cases, "reduce_all", lambda runtime, rng: set())
+    monkeypatch.setattr(sanitizer_cases, "mla_all", lambda runtime, rng: (3, {"an_mla_kernel"}))
+    sanitizer_cases.main()
+    others = len(sanitizer_cases.CASES) + len(sanitizer_cases.LSES)
+    assert capsys.readouterr().out == f"{3 + others} cases over an_mla_kernel\n"
+
+
 def test_sanitizer_cases_stay_few(runtime: RehearsalRuntime) -> None:
     decodes = sanitizer_cases.cases_of(sanitizer_cases.decode_kernels_of(runtime))
     latent = sanitizer_cases.mla_cases_of(list(KERNELS))

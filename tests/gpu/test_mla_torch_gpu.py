@@ -11,7 +11,6 @@ import pytest
 from decode_compare import assert_close
 from decode_values import KINDS
 from mla_cases import MlaCase, MlaHost, mla_host, mla_reference_of
-from mla_device import mla_types
 
 from cubin_runtime.attention import Runtime, mla_decode
 from cubin_runtime.compat import flashinfer as ours
@@ -19,7 +18,7 @@ from cubin_runtime.compat import flashinfer as ours
 torch = pytest.importorskip("torch", reason="torch is not installed")
 from torch_cases import device_tensor  # noqa: E402  (it needs torch)
 
-pytestmark = [pytest.mark.gpu, pytest.mark.first_run]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("mla_backend")]
 
 SEED = int(os.environ.get("CUBIN_RUNTIME_SEED", np.random.SeedSequence().entropy % (1 << 32)))
 WORKSPACE_BYTES = 256 << 20
@@ -46,11 +45,6 @@ def default(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
 def rng() -> np.random.Generator:
     print(f"seed {SEED}")
     return np.random.default_rng(SEED)
-
-
-def skip_without(runtime: Runtime, case: MlaCase) -> None:
-    if case.q_dtype not in mla_types(runtime).get(case.kv_dtype, ()):
-        pytest.skip(f"the release has no MLA kernel for {case.q_dtype} queries and {case.kv_dtype} caches")
 
 
 def tensors_of(case: MlaCase, host: MlaHost) -> dict[str, Any]:
@@ -91,10 +85,9 @@ def assert_right(case: MlaCase, host: MlaHost, out: Any, lse: Any = None) -> Non
 @pytest.mark.parametrize("name", list(DENSE))
 def test_the_batch_operators(runtime: Runtime, rng: np.random.Generator, name: str) -> None:
     case = DENSE[name]
-    skip_without(runtime, case)
     host = mla_host(case, rng)
     given = batch_arguments(case, host)
-    out, lse = ours.trtllm_batch_decode_with_kv_cache_mla(**given, return_lse=True, backend="xqa")
+    out, lse = ours.trtllm_batch_decode_with_kv_cache_mla(**given, return_lse=True)
     assert out.shape == (case.batch, case.q_len, case.heads, case.latent)
     assert_right(case, host, out, lse)
     assert_right(case, host, ours.xqa_batch_decode_with_kv_cache_mla(**given))
@@ -112,14 +105,13 @@ def test_ragged_queries(runtime: Runtime, rng: np.random.Generator, max_q_len: i
     host = mla_host(RAGGED, rng)
     given = batch_arguments(RAGGED, host)
     given["cum_seq_lens_q"] = torch.from_numpy(host.q_cu_seq_lens).cuda()
-    out, lse = ours.trtllm_batch_decode_with_kv_cache_mla(**given, max_q_len=max_q_len, return_lse=True, backend="xqa")
+    out, lse = ours.trtllm_batch_decode_with_kv_cache_mla(**given, max_q_len=max_q_len, return_lse=True)
     assert_right(RAGGED, host, out, lse)
 
 
 @pytest.mark.parametrize("name", ["bf16", "16 heads, 4-dimensional cache", "e4m3 cache"])
 def test_the_lowest_operator(runtime: Runtime, rng: np.random.Generator, name: str) -> None:
     case = DENSE[name]
-    skip_without(runtime, case)
     host = mla_host(case, rng)
     given = tensors_of(case, host)
     out = torch.full((case.batch, 1, case.heads, case.latent), torch.nan, dtype=torch.bfloat16, device="cuda")
@@ -144,7 +136,7 @@ def test_the_plain_function_and_a_graph(runtime: Runtime, rng: np.random.Generat
     host = mla_host(case, rng)
     given = tensors_of(case, host)
     arguments = (given["query"], given["kv_cache"], given["block_tables"], given["seq_lens"])
-    options = {"max_seq_len": case.max_seq_len, "softmax_scale": case.scale, "backend": "hopper", "runtime": runtime}
+    options = {"max_seq_len": case.max_seq_len, "softmax_scale": case.scale, "runtime": runtime}
     out = mla_decode(*arguments, **options)
     assert_right(case, host, out)
     stream = torch.cuda.Stream()

@@ -1,0 +1,73 @@
+"""Which commands ``tools/gpu_run.sh`` runs for its words, on a made-up machine with a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DECODE, MLA = "benchmarks/gpu_decode.py", "benchmarks/gpu_mla.py"
+SANITIZERS = ("memcheck", "initcheck", "synccheck", "racecheck")
+
+
+class Machine:
+    """Its interpreter and sanitizer only write down what they were called with."""
+
+    def __init__(self, folder: Path) -> None:
+        self.out, self.calls = folder / "out", folder / "calls"
+        self.programs = folder / "bin"
+        self.programs.mkdir()
+        for name in ("nvidia-smi", "compute-sanitizer", "python"):
+            program = self.programs / name
+            program.write_text(f'#!/bin/sh\necho "$*" >> "{self.calls}"\necho 1 passed\n')
+            program.chmod(0o755)
+
+    def run(self, *words: str) -> int:
+        env = {
+            "PATH": f"{self.programs}:{os.environ['PATH']}",
+            "PYTHON": str(self.programs / "python"),
+            "OUT": str(self.out),
+        }
+        return subprocess.run([ROOT / "tools" / "gpu_run.sh", *words], env=env, capture_output=True).returncode
+
+    def benchmarks(self, *, compiled: bool) -> list[str]:
+        """The scripts in the order of their calls."""
+        calls = [line.split() for line in self.calls.read_text().splitlines() if line.startswith("benchmarks/")]
+        return [script for script, *options in calls if ("--compile" in options) is compiled]
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def test_two_benchmarks_are_compiled_before_either_is_measured(machine: Machine) -> None:
+    assert machine.run("decode", "mla") == 0
+    assert sorted(machine.benchmarks(compiled=True)) == [DECODE, MLA]
+    assert machine.benchmarks(compiled=False) == [DECODE, MLA]
+    lines = [line for line in machine.calls.read_text().splitlines() if line.startswith("benchmarks/")]
+    assert ["--compile" in line for line in lines] == [True, True, False, False]
+    assert {path.name for path in machine.out.glob("compile_*")} == {"compile_decode.log", "compile_mla.log"}
+
+
+def test_benchmarks_means_every_one_of_a_gpu(machine: Machine) -> None:
+    assert machine.run("benchmarks") == 0
+    scripts = {f"benchmarks/{path.name}" for path in (ROOT / "benchmarks").glob("gpu_*.py")}
+    assert set(machine.benchmarks(compiled=False)) == scripts - {"benchmarks/gpu_environment.py"}
+    assert sorted(machine.benchmarks(compiled=True)) == [DECODE, MLA]
+
+
+def test_no_word_means_everything(machine: Machine) -> None:
+    assert machine.run() == 0
+    calls = machine.calls.read_text()
+    assert "-m pytest" in calls
+    assert [tool for tool in SANITIZERS if f"--tool {tool} " not in calls] == []
+    assert MLA in machine.benchmarks(compiled=False)
+
+
+def test_a_word_that_is_no_step_is_refused_before_anything_runs(machine: Machine) -> None:
+    assert machine.run("decode", "moe") == 2
+    assert not machine.calls.exists()
