@@ -138,7 +138,7 @@ _H200_KERNELS = (
     KernelCost(2, 64, 64, 1, 11.0, 0.525),
     KernelCost(2, 128, 8, 1, 6.6, 1.005),
     KernelCost(2, 128, 8, 2, 10.1, 1.9),
-    KernelCost(2, 128, 16, 1, 9.6, 1.03),
+    KernelCost(2, 128, 16, 1, 8.6, 1.04),
     KernelCost(2, 128, 16, 2, 15.6, 1.9),
     KernelCost(2, 128, 64, 1, 13.6, 0.77),
     KernelCost(2, 128, 128, 1, 13.6, 1.15),
