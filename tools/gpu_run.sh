@@ -14,6 +14,16 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${OUT:-build/gpu}
 python=${PYTHON:-python3}
+[ $# -gt 0 ] || set -- tests memcheck initcheck synccheck racecheck benchmarks
+for word in "$@"; do
+    case $word in
+    tests | memcheck | initcheck | synccheck | racecheck | benchmarks | decode | decode:* | mla) ;;
+    *)
+        echo "gpu_run.sh: '$word' is no step: tests memcheck initcheck synccheck racecheck benchmarks decode mla" >&2
+        exit 2
+        ;;
+    esac
+done
 command -v nvidia-smi >/dev/null || {
     echo "gpu_run.sh: this machine has no nvidia-smi, so no GPU to run on" >&2
     exit 1
@@ -58,16 +68,6 @@ run_tests() {
     grep -Eq '[0-9]+ passed' "$out/tests.log" || { echo "gpu_run.sh: no GPU test ran" >&2 && return 1; }
 }
 
-[ $# -gt 0 ] || set -- tests memcheck initcheck synccheck racecheck benchmarks
-for word in "$@"; do
-    case $word in
-    tests | memcheck | initcheck | synccheck | racecheck | benchmarks | decode | decode:* | mla) ;;
-    *)
-        echo "gpu_run.sh: '$word' is no step: tests memcheck initcheck synccheck racecheck benchmarks decode mla" >&2
-        exit 2
-        ;;
-    esac
-done
 rm -f "$out"/{tests,memcheck,initcheck,synccheck,racecheck,compile_decode,compile_mla,benchmarks}.log
 
 jobs=()
