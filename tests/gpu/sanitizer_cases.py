@@ -1,7 +1,7 @@
 """Small launches for compute-sanitizer: every decode kernel of the device, options spread over them; merged partials.
 
-Run: ``compute-sanitizer --tool memcheck python tests/gpu/sanitizer_cases.py``. Prints the number of cases; a wrong
-result, or a decode kernel that did not run, ends it with an error.
+Run: ``compute-sanitizer --tool memcheck python tests/gpu/sanitizer_cases.py``. Prints the number of cases.
+All of them run, so that the tool sees them; wrong results, or a decode kernel that did not run, are errors at the end.
 """
 
 from __future__ import annotations
@@ -132,7 +132,23 @@ def _mla_spread(types: dict[str, list[str]], latent: int, index: int) -> MlaCase
     )
 
 
-def mla_all(runtime: Runtime, rng: np.random.Generator) -> tuple[int, set[str]]:
+class WrongResults:
+    """Gathers the assertions that fail, so that the cases after them run too."""
+
+    def __init__(self) -> None:
+        self.words: list[str] = []
+
+    def __enter__(self) -> WrongResults:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: object) -> bool:
+        if kind is not AssertionError:
+            return False
+        self.words.append(str(value).partition("\n")[0])
+        return True
+
+
+def mla_all(runtime: Runtime, rng: np.random.Generator, wrong: WrongResults) -> tuple[int, set[str]]:
     """Every MLA case; their number and the names of the kernels that ran."""
     kernels = mla_kernels(runtime)
     wanted = mla_cases_of(kernels)
@@ -141,16 +157,18 @@ def mla_all(runtime: Runtime, rng: np.random.Generator) -> tuple[int, set[str]]:
         with mla_on_device(runtime, one, rng, guard=0) as case:
             workspace = case.dirty_workspace()
             case.run(workspace=workspace)
-            case.assert_right()
+            with wrong:
+                case.assert_right()
             case.plan.check(workspace)
             used.update(kernel.name for kernel in case.kernels)
     # What a larger cluster takes before it, a kernel never runs.
     missing = {kernel.name for kernel in kernels if kernel.traits["cluster"] == 1} - used
-    assert not missing, f"MLA kernels that did not run: {', '.join(sorted(missing))}"
+    with wrong:
+        assert not missing, f"MLA kernels that did not run: {', '.join(sorted(missing))}"
     return len(wanted), used
 
 
-def decode_all(runtime: Runtime, rng: np.random.Generator) -> tuple[int, set[str]]:
+def decode_all(runtime: Runtime, rng: np.random.Generator, wrong: WrongResults) -> tuple[int, set[str]]:
     """Every decode case; their number and the names of the kernels that ran."""
     wanted = cases_of(decode_kernels_of(runtime))
     used: set[str] = set()
@@ -158,11 +176,13 @@ def decode_all(runtime: Runtime, rng: np.random.Generator) -> tuple[int, set[str
         with on_device(runtime, one, rng, guard=0) as case:
             workspace = case.dirty_workspace()
             case.run(workspace=workspace)
-            case.assert_right()
+            with wrong:
+                case.assert_right()
             case.plan.check(workspace)
             used |= {kernel.name for kernel in case.kernels}
     missing = {kernel.name for kernel in decode_kernels_of(runtime)} - used
-    assert not missing, f"decode kernels that did not run: {', '.join(sorted(missing))}"
+    with wrong:
+        assert not missing, f"decode kernels that did not run: {', '.join(sorted(missing))}"
     return len(wanted), used
 
 
@@ -203,12 +223,13 @@ def main() -> None:
     sources = tuple(os.environ.get("CUBIN_RUNTIME_SOURCES", str(BUILT)).split())
     with tempfile.TemporaryDirectory() as store:
         runtime = Runtime(Config(store=Path(store), sources=sources, offline=True))
-        rng = np.random.default_rng(20)
-        decodes, used = decode_all(runtime, rng)
-        latent_decodes, latent_used = mla_all(runtime, rng)
+        rng, wrong = np.random.default_rng(20), WrongResults()
+        decodes, used = decode_all(runtime, rng, wrong)
+        latent_decodes, latent_used = mla_all(runtime, rng, wrong)
         used |= latent_used | reduce_all(runtime, rng)
         runtime.modules.close()
     print(f"{decodes + latent_decodes + len(CASES) + len(LSES)} cases over {', '.join(sorted(used))}")
+    assert not wrong.words, "; ".join(wrong.words)
 
 
 if __name__ == "__main__":

@@ -164,9 +164,24 @@ def test_a_page_that_should_not_be_read_is_found(runtime: RehearsalRuntime, rng:
 
 
 def test_sanitizer_cases_run_every_kernel(runtime: RehearsalRuntime, rng: np.random.Generator) -> None:
-    count, used = sanitizer_cases.decode_all(runtime, rng)
+    wrong = sanitizer_cases.WrongResults()
+    count, used = sanitizer_cases.decode_all(runtime, rng, wrong)
+    assert not wrong.words
     assert used == {kernel.name for kernel in KERNELS}
     assert count + len(sanitizer_cases.CASES) + len(sanitizer_cases.LSES) <= sanitizer_cases.MOST_CASES
+
+
+def test_a_wrong_result_ends_the_sanitizers_cases_only_after_all(
+    runtime: RehearsalRuntime, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def always_wrong(*args: object) -> None:
+        raise AssertionError("off\nby much")
+
+    monkeypatch.setattr("decode_device.assert_close", always_wrong)
+    wrong = sanitizer_cases.WrongResults()
+    count, used = sanitizer_cases.decode_all(runtime, rng, wrong)
+    assert used == {kernel.name for kernel in KERNELS}
+    assert wrong.words == ["off"] * count
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,9 @@ def test_replays_are_fed(runtime: RehearsalRuntime, rng: np.random.Generator, st
 
 
 def test_sanitizer_cases_run_every_kernel(runtime: RehearsalRuntime, rng: np.random.Generator) -> None:
-    count, used = sanitizer_cases.mla_all(runtime, rng)
+    wrong = sanitizer_cases.WrongResults()
+    count, used = sanitizer_cases.mla_all(runtime, rng, wrong)
+    assert not wrong.words
     assert used == {kernel.name for kernel in KERNELS}
     assert 0 < count <= sanitizer_cases.MLA_CASES
 
@@ -111,9 +113,9 @@ def test_sanitizers_get_the_mla_cases(
     runtime: RehearsalRuntime, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sanitizer_cases, "Runtime", lambda config: runtime)
-    monkeypatch.setattr(sanitizer_cases, "decode_all", lambda runtime, rng: (0, set()))
+    monkeypatch.setattr(sanitizer_cases, "decode_all", lambda runtime, rng, wrong: (0, set()))
     monkeypatch.setattr(sanitizer_cases, "reduce_all", lambda runtime, rng: set())
-    monkeypatch.setattr(sanitizer_cases, "mla_all", lambda runtime, rng: (3, {"an_mla_kernel"}))
+    monkeypatch.setattr(sanitizer_cases, "mla_all", lambda runtime, rng, wrong: (3, {"an_mla_kernel"}))
     sanitizer_cases.main()
     others = len(sanitizer_cases.CASES) + len(sanitizer_cases.LSES)
     assert capsys.readouterr().out == f"{3 + others} cases over an_mla_kernel\n"
