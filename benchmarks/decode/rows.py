@@ -105,7 +105,7 @@ def judge(row: Row, bar: Bar) -> None:
 
 
 def is_out_of_reach(row: Row) -> bool:
-    """Whether the row misses a bar that no kernel meets which has to read the keys and values."""
+    """Whether the row misses a bar that asks for less time than our kernel takes that only reads as much."""
     return row["met"] is False and "bar_below_read_alone" in row
 
 

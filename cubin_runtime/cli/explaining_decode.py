@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from ..launch.hopper.shape import DecodeShape
     from .explaining_own import Asked
 
-# The KV type and the query types that go with it; the first is the default.
-QUERY_DTYPES: Mapping[str, tuple[str, ...]] = {"bf16": ("bf16",), "fp16": ("fp16",), "e4m3": ("bf16", "fp16", "e4m3")}
 CANDIDATE_COLUMNS = ("kernel", "row tiles", "CTAs", "DRAM us", "L2 us", "tiles us", "merging us", "predicted us")
 
 
@@ -29,7 +27,8 @@ def shape_of(asked: Asked) -> DecodeShape:
     Raises:
         UsageError: a flag is outside what our paged decode takes.
     """
-    from ..attention.decode_checks import MAX_GROUP, MAX_Q_LEN, PAGE_SIZES
+    from ..attention.decode_checks import MAX_GROUP, MAX_Q_LEN, PAGE_SIZES, Q_DTYPES
+    from ..attention.views import DTYPE_NAMES
     from ..launch.hopper.shape import DecodeShape
 
     heads_kv = DEFAULT_HEADS_KV if asked.heads_kv is None else asked.heads_kv
@@ -44,9 +43,10 @@ def shape_of(asked: Asked) -> DecodeShape:
         raise UsageError(f"--heads-q {asked.heads_q}: expected at most {MAX_GROUP} for each of --heads-kv")
     if asked.window < 0:
         raise UsageError(f"--window {asked.window}: expected at least 0")
+    by_cache = {DTYPE_NAMES[kv]: [DTYPE_NAMES[q] for q in taken] for kv, taken in Q_DTYPES.items()}
     return DecodeShape(
         dtype=asked.dtype_kv,
-        q_dtype=asked.query_dtype(QUERY_DTYPES),
+        q_dtype=asked.query_dtype(by_cache),
         head_dim=asked.head_dim,
         group=asked.heads_q // heads_kv,
         kv_heads=heads_kv,

@@ -125,17 +125,10 @@ DEVICE uint32_t load_acquire(const uint32_t* address) {
     WGMMA_NAMES_32 ", " \
     "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
     "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define WGMMA_NAMES_128 \
-    WGMMA_NAMES_64 ", " \
-    "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
-    "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, " \
-    "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
-    "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define WGMMA_CELLS_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define WGMMA_CELLS_16(d, i) WGMMA_CELLS_4(d, i), WGMMA_CELLS_4(d, i + 4), WGMMA_CELLS_4(d, i + 8), WGMMA_CELLS_4(d, i + 12)
 #define WGMMA_CELLS_32(d, i) WGMMA_CELLS_16(d, i), WGMMA_CELLS_16(d, i + 16)
 #define WGMMA_CELLS_64(d, i) WGMMA_CELLS_32(d, i), WGMMA_CELLS_32(d, i + 32)
-#define WGMMA_CELLS_128(d, i) WGMMA_CELLS_64(d, i), WGMMA_CELLS_64(d, i + 64)
 
 // The instruction for FP16 or bf16 operands: what stands in front of it, its shape, names, what follows; then the operands.
 #define WGMMA(FRONT, SHAPE, NAMES, REST, ...)                                                                          \
@@ -157,9 +150,7 @@ template <bool FP16, int FIRST, int SPAN, int N>
 DEVICE void wgmma_add(float (&d)[N], uint64_t a, uint64_t b) {
     static_assert(FIRST + SPAN <= N * 2);
     constexpr int i = FIRST / 2;
-    if constexpr (SPAN == 256)
-        WGMMA("", "m64n256k16", WGMMA_NAMES_128, "%128, %129, 1, 1, 1, 0, 1;", WGMMA_CELLS_128(d, i) : "l"(a), "l"(b));
-    else if constexpr (SPAN == 128)
+    if constexpr (SPAN == 128)
         WGMMA("", "m64n128k16", WGMMA_NAMES_64, "%64, %65, 1, 1, 1, 0, 1;", WGMMA_CELLS_64(d, i) : "l"(a), "l"(b));
     else
         WGMMA("", "m64n64k16", WGMMA_NAMES_32, "%32, %33, 1, 1, 1, 0, 1;", WGMMA_CELLS_32(d, i) : "l"(a), "l"(b));
@@ -171,10 +162,7 @@ template <bool FP16, bool OUTER_MAJOR, bool ADD = true, int FIRST = 0, int SPAN 
 DEVICE void wgmma(float (&d)[N], const uint32_t (&a)[4], uint64_t b) {
     constexpr int i = FIRST / 2, COLUMNS = SPAN ? SPAN : N * 2;
     static_assert(FIRST + COLUMNS <= N * 2);
-    if constexpr (COLUMNS == 256)
-        WGMMA("", "m64n256k16", WGMMA_NAMES_128, "{%128, %129, %130, %131}, %132, %134, 1, 1, %133;", WGMMA_CELLS_128(d, i)
-              : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(OUTER_MAJOR ? 1 : 0), "n"(ADD ? 1 : 0));
-    else if constexpr (COLUMNS == 128)
+    if constexpr (COLUMNS == 128)
         WGMMA("", "m64n128k16", WGMMA_NAMES_64, "{%64, %65, %66, %67}, %68, %70, 1, 1, %69;", WGMMA_CELLS_64(d, i)
               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(OUTER_MAJOR ? 1 : 0), "n"(ADD ? 1 : 0));
     else

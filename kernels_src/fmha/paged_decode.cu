@@ -2,17 +2,20 @@
 //
 //   page table --> producer warps --TMA or cp.async--> ring of buffers  K V K V ...   (full / empty mbarriers)
 //                                                        |
-//   4 (or 2 x 4) consumer warps, each 16 of              v
+//   few rows: 4 (or 2 x 4) consumer warps, each 16 of    v
 //   every 64 tokens (and half of the rows):
 //       S^T = K Q^T   (tokens x rows)   -> online softmax over tokens -> P^T (16 bits)
 //       O^T += V^T P^T (head_dim x rows), fp32 in registers
+//   many rows: 2 warpgroups, each every other tile (or half of the rows):
+//       S = Q K^T -> online softmax -> P;  O += P V
 //                                                        |
-//   the warps' (maximum, sum, O) meet in shared memory --+--> output, or a partial in the workspace,
+//   their (maximum, sum, O) meet in shared memory -------+--> output, or a partial in the workspace,
 //                                                             merged by the CTA that arrives last
 //
-// Rows are (query token, query head of a KV head's group), token-major, padded to ROWS; more rows are more row tiles. They
-// sit on the 8-wide side of the MMA, so that a group of 8 wastes nothing. A row's arithmetic does not depend on ROWS.
-// e4m3 keys and values become fp16 in registers, on their way from shared memory to the MMA.
+// Rows are (query token, query head of a KV head's group), token-major, padded to ROWS; more rows are more row tiles. Of
+// warps they sit on the 8-wide side of the MMA, so that a group of 8 wastes nothing, and a row's arithmetic does not depend
+// on ROWS. e4m3 keys and values become fp16 on their way to the MMA, in registers of warps and in shared memory of
+// warpgroups, which multiply e4m3 queries by the keys as they are.
 //
 // The grid is persistent and comes from bounds alone. A pair is a (request, KV head, row tile). CTAs work in teams of
 // `heads_together`, each member on its own pair of a block of as many, so that neighbours read the same tokens at about the
@@ -21,7 +24,7 @@
 // writes a partial. Split boundaries are a pure function of the lengths and the grid; with `splits` they are one of the
 // request's own lengths alone (batch invariance), and every split is a part of its own.
 //
-// Build: -DHEAD_DIM=n -DKV_TYPE=0|1|2 (bf16, fp16, e4m3) -DQ_E4M3=0|1 -DROWS=n -DTILE_TOKENS=64|128|256
+// Build: -DHEAD_DIM=n -DKV_TYPE=0|1|2 (bf16, fp16, e4m3) -DQ_E4M3=0|1 -DROWS=n -DTILE_TOKENS=64|128
 //        -DCONSUMER_WARPGROUPS=1|2 -DWARPGROUP_MMA=0|1 -DUSE_TMA=0|1 -DBUFFERS=n -DCTAS_PER_SM=n -DSHARED_BYTES=n
 //        -DKERNEL_NAME=symbol
 

@@ -40,10 +40,6 @@ DEVICE float output_scale(const Params& p) {
     return factor == nullptr ? p.output_scale : p.output_scale * *factor;
 }
 
-DEVICE uint32_t pack_e4m3(float low, float high) {
-    return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE, __NV_E4M3);
-}
-
 DEVICE int64_t row_offset(const Piece& piece, int row, int heads, int64_t token_stride, int64_t head_stride) {
     const int request_row = piece.row_tile * ROWS + row;
     return (piece.first_query + request_row / heads) * token_stride + request_row % heads * head_stride;

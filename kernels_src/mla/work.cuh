@@ -12,7 +12,6 @@ namespace paged_mla_decode {
 
 using Params = PagedMlaDecodeParams;
 
-constexpr int ROPE = 64;
 constexpr int ROWS = 64;         // query rows (tokens x heads) of a CTA: one warpgroup product
 constexpr int TILE_TOKENS = 64;  // keys of a tile
 constexpr int TILE_TOKENS_LOG2 = 6;
@@ -93,11 +92,6 @@ struct Shared {
 };
 
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the variant list states too little dynamic shared memory");
-
-DEVICE uint32_t pack_fp16(float low, float high) {
-    const __half2 pair = __floats2half2_rn(low, high);
-    return *reinterpret_cast<const uint32_t*>(&pair);
-}
 
 DEVICE void wait_barrier(uint64_t& barrier, uint32_t parity) { mbarrier_wait(shared_address(&barrier), parity); }
 

@@ -10,7 +10,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 from decode_cases import DecodeCase, HostTensors, make_host, reference_of
-from decode_compare import assert_close, assert_lse_close, assert_rounded
+from decode_compare import assert_close, assert_lse_close, assert_rounded, score_error
 from decode_masks import keys_before_windows, mask_words, visible_keys
 from decode_means import make_means, means_of
 from decode_random import random_case
@@ -151,6 +151,27 @@ def test_nan_a_lost_row_and_a_wrong_lse_are_found(out_dtype: str) -> None:
         damaged[2, 1] = value
         with pytest.raises(AssertionError, match=r"LSE|inf"):
             assert_close(case, (bits, damaged), expected)
+
+
+def test_an_lse_may_be_off_by_what_scores_are_and_no_more() -> None:
+    want = np.array([3.0, -np.inf, 40.0])
+    of_scores = score_error(128, 1.0)
+    assert of_scores == pytest.approx(0.0451, rel=1e-2)
+    off = want + np.array([of_scores, 0.0, -of_scores])
+    assert_lse_close(off, want, of_scores)
+    with pytest.raises(AssertionError, match="LSE"):
+        assert_lse_close(off, want)
+    with pytest.raises(AssertionError, match="LSE"):
+        assert_lse_close(want + np.array([2 * of_scores, 0.0, 0.0]), want, of_scores)
+
+
+def test_rows_may_be_off_by_what_scores_are_and_no_more() -> None:
+    host = make_host(BUSY, np.random.default_rng(10))
+    want, want_lse = reference_of(BUSY, host)
+    bits, lse = attention_by_pages(BUSY, host)
+    assert_close(BUSY, (bits, lse), (want * 1.015, want_lse), 0.02)
+    with pytest.raises(AssertionError, match="relative error"):
+        assert_close(BUSY, (bits, lse), (want * 1.015, want_lse))
 
 
 def test_the_matrix_covers_every_pair_of_options() -> None:

@@ -171,6 +171,24 @@ def test_sanitizer_cases_run_every_kernel(runtime: RehearsalRuntime, rng: np.ran
     assert count + len(sanitizer_cases.CASES) + len(sanitizer_cases.LSES) <= sanitizer_cases.MOST_CASES
 
 
+@pytest.mark.parametrize(("q_dtype", "rows", "allowed"), [("e4m3", 64, True), ("e4m3", 8, False), ("bf16", 64, False)])
+def test_scores_may_be_off_only_where_e4m3_meets_e4m3(
+    runtime: RehearsalRuntime,
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+    q_dtype: str,
+    rows: int,
+    allowed: bool,
+) -> None:
+    told: list[float] = []
+    monkeypatch.setattr("decode_device.assert_close", lambda *given: told.append(given[3]) or 0.0)
+    wanted = plain.replace(plain.SMALL, kv_dtype="e4m3", q_dtype=q_dtype, rows=rows, head_dim=128)
+    with on_device(runtime, wanted, rng) as case:
+        case.run()
+        case.assert_right()
+    assert [of_scores > 0 for of_scores in told] == [allowed]
+
+
 def test_a_wrong_result_ends_the_sanitizers_cases_only_after_all(
     runtime: RehearsalRuntime, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,7 +52,7 @@ class Costs:
     ``l2_tb_per_s`` is what 132 multiprocessors draw; fewer draw less. ``merge_us`` is for up to ``merge_parts``
     parts, more take it in proportion. ``equal_within`` is the share by which predictions differ without meaning
     anything. Of the grid: CTAs next to each other read up to ``heads_together`` KV heads side by side, if at most one
-    CTA in ``idle_share`` idles for it.
+    CTA in ``idle_share`` idles for it; as many may idle so that shares end on borders of pairs.
     """
 
     gpu: str
@@ -129,7 +129,7 @@ class Estimate:
         return max(terms, key=lambda name: terms[name])
 
 
-# Item bytes, head_dim, rows, CTAs on a multiprocessor: start and tile.
+# Item bytes, head_dim, rows, CTAs on a multiprocessor: start and tile; bytes of a query where they matter.
 _H200_KERNELS = (
     KernelCost(2, 64, 8, 1, 8.6, 0.501),
     KernelCost(2, 64, 8, 2, 10.0, 1.022),

@@ -1,4 +1,4 @@
-// Queries as the consumers read them: any type; with e4m3 keys they become fp16.
+// Queries as the consumers read them: any type; with keys that become fp16 they do too.
 #pragma once
 #include "work.cuh"
 

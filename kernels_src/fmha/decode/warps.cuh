@@ -12,8 +12,6 @@ constexpr int BLOCKS = TILE_TOKENS / BLOCK_TOKENS;
 static_assert(BLOCKS * BLOCK_TOKENS == TILE_TOKENS, "a tile is whole blocks");
 // Chains of accumulation that hide the latency of the first product; the order of the additions does not depend on ROWS.
 constexpr int CHAINS = 2;
-// Weights grow up to 2 to this before the accumulator is brought to a new maximum.
-constexpr float HEADROOM = 8.f;
 
 // What one warp knows of one pair: for each of the thread's two rows of a row tile, what is subtracted from base-2
 // exponents (a maximum so far), the score above which a new one is needed (-inf: nothing is visible so far), the sum of
@@ -284,7 +282,7 @@ DEVICE void raise(const Queries& queries, float (&top)[ROW_TILES][2], Accumulato
             const float limit = acc.limit[n][i], before = acc.anchor[n][i];
             if (top[n][i] > limit) {
                 acc.anchor[n][i] = top[n][i] * queries.scale_of(n, i);
-                acc.limit[n][i] = fmaxf((acc.anchor[n][i] + HEADROOM) / queries.scale_of(n, i), -3e38f);
+                acc.limit[n][i] = fmaxf((acc.anchor[n][i] + MAXIMUM_SLACK) / queries.scale_of(n, i), -3e38f);
             }
             rescale[i] = limit == -INFINITY ? 0.f : exp2_approximate(before - acc.anchor[n][i]);
             acc.sum[n][i] *= rescale[i];
@@ -296,7 +294,7 @@ DEVICE void raise(const Queries& queries, float (&top)[ROW_TILES][2], Accumulato
     }
 }
 
-// Turns S^T into P^T as the B operand of the second product. Scores are within HEADROOM of a maximum that is kept until
+// Turns S^T into P^T as the B operand of the second product. Scores are within MAXIMUM_SLACK of a maximum that is kept until
 // one is above that, so that most tiles need no maximum over the lanes; each row's maxima depend on its own scores alone.
 DEVICE void softmax(const Queries& queries, float (&s)[BLOCKS][ROW_TILES][4], Accumulator& acc,
                     uint32_t (&probability)[BLOCKS][ROW_TILES][2]) {
