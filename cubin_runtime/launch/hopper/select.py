@@ -8,13 +8,11 @@ from dataclasses import dataclass
 from ...artifacts.own_kernels import MEASURED, OwnKernel
 from ...errors import UsageError
 from ..driver import DeviceFacts
-from .costs import ITEM_BYTES, Costs, Estimate, Work, costs_of, estimate
+from .costs import Costs, Estimate, costs_of, estimate
+from .grids import ANY_ROWS, Grid, Part, grids_of, trait_of, work_of
 from .shape import DecodeShape
 
 OPERATION = "paged_decode"
-ANY_ROWS = (1 << 31) - 1
-# Shared memory that the driver keeps for itself in each resident block (CUDA programming guide).
-_RESERVED_SHARED_BYTES = 1024
 
 # The trait ``arithmetic``: kernels of one dtype and head_dim give a row the same bits where it is the same. Others than
 # these two, batch_invariant does not take.
@@ -22,31 +20,6 @@ _WARPS, _WARPGROUPS = "warps", "warpgroups of 64 rows"
 # batch_invariant: requests of more rows take warpgroups, where there are any. It is the most that a warp kernel takes
 # at once at head_dim 64 and 128, so that none of its requests reads its keys twice.
 _MOST_WARP_ROWS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """The requests that one launch takes, by their own rows (both bounds inclusive), and the arithmetic they get."""
-
-    least_rows: int
-    most_rows: int
-    arithmetic: str | None
-
-    def __str__(self) -> str:
-        if (self.least_rows, self.most_rows) == (0, ANY_ROWS):
-            return "all requests"
-        return f"requests of {f'up to {self.most_rows}' if not self.least_rows else f'at least {self.least_rows}'} rows"
-
-
-@dataclass(frozen=True, slots=True)
-class Grid:
-    """How a kernel would cut a problem: CTAs, those on one multiprocessor, and what they share."""
-
-    ctas: int
-    resident: int
-    heads_together: int
-    row_tiles: int
-    tiles: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +125,8 @@ def _select(
         ctas=best.grid.ctas,
         heads_together=best.grid.heads_together,
         # The kernel numbers its pairs by the bound on the rows that it takes.
-        row_tiles=-(-min(shape.rows, part.most_rows) // _trait(best.kernel, "rows")),
-        splits=shape.splits(_trait(best.kernel, "tile_tokens")),
+        row_tiles=-(-min(shape.rows, part.most_rows) // trait_of(best.kernel, "rows")),
+        splits=shape.splits(trait_of(best.kernel, "tile_tokens")),
         microseconds=best.estimate.microseconds,
         reason=_reason(best, shape, part, device),
         candidates=candidates,
@@ -161,7 +134,7 @@ def _select(
 
 
 def _order(fit: Fit, shape: DecodeShape, part: Part) -> tuple[int, int, int, bool, float, str]:
-    padding = fit.grid.row_tiles * _trait(fit.kernel, "rows") - min(shape.rows, part.most_rows)
+    padding = fit.grid.row_tiles * trait_of(fit.kernel, "rows") - min(shape.rows, part.most_rows)
     target = fit.kernel.architecture
     closeness = (-target.number, target.suffix != "a")
     return padding, fit.grid.row_tiles, *closeness, fit.estimate.microseconds, fit.kernel.name
@@ -173,8 +146,8 @@ def _look_at(kernel: OwnKernel, shape: DecodeShape, part: Part, device: DeviceFa
         unfit = f"{kernel.traits['arithmetic']}; batch_invariant has {part.arithmetic} for {part}"
     if unfit:
         return Candidate(kernel, None, unfit)
-    grids = _grids(kernel, shape, part, device, costs)
-    fits = [Fit(kernel, grid, estimate(_work(kernel, grid, shape, part, device), costs)) for grid in grids]
+    grids = grids_of(kernel, shape, part, device, costs)
+    fits = [Fit(kernel, grid, estimate(work_of(kernel, grid, shape, part, device), costs)) for grid in grids]
     limit = min(fit.estimate.microseconds for fit in fits) * (1 + costs.equal_within)
     best = next(fit for fit in fits if fit.estimate.microseconds <= limit)
     return Candidate(kernel, best, other_fits=tuple(fit for fit in fits if fit is not best))
@@ -195,93 +168,11 @@ def _unfit(kernel: OwnKernel, shape: DecodeShape, device: DeviceFacts) -> str:
     return ""
 
 
-def _grids(kernel: OwnKernel, shape: DecodeShape, part: Part, device: DeviceFacts, costs: Costs) -> list[Grid]:
-    """For each number of CTAs on a multiprocessor that the work is enough for, up to two; fewer CTAs first."""
-    row_tiles = max(1, -(-min(shape.rows, part.most_rows) // _trait(kernel, "rows")))
-    pairs, tile_tokens = _pairs(kernel, shape, part), _trait(kernel, "tile_tokens")
-    tiles = shape.tiles(tile_tokens)
-    # What one CTA takes at a time: a tile of the line, or a part of a pair.
-    units = pairs * (shape.splits(tile_tokens) or tiles)
-    grids = []
-    for resident in range(1, _resident(kernel, device) + 1):
-        if resident > 1 and units <= (resident - 1) * device.multiprocessors:
-            break
-        ctas = min(resident * device.multiprocessors, units)
-        together = max(
-            d
-            for d in range(1, costs.heads_together + 1)
-            if shape.kv_heads % d == 0 and ctas % d * costs.idle_share <= ctas
-        )
-        # Where few CTAs idle for it, teams that all end on borders of pairs: others stay behind by a partial. But not
-        # where heads that share a line of 128 bytes would drift apart, as some have a multiprocessor for themselves.
-        teams = ctas // together
-        shares_lines = shape.head_dim * ITEM_BYTES[shape.dtype] < 128
-        fewest = teams if resident > 1 and shares_lines else teams - teams // costs.idle_share
-        even = next((n for n in range(teams, fewest - 1, -1) if _ends_on_borders(shape, n, pairs // together)), teams)
-        for count in dict.fromkeys((even, teams)):
-            grids.append(Grid(count * together, resident, together, row_tiles, pairs * tiles))
-    return grids
-
-
-def _ends_on_borders(shape: DecodeShape, teams: int, blocks: int) -> bool:
-    """Whether requests as long as their bound give every team whole blocks of pairs, or an equal part of one."""
-    if shape.ragged or shape.batch_invariant:
-        return False
-    return blocks % teams == 0 or teams % blocks == 0
-
-
-def _requests(shape: DecodeShape, part: Part) -> int:
-    """Requests that a launch can have at most; those of many rows take many of the tokens."""
-    if not shape.ragged:
-        return max(1, shape.batch)
-    return max(1, min(shape.batch, shape.tokens * shape.group // max(1, part.least_rows)))
-
-
-def _pairs(kernel: OwnKernel, shape: DecodeShape, part: Part) -> int:
-    """(request, KV head, row tile) that have work at most; ragged requests fill fewer row tiles than their bound."""
-    rows, requests = _trait(kernel, "rows"), _requests(shape, part)
-    row_tiles = max(1, -(-min(shape.rows, part.most_rows) // rows)) * requests
-    if shape.ragged:
-        row_tiles = min(row_tiles, requests + shape.tokens * shape.group // rows)
-    return row_tiles * shape.kv_heads
-
-
-def _work(kernel: OwnKernel, grid: Grid, shape: DecodeShape, part: Part, device: DeviceFacts) -> Work:
-    item_bytes, tile_tokens = ITEM_BYTES[shape.dtype], _trait(kernel, "tile_tokens")
-    pairs, requests = _pairs(kernel, shape, part), _requests(shape, part)
-    tiles, parts = shape.tiles(tile_tokens), shape.splits(tile_tokens)
-    if parts:
-        tiles_per_cta = -(-pairs * parts // grid.ctas) * -(-tiles // parts)
-    else:
-        # But for grids that end on borders of pairs, the cuts of the line fall in the middle of them.
-        even = _ends_on_borders(shape, grid.ctas // grid.heads_together, pairs // grid.heads_together)
-        parts = min(tiles, -(-grid.ctas // pairs) + (0 if even else 1))
-        tiles_per_cta = -(-grid.tiles // grid.ctas)
-    return Work(
-        kv_bytes=2 * requests * shape.kv_heads * shape.kv_tokens(tile_tokens) * shape.head_dim * item_bytes,
-        item_bytes=item_bytes,
-        q_item_bytes=ITEM_BYTES[shape.q_dtype or shape.dtype],
-        rows=_trait(kernel, "rows"),
-        head_dim=shape.head_dim,
-        resident=grid.resident,
-        row_tiles=pairs / (requests * shape.kv_heads),
-        tile_tokens=tile_tokens,
-        tiles_per_cta=tiles_per_cta,
-        parts=parts,
-        multiprocessors=device.multiprocessors,
-    )
-
-
-def _resident(kernel: OwnKernel, device: DeviceFacts) -> int:
-    by_shared = device.shared_bytes_per_multiprocessor // (kernel.dynamic_shared_bytes + _RESERVED_SHARED_BYTES)
-    return max(1, min(by_shared, _trait(kernel, "ctas_per_multiprocessor")))
-
-
 def _reason(fit: Fit, shape: DecodeShape, part: Part, device: DeviceFacts) -> str:
     kernel, grid = fit.kernel, fit.grid
     built = f"built for {kernel.architecture}" + ("" if kernel.status == MEASURED else f" ({kernel.status})")
     tokens = f"{'up to ' if shape.ragged else ''}{_count(shape.q_len, 'query token')}"
-    tile_tokens = _trait(kernel, "tile_tokens")
+    tile_tokens = trait_of(kernel, "tile_tokens")
     splits, in_window = shape.splits(tile_tokens), shape.kv_tokens(tile_tokens) < shape.max_seq_len
     keys = f"{tile_tokens} keys" + (" in the window" if in_window else "")
     invariant = f"; {part.arithmetic} for {part}, at most {_count(splits, 'split')} a pair by its own tiles"
@@ -306,7 +197,7 @@ def _refusal(candidates: tuple[Candidate, ...], shape: DecodeShape, device: Devi
         return f"{asked}: the release has decode kernels for {', '.join(map(str, targets))}"
     sizes: dict[str, set[int]] = {}
     for candidate in here:
-        sizes.setdefault(str(candidate.kernel.traits["dtype"]), set()).add(_trait(candidate.kernel, "head_dim"))
+        sizes.setdefault(str(candidate.kernel.traits["dtype"]), set()).add(trait_of(candidate.kernel, "head_dim"))
     can = "; ".join(f"{dtype} with head_dim {', '.join(map(str, sorted(dims)))}" for dtype, dims in sizes.items())
     if shape.head_dim not in sizes.get(shape.dtype, ()):
         return f"{asked}: its kernels take {can}"
@@ -317,10 +208,6 @@ def _refusal(candidates: tuple[Candidate, ...], shape: DecodeShape, device: Devi
 
 def _number(device: DeviceFacts) -> int:
     return device.capability[0] * 10 + device.capability[1]
-
-
-def _trait(kernel: OwnKernel, name: str) -> int:
-    return int(kernel.traits[name])
 
 
 def _count(number: int, word: str) -> str:

@@ -16,8 +16,9 @@ from cubin_runtime.launch.hopper.decode import (
     decode_launches,
     decode_plan,
 )
+from cubin_runtime.launch.hopper.grids import ANY_ROWS
 from cubin_runtime.launch.hopper.params import PAGED_DECODE_COPY, PAGED_DECODE_TMA
-from cubin_runtime.launch.hopper.select import ANY_ROWS, DecodeSelection
+from cubin_runtime.launch.hopper.select import DecodeSelection
 from cubin_runtime.launch.plan import LaunchPlan
 from cubin_runtime.launch.tensormap import TensorMapSpec
 

@@ -14,7 +14,8 @@ from cubin_runtime.artifacts.own_kernels import OwnKernel
 from cubin_runtime.errors import UsageError
 from cubin_runtime.launch.driver import DeviceFacts
 from cubin_runtime.launch.hopper.costs import H200, Costs, restated
-from cubin_runtime.launch.hopper.select import ANY_ROWS, Candidate, DecodeSelection, Fit, select_decode
+from cubin_runtime.launch.hopper.grids import ANY_ROWS
+from cubin_runtime.launch.hopper.select import Candidate, DecodeSelection, Fit, select_decode
 from cubin_runtime.launch.hopper.shape import DecodeShape, split_count
 
 SHAPE = DecodeShape("bf16", 128, group=8, kv_heads=8, batch=64, max_seq_len=8192)
