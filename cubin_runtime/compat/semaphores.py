@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 from ..attention.runtime import Runtime
 from ..errors import WorkspaceError
-from ..launch.workspace import REGION_ALIGNMENT, Workspace
+from ..launch.workspace import REGION_ALIGNMENT, SemaphoreWorkspace, Workspace
 
 _CTAS_PER_MULTIPROCESSOR = 32  # no device holds more
 _COUNTER_BYTES = 4
@@ -29,13 +29,14 @@ _lock = threading.Lock()
 _made: WeakKeyDictionary[Runtime, _Made] = WeakKeyDictionary()
 
 
-def enough_semaphores(
-    given: tuple[int, int], *, rows: int, stream: int, device: int, runtime: Runtime
-) -> tuple[int, int]:
-    """``given`` (address, bytes), or zeroed memory of our own where it is too small for ``rows`` tokens x heads.
+def with_enough_semaphores(
+    given: tuple[int, int], scratch: tuple[int, int], *, rows: int, stream: int, device: int, runtime: Runtime
+) -> SemaphoreWorkspace:
+    """A caller's semaphores and scratch, each (address, bytes), as a workspace.
 
-    That memory stands for the given address, so whoever has the semaphores to himself has it too. It is kept for good
-    once a graph has it, else until many other addresses had their turn.
+    Where the semaphores are too few for ``rows`` tokens x heads, zeroed memory of our own takes their place. It stands
+    for the given address, so whoever has the semaphores to himself has it too. It is kept for good once a graph has it,
+    else until many other addresses had their turn, and not before the workspace is gone.
 
     Raises:
         WorkspaceError: it is not there yet and ``stream`` captures; the message names the bytes needed.
@@ -43,14 +44,14 @@ def enough_semaphores(
     counters = max(rows, _CTAS_PER_MULTIPROCESSOR * runtime.driver.device(device).multiprocessors)
     needed = 3 * REGION_ALIGNMENT + counters * _COUNTER_BYTES
     if given[1] >= needed:
-        return given
+        return SemaphoreWorkspace(given, scratch)
     needed = 1 << (needed - 1).bit_length()
     with _lock:
         made = _made.setdefault(runtime, _Made())
         workspace = made.captured.get(given[0])
         if workspace is None or workspace.nbytes < needed:
             workspace = _eager(made, given, needed, stream, device, runtime)
-    return workspace.address, workspace.nbytes
+    return SemaphoreWorkspace((workspace.address, workspace.nbytes), scratch, owner=workspace)
 
 
 def _eager(made: _Made, given: tuple[int, int], needed: int, stream: int, device: int, runtime: Runtime) -> Workspace:

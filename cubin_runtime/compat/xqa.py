@@ -11,12 +11,11 @@ from ..attention.decode_tensors import LAYOUTS, ScaleProduct
 from ..attention.runtime import Runtime
 from ..attention.views import TensorView, view_of
 from ..errors import UsageError
-from ..launch.workspace import SemaphoreWorkspace
 from .arguments import process_runtime, refuse, without
 from .outputs import E4M3
 from .pages import decode_batch, launch, lengths_of, memory_of, scratch_of
 from .scales import factor_of, times
-from .semaphores import enough_semaphores
+from .semaphores import with_enough_semaphores
 
 # What ``xqa`` calls the arguments of ``paged_decode``, where it calls them otherwise.
 NAMES = {
@@ -106,15 +105,13 @@ def xqa(
         requests,
         keys,
         v_cache,
-        SemaphoreWorkspace(
-            semaphores=enough_semaphores(
-                memory_of(semaphores, "semaphores", query.device),
-                rows=lengths.shape[0] * q_seq_len * query.shape[-2],
-                stream=rt.memory.current_stream(q),
-                device=query.device,
-                runtime=rt,
-            ),
-            scratch=scratch_of(workspace_buffer, query.device),
+        with_enough_semaphores(
+            memory_of(semaphores, "semaphores", query.device),
+            scratch_of(workspace_buffer, query.device),
+            rows=lengths.shape[0] * q_seq_len * query.shape[-2],
+            stream=rt.memory.current_stream(q),
+            device=query.device,
+            runtime=rt,
         ),
         table,
         lengths,

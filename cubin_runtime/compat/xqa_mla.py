@@ -9,11 +9,10 @@ from ..attention.decode_checks import check_dtype, integer
 from ..attention.mla.tensors import latent_view
 from ..attention.views import TensorView, view_of
 from ..errors import UsageError
-from ..launch.workspace import SemaphoreWorkspace
 from .arguments import process_runtime, without
 from .latent import launch_latent, like
 from .pages import lengths_of, memory_of, scratch_of
-from .semaphores import enough_semaphores
+from .semaphores import with_enough_semaphores
 from .xqa import NAMES, check_multiprocessors, scales_of_heads
 
 
@@ -72,15 +71,13 @@ def xqa_mla(
         q,
         query,
         cache,
-        SemaphoreWorkspace(
-            semaphores=enough_semaphores(
-                memory_of(semaphores, "semaphores", query.device),
-                rows=lengths.shape[0] * query.shape[-2],
-                stream=rt.memory.current_stream(q),
-                device=query.device,
-                runtime=rt,
-            ),
-            scratch=scratch_of(workspace_buffer, query.device),
+        with_enough_semaphores(
+            memory_of(semaphores, "semaphores", query.device),
+            scratch_of(workspace_buffer, query.device),
+            rows=lengths.shape[0] * query.shape[-2],
+            stream=rt.memory.current_stream(q),
+            device=query.device,
+            runtime=rt,
         ),
         table,
         lengths,

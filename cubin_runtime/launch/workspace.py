@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import UsageError, WorkspaceError
@@ -162,11 +162,13 @@ class SemaphoreWorkspace:
     ``semaphores`` is zero before the first launch that gets it and holds nothing but regions that begin as zeros,
     so that launches of any plan may follow one another on it; ``scratch`` may hold anything. The caller keeps work on
     other streams away from both. ``context`` is where they live; None: the current one, or the device's primary one.
+    ``owner`` is held as long as this is, where somebody else's dropping it would free the semaphores.
     """
 
     semaphores: tuple[int, int]
     scratch: tuple[int, int]
     context: int | None = None
+    owner: object = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for name, (address, nbytes) in (("semaphores", self.semaphores), ("scratch", self.scratch)):

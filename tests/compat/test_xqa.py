@@ -13,6 +13,7 @@ from xqa_calls import CACHE, HEAD_DIM, HEADS, KV_HEADS, PAGE, PAGES, sent, xqa_a
 
 from cubin_runtime.attention import Runtime
 from cubin_runtime.compat import flashinfer
+from cubin_runtime.compat import xqa as compat_xqa
 from cubin_runtime.errors import WorkspaceError
 
 pytestmark = pytest.mark.usefixtures("hopper")
@@ -235,6 +236,30 @@ def test_replaced_semaphores_are_a_bounded_number(standin: StandIn, memory: Made
     made, freed = (standin.names().count(name) for name in ("cuMemAlloc", "cuMemFree"))
     assert made == 200
     assert made - freed <= 66
+
+
+def test_replaced_semaphores_are_not_freed_before_their_launch(
+    standin: StandIn, memory: MadeUpMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others may push an address out between the look at its semaphores and the launch."""
+    arguments = with_semaphores(memory, xqa_arguments(memory))
+    others = [with_semaphores(memory, arguments) for _ in range(200)]
+    real, seen = compat_xqa.launch, []
+
+    def launch(*given: Any, **options: Any) -> Any:
+        monkeypatch.setattr(compat_xqa, "launch", real)
+        for other in others:
+            flashinfer.xqa(**other)
+        freed = {int(call.seen["address"], 16) for call in standin.calls("cuMemFree")}
+        seen.append((given[4].semaphores[0], freed))
+        return real(*given, **options)
+
+    monkeypatch.setattr(compat_xqa, "launch", launch)
+    standin.clear_log()
+    flashinfer.xqa(**arguments)
+    ((own, freed),) = seen
+    assert freed
+    assert own not in freed
 
 
 def test_more_semaphores_for_one_address_take_the_place_of_fewer(standin: StandIn, memory: MadeUpMemory) -> None:
