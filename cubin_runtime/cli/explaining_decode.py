@@ -28,7 +28,6 @@ def shape_of(asked: Asked) -> DecodeShape:
         UsageError: a flag is outside what our paged decode takes.
     """
     from ..attention.decode_checks import MAX_GROUP, MAX_Q_LEN, PAGE_SIZES, Q_DTYPES
-    from ..attention.views import DTYPE_NAMES
     from ..launch.hopper.shape import DecodeShape
 
     heads_kv = DEFAULT_HEADS_KV if asked.heads_kv is None else asked.heads_kv
@@ -43,10 +42,9 @@ def shape_of(asked: Asked) -> DecodeShape:
         raise UsageError(f"--heads-q {asked.heads_q}: expected at most {MAX_GROUP} for each of --heads-kv")
     if asked.window < 0:
         raise UsageError(f"--window {asked.window}: expected at least 0")
-    by_cache = {DTYPE_NAMES[kv]: [DTYPE_NAMES[q] for q in taken] for kv, taken in Q_DTYPES.items()}
     return DecodeShape(
         dtype=asked.dtype_kv,
-        q_dtype=asked.query_dtype(by_cache),
+        q_dtype=asked.query_dtype(Q_DTYPES),
         head_dim=asked.head_dim,
         group=asked.heads_q // heads_kv,
         kv_heads=heads_kv,

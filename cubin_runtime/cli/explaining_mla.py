@@ -24,7 +24,6 @@ def shape_of(asked: Asked) -> MlaShape:
         UsageError: a flag is outside what our MLA decode takes.
     """
     from ..attention.mla.checks import Q_DTYPES
-    from ..attention.views import DTYPE_NAMES
     from ..launch.hopper.mla_select import MAX_HEADS, MAX_QUERIES, PAGE_SIZES, MlaShape
 
     latent = LATENTS[asked.head_dim]
@@ -34,10 +33,9 @@ def shape_of(asked: Asked) -> MlaShape:
             raise UsageError(f"{flag} {value}: expected {only} with --head-dim {asked.head_dim}, which is MLA")
     if asked.window:
         raise UsageError(f"--window {asked.window}: MLA decode sees all keys, expected 0")
-    by_cache = {DTYPE_NAMES[kv]: [DTYPE_NAMES[q] for q in taken] for kv, taken in Q_DTYPES.items()}
     return MlaShape(
         dtype=asked.dtype_kv,
-        q_dtype=asked.query_dtype(by_cache),
+        q_dtype=asked.query_dtype(Q_DTYPES),
         latent=latent,
         rope=asked.head_dim - latent,
         heads=asked.heads_q,

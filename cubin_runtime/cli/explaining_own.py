@@ -76,12 +76,17 @@ class Asked:
         if self.tokens is not None and not 0 <= self.tokens <= self.batch * self.q_len:
             raise UsageError(f"--tokens {self.tokens}: expected 0 to batch x q_len, {self.batch * self.q_len}")
 
-    def query_dtype(self, by_cache: Mapping[str, Sequence[str]]) -> str:
-        """The type of the queries: as given, or the first of those that ``by_cache`` has for the cache's.
+    def query_dtype(self, q_dtypes: Mapping[str, Sequence[str]]) -> str:
+        """The type of the queries: as given, or the first of those that ``q_dtypes`` has for the cache's.
+
+        ``q_dtypes`` is in torch's names, as the decode checks tensors by it; flags and result are in the CLI's.
 
         Raises:
             UsageError: a type is not among those that there are.
         """
+        from ..attention.views import DTYPE_NAMES
+
+        by_cache = {DTYPE_NAMES[kv]: [DTYPE_NAMES[q] for q in taken] for kv, taken in q_dtypes.items()}
         q_types = by_cache.get(self.dtype_kv)
         if q_types is None:
             raise UsageError(f"--dtype-kv {self.dtype_kv!r}: expected one of {', '.join(by_cache)}")
