@@ -104,6 +104,11 @@ class _DecodeShape:
         return "e4m3" if self.q_e4m3 else "bf16,fp16" if self.wgmma else "bf16,fp16,e4m3"
 
     @property
+    def converted_buffers(self) -> int:
+        """Of e4m3 tiles as fp16, beside warpgroups."""
+        return (4 if self.q_e4m3 else 6) if self.wgmma else 0
+
+    @property
     def arithmetic(self) -> str:
         """Kernels for one dtype and head_dim give a row the same bits where this is the same."""
         return f"warpgroups of {self.rows} rows" if self.wgmma else "warps"
@@ -120,10 +125,11 @@ def _decode_shared_bytes(shape: _DecodeShape, item_bytes: int) -> int:
     parties = 64 * shape.warpgroups // shape.rows if shape.wgmma else 4
     undo = shape.rows if narrow and in_shared and not shape.wgmma else 0
     rows = 4 * ((2 * (parties + 1) + 2) * shape.rows + undo)
-    converted = parties * (3 - shape.q_e4m3) * shape.tile * shape.head_dim * 2 if shape.wgmma and narrow else 0
-    barriers = -(-(ring + max(converted, merge) + query + rows) // 8) * 8
+    converted = shape.converted_buffers if narrow else 0
+    merge = max(merge, converted * shape.tile * shape.head_dim * 2)
+    barriers = -(-(ring + merge + query + rows) // 8) * 8
     share = (9 + 4 + 6 + 1) * 4 if shape.wgmma else 9 * 4 if shape.rows > 8 else 0
-    return -(-(barriers + _DECODE_BARRIER_BYTES * shape.buffers + 4 + share) // 128) * 128
+    return -(-(barriers + _DECODE_BARRIER_BYTES * (shape.buffers + converted) + 4 + share) // 128) * 128
 
 
 def _paged_decode(sm: str, dtype: str, shape: _DecodeShape) -> Variant:
@@ -134,7 +140,7 @@ def _paged_decode(sm: str, dtype: str, shape: _DecodeShape) -> Variant:
         sm=sm,
         operation="paged_decode",
         struct="PagedDecodeTmaParams" if tma else "PagedDecodeCopyParams",
-        threads=192 if shape.warpgroups == 1 else 128 * (shape.warpgroups + 1),
+        threads=192 if shape.warpgroups == 1 else 128 * (shape.warpgroups + (2 if shape.wgmma and dtype == "e4m3" else 1)),
         shared_bytes=_decode_shared_bytes(shape, 1 if dtype == "e4m3" else 2),
         traits={
             "dtype": dtype,
@@ -187,7 +193,7 @@ _HOPPER_DECODE_8_BITS = (
     _DecodeShape(128, 16, 1, 6, 2, tile=128),
     _DecodeShape(128, 64, 2, 8, 1, wgmma=True),
     _DecodeShape(128, 64, 2, 12, 1, wgmma=True, q_e4m3=True),
-    _DecodeShape(128, 128, 2, 8, 1, wgmma=True, tile=128, q_e4m3=True),
+    _DecodeShape(128, 128, 2, 16, 1, wgmma=True, q_e4m3=True),
     _DecodeShape(256, 8, 1, 10, 1),
     _DecodeShape(256, 32, 2, 8, 1),
     _DecodeShape(512, 8, 1, 6, 1),

@@ -71,7 +71,14 @@ extern "C" __global__ void __launch_bounds__(paged_decode::THREADS, CTAS_PER_SM)
     if (threadIdx.x < BUFFERS) {
         // TMA: one arrival that announces bytes. cp.async: one arrival a producer lane.
         mbarrier_init(shared_address(&shared.full[threadIdx.x]), USE_TMA ? 1 : 32);
-        mbarrier_init(shared_address(&shared.empty[threadIdx.x]), BUFFER_READERS);
+        const bool converted = KEYS_CONVERTED || threadIdx.x % 2 == 1;
+        mbarrier_init(shared_address(&shared.empty[threadIdx.x]), CONVERTS && converted ? CONVERTERS / 32 : BUFFER_READERS);
+#if WARPGROUP_MMA && KV_TYPE == 2
+        if (threadIdx.x < CONVERTED_BUFFERS) {
+            mbarrier_init(shared_address(&shared.converted_full[threadIdx.x]), CONVERTERS / 32);
+            mbarrier_init(shared_address(&shared.converted_empty[threadIdx.x]), BUFFER_READERS);
+        }
+#endif
 #if USE_TMA
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         if (threadIdx.x == 0) prefetch_tensor_map(&p.k_map);
@@ -83,9 +90,15 @@ extern "C" __global__ void __launch_bounds__(paged_decode::THREADS, CTAS_PER_SM)
     wait_for_previous_grid();
     const Share share = find_share(p);  // by all warps alike: its code is fetched once
     if (threadIdx.x >= CONSUMERS) {
-        if constexpr (HANDS_OVER_REGISTERS) give_registers<PRODUCER_REGISTERS>();
-        produce(p, share, threadIdx.x / 32 - CONSUMER_WARPS, shared);
-        allow_next_grid();
+        if constexpr (HANDS_OVER_REGISTERS) give_registers<HELPER_REGISTERS>();
+        if (threadIdx.x < FIRST_CONVERTER) {
+            produce(p, share, threadIdx.x / 32 - CONSUMER_WARPS, shared);
+            allow_next_grid();
+        } else {
+#if WARPGROUP_MMA && KV_TYPE == 2
+            convert_tiles(p, share, shared);
+#endif
+        }
     } else {
         if constexpr (HANDS_OVER_REGISTERS) take_registers<CONSUMER_REGISTERS>();
         if constexpr (SHARE_IN_SHARED) {

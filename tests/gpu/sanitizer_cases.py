@@ -25,12 +25,16 @@ from reduction_cases import CASES, assert_lse, assert_merged, lse_case, lse_of, 
 from cubin_runtime import Config
 from cubin_runtime.artifacts.own_kernels import OwnKernel
 from cubin_runtime.attention import Runtime
+from cubin_runtime.launch.driver import DeviceFacts
+from cubin_runtime.launch.hopper.select import select_decode
+from cubin_runtime.launch.hopper.shape import DecodeShape
 from cubin_runtime.launch.launcher import PreparedLaunch
 from cubin_runtime.launch.trtllm_gen.after_main import AfterMain, choose_own, own_launch_plan
 
 BUILT = Path(__file__).resolve().parents[2] / "build" / "artifacts"
 MOST_CASES = 150
 MLA_CASES = 24
+MOST_TRIES = 60  # to find cases that take a kernel
 LSES = ((3, 5), (33, 64))
 # Tiles shared by CTAs with a ragged end, empty requests, fewer keys than queries, a length of one.
 LENGTHS = ((700,), (0, 65, 129), (300, 3, 0, 17), (1, 400))
@@ -46,9 +50,9 @@ def _spread(traits: Mapping[str, object], index: int) -> DecodeCase:
     rows, q_dtypes = int(str(traits["rows"])), str(traits["q_dtypes"]).split(",")
     rng = np.random.default_rng((20, index))
     lengths = LENGTHS[index % len(LENGTHS)]
-    # One part of a tile, a whole one, or several, by turns.
-    q_len = (1, 4, 7, 2, 16)[index % 5]
-    group = max(1, min(32, (rows // 2, rows, 2 * rows + 1)[index % 3] // q_len))
+    # One part of a tile, a whole one, or several, by turns. A group has 32 heads at most, so many rows need query tokens.
+    q_len = (1, 4, 7, 2, 16)[index % 5] if rows <= 64 else (4, 7, 16)[index % 3]
+    group = max(1, min(32, (3 * rows // 4, rows, 2 * rows + 1)[index % 3] // q_len))
     case = random_case(
         rng,
         kv_dtype=traits["dtype"],
@@ -61,7 +65,8 @@ def _spread(traits: Mapping[str, object], index: int) -> DecodeCase:
         mask=MASKS[index % len(MASKS)],
         sinks=index % 2 == 0,
         window_left=WINDOWS[index % len(WINDOWS)],
-        batch_invariant=index % 3 == 0 or index % 6 == 1,
+        # Which takes no kernel of more rows.
+        batch_invariant=rows <= 64 and (index % 3 == 0 or index % 6 == 1),
         pdl=index % 7 == 0,
     )
     ragged = index % 3 == 1
@@ -69,21 +74,41 @@ def _spread(traits: Mapping[str, object], index: int) -> DecodeCase:
     return replace(
         case,
         lengths=lengths,
-        max_seq_len=max(lengths) + index % 2 * 64,
+        # The bound decides the kernel: for a far one that of more rows, which reads keys once.
+        max_seq_len=max(lengths) + (0, 64, 1 << 15, 1 << 17)[index % 4],
         q_lens=q_lens if ragged else None,
         max_q_len=16 if ragged else None,
         spare_tokens=index % 2 if ragged else 0,
     )
 
 
-def cases_of(kernels: list[OwnKernel]) -> list[DecodeCase]:
-    """As many cases of each kernel as the whole may have, options going on from kernel to kernel."""
+def cases_of(kernels: list[OwnKernel], device: DeviceFacts) -> list[DecodeCase]:
+    """As many cases that take each kernel as the whole may have, options going on from kernel to kernel."""
     each = (MOST_CASES - MLA_CASES - len(CASES) - len(LSES)) // len(kernels)
     assert each, f"{len(kernels)} kernels, more than {MOST_CASES} cases hold"
-    found = []
-    for index, kernel in enumerate(kernels):
-        found += spread_cases(kernel.traits, each, index * each)
+    found: list[DecodeCase] = []
+    for kernel in kernels:
+        tried = spread_cases(kernel.traits, MOST_TRIES, len(found))
+        found += [case for case in tried if _takes(kernel, case, kernels, device)][:each]
     return found
+
+
+def _takes(kernel: OwnKernel, case: DecodeCase, kernels: list[OwnKernel], device: DeviceFacts) -> bool:
+    shape = DecodeShape(
+        case.kv_dtype,
+        case.head_dim,
+        case.group,
+        case.kv_heads,
+        len(case.lengths),
+        q_dtype=case.q_dtype,
+        q_len=case.q_bound,
+        tokens=case.tokens,
+        ragged=case.q_lens is not None,
+        max_seq_len=case.max_seq_len,
+        window_left=case.window_left,
+        batch_invariant=case.batch_invariant,
+    )
+    return kernel in [selection.kernel for selection in select_decode(kernels, shape, device)]
 
 
 def decode_kernels_of(runtime: Runtime) -> list[OwnKernel]:
@@ -170,7 +195,7 @@ def mla_all(runtime: Runtime, rng: np.random.Generator, wrong: WrongResults) -> 
 
 def decode_all(runtime: Runtime, rng: np.random.Generator, wrong: WrongResults) -> tuple[int, set[str]]:
     """Every decode case; their number and the names of the kernels that ran."""
-    wanted = cases_of(decode_kernels_of(runtime))
+    wanted = cases_of(decode_kernels_of(runtime), runtime.driver.device(0))
     used: set[str] = set()
     for one in wanted:
         with on_device(runtime, one, rng, guard=0) as case:

@@ -122,7 +122,8 @@ def test_sanitizers_get_the_mla_cases(
 
 
 def test_sanitizer_cases_stay_few(runtime: RehearsalRuntime) -> None:
-    decodes = sanitizer_cases.cases_of(sanitizer_cases.decode_kernels_of(runtime))
+    kernels = sanitizer_cases.decode_kernels_of(runtime)
+    decodes = sanitizer_cases.cases_of(kernels, runtime.driver.device(0))
     latent = sanitizer_cases.mla_cases_of(list(KERNELS))
     others = len(sanitizer_cases.CASES) + len(sanitizer_cases.LSES)
     assert len(decodes) + len(latent) + others <= sanitizer_cases.MOST_CASES

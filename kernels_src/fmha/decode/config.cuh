@@ -25,11 +25,14 @@ constexpr int BUFFER_READERS = CONSUMER_WARPS;
 // Registers are handed over by whole warpgroups.
 constexpr bool HANDS_OVER_REGISTERS = CONSUMER_WARPGROUPS > 1;
 constexpr int PRODUCER_WARPS = HANDS_OVER_REGISTERS ? 4 : 2;  // even ones bring keys, odd ones values
-constexpr int THREADS = CONSUMERS + 32 * PRODUCER_WARPS;
-constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 56;
 
 constexpr bool KV_E4M3 = KV_TYPE == E4M3;
-constexpr bool KEYS_CONVERTED = KV_E4M3 && !Q_E4M3;  // by warpgroups: else their products take keys as they are
+constexpr bool KEYS_CONVERTED = KV_E4M3 && !Q_E4M3;  // for warpgroups: else their products take keys as they are
+constexpr bool CONVERTS = WARPGROUP_MMA && KV_E4M3;  // a warpgroup of its own, see converting.cuh
+constexpr int CONVERTERS = CONVERTS ? 128 : 0;
+constexpr int FIRST_CONVERTER = CONSUMERS + 32 * PRODUCER_WARPS;
+constexpr int THREADS = FIRST_CONVERTER + CONVERTERS;
+constexpr int CONSUMER_REGISTERS = CONVERTS ? 192 : 224, HELPER_REGISTERS = CONVERTS ? 64 : 56;
 constexpr bool MMA_FP16 = KV_TYPE != BF16;  // e4m3 becomes fp16, which holds it exactly
 constexpr int ITEM_BYTES = KV_E4M3 ? 1 : 2;
 constexpr int TOKEN_BYTES = HEAD_DIM * ITEM_BYTES;
@@ -82,6 +85,7 @@ constexpr uint32_t STATUS_QUERIES = 8;
 
 constexpr float MAXIMUM_SLACK = 8.f;  // base-2 exponents by which scores may exceed the maximum in use
 constexpr int CONSUMER_BARRIER = 1;
+constexpr int MERGED_BARRIER = 4;  // of consumers and converters: a piece is merged, its memory is free for converted tiles
 constexpr int NEVER = 0x7fffffff;  // a first visible key that no key reaches
 
 // The rows of a pair: which queries they are.
@@ -101,13 +105,14 @@ struct Parts {
     DEVICE int slot(int part) const { return base + part * step + (part == 0 ? odd_first : 0); }
 };
 
+// Buffers of converted tiles, a second ring: keys and values by turns, or values alone.
+constexpr int CONVERTED_OF_TILE = KEYS_CONVERTED ? 2 : 1;
+constexpr int CONVERTED_BUFFERS = 2 * (CONVERTED_OF_TILE + 1);
+
 struct alignas(128) Shared {
     char ring[BUFFERS][BUFFER_BYTES];  // the block's shared memory begins at a multiple of 1024
     union {
-#if WARPGROUP_MMA
-        // While there are tiles, as fp16: a party's keys of a tile, values of that and of the next one.
-        char converted[KV_E4M3 ? PARTIES : 0][KEYS_CONVERTED + 2][TILE_TOKENS * HEAD_DIM * 2];
-#endif
+        char converted[CONVERTS ? CONVERTED_BUFFERS : 0][TILE_TOKENS * HEAD_DIM * 2];  // while there are tiles
         float merge[MERGE_BUFFERS][ROWS][MERGE_STRIDE];
         float weight[ROWS][WEIGHTS];
     };
@@ -123,6 +128,8 @@ struct alignas(128) Shared {
 #endif
     alignas(8) uint64_t full[BUFFERS];
     alignas(8) uint64_t empty[BUFFERS];
+    alignas(8) uint64_t converted_full[CONVERTS ? CONVERTED_BUFFERS : 0];
+    alignas(8) uint64_t converted_empty[CONVERTS ? CONVERTED_BUFFERS : 0];
     int arrived_last;
     Share share[SHARE_IN_SHARED ? 1 : 0];  // of the consumers
 #if WARPGROUP_MMA
@@ -151,21 +158,24 @@ DEVICE uint32_t thread_anew() {
     return thread;
 }
 
-// Position in the ring; the phase flips each time around.
-struct RingCursor {
+// Position in a ring; the phase flips each time around.
+template <int SIZE>
+struct Cursor {
     int index = 0;
     uint32_t phase = 0;
     DEVICE void advance(int steps = 1) {  // at most once around
         index += steps;
-        if (index >= BUFFERS) {
-            index -= BUFFERS;
+        if (index >= SIZE) {
+            index -= SIZE;
             phase ^= 1;
         }
     }
     DEVICE void advance_far(uint32_t steps) {
-        phase ^= steps / BUFFERS & 1;
-        advance(steps % BUFFERS);
+        phase ^= steps / SIZE & 1;
+        advance(steps % SIZE);
     }
 };
+using RingCursor = Cursor<BUFFERS>;
+using ConvertedCursor = Cursor<CONVERTED_BUFFERS>;
 
 }  // namespace paged_decode

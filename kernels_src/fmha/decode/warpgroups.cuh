@@ -3,6 +3,7 @@
 // 128 rows, each of two has half of them.
 #pragma once
 #include "combine.cuh"
+#include "converting.cuh"
 #include "queries.cuh"
 
 namespace paged_decode {
@@ -10,11 +11,9 @@ namespace paged_decode {
 static_assert(PARTIES * ROWS == 64 * CONSUMER_WARPGROUPS, "a warpgroup multiplies 64 rows");
 static_assert(KV_E4M3 || SPAN == 128, "keys and values lie as the products read them");
 
-constexpr int PRODUCT_SPAN_BYTES = TILE_TOKENS * 128;  // 64 head dims of a tile, 16 bits each, in a 128-byte swizzle
-
 constexpr int TILE_BLOCKS = TILE_TOKENS / 8;  // of 8 columns in a warpgroup's product
 
-DEVICE int warpgroup() { return threadIdx.x / 128; }
+DEVICE int warpgroup() { return __shfl_sync(~0u, threadIdx.x / 128, 0); }  // the same for a warp, and the compiler knows it
 
 // The first of the warp's 16 rows among the CTA's. The second warpgroup begins with its third warp: where few rows exist, the
 // warps that have them are on different schedulers.
@@ -85,12 +84,15 @@ DEVICE void load_query(const Params& p, const Piece& piece, float softmax_scale,
     }
 }
 
-// What a warpgroup knows of its rows: O[4 j + i] is head dim 8 j + 2 (lane % 4) + i % 2 of row own_row(threadIdx.x) + i / 2 * 8.
+constexpr float LOWEST = -1e30f;  // the maximum of no score
+
+// What a warpgroup knows of its rows: O[4 j + i] is head dim 8 j + 2 (lane % 4) + i % 2 of row own_row(threadIdx.x) + i / 2 * 8;
+// `sum` is of this thread's columns of P.
 struct Accumulator {
     float maximum[2], sum[2];
     float out[HEAD_DIM / 2];
     DEVICE void clear() {
-        for (int i = 0; i < 2; ++i) maximum[i] = -INFINITY, sum[i] = 0.f;
+        for (int i = 0; i < 2; ++i) maximum[i] = LOWEST, sum[i] = 0.f;
         for (int i = 0; i < HEAD_DIM / 2; ++i) out[i] = 0.f;
     }
 };
@@ -115,72 +117,89 @@ DEVICE void multiply_keys(uint32_t buffer, const QueryFragments& q, float (&s)[T
     wgmma_commit();
 }
 
+// The low bits, `count` of them: none for less than one, at most all 32.
+DEVICE uint32_t low_bits(int count) { return __funnelshift_lc(~0u, 0, max(count, 0)); }
+
+// Which of the 32 keys from `first` on a row sees, whose window begins at key `begin`: bit k stands for key first + k. Keys
+// before `prefix` are no draft's; of those from there on the mask tells.
+DEVICE uint32_t visible_keys(int first, int begin, int prefix, uint32_t mask) {
+    const int drafts = prefix - first;
+    const uint32_t moved = drafts >= 0 ? __funnelshift_lc(0, mask, drafts) : __funnelshift_rc(mask, 0, -drafts);
+    return (low_bits(drafts) | moved) & ~low_bits(begin - first);
+}
+
 DEVICE void hide(const Piece& piece, const Shared& shared, int tile_token, float (&s)[TILE_TOKENS / 2]) {
-    const int first = tile_token + threadIdx.x % 4 * 2, row = own_row(threadIdx.x);
-    const int prefix = piece.request.length - piece.request.q_len;
+    const int row = own_row(threadIdx.x), prefix = piece.request.length - piece.request.q_len;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const int begin = shared.row_begin[row + i * 8];
         const uint32_t mask = shared.row_mask[row + i * 8];  // no bits past the last draft token
 #pragma unroll
-        for (int j = 0; j < TILE_BLOCKS; ++j)
+        for (int word = 0; word < TILE_TOKENS / 32; ++word) {
+            const uint32_t visible = visible_keys(tile_token + word * 32, begin, prefix, mask) >> threadIdx.x % 4 * 2;
 #pragma unroll
-            for (int k = 0; k < 2; ++k) {
-                const int token = first + j * 8 + k, draft = token - prefix;
-                const bool visible = token >= begin && (draft < 0 || (__funnelshift_rc(mask, 0, draft) & 1));
-                if (!visible) s[j * 4 + i * 2 + k] = -INFINITY;
-            }
+            for (int j = 0; j < 4; ++j)
+#pragma unroll
+                for (int k = 0; k < 2; ++k)
+                    if (!(visible & 1u << (j * 8 + k))) s[(word * 4 + j) * 4 + i * 2 + k] = -INFINITY;
+        }
     }
 }
 
-// Turns S into P; `rescale` brings the accumulator to the new maximum, which follows the scores only where they exceed it by
-// much: the accumulator is seldom rescaled then.
-DEVICE void softmax(const float (&scale)[2], float (&s)[TILE_TOKENS / 2], Accumulator& acc, float (&rescale)[2]) {
-    constexpr int CHAINS = 4;  // of maxima and of sums, which hide the latency of each step
+using Probabilities = uint32_t[TILE_TOKENS / 16][4];  // P as the first operand of the second product
+
+constexpr int CHAINS = 4;  // of maxima and of sums, which hide the latency of each step
+
+// Raises the maxima of rows that have a score of more than MAXIMUM_SLACK above, and brings what was summed so far to them.
+// `top` is the largest score of each of the thread's rows, of its own columns.
+DEVICE void raise(float (&top)[2], Accumulator& acc) {
+    float rescale[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        float tops[CHAINS], sums[CHAINS];
+        for (int step = 1; step < 4; step *= 2) top[i] = fmaxf(top[i], __shfl_xor_sync(~0u, top[i], step));
+        const float before = acc.maximum[i];
+        if (top[i] > before + MAXIMUM_SLACK) acc.maximum[i] = top[i];
+        rescale[i] = exp2_approximate(before - acc.maximum[i]);
+        acc.sum[i] *= rescale[i];
+    }
+#pragma unroll
+    for (int j = 0; j < HEAD_DIM / 2; ++j) acc.out[j] *= rescale[j / 2 % 2];
+}
+
+// Turns S into P. The maxima follow the scores only where they exceed them by much: in most tiles a warp only finds that none
+// of its scores does.
+DEVICE void softmax(const float (&scale)[2], float (&s)[TILE_TOKENS / 2], Accumulator& acc, Probabilities& probability) {
+    float top[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        float tops[CHAINS];
 #pragma unroll
         for (int j = 0; j < TILE_BLOCKS; ++j) {
             const float pair = fmaxf(s[j * 4 + i * 2], s[j * 4 + i * 2 + 1]);
             tops[j % CHAINS] = j < CHAINS ? pair : fmaxf(tops[j % CHAINS], pair);
         }
-        float top = fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3]));
-        top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-        top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-        top *= scale[i];
-        top = top > acc.maximum[i] + MAXIMUM_SLACK ? top : acc.maximum[i];
-        const float anchor = top == -INFINITY ? 0.f : top;  // nothing visible so far: weights 0, not NaN
-        rescale[i] = exp2_approximate(acc.maximum[i] - anchor);
-        acc.maximum[i] = top;
+        top[i] = fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3])) * scale[i];
+    }
+    const bool over = top[0] > acc.maximum[0] + MAXIMUM_SLACK || top[1] > acc.maximum[1] + MAXIMUM_SLACK;
+    if (__any_sync(~0u, over)) raise(top, acc);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        float sums[CHAINS];
 #pragma unroll
         for (int j = 0; j < TILE_BLOCKS; ++j) {
-#pragma unroll
-            for (int k = 0; k < 2; ++k) {
-                float& cell = s[j * 4 + i * 2 + k];
-                cell = exp2_approximate(fmaf(cell, scale[i], -anchor));
-            }
-            const float pair = s[j * 4 + i * 2] + s[j * 4 + i * 2 + 1];
-            sums[j % CHAINS] = j < CHAINS ? pair : sums[j % CHAINS] + pair;
+            const float low = exp2_approximate(fmaf(s[j * 4 + i * 2], scale[i], -acc.maximum[i]));
+            const float high = exp2_approximate(fmaf(s[j * 4 + i * 2 + 1], scale[i], -acc.maximum[i]));
+            sums[j % CHAINS] = j < CHAINS ? low + high : sums[j % CHAINS] + (low + high);
+            probability[j / 2][j % 2 * 2 + i] = MMA_FP16 ? pack_fp16(low, high) : pack_bf16(low, high);
         }
-        acc.sum[i] = acc.sum[i] * rescale[i] + ((sums[0] + sums[1]) + (sums[2] + sums[3]));
+        acc.sum[i] += (sums[0] + sums[1]) + (sums[2] + sums[3]);
     }
 }
 
-// P as the first operand of the second product.
-DEVICE void pack(const float (&s)[TILE_TOKENS / 2], uint32_t (&probability)[TILE_TOKENS / 16][4]) {
-#pragma unroll
-    for (int j = 0; j < TILE_BLOCKS; ++j)
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const float low = s[j * 4 + i * 2], high = s[j * 4 + i * 2 + 1];
-            probability[j / 2][j % 2 * 2 + i] = MMA_FP16 ? pack_fp16(low, high) : pack_bf16(low, high);
-        }
-}
-
-constexpr int PARTY_THREADS = CONSUMERS / PARTIES;  // that take a tile together
-
 DEVICE int party() { return PARTIES == 1 ? 0 : warpgroup(); }
+
+#if KV_TYPE != 2
+constexpr int PARTY_THREADS = CONSUMERS / PARTIES;  // that take a tile together
 
 DEVICE void meet_party() {
     // Each in its own instruction: barriers named by a register are more than the tools can follow.
@@ -190,70 +209,17 @@ DEVICE void meet_party() {
         named_barrier_sync<PARTY_THREADS>(CONSUMER_BARRIER + 2);
 }
 
-// What this thread wrote to shared memory is seen by the products of its party.
-DEVICE void publish_to_products() {
+// Tokens that are not seen may hold NaN, and 0 x NaN is NaN: their values become zeros before the product reads them.
+DEVICE void clear_values(uint32_t buffer, const Seen& seen) {
+    for (int at = threadIdx.x % PARTY_THREADS; at < BUFFER_BYTES / 16; at += PARTY_THREADS)
+        if (!seen.has(at * 16 % SPAN_BYTES / SPAN)) store_shared_16_bytes(buffer + at * 16, make_uint4(0, 0, 0, 0));
     fence_async_proxy();
     meet_party();
 }
-
-// Tokens of a tile that any row may see; the others may hold anything.
-struct Seen {
-    int low, high;
-};
-
-// Tokens that are not seen may hold NaN, and 0 x NaN is NaN: their values become zeros before the product reads them.
-DEVICE void clear_values(char* buffer, Seen seen) {
-    for (int at = threadIdx.x % PARTY_THREADS; at < BUFFER_BYTES / 16; at += PARTY_THREADS) {
-        const int token = at * 16 % SPAN_BYTES / SPAN;
-        if (token < seen.low || token >= seen.high) *reinterpret_cast<uint4*>(buffer + at * 16) = make_uint4(0, 0, 0, 0);
-    }
-    publish_to_products();
-}
-
-// A thread's units of 16 e4m3 in a tile. Eight neighbouring lanes take four columns of two tokens whose low bits and bits 2
-// differ, so that neither what they read nor what they write meets in a bank.
-struct Conversion {
-    uint32_t from, to;  // of the first unit; its second half lies 16 bytes on or back
-    static constexpr int COLUMN_SETS = HEAD_DIM / 64;  // of four units, which are 64 head dims
-    static constexpr int ROUND_TOKENS = PARTY_THREADS / 4;
-    static constexpr int ROUNDS = TILE_TOKENS / ROUND_TOKENS * COLUMN_SETS;
-    DEVICE Conversion() {
-        const int lane = threadIdx.x % 32, column = lane % 4;
-        const int token = threadIdx.x % PARTY_THREADS / 32 * 8 + (lane / 8 ^ lane / 4 % 2 * 5);
-        from = tile_address(0, token, column);
-        to = token * 128 + (column * 2 ^ token % 8) * 16;
-    }
-    DEVICE static int set_of(int round) { return round % COLUMN_SETS; }
-    DEVICE static int tokens_of(int round) { return round / COLUMN_SETS * ROUND_TOKENS; }
-    // Units of the second set lie 64 bytes on in a row of 128, which the swizzle turns into an exclusive or.
-    DEVICE uint32_t from_of(int round) const { return (from ^ set_of(round) * 64) + tokens_of(round) * SPAN; }
-    DEVICE uint32_t to_of(int round) const { return to + set_of(round) * PRODUCT_SPAN_BYTES + tokens_of(round) * 128; }
-};
-
-// e4m3 of a tile as fp16 where the products read it.
-DEVICE void convert(const Conversion& c, uint32_t from, uint32_t to) {
-    constexpr int AHEAD = 4;  // loads in flight
-#pragma unroll
-    for (int base = 0; base < Conversion::ROUNDS; base += AHEAD) {
-        uint4 raw[AHEAD];
-#pragma unroll
-        for (int i = 0; i < AHEAD && base + i < Conversion::ROUNDS; ++i)
-            raw[i] = load_shared_16_bytes(from + c.from_of(base + i));
-#pragma unroll
-        for (int i = 0; i < AHEAD && base + i < Conversion::ROUNDS; ++i) {
-            const uint32_t target = to + c.to_of(base + i);
-            store_shared_16_bytes(target,
-                                  make_uint4(e4m3_pair_to_fp16(raw[i].x), e4m3_pair_to_fp16(raw[i].x >> 16),
-                                             e4m3_pair_to_fp16(raw[i].y), e4m3_pair_to_fp16(raw[i].y >> 16)));
-            store_shared_16_bytes(target ^ 16,
-                                  make_uint4(e4m3_pair_to_fp16(raw[i].z), e4m3_pair_to_fp16(raw[i].z >> 16),
-                                             e4m3_pair_to_fp16(raw[i].w), e4m3_pair_to_fp16(raw[i].w >> 16)));
-        }
-    }
-}
+#endif
 
 // O += P V, under way when this returns.
-DEVICE void multiply_values(uint32_t buffer, const uint32_t (&probability)[TILE_TOKENS / 16][4], Accumulator& acc) {
+DEVICE void multiply_values(uint32_t buffer, const Probabilities& probability, Accumulator& acc) {
     const uint64_t values = outer_major_operand(buffer, PRODUCT_SPAN_BYTES);
     hold_registers(acc.out);
     wgmma_fence();
@@ -272,7 +238,7 @@ DEVICE void merge_warpgroups(const Piece& piece, Accumulator& acc, Shared& share
         acc.sum[i] += __shfl_xor_sync(~0u, acc.sum[i], 1);
         acc.sum[i] += __shfl_xor_sync(~0u, acc.sum[i], 2);
         if (thread % 4 == 0) {
-            shared.party_maximum[own_party][first + i * 8] = acc.maximum[i];
+            shared.party_maximum[own_party][first + i * 8] = acc.maximum[i] == LOWEST ? -INFINITY : acc.maximum[i];
             shared.party_sum[own_party][first + i * 8] = acc.sum[i];
         }
     }
@@ -283,7 +249,7 @@ DEVICE void merge_warpgroups(const Piece& piece, Accumulator& acc, Shared& share
         float highest = shared.party_maximum[0][row];
         for (int w = 1; w < PARTIES; ++w) highest = fmaxf(highest, shared.party_maximum[w][row]);
         const float anchor = highest == -INFINITY ? 0.f : highest;  // no visible key: every weight is 0, not NaN
-        weight[i] = exp2_approximate(acc.maximum[i] - anchor);
+        weight[i] = exp2_approximate(acc.maximum[i] - anchor);  // of LOWEST too it is 0
         if (own_party == 0 && thread % 4 == 0) {
             float total = 0.f;
             for (int w = 0; w < PARTIES; ++w)
@@ -307,117 +273,103 @@ DEVICE void merge_warpgroups(const Piece& piece, Accumulator& acc, Shared& share
     }
 }
 
-DEVICE void release(Shared& shared, const RingCursor& cursor) {
+// This warp has read what the barrier stands for.
+DEVICE void release(uint32_t empty) {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&shared.empty[cursor.index]));
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(empty);
 }
 
-DEVICE uint32_t wait_for_buffer(Shared& shared, const RingCursor& cursor) {
-    mbarrier_wait(shared_address(&shared.full[cursor.index]), cursor.phase);
-    return shared_address(shared.ring[cursor.index]);
-}
+// Addresses: where a tile's keys or values lie for the products, what says that they are there, what waits until they are read.
+struct Operand {
+    uint32_t buffer, full, empty, phase;
+    DEVICE void wait() const { mbarrier_wait(full, phase); }
+};
 
-// Keys of the tile at `cursor`, where the products read them. Converted ones give their buffer back.
-DEVICE uint32_t arrived_keys(Shared& shared, const RingCursor& cursor, const Conversion& conversion) {
-    const uint32_t buffer = wait_for_buffer(shared, cursor);
-#if KV_TYPE == 2 && !Q_E4M3
-    const uint32_t target = shared_address(shared.converted[party()][0]);
-    convert(conversion, buffer, target);
-    release(shared, cursor);
-    publish_to_products();
-    return target;
-#else
-    return buffer;
-#endif
-}
+// A party's way through its tiles in the ring, and in that of converted ones.
+struct Operands {
+    RingCursor raw;
+    ConvertedCursor converted;
+    DEVICE Operands(uint32_t tiles_before) {
+        raw.advance_far(2 * tiles_before);
+        converted.advance_far(CONVERTED_OF_TILE * tiles_before);
+    }
+    DEVICE void advance(int tiles) {
+        raw.advance(2 * tiles);
+        converted.advance(CONVERTED_OF_TILE * tiles);
+    }
+    template <bool VALUES>
+    DEVICE Operand of(Shared& shared) const {
+        if constexpr (CONVERTS && (VALUES || KEYS_CONVERTED)) {
+            const int index = converted.index + (VALUES ? CONVERTED_OF_TILE - 1 : 0);  // a tile's lie side by side
+            return {shared_address(shared.converted[index]), shared_address(&shared.converted_full[index]),
+                    shared_address(&shared.converted_empty[index]), converted.phase};
+        } else {
+            const int index = raw.index + VALUES;
+            return {shared_address(shared.ring[index]), shared_address(&shared.full[index]),
+                    shared_address(&shared.empty[index]), raw.phase};
+        }
+    }
+};
 
-DEVICE uint32_t arrived_values(Shared& shared, const RingCursor& cursor, Seen seen) {
-    const uint32_t buffer = wait_for_buffer(shared, cursor);
-    if (seen.low > 0 || seen.high < TILE_TOKENS) clear_values(shared.ring[cursor.index], seen);
-    return buffer;
-}
-
-#if KV_TYPE == 2
-// Values of the tile at `cursor`, where the products read them: in the party's place of this turn.
-DEVICE uint32_t convert_values(Shared& shared, const RingCursor& cursor, const Conversion& conversion, int turn, Seen seen) {
-    const uint32_t target = shared_address(shared.converted[party()][KEYS_CONVERTED + turn]);
-    convert(conversion, arrived_values(shared, cursor, seen), target);
-    release(shared, cursor);
-    return target;
-}
-#endif
-
-// A party's tiles of a piece. The product P V of a tile runs beside the next tile's Q K^T and conversions.
+// A party's tiles of a piece. The product P V of a tile runs beside the next tile's Q K^T.
 DEVICE void consume_tiles(const Piece& piece, int window_left, int tiles, const float (&scale)[2], const QueryFragments& q,
-                          RingCursor key, Shared& shared, Accumulator& acc) {
+                          uint32_t tiles_before, Shared& shared, Accumulator& acc) {
     const Request& r = piece.request;
     // Keys [seen_from, seen_to) are seen by every row.
     const int seen_to = r.length - r.q_len, seen_from = window_left < 0 ? 0 : r.length - 1 - window_left;
-    const Conversion conversion;
-    key.advance(2 * party());
-    RingCursor used = key;  // values that the product under way reads
+    Operands operands(tiles_before);
+    operands.advance(party());
+    uint32_t used = 0;  // of the values that the product under way reads
 #pragma unroll 1
     for (int tile = party(); tile < tiles; tile += PARTIES) {
-        const int tile_token = (r.first_tile + piece.first + tile) * TILE_TOKENS;
-        const Seen seen = {max(piece.begin - tile_token, 0), min(r.length - tile_token, TILE_TOKENS)};
-        const RingCursor value = {key.index + 1, key.phase};  // keys and values lie in pairs
+        const int tile_token = first_token(piece, tile);
+        const Operand keys = operands.of<false>(shared), values = operands.of<true>(shared);
         float s[TILE_TOKENS / 2];
-        multiply_keys(arrived_keys(shared, key, conversion), q, s);
-#if KV_TYPE == 2
-        const uint32_t values = convert_values(shared, value, conversion, tile / PARTIES % 2, seen);
-#endif
+        keys.wait();
+        multiply_keys(keys.buffer, q, s);
         wgmma_wait<0>();
         hold_registers(s);
         hold_registers(acc.out);
-        if (!KEYS_CONVERTED) release(shared, key);
-        if (!KV_E4M3 && tile >= PARTIES) release(shared, used);
-        uint32_t probability[TILE_TOKENS / 16][4];
+        release(keys.empty);
+        if (tile >= PARTIES) release(used);
+        used = values.empty;
+        Probabilities probability;
         if (has_rows(piece, thread_anew())) {
             if (tile_token + TILE_TOKENS > seen_to || tile_token < seen_from) hide(piece, shared, tile_token, s);
-            float rescale[2];
-            softmax(scale, s, acc, rescale);
-            if (__any_sync(~0u, rescale[0] != 1.f || rescale[1] != 1.f))
-#pragma unroll
-                for (int j = 0; j < HEAD_DIM / 2; ++j) acc.out[j] *= rescale[j / 2 % 2];
-            pack(s, probability);
+            softmax(scale, s, acc, probability);
         }
-#if KV_TYPE == 2
-        publish_to_products();  // and every warp is through with the values of the tile before
-#else
-        const uint32_t values = arrived_values(shared, value, seen);
-        used = value;
+        values.wait();
+#if KV_TYPE != 2
+        const Seen seen(piece, tile_token);
+        if (!seen.all()) clear_values(values.buffer, seen);
 #endif
-        multiply_values(values, probability, acc);
-        key.advance(2 * PARTIES);
+        multiply_values(values.buffer, probability, acc);
+        operands.advance(PARTIES);
     }
     wgmma_wait<0>();
     hold_registers(acc.out);
-    if (!KV_E4M3 && party() < tiles) release(shared, used);
+    if (party() < tiles) release(used);
 }
 
 DEVICE void consume(const Params& p, const Share& share, Shared& shared) {
     const float softmax_scale = p.softmax_scale_log2 * device_factor(p.softmax_scale_device);
     const float output_scale = p.output_scale * device_factor(p.output_scale_device);
-    uint32_t buffers = 0;  // of the ring, taken so far
+    uint32_t taken = 0;  // tiles so far
     // A part's arrival is answered while the next piece is at work: until then its pair is open.
     const auto close = [&] {
         if (shared.open_parts.count > 1)
             merge_if_last(p, shared.open_rows, shared.open_parts, shared.open_arrived, output_scale, shared);
     };
     for_each_piece(p, share, [&](const Piece& piece) {
-        const Request& r = piece.request;
         QueryFragments q;
         float scale[2];
         load_query(p, piece, softmax_scale, q, scale);
         load_row_facts(p, piece, shared);
         Accumulator acc;
         acc.clear();
-        // Tiles with keys; the one of a request without any is not in the ring.
-        const int tiles = min(piece.last, (r.length + TILE_TOKENS - 1) / TILE_TOKENS - r.first_tile) - piece.first;
-        RingCursor cursor;
-        cursor.advance_far(buffers);
-        consume_tiles(piece, p.window_left, tiles, scale, q, cursor, shared, acc);
-        buffers += 2 * max(tiles, 0);
+        const int tiles = tiles_with_keys(piece);
+        consume_tiles(piece, p.window_left, tiles, scale, q, taken, shared, acc);
+        taken += tiles;
         close();
         merge_warpgroups(piece, acc, shared);
         const Parts parts = parts_of(p, share, piece);
@@ -426,6 +378,7 @@ DEVICE void consume(const Params& p, const Share& share, Shared& shared) {
             shared.open_rows = piece.rows, shared.open_parts = parts;
             if (parts.count > 1) shared.open_arrived = arrive(p, parts);
         }
+        if (CONVERTS) named_barrier_arrive<CONSUMERS + CONVERTERS>(MERGED_BARRIER);
     });
     named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
     close();
