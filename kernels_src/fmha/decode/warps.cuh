@@ -438,6 +438,9 @@ DEVICE void merge_warps(Accumulator& acc, Shared& shared) {
 }
 
 DEVICE void release(Shared& shared, const RingCursor& cursor) {
+#if USE_TMA
+    fence_async_proxy();  // what this warp has read, or is reading, comes before what a bulk copy writes there
+#endif
     __syncwarp();
     if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&shared.empty[cursor.index]));
 }
