@@ -127,9 +127,12 @@ def _decode_shared_bytes(shape: _DecodeShape, item_bytes: int) -> int:
     rows = 4 * ((2 * (parties + 1) + 2) * shape.rows + undo)
     converted = shape.converted_buffers if narrow else 0
     merge = max(merge, converted * shape.tile * shape.head_dim * 2)
-    barriers = -(-(ring + merge + query + rows) // 8) * 8
+    ones = 256 if converted and shape.head_dim == 64 else 0
+    cleared = 0 if converted or not shape.wgmma else parties
+    barriers = -(-(ring + merge + ones + query + rows) // 8) * 8
     share = (9 + 4 + 6 + 1) * 4 if shape.wgmma else 9 * 4 if shape.rows > 8 else 0
-    return -(-(barriers + _DECODE_BARRIER_BYTES * (shape.buffers + converted) + 4 + share) // 128) * 128
+    barriers += _DECODE_BARRIER_BYTES * (shape.buffers + converted) + 8 * cleared
+    return -(-(barriers + 4 + share) // 128) * 128
 
 
 def _paged_decode(sm: str, dtype: str, shape: _DecodeShape) -> Variant:

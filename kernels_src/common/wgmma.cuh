@@ -170,6 +170,18 @@ DEVICE void wgmma(float (&d)[N], const uint32_t (&a)[4], uint64_t b) {
               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(OUTER_MAJOR ? 1 : 0), "n"(ADD ? 1 : 0));
 }
 
+// Rows of no order, all alike: 8 columns of 16 numbers in 256 bytes.
+DEVICE uint64_t unordered_operand(uint32_t address) {
+    return uint64_t{128 >> 4} << 32 | uint64_t{128 >> 4} << 16 | (address & 0x3ffff) >> 4;
+}
+
+// d += a * b, 8 columns; a as above.
+template <bool FP16>
+DEVICE void wgmma_8(float (&d)[4], const uint32_t (&a)[4], uint64_t b) {
+    WGMMA("", "m64n8k16", "%0, %1, %2, %3", "{%4, %5, %6, %7}, %8, 1, 1, 1, 0;", WGMMA_CELLS_4(d, 0)
+          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
 // d = a * b (+ d where ADD), e4m3: a is 64 x 32 and in registers, depths 4 (lane % 4) + {0 to 3} and those 16 on; b depth-major.
 template <bool ADD, int N>
 DEVICE void wgmma_e4m3(float (&d)[N], const uint32_t (&a)[4], uint64_t b) {

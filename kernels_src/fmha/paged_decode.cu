@@ -14,8 +14,8 @@
 //
 // Rows are (query token, query head of a KV head's group), token-major, padded to ROWS; more rows are more row tiles. Of
 // warps they sit on the 8-wide side of the MMA, so that a group of 8 wastes nothing, and a row's arithmetic does not depend
-// on ROWS. e4m3 keys and values become fp16 on their way to the MMA, in registers of warps and in shared memory of
-// warpgroups, which multiply e4m3 queries by the keys as they are.
+// on ROWS. e4m3 keys and values become fp16 on their way to the MMA: in registers of warps; for warpgroups, which multiply
+// e4m3 queries by the keys as they are, by four warps more, from the ring into a second one.
 //
 // The grid is persistent and comes from bounds alone. A pair is a (request, KV head, row tile). CTAs work in teams of
 // `heads_together`, each member on its own pair of a block of as many, so that neighbours read the same tokens at about the
@@ -73,12 +73,12 @@ extern "C" __global__ void __launch_bounds__(paged_decode::THREADS, CTAS_PER_SM)
         mbarrier_init(shared_address(&shared.full[threadIdx.x]), USE_TMA ? 1 : 32);
         const bool converted = KEYS_CONVERTED || threadIdx.x % 2 == 1;
         mbarrier_init(shared_address(&shared.empty[threadIdx.x]), CONVERTS && converted ? CONVERTERS / 32 : BUFFER_READERS);
-#if WARPGROUP_MMA && KV_TYPE == 2
-        if (threadIdx.x < CONVERTED_BUFFERS) {
+        if (CONVERTS && threadIdx.x < CONVERTED_BUFFERS) {
             mbarrier_init(shared_address(&shared.converted_full[threadIdx.x]), CONVERTERS / 32);
             mbarrier_init(shared_address(&shared.converted_empty[threadIdx.x]), BUFFER_READERS);
         }
-#endif
+        if (WARPGROUP_MMA && !CONVERTS && threadIdx.x < PARTIES)
+            mbarrier_init(shared_address(&shared.cleared[threadIdx.x]), BUFFER_READERS);
 #if USE_TMA
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         if (threadIdx.x == 0) prefetch_tensor_map(&p.k_map);

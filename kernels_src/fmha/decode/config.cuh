@@ -33,6 +33,8 @@ constexpr int CONVERTERS = CONVERTS ? 128 : 0;
 constexpr int FIRST_CONVERTER = CONSUMERS + 32 * PRODUCER_WARPS;
 constexpr int THREADS = FIRST_CONVERTER + CONVERTERS;
 constexpr int CONSUMER_REGISTERS = CONVERTS ? 192 : 224, HELPER_REGISTERS = CONVERTS ? 64 : 56;
+// Of warpgroups: a product with ones adds up rows of P, as fp16 (bf16 would be too coarse), where products have time for it.
+constexpr bool SUMS_BY_PRODUCT = CONVERTS && HEAD_DIM == 64;
 constexpr bool MMA_FP16 = KV_TYPE != BF16;  // e4m3 becomes fp16, which holds it exactly
 constexpr int ITEM_BYTES = KV_E4M3 ? 1 : 2;
 constexpr int TOKEN_BYTES = HEAD_DIM * ITEM_BYTES;
@@ -116,6 +118,7 @@ struct alignas(128) Shared {
         float merge[MERGE_BUFFERS][ROWS][MERGE_STRIDE];
         float weight[ROWS][WEIGHTS];
     };
+    alignas(16) uint32_t ones[SUMS_BY_PRODUCT ? 64 : 0];
     uint2 query[QUERY_IN_SHARED ? ROWS / 8 : 1][QUERY_IN_SHARED ? DEPTH_STEPS : 1][QUERY_IN_SHARED ? 32 : 1];
     float party_maximum[PARTIES][ROWS];
     float party_sum[PARTIES][ROWS];
@@ -130,6 +133,7 @@ struct alignas(128) Shared {
     alignas(8) uint64_t empty[BUFFERS];
     alignas(8) uint64_t converted_full[CONVERTS ? CONVERTED_BUFFERS : 0];
     alignas(8) uint64_t converted_empty[CONVERTS ? CONVERTED_BUFFERS : 0];
+    alignas(8) uint64_t cleared[WARPGROUP_MMA && !CONVERTS ? PARTIES : 0];
     int arrived_last;
     Share share[SHARE_IN_SHARED ? 1 : 0];  // of the consumers
 #if WARPGROUP_MMA

@@ -87,13 +87,18 @@ DEVICE void load_query(const Params& p, const Piece& piece, float softmax_scale,
 constexpr float LOWEST = -1e30f;  // the maximum of no score
 
 // What a warpgroup knows of its rows: O[4 j + i] is head dim 8 j + 2 (lane % 4) + i % 2 of row own_row(threadIdx.x) + i / 2 * 8;
-// `sum` is of this thread's columns of P.
+// sum[2 i] is row i's, of this thread's columns of P or, SUMS_BY_PRODUCT, of all.
 struct Accumulator {
-    float maximum[2], sum[2];
+    float maximum[2], sum[4];
     float out[HEAD_DIM / 2];
     DEVICE void clear() {
-        for (int i = 0; i < 2; ++i) maximum[i] = LOWEST, sum[i] = 0.f;
+        for (int i = 0; i < 2; ++i) maximum[i] = LOWEST;
+        for (int i = 0; i < 4; ++i) sum[i] = 0.f;
         for (int i = 0; i < HEAD_DIM / 2; ++i) out[i] = 0.f;
+    }
+    DEVICE void hold() {
+        hold_registers(out);
+        if (SUMS_BY_PRODUCT) hold_registers(sum);
     }
 };
 
@@ -160,7 +165,7 @@ DEVICE void raise(float (&top)[2], Accumulator& acc) {
         const float before = acc.maximum[i];
         if (top[i] > before + MAXIMUM_SLACK) acc.maximum[i] = top[i];
         rescale[i] = exp2_approximate(before - acc.maximum[i]);
-        acc.sum[i] *= rescale[i];
+        acc.sum[i * 2] *= rescale[i], acc.sum[i * 2 + 1] *= rescale[i];
     }
 #pragma unroll
     for (int j = 0; j < HEAD_DIM / 2; ++j) acc.out[j] *= rescale[j / 2 % 2];
@@ -189,43 +194,45 @@ DEVICE void softmax(const float (&scale)[2], float (&s)[TILE_TOKENS / 2], Accumu
         for (int j = 0; j < TILE_BLOCKS; ++j) {
             const float low = exp2_approximate(fmaf(s[j * 4 + i * 2], scale[i], -acc.maximum[i]));
             const float high = exp2_approximate(fmaf(s[j * 4 + i * 2 + 1], scale[i], -acc.maximum[i]));
-            sums[j % CHAINS] = j < CHAINS ? low + high : sums[j % CHAINS] + (low + high);
+            if (!SUMS_BY_PRODUCT) sums[j % CHAINS] = j < CHAINS ? low + high : sums[j % CHAINS] + (low + high);
             probability[j / 2][j % 2 * 2 + i] = MMA_FP16 ? pack_fp16(low, high) : pack_bf16(low, high);
         }
-        acc.sum[i] += (sums[0] + sums[1]) + (sums[2] + sums[3]);
+        if (!SUMS_BY_PRODUCT) acc.sum[i * 2] += (sums[0] + sums[1]) + (sums[2] + sums[3]);
     }
 }
 
 DEVICE int party() { return PARTIES == 1 ? 0 : warpgroup(); }
 
-#if KV_TYPE != 2
-constexpr int PARTY_THREADS = CONSUMERS / PARTIES;  // that take a tile together
-
-DEVICE void meet_party() {
-    // Each in its own instruction: barriers named by a register are more than the tools can follow.
-    if (party() == 0)
-        named_barrier_sync<PARTY_THREADS>(CONSUMER_BARRIER + 1);
-    else
-        named_barrier_sync<PARTY_THREADS>(CONSUMER_BARRIER + 2);
+// This warp has read what the barrier stands for, or is through with what it waits for.
+DEVICE void release(uint32_t barrier) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
 }
 
-// Tokens that are not seen may hold NaN, and 0 x NaN is NaN: their values become zeros before the product reads them.
-DEVICE void clear_values(uint32_t buffer, const Seen& seen) {
+#if KV_TYPE != 2
+// Tokens that are not seen may hold NaN, and 0 x NaN is NaN: their values become zeros before the party's product reads them.
+DEVICE void clear_values(uint32_t buffer, const Seen& seen, Shared& shared, uint32_t& phase) {
+    constexpr int PARTY_THREADS = CONSUMERS / PARTIES;
     for (int at = threadIdx.x % PARTY_THREADS; at < BUFFER_BYTES / 16; at += PARTY_THREADS)
         if (!seen.has(at * 16 % SPAN_BYTES / SPAN)) store_shared_16_bytes(buffer + at * 16, make_uint4(0, 0, 0, 0));
     fence_async_proxy();
-    meet_party();
+    const uint32_t cleared = shared_address(&shared.cleared[party()]);
+    release(cleared);
+    mbarrier_wait(cleared, phase);
+    phase ^= 1;
 }
 #endif
 
 // O += P V, under way when this returns.
-DEVICE void multiply_values(uint32_t buffer, const Probabilities& probability, Accumulator& acc) {
+DEVICE void multiply_values(uint32_t buffer, const Probabilities& probability, const Shared& shared, Accumulator& acc) {
     const uint64_t values = outer_major_operand(buffer, PRODUCT_SPAN_BYTES);
-    hold_registers(acc.out);
+    acc.hold();
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < TILE_TOKENS / 16; ++step)
+    for (int step = 0; step < TILE_TOKENS / 16; ++step) {
         wgmma<MMA_FP16, true>(acc.out, probability[step], advance_operand(values, step * 16 * 128));
+        if (SUMS_BY_PRODUCT) wgmma_8<MMA_FP16>(acc.sum, probability[step], unordered_operand(shared_address(shared.ones)));
+    }
     wgmma_commit();
 }
 
@@ -235,11 +242,11 @@ DEVICE void merge_warpgroups(const Piece& piece, Accumulator& acc, Shared& share
     const int first = own_row(thread), own_party = party();
     const bool any_rows = has_rows(piece, thread);
     for (int i = 0; i < 2; ++i) {
-        acc.sum[i] += __shfl_xor_sync(~0u, acc.sum[i], 1);
-        acc.sum[i] += __shfl_xor_sync(~0u, acc.sum[i], 2);
+        float sum = acc.sum[i * 2];
+        for (int step = 1; step < 4 && !SUMS_BY_PRODUCT; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
         if (thread % 4 == 0) {
             shared.party_maximum[own_party][first + i * 8] = acc.maximum[i] == LOWEST ? -INFINITY : acc.maximum[i];
-            shared.party_sum[own_party][first + i * 8] = acc.sum[i];
+            shared.party_sum[own_party][first + i * 8] = sum;
         }
     }
     named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
@@ -271,12 +278,6 @@ DEVICE void merge_warpgroups(const Piece& piece, Accumulator& acc, Shared& share
                 }
         named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
     }
-}
-
-// This warp has read what the barrier stands for.
-DEVICE void release(uint32_t empty) {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(empty);
 }
 
 // Addresses: where a tile's keys or values lie for the products, what says that they are there, what waits until they are read.
@@ -313,7 +314,7 @@ struct Operands {
 
 // A party's tiles of a piece. The product P V of a tile runs beside the next tile's Q K^T.
 DEVICE void consume_tiles(const Piece& piece, int window_left, int tiles, const float (&scale)[2], const QueryFragments& q,
-                          uint32_t tiles_before, Shared& shared, Accumulator& acc) {
+                          uint32_t tiles_before, uint32_t& cleared, Shared& shared, Accumulator& acc) {
     const Request& r = piece.request;
     // Keys [seen_from, seen_to) are seen by every row.
     const int seen_to = r.length - r.q_len, seen_from = window_left < 0 ? 0 : r.length - 1 - window_left;
@@ -329,7 +330,7 @@ DEVICE void consume_tiles(const Piece& piece, int window_left, int tiles, const 
         multiply_keys(keys.buffer, q, s);
         wgmma_wait<0>();
         hold_registers(s);
-        hold_registers(acc.out);
+        acc.hold();
         release(keys.empty);
         if (tile >= PARTIES) release(used);
         used = values.empty;
@@ -341,20 +342,25 @@ DEVICE void consume_tiles(const Piece& piece, int window_left, int tiles, const 
         values.wait();
 #if KV_TYPE != 2
         const Seen seen(piece, tile_token);
-        if (!seen.all()) clear_values(values.buffer, seen);
+        if (!seen.all()) clear_values(values.buffer, seen, shared, cleared);
 #endif
-        multiply_values(values.buffer, probability, acc);
+        multiply_values(values.buffer, probability, shared, acc);
         operands.advance(PARTIES);
     }
     wgmma_wait<0>();
-    hold_registers(acc.out);
+    acc.hold();
     if (party() < tiles) release(used);
 }
 
 DEVICE void consume(const Params& p, const Share& share, Shared& shared) {
     const float softmax_scale = p.softmax_scale_log2 * device_factor(p.softmax_scale_device);
     const float output_scale = p.output_scale * device_factor(p.output_scale_device);
-    uint32_t taken = 0;  // tiles so far
+    uint32_t taken = 0;    // tiles so far
+    uint32_t cleared = 0;  // phase of the party's barrier
+    if (SUMS_BY_PRODUCT && threadIdx.x < 64) {
+        shared.ones[threadIdx.x] = 0x3c003c00;  // in fp16
+        fence_async_proxy();  // and the barrier of load_row_facts
+    }
     // A part's arrival is answered while the next piece is at work: until then its pair is open.
     const auto close = [&] {
         if (shared.open_parts.count > 1)
@@ -368,7 +374,7 @@ DEVICE void consume(const Params& p, const Share& share, Shared& shared) {
         Accumulator acc;
         acc.clear();
         const int tiles = tiles_with_keys(piece);
-        consume_tiles(piece, p.window_left, tiles, scale, q, taken, shared, acc);
+        consume_tiles(piece, p.window_left, tiles, scale, q, taken, cleared, shared, acc);
         taken += tiles;
         close();
         merge_warpgroups(piece, acc, shared);
