@@ -143,7 +143,9 @@ def _paged_decode(sm: str, dtype: str, shape: _DecodeShape) -> Variant:
         sm=sm,
         operation="paged_decode",
         struct="PagedDecodeTmaParams" if tma else "PagedDecodeCopyParams",
-        threads=192 if shape.warpgroups == 1 else 128 * (shape.warpgroups + (2 if shape.wgmma and dtype == "e4m3" else 1)),
+        threads=192
+        if shape.warpgroups == 1
+        else 128 * (shape.warpgroups + (2 if shape.wgmma and dtype == "e4m3" else 1)),
         shared_bytes=_decode_shared_bytes(shape, 1 if dtype == "e4m3" else 2),
         traits={
             "dtype": dtype,
