@@ -128,24 +128,22 @@ def _decode_shared_bytes(shape: _DecodeShape, item_bytes: int) -> int:
     converted = shape.converted_buffers if narrow else 0
     merge = max(merge, converted * shape.tile * shape.head_dim * 2)
     ones = 256 if converted and shape.head_dim == 64 else 0
-    cleared = 0 if converted or not shape.wgmma else parties
-    barriers = -(-(ring + merge + ones + query + rows) // 8) * 8
+    cleared = 8 * parties if shape.wgmma and not converted else 0
+    barriers = _DECODE_BARRIER_BYTES * (shape.buffers + converted) + cleared
     share = (9 + 4 + 6 + 1) * 4 if shape.wgmma else 9 * 4 if shape.rows > 8 else 0
-    barriers += _DECODE_BARRIER_BYTES * (shape.buffers + converted) + 8 * cleared
-    return -(-(barriers + 4 + share) // 128) * 128
+    return -(-(-(-(ring + merge + ones + query + rows) // 8) * 8 + barriers + 4 + share) // 128) * 128
 
 
 def _paged_decode(sm: str, dtype: str, shape: _DecodeShape) -> Variant:
     tma = sm == "90a"
+    helpers = 2 if shape.wgmma and dtype == "e4m3" else 1  # warpgroups that bring tiles and convert them
     return Variant(
         source="fmha/paged_decode.cu",
         symbol=f"fmha_paged_decode_{dtype}{'_q_e4m3' if shape.q_e4m3 else ''}_d{shape.head_dim}_rows{shape.rows}",
         sm=sm,
         operation="paged_decode",
         struct="PagedDecodeTmaParams" if tma else "PagedDecodeCopyParams",
-        threads=192
-        if shape.warpgroups == 1
-        else 128 * (shape.warpgroups + (2 if shape.wgmma and dtype == "e4m3" else 1)),
+        threads=192 if shape.warpgroups == 1 else 128 * (shape.warpgroups + helpers),
         shared_bytes=_decode_shared_bytes(shape, 1 if dtype == "e4m3" else 2),
         traits={
             "dtype": dtype,

@@ -50,7 +50,7 @@ def _spread(traits: Mapping[str, object], index: int) -> DecodeCase:
     rows, q_dtypes = int(str(traits["rows"])), str(traits["q_dtypes"]).split(",")
     rng = np.random.default_rng((20, index))
     lengths = LENGTHS[index % len(LENGTHS)]
-    # One part of a tile, a whole one, or several, by turns. A group has 32 heads at most, so many rows need query tokens.
+    # One part of a tile, a whole one, or several, by turns. A group has 32 heads at most: many rows need query tokens.
     q_len = (1, 4, 7, 2, 16)[index % 5] if rows <= 64 else (4, 7, 16)[index % 3]
     group = max(1, min(32, (3 * rows // 4, rows, 2 * rows + 1)[index % 3] // q_len))
     case = random_case(
