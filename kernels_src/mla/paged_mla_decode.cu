@@ -233,7 +233,8 @@ DEVICE void lead_tiles(Shared& shared, const Piece& piece, const RopeQueries& ro
         hold_registers(s);
         if (OWN_P) release(shared, 0, QUARTERS);
         row_scales(shared, row, scale_log2, scale);
-        scale_and_mask(piece, tile, rows, scale_log2 < 0.f, scale, s, top);
+        mask_scores(piece, tile, rows, scale_log2 < 0.f, s);
+        row_maxima(s, scale, top);
         lead_maxima(shared.maximum[0], row, top, rows, factor);
         exponentiate(s, scale, rows, probability);
         share_probabilities<0>(shared, probability, piece.valid(tile));
@@ -272,7 +273,8 @@ DEVICE void follow_tiles(Shared& shared, const Piece& piece, const RopeQueries& 
         hold_registers(s);
         if (OWN_P) release(shared, 1, QUARTERS);
         row_scales(shared, row, scale_log2, scale);
-        scale_and_mask(piece, tile + 1, rows, scale_log2 < 0.f, scale, s, top);
+        mask_scores(piece, tile + 1, rows, scale_log2 < 0.f, s);
+        row_maxima(s, scale, top);
         lead_maxima(shared.maximum[1], row, top, rows, factor);
         exponentiate(s, scale, rows, probability);
         share_probabilities<1>(shared, probability, piece.valid(tile + 1));

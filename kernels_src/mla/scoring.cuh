@@ -40,20 +40,55 @@ DEVICE void multiply_keys(Shared& shared, const Queries& q, const Ring<BUFFERS>&
     wgmma_commit();
 }
 
-// Brings the maxima on by this tile. The others rescale what they have by the factors, if any is not 1.
-DEVICE void bring_maxima_on(Handover& to, bool first, int row, const float (&top)[2], Rows& rows) {
-    bool grown = false;
+// P = 2^(scaled S - maximum), to where the next product reads it. Returns the sums over the thread's columns.
+DEVICE float2 write_probabilities(uint32_t place, const Scores& s, float scale, const Rows& rows) {
+    float part[4] = {};
+#pragma unroll
+    for (int step = 0; step < TILE_TOKENS / 16; ++step) {
+        uint32_t probability[4];
+#pragma unroll
+        for (int i = 0; i < 8; i += 2) {
+            const float low = exp2_approximate(fmaf(s[step * 8 + i], scale, -rows.maximum[i / 2 % 2]));
+            const float high = exp2_approximate(fmaf(s[step * 8 + i + 1], scale, -rows.maximum[i / 2 % 2]));
+            part[i % 4] += low, part[i % 4 + 1] += high;
+            probability[i / 2] = pack_fp16(low, high);
+        }
+        store_matrix_x4(place ^ step * 32, probability);
+    }
+    return make_float2(part[0] + part[1], part[2] + part[3]);
+}
+
+// A sum over a thread's 16 columns of a tile above which the row's maximum grows, and by how much a score exceeds it then.
+constexpr float MOST_SUM = 128.f;
+constexpr float LEAST_EXCESS = 3.f;  // base-2 exponent: 16 x 2^3 = MOST_SUM
+
+// Maxima that the row's scores exceed become the largest of them. The others rescale what they have by the factors.
+DEVICE void raise_maxima(Handover& to, int row, const Scores& s, float scale, Rows& rows) {
+    const float scales[2] = {scale, scale};
+    float top[2];
+    row_maxima(s, scales, top);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        const float maximum = next_maximum(rows.maximum[i], top[i]);
+        const float maximum = top[i] > rows.maximum[i] + LEAST_EXCESS ? top[i] : rows.maximum[i];
         const float factor = exp2_approximate(rows.maximum[i] - maximum);
-        grown |= !first && factor != 1.f;
         rows.maximum[i] = maximum;
         rows.sum[i] *= factor;
         if (threadIdx.x % 4 == 0) to.factor[row + 8 * i] = factor;
     }
-    grown = __any_sync(~0u, grown);
-    if (threadIdx.x % 32 == 0) to.grown[threadIdx.x % WARPGROUP / 32] = grown;
+}
+
+// P of a tile. The maxima are those of earlier tiles as long as they do: the sums tell.
+DEVICE void hand_probabilities(Shared& shared, int at, bool first, int row, const Scores& s, float scale, Rows& rows) {
+    const uint32_t place = fragment_place(shared_address(shared.p[at]), 0);
+    Handover& to = shared.handover[at];
+    float2 sum = write_probabilities(place, s, scale, rows);
+    const bool grown = __any_sync(~0u, sum.x > MOST_SUM || sum.y > MOST_SUM);
+    if (grown) {
+        raise_maxima(to, row, s, scale, rows);
+        sum = write_probabilities(place, s, scale, rows);
+    }
+    rows.sum[0] += sum.x, rows.sum[1] += sum.y;
+    if (threadIdx.x % 32 == 0) to.grown[threadIdx.x % WARPGROUP / 32] = grown && !first;
 }
 
 // With the last tile of a piece: what becomes of its rows.
@@ -83,8 +118,7 @@ DEVICE void score(const Params& p, const Share& share, Shared& shared) {
     const int row = threadIdx.x % WARPGROUP / 32 * 16 + threadIdx.x % 32 / 4;  // the first of the thread's two
     const float* scale_factor = static_cast<const float*>(p.softmax_scale_device);
     const float given = scale_factor == nullptr ? p.softmax_scale_log2 : p.softmax_scale_log2 * *scale_factor;
-    const float magnitude = fmaxf(fabsf(given), 1e-30f);  // 0 x -inf is NaN
-    const float scale[2] = {magnitude, magnitude};
+    const float scale = fmaxf(fabsf(given), 1e-30f);  // 0 x -inf is NaN
     Ring<BUFFERS> tiles;
     Ring<HANDOVERS> handovers;
     const auto hand_over = [&](int valid, End end) {
@@ -106,32 +140,23 @@ DEVICE void score(const Params& p, const Share& share, Shared& shared) {
             rows.maximum[i] = LOWEST;
             rows.sum[i] = 0.f;
         }
-        const End end = piece.whole() ? WHOLE_PIECE_ENDS : PART_ENDS;
         const int last = piece.first + piece.steps();
 #pragma unroll 1
         for (int tile = piece.first; tile < last; ++tile) {
             Scores s;
-            Probabilities probability;
-            float top[2];
             multiply_keys(shared, q, tiles, s);
             wgmma_wait<0>();
             hold_registers(s);
             arrive_for_warp(shared.empty[tiles.at]);
             tiles.next();
-            scale_and_mask(piece, tile, rows, given < 0.f, scale, s, top);
+            mask_scores(piece, tile, rows, given < 0.f, s);
             wait_barrier(shared.p_empty[handovers.at], handovers.phase ^ 1);
-            bring_maxima_on(shared.handover[handovers.at], tile == piece.first, row, top, rows);
-            exponentiate(s, scale, rows, probability);
-            const uint32_t place = shared_address(shared.p[handovers.at]);
-#pragma unroll
-            for (int step = 0; step < TILE_TOKENS / 16; ++step) store_matrix_x4(fragment_place(place, step), probability[step]);
-            if (tile + 1 == last) end_rows(p, piece, shared.handover[handovers.at], row, rows);
-            hand_over(piece.valid(tile), tile + 1 == last ? end : NOTHING_ENDS);
+            hand_probabilities(shared, handovers.at, tile == piece.first, row, s, scale, rows);
+            if (tile + 1 < last) hand_over(TILE_TOKENS, NOTHING_ENDS);
         }
-        if (last > piece.first) continue;
-        wait_barrier(shared.p_empty[handovers.at], handovers.phase ^ 1);
+        if (last == piece.first) wait_barrier(shared.p_empty[handovers.at], handovers.phase ^ 1);
         end_rows(p, piece, shared.handover[handovers.at], row, rows);
-        hand_over(0, end);
+        hand_over(last > piece.first ? piece.valid(last - 1) : 0, piece.whole() ? WHOLE_PIECE_ENDS : PART_ENDS);
     }
     wait_barrier(shared.p_empty[handovers.at], handovers.phase ^ 1);
     hand_over(0, ALL_ENDS);

@@ -25,9 +25,8 @@ DEVICE uint32_t visible_drafts(const Params& p, const Piece& piece, int row) {
     return static_cast<const uint32_t*>(p.mask)[piece.first_query + token] & draft;
 }
 
-// Scores whose sign is the scale's, -inf where a row does not see the key, and the rows' maxima, scaled.
-DEVICE void scale_and_mask(const Piece& piece, int tile, const Rows& rows, bool negative, const float (&scale)[2], Scores& s,
-                           float (&top)[2]) {
+// Scores whose sign is the scale's, and -inf where a row does not see the key.
+DEVICE void mask_scores(const Piece& piece, int tile, const Rows& rows, bool negative, Scores& s) {
     const int prefix = piece.length - piece.queries;
     const int first = tile * TILE_TOKENS + threadIdx.x % 4 * 2;
     if (negative)
@@ -41,6 +40,10 @@ DEVICE void scale_and_mask(const Piece& piece, int tile, const Rows& rows, bool 
             if (!seen) s[i] = -INFINITY;
         }
     }
+}
+
+// The largest of each row, scaled.
+DEVICE void row_maxima(const Scores& s, const float (&scale)[2], float (&top)[2]) {
     float part[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) part[i] = fmaxf(s[i], s[i + 4]);
