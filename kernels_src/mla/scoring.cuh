@@ -40,36 +40,12 @@ DEVICE void multiply_keys(Shared& shared, const Queries& q, const Ring<BUFFERS>&
     wgmma_commit();
 }
 
-// P = 2^(scaled S - maximum), to where the next product reads it. Returns the sums over the thread's columns.
-DEVICE float2 write_probabilities(uint32_t place, const Scores& s, float scale, const Rows& rows) {
-    float part[4] = {};
-#pragma unroll
-    for (int step = 0; step < TILE_TOKENS / 16; ++step) {
-        uint32_t probability[4];
-#pragma unroll
-        for (int i = 0; i < 8; i += 2) {
-            const float low = exp2_approximate(fmaf(s[step * 8 + i], scale, -rows.maximum[i / 2 % 2]));
-            const float high = exp2_approximate(fmaf(s[step * 8 + i + 1], scale, -rows.maximum[i / 2 % 2]));
-            part[i % 4] += low, part[i % 4 + 1] += high;
-            probability[i / 2] = pack_fp16(low, high);
-        }
-        store_matrix_x4(place ^ step * 32, probability);
-    }
-    return make_float2(part[0] + part[1], part[2] + part[3]);
-}
-
-// A sum over a thread's 16 columns of a tile above which the row's maximum grows, and by how much a score exceeds it then.
-constexpr float MOST_SUM = 128.f;
-constexpr float LEAST_EXCESS = 3.f;  // base-2 exponent: 16 x 2^3 = MOST_SUM
-
-// Maxima that the row's scores exceed become the largest of them. The others rescale what they have by the factors.
-DEVICE void raise_maxima(Handover& to, int row, const Scores& s, float scale, Rows& rows) {
-    const float scales[2] = {scale, scale};
-    float top[2];
-    row_maxima(s, scales, top);
+// Maxima that scores exceed too far follow them. The other warpgroups rescale what they have by the factors.
+DEVICE void raise_maxima(Handover& to, int row, float (&top)[2], Rows& rows) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        const float maximum = top[i] > rows.maximum[i] + LEAST_EXCESS ? top[i] : rows.maximum[i];
+        for (int step = 1; step < 4; step *= 2) top[i] = fmaxf(top[i], __shfl_xor_sync(~0u, top[i], step));
+        const float maximum = next_maximum(rows.maximum[i], top[i]);
         const float factor = exp2_approximate(rows.maximum[i] - maximum);
         rows.maximum[i] = maximum;
         rows.sum[i] *= factor;
@@ -77,18 +53,19 @@ DEVICE void raise_maxima(Handover& to, int row, const Scores& s, float scale, Ro
     }
 }
 
-// P of a tile. The maxima are those of earlier tiles as long as they do: the sums tell.
-DEVICE void hand_probabilities(Shared& shared, int at, bool first, int row, const Scores& s, float scale, Rows& rows) {
-    const uint32_t place = fragment_place(shared_address(shared.p[at]), 0);
+// P of a tile. Lanes compare the maxima of their scores only when one of them exceeds its row's too far, which is seldom.
+DEVICE void hand_probabilities(Shared& shared, int at, bool first, int row, Scores& s, const float (&scale)[2], Rows& rows) {
     Handover& to = shared.handover[at];
-    float2 sum = write_probabilities(place, s, scale, rows);
-    const bool grown = __any_sync(~0u, sum.x > MOST_SUM || sum.y > MOST_SUM);
-    if (grown) {
-        raise_maxima(to, row, s, scale, rows);
-        sum = write_probabilities(place, s, scale, rows);
-    }
-    rows.sum[0] += sum.x, rows.sum[1] += sum.y;
+    float top[2];
+    thread_maxima(s, scale, top);
+    const bool grown = __any_sync(~0u, exceeds(top[0], rows.maximum[0]) || exceeds(top[1], rows.maximum[1]));
+    if (grown) raise_maxima(to, row, top, rows);
     if (threadIdx.x % 32 == 0) to.grown[threadIdx.x % WARPGROUP / 32] = grown && !first;
+    Probabilities probability;
+    exponentiate(s, scale, rows, probability);
+    const uint32_t place = fragment_place(shared_address(shared.p[at]), 0);
+#pragma unroll
+    for (int step = 0; step < TILE_TOKENS / 16; ++step) store_matrix_x4(place ^ step * 32, probability[step]);
 }
 
 // With the last tile of a piece: what becomes of its rows.
@@ -118,7 +95,8 @@ DEVICE void score(const Params& p, const Share& share, Shared& shared) {
     const int row = threadIdx.x % WARPGROUP / 32 * 16 + threadIdx.x % 32 / 4;  // the first of the thread's two
     const float* scale_factor = static_cast<const float*>(p.softmax_scale_device);
     const float given = scale_factor == nullptr ? p.softmax_scale_log2 : p.softmax_scale_log2 * *scale_factor;
-    const float scale = fmaxf(fabsf(given), 1e-30f);  // 0 x -inf is NaN
+    const float magnitude = fmaxf(fabsf(given), 1e-30f);  // 0 x -inf is NaN
+    const float scale[2] = {magnitude, magnitude};
     Ring<BUFFERS> tiles;
     Ring<HANDOVERS> handovers;
     const auto hand_over = [&](int valid, End end) {

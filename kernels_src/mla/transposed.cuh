@@ -46,10 +46,15 @@ DEVICE void convert_values(const uint32_t (&raw)[4], int chunk, uint32_t (&a)[4]
     for (int i = 0; i < 2; ++i) e4m3_to_fp16(__byte_perm(raw[2 * chunk + i], 0, 0x3120), a[2 * i], a[2 * i + 1]);
 }
 
+// By the factors of those 16 rows of which one has a maximum that has grown.
 DEVICE void rescale(const Handover& from, Output& out) {
+    const uint4 found = *reinterpret_cast<const uint4*>(from.grown);
+    const uint32_t grown[4] = {found.x, found.y, found.z, found.w};
+    if (!__any_sync(~0u, (found.x | found.y | found.z | found.w) != 0)) return;
 #pragma unroll
     for (int j = 0; j < ROWS / 8; ++j) {
-        const float2 factor = *reinterpret_cast<const float2*>(&from.factor[8 * j + threadIdx.x % 4 * 2]);
+        float2 factor = *reinterpret_cast<const float2*>(&from.factor[8 * j + threadIdx.x % 4 * 2]);
+        if (!grown[j / 2]) factor = make_float2(1.f, 1.f);
 #pragma unroll
         for (int i = 0; i < HALF_COLUMNS / 2; i += 32) {
             out[i + 4 * j] *= factor.x, out[i + 4 * j + 2] *= factor.x;
@@ -157,8 +162,7 @@ DEVICE bool multiply_values(const Params& p, Shared& shared) {
             end = from.end;
             if (valid > 0) {
                 if (first) load_first_values(shared, tiles, place, raw);
-                const uint4 grown = *reinterpret_cast<const uint4*>(from.grown);
-                if (__any_sync(~0u, (grown.x | grown.y | grown.z | grown.w) != 0)) rescale(from, out);
+                rescale(from, out);
                 const uint64_t probabilities = depth_major_operand(uniform(shared_address(shared.p[handovers.at])));
                 multiply_tile(shared, tiles, probabilities, place, valid, end == NOTHING_ENDS, raw, out);
             }
