@@ -277,12 +277,17 @@ def _mla_shared_bytes(latent: int, narrow: bool) -> int:
     return shared + (2 * box // 2 + 2 * 8 + 64 * 4 + 512 if narrow else box)
 
 
+def _mla_ring_bytes(latent: int) -> int:
+    """The same of mla/rings.cuh."""
+    tiles, probabilities = 5 if latent > 256 else 8, 3
+    # Raw tiles, probabilities and what is said with them, their barriers, four boxes of queries, the CTA's share.
+    rings = tiles * (64 * (latent + 64) + 16) + probabilities * (64 * 128 + 64 * 16 + 48 + 16)
+    return rings + 4 * 64 * 64 + 40
+
+
 def _paged_mla_decode(dtype: str, latent: int, q_e4m3: bool = False) -> Variant:
     narrow = dtype == "e4m3"
-    tiles, probabilities = 5 if latent > 256 else 8, 3
-    # Raw tiles, probabilities and what is said with them, barriers, the CTA's share.
-    ring = tiles * (64 * (latent + 64) + 16) + probabilities * (64 * 128 + 64 * 16 + 48 + 16) + 32
-    shared = ring if q_e4m3 else _mla_shared_bytes(latent, narrow)
+    shared = _mla_ring_bytes(latent) if q_e4m3 else _mla_shared_bytes(latent, narrow)
     return Variant(
         source=f"mla/paged_mla_decode{'_q_e4m3' if q_e4m3 else ''}.cu",
         symbol=f"paged_mla_decode_{dtype}{'_q_e4m3' if q_e4m3 else ''}_latent{latent}",

@@ -1,16 +1,15 @@
 // Paged decode of multi-head latent attention with queries and a cache of e4m3; shapes and sharing of the work as in
 // paged_mla_decode.cu.
 //
-//   page table --> bulk tensor copies --> a ring of raw tiles of 64 keys, LATENT / 64 + 1 boxes of 64 columns
-//
-//   scoring warpgroup        S = Q K^T, e4m3 by e4m3: Q in registers, K as it lies in the tile
+//   loading warp             page table --> bulk tensor copies --> a ring of raw tiles of 64 keys, LATENT / 64 + 1 boxes
+//   scoring warpgroup        S = Q K^T, e4m3 by e4m3, as both lie in memory: of the next tile while this one's
 //                            P = softmax, fp16 --> a ring in shared memory
 //   two output warpgroups    O^T += V^T P^T, fp16 by fp16, half of the columns each: V^T goes from the tile to registers,
 //                            transposed by ldmatrix and converted there
-//   loading warp             tiles
 //
 // With O transposed the values are the operand that may come from registers: converted values are never written to shared
-// memory, whose bandwidth bounds a kernel that does.
+// memory, whose bandwidth bounds a kernel that does. A tile's time is that of the scoring warpgroup: so it looks for maxima
+// only where one has to follow.
 //
 // Build: -DLATENT=512|256 -DKV_E4M3=1 -DSHARED_BYTES=n -DKERNEL_NAME=symbol
 
@@ -21,15 +20,8 @@
 namespace paged_mla_decode {
 
 // A warpgroup that asks for more registers than the others leave waits for ever.
-#ifndef OUTPUT_REGS
-#define OUTPUT_REGS 168
-#define SCORING_REGS 144
-#define LOADER_REGS 32
-#endif
-constexpr int OUTPUT_REGISTERS = OUTPUT_REGS, SCORING_REGISTERS = SCORING_REGS, LOADING_REGISTERS = LOADER_REGS;
-#ifndef NO_ASSERT
+constexpr int OUTPUT_REGISTERS = 168, SCORING_REGISTERS = 144, LOADING_REGISTERS = 32;
 static_assert(2 * OUTPUT_REGISTERS + SCORING_REGISTERS + LOADING_REGISTERS <= THREADS / WARPGROUP * LAUNCH_REGISTERS);
-#endif
 
 DEVICE void load_tiles(const Params& p, const Share& share, Shared& shared) {
     const int chunk_log2 = chunk_tokens_log2(p);

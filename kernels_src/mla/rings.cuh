@@ -4,15 +4,10 @@
 
 namespace paged_mla_decode {
 
-#ifndef TILES_AHEAD
-#define TILES_AHEAD (LATENT > 256 ? 5 : 8)
-#endif
-#ifndef P_AHEAD
-#define P_AHEAD 3
-#endif
-constexpr int BUFFERS = TILES_AHEAD;  // of raw tiles
-constexpr int HANDOVERS = P_AHEAD;           // of probabilities
+constexpr int BUFFERS = LATENT > 256 ? 5 : 8;  // of raw tiles
+constexpr int HANDOVERS = 3;                   // of probabilities
 constexpr int RAW_BOX_BYTES = TILE_TOKENS * BOX_COLUMNS;
+constexpr int QUERY_BOXES = 4;  // of the queries that are in shared memory: the registers do not hold all of them
 
 // What a tile ends.
 enum End : int { NOTHING_ENDS, WHOLE_PIECE_ENDS, PART_ENDS, ALL_ENDS };
@@ -31,6 +26,7 @@ struct Handover {
 struct Shared {
     alignas(1024) char p[HANDOVERS][BOX_BYTES];
     alignas(1024) char kv[BUFFERS][BOXES][RAW_BOX_BYTES];
+    alignas(1024) char q[QUERY_BOXES][RAW_BOX_BYTES];
     Handover handover[HANDOVERS];
     alignas(8) uint64_t full[BUFFERS];
     alignas(8) uint64_t empty[BUFFERS];

@@ -8,44 +8,114 @@ namespace paged_mla_decode {
 
 constexpr int DEPTH_STEP = 32;  // of an e4m3 product
 constexpr int DEPTH_STEPS = (LATENT + BOX_COLUMNS) / DEPTH_STEP;
+constexpr int SHARED_STEPS = QUERY_BOXES * BOX_COLUMNS / DEPTH_STEP;
+constexpr int SCORING_BARRIER = 2;
 
-using Queries = uint32_t[DEPTH_STEPS][4];
+using Queries = uint32_t[DEPTH_STEPS - SHARED_STEPS][4];
+
+// Row R of a request is head R % heads of its query token R / heads; rows past the last are zero. The first columns go to
+// shared memory: a thread has 16 bytes of every eighth row.
+DEVICE void copy_queries(const Params& p, const Piece& piece, Shared& shared) {
+    constexpr int CHUNKS = QUERY_BOXES * BOX_COLUMNS / 16, STEP = WARPGROUP / CHUNKS;
+    static_assert(STEP == 8);
+    const int thread = threadIdx.x % WARPGROUP, chunk = thread % CHUNKS, first = thread / CHUNKS;
+    const int token = (piece.row_tile * ROWS + first) / p.heads;
+    int head = piece.row_tile * ROWS + first - token * p.heads;
+    const char* const q = static_cast<const char*>(p.q);
+    const char* source = q + (piece.first_query + token) * p.q_token_stride + head * p.q_head_stride + chunk * 16;
+    const int64_t to_token = p.q_token_stride - p.heads * p.q_head_stride;
+    const uint32_t place = shared_address(shared.q[chunk / 4]) + first * BOX_COLUMNS + ((chunk % 4) ^ (first / 2 % 4)) * 16;
+#pragma unroll 1
+    for (int row = first; row < ROWS; row += STEP) {
+        const bool exists = row < piece.rows;
+        copy_16_bytes_or_zeros(place + (row - first) * BOX_COLUMNS, exists ? source : q, exists ? 16 : 0);
+        source += STEP * p.q_head_stride;
+        for (head += STEP; head >= p.heads; head -= p.heads) source += to_token;
+    }
+}
 
 DEVICE uint32_t load_word(const char* address) { return *reinterpret_cast<const uint32_t*>(address); }
 
-// Row R of a request is head R % heads of its query token R / heads; rows past the last are zero.
-DEVICE void load_queries(const Params& p, const Piece& piece, int row, Queries& q) {
+// The others to registers.
+DEVICE void load_queries(const Params& p, const Piece& piece, Shared& shared, int row, Queries& q) {
+    named_barrier_sync<WARPGROUP>(SCORING_BARRIER);  // no warp multiplies the last piece's any more
+    copy_queries(p, piece, shared);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int own = row + 8 * half;
         const bool exists = own < piece.rows;
-        const char* source = static_cast<const char*>(p.q) + threadIdx.x % 4 * 4;
+        const char* source = static_cast<const char*>(p.q) + SHARED_STEPS * DEPTH_STEP + threadIdx.x % 4 * 4;
         source += row_offset(piece, exists ? own : 0, p.heads, p.q_token_stride, p.q_head_stride);
 #pragma unroll
-        for (int step = 0; step < DEPTH_STEPS; ++step) {
+        for (int step = 0; step < DEPTH_STEPS - SHARED_STEPS; ++step) {
             q[step][half] = exists ? load_word(source + step * DEPTH_STEP) : 0;
             q[step][2 + half] = exists ? load_word(source + step * DEPTH_STEP + DEPTH_STEP / 2) : 0;
         }
     }
+    wait_for_copies();
+    fence_async_proxy();
+    named_barrier_sync<WARPGROUP>(SCORING_BARRIER);
 }
 
-DEVICE void multiply_keys(Shared& shared, const Queries& q, const Ring<BUFFERS>& tiles, Scores& s) {
-    wait_barrier(shared.full[tiles.at], tiles.phase);
+// S = Q K^T of the next tile, under way when this returns. Past the last one it is of whatever lies there: nobody looks.
+DEVICE void multiply_keys(Shared& shared, const Queries& q, Ring<BUFFERS>& tiles, bool exists, Scores& s) {
+    if (exists) wait_barrier(shared.full[tiles.at], tiles.phase);
+    const uint64_t queries = depth_major_operand<BOX_COLUMNS>(shared_address(shared.q[0]));
     const uint64_t keys = depth_major_operand<BOX_COLUMNS>(uniform(shared_address(shared.kv[tiles.at])));
     wgmma_fence();
-    wgmma_e4m3<false>(s, q[0], keys);
+    wgmma_e4m3<false>(s, queries, keys);
 #pragma unroll
-    for (int step = 1; step < DEPTH_STEPS; ++step)
-        wgmma_e4m3<true>(s, q[step], advance_operand(keys, step / 2 * RAW_BOX_BYTES + step % 2 * DEPTH_STEP));
+    for (int step = 1; step < DEPTH_STEPS; ++step) {
+        const uint32_t offset = step / 2 * RAW_BOX_BYTES + step % 2 * DEPTH_STEP;
+        if (step < SHARED_STEPS)
+            wgmma_e4m3<true>(s, advance_operand(queries, offset), advance_operand(keys, offset));
+        else
+            wgmma_e4m3<true>(s, q[step - SHARED_STEPS], advance_operand(keys, offset));
+    }
     wgmma_commit();
+    if (exists) tiles.next();
 }
 
-// Maxima that scores exceed too far follow them. The other warpgroups rescale what they have by the factors.
-DEVICE void raise_maxima(Handover& to, int row, float (&top)[2], Rows& rows) {
+// The tile's scores are there, and its keys are needed no more.
+DEVICE void finish_keys(Shared& shared, Ring<BUFFERS>& tiles, bool exists, Scores& s) {
+    wgmma_wait<0>();
+    hold_registers(s);
+    if (!exists) return;
+    arrive_for_warp(shared.empty[tiles.at]);
+    tiles.next();
+}
+
+// P = 2^(scaled S - maximum), to where the next product reads it. Returns the sums over the thread's columns.
+DEVICE float2 write_probabilities(uint32_t place, const Scores& s, float scale, const Rows& rows) {
+    float part[4] = {};
+    Probabilities probability;
+#pragma unroll
+    for (int step = 0; step < TILE_TOKENS / 16; ++step) {
+#pragma unroll
+        for (int i = 0; i < 8; i += 2) {
+            const float low = exp2_approximate(fmaf(s[step * 8 + i], scale, -rows.maximum[i / 2 % 2]));
+            const float high = exp2_approximate(fmaf(s[step * 8 + i + 1], scale, -rows.maximum[i / 2 % 2]));
+            part[i % 4] += low, part[i % 4 + 1] += high;
+            probability[step][i / 2] = pack_fp16(low, high);
+        }
+    }
+#pragma unroll
+    for (int step = 0; step < TILE_TOKENS / 16; ++step) store_matrix_x4(place ^ step * 32, probability[step]);
+    return make_float2(part[0] + part[1], part[2] + part[3]);
+}
+
+// A maximum follows when a thread's 16 probabilities of a row add up to more than that: then one of them, at least, exceeds
+// the maximum by the excess (of base-2 exponents) that makes it follow.
+constexpr float MOST_SUM = 128.f, EXCESS = 3.f;
+
+// The maxima of rows whose scores exceed them follow. The others rescale what they have by the factors.
+DEVICE void raise_maxima(Handover& to, int row, const Scores& s, float scale, Rows& rows) {
+    const float scales[2] = {scale, scale};
+    float top[2];
+    row_maxima(s, scales, top);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        for (int step = 1; step < 4; step *= 2) top[i] = fmaxf(top[i], __shfl_xor_sync(~0u, top[i], step));
-        const float maximum = next_maximum(rows.maximum[i], top[i]);
+        const float maximum = top[i] > rows.maximum[i] + EXCESS ? top[i] : rows.maximum[i];
         const float factor = exp2_approximate(rows.maximum[i] - maximum);
         rows.maximum[i] = maximum;
         rows.sum[i] *= factor;
@@ -53,19 +123,19 @@ DEVICE void raise_maxima(Handover& to, int row, float (&top)[2], Rows& rows) {
     }
 }
 
-// P of a tile. Lanes compare the maxima of their scores only when one of them exceeds its row's too far, which is seldom.
-DEVICE void hand_probabilities(Shared& shared, int at, bool first, int row, Scores& s, const float (&scale)[2], Rows& rows) {
-    Handover& to = shared.handover[at];
-    float top[2];
-    thread_maxima(s, scale, top);
-    const bool grown = __any_sync(~0u, exceeds(top[0], rows.maximum[0]) || exceeds(top[1], rows.maximum[1]));
-    if (grown) raise_maxima(to, row, top, rows);
-    if (threadIdx.x % 32 == 0) to.grown[threadIdx.x % WARPGROUP / 32] = grown && !first;
-    Probabilities probability;
-    exponentiate(s, scale, rows, probability);
+// P of a tile: with the maxima of earlier tiles, and again where the sums tell that one has to follow. That is seldom, and to
+// compare maxima each time would take about as long as P.
+DEVICE void hand_probabilities(Shared& shared, int at, bool first, int row, const Scores& s, float scale, Rows& rows) {
     const uint32_t place = fragment_place(shared_address(shared.p[at]), 0);
-#pragma unroll
-    for (int step = 0; step < TILE_TOKENS / 16; ++step) store_matrix_x4(place ^ step * 32, probability[step]);
+    Handover& to = shared.handover[at];
+    float2 sum = write_probabilities(place, s, scale, rows);
+    const bool grown = __any_sync(~0u, sum.x > MOST_SUM || sum.y > MOST_SUM);
+    if (grown) {
+        raise_maxima(to, row, s, scale, rows);
+        sum = write_probabilities(place, s, scale, rows);
+    }
+    rows.sum[0] += sum.x, rows.sum[1] += sum.y;
+    if (threadIdx.x % 32 == 0) to.grown[threadIdx.x % WARPGROUP / 32] = grown && !first;
 }
 
 // With the last tile of a piece: what becomes of its rows.
@@ -95,9 +165,8 @@ DEVICE void score(const Params& p, const Share& share, Shared& shared) {
     const int row = threadIdx.x % WARPGROUP / 32 * 16 + threadIdx.x % 32 / 4;  // the first of the thread's two
     const float* scale_factor = static_cast<const float*>(p.softmax_scale_device);
     const float given = scale_factor == nullptr ? p.softmax_scale_log2 : p.softmax_scale_log2 * *scale_factor;
-    const float magnitude = fmaxf(fabsf(given), 1e-30f);  // 0 x -inf is NaN
-    const float scale[2] = {magnitude, magnitude};
-    Ring<BUFFERS> tiles;
+    const float scale = fmaxf(fabsf(given), 1e-30f);  // 0 x -inf is NaN
+    Ring<BUFFERS> begun, finished;
     Ring<HANDOVERS> handovers;
     const auto hand_over = [&](int valid, End end) {
         Handover& to = shared.handover[handovers.at];
@@ -111,7 +180,7 @@ DEVICE void score(const Params& p, const Share& share, Shared& shared) {
     Piece piece;
     while (walker.next(piece)) {
         Queries q;
-        load_queries(p, piece, row, q);
+        load_queries(p, piece, shared, row, q);
         Rows rows;
         for (int i = 0; i < 2; ++i) {
             rows.visible[i] = visible_drafts(p, piece, row + 8 * i);
@@ -119,18 +188,26 @@ DEVICE void score(const Params& p, const Share& share, Shared& shared) {
             rows.sum[i] = 0.f;
         }
         const int last = piece.first + piece.steps();
-#pragma unroll 1
-        for (int tile = piece.first; tile < last; ++tile) {
-            Scores s;
-            multiply_keys(shared, q, tiles, s);
-            wgmma_wait<0>();
-            hold_registers(s);
-            arrive_for_warp(shared.empty[tiles.at]);
-            tiles.next();
+        const auto hand_over_tile = [&](int tile, Scores& s) {
             mask_scores(piece, tile, rows, given < 0.f, s);
             wait_barrier(shared.p_empty[handovers.at], handovers.phase ^ 1);
             hand_probabilities(shared, handovers.at, tile == piece.first, row, s, scale, rows);
             if (tile + 1 < last) hand_over(TILE_TOKENS, NOTHING_ENDS);
+        };
+        Scores even, odd;
+        if (last > piece.first) {
+            multiply_keys(shared, q, begun, true, even);
+            finish_keys(shared, finished, true, even);
+        }
+#pragma unroll 1
+        for (int tile = piece.first; tile < last; tile += 2) {
+            multiply_keys(shared, q, begun, tile + 1 < last, odd);
+            hand_over_tile(tile, even);
+            finish_keys(shared, finished, tile + 1 < last, odd);
+            if (tile + 1 >= last) break;
+            multiply_keys(shared, q, begun, tile + 2 < last, even);
+            hand_over_tile(tile + 1, odd);
+            finish_keys(shared, finished, tile + 2 < last, even);
         }
         if (last == piece.first) wait_barrier(shared.p_empty[handovers.at], handovers.phase ^ 1);
         end_rows(p, piece, shared.handover[handovers.at], row, rows);

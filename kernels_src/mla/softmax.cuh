@@ -42,27 +42,21 @@ DEVICE void mask_scores(const Piece& piece, int tile, const Rows& rows, bool neg
     }
 }
 
-// The largest of the thread's of each row, scaled.
-DEVICE void thread_maxima(const Scores& s, const float (&scale)[2], float (&top)[2]) {
+// The largest of each row, scaled.
+DEVICE void row_maxima(const Scores& s, const float (&scale)[2], float (&top)[2]) {
     float part[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) part[i] = fmaxf(s[i], s[i + 4]);
 #pragma unroll
     for (int i = 8; i < TILE_TOKENS / 2; ++i) part[i % 4] = fmaxf(part[i % 4], s[i]);
-    for (int i = 0; i < 2; ++i) top[i] = fmaxf(part[2 * i], part[2 * i + 1]) * scale[i];
-}
-
-// The largest of the rows.
-DEVICE void row_maxima(const Scores& s, const float (&scale)[2], float (&top)[2]) {
-    thread_maxima(s, scale, top);
+    for (int i = 0; i < 2; ++i) top[i] = fmaxf(part[2 * i], part[2 * i + 1]);
 #pragma unroll
     for (int step = 1; step < 4; step *= 2)
         for (int i = 0; i < 2; ++i) top[i] = fmaxf(top[i], __shfl_xor_sync(~0u, top[i], step));
+    for (int i = 0; i < 2; ++i) top[i] *= scale[i];
 }
 
-DEVICE bool exceeds(float top, float maximum) { return top > maximum + MAXIMUM_SLACK; }
-
-DEVICE float next_maximum(float maximum, float top) { return exceeds(top, maximum) ? top : maximum; }
+DEVICE float next_maximum(float maximum, float top) { return top > maximum + MAXIMUM_SLACK ? top : maximum; }
 
 // P = 2^(scaled S - maximum) as the A operand of the second product; adds it to the rows' sums.
 DEVICE void exponentiate(Scores& s, const float (&scale)[2], Rows& rows, Probabilities& probability) {

@@ -9,10 +9,7 @@ constexpr int CHUNK = 16;  // columns that a warp gives to a product; the warps 
 constexpr int WARP_COLUMNS = HALF_COLUMNS / (WARPGROUP / 32);
 constexpr int CHUNK_PAIRS = WARP_COLUMNS / CHUNK / 2;
 constexpr int PRODUCTS = TILE_TOKENS / 16 * CHUNK_PAIRS * 2;
-#ifndef FLIGHT
-#define FLIGHT 3
-#endif
-constexpr int IN_FLIGHT = FLIGHT;
+constexpr int IN_FLIGHT = 3;
 
 // A thread has columns 2 (lane / 4) + {0, 1} of each chunk and rows 8 j + 2 (lane % 4) + {0, 1}:
 // out[chunk * 32 + 4 j + 2 * column + row].
@@ -68,6 +65,7 @@ DEVICE void load_first_values(Shared& shared, const Ring<BUFFERS>& tiles, uint32
     load_values(raw, place + shared_address(shared.kv[tiles.at]), 0);
 }
 
+// Columns of `chunk` of each warp.
 DEVICE void multiply(Output& out, int chunk, const uint32_t (&a)[4], uint64_t p) {
     if (chunk == 0) wgmma<true, false, true, 0, 64>(out, a, p);
     if (chunk == 1) wgmma<true, false, true, 64, 64>(out, a, p);
@@ -138,7 +136,8 @@ DEVICE void write_part(const Params& p, const Handover& from, const Output& out)
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const int low = chunk * 32 + 8 * rows + i, high = low + 4;
-                target[chunk * 2 * WARPGROUP + rows * 32 + i * 4] = make_float4(out[low], out[low + 2], out[high], out[high + 2]);
+                target[chunk * 2 * WARPGROUP + rows * 32 + i * 4] =
+                    make_float4(out[low], out[low + 2], out[high], out[high + 2]);
             }
     }
 }
