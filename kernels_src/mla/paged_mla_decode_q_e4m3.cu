@@ -82,10 +82,13 @@ extern "C" __global__ void __launch_bounds__(paged_mla_decode::THREADS, 1)
     } else if (warpgroup == CONSUMERS / WARPGROUP) {
         take_registers<SCORING_REGISTERS>();
         score(p, share, shared);
+        if (blockIdx.x == 0) report_lengths(p);
     } else {
         give_registers<LOADING_REGISTERS>();
-        if (threadIdx.x < THREADS - WARPGROUP + 32) load_tiles(p, share, shared);
-        allow_next_grid();
+        if (threadIdx.x < THREADS - WARPGROUP + 32) {
+            load_tiles(p, share, shared);
+            allow_next_grid();
+        }
         if (blockIdx.x == 0) report_lengths(p);
     }
 }

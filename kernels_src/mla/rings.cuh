@@ -17,10 +17,10 @@ struct Handover {
     alignas(16) uint32_t grown[4];  // by its warps: whether a maximum of theirs has grown
     int valid;                      // keys of the tile; 0: no tile, the request has none
     End end;
-    int slot, rows, counter;   // of a part
+    int slot, rows, counter;         // of a part
     alignas(16) float factor[ROWS];  // by which outputs so far are to be multiplied if a maximum has grown
-    float factor_out[ROWS];    // of a whole piece: that of its rows' outputs,
-    int64_t offset_out[ROWS];  // and where they go; -1: there is no such row
+    float factor_out[ROWS];          // of a whole piece: that of its rows' outputs,
+    int64_t offset_out[ROWS];        // and where they go; -1: there is no such row
 };
 
 struct Shared {

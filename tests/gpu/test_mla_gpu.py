@@ -27,7 +27,7 @@ TYPES = {
     "e4m3 cache": {"kv_dtype": "e4m3"},
     "e4m3": {"kv_dtype": "e4m3", "q_dtype": "e4m3"},
 }
-MODES = {"default": False, "invariant": True}
+MODES = {"default": {}, "invariant": {"batch_invariant": True}, "e4m3": TYPES["e4m3"]}
 
 
 @pytest.fixture
@@ -214,7 +214,7 @@ def test_lengths_are_clamped_and_reported(
     runtime: Runtime, rng: np.random.Generator, lengths: tuple[int, ...], words: str, mode: str
 ) -> None:
     clamped = tuple(min(max(n, 0), SMALL.max_seq_len) for n in lengths)
-    with mla_on_device(runtime, replace(SMALL, lengths=clamped, batch_invariant=MODES[mode]), rng) as case:
+    with mla_on_device(runtime, replace(SMALL, lengths=clamped, **MODES[mode]), rng) as case:
         case.driver.copy_to_device(case.tensors[3].pointer, np.asarray(lengths, dtype=np.int32))
         assert_reported(case, words)
         case.assert_right()
@@ -225,7 +225,7 @@ def test_lengths_are_clamped_and_reported(
 def test_page_ids_outside_the_pool_are_never_followed(
     runtime: Runtime, rng: np.random.Generator, page: int | str, mode: str
 ) -> None:
-    wanted = replace(SMALL, q_len=2, batch_invariant=MODES[mode])
+    wanted = replace(SMALL, q_len=2, **MODES[mode])
     with mla_on_device(runtime, wanted, rng) as case:
         table = case.host.page_table.copy()
         table[0, 1] = table[1, 0] = len(case.host.pool) if isinstance(page, str) else page
@@ -234,7 +234,7 @@ def test_page_ids_outside_the_pool_are_never_followed(
         # The other requests are what they are.
         out, lse = case.result()
         want, want_lse = case.expected
-        assert_close(wanted, (out[4:], lse[4:]), (want[4:], want_lse[4:]))
+        assert_close(wanted, (out[4:], lse[4:]), (want[4:], want_lse[4:]), wanted.of_scores)
 
 
 @pytest.mark.parametrize("mode", list(MODES))
@@ -252,7 +252,7 @@ def test_page_ids_outside_the_pool_are_never_followed(
 def test_query_sums_are_clamped_and_reported(
     runtime: Runtime, rng: np.random.Generator, sums: tuple[int, ...], mode: str
 ) -> None:
-    with mla_on_device(runtime, replace(RAGGED, batch_invariant=MODES[mode]), rng) as case:
+    with mla_on_device(runtime, replace(RAGGED, **MODES[mode]), rng) as case:
         cu = case.options["q_cu_seq_lens"].pointer
         case.driver.copy_to_device(cu, np.asarray(sums, dtype=np.int32))
         assert_reported(case, "q_cu_seq_lens|quer")
