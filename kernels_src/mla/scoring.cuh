@@ -57,32 +57,29 @@ DEVICE void load_queries(const Params& p, const Piece& piece, Shared& shared, in
     named_barrier_sync<WARPGROUP>(SCORING_BARRIER);
 }
 
-// S = Q K^T of the next tile, under way when this returns. Past the last one it is of whatever lies there: nobody looks.
-DEVICE void multiply_keys(Shared& shared, const Queries& q, Ring<BUFFERS>& tiles, bool exists, Scores& s) {
-    if (exists) wait_barrier(shared.full[tiles.at], tiles.phase);
+// One half of the depth of S = Q K^T of the next tile, under way when this returns. The halves are added in fp32: tensor cores
+// drop low bits of e4m3 products, and more of them the larger the sum. Past the last tile there is whatever lies there, and
+// nobody looks.
+template <int HALF>
+DEVICE void multiply_keys(Shared& shared, const Queries& q, const Ring<BUFFERS>& tiles, Scores& s) {
+    constexpr int FIRST = HALF * (DEPTH_STEPS / 2), LAST = FIRST + DEPTH_STEPS / 2;
     const uint64_t queries = depth_major_operand<BOX_COLUMNS>(shared_address(shared.q[0]));
     const uint64_t keys = depth_major_operand<BOX_COLUMNS>(uniform(shared_address(shared.kv[tiles.at])));
     wgmma_fence();
-    wgmma_e4m3<false>(s, queries, keys);
 #pragma unroll
-    for (int step = 1; step < DEPTH_STEPS; ++step) {
+    for (int step = FIRST; step < LAST; ++step) {
         const uint32_t offset = step / 2 * RAW_BOX_BYTES + step % 2 * DEPTH_STEP;
-        if (step < SHARED_STEPS)
-            wgmma_e4m3<true>(s, advance_operand(queries, offset), advance_operand(keys, offset));
+        const uint64_t b = advance_operand(keys, offset);
+        if (step < SHARED_STEPS && step == FIRST)
+            wgmma_e4m3<false>(s, advance_operand(queries, offset), b);
+        else if (step < SHARED_STEPS)
+            wgmma_e4m3<true>(s, advance_operand(queries, offset), b);
+        else if (step == FIRST)
+            wgmma_e4m3<false>(s, q[max(step - SHARED_STEPS, 0)], b);
         else
-            wgmma_e4m3<true>(s, q[step - SHARED_STEPS], advance_operand(keys, offset));
+            wgmma_e4m3<true>(s, q[max(step - SHARED_STEPS, 0)], b);
     }
     wgmma_commit();
-    if (exists) tiles.next();
-}
-
-// The tile's scores are there, and its keys are needed no more.
-DEVICE void finish_keys(Shared& shared, Ring<BUFFERS>& tiles, bool exists, Scores& s) {
-    wgmma_wait<0>();
-    hold_registers(s);
-    if (!exists) return;
-    arrive_for_warp(shared.empty[tiles.at]);
-    tiles.next();
 }
 
 // P = 2^(scaled S - maximum), to where the next product reads it. Returns the sums over the thread's columns.
@@ -166,7 +163,7 @@ DEVICE void score(const Params& p, const Share& share, Shared& shared) {
     const float* scale_factor = static_cast<const float*>(p.softmax_scale_device);
     const float given = scale_factor == nullptr ? p.softmax_scale_log2 : p.softmax_scale_log2 * *scale_factor;
     const float scale = fmaxf(fabsf(given), 1e-30f);  // 0 x -inf is NaN
-    Ring<BUFFERS> begun, finished;
+    Ring<BUFFERS> tiles;
     Ring<HANDOVERS> handovers;
     const auto hand_over = [&](int valid, End end) {
         Handover& to = shared.handover[handovers.at];
@@ -188,27 +185,37 @@ DEVICE void score(const Params& p, const Share& share, Shared& shared) {
             rows.sum[i] = 0.f;
         }
         const int last = piece.first + piece.steps();
-        const auto hand_over_tile = [&](int tile, Scores& s) {
+        Scores s, half;
+        const auto begin_tile = [&](bool exists) {
+            if (exists) wait_barrier(shared.full[tiles.at], tiles.phase);
+            multiply_keys<0>(shared, q, tiles, half);
+        };
+        const auto finish_tile = [&] {
+            multiply_keys<1>(shared, q, tiles, s);
+            wgmma_wait<0>();
+            hold_registers(half);
+            hold_registers(s);
+#pragma unroll
+            for (int i = 0; i < TILE_TOKENS / 2; ++i) s[i] += half[i];
+            arrive_for_warp(shared.empty[tiles.at]);
+            tiles.next();
+        };
+        if (last > piece.first) {
+            begin_tile(true);
+            finish_tile();
+        }
+#pragma unroll 1
+        for (int tile = piece.first; tile < last; ++tile) {
+            begin_tile(tile + 1 < last);
             mask_scores(piece, tile, rows, given < 0.f, s);
             wait_barrier(shared.p_empty[handovers.at], handovers.phase ^ 1);
             hand_probabilities(shared, handovers.at, tile == piece.first, row, s, scale, rows);
-            if (tile + 1 < last) hand_over(TILE_TOKENS, NOTHING_ENDS);
-        };
-        Scores even, odd;
-        if (last > piece.first) {
-            multiply_keys(shared, q, begun, true, even);
-            finish_keys(shared, finished, true, even);
+            if (tile + 1 == last) break;
+            hand_over(TILE_TOKENS, NOTHING_ENDS);
+            finish_tile();
         }
-#pragma unroll 1
-        for (int tile = piece.first; tile < last; tile += 2) {
-            multiply_keys(shared, q, begun, tile + 1 < last, odd);
-            hand_over_tile(tile, even);
-            finish_keys(shared, finished, tile + 1 < last, odd);
-            if (tile + 1 >= last) break;
-            multiply_keys(shared, q, begun, tile + 2 < last, even);
-            hand_over_tile(tile + 1, odd);
-            finish_keys(shared, finished, tile + 2 < last, even);
-        }
+        wgmma_wait<0>();
+        hold_registers(half);
         if (last == piece.first) wait_barrier(shared.p_empty[handovers.at], handovers.phase ^ 1);
         end_rows(p, piece, shared.handover[handovers.at], row, rows);
         hand_over(last > piece.first ? piece.valid(last - 1) : 0, piece.whole() ? WHOLE_PIECE_ENDS : PART_ENDS);
