@@ -2,7 +2,7 @@
 // paged_mla_decode.cu.
 //
 //   loading warp             page table --> bulk tensor copies --> a ring of raw tiles of 64 keys, LATENT / 64 + 1 boxes
-//   scoring warpgroup        S = Q K^T, e4m3 by e4m3, as both lie in memory: of the next tile while this one's
+//   scoring warpgroup        S = Q K^T, e4m3 by e4m3 as they are, of the next tile's columns the first half while this tile's
 //                            P = softmax, fp16 --> a ring in shared memory
 //   two output warpgroups    O^T += V^T P^T, fp16 by fp16, half of the columns each: V^T goes from the tile to registers,
 //                            transposed by ldmatrix and converted there

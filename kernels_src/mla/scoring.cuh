@@ -57,9 +57,8 @@ DEVICE void load_queries(const Params& p, const Piece& piece, Shared& shared, in
     named_barrier_sync<WARPGROUP>(SCORING_BARRIER);
 }
 
-// One half of the depth of S = Q K^T of the next tile, under way when this returns. The halves are added in fp32: tensor cores
-// drop low bits of e4m3 products, and more of them the larger the sum. Past the last tile there is whatever lies there, and
-// nobody looks.
+// S = Q K^T over half of the depth, under way when this returns. The halves are added in fp32: tensor cores drop low bits of
+// e4m3 products, and more of them the larger the sum is.
 template <int HALF>
 DEVICE void multiply_keys(Shared& shared, const Queries& q, const Ring<BUFFERS>& tiles, Scores& s) {
     constexpr int FIRST = HALF * (DEPTH_STEPS / 2), LAST = FIRST + DEPTH_STEPS / 2;
@@ -186,6 +185,7 @@ DEVICE void score(const Params& p, const Share& share, Shared& shared) {
         }
         const int last = piece.first + piece.steps();
         Scores s, half;
+        // Past the last tile there is whatever lies there, and nobody looks.
         const auto begin_tile = [&](bool exists) {
             if (exists) wait_barrier(shared.full[tiles.at], tiles.phase);
             multiply_keys<0>(shared, q, tiles, half);
