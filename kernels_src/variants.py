@@ -276,17 +276,30 @@ def _streaming_read(sm: str) -> Variant:
     )
 
 
-def _paged_mla_decode(dtype: str, latent: int) -> Variant:
+def _mla_shared_bytes(latent: int, narrow: bool) -> int:
+    """What ``Shared`` of mla/buffers.cuh needs, which asserts that it fits."""
     box = 64 * 128
     boxes = latent // 64 + 1
     # Queries and two buffers of keys in boxes of 64 x 64, maxima and sums of two warpgroups, barriers, the CTA's share;
-    # bf16: a box for P; e4m3: two raw boxes, their barriers, a power of two a row. The source asserts that it fits.
+    # bf16: a box for P; e4m3: two raw boxes, their barriers, a power of two a row.
     shared = 3 * boxes * box + 4 * 64 * 4 + (2 * boxes + 2 * 5 + 2) * 8 + 32
+    return shared + (2 * box // 2 + 2 * 8 + 64 * 4 + 512 if narrow else box)
+
+
+def _mla_ring_bytes(latent: int) -> int:
+    """The same of mla/rings.cuh."""
+    tiles, probabilities = 5 if latent > 256 else 8, 3
+    # Raw tiles, probabilities and what is said with them, their barriers, four boxes of queries, the CTA's share.
+    rings = tiles * (64 * (latent + 64) + 16) + probabilities * (64 * 128 + 64 * 16 + 48 + 16)
+    return rings + 4 * 64 * 64 + 40
+
+
+def _paged_mla_decode(dtype: str, latent: int, q_e4m3: bool = False) -> Variant:
     narrow = dtype == "e4m3"
-    shared += 2 * box // 2 + 2 * 8 + 64 * 4 + 128 if narrow else box
+    shared = _mla_ring_bytes(latent) if q_e4m3 else _mla_shared_bytes(latent, narrow)
     return Variant(
-        source="mla/paged_mla_decode.cu",
-        symbol=f"paged_mla_decode_{dtype}_latent{latent}",
+        source=f"mla/paged_mla_decode{'_q_e4m3' if q_e4m3 else ''}.cu",
+        symbol=f"paged_mla_decode_{dtype}{'_q_e4m3' if q_e4m3 else ''}_latent{latent}",
         sm="90a",
         operation="paged_mla_decode",
         struct="PagedMlaDecodeParams",
@@ -294,7 +307,7 @@ def _paged_mla_decode(dtype: str, latent: int) -> Variant:
         shared_bytes=-(-shared // 1024) * 1024,
         traits={
             "dtype": dtype,
-            "q_dtypes": "bf16,e4m3" if narrow else "bf16",
+            "q_dtypes": "e4m3" if q_e4m3 else "bf16",
             "latent": latent,
             "rope": 64,
             "rows": 64,
@@ -311,4 +324,5 @@ VARIANTS: tuple[Variant, ...] = (
     *(_lse_from_statistics(sm) for sm in _FOLLOWING_SMS),
     _streaming_read("90a"),
     *(_paged_mla_decode(dtype, latent) for dtype in ("bf16", "e4m3") for latent in (512, 256)),
+    *(_paged_mla_decode("e4m3", latent, q_e4m3=True) for latent in (512, 256)),
 )

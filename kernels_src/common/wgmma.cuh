@@ -195,3 +195,11 @@ DEVICE void wgmma_e4m3(float (&d)[N], const uint32_t (&a)[4], uint64_t b) {
                      : WGMMA_CELLS_64(d, 0)
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(ADD ? 1 : 0));
 }
+
+// Likewise 64 columns, with a depth-major in shared memory too.
+template <bool ADD>
+DEVICE void wgmma_e4m3(float (&d)[32], uint64_t a, uint64_t b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {" WGMMA_NAMES_32 "}, %32, %33, %34, 1, 1;"
+                 : WGMMA_CELLS_32(d, 0)
+                 : "l"(a), "l"(b), "n"(ADD ? 1 : 0));
+}

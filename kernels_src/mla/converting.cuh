@@ -1,5 +1,6 @@
-// A cache of e4m3: one warp brings raw tiles, the others bring the queries and convert both to fp16.
+// A cache of e4m3 beside queries of bf16: one warp brings raw tiles, the others bring the queries and convert both to fp16.
 #pragma once
+#include "buffers.cuh"
 #include "loading.cuh"
 
 namespace paged_mla_decode {
@@ -66,8 +67,9 @@ DEVICE void convert_boxes(Shared& shared, int b, int thread) {
     static_assert(!OVER_RAW || ROUNDS <= AT_ONCE);
     // A thread's chunks are LOADERS apart, a multiple of 32: their rows differ by multiples of 8, their swizzle does not.
     static_assert(LOADERS % 32 == 0);
-    const uint32_t raw = raw_box(shared, b, FIRST) + thread * 16;
-    const uint32_t raw_rope = raw_box(shared, b, ROPE_BOX) + (thread - (ROPE_BOX - FIRST) * BOX_CHUNKS) * 16;
+    const uint32_t raw_chunk = (thread ^ (thread / 8 % 4)) * 16;
+    const uint32_t raw = raw_box(shared, b, FIRST) + raw_chunk;
+    const uint32_t raw_rope = raw_box(shared, b, ROPE_BOX) + raw_chunk - (ROPE_BOX - FIRST) * BOX_CHUNKS * 16;
     const uint32_t place = shared_address(shared.kv[b][FIRST]) + thread / 4 * 128 + ((thread % 4 * 2) ^ (thread / 4 % 8)) * 16;
     const auto exists = [&](int i) { return (i + 1) * LOADERS <= CHUNKS_HERE || thread < CHUNKS_HERE - i * LOADERS; };
 #pragma unroll
@@ -111,15 +113,11 @@ DEVICE uint32_t query_place(Shared& shared, int row, int column) {
     return shared_address(shared.q[0]) + column / 8 * BOX_BYTES + row * 128 + ((column % 8) ^ (row % 8)) * 16;
 }
 
-DEVICE void copy_8_bytes_or_zeros(uint32_t destination, const void* source, int size) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(destination), "l"(source), "r"(size) : "memory");
-}
-
 DEVICE float power_of_two(int exponent) { return __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23); }
 
 // A row of bf16 becomes fp16, divided by the power of two that brings its largest magnitude below 2, which the scores of the
-// row are multiplied by; e4m3, 8 bytes in front of each 16, becomes fp16 as it is. Each lane converts what it copied.
-DEVICE void convert_query(Shared& shared, int row, bool e4m3) {
+// row are multiplied by. Each lane converts what it copied.
+DEVICE void convert_query(Shared& shared, int row) {
     constexpr int ROUNDS = (CHUNKS + 31) / 32;
     const int lane = threadIdx.x % 32;
     uint4 own[ROUNDS];
@@ -128,27 +126,24 @@ DEVICE void convert_query(Shared& shared, int row, bool e4m3) {
         const int column = lane + i * 32;
         own[i] = column < CHUNKS ? load_shared_16_bytes(query_place(shared, row, column)) : make_uint4(0, 0, 0, 0);
     }
-    int exponent = 0;
-    if (!e4m3) {
-        uint32_t largest = 0;  // magnitudes in both halves: those of bf16 are ordered as integers are
+    uint32_t largest = 0;  // magnitudes in both halves: those of bf16 are ordered as integers are
 #pragma unroll
-        for (int i = 0; i < ROUNDS; ++i) {
-            largest = __vmaxu2(largest, __vmaxu2(own[i].x & 0x7fff7fff, own[i].y & 0x7fff7fff));
-            largest = __vmaxu2(largest, __vmaxu2(own[i].z & 0x7fff7fff, own[i].w & 0x7fff7fff));
-        }
-        largest = __reduce_max_sync(~0u, max(largest & 0xffff, largest >> 16));
-        // At 112 the largest bf16 is just within fp16, and the power is no danger to the softmax scale.
-        if (largest > 0) exponent = min(max(static_cast<int>(largest >> 7) - 127, -100), 112);
+    for (int i = 0; i < ROUNDS; ++i) {
+        largest = __vmaxu2(largest, __vmaxu2(own[i].x & 0x7fff7fff, own[i].y & 0x7fff7fff));
+        largest = __vmaxu2(largest, __vmaxu2(own[i].z & 0x7fff7fff, own[i].w & 0x7fff7fff));
     }
+    largest = __reduce_max_sync(~0u, max(largest & 0xffff, largest >> 16));
+    // At 112 the largest bf16 is just within fp16, and the power is no danger to the softmax scale.
+    const int exponent = largest > 0 ? min(max(static_cast<int>(largest >> 7) - 127, -100), 112) : 0;
     const float factor = power_of_two(-exponent);
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
         const int column = lane + i * 32;
         if (column >= CHUNKS) break;
         const uint4 v = own[i];
-        const uint2 a = e4m3 ? fp16_of_e4m3(v.x) : make_uint2(fp16_of_bf16(v.x, factor), fp16_of_bf16(v.y, factor));
-        const uint2 c = e4m3 ? fp16_of_e4m3(v.y) : make_uint2(fp16_of_bf16(v.z, factor), fp16_of_bf16(v.w, factor));
-        store_shared_16_bytes(query_place(shared, row, column), make_uint4(a.x, a.y, c.x, c.y));
+        store_shared_16_bytes(query_place(shared, row, column),
+                              make_uint4(fp16_of_bf16(v.x, factor), fp16_of_bf16(v.y, factor), fp16_of_bf16(v.z, factor),
+                                         fp16_of_bf16(v.w, factor)));
     }
     if (lane == 0) shared.q_power[row] = power_of_two(exponent);
 }
@@ -156,28 +151,22 @@ DEVICE void convert_query(Shared& shared, int row, bool e4m3) {
 // Rows as in copy_queries, raw, then converted. A warp takes every LOADERS / 32-th; dividing once, it walks on from there.
 DEVICE void load_rows(const Params& p, const Piece& piece, Shared& shared) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - CONSUMERS / 32 - 1;
-    const bool e4m3 = p.q_type == TYPE_E4M3;
-    const int element = e4m3 ? 1 : 2;  // bytes
-    const char* q = static_cast<const char*>(p.q) + piece.first_query * p.q_token_stride * element;
+    const char* q = static_cast<const char*>(p.q) + piece.first_query * p.q_token_stride * 2;
     int token = (piece.row_tile * ROWS + warp) / p.heads;
     int head = (piece.row_tile * ROWS + warp) - token * p.heads;
 #pragma unroll 1
     for (int row = warp; row < ROWS; row += LOADERS / 32) {
         const bool exists = row < piece.rows;
-        const char* source = exists ? q + (token * p.q_token_stride + head * p.q_head_stride) * element : q;
+        const char* source = exists ? q + (token * p.q_token_stride + head * p.q_head_stride) * 2 : q;
 #pragma unroll 1
-        for (int column = lane; column < CHUNKS; column += 32) {
-            if (e4m3)
-                copy_8_bytes_or_zeros(query_place(shared, row, column), source + column * 8, exists ? 8 : 0);
-            else
-                copy_16_bytes_or_zeros(query_place(shared, row, column), source + column * 16, exists ? 16 : 0);
-        }
+        for (int column = lane; column < CHUNKS; column += 32)
+            copy_16_bytes_or_zeros(query_place(shared, row, column), source + column * 16, exists ? 16 : 0);
         head += LOADERS / 32;
         while (head >= p.heads) head -= p.heads, ++token;
     }
     wait_for_copies();
 #pragma unroll 1
-    for (int row = warp; row < ROWS; row += LOADERS / 32) convert_query(shared, row, e4m3);
+    for (int row = warp; row < ROWS; row += LOADERS / 32) convert_query(shared, row);
 }
 
 // The other warps bring the queries and convert what comes raw.

@@ -1,6 +1,9 @@
 // What brings tiles of the cache and queries into shared memory.
 #pragma once
 #include "work.cuh"
+#if !KV_E4M3
+#include "buffers.cuh"
+#endif
 
 namespace paged_mla_decode {
 

@@ -15,11 +15,12 @@ PARAMS = LAYOUTS["PagedMlaDecodeParams"]
 E4M3_KERNELS = tuple(
     replace(
         kernel,
-        name=kernel.name.replace("mla_", "mla_e4m3_"),
-        symbol=kernel.symbol.replace("mla_", "mla_e4m3_"),
-        file=kernel.file.replace("mla_latent", "mla_e4m3_latent"),
-        traits={**kernel.traits, "dtype": "e4m3", "q_dtypes": "bf16,e4m3"},
+        name=kernel.name.replace("mla_", f"mla_{q}_e4m3_"),
+        symbol=kernel.symbol.replace("mla_", f"mla_{q}_e4m3_"),
+        file=kernel.file.replace("mla_latent", f"mla_{q}_e4m3_latent"),
+        traits={**kernel.traits, "dtype": "e4m3", "q_dtypes": q},
     )
+    for q in ("bf16", "e4m3")
     for kernel in KERNELS
 )
 

@@ -22,11 +22,11 @@ extern "C" __global__ void __launch_bounds__(160) KERNEL_NAME(const __grid_const
 MLA_SOURCE = SOURCE.replace("PagedDecodeTmaParams", "PagedMlaDecodeParams")
 
 
-def mla_stub_variant(dtype: str, latent: int) -> Variant:
+def mla_stub_variant(dtype: str, q_dtype: str, latent: int) -> Variant:
     """An MLA kernel for sm_90a with the traits of a real one."""
     return Variant(
         source="mla/stub.cu",
-        symbol=f"stub_paged_mla_decode_{dtype}_latent{latent}",
+        symbol=f"stub_paged_mla_decode_{dtype}_q_{q_dtype}_latent{latent}",
         sm="90a",
         operation="paged_mla_decode",
         struct="PagedMlaDecodeParams",
@@ -34,7 +34,7 @@ def mla_stub_variant(dtype: str, latent: int) -> Variant:
         shared_bytes=102400,
         traits={
             "dtype": dtype,
-            "q_dtypes": "bf16,e4m3" if dtype == "e4m3" else "bf16",
+            "q_dtypes": q_dtype,
             "latent": latent,
             "rope": 64,
             "rows": 64,
@@ -75,6 +75,7 @@ def build_stub_release(folder: Path) -> tuple[Path, Path]:
         (sources / family / "stub.cu").write_text(text)
     variants = [stub_variant(dtype, 128, rows) for dtype in ("bf16", "fp16", "e4m3") for rows in (8, 16)]
     variants += [stub_variant("bf16", 512, 8), stub_variant("bf16", 64, 64)]
-    variants += [mla_stub_variant(dtype, latent) for dtype in ("bf16", "e4m3") for latent in (512, 256)]
+    types = (("bf16", "bf16"), ("e4m3", "bf16"), ("e4m3", "e4m3"))
+    variants += [mla_stub_variant(*own, latent) for own in types for latent in (512, 256)]
     build(folder / "tree", variants, LAYOUTS, find_toolchain(), sources=sources, release=RELEASE_NAME, jobs=2)
     return folder / "tree", pin_release(folder)

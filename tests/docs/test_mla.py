@@ -14,11 +14,12 @@ KERNELS = [variant for variant in VARIANTS if variant.operation == "paged_mla_de
 
 
 def test_it_counts_the_kernels() -> None:
-    assert {(kernel.sm, kernel.traits["dtype"], kernel.traits["latent"]) for kernel in KERNELS} == {
-        ("90a", dtype, latent) for dtype in ("bf16", "e4m3") for latent in (512, 256)
+    types = [("bf16", "bf16"), ("e4m3", "bf16"), ("e4m3", "e4m3")]
+    assert {(k.sm, k.traits["dtype"], k.traits["q_dtypes"], k.traits["latent"]) for k in KERNELS} == {
+        ("90a", *own, latent) for own in types for latent in (512, 256)
     }
-    assert len(KERNELS) == 4
-    assert "Four cubins for SM90a: bf16 and e4m3 caches, 512 and 256 latent columns." in TEXT
+    assert len(KERNELS) == 6
+    assert "Six cubins for SM90a: bf16, an e4m3 cache beside bf16 queries, and e4m3 for both, with 512 and 256" in TEXT
 
 
 def test_it_names_the_bounds_of_a_call() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from decode_compare import score_error
 from decode_masks import mask_words, visible_keys
 from decode_values import KINDS, normal_bits, values_of
 
@@ -70,6 +71,12 @@ class MlaCase:
     @property
     def out_type(self) -> str:
         return self.out_dtype
+
+    @property
+    def of_scores(self) -> float:
+        """What scores may be off by beyond rounding: e4m3 queries and keys are multiplied as they are."""
+        as_they_are = self.q_dtype == self.kv_dtype == "e4m3"
+        return score_error(self.width, self.scale) if as_they_are else 0.0
 
     @property
     def query_lens(self) -> tuple[int, ...]:

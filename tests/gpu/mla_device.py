@@ -57,6 +57,10 @@ class MlaDeviceCase(DeviceCase):
     def expected(self) -> tuple[np.ndarray, np.ndarray]:
         return mla_reference_of(self.case, self.host)
 
+    @property
+    def of_scores(self) -> float:
+        return self.case.of_scores
+
     def load(self, host: MlaHost) -> None:
         """Other content of the same shapes in the same memory: what replays of a graph meet."""
         q, cache, table, lens = self.tensors[:4]
@@ -99,7 +103,10 @@ def mla_kernels(runtime: Runtime) -> list[OwnKernel]:
 
 def mla_types(runtime: Runtime) -> dict[str, tuple[str, ...]]:
     """What q may be by the dtype of the cache, as the kernels of this device say."""
-    return {str(k.traits["dtype"]): tuple(str(k.traits["q_dtypes"]).split(",")) for k in mla_kernels(runtime)}
+    types: dict[str, set[str]] = {}
+    for kernel in mla_kernels(runtime):
+        types.setdefault(str(kernel.traits["dtype"]), set()).update(str(kernel.traits["q_dtypes"]).split(","))
+    return {dtype: tuple(sorted(q_dtypes)) for dtype, q_dtypes in types.items()}
 
 
 def _inputs(case: MlaCase, host: MlaHost, arrays: DeviceArrays) -> tuple[TensorView, ...]:

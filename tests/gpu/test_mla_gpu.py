@@ -22,8 +22,12 @@ SMALL = MlaCase((300, 17, 0, 128), 512)
 RAGGED = MlaCase((300, 17, 64, 128), 512, q_lens=(2, 1, 3, 2), max_q_len=4)
 LENGTHS = (300, 5, 0, 64, 1, 16, 129, 65)
 EDGES = (0, 1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 1023, 1024)
-KV_DTYPES = ("bf16", "e4m3")
-MODES = {"default": False, "invariant": True}
+TYPES = {
+    "bf16": {},
+    "e4m3 cache": {"kv_dtype": "e4m3"},
+    "e4m3": {"kv_dtype": "e4m3", "q_dtype": "e4m3"},
+}
+MODES = {"default": {}, "invariant": {"batch_invariant": True}, "e4m3": TYPES["e4m3"]}
 
 
 @pytest.fixture
@@ -54,21 +58,21 @@ def assert_means(runtime: Runtime, wanted: MlaCase, rng: np.random.Generator) ->
         case.plan.check(workspace)
 
 
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("types", list(TYPES))
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
-def test_edge_lengths_match_float64(runtime: Runtime, rng: np.random.Generator, page_size: int, kv_dtype: str) -> None:
-    wanted = MlaCase(EDGES, 1024, page_size=page_size, kv_dtype=kv_dtype)
+def test_edge_lengths_match_float64(runtime: Runtime, rng: np.random.Generator, page_size: int, types: str) -> None:
+    wanted = MlaCase(EDGES, 1024, page_size=page_size, **TYPES[types])
     assert_case(runtime, wanted, rng)
     assert_case(runtime, replace(wanted, q_len=3, mask="tree", batch_invariant=True), rng)
 
 
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("types", list(TYPES))
 @pytest.mark.parametrize("latent", LATENTS)
 @pytest.mark.parametrize("heads", [*HEADS, 2, 63, 65, 100, 127])
 def test_every_head_count_matches_float64(
-    runtime: Runtime, rng: np.random.Generator, heads: int, latent: int, kv_dtype: str
+    runtime: Runtime, rng: np.random.Generator, heads: int, latent: int, types: str
 ) -> None:
-    wanted = replace(SMALL, heads=heads, latent=latent, kv_dtype=kv_dtype)
+    wanted = replace(SMALL, heads=heads, latent=latent, **TYPES[types])
     assert_case(runtime, wanted, rng)
     assert_case(runtime, replace(wanted, q_len=3, sinks=True, mask="any"), rng)
 
@@ -78,35 +82,35 @@ def test_every_query_length_matches_float64(runtime: Runtime, rng: np.random.Gen
     assert_case(runtime, replace(SMALL, q_len=q_len), rng)
     assert_case(runtime, replace(SMALL, q_len=q_len, heads=5, mask="tree", sinks=True), rng)
     assert_case(runtime, replace(SMALL, q_len=q_len, heads=128, mask="any", kv_dtype="e4m3"), rng)
+    assert_case(runtime, replace(SMALL, q_len=q_len, heads=100, mask="tree", **TYPES["e4m3"]), rng)
 
 
-@pytest.mark.parametrize(("kv_dtype", "q_dtype"), [("bf16", "bf16"), ("e4m3", "bf16"), ("e4m3", "e4m3")])
+@pytest.mark.parametrize("types", list(TYPES))
 @pytest.mark.parametrize("out_dtype", OUT_DTYPES)
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_every_dtype_matches_float64(
-    runtime: Runtime, rng: np.random.Generator, kv_dtype: str, q_dtype: str, out_dtype: str, batch_invariant: bool
+    runtime: Runtime, rng: np.random.Generator, types: str, out_dtype: str, batch_invariant: bool
 ) -> None:
-    wanted = MlaCase((3000, 70), 4096, kv_dtype=kv_dtype, out_dtype=out_dtype, batch_invariant=batch_invariant)
-    wanted = replace(wanted, q_dtype=q_dtype)
+    wanted = MlaCase((3000, 70), 4096, out_dtype=out_dtype, batch_invariant=batch_invariant, **TYPES[types])
     assert_case(runtime, wanted, rng)
     assert_case(runtime, replace(wanted, q_len=2, device_scales=True, output_scale=1.7, strided=True), rng)
 
 
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("types", list(TYPES))
 @pytest.mark.parametrize(("q_len", "heads"), [(1, 1), (1, 64), (2, 32), (3, 5), (16, 4), (7, 9), (16, 128), (5, 31)])
 @pytest.mark.parametrize("mask", ["none", "chain", "tree", "any"])
 def test_rows_see_what_their_mask_says(
-    runtime: Runtime, rng: np.random.Generator, kv_dtype: str, q_len: int, heads: int, mask: str
+    runtime: Runtime, rng: np.random.Generator, types: str, q_len: int, heads: int, mask: str
 ) -> None:
-    wanted = MlaCase(LENGTHS, 300, heads=heads, q_len=q_len, mask=mask, kv_dtype=kv_dtype, out_dtype="fp16")
+    wanted = MlaCase(LENGTHS, 300, heads=heads, q_len=q_len, mask=mask, out_dtype="fp16", **TYPES[types])
     assert_means(runtime, wanted, rng)
 
 
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("types", list(TYPES))
 @pytest.mark.parametrize("mask", ["none", "any"])
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_ragged_rows_see_what_their_mask_says(
-    runtime: Runtime, rng: np.random.Generator, kv_dtype: str, mask: str, batch_invariant: bool
+    runtime: Runtime, rng: np.random.Generator, types: str, mask: str, batch_invariant: bool
 ) -> None:
     wanted = MlaCase(
         LENGTHS,
@@ -116,19 +120,19 @@ def test_ragged_rows_see_what_their_mask_says(
         max_q_len=16,
         mask=mask,
         spare_tokens=3,
-        kv_dtype=kv_dtype,
         out_dtype="fp16",
         batch_invariant=batch_invariant,
+        **TYPES[types],
     )
     assert_means(runtime, wanted, rng)
 
 
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("types", list(TYPES))
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_one_very_long_request_matches_float64(
-    runtime: Runtime, rng: np.random.Generator, kv_dtype: str, batch_invariant: bool
+    runtime: Runtime, rng: np.random.Generator, types: str, batch_invariant: bool
 ) -> None:
-    assert_case(runtime, MlaCase((65536,), 65536, kv_dtype=kv_dtype, batch_invariant=batch_invariant), rng)
+    assert_case(runtime, MlaCase((65536,), 65536, batch_invariant=batch_invariant, **TYPES[types]), rng)
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
@@ -210,7 +214,7 @@ def test_lengths_are_clamped_and_reported(
     runtime: Runtime, rng: np.random.Generator, lengths: tuple[int, ...], words: str, mode: str
 ) -> None:
     clamped = tuple(min(max(n, 0), SMALL.max_seq_len) for n in lengths)
-    with mla_on_device(runtime, replace(SMALL, lengths=clamped, batch_invariant=MODES[mode]), rng) as case:
+    with mla_on_device(runtime, replace(SMALL, lengths=clamped, **MODES[mode]), rng) as case:
         case.driver.copy_to_device(case.tensors[3].pointer, np.asarray(lengths, dtype=np.int32))
         assert_reported(case, words)
         case.assert_right()
@@ -221,7 +225,7 @@ def test_lengths_are_clamped_and_reported(
 def test_page_ids_outside_the_pool_are_never_followed(
     runtime: Runtime, rng: np.random.Generator, page: int | str, mode: str
 ) -> None:
-    wanted = replace(SMALL, q_len=2, batch_invariant=MODES[mode])
+    wanted = replace(SMALL, q_len=2, **MODES[mode])
     with mla_on_device(runtime, wanted, rng) as case:
         table = case.host.page_table.copy()
         table[0, 1] = table[1, 0] = len(case.host.pool) if isinstance(page, str) else page
@@ -230,7 +234,7 @@ def test_page_ids_outside_the_pool_are_never_followed(
         # The other requests are what they are.
         out, lse = case.result()
         want, want_lse = case.expected
-        assert_close(wanted, (out[4:], lse[4:]), (want[4:], want_lse[4:]))
+        assert_close(wanted, (out[4:], lse[4:]), (want[4:], want_lse[4:]), wanted.of_scores)
 
 
 @pytest.mark.parametrize("mode", list(MODES))
@@ -248,7 +252,7 @@ def test_page_ids_outside_the_pool_are_never_followed(
 def test_query_sums_are_clamped_and_reported(
     runtime: Runtime, rng: np.random.Generator, sums: tuple[int, ...], mode: str
 ) -> None:
-    with mla_on_device(runtime, replace(RAGGED, batch_invariant=MODES[mode]), rng) as case:
+    with mla_on_device(runtime, replace(RAGGED, **MODES[mode]), rng) as case:
         cu = case.options["q_cu_seq_lens"].pointer
         case.driver.copy_to_device(cu, np.asarray(sums, dtype=np.int32))
         assert_reported(case, "q_cu_seq_lens|quer")

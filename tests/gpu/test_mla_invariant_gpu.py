@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -29,6 +29,7 @@ TARGETS = {
     "5 heads, tree, sinks": MlaCase((3000,), 3000, heads=5, q_len=4, mask="tree", sinks=True),
     "256 columns": MlaCase((700,), 700, heads=40, latent=256, q_len=3, mask="any", page_size=32),
     "e4m3": MlaCase((2049,), 2049, heads=32, kv_dtype="e4m3", page_size=128),
+    "e4m3, 128 heads": MlaCase((5000,), 5000, heads=128, q_len=2, kv_dtype="e4m3", q_dtype="e4m3", mask="tree"),
     "e4m3, 16 tokens": MlaCase((640,), 640, heads=16, q_len=16, kv_dtype="e4m3", q_dtype="e4m3", latent=256),
     "one key": MlaCase((1,), 1),
     "fewer keys than queries": MlaCase((3,), 3, q_len=5, mask="any", sinks=True),
@@ -41,6 +42,7 @@ LOAD = {
     "16 heads": MlaCase((3000, 65, 2000, 700), 4096, pdl=True),
     "ragged": MlaCase((900, 2500, 70), 4096, heads=32, latent=256, q_lens=(3, 0, 16), mask="any"),
 }
+NARROW_LOAD = {name: replace(case, kv_dtype="e4m3", q_dtype="e4m3") for name, case in LOAD.items()}
 UNIFORM = MlaCase((300, 17, 0, 128), 512, q_len=3, mask="tree", sinks=True)
 RAGGED = MlaCase((300, 17, 0, 128), 512, q_lens=(3, 0, 1, 16), max_q_len=16, mask="any", sinks=True, spare_tokens=10)
 
@@ -68,7 +70,7 @@ class Target:
             run_as(device, **how)
             out, lse = device.result()
             if len(requests) <= MOST_REFERENCED:
-                assert_close(case, (out, lse), device.expected)
+                assert_close(case, (out, lse), device.expected, case.of_scores)
         begins = np.cumsum([0, *(len(request.q) for request in requests)])
         places = [begins[i] for i, request in enumerate(requests) if request is self.request]
         tokens = [slice(at, at + len(self.request.q)) for at in places]
@@ -138,11 +140,12 @@ def test_without_it_the_batch_can_be_seen(runtime: Runtime) -> None:
     assert any(bits != alone for bits in crowded)
 
 
+@pytest.mark.parametrize("load", [LOAD, NARROW_LOAD], ids=["bf16", "e4m3"])
 def test_200_repeats_under_load_on_streams_and_in_graphs_give_the_same_bits(
-    runtime: Runtime, rng: np.random.Generator
+    runtime: Runtime, rng: np.random.Generator, load: Mapping[str, MlaCase]
 ) -> None:
     with ExitStack() as stack:
-        devices = [stack.enter_context(mla_on_device(runtime, case, rng)) for case in LOAD.values()]
+        devices = [stack.enter_context(mla_on_device(runtime, case, rng)) for case in load.values()]
         # Two eager streams and two graphs at once, then the other way round.
         for graphs in ((False, False, True, True), (True, True, False, False)):
             running = [Repeated(device, graph) for device, graph in zip(devices, graphs, strict=True)]
@@ -153,9 +156,12 @@ def test_200_repeats_under_load_on_streams_and_in_graphs_give_the_same_bits(
                 one.assert_one_answer()
 
 
-def test_a_chain_of_dependent_launches_with_pdl_is_right(runtime: Runtime, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("load", [LOAD, NARROW_LOAD], ids=["bf16", "e4m3"])
+def test_a_chain_of_dependent_launches_with_pdl_is_right(
+    runtime: Runtime, rng: np.random.Generator, load: Mapping[str, MlaCase]
+) -> None:
     # Each launch overwrites what the one before it wrote, and uses its counters.
-    with mla_on_device(runtime, LOAD["16 heads"], rng) as case:
+    with mla_on_device(runtime, load["16 heads"], rng) as case:
         workspace = case.dirty_workspace()
         for _ in range(50):
             case.run(workspace=workspace)

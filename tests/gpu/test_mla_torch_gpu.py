@@ -79,7 +79,7 @@ def assert_right(case: MlaCase, host: MlaHost, out: Any, lse: Any = None) -> Non
     bits = out.contiguous().view(torch.int16).cpu().numpy().view(kind.bits)
     found = bits.reshape(case.tokens, case.heads, case.latent)
     kept = None if lse is None else lse.cpu().numpy().reshape(case.tokens, case.heads)
-    assert_close(case, (found, kept), mla_reference_of(case, host))
+    assert_close(case, (found, kept), mla_reference_of(case, host), case.of_scores)
 
 
 @pytest.mark.parametrize("name", list(DENSE))

@@ -21,9 +21,9 @@ from .decode import (
 from .mla_select import MlaSelection
 
 _BOX_COLUMNS = 64
-# Bytes of an element, what the descriptor calls it and how boxes lie in shared memory: e4m3 is moved as bytes, and laid
-# out for the products only when it is converted.
-_CACHE_ELEMENTS = {"bf16": (2, "bfloat16", "128B"), "e4m3": (1, "uint8", "none")}
+# Bytes of an element, what the descriptor calls it, and the swizzle of boxes in shared memory: as many bytes as a row
+# of a box has. e4m3 is moved as bytes.
+_CACHE_ELEMENTS = {"bf16": (2, "bfloat16", "128B"), "e4m3": (1, "uint8", "64B")}
 
 
 @dataclass(frozen=True, slots=True)

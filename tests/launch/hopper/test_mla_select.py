@@ -25,6 +25,22 @@ def test_the_latent_width_decides() -> None:
     assert select_mla_decode(KERNELS, replace(SHAPE, latent=256), H100).kernel.traits["latent"] == 256
 
 
+@pytest.mark.parametrize("q_dtype", ["bf16", "e4m3"])
+def test_the_type_of_the_queries_decides_beside_an_e4m3_cache(q_dtype: str) -> None:
+    narrow = [
+        replace(kernel, name=f"{taken}_{kernel.name}", traits={**kernel.traits, "dtype": "e4m3", "q_dtypes": taken})
+        for taken in ("bf16", "e4m3")
+        for kernel in KERNELS
+    ]
+    chosen = select_mla_decode([*KERNELS, *narrow], replace(SHAPE, dtype="e4m3", q_dtype=q_dtype), H100)
+    assert (chosen.kernel.traits["dtype"], chosen.kernel.traits["q_dtypes"]) == ("e4m3", q_dtype)
+
+
+def test_queries_that_no_kernel_takes_are_refused() -> None:
+    with pytest.raises(UsageError, match="queries are bf16"):
+        select_mla_decode(KERNELS, replace(SHAPE, q_dtype="e4m3"), H100)
+
+
 def test_the_grid_is_a_multiple_of_the_row_tiles_together() -> None:
     chosen = select_mla_decode(KERNELS, replace(SHAPE, batch=7, max_seq_len=100_000), H100)
     assert chosen.ctas % chosen.tiles_together == 0

@@ -1,0 +1,57 @@
+// What a CTA of the kernel for e4m3 queries has in shared memory, and the rings through which its warpgroups hand it on.
+#pragma once
+#include "work.cuh"
+
+namespace paged_mla_decode {
+
+constexpr int BUFFERS = LATENT > 256 ? 5 : 8;  // of raw tiles
+constexpr int HANDOVERS = 3;                   // of probabilities
+constexpr int RAW_BOX_BYTES = TILE_TOKENS * BOX_COLUMNS;
+constexpr int QUERY_BOXES = 4;  // of the queries that are in shared memory: the registers do not hold all of them
+
+// What a tile ends.
+enum End : int { NOTHING_ENDS, WHOLE_PIECE_ENDS, PART_ENDS, ALL_ENDS };
+
+// What the scoring warpgroup says beside P.
+struct Handover {
+    alignas(16) uint32_t grown[4];  // by its warps: whether a maximum of theirs has grown
+    int valid;                      // keys of the tile; 0: no tile, the request has none
+    End end;
+    int slot, rows, counter;         // of a part
+    alignas(16) float factor[ROWS];  // by which outputs so far are to be multiplied if a maximum has grown
+    float factor_out[ROWS];          // of a whole piece: that of its rows' outputs,
+    int64_t offset_out[ROWS];        // and where they go; -1: there is no such row
+};
+
+struct Shared {
+    alignas(1024) char p[HANDOVERS][BOX_BYTES];
+    alignas(1024) char kv[BUFFERS][BOXES][RAW_BOX_BYTES];
+    alignas(1024) char q[QUERY_BOXES][RAW_BOX_BYTES];
+    Handover handover[HANDOVERS];
+    alignas(8) uint64_t full[BUFFERS];
+    alignas(8) uint64_t empty[BUFFERS];
+    alignas(8) uint64_t p_full[HANDOVERS];
+    alignas(8) uint64_t p_empty[HANDOVERS];
+    Share share;
+};
+
+static_assert(sizeof(Shared) <= SHARED_BYTES, "the variant list states too little dynamic shared memory");
+
+// A place in a ring and the parity of its barriers' current phase.
+template <int PLACES>
+struct Ring {
+    int at = 0;
+    uint32_t phase = 0;
+    DEVICE void next() {
+        if (++at == PLACES) at = 0, phase ^= 1;
+    }
+};
+
+DEVICE void arrive_for_warp(uint64_t& barrier) {
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&barrier));
+}
+
+// The same in all lanes, and the compiler knows it: operands of products are in uniform registers then.
+DEVICE uint32_t uniform(uint32_t value) { return __shfl_sync(~0u, value, 0); }
+
+}  // namespace paged_mla_decode

@@ -1,0 +1,79 @@
+// From scores to probabilities: masks, the rows' maxima and sums, and P as the next product reads it.
+#pragma once
+#include "work.cuh"
+
+namespace paged_mla_decode {
+
+constexpr float MAXIMUM_SLACK = 8.f;  // base-2 exponents by which a score may exceed the maximum in use
+
+using Scores = float[TILE_TOKENS / 2];
+using Probabilities = uint32_t[TILE_TOKENS / 16][4];
+
+// The thread's two rows.
+struct Rows {
+    uint32_t visible[2];  // bit j: the row sees key `prefix` + j; keys before `prefix` all rows see
+    float maximum[2];
+    float sum[2];  // of this warpgroup's tiles and this thread's columns
+};
+
+DEVICE uint32_t visible_drafts(const Params& p, const Piece& piece, int row) {
+    const int request_row = piece.row_tile * ROWS + row;
+    const int token = min(request_row / p.heads, piece.queries - 1);
+    if (token + piece.length < piece.queries) return 0;  // more queries than keys: this one comes before all keys
+    const uint32_t draft = (1u << piece.queries) - 1;
+    if (p.mask == nullptr) return ((2u << token) - 1) & draft;
+    return static_cast<const uint32_t*>(p.mask)[piece.first_query + token] & draft;
+}
+
+// Scores whose sign is the scale's, and -inf where a row does not see the key.
+DEVICE void mask_scores(const Piece& piece, int tile, const Rows& rows, bool negative, Scores& s) {
+    const int prefix = piece.length - piece.queries;
+    const int first = tile * TILE_TOKENS + threadIdx.x % 4 * 2;
+    if (negative)
+#pragma unroll
+        for (int i = 0; i < TILE_TOKENS / 2; ++i) s[i] = -s[i];
+    if ((tile + 1) * TILE_TOKENS > prefix) {
+#pragma unroll
+        for (int i = 0; i < TILE_TOKENS / 2; ++i) {
+            const int draft = first + i / 4 * 8 + i % 2 - prefix;
+            const bool seen = draft < 0 || (draft < 32 && (rows.visible[i / 2 % 2] >> draft & 1));
+            if (!seen) s[i] = -INFINITY;
+        }
+    }
+}
+
+// The largest of each row, scaled.
+DEVICE void row_maxima(const Scores& s, const float (&scale)[2], float (&top)[2]) {
+    float part[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) part[i] = fmaxf(s[i], s[i + 4]);
+#pragma unroll
+    for (int i = 8; i < TILE_TOKENS / 2; ++i) part[i % 4] = fmaxf(part[i % 4], s[i]);
+    for (int i = 0; i < 2; ++i) top[i] = fmaxf(part[2 * i], part[2 * i + 1]);
+#pragma unroll
+    for (int step = 1; step < 4; step *= 2)
+        for (int i = 0; i < 2; ++i) top[i] = fmaxf(top[i], __shfl_xor_sync(~0u, top[i], step));
+    for (int i = 0; i < 2; ++i) top[i] *= scale[i];
+}
+
+DEVICE float next_maximum(float maximum, float top) { return top > maximum + MAXIMUM_SLACK ? top : maximum; }
+
+// P = 2^(scaled S - maximum) as the A operand of the second product; adds it to the rows' sums.
+DEVICE void exponentiate(Scores& s, const float (&scale)[2], Rows& rows, Probabilities& probability) {
+    float part[4] = {};
+#pragma unroll
+    for (int i = 0; i < TILE_TOKENS / 2; ++i) {
+        s[i] = exp2_approximate(s[i] * scale[i / 2 % 2] - rows.maximum[i / 2 % 2]);
+        part[i % 4] += s[i];
+        if (i % 2 == 1)
+            probability[i / 8][i / 2 % 4] = KV_E4M3 ? pack_fp16(s[i - 1], s[i]) : pack_bf16(s[i - 1], s[i]);
+    }
+    for (int i = 0; i < 2; ++i) rows.sum[i] += part[2 * i] + part[2 * i + 1];
+}
+
+DEVICE uint32_t fragment_place(uint32_t box, int step) {
+    const int row = threadIdx.x % WARPGROUP / 32 * 16 + threadIdx.x % 16;
+    return box + row * 128 + ((step * 2 + threadIdx.x % 32 / 16) ^ (row % 8)) * 16;
+}
+
+}  // namespace paged_mla_decode

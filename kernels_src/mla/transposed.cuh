@@ -1,0 +1,194 @@
+// The output warpgroups of the kernel for e4m3 queries: O^T += V^T P^T, and O to where it goes.
+#pragma once
+#include "output.cuh"
+#include "rings.cuh"
+
+namespace paged_mla_decode {
+
+constexpr int CHUNK = 16;  // columns that a warp gives to a product; the warps of a warpgroup make 64
+constexpr int WARP_COLUMNS = HALF_COLUMNS / (WARPGROUP / 32);
+constexpr int CHUNK_PAIRS = WARP_COLUMNS / CHUNK / 2;
+constexpr int PRODUCTS = TILE_TOKENS / 16 * CHUNK_PAIRS * 2;
+constexpr int IN_FLIGHT = 3;
+
+// A thread has columns 2 (lane / 4) + {0, 1} of each chunk and rows 8 j + 2 (lane % 4) + {0, 1}:
+// out[chunk * 32 + 4 j + 2 * column + row].
+using Output = float[HALF_COLUMNS / 2];
+
+// The address of the lane's row of four 8 x 8 matrices: 16 tokens of the warp's first chunk, then of the second.
+DEVICE uint32_t place_in_tile() {
+    const int lane = threadIdx.x % 32, token = lane % 16;
+    const int column = threadIdx.x / 32 * WARP_COLUMNS, chunk = column % BOX_COLUMNS / CHUNK + lane / 16;
+    return column / BOX_COLUMNS * RAW_BOX_BYTES + token * BOX_COLUMNS + (chunk ^ (token / 2 % 4)) * CHUNK;
+}
+
+// Pairs of columns of two tokens.
+DEVICE void load_values(uint32_t (&raw)[4], uint32_t place, int group) {
+    const int step = group / CHUNK_PAIRS, pair = group % CHUNK_PAIRS;
+    load_matrix_x4_transposed(raw, (place ^ pair * 2 * CHUNK) + step * 16 * BOX_COLUMNS);
+}
+
+// Rows past the length may hold NaN, and 0 x NaN is NaN.
+DEVICE void clear_values(uint32_t (&raw)[4], int valid) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const int kept = valid - threadIdx.x % 4 * 2 - i % 2 * 8;
+        raw[i] &= kept > 1 ? ~0u : (kept == 1 ? 0xffffu : 0u);
+    }
+}
+
+// To fp16, and from pairs of columns to pairs of tokens.
+DEVICE void convert_values(const uint32_t (&raw)[4], int chunk, uint32_t (&a)[4]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) e4m3_to_fp16(__byte_perm(raw[2 * chunk + i], 0, 0x3120), a[2 * i], a[2 * i + 1]);
+}
+
+// By the factors of those 16 rows of which one has a maximum that has grown.
+DEVICE void rescale(const Handover& from, Output& out) {
+    const uint4 found = *reinterpret_cast<const uint4*>(from.grown);
+    const uint32_t grown[4] = {found.x, found.y, found.z, found.w};
+    if (!__any_sync(~0u, (found.x | found.y | found.z | found.w) != 0)) return;
+#pragma unroll
+    for (int j = 0; j < ROWS / 8; ++j) {
+        float2 factor = *reinterpret_cast<const float2*>(&from.factor[8 * j + threadIdx.x % 4 * 2]);
+        if (!grown[j / 2]) factor = make_float2(1.f, 1.f);
+#pragma unroll
+        for (int i = 0; i < HALF_COLUMNS / 2; i += 32) {
+            out[i + 4 * j] *= factor.x, out[i + 4 * j + 2] *= factor.x;
+            out[i + 4 * j + 1] *= factor.y, out[i + 4 * j + 3] *= factor.y;
+        }
+    }
+}
+
+DEVICE void load_first_values(Shared& shared, const Ring<BUFFERS>& tiles, uint32_t place, uint32_t (&raw)[4]) {
+    wait_barrier(shared.full[tiles.at], tiles.phase);
+    load_values(raw, place + shared_address(shared.kv[tiles.at]), 0);
+}
+
+// Columns of `chunk` of each warp.
+DEVICE void multiply(Output& out, int chunk, const uint32_t (&a)[4], uint64_t p) {
+    if (chunk == 0) wgmma<true, false, true, 0, 64>(out, a, p);
+    if (chunk == 1) wgmma<true, false, true, 64, 64>(out, a, p);
+    if constexpr (CHUNK_PAIRS > 1) {
+        if (chunk == 2) wgmma<true, false, true, 128, 64>(out, a, p);
+        if (chunk == 3) wgmma<true, false, true, 192, 64>(out, a, p);
+    }
+}
+
+// One tile, of which the first values are loaded; of the next as well if `more`. P's place stays taken.
+DEVICE void multiply_tile(Shared& shared, Ring<BUFFERS>& tiles, uint64_t p, uint32_t place, int valid, bool more,
+                          uint32_t (&raw)[4], Output& out) {
+    uint32_t a[IN_FLIGHT][4];
+    const uint32_t from = place + shared_address(shared.kv[tiles.at]);
+    hold_registers(out);
+#pragma unroll
+    for (int i = 0; i < PRODUCTS; ++i) {
+        const int group = i / 2, step = group / CHUNK_PAIRS;
+        if (i >= IN_FLIGHT) wgmma_wait<IN_FLIGHT - 1>();
+        if (i % 2 == 0 && valid < TILE_TOKENS) clear_values(raw, valid - step * 16);
+        convert_values(raw, i % 2, a[i % IN_FLIGHT]);
+        if (i % 2 == 1 && i + 1 < PRODUCTS) load_values(raw, from, group + 1);
+        wgmma_fence();
+        multiply(out, i % (2 * CHUNK_PAIRS), a[i % IN_FLIGHT], advance_operand(p, step * 32));
+        wgmma_commit();
+    }
+    arrive_for_warp(shared.empty[tiles.at]);
+    tiles.next();
+    if (more) load_first_values(shared, tiles, place, raw);
+    wgmma_wait<0>();
+    hold_registers(out);
+}
+
+// Eight lanes hold 16 neighbouring columns of a row.
+DEVICE void write_whole(const Params& p, const Handover& from, const Output& out) {
+    const int lane = threadIdx.x % 32;
+    const int column = threadIdx.x / 32 * WARP_COLUMNS + lane / 4 * 2;
+#pragma unroll
+    for (int j = 0; j < ROWS / 8; ++j)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int row = 8 * j + lane % 4 * 2 + i;
+            const float factor = from.factor_out[row];
+            const int64_t at = from.offset_out[row] + column;
+            if (at < column) continue;
+#pragma unroll
+            for (int chunk = 0; chunk < WARP_COLUMNS / CHUNK; ++chunk) {
+                const int first = chunk * 32 + 4 * j + i;
+                const uint32_t two = pack_two(p, out[first] * factor, out[first + 2] * factor);
+                if (p.out_type != TYPE_E4M3)
+                    *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(p.out) + at + chunk * CHUNK) = two;
+                else
+                    *reinterpret_cast<uint16_t*>(static_cast<uint8_t*>(p.out) + at + chunk * CHUNK) = two;
+            }
+        }
+}
+
+// As the merge reads it: a lane has two columns of rows lane / 4 and 8 on.
+DEVICE void write_part(const Params& p, const Handover& from, const Output& out) {
+    const int lane = threadIdx.x % 32;
+    const int group = threadIdx.x / 32 * WARP_COLUMNS / 8 + lane / 16;
+    float4* target = static_cast<float4*>(p.partial_out) + partial_place(from.slot, group, lane % 4 * 8 + lane / 4 % 4);
+#pragma unroll
+    for (int rows = 0; rows < ROWS / 16; ++rows) {
+        if (rows * 16 >= from.rows) break;
+#pragma unroll
+        for (int chunk = 0; chunk < WARP_COLUMNS / CHUNK; ++chunk)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int low = chunk * 32 + 8 * rows + i, high = low + 4;
+                target[chunk * 2 * WARPGROUP + rows * 32 + i * 4] =
+                    make_float4(out[low], out[low + 2], out[high], out[high + 2]);
+            }
+    }
+}
+
+// Returns whether there were parts.
+DEVICE bool multiply_values(const Params& p, Shared& shared) {
+    int written = -1;  // counter of the last part that was written: said with the next, when the writes had time
+    Ring<BUFFERS> tiles;
+    Ring<HANDOVERS> handovers;
+    const uint32_t place = place_in_tile();
+    for (;;) {
+        Output out;
+#pragma unroll
+        for (int i = 0; i < HALF_COLUMNS / 2; ++i) out[i] = 0.f;
+        uint32_t raw[4];
+        End end = NOTHING_ENDS;
+        for (bool first = true;; first = false) {
+            wait_barrier(shared.p_full[handovers.at], handovers.phase);
+            const Handover& from = shared.handover[handovers.at];
+            const int valid = from.valid;
+            end = from.end;
+            if (valid > 0) {
+                if (first) load_first_values(shared, tiles, place, raw);
+                rescale(from, out);
+                const uint64_t probabilities = depth_major_operand(uniform(shared_address(shared.p[handovers.at])));
+                multiply_tile(shared, tiles, probabilities, place, valid, end == NOTHING_ENDS, raw, out);
+            }
+            if (end != NOTHING_ENDS) break;
+            arrive_for_warp(shared.p_empty[handovers.at]);
+            handovers.next();
+        }
+        const Handover& from = shared.handover[handovers.at];
+        if (end == ALL_ENDS) break;
+        if (end == WHOLE_PIECE_ENDS) {
+            write_whole(p, from, out);
+        } else {
+            if (written >= 0) {
+                named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
+                arrive(p, written);
+            }
+            write_part(p, from, out);
+            written = from.counter;
+        }
+        __syncwarp();
+        arrive_for_warp(shared.p_empty[handovers.at]);
+        handovers.next();
+    }
+    if (written < 0) return false;
+    named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
+    arrive(p, written);
+    return true;
+}
+
+}  // namespace paged_mla_decode
