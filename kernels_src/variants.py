@@ -292,7 +292,7 @@ def _paged_mla_decode(dtype: str, latent: int) -> Variant:
             "tile_tokens": 64,
             "cluster": 1,
         },
-        defines={"KV_E4M3": int(narrow), "LATENT": latent},
+        defines={"KV_E4M3": int(narrow), "LATENT": latent, "ROWS": 64, "BOX_COLUMNS": 64},
     )
 
 

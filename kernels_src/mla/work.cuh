@@ -12,43 +12,11 @@ namespace paged_mla_decode {
 
 using Params = PagedMlaDecodeParams;
 
-constexpr int ROWS = 64;         // query rows (tokens x heads) of a CTA: one warpgroup product
+// Build: -DROWS=n query rows (tokens x heads) of a CTA, -DBOX_COLUMNS=n columns that a copy brings.
 constexpr int TILE_TOKENS = 64;  // keys of a tile
 constexpr int TILE_TOKENS_LOG2 = 6;
-constexpr int BOX_COLUMNS = 64;
-constexpr int BOX_BYTES = 64 * 128;  // 64 rows of 64 bf16, 128-byte swizzle
-constexpr int VALUE_BOXES = LATENT / BOX_COLUMNS;
-constexpr int BOXES = VALUE_BOXES + 1;  // and the rope columns
-constexpr int ROPE_BOX = VALUE_BOXES;
-constexpr int HALF_BOXES = VALUE_BOXES / 2;  // each consumer warpgroup has one half of the output's columns
-constexpr int HALF_COLUMNS = LATENT / 2;
-constexpr int BUFFERS = 2;
-
-// Values are multiplied, and their boxes become free, in quarters of the columns: 0 and 1 are the first warpgroup's.
-constexpr int QUARTERS = 4;
-constexpr int QUARTER_BOXES = VALUE_BOXES / QUARTERS;
-constexpr int QUARTER_COLUMNS = LATENT / QUARTERS;
-
-// P has places of its own where shared memory is left: the first is that of the queries' rope columns, which are in
-// registers. Else it lies where the rope columns of its tile lay, which nobody needs once the scores are known.
-constexpr bool OWN_P = !KV_E4M3;
-// Barriers of a buffer's emptiness: of its quarters, and of the rope columns if P is not there.
-constexpr int EMPTIES = QUARTERS + OWN_P;
-
-// The i-th quarter of buffer `b` that the scores take, in about the order in which they become free.
-DEVICE constexpr int quarter_of(int b, int i) { return (b == 0 ? 0x3210 : 0x1302) >> 4 * i & 3; }
-
-constexpr int WARPGROUP = 128;
-constexpr int CONSUMERS = 2 * WARPGROUP;
-constexpr int HELPERS = (KV_E4M3 ? 2 : 1) * WARPGROUP;
-constexpr int THREADS = CONSUMERS + HELPERS;
-constexpr int QUERY_LOADERS = KV_E4M3 ? HELPERS - 32 : HELPERS;
-// What the consumers do not ask for of the registers that the launch has, in eights. A warpgroup that asks for more than
-// are there waits for ever.
-constexpr int LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8;
-constexpr int CONSUMER_REGISTERS = !KV_E4M3 ? 232 : (LATENT > 256 ? 216 : 200);
-constexpr int HELPER_REGISTERS = (THREADS * LAUNCH_REGISTERS - CONSUMERS * CONSUMER_REGISTERS) / HELPERS / 8 * 8;
-static_assert(HELPER_REGISTERS >= 40 && CONSUMERS * CONSUMER_REGISTERS + HELPERS * HELPER_REGISTERS <= THREADS * LAUNCH_REGISTERS);
+constexpr int ROW_BYTES_LOG2 = (BOX_COLUMNS == 128 ? 7 : 6) + !KV_E4M3;  // of a token in a box
+constexpr int CONSUMERS = ROWS == 64 ? 256 : LATENT / 2;                 // threads that have the output
 
 // q_type and out_type.
 constexpr int TYPE_BF16 = 0;
@@ -70,28 +38,6 @@ struct Share {
     int request, line_start;  // where `begin` lies: request, and the index of its first tile
     int total, teams;         // tiles in all, teams that have any
 };
-
-struct Shared {
-    alignas(1024) char q[BOXES][BOX_BYTES];
-    alignas(1024) char kv[BUFFERS][BOXES][BOX_BYTES];
-#if !KV_E4M3
-    alignas(1024) char p1[BOX_BYTES];
-#endif
-    float maximum[2][ROWS];
-    float sum[2][ROWS];
-    alignas(8) uint64_t full[BUFFERS][BOXES];
-    alignas(8) uint64_t empty[BUFFERS][EMPTIES];
-#if KV_E4M3
-    alignas(128) char raw_rope[BUFFERS][BOX_BYTES / 2];
-    alignas(8) uint64_t raw[BUFFERS];
-    float q_power[ROWS];  // what the scores of a row are still to be multiplied by
-#endif
-    alignas(8) uint64_t q_full;
-    alignas(8) uint64_t q_empty;
-    Share share;
-};
-
-static_assert(sizeof(Shared) <= SHARED_BYTES, "the variant list states too little dynamic shared memory");
 
 DEVICE void wait_barrier(uint64_t& barrier, uint32_t parity) { mbarrier_wait(shared_address(&barrier), parity); }
 
@@ -128,9 +74,10 @@ DEVICE int row_blocks(const Params& p, const Request& r) {
     return (r.tiles_of_rows + p.tiles_together - 1) / p.tiles_together;
 }
 
-DEVICE void report_lengths(const Params& p) {
+// By `threads` threads, of which this is the `thread`-th.
+DEVICE void report_lengths(const Params& p, int thread, int threads) {
     uint32_t seen = 0;
-    for (int b = threadIdx.x - CONSUMERS; b < p.batch; b += HELPERS) {
+    for (int b = thread; b < p.batch; b += threads) {
         const int length = static_cast<const int*>(p.seq_lens)[b];
         if (length > p.max_seq_len) seen |= STATUS_LENGTH_OVER_BOUND;
         if (length < 0) seen |= STATUS_LENGTH_NEGATIVE;
@@ -266,6 +213,11 @@ struct Walker {
         return false;
     }
 };
+
+DEVICE int64_t row_offset(const Piece& piece, int row, int heads, int64_t token_stride, int64_t head_stride) {
+    const int request_row = piece.row_tile * ROWS + row;
+    return (piece.first_query + request_row / heads) * token_stride + request_row % heads * head_stride;
+}
 
 DEVICE int slot_of(const Params& p, const Piece& piece, int part) {
     return piece.slot + part * piece.slot_step - (p.splits == 0 && part > 0);

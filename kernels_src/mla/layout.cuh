@@ -1,0 +1,63 @@
+// The threads and the shared memory of the kernel whose consumers are two warpgroups.
+#pragma once
+#include "work.cuh"
+
+namespace paged_mla_decode {
+
+static_assert(ROWS == 64 && BOX_COLUMNS == 64 && CONSUMERS == 256, "warpgroup products");
+constexpr int BOX_BYTES = 64 * 128;  // 64 rows of 64 bf16, 128-byte swizzle
+constexpr int VALUE_BOXES = LATENT / BOX_COLUMNS;
+constexpr int BOXES = VALUE_BOXES + 1;  // and the rope columns
+constexpr int ROPE_BOX = VALUE_BOXES;
+constexpr int HALF_BOXES = VALUE_BOXES / 2;  // each consumer warpgroup has one half of the output's columns
+constexpr int HALF_COLUMNS = LATENT / 2;
+constexpr int BUFFERS = 2;
+
+// Values are multiplied, and their boxes become free, in quarters of the columns: 0 and 1 are the first warpgroup's.
+constexpr int QUARTERS = 4;
+constexpr int QUARTER_BOXES = VALUE_BOXES / QUARTERS;
+constexpr int QUARTER_COLUMNS = LATENT / QUARTERS;
+
+// P has places of its own where shared memory is left: the first is that of the queries' rope columns, which are in
+// registers. Else it lies where the rope columns of its tile lay, which nobody needs once the scores are known.
+constexpr bool OWN_P = !KV_E4M3;
+// Barriers of a buffer's emptiness: of its quarters, and of the rope columns if P is not there.
+constexpr int EMPTIES = QUARTERS + OWN_P;
+
+// The i-th quarter of buffer `b` that the scores take, in about the order in which they become free.
+DEVICE constexpr int quarter_of(int b, int i) { return (b == 0 ? 0x3210 : 0x1302) >> 4 * i & 3; }
+
+constexpr int WARPGROUP = 128;
+constexpr int HELPERS = (KV_E4M3 ? 2 : 1) * WARPGROUP;
+constexpr int THREADS = CONSUMERS + HELPERS;
+constexpr int QUERY_LOADERS = KV_E4M3 ? HELPERS - 32 : HELPERS;
+// What the consumers do not ask for of the registers that the launch has, in eights. A warpgroup that asks for more than
+// are there waits for ever.
+constexpr int LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8;
+constexpr int CONSUMER_REGISTERS = !KV_E4M3 ? 232 : (LATENT > 256 ? 216 : 200);
+constexpr int HELPER_REGISTERS = (THREADS * LAUNCH_REGISTERS - CONSUMERS * CONSUMER_REGISTERS) / HELPERS / 8 * 8;
+static_assert(HELPER_REGISTERS >= 40 && CONSUMERS * CONSUMER_REGISTERS + HELPERS * HELPER_REGISTERS <= THREADS * LAUNCH_REGISTERS);
+
+struct Shared {
+    alignas(1024) char q[BOXES][BOX_BYTES];
+    alignas(1024) char kv[BUFFERS][BOXES][BOX_BYTES];
+#if !KV_E4M3
+    alignas(1024) char p1[BOX_BYTES];
+#endif
+    float maximum[2][ROWS];
+    float sum[2][ROWS];
+    alignas(8) uint64_t full[BUFFERS][BOXES];
+    alignas(8) uint64_t empty[BUFFERS][EMPTIES];
+#if KV_E4M3
+    alignas(128) char raw_rope[BUFFERS][BOX_BYTES / 2];
+    alignas(8) uint64_t raw[BUFFERS];
+    float q_power[ROWS];  // what the scores of a row are still to be multiplied by
+#endif
+    alignas(8) uint64_t q_full;
+    alignas(8) uint64_t q_empty;
+    Share share;
+};
+
+static_assert(sizeof(Shared) <= SHARED_BYTES, "the variant list states too little dynamic shared memory");
+
+}  // namespace paged_mla_decode
