@@ -14,11 +14,13 @@ KERNELS = [variant for variant in VARIANTS if variant.operation == "paged_mla_de
 
 
 def test_it_counts_the_kernels() -> None:
-    assert {(kernel.sm, kernel.traits["dtype"], kernel.traits["latent"]) for kernel in KERNELS} == {
-        ("90a", dtype, latent) for dtype in ("bf16", "e4m3") for latent in (512, 256)
-    }
-    assert len(KERNELS) == 4
-    assert "Four cubins for SM90a: bf16 and e4m3 caches, 512 and 256 latent columns." in TEXT
+    found = {tuple(kernel.traits[name] for name in ("rows", "dtype", "latent")) for kernel in KERNELS}
+    assert found == {(rows, dtype, latent) for rows in (16, 64) for dtype in ("bf16", "e4m3") for latent in (512, 256)}
+    assert {kernel.sm for kernel in KERNELS} == {"90a"}
+    assert len(KERNELS) == 8
+    assert (
+        "Eight cubins for SM90a: bf16 and e4m3 caches, 512 and 256 latent columns, row tiles of 64 and of 16." in TEXT
+    )
 
 
 def test_it_names_the_bounds_of_a_call() -> None:

@@ -99,20 +99,22 @@ def mla_cases_of(kernels: list[OwnKernel]) -> list[MlaCase]:
     assert each or not kernels, f"{len(kernels)} MLA kernels, more than {MLA_CASES} cases hold"
     traits = [kernel.traits for kernel in kernels for _ in range(each)]
     return [
-        _mla_spread({str(own["dtype"]): str(own["q_dtypes"]).split(",")}, int(own["latent"]), index)
+        _mla_spread(own, {str(own["dtype"]): str(own["q_dtypes"]).split(",")}, index)
         for index, own in enumerate(traits)
     ]
 
 
-def _mla_spread(types: dict[str, list[str]], latent: int, index: int) -> MlaCase:
+def _mla_spread(traits: Mapping[str, object], types: dict[str, list[str]], index: int) -> MlaCase:
     rng = np.random.default_rng((21, index))
     lengths = LENGTHS[index % len(LENGTHS)]
     # Part of a row tile, whole ones, several and a part, by turns.
-    heads, q_len = ((5, 1), (64, 2), (128, 1), (16, 7), (100, 3), (8, 16))[index % 6]
+    few = int(str(traits["rows"])) < 64
+    shapes = ((5, 1), (16, 1), (3, 5)) if few else ((37, 1), (64, 2), (128, 1), (16, 7), (100, 3), (8, 16))
+    heads, q_len = shapes[(index // 2 if few else index) % len(shapes)]
     case = random_mla_case(
         rng,
         types,
-        latent=latent,
+        latent=int(str(traits["latent"])),
         heads=heads,
         q_len=q_len,
         mask=MASKS[index % len(MASKS)],
