@@ -312,9 +312,49 @@ def _paged_mla_decode(dtype: str, latent: int, q_e4m3: bool = False) -> Variant:
             "rope": 64,
             "rows": 64,
             "tile_tokens": 64,
+            "box_columns": 64,
+            "swizzle": "64B" if narrow else "128B",
             "cluster": 1,
         },
-        defines={"KV_E4M3": int(narrow), "LATENT": latent},
+        defines={"KV_E4M3": int(narrow), "LATENT": latent, "ROWS": 64, "BOX_COLUMNS": 64},
+    )
+
+
+def _few_rows_mla_decode(dtype: str, latent: int) -> Variant:
+    # A row of 128 bytes in a box: of e4m3, the last box is half past the columns.
+    item = 1 if dtype == "e4m3" else 2
+    box_columns = 128 // item
+    stage = -(-(latent + 64) // box_columns) * 64 * 128
+    # Beside the ring two places for P, what warps tell each other, barriers, the CTA's share. The source asserts that
+    # it fits.
+    beside = 2 * (4 * 512 + 16 * 4 + 16) + 2 * 32 + (3 * 4 + 2) * 16 * 4 + 6 * 8 + 32
+    stages = (SHARED_BYTES_PER_BLOCK["90"] - beside) // (stage + 16)
+    return Variant(
+        source="mla/few_rows_mla_decode.cu",
+        symbol=f"few_rows_mla_decode_{dtype}_latent{latent}",
+        sm="90a",
+        operation="paged_mla_decode",
+        struct="PagedMlaDecodeParams",
+        threads=latent // 2 + 256,
+        shared_bytes=-(-(stages * (stage + 16) + beside) // 1024) * 1024,
+        traits={
+            "dtype": dtype,
+            "q_dtypes": "bf16,e4m3" if dtype == "e4m3" else "bf16",
+            "latent": latent,
+            "rope": 64,
+            "rows": 16,
+            "tile_tokens": 64,
+            "box_columns": box_columns,
+            "swizzle": "128B",
+            "cluster": 1,
+        },
+        defines={
+            "KV_E4M3": int(dtype == "e4m3"),
+            "LATENT": latent,
+            "ROWS": 16,
+            "BOX_COLUMNS": box_columns,
+            "STAGES": stages,
+        },
     )
 
 
@@ -325,4 +365,5 @@ VARIANTS: tuple[Variant, ...] = (
     _streaming_read("90a"),
     *(_paged_mla_decode(dtype, latent) for dtype in ("bf16", "e4m3") for latent in (512, 256)),
     *(_paged_mla_decode("e4m3", latent, q_e4m3=True) for latent in (512, 256)),
+    *(_few_rows_mla_decode(dtype, latent) for dtype in ("bf16", "e4m3") for latent in (512, 256)),
 )

@@ -1,6 +1,6 @@
 // What a CTA of the kernel whose consumers both score and multiply has in shared memory.
 #pragma once
-#include "work.cuh"
+#include "layout.cuh"
 
 namespace paged_mla_decode {
 

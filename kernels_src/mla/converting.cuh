@@ -1,6 +1,5 @@
 // A cache of e4m3 beside queries of bf16: one warp brings raw tiles, the others bring the queries and convert both to fp16.
 #pragma once
-#include "buffers.cuh"
 #include "loading.cuh"
 
 namespace paged_mla_decode {

@@ -40,11 +40,6 @@ DEVICE float output_scale(const Params& p) {
     return factor == nullptr ? p.output_scale : p.output_scale * *factor;
 }
 
-DEVICE int64_t row_offset(const Piece& piece, int row, int heads, int64_t token_stride, int64_t head_stride) {
-    const int request_row = piece.row_tile * ROWS + row;
-    return (piece.first_query + request_row / heads) * token_stride + request_row % heads * head_stride;
-}
-
 DEVICE void write_lse(const Params& p, const Piece& piece, int row, float lse) {
     if (p.lse != nullptr)
         static_cast<float*>(p.lse)[row_offset(piece, row, p.heads, p.lse_token_stride, p.lse_head_stride)] = lse;
@@ -58,74 +53,12 @@ DEVICE uint32_t pack_two(const Params& p, float low, float high) {
     return pack_e4m3(low, high);
 }
 
-// ---------------------------------------------------------------- from the accumulators
-
-// Rows lane / 4 and 8 more of the warp's 16; four lanes hold 8 neighbouring columns, and swap so that each has 8 of its own.
-DEVICE void write_rows(const Params& p, const Piece& piece, int row, int column, const float (&out)[HALF_COLUMNS / 2],
-                       const float (&maximum)[2], const float (&sum)[2]) {
-    const int lane = threadIdx.x % 32;
-    const float scale = output_scale(p);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int own = row + half * 8;
-        const bool exists = own < piece.rows;
-        const int head = (piece.row_tile * ROWS + min(own, piece.rows - 1)) % p.heads;
-        const RowEnd end = end_row(p, maximum[half], sum[half], head, scale);
-        if (exists && column == 0 && lane % 4 == 0) write_lse(p, piece, own, end.lse);
-        const int64_t offset =
-            row_offset(piece, min(own, piece.rows - 1), p.heads, p.out_token_stride, p.out_head_stride) + column;
-#pragma unroll
-        for (int j = 0; j < HALF_COLUMNS / 8; j += 4) {
-            uint32_t pairs[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                pairs[i] = pack_two(p, out[4 * (j + i) + 2 * half] * end.factor, out[4 * (j + i) + 2 * half + 1] * end.factor);
-            // Lane l of four gets the pairs of group j + l: two rounds of swaps.
-#pragma unroll
-            for (int step = 1; step < 4; step *= 2) {
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    if (i & step) continue;
-                    const bool upper = lane & step;
-                    const uint32_t sent = upper ? pairs[i] : pairs[i + step];
-                    const uint32_t got = __shfl_xor_sync(~0u, sent, step);
-                    if (upper)
-                        pairs[i] = got;
-                    else
-                        pairs[i + step] = got;
-                }
-            }
-            if (!exists) continue;
-            const int64_t at = offset + 8 * (j + lane % 4);
-            if (p.out_type != TYPE_E4M3)
-                *reinterpret_cast<uint4*>(static_cast<uint16_t*>(p.out) + at) =
-                    make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-            else
-                *reinterpret_cast<uint2*>(static_cast<uint8_t*>(p.out) + at) =
-                    make_uint2(pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16);
-        }
-    }
-}
-
-// Partials lie as the threads hold them: of each group of 8 columns, four floats a thread of the warpgroup.
+// Of each group of 8 columns, a partial is four floats for each of ROWS * 2 lanes: two neighbouring columns of row lane / 4
+// (of 16 for each 32 lanes), and those of the row 8 on.
 constexpr int COLUMN_GROUPS = LATENT / 8;
 
-DEVICE int64_t partial_place(int slot, int group, int thread) {
-    return (static_cast<int64_t>(slot) * COLUMN_GROUPS + group) * WARPGROUP + thread;
-}
-
-DEVICE void write_partial(const Params& p, const Piece& piece, int row, int column, const float (&out)[HALF_COLUMNS / 2],
-                          const float (&maximum)[2], const float (&sum)[2]) {
-    if (row / 16 * 16 >= piece.rows) return;
-    const int slot = slot_of(p, piece, piece.part);
-    float4* target = static_cast<float4*>(p.partial_out) + partial_place(slot, column / 8, threadIdx.x % WARPGROUP);
-#pragma unroll
-    for (int j = 0; j < HALF_COLUMNS / 8; ++j)
-        target[j * WARPGROUP] = make_float4(out[4 * j], out[4 * j + 1], out[4 * j + 2], out[4 * j + 3]);
-    if (column == 0 && threadIdx.x % 4 == 0)
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-            static_cast<float2*>(p.partial_statistics)[slot_row(slot, row + half * 8)] = make_float2(maximum[half], sum[half]);
+DEVICE int64_t partial_place(int slot, int group, int lane) {
+    return (static_cast<int64_t>(slot) * COLUMN_GROUPS + group) * (ROWS * 2) + lane;
 }
 
 // ---------------------------------------------------------------- merging
@@ -235,8 +168,9 @@ DEVICE void arrive(const Params& p, int counter) {
 DEVICE void help_merge(const Params& p, const Piece& piece) {
     uint32_t* counter = static_cast<uint32_t*>(p.counters) + piece.counter;
     const int lane = threadIdx.x % 32;
-    constexpr int FEW_PARTS_GROUPS = KV_E4M3 ? 4 : 8;  // as the registers allow
-    const int groups = piece.parts <= 4 ? FEW_PARTS_GROUPS : (piece.parts <= 16 ? 2 : 1);
+    // As the registers allow: groups of columns where there are few parts, and groups times parts in flight beyond.
+    constexpr int FEW_PARTS_GROUPS = ROWS < 64 ? 2 : (KV_E4M3 ? 4 : 8), MANY = ROWS < 64 ? 8 : 16;
+    const int groups = piece.parts <= 4 ? FEW_PARTS_GROUPS : (piece.parts <= 16 && ROWS == 64 ? 2 : 1);
     const uint32_t units = (piece.rows + 15) / 16 * (COLUMN_GROUPS / groups);
     uint32_t ticket = ~0u;
     if (lane == 0) {
@@ -256,9 +190,9 @@ DEVICE void help_merge(const Params& p, const Piece& piece) {
         if (groups == FEW_PARTS_GROUPS)
             merge_unit<FEW_PARTS_GROUPS, 4>(p, piece, unit);
         else if (groups == 2)
-            merge_unit<2, 8>(p, piece, unit);
+            merge_unit<2, MANY / 2>(p, piece, unit);
         else
-            merge_unit<1, 16>(p, piece, unit);
+            merge_unit<1, MANY>(p, piece, unit);
     }
     if (lane == 0) {
         const uint32_t before = add_relaxed(counter, DEPARTURE);

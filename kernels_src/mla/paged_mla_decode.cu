@@ -28,13 +28,14 @@
 // split_count) and a team takes the parts that begin in its share. Partials are merged in part order once a CTA is through
 // with its pieces, by all the CTAs that have parts of the pair and are at hand. No CTA needs another one to run.
 //
-// Build: -DLATENT=512|256 -DKV_E4M3=0|1 -DSHARED_BYTES=n -DKERNEL_NAME=symbol
+// Build: -DLATENT=512|256 -DKV_E4M3=0|1 -DROWS=64 -DBOX_COLUMNS=64
+//        -DSHARED_BYTES=n -DKERNEL_NAME=symbol
 
 #include "loading.cuh"
 #if KV_E4M3
 #include "converting.cuh"
 #endif
-#include "output.cuh"
+#include "accumulators.cuh"
 #include "softmax.cuh"
 
 namespace paged_mla_decode {
@@ -386,7 +387,7 @@ extern "C" __global__ void __launch_bounds__(paged_mla_decode::THREADS, 1)
         give_registers<HELPER_REGISTERS>();
         load(p, share, shared);
         allow_next_grid();
-        if (blockIdx.x == 0) report_lengths(p);
+        if (blockIdx.x == 0) report_lengths(p, threadIdx.x - CONSUMERS, HELPERS);
     } else {
         take_registers<CONSUMER_REGISTERS>();
         if (consume(p, share, shared)) merge_shares(p, share);

@@ -11,9 +11,9 @@
 // memory, whose bandwidth bounds a kernel that does. A tile's time is that of the scoring warpgroup: so it looks for maxima
 // only where one has to follow.
 //
-// Build: -DLATENT=512|256 -DKV_E4M3=1 -DSHARED_BYTES=n -DKERNEL_NAME=symbol
+// Build: -DLATENT=512|256 -DKV_E4M3=1 -DROWS=64 -DBOX_COLUMNS=64 -DSHARED_BYTES=n -DKERNEL_NAME=symbol
 
-#include "loading.cuh"
+#include "pages.cuh"
 #include "scoring.cuh"
 #include "transposed.cuh"
 
@@ -82,13 +82,13 @@ extern "C" __global__ void __launch_bounds__(paged_mla_decode::THREADS, 1)
     } else if (warpgroup == CONSUMERS / WARPGROUP) {
         take_registers<SCORING_REGISTERS>();
         score(p, share, shared);
-        if (blockIdx.x == 0) report_lengths(p);
+        if (blockIdx.x == 0) report_lengths(p, threadIdx.x - CONSUMERS, HELPERS);
     } else {
         give_registers<LOADING_REGISTERS>();
         if (threadIdx.x < THREADS - WARPGROUP + 32) {
             load_tiles(p, share, shared);
             allow_next_grid();
         }
-        if (blockIdx.x == 0) report_lengths(p);
+        if (blockIdx.x == 0) report_lengths(p, threadIdx.x - CONSUMERS, HELPERS);
     }
 }

@@ -1,6 +1,6 @@
 // What a CTA of the kernel for e4m3 queries has in shared memory, and the rings through which its warpgroups hand it on.
 #pragma once
-#include "work.cuh"
+#include "layout.cuh"
 
 namespace paged_mla_decode {
 

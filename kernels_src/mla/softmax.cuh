@@ -1,6 +1,6 @@
 // From scores to probabilities: masks, the rows' maxima and sums, and P as the next product reads it.
 #pragma once
-#include "work.cuh"
+#include "layout.cuh"
 
 namespace paged_mla_decode {
 

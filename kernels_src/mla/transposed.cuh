@@ -92,6 +92,7 @@ DEVICE void multiply_tile(Shared& shared, Ring<BUFFERS>& tiles, uint64_t p, uint
         multiply(out, i % (2 * CHUNK_PAIRS), a[i % IN_FLIGHT], advance_operand(p, step * 32));
         wgmma_commit();
     }
+    fence_async_proxy();  // what was read comes before what a copy writes there
     arrive_for_warp(shared.empty[tiles.at]);
     tiles.next();
     if (more) load_first_values(shared, tiles, place, raw);

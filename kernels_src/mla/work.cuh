@@ -12,22 +12,11 @@ namespace paged_mla_decode {
 
 using Params = PagedMlaDecodeParams;
 
-constexpr int ROWS = 64;         // query rows (tokens x heads) of a CTA: one warpgroup product
+// Build: -DROWS=n query rows (tokens x heads) of a CTA, -DBOX_COLUMNS=n columns that a copy brings.
 constexpr int TILE_TOKENS = 64;  // keys of a tile
 constexpr int TILE_TOKENS_LOG2 = 6;
-constexpr int BOX_COLUMNS = 64;
-constexpr int BOX_BYTES = 64 * 128;  // 64 rows of 64 bf16, 128-byte swizzle
-constexpr int VALUE_BOXES = LATENT / BOX_COLUMNS;
-constexpr int BOXES = VALUE_BOXES + 1;  // and the rope columns
-constexpr int ROPE_BOX = VALUE_BOXES;
-constexpr int HALF_BOXES = VALUE_BOXES / 2;  // each consumer warpgroup has one half of the output's columns
-constexpr int HALF_COLUMNS = LATENT / 2;
-
-constexpr int WARPGROUP = 128;
-constexpr int CONSUMERS = 2 * WARPGROUP;
-constexpr int HELPERS = (KV_E4M3 ? 2 : 1) * WARPGROUP;
-constexpr int THREADS = CONSUMERS + HELPERS;
-constexpr int LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8;  // that a thread starts with: they come in eights
+constexpr int ROW_BYTES_LOG2 = (BOX_COLUMNS == 128 ? 7 : 6) + !KV_E4M3;  // of a token in a box
+constexpr int CONSUMERS = ROWS == 64 ? 256 : LATENT / 2;                 // threads that have the output
 
 // q_type and out_type.
 constexpr int TYPE_BF16 = 0;
@@ -85,9 +74,10 @@ DEVICE int row_blocks(const Params& p, const Request& r) {
     return (r.tiles_of_rows + p.tiles_together - 1) / p.tiles_together;
 }
 
-DEVICE void report_lengths(const Params& p) {
+// By `threads` threads, of which this is the `thread`-th.
+DEVICE void report_lengths(const Params& p, int thread, int threads) {
     uint32_t seen = 0;
-    for (int b = threadIdx.x - CONSUMERS; b < p.batch; b += HELPERS) {
+    for (int b = thread; b < p.batch; b += threads) {
         const int length = static_cast<const int*>(p.seq_lens)[b];
         if (length > p.max_seq_len) seen |= STATUS_LENGTH_OVER_BOUND;
         if (length < 0) seen |= STATUS_LENGTH_NEGATIVE;
@@ -223,6 +213,11 @@ struct Walker {
         return false;
     }
 };
+
+DEVICE int64_t row_offset(const Piece& piece, int row, int heads, int64_t token_stride, int64_t head_stride) {
+    const int request_row = piece.row_tile * ROWS + row;
+    return (piece.first_query + request_row / heads) * token_stride + request_row % heads * head_stride;
+}
 
 DEVICE int slot_of(const Params& p, const Piece& piece, int part) {
     return piece.slot + part * piece.slot_step - (p.splits == 0 && part > 0);

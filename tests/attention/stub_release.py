@@ -39,6 +39,8 @@ def mla_stub_variant(dtype: str, q_dtype: str, latent: int) -> Variant:
             "rope": 64,
             "rows": 64,
             "tile_tokens": 64,
+            "box_columns": 64,
+            "swizzle": "none" if dtype == "e4m3" else "128B",
             "cluster": 1,
         },
     )

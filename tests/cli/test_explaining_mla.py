@@ -42,6 +42,8 @@ def test_there_is_a_word_on_every_mla_kernel_and_on_no_other(
         ["mla_latent256_cluster1_sm90a", "latent is 256"],
         ["mla_latent512_cluster2_sm90a", "fits, 2 row tiles a request"],
         ["mla_latent256_cluster2_sm90a", "latent is 256"],
+        ["mla_latent512_rows16_sm90a", "for at most 16 rows a request, and not for batch_invariant"],
+        ["mla_latent256_rows16_sm90a", "latent is 256"],
     ]
 
 

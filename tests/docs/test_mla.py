@@ -14,12 +14,15 @@ KERNELS = [variant for variant in VARIANTS if variant.operation == "paged_mla_de
 
 
 def test_it_counts_the_kernels() -> None:
-    types = [("bf16", "bf16"), ("e4m3", "bf16"), ("e4m3", "e4m3")]
-    assert {(k.sm, k.traits["dtype"], k.traits["q_dtypes"], k.traits["latent"]) for k in KERNELS} == {
-        ("90a", *own, latent) for own in types for latent in (512, 256)
+    types = {
+        64: (("bf16", "bf16"), ("e4m3", "bf16"), ("e4m3", "e4m3")),
+        16: (("bf16", "bf16"), ("e4m3", "bf16,e4m3")),
     }
-    assert len(KERNELS) == 6
-    assert "Six cubins for SM90a: bf16, an e4m3 cache beside bf16 queries, and e4m3 for both, with 512 and 256" in TEXT
+    found = {tuple(kernel.traits[name] for name in ("rows", "dtype", "q_dtypes", "latent")) for kernel in KERNELS}
+    assert found == {(rows, *own, latent) for rows in types for own in types[rows] for latent in (512, 256)}
+    assert {kernel.sm for kernel in KERNELS} == {"90a"}
+    assert len(KERNELS) == 10
+    assert "Ten cubins for SM90a: with row tiles of 64 for bf16" in TEXT
 
 
 def test_it_names_the_bounds_of_a_call() -> None:

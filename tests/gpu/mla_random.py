@@ -12,6 +12,8 @@ from decode_masks import MASKS
 from mla_cases import MlaCase
 
 HEADS = (1, 5, 8, 16, 32, 64, 128)
+# Heads and query tokens of requests of few rows, which have kernels of their own.
+FEW_ROWS = ((1, 1), (8, 1), (16, 1), (5, 3), (2, 8), (1, 16), (16, 2))
 PAGE_SIZES = (32, 64, 128)
 LATENTS = (512, 256)
 OUT_DTYPES = ("bf16", "fp16", "e4m3")
@@ -48,6 +50,8 @@ def random_mla_case(rng: np.random.Generator, types: Mapping[str, Sequence[str]]
         "unsigned": _flag(rng),
         "spare_columns": _one(rng, (0, 1, 9)),
     }
+    if rng.random() < 0.3:
+        draw["heads"], draw["q_len"] = _one(rng, FEW_ROWS)
     draw |= fixed
     draw["q_dtype"] = fixed.get("q_dtype") or _one(rng, types[draw["kv_dtype"]])
     span = int(rng.choice(SPANS, p=SPAN_ODDS))

@@ -26,6 +26,7 @@ from cubin_runtime import Config
 from cubin_runtime.artifacts.own_kernels import OwnKernel
 from cubin_runtime.attention import Runtime
 from cubin_runtime.launch.driver import DeviceFacts
+from cubin_runtime.launch.hopper.mla_select import MlaShape, select_mla_decode
 from cubin_runtime.launch.hopper.select import select_decode
 from cubin_runtime.launch.hopper.shape import DecodeShape
 from cubin_runtime.launch.launcher import PreparedLaunch
@@ -118,26 +119,44 @@ def decode_kernels_of(runtime: Runtime) -> list[OwnKernel]:
     return [k for k in kernels if k.operation == OPERATION and k.sm.rstrip("af") == f"{major}{minor}"]
 
 
-def mla_cases_of(kernels: list[OwnKernel]) -> list[MlaCase]:
-    """As many MLA cases of each kernel as they may have together, options going on from kernel to kernel."""
+def mla_cases_of(kernels: list[OwnKernel], device: DeviceFacts) -> list[MlaCase]:
+    """As many MLA cases that take each kernel as they may have together, options going on from kernel to kernel."""
     each = MLA_CASES // max(1, len(kernels))
     assert each or not kernels, f"{len(kernels)} MLA kernels, more than {MLA_CASES} cases hold"
-    traits = [kernel.traits for kernel in kernels for _ in range(each)]
-    return [
-        _mla_spread({str(own["dtype"]): str(own["q_dtypes"]).split(",")}, int(own["latent"]), index)
-        for index, own in enumerate(traits)
-    ]
+    found: list[MlaCase] = []
+    for kernel in kernels:
+        types = {str(kernel.traits["dtype"]): str(kernel.traits["q_dtypes"]).split(",")}
+        tried = [_mla_spread(kernel.traits, types, len(found) + i) for i in range(MOST_TRIES)]
+        found += [case for case in tried if _mla_takes(kernel, case, kernels, device)][:each]
+    return found
 
 
-def _mla_spread(types: dict[str, list[str]], latent: int, index: int) -> MlaCase:
+def _mla_takes(kernel: OwnKernel, case: MlaCase, kernels: list[OwnKernel], device: DeviceFacts) -> bool:
+    shape = MlaShape(
+        case.kv_dtype,
+        case.latent,
+        case.heads,
+        len(case.lengths),
+        q_dtype=case.q_dtype,
+        q_len=case.q_bound,
+        ragged=case.q_lens is not None,
+        max_seq_len=case.max_seq_len,
+        batch_invariant=case.batch_invariant,
+    )
+    return select_mla_decode(kernels, shape, device).kernel == kernel
+
+
+def _mla_spread(traits: Mapping[str, object], types: dict[str, list[str]], index: int) -> MlaCase:
     rng = np.random.default_rng((21, index))
     lengths = LENGTHS[index % len(LENGTHS)]
     # Part of a row tile, whole ones, several and a part, by turns.
-    heads, q_len = ((5, 1), (64, 2), (128, 1), (16, 7), (100, 3), (8, 16))[index % 6]
+    few = int(str(traits["rows"])) < 64
+    shapes = ((5, 1), (16, 1), (3, 5)) if few else ((37, 1), (64, 2), (128, 1), (16, 7), (100, 3), (8, 16))
+    heads, q_len = shapes[(index // 2 if few else index) % len(shapes)]
     case = random_mla_case(
         rng,
         types,
-        latent=latent,
+        latent=int(str(traits["latent"])),
         heads=heads,
         q_len=q_len,
         mask=MASKS[index % len(MASKS)],
@@ -176,7 +195,7 @@ class WrongResults:
 def mla_all(runtime: Runtime, rng: np.random.Generator, wrong: WrongResults) -> tuple[int, set[str]]:
     """Every MLA case; their number and the names of the kernels that ran."""
     kernels = mla_kernels(runtime)
-    wanted = mla_cases_of(kernels)
+    wanted = mla_cases_of(kernels, runtime.driver.device(0))
     used: set[str] = set()
     for one in wanted:
         with mla_on_device(runtime, one, rng, guard=0) as case:

@@ -77,6 +77,24 @@ def test_every_head_count_matches_float64(
     assert_case(runtime, replace(wanted, q_len=3, sinks=True, mask="any"), rng)
 
 
+@pytest.mark.parametrize(("kv_dtype", "q_dtype"), [("bf16", "bf16"), ("e4m3", "bf16"), ("e4m3", "e4m3")])
+@pytest.mark.parametrize("latent", LATENTS)
+@pytest.mark.parametrize(
+    ("heads", "q_len"), [(1, 1), (7, 1), (8, 2), (9, 1), (15, 1), (16, 1), (3, 5), (1, 16), (17, 1), (16, 2), (11, 3)]
+)
+def test_few_rows_match_float64(
+    runtime: Runtime, rng: np.random.Generator, heads: int, q_len: int, latent: int, kv_dtype: str, q_dtype: str
+) -> None:
+    wanted = MlaCase((3000, 64, 0, 129, 1, 65), 4096, heads=heads, q_len=q_len, latent=latent, kv_dtype=kv_dtype)
+    wanted = replace(wanted, q_dtype=q_dtype, mask="tree")
+    assert_case(runtime, wanted, rng)
+    ragged = replace(wanted, q_lens=(q_len, 0, q_len, 1, q_len, q_len), max_q_len=q_len, page_size=32, sinks=True)
+    assert_case(runtime, replace(ragged, scale=-0.3, out_dtype="fp16", strided=True, device_scales=True), rng)
+    # More pieces than CTAs, so that a CTA goes from one to the next.
+    many = tuple(int(n) for n in rng.integers(0, 200, size=300))
+    assert_case(runtime, replace(wanted, lengths=many, max_seq_len=200, page_size=128), rng)
+
+
 @pytest.mark.parametrize("q_len", range(1, 17))
 def test_every_query_length_matches_float64(runtime: Runtime, rng: np.random.Generator, q_len: int) -> None:
     assert_case(runtime, replace(SMALL, q_len=q_len), rng)

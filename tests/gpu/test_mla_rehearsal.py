@@ -124,7 +124,7 @@ def test_sanitizers_get_the_mla_cases(
 def test_sanitizer_cases_stay_few(runtime: RehearsalRuntime) -> None:
     kernels = sanitizer_cases.decode_kernels_of(runtime)
     decodes = sanitizer_cases.cases_of(kernels, runtime.driver.device(0))
-    latent = sanitizer_cases.mla_cases_of(list(KERNELS))
+    latent = sanitizer_cases.mla_cases_of(list(KERNELS), runtime.driver.device(0))
     others = len(sanitizer_cases.CASES) + len(sanitizer_cases.LSES)
     assert len(decodes) + len(latent) + others <= sanitizer_cases.MOST_CASES
 

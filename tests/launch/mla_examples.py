@@ -5,8 +5,8 @@ from __future__ import annotations
 from cubin_runtime.artifacts.own_kernels import MEASURED, OwnKernel
 
 
-def kernel(cluster: int, latent: int = 512) -> OwnKernel:
-    name = f"mla_latent{latent}_cluster{cluster}"
+def kernel(cluster: int, latent: int = 512, rows: int = 64) -> OwnKernel:
+    name = f"mla_latent{latent}_cluster{cluster}" if rows == 64 else f"mla_latent{latent}_rows{rows}"
     return OwnKernel(
         name=f"{name}_sm90a",
         symbol=name,
@@ -14,7 +14,16 @@ def kernel(cluster: int, latent: int = 512) -> OwnKernel:
         sm="90a",
         family="mla",
         operation="paged_mla_decode",
-        traits={"dtype": "bf16", "latent": latent, "rope": 64, "rows": 64, "tile_tokens": 64, "cluster": cluster},
+        traits={
+            "dtype": "bf16",
+            "latent": latent,
+            "rope": 64,
+            "rows": rows,
+            "tile_tokens": 64,
+            "box_columns": 64,
+            "swizzle": "128B",
+            "cluster": cluster,
+        },
         struct="PagedMlaDecodeParams",
         struct_bytes=384,
         struct_fingerprint="0" * 64,
@@ -29,4 +38,6 @@ def kernel(cluster: int, latent: int = 512) -> OwnKernel:
     )
 
 
-KERNELS = tuple(kernel(cluster, latent) for cluster in (1, 2) for latent in (512, 256))
+WIDE = tuple(kernel(cluster, latent) for cluster in (1, 2) for latent in (512, 256))
+FEW = tuple(kernel(1, latent, 16) for latent in (512, 256))
+KERNELS = (*WIDE, *FEW)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ...artifacts.own_kernels import OwnKernel
 from ...artifacts.path import ArtifactPath
 from ..plan import LaunchAttributes, LaunchPlan
 from ..structs import StructLayout
@@ -20,10 +21,8 @@ from .decode import (
 )
 from .mla_select import MlaSelection
 
-_BOX_COLUMNS = 64
-# Bytes of an element, what the descriptor calls it, and the swizzle of boxes in shared memory: as many bytes as a row
-# of a box has. e4m3 is moved as bytes.
-_CACHE_ELEMENTS = {"bf16": (2, "bfloat16", "128B"), "e4m3": (1, "uint8", "64B")}
+# Bytes of an element and what the descriptor calls it: e4m3 is moved as bytes.
+_CACHE_ELEMENTS = {"bf16": (2, "bfloat16"), "e4m3": (1, "uint8")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +94,7 @@ def mla_plan(
     kernel = selection.kernel
     values: dict[str, object] = dict.fromkeys((*TENSOR_POINTERS, *OPTIONAL_POINTERS, *WORKSPACE_POINTERS), 0)
     values |= {
-        "kv_map": cache_descriptor(problem, int(kernel.traits["tile_tokens"]), cache),
+        "kv_map": cache_descriptor(problem, kernel, cache),
         "q_token_stride": problem.q_strides[0],
         "q_head_stride": problem.q_strides[1],
         "out_token_stride": problem.out_strides[0],
@@ -135,16 +134,16 @@ def mla_plan(
     )
 
 
-def cache_descriptor(problem: MlaProblem, tile_tokens: int, cache: LatentCacheView) -> TensorMapSpec:
-    """Boxes of 64 columns and the tokens of a tile that one page holds together."""
-    itemsize, dtype, swizzle = _CACHE_ELEMENTS[problem.kv_dtype]
+def cache_descriptor(problem: MlaProblem, kernel: OwnKernel, cache: LatentCacheView) -> TensorMapSpec:
+    """Boxes of the kernel's columns and the tokens of a tile that one page holds together."""
+    itemsize, dtype = _CACHE_ELEMENTS[problem.kv_dtype]
     return TensorMapSpec(
         dtype=dtype,
         address=cache.pointer,
         dims=(problem.latent + problem.rope, problem.page_size, problem.num_pages),
         strides=(cache.token_stride * itemsize, cache.page_stride * itemsize),
-        box=(_BOX_COLUMNS, min(problem.page_size, tile_tokens), 1),
+        box=(int(kernel.traits["box_columns"]), min(problem.page_size, int(kernel.traits["tile_tokens"])), 1),
         element_strides=(1, 1, 1),
-        swizzle=swizzle,
+        swizzle=str(kernel.traits["swizzle"]),
         l2_promotion="128B",
     )

@@ -20,8 +20,12 @@ _IDLE_SHARE = 12
 # batch_invariant cuts every pair into parts of this many tiles, as the kernel does, but into at most so many parts.
 _INVARIANT_PART_TILES = 16
 _INVARIANT_SPLITS = 4
-# Tiles of a part, at least: fewer cost more to merge than they save.
+# Tiles of a part, at least: fewer cost more to merge than they save. The others are for row tiles below _WIDE_ROWS.
 _PART_TILES = 2
+_FEW_ROWS_PART_TILES = 4
+# Kernels of smaller row tiles than this take requests of at most so many rows, by the dtype of the cache.
+_WIDE_ROWS = 64
+_FEW_ROWS = {"bf16": 16, "e4m3": 32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +75,9 @@ class MlaSelection:
 
 
 def select_mla_decode(kernels: Iterable[OwnKernel], shape: MlaShape, device: DeviceFacts) -> MlaSelection:
-    """The kernel with the largest cluster that the row tiles of every request fill; teams that end on pairs' borders.
+    """A kernel for few rows if they are few, else the largest cluster that the row tiles of every request fill.
+
+    The grid has teams that end on pairs' borders.
 
     Raises:
         UsageError: no kernel fits; the message says what those for this device can do.
@@ -92,13 +98,14 @@ def select_mla_decode(kernels: Iterable[OwnKernel], shape: MlaShape, device: Dev
             f"on compute capability {device.capability[0]}.{device.capability[1]}: "
             + ("; ".join(f"{name}: {word}" for name, word in looked_at) or "the release has no MLA decode kernel")
         )
-    best = max(fitting, key=lambda kernel: (_trait(kernel, "cluster"), kernel.name))
+    best = max(fitting, key=lambda kernel: (-_trait(kernel, "rows"), _trait(kernel, "cluster"), kernel.name))
     together = _together(best, shape)
     row_tiles = _row_tiles(best, shape)
     pair_tiles = max(1, -(-shape.max_seq_len // _trait(best, "tile_tokens")))
     pairs = shape.batch * -(-row_tiles // together)
     splits = invariant_parts(pair_tiles) if shape.batch_invariant else 0
-    teams = _teams(device.multiprocessors // together, pairs, pair_tiles)
+    part_tiles = _PART_TILES if _trait(best, "rows") >= _WIDE_ROWS else _FEW_ROWS_PART_TILES
+    teams = _teams(device.multiprocessors // together, pairs, pair_tiles, part_tiles)
     status = "" if best.status == MEASURED else f", {best.status}"
     reason = (
         f"built for {best.architecture}{status}; {shape.rows} rows a request in {row_tiles} tiles of "
@@ -134,12 +141,19 @@ def _unfit(kernel: OwnKernel, shape: MlaShape, device: DeviceFacts) -> str:
     taken = str(kernel.traits.get("q_dtypes", "bf16")).split(",")
     if shape.q_dtype not in taken:
         return f"queries are {' or '.join(taken)}"
+    if _trait(kernel, "rows") < _WIDE_ROWS and not _few_rows(shape):
+        return f"for at most {_FEW_ROWS[shape.dtype]} rows a request, and not for batch_invariant"
     cluster = _trait(kernel, "cluster")
     if not _fills(kernel, shape, cluster):
         return f"the row tiles of a request do not fill clusters of {cluster}"
     if device.multiprocessors < cluster:
         return f"clusters of {cluster} do not fit {device.multiprocessors} multiprocessors"
     return ""
+
+
+def _few_rows(shape: MlaShape) -> bool:
+    """Whether kernels for few rows take it; under ``batch_invariant`` a bound on query tokens must not decide."""
+    return not shape.batch_invariant and shape.rows <= _FEW_ROWS[shape.dtype]
 
 
 def _fills(kernel: OwnKernel, shape: MlaShape, tiles: int) -> bool:
@@ -158,9 +172,9 @@ def _together(kernel: OwnKernel, shape: MlaShape) -> int:
     return max(d for d in range(cluster, max(cluster, _TILES_TOGETHER) + 1, cluster) if row_tiles % d == 0)
 
 
-def _teams(most: int, pairs: int, pair_tiles: int) -> int:
+def _teams(most: int, pairs: int, pair_tiles: int, part_tiles: int) -> int:
     """Teams whose equal shares begin and end on borders of equally long pairs, if few enough have to idle for it."""
-    teams = min(most, max(pairs, pairs * pair_tiles // _PART_TILES))
+    teams = min(most, max(pairs, pairs * pair_tiles // part_tiles))
     if pairs >= teams:
         rounds = -(-pairs // teams)
         aligned = -(-pairs // rounds)

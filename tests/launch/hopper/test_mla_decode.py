@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 from examples import DIGEST, H100
-from mla_examples import KERNELS
+from mla_examples import FEW, KERNELS, WIDE
 
 from cubin_runtime.artifacts.path import ArtifactPath
 from cubin_runtime.launch.hopper.decode import STEP_FIELDS
@@ -67,15 +67,17 @@ def test_step_fields_are_fields_of_the_struct() -> None:
 
 
 def test_the_descriptor_is_one_that_the_driver_takes() -> None:
-    check_tensor_map(cache_descriptor(PROBLEM, 64, CACHE))
+    check_tensor_map(cache_descriptor(PROBLEM, WIDE[0], CACHE))
 
 
 def test_the_descriptor_of_an_e4m3_cache_is_one_that_the_driver_takes() -> None:
-    check_tensor_map(cache_descriptor(replace(PROBLEM, kv_dtype="e4m3"), 64, CACHE))
+    for box_columns, swizzle in ((64, "none"), (128, "128B")):
+        kernel = replace(FEW[0], traits={**FEW[0].traits, "box_columns": box_columns, "swizzle": swizzle})
+        check_tensor_map(cache_descriptor(replace(PROBLEM, kv_dtype="e4m3"), kernel, CACHE))
 
 
 def test_a_box_stays_within_a_page() -> None:
-    assert cache_descriptor(replace(PROBLEM, page_size=32), 64, CACHE).box == (64, 32, 1)
+    assert cache_descriptor(replace(PROBLEM, page_size=32), WIDE[0], CACHE).box == (64, 32, 1)
 
 
 def test_the_softmax_scale_is_for_base_2() -> None:

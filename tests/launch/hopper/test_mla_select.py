@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from examples import H100, device
-from mla_examples import KERNELS
+from mla_examples import KERNELS, WIDE
 
 from cubin_runtime.errors import UsageError
 from cubin_runtime.launch.hopper.mla_select import MlaShape, invariant_parts, select_mla_decode
@@ -19,6 +19,34 @@ SHAPE = MlaShape("bf16", 512, heads=128, batch=64, max_seq_len=4096)
 def test_a_cluster_is_chosen_where_every_request_fills_it(heads: int, q_len: int, ragged: bool, cluster: int) -> None:
     shape = replace(SHAPE, heads=heads, q_len=q_len, ragged=ragged)
     assert select_mla_decode(KERNELS, shape, H100).cluster == cluster
+
+
+@pytest.mark.parametrize(
+    ("heads", "q_len", "rows"),
+    [(16, 1, 16), (8, 1, 16), (1, 16, 16), (5, 3, 16), (17, 1, 64), (16, 2, 64), (11, 3, 64), (64, 1, 64)],
+)
+@pytest.mark.parametrize("ragged", [False, True])
+def test_few_rows_have_a_kernel_of_their_own(heads: int, q_len: int, rows: int, ragged: bool) -> None:
+    chosen = select_mla_decode(KERNELS, replace(SHAPE, heads=heads, q_len=q_len, ragged=ragged), H100)
+    assert chosen.kernel.traits["rows"] == rows
+    assert chosen.row_tiles == -(-heads * q_len // rows)
+
+
+@pytest.mark.parametrize(("heads", "rows", "together"), [(16, 16, 1), (32, 16, 2), (33, 64, 1)])
+def test_beside_an_e4m3_cache_two_row_tiles_are_few(heads: int, rows: int, together: int) -> None:
+    kernels = [replace(kernel, traits={**kernel.traits, "dtype": "e4m3"}) for kernel in KERNELS]
+    chosen = select_mla_decode(kernels, replace(SHAPE, dtype="e4m3", heads=heads), H100)
+    assert (chosen.kernel.traits["rows"], chosen.tiles_together) == (rows, together)
+
+
+@pytest.mark.parametrize("heads", [1, 16])
+def test_under_batch_invariant_query_tokens_do_not_decide(heads: int) -> None:
+    shapes = [replace(SHAPE, heads=heads, q_len=n, batch_invariant=True) for n in (1, 2, 16)]
+    assert {select_mla_decode(KERNELS, shape, H100).kernel.traits["rows"] for shape in shapes} == {64}
+
+
+def test_without_a_kernel_for_few_rows_the_others_take_them() -> None:
+    assert select_mla_decode(WIDE, replace(SHAPE, heads=16), H100).kernel.traits["rows"] == 64
 
 
 def test_the_latent_width_decides() -> None:
@@ -54,6 +82,10 @@ def test_teams_end_on_borders_of_pairs_if_few_idle_for_it(batch: int, teams: int
 
 def test_a_team_has_two_tiles_at_least() -> None:
     assert select_mla_decode(KERNELS, replace(SHAPE, batch=1, max_seq_len=4 * 64), H100).ctas == 4
+
+
+def test_a_team_of_few_rows_has_four_tiles_at_least() -> None:
+    assert select_mla_decode(KERNELS, replace(SHAPE, heads=16, batch=1, max_seq_len=8192), H100).ctas == 32
 
 
 @pytest.mark.parametrize(("q_len", "together"), [(1, 2), (2, 4), (3, 2), (16, 4)])

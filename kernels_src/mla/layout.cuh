@@ -1,0 +1,20 @@
+// The threads of kernels of 64 rows, whose consumers are two warpgroups, and the boxes that their tiles are brought in.
+#pragma once
+#include "work.cuh"
+
+namespace paged_mla_decode {
+
+static_assert(ROWS == 64 && BOX_COLUMNS == 64 && CONSUMERS == 256, "warpgroup products");
+constexpr int BOX_BYTES = 64 * 128;  // 64 rows of 64 16-bit numbers, 128-byte swizzle
+constexpr int VALUE_BOXES = LATENT / BOX_COLUMNS;
+constexpr int BOXES = VALUE_BOXES + 1;  // and the rope columns
+constexpr int ROPE_BOX = VALUE_BOXES;
+constexpr int HALF_BOXES = VALUE_BOXES / 2;  // each consumer warpgroup has one half of the output's columns
+constexpr int HALF_COLUMNS = LATENT / 2;
+
+constexpr int WARPGROUP = 128;
+constexpr int HELPERS = (KV_E4M3 ? 2 : 1) * WARPGROUP;
+constexpr int THREADS = CONSUMERS + HELPERS;
+constexpr int LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8;  // that a thread starts with: they come in eights
+
+}  // namespace paged_mla_decode
