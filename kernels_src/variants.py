@@ -314,7 +314,6 @@ def _paged_mla_decode(dtype: str, latent: int, q_e4m3: bool = False) -> Variant:
             "tile_tokens": 64,
             "box_columns": 64,
             "swizzle": "64B" if narrow else "128B",
-            "cluster": 1,
         },
         defines={"KV_E4M3": int(narrow), "LATENT": latent, "ROWS": 64, "BOX_COLUMNS": 64},
     )
@@ -346,7 +345,6 @@ def _few_rows_mla_decode(dtype: str, latent: int) -> Variant:
             "tile_tokens": 64,
             "box_columns": box_columns,
             "swizzle": "128B",
-            "cluster": 1,
         },
         defines={
             "KV_E4M3": int(dtype == "e4m3"),

@@ -62,12 +62,11 @@ def explain(kernels: Sequence[OwnKernel], shape: MlaShape, device: DeviceFacts, 
 
 def _facts(selection: MlaSelection, shape: MlaShape, device: DeviceFacts) -> Iterator[tuple[str, object]]:
     kernel = selection.kernel
-    clusters = f" in clusters of {selection.cluster}" if selection.cluster > 1 else ""
     yield "device", f"{device.name}, {device.multiprocessors} multiprocessors"
     yield "kernel", kernel.name
     yield "why", selection.reason
     block = f"{kernel.threads} threads, {kernel.dynamic_shared_bytes} bytes shared memory"
-    yield "grid", f"{selection.ctas} CTAs{clusters} of {block}"
+    yield "grid", f"{selection.ctas} CTAs of {block}"
     yield "teams", f"{_teams(selection)} of {selection.tiles_together}, each on that many row tiles of a request"
     yield "rows", f"{shape.rows} in {selection.row_tiles} x {kernel.traits['rows']}"
     yield "splits", selection.splits or "0: the grid cuts the line of all tiles"
@@ -86,7 +85,6 @@ def _record(selection: MlaSelection, shape: MlaShape, device: DeviceFacts) -> di
         "status": kernel.status,
         "grid": [selection.ctas, 1, 1],
         "block": [kernel.threads, 1, 1],
-        "cluster": [selection.cluster, 1, 1],
         "smem": kernel.dynamic_shared_bytes,
         "teams": _teams(selection),
         "tiles_together": selection.tiles_together,

@@ -41,16 +41,6 @@ DEVICE void produce(const Params& p, const Share& share, Shared& shared) {
     }
 }
 
-// Four e4m3 become four fp16.
-DEVICE uint2 fp16_of_e4m3(uint32_t four) {
-    uint2 v;
-    asm("{ .reg .b16 low, high; mov.b32 {low, high}, %2;\n"
-        "cvt.rn.f16x2.e4m3x2 %0, low; cvt.rn.f16x2.e4m3x2 %1, high; }"
-        : "=r"(v.x), "=r"(v.y)
-        : "r"(four));
-    return v;
-}
-
 DEVICE uint32_t fp16_of_bf16(uint32_t two, float factor) {
     const float2 wide = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&two));
     return pack_fp16(wide.x * factor, wide.y * factor);
@@ -84,10 +74,13 @@ DEVICE void convert_boxes(Shared& shared, int b, int thread) {
         for (int i = base; i < base + AT_ONCE && i < ROUNDS; ++i) {
             if (!exists(i)) break;
             const uint4 four = own[i - base];
-            const uint2 a = fp16_of_e4m3(four.x), c = fp16_of_e4m3(four.y);
-            store_shared_16_bytes(place + i * LOADERS * 32, make_uint4(a.x, a.y, c.x, c.y));
-            const uint2 e = fp16_of_e4m3(four.z), g = fp16_of_e4m3(four.w);
-            store_shared_16_bytes((place ^ 16) + i * LOADERS * 32, make_uint4(e.x, e.y, g.x, g.y));
+            uint4 half[2];
+            e4m3_to_fp16(four.x, half[0].x, half[0].y);
+            e4m3_to_fp16(four.y, half[0].z, half[0].w);
+            store_shared_16_bytes(place + i * LOADERS * 32, half[0]);
+            e4m3_to_fp16(four.z, half[1].x, half[1].y);
+            e4m3_to_fp16(four.w, half[1].z, half[1].w);
+            store_shared_16_bytes((place ^ 16) + i * LOADERS * 32, half[1]);
         }
     }
     fence_async_proxy();
@@ -111,8 +104,6 @@ DEVICE void convert_tile(Shared& shared, int b, uint32_t parity) {
 DEVICE uint32_t query_place(Shared& shared, int row, int column) {
     return shared_address(shared.q[0]) + column / 8 * BOX_BYTES + row * 128 + ((column % 8) ^ (row % 8)) * 16;
 }
-
-DEVICE float power_of_two(int exponent) { return __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23); }
 
 // A row of bf16 becomes fp16, divided by the power of two that brings its largest magnitude below 2, which the scores of the
 // row are multiplied by. Each lane converts what it copied.

@@ -41,7 +41,6 @@ def mla_stub_variant(dtype: str, q_dtype: str, latent: int) -> Variant:
             "tile_tokens": 64,
             "box_columns": 64,
             "swizzle": "none" if dtype == "e4m3" else "128B",
-            "cluster": 1,
         },
     )
 

@@ -26,9 +26,9 @@ def test_the_kernel_its_grid_its_teams_and_the_reason_are_told(
     capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
     out = run(capsys, *arguments, *SHAPE)
-    assert out.startswith("device  H200, 132 multiprocessors\nkernel  mla_latent512_cluster2_sm90a\n")
+    assert out.startswith("device  H200, 132 multiprocessors\nkernel  mla_latent512_rows64_sm90a\n")
     assert "\nwhy     built for sm_90a; 128 rows a request in 2 tiles of 64; at most 4096 tiles of 64 keys over " in out
-    assert "\ngrid    128 CTAs in clusters of 2 of 384 threads, 223232 bytes shared memory\n" in out
+    assert "\ngrid    128 CTAs of 384 threads, 223232 bytes shared memory\n" in out
     assert "\nteams   64 of 2, each on that many row tiles of a request\n" in out
     assert "\nrows    128 in 2 x 64\nsplits  0: the grid cuts the line of all tiles\n" in out
 
@@ -38,10 +38,8 @@ def test_there_is_a_word_on_every_mla_kernel_and_on_no_other(
 ) -> None:
     table = [line.split("\t") for line in run(capsys, *arguments, *SHAPE).splitlines() if "\t" in line]
     assert table[1:] == [
-        ["mla_latent512_cluster1_sm90a", "fits, 2 row tiles a request"],
-        ["mla_latent256_cluster1_sm90a", "latent is 256"],
-        ["mla_latent512_cluster2_sm90a", "fits, 2 row tiles a request"],
-        ["mla_latent256_cluster2_sm90a", "latent is 256"],
+        ["mla_latent512_rows64_sm90a", "fits, 2 row tiles a request"],
+        ["mla_latent256_rows64_sm90a", "latent is 256"],
         ["mla_latent512_rows16_sm90a", "for at most 16 rows a request, and not for batch_invariant"],
         ["mla_latent256_rows16_sm90a", "latent is 256"],
     ]
@@ -53,9 +51,9 @@ def test_json_tells_the_launch_its_candidates_and_the_shape(
     told = record(capsys, *arguments, *SHAPE, "--q-len", 2, "--batch-invariant")
     (launch,) = told["launches"]
     assert (told["backend"], told["operator"]) == ("hopper", "mla_decode")
-    assert (launch["kernel"], launch["cluster"], launch["splits"]) == ("mla_latent512_cluster2_sm90a", [2, 1, 1], 4)
+    assert (launch["kernel"], launch["splits"]) == ("mla_latent512_rows64_sm90a", 4)
     assert launch["grid"] == [launch["teams"] * launch["tiles_together"], 1, 1]
-    assert launch["candidates"][1] == {"kernel": "mla_latent256_cluster1_sm90a", "word": "latent is 256"}
+    assert launch["candidates"][1] == {"kernel": "mla_latent256_rows64_sm90a", "word": "latent is 256"}
     assert (told["shape"]["heads"], told["shape"]["q_len"], told["shape"]["rope"]) == (128, 2, 64)
     assert told["device"]["capability"] == [9, 0]
 
@@ -97,7 +95,7 @@ def test_auto_asks_for_what_runs_mla(capsys: pytest.CaptureFixture[str], argumen
         (["--dtype-q", "e4m3"], "--dtype-q 'e4m3': expected bf16 with --dtype-kv bf16"),
         (["--lse"], "--lse: decides nothing with --backend hopper"),
         (["--top-k", "64"], "--top-k: not an option of --backend hopper, only of trtllm-gen"),
-        (["--sm", "80"], "mla_latent512_cluster1_sm90a: built for sm_90a"),
+        (["--sm", "80"], "mla_latent512_rows64_sm90a: built for sm_90a"),
     ],
 )
 def test_what_cannot_be_explained_is_refused_with_what_can(

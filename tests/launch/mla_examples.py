@@ -5,8 +5,8 @@ from __future__ import annotations
 from cubin_runtime.artifacts.own_kernels import MEASURED, OwnKernel
 
 
-def kernel(cluster: int, latent: int = 512, rows: int = 64) -> OwnKernel:
-    name = f"mla_latent{latent}_cluster{cluster}" if rows == 64 else f"mla_latent{latent}_rows{rows}"
+def kernel(latent: int = 512, rows: int = 64) -> OwnKernel:
+    name = f"mla_latent{latent}_rows{rows}"
     return OwnKernel(
         name=f"{name}_sm90a",
         symbol=name,
@@ -22,7 +22,6 @@ def kernel(cluster: int, latent: int = 512, rows: int = 64) -> OwnKernel:
             "tile_tokens": 64,
             "box_columns": 64,
             "swizzle": "128B",
-            "cluster": cluster,
         },
         struct="PagedMlaDecodeParams",
         struct_bytes=384,
@@ -38,6 +37,6 @@ def kernel(cluster: int, latent: int = 512, rows: int = 64) -> OwnKernel:
     )
 
 
-WIDE = tuple(kernel(cluster, latent) for cluster in (1, 2) for latent in (512, 256))
-FEW = tuple(kernel(1, latent, 16) for latent in (512, 256))
+WIDE = tuple(kernel(latent) for latent in (512, 256))
+FEW = tuple(kernel(latent, 16) for latent in (512, 256))
 KERNELS = (*WIDE, *FEW)

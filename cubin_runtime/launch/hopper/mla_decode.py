@@ -125,10 +125,7 @@ def mla_plan(
         grid=(selection.ctas, 1, 1),
         block=(kernel.threads, 1, 1),
         shared_bytes=kernel.dynamic_shared_bytes,
-        attributes=LaunchAttributes(
-            cluster=(selection.cluster, 1, 1) if selection.cluster > 1 else None,
-            programmatic_serialization=problem.programmatic_serialization,
-        ),
+        attributes=LaunchAttributes(programmatic_serialization=problem.programmatic_serialization),
         values=values,
         reason=selection.reason,
     )

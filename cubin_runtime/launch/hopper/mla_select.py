@@ -60,8 +60,8 @@ class MlaSelection:
 
     ``ctas`` is the grid, ``tiles_together`` the row tiles of a request that neighbouring CTAs compute side by side,
     ``row_tiles`` those of a request at its bound, ``splits`` the kernel's field of that name (0: the grid cuts the
-    pairs; ``batch_invariant``: the most parts of a pair, each pair's from its own tiles), ``cluster`` the CTAs of a
-    cluster; ``candidates`` has a word on each kernel looked at.
+    pairs; ``batch_invariant``: the most parts of a pair, each pair's from its own tiles); ``candidates`` has a word on
+    each kernel looked at.
     """
 
     kernel: OwnKernel
@@ -69,15 +69,12 @@ class MlaSelection:
     tiles_together: int
     row_tiles: int
     splits: int
-    cluster: int
     reason: str
     candidates: tuple[tuple[str, str], ...]
 
 
 def select_mla_decode(kernels: Iterable[OwnKernel], shape: MlaShape, device: DeviceFacts) -> MlaSelection:
-    """A kernel for few rows if they are few, else the largest cluster that the row tiles of every request fill.
-
-    The grid has teams that end on pairs' borders.
+    """A kernel for few rows if they are few, else one of 64; the grid has teams that end on pairs' borders.
 
     Raises:
         UsageError: no kernel fits; the message says what those for this device can do.
@@ -98,7 +95,7 @@ def select_mla_decode(kernels: Iterable[OwnKernel], shape: MlaShape, device: Dev
             f"on compute capability {device.capability[0]}.{device.capability[1]}: "
             + ("; ".join(f"{name}: {word}" for name, word in looked_at) or "the release has no MLA decode kernel")
         )
-    best = max(fitting, key=lambda kernel: (-_trait(kernel, "rows"), _trait(kernel, "cluster"), kernel.name))
+    best = max(fitting, key=lambda kernel: (-_trait(kernel, "rows"), kernel.name))
     together = _together(best, shape)
     row_tiles = _row_tiles(best, shape)
     pair_tiles = max(1, -(-shape.max_seq_len // _trait(best, "tile_tokens")))
@@ -118,7 +115,6 @@ def select_mla_decode(kernels: Iterable[OwnKernel], shape: MlaShape, device: Dev
         tiles_together=together,
         row_tiles=row_tiles,
         splits=splits,
-        cluster=_trait(best, "cluster"),
         reason=reason,
         candidates=tuple(looked_at),
     )
@@ -143,11 +139,6 @@ def _unfit(kernel: OwnKernel, shape: MlaShape, device: DeviceFacts) -> str:
         return f"queries are {' or '.join(taken)}"
     if _trait(kernel, "rows") < _WIDE_ROWS and not _few_rows(shape):
         return f"for at most {_FEW_ROWS[shape.dtype]} rows a request, and not for batch_invariant"
-    cluster = _trait(kernel, "cluster")
-    if not _fills(kernel, shape, cluster):
-        return f"the row tiles of a request do not fill clusters of {cluster}"
-    if device.multiprocessors < cluster:
-        return f"clusters of {cluster} do not fit {device.multiprocessors} multiprocessors"
     return ""
 
 
@@ -156,20 +147,13 @@ def _few_rows(shape: MlaShape) -> bool:
     return not shape.batch_invariant and shape.rows <= _FEW_ROWS[shape.dtype]
 
 
-def _fills(kernel: OwnKernel, shape: MlaShape, tiles: int) -> bool:
-    """Every request, whatever its query tokens, has a multiple of ``tiles`` row tiles."""
-    rows = shape.heads if shape.ragged else shape.rows
-    return tiles == 1 or (rows % _trait(kernel, "rows") == 0 and rows // _trait(kernel, "rows") % tiles == 0)
-
-
 def _row_tiles(kernel: OwnKernel, shape: MlaShape) -> int:
     return max(1, -(-shape.rows // _trait(kernel, "rows")))
 
 
 def _together(kernel: OwnKernel, shape: MlaShape) -> int:
-    """The most that divide a request's row tiles, so that no CTA of a team idles, in whole clusters."""
-    row_tiles, cluster = _row_tiles(kernel, shape), _trait(kernel, "cluster")
-    return max(d for d in range(cluster, max(cluster, _TILES_TOGETHER) + 1, cluster) if row_tiles % d == 0)
+    """The most that divide a request's row tiles, so that no CTA of a team idles."""
+    return max(d for d in range(1, _TILES_TOGETHER + 1) if _row_tiles(kernel, shape) % d == 0)
 
 
 def _teams(most: int, pairs: int, pair_tiles: int, part_tiles: int) -> int:

@@ -19,8 +19,6 @@ DEVICE float2 query_values(const Params& p, const void* row, int element) {
     return unpack_e4m3(*reinterpret_cast<const uint16_t*>(static_cast<const char*>(row) + element));
 }
 
-DEVICE float power_of_two(int exponent) { return __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23); }
-
 // The exponent of the largest magnitude among the four lanes of a row; dividing by its power of two brings a bf16 row into the
 // range of fp16. 0 where every lane gives 0, as for queries that fit already.
 DEVICE int common_exponent(float largest) {

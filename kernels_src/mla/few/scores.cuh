@@ -21,8 +21,6 @@ DEVICE uint32_t visible_drafts(const Params& p, const Piece& piece, int row) {
     return static_cast<const uint32_t*>(p.mask)[piece.first_query + token] & draft;
 }
 
-DEVICE float power_of_two(int exponent) { return __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23); }
-
 // Rows of queries beside an e4m3 cache become fp16 where they lie, a quarter of them by each warp: of 16 columns first
 // 4 i + {0, 1}, i to 3, then 4 i + {2, 3}, which is how ldmatrix deals out the bytes of 16 columns of keys. A row of bf16 is
 // divided by the power of two that brings its largest magnitude below 2, which its scores are multiplied by. In loops: what

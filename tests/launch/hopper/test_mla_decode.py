@@ -84,10 +84,6 @@ def test_the_softmax_scale_is_for_base_2() -> None:
     assert plan().values["softmax_scale_log2"] == 0.5 * math.log2(math.e)
 
 
-def test_a_kernel_of_clusters_is_launched_in_clusters() -> None:
-    assert plan().attributes.cluster == (2, 1, 1)
-
-
 def test_the_grid_has_two_partials_a_cta() -> None:
     chosen = selection()
     assert region_bytes(chosen)["partial_out"] == 2 * chosen.ctas * 64 * 512 * 4
