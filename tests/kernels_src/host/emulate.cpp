@@ -16,7 +16,9 @@
 #undef __grid_constant__
 #define __grid_constant__
 
-size_t __cvta_generic_to_shared(const void*);  // declared for what is never called
+// Declared for what is never called.
+size_t __cvta_generic_to_shared(const void*);
+float __uint_as_float(unsigned);
 
 using std::max;
 using std::min;
