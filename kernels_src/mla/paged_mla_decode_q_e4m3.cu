@@ -26,7 +26,7 @@ static_assert(2 * OUTPUT_REGISTERS + SCORING_REGISTERS + LOADING_REGISTERS <= TH
 DEVICE void load_tiles(const Params& p, const Share& share, Shared& shared) {
     const int chunk_log2 = chunk_tokens_log2(p);
     const uint64_t policy = keys_policy(p);
-    Ring<BUFFERS> tiles;
+    Turn<BUFFERS> tiles;
     Walker walker(p, share);
     Piece piece;
     while (walker.next(piece)) {
@@ -35,16 +35,16 @@ DEVICE void load_tiles(const Params& p, const Share& share, Shared& shared) {
 #pragma unroll 1
         for (int tile = piece.first; tile < last; ++tile) {
             const TilePages at(p, piece, pages, chunk_log2, tile);
-            wait_barrier(shared.empty[tiles.at], tiles.phase ^ 1);
+            wait_barrier(shared.empty[tiles.index], tiles.parity ^ 1);
             if (elect_one()) {
-                const uint32_t full = shared_address(&shared.full[tiles.at]);
+                const uint32_t full = shared_address(&shared.full[tiles.index]);
                 mbarrier_arrive_expect_bytes(full, BOXES * at.chunks << (chunk_log2 + ROW_BYTES_LOG2));
 #pragma unroll 1
                 for (int box = 0; box < BOXES; ++box)
-                    copy_box(p, at, chunk_log2, box, shared_address(shared.kv[tiles.at][box]), full, policy);
+                    copy_box(p, at, chunk_log2, box, shared_address(shared.kv[tiles.index][box]), full, policy);
             }
             __syncwarp();
-            tiles.next();
+            tiles.advance();
         }
     }
 }

@@ -37,16 +37,6 @@ struct Shared {
 
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the variant list states too little dynamic shared memory");
 
-// A place in a ring and the parity of its barriers' current phase.
-template <int PLACES>
-struct Ring {
-    int at = 0;
-    uint32_t phase = 0;
-    DEVICE void next() {
-        if (++at == PLACES) at = 0, phase ^= 1;
-    }
-};
-
 DEVICE void arrive_for_warp(uint64_t& barrier) {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&barrier));
 }

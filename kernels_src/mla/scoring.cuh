@@ -60,10 +60,10 @@ DEVICE void load_queries(const Params& p, const Piece& piece, Shared& shared, in
 // S = Q K^T over half of the depth, under way when this returns. The halves are added in fp32: tensor cores drop low bits of
 // e4m3 products, and more of them the larger the sum is.
 template <int HALF>
-DEVICE void multiply_keys(Shared& shared, const Queries& q, const Ring<BUFFERS>& tiles, Scores& s) {
+DEVICE void multiply_keys(Shared& shared, const Queries& q, const Turn<BUFFERS>& tiles, Scores& s) {
     constexpr int FIRST = HALF * (DEPTH_STEPS / 2), LAST = FIRST + DEPTH_STEPS / 2;
     const uint64_t queries = depth_major_operand<BOX_COLUMNS>(shared_address(shared.q[0]));
-    const uint64_t keys = depth_major_operand<BOX_COLUMNS>(uniform(shared_address(shared.kv[tiles.at])));
+    const uint64_t keys = depth_major_operand<BOX_COLUMNS>(uniform(shared_address(shared.kv[tiles.index])));
     wgmma_fence();
 #pragma unroll
     for (int step = FIRST; step < LAST; ++step) {
@@ -162,15 +162,15 @@ DEVICE void score(const Params& p, const Share& share, Shared& shared) {
     const float* scale_factor = static_cast<const float*>(p.softmax_scale_device);
     const float given = scale_factor == nullptr ? p.softmax_scale_log2 : p.softmax_scale_log2 * *scale_factor;
     const float scale = fmaxf(fabsf(given), 1e-30f);  // 0 x -inf is NaN
-    Ring<BUFFERS> tiles;
-    Ring<HANDOVERS> handovers;
+    Turn<BUFFERS> tiles;
+    Turn<HANDOVERS> handovers;
     const auto hand_over = [&](int valid, End end) {
-        Handover& to = shared.handover[handovers.at];
+        Handover& to = shared.handover[handovers.index];
         if (threadIdx.x == CONSUMERS) to.valid = valid, to.end = end;
         fence_async_proxy();
         __syncwarp();
-        arrive_for_warp(shared.p_full[handovers.at]);
-        handovers.next();
+        arrive_for_warp(shared.p_full[handovers.index]);
+        handovers.advance();
     };
     Walker walker(p, share);
     Piece piece;
@@ -187,7 +187,7 @@ DEVICE void score(const Params& p, const Share& share, Shared& shared) {
         Scores s, half;
         // Past the last tile there is whatever lies there, and nobody looks.
         const auto begin_tile = [&](bool exists) {
-            if (exists) wait_barrier(shared.full[tiles.at], tiles.phase);
+            if (exists) wait_barrier(shared.full[tiles.index], tiles.parity);
             multiply_keys<0>(shared, q, tiles, half);
         };
         const auto finish_tile = [&] {
@@ -197,8 +197,8 @@ DEVICE void score(const Params& p, const Share& share, Shared& shared) {
             hold_registers(s);
 #pragma unroll
             for (int i = 0; i < TILE_TOKENS / 2; ++i) s[i] += half[i];
-            arrive_for_warp(shared.empty[tiles.at]);
-            tiles.next();
+            arrive_for_warp(shared.empty[tiles.index]);
+            tiles.advance();
         };
         if (last > piece.first) {
             begin_tile(true);
@@ -208,19 +208,19 @@ DEVICE void score(const Params& p, const Share& share, Shared& shared) {
         for (int tile = piece.first; tile < last; ++tile) {
             begin_tile(tile + 1 < last);
             mask_scores(piece, tile, rows, given < 0.f, s);
-            wait_barrier(shared.p_empty[handovers.at], handovers.phase ^ 1);
-            hand_probabilities(shared, handovers.at, tile == piece.first, row, s, scale, rows);
+            wait_barrier(shared.p_empty[handovers.index], handovers.parity ^ 1);
+            hand_probabilities(shared, handovers.index, tile == piece.first, row, s, scale, rows);
             if (tile + 1 == last) break;
             hand_over(TILE_TOKENS, NOTHING_ENDS);
             finish_tile();
         }
         wgmma_wait<0>();
         hold_registers(half);
-        if (last == piece.first) wait_barrier(shared.p_empty[handovers.at], handovers.phase ^ 1);
-        end_rows(p, piece, shared.handover[handovers.at], row, rows);
+        if (last == piece.first) wait_barrier(shared.p_empty[handovers.index], handovers.parity ^ 1);
+        end_rows(p, piece, shared.handover[handovers.index], row, rows);
         hand_over(last > piece.first ? piece.valid(last - 1) : 0, piece.whole() ? WHOLE_PIECE_ENDS : PART_ENDS);
     }
-    wait_barrier(shared.p_empty[handovers.at], handovers.phase ^ 1);
+    wait_barrier(shared.p_empty[handovers.index], handovers.parity ^ 1);
     hand_over(0, ALL_ENDS);
 }
 

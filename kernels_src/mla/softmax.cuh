@@ -4,8 +4,6 @@
 
 namespace paged_mla_decode {
 
-constexpr float MAXIMUM_SLACK = 8.f;  // base-2 exponents by which a score may exceed the maximum in use
-
 using Scores = float[TILE_TOKENS / 2];
 using Probabilities = uint32_t[TILE_TOKENS / 16][4];
 
@@ -15,15 +13,6 @@ struct Rows {
     float maximum[2];
     float sum[2];  // of this warpgroup's tiles and this thread's columns
 };
-
-DEVICE uint32_t visible_drafts(const Params& p, const Piece& piece, int row) {
-    const int request_row = piece.row_tile * ROWS + row;
-    const int token = min(request_row / p.heads, piece.queries - 1);
-    if (token + piece.length < piece.queries) return 0;  // more queries than keys: this one comes before all keys
-    const uint32_t draft = (1u << piece.queries) - 1;
-    if (p.mask == nullptr) return ((2u << token) - 1) & draft;
-    return static_cast<const uint32_t*>(p.mask)[piece.first_query + token] & draft;
-}
 
 // Scores whose sign is the scale's, and -inf where a row does not see the key.
 DEVICE void mask_scores(const Piece& piece, int tile, const Rows& rows, bool negative, Scores& s) {

@@ -60,9 +60,9 @@ DEVICE void rescale(const Handover& from, Output& out) {
     }
 }
 
-DEVICE void load_first_values(Shared& shared, const Ring<BUFFERS>& tiles, uint32_t place, uint32_t (&raw)[4]) {
-    wait_barrier(shared.full[tiles.at], tiles.phase);
-    load_values(raw, place + shared_address(shared.kv[tiles.at]), 0);
+DEVICE void load_first_values(Shared& shared, const Turn<BUFFERS>& tiles, uint32_t place, uint32_t (&raw)[4]) {
+    wait_barrier(shared.full[tiles.index], tiles.parity);
+    load_values(raw, place + shared_address(shared.kv[tiles.index]), 0);
 }
 
 // Columns of `chunk` of each warp.
@@ -76,10 +76,10 @@ DEVICE void multiply(Output& out, int chunk, const uint32_t (&a)[4], uint64_t p)
 }
 
 // One tile, of which the first values are loaded; of the next as well if `more`. P's place stays taken.
-DEVICE void multiply_tile(Shared& shared, Ring<BUFFERS>& tiles, uint64_t p, uint32_t place, int valid, bool more,
+DEVICE void multiply_tile(Shared& shared, Turn<BUFFERS>& tiles, uint64_t p, uint32_t place, int valid, bool more,
                           uint32_t (&raw)[4], Output& out) {
     uint32_t a[IN_FLIGHT][4];
-    const uint32_t from = place + shared_address(shared.kv[tiles.at]);
+    const uint32_t from = place + shared_address(shared.kv[tiles.index]);
     hold_registers(out);
 #pragma unroll
     for (int i = 0; i < PRODUCTS; ++i) {
@@ -93,8 +93,8 @@ DEVICE void multiply_tile(Shared& shared, Ring<BUFFERS>& tiles, uint64_t p, uint
         wgmma_commit();
     }
     fence_async_proxy();  // what was read comes before what a copy writes there
-    arrive_for_warp(shared.empty[tiles.at]);
-    tiles.next();
+    arrive_for_warp(shared.empty[tiles.index]);
+    tiles.advance();
     if (more) load_first_values(shared, tiles, place, raw);
     wgmma_wait<0>();
     hold_registers(out);
@@ -146,8 +146,8 @@ DEVICE void write_part(const Params& p, const Handover& from, const Output& out)
 // Returns whether there were parts.
 DEVICE bool multiply_values(const Params& p, Shared& shared) {
     int written = -1;  // counter of the last part that was written: said with the next, when the writes had time
-    Ring<BUFFERS> tiles;
-    Ring<HANDOVERS> handovers;
+    Turn<BUFFERS> tiles;
+    Turn<HANDOVERS> handovers;
     const uint32_t place = place_in_tile();
     for (;;) {
         Output out;
@@ -156,21 +156,21 @@ DEVICE bool multiply_values(const Params& p, Shared& shared) {
         uint32_t raw[4];
         End end = NOTHING_ENDS;
         for (bool first = true;; first = false) {
-            wait_barrier(shared.p_full[handovers.at], handovers.phase);
-            const Handover& from = shared.handover[handovers.at];
+            wait_barrier(shared.p_full[handovers.index], handovers.parity);
+            const Handover& from = shared.handover[handovers.index];
             const int valid = from.valid;
             end = from.end;
             if (valid > 0) {
                 if (first) load_first_values(shared, tiles, place, raw);
                 rescale(from, out);
-                const uint64_t probabilities = depth_major_operand(uniform(shared_address(shared.p[handovers.at])));
+                const uint64_t probabilities = depth_major_operand(uniform(shared_address(shared.p[handovers.index])));
                 multiply_tile(shared, tiles, probabilities, place, valid, end == NOTHING_ENDS, raw, out);
             }
             if (end != NOTHING_ENDS) break;
-            arrive_for_warp(shared.p_empty[handovers.at]);
-            handovers.next();
+            arrive_for_warp(shared.p_empty[handovers.index]);
+            handovers.advance();
         }
-        const Handover& from = shared.handover[handovers.at];
+        const Handover& from = shared.handover[handovers.index];
         if (end == ALL_ENDS) break;
         if (end == WHOLE_PIECE_ENDS) {
             write_whole(p, from, out);
@@ -183,8 +183,8 @@ DEVICE bool multiply_values(const Params& p, Shared& shared) {
             written = from.counter;
         }
         __syncwarp();
-        arrive_for_warp(shared.p_empty[handovers.at]);
-        handovers.next();
+        arrive_for_warp(shared.p_empty[handovers.index]);
+        handovers.advance();
     }
     if (written < 0) return false;
     named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);

@@ -30,6 +30,7 @@ constexpr uint32_t STATUS_QUERIES = 8;
 
 // Below every maximum that counts; finite, so that the difference of two of them is 0 and not NaN.
 constexpr float LOWEST = -1e30f;
+constexpr float MAXIMUM_SLACK = 8.f;  // base-2 exponents by which a score may exceed the maximum in use
 
 // The CTA's share of the line of all tiles.
 struct Share {
@@ -40,6 +41,16 @@ struct Share {
 };
 
 DEVICE void wait_barrier(uint64_t& barrier, uint32_t parity) { mbarrier_wait(shared_address(&barrier), parity); }
+
+// The next of COUNT places in turn; `parity` is that of its being full.
+template <int COUNT>
+struct Turn {
+    int index = 0;
+    uint32_t parity = 0;
+    DEVICE void advance() {
+        if (++index == COUNT) index = 0, parity ^= 1;
+    }
+};
 
 // ---------------------------------------------------------------- requests
 
@@ -221,6 +232,18 @@ DEVICE int64_t row_offset(const Piece& piece, int row, int heads, int64_t token_
 
 DEVICE int slot_of(const Params& p, const Piece& piece, int part) {
     return piece.slot + part * piece.slot_step - (p.splits == 0 && part > 0);
+}
+
+// ---------------------------------------------------------------- what a row sees
+
+// Bit j: the row sees draft token j of its request.
+DEVICE uint32_t visible_drafts(const Params& p, const Piece& piece, int row) {
+    const int request_row = piece.row_tile * ROWS + row;
+    const int token = min(request_row / p.heads, piece.queries - 1);
+    if (token + piece.length < piece.queries) return 0;  // more queries than keys: this one comes before all keys
+    const uint32_t draft = (1u << piece.queries) - 1;
+    if (p.mask == nullptr) return ((2u << token) - 1) & draft;
+    return static_cast<const uint32_t*>(p.mask)[piece.first_query + token] & draft;
 }
 
 }  // namespace paged_mla_decode

@@ -125,8 +125,7 @@ def mla_cases_of(kernels: list[OwnKernel], device: DeviceFacts) -> list[MlaCase]
     assert each or not kernels, f"{len(kernels)} MLA kernels, more than {MLA_CASES} cases hold"
     found: list[MlaCase] = []
     for kernel in kernels:
-        types = {str(kernel.traits["dtype"]): str(kernel.traits["q_dtypes"]).split(",")}
-        tried = [_mla_spread(kernel.traits, types, len(found) + i) for i in range(MOST_TRIES)]
+        tried = [_mla_spread(kernel.traits, len(found) + i) for i in range(MOST_TRIES)]
         found += [case for case in tried if _mla_takes(kernel, case, kernels, device)][:each]
     return found
 
@@ -146,7 +145,7 @@ def _mla_takes(kernel: OwnKernel, case: MlaCase, kernels: list[OwnKernel], devic
     return select_mla_decode(kernels, shape, device).kernel == kernel
 
 
-def _mla_spread(traits: Mapping[str, object], types: dict[str, list[str]], index: int) -> MlaCase:
+def _mla_spread(traits: Mapping[str, object], index: int) -> MlaCase:
     rng = np.random.default_rng((21, index))
     lengths = LENGTHS[index % len(LENGTHS)]
     # Part of a row tile, whole ones, several and a part, by turns.
@@ -155,7 +154,7 @@ def _mla_spread(traits: Mapping[str, object], types: dict[str, list[str]], index
     heads, q_len = shapes[(index // 2 if few else index) % len(shapes)]
     case = random_mla_case(
         rng,
-        types,
+        {str(traits["dtype"]): str(traits["q_dtypes"]).split(",")},
         latent=int(str(traits["latent"])),
         heads=heads,
         q_len=q_len,

@@ -15,10 +15,7 @@ struct Seen {
     DEVICE bool has(int token) const { return token >= low && token < high; }
 };
 
-DEVICE int tiles_with_keys(const Piece& piece) {  // the one of a request without any is not in the ring
-    const Request& r = piece.request;
-    return max(0, min(piece.last, (r.length + TILE_TOKENS - 1) / TILE_TOKENS - r.first_tile) - piece.first);
-}
+DEVICE int tiles_with_keys(const Piece& piece) { return max(0, end_of_keys(piece) - piece.first); }
 
 DEVICE int first_token(const Piece& piece, int tile) { return (piece.request.first_tile + piece.first + tile) * TILE_TOKENS; }
 

@@ -65,7 +65,7 @@ DEVICE void produce(const Params& p, const Share& share, int warp, Shared& share
         first_piece = false;
         PageWindow pages;
         const Request& r = piece.request;
-        const int end = min(piece.last, (r.length + TILE_TOKENS - 1) / TILE_TOKENS - r.first_tile);
+        const int end = end_of_keys(piece);
         int tile = piece.first + turn;
         for (; tile < end; tile += TURNS) {
             const int token = (r.first_tile + tile) * TILE_TOKENS;

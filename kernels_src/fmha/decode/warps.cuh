@@ -477,8 +477,7 @@ DEVICE void consume(const Params& p, const Share& share, Shared& shared) {
         acc.clear();
         // Keys [seen_from, seen_to) are seen by every row.
         const int seen_to = r.length - r.q_len, seen_from = p.window_left < 0 ? 0 : r.length - 1 - p.window_left;
-        // Tiles with keys; the one of a request without any is not in the ring.
-        const int end = min(piece.last, (r.length + TILE_TOKENS - 1) / TILE_TOKENS - r.first_tile);
+        const int end = end_of_keys(piece);
         for (int tile = piece.first; tile < end; ++tile) {
             const int tile_token = (r.first_tile + tile) * TILE_TOKENS;
             if (tile_token >= seen_from && tile_token + TILE_TOKENS <= seen_to)

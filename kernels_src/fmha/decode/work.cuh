@@ -76,6 +76,12 @@ struct Piece {
     int begin;       // no row sees a key in front of this one
 };
 
+// The end of a piece's tiles with keys: the one of a request without any is not in the ring.
+DEVICE int end_of_keys(const Piece& piece) {
+    const Request& r = piece.request;
+    return min(piece.last, (r.length + TILE_TOKENS - 1) / TILE_TOKENS - r.first_tile);
+}
+
 // The team that has a tile of the line: team c begins at floor(c T / n), so tile x lies in floor(((x + 1) n - 1) / T).
 DEVICE int team_of(const Share& share, int tile) {
     if (share.total < (1 << 30) / share.teams)

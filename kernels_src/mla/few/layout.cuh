@@ -62,16 +62,6 @@ struct Shared {
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the variant list states too little dynamic shared memory");
 
-// The next of COUNT places in turn; `parity` is that of its being full.
-template <int COUNT>
-struct Turn {
-    int index = 0;
-    uint32_t parity = 0;
-    DEVICE void advance() {
-        if (++index == COUNT) index = 0, parity ^= 1;
-    }
-};
-
 // This warp is through with something that the barrier stands for.
 DEVICE void release(uint64_t& barrier) {
     __syncwarp();

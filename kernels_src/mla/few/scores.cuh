@@ -4,22 +4,12 @@
 
 namespace paged_mla_decode {
 
-constexpr float MAXIMUM_SLACK = 8.f;  // base-2 exponents by which a score may exceed the maximum in use
 constexpr int STEPS = COLUMNS / 16;   // of a warp product in depth
 constexpr bool LOOK_AHEAD = KV_E4M3;  // multiplies the next tile before the last one's maxima are agreed on
 constexpr int CHAINS = 2;             // of accumulation for each row eight
 constexpr int AHEAD = 2;              // loads of keys under way
 
 using Scores = float[2][4];  // row eights; keys lane / 4 and 8 more, rows 2 (lane % 4) + {0, 1}
-
-DEVICE uint32_t visible_drafts(const Params& p, const Piece& piece, int row) {
-    const int request_row = piece.row_tile * ROWS + row;
-    const int token = min(request_row / p.heads, piece.queries - 1);
-    if (token + piece.length < piece.queries) return 0;  // more queries than keys: this one comes before all keys
-    const uint32_t draft = (1u << piece.queries) - 1;
-    if (p.mask == nullptr) return ((2u << token) - 1) & draft;
-    return static_cast<const uint32_t*>(p.mask)[piece.first_query + token] & draft;
-}
 
 // Rows of queries beside an e4m3 cache become fp16 where they lie, a quarter of them by each warp: of 16 columns first
 // 4 i + {0, 1}, i to 3, then 4 i + {2, 3}, which is how ldmatrix deals out the bytes of 16 columns of keys. A row of bf16 is
