@@ -130,7 +130,7 @@ def _decode_shared_bytes(shape: _DecodeShape, item_bytes: int) -> int:
     ones = 256 if converted and shape.head_dim == 64 else 0
     cleared = 8 * parties if shape.wgmma and not converted else 0
     barriers = _DECODE_BARRIER_BYTES * (shape.buffers + converted) + cleared
-    share = (9 + 4 + 6 + 1) * 4 if shape.wgmma else 9 * 4 if shape.rows > 8 else 0
+    share = (15 + 4 + 6 + 1) * 4 if shape.wgmma else 15 * 4 if shape.rows > 8 else 0
     return -(-(-(-(ring + merge + ones + query + rows) // 8) * 8 + barriers + 4 + share) // 128) * 128
 
 

@@ -74,11 +74,6 @@ DEVICE void copy_16_bytes(uint32_t destination, const void* source) {
 
 DEVICE void prefetch_to_l2(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
 
-// Brings a line to L1 without waiting for it.
-DEVICE void touch(const int* address) {
-    asm volatile("{ .reg .b32 unused; ld.global.b32 unused, [%0]; }" ::"l"(address));
-}
-
 // The arrival fires when this thread's earlier cp.async are done; "noinc": it counts against the initial count.
 DEVICE void mbarrier_arrive_after_copies(uint32_t barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
@@ -112,6 +107,37 @@ DEVICE uint4 load_shared_16_bytes(uint32_t address) {
 DEVICE void store_shared_16_bytes(uint32_t address, uint4 v) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
+
+// ---- clusters ----
+
+#if __CUDA_ARCH__ >= 900
+// What threads of a cluster wrote before it, those behind it see. Threads that have exited are not waited for.
+DEVICE void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Where the same shared memory of the cluster's CTA `rank` lies.
+DEVICE uint32_t address_in_cta(uint32_t address, int rank) {
+    uint32_t there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+    return there;
+}
+
+DEVICE float load_cluster_float(uint32_t address) {
+    float value;
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
+    return value;
+}
+
+DEVICE float4 load_cluster_float4(uint32_t address) {
+    float4 v;
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                 : "r"(address)
+                 : "memory");
+    return v;
+}
+#endif
 
 // ---- tensor cores ----
 

@@ -37,10 +37,32 @@
 
 namespace paged_decode {
 
-// What the first pieces need comes to L2 while the lengths are read: page table and queries, a line a thread of the grid.
+// By one thread: where several initialise, the compiler makes it a loop over them, of nearly a hundred cycles each.
+DEVICE void prepare_barriers(Shared& shared) {
+#pragma unroll
+    for (int i = 0; i < BUFFERS; ++i) {
+        // TMA: one arrival that announces bytes. cp.async: one arrival a producer lane.
+        mbarrier_init(shared_address(&shared.full[i]), USE_TMA ? 1 : 32);
+        const bool converted = KEYS_CONVERTED || i % 2 == 1;
+        mbarrier_init(shared_address(&shared.empty[i]), CONVERTS && converted ? CONVERTERS / 32 : BUFFER_READERS);
+    }
+#pragma unroll
+    for (int i = 0; i < (CONVERTS ? CONVERTED_BUFFERS : 0); ++i) {
+        mbarrier_init(shared_address(&shared.converted_full[i]), CONVERTERS / 32);
+        mbarrier_init(shared_address(&shared.converted_empty[i]), BUFFER_READERS);
+    }
+#pragma unroll
+    for (int i = 0; i < (WARPGROUP_MMA && !CONVERTS ? PARTIES : 0); ++i)
+        mbarrier_init(shared_address(&shared.cleared[i]), BUFFER_READERS);
+#if USE_TMA
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+
+// What the first pieces need comes to L2 while the lengths are read: page table and queries, a line a consumer of the grid.
 // A hint only: nothing is read before the grid in front has ended.
 DEVICE void prefetch_inputs(const Params& p) {
-    const int64_t line = static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x;
+    const int64_t line = static_cast<int64_t>((blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x) * CONSUMERS + threadIdx.x;
     if (line * 32 < p.batch * p.table_stride) prefetch_to_l2(static_cast<const int*>(p.page_table) + line * 32);
     const int item = p.q_type == E4M3 ? 1 : 2;
     if (line * 128 < p.tokens * p.q_token_stride * item) prefetch_to_l2(static_cast<const char*>(p.q) + line * 128);
@@ -68,28 +90,22 @@ extern "C" __global__ void __launch_bounds__(paged_decode::THREADS, CTAS_PER_SM)
     using namespace paged_decode;
     extern __shared__ __align__(1024) char shared_memory[];
     Shared& shared = *reinterpret_cast<Shared*>(shared_memory);
-    if (threadIdx.x < BUFFERS) {
-        // TMA: one arrival that announces bytes. cp.async: one arrival a producer lane.
-        mbarrier_init(shared_address(&shared.full[threadIdx.x]), USE_TMA ? 1 : 32);
-        const bool converted = KEYS_CONVERTED || threadIdx.x % 2 == 1;
-        mbarrier_init(shared_address(&shared.empty[threadIdx.x]), CONVERTS && converted ? CONVERTERS / 32 : BUFFER_READERS);
-        if (CONVERTS && threadIdx.x < CONVERTED_BUFFERS) {
-            mbarrier_init(shared_address(&shared.converted_full[threadIdx.x]), CONVERTERS / 32);
-            mbarrier_init(shared_address(&shared.converted_empty[threadIdx.x]), BUFFER_READERS);
-        }
-        if (WARPGROUP_MMA && !CONVERTS && threadIdx.x < PARTIES)
-            mbarrier_init(shared_address(&shared.cleared[threadIdx.x]), BUFFER_READERS);
+    // The producers have the longest way to the first key: all else that has to be done is not theirs.
+    if (threadIdx.x < CONSUMERS) {
+        if (threadIdx.x == 0) {
+            prepare_barriers(shared);
 #if USE_TMA
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-        if (threadIdx.x == 0) prefetch_tensor_map(&p.k_map);
-        if (threadIdx.x == 1) prefetch_tensor_map(&p.v_map);
+            prefetch_tensor_map(&p.k_map);
+            prefetch_tensor_map(&p.v_map);
 #endif
+        }
+        prefetch_inputs(p);
+        named_barrier_arrive<THREADS>(PREPARED_BARRIER);
     }
-    prefetch_inputs(p);
-    __syncthreads();
     wait_for_previous_grid();
     const Share share = find_share(p);  // by all warps alike: its code is fetched once
     if (threadIdx.x >= CONSUMERS) {
+        named_barrier_sync<THREADS>(PREPARED_BARRIER);
         if constexpr (HANDS_OVER_REGISTERS) give_registers<HELPER_REGISTERS>();
         if (threadIdx.x < FIRST_CONVERTER) {
             produce(p, share, threadIdx.x / 32 - CONSUMER_WARPS, shared);
@@ -114,5 +130,5 @@ extern "C" __global__ void __launch_bounds__(paged_decode::THREADS, CTAS_PER_SM)
             consume(p, share, shared);
         }
     }
-    if (blockIdx.x == 0) report_bounds(p);
+    if (blockIdx.x + blockIdx.y + blockIdx.z == 0) report_bounds(p);
 }

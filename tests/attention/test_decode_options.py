@@ -207,7 +207,7 @@ def test_an_output_scale_that_is_not_finite_is_refused_at_each_step(runtime: Run
 
 
 def test_callers_semaphores_and_scratch_are_used(runtime: Runtime, standin: StandIn) -> None:
-    plan = make_plan(runtime)
+    plan = make_plan(runtime, batch_invariant=True)
     workspace = SemaphoreWorkspace(semaphores=(0x7F0100000000, 8 << 20), scratch=(0x7F0200000000, 64 << 20))
     run(plan, workspace=workspace)
     seen = sent(standin)
@@ -218,7 +218,7 @@ def test_callers_semaphores_and_scratch_are_used(runtime: Runtime, standin: Stan
 def test_semaphores_that_are_too_few_name_the_bytes(runtime: Runtime) -> None:
     workspace = SemaphoreWorkspace(semaphores=(0x7F0100000000, 256), scratch=(0x7F0200000000, 64 << 20))
     with pytest.raises(WorkspaceError, match=r"semaphores of 256 bytes: .* bytes are needed"):
-        run(make_plan(runtime), workspace=workspace)
+        run(make_plan(runtime, batch_invariant=True), workspace=workspace)
 
 
 def test_workspace_bytes_cover_all_regions(runtime: Runtime) -> None:

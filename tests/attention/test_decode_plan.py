@@ -43,7 +43,7 @@ def test_planning_for_a_described_device_calls_no_driver(config: Config) -> None
     runtime = Runtime(config, driver=Driver("/nonexistent/libcuda.so.1"), release=RELEASE_NAME)
     plan = make_plan(runtime, device_facts=H200)
     assert plan.selections[0].kernel.name == "fmha_paged_decode_bf16_d128_rows8_sm90a"
-    assert plan.launch_plans()[0].grid == (128, 1, 1)
+    assert plan.launch_plans()[0].grid == (4, 8, 4)
 
 
 def test_the_plan_describes_every_field_with_its_meaning(config: Config) -> None:
@@ -58,8 +58,9 @@ def test_the_plan_describes_every_field_with_its_meaning(config: Config) -> None
 def test_the_grid_and_workspace_depend_on_bounds_alone(config: Config) -> None:
     runtime = Runtime(config, release=RELEASE_NAME)
     short = make_plan(runtime, max_seq_len=64, device_facts=H200)
-    assert (short.launch_plans()[0].grid, short.selections[0].ctas) == ((32, 1, 1), 32)
-    assert short.workspace_bytes < make_plan(runtime, device_facts=H200).workspace_bytes
+    assert (short.launch_plans()[0].grid, short.selections[0].ctas) == ((1, 8, 4), 32)
+    invariant = make_plan(runtime, max_seq_len=64, batch_invariant=True, device_facts=H200)
+    assert invariant.workspace_bytes < make_plan(runtime, batch_invariant=True, device_facts=H200).workspace_bytes
 
 
 def test_a_run_sends_the_tensors_and_the_workspace(runtime: Runtime, standin: StandIn) -> None:
@@ -152,7 +153,7 @@ def test_an_option_of_a_step_of_another_kind_is_named(
 
 
 def test_a_workspace_that_is_too_small_names_the_bytes(runtime: Runtime) -> None:
-    plan = make_plan(runtime)
+    plan = make_plan(runtime, batch_invariant=True)
     small = Workspace.allocate(runtime.driver, runtime.driver.ensure_context(0), 4096)
     with pytest.raises(WorkspaceError, match=r"4096 bytes: \d+ bytes are needed"):
         run(plan, workspace=small)

@@ -47,7 +47,7 @@ def test_it_keeps_its_plan_while_lengths_grow(runtime: Runtime, standin: StandIn
         call(runtime, max_seq_len=bound)
     assert [sent(standin, i)["max_seq_len"] for i in range(3)] == [513, 700, 1024]
     assert len(standin.calls("cuModuleLoadData")) == 1
-    assert {call.seen["grid"] for call in standin.calls("cuLaunchKernelEx")} == {"128,1,1"}
+    assert {call.seen["grid"] for call in standin.calls("cuLaunchKernelEx")} == {"4,8,4"}
     assert checks == [513]
 
 

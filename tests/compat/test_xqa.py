@@ -51,7 +51,7 @@ def test_the_page_table_bounds_the_lengths(standin: StandIn, memory: MadeUpMemor
 
 
 def test_semaphores_hold_what_is_counted_and_the_workspace_the_rest(standin: StandIn, memory: MadeUpMemory) -> None:
-    arguments = xqa_arguments(memory)
+    arguments = xqa_arguments(memory, batch_invariant=True)
     seen = xqa(standin, arguments)
     semaphores, scratch = arguments["semaphores"].pointer, arguments["workspace_buffer"].pointer
     assert semaphores == seen["status"] < seen["counters"] < semaphores + (8 << 20)
@@ -319,6 +319,6 @@ def test_it_runs_on_the_stream_of_the_caller(standin: StandIn, memory: MadeUpMem
 
 
 def test_a_workspace_that_is_too_small_goes_by_its_name(memory: MadeUpMemory) -> None:
-    given = xqa_arguments(memory, workspace_buffer=memory.tensor("uint8", 1024))
+    given = xqa_arguments(memory, workspace_buffer=memory.tensor("uint8", 1024), batch_invariant=True)
     with pytest.raises(WorkspaceError, match=r"^workspace_buffer of 1024 bytes: \d+ bytes are needed"):
         flashinfer.xqa(**given)

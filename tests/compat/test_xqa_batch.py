@@ -148,7 +148,7 @@ def test_everything_at_once(decode: Callable[..., dict[str, Any]], memory: MadeU
 
 def test_the_workspace_is_split_behind_8_mib(decode: Callable[..., dict[str, Any]], memory: MadeUpMemory) -> None:
     buffer = memory.tensor("float32", 32 << 20)
-    seen = decode(workspace_buffer=buffer)
+    seen = decode(workspace_buffer=buffer, batch_invariant=True)
     assert buffer.pointer == seen["status"] < seen["counters"] < buffer.pointer + SEMAPHORE_BYTES
     assert seen["partial_statistics"] == buffer.pointer + SEMAPHORE_BYTES < seen["partial_out"]
 
@@ -166,7 +166,7 @@ def test_too_little_scratch_is_refused_with_the_bytes(
     with pytest.raises(
         WorkspaceError, match=r"workspace_buffer, behind its 8388608 .*: scratch of 1024 bytes: \d+ bytes are needed"
     ):
-        decode(workspace_buffer=memory.tensor("uint8", SEMAPHORE_BYTES + 1024))
+        decode(workspace_buffer=memory.tensor("uint8", SEMAPHORE_BYTES + 1024), batch_invariant=True)
 
 
 def test_a_bound_over_the_block_table_is_what_the_table_holds(decode: Callable[..., dict[str, Any]]) -> None:

@@ -19,7 +19,8 @@ class DecodeCase:
 
     ``lengths`` are the keys of each request. ``q_len`` query tokens a request; ``q_lens`` makes them ragged, of bound
     ``max_q_len`` (None: the largest), with ``spare_tokens`` rows in q that no request owns. ``rows`` asks for the
-    kernel that takes so many rows at once, where there is one. ``spare_pages`` lie unused in the pool.
+    kernel that takes so many rows at once, where there is one, and ``clusters`` for a cluster to each pair, or for
+    none, where there is such a grid. ``spare_pages`` lie unused in the pool.
     """
 
     lengths: tuple[int, ...]
@@ -53,6 +54,7 @@ class DecodeCase:
     spare_columns: int = 0
     spare_pages: int = 3
     rows: int | None = None
+    clusters: bool | None = None
 
     @property
     def batch(self) -> int:

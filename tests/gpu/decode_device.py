@@ -18,6 +18,8 @@ from device_arrays import GUARD, POISON, DeviceArrays
 from cubin_runtime.artifacts.own_kernels import OwnKernel
 from cubin_runtime.attention import PagedDecodePlan, Runtime, TensorView, plan_paged_decode
 from cubin_runtime.errors import UsageError
+from cubin_runtime.launch.hopper import select
+from cubin_runtime.launch.hopper.grids import Grid
 from cubin_runtime.launch.workspace import Workspace
 
 OPERATION = "paged_decode"
@@ -157,7 +159,7 @@ def on_device(
     try:
         host = host or make_host(case, rng)
         try:
-            with only_kernels(runtime, _kernels_asked(runtime, case)):
+            with only_kernels(runtime, _kernels_asked(runtime, case)), only_grids(case.clusters):
                 made = DeviceCase(runtime, case, host, arrays)
         except UsageError:
             if case.rows is None:
@@ -196,6 +198,22 @@ def only_kernels(runtime: Runtime, names: set[str]) -> Iterator[None]:
         yield
     finally:
         runtime._own = own
+
+
+@contextmanager
+def only_grids(clusters: bool | None) -> Iterator[None]:
+    """Plans made inside choose among the grids with clusters alone, or those without, where a kernel has any."""
+    every = select.grids_of
+
+    def kept(*problem: Any) -> list[Grid]:
+        grids = every(*problem)
+        return [grid for grid in grids if clusters in (None, grid.cluster_parts > 0)] or grids
+
+    select.grids_of = kept
+    try:
+        yield
+    finally:
+        select.grids_of = every
 
 
 def _inputs(case: DecodeCase, host: HostTensors, arrays: DeviceArrays) -> tuple[TensorView, ...]:

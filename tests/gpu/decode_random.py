@@ -48,6 +48,7 @@ def random_case(rng: np.random.Generator, spans: Sequence[int] = SPANS, **fixed:
         "unsigned": _flag(rng),
         "spare_columns": _one(rng, (0, 1, 9)),
         "rows": _one(rng, (None, None, None, None, None, 8, 16, 32, 64, 128)),
+        "clusters": _one(rng, (None, False, True)),
     }
     draw |= fixed
     draw["q_dtype"] = fixed.get("q_dtype") or _one(rng, Q_DTYPES[draw["kv_dtype"]])

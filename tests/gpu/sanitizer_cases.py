@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 from decode_cases import DecodeCase
-from decode_device import OPERATION, on_device
+from decode_device import OPERATION, on_device, only_grids
 from decode_random import WINDOWS, random_case
 from device_arrays import DeviceArrays
 from mla_cases import MlaCase
@@ -69,6 +69,7 @@ def _spread(traits: Mapping[str, object], index: int) -> DecodeCase:
         # Which takes no kernel of more rows.
         batch_invariant=rows <= 64 and (index % 3 == 0 or index % 6 == 1),
         pdl=index % 7 == 0,
+        clusters=index % 2 == 0,
     )
     ragged = index % 3 == 1
     q_lens = tuple((q_len, 0, 1, q_len)[i % 4] for i in range(len(lengths)))
@@ -109,7 +110,8 @@ def _takes(kernel: OwnKernel, case: DecodeCase, kernels: list[OwnKernel], device
         window_left=case.window_left,
         batch_invariant=case.batch_invariant,
     )
-    return kernel in [selection.kernel for selection in select_decode(kernels, shape, device)]
+    with only_grids(case.clusters):
+        return kernel in [selection.kernel for selection in select_decode(kernels, shape, device)]
 
 
 def decode_kernels_of(runtime: Runtime) -> list[OwnKernel]:

@@ -67,11 +67,11 @@ def test_every_kernel_is_asked_for(runtime: RehearsalRuntime, rng: np.random.Gen
 
 @pytest.mark.parametrize("steps", list(streams.STEPS))
 def test_replays_are_fed(runtime: RehearsalRuntime, rng: np.random.Generator, steps: str) -> None:
-    streams.test_replays_follow_lengths_tables_and_masks(runtime, rng, steps, False)
+    streams.test_replays_follow_lengths_tables_and_masks(runtime, rng, steps, "clusters")
 
 
 def test_replays_of_ragged_queries_and_windows_are_fed(runtime: RehearsalRuntime, rng: np.random.Generator) -> None:
-    streams.test_replays_follow_query_lengths(runtime, rng, True)
+    streams.test_replays_follow_query_lengths(runtime, rng, "invariant")
     streams.test_replays_follow_windows_whose_pages_are_freed(runtime, rng)
 
 

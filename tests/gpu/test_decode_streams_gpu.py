@@ -126,6 +126,7 @@ def test_pdl_waits_for_the_tensors_that_come_before_it(runtime: Runtime, rng: np
             assert_close(wanted, second.result(), expected)
 
 
+CUTS = {"clusters": {"clusters": True}, "evenly": {"clusters": False}, "invariant": {"batch_invariant": True}}
 STEPS = {
     "other lengths": ((300, 17, 0, 128), (1, 300, 128, 0), (65, 64, 63, 17)),
     "zero lengths": ((300, 17, 0, 128), (0, 0, 0, 0), (0, 512, 0, 1)),
@@ -133,18 +134,18 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("cut", list(CUTS))
 @pytest.mark.parametrize("steps", list(STEPS))
 def test_replays_follow_lengths_tables_and_masks(
-    runtime: Runtime, rng: np.random.Generator, steps: str, batch_invariant: bool
+    runtime: Runtime, rng: np.random.Generator, steps: str, cut: str
 ) -> None:
-    wanted = replace(UNIFORM, batch_invariant=batch_invariant)
+    wanted = replace(UNIFORM, **CUTS[cut])
     replay(runtime, wanted, rng, [(lengths, wanted.query_lens) for lengths in STEPS[steps]])
 
 
-@pytest.mark.parametrize("batch_invariant", [False, True])
-def test_replays_follow_query_lengths(runtime: Runtime, rng: np.random.Generator, batch_invariant: bool) -> None:
-    wanted = replace(RAGGED, batch_invariant=batch_invariant)
+@pytest.mark.parametrize("cut", list(CUTS))
+def test_replays_follow_query_lengths(runtime: Runtime, rng: np.random.Generator, cut: str) -> None:
+    wanted = replace(RAGGED, **CUTS[cut])
     queries = ((3, 0, 1, 16), (0, 0, 0, 1), (16, 2, 0, 9), (7, 7, 7, 7), (0, 16, 0, 0))
     lengths = ((300, 17, 0, 128), (1, 300, 128, 0), (65, 64, 63, 17), (512, 0, 3, 7), (0, 9, 0, 0))
     replay(runtime, wanted, rng, list(zip(lengths, queries, strict=True)))

@@ -5,8 +5,10 @@
 ``DRAM`` reads every key and value once; ``L2`` brings them to the multiprocessors once a row tile; ``tiles`` is the CTA
 with the most tiles at the pace of its kernel; ``merge`` grows with the parts that a pair was cut into. A kernel's start
 and pace depend on how many of its CTAs share a multiprocessor: two start later, each is slower, both together are
-faster. To calibrate, time a kernel on cases of few and of many tiles, change the GPU's constants below and compare with
-the terms of ``Estimate``; ``select_decode(..., costs=restated(H200, {...}))`` tries others.
+faster. A cluster that has a pair for itself starts earlier, as nothing has to be shared out, and merges sooner; where
+few CTAs run, each draws more of the bandwidth, up to a limit. To calibrate, time a kernel on cases of few and of many
+tiles, change the GPU's constants below and compare with the terms of ``Estimate``;
+``select_decode(..., costs=restated(H200, {...}))`` tries others.
 """
 
 from __future__ import annotations
@@ -50,9 +52,11 @@ class Costs:
     """The constants of one GPU: times in microseconds, rates in TB/s.
 
     ``l2_tb_per_s`` is what 132 multiprocessors draw; fewer draw less. ``merge_us`` is for up to ``merge_parts``
-    parts, more take it in proportion. ``equal_within`` is the share by which predictions differ without meaning
-    anything. Of the grid: CTAs next to each other read up to ``heads_together`` KV heads side by side, if at most one
-    CTA in ``idle_share`` idles for it; as many may idle so that shares end on borders of pairs.
+    parts, more take it in proportion. ``cluster_saved_us`` is by how much earlier a cluster starts,
+    ``cluster_merge_us`` how long it merges, and ``cta_tb_per_s`` what one of few CTAs draws at most.
+    ``equal_within`` is the share by which predictions differ without meaning anything. Of the grid:
+    CTAs next to each other read up to ``heads_together`` KV heads side by side, if at most one CTA in ``idle_share``
+    idles for it; as many may idle so that shares end on borders of pairs.
     """
 
     gpu: str
@@ -61,6 +65,9 @@ class Costs:
     l2_tb_per_s: float
     merge_us: float
     merge_parts: int
+    cluster_saved_us: float
+    cluster_merge_us: float
+    cta_tb_per_s: float
     equal_within: float
     heads_together: int
     idle_share: int
@@ -90,7 +97,7 @@ class Work:
 
     ``kv_bytes`` counts every key and value once; ``row_tiles`` is how many times they are read (a mean);
     ``tiles_per_cta`` the most tiles, of ``tile_tokens`` tokens, that a CTA gets; ``resident`` the CTAs on one
-    multiprocessor; ``parts`` the most that a pair is cut into.
+    multiprocessor; ``parts`` the most that a pair is cut into; ``cluster_ctas`` all CTAs, where a pair has a cluster.
     """
 
     kv_bytes: int
@@ -104,6 +111,7 @@ class Work:
     tiles_per_cta: int
     parts: int
     multiprocessors: int
+    cluster_ctas: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +180,9 @@ H200 = Costs(
     l2_tb_per_s=5.5,
     merge_us=2.6,
     merge_parts=16,
+    cluster_saved_us=1.5,
+    cluster_merge_us=0.9,
+    cta_tb_per_s=0.057,
     equal_within=0.02,
     heads_together=8,
     idle_share=32,
@@ -221,12 +232,19 @@ def estimate(work: Work, costs: Costs) -> Estimate:
     """What ``work`` takes by ``costs``."""
     l2 = costs.l2_tb_per_s * work.multiprocessors / _MULTIPROCESSORS
     start, tile = costs.kernel_us(work.item_bytes, work.head_dim, work.rows, work.resident, work.q_item_bytes)
+    merge = costs.merge_us * max(1.0, work.parts / costs.merge_parts)
+    if work.cluster_ctas:
+        start -= costs.cluster_saved_us
+        # As much less as fewer CTAs share the bandwidth, but not less than its keys and values take.
+        alone = 2 * 64 * work.head_dim * work.item_bytes / (costs.cta_tb_per_s * _BYTES_PER_US)
+        tile = min(tile, max(alone, tile * work.cluster_ctas / work.multiprocessors))
+        merge = costs.cluster_merge_us
     return Estimate(
         fixed_us=costs.launch_us + start,
         dram_us=work.kv_bytes / (costs.read_tb_per_s * _BYTES_PER_US),
         l2_us=work.kv_bytes * work.row_tiles / (l2 * _BYTES_PER_US),
         tiles_us=work.tiles_per_cta * tile * work.tile_tokens / 64,
-        merge_us=costs.merge_us * max(1.0, work.parts / costs.merge_parts) if work.parts > 1 else 0.0,
+        merge_us=merge if work.parts > 1 else 0.0,
     )
 
 

@@ -96,7 +96,8 @@ def _own_regions(selection: DecodeSelection, problem: DecodeProblem, suffix: str
     """A pair is a request, a KV head and a row tile."""
     pairs = problem.batch * selection.row_tiles * problem.kv_heads
     rows = int(selection.kernel.traits["rows"])
-    return scratch_regions(pairs, selection.splits, selection.ctas, rows, problem.head_dim, suffix)
+    ctas = 0 if selection.cluster_parts else selection.ctas  # a cluster merges in its shared memory
+    return scratch_regions(pairs, selection.splits, ctas, rows, problem.head_dim, suffix)
 
 
 def scratch_regions(
@@ -157,6 +158,7 @@ def decode_plan(
         "head_blocks": problem.kv_heads // selection.heads_together,
         "heads_together": selection.heads_together,
         "splits": selection.splits,
+        "cluster_parts_log2": selection.cluster_parts.bit_length() - 1,
         "page_size_log2": problem.page_size.bit_length() - 1,
         "num_pages": problem.num_pages,
         "max_seq_len": problem.max_seq_len,
@@ -173,13 +175,22 @@ def decode_plan(
         path=path,
         sha256=sha256,
         layout=layout,
-        grid=(selection.ctas, 1, 1),
+        grid=_grid(selection, problem),
         block=(kernel.threads, 1, 1),
         shared_bytes=kernel.dynamic_shared_bytes,
-        attributes=LaunchAttributes(programmatic_serialization=problem.programmatic_serialization),
+        attributes=LaunchAttributes(
+            cluster=(selection.cluster_parts, 1, 1) if selection.cluster_parts > 1 else None,
+            programmatic_serialization=problem.programmatic_serialization,
+        ),
         values=values,
         reason=selection.reason,
     )
+
+
+def _grid(selection: DecodeSelection, problem: DecodeProblem) -> tuple[int, int, int]:
+    if selection.cluster_parts:
+        return selection.cluster_parts, problem.kv_heads, problem.batch * selection.row_tiles
+    return selection.heads_together, selection.ctas // selection.heads_together, 1
 
 
 def cache_values(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ...artifacts.own_kernels import OwnKernel
@@ -10,6 +11,10 @@ from .costs import ITEM_BYTES, Costs, Work
 from .shape import DecodeShape
 
 ANY_ROWS = (1 << 31) - 1
+# Every device takes a cluster of so many CTAs (CUDA programming guide).
+_PORTABLE_CLUSTER = 8
+# Keys of a CTA whose time is short beside that of a launch.
+_LITTLE_KEYS = 512
 # Shared memory that the driver keeps for itself in each resident block (CUDA programming guide).
 _RESERVED_SHARED_BYTES = 1024
 
@@ -30,23 +35,30 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """How a kernel would cut a problem: CTAs, those on one multiprocessor, and what they share."""
+    """How a kernel would cut a problem: CTAs, those on one multiprocessor, and what they share.
+
+    ``cluster_parts``: each pair is cut in so many parts, for the CTAs of a cluster; 0: the grid cuts all tiles evenly.
+    """
 
     ctas: int
     resident: int
     heads_together: int
     row_tiles: int
     tiles: int
+    cluster_parts: int = 0
 
 
 def grids_of(kernel: OwnKernel, shape: DecodeShape, part: Part, device: DeviceFacts, costs: Costs) -> list[Grid]:
-    """For each number of CTAs on a multiprocessor that the work is enough for, up to two; fewer CTAs first."""
+    """A cluster for each pair, where that fits; then even cuts of all tiles.
+
+    Of those one for each number of CTAs on a multiprocessor that the work is enough for, up to two; fewer CTAs first.
+    """
     row_tiles = max(1, -(-min(shape.rows, part.most_rows) // trait_of(kernel, "rows")))
     pairs, tile_tokens = _pairs(kernel, shape, part), trait_of(kernel, "tile_tokens")
     tiles = shape.tiles(tile_tokens)
     # What one CTA takes at a time: a tile of the line, or a part of a pair.
     units = pairs * (shape.splits(tile_tokens) or tiles)
-    grids = []
+    grids = list(_cluster_grid(kernel, shape, device))
     for resident in range(1, _resident(kernel, device) + 1):
         if resident > 1 and units <= (resident - 1) * device.multiprocessors:
             break
@@ -65,6 +77,23 @@ def grids_of(kernel: OwnKernel, shape: DecodeShape, part: Part, device: DeviceFa
         for count in dict.fromkeys((even, teams)):
             grids.append(Grid(count * together, resident, together, row_tiles, pairs * tiles))
     return grids
+
+
+def _cluster_grid(kernel: OwnKernel, shape: DecodeShape, device: DeviceFacts) -> Iterator[Grid]:
+    """As many CTAs to a pair as make one wave with one CTA on a multiprocessor.
+
+    CTAs of a request far below its bound would idle, and could not help the others. So it takes one request alone, or
+    so few keys to a CTA that little can be lost.
+    """
+    rows, tile_tokens = trait_of(kernel, "rows"), trait_of(kernel, "tile_tokens")
+    row_tiles, tiles = max(1, -(-shape.rows // rows)), shape.tiles(tile_tokens)
+    pairs = shape.batch * row_tiles * shape.kv_heads
+    if not kernel.traits["tma"] or shape.batch_invariant or not 0 < pairs <= device.multiprocessors:
+        return
+    most = min(device.multiprocessors // pairs, tiles, _PORTABLE_CLUSTER)
+    parts = 1 << most.bit_length() - 1
+    if shape.batch == 1 or -(-tiles // parts) * tile_tokens <= _LITTLE_KEYS:
+        yield Grid(pairs * parts, 1, 1, row_tiles, pairs * tiles, parts)
 
 
 def _ends_on_borders(shape: DecodeShape, teams: int, blocks: int) -> bool:
@@ -95,7 +124,10 @@ def work_of(kernel: OwnKernel, grid: Grid, shape: DecodeShape, part: Part, devic
     item_bytes, tile_tokens = ITEM_BYTES[shape.dtype], trait_of(kernel, "tile_tokens")
     pairs, requests = _pairs(kernel, shape, part), _requests(shape, part)
     tiles, parts = shape.tiles(tile_tokens), shape.splits(tile_tokens)
-    if parts:
+    if grid.cluster_parts:
+        parts = grid.cluster_parts
+        tiles_per_cta = -(-tiles // parts)
+    elif parts:
         tiles_per_cta = -(-pairs * parts // grid.ctas) * -(-tiles // parts)
     else:
         # But for grids that end on borders of pairs, the cuts of the line fall in the middle of them.
@@ -114,6 +146,7 @@ def work_of(kernel: OwnKernel, grid: Grid, shape: DecodeShape, part: Part, devic
         tiles_per_cta=tiles_per_cta,
         parts=parts,
         multiprocessors=device.multiprocessors,
+        cluster_ctas=grid.ctas if grid.cluster_parts else 0,
     )
 
 

@@ -40,6 +40,7 @@ _COMMON = (
     Field("head_blocks", "int32", "kv_heads / heads_together"),
     Field("heads_together", "int32", "pairs that neighbouring CTAs read side by side; divides kv_heads"),
     Field("splits", "int32", "0: pairs are split by the grid; else at most this many splits a pair, by its own tiles"),
+    Field("cluster_parts_log2", "int32", "log2 of the CTAs of a cluster that has a pair for itself; -1: the grid cuts"),
     Field("least_rows", "int32", "requests of fewer rows (query tokens times group) are left to another launch"),
     Field("most_rows", "int32", "requests of more rows likewise"),
     Field("page_size_log2", "int32", "log2 of the tokens in a page"),

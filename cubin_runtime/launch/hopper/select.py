@@ -53,8 +53,9 @@ class DecodeSelection:
     """The kernel chosen for one launch, and how it is launched.
 
     ``least_rows`` and ``most_rows`` say which requests it takes. ``ctas`` is the grid, ``heads_together`` the KV heads
-    that neighbouring CTAs read side by side, ``row_tiles`` the row tiles of a request at its bound, ``splits`` the
-    kernel's field of that name, ``microseconds`` the predicted time at the bounds. ``candidates`` are the release's
+    that neighbouring CTAs read side by side, ``cluster_parts`` the CTAs of a cluster that has a pair for itself (0: the
+    grid cuts all tiles evenly), ``row_tiles`` the row tiles of a request at its bound, ``splits`` the kernel's field
+    of that name, ``microseconds`` the predicted time at the bounds. ``candidates`` are the release's
     decode kernels in its order.
     """
 
@@ -63,6 +64,7 @@ class DecodeSelection:
     most_rows: int
     ctas: int
     heads_together: int
+    cluster_parts: int
     row_tiles: int
     splits: int
     microseconds: float
@@ -124,6 +126,7 @@ def _select(
         most_rows=part.most_rows,
         ctas=best.grid.ctas,
         heads_together=best.grid.heads_together,
+        cluster_parts=best.grid.cluster_parts,
         # The kernel numbers its pairs by the bound on the rows that it takes.
         row_tiles=-(-min(shape.rows, part.most_rows) // trait_of(best.kernel, "rows")),
         splits=shape.splits(trait_of(best.kernel, "tile_tokens")),
@@ -181,9 +184,17 @@ def _reason(fit: Fit, shape: DecodeShape, part: Part, device: DeviceFacts) -> st
         f"{_count(grid.row_tiles, 'row tile')} of {kernel.traits['rows']}; "
         f"at most {_count(grid.tiles, 'tile')} of {keys} over {_count(grid.ctas, 'CTA')} "
         f"({grid.resident} on each of {device.multiprocessors} multiprocessors), "
-        f"{_count(grid.heads_together, 'KV head')} side by side{invariant if splits else ''}; "
+        f"{_sharing(grid)}{invariant if splits else ''}; "
         f"about {fit.estimate.microseconds:.1f} us, limited by {fit.estimate.limit}"
     )
+
+
+def _sharing(grid: Grid) -> str:
+    if grid.cluster_parts > 1:
+        return f"a cluster of {grid.cluster_parts} for each KV head and row tile of a request"
+    if grid.cluster_parts:
+        return "one for each KV head and row tile of a request"
+    return f"{_count(grid.heads_together, 'KV head')} side by side"
 
 
 def _refusal(candidates: tuple[Candidate, ...], shape: DecodeShape, device: DeviceFacts) -> str:

@@ -59,8 +59,9 @@ DEVICE void write_output(const Params& p, const Normalisation& n, int dim, float
                                : make_uint2(pack_bf16(value.x, value.y), pack_bf16(value.z, value.w));
 }
 
+// By one thread of a row.
 DEVICE void write_lse(const Params& p, const Normalisation& n) {
-    if (threadIdx.x % 32 == 0 && p.lse != nullptr)
+    if (p.lse != nullptr)
         static_cast<float*>(p.lse)[n.token * p.lse_token_stride + n.head * p.lse_head_stride] = n.lse;
 }
 
@@ -119,38 +120,52 @@ DEVICE void load_parts(const Params& p, const Rows& rows, const Parts& parts, in
 
 // All parts of a pair, added in their order.
 DEVICE void merge_parts(const Params& p, const Rows& rows, const Parts& parts, float output_scale, Shared& shared) {
-    float4 loaded[MERGE_BATCH][CELLS];
-    load_parts(p, rows, parts, 0, 0, loaded);  // under way while the weights are found
-
     const float2* statistics = static_cast<const float2*>(p.partial_statistics);
-    const int own_row = threadIdx.x / LANES_PER_ROW, own_lane = threadIdx.x % LANES_PER_ROW;
-    // MERGE_LANES lanes, of which a thread may be several: the order of the additions does not depend on ROWS.
+    // A warp has all of its rows' parts: MERGE_LANES lanes of a row, of which a thread may be several, so that the order of the
+    // additions does not depend on ROWS.
+    const int own_row = row_of(threadIdx.x % 32 / LANES_PER_ROW * CHUNKS), own_lane = threadIdx.x % LANES_PER_ROW;
     constexpr int HERE = MERGE_LANES / LANES_PER_ROW;
+    const bool exists = own_row < rows.count;
+    const auto statistics_of = [&](int part) { return __ldcg(&statistics[slot_row(parts.slot(part), own_row)]); };
     float tops[HERE], totals[HERE];
 #pragma unroll
     for (int h = 0; h < HERE; ++h) {
-        tops[h] = -INFINITY, totals[h] = 0.f;
-        if (own_row < rows.count)
-#pragma unroll 1
-            for (int i = own_lane + h * LANES_PER_ROW; i < parts.count; i += MERGE_LANES) {
-                const float2 part = __ldcg(&statistics[slot_row(parts.slot(i), own_row)]);
-                if (i < WEIGHTS) shared.weight[own_row][i] = part.x;
-                add_statistics(tops[h], totals[h], part.x, part.y);
-            }
+        const int part = own_lane + h * LANES_PER_ROW;
+        const float2 first = exists && part < parts.count ? statistics_of(part) : make_float2(-INFINITY, 0.f);
+        tops[h] = first.x, totals[h] = first.y;
+    }
+    float4 loaded[MERGE_BATCH][CELLS];
+    load_parts(p, rows, parts, 0, 0, loaded);  // under way while the weights are found
 #pragma unroll
-        for (int step = 1; step < LANES_PER_ROW; step *= 2) {
-            const float other_top = __shfl_xor_sync(~0u, tops[h], step);
-            const float other_total = __shfl_xor_sync(~0u, totals[h], step);
-            add_statistics(tops[h], totals[h], other_top, other_total);
+    for (int h = 0; h < HERE; ++h) {
+        int part = own_lane + h * LANES_PER_ROW;
+        if (exists && part < parts.count) {
+            shared.weight[own_row][part] = tops[h];
+#pragma unroll 1
+            for (part += MERGE_LANES; part < parts.count; part += MERGE_LANES) {
+                const float2 other = statistics_of(part);
+                if (part < WEIGHTS) shared.weight[own_row][part] = other.x;
+                add_statistics(tops[h], totals[h], other.x, other.y);
+            }
         }
+    }
+    float top = tops[0];
+#pragma unroll
+    for (int h = 1; h < HERE; ++h) top = fmaxf(top, tops[h]);
+#pragma unroll
+    for (int step = 1; step < LANES_PER_ROW; step *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
+    const float anchor = top == -INFINITY ? 0.f : top;  // nothing visible: 0, not NaN
+#pragma unroll
+    for (int h = 0; h < HERE; ++h) {
+        totals[h] *= exp2_approximate(tops[h] - anchor);
+#pragma unroll
+        for (int step = 1; step < LANES_PER_ROW; step *= 2) totals[h] += __shfl_xor_sync(~0u, totals[h], step);
     }
 #pragma unroll
     for (int step = 1; step < HERE; step *= 2)
 #pragma unroll
-        for (int h = 0; h + step < HERE; h += 2 * step) add_statistics(tops[h], totals[h], tops[h + step], totals[h + step]);
-    const float top = tops[0];
-    if (own_lane == 0 && own_row < rows.count) shared.maximum[own_row] = top, shared.sum[own_row] = totals[0];
-    const float anchor = top == -INFINITY ? 0.f : top;
+        for (int h = 0; h + step < HERE; h += 2 * step) totals[h] += totals[h + step];
+    if (own_lane == 0 && exists) shared.maximum[own_row] = top, shared.sum[own_row] = totals[0];
 
 #pragma unroll 1
     for (int first = 0; first < ROWS_PER_WARP * CHUNKS; first += CELLS) {
@@ -161,15 +176,13 @@ DEVICE void merge_parts(const Params& p, const Rows& rows, const Parts& parts, f
         for (int base = 0; base < parts.count; base += WEIGHTS) {
             const int count = min(parts.count - base, WEIGHTS);
             // Weights that all fit are found once, for the first cells.
-            if (own_row < rows.count && (first == 0 || parts.count > WEIGHTS))
+            if (exists && (first == 0 || parts.count > WEIGHTS))
 #pragma unroll 1
                 for (int i = own_lane; i < count; i += LANES_PER_ROW) {
-                    const float maximum = first + base == 0
-                                              ? shared.weight[own_row][i]
-                                              : __ldcg(&statistics[slot_row(parts.slot(base + i), own_row)]).x;
+                    const float maximum = first + base == 0 ? shared.weight[own_row][i] : statistics_of(base + i).x;
                     shared.weight[own_row][i] = exp2_approximate(maximum - anchor);
                 }
-            named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
+            __syncwarp();
 #pragma unroll 1
             for (int part = 0; part < count; part += MERGE_BATCH) {
                 if (first + base + part > 0) load_parts(p, rows, parts, base + part, first, loaded);
@@ -185,7 +198,7 @@ DEVICE void merge_parts(const Params& p, const Rows& rows, const Parts& parts, f
                         value[cell].w += weight * loaded[i][cell].w;
                     }
             }
-            named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);  // the weights are free again
+            __syncwarp();  // the weights are free again
         }
 #pragma unroll
         for (int cell = 0; cell < CELLS; ++cell) {
@@ -193,7 +206,7 @@ DEVICE void merge_parts(const Params& p, const Rows& rows, const Parts& parts, f
             if (row >= rows.count) continue;
             const Normalisation n = normalise(p, rows, row, output_scale, shared.maximum[row], shared.sum[row]);
             if (dim < HEAD_DIM) write_output(p, n, dim, value[cell]);
-            if (chunk == 0) write_lse(p, n);
+            if (dim == 0) write_lse(p, n);
         }
     }
 }
@@ -223,7 +236,7 @@ DEVICE void write_piece(const Params& p, const Piece& piece, const Parts& parts,
         Normalisation n;
         if (parts.count == 1) {
             n = normalise(p, piece.rows, row, output_scale, shared.maximum[row], shared.sum[row]);
-            write_lse(p, n);
+            if (threadIdx.x % 32 == 0) write_lse(p, n);
         }
         for (int chunk = 0; chunk < CHUNKS; ++chunk) {
             const int dim = chunk_dim(chunk);
@@ -240,5 +253,58 @@ DEVICE void write_piece(const Params& p, const Piece& piece, const Parts& parts,
         static_cast<float2*>(p.partial_statistics)[slot_row(slot, own)] = make_float2(shared.maximum[own], shared.sum[own]);
     named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);  // the part is written; shared.merge and its statistics are free again
 }
+
+#if USE_TMA
+// The parts of a pair are in its cluster's shared memory: each CTA merges as many cells, of four head dims of a row, the parts
+// in their order.
+DEVICE void merge_in_cluster(const Params& p, const Rows& rows, float output_scale, Shared& shared) {
+    constexpr int CELLS_OF_ROW = HEAD_DIM / 4, BATCH = 8;
+    const int parts = 1 << p.cluster_parts_log2, cells = rows.count * CELLS_OF_ROW;
+    if (MERGE_BUFFERS > 1)
+        for (int cell = threadIdx.x; cell < cells; cell += CONSUMERS) {
+            const int row = cell / CELLS_OF_ROW, dim = cell % CELLS_OF_ROW * 4;
+            *reinterpret_cast<float4*>(&shared.merge[0][row][dim]) = merged(shared, row, dim);
+        }
+    cluster_sync();
+    const int share = (cells + parts - 1) >> p.cluster_parts_log2, first = blockIdx.x * share;
+    for (int cell = first + threadIdx.x; cell < min(first + share, cells); cell += CONSUMERS) {
+        const int row = cell / CELLS_OF_ROW, dim = cell % CELLS_OF_ROW * 4;
+        float top = -INFINITY, total = 0.f;
+        float4 value = make_float4(0, 0, 0, 0);
+#pragma unroll 1
+        for (int base = 0; base < parts; base += BATCH) {
+            float maximum[BATCH], sum[BATCH];
+            float4 part[BATCH];
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) {
+                const bool exists = base + i < parts;
+                const auto there = [&](const void* here) { return address_in_cta(shared_address(here), base + i); };
+                maximum[i] = exists ? load_cluster_float(there(&shared.maximum[row])) : -INFINITY;
+                sum[i] = exists ? load_cluster_float(there(&shared.sum[row])) : 0.f;
+                part[i] = exists ? load_cluster_float4(there(&shared.merge[0][row][dim])) : make_float4(0, 0, 0, 0);
+            }
+            float highest = top;
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) highest = fmaxf(highest, maximum[i]);
+            const float anchor = highest == -INFINITY ? 0.f : highest;
+            const float rescale = exp2_approximate(top - anchor);
+            total *= rescale;
+            value = make_float4(value.x * rescale, value.y * rescale, value.z * rescale, value.w * rescale);
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) {
+                const float weight = exp2_approximate(maximum[i] - anchor);
+                total += weight * sum[i];
+                value.x += weight * part[i].x, value.y += weight * part[i].y;
+                value.z += weight * part[i].z, value.w += weight * part[i].w;
+            }
+            top = highest;
+        }
+        const Normalisation n = normalise(p, rows, row, output_scale, top, total);
+        write_output(p, n, dim, value);
+        if (dim == 0) write_lse(p, n);
+    }
+    cluster_sync();  // nobody reads here any more
+}
+#endif
 
 }  // namespace paged_decode

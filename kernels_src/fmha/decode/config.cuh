@@ -71,13 +71,27 @@ constexpr int MERGE_LANES = 16;                        // of a row, when statist
 constexpr int LANES_PER_ROW = CONSUMERS / ROWS;        // threads that are these lanes
 static_assert(MERGE_LANES % LANES_PER_ROW == 0, "every row has the same number of lanes");
 
+// One request as the launch sees it, clamped to its bounds.
+struct Request {
+    int index;
+    int length;      // keys
+    int q_start;     // its first query token among all
+    int q_len;       // query tokens
+    int first_tile;  // of its keys; with a window, tiles in front of it are left out
+    int tiles;       // a request without keys still owns one (empty) tile, whose CTA writes its output
+    int row_tiles;
+    // Of `heads_together` (KV head, row tile) pairs.
+    DEVICE int blocks(const Params& p) const { return p.head_blocks * row_tiles; }
+};
+
 // A team's share of the line of all tiles; see work.cuh.
 struct Share {
-    int team, member;           // the CTA is one of `heads_together` in its team
-    int tiles;                  // on the line, of the share
-    int request, block, first;  // where the share begins: request, block of its pairs, tile
-    int block_start;            // index of that block's tile 0 on the line
-    int total, teams;           // tiles in all, teams that have any
+    int team, member;  // the CTA is one of `heads_together` in its team
+    int tiles;         // on the line, of the share; if none, what it begins with is not known
+    Request request;   // where the share begins: request, block of its pairs, tile
+    int block, first;
+    int block_start;   // index of that block's tile 0 on the line
+    int total, teams;  // tiles in all, teams that have any
 };
 
 constexpr uint32_t STATUS_LENGTH_OVER_BOUND = 1;
@@ -86,6 +100,7 @@ constexpr uint32_t STATUS_PAGE_OUTSIDE_POOL = 4;
 constexpr uint32_t STATUS_QUERIES = 8;
 
 constexpr float MAXIMUM_SLACK = 8.f;  // base-2 exponents by which scores may exceed the maximum in use
+constexpr int PREPARED_BARRIER = 0;  // mbarriers are initialised: consumers, who do that, go on to CONSUMER_BARRIER
 constexpr int CONSUMER_BARRIER = 1;
 constexpr int MERGED_BARRIER = 4;  // of consumers and converters: a piece is merged, its memory is free for converted tiles
 constexpr int NEVER = 0x7fffffff;  // a first visible key that no key reaches

@@ -46,7 +46,8 @@ DEVICE void produce(const Params& p, const Share& share, int warp, Shared& share
     const int lane = threadIdx.x % 32;
     const bool values = warp % 2;
     const int page_tokens = 1 << p.page_size_log2;
-    const int chunk = min(page_tokens, TILE_TOKENS);  // tokens of a tile that one page holds together
+    const int chunk_log2 = min(p.page_size_log2, __ffs(TILE_TOKENS) - 1);
+    const int chunk = 1 << chunk_log2;  // tokens of a tile that one page holds together
     RingCursor cursor;
     cursor.advance(warp);
     int turn = warp / 2;      // tiles until this warp's next
@@ -69,7 +70,7 @@ DEVICE void produce(const Params& p, const Share& share, int warp, Shared& share
         int tile = piece.first + turn;
         for (; tile < end; tile += TURNS) {
             const int token = (r.first_tile + tile) * TILE_TOKENS;
-            const int chunks = (min(r.length - token, TILE_TOKENS) + chunk - 1) / chunk;
+            const int chunks = (min(r.length - token, TILE_TOKENS) + chunk - 1) >> chunk_log2;
             const int column = token >> p.page_size_log2;  // a tile's columns are in one window
             pages.move_to(p, piece, column / 32);
             const int page = __shfl_sync(~0u, pages.page, column % 32 + min(lane, chunks - 1));  // of the lane's chunk
@@ -91,7 +92,7 @@ DEVICE void produce(const Params& p, const Share& share, int warp, Shared& share
             const int valid = min(r.length - token, TILE_TOKENS);
             for (int rows = 0; rows < valid; rows += COPIED_ROWS) {
                 const int row = rows + lane / COLUMNS;
-                const int row_page = __shfl_sync(~0u, page, min(row, valid - 1) / chunk);
+                const int row_page = __shfl_sync(~0u, page, min(row, valid - 1) >> chunk_log2);
                 if (row >= valid) continue;
                 const int in_page = (token + row) & (page_tokens - 1);
                 const int64_t element = row_page * page_stride + in_page * token_stride + piece.rows.head * head_stride;

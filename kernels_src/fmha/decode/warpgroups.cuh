@@ -378,6 +378,12 @@ DEVICE void consume(const Params& p, const Share& share, Shared& shared) {
         taken += tiles;
         close();
         merge_warpgroups(piece, acc, shared);
+#if USE_TMA
+        if (p.cluster_parts_log2 > 0) {
+            if (CONVERTS) named_barrier_arrive<CONSUMERS + CONVERTERS>(MERGED_BARRIER);
+            return merge_in_cluster(p, piece.rows, output_scale, shared);
+        }
+#endif
         const Parts parts = parts_of(p, share, piece);
         write_piece(p, piece, parts, output_scale, shared);
         if (threadIdx.x == 0) {

@@ -473,6 +473,7 @@ DEVICE void consume(const Params& p, const Share& share, Shared& shared) {
         const Request& r = piece.request;
         Queries queries;
         queries.load(p, piece, softmax_scale, shared);
+        const Parts parts = parts_of(p, share, piece);  // while the keys are on their way
         Accumulator acc;
         acc.clear();
         // Keys [seen_from, seen_to) are seen by every row.
@@ -486,7 +487,9 @@ DEVICE void consume(const Params& p, const Share& share, Shared& shared) {
                 take_tile<true>(piece, tile_token, queries, offsets, cursor, shared, acc);
         }
         merge_warps(acc, shared);
-        const Parts parts = parts_of(p, share, piece);
+#if USE_TMA
+        if (p.cluster_parts_log2 > 0) return merge_in_cluster(p, piece.rows, output_scale, shared);
+#endif
         write_piece(p, piece, parts, output_scale, shared);
         if (parts.count == 1) return;
         merge_if_last(p, piece.rows, parts, arrive(p, parts), output_scale, shared);

@@ -4,19 +4,6 @@
 
 namespace paged_decode {
 
-// One request as the launch sees it, clamped to its bounds.
-struct Request {
-    int index;
-    int length;      // keys
-    int q_start;     // its first query token among all
-    int q_len;       // query tokens
-    int first_tile;  // of its keys; with a window, tiles in front of it are left out
-    int tiles;       // a request without keys still owns one (empty) tile, whose CTA writes its output
-    int row_tiles;
-    // Of `heads_together` (KV head, row tile) pairs.
-    DEVICE int blocks(const Params& p) const { return p.head_blocks * row_tiles; }
-};
-
 DEVICE int stated_length(const Params& p, int request) { return static_cast<const int*>(p.seq_lens)[request]; }
 
 DEVICE int clamped_start(const Params& p, int request) {
@@ -84,46 +71,51 @@ DEVICE int end_of_keys(const Piece& piece) {
 
 // The team that has a tile of the line: team c begins at floor(c T / n), so tile x lies in floor(((x + 1) n - 1) / T).
 DEVICE int team_of(const Share& share, int tile) {
-    if (share.total < (1 << 30) / share.teams)
+    if (static_cast<int64_t>(share.total) * share.teams < INT32_MAX)
         return (static_cast<uint32_t>(tile + 1) * share.teams - 1) / static_cast<uint32_t>(share.total);
     return static_cast<int>((static_cast<int64_t>(tile + 1) * share.teams - 1) / share.total);
 }
 
-// Found by each warp on its own from the lengths.
-DEVICE Share find_share(const Params& p) {
-    const int lane = threadIdx.x % 32;
-    // What the loops below read of the first requests is under way together.
-    for (int b = lane + 32; b < min(p.batch, 128); b += 32) {
-        touch(static_cast<const int*>(p.seq_lens) + b);
-        if (p.q_cu_seq_lens != nullptr) touch(static_cast<const int*>(p.q_cu_seq_lens) + b);
-    }
-    int total = 0, first_own = 0, first_tiles = 1;  // of the first 32 requests, kept: there are often no others
-#pragma unroll 1
-    for (int b = lane; b < p.batch; b += 32) {
-        const Request r = request_at(p, b);
-        if (b == lane) first_own = r.tiles * r.blocks(p), first_tiles = r.tiles;
-        total += r.tiles * r.blocks(p);
-    }
+DEVICE Request request_of_lane(const Request& own, int lane) {
+    const auto value_of = [&](int value) { return __shfl_sync(~0u, value, lane); };
+    return {value_of(own.index), value_of(own.length),     value_of(own.q_start),  value_of(own.q_len),
+            value_of(own.first_tile), value_of(own.tiles), value_of(own.row_tiles)};
+}
+
+// Of a pair that a cluster has for itself: an equal part of its tiles, which may be none.
+DEVICE Share share_of_cluster(const Params& p) {
+    const int row_tile = gridDim.z == p.batch ? 0 : blockIdx.z / p.batch, part = blockIdx.x;
     Share share;
-    share.team = blockIdx.x / p.heads_together;
-    share.member = blockIdx.x - share.team * p.heads_together;
-    share.total = total = __reduce_add_sync(~0u, total);
-    share.teams = max(1, min(static_cast<int>(gridDim.x / p.heads_together), total));
-    share.request = share.block = share.first = share.block_start = share.tiles = 0;
-    if (share.team >= share.teams) return share;
-    const int quotient = total / share.teams, remainder = total - quotient * share.teams;
-    const auto begin_of = [&](int team) { return team * quotient + team * remainder / share.teams; };  // floor(team T / n)
-    const int begin = begin_of(share.team);
-    share.tiles = begin_of(share.team + 1) - begin;
-    int before = 0;
+    share.team = share.member = share.block_start = 0;
+    share.total = share.teams = 1;
+    share.request = request_at(p, blockIdx.z - row_tile * p.batch);
+    share.block = blockIdx.y * share.request.row_tiles + row_tile;
+    share.first = part * share.request.tiles >> p.cluster_parts_log2;
+    const int last = (part + 1) * share.request.tiles >> p.cluster_parts_log2;
+    share.tiles = row_tile < share.request.row_tiles ? last - share.first : -1;
+    return share;
+}
+
+// Found by each warp on its own from the lengths: each lane adds up as many requests, then they look into those of one lane.
+DEVICE Share find_share(const Params& p) {
+    if (p.cluster_parts_log2 >= 0) return share_of_cluster(p);
+    const int lane = threadIdx.x % 32;
+    Share share;
+    share.team = blockIdx.y;
+    share.member = blockIdx.x;
+    share.teams = 0;
+    int first = 0, count = p.batch;  // requests looked at
+    int begin = 0, before = 0;       // tiles in front of the share, and of those requests
 #pragma unroll 1
-    for (int base = 0; base < p.batch; base += 32) {
-        const int b = base + lane;
-        int own = base == 0 ? first_own : 0, tiles = first_tiles;
-        if (base > 0 && b < p.batch) {
-            const Request r = request_at(p, b);
-            own = r.tiles * r.blocks(p);
-            tiles = r.tiles;
+    for (;;) {
+        const int each = (count + 31) / 32;
+        Request last;  // of the lane's
+        int own = 0;
+        last.tiles = 1;
+#pragma unroll 1  // what follows the first request's lengths is there with them
+        for (int i = lane * each; i < min((lane + 1) * each, count); ++i) {
+            last = request_at(p, first + i);
+            own += last.tiles * last.blocks(p);
         }
         int through = own;
 #pragma unroll
@@ -131,20 +123,29 @@ DEVICE Share find_share(const Params& p) {
             const int other = __shfl_up_sync(~0u, through, step);
             if (lane >= step) through += other;
         }
-        const uint32_t past = __ballot_sync(~0u, before + through > begin);
-        if (past) {
-            const int winner = __ffs(past) - 1;
-            const int start = before + __shfl_sync(~0u, through - own, winner);
-            tiles = __shfl_sync(~0u, tiles, winner);
-            share.request = base + winner;
-            share.block = (begin - start) / tiles;
-            share.block_start = start + share.block * tiles;
+        if (share.teams == 0) {
+            const int total = __shfl_sync(~0u, through, 31);
+            share.total = total;
+            share.teams = max(1, min(static_cast<int>(gridDim.y), total));
+            share.tiles = 0;
+            if (share.team >= min(share.teams, total)) return share;
+            const int quotient = total / share.teams, remainder = total - quotient * share.teams;
+            const auto begin_of = [&](int team) { return team * quotient + team * remainder / share.teams; };  // floor(team T / n)
+            begin = begin_of(share.team);
+            share.tiles = begin_of(share.team + 1) - begin;
+        }
+        const int winner = __ffs(__ballot_sync(~0u, before + through > begin)) - 1;
+        before += __shfl_sync(~0u, through - own, winner);
+        first += winner * each;
+        count = min(each, count - winner * each);
+        if (each == 1) {
+            share.request = request_of_lane(last, winner);
+            share.block = (begin - before) / share.request.tiles;
+            share.block_start = before + share.block * share.request.tiles;
             share.first = begin - share.block_start;
             return share;
         }
-        before += __shfl_sync(~0u, through, 31);
     }
-    return share;
 }
 
 // Short requests in four, so that one alone spreads over the GPU; long ones in parts of 1024 tokens, for which merging costs
@@ -162,10 +163,10 @@ DEVICE int split_start(const Request& r, int split, int count) {
 template <class Visit>
 DEVICE void for_each_piece(const Params& p, const Share& share, Visit visit) {
     int left = share.tiles, block = share.block, first = share.first, block_start = share.block_start;
-    if (left <= 0) return;
+    if (left < 0 || (left == 0 && p.cluster_parts_log2 < 0)) return;
     Piece piece;
     piece.split = 0;
-    piece.request = request_at(p, share.request);
+    piece.request = share.request;
     const Request& r = piece.request;
     if (p.splits > 0) {
         // A split belongs to the team in whose share it begins.
@@ -174,9 +175,10 @@ DEVICE void for_each_piece(const Params& p, const Share& share, Visit visit) {
         const int begin = split_start(r, piece.split, count);
         left -= begin - first;
         first = begin;
+        if (left <= 0) return;
     }
 #pragma unroll 1
-    while (left > 0) {
+    do {
         if (first == r.tiles) {
             first = piece.split = 0;
             block_start += r.tiles;
@@ -206,7 +208,7 @@ DEVICE void for_each_piece(const Params& p, const Share& share, Visit visit) {
         left -= piece.last - first;
         first = piece.last;
         ++piece.split;
-    }
+    } while (left > 0);
 }
 
 }  // namespace paged_decode

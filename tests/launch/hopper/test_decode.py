@@ -45,7 +45,7 @@ PROBLEM = DecodeProblem(
 )
 
 
-def selection(rows: int = 8, splits: int = 0, **traits: Any) -> DecodeSelection:
+def selection(rows: int = 8, splits: int = 0, cluster_parts: int = 0, **traits: Any) -> DecodeSelection:
     """24 CTAs; row tiles as the problem's 20 rows make them."""
     return DecodeSelection(
         kernel=decode_kernel(rows=rows, **traits),
@@ -53,6 +53,7 @@ def selection(rows: int = 8, splits: int = 0, **traits: Any) -> DecodeSelection:
         most_rows=ANY_ROWS,
         ctas=24,
         heads_together=2,
+        cluster_parts=cluster_parts,
         row_tiles=-(-20 // rows),
         splits=splits,
         microseconds=1.0,
@@ -134,6 +135,7 @@ def test_every_field_says_what_was_planned() -> None:
         "kv_heads": 2,
         "group": 5,
         "heads_together": 2,
+        "cluster_parts_log2": -1,
         "splits": 64,
         "page_size_log2": 5,
         "num_pages": 7,
@@ -145,6 +147,21 @@ def test_every_field_says_what_was_planned() -> None:
         "output_scale": 3.0,
     }
     assert {name: values[name] for name in expected} == expected
+
+
+def test_a_cluster_for_each_pair_is_a_row_of_the_grid() -> None:
+    made = plan(chosen=selection(cluster_parts=4))
+    assert made.grid == (4, PROBLEM.kv_heads, PROBLEM.batch * 3)
+    assert (made.attributes.cluster, made.values["cluster_parts_log2"]) == ((4, 1, 1), 2)
+
+
+def test_one_cta_for_each_pair_needs_no_cluster() -> None:
+    made = plan(chosen=selection(cluster_parts=1))
+    assert (made.attributes.cluster, made.grid[0], made.values["cluster_parts_log2"]) == (None, 1, 0)
+
+
+def test_clusters_need_no_scratch() -> None:
+    assert sum(sizes(selection(cluster_parts=4)).values()) == sizes(selection(cluster_parts=4))["status"]
 
 
 def test_a_launch_says_which_requests_it_takes() -> None:

@@ -232,14 +232,53 @@ def test_a_small_problem_gets_one_cta_a_tile() -> None:
     assert chosen(batch=1, max_seq_len=65).ctas == 16
 
 
+@pytest.mark.parametrize(
+    ("batch", "max_seq_len", "parts"),
+    [
+        (1, 64, 1),
+        (1, 1024, 8),
+        (1, 1 << 14, 8),
+        (1, 1 << 17, 0),
+        (4, 512, 4),
+        (16, 512, 1),
+        (2, 4096, 8),
+        (2, 8192, 0),
+        (17, 64, 0),
+    ],
+)
+def test_a_pair_has_a_cluster_where_little_can_be_lost(batch: int, max_seq_len: int, parts: int) -> None:
+    assert chosen(batch=batch, max_seq_len=max_seq_len).cluster_parts == parts
+
+
+def test_one_kv_head_of_many_keys_is_cut_over_the_whole_gpu() -> None:
+    made = chosen(batch=1, kv_heads=1, max_seq_len=1 << 17)
+    assert (made.cluster_parts, made.ctas) == (0, 132)
+
+
+def test_batch_invariance_has_no_clusters() -> None:
+    assert chosen(batch=1, max_seq_len=1024, batch_invariant=True).cluster_parts == 0
+
+
+def test_kernels_without_bulk_copies_have_no_clusters() -> None:
+    assert one(ALL, replace(SHAPE, batch=1, max_seq_len=1024), device(10, 0)).cluster_parts == 0
+
+
+@pytest.mark.parametrize(
+    ("max_seq_len", "said"),
+    [(64, "one for each KV head and row tile of a request"), (1024, "a cluster of 8 for each KV head and row tile")],
+)
+def test_the_reason_says_what_a_pair_has_for_itself(max_seq_len: int, said: str) -> None:
+    assert said in chosen(batch=1, max_seq_len=max_seq_len).reason
+
+
 def test_every_row_tile_is_work_of_its_own() -> None:
     made = chosen(batch=1, max_seq_len=64, head_dim=512, q_len=3)
     assert (made.row_tiles, made.ctas) == (3, 24)
 
 
 def test_ragged_requests_are_counted_by_their_tokens() -> None:
-    made = chosen(batch=4, kv_heads=1, max_seq_len=64, head_dim=512, q_len=16, tokens=6, ragged=True)
-    assert (made.row_tiles, made.ctas) == (16, 10)
+    made = chosen(batch=16, kv_heads=1, max_seq_len=64, head_dim=512, q_len=16, tokens=6, ragged=True)
+    assert (made.row_tiles, made.ctas) == (16, 22)
 
 
 def test_a_bound_of_zero_still_gets_the_ctas_that_write_the_outputs() -> None:
@@ -256,7 +295,7 @@ def test_shared_memory_limits_the_ctas_of_a_multiprocessor() -> None:
 
 
 @pytest.mark.parametrize(
-    ("window_left", "q_len", "ctas"), [(-1, 1, 128), (0, 1, 16), (127, 1, 24), (126, 2, 24), (1 << 30, 1, 128)]
+    ("window_left", "q_len", "ctas"), [(-1, 1, 64), (0, 1, 16), (127, 1, 16), (255, 2, 32), (1 << 30, 1, 64)]
 )
 def test_a_window_limits_the_tiles(window_left: int, q_len: int, ctas: int) -> None:
     assert chosen(batch=1, group=4, window_left=window_left, q_len=q_len).ctas == ctas

@@ -28,6 +28,9 @@ COSTS = Costs(
     l2_tb_per_s=5.0,
     merge_us=2.5,
     merge_parts=16,
+    cluster_saved_us=1.5,
+    cluster_merge_us=1.0,
+    cta_tb_per_s=0.16384,
     equal_within=0.02,
     heads_together=8,
     idle_share=32,
@@ -106,6 +109,23 @@ def test_merging_grows_with_the_parts(parts: int, us: float) -> None:
     assert estimate(replace(WORK, parts=parts), COSTS).merge_us == us
 
 
+def test_a_cluster_starts_earlier_and_merges_sooner() -> None:
+    alone = estimate(replace(WORK, cluster_ctas=WORK.multiprocessors), COSTS)
+    together = estimate(WORK, COSTS)
+    assert (together.fixed_us - alone.fixed_us, alone.merge_us) == (1.5, 1.0)
+    assert alone.tiles_us == together.tiles_us
+
+
+@pytest.mark.parametrize(("ctas", "tile_us"), [(132, 0.6), (99, 0.45), (66, 0.3), (44, 0.2), (8, 0.2), (500, 0.6)])
+def test_few_ctas_of_clusters_draw_more_each_up_to_a_limit(ctas: int, tile_us: float) -> None:
+    work = replace(WORK, multiprocessors=132, cluster_ctas=ctas)
+    assert estimate(work, COSTS).tiles_us == pytest.approx(tile_us * work.tiles_per_cta)
+
+
+def test_one_part_needs_no_merge_in_a_cluster() -> None:
+    assert estimate(replace(WORK, cluster_ctas=16, parts=1), COSTS).merge_us == 0
+
+
 @pytest.mark.parametrize(
     ("rows", "start", "tile"),
     [(4, 1.0, 0.4), (8, 1.0, 0.4), (12, 1.5, 0.5), (16, 2.0, 0.6), (40, 5.0, 0.9), (64, 8.0, 1.2), (128, 8.0, 2.4)],
@@ -162,6 +182,9 @@ def test_constants_are_told_by_name() -> None:
         "l2_tb_per_s": 5.0,
         "merge_us": 2.5,
         "merge_parts": 16,
+        "cluster_saved_us": 1.5,
+        "cluster_merge_us": 1.0,
+        "cta_tb_per_s": 0.16384,
         "equal_within": 0.02,
         "heads_together": 8,
         "idle_share": 32,
