@@ -26,6 +26,8 @@ ITEM_BYTES: Mapping[str, int] = MappingProxyType({"bf16": 2, "fp16": 2, "e4m3": 
 _BYTES_PER_US = 1e6  # of one TB/s
 # What the constant of the L2 refers to.
 _MULTIPROCESSORS = 132
+# Kernels of as many rows multiply with warpgroups.
+_WARPGROUP_ROWS = 64
 _OF_KERNELS = ("start_us", "tile_us")
 
 
@@ -52,11 +54,12 @@ class Costs:
     """The constants of one GPU: times in microseconds, rates in TB/s.
 
     ``l2_tb_per_s`` is what 132 multiprocessors draw; fewer draw less. ``merge_us`` is for up to ``merge_parts``
-    parts, more take it in proportion. ``cluster_saved_us`` is by how much earlier a cluster starts,
-    ``cluster_merge_us`` how long it merges, and ``cta_tb_per_s`` what one of few CTAs draws at most.
-    ``equal_within`` is the share by which predictions differ without meaning anything. Of the grid:
-    CTAs next to each other read up to ``heads_together`` KV heads side by side, if at most one CTA in ``idle_share``
-    idles for it; as many may idle so that shares end on borders of pairs.
+    parts of up to ``merge_cells`` numbers (rows times head_dim), more take it in proportion. ``cluster_saved_us`` is by
+    how much earlier a cluster starts, ``cluster_merge_us`` how long it merges, ``cta_tb_per_s`` what one of few CTAs
+    draws at most; but a tile of warpgroups takes at least ``cluster_least_share`` of its time. ``equal_within`` is the
+    share by which predictions differ without meaning anything. Of the grid: CTAs next to each other read up to
+    ``heads_together`` KV heads side by side, if at most one CTA in ``idle_share`` idles for it; as many may idle so that
+    shares end on borders of pairs.
     """
 
     gpu: str
@@ -65,9 +68,11 @@ class Costs:
     l2_tb_per_s: float
     merge_us: float
     merge_parts: int
+    merge_cells: int
     cluster_saved_us: float
     cluster_merge_us: float
     cta_tb_per_s: float
+    cluster_least_share: float
     equal_within: float
     heads_together: int
     idle_share: int
@@ -180,9 +185,11 @@ H200 = Costs(
     l2_tb_per_s=5.5,
     merge_us=2.6,
     merge_parts=16,
+    merge_cells=1536,
     cluster_saved_us=1.5,
     cluster_merge_us=0.9,
     cta_tb_per_s=0.057,
+    cluster_least_share=0.72,
     equal_within=0.02,
     heads_together=8,
     idle_share=32,
@@ -232,12 +239,14 @@ def estimate(work: Work, costs: Costs) -> Estimate:
     """What ``work`` takes by ``costs``."""
     l2 = costs.l2_tb_per_s * work.multiprocessors / _MULTIPROCESSORS
     start, tile = costs.kernel_us(work.item_bytes, work.head_dim, work.rows, work.resident, work.q_item_bytes)
-    merge = costs.merge_us * max(1.0, work.parts / costs.merge_parts)
+    cells = max(1.0, work.rows * work.head_dim / costs.merge_cells)
+    merge = costs.merge_us * max(1.0, cells * work.parts / costs.merge_parts)
     if work.cluster_ctas:
         start -= costs.cluster_saved_us
         # As much less as fewer CTAs share the bandwidth, but not less than its keys and values take.
         alone = 2 * 64 * work.head_dim * work.item_bytes / (costs.cta_tb_per_s * _BYTES_PER_US)
-        tile = min(tile, max(alone, tile * work.cluster_ctas / work.multiprocessors))
+        share = costs.cluster_least_share if work.rows >= _WARPGROUP_ROWS else 0.0
+        tile = min(tile, max(alone, tile * max(share, work.cluster_ctas / work.multiprocessors)))
         merge = costs.cluster_merge_us
     return Estimate(
         fixed_us=costs.launch_us + start,

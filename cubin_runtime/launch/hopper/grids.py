@@ -90,7 +90,9 @@ def _cluster_grid(kernel: OwnKernel, shape: DecodeShape, device: DeviceFacts) ->
     pairs = shape.batch * row_tiles * shape.kv_heads
     if not kernel.traits["tma"] or shape.batch_invariant or not 0 < pairs <= device.multiprocessors:
         return
-    most = min(device.multiprocessors // pairs, tiles, _PORTABLE_CLUSTER)
+    # A cluster runs on multiprocessors of one GPC, whose number differs: with one CTA on each, some stay idle.
+    places = device.multiprocessors if _resident(kernel, device) > 1 else device.multiprocessors * 3 // 4
+    most = max(1, min(places // pairs, tiles, _PORTABLE_CLUSTER))
     parts = 1 << most.bit_length() - 1
     if shape.batch == 1 or -(-tiles // parts) * tile_tokens <= _LITTLE_KEYS:
         yield Grid(pairs * parts, 1, 1, row_tiles, pairs * tiles, parts)

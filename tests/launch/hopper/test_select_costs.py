@@ -28,9 +28,11 @@ COSTS = Costs(
     l2_tb_per_s=5.0,
     merge_us=2.5,
     merge_parts=16,
+    merge_cells=4096,
     cluster_saved_us=1.5,
     cluster_merge_us=1.0,
     cta_tb_per_s=0.16384,
+    cluster_least_share=0.75,
     equal_within=0.02,
     heads_together=8,
     idle_share=32,
@@ -122,6 +124,22 @@ def test_few_ctas_of_clusters_draw_more_each_up_to_a_limit(ctas: int, tile_us: f
     assert estimate(work, COSTS).tiles_us == pytest.approx(tile_us * work.tiles_per_cta)
 
 
+def test_few_ctas_of_warpgroups_are_bound_by_their_products() -> None:
+    work = replace(WORK, rows=64, multiprocessors=132, cluster_ctas=8)
+    assert estimate(work, COSTS).tiles_us == pytest.approx(0.75 * 1.2 * work.tiles_per_cta)
+
+
+def test_merging_many_parts_grows_with_their_rows() -> None:
+    assert (
+        estimate(replace(WORK, rows=64, parts=16), COSTS).merge_us
+        == 2 * estimate(replace(WORK, parts=16), COSTS).merge_us
+    )
+
+
+def test_merging_few_parts_takes_the_same_for_any_rows() -> None:
+    assert estimate(replace(WORK, rows=64, parts=2), COSTS).merge_us == 2.5
+
+
 def test_one_part_needs_no_merge_in_a_cluster() -> None:
     assert estimate(replace(WORK, cluster_ctas=16, parts=1), COSTS).merge_us == 0
 
@@ -182,9 +200,11 @@ def test_constants_are_told_by_name() -> None:
         "l2_tb_per_s": 5.0,
         "merge_us": 2.5,
         "merge_parts": 16,
+        "merge_cells": 4096,
         "cluster_saved_us": 1.5,
         "cluster_merge_us": 1.0,
         "cta_tb_per_s": 0.16384,
+        "cluster_least_share": 0.75,
         "equal_within": 0.02,
         "heads_together": 8,
         "idle_share": 32,
