@@ -58,8 +58,8 @@ class Costs:
     how much earlier a cluster starts, ``cluster_merge_us`` how long it merges, ``cta_tb_per_s`` what one of few CTAs
     draws at most; but a tile of warpgroups takes at least ``cluster_least_share`` of its time. ``equal_within`` is the
     share by which predictions differ without meaning anything. Of the grid: CTAs next to each other read up to
-    ``heads_together`` KV heads side by side, if at most one CTA in ``idle_share`` idles for it; as many may idle so that
-    shares end on borders of pairs.
+    ``heads_together`` KV heads side by side, if at most one CTA in ``idle_share`` idles for it; as many may idle so
+    that shares end on borders of pairs.
     """
 
     gpu: str
