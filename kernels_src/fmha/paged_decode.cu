@@ -23,6 +23,8 @@
 // takes the tiles [c T / n, (c + 1) T / n). A pair that one team holds whole is finished there; of any other, each CTA
 // writes a partial. Split boundaries are a pure function of the lengths and the grid; with `splits` they are one of the
 // request's own lengths alone (batch invariance), and every split is a part of its own.
+// Or each pair has a cluster for itself, of 1 to 8 CTAs: each takes an equal part of the pair's tiles, which may be none, and
+// they merge through each other's shared memory.
 //
 // Build: -DHEAD_DIM=n -DKV_TYPE=0|1|2 (bf16, fp16, e4m3) -DQ_E4M3=0|1 -DROWS=n -DTILE_TOKENS=64|128
 //        -DCONSUMER_WARPGROUPS=1|2 -DWARPGROUP_MMA=0|1 -DUSE_TMA=0|1 -DBUFFERS=n -DCTAS_PER_SM=n -DSHARED_BYTES=n

@@ -25,6 +25,7 @@ from reduction_cases import CASES, assert_lse, assert_merged, lse_case, lse_of, 
 from cubin_runtime import Config
 from cubin_runtime.artifacts.own_kernels import OwnKernel
 from cubin_runtime.attention import Runtime
+from cubin_runtime.errors import UsageError
 from cubin_runtime.launch.driver import DeviceFacts
 from cubin_runtime.launch.hopper.mla_select import MlaShape, select_mla_decode
 from cubin_runtime.launch.hopper.select import select_decode
@@ -110,8 +111,13 @@ def _takes(kernel: OwnKernel, case: DecodeCase, kernels: list[OwnKernel], device
         window_left=case.window_left,
         batch_invariant=case.batch_invariant,
     )
+    # As when it runs: of the kernels that it asks for.
+    asked = [one for one in kernels if one.traits["rows"] == case.rows]
     with only_grids(case.clusters):
-        return kernel in [selection.kernel for selection in select_decode(kernels, shape, device)]
+        try:
+            return kernel in [selection.kernel for selection in select_decode(asked, shape, device)]
+        except UsageError:
+            return False
 
 
 def decode_kernels_of(runtime: Runtime) -> list[OwnKernel]:
