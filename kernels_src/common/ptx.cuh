@@ -111,10 +111,11 @@ DEVICE void store_shared_16_bytes(uint32_t address, uint4 v) {
 // ---- clusters ----
 
 #if __CUDA_ARCH__ >= 900
-// What threads of a cluster wrote before it, those behind it see. Threads that have exited are not waited for.
-DEVICE void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
+// What threads of a cluster wrote before they arrive, those that have waited see. Who has exited is not waited for.
+DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+// Where nothing was written that another CTA reads.
+DEVICE void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // Where the same shared memory of the cluster's CTA `rank` lies.
 DEVICE uint32_t address_in_cta(uint32_t address, int rank) {

@@ -258,52 +258,48 @@ DEVICE void write_piece(const Params& p, const Piece& piece, const Parts& parts,
 // The parts of a pair are in its cluster's shared memory: each CTA merges as many cells, of four head dims of a row, the parts
 // in their order.
 DEVICE void merge_in_cluster(const Params& p, const Rows& rows, float output_scale, Shared& shared) {
-    constexpr int CELLS_OF_ROW = HEAD_DIM / 4, BATCH = 8;
+    constexpr int CELLS_OF_ROW = HEAD_DIM / 4, MOST_PARTS = 8;
     const int parts = 1 << p.cluster_parts_log2, cells = rows.count * CELLS_OF_ROW;
     if (MERGE_BUFFERS > 1)
         for (int cell = threadIdx.x; cell < cells; cell += CONSUMERS) {
             const int row = cell / CELLS_OF_ROW, dim = cell % CELLS_OF_ROW * 4;
             *reinterpret_cast<float4*>(&shared.merge[0][row][dim]) = merged(shared, row, dim);
         }
-    cluster_sync();
+    cluster_arrive();
+    cluster_wait();
     const int share = (cells + parts - 1) >> p.cluster_parts_log2, first = blockIdx.x * share;
     for (int cell = first + threadIdx.x; cell < min(first + share, cells); cell += CONSUMERS) {
         const int row = cell / CELLS_OF_ROW, dim = cell % CELLS_OF_ROW * 4;
-        float top = -INFINITY, total = 0.f;
+        float maximum[MOST_PARTS], sum[MOST_PARTS];
+        float4 part[MOST_PARTS];
+#pragma unroll
+        for (int i = 0; i < MOST_PARTS; ++i) {
+            const bool exists = i < parts;
+            const auto there = [&](const void* here) { return address_in_cta(shared_address(here), i); };
+            maximum[i] = exists ? load_cluster_float(there(&shared.maximum[row])) : -INFINITY;
+            sum[i] = exists ? load_cluster_float(there(&shared.sum[row])) : 0.f;
+            part[i] = exists ? load_cluster_float4(there(&shared.merge[0][row][dim])) : make_float4(0, 0, 0, 0);
+        }
+        float top = maximum[0];
+#pragma unroll
+        for (int i = 1; i < MOST_PARTS; ++i) top = fmaxf(top, maximum[i]);
+        const float anchor = top == -INFINITY ? 0.f : top;  // nothing visible: 0, not NaN
+        float total = 0.f;
         float4 value = make_float4(0, 0, 0, 0);
-#pragma unroll 1
-        for (int base = 0; base < parts; base += BATCH) {
-            float maximum[BATCH], sum[BATCH];
-            float4 part[BATCH];
 #pragma unroll
-            for (int i = 0; i < BATCH; ++i) {
-                const bool exists = base + i < parts;
-                const auto there = [&](const void* here) { return address_in_cta(shared_address(here), base + i); };
-                maximum[i] = exists ? load_cluster_float(there(&shared.maximum[row])) : -INFINITY;
-                sum[i] = exists ? load_cluster_float(there(&shared.sum[row])) : 0.f;
-                part[i] = exists ? load_cluster_float4(there(&shared.merge[0][row][dim])) : make_float4(0, 0, 0, 0);
-            }
-            float highest = top;
-#pragma unroll
-            for (int i = 0; i < BATCH; ++i) highest = fmaxf(highest, maximum[i]);
-            const float anchor = highest == -INFINITY ? 0.f : highest;
-            const float rescale = exp2_approximate(top - anchor);
-            total *= rescale;
-            value = make_float4(value.x * rescale, value.y * rescale, value.z * rescale, value.w * rescale);
-#pragma unroll
-            for (int i = 0; i < BATCH; ++i) {
-                const float weight = exp2_approximate(maximum[i] - anchor);
-                total += weight * sum[i];
-                value.x += weight * part[i].x, value.y += weight * part[i].y;
-                value.z += weight * part[i].z, value.w += weight * part[i].w;
-            }
-            top = highest;
+        for (int i = 0; i < MOST_PARTS; ++i) {
+            const float weight = exp2_approximate(maximum[i] - anchor);
+            total += weight * sum[i];
+            value.x += weight * part[i].x, value.y += weight * part[i].y;
+            value.z += weight * part[i].z, value.w += weight * part[i].w;
         }
         const Normalisation n = normalise(p, rows, row, output_scale, top, total);
         write_output(p, n, dim, value);
         if (dim == 0) write_lse(p, n);
     }
-    cluster_sync();  // nobody reads here any more
+    // Nobody's shared memory goes before all have read it.
+    cluster_arrive_relaxed();
+    cluster_wait();
 }
 #endif
 
