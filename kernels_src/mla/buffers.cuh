@@ -48,6 +48,7 @@ struct Shared {
     Share share;
 };
 
+static_assert((1 + BUFFERS) * BOXES * BOX_BYTES >= CONSUMERS / 32 * MERGE_BYTES);
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the variant list states too little dynamic shared memory");
 
 }  // namespace paged_mla_decode

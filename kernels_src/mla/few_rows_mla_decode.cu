@@ -55,6 +55,6 @@ extern "C" __global__ void __launch_bounds__(paged_mla_decode::THREADS, 1)
         if (blockIdx.x == 0) report_lengths(p, threadIdx.x - FIRST_LOADER, LOADER_WARPS * 32);
     } else {
         give_registers<CONSUMER_REGISTERS>();
-        if (consume(p, share, shared)) merge_shares(p, share);
+        if (consume(p, share, shared)) merge_shares(p, share, shared_memory);
     }
 }

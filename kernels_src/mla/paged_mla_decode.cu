@@ -25,8 +25,8 @@
 // The grid is persistent and comes from bounds alone. CTAs work in teams of `tiles_together`, each member on its own row
 // tile of a request, so that the second read of a key comes from L2. All tiles of all (request, block of row tiles) lie on
 // one line, cut evenly among the teams; with `splits` > 0 pairs are cut into equal parts by their own length alone (see
-// split_count) and a team takes the parts that begin in its share. Partials are merged in part order once a CTA is through
-// with its pieces, by all the CTAs that have parts of the pair and are at hand. No CTA needs another one to run.
+// split_count) and a team takes the parts that begin in its share. Partials are merged from the last part to the first once a
+// CTA is through with its pieces, by all the CTAs that have parts of the pair and are at hand. No CTA needs another one to run.
 //
 // Build: -DLATENT=512|256 -DKV_E4M3=0|1 -DROWS=64 -DBOX_COLUMNS=64
 //        -DSHARED_BYTES=n -DKERNEL_NAME=symbol
@@ -390,6 +390,6 @@ extern "C" __global__ void __launch_bounds__(paged_mla_decode::THREADS, 1)
         if (blockIdx.x == 0) report_lengths(p, threadIdx.x - CONSUMERS, HELPERS);
     } else {
         take_registers<CONSUMER_REGISTERS>();
-        if (consume(p, share, shared)) merge_shares(p, share);
+        if (consume(p, share, shared)) merge_shares(p, share, shared_memory);
     }
 }

@@ -78,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(paged_mla_decode::THREADS, 1)
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);
     if (warpgroup < CONSUMERS / WARPGROUP) {
         take_registers<OUTPUT_REGISTERS>();
-        if (multiply_values(p, shared)) merge_shares(p, share);
+        if (multiply_values(p, shared)) merge_shares(p, share, shared_memory);
     } else if (warpgroup == CONSUMERS / WARPGROUP) {
         take_registers<SCORING_REGISTERS>();
         score(p, share, shared);

@@ -18,6 +18,10 @@ constexpr int TILE_TOKENS_LOG2 = 6;
 constexpr int ROW_BYTES_LOG2 = (BOX_COLUMNS == 128 ? 7 : 6) + !KV_E4M3;  // of a token in a box
 constexpr int CONSUMERS = ROWS == 64 ? 256 : LATENT / 2;                 // threads that have the output
 
+// Of each consuming warp, at the beginning of shared memory once all tiles are through: what is multiplied with each of 16
+// rows of each part of a pair, of which there are not more than CTAs.
+constexpr int MERGE_BYTES = 192 * 16 * sizeof(float);
+
 // q_type and out_type.
 constexpr int TYPE_BF16 = 0;
 constexpr int TYPE_FP16 = 1;
@@ -153,7 +157,7 @@ struct Piece {
     int first_query, queries, rows;  // rows of the tile that exist
     int first, last;
     int part, parts;     // of the pair
-    int slot, slot_step;  // of part 0's partial, see slot_of
+    int slot;             // of part 0's partial, see slot_of
     int counter;
 
     DEVICE bool whole() const { return parts == 1; }
@@ -202,7 +206,6 @@ struct Walker {
                 piece.parts = last_team - first_team + 1;
                 // Of a CTA's slots the odd one is for the part that begins a pair, the even one for any other.
                 piece.slot = 2 * cta_of(p, share, first_team) + 1;
-                piece.slot_step = 2 * p.tiles_together;
                 piece.counter = cta_of(p, share, first_team);
             } else {
                 piece.parts = split_count(p, r.tiles);
@@ -217,7 +220,6 @@ struct Walker {
                 position = line_start + piece.last;
                 piece.counter = piece.request * ((p.q_len * p.heads + ROWS - 1) / ROWS) + piece.row_tile;
                 piece.slot = piece.counter * p.splits;
-                piece.slot_step = 1;
             }
             if (piece.rows > 0) return true;
         }
@@ -230,8 +232,10 @@ DEVICE int64_t row_offset(const Piece& piece, int row, int heads, int64_t token_
     return (piece.first_query + request_row / heads) * token_stride + request_row % heads * head_stride;
 }
 
+DEVICE int slot_step(const Params& p) { return p.splits > 0 ? 1 : 2 * p.tiles_together; }
+
 DEVICE int slot_of(const Params& p, const Piece& piece, int part) {
-    return piece.slot + part * piece.slot_step - (p.splits == 0 && part > 0);
+    return piece.slot + part * slot_step(p) - (p.splits == 0 && part > 0);
 }
 
 // ---------------------------------------------------------------- what a row sees
