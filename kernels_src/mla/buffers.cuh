@@ -24,7 +24,7 @@ constexpr int QUERY_LOADERS = KV_E4M3 ? HELPERS - 32 : HELPERS;
 
 // What the consumers do not ask for of the registers that the launch has. A warpgroup that asks for more than are there waits
 // for ever.
-constexpr int CONSUMER_REGISTERS = !KV_E4M3 ? 232 : (LATENT > 256 ? 216 : 200);
+constexpr int CONSUMER_REGISTERS = !KV_E4M3 ? 232 : (LATENT > 256 ? 208 : 200);
 constexpr int HELPER_REGISTERS = (THREADS * LAUNCH_REGISTERS - CONSUMERS * CONSUMER_REGISTERS) / HELPERS / 8 * 8;
 static_assert(HELPER_REGISTERS >= 40 && CONSUMERS * CONSUMER_REGISTERS + HELPERS * HELPER_REGISTERS <= THREADS * LAUNCH_REGISTERS);
 

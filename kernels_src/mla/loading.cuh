@@ -46,6 +46,7 @@ DEVICE void load(const Params& p, const Share& share, Shared& shared) {
     Piece piece;
     while (walker.next(piece)) {
         PageWindow pages;
+        pages.expect(p, piece, piece.first * TILE_TOKENS >> p.page_size_log2);  // under way with the queries
         const int last = piece.first + piece.steps(), filled = min(piece.first + BUFFERS, last);
         const int queries_at = begun ? filled : piece.first;
         const bool same_queries = begun && piece.part > 0;  // this CTA had the part before

@@ -360,7 +360,7 @@ extern "C" __global__ void __launch_bounds__(paged_mla_decode::THREADS, 1)
     using namespace paged_mla_decode;
     extern __shared__ __align__(1024) char shared_memory[];
     Shared& shared = *reinterpret_cast<Shared*>(shared_memory);
-    if (threadIdx.x == 0) {
+    if (threadIdx.x == WARPGROUP) {
         for (int b = 0; b < BUFFERS; ++b) {
             for (int box = 0; box < BOXES; ++box)
                 mbarrier_init(shared_address(&shared.full[b][box]), KV_E4M3 ? QUERY_LOADERS / 32 : 1);
@@ -376,10 +376,7 @@ extern "C" __global__ void __launch_bounds__(paged_mla_decode::THREADS, 1)
         prefetch_tensor_map(&p.kv_map);
     }
     wait_for_previous_grid();
-    if (threadIdx.x < 32) {
-        const Share found = find_share(p);
-        if (threadIdx.x == 0) shared.share = found;
-    }
+    if (threadIdx.x < 32) find_share(p, shared.share);
     __syncthreads();
     const Share& share = shared.share;
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);
