@@ -299,6 +299,15 @@ DEVICE int consumer_thread() {
     return thread;
 }
 
+// Where a warp brings rows of outputs in order; 0: there is no room.
+DEVICE uint32_t stage_of(Shared& shared) {
+#if KV_E4M3
+    return 0;
+#else
+    return shared_address(shared.p1) + threadIdx.x / 32 * (BOX_BYTES / (CONSUMERS / 32));
+#endif
+}
+
 // Returns whether there were partials.
 DEVICE bool consume(const Params& p, const Share& share, Shared& shared) {
     const float* scale_factor = static_cast<const float*>(p.softmax_scale_device);
@@ -340,7 +349,7 @@ DEVICE bool consume(const Params& p, const Share& share, Shared& shared) {
         named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
         for (int i = 0; i < 2; ++i) rows.sum[i] = shared.sum[0][row + 8 * i] + shared.sum[1][row + 8 * i];
         if (piece.whole()) {
-            write_rows(p, piece, row, warpgroup * HALF_COLUMNS, out, rows.maximum, rows.sum);
+            write_rows(p, piece, row, warpgroup * HALF_COLUMNS, out, rows.maximum, rows.sum, stage_of(shared));
         } else {
             if (written >= 0) arrive(p, written);
             write_partial(p, piece, row, warpgroup * HALF_COLUMNS, out, rows.maximum, rows.sum);
