@@ -281,9 +281,9 @@ def _mla_shared_bytes(latent: int, narrow: bool) -> int:
     box = 64 * 128
     boxes = latent // 64 + 1
     # Queries and two buffers of keys in boxes of 64 x 64, maxima and sums of two warpgroups, barriers, the CTA's share;
-    # bf16: a box for P; e4m3: two raw boxes, their barriers, a power of two a row.
+    # bf16: a box for P, two pieces; e4m3: two raw boxes, their barriers, a power of two a row.
     shared = 3 * boxes * box + 4 * 64 * 4 + (2 * boxes + 2 * 5 + 2) * 8 + 96
-    return shared + (2 * box // 2 + 2 * 8 + 64 * 4 + 512 if narrow else box)
+    return shared + (2 * box // 2 + 2 * 8 + 64 * 4 + 512 if narrow else box + 2 * 48)
 
 
 def _mla_ring_bytes(latent: int) -> int:

@@ -33,6 +33,7 @@ struct Shared {
     alignas(1024) char kv[BUFFERS][BOXES][BOX_BYTES];
 #if !KV_E4M3
     alignas(1024) char p1[BOX_BYTES];
+    Piece piece[2];  // in turn, there when its queries are; without parts: there is none
 #endif
     float maximum[2][ROWS];
     float sum[2][ROWS];

@@ -308,6 +308,17 @@ DEVICE uint32_t stage_of(Shared& shared) {
 #endif
 }
 
+// Where registers allow, the loaders tell: code and lengths that were not used for long come from far.
+DEVICE bool next_piece(Walker& walker, Shared& shared, uint32_t q_full, Piece& piece) {
+#if KV_E4M3
+    return walker.next(piece);
+#else
+    wait_barrier(shared.q_full, q_full);
+    piece = shared.piece[q_full];
+    return piece.parts > 0;
+#endif
+}
+
 // Returns whether there were partials.
 DEVICE bool consume(const Params& p, const Share& share, Shared& shared) {
     const float* scale_factor = static_cast<const float*>(p.softmax_scale_device);
@@ -317,7 +328,7 @@ DEVICE bool consume(const Params& p, const Share& share, Shared& shared) {
     int written = -1;  // counter of the last part that was written: said with the next, when the writes had time
     Walker walker(p, share);
     Piece piece;
-    while (walker.next(piece)) {
+    for (bool any = walker.next(piece); any; any = next_piece(walker, shared, q_full, piece)) {
         const int thread = consumer_thread();
         const int warpgroup = __shfl_sync(~0u, thread / WARPGROUP, 0);
         const int row = thread % WARPGROUP / 32 * 16 + thread % 32 / 4;  // the first of the thread's two
