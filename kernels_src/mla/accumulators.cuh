@@ -127,4 +127,51 @@ DEVICE void write_partial(const Params& p, const Piece& piece, int row, int colu
             static_cast<float2*>(p.partial_statistics)[slot_row(slot, row + half * 8)] = make_float2(maximum[half], sum[half]);
 }
 
+// What merge_unit makes of the pair's parts, of which this CTA has written all but the last, in the thread's registers.
+DEVICE void fold_parts(const Params& p, const Piece& piece, int row, int column, float (&out)[HALF_COLUMNS / 2],
+                       float (&maximum)[2], float (&sum)[2]) {
+    const int before = piece.parts - 1;
+    const float2* const statistics = static_cast<const float2*>(p.partial_statistics) + slot_row(slot_of(p, piece, 0), row);
+    float top[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        float2 part[FOLDED_PARTS];
+        top[half] = LOWEST;
+#pragma unroll
+        for (int i = 0; i < FOLDED_PARTS; ++i) {
+            part[i] = make_float2(LOWEST, 0.f);
+            if (i < before)
+                part[i] = __ldcg(statistics + i * ROWS + half * 8);
+            else if (i == before)
+                part[i] = make_float2(maximum[half], sum[half]);
+            top[half] = fmaxf(top[half], part[i].x);
+        }
+        float total[FOLDED_PARTS];
+#pragma unroll
+        for (int i = 0; i < FOLDED_PARTS; ++i)
+            total[i] = add_product(0.f, exp2_approximate(part[i].x - top[half]), part[i].y);
+        sum[half] = __fadd_rn(__fadd_rn(total[0], total[1]), __fadd_rn(total[2], total[3]));
+        const float factor = exp2_approximate(maximum[half] - top[half]);
+#pragma unroll
+        for (int j = 0; j < HALF_COLUMNS / 2; j += 4)
+            for (int i = 0; i < 2; ++i) out[j + 2 * half + i] = add_product(0.f, factor, out[j + 2 * half + i]);
+        maximum[half] = top[half];
+    }
+#pragma unroll 1
+    for (int i = before - 1; i >= 0; --i) {
+        const float4* part = static_cast<const float4*>(p.partial_out);
+        part += partial_place(slot_of(p, piece, i), column / 8, threadIdx.x % WARPGROUP);
+        const float low = exp2_approximate(__ldcg(statistics + i * ROWS).x - top[0]);
+        const float high = exp2_approximate(__ldcg(statistics + i * ROWS + 8).x - top[1]);
+#pragma unroll
+        for (int j = 0; j < HALF_COLUMNS / 8; ++j) {
+            const float4 four = __ldcg(part + j * WARPGROUP);
+            out[4 * j] = add_product(out[4 * j], low, four.x);
+            out[4 * j + 1] = add_product(out[4 * j + 1], low, four.y);
+            out[4 * j + 2] = add_product(out[4 * j + 2], high, four.z);
+            out[4 * j + 3] = add_product(out[4 * j + 3], high, four.w);
+        }
+    }
+}
+
 }  // namespace paged_mla_decode

@@ -245,14 +245,14 @@ DEVICE void help_merge(const Params& p, const Piece& piece, float* weights) {
     if (lane == 0 && gone == piece.parts * WARPS - 1) *counter = 0;
 }
 
-// All pairs of which this CTA has written a part. The shared memory is MERGE_BYTES of each warp.
+// All pairs of which this CTA has written a part for others. The shared memory is MERGE_BYTES of each warp.
 DEVICE void merge_shares(const Params& p, const Share& share, char* area) {
     uint32_t weights = shared_address(area) + threadIdx.x / 32 * MERGE_BYTES;
     asm volatile("" : "+r"(weights));  // not while registers are scarce
     Walker walker(p, share);
     Piece piece;
     while (walker.next(piece))
-        if (!piece.whole())
+        if (!piece.whole() && piece.counter >= 0)
             help_merge(p, piece, static_cast<float*>(__cvta_shared_to_generic(weights)));
 }
 

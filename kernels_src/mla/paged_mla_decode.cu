@@ -31,6 +31,7 @@
 // Build: -DLATENT=512|256 -DKV_E4M3=0|1 -DROWS=64 -DBOX_COLUMNS=64
 //        -DSHARED_BYTES=n -DKERNEL_NAME=symbol
 
+#define FOLDS 1
 #include "loading.cuh"
 #if KV_E4M3
 #include "converting.cuh"
@@ -325,7 +326,8 @@ DEVICE bool consume(const Params& p, const Share& share, Shared& shared) {
     const float scale = scale_factor == nullptr ? p.softmax_scale_log2 : p.softmax_scale_log2 * *scale_factor;
     const float scale_log2 = scale == 0.f ? 1e-30f : scale;  // 0 x -inf is NaN
     uint32_t full = 0, q_full = 0;  // parities
-    int written = -1;  // counter of the last part that was written: said with the next, when the writes had time
+    // Counter of the last part that was written: said with the next, when the writes had time. -1: it is said; -2: no part.
+    int written = -2;
     Walker walker(p, share);
     Piece piece;
     for (bool any = walker.next(piece); any; any = next_piece(walker, shared, q_full, piece)) {
@@ -359,15 +361,17 @@ DEVICE bool consume(const Params& p, const Share& share, Shared& shared) {
         }
         named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
         for (int i = 0; i < 2; ++i) rows.sum[i] = shared.sum[0][row + 8 * i] + shared.sum[1][row + 8 * i];
-        if (piece.whole()) {
+        const bool folds = piece.counter < 0 && piece.part == piece.parts - 1;
+        if (folds) fold_parts(p, piece, row, warpgroup * HALF_COLUMNS, out, rows.maximum, rows.sum);
+        if (piece.whole() || folds) {
             write_rows(p, piece, row, warpgroup * HALF_COLUMNS, out, rows.maximum, rows.sum, stage_of(shared));
         } else {
-            if (written >= 0) arrive(p, written);
+            if (written >= 0) arrive(p, written), written = -1;
+            if (piece.counter >= 0) written = piece.counter;
             write_partial(p, piece, row, warpgroup * HALF_COLUMNS, out, rows.maximum, rows.sum);
-            written = piece.counter;
         }
     }
-    if (written < 0) return false;
+    if (written < 0) return written == -1;
     named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
     arrive(p, written);
     return true;

@@ -103,6 +103,12 @@ DEVICE void report_lengths(const Params& p, int thread, int threads) {
 
 // ---------------------------------------------------------------- shares of the line of all tiles
 
+// Define FOLDS where the accumulators of a pair's last part take up those before, if the share has them all.
+#ifndef FOLDS
+#define FOLDS 0
+#endif
+constexpr int FOLDED_PARTS = 4;
+
 // Tiles [first, last) of a (request, row tile) pair, and where its partial goes when that is not all of them.
 struct Piece {
     int request, row_tile, length;
@@ -110,7 +116,7 @@ struct Piece {
     int first, last;
     int part, parts;     // of the pair
     int slot;             // of part 0's partial, see slot_of
-    int counter;
+    int counter;          // -1: the share has all parts of the pair, FOLDED_PARTS at most
 
     DEVICE bool whole() const { return parts == 1; }
     DEVICE int steps() const { return length > 0 ? last - first : 0; }  // tiles that hold keys
@@ -193,6 +199,9 @@ DEVICE bool find_piece(const Params& p, const Share& share, Position& at, Piece&
             at.tile = line_start + piece.last;
             piece.counter = piece.request * ((p.q_len * p.heads + ROWS - 1) / ROWS) + piece.row_tile;
             piece.slot = piece.counter * p.splits;
+            if (FOLDS && piece.parts <= FOLDED_PARTS && line_start >= share.begin_of(share.team) &&
+                line_start + (piece.parts - 1) * r.tiles / piece.parts < share.end)
+                piece.counter = -1;
         }
         if (piece.rows > 0) return true;
     }
