@@ -281,9 +281,9 @@ def _mla_shared_bytes(latent: int, narrow: bool) -> int:
     box = 64 * 128
     boxes = latent // 64 + 1
     # Queries and two buffers of keys in boxes of 64 x 64, maxima and sums of two warpgroups, barriers, the CTA's share;
-    # bf16: a box for P; e4m3: two raw boxes, their barriers, a power of two a row.
-    shared = 3 * boxes * box + 4 * 64 * 4 + (2 * boxes + 2 * 5 + 2) * 8 + 32
-    return shared + (2 * box // 2 + 2 * 8 + 64 * 4 + 512 if narrow else box)
+    # bf16: a box for P, two pieces; e4m3: two raw boxes, their barriers, a power of two a row.
+    shared = 3 * boxes * box + 4 * 64 * 4 + (2 * boxes + 2 * 5 + 2) * 8 + 96
+    return shared + (2 * box // 2 + 2 * 8 + 64 * 4 + 512 if narrow else box + 2 * 48)
 
 
 def _mla_ring_bytes(latent: int) -> int:
@@ -291,7 +291,7 @@ def _mla_ring_bytes(latent: int) -> int:
     tiles, probabilities = 5 if latent > 256 else 8, 3
     # Raw tiles, probabilities and what is said with them, their barriers, four boxes of queries, the CTA's share.
     rings = tiles * (64 * (latent + 64) + 16) + probabilities * (64 * 128 + 64 * 16 + 48 + 16)
-    return rings + 4 * 64 * 64 + 40
+    return rings + 4 * 64 * 64 + 104
 
 
 def _paged_mla_decode(dtype: str, latent: int, q_e4m3: bool = False) -> Variant:
@@ -326,7 +326,7 @@ def _few_rows_mla_decode(dtype: str, latent: int) -> Variant:
     stage = -(-(latent + 64) // box_columns) * 64 * 128
     # Beside the ring two places for P, what warps tell each other, barriers, the CTA's share. The source asserts that
     # it fits.
-    beside = 2 * (4 * 512 + 16 * 4 + 16) + 2 * 32 + (3 * 4 + 2) * 16 * 4 + 6 * 8 + 32
+    beside = 2 * (4 * 512 + 16 * 4 + 16) + 2 * 32 + (3 * 4 + 2) * 16 * 4 + 6 * 8 + 96
     stages = (SHARED_BYTES_PER_BLOCK["90"] - beside) // (stage + 16)
     return Variant(
         source="mla/few_rows_mla_decode.cu",

@@ -24,7 +24,7 @@ constexpr int QUERY_LOADERS = KV_E4M3 ? HELPERS - 32 : HELPERS;
 
 // What the consumers do not ask for of the registers that the launch has. A warpgroup that asks for more than are there waits
 // for ever.
-constexpr int CONSUMER_REGISTERS = !KV_E4M3 ? 232 : (LATENT > 256 ? 216 : 200);
+constexpr int CONSUMER_REGISTERS = !KV_E4M3 ? 232 : (LATENT > 256 ? 208 : 200);
 constexpr int HELPER_REGISTERS = (THREADS * LAUNCH_REGISTERS - CONSUMERS * CONSUMER_REGISTERS) / HELPERS / 8 * 8;
 static_assert(HELPER_REGISTERS >= 40 && CONSUMERS * CONSUMER_REGISTERS + HELPERS * HELPER_REGISTERS <= THREADS * LAUNCH_REGISTERS);
 
@@ -33,6 +33,7 @@ struct Shared {
     alignas(1024) char kv[BUFFERS][BOXES][BOX_BYTES];
 #if !KV_E4M3
     alignas(1024) char p1[BOX_BYTES];
+    Piece piece[2];  // in turn, there when its queries are; without parts: there is none
 #endif
     float maximum[2][ROWS];
     float sum[2][ROWS];
@@ -48,6 +49,7 @@ struct Shared {
     Share share;
 };
 
+static_assert((1 + BUFFERS) * BOXES * BOX_BYTES >= CONSUMERS / 32 * MERGE_BYTES);
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the variant list states too little dynamic shared memory");
 
 }  // namespace paged_mla_decode

@@ -56,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(paged_mla_decode::THREADS, 1)
     using namespace paged_mla_decode;
     extern __shared__ __align__(1024) char shared_memory[];
     Shared& shared = *reinterpret_cast<Shared*>(shared_memory);
-    if (threadIdx.x == 0) {
+    if (threadIdx.x == WARPGROUP) {
         for (int b = 0; b < BUFFERS; ++b) {
             mbarrier_init(shared_address(&shared.full[b]), 1);
             mbarrier_init(shared_address(&shared.empty[b]), (CONSUMERS + WARPGROUP) / 32);
@@ -69,16 +69,13 @@ extern "C" __global__ void __launch_bounds__(paged_mla_decode::THREADS, 1)
         prefetch_tensor_map(&p.kv_map);
     }
     wait_for_previous_grid();
-    if (threadIdx.x < 32) {
-        const Share found = find_share(p);
-        if (threadIdx.x == 0) shared.share = found;
-    }
+    if (threadIdx.x < 32) find_share(p, shared.share);
     __syncthreads();
     const Share& share = shared.share;
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);
     if (warpgroup < CONSUMERS / WARPGROUP) {
         take_registers<OUTPUT_REGISTERS>();
-        if (multiply_values(p, shared)) merge_shares(p, share);
+        if (multiply_values(p, shared)) merge_shares(p, share, shared_memory);
     } else if (warpgroup == CONSUMERS / WARPGROUP) {
         take_registers<SCORING_REGISTERS>();
         score(p, share, shared);
