@@ -74,6 +74,11 @@ DEVICE void copy_16_bytes(uint32_t destination, const void* source) {
 
 DEVICE void prefetch_to_l2(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
 
+// Brings a line to L1 without waiting for it.
+DEVICE void touch(const int* address) {
+    asm volatile("{ .reg .b32 unused; ld.global.b32 unused, [%0]; }" ::"l"(address));
+}
+
 // The arrival fires when this thread's earlier cp.async are done; "noinc": it counts against the initial count.
 DEVICE void mbarrier_arrive_after_copies(uint32_t barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
