@@ -1,10 +1,9 @@
 // Paged decode of multi-head latent attention: queries of LATENT + 64 columns, keys in a paged latent cache of as many,
-// values the first LATENT columns of the same rows. bf16 in, fp32 accumulation. A cache of e4m3 becomes fp16 in shared
-// memory, beside queries of bf16 or e4m3 that do.
+// values the first LATENT columns of the same rows. bf16 in, fp32 accumulation.
 //
 //   page table --> bulk tensor copies --> 2 buffers of 64 keys, each LATENT / 64 + 1 boxes of 64 columns
 //   queries    -->                        64 rows (tokens x heads), once a piece
-//   by 4 warps; for e4m3 by 1 and 7, which also convert
+//   by 4 warps
 //
 //   warpgroup 0                                warpgroup 1
 //     S0 = Q K0^T, P0 = softmax                  S1 = Q K1^T
@@ -28,13 +27,9 @@
 // split_count) and a team takes the parts that begin in its share. Partials are merged in part order once a CTA is through
 // with its pieces, by all the CTAs that have parts of the pair and are at hand. No CTA needs another one to run.
 //
-// Build: -DLATENT=512|256 -DKV_E4M3=0|1 -DROWS=64 -DBOX_COLUMNS=64
-//        -DSHARED_BYTES=n -DKERNEL_NAME=symbol
+// Build: -DLATENT=512|256 -DKV_E4M3=0 -DROWS=64 -DBOX_COLUMNS=64 -DSHARED_BYTES=n -DKERNEL_NAME=symbol
 
 #include "loading.cuh"
-#if KV_E4M3
-#include "converting.cuh"
-#endif
 #include "accumulators.cuh"
 #include "softmax.cuh"
 
@@ -46,11 +41,9 @@ constexpr int OWN_WARPGROUP = 4;  // and 5
 
 using Output = float[HALF_COLUMNS / 2];
 
-// The box that comes i-th into buffer B: the rope columns, then quarters in the order in which they become free. Converted
-// boxes come from the last to the first.
+// The box that comes i-th into buffer B: the rope columns, then quarters in the order in which they become free.
 template <int B>
 DEVICE constexpr int box_of(int i) {
-    if (KV_E4M3) return BOXES - 1 - i;
     if (i == 0) return ROPE_BOX;
     return quarter_of(B, (i - 1) / QUARTER_BOXES) * QUARTER_BOXES + (i - 1) % QUARTER_BOXES;
 }
@@ -76,28 +69,15 @@ DEVICE void multiply_keys(Shared& shared, const RopeQueries& rope, uint32_t pari
 #pragma unroll
         for (int step = 0; step < BOX_COLUMNS / 16; ++step) {
             const uint32_t offset = box * BOX_BYTES + step * 32;
-            if (OWN_P && box == ROPE_BOX && i + step > 0)
-                wgmma<KV_E4M3, false>(s, rope[step], advance_operand(k, offset));
-            else if (OWN_P && box == ROPE_BOX)
-                wgmma<KV_E4M3, false, false>(s, rope[step], advance_operand(k, offset));
+            if (box == ROPE_BOX && i + step > 0)
+                wgmma<false, false>(s, rope[step], advance_operand(k, offset));
+            else if (box == ROPE_BOX)
+                wgmma<false, false, false>(s, rope[step], advance_operand(k, offset));
             else
-                wgmma_64x64<KV_E4M3>(s, advance_operand(q, offset), advance_operand(k, offset), i + step > 0);
+                wgmma_64x64<false>(s, advance_operand(q, offset), advance_operand(k, offset), i + step > 0);
         }
     }
     wgmma_commit();
-}
-
-// The factors of the scores of the thread's rows, without the sign. Read before the queries are released: the next piece's
-// loaders write here.
-DEVICE void row_scales(Shared& shared, int row, float scale_log2, float (&scale)[2]) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-#if KV_E4M3
-        scale[i] = fmaxf(fabsf(scale_log2) * shared.q_power[row + 8 * i], 1e-37f);  // 0 x -inf is NaN
-    __syncwarp();
-#else
-        scale[i] = fabsf(scale_log2);
-#endif
 }
 
 // Rows past the length may hold NaN, and 0 x NaN is NaN: they become zero before anyone multiplies by them.
@@ -109,20 +89,16 @@ DEVICE void clear_rows(Shared& shared, int b, int valid) {
     }
 }
 
-// Where P of buffer B's tile lies.
+// Where P of buffer B's tile lies: the queries' rope columns are in registers.
 template <int B>
 DEVICE uint32_t place_of_p(Shared& shared) {
-#if KV_E4M3
-    return shared_address(shared.kv[B][ROPE_BOX]);
-#else
     return shared_address(B == 0 ? shared.q[ROPE_BOX] : shared.p1);
-#endif
 }
 
 // Hands P (and cleared rows) of buffer WG to the other warpgroup.
 template <int WG>
 DEVICE void share_probabilities(Shared& shared, const Probabilities& probability, int valid) {
-    if (!OWN_P || valid < TILE_TOKENS) named_barrier_sync<WARPGROUP>(OWN_WARPGROUP + WG);  // no warp reads the keys any more
+    if (valid < TILE_TOKENS) named_barrier_sync<WARPGROUP>(OWN_WARPGROUP + WG);  // no warp reads the keys any more
     if (valid < TILE_TOKENS) clear_rows(shared, WG, valid);
 #pragma unroll
     for (int step = 0; step < TILE_TOKENS / 16; ++step)
@@ -155,12 +131,12 @@ DEVICE void multiply_own_values(Shared& shared, const Probabilities& probability
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < TILE_TOKENS / 16; ++step)
-        wgmma<KV_E4M3, true, true, 0, QUARTER_COLUMNS>(out, probability[step],
+        wgmma<false, true, true, 0, QUARTER_COLUMNS>(out, probability[step],
                                                      advance_operand(values<WG>(shared, WG, 0), step * 16 * 128));
     wgmma_commit();
 #pragma unroll
     for (int step = 0; step < TILE_TOKENS / 16; ++step)
-        wgmma<KV_E4M3, true, true, QUARTER_COLUMNS, QUARTER_COLUMNS>(
+        wgmma<false, true, true, QUARTER_COLUMNS, QUARTER_COLUMNS>(
             out, probability[step], advance_operand(values<WG>(shared, WG, 1), step * 16 * 128));
     wgmma_commit();
 }
@@ -173,12 +149,12 @@ DEVICE void multiply_other_values(Shared& shared, Output& out) {
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < TILE_TOKENS / 16; ++step)
-        wgmma_add<KV_E4M3, 0, QUARTER_COLUMNS>(out, advance_operand(a, step * 32),
+        wgmma_add<false, 0, QUARTER_COLUMNS>(out, advance_operand(a, step * 32),
                                                advance_operand(values<WG>(shared, 1 - WG, 0), step * 16 * 128));
     wgmma_commit();
 #pragma unroll
     for (int step = 0; step < TILE_TOKENS / 16; ++step)
-        wgmma_add<KV_E4M3, QUARTER_COLUMNS, QUARTER_COLUMNS>(
+        wgmma_add<false, QUARTER_COLUMNS, QUARTER_COLUMNS>(
             out, advance_operand(a, step * 32), advance_operand(values<WG>(shared, 1 - WG, 1), step * 16 * 128));
     wgmma_commit();
 }
@@ -223,17 +199,17 @@ DEVICE void lead_maxima(float (&ours)[ROWS], int row, const float (&top)[2], Row
 DEVICE void lead_tiles(Shared& shared, const Piece& piece, const RopeQueries& rope, int row, float scale_log2, uint32_t& full,
                        Rows& rows, Output& out) {
     const int last = piece.first + piece.steps();
+    const float scale[2] = {fabsf(scale_log2), fabsf(scale_log2)};
 #pragma unroll 1
     for (int tile = piece.first; tile < last; tile += 2) {
         Scores s;
         Probabilities probability;
-        float top[2], factor[2], scale[2];
+        float top[2], factor[2];
         multiply_keys<0>(shared, rope, full, s);
         full ^= 1;
         wgmma_wait<0>();
         hold_registers(s);
-        if (OWN_P) release(shared, 0, QUARTERS);
-        row_scales(shared, row, scale_log2, scale);
+        release(shared, 0, QUARTERS);
         mask_scores(piece, tile, rows, scale_log2 < 0.f, s);
         row_maxima(s, scale, top);
         lead_maxima(shared.maximum[0], row, top, rows, factor);
@@ -255,13 +231,14 @@ DEVICE void lead_tiles(Shared& shared, const Piece& piece, const RopeQueries& ro
 DEVICE void follow_tiles(Shared& shared, const Piece& piece, const RopeQueries& rope, int row, float scale_log2,
                          uint32_t& full, Rows& rows, Output& out) {
     const int last = piece.first + piece.steps();
+    const float scale[2] = {fabsf(scale_log2), fabsf(scale_log2)};
     float factor[2];
     int tile = piece.first;
 #pragma unroll 1
     for (; tile + 1 < last; tile += 2) {
         Scores s;
         Probabilities probability;
-        float top[2], scale[2];
+        float top[2];
         wgmma_wait<0>();
         hold_registers(out);
         multiply_keys<1>(shared, rope, full, s);
@@ -272,8 +249,7 @@ DEVICE void follow_tiles(Shared& shared, const Piece& piece, const RopeQueries& 
         multiply_other_values<1>(shared, out);
         wgmma_wait<2>();
         hold_registers(s);
-        if (OWN_P) release(shared, 1, QUARTERS);
-        row_scales(shared, row, scale_log2, scale);
+        release(shared, 1, QUARTERS);
         mask_scores(piece, tile + 1, rows, scale_log2 < 0.f, s);
         row_maxima(s, scale, top);
         lead_maxima(shared.maximum[1], row, top, rows, factor);
@@ -324,7 +300,7 @@ DEVICE bool consume(const Params& p, const Share& share, Shared& shared) {
         wait_barrier(shared.q_full, q_full);
         q_full ^= 1;
         RopeQueries rope;
-        if (OWN_P) load_rope_queries(shared, rope);
+        load_rope_queries(shared, rope);
         // P is written where the rope queries were; and the last piece's sums are read.
         named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
         if (warpgroup == 0)
@@ -363,14 +339,11 @@ extern "C" __global__ void __launch_bounds__(paged_mla_decode::THREADS, 1)
     if (threadIdx.x == 0) {
         for (int b = 0; b < BUFFERS; ++b) {
             for (int box = 0; box < BOXES; ++box)
-                mbarrier_init(shared_address(&shared.full[b][box]), KV_E4M3 ? QUERY_LOADERS / 32 : 1);
-#if KV_E4M3
-            mbarrier_init(shared_address(&shared.raw[b]), 1);
-#endif
+                mbarrier_init(shared_address(&shared.full[b][box]), 1);
             for (int i = 0; i < EMPTIES; ++i)
                 mbarrier_init(shared_address(&shared.empty[b][i]), WARPGROUP / 32);
         }
-        mbarrier_init(shared_address(&shared.q_full), QUERY_LOADERS);
+        mbarrier_init(shared_address(&shared.q_full), HELPERS);
         mbarrier_init(shared_address(&shared.q_empty), CONSUMERS / 32);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         prefetch_tensor_map(&p.kv_map);
