@@ -91,13 +91,12 @@ struct Keys {
     DEVICE void load(uint32_t keys) { load(keys, 0), load(keys, 1); }
 };
 
-// S^T = K Q^T; `meanwhile(i)` is called after the i-th product. The first keys are loaded.
-template <class Meanwhile>
-DEVICE void multiply_keys(uint32_t keys, uint64_t queries, Keys& k, Scores& s, Meanwhile meanwhile) {
+// S^T = K Q^T, the last products under way when this returns. The first keys are loaded.
+DEVICE void multiply_keys(uint32_t keys, uint64_t queries, Keys& k, Scores& s) {
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
         uint32_t(&a)[4] = k.a[step % KEYS_IN_FLIGHT];
-        wgmma_wait<KEYS_IN_FLIGHT - 1>();
+        if (step >= KEYS_IN_FLIGHT) wgmma_wait<KEYS_IN_FLIGHT - 1>();
 #pragma unroll
         for (int i = 0; i < 2; ++i) e4m3_to_fp16(k.raw[step / 2 % 2][step % 2 * 2 + i], a[i], a[2 + i]);
         if (step % 2 == 1 && step / 2 + 2 < STEPS / 2) k.load(keys, step / 2 + 2);
@@ -108,14 +107,13 @@ DEVICE void multiply_keys(uint32_t keys, uint64_t queries, Keys& k, Scores& s, M
         else
             wgmma<true, false>(s, a, b);
         wgmma_commit();
-        meanwhile(step);
     }
 }
 
-// Eight of the thread's scores to where the softmax reads them.
-DEVICE void write_scores(uint32_t place, int part, const Scores& s) {
+// To where the softmax reads them.
+DEVICE void write_scores(uint32_t place, const Scores& s) {
 #pragma unroll
-    for (int i = part * 8; i < part * 8 + 8; ++i)
+    for (int i = 0; i < TILE_TOKENS / 2; ++i)
         asm volatile("st.shared.f32 [%0], %1;" ::"r"(place + (i / 4 * 8 + i % 2) * SCORE_PITCH + i / 2 % 2 * 32), "f"(s[i])
                      : "memory");
 }
@@ -126,72 +124,35 @@ DEVICE uint32_t place_of_scores() {
 }
 
 DEVICE void score(const Params& p, const Share& share, Shared& shared) {
-    constexpr int PARTS = TILE_TOKENS / 2 / 8, FIRST_PART = KEYS_IN_FLIGHT;  // products until the last tile's are done
     const uint32_t place = place_of_keys(), target = shared_address(shared.scores) + place_of_scores();
-    // Read anew for each tile: held, the operands of all products would cost spills.
-    const auto queries = [&] { return depth_major_operand(uniform(shared_address(shared.q[0]))); };
     Turn<BUFFERS> tiles;
     uint32_t empty = 1, slot = 0;
-    Keys keys;
-    const auto begin_tile = [&] {
-        wait_barrier(shared.full[tiles.index], tiles.parity);
-        keys.load(place + shared_address(shared.kv[tiles.index]));
-    };
-    const auto end_tile = [&] {
-        fence_async_proxy();  // what was read comes before what a copy writes there
-        __syncwarp();
-        arrive_for_warp(shared.empty[tiles.index]);
-        tiles.advance();
-    };
-    const auto await_place = [&] {
-        wait_barrier(shared.scores_empty, empty);
-        empty ^= 1;
-    };
-    const auto hand_over = [&] {
-        __syncwarp();
-        arrive_for_warp(shared.scores_full);
-    };
-    // The next tile's into `next`, while those of the tile before, which are under way, are handed over once they are done.
-    const auto go_on = [&](Scores& next, Scores& s) {
-        begin_tile();
-        await_place();
-        multiply_keys(place + shared_address(shared.kv[tiles.index]), queries(), keys, next, [&](int step) {
-            if (step == FIRST_PART) hold_registers(s);
-            if (step >= FIRST_PART && step < FIRST_PART + PARTS) write_scores(target, step - FIRST_PART, s);
-            if (step == FIRST_PART + PARTS) hand_over();
-        });
-        end_tile();
-    };
-    const auto finish = [&](Scores& s) {
-        await_place();
-        wgmma_wait<0>();
-        hold_registers(s);
-#pragma unroll
-        for (int part = 0; part < PARTS; ++part) write_scores(target, part, s);
-        hand_over();
-    };
     Walker walker(p, share);
     Piece piece;
     while (walker.next(piece)) {
-        int left = piece.steps();
-        if (left == 0) continue;
+        const int steps = piece.steps();
+        if (steps == 0) continue;
         load_queries(p, piece, shared, slot);
         slot ^= 1;
-        Scores s[2];
-        begin_tile();
-        multiply_keys(place + shared_address(shared.kv[tiles.index]), queries(), keys, s[0], [](int) {});
-        end_tile();
-        for (;;) {
-            if (--left == 0) {
-                finish(s[0]);
-                break;
-            }
-            go_on(s[1], s[0]);
-            if (--left == 0) {
-                finish(s[1]);
-                break;
-            }
-            go_on(s[0], s[1]);
+#pragma unroll 1
+        for (int left = steps; left > 0; --left) {
+            Scores s;
+            Keys keys;
+            const uint32_t tile = place + shared_address(shared.kv[tiles.index]);
+            wait_barrier(shared.full[tiles.index], tiles.parity);
+            keys.load(tile);
+            multiply_keys(tile, depth_major_operand(uniform(shared_address(shared.q[0]))), keys, s);
+            fence_async_proxy();  // what was read comes before what a copy writes there
+            __syncwarp();
+            arrive_for_warp(shared.empty[tiles.index]);
+            tiles.advance();
+            wait_barrier(shared.scores_empty, empty);
+            empty ^= 1;
+            wgmma_wait<0>();
+            hold_registers(s);
+            write_scores(target, s);
+            __syncwarp();
+            arrive_for_warp(shared.scores_full);
         }
     }
 }
