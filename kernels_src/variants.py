@@ -280,9 +280,9 @@ def _mla_shared_bytes(latent: int) -> int:
     """What ``Shared`` of mla/buffers.cuh needs, which asserts that it fits."""
     box = 64 * 128
     boxes = latent // 64 + 1
-    # Queries, P and two buffers of keys in boxes of 64 x 64, maxima and sums of two warpgroups, barriers, the CTA's
-    # share.
-    return (3 * boxes + 1) * box + 4 * 64 * 4 + (2 * boxes + 2 * 5 + 2) * 8 + 32
+    # Queries, P and two buffers of keys in boxes of 64 x 64, maxima and sums of two warpgroups and whether the maxima
+    # have grown, barriers, the CTA's share.
+    return (3 * boxes + 1) * box + 4 * 64 * 4 + 2 * 4 * 4 + (2 * boxes + 2 * 5 + 2) * 8 + 32
 
 
 def _mla_ring_bytes(latent: int, q_e4m3: bool) -> int:

@@ -29,6 +29,7 @@ struct Shared {
     alignas(1024) char p1[BOX_BYTES];
     float maximum[2][ROWS];
     float sum[2][ROWS];
+    uint32_t grown[2][WARPGROUP / 32];  // whether a maximum of a warp's rows has
     alignas(8) uint64_t full[BUFFERS][BOXES];
     alignas(8) uint64_t empty[BUFFERS][EMPTIES];
     alignas(8) uint64_t q_full;

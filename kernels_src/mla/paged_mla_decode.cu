@@ -95,6 +95,49 @@ DEVICE uint32_t place_of_p(Shared& shared) {
     return shared_address(B == 0 ? shared.q[ROPE_BOX] : shared.p1);
 }
 
+// P = 2^(scaled S - maximum) of keys 16 STEP on, as the A operand of the second product; adds it to `sum`.
+template <int STEP>
+DEVICE void exponentiate(Scores& s, float scale, const Rows& rows, Probabilities& probability, float (&sum)[4]) {
+#pragma unroll
+    for (int i = STEP * 8; i < STEP * 8 + 8; ++i) {
+        s[i] = exp2_approximate(fmaf(s[i], scale, -rows.maximum[i / 2 % 2]));
+        sum[i % 4] += s[i];
+        if (i % 2 == 1) probability[STEP][i / 2 % 4] = pack_bf16(s[i - 1], s[i]);
+    }
+}
+
+// The maxima of rows whose scores exceed them by too much follow, and are shown to the other warpgroup. Returns the factors of
+// what was summed so far. Lanes compare theirs only if one exceeds.
+template <int WG>
+DEVICE void lead_maxima(Shared& shared, int row, const Scores& s, float scale, Rows& rows, float (&factor)[2]) {
+    float part[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) part[i] = fmaxf(s[i], s[i + 4]);
+#pragma unroll
+    for (int i = 8; i < TILE_TOKENS / 2; ++i) part[i % 4] = fmaxf(part[i % 4], s[i]);
+    float top[2];
+    bool over = false;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        top[i] = fmaxf(part[2 * i], part[2 * i + 1]) * scale;
+        over |= top[i] > rows.maximum[i] + MAXIMUM_SLACK;
+        factor[i] = 1.f;
+    }
+    const bool grown = __any_sync(~0u, over);
+    if (grown) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            for (int step = 1; step < 4; step *= 2) top[i] = fmaxf(top[i], __shfl_xor_sync(~0u, top[i], step));
+            const float maximum = next_maximum(rows.maximum[i], top[i]);
+            factor[i] = exp2_approximate(rows.maximum[i] - maximum);
+            rows.maximum[i] = maximum;
+            rows.sum[i] *= factor[i];
+            if (threadIdx.x % 4 == 0) shared.maximum[WG][row + 8 * i] = maximum;
+        }
+    }
+    if (threadIdx.x % 32 == 0) shared.grown[WG][threadIdx.x % WARPGROUP / 32] = grown;
+}
+
 // Hands P (and cleared rows) of buffer WG to the other warpgroup.
 template <int WG>
 DEVICE void share_probabilities(Shared& shared, const Probabilities& probability, int valid) {
@@ -141,23 +184,27 @@ DEVICE void multiply_own_values(Shared& shared, const Probabilities& probability
     wgmma_commit();
 }
 
-// Likewise of the other's buffer and P.
-template <int WG>
-DEVICE void multiply_other_values(Shared& shared, Output& out) {
-    const uint64_t a = depth_major_operand(place_of_p<1 - WG>(shared));
-    hold_registers(out);
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < TILE_TOKENS / 16; ++step)
-        wgmma_add<false, 0, QUARTER_COLUMNS>(out, advance_operand(a, step * 32),
-                                               advance_operand(values<WG>(shared, 1 - WG, 0), step * 16 * 128));
-    wgmma_commit();
-#pragma unroll
-    for (int step = 0; step < TILE_TOKENS / 16; ++step)
-        wgmma_add<false, QUARTER_COLUMNS, QUARTER_COLUMNS>(
-            out, advance_operand(a, step * 32), advance_operand(values<WG>(shared, 1 - WG, 1), step * 16 * 128));
-    wgmma_commit();
-}
+// Likewise of the other's buffer and P, one product after the other.
+struct OtherValues {
+    static constexpr int PRODUCTS = 2 * TILE_TOKENS / 16;
+    uint64_t p, v[2];
+
+    template <int WG>
+    DEVICE void begin(Shared& shared, Output& out) {
+        p = depth_major_operand(place_of_p<1 - WG>(shared));
+        for (int i = 0; i < 2; ++i) v[i] = values<WG>(shared, 1 - WG, i);
+        hold_registers(out);
+        wgmma_fence();
+    }
+    template <int I>
+    DEVICE void multiply(Output& out) {
+        wgmma_fence();
+        constexpr int HALF = I / 4, STEP = I % 4;
+        wgmma_add<false, HALF * QUARTER_COLUMNS, QUARTER_COLUMNS>(out, advance_operand(p, STEP * 32),
+                                                                  advance_operand(v[HALF], STEP * 16 * 128));
+        if (STEP == 3) wgmma_commit();
+    }
+};
 
 // Each quarter of buffer `b` becomes free when its product, of the two latest, is done.
 template <int WG>
@@ -174,87 +221,97 @@ DEVICE void release_queries(Shared& shared) {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&shared.q_empty));
 }
 
-// The other warpgroup has brought the maxima on: returns the factors of what was summed so far.
-DEVICE void follow_maxima(const float (&theirs)[ROWS], int row, Rows& rows, float (&factor)[2]) {
+// The other warpgroup has its P. Where it brought maxima on, this one follows.
+template <int WG>
+DEVICE void follow_maxima(Shared& shared, int row, Rows& rows, Output& out) {
+    if (!__any_sync(~0u, shared.grown[1 - WG][threadIdx.x % WARPGROUP / 32])) return;
+    float factor[2];
     for (int i = 0; i < 2; ++i) {
-        const float maximum = theirs[row + 8 * i];
+        const float maximum = shared.maximum[1 - WG][row + 8 * i];
         factor[i] = exp2_approximate(rows.maximum[i] - maximum);
         rows.maximum[i] = maximum;
         rows.sum[i] *= factor[i];
     }
-}
-
-// Brings the maxima on by this warpgroup's own tile and shows them to the other.
-DEVICE void lead_maxima(float (&ours)[ROWS], int row, const float (&top)[2], Rows& rows, float (&factor)[2]) {
-    for (int i = 0; i < 2; ++i) {
-        const float maximum = next_maximum(rows.maximum[i], top[i]);
-        factor[i] = exp2_approximate(rows.maximum[i] - maximum);
-        rows.maximum[i] = maximum;
-        rows.sum[i] *= factor[i];
-        if (threadIdx.x % 4 == 0) ours[row + 8 * i] = maximum;
-    }
+    rescale(out, factor);
 }
 
 // Warpgroup 0: the scores of the even tiles.
 DEVICE void lead_tiles(Shared& shared, const Piece& piece, const RopeQueries& rope, int row, float scale_log2, uint32_t& full,
                        Rows& rows, Output& out) {
     const int last = piece.first + piece.steps();
-    const float scale[2] = {fabsf(scale_log2), fabsf(scale_log2)};
+    const float scale = fabsf(scale_log2);
 #pragma unroll 1
     for (int tile = piece.first; tile < last; tile += 2) {
         Scores s;
         Probabilities probability;
-        float top[2], factor[2];
+        float factor[2];
         multiply_keys<0>(shared, rope, full, s);
         full ^= 1;
         wgmma_wait<0>();
         hold_registers(s);
         release(shared, 0, QUARTERS);
         mask_scores(piece, tile, rows, scale_log2 < 0.f, s);
-        row_maxima(s, scale, top);
-        lead_maxima(shared.maximum[0], row, top, rows, factor);
-        exponentiate(s, scale, rows, probability);
+        lead_maxima<0>(shared, row, s, scale, rows, factor);
+        float sum[4] = {};
+        exponentiate<0>(s, scale, rows, probability, sum);
+        exponentiate<1>(s, scale, rows, probability, sum);
+        exponentiate<2>(s, scale, rows, probability, sum);
+        exponentiate<3>(s, scale, rows, probability, sum);
+        rows.sum[0] += sum[0] + sum[1], rows.sum[1] += sum[2] + sum[3];
         share_probabilities<0>(shared, probability, piece.valid(tile));
         rescale(out, factor);
         multiply_own_values<0>(shared, probability, out);
         release_values<0>(shared, 0, out);
         if (tile + 1 >= last) break;
         named_barrier_sync<CONSUMERS>(P1_READY);
-        follow_maxima(shared.maximum[1], row, rows, factor);
-        rescale(out, factor);
-        multiply_other_values<0>(shared, out);
+        follow_maxima<0>(shared, row, rows, out);
+        OtherValues other;
+        other.begin<0>(shared, out);
+        other.multiply<0>(out), other.multiply<1>(out), other.multiply<2>(out), other.multiply<3>(out);
+        other.multiply<4>(out), other.multiply<5>(out), other.multiply<6>(out), other.multiply<7>(out);
         release_values<0>(shared, 1, out);
     }
 }
 
-// Warpgroup 1: the scores of the odd tiles. The even tile's values are multiplied while their softmax is computed.
+// Warpgroup 1: the scores of the odd tiles. The even tile's values are multiplied while their softmax is computed: a warp that
+// issues a product waits until those before have begun, so the products are issued between parts of the softmax.
 DEVICE void follow_tiles(Shared& shared, const Piece& piece, const RopeQueries& rope, int row, float scale_log2,
                          uint32_t& full, Rows& rows, Output& out) {
     const int last = piece.first + piece.steps();
-    const float scale[2] = {fabsf(scale_log2), fabsf(scale_log2)};
-    float factor[2];
+    const float scale = fabsf(scale_log2);
     int tile = piece.first;
 #pragma unroll 1
     for (; tile + 1 < last; tile += 2) {
         Scores s;
         Probabilities probability;
-        float top[2];
+        OtherValues other;
+        float factor[2];
         wgmma_wait<0>();
         hold_registers(out);
         multiply_keys<1>(shared, rope, full, s);
         full ^= 1;
         named_barrier_sync<CONSUMERS>(P0_READY);
-        follow_maxima(shared.maximum[0], row, rows, factor);
-        rescale(out, factor);
-        multiply_other_values<1>(shared, out);
-        wgmma_wait<2>();
+        follow_maxima<1>(shared, row, rows, out);
+        other.begin<1>(shared, out);
+        other.multiply<0>(out), other.multiply<1>(out);
+        wgmma_commit();
+        wgmma_wait<1>();
         hold_registers(s);
         release(shared, 1, QUARTERS);
         mask_scores(piece, tile + 1, rows, scale_log2 < 0.f, s);
-        row_maxima(s, scale, top);
-        lead_maxima(shared.maximum[1], row, top, rows, factor);
-        exponentiate(s, scale, rows, probability);
+        lead_maxima<1>(shared, row, s, scale, rows, factor);
+        float sum[4] = {};
+        other.multiply<2>(out);
+        exponentiate<0>(s, scale, rows, probability, sum);
+        other.multiply<3>(out);
+        exponentiate<1>(s, scale, rows, probability, sum);
+        other.multiply<4>(out);
+        exponentiate<2>(s, scale, rows, probability, sum);
+        other.multiply<5>(out);
+        exponentiate<3>(s, scale, rows, probability, sum);
+        rows.sum[0] += sum[0] + sum[1], rows.sum[1] += sum[2] + sum[3];
         share_probabilities<1>(shared, probability, piece.valid(tile + 1));
+        other.multiply<6>(out), other.multiply<7>(out);
         release_values<1>(shared, 0, out);
         rescale(out, factor);
         multiply_own_values<1>(shared, probability, out);
@@ -262,9 +319,11 @@ DEVICE void follow_tiles(Shared& shared, const Piece& piece, const RopeQueries& 
     }
     if (tile >= last) return;
     named_barrier_sync<CONSUMERS>(P0_READY);
-    follow_maxima(shared.maximum[0], row, rows, factor);
-    rescale(out, factor);
-    multiply_other_values<1>(shared, out);
+    follow_maxima<1>(shared, row, rows, out);
+    OtherValues other;
+    other.begin<1>(shared, out);
+    other.multiply<0>(out), other.multiply<1>(out), other.multiply<2>(out), other.multiply<3>(out);
+    other.multiply<4>(out), other.multiply<5>(out), other.multiply<6>(out), other.multiply<7>(out);
     release_values<1>(shared, 0, out);
 }
 
