@@ -280,9 +280,9 @@ def _mla_shared_bytes(latent: int) -> int:
     """What ``Shared`` of mla/buffers.cuh needs, which asserts that it fits."""
     box = 64 * 128
     boxes = latent // 64 + 1
-    # Queries, P and two buffers of keys in boxes of 64 x 64, maxima and sums of two warpgroups and whether the maxima
-    # have grown, barriers, the CTA's share.
-    return (3 * boxes + 1) * box + 4 * 64 * 4 + 2 * 4 * 4 + (2 * boxes + 2 * 5 + 2) * 8 + 32
+    # Queries, P and two buffers of keys in boxes of 64 x 64, two pieces, maxima and sums of two warpgroups and whether
+    # the maxima have grown, barriers, the CTA's share.
+    return (3 * boxes + 1) * box + 2 * 48 + 4 * 64 * 4 + 2 * 4 * 4 + (2 * boxes + 2 * 5 + 2) * 8 + 96
 
 
 def _mla_ring_bytes(latent: int, q_e4m3: bool) -> int:
@@ -290,7 +290,7 @@ def _mla_ring_bytes(latent: int, q_e4m3: bool) -> int:
     tiles = (5 if q_e4m3 else 3) if latent > 256 else (8 if q_e4m3 else 7)
     probabilities = 3
     # Raw tiles, probabilities and what is said with them, their barriers, the CTA's share.
-    rings = tiles * (64 * (latent + 64) + 16) + probabilities * (64 * 128 + 64 * 16 + 48 + 16) + 40
+    rings = tiles * (64 * (latent + 64) + 16) + probabilities * (64 * 128 + 64 * 16 + 48 + 16) + 104
     # Four boxes of queries; or all of them in fp16, scores, two pieces, factors of the rows' scores, barriers.
     return rings + (4 * 64 * 64 if q_e4m3 else 64 * (latent + 64) * 2 + 64 * 272 + 2 * 64 + 2 * 64 * 4 + 2 * 8 + 64)
 
@@ -328,7 +328,7 @@ def _few_rows_mla_decode(dtype: str, latent: int) -> Variant:
     stage = -(-(latent + 64) // box_columns) * 64 * 128
     # Beside the ring two places for P, what warps tell each other, barriers, the CTA's share. The source asserts that
     # it fits.
-    beside = 2 * (4 * 512 + 16 * 4 + 16) + 2 * 32 + (3 * 4 + 2) * 16 * 4 + 6 * 8 + 32
+    beside = 2 * (4 * 512 + 16 * 4 + 16) + 2 * 32 + (3 * 4 + 2) * 16 * 4 + 6 * 8 + 96
     stages = (SHARED_BYTES_PER_BLOCK["90"] - beside) // (stage + 16)
     return Variant(
         source="mla/few_rows_mla_decode.cu",

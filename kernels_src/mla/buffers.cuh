@@ -27,6 +27,7 @@ struct Shared {
     alignas(1024) char q[BOXES][BOX_BYTES];
     alignas(1024) char kv[BUFFERS][BOXES][BOX_BYTES];
     alignas(1024) char p1[BOX_BYTES];
+    Piece piece[2];  // in turn, there when its queries are; without parts: there is none
     float maximum[2][ROWS];
     float sum[2][ROWS];
     uint32_t grown[2][WARPGROUP / 32];  // whether a maximum of a warp's rows has
@@ -37,6 +38,7 @@ struct Shared {
     Share share;
 };
 
+static_assert((1 + BUFFERS) * BOXES * BOX_BYTES >= CONSUMERS / 32 * MERGE_BYTES);
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the variant list states too little dynamic shared memory");
 
 }  // namespace paged_mla_decode

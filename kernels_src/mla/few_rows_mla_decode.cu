@@ -21,7 +21,7 @@ extern "C" __global__ void __launch_bounds__(paged_mla_decode::THREADS, 1)
     using namespace paged_mla_decode;
     extern __shared__ __align__(1024) char shared_memory[];
     Shared& shared = *reinterpret_cast<Shared*>(shared_memory);
-    if (threadIdx.x == 0) {
+    if (threadIdx.x == FIRST_SCORER) {
         for (int i = 0; i < STAGES; ++i) {
             mbarrier_init(shared_address(&shared.full[i]), LOADER_WARPS);
             mbarrier_init(shared_address(&shared.empty[i]), CONSUMER_WARPS);
@@ -37,10 +37,7 @@ extern "C" __global__ void __launch_bounds__(paged_mla_decode::THREADS, 1)
         prefetch_tensor_map(&p.kv_map);
     }
     wait_for_previous_grid();
-    if (threadIdx.x < 32) {
-        const Share found = find_share(p);
-        if (threadIdx.x == 0) shared.share = found;
-    }
+    if (threadIdx.x < 32) find_share(p, shared.share);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (warp >= FIRST_LOADER / 32 && warp < FIRST_SCORER / 32) guess_keys(p);
     __syncthreads();
@@ -55,6 +52,6 @@ extern "C" __global__ void __launch_bounds__(paged_mla_decode::THREADS, 1)
         if (blockIdx.x == 0) report_lengths(p, threadIdx.x - FIRST_LOADER, LOADER_WARPS * 32);
     } else {
         give_registers<CONSUMER_REGISTERS>();
-        if (consume(p, share, shared)) merge_shares(p, share);
+        if (consume(p, share, shared)) merge_shares(p, share, shared_memory);
     }
 }

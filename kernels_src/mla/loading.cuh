@@ -32,7 +32,7 @@ DEVICE void copy_queries(const Params& p, const Piece& piece, Shared& shared, in
 }
 
 // Each of four warps brings a quarter of every tile as soon as its place is free, the first also the rope columns, and a
-// quarter of the queries' rows. The first piece's queries come before its keys, the others', whose place becomes free last,
+// quarter of the queries' rows; they also tell the consumers the pieces. The first piece's queries come before its keys, the others', whose place becomes free last,
 // after the first keys.
 DEVICE void load(const Params& p, const Share& share, Shared& shared) {
     static_assert(HELPERS / 32 == QUARTERS);
@@ -44,7 +44,9 @@ DEVICE void load(const Params& p, const Share& share, Shared& shared) {
     Walker walker(p, share);
     Piece piece;
     while (walker.next(piece)) {
+        if (threadIdx.x == CONSUMERS) shared.piece[phase >> BUFFERS & 1] = piece;
         PageWindow pages;
+        pages.expect(p, piece, piece.first * TILE_TOKENS >> p.page_size_log2);  // under way with the queries
         const int last = piece.first + piece.steps(), filled = min(piece.first + BUFFERS, last);
         const int queries_at = begun ? filled : piece.first;
         const bool same_queries = begun && piece.part > 0;  // this CTA had the part before
@@ -84,5 +86,9 @@ DEVICE void load(const Params& p, const Share& share, Shared& shared) {
             phase ^= 1u << b;
         }
     }
+    const uint32_t turn = phase >> BUFFERS & 1;
+    if (threadIdx.x == CONSUMERS) shared.piece[turn].parts = 0;
+    wait_barrier(shared.q_empty, turn ^ 1);
+    mbarrier_arrive(shared_address(&shared.q_full));
 }
 }  // namespace paged_mla_decode

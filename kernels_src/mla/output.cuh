@@ -26,12 +26,12 @@ DEVICE RowEnd end_row(const Params& p, float maximum, float sum, int head, float
     if (p.sinks != nullptr) {
         const float sink = static_cast<const float*>(p.sinks)[head] * LOG2_E;
         top = fmaxf(maximum, sink);
-        total = sum * exp2_approximate(maximum - top) + exp2_approximate(sink - top);
+        total = __fmaf_rn(sum, exp2_approximate(maximum - top), exp2_approximate(sink - top));
     }
     const bool none = maximum == LOWEST;  // no visible key
     RowEnd end;
-    end.factor = none ? 0.f : output_scale * exp2_approximate(maximum - top) / total;
-    end.lse = total == 0.f ? -INFINITY : top + log2f(total);
+    end.factor = none ? 0.f : __fdividef(output_scale * exp2_approximate(maximum - top), total);
+    end.lse = total == 0.f ? -INFINITY : top + __log2f(total);
     return end;
 }
 
@@ -47,10 +47,17 @@ DEVICE void write_lse(const Params& p, const Piece& piece, int row, float lse) {
 
 DEVICE int64_t slot_row(int slot, int row) { return static_cast<int64_t>(slot) * ROWS + row; }
 
-DEVICE uint32_t pack_two(const Params& p, float low, float high) {
-    if (p.out_type == TYPE_BF16) return pack_bf16(low, high);
-    if (p.out_type == TYPE_FP16) return pack_fp16(low, high);
+template <int TYPE>
+DEVICE uint32_t pack_two(float low, float high) {
+    if (TYPE == TYPE_BF16) return pack_bf16(low, high);
+    if (TYPE == TYPE_FP16) return pack_fp16(low, high);
     return pack_e4m3(low, high);
+}
+
+DEVICE uint32_t pack_two(const Params& p, float low, float high) {
+    if (p.out_type == TYPE_BF16) return pack_two<TYPE_BF16>(low, high);
+    if (p.out_type == TYPE_FP16) return pack_two<TYPE_FP16>(low, high);
+    return pack_two<TYPE_E4M3>(low, high);
 }
 
 // Of each group of 8 columns, a partial is four floats for each of ROWS * 2 lanes: two neighbouring columns of row lane / 4
@@ -63,89 +70,121 @@ DEVICE int64_t partial_place(int slot, int group, int lane) {
 
 // ---------------------------------------------------------------- merging
 
-// A warp merges a unit: 16 rows of GROUPS groups of columns, parts in order, PARTS of them in flight together.
+// Sums of products whose order and rounding are the same wherever parts are merged.
+DEVICE float add_product(float sum, float factor, float value) { return __fmaf_rn(factor, value, sum); }
+
+// A warp merges a unit: 16 rows of GROUPS groups of columns, parts from the last to the first, PARTS of them in flight
+// together. For a piece without rows and parts it goes through all of its code and reads and writes nothing outside.
 template <int GROUPS, int PARTS>
-DEVICE void merge_unit(const Params& p, const Piece& piece, int unit) {
+DEVICE void merge_unit(const Params& p, const Piece& piece, int unit, float* weights) {
+    constexpr int STATISTICS = ROWS < 64 ? 4 : 8;  // of every fourth part, by each of the four lanes of a row
     const int lane = threadIdx.x % 32;
     const int warp_row = unit / (COLUMN_GROUPS / GROUPS), group = unit % (COLUMN_GROUPS / GROUPS) * GROUPS;
     const int row = warp_row * 16 + lane / 4;
-    const float4* partial = static_cast<const float4*>(p.partial_out) + partial_place(0, group, warp_row * 32 + lane);
-    const float2* statistics = static_cast<const float2*>(p.partial_statistics) + row;
-    float4 loaded[PARTS][GROUPS];
-    float peak[PARTS][2];
-    const auto load = [&](int base) {
-#pragma unroll
-        for (int i = 0; i < PARTS; ++i) {
-            const bool exists = base + i < piece.parts;
-            const int slot = slot_of(p, piece, base + i);
-#pragma unroll
-            for (int j = 0; j < GROUPS; ++j)
-                loaded[i][j] = exists ? __ldcg(partial + partial_place(slot, j, 0)) : make_float4(0, 0, 0, 0);
-            for (int half = 0; half < 2; ++half)
-                peak[i][half] = exists ? __ldcg(&statistics[slot_row(slot, 8 * half)].x) : LOWEST;
-        }
-    };
-    load(0);  // under way while the rows' maxima and sums are found: of every fourth part by each of the four lanes of a row
+    const float4* partial = static_cast<const float4*>(p.partial_out);
+    partial += partial_place(piece.slot, group, warp_row * 32 + lane);
+    const float2* statistics = static_cast<const float2*>(p.partial_statistics) + slot_row(piece.slot, row);
+    // Else each address is computed from the parameter on.
+    asm volatile("" : "+l"(partial), "+l"(statistics));
+    // Slots from that of part 0 on, as slot_of counts them.
+    const int step = slot_step(p), shift = p.splits == 0;
+    const auto slots = [&](int part) { return static_cast<int64_t>(part * step - min(part, shift)); };
     float top[2] = {LOWEST, LOWEST}, total[2] = {};
+    const auto weigh = [&] {
+        float2 own[STATISTICS][2];
 #pragma unroll 1
-    for (int base = 0; base < piece.parts; base += 32) {
-        float2 own[8][2];
+        for (bool again = false;; again = true) {
+            int base = 0;
+#pragma unroll 1
+            do {
+                if (!again || piece.parts > STATISTICS * 4)
 #pragma unroll
-        for (int i = 0; i < 8; ++i)
+                    for (int i = 0; i < STATISTICS; ++i) {
+                        const int part = base + 4 * i + lane % 4;
+                        const float2* const from = statistics + slots(part) * ROWS;
+                        own[i][0] = own[i][1] = make_float2(LOWEST, 0.f);
+                        if (part < piece.parts) own[i][0] = __ldcg(from), own[i][1] = __ldcg(from + 8);
+                    }
+                if (again) {
 #pragma unroll
-            for (int half = 0; half < 2; ++half)
-                own[i][half] = base + 4 * i + lane % 4 < piece.parts
-                                   ? __ldcg(&statistics[slot_row(slot_of(p, piece, base + 4 * i + lane % 4), 8 * half)])
-                                   : make_float2(LOWEST, 0.f);
+                    for (int i = 0; i < STATISTICS; ++i)
+                        for (int half = 0; half < 2; ++half)
+                            weights[(base + 4 * i + lane % 4) * 16 + lane / 4 + half * 8] =
+                                exp2_approximate(own[i][half].x - top[half]);
+                } else {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            float maximum = top[half];
+                    for (int half = 0; half < 2; ++half) {
+                        float maximum = top[half];
 #pragma unroll
-            for (int i = 0; i < 8; ++i) maximum = fmaxf(maximum, own[i][half].x);
-            total[half] *= exp2_approximate(top[half] - maximum);
+                        for (int i = 0; i < STATISTICS; ++i) maximum = fmaxf(maximum, own[i][half].x);
+                        total[half] = __fmul_rn(total[half], exp2_approximate(top[half] - maximum));
 #pragma unroll
-            for (int i = 0; i < 8; ++i) total[half] += own[i][half].y * exp2_approximate(own[i][half].x - maximum);
-            top[half] = maximum;
+                        for (int i = 0; i < STATISTICS; ++i)
+                            total[half] =
+                                add_product(total[half], exp2_approximate(own[i][half].x - maximum), own[i][half].y);
+                        top[half] = maximum;
+                    }
+                }
+                base += STATISTICS * 4;
+            } while (base < piece.parts);
+            if (again) break;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                float maximum = top[half];
+                for (int step = 1; step < 4; step *= 2) maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, step));
+                total[half] = __fmul_rn(total[half], exp2_approximate(top[half] - maximum));
+                for (int step = 1; step < 4; step *= 2)
+                    total[half] = __fadd_rn(total[half], __shfl_xor_sync(~0u, total[half], step));
+                top[half] = maximum;
+            }
         }
-    }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        float maximum = top[half];
-        for (int step = 1; step < 4; step *= 2) maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, step));
-        total[half] *= exp2_approximate(top[half] - maximum);
-        for (int step = 1; step < 4; step *= 2) total[half] += __shfl_xor_sync(~0u, total[half], step);
-        top[half] = maximum;
-    }
+        __syncwarp();
+    };
     float4 value[GROUPS];
 #pragma unroll
     for (int j = 0; j < GROUPS; ++j) value[j] = make_float4(0, 0, 0, 0);
+    int last = piece.parts - 1;
 #pragma unroll 1
-    for (int base = 0; base < piece.parts; base += PARTS) {
-        if (base > 0) load(base);
+    do {
+        float4 loaded[PARTS][GROUPS];
 #pragma unroll
         for (int i = 0; i < PARTS; ++i) {
-            const float low = exp2_approximate(peak[i][0] - top[0]), high = exp2_approximate(peak[i][1] - top[1]);
+            const float4* const from = partial + slots(last - i) * partial_place(1, 0, 0);
+#pragma unroll
+            for (int j = 0; j < GROUPS; ++j)
+                loaded[i][j] = last >= i ? __ldcg(from + partial_place(0, j, 0)) : make_float4(0, 0, 0, 0);
+        }
+        if (last == piece.parts - 1) weigh();  // while they are under way
+#pragma unroll
+        for (int i = 0; i < PARTS; ++i) {
+            const float* const weight = weights + max(last - i, 0) * 16 + lane / 4;
+            const float low = weight[0], high = weight[8];
 #pragma unroll
             for (int j = 0; j < GROUPS; ++j) {
-                value[j].x += low * loaded[i][j].x, value[j].y += low * loaded[i][j].y;
-                value[j].z += high * loaded[i][j].z, value[j].w += high * loaded[i][j].w;
+                const float4& own = loaded[i][j];
+                value[j].x = add_product(value[j].x, low, own.x), value[j].y = add_product(value[j].y, low, own.y);
+                value[j].z = add_product(value[j].z, high, own.z), value[j].w = add_product(value[j].w, high, own.w);
             }
         }
-    }
+        last -= PARTS;
+    } while (last >= 0);
+    __syncwarp();
     const float scale = output_scale(p);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const int own = row + 8 * half;
-        if (own >= piece.rows) break;
-        const RowEnd end = end_row(p, top[half], total[half], (piece.row_tile * ROWS + own) % p.heads, scale);
-        if (group == 0 && lane % 4 == 0) write_lse(p, piece, own, end.lse);
-        const int64_t at = row_offset(piece, own, p.heads, p.out_token_stride, p.out_head_stride) + group * 8 + lane % 4 * 2;
+        const bool exists = row + 8 * half < piece.rows;
+        const int own_row = exists ? row + 8 * half : 0;
+        const RowEnd end = end_row(p, top[half], total[half], (piece.row_tile * ROWS + own_row) % p.heads, scale);
+        if (exists && group == 0 && lane % 4 == 0) write_lse(p, piece, own_row, end.lse);
+        const int64_t at =
+            row_offset(piece, own_row, p.heads, p.out_token_stride, p.out_head_stride) + group * 8 + lane % 4 * 2;
 #pragma unroll
         for (int j = 0; j < GROUPS; ++j) {
-            const uint32_t two = pack_two(p, (half ? value[j].z : value[j].x) * end.factor, (half ? value[j].w : value[j].y) * end.factor);
-            if (p.out_type != TYPE_E4M3)
+            const float4& own = value[j];
+            const uint32_t two = pack_two(p, (half ? own.z : own.x) * end.factor, (half ? own.w : own.y) * end.factor);
+            if (exists && p.out_type != TYPE_E4M3)
                 *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(p.out) + at + j * 8) = two;
-            else
+            else if (exists)
                 *reinterpret_cast<uint16_t*>(static_cast<uint8_t*>(p.out) + at + j * 8) = two;
         }
     }
@@ -159,53 +198,62 @@ DEVICE void arrive(const Params& p, int counter) {
 // A warp takes units of the pair's merge until none is left. One whose pair is not complete waits HELP_CYCLES and then
 // goes: no wait here depends on what else runs.
 // The merge is done all the same, once, and before the counter is zero: the thread that says that its CTA's part is in
-// memory looks after that at the same address, so that the one whose arrival is the last in the counter's order sees all of them at
-// its first look. It takes tickets until they are past the units; any lower ticket was taken by a warp that does that unit
-// before it departs. Each warp departs once for each part, and only with the last departure does the counter become zero for
-// the next launch.
+// memory looks after that at the same address, so that the one whose arrival is the last in the counter's order sees all of
+// them at its first look. It takes tickets until they are past the units; any lower ticket was taken by a warp that does
+// that unit. A warp's ticket past the units is its departure; one that has waited in vain departs without. Each warp departs
+// once for each part, and with the last departure the counter becomes zero for the next launch.
 // Seeing all arrivals is what makes the parts readable; tickets and departures order nothing.
 // Who merges a row changes nothing in its bits.
-DEVICE void help_merge(const Params& p, const Piece& piece) {
+DEVICE void help_merge(const Params& p, const Piece& piece, float* weights) {
+    constexpr int WARPS = CONSUMERS / 32;
     uint32_t* counter = static_cast<uint32_t*>(p.counters) + piece.counter;
     const int lane = threadIdx.x % 32;
     // As the registers allow: groups of columns where there are few parts, and groups times parts in flight beyond.
-    constexpr int FEW_PARTS_GROUPS = ROWS < 64 ? 2 : (KV_E4M3 ? 4 : 8), MANY = ROWS < 64 ? 8 : 16;
+    constexpr int FEW_PARTS_GROUPS = ROWS < 64 ? 2 : 4, MANY = ROWS < 64 ? 4 : 16;
     const int groups = piece.parts <= 4 ? FEW_PARTS_GROUPS : (piece.parts <= 16 && ROWS == 64 ? 2 : 1);
     const uint32_t units = (piece.rows + 15) / 16 * (COLUMN_GROUPS / groups);
-    uint32_t ticket = ~0u;
-    if (lane == 0) {
-        const int64_t begin = clock64();
-        bool complete;
-        do {
-            complete = (load_acquire(counter) & ARRIVALS) == piece.parts;
-        } while (!complete && clock64() - begin < HELP_CYCLES);
-        if (complete) ticket = add_relaxed(counter, TICKET) / TICKET;
-    }
-    __syncwarp();
-    for (;;) {
-        ticket = __shfl_sync(~0u, ticket, 0);
-        if (ticket >= units) break;
-        const uint32_t unit = ticket;
-        if (lane == 0) ticket = add_relaxed(counter, TICKET) / TICKET;
+    uint32_t before = 0, unit = 0;
+    bool complete = false;
+    // First for nothing, so that the code comes from DRAM while other parts are still written.
+    for (bool rehearsal = true;; rehearsal = false) {
+        Piece same = piece;
+        asm volatile("" : "+r"(same.slot), "+r"(same.parts), "+r"(same.row_tile), "+r"(same.first_query));
+        if (rehearsal) same.parts = same.rows = 0;
+        // The next ticket is under way with this unit, but not where that would take another warp's only one.
+        const bool early = units > piece.parts * WARPS;
+        if (lane == 0 && !rehearsal && early) before = add_relaxed(counter, TICKET);
         if (groups == FEW_PARTS_GROUPS)
-            merge_unit<FEW_PARTS_GROUPS, 4>(p, piece, unit);
+            merge_unit<FEW_PARTS_GROUPS, 4>(p, same, unit, weights);
         else if (groups == 2)
-            merge_unit<2, MANY / 2>(p, piece, unit);
+            merge_unit<2, MANY / 2>(p, same, unit, weights);
         else
-            merge_unit<1, MANY>(p, piece, unit);
+            merge_unit<1, MANY>(p, same, unit, weights);
+        if (lane == 0 && rehearsal) {
+            const int64_t begin = clock64();
+            do {
+                complete = (load_acquire(counter) & ARRIVALS) == piece.parts;
+            } while (!complete && clock64() - begin < HELP_CYCLES);
+            before = add_relaxed(counter, complete ? TICKET : DEPARTURE);
+        } else if (lane == 0 && !early) {
+            before = add_relaxed(counter, TICKET);
+        }
+        unit = __shfl_sync(~0u, complete || lane > 0 ? before / TICKET : units, 0);
+        if (unit >= units) break;
     }
-    if (lane == 0) {
-        const uint32_t before = add_relaxed(counter, DEPARTURE);
-        if ((before / DEPARTURE & DEPARTURES) == piece.parts * (CONSUMERS / 32) - 1) *counter = 0;
-    }
+    // Departures before this one.
+    const int gone = static_cast<int>(before / TICKET - units + (before / DEPARTURE & DEPARTURES));
+    if (lane == 0 && gone == piece.parts * WARPS - 1) *counter = 0;
 }
 
-// All pairs of which this CTA has written a part.
-DEVICE void merge_shares(const Params& p, const Share& share) {
+// All pairs of which this CTA has written a part for others. The shared memory is MERGE_BYTES of each warp.
+DEVICE void merge_shares(const Params& p, const Share& share, char* area) {
+    uint32_t weights = shared_address(area) + threadIdx.x / 32 * MERGE_BYTES;
+    asm volatile("" : "+r"(weights));  // not while registers are scarce
     Walker walker(p, share);
     Piece piece;
     while (walker.next(piece))
-        if (!piece.whole()) help_merge(p, piece);
+        if (!piece.whole() && piece.counter >= 0)
+            help_merge(p, piece, static_cast<float*>(__cvta_shared_to_generic(weights)));
 }
 
 }  // namespace paged_mla_decode

@@ -24,11 +24,12 @@
 // The grid is persistent and comes from bounds alone. CTAs work in teams of `tiles_together`, each member on its own row
 // tile of a request, so that the second read of a key comes from L2. All tiles of all (request, block of row tiles) lie on
 // one line, cut evenly among the teams; with `splits` > 0 pairs are cut into equal parts by their own length alone (see
-// split_count) and a team takes the parts that begin in its share. Partials are merged in part order once a CTA is through
-// with its pieces, by all the CTAs that have parts of the pair and are at hand. No CTA needs another one to run.
+// split_count) and a team takes the parts that begin in its share. Partials are merged from the last part to the first once a
+// CTA is through with its pieces, by all the CTAs that have parts of the pair and are at hand. No CTA needs another one to run.
 //
 // Build: -DLATENT=512|256 -DKV_E4M3=0 -DROWS=64 -DBOX_COLUMNS=64 -DSHARED_BYTES=n -DKERNEL_NAME=symbol
 
+#define FOLDS 1
 #include "loading.cuh"
 #include "accumulators.cuh"
 #include "softmax.cuh"
@@ -334,16 +335,29 @@ DEVICE int consumer_thread() {
     return thread;
 }
 
+// Where a warp brings rows of outputs in order.
+DEVICE uint32_t stage_of(Shared& shared) {
+    return shared_address(shared.p1) + threadIdx.x / 32 * (BOX_BYTES / (CONSUMERS / 32));
+}
+
+// The loaders tell: code and lengths that were not used for long come from far.
+DEVICE bool next_piece(Shared& shared, uint32_t q_full, Piece& piece) {
+    wait_barrier(shared.q_full, q_full);
+    piece = shared.piece[q_full];
+    return piece.parts > 0;
+}
+
 // Returns whether there were partials.
 DEVICE bool consume(const Params& p, const Share& share, Shared& shared) {
     const float* scale_factor = static_cast<const float*>(p.softmax_scale_device);
     const float scale = scale_factor == nullptr ? p.softmax_scale_log2 : p.softmax_scale_log2 * *scale_factor;
     const float scale_log2 = scale == 0.f ? 1e-30f : scale;  // 0 x -inf is NaN
     uint32_t full = 0, q_full = 0;  // parities
-    int written = -1;  // counter of the last part that was written: said with the next, when the writes had time
+    // Counter of the last part that was written: said with the next, when the writes had time. -1: it is said; -2: no part.
+    int written = -2;
     Walker walker(p, share);
     Piece piece;
-    while (walker.next(piece)) {
+    for (bool any = walker.next(piece); any; any = next_piece(shared, q_full, piece)) {
         const int thread = consumer_thread();
         const int warpgroup = __shfl_sync(~0u, thread / WARPGROUP, 0);
         const int row = thread % WARPGROUP / 32 * 16 + thread % 32 / 4;  // the first of the thread's two
@@ -374,15 +388,17 @@ DEVICE bool consume(const Params& p, const Share& share, Shared& shared) {
         }
         named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
         for (int i = 0; i < 2; ++i) rows.sum[i] = shared.sum[0][row + 8 * i] + shared.sum[1][row + 8 * i];
-        if (piece.whole()) {
-            write_rows(p, piece, row, warpgroup * HALF_COLUMNS, out, rows.maximum, rows.sum);
+        const bool folds = piece.counter < 0 && piece.part == piece.parts - 1;
+        if (folds) fold_parts(p, piece, row, warpgroup * HALF_COLUMNS, out, rows.maximum, rows.sum);
+        if (piece.whole() || folds) {
+            write_rows(p, piece, row, warpgroup * HALF_COLUMNS, out, rows.maximum, rows.sum, stage_of(shared));
         } else {
-            if (written >= 0) arrive(p, written);
+            if (written >= 0) arrive(p, written), written = -1;
+            if (piece.counter >= 0) written = piece.counter;
             write_partial(p, piece, row, warpgroup * HALF_COLUMNS, out, rows.maximum, rows.sum);
-            written = piece.counter;
         }
     }
-    if (written < 0) return false;
+    if (written < 0) return written == -1;
     named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
     arrive(p, written);
     return true;
@@ -395,7 +411,7 @@ extern "C" __global__ void __launch_bounds__(paged_mla_decode::THREADS, 1)
     using namespace paged_mla_decode;
     extern __shared__ __align__(1024) char shared_memory[];
     Shared& shared = *reinterpret_cast<Shared*>(shared_memory);
-    if (threadIdx.x == 0) {
+    if (threadIdx.x == WARPGROUP) {
         for (int b = 0; b < BUFFERS; ++b) {
             for (int box = 0; box < BOXES; ++box)
                 mbarrier_init(shared_address(&shared.full[b][box]), 1);
@@ -408,10 +424,7 @@ extern "C" __global__ void __launch_bounds__(paged_mla_decode::THREADS, 1)
         prefetch_tensor_map(&p.kv_map);
     }
     wait_for_previous_grid();
-    if (threadIdx.x < 32) {
-        const Share found = find_share(p);
-        if (threadIdx.x == 0) shared.share = found;
-    }
+    if (threadIdx.x < 32) find_share(p, shared.share);
     __syncthreads();
     const Share& share = shared.share;
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);
@@ -422,6 +435,6 @@ extern "C" __global__ void __launch_bounds__(paged_mla_decode::THREADS, 1)
         if (blockIdx.x == 0) report_lengths(p, threadIdx.x - CONSUMERS, HELPERS);
     } else {
         take_registers<CONSUMER_REGISTERS>();
-        if (consume(p, share, shared)) merge_shares(p, share);
+        if (consume(p, share, shared)) merge_shares(p, share, shared_memory);
     }
 }

@@ -31,7 +31,7 @@ namespace paged_mla_decode {
 
 constexpr int P_WARPS = Q_E4M3 ? WARPGROUP / 32 : SOFTMAX_WARPS;  // that hand P on
 // A warpgroup that asks for more registers than the others leave waits for ever.
-constexpr int OUTPUT_REGISTERS = 168, SCORING_REGISTERS = Q_E4M3 ? 144 : 128, LOADING_REGISTERS = Q_E4M3 ? 32 : 48;
+constexpr int OUTPUT_REGISTERS = 168, SCORING_REGISTERS = Q_E4M3 ? 144 : 112, LOADING_REGISTERS = Q_E4M3 ? 32 : 64;
 static_assert(2 * OUTPUT_REGISTERS + SCORING_REGISTERS + LOADING_REGISTERS <= THREADS / WARPGROUP * LAUNCH_REGISTERS);
 
 DEVICE void load_tiles(const Params& p, const Share& share, Shared& shared) {
@@ -67,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(paged_mla_decode::THREADS, 1)
     using namespace paged_mla_decode;
     extern __shared__ __align__(1024) char shared_memory[];
     Shared& shared = *reinterpret_cast<Shared*>(shared_memory);
-    if (threadIdx.x == 0) {
+    if (threadIdx.x == WARPGROUP) {
         for (int b = 0; b < BUFFERS; ++b) {
             mbarrier_init(shared_address(&shared.full[b]), 1);
             mbarrier_init(shared_address(&shared.empty[b]), (CONSUMERS + WARPGROUP) / 32);
@@ -84,18 +84,18 @@ extern "C" __global__ void __launch_bounds__(paged_mla_decode::THREADS, 1)
         prefetch_tensor_map(&p.kv_map);
     }
     wait_for_previous_grid();
-    if (threadIdx.x < 32) {
-        const Share found = find_share(p);
-        if (threadIdx.x == 0) shared.share = found;
-    }
+    if (threadIdx.x < 32) find_share(p, shared.share);
     __syncthreads();
     const Share& share = shared.share;
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);
     if (warpgroup < CONSUMERS / WARPGROUP) {
         take_registers<OUTPUT_REGISTERS>();
-        if (multiply_values(p, shared)) merge_shares(p, share);
+        if (multiply_values(p, shared)) merge_shares(p, share, shared_memory);
     } else if (warpgroup == CONSUMERS / WARPGROUP) {
-        take_registers<SCORING_REGISTERS>();
+        if constexpr (SCORING_REGISTERS > LAUNCH_REGISTERS)
+            take_registers<SCORING_REGISTERS>();
+        else
+            give_registers<SCORING_REGISTERS>();
         score(p, share, shared);
         if (blockIdx.x == 0) report_lengths(p, threadIdx.x - CONSUMERS, HELPERS);
     } else {

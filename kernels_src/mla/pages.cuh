@@ -13,6 +13,13 @@ DEVICE void report_outside_page(const Params& p) {
 struct PageWindow {
     int base = -1;  // first table column held
     int page = 0;
+    // Has those of the columns from `first` on brought to L1.
+    DEVICE static void expect(const Params& p, const Piece& piece, int first) {
+        const int column = first + threadIdx.x % 32;
+        const int columns = ((piece.length - 1) >> p.page_size_log2) + 1;
+        if (column < columns)
+            touch(static_cast<const int*>(p.page_table) + static_cast<uint32_t>(piece.request) * p.table_stride + column);
+    }
     // Makes the columns from `first` to `last`, fewer than 32, ready for `at`.
     DEVICE void hold(const Params& p, const Piece& piece, int first, int last) {
         if (base >= 0 && last < base + 32) return;

@@ -48,6 +48,7 @@ struct Shared {
     Share share;
 };
 
+static_assert(BUFFERS * BOXES * RAW_BOX_BYTES >= CONSUMERS / 32 * MERGE_BYTES);
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the variant list states too little dynamic shared memory");
 
 DEVICE void arrive_for_warp(uint64_t& barrier) {

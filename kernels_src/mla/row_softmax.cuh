@@ -74,7 +74,7 @@ DEVICE void weigh(const Params& p, const Share& share, Shared& shared) {
     const uint32_t row = threadIdx.x % WARPGROUP - 32;
     const uint32_t scores = shared_address(shared.scores) + row * SCORE_PITCH;
     Turn<HANDOVERS> handovers;
-    uint32_t full = 0, slot = 0;
+    uint32_t phase = 0;  // bit 0: of the next scores; bit 1: slot of the piece's factors
     const auto hand_over = [&](int valid, End end) {
         Handover& to = shared.handover[handovers.index];
         if (row == 0) to.valid = valid, to.end = end;
@@ -96,11 +96,11 @@ DEVICE void weigh(const Params& p, const Share& share, Shared& shared) {
         for (int left = steps; left > 0; --left) {
             Handover& to = shared.handover[handovers.index];
             const uint32_t place = shared_address(shared.p[handovers.index]) + row * 128 + row % 8 * 16;
-            wait_barrier(shared.scores_full, full);
-            full ^= 1;
+            wait_barrier(shared.scores_full, phase & 1);
+            phase ^= 1;
             const int draft = (kept.last - left) * TILE_TOKENS - (kept.length - kept.queries);  // of the tile's first key
             if (draft + TILE_TOKENS > 0) hide_scores(scores, draft, visible_drafts(p, kept, row));
-            const float scale = shared.scale[slot][row];
+            const float scale = shared.scale[phase >> 1][row];
             wait_barrier(shared.p_empty[handovers.index], handovers.parity ^ 1);
             float own, factor = 1.f;
 #pragma unroll 1
@@ -121,7 +121,7 @@ DEVICE void weigh(const Params& p, const Share& share, Shared& shared) {
             if (row % 16 == 0) to.grown[row / 16] = grown;
             if (left > 1) hand_over(TILE_TOKENS, NOTHING_ENDS);
         }
-        slot ^= steps > 0;
+        if (steps > 0) phase ^= 2;
         if (steps == 0) wait_barrier(shared.p_empty[handovers.index], handovers.parity ^ 1);
         end_row_of(p, kept, shared.handover[handovers.index], maximum, sum);
         hand_over(steps > 0 ? kept.valid(kept.last - 1) : 0, kept.whole() ? WHOLE_PIECE_ENDS : PART_ENDS);

@@ -1,5 +1,6 @@
 // What a CTA of the MLA decode kernel works on: pieces of (request, row tile) pairs, found from the lengths on the device.
 #pragma once
+#include <climits>
 #include <cstdint>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -18,6 +19,10 @@ constexpr int TILE_TOKENS_LOG2 = 6;
 constexpr int ROW_BYTES_LOG2 = (BOX_COLUMNS == 128 ? 7 : 6) + !KV_E4M3;  // of a token in a box
 constexpr int CONSUMERS = ROWS == 64 ? 256 : LATENT / 2;                 // threads that have the output
 
+// Of each consuming warp, at the beginning of shared memory once all tiles are through: what is multiplied with each of 16
+// rows of each part of a pair, of which there are not more than CTAs.
+constexpr int MERGE_BYTES = 192 * 16 * sizeof(float);
+
 // q_type and out_type.
 constexpr int TYPE_BF16 = 0;
 constexpr int TYPE_FP16 = 1;
@@ -31,14 +36,6 @@ constexpr uint32_t STATUS_QUERIES = 8;
 // Below every maximum that counts; finite, so that the difference of two of them is 0 and not NaN.
 constexpr float LOWEST = -1e30f;
 constexpr float MAXIMUM_SLACK = 8.f;  // base-2 exponents by which a score may exceed the maximum in use
-
-// The CTA's share of the line of all tiles.
-struct Share {
-    int team, member;         // the CTA is one of `tiles_together` in its team
-    int begin, end;           // tiles on the line
-    int request, line_start;  // where `begin` lies: request, and the index of its first tile
-    int total, teams;         // tiles in all, teams that have any
-};
 
 DEVICE void wait_barrier(uint64_t& barrier, uint32_t parity) { mbarrier_wait(shared_address(&barrier), parity); }
 
@@ -81,9 +78,12 @@ DEVICE Request read_request(const Params& p, int request) {
     return r;
 }
 
-DEVICE int row_blocks(const Params& p, const Request& r) {
-    return (r.tiles_of_rows + p.tiles_together - 1) / p.tiles_together;
+// x / tiles_together, of 1 to 4, for x below 2^14.
+DEVICE int over_team(const Params& p, int x) {
+    return x * (p.tiles_together == 3 ? 21846 : 65536 >> p.tiles_together / 2) >> 16;
 }
+
+DEVICE int row_blocks(const Params& p, const Request& r) { return over_team(p, r.tiles_of_rows + p.tiles_together - 1); }
 
 // By `threads` threads, of which this is the `thread`-th.
 DEVICE void report_lengths(const Params& p, int thread, int threads) {
@@ -103,49 +103,11 @@ DEVICE void report_lengths(const Params& p, int thread, int threads) {
 
 // ---------------------------------------------------------------- shares of the line of all tiles
 
-DEVICE Share find_share(const Params& p) {
-    const int lane = threadIdx.x % 32;
-    int total = 0;
-    for (int b = lane; b < p.batch; b += 32) {
-        const Request r = read_request(p, b);
-        total += r.tiles * row_blocks(p, r);
-    }
-    Share share;
-    share.team = blockIdx.x / p.tiles_together;
-    share.member = blockIdx.x % p.tiles_together;
-    share.total = total = __reduce_add_sync(~0u, total);
-    share.teams = min(static_cast<int>(gridDim.x / p.tiles_together), total);
-    share.begin = share.end = share.request = share.line_start = 0;
-    if (share.team >= share.teams) return share;
-    share.begin = static_cast<int>(static_cast<int64_t>(share.team) * total / share.teams);
-    share.end = static_cast<int>(static_cast<int64_t>(share.team + 1) * total / share.teams);
-    int before = 0;
-    for (int base = 0;; base += 32) {
-        const int b = base + lane;
-        int own = 0;
-        if (b < p.batch) {
-            const Request r = read_request(p, b);
-            own = r.tiles * row_blocks(p, r);
-        }
-        int through = own;
-        for (int step = 1; step < 32; step *= 2) {
-            const int other = __shfl_up_sync(~0u, through, step);
-            if (lane >= step) through += other;
-        }
-        const uint32_t past = __ballot_sync(~0u, before + through > share.begin);
-        if (past) {
-            const int winner = __ffs(past) - 1;
-            share.request = base + winner;
-            share.line_start = before + __shfl_sync(~0u, through - own, winner);
-            return share;
-        }
-        before += __shfl_sync(~0u, through, 31);
-    }
-}
-
-// Parts of a pair of so many tiles where `splits` bounds them: of 16 tiles, for which merging costs little. It never falls
-// with the tiles, so a bound on the tiles bounds it.
-DEVICE int split_count(const Params& p, int tiles) { return min(p.splits, (tiles + 15) / 16); }
+// Define FOLDS where the accumulators of a pair's last part take up those before, if the share has them all.
+#ifndef FOLDS
+#define FOLDS 0
+#endif
+constexpr int FOLDED_PARTS = 4;
 
 // Tiles [first, last) of a (request, row tile) pair, and where its partial goes when that is not all of them.
 struct Piece {
@@ -153,75 +115,160 @@ struct Piece {
     int first_query, queries, rows;  // rows of the tile that exist
     int first, last;
     int part, parts;     // of the pair
-    int slot, slot_step;  // of part 0's partial, see slot_of
-    int counter;
+    int slot;             // of part 0's partial, see slot_of
+    int counter;          // -1: the share has all parts of the pair, FOLDED_PARTS at most
 
     DEVICE bool whole() const { return parts == 1; }
     DEVICE int steps() const { return length > 0 ? last - first : 0; }  // tiles that hold keys
     DEVICE int valid(int tile) const { return min(length - tile * TILE_TOKENS, TILE_TOKENS); }
 };
 
+// A place on the line of all tiles.
+struct Position {
+    int tile, request, request_start;  // the request that the tile is of, and its first tile
+};
+
+// The CTA's share of the line, and what all warps begin with: found once, as its code comes from DRAM.
+struct Share {
+    int team, member;         // the CTA is one of `tiles_together` in its team
+    int end;                  // tiles on the line
+    int teams;                // that have any tiles
+    int quotient, remainder;  // of all tiles by teams
+    float reciprocal;         // of teams
+    Position next;            // behind the first piece
+    bool any;                 // whether there is a first piece
+    Piece piece;
+
+    // Where a team's share begins: floor(team x tiles / teams) in 32 bits, for up to 2^10 teams.
+    DEVICE int begin_of(int team) const {
+        return team * quotient + static_cast<int>((team * remainder + 0.5f) * reciprocal);
+    }
+    // The team that has a tile. An estimate is off by one at most.
+    DEVICE int team_of(int tile) const {
+        const float tiles = quotient + remainder * reciprocal;
+        const int team = min(static_cast<int>(__fdividef(tile + 0.5f, tiles)), teams - 1);
+        return team + (team + 1 < teams && begin_of(team + 1) <= tile) - (begin_of(team) > tile);
+    }
+};
+
+// Parts of a pair of so many tiles where `splits` bounds them: of 16 tiles, for which merging costs little. It never falls
+// with the tiles, so a bound on the tiles bounds it.
+DEVICE int split_count(const Params& p, int tiles) { return min(p.splits, (tiles + 15) / 16); }
+
 DEVICE int cta_of(const Params& p, const Share& share, int team) { return team * p.tiles_together + share.member; }
+
+// The piece at a place before the end of the share, and the place behind it; false: there is none.
+DEVICE bool find_piece(const Params& p, const Share& share, Position& at, Piece& piece) {
+    while (at.tile < share.end) {
+        const Request r = read_request(p, at.request);
+        const int blocks = row_blocks(p, r);
+        if (at.tile - at.request_start >= r.tiles * blocks) {
+            at.request_start += r.tiles * blocks;
+            ++at.request;
+            continue;
+        }
+        const int block = static_cast<uint32_t>(at.tile - at.request_start) / static_cast<uint32_t>(r.tiles);
+        const int line_start = at.request_start + block * r.tiles;
+        const int local = at.tile - line_start;
+        piece.request = at.request;
+        piece.row_tile = block * p.tiles_together + share.member;
+        piece.length = r.length;
+        piece.first_query = r.first_query;
+        piece.queries = r.queries;
+        piece.rows = min(ROWS, r.queries * p.heads - piece.row_tile * ROWS);
+        if (p.splits == 0) {
+            piece.first = local;
+            piece.last = min(r.tiles, local + share.end - at.tile);
+            at.tile += piece.last - piece.first;
+            const int first_team = share.team_of(line_start), last_team = share.team_of(line_start + r.tiles - 1);
+            piece.part = share.team - first_team;
+            piece.parts = last_team - first_team + 1;
+            // Of a CTA's slots the odd one is for the part that begins a pair, the even one for any other.
+            piece.slot = 2 * cta_of(p, share, first_team) + 1;
+            piece.counter = cta_of(p, share, first_team);
+        } else {
+            piece.parts = split_count(p, r.tiles);
+            piece.part = (local * piece.parts + r.tiles - 1) / r.tiles;
+            piece.first = piece.part * r.tiles / piece.parts;
+            piece.last = (piece.part + 1) * r.tiles / piece.parts;
+            if (piece.part == piece.parts) {  // the CTA before has the last part
+                at.tile = line_start + r.tiles;
+                continue;
+            }
+            if (line_start + piece.first >= share.end) break;
+            at.tile = line_start + piece.last;
+            piece.counter = piece.request * ((p.q_len * p.heads + ROWS - 1) / ROWS) + piece.row_tile;
+            piece.slot = piece.counter * p.splits;
+            if (FOLDS && piece.parts <= FOLDED_PARTS && line_start >= share.begin_of(share.team) &&
+                line_start + (piece.parts - 1) * r.tiles / piece.parts < share.end)
+                piece.counter = -1;
+        }
+        if (piece.rows > 0) return true;
+    }
+    return false;
+}
+
+DEVICE int tiles_of(const Params& p, int request) {
+    if (request >= p.batch) return 0;
+    const Request r = read_request(p, request);
+    return r.tiles * row_blocks(p, r);
+}
+
+// By one warp.
+DEVICE void find_share(const Params& p, Share& to) {
+    const int lane = threadIdx.x % 32;
+    Share share;
+    share.team = over_team(p, blockIdx.x);
+    share.member = blockIdx.x - share.team * p.tiles_together;
+    share.any = false;
+    int total = 0;
+#pragma unroll 4
+    for (int base = 0; base < p.batch; base += 32) total += tiles_of(p, base + lane);
+    total = __reduce_add_sync(~0u, total);
+    share.teams = min(over_team(p, gridDim.x), total);
+    if (share.team < share.teams) {
+        share.quotient = static_cast<uint32_t>(total) / static_cast<uint32_t>(share.teams);
+        share.remainder = total - share.quotient * share.teams;
+        share.reciprocal = __fdividef(1.f, share.teams);
+        share.end = share.begin_of(share.team + 1);
+        Position at{share.begin_of(share.team), 0, 0};
+#pragma unroll 1
+        for (;; at.request += 32) {
+            const int own = tiles_of(p, at.request + lane), all = __reduce_add_sync(~0u, own);
+            if (at.request_start + all <= at.tile) {
+                at.request_start += all;
+                continue;
+            }
+            int through = own;
+#pragma unroll
+            for (int step = 1; step < 32; step *= 2) {
+                const int other = __shfl_up_sync(~0u, through, step);
+                if (lane >= step) through += other;
+            }
+            const int winner = __ffs(__ballot_sync(~0u, at.request_start + through > at.tile)) - 1;
+            at.request += winner;
+            at.request_start += __shfl_sync(~0u, through - own, winner);
+            break;
+        }
+        share.any = find_piece(p, share, at, share.piece);
+        share.next = at;
+    }
+    if (lane == 0) to = share;
+}
 
 // Walks the pieces of a share in order; every warp walks the same way.
 struct Walker {
     const Params& p;
     const Share& share;
-    int position, request, request_start;
+    Position at;
 
-    DEVICE Walker(const Params& params, const Share& own)
-        : p(params), share(own), position(own.begin), request(own.request), request_start(own.line_start) {}
+    DEVICE Walker(const Params& params, const Share& own) : p(params), share(own), at{0, -1, 0} {}
 
     DEVICE bool next(Piece& piece) {
-        while (position < share.end) {
-            const Request r = read_request(p, request);
-            const int blocks = row_blocks(p, r);
-            if (position - request_start >= r.tiles * blocks) {
-                request_start += r.tiles * blocks;
-                ++request;
-                continue;
-            }
-            const int block = (position - request_start) / r.tiles;
-            const int line_start = request_start + block * r.tiles;
-            const int local = position - line_start;
-            piece.request = request;
-            piece.row_tile = block * p.tiles_together + share.member;
-            piece.length = r.length;
-            piece.first_query = r.first_query;
-            piece.queries = r.queries;
-            piece.rows = min(ROWS, r.queries * p.heads - piece.row_tile * ROWS);
-            if (p.splits == 0) {
-                piece.first = local;
-                piece.last = min(r.tiles, local + share.end - position);
-                position += piece.last - piece.first;
-                // Team c begins at floor(c T / n), so the tile x lies in team floor(((x + 1) n - 1) / T).
-                const int64_t n = share.teams;
-                const int first_team = static_cast<int>(((line_start + 1) * n - 1) / share.total);
-                const int last_team = static_cast<int>(((static_cast<int64_t>(line_start) + r.tiles) * n - 1) / share.total);
-                piece.part = share.team - first_team;
-                piece.parts = last_team - first_team + 1;
-                // Of a CTA's slots the odd one is for the part that begins a pair, the even one for any other.
-                piece.slot = 2 * cta_of(p, share, first_team) + 1;
-                piece.slot_step = 2 * p.tiles_together;
-                piece.counter = cta_of(p, share, first_team);
-            } else {
-                piece.parts = split_count(p, r.tiles);
-                piece.part = (local * piece.parts + r.tiles - 1) / r.tiles;
-                piece.first = piece.part * r.tiles / piece.parts;
-                piece.last = (piece.part + 1) * r.tiles / piece.parts;
-                if (piece.part == piece.parts) {  // the CTA before has the last part
-                    position = line_start + r.tiles;
-                    continue;
-                }
-                if (line_start + piece.first >= share.end) break;
-                position = line_start + piece.last;
-                piece.counter = piece.request * ((p.q_len * p.heads + ROWS - 1) / ROWS) + piece.row_tile;
-                piece.slot = piece.counter * p.splits;
-                piece.slot_step = 1;
-            }
-            if (piece.rows > 0) return true;
-        }
-        return false;
+        if (at.request >= 0) return find_piece(p, share, at, piece);
+        at = share.next;
+        piece = share.piece;
+        return share.any;
     }
 };
 
@@ -230,8 +277,10 @@ DEVICE int64_t row_offset(const Piece& piece, int row, int heads, int64_t token_
     return (piece.first_query + request_row / heads) * token_stride + request_row % heads * head_stride;
 }
 
+DEVICE int slot_step(const Params& p) { return p.splits > 0 ? 1 : 2 * p.tiles_together; }
+
 DEVICE int slot_of(const Params& p, const Piece& piece, int part) {
-    return piece.slot + part * piece.slot_step - (p.splits == 0 && part > 0);
+    return piece.slot + part * slot_step(p) - (p.splits == 0 && part > 0);
 }
 
 // ---------------------------------------------------------------- what a row sees

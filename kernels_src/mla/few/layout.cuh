@@ -60,6 +60,7 @@ struct Shared {
     alignas(8) uint64_t sums_empty;
     Share share;
 };
+static_assert(STAGES * STAGE_BYTES >= CONSUMERS / 32 * MERGE_BYTES);
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the variant list states too little dynamic shared memory");
 
 // This warp is through with something that the barrier stands for.
