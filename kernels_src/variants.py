@@ -276,29 +276,30 @@ def _streaming_read(sm: str) -> Variant:
     )
 
 
-def _mla_shared_bytes(latent: int, narrow: bool) -> int:
+def _mla_shared_bytes(latent: int) -> int:
     """What ``Shared`` of mla/buffers.cuh needs, which asserts that it fits."""
     box = 64 * 128
     boxes = latent // 64 + 1
-    # Queries and two buffers of keys in boxes of 64 x 64, maxima and sums of two warpgroups, barriers, the CTA's share;
-    # bf16: a box for P, two pieces; e4m3: two raw boxes, their barriers, a power of two a row.
-    shared = 3 * boxes * box + 4 * 64 * 4 + (2 * boxes + 2 * 5 + 2) * 8 + 96
-    return shared + (2 * box // 2 + 2 * 8 + 64 * 4 + 512 if narrow else box + 2 * 48)
+    # Queries, P and two buffers of keys in boxes of 64 x 64, two pieces, maxima and sums of two warpgroups and whether
+    # the maxima have grown, barriers, the CTA's share.
+    return (3 * boxes + 1) * box + 2 * 48 + 4 * 64 * 4 + 2 * 4 * 4 + (2 * boxes + 2 * 5 + 2) * 8 + 96
 
 
-def _mla_ring_bytes(latent: int) -> int:
+def _mla_ring_bytes(latent: int, q_e4m3: bool) -> int:
     """The same of mla/rings.cuh."""
-    tiles, probabilities = 5 if latent > 256 else 8, 3
-    # Raw tiles, probabilities and what is said with them, their barriers, four boxes of queries, the CTA's share.
-    rings = tiles * (64 * (latent + 64) + 16) + probabilities * (64 * 128 + 64 * 16 + 48 + 16)
-    return rings + 4 * 64 * 64 + 104
+    tiles = (5 if q_e4m3 else 3) if latent > 256 else (8 if q_e4m3 else 7)
+    probabilities = 3
+    # Raw tiles, probabilities and what is said with them, their barriers, the CTA's share.
+    rings = tiles * (64 * (latent + 64) + 16) + probabilities * (64 * 128 + 64 * 16 + 48 + 16) + 104
+    # Four boxes of queries; or all of them in fp16, scores, two pieces, factors of the rows' scores, barriers.
+    return rings + (4 * 64 * 64 if q_e4m3 else 64 * (latent + 64) * 2 + 64 * 272 + 2 * 64 + 2 * 64 * 4 + 2 * 8 + 64)
 
 
 def _paged_mla_decode(dtype: str, latent: int, q_e4m3: bool = False) -> Variant:
     narrow = dtype == "e4m3"
-    shared = _mla_ring_bytes(latent) if q_e4m3 else _mla_shared_bytes(latent, narrow)
+    shared = _mla_ring_bytes(latent, q_e4m3) if narrow else _mla_shared_bytes(latent)
     return Variant(
-        source=f"mla/paged_mla_decode{'_q_e4m3' if q_e4m3 else ''}.cu",
+        source=f"mla/paged_mla_decode{'_e4m3' if narrow else ''}.cu",
         symbol=f"paged_mla_decode_{dtype}{'_q_e4m3' if q_e4m3 else ''}_latent{latent}",
         sm="90a",
         operation="paged_mla_decode",
@@ -315,7 +316,8 @@ def _paged_mla_decode(dtype: str, latent: int, q_e4m3: bool = False) -> Variant:
             "box_columns": 64,
             "swizzle": "64B" if narrow else "128B",
         },
-        defines={"KV_E4M3": int(narrow), "LATENT": latent, "ROWS": 64, "BOX_COLUMNS": 64},
+        defines={"KV_E4M3": int(narrow), "LATENT": latent, "ROWS": 64, "BOX_COLUMNS": 64}
+        | ({"Q_E4M3": int(q_e4m3)} if narrow else {}),
     )
 
 

@@ -103,14 +103,10 @@ DEVICE void write_rows(const Params& p, const Piece& piece, int row, int column,
     const RowEnds ends(p, piece, row, column, maximum, sum);
     if (p.out_type == TYPE_E4M3)
         write_rows<TYPE_E4M3>(p, ends, out);
-    else if (OWN_P && p.out_type == TYPE_BF16)
-        write_rows_staged<TYPE_BF16>(p, ends, out, stage);
-    else if (OWN_P)
-        write_rows_staged<TYPE_FP16>(p, ends, out, stage);
     else if (p.out_type == TYPE_BF16)
-        write_rows<TYPE_BF16>(p, ends, out);
+        write_rows_staged<TYPE_BF16>(p, ends, out, stage);
     else
-        write_rows<TYPE_FP16>(p, ends, out);
+        write_rows_staged<TYPE_FP16>(p, ends, out, stage);
 }
 
 DEVICE void write_partial(const Params& p, const Piece& piece, int row, int column, const float (&out)[HALF_COLUMNS / 2],

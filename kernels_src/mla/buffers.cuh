@@ -11,39 +11,28 @@ constexpr int QUARTERS = 4;
 constexpr int QUARTER_BOXES = VALUE_BOXES / QUARTERS;
 constexpr int QUARTER_COLUMNS = LATENT / QUARTERS;
 
-// P has places of its own where shared memory is left: the first is that of the queries' rope columns, which are in
-// registers. Else it lies where the rope columns of its tile lay, which nobody needs once the scores are known.
-constexpr bool OWN_P = !KV_E4M3;
-// Barriers of a buffer's emptiness: of its quarters, and of the rope columns if P is not there.
-constexpr int EMPTIES = QUARTERS + OWN_P;
+// Barriers of a buffer's emptiness: of its quarters, and of the rope columns.
+constexpr int EMPTIES = QUARTERS + 1;
 
 // The i-th quarter of buffer `b` that the scores take, in about the order in which they become free.
 DEVICE constexpr int quarter_of(int b, int i) { return (b == 0 ? 0x3210 : 0x1302) >> 4 * i & 3; }
 
-constexpr int QUERY_LOADERS = KV_E4M3 ? HELPERS - 32 : HELPERS;
-
 // What the consumers do not ask for of the registers that the launch has. A warpgroup that asks for more than are there waits
 // for ever.
-constexpr int CONSUMER_REGISTERS = !KV_E4M3 ? 232 : (LATENT > 256 ? 208 : 200);
+constexpr int CONSUMER_REGISTERS = 232;
 constexpr int HELPER_REGISTERS = (THREADS * LAUNCH_REGISTERS - CONSUMERS * CONSUMER_REGISTERS) / HELPERS / 8 * 8;
 static_assert(HELPER_REGISTERS >= 40 && CONSUMERS * CONSUMER_REGISTERS + HELPERS * HELPER_REGISTERS <= THREADS * LAUNCH_REGISTERS);
 
 struct Shared {
     alignas(1024) char q[BOXES][BOX_BYTES];
     alignas(1024) char kv[BUFFERS][BOXES][BOX_BYTES];
-#if !KV_E4M3
     alignas(1024) char p1[BOX_BYTES];
     Piece piece[2];  // in turn, there when its queries are; without parts: there is none
-#endif
     float maximum[2][ROWS];
     float sum[2][ROWS];
+    uint32_t grown[2][WARPGROUP / 32];  // whether a maximum of a warp's rows has
     alignas(8) uint64_t full[BUFFERS][BOXES];
     alignas(8) uint64_t empty[BUFFERS][EMPTIES];
-#if KV_E4M3
-    alignas(512) char raw_rope[BUFFERS][BOX_BYTES / 2];
-    alignas(8) uint64_t raw[BUFFERS];
-    float q_power[ROWS];  // what the scores of a row are still to be multiplied by
-#endif
     alignas(8) uint64_t q_full;
     alignas(8) uint64_t q_empty;
     Share share;

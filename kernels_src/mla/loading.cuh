@@ -7,7 +7,6 @@ namespace paged_mla_decode {
 
 constexpr int CHUNKS = BOXES * 8;  // of 8 columns in a row, 16 bytes each as the products read them
 
-#if !KV_E4M3
 // Row R of a request is head R % heads of its query token R / heads; rows past the last are zero. A warp copies 16 rows, or
 // what of them P was written over.
 DEVICE void copy_queries(const Params& p, const Piece& piece, Shared& shared, int warp, bool rope_only) {
@@ -92,6 +91,4 @@ DEVICE void load(const Params& p, const Share& share, Shared& shared) {
     wait_barrier(shared.q_empty, turn ^ 1);
     mbarrier_arrive(shared_address(&shared.q_full));
 }
-#endif
-
 }  // namespace paged_mla_decode

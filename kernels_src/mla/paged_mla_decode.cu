@@ -1,10 +1,9 @@
 // Paged decode of multi-head latent attention: queries of LATENT + 64 columns, keys in a paged latent cache of as many,
-// values the first LATENT columns of the same rows. bf16 in, fp32 accumulation. A cache of e4m3 becomes fp16 in shared
-// memory, beside queries of bf16 or e4m3 that do.
+// values the first LATENT columns of the same rows. bf16 in, fp32 accumulation.
 //
 //   page table --> bulk tensor copies --> 2 buffers of 64 keys, each LATENT / 64 + 1 boxes of 64 columns
 //   queries    -->                        64 rows (tokens x heads), once a piece
-//   by 4 warps; for e4m3 by 1 and 7, which also convert
+//   by 4 warps
 //
 //   warpgroup 0                                warpgroup 1
 //     S0 = Q K0^T, P0 = softmax                  S1 = Q K1^T
@@ -28,14 +27,10 @@
 // split_count) and a team takes the parts that begin in its share. Partials are merged from the last part to the first once a
 // CTA is through with its pieces, by all the CTAs that have parts of the pair and are at hand. No CTA needs another one to run.
 //
-// Build: -DLATENT=512|256 -DKV_E4M3=0|1 -DROWS=64 -DBOX_COLUMNS=64
-//        -DSHARED_BYTES=n -DKERNEL_NAME=symbol
+// Build: -DLATENT=512|256 -DKV_E4M3=0 -DROWS=64 -DBOX_COLUMNS=64 -DSHARED_BYTES=n -DKERNEL_NAME=symbol
 
 #define FOLDS 1
 #include "loading.cuh"
-#if KV_E4M3
-#include "converting.cuh"
-#endif
 #include "accumulators.cuh"
 #include "softmax.cuh"
 
@@ -47,11 +42,9 @@ constexpr int OWN_WARPGROUP = 4;  // and 5
 
 using Output = float[HALF_COLUMNS / 2];
 
-// The box that comes i-th into buffer B: the rope columns, then quarters in the order in which they become free. Converted
-// boxes come from the last to the first.
+// The box that comes i-th into buffer B: the rope columns, then quarters in the order in which they become free.
 template <int B>
 DEVICE constexpr int box_of(int i) {
-    if (KV_E4M3) return BOXES - 1 - i;
     if (i == 0) return ROPE_BOX;
     return quarter_of(B, (i - 1) / QUARTER_BOXES) * QUARTER_BOXES + (i - 1) % QUARTER_BOXES;
 }
@@ -77,28 +70,15 @@ DEVICE void multiply_keys(Shared& shared, const RopeQueries& rope, uint32_t pari
 #pragma unroll
         for (int step = 0; step < BOX_COLUMNS / 16; ++step) {
             const uint32_t offset = box * BOX_BYTES + step * 32;
-            if (OWN_P && box == ROPE_BOX && i + step > 0)
-                wgmma<KV_E4M3, false>(s, rope[step], advance_operand(k, offset));
-            else if (OWN_P && box == ROPE_BOX)
-                wgmma<KV_E4M3, false, false>(s, rope[step], advance_operand(k, offset));
+            if (box == ROPE_BOX && i + step > 0)
+                wgmma<false, false>(s, rope[step], advance_operand(k, offset));
+            else if (box == ROPE_BOX)
+                wgmma<false, false, false>(s, rope[step], advance_operand(k, offset));
             else
-                wgmma_64x64<KV_E4M3>(s, advance_operand(q, offset), advance_operand(k, offset), i + step > 0);
+                wgmma_64x64<false>(s, advance_operand(q, offset), advance_operand(k, offset), i + step > 0);
         }
     }
     wgmma_commit();
-}
-
-// The factors of the scores of the thread's rows, without the sign. Read before the queries are released: the next piece's
-// loaders write here.
-DEVICE void row_scales(Shared& shared, int row, float scale_log2, float (&scale)[2]) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-#if KV_E4M3
-        scale[i] = fmaxf(fabsf(scale_log2) * shared.q_power[row + 8 * i], 1e-37f);  // 0 x -inf is NaN
-    __syncwarp();
-#else
-        scale[i] = fabsf(scale_log2);
-#endif
 }
 
 // Rows past the length may hold NaN, and 0 x NaN is NaN: they become zero before anyone multiplies by them.
@@ -110,20 +90,59 @@ DEVICE void clear_rows(Shared& shared, int b, int valid) {
     }
 }
 
-// Where P of buffer B's tile lies.
+// Where P of buffer B's tile lies: the queries' rope columns are in registers.
 template <int B>
 DEVICE uint32_t place_of_p(Shared& shared) {
-#if KV_E4M3
-    return shared_address(shared.kv[B][ROPE_BOX]);
-#else
     return shared_address(B == 0 ? shared.q[ROPE_BOX] : shared.p1);
-#endif
+}
+
+// P = 2^(scaled S - maximum) of keys 16 STEP on, as the A operand of the second product; adds it to `sum`.
+template <int STEP>
+DEVICE void exponentiate(Scores& s, float scale, const Rows& rows, Probabilities& probability, float (&sum)[4]) {
+#pragma unroll
+    for (int i = STEP * 8; i < STEP * 8 + 8; ++i) {
+        s[i] = exp2_approximate(fmaf(s[i], scale, -rows.maximum[i / 2 % 2]));
+        sum[i % 4] += s[i];
+        if (i % 2 == 1) probability[STEP][i / 2 % 4] = pack_bf16(s[i - 1], s[i]);
+    }
+}
+
+// The maxima of rows whose scores exceed them by too much follow, and are shown to the other warpgroup. Returns the factors of
+// what was summed so far. Lanes compare theirs only if one exceeds.
+template <int WG>
+DEVICE void lead_maxima(Shared& shared, int row, const Scores& s, float scale, Rows& rows, float (&factor)[2]) {
+    float part[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) part[i] = fmaxf(s[i], s[i + 4]);
+#pragma unroll
+    for (int i = 8; i < TILE_TOKENS / 2; ++i) part[i % 4] = fmaxf(part[i % 4], s[i]);
+    float top[2];
+    bool over = false;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        top[i] = fmaxf(part[2 * i], part[2 * i + 1]) * scale;
+        over |= top[i] > rows.maximum[i] + MAXIMUM_SLACK;
+        factor[i] = 1.f;
+    }
+    const bool grown = __any_sync(~0u, over);
+    if (grown) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            for (int step = 1; step < 4; step *= 2) top[i] = fmaxf(top[i], __shfl_xor_sync(~0u, top[i], step));
+            const float maximum = next_maximum(rows.maximum[i], top[i]);
+            factor[i] = exp2_approximate(rows.maximum[i] - maximum);
+            rows.maximum[i] = maximum;
+            rows.sum[i] *= factor[i];
+            if (threadIdx.x % 4 == 0) shared.maximum[WG][row + 8 * i] = maximum;
+        }
+    }
+    if (threadIdx.x % 32 == 0) shared.grown[WG][threadIdx.x % WARPGROUP / 32] = grown;
 }
 
 // Hands P (and cleared rows) of buffer WG to the other warpgroup.
 template <int WG>
 DEVICE void share_probabilities(Shared& shared, const Probabilities& probability, int valid) {
-    if (!OWN_P || valid < TILE_TOKENS) named_barrier_sync<WARPGROUP>(OWN_WARPGROUP + WG);  // no warp reads the keys any more
+    if (valid < TILE_TOKENS) named_barrier_sync<WARPGROUP>(OWN_WARPGROUP + WG);  // no warp reads the keys any more
     if (valid < TILE_TOKENS) clear_rows(shared, WG, valid);
 #pragma unroll
     for (int step = 0; step < TILE_TOKENS / 16; ++step)
@@ -156,33 +175,37 @@ DEVICE void multiply_own_values(Shared& shared, const Probabilities& probability
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < TILE_TOKENS / 16; ++step)
-        wgmma<KV_E4M3, true, true, 0, QUARTER_COLUMNS>(out, probability[step],
+        wgmma<false, true, true, 0, QUARTER_COLUMNS>(out, probability[step],
                                                      advance_operand(values<WG>(shared, WG, 0), step * 16 * 128));
     wgmma_commit();
 #pragma unroll
     for (int step = 0; step < TILE_TOKENS / 16; ++step)
-        wgmma<KV_E4M3, true, true, QUARTER_COLUMNS, QUARTER_COLUMNS>(
+        wgmma<false, true, true, QUARTER_COLUMNS, QUARTER_COLUMNS>(
             out, probability[step], advance_operand(values<WG>(shared, WG, 1), step * 16 * 128));
     wgmma_commit();
 }
 
-// Likewise of the other's buffer and P.
-template <int WG>
-DEVICE void multiply_other_values(Shared& shared, Output& out) {
-    const uint64_t a = depth_major_operand(place_of_p<1 - WG>(shared));
-    hold_registers(out);
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < TILE_TOKENS / 16; ++step)
-        wgmma_add<KV_E4M3, 0, QUARTER_COLUMNS>(out, advance_operand(a, step * 32),
-                                               advance_operand(values<WG>(shared, 1 - WG, 0), step * 16 * 128));
-    wgmma_commit();
-#pragma unroll
-    for (int step = 0; step < TILE_TOKENS / 16; ++step)
-        wgmma_add<KV_E4M3, QUARTER_COLUMNS, QUARTER_COLUMNS>(
-            out, advance_operand(a, step * 32), advance_operand(values<WG>(shared, 1 - WG, 1), step * 16 * 128));
-    wgmma_commit();
-}
+// Likewise of the other's buffer and P, one product after the other.
+struct OtherValues {
+    static constexpr int PRODUCTS = 2 * TILE_TOKENS / 16;
+    uint64_t p, v[2];
+
+    template <int WG>
+    DEVICE void begin(Shared& shared, Output& out) {
+        p = depth_major_operand(place_of_p<1 - WG>(shared));
+        for (int i = 0; i < 2; ++i) v[i] = values<WG>(shared, 1 - WG, i);
+        hold_registers(out);
+        wgmma_fence();
+    }
+    template <int I>
+    DEVICE void multiply(Output& out) {
+        wgmma_fence();
+        constexpr int HALF = I / 4, STEP = I % 4;
+        wgmma_add<false, HALF * QUARTER_COLUMNS, QUARTER_COLUMNS>(out, advance_operand(p, STEP * 32),
+                                                                  advance_operand(v[HALF], STEP * 16 * 128));
+        if (STEP == 3) wgmma_commit();
+    }
+};
 
 // Each quarter of buffer `b` becomes free when its product, of the two latest, is done.
 template <int WG>
@@ -199,87 +222,97 @@ DEVICE void release_queries(Shared& shared) {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&shared.q_empty));
 }
 
-// The other warpgroup has brought the maxima on: returns the factors of what was summed so far.
-DEVICE void follow_maxima(const float (&theirs)[ROWS], int row, Rows& rows, float (&factor)[2]) {
+// The other warpgroup has its P. Where it brought maxima on, this one follows.
+template <int WG>
+DEVICE void follow_maxima(Shared& shared, int row, Rows& rows, Output& out) {
+    if (!__any_sync(~0u, shared.grown[1 - WG][threadIdx.x % WARPGROUP / 32])) return;
+    float factor[2];
     for (int i = 0; i < 2; ++i) {
-        const float maximum = theirs[row + 8 * i];
+        const float maximum = shared.maximum[1 - WG][row + 8 * i];
         factor[i] = exp2_approximate(rows.maximum[i] - maximum);
         rows.maximum[i] = maximum;
         rows.sum[i] *= factor[i];
     }
-}
-
-// Brings the maxima on by this warpgroup's own tile and shows them to the other.
-DEVICE void lead_maxima(float (&ours)[ROWS], int row, const float (&top)[2], Rows& rows, float (&factor)[2]) {
-    for (int i = 0; i < 2; ++i) {
-        const float maximum = next_maximum(rows.maximum[i], top[i]);
-        factor[i] = exp2_approximate(rows.maximum[i] - maximum);
-        rows.maximum[i] = maximum;
-        rows.sum[i] *= factor[i];
-        if (threadIdx.x % 4 == 0) ours[row + 8 * i] = maximum;
-    }
+    rescale(out, factor);
 }
 
 // Warpgroup 0: the scores of the even tiles.
 DEVICE void lead_tiles(Shared& shared, const Piece& piece, const RopeQueries& rope, int row, float scale_log2, uint32_t& full,
                        Rows& rows, Output& out) {
     const int last = piece.first + piece.steps();
+    const float scale = fabsf(scale_log2);
 #pragma unroll 1
     for (int tile = piece.first; tile < last; tile += 2) {
         Scores s;
         Probabilities probability;
-        float top[2], factor[2], scale[2];
+        float factor[2];
         multiply_keys<0>(shared, rope, full, s);
         full ^= 1;
         wgmma_wait<0>();
         hold_registers(s);
-        if (OWN_P) release(shared, 0, QUARTERS);
-        row_scales(shared, row, scale_log2, scale);
+        release(shared, 0, QUARTERS);
         mask_scores(piece, tile, rows, scale_log2 < 0.f, s);
-        row_maxima(s, scale, top);
-        lead_maxima(shared.maximum[0], row, top, rows, factor);
-        exponentiate(s, scale, rows, probability);
+        lead_maxima<0>(shared, row, s, scale, rows, factor);
+        float sum[4] = {};
+        exponentiate<0>(s, scale, rows, probability, sum);
+        exponentiate<1>(s, scale, rows, probability, sum);
+        exponentiate<2>(s, scale, rows, probability, sum);
+        exponentiate<3>(s, scale, rows, probability, sum);
+        rows.sum[0] += sum[0] + sum[1], rows.sum[1] += sum[2] + sum[3];
         share_probabilities<0>(shared, probability, piece.valid(tile));
         rescale(out, factor);
         multiply_own_values<0>(shared, probability, out);
         release_values<0>(shared, 0, out);
         if (tile + 1 >= last) break;
         named_barrier_sync<CONSUMERS>(P1_READY);
-        follow_maxima(shared.maximum[1], row, rows, factor);
-        rescale(out, factor);
-        multiply_other_values<0>(shared, out);
+        follow_maxima<0>(shared, row, rows, out);
+        OtherValues other;
+        other.begin<0>(shared, out);
+        other.multiply<0>(out), other.multiply<1>(out), other.multiply<2>(out), other.multiply<3>(out);
+        other.multiply<4>(out), other.multiply<5>(out), other.multiply<6>(out), other.multiply<7>(out);
         release_values<0>(shared, 1, out);
     }
 }
 
-// Warpgroup 1: the scores of the odd tiles. The even tile's values are multiplied while their softmax is computed.
+// Warpgroup 1: the scores of the odd tiles. The even tile's values are multiplied while their softmax is computed: a warp that
+// issues a product waits until those before have begun, so the products are issued between parts of the softmax.
 DEVICE void follow_tiles(Shared& shared, const Piece& piece, const RopeQueries& rope, int row, float scale_log2,
                          uint32_t& full, Rows& rows, Output& out) {
     const int last = piece.first + piece.steps();
-    float factor[2];
+    const float scale = fabsf(scale_log2);
     int tile = piece.first;
 #pragma unroll 1
     for (; tile + 1 < last; tile += 2) {
         Scores s;
         Probabilities probability;
-        float top[2], scale[2];
+        OtherValues other;
+        float factor[2];
         wgmma_wait<0>();
         hold_registers(out);
         multiply_keys<1>(shared, rope, full, s);
         full ^= 1;
         named_barrier_sync<CONSUMERS>(P0_READY);
-        follow_maxima(shared.maximum[0], row, rows, factor);
-        rescale(out, factor);
-        multiply_other_values<1>(shared, out);
-        wgmma_wait<2>();
+        follow_maxima<1>(shared, row, rows, out);
+        other.begin<1>(shared, out);
+        other.multiply<0>(out), other.multiply<1>(out);
+        wgmma_commit();
+        wgmma_wait<1>();
         hold_registers(s);
-        if (OWN_P) release(shared, 1, QUARTERS);
-        row_scales(shared, row, scale_log2, scale);
+        release(shared, 1, QUARTERS);
         mask_scores(piece, tile + 1, rows, scale_log2 < 0.f, s);
-        row_maxima(s, scale, top);
-        lead_maxima(shared.maximum[1], row, top, rows, factor);
-        exponentiate(s, scale, rows, probability);
+        lead_maxima<1>(shared, row, s, scale, rows, factor);
+        float sum[4] = {};
+        other.multiply<2>(out);
+        exponentiate<0>(s, scale, rows, probability, sum);
+        other.multiply<3>(out);
+        exponentiate<1>(s, scale, rows, probability, sum);
+        other.multiply<4>(out);
+        exponentiate<2>(s, scale, rows, probability, sum);
+        other.multiply<5>(out);
+        exponentiate<3>(s, scale, rows, probability, sum);
+        rows.sum[0] += sum[0] + sum[1], rows.sum[1] += sum[2] + sum[3];
         share_probabilities<1>(shared, probability, piece.valid(tile + 1));
+        other.multiply<6>(out), other.multiply<7>(out);
         release_values<1>(shared, 0, out);
         rescale(out, factor);
         multiply_own_values<1>(shared, probability, out);
@@ -287,9 +320,11 @@ DEVICE void follow_tiles(Shared& shared, const Piece& piece, const RopeQueries& 
     }
     if (tile >= last) return;
     named_barrier_sync<CONSUMERS>(P0_READY);
-    follow_maxima(shared.maximum[0], row, rows, factor);
-    rescale(out, factor);
-    multiply_other_values<1>(shared, out);
+    follow_maxima<1>(shared, row, rows, out);
+    OtherValues other;
+    other.begin<1>(shared, out);
+    other.multiply<0>(out), other.multiply<1>(out), other.multiply<2>(out), other.multiply<3>(out);
+    other.multiply<4>(out), other.multiply<5>(out), other.multiply<6>(out), other.multiply<7>(out);
     release_values<1>(shared, 0, out);
 }
 
@@ -300,24 +335,16 @@ DEVICE int consumer_thread() {
     return thread;
 }
 
-// Where a warp brings rows of outputs in order; 0: there is no room.
+// Where a warp brings rows of outputs in order.
 DEVICE uint32_t stage_of(Shared& shared) {
-#if KV_E4M3
-    return 0;
-#else
     return shared_address(shared.p1) + threadIdx.x / 32 * (BOX_BYTES / (CONSUMERS / 32));
-#endif
 }
 
-// Where registers allow, the loaders tell: code and lengths that were not used for long come from far.
-DEVICE bool next_piece(Walker& walker, Shared& shared, uint32_t q_full, Piece& piece) {
-#if KV_E4M3
-    return walker.next(piece);
-#else
+// The loaders tell: code and lengths that were not used for long come from far.
+DEVICE bool next_piece(Shared& shared, uint32_t q_full, Piece& piece) {
     wait_barrier(shared.q_full, q_full);
     piece = shared.piece[q_full];
     return piece.parts > 0;
-#endif
 }
 
 // Returns whether there were partials.
@@ -330,7 +357,7 @@ DEVICE bool consume(const Params& p, const Share& share, Shared& shared) {
     int written = -2;
     Walker walker(p, share);
     Piece piece;
-    for (bool any = walker.next(piece); any; any = next_piece(walker, shared, q_full, piece)) {
+    for (bool any = walker.next(piece); any; any = next_piece(shared, q_full, piece)) {
         const int thread = consumer_thread();
         const int warpgroup = __shfl_sync(~0u, thread / WARPGROUP, 0);
         const int row = thread % WARPGROUP / 32 * 16 + thread % 32 / 4;  // the first of the thread's two
@@ -346,7 +373,7 @@ DEVICE bool consume(const Params& p, const Share& share, Shared& shared) {
         wait_barrier(shared.q_full, q_full);
         q_full ^= 1;
         RopeQueries rope;
-        if (OWN_P) load_rope_queries(shared, rope);
+        load_rope_queries(shared, rope);
         // P is written where the rope queries were; and the last piece's sums are read.
         named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
         if (warpgroup == 0)
@@ -387,14 +414,11 @@ extern "C" __global__ void __launch_bounds__(paged_mla_decode::THREADS, 1)
     if (threadIdx.x == WARPGROUP) {
         for (int b = 0; b < BUFFERS; ++b) {
             for (int box = 0; box < BOXES; ++box)
-                mbarrier_init(shared_address(&shared.full[b][box]), KV_E4M3 ? QUERY_LOADERS / 32 : 1);
-#if KV_E4M3
-            mbarrier_init(shared_address(&shared.raw[b]), 1);
-#endif
+                mbarrier_init(shared_address(&shared.full[b][box]), 1);
             for (int i = 0; i < EMPTIES; ++i)
                 mbarrier_init(shared_address(&shared.empty[b][i]), WARPGROUP / 32);
         }
-        mbarrier_init(shared_address(&shared.q_full), QUERY_LOADERS);
+        mbarrier_init(shared_address(&shared.q_full), HELPERS);
         mbarrier_init(shared_address(&shared.q_empty), CONSUMERS / 32);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         prefetch_tensor_map(&p.kv_map);

@@ -1,13 +1,15 @@
-// What a CTA of the kernel for e4m3 queries has in shared memory, and the rings through which its warpgroups hand it on.
+// What a CTA of the kernels for an e4m3 cache has in shared memory, and the rings through which its warpgroups hand it on.
 #pragma once
 #include "layout.cuh"
 
 namespace paged_mla_decode {
 
-constexpr int BUFFERS = LATENT > 256 ? 5 : 8;  // of raw tiles
-constexpr int HANDOVERS = 3;                   // of probabilities
+constexpr int BUFFERS = LATENT > 256 ? (Q_E4M3 ? 5 : 3) : (Q_E4M3 ? 8 : 7);  // of raw tiles
+constexpr int HANDOVERS = 3;                                               // of probabilities
 constexpr int RAW_BOX_BYTES = TILE_TOKENS * BOX_COLUMNS;
-constexpr int QUERY_BOXES = 4;  // of the queries that are in shared memory: the registers do not hold all of them
+// Of the queries that are in shared memory: e4m3 as they are, those for which the registers have no room; bf16 as fp16, all.
+constexpr int QUERY_BOXES = Q_E4M3 ? 4 : BOXES;
+constexpr int QUERY_BOX_BYTES = Q_E4M3 ? RAW_BOX_BYTES : BOX_BYTES;
 
 // What a tile ends.
 enum End : int { NOTHING_ENDS, WHOLE_PIECE_ENDS, PART_ENDS, ALL_ENDS };
@@ -23,11 +25,22 @@ struct Handover {
     int64_t offset_out[ROWS];        // and where they go; -1: there is no such row
 };
 
+// Beside bf16 queries.
+constexpr int SOFTMAX_WARPS = ROWS / 32;
+constexpr int SCORE_PITCH = TILE_TOKENS * 4 + 16;  // bytes of a row of scores: what a warp writes or reads is in different banks
+
 struct Shared {
     alignas(1024) char p[HANDOVERS][BOX_BYTES];
     alignas(1024) char kv[BUFFERS][BOXES][RAW_BOX_BYTES];
-    alignas(1024) char q[QUERY_BOXES][RAW_BOX_BYTES];
+    alignas(1024) char q[QUERY_BOXES][QUERY_BOX_BYTES];
     Handover handover[HANDOVERS];
+#if !Q_E4M3
+    alignas(16) char scores[ROWS * SCORE_PITCH];
+    Piece piece[SOFTMAX_WARPS];
+    float scale[2][ROWS];  // of the scores of a row, of pieces in turn
+    alignas(8) uint64_t scores_full;
+    alignas(8) uint64_t scores_empty;
+#endif
     alignas(8) uint64_t full[BUFFERS];
     alignas(8) uint64_t empty[BUFFERS];
     alignas(8) uint64_t p_full[HANDOVERS];
@@ -44,5 +57,12 @@ DEVICE void arrive_for_warp(uint64_t& barrier) {
 
 // The same in all lanes, and the compiler knows it: operands of products are in uniform registers then.
 DEVICE uint32_t uniform(uint32_t value) { return __shfl_sync(~0u, value, 0); }
+
+// Read anew where it is needed: what depends on it would be held over a whole piece, and cost spills.
+DEVICE uint32_t this_thread() {
+    uint32_t thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread;
+}
 
 }  // namespace paged_mla_decode

@@ -47,19 +47,6 @@ DEVICE void row_maxima(const Scores& s, const float (&scale)[2], float (&top)[2]
 
 DEVICE float next_maximum(float maximum, float top) { return top > maximum + MAXIMUM_SLACK ? top : maximum; }
 
-// P = 2^(scaled S - maximum) as the A operand of the second product; adds it to the rows' sums.
-DEVICE void exponentiate(Scores& s, const float (&scale)[2], Rows& rows, Probabilities& probability) {
-    float part[4] = {};
-#pragma unroll
-    for (int i = 0; i < TILE_TOKENS / 2; ++i) {
-        s[i] = exp2_approximate(s[i] * scale[i / 2 % 2] - rows.maximum[i / 2 % 2]);
-        part[i % 4] += s[i];
-        if (i % 2 == 1)
-            probability[i / 8][i / 2 % 4] = KV_E4M3 ? pack_fp16(s[i - 1], s[i]) : pack_bf16(s[i - 1], s[i]);
-    }
-    for (int i = 0; i < 2; ++i) rows.sum[i] += part[2 * i] + part[2 * i + 1];
-}
-
 DEVICE uint32_t fragment_place(uint32_t box, int step) {
     const int row = threadIdx.x % WARPGROUP / 32 * 16 + threadIdx.x % 16;
     return box + row * 128 + ((step * 2 + threadIdx.x % 32 / 16) ^ (row % 8)) * 16;

@@ -1,26 +1,37 @@
-// Paged decode of multi-head latent attention with queries and a cache of e4m3; shapes and sharing of the work as in
-// paged_mla_decode.cu.
+// Paged decode of multi-head latent attention with a cache of e4m3 and queries of e4m3 or bf16; shapes and sharing of the work
+// as in paged_mla_decode.cu.
 //
 //   loading warp             page table --> bulk tensor copies --> a ring of raw tiles of 64 keys, LATENT / 64 + 1 boxes
-//   scoring warpgroup        S = Q K^T, e4m3 by e4m3 as they are, of the next tile's columns the first half while this tile's
-//                            P = softmax, fp16 --> a ring in shared memory
 //   two output warpgroups    O^T += V^T P^T, fp16 by fp16, half of the columns each: V^T goes from the tile to registers,
 //                            transposed by ldmatrix and converted there
+// With e4m3 queries
+//   scoring warpgroup        S = Q K^T, e4m3 by e4m3 as they are, of the next tile's columns the first half while this tile's
+//                            P = softmax, fp16 --> a ring in shared memory
+// and with bf16 queries, in fp16
+//   scoring warpgroup        S^T = K Q^T: K goes from the tile to registers and is converted there --> shared memory
+//   two softmax warps        P = softmax, a row each thread --> a ring in shared memory
 //
-// With O transposed the values are the operand that may come from registers: converted values are never written to shared
-// memory, whose bandwidth bounds a kernel that does. A tile's time is that of the scoring warpgroup: so it looks for maxima
-// only where one has to follow.
+// With O and S transposed what is converted is the operand that may come from registers: converted values are never written to
+// shared memory, whose bandwidth bounds a kernel that does. A tile's time is that of the scoring warpgroup. So with e4m3
+// queries it looks for maxima only where one has to follow; with bf16 queries, whose products take twice the time, it does
+// nothing but products.
 //
-// Build: -DLATENT=512|256 -DKV_E4M3=1 -DROWS=64 -DBOX_COLUMNS=64 -DSHARED_BYTES=n -DKERNEL_NAME=symbol
+// Build: -DLATENT=512|256 -DKV_E4M3=1 -DQ_E4M3=0|1 -DROWS=64 -DBOX_COLUMNS=64 -DSHARED_BYTES=n -DKERNEL_NAME=symbol
 
 #include "pages.cuh"
+#if Q_E4M3
 #include "scoring.cuh"
+#else
+#include "row_softmax.cuh"
+#include "scoring_transposed.cuh"
+#endif
 #include "transposed.cuh"
 
 namespace paged_mla_decode {
 
+constexpr int P_WARPS = Q_E4M3 ? WARPGROUP / 32 : SOFTMAX_WARPS;  // that hand P on
 // A warpgroup that asks for more registers than the others leave waits for ever.
-constexpr int OUTPUT_REGISTERS = 168, SCORING_REGISTERS = 144, LOADING_REGISTERS = 32;
+constexpr int OUTPUT_REGISTERS = 168, SCORING_REGISTERS = Q_E4M3 ? 144 : 112, LOADING_REGISTERS = Q_E4M3 ? 32 : 64;
 static_assert(2 * OUTPUT_REGISTERS + SCORING_REGISTERS + LOADING_REGISTERS <= THREADS / WARPGROUP * LAUNCH_REGISTERS);
 
 DEVICE void load_tiles(const Params& p, const Share& share, Shared& shared) {
@@ -62,9 +73,13 @@ extern "C" __global__ void __launch_bounds__(paged_mla_decode::THREADS, 1)
             mbarrier_init(shared_address(&shared.empty[b]), (CONSUMERS + WARPGROUP) / 32);
         }
         for (int b = 0; b < HANDOVERS; ++b) {
-            mbarrier_init(shared_address(&shared.p_full[b]), WARPGROUP / 32);
+            mbarrier_init(shared_address(&shared.p_full[b]), P_WARPS);
             mbarrier_init(shared_address(&shared.p_empty[b]), CONSUMERS / 32);
         }
+#if !Q_E4M3
+        mbarrier_init(shared_address(&shared.scores_full), WARPGROUP / 32);
+        mbarrier_init(shared_address(&shared.scores_empty), SOFTMAX_WARPS);
+#endif
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         prefetch_tensor_map(&p.kv_map);
     }
@@ -77,7 +92,10 @@ extern "C" __global__ void __launch_bounds__(paged_mla_decode::THREADS, 1)
         take_registers<OUTPUT_REGISTERS>();
         if (multiply_values(p, shared)) merge_shares(p, share, shared_memory);
     } else if (warpgroup == CONSUMERS / WARPGROUP) {
-        take_registers<SCORING_REGISTERS>();
+        if constexpr (SCORING_REGISTERS > LAUNCH_REGISTERS)
+            take_registers<SCORING_REGISTERS>();
+        else
+            give_registers<SCORING_REGISTERS>();
         score(p, share, shared);
         if (blockIdx.x == 0) report_lengths(p, threadIdx.x - CONSUMERS, HELPERS);
     } else {
@@ -86,6 +104,11 @@ extern "C" __global__ void __launch_bounds__(paged_mla_decode::THREADS, 1)
             load_tiles(p, share, shared);
             allow_next_grid();
         }
+#if !Q_E4M3
+        else if (threadIdx.x < THREADS - WARPGROUP + 32 + SOFTMAX_WARPS * 32) {
+            weigh(p, share, shared);
+        }
+#endif
         if (blockIdx.x == 0) report_lengths(p, threadIdx.x - CONSUMERS, HELPERS);
     }
 }
