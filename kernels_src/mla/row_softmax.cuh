@@ -9,6 +9,7 @@ namespace paged_mla_decode {
 // P = 2^(scaled S - maximum) of a row, as the product reads it. Returns the sum.
 DEVICE float weigh_row(uint32_t scores, uint32_t place, float scale, float maximum) {
     constexpr int CHUNKS = TILE_TOKENS / 8;
+    asm volatile("" : "+r"(place));  // what follows from it is not held from call to call: there are no registers for that
     float sum[2] = {};
     uint4 next[2] = {load_shared_16_bytes(scores), load_shared_16_bytes(scores + 16)};
 #pragma unroll
@@ -71,13 +72,13 @@ DEVICE void end_row_of(const Params& p, const Piece& piece, Handover& to, float 
 }
 
 DEVICE void weigh(const Params& p, const Share& share, Shared& shared) {
-    const uint32_t row = threadIdx.x % WARPGROUP - 32;
-    const uint32_t scores = shared_address(shared.scores) + row * SCORE_PITCH;
+    const auto own_row = [] { return this_thread() % WARPGROUP - 32; };
+    const auto scores_of = [&](uint32_t row) { return shared_address(shared.scores) + row * SCORE_PITCH; };
     Turn<HANDOVERS> handovers;
     uint32_t phase = 0;  // bit 0: of the next scores; bit 1: slot of the piece's factors
     const auto hand_over = [&](int valid, End end) {
         Handover& to = shared.handover[handovers.index];
-        if (row == 0) to.valid = valid, to.end = end;
+        if (own_row() == 0) to.valid = valid, to.end = end;
         fence_async_proxy();
         __syncwarp();
         arrive_for_warp(shared.p_full[handovers.index]);
@@ -86,21 +87,21 @@ DEVICE void weigh(const Params& p, const Share& share, Shared& shared) {
     Walker walker(p, share);
     Piece piece;
     while (walker.next(piece)) {
-        Piece& kept = shared.piece[row / 32];  // in registers it would cost spills
+        Piece& kept = shared.piece[own_row() / 32];  // in registers it would cost spills
         __syncwarp();
-        if (row % 32 == 0) kept = piece;
+        if (own_row() % 32 == 0) kept = piece;
         __syncwarp();
-        const int steps = piece.steps();
         float maximum = LOWEST, sum = 0.f;
 #pragma unroll 1
-        for (int left = steps; left > 0; --left) {
+        for (int left = kept.steps(); left > 0; --left) {
             Handover& to = shared.handover[handovers.index];
-            const uint32_t place = shared_address(shared.p[handovers.index]) + row * 128 + row % 8 * 16;
             wait_barrier(shared.scores_full, phase & 1);
             phase ^= 1;
             const int draft = (kept.last - left) * TILE_TOKENS - (kept.length - kept.queries);  // of the tile's first key
-            if (draft + TILE_TOKENS > 0) hide_scores(scores, draft, visible_drafts(p, kept, row));
+            if (draft + TILE_TOKENS > 0) hide_scores(scores_of(own_row()), draft, visible_drafts(p, kept, own_row()));
+            const uint32_t row = own_row(), scores = scores_of(row);
             const float scale = shared.scale[phase >> 1][row];
+            const uint32_t place = shared_address(shared.p[handovers.index]) + row * 128 + row % 8 * 16;
             wait_barrier(shared.p_empty[handovers.index], handovers.parity ^ 1);
             float own, factor = 1.f;
 #pragma unroll 1
@@ -117,10 +118,11 @@ DEVICE void weigh(const Params& p, const Share& share, Shared& shared) {
             arrive_for_warp(shared.scores_empty);
             sum += own;
             to.factor[row] = factor;
-            const bool grown = __any_sync(~0u, left < steps && factor != 1.f);
+            const bool grown = __any_sync(~0u, left < kept.steps() && factor != 1.f);
             if (row % 16 == 0) to.grown[row / 16] = grown;
             if (left > 1) hand_over(TILE_TOKENS, NOTHING_ENDS);
         }
+        const int steps = kept.steps();
         if (steps > 0) phase ^= 2;
         if (steps == 0) wait_barrier(shared.p_empty[handovers.index], handovers.parity ^ 1);
         end_row_of(p, kept, shared.handover[handovers.index], maximum, sum);
