@@ -96,8 +96,14 @@ def _launch_facts(selection: DecodeSelection, shape: DecodeShape) -> Iterator[tu
         f"{selection.ctas} CTAs of {kernel.threads} threads, {kernel.dynamic_shared_bytes} bytes shared memory",
     )
     yield "rows", f"{min(shape.rows, selection.most_rows)} in {fit.grid.row_tiles} x {kernel.traits['rows']}"
-    yield "splits", selection.splits or "0: the grid cuts the line of all tiles"
+    yield "splits", selection.splits or f"0: {_cut(selection)}"
     yield "predicted", f"{selection.microseconds:.1f} us: {_sum(fit.estimate)}"
+
+
+def _cut(selection: DecodeSelection) -> str:
+    if selection.cluster_parts > 1:
+        return f"clusters of {selection.cluster_parts} CTAs cut a pair each"
+    return "each CTA has a pair" if selection.cluster_parts else "the grid cuts the line of all tiles"
 
 
 def _sum(time: Estimate) -> str:
@@ -142,7 +148,7 @@ def _record(
     return {
         "backend": "hopper",
         "operator": "paged_decode",
-        "launches": [_launch_record(selection, device) for selection in selections],
+        "launches": [_launch_record(selection, shape, device) for selection in selections],
         "microseconds": sum(selection.microseconds for selection in selections),
         "shape": {f.name: getattr(shape, f.name) for f in fields(shape)},
         "device": {f.name: getattr(device, f.name) for f in fields(device)},
@@ -150,7 +156,9 @@ def _record(
     }
 
 
-def _launch_record(selection: DecodeSelection, device: DeviceFacts) -> dict[str, Any]:
+def _launch_record(selection: DecodeSelection, shape: DecodeShape, device: DeviceFacts) -> dict[str, Any]:
+    from ..launch.hopper.decode import launch_grid
+
     kernel = selection.kernel
     return {
         "kernel": kernel.name,
@@ -159,7 +167,7 @@ def _launch_record(selection: DecodeSelection, device: DeviceFacts) -> dict[str,
         "status": kernel.status,
         "least_rows": selection.least_rows,
         "most_rows": selection.most_rows,
-        "grid": [selection.ctas, 1, 1],
+        "grid": list(launch_grid(selection, shape.batch, shape.kv_heads)),
         "block": [kernel.threads, 1, 1],
         "smem": kernel.dynamic_shared_bytes,
         "heads_together": selection.heads_together,

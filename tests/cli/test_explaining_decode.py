@@ -30,6 +30,14 @@ def test_the_kernel_its_grid_and_its_time_are_told(capsys: pytest.CaptureFixture
     assert "\npredicted  " in out
 
 
+@pytest.mark.parametrize(
+    ("kv_len", "said"), [("2048", "clusters of 8 CTAs cut a pair each"), ("64", "each CTA has a pair")]
+)
+def test_clusters_are_told(capsys: pytest.CaptureFixture[str], arguments: list[str], kv_len: str, said: str) -> None:
+    out = run(capsys, *arguments, "--backend", "hopper", "--sm", 90, "--kv-len", kv_len)
+    assert f"\nsplits     0: {said}\n" in out
+
+
 def test_every_kernel_of_the_device_is_in_the_table_by_time(
     capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
@@ -54,10 +62,8 @@ def test_json_tells_the_choice_its_candidates_and_the_constants(
     assert (told["verb"], told["backend"], told["operator"]) == ("explain", "hopper", "paged_decode")
     assert launch["kernel"] == "decode_bf16_d128_rows64_sm90a"
     assert (best["kernel"], best["microseconds"]) == (launch["kernel"], told["microseconds"])
-    assert (best["terms"].keys(), best["grid"]["ctas"]) == (
-        {"fixed_us", "dram_us", "l2_us", "tiles_us", "merge_us"},
-        launch["grid"][0],
-    )
+    assert best["terms"].keys() == {"fixed_us", "dram_us", "l2_us", "tiles_us", "merge_us"}
+    assert (best["grid"]["ctas"], launch["grid"]) == (128, [8, 16, 1])
     assert (told["costs"]["gpu"], told["costs"]["launch_us"]) == ("H200", 3.8)
     assert told["device"]["capability"] == [9, 0]
 

@@ -175,7 +175,7 @@ def decode_plan(
         path=path,
         sha256=sha256,
         layout=layout,
-        grid=_grid(selection, problem),
+        grid=launch_grid(selection, problem.batch, problem.kv_heads),
         block=(kernel.threads, 1, 1),
         shared_bytes=kernel.dynamic_shared_bytes,
         attributes=LaunchAttributes(
@@ -187,9 +187,10 @@ def decode_plan(
     )
 
 
-def _grid(selection: DecodeSelection, problem: DecodeProblem) -> tuple[int, int, int]:
+def launch_grid(selection: DecodeSelection, batch: int, kv_heads: int) -> tuple[int, int, int]:
+    """The grid as the kernels number it: a cluster for each KV head, request and row tile; or teams of CTAs."""
     if selection.cluster_parts:
-        return selection.cluster_parts, problem.kv_heads, problem.batch * selection.row_tiles
+        return selection.cluster_parts, kv_heads, batch * selection.row_tiles
     return selection.heads_together, selection.ctas // selection.heads_together, 1
 
 
