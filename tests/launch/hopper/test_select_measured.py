@@ -78,6 +78,37 @@ MEASURED = (
     Measured("e4m3", 64, (1, 8), 64, 16384, {(8, 2): 292}),
 )
 
+# What clusters took, and the even cut of all tiles on the same kernel or, where it is faster, another.
+CLUSTERS = (
+    (Measured("bf16", 128, (1, 8), 1, 64, {}), 8.1, 8.5),
+    (Measured("bf16", 128, (1, 8), 1, 1024, {}), 11.3, 12.8),
+    (Measured("bf16", 128, (1, 8), 1, 4096, {}), 13.9, 16.4),
+    (Measured("bf16", 128, (1, 8), 1, 16384, {}), 27.2, 30.0),
+    (Measured("bf16", 128, (1, 8), 1, 32768, {}), 44.7, 45.9),
+    (Measured("bf16", 128, (1, 8), 1, 65536, {}), 78.8, 79.5),
+    (Measured("bf16", 128, (1, 8), 2, 4096, {}), 18.6, 20.1),
+    (Measured("bf16", 128, (1, 8), 4, 512, {}), 12.4, 14.3),
+    (Measured("bf16", 128, (1, 8), 4, 2048, {}), 19.1, 20.6),
+    (Measured("bf16", 128, (1, 8), 8, 1024, {}), 18.4, 20.2),
+    (Measured("bf16", 128, (1, 8), 16, 512, {}), 17.6, 18.0),
+    (Measured("bf16", 128, (4, 8), 1, 4096, {}), 17.0, 19.6),
+    (Measured("bf16", 128, (8, 8), 1, 4096, {}), 16.9, 21.9),
+    (Measured("bf16", 128, (8, 8), 1, 16384, {}), 30.2, 47.2),
+    (Measured("bf16", 128, (8, 8), 1, 65536, {}), 82.5, 98.4),
+    (Measured("bf16", 128, (16, 8), 1, 4096, {}), 22.2, 53.4),
+    (Measured("bf16", 128, (16, 8), 1, 16384, {}), 45.8, 41.5),
+    (Measured("bf16", 64, (1, 8), 1, 4096, {}), 11.9, 14.1),
+    (Measured("bf16", 64, (1, 8), 1, 16384, {}), 19.1, 21.4),
+    (Measured("bf16", 256, (1, 8), 1, 4096, {}), 19.7, 24.9),
+    (Measured("bf16", 512, (1, 4), 1, 4096, {}), 29.5, 36.0),
+    (Measured("e4m3", 128, (1, 8), 1, 8192, {}), 15.2, 16.9),
+    (Measured("e4m3", 128, (1, 8), 1, 32768, {}), 29.6, 30.7),
+    (Measured("e4m3", 128, (4, 12), 1, 16384, {}), 34.6, 42.7),
+    (Measured("e4m3", 128, (8, 12), 1, 4096, {}), 25.4, 31.0),
+    (Measured("e4m3", 128, (8, 12), 1, 16384, {}), 55.5, 46.6),
+    (Measured("e4m3", 64, (8, 8), 1, 4096, {}), 15.5, 31.5),
+)
+
 
 def selected(measured: Measured) -> DecodeSelection:
     (made,) = select_decode(HOPPER, measured.shape, H200)
@@ -102,3 +133,16 @@ def test_predictions_are_near_what_was_measured(measured: Measured) -> None:
     predicted = {named(fit): fit.estimate.microseconds for fit in fastest_last}
     near = {name: pytest.approx(us, rel=0.2) for name, us in measured.us.items()}
     assert {name: predicted[name] for name in measured.us} == near
+
+
+@pytest.mark.parametrize(("measured", "cluster_us", "even_us"), CLUSTERS, ids=str)
+def test_clusters_are_chosen_where_little_is_lost(measured: Measured, cluster_us: float, even_us: float) -> None:
+    taken = cluster_us if selected(measured).cluster_parts else even_us
+    assert taken <= 1.12 * min(cluster_us, even_us)
+
+
+@pytest.mark.parametrize(("measured", "cluster_us", "even_us"), CLUSTERS, ids=str)
+def test_predictions_of_clusters_are_near(measured: Measured, cluster_us: float, even_us: float) -> None:
+    fits = [fit for c in selected(measured).candidates if c.fit for fit in (c.fit, *c.other_fits)]
+    predicted = min(fit.estimate.microseconds for fit in fits if fit.grid.cluster_parts)
+    assert predicted == pytest.approx(cluster_us, rel=0.3)
