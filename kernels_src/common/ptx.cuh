@@ -11,11 +11,21 @@ DEVICE uint32_t shared_address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// The thread's index, read anew: what follows from it need not stay in registers, where that would cost spills.
+DEVICE uint32_t thread_anew() {
+    uint32_t thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread;
+}
+
 // ---- mbarriers: a phase completes when `count` arrivals and all announced bytes are in ----
 
 DEVICE void mbarrier_init(uint32_t barrier, uint32_t count) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
+
+// Behind the last one: bulk copies know of them.
+DEVICE void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 DEVICE void mbarrier_arrive(uint32_t barrier) {
     asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(barrier) : "memory");
@@ -222,6 +232,10 @@ DEVICE float2 unpack_e4m3(uint16_t pair) { return unpack_fp16(e4m3_pair_to_fp16(
 // ---- arithmetic ----
 
 DEVICE float power_of_two(int exponent) { return __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23); }
+
+// By whose power of two bf16 numbers are divided to fit fp16, from the biased exponent of the largest: at 112 the largest bf16 is
+// just within fp16, and at -100 the power is no danger to what it is multiplied by.
+DEVICE int exponent_into_fp16(uint32_t biased) { return min(max(static_cast<int>(biased) - 127, -100), 112); }
 
 DEVICE float exp2_approximate(float x) {
     float y;

@@ -57,7 +57,7 @@ DEVICE void prepare_barriers(Shared& shared) {
     for (int i = 0; i < (WARPGROUP_MMA && !CONVERTS ? PARTIES : 0); ++i)
         mbarrier_init(shared_address(&shared.cleared[i]), BUFFER_READERS);
 #if USE_TMA
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    fence_mbarrier_init();
 #endif
 }
 

@@ -96,8 +96,7 @@ DEVICE void write_rows_staged(const Params& p, const RowEnds& ends, const float 
     }
 }
 
-// For each type of output apart: what runs once comes from DRAM, and in a row. `stage`: 1024 bytes of shared memory for each
-// warp, or 0.
+// For each type of output apart: what runs once comes from DRAM, and in a row. `stage`: the warp's 1024 bytes of shared memory.
 DEVICE void write_rows(const Params& p, const Piece& piece, int row, int column, const float (&out)[HALF_COLUMNS / 2],
                        const float (&maximum)[2], const float (&sum)[2], uint32_t stage) {
     const RowEnds ends(p, piece, row, column, maximum, sum);

@@ -33,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(paged_mla_decode::THREADS, 1)
         }
         mbarrier_init(shared_address(&shared.sums_full), SCORER_WARPS);
         mbarrier_init(shared_address(&shared.sums_empty), CONSUMER_WARPS);
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        fence_mbarrier_init();
         prefetch_tensor_map(&p.kv_map);
     }
     wait_for_previous_grid();

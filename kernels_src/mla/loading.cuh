@@ -32,8 +32,8 @@ DEVICE void copy_queries(const Params& p, const Piece& piece, Shared& shared, in
 }
 
 // Each of four warps brings a quarter of every tile as soon as its place is free, the first also the rope columns, and a
-// quarter of the queries' rows; they also tell the consumers the pieces. The first piece's queries come before its keys, the others', whose place becomes free last,
-// after the first keys.
+// quarter of the queries' rows; they also tell the consumers the pieces. The first piece's queries come before its keys, the
+// others', whose place becomes free last, after the first keys.
 DEVICE void load(const Params& p, const Share& share, Shared& shared) {
     static_assert(HELPERS / 32 == QUARTERS);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32 - CONSUMERS / 32, 0);
@@ -91,4 +91,5 @@ DEVICE void load(const Params& p, const Share& share, Shared& shared) {
     wait_barrier(shared.q_empty, turn ^ 1);
     mbarrier_arrive(shared_address(&shared.q_full));
 }
+
 }  // namespace paged_mla_decode

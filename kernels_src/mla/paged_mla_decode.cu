@@ -29,7 +29,6 @@
 //
 // Build: -DLATENT=512|256 -DKV_E4M3=0 -DROWS=64 -DBOX_COLUMNS=64 -DSHARED_BYTES=n -DKERNEL_NAME=symbol
 
-#define FOLDS 1
 #include "loading.cuh"
 #include "accumulators.cuh"
 #include "softmax.cuh"
@@ -111,16 +110,12 @@ DEVICE void exponentiate(Scores& s, float scale, const Rows& rows, Probabilities
 // what was summed so far. Lanes compare theirs only if one exceeds.
 template <int WG>
 DEVICE void lead_maxima(Shared& shared, int row, const Scores& s, float scale, Rows& rows, float (&factor)[2]) {
-    float part[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) part[i] = fmaxf(s[i], s[i + 4]);
-#pragma unroll
-    for (int i = 8; i < TILE_TOKENS / 2; ++i) part[i % 4] = fmaxf(part[i % 4], s[i]);
     float top[2];
+    own_maxima(s, top);
     bool over = false;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        top[i] = fmaxf(part[2 * i], part[2 * i + 1]) * scale;
+        top[i] *= scale;
         over |= top[i] > rows.maximum[i] + MAXIMUM_SLACK;
         factor[i] = 1.f;
     }
@@ -205,6 +200,10 @@ struct OtherValues {
                                                                   advance_operand(v[HALF], STEP * 16 * 128));
         if (STEP == 3) wgmma_commit();
     }
+    DEVICE void multiply_all(Output& out) {
+        multiply<0>(out), multiply<1>(out), multiply<2>(out), multiply<3>(out);
+        multiply<4>(out), multiply<5>(out), multiply<6>(out), multiply<7>(out);
+    }
 };
 
 // Each quarter of buffer `b` becomes free when its product, of the two latest, is done.
@@ -268,8 +267,7 @@ DEVICE void lead_tiles(Shared& shared, const Piece& piece, const RopeQueries& ro
         follow_maxima<0>(shared, row, rows, out);
         OtherValues other;
         other.begin<0>(shared, out);
-        other.multiply<0>(out), other.multiply<1>(out), other.multiply<2>(out), other.multiply<3>(out);
-        other.multiply<4>(out), other.multiply<5>(out), other.multiply<6>(out), other.multiply<7>(out);
+        other.multiply_all(out);
         release_values<0>(shared, 1, out);
     }
 }
@@ -323,16 +321,8 @@ DEVICE void follow_tiles(Shared& shared, const Piece& piece, const RopeQueries& 
     follow_maxima<1>(shared, row, rows, out);
     OtherValues other;
     other.begin<1>(shared, out);
-    other.multiply<0>(out), other.multiply<1>(out), other.multiply<2>(out), other.multiply<3>(out);
-    other.multiply<4>(out), other.multiply<5>(out), other.multiply<6>(out), other.multiply<7>(out);
+    other.multiply_all(out);
     release_values<1>(shared, 0, out);
-}
-
-// Read anew where it is needed: held over a whole piece, it would cost a spill.
-DEVICE int consumer_thread() {
-    uint32_t thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    return thread;
 }
 
 // Where a warp brings rows of outputs in order.
@@ -349,8 +339,7 @@ DEVICE bool next_piece(Shared& shared, uint32_t q_full, Piece& piece) {
 
 // Returns whether there were partials.
 DEVICE bool consume(const Params& p, const Share& share, Shared& shared) {
-    const float* scale_factor = static_cast<const float*>(p.softmax_scale_device);
-    const float scale = scale_factor == nullptr ? p.softmax_scale_log2 : p.softmax_scale_log2 * *scale_factor;
+    const float scale = softmax_scale_log2(p);
     const float scale_log2 = scale == 0.f ? 1e-30f : scale;  // 0 x -inf is NaN
     uint32_t full = 0, q_full = 0;  // parities
     // Counter of the last part that was written: said with the next, when the writes had time. -1: it is said; -2: no part.
@@ -358,7 +347,7 @@ DEVICE bool consume(const Params& p, const Share& share, Shared& shared) {
     Walker walker(p, share);
     Piece piece;
     for (bool any = walker.next(piece); any; any = next_piece(shared, q_full, piece)) {
-        const int thread = consumer_thread();
+        const int thread = thread_anew();
         const int warpgroup = __shfl_sync(~0u, thread / WARPGROUP, 0);
         const int row = thread % WARPGROUP / 32 * 16 + thread % 32 / 4;  // the first of the thread's two
         Rows rows;
@@ -420,7 +409,7 @@ extern "C" __global__ void __launch_bounds__(paged_mla_decode::THREADS, 1)
         }
         mbarrier_init(shared_address(&shared.q_full), HELPERS);
         mbarrier_init(shared_address(&shared.q_empty), CONSUMERS / 32);
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        fence_mbarrier_init();
         prefetch_tensor_map(&p.kv_map);
     }
     wait_for_previous_grid();

@@ -58,11 +58,4 @@ DEVICE void arrive_for_warp(uint64_t& barrier) {
 // The same in all lanes, and the compiler knows it: operands of products are in uniform registers then.
 DEVICE uint32_t uniform(uint32_t value) { return __shfl_sync(~0u, value, 0); }
 
-// Read anew where it is needed: what depends on it would be held over a whole piece, and cost spills.
-DEVICE uint32_t this_thread() {
-    uint32_t thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    return thread;
-}
-
 }  // namespace paged_mla_decode

@@ -1,8 +1,7 @@
 // Softmax beside bf16 queries and an e4m3 cache: by two warps, a row each thread, from scores in shared memory to P there. They
 // also know what becomes of the rows of a piece.
 #pragma once
-#include "output.cuh"
-#include "rings.cuh"
+#include "handing.cuh"
 
 namespace paged_mla_decode {
 
@@ -57,33 +56,18 @@ DEVICE void hide_scores(uint32_t scores, int first, uint32_t visible) {
 constexpr float MOST_SUM = 512.f, EXCESS = 3.f;
 
 DEVICE void end_row_of(const Params& p, const Piece& piece, Handover& to, float maximum, float sum) {
-    const int row = this_thread() % WARPGROUP - 32;
+    const int row = thread_anew() % WARPGROUP - 32;
     const int slot = slot_of(p, piece, piece.part);
     if (row == 0) to.slot = slot, to.rows = piece.rows, to.counter = piece.counter;
-    if (piece.whole()) {
-        const bool exists = row < piece.rows;
-        const RowEnd end = end_row(p, maximum, sum, (piece.row_tile * ROWS + (exists ? row : 0)) % p.heads, output_scale(p));
-        if (exists) write_lse(p, piece, row, end.lse);
-        to.factor_out[row] = end.factor;
-        to.offset_out[row] = exists ? row_offset(piece, row, p.heads, p.out_token_stride, p.out_head_stride) : -1;
-    } else if (row / 16 * 16 < piece.rows) {
-        static_cast<float2*>(p.partial_statistics)[slot_row(slot, row)] = make_float2(maximum, sum);
-    }
+    end_row(p, piece, to, slot, row, maximum, sum);
 }
 
 DEVICE void weigh(const Params& p, const Share& share, Shared& shared) {
-    const auto own_row = [] { return this_thread() % WARPGROUP - 32; };
+    const auto own_row = [] { return thread_anew() % WARPGROUP - 32; };
     const auto scores_of = [&](uint32_t row) { return shared_address(shared.scores) + row * SCORE_PITCH; };
     Turn<HANDOVERS> handovers;
     uint32_t phase = 0;  // bit 0: of the next scores; bit 1: slot of the piece's factors
-    const auto hand_over = [&](int valid, End end) {
-        Handover& to = shared.handover[handovers.index];
-        if (own_row() == 0) to.valid = valid, to.end = end;
-        fence_async_proxy();
-        __syncwarp();
-        arrive_for_warp(shared.p_full[handovers.index]);
-        handovers.advance();
-    };
+    const auto hand_over = [&](int valid, End end) { hand_tile(shared, handovers, own_row() == 0, valid, end); };
     Walker walker(p, share);
     Piece piece;
     while (walker.next(piece)) {

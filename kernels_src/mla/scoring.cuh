@@ -1,7 +1,6 @@
 // The scoring warpgroup of the kernel for e4m3 queries: S = Q K^T, softmax, P and what the others need to know of the rows.
 #pragma once
-#include "output.cuh"
-#include "rings.cuh"
+#include "handing.cuh"
 #include "softmax.cuh"
 
 namespace paged_mla_decode {
@@ -106,9 +105,8 @@ constexpr float MOST_SUM = 128.f, EXCESS = 3.f;
 
 // The maxima of rows whose scores exceed them follow. The others rescale what they have by the factors.
 DEVICE void raise_maxima(Handover& to, int row, const Scores& s, float scale, Rows& rows) {
-    const float scales[2] = {scale, scale};
     float top[2];
-    row_maxima(s, scales, top);
+    row_maxima(s, scale, top);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const float maximum = top[i] > rows.maximum[i] + EXCESS ? top[i] : rows.maximum[i];
@@ -140,38 +138,19 @@ DEVICE void end_rows(const Params& p, const Piece& piece, Handover& to, int row,
     if (threadIdx.x == CONSUMERS) to.slot = slot, to.rows = piece.rows, to.counter = piece.counter;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        const int own = row + 8 * i;
         float sum = rows.sum[i];
         for (int step = 1; step < 4; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
-        if (threadIdx.x % 4 > 0) continue;
-        if (piece.whole()) {
-            const bool exists = own < piece.rows;
-            const int head = (piece.row_tile * ROWS + (exists ? own : 0)) % p.heads;
-            const RowEnd end = end_row(p, rows.maximum[i], sum, head, output_scale(p));
-            if (exists) write_lse(p, piece, own, end.lse);
-            to.factor_out[own] = end.factor;
-            to.offset_out[own] = exists ? row_offset(piece, own, p.heads, p.out_token_stride, p.out_head_stride) : -1;
-        } else if (own / 16 * 16 < piece.rows) {
-            static_cast<float2*>(p.partial_statistics)[slot_row(slot, own)] = make_float2(rows.maximum[i], sum);
-        }
+        if (threadIdx.x % 4 == 0) end_row(p, piece, to, slot, row + 8 * i, rows.maximum[i], sum);
     }
 }
 
 DEVICE void score(const Params& p, const Share& share, Shared& shared) {
     const int row = threadIdx.x % WARPGROUP / 32 * 16 + threadIdx.x % 32 / 4;  // the first of the thread's two
-    const float* scale_factor = static_cast<const float*>(p.softmax_scale_device);
-    const float given = scale_factor == nullptr ? p.softmax_scale_log2 : p.softmax_scale_log2 * *scale_factor;
+    const float given = softmax_scale_log2(p);
     const float scale = fmaxf(fabsf(given), 1e-30f);  // 0 x -inf is NaN
     Turn<BUFFERS> tiles;
     Turn<HANDOVERS> handovers;
-    const auto hand_over = [&](int valid, End end) {
-        Handover& to = shared.handover[handovers.index];
-        if (threadIdx.x == CONSUMERS) to.valid = valid, to.end = end;
-        fence_async_proxy();
-        __syncwarp();
-        arrive_for_warp(shared.p_full[handovers.index]);
-        handovers.advance();
-    };
+    const auto hand_over = [&](int valid, End end) { hand_tile(shared, handovers, threadIdx.x == CONSUMERS, valid, end); };
     Walker walker(p, share);
     Piece piece;
     while (walker.next(piece)) {

@@ -37,9 +37,8 @@ DEVICE void copy_queries(const Params& p, const Piece& piece, Shared& shared, ui
 // its scores are multiplied by, and has the sign of the softmax scale.
 DEVICE void load_queries(const Params& p, const Piece& piece, Shared& shared, uint32_t slot) {
     constexpr int GROUPS = STEPS / 4;  // of 16 columns, of a lane
-    const float* scale_factor = static_cast<const float*>(p.softmax_scale_device);
-    const float scale = scale_factor == nullptr ? p.softmax_scale_log2 : p.softmax_scale_log2 * *scale_factor;
-    const uint32_t thread = this_thread() % WARPGROUP, part = thread % 4;
+    const float scale = softmax_scale_log2(p);
+    const uint32_t thread = thread_anew() % WARPGROUP, part = thread % 4;
     named_barrier_sync<WARPGROUP>(SCORING_BARRIER);  // no warp multiplies the last piece's any more
     copy_queries(p, piece, shared, thread);
 #pragma unroll 1
@@ -54,8 +53,7 @@ DEVICE void load_queries(const Params& p, const Piece& piece, Shared& shared, ui
         }
         largest = max(largest & 0xffff, largest >> 16);
         for (int step = 1; step < 4; step *= 2) largest = max(largest, __shfl_xor_sync(~0u, largest, step));
-        // At 112 the largest bf16 is just within fp16, and the power is no danger to the softmax scale.
-        const int exponent = largest > 0 ? min(max(static_cast<int>(largest >> 7) - 127, -100), 112) : 0;
+        const int exponent = largest > 0 ? exponent_into_fp16(largest >> 7) : 0;
         const float factor = copysignf(power_of_two(-exponent), scale);
 #pragma unroll 3
         for (int i = 0; i < GROUPS; ++i) {
@@ -78,7 +76,7 @@ DEVICE void load_queries(const Params& p, const Piece& piece, Shared& shared, ui
 
 // The lane's place in its warp's keys, of which it reads 16 bytes of 32 columns.
 DEVICE uint32_t place_of_keys() {
-    const uint32_t thread = this_thread(), lane = thread % 32, key = thread % WARPGROUP / 32 * 16 + lane % 16;
+    const uint32_t thread = thread_anew(), lane = thread % 32, key = thread % WARPGROUP / 32 * 16 + lane % 16;
     return key * BOX_COLUMNS + ((lane / 16) ^ (key / 2 % 4)) * 16;
 }
 
@@ -119,7 +117,7 @@ DEVICE void write_scores(uint32_t place, const Scores& s) {
 }
 
 DEVICE uint32_t place_of_scores() {
-    const uint32_t thread = this_thread() % WARPGROUP;
+    const uint32_t thread = thread_anew() % WARPGROUP;
     return thread % 4 * 2 * SCORE_PITCH + thread / 4 * 4 + thread / 32 * 32;
 }
 

@@ -31,18 +31,23 @@ DEVICE void mask_scores(const Piece& piece, int tile, const Rows& rows, bool neg
     }
 }
 
-// The largest of each row, scaled.
-DEVICE void row_maxima(const Scores& s, const float (&scale)[2], float (&top)[2]) {
+// The largest of the thread's scores of each row.
+DEVICE void own_maxima(const Scores& s, float (&top)[2]) {
     float part[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) part[i] = fmaxf(s[i], s[i + 4]);
 #pragma unroll
     for (int i = 8; i < TILE_TOKENS / 2; ++i) part[i % 4] = fmaxf(part[i % 4], s[i]);
     for (int i = 0; i < 2; ++i) top[i] = fmaxf(part[2 * i], part[2 * i + 1]);
+}
+
+// The largest of each row, scaled.
+DEVICE void row_maxima(const Scores& s, float scale, float (&top)[2]) {
+    own_maxima(s, top);
 #pragma unroll
     for (int step = 1; step < 4; step *= 2)
         for (int i = 0; i < 2; ++i) top[i] = fmaxf(top[i], __shfl_xor_sync(~0u, top[i], step));
-    for (int i = 0; i < 2; ++i) top[i] *= scale[i];
+    for (int i = 0; i < 2; ++i) top[i] *= scale;
 }
 
 DEVICE float next_maximum(float maximum, float top) { return top > maximum + MAXIMUM_SLACK ? top : maximum; }

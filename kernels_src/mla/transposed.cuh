@@ -126,8 +126,7 @@ DEVICE void write_whole(const Params& p, const Handover& from, const Output& out
 
 // As the merge reads it: a lane has two columns of rows lane / 4 and 8 on.
 DEVICE void write_part(const Params& p, const Handover& from, const Output& out) {
-    int thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));  // anew: held over a piece, what comes of it would cost a spill
+    const int thread = thread_anew();
     const int lane = thread % 32;
     const int group = thread / 32 * WARP_COLUMNS / 8 + lane / 16;
     float4* target = static_cast<float4*>(p.partial_out) + partial_place(from.slot, group, lane % 4 * 8 + lane / 4 % 4);

@@ -103,10 +103,8 @@ DEVICE void report_lengths(const Params& p, int thread, int threads) {
 
 // ---------------------------------------------------------------- shares of the line of all tiles
 
-// Define FOLDS where the accumulators of a pair's last part take up those before, if the share has them all.
-#ifndef FOLDS
-#define FOLDS 0
-#endif
+// The accumulators of a pair's last part take up those before, if the share has them all.
+constexpr bool FOLDS = ROWS == 64 && !KV_E4M3;
 constexpr int FOLDED_PARTS = 4;
 
 // Tiles [first, last) of a (request, row tile) pair, and where its partial goes when that is not all of them.
@@ -271,6 +269,11 @@ struct Walker {
         return share.any;
     }
 };
+
+DEVICE float softmax_scale_log2(const Params& p) {
+    const float* factor = static_cast<const float*>(p.softmax_scale_device);
+    return factor == nullptr ? p.softmax_scale_log2 : p.softmax_scale_log2 * *factor;
+}
 
 DEVICE int64_t row_offset(const Piece& piece, int row, int heads, int64_t token_stride, int64_t head_stride) {
     const int request_row = piece.row_tile * ROWS + row;

@@ -170,13 +170,6 @@ DEVICE uint32_t tile_address(uint32_t buffer, int token, int column) {
     return buffer + column / COLUMNS * SPAN_BYTES + token * SPAN + ((column % COLUMNS) ^ turn) * 16;
 }
 
-// The thread's index, read anew: what follows from it need not stay in registers.
-DEVICE uint32_t thread_anew() {
-    uint32_t thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    return thread;
-}
-
 // Position in a ring; the phase flips each time around.
 template <int SIZE>
 struct Cursor {

@@ -25,7 +25,7 @@ DEVICE int common_exponent(float largest) {
     largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
     largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
     if (largest == 0.f) return 0;
-    return min(max(static_cast<int>(__float_as_uint(largest) >> 23) - 127, -100), 112);  // 2^128 / 2^112 is as far as fp16 goes
+    return exponent_into_fp16(__float_as_uint(largest) >> 23);
 }
 
 }  // namespace paged_decode

@@ -38,8 +38,7 @@ DEVICE void convert_queries(const Params& p, const Piece& piece, Shared& shared,
             for (int j = 0; j < 8; ++j) largest = __vmaxu2(largest, own[i][j] & 0x7fff7fff);
         }
         largest = __reduce_max_sync(~0u, max(largest & 0xffff, largest >> 16));
-        // At 112 the largest bf16 is just within fp16, and the power is no danger to the softmax scale.
-        const int exponent = largest > 0 && !e4m3 ? min(max(static_cast<int>(largest >> 7) - 127, -100), 112) : 0;
+        const int exponent = largest > 0 && !e4m3 ? exponent_into_fp16(largest >> 7) : 0;
         const float factor = power_of_two(-exponent);
 #pragma unroll
         for (int i = 0; i < ROUNDS; ++i) {
@@ -74,8 +73,7 @@ struct Queries {
 
     DEVICE void load(const Params& p, const Piece& piece, Shared& shared, uint32_t stage, int warp) {
         const int lane = threadIdx.x % 32;
-        const float* device_factor = static_cast<const float*>(p.softmax_scale_device);
-        const float scale_log2 = device_factor == nullptr ? p.softmax_scale_log2 : p.softmax_scale_log2 * *device_factor;
+        const float scale_log2 = softmax_scale_log2(p);
         if constexpr (KV_E4M3) {
             convert_queries(p, piece, shared, stage, warp);
             for (int i = 0; i < 4; ++i)
