@@ -108,37 +108,67 @@ DEVICE void write_rows(const Params& p, const Piece& piece, int row, int column,
         write_rows_staged<TYPE_FP16>(p, ends, out, stage);
 }
 
+// Of the thread's two rows.
+struct RowPowers {
+    RowPower low, high;
+
+    DEVICE explicit RowPowers(const float (&out)[HALF_COLUMNS / 2])
+        : low(magnitudes_of_row<0>(out)), high(magnitudes_of_row<1>(out)) {}
+
+private:
+    template <int HALF>
+    DEVICE static float magnitudes_of_row(const float (&out)[HALF_COLUMNS / 2]) {
+        float part[4] = {};
+#pragma unroll
+        for (int j = 0; j < HALF_COLUMNS / 2; j += 4)
+            for (int i = 0; i < 2; ++i) part[j / 4 % 2 * 2 + i] += fabsf(out[j + 2 * HALF + i]);
+        float sum = part[0] + part[1] + (part[2] + part[3]);
+        for (int step = 1; step < 4; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
+        return sum;
+    }
+};
+
 DEVICE void write_partial(const Params& p, const Piece& piece, int row, int column, const float (&out)[HALF_COLUMNS / 2],
-                          const float (&maximum)[2], const float (&sum)[2]) {
+                          const RowPowers& own, const float (&maximum)[2], const float (&sum)[2]) {
     if (row / 16 * 16 >= piece.rows) return;
     const int slot = slot_of(p, piece, piece.part);
-    float4* target = static_cast<float4*>(p.partial_out) + partial_place(slot, column / 8, threadIdx.x % WARPGROUP);
+    uint2* target = static_cast<uint2*>(p.partial_out) + partial_place(slot, column / 8, threadIdx.x % WARPGROUP);
 #pragma unroll
-    for (int j = 0; j < HALF_COLUMNS / 8; ++j)
-        target[j * WARPGROUP] = make_float4(out[4 * j], out[4 * j + 1], out[4 * j + 2], out[4 * j + 3]);
-    if (column == 0 && threadIdx.x % 4 == 0)
+    for (int j = 0; j < HALF_COLUMNS / 2; j += 4)
+        target[j / 4 * WARPGROUP] = make_uint2(own.low.pack(out[j], out[j + 1]), own.high.pack(out[j + 2], out[j + 3]));
+    if (threadIdx.x % 4 > 0) return;
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
-            static_cast<float2*>(p.partial_statistics)[slot_row(slot, row + half * 8)] = make_float2(maximum[half], sum[half]);
+    for (int half = 0; half < 2; ++half) {
+        powers(p, slot, column)[row + half * 8] = half ? own.high.power : own.low.power;
+        if (column == 0) maxima_and_sums(p, slot)[row + half * 8] = make_float2(maximum[half], sum[half]);
+    }
+}
+
+// Two neighbouring columns: as fp16, times the part's weight.
+DEVICE void weigh_rounded(const RowPower& row, float weight, float& first, float& second) {
+    const float2 two = unpack_fp16(row.pack(first, second));
+    first = add_product(0.f, weight, two.x), second = add_product(0.f, weight, two.y);
 }
 
 // What merge_unit makes of the pair's parts, of which this CTA has written all but the last, in the thread's registers.
 DEVICE void fold_parts(const Params& p, const Piece& piece, int row, int column, float (&out)[HALF_COLUMNS / 2],
-                       float (&maximum)[2], float (&sum)[2]) {
-    const int before = piece.parts - 1;
-    const float2* const statistics = static_cast<const float2*>(p.partial_statistics) + slot_row(slot_of(p, piece, 0), row);
-    float top[2];
+                       const RowPowers& own, float (&maximum)[2], float (&sum)[2]) {
+    const int before = piece.parts - 1, slot = slot_of(p, piece, 0);
+    float weight[2][FOLDED_PARTS - 1], top[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         float2 part[FOLDED_PARTS];
+        float power[FOLDED_PARTS - 1];
         top[half] = LOWEST;
 #pragma unroll
         for (int i = 0; i < FOLDED_PARTS; ++i) {
             part[i] = make_float2(LOWEST, 0.f);
-            if (i < before)
-                part[i] = __ldcg(statistics + i * ROWS + half * 8);
-            else if (i == before)
+            if (i < before) {
+                part[i] = __ldcg(maxima_and_sums(p, slot + i) + row + half * 8);
+                power[i] = __ldcg(powers(p, slot + i, column) + row + half * 8);
+            } else if (i == before) {
                 part[i] = make_float2(maximum[half], sum[half]);
+            }
             top[half] = fmaxf(top[half], part[i].x);
         }
         float total[FOLDED_PARTS];
@@ -146,25 +176,31 @@ DEVICE void fold_parts(const Params& p, const Piece& piece, int row, int column,
         for (int i = 0; i < FOLDED_PARTS; ++i)
             total[i] = add_product(0.f, exp2_approximate(part[i].x - top[half]), part[i].y);
         sum[half] = __fadd_rn(__fadd_rn(total[0], total[1]), __fadd_rn(total[2], total[3]));
-        const float factor = exp2_approximate(maximum[half] - top[half]);
 #pragma unroll
-        for (int j = 0; j < HALF_COLUMNS / 2; j += 4)
-            for (int i = 0; i < 2; ++i) out[j + 2 * half + i] = add_product(0.f, factor, out[j + 2 * half + i]);
-        maximum[half] = top[half];
+        for (int i = 0; i < FOLDED_PARTS - 1; ++i) weight[half][i] = part_weight(part[i].x, top[half], power[i]);
     }
+    const float own_low = part_weight(maximum[0], top[0], own.low.power);
+    const float own_high = part_weight(maximum[1], top[1], own.high.power);
+#pragma unroll
+    for (int j = 0; j < HALF_COLUMNS / 2; j += 4) {
+        weigh_rounded(own.low, own_low, out[j], out[j + 1]);
+        weigh_rounded(own.high, own_high, out[j + 2], out[j + 3]);
+    }
+    for (int half = 0; half < 2; ++half) maximum[half] = top[half];
 #pragma unroll 1
     for (int i = before - 1; i >= 0; --i) {
-        const float4* part = static_cast<const float4*>(p.partial_out);
-        part += partial_place(slot_of(p, piece, i), column / 8, threadIdx.x % WARPGROUP);
-        const float low = exp2_approximate(__ldcg(statistics + i * ROWS).x - top[0]);
-        const float high = exp2_approximate(__ldcg(statistics + i * ROWS + 8).x - top[1]);
+        const uint2* part = static_cast<const uint2*>(p.partial_out);
+        part += partial_place(slot + i, column / 8, threadIdx.x % WARPGROUP);
+        const float low = i == 2 ? weight[0][2] : (i == 1 ? weight[0][1] : weight[0][0]);
+        const float high = i == 2 ? weight[1][2] : (i == 1 ? weight[1][1] : weight[1][0]);
 #pragma unroll
         for (int j = 0; j < HALF_COLUMNS / 8; ++j) {
-            const float4 four = __ldcg(part + j * WARPGROUP);
-            out[4 * j] = add_product(out[4 * j], low, four.x);
-            out[4 * j + 1] = add_product(out[4 * j + 1], low, four.y);
-            out[4 * j + 2] = add_product(out[4 * j + 2], high, four.z);
-            out[4 * j + 3] = add_product(out[4 * j + 3], high, four.w);
+            const uint2 four = __ldcg(part + j * WARPGROUP);
+            const float2 one = unpack_fp16(four.x), other = unpack_fp16(four.y);
+            out[4 * j] = add_product(out[4 * j], low, one.x);
+            out[4 * j + 1] = add_product(out[4 * j + 1], low, one.y);
+            out[4 * j + 2] = add_product(out[4 * j + 2], high, other.x);
+            out[4 * j + 3] = add_product(out[4 * j + 3], high, other.y);
         }
     }
 }

@@ -24,7 +24,7 @@ DEVICE void end_row(const Params& p, const Piece& piece, Handover& to, int slot,
         to.factor_out[row] = end.factor;
         to.offset_out[row] = exists ? row_offset(piece, row, p.heads, p.out_token_stride, p.out_head_stride) : -1;
     } else if (row / 16 * 16 < piece.rows) {
-        static_cast<float2*>(p.partial_statistics)[slot_row(slot, row)] = make_float2(maximum, sum);
+        maxima_and_sums(p, slot)[row] = make_float2(maximum, sum);
     }
 }
 

@@ -45,8 +45,6 @@ DEVICE void write_lse(const Params& p, const Piece& piece, int row, float lse) {
         static_cast<float*>(p.lse)[row_offset(piece, row, p.heads, p.lse_token_stride, p.lse_head_stride)] = lse;
 }
 
-DEVICE int64_t slot_row(int slot, int row) { return static_cast<int64_t>(slot) * ROWS + row; }
-
 template <int TYPE>
 DEVICE uint32_t pack_two(float low, float high) {
     if (TYPE == TYPE_BF16) return pack_bf16(low, high);
@@ -60,18 +58,59 @@ DEVICE uint32_t pack_two(const Params& p, float low, float high) {
     return pack_two<TYPE_E4M3>(low, high);
 }
 
-// Of each group of 8 columns, a partial is four floats for each of ROWS * 2 lanes: two neighbouring columns of row lane / 4
-// (of 16 for each 32 lanes), and those of the row 8 on.
+// ---------------------------------------------------------------- partials
+
+// A partial is fp16, four for each of ROWS * 2 lanes and each group of 8 columns: two neighbouring columns of row lane / 4 (of
+// 16 for each 32 lanes), and those of the row 8 on.
 constexpr int COLUMN_GROUPS = LATENT / 8;
 
 DEVICE int64_t partial_place(int slot, int group, int lane) {
     return (static_cast<int64_t>(slot) * COLUMN_GROUPS + group) * (ROWS * 2) + lane;
 }
 
+// Beside it each row has its maximum and sum, and a power of two by which the fp16 are to be multiplied for each POWER_COLUMNS
+// columns: those of a row that a warp has.
+constexpr int POWER_COLUMNS = ROWS < 64 ? 64 : (KV_E4M3 ? LATENT / 8 : LATENT / 2);
+constexpr int STATISTICS_BYTES = ROWS * (2 + LATENT / POWER_COLUMNS) * sizeof(float);  // of a slot
+
+DEVICE char* statistics_of(const Params& p, int slot) {
+    return static_cast<char*>(p.partial_statistics) + static_cast<int64_t>(slot) * STATISTICS_BYTES;
+}
+
+DEVICE float2* maxima_and_sums(const Params& p, int slot) { return reinterpret_cast<float2*>(statistics_of(p, slot)); }
+
+// Of the rows, for the columns from `column` on.
+DEVICE float* powers(const Params& p, int slot, int column) {
+    return reinterpret_cast<float*>(maxima_and_sums(p, slot) + ROWS) + column / POWER_COLUMNS * ROWS;
+}
+
+// The power of two of a row and its reciprocal, from the sum of magnitudes of POWER_COLUMNS columns: it bounds the largest and
+// is quicker to have, and fp16 has exponents to spare. The bound becomes 2^14 to 2^15; where it is infinite, no finite number
+// becomes as much. Numbers of less than 2^-100 in all lose bits below 2^-125 then.
+struct RowPower {
+    float power, reciprocal;
+
+    DEVICE explicit RowPower(float magnitudes) {
+        constexpr uint32_t LEAST = 127 + 14 - 100;
+        const uint32_t biased = max(__float_as_uint(magnitudes) >> 23, LEAST);
+        power = __uint_as_float((biased - 14) << 23);
+        reciprocal = __uint_as_float((2 * 127 + 14 - biased) << 23);
+    }
+    DEVICE uint32_t pack(float low, float high) const { return pack_fp16(low * reciprocal, high * reciprocal); }
+};
+
 // ---------------------------------------------------------------- merging
 
 // Sums of products whose order and rounding are the same wherever parts are merged.
 DEVICE float add_product(float sum, float factor, float value) { return __fmaf_rn(factor, value, sum); }
+
+// What the fp16 of a row's part are multiplied with.
+DEVICE float part_weight(float maximum, float top, float power) { return __fmul_rn(exp2_approximate(maximum - top), power); }
+
+template <class T>
+DEVICE const T* offset_bytes(const T* from, int64_t bytes) {
+    return reinterpret_cast<const T*>(reinterpret_cast<const char*>(from) + bytes);
+}
 
 // A warp merges a unit: 16 rows of GROUPS groups of columns, parts from the last to the first, PARTS of them in flight
 // together. For a piece without rows and parts it goes through all of its code and reads and writes nothing outside.
@@ -81,17 +120,19 @@ DEVICE void merge_unit(const Params& p, const Piece& piece, int unit, float* wei
     const int lane = threadIdx.x % 32;
     const int warp_row = unit / (COLUMN_GROUPS / GROUPS), group = unit % (COLUMN_GROUPS / GROUPS) * GROUPS;
     const int row = warp_row * 16 + lane / 4;
-    const float4* partial = static_cast<const float4*>(p.partial_out);
+    const uint2* partial = static_cast<const uint2*>(p.partial_out);
     partial += partial_place(piece.slot, group, warp_row * 32 + lane);
-    const float2* statistics = static_cast<const float2*>(p.partial_statistics) + slot_row(piece.slot, row);
+    const float2* statistics = maxima_and_sums(p, piece.slot) + row;
+    const float* power = powers(p, piece.slot, group * 8) + row;
     // Else each address is computed from the parameter on.
-    asm volatile("" : "+l"(partial), "+l"(statistics));
+    asm volatile("" : "+l"(partial), "+l"(statistics), "+l"(power));
     // Slots from that of part 0 on, as slot_of counts them.
     const int step = slot_step(p), shift = p.splits == 0;
     const auto slots = [&](int part) { return static_cast<int64_t>(part * step - min(part, shift)); };
     float top[2] = {LOWEST, LOWEST}, total[2] = {};
     const auto weigh = [&] {
         float2 own[STATISTICS][2];
+        float own_power[STATISTICS][2];
 #pragma unroll 1
         for (bool again = false;; again = true) {
             int base = 0;
@@ -101,16 +142,21 @@ DEVICE void merge_unit(const Params& p, const Piece& piece, int unit, float* wei
 #pragma unroll
                     for (int i = 0; i < STATISTICS; ++i) {
                         const int part = base + 4 * i + lane % 4;
-                        const float2* const from = statistics + slots(part) * ROWS;
-                        own[i][0] = own[i][1] = make_float2(LOWEST, 0.f);
-                        if (part < piece.parts) own[i][0] = __ldcg(from), own[i][1] = __ldcg(from + 8);
+                        const int64_t at = slots(part) * STATISTICS_BYTES;
+                        for (int half = 0; half < 2; ++half) {
+                            own[i][half] = make_float2(LOWEST, 0.f);
+                            own_power[i][half] = 0.f;
+                            if (part >= piece.parts) continue;
+                            own[i][half] = __ldcg(offset_bytes(statistics + half * 8, at));
+                            own_power[i][half] = __ldcg(offset_bytes(power + half * 8, at));
+                        }
                     }
                 if (again) {
 #pragma unroll
                     for (int i = 0; i < STATISTICS; ++i)
                         for (int half = 0; half < 2; ++half)
                             weights[(base + 4 * i + lane % 4) * 16 + lane / 4 + half * 8] =
-                                exp2_approximate(own[i][half].x - top[half]);
+                                part_weight(own[i][half].x, top[half], own_power[i][half]);
                 } else {
 #pragma unroll
                     for (int half = 0; half < 2; ++half) {
@@ -146,13 +192,13 @@ DEVICE void merge_unit(const Params& p, const Piece& piece, int unit, float* wei
     int last = piece.parts - 1;
 #pragma unroll 1
     do {
-        float4 loaded[PARTS][GROUPS];
+        uint2 loaded[PARTS][GROUPS];
 #pragma unroll
         for (int i = 0; i < PARTS; ++i) {
-            const float4* const from = partial + slots(last - i) * partial_place(1, 0, 0);
+            const uint2* const from = partial + slots(last - i) * partial_place(1, 0, 0);
 #pragma unroll
             for (int j = 0; j < GROUPS; ++j)
-                loaded[i][j] = last >= i ? __ldcg(from + partial_place(0, j, 0)) : make_float4(0, 0, 0, 0);
+                loaded[i][j] = last >= i ? __ldcg(from + partial_place(0, j, 0)) : make_uint2(0, 0);
         }
         if (last == piece.parts - 1) weigh();  // while they are under way
 #pragma unroll
@@ -161,9 +207,9 @@ DEVICE void merge_unit(const Params& p, const Piece& piece, int unit, float* wei
             const float low = weight[0], high = weight[8];
 #pragma unroll
             for (int j = 0; j < GROUPS; ++j) {
-                const float4& own = loaded[i][j];
-                value[j].x = add_product(value[j].x, low, own.x), value[j].y = add_product(value[j].y, low, own.y);
-                value[j].z = add_product(value[j].z, high, own.z), value[j].w = add_product(value[j].w, high, own.w);
+                const float2 one = unpack_fp16(loaded[i][j].x), other = unpack_fp16(loaded[i][j].y);
+                value[j].x = add_product(value[j].x, low, one.x), value[j].y = add_product(value[j].y, low, one.y);
+                value[j].z = add_product(value[j].z, high, other.x), value[j].w = add_product(value[j].w, high, other.y);
             }
         }
         last -= PARTS;
@@ -209,7 +255,7 @@ DEVICE void help_merge(const Params& p, const Piece& piece, float* weights) {
     uint32_t* counter = static_cast<uint32_t*>(p.counters) + piece.counter;
     const int lane = threadIdx.x % 32;
     // As the registers allow: groups of columns where there are few parts, and groups times parts in flight beyond.
-    constexpr int FEW_PARTS_GROUPS = ROWS < 64 ? 2 : 4, MANY = ROWS < 64 ? 4 : 16;
+    constexpr int FEW_PARTS_GROUPS = ROWS < 64 ? 2 : (KV_E4M3 ? 4 : 8), MANY = 4 * FEW_PARTS_GROUPS;
     const int groups = piece.parts <= 4 ? FEW_PARTS_GROUPS : (piece.parts <= 16 && ROWS == 64 ? 2 : 1);
     const uint32_t units = (piece.rows + 15) / 16 * (COLUMN_GROUPS / groups);
     uint32_t before = 0, unit = 0;

@@ -377,15 +377,20 @@ DEVICE bool consume(const Params& p, const Share& share, Shared& shared) {
         }
         named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
         for (int i = 0; i < 2; ++i) rows.sum[i] = shared.sum[0][row + 8 * i] + shared.sum[1][row + 8 * i];
-        const bool folds = piece.counter < 0 && piece.part == piece.parts - 1;
-        if (folds) fold_parts(p, piece, row, warpgroup * HALF_COLUMNS, out, rows.maximum, rows.sum);
-        if (piece.whole() || folds) {
-            write_rows(p, piece, row, warpgroup * HALF_COLUMNS, out, rows.maximum, rows.sum, stage_of(shared));
-        } else {
-            if (written >= 0) arrive(p, written), written = -1;
-            if (piece.counter >= 0) written = piece.counter;
-            write_partial(p, piece, row, warpgroup * HALF_COLUMNS, out, rows.maximum, rows.sum);
+        const int column = warpgroup * HALF_COLUMNS;
+        bool finished = piece.whole();
+        if (!finished) {
+            const RowPowers powers(out);
+            finished = piece.counter < 0 && piece.part == piece.parts - 1;
+            if (finished) {
+                fold_parts(p, piece, row, column, out, powers, rows.maximum, rows.sum);
+            } else {
+                if (written >= 0) arrive(p, written), written = -1;
+                if (piece.counter >= 0) written = piece.counter;
+                write_partial(p, piece, row, column, out, powers, rows.maximum, rows.sum);
+            }
         }
+        if (finished) write_rows(p, piece, row, column, out, rows.maximum, rows.sum, stage_of(shared));
     }
     if (written < 0) return written == -1;
     named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);

@@ -124,23 +124,36 @@ DEVICE void write_whole(const Params& p, const Handover& from, const Output& out
         }
 }
 
+// Of row 8 EIGHT + 2 (lane % 4) + I, of which eight lanes have the warp's columns.
+DEVICE RowPower row_power(const Output& out, int eight, int i) {
+    float magnitudes = 0.f;
+#pragma unroll
+    for (int chunk = 0; chunk < WARP_COLUMNS / CHUNK; ++chunk)
+        for (int column = 0; column < 2; ++column) magnitudes += fabsf(out[chunk * 32 + 4 * eight + 2 * column + i]);
+    for (int step = 4; step < 32; step *= 2) magnitudes += __shfl_xor_sync(~0u, magnitudes, step);
+    return RowPower(magnitudes);
+}
+
 // As the merge reads it: a lane has two columns of rows lane / 4 and 8 on.
 DEVICE void write_part(const Params& p, const Handover& from, const Output& out) {
     const int thread = thread_anew();
-    const int lane = thread % 32;
-    const int group = thread / 32 * WARP_COLUMNS / 8 + lane / 16;
-    float4* target = static_cast<float4*>(p.partial_out) + partial_place(from.slot, group, lane % 4 * 8 + lane / 4 % 4);
+    const int lane = thread % 32, column = thread / 32 * WARP_COLUMNS;
+    uint2* target = static_cast<uint2*>(p.partial_out);
+    target += partial_place(from.slot, column / 8 + lane / 16, lane % 4 * 8 + lane / 4 % 4);
+    float* power = powers(p, from.slot, column) + lane % 4 * 2;
 #pragma unroll
     for (int rows = 0; rows < ROWS / 16; ++rows) {
         if (rows * 16 >= from.rows) break;
 #pragma unroll
-        for (int chunk = 0; chunk < WARP_COLUMNS / CHUNK; ++chunk)
+        for (int i = 0; i < 2; ++i) {
+            const RowPower low = row_power(out, 2 * rows, i), high = row_power(out, 2 * rows + 1, i);
+            if (lane < 4) power[rows * 16 + i] = low.power, power[rows * 16 + 8 + i] = high.power;
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int low = chunk * 32 + 8 * rows + i, high = low + 4;
-                target[chunk * 2 * WARPGROUP + rows * 32 + i * 4] =
-                    make_float4(out[low], out[low + 2], out[high], out[high + 2]);
+            for (int chunk = 0; chunk < WARP_COLUMNS / CHUNK; ++chunk) {
+                const float* const own = &out[chunk * 32 + 8 * rows + i];
+                target[chunk * 2 * WARPGROUP + rows * 32 + i * 4] = make_uint2(low.pack(own[0], own[2]), high.pack(own[4], own[6]));
             }
+        }
     }
 }
 

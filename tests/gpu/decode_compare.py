@@ -91,15 +91,16 @@ def assert_lse_close(lse: np.ndarray, want: np.ndarray, of_scores: float = 0.0) 
     assert not wrong.any(), f"the LSE is off at {_first(wrong)}: {lse[wrong][0]}, expected {want[wrong][0]}"
 
 
-def assert_rounded(case: DecodeCase, bits: np.ndarray, want: np.ndarray) -> None:
+def assert_rounded(case: DecodeCase, bits: np.ndarray, want: np.ndarray, of_parts: np.ndarray | float = 0.0) -> None:
     """Hold an output whose probabilities are all 1 against its values: only the output's rounding may differ.
 
-    A sink may be the largest logit, and the probabilities one smaller value, rounded.
+    A sink may be the largest logit, and the probabilities one smaller value, rounded. ``of_parts`` is by how much
+    rounded parts of a request may move each element.
     """
     out = values_of(case.out_type, bits).astype(np.float64)
     kind = KINDS[case.out_type]
     roundoff = 1.001 * kind.roundoff + (KINDS["bf16" if case.kv_dtype == "bf16" else "fp16"].roundoff * case.sinks)
-    allowed = np.abs(want) * roundoff + kind.step / 2 + FP32_SLACK * np.abs(want).max(initial=1.0)
+    allowed = np.abs(want) * roundoff + kind.step / 2 + FP32_SLACK * np.abs(want).max(initial=1.0) + of_parts
     wrong = ~(np.abs(out - want) <= allowed)
     assert not wrong.any(), (
         f"{wrong.sum()} of {wrong.size} elements are off, the first at {_first(wrong)}: "

@@ -216,16 +216,20 @@ def mla_means(case: MlaCase, rng: np.random.Generator) -> MlaHost:
     return assemble_mla(case, zeroed, rng, mla_sinks(case, rng))
 
 
-def mla_means_of(case: MlaCase, host: MlaHost) -> tuple[np.ndarray, np.ndarray]:
-    """What must come out of ``mla_means``: output ``[tokens, heads, latent]`` and LSE in base 2, float64."""
+def mla_means_of(case: MlaCase, host: MlaHost) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What must come out of ``mla_means``: output ``[tokens, heads, latent]`` and LSE in base 2, float64.
+
+    Behind them by how much the output may be off, since the parts of a request are fp16 on their way to each other.
+    """
     sinks = np.zeros(case.heads) if host.sinks is None else np.exp(host.sinks.astype(np.float64))
-    outs, lses = [], []
+    outs, lses, errors = [], [], []
     for request in host.requests:
-        seen = visible_keys(len(request.kv), len(request.q), request.mask)
-        sums = seen.astype(np.float64) @ values_of(case.kv_dtype, request.kv)[:, : case.latent].astype(np.float64)
+        seen = visible_keys(len(request.kv), len(request.q), request.mask).astype(np.float64)
+        values = values_of(case.kv_dtype, request.kv)[:, : case.latent].astype(np.float64)
         weight = seen.sum(axis=1)[:, None] + sinks
         share = np.divide(case.output_scale, weight, out=np.zeros_like(weight), where=weight > 0)
-        outs.append(sums[:, None] * share[..., None])
+        outs.append((seen @ values)[:, None] * share[..., None])
+        errors.append((seen @ np.abs(values))[:, None] * np.abs(share[..., None]) * KINDS["fp16"].roundoff)
         with np.errstate(divide="ignore"):
             lses.append(np.log2(weight))
-    return np.concatenate(outs), np.concatenate(lses)
+    return np.concatenate(outs), np.concatenate(lses), np.concatenate(errors)

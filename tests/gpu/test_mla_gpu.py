@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from decode_compare import assert_close, assert_lse_close, assert_rounded
 from decode_values import bits_of, values_of
-from mla_cases import MlaCase, mla_host, mla_means, mla_means_of, mla_reference_of
+from mla_cases import MlaCase, assemble_mla, mla_host, mla_means, mla_means_of, mla_reference_of, mla_request
 from mla_device import MlaDeviceCase, mla_on_device
 from mla_random import HEADS, LATENTS, OUT_DTYPES, PAGE_SIZES
 
@@ -47,13 +47,13 @@ def assert_case(runtime: Runtime, wanted: MlaCase, rng: np.random.Generator) -> 
 
 
 def assert_means(runtime: Runtime, wanted: MlaCase, rng: np.random.Generator) -> None:
-    """Run on zero queries, and hold the output against the means but for its rounding."""
+    """Run on zero queries, and hold the output against the means but for its rounding and that of parts."""
     with mla_on_device(runtime, wanted, rng, mla_means(wanted, rng)) as case:
         workspace = case.dirty_workspace()
         case.run(workspace=workspace)
         out, lse = case.result()
-        want, want_lse = mla_means_of(wanted, case.host)
-        assert_rounded(wanted, out[: len(want)], want)
+        want, want_lse, of_parts = mla_means_of(wanted, case.host)
+        assert_rounded(wanted, out[: len(want)], want, of_parts)
         assert_lse_close(lse[: len(want)], want_lse)
         case.plan.check(workspace)
 
@@ -289,5 +289,22 @@ def test_queries_of_any_magnitude_beside_an_e4m3_cache(runtime: Runtime, rng: np
     host = mla_host(wanted, rng)
     q = bits_of("bf16", values_of("bf16", host.q) * np.float32(size))
     with mla_on_device(runtime, wanted, rng, replace(host, q=q)) as case:
+        case.run()
+        case.assert_right()
+
+
+@pytest.mark.parametrize("size", [2.0**-100, 2.0**-20, 2.0**20, 2.0**100])
+@pytest.mark.parametrize(("heads", "batch_invariant"), [(16, False), (128, False), (128, True)])
+def test_values_of_any_magnitude_in_parts(
+    runtime: Runtime, rng: np.random.Generator, heads: int, batch_invariant: bool, size: float
+) -> None:
+    # Parts are fp16 on their way to each other. One request's values are as drawn; queries look at rope columns alone.
+    wanted = MlaCase((3000, 2000), 3000, heads=heads, batch_invariant=batch_invariant)
+    requests = [mla_request(wanted, rng, kv_len, 1) for kv_len in wanted.lengths]
+    for request, factor in zip(requests, (1.0, size), strict=True):
+        request.q[..., : wanted.latent] = 0
+        values = request.kv[:, : wanted.latent]
+        values[:] = bits_of("bf16", values_of("bf16", values) * np.float32(factor))
+    with mla_on_device(runtime, wanted, rng, assemble_mla(wanted, requests, rng)) as case:
         case.run()
         case.assert_right()

@@ -67,6 +67,7 @@ def test_means_come_out(runtime: RehearsalRuntime, rng: np.random.Generator, mas
         lambda r, g: plain.test_every_dtype_matches_float64(r, g, "e4m3", "fp16", True),
         plain.test_an_fp8_output_saturates,
         lambda r, g: plain.test_queries_of_any_magnitude_beside_an_e4m3_cache(r, g, 3e4),
+        lambda r, g: plain.test_values_of_any_magnitude_in_parts(r, g, 16, False, 2.0**100),
         lambda r, g: plain.test_large_logits_stay_finite(r, g, -2.0),
         plain.test_scales_on_the_device_are_read_at_each_launch,
         plain.test_a_smaller_bound_and_other_scales_for_one_step,

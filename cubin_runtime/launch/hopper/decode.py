@@ -97,13 +97,13 @@ def _own_regions(selection: DecodeSelection, problem: DecodeProblem, suffix: str
     pairs = problem.batch * selection.row_tiles * problem.kv_heads
     rows = int(selection.kernel.traits["rows"])
     ctas = 0 if selection.cluster_parts else selection.ctas  # a cluster merges in its shared memory
-    return scratch_regions(pairs, selection.splits, ctas, rows, problem.head_dim, suffix)
+    return scratch_regions(pairs, selection.splits, ctas, rows * 2 * 4, rows * problem.head_dim * 4, suffix)
 
 
 def scratch_regions(
-    pairs: int, splits: int, ctas: int, rows: int, columns: int, suffix: str = ""
+    pairs: int, splits: int, ctas: int, statistics_bytes: int, out_bytes: int, suffix: str = ""
 ) -> tuple[Region, Region, Region]:
-    """Counters, statistics and outputs of the parts of split pairs, each of ``rows`` rows of ``columns``.
+    """Counters, statistics and outputs of the parts of split pairs; ``_bytes`` are those of one part.
 
     Where the grid cuts the pairs (``splits`` 0) there are two partials a CTA, of the pair that ends in it and of the
     pair that begins in it, and a counter a CTA. Else every pair has a counter and ``splits`` partials.
@@ -111,8 +111,8 @@ def scratch_regions(
     counters, slots = (pairs, pairs * splits) if splits else (ctas, 2 * ctas)
     return (
         Region(f"counters{suffix}", 4 * counters, zeroed=True),
-        Region(f"partial_statistics{suffix}", slots * rows * 2 * 4),
-        Region(f"partial_out{suffix}", slots * rows * columns * 4),
+        Region(f"partial_statistics{suffix}", slots * statistics_bytes),
+        Region(f"partial_out{suffix}", slots * out_bytes),
     )
 
 

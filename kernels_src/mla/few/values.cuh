@@ -141,6 +141,15 @@ DEVICE void write_rows(const Params& p, const Piece& piece, const float2 (&stati
         }
 }
 
+// Of a row of which eight lanes have eight columns each.
+DEVICE RowPower row_power(const float (&v)[8]) {
+    float magnitudes = 0.f;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) magnitudes += fabsf(v[j]);
+    for (int step = 4; step < 32; step *= 2) magnitudes += __shfl_xor_sync(~0u, magnitudes, step);
+    return RowPower(magnitudes);
+}
+
 DEVICE void write_partial(const Params& p, const Piece& piece, const float2 (&statistics)[2][2], const Output& out) {
     const int slot = slot_of(p, piece, piece.part);
 #pragma unroll
@@ -148,13 +157,19 @@ DEVICE void write_partial(const Params& p, const Piece& piece, const float2 (&st
         float low[8], high[8];
         take_row(out, 0, i, low);
         take_row(out, 1, i, high);
+        const RowPower own[2] = {row_power(low), row_power(high)};
         const int row = threadIdx.x % 4 * 2 + i;
-        float4* target = static_cast<float4*>(p.partial_out) + partial_place(slot, column_group(), row * 4);
+        uint2* target = static_cast<uint2*>(p.partial_out) + partial_place(slot, column_group(), row * 4);
 #pragma unroll
-        for (int j = 0; j < 4; ++j) target[j] = make_float4(low[2 * j], low[2 * j + 1], high[2 * j], high[2 * j + 1]);
-        if (threadIdx.x < 4)
-            for (int n = 0; n < 2; ++n)
-                static_cast<float2*>(p.partial_statistics)[slot_row(slot, row + n * 8)] = statistics[n][i];
+        for (int j = 0; j < 4; j += 2)
+            *reinterpret_cast<uint4*>(target + j) =
+                make_uint4(own[0].pack(low[2 * j], low[2 * j + 1]), own[1].pack(high[2 * j], high[2 * j + 1]),
+                           own[0].pack(low[2 * j + 2], low[2 * j + 3]), own[1].pack(high[2 * j + 2], high[2 * j + 3]));
+        if (threadIdx.x % 32 >= 4) continue;
+        for (int n = 0; n < 2; ++n) {
+            powers(p, slot, column_group() * 8)[row + n * 8] = own[n].power;
+            if (threadIdx.x < 4) maxima_and_sums(p, slot)[row + n * 8] = statistics[n][i];
+        }
     }
 }
 
