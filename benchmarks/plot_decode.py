@@ -1,8 +1,8 @@
 """Pictures and figures of the decodes from their JSON; measures nothing, needs no GPU.
 
 Run: ``python benchmarks/plot_decode.py`` draws ``docs/decode_bandwidth.png`` and ``docs/decode_roofline.png`` and
-writes the figures of ``docs/decode.md`` and ``docs/mla.md`` between their markers; ``--doc`` writes only these,
-``--images`` draws only.
+writes the figures of ``docs/decode.md``, ``docs/mla.md`` and ``docs/h100.md`` between their markers; ``--doc`` writes
+only these, ``--images`` draws only.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from decode import mla_page, page
+from decode import page
+from decode.pages import PAGES
 from decode.plots import draw_bandwidth, draw_roofline
 from decode.tables import report_of, rewrite
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = {"decode": page.figures, "mla": mla_page.figures}
 
 
 def main() -> None:
@@ -26,12 +26,11 @@ def main() -> None:
     parser.add_argument("--doc", action="store_true", help="only write the figures of the pages")
     parser.add_argument("--images", action="store_true", help="only draw the pictures")
     given = parser.parse_args()
-    reports = {name: report_of(given.results / f"{name}.json") for name in PAGES}
     if given.doc or not given.images:
         for name, figures in PAGES.items():
             text = given.docs / f"{name}.md"
-            text.write_text(rewrite(text.read_text(), figures(reports[name])))
-    report = reports["decode"]
+            text.write_text(rewrite(text.read_text(), figures(given.results)))
+    report = report_of(given.results / "decode.json")
     if (given.images or not given.doc) and report.get("schema") == page.SCHEMA:
         if any(row["section"] == "sweep" for row in report["rows"]):
             draw_bandwidth(report, given.docs / "decode_bandwidth.png")

@@ -10,6 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 DECODE, MLA = "benchmarks/gpu_decode.py", "benchmarks/gpu_mla.py"
+PROFILE = "benchmarks/gpu_profile.py"
 SANITIZERS = ("memcheck", "initcheck", "synccheck", "racecheck")
 
 
@@ -56,8 +57,14 @@ def test_two_benchmarks_are_compiled_before_either_is_measured(machine: Machine)
 def test_benchmarks_means_every_one_of_a_gpu(machine: Machine) -> None:
     assert machine.run("benchmarks") == 0
     scripts = {f"benchmarks/{path.name}" for path in (ROOT / "benchmarks").glob("gpu_*.py")}
-    assert set(machine.benchmarks(compiled=False)) == scripts - {"benchmarks/gpu_environment.py"}
+    assert set(machine.benchmarks(compiled=False)) == scripts - {"benchmarks/gpu_environment.py", PROFILE}
     assert sorted(machine.benchmarks(compiled=True)) == [DECODE, MLA]
+
+
+def test_the_profiler_runs_when_asked_for(machine: Machine) -> None:
+    assert machine.run("profile") == 0
+    assert machine.benchmarks(compiled=False) == [PROFILE]
+    assert machine.benchmarks(compiled=True) == []
 
 
 def test_no_word_means_everything(machine: Machine) -> None:

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Tests, sanitizers and benchmarks on a machine with a GPU, in one go; it changes no setting of the card.
 #
-#   tools/gpu_run.sh [tests] [memcheck] [initcheck] [synccheck] [racecheck] [benchmarks]     (no word: all of them)
+#   tools/gpu_run.sh [tests] [memcheck] [initcheck] [synccheck] [racecheck] [benchmarks]     (no word: all of these)
 #   tools/gpu_run.sh decode:gqa,fp8     (the benchmark of the decode alone, and of its sections those; decode: all)
 #   tools/gpu_run.sh mla                (that of the MLA decode alone; decode mla: both, one after the other)
+#   tools/gpu_run.sh profile            (rows of both in the profiler, which has to be there as ncu)
 #
 # Before: `make artifacts` here or elsewhere, so that build/artifacts holds the release (or CUBIN_RUNTIME_SOURCES
 # names a source). Python packages that the machine lacks are taken from wheels in .whl/, without a network.
@@ -17,9 +18,9 @@ python=${PYTHON:-python3}
 [ $# -gt 0 ] || set -- tests memcheck initcheck synccheck racecheck benchmarks
 for word in "$@"; do
     case $word in
-    tests | memcheck | initcheck | synccheck | racecheck | benchmarks | decode | decode:* | mla) ;;
+    tests | memcheck | initcheck | synccheck | racecheck | benchmarks | decode | decode:* | mla | profile) ;;
     *)
-        echo "gpu_run.sh: '$word' is no step: tests memcheck initcheck synccheck racecheck benchmarks decode mla" >&2
+        echo "gpu_run.sh: '$word' is no step: tests memcheck initcheck synccheck racecheck benchmarks decode mla profile" >&2
         exit 2
         ;;
     esac
@@ -68,7 +69,7 @@ run_tests() {
     grep -Eq '[0-9]+ passed' "$out/tests.log" || { echo "gpu_run.sh: no GPU test ran" >&2 && return 1; }
 }
 
-rm -f "$out"/{tests,memcheck,initcheck,synccheck,racecheck,compile_decode,compile_mla,benchmarks}.log
+rm -f "$out"/{tests,memcheck,initcheck,synccheck,racecheck,compile_decode,compile_mla,benchmarks,profile}.log
 
 jobs=()
 declare -A peers=() # benchmarks whose peers are compiled ahead, each once
@@ -90,7 +91,8 @@ for word in "$@"; do
     case $word in
     benchmarks)
         for script in benchmarks/gpu_*.py; do
-            [ "$script" = benchmarks/gpu_environment.py ] && continue
+            [ "$script" = benchmarks/gpu_environment.py ] && continue # no benchmark
+            [ "$script" = benchmarks/gpu_profile.py ] && continue     # a word of its own
             step "$script" benchmarks.log "$python" "$script" --out "$out" || failed=1
         done
         ;;
@@ -99,6 +101,7 @@ for word in "$@"; do
         step benchmarks/gpu_decode.py benchmarks.log "$python" benchmarks/gpu_decode.py --out "$out" \
             ${sections:+--sections "${sections#:}"} || failed=1
         ;;
+    profile) step benchmarks/gpu_profile.py profile.log "$python" benchmarks/gpu_profile.py --out "$out" || failed=1 ;;
     mla) step benchmarks/gpu_mla.py benchmarks.log "$python" benchmarks/gpu_mla.py --out "$out" || failed=1 ;;
     esac
 done

@@ -32,12 +32,12 @@ SECTION_TITLES = {
 _GROUPED_TITLES = {"grouped": "e4m3 queries, keys and values", "grouped_bf16": "the same in bf16"}
 
 
-def figures(report: Report) -> str:
-    """Everything between the markers."""
+def figures(report: Report, *, pictures: bool = True) -> str:
+    """Everything between the markers; ``pictures``: with those drawn from this report."""
     if report.get("schema") != SCHEMA:
         return NOT_MEASURED
     rows = report["rows"]
-    parts = [place(report), *_pictures(rows)]
+    parts = [place(report), *(_pictures(rows) if pictures else ())]
     for name, title in SECTION_TITLES.items():
         found = [row for row in rows if row["section"] == name]
         parts += section(title, found, (*READING, *peers_of(found), RATIO))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from itertools import pairwise
 from pathlib import Path
@@ -11,15 +10,18 @@ import pytest
 from decode_results import made_up_report
 
 from benchmarks.decode.page import figures
+from benchmarks.decode.pages import PAGES
 from benchmarks.decode.tables import BEGIN, END, NOT_MEASURED, rewrite
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "decode.md"
-RESULTS = ROOT / "benchmarks" / "results" / "decode.json"
+RESULTS = ROOT / "benchmarks" / "results"
 
 
-def test_the_page_says_what_the_json_says() -> None:
-    assert PAGE.read_text() == rewrite(PAGE.read_text(), figures(json.loads(RESULTS.read_text())))
+@pytest.mark.parametrize("name", PAGES)
+def test_the_page_says_what_the_json_says(name: str) -> None:
+    text = (PAGE.parent / f"{name}.md").read_text()
+    assert text == rewrite(text, PAGES[name](RESULTS))
 
 
 def test_every_picture_of_the_page_is_there() -> None:
