@@ -3,7 +3,7 @@
 Run: ``python benchmarks/gpu_profile.py --out DIR`` on a machine with a GPU, torch and ``ncu``. It runs itself under
 ``ncu``, which launches each kernel many times with caches cleared and leaves the clocks as they are; shares are of the
 hardware's peak, not of what a kernel of ours reaches. ``profile.json`` in DIR is the result, ``profile.csv`` the
-profiler's own table. ``--launch`` only launches the kernels, each twice: the first brings its code.
+profiler's own table. ``--launch`` only launches the kernels, each once before it is looked at.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def chosen_cases() -> list[Case | MlaCase]:
 
 
 def launch() -> None:
-    """Launch the kernel of each case twice."""
+    """Launch the kernel of each case, then once more under the profiler."""
     import torch
     from decode.mla_measuring import MlaProblem, ours_of
     from decode.ours import Ours
@@ -94,14 +94,17 @@ def launch() -> None:
             else:
                 call = ours_of(MlaProblem(case, pool), runtime, stream, False)[1][0]
             call()
+            torch.cuda.synchronize()
+            torch.cuda.profiler.start()
             call()
             torch.cuda.synchronize()
+            torch.cuda.profiler.stop()
 
 
 def profile(out: Path) -> str:
     """The profiler's table of all launches."""
-    command = ["ncu", "--clock-control", "none", "--kernel-name", "regex:paged_decode|mla_decode", "--page", "raw"]
-    command += ["--csv", "--metrics", EXTRA_METRICS]
+    command = ["ncu", "--clock-control", "none", "--profile-from-start", "off", "--page", "raw", "--csv"]
+    command += ["--kernel-name", "regex:paged_decode|mla_decode", "--metrics", EXTRA_METRICS]
     for section in NCU_SECTIONS:
         command += ["--section", section]
     done = subprocess.run(
@@ -158,7 +161,7 @@ def main() -> int:
     from gpu_environment import gpu_environment
 
     given.out.mkdir(parents=True, exist_ok=True)
-    launches = list(launches_in(profile(given.out)))[1::2]
+    launches = launches_in(profile(given.out))
     rows = [
         {"section": case.section, "label": case.label, "kv_mb": round(case.kv_bytes / 1e6, 1)} | figures_of(found)
         for case, found in zip(chosen_cases(), launches, strict=True)
