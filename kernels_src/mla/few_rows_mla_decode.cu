@@ -39,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(paged_mla_decode::THREADS, 1)
     wait_for_previous_grid();
     if (threadIdx.x < 32) find_share(p, shared.share);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-    if (warp >= FIRST_LOADER / 32 && warp < FIRST_SCORER / 32) guess_keys(p);
+    if (warp >= FIRST_LOADER / 32 && warp < FIRST_SCORER / 32) guess_first(p, warp - FIRST_LOADER / 32);
     __syncthreads();
     const Share& share = shared.share;
     if (warp >= FIRST_SCORER / 32) {

@@ -419,9 +419,10 @@ extern "C" __global__ void __launch_bounds__(paged_mla_decode::THREADS, 1)
     }
     wait_for_previous_grid();
     if (threadIdx.x < 32) find_share(p, shared.share);
+    const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);
+    if (warpgroup == CONSUMERS / WARPGROUP) guess_first(p, __shfl_sync(~0u, (threadIdx.x - CONSUMERS) / 32, 0));
     __syncthreads();
     const Share& share = shared.share;
-    const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);
     if (warpgroup >= CONSUMERS / WARPGROUP) {
         give_registers<HELPER_REGISTERS>();
         load(p, share, shared);

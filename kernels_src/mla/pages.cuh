@@ -68,4 +68,43 @@ DEVICE int chunk_tokens_log2(const Params& p) { return min(p.page_size_log2, TIL
 // Keys that several CTAs read are to stay in L2.
 DEVICE uint64_t keys_policy(const Params& p) { return p.tiles_together == 1 ? evict_first_policy() : evict_normal_policy(); }
 
+// To L2 alone.
+DEVICE void prefetch_bytes(const void* from, int bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
+DEVICE void prefetch_tensor_box_3d(const void* map, int c0, int c1, int c2) {
+    asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(map), "r"(c0), "r"(c1), "r"(c2)
+                 : "memory");
+}
+
+constexpr int GUESSED_TILES = 2;
+// With row tiles of 64 a guess costs a CTA of few tiles more than it saves.
+constexpr int GUESSING_TILES = ROWS < 64 ? 0 : 8;
+// While the lengths are still read, by four warps: to L2 the first keys and queries that are this CTA's if all requests are as
+// long as their bound. What they are matters to nothing but time.
+DEVICE void guess_first(const Params& p, int warp) {
+    const int lane = threadIdx.x % 32;
+    const uint32_t team = over_team(p, blockIdx.x), teams = over_team(p, gridDim.x);
+    const uint32_t member = blockIdx.x - team * p.tiles_together;
+    const uint32_t blocks = over_team(p, (p.q_len * p.heads + ROWS - 1) / ROWS + p.tiles_together - 1);
+    const uint32_t pairs = p.batch * blocks, tiles = tile_count(p.max_seq_len);
+    if (pairs * tiles < GUESSING_TILES * teams) return;
+    const uint32_t pair = team * pairs / teams, request = pair / blocks;
+    const uint32_t first = (team * pairs - pair * teams) * tiles / teams;
+    const int token = first * TILE_TOKENS + (lane << chunk_tokens_log2(p));
+    if (token < min((first + GUESSED_TILES) * TILE_TOKENS, p.max_seq_len)) {
+        const int page = static_cast<const int*>(p.page_table)[request * p.table_stride + (token >> p.page_size_log2)];
+        for (int box = member * 4 + warp; box * BOX_COLUMNS < LATENT + 64; box += p.tiles_together * 4)
+            prefetch_tensor_box_3d(&p.kv_map, box * BOX_COLUMNS, token & ((1 << p.page_size_log2) - 1),
+                                   min(max(page, 0), p.num_pages - 1));
+    }
+    const int row = ((pair - request * blocks) * p.tiles_together + member) * ROWS + warp * (ROWS / 4) + lane;
+    if (p.q_cu_seq_lens == nullptr && lane < ROWS / 4 && row < p.q_len * p.heads) {
+        const int token = row / p.heads, item_log2 = p.q_type != TYPE_E4M3;
+        const int64_t place = (request * p.q_len + token) * p.q_token_stride + (row - token * p.heads) * p.q_head_stride;
+        prefetch_bytes(static_cast<const char*>(p.q) + (place << item_log2), (LATENT + 64) << item_log2);
+    }
+}
+
 }  // namespace paged_mla_decode

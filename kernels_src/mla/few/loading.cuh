@@ -25,34 +25,6 @@ DEVICE void copy_queries(const Params& p, const Piece& piece, uint32_t stage, ui
     __syncwarp();
 }
 
-// To L2 alone.
-DEVICE void prefetch_tensor_box_3d(const void* map, int c0, int c1, int c2) {
-    asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(map), "r"(c0), "r"(c1), "r"(c2)
-                 : "memory");
-}
-
-constexpr int GUESSED_TILES = 2;
-// While the lengths are still read: to L2 the first keys that are this CTA's if all requests are as long as their bound. What
-// they are matters to nothing but time.
-DEVICE void guess_keys(const Params& p) {
-    const int warp = __shfl_sync(~0u, (threadIdx.x - FIRST_LOADER) / 32, 0);
-    const int teams = gridDim.x / p.tiles_together, tiles = tile_count(p.max_seq_len);
-    const int64_t requests = static_cast<int64_t>(blockIdx.x / p.tiles_together) * p.batch;
-    const int request = min(static_cast<int>(requests / teams), p.batch - 1);
-    const int first = static_cast<int>(requests % teams * tiles / teams);
-    const int end = min(min(first + GUESSED_TILES, tiles) * TILE_TOKENS, p.max_seq_len);
-#pragma unroll 1
-    for (int token = first * TILE_TOKENS; token < end; token += 1 << chunk_tokens_log2(p)) {
-        const int page = static_cast<const int*>(p.page_table)[request * p.table_stride + (token >> p.page_size_log2)];
-        if (elect_one())
-#pragma unroll 1
-            for (int box = warp; box < BOXES; box += LOADER_WARPS)
-                prefetch_tensor_box_3d(&p.kv_map, box * BOX_COLUMNS, token & ((1 << p.page_size_log2) - 1),
-                                       min(max(page, 0), p.num_pages - 1));
-        __syncwarp();
-    }
-}
-
 // All four warps bring their boxes of every tile.
 DEVICE void load(const Params& p, const Share& share, Shared& shared) {
     const int warp = __shfl_sync(~0u, (threadIdx.x - FIRST_LOADER) / 32, 0);
