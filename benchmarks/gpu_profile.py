@@ -56,9 +56,8 @@ FIGURES = {
     "dram_share": r"(gpu__)?dram_?_throughput\.avg\.pct_of_peak_sustained_elapsed",
     "l2_share": r"lts__throughput\.avg\.pct_of_peak_sustained_elapsed",
     "tensor_share": r"sm__(inst_executed_)?pipe_tensor\w*\.avg\.pct_of_peak_sustained_active",
-    "issue_share": r"sm__inst_issued\.avg\.pct_of_peak_sustained_active",
-    "issued_per_cycle": r"smsp__issue_active\.avg\.per_cycle_active",
 }
+ISSUED = "smsp__issue_active.avg.per_cycle_active"  # of a quarter of a multiprocessor, one at most
 STALL = re.compile(r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio")
 BYTES = {"byte": 1, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9}
 MICROSECONDS = {"nsecond": 1e-3, "ns": 1e-3, "usecond": 1.0, "us": 1.0, "msecond": 1e3, "ms": 1e3}
@@ -142,8 +141,11 @@ def figures_of(launch: Mapping[str, tuple[float, str]]) -> dict[str, Any]:
     for key, pattern in FIGURES.items():
         of_name = [value for name, (value, _) in launch.items() if re.fullmatch(pattern, name)]
         if of_name:
-            row[key] = round(max(of_name), 3)
+            row[key] = round(max(of_name), 1)
+    if (issued := launch.get(ISSUED)) is not None:
+        row["issue_share"] = round(100 * issued[0], 1)
     stalls = {match[1]: value for name, (value, _) in launch.items() if (match := STALL.fullmatch(name))}
+    stalls.pop("selected", None)  # the cycle of the issue itself
     largest = sorted(stalls, key=stalls.__getitem__, reverse=True)[:TOP_STALLS]
     row["stalls_per_issue"] = {name: round(stalls[name], 2) for name in largest}
     return row

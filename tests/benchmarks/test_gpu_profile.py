@@ -22,18 +22,35 @@ HEAD = (
     "dram__bytes_read.sum",
     "sm__inst_executed_pipe_tensor_op_gmma.avg.pct_of_peak_sustained_active",
     "sm__inst_executed_pipe_tensor_op_hmma.avg.pct_of_peak_sustained_active",
+    "smsp__issue_active.avg.per_cycle_active",
+    "smsp__average_warps_issue_stalled_selected_per_issue_active.ratio",
     "smsp__average_warps_issue_stalled_wait_per_issue_active.ratio",
     "smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio",
     "smsp__average_warps_issue_stalled_long_scoreboard_per_issue_active.ratio",
     "smsp__average_warps_issue_stalled_math_pipe_throttle_per_issue_active.ratio",
 )
-UNITS = ("", "", "us", "%", "Mbyte", "%", "%", "inst", "inst", "inst", "inst")
-LAUNCH = ("0", "a kernel, templated<1>", "1,234.5", "88.1", "4,295.0", "61.5", "0", "0.9", "0.2", "7.25", "n/a")
+UNITS = ("", "", "us", "%", "Mbyte", "%", "%", "inst/cycle", "inst", "inst", "inst", "inst", "inst")
+LAUNCH = (
+    "0",
+    "a kernel, templated<1>",
+    "1,234.5",
+    "88.1",
+    "4,295.0",
+    "61.5",
+    "0",
+    "0.125",
+    "1",
+    "0.9",
+    "0.2",
+    "7.25",
+    "n/a",
+)
 FIGURES = {
     "us": 1234.5,
     "dram_share": 88.1,
     "dram_read_mb": 4295.0,
     "tensor_share": 61.5,
+    "issue_share": 12.5,
     "stalls_per_issue": {"long_scoreboard": 7.25, "wait": 0.9, "barrier": 0.2},
 }
 
@@ -73,7 +90,7 @@ def test_the_table_has_the_rows_of_its_page_alone() -> None:
     assert where == "A GPU, driver 1.2; 2026-01-02."
     assert "8 x 4096" in table
     assert "128 heads" not in table
-    assert "| 8 x 4096 | 1234 us | 134 MB | 4295 MB | - | 88% | - | 62% | - | long scoreboard 7.2, wait 0.9" in table
+    assert "| 8 x 4096 | 1234 us | 134 MB | 4295 MB | - | 88% | - | 62% | 12% | long scoreboard 7.2, wait 0.9" in table
     assert all(one.count("|") == two.count("|") for one, two in pairwise(table.splitlines()))
 
 
