@@ -10,20 +10,19 @@ portable C, Python's hashlib with the processor's SHA instructions. "read and ha
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import platform
 import ssl
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from hashlib import sha256
 from pathlib import Path
+
+from parts.published_wheel import PIN, report_on_wheel
 
 from cubin_runtime import Config, __version__
 from cubin_runtime.artifacts.cubin import parse_cubin
@@ -34,26 +33,8 @@ from cubin_runtime.artifacts.metadata_index import MetadataIndex, index_of_heade
 from cubin_runtime.artifacts.pins import Pin
 
 ROOT = Path(__file__).resolve().parents[1]
-PIN = "trtllm-gen-0.6.13"
-WHEEL = "flashinfer_cubin-0.6.13-py3-none-any.whl"
 WHOLE_RUNS = 5
 SMALL_RUNS = 51
-
-
-def main() -> None:
-    """Measure everything and write one JSON file."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cubin-runtime-test"
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--wheel", type=Path, default=cache / WHEEL)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "artifacts.json")
-    given = parser.parse_args()
-    if not given.wheel.is_file():
-        parser.error(f"no wheel at {given.wheel}; `make test-release` gets it")
-    with tempfile.TemporaryDirectory(prefix="cubin-runtime-bench-") as folder:
-        report = measure(given.wheel, Path(folder))
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text(json.dumps(report, indent=2) + "\n")
-    print(json.dumps(report, indent=2))
 
 
 def measure(wheel: Path, folder: Path) -> dict[str, object]:
@@ -223,4 +204,4 @@ def machine() -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    main()
+    report_on_wheel("artifacts", __doc__, measure)

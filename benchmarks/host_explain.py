@@ -7,7 +7,6 @@ parameter; "fresh kernels" has no row of the index decoded yet. Results go to be
 
 from __future__ import annotations
 
-import argparse
 import json
 import lzma
 import os
@@ -15,12 +14,13 @@ import platform
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
+
+from parts.published_wheel import PIN, report_on_wheel
 
 from cubin_runtime import Config, __version__
 from cubin_runtime.artifacts.catalog import open_kernel_index
@@ -35,26 +35,8 @@ from cubin_runtime.launch.trtllm_gen.traits import Policy
 
 ROOT = Path(__file__).resolve().parents[1]
 CASES = ROOT / "tests" / "data" / "trtllm_gen_cases.jsonl.xz"
-PIN = "trtllm-gen-0.6.13"
-WHEEL = "flashinfer_cubin-0.6.13-py3-none-any.whl"
 ROUNDS = 5
 WHOLE_RUNS = 5
-
-
-def main() -> None:
-    """Measure everything and write one JSON file."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cubin-runtime-test"
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--wheel", type=Path, default=cache / WHEEL)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "host_explain.json")
-    given = parser.parse_args()
-    if not given.wheel.is_file():
-        parser.error(f"no wheel at {given.wheel}; `make test-release` gets it")
-    with tempfile.TemporaryDirectory(prefix="cubin-runtime-bench-") as folder:
-        report = measure(given.wheel, Path(folder))
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text(json.dumps(report, indent=2) + "\n")
-    print(json.dumps(report, indent=2))
 
 
 def measure(wheel: Path, folder: Path) -> dict[str, object]:
@@ -145,4 +127,4 @@ def milliseconds(work: Callable[[], object], runs: int) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    report_on_wheel("host_explain", __doc__, measure)
