@@ -25,12 +25,11 @@ from decode.problem import Pool
 from decode.reading import StreamingReads
 from decode.rows import disagreements, line_of, tally
 from decode.timing import REP_MS, SmClock, matrix_tflop_per_s, median_us
-from gpu_environment import gpu_environment
+from gpu_environment import built_sources, gpu_environment
 
 from cubin_runtime import Config
 from cubin_runtime.attention import Runtime
 
-BUILT = Path(__file__).resolve().parents[1] / "build" / "artifacts"
 READ_BYTES = 4 << 30
 
 
@@ -75,8 +74,7 @@ def main() -> int:
     if chosen.compile:
         return 0
     store = Path(os.environ.get("CUBIN_RUNTIME_CACHE", chosen.out / "store"))
-    sources = tuple(os.environ.get("CUBIN_RUNTIME_SOURCES", str(BUILT)).split())
-    runtime = Runtime(Config(store=store, sources=sources, offline=True))
+    runtime = Runtime(Config(store=store, sources=built_sources(), offline=True))
     result = {"schema": 2, "question": "paged decode beside the peers", "environment": gpu_environment()}
     result |= {"sections": chosen.sections, "peers_compiled": compiled, "seconds": {}, "rows": []}
     chosen.out.mkdir(parents=True, exist_ok=True)

@@ -1,14 +1,22 @@
-"""What a GPU measurement ran on: device, driver, clocks, versions, date."""
+"""Where a GPU measurement finds our kernels, and what it ran on: device, driver, clocks, versions, date."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import subprocess
 from datetime import datetime, timezone
+from pathlib import Path
 
+_BUILT = Path(__file__).resolve().parents[1] / "build" / "artifacts"
 _PACKAGES = ("cubin-runtime", "flashinfer-python", "torch", "triton", "numpy")
 _QUERY = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.draw,temperature.gpu"
+
+
+def built_sources() -> tuple[str, ...]:
+    """The sources that ``CUBIN_RUNTIME_SOURCES`` names, else what ``make artifacts`` builds."""
+    return tuple(os.environ.get("CUBIN_RUNTIME_SOURCES", str(_BUILT)).split())
 
 
 def gpu_environment() -> dict[str, object]:

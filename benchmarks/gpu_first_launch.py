@@ -13,14 +13,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from gpu_environment import gpu_environment
+from gpu_environment import built_sources, gpu_environment
 
 from cubin_runtime import Config
 from cubin_runtime.attention import Runtime
 from cubin_runtime.attention.runtime import OWN_RELEASE
 
 PROCESSES = 11
-BUILT = Path(__file__).resolve().parents[1] / "build" / "artifacts"
 CHILD = """
 import json, time
 began = time.perf_counter()
@@ -63,8 +62,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     chosen = parser.parse_args()
     store = Path(os.environ.get("CUBIN_RUNTIME_CACHE", chosen.out / "store"))
-    sources = tuple(os.environ.get("CUBIN_RUNTIME_SOURCES", str(BUILT)).split())
-    filling = Runtime(Config(store=store, sources=sources, offline=True))
+    filling = Runtime(Config(store=store, sources=built_sources(), offline=True))
     filling.library.fetch(filling.library.pins.get(OWN_RELEASE))
     root = str(Path(__file__).resolve().parents[1])
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])

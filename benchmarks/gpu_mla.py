@@ -24,12 +24,11 @@ from decode.problem import Pool
 from decode.reading import StreamingReads
 from decode.rows import disagreements, line_of, tally
 from decode.timing import SmClock, matrix_tflop_per_s, median_us
-from gpu_environment import gpu_environment
+from gpu_environment import built_sources, gpu_environment
 
 from cubin_runtime import Config
 from cubin_runtime.attention import Runtime
 
-BUILT = Path(__file__).resolve().parents[1] / "build" / "artifacts"
 POOL_BYTES = 2 << 30
 REP_MS = 60
 
@@ -81,8 +80,7 @@ def main() -> int:
     if chosen.compile:
         return 0
     store = Path(os.environ.get("CUBIN_RUNTIME_CACHE", chosen.out / "store"))
-    sources = tuple(os.environ.get("CUBIN_RUNTIME_SOURCES", str(BUILT)).split())
-    runtime = Runtime(Config(store=store, sources=sources, offline=True))
+    runtime = Runtime(Config(store=store, sources=built_sources(), offline=True))
     result = {"schema": 1, "question": "MLA decode beside the peer", "environment": gpu_environment()}
     result |= {"peer_compiled": compiled, "rows": []}
     chosen.out.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import os
 import re
 import subprocess
 import sys
@@ -22,8 +21,8 @@ from typing import Any
 
 from decode.cases import PEERS, SECTIONS, Case, cases_of
 from decode.mla_cases import MlaCase, mla_cases
+from gpu_environment import built_sources, gpu_environment
 
-BUILT = Path(__file__).resolve().parents[1] / "build" / "artifacts"
 # Rows of the benchmarks by section and label, those of one type of keys and values together.
 DECODE = (
     ("gqa", "1 x 1024"),
@@ -81,9 +80,8 @@ def launch() -> None:
     from cubin_runtime import Config
     from cubin_runtime.attention import Runtime
 
-    sources = tuple(os.environ.get("CUBIN_RUNTIME_SOURCES", str(BUILT)).split())
     with tempfile.TemporaryDirectory() as store:
-        runtime = Runtime(Config(store=Path(store), sources=sources, offline=True))
+        runtime = Runtime(Config(store=Path(store), sources=built_sources(), offline=True))
         stream = torch.cuda.current_stream().cuda_stream
         cases = chosen_cases()
         pool = Pool(max(case.kv_bytes for case in cases))
@@ -151,6 +149,12 @@ def figures_of(launch: Mapping[str, tuple[float, str]]) -> dict[str, Any]:
     return row
 
 
+def row_of(case: Case | MlaCase, launch: Mapping[str, tuple[float, str]]) -> dict[str, Any]:
+    """A case, which benchmark it is of, and what its launch says."""
+    named = {"benchmark": "decode" if isinstance(case, Case) else "mla", "section": case.section, "label": case.label}
+    return named | {"kv_mb": round(case.kv_bytes / 1e6, 1)} | figures_of(launch)
+
+
 def main() -> int:
     """Profile, or launch what is profiled."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -160,18 +164,13 @@ def main() -> int:
     if given.launch:
         launch()
         return 0
-    from gpu_environment import gpu_environment
-
     given.out.mkdir(parents=True, exist_ok=True)
     launches = launches_in(profile(given.out))
-    rows = [
-        {"section": case.section, "label": case.label, "kv_mb": round(case.kv_bytes / 1e6, 1)} | figures_of(found)
-        for case, found in zip(chosen_cases(), launches, strict=True)
-    ]
+    rows = [row_of(case, found) for case, found in zip(chosen_cases(), launches, strict=True)]
     result = {"schema": 1, "question": "what bounds the rows that miss their bars", "environment": gpu_environment()}
     (given.out / "profile.json").write_text(json.dumps(result | {"rows": rows}, indent=1) + "\n")
     for row in rows:
-        print(json.dumps(row), flush=True)
+        print(json.dumps(row))
     return 0
 
 

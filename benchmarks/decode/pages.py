@@ -8,17 +8,15 @@ from types import MappingProxyType
 
 from . import mla_page, page
 from .profile_table import profiled
-from .tables import report_of
+from .tables import Report, report_of
 
 
-def _decode(results: Path) -> str:
-    profile = profiled(report_of(results / "profile.json"), mla=False)
-    return "\n\n".join((page.figures(report_of(results / "decode.json")), *profile))
+def _profiled_too(name: str, figures: Callable[[Report], str]) -> Callable[[Path], str]:
+    def text(results: Path) -> str:
+        profile = profiled(report_of(results / "profile.json"), name)
+        return "\n\n".join((figures(report_of(results / f"{name}.json")), *profile))
 
-
-def _mla(results: Path) -> str:
-    profile = profiled(report_of(results / "profile.json"), mla=True)
-    return "\n\n".join((mla_page.figures(report_of(results / "mla.json")), *profile))
+    return text
 
 
 def _h100(results: Path) -> str:
@@ -28,4 +26,6 @@ def _h100(results: Path) -> str:
 
 
 # Name of a page in docs, and what stands between its markers.
-PAGES: Mapping[str, Callable[[Path], str]] = MappingProxyType({"decode": _decode, "mla": _mla, "h100": _h100})
+PAGES: Mapping[str, Callable[[Path], str]] = MappingProxyType(
+    {"decode": _profiled_too("decode", page.figures), "mla": _profiled_too("mla", mla_page.figures), "h100": _h100}
+)

@@ -6,7 +6,6 @@ from .rows import Row
 from .tables import Column, Report, column, table, us
 
 SCHEMA = 1
-MLA_SECTIONS = ("bf16",)
 
 
 def _stalls(row: Row) -> str:
@@ -27,11 +26,11 @@ _COLUMNS: tuple[Column, ...] = (
 )
 
 
-def profiled(report: Report, *, mla: bool) -> tuple[str, ...]:
-    """A table of the rows of one page, or nothing where none was profiled."""
+def profiled(report: Report, benchmark: str) -> tuple[str, ...]:
+    """A table of the rows of one benchmark, or nothing where none was profiled."""
     if report.get("schema") != SCHEMA:
         return ()
-    rows = [row for row in report["rows"] if (row["section"] in MLA_SECTIONS) == mla]
+    rows = [row for row in report["rows"] if row["benchmark"] == benchmark]
     lines = [[cell(row) for _, cell in _COLUMNS] for row in rows]
     gpu, date = report["environment"]["gpu"], report["environment"]["date"][:10]
     title = "**In the profiler: one launch, caches cleared, shares of the hardware's peak**"

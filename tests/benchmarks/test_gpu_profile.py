@@ -79,14 +79,14 @@ def test_every_row_that_is_profiled_is_one_of_the_benchmarks() -> None:
 
 
 def report() -> dict[str, Any]:
-    row = FIGURES | {"section": "gqa", "label": "8 x 4096", "kv_mb": 134.2}
-    other = FIGURES | {"section": "bf16", "label": "128 heads, 1 x 4096", "kv_mb": 4.7}
+    row = FIGURES | {"benchmark": "decode", "section": "gqa", "label": "8 x 4096", "kv_mb": 134.2}
+    other = FIGURES | {"benchmark": "mla", "section": "bf16", "label": "128 heads, 1 x 4096", "kv_mb": 4.7}
     environment = {"gpu": {"name": "A GPU", "driver_version": "1.2"}, "date": "2026-01-02T03:04:05+00:00"}
     return {"schema": 1, "environment": environment, "rows": [row, other]}
 
 
 def test_the_table_has_the_rows_of_its_page_alone() -> None:
-    _, where, table = profiled(report(), mla=False)
+    _, where, table = profiled(report(), "decode")
     assert where == "A GPU, driver 1.2; 2026-01-02."
     assert "8 x 4096" in table
     assert "128 heads" not in table
@@ -95,4 +95,4 @@ def test_the_table_has_the_rows_of_its_page_alone() -> None:
 
 
 def test_nothing_is_shown_where_nothing_was_profiled() -> None:
-    assert profiled({}, mla=True) == ()
+    assert profiled({}, "mla") == ()
