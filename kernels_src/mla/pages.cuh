@@ -87,7 +87,7 @@ DEVICE void guess_first(const Params& p, int warp) {
     const int lane = threadIdx.x % 32;
     const uint32_t team = over_team(p, blockIdx.x), teams = over_team(p, gridDim.x);
     const uint32_t member = blockIdx.x - team * p.tiles_together;
-    const uint32_t blocks = over_team(p, (p.q_len * p.heads + ROWS - 1) / ROWS + p.tiles_together - 1);
+    const uint32_t blocks = row_blocks(p, tiles_of_rows(p, p.q_len));
     const uint32_t pairs = p.batch * blocks, tiles = tile_count(p.max_seq_len);
     if (pairs * tiles < GUESSING_TILES * teams) return;
     const uint32_t pair = team * pairs / teams, request = pair / blocks;
@@ -101,8 +101,8 @@ DEVICE void guess_first(const Params& p, int warp) {
     }
     const int row = ((pair - request * blocks) * p.tiles_together + member) * ROWS + warp * (ROWS / 4) + lane;
     if (p.q_cu_seq_lens == nullptr && lane < ROWS / 4 && row < p.q_len * p.heads) {
-        const int token = row / p.heads, item_log2 = p.q_type != TYPE_E4M3;
-        const int64_t place = (request * p.q_len + token) * p.q_token_stride + (row - token * p.heads) * p.q_head_stride;
+        const int query = row / p.heads, item_log2 = p.q_type != TYPE_E4M3;
+        const int64_t place = (request * p.q_len + query) * p.q_token_stride + (row - query * p.heads) * p.q_head_stride;
         prefetch_bytes(static_cast<const char*>(p.q) + (place << item_log2), (LATENT + 64) << item_log2);
     }
 }

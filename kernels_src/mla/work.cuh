@@ -63,6 +63,8 @@ DEVICE int clamped_length(const Params& p, int request) {
 // A request without keys still owns one (empty) tile, whose CTA writes its output.
 DEVICE int tile_count(int length) { return max(1, (length + TILE_TOKENS - 1) / TILE_TOKENS); }
 
+DEVICE int tiles_of_rows(const Params& p, int queries) { return (queries * p.heads + ROWS - 1) / ROWS; }
+
 DEVICE Request read_request(const Params& p, int request) {
     Request r;
     r.length = clamped_length(p, request);
@@ -74,7 +76,7 @@ DEVICE Request read_request(const Params& p, int request) {
         r.first_query = min(max(edges[0], 0), p.tokens);
         r.queries = min(max(min(edges[1], p.tokens) - r.first_query, 0), p.q_len);
     }
-    r.tiles_of_rows = (r.queries * p.heads + ROWS - 1) / ROWS;
+    r.tiles_of_rows = tiles_of_rows(p, r.queries);
     return r;
 }
 
@@ -83,7 +85,8 @@ DEVICE int over_team(const Params& p, int x) {
     return x * (p.tiles_together == 3 ? 21846 : 65536 >> p.tiles_together / 2) >> 16;
 }
 
-DEVICE int row_blocks(const Params& p, const Request& r) { return over_team(p, r.tiles_of_rows + p.tiles_together - 1); }
+// Of as many row tiles as a team has members.
+DEVICE int row_blocks(const Params& p, int row_tiles) { return over_team(p, row_tiles + p.tiles_together - 1); }
 
 // By `threads` threads, of which this is the `thread`-th.
 DEVICE void report_lengths(const Params& p, int thread, int threads) {
@@ -159,7 +162,7 @@ DEVICE int cta_of(const Params& p, const Share& share, int team) { return team *
 DEVICE bool find_piece(const Params& p, const Share& share, Position& at, Piece& piece) {
     while (at.tile < share.end) {
         const Request r = read_request(p, at.request);
-        const int blocks = row_blocks(p, r);
+        const int blocks = row_blocks(p, r.tiles_of_rows);
         if (at.tile - at.request_start >= r.tiles * blocks) {
             at.request_start += r.tiles * blocks;
             ++at.request;
@@ -195,7 +198,7 @@ DEVICE bool find_piece(const Params& p, const Share& share, Position& at, Piece&
             }
             if (line_start + piece.first >= share.end) break;
             at.tile = line_start + piece.last;
-            piece.counter = piece.request * ((p.q_len * p.heads + ROWS - 1) / ROWS) + piece.row_tile;
+            piece.counter = piece.request * tiles_of_rows(p, p.q_len) + piece.row_tile;
             piece.slot = piece.counter * p.splits;
             if (FOLDS && piece.parts <= FOLDED_PARTS && line_start >= share.begin_of(share.team) &&
                 line_start + (piece.parts - 1) * r.tiles / piece.parts < share.end)
@@ -209,7 +212,7 @@ DEVICE bool find_piece(const Params& p, const Share& share, Position& at, Piece&
 DEVICE int tiles_of(const Params& p, int request) {
     if (request >= p.batch) return 0;
     const Request r = read_request(p, request);
-    return r.tiles * row_blocks(p, r);
+    return r.tiles * row_blocks(p, r.tiles_of_rows);
 }
 
 // By one warp.
