@@ -27,11 +27,11 @@ from cubin_runtime.artifacts.catalog import open_kernel_index
 from cubin_runtime.artifacts.library import Library
 from cubin_runtime.artifacts.metadata import HEADER_PATH
 from cubin_runtime.artifacts.metadata_index import MetadataIndex, index_of_header
-from cubin_runtime.launch.trtllm_gen.cases import occupancy_of, problem_of
-from cubin_runtime.launch.trtllm_gen.kernels import KernelFinder
-from cubin_runtime.launch.trtllm_gen.plan import plan
-from cubin_runtime.launch.trtllm_gen.records import planned_record
-from cubin_runtime.launch.trtllm_gen.traits import Policy
+from cubin_runtime.kernels.trtllm_gen.cases import occupancy_of, problem_of
+from cubin_runtime.kernels.trtllm_gen.kernels import KernelFinder
+from cubin_runtime.kernels.trtllm_gen.plan import plan
+from cubin_runtime.kernels.trtllm_gen.records import planned_record
+from cubin_runtime.kernels.trtllm_gen.traits import Policy
 
 ROOT = Path(__file__).resolve().parents[1]
 CASES = ROOT / "tests" / "data" / "trtllm_gen_cases.jsonl.xz"

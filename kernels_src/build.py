@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from cubin_runtime.launch.hopper.params import LAYOUTS
+from cubin_runtime.kernels.native.layouts import LAYOUTS
 from cubin_runtime.launch.structs import StructLayout
 
 from .compiling import BuildError, CompiledKernel, compile_variant

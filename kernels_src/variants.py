@@ -29,7 +29,7 @@ class Variant:
 
     ``source`` is relative to ``kernels_src``; ``symbol`` the name of its ``extern "C" __global__`` function;
     ``defines`` become ``-D`` options; ``traits`` are what a planner selects by; ``struct`` names one of the
-    layouts of ``cubin_runtime.launch.hopper.params``. ``shared_bytes`` is dynamic shared memory.
+    layouts of ``cubin_runtime.kernels.native.layouts``. ``shared_bytes`` is dynamic shared memory.
     """
 
     source: str

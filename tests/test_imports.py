@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "cubin_runtime"
-ROOM_FLOORS = {"cli": 4, "compat": 4, "attention": 3, "launch": 2, "artifacts": 1}
+ROOM_FLOORS = {"cli": 5, "compat": 5, "attention": 4, "kernels": 3, "launch": 2, "artifacts": 1}
 SHARED_FLOOR = 0  # errors, config, _version
 HEAVY = (
     "cryptography",
@@ -58,6 +58,19 @@ def imports_of(file: Path) -> Iterator[tuple[str, ...]]:
             yield from ((*named, alias.name) for alias in node.names)
 
 
+def top_imports(file: Path, known: dict[tuple[str, ...], Path]) -> set[tuple[str, ...]]:
+    """The modules among ``known`` that running ``file`` imports, but for those that only type checkers see."""
+    package = module_name(file) if file.name == "__init__.py" else module_name(file)[:-1]
+    found = set()
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.ImportFrom) and node.level:
+            named = tuple(node.module.split(".")) if node.module else ()
+            base = (*package[: len(package) - node.level + 1], *named)
+            for alias in node.names:
+                found.add((*base, alias.name) if (*base, alias.name) in known else base)
+    return found & known.keys() - {module_name(file)}
+
+
 def floor(parts: tuple[str, ...]) -> int | None:
     """The floor of a module of ours; None for the package's face and for what is not ours."""
     if parts[:1] != ("cubin_runtime",) or len(parts) < 2:
@@ -95,6 +108,30 @@ def test_the_two_top_rooms_do_not_import_each_other() -> None:
         if parts[:2] == ("cubin_runtime", other)
     ]
     assert found == []
+
+
+def test_launch_knows_no_kernel_family() -> None:
+    words = ("kernels", "native", "trtllm_gen", "hopper")
+    named = [file.name for file in (PACKAGE / "launch").rglob("*.py") for word in words if word in file.stem]
+    assert named == []
+
+
+def test_no_two_modules_import_each_other() -> None:
+    """Imports at the top of files have no cycle; a name that a package hands on counts as its own module."""
+    known = {module_name(file): file for file in modules()}
+    graph = {name: top_imports(file, known) for name, file in known.items()}
+    done: set[tuple[str, ...]] = set()
+
+    def walk(name: tuple[str, ...], path: tuple[tuple[str, ...], ...]) -> None:
+        assert name not in path, " -> ".join(".".join(part) for part in (*path[path.index(name) :], name))
+        if name in done:
+            return
+        for other in graph[name]:
+            walk(other, (*path, name))
+        done.add(name)
+
+    for name in graph:
+        walk(name, ())
 
 
 def test_nothing_heavy_is_loaded_by_importing_the_package() -> None:

@@ -25,7 +25,7 @@ from cubin_runtime.artifacts.cubin import parse_cubin  # noqa: E402
 from cubin_runtime.artifacts.library import Library  # noqa: E402
 from cubin_runtime.artifacts.path import ArtifactPath  # noqa: E402
 from cubin_runtime.artifacts.pins import Pin  # noqa: E402
-from cubin_runtime.launch.hopper.params import LAYOUTS  # noqa: E402
+from cubin_runtime.kernels.native.layouts import LAYOUTS  # noqa: E402
 from kernels_src.build import build, select  # noqa: E402
 from kernels_src.pinning import pin_of, with_pin  # noqa: E402
 from kernels_src.publishing import publish, serve  # noqa: E402

@@ -8,8 +8,8 @@ from functools import partial
 import numpy as np
 
 from cubin_runtime.attention import Runtime
+from cubin_runtime.kernels.trtllm_gen.reduction_launches import AfterMain, choose_own, own_launch_plan
 from cubin_runtime.launch.launcher import PreparedLaunch
-from cubin_runtime.launch.trtllm_gen.after_main import AfterMain, choose_own, own_launch_plan
 
 OPERATION = "streaming_read"
 UNIT = 16

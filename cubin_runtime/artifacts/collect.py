@@ -18,7 +18,12 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from ..errors import CorruptError, CubinRuntimeError, MissingError, StoreError
+from ..errors import (
+    CorruptError,
+    CubinRuntimeError,
+    MissingError,
+    StoreError,
+)
 from .catalog import manifest_at_hand
 from .locks import ShardLock, shard_of
 from .store import OBJECTS, QUARANTINE, Store

@@ -14,7 +14,12 @@ from struct import Struct
 from types import MappingProxyType
 
 from .architecture import Architecture
-from .elf import CubinFormatError, Elf, EntryPoint, read_elf
+from .elf import (
+    CubinFormatError,
+    Elf,
+    EntryPoint,
+    read_elf,
+)
 
 __all__ = [
     "Architecture",

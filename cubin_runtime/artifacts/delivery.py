@@ -7,7 +7,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..errors import CorruptError, CubinRuntimeError, MissingError, SourceError, StoreError
+from ..errors import (
+    CorruptError,
+    CubinRuntimeError,
+    MissingError,
+    SourceError,
+    StoreError,
+)
 from .crew import Crew, Outcome, ThreadCrew
 from .fetch import fetch_objects
 from .obtain import FetchPolicy

@@ -23,7 +23,12 @@ from ..errors import MissingError, StoreError, UsageError
 from .catalog import manifest_at_hand
 from .manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES
 from .path import ArtifactPath
-from .reading import NotRegularError, digest_of, open_regular, read_bounded
+from .reading import (
+    NotRegularError,
+    digest_of,
+    open_regular,
+    read_bounded,
+)
 from .sources import ARCHIVE_SUFFIXES
 from .store import STALE_SECONDS, Store
 from .verify import default_jobs

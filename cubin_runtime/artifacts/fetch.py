@@ -8,7 +8,12 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..errors import CorruptError, CubinRuntimeError, SourceError, StoreError
+from ..errors import (
+    CorruptError,
+    CubinRuntimeError,
+    SourceError,
+    StoreError,
+)
 from .crew import Crew, Outcome
 from .locks import ShardLock, shard_of
 from .obtain import FetchPolicy

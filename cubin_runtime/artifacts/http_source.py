@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urljoin, urlsplit, urlunsplit
 
 from ..errors import SourceError
-from .sources import NotHereError, RetryableError, SourceSpec, Wanted, redact
+from .sources import (
+    NotHereError,
+    RetryableError,
+    SourceSpec,
+    Wanted,
+    redact,
+)
 
 if TYPE_CHECKING:
     import urllib3

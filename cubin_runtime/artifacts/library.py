@@ -9,7 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..config import Config
-from ..errors import CorruptError, MissingError, PinError, StoreError, UsageError
+from ..errors import (
+    CorruptError,
+    MissingError,
+    PinError,
+    StoreError,
+    UsageError,
+)
 from .crew import Outcome
 from .delivery import Artifact, Delivery, listed_digest
 from .fetch import FetchReport, report_of
@@ -18,7 +24,12 @@ from .manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest
 from .obtain import FetchPolicy
 from .path import ArtifactPath
 from .pinned_manifests import PinnedManifests, manifest_wanted
-from .pins import Pin, PinSet, read_manifest, refuse_trust_in_store
+from .pins import (
+    Pin,
+    PinSet,
+    read_manifest,
+    refuse_trust_in_store,
+)
 from .sources import NotHereError, Wanted, parse_source
 from .store import Store
 from .supply import Supply, hint

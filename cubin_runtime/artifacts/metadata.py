@@ -16,7 +16,12 @@ from hashlib import sha256
 
 from ..errors import CorruptError
 from .architecture import Architecture
-from .metadata_columns import COLUMN_OF_FIELD, COLUMNS, IGNORED_COLUMNS, Column
+from .metadata_columns import (
+    COLUMN_OF_FIELD,
+    COLUMNS,
+    IGNORED_COLUMNS,
+    Column,
+)
 
 HEADER_PATH = "include/flashInferMetaInfo.h"
 MAX_HEADER_BYTES = 64 << 20

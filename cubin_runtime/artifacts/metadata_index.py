@@ -20,9 +20,19 @@ from struct import Struct
 from typing import Any
 
 from ..errors import MissingError
-from .metadata import KernelMeta, KernelTable, MetadataError, parse_header
+from .metadata import (
+    KernelMeta,
+    KernelTable,
+    MetadataError,
+    parse_header,
+)
 from .metadata_columns import COLUMN_OF_FIELD, Column
-from .trait_table import TraitTable, build_slots, table_bytes, traits_of
+from .trait_table import (
+    TraitTable,
+    build_slots,
+    table_bytes,
+    traits_of,
+)
 
 INDEX_FORMAT = 2
 _MAGIC = b"CRTINDEX"

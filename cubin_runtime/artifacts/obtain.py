@@ -12,7 +12,12 @@ from dataclasses import dataclass
 from ..errors import CorruptError, SourceError
 from .locks import GIVE_UP_SECONDS, TOUCH_SECONDS
 from .reading import digest_of
-from .sources import NotHereError, RetryableError, Source, Wanted
+from .sources import (
+    NotHereError,
+    RetryableError,
+    Source,
+    Wanted,
+)
 
 _log = logging.getLogger("cubin_runtime")
 

@@ -10,7 +10,13 @@ from pathlib import Path
 from ..errors import PinError
 from .manifest import parse_manifest
 from .path import ArtifactPath
-from .pins import BUILTIN_PINS, Pin, PinSet, format_pin, parse_pins
+from .pins import (
+    BUILTIN_PINS,
+    Pin,
+    PinSet,
+    format_pin,
+    parse_pins,
+)
 
 DEFAULT_MAX_FILE_BYTES = 64 << 20
 

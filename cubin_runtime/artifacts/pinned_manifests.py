@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import threading
 
-from ..errors import CorruptError, MissingError, PinError, SourceError, StoreError
+from ..errors import (
+    CorruptError,
+    MissingError,
+    PinError,
+    SourceError,
+    StoreError,
+)
 from .delivery import Delivery, listed_digest
 from .manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest
 from .pins import Pin, read_manifest

@@ -12,7 +12,12 @@ from pathlib import Path
 from typing import Literal, Protocol
 from urllib.parse import urlsplit, urlunsplit
 
-from ..errors import CorruptError, MissingError, SourceError, UsageError
+from ..errors import (
+    CorruptError,
+    MissingError,
+    SourceError,
+    UsageError,
+)
 from .manifest import MANIFEST_NAME
 from .path import ArtifactPath
 from .reading import NotRegularError, open_regular, read_bounded

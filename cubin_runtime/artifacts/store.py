@@ -21,7 +21,12 @@ from itertools import groupby
 from pathlib import Path
 
 from ..errors import CorruptError, MissingError, StoreError
-from .reading import NotRegularError, digest_of, open_regular, read_bounded
+from .reading import (
+    NotRegularError,
+    digest_of,
+    open_regular,
+    read_bounded,
+)
 
 OBJECTS = "sha256"
 QUARANTINE = "quarantine"

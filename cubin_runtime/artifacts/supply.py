@@ -14,7 +14,14 @@ from .archive_source import ArchiveSource
 from .http_source import HttpLimits, HttpSource
 from .obtain import FetchPolicy, Progress, obtain
 from .pins import Pin
-from .sources import DirectorySource, PackageSource, Source, SourceSpec, Wanted, parse_source
+from .sources import (
+    DirectorySource,
+    PackageSource,
+    Source,
+    SourceSpec,
+    Wanted,
+    parse_source,
+)
 
 _log = logging.getLogger("cubin_runtime")
 LocalSource = DirectorySource | ArchiveSource | PackageSource

@@ -8,12 +8,24 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from ..errors import CorruptError, CubinRuntimeError, ExtraError, MissingError, SourceError, StoreError
+from ..errors import (
+    CorruptError,
+    CubinRuntimeError,
+    ExtraError,
+    MissingError,
+    SourceError,
+    StoreError,
+)
 from .manifest import MANIFEST_NAME, Manifest
 from .path import ArtifactPath
 from .pins import Pin
 from .reading import digest_of
-from .sources import Listing, NotHereError, Source, Wanted
+from .sources import (
+    Listing,
+    NotHereError,
+    Source,
+    Wanted,
+)
 from .store import Store
 
 _BATCH = 64

@@ -4,17 +4,34 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..kernels.native.decode.plan import DecodeProblem
+from ..kernels.native.decode.select import select_decode
+from ..kernels.native.decode.shape import DecodeShape
 from ..launch.driver import DeviceFacts
-from ..launch.hopper.decode import DecodeProblem
-from ..launch.hopper.select import select_decode
-from ..launch.hopper.shape import DecodeShape
 from ..launch.streams import stream_handle
 from ..launch.workspace import SemaphoreWorkspace, Workspace
 from .backends import AUTO, resolve_backend
-from .decode_checks import DecodeOptions, check_decode, check_kinds, integer
-from .decode_defaults import check_workspace, longest_of, made_output, plan_bound, softmax_number_of
+from .decode_checks import (
+    DecodeOptions,
+    check_decode,
+    check_kinds,
+    integer,
+)
+from .decode_defaults import (
+    check_workspace,
+    longest_of,
+    made_output,
+    plan_bound,
+    softmax_number_of,
+)
 from .decode_plan import PagedDecodePlan
-from .decode_tensors import DecodeTensors, decode_tensors, forms_of, split_scale, token_stride
+from .decode_tensors import (
+    DecodeTensors,
+    decode_tensors,
+    forms_of,
+    split_scale,
+    token_stride,
+)
 from .runtime import Runtime, default_runtime
 from .tracing import record, recording
 from .tracing.decode import traced_decode

@@ -10,7 +10,12 @@ from typing import Any
 
 from ..errors import UsageError
 from .backends import AUTO
-from .decode_tensors import REQUIRED, DecodeTensors, float32_number, token_stride
+from .decode_tensors import (
+    REQUIRED,
+    DecodeTensors,
+    float32_number,
+    token_stride,
+)
 from .views import ITEM_BYTES, TensorView
 
 MAX_GROUP = 32

@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..launch.hopper.decode import CacheView, DecodeProblem, decode_launches, decode_plan
-from ..launch.hopper.select import DecodeSelection
+from ..kernels.native.decode.plan import (
+    CacheView,
+    DecodeProblem,
+    decode_launches,
+    decode_plan,
+)
+from ..kernels.native.decode.select import DecodeSelection
 from ..launch.launcher import LaunchPlan
 from ..launch.workspace import SemaphoreWorkspace, Workspace
 from .decode_tensors import DecodeTensors, decode_tensors, split_scale

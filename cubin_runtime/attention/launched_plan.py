@@ -14,17 +14,34 @@ from typing import Any, Generic, TypeVar
 from ..artifacts.own_kernels import OwnKernel
 from ..artifacts.path import ArtifactPath
 from ..errors import DeviceError, UsageError
-from ..launch.hopper.decode import LOG2_E, STEP_FIELDS, STEP_NUMBERS, WORKSPACE_POINTERS, DecodeProblem
-from ..launch.hopper.mla_decode import MlaProblem
-from ..launch.hopper.mla_select import MlaSelection
-from ..launch.hopper.select import DecodeSelection
+from ..kernels.native.decode.plan import (
+    LOG2_E,
+    STEP_FIELDS,
+    STEP_NUMBERS,
+    WORKSPACE_POINTERS,
+    DecodeProblem,
+)
+from ..kernels.native.decode.select import DecodeSelection
+from ..kernels.native.mla.plan import MlaProblem
+from ..kernels.native.mla.select import MlaSelection
 from ..launch.launcher import LaunchPlan, PreparedLaunch
 from ..launch.streams import stream_handle
 from ..launch.structs import FieldRow, StructLayout
-from ..launch.workspace import Region, SemaphoreWorkspace, Workspace, WorkspacePool, workspace_size
+from ..launch.workspace import (
+    Region,
+    SemaphoreWorkspace,
+    Workspace,
+    WorkspacePool,
+    workspace_size,
+)
 from .decode_checks import check_addresses, integer
 from .decode_defaults import check_workspace
-from .decode_tensors import DecodeTensors, addresses_of, difference, forms_of
+from .decode_tensors import (
+    DecodeTensors,
+    addresses_of,
+    difference,
+    forms_of,
+)
 from .runtime import Runtime
 
 _STATUS_WORDS = {

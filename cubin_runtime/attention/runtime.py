@@ -14,12 +14,18 @@ from ..artifacts.own_kernels import FILE_NAME, OwnKernel, parse_own_kernels
 from ..artifacts.path import ArtifactPath
 from ..config import Config
 from ..errors import UsageError
-from ..launch.abi import LaunchNeeds, abi_layouts
+from ..kernels.abi import abi_layouts
+from ..kernels.trtllm_gen.kernels import KernelFinder
+from ..launch.abi import LaunchNeeds
 from ..launch.driver import Driver
-from ..launch.modules import KernelRequest, LoadedKernel, ModuleCache, PreloadReport
+from ..launch.modules import (
+    KernelRequest,
+    LoadedKernel,
+    ModuleCache,
+    PreloadReport,
+)
 from ..launch.structs import StructLayout
 from ..launch.tensormap import TensorMapCache
-from ..launch.trtllm_gen.kernels import KernelFinder
 from .memory import TensorMemory, TorchMemory
 
 if TYPE_CHECKING:

@@ -11,7 +11,12 @@ from typing import Annotated
 import typer
 
 from .._version import __version__
-from .output import emit_json, error_line, escape, flush
+from .output import (
+    emit_json,
+    error_line,
+    escape,
+    flush,
+)
 
 __all__ = ["app", "main"]
 

@@ -169,7 +169,7 @@ def _release(library: Library, pin: Pin, devices: list[int]) -> dict[str, Any]:
 
 
 def _known_abi(abi: str | None) -> bool:
-    from ..launch.abi import ABIS
+    from ..kernels.abi import ABIS
 
     return abi is not None and abi in ABIS
 

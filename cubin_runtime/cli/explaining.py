@@ -15,8 +15,8 @@ from ..errors import StoreError, UsageError
 from . import explaining_own, options, output
 
 if TYPE_CHECKING:
-    from ..launch.trtllm_gen.kernels import KernelFinder
-    from ..launch.trtllm_gen.traits import Policy
+    from ..kernels.trtllm_gen.kernels import KernelFinder
+    from ..kernels.trtllm_gen.traits import Policy
 
 RELEASE = "trtllm-gen-0.6.13"
 DEFAULT_SM = 100
@@ -132,8 +132,8 @@ def explain(
         )
         explaining_own.explain(options.make_config(store, source, pins, offline), release, asked, json)
         return
-    from ..launch.trtllm_gen.made_up import Shapes, case_of
-    from ..launch.trtllm_gen.traits import Policy
+    from ..kernels.trtllm_gen.example_case import Shapes, case_of
+    from ..kernels.trtllm_gen.traits import Policy
 
     if policy not in POLICIES:
         raise UsageError(f"--policy {policy!r}: expected one of {', '.join(POLICIES)}")
@@ -177,8 +177,8 @@ def explain(
 def _kernels(config: Any, release: str) -> KernelFinder:
     from ..artifacts.catalog import open_kernel_index
     from ..artifacts.library import Library
-    from ..launch.abi import abi_layouts
-    from ..launch.trtllm_gen.kernels import KernelFinder
+    from ..kernels.abi import abi_layouts
+    from ..kernels.trtllm_gen.kernels import KernelFinder
 
     library = Library(config)
     pin = library.pins.get(release)
@@ -193,7 +193,7 @@ def _kernels(config: Any, release: str) -> KernelFinder:
 
 
 def _read_case(case: str) -> dict[str, Any]:
-    from ..launch.trtllm_gen.bulk import case_in, read_lines
+    from ..kernels.trtllm_gen.bulk import case_in, read_lines
 
     if case == "-":
         return case_in(sys.stdin.read(), "standard input")
@@ -214,7 +214,7 @@ def _without_collecting() -> Iterator[None]:
 
 @_without_collecting()
 def _decide_all(cases: Path, out: Path | None, kernels: KernelFinder, both: bool) -> None:
-    from ..launch.trtllm_gen.bulk import decide_lines, read_lines
+    from ..kernels.trtllm_gen.bulk import decide_lines, read_lines
 
     decisions = decide_lines(read_lines(cases), kernels, both=both, where=str(cases))
     if out is None:
@@ -233,8 +233,8 @@ def _decide_all(cases: Path, out: Path | None, kernels: KernelFinder, both: bool
 
 
 def _explain_one(case: dict[str, Any], kernels: KernelFinder, policy: Policy, json: bool) -> None:
-    from ..launch.trtllm_gen import cases, explanation, records
-    from ..launch.trtllm_gen.plan import plan
+    from ..kernels.trtllm_gen import cases, explanation, records
+    from ..kernels.trtllm_gen.plan import plan
 
     if json:
         output.emit_json("explain", {"policy": policy.value, **records.decide(case, kernels, policy)})

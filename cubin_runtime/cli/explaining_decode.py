@@ -12,10 +12,10 @@ from .explaining_own import DEFAULT_HEADS_KV
 
 if TYPE_CHECKING:
     from ..artifacts.own_kernels import OwnKernel
+    from ..kernels.native.cost_model import Costs, Estimate
+    from ..kernels.native.decode.select import Candidate, DecodeSelection, Fit
+    from ..kernels.native.decode.shape import DecodeShape
     from ..launch.driver import DeviceFacts
-    from ..launch.hopper.costs import Costs, Estimate
-    from ..launch.hopper.select import Candidate, DecodeSelection, Fit
-    from ..launch.hopper.shape import DecodeShape
     from .explaining_own import Asked
 
 CANDIDATE_COLUMNS = ("kernel", "row tiles", "CTAs", "DRAM us", "L2 us", "tiles us", "merging us", "predicted us")
@@ -27,8 +27,13 @@ def shape_of(asked: Asked) -> DecodeShape:
     Raises:
         UsageError: a flag is outside what our paged decode takes.
     """
-    from ..attention.decode_checks import MAX_GROUP, MAX_Q_LEN, PAGE_SIZES, Q_DTYPES
-    from ..launch.hopper.shape import DecodeShape
+    from ..attention.decode_checks import (
+        MAX_GROUP,
+        MAX_Q_LEN,
+        PAGE_SIZES,
+        Q_DTYPES,
+    )
+    from ..kernels.native.decode.shape import DecodeShape
 
     heads_kv = DEFAULT_HEADS_KV if asked.heads_kv is None else asked.heads_kv
     if asked.head_dim_v not in (None, asked.head_dim):
@@ -60,8 +65,8 @@ def shape_of(asked: Asked) -> DecodeShape:
 
 def explain(kernels: Sequence[OwnKernel], shape: DecodeShape, device: DeviceFacts, json: bool) -> None:
     """Print the choice for ``shape`` among ``kernels``."""
-    from ..launch.hopper.costs import costs_of
-    from ..launch.hopper.select import select_decode
+    from ..kernels.native.cost_model import costs_of
+    from ..kernels.native.decode.select import select_decode
 
     costs = costs_of(device.name)
     selections = select_decode(kernels, shape, device, costs)
@@ -143,7 +148,7 @@ def _cells(candidate: Candidate) -> tuple[object, ...]:
 def _record(
     selections: Sequence[DecodeSelection], shape: DecodeShape, device: DeviceFacts, costs: Costs
 ) -> dict[str, Any]:
-    from ..launch.hopper.costs import stated
+    from ..kernels.native.cost_model import stated
 
     return {
         "backend": "hopper",
@@ -157,7 +162,7 @@ def _record(
 
 
 def _launch_record(selection: DecodeSelection, shape: DecodeShape, device: DeviceFacts) -> dict[str, Any]:
-    from ..launch.hopper.decode import launch_grid
+    from ..kernels.native.decode.plan import launch_grid
 
     kernel = selection.kernel
     return {

@@ -12,8 +12,8 @@ from .explaining_own import LATENTS
 
 if TYPE_CHECKING:
     from ..artifacts.own_kernels import OwnKernel
+    from ..kernels.native.mla.select import MlaSelection, MlaShape
     from ..launch.driver import DeviceFacts
-    from ..launch.hopper.mla_select import MlaSelection, MlaShape
     from .explaining_own import Asked
 
 
@@ -24,7 +24,12 @@ def shape_of(asked: Asked) -> MlaShape:
         UsageError: a flag is outside what our MLA decode takes.
     """
     from ..attention.mla.checks import Q_DTYPES
-    from ..launch.hopper.mla_select import MAX_HEADS, MAX_QUERIES, PAGE_SIZES, MlaShape
+    from ..kernels.native.mla.select import (
+        MAX_HEADS,
+        MAX_QUERIES,
+        PAGE_SIZES,
+        MlaShape,
+    )
 
     latent = LATENTS[asked.head_dim]
     asked.check_sizes(MAX_QUERIES, MAX_HEADS, PAGE_SIZES)
@@ -49,7 +54,7 @@ def shape_of(asked: Asked) -> MlaShape:
 
 def explain(kernels: Sequence[OwnKernel], shape: MlaShape, device: DeviceFacts, json: bool) -> None:
     """Print the choice for ``shape`` among ``kernels``."""
-    from ..launch.hopper.mla_select import select_mla_decode
+    from ..kernels.native.mla.select import select_mla_decode
 
     selection = select_mla_decode(kernels, shape, device)
     if json:

@@ -108,7 +108,7 @@ def takes(context: typer.Context, backend: str, sm: int | None) -> bool:
         BackendError: ``auto`` takes none on this GPU.
     """
     from ..attention.backends import AUTO, HOPPER, resolve_backend
-    from ..launch.hopper.described import describe_device
+    from ..kernels.native.device_models import describe_device
 
     if backend not in BACKENDS:
         raise UsageError(f"--backend {backend!r}: expected one of {', '.join(BACKENDS)}")
@@ -130,7 +130,7 @@ def takes(context: typer.Context, backend: str, sm: int | None) -> bool:
 def explain(config: Config, release: str | None, asked: Asked, json: bool) -> None:
     """Print the choice for ``asked`` among the kernels of a release of ours."""
     from ..attention.runtime import OWN_RELEASE, Runtime
-    from ..launch.hopper.described import describe_device
+    from ..kernels.native.device_models import describe_device
     from . import explaining_decode, explaining_mla
 
     if asked.operation != "decode":

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import CorruptError, CubinRuntimeError, MissingError, PinError, SourceError, UsageError
+from ..errors import (
+    CorruptError,
+    CubinRuntimeError,
+    MissingError,
+    PinError,
+    SourceError,
+    UsageError,
+)
 from . import options, output
 
 if TYPE_CHECKING:

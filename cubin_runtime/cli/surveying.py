@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..errors import CorruptError, MissingError, PinError, SourceError, UsageError
+from ..errors import (
+    CorruptError,
+    MissingError,
+    PinError,
+    SourceError,
+    UsageError,
+)
 from . import output
 
 if TYPE_CHECKING:

@@ -11,8 +11,15 @@ from ..attention.trtllm_gen import run
 from ..attention.trtllm_gen.calls import Call
 from ..attention.views import TensorView
 from ..errors import UsageError
-from ..launch.trtllm_gen.arguments import NO_OUT_SCALES
-from .arguments import flat_tokens, longest_query, pdl_of, sinks_of, split_cache, tensor_or_none
+from ..kernels.trtllm_gen.arguments import NO_OUT_SCALES
+from .arguments import (
+    flat_tokens,
+    longest_query,
+    pdl_of,
+    sinks_of,
+    split_cache,
+    tensor_or_none,
+)
 from .outputs import Output, lse_of
 from .scales import scales_of
 

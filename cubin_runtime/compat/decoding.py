@@ -8,7 +8,13 @@ from ..attention.backends import XQA, find_backend
 from ..attention.decode_checks import integer
 from ..attention.trtllm_gen import DecodeCall
 from ..attention.views import view_of
-from .arguments import batch_of, process_runtime, query_of, refuse, split_cache
+from .arguments import (
+    batch_of,
+    process_runtime,
+    query_of,
+    refuse,
+    split_cache,
+)
 from .calls import block_scales, query_lengths, run_published
 from .outputs import output_of
 from .pages import decode_batch

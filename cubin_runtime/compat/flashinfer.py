@@ -30,7 +30,10 @@ that no backend supports, ``WorkspaceError`` for a workspace that is too small.
 from __future__ import annotations
 
 from .decoding import trtllm_batch_decode_with_kv_cache
-from .mla import trtllm_batch_decode_with_kv_cache_mla, xqa_batch_decode_with_kv_cache_mla
+from .mla import (
+    trtllm_batch_decode_with_kv_cache_mla,
+    xqa_batch_decode_with_kv_cache_mla,
+)
 from .outputs import FP4Tensor
 from .prefill import trtllm_batch_context_with_kv_cache, trtllm_ragged_attention_deepseek
 from .xqa import xqa, xqa_batch_decode_with_kv_cache

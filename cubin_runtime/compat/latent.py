@@ -14,7 +14,12 @@ from ..attention.runtime import Runtime
 from ..attention.views import TensorView, view_of
 from ..errors import UsageError, WorkspaceError
 from ..launch.workspace import SemaphoreWorkspace
-from .arguments import pdl_of, sinks_of, tensor_or_none, without
+from .arguments import (
+    pdl_of,
+    sinks_of,
+    tensor_or_none,
+    without,
+)
 from .outputs import Output, lse_of
 from .pages import SEMAPHORE_BYTES, raise_renamed, split_workspace
 from .scales import factor_of

@@ -10,8 +10,16 @@ from ..attention.runtime import Runtime
 from ..attention.trtllm_gen import DecodeCall
 from ..attention.views import TensorView, view_of
 from ..errors import UsageError
-from ..launch.trtllm_gen.arguments import OutScales
-from .arguments import batch_of, flat_tokens, nested_tokens, process_runtime, query_of, refuse, tensor_or_none
+from ..kernels.trtllm_gen.arguments import OutScales
+from .arguments import (
+    batch_of,
+    flat_tokens,
+    nested_tokens,
+    process_runtime,
+    query_of,
+    refuse,
+    tensor_or_none,
+)
 from .calls import query_lengths, run_published
 from .latent import decode_latent
 from .outputs import Output, is_fp4, output_of

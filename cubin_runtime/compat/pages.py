@@ -16,8 +16,21 @@ from ..attention.trtllm_gen.checks import check_device, is_contiguous
 from ..attention.views import ITEM_BYTES, TensorView, view_of
 from ..errors import UsageError, WorkspaceError
 from ..launch.workspace import SemaphoreWorkspace
-from .arguments import cache_pair, nested_tokens, pdl_of, query_of, sinks_of, tensor_or_none, without
-from .outputs import E4M3, is_fp4, lse_of, output_of
+from .arguments import (
+    cache_pair,
+    nested_tokens,
+    pdl_of,
+    query_of,
+    sinks_of,
+    tensor_or_none,
+    without,
+)
+from .outputs import (
+    E4M3,
+    is_fp4,
+    lse_of,
+    output_of,
+)
 from .scales import factor_of, times
 
 SEMAPHORE_BYTES = 8 << 20

@@ -8,8 +8,16 @@ from ..attention.decode_checks import integer
 from ..attention.trtllm_gen import ContextCall, RaggedCall
 from ..attention.views import view_of
 from ..errors import UsageError
-from ..launch.trtllm_gen.arguments import Sage
-from .arguments import check_batch, check_no_empty, process_runtime, query_of, refuse, split_cache, tensor_or_none
+from ..kernels.trtllm_gen.arguments import Sage
+from .arguments import (
+    check_batch,
+    check_no_empty,
+    process_runtime,
+    query_of,
+    refuse,
+    split_cache,
+    tensor_or_none,
+)
 from .calls import block_scales, run_published
 from .outputs import output_of
 

@@ -11,7 +11,7 @@ from ..attention.runtime import Runtime
 from ..attention.trtllm_gen.checks import scale_of
 from ..attention.views import view_of
 from ..errors import UsageError
-from ..launch.trtllm_gen.arguments import Scale
+from ..kernels.trtllm_gen.arguments import Scale
 
 LOG2_E = 1.4426950408889634
 

@@ -13,7 +13,13 @@ from ..attention.views import TensorView, view_of
 from ..errors import UsageError
 from .arguments import process_runtime, refuse, without
 from .outputs import E4M3
-from .pages import decode_batch, launch, lengths_of, memory_of, scratch_of
+from .pages import (
+    decode_batch,
+    launch,
+    lengths_of,
+    memory_of,
+    scratch_of,
+)
 from .scales import factor_of, times
 from .semaphores import with_enough_semaphores
 

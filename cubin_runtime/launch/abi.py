@@ -2,41 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .._version import __version__
 from ..artifacts.cubin import Architecture, Cubin, KernelFacts
 from ..errors import AbiError
 from .driver import DeviceFacts
 from .structs import StructLayout
-
-# A pin's `abi` -> the module whose LAYOUTS holds the structs of that ABI.
-ABIS: Mapping[str, str] = {
-    "trtllm-gen-0.6.13": "cubin_runtime.launch.trtllm_gen.params",
-    f"hopper-{__version__}": "cubin_runtime.launch.hopper.params",
-}
-# What was recorded for releases whose metadata carries no fingerprint: ABI -> struct -> (size, fingerprint).
-RECORDED: Mapping[str, Mapping[str, tuple[int, str]]] = {
-    "trtllm-gen-0.6.13": {
-        "KernelParams": (1280, "1a49d46c2b7e2463458eb8c28df50506da0dc46f1b08db10b3eaff0f0b8d17b8"),
-    },
-}
-
-
-def abi_layouts(abi: str | None) -> Mapping[str, StructLayout]:
-    """The parameter structs of a release by the ``abi`` of its pin, by struct name.
-
-    Raises:
-        AbiError: the release names no ABI, or one that this version does not know: it cannot be launched.
-    """
-    if abi is None or abi not in ABIS:
-        raise AbiError(f"abi {abi!r}: expected one of {', '.join(ABIS)}; a release without it is never launched")
-    layouts: Mapping[str, StructLayout] = importlib.import_module(ABIS[abi]).LAYOUTS
-    for name, (size, fingerprint) in RECORDED.get(abi, {}).items():
-        _check_fingerprint(layouts[name], size, fingerprint)
-    return layouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +60,7 @@ def check_launchable(
         raise AbiError(f"kernel {symbol!r}: the cubin holds {', '.join(cubin.kernels) or 'no kernel'}")
     check_architecture(effective_architecture(cubin.architecture, declared), device)
     if recorded_fingerprint is not None:
-        _check_fingerprint(layout, layout.size, recorded_fingerprint)
+        check_fingerprint(layout, layout.size, recorded_fingerprint)
     check_parameters(symbol, layout, tuple(p.size for p in facts.parameters), "its ELF")
     if facts.max_threads is not None:
         check_threads(symbol, threads, facts.max_threads, "its ELF")
@@ -146,7 +117,8 @@ def check_threads(symbol: str, threads: int, limit: int, source: str) -> None:
         raise AbiError(f"kernel {symbol!r}: a block of {threads} threads, by {source} at most {limit}")
 
 
-def _check_fingerprint(layout: StructLayout, size: int, fingerprint: str) -> None:
+def check_fingerprint(layout: StructLayout, size: int, fingerprint: str) -> None:
+    """Raise ``AbiError`` unless ``layout`` has the size and the fingerprint recorded for a release."""
     if (layout.size, layout.fingerprint) != (size, fingerprint):
         raise AbiError(
             f"struct {layout.name}: declared with {layout.size} bytes, "

@@ -7,10 +7,21 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from ..artifacts.cubin import Architecture, Cubin, KernelFacts, parse_cubin
+from ..artifacts.cubin import (
+    Architecture,
+    Cubin,
+    KernelFacts,
+    parse_cubin,
+)
 from ..errors import FrozenError
 from . import driver_api as api
-from .abi import LaunchNeeds, check_launchable, check_parameters, check_threads, effective_architecture
+from .abi import (
+    LaunchNeeds,
+    check_launchable,
+    check_parameters,
+    check_threads,
+    effective_architecture,
+)
 from .driver import DeviceFacts, Driver
 from .driver_errors import DriverCallError
 from .structs import StructLayout

@@ -13,8 +13,8 @@ from typing import Any
 
 from cubin_runtime.artifacts.own_kernels import OwnKernel
 from cubin_runtime.attention import TensorView
+from cubin_runtime.kernels.native.layouts import LAYOUTS
 from cubin_runtime.launch.driver import DeviceFacts
-from cubin_runtime.launch.hopper.params import LAYOUTS
 from kernels_src.build import build, select
 from kernels_src.toolchain import find_toolchain
 from kernels_src.variants import VARIANTS

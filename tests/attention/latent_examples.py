@@ -8,7 +8,7 @@ from typing import Any
 from mla_examples import KERNELS
 
 from cubin_runtime.attention import TensorView
-from cubin_runtime.launch.hopper.params import LAYOUTS
+from cubin_runtime.kernels.native.layouts import LAYOUTS
 
 BATCH, HEADS, PAGES, PAGE, COLUMNS = 4, 16, 100, 64, 16
 PARAMS = LAYOUTS["PagedMlaDecodeParams"]

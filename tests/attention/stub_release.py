@@ -6,7 +6,7 @@ from pathlib import Path
 
 from attention_examples import RELEASE_NAME, pin_release
 
-from cubin_runtime.launch.hopper.params import LAYOUTS
+from cubin_runtime.kernels.native.layouts import LAYOUTS
 from kernels_src.build import build
 from kernels_src.toolchain import find_toolchain
 from kernels_src.variants import Variant

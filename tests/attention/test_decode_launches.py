@@ -10,8 +10,8 @@ from standin_build import StandIn
 
 from cubin_runtime.attention import ClampedInputError, PagedDecodePlan, Runtime, plan_paged_decode
 from cubin_runtime.errors import WorkspaceError
-from cubin_runtime.launch.hopper.decode import WORKSPACE_POINTERS
-from cubin_runtime.launch.hopper.params import PAGED_DECODE_TMA
+from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA
+from cubin_runtime.kernels.native.decode.plan import WORKSPACE_POINTERS
 from cubin_runtime.launch.workspace import SemaphoreWorkspace, workspace_size
 
 RAGGED = Tensors().ragged(23)

@@ -12,7 +12,7 @@ from standin_build import StandIn
 
 from cubin_runtime.attention import ClampedInputError, PagedDecodePlan, Runtime, TensorView, plan_paged_decode
 from cubin_runtime.errors import UsageError, WorkspaceError
-from cubin_runtime.launch.hopper.params import PAGED_DECODE_TMA
+from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA
 from cubin_runtime.launch.workspace import SemaphoreWorkspace, workspace_size
 
 GOOD = Tensors()

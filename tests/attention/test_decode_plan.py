@@ -18,8 +18,8 @@ from cubin_runtime.attention import (
     plan_paged_decode,
 )
 from cubin_runtime.errors import AbiError, CorruptError, FrozenError, UsageError, WorkspaceError
+from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA
 from cubin_runtime.launch.driver import Driver
-from cubin_runtime.launch.hopper.params import PAGED_DECODE_TMA
 from cubin_runtime.launch.workspace import Workspace
 
 GOOD = Tensors()

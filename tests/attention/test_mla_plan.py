@@ -22,7 +22,7 @@ from cubin_runtime.attention import (
     plan_mla_decode,
 )
 from cubin_runtime.errors import UsageError, WorkspaceError
-from cubin_runtime.launch.hopper.described import describe_device
+from cubin_runtime.kernels.native.device_models import describe_device
 from cubin_runtime.launch.workspace import SemaphoreWorkspace, workspace_size
 
 BF16, E4M3 = "bfloat16", "float8_e4m3fn"

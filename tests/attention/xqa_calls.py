@@ -7,7 +7,7 @@ from typing import Any
 from standin_build import StandIn
 from trtllm_calls import MadeUpMemory
 
-from cubin_runtime.launch.hopper.params import PAGED_DECODE_TMA
+from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE, PAGES, COLUMNS = 64, 8, 128, 64, 100, 16
 CACHE = (PAGES, PAGE, KV_HEADS, HEAD_DIM)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cubin_runtime.attention.backends import HOPPER, TABLE
 from cubin_runtime.attention.mla.tensors import ROPE
-from cubin_runtime.launch.hopper.mla_select import MAX_HEADS, MAX_QUERIES, PAGE_SIZES
+from cubin_runtime.kernels.native.mla.select import MAX_HEADS, MAX_QUERIES, PAGE_SIZES
 from kernels_src.variants import VARIANTS
 
 TEXT = " ".join((Path(__file__).parents[2] / "docs" / "mla.md").read_text().split())

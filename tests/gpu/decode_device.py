@@ -18,8 +18,8 @@ from device_arrays import GUARD, POISON, DeviceArrays
 from cubin_runtime.artifacts.own_kernels import OwnKernel
 from cubin_runtime.attention import PagedDecodePlan, Runtime, TensorView, plan_paged_decode
 from cubin_runtime.errors import UsageError
-from cubin_runtime.launch.hopper import select
-from cubin_runtime.launch.hopper.grids import Grid
+from cubin_runtime.kernels.native.decode import select
+from cubin_runtime.kernels.native.decode.grids import Grid
 from cubin_runtime.launch.workspace import Workspace
 
 OPERATION = "paged_decode"

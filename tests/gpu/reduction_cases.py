@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from cubin_runtime.attention.reference import bfloat16_bits, bfloat16_values
-from cubin_runtime.launch.trtllm_gen.after_main import LSE, REDUCTION, AfterMain
+from cubin_runtime.kernels.trtllm_gen.reduction_launches import LSE, REDUCTION, AfterMain
 
 LOG2_E = math.log2(math.e)
 TILE_KV = 128

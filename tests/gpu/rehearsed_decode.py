@@ -23,8 +23,8 @@ from cubin_runtime.artifacts.own_kernels import OwnKernel
 from cubin_runtime.artifacts.path import ArtifactPath
 from cubin_runtime.attention import Runtime, launched_plan
 from cubin_runtime.attention.runtime import OwnRelease
+from cubin_runtime.kernels.native.layouts import LAYOUTS
 from cubin_runtime.launch.driver import Driver
-from cubin_runtime.launch.hopper.params import LAYOUTS
 from cubin_runtime.launch.launcher import LaunchPlan
 from cubin_runtime.launch.tensormap import TensorMapSpec
 from kernels_src.variants import VARIANTS, Variant

@@ -16,7 +16,7 @@ from decode_values import KINDS, bits_of, values_of
 from rehearsed_decode import TYPES, RehearsalRuntime, attend, memory, query_rows, rehearsal
 
 from cubin_runtime.artifacts.own_kernels import OwnKernel
-from cubin_runtime.launch.hopper.params import LAYOUTS
+from cubin_runtime.kernels.native.layouts import LAYOUTS
 from kernels_src.variants import VARIANTS, Variant
 
 STRUCT = "PagedMlaDecodeParams"

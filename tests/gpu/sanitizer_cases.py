@@ -26,12 +26,12 @@ from cubin_runtime import Config
 from cubin_runtime.artifacts.own_kernels import OwnKernel
 from cubin_runtime.attention import Runtime
 from cubin_runtime.errors import UsageError
+from cubin_runtime.kernels.native.decode.select import select_decode
+from cubin_runtime.kernels.native.decode.shape import DecodeShape
+from cubin_runtime.kernels.native.mla.select import MlaShape, select_mla_decode
+from cubin_runtime.kernels.trtllm_gen.reduction_launches import AfterMain, choose_own, own_launch_plan
 from cubin_runtime.launch.driver import DeviceFacts
-from cubin_runtime.launch.hopper.mla_select import MlaShape, select_mla_decode
-from cubin_runtime.launch.hopper.select import select_decode
-from cubin_runtime.launch.hopper.shape import DecodeShape
 from cubin_runtime.launch.launcher import PreparedLaunch
-from cubin_runtime.launch.trtllm_gen.after_main import AfterMain, choose_own, own_launch_plan
 
 BUILT = Path(__file__).resolve().parents[2] / "build" / "artifacts"
 MOST_CASES = 150

@@ -22,8 +22,8 @@ from reduction_cases import (
 )
 
 from cubin_runtime.attention import Runtime
+from cubin_runtime.kernels.trtllm_gen.reduction_launches import AfterMain, choose_own, own_launch_plan
 from cubin_runtime.launch.launcher import PreparedLaunch
-from cubin_runtime.launch.trtllm_gen.after_main import AfterMain, choose_own, own_launch_plan
 
 pytestmark = pytest.mark.gpu
 

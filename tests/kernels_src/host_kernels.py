@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 from standin_build import cuda_include
 
-from cubin_runtime.launch.hopper.params import LAYOUTS
+from cubin_runtime.kernels.native.layouts import LAYOUTS
+from cubin_runtime.kernels.trtllm_gen.reduction_launches import AfterMain
 from cubin_runtime.launch.structs import StructLayout
-from cubin_runtime.launch.trtllm_gen.after_main import AfterMain
 from kernels_src.build import SOURCES, write_headers
 
 EMULATOR = Path(__file__).parent / "host" / "emulate.cpp"

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from stub_kernels import stub
 
-from cubin_runtime.launch.hopper.params import LAYOUTS
+from cubin_runtime.kernels.native.layouts import LAYOUTS
 from kernels_src.build import SOURCES, BuildError, select
 from kernels_src.variants import SHARED_BYTES_PER_BLOCK, VARIANTS
 

@@ -7,10 +7,8 @@ from examples import LAYOUT, SYMBOL, cubin, device, kernel_facts
 
 from cubin_runtime.artifacts.cubin import Architecture, Cubin, KernelFacts
 from cubin_runtime.errors import AbiError
-from cubin_runtime.launch import abi
-from cubin_runtime.launch.abi import abi_layouts, check_launchable
+from cubin_runtime.launch.abi import check_launchable
 from cubin_runtime.launch.driver import DeviceFacts
-from cubin_runtime.launch.structs import Field, StructLayout
 
 HOPPER = device(9, 0)
 
@@ -150,21 +148,3 @@ def test_more_shared_memory_than_the_device_has_is_refused() -> None:
 
 def test_all_the_shared_memory_of_a_block_fits() -> None:
     assert check(cubin(), shared=232448).symbol == SYMBOL
-
-
-@pytest.mark.parametrize("name", [None, "trtllm-gen-9.9"])
-def test_a_release_without_a_known_abi_is_never_launched(name: str | None) -> None:
-    with pytest.raises(AbiError, match="never launched"):
-        abi_layouts(name)
-
-
-def test_a_declaration_that_drifted_from_the_record_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    drifted = StructLayout.declare("KernelParams", [Field("a", "int32")])
-    monkeypatch.setattr("cubin_runtime.launch.trtllm_gen.params.LAYOUTS", {"KernelParams": drifted})
-    with pytest.raises(AbiError, match=r"declared with 4 bytes, .* recorded with 1280 bytes"):
-        abi_layouts("trtllm-gen-0.6.13")
-
-
-@pytest.mark.parametrize("name", sorted(abi.RECORDED))
-def test_every_record_belongs_to_a_known_abi(name: str) -> None:
-    assert name in abi.ABIS

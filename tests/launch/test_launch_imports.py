@@ -18,7 +18,6 @@ MODULES = [
     "structs",
     "tensormap",
     "workspace",
-    "trtllm_gen.params",
 ]
 HEAVY = {"numpy", "torch", "cuda", "requests", "hypothesis"}
 

@@ -23,9 +23,9 @@ from cubin_runtime.artifacts.metadata import HEADER_PATH, KernelMeta, KernelTabl
 from cubin_runtime.artifacts.metadata_index import MetadataIndex, build_index
 from cubin_runtime.artifacts.pins import Pin
 from cubin_runtime.artifacts.trait_table import traits_of
-from cubin_runtime.launch.trtllm_gen.cases import occupancy_of, problem_of
-from cubin_runtime.launch.trtllm_gen.kernels import KernelFinder
-from cubin_runtime.launch.trtllm_gen.plan import plan
+from cubin_runtime.kernels.trtllm_gen.cases import occupancy_of, problem_of
+from cubin_runtime.kernels.trtllm_gen.kernels import KernelFinder
+from cubin_runtime.kernels.trtllm_gen.plan import plan
 
 pytestmark = [pytest.mark.release, pytest.mark.timeout(1800)]
 

@@ -29,11 +29,11 @@ from cubin_runtime.attention.trtllm_gen.calls import Call, bounded
 from cubin_runtime.attention.trtllm_gen.plans import AttentionPlan
 from cubin_runtime.compat import flashinfer
 from cubin_runtime.errors import FrozenError, UsageError, WorkspaceError
+from cubin_runtime.kernels.trtllm_gen.fill import pack
+from cubin_runtime.kernels.trtllm_gen.invariance import InvarianceRefused
+from cubin_runtime.kernels.trtllm_gen.params import KERNEL_PARAMS
+from cubin_runtime.kernels.trtllm_gen.plan import plan_selected
 from cubin_runtime.launch.driver import Driver
-from cubin_runtime.launch.trtllm_gen.fill import pack
-from cubin_runtime.launch.trtllm_gen.invariance import InvarianceRefused
-from cubin_runtime.launch.trtllm_gen.params import KERNEL_PARAMS
-from cubin_runtime.launch.trtllm_gen.plan import plan_selected
 
 pytestmark = [pytest.mark.release, pytest.mark.timeout(600)]
 

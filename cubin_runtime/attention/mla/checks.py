@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...errors import UsageError
-from ...launch.hopper.mla_select import MAX_HEADS, PAGE_SIZES
+from ...kernels.native.mla.select import MAX_HEADS, PAGE_SIZES
 from ..decode_checks import (
     DecodeOptions,
     check_devices,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ...errors import UsageError
+from ...kernels.native.mla.plan import MlaProblem
+from ...kernels.native.mla.select import MlaShape, select_mla_decode
 from ...launch.driver import DeviceFacts
-from ...launch.hopper.mla_decode import MlaProblem
-from ...launch.hopper.mla_select import MlaShape, select_mla_decode
 from ...launch.streams import stream_handle
 from ...launch.workspace import SemaphoreWorkspace, Workspace
 from ..backends import AUTO, resolve_backend

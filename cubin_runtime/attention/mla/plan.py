@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...launch.hopper.mla_decode import LatentCacheView, MlaProblem, mla_plan, mla_regions
-from ...launch.hopper.mla_select import MlaSelection
+from ...kernels.native.mla.plan import (
+    LatentCacheView,
+    MlaProblem,
+    mla_plan,
+    mla_regions,
+)
+from ...kernels.native.mla.select import MlaSelection
 from ...launch.plan import LaunchPlan
 from ...launch.workspace import SemaphoreWorkspace, Workspace
 from ..decode_tensors import split_scale

@@ -6,7 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import UsageError
-from ..decode_tensors import REQUIRED, TENSOR_NAMES, DecodeTensors, flat_scalar
+from ..decode_tensors import (
+    REQUIRED,
+    TENSOR_NAMES,
+    DecodeTensors,
+    flat_scalar,
+)
 from ..views import TensorView, view_of
 
 ROPE = 64

@@ -7,7 +7,13 @@ from pathlib import Path
 
 from ..decode_tensors import DecodeTensors
 from ..views import DTYPE_NAMES, TensorView
-from .schema import Axis, Constant, Scalar, Tensor, TracedCall
+from .schema import (
+    Axis,
+    Constant,
+    Scalar,
+    Tensor,
+    TracedCall,
+)
 
 OP_TYPE = "gqa_paged"
 _HEADS = (Constant("q_heads"), Constant("head_dim"))

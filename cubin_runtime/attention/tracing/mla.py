@@ -7,7 +7,13 @@ from dataclasses import replace
 from ..mla.tensors import ROPE, MlaTensors
 from ..views import DTYPE_NAMES
 from .decode import mask_axes, option_tensors, reference_text
-from .schema import Axis, Constant, Scalar, Tensor, TracedCall
+from .schema import (
+    Axis,
+    Constant,
+    Scalar,
+    Tensor,
+    TracedCall,
+)
 
 OP_TYPE = "mla_paged"
 _HEADS, _WIDTH, _LATENT = Constant("q_heads"), Constant("head_dim_qk"), Constant("kv_lora_rank")

@@ -10,9 +10,15 @@ A call holds views (``cubin_runtime.attention.view_of``) of the caller's tensors
     run(call, workspace)
 """
 
-from ...launch.trtllm_gen.arguments import OutScales, Sage, Scale
+from ...kernels.trtllm_gen.arguments import OutScales, Sage, Scale
 from .calls import ContextCall, DecodeCall, RaggedCall
-from .operators import counter_size, plan, preload, run, workspace_size
+from .operators import (
+    counter_size,
+    plan,
+    preload,
+    run,
+    workspace_size,
+)
 from .plans import AttentionPlan
 
 __all__ = [

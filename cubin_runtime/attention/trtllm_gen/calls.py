@@ -6,9 +6,18 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar, TypeVar
 
-from ...launch.trtllm_gen import entries
-from ...launch.trtllm_gen.arguments import NO_OUT_SCALES, NO_SAGE, Common, Device, OutScales, PagedKv, Sage, Scale
-from ...launch.trtllm_gen.problem import Problem
+from ...kernels.trtllm_gen import entries
+from ...kernels.trtllm_gen.arguments import (
+    NO_OUT_SCALES,
+    NO_SAGE,
+    Common,
+    Device,
+    OutScales,
+    PagedKv,
+    Sage,
+    Scale,
+)
+from ...kernels.trtllm_gen.problem import Problem
 from ..views import TensorView
 
 SMALLEST_BOUND = 64

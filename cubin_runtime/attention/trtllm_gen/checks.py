@@ -7,9 +7,14 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from ...errors import UsageError
-from ...launch.trtllm_gen.arguments import Scale
+from ...kernels.trtllm_gen.arguments import Scale
 from ..views import TensorView
-from .calls import Call, ContextCall, DecodeCall, RaggedCall
+from .calls import (
+    Call,
+    ContextCall,
+    DecodeCall,
+    RaggedCall,
+)
 
 QUERY_DTYPES = ("float16", "bfloat16", "float8_e4m3fn")
 RAGGED_DTYPES = (*QUERY_DTYPES, "int8")

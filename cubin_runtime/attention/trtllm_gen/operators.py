@@ -11,8 +11,18 @@ from ...launch.streams import stream_handle
 from ..backends import AUTO, resolve_backend
 from ..runtime import Runtime, default_runtime
 from ..views import ITEM_BYTES, TensorView, view_of
-from .calls import Call, bound_of, bounded, signature
-from .checks import check_call, check_device, check_scales, is_contiguous
+from .calls import (
+    Call,
+    bound_of,
+    bounded,
+    signature,
+)
+from .checks import (
+    check_call,
+    check_device,
+    check_scales,
+    is_contiguous,
+)
 from .plans import AttentionPlan
 
 COUNTER_ALIGNMENT = 16

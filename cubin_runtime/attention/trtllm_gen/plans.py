@@ -9,18 +9,23 @@ from dataclasses import dataclass
 from ...artifacts.metadata import KernelMeta
 from ...artifacts.own_kernels import MEASURED, OwnKernel
 from ...errors import WorkspaceError
+from ...kernels.trtllm_gen.arguments import Device
+from ...kernels.trtllm_gen.grid import LARGEST_PORTABLE_CLUSTER
+from ...kernels.trtllm_gen.invariance import select_invariant
+from ...kernels.trtllm_gen.plan import Planned, plan_selected
+from ...kernels.trtllm_gen.rebind import moved_to
+from ...kernels.trtllm_gen.reduction_launches import (
+    AfterMain,
+    choose_own,
+    launches_after,
+    own_launch_plan,
+)
+from ...kernels.trtllm_gen.select import Occupancy, select
+from ...kernels.trtllm_gen.traits import MultiCtasMode, Policy
+from ...kernels.trtllm_gen.workspace_layout import ALIGNMENT, stats_bytes
 from ...launch.launcher import LaunchPlan, PreparedLaunch, launch_config
 from ...launch.modules import KernelRequest
 from ...launch.plan import LaunchAttributes
-from ...launch.trtllm_gen.after_main import AfterMain, choose_own, launches_after, own_launch_plan
-from ...launch.trtllm_gen.arguments import Device
-from ...launch.trtllm_gen.carving import ALIGNMENT, stats_bytes
-from ...launch.trtllm_gen.grid import LARGEST_PORTABLE_CLUSTER
-from ...launch.trtllm_gen.invariance import select_invariant
-from ...launch.trtllm_gen.moving import moved_to
-from ...launch.trtllm_gen.plan import Planned, plan_selected
-from ...launch.trtllm_gen.select import Occupancy, select
-from ...launch.trtllm_gen.traits import MultiCtasMode, Policy
 from ..runtime import Runtime
 from .calls import Call
 

@@ -1,0 +1,1 @@
+"""The kernels of this project: which one fits, and the parameters it takes."""

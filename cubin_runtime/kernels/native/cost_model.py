@@ -1,0 +1,269 @@
+"""What a decode is expected to take, from constants that were measured: small enough to check by hand.
+
+    time = launch + kernel's start + max(DRAM, L2, tiles) + merge
+
+``DRAM`` reads every key and value once; ``L2`` brings them to the multiprocessors once a row tile; ``tiles`` is the CTA
+with the most tiles at the pace of its kernel; ``merge`` grows with the parts that a pair was cut into. A kernel's start
+and pace depend on how many of its CTAs share a multiprocessor: two start later, each is slower, both together are
+faster. A cluster that has a pair for itself starts earlier, as nothing has to be shared out, and merges sooner; where
+few CTAs run, each draws more of the bandwidth, up to a limit. To calibrate, time a kernel on cases of few and of many
+tiles, change the GPU's constants below and compare with the terms of ``Estimate``;
+``select_decode(..., costs=restated(H200, {...}))`` tries others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+from types import MappingProxyType
+from typing import Any
+
+from ...errors import UsageError
+
+ITEM_BYTES: Mapping[str, int] = MappingProxyType({"bf16": 2, "fp16": 2, "e4m3": 1})
+
+_BYTES_PER_US = 1e6  # of one TB/s
+# What the constant of the L2 refers to.
+_MULTIPROCESSORS = 132
+# Kernels of as many rows multiply with warpgroups.
+_WARPGROUP_ROWS = 64
+_OF_KERNELS = ("start_us", "tile_us")
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCost:
+    """Microseconds of a kernel for KV of ``item_bytes``, with ``resident`` CTAs on each multiprocessor.
+
+    ``q_item_bytes``: of a kernel for queries of that many alone; 0: whatever they are.
+    ``start_us`` is from the launch to the first tile and from the last tile to the end; ``tile_us`` what each CTA then
+    takes for 64 tokens of a KV head, its share of the multiprocessor's bandwidth included.
+    """
+
+    item_bytes: int
+    head_dim: int
+    rows: int
+    resident: int
+    start_us: float
+    tile_us: float
+    q_item_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """The constants of one GPU: times in microseconds, rates in TB/s.
+
+    ``l2_tb_per_s`` is what 132 multiprocessors draw; fewer draw less. ``merge_us`` is for up to ``merge_parts``
+    parts of up to ``merge_cells`` numbers (rows times head_dim), more take it in proportion. ``cluster_saved_us`` is by
+    how much earlier a cluster starts, ``cluster_merge_us`` how long it merges, ``cta_tb_per_s`` what one of few CTAs
+    draws at most; but a tile of warpgroups takes at least ``cluster_least_share`` of its time. ``equal_within`` is the
+    share by which predictions differ without meaning anything. Of the grid: CTAs next to each other read up to
+    ``heads_together`` KV heads side by side, if at most one CTA in ``idle_share`` idles for it; as many may idle so
+    that shares end on borders of pairs.
+    """
+
+    gpu: str
+    launch_us: float
+    read_tb_per_s: float
+    l2_tb_per_s: float
+    merge_us: float
+    merge_parts: int
+    merge_cells: int
+    cluster_saved_us: float
+    cluster_merge_us: float
+    cta_tb_per_s: float
+    cluster_least_share: float
+    equal_within: float
+    heads_together: int
+    idle_share: int
+    kernels: tuple[KernelCost, ...]
+
+    def kernel_us(
+        self, item_bytes: int, head_dim: int, rows: int, resident: int, q_item_bytes: int = 2
+    ) -> tuple[float, float]:
+        """``start_us`` and ``tile_us``: of the nearest known head_dim below, its tile in proportion.
+
+        Between the known rows by the straight line, beyond them a tile in proportion.
+        """
+        of_item = [k for k in self.kernels if k.item_bytes == item_bytes and k.q_item_bytes in (0, q_item_bytes)]
+        if not of_item:
+            raise UsageError(f"costs of {self.gpu}: none for a KV item of {item_bytes} bytes")
+        near = max((k.head_dim for k in of_item if k.head_dim <= head_dim), default=min(k.head_dim for k in of_item))
+        of_head = [k for k in of_item if k.head_dim == near]
+        known = [k for k in of_head if k.resident == resident] or of_head
+        start = _between(sorted((k.rows, k.start_us) for k in known), rows)
+        tile = _between(sorted((k.rows, k.tile_us) for k in known), rows)
+        return start, tile * head_dim / near * max(1.0, rows / max(k.rows for k in known))
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A problem as one kernel and grid would do it.
+
+    ``kv_bytes`` counts every key and value once; ``row_tiles`` is how many times they are read (a mean);
+    ``tiles_per_cta`` the most tiles, of ``tile_tokens`` tokens, that a CTA gets; ``resident`` the CTAs on one
+    multiprocessor; ``parts`` the most that a pair is cut into; ``cluster_ctas`` all CTAs, where a pair has a cluster.
+    """
+
+    kv_bytes: int
+    item_bytes: int
+    q_item_bytes: int
+    rows: int
+    head_dim: int
+    resident: int
+    row_tiles: float
+    tile_tokens: int
+    tiles_per_cta: int
+    parts: int
+    multiprocessors: int
+    cluster_ctas: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """The terms of a predicted time, in microseconds."""
+
+    fixed_us: float
+    dram_us: float
+    l2_us: float
+    tiles_us: float
+    merge_us: float
+
+    @property
+    def microseconds(self) -> float:
+        """The predicted time."""
+        return self.fixed_us + max(self.dram_us, self.l2_us, self.tiles_us) + self.merge_us
+
+    @property
+    def limit(self) -> str:
+        """What most of the time goes to."""
+        terms = {"DRAM reads": self.dram_us, "L2 reads": self.l2_us, "a CTA's tiles": self.tiles_us}
+        terms["latency"] = self.fixed_us + self.merge_us
+        return max(terms, key=lambda name: terms[name])
+
+
+# Item bytes, head_dim, rows, CTAs on a multiprocessor: start and tile; bytes of a query where they matter.
+_H200_KERNELS = (
+    KernelCost(2, 64, 8, 1, 8.6, 0.501),
+    KernelCost(2, 64, 8, 2, 10.0, 1.022),
+    KernelCost(2, 64, 16, 1, 8.6, 0.7),
+    KernelCost(2, 64, 16, 2, 12.4, 1.022),
+    KernelCost(2, 64, 64, 1, 11.0, 0.525),
+    KernelCost(2, 128, 8, 1, 6.6, 1.005),
+    KernelCost(2, 128, 8, 2, 10.1, 1.9),
+    KernelCost(2, 128, 16, 1, 8.6, 1.04),
+    KernelCost(2, 128, 16, 2, 15.6, 1.9),
+    KernelCost(2, 128, 64, 1, 13.6, 0.77),
+    KernelCost(2, 128, 128, 1, 13.6, 1.15),
+    KernelCost(2, 256, 8, 1, 6.6, 0.9),
+    KernelCost(2, 256, 32, 1, 6.6, 1.5),
+    KernelCost(1, 64, 8, 1, 6.6, 0.34),
+    KernelCost(1, 64, 8, 2, 9.7, 0.555),
+    KernelCost(1, 64, 16, 1, 8.6, 0.66),
+    KernelCost(1, 64, 16, 2, 15.6, 0.565),
+    KernelCost(1, 64, 64, 1, 12.6, 0.41, 2),
+    KernelCost(1, 64, 64, 1, 12.6, 0.335, 1),
+    KernelCost(1, 64, 128, 1, 12.6, 0.54, 1),
+    KernelCost(1, 128, 8, 1, 9.0, 0.505),
+    KernelCost(1, 128, 8, 2, 10.4, 1.031),
+    KernelCost(1, 128, 16, 1, 8.6, 0.88),
+    KernelCost(1, 128, 16, 2, 13.6, 1.025),
+    KernelCost(1, 128, 64, 1, 12.6, 0.69, 2),
+    KernelCost(1, 128, 64, 1, 12.6, 0.57, 1),
+    KernelCost(1, 128, 128, 1, 12.6, 0.96, 1),
+    KernelCost(1, 256, 8, 1, 6.6, 0.9),
+    KernelCost(1, 256, 32, 1, 6.6, 1.5),
+)
+
+# Measured on an H200 (benchmarks/results/grid_choice.json, decode.json): medians of triton's do_bench, whose launch of
+# an empty kernel is `launch_us`. The kernels' times are in tests/kernels/native/decode/test_select_measured.py; those
+# of head_dim 256 were not timed one by one.
+H200 = Costs(
+    gpu="H200",
+    launch_us=3.8,
+    read_tb_per_s=4.4,
+    l2_tb_per_s=5.5,
+    merge_us=2.6,
+    merge_parts=16,
+    merge_cells=1536,
+    cluster_saved_us=1.5,
+    cluster_merge_us=0.9,
+    cta_tb_per_s=0.057,
+    cluster_least_share=0.72,
+    equal_within=0.02,
+    heads_together=8,
+    idle_share=32,
+    kernels=_H200_KERNELS,
+)
+H100 = replace(H200, gpu="H100", read_tb_per_s=3.0)
+# Where nothing was measured: the order of the kernels counts, not the time.
+OTHER = replace(H100, gpu="any other GPU")
+
+# A part of the device's name, in the order looked at.
+KNOWN: tuple[Costs, ...] = (H200, H100)
+
+
+def costs_of(device_name: str) -> Costs:
+    """The constants for a device, by its name."""
+    return next((costs for costs in KNOWN if costs.gpu in device_name), OTHER)
+
+
+def stated(costs: Costs) -> dict[str, float]:
+    """Every constant by name, for people and for JSON; a kernel's are ``tile_us_16bit_d128_rows8_ctas2`` and so on."""
+    plain = {f.name: getattr(costs, f.name) for f in fields(costs) if f.name not in ("gpu", "kernels")}
+    own = {_name(kernel, constant): getattr(kernel, constant) for kernel in costs.kernels for constant in _OF_KERNELS}
+    return plain | own
+
+
+def restated(costs: Costs, constants: Mapping[str, float]) -> Costs:
+    """``costs`` with other values for some of the constants that ``stated`` names.
+
+    Raises:
+        UsageError: a name is unknown, or a value is not above 0, or a count is not whole.
+    """
+    known = stated(costs)
+    for name, value in constants.items():
+        if name not in known:
+            raise UsageError(f"constant {name!r}: expected one of {', '.join(known)}")
+        if not value > 0 or (isinstance(known[name], int) and not isinstance(value, int)):
+            raise UsageError(f"{name}={value}: expected {type(known[name]).__name__} above 0")
+    kernels = tuple(
+        replace(kernel, **{c: constants.get(_name(kernel, c), getattr(kernel, c)) for c in _OF_KERNELS})
+        for kernel in costs.kernels
+    )
+    plain: dict[str, Any] = {f.name: constants[f.name] for f in fields(costs) if f.name in constants}
+    return replace(costs, kernels=kernels, **plain)
+
+
+def estimate(work: Work, costs: Costs) -> Estimate:
+    """What ``work`` takes by ``costs``."""
+    l2 = costs.l2_tb_per_s * work.multiprocessors / _MULTIPROCESSORS
+    start, tile = costs.kernel_us(work.item_bytes, work.head_dim, work.rows, work.resident, work.q_item_bytes)
+    cells = max(1.0, work.rows * work.head_dim / costs.merge_cells)
+    merge = costs.merge_us * max(1.0, cells * work.parts / costs.merge_parts)
+    if work.cluster_ctas:
+        start -= costs.cluster_saved_us
+        # As much less as fewer CTAs share the bandwidth, but not less than its keys and values take.
+        alone = 2 * 64 * work.head_dim * work.item_bytes / (costs.cta_tb_per_s * _BYTES_PER_US)
+        share = costs.cluster_least_share if work.rows >= _WARPGROUP_ROWS else 0.0
+        tile = min(tile, max(alone, tile * max(share, work.cluster_ctas / work.multiprocessors)))
+        merge = costs.cluster_merge_us
+    return Estimate(
+        fixed_us=costs.launch_us + start,
+        dram_us=work.kv_bytes / (costs.read_tb_per_s * _BYTES_PER_US),
+        l2_us=work.kv_bytes * work.row_tiles / (l2 * _BYTES_PER_US),
+        tiles_us=work.tiles_per_cta * tile * work.tile_tokens / 64,
+        merge_us=merge if work.parts > 1 else 0.0,
+    )
+
+
+def _name(kernel: KernelCost, constant: str) -> str:
+    queries = f"_q{8 * kernel.q_item_bytes}bit" if kernel.q_item_bytes else ""
+    return f"{constant}_{8 * kernel.item_bytes}bit{queries}_d{kernel.head_dim}_rows{kernel.rows}_ctas{kernel.resident}"
+
+
+def _between(known: list[tuple[int, float]], at: int) -> float:
+    for (low, low_us), (high, high_us) in pairwise(known):
+        if low <= at <= high:
+            return low_us + (high_us - low_us) * (at - low) / (high - low)
+    return known[0][1] if at < known[0][0] else known[-1][1]

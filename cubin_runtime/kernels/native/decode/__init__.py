@@ -1,0 +1,1 @@
+"""Paged decode: selection, grid and parameter values."""

@@ -1,0 +1,77 @@
+"""The parameter structs of paged decode kernels: the one source of their layout, for Python and for C++."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+from ....launch.structs import Field, StructLayout
+
+_COMMON = (
+    Field("q", "ptr", "queries of q_type, [tokens, kv_heads * group, head_dim]"),
+    Field("out", "ptr", "output of out_type, shaped like q"),
+    Field("lse", "ptr", "log-sum-exp, fp32 [tokens, kv_heads * group], base 2; null: not wanted"),
+    Field("page_table", "ptr", "int32 [batch, table_stride], page ids of each request in order"),
+    Field("seq_lens", "ptr", "int32 [batch], keys of each request"),
+    Field("q_cu_seq_lens", "ptr", "int32 [batch + 1], running sum of query tokens; null: q_len each"),
+    Field("mask", "ptr", "uint32 [tokens], bit j: sees token j of its own request's queries; null: causal"),
+    Field("sinks", "ptr", "fp32 [kv_heads * group], logits that only enter the denominator; null: none"),
+    Field("softmax_scale_device", "ptr", "fp32, one factor more of softmax_scale_log2; null: 1"),
+    Field("output_scale_device", "ptr", "fp32, one factor more of output_scale; null: 1"),
+    Field("partial_out", "ptr", "fp32 [slots, rows, head_dim], unnormalised outputs of split pairs"),
+    Field("partial_statistics", "ptr", "fp32 [slots, rows, 2], maximum (base 2) and sum of each partial"),
+    Field("counters", "ptr", "uint32, arrivals at each split pair; zero between launches"),
+    Field("status", "ptr", "uint32, bits of what was clamped: 1 length over bound, 2 negative, 4 page id, 8 queries"),
+    Field("q_token_stride", "int64", "elements between tokens in q"),
+    Field("q_head_stride", "int64", "elements between heads in q"),
+    Field("out_token_stride", "int64", "elements between tokens in out"),
+    Field("out_head_stride", "int64", "elements between heads in out"),
+    Field("lse_token_stride", "int64", "elements between tokens in lse"),
+    Field("lse_head_stride", "int64", "elements between heads in lse"),
+    Field("table_stride", "int64", "elements between requests in page_table"),
+    Field("batch", "int32", "requests"),
+    Field("tokens", "int32", "query tokens of all requests"),
+    Field("q_len", "int32", "query tokens of each request, or with q_cu_seq_lens their bound; 1 to 16"),
+    Field("kv_heads", "int32", "KV heads"),
+    Field("group", "int32", "query heads a KV head"),
+    Field("group_reciprocal", "int32", "65536 / group, rounded up"),
+    Field("head_blocks", "int32", "kv_heads / heads_together"),
+    Field("heads_together", "int32", "pairs that neighbouring CTAs read side by side; divides kv_heads"),
+    Field("splits", "int32", "0: pairs are split by the grid; else at most this many splits a pair, by its own tiles"),
+    Field("cluster_parts_log2", "int32", "log2 of the CTAs of a cluster that has a pair for itself; -1: the grid cuts"),
+    Field("least_rows", "int32", "requests of fewer rows (query tokens times group) are left to another launch"),
+    Field("most_rows", "int32", "requests of more rows likewise"),
+    Field("page_size_log2", "int32", "log2 of the tokens in a page"),
+    Field("num_pages", "int32", "pages in the pool"),
+    Field("max_seq_len", "int32", "bound on every length"),
+    Field("window_left", "int32", "keys before its own that a query sees; -1: all"),
+    Field("q_type", "int32", "0 bf16, 1 fp16, 2 e4m3"),
+    Field("out_type", "int32", "likewise"),
+    Field("softmax_scale_log2", "float", "softmax scale times log2(e)"),
+    Field("output_scale", "float", "factor of the output"),
+)
+
+PAGED_DECODE_TMA = StructLayout.declare(
+    "PagedDecodeTmaParams",
+    (
+        Field("k_map", "CUtensorMap", "keys: (head_dim, token in page, KV head, page)"),
+        Field("v_map", "CUtensorMap", "values, likewise"),
+        *_COMMON,
+    ),
+)
+
+PAGED_DECODE_COPY = StructLayout.declare(
+    "PagedDecodeCopyParams",
+    (
+        Field("k", "ptr", "keys"),
+        Field("v", "ptr", "values"),
+        Field("k_page_stride", "int64", "elements between pages in k"),
+        Field("k_token_stride", "int64", "elements between tokens of a page in k"),
+        Field("k_head_stride", "int64", "elements between KV heads in k"),
+        Field("v_page_stride", "int64", "elements between pages in v"),
+        Field("v_token_stride", "int64", "elements between tokens of a page in v"),
+        Field("v_head_stride", "int64", "elements between KV heads in v"),
+        *_COMMON,
+    ),
+)
+
+LAYOUTS = MappingProxyType({layout.name: layout for layout in (PAGED_DECODE_TMA, PAGED_DECODE_COPY)})

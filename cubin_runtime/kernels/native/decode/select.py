@@ -1,0 +1,237 @@
+"""Which of our decode kernels fit a problem on a device, and the grids they get: a pure choice from metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ....artifacts.own_kernels import MEASURED, OwnKernel
+from ....errors import UsageError
+from ....launch.driver import DeviceFacts
+from ..cost_model import (
+    Costs,
+    Estimate,
+    costs_of,
+    estimate,
+)
+from .grids import (
+    ANY_ROWS,
+    Grid,
+    Part,
+    grids_of,
+    trait_of,
+    work_of,
+)
+from .shape import DecodeShape
+
+OPERATION = "paged_decode"
+
+# The trait ``arithmetic``: kernels of one dtype and head_dim give a row the same bits where it is the same. Others than
+# these two, batch_invariant does not take.
+_WARPS, _WARPGROUPS = "warps", "warpgroups of 64 rows"
+# batch_invariant: requests of more rows take warpgroups, where there are any. It is the most that a warp kernel takes
+# at once at head_dim 64 and 128, so that none of its requests reads its keys twice.
+_MOST_WARP_ROWS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A kernel that could do the problem: how it would cut it, and what that is expected to take."""
+
+    kernel: OwnKernel
+    grid: Grid
+    estimate: Estimate
+
+    def __str__(self) -> str:
+        rows = f"{_count(self.grid.row_tiles, 'row tile')} of {self.kernel.traits['rows']}"
+        return f"fits, {rows}, about {self.estimate.microseconds:.1f} us, limited by {self.estimate.limit}"
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A decode kernel of the release: how it fits best and how else, or why it does not."""
+
+    kernel: OwnKernel
+    fit: Fit | None
+    unfit: str = ""
+    other_fits: tuple[Fit, ...] = ()
+
+    def __str__(self) -> str:
+        return str(self.fit) if self.fit else self.unfit
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSelection:
+    """The kernel chosen for one launch, and how it is launched.
+
+    ``least_rows`` and ``most_rows`` say which requests it takes. ``ctas`` is the grid, ``heads_together`` the KV heads
+    that neighbouring CTAs read side by side, ``cluster_parts`` the CTAs of a cluster that has a pair for itself (0: the
+    grid cuts all tiles evenly), ``row_tiles`` the row tiles of a request at its bound, ``splits`` the kernel's field
+    of that name, ``microseconds`` the predicted time at the bounds. ``candidates`` are the release's
+    decode kernels in its order.
+    """
+
+    kernel: OwnKernel
+    least_rows: int
+    most_rows: int
+    ctas: int
+    heads_together: int
+    cluster_parts: int
+    row_tiles: int
+    splits: int
+    microseconds: float
+    reason: str
+    candidates: tuple[Candidate, ...]
+
+
+def select_decode(
+    kernels: Iterable[OwnKernel], shape: DecodeShape, device: DeviceFacts, costs: Costs | None = None
+) -> tuple[DecodeSelection, ...]:
+    """The launches of a decode: of each, the kernel and CTAs with the least predicted time.
+
+    Of equals, the kernel with the least padding, then the one with the fewest row tiles, then the one built closest to
+    the device; of a kernel's grids the one with the fewest CTAs. There is one launch, but for ``batch_invariant`` where
+    requests may have rows for either arithmetic: there each has its own.
+
+    Args:
+        kernels: of a release, of any operation.
+        shape: the problem's bounds.
+        device: where it will run.
+        costs: constants of the prediction; None: those known for the device's name.
+
+    Raises:
+        UsageError: no kernel fits; the message says what those for this device can do.
+    """
+    constants = costs or costs_of(device.name)
+    decodes = [kernel for kernel in kernels if kernel.operation == OPERATION]
+    return tuple(_select(decodes, shape, part, device, constants) for part in _parts(decodes, shape, device))
+
+
+def _parts(kernels: list[OwnKernel], shape: DecodeShape, device: DeviceFacts) -> tuple[Part, ...]:
+    """The launches' requests: under ``batch_invariant`` a request's own rows alone decide its arithmetic."""
+    if not shape.batch_invariant:
+        return (Part(0, ANY_ROWS, None),)
+    if not any(not _unfit(k, shape, device) and k.traits["arithmetic"] == _WARPGROUPS for k in kernels):
+        return (Part(0, ANY_ROWS, _WARPS),)
+    # Ragged requests: who has rows has `group` at least, and no more than all have together.
+    fewest = shape.group if shape.ragged else shape.rows
+    most = min(shape.q_len, shape.tokens) * shape.group if shape.ragged else shape.rows
+    if most <= _MOST_WARP_ROWS:
+        return (Part(0, ANY_ROWS, _WARPS),)
+    if fewest > _MOST_WARP_ROWS:
+        return (Part(0, ANY_ROWS, _WARPGROUPS),)
+    return (Part(0, _MOST_WARP_ROWS, _WARPS), Part(_MOST_WARP_ROWS + 1, ANY_ROWS, _WARPGROUPS))
+
+
+def _select(
+    kernels: list[OwnKernel], shape: DecodeShape, part: Part, device: DeviceFacts, costs: Costs
+) -> DecodeSelection:
+    candidates = tuple(_look_at(kernel, shape, part, device, costs) for kernel in kernels)
+    fits = [c.fit for c in candidates if c.fit]
+    if not fits:
+        raise UsageError(_refusal(candidates, shape, device))
+    limit = min(fit.estimate.microseconds for fit in fits) * (1 + costs.equal_within)
+    best = min((f for f in fits if f.estimate.microseconds <= limit), key=lambda fit: _order(fit, shape, part))
+    return DecodeSelection(
+        kernel=best.kernel,
+        least_rows=part.least_rows,
+        most_rows=part.most_rows,
+        ctas=best.grid.ctas,
+        heads_together=best.grid.heads_together,
+        cluster_parts=best.grid.cluster_parts,
+        # The kernel numbers its pairs by the bound on the rows that it takes.
+        row_tiles=-(-min(shape.rows, part.most_rows) // trait_of(best.kernel, "rows")),
+        splits=shape.splits(trait_of(best.kernel, "tile_tokens")),
+        microseconds=best.estimate.microseconds,
+        reason=_reason(best, shape, part, device),
+        candidates=candidates,
+    )
+
+
+def _order(fit: Fit, shape: DecodeShape, part: Part) -> tuple[int, int, int, bool, float, str]:
+    padding = fit.grid.row_tiles * trait_of(fit.kernel, "rows") - min(shape.rows, part.most_rows)
+    target = fit.kernel.architecture
+    closeness = (-target.number, target.suffix != "a")
+    return padding, fit.grid.row_tiles, *closeness, fit.estimate.microseconds, fit.kernel.name
+
+
+def _look_at(kernel: OwnKernel, shape: DecodeShape, part: Part, device: DeviceFacts, costs: Costs) -> Candidate:
+    unfit = _unfit(kernel, shape, device)
+    if not unfit and part.arithmetic not in (None, kernel.traits["arithmetic"]):
+        unfit = f"{kernel.traits['arithmetic']}; batch_invariant has {part.arithmetic} for {part}"
+    if unfit:
+        return Candidate(kernel, None, unfit)
+    grids = grids_of(kernel, shape, part, device, costs)
+    fits = [Fit(kernel, grid, estimate(work_of(kernel, grid, shape, part, device), costs)) for grid in grids]
+    limit = min(fit.estimate.microseconds for fit in fits) * (1 + costs.equal_within)
+    best = next(fit for fit in fits if fit.estimate.microseconds <= limit)
+    return Candidate(kernel, best, other_fits=tuple(fit for fit in fits if fit is not best))
+
+
+def _unfit(kernel: OwnKernel, shape: DecodeShape, device: DeviceFacts) -> str:
+    if not kernel.architecture.runs_on(_number(device)):
+        return f"built for {kernel.architecture}"
+    for name, wanted in (("dtype", shape.dtype), ("head_dim", shape.head_dim)):
+        if kernel.traits[name] != wanted:
+            return f"{name} is {kernel.traits[name]}"
+    taken = str(kernel.traits["q_dtypes"]).split(",")
+    if (shape.q_dtype or shape.dtype) not in taken:
+        return f"queries are {' or '.join(taken)}"
+    needs = kernel.dynamic_shared_bytes + kernel.static_shared_bytes
+    if needs > device.shared_bytes_per_block_optin:
+        return f"needs {needs} bytes of shared memory a block, the device has {device.shared_bytes_per_block_optin}"
+    return ""
+
+
+def _reason(fit: Fit, shape: DecodeShape, part: Part, device: DeviceFacts) -> str:
+    kernel, grid = fit.kernel, fit.grid
+    built = f"built for {kernel.architecture}" + ("" if kernel.status == MEASURED else f" ({kernel.status})")
+    tokens = f"{'up to ' if shape.ragged else ''}{_count(shape.q_len, 'query token')}"
+    tile_tokens = trait_of(kernel, "tile_tokens")
+    splits, in_window = shape.splits(tile_tokens), shape.kv_tokens(tile_tokens) < shape.max_seq_len
+    keys = f"{tile_tokens} keys" + (" in the window" if in_window else "")
+    invariant = f"; {part.arithmetic} for {part}, at most {_count(splits, 'split')} a pair by its own tiles"
+    return (
+        f"{built}; {tokens} x {_count(shape.group, 'query head')} a KV head in "
+        f"{_count(grid.row_tiles, 'row tile')} of {kernel.traits['rows']}; "
+        f"at most {_count(grid.tiles, 'tile')} of {keys} over {_count(grid.ctas, 'CTA')} "
+        f"({grid.resident} on each of {device.multiprocessors} multiprocessors), "
+        f"{_sharing(grid)}{invariant if splits else ''}; "
+        f"about {fit.estimate.microseconds:.1f} us, limited by {fit.estimate.limit}"
+    )
+
+
+def _sharing(grid: Grid) -> str:
+    if grid.cluster_parts > 1:
+        return f"a cluster of {grid.cluster_parts} for each KV head and row tile of a request"
+    if grid.cluster_parts:
+        return "one for each KV head and row tile of a request"
+    return f"{_count(grid.heads_together, 'KV head')} side by side"
+
+
+def _refusal(candidates: tuple[Candidate, ...], shape: DecodeShape, device: DeviceFacts) -> str:
+    where = f"{device.name} (compute capability {device.capability[0]}.{device.capability[1]})"
+    asked = f"no decode kernel for {shape.dtype} KV with head_dim {shape.head_dim} on {where}"
+    if not candidates:
+        return f"{asked}: the release has no decode kernel"
+    here = [c for c in candidates if c.kernel.architecture.runs_on(_number(device))]
+    if not here:
+        targets = sorted({c.kernel.architecture for c in candidates}, key=lambda a: (a.number, a.suffix or ""))
+        return f"{asked}: the release has decode kernels for {', '.join(map(str, targets))}"
+    sizes: dict[str, set[int]] = {}
+    for candidate in here:
+        sizes.setdefault(str(candidate.kernel.traits["dtype"]), set()).add(trait_of(candidate.kernel, "head_dim"))
+    can = "; ".join(f"{dtype} with head_dim {', '.join(map(str, sorted(dims)))}" for dtype, dims in sizes.items())
+    if shape.head_dim not in sizes.get(shape.dtype, ()):
+        return f"{asked}: its kernels take {can}"
+    asked_for = (shape.dtype, shape.head_dim)
+    close = [c for c in here if (c.kernel.traits["dtype"], c.kernel.traits["head_dim"]) == asked_for]
+    return f"{asked}: " + "; ".join(f"{c.kernel.name}: {c.unfit}" for c in close)
+
+
+def _number(device: DeviceFacts) -> int:
+    return device.capability[0] * 10 + device.capability[1]
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}" + ("" if number == 1 else "s")

@@ -1,0 +1,1 @@
+"""MLA decode: selection, grid and parameter values."""

@@ -1,0 +1,50 @@
+"""The parameter struct of the MLA decode kernel: one source for Python and for C++."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+from ....launch.structs import Field, StructLayout
+
+PAGED_MLA_DECODE = StructLayout.declare(
+    "PagedMlaDecodeParams",
+    (
+        Field("kv_map", "CUtensorMap", "latent cache: (latent and rope, token in page, page)"),
+        Field("q", "ptr", "queries of q_type, [tokens, heads, latent + rope]"),
+        Field("out", "ptr", "output of out_type, [tokens, heads, latent]"),
+        Field("lse", "ptr", "log-sum-exp, fp32 [tokens, heads], base 2; null: not wanted"),
+        Field("page_table", "ptr", "int32 [batch, table_stride], page ids of each request in order"),
+        Field("seq_lens", "ptr", "int32 [batch], keys of each request"),
+        Field("q_cu_seq_lens", "ptr", "int32 [batch + 1], running sum of query tokens; null: q_len each"),
+        Field("mask", "ptr", "uint32 [tokens], bit j: sees token j of its own request's queries; null: causal"),
+        Field("sinks", "ptr", "fp32 [heads], logits that only enter the denominator; null: none"),
+        Field("softmax_scale_device", "ptr", "fp32, one factor more of softmax_scale_log2; null: 1"),
+        Field("output_scale_device", "ptr", "fp32, one factor more of output_scale; null: 1"),
+        Field("partial_out", "ptr", "fp16 [slots, rows of a tile, latent], unnormalised outputs of split pairs"),
+        Field("partial_statistics", "ptr", "fp32, of each slot maximum (base 2), sum and powers of two of its rows"),
+        Field("counters", "ptr", "uint32, arrivals, departures and tickets of split pairs; zero between launches"),
+        Field("status", "ptr", "uint32, bits of what was clamped: 1 length over bound, 2 negative, 4 page, 8 queries"),
+        Field("q_token_stride", "int64", "elements between tokens in q"),
+        Field("q_head_stride", "int64", "elements between heads in q"),
+        Field("out_token_stride", "int64", "elements between tokens in out"),
+        Field("out_head_stride", "int64", "elements between heads in out"),
+        Field("lse_token_stride", "int64", "elements between tokens in lse"),
+        Field("lse_head_stride", "int64", "elements between heads in lse"),
+        Field("table_stride", "int64", "elements between requests in page_table"),
+        Field("batch", "int32", "requests"),
+        Field("tokens", "int32", "query tokens of all requests"),
+        Field("q_len", "int32", "query tokens of each request, or with q_cu_seq_lens their bound; 1 to 16"),
+        Field("heads", "int32", "query heads, 1 to 128"),
+        Field("tiles_together", "int32", "row tiles of a request that neighbouring CTAs compute side by side"),
+        Field("splits", "int32", "0: the grid splits pairs; else the most parts of a pair, by its own tiles"),
+        Field("page_size_log2", "int32", "log2 of the tokens in a page"),
+        Field("num_pages", "int32", "pages in the pool"),
+        Field("max_seq_len", "int32", "bound on every length"),
+        Field("q_type", "int32", "0 bf16, 1 fp16, 2 e4m3"),
+        Field("out_type", "int32", "likewise"),
+        Field("softmax_scale_log2", "float", "softmax scale times log2(e)"),
+        Field("output_scale", "float", "factor of the output"),
+    ),
+)
+
+LAYOUTS = MappingProxyType({PAGED_MLA_DECODE.name: PAGED_MLA_DECODE})

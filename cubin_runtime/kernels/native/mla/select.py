@@ -1,0 +1,171 @@
+"""Which of our MLA decode kernels fits a problem on a device, and the grid it gets: a pure choice from metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import KW_ONLY, dataclass
+
+from ....artifacts.own_kernels import MEASURED, OwnKernel
+from ....errors import UsageError
+from ....launch.driver import DeviceFacts
+
+OPERATION = "paged_mla_decode"
+MAX_HEADS = 128
+MAX_QUERIES = 16
+PAGE_SIZES = (32, 64, 128)
+# Row tiles of a request that neighbouring CTAs compute side by side, so that they read its keys from L2: at most.
+_TILES_TOGETHER = 4
+# Teams that may idle so that those left end on borders of pairs, which saves partials: 1 in this many.
+_IDLE_SHARE = 12
+# batch_invariant cuts every pair into parts of this many tiles, as the kernel does, but into at most so many parts.
+_INVARIANT_PART_TILES = 16
+_INVARIANT_SPLITS = 4
+# Tiles of a part, at least: fewer cost more to merge than they save. The others are for row tiles below _WIDE_ROWS.
+_PART_TILES = 2
+_FEW_ROWS_PART_TILES = 4
+# Kernels of smaller row tiles than this take requests of at most so many rows, by the dtype of the cache.
+_WIDE_ROWS = 64
+_FEW_ROWS = {"bf16": 16, "e4m3": 32}
+
+
+@dataclass(frozen=True, slots=True)
+class MlaShape:
+    """What decides the kernel and the grid: bounds, never the lengths themselves.
+
+    ``dtype`` is that of the KV cache, ``q_dtype`` that of the queries, ``latent`` the columns of a value (512 or 256)
+    beside ``rope`` ones (64), ``q_len`` the query tokens of each request or, where ``ragged``, their bound.
+    """
+
+    dtype: str
+    latent: int
+    heads: int
+    batch: int
+    _: KW_ONLY
+    rope: int = 64
+    q_dtype: str = "bf16"
+    q_len: int = 1
+    ragged: bool = False
+    max_seq_len: int
+    batch_invariant: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Query rows of one request: tokens times heads."""
+        return self.q_len * self.heads
+
+
+@dataclass(frozen=True, slots=True)
+class MlaSelection:
+    """The kernel chosen and how it is launched.
+
+    ``ctas`` is the grid, ``tiles_together`` the row tiles of a request that neighbouring CTAs compute side by side,
+    ``row_tiles`` those of a request at its bound, ``splits`` the kernel's field of that name (0: the grid cuts the
+    pairs; ``batch_invariant``: the most parts of a pair, each pair's from its own tiles); ``candidates`` has a word on
+    each kernel looked at.
+    """
+
+    kernel: OwnKernel
+    ctas: int
+    tiles_together: int
+    row_tiles: int
+    splits: int
+    reason: str
+    candidates: tuple[tuple[str, str], ...]
+
+
+def select_mla_decode(kernels: Iterable[OwnKernel], shape: MlaShape, device: DeviceFacts) -> MlaSelection:
+    """A kernel for few rows if they are few, else one of 64; the grid has teams that end on pairs' borders.
+
+    Raises:
+        UsageError: no kernel fits; the message says what those for this device can do.
+    """
+    looked_at: list[tuple[str, str]] = []
+    fitting: list[OwnKernel] = []
+    for kernel in kernels:
+        if kernel.operation != OPERATION:
+            continue
+        unfit = _unfit(kernel, shape, device)
+        looked_at.append((kernel.name, unfit or f"fits, {_row_tiles(kernel, shape)} row tiles a request"))
+        if not unfit:
+            fitting.append(kernel)
+    if not fitting:
+        raise UsageError(
+            f"no MLA decode kernel for {shape.q_dtype} queries, a {shape.dtype} cache, "
+            f"{shape.latent} + {shape.rope} columns, {shape.heads} heads "
+            f"on compute capability {device.capability[0]}.{device.capability[1]}: "
+            + ("; ".join(f"{name}: {word}" for name, word in looked_at) or "the release has no MLA decode kernel")
+        )
+    best = max(fitting, key=lambda kernel: (-_trait(kernel, "rows"), kernel.name))
+    together = _together(best, shape)
+    row_tiles = _row_tiles(best, shape)
+    pair_tiles = max(1, -(-shape.max_seq_len // _trait(best, "tile_tokens")))
+    pairs = shape.batch * -(-row_tiles // together)
+    splits = invariant_parts(pair_tiles) if shape.batch_invariant else 0
+    part_tiles = _PART_TILES if _trait(best, "rows") >= _WIDE_ROWS else _FEW_ROWS_PART_TILES
+    teams = _teams(device.multiprocessors // together, pairs, pair_tiles, part_tiles)
+    status = "" if best.status == MEASURED else f", {best.status}"
+    reason = (
+        f"built for {best.architecture}{status}; {shape.rows} rows a request in {row_tiles} tiles of "
+        f"{best.traits['rows']}; at most {pairs * pair_tiles} tiles of {best.traits['tile_tokens']} keys over "
+        f"{teams} teams of {together} CTAs on {device.multiprocessors} multiprocessors"
+    )
+    return MlaSelection(
+        kernel=best,
+        ctas=teams * together,
+        tiles_together=together,
+        row_tiles=row_tiles,
+        splits=splits,
+        reason=reason,
+        candidates=tuple(looked_at),
+    )
+
+
+def invariant_parts(tiles: int) -> int:
+    """Parts of a pair of ``tiles`` tiles under ``batch_invariant``, as the kernel cuts it.
+
+    It never falls with the tiles: a bound on the tiles bounds the parts and changes nobody's.
+    """
+    return min(_INVARIANT_SPLITS, -(-tiles // _INVARIANT_PART_TILES))
+
+
+def _unfit(kernel: OwnKernel, shape: MlaShape, device: DeviceFacts) -> str:
+    if not kernel.architecture.runs_on(device.capability[0] * 10 + device.capability[1]):
+        return f"built for {kernel.architecture}"
+    for name, wanted in (("dtype", shape.dtype), ("latent", shape.latent), ("rope", shape.rope)):
+        if kernel.traits[name] != wanted:
+            return f"{name} is {kernel.traits[name]}"
+    taken = str(kernel.traits.get("q_dtypes", "bf16")).split(",")
+    if shape.q_dtype not in taken:
+        return f"queries are {' or '.join(taken)}"
+    if _trait(kernel, "rows") < _WIDE_ROWS and not _few_rows(shape):
+        return f"for at most {_FEW_ROWS[shape.dtype]} rows a request, and not for batch_invariant"
+    return ""
+
+
+def _few_rows(shape: MlaShape) -> bool:
+    """Whether kernels for few rows take it; under ``batch_invariant`` a bound on query tokens must not decide."""
+    return not shape.batch_invariant and shape.rows <= _FEW_ROWS[shape.dtype]
+
+
+def _row_tiles(kernel: OwnKernel, shape: MlaShape) -> int:
+    return max(1, -(-shape.rows // _trait(kernel, "rows")))
+
+
+def _together(kernel: OwnKernel, shape: MlaShape) -> int:
+    """The most that divide a request's row tiles, so that no CTA of a team idles."""
+    return max(d for d in range(1, _TILES_TOGETHER + 1) if _row_tiles(kernel, shape) % d == 0)
+
+
+def _teams(most: int, pairs: int, pair_tiles: int, part_tiles: int) -> int:
+    """Teams whose equal shares begin and end on borders of equally long pairs, if few enough have to idle for it."""
+    teams = min(most, max(pairs, pairs * pair_tiles // part_tiles))
+    if pairs >= teams:
+        rounds = -(-pairs // teams)
+        aligned = -(-pairs // rounds)
+    else:
+        aligned = teams // pairs * pairs
+    return aligned if (teams - aligned) * _IDLE_SHARE <= teams else teams
+
+
+def _trait(kernel: OwnKernel, name: str) -> int:
+    return int(kernel.traits[name])

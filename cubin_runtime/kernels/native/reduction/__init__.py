@@ -1,0 +1,1 @@
+"""The kernels that follow a trtllm-gen launch."""

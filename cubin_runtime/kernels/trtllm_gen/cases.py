@@ -1,0 +1,224 @@
+"""Cases as recorded vectors state them: JSON to a ``Problem``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import isfinite
+from typing import Any
+
+from ...errors import UsageError
+from . import entries
+from .arguments import (
+    Common,
+    Device,
+    OutScales,
+    PagedKv,
+    Sage,
+    Scale,
+    TensorInfo,
+)
+from .problem import Problem
+from .refusals import WorkspaceRefused
+from .select import Occupancy
+
+_INT64 = 1 << 63
+
+
+class CaseError(UsageError):
+    """A case lacks something or has it in another form, so nothing can be decided about it."""
+
+
+def problem_of(case: Mapping[str, Any]) -> Problem:
+    """The problem that the ``case`` of a record states.
+
+    Raises:
+        CaseError: something is missing or of another form.
+        PlanRefused, WorkspaceRefused, UsageError: the arguments are refused.
+    """
+    try:
+        build = _APIS[case["api"]]
+        _check_forms(case, _OF_CASE)
+        _check_forms(case["scalars"], _SCALARS)
+        tensors = {name: _tensor(stated) for name, stated in case["tensors"].items()}
+        return build(case, case["scalars"], tensors)
+    except KeyError as error:
+        raise CaseError(f"case {case.get('id')!r}: {error} is missing or unknown") from error
+    except (UsageError, WorkspaceRefused):
+        raise
+    except (TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
+        raise CaseError(f"case {case.get('id')!r}: {type(error).__name__}: {error}") from error
+
+
+def occupancy_of(case: Mapping[str, Any]) -> Occupancy:
+    """The stand-in for the driver's occupancy that a case names: ``floor``, ``gpc18`` or ``const:N``.
+
+    Raises:
+        CaseError: another word.
+    """
+    model = case.get("max_active_clusters_model", "floor")
+    multiprocessors: int = case["scalars"]["sm_count"]
+    if model == "floor":
+        return lambda meta, cluster, grid: multiprocessors // cluster
+    if model == "gpc18":
+        return lambda meta, cluster, grid: 8 * (18 // cluster)
+    word, _, number = str(model).partition(":")
+    if word != "const" or not number.isdecimal():
+        raise CaseError(f"max_active_clusters_model={model!r}: expected floor, gpc18 or const:N")
+    return lambda meta, cluster, grid: int(number)
+
+
+def _is_int(value: object) -> bool:
+    return type(value) is int and -_INT64 <= value < _INT64
+
+
+def _is_bool(value: object) -> bool:
+    return type(value) is bool
+
+
+def _is_number(value: object) -> bool:
+    return _is_int(value) or (type(value) is float and isfinite(value))
+
+
+def _is_scale(value: object) -> bool:
+    return value is None or _is_number(value)
+
+
+# What each stated value must be; others are not looked at.
+_OF_CASE: Mapping[str, Callable[[object], bool]] = {
+    "sm": _is_int,
+    "multi_ctas_kv_enabled": _is_bool,
+    "env_TRTLLM_GEN_ENABLE_TILE_SIZE_KV64": _is_bool,
+}
+_SCALARS: Mapping[str, Callable[[object], bool]] = {
+    **dict.fromkeys(("max_q_len", "max_kv_len", "batch_size", "window_left", "sparse_mla_top_k"), _is_int),
+    **dict.fromkeys(("o_sf_vec_size", "o_sf_start_index", "workspace_size", "sm_count"), _is_int),
+    **dict.fromkeys(("lse_stride_tokens", "lse_stride_heads"), _is_int),
+    **{f"num_elts_per_sage_attn_blk_{part}": _is_int for part in "qkpv"},
+    **dict.fromkeys(("is_causal", "uses_shared_paged_kv_idx", "enable_pdl"), _is_bool),
+    **dict.fromkeys(("o_sf_scale", "skip_softmax_threshold_scale_factor"), _is_number),
+    **dict.fromkeys(("bmm1_scale", "bmm2_scale"), _is_scale),
+}
+
+
+def _check_forms(stated: Mapping[str, Any], forms: Mapping[str, Callable[[object], bool]]) -> None:
+    for name, is_form in forms.items():
+        if name in stated and not is_form(stated[name]):
+            raise CaseError(f"{name}={stated[name]!r}: expected {is_form.__name__.removeprefix('_is_')}")
+
+
+def _tensor(stated: Mapping[str, Any]) -> TensorInfo:
+    pointer, dtype = int(stated["ptr"], 16), stated["dtype"]
+    shape, strides = tuple(stated["shape"]), tuple(stated["strides"])
+    if not 0 <= pointer < 1 << 64 or not isinstance(dtype, str):
+        raise CaseError(f"tensor {stated!r}: expected an address of 64 bits and the name of a dtype")
+    numbers = (0, *shape, *strides)
+    whole = set(map(type, numbers)) == {int} and min(numbers) >= -_INT64 and max(numbers) < _INT64
+    if len(shape) != len(strides) or not whole or min(shape, default=0) < 0:
+        raise CaseError(f"tensor {stated!r}: expected as many strides as sizes, all of them whole numbers")
+    return TensorInfo(pointer, dtype, shape, strides)
+
+
+def _scale(name: str, scalars: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Scale:
+    value = scalars.get(name)
+    if value is not None:
+        return Scale(value)
+    given = tensors.get(name)
+    return Scale() if given is None else Scale(1.0, given.pointer)
+
+
+def _common(case: Mapping[str, Any], scalars: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Common:
+    return Common(
+        device=Device(case["sm"], scalars["sm_count"]),
+        query=tensors["query"],
+        out=tensors["out"],
+        seq_lens=tensors["seq_lens"],
+        workspace=(tensors["workspace_buffer"].pointer, scalars["workspace_size"]),
+        batch=scalars["batch_size"],
+        max_q=scalars["max_q_len"],
+        bmm1=_scale("bmm1_scale", scalars, tensors),
+        bmm2=_scale("bmm2_scale", scalars, tensors),
+        cum_seq_lens_q=tensors.get("cum_seq_lens_q"),
+        sinks=tensors.get("attention_sinks"),
+        lse=tensors.get("lse"),
+        lse_strides=(scalars.get("lse_stride_tokens", 0), scalars.get("lse_stride_heads", 0)),
+        window_left=scalars.get("window_left", -1),
+        skip_softmax_factor=scalars.get("skip_softmax_threshold_scale_factor", 0.0),
+        multi_ctas_enabled=case.get("multi_ctas_kv_enabled", True),
+        pdl=scalars.get("enable_pdl", False),
+        allows_tile_kv_64=case.get("env_TRTLLM_GEN_ENABLE_TILE_SIZE_KV64", False),
+    )
+
+
+def _paged_kv(scalars: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> PagedKv:
+    return PagedKv(
+        key=tensors["key_cache"],
+        value=tensors["value_cache"],
+        table=tensors["block_tables"],
+        max_kv=scalars["max_kv_len"],
+        key_scales=tensors.get("key_block_scales"),
+        value_scales=tensors.get("value_block_scales"),
+        shares_index=scalars.get("uses_shared_paged_kv_idx", True),
+    )
+
+
+def _out_scales(scalars: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> OutScales:
+    return OutScales(
+        scales=tensors.get("out_scale_factor"),
+        scale=scalars.get("o_sf_scale", -1.0),
+        block=scalars.get("o_sf_vec_size", -1),
+        first_token=scalars.get("o_sf_start_index", 0),
+    )
+
+
+def _decode(case: Mapping[str, Any], scalars: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Problem:
+    return entries.decode(
+        _common(case, scalars, tensors),
+        _paged_kv(scalars, tensors),
+        _out_scales(scalars, tensors),
+        top_k=scalars.get("sparse_mla_top_k", 0),
+        top_k_lens=tensors.get("sparse_mla_top_k_lens"),
+    )
+
+
+def _context(case: Mapping[str, Any], scalars: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Problem:
+    return entries.context(
+        _common(case, scalars, tensors),
+        _paged_kv(scalars, tensors),
+        tensors["cum_seq_lens_kv"],
+        _out_scales(scalars, tensors),
+        causal=scalars.get("is_causal", True),
+    )
+
+
+def _ragged(case: Mapping[str, Any], scalars: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Problem:
+    return entries.ragged(
+        _common(case, scalars, tensors),
+        tensors["key"],
+        tensors["value"],
+        tensors["cum_seq_lens_kv"],
+        scalars["max_kv_len"],
+        causal=scalars.get("is_causal", True),
+        sage=Sage(
+            tuple(tensors.get(f"sage_attn_sfs_{part}") for part in "qkpv"),  # type: ignore[arg-type]
+            tuple(scalars.get(f"num_elts_per_sage_attn_blk_{part}", 0) for part in "qkpv"),
+        ),
+        out_scale=scalars.get("o_sf_scale", -1.0),
+    )
+
+
+def _dsv4(case: Mapping[str, Any], scalars: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Problem:
+    return entries.decode_dsv4(
+        _common(case, scalars, tensors),
+        tensors["primary_kv_cache"],
+        tensors["sliding_window_kv_cache"],
+        tensors["sparse_indices"],
+        tensors.get("sparse_mla_top_k_lens"),
+    )
+
+
+_APIS: Mapping[str, Callable[[Mapping[str, Any], Mapping[str, Any], Mapping[str, TensorInfo]], Problem]] = {
+    "trtllm_paged_attention_decode": _decode,
+    "trtllm_paged_attention_context": _context,
+    "trtllm_ragged_attention": _ragged,
+    "trtllm_paged_attention_decode_sparse_mla_dsv4": _dsv4,
+}

@@ -1,0 +1,149 @@
+"""What the planner decides about: one attention call reduced to numbers, words and device addresses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .traits import (
+    INT32_MAX,
+    KernelType,
+    MaskType,
+    QkvLayout,
+    SparseType,
+    TileScheduler,
+)
+
+_MLA_HEADS = ((576, 512), (320, 256))
+_SPARSE_MLA_HEADS = (512, 512)
+
+
+def is_mla(head_dim_qk: int, head_dim_v: int, sparse: bool) -> bool:
+    """Whether these head dimensions mean multi-head latent attention."""
+    heads = (head_dim_qk, head_dim_v)
+    return heads in _MLA_HEADS or (sparse and heads == _SPARSE_MLA_HEADS)
+
+
+@dataclass(frozen=True, slots=True)
+class Pointers:
+    """Device addresses; 0 where there is nothing. Scratch regions are already carved from the workspace."""
+
+    query: int
+    key: int
+    value: int
+    out: int
+    seq_lens: int = 0
+    cum_seq_lens_q: int = 0
+    cum_seq_lens_kv: int = 0
+    page_table: int = 0
+    window_pool: int = 0
+    key_scales: int = 0
+    value_scales: int = 0
+    out_scales: int = 0
+    sinks: int = 0
+    softmax_scale_log2: int = 0
+    output_scale: int = 0
+    sage_q: int = 0
+    sage_k: int = 0
+    sage_p: int = 0
+    sage_v: int = 0
+    top_k_lens: int = 0
+    lse: int = 0
+    counters: int = 0
+    softmax_stats: int = 0
+    scratch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Strides:
+    """Strides in elements (FP4: in FP4 numbers), narrowed to int32; scales' in elements of the scales.
+
+    Tuples run from tokens over heads to pages. 0 in ``query`` means that the tensor is taken as contiguous.
+    """
+
+    query: tuple[int, int] = (0, 0)
+    key: tuple[int, int, int] = (0, 0, 0)
+    value: tuple[int, int, int] = (0, 0, 0)
+    key_scales: tuple[int, int] = (0, 0)
+    lse: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One call. Lengths count tokens; ``max_q`` and ``max_kv`` are bounds, ``tokens_q`` and ``tokens_kv`` sums.
+
+    Dtypes are the metadata's words. ``page`` is 0 for KV that is not paged; ``window`` is how many tokens a
+    query sees up to its own, INT32_MAX for all. ``multi_ctas`` lets several CTAs share a sequence's KV.
+    ``sage_blocks`` are the elements that share a SageAttention scale in Q, K, P and V (0: none).
+    ``scratch_limit`` is how many bytes the workspace has for scratch. ``allows_tile_kv_64`` is an experimental
+    switch of the reference for MLA.
+    """
+
+    sm: int
+    multiprocessors: int
+    layout: QkvLayout
+    mask: MaskType
+    kernel_type: KernelType
+    scheduler: TileScheduler
+    multi_ctas: bool
+    dtype_q: str
+    dtype_k: str
+    dtype_v: str
+    dtype_o: str
+    heads_q: int
+    heads_kv: int
+    head_dim_qk: int
+    head_dim_v: int
+    batch: int
+    max_q: int
+    max_kv: int
+    tokens_q: int
+    tokens_kv: int
+    page: int
+    pages: int
+    table_width: int
+    window: int
+    pointers: Pointers
+    strides: Strides
+    sparse: SparseType = SparseType.NONE
+    top_k: int = 0
+    skip_softmax_factor: float = 0.0
+    sage_blocks: tuple[int, int, int, int] = (0, 0, 0, 0)
+    softmax_scale_log2: float = 0.0
+    output_scale: float = 1.0
+    scale_kv_scales: float = 0.0
+    scale_out_scales: float = -1.0
+    first_out_scale_token: int = 0
+    shares_page_index: bool = False
+    pdl: bool = False
+    scratch_limit: int = 0
+    allows_tile_kv_64: bool = False
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.heads_q // self.heads_kv
+
+    @property
+    def is_mla(self) -> bool:
+        """Multi-head latent attention."""
+        return is_mla(self.head_dim_qk, self.head_dim_v, self.sparse != SparseType.NONE)
+
+    @property
+    def is_generation(self) -> bool:
+        """Decoding, as opposed to context."""
+        return self.kernel_type != KernelType.CONTEXT
+
+    @property
+    def skips_softmax(self) -> bool:
+        """Whether blocks of scores below a threshold may be skipped."""
+        return self.skip_softmax_factor != 0.0
+
+    @property
+    def has_window(self) -> bool:
+        """Whether a sliding window is given at all."""
+        return self.window != INT32_MAX
+
+    @property
+    def dtypes(self) -> str:
+        """The dtypes as a person reads them: Q/K/V/O."""
+        return f"{self.dtype_q}/{self.dtype_k}/{self.dtype_v}/{self.dtype_o}"

@@ -1,0 +1,216 @@
+"""Decisions as recorded vectors state them: a plan or a refusal to JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ...errors import UsageError
+from ...launch.struct_types import TENSOR_MAP_BYTES
+from ...launch.tensormap import TensorMapSpec
+from ...launch.tensormap_rules import (
+    DTYPES,
+    FILLS,
+    INTERLEAVES,
+    L2_PROMOTIONS,
+    SWIZZLES,
+)
+from .cases import CaseError, occupancy_of, problem_of
+from .fill import pack
+from .grid import LARGEST_PORTABLE_CLUSTER
+from .kernels import KernelFinder
+from .params import KERNEL_PARAMS
+from .plan import Planned, plan
+from .reduction import LseLaunch, ReductionLaunch
+from .refusals import (
+    ARGUMENT,
+    KernelMissing,
+    PlanRefused,
+    WorkspaceRefused,
+)
+from .traits import Policy
+
+Json = dict[str, Any]
+# What stands for each descriptor in `params_hex`: 128 copies of one byte.
+MARKERS: Mapping[str, int] = {
+    name: 0xC1 + place
+    for place, name in enumerate(("tmaQ_", "tmaK_", "tmaKSlidingWindowKvPool_", "tmaV_", "tmaO_", "tmaKSf_", "tmaVSf_"))
+}
+_MARKED = {name: bytes((marker,)) * TENSOR_MAP_BYTES for name, marker in MARKERS.items()}
+
+
+def decide(case: Mapping[str, Any], kernels: KernelFinder, policy: Policy) -> Json:
+    """The decision for one case as a record states it; a refusal has ``ok`` false and its ``error_kind``.
+
+    Raises:
+        CaseError: the case itself does not read.
+    """
+    try:
+        planned = plan(problem_of(case), kernels, occupancy_of(case), policy)
+    except CaseError:
+        raise
+    except (UsageError, WorkspaceRefused) as refused:
+        return refusal_record(refused)
+    return planned_record(planned, case.get("stream"))
+
+
+def refusal_record(refused: UsageError | WorkspaceRefused) -> Json:
+    """A refusal in the keys of a record; sizes and types that do not exist here count as argument checks."""
+    asked = None
+    if isinstance(refused, KernelMissing):
+        names = _KEY_NAMES.items()
+        asked = {name: int(getattr(refused.key, field)) for field, name in names}
+    return {
+        "ok": False,
+        "error": str(refused),
+        "error_kind": refused.kind if isinstance(refused, (PlanRefused, WorkspaceRefused)) else ARGUMENT,
+        "error_select_params": asked,
+    }
+
+
+def planned_record(planned: Planned, stream: object = None) -> Json:
+    """A plan in the keys of a record."""
+    selection, attributes = planned.selection, planned.attributes
+    clusters = [(planned.meta, selection.geometry.cluster_x)]
+    if selection.asked is not None and selection.left_cluster:
+        clusters = [(selection.asked.meta, selection.asked.cluster_x), *clusters]
+    built = {name: mark for name, mark in _MARKED.items() if planned.values[name] is not None}
+    return {
+        "ok": True,
+        "error": None,
+        "error_kind": None,
+        "occupancy_calls": []
+        if selection.asked is None
+        else [
+            {
+                "kernel": selection.asked.meta.symbol,
+                "clusterDimX": selection.asked.cluster_x,
+                "grid": list(selection.asked.grid),
+                "returned": selection.asked.active_clusters,
+            }
+        ],
+        "kernel": planned.meta.symbol,
+        "grid": list(planned.grid),
+        "block": list(planned.block),
+        "smem": planned.meta.shared_bytes,
+        "stream": stream,
+        "attrs": {
+            "CLUSTER_DIMENSION": {"id": 4, "value": list(attributes.cluster or (1, 1, 1))},
+            "CLUSTER_SCHEDULING_POLICY_PREFERENCE": {"id": 5, "value": [attributes.scheduling_policy]},
+            "PROGRAMMATIC_STREAM_SERIALIZATION": {
+                "id": 6,
+                "value": [int(attributes.programmatic_serialization)],
+            },
+        },
+        "nonportable_cluster_set_for": [m.symbol for m, size in clusters if size > LARGEST_PORTABLE_CLUSTER],
+        "tma": {name: _spec(planned.values[name]) for name in MARKERS},
+        "params": _params(planned.values),
+        "params_hex": pack(planned.values, built).hex(),
+        "reduction": _reduction(planned.reduction),
+        "lse": _lse(planned.lse),
+    }
+
+
+# Fields of a selection key -> the records' names.
+_KEY_NAMES: Mapping[str, str] = {
+    "layout": "qkvLayout",
+    "mask": "maskType",
+    "kernel_type": "kernelType",
+    "scheduler": "tileScheduler",
+    "multi_ctas": "multiCtasKvMode",
+    "head_dim_per_cta_v": "headDimPerCtaV",
+    "head_dim_qk": "headDimQk",
+    "head_dim_v": "headDimV",
+    "tile_q": "tileSizeQ",
+    "tile_kv": "tileSizeKv",
+    "tokens_per_page": "numTokensPerPage",
+    "dynamic_page": "dynamicNumTokensPerPage",
+    "reuses_smem_k_for_v": "reuseSmemKForV",
+    "two_cta": "uses2CtaMma",
+    "sparse": "sparseMlaType",
+    "skips_softmax": "skipsSoftmax",
+}
+
+
+def _spec(spec: object) -> Json | None:
+    if not isinstance(spec, TensorMapSpec):
+        return None
+    return {
+        "dataType": DTYPES[spec.dtype].code,
+        "rank": len(spec.dims),
+        "address": hex(spec.address),
+        "globalDim": list(spec.dims),
+        "globalStrides": list(spec.strides),
+        "boxDim": list(spec.box),
+        "elementStrides": list(spec.element_strides),
+        "interleave": INTERLEAVES[spec.interleave],
+        "swizzle": SWIZZLES[spec.swizzle].code,
+        "l2Promotion": L2_PROMOTIONS[spec.l2_promotion],
+        "oobFill": FILLS[spec.fill],
+    }
+
+
+def _params(values: Mapping[str, object]) -> Json:
+    return {name: values[name] if show is None else show(values[name]) for name, show in _SHOWN}
+
+
+def _nine_digits(value: Any) -> object:
+    text = f"{value:.9g}"
+    return int(text) if text.lstrip("-").isdecimal() else float(text)
+
+
+def _address(value: Any) -> str | None:
+    return None if value is None else f"{value:#x}"
+
+
+def _words(value: Any) -> str:
+    text: str = value.to_bytes().hex()
+    return text
+
+
+_FORMS: Mapping[str, Callable[[Any], object]] = {"ptr": _address, "float": _nine_digits, "FastModDiv": _words}
+# Every field but the descriptors, in the struct's order, and how it is shown; None: as it is.
+_SHOWN = tuple((member.name, _FORMS.get(member.type)) for member in KERNEL_PARAMS.fields if member.name not in MARKERS)
+
+
+# Names of element types in the reduction's symbol.
+_MANGLED = {"fp16": "6__half", "bf16": "13__nv_bfloat16", "e4m3": "13__nv_fp8_e4m3"}
+
+
+def _reduction(launch: ReductionLaunch | None) -> Json | None:
+    if launch is None:
+        return None
+    partial, out = _MANGLED[launch.dtype_partial], _MANGLED[launch.dtype_out]
+    types = partial + ("S2_" if partial == out else out)
+    template = f"Li{launch.tile_q}ELi{launch.head_dim}ELb{int(launch.fp8_query)}E{types}"
+    return {
+        "mangled_kernel": f"_ZN12tensorrt_llm7kernels19fmhaReductionKernelI{template}EEv12KernelParamsbbbiiii",
+        "grid": list(launch.grid),
+        "block": list(launch.block),
+        "smem": 0,
+        "pdl": int(launch.pdl),
+        "params_same_as_main": True,
+        "isTokenSparse": int(launch.sparse),
+        "groupsTokensHeadsQ": int(launch.groups_tokens_heads),
+        "supportsVarSparseMlaTopKLens": int(launch.variable_top_k),
+        "numCtasForReduction": launch.ctas_per_tile,
+        "numCtasForAllHeads": launch.head_ctas,
+        "headDimV": launch.head_dim_v,
+        "numHeadDimCtasV": launch.value_ctas,
+    }
+
+
+def _lse(launch: LseLaunch | None) -> Json | None:
+    if launch is None:
+        return None
+    return {
+        "grid": list(launch.grid),
+        "block": list(launch.block),
+        "pdl": int(launch.pdl),
+        "md": hex(launch.stats),
+        "lse": hex(launch.lse),
+        "num_heads_q": launch.heads_q,
+        "lse_stride_tokens": launch.strides[0],
+        "lse_stride_heads": launch.strides[1],
+        "n": launch.rows,
+    }

@@ -1,0 +1,236 @@
+"""The TMA descriptors of a launch, as specs; the driver encodes them later."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...artifacts.metadata import KernelMeta
+from ...launch.tensormap import TensorMapSpec
+from .problem import Problem
+from .traits import (
+    DTYPES,
+    INT32_MAX,
+    Dtype,
+    KernelType,
+    QkvLayout,
+)
+
+# A box row is one line of shared memory.
+LINE_BYTES = 128
+LONGEST_BOX_ROW = 128
+SCALE_BLOCK = 16
+UNPACKED_DESCRIPTOR = "16u4_align16b"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMaps:
+    """One spec a descriptor of the struct, None where it is not built, and two numbers that they decide.
+
+    ``tokens_per_cta`` are query tokens of one CTA; ``reshape_factor`` says how many KV rows are folded into one.
+    """
+
+    query: TensorMapSpec
+    key: TensorMapSpec
+    window_pool: TensorMapSpec | None
+    value: TensorMapSpec
+    out: TensorMapSpec
+    key_scales: TensorMapSpec | None
+    value_scales: TensorMapSpec | None
+    tokens_per_cta: int
+    reshape_factor: int
+
+
+def describe_tensors(problem: Problem, meta: KernelMeta) -> TensorMaps:
+    """The descriptors of ``meta`` for a problem."""
+    query, tokens = _query(problem, meta)
+    kv = _Kv.of(problem, meta)
+    pointers = problem.pointers
+    scaled = problem.dtype_k == problem.dtype_v == "e2m1"
+    if problem.sparse:
+        key = kv.token_spec(problem, pointers.key)
+    else:
+        key = kv.spec(problem, pointers.key, problem.strides.key, of_value=False)
+    return TensorMaps(
+        query=query,
+        key=key,
+        window_pool=kv.token_spec(problem, pointers.window_pool) if pointers.window_pool else None,
+        value=kv.spec(problem, pointers.value, problem.strides.value, of_value=True),
+        out=_out(problem, meta),
+        key_scales=kv.scales_spec(problem, pointers.key_scales) if scaled else None,
+        value_scales=kv.scales_spec(problem, pointers.value_scales) if scaled else None,
+        tokens_per_cta=tokens,
+        reshape_factor=kv.reshape_factor,
+    )
+
+
+def _query(problem: Problem, meta: KernelMeta) -> tuple[TensorMapSpec, int]:
+    """Dimensions: head, heads of one KV head in a tile, the other heads, tokens; and the tokens of a CTA."""
+    dtype = DTYPES[problem.dtype_q]
+    grouped = min(meta.tile_q, problem.group) if meta.groups_heads_q else 1
+    token_stride, head_stride = problem.strides.query
+    head_stride = head_stride or problem.head_dim_qk
+    token_stride = token_stride or problem.heads_q * problem.head_dim_qk
+    row = _row(dtype, problem.head_dim_qk)
+    if not meta.groups_heads_q:
+        tokens, box = meta.tile_q, (row, 1, 1, meta.tile_q)
+    elif meta.groups_tokens_heads_q:
+        tokens = meta.tile_q // grouped
+        box = (row, grouped, 1, tokens)
+    else:
+        tokens, box = 1, (row, meta.tile_q, 1, 1)
+    spec = _tensor_map(
+        dtype,
+        dtype.descriptor,
+        problem.pointers.query,
+        (problem.head_dim_qk, grouped, problem.heads_q // grouped, problem.tokens_q),
+        (head_stride, grouped * head_stride, token_stride),
+        box,
+    )
+    return spec, tokens
+
+
+def _out(problem: Problem, meta: KernelMeta) -> TensorMapSpec:
+    """Dimensions: head, tokens, KV heads, heads of one KV head, 1. Its elements are those of the query."""
+    dtype = DTYPES[problem.dtype_q]
+    width = problem.head_dim_v
+    return _tensor_map(
+        dtype,
+        dtype.descriptor,
+        problem.pointers.out,
+        (width, problem.tokens_q, problem.heads_kv, problem.group, 1),
+        (problem.heads_q * width, width, problem.heads_kv * width, 0),
+        (_row(dtype, problem.head_dim_qk), meta.tile_q, 1, 1, 1),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Kv:
+    """What K, V and their scales have in common.
+
+    ``head_dim`` is the larger head dimension as it lies in memory: halved for FP4 that stays packed, whose
+    elements then are bytes. ``unpacked`` FP4 is widened by the copy itself. ``row`` is a box row and
+    ``keys_per_tile`` the KV tokens of a box.
+    """
+
+    largest_head_dim: int
+    packing: int
+    unpacked: bool
+    swizzled: bool
+    row: int
+    keys_per_tile: int
+    reshape_factor: int
+
+    @classmethod
+    def of(cls, problem: Problem, meta: KernelMeta) -> _Kv:
+        largest = max(problem.head_dim_qk, problem.head_dim_v)
+        dtype = DTYPES[problem.dtype_k]
+        fp4 = problem.dtype_k == problem.dtype_v == "e2m1"
+        unpacked = (
+            fp4 and problem.dtype_q == "e4m3" and largest >= LONGEST_BOX_ROW and meta.kernel_type == KernelType.SWAPS_AB
+        )
+        packing = 2 if fp4 and not unpacked else 1
+        swizzled = unpacked or problem.dtype_k == problem.dtype_q
+        paged = problem.layout == QkvLayout.PAGED
+        keys = min(problem.page, meta.tile_kv) if paged else meta.tile_kv
+        row = min(LINE_BYTES * 8 // dtype.bits, largest, LONGEST_BOX_ROW) // packing
+        factor = 1
+        if (
+            paged
+            and problem.head_dim_qk == problem.head_dim_v
+            and not swizzled
+            and problem.strides.key[0] == problem.strides.value[0] == largest
+        ):
+            line = max(1, largest * dtype.bits // 8)
+            factor = max(1, min(LINE_BYTES // largest, LINE_BYTES // line, keys))
+        return cls(largest, packing, unpacked, swizzled, row, keys, factor)
+
+    def spec(self, problem: Problem, address: int, strides: tuple[int, int, int], *, of_value: bool) -> TensorMapSpec:
+        """Dimensions: head, tokens of a page or all tokens, KV heads, pages."""
+        dtype = DTYPES[problem.dtype_v if of_value else problem.dtype_k]
+        token_stride, head_stride, page_stride = strides
+        if problem.layout == QkvLayout.PAGED:
+            head_dim, keys, pages = self.largest_head_dim, problem.page, problem.pages
+        else:
+            head_dim = problem.head_dim_v if of_value else problem.head_dim_qk
+            keys, pages, page_stride = problem.tokens_kv, 1, max(0, page_stride)
+        factor, packing = self.reshape_factor, 2 if problem.dtype_k == "e2m1" else 1
+        row, tokens = self.row * factor, self.keys_per_tile // factor
+        if of_value:
+            if problem.dtype_v != problem.dtype_k and not self.unpacked:
+                row = row * DTYPES[problem.dtype_k].bits // dtype.bits
+            tokens = 1 if problem.sparse else tokens
+        return _tensor_map(
+            dtype,
+            UNPACKED_DESCRIPTOR if self.unpacked else dtype.descriptor,
+            address,
+            (head_dim // self.packing * factor, keys // factor, problem.heads_kv, pages),
+            (token_stride // packing * factor, head_stride // packing, page_stride // packing),
+            (row, tokens, 1, 1),
+            swizzled=self.swizzled,
+        )
+
+    def token_spec(self, problem: Problem, address: int) -> TensorMapSpec:
+        """Sparse keys: a list of single tokens without an end."""
+        dtype = DTYPES[problem.dtype_k]
+        width = problem.head_dim_qk
+        box = (self.row, 1)
+        return _tensor_map(dtype, dtype.descriptor, address, (width, INT32_MAX), (width,), box, swizzled=self.swizzled)
+
+    def scales_spec(self, problem: Problem, address: int) -> TensorMapSpec:
+        """Block scales, one byte for 16 numbers, several tokens to a line."""
+        blocks = self.largest_head_dim // SCALE_BLOCK
+        factor = max(1, min(LINE_BYTES // max(1, blocks), self.keys_per_tile))
+        line = blocks * factor
+        head_stride, page_stride = problem.strides.key_scales
+        return _tensor_map(
+            DTYPES["e4m3"],
+            "uint8",
+            address,
+            (line, problem.page // factor, problem.heads_kv, problem.pages),
+            (line, head_stride, page_stride),
+            (line, self.keys_per_tile // factor, 1, 1),
+            swizzled=False,
+        )
+
+
+def _row(dtype: Dtype, head_dim: int) -> int:
+    return min(LINE_BYTES * 8 // dtype.bits, head_dim)
+
+
+_ONES = {rank: (1,) * rank for rank in (2, 4, 5)}
+
+
+def _tensor_map(
+    dtype: Dtype,
+    descriptor: str,
+    address: int,
+    dims: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
+    *,
+    swizzled: bool = True,
+) -> TensorMapSpec:
+    """A spec from strides in elements; the swizzle follows from the bytes of a box row."""
+    size = dtype.stride_bytes
+    # Unpacked FP4 spreads over whole lines, whatever its bytes in memory.
+    row_bytes = LINE_BYTES if descriptor == UNPACKED_DESCRIPTOR else box[0] * size
+    swizzle = _swizzle(row_bytes) if swizzled else "none"
+    return TensorMapSpec(
+        descriptor,
+        address,
+        dims,
+        tuple(stride * size for stride in strides) if size != 1 else strides,
+        box,
+        _ONES[len(dims)],
+        "none",
+        swizzle,
+        "128B",
+        "zero",
+    )
+
+
+def _swizzle(row_bytes: int) -> str:
+    for span in (128, 64, 32):
+        if row_bytes % span == 0:
+            return f"{span}B"
+    return "none"

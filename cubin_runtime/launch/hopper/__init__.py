@@ -1,1 +1,0 @@
-"""Our own kernels: which one fits, and the parameters it takes."""

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from examples import H100, device
+from mla_examples import KERNELS, WIDE
+
+from cubin_runtime.errors import UsageError
+from cubin_runtime.kernels.native.mla.select import MlaShape, invariant_parts, select_mla_decode
+
+SHAPE = MlaShape("bf16", 512, heads=128, batch=64, max_seq_len=4096)
+
+
+@pytest.mark.parametrize(
+    ("heads", "q_len", "rows"),
+    [(16, 1, 16), (8, 1, 16), (1, 16, 16), (5, 3, 16), (17, 1, 64), (16, 2, 64), (11, 3, 64), (64, 1, 64)],
+)
+@pytest.mark.parametrize("ragged", [False, True])
+def test_few_rows_have_a_kernel_of_their_own(heads: int, q_len: int, rows: int, ragged: bool) -> None:
+    chosen = select_mla_decode(KERNELS, replace(SHAPE, heads=heads, q_len=q_len, ragged=ragged), H100)
+    assert chosen.kernel.traits["rows"] == rows
+    assert chosen.row_tiles == -(-heads * q_len // rows)
+
+
+@pytest.mark.parametrize(("heads", "rows", "together"), [(16, 16, 1), (32, 16, 2), (33, 64, 1)])
+def test_beside_an_e4m3_cache_two_row_tiles_are_few(heads: int, rows: int, together: int) -> None:
+    kernels = [replace(kernel, traits={**kernel.traits, "dtype": "e4m3"}) for kernel in KERNELS]
+    chosen = select_mla_decode(kernels, replace(SHAPE, dtype="e4m3", heads=heads), H100)
+    assert (chosen.kernel.traits["rows"], chosen.tiles_together) == (rows, together)
+
+
+@pytest.mark.parametrize("heads", [1, 16])
+def test_under_batch_invariant_query_tokens_do_not_decide(heads: int) -> None:
+    shapes = [replace(SHAPE, heads=heads, q_len=n, batch_invariant=True) for n in (1, 2, 16)]
+    assert {select_mla_decode(KERNELS, shape, H100).kernel.traits["rows"] for shape in shapes} == {64}
+
+
+def test_without_a_kernel_for_few_rows_the_others_take_them() -> None:
+    assert select_mla_decode(WIDE, replace(SHAPE, heads=16), H100).kernel.traits["rows"] == 64
+
+
+def test_the_latent_width_decides() -> None:
+    assert select_mla_decode(KERNELS, replace(SHAPE, latent=256), H100).kernel.traits["latent"] == 256
+
+
+@pytest.mark.parametrize("q_dtype", ["bf16", "e4m3"])
+def test_the_type_of_the_queries_decides_beside_an_e4m3_cache(q_dtype: str) -> None:
+    narrow = [
+        replace(kernel, name=f"{taken}_{kernel.name}", traits={**kernel.traits, "dtype": "e4m3", "q_dtypes": taken})
+        for taken in ("bf16", "e4m3")
+        for kernel in KERNELS
+    ]
+    chosen = select_mla_decode([*KERNELS, *narrow], replace(SHAPE, dtype="e4m3", q_dtype=q_dtype), H100)
+    assert (chosen.kernel.traits["dtype"], chosen.kernel.traits["q_dtypes"]) == ("e4m3", q_dtype)
+
+
+def test_queries_that_no_kernel_takes_are_refused() -> None:
+    with pytest.raises(UsageError, match="queries are bf16"):
+        select_mla_decode(KERNELS, replace(SHAPE, q_dtype="e4m3"), H100)
+
+
+def test_the_grid_is_a_multiple_of_the_row_tiles_together() -> None:
+    chosen = select_mla_decode(KERNELS, replace(SHAPE, batch=7, max_seq_len=100_000), H100)
+    assert chosen.ctas % chosen.tiles_together == 0
+
+
+@pytest.mark.parametrize(("batch", "teams"), [(64, 64), (128, 64), (16, 64), (33, 66), (100, 66)])
+def test_teams_end_on_borders_of_pairs_if_few_idle_for_it(batch: int, teams: int) -> None:
+    chosen = select_mla_decode(KERNELS, replace(SHAPE, batch=batch), H100)
+    assert chosen.ctas // chosen.tiles_together == teams
+
+
+def test_a_team_has_two_tiles_at_least() -> None:
+    assert select_mla_decode(KERNELS, replace(SHAPE, batch=1, max_seq_len=4 * 64), H100).ctas == 4
+
+
+def test_a_team_of_few_rows_has_four_tiles_at_least() -> None:
+    assert select_mla_decode(KERNELS, replace(SHAPE, heads=16, batch=1, max_seq_len=8192), H100).ctas == 32
+
+
+@pytest.mark.parametrize(("q_len", "together"), [(1, 2), (2, 4), (3, 3), (16, 4)])
+def test_no_cta_of_a_team_idles(q_len: int, together: int) -> None:
+    assert select_mla_decode(KERNELS, replace(SHAPE, q_len=q_len), H100).tiles_together == together
+
+
+def test_one_row_tile_has_a_team_of_one() -> None:
+    assert select_mla_decode(KERNELS, replace(SHAPE, heads=16), H100).tiles_together == 1
+
+
+def test_batch_invariant_splits_do_not_depend_on_the_batch() -> None:
+    shapes = [replace(SHAPE, batch=batch, batch_invariant=True) for batch in (1, 7, 200)]
+    assert len({select_mla_decode(KERNELS, shape, H100).splits for shape in shapes}) == 1
+
+
+@pytest.mark.parametrize(("max_seq_len", "splits"), [(1, 1), (1024, 1), (1025, 2), (49 * 64, 4), (100_000, 4)])
+def test_batch_invariant_splits_are_bounded_by_the_longest_request(max_seq_len: int, splits: int) -> None:
+    shape = replace(SHAPE, max_seq_len=max_seq_len, batch_invariant=True)
+    assert select_mla_decode(KERNELS, shape, H100).splits == splits
+
+
+def test_without_batch_invariant_the_grid_cuts_the_pairs() -> None:
+    assert select_mla_decode(KERNELS, SHAPE, H100).splits == 0
+
+
+def test_splits_never_fall_with_the_tiles() -> None:
+    counts = [invariant_parts(tiles) for tiles in range(1, 2000)]
+    assert counts == sorted(counts)
+    assert all(count <= tiles for tiles, count in enumerate(counts, 1))
+
+
+def test_a_device_without_such_kernels_is_refused_with_what_there_is() -> None:
+    with pytest.raises(UsageError, match=r"compute capability 10\.0: mla_latent512_rows64_sm90a: built for sm_90a"):
+        select_mla_decode(KERNELS, SHAPE, device(10, 0))
+
+
+def test_another_dtype_is_refused() -> None:
+    with pytest.raises(UsageError, match="dtype is bf16"):
+        select_mla_decode(KERNELS, replace(SHAPE, dtype="e4m3"), H100)

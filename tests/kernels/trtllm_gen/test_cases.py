@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import gzip
+import json
+import lzma
+from pathlib import Path
+
+import pytest
+from trtllm_examples import recorded_kernels
+
+from cubin_runtime.errors import MissingError, UsageError
+from cubin_runtime.kernels.trtllm_gen import explanation
+from cubin_runtime.kernels.trtllm_gen.bulk import MAX_LINE_BYTES, case_in, decide_lines, read_lines
+from cubin_runtime.kernels.trtllm_gen.cases import CaseError, occupancy_of, problem_of
+from cubin_runtime.kernels.trtllm_gen.example_case import Shapes, case_of
+from cubin_runtime.kernels.trtllm_gen.plan import plan
+from cubin_runtime.kernels.trtllm_gen.records import MARKERS, decide
+from cubin_runtime.kernels.trtllm_gen.traits import Policy
+
+MLA = {"heads_q": 128, "heads_kv": 1, "head_dim": 576, "head_dim_v": 512}
+MISSED = Shapes(head_dim=512, heads_q=16, heads_kv=1, q_len=4)
+
+
+def decided(policy: Policy = Policy.BEST, **shapes):
+    return decide(case_of(Shapes(**shapes)), recorded_kernels(), policy)
+
+
+def explained(**shapes):
+    case = case_of(Shapes(**shapes))
+    return plan(problem_of(case), recorded_kernels(), occupancy_of(case))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "kernel"),
+    [
+        ({}, "fmhaSm100fKernel_QkvBfloat16OBfloat16H128PagedKvCausalP32MultiCtasKvCga"),
+        (MLA, "fmhaSm100fKernel_QkvBfloat16OBfloat16HQk576HV512"),
+        ({**MLA, "top_k": 1024}, "StaticTokenSparse"),
+        ({"operation": "context", "q_len": 512, "window": 128}, "SlidingOrChunkedCausalP32VarSeqQ128Kv128Persistent"),
+        ({"operation": "ragged", "heads_kv": 32, "q_len": 512}, "SeparateQkvCausal"),
+        ({"dtype_q": "e4m3", "dtype_kv": "e2m1", "dtype_out": "e4m3"}, "QE4m3KvE2m1OE4m3"),
+        ({"dtype_q": "e4m3", "dtype_kv": "e4m3", "dtype_out": "e2m1"}, "QkvE4m3OE2m1"),
+        ({"skip_softmax": 1000.0}, "SkipsSoftmax"),
+    ],
+)
+def test_shapes_alone_find_their_kernel(shapes, kernel: str) -> None:
+    assert kernel in decided(**shapes)["kernel"]
+
+
+@pytest.mark.parametrize("change", [{"operation": "train"}, {"dtype_q": "fp64"}, {"batch": 0}, {"page": 0}])
+def test_shapes_that_no_call_has_are_refused(change) -> None:
+    with pytest.raises(UsageError):
+        case_of(Shapes(**change))
+
+
+def test_a_refusal_says_what_was_asked() -> None:
+    record = decide(case_of(MISSED), recorded_kernels(), Policy.REFERENCE)
+    assert (record["ok"], record["error_kind"]) == (False, "missing_kernel_in_selection")
+    assert record["error_select_params"]["headDimPerCtaV"] == 512
+
+
+def test_a_type_that_no_kernel_takes_counts_as_an_argument_check() -> None:
+    case = case_of(Shapes())
+    case["tensors"]["query"]["dtype"] = "float64"
+    record = decide(case, recorded_kernels(), Policy.REFERENCE)
+    assert (record["ok"], record["error_kind"]) == (False, "launcher_argument_check")
+
+
+def test_floats_are_shown_with_nine_digits_and_pointers_in_hexadecimal() -> None:
+    params = decided()["params"]
+    assert (params["mScaleSoftmaxLog2"], params["mScaleSfO"]) == (0.127517432, -1)
+    assert (params["ptrO"], params["ptrSfO"]) == ("0x7f1000000000", None)
+    assert params["mNumHeadsQPerKvDivisor"] == "04000000000000800000000001000000"
+
+
+def test_our_policy_finds_a_kernel_where_the_reference_misses_one() -> None:
+    assert decide(case_of(MISSED), recorded_kernels(), Policy.BEST)["ok"] is True
+
+
+@pytest.mark.parametrize(("model", "clusters"), [("floor", 37), ("gpc18", 32), ("const:5", 5)])
+def test_occupancy_models_answer_for_a_cluster_of_four(model: str, clusters: int) -> None:
+    assert occupancy_of(case_of(Shapes(occupancy=model)))(None, 4, (1, 1, 1)) == clusters
+
+
+@pytest.mark.parametrize("model", ["", "const:", "const:-1", "all"])
+def test_other_models_are_refused(model: str) -> None:
+    with pytest.raises(CaseError, match="max_active_clusters_model"):
+        occupancy_of(case_of(Shapes(occupancy=model)))
+
+
+@pytest.mark.parametrize("gone", ["api", "tensors", "scalars", "sm"])
+def test_a_case_that_lacks_something_is_named(gone: str) -> None:
+    case = case_of(Shapes())
+    del case[gone]
+    with pytest.raises(CaseError, match=gone):
+        problem_of(case)
+
+
+@pytest.mark.parametrize(
+    "tensor", [None, {}, {"ptr": 5, "dtype": "bfloat16", "shape": [1], "strides": [1]}, {"ptr": "zz"}, []]
+)
+def test_a_tensor_of_another_form_is_refused(tensor) -> None:
+    case = case_of(Shapes())
+    case["tensors"]["query"] = tensor
+    with pytest.raises(CaseError):
+        problem_of(case)
+
+
+def test_descriptors_are_marked_by_their_bytes() -> None:
+    record = decided()
+    assert [record["params_hex"][256 * place : 256 * place + 2] for place in range(7)] == [
+        "c1", "c2", "00", "c4", "c5", "00", "00",
+    ]  # fmt: skip
+    assert list(record["tma"]) == list(MARKERS)
+
+
+def lines_of(*cases) -> list[bytes]:
+    return [json.dumps({"case": case, "kernel": "ignored"}).encode() for case in cases]
+
+
+def test_a_file_gives_a_line_a_case() -> None:
+    lines = lines_of(case_of(Shapes()), case_of(MISSED))
+    records = [json.loads(line) for line in decide_lines(lines, recorded_kernels(), both=False, where="f")]
+    assert [record["ok"] for record in records] == [True, False]
+    assert "best" not in records[0]
+
+
+def test_ours_comes_under_its_own_key() -> None:
+    (line,) = decide_lines(lines_of(case_of(MISSED)), recorded_kernels(), both=True, where="f")
+    record = json.loads(line)
+    assert (record["ok"], record["best"]["ok"]) == (False, True)
+
+
+@pytest.mark.parametrize("line", [b"{", b"[]", b"1", b'{"case": 1}', b"{}", b"[" * 100_000])
+def test_a_line_without_a_case_is_named_by_its_number(line: bytes) -> None:
+    good = lines_of(case_of(Shapes()))
+    with pytest.raises(UsageError, match="f:2"):
+        list(decide_lines([*good, line], recorded_kernels(), both=False, where="f"))
+
+
+@pytest.mark.parametrize(("name", "pack"), [("c.jsonl", bytes), ("c.jsonl.gz", gzip.compress), ("c.xz", lzma.compress)])
+def test_packed_files_are_read_like_others(tmp_path: Path, name: str, pack) -> None:
+    (tmp_path / name).write_bytes(pack(b"one\n\n  \ntwo\n"))
+    assert list(read_lines(tmp_path / name)) == [b"one\n", b"two\n"]
+
+
+@pytest.mark.parametrize(("name", "data"), [("c.gz", b"no"), ("c.gz", gzip.compress(b"x" * 99)[:-4]), ("c.xz", b"no")])
+def test_a_damaged_file_is_refused(tmp_path: Path, name: str, data: bytes) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(UsageError, match=name):
+        list(read_lines(tmp_path / name))
+
+
+def test_a_file_that_is_not_there_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(MissingError):
+        list(read_lines(tmp_path / "none.jsonl"))
+
+
+def test_an_endless_line_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "c.gz").write_bytes(gzip.compress(b"x" * (MAX_LINE_BYTES + 1)))
+    with pytest.raises(UsageError, match="a line of more than"):
+        list(read_lines(tmp_path / "c.gz"))
+
+
+def test_a_case_may_stand_alone() -> None:
+    case = case_of(Shapes())
+    assert case_in(json.dumps(case), "f") == case
+
+
+def test_an_explanation_names_the_kernel_and_the_grid() -> None:
+    facts = dict(explanation.facts(explained(lse=True)))
+    assert {"kernel", "asked for", "because", "occupancy", "grid", "attributes", "workspace"} <= set(facts)
+
+
+def test_an_explanation_shows_each_candidate_with_its_cost() -> None:
+    rows = explanation.candidate_rows(explained(heads_kv=4, q_len=6, kv_len=4096))
+    assert [row[1] for row in rows[:4]] == [64, 32, 16, 8]
+    assert [row[2] for row in rows[:4]] == ["2088.95996", "1863.68005", "1669.12", "1536"]
+
+
+def test_an_explanation_shows_each_pass() -> None:
+    rows = explanation.pass_rows(explained())
+    assert [row[3] for row in rows] == ["gmem", "cga"]
+
+
+def test_an_explanation_gives_each_parameter_its_meaning() -> None:
+    rows = explanation.parameter_rows(explained())
+    assert all(row[-1] for row in rows)
+    assert len(rows) == 61
+
+
+def test_an_explanation_shows_each_descriptor_that_is_built() -> None:
+    assert [row[0] for row in explanation.tensor_map_rows(explained())] == ["tmaQ_", "tmaK_", "tmaV_", "tmaO_"]
+
+
+def test_a_reduction_and_an_lse_are_said_to_follow() -> None:
+    follows = [
+        value
+        for name, value in explanation.facts(explained(**MLA, lse=True, kv_len=100_000, q_len=4))
+        if name == "then"
+    ]
+    assert [str(text).split()[0] for text in follows] == ["reduction", "LSE"]
