@@ -25,12 +25,12 @@ from pathlib import Path
 from parts.published_wheel import PIN, report_on_wheel
 
 from cubin_runtime import Config, __version__
-from cubin_runtime.artifacts.cubin import parse_cubin
+from cubin_runtime.artifacts.cubins.cubin import parse_cubin
 from cubin_runtime.artifacts.library import Library
 from cubin_runtime.artifacts.manifest import MANIFEST_NAME
-from cubin_runtime.artifacts.metadata import HEADER_PATH, parse_header
-from cubin_runtime.artifacts.metadata_index import MetadataIndex, index_of_header
-from cubin_runtime.artifacts.pins import Pin
+from cubin_runtime.artifacts.pins.pin import Pin
+from cubin_runtime.artifacts.tables.metadata import HEADER_PATH, parse_header
+from cubin_runtime.artifacts.tables.metadata_index import MetadataIndex, index_of_header
 
 ROOT = Path(__file__).resolve().parents[1]
 WHOLE_RUNS = 5

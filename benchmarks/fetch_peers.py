@@ -32,7 +32,7 @@ from parts.throughput_plot import draw
 
 from cubin_runtime import Config, __version__
 from cubin_runtime.artifacts.library import Library
-from cubin_runtime.artifacts.pins import Pin
+from cubin_runtime.artifacts.pins.pin import Pin
 
 ROOT = Path(__file__).resolve().parents[1]
 PIN = "trtllm-gen-0.6.13"

@@ -23,10 +23,10 @@ from typing import Any
 from parts.published_wheel import PIN, report_on_wheel
 
 from cubin_runtime import Config, __version__
-from cubin_runtime.artifacts.catalog import open_kernel_index
 from cubin_runtime.artifacts.library import Library
-from cubin_runtime.artifacts.metadata import HEADER_PATH
-from cubin_runtime.artifacts.metadata_index import MetadataIndex, index_of_header
+from cubin_runtime.artifacts.releases.catalog import open_kernel_index
+from cubin_runtime.artifacts.tables.metadata import HEADER_PATH
+from cubin_runtime.artifacts.tables.metadata_index import MetadataIndex, index_of_header
 from cubin_runtime.kernels.trtllm_gen.cases import occupancy_of, problem_of
 from cubin_runtime.kernels.trtllm_gen.kernels import KernelFinder
 from cubin_runtime.kernels.trtllm_gen.plan import plan

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cubin_runtime.artifacts.cubin import parse_cubin
-from cubin_runtime.artifacts.elf import read_elf
+from cubin_runtime.artifacts.cubins.cubin import parse_cubin
+from cubin_runtime.artifacts.cubins.elf import read_elf
 from cubin_runtime.launch.structs import StructLayout
 
 from .toolchain import Toolchain

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cubin_runtime.artifacts.path import ArtifactPath
-from cubin_runtime.artifacts.pins import BUILTIN_PINS, Pin, format_pin, parse_pins
+from cubin_runtime.artifacts.pins.pin import BUILTIN_PINS, Pin, format_pin, parse_pins
 
 from .release import RELEASE, Release, read_release
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from cubin_runtime import __version__
 from cubin_runtime.artifacts.manifest import MANIFEST_NAME
-from cubin_runtime.artifacts.own_kernels import FILE_NAME, SCHEMA, parse_own_kernels
+from cubin_runtime.artifacts.tables.native_kernels import FILE_NAME, SCHEMA, parse_native_kernels
 from cubin_runtime.launch.structs import StructLayout
 
 from .compiling import CompiledKernel, flags_of
@@ -32,7 +32,7 @@ class Release:
 
 
 def kernel_entry(kernel: CompiledKernel, layout: StructLayout, sources_sha256: str) -> dict[str, object]:
-    """One entry of ``kernels.json``; the keys are the fields of ``OwnKernel``."""
+    """One entry of ``kernels.json``; the keys are the fields of ``NativeKernel``."""
     variant = kernel.variant
     return {
         "name": variant.name,
@@ -74,7 +74,7 @@ def write_release(
         "kernels": sorted(entries, key=lambda entry: str(entry["name"])),
     }
     index = (json.dumps(document, indent=1, sort_keys=True) + "\n").encode()
-    parse_own_kernels(index, FILE_NAME)
+    parse_native_kernels(index, FILE_NAME)
     files = {**cubins, FILE_NAME: index}
     manifest = "".join(f"{hashlib.sha256(files[path]).hexdigest()}  {path}\n" for path in sorted(files)).encode()
     _replace_tree(out / name, {**files, MANIFEST_NAME: manifest})

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,22 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "cubin_runtime"
 ROOM_FLOORS = {"cli": 5, "compat": 5, "attention": 4, "kernels": 3, "launch": 2, "artifacts": 1}
 SHARED_FLOOR = 0  # errors, config, _version
+# The order inside artifacts, as its docstring states it; a file imports nothing that comes later.
+ARTIFACT_ORDER = (
+    "path",
+    "bounded_read",
+    "manifest",
+    "cubins",
+    "tables",
+    "pins",
+    "store",
+    "sources",
+    "fetch",
+    "verification",
+    "library",
+    "releases",
+)
+ARTIFACTS_INSIDE = {"bounded_read", "store", "sources", "fetch"}
 HEAVY = (
     "cryptography",
     "cuda",
@@ -58,17 +75,11 @@ def imports_of(file: Path) -> Iterator[tuple[str, ...]]:
             yield from ((*named, alias.name) for alias in node.names)
 
 
-def top_imports(file: Path, known: dict[tuple[str, ...], Path]) -> set[tuple[str, ...]]:
-    """The modules among ``known`` that running ``file`` imports, but for those that only type checkers see."""
-    package = module_name(file) if file.name == "__init__.py" else module_name(file)[:-1]
-    found = set()
-    for node in ast.parse(file.read_text()).body:
-        if isinstance(node, ast.ImportFrom) and node.level:
-            named = tuple(node.module.split(".")) if node.module else ()
-            base = (*package[: len(package) - node.level + 1], *named)
-            for alias in node.names:
-                found.add((*base, alias.name) if (*base, alias.name) in known else base)
-    return found & known.keys() - {module_name(file)}
+def absolute_imports_of(file: Path) -> Iterator[tuple[str, ...]]:
+    """The same for a file outside the package: what it imports by a full name."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield from ((*node.module.split("."), alias.name) for alias in node.names)
 
 
 def floor(parts: tuple[str, ...]) -> int | None:
@@ -99,13 +110,26 @@ def test_imports_point_down(file: Path) -> None:
     assert up == []
 
 
-def test_the_two_top_rooms_do_not_import_each_other() -> None:
+def artifact_files() -> dict[tuple[str, ...], Path]:
+    return {module_name(file): file for file in (PACKAGE / "artifacts").rglob("*.py")}
+
+
+def part_of_artifacts(parts: tuple[str, ...]) -> str | None:
+    """The file or folder of artifacts that a module lies in; None for every other module."""
+    return parts[2] if parts[:2] == ("cubin_runtime", "artifacts") and len(parts) > 2 else None
+
+
+def test_the_order_inside_artifacts_is_complete() -> None:
+    assert {part for name in artifact_files() if (part := part_of_artifacts(name))} == set(ARTIFACT_ORDER)
+
+
+def test_imports_inside_artifacts_point_up_the_list() -> None:
+    place = {part: number for number, part in enumerate(ARTIFACT_ORDER)}
     found = [
-        (room, ".".join(parts))
-        for room, other in (("cli", "compat"), ("compat", "cli"))
-        for file in (PACKAGE / room).rglob("*.py")
+        (".".join(name), ".".join(parts))
+        for name, file in artifact_files().items()
         for parts in imports_of(file)
-        if parts[:2] == ("cubin_runtime", other)
+        if (own := part_of_artifacts(name)) and (other := part_of_artifacts(parts)) and place[other] > place[own]
     ]
     assert found == []
 
@@ -116,22 +140,46 @@ def test_launch_knows_no_kernel_family() -> None:
     assert named == []
 
 
-def test_no_two_modules_import_each_other() -> None:
-    """Imports at the top of files have no cycle; a name that a package hands on counts as its own module."""
-    known = {module_name(file): file for file in modules()}
-    graph = {name: top_imports(file, known) for name, file in known.items()}
-    done: set[tuple[str, ...]] = set()
+def top_imports(file: Path, known: dict[tuple[str, ...], Path]) -> set[tuple[str, ...]]:
+    """The modules among ``known`` that running ``file`` imports, but for those that only type checkers see."""
+    package = module_name(file) if file.name == "__init__.py" else module_name(file)[:-1]
+    found = set()
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.ImportFrom) and node.level:
+            named = tuple(node.module.split(".")) if node.module else ()
+            base = (*package[: len(package) - node.level + 1], *named)
+            for alias in node.names:
+                found.add((*base, alias.name) if (*base, alias.name) in known else base)
+    return found & known.keys() - {module_name(file)}
 
-    def walk(name: tuple[str, ...], path: tuple[tuple[str, ...], ...]) -> None:
-        assert name not in path, " -> ".join(".".join(part) for part in (*path[path.index(name) :], name))
-        if name in done:
-            return
-        for other in graph[name]:
-            walk(other, (*path, name))
-        done.add(name)
 
-    for name in graph:
-        walk(name, ())
+def test_no_two_files_import_each_other() -> None:
+    files = {module_name(file): file for file in modules()}
+    order = TopologicalSorter({name: top_imports(file, files) for name, file in files.items()})
+    order.prepare()  # raises CycleError, which names the files
+
+
+@pytest.mark.parametrize("folder", ["cubin_runtime", "kernels_src", "tools", "benchmarks"])
+def test_artifacts_are_entered_by_their_entrances(folder: str) -> None:
+    found = [
+        (file.name, ".".join(parts))
+        for file in (PACKAGE.parent / folder).rglob("*.py")
+        if PACKAGE / "artifacts" not in file.parents
+        for parts in (imports_of(file) if folder == "cubin_runtime" else absolute_imports_of(file))
+        if part_of_artifacts(parts) in ARTIFACTS_INSIDE
+    ]
+    assert found == []
+
+
+def test_the_two_top_rooms_do_not_import_each_other() -> None:
+    found = [
+        (room, ".".join(parts))
+        for room, other in (("cli", "compat"), ("compat", "cli"))
+        for file in (PACKAGE / room).rglob("*.py")
+        for parts in imports_of(file)
+        if parts[:2] == ("cubin_runtime", other)
+    ]
+    assert found == []
 
 
 def test_nothing_heavy_is_loaded_by_importing_the_package() -> None:

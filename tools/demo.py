@@ -21,10 +21,10 @@ from demo_release import check_published_release  # noqa: E402
 from demo_text import detail, heading  # noqa: E402
 
 from cubin_runtime import Config, CubinRuntimeError  # noqa: E402
-from cubin_runtime.artifacts.cubin import parse_cubin  # noqa: E402
+from cubin_runtime.artifacts.cubins.cubin import parse_cubin  # noqa: E402
 from cubin_runtime.artifacts.library import Library  # noqa: E402
 from cubin_runtime.artifacts.path import ArtifactPath  # noqa: E402
-from cubin_runtime.artifacts.pins import Pin  # noqa: E402
+from cubin_runtime.artifacts.pins.pin import Pin  # noqa: E402
 from cubin_runtime.kernels.native.layouts import LAYOUTS  # noqa: E402
 from kernels_src.build import build, select  # noqa: E402
 from kernels_src.pinning import pin_of, with_pin  # noqa: E402

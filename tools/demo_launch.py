@@ -12,7 +12,7 @@ from demo_text import detail
 
 from cubin_runtime import CubinRuntimeError
 from cubin_runtime.artifacts.library import Library
-from cubin_runtime.artifacts.pins import Pin
+from cubin_runtime.artifacts.pins.pin import Pin
 from cubin_runtime.attention import PagedDecodePlan, Runtime, TensorView, plan_paged_decode
 from cubin_runtime.attention.reference import bfloat16_bits, bfloat16_values, paged_decode_reference
 from cubin_runtime.launch.driver import DeviceFacts, Driver

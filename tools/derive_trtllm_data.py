@@ -13,7 +13,7 @@ import lzma
 from dataclasses import fields
 from pathlib import Path
 
-from cubin_runtime.artifacts.metadata import KernelMeta, parse_header
+from cubin_runtime.artifacts.tables.metadata import KernelMeta, parse_header
 
 DATA = Path(__file__).parents[1] / "tests" / "data"
 LEFT_OUT = ("sha256", "row")

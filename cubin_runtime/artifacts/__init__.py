@@ -1,1 +1,18 @@
-"""Everything about bytes on disk: paths, manifests, pins, sources, the store and what cubins say."""
+"""Bytes on disk: which are trusted, where they come from, where they are kept, and what they say of themselves.
+
+``library`` is the entrance. Files and folders by job, each importing only those above it:
+
+- ``path``, ``manifest``, ``bounded_read``: values and the one way to read files
+- ``cubins``: facts of a cubin, from its ELF
+- ``tables``: what a release states about its kernels
+- ``pins``: which releases are trusted
+- ``store``: verified objects by digest
+- ``sources``: where bytes come from
+- ``fetch``: from the sources into the store
+- ``verification``, ``library``: all of it for one configuration
+- ``releases``: operations on whole releases (catalog, comparison, export, gc, repair)
+
+Other packages import ``library``, ``releases`` and the values of ``path``, ``manifest``, ``verification``, ``cubins``,
+``tables`` and ``pins``; never ``bounded_read``, ``store``, ``sources`` or ``fetch``. Imports make no cycle between
+files. ``tests/test_imports.py`` enforces all of this.
+"""

@@ -1,4 +1,4 @@
-"""The one face of the artifacts: pins, manifests and verified bytes."""
+"""The entrance to the artifacts: pins, manifests and verified bytes of one configuration."""
 
 from __future__ import annotations
 
@@ -9,31 +9,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..config import Config
-from ..errors import (
-    CorruptError,
-    MissingError,
-    PinError,
-    StoreError,
-    UsageError,
-)
-from .crew import Outcome
-from .delivery import Artifact, Delivery, listed_digest
-from .fetch import FetchReport, report_of
-from .http_source import HttpLimits
+from ..errors import CorruptError, MissingError, PinError, StoreError, UsageError
+from .fetch.loader import Artifact, ArtifactLoader, listed_digest
+from .fetch.pinned_manifests import PinnedManifests, manifest_wanted
+from .fetch.report import FetchReport, report_of
+from .fetch.worker_pool import Outcome
 from .manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest
-from .obtain import FetchPolicy
 from .path import ArtifactPath
-from .pinned_manifests import PinnedManifests, manifest_wanted
-from .pins import (
-    Pin,
-    PinSet,
-    read_manifest,
-    refuse_trust_in_store,
-)
-from .sources import NotHereError, Wanted, parse_source
-from .store import Store
-from .supply import Supply, hint
-from .verify import VerifyReport, verify_store, verify_tree
+from .pins.pin import Pin, read_manifest
+from .pins.pin_set import PinSet, refuse_trust_in_store
+from .sources.failover import FetchPolicy
+from .sources.http import HttpLimits
+from .sources.source import NotHereError, Wanted, parse_source, redact
+from .sources.source_list import SourceList, hint
+from .store.store import Store
+from .verification import VerifyReport, verify_store, verify_tree
+
+__all__ = ["FetchReport", "Library", "Place", "redact"]
 
 DEFAULT_JOBS = 8
 
@@ -69,9 +61,9 @@ class Library:
         self.pins = PinSet.from_files(builtin_pins, *config.pin_files, keys=config.pin_keys)
         self.store = Store(config.store)
         policy = policy or FetchPolicy()
-        self._supply = Supply(config, limits or HttpLimits(), policy)
-        self._delivery = Delivery(self.store, self._supply, policy)
-        self._manifests = PinnedManifests(self.store, self._supply, self._delivery)
+        self._sources = SourceList(config, limits or HttpLimits(), policy)
+        self._loader = ArtifactLoader(self.store, self._sources, policy)
+        self._manifests = PinnedManifests(self.store, self._sources, self._loader)
 
     # -- what is pinned
 
@@ -127,7 +119,7 @@ class Library:
         path = ArtifactPath(path) if isinstance(path, str) else path
         pin = self.pins.covering(path)
         wanted = self._wanted(pin, self.manifest(pin, network=fetch), path)
-        found, reasons = self._delivery.at_hand(pin, wanted)
+        found, reasons = self._loader.at_hand(pin, wanted)
         if found is not None:
             return found
         if not fetch:
@@ -135,9 +127,9 @@ class Library:
                 reason := next((one for one in reasons if isinstance(one, CorruptError | StoreError)), None)
             ) is not None:
                 raise reason
-            places = ", ".join([str(self.store.root), *(s.label for s in self._supply.local_sources(pin))])
+            places = ", ".join([str(self.store.root), *(s.label for s in self._sources.local_sources(pin))])
             raise MissingError(f"{path} is not in {places}; 'cubin-runtime fetch {path}' gets it{hint(pin)}")
-        return self._delivery.over_network(pin, wanted)
+        return self._loader.over_network(pin, wanted)
 
     def where(self, path: ArtifactPath | str) -> tuple[Place, ...]:
         """Where an artifact lies now, in the order in which ``load`` looks; nothing is read.
@@ -152,7 +144,7 @@ class Library:
         places: list[Place] = []
         if self.store.has(digest):
             places.append(Place(path, digest, "store", str(self.store.object_path(digest))))
-        for source in self._supply.local_sources(pin):
+        for source in self._sources.local_sources(pin):
             location = source.where(path, pin.path)
             if location is not None:
                 places.append(Place(path, digest, "source", location))
@@ -208,7 +200,7 @@ class Library:
                 if progress is not None:
                     progress(names[listed_digest(outcome.wanted)])
 
-            outcomes = self._delivery.into_store(pin, missing, jobs, note)
+            outcomes = self._loader.into_store(pin, missing, jobs, note)
             self.store.sync()
         return report_of(pin, wanted, missing, about, outcomes, time.monotonic() - began, dry_run)
 
@@ -238,7 +230,7 @@ class Library:
         spec = parse_source(tree)
         if spec.kind == "http":
             raise UsageError(f"tree {spec.label!r}: expected a directory, a .zip or .whl, or 'package'")
-        source = self._supply.local(spec)
+        source = self._sources.local(spec)
         try:
             manifest = read_manifest(pin, source.read(manifest_wanted(pin, any_digest=True)), source.label)
         except NotHereError as error:
@@ -260,7 +252,7 @@ class Library:
         """
         wanted = Wanted(folder.child(MANIFEST_NAME), folder, sha256, MAX_MANIFEST_BYTES)
         try:
-            return self._supply.obtain(self._supply.specs(None), wanted)
+            return self._sources.read(self._sources.specs(None), wanted)
         except CorruptError as error:
             raise PinError(str(error)) from None
 

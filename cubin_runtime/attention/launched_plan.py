@@ -11,8 +11,8 @@ from math import isfinite
 from operator import itemgetter
 from typing import Any, Generic, TypeVar
 
-from ..artifacts.own_kernels import OwnKernel
 from ..artifacts.path import ArtifactPath
+from ..artifacts.tables.native_kernels import NativeKernel
 from ..errors import DeviceError, UsageError
 from ..kernels.native.decode.plan import (
     LOG2_E,
@@ -248,7 +248,7 @@ class LaunchedPlan(ABC, Generic[SelectionT, ProblemT]):
                 cache.popitem(last=False)
 
 
-def _file(runtime: Runtime, kernel: OwnKernel) -> tuple[ArtifactPath, str, StructLayout]:
+def _file(runtime: Runtime, kernel: NativeKernel) -> tuple[ArtifactPath, str, StructLayout]:
     """Where the kernel is, its digest, and the struct that it takes."""
     own = runtime.own_release()
     path = own.path_of(kernel)

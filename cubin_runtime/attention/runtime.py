@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .. import _version
-from ..artifacts.own_kernels import FILE_NAME, OwnKernel, parse_own_kernels
 from ..artifacts.path import ArtifactPath
+from ..artifacts.tables.native_kernels import FILE_NAME, NativeKernel, parse_native_kernels
 from ..config import Config
 from ..errors import UsageError
 from ..kernels.abi import abi_layouts
@@ -30,8 +30,8 @@ from .memory import TensorMemory, TorchMemory
 
 if TYPE_CHECKING:
     from ..artifacts.library import Library
-    from ..artifacts.metadata import KernelMeta
-    from ..artifacts.pins import Pin
+    from ..artifacts.pins.pin import Pin
+    from ..artifacts.tables.metadata import KernelMeta
 
 TRTLLM_RELEASE = "trtllm-gen-0.6.13"
 OWN_RELEASE = f"hopper-{_version.__version__}"
@@ -42,10 +42,10 @@ class OwnRelease:
     """Our release as an operator needs it: its pin, its kernels and the structs of its ABI."""
 
     pin: Pin
-    kernels: tuple[OwnKernel, ...]
+    kernels: tuple[NativeKernel, ...]
     layouts: dict[str, StructLayout]
 
-    def path_of(self, kernel: OwnKernel) -> ArtifactPath:
+    def path_of(self, kernel: NativeKernel) -> ArtifactPath:
         """The artifact path of a kernel's cubin."""
         return self.pin.path.child(kernel.file)
 
@@ -111,13 +111,13 @@ class Runtime:
                 pin = self.library.pins.get(self._release)
                 path = pin.path.child(FILE_NAME)
                 table = self.library.load(path, fetch=self.may_fetch)
-                kernels = parse_own_kernels(table.data, str(path))
+                kernels = parse_native_kernels(table.data, str(path))
                 self._own = OwnRelease(pin, kernels, dict(abi_layouts(pin.abi)))
             return self._own
 
     def published_release(self) -> PublishedRelease:
         """The trtllm-gen release, its metadata read and verified on first use; errors as ``own_release``."""
-        from ..artifacts.catalog import open_kernel_index
+        from ..artifacts.releases.catalog import open_kernel_index
 
         with self._lock:
             if self._published is None:
@@ -131,7 +131,7 @@ class Runtime:
         """The digest that the pinned manifest gives for ``path``."""
         return self.library.manifest(self.library.pins.covering(path)).digests[path]
 
-    def load(self, kernel: OwnKernel, context: int, stream: int = 0) -> LoadedKernel:
+    def load(self, kernel: NativeKernel, context: int, stream: int = 0) -> LoadedKernel:
         """A kernel of our release, loaded into ``context`` and gated; errors as ``ModuleCache.kernel``."""
         self.check_process()
         request = self.request(kernel, context)
@@ -175,7 +175,7 @@ class Runtime:
             needs=needs,
         )
 
-    def preload(self, kernels: Iterable[OwnKernel], device: int = 0) -> PreloadReport:
+    def preload(self, kernels: Iterable[NativeKernel], device: int = 0) -> PreloadReport:
         """Load kernels of our release ahead of serving, into the device's primary context."""
         context = self.driver.primary_context(device)
         return self.modules.preload([self.request(kernel, context) for kernel in kernels])
@@ -189,7 +189,7 @@ class Runtime:
         """Make every later fetch or module load an error."""
         self.modules.freeze()
 
-    def request(self, kernel: OwnKernel, context: int) -> KernelRequest:
+    def request(self, kernel: NativeKernel, context: int) -> KernelRequest:
         """What ``load`` loads, as a value for ``ModuleCache.preload``."""
         own = self.own_release()
         path = own.path_of(kernel)

@@ -10,8 +10,8 @@ import typer
 if TYPE_CHECKING:
     from ..artifacts.library import Library
     from ..artifacts.path import ArtifactPath
-    from ..artifacts.pins import Pin
-    from ..artifacts.select_filter import KernelFilter
+    from ..artifacts.pins.pin import Pin
+    from ..artifacts.tables.kernel_filter import KernelFilter
 
 Targets = Annotated[
     list[str], typer.Argument(metavar="PIN-or-PATH...", help="Pinned releases, folders in them, or files.")
@@ -20,7 +20,7 @@ Targets = Annotated[
 
 def chosen(library: Library, pin: Pin, target: str, wanted: KernelFilter) -> tuple[ArtifactPath, ...]:
     """Paths that a target and the filters choose; metadata comes over the network unless that is switched off."""
-    from ..artifacts.catalog import chosen_paths
+    from ..artifacts.releases.catalog import chosen_paths
 
     asked = library.select(pin, None if target == pin.name else target)
     kept = chosen_paths(library, pin, wanted, fetch=not library.config.offline)
@@ -38,7 +38,7 @@ def chosen_at_hand(
     Raises:
         MissingError: a release's manifest or metadata is not at hand.
     """
-    from ..artifacts.catalog import manifest_at_hand
+    from ..artifacts.releases.catalog import manifest_at_hand
 
     found: dict[str, tuple[Pin, set[ArtifactPath]]] = {}
     for target in targets:

@@ -10,7 +10,7 @@ import typer
 from . import options, output
 
 if TYPE_CHECKING:
-    from ..artifacts.difference import Change
+    from ..artifacts.releases.comparison import Change
 
 
 def register(app: typer.Typer) -> None:
@@ -33,9 +33,9 @@ def diff(
     json: options.JsonOption = False,
 ) -> None:
     """Say which kernels were added, removed and changed, by name and digest, and by metadata that is at hand."""
-    from ..artifacts.difference import compare_releases
     from ..artifacts.library import Library
-    from ..artifacts.select_filter import KernelFilter
+    from ..artifacts.releases.comparison import compare_releases
+    from ..artifacts.tables.kernel_filter import KernelFilter
 
     wanted = KernelFilter.from_words(sm, family, dtype, head_dim, match)
     library = Library(options.make_config(store, source, pins, offline))

@@ -16,7 +16,7 @@ from . import options, output
 
 if TYPE_CHECKING:
     from ..artifacts.library import Library
-    from ..artifacts.pins import Pin
+    from ..artifacts.pins.pin import Pin
     from ..config import Config
 
 
@@ -56,7 +56,7 @@ def doctor(
 def _settings(
     config: Config, store: Path | None, source: list[str] | None, pins: list[Path] | None, offline: bool
 ) -> list[dict[str, Any]]:
-    from ..artifacts.sources import redact
+    from ..artifacts.library import redact
 
     sources = [redact(s) for s in config.sources] if config.sources else ["package", "then each pin's own"]
     files = [str(p) for p in config.pin_files]
@@ -75,7 +75,7 @@ def _settings(
 
 def _pin_keys(config: Config) -> list[str] | str:
     """Keys by name and place; a fault of theirs is told with the releases, which then cannot be read."""
-    from ..artifacts.signatures import load_keys
+    from ..artifacts.pins.signatures import load_keys
     from ..errors import CubinRuntimeError
 
     try:
@@ -140,9 +140,9 @@ def _releases(config: Config, devices: list[int]) -> tuple[list[dict[str, Any]],
 
 
 def _release(library: Library, pin: Pin, devices: list[int]) -> dict[str, Any]:
-    from ..artifacts.catalog import manifest_at_hand, open_catalog
-    from ..artifacts.own_kernels import BUILT_NOT_RUN, OwnKernel
-    from ..artifacts.select_filter import KernelFilter
+    from ..artifacts.releases.catalog import manifest_at_hand, open_catalog
+    from ..artifacts.tables.kernel_filter import KernelFilter
+    from ..artifacts.tables.native_kernels import BUILT_NOT_RUN, NativeKernel
     from ..errors import CubinRuntimeError
 
     found: dict[str, Any] = {
@@ -160,7 +160,7 @@ def _release(library: Library, pin: Pin, devices: list[int]) -> dict[str, Any]:
         catalog = open_catalog(library, pin, fetch=False)
         for number in devices:
             rows = [entry.row for entry in catalog.kept_by(KernelFilter(sm=number))]
-            untried = sum(isinstance(row, OwnKernel) and row.status == BUILT_NOT_RUN for row in rows)
+            untried = sum(isinstance(row, NativeKernel) and row.status == BUILT_NOT_RUN for row in rows)
             found["runs_on"][str(number)] = len(rows)
             found["built_not_run"][str(number)] = untried
     except CubinRuntimeError as error:

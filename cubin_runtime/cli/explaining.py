@@ -175,8 +175,8 @@ def explain(
 
 
 def _kernels(config: Any, release: str) -> KernelFinder:
-    from ..artifacts.catalog import open_kernel_index
     from ..artifacts.library import Library
+    from ..artifacts.releases.catalog import open_kernel_index
     from ..kernels.abi import abi_layouts
     from ..kernels.trtllm_gen.kernels import KernelFinder
 

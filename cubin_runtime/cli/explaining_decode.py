@@ -11,7 +11,7 @@ from . import output
 from .explaining_own import DEFAULT_HEADS_KV
 
 if TYPE_CHECKING:
-    from ..artifacts.own_kernels import OwnKernel
+    from ..artifacts.tables.native_kernels import NativeKernel
     from ..kernels.native.cost_model import Costs, Estimate
     from ..kernels.native.decode.select import Candidate, DecodeSelection, Fit
     from ..kernels.native.decode.shape import DecodeShape
@@ -63,7 +63,7 @@ def shape_of(asked: Asked) -> DecodeShape:
     )
 
 
-def explain(kernels: Sequence[OwnKernel], shape: DecodeShape, device: DeviceFacts, json: bool) -> None:
+def explain(kernels: Sequence[NativeKernel], shape: DecodeShape, device: DeviceFacts, json: bool) -> None:
     """Print the choice for ``shape`` among ``kernels``."""
     from ..kernels.native.cost_model import costs_of
     from ..kernels.native.decode.select import select_decode

@@ -11,7 +11,7 @@ from . import output
 from .explaining_own import LATENTS
 
 if TYPE_CHECKING:
-    from ..artifacts.own_kernels import OwnKernel
+    from ..artifacts.tables.native_kernels import NativeKernel
     from ..kernels.native.mla.select import MlaSelection, MlaShape
     from ..launch.driver import DeviceFacts
     from .explaining_own import Asked
@@ -52,7 +52,7 @@ def shape_of(asked: Asked) -> MlaShape:
     )
 
 
-def explain(kernels: Sequence[OwnKernel], shape: MlaShape, device: DeviceFacts, json: bool) -> None:
+def explain(kernels: Sequence[NativeKernel], shape: MlaShape, device: DeviceFacts, json: bool) -> None:
     """Print the choice for ``shape`` among ``kernels``."""
     from ..kernels.native.mla.select import select_mla_decode
 

@@ -14,7 +14,7 @@ from .fetch_bar import fetch_bar
 from .output import size as _size
 
 if TYPE_CHECKING:
-    from ..artifacts.fetch import FetchReport
+    from ..artifacts.library import FetchReport
 
 
 def register(app: typer.Typer) -> None:
@@ -40,7 +40,7 @@ def fetch(
 ) -> None:
     """Put verified files into the store."""
     from ..artifacts.library import Library
-    from ..artifacts.select_filter import KernelFilter
+    from ..artifacts.tables.kernel_filter import KernelFilter
 
     wanted = KernelFilter.from_words(sm, family, dtype, head_dim, match)
     library = Library(options.make_config(store, source, pins, offline))

@@ -18,10 +18,10 @@ from ..errors import (
 from . import options, output
 
 if TYPE_CHECKING:
-    from ..artifacts.cubin import Cubin
+    from ..artifacts.cubins.cubin import Cubin
     from ..artifacts.library import Library
-    from ..artifacts.pins import Pin
-    from ..artifacts.select_filter import KernelRow
+    from ..artifacts.pins.pin import Pin
+    from ..artifacts.tables.kernel_filter import KernelRow
 
 MAX_FILE_BYTES = 256 << 20
 
@@ -48,9 +48,9 @@ def inspect(
     json: options.JsonOption = False,
 ) -> None:
     """Show a cubin's architecture, kernels, digest and whether a pin covers it; of a release, those at hand."""
-    from ..artifacts.cubin import parse_cubin
+    from ..artifacts.cubins.cubin import parse_cubin
     from ..artifacts.library import Library
-    from ..artifacts.select_filter import KernelFilter
+    from ..artifacts.tables.kernel_filter import KernelFilter
     from .surveying import survey, surveyed_pin
 
     wanted = KernelFilter.from_words(sm, family, dtype, head_dim, match)
@@ -123,7 +123,7 @@ def _read_file(file: Path) -> bytes:
 def _find_pinned(library: Library, digest: str) -> tuple[Pin | None, Any]:
     """The pin and path that list this digest, among releases whose manifest is at hand offline."""
 
-    from ..artifacts.catalog import manifest_at_hand
+    from ..artifacts.releases.catalog import manifest_at_hand
 
     local = _without_network(library)
     for pin in local.pins:
@@ -146,7 +146,7 @@ def _without_network(library: Library) -> Library:
 
 
 def _row(library: Library, pin: Pin | None, path: Any) -> KernelRow | None:
-    from ..artifacts.catalog import open_catalog
+    from ..artifacts.releases.catalog import open_catalog
 
     if pin is None:
         return None
@@ -159,16 +159,16 @@ def _row(library: Library, pin: Pin | None, path: Any) -> KernelRow | None:
 
 def differences(library: Library, pin: Pin, row: KernelRow, data: bytes, cubin: Cubin, path: Any) -> list[str]:
     """What metadata and cubin disagree on, in words."""
-    from ..artifacts import agreement
-    from ..artifacts.metadata import KernelMeta
+    from ..artifacts.tables import consistency
+    from ..artifacts.tables.metadata import KernelMeta
 
     listed = library.manifest(pin).digests[path]
     if isinstance(row, KernelMeta):
-        found = agreement.trtllm_disagreements(
-            row, data, cubin, manifest_sha256=listed, parameter_bytes=agreement.TRTLLM_PARAMETER_BYTES
+        found = consistency.trtllm_disagreements(
+            row, data, cubin, manifest_sha256=listed, parameter_bytes=consistency.TRTLLM_PARAMETER_BYTES
         )
     else:
-        found = agreement.own_disagreements(row, cubin, manifest_sha256=listed)
+        found = consistency.native_disagreements(row, cubin, manifest_sha256=listed)
     return [str(difference) for difference in found]
 
 

@@ -33,8 +33,8 @@ def gc(
     json: options.JsonOption = False,
 ) -> None:
     """Remove a release's objects that no other release present needs. Pins that others alone have are unknown here."""
-    from ..artifacts.collect import collect, collect_leftovers
     from ..artifacts.library import Library
+    from ..artifacts.releases.gc import collect, collect_leftovers
 
     if not releases and not temps:
         raise UsageError("gc: expected releases, or --temps, or both")

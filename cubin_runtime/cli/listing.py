@@ -11,9 +11,9 @@ from . import options, output
 from .inspecting import row_json
 
 if TYPE_CHECKING:
-    from ..artifacts.catalog import Entry
     from ..artifacts.library import Library
-    from ..artifacts.pins import Pin
+    from ..artifacts.pins.pin import Pin
+    from ..artifacts.releases.catalog import Entry
 
 
 def register(app: typer.Typer) -> None:
@@ -38,9 +38,9 @@ def list_(
     json: options.JsonOption = False,
 ) -> None:
     """List the pinned releases, or the kernels of one."""
-    from ..artifacts.catalog import open_catalog
     from ..artifacts.library import Library
-    from ..artifacts.select_filter import KernelFilter
+    from ..artifacts.releases.catalog import open_catalog
+    from ..artifacts.tables.kernel_filter import KernelFilter
 
     wanted = KernelFilter.from_words(sm, family, dtype, head_dim, match)
     library = Library(options.make_config(store, source, pins, offline))
@@ -76,8 +76,8 @@ def _entry_json(entry: Entry) -> dict[str, Any]:
 
 
 def _entry_cells(entry: Entry, pin: Pin) -> tuple[object, ...]:
-    from ..artifacts.metadata import KernelMeta
-    from ..artifacts.select_filter import head_dims_of
+    from ..artifacts.tables.kernel_filter import head_dims_of
+    from ..artifacts.tables.metadata import KernelMeta
 
     file, row = entry.path.text[len(pin.path.text) + 1 :], entry.row
     if row is None:

@@ -10,7 +10,7 @@ from ..errors import PinError, UsageError
 from . import options, output
 
 if TYPE_CHECKING:
-    from ..artifacts.pins import Pin
+    from ..artifacts.pins.pin import Pin
     from ..config import Config
 
 
@@ -48,7 +48,7 @@ def pin(
     """Trust a release: with --sha256 write a pin, without it only show what the sources have."""
     from ..artifacts.library import Library
     from ..artifacts.path import ArtifactPath
-    from ..artifacts.pin_file import add_pin, make_pin
+    from ..artifacts.pins.pin_file import add_pin, make_pin
     from ..config import user_pins_path
 
     if sha256 is not None and (len(sha256) != 64 or set(sha256) - set("0123456789abcdef")):
@@ -88,7 +88,7 @@ def unpin(
 ) -> None:
     """Trust a release no longer: take its pin out of your own file. What is in the store stays there."""
     from ..artifacts.library import Library
-    from ..artifacts.pin_file import remove_pin
+    from ..artifacts.pins.pin_file import remove_pin
     from ..config import user_pins_path
 
     config = options.make_config(store, None, pins, True)

@@ -35,9 +35,9 @@ def export(
     json: options.JsonOption = False,
 ) -> None:
     """Write a zip of releases, or of a part, that 'fetch --source FILE.zip' takes; nothing is downloaded."""
-    from ..artifacts.export import export_zip
     from ..artifacts.library import Library
-    from ..artifacts.select_filter import KernelFilter
+    from ..artifacts.releases.export import export_zip
+    from ..artifacts.tables.kernel_filter import KernelFilter
 
     wanted = KernelFilter.from_words(sm, family, dtype, head_dim, match)
     library = Library(options.make_config(store, source, pins, True))
@@ -69,9 +69,9 @@ def mirror(
     json: options.JsonOption = False,
 ) -> None:
     """Write releases as a static tree, whose URL is then a source; nothing is downloaded, and a rerun goes on."""
-    from ..artifacts.export import mirror as write_tree
     from ..artifacts.library import Library
-    from ..artifacts.select_filter import KernelFilter
+    from ..artifacts.releases.export import mirror as write_tree
+    from ..artifacts.tables.kernel_filter import KernelFilter
 
     wanted = KernelFilter.from_words(sm, family, dtype, head_dim, match)
     library = Library(options.make_config(store, source, pins, True))

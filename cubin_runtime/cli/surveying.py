@@ -14,10 +14,10 @@ from ..errors import (
 from . import output
 
 if TYPE_CHECKING:
-    from ..artifacts.catalog import Entry
     from ..artifacts.library import Library
-    from ..artifacts.pins import Pin
-    from ..artifacts.select_filter import KernelFilter
+    from ..artifacts.pins.pin import Pin
+    from ..artifacts.releases.catalog import Entry
+    from ..artifacts.tables.kernel_filter import KernelFilter
 
 _SUFFIX = ".cubin"
 
@@ -41,7 +41,7 @@ def survey(library: Library, pin: Pin, target: str, wanted: KernelFilter, json: 
 
     Ends with code 5 if one is damaged, or its metadata disagrees with it.
     """
-    from ..artifacts.catalog import open_catalog
+    from ..artifacts.releases.catalog import open_catalog
 
     catalog = open_catalog(library, pin, fetch=not library.config.offline)
     inside = set(library.select(pin, None if target == pin.name else target))
@@ -68,7 +68,7 @@ def survey(library: Library, pin: Pin, target: str, wanted: KernelFilter, json: 
 
 
 def _facts(library: Library, pin: Pin, entry: Entry) -> dict[str, Any]:
-    from ..artifacts.cubin import parse_cubin
+    from ..artifacts.cubins.cubin import parse_cubin
     from .inspecting import differences
 
     data = library.load(entry.path, fetch=False).data

@@ -11,7 +11,7 @@ from . import options, output
 from .choosing import Targets, chosen
 
 if TYPE_CHECKING:
-    from ..artifacts.verify import VerifyReport
+    from ..artifacts.verification import VerifyReport
 
 
 def register(app: typer.Typer) -> None:
@@ -46,8 +46,8 @@ def verify(
 ) -> None:
     """Hash what the store or a published tree has, against the pinned manifest."""
     from ..artifacts.library import Library
-    from ..artifacts.repair import repair as repair_store
-    from ..artifacts.select_filter import KernelFilter
+    from ..artifacts.releases.repair import repair as repair_store
+    from ..artifacts.tables.kernel_filter import KernelFilter
 
     if tree and repair:
         raise UsageError("--repair: mends a store, never the tree that --tree names")

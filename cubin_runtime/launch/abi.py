@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..artifacts.cubin import Architecture, Cubin, KernelFacts
+from ..artifacts.cubins.architecture import Architecture
+from ..artifacts.cubins.cubin import Cubin, KernelFacts
 from ..errors import AbiError
 from .driver import DeviceFacts
 from .structs import StructLayout

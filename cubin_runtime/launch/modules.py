@@ -7,12 +7,8 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from ..artifacts.cubin import (
-    Architecture,
-    Cubin,
-    KernelFacts,
-    parse_cubin,
-)
+from ..artifacts.cubins.architecture import Architecture
+from ..artifacts.cubins.cubin import Cubin, KernelFacts, parse_cubin
 from ..errors import FrozenError
 from . import driver_api as api
 from .abi import (

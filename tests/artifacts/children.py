@@ -27,7 +27,7 @@ EVERYTHING = """
 import contextlib, encodings.cp437, importlib, os, pkgutil, platformdirs.unix, shutil, tempfile, zipfile
 import cubin_runtime.artifacts, cubin_runtime.cli
 for package in (cubin_runtime.artifacts, cubin_runtime.cli):
-    for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         importlib.import_module(module.name)
 with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
     cubin_runtime.cli.main(["where", "unknown", "--store", "/nowhere", "--offline"])

@@ -17,9 +17,9 @@ from releases import Release
 _HERE = str(Path(__file__).parent)
 # Two workers of each fetch whatever the machine has, so that a small release already uses them.
 SMALL_CREWS = """
-from cubin_runtime.artifacts import process_crew
-process_crew.OBJECTS_A_PROCESS = 8
-process_crew.available_cores = lambda: 2
+from cubin_runtime.artifacts.fetch import process_pool
+process_pool.OBJECTS_A_PROCESS = 8
+process_pool.available_cores = lambda: 2
 """
 FETCH = """
 import sys

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cubin_runtime.artifacts.metadata import COLUMNS
+from cubin_runtime.artifacts.tables.metadata import COLUMNS
 
 _CELLS = {"dtype": "DATA_TYPE_BF16", "uint": "64", "bool": "false", "digest": '"' + "a" * 64 + '"'}
 

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cubin_runtime.artifacts.http_source import HttpLimits
 from cubin_runtime.artifacts.library import Library
-from cubin_runtime.artifacts.obtain import FetchPolicy
 from cubin_runtime.artifacts.path import ArtifactPath
-from cubin_runtime.artifacts.pins import Pin, format_pin
+from cubin_runtime.artifacts.pins.pin import Pin, format_pin
+from cubin_runtime.artifacts.sources.failover import FetchPolicy
+from cubin_runtime.artifacts.sources.http import HttpLimits
 from cubin_runtime.config import Config
 
 QUICK_LIMITS = HttpLimits(connect=2.0, headers=0.7, silence=0.4, window=0.3, least_rate=2000.0)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from cubin_runtime.artifacts.architecture import Architecture
+from cubin_runtime.artifacts.cubins.architecture import Architecture
 from cubin_runtime.errors import UsageError
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from cubin_runtime import Config
-from cubin_runtime.artifacts.catalog import chosen_paths, open_catalog, open_kernel_index
 from cubin_runtime.artifacts.library import Library
-from cubin_runtime.artifacts.metadata import HEADER_PATH
-from cubin_runtime.artifacts.metadata_index import index_of_header
 from cubin_runtime.artifacts.path import ArtifactPath
-from cubin_runtime.artifacts.select_filter import KernelFilter
+from cubin_runtime.artifacts.releases.catalog import chosen_paths, open_catalog, open_kernel_index
+from cubin_runtime.artifacts.tables.kernel_filter import KernelFilter
+from cubin_runtime.artifacts.tables.metadata import HEADER_PATH
+from cubin_runtime.artifacts.tables.metadata_index import index_of_header
 from cubin_runtime.errors import CorruptError, MissingError, UsageError
 
 FOLDER = ArtifactPath("made-up/fmha")

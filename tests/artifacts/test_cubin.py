@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from cubin_runtime.artifacts.architecture import Architecture
-from cubin_runtime.artifacts.cubin import CubinFormatError, KernelFacts, Parameter, kernel_code, parse_cubin
+from cubin_runtime.artifacts.cubins.architecture import Architecture
+from cubin_runtime.artifacts.cubins.cubin import CubinFormatError, KernelFacts, Parameter, kernel_code, parse_cubin
 from cubin_runtime.errors import CorruptError
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cubin_runtime.artifacts.cubin import CubinFormatError, parse_cubin
+from cubin_runtime.artifacts.cubins.cubin import CubinFormatError, parse_cubin
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 GOOD = {path.name: path.read_bytes() for path in sorted(FIXTURES.glob("*.cubin"))}

@@ -11,10 +11,10 @@ from children import needs_mounts, run_child
 from releases import FILES, Release, make_release, visible_files
 from serving import serving
 
-from cubin_runtime.artifacts import export as exporting
-from cubin_runtime.artifacts.export import Chosen, export_zip, mirror
 from cubin_runtime.artifacts.library import Library
-from cubin_runtime.artifacts.store import Store
+from cubin_runtime.artifacts.releases import export as exporting
+from cubin_runtime.artifacts.releases.export import Chosen, export_zip, mirror
+from cubin_runtime.artifacts.store.store import Store
 from cubin_runtime.config import Config
 from cubin_runtime.errors import CorruptError, MissingError, StoreError, UsageError
 
@@ -163,7 +163,7 @@ def test_a_full_disk_is_a_store_error_and_leaves_nothing(filled: Library, releas
     needs_mounts()
     body = """
     import pathlib, sys
-    from cubin_runtime.artifacts.export import export_zip
+    from cubin_runtime.artifacts.releases.export import export_zip
     from cubin_runtime.artifacts.library import Library
     from cubin_runtime.config import Config
     from cubin_runtime.errors import StoreError

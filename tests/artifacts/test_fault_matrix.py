@@ -36,9 +36,9 @@ from serving import (
     wrong_bytes,
 )
 
-from cubin_runtime.artifacts import process_crew
-from cubin_runtime.artifacts import store as store_module
-from cubin_runtime.artifacts.locks import ShardLock
+from cubin_runtime.artifacts.fetch import process_pool
+from cubin_runtime.artifacts.store import store as store_module
+from cubin_runtime.artifacts.store.locks import ShardLock
 from cubin_runtime.errors import CorruptError, CubinRuntimeError, SourceError, StoreError
 
 # Four attempts, each with every limit used up, and the waits between them.
@@ -84,11 +84,11 @@ def server(many: Release, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultySer
 
 
 @pytest.fixture(params=["threads", "workers"])
-def crew(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def pool(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Fetch with threads, or with two worker processes although there are few files."""
     if request.param == "workers":
-        monkeypatch.setattr(process_crew, "OBJECTS_A_PROCESS", 8)
-        monkeypatch.setattr(process_crew, "available_cores", lambda: 2)
+        monkeypatch.setattr(process_pool, "OBJECTS_A_PROCESS", 8)
+        monkeypatch.setattr(process_pool, "available_cores", lambda: 2)
     return str(request.param)
 
 
@@ -97,7 +97,7 @@ def objects(store: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_of_the_server(many: Release, server: FaultyServer, store: Path, crew: str, fault: str) -> None:
+def test_a_fault_of_the_server(many: Release, server: FaultyServer, store: Path, pool: str, fault: str) -> None:
     action, kind, words = FAULTS[fault]
     server.fault(FAULTY, action)
     began = time.monotonic()
@@ -128,7 +128,7 @@ def test_a_certificate_that_nobody_signed(many: Release, server: FaultyServer, s
     assert many.library(store, many.root).fetch(many.pin).fetched == len(FILES) - 1
 
 
-def test_nobody_listens(many: Release, server: FaultyServer, store: Path, crew: str) -> None:
+def test_nobody_listens(many: Release, server: FaultyServer, store: Path, pool: str) -> None:
     many.library(store, many.root).fetch(many.pin, [many.path("k000.bin")])
     url = server.url
     server.shutdown()
@@ -141,7 +141,7 @@ def test_nobody_listens(many: Release, server: FaultyServer, store: Path, crew: 
 
 
 def test_a_server_that_fails_in_the_middle_of_a_run_is_replaced_by_the_next_source(
-    many: Release, server: FaultyServer, store: Path, crew: str
+    many: Release, server: FaultyServer, store: Path, pool: str
 ) -> None:
     def until_ten_are_out(handler: Handler, body: bytes) -> None:
         action = ok if sum(server.counts.values()) <= 10 else status(503)
@@ -215,10 +215,10 @@ def test_an_input_output_error_while_an_object_is_written_by_a_worker(
 ) -> None:
     # the worker is a new interpreter: what it imports first is broken through its start-up code
     broken = """
-from cubin_runtime.artifacts import process_crew
-process_crew.WORKER_START = '''
+from cubin_runtime.artifacts.fetch import process_pool
+process_pool.WORKER_START = '''
 import errno, os
-from cubin_runtime.artifacts import store
+from cubin_runtime.artifacts.store import store
 def fail(*arguments):
     raise OSError(errno.EIO, os.strerror(errno.EIO))
 store._write_all = fail
@@ -249,7 +249,7 @@ def test_an_input_output_error_in_a_source_sends_the_fetch_to_the_next_one(
 ) -> None:
     library = many.library(store, many.root, server.url)
     library.manifest(many.pin)
-    monkeypatch.setattr("cubin_runtime.artifacts.sources.read_bounded", fail_with_eio)
+    monkeypatch.setattr("cubin_runtime.artifacts.sources.directory.read_bounded", fail_with_eio)
     assert library.fetch(many.pin, jobs=4).by_source == {server.url: len(FILES)}
 
 
@@ -257,7 +257,7 @@ def test_an_input_output_error_in_a_source_sends_the_fetch_to_the_next_one(
 
 
 NO_LOCKS = """
-from cubin_runtime.artifacts.locks import ShardLock
+from cubin_runtime.artifacts.store.locks import ShardLock
 ShardLock.try_take = lambda self: True
 ShardLock.touch = ShardLock.release = lambda self: None
 """

@@ -32,9 +32,9 @@ from serving import (
     wrong_bytes,
 )
 
-from cubin_runtime.artifacts.locks import ShardLock, shard_of
-from cubin_runtime.artifacts.obtain import FetchPolicy
-from cubin_runtime.artifacts.store import Store
+from cubin_runtime.artifacts.sources.failover import FetchPolicy
+from cubin_runtime.artifacts.store.locks import ShardLock, shard_of
+from cubin_runtime.artifacts.store.store import Store
 from cubin_runtime.errors import CorruptError, PinError, SourceError, StoreError, UsageError
 
 NAME = "fmha/prefill.cubin"

@@ -31,8 +31,8 @@ from serving import (
     truncated,
 )
 
-from cubin_runtime.artifacts.http_source import HttpSource
-from cubin_runtime.artifacts.sources import NotHereError, RetryableError, Wanted, parse_source
+from cubin_runtime.artifacts.sources.http import HttpSource
+from cubin_runtime.artifacts.sources.source import NotHereError, RetryableError, Wanted, parse_source
 from cubin_runtime.errors import SourceError
 
 NAME = "fmha/prefill.cubin"

@@ -11,7 +11,7 @@ import pytest
 from children import EVERYTHING, needs_mounts, run_child
 from releases import Release, make_release, zip_tree
 
-from cubin_runtime.artifacts.store import Store
+from cubin_runtime.artifacts.store.store import Store
 
 NAME = "fmha/prefill.cubin"
 VERBS = """

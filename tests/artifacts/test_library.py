@@ -9,7 +9,7 @@ from releases import Release, make_release, visible_files, zip_tree
 from serving import FaultyServer, ok, status, wrong_bytes
 
 from cubin_runtime.artifacts.path import ArtifactPath
-from cubin_runtime.artifacts.store import Store
+from cubin_runtime.artifacts.store.store import Store
 from cubin_runtime.errors import CorruptError, MissingError, PinError, SourceError, StoreError, UsageError
 
 NAME = "fmha/prefill.cubin"

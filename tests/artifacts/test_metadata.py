@@ -4,9 +4,9 @@ import hashlib
 
 import pytest
 
-from cubin_runtime.artifacts.architecture import Architecture
-from cubin_runtime.artifacts.metadata import KernelMeta, MetadataError, parse_header
-from cubin_runtime.artifacts.metadata_columns import COLUMNS, IGNORED_COLUMNS
+from cubin_runtime.artifacts.cubins.architecture import Architecture
+from cubin_runtime.artifacts.tables.metadata import KernelMeta, MetadataError, parse_header
+from cubin_runtime.artifacts.tables.metadata_columns import COLUMNS, IGNORED_COLUMNS
 
 FIRST = "fmhaSm100fKernel_QkvBfloat16OBfloat16H128PagedKvCausalP64VarSeqQ8Kv128"
 SECOND = "fmhaSm103aKernel_QkvE4m3OFp16H64SeparateQkvDenseVarSeqQ128Kv128"

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cubin_runtime.artifacts.metadata import COLUMNS, KernelTable, MetadataError, parse_header
-from cubin_runtime.artifacts.metadata_index import MetadataIndex, build_index
-from cubin_runtime.artifacts.own_kernels import OwnKernelsError, parse_own_kernels
+from cubin_runtime.artifacts.tables.metadata import COLUMNS, KernelTable, MetadataError, parse_header
+from cubin_runtime.artifacts.tables.metadata_index import MetadataIndex, build_index
+from cubin_runtime.artifacts.tables.native_kernels import NativeKernelsError, parse_native_kernels
 from cubin_runtime.errors import MissingError
 
 FUZZ = settings(max_examples=300, deadline=None)
@@ -93,15 +93,15 @@ def test_a_damaged_index_header_reads_or_is_refused(places: list[tuple[int, int]
 @given(JSON_VALUES)
 @FUZZ
 def test_any_other_document_is_refused(value: object) -> None:
-    with pytest.raises(OwnKernelsError):
-        parse_own_kernels(json.dumps(value).encode())
+    with pytest.raises(NativeKernelsError):
+        parse_native_kernels(json.dumps(value).encode())
 
 
 @given(st.lists(JSON_VALUES, min_size=1, max_size=3))
 @FUZZ
 def test_any_other_entry_is_refused(entries: list[object]) -> None:
-    with pytest.raises(OwnKernelsError, match=r"kernels\[0\]"):
-        parse_own_kernels(json.dumps({"schema": 1, "kernels": entries}).encode())
+    with pytest.raises(NativeKernelsError, match=r"kernels\[0\]"):
+        parse_native_kernels(json.dumps({"schema": 1, "kernels": entries}).encode())
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from cubin_runtime.artifacts.metadata import KernelMeta, KernelTable, MetadataError
-from cubin_runtime.artifacts.metadata_index import INDEX_FORMAT, MetadataIndex, build_index
+from cubin_runtime.artifacts.tables.metadata import KernelMeta, KernelTable, MetadataError
+from cubin_runtime.artifacts.tables.metadata_index import INDEX_FORMAT, MetadataIndex, build_index
 from cubin_runtime.errors import MissingError
 
 ROW = KernelMeta(

@@ -8,8 +8,9 @@ import pytest
 from releases import make_release, manifest_of
 
 from cubin_runtime.artifacts.path import ArtifactPath
-from cubin_runtime.artifacts.pin_file import add_pin, make_pin
-from cubin_runtime.artifacts.pins import Pin, PinSet, format_pin, parse_pins, read_manifest
+from cubin_runtime.artifacts.pins.pin import Pin, format_pin, parse_pins, read_manifest
+from cubin_runtime.artifacts.pins.pin_file import add_pin, make_pin
+from cubin_runtime.artifacts.pins.pin_set import PinSet
 from cubin_runtime.errors import PinError
 
 PIN = Pin("one-1.0", ArtifactPath("one/fmha"), "a" * 64, 3, 900, 500, "c" * 64, "abi-1", "MIT", ("package",))

@@ -16,8 +16,8 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from cubin_runtime.artifacts.library import Library
-from cubin_runtime.artifacts.pins import PinSet
-from cubin_runtime.artifacts.signatures import SignatureError, load_keys
+from cubin_runtime.artifacts.pins.pin_set import PinSet
+from cubin_runtime.artifacts.pins.signatures import SignatureError, load_keys
 from cubin_runtime.config import Config
 from cubin_runtime.errors import PinError
 
@@ -178,7 +178,7 @@ def test_without_the_package_that_checks_signatures_a_key_is_a_clear_error(
 def test_the_package_is_not_imported_while_no_key_is_set(release: Release) -> None:
     body = """
     import pathlib, sys
-    from cubin_runtime.artifacts.pins import PinSet
+    from cubin_runtime.artifacts.pins.pin_set import PinSet
     PinSet.from_files(None, pathlib.Path(sys.argv[1]))
     print("cryptography" in sys.modules)
     """

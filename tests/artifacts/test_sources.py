@@ -8,17 +8,12 @@ from pathlib import Path
 import pytest
 from releases import Release, make_release, manifest_of, zip_tree
 
-from cubin_runtime.artifacts.archive_source import ArchiveSource
 from cubin_runtime.artifacts.path import ArtifactPath
-from cubin_runtime.artifacts.sources import (
-    DirectorySource,
-    NotHereError,
-    PackageSource,
-    Wanted,
-    parse_source,
-    redact,
-)
-from cubin_runtime.artifacts.store import Store
+from cubin_runtime.artifacts.sources.archive import ArchiveSource
+from cubin_runtime.artifacts.sources.directory import DirectorySource
+from cubin_runtime.artifacts.sources.package import PackageSource
+from cubin_runtime.artifacts.sources.source import NotHereError, Wanted, parse_source, redact
+from cubin_runtime.artifacts.store.store import Store
 from cubin_runtime.errors import SourceError, UsageError
 
 NAME = "fmha/decode.cubin"

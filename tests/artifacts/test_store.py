@@ -9,15 +9,15 @@ import pytest
 from children import needs_mounts, run_child
 from releases import sha256, visible_files
 
-from cubin_runtime.artifacts.reading import NotRegularError, read_bounded
-from cubin_runtime.artifacts.store import Store
+from cubin_runtime.artifacts.bounded_read import NotRegularError, read_bounded
+from cubin_runtime.artifacts.store.store import Store
 from cubin_runtime.errors import CorruptError, MissingError, StoreError
 
 DATA = b"bytes of a kernel" * 1000
 DIGEST = sha256(DATA)
 OTHER = "0" * 64
 LIMIT = 1 << 20
-READ = "cubin_runtime.artifacts.store.read_bounded"
+READ = "cubin_runtime.artifacts.store.store.read_bounded"
 
 
 @pytest.fixture
@@ -216,7 +216,7 @@ def test_too_little_room_is_an_error_before_anything_is_written(tmp_path: Path) 
 PUT = f"""
 import sys
 from pathlib import Path
-from cubin_runtime.artifacts.store import Store
+from cubin_runtime.artifacts.store.store import Store
 from cubin_runtime.errors import StoreError
 store = Store(Path(sys.argv[1]))
 data = {DATA!r}
@@ -241,7 +241,7 @@ def test_an_ordinary_user_reads_what_root_put_and_moves_nothing(open_place: Path
     body = f"""
     import sys
     from pathlib import Path
-    from cubin_runtime.artifacts.store import Store
+    from cubin_runtime.artifacts.store.store import Store
     from cubin_runtime.errors import CorruptError
     try:
         Store(Path(sys.argv[1])).read({DIGEST!r}, 1 << 20)

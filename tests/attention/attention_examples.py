@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from cubin_runtime.artifacts.own_kernels import OwnKernel
+from cubin_runtime.artifacts.tables.native_kernels import NativeKernel
 from cubin_runtime.attention import TensorView
 from cubin_runtime.kernels.native.layouts import LAYOUTS
 from cubin_runtime.launch.driver import DeviceFacts
@@ -36,7 +36,7 @@ def build_release(folder: Path, names: str = "fmha_paged_decode_bf16_d128_rows*_
     return folder / "tree", pin_release(folder)
 
 
-def describe_release(folder: Path, kernels: Sequence[OwnKernel]) -> tuple[Path, Path]:
+def describe_release(folder: Path, kernels: Sequence[NativeKernel]) -> tuple[Path, Path]:
     """A release that says to have ``kernels``, whose files are empty: it can be planned with, not run."""
     release = folder / "tree" / RELEASE_NAME
     for family in {kernel.family for kernel in kernels}:

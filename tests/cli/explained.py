@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from cubin_runtime import __version__, cli
-from cubin_runtime.artifacts.own_kernels import OwnKernel
+from cubin_runtime.artifacts.tables.native_kernels import NativeKernel
 
 FOLDER = "ours-1"
 
 
-def explain_arguments(home: Path, kernels: Iterable[OwnKernel]) -> list[str]:
+def explain_arguments(home: Path, kernels: Iterable[NativeKernel]) -> list[str]:
     """What every call takes: the release in place, its pin, and a store that is not there."""
     folder = home / "tree" / FOLDER
     folder.mkdir(parents=True)
@@ -36,7 +36,7 @@ def explain_arguments(home: Path, kernels: Iterable[OwnKernel]) -> list[str]:
     return ["explain", "--release", "ours", *where]
 
 
-def entry_of(kernel: OwnKernel) -> dict[str, Any]:
+def entry_of(kernel: NativeKernel) -> dict[str, Any]:
     return {field.name: getattr(kernel, field.name) for field in fields(kernel)} | {"traits": dict(kernel.traits)}
 
 

@@ -10,7 +10,7 @@ from releases import Release
 from serving import serving, status
 
 from cubin_runtime.artifacts.library import Library
-from cubin_runtime.artifacts.store import Store
+from cubin_runtime.artifacts.store.store import Store
 from cubin_runtime.cli import main
 from cubin_runtime.errors import AbiError
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cubin_runtime import cli
-from cubin_runtime.artifacts.metadata import HEADER_PATH
+from cubin_runtime.artifacts.tables.metadata import HEADER_PATH
 
 FOLDER = "small-1/fmha/trtllm-gen"
 TYPES = ("mDataTypeQ", "mDataTypeKv", "mDataTypeO")

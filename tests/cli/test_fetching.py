@@ -14,7 +14,7 @@ from children import PACKAGE_ROOT
 from releases import Release, make_release, visible_files
 from serving import FaultyServer, hang, serving, status, wrong_bytes
 
-from cubin_runtime.artifacts.store import Store
+from cubin_runtime.artifacts.store.store import Store
 from cubin_runtime.cli import main
 
 NAME = "fmha/prefill.cubin"

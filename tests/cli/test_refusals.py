@@ -13,10 +13,10 @@ from kernel_headers import header_of
 from releases import Release, make_release, sha256, zip_tree
 from serving import Action, announced_oversize, gzip_encoded, redirect, serving
 
-from cubin_runtime.artifacts.metadata import HEADER_PATH
-from cubin_runtime.artifacts.obtain import FetchPolicy
-from cubin_runtime.artifacts.pins import format_pin
-from cubin_runtime.artifacts.store import Store
+from cubin_runtime.artifacts.pins.pin import format_pin
+from cubin_runtime.artifacts.sources.failover import FetchPolicy
+from cubin_runtime.artifacts.store.store import Store
+from cubin_runtime.artifacts.tables.metadata import HEADER_PATH
 from cubin_runtime.cli import main
 
 NAME = "fmha/prefill.cubin"

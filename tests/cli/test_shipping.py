@@ -8,7 +8,7 @@ import pytest
 from kernel_headers import header_of
 from releases import Release, make_release
 
-from cubin_runtime.artifacts.metadata import HEADER_PATH
+from cubin_runtime.artifacts.tables.metadata import HEADER_PATH
 from cubin_runtime.cli import main
 
 KERNELS = ("fmhaSm100fKernel_A", "fmhaSm103aKernel_B")

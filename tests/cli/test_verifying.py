@@ -7,7 +7,7 @@ import pytest
 from children import EVERYTHING, run_child
 from releases import Release, zip_tree
 
-from cubin_runtime.artifacts.store import Store
+from cubin_runtime.artifacts.store.store import Store
 from cubin_runtime.cli import main
 
 NAME = "fmha/prefill.cubin"

@@ -17,7 +17,7 @@ from kernel_headers import header_of
 from releases import Release, make_release, visible_files
 from serving import FaultyServer, serving
 
-from cubin_runtime.artifacts.metadata import HEADER_PATH
+from cubin_runtime.artifacts.tables.metadata import HEADER_PATH
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "operators.md").read_text()

@@ -11,13 +11,13 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from cubin_runtime.artifacts.archive_source import ArchiveSource
-from cubin_runtime.artifacts.cubin import parse_cubin
+from cubin_runtime.artifacts.cubins.cubin import parse_cubin
 from cubin_runtime.artifacts.manifest import MANIFEST_NAME, parse_manifest
-from cubin_runtime.artifacts.metadata import MetadataError, parse_header
-from cubin_runtime.artifacts.metadata_index import MetadataIndex, build_index
 from cubin_runtime.artifacts.path import ArtifactPath
-from cubin_runtime.artifacts.sources import NotHereError, Wanted
+from cubin_runtime.artifacts.sources.archive import ArchiveSource
+from cubin_runtime.artifacts.sources.source import NotHereError, Wanted
+from cubin_runtime.artifacts.tables.metadata import MetadataError, parse_header
+from cubin_runtime.artifacts.tables.metadata_index import MetadataIndex, build_index
 from cubin_runtime.cli.output import escape
 from cubin_runtime.errors import CorruptError, SourceError
 

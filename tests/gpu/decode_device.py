@@ -15,7 +15,7 @@ from decode_compare import assert_close, score_error
 from decode_values import KINDS
 from device_arrays import GUARD, POISON, DeviceArrays
 
-from cubin_runtime.artifacts.own_kernels import OwnKernel
+from cubin_runtime.artifacts.tables.native_kernels import NativeKernel
 from cubin_runtime.attention import PagedDecodePlan, Runtime, TensorView, plan_paged_decode
 from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.native.decode import select
@@ -58,7 +58,7 @@ class DeviceCase:
         return reference_of(self.case, self.host)
 
     @property
-    def kernels(self) -> tuple[OwnKernel, ...]:
+    def kernels(self) -> tuple[NativeKernel, ...]:
         return tuple(selection.kernel for selection in self.plan.selections)
 
     def dirty_workspace(self) -> Workspace:
@@ -171,7 +171,7 @@ def on_device(
         arrays.close()
 
 
-def decode_kernels(runtime: Runtime, case: DecodeCase) -> list[OwnKernel]:
+def decode_kernels(runtime: Runtime, case: DecodeCase) -> list[NativeKernel]:
     """The kernels of this device that take a case's dtypes and head_dim."""
     major, minor = runtime.driver.device(0).capability
     return [

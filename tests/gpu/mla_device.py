@@ -14,7 +14,7 @@ from decode_values import KINDS
 from device_arrays import GUARD, DeviceArrays
 from mla_cases import MlaCase, MlaHost, mla_host, mla_reference_of
 
-from cubin_runtime.artifacts.own_kernels import OwnKernel
+from cubin_runtime.artifacts.tables.native_kernels import NativeKernel
 from cubin_runtime.attention import MlaDecodePlan, Runtime, TensorView, plan_mla_decode
 
 OPERATION = "paged_mla_decode"
@@ -94,7 +94,7 @@ def mla_on_device(
         arrays.close()
 
 
-def mla_kernels(runtime: Runtime) -> list[OwnKernel]:
+def mla_kernels(runtime: Runtime) -> list[NativeKernel]:
     """The MLA kernels that were built for this very device."""
     major, minor = runtime.driver.device(0).capability
     own = runtime.own_release().kernels

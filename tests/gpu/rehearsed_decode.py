@@ -19,8 +19,8 @@ from decode_masks import keys_before_windows, visible_keys
 from decode_values import KINDS, bits_of, values_of
 
 from cubin_runtime import Config
-from cubin_runtime.artifacts.own_kernels import OwnKernel
 from cubin_runtime.artifacts.path import ArtifactPath
+from cubin_runtime.artifacts.tables.native_kernels import NativeKernel
 from cubin_runtime.attention import Runtime, launched_plan
 from cubin_runtime.attention.runtime import OwnRelease
 from cubin_runtime.kernels.native.layouts import LAYOUTS
@@ -36,9 +36,9 @@ ARITHMETIC = "rehearsed arithmetic"
 show_arithmetic = False
 
 
-def kernel_of(variant: Variant) -> OwnKernel:
+def kernel_of(variant: Variant) -> NativeKernel:
     """A made-up entry of kernels.json; caches come as pointers and strides."""
-    return OwnKernel(
+    return NativeKernel(
         name=f"{variant.symbol}_sm90a",
         symbol=variant.symbol,
         file=f"fmha/{variant.symbol}_sm90a.cubin",
@@ -81,7 +81,7 @@ class RehearsalRuntime(Runtime):
     def digest_of(self, path: ArtifactPath) -> str:
         return "0" * 64
 
-    def load(self, kernel: OwnKernel, context: int, stream: int = 0) -> Any:
+    def load(self, kernel: NativeKernel, context: int, stream: int = 0) -> Any:
         return kernel
 
 
@@ -90,7 +90,7 @@ class RehearsedLaunch:
 
     captured: list[Callable[[], None]]
 
-    def __init__(self, plan: LaunchPlan, kernel: OwnKernel, driver: Driver, descriptors: Any) -> None:
+    def __init__(self, plan: LaunchPlan, kernel: NativeKernel, driver: Driver, descriptors: Any) -> None:
         self.plan, self.kernel, self.driver = plan, kernel, driver
 
     def stepper(self, *names: str) -> Callable[..., None]:

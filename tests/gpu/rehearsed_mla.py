@@ -15,16 +15,16 @@ from decode_masks import visible_keys
 from decode_values import KINDS, bits_of, values_of
 from rehearsed_decode import TYPES, RehearsalRuntime, attend, memory, query_rows, rehearsal
 
-from cubin_runtime.artifacts.own_kernels import OwnKernel
+from cubin_runtime.artifacts.tables.native_kernels import NativeKernel
 from cubin_runtime.kernels.native.layouts import LAYOUTS
 from kernels_src.variants import VARIANTS, Variant
 
 STRUCT = "PagedMlaDecodeParams"
 
 
-def kernel_of(variant: Variant) -> OwnKernel:
+def kernel_of(variant: Variant) -> NativeKernel:
     """A made-up entry of kernels.json."""
-    return OwnKernel(
+    return NativeKernel(
         name=variant.name,
         symbol=variant.symbol,
         file=variant.file,

@@ -23,7 +23,7 @@ from mla_random import random_mla_case
 from reduction_cases import CASES, assert_lse, assert_merged, lse_case, lse_of, make_partials, run_reduction
 
 from cubin_runtime import Config
-from cubin_runtime.artifacts.own_kernels import OwnKernel
+from cubin_runtime.artifacts.tables.native_kernels import NativeKernel
 from cubin_runtime.attention import Runtime
 from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.native.decode.select import select_decode
@@ -85,7 +85,7 @@ def _spread(traits: Mapping[str, object], index: int) -> DecodeCase:
     )
 
 
-def cases_of(kernels: list[OwnKernel], device: DeviceFacts) -> list[DecodeCase]:
+def cases_of(kernels: list[NativeKernel], device: DeviceFacts) -> list[DecodeCase]:
     """As many cases that take each kernel as the whole may have, options going on from kernel to kernel."""
     each = (MOST_CASES - MLA_CASES - len(CASES) - len(LSES)) // len(kernels)
     assert each, f"{len(kernels)} kernels, more than {MOST_CASES} cases hold"
@@ -96,7 +96,7 @@ def cases_of(kernels: list[OwnKernel], device: DeviceFacts) -> list[DecodeCase]:
     return found
 
 
-def _takes(kernel: OwnKernel, case: DecodeCase, kernels: list[OwnKernel], device: DeviceFacts) -> bool:
+def _takes(kernel: NativeKernel, case: DecodeCase, kernels: list[NativeKernel], device: DeviceFacts) -> bool:
     shape = DecodeShape(
         case.kv_dtype,
         case.head_dim,
@@ -120,14 +120,14 @@ def _takes(kernel: OwnKernel, case: DecodeCase, kernels: list[OwnKernel], device
             return False
 
 
-def decode_kernels_of(runtime: Runtime) -> list[OwnKernel]:
+def decode_kernels_of(runtime: Runtime) -> list[NativeKernel]:
     """The decode kernels that were built for this very device."""
     major, minor = runtime.driver.device(0).capability
     kernels = runtime.own_release().kernels
     return [k for k in kernels if k.operation == OPERATION and k.sm.rstrip("af") == f"{major}{minor}"]
 
 
-def mla_cases_of(kernels: list[OwnKernel], device: DeviceFacts) -> list[MlaCase]:
+def mla_cases_of(kernels: list[NativeKernel], device: DeviceFacts) -> list[MlaCase]:
     """As many MLA cases that take each kernel as they may have together, options going on from kernel to kernel."""
     each = MLA_CASES // max(1, len(kernels))
     assert each or not kernels, f"{len(kernels)} MLA kernels, more than {MLA_CASES} cases hold"
@@ -138,7 +138,7 @@ def mla_cases_of(kernels: list[OwnKernel], device: DeviceFacts) -> list[MlaCase]
     return found
 
 
-def _mla_takes(kernel: OwnKernel, case: MlaCase, kernels: list[OwnKernel], device: DeviceFacts) -> bool:
+def _mla_takes(kernel: NativeKernel, case: MlaCase, kernels: list[NativeKernel], device: DeviceFacts) -> bool:
     shape = MlaShape(
         case.kv_dtype,
         case.latent,

@@ -12,7 +12,7 @@ from decode_cases import DecodeCase, Request, assemble, make_request, make_sinks
 from decode_compare import assert_close
 from decode_device import DeviceCase, decode_kernels, on_device
 
-from cubin_runtime.artifacts.own_kernels import OwnKernel
+from cubin_runtime.artifacts.tables.native_kernels import NativeKernel
 from cubin_runtime.attention import Runtime
 
 pytestmark = pytest.mark.gpu
@@ -70,7 +70,7 @@ class Target:
         tokens = [slice(at, at + len(self.request.q)) for at in places]
         return [(out[rows].tobytes(), lse[rows].tobytes()) for rows in tokens]
 
-    def kernels(self) -> list[OwnKernel]:
+    def kernels(self) -> list[NativeKernel]:
         """Those of the device for this dtype and head_dim."""
         return decode_kernels(self.runtime, self.case)
 

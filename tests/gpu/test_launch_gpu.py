@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from tensormap_cases import ACCEPTED, BASE, BROKEN
 
-from cubin_runtime.artifacts.cubin import parse_cubin
+from cubin_runtime.artifacts.cubins.cubin import parse_cubin
 from cubin_runtime.errors import AbiError, DriverError, FrozenError, WorkspaceError
 from cubin_runtime.launch import driver_api as api
 from cubin_runtime.launch.abi import LaunchNeeds

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from cubin_runtime.artifacts.own_kernels import BUILT_NOT_RUN, MEASURED, OwnKernel
+from cubin_runtime.artifacts.tables.native_kernels import BUILT_NOT_RUN, MEASURED, NativeKernel
 
 _HOPPER_ROWS = {32: (16,), 64: (8, 16, 64, 128), 128: (8, 16, 64, 128), 256: (8, 32), 512: (8,)}
 
@@ -27,10 +27,10 @@ def decode_kernel(
     tile_tokens: int = 64,
     q_e4m3: bool = False,
     **changes: Any,
-) -> OwnKernel:
+) -> NativeKernel:
     symbol = f"decode_{dtype}{'_q_e4m3' if q_e4m3 else ''}_d{head_dim}_rows{rows}"
     resident = 2 if sm == "90a" and rows < 64 else 1
-    made = OwnKernel(
+    made = NativeKernel(
         name=f"{symbol}_sm{sm}",
         symbol=symbol,
         file=f"fmha/{symbol}_sm{sm}.cubin",

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from cubin_runtime.artifacts.own_kernels import MEASURED, OwnKernel
+from cubin_runtime.artifacts.tables.native_kernels import MEASURED, NativeKernel
 
 
-def kernel(latent: int = 512, rows: int = 64) -> OwnKernel:
+def kernel(latent: int = 512, rows: int = 64) -> NativeKernel:
     name = f"mla_latent{latent}_rows{rows}"
-    return OwnKernel(
+    return NativeKernel(
         name=f"{name}_sm90a",
         symbol=name,
         file=f"mla/{name}_sm90a.cubin",

@@ -10,7 +10,7 @@ from decode_kernels import HOPPER, PORTABLE
 from examples import H100
 from hypothesis import strategies as st
 
-from cubin_runtime.artifacts.own_kernels import OwnKernel
+from cubin_runtime.artifacts.tables.native_kernels import NativeKernel
 from cubin_runtime.kernels.native.cost_model import Costs
 from cubin_runtime.kernels.native.decode.select import Candidate, DecodeSelection, Fit, select_decode
 from cubin_runtime.kernels.native.decode.shape import DecodeShape
@@ -38,7 +38,7 @@ shapes = st.builds(
 
 
 def one(
-    kernels: Iterable[OwnKernel], shape: DecodeShape, on: DeviceFacts = H200_DEVICE, costs: Costs | None = None
+    kernels: Iterable[NativeKernel], shape: DecodeShape, on: DeviceFacts = H200_DEVICE, costs: Costs | None = None
 ) -> DecodeSelection:
     """The only launch."""
     (selection,) = select_decode(kernels, shape, on, costs)

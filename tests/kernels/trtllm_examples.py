@@ -11,8 +11,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from cubin_runtime.artifacts.metadata import KernelMeta, KernelTable
-from cubin_runtime.artifacts.metadata_index import MetadataIndex, build_index
+from cubin_runtime.artifacts.tables.metadata import KernelMeta, KernelTable
+from cubin_runtime.artifacts.tables.metadata_index import MetadataIndex, build_index
 from cubin_runtime.kernels.trtllm_gen.kernels import KernelFinder
 from cubin_runtime.kernels.trtllm_gen.problem import Pointers, Problem, Strides
 from cubin_runtime.kernels.trtllm_gen.traits import (

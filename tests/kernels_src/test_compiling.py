@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from stub_kernels import LAYOUT, SOURCE, stub, write_source
 
-from cubin_runtime.artifacts.cubin import parse_cubin
+from cubin_runtime.artifacts.cubins.cubin import parse_cubin
 from cubin_runtime.launch.structs import Field, StructLayout
 from kernels_src.build import write_headers
 from kernels_src.compiling import (

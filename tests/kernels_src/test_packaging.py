@@ -80,7 +80,7 @@ def test_the_package_wheel_is_pure_python_with_its_pins(package_wheel: Path) -> 
     assert package_wheel.name == f"cubin_runtime-{__version__}-py3-none-any.whl"
     with zipfile.ZipFile(package_wheel) as archive:
         names = archive.namelist()
-    assert "cubin_runtime/artifacts/pins.toml" in names
+    assert "cubin_runtime/artifacts/pins/pins.toml" in names
     assert "cubin_runtime/py.typed" in names
     assert [n for n in names if not n.startswith(("cubin_runtime/", f"cubin_runtime-{__version__}.dist-info/"))] == []
     assert [n for n in names if n.endswith((".so", ".cubin", ".cu"))] == []

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cubin_runtime.artifacts.pins import BUILTIN_PINS, parse_pins
+from cubin_runtime.artifacts.pins.pin import BUILTIN_PINS, parse_pins
 from kernels_src.pinning import main, pin_of, with_pin
 from kernels_src.release import Release, write_release
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from stub_kernels import LAYOUT, SOURCE, stub, write_source
 
-from cubin_runtime.artifacts.own_kernels import parse_own_kernels
+from cubin_runtime.artifacts.tables.native_kernels import parse_native_kernels
 from kernels_src.build import BuildError, build
 from kernels_src.release import Release, read_release, write_release
 from kernels_src.toolchain import Toolchain
@@ -54,7 +54,7 @@ def test_files_can_be_read_by_everyone(stub_release: Release) -> None:
 
 
 def test_the_index_states_what_the_variant_and_the_layout_say(stub_release: Release) -> None:
-    kernels = parse_own_kernels((stub_release.folder / "kernels.json").read_bytes(), "kernels.json")
+    kernels = parse_native_kernels((stub_release.folder / "kernels.json").read_bytes(), "kernels.json")
     hopper = {kernel.sm: kernel for kernel in kernels}["90a"]
     assert hopper.file == "stub/stub_scale_sm90a.cubin"
     assert hopper.symbol == "stub_scale"

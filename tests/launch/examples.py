@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from cubin_runtime.artifacts.cubin import Architecture, Cubin, KernelFacts, Parameter
+from cubin_runtime.artifacts.cubins.cubin import Architecture, Cubin, KernelFacts, Parameter
 from cubin_runtime.artifacts.path import ArtifactPath
 from cubin_runtime.launch.abi import LaunchNeeds
 from cubin_runtime.launch.driver import DeviceFacts

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from examples import LAYOUT, SYMBOL, cubin, device, kernel_facts
 
-from cubin_runtime.artifacts.cubin import Architecture, Cubin, KernelFacts
+from cubin_runtime.artifacts.cubins.cubin import Architecture, Cubin, KernelFacts
 from cubin_runtime.errors import AbiError
 from cubin_runtime.launch.abi import check_launchable
 from cubin_runtime.launch.driver import DeviceFacts

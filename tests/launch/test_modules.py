@@ -9,7 +9,7 @@ import pytest
 from examples import DIGEST, LAYOUT, SYMBOL, cubin, kernel_facts, needs
 from standin_build import StandIn
 
-from cubin_runtime.artifacts.cubin import Cubin, KernelFacts
+from cubin_runtime.artifacts.cubins.cubin import Cubin, KernelFacts
 from cubin_runtime.errors import AbiError, CorruptError, DriverError, FrozenError
 from cubin_runtime.launch.driver import Driver
 from cubin_runtime.launch.modules import KernelRequest, LoadCounts, LoadedKernel, ModuleCache
@@ -297,6 +297,6 @@ def test_a_real_cubin_is_gated_by_its_own_elf(driver: Driver, standin: StandIn, 
 
 
 def _facts(image: bytes) -> Cubin:
-    from cubin_runtime.artifacts.cubin import parse_cubin
+    from cubin_runtime.artifacts.cubins.cubin import parse_cubin
 
     return parse_cubin(image)

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from cubin_runtime import Config
-from cubin_runtime.artifacts.agreement import TRTLLM_PARAMETER_BYTES, trtllm_disagreements
-from cubin_runtime.artifacts.cubin import parse_cubin
+from cubin_runtime.artifacts.cubins.cubin import parse_cubin
 from cubin_runtime.artifacts.library import Library
-from cubin_runtime.artifacts.metadata import HEADER_PATH, KernelTable, parse_header
-from cubin_runtime.artifacts.pins import Pin
+from cubin_runtime.artifacts.pins.pin import Pin
+from cubin_runtime.artifacts.tables.consistency import TRTLLM_PARAMETER_BYTES, trtllm_disagreements
+from cubin_runtime.artifacts.tables.metadata import HEADER_PATH, KernelTable, parse_header
 
 PIN = "trtllm-gen-0.6.13"
 REQUIREMENT = "flashinfer-cubin==0.6.13"

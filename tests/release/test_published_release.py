@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from cubin_runtime.artifacts.catalog import open_catalog, open_kernel_index
 from cubin_runtime.artifacts.library import Library
-from cubin_runtime.artifacts.metadata import KernelTable
-from cubin_runtime.artifacts.metadata_index import build_index
-from cubin_runtime.artifacts.pins import Pin
-from cubin_runtime.artifacts.select_filter import KernelFilter
+from cubin_runtime.artifacts.pins.pin import Pin
+from cubin_runtime.artifacts.releases.catalog import open_catalog, open_kernel_index
+from cubin_runtime.artifacts.tables.kernel_filter import KernelFilter
+from cubin_runtime.artifacts.tables.metadata import KernelTable
+from cubin_runtime.artifacts.tables.metadata_index import build_index
 
 pytestmark = [pytest.mark.release, pytest.mark.timeout(1800)]
 

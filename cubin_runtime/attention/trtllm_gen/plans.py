@@ -6,8 +6,8 @@ import threading
 import warnings
 from dataclasses import dataclass
 
-from ...artifacts.metadata import KernelMeta
-from ...artifacts.own_kernels import MEASURED, OwnKernel
+from ...artifacts.tables.metadata import KernelMeta
+from ...artifacts.tables.native_kernels import MEASURED, NativeKernel
 from ...errors import WorkspaceError
 from ...kernels.trtllm_gen.arguments import Device
 from ...kernels.trtllm_gen.grid import LARGEST_PORTABLE_CLUSTER
@@ -41,7 +41,7 @@ class _Follower:
     """One of our kernels behind the main one, ready to launch."""
 
     plan: LaunchPlan
-    kernel: OwnKernel
+    kernel: NativeKernel
 
 
 class AttentionPlan:

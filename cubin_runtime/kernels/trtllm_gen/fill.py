@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 
-from ...artifacts.metadata import KernelMeta
+from ...artifacts.tables.metadata import KernelMeta
 from ...launch.fastmoddiv import FastModDiv
 from ...launch.struct_types import SCALARS
 from .grid import Geometry

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...artifacts.metadata import KernelMeta
+from ...artifacts.tables.metadata import KernelMeta
 from .problem import Problem
 from .refusals import PlanRefused
 from .traits import (

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ...artifacts.metadata import ANY_PAGE_TOKENS, KernelMeta
-from ...artifacts.metadata_index import MetadataIndex
+from ...artifacts.tables.metadata import ANY_PAGE_TOKENS, KernelMeta
+from ...artifacts.tables.metadata_index import MetadataIndex
 from .problem import Problem
 from .traits import KernelKey
 

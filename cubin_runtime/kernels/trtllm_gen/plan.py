@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ...artifacts.metadata import KernelMeta
 from ...artifacts.path import ArtifactPath
+from ...artifacts.tables.metadata import KernelMeta
 from ...launch.plan import LaunchAttributes, LaunchPlan
 from .fill import fill
 from .grid import LARGEST_PORTABLE_CLUSTER

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ...artifacts.own_kernels import OwnKernel
 from ...artifacts.path import ArtifactPath
+from ...artifacts.tables.native_kernels import NativeKernel
 from ...errors import UsageError
 from ...launch.plan import LaunchAttributes, LaunchPlan
 from ...launch.structs import StructLayout
@@ -87,7 +87,7 @@ def _reduction(planned: Planned, launch: ReductionLaunch) -> AfterMain:
     return AfterMain(REDUCTION, traits, launch.grid, launch.block, values, launch.pdl)
 
 
-def choose_own(kernels: Iterable[OwnKernel], operation: str, traits: Mapping[str, str], sm: int) -> OwnKernel:
+def choose_own(kernels: Iterable[NativeKernel], operation: str, traits: Mapping[str, str], sm: int) -> NativeKernel:
     """Our kernel for an operation that runs on compute capability ``sm`` (100, 103, 90).
 
     Raises:
@@ -107,7 +107,7 @@ def choose_own(kernels: Iterable[OwnKernel], operation: str, traits: Mapping[str
 
 
 def own_launch_plan(
-    after: AfterMain, kernel: OwnKernel, path: ArtifactPath, sha256: str, layout: StructLayout
+    after: AfterMain, kernel: NativeKernel, path: ArtifactPath, sha256: str, layout: StructLayout
 ) -> LaunchPlan:
     """``after`` on ``kernel``, whose cubin lies at ``path``, as the launch layer takes it."""
     return LaunchPlan(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ...artifacts.metadata import KernelMeta
+from ...artifacts.tables.metadata import KernelMeta
 from .grid import Geometry, lay_out
 from .kernels import DYNAMIC_PAGE, KernelSet
 from .problem import Problem

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...artifacts.metadata import KernelMeta
+from ...artifacts.tables.metadata import KernelMeta
 from ...launch.tensormap import TensorMapSpec
 from .problem import Problem
 from .traits import (

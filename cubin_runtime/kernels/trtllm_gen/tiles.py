@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ...artifacts.metadata import KernelMeta
+from ...artifacts.tables.metadata import KernelMeta
 from .grid import Geometry
 from .problem import Problem
 from .traits import (

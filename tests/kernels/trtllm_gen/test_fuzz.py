@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trtllm_examples import PROBLEM, ROW, finder, named, recorded_cases, recorded_kernels
 
-from cubin_runtime.artifacts.metadata import KernelMeta
+from cubin_runtime.artifacts.tables.metadata import KernelMeta
 from cubin_runtime.errors import CubinRuntimeError, UsageError
 from cubin_runtime.kernels.trtllm_gen.example_case import DTYPES, Shapes, case_of
 from cubin_runtime.kernels.trtllm_gen.kernels import KernelFinder

@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 from trtllm_examples import recorded_cases, recorded_kernels
 
-from cubin_runtime.artifacts.own_kernels import OwnKernel
+from cubin_runtime.artifacts.tables.native_kernels import NativeKernel
 from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.native.layouts import LAYOUTS
 from cubin_runtime.kernels.trtllm_gen.cases import occupancy_of, problem_of
@@ -16,7 +16,7 @@ from cubin_runtime.kernels.trtllm_gen.plan import Planned, plan
 from cubin_runtime.kernels.trtllm_gen.reduction_launches import LSE, REDUCTION, choose_own, launches_after
 
 STRUCTS = {REDUCTION: "KvReductionParams", LSE: "LseFromStatisticsParams"}
-KERNEL = OwnKernel(
+KERNEL = NativeKernel(
     name="trtllm_gen_kv_reduction_bf16_to_bf16_sm100",
     symbol="trtllm_gen_kv_reduction_bf16_to_bf16",
     file="trtllm_gen/trtllm_gen_kv_reduction_bf16_to_bf16_sm100.cubin",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ....artifacts.own_kernels import OwnKernel
+from ....artifacts.tables.native_kernels import NativeKernel
 from ....launch.driver import DeviceFacts
 from ..cost_model import ITEM_BYTES, Costs, Work
 from .shape import DecodeShape
@@ -48,7 +48,7 @@ class Grid:
     cluster_parts: int = 0
 
 
-def grids_of(kernel: OwnKernel, shape: DecodeShape, part: Part, device: DeviceFacts, costs: Costs) -> list[Grid]:
+def grids_of(kernel: NativeKernel, shape: DecodeShape, part: Part, device: DeviceFacts, costs: Costs) -> list[Grid]:
     """A cluster for each pair, where that fits; then even cuts of all tiles.
 
     Of those one for each number of CTAs on a multiprocessor that the work is enough for, up to two; fewer CTAs first.
@@ -79,7 +79,7 @@ def grids_of(kernel: OwnKernel, shape: DecodeShape, part: Part, device: DeviceFa
     return grids
 
 
-def _cluster_grid(kernel: OwnKernel, shape: DecodeShape, device: DeviceFacts) -> Iterator[Grid]:
+def _cluster_grid(kernel: NativeKernel, shape: DecodeShape, device: DeviceFacts) -> Iterator[Grid]:
     """As many CTAs to a pair as make one wave with one CTA on a multiprocessor.
 
     CTAs of a request far below its bound would idle, and could not help the others. So it takes one request alone, or
@@ -112,7 +112,7 @@ def _requests(shape: DecodeShape, part: Part) -> int:
     return max(1, min(shape.batch, shape.tokens * shape.group // max(1, part.least_rows)))
 
 
-def _pairs(kernel: OwnKernel, shape: DecodeShape, part: Part) -> int:
+def _pairs(kernel: NativeKernel, shape: DecodeShape, part: Part) -> int:
     """(request, KV head, row tile) that have work at most; ragged requests fill fewer row tiles than their bound."""
     rows, requests = trait_of(kernel, "rows"), _requests(shape, part)
     row_tiles = max(1, -(-min(shape.rows, part.most_rows) // rows)) * requests
@@ -121,7 +121,7 @@ def _pairs(kernel: OwnKernel, shape: DecodeShape, part: Part) -> int:
     return row_tiles * shape.kv_heads
 
 
-def work_of(kernel: OwnKernel, grid: Grid, shape: DecodeShape, part: Part, device: DeviceFacts) -> Work:
+def work_of(kernel: NativeKernel, grid: Grid, shape: DecodeShape, part: Part, device: DeviceFacts) -> Work:
     """What the cost model has to know of the problem on this grid."""
     item_bytes, tile_tokens = ITEM_BYTES[shape.dtype], trait_of(kernel, "tile_tokens")
     pairs, requests = _pairs(kernel, shape, part), _requests(shape, part)
@@ -152,11 +152,11 @@ def work_of(kernel: OwnKernel, grid: Grid, shape: DecodeShape, part: Part, devic
     )
 
 
-def _resident(kernel: OwnKernel, device: DeviceFacts) -> int:
+def _resident(kernel: NativeKernel, device: DeviceFacts) -> int:
     by_shared = device.shared_bytes_per_multiprocessor // (kernel.dynamic_shared_bytes + _RESERVED_SHARED_BYTES)
     return max(1, min(by_shared, trait_of(kernel, "ctas_per_multiprocessor")))
 
 
-def trait_of(kernel: OwnKernel, name: str) -> int:
+def trait_of(kernel: NativeKernel, name: str) -> int:
     """A trait that is a number."""
     return int(kernel.traits[name])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ....artifacts.own_kernels import MEASURED, OwnKernel
+from ....artifacts.tables.native_kernels import MEASURED, NativeKernel
 from ....errors import UsageError
 from ....launch.driver import DeviceFacts
 from ..cost_model import (
@@ -38,7 +38,7 @@ _MOST_WARP_ROWS = 16
 class Fit:
     """A kernel that could do the problem: how it would cut it, and what that is expected to take."""
 
-    kernel: OwnKernel
+    kernel: NativeKernel
     grid: Grid
     estimate: Estimate
 
@@ -51,7 +51,7 @@ class Fit:
 class Candidate:
     """A decode kernel of the release: how it fits best and how else, or why it does not."""
 
-    kernel: OwnKernel
+    kernel: NativeKernel
     fit: Fit | None
     unfit: str = ""
     other_fits: tuple[Fit, ...] = ()
@@ -71,7 +71,7 @@ class DecodeSelection:
     decode kernels in its order.
     """
 
-    kernel: OwnKernel
+    kernel: NativeKernel
     least_rows: int
     most_rows: int
     ctas: int
@@ -85,7 +85,7 @@ class DecodeSelection:
 
 
 def select_decode(
-    kernels: Iterable[OwnKernel], shape: DecodeShape, device: DeviceFacts, costs: Costs | None = None
+    kernels: Iterable[NativeKernel], shape: DecodeShape, device: DeviceFacts, costs: Costs | None = None
 ) -> tuple[DecodeSelection, ...]:
     """The launches of a decode: of each, the kernel and CTAs with the least predicted time.
 
@@ -107,7 +107,7 @@ def select_decode(
     return tuple(_select(decodes, shape, part, device, constants) for part in _parts(decodes, shape, device))
 
 
-def _parts(kernels: list[OwnKernel], shape: DecodeShape, device: DeviceFacts) -> tuple[Part, ...]:
+def _parts(kernels: list[NativeKernel], shape: DecodeShape, device: DeviceFacts) -> tuple[Part, ...]:
     """The launches' requests: under ``batch_invariant`` a request's own rows alone decide its arithmetic."""
     if not shape.batch_invariant:
         return (Part(0, ANY_ROWS, None),)
@@ -124,7 +124,7 @@ def _parts(kernels: list[OwnKernel], shape: DecodeShape, device: DeviceFacts) ->
 
 
 def _select(
-    kernels: list[OwnKernel], shape: DecodeShape, part: Part, device: DeviceFacts, costs: Costs
+    kernels: list[NativeKernel], shape: DecodeShape, part: Part, device: DeviceFacts, costs: Costs
 ) -> DecodeSelection:
     candidates = tuple(_look_at(kernel, shape, part, device, costs) for kernel in kernels)
     fits = [c.fit for c in candidates if c.fit]
@@ -155,7 +155,7 @@ def _order(fit: Fit, shape: DecodeShape, part: Part) -> tuple[int, int, int, boo
     return padding, fit.grid.row_tiles, *closeness, fit.estimate.microseconds, fit.kernel.name
 
 
-def _look_at(kernel: OwnKernel, shape: DecodeShape, part: Part, device: DeviceFacts, costs: Costs) -> Candidate:
+def _look_at(kernel: NativeKernel, shape: DecodeShape, part: Part, device: DeviceFacts, costs: Costs) -> Candidate:
     unfit = _unfit(kernel, shape, device)
     if not unfit and part.arithmetic not in (None, kernel.traits["arithmetic"]):
         unfit = f"{kernel.traits['arithmetic']}; batch_invariant has {part.arithmetic} for {part}"
@@ -168,7 +168,7 @@ def _look_at(kernel: OwnKernel, shape: DecodeShape, part: Part, device: DeviceFa
     return Candidate(kernel, best, other_fits=tuple(fit for fit in fits if fit is not best))
 
 
-def _unfit(kernel: OwnKernel, shape: DecodeShape, device: DeviceFacts) -> str:
+def _unfit(kernel: NativeKernel, shape: DecodeShape, device: DeviceFacts) -> str:
     if not kernel.architecture.runs_on(_number(device)):
         return f"built for {kernel.architecture}"
     for name, wanted in (("dtype", shape.dtype), ("head_dim", shape.head_dim)):

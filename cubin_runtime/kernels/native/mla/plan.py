@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ....artifacts.own_kernels import OwnKernel
 from ....artifacts.path import ArtifactPath
+from ....artifacts.tables.native_kernels import NativeKernel
 from ....launch.plan import LaunchAttributes, LaunchPlan
 from ....launch.structs import StructLayout
 from ....launch.tensormap import TensorMapSpec
@@ -134,7 +134,7 @@ def mla_plan(
     )
 
 
-def cache_descriptor(problem: MlaProblem, kernel: OwnKernel, cache: LatentCacheView) -> TensorMapSpec:
+def cache_descriptor(problem: MlaProblem, kernel: NativeKernel, cache: LatentCacheView) -> TensorMapSpec:
     """Boxes of the kernel's columns and the tokens of a tile that one page holds together."""
     itemsize, dtype = _CACHE_ELEMENTS[problem.kv_dtype]
     return TensorMapSpec(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass
 
-from ....artifacts.own_kernels import MEASURED, OwnKernel
+from ....artifacts.tables.native_kernels import MEASURED, NativeKernel
 from ....errors import UsageError
 from ....launch.driver import DeviceFacts
 
@@ -64,7 +64,7 @@ class MlaSelection:
     each kernel looked at.
     """
 
-    kernel: OwnKernel
+    kernel: NativeKernel
     ctas: int
     tiles_together: int
     row_tiles: int
@@ -73,14 +73,14 @@ class MlaSelection:
     candidates: tuple[tuple[str, str], ...]
 
 
-def select_mla_decode(kernels: Iterable[OwnKernel], shape: MlaShape, device: DeviceFacts) -> MlaSelection:
+def select_mla_decode(kernels: Iterable[NativeKernel], shape: MlaShape, device: DeviceFacts) -> MlaSelection:
     """A kernel for few rows if they are few, else one of 64; the grid has teams that end on pairs' borders.
 
     Raises:
         UsageError: no kernel fits; the message says what those for this device can do.
     """
     looked_at: list[tuple[str, str]] = []
-    fitting: list[OwnKernel] = []
+    fitting: list[NativeKernel] = []
     for kernel in kernels:
         if kernel.operation != OPERATION:
             continue
@@ -128,7 +128,7 @@ def invariant_parts(tiles: int) -> int:
     return min(_INVARIANT_SPLITS, -(-tiles // _INVARIANT_PART_TILES))
 
 
-def _unfit(kernel: OwnKernel, shape: MlaShape, device: DeviceFacts) -> str:
+def _unfit(kernel: NativeKernel, shape: MlaShape, device: DeviceFacts) -> str:
     if not kernel.architecture.runs_on(device.capability[0] * 10 + device.capability[1]):
         return f"built for {kernel.architecture}"
     for name, wanted in (("dtype", shape.dtype), ("latent", shape.latent), ("rope", shape.rope)):
@@ -147,11 +147,11 @@ def _few_rows(shape: MlaShape) -> bool:
     return not shape.batch_invariant and shape.rows <= _FEW_ROWS[shape.dtype]
 
 
-def _row_tiles(kernel: OwnKernel, shape: MlaShape) -> int:
+def _row_tiles(kernel: NativeKernel, shape: MlaShape) -> int:
     return max(1, -(-shape.rows // _trait(kernel, "rows")))
 
 
-def _together(kernel: OwnKernel, shape: MlaShape) -> int:
+def _together(kernel: NativeKernel, shape: MlaShape) -> int:
     """The most that divide a request's row tiles, so that no CTA of a team idles."""
     return max(d for d in range(1, _TILES_TOGETHER + 1) if _row_tiles(kernel, shape) % d == 0)
 
@@ -167,5 +167,5 @@ def _teams(most: int, pairs: int, pair_tiles: int, part_tiles: int) -> int:
     return aligned if (teams - aligned) * _IDLE_SHARE <= teams else teams
 
 
-def _trait(kernel: OwnKernel, name: str) -> int:
+def _trait(kernel: NativeKernel, name: str) -> int:
     return int(kernel.traits[name])

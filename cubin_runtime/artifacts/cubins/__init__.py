@@ -1,0 +1,1 @@
+"""What a cubin says of itself."""

@@ -1,0 +1,1 @@
+"""Getting objects from the sources into the store."""

@@ -1,0 +1,112 @@
+"""How the bytes of a wanted file come: from the store, in place from a local source, or by network into the store."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ...errors import CorruptError, CubinRuntimeError, MissingError, SourceError, StoreError
+from ..bounded_read import digest_of
+from ..path import ArtifactPath
+from ..pins.pin import Pin
+from ..sources.failover import FetchPolicy
+from ..sources.source import NotHereError, Wanted
+from ..sources.source_list import SourceList, hint
+from ..store.store import Store
+from .dispatch import fetch_objects
+from .process_pool import hire
+from .worker_pool import Outcome, ThreadWorkerPool, WorkerPool
+
+_log = logging.getLogger("cubin_runtime")
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    """Bytes in private memory; ``origin``: where they came from, ``verified``: a pin covers them."""
+
+    path: ArtifactPath
+    sha256: str
+    data: bytes
+    origin: str
+    verified: bool
+
+
+class ArtifactLoader:
+    """From one store and its sources; whatever it hands over fits the digest that was wanted."""
+
+    def __init__(self, store: Store, source_list: SourceList, policy: FetchPolicy) -> None:
+        self._store, self._sources, self._policy = store, source_list, policy
+
+    def at_hand(self, pin: Pin, wanted: Wanted) -> tuple[Artifact | None, list[CubinRuntimeError]]:
+        """From the store or a local source in place, hashed; else the reasons why not."""
+        digest = listed_digest(wanted)
+        reasons: list[CubinRuntimeError] = []
+        try:
+            data = self._store.read(digest, wanted.limit)
+            return Artifact(wanted.path, digest, data, str(self._store.root), True), reasons
+        except MissingError as error:
+            reasons.append(error)
+        except CorruptError as error:
+            _log.warning("%s", error)
+            reasons.append(error)
+        except StoreError as error:
+            # one that this user may not read (in another's home) is passed over like a source that lacks the file
+            if not isinstance(error.__context__, PermissionError):
+                raise
+            reasons.append(error)
+        for source in self._sources.local_sources(pin):
+            try:
+                data = source.read(wanted)
+            except (NotHereError, SourceError) as error:
+                reasons.append(error)
+                continue
+            if (found := digest_of(data)) == digest:
+                return Artifact(wanted.path, digest, data, source.label, True), reasons
+            reasons.append(CorruptError(f"{source.label}: sha256 of {wanted.path} is {found}, expected {digest}"))
+        return None, reasons
+
+    def over_network(self, pin: Pin, wanted: Wanted) -> Artifact:
+        """Into the store and from there, which logs one line with name, bytes and seconds.
+
+        Raises:
+            SourceError, CorruptError: no source delivered it.
+            StoreError: the store is full or cannot be written.
+        """
+        began = time.monotonic()
+        outcome = self.into_store(pin, [wanted], 1, None)[0]
+        if outcome.error is not None:
+            if isinstance(outcome.error, SourceError):
+                raise SourceError(f"{outcome.error}{hint(pin)}")
+            raise outcome.error
+        data = self._store.read(listed_digest(wanted), wanted.limit)
+        origin = outcome.source or str(self._store.root)
+        _log.info("fetched %s: %d bytes in %.3f s", wanted.path, len(data), time.monotonic() - began)
+        return Artifact(wanted.path, listed_digest(wanted), data, origin, True)
+
+    def into_store(
+        self, pin: Pin, wanted: Sequence[Wanted], jobs: int, note: Callable[[Outcome], None] | None
+    ) -> list[Outcome]:
+        """What became of each of ``wanted``, ``jobs`` at a time; ``note`` is told of each as it ends.
+
+        Raises:
+            StoreError: the store is full or cannot be written.
+        """
+        specs = self._sources.specs(pin)
+
+        def threads() -> ThreadWorkerPool:
+            return ThreadWorkerPool(
+                self._store, lambda progress: self._sources.open(specs, progress), self._policy, min(jobs, len(wanted))
+            )
+
+        def pool() -> WorkerPool:
+            return hire(self._sources.order(specs), threads, jobs, len(wanted))
+
+        return fetch_objects(self._store, wanted, pool, policy=self._policy, on_outcome=note)
+
+
+def listed_digest(wanted: Wanted) -> str:
+    """The digest of a file that a manifest or a pin lists."""
+    assert wanted.sha256 is not None
+    return wanted.sha256

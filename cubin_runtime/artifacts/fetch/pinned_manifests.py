@@ -1,0 +1,86 @@
+"""The manifests that pins name: had from wherever they are, held against the pin, parsed once a process."""
+
+from __future__ import annotations
+
+import threading
+
+from ...errors import CorruptError, MissingError, PinError, SourceError, StoreError
+from ..manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest
+from ..pins.pin import Pin, read_manifest
+from ..sources.source import Wanted
+from ..sources.source_list import SourceList, hint
+from ..store.store import Store
+from .loader import ArtifactLoader, listed_digest
+
+
+class PinnedManifests:
+    """Safe to share between threads."""
+
+    def __init__(self, store: Store, source_list: SourceList, loader: ArtifactLoader) -> None:
+        self._store, self._sources, self._loader = store, source_list, loader
+        self._manifests: dict[str, Manifest] = {}
+        self._bytes: dict[str, bytes] = {}
+        self._lock = threading.Lock()
+
+    def bytes_of(self, pin: Pin) -> bytes:
+        """Those of a manifest that ``of`` gave."""
+        return self._bytes[pin.manifest_sha256]
+
+    def of(self, pin: Pin, *, network: bool) -> Manifest:
+        """From the store or a local source or, with ``network``, from any source.
+
+        Raises:
+            PinError: what is there is not the pinned manifest.
+            MissingError: it is not at hand (``network`` false).
+            SourceError: no source has it.
+            StoreError: the store cannot be read.
+        """
+        known = self._manifests.get(pin.manifest_sha256)
+        if known is not None:
+            return known
+        wanted = manifest_wanted(pin)
+        found, reasons = self._loader.at_hand(pin, wanted)
+        if found is not None:
+            data, origin = found.data, found.origin
+        elif network:
+            data, origin = self._from_network(pin, wanted)
+        else:
+            mismatch = next((reason for reason in reasons if isinstance(reason, CorruptError)), None)
+            if mismatch is not None:
+                raise PinError(f"the manifest of {pin.name!r} is not the pinned one: {mismatch}")
+            if (unreadable := next((reason for reason in reasons if isinstance(reason, StoreError)), None)) is not None:
+                raise unreadable
+            raise MissingError(
+                f"the manifest of {pin.name!r} is not here; 'cubin-runtime fetch {pin.name}' gets it{hint(pin)}"
+            )
+        manifest = read_manifest(pin, data, origin)
+        with self._lock:
+            self._bytes[pin.manifest_sha256] = data
+            return self._manifests.setdefault(pin.manifest_sha256, manifest)
+
+    def _from_network(self, pin: Pin, wanted: Wanted) -> tuple[bytes, str]:
+        """Through the store if it can be written, so that processes that start together download it once."""
+        try:
+            if not self._sources.has_network(pin) or not self._can_write():
+                return self._sources.read(self._sources.specs(pin), wanted)
+            outcome = self._loader.into_store(pin, [wanted], 1, None)[0]
+            if outcome.error is not None:
+                raise outcome.error
+            return self._store.read(listed_digest(wanted), wanted.limit), outcome.source or str(self._store.root)
+        except CorruptError as error:
+            raise PinError(f"the manifest of {pin.name!r} is not the pinned one: {error}") from None
+        except SourceError as error:
+            raise SourceError(f"{error}{hint(pin)}") from None
+
+    def _can_write(self) -> bool:
+        try:
+            self._store.check_writable()
+        except StoreError:
+            return False
+        return True
+
+
+def manifest_wanted(pin: Pin, *, any_digest: bool = False) -> Wanted:
+    """The manifest as a file to be had; ``any_digest``: whatever it is, for a caller who compares it."""
+    digest = None if any_digest else pin.manifest_sha256
+    return Wanted(pin.path.child(MANIFEST_NAME), pin.path, digest, MAX_MANIFEST_BYTES)

@@ -1,0 +1,79 @@
+"""What a fetch did, counted from the outcomes of its objects."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ...errors import CorruptError, SourceError
+from ..pins.pin import Pin
+from ..sources.source import Wanted
+from ..sources.source_list import hint
+from .worker_pool import Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class FetchReport:
+    """What a fetch did: ``chosen = present + fetched`` (``+ missing`` in a dry run, which fetches nothing).
+
+    ``bytes`` were fetched in ``seconds``; ``about_bytes`` is the estimate for what was missing at the start
+    (0: the pin says no sizes), ``saves_about_bytes`` for the files of the release that were not chosen;
+    ``by_source`` counts files by the source that delivered them.
+    """
+
+    pin: str
+    chosen: int
+    present: int
+    missing: int
+    fetched: int
+    bytes: int
+    about_bytes: int
+    seconds: float
+    dry_run: bool
+    by_source: Mapping[str, int]
+    saves_about_bytes: int = 0
+
+
+def report_of(
+    pin: Pin,
+    wanted: Sequence[Wanted],
+    missing: Sequence[Wanted],
+    about: int,
+    outcomes: Sequence[Outcome],
+    seconds: float,
+    dry_run: bool,
+) -> FetchReport:
+    """Count files (several may be one object), and raise if one was not delivered."""
+    names = Counter(one.sha256 for one in missing)
+    failed = [outcome for outcome in outcomes if outcome.error is not None]
+    if failed:
+        _raise_failures(pin, len(wanted), failed)
+    by_source: Counter[str] = Counter()
+    for outcome in outcomes:
+        if outcome.source is not None:
+            by_source[outcome.source] += names[outcome.wanted.sha256]
+    fetched = sum(by_source.values())
+    return FetchReport(
+        pin=pin.name,
+        chosen=len(wanted),
+        present=len(wanted) - (len(missing) if dry_run else fetched),
+        missing=len(missing) if dry_run else 0,
+        fetched=fetched,
+        bytes=sum(outcome.size for outcome in outcomes),
+        about_bytes=about,
+        seconds=seconds,
+        dry_run=dry_run,
+        by_source=dict(by_source),
+        saves_about_bytes=pin.estimate(max(0, pin.files - len(wanted))),
+    )
+
+
+def _raise_failures(pin: Pin, chosen: int, failed: Sequence[Outcome]) -> None:
+    errors = [outcome.error for outcome in failed]
+    kind = CorruptError if any(isinstance(error, CorruptError) for error in errors) else SourceError
+    if len(failed) == 1:
+        raise kind(f"{errors[0]}{hint(pin) if kind is SourceError else ''}")
+    shown = "\n".join(f"  {error}" for error in errors[:5])
+    more = f"\n  and {len(failed) - 5} more" if len(failed) > 5 else ""
+    raise kind(f"{len(failed)} of {chosen} files were not delivered:\n{shown}{more}{hint(pin)}")

@@ -1,0 +1,123 @@
+"""Who fetches: a pool of workers takes objects and gives back outcomes; here the one made of threads."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..sources.failover import FetchPolicy, Progress, read_with_failover
+from ..sources.source import Source, Wanted
+from ..store.store import Store
+
+_JOIN_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one object: ``source`` None: it was there already; ``error`` None: it is there now."""
+
+    wanted: Wanted
+    source: str | None = None
+    size: int = 0
+    error: Exception | None = None
+
+
+class WorkerPool(Protocol):
+    """Workers that put objects into one store; used by one thread at a time."""
+
+    jobs: int
+    """How many objects are worked on at a time."""
+
+    @property
+    def ticks(self) -> int:
+        """Grows whenever bytes came: the sign of progress, as opposed to mere life."""
+
+    def give(self, items: Sequence[Wanted]) -> None:
+        """Hand out work; returns at once."""
+
+    def take(self, timeout: float) -> list[Outcome]:
+        """All outcomes that are there; waits ``timeout`` seconds for the first one.
+
+        Raises:
+            WorkerError: a worker was lost, so that not all outcomes will come.
+        """
+
+    def stop(self) -> None:
+        """End soon, objects that are being published included; leaves no temporary behind."""
+
+
+class ThreadWorkerPool:
+    """Threads of this process, each with sources of its own."""
+
+    def __init__(
+        self,
+        store: Store,
+        open_sources: Callable[[Progress], Sequence[Source]],
+        policy: FetchPolicy,
+        jobs: int,
+    ) -> None:
+        self.jobs = jobs
+        self._store = store
+        self._open_sources = open_sources
+        self._policy = policy
+        self._progress = Progress(policy)
+        self._tasks: queue.SimpleQueue[Wanted | None] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+
+    @property
+    def ticks(self) -> int:
+        """See ``WorkerPool.ticks``."""
+        return self._progress.ticks
+
+    def give(self, items: Sequence[Wanted]) -> None:
+        """See ``WorkerPool.give``."""
+        for item in items:
+            self._tasks.put(item)
+            if len(self._threads) < self.jobs:
+                thread = threading.Thread(target=self._work, daemon=True)
+                self._threads.append(thread)
+                thread.start()
+
+    def take(self, timeout: float) -> list[Outcome]:
+        """See ``WorkerPool.take``."""
+        outcomes: list[Outcome] = []
+        try:
+            outcomes.append(self._results.get(timeout=timeout) if timeout > 0 else self._results.get_nowait())
+            while True:
+                outcomes.append(self._results.get_nowait())
+        except queue.Empty:
+            return outcomes
+
+    def stop(self) -> None:
+        """See ``WorkerPool.stop``."""
+        self._progress.stop.set()
+        for _ in self._threads:
+            self._tasks.put(None)
+        deadline = time.monotonic() + _JOIN_SECONDS
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _work(self) -> None:
+        """One worker: its own sources, one object after another, until the fetch ends or stops."""
+        sources: Sequence[Source] = ()
+        opened = False
+        while (wanted := self._tasks.get()) is not None and not self._progress.stop.is_set():
+            try:
+                if not opened:
+                    sources, opened = self._open_sources(self._progress), True
+                data, label = read_with_failover(wanted, sources, self._policy, self._progress)
+                assert wanted.sha256 is not None
+                self._store.put(wanted.sha256, data)
+                outcome = Outcome(wanted, label, len(data))
+                del data  # else each waiting worker keeps its last object
+            except Exception as error:
+                outcome = Outcome(wanted, error=error)
+            self._results.put(outcome)
+        for source in sources:
+            if not source.local:
+                source.close()

@@ -1,0 +1,1 @@
+"""Which releases are trusted: pins, the user's pin file, signatures."""

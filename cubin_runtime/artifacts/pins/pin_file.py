@@ -1,0 +1,110 @@
+"""The user's pin file: a pin made for a release whose manifest is at hand is appended, another taken out."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from pathlib import Path
+
+from ...errors import PinError
+from ..manifest import parse_manifest
+from ..path import ArtifactPath
+from .pin import BUILTIN_PINS, Pin, format_pin, parse_pins
+from .pin_set import PinSet
+
+DEFAULT_MAX_FILE_BYTES = 64 << 20
+
+_TABLE = re.compile(r"^[ \t]*\[\[[ \t]*pin[ \t]*\]\]", re.MULTILINE)
+
+
+def make_pin(
+    manifest_data: bytes,
+    folder: ArtifactPath,
+    origin: str,
+    *,
+    name: str | None = None,
+    abi: str | None = None,
+    licence: str = "unknown",
+    max_file_bytes: int | None = None,
+    sources: tuple[str, ...] = (),
+) -> Pin:
+    """A pin for a release whose manifest is at hand; the sum of its files' sizes stays unknown.
+
+    Raises:
+        CorruptError: the bytes are no manifest.
+        PinError: ``name``, ``abi`` or ``licence`` is outside its domain.
+    """
+    manifest = parse_manifest(manifest_data, folder, origin)
+    made = Pin(
+        name=name or re.sub(r"[^A-Za-z0-9._+-]", "-", folder.text).lstrip("._+-")[:128] or "release",
+        path=folder,
+        manifest_sha256=manifest.sha256,
+        files=len(manifest.digests),
+        bytes=0,
+        max_file_bytes=max_file_bytes or DEFAULT_MAX_FILE_BYTES,
+        index_sha256=None,
+        abi=abi,
+        licence=licence,
+        sources=sources,
+    )
+    return parse_pins(format_pin(made).encode(), "pin")[0]
+
+
+def add_pin(file: Path, pin: Pin, known: PinSet) -> bool:
+    """Append a pin to a user's file, whole or not at all; False if the release was pinned with that digest.
+
+    Raises:
+        PinError: another pin disagrees, or the file cannot be written.
+    """
+    there = next((one for one in known if one.path == pin.path), None)
+    if there is not None and there.manifest_sha256 == pin.manifest_sha256:
+        return False
+    PinSet([*((one, known.origin(one)) for one in known), (pin, str(file))])
+    try:
+        before = file.read_text() if file.exists() else ""
+    except OSError as error:
+        raise PinError(f"{file}: pins cannot be read: {error.strerror}") from None
+    _replace(file, before + ("\n" if before else "") + format_pin(pin))
+    return True
+
+
+def remove_pin(file: Path, name_or_path: str, known: PinSet) -> Pin:
+    """Take a pin out of a user's file, whole or not at all; the rest of the file stays as it is written.
+
+    Raises:
+        PinError: no such pin, it comes from another place than ``file``, or the file cannot be written.
+    """
+    pin = known.get(name_or_path)
+    if known.origin(pin) == str(BUILTIN_PINS):
+        raise PinError(f"{pin.name!r} is built in and cannot be taken out")
+    if name_or_path.removesuffix("/") not in (pin.name, pin.path.text):
+        raise PinError(f"{name_or_path!r} is no pin but lies in {pin.name!r}; expected a name or a release's folder")
+    if known.origin(pin) != str(file):
+        raise PinError(f"{pin.name!r} comes from {known.origin(pin)}, only {file} is changed; take it out there")
+    try:
+        text = file.read_text()
+    except OSError as error:
+        raise PinError(f"{file}: pins cannot be read: {error.strerror}") from None
+    before = parse_pins(text.encode(), str(file))
+    starts = [match.start() for match in _TABLE.finditer(text)]
+    at = next((number for number, one in enumerate(before) if one.path == pin.path), None)
+    kept = None
+    if at is not None and len(starts) == len(before):
+        kept = text[: starts[at]] + text[starts[at + 1] if at + 1 < len(starts) else len(text) :]
+    # a table may be written in ways that lines do not show: what is left must read as all pins but this one
+    if at is None or kept is None or parse_pins(kept.encode(), str(file)) != before[:at] + before[at + 1 :]:
+        raise PinError(f"{file}: the table of {pin.name!r} cannot be told from the others; take it out by hand")
+    _replace(file, kept)
+    return pin
+
+
+def _replace(file: Path, text: str) -> None:
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text)
+        os.replace(temporary, file)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise PinError(f"{file}: the pin cannot be written: {error.strerror}") from None

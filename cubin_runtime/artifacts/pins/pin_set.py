@@ -1,0 +1,127 @@
+"""All pins in force: the built-in ones and the user's, none of which disagree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+
+from ...config import Config
+from ...errors import PinError
+from ..path import ArtifactPath, PathError
+from .pin import BUILTIN_PINS, Pin, parse_pins
+from .signatures import load_keys, read_pin_file
+
+
+def refuse_trust_in_store(config: Config) -> None:
+    """What decides (pins and keys) is never read from a store, which anybody may have filled.
+
+    Raises:
+        PinError: a pin file or a key file lies inside the store.
+    """
+    root = config.store.resolve()
+    for file in (*config.pin_files, *(Path(key).expanduser() for key in config.pin_keys)):
+        if file.resolve().is_relative_to(root):
+            raise PinError(f"{file}: lies in the store {config.store}; pins and keys are never read from a store")
+
+
+class PinSet:
+    """All pins in force, from the built-in file and the user's; no two of them disagree."""
+
+    def __init__(self, pins: Iterable[tuple[Pin, str]]) -> None:
+        """``pins`` are pairs of a pin and the place it came from (for messages).
+
+        Raises:
+            PinError: two pins disagree, whatever their order.
+        """
+        self._by_name: dict[str, Pin] = {}
+        self._by_path: dict[ArtifactPath, Pin] = {}
+        self._origins: dict[str, str] = {}
+        for pin, origin in pins:
+            self._add(pin, origin)
+
+    @classmethod
+    def from_files(cls, builtin: Path | None, *user_files: Path, keys: Sequence[str] = ()) -> PinSet:
+        """Read the built-in pins (None: the ones of the package), then each user file.
+
+        With ``keys`` (see ``Config.pin_keys``) each user file must be signed by one of them; that is checked
+        over the very bytes that are then parsed, before they are.
+
+        Raises:
+            PinError: a file cannot be read or parsed, is not signed although keys are set, or two pins disagree.
+        """
+        loaded = load_keys(keys)
+        read = [(file, read_pin_file(file, ())) for file in (builtin or BUILTIN_PINS,)]
+        read += [(file, read_pin_file(file, loaded)) for file in user_files]
+        return cls((pin, str(file)) for file, data in read for pin in parse_pins(data, str(file)))
+
+    def _add(self, pin: Pin, origin: str) -> None:
+        for known in list(self._by_name.values()):
+            if (fault := _disagreement(known, pin)) is not None:
+                raise PinError(
+                    f"two pins disagree on {fault}: {known.name!r} ({known.path}, from "
+                    f"{self._origins[known.name]}) and {pin.name!r} ({pin.path}, from {origin})"
+                )
+        known_pin = self._by_path.get(pin.path)
+        if known_pin is not None:
+            extra = tuple(s for s in pin.sources if s not in known_pin.sources)
+            pin = replace(known_pin, sources=known_pin.sources + extra)
+            self._by_name[pin.name] = self._by_path[pin.path] = pin
+            return
+        self._by_name[pin.name] = self._by_path[pin.path] = pin
+        self._origins[pin.name] = origin
+
+    def __iter__(self) -> Iterator[Pin]:
+        return iter(self._by_name.values())
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def origin(self, pin: Pin) -> str:
+        """The file that a pin came from."""
+        return self._origins[pin.name]
+
+    def get(self, name_or_path: str) -> Pin:
+        """The pin of that name, of that folder, or covering that path.
+
+        Raises:
+            PinError: nothing is pinned there; the message lists the names that are.
+        """
+        if (named := self._by_name.get(name_or_path)) is not None:
+            return named
+        try:
+            path = ArtifactPath(name_or_path.removesuffix("/"))
+        except PathError as error:
+            raise PinError(f"{name_or_path!r} is no pin ({self._names()}) and no path: {error}") from None
+        return self._by_path.get(path) or self.covering(path)
+
+    def covering(self, path: ArtifactPath) -> Pin:
+        """The pin whose folder holds ``path``.
+
+        Raises:
+            PinError: no pin covers it.
+        """
+        text = path.text
+        while text := text.rpartition("/")[0]:
+            if (pin := self._by_path.get(ArtifactPath(text))) is not None:
+                return pin
+        raise PinError(f"{path.text!r} is not pinned; {self._names()}")
+
+    def _names(self) -> str:
+        return "pinned are " + (", ".join(sorted(self._by_name)) or "no releases")
+
+
+def _disagreement(one: Pin, other: Pin) -> str | None:
+    """What two pins disagree on, or None; symmetric, so that the order of files never matters."""
+    if one.path != other.path:
+        if one.name == other.name:
+            return f"the folder of the name {one.name!r}"
+        if one.path.is_below(other.path) or other.path.is_below(one.path):
+            return "a folder that both cover"
+        if one.name == other.path.text or other.name == one.path.text:
+            return "a name that is the other's folder"
+        return None
+    for field in fields(Pin):
+        if field.name != "sources" and getattr(one, field.name) != getattr(other, field.name):
+            return f"{field.name} of the folder {one.path.text!r}"
+    return None

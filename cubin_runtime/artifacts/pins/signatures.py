@@ -1,0 +1,155 @@
+"""Signatures of operators' pin files: Ed25519 over the exact bytes, checked before anything is parsed.
+
+A pin file ``NAME`` is signed by ``NAME.sig`` beside it: the 64 raw bytes that ``openssl pkeyutl -sign -rawin``
+writes, or lines of base64, one a signature. One signature by one of the keys is enough, so that during a
+rotation old and new keys, or old and new signatures, may stand side by side. Nothing here opens a socket.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...errors import CubinRuntimeError, PinError
+from ..bounded_read import digest_of, open_regular, read_bounded
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+KEYS_VARIABLE = "CUBIN_RUNTIME_PIN_KEYS"
+SIGNATURE_SUFFIX = ".sig"
+MAX_PIN_FILE_BYTES = 4 << 20
+MAX_KEY_FILE_BYTES = 64 << 10
+MAX_SIGNATURES = 16
+
+_SIGNATURE_BYTES = 64
+_RAW_KEY = re.compile(r"[0-9a-f]{64}")
+_PEM_KEY = re.compile(rb"-----BEGIN PUBLIC KEY-----\s.*?-----END PUBLIC KEY-----\n?", re.DOTALL)
+
+
+class SignatureError(PinError):
+    """A pin file is unsigned, or no signature fits it and a key in force; or a key cannot be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class PinKey:
+    """A public key; ``name`` is for people: the first 16 hex digits of the SHA-256 of its 32 bytes."""
+
+    name: str
+    origin: str
+    verifies: Callable[[bytes, bytes], bool]
+
+
+def load_keys(texts: Sequence[str]) -> tuple[PinKey, ...]:
+    """The keys that ``CUBIN_RUNTIME_PIN_KEYS`` names: 64 hex digits, or a file of PEM public keys, each.
+
+    Raises:
+        SignatureError: the package ``cryptography`` is missing, or a key cannot be read or is no Ed25519 key.
+    """
+    if not texts:
+        return ()
+    try:
+        import cryptography.exceptions  # noqa: F401
+    except ImportError:
+        raise SignatureError(
+            f"{KEYS_VARIABLE} is set, and checking signatures needs the package 'cryptography': "
+            "pip install 'cubin-runtime[signing]'"
+        ) from None
+    return tuple(key for text in texts for key in _keys_of(text))
+
+
+def read_pin_file(file: Path, keys: Sequence[PinKey]) -> bytes:
+    """The bytes of an operator's pin file; with ``keys`` only if one of them signed exactly these bytes.
+
+    Raises:
+        PinError: it cannot be read.
+        SignatureError: it is not signed, or by none of the keys.
+    """
+    data = _read(file, MAX_PIN_FILE_BYTES, "pins")
+    if keys:
+        signer_of(file, data, keys)
+    return data
+
+
+def signer_of(file: Path, data: bytes, keys: Sequence[PinKey]) -> PinKey:
+    """The key that signed ``data``, by the signatures beside ``file``.
+
+    Raises:
+        SignatureError: there is no signature, it has no known form, or none of the keys made it.
+    """
+    beside = file.with_name(file.name + SIGNATURE_SUFFIX)
+    if not os.path.lexists(beside):
+        raise SignatureError(f"{file}: is not signed ({beside.name} is not beside it), and {KEYS_VARIABLE} is set")
+    signatures = _signatures(_read(beside, MAX_KEY_FILE_BYTES, "signature"), str(beside))
+    for key in keys:
+        if any(key.verifies(signature, data) for signature in signatures):
+            return key
+    names = ", ".join(key.name for key in keys)
+    raise SignatureError(f"{beside}: is no signature of {file.name} by a key in force ({names})")
+
+
+def _signatures(data: bytes, origin: str) -> list[bytes]:
+    if len(data) == _SIGNATURE_BYTES:
+        return [data]
+    try:
+        found = [base64.b64decode(line, validate=True) for line in data.split()]
+    except (binascii.Error, ValueError):
+        found = []
+    if not 0 < len(found) <= MAX_SIGNATURES or any(len(one) != _SIGNATURE_BYTES for one in found):
+        raise SignatureError(
+            f"{origin}: expected an Ed25519 signature of 64 bytes, or up to {MAX_SIGNATURES} lines of base64 of them"
+        )
+    return found
+
+
+def _keys_of(text: str) -> list[PinKey]:
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+    if _RAW_KEY.fullmatch(text):
+        return [_key(Ed25519PublicKey.from_public_bytes(bytes.fromhex(text)), KEYS_VARIABLE)]
+    data = _read(Path(text).expanduser(), MAX_KEY_FILE_BYTES, "pin keys")
+    found: list[PinKey] = []
+    for block in _PEM_KEY.findall(data):
+        try:
+            loaded = serialization.load_pem_public_key(block)
+        except Exception as error:  # the library raises its own and OpenSSL's, all of one meaning here
+            raise SignatureError(f"{text}: a public key cannot be read: {type(error).__name__}") from None
+        if not isinstance(loaded, Ed25519PublicKey):
+            raise SignatureError(f"{text}: expected Ed25519 public keys, got a {type(loaded).__name__}")
+        found.append(_key(loaded, text))
+    if not found:
+        raise SignatureError(f"{text}: holds no PEM block 'PUBLIC KEY'")
+    return found
+
+
+def _key(public: Ed25519PublicKey, origin: str) -> PinKey:
+    from cryptography.exceptions import InvalidSignature
+
+    def verifies(signature: bytes, data: bytes) -> bool:
+        try:
+            public.verify(signature, data)
+        except InvalidSignature:
+            return False
+        return True
+
+    return PinKey(digest_of(public.public_bytes_raw())[:16], origin, verifies)
+
+
+def _read(file: Path, limit: int, what: str) -> bytes:
+    try:
+        descriptor, status = open_regular(str(file), str(file), follow=True)
+        try:
+            return read_bounded(descriptor, status.st_size, limit, str(file))
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise SignatureError(f"{file}: {what} cannot be read: {error.strerror}") from None
+    except CubinRuntimeError as error:
+        raise SignatureError(f"{what} cannot be read: {error}") from None

@@ -1,0 +1,1 @@
+"""Operations on whole releases, on top of the library."""

@@ -1,0 +1,256 @@
+"""Releases for others: one zip that is a source, or a static tree that any web server can serve.
+
+What is written is read through the library first, so it was hashed against the pinned manifest in private
+memory; and it is published whole or not at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import socket
+import time
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...errors import MissingError, StoreError, UsageError
+from ..bounded_read import NotRegularError, digest_of, open_regular, read_bounded
+from ..manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES
+from ..path import ArtifactPath
+from ..sources.source import ARCHIVE_SUFFIXES
+from ..store.store import STALE_SECONDS, Store
+from ..verification import default_jobs
+from .catalog import manifest_at_hand
+
+if TYPE_CHECKING:
+    from ..library import Library
+    from ..pins.pin import Pin
+
+Chosen = Sequence[tuple["Pin", Sequence[ArtifactPath]]]
+Progress = Callable[[int], None]
+
+_TEMPORARY = ".tmp-"
+_LONG_AGO = (1980, 1, 1, 0, 0, 0)
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ExportReport:
+    """An archive of ``files`` files with ``bytes`` bytes, manifests counted; ``sha256`` is the archive's own."""
+
+    target: str
+    releases: tuple[str, ...]
+    files: int
+    bytes: int
+    archive_bytes: int
+    sha256: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class MirrorReport:
+    """A tree of ``written + kept`` files, manifests counted; the kept ones stood there already and were right."""
+
+    target: str
+    releases: tuple[str, ...]
+    written: int
+    kept: int
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    path: ArtifactPath
+    sha256: str
+    limit: int
+    pin: Pin
+    is_manifest: bool
+
+
+def export_zip(
+    library: Library, chosen: Chosen, target: Path, *, compress: bool = False, progress: Progress | None = None
+) -> ExportReport:
+    """Write files of releases, each with its whole manifest, into a ``.zip`` that is a source.
+
+    Members are sorted and carry no times, owners or extras, so the same files give the same bytes; with
+    ``compress`` only as long as the compressing library stays the same.
+
+    Raises:
+        UsageError: the name ends neither in .zip nor in .whl, by which a source is known.
+        MissingError, CorruptError: a file is not at hand, or not what the manifest says; nothing is published.
+        StoreError: the archive cannot be written.
+    """
+    if target.suffix.lower() not in ARCHIVE_SUFFIXES:
+        raise UsageError(f"{target}: expected a name that ends in {' or '.join(ARCHIVE_SUFFIXES)}")
+    began = time.monotonic()
+    items = _items(library, chosen)
+    total = 0
+    kind = zipfile.ZIP_DEFLATED if compress else zipfile.ZIP_STORED
+    with _published(target) as temporary:
+        with zipfile.ZipFile(temporary, "w", kind) as archive:
+            for item in items:
+                data = _read(library, items, item)
+                archive.writestr(_member(item, kind), data, compresslevel=6 if compress else None)
+                total += len(data)
+                if progress is not None:
+                    progress(1)
+        sha256, size = _file_digest(temporary)
+    names = tuple(pin.name for pin, _ in chosen)
+    return ExportReport(str(target), names, len(items), total, size, sha256, time.monotonic() - began)
+
+
+def mirror(
+    library: Library,
+    chosen: Chosen,
+    target: Path,
+    *,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+) -> MirrorReport:
+    """Write files of releases as a tree, file by file whole or not at all; what is right there stays.
+
+    An interrupted run goes on where it was. A release's manifest is written last, so that a tree which has
+    one was complete.
+
+    Raises:
+        MissingError, CorruptError: a file is not at hand, or not what the manifest says.
+        StoreError: the tree cannot be written.
+    """
+    began = time.monotonic()
+    items = _items(library, chosen)
+    files = [item for item in items if not item.is_manifest]
+    manifests = [item for item in items if item.is_manifest]
+    for folder in sorted({target / item.path.text.rpartition("/")[0] for item in items}):
+        _make_folder(folder)
+
+    def place(item: _Item) -> tuple[bool, int]:
+        done = _mirror_one(library, items, item, target)
+        if progress is not None:
+            progress(1)
+        return done
+
+    outcomes: list[tuple[bool, int]] = []
+    with ThreadPoolExecutor(jobs or min(4, default_jobs())) as pool:
+        try:
+            outcomes += pool.map(place, files)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    outcomes += map(place, manifests)
+    Store(target).sync()
+    written = sum(is_new for is_new, _ in outcomes)
+    names = tuple(pin.name for pin, _ in chosen)
+    size = sum(size for _, size in outcomes)
+    return MirrorReport(str(target), names, written, len(outcomes) - written, size, time.monotonic() - began)
+
+
+def _items(library: Library, chosen: Chosen) -> list[_Item]:
+    """What to write, by path: the chosen files, and the manifest of each release."""
+    found: dict[ArtifactPath, _Item] = {}
+    for pin, paths in chosen:
+        manifest = manifest_at_hand(library, pin)
+        own = pin.path.child(MANIFEST_NAME)
+        found[own] = _Item(own, pin.manifest_sha256, MAX_MANIFEST_BYTES, pin, True)
+        for path in paths:
+            found[path] = _Item(path, manifest.digests[path], pin.max_file_bytes, pin, False)
+    return [found[path] for path in sorted(found)]
+
+
+def _read(library: Library, items: Sequence[_Item], item: _Item) -> bytes:
+    try:
+        if item.is_manifest:
+            return library.manifest_bytes(item.pin)
+        return library.load(item.path, fetch=False).data
+    except MissingError as error:
+        absent = len({one.sha256 for one in items} - library.store.present(one.sha256 for one in items))
+        raise MissingError(
+            f"{error}; {absent} of {len(items)} files are not in the store: 'cubin-runtime fetch' comes first"
+        ) from None
+
+
+def _member(item: _Item, kind: int) -> zipfile.ZipInfo:
+    member = zipfile.ZipInfo(item.path.text, _LONG_AGO)
+    member.create_system = 3
+    member.external_attr = 0o100644 << 16
+    member.compress_type = kind
+    return member
+
+
+def _mirror_one(library: Library, items: Sequence[_Item], item: _Item, target: Path) -> tuple[bool, int]:
+    """Whether it was written, and its size."""
+    file = target / item.path.text
+    size = _right_size(file, item)
+    if size is not None:
+        return False, size
+    data = _read(library, items, item)
+    with _published(file) as temporary, temporary.open("wb") as opened:
+        opened.write(data)
+    return True, len(data)
+
+
+def _right_size(file: Path, item: _Item) -> int | None:
+    """The size of a file that stands there and has the right bytes; None: it has to be written."""
+    try:
+        descriptor, status = open_regular(str(file), str(file))
+    except (OSError, NotRegularError):
+        return None
+    try:
+        if status.st_size > item.limit:
+            return None
+        data = read_bounded(descriptor, status.st_size, item.limit, str(file))
+    finally:
+        os.close(descriptor)
+    return len(data) if digest_of(data) == item.sha256 else None
+
+
+def _make_folder(folder: Path) -> None:
+    """Make a folder of the tree, and remove what killed runs left in it: temporaries over a day old."""
+    oldest = time.time() - STALE_SECONDS
+    with _write_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for left in folder.glob(f"{_TEMPORARY}*"):
+            with suppress(FileNotFoundError):
+                if left.lstat().st_mtime < oldest:
+                    left.unlink()
+
+
+@contextmanager
+def _published(target: Path) -> Iterator[Path]:
+    """A new empty file beside ``target`` that takes its place when the block ends well, else goes away."""
+    name = f"{_TEMPORARY}{socket.gethostname()[:64]}-{os.getpid()}-{secrets.token_hex(8)}"
+    temporary = target.with_name(name)
+    with _write_errors(target):
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        os.close(os.open(temporary, flags, 0o666))
+        try:
+            yield temporary
+            os.replace(temporary, target)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+@contextmanager
+def _write_errors(where: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(f"{where}: cannot be written: {error.strerror or error}") from None
+
+
+def _file_digest(file: Path) -> tuple[str, int]:
+    hashed = hashlib.sha256()
+    size = 0
+    with file.open("rb") as opened:
+        while chunk := opened.read(_CHUNK):
+            hashed.update(chunk)
+            size += len(chunk)
+        os.fsync(opened.fileno())
+    return hashed.hexdigest(), size

@@ -1,0 +1,244 @@
+"""Removing from a store: the objects of a release that no other release present needs, and leftovers.
+
+Only pinned releases are known: in a store that others share, pins that they alone have are not. Correct
+without locks: a fetch publishes its manifest before it looks at what is there, and here an object is first
+moved aside, then the manifests are looked at again, and only then is it removed.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import stat
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from ...errors import CorruptError, CubinRuntimeError, MissingError, StoreError
+from ..store.locks import ShardLock, shard_of
+from ..store.store import OBJECTS, QUARANTINE, Store
+from .catalog import manifest_at_hand
+
+if TYPE_CHECKING:
+    from ..library import Library
+    from ..pins.pin import Pin
+
+LEFTOVER_SECONDS = 3600.0
+_TEMPORARY = ".tmp-"
+_DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class CollectReport:
+    """What was removed (in a dry run: would be): ``removed`` objects of ``bytes`` bytes.
+
+    ``kept`` objects are shared with other releases present: how many each of them needs is in ``needed_by``.
+    ``absent`` releases have no manifest at hand, so nothing of them is known.
+    """
+
+    releases: tuple[str, ...]
+    removed: int
+    bytes: int
+    kept: int
+    needed_by: Mapping[str, int]
+    absent: tuple[str, ...]
+    dry_run: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LeftoverReport:
+    """Temporaries of processes that were killed, and objects that were moved aside because they were wrong."""
+
+    temporaries: int
+    quarantined: int
+    bytes: int
+    dry_run: bool
+
+
+def collect(library: Library, pins: Sequence[Pin], *, dry_run: bool = False) -> CollectReport:
+    """Remove the releases' objects from the store, but none that another release present needs.
+
+    A release is present if its manifest is in the store or a local source. Fetches that run at the same time
+    are waited for, lock by lock; the manifest goes last, so that an interrupted collection can be run again.
+
+    Raises:
+        CorruptError: another release's manifest is in the store and does not read, so its needs are unknown.
+        StoreError: the store cannot be written.
+    """
+    others = _Others(library, [pin for pin in library.pins if pin not in pins])
+    candidates: set[str] = set()
+    manifests: set[str] = set()
+    absent: list[str] = []
+    for pin in pins:
+        if (needs := _needs(library, pin)) is None:
+            absent.append(pin.name)
+            continue
+        candidates |= needs
+        manifests.add(pin.manifest_sha256)
+    store = library.store
+    there = store.present(candidates)
+    doomed = sorted(digest for digest in there if digest not in others.needed)
+    sizes = {digest: _size_of(store, digest) for digest in doomed}
+    removed = list(doomed)
+    if doomed and not dry_run:
+        store.check_writable()
+        removed = _remove_all(store, [one for one in doomed if one not in manifests], others)
+        removed += _remove_all(store, [one for one in doomed if one in manifests], others)
+    return CollectReport(
+        releases=tuple(pin.name for pin in pins),
+        removed=len(removed),
+        bytes=sum(sizes[digest] for digest in removed),
+        kept=len(there) - len(removed),
+        needed_by=others.counts(there),
+        absent=tuple(absent),
+        dry_run=dry_run,
+    )
+
+
+def collect_leftovers(store: Store, *, older_than: float = LEFTOVER_SECONDS, dry_run: bool = False) -> LeftoverReport:
+    """Remove temporaries and quarantined objects that nobody touched for ``older_than`` seconds.
+
+    A running fetch writes a temporary in one go, so that an old one has lost its process. Lock files stay.
+    """
+    newest = time.time() - older_than
+    temporaries = quarantined = size = 0
+    with suppress(FileNotFoundError), _store_errors(str(store.root)), _folder(store, QUARANTINE) as folder:
+        for entry_size in _remove_old(folder, "", newest, dry_run):
+            quarantined, size = quarantined + 1, size + entry_size
+    with suppress(FileNotFoundError), _store_errors(str(store.root)), _folder(store, OBJECTS) as objects:
+        for prefix in sorted(os.listdir(objects)):
+            with suppress(NotADirectoryError, FileNotFoundError):  # a planted link is left to those who look at it
+                folder = os.open(prefix, _DIRECTORY_FLAGS, dir_fd=objects)
+                try:
+                    for entry_size in _remove_old(folder, _TEMPORARY, newest, dry_run):
+                        temporaries, size = temporaries + 1, size + entry_size
+                finally:
+                    os.close(folder)
+    return LeftoverReport(temporaries, quarantined, size, dry_run)
+
+
+class _Others:
+    """The other pinned releases: what those that are present need, looked at again whenever asked."""
+
+    def __init__(self, library: Library, pins: Iterable[Pin]) -> None:
+        self._library = library
+        self._waiting = list(pins)
+        self._needs: dict[str, set[str]] = {}
+        self.needed: set[str] = set()
+        self.look(only_store=False)
+
+    def look(self, *, only_store: bool) -> None:
+        """Learn of releases whose manifest has come since the last look."""
+        for pin in list(self._waiting):
+            if only_store and not self._library.store.has(pin.manifest_sha256):
+                continue
+            if (needs := _needs(self._library, pin)) is not None:
+                self._waiting.remove(pin)
+                self._needs[pin.name] = needs
+                self.needed |= needs
+
+    def counts(self, digests: set[str]) -> dict[str, int]:
+        """How many of ``digests`` each other release needs."""
+        return {name: count for name, needs in self._needs.items() if (count := len(needs & digests))}
+
+
+def _needs(library: Library, pin: Pin) -> set[str] | None:
+    """Every object that a release needs; None if its manifest is not at hand."""
+    in_store = library.store.has(pin.manifest_sha256)
+    try:
+        manifest = manifest_at_hand(library, pin)
+    except CubinRuntimeError as error:
+        if in_store and not isinstance(error, MissingError):
+            raise CorruptError(
+                f"what {pin.name!r} needs cannot be told, nothing was removed: {error}; "
+                f"'cubin-runtime fetch {pin.name}' gets its manifest again"
+            ) from None
+        return None
+    own = {pin.manifest_sha256, pin.index_sha256} - {None}
+    return {*manifest.digests.values(), *(digest for digest in own if digest is not None)}
+
+
+def _remove_all(store: Store, digests: Sequence[str], others: _Others) -> list[str]:
+    removed: list[str] = []
+    for shard, group in groupby(digests, shard_of):
+        lock = ShardLock(store.root, shard)
+        while not lock.try_take():
+            time.sleep(_POLL_SECONDS)
+        try:
+            removed += [digest for digest in group if _remove(store, digest, others)]
+        finally:
+            lock.release()
+    return removed
+
+
+def _remove(store: Store, digest: str, others: _Others) -> bool:
+    """Move aside, look whether a release that needs it has come, then remove or move back."""
+    aside = f"{_TEMPORARY}{socket.gethostname()[:64]}-{os.getpid()}-{secrets.token_hex(8)}"
+    where = str(store.object_path(digest))
+    with _store_errors(where), _folder(store, OBJECTS, digest[:2]) as folder:
+        try:
+            os.rename(digest, aside, src_dir_fd=folder, dst_dir_fd=folder)
+        except FileNotFoundError:
+            return False
+        try:
+            others.look(only_store=True)
+            needed = digest in others.needed
+        except BaseException:
+            os.rename(aside, digest, src_dir_fd=folder, dst_dir_fd=folder)
+            raise
+        if needed:
+            os.rename(aside, digest, src_dir_fd=folder, dst_dir_fd=folder)
+            return False
+        os.unlink(aside, dir_fd=folder)
+        return True
+
+
+def _remove_old(folder: int, start: str, newest: float, dry_run: bool) -> Iterator[int]:
+    """Remove files of a folder whose name starts so and that are old; yields their sizes."""
+    for name in sorted(os.listdir(folder)):
+        if not name.startswith(start):
+            continue
+        with suppress(FileNotFoundError):
+            status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+            # a rename moves the time of change alone: that is when a thing was set aside
+            if stat.S_ISDIR(status.st_mode) or max(status.st_mtime, status.st_ctime) > newest:
+                continue
+            if not dry_run:
+                os.unlink(name, dir_fd=folder)
+            yield status.st_size
+
+
+def _size_of(store: Store, digest: str) -> int:
+    with suppress(OSError):
+        return os.lstat(store.object_path(digest)).st_size
+    return 0
+
+
+@contextmanager
+def _folder(store: Store, *parts: str) -> Iterator[int]:
+    """Descriptor of a folder of the store, opened part by part so that no link is followed."""
+    descriptor = os.open(store.root, _DIRECTORY_FLAGS & ~os.O_NOFOLLOW)
+    try:
+        for part in parts:
+            below = os.open(part, _DIRECTORY_FLAGS, dir_fd=descriptor)
+            os.close(descriptor)
+            descriptor = below
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _store_errors(where: str) -> Iterator[None]:
+    """Absence is left to the caller; everything else that the file system says is about the store."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise StoreError(f"{where}: cannot be removed: {error.strerror}") from None

@@ -1,0 +1,1 @@
+"""Where bytes come from; none of it is trusted."""

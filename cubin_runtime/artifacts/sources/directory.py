@@ -1,0 +1,68 @@
+"""A directory as a source: a tree of release folders, a store, or both."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ...errors import CorruptError, SourceError
+from ..bounded_read import NotRegularError, open_regular, read_bounded
+from ..path import ArtifactPath
+from .source import NotHereError, Wanted
+
+
+class DirectorySource:
+    """A directory that holds release folders as a tree, or a store (objects by digest), or both."""
+
+    local = True
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.label = str(root)
+
+    def read(self, wanted: Wanted) -> bytes:
+        """See ``Source.read``; links are followed (a tree may be a link farm) to regular files alone."""
+        tried = [self.root / wanted.path.text]
+        if wanted.sha256 is not None:
+            tried.append(self.root / "sha256" / wanted.sha256[:2] / wanted.sha256)
+        for file in tried:
+            try:
+                return _read_file(file, wanted.limit)
+            except NotHereError:
+                continue
+        if not self.root.is_dir():
+            raise NotHereError(f"{self.root} is no directory")
+        raise NotHereError(f"{self.root} has no {wanted.path}")
+
+    def names(self, folder: ArtifactPath) -> set[str]:
+        """All names below the folder, links and special files included, directories not."""
+        base = str(self.root / folder.text)
+        found: set[str] = set()
+        for directory, folders, files in os.walk(base):
+            prefix = os.path.relpath(directory, base)
+            links = [name for name in folders if os.path.islink(os.path.join(directory, name))]
+            found.update(name if prefix == "." else f"{prefix}/{name}" for name in (*files, *links))
+        return found
+
+    def where(self, path: ArtifactPath, folder: ArtifactPath) -> str | None:
+        """See ``Listing.where``."""
+        file = self.root / path.text
+        return str(file) if file.is_file() else None
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+
+def _read_file(file: Path, limit: int) -> bytes:
+    try:
+        descriptor, status = open_regular(str(file), str(file), follow=True)
+        try:
+            return read_bounded(descriptor, status.st_size, limit, str(file))
+        finally:
+            os.close(descriptor)
+    except (FileNotFoundError, NotADirectoryError):
+        raise NotHereError(f"{file} does not exist") from None
+    except (NotRegularError, CorruptError) as error:
+        raise SourceError(str(error)) from None
+    except OSError as error:
+        raise SourceError(f"{file}: {error.strerror}") from None

@@ -1,0 +1,127 @@
+"""One object from the sources in order: retries of what can succeed, failover, dead sources."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...errors import CorruptError, SourceError
+from ..bounded_read import digest_of
+from ..store.locks import GIVE_UP_SECONDS, TOUCH_SECONDS
+from .source import NotHereError, RetryableError, Source, Wanted
+
+_log = logging.getLogger("cubin_runtime")
+
+
+@dataclass(frozen=True, slots=True)
+class FetchPolicy:
+    """How often and how patiently; seconds.
+
+    ``attempts`` is for failures that may pass, with waits that double from ``first_delay`` to
+    ``longest_delay`` and a random part; a server's ``Retry-After`` is kept up to ``longest_retry_after``,
+    beyond it the source counts as failed. ``bad_digests`` wrong bodies end a source for a file;
+    ``dead_after`` files in a row that failed to the last attempt end it for the whole fetch. A lock's
+    holder shows progress every ``lock_touch``, and may show none for ``lock_give_up``.
+    """
+
+    attempts: int = 4
+    first_delay: float = 0.5
+    longest_delay: float = 15.0
+    longest_retry_after: float = 60.0
+    bad_digests: int = 2
+    dead_after: int = 3
+    lock_give_up: float = GIVE_UP_SECONDS
+    lock_touch: float = TOUCH_SECONDS
+
+    def delay(self, attempt: int, retry_after: float | None) -> float | None:
+        """How long to wait after failed attempt number ``attempt`` (from 0); None: do not try again."""
+        if attempt + 1 >= self.attempts:
+            return None
+        if retry_after is not None:
+            late = random.uniform(0.0, self.first_delay)  # those who were told the same must not come back at once
+            return retry_after + late if retry_after <= self.longest_retry_after else None
+        return min(self.first_delay * float(2**attempt), self.longest_delay) * random.uniform(0.75, 1.25)
+
+
+class Progress:
+    """Shared by the workers of one fetch: a stop signal, signs of life, and which sources are dead."""
+
+    def __init__(self, policy: FetchPolicy) -> None:
+        self.stop = threading.Event()
+        self.ticks = 0
+        self._policy = policy
+        self._failed: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def tick(self) -> None:
+        """Something came; a lost count does no harm."""
+        self.ticks += 1
+
+    def note(self, label: str, *, exhausted: bool) -> None:
+        """Count a source's files in a row that failed to the last attempt."""
+        with self._lock:
+            self._failed[label] = self._failed[label] + 1 if exhausted else 0
+
+    def is_dead(self, label: str) -> bool:
+        """Whether a source failed so often in a row that asking it again would only cost time."""
+        return self._failed[label] >= self._policy.dead_after
+
+
+def read_with_failover(
+    wanted: Wanted, sources: Sequence[Source], policy: FetchPolicy, progress: Progress
+) -> tuple[bytes, str]:
+    """The verified bytes and the label of the first source that had them.
+
+    Raises:
+        CorruptError: no source delivered, and at least one sent bytes with another digest.
+        SourceError: no source delivered; the message gives each source's reason.
+    """
+    reasons: list[str] = []
+    corrupt = False
+    for source in sources:
+        if progress.is_dead(source.label):
+            reasons.append(f"{source.label}: not asked again after {policy.dead_after} failures in a row")
+            continue
+        exhausted = False
+        try:
+            return _from_one(source, wanted, policy, progress), source.label
+        except RetryableError as error:
+            exhausted = True
+            reasons.append(str(error))
+        except CorruptError as error:
+            corrupt = True
+            reasons.append(str(error))
+        except (NotHereError, SourceError) as error:
+            reasons.append(str(error))
+        finally:
+            progress.note(source.label, exhausted=exhausted)
+    kind = CorruptError if corrupt else SourceError
+    raise kind(f"no source delivered {wanted.path}: " + ("; ".join(reasons) or "no source is configured"))
+
+
+def _from_one(source: Source, wanted: Wanted, policy: FetchPolicy, progress: Progress) -> bytes:
+    bad = 0
+    for attempt in range(policy.attempts):
+        try:
+            data = source.read(wanted)
+        except RetryableError as error:
+            delay = policy.delay(attempt, error.retry_after)
+            if delay is None or progress.is_dead(source.label):
+                raise
+            _log.debug("%s; trying again in %.1f s", error, delay)
+            if progress.stop.wait(delay):
+                raise SourceError(f"{source.label}: stopped") from None
+            continue
+        progress.tick()
+        if wanted.sha256 is None or (found := digest_of(data)) == wanted.sha256:
+            return data
+        bad += 1
+        if bad >= policy.bad_digests:
+            raise CorruptError(
+                f"{source.label}: sha256 of {wanted.path} is {found}, expected {wanted.sha256} ({bad} times)"
+            )
+    raise RetryableError(f"{source.label}: {wanted.path} failed {policy.attempts} times")

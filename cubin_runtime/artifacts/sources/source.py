@@ -1,0 +1,123 @@
+"""Where bytes come from: http(s), a directory tree, a store, a ``.zip`` or ``.whl``, an installed package.
+
+No source is trusted: what it delivers counts only after its digest was compared, which is the caller's work.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+from urllib.parse import urlsplit, urlunsplit
+
+from ...errors import MissingError, SourceError, UsageError
+from ..path import ArtifactPath
+
+Kind = Literal["http", "tree", "archive", "package"]
+ABSENT_SECONDS = 1.0
+ARCHIVE_SUFFIXES = (".zip", ".whl")
+
+
+class NotHereError(MissingError):
+    """A source does not have what was asked for; asking it again cannot help."""
+
+
+class RetryableError(SourceError):
+    """A source failed in a way that may pass; ``retry_after`` is the wait that it asked for, in seconds."""
+
+    def __init__(self, message: str, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """One thing to get: ``path`` inside the release ``folder``, at most ``limit`` bytes.
+
+    ``sha256`` is the digest that the bytes must have; None only while a release is being pinned for the first
+    time.
+    """
+
+    path: ArtifactPath
+    folder: ArtifactPath
+    sha256: str | None
+    limit: int
+
+
+class Source(Protocol):
+    """What every source can do; all methods may be called from several threads."""
+
+    label: str
+    local: bool
+
+    def read(self, wanted: Wanted) -> bytes:
+        """The bytes, unverified.
+
+        Raises:
+            NotHereError: the source does not have them.
+            RetryableError: it failed in a way that may pass.
+            SourceError: it failed in a way that will not pass.
+        """
+
+    def close(self) -> None:
+        """Give back what the source holds open."""
+
+
+class Listing(Protocol):
+    """A source whose files can be listed, so that a published tree can be checked for extra ones."""
+
+    def names(self, folder: ArtifactPath) -> set[str]:
+        """Names of all files below ``folder``, relative to it."""
+
+    def where(self, path: ArtifactPath, folder: ArtifactPath) -> str | None:
+        """Where the file lies, for people; None if it is not there."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceSpec:
+    """A source as text and kind; picklable, so that a worker of any sort can open it."""
+
+    kind: Kind
+    text: str
+
+    @property
+    def label(self) -> str:
+        """The text with user info and query removed."""
+        return redact(self.text) if self.kind == "http" else self.text
+
+
+def redact(url: str) -> str:
+    """A URL without user info, query and fragment.
+
+    >>> redact("https://user:secret@host.example/root?token=1")
+    'https://host.example/root'
+    """
+    parts = urlsplit(url)
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+
+
+def parse_source(text: str) -> SourceSpec:
+    """Tell what sort of source a text names; looks at nothing but the text.
+
+    Raises:
+        UsageError: a scheme that is neither http nor https, user info in a URL, or no host.
+    """
+    if text == "package":
+        return SourceSpec("package", text)
+    if "://" in text:
+        try:
+            parts = urlsplit(text)
+            port_fault = parts.port == 0
+        except ValueError:
+            raise UsageError("source: a URL cannot be parsed (not shown, it may hold secrets)") from None
+        if parts.scheme not in ("http", "https"):
+            raise UsageError(f"source {redact(text)!r}: scheme {parts.scheme!r}, expected http or https")
+        if not parts.hostname or port_fault:
+            raise UsageError(f"source {redact(text)!r}: names no host and port")
+        if "@" in parts.netloc:
+            raise UsageError(f"source {redact(text)!r}: credentials belong in netrc, not in the URL")
+        return SourceSpec("http", text)
+    if not text or "\0" in text:
+        raise UsageError(f"source {text!r}: expected a URL, a directory, a .zip or .whl, or 'package'")
+    path = str(Path(text).expanduser().absolute())
+    return SourceSpec("archive" if path.lower().endswith(ARCHIVE_SUFFIXES) else "tree", path)

@@ -1,0 +1,129 @@
+"""Which sources are in force, opened: local ones once for all threads, network ones for each worker."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...config import Config
+from ...errors import SourceError
+from ..pins.pin import Pin
+from .archive import ArchiveSource
+from .directory import DirectorySource
+from .failover import FetchPolicy, Progress, read_with_failover
+from .http import HttpLimits, HttpSource
+from .package import PackageSource
+from .source import Source, SourceSpec, Wanted, parse_source
+
+_log = logging.getLogger("cubin_runtime")
+LocalSource = DirectorySource | ArchiveSource | PackageSource
+
+
+@dataclass(frozen=True, slots=True)
+class WorkOrder:
+    """All that a worker process must know to open the same sources and store; picklable."""
+
+    config: Config
+    limits: HttpLimits
+    policy: FetchPolicy
+    specs: tuple[SourceSpec, ...]
+    threads: int
+    log_level: int
+
+
+class _OfflineSource:
+    """Stands for a network source while no socket may be opened."""
+
+    local = False
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+
+    def read(self, wanted: Wanted) -> bytes:
+        """Always refuses."""
+        raise SourceError(f"{self.label}: not asked, the network is switched off (offline)")
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+
+class SourceList:
+    """The sources of one configuration.
+
+    Raises:
+        UsageError: on construction, if a configured source is no source.
+    """
+
+    def __init__(self, config: Config, limits: HttpLimits, policy: FetchPolicy) -> None:
+        self._configured = None if config.sources is None else tuple(map(parse_source, config.sources))
+        self._config = config
+        self._offline = config.offline
+        self._limits = limits
+        self._policy = policy
+        self._locals: dict[SourceSpec, LocalSource] = {}
+        self._lock = threading.Lock()
+
+    def specs(self, pin: Pin | None) -> tuple[SourceSpec, ...]:
+        """What was configured, or else ``package`` and the pin's own sources, in order."""
+        if self._configured is not None:
+            return self._configured
+        own = () if pin is None else pin.sources
+        return (SourceSpec("package", "package"), *map(parse_source, own))
+
+    def has_network(self, pin: Pin) -> bool:
+        """Whether a source may be asked over the network."""
+        return not self._offline and any(spec.kind == "http" for spec in self.specs(pin))
+
+    def local_sources(self, pin: Pin) -> list[LocalSource]:
+        """Those of the sources that need no network."""
+        return [self.local(spec) for spec in self.specs(pin) if spec.kind != "http"]
+
+    def local(self, spec: SourceSpec) -> LocalSource:
+        """Local sources are opened once and shared by all threads."""
+        with self._lock:
+            if spec not in self._locals:
+                if spec.kind == "archive":
+                    self._locals[spec] = ArchiveSource(Path(spec.text))
+                elif spec.kind == "package":
+                    self._locals[spec] = PackageSource()
+                else:
+                    self._locals[spec] = DirectorySource(Path(spec.text))
+            return self._locals[spec]
+
+    def open(self, specs: Sequence[SourceSpec], progress: Progress) -> list[Source]:
+        """What one worker reads from: shared local sources, network sources of its own."""
+        sources: list[Source] = []
+        for spec in specs:
+            if spec.kind != "http":
+                sources.append(self.local(spec))
+            elif self._offline:
+                sources.append(_OfflineSource(spec.label))
+            else:
+                sources.append(HttpSource(spec, self._limits, stop=progress.stop, tick=progress.tick))
+        return sources
+
+    def order(self, specs: Sequence[SourceSpec], threads: int = 1) -> WorkOrder:
+        """What a worker process needs to open the same."""
+        return WorkOrder(self._config, self._limits, self._policy, tuple(specs), threads, _log.getEffectiveLevel())
+
+    def read(self, specs: Sequence[SourceSpec], wanted: Wanted) -> tuple[bytes, str]:
+        """The verified bytes of one object and where they came from, into no store; see ``read_with_failover``."""
+        progress = Progress(self._policy)
+        sources = self.open(specs, progress)
+        try:
+            return read_with_failover(wanted, sources, self._policy, progress)
+        finally:
+            for source in sources:
+                if not source.local:
+                    source.close()
+
+
+def hint(pin: Pin) -> str:
+    """What to install so that the word ``package`` finds the release."""
+    family, _, version = pin.name.rpartition("-")
+    if family == "trtllm-gen":
+        return f"; or install flashinfer-cubin=={version}"
+    return f"; or install cubin-runtime-kernels=={version}" if family == "hopper" else ""

@@ -1,0 +1,1 @@
+"""Where verified objects are kept."""

@@ -1,0 +1,1 @@
+"""What a release says of its kernels."""

@@ -1,0 +1,99 @@
+"""Whether a release's metadata and its cubins say the same, fact by fact."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..cubins.architecture import Architecture
+from ..cubins.cubin import Cubin, kernel_code
+from .metadata import KernelMeta
+from .native_kernels import NativeKernel
+
+SMEM_SIZE_SUFFIX = "GetSmemSize"
+# Size of the one parameter of every trtllm-gen FMHA kernel (flashinfer-cubin 0.6.13).
+TRTLLM_PARAMETER_BYTES = 1280
+
+
+@dataclass(frozen=True, slots=True)
+class Disagreement:
+    """One fact on which the metadata and the binary differ."""
+
+    fact: str
+    metadata: str
+    cubin: str
+
+    def __str__(self) -> str:
+        return f"{self.fact}: the metadata says {self.metadata}, the cubin {self.cubin}"
+
+
+def resolve_architecture(cubin: Cubin, declared: Architecture) -> Architecture:
+    """The target to hold a device against: the binary's own, or the declared one where it states no suffix.
+
+    A binary without a suffix whose number is not the declared one keeps its unknown suffix, which runs
+    nowhere.
+    """
+    own = cubin.architecture
+    return declared if own.suffix is None and own.number == declared.number else own
+
+
+def trtllm_disagreements(
+    meta: KernelMeta, data: bytes, cubin: Cubin, *, manifest_sha256: str, parameter_bytes: int
+) -> tuple[Disagreement, ...]:
+    """Hold a cubin of a trtllm-gen release against its row; empty when all facts agree.
+
+    The dynamic shared memory is no field of the ELF: it agrees when the row's value occurs exactly once as an
+    aligned 32-bit word in the code of ``<symbol>GetSmemSize``, the kernel that reports it.
+
+    Args:
+        meta: the release's row.
+        data: the verified bytes of its cubin.
+        cubin: what ``parse_cubin`` says of them.
+        manifest_sha256: the digest that the manifest lists.
+        parameter_bytes: size of the one parameter that the release's launcher passes.
+    """
+    found: list[Disagreement] = []
+
+    def compare(fact: str, metadata: object, binary: object) -> None:
+        if metadata != binary:
+            found.append(Disagreement(fact, str(metadata), str(binary)))
+
+    compare("digest in the manifest", meta.sha256, manifest_sha256)
+    compare("digest", meta.sha256, cubin.sha256)
+    compare("architecture", str(meta.architecture), str(resolve_architecture(cubin, meta.architecture)))
+    reporter = meta.symbol + SMEM_SIZE_SUFFIX
+    compare("kernels", sorted((meta.symbol, reporter)), sorted(cubin.kernels))
+    if meta.symbol in cubin.kernels:
+        facts = cubin.kernels[meta.symbol]
+        compare("parameter sizes", [parameter_bytes], [p.size for p in facts.parameters])
+        compare("threads", meta.threads, facts.max_threads)
+    if reporter in cubin.kernels:
+        compare("parameter sizes of GetSmemSize", [8], [p.size for p in cubin.kernels[reporter].parameters])
+        words = memoryview(_whole_words(kernel_code(data, reporter))).cast("I")
+        count = sum(word == meta.shared_bytes for word in words)
+        compare(f"occurrences of {meta.shared_bytes} in GetSmemSize", 1, count)
+    return tuple(found)
+
+
+def native_disagreements(kernel: NativeKernel, cubin: Cubin, *, manifest_sha256: str) -> tuple[Disagreement, ...]:
+    """Hold a cubin of our own against its entry of ``kernels.json``; empty when all facts agree."""
+    found: list[Disagreement] = []
+
+    def compare(fact: str, metadata: object, binary: object) -> None:
+        if metadata != binary:
+            found.append(Disagreement(fact, str(metadata), str(binary)))
+
+    compare("digest in the manifest", manifest_sha256, cubin.sha256)
+    compare("architecture", str(kernel.architecture), str(resolve_architecture(cubin, kernel.architecture)))
+    facts = cubin.kernels.get(kernel.symbol)
+    if facts is None:
+        compare("symbol", kernel.symbol, ", ".join(cubin.kernels) or "none")
+        return tuple(found)
+    compare("parameter sizes", [kernel.struct_bytes], [p.size for p in facts.parameters])
+    compare("registers", kernel.registers, facts.registers)
+    if facts.max_threads is not None and kernel.threads > facts.max_threads:
+        compare("threads", kernel.threads, f"at most {facts.max_threads}")
+    return tuple(found)
+
+
+def _whole_words(code: bytes) -> bytes:
+    return code[: len(code) // 4 * 4]

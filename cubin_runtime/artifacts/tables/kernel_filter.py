@@ -1,0 +1,133 @@
+"""The filters that verbs share, over rows of either kind of release; pure functions."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from ...errors import UsageError
+from .metadata import KernelMeta
+from .native_kernels import NativeKernel
+
+KernelRow = KernelMeta | NativeKernel
+
+_SM = re.compile(r"(?:sm_?)?([0-9]{2,3})[af]?", re.IGNORECASE)
+# the release's own numbers: FmhaKernelType::Context, QkvLayout::PagedKv
+_CONTEXT_KERNEL = 0
+_PAGED_LAYOUT = 2
+_DTYPE_NAMES = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+    "fp8": "e4m3",
+    "float8_e4m3fn": "e4m3",
+    "fp4": "e2m1",
+    "nvfp4": "e2m1",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class KernelFilter:
+    """What to keep; an empty field keeps all; values of one field are alternatives, fields must all hold.
+
+    ``sm`` is a device's number (100): kept is what runs there, exact and family targets alike. ``dtypes``
+    looks at Q, K, V and output; ``head_dims`` at the QK and V head sizes; ``globs`` at file and symbol,
+    case-sensitive.
+    """
+
+    sm: int | None = None
+    families: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = ()
+    head_dims: tuple[int, ...] = ()
+    globs: tuple[str, ...] = ()
+
+    @classmethod
+    def from_words(
+        cls,
+        sm: str | None = None,
+        families: list[str] | None = None,
+        dtypes: list[str] | None = None,
+        head_dims: list[int] | None = None,
+        globs: list[str] | None = None,
+    ) -> KernelFilter:
+        """Make a filter from what a user typed: ``100`` or ``sm_100``; ``bfloat16`` or ``bf16``.
+
+        Raises:
+            UsageError: ``sm`` names no device, or a head size is below 1.
+        """
+        if any(size < 1 for size in head_dims or ()):
+            raise UsageError(f"--head-dim {head_dims}: expected sizes of at least 1")
+        return cls(
+            sm=None if sm is None else _device_number(sm),
+            families=tuple(word.lower() for word in families or ()),
+            dtypes=tuple(dtype_name(word) for word in dtypes or ()),
+            head_dims=tuple(head_dims or ()),
+            globs=tuple(globs or ()),
+        )
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it keeps everything."""
+        return self == KernelFilter()
+
+    @property
+    def needs_metadata(self) -> bool:
+        """Whether file names alone cannot decide."""
+        return not self.is_empty and self != KernelFilter(globs=self.globs)
+
+    def keeps(self, row: KernelRow) -> bool:
+        """Whether a kernel passes."""
+        return (
+            (self.sm is None or row.architecture.runs_on(self.sm))
+            and (not self.families or not families_of(row).isdisjoint(self.families))
+            and (not self.dtypes or not dtypes_of(row).isdisjoint(self.dtypes))
+            and (not self.head_dims or not head_dims_of(row).isdisjoint(self.head_dims))
+            and (not self.globs or any(self._fits(glob, row) for glob in self.globs))
+        )
+
+    def keeps_file(self, relative: str) -> bool:
+        """Whether a file without metadata passes the globs (by its path in the release or its name)."""
+        name = relative.rpartition("/")[2]
+        return not self.globs or any(fnmatchcase(relative, g) or fnmatchcase(name, g) for g in self.globs)
+
+    def _fits(self, glob: str, row: KernelRow) -> bool:
+        return any(fnmatchcase(text, glob) for text in (row.file, row.symbol, row.file.rpartition("/")[2]))
+
+
+def families_of(row: KernelRow) -> frozenset[str]:
+    """The family words of a kernel: who made it, what kind it is, and what it is for.
+
+    Published kernels are for ``context`` (``prefill``) or ``generation`` (``decode``), and ``paged`` if they read
+    pages; ours have the parts of their operation's name (``paged``, ``decode``).
+    """
+    if isinstance(row, KernelMeta):
+        phase = {"context", "prefill"} if row.kernel_type == _CONTEXT_KERNEL else {"generation", "decode"}
+        return frozenset({"trtllm-gen", "fmha", *phase, *({"paged"} if row.qkv_layout == _PAGED_LAYOUT else ())})
+    return frozenset({"hopper", row.family, row.operation, *row.operation.split("_")})
+
+
+def dtypes_of(row: KernelRow) -> frozenset[str]:
+    """The element types of Q, K, V and output; for our kernels, all traits whose name holds ``dtype``."""
+    if isinstance(row, KernelMeta):
+        return frozenset({row.dtype_q, row.dtype_k, row.dtype_v, row.dtype_o})
+    return frozenset(dtype_name(str(v)) for key, v in row.traits.items() if "dtype" in key)
+
+
+def head_dims_of(row: KernelRow) -> frozenset[int]:
+    """Head sizes of QK and V; for our kernels, all traits whose name starts with ``head_dim``."""
+    if isinstance(row, KernelMeta):
+        return frozenset({row.head_dim_qk, row.head_dim_v})
+    return frozenset(v for key, v in row.traits.items() if key.startswith("head_dim") and isinstance(v, int))
+
+
+def dtype_name(word: str) -> str:
+    """The metadata's name of a dtype: ``bfloat16`` is ``bf16``; an unknown word stays, in lower case."""
+    return _DTYPE_NAMES.get(word.lower(), word.lower())
+
+
+def _device_number(word: str) -> int:
+    found = _SM.fullmatch(word)
+    if found is None:
+        raise UsageError(f"--sm {word!r}: expected a device such as 100 or sm_90")
+    return int(found[1])

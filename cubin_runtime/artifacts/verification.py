@@ -1,0 +1,191 @@
+"""Hashing what is there against a manifest: the objects of a store, or a published tree."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from ..errors import CorruptError, CubinRuntimeError, ExtraError, MissingError, SourceError, StoreError
+from .bounded_read import digest_of
+from .manifest import MANIFEST_NAME, Manifest
+from .path import ArtifactPath
+from .pins.pin import Pin
+from .sources.source import Listing, NotHereError, Source, Wanted
+from .store.store import Store
+
+_BATCH = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A path and what is wrong with its bytes."""
+
+    path: ArtifactPath
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What a verification found; paths are in manifest order.
+
+    ``ok`` files with ``bytes`` bytes were hashed and are right. ``missing`` are not there, an error only if
+    ``complete`` was asked for. ``corrupt`` are there and wrong. ``extra`` are names in a tree that the
+    manifest does not list, relative to the release's folder.
+    """
+
+    pin: str
+    where: str
+    complete: bool
+    ok: int
+    bytes: int
+    missing: tuple[ArtifactPath, ...]
+    corrupt: tuple[Problem, ...]
+    extra: tuple[str, ...]
+
+    @property
+    def codes(self) -> tuple[int, ...]:
+        """Exit codes of all that is wrong (the caller picks the worst); empty if nothing is."""
+        found = [CorruptError.exit_code] if self.corrupt else []
+        if self.missing and self.complete:
+            found.append(MissingError.exit_code)
+        if self.extra:
+            found.append(ExtraError.exit_code)
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    path: ArtifactPath
+    size: int
+    fault: CubinRuntimeError | None
+
+
+def default_jobs() -> int:
+    """Threads for hashing: the CPUs that this process may use, at most 16."""
+    return max(1, min(16, len(os.sched_getaffinity(0))))
+
+
+def verify_store(
+    store: Store,
+    pin: Pin,
+    manifest: Manifest,
+    paths: Sequence[ArtifactPath],
+    *,
+    complete: bool,
+    progress: Callable[[int], None] | None = None,
+    jobs: int | None = None,
+) -> VerifyReport:
+    """Hash those objects of ``paths`` that the store has; wrong ones are moved aside where possible."""
+    there = store.present(manifest.digests[path] for path in paths)
+    # a thing that is no regular file does not count as present, yet must not pass as "not fetched"
+    odd = {p for p in paths if manifest.digests[p] not in there and os.path.lexists(_place(store, manifest, p))}
+    chosen = [path for path in paths if manifest.digests[path] in there or path in odd]
+    chosen.sort(key=lambda path: manifest.digests[path])
+    buffers = threading.local()
+    limit = pin.max_file_bytes
+
+    def check(batch: Sequence[ArtifactPath]) -> Iterator[_Checked]:
+        if not hasattr(buffers, "memory"):
+            buffers.memory = bytearray(1 << 20)
+        digests = [manifest.digests[path] for path in batch]
+        for path, digest, size in zip(batch, digests, store.matches(digests, limit, buffers.memory), strict=True):
+            try:
+                yield _Checked(path, len(store.read(digest, limit)) if size is None else size, None)
+            except (CorruptError, MissingError, StoreError) as error:
+                yield _Checked(path, 0, error)
+
+    checked = _in_batches(check, chosen, progress, jobs)
+    return _report(pin, str(store.root), complete, paths, checked, ())
+
+
+def verify_tree(
+    source: Source,
+    listing: Listing,
+    pin: Pin,
+    manifest: Manifest,
+    paths: Sequence[ArtifactPath],
+    *,
+    complete: bool,
+    progress: Callable[[int], None] | None = None,
+    jobs: int | None = None,
+) -> VerifyReport:
+    """Hash the files of ``paths`` in a published tree, and name those that the manifest does not list."""
+
+    def check(path: ArtifactPath) -> _Checked:
+        digest = manifest.digests[path]
+        try:
+            data = source.read(Wanted(path, manifest.folder, None, pin.max_file_bytes))
+            if (found := digest_of(data)) != digest:
+                raise CorruptError(f"sha256 is {found}, expected {digest}")
+        except NotHereError as error:
+            return _Checked(path, 0, error)
+        except (CorruptError, SourceError) as error:
+            return _Checked(path, 0, CorruptError(str(error)))
+        return _Checked(path, len(data), None)
+
+    checked = _in_batches(lambda batch: map(check, batch), paths, progress, jobs)
+    listed = {path.relative_to(manifest.folder) for path in manifest.digests} | {MANIFEST_NAME}
+    extra = tuple(sorted(listing.names(manifest.folder) - listed))
+    return _report(pin, source.label, complete, paths, checked, extra)
+
+
+def _place(store: Store, manifest: Manifest, path: ArtifactPath) -> str:
+    return str(store.object_path(manifest.digests[path]))
+
+
+def _in_batches(
+    check: Callable[[Sequence[ArtifactPath]], Iterable[_Checked]],
+    paths: Sequence[ArtifactPath],
+    progress: Callable[[int], None] | None,
+    jobs: int | None,
+) -> list[_Checked]:
+    batches = [paths[start : start + _BATCH] for start in range(0, len(paths), _BATCH)]
+    cancelled = threading.Event()
+
+    def run(batch: Sequence[ArtifactPath]) -> list[_Checked]:
+        if cancelled.is_set():
+            return []
+        done = list(check(batch))
+        if progress is not None:
+            progress(len(done))
+        return done
+
+    with ThreadPoolExecutor(jobs or default_jobs()) as pool:
+        try:
+            return [one for batch in pool.map(run, batches) for one in batch]
+        except BaseException:
+            cancelled.set()
+            raise
+
+
+def _report(
+    pin: Pin,
+    where: str,
+    complete: bool,
+    paths: Sequence[ArtifactPath],
+    checked: Sequence[_Checked],
+    extra: tuple[str, ...],
+) -> VerifyReport:
+    by_path = {one.path: one for one in checked}
+    missing: list[ArtifactPath] = []
+    corrupt: list[Problem] = []
+    for path in paths:
+        one = by_path.get(path)
+        if one is None or isinstance(one.fault, MissingError):
+            missing.append(path)
+        elif one.fault is not None:
+            corrupt.append(Problem(path, str(one.fault)))
+    good = [one for one in checked if one.fault is None]
+    return VerifyReport(
+        pin.name,
+        where,
+        complete,
+        len(good),
+        sum(one.size for one in good),
+        tuple(missing),
+        tuple(corrupt),
+        extra,
+    )
