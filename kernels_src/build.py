@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import tempfile
@@ -15,7 +16,7 @@ from pathlib import Path
 from cubin_runtime.kernels.native.layouts import LAYOUTS
 from cubin_runtime.launch.structs import StructLayout
 
-from .compiling import BuildError, CompiledKernel, compile_variant
+from .compiling import BuildError, CompiledKernel, compile_command, compile_variant
 from .includes import sources_sha256
 from .release import RELEASE, Release, kernel_entry, write_release
 from .toolchain import Toolchain, ToolchainError, find_toolchain
@@ -23,6 +24,7 @@ from .variants import VARIANTS, Variant
 
 SOURCES = Path(__file__).resolve().parent
 DEFAULT_JOBS = min(2, os.cpu_count() or 1)
+COMPILE_COMMANDS = "compile_commands.json"
 
 
 def select(variants: Sequence[Variant], pattern: str) -> tuple[Variant, ...]:
@@ -48,6 +50,19 @@ def write_headers(folder: Path, layouts: Mapping[str, StructLayout]) -> None:
         (folder / f"{layout.name}.h").write_text(layout.c_declaration())
 
 
+def write_compile_commands(
+    out: Path, variants: Sequence[Variant], toolchain: Toolchain, sources: Path, include: Path, release: str
+) -> None:
+    """Write ``compile_commands.json``, by which editors and clangd find options and generated headers."""
+    entries = []
+    for variant in variants:
+        cubin = out / release / variant.file
+        command = compile_command(variant, toolchain, sources, include, cubin)
+        source = str(sources / variant.source)
+        entries.append({"directory": str(out), "file": source, "output": str(cubin), "arguments": command})
+    (out / COMPILE_COMMANDS).write_text(json.dumps(entries, indent=1) + "\n")
+
+
 def build(
     out: Path,
     variants: Sequence[Variant],
@@ -60,6 +75,8 @@ def build(
     progress: Callable[[CompiledKernel, float], None] | None = None,
 ) -> Release:
     """Compile ``variants`` and write the tree ``out/release``.
+
+    Beside it, ``out`` gets the generated headers and ``compile_commands.json``, before anything is compiled.
 
     Args:
         out: the folder that holds releases.
@@ -77,14 +94,16 @@ def build(
     unknown = sorted({variant.struct for variant in variants} - set(layouts))
     if unknown:
         raise BuildError(f"unknown structs {', '.join(unknown)}; params.py declares {', '.join(sorted(layouts))}")
+    out, sources = out.resolve(), sources.resolve()
+    include = out / "generated"
+    write_headers(include, layouts)
+    write_compile_commands(out, variants, toolchain, sources, include, release)
     with tempfile.TemporaryDirectory(prefix="kernels-") as scratch, ThreadPoolExecutor(max(1, jobs)) as pool:
-        work = Path(scratch)
-        write_headers(work / "generated", layouts)
 
         def compile_one(variant: Variant) -> CompiledKernel:
             begin = time.monotonic()
-            output = work / f"{variant.name}.cubin"
-            kernel = compile_variant(variant, layouts[variant.struct], toolchain, sources, work / "generated", output)
+            output = Path(scratch) / f"{variant.name}.cubin"
+            kernel = compile_variant(variant, layouts[variant.struct], toolchain, sources, include, output)
             if progress is not None:
                 progress(kernel, time.monotonic() - begin)
             return kernel

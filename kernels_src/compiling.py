@@ -59,6 +59,12 @@ def flags_of(variant: Variant) -> tuple[str, ...]:
     return (f"-arch=sm_{variant.sm}", *FLAGS, *defines)
 
 
+def compile_command(variant: Variant, toolchain: Toolchain, root: Path, include: Path, output: Path) -> list[str]:
+    """The arguments that compile ``variant`` to ``output``; see ``compile_variant`` for the rest."""
+    command = [str(toolchain.nvcc), "-cubin", *flags_of(variant), "-Xptxas", "-v", "-I", str(include)]
+    return [*command, "-o", str(output), str(root / variant.source)]
+
+
 def compile_variant(
     variant: Variant, layout: StructLayout, toolchain: Toolchain, root: Path, include: Path, output: Path
 ) -> CompiledKernel:
@@ -75,9 +81,7 @@ def compile_variant(
     Raises:
         BuildError: nvcc failed (its output is in the message), or the cubin breaks a rule of ``check_cubin``.
     """
-    command = [str(toolchain.nvcc), "-cubin", *flags_of(variant), "-Xptxas", "-v", "-I", str(include)]
-    command += ["-o", str(output), str(root / variant.source)]
-    said = _run(command, toolchain, variant)
+    said = _run(compile_command(variant, toolchain, root, include, output), toolchain, variant)
     cubin = output.read_bytes()
     resources = parse_resources(said, variant.symbol)
     check_cubin(variant, cubin, layout, resources)
