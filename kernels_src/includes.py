@@ -1,4 +1,4 @@
-"""The digest of a kernel's sources: the file, what it includes from here, and its generated struct header."""
+"""The digest of a kernel's sources: the file and what it includes, from here and of the generated headers."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def source_files(root: Path, source: str) -> tuple[Path, ...]:
 
 
 def sources_sha256(root: Path, source: str, generated: Mapping[str, str]) -> str:
-    """SHA-256 (hex) over a ``sha256sum``-like listing of the sources, then of the ``generated`` headers."""
+    """SHA-256 (hex) over a ``sha256sum``-like listing of the sources, then of ``generated`` headers they include."""
     root = root.resolve()
-    listing = "".join(
-        f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.relative_to(root).as_posix()}\n"
-        for file in source_files(root, source)
-    )
+    contents = {file.relative_to(root).as_posix(): file.read_bytes() for file in source_files(root, source)}
+    included = {name.decode() for data in contents.values() for name in _INCLUDE.findall(data)}
+    listing = "".join(f"{hashlib.sha256(data).hexdigest()}  {path}\n" for path, data in contents.items())
     listing += "".join(
-        f"{hashlib.sha256(generated[name].encode()).hexdigest()}  generated/{name}\n" for name in sorted(generated)
+        f"{hashlib.sha256(generated[name].encode()).hexdigest()}  generated/{name}\n"
+        for name in sorted(included & generated.keys())
     )
     return hashlib.sha256(listing.encode()).hexdigest()

@@ -47,3 +47,10 @@ def test_the_digest_follows_the_generated_header(sources: Path) -> None:
     one = sources_sha256(sources, "a/kernel.cu", {"Params.h": "struct Params {};"})
     other = sources_sha256(sources, "a/kernel.cu", {"Params.h": "struct Params { int a; };"})
     assert one != other
+
+
+def test_the_digest_ignores_generated_headers_that_are_not_included(sources: Path) -> None:
+    with_others = {"Params.h": "struct Params {};", "OtherParams.h": "struct OtherParams {};"}
+    assert sources_sha256(sources, "a/kernel.cu", with_others) == sources_sha256(
+        sources, "a/kernel.cu", {"Params.h": "struct Params {};"}
+    )
