@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from cubin_runtime.kernels.native import constants
 from cubin_runtime.kernels.native.layouts import LAYOUTS
 from cubin_runtime.launch.structs import StructLayout
 
@@ -43,11 +44,16 @@ def select(variants: Sequence[Variant], pattern: str) -> tuple[Variant, ...]:
     return chosen
 
 
+def generated_headers(layouts: Mapping[str, StructLayout]) -> dict[str, str]:
+    """File name to text: the shared numbers, and each layout's struct with the assertions that tie C++ to Python."""
+    return {constants.HEADER: constants.cpp_header()} | {f"{x.name}.h": x.c_declaration() for x in layouts.values()}
+
+
 def write_headers(folder: Path, layouts: Mapping[str, StructLayout]) -> None:
-    """Write ``STRUCT.h`` for each layout: the declaration and the assertions that tie C++ to Python."""
+    """Write the generated headers."""
     folder.mkdir(parents=True, exist_ok=True)
-    for layout in layouts.values():
-        (folder / f"{layout.name}.h").write_text(layout.c_declaration())
+    for name, text in generated_headers(layouts).items():
+        (folder / name).write_text(text)
 
 
 def write_compile_commands(
@@ -113,12 +119,11 @@ def build(
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
+    headers = generated_headers(layouts)
     entries = []
     for kernel in kernels:
-        layout = layouts[kernel.variant.struct]
-        header = {f"{layout.name}.h": layout.c_declaration()}
-        digest = sources_sha256(sources, kernel.variant.source, header)
-        entries.append(kernel_entry(kernel, layout, digest))
+        digest = sources_sha256(sources, kernel.variant.source, headers)
+        entries.append(kernel_entry(kernel, layouts[kernel.variant.struct], digest))
     return write_release(out, release, {kernel.variant.file: kernel.cubin for kernel in kernels}, entries)
 
 

@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from cubin_runtime.kernels.native.constants import CONSTANTS
+
 # Dynamic plus static shared memory that one block can opt in to, in bytes, by compute capability.
 SHARED_BYTES_PER_BLOCK: Mapping[str, int] = {
     "80": 163 << 10,
@@ -76,7 +78,6 @@ class Variant:
         return "measured" if self.sm in MEASURED_SMS else "built, not run"
 
 
-_KV_TYPES = {"bf16": 0, "fp16": 1, "e4m3": 2}  # as decode/config.cuh numbers them
 _DECODE_BARRIER_BYTES = 16  # a full and an empty barrier a buffer
 
 
@@ -157,7 +158,8 @@ def _paged_decode(sm: str, dtype: str, shape: _DecodeShape) -> Variant:
         },
         defines={
             "HEAD_DIM": shape.head_dim,
-            "KV_TYPE": _KV_TYPES[dtype],
+            "KV_E4M3": int(dtype == "e4m3"),
+            "MMA_FP16": int(dtype != "bf16"),
             "Q_E4M3": int(shape.q_e4m3),
             "ROWS": shape.rows,
             "TILE_TOKENS": shape.tile,
@@ -245,7 +247,7 @@ def _kv_reduction(sm: str, partial: str, out: str) -> Variant:
         sm=sm,
         operation="kv_reduction",
         struct="KvReductionParams",
-        threads=512,
+        threads=CONSTANTS.reduction_threads,
         shared_bytes=0,
         traits={"dtype_partial": partial, "dtype_out": out},
         defines={"PARTIAL_FP16": int(partial == "fp16"), "OUT_E4M3": int(out == "e4m3")},
@@ -259,7 +261,7 @@ def _lse_from_statistics(sm: str) -> Variant:
         sm=sm,
         operation="lse_from_statistics",
         struct="LseFromStatisticsParams",
-        threads=1024,
+        threads=CONSTANTS.lse_threads,
         shared_bytes=0,
     )
 
@@ -271,9 +273,12 @@ def _streaming_read(sm: str) -> Variant:
         sm=sm,
         operation="streaming_read",
         struct="StreamingReadParams",
-        threads=512,
+        threads=CONSTANTS.streaming_threads,
         shared_bytes=0,
     )
+
+
+_MLA_TILE_TOKENS = 64
 
 
 def _mla_shared_bytes(latent: int) -> int:
@@ -310,13 +315,19 @@ def _paged_mla_decode(dtype: str, latent: int, q_e4m3: bool = False) -> Variant:
             "dtype": dtype,
             "q_dtypes": "e4m3" if q_e4m3 else "bf16",
             "latent": latent,
-            "rope": 64,
+            "rope": CONSTANTS.mla_rope_columns,
             "rows": 64,
-            "tile_tokens": 64,
+            "tile_tokens": _MLA_TILE_TOKENS,
             "box_columns": 64,
             "swizzle": "64B" if narrow else "128B",
         },
-        defines={"KV_E4M3": int(narrow), "LATENT": latent, "ROWS": 64, "BOX_COLUMNS": 64}
+        defines={
+            "KV_E4M3": int(narrow),
+            "LATENT": latent,
+            "ROWS": 64,
+            "TILE_TOKENS": _MLA_TILE_TOKENS,
+            "BOX_COLUMNS": 64,
+        }
         | ({"Q_E4M3": int(q_e4m3)} if narrow else {}),
     )
 
@@ -342,9 +353,9 @@ def _few_rows_mla_decode(dtype: str, latent: int) -> Variant:
             "dtype": dtype,
             "q_dtypes": "bf16,e4m3" if dtype == "e4m3" else "bf16",
             "latent": latent,
-            "rope": 64,
+            "rope": CONSTANTS.mla_rope_columns,
             "rows": 16,
-            "tile_tokens": 64,
+            "tile_tokens": _MLA_TILE_TOKENS,
             "box_columns": box_columns,
             "swizzle": "128B",
         },
@@ -352,6 +363,7 @@ def _few_rows_mla_decode(dtype: str, latent: int) -> Variant:
             "KV_E4M3": int(dtype == "e4m3"),
             "LATENT": latent,
             "ROWS": 16,
+            "TILE_TOKENS": _MLA_TILE_TOKENS,
             "BOX_COLUMNS": box_columns,
             "STAGES": stages,
         },

@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 from ..artifacts.path import ArtifactPath
 from ..artifacts.tables.native_kernels import NativeKernel
 from ..errors import DeviceError, UsageError
+from ..kernels.native.constants import StatusBit
 from ..kernels.native.decode.plan import (
     LOG2_E,
     STEP_FIELDS,
@@ -44,12 +45,6 @@ from .decode_tensors import (
 )
 from .runtime import Runtime
 
-_STATUS_WORDS = {
-    1: "a length over max_seq_len",
-    2: "a negative length",
-    4: "a page id outside the pool",
-    8: "a q_cu_seq_lens that decreases, steps over max_q_len or leaves the query tokens",
-}
 # Where the workspace's pointers and the numbers begin among the values of a step.
 _NUMBERS = len(STEP_NUMBERS)
 _TENSORS = len(STEP_FIELDS) - len(WORKSPACE_POINTERS) - _NUMBERS
@@ -219,7 +214,7 @@ class LaunchedPlan(ABC, Generic[SelectionT, ProblemT]):
             (status,) = struct.unpack("<I", driver.read(address, 4))
             if status:
                 driver.fill_words(address, 0, 1, handle)
-        met = [words for bit, words in _STATUS_WORDS.items() if status & bit]
+        met = [bit.meaning for bit in StatusBit if status & bit]
         if met:
             kernels = " and ".join(selection.kernel.name for selection in self.selections)
             raise ClampedInputError(f"decode by {kernels} met {' and '.join(met)}")

@@ -26,7 +26,8 @@
 // Or each pair has a cluster for itself, of 1 to 8 CTAs: each takes an equal part of the pair's tiles, which may be none, and
 // they merge through each other's shared memory.
 //
-// Build: -DHEAD_DIM=n -DKV_TYPE=0|1|2 (bf16, fp16, e4m3) -DQ_E4M3=0|1 -DROWS=n -DTILE_TOKENS=64|128
+// Build: -DHEAD_DIM=n -DKV_E4M3=0|1 -DMMA_FP16=0|1 (e4m3 becomes fp16, which holds it exactly; else the type of K and V)
+//        -DQ_E4M3=0|1 -DROWS=n -DTILE_TOKENS=64|128
 //        -DCONSUMER_WARPGROUPS=1|2 -DWARPGROUP_MMA=0|1 -DUSE_TMA=0|1 -DBUFFERS=n -DCTAS_PER_SM=n -DSHARED_BYTES=n
 //        -DKERNEL_NAME=symbol
 
@@ -66,7 +67,7 @@ DEVICE void prepare_barriers(Shared& shared) {
 DEVICE void prefetch_inputs(const Params& p) {
     const int64_t line = static_cast<int64_t>((blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x) * CONSUMERS + threadIdx.x;
     if (line * 32 < p.batch * p.table_stride) prefetch_to_l2(static_cast<const int*>(p.page_table) + line * 32);
-    const int item = p.q_type == E4M3 ? 1 : 2;
+    const int item = p.q_type == TYPE_E4M3 ? 1 : 2;
     if (line * 128 < p.tokens * p.q_token_stride * item) prefetch_to_l2(static_cast<const char*>(p.q) + line * 128);
 }
 
@@ -113,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(paged_decode::THREADS, CTAS_PER_SM)
             produce(p, share, threadIdx.x / 32 - CONSUMER_WARPS, shared);
             allow_next_grid();
         } else {
-#if WARPGROUP_MMA && KV_TYPE == 2
+#if WARPGROUP_MMA && KV_E4M3
             convert_tiles(p, share, shared);
 #endif
         }

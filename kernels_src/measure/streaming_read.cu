@@ -10,14 +10,15 @@
 // Build: -DKERNEL_NAME=symbol.
 
 #include "../common/ptx.cuh"
+#include "KernelConstants.h"
 #include "StreamingReadParams.h"
 
 using Params = StreamingReadParams;
 
 namespace streaming_read {
 
-constexpr int THREADS = 512;
-constexpr int LOADS = 8;  // of 16 bytes, one after the other in each thread
+constexpr int THREADS = STREAMING_THREADS;
+constexpr int LOADS = STREAMING_LOADS;  // of 16 bytes, one after the other in each thread
 constexpr int WARPS = THREADS / 32;
 constexpr int CHUNK = THREADS * LOADS;
 

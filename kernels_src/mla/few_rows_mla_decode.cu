@@ -10,7 +10,8 @@
 //
 // Shares of the line of tiles, parts and merging are those of the other kernel.
 //
-// Build: -DLATENT=512|256 -DKV_E4M3=0|1 -DROWS=16 -DBOX_COLUMNS=64|128 -DSTAGES=n -DSHARED_BYTES=n -DKERNEL_NAME=symbol
+// Build: -DLATENT=512|256 -DKV_E4M3=0|1 -DROWS=16 -DTILE_TOKENS=64 -DBOX_COLUMNS=64|128 -DSTAGES=n -DSHARED_BYTES=n
+//        -DKERNEL_NAME=symbol
 
 #include "few/loading.cuh"
 #include "few/scores.cuh"

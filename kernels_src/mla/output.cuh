@@ -72,6 +72,7 @@ DEVICE int64_t partial_place(int slot, int group, int lane) {
 // columns: those of a row that a warp has.
 constexpr int POWER_COLUMNS = ROWS < 64 ? 64 : (KV_E4M3 ? LATENT / 8 : LATENT / 2);
 constexpr int STATISTICS_BYTES = ROWS * (2 + LATENT / POWER_COLUMNS) * sizeof(float);  // of a slot
+static_assert(LATENT / POWER_COLUMNS <= MLA_MAX_ROW_SCALES, "the workspace has room for as many");
 
 DEVICE char* statistics_of(const Params& p, int slot) {
     return static_cast<char*>(p.partial_statistics) + static_cast<int64_t>(slot) * STATISTICS_BYTES;

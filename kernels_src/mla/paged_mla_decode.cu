@@ -27,7 +27,7 @@
 // split_count) and a team takes the parts that begin in its share. Partials are merged from the last part to the first once a
 // CTA is through with its pieces, by all the CTAs that have parts of the pair and are at hand. No CTA needs another one to run.
 //
-// Build: -DLATENT=512|256 -DKV_E4M3=0 -DROWS=64 -DBOX_COLUMNS=64 -DSHARED_BYTES=n -DKERNEL_NAME=symbol
+// Build: -DLATENT=512|256 -DKV_E4M3=0 -DROWS=64 -DTILE_TOKENS=64 -DBOX_COLUMNS=64 -DSHARED_BYTES=n -DKERNEL_NAME=symbol
 
 #include "loading.cuh"
 #include "accumulators.cuh"

@@ -16,7 +16,8 @@
 // queries it looks for maxima only where one has to follow; with bf16 queries, whose products take twice the time, it does
 // nothing but products.
 //
-// Build: -DLATENT=512|256 -DKV_E4M3=1 -DQ_E4M3=0|1 -DROWS=64 -DBOX_COLUMNS=64 -DSHARED_BYTES=n -DKERNEL_NAME=symbol
+// Build: -DLATENT=512|256 -DKV_E4M3=1 -DQ_E4M3=0|1 -DROWS=64 -DTILE_TOKENS=64 -DBOX_COLUMNS=64 -DSHARED_BYTES=n
+//        -DKERNEL_NAME=symbol
 
 #include "pages.cuh"
 #if Q_E4M3

@@ -38,7 +38,7 @@ struct PageWindow {
 struct TilePages {
     int chunks;  // pages that have keys of it
     int row;     // the first key's token in its page
-    int page[TILE_TOKENS / 32];
+    int page[TILE_TOKENS / MLA_MIN_PAGE_TOKENS];
 
     DEVICE TilePages(const Params& p, const Piece& piece, PageWindow& pages, int chunk_log2, int tile) {
         pages.hold(p, piece, tile * TILE_TOKENS >> p.page_size_log2,
@@ -46,7 +46,7 @@ struct TilePages {
         chunks = ((piece.valid(tile) - 1) >> chunk_log2) + 1;
         row = tile * TILE_TOKENS & ((1 << p.page_size_log2) - 1);
 #pragma unroll
-        for (int i = 0; i < TILE_TOKENS / 32; ++i)
+        for (int i = 0; i < TILE_TOKENS / MLA_MIN_PAGE_TOKENS; ++i)
             page[i] = i < chunks ? pages.at((tile * TILE_TOKENS + (i << chunk_log2)) >> p.page_size_log2) : 0;
     }
 };
@@ -55,7 +55,7 @@ struct TilePages {
 DEVICE void copy_box(const Params& p, const TilePages& at, int chunk_log2, int box, uint32_t target, uint32_t full,
                      uint64_t policy) {
 #pragma unroll
-    for (int i = 0; i < TILE_TOKENS / 32; ++i) {
+    for (int i = 0; i < TILE_TOKENS / MLA_MIN_PAGE_TOKENS; ++i) {
         if (i >= at.chunks) break;
         copy_tensor_box_3d(target + (i << (chunk_log2 + ROW_BYTES_LOG2)), &p.kv_map, full, box * BOX_COLUMNS, at.row, at.page[i],
                            policy);
@@ -95,7 +95,7 @@ DEVICE void guess_first(const Params& p, int warp) {
     const int token = first * TILE_TOKENS + (lane << chunk_tokens_log2(p));
     if (token < min((first + GUESSED_TILES) * TILE_TOKENS, p.max_seq_len)) {
         const int page = static_cast<const int*>(p.page_table)[request * p.table_stride + (token >> p.page_size_log2)];
-        for (int box = member * 4 + warp; box * BOX_COLUMNS < LATENT + 64; box += p.tiles_together * 4)
+        for (int box = member * 4 + warp; box * BOX_COLUMNS < COLUMNS; box += p.tiles_together * 4)
             prefetch_tensor_box_3d(&p.kv_map, box * BOX_COLUMNS, token & ((1 << p.page_size_log2) - 1),
                                    min(max(page, 0), p.num_pages - 1));
     }
@@ -103,7 +103,7 @@ DEVICE void guess_first(const Params& p, int warp) {
     if (p.q_cu_seq_lens == nullptr && lane < ROWS / 4 && row < p.q_len * p.heads) {
         const int query = row / p.heads, item_log2 = p.q_type != TYPE_E4M3;
         const int64_t place = (request * p.q_len + query) * p.q_token_stride + (row - query * p.heads) * p.q_head_stride;
-        prefetch_bytes(static_cast<const char*>(p.q) + (place << item_log2), (LATENT + 64) << item_log2);
+        prefetch_bytes(static_cast<const char*>(p.q) + (place << item_log2), COLUMNS << item_log2);
     }
 }
 

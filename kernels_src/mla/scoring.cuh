@@ -6,7 +6,7 @@
 namespace paged_mla_decode {
 
 constexpr int DEPTH_STEP = 32;  // of an e4m3 product
-constexpr int DEPTH_STEPS = (LATENT + BOX_COLUMNS) / DEPTH_STEP;
+constexpr int DEPTH_STEPS = COLUMNS / DEPTH_STEP;
 constexpr int SHARED_STEPS = QUERY_BOXES * BOX_COLUMNS / DEPTH_STEP;
 constexpr int SCORING_BARRIER = 2;
 

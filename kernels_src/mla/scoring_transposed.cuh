@@ -9,7 +9,7 @@
 
 namespace paged_mla_decode {
 
-constexpr int STEPS = (LATENT + BOX_COLUMNS) / 16;  // of a product in depth
+constexpr int STEPS = COLUMNS / 16;  // of a product in depth
 constexpr int KEYS_IN_FLIGHT = 3;                   // products
 constexpr int SCORING_BARRIER = 2;
 

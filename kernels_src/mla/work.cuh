@@ -7,31 +7,24 @@
 #include <cuda_fp8.h>
 
 #include "../common/wgmma.cuh"
+#include "KernelConstants.h"
 #include "PagedMlaDecodeParams.h"
 
 namespace paged_mla_decode {
 
 using Params = PagedMlaDecodeParams;
 
-// Build: -DROWS=n query rows (tokens x heads) of a CTA, -DBOX_COLUMNS=n columns that a copy brings.
-constexpr int TILE_TOKENS = 64;  // keys of a tile
+// Build: -DROWS=n query rows (tokens x heads) of a CTA, -DBOX_COLUMNS=n columns that a copy brings, -DTILE_TOKENS=n keys of a
+// tile.
+constexpr int COLUMNS = LATENT + MLA_ROPE_COLUMNS;  // of a key
 constexpr int TILE_TOKENS_LOG2 = 6;
+static_assert(TILE_TOKENS == 1 << TILE_TOKENS_LOG2);
 constexpr int ROW_BYTES_LOG2 = (BOX_COLUMNS == 128 ? 7 : 6) + !KV_E4M3;  // of a token in a box
 constexpr int CONSUMERS = ROWS == 64 ? 256 : LATENT / 2;                 // threads that have the output
 
 // Of each consuming warp, at the beginning of shared memory once all tiles are through: what is multiplied with each of 16
 // rows of each part of a pair, of which there are not more than CTAs.
-constexpr int MERGE_BYTES = 192 * 16 * sizeof(float);
-
-// q_type and out_type.
-constexpr int TYPE_BF16 = 0;
-constexpr int TYPE_FP16 = 1;
-constexpr int TYPE_E4M3 = 2;
-
-constexpr uint32_t STATUS_LENGTH_OVER_BOUND = 1;
-constexpr uint32_t STATUS_LENGTH_NEGATIVE = 2;
-constexpr uint32_t STATUS_PAGE_OUTSIDE_POOL = 4;
-constexpr uint32_t STATUS_QUERIES = 8;
+constexpr int MERGE_BYTES = MLA_MAX_SPLITS * 16 * sizeof(float);
 
 // Below every maximum that counts; finite, so that the difference of two of them is 0 and not NaN.
 constexpr float LOWEST = -1e30f;
@@ -80,8 +73,9 @@ DEVICE Request read_request(const Params& p, int request) {
     return r;
 }
 
-// x / tiles_together, of 1 to 4, for x below 2^14.
+// x / tiles_together, for x below 2^14.
 DEVICE int over_team(const Params& p, int x) {
+    static_assert(MLA_MAX_CTA_GROUP == 4, "of 1 to 4");
     return x * (p.tiles_together == 3 ? 21846 : 65536 >> p.tiles_together / 2) >> 16;
 }
 
@@ -108,7 +102,7 @@ DEVICE void report_lengths(const Params& p, int thread, int threads) {
 
 // The accumulators of a pair's last part take up those before, if the share has them all.
 constexpr bool FOLDS = ROWS == 64 && !KV_E4M3;
-constexpr int FOLDED_PARTS = 4;
+constexpr int FOLDED_PARTS = MLA_INVARIANT_SPLITS;
 
 // Tiles [first, last) of a (request, row tile) pair, and where its partial goes when that is not all of them.
 struct Piece {
@@ -152,9 +146,11 @@ struct Share {
     }
 };
 
-// Parts of a pair of so many tiles where `splits` bounds them: of 16 tiles, for which merging costs little. It never falls
-// with the tiles, so a bound on the tiles bounds it.
-DEVICE int split_count(const Params& p, int tiles) { return min(p.splits, (tiles + 15) / 16); }
+// Parts of a pair of so many tiles where `splits` bounds them: so long that merging costs little. It never falls with the
+// tiles, so a bound on the tiles bounds it.
+DEVICE int split_count(const Params& p, int tiles) {
+    return min(p.splits, (tiles + MLA_SPLIT_TILES - 1) / MLA_SPLIT_TILES);
+}
 
 DEVICE int cta_of(const Params& p, const Share& share, int team) { return team * p.tiles_together + share.member; }
 
@@ -185,7 +181,7 @@ DEVICE bool find_piece(const Params& p, const Share& share, Position& at, Piece&
             piece.part = share.team - first_team;
             piece.parts = last_team - first_team + 1;
             // Of a CTA's slots the odd one is for the part that begins a pair, the even one for any other.
-            piece.slot = 2 * cta_of(p, share, first_team) + 1;
+            piece.slot = PARTIALS_PER_CTA * cta_of(p, share, first_team) + 1;
             piece.counter = cta_of(p, share, first_team);
         } else {
             piece.parts = split_count(p, r.tiles);
@@ -283,7 +279,7 @@ DEVICE int64_t row_offset(const Piece& piece, int row, int heads, int64_t token_
     return (piece.first_query + request_row / heads) * token_stride + request_row % heads * head_stride;
 }
 
-DEVICE int slot_step(const Params& p) { return p.splits > 0 ? 1 : 2 * p.tiles_together; }
+DEVICE int slot_step(const Params& p) { return p.splits > 0 ? 1 : PARTIALS_PER_CTA * p.tiles_together; }
 
 DEVICE int slot_of(const Params& p, const Piece& piece, int part) {
     return piece.slot + part * slot_step(p) - (p.splits == 0 && part > 0);

@@ -22,14 +22,16 @@
 #include <cuda_fp8.h>
 
 #include "../common/ptx.cuh"
+#include "KernelConstants.h"
 #include "KvReductionParams.h"
 
 using Params = KvReductionParams;
 
 namespace kv_reduction {
 
-constexpr int THREADS = 512;
-constexpr int VALUES = 8;  // of a thread: one 16-byte load
+constexpr int THREADS = REDUCTION_THREADS;
+constexpr int VALUES = REDUCTION_VALUES;
+static_assert(VALUES * 2 == 16, "of a thread: one 16-byte load");
 constexpr int SLICE_VALUES = THREADS * VALUES;
 constexpr int SPLITS_IN_FLIGHT = 4;
 constexpr float LOG2_E = 1.4426950408889634f;

@@ -9,18 +9,18 @@
 #include <cuda_runtime.h>
 
 #include "../common/ptx.cuh"
+#include "KernelConstants.h"
 #include "LseFromStatisticsParams.h"
 
 using Params = LseFromStatisticsParams;
 
 namespace lse_from_statistics {
 
-constexpr int THREADS = 1024;
 constexpr float LOG2_E = 1.4426950408889634f;
 
 }  // namespace lse_from_statistics
 
-extern "C" __global__ void __launch_bounds__(lse_from_statistics::THREADS)
+extern "C" __global__ void __launch_bounds__(LSE_THREADS)
     KERNEL_NAME(const __grid_constant__ Params p) {
     using namespace lse_from_statistics;
     wait_for_previous_grid();

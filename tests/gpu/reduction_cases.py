@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 
 from cubin_runtime.attention.reference import bfloat16_bits, bfloat16_values
+from cubin_runtime.kernels.native.constants import CONSTANTS
 from cubin_runtime.kernels.trtllm_gen.reduction_launches import LSE, REDUCTION, AfterMain
 
 LOG2_E = math.log2(math.e)
 TILE_KV = 128
-THREADS = 512
+THREADS = CONSTANTS.reduction_threads
 # What each output type may differ by: relative (of one rounding), and absolute (of the smallest numbers).
 TOLERANCES = {"bf16": (2**-8, 1e-30), "fp16": (2**-10, 2**-24), "e4m3": (2**-4, 2**-10)}
 STATISTICS_TOLERANCE = 2e-5

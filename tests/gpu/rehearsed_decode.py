@@ -23,13 +23,14 @@ from cubin_runtime.artifacts.path import ArtifactPath
 from cubin_runtime.artifacts.tables.native_kernels import NativeKernel
 from cubin_runtime.attention import Runtime, launched_plan
 from cubin_runtime.attention.runtime import OwnRelease
+from cubin_runtime.kernels.native.constants import TYPE_CODES
 from cubin_runtime.kernels.native.layouts import LAYOUTS
 from cubin_runtime.launch.driver import Driver
 from cubin_runtime.launch.launcher import LaunchPlan
 from cubin_runtime.launch.tensormap import TensorMapSpec
 from kernels_src.variants import VARIANTS, Variant
 
-TYPES = ("bf16", "fp16", "e4m3")
+TYPES = {code: name for name, code in TYPE_CODES.items()}
 STRUCT = "PagedDecodeCopyParams"
 ARITHMETIC = "rehearsed arithmetic"
 # Whether results show which kernel's arithmetic they are of, and without fixed splits the batch, as a device's do.

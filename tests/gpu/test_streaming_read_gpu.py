@@ -10,10 +10,11 @@ from device_arrays import DeviceArrays
 
 from benchmarks.decode.reading import checksum, streaming_read
 from cubin_runtime.attention import Runtime
+from cubin_runtime.kernels.native.constants import CONSTANTS
 
 pytestmark = pytest.mark.gpu
 
-CHUNK = 512 * 8 * 16
+CHUNK = CONSTANTS.streaming_threads * CONSTANTS.streaming_loads * 16
 
 
 @pytest.fixture

@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...artifacts.tables.metadata import KernelMeta
+from ..native.constants import CONSTANTS
 from .grid import Geometry
 from .problem import Problem
 from .refusals import PlanRefused
 from .traits import MultiCtasMode, SparseType, ceil_div
 
-REDUCTION_THREADS = 512
 # Bytes of partial output that one CTA of the reduction merges.
-REDUCTION_SLICE_BYTES = 8192
-LSE_THREADS = 1024
+REDUCTION_SLICE_BYTES = CONSTANTS.reduction_threads * CONSTANTS.reduction_values * 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +73,7 @@ def reduction_after(problem: Problem, meta: KernelMeta, geometry: Geometry) -> R
     ctas = max(1, min(2 * problem.multiprocessors // tiles, slices))
     return ReductionLaunch(
         grid=(geometry.ctas_q * ctas, head_ctas * value_ctas, problem.batch),
-        block=(REDUCTION_THREADS, 1, 1),
+        block=(CONSTANTS.reduction_threads, 1, 1),
         tile_q=meta.tile_q,
         head_dim=head_dim,
         fp8_query=problem.dtype_q == "e4m3",
@@ -96,7 +95,7 @@ def lse_after(problem: Problem) -> LseLaunch | None:
     if not problem.pointers.lse:
         return None
     rows = problem.tokens_q * problem.heads_q
-    threads = min(LSE_THREADS, 1 << max(0, rows - 1).bit_length())
+    threads = min(CONSTANTS.lse_threads, 1 << max(0, rows - 1).bit_length())
     return LseLaunch(
         grid=(max(1, ceil_div(rows, threads)), 1, 1),
         block=(threads, 1, 1),

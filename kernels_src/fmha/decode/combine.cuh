@@ -50,12 +50,12 @@ DEVICE Normalisation normalise(const Params& p, const Rows& rows, int row, float
 DEVICE void write_output(const Params& p, const Normalisation& n, int dim, float4 value) {
     const int64_t element = n.token * p.out_token_stride + n.head * p.out_head_stride + dim;
     value = make_float4(value.x * n.factor, value.y * n.factor, value.z * n.factor, value.w * n.factor);
-    if (p.out_type == E4M3)
+    if (p.out_type == TYPE_E4M3)
         *reinterpret_cast<uint32_t*>(static_cast<uint8_t*>(p.out) + element) =
             pack_e4m3(value.x, value.y) | static_cast<uint32_t>(pack_e4m3(value.z, value.w)) << 16;
     else
         *reinterpret_cast<uint2*>(static_cast<uint16_t*>(p.out) + element) =
-            p.out_type == FP16 ? make_uint2(pack_fp16(value.x, value.y), pack_fp16(value.z, value.w))
+            p.out_type == TYPE_FP16 ? make_uint2(pack_fp16(value.x, value.y), pack_fp16(value.z, value.w))
                                : make_uint2(pack_bf16(value.x, value.y), pack_bf16(value.z, value.w));
 }
 
@@ -84,8 +84,8 @@ DEVICE Parts parts_of(const Params& p, const Share& share, const Piece& piece) {
     parts.own = share.team - first;
     parts.counter = first * p.heads_together + share.member;
     // A CTA has at most one part that begins in it and goes on elsewhere (odd slot) and one from elsewhere (even slot).
-    parts.base = 2 * parts.counter;
-    parts.step = 2 * p.heads_together;
+    parts.base = PARTIALS_PER_CTA * parts.counter;
+    parts.step = PARTIALS_PER_CTA * p.heads_together;
     parts.odd_first = 1;
     return parts;
 }
@@ -258,7 +258,7 @@ DEVICE void write_piece(const Params& p, const Piece& piece, const Parts& parts,
 // The parts of a pair are in its cluster's shared memory: each CTA merges as many cells, of four head dims of a row, the parts
 // in their order.
 DEVICE void merge_in_cluster(const Params& p, const Rows& rows, float output_scale, Shared& shared) {
-    constexpr int CELLS_OF_ROW = HEAD_DIM / 4, MOST_PARTS = 8;
+    constexpr int CELLS_OF_ROW = HEAD_DIM / 4, MOST_PARTS = DECODE_MAX_CLUSTER_CTAS;
     const int parts = 1 << p.cluster_parts_log2, cells = rows.count * CELLS_OF_ROW;
     if (MERGE_BUFFERS > 1)
         for (int cell = threadIdx.x; cell < cells; cell += CONSUMERS) {

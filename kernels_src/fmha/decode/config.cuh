@@ -1,6 +1,7 @@
 // What a build of paged decode fixes (its -D options), what follows from it, and the block's shared memory.
 #pragma once
 #include "../../common/wgmma.cuh"
+#include "KernelConstants.h"
 #if USE_TMA
 #include "PagedDecodeTmaParams.h"
 using Params = PagedDecodeTmaParams;
@@ -10,8 +11,6 @@ using Params = PagedDecodeCopyParams;
 #endif
 
 namespace paged_decode {
-
-enum Type { BF16 = 0, FP16 = 1, E4M3 = 2 };
 
 constexpr int CONSUMER_WARPS = 4 * CONSUMER_WARPGROUPS;
 constexpr int CONSUMERS = 32 * CONSUMER_WARPS;
@@ -26,7 +25,6 @@ constexpr int BUFFER_READERS = CONSUMER_WARPS;
 constexpr bool HANDS_OVER_REGISTERS = CONSUMER_WARPGROUPS > 1;
 constexpr int PRODUCER_WARPS = HANDS_OVER_REGISTERS ? 4 : 2;  // even ones bring keys, odd ones values
 
-constexpr bool KV_E4M3 = KV_TYPE == E4M3;
 constexpr bool KEYS_CONVERTED = KV_E4M3 && !Q_E4M3;  // for warpgroups: else their products take keys as they are
 constexpr bool CONVERTS = WARPGROUP_MMA && KV_E4M3;  // a warpgroup of its own, see converting.cuh
 constexpr int CONVERTERS = CONVERTS ? 128 : 0;
@@ -35,7 +33,6 @@ constexpr int THREADS = FIRST_CONVERTER + CONVERTERS;
 constexpr int CONSUMER_REGISTERS = CONVERTS ? 192 : 224, HELPER_REGISTERS = CONVERTS ? 64 : 56;
 // Of warpgroups: a product with ones adds up rows of P, as fp16 (bf16 would be too coarse), where products have time for it.
 constexpr bool SUMS_BY_PRODUCT = CONVERTS && HEAD_DIM == 64;
-constexpr bool MMA_FP16 = KV_TYPE != BF16;  // e4m3 becomes fp16, which holds it exactly
 constexpr int ITEM_BYTES = KV_E4M3 ? 1 : 2;
 constexpr int TOKEN_BYTES = HEAD_DIM * ITEM_BYTES;
 constexpr int SPAN = TOKEN_BYTES < 128 ? TOKEN_BYTES : 128;  // bytes of a token that one box holds, swizzled
@@ -93,11 +90,6 @@ struct Share {
     int block_start;   // index of that block's tile 0 on the line
     int total, teams;  // tiles in all, teams that have any
 };
-
-constexpr uint32_t STATUS_LENGTH_OVER_BOUND = 1;
-constexpr uint32_t STATUS_LENGTH_NEGATIVE = 2;
-constexpr uint32_t STATUS_PAGE_OUTSIDE_POOL = 4;
-constexpr uint32_t STATUS_QUERIES = 8;
 
 constexpr float MAXIMUM_SLACK = 8.f;  // base-2 exponents by which scores may exceed the maximum in use
 constexpr int PREPARED_BARRIER = 0;  // mbarriers are initialised: consumers, who do that, go on to CONSUMER_BARRIER

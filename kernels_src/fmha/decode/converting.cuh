@@ -19,7 +19,7 @@ DEVICE int tiles_with_keys(const Piece& piece) { return max(0, end_of_keys(piece
 
 DEVICE int first_token(const Piece& piece, int tile) { return (piece.request.first_tile + piece.first + tile) * TILE_TOKENS; }
 
-#if KV_TYPE == 2
+#if KV_E4M3
 // A thread's units of 16 e4m3 in a tile. Eight neighbouring lanes take four columns of two tokens whose low bits and bits 2
 // differ, so that neither what they read nor what they write meets in a bank.
 struct Conversion {

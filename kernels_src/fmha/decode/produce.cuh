@@ -33,7 +33,7 @@ struct PageWindow {
 // The queries of a piece come to L2 while the consumers are still busy with the one before.
 DEVICE void prefetch_query(const Params& p, const Piece& piece) {
     constexpr int LINES = HEAD_DIM * 2 <= 128 ? 1 : HEAD_DIM * 2 / 128;  // of a row, at most
-    const int item = p.q_type == E4M3 ? 1 : 2;
+    const int item = p.q_type == TYPE_E4M3 ? 1 : 2;
 #pragma unroll 1
     for (int i = threadIdx.x % 32; i < piece.rows.count * LINES; i += 32) {
         if (i % LINES * 128 < HEAD_DIM * item) prefetch_to_l2(query_row(p, piece, i / LINES) + i % LINES * 128);

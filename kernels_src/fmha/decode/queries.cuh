@@ -9,13 +9,13 @@ DEVICE const char* query_row(const Params& p, const Piece& piece, int row) {
     const RowPlace place = place_of(p, piece.rows.first + row);
     const int64_t element = (piece.rows.q_start + place.token) * p.q_token_stride +
                             (piece.rows.head * p.group + place.head) * p.q_head_stride;
-    return static_cast<const char*>(p.q) + element * (p.q_type == E4M3 ? 1 : 2);
+    return static_cast<const char*>(p.q) + element * (p.q_type == TYPE_E4M3 ? 1 : 2);
 }
 
 // Two neighbouring head dims.
 DEVICE float2 query_values(const Params& p, const void* row, int element) {
-    if (p.q_type == BF16) return unpack_bf16(*reinterpret_cast<const uint32_t*>(static_cast<const char*>(row) + element * 2));
-    if (p.q_type == FP16) return unpack_fp16(*reinterpret_cast<const uint32_t*>(static_cast<const char*>(row) + element * 2));
+    if (p.q_type == TYPE_BF16) return unpack_bf16(*reinterpret_cast<const uint32_t*>(static_cast<const char*>(row) + element * 2));
+    if (p.q_type == TYPE_FP16) return unpack_fp16(*reinterpret_cast<const uint32_t*>(static_cast<const char*>(row) + element * 2));
     return unpack_e4m3(*reinterpret_cast<const uint16_t*>(static_cast<const char*>(row) + element));
 }
 

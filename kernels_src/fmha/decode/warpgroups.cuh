@@ -55,7 +55,7 @@ DEVICE void load_query(const Params& p, const Piece& piece, float softmax_scale,
         int exponent = 0;
         if constexpr (KEYS_CONVERTED) {
             float largest = 0.f;
-            if (p.q_type == BF16 && exists)
+            if (p.q_type == TYPE_BF16 && exists)
                 for (int j = 0; j < HEAD_DIM / 8; ++j) {
                     const float2 value = query_values(p, at, j * 8 + threadIdx.x % 4 * 2);
                     largest = fmaxf(largest, fmaxf(fabsf(value.x), fabsf(value.y)));
@@ -209,7 +209,6 @@ DEVICE void release(uint32_t barrier) {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
 }
 
-#if KV_TYPE != 2
 // Tokens that are not seen may hold NaN, and 0 x NaN is NaN: their values become zeros before the party's product reads them.
 DEVICE void clear_values(uint32_t buffer, const Seen& seen, Shared& shared, uint32_t& phase) {
     constexpr int PARTY_THREADS = CONSUMERS / PARTIES;
@@ -221,7 +220,6 @@ DEVICE void clear_values(uint32_t buffer, const Seen& seen, Shared& shared, uint
     mbarrier_wait(cleared, phase);
     phase ^= 1;
 }
-#endif
 
 // O += P V, under way when this returns.
 DEVICE void multiply_values(uint32_t buffer, const Probabilities& probability, const Shared& shared, Accumulator& acc) {
@@ -340,10 +338,10 @@ DEVICE void consume_tiles(const Piece& piece, int window_left, int tiles, const 
             softmax(scale, s, acc, probability);
         }
         values.wait();
-#if KV_TYPE != 2
-        const Seen seen(piece, tile_token);
-        if (!seen.all()) clear_values(values.buffer, seen, shared, cleared);
-#endif
+        if constexpr (!CONVERTS) {
+            const Seen seen(piece, tile_token);
+            if (!seen.all()) clear_values(values.buffer, seen, shared, cleared);
+        }
         multiply_values(values.buffer, probability, shared, acc);
         operands.advance(PARTIES);
     }

@@ -66,7 +66,7 @@ DEVICE float load_query(const Params& p, const Piece& piece, int row_base, uint3
     } else {
         // Depths follow the key fragments of multiply_keys: four dims of a lane in a row. All loads are under way together.
         constexpr int BATCH = DEPTH_STEPS < 16 ? DEPTH_STEPS : 16;
-        const int item = p.q_type == E4M3 ? 1 : 2;
+        const int item = p.q_type == TYPE_E4M3 ? 1 : 2;
         at += lane % 4 * 4 * item;
         int exponent = 0;
         const auto load = [&](int step) {
@@ -82,7 +82,7 @@ DEVICE float load_query(const Params& p, const Piece& piece, int row_base, uint3
             const float2 value = unpack_bf16(pair);
             return fmaxf(fabsf(value.x), fabsf(value.y));
         };
-        if (DEPTH_STEPS > BATCH && p.q_type == BF16) {
+        if (DEPTH_STEPS > BATCH && p.q_type == TYPE_BF16) {
             float largest = 0.f;
 #pragma unroll 4
             for (int step = 0; step < DEPTH_STEPS; ++step) {
@@ -96,7 +96,7 @@ DEVICE float load_query(const Params& p, const Piece& piece, int row_base, uint3
             uint2 raw[BATCH];
 #pragma unroll
             for (int i = 0; i < BATCH; ++i) raw[i] = load(first + i);
-            if (p.q_type == BF16) {
+            if (p.q_type == TYPE_BF16) {
                 if (DEPTH_STEPS <= BATCH) {
                     float largest = 0.f;
 #pragma unroll
@@ -109,7 +109,7 @@ DEVICE float load_query(const Params& p, const Piece& piece, int row_base, uint3
                     const float2 low = unpack_bf16(raw[i].x), high = unpack_bf16(raw[i].y);
                     raw[i] = make_uint2(pack_fp16(low.x * scale, low.y * scale), pack_fp16(high.x * scale, high.y * scale));
                 }
-            } else if (p.q_type == E4M3) {
+            } else if (p.q_type == TYPE_E4M3) {
 #pragma unroll
                 for (int i = 0; i < BATCH; ++i) {
                     const uint32_t four = raw[i].x;

@@ -35,7 +35,7 @@ struct RowPlace {
 };
 
 DEVICE RowPlace place_of(const Params& p, int flat_row) {
-    const int token = static_cast<int>(static_cast<uint32_t>(flat_row) * static_cast<uint32_t>(p.group_reciprocal) >> 16);
+    const int token = static_cast<int>(static_cast<uint32_t>(flat_row) * static_cast<uint32_t>(p.group_reciprocal) >> DECODE_GROUP_RECIPROCAL_BITS);
     return {token, flat_row - token * p.group};
 }
 
@@ -148,11 +148,11 @@ DEVICE Share find_share(const Params& p) {
     }
 }
 
-// Short requests in four, so that one alone spreads over the GPU; long ones in parts of 1024 tokens, for which merging costs
-// little. It never falls with the tiles, so a bound on the tiles bounds it.
+// Short requests in a few, so that one alone spreads over the GPU; long ones in parts for which merging costs little. It never
+// falls with the tiles, so a bound on the tiles bounds it.
 DEVICE int split_count(const Params& p, const Request& r) {
-    constexpr int PART = 1024 / TILE_TOKENS, LEAST = 256 / TILE_TOKENS;
-    return min(p.splits, max((r.tiles + PART - 1) / PART, min(4, (r.tiles + LEAST - 1) / LEAST)));
+    constexpr int PART = DECODE_SPLIT_TOKENS / TILE_TOKENS, LEAST = DECODE_SHORT_SPLIT_TOKENS / TILE_TOKENS;
+    return min(p.splits, max((r.tiles + PART - 1) / PART, min(DECODE_SHORT_SPLITS, (r.tiles + LEAST - 1) / LEAST)));
 }
 
 DEVICE int split_start(const Request& r, int split, int count) {

@@ -5,7 +5,6 @@
 namespace paged_mla_decode {
 
 static_assert(ROWS == 16, "two row eights of a warp product");
-constexpr int COLUMNS = LATENT + 64;
 constexpr int ROW_BYTES = 1 << ROW_BYTES_LOG2;  // of a token in a box, which is swizzled over as many bytes
 constexpr int BOX_BYTES = TILE_TOKENS * ROW_BYTES;
 constexpr int BOXES = (COLUMNS + BOX_COLUMNS - 1) / BOX_COLUMNS;

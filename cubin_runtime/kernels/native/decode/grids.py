@@ -7,12 +7,11 @@ from dataclasses import dataclass
 
 from ....artifacts.tables.native_kernels import NativeKernel
 from ....launch.driver import DeviceFacts
+from ..constants import CONSTANTS
 from ..cost_model import ITEM_BYTES, Costs, Work
 from .shape import DecodeShape
 
 ANY_ROWS = (1 << 31) - 1
-# Every device takes a cluster of so many CTAs (CUDA programming guide).
-_PORTABLE_CLUSTER = 8
 # Keys of a CTA whose time is short beside that of a launch.
 _LITTLE_KEYS = 512
 # Shared memory that the driver keeps for itself in each resident block (CUDA programming guide).
@@ -92,7 +91,7 @@ def _cluster_grid(kernel: NativeKernel, shape: DecodeShape, device: DeviceFacts)
         return
     # A cluster runs on multiprocessors of one GPC, whose number differs: with one CTA on each, some stay idle.
     places = device.multiprocessors if _resident(kernel, device) > 1 else device.multiprocessors * 3 // 4
-    most = max(1, min(places // pairs, tiles, _PORTABLE_CLUSTER))
+    most = max(1, min(places // pairs, tiles, CONSTANTS.decode_max_cluster_ctas))
     parts = 1 << most.bit_length() - 1
     if shape.batch == 1 or -(-tiles // parts) * tile_tokens <= _LITTLE_KEYS:
         yield Grid(pairs * parts, 1, 1, row_tiles, pairs * tiles, parts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import MappingProxyType
 
 from ....launch.structs import Field, StructLayout
+from ..constants import STATUS_BITS_TEXT, TYPE_CODES_TEXT
 
 _COMMON = (
     Field("q", "ptr", "queries of q_type, [tokens, kv_heads * group, head_dim]"),
@@ -20,7 +21,7 @@ _COMMON = (
     Field("partial_out", "ptr", "fp32 [slots, rows, head_dim], unnormalised outputs of split pairs"),
     Field("partial_statistics", "ptr", "fp32 [slots, rows, 2], maximum (base 2) and sum of each partial"),
     Field("counters", "ptr", "uint32, arrivals at each split pair; zero between launches"),
-    Field("status", "ptr", "uint32, bits of what was clamped: 1 length over bound, 2 negative, 4 page id, 8 queries"),
+    Field("status", "ptr", f"uint32, bits of what was clamped: {STATUS_BITS_TEXT}"),
     Field("q_token_stride", "int64", "elements between tokens in q"),
     Field("q_head_stride", "int64", "elements between heads in q"),
     Field("out_token_stride", "int64", "elements between tokens in out"),
@@ -44,7 +45,7 @@ _COMMON = (
     Field("num_pages", "int32", "pages in the pool"),
     Field("max_seq_len", "int32", "bound on every length"),
     Field("window_left", "int32", "keys before its own that a query sees; -1: all"),
-    Field("q_type", "int32", "0 bf16, 1 fp16, 2 e4m3"),
+    Field("q_type", "int32", TYPE_CODES_TEXT),
     Field("out_type", "int32", "likewise"),
     Field("softmax_scale_log2", "float", "softmax scale times log2(e)"),
     Field("output_scale", "float", "factor of the output"),

@@ -11,13 +11,12 @@ from ....launch.plan import LaunchAttributes, LaunchPlan
 from ....launch.structs import StructLayout
 from ....launch.tensormap import TensorMapSpec
 from ....launch.workspace import Region
+from ..constants import CONSTANTS, TYPE_CODES
 from ..cost_model import ITEM_BYTES
 from .params import PAGED_DECODE_TMA
 from .select import DecodeSelection
 
 LOG2_E = math.log2(math.e)
-# Numbers of the kernel's fields q_type and out_type.
-TYPE_CODES = {"bf16": 0, "fp16": 1, "e4m3": 2}
 # What the driver's descriptors call the elements; e4m3 is moved as bytes.
 _MAP_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "e4m3": "uint8"}
 _SWIZZLE_BYTES = 128  # the widest span; a longer row is several boxes of the same map
@@ -108,7 +107,7 @@ def scratch_regions(
     Where the grid cuts the pairs (``splits`` 0) there are two partials a CTA, of the pair that ends in it and of the
     pair that begins in it, and a counter a CTA. Else every pair has a counter and ``splits`` partials.
     """
-    counters, slots = (pairs, pairs * splits) if splits else (ctas, 2 * ctas)
+    counters, slots = (pairs, pairs * splits) if splits else (ctas, CONSTANTS.partials_per_cta * ctas)
     return (
         Region(f"counters{suffix}", 4 * counters, zeroed=True),
         Region(f"partial_statistics{suffix}", slots * statistics_bytes),
@@ -154,7 +153,7 @@ def decode_plan(
         "group": problem.group,
         "least_rows": selection.least_rows,
         "most_rows": selection.most_rows,
-        "group_reciprocal": -(-(1 << 16) // problem.group),
+        "group_reciprocal": -(-(1 << CONSTANTS.decode_group_reciprocal_bits) // problem.group),
         "head_blocks": problem.kv_heads // selection.heads_together,
         "heads_together": selection.heads_together,
         "splits": selection.splits,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
 
-# batch_invariant cuts a long pair into parts of this many tokens, and a short one into four of this many at least.
-_PART_TOKENS, _LEAST_PART_TOKENS = 1024, 256
+from ..constants import CONSTANTS
+
 # batch_invariant cuts every pair into at most this many parts over all KV heads together: enough for a whole GPU.
 _INVARIANT_PARTS = 128
 
@@ -61,4 +61,6 @@ def split_count(tiles: int, tile_tokens: int) -> int:
 
     It never falls with the tiles: a bound on the tiles bounds the parts and changes nobody's.
     """
-    return max(-(-tiles * tile_tokens // _PART_TOKENS), min(4, -(-tiles * tile_tokens // _LEAST_PART_TOKENS)))
+    tokens = tiles * tile_tokens
+    short = min(CONSTANTS.decode_short_splits, -(-tokens // CONSTANTS.decode_short_split_tokens))
+    return max(-(-tokens // CONSTANTS.decode_split_tokens), short)

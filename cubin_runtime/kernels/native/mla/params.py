@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import MappingProxyType
 
 from ....launch.structs import Field, StructLayout
+from ..constants import STATUS_BITS_TEXT, TYPE_CODES_TEXT
 
 PAGED_MLA_DECODE = StructLayout.declare(
     "PagedMlaDecodeParams",
@@ -23,7 +24,7 @@ PAGED_MLA_DECODE = StructLayout.declare(
         Field("partial_out", "ptr", "fp16 [slots, rows of a tile, latent], unnormalised outputs of split pairs"),
         Field("partial_statistics", "ptr", "fp32, of each slot maximum (base 2), sum and powers of two of its rows"),
         Field("counters", "ptr", "uint32, arrivals, departures and tickets of split pairs; zero between launches"),
-        Field("status", "ptr", "uint32, bits of what was clamped: 1 length over bound, 2 negative, 4 page, 8 queries"),
+        Field("status", "ptr", f"uint32, bits of what was clamped: {STATUS_BITS_TEXT}"),
         Field("q_token_stride", "int64", "elements between tokens in q"),
         Field("q_head_stride", "int64", "elements between heads in q"),
         Field("out_token_stride", "int64", "elements between tokens in out"),
@@ -40,7 +41,7 @@ PAGED_MLA_DECODE = StructLayout.declare(
         Field("page_size_log2", "int32", "log2 of the tokens in a page"),
         Field("num_pages", "int32", "pages in the pool"),
         Field("max_seq_len", "int32", "bound on every length"),
-        Field("q_type", "int32", "0 bf16, 1 fp16, 2 e4m3"),
+        Field("q_type", "int32", TYPE_CODES_TEXT),
         Field("out_type", "int32", "likewise"),
         Field("softmax_scale_log2", "float", "softmax scale times log2(e)"),
         Field("output_scale", "float", "factor of the output"),

@@ -10,12 +10,12 @@ from ....launch.plan import LaunchAttributes, LaunchPlan
 from ....launch.structs import StructLayout
 from ....launch.tensormap import TensorMapSpec
 from ....launch.workspace import Region
+from ..constants import CONSTANTS, TYPE_CODES
 from ..decode.plan import (
     LOG2_E,
     OPTIONAL_POINTERS,
     STATUS,
     TENSOR_POINTERS,
-    TYPE_CODES,
     WORKSPACE_POINTERS,
     scratch_regions,
 )
@@ -23,8 +23,6 @@ from .select import MlaSelection
 
 # Bytes of an element and what the descriptor calls it: e4m3 is moved as bytes.
 _CACHE_ELEMENTS = {"bf16": (2, "bfloat16"), "e4m3": (1, "uint8")}
-# Powers of two beside maximum and sum of a row of a partial, by which its fp16 are to be multiplied: at most.
-_MOST_POWERS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +68,7 @@ class MlaProblem:
 def mla_regions(selection: MlaSelection, problem: MlaProblem) -> tuple[Region, ...]:
     """The workspace of an MLA decode, in the order of ``WORKSPACE_POINTERS``; a pair is a request and a row tile."""
     pairs, rows = problem.batch * selection.row_tiles, int(selection.kernel.traits["rows"])
-    statistics_bytes, out_bytes = rows * (2 + _MOST_POWERS) * 4, rows * problem.latent * 2
+    statistics_bytes, out_bytes = rows * (2 + CONSTANTS.mla_max_row_scales) * 4, rows * problem.latent * 2
     return (STATUS, *scratch_regions(pairs, selection.splits, selection.ctas, statistics_bytes, out_bytes))
 
 

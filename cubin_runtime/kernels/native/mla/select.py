@@ -8,18 +8,14 @@ from dataclasses import KW_ONLY, dataclass
 from ....artifacts.tables.native_kernels import MEASURED, NativeKernel
 from ....errors import UsageError
 from ....launch.driver import DeviceFacts
+from ..constants import CONSTANTS
 
 OPERATION = "paged_mla_decode"
 MAX_HEADS = 128
 MAX_QUERIES = 16
-PAGE_SIZES = (32, 64, 128)
-# Row tiles of a request that neighbouring CTAs compute side by side, so that they read its keys from L2: at most.
-_TILES_TOGETHER = 4
+PAGE_SIZES = (CONSTANTS.mla_min_page_tokens, 64, 128)
 # Teams that may idle so that those left end on borders of pairs, which saves partials: 1 in this many.
 _IDLE_SHARE = 12
-# batch_invariant cuts every pair into parts of this many tiles, as the kernel does, but into at most so many parts.
-_INVARIANT_PART_TILES = 16
-_INVARIANT_SPLITS = 4
 # Tiles of a part, at least: fewer cost more to merge than they save. The others are for row tiles below _WIDE_ROWS.
 _PART_TILES = 2
 _FEW_ROWS_PART_TILES = 4
@@ -102,7 +98,8 @@ def select_mla_decode(kernels: Iterable[NativeKernel], shape: MlaShape, device: 
     pairs = shape.batch * -(-row_tiles // together)
     splits = invariant_parts(pair_tiles) if shape.batch_invariant else 0
     part_tiles = _PART_TILES if _trait(best, "rows") >= _WIDE_ROWS else _FEW_ROWS_PART_TILES
-    teams = _teams(device.multiprocessors // together, pairs, pair_tiles, part_tiles)
+    most_teams = min(device.multiprocessors // together, CONSTANTS.mla_max_splits)
+    teams = _teams(most_teams, pairs, pair_tiles, part_tiles)
     status = "" if best.status == MEASURED else f", {best.status}"
     reason = (
         f"built for {best.architecture}{status}; {shape.rows} rows a request in {row_tiles} tiles of "
@@ -125,7 +122,7 @@ def invariant_parts(tiles: int) -> int:
 
     It never falls with the tiles: a bound on the tiles bounds the parts and changes nobody's.
     """
-    return min(_INVARIANT_SPLITS, -(-tiles // _INVARIANT_PART_TILES))
+    return min(CONSTANTS.mla_invariant_splits, -(-tiles // CONSTANTS.mla_split_tiles))
 
 
 def _unfit(kernel: NativeKernel, shape: MlaShape, device: DeviceFacts) -> str:
@@ -153,7 +150,7 @@ def _row_tiles(kernel: NativeKernel, shape: MlaShape) -> int:
 
 def _together(kernel: NativeKernel, shape: MlaShape) -> int:
     """The most that divide a request's row tiles, so that no CTA of a team idles."""
-    return max(d for d in range(1, _TILES_TOGETHER + 1) if _row_tiles(kernel, shape) % d == 0)
+    return max(d for d in range(1, CONSTANTS.mla_max_cta_group + 1) if _row_tiles(kernel, shape) % d == 0)
 
 
 def _teams(most: int, pairs: int, pair_tiles: int, part_tiles: int) -> int:

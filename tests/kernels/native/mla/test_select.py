@@ -7,6 +7,7 @@ from examples import H100, device
 from mla_examples import KERNELS, WIDE
 
 from cubin_runtime.errors import UsageError
+from cubin_runtime.kernels.native.constants import CONSTANTS
 from cubin_runtime.kernels.native.mla.select import MlaShape, invariant_parts, select_mla_decode
 
 SHAPE = MlaShape("bf16", 512, heads=128, batch=64, max_seq_len=4096)
@@ -38,6 +39,12 @@ def test_under_batch_invariant_query_tokens_do_not_decide(heads: int) -> None:
 
 def test_without_a_kernel_for_few_rows_the_others_take_them() -> None:
     assert select_mla_decode(WIDE, replace(SHAPE, heads=16), H100).kernel.traits["rows"] == 64
+
+
+def test_a_pair_never_has_more_splits_than_the_kernels_can_merge() -> None:
+    large = replace(H100, multiprocessors=300)
+    chosen = select_mla_decode(KERNELS, replace(SHAPE, heads=16, batch=1, max_seq_len=1 << 20), large)
+    assert chosen.ctas // chosen.tiles_together == CONSTANTS.mla_max_splits
 
 
 def test_the_latent_width_decides() -> None:

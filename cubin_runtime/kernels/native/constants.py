@@ -1,0 +1,95 @@
+"""Numbers that native kernels and their planners share: declared here, generated as a header for the CUDA sources."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from enum import IntEnum
+from types import MappingProxyType
+from typing import Any
+
+HEADER = "KernelConstants.h"
+
+
+class TypeCode(IntEnum):
+    """Element types as the struct fields q_type and out_type number them."""
+
+    BF16 = 0
+    FP16 = 1
+    E4M3 = 2
+
+
+# dtype name to the number of its TypeCode.
+TYPE_CODES = MappingProxyType({code.name.lower(): int(code) for code in TypeCode})
+TYPE_CODES_TEXT = ", ".join(f"{code} {dtype}" for dtype, code in TYPE_CODES.items())
+
+
+class StatusBit(IntEnum):
+    """Bits of the status word, which a kernel sets when it clamps an input; ``meaning`` says what it met."""
+
+    meaning: str
+
+    def __new__(cls, bit: int, meaning: str) -> StatusBit:
+        """A member whose number is ``bit``."""
+        member = int.__new__(cls, bit)
+        member._value_ = bit
+        member.meaning = meaning
+        return member
+
+    LENGTH_OVER_BOUND = 1, "a length over max_seq_len"
+    LENGTH_NEGATIVE = 2, "a negative length"
+    PAGE_OUTSIDE_POOL = 4, "a page id outside the pool"
+    QUERIES = 8, "a q_cu_seq_lens that decreases, steps over max_q_len or leaves the query tokens"
+
+
+STATUS_BITS_TEXT = ", ".join(f"{int(bit)} {bit.meaning}" for bit in StatusBit)
+
+
+def _number(value: int, meaning: str) -> Any:
+    return field(default=value, metadata={"meaning": meaning})
+
+
+@dataclass(frozen=True, slots=True)
+class KernelConstants:
+    """Sizes and limits; ``CONSTANTS`` is the only instance. In C++ the names are in capitals."""
+
+    decode_split_tokens: int = _number(1024, "batch invariance cuts long requests into splits of this many keys")
+    decode_short_splits: int = _number(4, "and shorter requests into up to this many splits")
+    decode_short_split_tokens: int = _number(256, "of at least this many keys")
+    decode_max_cluster_ctas: int = _number(8, "CTAs of a cluster that merges its splits in shared memory")
+    decode_group_reciprocal_bits: int = _number(16, "fraction bits of group_reciprocal")
+    partials_per_cta: int = _number(2, "a CTA's work range ends in one pair and begins in another")
+    mla_split_tiles: int = _number(16, "batch invariance cuts requests into splits of this many tiles")
+    mla_invariant_splits: int = _number(4, "but into at most this many")
+    mla_max_splits: int = _number(192, "splits of a pair in any other launch, which are at most its CTA groups")
+    mla_max_cta_group: int = _number(4, "CTAs of a group")
+    mla_max_row_scales: int = _number(8, "scales of a row of an fp16 partial, beside its maximum and sum")
+    mla_rope_columns: int = _number(64, "columns of a key behind the latent ones")
+    mla_min_page_tokens: int = _number(32, "tokens of the smallest page")
+    reduction_threads: int = _number(512, "threads of a CTA of kv_reduction")
+    reduction_values: int = _number(8, "neighbouring 2-byte values that one of them merges")
+    lse_threads: int = _number(1024, "threads of a CTA of lse_from_statistics, at most")
+    streaming_threads: int = _number(512, "threads of a CTA of streaming_read")
+    streaming_loads: int = _number(8, "16-byte loads of one of them for each chunk")
+
+
+CONSTANTS = KernelConstants()
+
+
+def cpp_names() -> dict[str, int]:
+    """Every number by its name in C++."""
+    return (
+        {f"TYPE_{code.name}": int(code) for code in TypeCode}
+        | {f"STATUS_{bit.name}": int(bit) for bit in StatusBit}
+        | {item.name.upper(): getattr(CONSTANTS, item.name) for item in fields(CONSTANTS)}
+    )
+
+
+def cpp_header() -> str:
+    """The text of ``KernelConstants.h``, valid as C++17."""
+    meanings = {f"STATUS_{bit.name}": bit.meaning for bit in StatusBit}
+    meanings |= {item.name.upper(): item.metadata["meaning"] for item in fields(CONSTANTS)}
+    lines = ["#pragma once"]
+    for name, number in cpp_names().items():
+        comment = f"  // {meanings[name]}" if name in meanings else ""
+        lines.append(f"constexpr int {name} = {number};{comment}")
+    return "\n".join(lines) + "\n"
