@@ -82,6 +82,31 @@ class StandIn:
     def with_devices(self, count: int) -> None:
         self._library.standin_set_device(9, 0, count)
 
+    def describe(
+        self,
+        name: str,
+        capability: tuple[int, int],
+        multiprocessors: int,
+        shared_per_multiprocessor: int,
+        l2: int,
+        clusters: int,
+    ) -> None:
+        """Let devices say this of themselves; sizes in bytes, a block may have 1 KiB of shared memory less.
+
+        ``clusters`` clusters of any kernel are active at once.
+        """
+        self.pose_as(*capability)
+        block = shared_per_multiprocessor - 1024
+        self._library.standin_describe(name.encode(), multiprocessors, shared_per_multiprocessor, block, l2, clusters)
+
+    def make_up_memory(self, first: int) -> None:
+        """Let allocations be addresses from ``first`` on that are the same in every run, without memory there."""
+        self._library.standin_make_up_memory(ctypes.c_uint64(first))
+
+    def write_whole_descriptors(self) -> None:
+        """Let descriptors hold all that they were encoded from."""
+        self._library.standin_write_whole_descriptors()
+
     def add_kernel(self, symbol: str, sizes: tuple[int, ...], max_threads: int = 1024) -> None:
         array = (ctypes.c_size_t * max(1, len(sizes)))(*sizes)
         self._library.standin_add_kernel(symbol.encode(), array, len(sizes), max_threads)

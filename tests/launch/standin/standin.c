@@ -4,8 +4,9 @@
  * compile here or shows wrong values in the log. Each call appends one line `name key=value ...` of what arrived,
  * read through the header's own types. Memory is host memory; a "kernel" does nothing.
  *
- * Control, all called by the tests: standin_reset, standin_set_device, standin_add_kernel, standin_fail,
- * standin_hide_parameter_info, standin_accept_kernels, standin_image, standin_log.
+ * Control, all called by the tests: standin_reset, standin_set_device, standin_describe, standin_add_kernel,
+ * standin_fail, standin_hide_parameter_info, standin_accept_kernels, standin_make_up_memory,
+ * standin_write_whole_descriptors, standin_image, standin_log.
  */
 #include <cuda.h>
 #include <elf.h>
@@ -17,6 +18,7 @@
 
 #define LOG_BYTES (4u << 20)
 #define SLOTS 64
+#define KERNELS 4096
 
 struct kernel { char symbol[256]; size_t sizes[8]; int parameters; int max_threads; int max_shared; };
 struct failure { char call[64]; int code; int skip; int times; };
@@ -25,7 +27,7 @@ struct stream { int used; int blocking; int capturing; cuuint64_t capture; };
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static char log_text[LOG_BYTES];
 static size_t log_used;
-static struct kernel kernels[SLOTS];
+static struct kernel kernels[KERNELS];
 static int kernel_count;
 static struct failure failures[SLOTS];
 static int failure_count;
@@ -33,6 +35,9 @@ static int sticky;
 static struct stream streams[SLOTS];
 static cuuint64_t captures;
 static int major, minor, parameter_info, device_count, free_bytes_taken;
+static struct { char name[64]; int multiprocessors, shared_per_multiprocessor, shared_per_block, l2, clusters; } model;
+static CUdeviceptr made_up_memory;
+static int whole_descriptors;
 static size_t accepted_size;
 static struct { void *data; size_t size; } images[SLOTS];
 static int image_count;
@@ -54,6 +59,23 @@ static void say_hex(const void *data, size_t size) {
   for (size_t i = 0; i < size; i++) say("%02x", ((const unsigned char *)data)[i]);
 }
 
+/* What devices say of themselves; an empty name stands for the stand-in's own. Sizes in bytes; `clusters` is how many
+ * of any kernel's clusters are active at once. */
+void standin_describe(const char *name, int multiprocessors, int shared_per_multiprocessor, int shared_per_block,
+                      int l2, int clusters) {
+  snprintf(model.name, sizeof model.name, "%s", name);
+  model.multiprocessors = multiprocessors;
+  model.shared_per_multiprocessor = shared_per_multiprocessor; model.shared_per_block = shared_per_block;
+  model.l2 = l2; model.clusters = clusters;
+}
+
+/* From now on allocations lie at `first` and in steps of 2^40 behind it, with no memory there: nothing that is copied
+ * or filled is kept, and what is read is 0. So addresses do not differ from run to run. 0: real memory again. */
+void standin_make_up_memory(CUdeviceptr first) { made_up_memory = first; }
+
+/* From now on an encoded descriptor is `struct descriptor`. */
+void standin_write_whole_descriptors(void) { whole_descriptors = 1; }
+
 void standin_reset(void) {
   pthread_mutex_lock(&mutex);
   log_used = 0; log_text[0] = 0; kernel_count = failure_count = 0; sticky = 0;
@@ -61,6 +83,8 @@ void standin_reset(void) {
   accepted_size = 0;
   while (image_count) free(images[--image_count].data);
   major = 9; minor = 0; parameter_info = 1; device_count = 1; free_bytes_taken = 0; captures = 0;
+  standin_describe("", 132, 233472, 232448, 52428800, 16);
+  made_up_memory = 0; whole_descriptors = 0;
   epoch++;
   pthread_mutex_unlock(&mutex);
 }
@@ -189,7 +213,8 @@ CUresult CUDAAPI cuDeviceGet(CUdevice *device, int ordinal) {
 }
 CUresult CUDAAPI cuDeviceGetName(char *name, int length, CUdevice device) {
   ENTER("cuDeviceGetName")
-  snprintf(name, (size_t)length, "stand-in %d (SM %d.%d)", device, major, minor);
+  if (*model.name) snprintf(name, (size_t)length, "%s", model.name);
+  else snprintf(name, (size_t)length, "stand-in %d (SM %d.%d)", device, major, minor);
   LEAVE
 }
 CUresult CUDAAPI cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice device) {
@@ -198,10 +223,10 @@ CUresult CUDAAPI cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, 
   switch (attribute) {
     case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: *value = major; break;
     case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR: *value = minor; break;
-    case CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT: *value = 132; break;
-    case CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE: *value = 52428800; break;
-    case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR: *value = 233472; break;
-    case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN: *value = 232448; break;
+    case CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT: *value = model.multiprocessors; break;
+    case CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE: *value = model.l2; break;
+    case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR: *value = model.shared_per_multiprocessor; break;
+    case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN: *value = model.shared_per_block; break;
     default: REFUSE(CUDA_ERROR_INVALID_VALUE);
   }
   LEAVE
@@ -264,6 +289,12 @@ CUresult CUDAAPI cuMemGetInfo(size_t *free_bytes, size_t *total) {
 CUresult CUDAAPI cuMemAlloc(CUdeviceptr *address, size_t size) {
   ENTER("cuMemAlloc")
   void *memory = NULL;
+  if (made_up_memory) {
+    *address = made_up_memory;
+    made_up_memory += (CUdeviceptr)1 << 40;
+    say("cuMemAlloc size=%zu address=%llx\n", size, *address);
+    goto out;
+  }
   if (size <= (size_t)1 << 34) memory = aligned_alloc(256, (size + 255) & ~(size_t)255);
   if (!memory) REFUSE(CUDA_ERROR_OUT_OF_MEMORY);
   memset(memory, 0xA5, size);
@@ -274,47 +305,49 @@ CUresult CUDAAPI cuMemAlloc(CUdeviceptr *address, size_t size) {
 CUresult CUDAAPI cuMemFree(CUdeviceptr address) {
   ENTER("cuMemFree")
   say("cuMemFree address=%llx\n", address);
-  free((void *)address);
+  if (!made_up_memory) free((void *)address);
   LEAVE
 }
 CUresult CUDAAPI cuMemcpyHtoD(CUdeviceptr to, const void *from, size_t size) {
   ENTER("cuMemcpyHtoD")
-  memcpy((void *)to, from, size);
+  if (!made_up_memory) memcpy((void *)to, from, size);
   LEAVE
 }
 CUresult CUDAAPI cuMemcpyDtoH(void *to, CUdeviceptr from, size_t size) {
   ENTER("cuMemcpyDtoH")
-  memcpy(to, (const void *)from, size);
+  if (made_up_memory) memset(to, 0, size);
+  else memcpy(to, (const void *)from, size);
   LEAVE
 }
 CUresult CUDAAPI cuMemcpyHtoDAsync(CUdeviceptr to, const void *from, size_t size, CUstream stream) {
   ENTER("cuMemcpyHtoDAsync")
   say("cuMemcpyHtoDAsync size=%zu stream=%p\n", size, (void *)stream);
-  memcpy((void *)to, from, size);
+  if (!made_up_memory) memcpy((void *)to, from, size);
   LEAVE
 }
 CUresult CUDAAPI cuMemcpyDtoHAsync(void *to, CUdeviceptr from, size_t size, CUstream stream) {
   ENTER("cuMemcpyDtoHAsync")
   say("cuMemcpyDtoHAsync size=%zu stream=%p\n", size, (void *)stream);
-  memcpy(to, (const void *)from, size);
+  if (made_up_memory) memset(to, 0, size);
+  else memcpy(to, (const void *)from, size);
   LEAVE
 }
 CUresult CUDAAPI cuMemcpyDtoDAsync(CUdeviceptr to, CUdeviceptr from, size_t size, CUstream stream) {
   ENTER("cuMemcpyDtoDAsync")
   say("cuMemcpyDtoDAsync size=%zu stream=%p\n", size, (void *)stream);
-  memmove((void *)to, (const void *)from, size);
+  if (!made_up_memory) memmove((void *)to, (const void *)from, size);
   LEAVE
 }
 CUresult CUDAAPI cuMemsetD8Async(CUdeviceptr address, unsigned char value, size_t count, CUstream stream) {
   ENTER("cuMemsetD8Async")
   say("cuMemsetD8Async value=%u count=%zu stream=%p\n", value, count, (void *)stream);
-  memset((void *)address, value, count);
+  if (!made_up_memory) memset((void *)address, value, count);
   LEAVE
 }
 CUresult CUDAAPI cuMemsetD32Async(CUdeviceptr address, unsigned int value, size_t count, CUstream stream) {
   ENTER("cuMemsetD32Async")
   say("cuMemsetD32Async value=%u count=%zu stream=%p\n", value, count, (void *)stream);
-  for (size_t i = 0; i < count; i++) ((unsigned int *)address)[i] = value;
+  for (size_t i = 0; i < count && !made_up_memory; i++) ((unsigned int *)address)[i] = value;
   LEAVE
 }
 
@@ -474,7 +507,7 @@ CUresult CUDAAPI cuModuleGetFunction(CUfunction *function, CUmodule module, cons
   say("cuModuleGetFunction module=%p name=%s\n", (void *)module, name);
   for (int i = 0; i < kernel_count; i++)
     if (!strcmp(kernels[i].symbol, name)) { *function = (CUfunction)&kernels[i]; goto out; }
-  if (accepted_size && kernel_count < SLOTS) {
+  if (accepted_size && kernel_count < KERNELS) {
     *function = (CUfunction)&kernels[kernel_count];
     standin_add_kernel(name, &accepted_size, 1, 1024);
     goto out;
@@ -549,7 +582,7 @@ CUresult CUDAAPI cuOccupancyMaxActiveClusters(int *clusters, CUfunction function
   say("cuOccupancyMaxActiveClusters symbol=%s", ((struct kernel *)function)->symbol);
   say_config(config);
   say("\n");
-  *clusters = 16;
+  *clusters = model.clusters;
   LEAVE
 }
 CUresult CUDAAPI cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, void **parameters,
@@ -576,7 +609,15 @@ static void say_u32(const char *name, const cuuint32_t *values, unsigned count) 
   say(" %s=", name);
   for (unsigned i = 0; i < count; i++) say(i ? ",%u" : "%u", values[i]);
 }
-/* The descriptor is not NVIDIA's: its first bytes are the address and the type, enough to tell specs apart. */
+/* The descriptor is not NVIDIA's: its first bytes are the address, enough to tell specs apart; or, if asked for, all
+ * arguments as they came, so that the bytes of a launch tell them. */
+struct descriptor {
+  void *address;
+  cuuint64_t dims[5], strides[4];
+  unsigned short box[5];
+  unsigned char steps[5], rank, type, interleave, swizzle, promotion, fill;
+};
+
 CUresult CUDAAPI cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t rank, void *address,
                                         const cuuint64_t *dims, const cuuint64_t *strides, const cuuint32_t *box,
                                         const cuuint32_t *steps, CUtensorMapInterleave interleave,
@@ -590,7 +631,16 @@ CUresult CUDAAPI cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType ty
   say_u32("box", box, rank);
   say_u32("steps", steps, rank);
   say(" interleave=%d swizzle=%d promotion=%d fill=%d\n", (int)interleave, (int)swizzle, (int)promotion, (int)fill);
+  struct descriptor made;
+  memset(&made, 0, sizeof made);
+  made.address = address;
+  for (unsigned i = 0; i < rank && i < 5; i++) {
+    made.dims[i] = dims[i]; made.box[i] = (unsigned short)box[i]; made.steps[i] = (unsigned char)steps[i];
+    if (i) made.strides[i - 1] = strides[i - 1];
+  }
+  made.rank = (unsigned char)rank; made.type = (unsigned char)type; made.interleave = (unsigned char)interleave;
+  made.swizzle = (unsigned char)swizzle; made.promotion = (unsigned char)promotion; made.fill = (unsigned char)fill;
   memset(map, 0xEE, sizeof *map);
-  memcpy(map, &address, sizeof address);
+  memcpy(map, &made, whole_descriptors ? sizeof made : sizeof address);
   LEAVE
 }
