@@ -1,0 +1,108 @@
+"""Record the golden launches anew: ``.venv/bin/python tests/golden/record.py``, then look at what it says has changed.
+
+The cases stay those of the file; ``--draw`` draws new ones first, after options changed (a minute).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "launch"), str(HERE.parents[1])]
+
+import cases  # noqa: E402
+import flashinfer_cases as flashinfer  # noqa: E402
+from adapter import Session, layouts_now, native_rows  # noqa: E402
+from launches import FILE, differences, read, write  # noqa: E402
+from standin_build import StandIn, build_standin  # noqa: E402
+
+MOST_REFUSALS = 8
+SHOWN = 20
+
+
+@dataclass(frozen=True)
+class Family:
+    """So many cases of one kind; ``settle`` makes the values of a draw fit together."""
+
+    count: int
+    options: Mapping[str, Sequence[Any]]
+    build: Callable[[cases.Draw], dict[str, Any]]
+    settle: Callable[[dict[str, Any]], cases.Draw] = dict
+
+
+FAMILIES = {
+    "decode": Family(800, cases.DECODE_OPTIONS, cases.decode),
+    "decode elsewhere": Family(200, cases.OTHER_DECODE_OPTIONS, cases.decode),
+    "decode of many rows": Family(130, cases.WIDE_DECODE_OPTIONS, cases.decode),
+    "mla": Family(400, cases.MLA_OPTIONS, cases.mla),
+    "xqa": Family(250, flashinfer.XQA_OPTIONS, flashinfer.xqa),
+    "xqa mla": Family(130, flashinfer.XQA_MLA_OPTIONS, flashinfer.xqa_mla),
+    "published decode": Family(
+        400, flashinfer.PUBLISHED_DECODE_OPTIONS, flashinfer.published_decode, flashinfer.settle
+    ),
+    "published mla": Family(200, flashinfer.PUBLISHED_MLA_OPTIONS, flashinfer.published_mla, flashinfer.settle),
+    "reduced mla": Family(120, flashinfer.REDUCED_MLA_OPTIONS, flashinfer.published_mla, flashinfer.settle),
+    "context": Family(150, flashinfer.CONTEXT_OPTIONS, flashinfer.context, flashinfer.settle),
+    "ragged": Family(150, flashinfer.RAGGED_OPTIONS, flashinfer.ragged, flashinfer.settle),
+}
+
+
+def drawn(session: Session) -> Iterator[dict[str, Any]]:
+    """New cases with what came of them; of those refused in one way, a few."""
+    for seed, (name, family) in enumerate(FAMILIES.items()):
+        crossing = cases.Crossing(family.options, seed, family.settle)
+        refusals: Counter[str] = Counter()
+        count = 0
+        while count < family.count:
+            draw = crossing.draw()
+            case = {"family": name, "number": count, **family.build(draw)}
+            result = session.run(case)
+            if "sent" in result:
+                crossing.take(draw)
+            refusals[result.get("refused", "")] += 1
+            if "sent" in result or refusals[result["refused"]] <= MOST_REFUSALS:
+                yield {**case, "result": result}
+                count += 1
+        print(f"{name}: {len(crossing.missing)} pairs of values never met")
+
+
+def main() -> None:
+    """Write the file and say what it holds."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--draw", action="store_true", help="draw new cases")
+    given = parser.parse_args()
+    before = [] if given.draw else list(read())[1:]
+    layouts = layouts_now()
+    with tempfile.TemporaryDirectory() as folder:
+        session = Session(StandIn(build_standin(Path(folder))), Path(folder), layouts)
+        found = list(drawn(session)) if given.draw else [{**case, "result": session.run(case)} for case in before]
+    sizes = {row["name"]: (row["threads"], row["dynamic_shared_bytes"]) for row in native_rows()}
+    write([{"layouts": layouts, "sizes": sizes}, *found])
+    _tell(found, before, set(sizes))
+
+
+def _tell(found: list[dict[str, Any]], before: list[dict[str, Any]], native: set[str]) -> None:
+    launches = [launch for case in found for sent in case["result"].get("sent", ()) for launch in sent]
+    kernels = {launch["kernel"] for launch in launches}
+    refused = Counter(case["result"].get("refused") for case in found)
+    print(f"{len(found)} cases, {len(launches)} launches, {FILE.stat().st_size} bytes")
+    print(f"{len(kernels & native)} of {len(native)} kernels of ours, {len(kernels - native)} published ones")
+    print("never launched:", ", ".join(sorted(native - kernels)))
+    print("refused:", {kind: count for kind, count in refused.items() if kind})
+    print("not as planned:", sum("unplanned" in case["result"] for case in found))
+    changed = [(new, old) for new, old in zip(found, before, strict=False) if new != old]
+    if before:
+        print(f"changed: {len(changed)}")
+    for new, old in changed[:SHOWN]:
+        print(f"  {new['family']} {new['number']}: {next(differences(new['result'], old['result']))}")
+
+
+if __name__ == "__main__":
+    main()
