@@ -25,7 +25,7 @@ def streaming_read(runtime: Runtime, data: int, nbytes: int, sums: int, ctas: in
     Raises:
         UsageError: our release has no such kernel for the device.
     """
-    context = runtime.driver.ensure_context(0)
+    context = runtime.driver.primary_context(0)
     major, minor = runtime.driver.device(0).capability
     own = runtime.own_release()
     kernel = choose_own(own.kernels, OPERATION, {}, major * 10 + minor)

@@ -8,8 +8,9 @@ from ..kernels.native.decode.plan import DecodeProblem
 from ..kernels.native.decode.select import select_decode
 from ..kernels.native.decode.shape import DecodeShape
 from ..launch.driver import DeviceFacts
+from ..launch.semaphore_workspace import SemaphoreWorkspace
 from ..launch.streams import stream_handle
-from ..launch.workspace import SemaphoreWorkspace, Workspace
+from ..launch.workspace import Workspace
 from .backends import AUTO, resolve_backend
 from .decode_checks import (
     DecodeOptions,
@@ -35,7 +36,7 @@ from .decode_tensors import (
 from .runtime import Runtime, default_runtime
 from .tracing import record, recording
 from .tracing.decode import traced_decode
-from .views import DTYPE_NAMES
+from .views import DTYPE_NAMES, is_torch
 
 __all__ = ["PagedDecodePlan", "paged_decode", "plan_paged_decode"]
 
@@ -87,7 +88,7 @@ def plan_paged_decode(
         backend=backend,
         enable_pdl=enable_pdl,
     )
-    return _plan(runtime or default_runtime(), tensors, options, device_facts)
+    return _plan(runtime or default_runtime(), tensors, options, device_facts, is_torch(q))
 
 
 def paged_decode(
@@ -220,7 +221,7 @@ def paged_decode(
             backend=backend,
             enable_pdl=enable_pdl,
         )
-        return _plan(rt, views, asked, None, bound)
+        return _plan(rt, views, asked, None, is_torch(q), bound)
 
     plan: PagedDecodePlan = rt.plans.get(key, planned)
     addresses = tensors.addresses if tensors else tuple([0 if t is None else t.data_ptr() for t in given])
@@ -245,6 +246,7 @@ def _plan(
     tensors: DecodeTensors,
     options: DecodeOptions,
     device_facts: DeviceFacts | None,
+    of_torch: bool,
     wanted_bound: int | None = None,
 ) -> PagedDecodePlan:
     """The plan, checked first; ``wanted_bound`` raises the bound as far as the page table goes."""
@@ -294,4 +296,4 @@ def _plan(
         table_stride=tensors.page_table.strides[0],
         programmatic_serialization=bool(options.enable_pdl),
     )
-    return PagedDecodePlan(runtime, tensors, options.kv_layout, selections, problem)
+    return PagedDecodePlan(runtime, tensors, options.kv_layout, selections, problem, of_torch)

@@ -8,8 +8,9 @@ from math import prod
 from typing import Any
 
 from ..errors import UsageError
+from ..launch.semaphore_workspace import SemaphoreWorkspace
 from ..launch.streams import stream_handle
-from ..launch.workspace import SemaphoreWorkspace, Workspace
+from ..launch.workspace import Workspace
 from .decode_checks import MAX_Q_LEN, check_query_bounds, integer
 from .runtime import Runtime
 from .views import view_of
@@ -57,9 +58,10 @@ def longest_of(runtime: Runtime, q: Any, q_cu_seq_lens: Any, stream: Any) -> int
     """
     view, tokens = view_of(q_cu_seq_lens, "q_cu_seq_lens"), prod(view_of(q, "q").shape[:-2])
     check_query_bounds(view)
-    runtime.driver.ensure_context(view.device)
-    if runtime.driver.is_capturing(stream_handle(stream)):
-        raise UsageError("max_q_len: None while a stream captures, expected the bound")
+    driver = runtime.driver
+    with driver.using(driver.context_on(view.device)):
+        if driver.is_capturing(stream_handle(stream)):
+            raise UsageError("max_q_len: None while a stream captures, expected the bound")
     try:
         bounds = runtime.memory.to_host(q_cu_seq_lens)
     except UsageError as error:

@@ -13,7 +13,8 @@ from ..kernels.native.decode.plan import (
 )
 from ..kernels.native.decode.select import DecodeSelection
 from ..launch.launcher import LaunchPlan
-from ..launch.workspace import SemaphoreWorkspace, Workspace
+from ..launch.semaphore_workspace import SemaphoreWorkspace
+from ..launch.workspace import Workspace
 from .decode_tensors import DecodeTensors, decode_tensors, split_scale
 from .launched_plan import LaunchedPlan
 from .runtime import Runtime
@@ -30,10 +31,11 @@ class PagedDecodePlan(LaunchedPlan[DecodeSelection, DecodeProblem]):
         kv_layout: str,
         selections: Sequence[DecodeSelection],
         problem: DecodeProblem,
+        of_torch: bool = False,
     ) -> None:
         self.kv_layout = kv_layout
         self.launches = decode_launches(selections, problem)
-        super().__init__(runtime, tensors, selections, problem, [launch.regions for launch in self.launches])
+        super().__init__(runtime, tensors, selections, problem, [launch.regions for launch in self.launches], of_torch)
 
     def launch_plans(self, k_address: int | None = None, v_address: int | None = None) -> tuple[LaunchPlan, ...]:
         """The launches as values: kernel, grid, attributes, every parameter. Needs no GPU.
@@ -77,7 +79,8 @@ class PagedDecodePlan(LaunchedPlan[DecodeSelection, DecodeProblem]):
                 tensor. ``output_scale`` likewise.
             workspace: from ``prepare(stream)``, or the caller's own of ``workspace_bytes``. One that other plans
                 use as well must be reset in between, unless it is a ``SemaphoreWorkspace``.
-            stream: an int handle, an object with ``__cuda_stream__``, a torch stream, or None (legacy default).
+            stream: an int handle, an object with ``__cuda_stream__``, a torch stream, or None: torch's current
+                stream of the tensors' device for a plan made with torch tensors, else the legacy default stream.
             max_seq_len: bound on the lengths of this step; None: the plan's. It never exceeds the plan's.
 
         Raises:

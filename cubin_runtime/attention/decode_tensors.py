@@ -88,7 +88,7 @@ class DecodeTensors:
         )
 
     @property
-    def signature(self) -> tuple[object, ...]:
+    def signature(self) -> tuple[tuple[Any, ...] | None, ...]:
         """All but the pointers: two calls of equal signature can share a plan."""
         return tuple((v.dtype, v.shape, v.strides, v.device) if v else None for v in self.views)
 
@@ -277,6 +277,8 @@ def difference(came: DecodeTensors, planned: DecodeTensors) -> str:
         AssertionError: there is none.
     """
     for name, a, b in zip(came.names, came.signature, planned.signature, strict=True):
+        if a and b and a[3] != b[3]:
+            return f"{name}: on device {a[3]}, planned for device {b[3]}"
         if a != b:
             return f"{name}: dtype, shape, strides, device {a or 'of no tensor'}, planned for {b or 'no tensor'}"
     raise AssertionError("equal signatures")

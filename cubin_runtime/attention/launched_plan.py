@@ -26,15 +26,11 @@ from ..kernels.native.decode.select import DecodeSelection
 from ..kernels.native.mla.plan import MlaProblem
 from ..kernels.native.mla.select import MlaSelection
 from ..launch.launcher import LaunchPlan, PreparedLaunch
+from ..launch.regions import Region, workspace_size
+from ..launch.semaphore_workspace import SemaphoreWorkspace
 from ..launch.streams import stream_handle
 from ..launch.structs import FieldRow, StructLayout
-from ..launch.workspace import (
-    Region,
-    SemaphoreWorkspace,
-    Workspace,
-    WorkspacePool,
-    workspace_size,
-)
+from ..launch.workspace import Workspace, WorkspacePool
 from .decode_checks import check_addresses, integer
 from .decode_defaults import check_workspace
 from .decode_tensors import (
@@ -74,8 +70,12 @@ class LaunchedPlan(ABC, Generic[SelectionT, ProblemT]):
         selections: Sequence[SelectionT],
         problem: ProblemT,
         own_regions: Sequence[tuple[Region, ...]],
+        of_torch: bool,
     ) -> None:
-        """``own_regions`` has for each launch its parts of the workspace in the order of ``WORKSPACE_POINTERS``."""
+        """``own_regions`` has for each launch its parts of the workspace in the order of ``WORKSPACE_POINTERS``.
+
+        ``of_torch``: it was made with torch tensors, so a run without a stream takes torch's current one.
+        """
         self.selections: tuple[SelectionT, ...] = tuple(selections)
         self.problem: ProblemT = problem
         self.regions = tuple(dict.fromkeys(region for own in own_regions for region in own))
@@ -87,11 +87,13 @@ class LaunchedPlan(ABC, Generic[SelectionT, ProblemT]):
         # A tensor that was planned for must have an address at every step.
         self._planned = itemgetter(*(i for i, view in enumerate(tensors.views) if view is not None))
         self._device = tensors.q.device
+        self._of_torch = of_torch
         self._lock = threading.Lock()
         self._prepared: OrderedDict[tuple[int, int, int], Callable[..., None]] = OrderedDict()
         self._scratch: OrderedDict[Hashable, tuple[int, ...]] = OrderedDict()
         self._forms: tuple[Any, ...] | None = None
-        self._pool: WorkspacePool | None = None
+        self._pool = WorkspacePool(runtime.driver)
+        self._contexts: set[int] = set()
 
     @property
     def workspace_bytes(self) -> int:
@@ -119,23 +121,32 @@ class LaunchedPlan(ABC, Generic[SelectionT, ProblemT]):
 
     def preload(self) -> None:
         """Fetch, load and gate the kernels now, so that the first run does not."""
-        context = self._runtime.driver.ensure_context(self._device)
+        context = self._runtime.driver.context_on(self._device)
         for selection in self.selections:
             self._runtime.load(selection.kernel, context)
 
-    def prepare(self, stream: Any = None) -> Workspace:
+    def prepare(self, stream: Any = None, *, graphs: int = 0) -> Workspace:
         """The workspace of this plan on ``stream``, made and cleared on first use, kept by the plan.
+
+        Args:
+            stream: as for ``run``; None: the stream that a run without one would take.
+            graphs: reserve memory for so many captures to come: each graph has its own until it is destroyed.
 
         Raises:
             WorkspaceError: ``stream`` is capturing and has none yet.
         """
-        driver = self._runtime.driver
-        context = driver.ensure_context(self._device)
-        with self._lock:
-            if self._pool is None:
-                self._pool = WorkspacePool(driver, context)
-            pool = self._pool
-        return pool.take("decode", stream, self.workspace_bytes)
+        handle = self._stream(stream)
+        context = self._runtime.driver.context_on(self._device)
+        workspace = self._pool.take(context, handle, self.workspace_bytes)
+        if graphs:
+            workspace.reserve(graphs, handle)
+        workspace.claim(handle)
+        return workspace
+
+    def _stream(self, stream: Any) -> int:
+        if stream is None:
+            return self._runtime.memory.current_stream(self._device) if self._of_torch else 0
+        return stream_handle(stream)
 
     def _run(
         self,
@@ -157,7 +168,7 @@ class LaunchedPlan(ABC, Generic[SelectionT, ProblemT]):
         check_workspace(workspace)
         if max_seq_len is not None:
             max_seq_len = integer("max_seq_len", max_seq_len)
-        self.step(addresses, workspace, stream_handle(stream), max_seq_len, softmax_number, output_number)
+        self.step(addresses, workspace, self._stream(stream), max_seq_len, softmax_number, output_number)
 
     def step(
         self,
@@ -190,14 +201,20 @@ class LaunchedPlan(ABC, Generic[SelectionT, ProblemT]):
             raise UsageError(f"output_scale={factor}: expected a finite number")
         if self._misaligned(addresses) or not all(self._planned(addresses)):
             check_addresses(addresses, self._tensors)
-        given = workspace or self.prepare(stream)  # which claims what it gives
-        context = given.context or self._runtime.driver.ensure_context(self._device)
+        driver = self._runtime.driver
+        if workspace is None:
+            context = driver.context_on(self._device)
+            given: Workspace | SemaphoreWorkspace = self._pool.take(context, stream, self.workspace_bytes)
+        else:
+            given = workspace
+            context = given.context or driver.context_on(self._device)
+            if given.context is not None:
+                self._check_device(given.context)
         launch = self._prepared.get((context, addresses[1], addresses[2]))
         if launch is None:
             launch = self._prepare_caches(context, addresses, stream)
-        scratch = self._scratch.get(given.key) or self._scratch_of(given)
-        if workspace is not None:
-            workspace.claim(stream)
+        place = given.claim(stream)
+        scratch = self._scratch.get(place) or self._scratch_of(given, place)
         launch(stream, addresses[0], *addresses[3:], *scratch, bound, scale * LOG2_E, factor)
 
     def check(self, workspace: Workspace | SemaphoreWorkspace, stream: Any = None) -> None:
@@ -207,13 +224,16 @@ class LaunchedPlan(ABC, Generic[SelectionT, ProblemT]):
             ClampedInputError: a run since the last check met a length, a page id or a q_cu_seq_lens outside its
                 bounds.
         """
-        driver, handle = self._runtime.driver, stream_handle(stream)
-        with driver.using(workspace.context or driver.ensure_context(self._device)):
+        driver, handle = self._runtime.driver, self._stream(stream)
+        status = 0
+        with driver.using(workspace.context or driver.context_on(self._device)):
             driver.synchronize(handle)
-            address = workspace.regions(self.regions)["status"]
-            (status,) = struct.unpack("<I", driver.read(address, 4))
-            if status:
-                driver.fill_words(address, 0, 1, handle)
+            for place in workspace.places():
+                address = workspace.regions(self.regions, place)["status"]
+                (word,) = struct.unpack("<I", driver.read(address, 4))
+                if word:
+                    driver.fill_words(address, 0, 1, handle)
+                status |= word
         met = [bit.meaning for bit in StatusBit if status & bit]
         if met:
             kernels = " and ".join(selection.kernel.name for selection in self.selections)
@@ -230,10 +250,17 @@ class LaunchedPlan(ABC, Generic[SelectionT, ProblemT]):
         self._keep(self._prepared, (context, addresses[1], addresses[2]), step)
         return step
 
-    def _scratch_of(self, workspace: Workspace | SemaphoreWorkspace) -> tuple[int, ...]:
-        regions = workspace.regions(self.regions)
+    def _check_device(self, context: int) -> None:
+        if context not in self._contexts:
+            its = self._runtime.driver.context_device(context)
+            if its != self._device:
+                raise UsageError(f"workspace: on device {its}, the plan is for tensors on device {self._device}")
+            self._contexts.add(context)
+
+    def _scratch_of(self, workspace: Workspace | SemaphoreWorkspace, place: Hashable) -> tuple[int, ...]:
+        regions = workspace.regions(self.regions, place)
         scratch = tuple(regions[region.name] for own in self._own_regions for region in own)
-        self._keep(self._scratch, workspace.key, scratch)
+        self._keep(self._scratch, place, scratch)
         return scratch
 
     def _keep(self, cache: OrderedDict[Any, Any], key: Hashable, value: object) -> None:

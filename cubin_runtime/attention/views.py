@@ -72,7 +72,7 @@ def view_of(tensor: Any, name: str) -> TensorView:
     """
     if isinstance(tensor, TensorView):
         return tensor
-    if hasattr(tensor, "data_ptr") and hasattr(tensor, "stride"):
+    if is_torch(tensor):
         return _from_torch(tensor, name)
     if hasattr(tensor, "__cuda_array_interface__"):
         return _from_array_interface(tensor, name)
@@ -82,6 +82,11 @@ def view_of(tensor: Any, name: str) -> TensorView:
         f"{name}: got {type(tensor).__name__}, expected a TensorView, a torch tensor or an object with "
         "__cuda_array_interface__ or __dlpack__"
     )
+
+
+def is_torch(tensor: Any) -> bool:
+    """Whether ``tensor`` is torch's, or speaks as torch's do."""
+    return hasattr(tensor, "data_ptr") and hasattr(tensor, "stride")
 
 
 def _from_torch(tensor: Any, name: str) -> TensorView:

@@ -118,9 +118,10 @@ def longest_query(
     if max_q_len is not None:
         return integer("max_q_len", max_q_len), view
     stream = runtime.memory.current_stream(cum_seq_lens_q)
-    runtime.driver.ensure_context(view.device)
-    if runtime.driver.is_capturing(stream):
-        raise UsageError("max_q_len: None while a stream captures; expected the bound on every query length")
+    driver = runtime.driver
+    with driver.using(driver.context_on(view.device)):
+        if driver.is_capturing(stream):
+            raise UsageError("max_q_len: None while a stream captures; expected the bound on every query length")
     return max(1, check_running_sum("cum_seq_lens_q", runtime.memory.to_host(cum_seq_lens_q), tokens)), view
 
 

@@ -13,7 +13,7 @@ from ..attention.mla.tensors import latent_view
 from ..attention.runtime import Runtime
 from ..attention.views import TensorView, view_of
 from ..errors import UsageError, WorkspaceError
-from ..launch.workspace import SemaphoreWorkspace
+from ..launch.semaphore_workspace import SemaphoreWorkspace
 from .arguments import (
     pdl_of,
     sinks_of,

@@ -15,7 +15,7 @@ from ..attention.runtime import Runtime
 from ..attention.trtllm_gen.checks import check_device, is_contiguous
 from ..attention.views import ITEM_BYTES, TensorView, view_of
 from ..errors import UsageError, WorkspaceError
-from ..launch.workspace import SemaphoreWorkspace
+from ..launch.semaphore_workspace import SemaphoreWorkspace
 from .arguments import (
     cache_pair,
     nested_tokens,

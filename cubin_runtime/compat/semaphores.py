@@ -9,7 +9,9 @@ from weakref import WeakKeyDictionary
 
 from ..attention.runtime import Runtime
 from ..errors import WorkspaceError
-from ..launch.workspace import REGION_ALIGNMENT, SemaphoreWorkspace, Workspace
+from ..launch.regions import REGION_ALIGNMENT
+from ..launch.semaphore_workspace import SemaphoreWorkspace
+from ..launch.workspace import Workspace
 
 _CTAS_PER_MULTIPROCESSOR = 32  # no device holds more
 _COUNTER_BYTES = 4
@@ -60,9 +62,10 @@ def _eager(made: _Made, given: tuple[int, int], needed: int, stream: int, device
     A capture takes it over. Else what is dropped is freed when other memory is made, behind the work that uses it.
     """
     address = given[0]
-    context = runtime.driver.ensure_context(device)
+    context = runtime.driver.context_on(device)
     workspace = made.eager.get(address)
-    capturing = runtime.driver.is_capturing(stream)
+    with runtime.driver.using(context):
+        capturing = runtime.driver.is_capturing(stream)
     if workspace is None or workspace.nbytes < needed:
         if capturing:
             raise WorkspaceError(f"semaphores of {given[1]} bytes: {needed} bytes are needed while a stream captures")

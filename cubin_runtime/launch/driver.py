@@ -37,7 +37,7 @@ class Driver(DriverMemory, DriverStreams, DriverFunctions):
     def __init__(self, library_path: str | os.PathLike[str] | None = None) -> None:
         super().__init__(library_path)
         self._devices: dict[int, DeviceFacts] = {}
-        self._primary: dict[int, int] = {}
+        self._primary: dict[int, int] = {}  # device -> its primary context
 
     def version(self) -> int:
         """The CUDA version the driver supports, 1000 x major + 10 x minor."""
@@ -94,18 +94,26 @@ class Driver(DriverMemory, DriverStreams, DriverFunctions):
         """Make ``context`` current on this thread; None leaves the thread without one."""
         self.call("cuCtxSetCurrent", context)
 
-    def ensure_context(self, ordinal: int = 0) -> int:
-        """The context current on this thread; without one, the primary of ``ordinal`` is made current."""
-        current = self.current_context()
-        if current is not None:
-            return current
-        context = self.primary_context(ordinal)
-        self.set_current(context)
-        return context
+    def context_on(self, ordinal: int) -> int:
+        """The context that work on a device belongs in; what is current stays as it is.
 
-    def context_device(self) -> int:
-        """The ordinal of the current context's device."""
-        return self.out_int("cuCtxGetDevice")
+        That is the current context where it is of that device (a program's own and a green one too), else the
+        device's primary context.
+        """
+        current, primary = self.current_context(), self._primary.get(ordinal)
+        if current is not None and (current == primary or self.context_device() == ordinal):
+            return current
+        return self.primary_context(ordinal) if primary is None else primary
+
+    def context_device(self, context: int | None = None) -> int:
+        """The ordinal of a context's device; None: of the current one."""
+        if context is None:
+            return self.out_int("cuCtxGetDevice")
+        for ordinal, primary in self._primary.copy().items():
+            if primary == context:
+                return ordinal
+        with self.using(context):
+            return self.out_int("cuCtxGetDevice")
 
     @contextmanager
     def using(self, context: int) -> Iterator[None]:

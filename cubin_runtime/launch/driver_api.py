@@ -63,8 +63,12 @@ PROTOTYPES: dict[str, Prototype] = {
     "cuStreamWaitEvent": _f("cuStreamWaitEvent", _ADDRESS, _ADDRESS, _UINT),
     "cuStreamIsCapturing": _f("cuStreamIsCapturing", _ADDRESS, _ADDRESS),
     "cuStreamGetCaptureInfo": _f("cuStreamGetCaptureInfo_v3", *[_ADDRESS] * 7),
+    "cuStreamGetId": _f("cuStreamGetId", _ADDRESS, _ADDRESS),
+    "cuStreamGetCtx": _f("cuStreamGetCtx", _ADDRESS, _ADDRESS),
     "cuStreamBeginCapture": _f("cuStreamBeginCapture_v2", _ADDRESS, _INT),
     "cuStreamEndCapture": _f("cuStreamEndCapture", _ADDRESS, _ADDRESS),
+    "cuUserObjectCreate": _f("cuUserObjectCreate", _ADDRESS, _ADDRESS, _ADDRESS, _UINT, _UINT),
+    "cuGraphRetainUserObject": _f("cuGraphRetainUserObject", _ADDRESS, _ADDRESS, _UINT, _UINT),
     "cuGraphInstantiate": _f("cuGraphInstantiateWithFlags", _ADDRESS, _ADDRESS, ctypes.c_ulonglong),
     "cuGraphLaunch": _f("cuGraphLaunch", _ADDRESS, _ADDRESS),
     "cuGraphDestroy": _f("cuGraphDestroy", _ADDRESS),
@@ -117,6 +121,9 @@ CAPTURE_MODES = {"global": 0, "thread_local": 1, "relaxed": 2}
 # CUstream_flags and CUevent_flags
 STREAM_NON_BLOCKING = 1
 EVENT_DISABLE_TIMING = 2
+# CUuserObject_flags and CUuserObjectRetain_flags
+USER_OBJECT_NO_DESTRUCTOR_SYNC = 1
+GRAPH_USER_OBJECT_MOVE = 1
 # CUresult values that code decides on
 SUCCESS = 0
 INVALID_VALUE = 1

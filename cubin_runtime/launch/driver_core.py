@@ -22,8 +22,8 @@ class DriverCore:
         self._library: ctypes.CDLL | None = None
         self._pid = 0
         self._lock = threading.RLock()
-        self._first_fault = ""
-        self.history = LaunchHistory()
+        self._first_faults: dict[int, str] = {}
+        self._histories: dict[int, LaunchHistory] = {}
 
     def function(self, name: str) -> Callable[..., int]:
         """The ctypes function for one entry of ``driver_api.PROTOTYPES``; it returns the CUresult unchecked.
@@ -55,15 +55,27 @@ class DriverCore:
         if code:
             raise self.error(name, code)
 
-    def error(self, call: str, code: int) -> DriverCallError:
-        """The error for a ``call`` that returned ``code``; for a fault it holds the last launches."""
+    def history(self, context: int) -> LaunchHistory:
+        """The last launches in a context."""
+        found = self._histories.get(context)
+        return found if found is not None else self._histories.setdefault(context, LaunchHistory())
+
+    def error(self, call: str, code: int, context: int | None = None) -> DriverCallError:
+        """The error for a ``call`` that returned ``code``; for a fault it holds the last launches in ``context``.
+
+        None: in the current one.
+        """
         launches: tuple[LaunchRecord, ...] = ()
+        first = ""
         if code in STICKY:
-            with self._lock:
-                self._first_fault = self._first_fault or call
-            launches = self.history.records()
+            if context is None:
+                slot = ctypes.c_void_p()
+                self.function("cuCtxGetCurrent")(ctypes.addressof(slot))
+                context = slot.value or 0
+            first = self._first_faults.setdefault(context, call)
+            launches = self.history(context).records()
         name, text = self._words("cuGetErrorName", code), self._words("cuGetErrorString", code)
-        return DriverCallError(call, code, name, text, launches, self._first_fault if code in STICKY else "")
+        return DriverCallError(call, code, name, text, launches, first)
 
     def out_pointer(self, name: str, *arguments: Any) -> int:
         """Call a function whose first argument is where it writes a handle; return the handle."""

@@ -5,10 +5,19 @@ from __future__ import annotations
 import ctypes
 import os
 from collections import deque
-from typing import Any
+from typing import Any, Protocol
 
 from ..errors import UsageError
 from .driver_core import DriverCore
+
+
+class Life(Protocol):
+    """Of something that uses memory."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing uses it any more."""
+        ...
 
 
 class DriverMemory(DriverCore):
@@ -16,7 +25,7 @@ class DriverMemory(DriverCore):
 
     def __init__(self, library_path: str | os.PathLike[str] | None = None) -> None:
         super().__init__(library_path)
-        self._waiting: deque[tuple[int, int]] = deque()
+        self._waiting: deque[tuple[int, int, Life | None]] = deque()
 
     def memory_info(self) -> tuple[int, int]:
         """Free and total bytes of the current context's device."""
@@ -34,14 +43,20 @@ class DriverMemory(DriverCore):
         """Give memory from ``allocate`` back; waits for work that uses it."""
         self.call("cuMemFree", address)
 
-    def free_later(self, context: int, address: int) -> None:
-        """Note memory for ``free_waiting``: freeing at any moment could break a capture that is under way."""
-        self._waiting.append((context, address))
+    def free_later(self, context: int, address: int, life: Life | None = None) -> None:
+        """Note memory for ``free_waiting``: freeing at any moment could break a capture that is under way.
+
+        ``life``: it is not freed before that has ended.
+        """
+        self._waiting.append((context, address, life))
 
     def free_waiting(self) -> None:
         """Free what ``free_later`` noted; no stream may be capturing."""
-        while self._waiting:
-            context, address = self._waiting.popleft()
+        for _ in range(len(self._waiting)):
+            context, address, life = self._waiting.popleft()
+            if life is not None and not life.ended:
+                self._waiting.append((context, address, life))
+                continue
             self.call("cuCtxPushCurrent", context)
             try:
                 self.free(address)

@@ -54,6 +54,39 @@ class DriverStreams(DriverCore):
             raise self.error("cuStreamGetCaptureInfo", code)
         return identity.value if status.value != api.CAPTURE_NONE else None
 
+    def stream_number(self, stream: int) -> int:
+        """A number that no other stream of the process ever has, unlike handles, which come back.
+
+        A capturing stream must not be asked: that is an error and spoils the capture.
+        """
+        slot = ctypes.c_ulonglong()
+        code = self.function("cuStreamGetId")(stream, ctypes.addressof(slot))
+        if code:
+            raise self.error("cuStreamGetId", code)
+        return slot.value
+
+    def stream_context(self, stream: int) -> int:
+        """The context that a stream belongs to; for a default stream the current one. Not while it captures."""
+        slot = ctypes.c_void_p()
+        self.call("cuStreamGetCtx", stream, ctypes.addressof(slot))
+        return slot.value or 0
+
+    def captured_graph(self, stream: int) -> int:
+        """The graph that the capture of ``stream`` is filling."""
+        status, graph = ctypes.c_int(), ctypes.c_void_p()
+        slots = (ctypes.addressof(status), None, ctypes.addressof(graph), None, None, None)
+        self.call("cuStreamGetCaptureInfo", stream, *slots)
+        return graph.value or 0
+
+    def retain_in_graph(self, graph: int, data: int, destroy: int) -> None:
+        """Let the driver call the C function at ``destroy`` with ``data`` once the graph is gone for good.
+
+        That is when the graph, every executable made from it and their last replays have ended. The function runs on
+        a thread of the driver's: it must not call CUDA, nor Python.
+        """
+        held = self.out_pointer("cuUserObjectCreate", data, destroy, 1, api.USER_OBJECT_NO_DESTRUCTOR_SYNC)
+        self.call("cuGraphRetainUserObject", graph, held, 1, api.GRAPH_USER_OBJECT_MOVE)
+
     def begin_capture(self, stream: int, mode: str = "thread_local") -> None:
         """Record the stream's work instead of running it; ``mode``: global, thread_local or relaxed."""
         if mode not in api.CAPTURE_MODES:

@@ -14,10 +14,13 @@ from .driver import Driver
 from .history import LaunchRecord
 from .modules import LoadedKernel
 from .plan import LaunchAttributes, LaunchPlan
-from .streams import stream_handle
+from .streams import is_default, stream_handle
 from .struct_types import SCALARS
 from .structs import FieldRow, StructLayout
 from .tensormap import TensorMapCache, TensorMapSpec
+
+# What the driver answers where another context is current than a default stream is meant in, or none.
+_ELSEWHERE = (api.INVALID_CONTEXT, api.INVALID_HANDLE)
 
 __all__ = ["LaunchAttributes", "LaunchPlan", "PreparedLaunch", "launch_config"]
 
@@ -71,7 +74,7 @@ class PreparedLaunch:
         self._config = launch_config(plan.grid, plan.block, plan.shared_bytes, plan.attributes)
         self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self._memory) + start)
         self._call = driver.function("cuLaunchKernelEx")
-        self._record = driver.history.record
+        self._record = driver.history(kernel.context).record
         self._config_at = ctypes.addressof(self._config)
         self._arguments_at = ctypes.addressof(self._arguments)
         self._fast = {
@@ -115,10 +118,10 @@ class PreparedLaunch:
             self._config.stream = handle
             self._record((self, self._view.tobytes(), handle))
             code = self._call(self._config_at, self.kernel.function, self._arguments_at, None)
-            if code == api.INVALID_CONTEXT:
-                code = self._call_in_context()
+            if code in _ELSEWHERE:
+                code = self._call_in_context(handle)
         if code:
-            raise self._driver.error("cuLaunchKernelEx", code)
+            raise self._driver.error("cuLaunchKernelEx", code, self.kernel.context)
 
     def stepper(self, *names: str) -> Callable[..., None]:
         """A function ``step(stream, *values)`` that sets the scalar fields ``names`` and launches.
@@ -142,12 +145,12 @@ class PreparedLaunch:
                     config.stream = stream
                     record((self, snapshot(), stream))
                     code = call(config_at, function, arguments_at, None)
-                    if code == api.INVALID_CONTEXT:
-                        code = self._call_in_context()
+                    if code in _ELSEWHERE:
+                        code = self._call_in_context(stream)
             except (TypeError, ValueError, OverflowError) as error:
                 raise UsageError(f"step({stream}, {values}): expected {', '.join(names)} ({error})") from error
             if code:
-                raise self._driver.error("cuLaunchKernelEx", code)
+                raise self._driver.error("cuLaunchKernelEx", code, self.kernel.context)
 
         return step
 
@@ -167,11 +170,13 @@ class PreparedLaunch:
             parameters=parameters,
         )
 
-    def _call_in_context(self) -> int:
-        # A thread that never used CUDA has no context; the kernel's own is the only one that can be meant.
-        if self._driver.current_context() is not None:
-            return api.INVALID_CONTEXT
-        with self._driver.using(self.kernel.context):
+    def _call_in_context(self, stream: int) -> int:
+        """Once more with the kernel's context current, which the default streams are meant in."""
+        driver, context = self._driver, self.kernel.context
+        with driver.using(context):
+            if not is_default(stream) and driver.stream_context(stream) != context:
+                there, here = driver.context_device(driver.stream_context(stream)), self.kernel.device.ordinal
+                raise UsageError(f"stream {stream:#x}: of device {there}, the kernel is loaded on device {here}")
             return self._call(self._config_at, self.kernel.function, self._arguments_at, None)
 
     def _plain(self, value: object) -> object:

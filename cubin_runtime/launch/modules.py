@@ -233,7 +233,7 @@ class ModuleCache:
         )
 
     def _refuse_late_load(self, sha256: str, symbol: str, stream: int) -> None:
-        what = f"kernel {symbol!r} (sha256 {sha256[:12]}) is not loaded"
+        what = f"kernel {symbol!r} (sha256 {sha256[:12]}) is not loaded on device {self._driver.context_device()}"
         if self._frozen:
             raise FrozenError(f"{what} and the module cache is frozen: preload() it before freeze()")
         # Asking 0 as well finds a capture on any blocking stream, whichever stream the caller named.

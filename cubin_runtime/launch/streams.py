@@ -6,9 +6,13 @@ from typing import Any
 
 from ..errors import UsageError
 
+LEGACY, PER_THREAD = 1, 2
+
 
 def stream_handle(stream: Any) -> int:
-    """The CUstream of ``stream`` as an int; ``None`` and 0 mean the legacy default stream.
+    """The CUstream of ``stream`` as an int; ``None``, 0 and 1 (``CU_STREAM_LEGACY``) are the legacy default stream, 0.
+
+    2 (``CU_STREAM_PER_THREAD``) stays 2: another stream in every thread.
 
     Takes an int, an object with the ``__cuda_stream__`` protocol (version 0; method or attribute), or one
     with a ``cuda_stream`` attribute as torch has.
@@ -21,15 +25,24 @@ def stream_handle(stream: Any) -> int:
     if isinstance(stream, int):
         if stream < 0:
             raise UsageError(f"stream={stream}: expected a handle, which is not negative")
-        return int(stream)
+        return _one_name(stream)
     protocol = getattr(stream, "__cuda_stream__", None)
     if protocol is not None:
         answer = protocol() if callable(protocol) else protocol
         if not isinstance(answer, tuple) or len(answer) != 2 or answer[0] != 0:
             raise UsageError(f"stream.__cuda_stream__ gave {answer!r}: expected (0, handle)")
-        return int(answer[1])
+        return _one_name(answer[1])
     handle = getattr(stream, "cuda_stream", None)
     if isinstance(handle, int):
-        return handle
+        return _one_name(handle)
     came = type(stream).__name__
     raise UsageError(f"stream: got {came}, expected an int, __cuda_stream__ or a torch stream")
+
+
+def is_default(stream: int) -> bool:
+    """Whether ``stream`` is a default stream, which belongs to whatever context is current."""
+    return stream <= PER_THREAD
+
+
+def _one_name(handle: int) -> int:
+    return 0 if handle == LEGACY else int(handle)

@@ -1,223 +1,283 @@
-"""Device scratch: one buffer, one owner at a time, cut into aligned regions; counters in it start at zero."""
+"""Device scratch that one stream, or one captured graph, has at a time."""
 
 from __future__ import annotations
 
 import threading
 import weakref
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from ..errors import UsageError, WorkspaceError
+from ..errors import WorkspaceError
 from .driver import Driver
-from .streams import stream_handle
+from .graph_life import GraphLife
+from .regions import Region, place_regions
+from .streams import PER_THREAD, is_default, stream_handle
 
-REGION_ALIGNMENT = 256
+Place = tuple[int, int]  # address and bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
-    """A part of a workspace that a plan needs: its name, size in bytes and alignment (a power of two).
+class _Owner:
+    """Who has a buffer: an eager stream by its number, or a stream within a capture."""
 
-    ``zeroed``: it must be zero when a kernel first gets it, and kernels leave it so (but for a status word).
-    """
+    kind: str
+    number: int
+    stream: int
 
-    name: str
-    nbytes: int
-    alignment: int = REGION_ALIGNMENT
-    zeroed: bool = False
-
-    def __post_init__(self) -> None:
-        if self.nbytes < 0 or self.alignment < 1 or self.alignment & (self.alignment - 1):
-            raise UsageError(f"{self}: expected bytes of 0 or more and an alignment that is a power of two")
+    def __str__(self) -> str:
+        return f"{self.kind} {self.stream if self.kind == 'stream' else self.number:#x}"
 
 
-def workspace_size(regions: Sequence[Region]) -> int:
-    """Bytes that always suffice for ``regions``, wherever an address begins that is a multiple of 16."""
-    slack = max((region.alignment for region in regions), default=1) - 16
-    return _end(0, regions) + max(0, slack)
+class _Buffer:
+    """One allocation, who has it and, for a captured graph, that graph's life."""
 
+    __slots__ = ("address", "life", "owned", "owner")
 
-class _Hold:
-    """What is known of a workspace's memory when the workspace itself is gone."""
-
-    __slots__ = ("address", "context", "driver", "owned", "owner")
-
-    def __init__(self, driver: Driver, context: int, address: int, owned: bool) -> None:
-        self.driver = driver
-        self.context = context
+    def __init__(self, address: int, owned: bool) -> None:
         self.address = address
         self.owned = owned
-        self.owner: tuple[str, int] | None = None
+        self.owner: _Owner | None = None
+        self.life: GraphLife | None = None
 
-    def give_back(self) -> None:
-        # A graph may be replayed at any time: what it holds stays for as long as the process.
-        if self.owned and (self.owner is None or self.owner[0] == "stream"):
-            self.driver.free_later(self.context, self.address)
+    @property
+    def free(self) -> bool:
+        """Whether nobody has it; that of a graph that ended is free again."""
+        if self.life is not None and self.life.ended:
+            self.life = self.owner = None
+        return self.owner is None
 
 
 class Workspace:
-    """A device buffer that belongs to one stream, or one captured graph, at a time.
+    """Zeroed device memory for one stream: a buffer for eager launches, and one for each graph captured on it.
 
-    Kernels leave the counters in it at zero, so it is cleared once; after a fault call ``reset``. Owned memory whose
-    workspace nothing refers to any more is freed when the next one is made, unless a captured graph has it.
+    A graph keeps its buffer until it, its executables and their replays are gone: it may be replayed on any stream, so
+    nothing else may share it. Buffers for graphs are reserved ahead, since none is made during a capture; without a
+    reserve a capture takes the buffer for eager launches, and the next eager launch gets a new one.
+
+    Kernels leave the counters in it at zero, so it is cleared once; after a fault call ``reset``. Memory of a workspace
+    that nothing refers to any more is freed when other memory is made. Safe between threads.
     """
 
     def __init__(self, driver: Driver, context: int, address: int, nbytes: int, *, owned: bool = False) -> None:
-        """Wrap ``nbytes`` of zeroed device memory at ``address``; ``owned`` memory is freed by ``close``."""
+        """Wrap ``nbytes`` of zeroed device memory at ``address``; ``owned`` memory is freed by ``close``.
+
+        Memory that is not owned is all that there is: it serves either one stream or one graph.
+        """
         if nbytes < 0 or address % 16:
             raise WorkspaceError(f"workspace at {address:#x} of {nbytes} bytes: expected a multiple of 16")
         self.context = context
-        self.address = address
         self.nbytes = nbytes
-        self.key = (address, nbytes)  # equal keys give equal regions
         self._driver = driver
-        self._hold = _Hold(driver, context, address, owned)
+        self._owned = owned
         self._lock = threading.Lock()
-        if owned:
-            weakref.finalize(self, self._hold.give_back).atexit = False
+        self._eager: _Buffer | None = _Buffer(address, owned)
+        self._buffers = [self._eager]
+        weakref.finalize(self, _give_back, driver, context, self._buffers).atexit = False
 
     @classmethod
-    def allocate(cls, driver: Driver, context: int, nbytes: int, stream: Any = 0) -> Workspace:
-        """New zeroed memory, cleared in the order of ``stream``.
+    def allocate(cls, driver: Driver, context: int, nbytes: int, stream: Any = 0, *, graphs: int = 0) -> Workspace:
+        """New zeroed memory for ``stream`` and for ``graphs`` captures on it, cleared in stream order.
 
         Raises:
             WorkspaceError: ``stream`` is capturing.
             DriverError: the device has not that much memory.
         """
         handle = stream_handle(stream)
-        with driver.using(context):
-            if driver.is_capturing(handle):
-                raise WorkspaceError(
-                    f"a workspace of {nbytes} bytes would be made while stream {handle:#x} captures: "
-                    "make it before, with prepare(stream)"
-                )
-            driver.free_waiting()
-            workspace = cls(driver, context, driver.allocate(max(1, nbytes)), nbytes, owned=True)
-            try:
-                workspace.reset(handle)
-            except Exception:
-                workspace.close()
-                raise
+        workspace = cls(driver, context, _new_memory(driver, context, nbytes, handle), nbytes, owned=True)
+        workspace.reserve(graphs, handle)
         return workspace
 
-    def regions(self, needed: Sequence[Region]) -> dict[str, int]:
-        """The device address of each region, in order, each aligned as it asks.
+    @property
+    def address(self) -> int:
+        """Where the buffer for eager launches begins; that of the first graph, if a capture took it."""
+        return (self._eager or self._buffers[0]).address
+
+    def reserve(self, graphs: int, stream: Any = 0) -> None:
+        """Have a buffer for eager launches, and one free for each of ``graphs`` captures to come.
+
+        Raises:
+            WorkspaceError: ``stream`` is capturing, or the memory is the caller's own.
+            DriverError: the device has not that much memory.
+        """
+        handle = stream_handle(stream)
+        with self._lock:
+            if self._eager is None:
+                self._eager = self._grow(handle)
+            free = sum(buffer.free for buffer in self._buffers if buffer is not self._eager)
+            for _ in range(graphs - free):
+                self._grow(handle)
+
+    def claim(self, stream: Any) -> Place:
+        """The buffer for a launch on ``stream``: that of the stream, or of the graph that it captures.
+
+        Raises:
+            WorkspaceError: another stream has it, or a capture needs one and none is free.
+        """
+        handle = stream_handle(stream)
+        if is_default(handle):
+            with self._driver.using(self.context):
+                owner = self._owner_on(handle)
+        else:
+            owner = self._owner_on(handle)
+        eager = self._eager
+        if eager is not None and eager.owner == owner:
+            return eager.address, self.nbytes
+        with self._lock:
+            buffer = next((buffer for buffer in self._buffers if buffer.owner == owner), None)
+            if buffer is None:
+                buffer = self._for_stream(owner) if owner.kind == "stream" else self._for_graph(owner)
+                buffer.owner = owner
+            return buffer.address, self.nbytes
+
+    def regions(self, needed: Sequence[Region], place: Hashable = None) -> dict[str, int]:
+        """The device address of each region in the buffer that ``claim`` gave; None: in that for eager launches.
 
         Raises:
             WorkspaceError: the buffer is too small; the message names the bytes needed.
         """
-        return _place("workspace", self.address, self.nbytes, needed)
+        address, nbytes = place if isinstance(place, tuple) else (self.address, self.nbytes)
+        return place_regions("workspace", address, nbytes, needed)
 
-    def claim(self, stream: Any) -> None:
-        """Take the workspace for ``stream``, or for the capture it takes part in; doing so again is no error.
-
-        A capture takes it over from its own stream (after a warm-up there) and keeps it: a replay may run on
-        any stream, so eager work must not share it.
-
-        Raises:
-            WorkspaceError: another stream or captured graph has it.
-        """
-        handle = stream_handle(stream)
-        with self._driver.using(self.context):
-            capture = self._driver.capture_id(handle)
-        owner = ("stream", handle) if capture is None else ("captured graph", capture)
-        with self._lock:
-            takes_over = capture is not None and self._hold.owner == ("stream", handle)
-            if self._hold.owner not in (None, owner) and not takes_over:
-                have, number = self._hold.owner or owner
-                raise WorkspaceError(
-                    f"workspace at {self.address:#x} belongs to {have} {number:#x}, not to {owner[0]} "
-                    f"{owner[1]:#x}: give each its own, or release() it when that work is done"
-                )
-            self._hold.owner = owner
+    def places(self) -> tuple[Place, ...]:
+        """All its buffers, those of graphs included."""
+        return tuple((buffer.address, self.nbytes) for buffer in self._buffers)
 
     def release(self) -> None:
         """Let another stream claim it; the caller has made sure that the work of the last owner is done."""
         with self._lock:
-            self._hold.owner = None
+            for buffer in self._buffers:
+                buffer.owner = buffer.life = None
 
     def reset(self, stream: Any = 0) -> None:
         """Set all bytes to zero in stream order; needed after a fault or an aborted kernel."""
-        if self.nbytes:
-            with self._driver.using(self.context):
-                self._driver.fill(self.address, 0, self.nbytes, stream_handle(stream))
+        handle = stream_handle(stream)
+        with self._driver.using(self.context):
+            for buffer in self._buffers if self.nbytes else ():
+                self._driver.fill(buffer.address, 0, self.nbytes, handle)
 
     def keep(self) -> None:
-        """Leave the memory allocated for as long as the process, whoever uses it: a captured graph has its address."""
-        self._hold.owned = False
+        """Leave the memory allocated for as long as the process: graphs have its address."""
+        for buffer in self._buffers:
+            buffer.owned = False
 
     def close(self) -> None:
         """Free owned memory; calling it again does nothing."""
-        if self._hold.owned:
-            self._hold.owned = False
-            with self._driver.using(self.context):
-                self._driver.free(self.address)
+        with self._driver.using(self.context):
+            for buffer in self._buffers:
+                if buffer.owned:
+                    buffer.owned = False
+                    self._driver.free(buffer.address)
+
+    def _owner_on(self, stream: int) -> _Owner:
+        # A capturing stream has no number to ask for, and its handle does not come back meanwhile.
+        capture = self._driver.capture_id(stream)
+        if capture is not None:
+            return _Owner("captured graph", capture, stream)
+        return _Owner("stream", self._driver.stream_number(stream), stream)
+
+    def _for_stream(self, owner: _Owner) -> _Buffer:
+        eager, stream = self._eager, owner.stream
+        self._check_device(stream)
+        if eager is not None and eager.free:
+            return eager
+        if eager is None and self._owned:
+            self._eager = self._grow(stream)
+            return self._eager
+        if eager is not None and self._owned and eager.owner is not None and eager.owner.stream == stream:
+            # The stream of that handle was destroyed, but its work may go on: freeing waits for it.
+            self._buffers.remove(eager)
+            self._driver.free_later(self.context, eager.address)
+            self._eager = self._grow(stream)
+            return self._eager
+        raise self._taken(owner)
+
+    def _for_graph(self, owner: _Owner) -> _Buffer:
+        reserved = (buffer for buffer in self._buffers if buffer is not self._eager and buffer.free)
+        buffer, eager = next(reserved, None), self._eager
+        if buffer is None and eager is not None and (eager.free or _is_of(eager.owner, owner.stream)):
+            buffer, self._eager = eager, None if self._owned else eager
+        if buffer is None:
+            raise self._taken(owner)
+        buffer.life = GraphLife(self._driver, owner.stream)
+        return buffer
+
+    def _taken(self, owner: _Owner) -> WorkspaceError:
+        have = self._buffers[-1].owner if self._eager is None else self._eager.owner
+        ahead = "reserve one for each graph with prepare(stream, graphs=n), " if owner.kind != "stream" else ""
+        return WorkspaceError(
+            f"workspace at {self.address:#x} belongs to {have}, not to {owner}: {ahead}give each its own, or release() "
+            "it when that work is done"
+        )
+
+    def _check_device(self, stream: int) -> None:
+        driver = self._driver
+        if is_default(stream):
+            return  # it is that of whatever context the launch is made in
+        mine, its = driver.context_device(self.context), driver.context_device(driver.stream_context(stream))
+        if mine != its:
+            raise WorkspaceError(f"stream {stream:#x} is of device {its}, the workspace is on device {mine}")
+
+    def _grow(self, stream: int) -> _Buffer:
+        if not self._owned:
+            raise WorkspaceError(f"workspace at {self.address:#x}: no further buffers are made beside the caller's own")
+        buffer = _Buffer(_new_memory(self._driver, self.context, self.nbytes, stream), owned=True)
+        self._buffers.append(buffer)
+        return buffer
 
 
-@dataclass(frozen=True, slots=True)
-class SemaphoreWorkspace:
-    """A caller's two buffers, each ``(address, bytes)``, for operators that keep such a convention.
+def _is_of(owner: _Owner | None, stream: int) -> bool:
+    return owner is not None and (owner.kind, owner.stream) == ("stream", stream)
 
-    ``semaphores`` is zero before the first launch that gets it and holds nothing but regions that begin as zeros,
-    so that launches of any plan may follow one another on it; ``scratch`` may hold anything. The caller keeps work on
-    other streams away from both. ``context`` is where they live; None: the current one, or the device's primary one.
-    ``owner`` is held as long as this is, where somebody else's dropping it would free the semaphores.
-    """
 
-    semaphores: tuple[int, int]
-    scratch: tuple[int, int]
-    context: int | None = None
-    owner: object = field(default=None, compare=False, repr=False)
+def _new_memory(driver: Driver, context: int, nbytes: int, stream: int) -> int:
+    with driver.using(context):
+        if driver.is_capturing(stream):
+            raise WorkspaceError(
+                f"a workspace of {nbytes} bytes would be made while stream {stream:#x} captures: "
+                "make it before, with prepare(stream)"
+            )
+        driver.free_waiting()
+        address = driver.allocate(max(1, nbytes))
+        try:
+            if nbytes:
+                driver.fill(address, 0, nbytes, stream)
+        except Exception:
+            driver.free(address)
+            raise
+    return address
 
-    def __post_init__(self) -> None:
-        for name, (address, nbytes) in (("semaphores", self.semaphores), ("scratch", self.scratch)):
-            if nbytes < 0 or address % 16:
-                raise WorkspaceError(f"{name} at {address:#x} of {nbytes} bytes: expected a multiple of 16")
 
-    @property
-    def key(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Equal keys give equal regions."""
-        return self.semaphores, self.scratch
-
-    def regions(self, needed: Sequence[Region]) -> dict[str, int]:
-        """The device address of each region: those that begin as zeros in the semaphores, the others in the scratch.
-
-        Raises:
-            WorkspaceError: a buffer is too small; the message names it and the bytes needed.
-        """
-        zeroed = [region for region in needed if region.zeroed]
-        others = [region for region in needed if not region.zeroed]
-        return _place("semaphores", *self.semaphores, zeroed) | _place("scratch", *self.scratch, others)
-
-    def claim(self, stream: Any) -> None:
-        """Nothing: that one stream at a time uses the buffers is the caller's affair."""
+def _give_back(driver: Driver, context: int, buffers: list[_Buffer]) -> None:
+    for buffer in buffers:
+        if buffer.owned:
+            driver.free_later(context, buffer.address, buffer.life)
 
 
 class WorkspacePool:
-    """One workspace for each (plan, stream), made outside of captures and kept until ``close``."""
+    """The workspaces of a plan: one for each stream of a context, made outside of captures, kept until ``close``."""
 
-    def __init__(self, driver: Driver, context: int) -> None:
+    def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._context = context
         self._lock = threading.Lock()
-        self._held: dict[tuple[Hashable, int], Workspace] = {}
+        self._held: dict[tuple[int, int, int], Workspace] = {}
 
-    def take(self, plan: Hashable, stream: Any, nbytes: int) -> Workspace:
-        """The workspace of ``plan`` on ``stream``, claimed for it, with at least ``nbytes``.
+    def take(self, context: int, stream: Any, nbytes: int) -> Workspace:
+        """The workspace for ``stream`` in ``context``, with at least ``nbytes``; the caller claims it.
 
         Raises:
             WorkspaceError: it is not there and the stream is capturing, or it is there but smaller.
         """
         handle = stream_handle(stream)
-        with self._lock:
-            workspace = self._held.get((plan, handle))
-            if workspace is None:
-                workspace = Workspace.allocate(self._driver, self._context, nbytes, handle)
-                self._held[(plan, handle)] = workspace
+        key = (context, handle, threading.get_ident() if handle == PER_THREAD else 0)
+        workspace = self._held.get(key)
+        if workspace is None:
+            with self._lock:
+                workspace = self._held.get(key)
+                if workspace is None:
+                    workspace = self._held[key] = Workspace.allocate(self._driver, context, nbytes, handle)
         if workspace.nbytes < nbytes:
             raise WorkspaceError(f"workspace of {workspace.nbytes} bytes: {nbytes} bytes are needed")
-        workspace.claim(handle)
         return workspace
 
     def close(self) -> None:
@@ -226,28 +286,3 @@ class WorkspacePool:
             held, self._held = self._held, {}
         for workspace in held.values():
             workspace.close()
-
-
-def _place(what: str, address: int, nbytes: int, needed: Sequence[Region]) -> dict[str, int]:
-    end = _end(address, needed) - address
-    if end > nbytes:
-        parts = ", ".join(f"{region.name} {region.nbytes}" for region in needed)
-        raise WorkspaceError(f"{what} of {nbytes} bytes: {end} bytes are needed ({parts})")
-    addresses: dict[str, int] = {}
-    at = address
-    for region in needed:
-        at = _round_up(at, region.alignment)
-        addresses[region.name] = at
-        at += region.nbytes
-    return addresses
-
-
-def _end(start: int, regions: Sequence[Region]) -> int:
-    at = start
-    for region in regions:
-        at = _round_up(at, region.alignment) + region.nbytes
-    return at
-
-
-def _round_up(value: int, to: int) -> int:
-    return (value + to - 1) // to * to

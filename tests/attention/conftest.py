@@ -49,6 +49,7 @@ def runtime(config: Config, standin: StandIn) -> Iterator[Runtime]:
     made = Runtime(config, driver=Driver(standin.path), release=RELEASE_NAME)
     for kernel in made.own_release().kernels:
         standin.add_kernel(kernel.symbol, (kernel.struct_bytes,), kernel.threads)
+    made.driver.set_current(made.driver.primary_context(0))
     yield made
     made.driver.set_current(None)
 
@@ -66,5 +67,6 @@ def stub_runtime(stubs: tuple[Path, Path], standin: StandIn, tmp_path: Path) -> 
     made = Runtime(config, driver=Driver(standin.path), release=RELEASE_NAME)
     for kernel in made.own_release().kernels:
         standin.add_kernel(kernel.symbol, (kernel.struct_bytes,), kernel.threads)
+    made.driver.set_current(made.driver.primary_context(0))
     yield made
     made.driver.set_current(None)

@@ -12,7 +12,8 @@ from cubin_runtime.attention import ClampedInputError, PagedDecodePlan, Runtime,
 from cubin_runtime.errors import WorkspaceError
 from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA
 from cubin_runtime.kernels.native.decode.plan import WORKSPACE_POINTERS
-from cubin_runtime.launch.workspace import SemaphoreWorkspace, workspace_size
+from cubin_runtime.launch.regions import workspace_size
+from cubin_runtime.launch.semaphore_workspace import SemaphoreWorkspace
 
 RAGGED = Tensors().ragged(23)
 MANY = (1 << 31) - 1

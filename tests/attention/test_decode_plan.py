@@ -154,14 +154,14 @@ def test_an_option_of_a_step_of_another_kind_is_named(
 
 def test_a_workspace_that_is_too_small_names_the_bytes(runtime: Runtime) -> None:
     plan = make_plan(runtime, batch_invariant=True)
-    small = Workspace.allocate(runtime.driver, runtime.driver.ensure_context(0), 4096)
+    small = Workspace.allocate(runtime.driver, runtime.driver.primary_context(0), 4096)
     with pytest.raises(WorkspaceError, match=r"4096 bytes: \d+ bytes are needed"):
         run(plan, workspace=small)
 
 
 def test_workspace_bytes_are_enough(runtime: Runtime, standin: StandIn) -> None:
     plan = make_plan(runtime)
-    own = Workspace.allocate(runtime.driver, runtime.driver.ensure_context(0), plan.workspace_bytes)
+    own = Workspace.allocate(runtime.driver, runtime.driver.primary_context(0), plan.workspace_bytes)
     run(plan, workspace=own)
     assert len(standin.calls("cuLaunchKernelEx")) == 1
 

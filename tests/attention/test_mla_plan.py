@@ -23,7 +23,8 @@ from cubin_runtime.attention import (
 )
 from cubin_runtime.errors import UsageError, WorkspaceError
 from cubin_runtime.kernels.native.device_models import describe_device
-from cubin_runtime.launch.workspace import SemaphoreWorkspace, workspace_size
+from cubin_runtime.launch.regions import workspace_size
+from cubin_runtime.launch.semaphore_workspace import SemaphoreWorkspace
 
 BF16, E4M3 = "bfloat16", "float8_e4m3fn"
 LOG2_E = math.log2(math.e)

@@ -14,7 +14,7 @@ from trtllm_calls import MadeUpMemory
 from cubin_runtime.attention import Runtime, TensorView, paged_decode
 from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA
-from cubin_runtime.launch.workspace import SemaphoreWorkspace
+from cubin_runtime.launch.semaphore_workspace import SemaphoreWorkspace
 
 GOOD = Tensors()
 E4M3 = "float8_e4m3fn"

@@ -232,7 +232,7 @@ def test_ragged_refuses(memory: MadeUpMemory, changes: dict[str, Any], words: st
 
 
 def test_a_capture_needs_the_bound_on_query_lengths(runtime: Runtime, standin: StandIn, memory: MadeUpMemory) -> None:
-    runtime.driver.ensure_context(0)
+    runtime.driver.primary_context(0)
     memory.stream = runtime.driver.create_stream()
     runtime.driver.begin_capture(memory.stream)
     changes = {**RAGGED_QUERIES, "cum_seq_lens_q": tensor("int32", 5, values=(0, 1, 4, 5, 7))}

@@ -294,7 +294,7 @@ def test_replaced_semaphores_of_a_captured_graph_stay_its_own(
 def test_a_capture_with_too_few_semaphores_says_how_many(
     standin: StandIn, memory: MadeUpMemory, hopper: Runtime
 ) -> None:
-    hopper.driver.ensure_context(0)
+    hopper.driver.primary_context(0)
     memory.stream = hopper.driver.create_stream()
     hopper.driver.begin_capture(memory.stream)
     with pytest.raises(WorkspaceError, match="semaphores of 272 bytes: 32768 bytes are needed"):
@@ -303,7 +303,7 @@ def test_a_capture_with_too_few_semaphores_says_how_many(
 
 def test_a_call_is_captured_after_a_first_run(standin: StandIn, memory: MadeUpMemory, hopper: Runtime) -> None:
     arguments = xqa_arguments(memory)
-    hopper.driver.ensure_context(0)
+    hopper.driver.primary_context(0)
     memory.stream = hopper.driver.create_stream()
     flashinfer.xqa(**arguments)
     hopper.driver.begin_capture(memory.stream)
@@ -312,7 +312,7 @@ def test_a_call_is_captured_after_a_first_run(standin: StandIn, memory: MadeUpMe
 
 
 def test_it_runs_on_the_stream_of_the_caller(standin: StandIn, memory: MadeUpMemory, hopper: Runtime) -> None:
-    hopper.driver.ensure_context(0)
+    hopper.driver.primary_context(0)
     memory.stream = hopper.driver.create_stream()
     flashinfer.xqa(**xqa_arguments(memory))
     assert int(standin.calls("cuLaunchKernelEx")[-1].seen["stream"], 0) == memory.stream

@@ -41,7 +41,8 @@ from cubin_runtime.kernels.abi import abi_layouts
 from cubin_runtime.launch.driver import Driver
 from cubin_runtime.launch.plan import LaunchPlan
 from cubin_runtime.launch.tensormap import TensorMapSpec
-from cubin_runtime.launch.workspace import SemaphoreWorkspace, Workspace
+from cubin_runtime.launch.semaphore_workspace import SemaphoreWorkspace
+from cubin_runtime.launch.workspace import Workspace
 from kernels_src.variants import VARIANTS
 
 NATIVE, PUBLISHED = "hopper-golden", "trtllm-golden"
@@ -146,7 +147,7 @@ class Session:
         files["kernels.json"] = json.dumps({"schema": 1, "release": NATIVE, "kernels": rows}).encode()
         self._pins = write_release(folder, NATIVE, ABIS[NATIVE], files)
         driver = Driver(standin.path)
-        driver.ensure_context()
+        driver.set_current(driver.primary_context())
         self._streams = (0, driver.create_stream())
         driver.set_current(None)
 
@@ -207,7 +208,7 @@ class Session:
         kind = case.get("workspace")
         if kind == "two buffers":
             return SemaphoreWorkspace((_SEMAPHORES, _LARGE), (_SCRATCH, _LARGE))
-        return Workspace(runtime.driver, runtime.driver.ensure_context(), _SCRATCH, _LARGE) if kind else None
+        return Workspace(runtime.driver, runtime.driver.primary_context(), _SCRATCH, _LARGE) if kind else None
 
     def _launch(self, seen: Mapping[str, str]) -> dict[str, Any]:
         return launch_of(seen, self._layouts[self._structs.get(seen["symbol"], "KernelParams")])

@@ -64,7 +64,7 @@ class DeviceCase:
     def dirty_workspace(self) -> Workspace:
         """A workspace of our own: poisoned, but for the regions that must be zero."""
         nbytes = self.plan.workspace_bytes
-        context = self.driver.ensure_context(0)
+        context = self.driver.primary_context(0)
         workspace = Workspace(self.driver, context, self.arrays.empty(nbytes), nbytes)
         regions = self.plan.regions
         addresses = workspace.regions(regions)
@@ -154,7 +154,7 @@ def on_device(
     guard: int = GUARD,
 ) -> Iterator[DeviceCase]:
     """The case in device memory, planned, on the kernel that it asks for where there is one and it may be chosen."""
-    runtime.driver.ensure_context(0)
+    runtime.driver.primary_context(0)
     arrays = DeviceArrays(runtime.driver, guard)
     try:
         host = host or make_host(case, rng)

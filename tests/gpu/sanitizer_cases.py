@@ -239,7 +239,7 @@ def decode_all(runtime: Runtime, rng: np.random.Generator, wrong: WrongResults) 
 def reduce_all(runtime: Runtime, rng: np.random.Generator) -> set[str]:
     """Every reduction case and two LSEs; the names of the kernels that ran."""
     driver, own, arrays = runtime.driver, runtime.own_release(), DeviceArrays(runtime.driver, guard=0)
-    context = driver.ensure_context(0)
+    context = driver.primary_context(0)
     major, minor = driver.device(0).capability
     used = set()
 

@@ -33,7 +33,7 @@ KIB = 1024
 def driver() -> Iterator[Driver]:
     made = Driver()
     try:
-        made.ensure_context()
+        made.primary_context(0)
     except DriverError as error:
         pytest.skip(f"needs a CUDA device: {error}")
     yield made
@@ -231,7 +231,7 @@ def test_the_default_stream_tells_of_a_capture_on_a_blocking_stream(driver: Driv
 
 
 def test_a_workspace_starts_at_zero_and_is_not_made_in_a_capture(driver: Driver, stream: int) -> None:
-    context = driver.ensure_context()
+    context = driver.primary_context(0)
     workspace = Workspace.allocate(driver, context, 64 * KIB, stream)
     driver.synchronize(stream)
     assert driver.read(workspace.address, 64 * KIB) == bytes(64 * KIB)
@@ -317,12 +317,12 @@ def test_the_gate_refuses_a_cubin_for_another_architecture(driver: Driver) -> No
     if driver.device(driver.context_device()).capability[0] == 8:
         pytest.skip("the fixture cubin runs here")
     with pytest.raises(AbiError, match="built for sm_80"):
-        ModuleCache(driver).kernel(driver.ensure_context(), "0" * 64, "block", lambda: image, needs_of(1280))
+        ModuleCache(driver).kernel(driver.primary_context(0), "0" * 64, "block", lambda: image, needs_of(1280))
 
 
 def test_the_gate_refuses_a_kernel_with_other_parameters(driver: Driver, hopper_image: bytes) -> None:
     with pytest.raises(AbiError, match=r"takes 2 of \[1280, 8\] bytes"):
-        ModuleCache(driver).kernel(driver.ensure_context(), "0" * 64, "block", lambda: hopper_image, needs_of(1280))
+        ModuleCache(driver).kernel(driver.primary_context(0), "0" * 64, "block", lambda: hopper_image, needs_of(1280))
 
 
 def test_a_load_during_a_capture_is_refused_and_leaves_the_capture_intact(
@@ -331,7 +331,7 @@ def test_a_load_during_a_capture_is_refused_and_leaves_the_capture_intact(
     driver.begin_capture(stream)
     with pytest.raises(FrozenError, match=r"preload\(\)"):
         ModuleCache(driver).kernel(
-            driver.ensure_context(), "0" * 64, "block", lambda: hopper_image, needs_of(1280), stream=stream
+            driver.primary_context(0), "0" * 64, "block", lambda: hopper_image, needs_of(1280), stream=stream
         )
     graph = driver.end_capture(stream)
     driver.destroy_graph(graph)

@@ -28,6 +28,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def runtime(library: Path, tmp_path: Path) -> Iterator[RehearsalRuntime]:
     StandIn(library).reset()
     with mla_rehearsal(library, tmp_path) as made:
+        made.driver.set_current(made.driver.primary_context(0))
         yield made
         made.driver.set_current(None)
 

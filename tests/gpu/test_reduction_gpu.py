@@ -36,7 +36,7 @@ class Device:
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
-        self.context = runtime.driver.ensure_context(0)
+        self.context = runtime.driver.primary_context(0)
         self.arrays = DeviceArrays(runtime.driver)
         major, minor = runtime.driver.device(0).capability
         self.sm = major * 10 + minor

@@ -15,6 +15,7 @@ def driver(standin: StandIn) -> Driver:
 
 @pytest.fixture
 def context(driver: Driver) -> Iterator[int]:
-    handle = driver.ensure_context()
+    handle = driver.primary_context(0)
+    driver.set_current(handle)
     yield handle
     driver.set_current(None)

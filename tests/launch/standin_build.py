@@ -64,6 +64,7 @@ class StandIn:
         self._library = ctypes.CDLL(str(path))
         self._library.standin_log.restype = ctypes.c_char_p
         self._library.standin_image.restype = ctypes.c_void_p
+        self._library.standin_make_context.restype = ctypes.c_void_p
 
     def exports(self) -> set[str]:
         """The driver functions it has."""
@@ -106,6 +107,11 @@ class StandIn:
     def write_whole_descriptors(self) -> None:
         """Let descriptors hold all that they were encoded from."""
         self._library.standin_write_whole_descriptors()
+
+    def make_context(self, device: int) -> int:
+        """The handle of one more context of ``device``, as a program's own or a green one."""
+        made: int = self._library.standin_make_context(device)
+        return made
 
     def add_kernel(self, symbol: str, sizes: tuple[int, ...], max_threads: int = 1024) -> None:
         array = (ctypes.c_size_t * max(1, len(sizes)))(*sizes)

@@ -14,7 +14,7 @@ from cubin_runtime.launch.launcher import LaunchAttributes, launch_config
 
 
 def test_nothing_is_opened_before_the_first_call() -> None:
-    assert Driver("/nonexistent/libcuda.so.1").history.records() == ()
+    assert Driver("/nonexistent/libcuda.so.1").history(0xC000).records() == ()
 
 
 def test_a_missing_library_is_named() -> None:
@@ -110,14 +110,47 @@ def test_releasing_the_primary_context_gives_it_back_once(driver: Driver, standi
     assert len(standin.calls("cuDevicePrimaryCtxRelease")) == 1
 
 
-def test_a_thread_without_a_context_gets_the_primary_one(driver: Driver, context: int) -> None:
-    assert (context, driver.current_context()) == (0xC000, 0xC000)
+def test_work_belongs_in_the_primary_context_where_none_is_current(driver: Driver) -> None:
+    assert driver.context_on(0) == 0xC000
+    assert driver.current_context() is None
 
 
-def test_a_context_that_is_current_is_kept(driver: Driver) -> None:
-    driver.set_current(0xC001)
-    assert driver.ensure_context(0) == 0xC001
-    driver.set_current(None)
+def test_work_belongs_in_the_current_context_of_its_device(driver: Driver, standin: StandIn) -> None:
+    made = standin.make_context(0)
+    with driver.using(made):
+        assert driver.context_on(0) == made
+
+
+def test_work_belongs_in_the_primary_context_beside_a_current_one_of_another_device(
+    driver: Driver, standin: StandIn, context: int
+) -> None:
+    standin.with_devices(2)
+    assert driver.context_on(1) == 0xC001
+    assert driver.current_context() == context
+
+
+def test_the_device_of_any_context_is_told_and_the_current_one_stays(
+    driver: Driver, standin: StandIn, context: int
+) -> None:
+    standin.with_devices(2)
+    contexts = [driver.primary_context(1), standin.make_context(1), context]
+    assert [driver.context_device(each) for each in contexts] == [1, 1, 0]
+    assert driver.current_context() == context
+
+
+def test_a_stream_handle_that_comes_back_is_a_new_stream(driver: Driver, context: int) -> None:
+    first = driver.create_stream()
+    number = driver.stream_number(first)
+    driver.destroy_stream(first)
+    assert driver.create_stream() == first
+    assert driver.stream_number(first) != number
+
+
+def test_a_stream_tells_its_context_whatever_is_current(driver: Driver, standin: StandIn, context: int) -> None:
+    standin.with_devices(2)
+    with driver.using(driver.primary_context(1)):
+        stream = driver.create_stream()
+    assert driver.stream_context(stream) == 0xC001
 
 
 def test_using_restores_the_context_that_was(driver: Driver, context: int) -> None:

@@ -41,6 +41,7 @@ def test_configuration_and_attributes_arrive_as_planned(prepared: PreparedLaunch
     assert len(parameter) == 2 * LAYOUT.size
     assert seen == {
         "symbol": SYMBOL,
+        "context": "0xc000",
         "grid": "132,2,3",
         "block": "384,1,1",
         "shared": "200000",
@@ -194,12 +195,53 @@ def test_a_thread_without_a_context_launches_in_the_kernels_own(prepared: Prepar
 
 
 @pytest.mark.parametrize("way", ["launch", "step"])
-def test_another_context_being_current_is_the_callers_error(
-    prepared: PreparedLaunch, standin: StandIn, way: str
+@pytest.mark.parametrize("stream", [0, 2])
+def test_a_default_stream_is_that_of_the_kernels_context(
+    prepared: PreparedLaunch, driver: Driver, standin: StandIn, way: str, stream: int
 ) -> None:
-    standin.fail("cuLaunchKernelEx", 201)
-    with pytest.raises(DriverCallError, match="no context is current on this thread, or another one"):
-        {"launch": prepared.launch, "step": prepared.stepper()}[way](0)
+    standin.with_devices(2)
+    other = driver.primary_context(1)
+    with driver.using(other):
+        {"launch": prepared.launch, "step": prepared.stepper()}[way](stream)
+        assert driver.current_context() == other
+    assert standin.calls("cuLaunchKernelEx")[-1].seen["context"] == "0xc000"
+
+
+def test_a_stream_of_the_kernels_context_needs_no_current_one(
+    prepared: PreparedLaunch, driver: Driver, standin: StandIn
+) -> None:
+    stream = driver.create_stream()
+    driver.set_current(None)
+    standin.clear_log()
+    prepared.launch(stream)
+    assert standin.names() == ["cuLaunchKernelEx"]
+
+
+@pytest.mark.parametrize("way", ["launch", "step"])
+def test_a_stream_of_another_device_is_refused_with_both_named(
+    prepared: PreparedLaunch, driver: Driver, standin: StandIn, way: str
+) -> None:
+    standin.with_devices(2)
+    with driver.using(driver.primary_context(1)):
+        stream = driver.create_stream()
+    with pytest.raises(UsageError, match="of device 1, the kernel is loaded on device 0"):
+        {"launch": prepared.launch, "step": prepared.stepper()}[way](stream)
+    assert standin.calls("cuLaunchKernelEx") == []
+
+
+def test_a_fault_names_the_launches_of_its_context_alone(
+    prepared: PreparedLaunch, driver: Driver, standin: StandIn
+) -> None:
+    standin.with_devices(2)
+    other = driver.primary_context(1)
+    prepared.launch(0x5001)
+    standin.fault(700)
+    with driver.using(other), pytest.raises(DriverCallError) as caught:
+        driver.synchronize(0)
+    assert caught.value.launches == ()
+    with pytest.raises(DriverCallError) as caught:
+        driver.synchronize(0)
+    assert len(caught.value.launches) == 1
 
 
 def test_a_stepper_on_a_thread_without_a_context_uses_the_kernels_own(
@@ -262,9 +304,11 @@ def test_a_refused_launch_does_not_name_earlier_ones(prepared: PreparedLaunch, s
 
 
 def test_the_history_can_be_cleared(prepared: PreparedLaunch, driver: Driver) -> None:
+    history = driver.history(prepared.kernel.context)
     prepared.launch(0)
-    driver.history.clear()
-    assert driver.history.records() == ()
+    assert len(history.records()) == 1
+    history.clear()
+    assert history.records() == ()
 
 
 SHORT = StructLayout.declare("Short", [Field("a", "int32")])

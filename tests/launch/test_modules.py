@@ -147,7 +147,7 @@ def test_a_frozen_cache_serves_what_it_has(cache: ModuleCache, context: int) -> 
 
 def test_a_frozen_cache_reads_and_loads_nothing_new(cache: ModuleCache, standin: StandIn, context: int) -> None:
     cache.freeze()
-    with pytest.raises(FrozenError, match=r"'decode' .* is not loaded and the module cache is frozen: preload\(\)"):
+    with pytest.raises(FrozenError, match=r"'decode' .* on device 0 and the module cache is frozen: preload\(\)"):
         load(cache, context, read=unreadable)
     assert standin.calls("cuModuleLoadData") == []
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 
 import pytest
 from hypothesis import given
@@ -9,7 +10,9 @@ from standin_build import StandIn
 
 from cubin_runtime.errors import UsageError, WorkspaceError
 from cubin_runtime.launch.driver import Driver, DriverCallError
-from cubin_runtime.launch.workspace import Region, SemaphoreWorkspace, Workspace, WorkspacePool, workspace_size
+from cubin_runtime.launch.regions import Region, workspace_size
+from cubin_runtime.launch.semaphore_workspace import SemaphoreWorkspace
+from cubin_runtime.launch.workspace import Workspace, WorkspacePool
 
 PARTS = (Region("counters", 100, 16), Region("partials", 1000, 256))
 
@@ -126,24 +129,128 @@ def test_a_released_workspace_may_go_to_another_stream(driver: Driver, context: 
         workspace.claim(0x5001)
 
 
-def test_a_capture_takes_over_from_its_own_stream_and_keeps(driver: Driver, context: int) -> None:
+def test_a_capture_takes_borrowed_memory_over_from_its_own_stream(driver: Driver, context: int) -> None:
     workspace, stream = borrowed(driver, 64), driver.create_stream()
     workspace.claim(stream)
     driver.begin_capture(stream)
-    workspace.claim(stream)
+    assert workspace.claim(stream) == (0x10000, 64)
     driver.end_capture(stream)
     with pytest.raises(WorkspaceError, match="belongs to captured graph 0x1, not to stream"):
         workspace.claim(stream)
 
 
-def test_two_captured_graphs_do_not_share(driver: Driver, context: int) -> None:
+def test_borrowed_memory_serves_one_graph(driver: Driver, context: int) -> None:
     workspace, stream = borrowed(driver, 64), driver.create_stream()
+    capture(driver, workspace, stream)
     driver.begin_capture(stream)
-    workspace.claim(stream)
-    driver.end_capture(stream)
-    driver.begin_capture(stream)
-    with pytest.raises(WorkspaceError, match="belongs to captured graph 0x1, not to captured graph 0x2"):
+    with pytest.raises(WorkspaceError, match=r"belongs to captured graph 0x1, not to captured graph 0x2.*graphs=n"):
         workspace.claim(stream)
+
+
+def capture(driver: Driver, workspace: Workspace, stream: int) -> tuple[int, int]:
+    """The graph of a capture in which the workspace was claimed twice, and where the buffer is that it got."""
+    driver.begin_capture(stream)
+    place = workspace.claim(stream)
+    assert workspace.claim(stream) == place
+    return driver.end_capture(stream), place[0]
+
+
+def test_eager_launches_go_on_after_a_capture(driver: Driver, context: int) -> None:
+    stream = driver.create_stream()
+    workspace = Workspace.allocate(driver, context, 64, stream)
+    first, _ = workspace.claim(stream)
+    _, captured = capture(driver, workspace, stream)
+    again, _ = workspace.claim(stream)
+    assert captured == first
+    assert again != first
+    assert driver.read(again, 64) == bytes(64)
+
+
+def test_every_graph_has_a_buffer_of_its_own(driver: Driver, standin: StandIn, context: int) -> None:
+    stream = driver.create_stream()
+    workspace = Workspace.allocate(driver, context, 64, stream, graphs=3)
+    eager, _ = workspace.claim(stream)
+    standin.clear_log()
+    captured = [capture(driver, workspace, stream)[1] for _ in range(3)]
+    assert standin.calls("cuMemAlloc") == []
+    assert len({eager, *captured}) == 4
+    assert workspace.claim(stream) == (eager, 64)
+
+
+def test_streams_of_one_capture_do_not_share(driver: Driver, context: int) -> None:
+    first, second = driver.create_stream(), driver.create_stream()
+    workspace = Workspace.allocate(driver, context, 64, first, graphs=2)
+    driver.begin_capture(first)
+    driver.begin_capture(second)
+    assert workspace.claim(first) != workspace.claim(second)
+
+
+def test_a_capture_without_a_buffer_says_how_to_reserve_one(driver: Driver, context: int) -> None:
+    stream = driver.create_stream()
+    workspace = Workspace.allocate(driver, context, 64, stream)
+    capture(driver, workspace, stream)
+    driver.begin_capture(stream)
+    with pytest.raises(WorkspaceError, match=r"reserve one for each graph with prepare\(stream, graphs=n\)"):
+        workspace.claim(stream)
+
+
+def test_the_buffer_of_a_graph_is_free_again_when_graph_and_executables_are_gone(driver: Driver, context: int) -> None:
+    stream = driver.create_stream()
+    workspace = Workspace.allocate(driver, context, 64, stream, graphs=1)
+    workspace.claim(stream)
+    graph, place = capture(driver, workspace, stream)
+    executable = driver.instantiate(graph)
+    driver.destroy_graph(graph)
+    other, elsewhere = capture(driver, workspace, stream)
+    assert elsewhere != place  # the executable still has the reserved one, so this was the stream's own
+    driver.destroy_executable(executable)
+    assert capture(driver, workspace, stream)[1] == place
+    driver.destroy_graph(other)
+    assert capture(driver, workspace, stream)[1] == elsewhere
+
+
+def test_reserving_tops_up_what_is_free(driver: Driver, standin: StandIn, context: int) -> None:
+    stream = driver.create_stream()
+    workspace = Workspace.allocate(driver, context, 64, stream, graphs=2)
+    capture(driver, workspace, stream)
+    standin.clear_log()
+    workspace.reserve(2, stream)
+    workspace.reserve(2, stream)
+    assert len(standin.calls("cuMemAlloc")) == 1
+
+
+def test_a_stream_that_got_the_handle_of_a_destroyed_one_gets_another_buffer(
+    driver: Driver, standin: StandIn, context: int
+) -> None:
+    stream = driver.create_stream()
+    workspace = Workspace.allocate(driver, context, 64, stream)
+    first, _ = workspace.claim(stream)
+    driver.destroy_stream(stream)
+    assert driver.create_stream() == stream
+    assert workspace.claim(stream)[0] != first
+
+
+def test_a_stream_of_another_device_is_refused(driver: Driver, standin: StandIn, context: int) -> None:
+    standin.with_devices(2)
+    with driver.using(driver.primary_context(1)):
+        stream = driver.create_stream()
+    with pytest.raises(WorkspaceError, match="is of device 1, the workspace is on device 0"):
+        Workspace.allocate(driver, context, 64).claim(stream)
+
+
+def test_the_legacy_stream_has_two_names_and_each_thread_another_default_stream(driver: Driver, context: int) -> None:
+    workspace = borrowed(driver, 64)
+    assert workspace.claim(0) == workspace.claim(1)
+    with pytest.raises(WorkspaceError, match="belongs to stream 0x0, not to stream 0x2"):
+        workspace.claim(2)
+
+
+def test_default_streams_are_those_of_the_workspaces_context(driver: Driver, standin: StandIn, context: int) -> None:
+    standin.with_devices(2)
+    workspace = Workspace.allocate(driver, context, 64)
+    place = workspace.claim(0)
+    with driver.using(driver.primary_context(1)):
+        assert workspace.claim(0) == place
 
 
 def test_a_capture_does_not_take_from_another_stream(driver: Driver, context: int) -> None:
@@ -154,36 +261,46 @@ def test_a_capture_does_not_take_from_another_stream(driver: Driver, context: in
         workspace.claim(stream)
 
 
-def test_the_pool_keeps_one_a_plan_and_stream(driver: Driver, standin: StandIn, context: int) -> None:
-    pool = WorkspacePool(driver, context)
-    first = pool.take("plan", 0x5001, 64)
-    assert pool.take("plan", 0x5001, 64) is first
-    assert pool.take("plan", 0x5002, 64) is not first
-    assert pool.take("other", 0x5001, 64) is not first
+def test_the_pool_keeps_one_a_context_and_stream(driver: Driver, standin: StandIn, context: int) -> None:
+    pool = WorkspacePool(driver)
+    first = pool.take(context, 0x5001, 64)
+    assert pool.take(context, 0x5001, 64) is first
+    assert pool.take(context, 0x5002, 64) is not first
+    assert pool.take(standin.make_context(0), 0x5001, 64) is not first
     pool.close()
     assert len(standin.calls("cuMemFree")) == 3
 
 
+def test_the_pool_keeps_one_a_thread_for_the_default_stream_of_each_thread(driver: Driver, context: int) -> None:
+    pool = WorkspacePool(driver)
+    mine, theirs = pool.take(context, 2, 64), []
+    thread = threading.Thread(target=lambda: theirs.append(pool.take(context, 2, 64)))
+    thread.start()
+    thread.join()
+    assert theirs[0] is not mine
+    pool.close()
+
+
 def test_the_pool_names_the_bytes_needed(driver: Driver, context: int) -> None:
-    pool = WorkspacePool(driver, context)
-    pool.take("plan", 0x5001, 64)
+    pool = WorkspacePool(driver)
+    pool.take(context, 0x5001, 64)
     with pytest.raises(WorkspaceError, match="workspace of 64 bytes: 65 bytes are needed"):
-        pool.take("plan", 0x5001, 65)
+        pool.take(context, 0x5001, 65)
     pool.close()
 
 
 def test_the_pool_makes_none_during_a_capture(driver: Driver, context: int) -> None:
-    pool, stream = WorkspacePool(driver, context), driver.create_stream()
+    pool, stream = WorkspacePool(driver), driver.create_stream()
     driver.begin_capture(stream)
     with pytest.raises(WorkspaceError, match="captures"):
-        pool.take("plan", stream, 64)
+        pool.take(context, stream, 64)
 
 
 def test_the_pool_serves_a_capture_what_was_prepared(driver: Driver, context: int) -> None:
-    pool, stream = WorkspacePool(driver, context), driver.create_stream()
-    prepared = pool.take("plan", stream, 64)
+    pool, stream = WorkspacePool(driver), driver.create_stream()
+    prepared = pool.take(context, stream, 64)
     driver.begin_capture(stream)
-    assert pool.take("plan", stream, 64) is prepared
+    assert pool.take(context, stream, 64) is prepared
     pool.close()
 
 
@@ -203,21 +320,24 @@ def test_memory_that_nothing_refers_to_is_freed_when_the_next_is_made(
     assert freed(standin) == [address]
 
 
-def test_memory_that_a_captured_graph_has_is_never_freed(driver: Driver, standin: StandIn, context: int) -> None:
+def test_memory_that_a_captured_graph_has_is_freed_after_the_graph(
+    driver: Driver, standin: StandIn, context: int
+) -> None:
     stream = driver.create_stream()
     workspace = Workspace.allocate(driver, context, 1024, stream)
-    driver.begin_capture(stream)
-    workspace.claim(stream)
-    driver.end_capture(stream)
+    graph, place = capture(driver, workspace, stream)
     del workspace
     gc.collect()
+    Workspace.allocate(driver, context, 1024).close()
+    assert f"{place:x}" not in freed(standin)
+    driver.destroy_graph(graph)
     Workspace.allocate(driver, context, 1024)
-    assert freed(standin) == []
+    assert f"{place:x}" in freed(standin)
 
 
 def test_a_pool_that_is_dropped_gives_its_memory_back(driver: Driver, standin: StandIn, context: int) -> None:
-    pool = WorkspacePool(driver, context)
-    address = f"{pool.take('a', 0, 1024).address:x}"
+    pool = WorkspacePool(driver)
+    address = f"{pool.take(context, 0, 1024).address:x}"
     del pool
     gc.collect()
     Workspace.allocate(driver, context, 1024)

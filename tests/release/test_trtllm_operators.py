@@ -98,6 +98,7 @@ def runtime(
     monkeypatch.setattr("cubin_runtime.compat.arguments.default_runtime", lambda: made)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "trtllm_gen_.* was built for SM")
+        made.driver.set_current(made.driver.primary_context(0))
         yield made
     made.driver.set_current(None)
 

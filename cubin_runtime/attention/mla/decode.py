@@ -8,8 +8,9 @@ from ...errors import UsageError
 from ...kernels.native.mla.plan import MlaProblem
 from ...kernels.native.mla.select import MlaShape, select_mla_decode
 from ...launch.driver import DeviceFacts
+from ...launch.semaphore_workspace import SemaphoreWorkspace
 from ...launch.streams import stream_handle
-from ...launch.workspace import SemaphoreWorkspace, Workspace
+from ...launch.workspace import Workspace
 from ..backends import AUTO, resolve_backend
 from ..decode_checks import DecodeOptions, check_kinds, integer
 from ..decode_defaults import check_workspace, longest_of, plan_bound
@@ -17,7 +18,7 @@ from ..decode_tensors import forms_of, split_scale, token_stride
 from ..runtime import Runtime, default_runtime
 from ..tracing import record, recording
 from ..tracing.mla import traced_mla_decode
-from ..views import DTYPE_NAMES, view_of
+from ..views import DTYPE_NAMES, is_torch, view_of
 from .checks import check_mla_decode
 from .plan import MlaDecodePlan
 from .tensors import ROPE, MlaTensors, mla_tensors
@@ -64,7 +65,7 @@ def plan_mla_decode(
         backend=backend,
         enable_pdl=enable_pdl,
     )
-    return _plan(runtime or default_runtime(), tensors, options, device_facts)
+    return _plan(runtime or default_runtime(), tensors, options, device_facts, is_torch(q))
 
 
 def mla_decode(
@@ -176,7 +177,7 @@ def mla_decode(
             backend=backend,
             enable_pdl=enable_pdl,
         )
-        return _plan(rt, tensors or mla_tensors(given), asked, None, bound)
+        return _plan(rt, tensors or mla_tensors(given), asked, None, is_torch(q), bound)
 
     plan: MlaDecodePlan = rt.plans.get(key, planned)
     addresses = tensors.addresses if tensors else tuple([0 if t is None else t.data_ptr() for t in given])
@@ -200,6 +201,7 @@ def _plan(
     tensors: MlaTensors,
     options: DecodeOptions,
     device_facts: DeviceFacts | None,
+    of_torch: bool,
     wanted_bound: int | None = None,
 ) -> MlaDecodePlan:
     """The plan, checked first; ``wanted_bound`` raises the bound as far as the page table goes."""
@@ -244,7 +246,7 @@ def _plan(
         table_stride=tensors.page_table.strides[0],
         programmatic_serialization=bool(options.enable_pdl),
     )
-    return MlaDecodePlan(runtime, tensors, selection, problem)
+    return MlaDecodePlan(runtime, tensors, selection, problem, of_torch)
 
 
 def _required_scale(softmax_scale: Any) -> tuple[float, Any]:

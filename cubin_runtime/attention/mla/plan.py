@@ -12,7 +12,8 @@ from ...kernels.native.mla.plan import (
 )
 from ...kernels.native.mla.select import MlaSelection
 from ...launch.plan import LaunchPlan
-from ...launch.workspace import SemaphoreWorkspace, Workspace
+from ...launch.semaphore_workspace import SemaphoreWorkspace
+from ...launch.workspace import Workspace
 from ..decode_tensors import split_scale
 from ..launched_plan import LaunchedPlan
 from ..runtime import Runtime
@@ -22,8 +23,15 @@ from .tensors import MlaTensors, mla_tensors
 class MlaDecodePlan(LaunchedPlan[MlaSelection, MlaProblem]):
     """An MLA decode for one set of shapes, strides and options; made by ``plan_mla_decode``."""
 
-    def __init__(self, runtime: Runtime, tensors: MlaTensors, selection: MlaSelection, problem: MlaProblem) -> None:
-        super().__init__(runtime, tensors, [selection], problem, [mla_regions(selection, problem)])
+    def __init__(
+        self,
+        runtime: Runtime,
+        tensors: MlaTensors,
+        selection: MlaSelection,
+        problem: MlaProblem,
+        of_torch: bool = False,
+    ) -> None:
+        super().__init__(runtime, tensors, [selection], problem, [mla_regions(selection, problem)], of_torch)
 
     @property
     def selection(self) -> MlaSelection:

@@ -112,7 +112,7 @@ def preload(*calls: Call, backend: str = AUTO, runtime: Runtime | None = None) -
     requests: list[KernelRequest] = []
     for call in calls:
         made = plan(call, backend=backend, runtime=rt)
-        requests += made.requests(rt.driver.ensure_context(call.query.device))
+        requests += made.requests(rt.driver.context_on(call.query.device))
     return rt.modules.preload(requests)
 
 

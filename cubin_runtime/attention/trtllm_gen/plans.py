@@ -103,7 +103,7 @@ class AttentionPlan:
         moved = moved_to(self.planned, call.problem(self.device, unbounded, counters))
         self._check_workspace(moved, workspace)
         driver = self._runtime.driver
-        context = driver.ensure_context(self._ordinal)
+        context = driver.context_on(self._ordinal)
         launches = self._prepared.get(context) or self._launches(context, stream)
         following = launches_after(moved) if self._followers else ()
         launches[0].launch(stream, moved.values)
@@ -128,7 +128,7 @@ class AttentionPlan:
 
         def ask(meta: KernelMeta, cluster: int, grid: tuple[int, int, int]) -> int:
             driver = self._runtime.driver
-            context = driver.ensure_context(self._ordinal)
+            context = driver.context_on(self._ordinal)
             wide = cluster > LARGEST_PORTABLE_CLUSTER
             kernel = self._runtime.load_published(meta, context, nonportable_cluster=wide)
             attributes = LaunchAttributes(cluster=(cluster, 1, 1), scheduling_policy=1, nonportable_cluster=wide)

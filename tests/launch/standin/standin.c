@@ -4,8 +4,13 @@
  * compile here or shows wrong values in the log. Each call appends one line `name key=value ...` of what arrived,
  * read through the header's own types. Memory is host memory; a "kernel" does nothing.
  *
- * Control, all called by the tests: standin_reset, standin_set_device, standin_describe, standin_add_kernel,
- * standin_fail, standin_hide_parameter_info, standin_accept_kernels, standin_make_up_memory,
+ * It has several devices: each has a primary context, and tests make further ones. Contexts own streams, modules and
+ * functions, and it refuses what a real driver (580.159, two H100s) was seen to refuse: a launch whose stream or
+ * function belongs to another context, a launch on a default stream while another context is current, and, beside a
+ * capture, the query of a stream's number, which also spoils the capture.
+ *
+ * Control, all called by the tests: standin_reset, standin_set_device, standin_make_context, standin_describe,
+ * standin_add_kernel, standin_fail, standin_hide_parameter_info, standin_accept_kernels, standin_make_up_memory,
  * standin_write_whole_descriptors, standin_image, standin_log.
  */
 #include <cuda.h>
@@ -19,10 +24,22 @@
 #define LOG_BYTES (4u << 20)
 #define SLOTS 64
 #define KERNELS 4096
+#define OBJECTS 4096
+#define GRAPHS 256
+#define PRIMARY 0xC000
+#define MADE 0xC100
 
 struct kernel { char symbol[256]; size_t sizes[8]; int parameters; int max_threads; int max_shared; };
 struct failure { char call[64]; int code; int skip; int times; };
-struct stream { int used; int blocking; int capturing; cuuint64_t capture; };
+struct stream {
+  int used; int blocking; int capturing; int spoiled;
+  cuuint64_t capture, number; CUcontext context; struct graph *graph;
+};
+struct function { struct kernel *kernel; CUmodule module; CUcontext context; };
+struct module { CUcontext context; };
+struct user_object { void *data; CUhostFn destroy; int references; };
+/* A graph and the executables made from it hold the same user objects. */
+struct graph { int used, executable; struct user_object *objects[8]; int count; };
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static char log_text[LOG_BYTES];
@@ -33,7 +50,13 @@ static struct failure failures[SLOTS];
 static int failure_count;
 static int sticky;
 static struct stream streams[SLOTS];
-static cuuint64_t captures;
+static struct function functions[OBJECTS];
+static struct module modules[OBJECTS];
+static struct graph graphs[GRAPHS];
+static int function_count, module_count;
+static cuuint64_t captures, numbers;
+static int made_contexts[16];
+static int made_context_count;
 static int major, minor, parameter_info, device_count, free_bytes_taken;
 static struct { char name[64]; int multiprocessors, shared_per_multiprocessor, shared_per_block, l2, clusters; } model;
 static CUdeviceptr made_up_memory;
@@ -80,6 +103,8 @@ void standin_reset(void) {
   pthread_mutex_lock(&mutex);
   log_used = 0; log_text[0] = 0; kernel_count = failure_count = 0; sticky = 0;
   memset(streams, 0, sizeof streams);
+  memset(graphs, 0, sizeof graphs);
+  function_count = module_count = made_context_count = 0; numbers = 100;
   accepted_size = 0;
   while (image_count) free(images[--image_count].data);
   major = 9; minor = 0; parameter_info = 1; device_count = 1; free_bytes_taken = 0; captures = 0;
@@ -99,6 +124,12 @@ void standin_add_kernel(const char *symbol, const size_t *sizes, int parameters,
   snprintf(k->symbol, sizeof k->symbol, "%s", symbol);
   memcpy(k->sizes, sizes, sizeof(size_t) * (size_t)parameters);
   k->parameters = parameters; k->max_threads = max_threads;
+}
+
+/* Another context of a device, as a program's own or a green one. */
+void *standin_make_context(int device) {
+  made_contexts[made_context_count] = device;
+  return (void *)(size_t)(MADE + made_context_count++);
 }
 
 /* From now on every module holds every kernel that is asked for, with one parameter of `size` bytes. */
@@ -153,10 +184,28 @@ static CUresult outcome(const char *call) {
   return result;
 #define REFUSE(code) do { result = (code); goto out; } while (0)
 
+static int device_of(CUcontext context) {
+  size_t handle = (size_t)context;
+  return handle >= MADE ? made_contexts[handle - MADE] : (int)(handle - PRIMARY);
+}
 static CUcontext current(void) { return context_depth ? context_stack[context_depth - 1] : NULL; }
 static struct stream *stream_of(CUstream stream) {
   size_t index = (size_t)stream - 0x5000;
   return stream && index < SLOTS ? &streams[index] : NULL;
+}
+/* The legacy default stream and that of each thread belong to whatever context is current. */
+static int is_default(CUstream stream) { return (size_t)stream <= 2; }
+/* A handle that was never created stands for a stream of the first device: tests make such handles up. */
+static CUcontext owner_of(const struct stream *s) { return s && s->used ? s->context : (CUcontext)PRIMARY; }
+static CUresult context_of_stream(CUstream stream, CUcontext *context) {
+  if (is_default(stream)) {
+    *context = current();
+    return *context ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT;
+  }
+  struct stream *s = stream_of(stream);
+  if (s && s->capturing) { s->spoiled = 1; return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED; }
+  *context = owner_of(s);
+  return CUDA_SUCCESS;
 }
 
 CUresult CUDAAPI cuInit(unsigned int flags) {
@@ -234,7 +283,7 @@ CUresult CUDAAPI cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, 
 
 CUresult CUDAAPI cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) {
   ENTER("cuDevicePrimaryCtxRetain")
-  *context = (CUcontext)(size_t)(0xC000 + device);
+  *context = (CUcontext)(size_t)(PRIMARY + device);
   say("cuDevicePrimaryCtxRetain device=%d\n", device);
   LEAVE
 }
@@ -272,7 +321,7 @@ CUresult CUDAAPI cuCtxPopCurrent(CUcontext *context) {
 CUresult CUDAAPI cuCtxGetDevice(CUdevice *device) {
   ENTER("cuCtxGetDevice")
   if (!current()) REFUSE(CUDA_ERROR_INVALID_CONTEXT);
-  *device = (CUdevice)((size_t)current() - 0xC000);
+  *device = (CUdevice)device_of(current());
   LEAVE
 }
 CUresult CUDAAPI cuCtxSynchronize(void) {
@@ -288,18 +337,19 @@ CUresult CUDAAPI cuMemGetInfo(size_t *free_bytes, size_t *total) {
 }
 CUresult CUDAAPI cuMemAlloc(CUdeviceptr *address, size_t size) {
   ENTER("cuMemAlloc")
+  if (!current()) REFUSE(CUDA_ERROR_INVALID_CONTEXT);
   void *memory = NULL;
   if (made_up_memory) {
     *address = made_up_memory;
     made_up_memory += (CUdeviceptr)1 << 40;
-    say("cuMemAlloc size=%zu address=%llx\n", size, *address);
+    say("cuMemAlloc size=%zu address=%llx context=%p\n", size, *address, (void *)current());
     goto out;
   }
   if (size <= (size_t)1 << 34) memory = aligned_alloc(256, (size + 255) & ~(size_t)255);
   if (!memory) REFUSE(CUDA_ERROR_OUT_OF_MEMORY);
   memset(memory, 0xA5, size);
   *address = (CUdeviceptr)memory;
-  say("cuMemAlloc size=%zu address=%llx\n", size, *address);
+  say("cuMemAlloc size=%zu address=%llx context=%p\n", size, *address, (void *)current());
   LEAVE
 }
 CUresult CUDAAPI cuMemFree(CUdeviceptr address) {
@@ -356,10 +406,30 @@ CUresult CUDAAPI cuStreamCreate(CUstream *stream, unsigned int flags) {
   int i = 0;
   while (i < SLOTS && streams[i].used) i++;
   if (i == SLOTS) REFUSE(CUDA_ERROR_OUT_OF_MEMORY);
+  if (!current()) REFUSE(CUDA_ERROR_INVALID_CONTEXT);
   streams[i].used = 1;
+  streams[i].number = ++numbers;
+  streams[i].context = current();
   streams[i].blocking = !(flags & CU_STREAM_NON_BLOCKING);
   *stream = (CUstream)(size_t)(0x5000 + i);
   say("cuStreamCreate flags=%u stream=%p\n", flags, (void *)*stream);
+  LEAVE
+}
+CUresult CUDAAPI cuStreamGetId(CUstream stream, unsigned long long *number) {
+  ENTER("cuStreamGetId")
+  CUcontext context;
+  result = context_of_stream(stream, &context);
+  if (result != CUDA_SUCCESS) goto out;
+  const struct stream *s = stream_of(stream);
+  if (is_default(stream)) /* one legacy stream a context, and one more for each thread */
+    *number = (size_t)context * 1000 + ((size_t)stream == 2 ? 1 + (size_t)pthread_self() % 997 : 0);
+  else
+    *number = s && s->used ? s->number : (size_t)stream;
+  LEAVE
+}
+CUresult CUDAAPI cuStreamGetCtx(CUstream stream, CUcontext *context) {
+  ENTER("cuStreamGetCtx")
+  result = context_of_stream(stream, context);
   LEAVE
 }
 CUresult CUDAAPI cuStreamDestroy(CUstream stream) {
@@ -386,6 +456,7 @@ CUresult CUDAAPI cuStreamWaitEvent(CUstream stream, CUevent event, unsigned int 
 }
 CUresult CUDAAPI cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *status) {
   ENTER("cuStreamIsCapturing")
+  if (is_default(stream) && !current()) REFUSE(CUDA_ERROR_INVALID_CONTEXT);
   struct stream *s = stream_of(stream);
   *status = s && s->capturing ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
   for (int i = 0; !stream && i < SLOTS; i++)
@@ -396,10 +467,12 @@ CUresult CUDAAPI cuStreamGetCaptureInfo(CUstream stream, CUstreamCaptureStatus *
                                         CUgraph *graph, const CUgraphNode **dependencies,
                                         const CUgraphEdgeData **edges, size_t *count) {
   ENTER("cuStreamGetCaptureInfo")
-  if (graph || dependencies || edges || count) REFUSE(CUDA_ERROR_INVALID_VALUE);
+  if (dependencies || edges || count) REFUSE(CUDA_ERROR_INVALID_VALUE);
+  if (is_default(stream) && !current()) REFUSE(CUDA_ERROR_INVALID_CONTEXT);
   struct stream *s = stream_of(stream);
   *status = s && s->capturing ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
   if (s && s->capturing && id) *id = s->capture;
+  if (s && s->capturing && graph) *graph = (CUgraph)s->graph;
   LEAVE
 }
 CUresult CUDAAPI cuStreamBeginCapture(CUstream stream, CUstreamCaptureMode mode) {
@@ -408,6 +481,12 @@ CUresult CUDAAPI cuStreamBeginCapture(CUstream stream, CUstreamCaptureMode mode)
   if (!s) REFUSE(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
   s->capturing = 1;
   s->capture = ++captures;
+  s->spoiled = 0;
+  int i = 0;
+  while (graphs[i].used) i++;
+  s->graph = &graphs[i];
+  memset(s->graph, 0, sizeof *s->graph);
+  s->graph->used = 1;
   say("cuStreamBeginCapture stream=%p mode=%d\n", (void *)stream, (int)mode);
   LEAVE
 }
@@ -416,13 +495,40 @@ CUresult CUDAAPI cuStreamEndCapture(CUstream stream, CUgraph *graph) {
   struct stream *s = stream_of(stream);
   if (!s || !s->capturing) REFUSE(CUDA_ERROR_ILLEGAL_STATE);
   s->capturing = 0;
-  *graph = (CUgraph)(size_t)(0x6000 + s->capture);
+  if (s->spoiled) REFUSE(CUDA_ERROR_STREAM_CAPTURE_INVALIDATED);
+  *graph = (CUgraph)s->graph;
   say("cuStreamEndCapture stream=%p graph=%p\n", (void *)stream, (void *)*graph);
   LEAVE
 }
+CUresult CUDAAPI cuUserObjectCreate(CUuserObject *object, void *data, CUhostFn destroy, unsigned int references,
+                                    unsigned int flags) {
+  ENTER("cuUserObjectCreate")
+  if (flags != CU_USER_OBJECT_NO_DESTRUCTOR_SYNC || references != 1) REFUSE(CUDA_ERROR_INVALID_VALUE);
+  struct user_object *made = malloc(sizeof *made);
+  *made = (struct user_object){data, destroy, 1};
+  *object = (CUuserObject)made;
+  LEAVE
+}
+CUresult CUDAAPI cuGraphRetainUserObject(CUgraph graph, CUuserObject object, unsigned int count, unsigned int flags) {
+  ENTER("cuGraphRetainUserObject")
+  struct graph *g = (struct graph *)graph;
+  if (!g->used || g->count == 8 || count != 1 || flags != CU_GRAPH_USER_OBJECT_MOVE) REFUSE(CUDA_ERROR_INVALID_VALUE);
+  g->objects[g->count++] = (struct user_object *)object;
+  LEAVE
+}
+static void drop_graph(struct graph *g) {
+  for (int i = 0; i < g->count; i++)
+    if (!--g->objects[i]->references) { g->objects[i]->destroy(g->objects[i]->data); free(g->objects[i]); }
+  g->used = 0;
+}
 CUresult CUDAAPI cuGraphInstantiate(CUgraphExec *executable, CUgraph graph, unsigned long long flags) {
   ENTER("cuGraphInstantiate")
-  *executable = (CUgraphExec)((size_t)graph + 0x1000);
+  int i = 0;
+  while (graphs[i].used) i++;
+  graphs[i] = *(struct graph *)graph;
+  graphs[i].executable = 1;
+  for (int j = 0; j < graphs[i].count; j++) graphs[i].objects[j]->references++;
+  *executable = (CUgraphExec)&graphs[i];
   say("cuGraphInstantiate graph=%p flags=%llu\n", (void *)graph, flags);
   LEAVE
 }
@@ -434,11 +540,13 @@ CUresult CUDAAPI cuGraphLaunch(CUgraphExec executable, CUstream stream) {
 CUresult CUDAAPI cuGraphDestroy(CUgraph graph) {
   ENTER("cuGraphDestroy")
   say("cuGraphDestroy graph=%p\n", (void *)graph);
+  drop_graph((struct graph *)graph);
   LEAVE
 }
 CUresult CUDAAPI cuGraphExecDestroy(CUgraphExec executable) {
   ENTER("cuGraphExecDestroy")
   say("cuGraphExecDestroy executable=%p\n", (void *)executable);
+  drop_graph((struct graph *)executable);
   LEAVE
 }
 CUresult CUDAAPI cuEventCreate(CUevent *event, unsigned int flags) {
@@ -493,7 +601,8 @@ CUresult CUDAAPI cuModuleLoadData(CUmodule *module, const void *image) {
     images[image_count++].size = size;
   }
   free_bytes_taken += 4096;
-  *module = (CUmodule)(size_t)0xD000;
+  modules[module_count].context = current();
+  *module = (CUmodule)(size_t)(0xD000 + module_count++);
   say("cuModuleLoadData image=%.16s context=%p\n", (const char *)image, (void *)current());
   LEAVE
 }
@@ -505,24 +614,32 @@ CUresult CUDAAPI cuModuleUnload(CUmodule module) {
 CUresult CUDAAPI cuModuleGetFunction(CUfunction *function, CUmodule module, const char *name) {
   ENTER("cuModuleGetFunction")
   say("cuModuleGetFunction module=%p name=%s\n", (void *)module, name);
+  struct kernel *found = NULL;
   for (int i = 0; i < kernel_count; i++)
-    if (!strcmp(kernels[i].symbol, name)) { *function = (CUfunction)&kernels[i]; goto out; }
-  if (accepted_size && kernel_count < KERNELS) {
-    *function = (CUfunction)&kernels[kernel_count];
+    if (!strcmp(kernels[i].symbol, name)) found = &kernels[i];
+  if (!found && accepted_size && kernel_count < KERNELS) {
+    found = &kernels[kernel_count];
     standin_add_kernel(name, &accepted_size, 1, 1024);
-    goto out;
   }
-  REFUSE(CUDA_ERROR_NOT_FOUND);
+  if (!found || function_count == OBJECTS) REFUSE(CUDA_ERROR_NOT_FOUND);
+  for (int i = 0; i < function_count; i++)
+    if (functions[i].kernel == found && functions[i].module == module) {
+      *function = (CUfunction)&functions[i];
+      goto out;
+    }
+  functions[function_count] = (struct function){found, module, modules[(size_t)module - 0xD000].context};
+  *function = (CUfunction)&functions[function_count++];
   LEAVE
 }
+static struct kernel *kernel_of(CUfunction function) { return ((struct function *)function)->kernel; }
 CUresult CUDAAPI cuFuncLoad(CUfunction function) {
   ENTER("cuFuncLoad")
-  say("cuFuncLoad symbol=%s\n", ((struct kernel *)function)->symbol);
+  say("cuFuncLoad symbol=%s\n", kernel_of(function)->symbol);
   LEAVE
 }
 CUresult CUDAAPI cuFuncGetAttribute(int *value, CUfunction_attribute attribute, CUfunction function) {
   ENTER("cuFuncGetAttribute")
-  struct kernel *k = (struct kernel *)function;
+  struct kernel *k = kernel_of(function);
   switch (attribute) {
     case CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK: *value = k->max_threads; break;
     case CU_FUNC_ATTRIBUTE_NUM_REGS: *value = 128; break;
@@ -533,14 +650,14 @@ CUresult CUDAAPI cuFuncGetAttribute(int *value, CUfunction_attribute attribute, 
 }
 CUresult CUDAAPI cuFuncSetAttribute(CUfunction function, CUfunction_attribute attribute, int value) {
   ENTER("cuFuncSetAttribute")
-  struct kernel *k = (struct kernel *)function;
+  struct kernel *k = kernel_of(function);
   if (attribute == CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES) k->max_shared = value;
   say("cuFuncSetAttribute symbol=%s attribute=%d value=%d\n", k->symbol, (int)attribute, value);
   LEAVE
 }
 CUresult CUDAAPI cuFuncGetParamInfo(CUfunction function, size_t index, size_t *offset, size_t *size) {
   ENTER("cuFuncGetParamInfo")
-  struct kernel *k = (struct kernel *)function;
+  struct kernel *k = kernel_of(function);
   if (!parameter_info) REFUSE(CUDA_ERROR_NOT_SUPPORTED);
   if (index >= (size_t)k->parameters) REFUSE(CUDA_ERROR_INVALID_VALUE);
   *offset = 0;
@@ -552,7 +669,7 @@ CUresult CUDAAPI cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, CUfunc
                                                              size_t shared) {
   ENTER("cuOccupancyMaxActiveBlocksPerMultiprocessor")
   say("cuOccupancyMaxActiveBlocksPerMultiprocessor symbol=%s threads=%d shared=%zu\n",
-      ((struct kernel *)function)->symbol, threads, shared);
+      kernel_of(function)->symbol, threads, shared);
   *blocks = 2;
   LEAVE
 }
@@ -579,7 +696,7 @@ static void say_config(const CUlaunchConfig *c) {
 
 CUresult CUDAAPI cuOccupancyMaxActiveClusters(int *clusters, CUfunction function, const CUlaunchConfig *config) {
   ENTER("cuOccupancyMaxActiveClusters")
-  say("cuOccupancyMaxActiveClusters symbol=%s", ((struct kernel *)function)->symbol);
+  say("cuOccupancyMaxActiveClusters symbol=%s", kernel_of(function)->symbol);
   say_config(config);
   say("\n");
   *clusters = model.clusters;
@@ -588,9 +705,15 @@ CUresult CUDAAPI cuOccupancyMaxActiveClusters(int *clusters, CUfunction function
 CUresult CUDAAPI cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, void **parameters,
                                   void **extra) {
   ENTER("cuLaunchKernelEx")
-  if (!current()) { say("refused call=cuLaunchKernelEx\n"); REFUSE(CUDA_ERROR_INVALID_CONTEXT); }
-  struct kernel *k = (struct kernel *)function;
-  say("cuLaunchKernelEx symbol=%s", k->symbol);
+  CUcontext own = ((struct function *)function)->context;
+  CUcontext context = is_default(config->hStream) ? current() : owner_of(stream_of(config->hStream));
+  if (!context) { say("refused call=cuLaunchKernelEx\n"); REFUSE(CUDA_ERROR_INVALID_CONTEXT); }
+  if (context != own) {
+    say("refused call=cuLaunchKernelEx\n");
+    REFUSE(CUDA_ERROR_INVALID_HANDLE);
+  }
+  struct kernel *k = kernel_of(function);
+  say("cuLaunchKernelEx symbol=%s context=%p", k->symbol, (void *)context);
   say_config(config);
   say(" extra=%p", (void *)extra);
   for (int i = 0; i < k->parameters; i++) {

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from ....artifacts.path import ArtifactPath
 from ....launch.plan import LaunchAttributes, LaunchPlan
+from ....launch.regions import Region
 from ....launch.structs import StructLayout
 from ....launch.tensormap import TensorMapSpec
-from ....launch.workspace import Region
 from ..constants import CONSTANTS, TYPE_CODES
 from ..cost_model import ITEM_BYTES
 from .params import PAGED_DECODE_TMA

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from ....artifacts.path import ArtifactPath
 from ....artifacts.tables.native_kernels import NativeKernel
 from ....launch.plan import LaunchAttributes, LaunchPlan
+from ....launch.regions import Region
 from ....launch.structs import StructLayout
 from ....launch.tensormap import TensorMapSpec
-from ....launch.workspace import Region
 from ..constants import CONSTANTS, TYPE_CODES
 from ..decode.plan import (
     LOG2_E,

@@ -1,0 +1,63 @@
+"""The parts of a workspace: their sizes and alignments, and where they lie in a buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..errors import UsageError, WorkspaceError
+
+REGION_ALIGNMENT = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A part of a workspace that a plan needs: its name, size in bytes and alignment (a power of two).
+
+    ``zeroed``: it must be zero when a kernel first gets it, and kernels leave it so (but for a status word).
+    """
+
+    name: str
+    nbytes: int
+    alignment: int = REGION_ALIGNMENT
+    zeroed: bool = False
+
+    def __post_init__(self) -> None:
+        if self.nbytes < 0 or self.alignment < 1 or self.alignment & (self.alignment - 1):
+            raise UsageError(f"{self}: expected bytes of 0 or more and an alignment that is a power of two")
+
+
+def workspace_size(regions: Sequence[Region]) -> int:
+    """Bytes that always suffice for ``regions``, wherever an address begins that is a multiple of 16."""
+    slack = max((region.alignment for region in regions), default=1) - 16
+    return _end(0, regions) + max(0, slack)
+
+
+def place_regions(what: str, address: int, nbytes: int, needed: Sequence[Region]) -> dict[str, int]:
+    """The address of each region, one after another from ``address``, each aligned as it asks.
+
+    Raises:
+        WorkspaceError: the ``nbytes`` there are too few; the message begins with ``what``.
+    """
+    end = _end(address, needed) - address
+    if end > nbytes:
+        parts = ", ".join(f"{region.name} {region.nbytes}" for region in needed)
+        raise WorkspaceError(f"{what} of {nbytes} bytes: {end} bytes are needed ({parts})")
+    addresses: dict[str, int] = {}
+    at = address
+    for region in needed:
+        at = _round_up(at, region.alignment)
+        addresses[region.name] = at
+        at += region.nbytes
+    return addresses
+
+
+def _end(start: int, regions: Sequence[Region]) -> int:
+    at = start
+    for region in regions:
+        at = _round_up(at, region.alignment) + region.nbytes
+    return at
+
+
+def _round_up(value: int, to: int) -> int:
+    return (value + to - 1) // to * to
