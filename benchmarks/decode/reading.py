@@ -9,7 +9,7 @@ import numpy as np
 
 from cubin_runtime.attention import Runtime
 from cubin_runtime.kernels.trtllm_gen.reduction_launches import AfterMain, choose_own, own_launch_plan
-from cubin_runtime.launch.launcher import PreparedLaunch
+from cubin_runtime.launch.prepared import PreparedLaunches
 
 OPERATION = "streaming_read"
 UNIT = 16
@@ -19,7 +19,7 @@ CTAS_PER_MULTIPROCESSOR = (1, 2, 3, 4, 8)
 BANDWIDTH_MS, ALONE_MS = 100, 20
 
 
-def streaming_read(runtime: Runtime, data: int, nbytes: int, sums: int, ctas: int) -> PreparedLaunch:
+def streaming_read(runtime: Runtime, data: int, nbytes: int, sums: int, ctas: int) -> PreparedLaunches:
     """A launch that reads ``nbytes`` at ``data`` and leaves one uint32 for each of ``ctas`` at ``sums``.
 
     Raises:
@@ -33,7 +33,7 @@ def streaming_read(runtime: Runtime, data: int, nbytes: int, sums: int, ctas: in
     values = {"data": data, "sums": sums, "units": nbytes // UNIT}
     launch = AfterMain(OPERATION, {}, (ctas, 1, 1), (kernel.threads, 1, 1), values, False)
     plan = own_launch_plan(launch, kernel, path, runtime.digest_of(path), own.layouts[kernel.struct])
-    return PreparedLaunch(plan, runtime.load(kernel, context), runtime.driver)
+    return PreparedLaunches([plan], [runtime.load(kernel, context)], runtime.driver)
 
 
 def checksum(data: np.ndarray) -> int:
@@ -69,5 +69,5 @@ class StreamingReads:
         for each in CTAS_PER_MULTIPROCESSOR:
             ctas = each * self._runtime.driver.device(0).multiprocessors
             launch = streaming_read(self._runtime, data, nbytes, self._sums, ctas)
-            found[ctas] = self._median_us(partial(launch.launch, self._stream), rep_ms)
+            found[ctas] = self._median_us(partial(launch.run, self._stream), rep_ms)
         return found

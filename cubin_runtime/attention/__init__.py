@@ -1,12 +1,11 @@
 """What a user calls: checks, plans and operators on paged attention."""
 
+from ..tensor import TensorView, view_of
 from .backends import BackendError
-from .decode import paged_decode, plan_paged_decode
-from .decode_plan import PagedDecodePlan
-from .launched_plan import ClampedInputError
-from .mla import MlaDecodePlan, mla_decode, plan_mla_decode
+from .mla_decode import MlaDecodePlan, mla_decode, plan_mla_decode
+from .operator_plan import ClampedInputError
+from .paged_decode import PagedDecodePlan, paged_decode, plan_paged_decode
 from .runtime import Runtime, default_runtime, set_default_runtime
-from .views import TensorView, view_of
 
 __all__ = [
     "BackendError",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from ..errors import UsageError
-from .views import is_torch
+from ..tensor import is_torch
 
 
 class TensorMemory(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from ..artifacts.tables.native_kernels import FILE_NAME, NativeKernel, parse_nat
 from ..config import Config
 from ..errors import UsageError
 from ..kernels.abi import abi_layouts
+from ..kernels.native.launches import KernelFile
 from ..kernels.trtllm_gen.kernels import KernelFinder
 from ..launch.abi import LaunchNeeds
 from ..launch.driver import Driver
@@ -44,10 +45,16 @@ class OwnRelease:
     pin: Pin
     kernels: tuple[NativeKernel, ...]
     layouts: dict[str, StructLayout]
+    digests: Mapping[ArtifactPath, str]
 
     def path_of(self, kernel: NativeKernel) -> ArtifactPath:
         """The artifact path of a kernel's cubin."""
         return self.pin.path.child(kernel.file)
+
+    def file_of(self, kernel: NativeKernel) -> KernelFile:
+        """Where a kernel's cubin is, its pinned digest, and the struct that it takes."""
+        path = self.path_of(kernel)
+        return KernelFile(path, self.digests[path], self.layouts[kernel.struct])
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +119,8 @@ class Runtime:
                 path = pin.path.child(FILE_NAME)
                 table = self.library.load(path, fetch=self.may_fetch)
                 kernels = parse_native_kernels(table.data, str(path))
-                self._own = OwnRelease(pin, kernels, dict(abi_layouts(pin.abi)))
+                digests = self.library.manifest(pin).digests
+                self._own = OwnRelease(pin, kernels, dict(abi_layouts(pin.abi)), digests)
             return self._own
 
     def published_release(self) -> PublishedRelease:

@@ -27,12 +27,8 @@ def shape_of(asked: Asked) -> DecodeShape:
     Raises:
         UsageError: a flag is outside what our paged decode takes.
     """
-    from ..attention.decode_checks import (
-        MAX_GROUP,
-        MAX_Q_LEN,
-        PAGE_SIZES,
-        Q_DTYPES,
-    )
+    from ..attention.decode_call import MAX_Q_LEN
+    from ..attention.paged_cache import MAX_GROUP, PAGE_SIZES, Q_DTYPES
     from ..kernels.native.decode.shape import DecodeShape
 
     heads_kv = DEFAULT_HEADS_KV if asked.heads_kv is None else asked.heads_kv

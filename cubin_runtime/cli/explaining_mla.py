@@ -23,7 +23,7 @@ def shape_of(asked: Asked) -> MlaShape:
     Raises:
         UsageError: a flag is outside what our MLA decode takes.
     """
-    from ..attention.mla.checks import Q_DTYPES
+    from ..attention.latent_cache import Q_DTYPES
     from ..kernels.native.mla.select import (
         MAX_HEADS,
         MAX_QUERIES,

@@ -84,9 +84,9 @@ class Asked:
         Raises:
             UsageError: a type is not among those that there are.
         """
-        from ..attention.views import DTYPE_NAMES
+        from ..dtypes import DTYPES
 
-        by_cache = {DTYPE_NAMES[kv]: [DTYPE_NAMES[q] for q in taken] for kv, taken in q_dtypes.items()}
+        by_cache = {DTYPES[kv].short: [DTYPES[q].short for q in taken] for kv, taken in q_dtypes.items()}
         q_types = by_cache.get(self.dtype_kv)
         if q_types is None:
             raise UsageError(f"--dtype-kv {self.dtype_kv!r}: expected one of {', '.join(by_cache)}")

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..attention.decode_checks import integer
-from ..attention.decode_tensors import LAYOUTS
+from ..attention.checks import integer
+from ..attention.paged_cache import LAYOUTS
 from ..attention.runtime import Runtime, default_runtime
 from ..attention.trtllm_gen.checks import check_device, check_running_sum, check_vector
-from ..attention.views import ITEM_BYTES, TensorView, view_of
+from ..dtypes import ITEM_BYTES
 from ..errors import UsageError
+from ..tensor import TensorView, view_of
 
 
 def process_runtime() -> Runtime:

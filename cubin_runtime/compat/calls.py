@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from ..attention.backends import AUTO
-from ..attention.decode_checks import integer
+from ..attention.checks import integer
 from ..attention.runtime import Runtime
 from ..attention.trtllm_gen import run
 from ..attention.trtllm_gen.calls import Call
-from ..attention.views import TensorView
 from ..errors import UsageError
 from ..kernels.trtllm_gen.arguments import NO_OUT_SCALES
+from ..tensor import TensorView
 from .arguments import (
     flat_tokens,
     longest_query,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ..attention.backends import XQA, find_backend
-from ..attention.decode_checks import integer
+from ..attention.checks import integer
 from ..attention.trtllm_gen import DecodeCall
-from ..attention.views import view_of
+from ..tensor import view_of
 from .arguments import (
     batch_of,
     process_runtime,

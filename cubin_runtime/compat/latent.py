@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..attention.backends import HOPPER
-from ..attention.decode_checks import integer
-from ..attention.decode_tensors import ScaleProduct
-from ..attention.mla import mla_decode
-from ..attention.mla.tensors import latent_view
+from ..attention.checks import integer
+from ..attention.latent_cache import latent_view
+from ..attention.mla_decode import mla_decode
 from ..attention.runtime import Runtime
-from ..attention.views import TensorView, view_of
+from ..attention.scales import ScaleProduct
 from ..errors import UsageError, WorkspaceError
 from ..launch.semaphore_workspace import SemaphoreWorkspace
+from ..tensor import TensorView, view_of
 from .arguments import (
     pdl_of,
     sinks_of,

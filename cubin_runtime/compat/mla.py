@@ -8,9 +8,9 @@ from typing import Any
 from ..attention.backends import XQA, find_backend
 from ..attention.runtime import Runtime
 from ..attention.trtllm_gen import DecodeCall
-from ..attention.views import TensorView, view_of
 from ..errors import UsageError
 from ..kernels.trtllm_gen.arguments import OutScales
+from ..tensor import TensorView, view_of
 from .arguments import (
     batch_of,
     flat_tokens,

@@ -7,9 +7,9 @@ from math import prod
 from typing import Any
 
 from ..attention.runtime import Runtime
-from ..attention.views import TensorView, view_of
 from ..errors import UsageError
 from ..kernels.trtllm_gen.arguments import OUT_SCALE_BLOCK, OutScales
+from ..tensor import TensorView, view_of
 
 NVFP4 = "nvfp4"
 E4M3 = "float8_e4m3fn"

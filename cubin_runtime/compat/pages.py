@@ -8,14 +8,15 @@ from math import prod
 from typing import Any, NoReturn
 
 from ..attention.backends import HOPPER
-from ..attention.decode import paged_decode
-from ..attention.decode_checks import integer
-from ..attention.decode_tensors import ScaleProduct
+from ..attention.checks import integer
+from ..attention.paged_decode import paged_decode
 from ..attention.runtime import Runtime
+from ..attention.scales import ScaleProduct
 from ..attention.trtllm_gen.checks import check_device, is_contiguous
-from ..attention.views import ITEM_BYTES, TensorView, view_of
+from ..dtypes import ITEM_BYTES
 from ..errors import UsageError, WorkspaceError
 from ..launch.semaphore_workspace import SemaphoreWorkspace
+from ..tensor import TensorView, view_of
 from .arguments import (
     cache_pair,
     nested_tokens,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..attention.decode_checks import integer
+from ..attention.checks import integer
 from ..attention.trtllm_gen import ContextCall, RaggedCall
-from ..attention.views import view_of
 from ..errors import UsageError
 from ..kernels.trtllm_gen.arguments import Sage
+from ..tensor import view_of
 from .arguments import (
     check_batch,
     check_no_empty,

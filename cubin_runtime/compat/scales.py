@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
-from ..attention.decode_tensors import ScaleProduct, float32_number
 from ..attention.runtime import Runtime
+from ..attention.scales import ScaleProduct, float32_number
 from ..attention.trtllm_gen.checks import scale_of
-from ..attention.views import view_of
 from ..errors import UsageError
 from ..kernels.trtllm_gen.arguments import Scale
+from ..tensor import view_of
 
 LOG2_E = 1.4426950408889634
 

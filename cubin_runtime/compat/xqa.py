@@ -6,11 +6,12 @@ import math
 from typing import Any
 
 from ..attention.backends import XQA, find_backend
-from ..attention.decode_checks import integer
-from ..attention.decode_tensors import LAYOUTS, ScaleProduct
+from ..attention.checks import integer
+from ..attention.paged_cache import LAYOUTS
 from ..attention.runtime import Runtime
-from ..attention.views import TensorView, view_of
+from ..attention.scales import ScaleProduct
 from ..errors import UsageError
+from ..tensor import TensorView, view_of
 from .arguments import process_runtime, refuse, without
 from .outputs import E4M3
 from .pages import (

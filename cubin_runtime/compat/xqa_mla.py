@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from ..attention.backends import XQA, find_backend
-from ..attention.decode_checks import check_dtype, integer
-from ..attention.mla.tensors import latent_view
-from ..attention.views import TensorView, view_of
+from ..attention.checks import check_dtype, integer
+from ..attention.latent_cache import latent_view
 from ..errors import UsageError
+from ..tensor import TensorView, view_of
 from .arguments import process_runtime, without
 from .latent import launch_latent, like
 from .pages import lengths_of, memory_of, scratch_of

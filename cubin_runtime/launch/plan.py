@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -75,8 +76,10 @@ class LaunchPlan:
     """Everything a launch needs but the loaded kernel and the stream.
 
     ``kernel`` is the name for people, ``symbol`` the one in the cubin, ``path`` and ``sha256`` say which
-    cubin. ``values`` holds every field of ``layout``, a ``TensorMapSpec`` or None for descriptors. ``reason``
-    says why this kernel was chosen. ``shared_bytes`` is dynamic shared memory a block.
+    cubin. ``values`` holds every field of ``layout``, a ``TensorMapSpec`` or None for descriptors. ``inputs`` names,
+    for each field whose value comes with a run, that value: a number, an address, or where a descriptor's tensor
+    begins; its entry in ``values`` is then what holds without one. ``reason`` says why this kernel was chosen.
+    ``shared_bytes`` is dynamic shared memory a block.
 
     Raises:
         UsageError: grid, block or cluster is outside what any device takes, or a field is missing or unknown.
@@ -93,6 +96,7 @@ class LaunchPlan:
     attributes: LaunchAttributes
     values: Mapping[str, object]
     reason: str
+    inputs: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _check_triple("grid", self.grid, _GRID_LIMIT)
@@ -110,7 +114,10 @@ class LaunchPlan:
                 f"values of struct {self.layout.name}: missing {sorted(named - set(self.values))}, "
                 f"unknown {sorted(set(self.values) - named)}"
             )
+        if not named.issuperset(self.inputs):
+            raise UsageError(f"inputs of struct {self.layout.name}: unknown {sorted(set(self.inputs) - named)}")
         object.__setattr__(self, "values", MappingProxyType(dict(self.values)))
+        object.__setattr__(self, "inputs", MappingProxyType(dict(self.inputs)))
 
     @property
     def threads(self) -> int:
@@ -120,6 +127,17 @@ class LaunchPlan:
     def describe(self) -> tuple[FieldRow, ...]:
         """The parameter struct field by field as planned; descriptors are still specs, no driver needed."""
         return tuple(FieldRow(m.name, m.type, m.offset, self.values[m.name], m.meaning) for m in self.layout.fields)
+
+
+def launch_config(
+    grid: tuple[int, int, int], block: tuple[int, int, int], shared_bytes: int, attributes: LaunchAttributes
+) -> api.LaunchConfig:
+    """A CUlaunchConfig with its attributes, on stream 0; it keeps the attribute array alive."""
+    entries = attributes.entries()
+    array = api.attribute_array(entries)
+    config = api.LaunchConfig(*grid, *block, shared_bytes, 0, ctypes.addressof(array), len(entries))
+    config.keep = array
+    return config
 
 
 def _check_triple(name: str, value: Triple, limits: Triple) -> None:

@@ -178,7 +178,7 @@ class Workspace:
 
     def _for_stream(self, owner: _Owner) -> _Buffer:
         eager, stream = self._eager, owner.stream
-        self._check_device(stream)
+        _check_device(self._driver, self.context, stream)
         if eager is not None and eager.free:
             return eager
         if eager is None and self._owned:
@@ -210,14 +210,6 @@ class Workspace:
             "it when that work is done"
         )
 
-    def _check_device(self, stream: int) -> None:
-        driver = self._driver
-        if is_default(stream):
-            return  # it is that of whatever context the launch is made in
-        mine, its = driver.context_device(self.context), driver.context_device(driver.stream_context(stream))
-        if mine != its:
-            raise WorkspaceError(f"stream {stream:#x} is of device {its}, the workspace is on device {mine}")
-
     def _grow(self, stream: int) -> _Buffer:
         if not self._owned:
             raise WorkspaceError(f"workspace at {self.address:#x}: no further buffers are made beside the caller's own")
@@ -230,6 +222,14 @@ def _is_of(owner: _Owner | None, stream: int) -> bool:
     return owner is not None and (owner.kind, owner.stream) == ("stream", stream)
 
 
+def _check_device(driver: Driver, context: int, stream: int) -> None:
+    if is_default(stream):
+        return  # it is that of whatever context the launch is made in
+    mine, its = driver.context_device(context), driver.context_device(driver.stream_context(stream))
+    if mine != its:
+        raise WorkspaceError(f"stream {stream:#x} is of device {its}, the workspace is on device {mine}")
+
+
 def _new_memory(driver: Driver, context: int, nbytes: int, stream: int) -> int:
     with driver.using(context):
         if driver.is_capturing(stream):
@@ -237,6 +237,7 @@ def _new_memory(driver: Driver, context: int, nbytes: int, stream: int) -> int:
                 f"a workspace of {nbytes} bytes would be made while stream {stream:#x} captures: "
                 "make it before, with prepare(stream)"
             )
+        _check_device(driver, context, stream)
         driver.free_waiting()
         address = driver.allocate(max(1, nbytes))
         try:

@@ -148,7 +148,6 @@ class Tensors:
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     @property
-    def all(self) -> tuple[TensorView | None, ...]:
-        """All, in the order in which checks and plans name them."""
-        extra = (self.q_cu_seq_lens, self.mask, self.sinks, self.softmax_scale, self.output_scale)
-        return (*self.positional, *extra)
+    def by_name(self) -> dict[str, TensorView | None]:
+        """All, None for what is left out."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}

@@ -9,8 +9,10 @@ import pytest
 from attention_examples import Tensors
 
 from cubin_runtime.attention import TensorView
-from cubin_runtime.attention.decode_checks import DecodeOptions, check_decode
-from cubin_runtime.attention.decode_tensors import cache_view, decode_tensors, split_scale, token_stride
+from cubin_runtime.attention.decode_call import DecodeCall, DecodeOptions, token_stride
+from cubin_runtime.attention.paged_cache import cache_view
+from cubin_runtime.attention.paged_decode import PAGED_DECODE
+from cubin_runtime.attention.scales import split_scale
 from cubin_runtime.errors import UsageError
 
 GOOD = Tensors()
@@ -19,7 +21,7 @@ E4M3 = "float8_e4m3fn"
 
 def check(tensors: Tensors, **options: Any) -> None:
     asked = DecodeOptions(**{"max_seq_len": 1024, "softmax_scale": 0.1, **options})
-    check_decode(decode_tensors(tensors.all, asked.kv_layout), asked)
+    PAGED_DECODE.check(DecodeCall(PAGED_DECODE.read(tensors.by_name, asked), asked))
 
 
 def contiguous(shape: tuple[int, ...], dtype: str = "bfloat16") -> dict[str, Any]:

@@ -11,7 +11,7 @@ from standin_build import StandIn
 from cubin_runtime.attention import ClampedInputError, PagedDecodePlan, Runtime, plan_paged_decode
 from cubin_runtime.errors import WorkspaceError
 from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA
-from cubin_runtime.kernels.native.decode.plan import WORKSPACE_POINTERS
+from cubin_runtime.kernels.native.launches import WORKSPACE_FIELDS
 from cubin_runtime.launch.regions import workspace_size
 from cubin_runtime.launch.semaphore_workspace import SemaphoreWorkspace
 
@@ -56,7 +56,7 @@ def test_scratch_of_the_launches_does_not_overlap(runtime: Runtime, standin: Sta
     plan = make_plan(runtime)
     workspace = plan.prepare(0)
     run(plan)
-    starts = sorted({seen[name] for seen in sent(standin) for name in WORKSPACE_POINTERS})
+    starts = sorted({seen[name] for seen in sent(standin) for name in WORKSPACE_FIELDS})
     addresses = workspace.regions(plan.regions)
     assert starts == sorted(addresses.values())
     ends = [addresses[region.name] + region.nbytes for region in plan.regions]

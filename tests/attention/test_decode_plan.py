@@ -141,7 +141,6 @@ def test_a_step_outside_the_plan_is_refused(runtime: Runtime, options: dict[str,
         ({"softmax_scale": 1e300}, r"softmax_scale=1e\+300: expected a finite number"),
         ({"output_scale": -1e39}, r"output_scale=-1e\+39: expected a finite number"),
         ({"workspace": GOOD.q}, "workspace: got TensorView, expected a Workspace"),
-        ({"workspace": None}, "workspace: got NoneType, expected a Workspace"),
     ],
 )
 def test_an_option_of_a_step_of_another_kind_is_named(
@@ -250,3 +249,11 @@ def test_a_damaged_cubin_never_reaches_the_driver(
     with pytest.raises(CorruptError, match="sha256"):
         run(make_plan(damaged))
     assert "cuModuleLoadData" not in standin.names()
+
+
+def test_a_run_without_a_workspace_takes_the_plans_own(runtime: Runtime, standin: StandIn) -> None:
+    plan = make_plan(runtime)
+    run(plan, stream=0)
+    run(plan, workspace=None, stream=0)
+    sent = [call.seen["parameter0"] for call in standin.calls("cuLaunchKernelEx")]
+    assert sent[0] == sent[1]

@@ -137,13 +137,21 @@ def test_the_plan_describes_every_field_with_its_meaning(planner: Runtime) -> No
     ("given", "options", "words"),
     [
         (latent_call(heads=129), {}, "q: 129 heads, expected 1 to 128"),
-        (latent_call(dtypes=(BF16, "float16", BF16)), {}, "q: dtype float16, expected bfloat16 with a bfloat16 cache"),
+        (
+            latent_call(dtypes=(BF16, "float16", BF16)),
+            {},
+            "q: dtype float16, expected bfloat16 with bfloat16 caches",
+        ),
         (
             latent_call(dtypes=("float16", BF16, BF16)),
             {},
             "kv_cache: dtype float16, expected bfloat16 or float8_e4m3fn",
         ),
-        (latent_call(dtypes=(BF16, E4M3, BF16)), {}, "q: dtype float8_e4m3fn, expected bfloat16 with a bfloat16"),
+        (
+            latent_call(dtypes=(BF16, E4M3, BF16)),
+            {},
+            "q: dtype float8_e4m3fn, expected bfloat16 with bfloat16 caches",
+        ),
         (latent_call(dtypes=(BF16, BF16, "float32")), {}, "out: dtype float32"),
         (latent_call(latent=128), {}, "latent is 512"),
         (latent_call(kv_cache=view("bfloat16", PAGES, PAGE, 64)), {}, "kv_cache: rows of 64 columns"),

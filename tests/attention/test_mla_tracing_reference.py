@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cubin_runtime.attention.mla.tensors import mla_tensors
+from cubin_runtime.attention.decode_call import DecodeCall, DecodeOptions
+from cubin_runtime.attention.mla_decode import MLA_DECODE
 from cubin_runtime.attention.reference import mla_decode_reference
 from cubin_runtime.attention.tracing.mla import traced_mla_decode
 
@@ -18,14 +19,13 @@ from test_tracing_reference import agree, view_of  # noqa: E402  (it needs torch
 
 HEADS, LATENT, WIDTH, PAGE, LENGTHS = 3, 16, 80, 8, (21, 2, 0, 40)
 NUMBERS = {"softmax_scale": 0.3, "output_scale": 0.7, "max_seq_len": 64}
-ORDER = ("q", "kv_cache", "kv_cache", "page_table", "seq_lens", "out", "lse", "q_cu_seq_lens", "mask", "sinks")
 
 
 def run(given: dict[str, Any], **numbers: Any) -> Any:
     """``run`` of the definition of a call with these tensors."""
-    views = [None if name not in given else view_of(given[name]) for name in ORDER]
-    options = {"max_q_len": None, "batch_invariant": False}
-    call = traced_mla_decode(mla_tensors((*views, None, None)), **{**NUMBERS, **options, **numbers})
+    views = {arg.name: view_of(given[arg.name]) if arg.name in given else None for arg in MLA_DECODE.tensors}
+    options = DecodeOptions(**{**NUMBERS, **numbers})
+    call = traced_mla_decode(DecodeCall(MLA_DECODE.read(views, options), options))
     space: dict[str, Any] = {}
     exec(call.definition()["reference"], space)
     values = {**given, **NUMBERS, **numbers}

@@ -12,6 +12,7 @@ from standin_build import StandIn
 from trtllm_calls import MadeUpMemory
 
 from cubin_runtime.attention import Runtime, TensorView, paged_decode
+from cubin_runtime.attention.paged_decode import PAGED_DECODE
 from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA
 from cubin_runtime.launch.semaphore_workspace import SemaphoreWorkspace
@@ -34,11 +35,10 @@ def sent(standin: StandIn, index: int = -1) -> dict[str, Any]:
 @pytest.fixture
 def checks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The bound of each call that was held against every rule."""
-    from cubin_runtime.attention import decode
-
     seen: list[int] = []
-    check = decode.check_decode
-    monkeypatch.setattr(decode, "check_decode", lambda t, o: (seen.append(o.max_seq_len), check(t, o)))
+    check = PAGED_DECODE.check
+    told = replace(PAGED_DECODE, check=lambda call: (seen.append(call.options.max_seq_len), check(call)))
+    monkeypatch.setitem(paged_decode.__globals__, "PAGED_DECODE", told)
     return seen
 
 

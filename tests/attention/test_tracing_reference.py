@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from cubin_runtime.attention import TensorView
-from cubin_runtime.attention.decode_tensors import DecodeTensors
+from cubin_runtime.attention.decode_call import DecodeCall, DecodeOptions
+from cubin_runtime.attention.operator import CallTensors
+from cubin_runtime.attention.paged_decode import PAGED_DECODE
 from cubin_runtime.attention.reference import paged_decode_reference
 from cubin_runtime.attention.tracing.decode import traced_decode
 
@@ -24,15 +26,14 @@ def view_of(tensor: Any) -> TensorView:
     return TensorView(0x1000, dtype, tuple(tensor.shape), tuple(tensor.stride()))
 
 
-def tensors_of(given: dict[str, Any]) -> DecodeTensors:
-    names = {"k_cache": "k", "v_cache": "v"}
-    return DecodeTensors(**{names.get(name, name): view_of(tensor) for name, tensor in given.items()})
+def tensors_of(given: dict[str, Any]) -> CallTensors:
+    views = [view_of(given[arg.name]) if arg.name in given else None for arg in PAGED_DECODE.tensors]
+    return CallTensors(PAGED_DECODE.tensors, views)
 
 
 def run(given: dict[str, Any], **numbers: Any) -> Any:
     """``run`` of the definition of a call with these tensors."""
-    options = {"max_q_len": None, "batch_invariant": False}
-    call = traced_decode(tensors_of(given), **{**NUMBERS, **options, **numbers})
+    call = traced_decode(DecodeCall(tensors_of(given), DecodeOptions(**{**NUMBERS, **numbers})))
     space: dict[str, Any] = {}
     exec(call.definition()["reference"], space)
     values = {**given, **NUMBERS, **numbers}

@@ -9,7 +9,7 @@ from math import prod
 from typing import Any
 
 from cubin_runtime.attention import TensorView
-from cubin_runtime.attention.views import ITEM_BYTES
+from cubin_runtime.dtypes import ITEM_BYTES
 from cubin_runtime.errors import UsageError
 
 FIRST_ADDRESS = 0x7F00_0000_0000

@@ -26,7 +26,7 @@ class Launches:
 
     def make(self, runtime: Any, data: int, nbytes: int, sums: int, ctas: int) -> Any:
         self.made.append((data, nbytes, ctas))
-        return SimpleNamespace(launch=self.streams.append)
+        return SimpleNamespace(run=self.streams.append)
 
     def median_us(self, call: Callable[[], None], rep_ms: float) -> float:
         call()

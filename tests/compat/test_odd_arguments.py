@@ -14,8 +14,8 @@ from trtllm_calls import MadeUpMemory, context_arguments, decode_arguments, mla_
 from xqa_calls import xqa_arguments, xqa_batch_arguments
 
 from cubin_runtime.attention import Runtime, TensorView
-from cubin_runtime.attention.views import ITEM_BYTES
 from cubin_runtime.compat import flashinfer
+from cubin_runtime.dtypes import ITEM_BYTES
 from cubin_runtime.errors import CubinRuntimeError, MissingError
 
 OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., dict[str, Any]]]] = {

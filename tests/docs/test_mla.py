@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from cubin_runtime.attention.backends import HOPPER, TABLE
-from cubin_runtime.attention.mla.tensors import ROPE
+from cubin_runtime.attention.latent_cache import ROPE
 from cubin_runtime.kernels.native.mla.select import MAX_HEADS, MAX_QUERIES, PAGE_SIZES
 from kernels_src.variants import VARIANTS
 

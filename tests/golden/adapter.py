@@ -40,8 +40,8 @@ from cubin_runtime.errors import CubinRuntimeError
 from cubin_runtime.kernels.abi import abi_layouts
 from cubin_runtime.launch.driver import Driver
 from cubin_runtime.launch.plan import LaunchPlan
-from cubin_runtime.launch.tensormap import TensorMapSpec
 from cubin_runtime.launch.semaphore_workspace import SemaphoreWorkspace
+from cubin_runtime.launch.tensormap import TensorMapSpec
 from cubin_runtime.launch.workspace import Workspace
 from kernels_src.variants import VARIANTS
 
@@ -336,10 +336,12 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _unplanned(planned: list[dict[str, Any]], sent: list[dict[str, Any]]) -> Iterator[str]:
-    """Where launches differ from their plans, but for the pointers that come with a step."""
+    """Where launches differ from their plans, but for the addresses that come with a step."""
     for plan, launch in zip(planned, sent, strict=len(planned) > 0):
-        left_out = launch["values"].keys() - plan["values"].keys()
-        values = {name: value for name, value in launch["values"].items() if name not in left_out}
+        values = {name: value for name, value in launch["values"].items() if name in plan["values"]}
+        for name, value in values.items():
+            if isinstance(value, dict) and "address" in value:
+                values[name] = {**value, "address": plan["values"][name]["address"]}
         yield from differences({**launch, "values": values, "stream": 0}, {**plan, "stream": 0}, "launch_plans()")
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,12 +23,12 @@ from decode_values import KINDS, bits_of, values_of
 from cubin_runtime import Config
 from cubin_runtime.artifacts.path import ArtifactPath
 from cubin_runtime.artifacts.tables.native_kernels import NativeKernel
-from cubin_runtime.attention import Runtime, launched_plan
+from cubin_runtime.attention import Runtime, operator_plan
 from cubin_runtime.attention.runtime import OwnRelease
 from cubin_runtime.kernels.native.constants import TYPE_CODES
 from cubin_runtime.kernels.native.layouts import LAYOUTS
 from cubin_runtime.launch.driver import Driver
-from cubin_runtime.launch.launcher import LaunchPlan
+from cubin_runtime.launch.plan import LaunchPlan
 from cubin_runtime.launch.tensormap import TensorMapSpec
 from kernels_src.variants import VARIANTS, Variant
 
@@ -77,7 +79,7 @@ class RehearsalRuntime(Runtime):
     def __init__(self, driver: Driver, store: Path) -> None:
         super().__init__(Config(store=store, sources=(), offline=True), driver=driver)
         pin: Any = SimpleNamespace(path=ArtifactPath("rehearsal"))
-        self._own = OwnRelease(pin, KERNELS, dict(LAYOUTS))
+        self._own = OwnRelease(pin, KERNELS, dict(LAYOUTS), defaultdict(lambda: "0" * 64))
 
     def digest_of(self, path: ArtifactPath) -> str:
         return "0" * 64
@@ -86,44 +88,50 @@ class RehearsalRuntime(Runtime):
         return kernel
 
 
-class RehearsedLaunch:
-    """In place of a ``PreparedLaunch``: launches run at once, or when the graph that captured them does."""
+class RehearsedLaunches:
+    """In place of ``PreparedLaunches``: launches run at once, or when the graph that captured them does."""
 
     captured: list[Callable[[], None]]
 
-    def __init__(self, plan: LaunchPlan, kernel: NativeKernel, driver: Driver, descriptors: Any) -> None:
-        self.plan, self.kernel, self.driver = plan, kernel, driver
+    def __init__(
+        self,
+        plans: Sequence[LaunchPlan],
+        kernels: Sequence[NativeKernel],
+        driver: Driver,
+        names: Sequence[str],
+        **_: Any,
+    ) -> None:
+        self.launches, self.driver, self.names = list(zip(plans, kernels, strict=True)), driver, names
 
-    def stepper(self, *names: str) -> Callable[..., None]:
-        def step(stream: int, *values: Any) -> None:
-            given = {**self.plan.values, **dict(zip(names, values, strict=True))}
+    def run(self, stream: int, *values: Any) -> None:
+        named = dict(zip(self.names, values, strict=True))
+        for plan, kernel in self.launches:
+            given = {**plan.values}
+            for name, value in plan.inputs.items():
+                planned = given[name]
+                given[name] = planned.moved(named[value]) if isinstance(planned, TensorMapSpec) else named[value]
             # What does not fit its field is refused here, as by a launch.
             maps = {name: value for name, value in given.items() if isinstance(value, TensorMapSpec)}
-            fields = self.plan.layout.unpack(self.plan.layout.pack(given | dict.fromkeys(maps, bytes(128)))) | maps
-
-            def launch() -> None:
-                COMPUTED[self.kernel.operation](fields, self.kernel.traits)
-
+            fields = plan.layout.unpack(plan.layout.pack(given | dict.fromkeys(maps, bytes(128)))) | maps
+            launch = partial(COMPUTED[kernel.operation], fields, kernel.traits)
             if self.driver.is_capturing(stream):
                 type(self).captured.append(launch)
             else:
                 launch()
-
-        return step
 
 
 @contextmanager
 def rehearsal(library: Path, store: Path) -> Iterator[RehearsalRuntime]:
     """A runtime on the stand-in driver at ``library`` whose decodes are computed here."""
     driver, graphs = Driver(library), {}
-    instantiate, launched, plain = driver.instantiate, driver.launch_graph, launched_plan.PreparedLaunch
-    RehearsedLaunch.captured = []
+    instantiate, launched, plain = driver.instantiate, driver.launch_graph, operator_plan.PreparedLaunches
+    RehearsedLaunches.captured = []
 
     def keep(graph: int) -> int:
         executable = instantiate(graph)
         key = max(graphs, default=0) + 1  # the stand-in's own handles may repeat
-        graphs[key] = (executable, RehearsedLaunch.captured)
-        RehearsedLaunch.captured = []
+        graphs[key] = (executable, RehearsedLaunches.captured)
+        RehearsedLaunches.captured = []
         return key
 
     def replay(executable: int, stream: int) -> None:
@@ -134,11 +142,11 @@ def rehearsal(library: Path, store: Path) -> Iterator[RehearsalRuntime]:
 
     driver.instantiate, driver.launch_graph = keep, replay
     driver.destroy_executable = lambda executable: None
-    launched_plan.PreparedLaunch = RehearsedLaunch
+    operator_plan.PreparedLaunches = RehearsedLaunches
     try:
         yield RehearsalRuntime(driver, store)
     finally:
-        launched_plan.PreparedLaunch = plain
+        operator_plan.PreparedLaunches = plain
 
 
 def memory(address: int, dtype: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> np.ndarray:

@@ -31,7 +31,7 @@ from cubin_runtime.kernels.native.decode.shape import DecodeShape
 from cubin_runtime.kernels.native.mla.select import MlaShape, select_mla_decode
 from cubin_runtime.kernels.trtllm_gen.reduction_launches import AfterMain, choose_own, own_launch_plan
 from cubin_runtime.launch.driver import DeviceFacts
-from cubin_runtime.launch.launcher import PreparedLaunch
+from cubin_runtime.launch.prepared import PreparedLaunches
 
 BUILT = Path(__file__).resolve().parents[2] / "build" / "artifacts"
 MOST_CASES = 150
@@ -247,7 +247,7 @@ def reduce_all(runtime: Runtime, rng: np.random.Generator) -> set[str]:
         kernel = choose_own(own.kernels, after.operation, after.traits, major * 10 + minor)
         path = own.path_of(kernel)
         plan = own_launch_plan(after, kernel, path, runtime.digest_of(path), own.layouts[kernel.struct])
-        PreparedLaunch(plan, runtime.load(kernel, context), driver).launch(0)
+        PreparedLaunches([plan], [runtime.load(kernel, context)], driver).run(0)
         used.add(kernel.name)
 
     def download(address: int, array: np.ndarray) -> None:

@@ -23,7 +23,7 @@ from reduction_cases import (
 
 from cubin_runtime.attention import Runtime
 from cubin_runtime.kernels.trtllm_gen.reduction_launches import AfterMain, choose_own, own_launch_plan
-from cubin_runtime.launch.launcher import PreparedLaunch
+from cubin_runtime.launch.prepared import PreparedLaunches
 
 pytestmark = pytest.mark.gpu
 
@@ -46,7 +46,7 @@ class Device:
         kernel = choose_own(own.kernels, after.operation, after.traits, self.sm)
         path = own.path_of(kernel)
         plan = own_launch_plan(after, kernel, path, self.runtime.digest_of(path), own.layouts[kernel.struct])
-        PreparedLaunch(plan, self.runtime.load(kernel, self.context), self.runtime.driver).launch(0)
+        PreparedLaunches([plan], [self.runtime.load(kernel, self.context)], self.runtime.driver).run(0)
 
     def download(self, address: int, array: np.ndarray) -> None:
         self.runtime.driver.synchronize(0)

@@ -34,7 +34,7 @@ def test_the_sums_of_all_ctas_are_the_sum_of_all_words(
     data = np.random.default_rng(nbytes + ctas).integers(1, 1 << 32, nbytes // 4 + 64, dtype=np.uint32)
     sums = np.full(ctas + 1, 7, dtype=np.uint32)
     at = arrays.upload(sums)
-    streaming_read(runtime, arrays.upload(data), nbytes, at, ctas).launch(0)
+    streaming_read(runtime, arrays.upload(data), nbytes, at, ctas).run(0)
     runtime.driver.synchronize(0)
     runtime.driver.copy_to_host(sums, at)
     assert checksum(sums[:ctas]) == checksum(data[: nbytes // 4])

@@ -9,7 +9,7 @@ from cubin_runtime.artifacts.cubins.cubin import Architecture, Cubin, KernelFact
 from cubin_runtime.artifacts.path import ArtifactPath
 from cubin_runtime.launch.abi import LaunchNeeds
 from cubin_runtime.launch.driver import DeviceFacts
-from cubin_runtime.launch.launcher import LaunchAttributes, LaunchPlan
+from cubin_runtime.launch.plan import LaunchAttributes, LaunchPlan
 from cubin_runtime.launch.structs import Field, StructLayout
 from cubin_runtime.launch.tensormap import TensorMapSpec
 

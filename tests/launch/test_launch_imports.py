@@ -10,7 +10,7 @@ MODULES = [
     "driver",
     "fastmoddiv",
     "history",
-    "launcher",
+    "prepared",
     "mask",
     "modules",
     "plan",

@@ -6,7 +6,7 @@ import pytest
 from examples import SPEC, VALUES, plan
 
 from cubin_runtime.errors import UsageError
-from cubin_runtime.launch.launcher import LaunchAttributes
+from cubin_runtime.launch.plan import LaunchAttributes
 
 
 def test_attributes_come_in_the_order_cluster_policy_pdl() -> None:

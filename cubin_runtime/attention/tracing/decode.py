@@ -5,8 +5,10 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
-from ..decode_tensors import DecodeTensors
-from ..views import DTYPE_NAMES, TensorView
+from ...dtypes import DTYPES
+from ...tensor import TensorView
+from ..decode_call import DecodeCall
+from ..operator import CallTensors
 from .schema import (
     Axis,
     Constant,
@@ -21,75 +23,69 @@ _CACHE: tuple[Axis, ...] = ("pages", Constant("page_size"), Constant("kv_heads")
 _ONE = (Constant("one"),)
 
 
-def traced_decode(
-    tensors: DecodeTensors,
-    *,
-    max_seq_len: int,
-    softmax_scale: float,
-    output_scale: float,
-    window_left: int,
-    max_q_len: int | None,
-    batch_invariant: bool,
-) -> TracedCall:
-    """The call of ``paged_decode`` with these tensors and numbers."""
-    q = tensors.q
-    tokens: tuple[Axis, ...] = ("tokens",) if tensors.ragged else ("batch", "q_len")[: len(q.shape) - 2]
+def traced_decode(call: DecodeCall) -> TracedCall:
+    """A call of ``paged_decode``."""
+    q, tensors, options = call.q, call.tensors, call.options
+    k, out, lse = tensors["k_cache"], tensors["out"], tensors.get("lse")
+    tokens: tuple[Axis, ...] = ("tokens",) if call.ragged else ("batch", "q_len")[: len(q.shape) - 2]
     inputs: list[Tensor | Scalar] = [
         Tensor("q", q, (*tokens, *_HEADS)),
-        Tensor("k_cache", tensors.k, _CACHE, "the tokens of a page, then its heads; as strides had it"),
-        Tensor("v_cache", tensors.v, _CACHE),
-        Tensor("page_table", tensors.page_table, ("batch", "columns")),
-        Tensor("seq_lens", tensors.seq_lens, ("batch",), "keys, those of the query tokens among them"),
+        Tensor("k_cache", k, _CACHE, "the tokens of a page, then its heads; as strides had it"),
+        Tensor("v_cache", tensors["v_cache"], _CACHE),
+        Tensor("page_table", tensors["page_table"], ("batch", "columns")),
+        Tensor("seq_lens", tensors["seq_lens"], ("batch",), "keys, those of the query tokens among them"),
     ]
     inputs += option_tensors(tensors, mask_axes(tensors, tokens), _sink_axes(tensors))
     inputs += [
-        Scalar("softmax_scale", softmax_scale),
-        Scalar("output_scale", output_scale),
-        Scalar("window_left", window_left, "int32"),
-        Scalar("max_seq_len", max_seq_len, "int32"),
+        Scalar("softmax_scale", options.softmax_scale),
+        Scalar("output_scale", options.output_scale),
+        Scalar("window_left", options.window_left, "int32"),
+        Scalar("max_seq_len", options.max_seq_len, "int32"),
     ]
-    if max_q_len is not None:
-        inputs.append(Scalar("max_q_len", max_q_len, "int32"))
-    outputs = [Tensor("out", tensors.out, (*tokens, *_HEADS))]
-    if tensors.lse is not None:
-        outputs.append(Tensor("lse", tensors.lse, (*tokens, Constant("q_heads")), "base 2"))
-    form = "ragged" if tensors.ragged else "dense"
-    dtypes = "_".join(DTYPE_NAMES.get(view.dtype, view.dtype) for view in (q, tensors.k, tensors.out))
+    if options.max_q_len is not None:
+        inputs.append(Scalar("max_q_len", options.max_q_len, "int32"))
+    outputs = [Tensor("out", out, (*tokens, *_HEADS))]
+    if lse is not None:
+        outputs.append(Tensor("lse", lse, (*tokens, Constant("q_heads")), "base 2"))
+    form = "ragged" if call.ragged else "dense"
+    dtypes = "_".join(DTYPES[view.dtype].short for view in (q, k, out))
     return TracedCall(
         op_type=OP_TYPE,
         name=f"paged_decode_{form}_{dtypes}",
         inputs=tuple(inputs),
         outputs=tuple(outputs),
         reference=_reference(inputs, outputs),
-        constants={"group": tensors.group},
-        constraints=("q_heads == kv_heads * group", *(("batch_plus_1 == batch + 1",) if tensors.ragged else ())),
-        tags=("stage:decode", f"form:{form}", *(("batch_invariant",) if batch_invariant else ())),
+        constants={"group": call.q_heads // k.shape[2]},
+        constraints=("q_heads == kv_heads * group", *(("batch_plus_1 == batch + 1",) if call.ragged else ())),
+        tags=("stage:decode", f"form:{form}", *(("batch_invariant",) if options.batch_invariant else ())),
         description=f"Grouped-query decode of {form} query tokens over pages",
     )
 
 
-def option_tensors(tensors: DecodeTensors, mask: tuple[Axis, ...], sinks: tuple[Axis, ...]) -> list[Tensor]:
+def option_tensors(tensors: CallTensors, mask: tuple[Axis, ...], sinks: tuple[Axis, ...]) -> list[Tensor]:
     """The tensors that a call may leave out, as far as they are there."""
     more: list[tuple[str, TensorView | None, tuple[Axis, ...], str]] = [
-        ("q_cu_seq_lens", tensors.q_cu_seq_lens, ("batch_plus_1",), "where each request's tokens begin"),
-        ("mask", tensors.mask, mask, "32 bits a token: query tokens that it sees"),
-        ("sinks", tensors.sinks, sinks, "logits in the denominator"),
-        ("softmax_scale_device", tensors.softmax_scale, _ONE, "a factor more of the scores"),
-        ("output_scale_device", tensors.output_scale, _ONE, "a factor more of the output"),
+        ("q_cu_seq_lens", tensors.get("q_cu_seq_lens"), ("batch_plus_1",), "where each request's tokens begin"),
+        ("mask", tensors.get("mask"), mask, "32 bits a token: query tokens that it sees"),
+        ("sinks", tensors.get("sinks"), sinks, "logits in the denominator"),
+        ("softmax_scale_device", tensors.get("softmax_scale"), _ONE, "a factor more of the scores"),
+        ("output_scale_device", tensors.get("output_scale"), _ONE, "a factor more of the output"),
     ]
     return [Tensor(name, view, axes, words) for name, view, axes, words in more if view is not None]
 
 
-def mask_axes(tensors: DecodeTensors, tokens: tuple[Axis, ...]) -> tuple[Axis, ...]:
+def mask_axes(tensors: CallTensors, tokens: tuple[Axis, ...]) -> tuple[Axis, ...]:
     """The axes of the mask in the form that it came in."""
     words = Constant("mask_words")
-    if tensors.mask is None or len(tensors.mask.shape) == len(tokens) + 1:
+    mask = tensors.get("mask")
+    if mask is None or len(mask.shape) == len(tokens) + 1:
         return (*tokens, words)
-    return ("batch", Constant("one"), words) if len(tensors.mask.shape) == 3 else ("tokens", words)
+    return ("batch", Constant("one"), words) if len(mask.shape) == 3 else ("tokens", words)
 
 
-def _sink_axes(tensors: DecodeTensors) -> tuple[Axis, ...]:
-    flat = tensors.sinks is None or len(tensors.sinks.shape) == 1
+def _sink_axes(tensors: CallTensors) -> tuple[Axis, ...]:
+    sinks = tensors.get("sinks")
+    flat = sinks is None or len(sinks.shape) == 1
     return (Constant("q_heads"),) if flat else (Constant("kv_heads"), Constant("group"))
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..mla.tensors import ROPE, MlaTensors
-from ..views import DTYPE_NAMES
+from ...dtypes import DTYPES
+from ..decode_call import DecodeCall
+from ..latent_cache import ROPE
 from .decode import mask_axes, option_tensors, reference_text
 from .schema import (
     Axis,
@@ -19,42 +20,35 @@ OP_TYPE = "mla_paged"
 _HEADS, _WIDTH, _LATENT = Constant("q_heads"), Constant("head_dim_qk"), Constant("kv_lora_rank")
 
 
-def traced_mla_decode(
-    tensors: MlaTensors,
-    *,
-    max_seq_len: int,
-    softmax_scale: float,
-    output_scale: float,
-    max_q_len: int | None,
-    batch_invariant: bool,
-) -> TracedCall:
-    """The call of ``mla_decode`` with these tensors and numbers."""
-    q, rows = tensors.q, tensors.k
+def traced_mla_decode(call: DecodeCall) -> TracedCall:
+    """A call of ``mla_decode``."""
+    q, tensors, options = call.q, call.tensors, call.options
+    rows, out, lse, given_sinks = tensors["kv_cache"], tensors["out"], tensors.get("lse"), tensors.get("sinks")
     pages, page_size, _, width = rows.shape
     cache = replace(rows, shape=(pages, page_size, width), strides=(*rows.strides[:2], rows.strides[3]))
-    tokens: tuple[Axis, ...] = ("tokens",) if tensors.ragged else ("batch", "q_len")[: len(q.shape) - 2]
+    tokens: tuple[Axis, ...] = ("tokens",) if call.ragged else ("batch", "q_len")[: len(q.shape) - 2]
     inputs: list[Tensor | Scalar] = [
         Tensor("q", q, (*tokens, _HEADS, _WIDTH)),
         Tensor("kv_cache", cache, ("pages", Constant("page_size"), _WIDTH), "latent columns, then rope columns"),
-        Tensor("page_table", tensors.page_table, ("batch", "columns")),
-        Tensor("seq_lens", tensors.seq_lens, ("batch",), "keys, those of the query tokens among them"),
+        Tensor("page_table", tensors["page_table"], ("batch", "columns")),
+        Tensor("seq_lens", tensors["seq_lens"], ("batch",), "keys, those of the query tokens among them"),
     ]
     sinks: tuple[Axis, ...] = (_HEADS,)
-    if tensors.sinks is not None and len(tensors.sinks.shape) == 2:
+    if given_sinks is not None and len(given_sinks.shape) == 2:
         sinks = (Constant("one"), _HEADS)
     inputs += option_tensors(tensors, mask_axes(tensors, tokens), sinks)
     inputs += [
-        Scalar("softmax_scale", softmax_scale),
-        Scalar("output_scale", output_scale),
-        Scalar("max_seq_len", max_seq_len, "int32"),
+        Scalar("softmax_scale", options.softmax_scale),
+        Scalar("output_scale", options.output_scale),
+        Scalar("max_seq_len", options.max_seq_len, "int32"),
     ]
-    if max_q_len is not None:
-        inputs.append(Scalar("max_q_len", max_q_len, "int32"))
-    outputs = [Tensor("out", tensors.out, (*tokens, _HEADS, _LATENT))]
-    if tensors.lse is not None:
-        outputs.append(Tensor("lse", tensors.lse, (*tokens, _HEADS), "base 2"))
-    form = "ragged" if tensors.ragged else "dense"
-    dtypes = "_".join(DTYPE_NAMES.get(view.dtype, view.dtype) for view in (q, rows, tensors.out))
+    if options.max_q_len is not None:
+        inputs.append(Scalar("max_q_len", options.max_q_len, "int32"))
+    outputs = [Tensor("out", out, (*tokens, _HEADS, _LATENT))]
+    if lse is not None:
+        outputs.append(Tensor("lse", lse, (*tokens, _HEADS), "base 2"))
+    form = "ragged" if call.ragged else "dense"
+    dtypes = "_".join(DTYPES[view.dtype].short for view in (q, rows, out))
     return TracedCall(
         op_type=OP_TYPE,
         name=f"mla_decode_{form}_{dtypes}",
@@ -64,9 +58,9 @@ def traced_mla_decode(
         constants={"qk_rope_head_dim": ROPE},
         constraints=(
             "head_dim_qk == kv_lora_rank + qk_rope_head_dim",
-            *(("batch_plus_1 == batch + 1",) if tensors.ragged else ()),
+            *(("batch_plus_1 == batch + 1",) if call.ragged else ()),
         ),
-        tags=("stage:decode", f"form:{form}", *(("batch_invariant",) if batch_invariant else ())),
+        tags=("stage:decode", f"form:{form}", *(("batch_invariant",) if options.batch_invariant else ())),
         description=f"Latent attention of {form} query tokens over pages",
     )
 

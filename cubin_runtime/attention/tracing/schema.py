@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import UsageError
-from ..views import TensorView
+from ...tensor import TensorView
 
 # Its dtypes have no sign of their own for words: what is unsigned goes by the same bits.
 _DTYPES = {"uint8": "int8", "uint16": "int16", "uint32": "int32", "uint64": "int64"}

@@ -18,7 +18,7 @@ from ...kernels.trtllm_gen.arguments import (
     Scale,
 )
 from ...kernels.trtllm_gen.problem import Problem
-from ..views import TensorView
+from ...tensor import TensorView
 
 SMALLEST_BOUND = 64
 LARGEST_BOUND = (1 << 31) - 1

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from ...errors import UsageError
 from ...kernels.trtllm_gen.arguments import Scale
-from ..views import TensorView
+from ...tensor import TensorView
 from .calls import (
     Call,
     ContextCall,

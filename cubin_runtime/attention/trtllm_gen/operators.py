@@ -5,12 +5,13 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
+from ...dtypes import ITEM_BYTES
 from ...errors import UsageError, WorkspaceError
 from ...launch.modules import KernelRequest, PreloadReport
 from ...launch.streams import stream_handle
+from ...tensor import TensorView, view_of
 from ..backends import AUTO, resolve_backend
 from ..runtime import Runtime, default_runtime
-from ..views import ITEM_BYTES, TensorView, view_of
 from .calls import (
     Call,
     bound_of,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import warnings
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from ...artifacts.tables.metadata import KernelMeta
 from ...artifacts.tables.native_kernels import MEASURED, NativeKernel
@@ -23,15 +24,17 @@ from ...kernels.trtllm_gen.reduction_launches import (
 from ...kernels.trtllm_gen.select import Occupancy, select
 from ...kernels.trtllm_gen.traits import MultiCtasMode, Policy
 from ...kernels.trtllm_gen.workspace_layout import ALIGNMENT, stats_bytes
-from ...launch.launcher import LaunchPlan, PreparedLaunch, launch_config
 from ...launch.modules import KernelRequest
-from ...launch.plan import LaunchAttributes
+from ...launch.plan import LaunchAttributes, LaunchPlan, launch_config
+from ...launch.prepared import PreparedLaunches
+from ...launch.tensormap import TensorMapSpec
 from ..runtime import Runtime
 from .calls import Call
 
 # A workspace that is as large as any plan may want: planning looks at no real one.
 _BOUNDLESS = (1 << 40, 1 << 62)
 _COUNTER_BYTES = 4
+_CACHE_MAPS = ("tmaK_", "tmaV_")
 _COUNTER_MULTIPLE = 8
 _MERGING = (MultiCtasMode.GMEM, MultiCtasMode.SEPARATE_KERNEL)
 
@@ -60,7 +63,7 @@ class AttentionPlan:
         self.planned = self._decide(call)
         self._followers = tuple(self._follower(after) for after in launches_after(self.planned))
         self._lock = threading.Lock()
-        self._prepared: dict[int, tuple[PreparedLaunch, ...]] = {}
+        self._prepared: dict[int, tuple[PreparedLaunches, ...]] = {}
 
     @property
     def kernel(self) -> str:
@@ -104,11 +107,11 @@ class AttentionPlan:
         self._check_workspace(moved, workspace)
         driver = self._runtime.driver
         context = driver.context_on(self._ordinal)
-        launches = self._prepared.get(context) or self._launches(context, stream)
         following = launches_after(moved) if self._followers else ()
-        launches[0].launch(stream, moved.values)
-        for launch, after in zip(launches[1:], following, strict=True):
-            launch.launch(stream, after.values)
+        given = (moved.values, *(after.values for after in following))
+        launches = self._prepared.get(context) or self._launches(context, stream, given)
+        for launch, values in zip(launches, given, strict=True):
+            launch.run(stream, *(v.address if isinstance(v, TensorMapSpec) else v for v in values.values()))
 
     def requests(self, context: int) -> tuple[KernelRequest, ...]:
         """What a run loads: the main kernel, and ours behind it."""
@@ -153,16 +156,27 @@ class AttentionPlan:
     def _main_plan(self) -> LaunchPlan:
         return self.planned.launch_plan(self._release.pin.path)
 
-    def _launches(self, context: int, stream: int) -> tuple[PreparedLaunch, ...]:
+    def _launches(
+        self, context: int, stream: int, given: Sequence[Mapping[str, object]]
+    ) -> tuple[PreparedLaunches, ...]:
+        """The launches in a context; each takes what it is ``given`` at a run, field by field."""
         runtime, wide = self._runtime, self.planned.attributes.nonportable_cluster
         runtime.check_process()
         main = runtime.load_published(self.planned.meta, context, stream, nonportable_cluster=wide)
-        made = [PreparedLaunch(self._main_plan(), main, runtime.driver, runtime.descriptors)]
-        for follower in self._followers:
-            kernel = runtime.load(follower.kernel, context, stream)
-            made.append(PreparedLaunch(follower.plan, kernel, runtime.driver, runtime.descriptors))
+        kernels = [main, *(runtime.load(follower.kernel, context, stream) for follower in self._followers)]
+        made = tuple(
+            PreparedLaunches(
+                [replace(plan, inputs={name: name for name in values})],
+                [kernel],
+                runtime.driver,
+                tuple(values),
+                resident=_CACHE_MAPS,
+                descriptors=runtime.descriptors,
+            )
+            for plan, kernel, values in zip(self.launch_plans(), kernels, given, strict=True)
+        )
         with self._lock:
-            return self._prepared.setdefault(context, tuple(made))
+            return self._prepared.setdefault(context, made)
 
     def _check_workspace(self, moved: Planned, workspace: tuple[int, int]) -> None:
         address, nbytes = workspace

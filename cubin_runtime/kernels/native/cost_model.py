@@ -16,12 +16,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from types import MappingProxyType
 from typing import Any
 
 from ...errors import UsageError
-
-ITEM_BYTES: Mapping[str, int] = MappingProxyType({"bf16": 2, "fp16": 2, "e4m3": 1})
 
 _BYTES_PER_US = 1e6  # of one TB/s
 # What the constant of the L2 refers to.

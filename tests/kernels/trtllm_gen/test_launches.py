@@ -12,7 +12,7 @@ import pytest
 from cubin_runtime.kernels.trtllm_gen.params import KERNEL_PARAMS
 from cubin_runtime.launch import tensormap_rules as rules
 from cubin_runtime.launch.fastmoddiv import FastModDiv
-from cubin_runtime.launch.launcher import LaunchAttributes
+from cubin_runtime.launch.plan import LaunchAttributes
 from cubin_runtime.launch.tensormap import TensorMapSpec
 
 DATA = Path(__file__).parents[2] / "data"

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ....artifacts.tables.native_kernels import NativeKernel
+from ....dtypes import BY_SHORT
 from ....launch.driver import DeviceFacts
 from ..constants import CONSTANTS
-from ..cost_model import ITEM_BYTES, Costs, Work
+from ..cost_model import Costs, Work
 from .shape import DecodeShape
 
 ANY_ROWS = (1 << 31) - 1
@@ -70,7 +71,7 @@ def grids_of(kernel: NativeKernel, shape: DecodeShape, part: Part, device: Devic
         # Where few CTAs idle for it, teams that all end on borders of pairs: others stay behind by a partial. But not
         # where heads that share a line of 128 bytes would drift apart, as some have a multiprocessor for themselves.
         teams = ctas // together
-        shares_lines = shape.head_dim * ITEM_BYTES[shape.dtype] < 128
+        shares_lines = shape.head_dim * BY_SHORT[shape.dtype].nbytes < 128
         fewest = teams if resident > 1 and shares_lines else teams - teams // costs.idle_share
         even = next((n for n in range(teams, fewest - 1, -1) if _ends_on_borders(shape, n, pairs // together)), teams)
         for count in dict.fromkeys((even, teams)):
@@ -122,7 +123,7 @@ def _pairs(kernel: NativeKernel, shape: DecodeShape, part: Part) -> int:
 
 def work_of(kernel: NativeKernel, grid: Grid, shape: DecodeShape, part: Part, device: DeviceFacts) -> Work:
     """What the cost model has to know of the problem on this grid."""
-    item_bytes, tile_tokens = ITEM_BYTES[shape.dtype], trait_of(kernel, "tile_tokens")
+    item_bytes, tile_tokens = BY_SHORT[shape.dtype].nbytes, trait_of(kernel, "tile_tokens")
     pairs, requests = _pairs(kernel, shape, part), _requests(shape, part)
     tiles, parts = shape.tiles(tile_tokens), shape.splits(tile_tokens)
     if grid.cluster_parts:
@@ -138,7 +139,7 @@ def work_of(kernel: NativeKernel, grid: Grid, shape: DecodeShape, part: Part, de
     return Work(
         kv_bytes=2 * requests * shape.kv_heads * shape.kv_tokens(tile_tokens) * shape.head_dim * item_bytes,
         item_bytes=item_bytes,
-        q_item_bytes=ITEM_BYTES[shape.q_dtype or shape.dtype],
+        q_item_bytes=BY_SHORT[shape.q_dtype or shape.dtype].nbytes,
         rows=trait_of(kernel, "rows"),
         head_dim=shape.head_dim,
         resident=grid.resident,

@@ -11,14 +11,12 @@ from cubin_runtime.artifacts.path import ArtifactPath
 from cubin_runtime.kernels.native.decode.grids import ANY_ROWS
 from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_COPY, PAGED_DECODE_TMA
 from cubin_runtime.kernels.native.decode.plan import (
-    STEP_FIELDS,
-    WORKSPACE_POINTERS,
-    CacheView,
+    CacheStrides,
     DecodeProblem,
     decode_launches,
-    decode_plan,
 )
 from cubin_runtime.kernels.native.decode.select import DecodeSelection
+from cubin_runtime.kernels.native.launches import WORKSPACE_FIELDS, KernelFile, NativeLaunch
 from cubin_runtime.launch.plan import LaunchPlan
 from cubin_runtime.launch.tensormap import TensorMapSpec
 
@@ -42,6 +40,8 @@ PROBLEM = DecodeProblem(
     out_strides=(2560, 256),
     lse_strides=(1, 11),
     table_stride=20,
+    k_strides=CacheStrides(page=8192, token=256, head=128),
+    v_strides=CacheStrides(page=8192, token=256, head=128),
 )
 
 
@@ -62,18 +62,19 @@ def selection(rows: int = 8, splits: int = 0, cluster_parts: int = 0, **traits: 
     )
 
 
-def cache(pointer: int, head_dim: int = 128) -> CacheView:
-    return CacheView(pointer, page_stride=64 * head_dim, token_stride=2 * head_dim, head_stride=head_dim)
+def launches(*chosen: DecodeSelection, problem: DecodeProblem = PROBLEM, tma: bool = True) -> tuple[NativeLaunch, ...]:
+    file = KernelFile(ArtifactPath("r/k.cubin"), "0" * 64, PAGED_DECODE_TMA if tma else PAGED_DECODE_COPY)
+    return decode_launches(chosen, problem, lambda _: file)
 
 
 def plan(problem: DecodeProblem = PROBLEM, chosen: DecodeSelection | None = None, tma: bool = True) -> LaunchPlan:
-    layout = PAGED_DECODE_TMA if tma else PAGED_DECODE_COPY
-    k, v = cache(0x10000, problem.head_dim), cache(0x20000, problem.head_dim)
-    return decode_plan(chosen or selection(), ArtifactPath("r/k.cubin"), "0" * 64, layout, problem, k, v)
+    strides = CacheStrides(64 * problem.head_dim, 2 * problem.head_dim, problem.head_dim)
+    (launch,) = launches(chosen or selection(), problem=replace(problem, k_strides=strides, v_strides=strides), tma=tma)
+    return launch.plan
 
 
 def sizes(*chosen: DecodeSelection) -> dict[str, int]:
-    return {region.name: region.nbytes for launch in decode_launches(chosen, PROBLEM) for region in launch.regions}
+    return {region.name: region.nbytes for launch in launches(*chosen) for region in launch.regions}
 
 
 def test_a_grid_that_cuts_the_pairs_has_two_partials_and_a_counter_a_cta() -> None:
@@ -97,7 +98,7 @@ def test_pairs_cut_into_a_fixed_number_have_a_counter_each_and_that_many_partial
 
 @pytest.mark.parametrize("splits", [0, 64])
 def test_status_and_counters_begin_as_zeros(splits: int) -> None:
-    (launch,) = decode_launches([selection(splits=splits)], PROBLEM)
+    (launch,) = launches(selection(splits=splits))
     assert {region.name for region in launch.regions if region.zeroed} == {"status", "counters"}
 
 
@@ -115,8 +116,8 @@ def test_launches_share_the_status_word_and_nothing_else() -> None:
 
 
 def test_a_launch_s_regions_stand_in_the_order_of_its_pointers() -> None:
-    for launch in decode_launches([selection(), selection()], PROBLEM):
-        assert tuple(region.name.split()[0] for region in launch.regions) == WORKSPACE_POINTERS
+    for launch in launches(selection(), selection()):
+        assert tuple(region.name.split()[0] for region in launch.regions) == WORKSPACE_FIELDS
 
 
 def test_every_field_says_what_was_planned() -> None:
@@ -170,8 +171,16 @@ def test_a_launch_says_which_requests_it_takes() -> None:
 
 
 def test_what_a_step_brings_is_null_in_the_plan() -> None:
-    values = plan().values
-    assert {name for name in STEP_FIELDS if values[name]} == {"max_seq_len", "softmax_scale_log2", "output_scale"}
+    made = plan()
+    given = {name for name in made.inputs if made.values[name]}
+    assert given == {"k_map", "v_map", "max_seq_len", "softmax_scale_log2", "output_scale"}
+
+
+@pytest.mark.parametrize("tma", [True, False])
+def test_a_run_brings_every_address(tma: bool) -> None:
+    made = plan(tma=tma)
+    pointers = {field.name for field in made.layout.fields if field.type in ("ptr", "CUtensorMap")}
+    assert pointers <= set(made.inputs)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +216,7 @@ def test_a_box_is_as_wide_as_its_swizzle(dtype: str, head_dim: int, word: str, i
 def test_strides_of_a_descriptor_are_bytes(dtype: str, item_bytes: int) -> None:
     spec = plan(replace(PROBLEM, kv_dtype=dtype)).values["v_map"]
     assert isinstance(spec, TensorMapSpec)
-    assert (spec.address, spec.strides) == (0x20000, (256 * item_bytes, 128 * item_bytes, 8192 * item_bytes))
+    assert spec.strides == (256 * item_bytes, 128 * item_bytes, 8192 * item_bytes)
 
 
 @pytest.mark.parametrize(
@@ -221,10 +230,6 @@ def test_a_box_has_a_tile_s_tokens_or_a_page_s(page_size: int, tile_tokens: int,
 
 
 def test_a_kernel_without_tma_gets_pointers_and_strides_in_elements() -> None:
-    values = plan(tma=False).values
-    assert [values[f"v{suffix}"] for suffix in ("", "_page_stride", "_token_stride", "_head_stride")] == [
-        0x20000,
-        8192,
-        256,
-        128,
-    ]
+    made = plan(tma=False)
+    assert (made.inputs["k"], made.inputs["v"]) == ("k_cache", "v_cache")
+    assert [made.values[f"v_{name}_stride"] for name in ("page", "token", "head")] == [8192, 256, 128]

@@ -7,13 +7,12 @@ from examples import DIGEST, H100
 from mla_examples import FEW, KERNELS, WIDE
 
 from cubin_runtime.artifacts.path import ArtifactPath
-from cubin_runtime.kernels.native.decode.plan import STEP_FIELDS
+from cubin_runtime.kernels.native.launches import KernelFile
 from cubin_runtime.kernels.native.mla.params import PAGED_MLA_DECODE
 from cubin_runtime.kernels.native.mla.plan import (
-    LatentCacheView,
     MlaProblem,
     cache_descriptor,
-    mla_plan,
+    mla_launch,
     mla_regions,
 )
 from cubin_runtime.kernels.native.mla.select import MlaSelection, MlaShape, select_mla_decode
@@ -39,8 +38,8 @@ PROBLEM = MlaProblem(
     out_strides=(128 * 512, 512),
     lse_strides=(128, 1),
     table_stride=64,
+    cache_strides=(64 * 576, 576),
 )
-CACHE = LatentCacheView(0x7F0000000000, page_stride=64 * 576, token_stride=576)
 
 
 def selection(batch_invariant: bool = False) -> MlaSelection:
@@ -50,7 +49,7 @@ def selection(batch_invariant: bool = False) -> MlaSelection:
 
 def plan(problem: MlaProblem = PROBLEM) -> LaunchPlan:
     path = ArtifactPath("hopper-0.1.0/mla/kernel.cubin")
-    return mla_plan(selection(), path, DIGEST, PAGED_MLA_DECODE, problem, CACHE)
+    return mla_launch(selection(), problem, KernelFile(path, DIGEST, PAGED_MLA_DECODE)).plan
 
 
 def region_bytes(chosen: MlaSelection) -> dict[str, int]:
@@ -62,22 +61,18 @@ def test_every_field_of_the_struct_has_a_value() -> None:
     assert len(PAGED_MLA_DECODE.pack(encoded)) == PAGED_MLA_DECODE.size
 
 
-def test_step_fields_are_fields_of_the_struct() -> None:
-    assert set(STEP_FIELDS) <= {field.name for field in PAGED_MLA_DECODE.fields}
-
-
 def test_the_descriptor_is_one_that_the_driver_takes() -> None:
-    check_tensor_map(cache_descriptor(PROBLEM, WIDE[0], CACHE))
+    check_tensor_map(cache_descriptor(PROBLEM, WIDE[0]))
 
 
 def test_the_descriptor_of_an_e4m3_cache_is_one_that_the_driver_takes() -> None:
     for box_columns, swizzle in ((64, "none"), (128, "128B")):
         kernel = replace(FEW[0], traits={**FEW[0].traits, "box_columns": box_columns, "swizzle": swizzle})
-        check_tensor_map(cache_descriptor(replace(PROBLEM, kv_dtype="e4m3"), kernel, CACHE))
+        check_tensor_map(cache_descriptor(replace(PROBLEM, kv_dtype="e4m3"), kernel))
 
 
 def test_a_box_stays_within_a_page() -> None:
-    assert cache_descriptor(replace(PROBLEM, page_size=32), WIDE[0], CACHE).box == (64, 32, 1)
+    assert cache_descriptor(replace(PROBLEM, page_size=32), WIDE[0]).box == (64, 32, 1)
 
 
 def test_the_softmax_scale_is_for_base_2() -> None:

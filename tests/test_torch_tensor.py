@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from cubin_runtime.attention.views import ITEM_BYTES, view_of
+from cubin_runtime.dtypes import ITEM_BYTES
 from cubin_runtime.errors import UsageError
+from cubin_runtime.tensor import view_of
 
 pytestmark = pytest.mark.torch
 

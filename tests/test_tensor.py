@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cubin_runtime.attention.views import TensorView, _DLTensor, view_of
 from cubin_runtime.errors import UsageError
+from cubin_runtime.tensor import TensorView, _DLTensor, view_of
 
 _new_capsule = ctypes.pythonapi.PyCapsule_New
 _new_capsule.restype = ctypes.py_object

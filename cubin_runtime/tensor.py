@@ -5,31 +5,24 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
-from ..errors import UsageError
+from .dtypes import ITEM_BYTES
+from .errors import UsageError
 
-ITEM_BYTES = {
-    "bfloat16": 2,
-    "float16": 2,
-    "float32": 4,
-    "float64": 8,
-    "float8_e4m3fn": 1,
-    "int8": 1,
-    "uint8": 1,
-    "int16": 2,
-    "uint16": 2,
-    "int32": 4,
-    "uint32": 4,
-    "int64": 8,
-    "uint64": 8,
-}
-# The short names that kernels' metadata and the command line use.
-DTYPE_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "e4m3"}
 _CUDA_DEVICE = 2  # kDLCUDA
 _DLPACK_CODES = {0: "int", 1: "uint", 2: "float", 4: "bfloat"}
 _DLPACK_E4M3FN = 10  # a code that says the width itself
 _ARRAY_KINDS = {"i": "int", "u": "uint", "f": "float"}
+
+
+class TensorSpec(NamedTuple):
+    """The form of a tensor: all but its address. ``strides`` in elements, ``device`` the ordinal."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    device: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +46,11 @@ class TensorView:
         """A row-major tensor at ``pointer``."""
         strides = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
         return cls(pointer, dtype, shape, strides, device)
+
+    @property
+    def spec(self) -> TensorSpec:
+        """Its form."""
+        return TensorSpec(self.dtype, self.shape, self.strides, self.device)
 
     @property
     def is_contiguous(self) -> bool:

@@ -9,8 +9,9 @@ from standin_build import StandIn
 
 from cubin_runtime.errors import AbiError, UsageError
 from cubin_runtime.launch.driver import Driver, DriverCallError
-from cubin_runtime.launch.launcher import LaunchAttributes, LaunchPlan, PreparedLaunch
 from cubin_runtime.launch.modules import LoadedKernel, ModuleCache
+from cubin_runtime.launch.plan import LaunchAttributes, LaunchPlan
+from cubin_runtime.launch.prepared import PreparedLaunches
 from cubin_runtime.launch.structs import Field, StructLayout
 from cubin_runtime.launch.tensormap import TensorMapCache, TensorMapError
 
@@ -29,13 +30,21 @@ def kernel(driver: Driver, standin: StandIn, context: int) -> LoadedKernel:
     return cache.kernel(context, DIGEST, SYMBOL, lambda: b"", needs(dynamic_shared_bytes=200000))
 
 
+def prepare(
+    kernel: LoadedKernel, driver: Driver, *names: str, resident: tuple[str, ...] = (), **changes: Any
+) -> PreparedLaunches:
+    """One launch whose fields ``names`` take values of the same names."""
+    made = plan(inputs=dict(zip(names, names, strict=True)), **changes)
+    return PreparedLaunches([made], [kernel], driver, names, resident=resident)
+
+
 @pytest.fixture
-def prepared(driver: Driver, kernel: LoadedKernel) -> PreparedLaunch:
-    return PreparedLaunch(plan(), kernel, driver)
+def prepared(driver: Driver, kernel: LoadedKernel) -> PreparedLaunches:
+    return prepare(kernel, driver)
 
 
-def test_configuration_and_attributes_arrive_as_planned(prepared: PreparedLaunch, standin: StandIn) -> None:
-    prepared.launch(0x5007)
+def test_configuration_and_attributes_arrive_as_planned(prepared: PreparedLaunches, standin: StandIn) -> None:
+    prepared.run(0x5007)
     seen = standin.call("cuLaunchKernelEx")
     parameter = seen.pop("parameter0")
     assert len(parameter) == 2 * LAYOUT.size
@@ -58,110 +67,110 @@ def test_configuration_and_attributes_arrive_as_planned(prepared: PreparedLaunch
 def test_attributes_that_were_not_asked_for_are_not_passed(
     driver: Driver, kernel: LoadedKernel, standin: StandIn
 ) -> None:
-    PreparedLaunch(plan(attributes=LaunchAttributes()), kernel, driver).launch(0)
+    prepare(kernel, driver, attributes=LaunchAttributes()).run(0)
     seen = standin.call("cuLaunchKernelEx")
     assert (seen["attributes"], seen["pdl"], "cluster" in seen, "policy" in seen) == ("1", "0", False, False)
 
 
-def test_parameters_arrive_byte_for_byte(prepared: PreparedLaunch, standin: StandIn) -> None:
-    prepared.launch(0)
+def test_parameters_arrive_byte_for_byte(prepared: PreparedLaunches, standin: StandIn) -> None:
+    prepared.run(0)
     assert standin.call("cuLaunchKernelEx")["parameter0"] == LAYOUT.pack({**VALUES, "k": ENCODED}).hex()
 
 
-def test_patched_fields_stay_patched(prepared: PreparedLaunch, standin: StandIn) -> None:
-    prepared.patch("batch", 9)
-    prepared.launch(0)
-    prepared.launch(0)
-    assert [sent(standin, i)["batch"] for i in (0, 1)] == [9, 9]
+def test_only_the_inputs_change_from_run_to_run(driver: Driver, kernel: LoadedKernel, standin: StandIn) -> None:
+    prepared = prepare(kernel, driver, "lengths", "scale", "batch")
+    prepared.run(0, 1, 0.5, 2)
+    prepared.run(0, 0xABCDEF, 0.25, 3)
+    first = {**LAYOUT.unpack(LAYOUT.pack({**VALUES, "k": ENCODED})), "lengths": 1, "scale": 0.5, "batch": 2}
+    assert [sent(standin, i) for i in (0, 1)] == [first, {**first, "lengths": 0xABCDEF, "scale": 0.25, "batch": 3}]
 
 
-def test_only_the_patched_field_changes(prepared: PreparedLaunch, standin: StandIn) -> None:
-    prepared.launch(0)
-    prepared.launch(0, {"lengths": 0xABCDEF})
-    assert sent(standin, 1) == {**sent(standin, 0), "lengths": 0xABCDEF}
+def test_two_fields_may_take_one_value(driver: Driver, kernel: LoadedKernel, standin: StandIn) -> None:
+    made = plan(inputs={"out": "address", "lengths": "address"})
+    PreparedLaunches([made], [kernel], driver, ["address"]).run(0, 0xAB)
+    assert (sent(standin)["out"], sent(standin)["lengths"]) == (0xAB, 0xAB)
 
 
-def test_a_patched_descriptor_is_encoded(prepared: PreparedLaunch, standin: StandIn) -> None:
-    prepared.patch("k", SPEC.moved(0x1230))
-    prepared.launch(0)
-    descriptor = sent(standin)["k"]
-    assert isinstance(descriptor, bytes)
-    assert descriptor[:8] == (0x1230).to_bytes(8, "little")
+def test_launches_of_one_plan_follow_one_another_with_their_own_values(
+    driver: Driver, kernel: LoadedKernel, standin: StandIn
+) -> None:
+    plans = [plan(inputs={"batch": name, "out": "out"}) for name in ("first", "second")]
+    PreparedLaunches(plans, [kernel, kernel], driver, ["second", "out", "first"]).run(0x5001, 2, 0xEE, 1)
+    assert [(sent(standin, i)["batch"], sent(standin, i)["out"]) for i in (0, 1)] == [(1, 0xEE), (2, 0xEE)]
+
+
+@pytest.mark.parametrize("resident", [(), ("k",)], ids=["moving", "resident"])
+def test_a_descriptor_is_that_of_the_address_given(
+    driver: Driver, kernel: LoadedKernel, standin: StandIn, resident: tuple[str, ...]
+) -> None:
+    prepared = prepare(kernel, driver, "k", "batch", resident=resident)
+    for number, address in enumerate((0x1230, 0x4560, 0x1230)):
+        prepared.run(0, address, number)
+    seen = [(bytes(sent(standin, i)["k"])[:8], sent(standin, i)["batch"]) for i in range(3)]  # type: ignore[call-overload]
+    expected = [(address.to_bytes(8, "little"), i) for i, address in enumerate((0x1230, 0x4560, 0x1230))]
+    assert seen == expected
+    addresses = [call.seen["address"] for call in standin.calls("cuTensorMapEncodeTiled")]
+    assert sorted(set(addresses) - {hex(SPEC.address)}) == ["0x1230", "0x4560"]
 
 
 def test_descriptors_are_shared_through_the_cache(driver: Driver, kernel: LoadedKernel, standin: StandIn) -> None:
     cache = TensorMapCache(driver)
-    PreparedLaunch(plan(), kernel, driver, cache)
-    PreparedLaunch(plan(), kernel, driver, cache)
+    for _ in range(2):
+        PreparedLaunches([plan()], [kernel], driver, descriptors=cache).run(0)
     assert len(standin.calls("cuTensorMapEncodeTiled")) == 1
 
 
-def test_a_descriptor_that_breaks_a_rule_is_refused(prepared: PreparedLaunch) -> None:
+def test_descriptors_are_encoded_in_the_kernels_context(driver: Driver, kernel: LoadedKernel, standin: StandIn) -> None:
+    driver.set_current(None)
+    standin.clear_log()
+    prepare(kernel, driver, "k").run(0x5001, 0x1230)
+    names = standin.names()
+    assert names.index("cuCtxPushCurrent") < names.index("cuTensorMapEncodeTiled")
+
+
+def test_a_descriptor_that_breaks_a_rule_is_refused(driver: Driver, kernel: LoadedKernel) -> None:
     with pytest.raises(TensorMapError, match="address-alignment"):
-        prepared.patch("k", SPEC.moved(8))
+        prepare(kernel, driver, "k").run(0, 8)
 
 
-def test_one_bad_value_changes_nothing(prepared: PreparedLaunch, standin: StandIn) -> None:
-    before = prepared.parameters
-    with pytest.raises(UsageError, match="batch='x'"):
-        prepared.launch(0, {"out": 1, "batch": "x"})
-    assert prepared.parameters == before
+@pytest.mark.parametrize("value", ["x", None, 2**64, -1, 1.5])
+def test_a_value_that_does_not_fit_is_refused_and_nothing_launched(
+    driver: Driver, kernel: LoadedKernel, standin: StandIn, value: object
+) -> None:
+    prepared = prepare(kernel, driver, "batch", "out")
+    with pytest.raises(UsageError, match=r"launch of paged_decode_d128 with batch=3, out="):
+        prepared.run(0, 3, value)
     assert standin.calls("cuLaunchKernelEx") == []
+    prepared.run(0, 4, 1)
+    assert (sent(standin)["batch"], sent(standin)["out"]) == (4, 1)
 
 
-def test_an_unknown_field_is_refused(prepared: PreparedLaunch) -> None:
-    with pytest.raises(UsageError, match="no field 'nope'"):
-        prepared.patch("nope", 1)
+def test_an_input_that_is_no_scalar_is_refused(driver: Driver, kernel: LoadedKernel) -> None:
+    with pytest.raises(UsageError, match="input 'group' of struct DecodeParams is FastModDiv"):
+        prepare(kernel, driver, "group")
 
 
-def test_describe_shows_what_would_be_sent(prepared: PreparedLaunch) -> None:
-    prepared.patch("out", 0xBEEF)
-    rows = {row.name: row.text for row in prepared.describe()}
-    assert (rows["out"], rows["batch"], rows["group"]) == ("0xbeef", "7", "/ 3")
+def test_an_input_of_an_unknown_field_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"inputs of struct DecodeParams: unknown \['nope'\]"):
+        plan(inputs={"nope": "out"})
 
 
-class OnStream:
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, 0x5009
+def test_many_sets_of_resident_addresses_do_not_pile_up(driver: Driver, kernel: LoadedKernel, standin: StandIn) -> None:
+    prepared = prepare(kernel, driver, "k", resident=("k",))
+    for layer in range(1100):
+        prepared.run(0x5001, 0x10000 * (layer + 1))
+    assert len(prepared._pools) == 1024
+    standin.clear_log()
+    prepared.run(0x5001, 0x10000)
+    assert bytes(sent(standin)["k"])[:8] == (0x10000).to_bytes(8, "little")  # type: ignore[call-overload]
 
 
-def test_any_kind_of_stream_is_taken(prepared: PreparedLaunch, standin: StandIn) -> None:
-    prepared.launch(OnStream())
-    prepared.launch(None)
-    assert [call.seen["stream"] for call in standin.calls("cuLaunchKernelEx")] == ["0x5009", "(nil)"]
+def test_threads_launch_their_own_values(driver: Driver, kernel: LoadedKernel, standin: StandIn) -> None:
+    prepared = prepare(kernel, driver, "out", "lengths", "batch")
 
-
-def test_a_stepper_sets_its_fields_and_launches(prepared: PreparedLaunch, standin: StandIn) -> None:
-    step = prepared.stepper("out", "scale", "batch")
-    step(0x5001, 0xAA, 0.5, 3)
-    step(0x5002, 0xBB, 0.25, 4)
-    assert [sent(standin, i)["out"] for i in (0, 1)] == [0xAA, 0xBB]
-    assert [(sent(standin, i)["scale"], sent(standin, i)["batch"]) for i in (0, 1)] == [(0.5, 3), (0.25, 4)]
-    assert [call.seen["stream"] for call in standin.calls("cuLaunchKernelEx")] == ["0x5001", "0x5002"]
-
-
-@pytest.mark.parametrize("values", [(), (1, 2), ("x",), (2**64,), (-1,)])
-def test_a_stepper_refuses_values_that_do_not_fit(prepared: PreparedLaunch, values: tuple[Any, ...]) -> None:
-    with pytest.raises(UsageError, match="expected out"):
-        prepared.stepper("out")(0, *values)
-
-
-@pytest.mark.parametrize("name", ["k", "group"])
-def test_a_stepper_takes_scalar_fields_only(prepared: PreparedLaunch, name: str) -> None:
-    with pytest.raises(UsageError, match=f"stepper field '{name}'"):
-        prepared.stepper(name)
-
-
-def test_a_stepper_reports_what_the_driver_refuses(prepared: PreparedLaunch, standin: StandIn) -> None:
-    standin.fail("cuLaunchKernelEx", 1)
-    with pytest.raises(DriverCallError, match="cuLaunchKernelEx returned 1"):
-        prepared.stepper()(0)
-
-
-def test_threads_launch_their_own_values(prepared: PreparedLaunch, standin: StandIn) -> None:
     def work(number: int) -> None:
         for i in range(100):
-            prepared.launch(0x5000 + number, {"out": number << 32 | i, "lengths": number << 32 | i, "batch": number})
+            prepared.run(0x5000 + number, number << 32 | i, number << 32 | i, number)
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(1, 7)]
     for thread in threads:
@@ -177,12 +186,12 @@ def test_threads_launch_their_own_values(prepared: PreparedLaunch, standin: Stan
     assert len({v["out"] for _, v in launches}) == 600
 
 
-def test_a_thread_without_a_context_launches_in_the_kernels_own(prepared: PreparedLaunch, standin: StandIn) -> None:
+def test_a_thread_without_a_context_launches_in_the_kernels_own(prepared: PreparedLaunches, standin: StandIn) -> None:
     failures: list[BaseException] = []
 
     def work() -> None:
         try:
-            prepared.launch(0)
+            prepared.run(0)
         except BaseException as error:
             failures.append(error)
 
@@ -194,47 +203,46 @@ def test_a_thread_without_a_context_launches_in_the_kernels_own(prepared: Prepar
     assert standin.call("cuLaunchKernelEx")["symbol"] == SYMBOL
 
 
-@pytest.mark.parametrize("way", ["launch", "step"])
 @pytest.mark.parametrize("stream", [0, 2])
 def test_a_default_stream_is_that_of_the_kernels_context(
-    prepared: PreparedLaunch, driver: Driver, standin: StandIn, way: str, stream: int
+    prepared: PreparedLaunches, driver: Driver, standin: StandIn, stream: int
 ) -> None:
     standin.with_devices(2)
     other = driver.primary_context(1)
     with driver.using(other):
-        {"launch": prepared.launch, "step": prepared.stepper()}[way](stream)
+        prepared.run(stream)
         assert driver.current_context() == other
     assert standin.calls("cuLaunchKernelEx")[-1].seen["context"] == "0xc000"
 
 
 def test_a_stream_of_the_kernels_context_needs_no_current_one(
-    prepared: PreparedLaunch, driver: Driver, standin: StandIn
+    prepared: PreparedLaunches, driver: Driver, standin: StandIn
 ) -> None:
     stream = driver.create_stream()
+    prepared.run(stream)
     driver.set_current(None)
     standin.clear_log()
-    prepared.launch(stream)
+    prepared.run(stream)
     assert standin.names() == ["cuLaunchKernelEx"]
 
 
-@pytest.mark.parametrize("way", ["launch", "step"])
 def test_a_stream_of_another_device_is_refused_with_both_named(
-    prepared: PreparedLaunch, driver: Driver, standin: StandIn, way: str
+    prepared: PreparedLaunches, driver: Driver, standin: StandIn
 ) -> None:
     standin.with_devices(2)
     with driver.using(driver.primary_context(1)):
         stream = driver.create_stream()
     with pytest.raises(UsageError, match="of device 1, the kernel is loaded on device 0"):
-        {"launch": prepared.launch, "step": prepared.stepper()}[way](stream)
+        prepared.run(stream)
     assert standin.calls("cuLaunchKernelEx") == []
 
 
 def test_a_fault_names_the_launches_of_its_context_alone(
-    prepared: PreparedLaunch, driver: Driver, standin: StandIn
+    prepared: PreparedLaunches, driver: Driver, standin: StandIn
 ) -> None:
     standin.with_devices(2)
     other = driver.primary_context(1)
-    prepared.launch(0x5001)
+    prepared.run(0x5001)
     standin.fault(700)
     with driver.using(other), pytest.raises(DriverCallError) as caught:
         driver.synchronize(0)
@@ -244,36 +252,29 @@ def test_a_fault_names_the_launches_of_its_context_alone(
     assert len(caught.value.launches) == 1
 
 
-def test_a_stepper_on_a_thread_without_a_context_uses_the_kernels_own(
-    prepared: PreparedLaunch, driver: Driver, standin: StandIn
-) -> None:
-    driver.set_current(None)
-    prepared.stepper("batch")(0x5001, 4)
-    assert sent(standin)["batch"] == 4
-    assert driver.current_context() is None
-
-
-def test_launching_allocates_waits_and_loads_nothing(prepared: PreparedLaunch, standin: StandIn) -> None:
+def test_launching_allocates_waits_and_loads_nothing(prepared: PreparedLaunches, standin: StandIn) -> None:
+    prepared.run(0)
     standin.clear_log()
-    prepared.launch(0, {"out": 1, "batch": 2})
+    prepared.run(0)
     assert standin.names() == ["cuLaunchKernelEx"]
 
 
 def test_a_launch_inside_a_capture_goes_to_the_capturing_stream(
-    prepared: PreparedLaunch, driver: Driver, standin: StandIn
+    prepared: PreparedLaunches, driver: Driver, standin: StandIn
 ) -> None:
     stream = driver.create_stream()
     driver.begin_capture(stream)
-    prepared.launch(stream)
+    prepared.run(stream)
     assert driver.end_capture(stream)
     assert standin.call("cuLaunchKernelEx")["stream"] == hex(stream)
 
 
 def test_a_fault_that_surfaces_later_names_the_last_launches(
-    prepared: PreparedLaunch, driver: Driver, standin: StandIn
+    driver: Driver, kernel: LoadedKernel, standin: StandIn
 ) -> None:
+    prepared = prepare(kernel, driver, "batch")
     for number in range(20):
-        prepared.launch(0x5000 + number, {"batch": number})
+        prepared.run(0x5000 + number, number)
     standin.fault(700)
     with pytest.raises(DriverCallError, match="last launches, newest last") as caught:
         driver.synchronize(0)
@@ -283,9 +284,9 @@ def test_a_fault_that_surfaces_later_names_the_last_launches(
 
 
 def test_a_fault_names_kernel_digest_grid_attributes_and_pointers(
-    prepared: PreparedLaunch, driver: Driver, standin: StandIn
+    prepared: PreparedLaunches, driver: Driver, standin: StandIn
 ) -> None:
-    prepared.launch(0x5001)
+    prepared.run(0x5001)
     standin.fault(719)
     with pytest.raises(DriverCallError) as caught:
         driver.synchronize(0)
@@ -295,17 +296,17 @@ def test_a_fault_names_kernel_digest_grid_attributes_and_pointers(
     )
 
 
-def test_a_refused_launch_does_not_name_earlier_ones(prepared: PreparedLaunch, standin: StandIn) -> None:
-    prepared.launch(0)
+def test_a_refused_launch_does_not_name_earlier_ones(prepared: PreparedLaunches, standin: StandIn) -> None:
+    prepared.run(0)
     standin.fail("cuLaunchKernelEx", 1)
     with pytest.raises(DriverCallError) as caught:
-        prepared.launch(0)
+        prepared.run(0)
     assert (caught.value.sticky, caught.value.launches) == (False, ())
 
 
-def test_the_history_can_be_cleared(prepared: PreparedLaunch, driver: Driver) -> None:
-    history = driver.history(prepared.kernel.context)
-    prepared.launch(0)
+def test_the_history_can_be_cleared(prepared: PreparedLaunches, driver: Driver, kernel: LoadedKernel) -> None:
+    history = driver.history(kernel.context)
+    prepared.run(0)
     assert len(history.records()) == 1
     history.clear()
     assert history.records() == ()
@@ -333,9 +334,9 @@ def test_a_plan_beyond_what_the_kernel_was_gated_for_is_refused(
 ) -> None:
     made: LaunchPlan = plan(**changes)
     with pytest.raises(AbiError, match=text):
-        PreparedLaunch(made, kernel, driver)
+        PreparedLaunches([made], [kernel], driver)
 
 
-def test_a_value_that_does_not_fit_is_refused_when_prepared(driver: Driver, kernel: LoadedKernel) -> None:
+def test_a_planned_value_that_does_not_fit_is_refused(driver: Driver, kernel: LoadedKernel) -> None:
     with pytest.raises(UsageError, match="batch=None: expected int32"):
-        PreparedLaunch(plan(values={**VALUES, "batch": None}), kernel, driver)
+        prepare(kernel, driver, values={**VALUES, "batch": None}).run(0)

@@ -1,0 +1,259 @@
+"""One decode as a value, its tensors and its options, and the rules between them that all decodes share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+from ..dtypes import DTYPES
+from ..errors import UsageError
+from ..tensor import TensorView
+from .backends import AUTO
+from .checks import check_dtype, check_shape, check_switches, check_words, integer
+from .operator import CallTensors, TensorArg
+from .scales import flat_scalar, float32_number
+
+MAX_Q_LEN = 16
+LENGTHS = ("int32", "uint32")
+# A token's mask is 32 bits.
+MASK_WORDS = {"uint16": 2, "uint32": 1}
+_MAX_TILES = 1 << 31
+_SMALLEST_TILE = 64
+_SMALLEST_ROWS = 8
+
+
+def decode_tensors(q: TensorArg, caches: Sequence[TensorArg], out: TensorArg) -> tuple[TensorArg, ...]:
+    """The tensors of a decode: its own queries, caches and output, and what all decodes take."""
+    return (
+        q,
+        *caches,
+        TensorArg("page_table", ("int32",), rows=True),
+        TensorArg("seq_lens", LENGTHS, rows=True),
+        out,
+        TensorArg("lse", ("float32",), optional=True, written=True),
+        TensorArg("q_cu_seq_lens", LENGTHS, optional=True, contiguous=True),
+        TensorArg("mask", tuple(MASK_WORDS), optional=True, contiguous=True),
+        TensorArg("sinks", ("float32",), optional=True, contiguous=True),
+        *(
+            TensorArg(name, ("float32",), optional=True, value=f"{name}_device", canonical=lambda v, _: flat_scalar(v))
+            for name in ("softmax_scale", "output_scale")
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeOptions:
+    """What a decode is told besides tensors; see ``paged_decode``. A scale on the device is 1 here.
+
+    ``max_q_len`` is given where requests have query tokens of different number, and only there.
+    """
+
+    max_seq_len: int
+    softmax_scale: float = 1.0
+    output_scale: float = 1.0
+    kv_layout: str = "NHD"
+    max_q_len: int | None = None
+    window_left: int = -1
+    batch_invariant: bool = False
+    backend: str = AUTO
+    enable_pdl: bool | None = False
+
+    def checked(self) -> DecodeOptions:
+        """With integers as ints, so that all can be part of a plan's key.
+
+        Raises:
+            UsageError: one is of another kind.
+        """
+        check_switches(batch_invariant=self.batch_invariant, enable_pdl=self.enable_pdl or False)
+        check_words(kv_layout=self.kv_layout, backend=self.backend)
+        return replace(
+            self,
+            max_seq_len=integer("max_seq_len", self.max_seq_len),
+            max_q_len=None if self.max_q_len is None else integer("max_q_len", self.max_q_len),
+            window_left=integer("window_left", self.window_left),
+        )
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What tells plans apart, beside forms and bounds on the lengths; scales come with each run."""
+        return (
+            self.kv_layout,
+            self.max_q_len,
+            self.window_left,
+            self.batch_invariant,
+            self.backend,
+            self.enable_pdl,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeCall:
+    """The tensors and options of one decode, and what follows from them."""
+
+    tensors: CallTensors
+    options: DecodeOptions
+
+    @property
+    def q(self) -> TensorView:
+        """The queries."""
+        return self.tensors["q"]
+
+    @property
+    def ragged(self) -> bool:
+        """Whether requests have query tokens of different number."""
+        return self.tensors.get("q_cu_seq_lens") is not None
+
+    @property
+    def batch(self) -> int:
+        """Requests."""
+        return self.tensors["seq_lens"].shape[0] if self.ragged else self.q.shape[0]
+
+    @property
+    def tokens(self) -> int:
+        """Query tokens of all requests."""
+        return prod(self.q.shape[:-2])
+
+    @property
+    def own_q_len(self) -> int | None:
+        """Query tokens of each request; None where they differ."""
+        if self.ragged:
+            return None
+        return self.q.shape[1] if len(self.q.shape) == 4 else 1
+
+    @property
+    def q_len(self) -> int:
+        """Query tokens of each request, or their bound."""
+        return self.own_q_len or self.options.max_q_len or 1
+
+    @property
+    def q_heads(self) -> int:
+        """Query heads."""
+        return self.q.shape[-2]
+
+
+def check_queries(call: DecodeCall) -> None:
+    """Check q, the running sum of query tokens and their bound against each other."""
+    shape, bound = call.q.shape, call.options.max_q_len
+    if not call.ragged:
+        if len(shape) not in (3, 4):
+            raise UsageError(
+                f"q: shape {shape}, expected [batch, q_heads, head_dim] or [batch, q_len, q_heads, head_dim]"
+            )
+        if bound is not None:
+            raise UsageError(f"max_q_len={bound}: expected only with q_cu_seq_lens")
+        if shape[0] < 1:
+            raise UsageError(f"q: shape {shape}, expected a batch of 1 or more")
+        if not 1 <= (call.own_q_len or 0) <= MAX_Q_LEN:
+            raise UsageError(f"q: {call.own_q_len} tokens a request, expected 1 to {MAX_Q_LEN}")
+        return
+    if len(shape) != 3 or shape[0] < 1:
+        raise UsageError(
+            f"q: shape {shape} with q_cu_seq_lens, expected [tokens, q_heads, head_dim] of 1 token or more"
+        )
+    lens = call.tensors["seq_lens"].shape
+    if len(lens) != 1 or lens[0] < 1:
+        raise UsageError(f"seq_lens: shape {lens}, expected (batch,) of 1 or more")
+    if bound is None:
+        raise UsageError(f"max_q_len: None with q_cu_seq_lens, expected a bound from 1 to {MAX_Q_LEN}")
+    if not 1 <= integer("max_q_len", bound) <= MAX_Q_LEN:
+        raise UsageError(f"max_q_len={bound}: expected 1 to {MAX_Q_LEN}")
+
+
+def check_query_bounds(view: TensorView) -> None:
+    """Check ``q_cu_seq_lens`` as far as that needs no other tensor: before it is read back."""
+    check_dtype("q_cu_seq_lens", view, LENGTHS)
+    if len(view.shape) != 1:
+        raise UsageError(f"q_cu_seq_lens: shape {view.shape}, expected (batch + 1,)")
+
+
+def check_shapes(call: DecodeCall, out: tuple[int, ...], kv_heads: int) -> None:
+    """Check the shapes of all tensors but q and the caches against them and each other; ``out`` is the output's."""
+    tensors, batch = call.tensors, call.batch
+    check_shape("out", tensors["out"], out)
+    check_shape("lse", tensors.get("lse"), call.q.shape[:-1])
+    check_shape("seq_lens", tensors["seq_lens"], (batch,))
+    check_shape("q_cu_seq_lens", tensors.get("q_cu_seq_lens"), (batch + 1,))
+    table = tensors["page_table"].shape
+    if len(table) != 2 or table[0] != batch or table[1] < 1:
+        raise UsageError(f"page_table: shape {table}, expected [{batch}, columns]")
+    mask = tensors.get("mask")
+    if mask is not None:
+        words = MASK_WORDS[mask.dtype]
+        by_request = () if call.own_q_len is None else ((batch, call.own_q_len, words),)
+        check_shape("mask", mask, (call.tokens, words), *by_request)
+    check_shape("sinks", tensors.get("sinks"), (call.q_heads,), (kv_heads, call.q_heads // kv_heads))
+    for name in ("softmax_scale", "output_scale"):
+        scale = tensors.get(name)
+        if scale is not None and prod(scale.shape) != 1:
+            raise UsageError(f"{name}: shape {scale.shape}, expected one element")
+
+
+def check_token_strides(call: DecodeCall) -> None:
+    """All query tokens of q, out and lse lie at one stride."""
+    token_stride("q", call.q, 2)
+    token_stride("out", call.tensors["out"], 2)
+    lse = call.tensors.get("lse")
+    if lse is not None:
+        token_stride("lse", lse, 1)
+
+
+def check_options(call: DecodeCall, *, page_size: int, kv_heads: int) -> None:
+    """Check bounds and numbers."""
+    options = call.options
+    bound, columns = integer("max_seq_len", options.max_seq_len), call.tensors["page_table"].shape[1]
+    capacity = columns * page_size
+    if not 0 <= bound <= capacity:
+        raise UsageError(
+            f"max_seq_len={bound}: expected 0 to {capacity}, which is what the page table's {columns} columns hold"
+        )
+    rows = call.q_len * (call.q_heads // kv_heads)
+    pairs = call.batch * kv_heads * -(-rows // _SMALLEST_ROWS)
+    tiles = pairs * (bound // _SMALLEST_TILE + 1)
+    if tiles >= _MAX_TILES:
+        raise UsageError(f"batch x KV heads x max_seq_len={bound}: {tiles} tiles, expected below {_MAX_TILES}")
+    if not -1 <= integer("window_left", options.window_left) < 1 << 31:
+        raise UsageError(f"window_left={options.window_left}: expected -1 (none) or more, below 2^31")
+    for name, scale in (("softmax_scale", options.softmax_scale), ("output_scale", options.output_scale)):
+        float32_number(name, scale)
+
+
+def token_stride(name: str, view: TensorView, trailing: int) -> int:
+    """Elements between the query tokens of ``view``, whose last ``trailing`` dimensions belong to one token.
+
+    In front of them stands ``[tokens]`` or ``[batch, q_len]``; the latter must lie like the former.
+
+    Raises:
+        UsageError: they do not; the message names the tensor.
+    """
+    shape, strides = view.shape[:-trailing], view.strides[:-trailing]
+    if len(shape) == 1 or shape[1] == 1:
+        return strides[0]
+    (batch, q_len), (request, token) = shape, strides
+    if batch > 1 and request != q_len * token:
+        raise UsageError(
+            f"{name}: strides {view.strides}, expected all tokens at one stride: {q_len * token} elements between "
+            f"requests of {q_len} tokens {token} elements apart"
+        )
+    return token
+
+
+def problem_values(call: DecodeCall) -> dict[str, Any]:
+    """The sizes, strides and options of a native problem that are the same for all decodes."""
+    tensors, options = call.tensors, call.options
+    out, lse = tensors["out"], tensors.get("lse")
+    return {
+        "batch": call.batch,
+        "tokens": call.tokens,
+        "q_len": call.q_len,
+        "q_dtype": DTYPES[call.q.dtype].short,
+        "out_dtype": DTYPES[out.dtype].short,
+        "softmax_scale": options.softmax_scale,
+        "output_scale": options.output_scale,
+        "q_strides": (token_stride("q", call.q, 2), call.q.strides[-2]),
+        "out_strides": (token_stride("out", out, 2), out.strides[-2]),
+        "lse_strides": (token_stride("lse", lse, 1), lse.strides[-1]) if lse else (0, 0),
+        "table_stride": tensors["page_table"].strides[0],
+        "programmatic_serialization": bool(options.enable_pdl),
+    }

@@ -1,0 +1,233 @@
+"""What all decodes do with a call: defaults, the plan cache, the run, and a record where calls are traced."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import isfinite, prod
+from typing import Any, TypeVar
+
+from ..errors import UsageError
+from ..kernels.native.launches import NativeLaunch
+from ..kernels.native.problem import LOG2_E
+from ..launch.driver import DeviceFacts
+from ..launch.streams import stream_handle
+from ..tensor import TensorView, is_torch, view_of
+from .backends import resolve_backend
+from .checks import integer
+from .decode_call import MAX_Q_LEN, DecodeCall, DecodeOptions, check_query_bounds
+from .operator import Given, Operator
+from .operator_plan import AnyWorkspace, OperatorPlan, check_workspace
+from .runtime import OwnRelease, Runtime, default_runtime
+from .scales import split_scale
+from .tracing import record, recording
+from .tracing.schema import TracedCall
+
+_SMALLEST_BOUND_LOG2 = 6
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeOperator(Operator):
+    """A decode operator: besides its tensors, what is written by hand for it.
+
+    ``check`` raises for a call that breaks a rule. ``launches`` plans a checked call for a device with the kernels of a
+    release; its bound is ``max_seq_len`` of its options. ``output`` is the shape and dtype (None: that of q) of an
+    output to be made for q, ``scale`` the default softmax scale for the shape of q, ``traced`` the record of a call.
+    """
+
+    check: Callable[[DecodeCall], None]
+    page_size: Callable[[DecodeCall], int]
+    launches: Callable[[DecodeCall, DeviceFacts, OwnRelease], Sequence[NativeLaunch[Any]]]
+    output: Callable[[TensorView], tuple[tuple[int, ...], str | None]]
+    scale: Callable[[tuple[int, ...]], float]
+    traced: Callable[[DecodeCall], TracedCall]
+
+
+class DecodePlan(OperatorPlan):
+    """A decode for one set of shapes, strides and options."""
+
+    options: DecodeOptions
+
+    def run_step(
+        self,
+        arguments: Given,
+        softmax_scale: Any,
+        output_scale: Any,
+        workspace: AnyWorkspace | None,
+        stream: Any,
+        max_seq_len: int | None,
+    ) -> None:
+        """A run on the tensors among ``arguments``, with scales as numbers or tensors, up to the plan's bound."""
+        number, softmax_tensor = split_scale(softmax_scale, "softmax_scale")
+        factor, output_tensor = split_scale(output_scale, "output_scale")
+        options = self.options
+        bound = options.max_seq_len if max_seq_len is None else integer("max_seq_len", max_seq_len)
+        numbers = self.numbers(
+            bound,
+            options.softmax_scale if number is None else number,
+            options.output_scale if factor is None else factor,
+        )
+        given = {**self.operator.pick(arguments), "softmax_scale": softmax_tensor, "output_scale": output_tensor}
+        self.launch(given, numbers, workspace, stream)
+
+    def numbers(self, max_seq_len: int, softmax_scale: float, output_scale: float) -> tuple[int, float, float]:
+        """The numbers of a run in the order of ``kernels.native.problem.NUMBERS``.
+
+        Raises:
+            UsageError: the bound is over the plan's, or a scale is not finite.
+        """
+        if not 0 <= max_seq_len <= self.options.max_seq_len:
+            raise UsageError(f"max_seq_len={max_seq_len}: expected 0 to {self.options.max_seq_len}, the plan's bound")
+        if not isfinite(softmax_scale):
+            raise UsageError(f"softmax_scale={softmax_scale}: expected a finite number")
+        if not isfinite(output_scale):
+            raise UsageError(f"output_scale={output_scale}: expected a finite number")
+        return max_seq_len, softmax_scale * LOG2_E, output_scale
+
+
+PlanT = TypeVar("PlanT", bound=DecodePlan)
+
+
+def plan_decode(
+    plan_class: type[PlanT],
+    operator: DecodeOperator,
+    arguments: Given,
+    options: DecodeOptions,
+    softmax_scale: Any,
+    output_scale: Any,
+    runtime: Runtime | None,
+    device_facts: DeviceFacts | None,
+) -> PlanT:
+    """The plan for the tensors among ``arguments``; ``options`` are without scales."""
+    given, scales = _with_scales(operator, arguments, softmax_scale, output_scale)
+    call = DecodeCall(operator.read(given, options), replace(options, softmax_scale=scales[0], output_scale=scales[1]))
+    return _plan(plan_class, operator, runtime or default_runtime(), call, device_facts, is_torch(given["q"]))
+
+
+def run_decode(
+    plan_class: type[DecodePlan],
+    operator: DecodeOperator,
+    arguments: Given,
+    options: DecodeOptions,
+    softmax_scale: Any,
+    output_scale: Any,
+    workspace: AnyWorkspace | None,
+    stream: Any,
+    runtime: Runtime | None,
+) -> Any:
+    """Run on the tensors among ``arguments``, by a plan from the runtime's cache or made now; the output.
+
+    ``options`` are without scales. The plan's bound is the next power of two, as far as the page table goes, so one
+    plan serves while lengths grow.
+    """
+    rt = runtime or default_runtime()
+    given, (scale, factor) = _with_scales(operator, arguments, softmax_scale, output_scale)
+    if given["out"] is None:
+        given["out"] = _made_output(operator, rt, given["q"])
+    if stream is None:
+        stream = rt.memory.current_stream(given["q"])
+    options = options.checked()
+    if workspace is not None:
+        check_workspace(workspace)
+    if options.max_q_len is None and given["q_cu_seq_lens"] is not None:
+        options = replace(options, max_q_len=_longest(rt, given["q"], given["q_cu_seq_lens"], stream))
+    # Torch tensors are told apart by what they are; others by their views.
+    form: Any = operator.forms(given)
+    if form is None:
+        form = operator.read(given, options).specs
+    bound = options.max_seq_len
+    kept = 1 << max(_SMALLEST_BOUND_LOG2, (bound - 1).bit_length())
+
+    def planned() -> DecodePlan:
+        asked = replace(options, softmax_scale=scale, output_scale=factor)
+        call = DecodeCall(operator.read(given, options), asked)
+        return _plan(plan_class, operator, rt, call, None, is_torch(given["q"]), kept)
+
+    plan: DecodePlan = rt.plans.get((operator.name, form, kept, options.key), planned)
+    plan.launch(given, plan.numbers(bound, scale, factor), workspace, stream_handle(stream))
+    if recording():
+        asked = replace(options, softmax_scale=scale, output_scale=factor)
+        record(operator.traced(DecodeCall(operator.read(given, options), asked)))
+    return given["out"]
+
+
+def _plan(
+    plan_class: type[PlanT],
+    operator: DecodeOperator,
+    runtime: Runtime,
+    call: DecodeCall,
+    device_facts: DeviceFacts | None,
+    of_torch: bool,
+    kept_bound: int | None = None,
+) -> PlanT:
+    """The plan, checked first; ``kept_bound`` raises the bound as far as the page table goes."""
+    operator.check(call)
+    options = call.options
+    bound = options.max_seq_len
+    if kept_bound is not None:
+        bound = min(call.tensors["page_table"].shape[1] * operator.page_size(call), kept_bound)
+    device = device_facts or runtime.driver.device(call.q.device)
+    resolve_backend(operator.name, options.backend, device)
+    # A wider window than the bound hides nothing more, and a position less a window fits an int32.
+    options = replace(options, max_seq_len=bound, window_left=min(options.window_left, bound))
+    launches = operator.launches(DecodeCall(call.tensors, options), device, runtime.own_release())
+    return plan_class(runtime, operator, call.tensors, options, launches, of_torch=of_torch)
+
+
+def _with_scales(
+    operator: DecodeOperator, arguments: Given, softmax_scale: Any, output_scale: Any
+) -> tuple[dict[str, Any], tuple[float, float]]:
+    """The tensors, those of the scales among them, and the scales' numbers; 1 where the device has a scale."""
+    number, softmax_tensor = split_scale(softmax_scale, "softmax_scale")
+    factor, output_tensor = split_scale(output_scale, "output_scale")
+    given = {**operator.pick(arguments), "softmax_scale": softmax_tensor, "output_scale": output_tensor}
+    if number is None:
+        number = 1.0 if softmax_tensor is not None else operator.scale(getattr(given["q"], "shape", ()))
+    return given, (number, 1.0 if factor is None else factor)
+
+
+def default_scale(shape: tuple[int, ...]) -> float:
+    """1 / sqrt(head_dim); the rules refuse what has no head_dim."""
+    return 1 / math.sqrt(shape[-1]) if shape and shape[-1] else 1.0
+
+
+def _made_output(operator: DecodeOperator, runtime: Runtime, q: Any) -> Any:
+    """An output for ``q``.
+
+    Raises:
+        UsageError: ``q`` is no tensor that one can be made from.
+    """
+    shape, dtype = operator.output(view_of(q, "q"))
+    try:
+        return runtime.memory.empty(q, shape, dtype)
+    except UsageError as error:
+        raise UsageError(f"out: None, expected a tensor ({error})") from error
+
+
+def _longest(runtime: Runtime, q: Any, q_cu_seq_lens: Any, stream: Any) -> int:
+    """The most query tokens of a request, read back from the device.
+
+    Raises:
+        UsageError: q_cu_seq_lens is not what it should be or cannot be read, or a request has too many.
+    """
+    view, tokens = view_of(q_cu_seq_lens, "q_cu_seq_lens"), prod(view_of(q, "q").shape[:-2])
+    check_query_bounds(view)
+    driver = runtime.driver
+    with driver.using(driver.context_on(view.device)):
+        if driver.is_capturing(stream_handle(stream)):
+            raise UsageError("max_q_len: None while a stream captures, expected the bound")
+    try:
+        bounds = runtime.memory.to_host(q_cu_seq_lens)
+    except UsageError as error:
+        raise UsageError(f"max_q_len: None, expected the bound ({error})") from error
+    if not bounds or bounds[0] != 0 or bounds[-1] != tokens:
+        came = f"from {bounds[0]} to {bounds[-1]}" if bounds else "empty"
+        raise UsageError(f"q_cu_seq_lens: {came}, expected from 0 to q's {tokens} tokens")
+    for before, after in pairwise(bounds):
+        if after < before:
+            raise UsageError(f"q_cu_seq_lens: {before} is followed by {after}, expected none to decrease")
+        if after - before > MAX_Q_LEN:
+            raise UsageError(f"q_cu_seq_lens: a request of {after - before} query tokens, expected at most {MAX_Q_LEN}")
+    return max((after - before for before, after in pairwise(bounds)), default=0) or 1

@@ -1,0 +1,64 @@
+"""The paged latent cache of MLA: its forms, sizes, and its declaration as an argument."""
+
+from __future__ import annotations
+
+from ..errors import UsageError
+from ..kernels.native.constants import CONSTANTS
+from ..kernels.native.mla.select import MAX_HEADS, PAGE_SIZES
+from ..tensor import TensorView
+from .checks import listed
+from .operator import TensorArg
+
+ROPE = CONSTANTS.mla_rope_columns
+# Dtype of the cache -> what q may be, if a kernel takes it; the output may be any.
+Q_DTYPES = {"bfloat16": ("bfloat16",), "float8_e4m3fn": ("bfloat16", "float8_e4m3fn")}
+OUT_DTYPES = ("bfloat16", "float16", "float8_e4m3fn")
+
+
+def latent_view(cache: TensorView, name: str = "kv_cache") -> TensorView:
+    """A latent cache of either form as ``[pages, page_size, 1, width]``: the same memory.
+
+    Raises:
+        UsageError: it has another rank, or more heads than one.
+    """
+    shape, strides = cache.shape, cache.strides
+    if len(shape) == 4 and shape[1] == 1:
+        shape, strides = (shape[0], *shape[2:]), (strides[0], *strides[2:])
+    if len(shape) != 3:
+        raise UsageError(
+            f"{name}: shape {cache.shape}, expected [pages, page_size, width] or [pages, 1, page_size, width]"
+        )
+    pages, tokens, width = shape
+    own = (strides[0], strides[1], width, strides[2])
+    return TensorView(cache.pointer, cache.dtype, (pages, tokens, 1, width), own, cache.device)
+
+
+def check_cache(q: TensorView, cache: TensorView) -> None:
+    """Check the sizes of queries and cache against each other; the cache is ``[pages, page_size, 1, latent + 64]``.
+
+    Raises:
+        UsageError: the message names the tensor.
+    """
+    pages, page_size, _, width = cache.shape
+    heads, columns = q.shape[-2:]
+    if pages < 1:
+        raise UsageError("kv_cache: no pages, expected at least one")
+    if width <= ROPE:
+        raise UsageError(f"kv_cache: rows of {width} columns, expected latent ones and {ROPE} rope ones")
+    if columns != width:
+        raise UsageError(f"q: {columns} columns a head, expected {width} as the rows of kv_cache have")
+    if page_size not in PAGE_SIZES:
+        raise UsageError(f"kv_cache: page size {page_size}, expected one of {listed(PAGE_SIZES)}")
+    if not 1 <= heads <= MAX_HEADS:
+        raise UsageError(f"q: {heads} heads, expected 1 to {MAX_HEADS}")
+
+
+KV_CACHE = TensorArg(
+    "kv_cache",
+    tuple(Q_DTYPES),
+    alignment=16,
+    stride_bytes=16,
+    rows=True,
+    resident=True,
+    canonical=lambda view, _: latent_view(view),
+)

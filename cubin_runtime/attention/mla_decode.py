@@ -1,0 +1,260 @@
+"""MLA decode: the operator's declaration, a plan made once for shapes and options, and the plain function."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..dtypes import DTYPES
+from ..errors import UsageError
+from ..kernels.native.launches import NativeLaunch
+from ..kernels.native.mla.plan import MlaProblem, mla_launch
+from ..kernels.native.mla.select import MlaSelection, MlaShape, select_mla_decode
+from ..launch.driver import DeviceFacts
+from ..tensor import TensorView
+from .backends import AUTO
+from .decode_call import (
+    DecodeCall,
+    DecodeOptions,
+    check_options,
+    check_queries,
+    check_shapes,
+    check_token_strides,
+    decode_tensors,
+    problem_values,
+)
+from .decode_operator import DecodeOperator, DecodePlan, plan_decode, run_decode
+from .latent_cache import KV_CACHE, OUT_DTYPES, Q_DTYPES, ROPE, check_cache
+from .operator import TensorArg
+from .operator_plan import AnyWorkspace
+from .runtime import OwnRelease, Runtime
+from .tracing.mla import traced_mla_decode
+
+
+def _check(call: DecodeCall) -> None:
+    tensors = call.tensors
+    check_queries(call)
+    check_cache(call.q, tensors["kv_cache"])
+    page_size, _, width = tensors["kv_cache"].shape[1:]
+    tensors.check_dtypes()
+    check_shapes(call, (*call.q.shape[:-1], width - ROPE), kv_heads=1)
+    tensors.check_devices()
+    tensors.check_memory()
+    check_token_strides(call)
+    check_options(call, page_size=page_size, kv_heads=1)
+
+
+def _launches(call: DecodeCall, device: DeviceFacts, release: OwnRelease) -> Sequence[NativeLaunch[MlaSelection]]:
+    cache, options = call.tensors["kv_cache"], call.options
+    pages, page_size, _, width = cache.shape
+    problem = MlaProblem(
+        **problem_values(call),
+        kv_dtype=DTYPES[cache.dtype].short,
+        page_size=page_size,
+        num_pages=pages,
+        max_seq_len=options.max_seq_len,
+        heads=call.q_heads,
+        latent=width - ROPE,
+        rope=ROPE,
+        # A dimension of size 1 may carry any stride; the descriptor wants a valid one.
+        cache_strides=(cache.strides[0] if pages > 1 else page_size * cache.strides[1], cache.strides[1]),
+    )
+    shape = MlaShape(
+        dtype=problem.kv_dtype,
+        q_dtype=problem.q_dtype,
+        latent=problem.latent,
+        rope=ROPE,
+        heads=problem.heads,
+        batch=problem.batch,
+        q_len=problem.q_len,
+        ragged=call.ragged,
+        max_seq_len=options.max_seq_len,
+        batch_invariant=options.batch_invariant,
+    )
+    selection = select_mla_decode(release.kernels, shape, device)
+    return [mla_launch(selection, problem, release.file_of(selection.kernel))]
+
+
+def _output(q: TensorView) -> tuple[tuple[int, ...], str]:
+    if len(q.shape) < 3 or q.shape[-1] <= ROPE:
+        raise UsageError(f"q: shape {q.shape}, expected [batch, heads, latent + {ROPE}]")
+    return (*q.shape[:-1], q.shape[-1] - ROPE), "bfloat16"
+
+
+def _no_default(_: tuple[int, ...]) -> float:
+    raise UsageError("softmax_scale: None, expected a number or a float32 CUDA tensor of one element")
+
+
+MLA_DECODE = DecodeOperator(
+    name="mla_decode",
+    # Rows of queries and outputs are moved in pieces of 16 bytes.
+    tensors=decode_tensors(
+        TensorArg("q", Q_DTYPES, dtypes_by="kv_cache", alignment=16, stride_bytes=16, rows=True),
+        (KV_CACHE,),
+        TensorArg("out", OUT_DTYPES, alignment=16, stride_bytes=16, rows=True, written=True),
+    ),
+    check=_check,
+    page_size=lambda call: call.tensors["kv_cache"].shape[1],
+    launches=_launches,
+    output=_output,
+    scale=_no_default,
+    traced=traced_mla_decode,
+)
+
+
+class MlaDecodePlan(DecodePlan):
+    """An MLA decode; made by ``plan_mla_decode``."""
+
+    @property
+    def selection(self) -> MlaSelection:
+        """What was chosen for the launch, and why."""
+        selection: MlaSelection = self.selections[0]
+        return selection
+
+    def run(
+        self,
+        q: Any,
+        kv_cache: Any,
+        page_table: Any,
+        seq_lens: Any,
+        out: Any,
+        lse: Any = None,
+        *,
+        q_cu_seq_lens: Any = None,
+        mask: Any = None,
+        sinks: Any = None,
+        softmax_scale: Any = None,
+        output_scale: Any = None,
+        workspace: AnyWorkspace | None = None,
+        stream: Any = None,
+        max_seq_len: int | None = None,
+    ) -> None:
+        """Run on tensors of the shapes, strides and dtypes that the plan was made for; see ``mla_decode``.
+
+        Arguments and errors otherwise as ``PagedDecodePlan.run``.
+        """
+        self.run_step(locals(), softmax_scale, output_scale, workspace, stream, max_seq_len)
+
+
+def plan_mla_decode(
+    q: Any,
+    kv_cache: Any,
+    page_table: Any,
+    seq_lens: Any,
+    out: Any,
+    lse: Any = None,
+    *,
+    max_seq_len: int,
+    softmax_scale: Any,
+    output_scale: Any = 1.0,
+    q_cu_seq_lens: Any = None,
+    max_q_len: int | None = None,
+    mask: Any = None,
+    sinks: Any = None,
+    batch_invariant: bool = False,
+    backend: str = AUTO,
+    enable_pdl: bool = False,
+    runtime: Runtime | None = None,
+    device_facts: DeviceFacts | None = None,
+) -> MlaDecodePlan:
+    """Choose the kernel and grid for tensors like these; arguments and errors as ``mla_decode``.
+
+    Nothing is launched or loaded and no tensor is read: only dtypes, shapes and strides matter.
+    So ``max_q_len`` must be given with ``q_cu_seq_lens``, and ``out`` always. Whether there are a mask, sinks, a
+    log-sum-exp, and scales on the device is planned: every run must have them alike. ``device_facts`` plans for a
+    described device instead of the one that ``q`` is on.
+    """
+    options = DecodeOptions(
+        max_seq_len=max_seq_len,
+        max_q_len=max_q_len,
+        batch_invariant=batch_invariant,
+        backend=backend,
+        enable_pdl=enable_pdl,
+    )
+    return plan_decode(MlaDecodePlan, MLA_DECODE, locals(), options, softmax_scale, output_scale, runtime, device_facts)
+
+
+def mla_decode(
+    q: Any,
+    kv_cache: Any,
+    page_table: Any,
+    seq_lens: Any,
+    *,
+    max_seq_len: int,
+    softmax_scale: Any,
+    output_scale: Any = 1.0,
+    q_cu_seq_lens: Any = None,
+    max_q_len: int | None = None,
+    mask: Any = None,
+    sinks: Any = None,
+    batch_invariant: bool = False,
+    out: Any = None,
+    lse: Any = None,
+    workspace: AnyWorkspace | None = None,
+    stream: Any = None,
+    backend: str = AUTO,
+    enable_pdl: bool = False,
+    runtime: Runtime | None = None,
+) -> Any:
+    """Multi-head latent attention of the newest tokens of each request over its paged latent cache.
+
+    All heads share one row of the cache a token: its first columns are the latent, which is the value and with the 64
+    rope columns behind it the key. Queries come projected into the latent space. Nothing is copied or moved.
+
+    Args:
+        q: ``[batch, heads, latent + 64]`` (one token a request), ``[batch, q_len, heads, latent + 64]`` with q_len 1
+            to 16, or ``[tokens, heads, latent + 64]`` with ``q_cu_seq_lens``. latent is 512 or 256, heads 1 to 128.
+            bfloat16, or like the cache where a kernel takes that. All tokens lie at one stride; addresses and strides
+            in multiples of 16 bytes.
+        kv_cache: ``[pages, page_size, latent + 64]`` or ``[pages, 1, page_size, latent + 64]``, bfloat16 or
+            float8_e4m3fn, page_size 32, 64 or 128. Strides are taken as they are, in multiples of 16 bytes.
+        page_table: int32 ``[batch, columns]``, the pages of each request in order; entries past a length are not
+            read.
+        seq_lens: int32 or uint32 ``[batch]``, keys of each request, its query tokens' included. 0 gives output 0 and
+            log-sum-exp -inf; with fewer keys than query tokens so do the first of these.
+        max_seq_len: bound on every length; at most columns x page_size. The launch depends on it, never on the
+            lengths.
+        softmax_scale: factor of the scores: a number, or a float32 tensor of one element on the device, read when
+            the kernel runs. It has no default: it follows from the head dimension before the projection.
+        output_scale: factor of the output, likewise.
+        q_cu_seq_lens: int32 or uint32 ``[batch + 1]``, contiguous: where the query tokens of each request begin,
+            from 0 to ``tokens``. A request may have none. None: all have the same number.
+        max_q_len: bound on the query tokens of a request, 1 to 16, with ``q_cu_seq_lens`` only; it may be more than
+            any has. None there: the sums are read back and checked, which waits for the device and cannot be captured.
+        mask: which query tokens of its own request each token sees, 32 bits a token: uint16 ``[batch, q_len, 2]`` or
+            ``[tokens, 2]`` (low half first), or uint32 with a last dimension of 1; contiguous. None: causal.
+        sinks: float32 ``[heads]``, contiguous: a logit of each head that enters the denominator alone. None: none.
+        batch_invariant: make the bits of a request's output depend on its own tokens, keys and options alone, not
+            on batch, bounds or grid.
+        out: shaped like ``q`` with the latent columns alone, of dtype bfloat16, float16 or float8_e4m3fn (which
+            saturates), addresses and strides in multiples of 16 bytes. None makes it where ``q`` is a torch tensor,
+            of dtype bfloat16.
+        lse: float32, shaped like ``q`` without its last dimension, all tokens at one stride; filled with the
+            log-sum-exp in base 2, the sink included, the output scale not. None: not wanted.
+        workspace: scratch that belongs to ``stream``; None: one that the cached plan keeps for it.
+        stream: an int handle, an object with ``__cuda_stream__``, a torch stream, or None: torch's current stream
+            where ``q`` is a torch tensor, else the legacy default stream.
+        backend: "auto" (a backend measured on this compute capability) or a backend's name.
+        enable_pdl: launch with programmatic stream serialization.
+        runtime: None: the process's default.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        UsageError: an argument is outside its domain.
+        BackendError: nothing runs this on the device.
+        WorkspaceError: the workspace does not fit, or the stream captures and has none yet.
+        MissingError, SourceError, CorruptError: the kernel cannot be had.
+        DeviceError: the driver or the ABI gate refuses.
+    """
+    options = DecodeOptions(
+        max_seq_len=max_seq_len,
+        max_q_len=max_q_len,
+        batch_invariant=batch_invariant,
+        backend=backend,
+        enable_pdl=enable_pdl,
+    )
+    return run_decode(
+        MlaDecodePlan, MLA_DECODE, locals(), options, softmax_scale, output_scale, workspace, stream, runtime
+    )

@@ -1,0 +1,184 @@
+"""The tensors of an operator, declared once, and what follows from that: reading, checks, forms, messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..dtypes import ITEM_BYTES
+from ..errors import UsageError
+from ..tensor import TensorSpec, TensorView, view_of
+from .checks import check_dtype
+
+Given = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorArg:
+    """One tensor of an operator.
+
+    ``dtypes`` are those that it may have; where they depend on a cache, ``dtypes_by`` names that and
+    ``dtypes`` has them for each of its dtypes. Addresses are multiples of ``alignment`` bytes, strides of dimensions
+    over 1 of ``stride_bytes`` (0: any). ``rows``: the last dimension is dense; ``contiguous``: all are. ``written``:
+    the kernel fills it, so no two elements share an address. ``resident``: it stays while others change from step to
+    step, as a layer's cache does. ``value`` is what launch plans call its address, where that is not its name.
+    ``canonical`` gives its one form among several that a caller may use, from a view and the call's options.
+    """
+
+    name: str
+    dtypes: Sequence[str] | Mapping[str, Sequence[str]]
+    dtypes_by: str = ""
+    optional: bool = False
+    alignment: int = 4
+    stride_bytes: int = 0
+    rows: bool = False
+    contiguous: bool = False
+    written: bool = False
+    resident: bool = False
+    value: str = ""
+    canonical: Callable[[TensorView, Any], TensorView] | None = None
+
+    def read(self, tensor: Any, options: Any) -> TensorView | None:
+        """The canonical view of a caller's tensor.
+
+        Raises:
+            UsageError: it is missing, no CUDA tensor, or of no form that has a canonical one.
+        """
+        if tensor is None and self.optional:
+            return None
+        view = view_of(tensor, self.name)
+        return view if self.canonical is None else self.canonical(view, options)
+
+
+class CallTensors:
+    """The canonical views of one call's tensors, by name and in the order of the declaration; immutable."""
+
+    __slots__ = ("_by_name", "declared")
+
+    def __init__(self, declared: Sequence[TensorArg], views: Sequence[TensorView | None]) -> None:
+        self.declared = tuple(declared)
+        self._by_name = {arg.name: view for arg, view in zip(declared, views, strict=True)}
+
+    def __getitem__(self, name: str) -> TensorView:
+        view = self._by_name[name]
+        if view is None:
+            raise KeyError(name)
+        return view
+
+    def get(self, name: str) -> TensorView | None:
+        """The tensor, None if it is left out."""
+        return self._by_name[name]
+
+    @property
+    def specs(self) -> tuple[TensorSpec | None, ...]:
+        """The forms: calls of equal forms can share a plan."""
+        return tuple(view.spec if view else None for view in self._by_name.values())
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """The addresses, 0 for what is left out."""
+        return tuple(view.pointer if view else 0 for view in self._by_name.values())
+
+    def check_dtypes(self) -> None:
+        """Every tensor has a dtype that it may have."""
+        for arg in sorted(self.declared, key=lambda arg: bool(arg.dtypes_by)):
+            view = self._by_name[arg.name]
+            if isinstance(arg.dtypes, Mapping):
+                other = self[arg.dtypes_by]
+                check_dtype(arg.name, view, arg.dtypes[other.dtype], f" with {other.dtype} caches")
+            else:
+                check_dtype(arg.name, view, arg.dtypes)
+
+    def check_devices(self) -> None:
+        """All are on the device of the first."""
+        first = self.declared[0].name
+        for name, view in self._by_name.items():
+            if view is not None and view.device != self[first].device:
+                raise UsageError(f"{name}: on device {view.device}, {first} is on device {self[first].device}")
+
+    def check_addresses(self) -> None:
+        """Every address is as aligned as it must be, and none is null."""
+        for arg, address, view in zip(self.declared, self.addresses, self._by_name.values(), strict=True):
+            if view is not None and (address % arg.alignment or not address):
+                raise UsageError(
+                    f"{arg.name}: address {address:#x}, expected a multiple of {arg.alignment} that is not 0"
+                )
+
+    def check_memory(self) -> None:
+        """Addresses, strides, and what must be contiguous."""
+        self.check_addresses()
+        there = [(arg, view) for arg in self.declared if (view := self._by_name[arg.name]) is not None]
+        for arg, view in there:
+            # A dimension of size 1 is never stepped over.
+            if arg.rows and view.shape[-1] > 1 and view.strides[-1] != 1:
+                raise UsageError(f"{arg.name}: last stride {view.strides[-1]}, expected 1")
+        for arg, view in there:
+            if any(stride < 0 for stride in view.strides):
+                raise UsageError(f"{arg.name}: strides {view.strides}, expected none below 0")
+            unit = max(1, arg.stride_bytes // ITEM_BYTES[view.dtype])
+            steps = zip(view.shape[:-1], view.strides[:-1], strict=True)
+            if any(size > 1 and stride % unit for size, stride in steps):
+                raise UsageError(f"{arg.name}: strides {view.strides}, expected multiples of {unit} elements")
+        for arg, view in there:
+            steps = zip(view.shape, view.strides, strict=True)
+            if arg.written and any(size > 1 and not stride for size, stride in steps):
+                raise UsageError(f"{arg.name}: strides {view.strides}, expected no two elements at one address")
+        for arg, view in there:
+            if arg.contiguous and not view.is_contiguous:
+                raise UsageError(f"{arg.name}: shape {view.shape} with strides {view.strides}, expected it contiguous")
+
+    def check_planned(self, planned: Sequence[TensorSpec | None]) -> None:
+        """Raise ``UsageError`` for the first tensor that is not of the form that a plan was made for."""
+        for (name, view), wanted in zip(self._by_name.items(), planned, strict=True):
+            came = view.spec if view else None
+            if came and wanted and came.device != wanted.device:
+                raise UsageError(f"{name}: on device {came.device}, planned for device {wanted.device}")
+            if came != wanted:
+                words = tuple(came) if came else "of no tensor", tuple(wanted) if wanted else "no tensor"
+                raise UsageError(f"{name}: dtype, shape, strides, device {words[0]}, planned for {words[1]}")
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """An operator: its name, and its tensors in the order in which everything lists them; that of ``q`` is first."""
+
+    name: str
+    tensors: tuple[TensorArg, ...]
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        """What launch plans call the tensors' addresses."""
+        return tuple(arg.value or arg.name for arg in self.tensors)
+
+    @property
+    def resident(self) -> tuple[str, ...]:
+        """Those that stay from step to step."""
+        return tuple(arg.value or arg.name for arg in self.tensors if arg.resident)
+
+    def pick(self, arguments: Given) -> dict[str, Any]:
+        """The tensors among a call's arguments, which has them all."""
+        return {arg.name: arguments[arg.name] for arg in self.tensors}
+
+    def read(self, given: Given, options: Any) -> CallTensors:
+        """The canonical views of a call's tensors.
+
+        Raises:
+            UsageError: one is missing, no CUDA tensor, or of no form that has a canonical one.
+        """
+        return CallTensors(self.tensors, [arg.read(given[arg.name], options) for arg in self.tensors])
+
+    def forms(self, given: Given) -> tuple[Any, ...] | None:
+        """What torch tensors are but for their addresses, as they came, so that comparing is cheap.
+
+        None where something is no torch tensor.
+        """
+        forms: list[Any] = []
+        for tensor in given.values():
+            if tensor is None:
+                forms.append(None)
+            elif hasattr(tensor, "get_device"):
+                forms.append((type(tensor), tensor.dtype, tensor.shape, tensor.stride(), tensor.get_device()))
+            else:
+                return None
+        return tuple(forms)

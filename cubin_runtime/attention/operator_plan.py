@@ -1,0 +1,220 @@
+"""An operator planned once for shapes, strides and options, and run many times."""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+from ..errors import DeviceError, UsageError
+from ..kernels.native.constants import StatusBit
+from ..kernels.native.launches import NativeLaunch
+from ..kernels.native.problem import NUMBERS
+from ..launch.plan import LaunchPlan
+from ..launch.prepared import PreparedLaunches
+from ..launch.regions import workspace_size
+from ..launch.semaphore_workspace import SemaphoreWorkspace
+from ..launch.streams import stream_handle
+from ..launch.structs import FieldRow
+from ..launch.workspace import Workspace, WorkspacePool
+from .form_check import form_check
+from .operator import CallTensors, Given, Operator
+from .runtime import Runtime
+
+AnyWorkspace = Workspace | SemaphoreWorkspace
+_MAX_PLACES = 1024  # workspaces whose regions are remembered
+
+
+class ClampedInputError(DeviceError):
+    """A kernel met a length, page id or q_cu_seq_lens outside its bounds; it was clamped, so that run's output is not
+    attention."""
+
+
+def check_workspace(workspace: object) -> None:
+    """Raise ``UsageError`` for what is no workspace of ours, such as a tensor."""
+    if not isinstance(workspace, (Workspace, SemaphoreWorkspace)):
+        raise UsageError(f"workspace: got {type(workspace).__name__}, expected a Workspace or a SemaphoreWorkspace")
+
+
+class OperatorPlan:
+    """The launches of an operator for one set of forms and options.
+
+    It owns no tensor. Each run has scratch that belongs to its stream (``prepare``). A run allocates nothing, waits for
+    nothing and loads nothing, so it may be captured into a graph, whose replays follow lengths and page tables as they
+    change on the device, up to the planned bound. It runs on the device of its tensors, whatever context is current.
+    Safe between threads.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        operator: Operator,
+        tensors: CallTensors,
+        options: object,
+        launches: Sequence[NativeLaunch[Any]],
+        *,
+        of_torch: bool,
+    ) -> None:
+        """``of_torch``: it is made with torch tensors, so a run without a stream takes torch's current one."""
+        self.operator = operator
+        self.options = options
+        self.specs = tensors.specs
+        self.launches = tuple(launches)
+        self.regions = tuple(dict.fromkeys(region for launch in self.launches for region in launch.regions))
+        self._runtime = runtime
+        self._device = tensors["q"].device
+        self._of_torch = of_torch
+        self._lock = threading.Lock()
+        self._addresses: Callable[..., tuple[int, ...] | None] | None = None
+        self._prepared: dict[int, Callable[..., None]] = {}
+        self._places: OrderedDict[Hashable, tuple[int, ...]] = OrderedDict()
+        self._contexts: set[int] = set()
+        self._pool = WorkspacePool(runtime.driver)
+
+    @property
+    def selections(self) -> tuple[Any, ...]:
+        """What was chosen for each launch, and why."""
+        return tuple(launch.selection for launch in self.launches)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of workspace that a run needs."""
+        return workspace_size(self.regions)
+
+    def launch_plans(self) -> tuple[LaunchPlan, ...]:
+        """The launches as values: kernel, grid, attributes, every parameter. Needs no GPU."""
+        return tuple(launch.plan for launch in self.launches)
+
+    def describe(self) -> tuple[tuple[FieldRow, ...], ...]:
+        """Each launch's parameter struct field by field; pointers that come with a run are null."""
+        return tuple(launch.plan.describe() for launch in self.launches)
+
+    def preload(self) -> None:
+        """Fetch, load and gate the kernels now, so that the first run does not."""
+        context = self._runtime.driver.context_on(self._device)
+        for launch in self.launches:
+            self._runtime.load(launch.selection.kernel, context)
+
+    def prepare(self, stream: Any = None, *, graphs: int = 0) -> Workspace:
+        """The workspace of this plan on ``stream``, made and cleared on first use, kept by the plan.
+
+        Args:
+            stream: as for ``run``; None: the stream that a run without one would take.
+            graphs: reserve memory for so many captures to come: each graph has its own until it is destroyed.
+
+        Raises:
+            WorkspaceError: ``stream`` is capturing and has none yet.
+        """
+        handle = self._stream(stream)
+        context = self._runtime.driver.context_on(self._device)
+        workspace = self._pool.take(context, handle, self.workspace_bytes)
+        if graphs:
+            workspace.reserve(graphs, handle)
+        workspace.claim(handle)
+        return workspace
+
+    def launch(
+        self, given: Given, numbers: tuple[int, float, float], workspace: AnyWorkspace | None, stream: Any
+    ) -> None:
+        """Run on the tensors ``given``, which must be of the planned forms.
+
+        Args:
+            given: all tensors of the operator by name, None for what is left out.
+            numbers: the values of ``kernels.native.problem.NUMBERS``, checked.
+            workspace: None: the plan's own on ``stream``, as ``prepare`` gives it.
+            stream: an int handle, an object with ``__cuda_stream__``, a torch stream, or None: torch's current stream
+                of the tensors' device for a plan made with torch tensors, else the legacy default stream.
+
+        Raises:
+            UsageError: a tensor differs from what was planned, or is not aligned, or workspace or stream are of
+                another device.
+            WorkspaceError: the workspace is too small or belongs to another stream.
+            DeviceError: the kernel cannot be loaded or launched.
+        """
+        addresses = self._addresses_of(given)
+        handle = self._stream(stream)
+        driver = self._runtime.driver
+        if workspace is None:
+            context = driver.context_on(self._device)
+            scratch: AnyWorkspace = self._pool.take(context, handle, self.workspace_bytes)
+        else:
+            check_workspace(workspace)
+            scratch, context = workspace, workspace.context or driver.context_on(self._device)
+            if context not in self._contexts:
+                self._check_context(context)
+        run = self._prepared.get(context) or self._prepare_on(context, handle)
+        place = scratch.claim(handle)
+        run(handle, *addresses, *(self._places.get(place) or self._regions_at(scratch, place)), *numbers)
+
+    def check(self, workspace: AnyWorkspace, stream: Any = None) -> None:
+        """Wait for ``stream``, which the workspace belongs to, then read and clear the workspace's status word.
+
+        Raises:
+            ClampedInputError: a run since the last check met a length, a page id or a q_cu_seq_lens outside its
+                bounds.
+        """
+        driver, handle = self._runtime.driver, self._stream(stream)
+        status = 0
+        with driver.using(workspace.context or driver.context_on(self._device)):
+            driver.synchronize(handle)
+            for place in workspace.places():
+                address = workspace.regions(self.regions, place)["status"]
+                (word,) = struct.unpack("<I", driver.read(address, 4))
+                if word:
+                    driver.fill_words(address, 0, 1, handle)
+                status |= word
+        met = [bit.meaning for bit in StatusBit if status & bit]
+        if met:
+            kernels = " and ".join(launch.plan.kernel for launch in self.launches)
+            raise ClampedInputError(f"decode by {kernels} met {' and '.join(met)}")
+
+    def _addresses_of(self, given: Given) -> tuple[int, ...]:
+        if self._addresses is not None:
+            try:
+                addresses = self._addresses(**given)
+            except AttributeError:  # something else than a torch tensor
+                addresses = None
+            if addresses is not None:
+                return addresses
+        tensors = self.operator.read(given, self.options)
+        tensors.check_planned(self.specs)
+        tensors.check_addresses()
+        forms = self.operator.forms(given)
+        if forms is not None:
+            self._addresses = form_check(self.operator.tensors, forms)
+        return tensors.addresses
+
+    def _stream(self, stream: Any) -> int:
+        if stream is None:
+            return self._runtime.memory.current_stream(self._device) if self._of_torch else 0
+        return stream_handle(stream)
+
+    def _check_context(self, context: int) -> None:
+        its = self._runtime.driver.context_device(context)
+        if its != self._device:
+            raise UsageError(f"workspace: on device {its}, the plan is for tensors on device {self._device}")
+        self._contexts.add(context)
+
+    def _prepare_on(self, context: int, stream: int) -> Callable[..., None]:
+        runtime = self._runtime
+        names = (*self.operator.values, *(region.name for region in self.regions), *NUMBERS)
+        made = PreparedLaunches(
+            self.launch_plans(),
+            [runtime.load(launch.selection.kernel, context, stream) for launch in self.launches],
+            runtime.driver,
+            names,
+            resident=self.operator.resident,
+            descriptors=runtime.descriptors,
+        )
+        return self._prepared.setdefault(context, made.run)
+
+    def _regions_at(self, workspace: AnyWorkspace, place: Hashable) -> tuple[int, ...]:
+        found = workspace.regions(self.regions, place)
+        addresses = tuple(found[region.name] for region in self.regions)
+        with self._lock:
+            self._places[place] = addresses
+            while len(self._places) > _MAX_PLACES:
+                self._places.popitem(last=False)
+        return addresses

@@ -1,0 +1,81 @@
+"""The paged KV caches of grouped-query attention: layouts, sizes, and their declaration as arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import UsageError
+from ..kernels.native.decode.plan import CacheStrides
+from ..tensor import TensorView
+from .checks import check_shape, listed
+from .operator import TensorArg
+
+LAYOUTS = ("NHD", "HND")
+MAX_GROUP = 32
+HEAD_DIMS = (32, 64, 128, 256, 512)
+PAGE_SIZES = (16, 32, 64, 128, 256)
+# KV dtype -> what q may be; the output may be any of them.
+Q_DTYPES = {
+    "bfloat16": ("bfloat16",),
+    "float16": ("float16",),
+    "float8_e4m3fn": ("bfloat16", "float16", "float8_e4m3fn"),
+}
+
+
+def cache_view(cache: TensorView, name: str, kv_layout: str) -> TensorView:
+    """A cache of either layout as ``[pages, page_size, kv_heads, head_dim]``: strides change, bytes do not.
+
+    Raises:
+        UsageError: the layout is unknown or the cache has another rank than 4.
+    """
+    if kv_layout not in LAYOUTS:
+        raise UsageError(f"kv_layout={kv_layout!r}: expected NHD or HND")
+    if len(cache.shape) != 4:
+        raise UsageError(f"{name}: shape {cache.shape}, expected 4 dimensions in layout {kv_layout}")
+    if kv_layout == "NHD":
+        return cache
+    order = (0, 2, 1, 3)
+    shape = tuple(cache.shape[i] for i in order)
+    return TensorView(cache.pointer, cache.dtype, shape, tuple(cache.strides[i] for i in order), cache.device)
+
+
+def check_caches(q: TensorView, k: TensorView, v: TensorView) -> None:
+    """Check the sizes of queries and caches against each other; caches are ``[pages, page_size, kv_heads, head_dim]``.
+
+    Raises:
+        UsageError: the message names the tensor.
+    """
+    pages, page_size, kv_heads, _ = k.shape
+    q_heads, head_dim = q.shape[-2:]
+    if head_dim not in HEAD_DIMS:
+        raise UsageError(f"q: head dimension {head_dim}, expected one of {listed(HEAD_DIMS)}")
+    if pages < 1 or kv_heads < 1:
+        raise UsageError(f"k_cache: {pages} pages of {kv_heads} KV heads, expected at least one of each")
+    if page_size not in PAGE_SIZES:
+        raise UsageError(f"k_cache: page size {page_size}, expected one of {listed(PAGE_SIZES)}")
+    if q_heads % kv_heads or not 1 <= q_heads // kv_heads <= MAX_GROUP:
+        raise UsageError(
+            f"q: {q_heads} heads over {kv_heads} KV heads, expected 1 to {MAX_GROUP} query heads per KV head"
+        )
+    check_shape("k_cache", k, (pages, page_size, kv_heads, head_dim))
+    check_shape("v_cache", v, k.shape)
+
+
+def cache_arg(name: str, **dtypes: Any) -> TensorArg:
+    """The declaration of one of the caches, with its ``dtypes``."""
+    return TensorArg(
+        name,
+        alignment=16,
+        stride_bytes=16,
+        rows=True,
+        resident=True,
+        canonical=lambda view, options: cache_view(view, name, options.kv_layout),
+        **dtypes,
+    )
+
+
+def strides_of(cache: TensorView) -> CacheStrides:
+    """The strides of a cache that has at least one element in each dimension."""
+    # A dimension of size 1 may carry any stride; the descriptor wants a valid one.
+    sizes = zip(cache.shape[:3], cache.strides, strict=False)
+    return CacheStrides(*(stride if size > 1 else cache.shape[3] for size, stride in sizes))

@@ -1,0 +1,42 @@
+"""The dtypes of tensors, as every layer names, sizes and numbers them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+
+class DType(NamedTuple):
+    """One dtype.
+
+    ``name`` is torch's word, ``short`` that of kernels' metadata and the command line. ``map_type`` is what TMA
+    descriptors call the elements (``launch.tensormap_rules``), which move e4m3 as bytes; ``type_code`` is its number in
+    parameter structs of native kernels, None where none takes it.
+    """
+
+    name: str
+    short: str
+    nbytes: int
+    map_type: str
+    type_code: int | None = None
+
+
+_TABLE = (
+    DType("bfloat16", "bf16", 2, "bfloat16", 0),
+    DType("float16", "fp16", 2, "float16", 1),
+    DType("float8_e4m3fn", "e4m3", 1, "uint8", 2),
+    DType("float32", "fp32", 4, "float32"),
+    DType("float64", "fp64", 8, "float64"),
+    DType("int8", "int8", 1, "uint8"),
+    DType("uint8", "uint8", 1, "uint8"),
+    DType("int16", "int16", 2, "uint16"),
+    DType("uint16", "uint16", 2, "uint16"),
+    DType("int32", "int32", 4, "int32"),
+    DType("uint32", "uint32", 4, "uint32"),
+    DType("int64", "int64", 8, "int64"),
+    DType("uint64", "uint64", 8, "uint64"),
+)
+DTYPES: Mapping[str, DType] = MappingProxyType({dtype.name: dtype for dtype in _TABLE})
+BY_SHORT: Mapping[str, DType] = MappingProxyType({dtype.short: dtype for dtype in _TABLE})
+ITEM_BYTES: Mapping[str, int] = MappingProxyType({dtype.name: dtype.nbytes for dtype in _TABLE})

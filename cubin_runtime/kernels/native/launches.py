@@ -1,0 +1,98 @@
+"""The launches of a native operator: which kernel file each takes, its plan, and its parts of the workspace."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from ...artifacts.path import ArtifactPath
+from ...artifacts.tables.native_kernels import NativeKernel
+from ...launch.plan import LaunchAttributes, LaunchPlan
+from ...launch.regions import Region
+from ...launch.structs import StructLayout
+from .constants import CONSTANTS
+from .problem import INPUTS
+
+STATUS = Region("status", 4, zeroed=True)
+# Fields that take the addresses of a launch's regions, in their order.
+WORKSPACE_FIELDS = ("status", "counters", "partial_statistics", "partial_out")
+SelectionT_co = TypeVar("SelectionT_co", covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelFile:
+    """Where a kernel's cubin is, its digest, and the struct that it takes."""
+
+    path: ArtifactPath
+    sha256: str
+    layout: StructLayout
+
+
+@dataclass(frozen=True, slots=True)
+class NativeLaunch(Generic[SelectionT_co]):
+    """One launch of an operator: what was chosen for it and why, its plan, and its parts of the workspace."""
+
+    selection: SelectionT_co
+    plan: LaunchPlan
+    regions: tuple[Region, ...]
+
+
+def scratch_regions(
+    pairs: int, splits: int, ctas: int, statistics_bytes: int, out_bytes: int, suffix: str = ""
+) -> tuple[Region, ...]:
+    """The workspace of a split-KV launch in the order of ``WORKSPACE_FIELDS``; ``_bytes`` are those of one partial.
+
+    Where the grid splits the pairs (``splits`` 0) there are two partials a CTA, of the pair that ends in it and of the
+    pair that begins in it, and a counter a CTA. Else every pair has a counter and ``splits`` partials. Launches of one
+    operator share the status word and have all else apart, by ``suffix``.
+    """
+    counters, slots = (pairs, pairs * splits) if splits else (ctas, CONSTANTS.partials_per_cta * ctas)
+    return (
+        STATUS,
+        Region(f"counters{suffix}", 4 * counters, zeroed=True),
+        Region(f"partial_statistics{suffix}", slots * statistics_bytes),
+        Region(f"partial_out{suffix}", slots * out_bytes),
+    )
+
+
+def native_plan(
+    kernel: NativeKernel,
+    file: KernelFile,
+    *,
+    grid: tuple[int, int, int],
+    attributes: LaunchAttributes,
+    values: Mapping[str, object],
+    caches: Mapping[str, str],
+    regions: tuple[Region, ...],
+    reason: str,
+) -> LaunchPlan:
+    """The plan of a launch of ``kernel``.
+
+    Args:
+        kernel: what the release says of it; ``file`` where it is.
+        grid: in CTAs; threads and shared memory are the kernel's.
+        attributes: cluster and PDL.
+        values: every field but the workspace's pointers.
+        caches: the fields of the caches, each with the value of a run that it takes.
+        regions: of the workspace, in the order of ``WORKSPACE_FIELDS``.
+        reason: why this kernel was chosen.
+
+    Raises:
+        UsageError: a field is missing or unknown.
+    """
+    scratch = {name: region.name for name, region in zip(WORKSPACE_FIELDS, regions, strict=True)}
+    return LaunchPlan(
+        kernel=kernel.name,
+        symbol=kernel.symbol,
+        path=file.path,
+        sha256=file.sha256,
+        layout=file.layout,
+        grid=grid,
+        block=(kernel.threads, 1, 1),
+        shared_bytes=kernel.dynamic_shared_bytes,
+        attributes=attributes,
+        values={**values, **dict.fromkeys(scratch, 0)},
+        reason=reason,
+        inputs={**{name: name for name in INPUTS}, **caches, **scratch},
+    )

@@ -1,0 +1,65 @@
+"""What the problems of all native attention kernels share: queries, outputs, lengths, scales, and their parameters."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from .constants import TYPE_CODES
+
+LOG2_E = math.log2(math.e)
+# Numbers that come with each run, by the names of their fields.
+NUMBERS = ("max_seq_len", "softmax_scale_log2", "output_scale")
+_POINTERS = ("q", "out", "lse", "page_table", "seq_lens", "q_cu_seq_lens", "mask", "sinks")
+# Fields that take the value of their own name at each run; caches and workspace come with each kernel.
+INPUTS = (*_POINTERS, "softmax_scale_device", "output_scale_device", *NUMBERS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Sizes, strides (in elements) and options; addresses come with each run.
+
+    ``tokens`` are the query tokens of all requests, ``q_len`` those of each, or their bound where requests differ.
+    Dtypes are short names. Strides of tensors with heads are those of a token and of a head. ``softmax_scale`` and
+    ``output_scale`` are 1 where the device has them.
+    """
+
+    batch: int
+    tokens: int
+    q_len: int
+    page_size: int
+    num_pages: int
+    max_seq_len: int
+    kv_dtype: str
+    q_dtype: str
+    out_dtype: str
+    softmax_scale: float
+    output_scale: float
+    q_strides: tuple[int, int]
+    out_strides: tuple[int, int]
+    lse_strides: tuple[int, int]
+    table_stride: int
+    programmatic_serialization: bool = False
+
+    def values(self) -> dict[str, object]:
+        """The fields of a struct that follow from these alone; pointers are null."""
+        return {
+            **dict.fromkeys(INPUTS, 0),
+            "q_token_stride": self.q_strides[0],
+            "q_head_stride": self.q_strides[1],
+            "out_token_stride": self.out_strides[0],
+            "out_head_stride": self.out_strides[1],
+            "lse_token_stride": self.lse_strides[0],
+            "lse_head_stride": self.lse_strides[1],
+            "table_stride": self.table_stride,
+            "batch": self.batch,
+            "tokens": self.tokens,
+            "q_len": self.q_len,
+            "page_size_log2": self.page_size.bit_length() - 1,
+            "num_pages": self.num_pages,
+            "max_seq_len": self.max_seq_len,
+            "q_type": TYPE_CODES[self.q_dtype],
+            "out_type": TYPE_CODES[self.out_dtype],
+            "softmax_scale_log2": self.softmax_scale * LOG2_E,
+            "output_scale": self.output_scale,
+        }
