@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,6 @@ from xqa_calls import CACHE, HEAD_DIM, HEADS, KV_HEADS, PAGE, PAGES, sent, xqa_a
 
 from cubin_runtime.attention import Runtime
 from cubin_runtime.compat import flashinfer
-from cubin_runtime.compat import xqa as compat_xqa
 from cubin_runtime.errors import WorkspaceError
 
 pytestmark = pytest.mark.usefixtures("hopper")
@@ -244,17 +244,18 @@ def test_replaced_semaphores_are_not_freed_before_their_launch(
     """Others may push an address out between the look at its semaphores and the launch."""
     arguments = with_semaphores(memory, xqa_arguments(memory))
     others = [with_semaphores(memory, arguments) for _ in range(200)]
-    real, seen = compat_xqa.launch, []
+    module, seen = sys.modules[flashinfer.xqa.__module__], []
+    real = module.launch
 
     def launch(*given: Any, **options: Any) -> Any:
-        monkeypatch.setattr(compat_xqa, "launch", real)
+        monkeypatch.setattr(module, "launch", real)
         for other in others:
             flashinfer.xqa(**other)
         freed = {int(call.seen["address"], 16) for call in standin.calls("cuMemFree")}
-        seen.append((given[4].semaphores[0], freed))
+        seen.append((options["workspace"].semaphores[0], freed))
         return real(*given, **options)
 
-    monkeypatch.setattr(compat_xqa, "launch", launch)
+    monkeypatch.setattr(module, "launch", launch)
     standin.clear_log()
     flashinfer.xqa(**arguments)
     ((own, freed),) = seen

@@ -95,7 +95,7 @@ def runtime(
     made = Runtime(config, driver=Driver(standin.path), release=RELEASE_NAME, memory=memory)
     for kernel in made.own_release().kernels:
         standin.add_kernel(kernel.symbol, (kernel.struct_bytes,), kernel.threads)
-    monkeypatch.setattr("cubin_runtime.compat.arguments.default_runtime", lambda: made)
+    monkeypatch.setattr("cubin_runtime.compat.flashinfer.arguments.default_runtime", lambda: made)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "trtllm_gen_.* was built for SM")
         made.driver.set_current(made.driver.primary_context(0))

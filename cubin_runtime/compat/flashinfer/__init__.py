@@ -29,15 +29,11 @@ that no backend supports, ``WorkspaceError`` for a workspace that is too small.
 
 from __future__ import annotations
 
-from .decoding import trtllm_batch_decode_with_kv_cache
-from .mla import (
-    trtllm_batch_decode_with_kv_cache_mla,
-    xqa_batch_decode_with_kv_cache_mla,
-)
+from .decode import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
+from .mla import trtllm_batch_decode_with_kv_cache_mla, xqa_batch_decode_with_kv_cache_mla
 from .outputs import FP4Tensor
 from .prefill import trtllm_batch_context_with_kv_cache, trtllm_ragged_attention_deepseek
-from .xqa import xqa, xqa_batch_decode_with_kv_cache
-from .xqa_mla import xqa_mla
+from .xqa import xqa, xqa_mla
 
 __all__ = [
     "FP4Tensor",

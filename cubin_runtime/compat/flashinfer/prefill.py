@@ -1,25 +1,18 @@
-"""Prefill under FlashInfer's names: over pages, and over ragged keys."""
+"""Prefill over pages and over ragged keys: the operators of ``flashinfer.prefill``."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ..attention.checks import integer
-from ..attention.trtllm_gen import ContextCall, RaggedCall
-from ..errors import UsageError
-from ..kernels.trtllm_gen.arguments import Sage
-from ..tensor import view_of
-from .arguments import (
-    check_batch,
-    check_no_empty,
-    process_runtime,
-    query_of,
-    refuse,
-    split_cache,
-    tensor_or_none,
-)
-from .calls import block_scales, run_published
+from ...attention.checks import integer
+from ...attention.trtllm_gen import ContextCall, RaggedCall, Sage
+from ...errors import UsageError
+from ...tensor import view_of
+from .arguments import Arguments, query_of, tensor_or_none
+from .layouts import cache_pair_by_head
+from .lengths import check_batch, check_none_empty
 from .outputs import output_of
+from .trtllm_gen import pages, run_call
 
 
 def trtllm_batch_context_with_kv_cache(
@@ -69,41 +62,24 @@ def trtllm_batch_context_with_kv_cache(
     Returns:
         ``out``, or (``out``, ``lse``).
     """
-    operator = "trtllm_batch_context_with_kv_cache"
-    refuse(operator, {"use_fp16_softmax": use_fp16_softmax, "uses_spcompress": uses_spcompress})
-    rt = process_runtime()
+    given = Arguments.of(trtllm_batch_context_with_kv_cache, locals())
+    given.refuse("use_fp16_softmax", "uses_spcompress")
     q = query_of(query, 3)
-    key, value = split_cache(kv_cache, kv_layout)
+    key, value = cache_pair_by_head(kv_cache, kv_layout)
     lengths = view_of(seq_lens, "seq_lens")
     check_batch(batch_size, lengths)
-    return run_published(
+    return run_call(
         ContextCall,
-        query,
-        output_of(out, out_dtype, query, q.shape, q.dtype, o_sf_scale, o_sf_vec_size, rt),
-        workspace_buffer,
-        runtime=rt,
-        bmm1_scale=bmm1_scale,
-        bmm2_scale=bmm2_scale,
-        lse=lse,
-        return_lse=return_lse,
-        sinks=sinks,
-        enable_pdl=enable_pdl,
-        skip_softmax=skip_softmax_threshold_scale_factor,
-        counters=multi_ctas_kv_counter_buffer,
-        query_view=q,
+        given,
+        q,
+        output_of(given, q.shape, q.dtype),
         seq_lens=lengths,
         max_q=integer("max_q_len", max_q_len),
         max_kv=integer("max_kv_len", max_kv_len),
         cum_seq_lens_q=view_of(cum_seq_lens_q, "cum_seq_lens_q"),
-        window_left=window_left,
-        batch_invariant=batch_invariant,
-        key=key,
-        value=value,
-        block_tables=view_of(block_tables, "block_tables"),
-        shares_index=uses_shared_paged_kv_idx,
+        **pages(given, key, value),
         cum_seq_lens_kv=view_of(cum_seq_lens_kv, "cum_seq_lens_kv"),
         causal=causal,
-        **block_scales(kv_cache_sf, kv_layout),
     )
 
 
@@ -156,12 +132,11 @@ def trtllm_ragged_attention_deepseek(
     Returns:
         ``out``, or (``out``, ``lse``).
     """
-    operator = "trtllm_ragged_attention_deepseek"
-    refuse(operator, {"use_fp16_softmax": use_fp16_softmax, "uses_spcompress": uses_spcompress})
-    rt = process_runtime()
+    given = Arguments.of(trtllm_ragged_attention_deepseek, locals(), sinks=attention_sinks, o_sf_scale=None)
+    given.refuse("use_fp16_softmax", "uses_spcompress")
     q = query_of(query, 3)
-    check_no_empty("q_seq_lens_cpu", q_seq_lens_cpu)
-    check_no_empty("kv_seq_lens_cpu", kv_seq_lens_cpu)
+    check_none_empty("q_seq_lens_cpu", q_seq_lens_cpu)
+    check_none_empty("kv_seq_lens_cpu", kv_seq_lens_cpu)
     if window_left >= 0 and not is_causal:
         raise UsageError(f"window_left={window_left} without is_causal: dense attention has no window")
     lengths, v = view_of(seq_lens, "seq_lens"), view_of(value, "value")
@@ -170,28 +145,17 @@ def trtllm_ragged_attention_deepseek(
     check_batch(batch_size, lengths)
     default = q.dtype if q.dtype in ("float16", "bfloat16") else "bfloat16"
     sage = (tensor_or_none(scale, f"sage_attn_sfs[{place}]", q.device) for place, scale in enumerate(sage_attn_sfs))
-    return run_published(
+    return run_call(
         RaggedCall,
-        query,
-        output_of(out, None, query, (*q.shape[:2], v.shape[-1]), default, None, None, rt),
-        workspace_buffer,
-        runtime=rt,
-        bmm1_scale=bmm1_scale,
-        bmm2_scale=bmm2_scale,
-        lse=lse,
-        return_lse=return_lse,
-        sinks=attention_sinks,
-        sinks_name="attention_sinks",
-        enable_pdl=enable_pdl,
-        skip_softmax=skip_softmax_threshold_scale_factor,
+        given,
+        q,
+        output_of(given, (*q.shape[:2], v.shape[-1]), default),
         backend=backend,
-        query_view=q,
+        sinks_name="attention_sinks",
         seq_lens=lengths,
         max_q=integer("max_q_len", max_q_len),
         max_kv=integer("max_kv_len", max_kv_len),
         cum_seq_lens_q=view_of(cum_seq_lens_q, "cum_seq_lens_q"),
-        window_left=window_left,
-        batch_invariant=batch_invariant,
         key=view_of(key, "key"),
         value=v,
         cum_seq_lens_kv=view_of(cum_seq_lens_kv, "cum_seq_lens_kv"),

@@ -1,0 +1,206 @@
+"""Decoding over a paged KV cache (GQA): the operators of ``flashinfer.decode``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...attention.backends import XQA
+from ...attention.checks import integer
+from ...attention.paged_decode import paged_decode
+from ...attention.trtllm_gen import DecodeCall
+from ...errors import UsageError
+from ...tensor import view_of
+from .arguments import Arguments, query_of, tensor_or_none
+from .layouts import cache_pair, cache_pair_by_head, nested_tokens
+from .lengths import batch_of, lengths_of, query_lengths
+from .native import decode_batch
+from .outputs import E4M3, is_fp4, output_of
+from .scales import factor_of, times
+from .trtllm_gen import pages, run_call
+
+
+def trtllm_batch_decode_with_kv_cache(
+    query: Any,
+    kv_cache: Any,
+    workspace_buffer: Any,
+    block_tables: Any,
+    seq_lens: Any,
+    max_seq_len: int,
+    bmm1_scale: Any = 1.0,
+    bmm2_scale: Any = 1.0,
+    window_left: int = -1,
+    out: Any = None,
+    out_dtype: Any = None,
+    o_sf_scale: float | None = None,
+    o_sf_vec_size: int | None = None,
+    sinks: Any = None,
+    kv_layout: str = "HND",
+    enable_pdl: bool | None = None,
+    backend: str = "auto",
+    q_len_per_req: int | None = 1,
+    o_scale: float | None = 1.0,
+    mask: Any = None,
+    max_q_len: int | None = None,
+    cum_seq_lens_q: Any = None,
+    skip_softmax_threshold_scale_factor: float | None = None,
+    kv_cache_sf: Any = None,
+    uses_shared_paged_kv_idx: bool = True,
+    lse: Any = None,
+    return_lse: bool = False,
+    bmm1_scale_log2: Any = None,
+    multi_ctas_kv_counter_buffer: Any = None,
+    enable_block_sparse_attention: bool = False,
+    bf16q_fp8kv_transform_mode: Any = None,
+    *,
+    batch_invariant: bool = False,
+) -> Any:
+    """Decoding over a paged KV cache (GQA).
+
+    Args:
+        query: ``[tokens, q_heads, head_dim]``, fp16, bf16 or e4m3; tokens are batch x q_len_per_req.
+        kv_cache: a pair of K and V, or ``[pages, 2, ...]``; each ``[pages, kv_heads, page_size, head_dim]`` (HND) or
+            ``[pages, page_size, kv_heads, head_dim]`` (NHD); uint8 for FP4.
+        workspace_buffer: any dtype. trtllm-gen: scratch of any contents. xqa: more than 8 MiB, the first 8 MiB
+            semaphores (zero on first use, left so), the rest scratch.
+        block_tables: int32 ``[batch, columns]``; ``[batch, 2, columns]`` if not ``uses_shared_paged_kv_idx``.
+        seq_lens: int32 (xqa: or uint32) ``[batch]``, keys of each request.
+        max_seq_len: bound on them; what ``block_tables`` holds, if that is less.
+        bmm1_scale, bmm2_scale: factors of scores and output: numbers, or one float32 on the device.
+        window_left: keys before its own that a query sees; -1: all.
+        out: like ``query``, or an ``FP4Tensor``; None: made here.
+        out_dtype: None: that of ``query``; fp16, bf16, xqa: e4m3, trtllm-gen: "nvfp4" (e4m3 queries).
+        o_sf_scale, o_sf_vec_size: of an nvfp4 output.
+        sinks: float32 ``[q_heads]``.
+        kv_layout: "HND" or "NHD".
+        enable_pdl: None: on.
+        backend: "xqa" (our kernels), "trtllm-gen" (the published ones), or "auto": the one that is for the device.
+        q_len_per_req: query tokens of every request; None with ``cum_seq_lens_q``.
+        o_scale: ``bmm2_scale`` has its inverse in it, so nothing is left to do with it; but on xqa an output that is
+            not e4m3 is multiplied by it.
+        mask: xqa: uint16 ``[batch, q_len_per_req, 2]`` or ``[tokens, 2]`` (``cubin_runtime.launch.mask``); None:
+            causal.
+        max_q_len: bound on the query tokens of a request, with ``cum_seq_lens_q``. None reads that tensor back.
+        cum_seq_lens_q: int32 ``[batch + 1]``, running sum of query tokens.
+        skip_softmax_threshold_scale_factor: trtllm-gen; None or 0: off.
+        kv_cache_sf: trtllm-gen: block scales of an FP4 cache, e4m3, laid out like it.
+        lse: float32 ``[tokens, q_heads]`` to fill, any strides.
+        return_lse: return (out, lse).
+        bmm1_scale_log2: trtllm-gen: ``bmm1_scale`` times log2(e) on the device, instead of it.
+        multi_ctas_kv_counter_buffer: trtllm-gen: zeroed counters, left zeroed; None: made for this call. xqa needs
+            none.
+        uses_shared_paged_kv_idx: xqa: True; trtllm-gen: False for tables of K and V apart.
+        enable_block_sparse_attention, bf16q_fp8kv_transform_mode: refused.
+        batch_invariant: a request's bits do not depend on its neighbours or on any bound.
+
+    Returns:
+        ``out``, or (``out``, ``lse``).
+    """
+    given = Arguments.of(trtllm_batch_decode_with_kv_cache, locals())
+    given.refuse("enable_block_sparse_attention", "bf16q_fp8kv_transform_mode")
+    q, lengths = query_of(query, 3), view_of(seq_lens, "seq_lens")
+    found = given.backend_on(q.device, backend)
+    max_q, cum_q = query_lengths(given, q_len_per_req, batch_of(lengths), q.shape[0])
+    if found == XQA:
+        given.refuse("o_sf_scale", "o_sf_vec_size", "skip_softmax_threshold_scale_factor", "kv_cache_sf", backend=found)
+        given.refuse("uses_shared_paged_kv_idx", "bmm1_scale_log2", backend=found)
+        return _decode_native(given, max_q, cum_q, {"q_cu_seq_lens": "cum_seq_lens_q"})
+    given.refuse("mask", backend=found)
+    key, value = cache_pair_by_head(kv_cache, kv_layout)
+    return run_call(
+        DecodeCall,
+        given,
+        q,
+        output_of(given, q.shape, q.dtype),
+        backend=found,
+        seq_lens=lengths,
+        max_q=max_q,
+        max_kv=integer("max_seq_len", max_seq_len),
+        cum_seq_lens_q=cum_q,
+        **pages(given, key, value),
+    )
+
+
+def xqa_batch_decode_with_kv_cache(
+    query: Any,
+    kv_cache: Any,
+    workspace_buffer: Any,
+    block_tables: Any,
+    seq_lens: Any,
+    max_seq_len: int,
+    bmm1_scale: Any = 1.0,
+    bmm2_scale: Any = 1.0,
+    window_left: int = -1,
+    out: Any = None,
+    sinks: Any = None,
+    kv_layout: str = "NHD",
+    enable_pdl: bool | None = None,
+    q_len_per_req: int | None = 1,
+    o_scale: float | None = 1.0,
+    mask: Any = None,
+    kv_cache_sf: Any = None,
+    q_cu_seq_lens: Any = None,
+    *,
+    batch_invariant: bool = False,
+) -> Any:
+    """Decoding over a paged KV cache (GQA); parameters not named here are as in ``xqa``.
+
+    Args:
+        query: ``[tokens, q_heads, head_dim]``; tokens are batch x q_len_per_req, or what ``q_cu_seq_lens`` says.
+        kv_cache: a pair of K and V, or ``[pages, 2, ...]``, or ``[pages, 1, ...]`` where both are the same.
+        workspace_buffer: more than 8 MiB, any dtype: the first 8 MiB are semaphores (zero on first use, left so), the
+            rest scratch of any contents. A stream's work must be done with it before another's.
+        max_seq_len: bound on the lengths; what ``block_tables`` holds, if that is less.
+        bmm1_scale, bmm2_scale: factors of scores and output: numbers, or one float32 on the device.
+        window_left: keys before its own that a query sees; -1: all.
+        out: like ``query``, bf16, fp16 or e4m3; None: made here, of ``query``'s dtype.
+        q_len_per_req: query tokens of a request; with ``q_cu_seq_lens`` their bound.
+        o_scale: an ``out`` that is not e4m3 is multiplied by it (``bmm2_scale`` has its inverse in it).
+        kv_cache_sf: refused: there are no FP4 kernels.
+
+    Returns:
+        ``out``.
+    """
+    given = Arguments.of(xqa_batch_decode_with_kv_cache, locals())
+    given.refuse("kv_cache_sf")
+    if q_len_per_req is None:
+        raise UsageError("q_len_per_req: None, expected the query tokens of a request, or their bound")
+    given.backend_on(view_of(query, "query").device, XQA)
+    q_len = integer("q_len_per_req", q_len_per_req)
+    return _decode_native(given, q_len, q_cu_seq_lens, {"max_q_len": "q_len_per_req"})
+
+
+def _decode_native(given: Arguments, q_len: int, q_cu_seq_lens: Any, names: Mapping[str, str]) -> Any:
+    """A native decode of a query ``[tokens, q_heads, head_dim]``; ``names`` as for ``decode_batch``."""
+    if is_fp4(given):
+        raise UsageError("out_dtype or out is nvfp4: backend xqa writes bfloat16, float16 and float8_e4m3fn")
+    q, lengths = query_of(given.query, 3), lengths_of(given.seq_lens)
+    batch, ragged = lengths.shape[0], q_cu_seq_lens is not None
+    if not ragged and (q_len < 1 or q.shape[0] != batch * q_len):
+        raise UsageError(f"query: {q.shape[0]} tokens for {batch} requests of {q_len}")
+    caches = cache_pair(given.kv_cache, given.kv_layout)
+    output = output_of(given, q.shape, q.dtype)
+    # FlashInfer: kv_scale = bmm2 * o_scale, q_scale = bmm1 / kv_scale * sqrt(D), rcp_out_scale = 1 / o_scale. By the
+    # algebra of xqa: scores x bmm1; output x bmm2 where it is e4m3, else x bmm2 * o_scale.
+    scale = factor_of("bmm2_scale", given.bmm2_scale, q.device)
+    if output.view.dtype != E4M3 and given.o_scale is not None:
+        scale = times(scale, factor_of("o_scale", given.o_scale, q.device), given.runtime)
+    lse = tensor_or_none(given.lse, "lse", q.device)
+    if lse is not None and lse.shape != q.shape[:2]:
+        raise UsageError(f"lse: shape {lse.shape}, expected {q.shape[:2]}")
+    return decode_batch(
+        paged_decode,
+        given,
+        names,
+        nested_tokens(q, batch, q_len) if q_len > 1 and not ragged else q,
+        caches,
+        lengths,
+        output,
+        page_size=caches[0].shape[1 if given.kv_layout == "NHD" else 2],
+        output_scale=scale,
+        kv_layout=given.kv_layout,
+        q_cu_seq_lens=q_cu_seq_lens,
+        max_q_len=q_len if ragged else None,
+        mask=given.mask,
+        window_left=given.window_left,
+    )

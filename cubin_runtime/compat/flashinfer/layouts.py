@@ -1,0 +1,125 @@
+"""FlashInfer's tensor layouts as those of our operators: the same memory by other shapes and strides."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ...attention.paged_cache import LAYOUTS
+from ...dtypes import ITEM_BYTES
+from ...errors import UsageError
+from ...tensor import TensorView, view_of
+
+
+def check_layout(kv_layout: str) -> None:
+    """Raise ``UsageError`` for an unknown layout of a cache."""
+    if kv_layout not in LAYOUTS:
+        raise UsageError(f"kv_layout={kv_layout!r}: expected NHD or HND")
+
+
+def cache_pair(kv_cache: Any, kv_layout: str, name: str = "kv_cache") -> tuple[TensorView, TensorView]:
+    """K and V in their layout, 4 dimensions each: of a pair, or of one tensor that holds both.
+
+    One tensor is ``[pages, 2, ...]``, or ``[pages, 1, ...]`` where K and V are the same memory.
+
+    Raises:
+        UsageError: another form, or an unknown layout.
+    """
+    check_layout(kv_layout)
+    if isinstance(kv_cache, (tuple, list)):
+        if len(kv_cache) != 2:
+            raise UsageError(f"{name}: {len(kv_cache)} tensors, expected K and V")
+        parts = [view_of(part, f"{name}[{place}]") for place, part in enumerate(kv_cache)]
+    else:
+        parts = _halves(view_of(kv_cache, name), name)
+    for part in parts:
+        if len(part.shape) != 4:
+            raise UsageError(f"{name}: K or V of shape {part.shape}, expected 4 dimensions in layout {kv_layout}")
+    return parts[0], parts[1]
+
+
+def cache_pair_by_head(kv_cache: Any, kv_layout: str, name: str = "kv_cache") -> tuple[TensorView, TensorView]:
+    """K and V as ``[pages, kv_heads, page_size, head_dim]``; forms and errors as ``cache_pair``."""
+    key, value = cache_pair(kv_cache, kv_layout, name)
+    return (_swapped(key), _swapped(value)) if kv_layout == "NHD" else (key, value)
+
+
+def latent_cache(kv_cache: Any, name: str = "kv_cache") -> TensorView:
+    """A latent cache of either form as ``[pages, 1, page_size, width]``.
+
+    Raises:
+        UsageError: it has another rank, or more heads than one.
+    """
+    view = view_of(kv_cache, name)
+    if len(view.shape) == 3:
+        pages, tokens, width = view.shape
+        strides = (view.strides[0], view.strides[0], *view.strides[1:])
+        return replace(view, shape=(pages, 1, tokens, width), strides=strides)
+    if len(view.shape) != 4 or view.shape[1] != 1:
+        raise UsageError(
+            f"{name}: shape {view.shape}, expected [pages, page_size, width] or [pages, 1, page_size, width]"
+        )
+    return view
+
+
+def without(view: TensorView, axis: int) -> TensorView:
+    """``view`` at 0 of ``axis``, a dimension of size 1."""
+    return _item(view, axis, 0)
+
+
+def nested_tokens(view: TensorView, batch: int, q_len: int) -> TensorView:
+    """``[batch * q_len, ...]`` as ``[batch, q_len, ...]``."""
+    return replace(view, shape=(batch, q_len, *view.shape[1:]), strides=(q_len * view.strides[0], *view.strides))
+
+
+def flat_tokens(view: TensorView, name: str) -> TensorView:
+    """``[batch, q_len, ...]`` as ``[tokens, ...]``.
+
+    Raises:
+        UsageError: the stride between requests is not ``q_len`` times the one between tokens.
+    """
+    batch, q_len = view.shape[:2]
+    if batch > 1 and q_len > 1 and view.strides[0] != q_len * view.strides[1]:
+        raise UsageError(f"{name}: strides {view.strides}, expected requests at {q_len} times the tokens' distance")
+    step = view.strides[1] if q_len > 1 else view.strides[0]
+    return replace(view, shape=(batch * q_len, *view.shape[2:]), strides=(step, *view.strides[2:]))
+
+
+def like_query(q: TensorView, view: TensorView, name: str, trailing: int) -> TensorView:
+    """``view``, one row for each token and head, with the leading dimensions of ``q``.
+
+    ``[batch, q_len, heads, ...]``, ``[batch * q_len, heads, ...]`` and, for one token, either stand for one another;
+    ``trailing`` dimensions follow the heads.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    wanted, end = q.shape[:-1], len(view.shape) - trailing
+    shape, row = view.shape[:end], view.shape[end:]
+    if shape == wanted:
+        return view
+    if len(wanted) == 3 and shape == (wanted[0] * wanted[1], wanted[2]):
+        return nested_tokens(view, wanted[0], wanted[1])
+    if len(shape) == 3 and shape[1] == 1 and (shape[0], shape[2]) == wanted:
+        return without(view, 1)
+    raise UsageError(f"{name}: shape {view.shape}, expected {(*wanted, *row)}")
+
+
+def _halves(view: TensorView, name: str) -> list[TensorView]:
+    if len(view.shape) == 4 and view.shape[1] == 1:
+        return [view, view]
+    if len(view.shape) != 5 or view.shape[1] not in (1, 2):
+        raise UsageError(f"{name}: shape {view.shape}, expected [pages, 2, ...], [pages, 1, ...] or a pair")
+    return [_item(view, 1, 0), _item(view, 1, view.shape[1] - 1)]
+
+
+def _item(view: TensorView, axis: int, index: int) -> TensorView:
+    pointer = view.pointer + index * view.strides[axis] * ITEM_BYTES[view.dtype]
+    shape, strides = ((*of[:axis], *of[axis + 1 :]) for of in (view.shape, view.strides))
+    return replace(view, pointer=pointer, shape=shape, strides=strides)
+
+
+def _swapped(view: TensorView) -> TensorView:
+    """The second and third dimension in each other's place."""
+    shape, strides = ((of[0], of[2], of[1], of[3]) for of in (view.shape, view.strides))
+    return replace(view, shape=shape, strides=strides)

@@ -1,0 +1,72 @@
+"""Sequence lengths as FlashInfer states them: of the KV cache, of the queries, and their bounds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...attention.checks import integer
+from ...attention.trtllm_gen.checks import check_running_sum, check_vector
+from ...errors import UsageError
+from ...tensor import TensorView, view_of
+from .arguments import Arguments
+from .layouts import without
+
+
+def lengths_of(seq_lens: Any) -> TensorView:
+    """KV lengths ``[batch]``, also given as ``[batch, 1]``; raises ``UsageError`` for another shape."""
+    view = view_of(seq_lens, "seq_lens")
+    if len(view.shape) == 2 and view.shape[1] == 1:
+        return without(view, 1)
+    if len(view.shape) != 1:
+        raise UsageError(f"seq_lens: shape {view.shape}, expected [batch] or [batch, 1]")
+    return view
+
+
+def batch_of(seq_lens: TensorView) -> int:
+    """The number of requests; raises ``UsageError`` unless their lengths are a vector."""
+    if len(seq_lens.shape) != 1:
+        raise UsageError(f"seq_lens: shape {seq_lens.shape}, expected one dimension, a length for each request")
+    return seq_lens.shape[0]
+
+
+def check_batch(batch_size: int, seq_lens: TensorView) -> None:
+    """Raise ``UsageError`` unless ``batch_size`` is what ``seq_lens`` has."""
+    if batch_size != batch_of(seq_lens):
+        raise UsageError(f"batch_size={batch_size}: seq_lens has {batch_of(seq_lens)} requests")
+
+
+def check_none_empty(name: str, lengths: Any) -> None:
+    """Raise ``UsageError`` if one of the lengths that a caller knows on the host is 0 or less."""
+    for request, length in enumerate([] if lengths is None else [int(length) for length in lengths]):
+        if length < 1:
+            raise UsageError(f"{name}: request {request} has {length} tokens; ragged kernels take none without any")
+
+
+def query_lengths(given: Arguments, q_len: int | None, batch: int, tokens: int) -> tuple[int, TensorView | None]:
+    """The bound on query lengths, ``q_len`` where all are of that length, and ``cum_seq_lens_q`` where they differ.
+
+    Without a bound, ``cum_seq_lens_q`` is read back, which waits for the device.
+
+    Raises:
+        UsageError: a length for all and cumulative lengths are both given, or neither; the latter have another form,
+            fall, or would be read back while a stream captures.
+    """
+    max_q_len, cum_seq_lens_q = given.max_q_len, given.cum_seq_lens_q
+    if cum_seq_lens_q is None:
+        if max_q_len is not None:
+            raise UsageError(f"max_q_len={max_q_len} without cum_seq_lens_q: nothing says which tokens are whose")
+        if q_len is None:
+            raise UsageError("q_len_per_req: None without cum_seq_lens_q; expected the query tokens of a request")
+        return integer("q_len_per_req", q_len), None
+    if q_len is not None:
+        raise UsageError(f"q_len_per_req={q_len} with cum_seq_lens_q: expected None where lengths differ")
+    view = view_of(cum_seq_lens_q, "cum_seq_lens_q")
+    check_vector("cum_seq_lens_q", view, batch + 1, "int32", view.device)
+    if max_q_len is not None:
+        return integer("max_q_len", max_q_len), view
+    memory, driver = given.runtime.memory, given.runtime.driver
+    stream = memory.current_stream(cum_seq_lens_q)
+    with driver.using(driver.context_on(view.device)):
+        if driver.is_capturing(stream):
+            raise UsageError("max_q_len: None while a stream captures; expected the bound on every query length")
+    return max(1, check_running_sum("cum_seq_lens_q", memory.to_host(cum_seq_lens_q), tokens)), view

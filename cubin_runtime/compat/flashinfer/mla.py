@@ -1,0 +1,207 @@
+"""MLA decoding over a paged latent cache: the operators of ``flashinfer.mla``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...attention.backends import XQA
+from ...attention.mla_decode import mla_decode
+from ...attention.trtllm_gen import DecodeCall
+from ...errors import UsageError
+from ...tensor import TensorView, view_of
+from .arguments import Arguments, query_of, tensor_or_none
+from .layouts import flat_tokens, latent_cache, nested_tokens
+from .lengths import batch_of, lengths_of, query_lengths
+from .native import decode_batch
+from .outputs import Output, is_fp4, output_of
+from .trtllm_gen import pages, run_call
+
+_HEAD_DIMS = ((512, 64), (256, 64))  # kv_lora_rank, qk_rope_head_dim
+_SPARSE_HEAD_DIMS = (512, 0)
+
+
+def trtllm_batch_decode_with_kv_cache_mla(
+    query: Any,
+    kv_cache: Any,
+    workspace_buffer: Any,
+    qk_nope_head_dim: int,
+    kv_lora_rank: int,
+    qk_rope_head_dim: int,
+    block_tables: Any,
+    seq_lens: Any,
+    max_seq_len: int,
+    sparse_mla_top_k: int = 0,
+    out: Any = None,
+    bmm1_scale: Any = 1.0,
+    bmm2_scale: Any = 1.0,
+    sinks: Any = None,
+    skip_softmax_threshold_scale_factor: float | None = None,
+    enable_pdl: bool | None = None,
+    backend: str = "auto",
+    is_var_seq: bool = True,
+    uses_shared_paged_kv_idx: bool = True,
+    lse: Any = None,
+    return_lse: bool = False,
+    cute_dsl_impl: str = "auto",
+    kv_scale_format: str = "auto",
+    cum_seq_lens_q: Any = None,
+    max_q_len: int | None = None,
+    multi_ctas_kv_counter_buffer: Any = None,
+    sparse_mla_top_k_lens: Any = None,
+    enable_dcp: bool = False,
+    cp_world: int = 1,
+    cp_rank: int = 0,
+    causal_seqlens_kv_global: Any = None,
+    use_fp16_softmax: bool | None = None,
+    *,
+    batch_invariant: bool = False,
+) -> Any:
+    """MLA decoding over a paged latent cache; parameters not named here are as in the GQA operator.
+
+    Args:
+        query: ``[batch, q_len, heads, kv_lora_rank + qk_rope_head_dim]``, or ``[tokens, heads, ...]`` with
+            ``cum_seq_lens_q``; bf16 or e4m3 (xqa: where a kernel takes it).
+        kv_cache: ``[pages, page_size, kv_lora_rank + qk_rope_head_dim]`` or ``[pages, 1, page_size, ...]``; bf16 or
+            e4m3; xqa: pages of 32, 64 or 128 tokens.
+        workspace_buffer: any dtype. trtllm-gen: scratch of any contents. xqa: more than 8 MiB, the first 8 MiB
+            semaphores (zero on first use, left so), the rest scratch.
+        qk_nope_head_dim: of the model, 1 or more; only ``bmm1_scale`` depends on it.
+        kv_lora_rank, qk_rope_head_dim: (512, 64) or (256, 64); trtllm-gen: (512, 0) sparse.
+        block_tables: int32 ``[batch, columns]``, any number of columns; ``[batch, q_len, sparse_mla_top_k]`` key
+            numbers where sparse.
+        seq_lens: int32 (xqa: or uint32) ``[batch]``, keys of each request.
+        max_seq_len: bound on them; xqa: what ``block_tables`` holds, if that is less.
+        sparse_mla_top_k: trtllm-gen: keys that a query looks at, a multiple of 4; 0: all.
+        out: ``[batch, q_len, heads, kv_lora_rank]`` (``[tokens, heads, kv_lora_rank]``), for one token a request also
+            ``[batch, heads, kv_lora_rank]``; None: bf16, made here in the first shape.
+        backend: "xqa" (our kernels), "trtllm-gen" (the published ones), or "auto": the one that is for the device.
+        is_var_seq: a hint that decides nothing here.
+        cum_seq_lens_q: int32 ``[batch + 1]``, running sum of query tokens; a request may have none.
+        max_q_len: bound on the query tokens of a request, with ``cum_seq_lens_q``. None reads that tensor back.
+        skip_softmax_threshold_scale_factor, uses_shared_paged_kv_idx=False, sparse_mla_top_k_lens (int32 ``[tokens]``,
+            how many of its keys a query has): trtllm-gen.
+        multi_ctas_kv_counter_buffer: trtllm-gen: zeroed counters, left zeroed; None: made for this call. xqa needs
+            none.
+        cute_dsl_impl, kv_scale_format, enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global, use_fp16_softmax:
+            refused unless at their defaults.
+        batch_invariant: a request's bits do not depend on its neighbours or on any bound.
+
+    Returns:
+        ``out``, or (``out``, ``lse``) with lse float32 ``[tokens, heads]``, or as the caller gave it
+        (``[batch, q_len, heads]`` is taken too).
+    """
+    given = Arguments.of(trtllm_batch_decode_with_kv_cache_mla, locals())
+    given.refuse("cute_dsl_impl", "kv_scale_format", "enable_dcp", "cp_world", "cp_rank")
+    given.refuse("causal_seqlens_kv_global", "use_fp16_softmax")
+    _check_head_dims(qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim, sparse_mla_top_k)
+    nested = cum_seq_lens_q is None
+    by_request = query_of(query, 4 if nested else 3)
+    q = flat_tokens(by_request, "query") if nested else by_request
+    lengths = view_of(seq_lens, "seq_lens")
+    batch = batch_of(lengths)
+    _check_query(by_request, lengths, kv_lora_rank + qk_rope_head_dim)
+    found = given.backend_on(q.device, backend)
+    max_q, cum_q = query_lengths(given, by_request.shape[1] if nested else None, batch, q.shape[0])
+    if found == XQA:
+        given.refuse("sparse_mla_top_k", "sparse_mla_top_k_lens", backend=found)
+        given.refuse("skip_softmax_threshold_scale_factor", "uses_shared_paged_kv_idx", backend=found)
+        return _decode_native(given, by_request, lengths, kv_lora_rank, None if nested else max_q, cum_q)
+    cache = latent_cache(kv_cache)
+    return run_call(
+        DecodeCall,
+        given,
+        q,
+        _output(given, by_request, kv_lora_rank),
+        backend=found,
+        seq_lens=lengths,
+        max_q=max_q,
+        max_kv=int(max_seq_len),
+        cum_seq_lens_q=cum_q,
+        **pages(given, cache, cache),
+        top_k=sparse_mla_top_k,
+        top_k_lens=tensor_or_none(sparse_mla_top_k_lens, "sparse_mla_top_k_lens", q.device),
+    )
+
+
+def xqa_batch_decode_with_kv_cache_mla(
+    query: Any,
+    kv_cache: Any,
+    workspace_buffer: Any,
+    qk_nope_head_dim: int,
+    kv_lora_rank: int,
+    qk_rope_head_dim: int,
+    block_tables: Any,
+    seq_lens: Any,
+    max_seq_len: int,
+    out: Any = None,
+    bmm1_scale: Any = 1.0,
+    bmm2_scale: Any = 1.0,
+    sinks: Any = None,
+    enable_pdl: bool | None = None,
+    *,
+    batch_invariant: bool = False,
+) -> Any:
+    """MLA decoding on our kernels; parameters as in ``trtllm_batch_decode_with_kv_cache_mla`` with backend xqa.
+
+    Args:
+        query: ``[batch, q_len, heads, kv_lora_rank + qk_rope_head_dim]``; q_len to 16, heads to 128.
+        out: ``[batch, q_len, heads, kv_lora_rank]``. The peer makes that shape for one token and takes
+            ``[batch, heads, kv_lora_rank]``: both are taken here, the first is made.
+
+    Returns:
+        ``out``.
+    """
+    given = Arguments.of(xqa_batch_decode_with_kv_cache_mla, locals())
+    _check_head_dims(qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim, 0)
+    q, lengths = query_of(query, 4), lengths_of(seq_lens)
+    _check_query(q, lengths, kv_lora_rank + qk_rope_head_dim)
+    given.backend_on(q.device, XQA)
+    return _decode_native(given, q, lengths, kv_lora_rank)
+
+
+def _decode_native(
+    given: Arguments,
+    q: TensorView,
+    lengths: TensorView,
+    latent: int,
+    max_q_len: int | None = None,
+    q_cu_seq_lens: TensorView | None = None,
+) -> Any:
+    output, cache = _output(given, q, latent), latent_cache(given.kv_cache)
+    return decode_batch(
+        mla_decode,
+        given,
+        {"q_cu_seq_lens": "cum_seq_lens_q"},
+        q,
+        (cache,),
+        lengths,
+        output,
+        page_size=cache.shape[2],
+        max_q_len=max_q_len,
+        q_cu_seq_lens=q_cu_seq_lens,
+    )
+
+
+def _check_head_dims(nope: int, lora: int, rope: int, top_k: int) -> None:
+    if nope < 1:
+        raise UsageError(f"qk_nope_head_dim={nope}: expected 1 or more")
+    sparse = " or (512, 0) with sparse_mla_top_k"
+    if (lora, rope) not in _HEAD_DIMS and not ((lora, rope) == _SPARSE_HEAD_DIMS and top_k > 0):
+        raise UsageError(f"kv_lora_rank={lora}, qk_rope_head_dim={rope}: expected (512, 64), (256, 64){sparse}")
+
+
+def _check_query(query: TensorView, lengths: TensorView, width: int) -> None:
+    if query.shape[-1] != width:
+        raise UsageError(f"query: head dimension {query.shape[-1]}, expected {width}")
+    if len(query.shape) == 4 and query.shape[0] != lengths.shape[0]:
+        raise UsageError(f"query: batch {query.shape[0]}, seq_lens has {lengths.shape[0]}")
+
+
+def _output(given: Arguments, q: TensorView, latent: int) -> Output:
+    """The output for ``q``; a caller's may lack the dimension of a single token."""
+    shape = (*q.shape[:-1], latent)
+    if given.out is not None and not is_fp4(given) and len(shape) == 4 and shape[1] == 1:
+        view = view_of(given.out, "out")
+        if view.shape == (shape[0], *shape[2:]):
+            return Output(given.out, nested_tokens(view, shape[0], 1))
+    return output_of(given, shape, "bfloat16")

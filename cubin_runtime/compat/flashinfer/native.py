@@ -1,0 +1,111 @@
+"""FlashInfer's decodes on our native kernels: ``paged_decode`` or ``mla_decode`` under the caller's names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ...attention.backends import HOPPER
+from ...attention.checks import integer
+from ...attention.scales import ScaleProduct
+from ...errors import UsageError, WorkspaceError
+from ...tensor import TensorView, view_of
+from .arguments import Arguments, sinks_of, tensor_or_none
+from .layouts import like_query
+from .outputs import Output, lse_of
+from .scales import factor_of
+from .workspace import SEMAPHORE_BYTES, split_workspace
+
+_DEPENDENT_LAUNCH_FROM = (9, 0)  # compute capability
+_NAMED = re.compile(r"(\w*)(.*)", re.DOTALL)
+# What the batch operators call the arguments of ours, where it is something else.
+_BATCH_NAMES = {
+    "q": "query",
+    "k_cache": "kv_cache (K)",
+    "v_cache": "kv_cache (V)",
+    "page_table": "block_tables",
+    "softmax_scale": "bmm1_scale",
+    "output_scale": "bmm2_scale",
+}
+
+
+def decode_batch(
+    decode: Callable[..., Any],
+    given: Arguments,
+    names: Mapping[str, str],
+    q: TensorView,
+    caches: tuple[TensorView, ...],
+    lengths: TensorView,
+    output: Output,
+    *,
+    page_size: int,
+    output_scale: ScaleProduct | None = None,
+    **options: Any,
+) -> Any:
+    """Run a decode on a workspace that begins with its semaphores; (output, lse), or output.
+
+    Args:
+        decode, given, names, q, caches, lengths, options: as for ``launch``.
+        output: shaped like ``q``, or with all tokens in one dimension.
+        page_size: tokens of a page.
+        output_scale: None: ``bmm2_scale``.
+
+    Raises:
+        as ``decode``.
+    """
+    device, tokens = q.device, q.shape[0] if len(q.shape) == 3 else q.shape[0] * q.shape[1]
+    lse = lse_of(given, (tokens, q.shape[-2]))
+    lse_view = tensor_or_none(lse, "lse", device)
+    table = view_of(given.block_tables, "block_tables")
+    capacity = table.shape[-1] * page_size if table.shape else 0
+    workspace = split_workspace(given.workspace_buffer, device)
+    try:
+        launch(
+            decode,
+            given,
+            {**_BATCH_NAMES, **names},
+            (q, *caches, table, lengths),
+            out=like_query(q, output.view, "out", 1),
+            lse=None if lse_view is None else like_query(q, lse_view, "lse", 0),
+            softmax_scale=factor_of("bmm1_scale", given.bmm1_scale, device),
+            output_scale=output_scale or factor_of("bmm2_scale", given.bmm2_scale, device),
+            max_seq_len=min(integer("max_seq_len", given.max_seq_len), capacity),
+            workspace=workspace,
+            **options,
+        )
+    except WorkspaceError as error:
+        raise WorkspaceError(f"workspace_buffer, behind its {SEMAPHORE_BYTES} bytes of semaphores: {error}") from error
+    return (output.tensor, lse) if given.return_lse else output.tensor
+
+
+def launch(
+    decode: Callable[..., Any],
+    given: Arguments,
+    names: Mapping[str, str],
+    tensors: tuple[Any, ...],
+    **options: Any,
+) -> None:
+    """Run ``decode``, ``paged_decode`` or ``mla_decode``, on its positional ``tensors`` and other ``options``.
+
+    ``names`` are what FlashInfer's operator calls the arguments of ``decode``, where it is something else.
+    """
+    rt, device = given.runtime, tensors[0].device
+    has_pdl = rt.driver.device(device).capability >= _DEPENDENT_LAUNCH_FROM
+    try:
+        decode(
+            *tensors,
+            sinks=sinks_of(given.sinks, "sinks", device),
+            batch_invariant=given.batch_invariant,
+            stream=rt.memory.current_stream(given.query),
+            backend=HOPPER,
+            enable_pdl=has_pdl if given.enable_pdl is None else bool(given.enable_pdl),
+            runtime=rt,
+            **options,
+        )
+    except (UsageError, WorkspaceError) as error:
+        name, rest = _NAMED.fullmatch(str(error)).groups()  # type: ignore[union-attr]  # it matches any text
+        if name not in names:
+            raise
+        kind = UsageError if isinstance(error, UsageError) else WorkspaceError
+        raise kind(f"{names[name]}{rest}") from error

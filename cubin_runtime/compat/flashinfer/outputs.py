@@ -1,0 +1,106 @@
+"""Outputs under FlashInfer's arguments: tensors made or checked, FP4 with block scales, the log-sum-exp."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from ...attention.trtllm_gen import OutScales
+from ...errors import UsageError
+from ...tensor import TensorView, view_of
+from .arguments import Arguments
+
+NVFP4 = "nvfp4"
+E4M3 = "float8_e4m3fn"
+_SCALE_BLOCK = 16  # elements that share a block scale
+_SCALE_ROWS, _SCALE_COLUMNS = 128, 4
+
+
+@dataclass(frozen=True, slots=True)
+class FP4Tensor:
+    """An FP4 output: ``data`` uint8 with two elements per byte, ``scale`` e4m3 with one for 16 elements.
+
+    ``scale_start_index`` is the first token's row in ``scale``; ``original_shape`` counts elements.
+    """
+
+    data: Any
+    scale: Any
+    scale_start_index: int = 0
+    original_shape: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """The tensor that a caller gets back, its view, and its block scales where it is FP4."""
+
+    tensor: Any
+    view: TensorView
+    block_scales: OutScales | None = None
+
+
+def output_of(given: Arguments, shape: tuple[int, ...], default_dtype: str) -> Output:
+    """The output, made if it was not given; ``shape`` counts elements.
+
+    Raises:
+        UsageError: dtype or shape are not what was asked for, or options of FP4 stand without it.
+    """
+    if is_fp4(given):
+        return _fp4_output(given, shape)
+    if given.o_sf_scale is not None or given.o_sf_vec_size is not None:
+        raise UsageError("o_sf_scale or o_sf_vec_size without an nvfp4 output: nothing takes them")
+    out, wanted = given.out, _dtype_word(given.out_dtype)
+    if out is None:
+        out = given.runtime.memory.empty(given.query, shape, wanted or default_dtype)
+    view = view_of(out, "out")
+    if view.shape != shape:
+        raise UsageError(f"out: shape {view.shape}, expected {shape}")
+    if wanted is not None and view.dtype != wanted:
+        raise UsageError(f"out: dtype {view.dtype}, out_dtype says {wanted}")
+    return Output(out, view)
+
+
+def is_fp4(given: Arguments) -> bool:
+    """Whether an FP4 output is asked for, by its dtype or by an ``FP4Tensor`` of ours or of FlashInfer."""
+    return _dtype_word(given.out_dtype) == NVFP4 or (hasattr(given.out, "data") and hasattr(given.out, "scale"))
+
+
+def lse_of(given: Arguments, shape: tuple[int, int]) -> Any:
+    """The LSE tensor: the caller's, a new one where it is to be returned, else None."""
+    if given.lse is None and given.return_lse:
+        return given.runtime.memory.empty(given.query, shape, "float32")
+    return given.lse
+
+
+def _dtype_word(dtype: Any) -> str | None:
+    return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def _fp4_output(given: Arguments, shape: tuple[int, ...]) -> Output:
+    out, query, empty = given.out, given.query, given.runtime.memory.empty
+    dtype = view_of(query, "query").dtype
+    if dtype != E4M3:
+        raise UsageError(f"query: dtype {dtype}, expected float8_e4m3fn for an nvfp4 output")
+    if given.o_sf_scale is None:
+        raise UsageError("o_sf_scale: None, expected a number for an nvfp4 output")
+    if given.o_sf_vec_size not in (None, _SCALE_BLOCK):
+        raise UsageError(f"o_sf_vec_size={given.o_sf_vec_size}: expected {_SCALE_BLOCK}")
+    columns = _round_up(prod(shape[1:]) // _SCALE_BLOCK, _SCALE_COLUMNS)
+    packed = (*shape[:-1], -(-shape[-1] // 2))
+    if out is None:
+        rows = _round_up(shape[0], _SCALE_ROWS)
+        out = FP4Tensor(empty(query, packed, "uint8"), empty(query, (rows, columns), E4M3), 0, shape)
+    if not hasattr(out, "scale"):
+        raise UsageError(f"out: got {type(out).__name__}, expected an FP4Tensor for out_dtype nvfp4")
+    view, scale, first = view_of(out.data, "out.data"), view_of(out.scale, "out.scale"), int(out.scale_start_index)
+    if view.shape != packed or view.dtype != "uint8":
+        raise UsageError(f"out.data: {view.dtype} {view.shape}, expected uint8 {packed}")
+    if scale.dtype != E4M3 or len(scale.shape) != 2 or scale.shape[1] != columns:
+        raise UsageError(f"out.scale: {scale.dtype} {scale.shape}, expected float8_e4m3fn [rows, {columns}]")
+    if not 0 <= first <= scale.shape[0] - shape[0]:
+        raise UsageError(f"out.scale_start_index={first}: expected {shape[0]} rows from it within {scale.shape[0]}")
+    return Output(out, view, OutScales(scale, float(given.o_sf_scale), _SCALE_BLOCK, first))
+
+
+def _round_up(value: int, to: int) -> int:
+    return -(-value // to) * to

@@ -1,0 +1,79 @@
+"""FlashInfer's scales, numbers or scalars on the device, as the native and the trtllm-gen kernels take them."""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+from typing import Any
+
+from ...attention.runtime import Runtime
+from ...attention.scales import ScaleProduct, float32_number
+from ...attention.trtllm_gen import Scale
+from ...attention.trtllm_gen.checks import scale_of
+from ...errors import UsageError
+from ...tensor import TensorView, view_of
+from .arguments import Arguments
+from .outputs import E4M3
+
+LOG2_E = math.log2(math.e)
+
+
+def factor_of(name: str, given: Any, device: int) -> ScaleProduct:
+    """A finite number or a tensor of one float32, for native kernels.
+
+    Raises:
+        UsageError: another form, or a tensor elsewhere; the message begins with ``name``.
+    """
+    if isinstance(given, Real):
+        return ScaleProduct(float32_number(name, given))
+    scale_of(name, view_of(given, name), device)
+    return ScaleProduct(1.0, given)
+
+
+def times(first: ScaleProduct, second: ScaleProduct, runtime: Runtime) -> ScaleProduct:
+    """The product; of two tensors it is computed on the device, in stream order."""
+    tensor = first.tensor if second.tensor is None else second.tensor
+    if first.tensor is not None and second.tensor is not None:
+        tensor = runtime.memory.product(first.tensor, second.tensor)
+    return ScaleProduct(first.number * second.number, tensor)
+
+
+def head_scales(given: Arguments, q: TensorView, out: TensorView) -> tuple[ScaleProduct, ScaleProduct]:
+    """Scales of scores and output: q_scale * kv_scale / sqrt(head_dim), and kv_scale * rcp_out_scale.
+
+    Raises:
+        UsageError: as ``factor_of``; or ``rcp_out_scale`` is not 1 for an output that is not e4m3.
+    """
+    rt, factor = given.runtime, given.rcp_out_scale
+    if factor != 1.0 and out.dtype != E4M3:
+        raise UsageError(f"rcp_out_scale={factor}: output is {out.dtype}, expected 1.0 unless it is {E4M3}")
+    of_q, of_kv = factor_of("q_scale", given.q_scale, q.device), factor_of("kv_scale", given.kv_scale, q.device)
+    root = ScaleProduct(1 / math.sqrt(max(1, q.shape[-1])) if q.shape else 1.0)
+    scores = times(times(of_q, of_kv, rt), root, rt)
+    return scores, times(of_kv, factor_of("rcp_out_scale", factor, q.device), rt)
+
+
+def scores_scale(given: Arguments, device: int) -> tuple[Scale, Any]:
+    """The scale of the scores for trtllm-gen kernels, which want one on the device times log2(e).
+
+    Returns:
+        the scale, and what was made for it, to be kept until the launch is under way.
+
+    Raises:
+        UsageError: it is given twice, or is neither a number nor one float32 on ``device``.
+    """
+    bmm1, in_base_2 = given.bmm1_scale, given.bmm1_scale_log2
+    if in_base_2 is not None:
+        if not isinstance(bmm1, Real) or bmm1 != 1.0:
+            raise UsageError("bmm1_scale_log2 with bmm1_scale: expected one of them")
+        return scale_of("bmm1_scale_log2", view_of(in_base_2, "bmm1_scale_log2"), device), None
+    scale = scale_from("bmm1_scale", bmm1, device)
+    if isinstance(bmm1, Real):
+        return scale, None
+    made = given.runtime.memory.scaled(bmm1, LOG2_E)
+    return scale_of("bmm1_scale", view_of(made, "bmm1_scale"), device), made
+
+
+def scale_from(name: str, given: Any, device: int) -> Scale:
+    """A number or one float32 on the device, for trtllm-gen kernels; raises ``UsageError`` for another form."""
+    return scale_of(name, float(given) if isinstance(given, Real) else view_of(given, name), device)

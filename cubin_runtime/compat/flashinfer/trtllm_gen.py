@@ -1,0 +1,80 @@
+"""FlashInfer's operators on NVIDIA's trtllm-gen kernels: one call, its run, its answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...attention.backends import AUTO
+from ...attention.trtllm_gen import run
+from ...attention.trtllm_gen.calls import Call
+from ...tensor import TensorView, view_of
+from .arguments import Arguments, sinks_of, tensor_or_none
+from .layouts import cache_pair_by_head, flat_tokens
+from .outputs import Output, lse_of
+from .scales import scale_from, scores_scale
+
+
+def run_call(
+    kind: type[Call],
+    given: Arguments,
+    q: TensorView,
+    output: Output,
+    *,
+    backend: str = AUTO,
+    sinks_name: str = "sinks",
+    **fields: Any,
+) -> Any:
+    """Run a call of ``kind``, which takes the other ``fields`` as they are; the output, or (output, lse).
+
+    ``q`` is ``[tokens, heads, head_dim]``; the output may have ``[batch, q_len, heads, head_dim]``. ``sinks_name`` is
+    what the operator calls its sinks.
+
+    Raises:
+        as ``cubin_runtime.attention.trtllm_gen.run``.
+    """
+    rt, device, out = given.runtime, q.device, output.view
+    # What is made for a scale is kept until the launch is under way.
+    bmm1, _made = scores_scale(given, device)
+    bmm2 = scale_from("bmm2_scale", given.bmm2_scale, device)
+    lse = lse_of(given, (q.shape[0], q.shape[1]))
+    lse_view = tensor_or_none(lse, "lse", device)
+    if len(out.shape) == 4:
+        if lse_view is not None and lse_view.shape == out.shape[:3]:
+            lse_view = flat_tokens(lse_view, "lse")
+        out = flat_tokens(out, "out")
+    if output.block_scales is not None:
+        fields["out_scales"] = output.block_scales
+    call = kind(
+        query=q,
+        out=out,
+        bmm1=bmm1,
+        bmm2=bmm2,
+        sinks=sinks_of(given.sinks, sinks_name, device),
+        lse=lse_view,
+        window_left=given.window_left,
+        skip_softmax_factor=given.skip_softmax_threshold_scale_factor or 0.0,
+        pdl=given.enable_pdl is None or bool(given.enable_pdl),
+        batch_invariant=given.batch_invariant,
+        **fields,
+    )
+    counters = given.multi_ctas_kv_counter_buffer
+    run(call, given.workspace_buffer, counters=counters, backend=backend, runtime=rt)
+    return (output.tensor, lse) if given.return_lse else output.tensor
+
+
+def pages(given: Arguments, key: TensorView, value: TensorView) -> dict[str, Any]:
+    """The fields of a call for K and V in pages, ``[pages, kv_heads, page_size, head_dim]`` each, and their tables.
+
+    Raises:
+        UsageError: the block scales of an FP4 cache are in another form than ``cache_pair_by_head`` takes.
+    """
+    fields = {
+        "key": key,
+        "value": value,
+        "block_tables": view_of(given.block_tables, "block_tables"),
+        "shares_index": given.uses_shared_paged_kv_idx,
+    }
+    if given.kv_cache_sf is not None:
+        scales = cache_pair_by_head(given.kv_cache_sf, given.kv_layout, "kv_cache_sf")
+        fields |= {"key_scales": scales[0], "value_scales": scales[1]}
+    return fields

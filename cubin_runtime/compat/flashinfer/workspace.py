@@ -1,0 +1,125 @@
+"""FlashInfer's workspaces as ours: semaphores and scratch, in one buffer or two, and memory where they are too few."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from ...attention.runtime import Runtime
+from ...attention.trtllm_gen.checks import check_device
+from ...dtypes import ITEM_BYTES
+from ...errors import UsageError, WorkspaceError
+from ...launch.regions import REGION_ALIGNMENT
+from ...launch.semaphore_workspace import SemaphoreWorkspace
+from ...launch.workspace import Workspace
+from ...tensor import view_of
+from .arguments import Arguments
+
+SEMAPHORE_BYTES = 8 << 20
+_CTAS_PER_MULTIPROCESSOR = 32  # no device holds more
+_COUNTER_BYTES = 4
+# Replaced semaphores that a runtime keeps, beside those that graphs were captured with.
+_MOST_EAGER = 64
+
+
+def split_workspace(workspace_buffer: Any, device: int) -> SemaphoreWorkspace:
+    """Semaphores in the first 8 MiB of the buffer, scratch in the rest.
+
+    Raises:
+        WorkspaceError: nothing is left for scratch.
+        UsageError: the buffer has gaps, is misaligned, or is on another device.
+    """
+    address, nbytes = _scratch_of(workspace_buffer, device)
+    if nbytes <= SEMAPHORE_BYTES:
+        raise WorkspaceError(
+            f"workspace_buffer: {nbytes} bytes, expected more than {SEMAPHORE_BYTES}: those are for semaphores"
+        )
+    scratch = (address + SEMAPHORE_BYTES, nbytes - SEMAPHORE_BYTES)
+    return SemaphoreWorkspace(semaphores=(address, SEMAPHORE_BYTES), scratch=scratch)
+
+
+def with_enough_semaphores(given: Arguments, rows: int, device: int) -> SemaphoreWorkspace:
+    """A caller's semaphores and scratch as a workspace for ``rows`` tokens x heads.
+
+    A caller who counts semaphores as FlashInfer does may have too few for native kernels: zeroed memory of the runtime
+    then takes their place. It stands for the given address, so whoever has the semaphores to himself has it too. It is
+    kept for good once a graph has it, else until many other addresses had their turn, and not before the workspace is
+    gone.
+
+    Raises:
+        WorkspaceError: that memory is not there yet and the caller's stream captures; the message names the bytes
+            needed.
+        UsageError: a buffer has gaps, is on another device, or is misaligned scratch.
+    """
+    rt, held = given.runtime, _memory_of(given.semaphores, "semaphores", device)
+    scratch = _scratch_of(given.workspace_buffer, device)
+    counters = max(rows, _CTAS_PER_MULTIPROCESSOR * rt.driver.device(device).multiprocessors)
+    needed = 3 * REGION_ALIGNMENT + counters * _COUNTER_BYTES
+    if held[1] >= needed:
+        return SemaphoreWorkspace(held, scratch)
+    needed = 1 << (needed - 1).bit_length()
+    with _lock:
+        replaced = _replaced.setdefault(rt, _Replaced())
+        workspace = replaced.captured.get(held[0])
+        if workspace is None or workspace.nbytes < needed:
+            stream = rt.memory.current_stream(given.query)
+            workspace = _eager(replaced, held, needed, stream, device, rt)
+    return SemaphoreWorkspace((workspace.address, workspace.nbytes), scratch, owner=workspace)
+
+
+@dataclass(frozen=True, slots=True)
+class _Replaced:
+    """Memory by the address of the semaphores that it stands for; of ``eager``, the least recently used is first."""
+
+    eager: OrderedDict[int, Workspace] = field(default_factory=OrderedDict)
+    captured: dict[int, Workspace] = field(default_factory=dict)
+
+
+_lock = threading.Lock()
+_replaced: WeakKeyDictionary[Runtime, _Replaced] = WeakKeyDictionary()
+
+
+def _eager(
+    replaced: _Replaced, held: tuple[int, int], needed: int, stream: int, device: int, runtime: Runtime
+) -> Workspace:
+    """The memory of no graph yet that stands for ``held``, (address, bytes), made where it lacks or is too small.
+
+    A capture takes it over. Else what is dropped is freed when other memory is made, behind the work that uses it.
+    """
+    address, nbytes = held
+    context = runtime.driver.context_on(device)
+    workspace = replaced.eager.get(address)
+    with runtime.driver.using(context):
+        capturing = runtime.driver.is_capturing(stream)
+    if workspace is None or workspace.nbytes < needed:
+        if capturing:
+            raise WorkspaceError(f"semaphores of {nbytes} bytes: {needed} bytes are needed while a stream captures")
+        workspace = replaced.eager[address] = Workspace.allocate(runtime.driver, context, needed, stream)
+    if capturing:
+        workspace.keep()
+        replaced.captured[address] = replaced.eager.pop(address)
+        return workspace
+    replaced.eager.move_to_end(address)
+    if len(replaced.eager) > _MOST_EAGER:
+        replaced.eager.popitem(last=False)
+    return workspace
+
+
+def _scratch_of(workspace_buffer: Any, device: int) -> tuple[int, int]:
+    address, nbytes = _memory_of(workspace_buffer, "workspace_buffer", device)
+    if address % 16:
+        raise UsageError(f"workspace_buffer: address {address:#x}, expected a multiple of 16")
+    return address, nbytes
+
+
+def _memory_of(buffer: Any, name: str, device: int) -> tuple[int, int]:
+    """Address and bytes of a contiguous tensor."""
+    view = view_of(buffer, name)
+    check_device(name, view, device)
+    if not view.is_contiguous:
+        raise UsageError(f"{name}: strides {view.strides}, expected a contiguous tensor")
+    return view.pointer, prod(view.shape) * ITEM_BYTES[view.dtype]

@@ -1,0 +1,255 @@
+"""Decoding on a workspace with semaphores of its own: the operators of ``flashinfer.xqa``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ...attention.backends import XQA
+from ...attention.checks import check_dtype, integer
+from ...attention.mla_decode import mla_decode
+from ...attention.paged_decode import paged_decode
+from ...errors import UsageError
+from ...tensor import TensorView, view_of
+from .arguments import Arguments
+from .layouts import check_layout, latent_cache, like_query, without
+from .lengths import lengths_of
+from .native import launch
+from .scales import head_scales
+from .workspace import with_enough_semaphores
+
+# What these operators call the arguments of ours, where it is something else.
+_NAMES = {
+    "out": "output",
+    "kv_cache": "k_cache",
+    "max_q_len": "q_seq_len",
+    "softmax_scale": "q_scale * kv_scale",
+    "output_scale": "kv_scale * rcp_out_scale",
+    "scratch": "workspace_buffer",
+}
+_ROPE = 64
+
+
+def xqa(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    page_table: Any,
+    seq_lens: Any,
+    output: Any,
+    workspace_buffer: Any,
+    semaphores: Any,
+    num_kv_heads: int,
+    page_size: int,
+    sinks: Any = None,
+    q_scale: Any = 1.0,
+    kv_scale: Any = 1.0,
+    sliding_win_size: int = 0,
+    kv_layout: str = "NHD",
+    sm_count: int | None = None,
+    enable_pdl: bool | None = None,
+    rcp_out_scale: float = 1.0,
+    q_seq_len: int = 1,
+    mask: Any = None,
+    *,
+    q_cu_seq_lens: Any = None,
+    k_sf_cache: Any = None,
+    v_sf_cache: Any = None,
+    batch_invariant: bool = False,
+) -> None:
+    """Decoding over a paged KV cache (GQA) into ``output``.
+
+    Args:
+        q: ``[batch, 1, q_heads, head_dim]``, with ``q_seq_len`` over 1 ``[batch, 1, q_seq_len, q_heads, head_dim]``,
+            with ``q_cu_seq_lens`` ``[tokens, q_heads, head_dim]``; the 1 may be left out. bf16, fp16 or e4m3.
+        k_cache, v_cache: ``[pages, page_size, kv_heads, head_dim]`` (NHD) or ``[pages, kv_heads, page_size,
+            head_dim]`` (HND), any strides between rows; q's dtype or e4m3.
+        page_table: int32 ``[batch, columns]``; its columns are the bound on the lengths.
+        seq_lens: uint32 or int32 ``[batch, 1]`` or ``[batch]``, keys of each request, its drafts among them.
+        output: like ``q``; bf16, fp16 or e4m3.
+        workspace_buffer: scratch, any dtype and contents; like ``semaphores`` contiguous and 16-byte aligned.
+        semaphores: zero on first use, left so; any dtype. A stream's work must be done with it before another's.
+            Where it is smaller than our kernels need, memory of our own goes with it from then on.
+        num_kv_heads, page_size: as ``k_cache`` has them.
+        sinks: float32 ``[kv_heads, group]`` or ``[q_heads]``.
+        q_scale, kv_scale: numbers, or one float32 on the device. Scores are multiplied by
+            q_scale * kv_scale / sqrt(head_dim), the output by kv_scale (16-bit caches too, where the peer drops it).
+            Two tensors are multiplied by a launch of their own.
+        sliding_win_size: keys that a query sees, its own among them; 0: all.
+        sm_count: None, or the device's.
+        enable_pdl: None: on where the device has it.
+        rcp_out_scale: factor of an e4m3 ``output``.
+        q_seq_len: query tokens of a request; with ``q_cu_seq_lens`` their bound.
+        mask: uint16 ``[batch, q_seq_len, 2]`` or ``[tokens, 2]`` (``cubin_runtime.launch.mask``); None: causal.
+        q_cu_seq_lens: int32 or uint32 ``[batch + 1]``, running sum of query tokens.
+        k_sf_cache, v_sf_cache: refused: there are no FP4 kernels.
+        batch_invariant: a request's bits do not depend on its neighbours or on any bound.
+    """
+    given = Arguments.of(xqa, locals(), query=q)
+    given.refuse("k_sf_cache", "v_sf_cache")
+    query = view_of(q, "q")
+    _check_multiprocessors(given, sm_count, query.device)
+    keys = view_of(k_cache, "k_cache")
+    _check_cache(keys, kv_layout, num_kv_heads, page_size)
+    q_seq_len = integer("q_seq_len", q_seq_len)
+    if not 0 <= integer("sliding_win_size", sliding_win_size) <= 1 << 31:
+        raise UsageError(f"sliding_win_size={sliding_win_size}: expected 0 (none) or more, at most 2^31")
+    out, table = view_of(output, "output"), view_of(page_table, "page_table")
+    if out.shape != query.shape:
+        raise UsageError(f"output: shape {out.shape}, expected {query.shape}")
+    _check_table(table)
+    lengths, ragged = lengths_of(seq_lens), q_cu_seq_lens is not None
+    requests, results = (_by_request(view, name, q_seq_len, ragged) for view, name in ((query, "q"), (out, "output")))
+    _launch(
+        paged_decode,
+        given,
+        _NAMES,
+        (requests, keys, v_cache, table, lengths),
+        results,
+        tokens=lengths.shape[0] * q_seq_len,
+        max_seq_len=table.shape[1] * page_size,
+        kv_layout=kv_layout,
+        q_cu_seq_lens=q_cu_seq_lens,
+        max_q_len=q_seq_len if ragged else None,
+        mask=mask,
+        window_left=sliding_win_size - 1,
+    )
+
+
+def xqa_mla(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    page_table: Any,
+    seq_lens: Any,
+    output: Any,
+    workspace_buffer: Any,
+    semaphores: Any,
+    page_size: int,
+    q_scale: Any = 1.0,
+    kv_scale: Any = 1.0,
+    sm_count: int | None = None,
+    enable_pdl: bool | None = None,
+    *,
+    batch_invariant: bool = False,
+) -> None:
+    """MLA decoding of one token a request over a paged latent cache into ``output``.
+
+    Args:
+        q: ``[batch, 1, heads, latent + 64]`` or without the 1; bf16, or e4m3 where a kernel takes it. latent is 512
+            or 256, heads 1 to 128.
+        k_cache: ``[pages, page_size, latent + 64]``, or with a 1 for the one head before or behind page_size; bf16
+            or e4m3.
+        v_cache: the same memory, whole or its first latent columns.
+        page_table: int32 ``[batch, columns]``; its columns are the bound on the lengths.
+        seq_lens: uint32 or int32 ``[batch, 1]`` or ``[batch]``.
+        output: ``[batch, 1, heads, latent]`` or without the 1; bf16, fp16 or e4m3.
+        workspace_buffer: scratch, any dtype and contents; like ``semaphores`` contiguous and 16-byte aligned.
+        semaphores: zero on first use, left so; as in ``xqa``.
+        page_size: as ``k_cache`` has it: 32, 64 or 128.
+        q_scale, kv_scale: numbers, or one float32 on the device. Scores are multiplied by
+            q_scale * kv_scale / sqrt(latent + 64), the output by kv_scale.
+        sm_count: None, or the device's.
+        enable_pdl: None: on.
+        batch_invariant: a request's bits do not depend on its neighbours or on any bound.
+    """
+    given = Arguments.of(xqa_mla, locals(), query=q)
+    query, out, table = view_of(q, "q"), view_of(output, "output"), view_of(page_table, "page_table")
+    _check_multiprocessors(given, sm_count, query.device)
+    cache = _shared_cache(view_of(k_cache, "k_cache"), view_of(v_cache, "v_cache"), page_size)
+    if len(query.shape) == 4 and query.shape[1] == 1:
+        query = without(query, 1)
+    if len(query.shape) != 3:
+        raise UsageError(f"q: shape {query.shape}, expected [batch, 1, heads, latent + {_ROPE}]")
+    _check_table(table)
+    lengths = lengths_of(seq_lens)
+    check_dtype("output", out, ("bfloat16", "float16", "float8_e4m3fn"))
+    _launch(
+        mla_decode,
+        given,
+        {**_NAMES, "output_scale": "kv_scale"},
+        (query, cache, table, lengths),
+        out,
+        tokens=lengths.shape[0],
+        max_seq_len=table.shape[1] * page_size,
+    )
+
+
+def _launch(
+    decode: Callable[..., Any],
+    given: Arguments,
+    names: Mapping[str, str],
+    tensors: tuple[Any, ...],
+    out: TensorView,
+    *,
+    tokens: int,
+    **options: Any,
+) -> None:
+    """``native.launch`` with the scales and the workspace of these operators; ``tokens`` bounds the query tokens."""
+    q = tensors[0]
+    given.backend_on(q.device, XQA)
+    softmax_scale, output_scale = head_scales(given, q, out)
+    workspace = with_enough_semaphores(given, tokens * q.shape[-2], q.device)
+    out = like_query(q, out, "output", 1)
+    scales = {"softmax_scale": softmax_scale, "output_scale": output_scale}
+    launch(decode, given, names, tensors, out=out, workspace=workspace, **scales, **options)
+
+
+def _check_multiprocessors(given: Arguments, sm_count: int | None, device: int) -> None:
+    has = given.runtime.driver.device(device).multiprocessors
+    if sm_count not in (None, has):
+        raise UsageError(f"sm_count={sm_count}: the device has {has}, and kernels here run on all of them")
+
+
+def _check_cache(cache: TensorView, kv_layout: str, num_kv_heads: int, page_size: int) -> None:
+    check_layout(kv_layout)
+    if len(cache.shape) != 4:
+        raise UsageError(f"k_cache: shape {cache.shape}, expected 4 dimensions in layout {kv_layout}")
+    tokens, heads = cache.shape[1:3] if kv_layout == "NHD" else cache.shape[2:0:-1]
+    for name, given, has in (("num_kv_heads", num_kv_heads, heads), ("page_size", page_size, tokens)):
+        if integer(name, given) != has:
+            raise UsageError(f"{name}={given}: k_cache has {has} in layout {kv_layout}")
+
+
+def _check_table(table: TensorView) -> None:
+    if len(table.shape) != 2:
+        raise UsageError(f"page_table: shape {table.shape}, expected [batch, columns]")
+
+
+def _by_request(view: TensorView, name: str, q_len: int, ragged: bool) -> TensorView:
+    """``[batch, heads, head_dim]`` or ``[batch, q_len, ...]``: without the beam; ragged tokens as they are."""
+    rank = len(view.shape)
+    if q_len < 1:
+        raise UsageError(f"q_seq_len={q_len}: expected 1 or more")
+    if ragged:
+        form, fits = "[tokens, heads, head_dim]", rank == 3
+    elif q_len == 1:
+        form, fits = "[batch, 1, heads, head_dim]", rank in (3, 4, 5) and set(view.shape[1 : rank - 2]) <= {1}
+    else:
+        form = f"[batch, 1, {q_len}, heads, head_dim]"
+        fits = rank in (4, 5) and view.shape[1 : rank - 2] in ((q_len,), (1, q_len))
+    if not fits:
+        raise UsageError(f"{name}: shape {view.shape}, expected {form}")
+    wanted = 4 if q_len > 1 and not ragged else 3
+    while len(view.shape) > wanted:
+        view = without(view, 1)
+    return view
+
+
+def _shared_cache(keys: TensorView, values: TensorView, page_size: int) -> TensorView:
+    """The latent cache that both arguments are views of."""
+    keys, values = _without_head(keys, page_size), _without_head(values, page_size)
+    cache = latent_cache(keys, "k_cache")
+    if cache.shape[2] != integer("page_size", page_size):
+        raise UsageError(f"page_size={page_size}: k_cache has {cache.shape[2]}")
+    same = (values.pointer, values.dtype, values.device) == (keys.pointer, keys.dtype, keys.device)
+    same = same and values.strides == keys.strides and values.shape[:-1] == keys.shape[:-1]
+    if not same or values.shape[-1] not in (keys.shape[-1], keys.shape[-1] - _ROPE):
+        raise UsageError("v_cache: other memory than k_cache, expected the same latent cache or its first columns")
+    return cache
+
+
+def _without_head(view: TensorView, page_size: int) -> TensorView:
+    if len(view.shape) == 4 and view.shape[2] == 1 and view.shape[1] == page_size:
+        return without(view, 2)
+    return without(view, 1) if len(view.shape) == 4 and view.shape[1] == 1 else view
