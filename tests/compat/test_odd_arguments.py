@@ -64,7 +64,7 @@ def odd_tensors(draw: st.DrawFn, model: TensorView) -> TensorView:
     return TensorView.contiguous(model.pointer, model.dtype, tuple(shape))
 
 
-NUMBERS = st.sampled_from([-(1 << 40), -2, -1, 0, 1, 2, 3, 7, 64, 1 << 31, 1 << 62])
+NUMBERS = st.sampled_from([-(1 << 40), -2, -1, 0, 1, 2, 3, 7, 64, 1 << 31, 1 << 62, None, 1.5, "1", 10**400])
 
 
 @pytest.mark.parametrize("name", [*OPERATORS, *OWN])
@@ -77,7 +77,7 @@ def test_odd_tensors_and_numbers_give_our_errors(
     operator, arguments = {**OPERATORS, **OWN}[name]
     good = arguments(memory)
     tensors = sorted(key for key, value in good.items() if isinstance(value, TensorView))
-    numbers = sorted(key for key, value in good.items() if type(value) is int)
+    numbers = sorted(key for key, value in good.items() if type(value) in (int, float))
     odd = data.draw(st.sampled_from([*tensors, *numbers]))
     value = data.draw(odd_tensors(good[odd]) if odd in tensors else NUMBERS)
     with pytest.raises(CubinRuntimeError):

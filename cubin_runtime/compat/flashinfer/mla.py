@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...attention.backends import XQA
+from ...attention.checks import integer
 from ...attention.mla_decode import mla_decode
 from ...attention.trtllm_gen import DecodeCall
 from ...errors import UsageError
@@ -115,10 +116,10 @@ def trtllm_batch_decode_with_kv_cache_mla(
         backend=found,
         seq_lens=lengths,
         max_q=max_q,
-        max_kv=int(max_seq_len),
+        max_kv=integer("max_seq_len", max_seq_len),
         cum_seq_lens_q=cum_q,
         **pages(given, cache, cache),
-        top_k=sparse_mla_top_k,
+        top_k=integer("sparse_mla_top_k", sparse_mla_top_k),
         top_k_lens=tensor_or_none(sparse_mla_top_k_lens, "sparse_mla_top_k_lens", q.device),
     )
 
@@ -183,10 +184,12 @@ def _decode_native(
 
 
 def _check_head_dims(nope: int, lora: int, rope: int, top_k: int) -> None:
-    if nope < 1:
+    if integer("qk_nope_head_dim", nope) < 1:
         raise UsageError(f"qk_nope_head_dim={nope}: expected 1 or more")
     sparse = " or (512, 0) with sparse_mla_top_k"
-    if (lora, rope) not in _HEAD_DIMS and not ((lora, rope) == _SPARSE_HEAD_DIMS and top_k > 0):
+    if (lora, rope) not in _HEAD_DIMS and not (
+        (lora, rope) == _SPARSE_HEAD_DIMS and integer("sparse_mla_top_k", top_k) > 0
+    ):
         raise UsageError(f"kv_lora_rank={lora}, qk_rope_head_dim={rope}: expected (512, 64), (256, 64){sparse}")
 
 

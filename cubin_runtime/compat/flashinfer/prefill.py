@@ -137,7 +137,7 @@ def trtllm_ragged_attention_deepseek(
     q = query_of(query, 3)
     check_none_empty("q_seq_lens_cpu", q_seq_lens_cpu)
     check_none_empty("kv_seq_lens_cpu", kv_seq_lens_cpu)
-    if window_left >= 0 and not is_causal:
+    if integer("window_left", window_left) >= 0 and not is_causal:
         raise UsageError(f"window_left={window_left} without is_causal: dense attention has no window")
     lengths, v = view_of(seq_lens, "seq_lens"), view_of(value, "value")
     if len(v.shape) != 3:

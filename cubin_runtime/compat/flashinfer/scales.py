@@ -76,4 +76,9 @@ def scores_scale(given: Arguments, device: int) -> tuple[Scale, Any]:
 
 def scale_from(name: str, given: Any, device: int) -> Scale:
     """A number or one float32 on the device, for trtllm-gen kernels; raises ``UsageError`` for another form."""
-    return scale_of(name, float(given) if isinstance(given, Real) else view_of(given, name), device)
+    if not isinstance(given, Real):
+        return scale_of(name, view_of(given, name), device)
+    try:
+        return Scale(float(given))
+    except OverflowError:
+        return Scale(math.inf)  # for the checks of the call to refuse

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...attention.backends import AUTO
+from ...attention.checks import integer
 from ...attention.trtllm_gen import run
 from ...attention.trtllm_gen.calls import Call
 from ...tensor import TensorView, view_of
@@ -51,7 +52,7 @@ def run_call(
         bmm2=bmm2,
         sinks=sinks_of(given.sinks, sinks_name, device),
         lse=lse_view,
-        window_left=given.window_left,
+        window_left=integer("window_left", given.window_left),
         skip_softmax_factor=given.skip_softmax_threshold_scale_factor or 0.0,
         pdl=given.enable_pdl is None or bool(given.enable_pdl),
         batch_invariant=given.batch_invariant,
