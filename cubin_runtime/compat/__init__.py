@@ -1,1 +1,1 @@
-"""Other people's names for our operators."""
+"""Other libraries' function signatures on our operators."""

@@ -1,30 +1,32 @@
-"""FlashInfer's attention operators by its names, parameters and defaults, on our planner and launch path.
+"""FlashInfer's attention operators: its names, parameters and defaults on our planner and launch path.
 
-Point a serving stack here instead of at ``flashinfer.decode``, ``.mla``, ``.prefill`` and ``.xqa``. What differs:
+Import these instead of ``flashinfer.decode``, ``.mla``, ``.prefill`` and ``.xqa``. The differences:
 
-- What the peer ignores without a word is an error here, and names the argument.
-- ``batch_invariant`` (keyword, last) keeps kernel, tile, operand order and split of a request independent of its
-  neighbours and of all bounds; that its bits then are too rests, for published kernels, on what we have not run.
-- A workspace that is too small is an error with the bytes needed (the peer writes past it).
+- An option that FlashInfer silently ignores is an error here, which names the argument.
+- ``batch_invariant`` (keyword-only, last) makes the kernel, its tiles, the order of operands and the KV splits of a
+  request independent of the other requests and of all bounds. For trtllm-gen kernels, that the bits are then the same
+  has not been tested on a GPU.
+- A workspace that is too small is an error that states the bytes needed (FlashInfer writes past its end).
 
-``xqa``, ``xqa_batch_decode_with_kv_cache``, ``xqa_mla``, ``xqa_batch_decode_with_kv_cache_mla`` and, on Hopper,
-``trtllm_batch_decode_with_kv_cache`` and ``trtllm_batch_decode_with_kv_cache_mla`` run our own kernels:
+``xqa``, ``xqa_batch_decode_with_kv_cache``, ``xqa_mla`` and ``xqa_batch_decode_with_kv_cache_mla`` run native kernels;
+so do ``trtllm_batch_decode_with_kv_cache`` and ``trtllm_batch_decode_with_kv_cache_mla`` on Hopper:
 
-- Workspaces as the peer has them: semaphores (zero on first use, left so) and scratch.
-- More is possible: q_len up to 16 at every head dimension, groups to 32, pages to 256, masks of any pattern on every
-  path (None: causal), windows and sinks with drafts, ragged drafts, e4m3 queries, a log-sum-exp, any output dtype.
-- MLA: what the peer has for SM120 alone, with 1 to 128 heads, q_len up to 16, ragged queries, sinks, a log-sum-exp.
-- ``bmm2_scale`` and ``kv_scale`` count for 16-bit caches too, where the peer drops them from one side or both.
+- Workspaces are FlashInfer's: semaphores, which are zero before first use and left so, and scratch memory.
+- They take more: q_len up to 16 at every head dimension, up to 32 query heads per KV head, pages of up to 256 tokens,
+  any mask on every path (None: causal), windows and sinks with draft tokens, ragged drafts, e4m3 queries, an LSE, any
+  output dtype.
+- MLA: what FlashInfer has for SM120 only, with 1 to 128 heads, q_len up to 16, ragged queries, sinks and an LSE.
+- ``bmm2_scale`` and ``kv_scale`` also apply to 16-bit caches, where FlashInfer drops them from one side or both.
 
-The others, and decoding on SM100 and SM103, run the published kernels:
+The other operators, and decoding on SM100 and SM103, run NVIDIA's trtllm-gen kernels:
 
-- ``workspace_buffer`` may hold anything: only ``multi_ctas_kv_counter_buffer`` must be zero, and None makes one.
-- Kernels come from the published release, verified, fetched on first use (``cubin_runtime.attention.trtllm_gen``
-  has ``preload`` and ``workspace_size``).
+- ``workspace_buffer`` may have any contents: only ``multi_ctas_kv_counter_buffer`` must be zero; None allocates it.
+- The kernels come from the pinned release; they are fetched on first use and verified
+  (``cubin_runtime.attention.trtllm_gen`` has ``preload`` and ``workspace_size``).
 
-Sizes count tokens, strides are taken from the tensors, LSE is float32 in base 2. Every function raises ``UsageError``
-(a ``ValueError``) for an argument outside its domain or a call that no kernel serves, ``BackendError`` on a device
-that no backend supports, ``WorkspaceError`` for a workspace that is too small.
+Sizes are in tokens, strides are taken from the tensors, the LSE is float32 in base 2. Every function raises
+``UsageError`` (a ``ValueError``) for an argument outside its domain or a call that no kernel takes, ``BackendError`` on
+a device that no backend supports, ``WorkspaceError`` for a workspace that is too small.
 """
 
 from __future__ import annotations

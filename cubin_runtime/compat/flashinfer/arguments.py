@@ -1,4 +1,4 @@
-"""The arguments of one call of a FlashInfer operator, refusals of those that no kernel honours, optional tensors."""
+"""The arguments of one call of a FlashInfer operator: shared ones, refused ones, optional tensors."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ...tensor import TensorView, view_of
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """What ``operator`` was called with, and the runtime for it; fields are the arguments that several operators take.
+    """The arguments of a call of ``operator``, and the runtime for it; fields are those that several operators have.
 
-    An argument that the operator does not have is what it would be if it were not given.
+    A field that the operator has no argument for keeps its default.
     """
 
     operator: Callable[..., Any]
@@ -59,13 +59,13 @@ class Arguments:
 
     @classmethod
     def of(cls, operator: Callable[..., Any], given: Mapping[str, Any], **renamed: Any) -> Arguments:
-        """Of a call: ``given`` is the operator's ``locals()``; ``renamed`` is what means the same by another name."""
-        made = object.__new__(cls)  # an __init__ of 36 frozen fields would take microseconds of every call
+        """From the operator's ``locals()``; ``renamed`` are fields that it has under another name."""
+        made = object.__new__(cls)  # setting 36 frozen fields one by one would add microseconds to every call
         vars(made).update(given, operator=operator, runtime=default_runtime(), **renamed)
         return made
 
     def refuse(self, *names: str, backend: str | None = None) -> None:
-        """Refuse options that no kernel (of ``backend``) honours; None, False and an option's default are accepted.
+        """Refuse options that no kernel (of ``backend``) supports; None, False and an option's default are accepted.
 
         Raises:
             UsageError: another value; the message names the option.
@@ -75,7 +75,7 @@ class Arguments:
             is_plain = isinstance(value, (bool, int, float, str))
             if value is None or (is_plain and value == default):
                 continue
-            came = repr(value) if is_plain else f"a {type(value).__name__}"  # a tensor's text would wait for the device
+            came = repr(value) if is_plain else f"a {type(value).__name__}"  # a tensor's repr would wait for the device
             who = self.operator.__name__ + (f" by backend {backend!r}" if backend else "")
             raise UsageError(f"{name}={came}: {who} has no kernel that honours it; expected {default or None!r}")
 

@@ -61,37 +61,36 @@ def trtllm_batch_decode_with_kv_cache(
         query: ``[tokens, q_heads, head_dim]``, fp16, bf16 or e4m3; tokens are batch x q_len_per_req.
         kv_cache: a pair of K and V, or ``[pages, 2, ...]``; each ``[pages, kv_heads, page_size, head_dim]`` (HND) or
             ``[pages, page_size, kv_heads, head_dim]`` (NHD); uint8 for FP4.
-        workspace_buffer: any dtype. trtllm-gen: scratch of any contents. xqa: more than 8 MiB, the first 8 MiB
-            semaphores (zero on first use, left so), the rest scratch.
+        workspace_buffer: any dtype. trtllm-gen: scratch of any contents. xqa: more than 8 MiB, of which the first
+            8 MiB are semaphores (zero before first use, left so) and the rest is scratch.
         block_tables: int32 ``[batch, columns]``; ``[batch, 2, columns]`` if not ``uses_shared_paged_kv_idx``.
-        seq_lens: int32 (xqa: or uint32) ``[batch]``, keys of each request.
-        max_seq_len: bound on them; what ``block_tables`` holds, if that is less.
-        bmm1_scale, bmm2_scale: factors of scores and output: numbers, or one float32 on the device.
-        window_left: keys before its own that a query sees; -1: all.
-        out: like ``query``, or an ``FP4Tensor``; None: made here.
-        out_dtype: None: that of ``query``; fp16, bf16, xqa: e4m3, trtllm-gen: "nvfp4" (e4m3 queries).
-        o_sf_scale, o_sf_vec_size: of an nvfp4 output.
+        seq_lens: int32 (xqa: or uint32) ``[batch]``, KV length of each request.
+        max_seq_len: bound on the KV lengths; the capacity of ``block_tables`` if that is less.
+        bmm1_scale, bmm2_scale: scales of scores and output, each a number or a float32 scalar on the device.
+        window_left: keys before its own that a query token sees; -1: all.
+        out: shaped like ``query``, or an ``FP4Tensor``; None: allocated here.
+        out_dtype: fp16, bf16, xqa: e4m3, trtllm-gen: "nvfp4" (for e4m3 queries); None: the dtype of ``query``.
+        o_sf_scale, o_sf_vec_size: block scales of an nvfp4 output.
         sinks: float32 ``[q_heads]``.
         kv_layout: "HND" or "NHD".
-        enable_pdl: None: on.
-        backend: "xqa" (our kernels), "trtllm-gen" (the published ones), or "auto": the one that is for the device.
+        enable_pdl: programmatic dependent launch; None: on.
+        backend: "xqa" (native kernels), "trtllm-gen", or "auto": the backend that supports the device.
         q_len_per_req: query tokens of every request; None with ``cum_seq_lens_q``.
-        o_scale: ``bmm2_scale`` has its inverse in it, so nothing is left to do with it; but on xqa an output that is
-            not e4m3 is multiplied by it.
+        o_scale: already divided out of ``bmm2_scale``, so e4m3 outputs ignore it; xqa multiplies other outputs by it.
         mask: xqa: uint16 ``[batch, q_len_per_req, 2]`` or ``[tokens, 2]`` (``cubin_runtime.launch.mask``); None:
             causal.
-        max_q_len: bound on the query tokens of a request, with ``cum_seq_lens_q``. None reads that tensor back.
-        cum_seq_lens_q: int32 ``[batch + 1]``, running sum of query tokens.
+        max_q_len: bound on the query lengths, with ``cum_seq_lens_q``; None reads that tensor back.
+        cum_seq_lens_q: int32 ``[batch + 1]``, cumulative query lengths.
         skip_softmax_threshold_scale_factor: trtllm-gen; None or 0: off.
-        kv_cache_sf: trtllm-gen: block scales of an FP4 cache, e4m3, laid out like it.
+        kv_cache_sf: trtllm-gen: e4m3 block scales of an FP4 cache, in the layout of ``kv_cache``.
         lse: float32 ``[tokens, q_heads]`` to fill, any strides.
         return_lse: return (out, lse).
-        bmm1_scale_log2: trtllm-gen: ``bmm1_scale`` times log2(e) on the device, instead of it.
-        multi_ctas_kv_counter_buffer: trtllm-gen: zeroed counters, left zeroed; None: made for this call. xqa needs
-            none.
-        uses_shared_paged_kv_idx: xqa: True; trtllm-gen: False for tables of K and V apart.
+        bmm1_scale_log2: trtllm-gen: ``bmm1_scale`` times log2(e) on the device, in its place.
+        multi_ctas_kv_counter_buffer: trtllm-gen: zeroed counters, left zeroed; None: allocated for this call. Unused
+            by xqa.
+        uses_shared_paged_kv_idx: xqa: True; trtllm-gen: False where K and V have separate tables.
         enable_block_sparse_attention, bf16q_fp8kv_transform_mode: refused.
-        batch_invariant: a request's bits do not depend on its neighbours or on any bound.
+        batch_invariant: make a request's bits independent of other requests and of all bounds.
 
     Returns:
         ``out``, or (``out``, ``lse``).
@@ -143,20 +142,20 @@ def xqa_batch_decode_with_kv_cache(
     *,
     batch_invariant: bool = False,
 ) -> Any:
-    """Decoding over a paged KV cache (GQA); parameters not named here are as in ``xqa``.
+    """Decoding over a paged KV cache (GQA); parameters not listed here are as in ``xqa``.
 
     Args:
-        query: ``[tokens, q_heads, head_dim]``; tokens are batch x q_len_per_req, or what ``q_cu_seq_lens`` says.
-        kv_cache: a pair of K and V, or ``[pages, 2, ...]``, or ``[pages, 1, ...]`` where both are the same.
-        workspace_buffer: more than 8 MiB, any dtype: the first 8 MiB are semaphores (zero on first use, left so), the
-            rest scratch of any contents. A stream's work must be done with it before another's.
-        max_seq_len: bound on the lengths; what ``block_tables`` holds, if that is less.
-        bmm1_scale, bmm2_scale: factors of scores and output: numbers, or one float32 on the device.
-        window_left: keys before its own that a query sees; -1: all.
-        out: like ``query``, bf16, fp16 or e4m3; None: made here, of ``query``'s dtype.
-        q_len_per_req: query tokens of a request; with ``q_cu_seq_lens`` their bound.
-        o_scale: an ``out`` that is not e4m3 is multiplied by it (``bmm2_scale`` has its inverse in it).
-        kv_cache_sf: refused: there are no FP4 kernels.
+        query: ``[tokens, q_heads, head_dim]``; tokens are batch x q_len_per_req, or as ``q_cu_seq_lens`` says.
+        kv_cache: a pair of K and V, or ``[pages, 2, ...]``, or ``[pages, 1, ...]`` where V is K.
+        workspace_buffer: more than 8 MiB, any dtype: the first 8 MiB are semaphores (zero before first use, left so),
+            the rest is scratch of any contents. Work of one stream must be done with it before another stream's.
+        max_seq_len: bound on the KV lengths; the capacity of ``block_tables`` if that is less.
+        bmm1_scale, bmm2_scale: scales of scores and output, each a number or a float32 scalar on the device.
+        window_left: keys before its own that a query token sees; -1: all.
+        out: shaped like ``query``, bf16, fp16 or e4m3; None: allocated here with the dtype of ``query``.
+        q_len_per_req: query tokens of each request; with ``q_cu_seq_lens`` their bound.
+        o_scale: multiplies an ``out`` that is not e4m3 (its inverse is part of ``bmm2_scale``).
+        kv_cache_sf: refused: there are no native FP4 kernels.
 
     Returns:
         ``out``.
@@ -171,7 +170,7 @@ def xqa_batch_decode_with_kv_cache(
 
 
 def _decode_native(given: Arguments, q_len: int, q_cu_seq_lens: Any, names: Mapping[str, str]) -> Any:
-    """A native decode of a query ``[tokens, q_heads, head_dim]``; ``names`` as for ``decode_batch``."""
+    """Decode a query ``[tokens, q_heads, head_dim]`` on native kernels; ``names`` as for ``decode_batch``."""
     if is_fp4(given):
         raise UsageError("out_dtype or out is nvfp4: backend xqa writes bfloat16, float16 and float8_e4m3fn")
     q, lengths = query_of(given.query, 3), lengths_of(given.seq_lens)

@@ -1,4 +1,4 @@
-"""FlashInfer's tensor layouts as those of our operators: the same memory by other shapes and strides."""
+"""Views of FlashInfer's tensor layouts as our operators take them: same memory, other shapes and strides."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def check_layout(kv_layout: str) -> None:
 
 
 def cache_pair(kv_cache: Any, kv_layout: str, name: str = "kv_cache") -> tuple[TensorView, TensorView]:
-    """K and V in their layout, 4 dimensions each: of a pair, or of one tensor that holds both.
+    """K and V, 4 dimensions each in ``kv_layout``, from a pair or from one tensor that holds both.
 
-    One tensor is ``[pages, 2, ...]``, or ``[pages, 1, ...]`` where K and V are the same memory.
+    One tensor is ``[pages, 2, ...]``, or ``[pages, 1, ...]`` where V is K.
 
     Raises:
-        UsageError: another form, or an unknown layout.
+        UsageError: another shape, or an unknown layout.
     """
     check_layout(kv_layout)
     if isinstance(kv_cache, (tuple, list)):
@@ -39,16 +39,16 @@ def cache_pair(kv_cache: Any, kv_layout: str, name: str = "kv_cache") -> tuple[T
 
 
 def cache_pair_by_head(kv_cache: Any, kv_layout: str, name: str = "kv_cache") -> tuple[TensorView, TensorView]:
-    """K and V as ``[pages, kv_heads, page_size, head_dim]``; forms and errors as ``cache_pair``."""
+    """K and V as ``[pages, kv_heads, page_size, head_dim]``; arguments and errors as ``cache_pair``."""
     key, value = cache_pair(kv_cache, kv_layout, name)
     return (_swapped(key), _swapped(value)) if kv_layout == "NHD" else (key, value)
 
 
 def latent_cache(kv_cache: Any, name: str = "kv_cache") -> TensorView:
-    """A latent cache of either form as ``[pages, 1, page_size, width]``.
+    """A latent cache as ``[pages, 1, page_size, width]``, which may lack the 1.
 
     Raises:
-        UsageError: it has another rank, or more heads than one.
+        UsageError: it has another rank, or more than one head.
     """
     view = view_of(kv_cache, name)
     if len(view.shape) == 3:
@@ -63,7 +63,7 @@ def latent_cache(kv_cache: Any, name: str = "kv_cache") -> TensorView:
 
 
 def without(view: TensorView, axis: int) -> TensorView:
-    """``view`` at 0 of ``axis``, a dimension of size 1."""
+    """``view`` without ``axis``, a dimension of size 1."""
     return _item(view, axis, 0)
 
 
@@ -86,13 +86,13 @@ def flat_tokens(view: TensorView, name: str) -> TensorView:
 
 
 def like_query(q: TensorView, view: TensorView, name: str, trailing: int) -> TensorView:
-    """``view``, one row for each token and head, with the leading dimensions of ``q``.
+    """``view`` with the leading dimensions of ``q``, up to the heads; ``trailing`` dimensions follow them.
 
-    ``[batch, q_len, heads, ...]``, ``[batch * q_len, heads, ...]`` and, for one token, either stand for one another;
-    ``trailing`` dimensions follow the heads.
+    Where ``q`` has ``[batch, q_len, heads, head_dim]``, ``view`` may have ``[batch * q_len, heads, ...]``; where it has
+    ``[batch, heads, head_dim]``, ``[batch, 1, heads, ...]``.
 
     Raises:
-        UsageError: it is neither.
+        UsageError: ``view`` has another shape.
     """
     wanted, end = q.shape[:-1], len(view.shape) - trailing
     shape, row = view.shape[:end], view.shape[end:]
@@ -120,6 +120,6 @@ def _item(view: TensorView, axis: int, index: int) -> TensorView:
 
 
 def _swapped(view: TensorView) -> TensorView:
-    """The second and third dimension in each other's place."""
+    """``view`` with its second and third dimensions swapped."""
     shape, strides = ((of[0], of[2], of[1], of[3]) for of in (view.shape, view.strides))
     return replace(view, shape=shape, strides=strides)

@@ -1,4 +1,4 @@
-"""Sequence lengths as FlashInfer states them: of the KV cache, of the queries, and their bounds."""
+"""KV lengths, query lengths and their bounds, in the forms that FlashInfer takes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .layouts import without
 
 
 def lengths_of(seq_lens: Any) -> TensorView:
-    """KV lengths ``[batch]``, also given as ``[batch, 1]``; raises ``UsageError`` for another shape."""
+    """KV lengths as ``[batch]``, which may come as ``[batch, 1]``; raises ``UsageError`` for another shape."""
     view = view_of(seq_lens, "seq_lens")
     if len(view.shape) == 2 and view.shape[1] == 1:
         return without(view, 1)
@@ -23,33 +23,33 @@ def lengths_of(seq_lens: Any) -> TensorView:
 
 
 def batch_of(seq_lens: TensorView) -> int:
-    """The number of requests; raises ``UsageError`` unless their lengths are a vector."""
+    """The batch size; raises ``UsageError`` unless ``seq_lens`` is a vector."""
     if len(seq_lens.shape) != 1:
         raise UsageError(f"seq_lens: shape {seq_lens.shape}, expected one dimension, a length for each request")
     return seq_lens.shape[0]
 
 
 def check_batch(batch_size: int, seq_lens: TensorView) -> None:
-    """Raise ``UsageError`` unless ``batch_size`` is what ``seq_lens`` has."""
+    """Raise ``UsageError`` unless ``batch_size`` is the length of ``seq_lens``."""
     if batch_size != batch_of(seq_lens):
         raise UsageError(f"batch_size={batch_size}: seq_lens has {batch_of(seq_lens)} requests")
 
 
 def check_none_empty(name: str, lengths: Any) -> None:
-    """Raise ``UsageError`` if one of the lengths that a caller knows on the host is 0 or less."""
+    """Raise ``UsageError`` if one of the lengths known on the host is 0 or less."""
     for request, length in enumerate([] if lengths is None else [int(length) for length in lengths]):
         if length < 1:
             raise UsageError(f"{name}: request {request} has {length} tokens; ragged kernels take none without any")
 
 
 def query_lengths(given: Arguments, q_len: int | None, batch: int, tokens: int) -> tuple[int, TensorView | None]:
-    """The bound on query lengths, ``q_len`` where all are of that length, and ``cum_seq_lens_q`` where they differ.
+    """The bound on the query lengths, and the view of ``cum_seq_lens_q`` or, where all are ``q_len``, None.
 
-    Without a bound, ``cum_seq_lens_q`` is read back, which waits for the device.
+    Without ``max_q_len``, ``cum_seq_lens_q`` is read back, which waits for the device.
 
     Raises:
-        UsageError: a length for all and cumulative lengths are both given, or neither; the latter have another form,
-            fall, or would be read back while a stream captures.
+        UsageError: both ``q_len`` and ``cum_seq_lens_q`` are given, or neither; or the latter is not a vector of
+            int32 that increases to the number of tokens, or would be read back while a stream captures.
     """
     max_q_len, cum_seq_lens_q = given.max_q_len, given.cum_seq_lens_q
     if cum_seq_lens_q is None:

@@ -57,39 +57,30 @@ def trtllm_batch_decode_with_kv_cache_mla(
     *,
     batch_invariant: bool = False,
 ) -> Any:
-    """MLA decoding over a paged latent cache; parameters not named here are as in the GQA operator.
+    """MLA decoding over a paged latent cache; other parameters as in ``trtllm_batch_decode_with_kv_cache``.
 
     Args:
         query: ``[batch, q_len, heads, kv_lora_rank + qk_rope_head_dim]``, or ``[tokens, heads, ...]`` with
-            ``cum_seq_lens_q``; bf16 or e4m3 (xqa: where a kernel takes it).
+            ``cum_seq_lens_q``; bf16 or e4m3 (xqa: only with an e4m3 cache).
         kv_cache: ``[pages, page_size, kv_lora_rank + qk_rope_head_dim]`` or ``[pages, 1, page_size, ...]``; bf16 or
             e4m3; xqa: pages of 32, 64 or 128 tokens.
-        workspace_buffer: any dtype. trtllm-gen: scratch of any contents. xqa: more than 8 MiB, the first 8 MiB
-            semaphores (zero on first use, left so), the rest scratch.
-        qk_nope_head_dim: of the model, 1 or more; only ``bmm1_scale`` depends on it.
-        kv_lora_rank, qk_rope_head_dim: (512, 64) or (256, 64); trtllm-gen: (512, 0) sparse.
-        block_tables: int32 ``[batch, columns]``, any number of columns; ``[batch, q_len, sparse_mla_top_k]`` key
-            numbers where sparse.
-        seq_lens: int32 (xqa: or uint32) ``[batch]``, keys of each request.
-        max_seq_len: bound on them; xqa: what ``block_tables`` holds, if that is less.
-        sparse_mla_top_k: trtllm-gen: keys that a query looks at, a multiple of 4; 0: all.
-        out: ``[batch, q_len, heads, kv_lora_rank]`` (``[tokens, heads, kv_lora_rank]``), for one token a request also
-            ``[batch, heads, kv_lora_rank]``; None: bf16, made here in the first shape.
-        backend: "xqa" (our kernels), "trtllm-gen" (the published ones), or "auto": the one that is for the device.
-        is_var_seq: a hint that decides nothing here.
-        cum_seq_lens_q: int32 ``[batch + 1]``, running sum of query tokens; a request may have none.
-        max_q_len: bound on the query tokens of a request, with ``cum_seq_lens_q``. None reads that tensor back.
-        skip_softmax_threshold_scale_factor, uses_shared_paged_kv_idx=False, sparse_mla_top_k_lens (int32 ``[tokens]``,
-            how many of its keys a query has): trtllm-gen.
-        multi_ctas_kv_counter_buffer: trtllm-gen: zeroed counters, left zeroed; None: made for this call. xqa needs
-            none.
+        qk_nope_head_dim: head dimension of the model without rope, 1 or more; only ``bmm1_scale`` depends on it.
+        kv_lora_rank, qk_rope_head_dim: (512, 64) or (256, 64); trtllm-gen: (512, 0) for sparse MLA.
+        block_tables: int32 ``[batch, columns]``, any number of columns; sparse MLA: ``[batch, q_len,
+            sparse_mla_top_k]`` token indices.
+        sparse_mla_top_k: trtllm-gen: keys that a query token attends to, a multiple of 4; 0: all.
+        out: ``[batch, q_len, heads, kv_lora_rank]`` (``[tokens, heads, kv_lora_rank]``), with one token per request
+            also ``[batch, heads, kv_lora_rank]``; None: bf16 of the first shape, allocated here.
+        is_var_seq: a hint, unused.
+        cum_seq_lens_q: int32 ``[batch + 1]``, cumulative query lengths; a request may have none.
+        skip_softmax_threshold_scale_factor, uses_shared_paged_kv_idx=False: trtllm-gen.
+        sparse_mla_top_k_lens: trtllm-gen: int32 ``[tokens]``, how many of its keys a query token has.
         cute_dsl_impl, kv_scale_format, enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global, use_fp16_softmax:
             refused unless at their defaults.
-        batch_invariant: a request's bits do not depend on its neighbours or on any bound.
 
     Returns:
-        ``out``, or (``out``, ``lse``) with lse float32 ``[tokens, heads]``, or as the caller gave it
-        (``[batch, q_len, heads]`` is taken too).
+        ``out``, or (``out``, ``lse``); lse is float32 ``[tokens, heads]``, or the caller's, which may also have
+        ``[batch, q_len, heads]``.
     """
     given = Arguments.of(trtllm_batch_decode_with_kv_cache_mla, locals())
     given.refuse("cute_dsl_impl", "kv_scale_format", "enable_dcp", "cp_world", "cp_rank")
@@ -142,12 +133,12 @@ def xqa_batch_decode_with_kv_cache_mla(
     *,
     batch_invariant: bool = False,
 ) -> Any:
-    """MLA decoding on our kernels; parameters as in ``trtllm_batch_decode_with_kv_cache_mla`` with backend xqa.
+    """MLA decoding on native kernels; parameters as in ``trtllm_batch_decode_with_kv_cache_mla`` with backend xqa.
 
     Args:
-        query: ``[batch, q_len, heads, kv_lora_rank + qk_rope_head_dim]``; q_len to 16, heads to 128.
-        out: ``[batch, q_len, heads, kv_lora_rank]``. The peer makes that shape for one token and takes
-            ``[batch, heads, kv_lora_rank]``: both are taken here, the first is made.
+        query: ``[batch, q_len, heads, kv_lora_rank + qk_rope_head_dim]``; q_len up to 16, up to 128 heads.
+        out: ``[batch, q_len, heads, kv_lora_rank]``. With one token per request, FlashInfer allocates that shape but
+            accepts only ``[batch, heads, kv_lora_rank]``; both are accepted here.
 
     Returns:
         ``out``.
@@ -201,7 +192,7 @@ def _check_query(query: TensorView, lengths: TensorView, width: int) -> None:
 
 
 def _output(given: Arguments, q: TensorView, latent: int) -> Output:
-    """The output for ``q``; a caller's may lack the dimension of a single token."""
+    """The output for ``q``; with one token per request, a caller's may lack the dimension of tokens."""
     shape = (*q.shape[:-1], latent)
     if given.out is not None and not is_fp4(given) and len(shape) == 4 and shape[1] == 1:
         view = view_of(given.out, "out")

@@ -1,4 +1,4 @@
-"""FlashInfer's decodes on our native kernels: ``paged_decode`` or ``mla_decode`` under the caller's names."""
+"""Decoding on native kernels: ``paged_decode`` and ``mla_decode``, their errors in the caller's names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .workspace import SEMAPHORE_BYTES, split_workspace
 
 _DEPENDENT_LAUNCH_FROM = (9, 0)  # compute capability
 _NAMED = re.compile(r"(\w*)(.*)", re.DOTALL)
-# What the batch operators call the arguments of ours, where it is something else.
+# Arguments of our operators -> those of the batch operators, where the names differ.
 _BATCH_NAMES = {
     "q": "query",
     "k_cache": "kv_cache (K)",
@@ -43,11 +43,12 @@ def decode_batch(
     output_scale: ScaleProduct | None = None,
     **options: Any,
 ) -> Any:
-    """Run a decode on a workspace that begins with its semaphores; (output, lse), or output.
+    """Decode with a workspace whose first part is its semaphores; (output, lse), or output.
 
     Args:
-        decode, given, names, q, caches, lengths, options: as for ``launch``.
-        output: shaped like ``q``, or with all tokens in one dimension.
+        decode, given, names, options: as for ``launch``.
+        q, caches, lengths: tensors of ``decode``.
+        output: shaped like ``q``, or ``[tokens, heads, head_dim]``.
         page_size: tokens of a page.
         output_scale: None: ``bmm2_scale``.
 
@@ -86,9 +87,9 @@ def launch(
     tensors: tuple[Any, ...],
     **options: Any,
 ) -> None:
-    """Run ``decode``, ``paged_decode`` or ``mla_decode``, on its positional ``tensors`` and other ``options``.
+    """Call ``decode`` (``paged_decode`` or ``mla_decode``) with its positional ``tensors`` and other ``options``.
 
-    ``names`` are what FlashInfer's operator calls the arguments of ``decode``, where it is something else.
+    ``names`` maps arguments of ``decode`` to those of the caller's operator where the names differ: errors use them.
     """
     rt, device = given.runtime, tensors[0].device
     has_pdl = rt.driver.device(device).capability >= _DEPENDENT_LAUNCH_FROM

@@ -1,4 +1,4 @@
-"""Outputs under FlashInfer's arguments: tensors made or checked, FP4 with block scales, the log-sum-exp."""
+"""Outputs: allocated or checked tensors, FP4 with block scales, the LSE."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SCALE_ROWS, _SCALE_COLUMNS = 128, 4
 class FP4Tensor:
     """An FP4 output: ``data`` uint8 with two elements per byte, ``scale`` e4m3 with one for 16 elements.
 
-    ``scale_start_index`` is the first token's row in ``scale``; ``original_shape`` counts elements.
+    ``scale_start_index`` is the first token's row in ``scale``; ``original_shape`` is in elements.
     """
 
     data: Any
@@ -32,7 +32,7 @@ class FP4Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """The tensor that a caller gets back, its view, and its block scales where it is FP4."""
+    """The tensor that is returned to the caller, its view, and its block scales if it is FP4."""
 
     tensor: Any
     view: TensorView
@@ -40,10 +40,10 @@ class Output:
 
 
 def output_of(given: Arguments, shape: tuple[int, ...], default_dtype: str) -> Output:
-    """The output, made if it was not given; ``shape`` counts elements.
+    """The output, allocated if it was not given; ``shape`` is in elements.
 
     Raises:
-        UsageError: dtype or shape are not what was asked for, or options of FP4 stand without it.
+        UsageError: the dtype or shape is wrong, or there are FP4 options without an FP4 output.
     """
     if is_fp4(given):
         return _fp4_output(given, shape)
@@ -61,12 +61,12 @@ def output_of(given: Arguments, shape: tuple[int, ...], default_dtype: str) -> O
 
 
 def is_fp4(given: Arguments) -> bool:
-    """Whether an FP4 output is asked for, by its dtype or by an ``FP4Tensor`` of ours or of FlashInfer."""
+    """Whether the output is FP4: by its dtype, or because it is an ``FP4Tensor`` (ours or FlashInfer's)."""
     return _dtype_word(given.out_dtype) == NVFP4 or (hasattr(given.out, "data") and hasattr(given.out, "scale"))
 
 
 def lse_of(given: Arguments, shape: tuple[int, int]) -> Any:
-    """The LSE tensor: the caller's, a new one where it is to be returned, else None."""
+    """The LSE tensor: the caller's, a new one if it is to be returned, else None."""
     if given.lse is None and given.return_lse:
         return given.runtime.memory.empty(given.query, shape, "float32")
     return given.lse

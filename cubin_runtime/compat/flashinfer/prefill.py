@@ -48,15 +48,15 @@ def trtllm_batch_context_with_kv_cache(
     *,
     batch_invariant: bool = False,
 ) -> Any:
-    """Prefill over a paged KV cache; parameters not named here are as in the decode operator.
+    """Prefill over a paged KV cache; other parameters as in ``trtllm_batch_decode_with_kv_cache``.
 
     Args:
-        query: ``[tokens, q_heads, head_dim]``, all requests' tokens in order.
-        max_q_len, max_kv_len: bounds on the query tokens and keys of a request.
-        batch_size: requests, as ``seq_lens`` has them.
-        cum_seq_lens_q, cum_seq_lens_kv: int32 ``[batch + 1]``, running sums of query tokens and keys.
-        causal: a query sees no later key; without it there is no window.
-        multi_ctas_kv_counter_buffer: not needed here.
+        query: ``[tokens, q_heads, head_dim]``, the tokens of all requests in order.
+        max_q_len, max_kv_len: bounds on the query and KV lengths.
+        batch_size: must match ``seq_lens``.
+        cum_seq_lens_q, cum_seq_lens_kv: int32 ``[batch + 1]``, cumulative query and KV lengths.
+        causal: causal mask; without it there is no window.
+        multi_ctas_kv_counter_buffer: unused.
         use_fp16_softmax, uses_spcompress: refused: they are for other GPUs.
 
     Returns:
@@ -115,18 +115,18 @@ def trtllm_ragged_attention_deepseek(
     *,
     batch_invariant: bool = False,
 ) -> Any:
-    """Prefill over keys and values that are not paged; parameters not named here are as in the decode operator.
+    """Prefill over contiguous, ragged K and V; other parameters as in ``trtllm_batch_decode_with_kv_cache``.
 
     Args:
         query: ``[tokens, heads, head_dim]``, contiguous.
-        key, value: ``[kv_tokens, kv_heads, head_dim]``; head dimensions (Q and K, V) of (192, 128), (128, 128),
+        key, value: ``[kv_tokens, kv_heads, head_dim]``; head dimensions (of Q and K, of V) (192, 128), (128, 128) or
             (256, 256).
-        o_sf_scale: passed on; -1 where unused.
+        o_sf_scale: passed to the kernel; -1 if unused.
         window_left: needs ``is_causal``.
-        out: ``[tokens, heads, V's head_dim]``; None: bf16 for 8-bit queries, else the query's dtype.
-        sage_attn_sfs, num_elts_per_sage_attn_blk: scales of Q, K, P, V and how many elements share one.
-        q_seq_lens_cpu, kv_seq_lens_cpu: lengths that the caller knows on the host. No kernel takes a request
-            without queries or keys: one that is seen here is refused. Nothing is read back from the device.
+        out: ``[tokens, heads, head_dim of V]``; None: allocated here, bf16 for 8-bit queries, else the query's dtype.
+        sage_attn_sfs, num_elts_per_sage_attn_blk: SageAttention scales of Q, K, P and V; elements that share a scale.
+        q_seq_lens_cpu, kv_seq_lens_cpu: lengths known on the host. No kernel takes a request with no query tokens or
+            no keys: one that is listed here is refused. Nothing is read back from the device.
         use_fp16_softmax, uses_spcompress: refused: they are for other GPUs.
 
     Returns:

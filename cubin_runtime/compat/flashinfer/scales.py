@@ -1,4 +1,4 @@
-"""FlashInfer's scales, numbers or scalars on the device, as the native and the trtllm-gen kernels take them."""
+"""Scales, numbers or scalars on the device, as the native and the trtllm-gen kernels take them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ LOG2_E = math.log2(math.e)
 
 
 def factor_of(name: str, given: Any, device: int) -> ScaleProduct:
-    """A finite number or a tensor of one float32, for native kernels.
+    """A finite number or a float32 scalar on the device, for native kernels.
 
     Raises:
-        UsageError: another form, or a tensor elsewhere; the message begins with ``name``.
+        UsageError: anything else, or a tensor on another device; the message begins with ``name``.
     """
     if isinstance(given, Real):
         return ScaleProduct(float32_number(name, given))
@@ -31,7 +31,7 @@ def factor_of(name: str, given: Any, device: int) -> ScaleProduct:
 
 
 def times(first: ScaleProduct, second: ScaleProduct, runtime: Runtime) -> ScaleProduct:
-    """The product; of two tensors it is computed on the device, in stream order."""
+    """The product; two tensors are multiplied on the device, in stream order."""
     tensor = first.tensor if second.tensor is None else second.tensor
     if first.tensor is not None and second.tensor is not None:
         tensor = runtime.memory.product(first.tensor, second.tensor)
@@ -42,7 +42,7 @@ def head_scales(given: Arguments, q: TensorView, out: TensorView) -> tuple[Scale
     """Scales of scores and output: q_scale * kv_scale / sqrt(head_dim), and kv_scale * rcp_out_scale.
 
     Raises:
-        UsageError: as ``factor_of``; or ``rcp_out_scale`` is not 1 for an output that is not e4m3.
+        UsageError: as ``factor_of``; or ``rcp_out_scale`` is not 1 although the output is not e4m3.
     """
     rt, factor = given.runtime, given.rcp_out_scale
     if factor != 1.0 and out.dtype != E4M3:
@@ -54,13 +54,13 @@ def head_scales(given: Arguments, q: TensorView, out: TensorView) -> tuple[Scale
 
 
 def scores_scale(given: Arguments, device: int) -> tuple[Scale, Any]:
-    """The scale of the scores for trtllm-gen kernels, which want one on the device times log2(e).
+    """The scale of the scores for trtllm-gen kernels, which expect a scale on the device to include log2(e).
 
     Returns:
-        the scale, and what was made for it, to be kept until the launch is under way.
+        the scale, and the tensor that was made for it, if any: it must live until the launch is enqueued.
 
     Raises:
-        UsageError: it is given twice, or is neither a number nor one float32 on ``device``.
+        UsageError: both scales are given, or one is neither a number nor a float32 scalar on ``device``.
     """
     bmm1, in_base_2 = given.bmm1_scale, given.bmm1_scale_log2
     if in_base_2 is not None:
@@ -75,7 +75,7 @@ def scores_scale(given: Arguments, device: int) -> tuple[Scale, Any]:
 
 
 def scale_from(name: str, given: Any, device: int) -> Scale:
-    """A number or one float32 on the device, for trtllm-gen kernels; raises ``UsageError`` for another form."""
+    """A number or a float32 scalar on the device, for trtllm-gen kernels; raises ``UsageError`` for anything else."""
     if not isinstance(given, Real):
         return scale_of(name, view_of(given, name), device)
     try:

@@ -1,4 +1,4 @@
-"""FlashInfer's operators on NVIDIA's trtllm-gen kernels: one call, its run, its answer."""
+"""Attention on NVIDIA's trtllm-gen kernels: from an operator's arguments to one call, and its outputs."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def run_call(
     sinks_name: str = "sinks",
     **fields: Any,
 ) -> Any:
-    """Run a call of ``kind``, which takes the other ``fields`` as they are; the output, or (output, lse).
+    """Run a call of ``kind`` with these ``fields`` and those that all calls have; (output, lse), or output.
 
-    ``q`` is ``[tokens, heads, head_dim]``; the output may have ``[batch, q_len, heads, head_dim]``. ``sinks_name`` is
-    what the operator calls its sinks.
+    ``q`` is ``[tokens, heads, head_dim]``; the output may be ``[batch, q_len, heads, head_dim]``. ``sinks_name`` is the
+    operator's name for the sinks.
 
     Raises:
         as ``cubin_runtime.attention.trtllm_gen.run``.
     """
     rt, device, out = given.runtime, q.device, output.view
-    # What is made for a scale is kept until the launch is under way.
+    # A tensor that was made for the scale must live until the launch is enqueued.
     bmm1, _made = scores_scale(given, device)
     bmm2 = scale_from("bmm2_scale", given.bmm2_scale, device)
     lse = lse_of(given, (q.shape[0], q.shape[1]))
@@ -64,10 +64,10 @@ def run_call(
 
 
 def pages(given: Arguments, key: TensorView, value: TensorView) -> dict[str, Any]:
-    """The fields of a call for K and V in pages, ``[pages, kv_heads, page_size, head_dim]`` each, and their tables.
+    """The fields of a call for paged K and V, ``[pages, kv_heads, page_size, head_dim]`` each, and their tables.
 
     Raises:
-        UsageError: the block scales of an FP4 cache are in another form than ``cache_pair_by_head`` takes.
+        UsageError: the block scales of an FP4 cache are refused by ``cache_pair_by_head``.
     """
     fields = {
         "key": key,

@@ -1,4 +1,4 @@
-"""FlashInfer's workspaces as ours: semaphores and scratch, in one buffer or two, and memory where they are too few."""
+"""FlashInfer's workspaces, semaphores and scratch in one buffer or two, and replacements for too few semaphores."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from ...tensor import view_of
 from .arguments import Arguments
 
 SEMAPHORE_BYTES = 8 << 20
-_CTAS_PER_MULTIPROCESSOR = 32  # no device holds more
+_CTAS_PER_MULTIPROCESSOR = 32  # no device runs more
 _COUNTER_BYTES = 4
-# Replaced semaphores that a runtime keeps, beside those that graphs were captured with.
+# Replacements that a runtime keeps, besides those in captured graphs.
 _MOST_EAGER = 64
 
 
@@ -30,8 +30,8 @@ def split_workspace(workspace_buffer: Any, device: int) -> SemaphoreWorkspace:
     """Semaphores in the first 8 MiB of the buffer, scratch in the rest.
 
     Raises:
-        WorkspaceError: nothing is left for scratch.
-        UsageError: the buffer has gaps, is misaligned, or is on another device.
+        WorkspaceError: the buffer is not larger than 8 MiB.
+        UsageError: the buffer is not contiguous, misaligned or on another device.
     """
     address, nbytes = _scratch_of(workspace_buffer, device)
     if nbytes <= SEMAPHORE_BYTES:
@@ -46,14 +46,13 @@ def with_enough_semaphores(given: Arguments, rows: int, device: int) -> Semaphor
     """A caller's semaphores and scratch as a workspace for ``rows`` tokens x heads.
 
     A caller who counts semaphores as FlashInfer does may have too few for native kernels: zeroed memory of the runtime
-    then takes their place. It stands for the given address, so whoever has the semaphores to himself has it too. It is
-    kept for good once a graph has it, else until many other addresses had their turn, and not before the workspace is
-    gone.
+    then replaces them. It belongs to the address of the given semaphores, so it is shared only by calls that share
+    those. Once a captured graph uses it, it is never freed; otherwise it is dropped, least recently used first, after
+    its workspace is gone.
 
     Raises:
-        WorkspaceError: that memory is not there yet and the caller's stream captures; the message names the bytes
-            needed.
-        UsageError: a buffer has gaps, is on another device, or is misaligned scratch.
+        WorkspaceError: the replacement would be allocated while the stream captures; the message states its bytes.
+        UsageError: a buffer is not contiguous or on another device, or the scratch is misaligned.
     """
     rt, held = given.runtime, _memory_of(given.semaphores, "semaphores", device)
     scratch = _scratch_of(given.workspace_buffer, device)
@@ -73,7 +72,7 @@ def with_enough_semaphores(given: Arguments, rows: int, device: int) -> Semaphor
 
 @dataclass(frozen=True, slots=True)
 class _Replaced:
-    """Memory by the address of the semaphores that it stands for; of ``eager``, the least recently used is first."""
+    """Replacements by the address of the semaphores that they replace; of ``eager``, the least recently used first."""
 
     eager: OrderedDict[int, Workspace] = field(default_factory=OrderedDict)
     captured: dict[int, Workspace] = field(default_factory=dict)
@@ -86,9 +85,9 @@ _replaced: WeakKeyDictionary[Runtime, _Replaced] = WeakKeyDictionary()
 def _eager(
     replaced: _Replaced, held: tuple[int, int], needed: int, stream: int, device: int, runtime: Runtime
 ) -> Workspace:
-    """The memory of no graph yet that stands for ``held``, (address, bytes), made where it lacks or is too small.
+    """The replacement of ``held``, (address, bytes), that no graph uses yet, allocated if it is missing or too small.
 
-    A capture takes it over. Else what is dropped is freed when other memory is made, behind the work that uses it.
+    A capture takes it over. Replacements that are dropped are freed at the next allocation, behind their last launch.
     """
     address, nbytes = held
     context = runtime.driver.context_on(device)

@@ -1,4 +1,4 @@
-"""Decoding on a workspace with semaphores of its own: the operators of ``flashinfer.xqa``."""
+"""Decoding with separate semaphores and scratch: the operators of ``flashinfer.xqa``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .native import launch
 from .scales import head_scales
 from .workspace import with_enough_semaphores
 
-# What these operators call the arguments of ours, where it is something else.
+# Arguments of our operators -> those of these operators, where the names differ.
 _NAMES = {
     "out": "output",
     "kv_cache": "k_cache",
@@ -60,30 +60,30 @@ def xqa(
     """Decoding over a paged KV cache (GQA) into ``output``.
 
     Args:
-        q: ``[batch, 1, q_heads, head_dim]``, with ``q_seq_len`` over 1 ``[batch, 1, q_seq_len, q_heads, head_dim]``,
-            with ``q_cu_seq_lens`` ``[tokens, q_heads, head_dim]``; the 1 may be left out. bf16, fp16 or e4m3.
+        q: ``[batch, 1, q_heads, head_dim]``; with ``q_seq_len`` over 1 ``[batch, 1, q_seq_len, q_heads, head_dim]``;
+            with ``q_cu_seq_lens`` ``[tokens, q_heads, head_dim]``. The 1 may be left out. bf16, fp16 or e4m3.
         k_cache, v_cache: ``[pages, page_size, kv_heads, head_dim]`` (NHD) or ``[pages, kv_heads, page_size,
-            head_dim]`` (HND), any strides between rows; q's dtype or e4m3.
-        page_table: int32 ``[batch, columns]``; its columns are the bound on the lengths.
-        seq_lens: uint32 or int32 ``[batch, 1]`` or ``[batch]``, keys of each request, its drafts among them.
-        output: like ``q``; bf16, fp16 or e4m3.
+            head_dim]`` (HND), any strides between rows; the dtype of q, or e4m3.
+        page_table: int32 ``[batch, columns]``; its capacity is the bound on the KV lengths.
+        seq_lens: uint32 or int32 ``[batch, 1]`` or ``[batch]``, KV length of each request, drafts included.
+        output: shaped like ``q``; bf16, fp16 or e4m3.
         workspace_buffer: scratch, any dtype and contents; like ``semaphores`` contiguous and 16-byte aligned.
-        semaphores: zero on first use, left so; any dtype. A stream's work must be done with it before another's.
-            Where it is smaller than our kernels need, memory of our own goes with it from then on.
-        num_kv_heads, page_size: as ``k_cache`` has them.
+        semaphores: zero before first use, left so; any dtype. Work of one stream must be done with it before another
+            stream's. If it is smaller than native kernels need, memory of the runtime replaces it from then on.
+        num_kv_heads, page_size: must match ``k_cache``.
         sinks: float32 ``[kv_heads, group]`` or ``[q_heads]``.
-        q_scale, kv_scale: numbers, or one float32 on the device. Scores are multiplied by
-            q_scale * kv_scale / sqrt(head_dim), the output by kv_scale (16-bit caches too, where the peer drops it).
-            Two tensors are multiplied by a launch of their own.
-        sliding_win_size: keys that a query sees, its own among them; 0: all.
-        sm_count: None, or the device's.
-        enable_pdl: None: on where the device has it.
-        rcp_out_scale: factor of an e4m3 ``output``.
-        q_seq_len: query tokens of a request; with ``q_cu_seq_lens`` their bound.
+        q_scale, kv_scale: each a number or a float32 scalar on the device. Scores are multiplied by
+            q_scale * kv_scale / sqrt(head_dim), the output by kv_scale (for 16-bit caches too, where FlashInfer drops
+            it). Two tensors are multiplied by a launch of their own.
+        sliding_win_size: keys that a query token sees, its own included; 0: all.
+        sm_count: None, or the number of SMs of the device.
+        enable_pdl: programmatic dependent launch; None: on where the device supports it.
+        rcp_out_scale: scale of an e4m3 ``output``.
+        q_seq_len: query tokens of each request; with ``q_cu_seq_lens`` their bound.
         mask: uint16 ``[batch, q_seq_len, 2]`` or ``[tokens, 2]`` (``cubin_runtime.launch.mask``); None: causal.
-        q_cu_seq_lens: int32 or uint32 ``[batch + 1]``, running sum of query tokens.
-        k_sf_cache, v_sf_cache: refused: there are no FP4 kernels.
-        batch_invariant: a request's bits do not depend on its neighbours or on any bound.
+        q_cu_seq_lens: int32 or uint32 ``[batch + 1]``, cumulative query lengths.
+        k_sf_cache, v_sf_cache: refused: there are no native FP4 kernels.
+        batch_invariant: make a request's bits independent of other requests and of all bounds.
     """
     given = Arguments.of(xqa, locals(), query=q)
     given.refuse("k_sf_cache", "v_sf_cache")
@@ -133,25 +133,18 @@ def xqa_mla(
     *,
     batch_invariant: bool = False,
 ) -> None:
-    """MLA decoding of one token a request over a paged latent cache into ``output``.
+    """MLA decoding of one token per request over a paged latent cache into ``output``; other parameters as in ``xqa``.
 
     Args:
-        q: ``[batch, 1, heads, latent + 64]`` or without the 1; bf16, or e4m3 where a kernel takes it. latent is 512
-            or 256, heads 1 to 128.
-        k_cache: ``[pages, page_size, latent + 64]``, or with a 1 for the one head before or behind page_size; bf16
-            or e4m3.
+        q: ``[batch, 1, heads, latent + 64]`` or without the 1; bf16, or e4m3 with an e4m3 cache. latent is 512 or 256,
+            heads 1 to 128.
+        k_cache: ``[pages, page_size, latent + 64]``, or with a dimension of 1 head before or after page_size; bf16 or
+            e4m3.
         v_cache: the same memory, whole or its first latent columns.
-        page_table: int32 ``[batch, columns]``; its columns are the bound on the lengths.
-        seq_lens: uint32 or int32 ``[batch, 1]`` or ``[batch]``.
         output: ``[batch, 1, heads, latent]`` or without the 1; bf16, fp16 or e4m3.
-        workspace_buffer: scratch, any dtype and contents; like ``semaphores`` contiguous and 16-byte aligned.
-        semaphores: zero on first use, left so; as in ``xqa``.
-        page_size: as ``k_cache`` has it: 32, 64 or 128.
-        q_scale, kv_scale: numbers, or one float32 on the device. Scores are multiplied by
+        page_size: must match ``k_cache``: 32, 64 or 128.
+        q_scale, kv_scale: each a number or a float32 scalar on the device. Scores are multiplied by
             q_scale * kv_scale / sqrt(latent + 64), the output by kv_scale.
-        sm_count: None, or the device's.
-        enable_pdl: None: on.
-        batch_invariant: a request's bits do not depend on its neighbours or on any bound.
     """
     given = Arguments.of(xqa_mla, locals(), query=q)
     query, out, table = view_of(q, "q"), view_of(output, "output"), view_of(page_table, "page_table")
@@ -185,7 +178,7 @@ def _launch(
     tokens: int,
     **options: Any,
 ) -> None:
-    """``native.launch`` with the scales and the workspace of these operators; ``tokens`` bounds the query tokens."""
+    """``native.launch`` with these operators' scales and workspace; ``tokens`` is a bound on the query tokens."""
     q = tensors[0]
     given.backend_on(q.device, XQA)
     softmax_scale, output_scale = head_scales(given, q, out)
@@ -217,7 +210,7 @@ def _check_table(table: TensorView) -> None:
 
 
 def _by_request(view: TensorView, name: str, q_len: int, ragged: bool) -> TensorView:
-    """``[batch, heads, head_dim]`` or ``[batch, q_len, ...]``: without the beam; ragged tokens as they are."""
+    """``view`` without its beam dimension: ``[batch, heads, head_dim]``, ``[batch, q_len, ...]`` or ragged tokens."""
     rank = len(view.shape)
     if q_len < 1:
         raise UsageError(f"q_seq_len={q_len}: expected 1 or more")
@@ -237,7 +230,7 @@ def _by_request(view: TensorView, name: str, q_len: int, ragged: bool) -> Tensor
 
 
 def _shared_cache(keys: TensorView, values: TensorView, page_size: int) -> TensorView:
-    """The latent cache that both arguments are views of."""
+    """The latent cache that ``keys`` and ``values`` are views of."""
     keys, values = _without_head(keys, page_size), _without_head(values, page_size)
     cache = latent_cache(keys, "k_cache")
     if cache.shape[2] != integer("page_size", page_size):
