@@ -109,6 +109,10 @@ def test_a_sliding_window_counts_its_own_key(standin: StandIn, memory: MadeUpMem
     assert xqa(standin, xqa_arguments(memory, sliding_win_size=size))["window_left"] == left
 
 
+def test_the_largest_sliding_window_is_taken(standin: StandIn, memory: MadeUpMemory) -> None:
+    assert xqa(standin, xqa_arguments(memory, sliding_win_size=1 << 31))["window_left"] >= 16 * PAGE
+
+
 @pytest.mark.parametrize("shape", [(HEADS,), (KV_HEADS, HEADS // KV_HEADS)])
 def test_sinks_come_flat_or_by_kv_head(standin: StandIn, memory: MadeUpMemory, shape: tuple[int, ...]) -> None:
     sinks = memory.tensor("float32", *shape)
@@ -261,6 +265,23 @@ def test_replaced_semaphores_are_not_freed_before_their_launch(
     ((own, freed),) = seen
     assert freed
     assert own not in freed
+
+
+@pytest.mark.parametrize(("q_len", "suffice"), [(1, True), (8, False)])
+def test_semaphores_are_counted_for_every_draft(
+    standin: StandIn, memory: MadeUpMemory, q_len: int, suffice: bool
+) -> None:
+    q = memory.tensor("bfloat16", 100, 1, q_len, HEADS, HEAD_DIM)
+    given = xqa_arguments(
+        memory,
+        q=q,
+        output=replace(q),
+        q_seq_len=q_len,
+        page_table=memory.tensor("int32", 100, 16),
+        seq_lens=memory.tensor("uint32", 100, 1),
+        semaphores=memory.tensor("uint32", 8000),
+    )
+    assert (xqa(standin, given)["status"] == given["semaphores"].pointer) is suffice
 
 
 def test_more_semaphores_for_one_address_take_the_place_of_fewer(standin: StandIn, memory: MadeUpMemory) -> None:

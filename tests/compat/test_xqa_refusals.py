@@ -145,6 +145,10 @@ TRTLLM: list[tuple[dict[str, Any], str]] = [
     ({"cum_seq_lens_q": tensor("int32", 5), "max_q_len": 1}, "q_len_per_req=1 with cum_seq_lens_q"),
     ({"lse": tensor("float32", 4, 32)}, "lse: shape"),
     ({"lse": tensor("float32")}, "lse: shape"),
+    (
+        {"query": tensor("bfloat16", 12, 64, 128), "q_len_per_req": 3, "lse": tensor("float32", 4, 3, 64)},
+        r"lse: shape \(4, 3, 64\), expected \(12, 64\)",
+    ),
     ({"lse": tensor("float16", 4, 64)}, "lse: dtype float16"),
     ({"out": tensor("bfloat16", 4, 64, 128), "out_dtype": "torch.float16"}, "out: dtype bfloat16, out_dtype says"),
     ({"backend": "trtllm-gen"}, "no backend runs there"),
