@@ -27,10 +27,10 @@ from cubin_runtime.artifacts.library import Library
 from cubin_runtime.artifacts.releases.catalog import open_kernel_index
 from cubin_runtime.artifacts.tables.metadata import HEADER_PATH
 from cubin_runtime.artifacts.tables.metadata_index import MetadataIndex, index_of_header
-from cubin_runtime.kernels.trtllm_gen.cases import occupancy_of, problem_of
+from cubin_runtime.cli.recorded_cases import occupancy_of, problem_of
+from cubin_runtime.cli.recorded_decisions import planned_record
 from cubin_runtime.kernels.trtllm_gen.kernels import KernelFinder
 from cubin_runtime.kernels.trtllm_gen.plan import plan
-from cubin_runtime.kernels.trtllm_gen.records import planned_record
 from cubin_runtime.kernels.trtllm_gen.traits import Policy
 
 ROOT = Path(__file__).resolve().parents[1]

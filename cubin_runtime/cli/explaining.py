@@ -132,8 +132,8 @@ def explain(
         )
         explaining_own.explain(options.make_config(store, source, pins, offline), release, asked, json)
         return
-    from ..kernels.trtllm_gen.example_case import Shapes, case_of
     from ..kernels.trtllm_gen.traits import Policy
+    from .example_case import Shapes, case_of
 
     if policy not in POLICIES:
         raise UsageError(f"--policy {policy!r}: expected one of {', '.join(POLICIES)}")
@@ -193,7 +193,7 @@ def _kernels(config: Any, release: str) -> KernelFinder:
 
 
 def _read_case(case: str) -> dict[str, Any]:
-    from ..kernels.trtllm_gen.bulk import case_in, read_lines
+    from .recorded_cases import case_in, read_lines
 
     if case == "-":
         return case_in(sys.stdin.read(), "standard input")
@@ -214,7 +214,8 @@ def _without_collecting() -> Iterator[None]:
 
 @_without_collecting()
 def _decide_all(cases: Path, out: Path | None, kernels: KernelFinder, both: bool) -> None:
-    from ..kernels.trtllm_gen.bulk import decide_lines, read_lines
+    from .recorded_cases import read_lines
+    from .recorded_decisions import decide_lines
 
     decisions = decide_lines(read_lines(cases), kernels, both=both, where=str(cases))
     if out is None:
@@ -233,13 +234,15 @@ def _decide_all(cases: Path, out: Path | None, kernels: KernelFinder, both: bool
 
 
 def _explain_one(case: dict[str, Any], kernels: KernelFinder, policy: Policy, json: bool) -> None:
-    from ..kernels.trtllm_gen import cases, explanation, records
+    from ..kernels.trtllm_gen import explanation
     from ..kernels.trtllm_gen.plan import plan
+    from .recorded_cases import occupancy_of, problem_of
+    from .recorded_decisions import decide
 
     if json:
-        output.emit_json("explain", {"policy": policy.value, **records.decide(case, kernels, policy)})
+        output.emit_json("explain", {"policy": policy.value, **decide(case, kernels, policy)})
         return
-    planned = plan(cases.problem_of(case), kernels, cases.occupancy_of(case), policy)
+    planned = plan(problem_of(case), kernels, occupancy_of(case), policy)
     output.facts(explanation.facts(planned))
     tables = (
         (explanation.PASS_COLUMNS, explanation.pass_rows(planned)),

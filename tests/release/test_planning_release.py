@@ -23,7 +23,7 @@ from cubin_runtime.artifacts.releases.catalog import open_kernel_index
 from cubin_runtime.artifacts.tables.metadata import HEADER_PATH, KernelMeta, KernelTable, parse_header
 from cubin_runtime.artifacts.tables.metadata_index import MetadataIndex, build_index
 from cubin_runtime.artifacts.tables.trait_table import traits_of
-from cubin_runtime.kernels.trtllm_gen.cases import occupancy_of, problem_of
+from cubin_runtime.cli.recorded_cases import occupancy_of, problem_of
 from cubin_runtime.kernels.trtllm_gen.kernels import KernelFinder
 from cubin_runtime.kernels.trtllm_gen.plan import plan
 

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Mapping
-
 from ...artifacts.tables.metadata import KernelMeta
 from ...launch.fastmoddiv import FastModDiv
-from ...launch.struct_types import SCALARS
 from .grid import Geometry
-from .params import KERNEL_PARAMS
 from .problem import Problem
 from .tensor_maps import TensorMaps
 from .traits import int32
@@ -105,33 +100,3 @@ def partial_address(problem: Problem, meta: KernelMeta) -> int:
 
 def _log2(value: int, of_zero: int) -> int:
     return value.bit_length() - 1 if value > 0 else of_zero
-
-
-def _format() -> struct.Struct:
-    """The whole struct as one ``struct`` format, so that it is packed in one call."""
-    text, end = "<", 0
-    for member in KERNEL_PARAMS.fields:
-        text += f"{member.offset - end}x" if member.offset > end else ""
-        code = SCALARS[member.type].format[1:] if member.type in SCALARS else f"{member.size}s"
-        text, end = text + code, member.offset + member.size
-    return struct.Struct(text + f"{KERNEL_PARAMS.size - end}x")
-
-
-_PACKER = _format()
-_NAMES = tuple(member.name for member in KERNEL_PARAMS.fields)
-_DESCRIPTORS = tuple(place for place, member in enumerate(KERNEL_PARAMS.fields) if member.type == "CUtensorMap")
-_DIVISORS = tuple(place for place, member in enumerate(KERNEL_PARAMS.fields) if member.type == "FastModDiv")
-
-
-def pack(values: Mapping[str, object], descriptors: Mapping[str, bytes]) -> bytes:
-    """The struct's bytes from ``values`` as ``fill`` gives them, in its order.
-
-    ``descriptors`` are the 128 bytes of each built one by field name. These are the bytes that
-    ``KERNEL_PARAMS.pack`` gives, in a tenth of the time.
-    """
-    cells = [0 if value is None else value for value in values.values()]
-    for place in _DESCRIPTORS:
-        cells[place] = descriptors.get(_NAMES[place], b"")
-    for place in _DIVISORS:
-        cells[place] = cells[place].to_bytes()  # type: ignore[attr-defined]
-    return _PACKER.pack(*cells)

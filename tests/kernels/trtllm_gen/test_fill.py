@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 from trtllm_examples import MLA, PROBLEM, ROW
 
-from cubin_runtime.kernels.trtllm_gen.fill import fill, pack
+from cubin_runtime.cli.recorded_decisions import pack
+from cubin_runtime.kernels.trtllm_gen.fill import fill
 from cubin_runtime.kernels.trtllm_gen.grid import Geometry
 from cubin_runtime.kernels.trtllm_gen.params import KERNEL_PARAMS
 from cubin_runtime.kernels.trtllm_gen.problem import Pointers

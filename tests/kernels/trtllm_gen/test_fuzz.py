@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from trtllm_examples import PROBLEM, ROW, finder, named, recorded_cases, recorded_kernels
 
 from cubin_runtime.artifacts.tables.metadata import KernelMeta
+from cubin_runtime.cli.example_case import DTYPES, Shapes, case_of
+from cubin_runtime.cli.recorded_decisions import decide
 from cubin_runtime.errors import CubinRuntimeError, UsageError
-from cubin_runtime.kernels.trtllm_gen.example_case import DTYPES, Shapes, case_of
 from cubin_runtime.kernels.trtllm_gen.kernels import KernelFinder
 from cubin_runtime.kernels.trtllm_gen.plan import Planned, plan
-from cubin_runtime.kernels.trtllm_gen.records import decide
 from cubin_runtime.kernels.trtllm_gen.select import MAX_PASSES
 from cubin_runtime.kernels.trtllm_gen.traits import INT32_MAX, KernelType, MaskType, Policy, QkvLayout, SparseType
 from cubin_runtime.launch.tensormap import TensorMapError, TensorMapSpec
@@ -133,7 +133,7 @@ shapes = st.builds(
 @settings(max_examples=300, deadline=None)
 @given(shapes=shapes, policy=policies)
 def test_descriptors_of_contiguous_tensors_keep_the_rules_of_the_driver(shapes: Shapes, policy: Policy) -> None:
-    from cubin_runtime.kernels.trtllm_gen.cases import problem_of
+    from cubin_runtime.cli.recorded_cases import problem_of
 
     try:
         made = planned_or_refused(problem_of(case_of(shapes)), recorded_kernels(), 10, policy)

@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 from trtllm_examples import recorded_cases, recorded_kernels
 
-from cubin_runtime.kernels.trtllm_gen.cases import occupancy_of, problem_of
+from cubin_runtime.cli.recorded_cases import occupancy_of, problem_of
 from cubin_runtime.kernels.trtllm_gen.plan import Planned, plan, plan_selected
 from cubin_runtime.kernels.trtllm_gen.problem import Pointers, Problem
 from cubin_runtime.kernels.trtllm_gen.rebind import moved_to

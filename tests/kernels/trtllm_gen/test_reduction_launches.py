@@ -9,9 +9,9 @@ import pytest
 from trtllm_examples import recorded_cases, recorded_kernels
 
 from cubin_runtime.artifacts.tables.native_kernels import NativeKernel
+from cubin_runtime.cli.recorded_cases import occupancy_of, problem_of
 from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.native.layouts import LAYOUTS
-from cubin_runtime.kernels.trtllm_gen.cases import occupancy_of, problem_of
 from cubin_runtime.kernels.trtllm_gen.plan import Planned, plan
 from cubin_runtime.kernels.trtllm_gen.reduction_launches import LSE, REDUCTION, choose_own, launches_after
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from trtllm_examples import PROBLEM, ROW, SPARSE_MLA, recorded_cases, recorded_kernels
 
-from cubin_runtime.kernels.trtllm_gen.cases import occupancy_of, problem_of
+from cubin_runtime.cli.recorded_cases import occupancy_of, problem_of
 from cubin_runtime.kernels.trtllm_gen.plan import plan
 from cubin_runtime.kernels.trtllm_gen.problem import Pointers, Strides
 from cubin_runtime.kernels.trtllm_gen.tensor_maps import describe_tensors

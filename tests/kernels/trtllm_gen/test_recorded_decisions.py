@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from trtllm_examples import recorded_cases, recorded_kernels
 
-from cubin_runtime.kernels.trtllm_gen.records import decide
+from cubin_runtime.cli.recorded_decisions import decide
 from cubin_runtime.kernels.trtllm_gen.traits import Policy
 
 KEYS = (

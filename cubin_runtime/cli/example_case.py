@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from ...errors import UsageError
-from .traits import TENSOR_DTYPES, ceil_div
+from ..errors import UsageError
+from ..kernels.trtllm_gen.traits import TENSOR_DTYPES, ceil_div
 
 APIS: Mapping[str, str] = {
     "decode": "trtllm_paged_attention_decode",

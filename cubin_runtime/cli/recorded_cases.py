@@ -1,14 +1,19 @@
-"""Cases as recorded vectors state them: JSON to a ``Problem``."""
+"""Reading recorded cases: lines of a file, and the JSON of a case to a ``Problem``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import gzip
+import json
+import lzma
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from math import isfinite
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
-from ...errors import UsageError
-from . import entries
-from .arguments import (
+from ..errors import MissingError, UsageError
+from ..kernels.trtllm_gen import entries
+from ..kernels.trtllm_gen.arguments import (
     Common,
     Device,
     OutScales,
@@ -17,15 +22,53 @@ from .arguments import (
     Scale,
     TensorInfo,
 )
-from .problem import Problem
-from .refusals import WorkspaceRefused
-from .select import Occupancy
+from ..kernels.trtllm_gen.problem import Problem
+from ..kernels.trtllm_gen.refusals import WorkspaceRefused
+from ..kernels.trtllm_gen.select import Occupancy
 
+MAX_LINE_BYTES = 1 << 20
 _INT64 = 1 << 63
 
 
 class CaseError(UsageError):
     """A case lacks something or has it in another form, so nothing can be decided about it."""
+
+
+def read_lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file, unpacked where its name ends in ``.gz`` or ``.xz``; empty ones are left out.
+
+    Raises:
+        MissingError: the file cannot be read.
+        UsageError: a line is over 1 MiB, or a packed file is damaged or cut short.
+    """
+    opener: Callable[[Path], IO[bytes]] = _OPENERS.get(path.suffix, _open_plain)
+    try:
+        with opener(path) as opened:
+            while line := opened.readline(MAX_LINE_BYTES + 1):
+                if len(line) > MAX_LINE_BYTES:
+                    raise UsageError(f"{path}: a line of more than {MAX_LINE_BYTES} bytes")
+                if not line.isspace():
+                    yield line
+    except (gzip.BadGzipFile, zlib.error, lzma.LZMAError, EOFError) as error:
+        raise UsageError(f"{path}: {error}") from error
+    except OSError as error:
+        raise MissingError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def case_in(text: bytes | str, where: str) -> dict[str, Any]:
+    """The case that a JSON text states, alone or as the ``case`` of a record; other keys are ignored.
+
+    Raises:
+        UsageError: the text is no JSON object that holds a case.
+    """
+    try:
+        stated = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{where}: no JSON: {error}") from error
+    case = stated.get("case", stated) if isinstance(stated, dict) else None
+    if not isinstance(case, dict) or "api" not in case:
+        raise UsageError(f"{where}: expected an object with a 'case', or a case with an 'api'")
+    return case
 
 
 def problem_of(case: Mapping[str, Any]) -> Problem:
@@ -222,3 +265,10 @@ _APIS: Mapping[str, Callable[[Mapping[str, Any], Mapping[str, Any], Mapping[str,
     "trtllm_ragged_attention": _ragged,
     "trtllm_paged_attention_decode_sparse_mla_dsv4": _dsv4,
 }
+
+
+def _open_plain(path: Path) -> IO[bytes]:
+    return path.open("rb")
+
+
+_OPENERS: Mapping[str, Callable[[Path], Any]] = {".gz": gzip.open, ".xz": lzma.open}

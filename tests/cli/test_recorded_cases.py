@@ -8,13 +8,10 @@ from pathlib import Path
 import pytest
 from trtllm_examples import recorded_kernels
 
+from cubin_runtime.cli.example_case import Shapes, case_of
+from cubin_runtime.cli.recorded_cases import MAX_LINE_BYTES, CaseError, case_in, occupancy_of, problem_of, read_lines
+from cubin_runtime.cli.recorded_decisions import MARKERS, decide, decide_lines
 from cubin_runtime.errors import MissingError, UsageError
-from cubin_runtime.kernels.trtllm_gen import explanation
-from cubin_runtime.kernels.trtllm_gen.bulk import MAX_LINE_BYTES, case_in, decide_lines, read_lines
-from cubin_runtime.kernels.trtllm_gen.cases import CaseError, occupancy_of, problem_of
-from cubin_runtime.kernels.trtllm_gen.example_case import Shapes, case_of
-from cubin_runtime.kernels.trtllm_gen.plan import plan
-from cubin_runtime.kernels.trtllm_gen.records import MARKERS, decide
 from cubin_runtime.kernels.trtllm_gen.traits import Policy
 
 MLA = {"heads_q": 128, "heads_kv": 1, "head_dim": 576, "head_dim_v": 512}
@@ -23,11 +20,6 @@ MISSED = Shapes(head_dim=512, heads_q=16, heads_kv=1, q_len=4)
 
 def decided(policy: Policy = Policy.BEST, **shapes):
     return decide(case_of(Shapes(**shapes)), recorded_kernels(), policy)
-
-
-def explained(**shapes):
-    case = case_of(Shapes(**shapes))
-    return plan(problem_of(case), recorded_kernels(), occupancy_of(case))
 
 
 @pytest.mark.parametrize(
@@ -165,38 +157,3 @@ def test_an_endless_line_is_refused(tmp_path: Path) -> None:
 def test_a_case_may_stand_alone() -> None:
     case = case_of(Shapes())
     assert case_in(json.dumps(case), "f") == case
-
-
-def test_an_explanation_names_the_kernel_and_the_grid() -> None:
-    facts = dict(explanation.facts(explained(lse=True)))
-    assert {"kernel", "asked for", "because", "occupancy", "grid", "attributes", "workspace"} <= set(facts)
-
-
-def test_an_explanation_shows_each_candidate_with_its_cost() -> None:
-    rows = explanation.candidate_rows(explained(heads_kv=4, q_len=6, kv_len=4096))
-    assert [row[1] for row in rows[:4]] == [64, 32, 16, 8]
-    assert [row[2] for row in rows[:4]] == ["2088.95996", "1863.68005", "1669.12", "1536"]
-
-
-def test_an_explanation_shows_each_pass() -> None:
-    rows = explanation.pass_rows(explained())
-    assert [row[3] for row in rows] == ["gmem", "cga"]
-
-
-def test_an_explanation_gives_each_parameter_its_meaning() -> None:
-    rows = explanation.parameter_rows(explained())
-    assert all(row[-1] for row in rows)
-    assert len(rows) == 61
-
-
-def test_an_explanation_shows_each_descriptor_that_is_built() -> None:
-    assert [row[0] for row in explanation.tensor_map_rows(explained())] == ["tmaQ_", "tmaK_", "tmaV_", "tmaO_"]
-
-
-def test_a_reduction_and_an_lse_are_said_to_follow() -> None:
-    follows = [
-        value
-        for name, value in explanation.facts(explained(**MLA, lse=True, kv_len=100_000, q_len=4))
-        if name == "then"
-    ]
-    assert [str(text).split()[0] for text in follows] == ["reduction", "LSE"]
