@@ -8,7 +8,8 @@ from functools import partial
 import numpy as np
 
 from cubin_runtime.attention import Runtime
-from cubin_runtime.kernels.trtllm_gen.reduction_launches import AfterMain, choose_own, own_launch_plan
+from cubin_runtime.kernels.native.reduction.plan import OperationLaunch
+from cubin_runtime.kernels.native.reduction.select import choose_kernel
 from cubin_runtime.launch.prepared import PreparedLaunches
 
 OPERATION = "streaming_read"
@@ -28,11 +29,11 @@ def streaming_read(runtime: Runtime, data: int, nbytes: int, sums: int, ctas: in
     context = runtime.driver.primary_context(0)
     major, minor = runtime.driver.device(0).capability
     own = runtime.own_release()
-    kernel = choose_own(own.kernels, OPERATION, {}, major * 10 + minor)
+    kernel = choose_kernel(own.kernels, OPERATION, {}, major * 10 + minor)
     path = own.path_of(kernel)
     values = {"data": data, "sums": sums, "units": nbytes // UNIT}
-    launch = AfterMain(OPERATION, {}, (ctas, 1, 1), (kernel.threads, 1, 1), values, False)
-    plan = own_launch_plan(launch, kernel, path, runtime.digest_of(path), own.layouts[kernel.struct])
+    launch = OperationLaunch(OPERATION, {}, (ctas, 1, 1), (kernel.threads, 1, 1), values, False)
+    plan = launch.launch_plan(kernel, path, runtime.digest_of(path), own.layouts[kernel.struct])
     return PreparedLaunches([plan], [runtime.load(kernel, context)], runtime.driver)
 
 

@@ -7,21 +7,15 @@ import json
 import lzma
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from math import isfinite
+from dataclasses import replace
+from math import isfinite, prod
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from ..errors import MissingError, UsageError
-from ..kernels.trtllm_gen import entries
-from ..kernels.trtllm_gen.arguments import (
-    Common,
-    Device,
-    OutScales,
-    PagedKv,
-    Sage,
-    Scale,
-    TensorInfo,
-)
+from ..kernels.trtllm_gen.arguments import Device, OutScales, Sage, Scale
+from ..kernels.trtllm_gen.call import Call
+from ..kernels.trtllm_gen.calls import ContextCall, DecodeCall, RaggedCall, TwoPoolCall
 from ..kernels.trtllm_gen.problem import Problem
 from ..kernels.trtllm_gen.refusals import WorkspaceRefused
 from ..kernels.trtllm_gen.select import Occupancy
@@ -82,8 +76,13 @@ def problem_of(case: Mapping[str, Any]) -> Problem:
         build = _APIS[case["api"]]
         _check_forms(case, _OF_CASE)
         _check_forms(case["scalars"], _SCALARS)
+        scalars = case["scalars"]
         tensors = {name: _tensor(stated) for name, stated in case["tensors"].items()}
-        return build(case, case["scalars"], tensors)
+        call = build(case, scalars, tensors)
+        device = Device(case["sm"], scalars["sm_count"])
+        problem = call.problem(device, (tensors["workspace_buffer"].pointer, scalars["workspace_size"]))
+        allows_64 = case.get("env_TRTLLM_GEN_ENABLE_TILE_SIZE_KV64", False)
+        return replace(problem, allows_tile_kv_64=True) if allows_64 else problem
     except KeyError as error:
         raise CaseError(f"case {case.get('id')!r}: {error} is missing or unknown") from error
     except (UsageError, WorkspaceRefused):
@@ -149,7 +148,17 @@ def _check_forms(stated: Mapping[str, Any], forms: Mapping[str, Callable[[object
             raise CaseError(f"{name}={stated[name]!r}: expected {is_form.__name__.removeprefix('_is_')}")
 
 
-def _tensor(stated: Mapping[str, Any]) -> TensorInfo:
+class _Tensor(NamedTuple):
+    """A tensor as a call takes it."""
+
+    pointer: int
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    device: int = 0
+
+
+def _tensor(stated: Mapping[str, Any]) -> _Tensor:
     pointer, dtype = int(stated["ptr"], 16), stated["dtype"]
     shape, strides = tuple(stated["shape"]), tuple(stated["strides"])
     if not 0 <= pointer < 1 << 64 or not isinstance(dtype, str):
@@ -158,10 +167,10 @@ def _tensor(stated: Mapping[str, Any]) -> TensorInfo:
     whole = set(map(type, numbers)) == {int} and min(numbers) >= -_INT64 and max(numbers) < _INT64
     if len(shape) != len(strides) or not whole or min(shape, default=0) < 0:
         raise CaseError(f"tensor {stated!r}: expected as many strides as sizes, all of them whole numbers")
-    return TensorInfo(pointer, dtype, shape, strides)
+    return _Tensor(pointer, dtype, shape, strides)
 
 
-def _scale(name: str, scalars: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Scale:
+def _scale(name: str, scalars: Mapping[str, Any], tensors: Mapping[str, _Tensor]) -> Scale:
     value = scalars.get(name)
     if value is not None:
         return Scale(value)
@@ -169,77 +178,76 @@ def _scale(name: str, scalars: Mapping[str, Any], tensors: Mapping[str, TensorIn
     return Scale() if given is None else Scale(1.0, given.pointer)
 
 
-def _common(case: Mapping[str, Any], scalars: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Common:
-    return Common(
-        device=Device(case["sm"], scalars["sm_count"]),
-        query=tensors["query"],
-        out=tensors["out"],
-        seq_lens=tensors["seq_lens"],
-        workspace=(tensors["workspace_buffer"].pointer, scalars["workspace_size"]),
-        batch=scalars["batch_size"],
-        max_q=scalars["max_q_len"],
-        bmm1=_scale("bmm1_scale", scalars, tensors),
-        bmm2=_scale("bmm2_scale", scalars, tensors),
-        cum_seq_lens_q=tensors.get("cum_seq_lens_q"),
-        sinks=tensors.get("attention_sinks"),
-        lse=tensors.get("lse"),
-        lse_strides=(scalars.get("lse_stride_tokens", 0), scalars.get("lse_stride_heads", 0)),
-        window_left=scalars.get("window_left", -1),
-        skip_softmax_factor=scalars.get("skip_softmax_threshold_scale_factor", 0.0),
-        multi_ctas_enabled=case.get("multi_ctas_kv_enabled", True),
-        pdl=scalars.get("enable_pdl", False),
-        allows_tile_kv_64=case.get("env_TRTLLM_GEN_ENABLE_TILE_SIZE_KV64", False),
-    )
+Stated = Mapping[str, Any]
+_Tensors = Mapping[str, _Tensor]
 
 
-def _paged_kv(scalars: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> PagedKv:
-    return PagedKv(
-        key=tensors["key_cache"],
-        value=tensors["value_cache"],
-        table=tensors["block_tables"],
-        max_kv=scalars["max_kv_len"],
-        key_scales=tensors.get("key_block_scales"),
-        value_scales=tensors.get("value_block_scales"),
-        shares_index=scalars.get("uses_shared_paged_kv_idx", True),
-    )
+def _of_all(case: Stated, scalars: Stated, tensors: _Tensors) -> dict[str, Any]:
+    """The fields that all calls have."""
+    return {
+        "query": tensors["query"],
+        "out": tensors["out"],
+        "seq_lens": tensors["seq_lens"]._replace(shape=(scalars["batch_size"],)),
+        "max_q": scalars["max_q_len"],
+        "bmm1": _scale("bmm1_scale", scalars, tensors),
+        "bmm2": _scale("bmm2_scale", scalars, tensors),
+        "cum_seq_lens_q": tensors.get("cum_seq_lens_q"),
+        "sinks": tensors.get("attention_sinks"),
+        "lse": tensors.get("lse"),
+        "window_left": scalars.get("window_left", -1),
+        "skip_softmax_factor": scalars.get("skip_softmax_threshold_scale_factor", 0.0),
+        "pdl": scalars.get("enable_pdl", False),
+        "batch_invariant": not case.get("multi_ctas_kv_enabled", True),
+    }
 
 
-def _out_scales(scalars: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> OutScales:
-    return OutScales(
-        scales=tensors.get("out_scale_factor"),
-        scale=scalars.get("o_sf_scale", -1.0),
-        block=scalars.get("o_sf_vec_size", -1),
-        first_token=scalars.get("o_sf_start_index", 0),
-    )
+def _of_paged(case: Stated, scalars: Stated, tensors: _Tensors) -> dict[str, Any]:
+    """The fields that calls on pages have; an LSE has the strides that the scalars state."""
+    fields, lse = _of_all(case, scalars, tensors), tensors.get("lse")
+    if lse is not None:
+        strides = scalars.get("lse_stride_tokens", 0), scalars.get("lse_stride_heads", 0)
+        fields["lse"] = lse._replace(strides=strides)
+    return {
+        **fields,
+        "key": tensors["key_cache"],
+        "value": tensors["value_cache"],
+        "block_tables": tensors["block_tables"],
+        "max_kv": scalars["max_kv_len"],
+        "key_scales": tensors.get("key_block_scales"),
+        "value_scales": tensors.get("value_block_scales"),
+        "shares_index": scalars.get("uses_shared_paged_kv_idx", True),
+        "out_scales": OutScales(
+            scales=tensors.get("out_scale_factor"),
+            scale=scalars.get("o_sf_scale", -1.0),
+            block=scalars.get("o_sf_vec_size", -1),
+            first_token=scalars.get("o_sf_start_index", 0),
+        ),
+    }
 
 
-def _decode(case: Mapping[str, Any], scalars: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Problem:
-    return entries.decode(
-        _common(case, scalars, tensors),
-        _paged_kv(scalars, tensors),
-        _out_scales(scalars, tensors),
+def _decode(case: Stated, scalars: Stated, tensors: _Tensors) -> Call:
+    return DecodeCall(
+        **_of_paged(case, scalars, tensors),
         top_k=scalars.get("sparse_mla_top_k", 0),
         top_k_lens=tensors.get("sparse_mla_top_k_lens"),
     )
 
 
-def _context(case: Mapping[str, Any], scalars: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Problem:
-    return entries.context(
-        _common(case, scalars, tensors),
-        _paged_kv(scalars, tensors),
-        tensors["cum_seq_lens_kv"],
-        _out_scales(scalars, tensors),
+def _context(case: Stated, scalars: Stated, tensors: _Tensors) -> Call:
+    return ContextCall(
+        **_of_paged(case, scalars, tensors),
+        cum_seq_lens_kv=tensors["cum_seq_lens_kv"],
         causal=scalars.get("is_causal", True),
     )
 
 
-def _ragged(case: Mapping[str, Any], scalars: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Problem:
-    return entries.ragged(
-        _common(case, scalars, tensors),
-        tensors["key"],
-        tensors["value"],
-        tensors["cum_seq_lens_kv"],
-        scalars["max_kv_len"],
+def _ragged(case: Stated, scalars: Stated, tensors: _Tensors) -> Call:
+    return RaggedCall(
+        **_of_all(case, scalars, tensors),
+        key=tensors["key"],
+        value=tensors["value"],
+        cum_seq_lens_kv=tensors["cum_seq_lens_kv"],
+        max_kv=scalars["max_kv_len"],
         causal=scalars.get("is_causal", True),
         sage=Sage(
             tuple(tensors.get(f"sage_attn_sfs_{part}") for part in "qkpv"),  # type: ignore[arg-type]
@@ -249,21 +257,22 @@ def _ragged(case: Mapping[str, Any], scalars: Mapping[str, Any], tensors: Mappin
     )
 
 
-def _dsv4(case: Mapping[str, Any], scalars: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Problem:
-    return entries.decode_dsv4(
-        _common(case, scalars, tensors),
-        tensors["primary_kv_cache"],
-        tensors["sliding_window_kv_cache"],
-        tensors["sparse_indices"],
-        tensors.get("sparse_mla_top_k_lens"),
+def _two_pools(case: Stated, scalars: Stated, tensors: _Tensors) -> Call:
+    return TwoPoolCall(
+        **_of_all(case, scalars, tensors),
+        max_kv=prod(tensors["sparse_indices"].shape[-1:]),
+        pool=tensors["primary_kv_cache"],
+        window_pool=tensors["sliding_window_kv_cache"],
+        indices=tensors["sparse_indices"],
+        top_k_lens=tensors.get("sparse_mla_top_k_lens"),
     )
 
 
-_APIS: Mapping[str, Callable[[Mapping[str, Any], Mapping[str, Any], Mapping[str, TensorInfo]], Problem]] = {
+_APIS: Mapping[str, Callable[[Stated, Stated, _Tensors], Call]] = {
     "trtllm_paged_attention_decode": _decode,
     "trtllm_paged_attention_context": _context,
     "trtllm_ragged_attention": _ragged,
-    "trtllm_paged_attention_decode_sparse_mla_dsv4": _dsv4,
+    "trtllm_paged_attention_decode_sparse_mla_dsv4": _two_pools,
 }
 
 

@@ -8,18 +8,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from ..errors import UsageError
+from ..kernels.native.reduction.plan import OperationLaunch
 from ..kernels.trtllm_gen.grid import LARGEST_PORTABLE_CLUSTER
 from ..kernels.trtllm_gen.kernels import KernelFinder
+from ..kernels.trtllm_gen.parameter_values import DESCRIPTORS
 from ..kernels.trtllm_gen.params import KERNEL_PARAMS
 from ..kernels.trtllm_gen.plan import Planned, plan
-from ..kernels.trtllm_gen.reduction import LseLaunch, ReductionLaunch
 from ..kernels.trtllm_gen.refusals import (
     ARGUMENT,
     KernelMissing,
     PlanRefused,
     WorkspaceRefused,
 )
-from ..kernels.trtllm_gen.traits import Policy
+from ..kernels.trtllm_gen.traits import Policy, SparseType
 from ..launch.struct_types import SCALARS, TENSOR_MAP_BYTES
 from ..launch.tensormap import TensorMapSpec
 from ..launch.tensormap_rules import (
@@ -33,10 +34,7 @@ from .recorded_cases import CaseError, case_in, occupancy_of, problem_of
 
 Json = dict[str, Any]
 # What stands for each descriptor in `params_hex`: 128 copies of one byte.
-MARKERS: Mapping[str, int] = {
-    name: 0xC1 + place
-    for place, name in enumerate(("tmaQ_", "tmaK_", "tmaKSlidingWindowKvPool_", "tmaV_", "tmaO_", "tmaKSf_", "tmaVSf_"))
-}
+MARKERS: Mapping[str, int] = {name: 0xC1 + place for place, name in enumerate(DESCRIPTORS)}
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 _MARKED = {name: bytes((marker,)) * TENSOR_MAP_BYTES for name, marker in MARKERS.items()}
 
@@ -125,7 +123,7 @@ def planned_record(planned: Planned, stream: object = None) -> Json:
         "tma": {name: _spec(planned.values[name]) for name in MARKERS},
         "params": _params(planned.values),
         "params_hex": pack(planned.values, built).hex(),
-        "reduction": _reduction(planned.reduction),
+        "reduction": _reduction(planned),
         "lse": _lse(planned.lse),
     }
 
@@ -179,7 +177,7 @@ def _nine_digits(value: Any) -> object:
 
 
 def _address(value: Any) -> str | None:
-    return None if value is None else f"{value:#x}"
+    return f"{value:#x}" if value else None
 
 
 def _words(value: Any) -> str:
@@ -196,12 +194,13 @@ _SHOWN = tuple((member.name, _FORMS.get(member.type)) for member in KERNEL_PARAM
 _MANGLED = {"fp16": "6__half", "bf16": "13__nv_bfloat16", "e4m3": "13__nv_fp8_e4m3"}
 
 
-def _reduction(launch: ReductionLaunch | None) -> Json | None:
+def _reduction(planned: Planned) -> Json | None:
+    launch, problem, meta = planned.reduction, planned.problem, planned.meta
     if launch is None:
         return None
-    partial, out = _MANGLED[launch.dtype_partial], _MANGLED[launch.dtype_out]
+    values, partial, out = launch.values, _MANGLED[launch.traits["dtype_partial"]], _MANGLED[problem.dtype_o]
     types = partial + ("S2_" if partial == out else out)
-    template = f"Li{launch.tile_q}ELi{launch.head_dim}ELb{int(launch.fp8_query)}E{types}"
+    template = f"Li{values['tile_q']}ELi{values['head_dim']}ELb{int(problem.dtype_q == 'e4m3')}E{types}"
     return {
         "mangled_kernel": f"_ZN12tensorrt_llm7kernels19fmhaReductionKernelI{template}EEv12KernelParamsbbbiiii",
         "grid": list(launch.grid),
@@ -209,29 +208,30 @@ def _reduction(launch: ReductionLaunch | None) -> Json | None:
         "smem": 0,
         "pdl": int(launch.pdl),
         "params_same_as_main": True,
-        "isTokenSparse": int(launch.sparse),
-        "groupsTokensHeadsQ": int(launch.groups_tokens_heads),
-        "supportsVarSparseMlaTopKLens": int(launch.variable_top_k),
-        "numCtasForReduction": launch.ctas_per_tile,
-        "numCtasForAllHeads": launch.head_ctas,
-        "headDimV": launch.head_dim_v,
-        "numHeadDimCtasV": launch.value_ctas,
+        "isTokenSparse": int(problem.sparse != SparseType.NONE),
+        "groupsTokensHeadsQ": int(meta.groups_tokens_heads_q),
+        "supportsVarSparseMlaTopKLens": int(problem.sparse == SparseType.DYNAMIC),
+        "numCtasForReduction": values["ctas_per_tile"],
+        "numCtasForAllHeads": values["heads_q"] // values["heads_per_cta"],
+        "headDimV": values["head_dim_v"],
+        "numHeadDimCtasV": values["value_ctas"],
     }
 
 
-def _lse(launch: LseLaunch | None) -> Json | None:
+def _lse(launch: OperationLaunch | None) -> Json | None:
     if launch is None:
         return None
+    values = launch.values
     return {
         "grid": list(launch.grid),
         "block": list(launch.block),
         "pdl": int(launch.pdl),
-        "md": hex(launch.stats),
-        "lse": hex(launch.lse),
-        "num_heads_q": launch.heads_q,
-        "lse_stride_tokens": launch.strides[0],
-        "lse_stride_heads": launch.strides[1],
-        "n": launch.rows,
+        "md": hex(values["statistics"]),
+        "lse": hex(values["lse"]),
+        "num_heads_q": values["heads_q"],
+        "lse_stride_tokens": values["token_stride"],
+        "lse_stride_heads": values["head_stride"],
+        "n": values["rows"],
     }
 
 
@@ -252,7 +252,7 @@ _DIVISORS = tuple(place for place, member in enumerate(KERNEL_PARAMS.fields) if 
 
 
 def pack(values: Mapping[str, object], descriptors: Mapping[str, bytes]) -> bytes:
-    """The struct's bytes from ``values`` as ``fill`` gives them, in its order.
+    """The struct's bytes from the ``values`` of a plan, in their order.
 
     ``descriptors`` are the 128 bytes of each built one by field name. These are the bytes that
     ``KERNEL_PARAMS.pack`` gives, in a tenth of the time.

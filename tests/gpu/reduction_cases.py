@@ -14,7 +14,7 @@ import numpy as np
 
 from cubin_runtime.attention.reference import bfloat16_bits, bfloat16_values
 from cubin_runtime.kernels.native.constants import CONSTANTS
-from cubin_runtime.kernels.trtllm_gen.reduction_launches import LSE, REDUCTION, AfterMain
+from cubin_runtime.kernels.native.reduction.plan import KV_REDUCTION, LSE_FROM_STATISTICS, OperationLaunch
 
 LOG2_E = math.log2(math.e)
 TILE_KV = 128
@@ -228,7 +228,7 @@ def expected_of(case: ReductionCase, partials: Partials) -> tuple[np.ndarray, np
     return out, statistics
 
 
-def reduction_of(case: ReductionCase, addresses: Mapping[str, int]) -> AfterMain:
+def reduction_of(case: ReductionCase, addresses: Mapping[str, int]) -> OperationLaunch:
     """The launch; ``addresses`` by field, what is missing is null."""
     heads = case.heads_q // case.heads_per_cta * case.value_ctas
     pointers = dict.fromkeys(
@@ -259,12 +259,12 @@ def reduction_of(case: ReductionCase, addresses: Mapping[str, int]) -> AfterMain
     }
     grid = (case.ctas_q * case.ctas_per_tile, heads, len(case.lengths))
     traits = {"dtype_partial": case.partial, "dtype_out": case.out}
-    return AfterMain(REDUCTION, traits, grid, (THREADS, 1, 1), values, case.pdl)
+    return OperationLaunch(KV_REDUCTION, traits, grid, (THREADS, 1, 1), values, case.pdl)
 
 
 def lse_of(
     rows: tuple[int, int], strides: tuple[int, int], statistics: int, lse: int, *, pdl: bool = False
-) -> AfterMain:
+) -> OperationLaunch:
     """The launch of the LSE for ``rows`` (tokens, heads)."""
     number = rows[0] * rows[1]
     threads = min(1024, 1 << max(0, number - 1).bit_length())
@@ -276,12 +276,12 @@ def lse_of(
         "rows": number,
         "heads_q": rows[1],
     }
-    return AfterMain(LSE, {}, (-(-number // threads), 1, 1), (threads, 1, 1), values, pdl)
+    return OperationLaunch(LSE_FROM_STATISTICS, {}, (-(-number // threads), 1, 1), (threads, 1, 1), values, pdl)
 
 
 # Runs a launch over memory that it is told of, and says where arrays are.
 Upload = Callable[[np.ndarray], int]
-Launch = Callable[[AfterMain], None]
+Launch = Callable[[OperationLaunch], None]
 
 
 def run_reduction(

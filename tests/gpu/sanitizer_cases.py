@@ -29,7 +29,8 @@ from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.native.decode.select import select_decode
 from cubin_runtime.kernels.native.decode.shape import DecodeShape
 from cubin_runtime.kernels.native.mla.select import MlaShape, select_mla_decode
-from cubin_runtime.kernels.trtllm_gen.reduction_launches import AfterMain, choose_own, own_launch_plan
+from cubin_runtime.kernels.native.reduction.plan import OperationLaunch
+from cubin_runtime.kernels.native.reduction.select import choose_kernel
 from cubin_runtime.launch.driver import DeviceFacts
 from cubin_runtime.launch.prepared import PreparedLaunches
 
@@ -243,10 +244,10 @@ def reduce_all(runtime: Runtime, rng: np.random.Generator) -> set[str]:
     major, minor = driver.device(0).capability
     used = set()
 
-    def launch(after: AfterMain) -> None:
-        kernel = choose_own(own.kernels, after.operation, after.traits, major * 10 + minor)
+    def launch(after: OperationLaunch) -> None:
+        kernel = choose_kernel(own.kernels, after.operation, after.traits, major * 10 + minor)
         path = own.path_of(kernel)
-        plan = own_launch_plan(after, kernel, path, runtime.digest_of(path), own.layouts[kernel.struct])
+        plan = after.launch_plan(kernel, path, runtime.digest_of(path), own.layouts[kernel.struct])
         PreparedLaunches([plan], [runtime.load(kernel, context)], driver).run(0)
         used.add(kernel.name)
 

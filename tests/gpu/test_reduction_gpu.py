@@ -22,7 +22,8 @@ from reduction_cases import (
 )
 
 from cubin_runtime.attention import Runtime
-from cubin_runtime.kernels.trtllm_gen.reduction_launches import AfterMain, choose_own, own_launch_plan
+from cubin_runtime.kernels.native.reduction.plan import OperationLaunch
+from cubin_runtime.kernels.native.reduction.select import choose_kernel
 from cubin_runtime.launch.prepared import PreparedLaunches
 
 pytestmark = pytest.mark.gpu
@@ -41,11 +42,11 @@ class Device:
         major, minor = runtime.driver.device(0).capability
         self.sm = major * 10 + minor
 
-    def launch(self, after: AfterMain) -> None:
+    def launch(self, after: OperationLaunch) -> None:
         own = self.runtime.own_release()
-        kernel = choose_own(own.kernels, after.operation, after.traits, self.sm)
+        kernel = choose_kernel(own.kernels, after.operation, after.traits, self.sm)
         path = own.path_of(kernel)
-        plan = own_launch_plan(after, kernel, path, self.runtime.digest_of(path), own.layouts[kernel.struct])
+        plan = after.launch_plan(kernel, path, self.runtime.digest_of(path), own.layouts[kernel.struct])
         PreparedLaunches([plan], [self.runtime.load(kernel, self.context)], self.runtime.driver).run(0)
 
     def download(self, address: int, array: np.ndarray) -> None:

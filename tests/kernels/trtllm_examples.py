@@ -14,7 +14,7 @@ from typing import Any
 from cubin_runtime.artifacts.tables.metadata import KernelMeta, KernelTable
 from cubin_runtime.artifacts.tables.metadata_index import MetadataIndex, build_index
 from cubin_runtime.kernels.trtllm_gen.kernels import KernelFinder
-from cubin_runtime.kernels.trtllm_gen.problem import Pointers, Problem, Strides
+from cubin_runtime.kernels.trtllm_gen.problem import Bindings, Problem, Strides
 from cubin_runtime.kernels.trtllm_gen.traits import (
     INT32_MAX,
     KernelType,
@@ -71,7 +71,6 @@ PROBLEM = Problem(
     layout=QkvLayout.PAGED,
     mask=MaskType.CAUSAL,
     kernel_type=KernelType.GENERATION,
-    scheduler=TileScheduler.STATIC,
     multi_ctas=True,
     dtype_q="bf16",
     dtype_k="bf16",
@@ -90,7 +89,7 @@ PROBLEM = Problem(
     pages=1000,
     table_width=128,
     window=INT32_MAX,
-    pointers=Pointers(query=0x1000, key=0x2000, value=0x3000, out=0x4000, counters=0x5000, scratch=0x6000),
+    bindings=Bindings(query=0x1000, key=0x2000, value=0x3000, out=0x4000, counters=0x5000, scratch=0x6000),
     strides=Strides(query=(4096, 128), key=(128, 4096, 32768), value=(128, 4096, 32768)),
     scale_kv_scales=1.0,
     shares_page_index=True,

@@ -12,7 +12,7 @@ import numpy as np
 from standin_build import cuda_include
 
 from cubin_runtime.kernels.native.layouts import LAYOUTS
-from cubin_runtime.kernels.trtllm_gen.reduction_launches import AfterMain
+from cubin_runtime.kernels.native.reduction.plan import OperationLaunch
 from cubin_runtime.launch.structs import StructLayout
 from kernels_src.build import SOURCES, write_headers
 
@@ -39,7 +39,7 @@ class HostKernel:
         assert done.returncode == 0, done.stderr
         self._run = ctypes.CDLL(str(library)).run
 
-    def launch(self, after: AfterMain) -> None:
+    def launch(self, after: OperationLaunch) -> None:
         parameters = ctypes.create_string_buffer(self.layout.pack(after.values))
         self._run(parameters, (ctypes.c_int * 3)(*after.grid), after.block[0])
 

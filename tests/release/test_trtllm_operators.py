@@ -25,11 +25,12 @@ from cubin_runtime import Config
 from cubin_runtime.attention import Runtime
 from cubin_runtime.attention import trtllm_gen as operators
 from cubin_runtime.attention.backends import BackendError
-from cubin_runtime.attention.trtllm_gen.calls import Call, bounded
+from cubin_runtime.attention.trtllm_gen.plan_key import bounded
 from cubin_runtime.attention.trtllm_gen.plans import AttentionPlan
 from cubin_runtime.cli.recorded_decisions import pack
 from cubin_runtime.compat import flashinfer
 from cubin_runtime.errors import FrozenError, UsageError, WorkspaceError
+from cubin_runtime.kernels.trtllm_gen.call import Call
 from cubin_runtime.kernels.trtllm_gen.invariance import InvarianceRefused
 from cubin_runtime.kernels.trtllm_gen.params import KERNEL_PARAMS
 from cubin_runtime.kernels.trtllm_gen.plan import plan_selected

@@ -11,7 +11,8 @@ A call holds views (``cubin_runtime.attention.view_of``) of the caller's tensors
 """
 
 from ...kernels.trtllm_gen.arguments import OutScales, Sage, Scale
-from .calls import ContextCall, DecodeCall, RaggedCall
+from ...kernels.trtllm_gen.call import Call
+from ...kernels.trtllm_gen.calls import ContextCall, DecodeCall, RaggedCall
 from .operators import (
     counter_size,
     plan,
@@ -23,6 +24,7 @@ from .plans import AttentionPlan
 
 __all__ = [
     "AttentionPlan",
+    "Call",
     "ContextCall",
     "DecodeCall",
     "OutScales",

@@ -7,14 +7,10 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from ...errors import UsageError
-from ...kernels.trtllm_gen.arguments import Scale
+from ...kernels.trtllm_gen.arguments import Scale, Tensor
+from ...kernels.trtllm_gen.call import Call
+from ...kernels.trtllm_gen.calls import ContextCall, DecodeCall, RaggedCall
 from ...tensor import TensorView
-from .calls import (
-    Call,
-    ContextCall,
-    DecodeCall,
-    RaggedCall,
-)
 
 QUERY_DTYPES = ("float16", "bfloat16", "float8_e4m3fn")
 RAGGED_DTYPES = (*QUERY_DTYPES, "int8")
@@ -64,7 +60,7 @@ def check_running_sum(name: str, values: Sequence[int], total: int) -> int:
     return max(steps, default=0)
 
 
-def check_vector(name: str, view: TensorView, length: int, dtype: str, device: int) -> None:
+def check_vector(name: str, view: Tensor, length: int, dtype: str, device: int) -> None:
     """Raise ``UsageError`` unless ``view`` is a contiguous vector of ``length`` on ``device``."""
     if len(view.shape) != 1:
         raise UsageError(f"{name}: shape {view.shape}, expected one dimension of {length}")
@@ -77,13 +73,13 @@ def check_vector(name: str, view: TensorView, length: int, dtype: str, device: i
     check_device(name, view, device)
 
 
-def check_device(name: str, view: TensorView, device: int) -> None:
+def check_device(name: str, view: Tensor, device: int) -> None:
     """Raise ``UsageError`` unless ``view`` is on ``device``."""
     if view.device != device:
         raise UsageError(f"{name}: on device {view.device}, query is on device {device}")
 
 
-def is_contiguous(view: TensorView) -> bool:
+def is_contiguous(view: Tensor) -> bool:
     """Whether the elements lie in row-major order without gaps; strides of dimensions of size 1 do not matter."""
     expected = 1
     for size, stride in zip(reversed(view.shape), reversed(view.strides), strict=True):
@@ -114,7 +110,7 @@ def _check_query(call: Call) -> None:
         check_device("lse", call.lse, query.device)
 
 
-def _check_form(name: str, view: TensorView, rank: int, dtypes: Sequence[str]) -> None:
+def _check_form(name: str, view: Tensor, rank: int, dtypes: Sequence[str]) -> None:
     if len(view.shape) != rank:
         raise UsageError(f"{name}: shape {view.shape}, expected {rank} dimensions")
     if view.dtype not in dtypes:
@@ -192,7 +188,7 @@ def _check_pages(call: DecodeCall | ContextCall) -> None:
     _check_table(call)
 
 
-def _steps(view: TensorView) -> list[int]:
+def _steps(view: Tensor) -> list[int]:
     return [stride for size, stride in zip(view.shape[:3], view.strides[:3], strict=True) if size > 1]
 
 

@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import prod
 from typing import Any
 
 from ...dtypes import ITEM_BYTES
 from ...errors import UsageError, WorkspaceError
+from ...kernels.trtllm_gen.call import Call
+from ...kernels.trtllm_gen.calls import ContextCall, DecodeCall, RaggedCall
 from ...launch.modules import KernelRequest, PreloadReport
 from ...launch.streams import stream_handle
 from ...tensor import TensorView, view_of
 from ..backends import AUTO, resolve_backend
 from ..runtime import Runtime, default_runtime
-from .calls import (
-    Call,
-    bound_of,
-    bounded,
-    signature,
-)
 from .checks import (
     check_call,
     check_device,
     check_scales,
     is_contiguous,
 )
+from .plan_key import bounded, plan_key
 from .plans import AttentionPlan
 
 COUNTER_ALIGNMENT = 16
+OPERATORS: Mapping[type[Call], str] = {
+    DecodeCall: "trtllm_batch_decode_with_kv_cache",
+    ContextCall: "trtllm_batch_context_with_kv_cache",
+    RaggedCall: "trtllm_ragged_attention_deepseek",
+}
 
 
 def plan(call: Call, *, backend: str = AUTO, runtime: Runtime | None = None) -> AttentionPlan:
@@ -46,11 +49,11 @@ def plan(call: Call, *, backend: str = AUTO, runtime: Runtime | None = None) -> 
     def make() -> AttentionPlan:
         wanted = bounded(call)
         device = wanted.query.device
-        resolve_backend(wanted.operator, backend, rt.driver.device(device))
+        resolve_backend(OPERATORS[type(wanted)], backend, rt.driver.device(device))
         check_call(wanted)
         return AttentionPlan(rt, wanted, device)
 
-    found: AttentionPlan = rt.plans.get(("trtllm-gen", backend, *signature(call, bound_of(call))), make)
+    found: AttentionPlan = rt.plans.get(("trtllm-gen", backend, *plan_key(call)), make)
     return found
 
 

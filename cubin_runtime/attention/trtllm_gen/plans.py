@@ -2,49 +2,44 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from ...artifacts.tables.metadata import KernelMeta
 from ...artifacts.tables.native_kernels import MEASURED, NativeKernel
 from ...errors import WorkspaceError
+from ...kernels.native.reduction.plan import OperationLaunch
+from ...kernels.native.reduction.select import choose_kernel
 from ...kernels.trtllm_gen.arguments import Device
+from ...kernels.trtllm_gen.call import Call
 from ...kernels.trtllm_gen.grid import LARGEST_PORTABLE_CLUSTER
 from ...kernels.trtllm_gen.invariance import select_invariant
+from ...kernels.trtllm_gen.parameter_values import SLOTS
 from ...kernels.trtllm_gen.plan import Planned, plan_selected
-from ...kernels.trtllm_gen.rebind import moved_to
-from ...kernels.trtllm_gen.reduction_launches import (
-    AfterMain,
-    choose_own,
-    launches_after,
-    own_launch_plan,
-)
+from ...kernels.trtllm_gen.problem import Bindings
+from ...kernels.trtllm_gen.reduction import SLOTS as REDUCTION_SLOTS
 from ...kernels.trtllm_gen.select import Occupancy, select
 from ...kernels.trtllm_gen.traits import MultiCtasMode, Policy
 from ...kernels.trtllm_gen.workspace_layout import ALIGNMENT, stats_bytes
 from ...launch.modules import KernelRequest
 from ...launch.plan import LaunchAttributes, LaunchPlan, launch_config
 from ...launch.prepared import PreparedLaunches
-from ...launch.tensormap import TensorMapSpec
 from ..runtime import Runtime
-from .calls import Call
 
 # A workspace that is as large as any plan may want: planning looks at no real one.
-_BOUNDLESS = (1 << 40, 1 << 62)
+_ADDRESS, _BOUNDLESS = 1 << 40, 1 << 62
 _COUNTER_BYTES = 4
-_CACHE_MAPS = ("tmaK_", "tmaV_")
 _COUNTER_MULTIPLE = 8
 _MERGING = (MultiCtasMode.GMEM, MultiCtasMode.SEPARATE_KERNEL)
 
 
 @dataclass(frozen=True, slots=True)
-class _Follower:
-    """One of our kernels behind the main one, ready to launch."""
+class _Launch:
+    """One launch of the plan, whose inputs are a call's bindings; ``kernel`` is native, None for the published one."""
 
     plan: LaunchPlan
-    kernel: NativeKernel
+    kernel: NativeKernel | None
 
 
 class AttentionPlan:
@@ -61,9 +56,9 @@ class AttentionPlan:
         self._ordinal = device
         self._release = runtime.published_release()
         self.planned = self._decide(call)
-        self._followers = tuple(self._follower(after) for after in launches_after(self.planned))
-        self._lock = threading.Lock()
-        self._prepared: dict[int, tuple[PreparedLaunches, ...]] = {}
+        main = _Launch(_with_inputs(self.planned.launch_plan(self._release.pin.path), SLOTS), None)
+        self._launches = (main, *map(self._native_launch, self.planned.following))
+        self._prepared: dict[int, Callable[..., None]] = {}
 
     @property
     def kernel(self) -> str:
@@ -73,7 +68,7 @@ class AttentionPlan:
     @property
     def workspace_bytes(self) -> int:
         """Bytes that always suffice for a workspace, wherever it begins."""
-        return self._taken(self.planned, _BOUNDLESS[0]) + ALIGNMENT - 1
+        return self._taken(self.planned.problem.bindings, _ADDRESS) + ALIGNMENT - 1
 
     @property
     def counter_bytes(self) -> int:
@@ -86,7 +81,7 @@ class AttentionPlan:
 
     def launch_plans(self) -> tuple[LaunchPlan, ...]:
         """Main launch, reduction and LSE as far as there are any, as values; addresses are those of planning."""
-        return (self._main_plan(), *(follower.plan for follower in self._followers))
+        return tuple(launch.plan for launch in self._launches)
 
     def run(self, call: Call, workspace: tuple[int, int], counters: int, stream: int) -> None:
         """Launch for ``call``, whose form must be that of the plan, on ``stream``.
@@ -101,26 +96,28 @@ class AttentionPlan:
             WorkspaceError: the workspace is too small; the message names the bytes needed.
             DeviceError: a kernel cannot be loaded or launched.
         """
-        # Carving refuses a workspace by its fixed parts alone; here all the bytes needed are told in one place.
-        unbounded = (workspace[0], _BOUNDLESS[1])
-        moved = moved_to(self.planned, call.problem(self.device, unbounded, counters))
-        self._check_workspace(moved, workspace)
-        driver = self._runtime.driver
-        context = driver.context_on(self._ordinal)
-        following = launches_after(moved) if self._followers else ()
-        given = (moved.values, *(after.values for after in following))
-        launches = self._prepared.get(context) or self._launches(context, stream, given)
-        for launch, values in zip(launches, given, strict=True):
-            launch.run(stream, *(v.address if isinstance(v, TensorMapSpec) else v for v in values.values()))
+        address, nbytes = workspace
+        # Placing regions refuses a workspace by its fixed parts alone; here all the bytes needed are told at once.
+        bindings = call.bindings((address, _BOUNDLESS), counters).with_partial_out(self.planned.partial_offset)
+        taken = self._taken(bindings, address)
+        if taken > nbytes:
+            raise WorkspaceError(
+                f"workspace of {nbytes} bytes at {address:#x}: {self.kernel} needs {taken} bytes there, "
+                f"{self.workspace_bytes} anywhere"
+            )
+        context = self._runtime.driver.context_on(self._ordinal)
+        run = self._prepared.get(context) or self._prepare(context, stream)
+        run(stream, *bindings)
 
     def requests(self, context: int) -> tuple[KernelRequest, ...]:
         """What a run loads: the main kernel, and ours behind it."""
         wide = self.planned.attributes.nonportable_cluster
         main = self._runtime.published_request(self.planned.meta, context, nonportable_cluster=wide)
-        return (main, *(self._runtime.request(follower.kernel, context) for follower in self._followers))
+        ours = (launch.kernel for launch in self._launches if launch.kernel is not None)
+        return (main, *(self._runtime.request(kernel, context) for kernel in ours))
 
     def _decide(self, call: Call) -> Planned:
-        problem = call.problem(self.device, _BOUNDLESS, _BOUNDLESS[0] if call.splits_kv else 0)
+        problem = call.problem(self.device, (_ADDRESS, _BOUNDLESS), 0)
         kernels = self._release.finder.for_problem(problem)
         if call.batch_invariant:
             return plan_selected(problem, select_invariant(problem, kernels))
@@ -141,63 +138,48 @@ class AttentionPlan:
 
         return ask
 
-    def _follower(self, after: AfterMain) -> _Follower:
+    def _native_launch(self, wanted: OperationLaunch) -> _Launch:
         own = self._runtime.own_release()
-        kernel = choose_own(own.kernels, after.operation, after.traits, self.device.sm)
+        kernel = choose_kernel(own.kernels, wanted.operation, wanted.traits, self.device.sm)
         if kernel.status != MEASURED:
             warnings.warn(
                 f"{kernel.name} runs behind {self.kernel}: it was built for SM {self.device.sm} but never run there",
                 stacklevel=2,
             )
         path = own.path_of(kernel)
-        layout = own.layouts[kernel.struct]
-        return _Follower(own_launch_plan(after, kernel, path, self._runtime.digest_of(path), layout), kernel)
+        plan = wanted.launch_plan(kernel, path, self._runtime.digest_of(path), own.layouts[kernel.struct])
+        return _Launch(_with_inputs(plan, REDUCTION_SLOTS[wanted.operation]), kernel)
 
-    def _main_plan(self) -> LaunchPlan:
-        return self.planned.launch_plan(self._release.pin.path)
-
-    def _launches(
-        self, context: int, stream: int, given: Sequence[Mapping[str, object]]
-    ) -> tuple[PreparedLaunches, ...]:
-        """The launches in a context; each takes what it is ``given`` at a run, field by field."""
+    def _prepare(self, context: int, stream: int) -> Callable[..., None]:
         runtime, wide = self._runtime, self.planned.attributes.nonportable_cluster
         runtime.check_process()
-        main = runtime.load_published(self.planned.meta, context, stream, nonportable_cluster=wide)
-        kernels = [main, *(runtime.load(follower.kernel, context, stream) for follower in self._followers)]
-        made = tuple(
-            PreparedLaunches(
-                [replace(plan, inputs={name: name for name in values})],
-                [kernel],
-                runtime.driver,
-                tuple(values),
-                resident=_CACHE_MAPS,
-                descriptors=runtime.descriptors,
-            )
-            for plan, kernel, values in zip(self.launch_plans(), kernels, given, strict=True)
+        loaded = [
+            runtime.load_published(self.planned.meta, context, stream, nonportable_cluster=wide)
+            if launch.kernel is None
+            else runtime.load(launch.kernel, context, stream)
+            for launch in self._launches
+        ]
+        made = PreparedLaunches(
+            self.launch_plans(),
+            loaded,
+            runtime.driver,
+            Bindings._fields,
+            resident=("key", "value"),
+            descriptors=runtime.descriptors,
         )
-        with self._lock:
-            return self._prepared.setdefault(context, made)
+        return self._prepared.setdefault(context, made.run)
 
-    def _check_workspace(self, moved: Planned, workspace: tuple[int, int]) -> None:
-        address, nbytes = workspace
-        taken = self._taken(moved, address)
-        if taken > nbytes:
-            raise WorkspaceError(
-                f"workspace of {nbytes} bytes at {address:#x}: {self.kernel} needs {taken} bytes there, "
-                f"{self.workspace_bytes} anywhere"
-            )
-
-    def _taken(self, planned: Planned, address: int) -> int:
+    def _taken(self, bindings: Bindings, address: int) -> int:
         """Bytes from ``address`` to the end of what a run writes."""
-        at = planned.problem.pointers
-        ends = [0]
-        if planned.lse is not None:
-            ends.append(planned.lse.stats + _stats_bytes(planned) - address)
+        problem, ends = self.planned.problem, [0]
+        if problem.has_lse:
+            rows = stats_bytes(problem.heads_q, problem.batch, problem.max_q)
+            ends.append(bindings.softmax_stats + rows - address)
         if self.planned.scratch_bytes:
-            ends.append(at.scratch + self.planned.scratch_bytes - address)
+            ends.append(bindings.scratch + self.planned.scratch_bytes - address)
         return max(ends)
 
 
-def _stats_bytes(planned: Planned) -> int:
-    problem = planned.problem
-    return stats_bytes(problem.heads_q, problem.batch, problem.max_q)
+def _with_inputs(plan: LaunchPlan, slots: Mapping[str, str]) -> LaunchPlan:
+    """``plan`` with the bindings of ``slots`` as its inputs; a descriptor that is not built takes none."""
+    return replace(plan, inputs={field: name for field, name in slots.items() if plan.values[field] is not None})

@@ -6,8 +6,7 @@ from typing import Any
 
 from ...attention.backends import AUTO
 from ...attention.checks import integer
-from ...attention.trtllm_gen import run
-from ...attention.trtllm_gen.calls import Call
+from ...attention.trtllm_gen import Call, run
 from ...tensor import TensorView, view_of
 from .arguments import Arguments, sinks_of, tensor_or_none
 from .layouts import cache_pair_by_head, flat_tokens

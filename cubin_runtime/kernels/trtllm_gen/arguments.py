@@ -1,4 +1,4 @@
-"""The arguments of the four entry points, as the reference launcher takes them, and the checks they share."""
+"""What calls are made of: tensors, scales, the device; and the checks that calls share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ...errors import UsageError
-from .refusals import ArgumentRefused, PlanRefused
+from .refusals import ArgumentRefused
 from .traits import INT32_MAX, TENSOR_DTYPES, is_power_of_two
 
 OUT_SCALE_BLOCK = 16
@@ -36,15 +36,10 @@ class Tensor(Protocol):
         """Elements between neighbours in each dimension."""
         ...
 
-
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """A ``Tensor`` as a plain value."""
-
-    pointer: int
-    dtype: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
+    @property
+    def device(self) -> int:
+        """Ordinal of the GPU."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,54 +56,6 @@ class Scale:
 
     value: float = 1.0
     pointer: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Common:
-    """What all entry points take.
-
-    ``query`` is [tokens, heads, head_dim]; ``out`` likewise with V's head dimension (any shape that ends so).
-    ``bmm1`` scales the scores, ``bmm2`` the output; a ``bmm1`` on the device has log2(e) in it already.
-    ``lse_strides`` are those of tokens and heads. ``multi_ctas_enabled`` off keeps one CTA a tile of queries
-    for any length of KV. ``workspace`` is (address, bytes); ``counters`` the address of zeroed counters that are
-    not part of it (0: none are wanted), None if they are carved from it.
-    """
-
-    device: Device
-    query: Tensor
-    out: Tensor
-    seq_lens: Tensor
-    workspace: tuple[int, int]
-    batch: int
-    max_q: int
-    bmm1: Scale = Scale()
-    bmm2: Scale = Scale()
-    cum_seq_lens_q: Tensor | None = None
-    sinks: Tensor | None = None
-    lse: Tensor | None = None
-    lse_strides: tuple[int, int] = (0, 0)
-    window_left: int = -1
-    skip_softmax_factor: float = 0.0
-    multi_ctas_enabled: bool = True
-    pdl: bool = False
-    allows_tile_kv_64: bool = False
-    counters: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PagedKv:
-    """A pool of pages: [pages, heads, page size, head_dim] by strides, and FP4 block scales where it is FP4.
-
-    ``table`` is [batch, pages] of page numbers (or [batch, 2, pages] with ``shares_index`` off).
-    """
-
-    key: Tensor
-    value: Tensor
-    table: Tensor
-    max_kv: int
-    key_scales: Tensor | None = None
-    value_scales: Tensor | None = None
-    shares_index: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,39 +78,6 @@ class Sage:
 
 NO_OUT_SCALES = OutScales()
 NO_SAGE = Sage()
-
-
-@dataclass(frozen=True, slots=True)
-class Heads:
-    """Head counts and dimensions of a call whose query heads divide into groups."""
-
-    query: int
-    kv: int
-    dim_qk: int
-    dim_v: int
-
-
-def heads_of(common: Common, heads_kv: int, dim_v: int | None = None) -> Heads:
-    """The heads of a call; V's dimension is that of the output unless it is given.
-
-    Raises:
-        PlanRefused: the query heads are no multiple of the KV heads.
-        UsageError: a size that no launch has.
-    """
-    query, out = common.query, common.out
-    if len(query.shape) != 3:
-        raise UsageError(f"query of shape {query.shape}: expected [tokens, heads, head_dim]")
-    heads_q, dim_qk = query.shape[1], query.shape[2]
-    if dim_v is None:
-        dim_v = out.shape[-1] * (2 if out.dtype == "uint8" else 1)
-    sizes = {"query heads": heads_q, "KV heads": heads_kv, "head_dim_qk": dim_qk, "head_dim_v": dim_v}
-    sizes |= {"batch": common.batch, "max_q_len": common.max_q, "query tokens": query.shape[0]}
-    for name, size in {**sizes, "multiprocessors": common.device.multiprocessors}.items():
-        if not 1 <= size <= INT32_MAX:
-            raise UsageError(f"{name}={size}: expected 1 to {INT32_MAX}")
-    if heads_q % heads_kv:
-        raise PlanRefused(f"{heads_q} query heads over {heads_kv} KV heads: expected a multiple")
-    return Heads(heads_q, heads_kv, dim_qk, dim_v)
 
 
 def dtype_of(name: str, tensor: Tensor) -> str:

@@ -45,7 +45,7 @@ def facts(planned: Planned) -> tuple[tuple[str, object], ...]:
     if planned.reduction is not None:
         rows.append(("then", f"reduction over KV splits, grid {planned.reduction.grid}"))
     if planned.lse is not None:
-        rows.append(("then", f"LSE of {planned.lse.rows} rows, grid {planned.lse.grid}"))
+        rows.append(("then", f"LSE of {planned.lse.values['rows']} rows, grid {planned.lse.grid}"))
     return tuple(rows)
 
 
@@ -108,5 +108,5 @@ def _by(numbers: tuple[int, ...]) -> str:
 
 def _text(type_name: str, value: object) -> str:
     if type_name == "ptr":
-        return f"{value:#x}" if isinstance(value, int) else "null"
+        return f"{value:#x}" if value else "null"
     return f"/ {value.divisor}" if isinstance(value, FastModDiv) else str(value)

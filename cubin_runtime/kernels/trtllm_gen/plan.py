@@ -8,22 +8,17 @@ from dataclasses import dataclass
 from ...artifacts.path import ArtifactPath
 from ...artifacts.tables.metadata import KernelMeta
 from ...launch.plan import LaunchAttributes, LaunchPlan
-from .fill import fill
+from ..native.reduction.plan import OperationLaunch
 from .grid import LARGEST_PORTABLE_CLUSTER
 from .kernels import KernelFinder
+from .parameter_values import parameter_values
 from .params import KERNEL_PARAMS
 from .problem import Problem
-from .reduction import (
-    LseLaunch,
-    ReductionLaunch,
-    lse_after,
-    reduction_after,
-)
-from .refusals import WorkspaceRefused
+from .reduction import lse_after, reduction_after
 from .select import Occupancy, Selection, select
-from .tensor_maps import TensorMaps, describe_tensors
+from .tensor_maps import describe_tensors
 from .traits import MultiCtasMode, Policy
-from .workspace_layout import scratch_bytes, workspace_bytes
+from .workspace_layout import partial_offset, scratch_bytes, workspace_bytes
 
 CLUSTER_POLICY_DEFAULT = 0
 CLUSTER_POLICY_SPREAD = 1
@@ -33,18 +28,19 @@ CLUSTER_POLICY_SPREAD = 1
 class Planned:
     """Everything a launch needs but bytes and a driver.
 
-    ``values`` holds every field of the parameter struct, descriptors as specs. ``scratch_bytes`` is what the
-    launch writes of the scratch.
+    ``values`` holds every field of the parameter struct, descriptors as specs. ``reduction`` and ``lse`` are the
+    launches that follow. ``scratch_bytes`` is what the launch writes of the scratch, ``partial_offset`` where in it
+    the partial outputs begin.
     """
 
     problem: Problem
     selection: Selection
     attributes: LaunchAttributes
-    maps: TensorMaps
     values: Mapping[str, object]
-    reduction: ReductionLaunch | None
-    lse: LseLaunch | None
+    reduction: OperationLaunch | None
+    lse: OperationLaunch | None
     scratch_bytes: int
+    partial_offset: int
 
     @property
     def meta(self) -> KernelMeta:
@@ -66,18 +62,10 @@ class Planned:
         """What a workspace at a multiple of 16 must have for this launch."""
         return workspace_bytes(self.problem, self.scratch_bytes)
 
-    def check_workspace(self) -> None:
-        """Hold the launch against its workspace, which the reference never does for scratch.
-
-        Raises:
-            WorkspaceRefused: it would write past the end; ``needed_bytes`` says what it takes.
-        """
-        if self.scratch_bytes > self.problem.scratch_limit:
-            raise WorkspaceRefused(
-                f"workspace: partial results take {self.scratch_bytes} bytes, {self.problem.scratch_limit} are left; "
-                f"this launch needs {self.workspace_bytes} bytes in all",
-                self.workspace_bytes,
-            )
+    @property
+    def following(self) -> tuple[OperationLaunch, ...]:
+        """The launches behind the main one, in their order."""
+        return tuple(launch for launch in (self.reduction, self.lse) if launch is not None)
 
     def launch_plan(self, release: ArtifactPath) -> LaunchPlan:
         """The main launch as the launch layer takes it; ``release`` is the folder of the kernels."""
@@ -120,6 +108,8 @@ def plan_selected(problem: Problem, selection: Selection) -> Planned:
     """
     meta, geometry = selection.meta, selection.geometry
     maps = describe_tensors(problem, meta)
+    offset = partial_offset(problem, meta)
+    bindings = problem.bindings.with_partial_out(offset)
     cluster = geometry.cluster_x
     attributes = LaunchAttributes(
         cluster=(cluster, 1, 1),
@@ -131,9 +121,9 @@ def plan_selected(problem: Problem, selection: Selection) -> Planned:
         problem=problem,
         selection=selection,
         attributes=attributes,
-        maps=maps,
-        values=fill(problem, meta, geometry, maps),
-        reduction=reduction_after(problem, meta, geometry),
-        lse=lse_after(problem),
+        values=parameter_values(problem, geometry, maps, bindings),
+        reduction=reduction_after(problem, meta, geometry, maps.tokens_per_cta, bindings),
+        lse=lse_after(problem, bindings),
         scratch_bytes=scratch_bytes(problem, meta, geometry, MultiCtasMode(selection.state.multi_ctas)),
+        partial_offset=offset,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .traits import (
     INT32_MAX,
@@ -15,6 +16,7 @@ from .traits import (
 
 _MLA_HEADS = ((576, 512), (320, 256))
 _SPARSE_MLA_HEADS = (512, 512)
+_ADDRESSES = 1 << 64
 
 
 def is_mla(head_dim_qk: int, head_dim_v: int, sparse: bool) -> bool:
@@ -23,9 +25,13 @@ def is_mla(head_dim_qk: int, head_dim_v: int, sparse: bool) -> bool:
     return heads in _MLA_HEADS or (sparse and heads == _SPARSE_MLA_HEADS)
 
 
-@dataclass(frozen=True, slots=True)
-class Pointers:
-    """Device addresses; 0 where there is nothing. Scratch regions are already carved from the workspace."""
+class Bindings(NamedTuple):
+    """What may differ between calls that share a plan: device addresses, 0 where there is nothing, and scales.
+
+    ``counters``, ``softmax_stats`` and ``scratch`` lie in the workspace, ``partial_out`` in the scratch of the chosen
+    kernel. ``device_softmax_scale_log2`` and ``device_output_scale`` are addresses of numbers that replace
+    ``softmax_scale_log2`` and ``output_scale``.
+    """
 
     query: int
     key: int
@@ -40,8 +46,8 @@ class Pointers:
     value_scales: int = 0
     out_scales: int = 0
     sinks: int = 0
-    softmax_scale_log2: int = 0
-    output_scale: int = 0
+    device_softmax_scale_log2: int = 0
+    device_output_scale: int = 0
     sage_q: int = 0
     sage_k: int = 0
     sage_p: int = 0
@@ -51,6 +57,18 @@ class Pointers:
     counters: int = 0
     softmax_stats: int = 0
     scratch: int = 0
+    partial_out: int = 0
+    softmax_scale_log2: float = 0.0
+    output_scale: float = 1.0
+    scale_out_scales: float = -1.0
+    first_out_scale_token: int = 0
+
+    def with_partial_out(self, offset: int) -> Bindings:
+        """The same with partial outputs ``offset`` bytes into the scratch.
+
+        Without scratch this is a small number and no address: no kernel without scratch looks at it.
+        """
+        return self._replace(partial_out=(self.scratch + offset) % _ADDRESSES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +85,15 @@ class Strides:
     lse: tuple[int, int] = (0, 0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
     """One call. Lengths count tokens; ``max_q`` and ``max_kv`` are bounds, ``tokens_q`` and ``tokens_kv`` sums.
 
     Dtypes are the metadata's words. ``page`` is 0 for KV that is not paged; ``window`` is how many tokens a
     query sees up to its own, INT32_MAX for all. ``multi_ctas`` lets several CTAs share a sequence's KV.
     ``sage_blocks`` are the elements that share a SageAttention scale in Q, K, P and V (0: none).
-    ``scratch_limit`` is how many bytes the workspace has for scratch. ``allows_tile_kv_64`` is an experimental
-    switch of the reference for MLA.
+    ``allows_tile_kv_64`` is an experimental switch of the reference for MLA. ``bindings`` is the only part that
+    no decision depends on, but for whether there is an LSE and a window pool.
     """
 
     sm: int
@@ -83,7 +101,6 @@ class Problem:
     layout: QkvLayout
     mask: MaskType
     kernel_type: KernelType
-    scheduler: TileScheduler
     multi_ctas: bool
     dtype_q: str
     dtype_k: str
@@ -97,26 +114,26 @@ class Problem:
     max_q: int
     max_kv: int
     tokens_q: int
-    tokens_kv: int
-    page: int
-    pages: int
-    table_width: int
     window: int
-    pointers: Pointers
     strides: Strides
+    bindings: Bindings
+    tokens_kv: int = 0
+    page: int = 0
+    pages: int = 0
+    table_width: int = 0
     sparse: SparseType = SparseType.NONE
     top_k: int = 0
     skip_softmax_factor: float = 0.0
     sage_blocks: tuple[int, int, int, int] = (0, 0, 0, 0)
-    softmax_scale_log2: float = 0.0
-    output_scale: float = 1.0
     scale_kv_scales: float = 0.0
-    scale_out_scales: float = -1.0
-    first_out_scale_token: int = 0
     shares_page_index: bool = False
     pdl: bool = False
-    scratch_limit: int = 0
     allows_tile_kv_64: bool = False
+
+    @property
+    def scheduler(self) -> TileScheduler:
+        """CTAs that may share KV take one tile each, others walk over several."""
+        return TileScheduler.STATIC if self.multi_ctas else TileScheduler.PERSISTENT
 
     @property
     def group(self) -> int:
@@ -132,6 +149,11 @@ class Problem:
     def is_generation(self) -> bool:
         """Decoding, as opposed to context."""
         return self.kernel_type != KernelType.CONTEXT
+
+    @property
+    def has_lse(self) -> bool:
+        """Whether the log-sum-exp is wanted."""
+        return self.bindings.lse != 0
 
     @property
     def skips_softmax(self) -> bool:

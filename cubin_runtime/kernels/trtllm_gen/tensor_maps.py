@@ -44,20 +44,20 @@ def describe_tensors(problem: Problem, meta: KernelMeta) -> TensorMaps:
     """The descriptors of ``meta`` for a problem."""
     query, tokens = _query(problem, meta)
     kv = _Kv.of(problem, meta)
-    pointers = problem.pointers
+    at = problem.bindings
     scaled = problem.dtype_k == problem.dtype_v == "e2m1"
     if problem.sparse:
-        key = kv.token_spec(problem, pointers.key)
+        key = kv.token_spec(problem, at.key)
     else:
-        key = kv.spec(problem, pointers.key, problem.strides.key, of_value=False)
+        key = kv.spec(problem, at.key, problem.strides.key, of_value=False)
     return TensorMaps(
         query=query,
         key=key,
-        window_pool=kv.token_spec(problem, pointers.window_pool) if pointers.window_pool else None,
-        value=kv.spec(problem, pointers.value, problem.strides.value, of_value=True),
+        window_pool=kv.token_spec(problem, at.window_pool) if at.window_pool else None,
+        value=kv.spec(problem, at.value, problem.strides.value, of_value=True),
         out=_out(problem, meta),
-        key_scales=kv.scales_spec(problem, pointers.key_scales) if scaled else None,
-        value_scales=kv.scales_spec(problem, pointers.value_scales) if scaled else None,
+        key_scales=kv.scales_spec(problem, at.key_scales) if scaled else None,
+        value_scales=kv.scales_spec(problem, at.value_scales) if scaled else None,
         tokens_per_cta=tokens,
         reshape_factor=kv.reshape_factor,
     )
@@ -81,7 +81,7 @@ def _query(problem: Problem, meta: KernelMeta) -> tuple[TensorMapSpec, int]:
     spec = _tensor_map(
         dtype,
         dtype.descriptor,
-        problem.pointers.query,
+        problem.bindings.query,
         (problem.head_dim_qk, grouped, problem.heads_q // grouped, problem.tokens_q),
         (head_stride, grouped * head_stride, token_stride),
         box,
@@ -96,7 +96,7 @@ def _out(problem: Problem, meta: KernelMeta) -> TensorMapSpec:
     return _tensor_map(
         dtype,
         dtype.descriptor,
-        problem.pointers.out,
+        problem.bindings.out,
         (width, problem.tokens_q, problem.heads_kv, problem.group, 1),
         (problem.heads_q * width, width, problem.heads_kv * width, 0),
         (_row(dtype, problem.head_dim_qk), meta.tile_q, 1, 1, 1),

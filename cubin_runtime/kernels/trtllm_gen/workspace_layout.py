@@ -19,19 +19,18 @@ PARTIAL_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Carving:
-    """Device addresses of the regions, 0 for one that is not carved, and the bytes that are left for scratch."""
+class Regions:
+    """Device addresses of the parts of a workspace, 0 for one that a call does not need."""
 
     counters: int
     softmax_stats: int
     scratch: int
-    scratch_bytes: int
 
 
-def carve(
+def place_regions(
     address: int, nbytes: int, *, counters: bool, stats_rows: tuple[int, int, int] | None, scratch: bool
-) -> Carving:
-    """Cut a workspace in the order counters, statistics, scratch; all the rest is scratch.
+) -> Regions:
+    """Where counters, statistics and scratch begin, in this order; all the rest is scratch.
 
     Args:
         address: where it begins; rounded up to 16.
@@ -52,7 +51,7 @@ def carve(
         stats_at = _round_up(place, ALIGNMENT)
         place = _take(stats_at, stats_bytes(*stats_rows), begin, end, "softmax statistics")
     place = _round_up(place, ALIGNMENT)
-    return Carving(counters_at, stats_at, place if scratch else 0, max(0, end - place))
+    return Regions(counters_at, stats_at, place if scratch else 0)
 
 
 def stats_bytes(heads_q: int, batch: int, max_q: int) -> int:
@@ -80,10 +79,10 @@ def scratch_bytes(problem: Problem, meta: KernelMeta, geometry: Geometry, mode: 
 
 def workspace_bytes(problem: Problem, scratch: int) -> int:
     """Bytes that a workspace at a multiple of 16 must have: counters, statistics and ``scratch`` bytes."""
-    at, fixed = problem.pointers, 0
+    fixed = 0
     if problem.is_generation or problem.layout != QkvLayout.PAGED:
         fixed += COUNTER_BYTES
-    if at.lse:
+    if problem.has_lse:
         fixed += stats_bytes(problem.heads_q, problem.batch, problem.max_q)
     return fixed + scratch
 

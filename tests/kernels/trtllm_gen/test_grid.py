@@ -11,7 +11,7 @@ from cubin_runtime.kernels.trtllm_gen.select import first_state
 from cubin_runtime.kernels.trtllm_gen.traits import KernelType, MaskType, MultiCtasMode, TileScheduler
 
 STATE = first_state(PROBLEM)._replace(kernel_type=KernelType.SWAPS_AB)
-ALONE = replace(PROBLEM, multi_ctas=False, scheduler=TileScheduler.PERSISTENT)
+ALONE = replace(PROBLEM, multi_ctas=False)
 ALONE_STATE = first_state(ALONE)._replace(kernel_type=KernelType.SWAPS_AB)
 MLA_ROW = replace(ROW, head_dim_qk=576, head_dim_v=512, head_dim_per_cta_v=512, tile_q=16, step_q=16)
 MLA_STATE = first_state(MLA)._replace(kernel_type=KernelType.SWAPS_AB, tile_q=16)

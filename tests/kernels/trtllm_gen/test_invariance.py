@@ -10,7 +10,6 @@ from trtllm_examples import MLA, PROBLEM, SPARSE_MLA, recorded_kernels
 from cubin_runtime.kernels.trtllm_gen.invariance import InvarianceRefused, canonical, select_invariant
 from cubin_runtime.kernels.trtllm_gen.problem import Problem
 from cubin_runtime.kernels.trtllm_gen.select import Selection
-from cubin_runtime.kernels.trtllm_gen.traits import TileScheduler
 
 FORMS = {
     "gqa": PROBLEM,
@@ -23,7 +22,7 @@ FORMS = {
 
 def alone(problem: Problem, **changes: object) -> Problem:
     """The form with one CTA a tile of queries, as a batch-invariant call asks."""
-    return replace(problem, multi_ctas=False, scheduler=TileScheduler.PERSISTENT, **changes)  # type: ignore[arg-type]
+    return replace(problem, multi_ctas=False, **changes)  # type: ignore[arg-type]
 
 
 def select(problem: Problem) -> Selection:

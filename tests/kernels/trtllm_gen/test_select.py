@@ -271,7 +271,5 @@ def test_context_keeps_its_type_and_scheduler() -> None:
         groups_heads_q=False,
         groups_tokens_heads_q=False,
     )
-    problem = replace(
-        PROBLEM, kernel_type=KernelType.CONTEXT, scheduler=TileScheduler.PERSISTENT, multi_ctas=False, max_q=4096
-    )
+    problem = replace(PROBLEM, kernel_type=KernelType.CONTEXT, multi_ctas=False, max_q=4096)
     assert choose(problem, [row]).geometry.grid == (16, 32, 1)

@@ -7,7 +7,7 @@ from trtllm_examples import PROBLEM, ROW, SPARSE_MLA, recorded_cases, recorded_k
 
 from cubin_runtime.cli.recorded_cases import occupancy_of, problem_of
 from cubin_runtime.kernels.trtllm_gen.plan import plan
-from cubin_runtime.kernels.trtllm_gen.problem import Pointers, Strides
+from cubin_runtime.kernels.trtllm_gen.problem import Bindings, Strides
 from cubin_runtime.kernels.trtllm_gen.tensor_maps import describe_tensors
 from cubin_runtime.kernels.trtllm_gen.traits import INT32_MAX, KernelType, Policy, QkvLayout
 from cubin_runtime.launch.tensormap import TensorMapSpec
@@ -128,7 +128,7 @@ def test_fp4_stays_packed_where_the_operands_are_kept() -> None:
 
 
 def test_scales_of_fp4_are_folded_to_lines_by_the_strides_of_the_keys() -> None:
-    maps = describe_tensors(replace(FP4, pointers=replace(FP4.pointers, key_scales=16, value_scales=32)), ROW)
+    maps = describe_tensors(replace(FP4, bindings=FP4.bindings._replace(key_scales=16, value_scales=32)), ROW)
     expected = ((128, 2, 8, 1000), (128, 256, 2048), (128, 2, 1, 1))
     assert (shapes(maps.key_scales), shapes(maps.value_scales)) == (expected, expected)
     assert (maps.key_scales.address, maps.value_scales.address) == (16, 32)
@@ -146,8 +146,8 @@ def test_sparse_keys_are_single_tokens_without_an_end() -> None:
 
 
 def test_a_window_pool_is_described_like_the_keys() -> None:
-    pointers = Pointers(query=16, key=32, value=32, out=48, window_pool=64)
-    maps = describe_tensors(replace(SPARSE_MLA, pointers=pointers), ROW)
+    bindings = Bindings(query=16, key=32, value=32, out=48, window_pool=64)
+    maps = describe_tensors(replace(SPARSE_MLA, bindings=bindings), ROW)
     assert maps.window_pool == maps.key.moved(64)
 
 

@@ -20,7 +20,7 @@ from cubin_runtime.kernels.trtllm_gen.tiles import (
     largest_tile,
     modelled_cost,
 )
-from cubin_runtime.kernels.trtllm_gen.traits import KernelType, MaskType, MultiCtasMode, Policy, TileScheduler
+from cubin_runtime.kernels.trtllm_gen.traits import KernelType, MaskType, MultiCtasMode, Policy
 
 # Few CTAs: one sequence, one KV head, four tokens of sixteen heads each.
 FEW = replace(PROBLEM, heads_q=16, heads_kv=1, max_q=4, tokens_q=4, max_kv=4096)
@@ -103,7 +103,7 @@ def test_of_equal_costs_the_larger_tile_is_taken() -> None:
 def test_each_candidate_is_priced_by_its_own_kernel() -> None:
     """A kernel that takes more KV a step costs what it costs, whatever came before it."""
     rows = [replace(row, step_kv=4096) if row.tile_q == 16 else row for row in decode_rows()]
-    problem = replace(FEW, max_kv=4100, multi_ctas=False, scheduler=TileScheduler.PERSISTENT)
+    problem = replace(FEW, max_kv=4100, multi_ctas=False)
     costs = {c.tile_q: c.cost for c in choose(problem, rows).passes[0].candidates}
     alone = Geometry((1, 1, 1), 1, 1, 1, 1, None)
     wide = next(row for row in rows if row.tile_q == 16)
@@ -161,6 +161,6 @@ def test_a_choice_is_a_value() -> None:
 
 
 def test_comparing_asks_nothing_of_the_device() -> None:
-    problem = replace(FEW, multi_ctas=False, scheduler=TileScheduler.PERSISTENT, mask=MaskType.CAUSAL)
+    problem = replace(FEW, multi_ctas=False, mask=MaskType.CAUSAL)
     kernels = finder(*decode_rows())
     assert select(problem, kernels.for_problem(problem), never_asked, Policy.BEST).passes[0].candidates

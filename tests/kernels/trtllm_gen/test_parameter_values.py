@@ -7,11 +7,12 @@ import pytest
 from trtllm_examples import MLA, PROBLEM, ROW
 
 from cubin_runtime.cli.recorded_decisions import pack
-from cubin_runtime.kernels.trtllm_gen.fill import fill
 from cubin_runtime.kernels.trtllm_gen.grid import Geometry
+from cubin_runtime.kernels.trtllm_gen.parameter_values import parameter_values
 from cubin_runtime.kernels.trtllm_gen.params import KERNEL_PARAMS
-from cubin_runtime.kernels.trtllm_gen.problem import Pointers
+from cubin_runtime.kernels.trtllm_gen.problem import Bindings
 from cubin_runtime.kernels.trtllm_gen.tensor_maps import describe_tensors
+from cubin_runtime.kernels.trtllm_gen.workspace_layout import partial_offset
 from cubin_runtime.launch.fastmoddiv import FastModDiv
 
 GEOMETRY = Geometry((16, 8, 1), 1, 3, 16, 4, None)
@@ -35,7 +36,8 @@ NEVER_SET = (
 
 def filled(problem=PROBLEM, row=ROW, **changes):
     problem = replace(problem, **changes)
-    return fill(problem, row, GEOMETRY, describe_tensors(problem, row))
+    bindings = problem.bindings.with_partial_out(partial_offset(problem, row))
+    return parameter_values(problem, GEOMETRY, describe_tensors(problem, row), bindings)
 
 
 def test_values_come_in_the_order_of_the_struct() -> None:
@@ -75,8 +77,8 @@ def test_partial_results_begin_with_their_statistics() -> None:
 
 
 def test_without_scratch_the_partial_output_is_an_offset_alone() -> None:
-    values = filled(pointers=Pointers(query=1, key=2, value=3, out=4))
-    assert (values["ptrPartialStats"], values["ptrPartialO"]) == (None, 8 * 148 * 16)
+    values = filled(bindings=Bindings(query=1, key=2, value=3, out=4))
+    assert (values["ptrPartialStats"], values["ptrPartialO"]) == (0, 8 * 148 * 16)
 
 
 def test_hidden_elements_count_the_head_dimension_of_the_query() -> None:
@@ -85,7 +87,7 @@ def test_hidden_elements_count_the_head_dimension_of_the_query() -> None:
 
 @pytest.mark.parametrize(("page", "log2"), [(0, -1), (1, 0), (32, 5), (512, 9)])
 def test_the_page_size_is_stated_by_its_logarithm(page: int, log2: int) -> None:
-    values = fill(replace(PROBLEM, page=page), ROW, GEOMETRY, describe_tensors(PROBLEM, ROW))
+    values = parameter_values(replace(PROBLEM, page=page), GEOMETRY, describe_tensors(PROBLEM, ROW), PROBLEM.bindings)
     assert values["mNumTokensPerPageLog2"] == log2
 
 

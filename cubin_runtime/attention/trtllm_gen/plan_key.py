@@ -1,0 +1,55 @@
+"""What a call's plan is kept by: the call's form and a rounded bound on its keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import TypeVar
+
+from ...kernels.trtllm_gen.arguments import OutScales, Sage, Scale
+from ...kernels.trtllm_gen.call import Call
+from ...kernels.trtllm_gen.calls import ContextCall, DecodeCall, RaggedCall
+from ...tensor import TensorView
+
+SMALLEST_BOUND = 64
+LARGEST_BOUND = (1 << 31) - 1
+CallT = TypeVar("CallT", bound=Call)
+_FORM_FIELDS: Mapping[type[Call], tuple[str, ...]] = {
+    kind: tuple(member.name for member in fields(kind) if member.name != "max_kv")
+    for kind in (DecodeCall, ContextCall, RaggedCall)
+}
+
+
+def bound_of(call: Call) -> int:
+    """The bound on the keys rounded up to a power of two, as far as the call's tensors hold that many.
+
+    Lengths grow step by step; powers of two keep one plan for long.
+    """
+    if not 1 <= call.max_kv <= LARGEST_BOUND:
+        return call.max_kv  # for the checks to refuse
+    bound = max(SMALLEST_BOUND, 1 << (call.max_kv - 1).bit_length())
+    return min(bound, LARGEST_BOUND if call.capacity is None else call.capacity)
+
+
+def bounded(call: CallT) -> CallT:
+    """``call`` with the bound that a plan is made for."""
+    bound = bound_of(call)
+    return call if bound == call.max_kv else replace(call, max_kv=bound)
+
+
+def plan_key(call: Call) -> tuple[object, ...]:
+    """All that a plan depends on: shapes, strides, dtypes, options, the rounded bound; no address, no scale's value."""
+    parts = [_form(getattr(call, name)) for name in _FORM_FIELDS[type(call)]]
+    return (type(call), bound_of(call), call.shares_pool, *parts)
+
+
+def _form(value: object) -> object:
+    if isinstance(value, TensorView):
+        return (value.dtype, value.shape, value.strides, value.device)
+    if isinstance(value, Scale):
+        return value.pointer != 0
+    if isinstance(value, OutScales):
+        return (_form(value.scales), value.block)
+    if isinstance(value, Sage):
+        return (tuple(_form(scale) for scale in value.scales), value.blocks)
+    return value

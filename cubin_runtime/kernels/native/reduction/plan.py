@@ -1,0 +1,85 @@
+"""The two kernels behind a trtllm-gen launch: grids and launches of the reduction over KV splits and of the LSE."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ....artifacts.path import ArtifactPath
+from ....artifacts.tables.native_kernels import NativeKernel
+from ....launch.plan import LaunchAttributes, LaunchPlan
+from ....launch.structs import StructLayout
+from ..constants import CONSTANTS
+
+KV_REDUCTION = "kv_reduction"
+LSE_FROM_STATISTICS = "lse_from_statistics"
+# Bytes of 2-byte partial output that one CTA of the reduction merges.
+REDUCTION_SLICE_BYTES = CONSTANTS.reduction_threads * CONSTANTS.reduction_values * 2
+
+
+@dataclass(frozen=True, slots=True)
+class OperationLaunch:
+    """One launch of whichever kernel does ``operation`` and has ``traits``.
+
+    ``values`` are all fields of its struct, null pointers 0; ``pdl`` lets it start before the kernel in front of it
+    has ended.
+    """
+
+    operation: str
+    traits: Mapping[str, str]
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    values: Mapping[str, Any]
+    pdl: bool
+
+    def launch_plan(self, kernel: NativeKernel, path: ArtifactPath, sha256: str, layout: StructLayout) -> LaunchPlan:
+        """The launch on ``kernel``, whose cubin lies at ``path``."""
+        return LaunchPlan(
+            kernel=kernel.name,
+            symbol=kernel.symbol,
+            path=path,
+            sha256=sha256,
+            layout=layout,
+            grid=self.grid,
+            block=self.block,
+            shared_bytes=kernel.dynamic_shared_bytes,
+            attributes=LaunchAttributes(programmatic_serialization=self.pdl),
+            values=self.values,
+            reason=f"{self.operation} behind a trtllm-gen kernel",
+        )
+
+
+def kv_reduction(
+    values: Mapping[str, Any], traits: Mapping[str, str], *, batch: int, multiprocessors: int, pdl: bool
+) -> OperationLaunch:
+    """Merge the partial results of CTAs that shared KV; ``values`` lacks ``ctas_per_tile``, which follows here.
+
+    So many CTAs share a tile that two of them fill each multiprocessor, but each has a slice of its own.
+    """
+    tile_ctas = values["heads_q"] // values["heads_per_cta"] * values["value_ctas"]
+    slices = values["head_dim"] * 2 * values["tile_q"] // REDUCTION_SLICE_BYTES
+    room = 2 * multiprocessors // (values["ctas_q"] * tile_ctas * batch)
+    ctas = max(1, min(room, slices))
+    grid = (values["ctas_q"] * ctas, tile_ctas, batch)
+    return OperationLaunch(
+        KV_REDUCTION, traits, grid, (CONSTANTS.reduction_threads, 1, 1), {**values, "ctas_per_tile": ctas}, pdl
+    )
+
+
+def lse_from_statistics(
+    tokens: int, heads_q: int, strides: tuple[int, int], statistics: int, lse: int, *, pdl: bool = False
+) -> OperationLaunch:
+    """Turn maximum and sum of each row into its LSE, base 2; ``strides`` are those of tokens and heads in the LSE."""
+    rows = tokens * heads_q
+    threads = min(CONSTANTS.lse_threads, 1 << max(0, rows - 1).bit_length())
+    values = {
+        "statistics": statistics,
+        "lse": lse,
+        "token_stride": strides[0],
+        "head_stride": strides[1],
+        "rows": rows,
+        "heads_q": heads_q,
+    }
+    grid = (max(1, -(-rows // threads)), 1, 1)
+    return OperationLaunch(LSE_FROM_STATISTICS, {}, grid, (threads, 1, 1), values, pdl)

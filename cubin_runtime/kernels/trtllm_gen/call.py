@@ -1,0 +1,181 @@
+"""What all calls of trtllm-gen kernels have in common, and how a call becomes a ``Problem``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+from ...errors import UsageError
+from .arguments import Device, Scale, Tensor, check_length, dtype_of
+from .problem import Bindings, Problem
+from .refusals import PlanRefused
+from .traits import INT32_MAX, KernelType, QkvLayout, float32, int32
+from .workspace_layout import place_regions
+
+LOG2_E = 1.4426950408889634  # the double nearest to log2(e)
+NO_WINDOW = -1
+NO_SCALE = Scale()
+
+
+class Heads(NamedTuple):
+    """Head counts and dimensions of a call whose query heads divide into groups; the names are those of ``Problem``."""
+
+    heads_q: int
+    heads_kv: int
+    head_dim_qk: int
+    head_dim_v: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """What all calls take.
+
+    Attributes:
+        query: ``[tokens, heads, head_dim]``, fp16, bf16 or e4m3; all requests' tokens in order.
+        out: like ``query`` with V's head dimension, contiguous; uint8 with half of it for FP4.
+        seq_lens: int32 ``[batch]``, keys of each request.
+        max_q: bound on the query tokens of one request; without ``cum_seq_lens_q`` their number.
+        max_kv: bound on the keys of one request.
+        bmm1: factor of the scores, as a number, or float32 on the device with log2(e) in it.
+        bmm2: factor of the output, as a number or float32 on the device.
+        cum_seq_lens_q: int32 ``[batch + 1]``, running sum of query tokens; None: ``max_q`` each.
+        sinks: float32 ``[heads]``, logits that only enter the denominator.
+        lse: float32 ``[tokens, heads]`` to fill with the log-sum-exp, base 2, any strides.
+        window_left: keys before a query's own that it sees; -1: all.
+        skip_softmax_factor: threshold times length under which blocks of scores are left out; 0: off.
+        pdl: let the kernel start before the one in front of it has ended.
+        batch_invariant: one CTA for each tile of queries, so that a request's bits do not depend on how its keys
+            are split; the operators also choose the kernel so.
+    """
+
+    layout: ClassVar[QkvLayout]
+    kernel_type: ClassVar[KernelType]
+
+    query: Tensor
+    out: Tensor
+    seq_lens: Tensor
+    max_q: int
+    max_kv: int
+    bmm1: Scale = NO_SCALE
+    bmm2: Scale = NO_SCALE
+    cum_seq_lens_q: Tensor | None = None
+    sinks: Tensor | None = None
+    lse: Tensor | None = None
+    window_left: int = NO_WINDOW
+    skip_softmax_factor: float = 0.0
+    pdl: bool = False
+    batch_invariant: bool = False
+
+    @property
+    def batch(self) -> int:
+        """Requests."""
+        return self.seq_lens.shape[0]
+
+    @property
+    def tokens(self) -> int:
+        """Query tokens of all requests."""
+        return self.query.shape[0]
+
+    @property
+    def capacity(self) -> int | None:
+        """Most keys that a request can have by the call's tensors; None where they do not tell."""
+        return None
+
+    @property
+    def shares_pool(self) -> bool:
+        """Whether K and V are pages that begin at one address; the pool's pages then count once."""
+        return False
+
+    def problem(self, device: Device, workspace: tuple[int, int], counters: int | None = None) -> Problem:
+        """The call as the planner takes it.
+
+        Args:
+            device: the GPU.
+            workspace: address and bytes.
+            counters: address of zeroed counters that are not part of the workspace, 0 if none are needed; None
+                takes them from the workspace.
+
+        Raises:
+            ArgumentRefused, PlanRefused: an argument that no kernel takes.
+            WorkspaceRefused: the workspace does not hold counters and statistics.
+            UsageError: a dtype, rank or size that does not exist here.
+        """
+        raise NotImplementedError
+
+    def bindings(self, workspace: tuple[int, int], counters: int | None = None) -> Bindings:
+        """The addresses and scales of the call; arguments as for ``problem``.
+
+        Raises:
+            WorkspaceRefused: the workspace does not hold counters and statistics.
+        """
+        merges = self.kernel_type != KernelType.CONTEXT or self.layout != QkvLayout.PAGED
+        regions = place_regions(
+            *workspace,
+            counters=merges and counters is None,
+            stats_rows=None if self.lse is None else (self.query.shape[1], self.batch, self.max_q),
+            scratch=merges,
+        )
+        return Bindings(
+            query=self.query.pointer,
+            out=self.out.pointer,
+            seq_lens=self.seq_lens.pointer,
+            cum_seq_lens_q=address_of(self.cum_seq_lens_q),
+            sinks=address_of(self.sinks),
+            device_softmax_scale_log2=self.bmm1.pointer,
+            device_output_scale=self.bmm2.pointer,
+            lse=address_of(self.lse),
+            counters=regions.counters if counters is None else counters,
+            softmax_stats=regions.softmax_stats,
+            scratch=regions.scratch,
+            softmax_scale_log2=float32((1.0 if self.bmm1.pointer else self.bmm1.value) * LOG2_E),
+            output_scale=float32(1.0 if self.bmm2.pointer else self.bmm2.value),
+            **self._own_bindings(),
+        )
+
+    def _own_bindings(self) -> dict[str, Any]:
+        """What a kind of call binds beside what all bind."""
+        raise NotImplementedError
+
+    def _heads(self, device: Device, heads_kv: int, dim_v: int | None = None) -> Heads:
+        """Check the sizes that all calls have; V's head dimension is that of the output unless it is given."""
+        query, out = self.query, self.out
+        if len(query.shape) != 3:
+            raise UsageError(f"query of shape {query.shape}: expected [tokens, heads, head_dim]")
+        heads_q, dim_qk = query.shape[1], query.shape[2]
+        if dim_v is None:
+            dim_v = out.shape[-1] * (2 if out.dtype == "uint8" else 1)
+        sizes = {"query heads": heads_q, "KV heads": heads_kv, "head_dim_qk": dim_qk, "head_dim_v": dim_v}
+        sizes |= {"batch": self.batch, "max_q_len": self.max_q, "query tokens": self.tokens}
+        for name, size in {**sizes, "multiprocessors": device.multiprocessors}.items():
+            check_length(name, size)
+        if heads_q % heads_kv:
+            raise PlanRefused(f"{heads_q} query heads over {heads_kv} KV heads: expected a multiple")
+        return Heads(heads_q, heads_kv, dim_qk, dim_v)
+
+    def _stated(self, device: Device, heads: Heads, *, window: int | None = None, **of_this_kind: Any) -> Problem:
+        """The fields of a problem that all calls fill alike."""
+        if window is None:
+            window = INT32_MAX if self.window_left == NO_WINDOW else int32(self.window_left + 1)
+        return Problem(
+            **heads._asdict(),
+            sm=device.sm,
+            multiprocessors=device.multiprocessors,
+            layout=self.layout,
+            kernel_type=self.kernel_type,
+            multi_ctas=not self.batch_invariant and self.kernel_type != KernelType.CONTEXT,
+            dtype_q=dtype_of("query", self.query),
+            dtype_o=dtype_of("out", self.out),
+            batch=self.batch,
+            max_q=self.max_q,
+            max_kv=self.max_kv,
+            tokens_q=self.tokens,
+            window=window,
+            skip_softmax_factor=float32(self.skip_softmax_factor),
+            pdl=self.pdl,
+            **of_this_kind,
+        )
+
+
+def address_of(tensor: Tensor | None) -> int:
+    """The address of a tensor, 0 for none."""
+    return 0 if tensor is None else tensor.pointer

@@ -1,0 +1,109 @@
+"""The values of the 1280-byte parameter struct: what the plan decides, and what each call binds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ...launch.fastmoddiv import FastModDiv
+from ...launch.tensormap import TensorMapSpec
+from .grid import Geometry
+from .params import KERNEL_PARAMS
+from .problem import Bindings, Problem
+from .tensor_maps import TensorMaps
+from .traits import int32
+
+# Descriptor -> the tensor that it describes, by its name in ``TensorMaps`` and in ``Bindings``.
+DESCRIPTORS: Mapping[str, str] = {
+    "tmaQ_": "query",
+    "tmaK_": "key",
+    "tmaKSlidingWindowKvPool_": "window_pool",
+    "tmaV_": "value",
+    "tmaO_": "out",
+    "tmaKSf_": "key_scales",
+    "tmaVSf_": "value_scales",
+}
+# Other field -> what each call binds to it, by its name in ``Bindings``.
+_SCALARS: Mapping[str, str] = {
+    "ptrO": "out",
+    "ptrSfO": "out_scales",
+    "ptrAttentionSinks": "sinks",
+    "ptrCumSeqLensQ": "cum_seq_lens_q",
+    "ptrCumSeqLensKv": "cum_seq_lens_kv",
+    "ptrMultiCtasKvCounter": "counters",
+    "ptrOutputScale": "device_output_scale",
+    "ptrPageIdxKv": "page_table",
+    "ptrPartialO": "partial_out",
+    "ptrPartialStats": "scratch",
+    "ptrSageAttnSfsK": "sage_k",
+    "ptrSageAttnSfsP": "sage_p",
+    "ptrSageAttnSfsQ": "sage_q",
+    "ptrSageAttnSfsV": "sage_v",
+    "ptrScaleSoftmaxLog2": "device_softmax_scale_log2",
+    "ptrSeqLensKv": "seq_lens",
+    "ptrSoftmaxStats": "softmax_stats",
+    "ptrSparseMlaTopKLens": "top_k_lens",
+    "mOutputScale": "output_scale",
+    "mScaleSoftmaxLog2": "softmax_scale_log2",
+    "mScaleSfO": "scale_out_scales",
+    "mStartTokenIdxSfO": "first_out_scale_token",
+}
+SLOTS: Mapping[str, str] = {**DESCRIPTORS, **_SCALARS}
+_NOTHING: Mapping[str, object] = {"CUtensorMap": None, "bool": False, "float": 0.0}
+_UNSET: Mapping[str, object] = {member.name: _NOTHING.get(member.type, 0) for member in KERNEL_PARAMS.fields}
+
+
+def parameter_values(problem: Problem, geometry: Geometry, maps: TensorMaps, bindings: Bindings) -> dict[str, object]:
+    """The value of every field, in the struct's order; descriptors are specs or None, absent pointers 0.
+
+    Fields that the reference never sets are zero.
+    """
+    sage_q, sage_k, sage_p, sage_v = problem.sage_blocks
+    decided: dict[str, object] = {
+        "mAttentionWindowSize": problem.window,
+        "mBatchSize": problem.batch,
+        "mLogNumEltsPerSageAttnBlkK": _log2(sage_k, 0),
+        "mLogNumEltsPerSageAttnBlkP": _log2(sage_p, 0),
+        "mLogNumEltsPerSageAttnBlkQ": _log2(sage_q, 0),
+        "mLogNumEltsPerSageAttnBlkV": _log2(sage_v, 0),
+        "mMaxSeqLenQ": problem.max_q,
+        "mMaxSeqLenKv": problem.max_kv,
+        "mMaxNumCtasQ": geometry.ctas_q,
+        "mMaxNumCtasKv": geometry.ctas_kv,
+        "mMaxNumPagesPerSeqKv": problem.table_width,
+        "mNumHeadsKv": problem.heads_kv,
+        "mNumHeadsQ": problem.heads_q,
+        "mNumHeadsQPerKv": problem.group,
+        "mNumHeadsQPerKvDivisor": FastModDiv.of(problem.group),
+        "mNumHiddenEltsO": int32(problem.heads_q * problem.head_dim_qk),
+        "mNumPagesInMemPool": problem.pages,
+        "mNumTokensPerCtaQ": maps.tokens_per_cta,
+        "mNumTokensPerPageLog2": _log2(problem.page, -1),
+        "mReshapeFactorKv": maps.reshape_factor,
+        "mScaleSfKv": problem.scale_kv_scales,
+        "mSkipSoftmaxThresholdScaleFactor": problem.skip_softmax_factor,
+        "mSparseAttnTopK": problem.top_k,
+        "mSumOfSeqLensQ": problem.tokens_q,
+        "mSumOfSeqLensKv": problem.tokens_kv,
+        "mUsesSharedPagedKvIdx": problem.shares_page_index,
+    }
+    described = {field: getattr(maps, tensor) for field, tensor in DESCRIPTORS.items()}
+    return {**_UNSET, **described, **decided, **{field: getattr(bindings, name) for field, name in _SCALARS.items()}}
+
+
+def bound(values: Mapping[str, object], slots: Mapping[str, str], bindings: Bindings) -> dict[str, object]:
+    """The fields in ``slots`` with what ``bindings`` has for them.
+
+    A descriptor in ``values`` moves to the bound address; one that is not built there stays so.
+    """
+    found: dict[str, object] = {}
+    for field, name in slots.items():
+        spec = values.get(field)
+        if isinstance(spec, TensorMapSpec):
+            found[field] = spec.moved(getattr(bindings, name))
+        elif field not in DESCRIPTORS:
+            found[field] = getattr(bindings, name)
+    return found
+
+
+def _log2(value: int, of_zero: int) -> int:
+    return value.bit_length() - 1 if value > 0 else of_zero

@@ -1,0 +1,74 @@
+"""A plan bound to other addresses is the plan that those addresses would have had."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from trtllm_examples import recorded_cases, recorded_kernels
+
+from cubin_runtime.cli.recorded_cases import occupancy_of, problem_of
+from cubin_runtime.kernels.trtllm_gen.parameter_values import SLOTS, bound
+from cubin_runtime.kernels.trtllm_gen.plan import Planned, plan, plan_selected
+from cubin_runtime.kernels.trtllm_gen.problem import Bindings, Problem
+from cubin_runtime.kernels.trtllm_gen.reduction import SLOTS as REDUCTION_SLOTS
+
+FAMILIES = (
+    "decode_gqa",
+    "decode_gqa_kvfp4",
+    "decode_gqa_nvfp4out",
+    "mla_decode",
+    "mla_decode_sparse",
+    "mla_decode_sparse_dsv4",
+    "context_paged",
+    "context_ragged",
+)
+EACH = 25
+
+
+@cache
+def plans() -> dict[str, list[Planned]]:
+    """Some recorded cases of each family, planned."""
+    found: dict[str, list[Planned]] = {family: [] for family in FAMILIES}
+    for record in recorded_cases():
+        case = record["case"]
+        if record["ok"] and len(found.get(case["family"], [None] * EACH)) < EACH:
+            found[case["family"]].append(plan(problem_of(case), recorded_kernels(), occupancy_of(case)))
+    return found
+
+
+def elsewhere(problem: Problem) -> Problem:
+    """The same call at other addresses, with other scales."""
+    steps = (1 << (20 + place) for place in range(len(Bindings._fields)))
+    moved = Bindings(*(value and value + step for value, step in zip(problem.bindings, steps, strict=True)))
+    scales = {"softmax_scale_log2": 0.25, "output_scale": 3.0, "scale_out_scales": 0.5, "first_out_scale_token": 7}
+    return replace(problem, bindings=moved._replace(**scales))
+
+
+def pairs(family: str) -> Iterator[tuple[Planned, Planned, Bindings]]:
+    """Plans, the plans that other addresses would have had, and those."""
+    for planned in plans()[family]:
+        problem = elsewhere(planned.problem)
+        bindings = problem.bindings.with_partial_out(planned.partial_offset)
+        yield planned, plan_selected(problem, planned.selection), bindings
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bound_values_are_those_of_a_fresh_plan(family: str) -> None:
+    for planned, fresh, bindings in pairs(family):
+        assert {**planned.values, **bound(planned.values, SLOTS, bindings)} == fresh.values
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_follows_is_bound_along(family: str) -> None:
+    for planned, fresh, bindings in pairs(family):
+        for ours, theirs in zip(planned.following, fresh.following, strict=True):
+            values = {**ours.values, **bound(ours.values, REDUCTION_SLOTS[ours.operation], bindings)}
+            assert replace(ours, values=values) == theirs
+
+
+def test_a_descriptor_that_is_not_built_is_not_bound() -> None:
+    (planned, *_) = plans()["mla_decode"]
+    assert set(planned.values) - set(bound(planned.values, SLOTS, planned.problem.bindings)) >= {"tmaKSf_", "tmaVSf_"}
