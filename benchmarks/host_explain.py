@@ -28,9 +28,9 @@ from cubin_runtime.artifacts.releases.catalog import open_kernel_index
 from cubin_runtime.artifacts.tables.metadata import HEADER_PATH
 from cubin_runtime.artifacts.tables.metadata_index import MetadataIndex, index_of_header
 from cubin_runtime.cli.recorded_cases import occupancy_of, problem_of
-from cubin_runtime.cli.recorded_decisions import planned_record
-from cubin_runtime.kernels.trtllm_gen.kernels import KernelFinder
-from cubin_runtime.kernels.trtllm_gen.plan import plan
+from cubin_runtime.cli.recorded_decisions import decision_record
+from cubin_runtime.kernels.trtllm_gen.decision import decide
+from cubin_runtime.kernels.trtllm_gen.kernel_finder import KernelFinder
 from cubin_runtime.kernels.trtllm_gen.traits import Policy
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -68,9 +68,9 @@ def decision_figures(index: MetadataIndex, cases: Sequence[Mapping[str, Any]]) -
             begin = time.perf_counter()
             problem, occupancy = problem_of(case), occupancy_of(case)
             read = time.perf_counter()
-            made = plan(problem, kernels, occupancy, Policy.REFERENCE)
+            made = decide(problem, kernels, occupancy, Policy.REFERENCE)
             decided = time.perf_counter()
-            planned_record(made)
+            decision_record(made)
             done = time.perf_counter()
             if round_ == 0:  # every kernel is met for the first time
                 fresh.append(decided - read)

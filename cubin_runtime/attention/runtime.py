@@ -16,7 +16,7 @@ from ..config import Config
 from ..errors import UsageError
 from ..kernels.abi import abi_layouts
 from ..kernels.native.launches import KernelFile
-from ..kernels.trtllm_gen.kernels import KernelFinder
+from ..kernels.trtllm_gen.kernel_finder import KernelFinder
 from ..launch.abi import LaunchNeeds
 from ..launch.driver import Driver
 from ..launch.modules import (

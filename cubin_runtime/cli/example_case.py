@@ -1,4 +1,4 @@
-"""A case from shapes alone: contiguous tensors at made-up addresses, for asking what would be launched."""
+"""An example case from shapes alone: contiguous tensors at invented addresses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from math import prod
 from typing import Any
 
 from ..errors import UsageError
-from ..kernels.trtllm_gen.traits import TENSOR_DTYPES, ceil_div
+from ..kernels.trtllm_gen.arithmetic import ceil_div
+from ..kernels.trtllm_gen.traits import TENSOR_DTYPES
 
 APIS: Mapping[str, str] = {
     "decode": "trtllm_paged_attention_decode",
@@ -23,11 +24,11 @@ DEFAULT_WORKSPACE = 128 << 20
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """What a person says of a call; dtypes in the metadata's words, lengths in tokens.
+    """The shapes and options of a call; dtypes in the metadata's words, lengths in tokens.
 
-    ``operation`` is decode, context or ragged. MLA is decode with head dimensions 576/512 or 320/256, then V
-    lies in K's pages. ``window`` counts the visible tokens, 0 for all. ``occupancy`` names a model of how many
-    clusters the GPU holds: ``floor``, ``gpc18`` or ``const:N``.
+    ``operation`` is decode, context or ragged. Decode with head dimensions 576/512 or 320/256 is MLA, whose V lies in
+    K's pages. ``window`` is the number of visible tokens, 0 for all. ``occupancy`` names a model of how many clusters
+    the GPU holds: ``floor``, ``gpc18`` or ``const:N``.
     """
 
     operation: str = "decode"

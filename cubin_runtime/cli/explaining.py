@@ -15,7 +15,7 @@ from ..errors import StoreError, UsageError
 from . import explaining_own, options, output
 
 if TYPE_CHECKING:
-    from ..kernels.trtllm_gen.kernels import KernelFinder
+    from ..kernels.trtllm_gen.kernel_finder import KernelFinder
     from ..kernels.trtllm_gen.traits import Policy
 
 RELEASE = "trtllm-gen-0.6.13"
@@ -178,7 +178,7 @@ def _kernels(config: Any, release: str) -> KernelFinder:
     from ..artifacts.library import Library
     from ..artifacts.releases.catalog import open_kernel_index
     from ..kernels.abi import abi_layouts
-    from ..kernels.trtllm_gen.kernels import KernelFinder
+    from ..kernels.trtllm_gen.kernel_finder import KernelFinder
 
     library = Library(config)
     pin = library.pins.get(release)
@@ -235,20 +235,20 @@ def _decide_all(cases: Path, out: Path | None, kernels: KernelFinder, both: bool
 
 def _explain_one(case: dict[str, Any], kernels: KernelFinder, policy: Policy, json: bool) -> None:
     from ..kernels.trtllm_gen import explanation
-    from ..kernels.trtllm_gen.plan import plan
+    from ..kernels.trtllm_gen.decision import decide
     from .recorded_cases import occupancy_of, problem_of
-    from .recorded_decisions import decide
+    from .recorded_decisions import record_of_case
 
     if json:
-        output.emit_json("explain", {"policy": policy.value, **decide(case, kernels, policy)})
+        output.emit_json("explain", {"policy": policy.value, **record_of_case(case, kernels, policy)})
         return
-    planned = plan(problem_of(case), kernels, occupancy_of(case), policy)
-    output.facts(explanation.facts(planned))
+    decision = decide(problem_of(case), kernels, occupancy_of(case), policy)
+    output.facts(explanation.facts(decision))
     tables = (
-        (explanation.PASS_COLUMNS, explanation.pass_rows(planned)),
-        (explanation.CANDIDATE_COLUMNS, explanation.candidate_rows(planned)),
-        (explanation.TENSOR_MAP_COLUMNS, explanation.tensor_map_rows(planned)),
-        (explanation.PARAMETER_COLUMNS, explanation.parameter_rows(planned)),
+        (explanation.PASS_COLUMNS, explanation.pass_rows(decision)),
+        (explanation.CANDIDATE_COLUMNS, explanation.candidate_rows(decision)),
+        (explanation.TENSOR_MAP_COLUMNS, explanation.tensor_map_rows(decision)),
+        (explanation.PARAMETER_COLUMNS, explanation.parameter_rows(decision)),
     )
     for columns, rows in tables:
         if rows:

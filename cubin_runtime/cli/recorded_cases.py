@@ -1,4 +1,4 @@
-"""Reading recorded cases: lines of a file, and the JSON of a case to a ``Problem``."""
+"""Reading recorded cases: the lines of a file, and a case's JSON as a ``Problem``."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ..errors import MissingError, UsageError
 from ..kernels.trtllm_gen.arguments import Device, OutScales, Sage, Scale
 from ..kernels.trtllm_gen.call import Call
 from ..kernels.trtllm_gen.calls import ContextCall, DecodeCall, RaggedCall, TwoPoolCall
+from ..kernels.trtllm_gen.errors import WorkspaceRefused
 from ..kernels.trtllm_gen.problem import Problem
-from ..kernels.trtllm_gen.refusals import WorkspaceRefused
 from ..kernels.trtllm_gen.select import Occupancy
 
 MAX_LINE_BYTES = 1 << 20
@@ -25,11 +25,11 @@ _INT64 = 1 << 63
 
 
 class CaseError(UsageError):
-    """A case lacks something or has it in another form, so nothing can be decided about it."""
+    """A part of a case is missing or has the wrong form, so that nothing can be decided."""
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
-    """The lines of a file, unpacked where its name ends in ``.gz`` or ``.xz``; empty ones are left out.
+    """The lines of a file that are not blank; a file named ``.gz`` or ``.xz`` is decompressed.
 
     Raises:
         MissingError: the file cannot be read.
@@ -50,7 +50,7 @@ def read_lines(path: Path) -> Iterator[bytes]:
 
 
 def case_in(text: bytes | str, where: str) -> dict[str, Any]:
-    """The case that a JSON text states, alone or as the ``case`` of a record; other keys are ignored.
+    """The case in a JSON text, which is a case or a record with a ``case``; other keys are ignored.
 
     Raises:
         UsageError: the text is no JSON object that holds a case.
@@ -66,7 +66,7 @@ def case_in(text: bytes | str, where: str) -> dict[str, Any]:
 
 
 def problem_of(case: Mapping[str, Any]) -> Problem:
-    """The problem that the ``case`` of a record states.
+    """The problem of a record's ``case``.
 
     Raises:
         CaseError: something is missing or of another form.
@@ -92,7 +92,7 @@ def problem_of(case: Mapping[str, Any]) -> Problem:
 
 
 def occupancy_of(case: Mapping[str, Any]) -> Occupancy:
-    """The stand-in for the driver's occupancy that a case names: ``floor``, ``gpc18`` or ``const:N``.
+    """The occupancy model that a case names instead of the driver's: ``floor``, ``gpc18`` or ``const:N``.
 
     Raises:
         CaseError: another word.
@@ -149,7 +149,7 @@ def _check_forms(stated: Mapping[str, Any], forms: Mapping[str, Callable[[object
 
 
 class _Tensor(NamedTuple):
-    """A tensor as a call takes it."""
+    """A tensor of a case, as calls take it."""
 
     pointer: int
     dtype: str
@@ -183,7 +183,7 @@ _Tensors = Mapping[str, _Tensor]
 
 
 def _of_all(case: Stated, scalars: Stated, tensors: _Tensors) -> dict[str, Any]:
-    """The fields that all calls have."""
+    """The fields of all calls."""
     return {
         "query": tensors["query"],
         "out": tensors["out"],
@@ -202,7 +202,7 @@ def _of_all(case: Stated, scalars: Stated, tensors: _Tensors) -> dict[str, Any]:
 
 
 def _of_paged(case: Stated, scalars: Stated, tensors: _Tensors) -> dict[str, Any]:
-    """The fields that calls on pages have; an LSE has the strides that the scalars state."""
+    """The fields of paged calls; the strides of an LSE are among the scalars."""
     fields, lse = _of_all(case, scalars, tensors), tensors.get("lse")
     if lse is not None:
         strides = scalars.get("lse_stride_tokens", 0), scalars.get("lse_stride_heads", 0)

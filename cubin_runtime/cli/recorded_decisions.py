@@ -1,4 +1,4 @@
-"""Writing decisions as the recorded vectors state them: a plan or a refusal to JSON, alone or for many cases."""
+"""Writing decisions as JSON with the keys of the recorded vectors, for one case or for a file of them."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 
 from ..errors import UsageError
 from ..kernels.native.reduction.plan import OperationLaunch
-from ..kernels.trtllm_gen.grid import LARGEST_PORTABLE_CLUSTER
-from ..kernels.trtllm_gen.kernels import KernelFinder
-from ..kernels.trtllm_gen.parameter_values import DESCRIPTORS
-from ..kernels.trtllm_gen.params import KERNEL_PARAMS
-from ..kernels.trtllm_gen.plan import Planned, plan
-from ..kernels.trtllm_gen.refusals import (
+from ..kernels.trtllm_gen.decision import Decision, decide
+from ..kernels.trtllm_gen.errors import (
     ARGUMENT,
     KernelMissing,
     PlanRefused,
     WorkspaceRefused,
 )
+from ..kernels.trtllm_gen.grid import LARGEST_PORTABLE_CLUSTER
+from ..kernels.trtllm_gen.kernel_finder import KernelFinder
+from ..kernels.trtllm_gen.parameter_values import DESCRIPTORS
+from ..kernels.trtllm_gen.params import KERNEL_PARAMS
 from ..kernels.trtllm_gen.traits import Policy, SparseType
 from ..launch.struct_types import SCALARS, TENSOR_MAP_BYTES
 from ..launch.tensormap import TensorMapSpec
@@ -39,23 +39,23 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 _MARKED = {name: bytes((marker,)) * TENSOR_MAP_BYTES for name, marker in MARKERS.items()}
 
 
-def decide(case: Mapping[str, Any], kernels: KernelFinder, policy: Policy) -> Json:
-    """The decision for one case as a record states it; a refusal has ``ok`` false and its ``error_kind``.
+def record_of_case(case: Mapping[str, Any], kernels: KernelFinder, policy: Policy) -> Json:
+    """The record of the decision for one case; an error has ``ok`` false and an ``error_kind``.
 
     Raises:
         CaseError: the case itself does not read.
     """
     try:
-        planned = plan(problem_of(case), kernels, occupancy_of(case), policy)
+        decision = decide(problem_of(case), kernels, occupancy_of(case), policy)
     except CaseError:
         raise
     except (UsageError, WorkspaceRefused) as refused:
         return refusal_record(refused)
-    return planned_record(planned, case.get("stream"))
+    return decision_record(decision, case.get("stream"))
 
 
 def decide_lines(lines: Iterable[bytes], kernels: KernelFinder, *, both: bool, where: str) -> Iterator[str]:
-    """One decision a line by the policy ``reference``; with ``both`` ours is under the key ``best``.
+    """One line of JSON per case, by the policy ``reference``; ``both`` adds that of ``best`` under its name.
 
     Raises:
         UsageError: a line holds no case; the message names it by number.
@@ -63,16 +63,16 @@ def decide_lines(lines: Iterable[bytes], kernels: KernelFinder, *, both: bool, w
     for number, line in enumerate(lines, 1):
         case = case_in(line, f"{where}:{number}")
         try:
-            decision: Json = {"id": case.get("id"), **decide(case, kernels, Policy.REFERENCE)}
+            decision: Json = {"id": case.get("id"), **record_of_case(case, kernels, Policy.REFERENCE)}
             if both:
-                decision["best"] = decide(case, kernels, Policy.BEST)
+                decision["best"] = record_of_case(case, kernels, Policy.BEST)
         except UsageError as error:
             raise UsageError(f"{where}:{number}: {error}") from error
         yield _encode(decision)
 
 
 def refusal_record(refused: UsageError | WorkspaceRefused) -> Json:
-    """A refusal in the keys of a record; sizes and types that do not exist here count as argument checks."""
+    """The record of an error; sizes and types that no launch can have count as argument checks."""
     asked = None
     if isinstance(refused, KernelMissing):
         names = _KEY_NAMES.items()
@@ -85,13 +85,13 @@ def refusal_record(refused: UsageError | WorkspaceRefused) -> Json:
     }
 
 
-def planned_record(planned: Planned, stream: object = None) -> Json:
-    """A plan in the keys of a record."""
-    selection, attributes = planned.selection, planned.attributes
-    clusters = [(planned.meta, selection.geometry.cluster_x)]
+def decision_record(decision: Decision, stream: object = None) -> Json:
+    """The record of a decision."""
+    selection, attributes = decision.selection, decision.attributes
+    clusters = [(decision.meta, selection.geometry.cluster_x)]
     if selection.asked is not None and selection.left_cluster:
         clusters = [(selection.asked.meta, selection.asked.cluster_x), *clusters]
-    built = {name: mark for name, mark in _MARKED.items() if planned.values[name] is not None}
+    built = {name: mark for name, mark in _MARKED.items() if decision.values[name] is not None}
     return {
         "ok": True,
         "error": None,
@@ -106,10 +106,10 @@ def planned_record(planned: Planned, stream: object = None) -> Json:
                 "returned": selection.asked.active_clusters,
             }
         ],
-        "kernel": planned.meta.symbol,
-        "grid": list(planned.grid),
-        "block": list(planned.block),
-        "smem": planned.meta.shared_bytes,
+        "kernel": decision.meta.symbol,
+        "grid": list(decision.grid),
+        "block": list(decision.block),
+        "smem": decision.meta.shared_bytes,
         "stream": stream,
         "attrs": {
             "CLUSTER_DIMENSION": {"id": 4, "value": list(attributes.cluster or (1, 1, 1))},
@@ -120,11 +120,11 @@ def planned_record(planned: Planned, stream: object = None) -> Json:
             },
         },
         "nonportable_cluster_set_for": [m.symbol for m, size in clusters if size > LARGEST_PORTABLE_CLUSTER],
-        "tma": {name: _spec(planned.values[name]) for name in MARKERS},
-        "params": _params(planned.values),
-        "params_hex": pack(planned.values, built).hex(),
-        "reduction": _reduction(planned),
-        "lse": _lse(planned.lse),
+        "tma": {name: _spec(decision.values[name]) for name in MARKERS},
+        "params": _params(decision.values),
+        "params_hex": pack(decision.values, built).hex(),
+        "reduction": _reduction(decision),
+        "lse": _lse(decision.lse),
     }
 
 
@@ -194,8 +194,8 @@ _SHOWN = tuple((member.name, _FORMS.get(member.type)) for member in KERNEL_PARAM
 _MANGLED = {"fp16": "6__half", "bf16": "13__nv_bfloat16", "e4m3": "13__nv_fp8_e4m3"}
 
 
-def _reduction(planned: Planned) -> Json | None:
-    launch, problem, meta = planned.reduction, planned.problem, planned.meta
+def _reduction(decision: Decision) -> Json | None:
+    launch, problem, meta = decision.reduction, decision.problem, decision.meta
     if launch is None:
         return None
     values, partial, out = launch.values, _MANGLED[launch.traits["dtype_partial"]], _MANGLED[problem.dtype_o]
@@ -236,7 +236,7 @@ def _lse(launch: OperationLaunch | None) -> Json | None:
 
 
 def _format() -> struct.Struct:
-    """The whole struct as one ``struct`` format, so that it is packed in one call."""
+    """The parameter struct as one ``struct.Struct``, so that one call packs it."""
     text, end = "<", 0
     for member in KERNEL_PARAMS.fields:
         text += f"{member.offset - end}x" if member.offset > end else ""
@@ -252,7 +252,7 @@ _DIVISORS = tuple(place for place, member in enumerate(KERNEL_PARAMS.fields) if 
 
 
 def pack(values: Mapping[str, object], descriptors: Mapping[str, bytes]) -> bytes:
-    """The struct's bytes from the ``values`` of a plan, in their order.
+    """The parameter struct's bytes from the ``values`` of a decision, in their order.
 
     ``descriptors`` are the 128 bytes of each built one by field name. These are the bytes that
     ``KERNEL_PARAMS.pack`` gives, in a tenth of the time.

@@ -10,7 +10,7 @@ from trtllm_examples import recorded_kernels
 
 from cubin_runtime.cli.example_case import Shapes, case_of
 from cubin_runtime.cli.recorded_cases import MAX_LINE_BYTES, CaseError, case_in, occupancy_of, problem_of, read_lines
-from cubin_runtime.cli.recorded_decisions import MARKERS, decide, decide_lines
+from cubin_runtime.cli.recorded_decisions import MARKERS, decide_lines, record_of_case
 from cubin_runtime.errors import MissingError, UsageError
 from cubin_runtime.kernels.trtllm_gen.traits import Policy
 
@@ -19,7 +19,7 @@ MISSED = Shapes(head_dim=512, heads_q=16, heads_kv=1, q_len=4)
 
 
 def decided(policy: Policy = Policy.BEST, **shapes):
-    return decide(case_of(Shapes(**shapes)), recorded_kernels(), policy)
+    return record_of_case(case_of(Shapes(**shapes)), recorded_kernels(), policy)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_shapes_that_no_call_has_are_refused(change) -> None:
 
 
 def test_a_refusal_says_what_was_asked() -> None:
-    record = decide(case_of(MISSED), recorded_kernels(), Policy.REFERENCE)
+    record = record_of_case(case_of(MISSED), recorded_kernels(), Policy.REFERENCE)
     assert (record["ok"], record["error_kind"]) == (False, "missing_kernel_in_selection")
     assert record["error_select_params"]["headDimPerCtaV"] == 512
 
@@ -54,7 +54,7 @@ def test_a_refusal_says_what_was_asked() -> None:
 def test_a_type_that_no_kernel_takes_counts_as_an_argument_check() -> None:
     case = case_of(Shapes())
     case["tensors"]["query"]["dtype"] = "float64"
-    record = decide(case, recorded_kernels(), Policy.REFERENCE)
+    record = record_of_case(case, recorded_kernels(), Policy.REFERENCE)
     assert (record["ok"], record["error_kind"]) == (False, "launcher_argument_check")
 
 
@@ -66,7 +66,7 @@ def test_floats_are_shown_with_nine_digits_and_pointers_in_hexadecimal() -> None
 
 
 def test_our_policy_finds_a_kernel_where_the_reference_misses_one() -> None:
-    assert decide(case_of(MISSED), recorded_kernels(), Policy.BEST)["ok"] is True
+    assert record_of_case(case_of(MISSED), recorded_kernels(), Policy.BEST)["ok"] is True
 
 
 @pytest.mark.parametrize(("model", "clusters"), [("floor", 37), ("gpc18", 32), ("const:5", 5)])

@@ -13,10 +13,10 @@ from typing import Any
 
 from cubin_runtime.artifacts.tables.metadata import KernelMeta, KernelTable
 from cubin_runtime.artifacts.tables.metadata_index import MetadataIndex, build_index
-from cubin_runtime.kernels.trtllm_gen.kernels import KernelFinder
+from cubin_runtime.kernels.trtllm_gen.arithmetic import INT32_MAX
+from cubin_runtime.kernels.trtllm_gen.kernel_finder import KernelFinder
 from cubin_runtime.kernels.trtllm_gen.problem import Bindings, Problem, Strides
 from cubin_runtime.kernels.trtllm_gen.traits import (
-    INT32_MAX,
     KernelType,
     MaskType,
     MultiCtasMode,

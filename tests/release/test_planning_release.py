@@ -24,8 +24,8 @@ from cubin_runtime.artifacts.tables.metadata import HEADER_PATH, KernelMeta, Ker
 from cubin_runtime.artifacts.tables.metadata_index import MetadataIndex, build_index
 from cubin_runtime.artifacts.tables.trait_table import traits_of
 from cubin_runtime.cli.recorded_cases import occupancy_of, problem_of
-from cubin_runtime.kernels.trtllm_gen.kernels import KernelFinder
-from cubin_runtime.kernels.trtllm_gen.plan import plan
+from cubin_runtime.kernels.trtllm_gen.decision import decide
+from cubin_runtime.kernels.trtllm_gen.kernel_finder import KernelFinder
 
 pytestmark = [pytest.mark.release, pytest.mark.timeout(1800)]
 
@@ -105,7 +105,7 @@ def test_every_planned_kernel_is_a_file_of_the_manifest(library: Library, pin: P
     for record in recorded():
         if record["ok"]:
             case = record["case"]
-            launch = plan(problem_of(case), kernels, occupancy_of(case)).launch_plan(pin.path)
+            launch = decide(problem_of(case), kernels, occupancy_of(case)).launch_plan(pin.path)
             assert listed[launch.path] == launch.sha256
 
 

@@ -30,10 +30,10 @@ from cubin_runtime.attention.trtllm_gen.plans import AttentionPlan
 from cubin_runtime.cli.recorded_decisions import pack
 from cubin_runtime.compat import flashinfer
 from cubin_runtime.errors import FrozenError, UsageError, WorkspaceError
+from cubin_runtime.kernels.trtllm_gen.batch_invariance import InvarianceRefused
 from cubin_runtime.kernels.trtllm_gen.call import Call
-from cubin_runtime.kernels.trtllm_gen.invariance import InvarianceRefused
+from cubin_runtime.kernels.trtllm_gen.decision import decide_selected
 from cubin_runtime.kernels.trtllm_gen.params import KERNEL_PARAMS
-from cubin_runtime.kernels.trtllm_gen.plan import plan_selected
 from cubin_runtime.launch.driver import Driver
 
 pytestmark = [pytest.mark.release, pytest.mark.timeout(600)]
@@ -132,9 +132,9 @@ def expected_parameters(runtime: Runtime, spy: Spy) -> bytes:
     """What a fresh plan for exactly the last call's tensors fills in; descriptors as the stand-in encodes them."""
     plan, given, workspace, counters = spy.runs[-1]
     call = bounded(given)
-    fresh = AttentionPlan(runtime, call, 0).planned
+    fresh = AttentionPlan(runtime, call, 0).decision
     problem = call.problem(plan.device, workspace, counters)
-    values = plan_selected(problem, fresh.selection).values
+    values = decide_selected(problem, fresh.selection).values
     encoded = {
         name: runtime.descriptors.encode(spec)  # type: ignore[arg-type]
         for name, spec in values.items()
@@ -154,8 +154,8 @@ def test_the_launch_is_what_the_planner_says(
     main = plan.launch_plans()[0]
     assert seen["symbol"] == plan.kernel
     assert seen["grid"] == ",".join(map(str, main.grid))
-    assert seen["block"] == f"{plan.planned.meta.threads},1,1"
-    assert int(seen["shared"]) == plan.planned.meta.shared_bytes
+    assert seen["block"] == f"{plan.decision.meta.threads},1,1"
+    assert int(seen["shared"]) == plan.decision.meta.shared_bytes
     assert seen["cluster"] == ",".join(map(str, main.attributes.cluster or ()))
     assert int(seen["policy"]) == main.attributes.scheduling_policy
     assert seen["aligned0"] == "1"
@@ -171,7 +171,7 @@ def test_the_driver_gets_the_bytes_of_the_manifest(
     plan = spy.runs[0][0]
     wanted = {runtime.digest_of(launch.path) for launch in plan.launch_plans()}
     assert {hashlib.sha256(image).hexdigest() for image in standin.images()} >= wanted
-    assert plan.planned.meta.sha256 in wanted
+    assert plan.decision.meta.sha256 in wanted
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -219,10 +219,10 @@ def test_a_reduction_follows_where_the_kernel_does_not_merge(
 ) -> None:
     out = flashinfer.trtllm_batch_decode_with_kv_cache_mla(**reduced_mla(memory))
     plan = spy.runs[0][0]
-    assert plan.planned.reduction is not None
+    assert plan.decision.reduction is not None
     main, reduction = [call.seen for call in standin.calls("cuLaunchKernelEx")]
     assert reduction["symbol"] == "trtllm_gen_kv_reduction_bf16_to_bf16"
-    assert reduction["grid"] == ",".join(map(str, plan.planned.reduction.grid))
+    assert reduction["grid"] == ",".join(map(str, plan.decision.reduction.grid))
     assert reduction["block"] == "512,1,1"
     assert reduction["pdl"] == main["pdl"] == "1"
     sent, first = plan.launch_plans()[1].layout.unpack(launched(reduction)), KERNEL_PARAMS.unpack(launched(main))
@@ -318,7 +318,7 @@ def test_a_workspace_that_is_too_small_is_refused_with_the_bytes_needed(
     plan, call, _, _ = spy.runs[0]
     needed = operators.workspace_size(call, runtime=runtime)
     assert needed == plan.workspace_bytes
-    assert needed >= plan.planned.scratch_bytes > 1 << 20
+    assert needed >= plan.decision.scratch_bytes > 1 << 20
     standin.clear_log()
     small = memory.tensor("uint8", needed - 16)
     with pytest.raises(
@@ -429,7 +429,7 @@ def test_misaligned_counters_are_refused(runtime: Runtime, memory: MadeUpMemory)
 
 def test_clusters_are_asked_of_the_driver(runtime: Runtime, standin: StandIn, memory: MadeUpMemory, spy: Spy) -> None:
     flashinfer.trtllm_batch_decode_with_kv_cache(**decode_arguments(memory))
-    asked = spy.runs[0][0].planned.selection.asked
+    asked = spy.runs[0][0].decision.selection.asked
     assert asked is not None
     (question,) = standin.calls("cuOccupancyMaxActiveClusters")
     assert question.seen["cluster"] == f"{asked.cluster_x},1,1"

@@ -1,4 +1,4 @@
-"""Attention on the published trtllm-gen kernels: calls as values, checks, plans, and running them.
+"""Attention on NVIDIA's trtllm-gen kernels: calls as values, and functions that plan, preload and run them.
 
 A call holds views (``cubin_runtime.attention.view_of``) of the caller's tensors, which must outlive its run::
 

@@ -1,4 +1,4 @@
-"""Planning and running calls: backend, checks, the plan cache, workspace, counters and stream."""
+"""Plan, preload and run trtllm-gen calls."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ OPERATORS: Mapping[type[Call], str] = {
 def plan(call: Call, *, backend: str = AUTO, runtime: Runtime | None = None) -> AttentionPlan:
     """The plan for calls of this form, from the runtime's cache or made now.
 
-    The bound on the keys is rounded up to a power of two (to what the block table holds, if that is less), so one
-    plan serves while lengths grow. Planning reads no tensor; it loads the kernel only if the driver must be asked
-    how many clusters of it fit.
+    The bound on the keys is rounded up to a power of two (at most what the block table holds), so that one plan serves
+    growing lengths. Planning reads no tensor. It loads the kernel only if the driver must be asked how many clusters
+    of it fit.
 
     Raises:
-        UsageError: the call breaks a rule, or no kernel exists for it (``PlanRefused``, ``KernelMissing``).
-        BackendError: nothing runs it on the device.
-        MissingError, SourceError, CorruptError: the release cannot be had.
+        UsageError: an argument is invalid, or no kernel serves the call (``PlanRefused``, ``KernelMissing``).
+        BackendError: no backend runs the operator on the device.
+        MissingError, SourceError, CorruptError: the release is not available.
     """
     rt = runtime or default_runtime()
 
@@ -70,10 +70,10 @@ def run(
 
     Args:
         call: what to compute.
-        workspace: a contiguous tensor of any dtype on the call's device; its contents do not matter. A stream's
-            work must be done with it before another stream's uses it. ``workspace_size`` says how large.
-        counters: zeroed memory of ``counter_size`` bytes, 16-byte aligned, left zeroed; None makes it in the order
-            of torch's current stream, so only without ``stream``.
+        workspace: a contiguous tensor of any dtype on the call's device, ``workspace_size`` bytes or more. Its contents
+            do not matter. One stream's work must have finished before another stream uses it.
+        counters: 16-byte aligned, zeroed memory of ``counter_size`` bytes, left zeroed. None allocates it on torch's
+            current stream and is therefore refused together with ``stream``.
         stream: an int handle, an object with ``__cuda_stream__``, a torch stream; None: torch's current one.
         backend: "auto" or "trtllm-gen".
         runtime: None: the process's default.
@@ -93,16 +93,16 @@ def run(
     handle = rt.memory.current_stream(workspace) if stream is None else stream_handle(stream)
     held, address = _counters(made, counters, workspace, stream, rt)
     made.run(call, (scratch.pointer, _bytes_of(scratch)), address, handle)
-    del held  # freed in stream order, behind the launch
+    del held  # freed in stream order, after the launch
 
 
 def workspace_size(call: Call, *, backend: str = AUTO, runtime: Runtime | None = None) -> int:
-    """Bytes of workspace that a run of ``call`` needs, wherever the workspace begins; errors as ``plan``."""
+    """Bytes of workspace that a run of ``call`` needs, at any address; errors as ``plan``."""
     return plan(call, backend=backend, runtime=runtime).workspace_bytes
 
 
 def counter_size(call: Call, *, backend: str = AUTO, runtime: Runtime | None = None) -> int:
-    """Bytes of zeroed counters that a run of ``call`` needs, 0 for none; errors as ``plan``."""
+    """Bytes of zeroed counters that a run of ``call`` needs, or 0; errors as ``plan``."""
     return plan(call, backend=backend, runtime=runtime).counter_bytes
 
 

@@ -1,4 +1,4 @@
-"""What a call's plan is kept by: the call's form and a rounded bound on its keys."""
+"""The key of a call in the plan cache: its form and a rounded bound on its keys."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _FORM_FIELDS: Mapping[type[Call], tuple[str, ...]] = {
 
 
 def bound_of(call: Call) -> int:
-    """The bound on the keys rounded up to a power of two, as far as the call's tensors hold that many.
+    """The bound on the keys, rounded up to a power of two but not over the call's capacity.
 
-    Lengths grow step by step; powers of two keep one plan for long.
+    Lengths grow step by step, so that one plan serves many steps.
     """
     if not 1 <= call.max_kv <= LARGEST_BOUND:
         return call.max_kv  # for the checks to refuse
@@ -32,13 +32,13 @@ def bound_of(call: Call) -> int:
 
 
 def bounded(call: CallT) -> CallT:
-    """``call`` with the bound that a plan is made for."""
+    """``call`` with the rounded bound, for which its plan is made."""
     bound = bound_of(call)
     return call if bound == call.max_kv else replace(call, max_kv=bound)
 
 
 def plan_key(call: Call) -> tuple[object, ...]:
-    """All that a plan depends on: shapes, strides, dtypes, options, the rounded bound; no address, no scale's value."""
+    """Everything that a plan depends on: forms, options and the rounded bound, but no address and no scale."""
     parts = [_form(getattr(call, name)) for name in _FORM_FIELDS[type(call)]]
     return (type(call), bound_of(call), call.shares_pool, *parts)
 

@@ -1,4 +1,4 @@
-"""An attention call planned once for its form, and run many times at any addresses."""
+"""Plans of trtllm-gen calls: made once for a form, run many times with other addresses."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ...errors import WorkspaceError
 from ...kernels.native.reduction.plan import OperationLaunch
 from ...kernels.native.reduction.select import choose_kernel
 from ...kernels.trtllm_gen.arguments import Device
+from ...kernels.trtllm_gen.batch_invariance import select_invariant
 from ...kernels.trtllm_gen.call import Call
+from ...kernels.trtllm_gen.decision import Decision, decide_selected
 from ...kernels.trtllm_gen.grid import LARGEST_PORTABLE_CLUSTER
-from ...kernels.trtllm_gen.invariance import select_invariant
 from ...kernels.trtllm_gen.parameter_values import SLOTS
-from ...kernels.trtllm_gen.plan import Planned, plan_selected
 from ...kernels.trtllm_gen.problem import Bindings
 from ...kernels.trtllm_gen.reduction import SLOTS as REDUCTION_SLOTS
 from ...kernels.trtllm_gen.select import Occupancy, select
@@ -27,7 +27,7 @@ from ...launch.plan import LaunchAttributes, LaunchPlan, launch_config
 from ...launch.prepared import PreparedLaunches
 from ..runtime import Runtime
 
-# A workspace that is as large as any plan may want: planning looks at no real one.
+# Planning assumes a workspace of unbounded size at this address.
 _ADDRESS, _BOUNDLESS = 1 << 40, 1 << 62
 _COUNTER_BYTES = 4
 _COUNTER_MULTIPLE = 8
@@ -36,17 +36,17 @@ _MERGING = (MultiCtasMode.GMEM, MultiCtasMode.SEPARATE_KERNEL)
 
 @dataclass(frozen=True, slots=True)
 class _Launch:
-    """One launch of the plan, whose inputs are a call's bindings; ``kernel`` is native, None for the published one."""
+    """One launch of the plan, whose inputs are a call's bindings; ``kernel`` is None for the trtllm-gen kernel."""
 
     plan: LaunchPlan
     kernel: NativeKernel | None
 
 
 class AttentionPlan:
-    """One call's form decided: kernel, grid, parameters, what follows; made by ``operators.plan``.
+    """The launches for all calls of one form: kernels, grids and parameters. ``operators.plan`` makes it.
 
-    It holds no tensor, workspace or stream; a run patches those in. A run allocates nothing, waits for nothing, and
-    after ``operators.preload`` loads nothing, so it may be captured. Safe between threads.
+    It holds no tensor, workspace or stream; each run binds those. A run allocates nothing, waits for nothing, and after
+    ``operators.preload`` loads nothing, so that it may be captured. Safe between threads.
     """
 
     def __init__(self, runtime: Runtime, call: Call, device: int) -> None:
@@ -55,41 +55,41 @@ class AttentionPlan:
         self._runtime = runtime
         self._ordinal = device
         self._release = runtime.published_release()
-        self.planned = self._decide(call)
-        main = _Launch(_with_inputs(self.planned.launch_plan(self._release.pin.path), SLOTS), None)
-        self._launches = (main, *map(self._native_launch, self.planned.following))
+        self.decision = self._decide(call)
+        main = _Launch(_with_inputs(self.decision.launch_plan(self._release.pin.path), SLOTS), None)
+        self._launches = (main, *map(self._native_launch, self.decision.following))
         self._prepared: dict[int, Callable[..., None]] = {}
 
     @property
     def kernel(self) -> str:
         """The main kernel's symbol."""
-        return self.planned.meta.symbol
+        return self.decision.meta.symbol
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes that always suffice for a workspace, wherever it begins."""
-        return self._taken(self.planned.problem.bindings, _ADDRESS) + ALIGNMENT - 1
+        """Bytes that suffice for a workspace at any address."""
+        return self._taken(self.decision.problem.bindings, _ADDRESS) + ALIGNMENT - 1
 
     @property
     def counter_bytes(self) -> int:
         """Bytes of zeroed counters that a run needs beside the workspace; 0 for none."""
-        if MultiCtasMode(self.planned.selection.state.multi_ctas) not in _MERGING:
+        if MultiCtasMode(self.decision.selection.key.multi_ctas) not in _MERGING:
             return 0
-        problem, geometry = self.planned.problem, self.planned.selection.geometry
+        problem, geometry = self.decision.problem, self.decision.selection.geometry
         counted = max(problem.batch * problem.heads_q * geometry.ctas_q, problem.multiprocessors)
         return -(-counted // _COUNTER_MULTIPLE) * _COUNTER_MULTIPLE * _COUNTER_BYTES
 
     def launch_plans(self) -> tuple[LaunchPlan, ...]:
-        """Main launch, reduction and LSE as far as there are any, as values; addresses are those of planning."""
+        """The launches as values: the main one, then reduction and LSE if there are any; with planning's addresses."""
         return tuple(launch.plan for launch in self._launches)
 
     def run(self, call: Call, workspace: tuple[int, int], counters: int, stream: int) -> None:
-        """Launch for ``call``, whose form must be that of the plan, on ``stream``.
+        """Launch for ``call``, which must have the plan's form.
 
         Args:
-            call: other addresses and scales, the same form; its own bound on the keys may be lower.
+            call: may have other addresses and scales, and a lower bound on the keys.
             workspace: address and bytes; contents do not matter.
-            counters: address of ``counter_bytes`` of zeros, left as zeros; 0 where none are needed.
+            counters: address of ``counter_bytes`` zeros, which the run leaves zero; 0 if none are needed.
             stream: handle.
 
         Raises:
@@ -97,8 +97,8 @@ class AttentionPlan:
             DeviceError: a kernel cannot be loaded or launched.
         """
         address, nbytes = workspace
-        # Placing regions refuses a workspace by its fixed parts alone; here all the bytes needed are told at once.
-        bindings = call.bindings((address, _BOUNDLESS), counters).with_partial_out(self.planned.partial_offset)
+        # Bind with an unbounded size first, so that one error below names all the bytes needed.
+        bindings = call.bindings((address, _BOUNDLESS), counters).with_partial_out(self.decision.partial_offset)
         taken = self._taken(bindings, address)
         if taken > nbytes:
             raise WorkspaceError(
@@ -110,21 +110,21 @@ class AttentionPlan:
         run(stream, *bindings)
 
     def requests(self, context: int) -> tuple[KernelRequest, ...]:
-        """What a run loads: the main kernel, and ours behind it."""
-        wide = self.planned.attributes.nonportable_cluster
-        main = self._runtime.published_request(self.planned.meta, context, nonportable_cluster=wide)
+        """The kernels that a run loads."""
+        wide = self.decision.attributes.nonportable_cluster
+        main = self._runtime.published_request(self.decision.meta, context, nonportable_cluster=wide)
         ours = (launch.kernel for launch in self._launches if launch.kernel is not None)
         return (main, *(self._runtime.request(kernel, context) for kernel in ours))
 
-    def _decide(self, call: Call) -> Planned:
+    def _decide(self, call: Call) -> Decision:
         problem = call.problem(self.device, (_ADDRESS, _BOUNDLESS), 0)
         kernels = self._release.finder.for_problem(problem)
         if call.batch_invariant:
-            return plan_selected(problem, select_invariant(problem, kernels))
-        return plan_selected(problem, select(problem, kernels, self._occupancy(), Policy.BEST))
+            return decide_selected(problem, select_invariant(problem, kernels))
+        return decide_selected(problem, select(problem, kernels, self._occupancy(), Policy.BEST))
 
     def _occupancy(self) -> Occupancy:
-        """Clusters that the device holds at once, by the driver; that needs the kernel to be loaded."""
+        """Asks the driver how many clusters the device holds at once, which loads the kernel."""
 
         def ask(meta: KernelMeta, cluster: int, grid: tuple[int, int, int]) -> int:
             driver = self._runtime.driver
@@ -151,10 +151,10 @@ class AttentionPlan:
         return _Launch(_with_inputs(plan, REDUCTION_SLOTS[wanted.operation]), kernel)
 
     def _prepare(self, context: int, stream: int) -> Callable[..., None]:
-        runtime, wide = self._runtime, self.planned.attributes.nonportable_cluster
+        runtime, wide = self._runtime, self.decision.attributes.nonportable_cluster
         runtime.check_process()
         loaded = [
-            runtime.load_published(self.planned.meta, context, stream, nonportable_cluster=wide)
+            runtime.load_published(self.decision.meta, context, stream, nonportable_cluster=wide)
             if launch.kernel is None
             else runtime.load(launch.kernel, context, stream)
             for launch in self._launches
@@ -170,13 +170,13 @@ class AttentionPlan:
         return self._prepared.setdefault(context, made.run)
 
     def _taken(self, bindings: Bindings, address: int) -> int:
-        """Bytes from ``address`` to the end of what a run writes."""
-        problem, ends = self.planned.problem, [0]
+        """Bytes from ``address`` to the end of the statistics and scratch that a run writes."""
+        problem, ends = self.decision.problem, [0]
         if problem.has_lse:
             rows = stats_bytes(problem.heads_q, problem.batch, problem.max_q)
             ends.append(bindings.softmax_stats + rows - address)
-        if self.planned.scratch_bytes:
-            ends.append(bindings.scratch + self.planned.scratch_bytes - address)
+        if self.decision.scratch_bytes:
+            ends.append(bindings.scratch + self.decision.scratch_bytes - address)
         return max(ends)
 
 

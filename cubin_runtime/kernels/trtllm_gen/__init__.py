@@ -1,7 +1,7 @@
-"""The trtllm-gen kernels that NVIDIA publishes: which one a call launches, how, and with which parameters.
+"""NVIDIA's trtllm-gen kernels: which one a call launches, on what grid and with which parameters.
 
-The data's way, a module a step: ``cases`` or ``made_up`` -> ``arguments`` -> ``entries`` (``assembling``,
-``carving``) -> ``problem`` -> ``select`` (``kernels``, ``tiles``, ``grid``) -> ``tensor_maps`` -> ``fill``
-(``params``) -> ``following`` -> ``plan``; then ``records``, ``bulk`` and ``explanation`` say it. Nothing here
-touches a driver: occupancy is a callback, descriptors stay specs.
+A call (``calls``) states a ``Problem``. ``select`` chooses the kernel (``kernel_finder``, ``tile_size``, ``grid``),
+``tensor_maps`` describes the tensors, ``parameter_values`` fills the struct of ``params``, ``reduction`` adds the
+launches that follow, and ``decision`` holds the result. Nothing here touches a driver: the number of clusters that
+fit comes from a callback, and TMA descriptors stay specs.
 """

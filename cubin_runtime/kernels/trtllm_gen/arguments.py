@@ -1,4 +1,4 @@
-"""What calls are made of: tensors, scales, the device; and the checks that calls share."""
+"""Tensors, scales and the device of a call, and the checks that all calls share."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ...errors import UsageError
-from .refusals import ArgumentRefused
-from .traits import INT32_MAX, TENSOR_DTYPES, is_power_of_two
+from .arithmetic import INT32_MAX, is_power_of_two
+from .errors import ArgumentRefused
+from .traits import TENSOR_DTYPES
 
 OUT_SCALE_BLOCK = 16
 TOP_K_MULTIPLE = 4
 
 
 class Tensor(Protocol):
-    """Device memory as a tensor: strides in elements; a uint8 tensor holds two FP4 numbers a byte."""
+    """Device memory as a tensor, strides in elements; a uint8 tensor holds two FP4 numbers per byte."""
 
     @property
     def pointer(self) -> int:
@@ -23,12 +24,12 @@ class Tensor(Protocol):
 
     @property
     def dtype(self) -> str:
-        """The element type as torch names it, without its prefix."""
+        """Element type in torch's words, such as ``bfloat16``."""
         ...
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Elements in each dimension."""
+        """Number of elements in each dimension."""
         ...
 
     @property
@@ -44,7 +45,7 @@ class Tensor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What the planner knows of the GPU: model (100, 103) and multiprocessors."""
+    """The GPU as far as planning needs it: compute capability (100, 103) and number of multiprocessors."""
 
     sm: int
     multiprocessors: int
@@ -52,7 +53,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """A factor as a number, or on the device (then ``value`` is not looked at)."""
+    """A factor, as a number, or at a device address, which then replaces ``value``."""
 
     value: float = 1.0
     pointer: int = 0
@@ -60,7 +61,7 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class OutScales:
-    """Block scales of an FP4 output: ``block`` numbers share one (16; -1: no FP4 output)."""
+    """Block scales of an FP4 output: ``block`` numbers share one scale (16; -1: no FP4 output)."""
 
     scales: Tensor | None = None
     scale: float = -1.0
@@ -70,7 +71,7 @@ class OutScales:
 
 @dataclass(frozen=True, slots=True)
 class Sage:
-    """SageAttention scales of Q, K, P and V, and how many elements share one."""
+    """SageAttention scales of Q, K, P and V, and the number of elements that share one scale."""
 
     scales: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None] = (None, None, None, None)
     blocks: tuple[int, int, int, int] = (0, 0, 0, 0)
@@ -84,7 +85,7 @@ def dtype_of(name: str, tensor: Tensor) -> str:
     """A tensor's element type in the metadata's words.
 
     Raises:
-        UsageError: a type that no kernel takes.
+        UsageError: no kernel takes the type.
     """
     try:
         return TENSOR_DTYPES[tensor.dtype]
@@ -119,6 +120,6 @@ def check_out_scales(given: OutScales) -> None:
 
 
 def check_top_k(top_k: int) -> None:
-    """Raise ``ArgumentRefused`` for a number of sparse KV tokens that is no multiple of 4."""
+    """Raise ``ArgumentRefused`` unless the number of sparse KV tokens is a multiple of 4."""
     if top_k % TOP_K_MULTIPLE:
         raise ArgumentRefused(f"top_k={top_k}: expected a multiple of {TOP_K_MULTIPLE}")

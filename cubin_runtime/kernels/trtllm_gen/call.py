@@ -1,4 +1,4 @@
-"""What all calls of trtllm-gen kernels have in common, and how a call becomes a ``Problem``."""
+"""What all calls of trtllm-gen kernels have in common."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any, ClassVar, NamedTuple
 
 from ...errors import UsageError
 from .arguments import Device, Scale, Tensor, check_length, dtype_of
+from .arithmetic import INT32_MAX, float32, int32
+from .errors import PlanRefused
 from .problem import Bindings, Problem
-from .refusals import PlanRefused
-from .traits import INT32_MAX, KernelType, QkvLayout, float32, int32
+from .traits import KernelType, QkvLayout
 from .workspace_layout import place_regions
 
 LOG2_E = 1.4426950408889634  # the double nearest to log2(e)
@@ -18,7 +19,7 @@ NO_SCALE = Scale()
 
 
 class Heads(NamedTuple):
-    """Head counts and dimensions of a call whose query heads divide into groups; the names are those of ``Problem``."""
+    """Head counts and head dimensions of a call, named as in ``Problem``."""
 
     heads_q: int
     heads_kv: int
@@ -39,13 +40,13 @@ class Call:
         bmm1: factor of the scores, as a number, or float32 on the device with log2(e) in it.
         bmm2: factor of the output, as a number or float32 on the device.
         cum_seq_lens_q: int32 ``[batch + 1]``, running sum of query tokens; None: ``max_q`` each.
-        sinks: float32 ``[heads]``, logits that only enter the denominator.
+        sinks: float32 ``[heads]``, logits that enter the softmax denominator only.
         lse: float32 ``[tokens, heads]`` to fill with the log-sum-exp, base 2, any strides.
-        window_left: keys before a query's own that it sees; -1: all.
-        skip_softmax_factor: threshold times length under which blocks of scores are left out; 0: off.
-        pdl: let the kernel start before the one in front of it has ended.
-        batch_invariant: one CTA for each tile of queries, so that a request's bits do not depend on how its keys
-            are split; the operators also choose the kernel so.
+        window_left: number of keys before its own position that a query sees; -1: all.
+        skip_softmax_factor: blocks of scores below this threshold times the length are skipped; 0: off.
+        pdl: programmatic dependent launch: the kernel may start before the previous one has ended.
+        batch_invariant: a request's bits do not depend on its neighbours or on bounds. One CTA reads all keys of a
+            query tile; ``attention.trtllm_gen`` also selects the kernel without looking at the batch.
     """
 
     layout: ClassVar[QkvLayout]
@@ -68,37 +69,37 @@ class Call:
 
     @property
     def batch(self) -> int:
-        """Requests."""
+        """Number of requests."""
         return self.seq_lens.shape[0]
 
     @property
     def tokens(self) -> int:
-        """Query tokens of all requests."""
+        """Number of query tokens of all requests."""
         return self.query.shape[0]
 
     @property
     def capacity(self) -> int | None:
-        """Most keys that a request can have by the call's tensors; None where they do not tell."""
+        """The most keys that the call's tensors can hold for one request; None if their shapes do not tell."""
         return None
 
     @property
     def shares_pool(self) -> bool:
-        """Whether K and V are pages that begin at one address; the pool's pages then count once."""
+        """Whether K and V are one page pool, that is, begin at one address."""
         return False
 
     def problem(self, device: Device, workspace: tuple[int, int], counters: int | None = None) -> Problem:
-        """The call as the planner takes it.
+        """Validate the call and reduce it to a ``Problem``.
 
         Args:
             device: the GPU.
-            workspace: address and bytes.
-            counters: address of zeroed counters that are not part of the workspace, 0 if none are needed; None
-                takes them from the workspace.
+            workspace: address and size in bytes.
+            counters: address of zeroed counters outside the workspace, 0 if none are needed; None places the
+                counters in the workspace.
 
         Raises:
-            ArgumentRefused, PlanRefused: an argument that no kernel takes.
-            WorkspaceRefused: the workspace does not hold counters and statistics.
-            UsageError: a dtype, rank or size that does not exist here.
+            ArgumentRefused, PlanRefused: no kernel takes an argument.
+            WorkspaceRefused: the workspace is too small for counters and statistics.
+            UsageError: a dtype, rank or size is outside what any launch can have.
         """
         raise NotImplementedError
 
@@ -106,14 +107,14 @@ class Call:
         """The addresses and scales of the call; arguments as for ``problem``.
 
         Raises:
-            WorkspaceRefused: the workspace does not hold counters and statistics.
+            WorkspaceRefused: the workspace is too small for counters and statistics.
         """
-        merges = self.kernel_type != KernelType.CONTEXT or self.layout != QkvLayout.PAGED
+        may_merge = self.kernel_type != KernelType.CONTEXT or self.layout != QkvLayout.PAGED
         regions = place_regions(
             *workspace,
-            counters=merges and counters is None,
+            counters=may_merge and counters is None,
             stats_rows=None if self.lse is None else (self.query.shape[1], self.batch, self.max_q),
-            scratch=merges,
+            scratch=may_merge,
         )
         return Bindings(
             query=self.query.pointer,
@@ -133,11 +134,11 @@ class Call:
         )
 
     def _own_bindings(self) -> dict[str, Any]:
-        """What a kind of call binds beside what all bind."""
+        """The bindings that only this kind of call has."""
         raise NotImplementedError
 
     def _heads(self, device: Device, heads_kv: int, dim_v: int | None = None) -> Heads:
-        """Check the sizes that all calls have; V's head dimension is that of the output unless it is given."""
+        """Check the sizes that all calls have; ``dim_v`` defaults to the head dimension of the output."""
         query, out = self.query, self.out
         if len(query.shape) != 3:
             raise UsageError(f"query of shape {query.shape}: expected [tokens, heads, head_dim]")
@@ -153,7 +154,7 @@ class Call:
         return Heads(heads_q, heads_kv, dim_qk, dim_v)
 
     def _stated(self, device: Device, heads: Heads, *, window: int | None = None, **of_this_kind: Any) -> Problem:
-        """The fields of a problem that all calls fill alike."""
+        """The problem, with the fields that all calls fill alike; ``of_this_kind`` are the others."""
         if window is None:
             window = INT32_MAX if self.window_left == NO_WINDOW else int32(self.window_left + 1)
         return Problem(

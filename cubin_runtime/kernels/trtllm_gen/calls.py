@@ -1,4 +1,4 @@
-"""The calls that trtllm-gen kernels serve: paged and ragged context, paged decoding, and sparse MLA of two pools."""
+"""The calls that trtllm-gen kernels serve: decode and prefill over pages, ragged prefill, sparse MLA over two pools."""
 
 from __future__ import annotations
 
@@ -20,24 +20,25 @@ from .arguments import (
     check_top_k,
     dtype_of,
 )
+from .arithmetic import float32, int32
 from .call import NO_WINDOW, Call, Heads, address_of
+from .errors import ArgumentRefused
 from .problem import Bindings, Problem, Strides, is_mla
-from .refusals import ArgumentRefused
-from .traits import KernelType, MaskType, QkvLayout, SparseType, float32, int32
+from .traits import KernelType, MaskType, QkvLayout, SparseType
 
 _TWO_POOLS_WINDOW = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagedCall(Call):
-    """Keys and values in pages.
+    """A call whose keys and values lie in pages.
 
     Attributes:
-        key: ``[pages, kv_heads, page_size, head_dim]`` by its strides; uint8 with half of head_dim for FP4.
-        value: likewise; the same view as ``key`` for MLA.
-        block_tables: int32 ``[batch, columns]`` page numbers; ``[batch, 2, columns]`` for K and V apart;
-            ``[batch, q_len, top_k]`` key numbers for sparse MLA.
-        key_scales, value_scales: e4m3 ``[pages, kv_heads, page_size, head_dim / 16]`` of FP4 keys and values.
+        key: ``[pages, kv_heads, page_size, head_dim]``, any order of strides; FP4: uint8 with half the head_dim.
+        value: like ``key``; the same view as ``key`` for MLA.
+        block_tables: int32 ``[batch, columns]`` page numbers; ``[batch, 2, columns]`` with separate tables
+            for K and V; ``[batch, q_len, top_k]`` key indices for sparse MLA.
+        key_scales, value_scales: of FP4 keys and values, e4m3 ``[pages, kv_heads, page_size, head_dim / 16]``.
         shares_index: one table serves K and V.
         out_scales: block scales of an FP4 output.
     """
@@ -54,7 +55,7 @@ class PagedCall(Call):
 
     @property
     def capacity(self) -> int | None:
-        """Columns of the table times the page size; None where the shapes make no sense, for the checks to refuse."""
+        """Table columns times page size; None for shapes that the checks refuse later."""
         return self._keys_in_table()
 
     def _keys_in_table(self) -> int | None:
@@ -64,7 +65,7 @@ class PagedCall(Call):
 
     @property
     def shares_pool(self) -> bool:
-        """As ``Call.shares_pool``."""
+        """As ``Call.shares_pool``; the kernels then count the pool's pages once."""
         return self.key.pointer == self.value.pointer
 
     def _own_bindings(self) -> dict[str, Any]:
@@ -90,7 +91,7 @@ class PagedCall(Call):
     def _paged_problem(self, device: Device, heads: Heads, bindings: Bindings, **of_this_kind: Any) -> Problem:
         key, scales = self.key, self.key_scales
         packed = 2 if key.dtype == "uint8" else 1
-        # The same strides serve V; where V is elsewhere, the pool is taken as pages of K and V in turn.
+        # K's strides serve V too. With V at another address, the pool counts as interleaved pages of K and V.
         strides = int32(key.strides[-2] * packed), int32(key.strides[-3] * packed), int32(key.strides[0] * packed)
         return self._stated(
             device,
@@ -116,9 +117,9 @@ class PagedCall(Call):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeCall(PagedCall):
-    """Decoding over paged keys; MLA where the head dimensions say so.
+    """Decode over paged keys; head dimensions 576/512 and 320/256 mean MLA.
 
-    ``top_k`` over 0 is sparse MLA over that many keys a query, ``top_k_lens`` int32 ``[tokens]`` how many each has.
+    ``top_k`` > 0 is sparse MLA over that many keys per query, or ``top_k_lens`` of them, int32 ``[tokens]``.
     """
 
     kernel_type = KernelType.GENERATION
@@ -128,7 +129,7 @@ class DecodeCall(PagedCall):
 
     @property
     def capacity(self) -> int | None:
-        """None for sparse keys, whose table does not tell the length."""
+        """None for sparse MLA, whose table does not tell the length."""
         return None if self.top_k else self._keys_in_table()
 
     def problem(self, device: Device, workspace: tuple[int, int], counters: int | None = None) -> Problem:
@@ -181,10 +182,10 @@ class ContextCall(PagedCall):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RaggedCall(Call):
-    """Prefill over keys ``[tokens, kv_heads, head_dim]`` and values that are not paged.
+    """Prefill over ragged keys and values, ``[tokens, kv_heads, head_dim]`` each.
 
-    ``cum_seq_lens_kv`` is int32 ``[batch + 1]``; ``out_scale`` the scale of FP4 block scales, -1 where unused. The
-    query is taken as contiguous, whatever its strides say.
+    ``cum_seq_lens_kv`` is int32 ``[batch + 1]``; ``out_scale`` is the scale of FP4 block scales, -1 if unused. The
+    kernels take the query as contiguous, whatever its strides.
     """
 
     layout = QkvLayout.SEPARATE
@@ -235,10 +236,10 @@ class RaggedCall(Call):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TwoPoolCall(Call):
-    """Sparse MLA over single tokens of two pools, ``[pages, 1, page size, 512]`` each (DeepSeek V4).
+    """Sparse MLA decode over two pools, ``[pages, 1, page size, 512]`` each (DeepSeek V4).
 
-    ``indices`` ``[tokens, top_k]`` name KV tokens; a query visits ``top_k_lens`` ``[tokens]`` of them. ``max_kv`` is
-    ``top_k``.
+    ``indices``, ``[tokens, top_k]``, are the KV tokens of each query, of which it reads the first ``top_k_lens``,
+    int32 ``[tokens]``. ``max_kv`` is ``top_k``.
     """
 
     layout = QkvLayout.PAGED
@@ -295,5 +296,5 @@ def _two_strides(tensor: Tensor) -> tuple[int, int]:
 
 
 def _ragged_strides(tensor: Tensor) -> tuple[int, int, int]:
-    """Of tokens, heads and the one "page" that is the whole tensor."""
+    """Strides of tokens, heads and the single "page", which is the whole tensor."""
     return (*_two_strides(tensor), int32(prod(tensor.shape)))

@@ -1,11 +1,11 @@
-"""Why a plan is as it is: facts and rows that a person reads."""
+"""A decision as text: what is launched and why, and tables of passes, candidates, descriptors and parameters."""
 
 from __future__ import annotations
 
 from ...launch.fastmoddiv import FastModDiv
 from ...launch.tensormap import TensorMapSpec
+from .decision import Decision
 from .params import KERNEL_PARAMS
-from .plan import Planned
 from .problem import Problem
 from .traits import MultiCtasMode, word_of
 
@@ -16,21 +16,21 @@ TENSOR_MAP_COLUMNS = ("descriptor", "type", "dims", "strides (bytes)", "box", "s
 PARAMETER_COLUMNS = ("offset", "parameter", "type", "value", "meaning")
 
 
-def facts(planned: Planned) -> tuple[tuple[str, object], ...]:
+def facts(decision: Decision) -> tuple[tuple[str, object], ...]:
     """What is launched and why, as (name, value)."""
-    selection, meta, problem = planned.selection, planned.meta, planned.problem
+    selection, meta, problem = decision.selection, decision.meta, decision.problem
     rows: list[tuple[str, object]] = [
         ("kernel", meta.symbol),
-        ("asked for", f"{problem.dtypes}: {selection.state}"),
+        ("asked for", f"{problem.dtypes}: {selection.key}"),
         ("because", _because(problem)),
-        ("tile", _tile(planned)),
+        ("tile", _tile(decision)),
     ]
     if selection.asked is not None:
         asked = selection.asked
         held = f"{asked.active_clusters} clusters of {asked.cluster_x} at once, the grid has {asked.grid}"
         verdict = "so the parts are merged through global memory" if selection.left_cluster else "so clusters stay"
         rows.append(("occupancy", f"{held}: {verdict}"))
-    x, y, z = planned.grid
+    x, y, z = decision.grid
     geometry = selection.geometry
     rows += [
         ("grid", f"{x} x {y} x {z} = {geometry.ctas} CTAs on {problem.multiprocessors} multiprocessors"),
@@ -39,46 +39,46 @@ def facts(planned: Planned) -> tuple[tuple[str, object], ...]:
             f"{geometry.ctas_q} along queries, {geometry.ctas_kv} along KV, {geometry.heads_per_cta} heads a CTA",
         ),
         ("block", f"{meta.threads} threads, {meta.shared_bytes} bytes of dynamic shared memory"),
-        ("attributes", planned.attributes),
-        ("workspace", f"{planned.workspace_bytes} bytes, {planned.scratch_bytes} of them for partial results"),
+        ("attributes", decision.attributes),
+        ("workspace", f"{decision.workspace_bytes} bytes, {decision.scratch_bytes} of them for partial results"),
     ]
-    if planned.reduction is not None:
-        rows.append(("then", f"reduction over KV splits, grid {planned.reduction.grid}"))
-    if planned.lse is not None:
-        rows.append(("then", f"LSE of {planned.lse.values['rows']} rows, grid {planned.lse.grid}"))
+    if decision.reduction is not None:
+        rows.append(("then", f"reduction over KV splits, grid {decision.reduction.grid}"))
+    if decision.lse is not None:
+        rows.append(("then", f"LSE of {decision.lse.values['rows']} rows, grid {decision.lse.grid}"))
     return tuple(rows)
 
 
-def pass_rows(planned: Planned) -> tuple[Row, ...]:
-    """The kernels in the order in which they were looked at; the last one is launched."""
+def pass_rows(decision: Decision) -> tuple[Row, ...]:
+    """The passes of the selection in order; the last one's kernel is launched."""
     return tuple(
-        (number, done.state.tile_q, done.ctas, word_of(MultiCtasMode, done.state.multi_ctas), done.kernel)
-        for number, done in enumerate(planned.selection.passes, 1)
+        (number, done.key.tile_q, done.ctas, word_of(MultiCtasMode, done.key.multi_ctas), done.kernel)
+        for number, done in enumerate(decision.selection.passes, 1)
     )
 
 
-def candidate_rows(planned: Planned) -> tuple[Row, ...]:
-    """The tile sizes that were compared before each pass; none where the first estimate stood."""
+def candidate_rows(decision: Decision) -> tuple[Row, ...]:
+    """The tile sizes compared in each pass."""
     return tuple(
         (number, c.tile_q, "no kernel" if c.cost is None else f"{c.cost:.9g}", c.kernel or "")
-        for number, done in enumerate(planned.selection.passes, 1)
+        for number, done in enumerate(decision.selection.passes, 1)
         for c in done.candidates
     )
 
 
-def tensor_map_rows(planned: Planned) -> tuple[Row, ...]:
-    """Each descriptor that is built."""
+def tensor_map_rows(decision: Decision) -> tuple[Row, ...]:
+    """The TMA descriptors that are built."""
     return tuple(
         (name, s.dtype, _by(s.dims), _by(s.strides), _by(s.box), s.swizzle, f"{s.address:#x}")
-        for name, s in planned.values.items()
+        for name, s in decision.values.items()
         if isinstance(s, TensorMapSpec)
     )
 
 
-def parameter_rows(planned: Planned) -> tuple[Row, ...]:
-    """Each field of the parameter struct but the descriptors, with its meaning."""
+def parameter_rows(decision: Decision) -> tuple[Row, ...]:
+    """The fields of the parameter struct except the descriptors, with their meanings."""
     return tuple(
-        (member.offset, member.name, member.type, _text(member.type, planned.values[member.name]), member.meaning)
+        (member.offset, member.name, member.type, _text(member.type, decision.values[member.name]), member.meaning)
         for member in KERNEL_PARAMS.fields
         if member.type != "CUtensorMap"
     )
@@ -90,15 +90,15 @@ def _because(problem: Problem) -> str:
     return f"{kind}, {group}, up to {problem.max_q} query and {problem.max_kv} KV tokens, batch {problem.batch}"
 
 
-def _tile(planned: Planned) -> str:
-    problem, state = planned.problem, planned.selection.state
-    text = f"{state.tile_q} rows of queries, {state.tile_kv} KV tokens"
+def _tile(decision: Decision) -> str:
+    problem, key = decision.problem, decision.selection.key
+    text = f"{key.tile_q} rows of queries, {key.tile_kv} KV tokens"
     if not problem.is_generation or problem.is_mla:
         return text
     rows = f"{text}; {problem.group} heads x {problem.max_q} tokens share a KV head"
     if problem.max_q == 1:
         return f"{rows}, one token is not compared"
-    compared = any(done.candidates for done in planned.selection.passes)
+    compared = any(done.candidates for done in decision.selection.passes)
     return f"{rows}, {'the cheapest below' if compared else 'the first estimate stands'}"
 
 

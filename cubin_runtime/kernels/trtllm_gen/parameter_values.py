@@ -1,4 +1,4 @@
-"""The values of the 1280-byte parameter struct: what the plan decides, and what each call binds."""
+"""Values of the 1280-byte parameter struct: those that a decision fixes, and those that each call binds."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Mapping
 
 from ...launch.fastmoddiv import FastModDiv
 from ...launch.tensormap import TensorMapSpec
+from .arithmetic import int32
 from .grid import Geometry
 from .params import KERNEL_PARAMS
 from .problem import Bindings, Problem
 from .tensor_maps import TensorMaps
-from .traits import int32
 
-# Descriptor -> the tensor that it describes, by its name in ``TensorMaps`` and in ``Bindings``.
+# TMA descriptor -> the tensor that it describes, as ``TensorMaps`` and ``Bindings`` name it.
 DESCRIPTORS: Mapping[str, str] = {
     "tmaQ_": "query",
     "tmaK_": "key",
@@ -22,7 +22,7 @@ DESCRIPTORS: Mapping[str, str] = {
     "tmaKSf_": "key_scales",
     "tmaVSf_": "value_scales",
 }
-# Other field -> what each call binds to it, by its name in ``Bindings``.
+# Any other field that each call binds -> its slot, an attribute of ``Bindings``.
 _SCALARS: Mapping[str, str] = {
     "ptrO": "out",
     "ptrSfO": "out_scales",
@@ -48,14 +48,15 @@ _SCALARS: Mapping[str, str] = {
     "mStartTokenIdxSfO": "first_out_scale_token",
 }
 SLOTS: Mapping[str, str] = {**DESCRIPTORS, **_SCALARS}
-_NOTHING: Mapping[str, object] = {"CUtensorMap": None, "bool": False, "float": 0.0}
-_UNSET: Mapping[str, object] = {member.name: _NOTHING.get(member.type, 0) for member in KERNEL_PARAMS.fields}
+_EMPTY: Mapping[str, object] = {"CUtensorMap": None, "bool": False, "float": 0.0}
+_UNSET: Mapping[str, object] = {member.name: _EMPTY.get(member.type, 0) for member in KERNEL_PARAMS.fields}
 
 
 def parameter_values(problem: Problem, geometry: Geometry, maps: TensorMaps, bindings: Bindings) -> dict[str, object]:
-    """The value of every field, in the struct's order; descriptors are specs or None, absent pointers 0.
+    """The value of every field, in the struct's order.
 
-    Fields that the reference never sets are zero.
+    Descriptors are specs, or None if they are not built. Null pointers and fields that the reference launcher never
+    sets are 0.
     """
     sage_q, sage_k, sage_p, sage_v = problem.sage_blocks
     decided: dict[str, object] = {
@@ -91,9 +92,9 @@ def parameter_values(problem: Problem, geometry: Geometry, maps: TensorMaps, bin
 
 
 def bound(values: Mapping[str, object], slots: Mapping[str, str], bindings: Bindings) -> dict[str, object]:
-    """The fields in ``slots`` with what ``bindings`` has for them.
+    """The fields named in ``slots`` (field -> attribute of ``Bindings``) with their values in ``bindings``.
 
-    A descriptor in ``values`` moves to the bound address; one that is not built there stays so.
+    A descriptor is the spec in ``values`` moved to the bound address, or left out if there is none.
     """
     found: dict[str, object] = {}
     for field, name in slots.items():

@@ -1,8 +1,7 @@
 """The parameter struct of NVIDIA's trtllm-gen FMHA kernels, release flashinfer-cubin 0.6.13: 1280 bytes.
 
-Offsets were read from the reference launcher as a C++ compiler places them; the size is in each cubin's ELF
-too. The kernels take it by value, padding zero. Lengths are in tokens; a null pointer means that
-the feature is off.
+Offsets are those of the reference launcher, as a C++ compiler places them; each cubin's ELF confirms the size. The
+kernels take the struct by value, with zeros as padding. Lengths are in tokens; a null pointer turns its feature off.
 """
 
 from __future__ import annotations

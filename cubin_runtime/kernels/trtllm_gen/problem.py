@@ -1,18 +1,11 @@
-"""What the planner decides about: one attention call reduced to numbers, words and device addresses."""
+"""One attention call, reduced to what the planner decides about."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .traits import (
-    INT32_MAX,
-    KernelType,
-    MaskType,
-    QkvLayout,
-    SparseType,
-    TileScheduler,
-)
+from .traits import KernelType, MaskType, QkvLayout, SparseType, TileScheduler
 
 _MLA_HEADS = ((576, 512), (320, 256))
 _SPARSE_MLA_HEADS = (512, 512)
@@ -20,16 +13,16 @@ _ADDRESSES = 1 << 64
 
 
 def is_mla(head_dim_qk: int, head_dim_v: int, sparse: bool) -> bool:
-    """Whether these head dimensions mean multi-head latent attention."""
+    """Whether the head dimensions are those of multi-head latent attention."""
     heads = (head_dim_qk, head_dim_v)
     return heads in _MLA_HEADS or (sparse and heads == _SPARSE_MLA_HEADS)
 
 
 class Bindings(NamedTuple):
-    """What may differ between calls that share a plan: device addresses, 0 where there is nothing, and scales.
+    """What may differ between calls that share a plan: device addresses (0: absent) and scales.
 
-    ``counters``, ``softmax_stats`` and ``scratch`` lie in the workspace, ``partial_out`` in the scratch of the chosen
-    kernel. ``device_softmax_scale_log2`` and ``device_output_scale`` are addresses of numbers that replace
+    ``counters``, ``softmax_stats`` and ``scratch`` are addresses in the workspace, ``partial_out`` lies in the scratch.
+    ``device_softmax_scale_log2`` and ``device_output_scale`` are addresses of numbers that replace
     ``softmax_scale_log2`` and ``output_scale``.
     """
 
@@ -64,18 +57,18 @@ class Bindings(NamedTuple):
     first_out_scale_token: int = 0
 
     def with_partial_out(self, offset: int) -> Bindings:
-        """The same with partial outputs ``offset`` bytes into the scratch.
+        """The same bindings with partial outputs at ``offset`` in the scratch.
 
-        Without scratch this is a small number and no address: no kernel without scratch looks at it.
+        Without scratch the result is a small number and no address; kernels without scratch do not read it.
         """
         return self._replace(partial_out=(self.scratch + offset) % _ADDRESSES)
 
 
 @dataclass(frozen=True, slots=True)
 class Strides:
-    """Strides in elements (FP4: in FP4 numbers), narrowed to int32; scales' in elements of the scales.
+    """Strides in elements (FP4: in FP4 numbers), narrowed to int32; for scales in elements of the scales.
 
-    Tuples run from tokens over heads to pages. 0 in ``query`` means that the tensor is taken as contiguous.
+    Tuples are ordered (tokens, heads, pages). Zeros in ``query`` mean a contiguous tensor.
     """
 
     query: tuple[int, int] = (0, 0)
@@ -87,13 +80,13 @@ class Strides:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One call. Lengths count tokens; ``max_q`` and ``max_kv`` are bounds, ``tokens_q`` and ``tokens_kv`` sums.
+    """One call. Lengths are in tokens; ``max_q`` and ``max_kv`` are bounds, ``tokens_q`` and ``tokens_kv`` sums.
 
-    Dtypes are the metadata's words. ``page`` is 0 for KV that is not paged; ``window`` is how many tokens a
-    query sees up to its own, INT32_MAX for all. ``multi_ctas`` lets several CTAs share a sequence's KV.
-    ``sage_blocks`` are the elements that share a SageAttention scale in Q, K, P and V (0: none).
-    ``allows_tile_kv_64`` is an experimental switch of the reference for MLA. ``bindings`` is the only part that
-    no decision depends on, but for whether there is an LSE and a window pool.
+    Dtypes are in the metadata's words. ``page`` is 0 for KV that is not paged; ``window`` is the number of tokens that
+    a query sees, its own included, INT32_MAX for all. ``multi_ctas`` lets several CTAs share a sequence's KV.
+    ``sage_blocks`` are the numbers of elements that share a SageAttention scale in Q, K, P and V (0: none).
+    ``allows_tile_kv_64`` is an experimental switch of the reference launcher for MLA. Of ``bindings``, decisions depend
+    only on the presence of an LSE and of a window pool.
     """
 
     sm: int
@@ -132,27 +125,27 @@ class Problem:
 
     @property
     def scheduler(self) -> TileScheduler:
-        """CTAs that may share KV take one tile each, others walk over several."""
+        """Kernels whose CTAs may share KV are static, others persistent."""
         return TileScheduler.STATIC if self.multi_ctas else TileScheduler.PERSISTENT
 
     @property
     def group(self) -> int:
-        """Query heads that share a KV head."""
+        """Number of query heads per KV head."""
         return self.heads_q // self.heads_kv
 
     @property
     def is_mla(self) -> bool:
-        """Multi-head latent attention."""
+        """Whether the head dimensions are those of multi-head latent attention."""
         return is_mla(self.head_dim_qk, self.head_dim_v, self.sparse != SparseType.NONE)
 
     @property
     def is_generation(self) -> bool:
-        """Decoding, as opposed to context."""
+        """Whether this is decode, as opposed to context (prefill)."""
         return self.kernel_type != KernelType.CONTEXT
 
     @property
     def has_lse(self) -> bool:
-        """Whether the log-sum-exp is wanted."""
+        """Whether the call wants the log-sum-exp."""
         return self.bindings.lse != 0
 
     @property
@@ -161,11 +154,6 @@ class Problem:
         return self.skip_softmax_factor != 0.0
 
     @property
-    def has_window(self) -> bool:
-        """Whether a sliding window is given at all."""
-        return self.window != INT32_MAX
-
-    @property
     def dtypes(self) -> str:
-        """The dtypes as a person reads them: Q/K/V/O."""
+        """The dtypes as text: Q/K/V/O."""
         return f"{self.dtype_q}/{self.dtype_k}/{self.dtype_v}/{self.dtype_o}"

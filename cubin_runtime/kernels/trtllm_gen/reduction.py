@@ -1,4 +1,4 @@
-"""The launches of our kernels that may follow the main one: the reduction over KV splits, and the LSE."""
+"""The launches that may follow the main one, on native kernels: the reduction over KV splits, and the LSE."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ..native.reduction.plan import (
     kv_reduction,
     lse_from_statistics,
 )
+from .errors import PlanRefused
 from .grid import Geometry
 from .problem import Bindings, Problem
-from .refusals import PlanRefused
 from .traits import MultiCtasMode
 
-# Probabilities in e4m3 are scaled by the largest e4m3 number; the main kernels leave that factor in the sums.
+# The main kernels scale e4m3 probabilities by the largest e4m3 number and leave that factor in the sums.
 FP8_SUM_SCALE = 448.0
-# Operation -> field -> what each call binds to it, by its name in ``Bindings``.
+# Operation -> field that each call binds -> its slot, an attribute of ``Bindings``.
 SLOTS: Mapping[str, Mapping[str, str]] = {
     KV_REDUCTION: {
         "out": "out",
@@ -40,10 +40,10 @@ SLOTS: Mapping[str, Mapping[str, str]] = {
 def reduction_after(
     problem: Problem, meta: KernelMeta, geometry: Geometry, tokens_per_cta: int, bindings: Bindings
 ) -> OperationLaunch | None:
-    """The reduction that follows, None where the kernel merges by itself.
+    """The reduction that follows the kernel; None if the kernel merges its splits itself.
 
     Raises:
-        PlanRefused: no reduction exists for these dtypes.
+        PlanRefused: no reduction kernel exists for the dtypes.
     """
     if meta.multi_ctas_kv_mode != MultiCtasMode.SEPARATE_KERNEL:
         return None
@@ -72,7 +72,7 @@ def reduction_after(
 
 
 def lse_after(problem: Problem, bindings: Bindings) -> OperationLaunch | None:
-    """The LSE launch that follows, None where no LSE is wanted."""
+    """The LSE launch that follows; None if the call wants no LSE."""
     if not problem.has_lse:
         return None
     return lse_from_statistics(

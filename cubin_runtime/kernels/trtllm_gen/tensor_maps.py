@@ -1,4 +1,4 @@
-"""The TMA descriptors of a launch, as specs; the driver encodes them later."""
+"""The TMA descriptors of a launch, as specs that the driver encodes later."""
 
 from __future__ import annotations
 
@@ -6,16 +6,11 @@ from dataclasses import dataclass
 
 from ...artifacts.tables.metadata import KernelMeta
 from ...launch.tensormap import TensorMapSpec
+from .arithmetic import INT32_MAX
 from .problem import Problem
-from .traits import (
-    DTYPES,
-    INT32_MAX,
-    Dtype,
-    KernelType,
-    QkvLayout,
-)
+from .traits import DTYPES, Dtype, KernelType, QkvLayout
 
-# A box row is one line of shared memory.
+# Bytes of a box row: one line of shared memory.
 LINE_BYTES = 128
 LONGEST_BOX_ROW = 128
 SCALE_BLOCK = 16
@@ -24,9 +19,9 @@ UNPACKED_DESCRIPTOR = "16u4_align16b"
 
 @dataclass(frozen=True, slots=True)
 class TensorMaps:
-    """One spec a descriptor of the struct, None where it is not built, and two numbers that they decide.
+    """The specs of a launch's descriptors, None for those that are not built, and two numbers derived with them.
 
-    ``tokens_per_cta`` are query tokens of one CTA; ``reshape_factor`` says how many KV rows are folded into one.
+    ``tokens_per_cta`` is the number of query tokens per CTA; ``reshape_factor`` KV rows are folded into one row.
     """
 
     query: TensorMapSpec
@@ -41,7 +36,7 @@ class TensorMaps:
 
 
 def describe_tensors(problem: Problem, meta: KernelMeta) -> TensorMaps:
-    """The descriptors of ``meta`` for a problem."""
+    """The descriptors that ``meta`` takes for a problem."""
     query, tokens = _query(problem, meta)
     kv = _Kv.of(problem, meta)
     at = problem.bindings
@@ -64,7 +59,7 @@ def describe_tensors(problem: Problem, meta: KernelMeta) -> TensorMaps:
 
 
 def _query(problem: Problem, meta: KernelMeta) -> tuple[TensorMapSpec, int]:
-    """Dimensions: head, heads of one KV head in a tile, the other heads, tokens; and the tokens of a CTA."""
+    """Dimensions: head_dim, heads of a group within one tile, remaining heads, tokens. Also the tokens per CTA."""
     dtype = DTYPES[problem.dtype_q]
     grouped = min(meta.tile_q, problem.group) if meta.groups_heads_q else 1
     token_stride, head_stride = problem.strides.query
@@ -90,7 +85,7 @@ def _query(problem: Problem, meta: KernelMeta) -> tuple[TensorMapSpec, int]:
 
 
 def _out(problem: Problem, meta: KernelMeta) -> TensorMapSpec:
-    """Dimensions: head, tokens, KV heads, heads of one KV head, 1. Its elements are those of the query."""
+    """Dimensions: head_dim, tokens, KV heads, heads of a group, 1. The element type is that of the query."""
     dtype = DTYPES[problem.dtype_q]
     width = problem.head_dim_v
     return _tensor_map(
@@ -105,11 +100,10 @@ def _out(problem: Problem, meta: KernelMeta) -> TensorMapSpec:
 
 @dataclass(frozen=True, slots=True)
 class _Kv:
-    """What K, V and their scales have in common.
+    """What the descriptors of K, V and their scales share.
 
-    ``head_dim`` is the larger head dimension as it lies in memory: halved for FP4 that stays packed, whose
-    elements then are bytes. ``unpacked`` FP4 is widened by the copy itself. ``row`` is a box row and
-    ``keys_per_tile`` the KV tokens of a box.
+    ``packing`` is 2 for FP4 that stays packed, whose elements are bytes; ``unpacked`` FP4 is widened by the TMA copy.
+    ``row`` is the number of elements of a box row, ``keys_per_tile`` the number of KV tokens of a box.
     """
 
     largest_head_dim: int
@@ -145,7 +139,7 @@ class _Kv:
         return cls(largest, packing, unpacked, swizzled, row, keys, factor)
 
     def spec(self, problem: Problem, address: int, strides: tuple[int, int, int], *, of_value: bool) -> TensorMapSpec:
-        """Dimensions: head, tokens of a page or all tokens, KV heads, pages."""
+        """Dimensions: head_dim, tokens of a page (or all tokens), KV heads, pages."""
         dtype = DTYPES[problem.dtype_v if of_value else problem.dtype_k]
         token_stride, head_stride, page_stride = strides
         if problem.layout == QkvLayout.PAGED:
@@ -170,14 +164,14 @@ class _Kv:
         )
 
     def token_spec(self, problem: Problem, address: int) -> TensorMapSpec:
-        """Sparse keys: a list of single tokens without an end."""
+        """Sparse keys: an unbounded list of single tokens."""
         dtype = DTYPES[problem.dtype_k]
         width = problem.head_dim_qk
         box = (self.row, 1)
         return _tensor_map(dtype, dtype.descriptor, address, (width, INT32_MAX), (width,), box, swizzled=self.swizzled)
 
     def scales_spec(self, problem: Problem, address: int) -> TensorMapSpec:
-        """Block scales, one byte for 16 numbers, several tokens to a line."""
+        """Block scales: one byte per 16 numbers, several tokens folded into one row."""
         blocks = self.largest_head_dim // SCALE_BLOCK
         factor = max(1, min(LINE_BYTES // max(1, blocks), self.keys_per_tile))
         line = blocks * factor
@@ -210,9 +204,9 @@ def _tensor_map(
     *,
     swizzled: bool = True,
 ) -> TensorMapSpec:
-    """A spec from strides in elements; the swizzle follows from the bytes of a box row."""
+    """A spec from strides in elements; the swizzle follows from the number of bytes in a box row."""
     size = dtype.stride_bytes
-    # Unpacked FP4 spreads over whole lines, whatever its bytes in memory.
+    # Unpacked FP4 fills whole lines of shared memory, whatever its size in global memory.
     row_bytes = LINE_BYTES if descriptor == UNPACKED_DESCRIPTOR else box[0] * size
     swizzle = _swizzle(row_bytes) if swizzled else "none"
     return TensorMapSpec(

@@ -1,18 +1,15 @@
-"""The words of trtllm-gen: enumerations as its metadata numbers them, dtypes, and float32 arithmetic."""
+"""Kernel traits in the words of the trtllm-gen metadata: enumerations, dtypes, and the key of a kernel."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from ctypes import c_float
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import NamedTuple
 
-INT32_MAX = 2**31 - 1
-
 
 class QkvLayout(IntEnum):
-    """How Q, K and V lie in memory."""
+    """Memory layout of Q, K and V."""
 
     SEPARATE = 0
     PACKED = 1
@@ -21,7 +18,7 @@ class QkvLayout(IntEnum):
 
 
 class MaskType(IntEnum):
-    """Which keys a query sees."""
+    """Which keys a query attends to."""
 
     DENSE = 0
     CAUSAL = 1
@@ -30,7 +27,7 @@ class MaskType(IntEnum):
 
 
 class KernelType(IntEnum):
-    """Context kernels, and generation kernels by the order of the operands of their matrix product."""
+    """Context kernels, and decode kernels by the order of their MMA's operands A and B."""
 
     CONTEXT = 0
     GENERATION = 1
@@ -40,14 +37,14 @@ class KernelType(IntEnum):
 
 
 class TileScheduler(IntEnum):
-    """Whether CTAs take one tile each or walk over several."""
+    """Whether each CTA computes one tile or loops over several."""
 
     STATIC = 0
     PERSISTENT = 1
 
 
 class MultiCtasMode(IntEnum):
-    """How several CTAs that share one sequence's KV merge their parts."""
+    """How CTAs that share one sequence's KV merge their partial results."""
 
     DISABLED = 0
     GMEM = 1
@@ -56,7 +53,7 @@ class MultiCtasMode(IntEnum):
 
 
 class SparseType(IntEnum):
-    """Sparse MLA: none, a fixed number of KV tokens a query, or a number for each query."""
+    """Sparse MLA: off, the same number of KV tokens for all queries, or a number per query."""
 
     NONE = 0
     STATIC = 1
@@ -64,10 +61,10 @@ class SparseType(IntEnum):
 
 
 class Policy(Enum):
-    """``REFERENCE`` decides as the recorded launcher does, refusals included.
+    """``REFERENCE`` makes the reference launcher's decisions, errors included.
 
-    ``BEST`` differs in one thing: while tile sizes are compared, a candidate without a kernel is passed over
-    instead of ending the selection.
+    ``BEST`` differs in one point: a tile size without a kernel is skipped in the comparison, where the reference
+    launcher fails.
     """
 
     REFERENCE = "reference"
@@ -76,7 +73,7 @@ class Policy(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Dtype:
-    """An element type: bits, and the word for it in a TMA descriptor (packed FP4 moves as bytes)."""
+    """An element type: its bits and its name in TMA descriptors (packed FP4 is copied as bytes)."""
 
     name: str
     bits: int
@@ -84,7 +81,7 @@ class Dtype:
 
     @property
     def stride_bytes(self) -> int:
-        """Bytes that one element counts for in a stride; packed FP4 strides count bytes already."""
+        """Bytes per element of a stride; strides of packed FP4 are in bytes already."""
         return max(self.bits, 8) // 8
 
 
@@ -98,7 +95,7 @@ DTYPES: Mapping[str, Dtype] = {
         Dtype("e2m1", 4, "uint8"),
     )
 }
-# What tensors say -> what the metadata says; a uint8 tensor holds two FP4 numbers a byte.
+# Dtype of a tensor -> dtype in the metadata; a uint8 tensor holds two FP4 numbers per byte.
 TENSOR_DTYPES: Mapping[str, str] = {
     "float16": "fp16",
     "bfloat16": "bf16",
@@ -109,7 +106,7 @@ TENSOR_DTYPES: Mapping[str, str] = {
 
 
 def word_of(kind: type[IntEnum], value: int) -> str:
-    """A number of an enumeration as a person reads it; one that is not listed stays a number.
+    """The name of an enumeration's value, in lower case; unknown values stay numbers.
 
     >>> word_of(KernelType, 2), word_of(KernelType, 99)
     ('swaps ab', '99')
@@ -119,9 +116,9 @@ def word_of(kind: type[IntEnum], value: int) -> str:
 
 
 class KernelKey(NamedTuple):
-    """What the selection asks for, and what a kernel is found by, within one set of dtypes.
+    """The traits by which a kernel is looked up, for given dtypes.
 
-    ``tokens_per_page`` is 0 for KV that is not paged, 1 for sparse KV, 128 with ``dynamic_page`` for kernels
+    ``tokens_per_page`` is 0 for KV that is not paged, 1 for sparse KV, and 128 with ``dynamic_page`` for kernels
     that take any page of 128 tokens or more.
     """
 
@@ -157,23 +154,3 @@ class KernelKey(NamedTuple):
             *(["skip-softmax"] if self.skips_softmax else []),
         )
         return ", ".join(words)
-
-
-def float32(value: float) -> float:
-    """The nearest float32, as a C cast gives it; too large becomes infinity."""
-    return c_float(value).value
-
-
-def int32(value: int) -> int:
-    """The low 32 bits as a signed number, as a narrowing C cast gives them."""
-    return (value + 0x80000000 & 0xFFFFFFFF) - 0x80000000
-
-
-def ceil_div(dividend: int, divisor: int) -> int:
-    """The quotient rounded up, of non-negative numbers."""
-    return -(-dividend // divisor)
-
-
-def is_power_of_two(value: int) -> bool:
-    """Whether ``value`` is 1, 2, 4, ..."""
-    return value > 0 and value & (value - 1) == 0

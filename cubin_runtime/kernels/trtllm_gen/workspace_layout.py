@@ -1,13 +1,13 @@
-"""The workspace: counters, softmax statistics and scratch, and how many bytes a launch takes of it."""
+"""The workspace of a launch: counters, softmax statistics and scratch, and their sizes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from ...artifacts.tables.metadata import KernelMeta
+from .errors import WorkspaceRefused
 from .grid import Geometry
 from .problem import Problem
-from .refusals import WorkspaceRefused
 from .traits import MultiCtasMode, QkvLayout
 
 ALIGNMENT = 16
@@ -20,7 +20,7 @@ PARTIAL_BYTES = 2
 
 @dataclass(frozen=True, slots=True)
 class Regions:
-    """Device addresses of the parts of a workspace, 0 for one that a call does not need."""
+    """Device addresses of the parts of a workspace; 0 for a part that the call does not need."""
 
     counters: int
     softmax_stats: int
@@ -30,17 +30,17 @@ class Regions:
 def place_regions(
     address: int, nbytes: int, *, counters: bool, stats_rows: tuple[int, int, int] | None, scratch: bool
 ) -> Regions:
-    """Where counters, statistics and scratch begin, in this order; all the rest is scratch.
+    """Place counters, statistics and scratch in a workspace, in this order; the scratch takes the rest.
 
     Args:
-        address: where it begins; rounded up to 16.
-        nbytes: its size from ``address`` on.
-        counters: whether the launch may count finished CTAs. They must be zero before first use.
-        stats_rows: (query heads, batch, max_q) where an LSE is wanted.
-        scratch: whether the launch may merge partial results.
+        address: begin of the workspace; the first part begins at the next multiple of 16.
+        nbytes: size of the workspace.
+        counters: whether to place counters of finished CTAs. They must be zero before first use.
+        stats_rows: (query heads, batch, max_q) if the call wants an LSE.
+        scratch: whether the launch may write partial results.
 
     Raises:
-        WorkspaceRefused: counters or statistics do not fit.
+        WorkspaceRefused: the workspace is too small for counters and statistics.
     """
     begin = _round_up(address, ALIGNMENT)
     place, end = begin, address + nbytes
@@ -55,20 +55,20 @@ def place_regions(
 
 
 def stats_bytes(heads_q: int, batch: int, max_q: int) -> int:
-    """Bytes of the softmax statistics, maximum and sum of each row as float32, and their guard."""
+    """Bytes of the softmax statistics, a float32 maximum and sum per row, with their guard."""
     rows = heads_q * batch * _round_up(max_q, STATS_ROUND_UP)
     return STATS_BYTES_PER_ROW * rows + STATS_GUARD_BYTES
 
 
 def partial_offset(problem: Problem, meta: KernelMeta) -> int:
-    """Where the partial outputs begin in the scratch, in bytes: behind a statistics row a CTA and step."""
+    """Byte offset of the partial outputs in the scratch: behind one row of statistics per multiprocessor and step."""
     return STATS_BYTES_PER_ROW * problem.multiprocessors * meta.step_q
 
 
 def scratch_bytes(problem: Problem, meta: KernelMeta, geometry: Geometry, mode: MultiCtasMode) -> int:
     """Bytes of scratch that a launch writes: statistics and 2-byte partial outputs of every CTA.
 
-    Only merging through global memory uses scratch. The reference launcher never checks this.
+    Only kernels that merge through global memory write scratch. The reference launcher never checks its size.
     """
     if mode not in (MultiCtasMode.GMEM, MultiCtasMode.SEPARATE_KERNEL):
         return 0
@@ -78,7 +78,7 @@ def scratch_bytes(problem: Problem, meta: KernelMeta, geometry: Geometry, mode: 
 
 
 def workspace_bytes(problem: Problem, scratch: int) -> int:
-    """Bytes that a workspace at a multiple of 16 must have: counters, statistics and ``scratch`` bytes."""
+    """Bytes that a workspace at a multiple of 16 needs for counters, statistics and ``scratch`` bytes."""
     fixed = 0
     if problem.is_generation or problem.layout != QkvLayout.PAGED:
         fixed += COUNTER_BYTES

@@ -1,4 +1,4 @@
-"""A plan bound to other addresses is the plan that those addresses would have had."""
+"""Binding other addresses gives the values that a decision for those addresses has."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from trtllm_examples import recorded_cases, recorded_kernels
 
 from cubin_runtime.cli.recorded_cases import occupancy_of, problem_of
+from cubin_runtime.kernels.trtllm_gen.decision import Decision, decide, decide_selected
 from cubin_runtime.kernels.trtllm_gen.parameter_values import SLOTS, bound
-from cubin_runtime.kernels.trtllm_gen.plan import Planned, plan, plan_selected
 from cubin_runtime.kernels.trtllm_gen.problem import Bindings, Problem
 from cubin_runtime.kernels.trtllm_gen.reduction import SLOTS as REDUCTION_SLOTS
 
@@ -29,13 +29,13 @@ EACH = 25
 
 
 @cache
-def plans() -> dict[str, list[Planned]]:
-    """Some recorded cases of each family, planned."""
-    found: dict[str, list[Planned]] = {family: [] for family in FAMILIES}
+def decisions() -> dict[str, list[Decision]]:
+    """Decisions about some recorded cases of each family."""
+    found: dict[str, list[Decision]] = {family: [] for family in FAMILIES}
     for record in recorded_cases():
         case = record["case"]
         if record["ok"] and len(found.get(case["family"], [None] * EACH)) < EACH:
-            found[case["family"]].append(plan(problem_of(case), recorded_kernels(), occupancy_of(case)))
+            found[case["family"]].append(decide(problem_of(case), recorded_kernels(), occupancy_of(case)))
     return found
 
 
@@ -47,28 +47,31 @@ def elsewhere(problem: Problem) -> Problem:
     return replace(problem, bindings=moved._replace(**scales))
 
 
-def pairs(family: str) -> Iterator[tuple[Planned, Planned, Bindings]]:
-    """Plans, the plans that other addresses would have had, and those."""
-    for planned in plans()[family]:
-        problem = elsewhere(planned.problem)
-        bindings = problem.bindings.with_partial_out(planned.partial_offset)
-        yield planned, plan_selected(problem, planned.selection), bindings
+def pairs(family: str) -> Iterator[tuple[Decision, Decision, Bindings]]:
+    """Decisions, those that other addresses would have had, and these addresses."""
+    for decision in decisions()[family]:
+        problem = elsewhere(decision.problem)
+        bindings = problem.bindings.with_partial_out(decision.partial_offset)
+        yield decision, decide_selected(problem, decision.selection), bindings
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bound_values_are_those_of_a_fresh_plan(family: str) -> None:
-    for planned, fresh, bindings in pairs(family):
-        assert {**planned.values, **bound(planned.values, SLOTS, bindings)} == fresh.values
+def test_bound_values_are_those_of_a_fresh_decision(family: str) -> None:
+    for decision, fresh, bindings in pairs(family):
+        assert {**decision.values, **bound(decision.values, SLOTS, bindings)} == fresh.values
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_follows_is_bound_along(family: str) -> None:
-    for planned, fresh, bindings in pairs(family):
-        for ours, theirs in zip(planned.following, fresh.following, strict=True):
+    for decision, fresh, bindings in pairs(family):
+        for ours, theirs in zip(decision.following, fresh.following, strict=True):
             values = {**ours.values, **bound(ours.values, REDUCTION_SLOTS[ours.operation], bindings)}
             assert replace(ours, values=values) == theirs
 
 
 def test_a_descriptor_that_is_not_built_is_not_bound() -> None:
-    (planned, *_) = plans()["mla_decode"]
-    assert set(planned.values) - set(bound(planned.values, SLOTS, planned.problem.bindings)) >= {"tmaKSf_", "tmaVSf_"}
+    (decision, *_) = decisions()["mla_decode"]
+    assert set(decision.values) - set(bound(decision.values, SLOTS, decision.problem.bindings)) >= {
+        "tmaKSf_",
+        "tmaVSf_",
+    }

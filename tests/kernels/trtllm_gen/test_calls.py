@@ -8,11 +8,12 @@ import pytest
 from cubin_runtime.attention import TensorView
 from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.trtllm_gen.arguments import Device, OutScales, Sage, Scale
+from cubin_runtime.kernels.trtllm_gen.arithmetic import INT32_MAX
 from cubin_runtime.kernels.trtllm_gen.call import Call
 from cubin_runtime.kernels.trtllm_gen.calls import ContextCall, DecodeCall, RaggedCall, TwoPoolCall
+from cubin_runtime.kernels.trtllm_gen.errors import ARGUMENT, CHECK, ArgumentRefused, PlanRefused, WorkspaceRefused
 from cubin_runtime.kernels.trtllm_gen.problem import Problem
-from cubin_runtime.kernels.trtllm_gen.refusals import ARGUMENT, CHECK, ArgumentRefused, PlanRefused, WorkspaceRefused
-from cubin_runtime.kernels.trtllm_gen.traits import INT32_MAX, KernelType, MaskType, SparseType, TileScheduler
+from cubin_runtime.kernels.trtllm_gen.traits import KernelType, MaskType, SparseType, TileScheduler
 from cubin_runtime.kernels.trtllm_gen.workspace_layout import COUNTER_BYTES
 
 

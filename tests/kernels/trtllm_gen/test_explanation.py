@@ -5,14 +5,14 @@ from trtllm_examples import recorded_kernels
 from cubin_runtime.cli.example_case import Shapes, case_of
 from cubin_runtime.cli.recorded_cases import occupancy_of, problem_of
 from cubin_runtime.kernels.trtllm_gen import explanation
-from cubin_runtime.kernels.trtllm_gen.plan import plan
+from cubin_runtime.kernels.trtllm_gen.decision import decide
 
 MLA = {"heads_q": 128, "heads_kv": 1, "head_dim": 576, "head_dim_v": 512}
 
 
 def explained(**shapes):
     case = case_of(Shapes(**shapes))
-    return plan(problem_of(case), recorded_kernels(), occupancy_of(case))
+    return decide(problem_of(case), recorded_kernels(), occupancy_of(case))
 
 
 def test_an_explanation_names_the_kernel_and_the_grid() -> None:

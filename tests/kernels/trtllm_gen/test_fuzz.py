@@ -14,12 +14,13 @@ from trtllm_examples import PROBLEM, ROW, finder, named, recorded_cases, recorde
 
 from cubin_runtime.artifacts.tables.metadata import KernelMeta
 from cubin_runtime.cli.example_case import DTYPES, Shapes, case_of
-from cubin_runtime.cli.recorded_decisions import decide
+from cubin_runtime.cli.recorded_decisions import record_of_case
 from cubin_runtime.errors import CubinRuntimeError, UsageError
-from cubin_runtime.kernels.trtllm_gen.kernels import KernelFinder
-from cubin_runtime.kernels.trtllm_gen.plan import Planned, plan
+from cubin_runtime.kernels.trtllm_gen.arithmetic import INT32_MAX
+from cubin_runtime.kernels.trtllm_gen.decision import Decision, decide
+from cubin_runtime.kernels.trtllm_gen.kernel_finder import KernelFinder
 from cubin_runtime.kernels.trtllm_gen.select import MAX_PASSES
-from cubin_runtime.kernels.trtllm_gen.traits import INT32_MAX, KernelType, MaskType, Policy, QkvLayout, SparseType
+from cubin_runtime.kernels.trtllm_gen.traits import KernelType, MaskType, Policy, QkvLayout, SparseType
 from cubin_runtime.launch.tensormap import TensorMapError, TensorMapSpec
 
 EDGES = [0, 1, 2, 7, 8, 16, 31, 32, 64, 127, 128, 256, 512, 576, 1000, 4096, 65536, INT32_MAX]
@@ -79,12 +80,12 @@ rows = st.lists(
 )
 
 
-def planned_or_refused(problem, kernels: KernelFinder, clusters: int, policy: Policy) -> Planned | None:
+def planned_or_refused(problem, kernels: KernelFinder, clusters: int, policy: Policy) -> Decision | None:
     def occupancy(meta: KernelMeta, cluster: int, grid: tuple[int, int, int]) -> int:
         return clusters
 
     try:
-        return plan(problem, kernels, occupancy, policy)
+        return decide(problem, kernels, occupancy, policy)
     except UsageError:  # refused, or of a size that no cluster has
         return None
 
@@ -166,4 +167,4 @@ def test_a_case_with_one_wild_value_is_decided_or_refused_by_name(data, value, p
     holder = data.draw(st.sampled_from([case, case["scalars"], case["tensors"], *case["tensors"].values()]))
     holder[data.draw(st.sampled_from(sorted(holder)))] = value
     with suppress(CubinRuntimeError):
-        decide(case, recorded_kernels(), policy)
+        record_of_case(case, recorded_kernels(), policy)

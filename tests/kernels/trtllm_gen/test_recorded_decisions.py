@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from trtllm_examples import recorded_cases, recorded_kernels
 
-from cubin_runtime.cli.recorded_decisions import decide
+from cubin_runtime.cli.recorded_decisions import record_of_case
 from cubin_runtime.kernels.trtllm_gen.traits import Policy
 
 KEYS = (
@@ -44,13 +44,13 @@ FAMILIES = {
 def decisions() -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
     """Each record with our decision by the reference's policy."""
     kernels = recorded_kernels()
-    return [(record, decide(record["case"], kernels, Policy.REFERENCE)) for record in recorded_cases()]
+    return [(record, record_of_case(record["case"], kernels, Policy.REFERENCE)) for record in recorded_cases()]
 
 
 @cache
 def best_decisions() -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
     kernels = recorded_kernels()
-    return [(record, decide(record["case"], kernels, Policy.BEST)) for record in recorded_cases()]
+    return [(record, record_of_case(record["case"], kernels, Policy.BEST)) for record in recorded_cases()]
 
 
 def test_all_families_are_there() -> None:

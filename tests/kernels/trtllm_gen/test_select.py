@@ -5,15 +5,15 @@ from dataclasses import replace
 import pytest
 from trtllm_examples import MLA, PROBLEM, ROW, SPARSE_MLA, decode_rows, finder, named, never_asked, room_for
 
-from cubin_runtime.kernels.trtllm_gen.kernels import KernelSet
-from cubin_runtime.kernels.trtllm_gen.refusals import MISSING_FIRST, MISSING_LATER, KernelMissing, PlanRefused
+from cubin_runtime.kernels.trtllm_gen.errors import MISSING_FIRST, MISSING_LATER, KernelMissing, PlanRefused
+from cubin_runtime.kernels.trtllm_gen.kernel_finder import KernelSet
 from cubin_runtime.kernels.trtllm_gen.select import (
     MAX_PASSES,
     check_key,
-    dense_mla_state,
-    first_state,
+    dense_mla_key,
+    first_key,
     select,
-    sparse_mla_state,
+    sparse_mla_key,
     with_page,
     with_window,
 )
@@ -32,11 +32,11 @@ def choose(problem, rows, occupancy=never_asked, policy: Policy = Policy.REFEREN
 
 
 def settled(problem):
-    return dense_mla_state(problem, first_state(problem))
+    return dense_mla_key(problem, first_key(problem))
 
 
 def sparse(problem):
-    return sparse_mla_state(problem, first_state(problem))
+    return sparse_mla_key(problem, first_key(problem))
 
 
 @pytest.mark.parametrize(
@@ -52,12 +52,12 @@ def sparse(problem):
     ],
 )
 def test_kernels_are_found_by_page(changed, expected) -> None:
-    state = with_page(replace(PROBLEM, **changed), first_state(PROBLEM))
-    assert (state.tokens_per_page, state.dynamic_page) == expected
+    key = with_page(replace(PROBLEM, **changed), first_key(PROBLEM))
+    assert (key.tokens_per_page, key.dynamic_page) == expected
 
 
 def test_sparse_kv_has_pages_of_one_token() -> None:
-    assert with_page(SPARSE_MLA, first_state(SPARSE_MLA)).tokens_per_page == 1
+    assert with_page(SPARSE_MLA, first_key(SPARSE_MLA)).tokens_per_page == 1
 
 
 @pytest.mark.parametrize("page", [0, 3, 48, 192, 384])
@@ -69,11 +69,11 @@ def test_a_page_that_is_no_power_of_two_is_refused(page: int) -> None:
 @pytest.mark.parametrize("change", [{"tile_q": 24}, {"tile_q": 256}, {"tile_q": 0}, {"tile_kv": 96}])
 def test_a_tile_that_no_table_has_is_refused_before_the_lookup(change) -> None:
     with pytest.raises(PlanRefused, match="tile"):
-        check_key(first_state(PROBLEM)._replace(**change))
+        check_key(first_key(PROBLEM)._replace(**change))
 
 
 def test_kv_beyond_the_window_masks_a_window() -> None:
-    assert with_window(replace(PROBLEM, max_kv=129, window=128), first_state(PROBLEM)).mask == 2
+    assert with_window(replace(PROBLEM, max_kv=129, window=128), first_key(PROBLEM)).mask == 2
 
 
 @pytest.mark.parametrize(
@@ -87,18 +87,18 @@ def test_kv_beyond_the_window_masks_a_window() -> None:
 )
 def test_other_masks_stay(changed) -> None:
     problem = replace(PROBLEM, **changed)
-    assert with_window(problem, first_state(problem)).mask == problem.mask
+    assert with_window(problem, first_key(problem)).mask == problem.mask
 
 
 def test_generation_masks_a_window_even_from_dense() -> None:
     problem = replace(PROBLEM, mask=MaskType.DENSE, max_kv=129, window=128)
-    assert with_window(problem, first_state(problem)).mask == MaskType.SLIDING_OR_CHUNKED_CAUSAL
+    assert with_window(problem, first_key(problem)).mask == MaskType.SLIDING_OR_CHUNKED_CAUSAL
 
 
 @pytest.mark.parametrize(("heads", "tile"), [(1, 8), (8, 8), (16, 16), (32, 16)])
 def test_mla_of_few_heads_has_low_latency(heads: int, tile: int) -> None:
-    state = settled(replace(MLA, heads_q=heads, batch=1000, max_kv=10**6))
-    assert (state.kernel_type, state.tile_q) == (KernelType.SWAPS_AB, tile)
+    key = settled(replace(MLA, heads_q=heads, batch=1000, max_kv=10**6))
+    assert (key.kernel_type, key.tile_q) == (KernelType.SWAPS_AB, tile)
 
 
 @pytest.mark.parametrize(
@@ -115,8 +115,8 @@ def test_mla_of_many_heads_has_low_latency_while_splits_stay_short(changed, kind
 
 
 def test_high_throughput_reduces_in_a_separate_kernel() -> None:
-    state = settled(replace(MLA, heads_q=64, batch=100))
-    assert (state.tile_q, state.multi_ctas, state.two_cta) == (64, MultiCtasMode.SEPARATE_KERNEL, False)
+    key = settled(replace(MLA, heads_q=64, batch=100))
+    assert (key.tile_q, key.multi_ctas, key.two_cta) == (64, MultiCtasMode.SEPARATE_KERNEL, False)
 
 
 def test_high_throughput_without_splits_stays_without() -> None:
@@ -124,8 +124,8 @@ def test_high_throughput_without_splits_stays_without() -> None:
 
 
 def test_128_heads_run_on_two_ctas() -> None:
-    state = settled(replace(MLA, heads_q=128, batch=100))
-    assert (state.two_cta, state.head_dim_per_cta_v) == (True, 256)
+    key = settled(replace(MLA, heads_q=128, batch=100))
+    assert (key.two_cta, key.head_dim_per_cta_v) == (True, 256)
 
 
 def test_mla_refuses_a_window_that_hides_kv() -> None:
@@ -143,8 +143,8 @@ def test_mla_refuses_a_window_that_hides_kv() -> None:
     ],
 )
 def test_sparse_mla_halves_its_tile_while_the_gpu_has_room(changed, tile) -> None:
-    state = sparse(replace(SPARSE_MLA, **changed))
-    assert (state.kernel_type, state.tile_q, state.tile_kv) == (KernelType.SWAPS_AB, tile, 128)
+    key = sparse(replace(SPARSE_MLA, **changed))
+    assert (key.kernel_type, key.tile_q, key.tile_kv) == (KernelType.SWAPS_AB, tile, 128)
 
 
 @pytest.mark.parametrize(
@@ -157,8 +157,8 @@ def test_sparse_mla_halves_its_tile_while_the_gpu_has_room(changed, tile) -> Non
     ],
 )
 def test_sparse_mla_runs_on_two_ctas_where_it_fills_the_gpu(changed, two_cta) -> None:
-    state = sparse(replace(SPARSE_MLA, **changed))
-    assert (state.kernel_type, state.two_cta) == (KernelType.KEEPS_AB, two_cta)
+    key = sparse(replace(SPARSE_MLA, **changed))
+    assert (key.kernel_type, key.two_cta) == (KernelType.KEEPS_AB, two_cta)
 
 
 @pytest.mark.parametrize(("heads", "tile"), [(64, 8), (128, 16), (512, 16)])
@@ -177,7 +177,7 @@ def test_wide_values_are_halved_where_the_operands_are_kept() -> None:
 
 def test_a_long_sequence_ends_on_a_cluster() -> None:
     selection = choose(PROBLEM, decode_rows(), room_for(8))
-    assert [MultiCtasMode(done.state.multi_ctas) for done in selection.passes] == [1, 3]
+    assert [MultiCtasMode(done.key.multi_ctas) for done in selection.passes] == [1, 3]
     assert (selection.meta.multi_ctas_kv_mode, selection.left_cluster) == (3, False)
 
 
@@ -213,7 +213,7 @@ def test_a_missing_kernel_is_named_by_all_that_was_asked() -> None:
 
 
 def test_a_number_that_no_enumeration_lists_is_printed_as_it_is() -> None:
-    assert str(first_state(PROBLEM)._replace(mask=99, kernel_type=-1, sparse=7)).startswith("paged, 99, -1, static")
+    assert str(first_key(PROBLEM)._replace(mask=99, kernel_type=-1, sparse=7)).startswith("paged, 99, -1, static")
 
 
 def test_no_kernel_of_another_model_is_taken() -> None:
@@ -226,8 +226,8 @@ def test_a_kernel_that_always_asks_for_another_ends_the_selection(monkeypatch: p
 
     lay_out = module.lay_out
 
-    def restless(problem, meta, state, *, allows_cga):
-        return replace(lay_out(problem, meta, state, allows_cga=allows_cga), asks_for=state)
+    def restless(problem, meta, key, *, allows_cga):
+        return replace(lay_out(problem, meta, key, allows_cga=allows_cga), next_key=key)
 
     monkeypatch.setattr(module, "lay_out", restless)
     with pytest.raises(PlanRefused, match=f"not settled after {MAX_PASSES} passes"):
@@ -236,18 +236,18 @@ def test_a_kernel_that_always_asks_for_another_ends_the_selection(monkeypatch: p
 
 def test_a_kernel_for_the_very_model_comes_before_the_family() -> None:
     rows = named([ROW, replace(ROW, sm="103"), replace(ROW, sm="100")])
-    key = first_state(PROBLEM)._replace(kernel_type=KernelType.SWAPS_AB, tile_q=16, tokens_per_page=32)
+    key = first_key(PROBLEM)._replace(kernel_type=KernelType.SWAPS_AB, tile_q=16, tokens_per_page=32)
     kernels = finder(*rows)
     assert [kernels.for_problem(replace(PROBLEM, sm=sm)).find(key).sm for sm in (100, 103)] == ["100", "103"]
 
 
 def test_the_family_stands_in_for_the_model() -> None:
-    key = first_state(PROBLEM)._replace(kernel_type=KernelType.SWAPS_AB, tile_q=16, tokens_per_page=32)
+    key = first_key(PROBLEM)._replace(kernel_type=KernelType.SWAPS_AB, tile_q=16, tokens_per_page=32)
     assert finder(ROW).for_problem(PROBLEM).find(key) == ROW
 
 
 def test_sage_blocks_are_part_of_what_a_kernel_is_found_by() -> None:
-    key = first_state(PROBLEM)._replace(kernel_type=KernelType.SWAPS_AB, tile_q=16, tokens_per_page=32)
+    key = first_key(PROBLEM)._replace(kernel_type=KernelType.SWAPS_AB, tile_q=16, tokens_per_page=32)
     assert finder(ROW).for_problem(replace(PROBLEM, sage_blocks=(1, 4, 0, 1))).find(key) is None
 
 
@@ -255,7 +255,7 @@ def test_a_page_in_the_name_is_no_dynamic_page() -> None:
     rows = named(
         [replace(ROW, tokens_per_page=128, symbol="fmhaSm100fKernel_P128V"), replace(ROW, tokens_per_page=128)]
     )
-    key = first_state(PROBLEM)._replace(kernel_type=KernelType.SWAPS_AB, tile_q=16, tokens_per_page=128)
+    key = first_key(PROBLEM)._replace(kernel_type=KernelType.SWAPS_AB, tile_q=16, tokens_per_page=128)
     found: KernelSet = finder(*rows).for_problem(PROBLEM)
     assert [found.find(key._replace(dynamic_page=any_page)) for any_page in (False, True)] == rows
 

@@ -6,10 +6,11 @@ import pytest
 from trtllm_examples import PROBLEM, ROW, SPARSE_MLA, recorded_cases, recorded_kernels
 
 from cubin_runtime.cli.recorded_cases import occupancy_of, problem_of
-from cubin_runtime.kernels.trtllm_gen.plan import plan
+from cubin_runtime.kernels.trtllm_gen.arithmetic import INT32_MAX
+from cubin_runtime.kernels.trtllm_gen.decision import decide
 from cubin_runtime.kernels.trtllm_gen.problem import Bindings, Strides
 from cubin_runtime.kernels.trtllm_gen.tensor_maps import describe_tensors
-from cubin_runtime.kernels.trtllm_gen.traits import INT32_MAX, KernelType, Policy, QkvLayout
+from cubin_runtime.kernels.trtllm_gen.traits import KernelType, Policy, QkvLayout
 from cubin_runtime.launch.tensormap import TensorMapSpec
 
 FP8 = replace(PROBLEM, dtype_q="e4m3", dtype_k="e4m3", dtype_v="e4m3")
@@ -159,8 +160,8 @@ def test_every_recorded_descriptor_keeps_the_rules_of_the_driver() -> None:
     specs = set()
     for record in recorded_cases():
         if record["ok"]:
-            planned = plan(problem_of(record["case"]), recorded_kernels(), occupancy_of(record["case"]), Policy.BEST)
-            specs |= {value for value in planned.values.values() if isinstance(value, TensorMapSpec)}
+            decision = decide(problem_of(record["case"]), recorded_kernels(), occupancy_of(record["case"]), Policy.BEST)
+            specs |= {value for value in decision.values.values() if isinstance(value, TensorMapSpec)}
     assert len(specs) > 5000
     for spec in specs:
         spec.check()

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from trtllm_examples import PROBLEM, ROW
 
+from cubin_runtime.kernels.trtllm_gen.errors import WorkspaceRefused
 from cubin_runtime.kernels.trtllm_gen.grid import Geometry
-from cubin_runtime.kernels.trtllm_gen.refusals import WorkspaceRefused
 from cubin_runtime.kernels.trtllm_gen.traits import MultiCtasMode
 from cubin_runtime.kernels.trtllm_gen.workspace_layout import (
     COUNTER_BYTES,

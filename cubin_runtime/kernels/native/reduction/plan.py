@@ -1,4 +1,4 @@
-"""The two kernels behind a trtllm-gen launch: grids and launches of the reduction over KV splits and of the LSE."""
+"""Launches of the two kernels that follow a trtllm-gen kernel: the reduction over KV splits, and the LSE."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ REDUCTION_SLICE_BYTES = CONSTANTS.reduction_threads * CONSTANTS.reduction_values
 
 @dataclass(frozen=True, slots=True)
 class OperationLaunch:
-    """One launch of whichever kernel does ``operation`` and has ``traits``.
+    """A launch of the kernel that performs ``operation`` with ``traits``.
 
-    ``values`` are all fields of its struct, null pointers 0; ``pdl`` lets it start before the kernel in front of it
-    has ended.
+    ``values`` are all fields of its struct, null pointers 0. ``pdl`` lets it start before the previous kernel has
+    ended.
     """
 
     operation: str
@@ -34,7 +34,7 @@ class OperationLaunch:
     pdl: bool
 
     def launch_plan(self, kernel: NativeKernel, path: ArtifactPath, sha256: str, layout: StructLayout) -> LaunchPlan:
-        """The launch on ``kernel``, whose cubin lies at ``path``."""
+        """The launch of ``kernel``, whose cubin lies at ``path`` and has the digest ``sha256``."""
         return LaunchPlan(
             kernel=kernel.name,
             symbol=kernel.symbol,
@@ -53,9 +53,10 @@ class OperationLaunch:
 def kv_reduction(
     values: Mapping[str, Any], traits: Mapping[str, str], *, batch: int, multiprocessors: int, pdl: bool
 ) -> OperationLaunch:
-    """Merge the partial results of CTAs that shared KV; ``values`` lacks ``ctas_per_tile``, which follows here.
+    """Merge the partial results of CTAs that shared a sequence's KV.
 
-    So many CTAs share a tile that two of them fill each multiprocessor, but each has a slice of its own.
+    ``values`` are all fields but ``ctas_per_tile``: as many CTAs share a tile as fill each multiprocessor twice, but at
+    most one per slice of the tile.
     """
     tile_ctas = values["heads_q"] // values["heads_per_cta"] * values["value_ctas"]
     slices = values["head_dim"] * 2 * values["tile_q"] // REDUCTION_SLICE_BYTES
@@ -70,7 +71,7 @@ def kv_reduction(
 def lse_from_statistics(
     tokens: int, heads_q: int, strides: tuple[int, int], statistics: int, lse: int, *, pdl: bool = False
 ) -> OperationLaunch:
-    """Turn maximum and sum of each row into its LSE, base 2; ``strides`` are those of tokens and heads in the LSE."""
+    """Compute the base-2 LSE from the maximum and sum of each row; ``strides`` are the LSE's, of tokens and heads."""
     rows = tokens * heads_q
     threads = min(CONSTANTS.lse_threads, 1 << max(0, rows - 1).bit_length())
     values = {

@@ -1,4 +1,4 @@
-"""Which of our kernels does an operation on a GPU."""
+"""Selection of a native kernel by operation, traits and GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ....errors import UsageError
 
 
 def choose_kernel(kernels: Iterable[NativeKernel], operation: str, traits: Mapping[str, str], sm: int) -> NativeKernel:
-    """Our kernel for an operation that runs on compute capability ``sm`` (100, 103, 90).
+    """The native kernel for ``operation`` that runs on compute capability ``sm`` (90, 100, 103), the newest one first.
 
     Raises:
         UsageError: the release has none.

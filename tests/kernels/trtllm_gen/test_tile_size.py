@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from trtllm_examples import PROBLEM, ROW, decode_rows, finder, never_asked, room_for
 
+from cubin_runtime.kernels.trtllm_gen.errors import MISSING_LATER, KernelMissing
 from cubin_runtime.kernels.trtllm_gen.grid import Geometry
-from cubin_runtime.kernels.trtllm_gen.refusals import MISSING_LATER, KernelMissing
-from cubin_runtime.kernels.trtllm_gen.select import Selection, first_state, select
-from cubin_runtime.kernels.trtllm_gen.tiles import (
+from cubin_runtime.kernels.trtllm_gen.select import Selection, first_key, select
+from cubin_runtime.kernels.trtllm_gen.tile_size import (
     MAIN_COST,
     MERGE_COST,
     Candidate,
@@ -93,10 +93,10 @@ def test_a_tile_below_the_group_is_no_candidate() -> None:
 
 
 def test_of_equal_costs_the_larger_tile_is_taken() -> None:
-    state = first_state(FEW)._replace(tile_q=16, kernel_type=KernelType.SWAPS_AB)
+    key = first_key(FEW)._replace(tile_q=16, kernel_type=KernelType.SWAPS_AB)
     layouts = {16: Geometry((1, 1, 1), 1, 1, 1, 1, None), 8: Geometry((149, 1, 1), 1, 1, 1, 1, None)}
     problem = replace(FEW, heads_q=8, max_kv=1)
-    choice = choose_tile(problem, state, lambda probed: (replace(ROW, step_kv=1), layouts[probed.tile_q]))
+    choice = choose_tile(problem, key, lambda probed: (replace(ROW, step_kv=1), layouts[probed.tile_q]))
     assert choice.tile_q == 16
 
 
@@ -114,13 +114,13 @@ def test_each_candidate_is_priced_by_its_own_kernel() -> None:
 
 def test_what_laying_out_one_candidate_changes_carries_over_to_the_next() -> None:
     asked = []
-    changed = first_state(FEW)._replace(multi_ctas=MultiCtasMode.CGA)
+    changed = first_key(FEW)._replace(multi_ctas=MultiCtasMode.CGA)
 
-    def probe(state):
-        asked.append(state.multi_ctas)
+    def probe(key):
+        asked.append(key.multi_ctas)
         return ROW, Geometry((1, 1, 1), 1, 1, 2, 1, changed)
 
-    choose_tile(FEW, first_state(FEW)._replace(tile_q=32, kernel_type=KernelType.SWAPS_AB), probe)
+    choose_tile(FEW, first_key(FEW)._replace(tile_q=32, kernel_type=KernelType.SWAPS_AB), probe)
     assert asked == [MultiCtasMode.GMEM, MultiCtasMode.CGA, MultiCtasMode.CGA]
 
 
@@ -150,8 +150,8 @@ def test_our_policy_still_refuses_where_no_candidate_has_a_kernel() -> None:
 
 
 def test_nothing_priced_leaves_the_first_estimate() -> None:
-    state = first_state(FEW)._replace(tile_q=64, kernel_type=KernelType.KEEPS_AB)
-    choice = choose_tile(FEW, state, lambda probed: None)
+    key = first_key(FEW)._replace(tile_q=64, kernel_type=KernelType.KEEPS_AB)
+    choice = choose_tile(FEW, key, lambda probed: None)
     assert (choice.tile_q, choice.kernel_type) == (64, KernelType.KEEPS_AB)
     assert [c.cost for c in choice.candidates] == [None] * 3
 

@@ -1,6 +1,6 @@
-"""The tile of grouped query tokens and heads: a model of the time that each size takes.
+"""The tile size of grouped query tokens and heads, chosen by a cost model.
 
-All arithmetic is float32, each operation rounded, in the order written.
+The model computes in float32 and rounds after each operation, in the order written here.
 """
 
 from __future__ import annotations
@@ -9,29 +9,25 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ...artifacts.tables.metadata import KernelMeta
+from .arithmetic import ceil_div, float32
 from .grid import Geometry
 from .problem import Problem
-from .traits import (
-    KernelKey,
-    KernelType,
-    ceil_div,
-    float32,
-)
+from .traits import KernelKey, KernelType
 
 SIZES = (128, 64, 32, 16, 8)
 SMALLEST_KEEPING = 64
-# Cost of one KV token in the main loop, and of one merge, relative to the smallest tile.
+# Cost of one KV token in the main loop, and of one merge, relative to the smallest tile size.
 MAIN_COST: Mapping[int, float] = {t: float32(c) for t, c in zip(SIZES, (2.2, 1.68, 1.48, 1.2, 1.0), strict=True)}
 MERGE_COST: Mapping[int, float] = {t: float32(c) for t, c in zip(SIZES, (1.32, 1.2, 1.08, 1.03, 1.0), strict=True)}
 MERGED_TOKENS = 128
 
-# Finds the kernel of a state and lays it out; None where the policy passes over a state without a kernel.
+# key -> its kernel and grid, or None if the policy skips a key without a kernel.
 Probe = Callable[[KernelKey], tuple[KernelMeta, Geometry] | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One tile size that was looked at; ``cost`` is None where there is no kernel for it."""
+    """One tile size that was compared; ``kernel`` and ``cost`` are None if no kernel has it."""
 
     tile_q: int
     kernel: str | None
@@ -40,7 +36,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class TileChoice:
-    """The tile size taken, and what it was compared with (nothing where the first estimate stands)."""
+    """The chosen tile size and the candidates compared; there are none if the first estimate stands."""
 
     tile_q: int
     kernel_type: KernelType
@@ -48,7 +44,7 @@ class TileChoice:
 
 
 def kernel_type_of(tile_q: int) -> KernelType:
-    """Tiles of 64 and more keep the order of the operands, smaller ones swap it."""
+    """Tiles of 64 rows and more keep the MMA's A and B, smaller ones swap them."""
     return KernelType.KEEPS_AB if tile_q >= SMALLEST_KEEPING else KernelType.SWAPS_AB
 
 
@@ -58,7 +54,7 @@ def largest_tile(grouped: int) -> int:
 
 
 def modelled_cost(tile_q: int, meta: KernelMeta, geometry: Geometry, problem: Problem) -> float:
-    """Relative time of a launch: main loop and merge of one CTA, times the waves of CTAs."""
+    """Relative time of a launch: main loop and merge of one CTA, times the number of waves."""
     steps = ceil_div(ceil_div(problem.max_kv, meta.step_kv), geometry.ctas_kv)
     tokens = float32(steps * meta.step_kv)
     main = float32(MAIN_COST[tile_q] * tokens)
@@ -67,17 +63,17 @@ def modelled_cost(tile_q: int, meta: KernelMeta, geometry: Geometry, problem: Pr
     return float32(float32(main + merge) * float32(waves))
 
 
-def choose_tile(problem: Problem, state: KernelKey, probe: Probe) -> TileChoice:
-    """The cheapest tile up to that of ``state``; of equal ones the largest.
+def choose_tile(problem: Problem, key: KernelKey, probe: Probe) -> TileChoice:
+    """The cheapest tile size up to that of ``key``; the largest of equally cheap ones.
 
-    What laying a candidate out changes in the multi-CTA mode and the scheduler carries over to the next one:
-    the reference compares them so.
+    The multi-CTA mode and scheduler that the grid of one candidate suggests carry over to the next candidate, as in
+    the reference launcher.
     """
-    default = TileChoice(state.tile_q, KernelType(state.kernel_type), ())
-    first = probe(state)
+    default = TileChoice(key.tile_q, KernelType(key.kernel_type), ())
+    first = probe(key)
     if first is not None:
         _, geometry = first
-        state = geometry.asks_for or state
+        key = geometry.next_key or key
         if geometry.ctas * 2 > problem.multiprocessors:
             return default
     if default.tile_q <= SIZES[-1]:
@@ -87,13 +83,13 @@ def choose_tile(problem: Problem, state: KernelKey, probe: Probe) -> TileChoice:
     for tile_q in SIZES:
         if tile_q > default.tile_q or tile_q < problem.group:
             continue
-        state = state._replace(tile_q=tile_q, kernel_type=kernel_type_of(tile_q))
-        found = probe(state)
+        key = key._replace(tile_q=tile_q, kernel_type=kernel_type_of(tile_q))
+        found = probe(key)
         if found is None:
             candidates.append(Candidate(tile_q, None, None))
             continue
         meta, geometry = found
-        state = geometry.asks_for or state
+        key = geometry.next_key or key
         cost = modelled_cost(tile_q, meta, geometry, problem)
         candidates.append(Candidate(tile_q, meta.symbol, cost))
         if cost < lowest:

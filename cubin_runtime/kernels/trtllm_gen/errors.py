@@ -1,4 +1,4 @@
-"""Why a case has no plan: one error class a kind, with the kind's word as the records spell it."""
+"""Errors of the planner, one class per ``error_kind`` of the recorded decisions."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ MISSING_LATER = "missing_kernel_in_selection"
 
 
 class PlanRefused(UsageError):
-    """No plan exists for these arguments; ``kind`` groups the reasons."""
+    """No kernel serves the call; ``kind`` is the recorded ``error_kind``."""
 
     kind = CHECK
 
 
 class ArgumentRefused(PlanRefused):
-    """An argument that no kernel is ever looked up for."""
+    """An argument is refused before any kernel is looked up."""
 
     kind = ARGUMENT
 
 
 class KernelMissing(PlanRefused):
-    """The release has no kernel for what the selection asks; ``key`` is what was asked.
+    """The release has no kernel for ``key``.
 
-    ``while_probing`` tells a miss while tile sizes were compared, or after the first lookup, from one at it.
+    ``while_probing`` is false for the first lookup of a selection, true for lookups while tile sizes are compared and
+    in later passes.
     """
 
     def __init__(self, key: KernelKey, dtypes: str, while_probing: bool) -> None:
@@ -37,7 +38,7 @@ class KernelMissing(PlanRefused):
 
 
 class WorkspaceRefused(WorkspaceError):
-    """The workspace is smaller than its fixed parts; ``needed_bytes`` is what they take."""
+    """The workspace is smaller than its fixed parts, which take ``needed_bytes``."""
 
     kind = WORKSPACE
 

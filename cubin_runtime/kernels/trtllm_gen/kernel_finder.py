@@ -1,4 +1,4 @@
-"""Kernels of a release by what a selection asks for: one lookup in its index, whatever its size."""
+"""Lookup of a release's kernels by their traits, in constant time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from ...artifacts.tables.metadata_index import MetadataIndex
 from .problem import Problem
 from .traits import KernelKey
 
-# A GPU model -> the words of the metadata whose kernels run on it, the model's own before the family's.
+# GPU model -> the metadata's architectures that run on it, the model's own before the family's.
 MODELS = {100: ("100", "100f"), 103: ("103", "100f")}
 DYNAMIC_PAGE = ANY_PAGE_TOKENS
 MOST_REMEMBERED = 1 << 15
@@ -15,24 +15,24 @@ _UNKNOWN = object()
 
 
 class KernelFinder:
-    """The kernels of one release. What was found once, or missed, is remembered; safe between threads."""
+    """The kernels of one release. Found and missed lookups are cached; safe between threads."""
 
     def __init__(self, index: MetadataIndex) -> None:
         self.index = index
         self._known: dict[tuple[object, ...], KernelMeta | None] = {}
 
     def for_problem(self, problem: Problem) -> KernelSet:
-        """The kernels of the problem's GPU model, dtypes and SageAttention blocks; none for other models."""
+        """The kernels with the problem's GPU model, dtypes and SageAttention blocks; none for unknown models."""
         dtypes = (problem.dtype_q, problem.dtype_k, problem.dtype_v, problem.dtype_o, *problem.sage_blocks)
         return KernelSet(self, tuple((word, *dtypes) for word in MODELS.get(problem.sm, ())))
 
     def find(self, traits: tuple[object, ...]) -> KernelMeta | None:
-        """The row with exactly these traits (``metadata_columns.SELECTION_FIELDS``), None if there is none."""
+        """The row with exactly these traits (``metadata_columns.SELECTION_FIELDS``), or None."""
         found = self._known.get(traits, _UNKNOWN)
         if isinstance(found, KernelMeta) or found is None:
             return found
         row = self.index.find_by_traits(traits)
-        if row is not None or len(self._known) < MOST_REMEMBERED:  # rows have a bound, misses need one
+        if row is not None or len(self._known) < MOST_REMEMBERED:  # rows are bounded by the release, misses are not
             self._known[traits] = row
         return row
 
@@ -45,7 +45,7 @@ class KernelSet:
         self._prefixes = prefixes
 
     def find(self, key: KernelKey) -> KernelMeta | None:
-        """The kernel for ``key``, the one built for this very model before the family's; None if there is none."""
+        """The kernel for ``key``, preferably the GPU model's own over the family's, or None."""
         for prefix in self._prefixes:
             found = self._finder.find((*prefix, *key))
             if found is not None:

@@ -1,4 +1,4 @@
-"""One call planned: the kernel and why, grid, attributes, parameters, and the launches that follow."""
+"""What is launched for one call: kernel, grid, attributes, parameters, and the launches that follow."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...artifacts.tables.metadata import KernelMeta
 from ...launch.plan import LaunchAttributes, LaunchPlan
 from ..native.reduction.plan import OperationLaunch
 from .grid import LARGEST_PORTABLE_CLUSTER
-from .kernels import KernelFinder
+from .kernel_finder import KernelFinder
 from .parameter_values import parameter_values
 from .params import KERNEL_PARAMS
 from .problem import Problem
@@ -25,12 +25,12 @@ CLUSTER_POLICY_SPREAD = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
-    """Everything a launch needs but bytes and a driver.
+class Decision:
+    """The kernel of a call and everything that its launch needs except the cubin's bytes and a driver.
 
     ``values`` holds every field of the parameter struct, descriptors as specs. ``reduction`` and ``lse`` are the
-    launches that follow. ``scratch_bytes`` is what the launch writes of the scratch, ``partial_offset`` where in it
-    the partial outputs begin.
+    launches that follow. The launch writes ``scratch_bytes`` of scratch, with the partial outputs at
+    ``partial_offset``.
     """
 
     problem: Problem
@@ -49,26 +49,26 @@ class Planned:
 
     @property
     def grid(self) -> tuple[int, int, int]:
-        """CTAs."""
+        """CTAs in each dimension."""
         return self.selection.geometry.grid
 
     @property
     def block(self) -> tuple[int, int, int]:
-        """Threads of a CTA."""
+        """Threads of one CTA."""
         return (self.meta.threads, 1, 1)
 
     @property
     def workspace_bytes(self) -> int:
-        """What a workspace at a multiple of 16 must have for this launch."""
+        """Bytes that a workspace needs that begins at a multiple of 16."""
         return workspace_bytes(self.problem, self.scratch_bytes)
 
     @property
     def following(self) -> tuple[OperationLaunch, ...]:
-        """The launches behind the main one, in their order."""
+        """The launches behind the main one, in launch order."""
         return tuple(launch for launch in (self.reduction, self.lse) if launch is not None)
 
     def launch_plan(self, release: ArtifactPath) -> LaunchPlan:
-        """The main launch as the launch layer takes it; ``release`` is the folder of the kernels."""
+        """The main launch; ``release`` is the folder of the kernels."""
         meta = self.meta
         return LaunchPlan(
             kernel=meta.symbol,
@@ -81,30 +81,30 @@ class Planned:
             shared_bytes=meta.shared_bytes,
             attributes=self.attributes,
             values=self.values,
-            reason=f"{self.problem.dtypes}: {self.selection.state}",
+            reason=f"{self.problem.dtypes}: {self.selection.key}",
         )
 
 
-def plan(problem: Problem, kernels: KernelFinder, occupancy: Occupancy, policy: Policy = Policy.BEST) -> Planned:
-    """Decide everything about one call; the driver is never touched.
+def decide(problem: Problem, kernels: KernelFinder, occupancy: Occupancy, policy: Policy = Policy.BEST) -> Decision:
+    """Decide what to launch for a problem, without a driver.
 
     Args:
-        problem: the call.
+        problem: the call, reduced.
         kernels: the kernels of a release.
-        occupancy: (kernel, cluster size, grid) -> clusters that the GPU holds at once.
-        policy: whose decisions.
+        occupancy: (kernel, cluster size, grid) -> number of clusters that the GPU holds at once.
+        policy: the reference launcher's decisions, or ours.
 
     Raises:
-        KernelMissing, PlanRefused: no plan exists.
+        KernelMissing, PlanRefused: no kernel serves the problem.
     """
-    return plan_selected(problem, select(problem, kernels.for_problem(problem), occupancy, policy))
+    return decide_selected(problem, select(problem, kernels.for_problem(problem), occupancy, policy))
 
 
-def plan_selected(problem: Problem, selection: Selection) -> Planned:
-    """The plan of a call whose kernel and geometry are decided.
+def decide_selected(problem: Problem, selection: Selection) -> Decision:
+    """The decision once the kernel and its grid are selected.
 
     Raises:
-        PlanRefused: no reduction exists for the dtypes.
+        PlanRefused: no reduction kernel exists for the dtypes.
     """
     meta, geometry = selection.meta, selection.geometry
     maps = describe_tensors(problem, meta)
@@ -117,13 +117,13 @@ def plan_selected(problem: Problem, selection: Selection) -> Planned:
         programmatic_serialization=problem.pdl,
         nonportable_cluster=cluster > LARGEST_PORTABLE_CLUSTER,
     )
-    return Planned(
+    return Decision(
         problem=problem,
         selection=selection,
         attributes=attributes,
         values=parameter_values(problem, geometry, maps, bindings),
         reduction=reduction_after(problem, meta, geometry, maps.tokens_per_cta, bindings),
         lse=lse_after(problem, bindings),
-        scratch_bytes=scratch_bytes(problem, meta, geometry, MultiCtasMode(selection.state.multi_ctas)),
+        scratch_bytes=scratch_bytes(problem, meta, geometry, MultiCtasMode(selection.key.multi_ctas)),
         partial_offset=offset,
     )

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from trtllm_examples import MLA, PROBLEM, SPARSE_MLA, recorded_kernels
 
-from cubin_runtime.kernels.trtllm_gen.invariance import InvarianceRefused, canonical, select_invariant
+from cubin_runtime.kernels.trtllm_gen.batch_invariance import InvarianceRefused, canonical, select_invariant
 from cubin_runtime.kernels.trtllm_gen.problem import Problem
 from cubin_runtime.kernels.trtllm_gen.select import Selection
 
@@ -32,7 +32,7 @@ def select(problem: Problem) -> Selection:
 @pytest.mark.parametrize("form", FORMS)
 def test_batch_and_bounds_do_not_enter_the_choice(form: str) -> None:
     chosen = {
-        (selection.meta.symbol, selection.state, selection.geometry.ctas_kv, selection.geometry.cluster_x)
+        (selection.meta.symbol, selection.key, selection.geometry.ctas_kv, selection.geometry.cluster_x)
         for batch in (1, 2, 64, 256)
         for max_q in (1, 2, 16)
         for max_kv in (1, 1000, 1 << 20)
