@@ -111,7 +111,7 @@ class MlaBench:
         call()
         chosen, us = plan.selection, median_us(call, self.rep)
         found = {"us": us, "kernel": chosen.kernel.name, "ctas": chosen.ctas}
-        found |= {"splits": chosen.splits, "tiles_together": chosen.tiles_together}
+        found |= {"splits": chosen.splits, "tiles_together": chosen.cta_group_size}
         if case.batch_invariant:
             _, (default,) = ours_of(problem, self.runtime, self.stream, False)
             row["default_us"] = median_us(default, self.rep)

@@ -96,15 +96,15 @@ def _launch_facts(selection: DecodeSelection, shape: DecodeShape) -> Iterator[tu
         "grid",
         f"{selection.ctas} CTAs of {kernel.threads} threads, {kernel.dynamic_shared_bytes} bytes shared memory",
     )
-    yield "rows", f"{min(shape.rows, selection.most_rows)} in {fit.grid.row_tiles} x {kernel.traits['rows']}"
+    yield "rows", f"{min(shape.rows, selection.max_rows)} in {fit.grid.row_tiles} x {kernel.traits['rows']}"
     yield "splits", selection.splits or f"0: {_cut(selection)}"
     yield "predicted", f"{selection.microseconds:.1f} us: {_sum(fit.estimate)}"
 
 
 def _cut(selection: DecodeSelection) -> str:
-    if selection.cluster_parts > 1:
-        return f"clusters of {selection.cluster_parts} CTAs cut a pair each"
-    return "each CTA has a pair" if selection.cluster_parts else "the grid cuts the line of all tiles"
+    if selection.cluster_size > 1:
+        return f"clusters of {selection.cluster_size} CTAs cut a pair each"
+    return "each CTA has a pair" if selection.cluster_size else "the grid cuts the line of all tiles"
 
 
 def _sum(time: Estimate) -> str:
@@ -166,13 +166,13 @@ def _launch_record(selection: DecodeSelection, shape: DecodeShape, device: Devic
         "symbol": kernel.symbol,
         "file": kernel.file,
         "status": kernel.status,
-        "least_rows": selection.least_rows,
-        "most_rows": selection.most_rows,
+        "least_rows": selection.min_rows,
+        "most_rows": selection.max_rows,
         "grid": list(launch_grid(selection, shape.batch, shape.kv_heads)),
         "block": [kernel.threads, 1, 1],
         "smem": kernel.dynamic_shared_bytes,
-        "heads_together": selection.heads_together,
-        "cluster_parts": selection.cluster_parts,
+        "heads_together": selection.cta_group_size,
+        "cluster_parts": selection.cluster_size,
         "row_tiles": selection.row_tiles,
         "splits": selection.splits,
         "microseconds": selection.microseconds,

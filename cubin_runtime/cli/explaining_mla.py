@@ -72,13 +72,13 @@ def _facts(selection: MlaSelection, shape: MlaShape, device: DeviceFacts) -> Ite
     yield "why", selection.reason
     block = f"{kernel.threads} threads, {kernel.dynamic_shared_bytes} bytes shared memory"
     yield "grid", f"{selection.ctas} CTAs of {block}"
-    yield "teams", f"{_teams(selection)} of {selection.tiles_together}, each on that many row tiles of a request"
+    yield "teams", f"{_teams(selection)} of {selection.cta_group_size}, each on that many row tiles of a request"
     yield "rows", f"{shape.rows} in {selection.row_tiles} x {kernel.traits['rows']}"
     yield "splits", selection.splits or "0: the grid cuts the line of all tiles"
 
 
 def _teams(selection: MlaSelection) -> int:
-    return selection.ctas // selection.tiles_together
+    return selection.ctas // selection.cta_group_size
 
 
 def _record(selection: MlaSelection, shape: MlaShape, device: DeviceFacts) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def _record(selection: MlaSelection, shape: MlaShape, device: DeviceFacts) -> di
         "block": [kernel.threads, 1, 1],
         "smem": kernel.dynamic_shared_bytes,
         "teams": _teams(selection),
-        "tiles_together": selection.tiles_together,
+        "tiles_together": selection.cta_group_size,
         "row_tiles": selection.row_tiles,
         "splits": selection.splits,
         "reason": selection.reason,

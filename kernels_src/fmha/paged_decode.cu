@@ -18,7 +18,7 @@
 // e4m3 queries by the keys as they are, by four warps more, from the ring into a second one.
 //
 // The grid is persistent and comes from bounds alone. A pair is a (request, KV head, row tile). CTAs work in teams of
-// `heads_together`, each member on its own pair of a block of as many, so that neighbours read the same tokens at about the
+// `cta_group_size`, each member on its own pair of a block of as many, so that neighbours read the same tokens at about the
 // same time (faster by measurement: benchmarks/results/grid_choice.json). All tiles of all blocks form one line; team c of n
 // takes the tiles [c T / n, (c + 1) T / n). A pair that one team holds whole is finished there; of any other, each CTA
 // writes a partial. Split boundaries are a pure function of the lengths and the grid; with `splits` they are one of the

@@ -21,7 +21,7 @@
 // All control flow but for single lanes is the same for a whole warp, and the compiler must see that: operands of products
 // and copies are in uniform registers then, else moving them there takes longer than a product.
 //
-// The grid is persistent and comes from bounds alone. CTAs work in teams of `tiles_together`, each member on its own row
+// The grid is persistent and comes from bounds alone. CTAs work in teams of `cta_group_size`, each member on its own row
 // tile of a request, so that the second read of a key comes from L2. All tiles of all (request, block of row tiles) lie on
 // one line, cut evenly among the teams; with `splits` > 0 pairs are cut into equal parts by their own length alone (see
 // split_count) and a team takes the parts that begin in its share. Partials are merged from the last part to the first once a

@@ -66,7 +66,7 @@ DEVICE void copy_box(const Params& p, const TilePages& at, int chunk_log2, int b
 DEVICE int chunk_tokens_log2(const Params& p) { return min(p.page_size_log2, TILE_TOKENS_LOG2); }
 
 // Keys that several CTAs read are to stay in L2.
-DEVICE uint64_t keys_policy(const Params& p) { return p.tiles_together == 1 ? evict_first_policy() : evict_normal_policy(); }
+DEVICE uint64_t keys_policy(const Params& p) { return p.cta_group_size == 1 ? evict_first_policy() : evict_normal_policy(); }
 
 // To L2 alone.
 DEVICE void prefetch_bytes(const void* from, int bytes) {
@@ -86,7 +86,7 @@ constexpr int GUESSING_TILES = ROWS < 64 ? 0 : 8;
 DEVICE void guess_first(const Params& p, int warp) {
     const int lane = threadIdx.x % 32;
     const uint32_t team = over_team(p, blockIdx.x), teams = over_team(p, gridDim.x);
-    const uint32_t member = blockIdx.x - team * p.tiles_together;
+    const uint32_t member = blockIdx.x - team * p.cta_group_size;
     const uint32_t blocks = row_blocks(p, tiles_of_rows(p, p.q_len));
     const uint32_t pairs = p.batch * blocks, tiles = tile_count(p.max_seq_len);
     if (pairs * tiles < GUESSING_TILES * teams) return;
@@ -95,11 +95,11 @@ DEVICE void guess_first(const Params& p, int warp) {
     const int token = first * TILE_TOKENS + (lane << chunk_tokens_log2(p));
     if (token < min((first + GUESSED_TILES) * TILE_TOKENS, p.max_seq_len)) {
         const int page = static_cast<const int*>(p.page_table)[request * p.table_stride + (token >> p.page_size_log2)];
-        for (int box = member * 4 + warp; box * BOX_COLUMNS < COLUMNS; box += p.tiles_together * 4)
+        for (int box = member * 4 + warp; box * BOX_COLUMNS < COLUMNS; box += p.cta_group_size * 4)
             prefetch_tensor_box_3d(&p.kv_map, box * BOX_COLUMNS, token & ((1 << p.page_size_log2) - 1),
                                    min(max(page, 0), p.num_pages - 1));
     }
-    const int row = ((pair - request * blocks) * p.tiles_together + member) * ROWS + warp * (ROWS / 4) + lane;
+    const int row = ((pair - request * blocks) * p.cta_group_size + member) * ROWS + warp * (ROWS / 4) + lane;
     if (p.q_cu_seq_lens == nullptr && lane < ROWS / 4 && row < p.q_len * p.heads) {
         const int query = row / p.heads, item_log2 = p.q_type != TYPE_E4M3;
         const int64_t place = (request * p.q_len + query) * p.q_token_stride + (row - query * p.heads) * p.q_head_stride;

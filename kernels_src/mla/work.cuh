@@ -73,14 +73,14 @@ DEVICE Request read_request(const Params& p, int request) {
     return r;
 }
 
-// x / tiles_together, for x below 2^14.
+// x / cta_group_size, for x below 2^14.
 DEVICE int over_team(const Params& p, int x) {
     static_assert(MLA_MAX_CTA_GROUP == 4, "of 1 to 4");
-    return x * (p.tiles_together == 3 ? 21846 : 65536 >> p.tiles_together / 2) >> 16;
+    return x * (p.cta_group_size == 3 ? 21846 : 65536 >> p.cta_group_size / 2) >> 16;
 }
 
 // Of as many row tiles as a team has members.
-DEVICE int row_blocks(const Params& p, int row_tiles) { return over_team(p, row_tiles + p.tiles_together - 1); }
+DEVICE int row_blocks(const Params& p, int row_tiles) { return over_team(p, row_tiles + p.cta_group_size - 1); }
 
 // By `threads` threads, of which this is the `thread`-th.
 DEVICE void report_lengths(const Params& p, int thread, int threads) {
@@ -125,7 +125,7 @@ struct Position {
 
 // The CTA's share of the line, and what all warps begin with: found once, as its code comes from DRAM.
 struct Share {
-    int team, member;         // the CTA is one of `tiles_together` in its team
+    int team, member;         // the CTA is one of `cta_group_size` in its team
     int end;                  // tiles on the line
     int teams;                // that have any tiles
     int quotient, remainder;  // of all tiles by teams
@@ -152,7 +152,7 @@ DEVICE int split_count(const Params& p, int tiles) {
     return min(p.splits, (tiles + MLA_SPLIT_TILES - 1) / MLA_SPLIT_TILES);
 }
 
-DEVICE int cta_of(const Params& p, const Share& share, int team) { return team * p.tiles_together + share.member; }
+DEVICE int cta_of(const Params& p, const Share& share, int team) { return team * p.cta_group_size + share.member; }
 
 // The piece at a place before the end of the share, and the place behind it; false: there is none.
 DEVICE bool find_piece(const Params& p, const Share& share, Position& at, Piece& piece) {
@@ -168,7 +168,7 @@ DEVICE bool find_piece(const Params& p, const Share& share, Position& at, Piece&
         const int line_start = at.request_start + block * r.tiles;
         const int local = at.tile - line_start;
         piece.request = at.request;
-        piece.row_tile = block * p.tiles_together + share.member;
+        piece.row_tile = block * p.cta_group_size + share.member;
         piece.length = r.length;
         piece.first_query = r.first_query;
         piece.queries = r.queries;
@@ -216,7 +216,7 @@ DEVICE void find_share(const Params& p, Share& to) {
     const int lane = threadIdx.x % 32;
     Share share;
     share.team = over_team(p, blockIdx.x);
-    share.member = blockIdx.x - share.team * p.tiles_together;
+    share.member = blockIdx.x - share.team * p.cta_group_size;
     share.any = false;
     int total = 0;
 #pragma unroll 4
@@ -279,7 +279,7 @@ DEVICE int64_t row_offset(const Piece& piece, int row, int heads, int64_t token_
     return (piece.first_query + request_row / heads) * token_stride + request_row % heads * head_stride;
 }
 
-DEVICE int slot_step(const Params& p) { return p.splits > 0 ? 1 : PARTIALS_PER_CTA * p.tiles_together; }
+DEVICE int slot_step(const Params& p) { return p.splits > 0 ? 1 : PARTIALS_PER_CTA * p.cta_group_size; }
 
 DEVICE int slot_of(const Params& p, const Piece& piece, int part) {
     return piece.slot + part * slot_step(p) - (p.splits == 0 && part > 0);

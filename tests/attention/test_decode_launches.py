@@ -39,7 +39,7 @@ def test_each_launch_takes_its_own_requests(runtime: Runtime, standin: StandIn) 
     plan = make_plan(runtime)
     run(plan)
     assert [selection.kernel.name for selection in plan.selections] == list(KERNELS)
-    assert [(seen["least_rows"], seen["most_rows"]) for seen in sent(standin)] == [(0, 16), (17, MANY)]
+    assert [(seen["min_rows"], seen["max_rows"]) for seen in sent(standin)] == [(0, 16), (17, MANY)]
 
 
 def test_launches_differ_in_grid_rows_and_scratch_alone(runtime: Runtime, standin: StandIn) -> None:
@@ -48,7 +48,7 @@ def test_launches_differ_in_grid_rows_and_scratch_alone(runtime: Runtime, standi
     few, many = sent(standin)
     different = {name for name in few if few[name] != many[name]}
     scratch = {"counters", "partial_statistics", "partial_out"}
-    assert different == {"least_rows", "most_rows"} | scratch
+    assert different == {"min_rows", "max_rows"} | scratch
     assert (few["max_seq_len"], few["output_scale"]) == (700, 3.0)
 
 
@@ -85,7 +85,7 @@ def test_both_launches_are_described(runtime: Runtime) -> None:
     plan = make_plan(runtime, device_facts=H200)
     assert [launch.kernel for launch in plan.launch_plans()] == list(KERNELS)
     rows = [{row.name: row.value for row in described} for described in plan.describe()]
-    assert [row["most_rows"] for row in rows] == [16, MANY]
+    assert [row["max_rows"] for row in rows] == [16, MANY]
 
 
 def test_programmatic_launches_are_both_so(runtime: Runtime) -> None:

@@ -207,7 +207,7 @@ def only_grids(clusters: bool | None) -> Iterator[None]:
 
     def kept(*problem: Any) -> list[Grid]:
         grids = every(*problem)
-        return [grid for grid in grids if clusters in (None, grid.cluster_parts > 0)] or grids
+        return [grid for grid in grids if clusters in (None, grid.cluster_size > 0)] or grids
 
     select.grids_of = kept
     try:

@@ -187,7 +187,7 @@ def decode(p: Mapping[str, Any], traits: Mapping[str, Any]) -> None:
     factor = p["output_scale"] * scale("output_scale_device")
     for b in range(p["batch"]):
         begin, rows = query_rows(p, b, status)
-        if not p["least_rows"] <= rows * p["group"] <= p["most_rows"]:
+        if not p["min_rows"] <= rows * p["group"] <= p["max_rows"]:
             continue
         length = int(lengths[b])
         status |= np.uint32(1 * (length > p["max_seq_len"]) | 2 * (length < 0))

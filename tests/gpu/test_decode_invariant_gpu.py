@@ -80,7 +80,7 @@ class Target:
         host = assemble(case, [self.request], self.rng, self.sinks)
         rows = len(self.request.q) * case.group
         with on_device(self.runtime, case, self.rng, host) as device:
-            (taking,) = (s for s in device.plan.selections if s.least_rows <= rows <= s.most_rows)
+            (taking,) = (s for s in device.plan.selections if s.min_rows <= rows <= s.max_rows)
         return taking.kernel.traits["arithmetic"]
 
     def mixed(self, batch: int, parity: int) -> list[Request]:

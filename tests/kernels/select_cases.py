@@ -52,7 +52,7 @@ def chosen(**changes: Any) -> DecodeSelection:
 def launches(**changes: Any) -> list[tuple[object, int, int]]:
     """Arithmetic and rows of each launch of a batch_invariant decode."""
     made = select_decode(ALL, replace(SHAPE, batch_invariant=True, **changes), H200_DEVICE)
-    return [(launch.kernel.traits["arithmetic"], launch.least_rows, launch.most_rows) for launch in made]
+    return [(launch.kernel.traits["arithmetic"], launch.min_rows, launch.max_rows) for launch in made]
 
 
 def rows_of(selection: DecodeSelection) -> tuple[object, int]:

@@ -55,7 +55,7 @@ class Costs:
     how much earlier a cluster starts, ``cluster_merge_us`` how long it merges, ``cta_tb_per_s`` what one of few CTAs
     draws at most; but a tile of warpgroups takes at least ``cluster_least_share`` of its time. ``equal_within`` is the
     share by which predictions differ without meaning anything. Of the grid: CTAs next to each other read up to
-    ``heads_together`` KV heads side by side, if at most one CTA in ``idle_share`` idles for it; as many may idle so
+    ``max_cta_group_size`` KV heads side by side, if at most one CTA in ``idle_share`` idles for it; as many may idle so
     that shares end on borders of pairs.
     """
 
@@ -71,7 +71,7 @@ class Costs:
     cta_tb_per_s: float
     cluster_least_share: float
     equal_within: float
-    heads_together: int
+    max_cta_group_size: int
     idle_share: int
     kernels: tuple[KernelCost, ...]
 
@@ -188,7 +188,7 @@ H200 = Costs(
     cta_tb_per_s=0.057,
     cluster_least_share=0.72,
     equal_within=0.02,
-    heads_together=8,
+    max_cta_group_size=8,
     idle_share=32,
     kernels=_H200_KERNELS,
 )

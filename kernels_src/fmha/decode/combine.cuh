@@ -69,7 +69,7 @@ DEVICE Parts parts_of(const Params& p, const Share& share, const Piece& piece) {
     Parts parts;
     const Request& r = piece.request;
     if (p.splits > 0) {
-        const int row_tiles = (min(p.q_len * p.group, p.most_rows) + ROWS - 1) / ROWS;
+        const int row_tiles = (min(p.q_len * p.group, p.max_rows) + ROWS - 1) / ROWS;
         parts.count = split_count(p, r);
         parts.own = piece.split;
         parts.counter = (r.index * row_tiles + piece.row_tile) * p.kv_heads + piece.rows.head;
@@ -82,10 +82,10 @@ DEVICE Parts parts_of(const Params& p, const Share& share, const Piece& piece) {
     const int last = piece.last == r.tiles ? share.team : team_of(share, piece.line_start + r.tiles - 1);
     parts.count = last - first + 1;
     parts.own = share.team - first;
-    parts.counter = first * p.heads_together + share.member;
+    parts.counter = first * p.cta_group_size + share.member;
     // A CTA has at most one part that begins in it and goes on elsewhere (odd slot) and one from elsewhere (even slot).
     parts.base = PARTIALS_PER_CTA * parts.counter;
-    parts.step = PARTIALS_PER_CTA * p.heads_together;
+    parts.step = PARTIALS_PER_CTA * p.cta_group_size;
     parts.odd_first = 1;
     return parts;
 }
@@ -259,7 +259,7 @@ DEVICE void write_piece(const Params& p, const Piece& piece, const Parts& parts,
 // in their order.
 DEVICE void merge_in_cluster(const Params& p, const Rows& rows, float output_scale, Shared& shared) {
     constexpr int CELLS_OF_ROW = HEAD_DIM / 4, MOST_PARTS = DECODE_MAX_CLUSTER_CTAS;
-    const int parts = 1 << p.cluster_parts_log2, cells = rows.count * CELLS_OF_ROW;
+    const int parts = 1 << p.cluster_size_log2, cells = rows.count * CELLS_OF_ROW;
     if (MERGE_BUFFERS > 1)
         for (int cell = threadIdx.x; cell < cells; cell += CONSUMERS) {
             const int row = cell / CELLS_OF_ROW, dim = cell % CELLS_OF_ROW * 4;
@@ -267,7 +267,7 @@ DEVICE void merge_in_cluster(const Params& p, const Rows& rows, float output_sca
         }
     cluster_arrive();
     cluster_wait();
-    const int share = (cells + parts - 1) >> p.cluster_parts_log2, first = blockIdx.x * share;
+    const int share = (cells + parts - 1) >> p.cluster_size_log2, first = blockIdx.x * share;
     for (int cell = first + threadIdx.x; cell < min(first + share, cells); cell += CONSUMERS) {
         const int row = cell / CELLS_OF_ROW, dim = cell % CELLS_OF_ROW * 4;
         float maximum[MOST_PARTS], sum[MOST_PARTS];

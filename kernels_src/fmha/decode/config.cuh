@@ -77,13 +77,13 @@ struct Request {
     int first_tile;  // of its keys; with a window, tiles in front of it are left out
     int tiles;       // a request without keys still owns one (empty) tile, whose CTA writes its output
     int row_tiles;
-    // Of `heads_together` (KV head, row tile) pairs.
-    DEVICE int blocks(const Params& p) const { return p.head_blocks * row_tiles; }
+    // Of `cta_group_size` (KV head, row tile) pairs.
+    DEVICE int blocks(const Params& p) const { return p.head_groups * row_tiles; }
 };
 
 // A team's share of the line of all tiles; see work.cuh.
 struct Share {
-    int team, member;  // the CTA is one of `heads_together` in its team
+    int team, member;  // the CTA is one of `cta_group_size` in its team
     int tiles;         // on the line, of the share; if none, what it begins with is not known
     Request request;   // where the share begins: request, block of its pairs, tile
     int block, first;

@@ -377,7 +377,7 @@ DEVICE void consume(const Params& p, const Share& share, Shared& shared) {
         close();
         merge_warpgroups(piece, acc, shared);
 #if USE_TMA
-        if (p.cluster_parts_log2 > 0) {
+        if (p.cluster_size_log2 > 0) {
             if (CONVERTS) named_barrier_arrive<CONSUMERS + CONVERTERS>(MERGED_BARRIER);
             return merge_in_cluster(p, piece.rows, output_scale, shared);
         }

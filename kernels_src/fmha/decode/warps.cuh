@@ -488,7 +488,7 @@ DEVICE void consume(const Params& p, const Share& share, Shared& shared) {
         }
         merge_warps(acc, shared);
 #if USE_TMA
-        if (p.cluster_parts_log2 > 0) return merge_in_cluster(p, piece.rows, output_scale, shared);
+        if (p.cluster_size_log2 > 0) return merge_in_cluster(p, piece.rows, output_scale, shared);
 #endif
         write_piece(p, piece, parts, output_scale, shared);
         if (parts.count == 1) return;

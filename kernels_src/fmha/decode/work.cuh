@@ -25,7 +25,7 @@ DEVICE Request request_at(const Params& p, int index) {
     r.first_tile = begin / TILE_TOKENS;
     r.tiles = max(1, (r.length + TILE_TOKENS - 1) / TILE_TOKENS - r.first_tile);
     const int rows = r.q_len * p.group;
-    r.row_tiles = rows < p.least_rows || rows > p.most_rows ? 0 : (rows + ROWS - 1) / ROWS;
+    r.row_tiles = rows < p.min_rows || rows > p.max_rows ? 0 : (rows + ROWS - 1) / ROWS;
     return r;
 }
 
@@ -90,15 +90,15 @@ DEVICE Share share_of_cluster(const Params& p) {
     share.total = share.teams = 1;
     share.request = request_at(p, blockIdx.z - row_tile * p.batch);
     share.block = blockIdx.y * share.request.row_tiles + row_tile;
-    share.first = part * share.request.tiles >> p.cluster_parts_log2;
-    const int last = (part + 1) * share.request.tiles >> p.cluster_parts_log2;
+    share.first = part * share.request.tiles >> p.cluster_size_log2;
+    const int last = (part + 1) * share.request.tiles >> p.cluster_size_log2;
     share.tiles = row_tile < share.request.row_tiles ? last - share.first : -1;
     return share;
 }
 
 // Found by each warp on its own from the lengths: each lane adds up as many requests, then they look into those of one lane.
 DEVICE Share find_share(const Params& p) {
-    if (p.cluster_parts_log2 >= 0) return share_of_cluster(p);
+    if (p.cluster_size_log2 >= 0) return share_of_cluster(p);
     const int lane = threadIdx.x % 32;
     Share share;
     share.team = blockIdx.y;
@@ -163,7 +163,7 @@ DEVICE int split_start(const Request& r, int split, int count) {
 template <class Visit>
 DEVICE void for_each_piece(const Params& p, const Share& share, Visit visit) {
     int left = share.tiles, block = share.block, first = share.first, block_start = share.block_start;
-    if (left < 0 || (left == 0 && p.cluster_parts_log2 < 0)) return;
+    if (left < 0 || (left == 0 && p.cluster_size_log2 < 0)) return;
     Piece piece;
     piece.split = 0;
     piece.request = share.request;
@@ -188,7 +188,7 @@ DEVICE void for_each_piece(const Params& p, const Share& share, Visit visit) {
                 while (r.row_tiles == 0);
             }
         }
-        const int pair = block * p.heads_together + share.member;
+        const int pair = block * p.cta_group_size + share.member;
         piece.rows.q_start = r.q_start;
         piece.rows.head = r.row_tiles == 1 ? pair : pair / r.row_tiles;
         piece.row_tile = pair - piece.rows.head * r.row_tiles;

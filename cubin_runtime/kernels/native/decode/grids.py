@@ -23,29 +23,29 @@ _RESERVED_SHARED_BYTES = 1024
 class Part:
     """The requests that one launch takes, by their own rows (both bounds inclusive), and the arithmetic they get."""
 
-    least_rows: int
-    most_rows: int
+    min_rows: int
+    max_rows: int
     arithmetic: str | None
 
     def __str__(self) -> str:
-        if (self.least_rows, self.most_rows) == (0, ANY_ROWS):
+        if (self.min_rows, self.max_rows) == (0, ANY_ROWS):
             return "all requests"
-        return f"requests of {f'up to {self.most_rows}' if not self.least_rows else f'at least {self.least_rows}'} rows"
+        return f"requests of {f'up to {self.max_rows}' if not self.min_rows else f'at least {self.min_rows}'} rows"
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
     """How a kernel would cut a problem: CTAs, those on one multiprocessor, and what they share.
 
-    ``cluster_parts``: each pair is cut in so many parts, for the CTAs of a cluster; 0: the grid cuts all tiles evenly.
+    ``cluster_size``: each pair is cut in so many parts, for the CTAs of a cluster; 0: the grid cuts all tiles evenly.
     """
 
     ctas: int
     resident: int
-    heads_together: int
+    cta_group_size: int
     row_tiles: int
     tiles: int
-    cluster_parts: int = 0
+    cluster_size: int = 0
 
 
 def grids_of(kernel: NativeKernel, shape: DecodeShape, part: Part, device: DeviceFacts, costs: Costs) -> list[Grid]:
@@ -53,7 +53,7 @@ def grids_of(kernel: NativeKernel, shape: DecodeShape, part: Part, device: Devic
 
     Of those one for each number of CTAs on a multiprocessor that the work is enough for, up to two; fewer CTAs first.
     """
-    row_tiles = max(1, -(-min(shape.rows, part.most_rows) // trait_of(kernel, "rows")))
+    row_tiles = max(1, -(-min(shape.rows, part.max_rows) // trait_of(kernel, "rows")))
     pairs, tile_tokens = _pairs(kernel, shape, part), trait_of(kernel, "tile_tokens")
     tiles = shape.tiles(tile_tokens)
     # What one CTA takes at a time: a tile of the line, or a part of a pair.
@@ -65,7 +65,7 @@ def grids_of(kernel: NativeKernel, shape: DecodeShape, part: Part, device: Devic
         ctas = min(resident * device.multiprocessors, units)
         together = max(
             d
-            for d in range(1, costs.heads_together + 1)
+            for d in range(1, costs.max_cta_group_size + 1)
             if shape.kv_heads % d == 0 and ctas % d * costs.idle_share <= ctas
         )
         # Where few CTAs idle for it, teams that all end on borders of pairs: others stay behind by a partial. But not
@@ -109,13 +109,13 @@ def _requests(shape: DecodeShape, part: Part) -> int:
     """Requests that a launch can have at most; those of many rows take many of the tokens."""
     if not shape.ragged:
         return max(1, shape.batch)
-    return max(1, min(shape.batch, shape.tokens * shape.group // max(1, part.least_rows)))
+    return max(1, min(shape.batch, shape.tokens * shape.group // max(1, part.min_rows)))
 
 
 def _pairs(kernel: NativeKernel, shape: DecodeShape, part: Part) -> int:
     """(request, KV head, row tile) that have work at most; ragged requests fill fewer row tiles than their bound."""
     rows, requests = trait_of(kernel, "rows"), _requests(shape, part)
-    row_tiles = max(1, -(-min(shape.rows, part.most_rows) // rows)) * requests
+    row_tiles = max(1, -(-min(shape.rows, part.max_rows) // rows)) * requests
     if shape.ragged:
         row_tiles = min(row_tiles, requests + shape.tokens * shape.group // rows)
     return row_tiles * shape.kv_heads
@@ -126,14 +126,14 @@ def work_of(kernel: NativeKernel, grid: Grid, shape: DecodeShape, part: Part, de
     item_bytes, tile_tokens = BY_SHORT[shape.dtype].nbytes, trait_of(kernel, "tile_tokens")
     pairs, requests = _pairs(kernel, shape, part), _requests(shape, part)
     tiles, parts = shape.tiles(tile_tokens), shape.splits(tile_tokens)
-    if grid.cluster_parts:
-        parts = grid.cluster_parts
+    if grid.cluster_size:
+        parts = grid.cluster_size
         tiles_per_cta = -(-tiles // parts)
     elif parts:
         tiles_per_cta = -(-pairs * parts // grid.ctas) * -(-tiles // parts)
     else:
         # But for grids that end on borders of pairs, the cuts of the line fall in the middle of them.
-        even = _ends_on_borders(shape, grid.ctas // grid.heads_together, pairs // grid.heads_together)
+        even = _ends_on_borders(shape, grid.ctas // grid.cta_group_size, pairs // grid.cta_group_size)
         parts = min(tiles, -(-grid.ctas // pairs) + (0 if even else 1))
         tiles_per_cta = -(-grid.tiles // grid.ctas)
     return Work(
@@ -148,7 +148,7 @@ def work_of(kernel: NativeKernel, grid: Grid, shape: DecodeShape, part: Part, de
         tiles_per_cta=tiles_per_cta,
         parts=parts,
         multiprocessors=device.multiprocessors,
-        cluster_ctas=grid.ctas if grid.cluster_parts else 0,
+        cluster_ctas=grid.ctas if grid.cluster_size else 0,
     )
 
 

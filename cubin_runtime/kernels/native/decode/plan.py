@@ -66,12 +66,12 @@ def _launch(
         "kv_heads": problem.kv_heads,
         "group": problem.group,
         "group_reciprocal": -(-(1 << CONSTANTS.decode_group_reciprocal_bits) // problem.group),
-        "head_blocks": problem.kv_heads // selection.heads_together,
-        "heads_together": selection.heads_together,
+        "head_groups": problem.kv_heads // selection.cta_group_size,
+        "cta_group_size": selection.cta_group_size,
         "splits": selection.splits,
-        "cluster_parts_log2": selection.cluster_parts.bit_length() - 1,
-        "least_rows": selection.least_rows,
-        "most_rows": selection.most_rows,
+        "cluster_size_log2": selection.cluster_size.bit_length() - 1,
+        "min_rows": selection.min_rows,
+        "max_rows": selection.max_rows,
         "window_left": problem.window_left,
         **cache_values(file.layout, problem, int(kernel.traits["tile_tokens"])),
     }
@@ -81,7 +81,7 @@ def _launch(
         file,
         grid=launch_grid(selection, problem.batch, problem.kv_heads),
         attributes=LaunchAttributes(
-            cluster=(selection.cluster_parts, 1, 1) if selection.cluster_parts > 1 else None,
+            cluster=(selection.cluster_size, 1, 1) if selection.cluster_size > 1 else None,
             programmatic_serialization=problem.programmatic_serialization,
         ),
         values=values,
@@ -96,15 +96,15 @@ def _regions(selection: DecodeSelection, problem: DecodeProblem, suffix: str) ->
     """A pair is a request, a KV head and a row tile."""
     pairs = problem.batch * selection.row_tiles * problem.kv_heads
     rows = int(selection.kernel.traits["rows"])
-    ctas = 0 if selection.cluster_parts else selection.ctas  # a cluster merges in its shared memory
+    ctas = 0 if selection.cluster_size else selection.ctas  # a cluster merges in its shared memory
     return scratch_regions(pairs, selection.splits, ctas, rows * 2 * 4, rows * problem.head_dim * 4, suffix)
 
 
 def launch_grid(selection: DecodeSelection, batch: int, kv_heads: int) -> tuple[int, int, int]:
     """The grid as the kernels number it: a cluster for each KV head, request and row tile; or groups of CTAs."""
-    if selection.cluster_parts:
-        return selection.cluster_parts, kv_heads, batch * selection.row_tiles
-    return selection.heads_together, selection.ctas // selection.heads_together, 1
+    if selection.cluster_size:
+        return selection.cluster_size, kv_heads, batch * selection.row_tiles
+    return selection.cta_group_size, selection.ctas // selection.cta_group_size, 1
 
 
 def cache_values(layout: StructLayout, problem: DecodeProblem, tile_tokens: int) -> dict[str, object]:

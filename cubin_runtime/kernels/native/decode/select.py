@@ -64,19 +64,19 @@ class Candidate:
 class DecodeSelection:
     """The kernel chosen for one launch, and how it is launched.
 
-    ``least_rows`` and ``most_rows`` say which requests it takes. ``ctas`` is the grid, ``heads_together`` the KV heads
-    that neighbouring CTAs read side by side, ``cluster_parts`` the CTAs of a cluster that has a pair for itself (0: the
+    ``min_rows`` and ``max_rows`` say which requests it takes. ``ctas`` is the grid, ``cta_group_size`` the KV heads
+    that neighbouring CTAs read side by side, ``cluster_size`` the CTAs of a cluster that has a pair for itself (0: the
     grid cuts all tiles evenly), ``row_tiles`` the row tiles of a request at its bound, ``splits`` the kernel's field
     of that name, ``microseconds`` the predicted time at the bounds. ``candidates`` are the release's
     decode kernels in its order.
     """
 
     kernel: NativeKernel
-    least_rows: int
-    most_rows: int
+    min_rows: int
+    max_rows: int
     ctas: int
-    heads_together: int
-    cluster_parts: int
+    cta_group_size: int
+    cluster_size: int
     row_tiles: int
     splits: int
     microseconds: float
@@ -134,13 +134,13 @@ def _select(
     best = min((f for f in fits if f.estimate.microseconds <= limit), key=lambda fit: _order(fit, shape, part))
     return DecodeSelection(
         kernel=best.kernel,
-        least_rows=part.least_rows,
-        most_rows=part.most_rows,
+        min_rows=part.min_rows,
+        max_rows=part.max_rows,
         ctas=best.grid.ctas,
-        heads_together=best.grid.heads_together,
-        cluster_parts=best.grid.cluster_parts,
+        cta_group_size=best.grid.cta_group_size,
+        cluster_size=best.grid.cluster_size,
         # The kernel numbers its pairs by the bound on the rows that it takes.
-        row_tiles=-(-min(shape.rows, part.most_rows) // trait_of(best.kernel, "rows")),
+        row_tiles=-(-min(shape.rows, part.max_rows) // trait_of(best.kernel, "rows")),
         splits=shape.splits(trait_of(best.kernel, "tile_tokens")),
         microseconds=best.estimate.microseconds,
         reason=_reason(best, shape, part, device),
@@ -149,7 +149,7 @@ def _select(
 
 
 def _order(fit: Fit, shape: DecodeShape, part: Part) -> tuple[int, int, int, bool, float, str]:
-    padding = fit.grid.row_tiles * trait_of(fit.kernel, "rows") - min(shape.rows, part.most_rows)
+    padding = fit.grid.row_tiles * trait_of(fit.kernel, "rows") - min(shape.rows, part.max_rows)
     target = fit.kernel.architecture
     closeness = (-target.number, target.suffix != "a")
     return padding, fit.grid.row_tiles, *closeness, fit.estimate.microseconds, fit.kernel.name
@@ -202,11 +202,11 @@ def _reason(fit: Fit, shape: DecodeShape, part: Part, device: DeviceFacts) -> st
 
 
 def _sharing(grid: Grid) -> str:
-    if grid.cluster_parts > 1:
-        return f"a cluster of {grid.cluster_parts} for each KV head and row tile of a request"
-    if grid.cluster_parts:
+    if grid.cluster_size > 1:
+        return f"a cluster of {grid.cluster_size} for each KV head and row tile of a request"
+    if grid.cluster_size:
         return "one for each KV head and row tile of a request"
-    return f"{_count(grid.heads_together, 'KV head')} side by side"
+    return f"{_count(grid.cta_group_size, 'KV head')} side by side"
 
 
 def _refusal(candidates: tuple[Candidate, ...], shape: DecodeShape, device: DeviceFacts) -> str:

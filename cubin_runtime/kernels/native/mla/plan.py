@@ -45,7 +45,7 @@ def mla_launch(selection: MlaSelection, problem: MlaProblem, file: KernelFile) -
             **problem.values(),
             "kv_map": cache_descriptor(problem, selection.kernel),
             "heads": problem.heads,
-            "tiles_together": selection.tiles_together,
+            "cta_group_size": selection.cta_group_size,
             "splits": selection.splits,
         },
         caches={"kv_map": "kv_cache"},

@@ -54,7 +54,7 @@ class MlaShape:
 class MlaSelection:
     """The kernel chosen and how it is launched.
 
-    ``ctas`` is the grid, ``tiles_together`` the row tiles of a request that neighbouring CTAs compute side by side,
+    ``ctas`` is the grid, ``cta_group_size`` the row tiles of a request that neighbouring CTAs compute side by side,
     ``row_tiles`` those of a request at its bound, ``splits`` the kernel's field of that name (0: the grid cuts the
     pairs; ``batch_invariant``: the most parts of a pair, each pair's from its own tiles); ``candidates`` has a word on
     each kernel looked at.
@@ -62,7 +62,7 @@ class MlaSelection:
 
     kernel: NativeKernel
     ctas: int
-    tiles_together: int
+    cta_group_size: int
     row_tiles: int
     splits: int
     reason: str
@@ -109,7 +109,7 @@ def select_mla_decode(kernels: Iterable[NativeKernel], shape: MlaShape, device: 
     return MlaSelection(
         kernel=best,
         ctas=teams * together,
-        tiles_together=together,
+        cta_group_size=together,
         row_tiles=row_tiles,
         splits=splits,
         reason=reason,

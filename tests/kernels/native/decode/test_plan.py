@@ -45,15 +45,15 @@ PROBLEM = DecodeProblem(
 )
 
 
-def selection(rows: int = 8, splits: int = 0, cluster_parts: int = 0, **traits: Any) -> DecodeSelection:
+def selection(rows: int = 8, splits: int = 0, cluster_size: int = 0, **traits: Any) -> DecodeSelection:
     """24 CTAs; row tiles as the problem's 20 rows make them."""
     return DecodeSelection(
         kernel=decode_kernel(rows=rows, **traits),
-        least_rows=0,
-        most_rows=ANY_ROWS,
+        min_rows=0,
+        max_rows=ANY_ROWS,
         ctas=24,
-        heads_together=2,
-        cluster_parts=cluster_parts,
+        cta_group_size=2,
+        cluster_size=cluster_size,
         row_tiles=-(-20 // rows),
         splits=splits,
         microseconds=1.0,
@@ -135,8 +135,8 @@ def test_every_field_says_what_was_planned() -> None:
         "q_len": 4,
         "kv_heads": 2,
         "group": 5,
-        "heads_together": 2,
-        "cluster_parts_log2": -1,
+        "cta_group_size": 2,
+        "cluster_size_log2": -1,
         "splits": 64,
         "page_size_log2": 5,
         "num_pages": 7,
@@ -151,23 +151,23 @@ def test_every_field_says_what_was_planned() -> None:
 
 
 def test_a_cluster_for_each_pair_is_a_row_of_the_grid() -> None:
-    made = plan(chosen=selection(cluster_parts=4))
+    made = plan(chosen=selection(cluster_size=4))
     assert made.grid == (4, PROBLEM.kv_heads, PROBLEM.batch * 3)
-    assert (made.attributes.cluster, made.values["cluster_parts_log2"]) == ((4, 1, 1), 2)
+    assert (made.attributes.cluster, made.values["cluster_size_log2"]) == ((4, 1, 1), 2)
 
 
 def test_one_cta_for_each_pair_needs_no_cluster() -> None:
-    made = plan(chosen=selection(cluster_parts=1))
-    assert (made.attributes.cluster, made.grid[0], made.values["cluster_parts_log2"]) == (None, 1, 0)
+    made = plan(chosen=selection(cluster_size=1))
+    assert (made.attributes.cluster, made.grid[0], made.values["cluster_size_log2"]) == (None, 1, 0)
 
 
 def test_clusters_need_no_scratch() -> None:
-    assert sum(sizes(selection(cluster_parts=4)).values()) == sizes(selection(cluster_parts=4))["status"]
+    assert sum(sizes(selection(cluster_size=4)).values()) == sizes(selection(cluster_size=4))["status"]
 
 
 def test_a_launch_says_which_requests_it_takes() -> None:
-    values = plan(chosen=replace(selection(), least_rows=17, most_rows=40)).values
-    assert (values["least_rows"], values["most_rows"]) == (17, 40)
+    values = plan(chosen=replace(selection(), min_rows=17, max_rows=40)).values
+    assert (values["min_rows"], values["max_rows"]) == (17, 40)
 
 
 def test_what_a_step_brings_is_null_in_the_plan() -> None:

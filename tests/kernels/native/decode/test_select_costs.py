@@ -34,7 +34,7 @@ COSTS = Costs(
     cta_tb_per_s=0.16384,
     cluster_least_share=0.75,
     equal_within=0.02,
-    heads_together=8,
+    max_cta_group_size=8,
     idle_share=32,
     kernels=(
         KernelCost(2, 64, 16, 1, 5.0, 0.4),
@@ -206,7 +206,7 @@ def test_constants_are_told_by_name() -> None:
         "cta_tb_per_s": 0.16384,
         "cluster_least_share": 0.75,
         "equal_within": 0.02,
-        "heads_together": 8,
+        "max_cta_group_size": 8,
         "idle_share": 32,
         "start_us_16bit_d64_rows16_ctas1": 5.0,
         "tile_us_16bit_d64_rows16_ctas1": 0.4,

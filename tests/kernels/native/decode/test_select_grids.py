@@ -18,8 +18,8 @@ def test_the_grid_holds_what_the_kernel_relies_on(shape: DecodeShape) -> None:
     for made in select_decode(HOPPER, shape, H100):
         most = int(made.kernel.traits["ctas_per_multiprocessor"]) * H100.multiprocessors
         assert 1 <= made.ctas <= most
-        assert (made.ctas % made.heads_together, shape.kv_heads % made.heads_together) == (0, 0)
-        rows = min(shape.q_len * shape.group, made.most_rows)
+        assert (made.ctas % made.cta_group_size, shape.kv_heads % made.cta_group_size) == (0, 0)
+        rows = min(shape.q_len * shape.group, made.max_rows)
         assert (made.row_tiles - 1) * int(made.kernel.traits["rows"]) < rows
         assert made.row_tiles * int(made.kernel.traits["rows"]) >= rows
 
@@ -60,12 +60,12 @@ def test_a_kernel_that_fills_a_multiprocessor_alone_gets_one() -> None:
     ("kv_heads", "together"), [(1, 1), (2, 2), (3, 3), (5, 5), (7, 7), (8, 8), (12, 6), (16, 8), (11, 1)]
 )
 def test_heads_are_read_side_by_side_in_divisors_up_to_eight(kv_heads: int, together: int) -> None:
-    assert chosen(kv_heads=kv_heads, dtype="e4m3", head_dim=64).heads_together == together
+    assert chosen(kv_heads=kv_heads, dtype="e4m3", head_dim=64).cta_group_size == together
 
 
 def test_heads_are_not_read_side_by_side_where_too_many_ctas_would_idle() -> None:
     few = replace(SHAPE, kv_heads=7, batch=1, max_seq_len=64 * 40)
-    assert one(ALL, few, replace(H100, multiprocessors=13)).heads_together == 1
+    assert one(ALL, few, replace(H100, multiprocessors=13)).cta_group_size == 1
 
 
 def test_a_small_problem_gets_one_cta_a_tile() -> None:
@@ -87,20 +87,20 @@ def test_a_small_problem_gets_one_cta_a_tile() -> None:
     ],
 )
 def test_a_pair_has_a_cluster_where_little_can_be_lost(batch: int, max_seq_len: int, parts: int) -> None:
-    assert chosen(batch=batch, max_seq_len=max_seq_len).cluster_parts == parts
+    assert chosen(batch=batch, max_seq_len=max_seq_len).cluster_size == parts
 
 
 def test_one_kv_head_of_many_keys_is_cut_over_the_whole_gpu() -> None:
     made = chosen(batch=1, kv_heads=1, max_seq_len=1 << 17)
-    assert (made.cluster_parts, made.ctas) == (0, 132)
+    assert (made.cluster_size, made.ctas) == (0, 132)
 
 
 def test_batch_invariance_has_no_clusters() -> None:
-    assert chosen(batch=1, max_seq_len=1024, batch_invariant=True).cluster_parts == 0
+    assert chosen(batch=1, max_seq_len=1024, batch_invariant=True).cluster_size == 0
 
 
 def test_kernels_without_bulk_copies_have_no_clusters() -> None:
-    assert one(ALL, replace(SHAPE, batch=1, max_seq_len=1024), device(10, 0)).cluster_parts == 0
+    assert one(ALL, replace(SHAPE, batch=1, max_seq_len=1024), device(10, 0)).cluster_size == 0
 
 
 @pytest.mark.parametrize(

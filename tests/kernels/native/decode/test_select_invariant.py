@@ -17,7 +17,7 @@ from cubin_runtime.kernels.native.decode.shape import DecodeShape, split_count
 
 def test_by_default_one_launch_takes_all_requests() -> None:
     made = chosen(q_len=16, tokens=300, ragged=True)
-    assert (made.least_rows, made.most_rows) == (0, ANY_ROWS)
+    assert (made.min_rows, made.max_rows) == (0, ANY_ROWS)
 
 
 @pytest.mark.parametrize(("head_dim", "dtype"), [(64, "fp16"), (128, "bf16"), (128, "e4m3")])
@@ -55,7 +55,7 @@ def test_a_request_s_own_rows_decide_its_arithmetic(bound: DecodeShape, own: Dec
     alone = replace(own, dtype=bound.dtype, head_dim=bound.head_dim, batch_invariant=True, ragged=False)
     q_len, tokens = max(bound.q_len, alone.q_len), max(bound.tokens, alone.q_len)
     among = replace(bound, group=alone.group, q_len=q_len, tokens=tokens, batch_invariant=True, ragged=True)
-    taking = [s for s in select_decode(HOPPER, among, H100) if s.least_rows <= alone.rows <= s.most_rows]
+    taking = [s for s in select_decode(HOPPER, among, H100) if s.min_rows <= alone.rows <= s.max_rows]
     expected = one(HOPPER, alone).kernel.traits["arithmetic"]
     assert [s.kernel.traits["arithmetic"] for s in taking] == [expected]
 

@@ -137,12 +137,12 @@ def test_predictions_are_near_what_was_measured(measured: Measured) -> None:
 
 @pytest.mark.parametrize(("measured", "cluster_us", "even_us"), CLUSTERS, ids=str)
 def test_clusters_are_chosen_where_little_is_lost(measured: Measured, cluster_us: float, even_us: float) -> None:
-    taken = cluster_us if selected(measured).cluster_parts else even_us
+    taken = cluster_us if selected(measured).cluster_size else even_us
     assert taken <= 1.12 * min(cluster_us, even_us)
 
 
 @pytest.mark.parametrize(("measured", "cluster_us", "even_us"), CLUSTERS, ids=str)
 def test_predictions_of_clusters_are_near(measured: Measured, cluster_us: float, even_us: float) -> None:
     fits = [fit for c in selected(measured).candidates if c.fit for fit in (c.fit, *c.other_fits)]
-    predicted = min(fit.estimate.microseconds for fit in fits if fit.grid.cluster_parts)
+    predicted = min(fit.estimate.microseconds for fit in fits if fit.grid.cluster_size)
     assert predicted == pytest.approx(cluster_us, rel=0.3)

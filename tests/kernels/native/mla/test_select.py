@@ -28,7 +28,7 @@ def test_few_rows_have_a_kernel_of_their_own(heads: int, q_len: int, rows: int, 
 def test_beside_an_e4m3_cache_two_row_tiles_are_few(heads: int, rows: int, together: int) -> None:
     kernels = [replace(kernel, traits={**kernel.traits, "dtype": "e4m3"}) for kernel in KERNELS]
     chosen = select_mla_decode(kernels, replace(SHAPE, dtype="e4m3", heads=heads), H100)
-    assert (chosen.kernel.traits["rows"], chosen.tiles_together) == (rows, together)
+    assert (chosen.kernel.traits["rows"], chosen.cta_group_size) == (rows, together)
 
 
 @pytest.mark.parametrize("heads", [1, 16])
@@ -44,7 +44,7 @@ def test_without_a_kernel_for_few_rows_the_others_take_them() -> None:
 def test_a_pair_never_has_more_splits_than_the_kernels_can_merge() -> None:
     large = replace(H100, multiprocessors=300)
     chosen = select_mla_decode(KERNELS, replace(SHAPE, heads=16, batch=1, max_seq_len=1 << 20), large)
-    assert chosen.ctas // chosen.tiles_together == CONSTANTS.mla_max_splits
+    assert chosen.ctas // chosen.cta_group_size == CONSTANTS.mla_max_splits
 
 
 def test_the_latent_width_decides() -> None:
@@ -69,13 +69,13 @@ def test_queries_that_no_kernel_takes_are_refused() -> None:
 
 def test_the_grid_is_a_multiple_of_the_row_tiles_together() -> None:
     chosen = select_mla_decode(KERNELS, replace(SHAPE, batch=7, max_seq_len=100_000), H100)
-    assert chosen.ctas % chosen.tiles_together == 0
+    assert chosen.ctas % chosen.cta_group_size == 0
 
 
 @pytest.mark.parametrize(("batch", "teams"), [(64, 64), (128, 64), (16, 64), (33, 66), (100, 66)])
 def test_teams_end_on_borders_of_pairs_if_few_idle_for_it(batch: int, teams: int) -> None:
     chosen = select_mla_decode(KERNELS, replace(SHAPE, batch=batch), H100)
-    assert chosen.ctas // chosen.tiles_together == teams
+    assert chosen.ctas // chosen.cta_group_size == teams
 
 
 def test_a_team_has_two_tiles_at_least() -> None:
@@ -88,11 +88,11 @@ def test_a_team_of_few_rows_has_four_tiles_at_least() -> None:
 
 @pytest.mark.parametrize(("q_len", "together"), [(1, 2), (2, 4), (3, 3), (16, 4)])
 def test_no_cta_of_a_team_idles(q_len: int, together: int) -> None:
-    assert select_mla_decode(KERNELS, replace(SHAPE, q_len=q_len), H100).tiles_together == together
+    assert select_mla_decode(KERNELS, replace(SHAPE, q_len=q_len), H100).cta_group_size == together
 
 
 def test_one_row_tile_has_a_team_of_one() -> None:
-    assert select_mla_decode(KERNELS, replace(SHAPE, heads=16), H100).tiles_together == 1
+    assert select_mla_decode(KERNELS, replace(SHAPE, heads=16), H100).cta_group_size == 1
 
 
 def test_batch_invariant_splits_do_not_depend_on_the_batch() -> None:
