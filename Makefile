@@ -27,6 +27,12 @@ demo: .venv/.ready ## From an artifact path to a kernel that ran, with a line fo
 test: .venv/.ready ## The tests that need no GPU, no torch and no published release
 	@$(VENV) -m pytest -m "not torch and not release"
 
+.PHONY: test-private
+test-private: .venv/.ready ## As root: the tests that become another user, from a copy that only root can read
+	@place=$$(mktemp -d); trap 'rm -rf "$$place"' EXIT; umask 077; \
+	    cp -r cubin_runtime tests pyproject.toml "$$place"; cd "$$place"; \
+	    PYTHONPATH=$$place "$(CURDIR)/$(VENV)" -m pytest -q $$(grep -rl --include='test_*.py' as_user=True tests)
+
 test-torch: .venv-torch/.ready ## The tests that need torch (its CPU build is enough)
 	@$(VENV_TORCH) -m pytest -m torch
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -11,10 +12,12 @@ from standin_build import StandIn, build_standin
 
 @pytest.fixture
 def open_place() -> Iterator[Path]:
-    """A folder that an ordinary user can reach, which pytest's own are not."""
+    """A folder that an ordinary user can reach, which pytest's own are not; what is made in it is readable too."""
     place = Path(tempfile.mkdtemp(prefix="cubin-runtime-test-"))
     place.chmod(0o755)
+    before = os.umask(0o022)
     yield place
+    os.umask(before)
     shutil.rmtree(place)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 
@@ -32,7 +35,7 @@ for package in (cubin_runtime.artifacts, cubin_runtime.cli):
 with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
     cubin_runtime.cli.main(["where", "unknown", "--store", "/nowhere", "--offline"])
 """
-_HERE = str(Path(__file__).parent)
+_HERE = Path(__file__).parent
 
 
 def run_child(
@@ -50,12 +53,27 @@ def run_child(
     command = [sys.executable, "-c", source, *map(str, arguments)]
     if mounts:
         command = ["unshare", "-m", "sh", "-ec", f'{mounts}\nexec "$@"', "sh", *command]
+    package, helpers = readable_copies() if as_user else (PACKAGE_ROOT, _HERE)
     environment = {
         **os.environ,
-        "PYTHONPATH": f"{PACKAGE_ROOT}{os.pathsep}{_HERE}",
+        "PYTHONPATH": f"{package}{os.pathsep}{helpers}",
         "PYTHONDONTWRITEBYTECODE": "1",
     }
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, cwd=package)
+
+
+@functools.cache
+def readable_copies() -> tuple[Path, Path]:
+    """Folders to import the package and these helpers from that every user can read, wherever the clone lies."""
+    place = Path(tempfile.mkdtemp(prefix="cubin-runtime-package-"))
+    atexit.register(shutil.rmtree, place)
+    for source in (PACKAGE_ROOT / "cubin_runtime", _HERE):
+        shutil.copytree(source, place / source.name, ignore=shutil.ignore_patterns("__pycache__"))
+    for directory, _, files in os.walk(place):
+        os.chmod(directory, 0o755)
+        for file in files:
+            os.chmod(os.path.join(directory, file), 0o644)
+    return place, place / _HERE.name
 
 
 @functools.cache
