@@ -19,7 +19,7 @@ from .path import ArtifactPath
 from .pins.pin import Pin, read_manifest
 from .pins.pin_set import PinSet, refuse_trust_in_store
 from .sources.failover import FetchPolicy
-from .sources.http import HttpLimits
+from .sources.http_pace import HttpLimits
 from .sources.source import NotHereError, Wanted, parse_source, redact
 from .sources.source_list import SourceList, hint
 from .store.store import Store

@@ -12,7 +12,7 @@ from cubin_runtime.artifacts.library import Library
 from cubin_runtime.artifacts.path import ArtifactPath
 from cubin_runtime.artifacts.pins.pin import Pin, format_pin
 from cubin_runtime.artifacts.sources.failover import FetchPolicy
-from cubin_runtime.artifacts.sources.http import HttpLimits
+from cubin_runtime.artifacts.sources.http_pace import HttpLimits
 from cubin_runtime.config import Config
 
 QUICK_LIMITS = HttpLimits(connect=2.0, headers=0.7, silence=0.4, window=0.3, least_rate=2000.0)

@@ -173,6 +173,35 @@ def drip_headers(handler: Handler, body: bytes) -> None:
         handler.wfile.flush()
 
 
+def drip_framing(before: bytes, drop: bytes, *, pause: float = 0.05) -> Action:
+    """A chunked answer that begins with ``before`` and then goes on with ``drop`` for ever, nothing of it payload."""
+
+    def act(handler: Handler, body: bytes) -> None:
+        handler.close_connection = True
+        handler.wfile.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + before)
+        while not handler.server.released.wait(pause):
+            handler.wfile.write(drop)
+            handler.wfile.flush()
+
+    return act
+
+
+drip_chunk_size = drip_framing(b"", b"0")
+drip_chunk_extension = drip_framing(b"a;", b"x")
+drip_trailer = drip_framing(b"1\r\nx\r\n0\r\nX-Trailer: ", b"x")
+endless_trailers = drip_framing(b"1\r\nx\r\n0\r\n", b"X-Trailer: x\r\n" * 100, pause=0.001)
+
+
+def in_chunks(handler: Handler, body: bytes) -> None:
+    """The whole body in chunks of 100 bytes, with an extension and a trailer."""
+    handler.send_response(200)
+    handler.send_header("Transfer-Encoding", "chunked")
+    handler.end_headers()
+    pieces = [body[start : start + 100] for start in range(0, len(body), 100)]
+    handler.wfile.write(b"".join(b"%x;name=value\r\n%s\r\n" % (len(piece), piece) for piece in pieces))
+    handler.wfile.write(b"0\r\nX-Trailer: x\r\n\r\n")
+
+
 def status(code: int, **headers: str) -> Action:
     def act(handler: Handler, body: bytes) -> None:
         handler.answer(code, b"no", **headers)

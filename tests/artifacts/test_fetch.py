@@ -18,6 +18,8 @@ from serving import (
     Action,
     FaultyServer,
     announced_oversize,
+    drip_chunk_extension,
+    endless_trailers,
     gzip_encoded,
     hang,
     ok,
@@ -194,7 +196,20 @@ def test_a_dead_server_is_not_asked_for_every_file(tmp_path: Path, store: Path) 
         assert sum(server.counts.values()) < 30
 
 
-@pytest.mark.parametrize("action", [status(404), status(500), wrong_bytes, gzip_encoded])
+@pytest.mark.parametrize(
+    "action",
+    [
+        status(404),
+        status(500),
+        wrong_bytes,
+        gzip_encoded,
+        redirect("http://["),
+        redirect("http://[zz]/x"),
+        status(200, Content_Length="9" * 5000),
+        drip_chunk_extension,
+        endless_trailers,
+    ],
+)
 def test_the_next_source_is_asked_when_one_fails(
     release: Release, server: FaultyServer, store: Path, action: Action
 ) -> None:

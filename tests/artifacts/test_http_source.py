@@ -17,13 +17,19 @@ from releases import QUICK_LIMITS, Release
 from serving import (
     Action,
     FaultyServer,
+    Handler,
     announced_oversize,
     drip,
+    drip_chunk_extension,
+    drip_chunk_size,
     drip_headers,
+    drip_trailer,
     endless,
+    endless_trailers,
     gzip_encoded,
     hang,
     hang_in_the_body,
+    in_chunks,
     ok,
     redirect,
     reset,
@@ -63,6 +69,12 @@ def test_names_with_odd_characters_are_quoted(release: Release, server: FaultySe
     assert source_of(server.url).read(replace(wanted(release), path=odd)) == b"odd"
 
 
+def test_a_chunked_answer_is_put_together(release: Release, server: FaultyServer) -> None:
+    server.fault(NAME, in_chunks)
+    source = source_of(server.url)
+    assert [source.read(wanted(release)) for _ in range(2)] == [release.files[NAME]] * 2
+
+
 def test_identity_is_asked_for(release: Release, server: FaultyServer) -> None:
     source_of(server.url).read(wanted(release))
     assert [seen["Accept-Encoding"] for seen in server.seen_headers[f"/{release.path(NAME)}"]] == ["identity"]
@@ -86,6 +98,10 @@ def test_identity_is_asked_for(release: Release, server: FaultyServer) -> None:
         (hang_in_the_body, RetryableError, "no byte for 0.4 s"),
         (drip_headers, RetryableError, "no byte for 0.4 s, or headers for 0.7 s"),
         (drip, RetryableError, "bytes a second, expected 2000 or more"),
+        (drip_chunk_size, RetryableError, "bytes a second, expected 2000 or more"),
+        (drip_chunk_extension, RetryableError, "bytes a second, expected 2000 or more"),
+        (drip_trailer, RetryableError, "bytes a second, expected 2000 or more"),
+        (endless_trailers, RetryableError, "bytes a second, expected 2000 or more"),
         (announced_oversize, SourceError, "announces 1099511627776 bytes"),
         (endless, SourceError, "sends more than 3900 bytes"),
         (gzip_encoded, SourceError, "Content-Encoding 'gzip'"),
@@ -94,6 +110,14 @@ def test_identity_is_asked_for(release: Release, server: FaultyServer) -> None:
         (redirect("http://user:pass@127.0.0.1/"), SourceError, "redirects to a URL with credentials"),
         (redirect("?again"), SourceError, "more than 5 redirects"),
         (status(302), SourceError, "without a Location"),
+        (redirect("http://["), SourceError, "redirects to what is no URL"),
+        (redirect("http://[::1/x"), SourceError, "redirects to what is no URL"),
+        (redirect("http://[zz]/x"), SourceError, "redirects to what is no URL"),
+        (redirect("http://host:99999/x"), SourceError, "redirects to what is no URL"),
+        (redirect(f"http://{'x' * 70}.example/x"), SourceError, "no valid URL"),
+        (status(200, Content_Length="9" * 5000), SourceError, "no sensible Content-Length"),
+        (status(200, Content_Length="-5"), SourceError, "no sensible Content-Length"),
+        (status(503, Retry_After="9" * 5000), RetryableError, "status 503"),
     ],
 )
 def test_each_fault_has_its_own_error(
@@ -250,6 +274,18 @@ def test_credentials_never_follow_to_another_host(
     assert "Authorization" not in tls_server.seen_headers[f"/{release.path('kernels.bin')}"][0]
 
 
+@pytest.mark.parametrize("entry", ["machine localhost login me password x", "default login me password x"])
+def test_after_a_redirect_to_another_host_netrc_is_not_asked(
+    release: Release, tls_server: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entry: str
+) -> None:
+    write_netrc(tmp_path, monkeypatch, "127.0.0.1")
+    (tmp_path / "netrc").write_text(f"{(tmp_path / 'netrc').read_text()}{entry}\n")
+    tls_server.fault(NAME, redirect(f"https://localhost:{tls_server.server_port}/{release.path('kernels.bin')}"))
+    source_of(tls_server.url.replace("http:", "https:")).read(wanted(release))
+    assert "Authorization" in tls_server.seen_headers[f"/{release.path(NAME)}"][0]
+    assert "Authorization" not in tls_server.seen_headers[f"/{release.path('kernels.bin')}"][0]
+
+
 def test_https_never_goes_on_as_http(release: Release, tls_server: FaultyServer) -> None:
     tls_server.fault(NAME, redirect(f"{tls_server.url}/{release.path(NAME)}"))
     with pytest.raises(SourceError, match="from https to http"):
@@ -314,3 +350,48 @@ def test_a_proxy_that_is_not_there_is_an_error_that_may_pass(
     server.server_close()
     with pytest.raises(RetryableError, match="Connection refused"):
         source_of("http://release.invalid/").read(wanted(release))
+
+
+def refuse_to_tunnel(handler: Any) -> None:
+    handler.answer(407, b"say please")
+
+
+def test_a_proxy_that_refuses_is_named_with_its_status(
+    release: Release, server: FaultyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Handler, "do_CONNECT", refuse_to_tunnel, raising=False)
+    monkeypatch.setenv("https_proxy", server.url.replace("http://", f"http://user:{SECRET}@"))
+    with pytest.raises(RetryableError) as caught:
+        source_of("https://release.invalid/").read(wanted(release))
+    assert f"through the proxy {server.url}: refused with status 407" in str(caught.value)
+    assert SECRET not in str(caught.value)
+
+
+def test_a_proxy_that_drips_its_headers_is_waited_for_no_longer_than_a_server(
+    release: Release, server: FaultyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Handler, "do_CONNECT", lambda handler: drip_headers(handler, b""), raising=False)
+    monkeypatch.setenv("https_proxy", server.url)
+    with pytest.raises(RetryableError, match=f"through the proxy {server.url}: no connection within 2 s"):
+        source_of("https://release.invalid/").read(wanted(release))
+
+
+@pytest.mark.parametrize(
+    ("proxy", "reason"),
+    [
+        ("http://", "the URL of the proxy is not valid"),
+        ("socks5://127.0.0.1:9", "the proxy cannot be used: Missing dependencies for SOCKS support"),
+    ],
+)
+def test_a_proxy_that_cannot_be_used_is_told(
+    release: Release, monkeypatch: pytest.MonkeyPatch, proxy: str, reason: str
+) -> None:
+    monkeypatch.setenv("http_proxy", proxy)
+    with pytest.raises(SourceError, match=reason):
+        source_of("http://release.invalid/").read(wanted(release))
+
+
+def test_a_bundle_of_certificates_that_is_not_there_is_named(release: Release, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", "/nowhere/bundle.pem")
+    with pytest.raises(SourceError, match=r"https://release.invalid/.*: .*/nowhere/bundle.pem"):
+        source_of("https://release.invalid/").read(wanted(release))

@@ -31,7 +31,7 @@ from cubin_runtime.artifacts.fetch.process_pool import ProcessWorkerPool, Worker
 from cubin_runtime.artifacts.fetch.worker_pool import Outcome
 from cubin_runtime.artifacts.fetch.worker_process import _portable
 from cubin_runtime.artifacts.sources.failover import FetchPolicy
-from cubin_runtime.artifacts.sources.http import HttpLimits
+from cubin_runtime.artifacts.sources.http_pace import HttpLimits
 from cubin_runtime.artifacts.sources.source import RetryableError, Wanted, parse_source
 from cubin_runtime.artifacts.sources.source_list import WorkOrder
 from cubin_runtime.config import Config

@@ -2,41 +2,25 @@
 
 from __future__ import annotations
 
+import io
+import re
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import quote, urljoin, urlsplit, urlunsplit
 
-from ...errors import SourceError
+from ...errors import CubinRuntimeError, SourceError
+from .http_pace import HttpLimits, Pace
 from .source import NotHereError, RetryableError, SourceSpec, Wanted, redact
 
 if TYPE_CHECKING:
-    import urllib3
-
-    from .http_session import Transport
+    from .http_session import HttpSession, Response
 
 _RETRYABLE_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
-_CHUNK = 1 << 18
-
-
-@dataclass(frozen=True, slots=True)
-class HttpLimits:
-    """How long a server is waited for; seconds and bytes a second.
-
-    ``connect`` is for the connection, ``headers`` for all headers together, ``silence`` the longest time
-    without a byte, and over each ``window`` the body must come at ``least_rate`` or faster. ``redirects`` is
-    how many are followed.
-    """
-
-    connect: float = 10.0
-    headers: float = 60.0
-    silence: float = 30.0
-    window: float = 20.0
-    least_rate: float = 2048.0
-    redirects: int = 5
+_PIECE = 1 << 20
+_LENGTH = re.compile(r"[0-9]{1,18}")
 
 
 class HttpSource:
@@ -58,104 +42,112 @@ class HttpSource:
         self._limits = limits or HttpLimits()
         self._stop = stop or threading.Event()
         self._tick = tick
-        self._transport: Transport | None = None
+        self._session: HttpSession | None = None
 
     def read(self, wanted: Wanted) -> bytes:
         """See ``Source.read``. Never retries and never waits longer than its limits."""
-        import http.client
-
-        import requests
-        import urllib3
-
-        url = urlunsplit(
-            (
-                self._base.scheme,
-                self._base.netloc,
-                f"{self._base.path.rstrip('/')}/{quote(wanted.path.text)}",
-                self._base.query,
-                "",
-            )
-        )
+        base = self._base
+        path = f"{base.path.rstrip('/')}/{quote(wanted.path.text)}"
+        url = urlunsplit((base.scheme, base.netloc, path, base.query, ""))
         try:
             response, where = self._follow(url)
             try:
-                data = self._body(response, where, wanted)
+                data = _body(response, where, wanted.limit)
             except BaseException:
-                response.close()  # a connection with bytes left on it serves nobody
+                response.abandon()
                 raise
-            response.release_conn()
+            if not response.isclosed():
+                response.abandon()
             return data
-        except (
-            requests.exceptions.RequestException,
-            urllib3.exceptions.HTTPError,
-            http.client.HTTPException,
-            OSError,
-        ) as error:
-            raise _translate(error, redact(url), self._limits) from None
+        except CubinRuntimeError:
+            raise
+        except Exception as error:  # whatever a server can make a library raise is a failure of this source
+            from .http_errors import translate
+
+            raise translate(error, redact(url), self._limits) from None
 
     def close(self) -> None:
         """Close the connections."""
-        if self._transport is not None:
-            self._transport.close()
-            self._transport = None
+        if self._session is not None:
+            self._session.close()
+            self._session = None
 
-    def _follow(self, url: str) -> tuple[urllib3.BaseHTTPResponse, str]:
+    def _follow(self, url: str) -> tuple[Response, str]:
         """The first response that is no redirect, and its URL; followed by hand so that each hop is judged."""
-        from .http_session import Transport
+        from .http_session import HttpSession
 
-        if self._transport is None:
-            self._transport = Transport(self._limits.connect, self._limits.silence, self._limits.headers)
+        if self._session is None:
+            self._session = HttpSession(self._limits)
         for _ in range(self._limits.redirects + 1):
-            response = self._transport.get(url)
+            parts, where = urlsplit(url), redact(url)
+            pace = Pace(self._limits, where, self._stop, self._tick)
+            # another host's credentials are none of this source's business, even if netrc has some
+            own_host = (parts.scheme, parts.netloc.lower()) == (self._base.scheme, self._base.netloc.lower())
+            response = self._session.get(url, pace, credentials=own_host)
             if response.status not in _REDIRECTS:
-                return response, redact(url)
-            location = response.headers.get("Location")
-            response.close()
-            if not location:
-                raise SourceError(f"{redact(url)}: status {response.status} without a Location")
-            url = _checked_hop(url, urljoin(url, location))
+                return response, where
+            response.abandon()
+            url = _next_hop(url, response.headers.get("Location"), response.status)
         raise SourceError(f"{self.label}: more than {self._limits.redirects} redirects")
 
-    def _body(self, response: urllib3.BaseHTTPResponse, where: str, wanted: Wanted) -> bytes:
-        _check_status(response, where)
-        encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
-        if encoding not in ("", "identity"):
-            raise SourceError(f"{where}: sent Content-Encoding {encoding!r}, only identity was asked for")
-        announced = response.headers.get("Content-Length")
-        size = int(announced) if announced is not None and announced.isdecimal() else None
-        if size is not None and size > wanted.limit:
-            raise SourceError(f"{where}: announces {size} bytes, at most {wanted.limit} are allowed")
-        data = self._receive(response, wanted.limit, where)
-        if size is not None and len(data) != size:
-            raise RetryableError(f"{where}: the body ended after {len(data)} of {size} bytes")
-        return data
 
-    def _receive(self, raw: Any, limit: int, where: str) -> bytes:
-        chunks: list[bytes] = []
-        total = in_window = 0
-        window_end = time.monotonic() + self._limits.window
-        # read1 returns what one receive brought, so a server that drips cannot hide inside a long read
-        while chunk := raw.read1(_CHUNK, decode_content=False):
-            chunks.append(chunk)
-            total += len(chunk)
-            in_window += len(chunk)
-            if total > limit:
-                raise SourceError(f"{where}: sends more than {limit} bytes")
-            if self._stop.is_set():
-                raise SourceError(f"{where}: stopped")
-            if self._tick is not None:
-                self._tick()
-            if (now := time.monotonic()) >= window_end:
-                rate = in_window / (now - window_end + self._limits.window)
-                if rate < self._limits.least_rate:
-                    raise RetryableError(
-                        f"{where}: {rate:.0f} bytes a second, expected {self._limits.least_rate:.0f} or more"
-                    )
-                in_window, window_end = 0, now + self._limits.window
-        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+def _body(response: Response, where: str, limit: int) -> bytes:
+    """The body of an answer that has one, of at most ``limit`` bytes."""
+    _check_status(response, where)
+    encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise SourceError(f"{where}: sent Content-Encoding {encoding!r}, only identity was asked for")
+    size = _announced(response, where)
+    if size is None:
+        return _receive_to_the_end(response, where, limit)
+    if size > limit:
+        raise SourceError(f"{where}: announces {size} bytes, at most {limit} are allowed")
+    return _receive(response, where, size)
 
 
-def _check_status(response: urllib3.BaseHTTPResponse, where: str) -> None:
+def _announced(response: Response, where: str) -> int | None:
+    """The size of the body; None if only its end will tell."""
+    framing = response.headers.get("Transfer-Encoding", "").strip().lower()
+    if response.chunked:
+        return None
+    if framing not in ("", "identity"):
+        raise SourceError(f"{where}: sent Transfer-Encoding {framing!r}, which nobody asked for")
+    found = {value.strip() for value in response.headers.get_all("Content-Length", [])}
+    if not found:
+        return None
+    if len(found) > 1:
+        raise SourceError(f"{where}: sent headers that contradict each other")
+    (length,) = found
+    if _LENGTH.fullmatch(length) is None:
+        raise SourceError(f"{where}: sent no sensible Content-Length")
+    return int(length)
+
+
+def _receive(response: Response, where: str, size: int) -> bytes:
+    data = response.read(size if size <= _PIECE else _PIECE) if size else response.read()
+    if len(data) == size:
+        return data  # nearly always
+    whole = io.BytesIO()  # which hands its memory over instead of copying it
+    while data:
+        whole.write(data)
+        data = response.read(min(_PIECE, size - whole.tell())) if whole.tell() < size else b""
+    if whole.tell() != size:
+        raise RetryableError(f"{where}: the body is truncated: it ended after {whole.tell()} of {size} bytes")
+    return whole.getvalue()
+
+
+def _receive_to_the_end(response: Response, where: str, limit: int) -> bytes:
+    whole = io.BytesIO()
+    while data := response.read1(_PIECE):
+        if response.chunked:
+            response.pace.count(len(data))
+        whole.write(data)
+        if whole.tell() > limit:
+            raise SourceError(f"{where}: sends more than {limit} bytes")
+    return whole.getvalue()
+
+
+def _check_status(response: Response, where: str) -> None:
     status = response.status
     if status == 200:
         return
@@ -167,14 +159,23 @@ def _check_status(response: urllib3.BaseHTTPResponse, where: str) -> None:
     raise SourceError(f"{where}: status {status}{hint}")
 
 
-def _checked_hop(old: str, new: str) -> str:
-    parts = urlsplit(new)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise SourceError(f"{redact(old)}: redirects to scheme {parts.scheme!r}, expected http or https")
+def _next_hop(old: str, location: str | None, status: int) -> str:
+    """Where a redirect leads, if it may be followed."""
+    where = redact(old)
+    if not location:
+        raise SourceError(f"{where}: status {status} without a Location")
+    try:
+        new = urljoin(old, location)
+        parts = urlsplit(new)
+        host, port_fault = parts.hostname, parts.port == 0
+    except ValueError:
+        raise SourceError(f"{where}: redirects to what is no URL") from None
+    if parts.scheme not in ("http", "https") or not host or port_fault:
+        raise SourceError(f"{where}: redirects to scheme {parts.scheme!r}, expected http or https")
     if urlsplit(old).scheme == "https" and parts.scheme != "https":
-        raise SourceError(f"{redact(old)}: redirects from https to http, which is refused")
+        raise SourceError(f"{where}: redirects from https to http, which is refused")
     if "@" in parts.netloc:
-        raise SourceError(f"{redact(old)}: redirects to a URL with credentials, which is refused")
+        raise SourceError(f"{where}: redirects to a URL with credentials, which is refused")
     return new
 
 
@@ -190,48 +191,3 @@ def _retry_after(value: str | None) -> float | None:
         return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
     except (ValueError, TypeError, OverflowError):
         return None
-
-
-def _translate(error: Exception, where: str, limits: HttpLimits) -> SourceError:
-    """One of our errors from a library's; its text is not used, it may hold the query of the URL."""
-    import requests
-    import urllib3
-
-    if isinstance(error, urllib3.exceptions.ProxyError):
-        error = error.original_error if isinstance(error.original_error, Exception) else error
-    refused = isinstance(error, urllib3.exceptions.NewConnectionError)  # a sort of time-out in urllib3
-    if isinstance(error, urllib3.exceptions.ConnectTimeoutError) and not refused:
-        return RetryableError(f"{where}: no connection within {limits.connect:g} s")
-    if isinstance(error, (urllib3.exceptions.SSLError, requests.exceptions.SSLError)):
-        return SourceError(f"{where}: TLS failed: {_innermost(error)}")
-    if isinstance(error, (urllib3.exceptions.InvalidHeader, requests.exceptions.InvalidHeader)):
-        return SourceError(f"{where}: sent headers that contradict each other")
-    if isinstance(
-        error,
-        (requests.exceptions.InvalidURL, requests.exceptions.InvalidSchema, urllib3.exceptions.LocationValueError),
-    ):
-        return SourceError(f"{where}: no valid URL")
-    reason = _innermost(error)
-    if "timed out" in reason.lower() or "Timeout" in type(error).__name__:
-        return RetryableError(f"{where}: no byte for {limits.silence:g} s, or headers for {limits.headers:g} s")
-    return RetryableError(f"{where}: {reason}")
-
-
-def _innermost(error: BaseException) -> str:
-    """The deepest cause in words: the system's text for an OS error, else the type's name."""
-    seen: list[BaseException] = []
-    pending: list[BaseException] = [error]
-    while pending:
-        current = pending.pop()
-        if any(current is known for known in seen):
-            continue
-        seen.append(current)
-        linked = (current.__cause__, current.__context__, getattr(current, "reason", None), *current.args)
-        pending += [item for item in linked if isinstance(item, BaseException)]
-    for item in reversed(seen):
-        if isinstance(item, OSError) and item.strerror:
-            return str(getattr(item, "verify_message", "") or item.strerror)
-        if isinstance(item, TimeoutError):
-            return "timed out"
-    name = type(seen[-1]).__name__
-    return "the body is truncated" if name == "IncompleteRead" else name

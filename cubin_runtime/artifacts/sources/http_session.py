@@ -1,7 +1,7 @@
-"""A ``requests`` session that keeps our rules (credentials, encoding, a deadline for headers), asked quickly.
+"""Connections that keep our rules: credentials for one host alone, no encoding, every read under a watch.
 
-``requests`` settles what holds for a whole host: proxy, certificates, credentials, headers. That is done once
-a host; each request then goes straight to the connection pool that came of it, which costs a third.
+``requests`` settles what holds for a whole host: proxy, certificates, credentials, headers. ``urllib3`` makes the
+connection. Requests then go straight to the standard library's half of that connection, which costs a fifth.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import http.client
 import io
 import socket
-import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,88 +18,182 @@ import requests
 import urllib3
 from requests.adapters import HTTPAdapter
 from requests.auth import HTTPBasicAuth
-from requests.utils import get_netrc_auth, urldefragauth
+from requests.utils import get_netrc_auth, requote_uri, urldefragauth
+from urllib3.connection import HTTPConnection
+from urllib3.util.proxy import connection_requires_http_tunnel
 
 from ..._version import __version__
+from .http_errors import ConnectError
+from .http_pace import HttpLimits, Pace
 
 
-class Transport:
-    """The connections of one worker; not for several threads at once."""
+class HttpSession:
+    """The connections of one worker, one a host; not for several threads at once."""
 
-    def __init__(self, connect_seconds: float, silence_seconds: float, header_seconds: float) -> None:
-        """A server has ``header_seconds`` for all of its headers together; the others are for one step."""
-        self._session = _new_session(header_seconds)
-        self._timeout = urllib3.Timeout(connect=connect_seconds, read=silence_seconds)
-        self._hosts: dict[tuple[str, str], _Host] = {}
+    def __init__(self, limits: HttpLimits) -> None:
+        self._limits = limits
+        self._session = requests.Session()
+        self._session.headers.update({"Accept-Encoding": "identity", "User-Agent": f"cubin-runtime/{__version__}"})
+        self._hosts: dict[tuple[str, str, bool], _Host] = {}
 
-    def get(self, url: str) -> urllib3.BaseHTTPResponse:
+    def get(self, url: str, pace: Pace, *, credentials: bool) -> Response:
         """The response to one GET, its body not yet read; redirects are not followed and nothing is retried.
 
+        ``credentials`` says whether netrc may be looked into for this host; over plain http it never is. Whoever
+        leaves bytes of the body unread calls ``Response.abandon``.
+
         Raises:
+            ConnectError: no connection came about.
             requests.RequestException: the URL, the proxy or the certificates cannot be used.
-            urllib3.exceptions.HTTPError: the request failed.
+            http.client.HTTPException, OSError: the request failed.
         """
         parts = urlsplit(url)
-        host = self._hosts.get((parts.scheme, parts.netloc))
+        key = (parts.scheme, parts.netloc, credentials)
+        host = self._hosts.get(key)
         if host is None:
-            host = self._hosts[parts.scheme, parts.netloc] = self._settle(url)
+            host = self._hosts[key] = self._settle(url, credentials)
+        connection = host.connection
+        if connection is None or not connection.is_connected:
+            host.close()
+            connection = host.connection = self._connect(host, pace)
+        _watch(connection, pace)
         path = f"{parts.path or '/'}?{parts.query}" if parts.query else parts.path or "/"
-        return host.pool.urlopen(
-            "GET",
-            host.prefix + path,
-            headers=host.headers,
-            redirect=False,
-            retries=False,
-            preload_content=False,
-            decode_content=False,
-            assert_same_host=False,
-            timeout=self._timeout,
-        )
+        try:
+            http.client.HTTPConnection.request(connection, "GET", requote_uri(host.prefix + path), headers=host.headers)
+            response = http.client.HTTPConnection.getresponse(connection)
+        except BaseException:
+            host.close()
+            raise
+        assert isinstance(response, Response)
+        return response
 
     def close(self) -> None:
         """Close all connections."""
+        for host in self._hosts.values():
+            host.close()
         self._hosts.clear()
         self._session.close()
 
-    def _settle(self, url: str) -> _Host:
+    def _settle(self, url: str, credentials: bool) -> _Host:
         """What ``requests`` would do for every request to this host."""
         session = self._session
+        session.auth = _netrc_over_https if credentials else _no_credentials
         request = session.prepare_request(requests.Request("GET", url))
         assert request.url is not None
         settings = session.merge_environment_settings(request.url, {}, True, None, None)
         adapter = session.get_adapter(request.url)
         assert isinstance(adapter, HTTPAdapter)
-        pool = adapter.get_connection_with_tls_context(
-            request, settings["verify"], proxies=settings["proxies"], cert=settings["cert"]
-        )
+        try:
+            pool = adapter.get_connection_with_tls_context(
+                request, settings["verify"], proxies=settings["proxies"], cert=settings["cert"]
+            )
+        except requests.exceptions.InvalidProxyURL:
+            raise ConnectError(reason="the URL of the proxy is not valid") from None
+        except requests.exceptions.InvalidSchema as error:
+            raise ConnectError(reason=f"the proxy cannot be used: {error}") from None
         assert isinstance(pool, urllib3.HTTPConnectionPool)
-        adapter.cert_verify(pool, request.url, settings["verify"], settings["cert"])  # type: ignore[no-untyped-call]
-        # a plain proxy wants the whole URL, everyone else the path
+        try:
+            adapter.cert_verify(pool, request.url, settings["verify"], settings["cert"])  # type: ignore[no-untyped-call]
+        except OSError as error:
+            raise ConnectError(reason=str(error)) from None
+        headers = dict(request.headers.items())
+        # a plain proxy wants the whole URL and its own credentials with each request, everyone else the path
         whole = adapter.request_url(request, settings["proxies"]) == urldefragauth(request.url)
         parts = urlsplit(request.url)
-        prefix = f"{parts.scheme}://{parts.netloc}" if whole else ""
-        return _Host(pool, prefix, dict(request.headers.items()))
+        if whole:
+            headers.update(pool.proxy_headers)
+        return _Host(pool, f"{parts.scheme}://{parts.netloc}" if whole else "", headers)
+
+    def _connect(self, host: _Host, pace: Pace) -> HTTPConnection:
+        """A connection through whatever proxy there is; its socket then waits ``silence`` for each receive."""
+        pool = host.pool
+        connection = pool._new_conn()
+        assert isinstance(connection, HTTPConnection)
+        connection.timeout = self._limits.connect
+        _watch(connection, pace)  # a proxy answers first
+        try:
+            if connection_requires_http_tunnel(pool.proxy, pool.proxy_config, pool.scheme):
+                pool._prepare_proxy(connection)
+            else:
+                connection.connect()
+            assert connection.sock is not None
+            connection.sock.settimeout(self._limits.silence)
+        except BaseException as error:
+            connection.close()
+            if isinstance(error, Exception):
+                raise ConnectError(None if pool.proxy is None else str(pool.proxy)) from error
+            raise
+        return connection
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Host:
     pool: urllib3.HTTPConnectionPool
     prefix: str
     headers: dict[str, str]
+    connection: HTTPConnection | None = None
+
+    def close(self) -> None:
+        if self.connection is not None:
+            self.connection.close()
+            self.connection = None
 
 
-def _new_session(header_seconds: float) -> requests.Session:
-    session = requests.Session()
-    session.headers.update({"Accept-Encoding": "identity", "User-Agent": f"cubin-runtime/{__version__}"})
-    session.auth = _netrc_over_https
-    for scheme in ("http://", "https://"):
-        session.mount(scheme, _DeadlineAdapter(header_seconds))
-    return session
+class Response(http.client.HTTPResponse):
+    """A response of the standard library whose every receive asks its ``Pace`` first."""
+
+    def __init__(
+        self, sock: socket.socket, *arguments: Any, pace: Pace, connection: HTTPConnection, **options: Any
+    ) -> None:
+        super().__init__(sock, *arguments, **options)
+        self.pace, self._connection = pace, connection
+        self._watched = _WatchedFile(self.fp.detach(), pace)
+        self.fp = io.BufferedReader(self._watched)
+
+    def begin(self) -> None:
+        """Read the headers."""
+        super().begin()
+        self.pace.begin_body()
+        # between chunks lies framing, so that there only the reader knows what is payload
+        self._watched.is_payload = not self.chunked
+
+    def abandon(self) -> None:
+        """Close the connection too, as bytes that nobody will read may be left on it."""
+        self.close()
+        self._connection.close()
+
+
+def _watch(connection: HTTPConnection, pace: Pace) -> None:
+    """Make the next responses of a connection ask ``pace``."""
+    make: Any = partial(Response, pace=pace, connection=connection)
+    connection.response_class = make
+
+
+class _WatchedFile(io.RawIOBase):
+    """A socket's raw file that asks before each receive, however often single bytes come."""
+
+    def __init__(self, raw: io.RawIOBase, pace: Pace) -> None:
+        self._raw, self._pace = raw, pace
+        self.is_payload = False
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        self._pace.check()
+        size = self._raw.readinto(buffer)
+        if self.is_payload and size:
+            self._pace.count(size)
+        return size
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
 
 
 def _netrc_over_https(request: requests.PreparedRequest) -> requests.PreparedRequest:
-    """Credentials of the very host that is asked, from netrc, over https alone; set anew for each hop."""
-    request.headers.pop("Authorization", None)
+    """Credentials of the very host that is asked, from netrc, over https alone."""
+    _no_credentials(request)
     if request.url is not None and request.url.startswith("https:"):
         found = get_netrc_auth(request.url)
         if found is not None:
@@ -107,61 +201,7 @@ def _netrc_over_https(request: requests.PreparedRequest) -> requests.PreparedReq
     return request
 
 
-class _DeadlineAdapter(HTTPAdapter):
-    """Makes connections whose responses carry the deadline; a socket's timeout is for one receive."""
-
-    def __init__(self, header_seconds: float) -> None:
-        self._header_seconds = header_seconds
-        super().__init__()
-
-    def init_poolmanager(self, *arguments: Any, **options: Any) -> None:
-        super().init_poolmanager(*arguments, **options)
-        self.poolmanager.pool_classes_by_scheme = _pool_classes(self._header_seconds)
-
-
-def _pool_classes(header_seconds: float) -> dict[str, type[urllib3.HTTPConnectionPool]]:
-    class Response(http.client.HTTPResponse):
-        """Reads its headers through a file that knows when they must be over."""
-
-        def __init__(self, sock: socket.socket, *arguments: Any, **options: Any) -> None:
-            super().__init__(sock, *arguments, **options)
-            self._watched = _WatchedFile(self.fp.detach(), time.monotonic() + header_seconds)
-            self.fp = io.BufferedReader(self._watched)
-
-        def begin(self) -> None:
-            super().begin()
-            self._watched.deadline = None
-
-    class Connection(urllib3.connection.HTTPConnection):
-        response_class = Response
-
-    class SecureConnection(urllib3.connection.HTTPSConnection):
-        response_class = Response
-
-    class Pool(urllib3.HTTPConnectionPool):
-        ConnectionCls = Connection
-
-    class SecurePool(urllib3.HTTPSConnectionPool):
-        ConnectionCls = SecureConnection
-
-    return {"http": Pool, "https": SecurePool}
-
-
-class _WatchedFile(io.RawIOBase):
-    """A socket's raw file that fails once its deadline has passed, however often single bytes come."""
-
-    def __init__(self, raw: io.RawIOBase, deadline: float) -> None:
-        self._raw = raw
-        self.deadline: float | None = deadline
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int | None:
-        if self.deadline is not None and time.monotonic() > self.deadline:
-            raise TimeoutError("timed out: the headers took too long")
-        return self._raw.readinto(buffer)
-
-    def close(self) -> None:
-        self._raw.close()
-        super().close()
+def _no_credentials(request: requests.PreparedRequest) -> requests.PreparedRequest:
+    """None at all, whatever netrc or the URL holds."""
+    request.headers.pop("Authorization", None)
+    return request

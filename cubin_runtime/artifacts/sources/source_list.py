@@ -14,7 +14,8 @@ from ..pins.pin import Pin
 from .archive import ArchiveSource
 from .directory import DirectorySource
 from .failover import FetchPolicy, Progress, read_with_failover
-from .http import HttpLimits, HttpSource
+from .http import HttpSource
+from .http_pace import HttpLimits
 from .package import PackageSource
 from .source import Source, SourceSpec, Wanted, parse_source
 
