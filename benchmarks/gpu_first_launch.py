@@ -31,7 +31,7 @@ from cubin_runtime.attention import Runtime, TensorView, plan_paged_decode
 mark("import")
 runtime = Runtime()
 driver = runtime.driver
-driver.primary_context(0)
+driver.set_current(driver.primary_context(0))
 mark("CUDA context")
 def tensor(shape, dtype, item):
     n = item

@@ -78,7 +78,7 @@ def _shapes(pages: int) -> list[tuple[str, tuple[int, ...]]]:
 
 def _launch(runtime: Runtime, device: DeviceFacts) -> None:
     driver = runtime.driver
-    driver.primary_context(0)
+    driver.set_current(driver.primary_context(0))
     host = _random_host()
     tensors = [_upload(driver, array, dtype) for array, (dtype, _) in zip(host, _shapes(host[1].shape[0]), strict=True)]
     plan = _plan(runtime, tensors, device)

@@ -33,6 +33,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reason = _missing_device() if marked else ""
     for item in marked if reason else []:
         item.add_marker(pytest.mark.skip(reason=f"needs a CUDA device: {reason}"))
+    for item in marked if not reason and Driver().device_count() < 2 else []:
+        if item.get_closest_marker("multi_gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs two CUDA devices, there is one"))
 
 
 @pytest.fixture(scope="session")
@@ -45,6 +48,7 @@ def runtime_config(tmp_path_factory: pytest.TempPathFactory) -> Config:
 def runtime(runtime_config: Config) -> Iterator[Runtime]:
     made = Runtime(runtime_config)
     made.library.fetch(made.library.pins.get(OWN_RELEASE))
+    made.driver.set_current(made.driver.primary_context(0))
     yield made
     made.modules.close()
 

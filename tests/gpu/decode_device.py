@@ -154,7 +154,7 @@ def on_device(
     guard: int = GUARD,
 ) -> Iterator[DeviceCase]:
     """The case in device memory, planned, on the kernel that it asks for where there is one and it may be chosen."""
-    runtime.driver.primary_context(0)
+    runtime.driver.set_current(runtime.driver.primary_context(0))
     arrays = DeviceArrays(runtime.driver, guard)
     try:
         host = host or make_host(case, rng)

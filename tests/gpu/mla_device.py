@@ -86,7 +86,7 @@ def mla_on_device(
     guard: int = GUARD,
 ) -> Iterator[MlaDeviceCase]:
     """The case in device memory, planned."""
-    runtime.driver.primary_context(0)
+    runtime.driver.set_current(runtime.driver.primary_context(0))
     arrays = DeviceArrays(runtime.driver, guard)
     try:
         yield MlaDeviceCase(runtime, case, host or mla_host(case, rng), arrays)

@@ -241,6 +241,7 @@ def reduce_all(runtime: Runtime, rng: np.random.Generator) -> set[str]:
     """Every reduction case and two LSEs; the names of the kernels that ran."""
     driver, own, arrays = runtime.driver, runtime.own_release(), DeviceArrays(runtime.driver, guard=0)
     context = driver.primary_context(0)
+    driver.set_current(context)
     major, minor = driver.device(0).capability
     used = set()
 

@@ -33,7 +33,7 @@ KIB = 1024
 def driver() -> Iterator[Driver]:
     made = Driver()
     try:
-        made.primary_context(0)
+        made.set_current(made.primary_context(0))
     except DriverError as error:
         pytest.skip(f"needs a CUDA device: {error}")
     yield made

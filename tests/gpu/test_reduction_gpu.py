@@ -38,6 +38,7 @@ class Device:
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self.context = runtime.driver.primary_context(0)
+        runtime.driver.set_current(self.context)
         self.arrays = DeviceArrays(runtime.driver)
         major, minor = runtime.driver.device(0).capability
         self.sm = major * 10 + minor

@@ -19,7 +19,7 @@ CHUNK = CONSTANTS.streaming_threads * CONSTANTS.streaming_loads * 16
 
 @pytest.fixture
 def arrays(runtime: Runtime) -> Iterator[DeviceArrays]:
-    runtime.driver.primary_context(0)
+    runtime.driver.set_current(runtime.driver.primary_context(0))
     made = DeviceArrays(runtime.driver)
     yield made
     made.close()

@@ -45,7 +45,7 @@ def test_every_recorded_descriptor_is_taken_by_our_rules_and_by_the_driver() -> 
         recorded = [call for line in lines for call in (json.loads(line).get("tma") or {}).values() if call]
     specs = {spec for spec in map(spec_of, recorded) if spec.dtype != PACKED}
     driver = Driver()
-    driver.primary_context(0)
+    driver.set_current(driver.primary_context(0))
     memory = driver.allocate(4096)
     try:
         for spec in specs:
