@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -11,7 +11,7 @@ from ..dtypes import DTYPES
 from ..errors import UsageError
 from ..tensor import TensorView
 from .backends import AUTO
-from .checks import check_dtype, check_shape, check_switches, check_words, integer
+from .checks import check_dtype, check_shape, integer
 from .operator import CallTensors, TensorArg
 from .scales import flat_scalar, float32_number
 
@@ -59,33 +59,6 @@ class DecodeOptions:
     batch_invariant: bool = False
     backend: str = AUTO
     enable_pdl: bool | None = False
-
-    def checked(self) -> DecodeOptions:
-        """With integers as ints, so that all can be part of a plan's key.
-
-        Raises:
-            UsageError: one is of another kind.
-        """
-        check_switches(batch_invariant=self.batch_invariant, enable_pdl=self.enable_pdl or False)
-        check_words(kv_layout=self.kv_layout, backend=self.backend)
-        return replace(
-            self,
-            max_seq_len=integer("max_seq_len", self.max_seq_len),
-            max_q_len=None if self.max_q_len is None else integer("max_q_len", self.max_q_len),
-            window_left=integer("window_left", self.window_left),
-        )
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        """What tells plans apart, beside forms and bounds on the lengths; scales come with each run."""
-        return (
-            self.kv_layout,
-            self.max_q_len,
-            self.window_left,
-            self.batch_invariant,
-            self.backend,
-            self.enable_pdl,
-        )
 
 
 @dataclass(frozen=True, slots=True)

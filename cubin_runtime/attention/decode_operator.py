@@ -16,27 +16,31 @@ from ..launch.driver import DeviceFacts
 from ..launch.streams import stream_handle
 from ..tensor import TensorView, is_torch, view_of
 from .backends import resolve_backend
-from .checks import integer
+from .checks import check_switches, check_words, integer
 from .decode_call import MAX_Q_LEN, DecodeCall, DecodeOptions, check_query_bounds
 from .operator import Given, Operator
-from .operator_plan import AnyWorkspace, OperatorPlan, check_workspace
+from .operator_plan import OperatorPlan, check_workspace
 from .runtime import OwnRelease, Runtime, default_runtime
 from .scales import split_scale
 from .tracing import record, recording
 from .tracing.schema import TracedCall
 
 _SMALLEST_BOUND_LOG2 = 6
+_WORDS = ("kv_layout", "backend")
+_INTEGERS = ("max_q_len", "window_left")
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeOperator(Operator):
     """A decode operator: besides its tensors, what is written by hand for it.
 
-    ``check`` raises for a call that breaks a rule. ``launches`` plans a checked call for a device with the kernels of a
-    release; its bound is ``max_seq_len`` of its options. ``output`` is the shape and dtype (None: that of q) of an
-    output to be made for q, ``scale`` the default softmax scale for the shape of q, ``traced`` the record of a call.
+    ``options`` names those of ``DecodeOptions`` that it has. ``check`` raises for a call that breaks a rule.
+    ``launches`` plans a checked call for a device with the kernels of a release; its bound is ``max_seq_len`` of its
+    options. ``output`` is the shape and dtype (None: that of q) of an output to be made for q, ``scale`` the default
+    softmax scale for the shape of q, ``traced`` the record of a call.
     """
 
+    options: tuple[str, ...]
     check: Callable[[DecodeCall], None]
     page_size: Callable[[DecodeCall], int]
     launches: Callable[[DecodeCall, DeviceFacts, OwnRelease], Sequence[NativeLaunch[Any]]]
@@ -50,27 +54,18 @@ class DecodePlan(OperatorPlan):
 
     options: DecodeOptions
 
-    def run_step(
-        self,
-        arguments: Given,
-        softmax_scale: Any,
-        output_scale: Any,
-        workspace: AnyWorkspace | None,
-        stream: Any,
-        max_seq_len: int | None,
-    ) -> None:
-        """A run on the tensors among ``arguments``, with scales as numbers or tensors, up to the plan's bound."""
-        number, softmax_tensor = split_scale(softmax_scale, "softmax_scale")
-        factor, output_tensor = split_scale(output_scale, "output_scale")
-        options = self.options
-        bound = options.max_seq_len if max_seq_len is None else integer("max_seq_len", max_seq_len)
+    def run_step(self, arguments: dict[str, Any]) -> None:
+        """A run by the arguments of ``run``, by name; the dict is this function's own."""
+        number, arguments["softmax_scale"] = split_scale(arguments["softmax_scale"], "softmax_scale")
+        factor, arguments["output_scale"] = split_scale(arguments["output_scale"], "output_scale")
+        options, bound = self.options, arguments["max_seq_len"]
+        addresses = self.addresses(arguments)
         numbers = self.numbers(
-            bound,
+            options.max_seq_len if bound is None else integer("max_seq_len", bound),
             options.softmax_scale if number is None else number,
             options.output_scale if factor is None else factor,
         )
-        given = {**self.operator.pick(arguments), "softmax_scale": softmax_tensor, "output_scale": output_tensor}
-        self.launch(given, numbers, workspace, stream)
+        self.launch(addresses, numbers, arguments["workspace"], self.stream_of(arguments["stream"]))
 
     def numbers(self, max_seq_len: int, softmax_scale: float, output_scale: float) -> tuple[int, float, float]:
         """The numbers of a run in the order of ``kernels.native.problem.NUMBERS``.
@@ -90,67 +85,96 @@ class DecodePlan(OperatorPlan):
 PlanT = TypeVar("PlanT", bound=DecodePlan)
 
 
-def plan_decode(
-    plan_class: type[PlanT],
-    operator: DecodeOperator,
-    arguments: Given,
-    options: DecodeOptions,
-    softmax_scale: Any,
-    output_scale: Any,
-    runtime: Runtime | None,
-    device_facts: DeviceFacts | None,
-) -> PlanT:
-    """The plan for the tensors among ``arguments``; ``options`` are without scales."""
-    given, scales = _with_scales(operator, arguments, softmax_scale, output_scale)
-    call = DecodeCall(operator.read(given, options), replace(options, softmax_scale=scales[0], output_scale=scales[1]))
-    return _plan(plan_class, operator, runtime or default_runtime(), call, device_facts, is_torch(given["q"]))
+def plan_decode(plan_class: type[PlanT], operator: DecodeOperator, arguments: dict[str, Any]) -> PlanT:
+    """The plan for a call's ``arguments`` by name; the dict is this function's own."""
+    scales = _split_scales(operator, arguments)
+    options = _options(operator, arguments, *scales)
+    call = DecodeCall(operator.read(arguments, options), options)
+    runtime = arguments["runtime"] or default_runtime()
+    return _plan(plan_class, operator, runtime, call, arguments["device_facts"], is_torch(arguments["q"]))
 
 
-def run_decode(
-    plan_class: type[DecodePlan],
-    operator: DecodeOperator,
-    arguments: Given,
-    options: DecodeOptions,
-    softmax_scale: Any,
-    output_scale: Any,
-    workspace: AnyWorkspace | None,
-    stream: Any,
-    runtime: Runtime | None,
-) -> Any:
-    """Run on the tensors among ``arguments``, by a plan from the runtime's cache or made now; the output.
+def run_decode(plan_class: type[DecodePlan], operator: DecodeOperator, arguments: dict[str, Any]) -> Any:
+    """Run by a call's ``arguments`` by name; the dict is this function's own. The output.
 
-    ``options`` are without scales. The plan's bound is the next power of two, as far as the page table goes, so one
-    plan serves while lengths grow.
+    The plan comes from the runtime's cache or is made now. Its bound is the next power of two, as far as the page table
+    goes, so one plan serves while lengths grow.
     """
-    rt = runtime or default_runtime()
-    given, (scale, factor) = _with_scales(operator, arguments, softmax_scale, output_scale)
-    if given["out"] is None:
-        given["out"] = _made_output(operator, rt, given["q"])
-    if stream is None:
-        stream = rt.memory.current_stream(given["q"])
-    options = options.checked()
+    rt, q = arguments["runtime"] or default_runtime(), arguments["q"]
+    scale, factor = _split_scales(operator, arguments)
+    if arguments["out"] is None:
+        arguments["out"] = _made_output(operator, rt, q)
+    stream = arguments["stream"]
+    handle = rt.memory.current_stream(q) if stream is None else stream_handle(stream)
+    workspace = arguments["workspace"]
     if workspace is not None:
         check_workspace(workspace)
-    if options.max_q_len is None and given["q_cu_seq_lens"] is not None:
-        options = replace(options, max_q_len=_longest(rt, given["q"], given["q_cu_seq_lens"], stream))
-    # Torch tensors are told apart by what they are; others by their views.
-    form: Any = operator.forms(given)
-    if form is None:
-        form = operator.read(given, options).specs
-    bound = options.max_seq_len
+    if arguments["max_q_len"] is None and arguments["q_cu_seq_lens"] is not None:
+        arguments["max_q_len"] = _longest(rt, q, arguments["q_cu_seq_lens"], handle)
+    bound = integer("max_seq_len", arguments["max_seq_len"])
     kept = 1 << max(_SMALLEST_BOUND_LOG2, (bound - 1).bit_length())
+    key = (operator.name, kept, *_option_key(operator, arguments))
+    for plan in rt.plans.recent(key):
+        addresses = plan.known_addresses(arguments)
+        if addresses is not None:
+            break
+    else:
+        plan, addresses = _find(plan_class, operator, rt, key, arguments, scale, factor, kept)
+    plan.launch(addresses, plan.numbers(bound, scale, factor), workspace, handle)
+    if recording():
+        options = _options(operator, arguments, scale, factor)
+        record(operator.traced(DecodeCall(operator.read(arguments, options), options)))
+    return arguments["out"]
+
+
+def _find(
+    plan_class: type[DecodePlan],
+    operator: DecodeOperator,
+    runtime: Runtime,
+    key: tuple[object, ...],
+    arguments: Given,
+    scale: float,
+    factor: float,
+    kept: int,
+) -> tuple[DecodePlan, tuple[int, ...]]:
+    """The plan for a call from the cache, or made now, and the call's addresses."""
+    options = _options(operator, arguments, scale, factor)
+    # Torch tensors are told apart by what they are; others by their views.
+    forms = operator.forms(arguments)
+    tensors = operator.read(arguments, options) if forms is None else None
 
     def planned() -> DecodePlan:
-        asked = replace(options, softmax_scale=scale, output_scale=factor)
-        call = DecodeCall(operator.read(given, options), asked)
-        return _plan(plan_class, operator, rt, call, None, is_torch(given["q"]), kept)
+        call = DecodeCall(tensors or operator.read(arguments, options), options)
+        return _plan(plan_class, operator, runtime, call, None, is_torch(arguments["q"]), kept)
 
-    plan: DecodePlan = rt.plans.get((operator.name, form, kept, options.key), planned)
-    plan.launch(given, plan.numbers(bound, scale, factor), workspace, stream_handle(stream))
-    if recording():
-        asked = replace(options, softmax_scale=scale, output_scale=factor)
-        record(operator.traced(DecodeCall(operator.read(given, options), asked)))
-    return given["out"]
+    plan: DecodePlan = runtime.plans.get((*key, forms if tensors is None else tensors.specs), planned)
+    if tensors is None:
+        addresses = plan.addresses(arguments)
+        runtime.plans.remember(key, plan)
+        return plan, addresses
+    tensors.check_addresses()
+    return plan, tensors.addresses
+
+
+def _option_key(operator: DecodeOperator, arguments: dict[str, Any]) -> tuple[object, ...]:
+    """The options that tell plans apart, checked for their kinds, integers as ints.
+
+    Raises:
+        UsageError: one is of another kind.
+    """
+    check_switches(batch_invariant=arguments["batch_invariant"], enable_pdl=arguments["enable_pdl"] or False)
+    for name in operator.options:
+        value = arguments[name]
+        if name in _WORDS:
+            check_words(**{name: value})
+        elif type(value) is not int and name in _INTEGERS and value is not None:
+            arguments[name] = integer(name, value)
+    return tuple([arguments[name] for name in operator.options])
+
+
+def _options(operator: DecodeOperator, arguments: Given, scale: float, factor: float) -> DecodeOptions:
+    named = {name: arguments[name] for name in operator.options}
+    return DecodeOptions(max_seq_len=arguments["max_seq_len"], softmax_scale=scale, output_scale=factor, **named)
 
 
 def _plan(
@@ -176,16 +200,14 @@ def _plan(
     return plan_class(runtime, operator, call.tensors, options, launches, of_torch=of_torch)
 
 
-def _with_scales(
-    operator: DecodeOperator, arguments: Given, softmax_scale: Any, output_scale: Any
-) -> tuple[dict[str, Any], tuple[float, float]]:
-    """The tensors, those of the scales among them, and the scales' numbers; 1 where the device has a scale."""
-    number, softmax_tensor = split_scale(softmax_scale, "softmax_scale")
-    factor, output_tensor = split_scale(output_scale, "output_scale")
-    given = {**operator.pick(arguments), "softmax_scale": softmax_tensor, "output_scale": output_tensor}
+def _split_scales(operator: DecodeOperator, arguments: dict[str, Any]) -> tuple[float, float]:
+    """The scales' numbers, 1 where the device has a scale; in ``arguments`` only those on the device are left."""
+    number, tensor = split_scale(arguments["softmax_scale"], "softmax_scale")
+    factor, arguments["output_scale"] = split_scale(arguments["output_scale"], "output_scale")
+    arguments["softmax_scale"] = tensor
     if number is None:
-        number = 1.0 if softmax_tensor is not None else operator.scale(getattr(given["q"], "shape", ()))
-    return given, (number, 1.0 if factor is None else factor)
+        number = 1.0 if tensor is not None else operator.scale(getattr(arguments["q"], "shape", ()))
+    return number, 1.0 if factor is None else factor
 
 
 def default_scale(shape: tuple[int, ...]) -> float:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .operator import TensorArg
+from .operator import Given, TensorArg
 
 
-def form_check(declared: Sequence[TensorArg], forms: Sequence[Any]) -> Callable[..., tuple[int, ...] | None]:
-    """A function of the tensors by name that gives their addresses.
+def form_check(declared: Sequence[TensorArg], forms: Sequence[Any]) -> Callable[[Given], tuple[int, ...] | None]:
+    """A function of a call's arguments by name that gives the tensors' addresses.
 
     It gives None where a tensor differs from its form (of ``Operator.forms``) in type, dtype, shape, strides or device,
     or has an address that is null or not aligned: whoever calls it then finds out which, and says so. Dtype, shape and
@@ -38,7 +38,8 @@ def form_check(declared: Sequence[TensorArg], forms: Sequence[Any]) -> Callable[
     result = ", ".join(f"a{number}" if number in names else "0" for number in range(len(declared)))
     source = (
         f"def bind({', '.join(scope)}):\n"
-        f"  def addresses({', '.join(arg.name for arg in declared)}):\n"
+        "  def addresses(given):\n"
+        f"{''.join(f'    {arg.name} = given[{arg.name!r}]{chr(10)}' for arg in declared)}"
         f"    if {' or '.join(conditions)}:\n      return None\n"
         f"{reads}"
         f"    if {' or '.join(aligned)} or not ({present}):\n      return None\n"
@@ -47,5 +48,5 @@ def form_check(declared: Sequence[TensorArg], forms: Sequence[Any]) -> Callable[
     )
     found: dict[str, Any] = {}
     exec(compile(source, "<form check>", "exec"), found)
-    made: Callable[..., tuple[int, ...] | None] = found["bind"](**scope)
+    made: Callable[[Given], tuple[int, ...] | None] = found["bind"](**scope)
     return made

@@ -15,7 +15,6 @@ from ..tensor import TensorView
 from .backends import AUTO
 from .decode_call import (
     DecodeCall,
-    DecodeOptions,
     check_options,
     check_queries,
     check_shapes,
@@ -93,6 +92,7 @@ MLA_DECODE = DecodeOperator(
         (KV_CACHE,),
         TensorArg("out", OUT_DTYPES, alignment=16, stride_bytes=16, rows=True, written=True),
     ),
+    options=("max_q_len", "batch_invariant", "backend", "enable_pdl"),
     check=_check,
     page_size=lambda call: call.tensors["kv_cache"].shape[1],
     launches=_launches,
@@ -133,7 +133,7 @@ class MlaDecodePlan(DecodePlan):
 
         Arguments and errors otherwise as ``PagedDecodePlan.run``.
         """
-        self.run_step(locals(), softmax_scale, output_scale, workspace, stream, max_seq_len)
+        self.run_step(locals())
 
 
 def plan_mla_decode(
@@ -164,14 +164,7 @@ def plan_mla_decode(
     log-sum-exp, and scales on the device is planned: every run must have them alike. ``device_facts`` plans for a
     described device instead of the one that ``q`` is on.
     """
-    options = DecodeOptions(
-        max_seq_len=max_seq_len,
-        max_q_len=max_q_len,
-        batch_invariant=batch_invariant,
-        backend=backend,
-        enable_pdl=enable_pdl,
-    )
-    return plan_decode(MlaDecodePlan, MLA_DECODE, locals(), options, softmax_scale, output_scale, runtime, device_facts)
+    return plan_decode(MlaDecodePlan, MLA_DECODE, locals())
 
 
 def mla_decode(
@@ -248,13 +241,4 @@ def mla_decode(
         MissingError, SourceError, CorruptError: the kernel cannot be had.
         DeviceError: the driver or the ABI gate refuses.
     """
-    options = DecodeOptions(
-        max_seq_len=max_seq_len,
-        max_q_len=max_q_len,
-        batch_invariant=batch_invariant,
-        backend=backend,
-        enable_pdl=enable_pdl,
-    )
-    return run_decode(
-        MlaDecodePlan, MLA_DECODE, locals(), options, softmax_scale, output_scale, workspace, stream, runtime
-    )
+    return run_decode(MlaDecodePlan, MLA_DECODE, locals())

@@ -156,12 +156,8 @@ class Operator:
         """Those that stay from step to step."""
         return tuple(arg.value or arg.name for arg in self.tensors if arg.resident)
 
-    def pick(self, arguments: Given) -> dict[str, Any]:
-        """The tensors among a call's arguments, which has them all."""
-        return {arg.name: arguments[arg.name] for arg in self.tensors}
-
     def read(self, given: Given, options: Any) -> CallTensors:
-        """The canonical views of a call's tensors.
+        """The canonical views of the tensors among a call's arguments, by name.
 
         Raises:
             UsageError: one is missing, no CUDA tensor, or of no form that has a canonical one.
@@ -169,12 +165,13 @@ class Operator:
         return CallTensors(self.tensors, [arg.read(given[arg.name], options) for arg in self.tensors])
 
     def forms(self, given: Given) -> tuple[Any, ...] | None:
-        """What torch tensors are but for their addresses, as they came, so that comparing is cheap.
+        """What the torch tensors among a call's arguments are but for their addresses, so that comparing is cheap.
 
         None where something is no torch tensor.
         """
         forms: list[Any] = []
-        for tensor in given.values():
+        for arg in self.tensors:
+            tensor = given[arg.name]
             if tensor is None:
                 forms.append(None)
             elif hasattr(tensor, "get_device"):

@@ -67,11 +67,10 @@ class OperatorPlan:
         self._device = tensors["q"].device
         self._of_torch = of_torch
         self._lock = threading.Lock()
-        self._addresses: Callable[..., tuple[int, ...] | None] | None = None
+        self._check: Callable[[Given], tuple[int, ...] | None] | None = None
         self._prepared: dict[int, Callable[..., None]] = {}
         self._places: OrderedDict[Hashable, tuple[int, ...]] = OrderedDict()
-        self._contexts: set[int] = set()
-        self._pool = WorkspacePool(runtime.driver)
+        self._pool = WorkspacePool(runtime.driver, self._device, self.workspace_bytes)
 
     @property
     def selections(self) -> tuple[Any, ...]:
@@ -107,46 +106,75 @@ class OperatorPlan:
         Raises:
             WorkspaceError: ``stream`` is capturing and has none yet.
         """
-        handle = self._stream(stream)
-        context = self._runtime.driver.context_on(self._device)
-        workspace = self._pool.take(context, handle, self.workspace_bytes)
+        handle = self.stream_of(stream)
+        workspace = self._pool.take(handle)
         if graphs:
             workspace.reserve(graphs, handle)
         workspace.claim(handle)
         return workspace
 
-    def launch(
-        self, given: Given, numbers: tuple[int, float, float], workspace: AnyWorkspace | None, stream: Any
-    ) -> None:
-        """Run on the tensors ``given``, which must be of the planned forms.
+    def known_addresses(self, given: Given) -> tuple[int, ...] | None:
+        """The addresses of the tensors among ``given`` if all are torch's and of forms that ran before, else None."""
+        try:
+            return None if self._check is None else self._check(given)
+        except AttributeError:  # something else than a torch tensor
+            return None
 
-        Args:
-            given: all tensors of the operator by name, None for what is left out.
-            numbers: the values of ``kernels.native.problem.NUMBERS``, checked.
-            workspace: None: the plan's own on ``stream``, as ``prepare`` gives it.
-            stream: an int handle, an object with ``__cuda_stream__``, a torch stream, or None: torch's current stream
-                of the tensors' device for a plan made with torch tensors, else the legacy default stream.
+    def addresses(self, given: Given) -> tuple[int, ...]:
+        """The addresses of the tensors among ``given``, None for what is left out, in the operator's order.
 
         Raises:
-            UsageError: a tensor differs from what was planned, or is not aligned, or workspace or stream are of
-                another device.
+            UsageError: a tensor differs from what was planned, or is not aligned.
+        """
+        known = self.known_addresses(given)
+        if known is not None:
+            return known
+        tensors = self.operator.read(given, self.options)
+        tensors.check_planned(self.specs)
+        tensors.check_addresses()
+        forms = self.operator.forms(given)
+        if forms is not None:
+            self._check = form_check(self.operator.tensors, forms)
+        return tensors.addresses
+
+    def launch(
+        self,
+        addresses: tuple[int, ...],
+        numbers: tuple[int, float, float],
+        workspace: AnyWorkspace | None,
+        stream: int,
+    ) -> None:
+        """Run on tensors at ``addresses``.
+
+        Args:
+            addresses: as ``addresses`` gives them.
+            numbers: the values of ``kernels.native.problem.NUMBERS``, checked.
+            workspace: None: the plan's own on ``stream``, as ``prepare`` gives it.
+            stream: an int handle.
+
+        Raises:
+            UsageError: workspace or stream are of another device.
             WorkspaceError: the workspace is too small or belongs to another stream.
             DeviceError: the kernel cannot be loaded or launched.
         """
-        addresses = self._addresses_of(given)
-        handle = self._stream(stream)
-        driver = self._runtime.driver
         if workspace is None:
-            context = driver.context_on(self._device)
-            scratch: AnyWorkspace = self._pool.take(context, handle, self.workspace_bytes)
+            scratch: AnyWorkspace = self._pool.take(stream)
+            context = scratch.context
         else:
             check_workspace(workspace)
-            scratch, context = workspace, workspace.context or driver.context_on(self._device)
-            if context not in self._contexts:
-                self._check_context(context)
-        run = self._prepared.get(context) or self._prepare_on(context, handle)
-        place = scratch.claim(handle)
-        run(handle, *addresses, *(self._places.get(place) or self._regions_at(scratch, place)), *numbers)
+            scratch, context = workspace, workspace.context
+        if context is None:
+            context = self._runtime.driver.context_on(self._device)
+        run = self._prepared.get(context) or self._prepare_on(context, stream)
+        place = scratch.claim(stream)
+        run(stream, *addresses, *(self._places.get(place) or self._regions_at(scratch, place)), *numbers)
+
+    def stream_of(self, stream: Any) -> int:
+        """The handle of a stream as callers give it; None: torch's current one of the tensors' device for a plan made
+        with torch tensors, else the legacy default stream."""
+        if stream is None:
+            return self._runtime.memory.current_stream(self._device) if self._of_torch else 0
+        return stream_handle(stream)
 
     def check(self, workspace: AnyWorkspace, stream: Any = None) -> None:
         """Wait for ``stream``, which the workspace belongs to, then read and clear the workspace's status word.
@@ -155,7 +183,7 @@ class OperatorPlan:
             ClampedInputError: a run since the last check met a length, a page id or a q_cu_seq_lens outside its
                 bounds.
         """
-        driver, handle = self._runtime.driver, self._stream(stream)
+        driver, handle = self._runtime.driver, self.stream_of(stream)
         status = 0
         with driver.using(workspace.context or driver.context_on(self._device)):
             driver.synchronize(handle)
@@ -170,35 +198,10 @@ class OperatorPlan:
             kernels = " and ".join(launch.plan.kernel for launch in self.launches)
             raise ClampedInputError(f"decode by {kernels} met {' and '.join(met)}")
 
-    def _addresses_of(self, given: Given) -> tuple[int, ...]:
-        if self._addresses is not None:
-            try:
-                addresses = self._addresses(**given)
-            except AttributeError:  # something else than a torch tensor
-                addresses = None
-            if addresses is not None:
-                return addresses
-        tensors = self.operator.read(given, self.options)
-        tensors.check_planned(self.specs)
-        tensors.check_addresses()
-        forms = self.operator.forms(given)
-        if forms is not None:
-            self._addresses = form_check(self.operator.tensors, forms)
-        return tensors.addresses
-
-    def _stream(self, stream: Any) -> int:
-        if stream is None:
-            return self._runtime.memory.current_stream(self._device) if self._of_torch else 0
-        return stream_handle(stream)
-
-    def _check_context(self, context: int) -> None:
-        its = self._runtime.driver.context_device(context)
+    def _prepare_on(self, context: int, stream: int) -> Callable[..., None]:
+        runtime, its = self._runtime, self._runtime.driver.context_device(context)
         if its != self._device:
             raise UsageError(f"workspace: on device {its}, the plan is for tensors on device {self._device}")
-        self._contexts.add(context)
-
-    def _prepare_on(self, context: int, stream: int) -> Callable[..., None]:
-        runtime = self._runtime
         names = (*self.operator.values, *(region.name for region in self.regions), *NUMBERS)
         made = PreparedLaunches(
             self.launch_plans(),

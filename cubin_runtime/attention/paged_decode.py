@@ -14,7 +14,6 @@ from ..launch.driver import DeviceFacts
 from .backends import AUTO
 from .decode_call import (
     DecodeCall,
-    DecodeOptions,
     check_options,
     check_queries,
     check_shapes,
@@ -86,6 +85,7 @@ PAGED_DECODE = DecodeOperator(
         ),
         TensorArg("out", tuple(Q_DTYPES), alignment=8, stride_bytes=8, rows=True, written=True),
     ),
+    options=("kv_layout", "max_q_len", "window_left", "batch_invariant", "backend", "enable_pdl"),
     check=_check,
     page_size=lambda call: call.tensors["k_cache"].shape[1],
     launches=_launches,
@@ -137,7 +137,7 @@ class PagedDecodePlan(DecodePlan):
             WorkspaceError: the workspace is too small or belongs to another stream.
             DeviceError: the kernel cannot be loaded or launched.
         """
-        self.run_step(locals(), softmax_scale, output_scale, workspace, stream, max_seq_len)
+        self.run_step(locals())
 
 
 def plan_paged_decode(
@@ -171,18 +171,7 @@ def plan_paged_decode(
     the device is planned: every run must have them alike. ``device_facts`` plans for a described device instead of the
     one that ``q`` is on.
     """
-    options = DecodeOptions(
-        max_seq_len=max_seq_len,
-        kv_layout=kv_layout,
-        max_q_len=max_q_len,
-        window_left=window_left,
-        batch_invariant=batch_invariant,
-        backend=backend,
-        enable_pdl=enable_pdl,
-    )
-    return plan_decode(
-        PagedDecodePlan, PAGED_DECODE, locals(), options, softmax_scale, output_scale, runtime, device_facts
-    )
+    return plan_decode(PagedDecodePlan, PAGED_DECODE, locals())
 
 
 def paged_decode(
@@ -274,15 +263,4 @@ def paged_decode(
         MissingError, SourceError, CorruptError: the kernel cannot be had.
         DeviceError: the driver or the ABI gate refuses.
     """
-    options = DecodeOptions(
-        max_seq_len=max_seq_len,
-        kv_layout=kv_layout,
-        max_q_len=max_q_len,
-        window_left=window_left,
-        batch_invariant=batch_invariant,
-        backend=backend,
-        enable_pdl=enable_pdl,
-    )
-    return run_decode(
-        PagedDecodePlan, PAGED_DECODE, locals(), options, softmax_scale, output_scale, workspace, stream, runtime
-    )
+    return run_decode(PagedDecodePlan, PAGED_DECODE, locals())

@@ -217,6 +217,9 @@ class Runtime:
         )
 
 
+_MAX_RECENT = 8
+
+
 class PlanCache:
     """Plans by key, least recently used out first; safe between threads."""
 
@@ -224,6 +227,7 @@ class PlanCache:
         self._limit = entries
         self._lock = threading.Lock()
         self._plans: OrderedDict[Hashable, Any] = OrderedDict()
+        self._recent: OrderedDict[Hashable, tuple[Any, ...]] = OrderedDict()
 
     def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """The plan for ``key``, made on first use; a failure to make it is not kept."""
@@ -238,6 +242,19 @@ class PlanCache:
             while len(self._plans) > self._limit:
                 self._plans.popitem(last=False)
         return plan
+
+    def recent(self, options: Hashable) -> tuple[Any, ...]:
+        """The plans that were last remembered for these options: trying a few forms costs less than hashing one."""
+        return self._recent.get(options, ())
+
+    def remember(self, options: Hashable, plan: Any) -> None:
+        """Let ``recent`` give ``plan`` first."""
+        with self._lock:
+            others = [other for other in self._recent.get(options, ()) if other is not plan]
+            self._recent[options] = (plan, *others[: _MAX_RECENT - 1])
+            self._recent.move_to_end(options)
+            while len(self._recent) > self._limit:
+                self._recent.popitem(last=False)
 
 
 _default: Runtime | None = None

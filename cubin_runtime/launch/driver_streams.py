@@ -9,6 +9,12 @@ from . import driver_api as api
 from .driver_core import DriverCore
 
 
+class _StreamState(ctypes.Structure):
+    """What ``stream_identity`` asks for, in one piece of memory."""
+
+    _fields_ = (("status", ctypes.c_int), ("capture", ctypes.c_uint64), ("number", ctypes.c_ulonglong))
+
+
 class DriverStreams(DriverCore):
     """Stream, event and graph calls; all need a current context and raise ``DriverCallError``."""
 
@@ -54,16 +60,23 @@ class DriverStreams(DriverCore):
             raise self.error("cuStreamGetCaptureInfo", code)
         return identity.value if status.value != api.CAPTURE_NONE else None
 
-    def stream_number(self, stream: int) -> int:
-        """A number that no other stream of the process ever has, unlike handles, which come back.
+    def stream_identity(self, stream: int) -> tuple[int | None, int]:
+        """The capture that ``stream`` takes part in, or None; and a number that is the stream's alone, 0 in a capture.
 
-        A capturing stream must not be asked: that is an error and spoils the capture.
+        Handles of destroyed streams come back, numbers do not. A capturing stream is not asked for its number: that is
+        an error and spoils the capture.
         """
-        slot = ctypes.c_ulonglong()
-        code = self.function("cuStreamGetId")(stream, ctypes.addressof(slot))
+        state = _StreamState()
+        at = ctypes.addressof(state)
+        code = self.function("cuStreamGetCaptureInfo")(stream, at, at + 8, None, None, None, None)
+        if code:
+            raise self.error("cuStreamGetCaptureInfo", code)
+        if state.status != api.CAPTURE_NONE:
+            return state.capture, 0
+        code = self.function("cuStreamGetId")(stream, at + 16)
         if code:
             raise self.error("cuStreamGetId", code)
-        return slot.value
+        return None, state.number
 
     def stream_context(self, stream: int) -> int:
         """The context that a stream belongs to; for a default stream the current one. Not while it captures."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ..errors import WorkspaceError
@@ -17,16 +16,8 @@ from .streams import PER_THREAD, is_default, stream_handle
 Place = tuple[int, int]  # address and bytes
 
 
-@dataclass(frozen=True, slots=True)
-class _Owner:
-    """Who has a buffer: an eager stream by its number, or a stream within a capture."""
-
-    kind: str
-    number: int
-    stream: int
-
-    def __str__(self) -> str:
-        return f"{self.kind} {self.stream if self.kind == 'stream' else self.number:#x}"
+# Who has a buffer: a capture (None: work outside of one), a stream's number (0 in a capture), and the stream's handle.
+_Owner = tuple[int | None, int, int]
 
 
 class _Buffer:
@@ -126,7 +117,7 @@ class Workspace:
         with self._lock:
             buffer = next((buffer for buffer in self._buffers if buffer.owner == owner), None)
             if buffer is None:
-                buffer = self._for_stream(owner) if owner.kind == "stream" else self._for_graph(owner)
+                buffer = self._for_stream(owner) if owner[0] is None else self._for_graph(owner)
                 buffer.owner = owner
             return buffer.address, self.nbytes
 
@@ -170,21 +161,17 @@ class Workspace:
                     self._driver.free(buffer.address)
 
     def _owner_on(self, stream: int) -> _Owner:
-        # A capturing stream has no number to ask for, and its handle does not come back meanwhile.
-        capture = self._driver.capture_id(stream)
-        if capture is not None:
-            return _Owner("captured graph", capture, stream)
-        return _Owner("stream", self._driver.stream_number(stream), stream)
+        return *self._driver.stream_identity(stream), stream
 
     def _for_stream(self, owner: _Owner) -> _Buffer:
-        eager, stream = self._eager, owner.stream
+        eager, stream = self._eager, owner[2]
         _check_device(self._driver, self.context, stream)
         if eager is not None and eager.free:
             return eager
         if eager is None and self._owned:
             self._eager = self._grow(stream)
             return self._eager
-        if eager is not None and self._owned and eager.owner is not None and eager.owner.stream == stream:
+        if eager is not None and self._owned and _is_of(eager.owner, stream):
             # The stream of that handle was destroyed, but its work may go on: freeing waits for it.
             self._buffers.remove(eager)
             self._driver.free_later(self.context, eager.address)
@@ -195,19 +182,19 @@ class Workspace:
     def _for_graph(self, owner: _Owner) -> _Buffer:
         reserved = (buffer for buffer in self._buffers if buffer is not self._eager and buffer.free)
         buffer, eager = next(reserved, None), self._eager
-        if buffer is None and eager is not None and (eager.free or _is_of(eager.owner, owner.stream)):
+        if buffer is None and eager is not None and (eager.free or _is_of(eager.owner, owner[2])):
             buffer, self._eager = eager, None if self._owned else eager
         if buffer is None:
             raise self._taken(owner)
-        buffer.life = GraphLife(self._driver, owner.stream)
+        buffer.life = GraphLife(self._driver, owner[2])
         return buffer
 
     def _taken(self, owner: _Owner) -> WorkspaceError:
         have = self._buffers[-1].owner if self._eager is None else self._eager.owner
-        ahead = "reserve one for each graph with prepare(stream, graphs=n), " if owner.kind != "stream" else ""
+        ahead = "" if owner[0] is None else "reserve one for each graph with prepare(stream, graphs=n), "
         return WorkspaceError(
-            f"workspace at {self.address:#x} belongs to {have}, not to {owner}: {ahead}give each its own, or release() "
-            "it when that work is done"
+            f"workspace at {self.address:#x} belongs to {_words(have)}, not to {_words(owner)}: {ahead}give each its "
+            "own, or release() it when that work is done"
         )
 
     def _grow(self, stream: int) -> _Buffer:
@@ -219,7 +206,14 @@ class Workspace:
 
 
 def _is_of(owner: _Owner | None, stream: int) -> bool:
-    return owner is not None and (owner.kind, owner.stream) == ("stream", stream)
+    return owner is not None and owner[0] is None and owner[2] == stream
+
+
+def _words(owner: _Owner | None) -> str:
+    if owner is None:
+        return "nobody"
+    capture, _, stream = owner
+    return f"stream {stream:#x}" if capture is None else f"captured graph {capture:#x}"
 
 
 def _check_device(driver: Driver, context: int, stream: int) -> None:
@@ -256,30 +250,37 @@ def _give_back(driver: Driver, context: int, buffers: list[_Buffer]) -> None:
 
 
 class WorkspacePool:
-    """The workspaces of a plan: one for each stream of a context, made outside of captures, kept until ``close``."""
+    """The workspaces of a plan on one device: one for each stream, made outside of captures, kept until ``close``."""
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: Driver, device: int, nbytes: int) -> None:
         self._driver = driver
+        self._device = device
+        self._nbytes = nbytes
         self._lock = threading.Lock()
-        self._held: dict[tuple[int, int, int], Workspace] = {}
+        self._held: dict[Hashable, Workspace] = {}
 
-    def take(self, context: int, stream: Any, nbytes: int) -> Workspace:
-        """The workspace for ``stream`` in ``context``, with at least ``nbytes``; the caller claims it.
+    def take(self, stream: int) -> Workspace:
+        """The workspace for a stream's handle, in the stream's context; the caller claims it.
 
         Raises:
-            WorkspaceError: it is not there and the stream is capturing, or it is there but smaller.
+            WorkspaceError: it is not there and the stream is capturing, or the stream is of another device.
         """
-        handle = stream_handle(stream)
-        key = (context, handle, threading.get_ident() if handle == PER_THREAD else 0)
-        workspace = self._held.get(key)
-        if workspace is None:
-            with self._lock:
-                workspace = self._held.get(key)
-                if workspace is None:
-                    workspace = self._held[key] = Workspace.allocate(self._driver, context, nbytes, handle)
-        if workspace.nbytes < nbytes:
-            raise WorkspaceError(f"workspace of {workspace.nbytes} bytes: {nbytes} bytes are needed")
-        return workspace
+        if not is_default(stream):
+            return self._held.get(stream) or self._make(stream, stream)
+        context = self._driver.context_on(self._device)
+        key = (context, threading.get_ident() if stream == PER_THREAD else 0)
+        return self._held.get(key) or self._make(key, stream)
+
+    def _make(self, key: Hashable, stream: int) -> Workspace:
+        driver = self._driver
+        context = driver.context_on(self._device)
+        if not is_default(stream) and not driver.is_capturing(stream):
+            its = driver.stream_context(stream)
+            context = its if driver.context_device(its) == self._device else context
+        with self._lock:
+            if key not in self._held:
+                self._held[key] = Workspace.allocate(driver, context, self._nbytes, stream)
+            return self._held[key]
 
     def close(self) -> None:
         """Free all of them; no work may still use one."""

@@ -140,10 +140,18 @@ def test_the_device_of_any_context_is_told_and_the_current_one_stays(
 
 def test_a_stream_handle_that_comes_back_is_a_new_stream(driver: Driver, context: int) -> None:
     first = driver.create_stream()
-    number = driver.stream_number(first)
+    capture, number = driver.stream_identity(first)
     driver.destroy_stream(first)
     assert driver.create_stream() == first
-    assert driver.stream_number(first) != number
+    assert capture is None
+    assert driver.stream_identity(first)[1] != number
+
+
+def test_a_capturing_stream_is_known_by_its_capture(driver: Driver, context: int) -> None:
+    stream = driver.create_stream()
+    driver.begin_capture(stream)
+    assert driver.stream_identity(stream) == (driver.capture_id(stream), 0)
+    driver.end_capture(stream)
 
 
 def test_a_stream_tells_its_context_whatever_is_current(driver: Driver, standin: StandIn, context: int) -> None:

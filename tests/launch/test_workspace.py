@@ -227,7 +227,15 @@ def test_a_stream_that_got_the_handle_of_a_destroyed_one_gets_another_buffer(
     first, _ = workspace.claim(stream)
     driver.destroy_stream(stream)
     assert driver.create_stream() == stream
-    assert workspace.claim(stream)[0] != first
+    standin.clear_log()
+    workspace.claim(stream)
+    # Freeing waits for the work of the stream that is gone.
+    assert [name for name in standin.names() if name.startswith("cuMem")] == [
+        "cuMemFree",
+        "cuMemAlloc",
+        "cuMemsetD8Async",
+    ]
+    assert standin.calls("cuMemFree")[0].seen["address"] == f"{first:x}"
 
 
 def test_a_stream_of_another_device_is_refused(driver: Driver, standin: StandIn, context: int) -> None:
@@ -261,46 +269,56 @@ def test_a_capture_does_not_take_from_another_stream(driver: Driver, context: in
         workspace.claim(stream)
 
 
-def test_the_pool_keeps_one_a_context_and_stream(driver: Driver, standin: StandIn, context: int) -> None:
-    pool = WorkspacePool(driver)
-    first = pool.take(context, 0x5001, 64)
-    assert pool.take(context, 0x5001, 64) is first
-    assert pool.take(context, 0x5002, 64) is not first
-    assert pool.take(standin.make_context(0), 0x5001, 64) is not first
+def test_the_pool_keeps_one_a_stream(driver: Driver, standin: StandIn, context: int) -> None:
+    pool = WorkspacePool(driver, 0, 64)
+    first = pool.take(0x5001)
+    assert pool.take(0x5001) is first
+    assert pool.take(0x5002) is not first
     pool.close()
-    assert len(standin.calls("cuMemFree")) == 3
+    assert len(standin.calls("cuMemFree")) == 2
+
+
+def test_the_pool_keeps_one_a_context_for_the_legacy_stream(driver: Driver, standin: StandIn, context: int) -> None:
+    pool = WorkspacePool(driver, 0, 64)
+    first = pool.take(0)
+    made = standin.make_context(0)
+    with driver.using(made):
+        assert pool.take(0).context == made
+    assert pool.take(0) is first
+    pool.close()
 
 
 def test_the_pool_keeps_one_a_thread_for_the_default_stream_of_each_thread(driver: Driver, context: int) -> None:
-    pool = WorkspacePool(driver)
-    mine, theirs = pool.take(context, 2, 64), []
-    thread = threading.Thread(target=lambda: theirs.append(pool.take(context, 2, 64)))
+    pool = WorkspacePool(driver, 0, 64)
+    mine, theirs = pool.take(2), []
+    thread = threading.Thread(target=lambda: theirs.append(pool.take(2)))
     thread.start()
     thread.join()
     assert theirs[0] is not mine
     pool.close()
 
 
-def test_the_pool_names_the_bytes_needed(driver: Driver, context: int) -> None:
-    pool = WorkspacePool(driver)
-    pool.take(context, 0x5001, 64)
-    with pytest.raises(WorkspaceError, match="workspace of 64 bytes: 65 bytes are needed"):
-        pool.take(context, 0x5001, 65)
+def test_the_pool_goes_by_the_context_of_the_stream(driver: Driver, standin: StandIn, context: int) -> None:
+    made = standin.make_context(0)
+    with driver.using(made):
+        stream = driver.create_stream()
+    pool = WorkspacePool(driver, 0, 64)
+    assert pool.take(stream).context == made
     pool.close()
 
 
 def test_the_pool_makes_none_during_a_capture(driver: Driver, context: int) -> None:
-    pool, stream = WorkspacePool(driver), driver.create_stream()
+    pool, stream = WorkspacePool(driver, 0, 64), driver.create_stream()
     driver.begin_capture(stream)
     with pytest.raises(WorkspaceError, match="captures"):
-        pool.take(context, stream, 64)
+        pool.take(stream)
 
 
 def test_the_pool_serves_a_capture_what_was_prepared(driver: Driver, context: int) -> None:
-    pool, stream = WorkspacePool(driver), driver.create_stream()
-    prepared = pool.take(context, stream, 64)
+    pool, stream = WorkspacePool(driver, 0, 64), driver.create_stream()
+    prepared = pool.take(stream)
     driver.begin_capture(stream)
-    assert pool.take(context, stream, 64) is prepared
+    assert pool.take(stream) is prepared
     pool.close()
 
 
@@ -336,8 +354,8 @@ def test_memory_that_a_captured_graph_has_is_freed_after_the_graph(
 
 
 def test_a_pool_that_is_dropped_gives_its_memory_back(driver: Driver, standin: StandIn, context: int) -> None:
-    pool = WorkspacePool(driver)
-    address = f"{pool.take(context, 0, 1024).address:x}"
+    pool = WorkspacePool(driver, 0, 1024)
+    address = f"{pool.take(0).address:x}"
     del pool
     gc.collect()
     Workspace.allocate(driver, context, 1024)
