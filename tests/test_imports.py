@@ -19,6 +19,7 @@ SHARED_FLOOR = 0  # errors, config, _version
 ARTIFACT_ORDER = (
     "path",
     "bounded_read",
+    "atomic_write",
     "manifest",
     "cubins",
     "tables",
@@ -30,13 +31,12 @@ ARTIFACT_ORDER = (
     "library",
     "releases",
 )
-ARTIFACTS_INSIDE = {"bounded_read", "store", "sources", "fetch"}
+ARTIFACTS_INSIDE = {"atomic_write", "bounded_read", "store", "sources", "fetch"}
 HEAVY = (
     "cryptography",
     "cuda",
     "cupy",
     "elftools",
-    "filelock",
     "jax",
     "numpy",
     "platformdirs",

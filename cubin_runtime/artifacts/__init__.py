@@ -2,7 +2,7 @@
 
 ``library`` is the entrance. Files and folders by job, each importing only those above it:
 
-- ``path``, ``manifest``, ``bounded_read``: values and the one way to read files
+- ``path``, ``manifest``, ``bounded_read``, ``atomic_write``: values, and the one way to read and to write files
 - ``cubins``: facts of a cubin, from its ELF
 - ``tables``: what a release states about its kernels
 - ``pins``: which releases are trusted
@@ -13,6 +13,6 @@
 - ``releases``: operations on whole releases (catalog, comparison, export, gc, repair)
 
 Other packages import ``library``, ``releases`` and the values of ``path``, ``manifest``, ``verification``, ``cubins``,
-``tables`` and ``pins``; never ``bounded_read``, ``store``, ``sources`` or ``fetch``. Imports make no cycle between
-files. ``tests/test_imports.py`` enforces all of this.
+``tables`` and ``pins``; never the others. Imports make no cycle between files. ``tests/test_imports.py`` enforces all
+of this.
 """

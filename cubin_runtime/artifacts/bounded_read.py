@@ -9,6 +9,7 @@ import stat
 
 from ..errors import CorruptError, StoreError
 
+MAX_FILE_BYTES = 1 << 30  # what no pin's max_file_bytes exceeds
 OPEN_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 
 _KINDS = {
@@ -23,6 +24,10 @@ _KINDS = {
 
 class NotRegularError(StoreError):
     """Something that is no regular file stands where a file was expected."""
+
+
+class TooLargeError(CorruptError):
+    """A file has more bytes than are allowed for it; its digest is unknown."""
 
 
 def kind_of(mode: int) -> str:
@@ -64,18 +69,18 @@ def read_bounded(descriptor: int, size: int, limit: int, where: str) -> bytes:
     """Read a whole file of about ``size`` bytes into private memory.
 
     Raises:
-        CorruptError: it has more than ``limit`` bytes.
+        TooLargeError: it has more than ``limit`` bytes.
         OSError: the read failed.
     """
     if size > limit:
-        raise CorruptError(f"{where} is {size} bytes, at most {limit} are allowed")
+        raise TooLargeError(f"{where} is {size} bytes, at most {limit} are allowed")
     chunks: list[bytes] = []
     total = 0
     while chunk := os.read(descriptor, max(size + 1 - total, 4096)):
         chunks.append(chunk)
         total += len(chunk)
         if total > limit:
-            raise CorruptError(f"{where} grew over {limit} bytes while it was read")
+            raise TooLargeError(f"{where} grew over {limit} bytes while it was read")
     return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from .sources.failover import FetchPolicy
 from .sources.http_pace import HttpLimits
 from .sources.source import NotHereError, Wanted, parse_source, redact
 from .sources.source_list import SourceList, hint
+from .store.leftovers import remove_temporaries
 from .store.store import Store
 from .verification import VerifyReport, verify_store, verify_tree
 
@@ -191,7 +193,8 @@ class Library:
         if not dry_run and missing:
             self.store.check_writable()
             self.store.check_room(about, len(missing))
-            self.store.remove_stale()
+            with suppress(OSError):  # housekeeping, which no fetch depends on
+                remove_temporaries(self.store.root)
             names = Counter(listed_digest(one) for one in missing)
 
             def note(outcome: Outcome) -> None:

@@ -78,11 +78,14 @@ def verify_store(
     progress: Callable[[int], None] | None = None,
     jobs: int | None = None,
 ) -> VerifyReport:
-    """Hash those objects of ``paths`` that the store has; wrong ones are moved aside where possible."""
-    there = store.present(manifest.digests[path] for path in paths)
+    """Hash those objects of ``paths`` that the store has; wrong ones are moved aside where possible.
+
+    Raises:
+        StoreError: the store cannot be looked into.
+    """
     # a thing that is no regular file does not count as present, yet must not pass as "not fetched"
-    odd = {p for p in paths if manifest.digests[p] not in there and os.path.lexists(_place(store, manifest, p))}
-    chosen = [path for path in paths if manifest.digests[path] in there or path in odd]
+    present, odd = store.look(manifest.digests[path] for path in paths)
+    chosen = [path for path in paths if manifest.digests[path] in present or manifest.digests[path] in odd]
     chosen.sort(key=lambda path: manifest.digests[path])
     buffers = threading.local()
     limit = pin.max_file_bytes
@@ -130,10 +133,6 @@ def verify_tree(
     listed = {path.relative_to(manifest.folder) for path in manifest.digests} | {MANIFEST_NAME}
     extra = tuple(sorted(listing.names(manifest.folder) - listed))
     return _report(pin, source.label, complete, paths, checked, extra)
-
-
-def _place(store: Store, manifest: Manifest, path: ArtifactPath) -> str:
-    return str(store.object_path(manifest.digests[path]))
 
 
 def _in_batches(

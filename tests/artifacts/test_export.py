@@ -3,6 +3,7 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
+import time
 import zipfile
 from pathlib import Path
 
@@ -220,6 +221,40 @@ def test_a_planted_link_is_replaced_and_its_target_left(filled: Library, release
     assert (victim.read_bytes(), place.is_symlink()) == (b"precious", False)
 
 
+@pytest.mark.parametrize("write", ["export", "mirror"])
+def test_a_link_swapped_in_for_the_temporary_is_never_written_through(
+    filled: Library, release: Release, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: str
+) -> None:
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"precious")
+    out = tmp_path / "out"
+    out.mkdir()
+    real = os.open
+
+    def open_and_swap(name: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        descriptor = real(name, flags, mode, dir_fd=dir_fd)
+        if flags & os.O_EXCL:
+            os.unlink(name, dir_fd=dir_fd)
+            os.symlink(victim, name, dir_fd=dir_fd)
+        return descriptor
+
+    monkeypatch.setattr("os.open", open_and_swap)
+    if write == "export":
+        export_zip(filled, everything(release), out / "x.zip")
+    else:
+        mirror(filled, everything(release), out)
+    assert victim.read_bytes() == b"precious"
+
+
+def test_a_folder_of_a_mirror_that_is_a_link_is_not_followed(filled: Library, release: Release, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "www").mkdir()
+    (tmp_path / "www" / "made").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StoreError, match="cannot be written"):
+        mirror(filled, everything(release), tmp_path / "www")
+    assert in_folder(tmp_path / "elsewhere") == []
+
+
 @pytest.mark.timeout(20)
 def test_a_planted_fifo_is_replaced_and_never_blocks(filled: Library, release: Release, tmp_path: Path) -> None:
     place = tmp_path / "www" / release.path(NAME).text
@@ -245,16 +280,18 @@ def test_a_run_after_an_interrupted_one_goes_on(filled: Library, release: Releas
     assert filled.verify(release.pin, tree=str(tmp_path / "www"), complete=True).codes == ()
 
 
-def test_old_temporaries_of_killed_runs_go_and_young_ones_stay(
-    filled: Library, release: Release, tmp_path: Path
+def test_what_killed_runs_left_goes_with_the_next_run(
+    filled: Library, release: Release, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "www" / release.pin.path.text
     folder.mkdir(parents=True)
-    for name, age in ((".tmp-host-1-old", 90_000), (".tmp-host-1-young", 60)):
-        (folder / name).write_bytes(b"x")
-        os.utime(folder / name, (folder.stat().st_mtime - age,) * 2)
+    for place in (folder, tmp_path):
+        (place / ".tmp-host-1-old").write_bytes(b"x")
+    later = time.time() + 90_000
+    monkeypatch.setattr(time, "time", lambda: later)
     mirror(filled, everything(release), tmp_path / "www")
-    assert [file.name for file in folder.glob(".tmp-*")] == [".tmp-host-1-young"]
+    export_zip(filled, everything(release), tmp_path / "x.zip")
+    assert [*folder.glob(".tmp-*"), *tmp_path.glob(".tmp-*")] == []
 
 
 def test_a_mirror_may_be_read_by_everyone(filled: Library, release: Release, tmp_path: Path) -> None:

@@ -203,7 +203,7 @@ def test_an_input_output_error_while_an_object_is_written(
     library = many.library(store, server.url)
     library.manifest(many.pin)
     with monkeypatch.context() as broken:
-        broken.setattr(store_module, "_write_all", fail_with_eio)
+        broken.setattr(store_module, "write_all", fail_with_eio)
         with pytest.raises(StoreError, match="Input/output error"):
             library.fetch(many.pin, jobs=4)
     assert (len(objects(store)), temporaries(store)) == (1, [])
@@ -221,7 +221,7 @@ import errno, os
 from cubin_runtime.artifacts.store import store
 def fail(*arguments):
     raise OSError(errno.EIO, os.strerror(errno.EIO))
-store._write_all = fail
+store.write_all = fail
 '''
 """
     fetcher = start_fetcher(many, store, server.url, workers=True, before=broken)
@@ -259,7 +259,7 @@ def test_an_input_output_error_in_a_source_sends_the_fetch_to_the_next_one(
 NO_LOCKS = """
 from cubin_runtime.artifacts.store.locks import ShardLock
 ShardLock.try_take = lambda self: True
-ShardLock.touch = ShardLock.release = lambda self: None
+ShardLock.touch = ShardLock.release = ShardLock.saw_progress = lambda self: None
 """
 
 
@@ -275,4 +275,4 @@ def test_without_any_locks_four_processes_at_once_are_still_right(
 
 def test_the_stub_stands_for_all_that_a_fetch_asks_of_a_lock() -> None:
     own = {name for name in vars(ShardLock) if not name.startswith("_")}
-    assert own == {"try_take", "touch", "release"}
+    assert own == {"try_take", "touch", "release", "saw_progress"}

@@ -11,8 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from children import PACKAGE_ROOT, needs_mounts, run_child
-from filelock import FileLock
+from children import ORDINARY_USER, PACKAGE_ROOT, needs_mounts, run_child
 from releases import QUICK_POLICY, Release, make_release, visible_files, zip_tree
 from serving import (
     Action,
@@ -35,7 +34,6 @@ from serving import (
 )
 
 from cubin_runtime.artifacts.sources.failover import FetchPolicy
-from cubin_runtime.artifacts.store.locks import ShardLock, shard_of
 from cubin_runtime.artifacts.store.store import Store
 from cubin_runtime.errors import CorruptError, PinError, SourceError, StoreError, UsageError
 
@@ -283,7 +281,7 @@ def test_too_little_room_is_found_before_a_byte_moves(release: Release, server: 
 
 
 FETCH = """
-import sys, time, filelock, requests
+import sys, time, requests
 from pathlib import Path
 from releases import QUICK_LIMITS, QUICK_POLICY
 from cubin_runtime.artifacts.library import Library
@@ -342,6 +340,20 @@ def test_a_store_filled_by_root_in_an_open_folder_takes_an_ordinary_users_files(
         os.umask(before)
     done = run_child(FETCH, open_place / "store", release.pin_file, release.root, as_user=True)
     assert "fetched=2" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_store_shared_by_a_group_is_filled_by_its_members_whatever_their_umask(open_place: Path) -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root can give a folder to a group")
+    release = make_release(open_place)
+    store = open_place / "store"
+    store.mkdir()
+    os.chown(store, 0, ORDINARY_USER)
+    store.chmod(0o2775)
+    release.library(store, release.root).fetch(release.pin, [release.path(NAME)])
+    done = run_child(FETCH, store, release.pin_file, release.root, as_user=True)
+    assert "fetched=2" in done.stdout, done.stdout + done.stderr
+    assert release.library(store, release.root).fetch(release.pin).present == 3
 
 
 def start(release: Release, store: Path, source: str, *signal_file: Path) -> subprocess.Popen[str]:
@@ -410,71 +422,6 @@ def test_an_interrupt_ends_soon_and_leaves_no_temporary(release: Release, server
     _, errors = child.communicate(timeout=10)
     assert "KeyboardInterrupt" in errors
     assert set(visible_files(store)) < set(all_digests(release))
-
-
-def test_a_holder_that_shows_no_progress_is_not_waited_for_for_ever(
-    release: Release, server: FaultyServer, store: Path
-) -> None:
-    library = release.library(store, server.url, policy=replace(QUICK_POLICY, lock_give_up=0.3))
-    library.fetch(release.pin, [release.path("kernels.bin")])
-    file = store / "locks" / f"{shard_of(release.digest(NAME))}.lock"
-    with FileLock(file):
-        assert library.fetch(release.pin).present == 1
-    assert visible_files(store) == all_digests(release)
-
-
-def test_a_waiter_goes_on_when_another_process_has_published(
-    release: Release, server: FaultyServer, store: Path
-) -> None:
-    library = release.library(store, server.url, policy=replace(QUICK_POLICY, lock_give_up=60.0))
-    library.fetch(release.pin, [release.path("kernels.bin"), release.path("fmha/decode.cubin")])
-    file = store / "locks" / f"{shard_of(release.digest(NAME))}.lock"
-    with FileLock(file):
-        Store(store).put(release.digest(NAME), release.files[NAME])
-        assert library.fetch(release.pin).fetched == 0
-
-
-def test_a_holder_that_touches_its_lock_is_waited_for(tmp_path: Path) -> None:
-    holder, waiter = ShardLock(tmp_path, "a"), ShardLock(tmp_path, "a", give_up=0.2)
-    assert holder.try_take()
-    deadline = time.monotonic() + 0.6
-    taken = False
-    while time.monotonic() < deadline:
-        holder.touch()
-        taken = taken or waiter.try_take()
-        time.sleep(0.02)
-    assert not taken
-
-
-def test_a_lock_is_free_after_its_release(tmp_path: Path) -> None:
-    holder, waiter = ShardLock(tmp_path, "a"), ShardLock(tmp_path, "a", give_up=60.0)
-    assert holder.try_take()
-    assert not waiter.try_take()
-    holder.release()
-    assert waiter.try_take()
-    waiter.release()
-
-
-def test_lock_files_are_at_most_sixteen_and_stay(tmp_path: Path, store: Path) -> None:
-    many = make_release(tmp_path / "many", {f"k{n:03}": f"kernel {n}".encode() for n in range(200)})
-    many.library(store, many.root).fetch(many.pin)
-    assert len(list((store / "locks").iterdir())) == 16
-
-
-def test_locks_that_cannot_be_made_do_not_matter(release: Release, store: Path) -> None:
-    store.mkdir()
-    (store / "locks").write_text("in the way")
-    assert release.library(store, release.root).fetch(release.pin).fetched == 3
-
-
-def test_a_symlink_planted_as_a_lock_is_not_followed(release: Release, store: Path, tmp_path: Path) -> None:
-    victim = tmp_path / "victim"
-    victim.write_text("keep me")
-    (store / "locks").mkdir(parents=True)
-    for digit in "0123456789abcdef":
-        (store / "locks" / f"{digit}.lock").symlink_to(victim)
-    release.library(store, release.root).fetch(release.pin)
-    assert (victim.read_text(), visible_files(store)) == ("keep me", all_digests(release))
 
 
 @pytest.mark.parametrize(

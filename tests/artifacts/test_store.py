@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 import stat
-import time
 from pathlib import Path
 
 import pytest
@@ -67,6 +66,19 @@ def test_directories_are_open_but_for_the_umask_and_keep_setgid(tmp_path: Path) 
     assert stat.S_IMODE(Store(root).object_path(DIGEST).parent.stat().st_mode) == 0o2775
 
 
+def test_what_is_made_in_a_folder_shared_by_its_group_is_shared_whatever_the_umask(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    root.mkdir()
+    root.chmod(0o2775)
+    before = os.umask(0o022)
+    try:
+        Store(root).put(DIGEST, DATA)
+    finally:
+        os.umask(before)
+    folder = Store(root).object_path(DIGEST).parent
+    assert [stat.S_IMODE(place.stat().st_mode) for place in (folder, folder.parent)] == [0o2775] * 2
+
+
 def test_a_store_that_everyone_may_write_is_used_like_any_other(filled: Store) -> None:
     filled.root.chmod(0o777)
     assert filled.read(DIGEST, LIMIT) == DATA
@@ -108,9 +120,17 @@ def test_damaged_bytes_are_never_handed_over_and_are_moved_aside(filled: Store) 
     assert (filled.has(DIGEST), quarantined(filled)) == (False, [DIGEST])
 
 
-def test_bytes_over_the_limit_are_corrupt(filled: Store) -> None:
+def test_bytes_over_the_limit_are_refused_and_left_as_another_release_may_need_them(filled: Store) -> None:
     with pytest.raises(CorruptError, match="at most 10 are allowed"):
         filled.read(DIGEST, 10)
+    assert (filled.read(DIGEST, LIMIT), quarantined(filled)) == (DATA, [])
+
+
+def test_wrong_bytes_over_the_limit_are_moved_aside(filled: Store) -> None:
+    damage(filled, DATA + b"and more")
+    with pytest.raises(CorruptError, match="read twice, moved to"):
+        filled.read(DIGEST, len(DATA))
+    assert quarantined(filled) == [DIGEST]
 
 
 def test_a_reader_that_may_not_repair_leaves_damage_in_place(filled: Store) -> None:
@@ -177,6 +197,43 @@ def test_a_symlinked_folder_inside_the_store_is_not_followed(filled: Store, tmp_
         filled.put(DIGEST, DATA)
 
 
+@pytest.mark.parametrize("number", [1, 100])
+@pytest.mark.parametrize("link", ["sha256", "prefix", "object"])
+def test_nothing_behind_a_link_is_present(filled: Store, tmp_path: Path, link: str, number: int) -> None:
+    place = filled.object_path(DIGEST)
+    linked = {"sha256": place.parent.parent, "prefix": place.parent, "object": place}[link]
+    linked.rename(tmp_path / "elsewhere")
+    linked.symlink_to(tmp_path / "elsewhere")
+    many = {f"{DIGEST[:2]}{n:062x}" for n in range(number)}
+    found, odd = filled.look(many | {DIGEST})
+    assert (filled.has(DIGEST), found, DIGEST in odd) == (False, set(), True)
+
+
+def test_a_store_that_cannot_be_looked_into_is_an_error_and_not_an_absence(
+    filled: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object, **named: object) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("os.open", refuse)
+    with pytest.raises(StoreError, match="the store does not allow it"):
+        filled.present([DIGEST])
+
+
+def test_an_object_is_put_although_somebody_cleans_up_meanwhile(filled: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, lost = os.rename, []
+
+    def rename(source: str, target: str, **folders: int) -> None:
+        if not lost:
+            lost.append(source)
+            os.unlink(source, dir_fd=folders["src_dir_fd"])
+        real(source, target, **folders)
+
+    monkeypatch.setattr("os.rename", rename)
+    filled.put(DIGEST, DATA)
+    assert (len(lost), visible_files(filled.root)) == (1, [DIGEST])
+
+
 def test_the_root_itself_may_be_a_symlink(filled: Store, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(filled.root)
     assert Store(tmp_path / "link").read(DIGEST, LIMIT) == DATA
@@ -194,16 +251,6 @@ def test_putting_over_a_planted_symlink_replaces_the_link_and_not_its_target(fil
 def test_a_name_that_is_no_digest_never_reaches_the_file_system(filled: Store) -> None:
     with pytest.raises(ValueError, match="64 lowercase hex"):
         filled.object_path("../../etc/passwd")
-
-
-def test_temporaries_of_killed_processes_are_removed_once_they_are_old(filled: Store) -> None:
-    folder = filled.object_path(DIGEST).parent
-    for name in (".tmp-host-1-old", ".tmp-host-2-new"):
-        (folder / name).write_bytes(b"half")
-    yesterday = time.time() - 2 * 24 * 3600
-    os.utime(folder / ".tmp-host-1-old", (yesterday, yesterday))
-    assert filled.remove_stale() == 1
-    assert visible_files(filled.root) == [".tmp-host-2-new", DIGEST]
 
 
 def test_too_little_room_is_an_error_before_anything_is_written(tmp_path: Path) -> None:

@@ -84,8 +84,8 @@ class _Dispatch:
         start = secrets.randbelow(16)
         order = sorted(groups, key=lambda shard: (int(shard, 16) - start) % 16)
         root = self._store.root
-        give_up = self._policy.lock_give_up
-        return deque(_Shard(s, ShardLock(root, s, give_up=give_up), list(groups[s].values())) for s in order)
+        waits = {"give_up": self._policy.lock_give_up, "longest_wait": self._policy.lock_longest_wait}
+        return deque(_Shard(s, ShardLock(root, s, **waits), list(groups[s].values())) for s in order)
 
     def run(self) -> list[Outcome]:
         try:
@@ -121,6 +121,8 @@ class _Dispatch:
         if not now and time.monotonic() < shard.look_at:
             return
         there = self._store.present(item.sha256 for item in shard.items if item.sha256)
+        if there:
+            shard.lock.saw_progress()
         for item in shard.items:
             if item.sha256 in there:
                 self._finish(Outcome(item))

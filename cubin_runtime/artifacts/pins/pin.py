@@ -10,14 +10,13 @@ from importlib import import_module
 from pathlib import Path
 
 from ...errors import PinError
-from ..bounded_read import digest_of
+from ..bounded_read import MAX_FILE_BYTES, digest_of
 from ..manifest import MANIFEST_NAME, Manifest, parse_manifest
 from ..path import ArtifactPath, PathError
 
 tomllib = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
 BUILTIN_PINS = Path(__file__).with_name("pins.toml")
-MAX_FILE_BYTES_LIMIT = 1 << 30
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,127}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -94,8 +93,8 @@ def _parse_pin(table: object, where: str) -> Pin:
     if unknown := sorted(set(table) - _REQUIRED - _OPTIONAL):
         raise PinError(f"{where}: has unknown keys {', '.join(unknown)}")
     max_file_bytes = _integer(table, "max_file_bytes", where, least=1)
-    if max_file_bytes > MAX_FILE_BYTES_LIMIT:
-        raise PinError(f"{where}: max_file_bytes is {max_file_bytes}, at most {MAX_FILE_BYTES_LIMIT} is allowed")
+    if max_file_bytes > MAX_FILE_BYTES:
+        raise PinError(f"{where}: max_file_bytes is {max_file_bytes}, at most {MAX_FILE_BYTES} is allowed")
     sources = table.get("sources", [])
     if not isinstance(sources, list) or not all(isinstance(s, str) and s for s in sources):
         raise PinError(f"{where}: sources is {sources!r}, expected a list of texts")

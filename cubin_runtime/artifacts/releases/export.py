@@ -8,23 +8,24 @@ from __future__ import annotations
 
 import hashlib
 import os
-import secrets
-import socket
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...errors import MissingError, StoreError, UsageError
+from ..atomic_write import new_file, write_all
 from ..bounded_read import NotRegularError, digest_of, open_regular, read_bounded
 from ..manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES
 from ..path import ArtifactPath
 from ..sources.source import ARCHIVE_SUFFIXES
-from ..store.store import STALE_SECONDS, Store
+from ..store.folders import open_folder
+from ..store.leftovers import remove_old_temporaries
+from ..store.store import Store
 from ..verification import default_jobs
 from .catalog import manifest_at_hand
 
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 Chosen = Sequence[tuple["Pin", Sequence[ArtifactPath]]]
 Progress = Callable[[int], None]
 
-_TEMPORARY = ".tmp-"
 _LONG_AGO = (1980, 1, 1, 0, 0, 0)
 _CHUNK = 1 << 20
 
@@ -93,15 +93,17 @@ def export_zip(
     items = _items(library, chosen)
     total = 0
     kind = zipfile.ZIP_DEFLATED if compress else zipfile.ZIP_STORED
-    with _published(target) as temporary:
-        with zipfile.ZipFile(temporary, "w", kind) as archive:
-            for item in items:
-                data = _read(library, items, item)
-                archive.writestr(_member(item, kind), data, compresslevel=6 if compress else None)
-                total += len(data)
-                if progress is not None:
-                    progress(1)
-        sha256, size = _file_digest(temporary)
+    with _write_errors(target), open_folder(target.parent) as folder:
+        remove_old_temporaries(folder)
+        with new_file(target.name, directory=folder) as descriptor:
+            with open(descriptor, "r+b", closefd=False) as opened, zipfile.ZipFile(opened, "w", kind) as archive:
+                for item in items:
+                    data = _read(library, items, item)
+                    archive.writestr(_member(item, kind), data, compresslevel=6 if compress else None)
+                    total += len(data)
+                    if progress is not None:
+                        progress(1)
+            sha256, size = _file_digest(descriptor)
     names = tuple(pin.name for pin, _ in chosen)
     return ExportReport(str(target), names, len(items), total, size, sha256, time.monotonic() - began)
 
@@ -127,8 +129,9 @@ def mirror(
     items = _items(library, chosen)
     files = [item for item in items if not item.is_manifest]
     manifests = [item for item in items if item.is_manifest]
-    for folder in sorted({target / item.path.text.rpartition("/")[0] for item in items}):
-        _make_folder(folder)
+    for parts in sorted({item.path.parts[:-1] for item in items}):
+        with _write_errors(target.joinpath(*parts)), open_folder(target, *parts, create=True) as folder:
+            remove_old_temporaries(folder)
 
     def place(item: _Item) -> tuple[bool, int]:
         done = _mirror_one(library, items, item, target)
@@ -184,57 +187,31 @@ def _member(item: _Item, kind: int) -> zipfile.ZipInfo:
 
 
 def _mirror_one(library: Library, items: Sequence[_Item], item: _Item, target: Path) -> tuple[bool, int]:
-    """Whether it was written, and its size."""
-    file = target / item.path.text
-    size = _right_size(file, item)
-    if size is not None:
-        return False, size
-    data = _read(library, items, item)
-    with _published(file) as temporary, temporary.open("wb") as opened:
-        opened.write(data)
+    """Whether it was written, and its size; below ``target`` no link is followed."""
+    *folders, name = item.path.parts
+    with _write_errors(target / item.path.text), open_folder(target, *folders) as folder:
+        size = _right_size(folder, name, item)
+        if size is not None:
+            return False, size
+        data = _read(library, items, item)
+        with new_file(name, directory=folder) as descriptor:
+            write_all(descriptor, data)
     return True, len(data)
 
 
-def _right_size(file: Path, item: _Item) -> int | None:
+def _right_size(folder: int, name: str, item: _Item) -> int | None:
     """The size of a file that stands there and has the right bytes; None: it has to be written."""
     try:
-        descriptor, status = open_regular(str(file), str(file))
+        descriptor, status = open_regular(name, name, directory=folder)
     except (OSError, NotRegularError):
         return None
     try:
         if status.st_size > item.limit:
             return None
-        data = read_bounded(descriptor, status.st_size, item.limit, str(file))
+        data = read_bounded(descriptor, status.st_size, item.limit, name)
     finally:
         os.close(descriptor)
     return len(data) if digest_of(data) == item.sha256 else None
-
-
-def _make_folder(folder: Path) -> None:
-    """Make a folder of the tree, and remove what killed runs left in it: temporaries over a day old."""
-    oldest = time.time() - STALE_SECONDS
-    with _write_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        for left in folder.glob(f"{_TEMPORARY}*"):
-            with suppress(FileNotFoundError):
-                if left.lstat().st_mtime < oldest:
-                    left.unlink()
-
-
-@contextmanager
-def _published(target: Path) -> Iterator[Path]:
-    """A new empty file beside ``target`` that takes its place when the block ends well, else goes away."""
-    name = f"{_TEMPORARY}{socket.gethostname()[:64]}-{os.getpid()}-{secrets.token_hex(8)}"
-    temporary = target.with_name(name)
-    with _write_errors(target):
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        os.close(os.open(temporary, flags, 0o666))
-        try:
-            yield temporary
-            os.replace(temporary, target)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
 
 
 @contextmanager
@@ -245,12 +222,11 @@ def _write_errors(where: Path) -> Iterator[None]:
         raise StoreError(f"{where}: cannot be written: {error.strerror or error}") from None
 
 
-def _file_digest(file: Path) -> tuple[str, int]:
+def _file_digest(descriptor: int) -> tuple[str, int]:
     hashed = hashlib.sha256()
     size = 0
-    with file.open("rb") as opened:
-        while chunk := opened.read(_CHUNK):
-            hashed.update(chunk)
-            size += len(chunk)
-        os.fsync(opened.fileno())
+    while piece := os.pread(descriptor, _CHUNK, size):
+        hashed.update(piece)
+        size += len(piece)
+    os.fsync(descriptor)
     return hashed.hexdigest(), size

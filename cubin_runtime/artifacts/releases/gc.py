@@ -8,9 +8,6 @@ moved aside, then the manifests are looked at again, and only then is it removed
 from __future__ import annotations
 
 import os
-import secrets
-import socket
-import stat
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -19,8 +16,11 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from ...errors import CorruptError, CubinRuntimeError, MissingError, StoreError
+from ..atomic_write import temporary_name
+from ..store.folders import open_folder
+from ..store.leftovers import remove_quarantined, remove_temporaries
 from ..store.locks import ShardLock, shard_of
-from ..store.store import OBJECTS, QUARANTINE, Store
+from ..store.store import OBJECTS, Store
 from .catalog import manifest_at_hand
 
 if TYPE_CHECKING:
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from ..pins.pin import Pin
 
 LEFTOVER_SECONDS = 3600.0
-_TEMPORARY = ".tmp-"
-_DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _POLL_SECONDS = 0.05
 
 
@@ -81,7 +79,8 @@ def collect(library: Library, pins: Sequence[Pin], *, dry_run: bool = False) -> 
         candidates |= needs
         manifests.add(pin.manifest_sha256)
     store = library.store
-    there = store.present(candidates)
+    present, odd = store.look(candidates)
+    there = present | odd
     doomed = sorted(digest for digest in there if digest not in others.needed)
     sizes = {digest: _size_of(store, digest) for digest in doomed}
     removed = list(doomed)
@@ -103,23 +102,16 @@ def collect(library: Library, pins: Sequence[Pin], *, dry_run: bool = False) -> 
 def collect_leftovers(store: Store, *, older_than: float = LEFTOVER_SECONDS, dry_run: bool = False) -> LeftoverReport:
     """Remove temporaries and quarantined objects that nobody touched for ``older_than`` seconds.
 
-    A running fetch writes a temporary in one go, so that an old one has lost its process. Lock files stay.
+    A running fetch writes a temporary in one go, so that an old one has lost its process; those of running
+    processes of this host stay whatever their age. Lock files stay.
+
+    Raises:
+        StoreError: the store cannot be looked into or changed.
     """
-    newest = time.time() - older_than
-    temporaries = quarantined = size = 0
-    with suppress(FileNotFoundError), _store_errors(str(store.root)), _folder(store, QUARANTINE) as folder:
-        for entry_size in _remove_old(folder, "", newest, dry_run):
-            quarantined, size = quarantined + 1, size + entry_size
-    with suppress(FileNotFoundError), _store_errors(str(store.root)), _folder(store, OBJECTS) as objects:
-        for prefix in sorted(os.listdir(objects)):
-            with suppress(NotADirectoryError, FileNotFoundError):  # a planted link is left to those who look at it
-                folder = os.open(prefix, _DIRECTORY_FLAGS, dir_fd=objects)
-                try:
-                    for entry_size in _remove_old(folder, _TEMPORARY, newest, dry_run):
-                        temporaries, size = temporaries + 1, size + entry_size
-                finally:
-                    os.close(folder)
-    return LeftoverReport(temporaries, quarantined, size, dry_run)
+    with _store_errors(str(store.root)):
+        quarantined = remove_quarantined(store.root, older_than=older_than, dry_run=dry_run)
+        temporaries = remove_temporaries(store.root, older_than=older_than, dry_run=dry_run)
+    return LeftoverReport(len(temporaries), len(quarantined), sum(temporaries) + sum(quarantined), dry_run)
 
 
 class _Others:
@@ -178,9 +170,9 @@ def _remove_all(store: Store, digests: Sequence[str], others: _Others) -> list[s
 
 def _remove(store: Store, digest: str, others: _Others) -> bool:
     """Move aside, look whether a release that needs it has come, then remove or move back."""
-    aside = f"{_TEMPORARY}{socket.gethostname()[:64]}-{os.getpid()}-{secrets.token_hex(8)}"
+    aside = temporary_name()
     where = str(store.object_path(digest))
-    with _store_errors(where), _folder(store, OBJECTS, digest[:2]) as folder:
+    with _store_errors(where), open_folder(store.root, OBJECTS, digest[:2]) as folder:
         try:
             os.rename(digest, aside, src_dir_fd=folder, dst_dir_fd=folder)
         except FileNotFoundError:
@@ -194,51 +186,21 @@ def _remove(store: Store, digest: str, others: _Others) -> bool:
         if needed:
             os.rename(aside, digest, src_dir_fd=folder, dst_dir_fd=folder)
             return False
-        os.unlink(aside, dir_fd=folder)
+        with suppress(FileNotFoundError):
+            os.unlink(aside, dir_fd=folder)
         return True
 
 
-def _remove_old(folder: int, start: str, newest: float, dry_run: bool) -> Iterator[int]:
-    """Remove files of a folder whose name starts so and that are old; yields their sizes."""
-    for name in sorted(os.listdir(folder)):
-        if not name.startswith(start):
-            continue
-        with suppress(FileNotFoundError):
-            status = os.stat(name, dir_fd=folder, follow_symlinks=False)
-            # a rename moves the time of change alone: that is when a thing was set aside
-            if stat.S_ISDIR(status.st_mode) or max(status.st_mtime, status.st_ctime) > newest:
-                continue
-            if not dry_run:
-                os.unlink(name, dir_fd=folder)
-            yield status.st_size
-
-
 def _size_of(store: Store, digest: str) -> int:
-    with suppress(OSError):
-        return os.lstat(store.object_path(digest)).st_size
+    with suppress(OSError), open_folder(store.root, OBJECTS, digest[:2]) as folder:
+        return os.stat(digest, dir_fd=folder, follow_symlinks=False).st_size
     return 0
 
 
 @contextmanager
-def _folder(store: Store, *parts: str) -> Iterator[int]:
-    """Descriptor of a folder of the store, opened part by part so that no link is followed."""
-    descriptor = os.open(store.root, _DIRECTORY_FLAGS & ~os.O_NOFOLLOW)
-    try:
-        for part in parts:
-            below = os.open(part, _DIRECTORY_FLAGS, dir_fd=descriptor)
-            os.close(descriptor)
-            descriptor = below
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
 def _store_errors(where: str) -> Iterator[None]:
-    """Absence is left to the caller; everything else that the file system says is about the store."""
+    """Everything that the file system says here is about the store."""
     try:
         yield
-    except FileNotFoundError:
-        raise
     except OSError as error:
         raise StoreError(f"{where}: cannot be removed: {error.strerror}") from None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ...errors import CorruptError, SourceError
 from ..bounded_read import digest_of
-from ..store.locks import GIVE_UP_SECONDS, TOUCH_SECONDS
+from ..store.locks import GIVE_UP_SECONDS, LONGEST_WAIT_SECONDS, TOUCH_SECONDS
 from .source import NotHereError, RetryableError, Source, Wanted
 
 _log = logging.getLogger("cubin_runtime")
@@ -25,7 +25,8 @@ class FetchPolicy:
     ``longest_delay`` and a random part; a server's ``Retry-After`` is kept up to ``longest_retry_after``,
     beyond it the source counts as failed. ``bad_digests`` wrong bodies end a source for a file;
     ``dead_after`` files in a row that failed to the last attempt end it for the whole fetch. A lock's
-    holder shows progress every ``lock_touch``, and may show none for ``lock_give_up``.
+    holder shows progress every ``lock_touch``, and may show none for ``lock_give_up``; while nothing comes of it,
+    it is waited for no longer than ``lock_longest_wait``.
     """
 
     attempts: int = 4
@@ -36,6 +37,7 @@ class FetchPolicy:
     dead_after: int = 3
     lock_give_up: float = GIVE_UP_SECONDS
     lock_touch: float = TOUCH_SECONDS
+    lock_longest_wait: float = LONGEST_WAIT_SECONDS
 
     def delay(self, attempt: int, retry_after: float | None) -> float | None:
         """How long to wait after failed attempt number ``attempt`` (from 0); None: do not try again."""

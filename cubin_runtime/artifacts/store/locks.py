@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import logging
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from filelock import FileLock
+from .folders import open_folder
 
 LOCKS = "locks"
 TOUCH_SECONDS = 5.0
 GIVE_UP_SECONDS = 30.0
+LONGEST_WAIT_SECONDS = 600.0
 
+_NOT_OURS = {errno.EACCES, errno.EPERM, errno.EROFS}
+_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _log = logging.getLogger("cubin_runtime")
 
 
@@ -26,67 +29,87 @@ def shard_of(sha256: str) -> str:
 class ShardLock:
     """One of a store's locks: tried without blocking; its file's time shows that the holder is alive.
 
-    Where locks do not work (read-only, another user's, no support for them) it counts as taken at once.
+    Where locks do not work (read-only, another user's, a file system without them) it counts as taken at once.
+    A holder that shows no sign of life for ``give_up`` seconds is no longer waited for, and one that touches its
+    lock while nothing comes of it (see ``saw_progress``) no longer than ``longest_wait``.
     """
 
-    def __init__(self, store_root: Path, shard: str, *, give_up: float = GIVE_UP_SECONDS) -> None:
-        self.file = store_root / LOCKS / f"{shard}.lock"
-        self._give_up = give_up
-        self._lock: FileLock | None = None
+    def __init__(
+        self,
+        store_root: Path,
+        shard: str,
+        *,
+        give_up: float = GIVE_UP_SECONDS,
+        longest_wait: float = LONGEST_WAIT_SECONDS,
+    ) -> None:
+        self._root, self._name = store_root, f"{shard}.lock"
+        self._give_up, self._longest_wait = give_up, longest_wait
+        self._descriptor: int | None = None
         self._seen: float | None = None
-        self._since = time.monotonic()
+        self._seen_at = self._waiting_since = 0.0
 
     def try_take(self) -> bool:
-        """Take the lock if it is free, cannot work here, or its holder showed no progress for too long."""
-        from filelock import FileLock, Timeout
-
+        """Take the lock if it is free, cannot work here, or was waited for too long."""
         try:
-            if self._lock is None:
-                mode = _prepare(self.file)
-                self._lock = FileLock(self.file, mode=mode, thread_local=False)
-            self._lock.acquire(blocking=False)
-        except Timeout:
-            return self._holder_is_stuck()
-        except (OSError, NotImplementedError, RuntimeError) as error:
-            _log.debug("going on without the lock %s: %s", self.file, error)
-            self._lock = None
+            descriptor = self._open()
+        except OSError as error:
+            _log.debug("going on without the lock %s: %s", self._name, error)
             return True
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            touched = os.fstat(descriptor).st_atime
+            os.close(descriptor)
+            return self._waited_too_long(touched)
+        except OSError as error:  # no locks on this file system, or none left
+            os.close(descriptor)
+            _log.debug("going on without the lock %s: %s", self._name, error)
+            return True
+        self._descriptor = descriptor
         return True
 
     def touch(self) -> None:
         """Show those who wait that the holder is alive."""
-        if self._lock is not None and self._lock.is_locked:
+        if self._descriptor is not None:
             try:
-                os.utime(self.file)
+                os.utime(self._descriptor)
             except OSError as error:
-                _log.debug("cannot touch %s: %s", self.file, error)
+                _log.debug("cannot touch %s: %s", self._name, error)
+
+    def saw_progress(self) -> None:
+        """What is waited for has come in part: the longest wait begins anew."""
+        self._waiting_since = time.monotonic()
 
     def release(self) -> None:
         """Give the lock back; the file stays."""
-        if self._lock is not None and self._lock.is_locked:
-            self._lock.release()
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
-    def _holder_is_stuck(self) -> bool:
-        """Whether the file's time stood still for the whole wait, measured by our own clock."""
-        try:
-            # not the time of change: some versions of filelock truncate at every try, which moves that
-            seen = os.stat(self.file, follow_symlinks=False).st_atime
-        except OSError:
-            return True
+    def _open(self) -> int:
+        """The lock file, made as open to others as the umask allows; who may only read it can lock it too."""
+        with open_folder(self._root, LOCKS, create=True) as folder:
+            try:
+                return os.open(self._name, os.O_RDWR | os.O_CREAT | _FLAGS, 0o666, dir_fd=folder)
+            except OSError as error:
+                if error.errno not in _NOT_OURS:
+                    raise
+            return os.open(self._name, os.O_RDONLY | _FLAGS, dir_fd=folder)
+
+    def _waited_too_long(self, touched: float) -> bool:
+        """Whether the file's time stood still, or moved in vain, for too long, measured by our own clock.
+
+        The time of access, as other versions truncate the file at every try, which moves the time of change.
+        """
         now = time.monotonic()
-        if self._seen is None or seen != self._seen:
-            self._seen, self._since = seen, now
-        if now - self._since < self._give_up:
-            return False
-        _log.info("the holder of %s shows no progress for %g s; going on without it", self.file, self._give_up)
-        return True
-
-
-def _prepare(file: Path) -> int:
-    """Make the lock file as open to others as the umask allows, and return its mode."""
-    file.parent.mkdir(0o777, parents=True, exist_ok=True)
-    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
-    try:
-        return os.fstat(descriptor).st_mode & 0o777
-    finally:
-        os.close(descriptor)
+        if self._seen is None:
+            self._waiting_since = now
+        if touched != self._seen:
+            self._seen, self._seen_at = touched, now
+        if now - self._seen_at >= self._give_up:
+            _log.info("the holder of %s shows no progress for %g s; going on without it", self._name, self._give_up)
+            return True
+        if now - self._waiting_since >= self._longest_wait:
+            _log.info("%s was held for %g s and nothing came; going on without it", self._name, self._longest_wait)
+            return True
+        return False

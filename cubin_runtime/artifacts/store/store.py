@@ -11,27 +11,25 @@ import errno
 import hashlib
 import os
 import re
-import secrets
-import socket
 import stat
-import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from itertools import groupby
 from pathlib import Path
 
 from ...errors import CorruptError, MissingError, StoreError
-from ..bounded_read import NotRegularError, digest_of, open_regular, read_bounded
+from ..atomic_write import TEMPORARY, new_file, temporary_name, write_all
+from ..bounded_read import MAX_FILE_BYTES, NotRegularError, TooLargeError, digest_of, open_regular, read_bounded
+from .folders import open_folder
 
 OBJECTS = "sha256"
 QUARANTINE = "quarantine"
-STALE_SECONDS = 24 * 3600.0
-
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_TEMPORARY = ".tmp-"
-_DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _NOT_WRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS}
+_IN_THE_WAY = {errno.ENOTDIR, errno.ELOOP, errno.EEXIST}
+_MANY = 4  # from so many names of one folder on, listing it is cheaper than asking for each
 
 
 class Store:
@@ -50,30 +48,55 @@ class Store:
     def has(self, sha256: str) -> bool:
         """Whether a regular file stands under the digest's name; its bytes are not looked at."""
         try:
-            return stat.S_ISREG(os.lstat(self.object_path(sha256)).st_mode)
+            with open_folder(self.root, OBJECTS, _checked(sha256)[:2]) as folder:
+                return stat.S_ISREG(os.stat(sha256, dir_fd=folder, follow_symlinks=False).st_mode)
         except OSError:
             return False
 
     def present(self, digests: Iterable[str]) -> set[str]:
-        """Those of ``digests`` that ``has`` would find; many at once cost one listing of each folder."""
-        wanted = set(digests)
-        if len(wanted) < 64:
-            return {digest for digest in wanted if self.has(digest)}
+        """Those of ``digests`` that ``has`` would find; each folder is looked into once.
+
+        Raises:
+            StoreError: the store cannot be looked into.
+        """
+        return self.look(digests)[0]
+
+    def look(self, digests: Iterable[str]) -> tuple[set[str], set[str]]:
+        """Those of ``digests`` that are present, and those in whose place something else stands.
+
+        Raises:
+            StoreError: the store cannot be looked into.
+        """
+        groups: defaultdict[str, set[str]] = defaultdict(set)
+        for digest in digests:
+            groups[_checked(digest)[:2]].add(digest)
         found: set[str] = set()
-        for prefix in {digest[:2] for digest in wanted}:
-            with suppress(OSError), os.scandir(self.root / OBJECTS / prefix) as entries:
-                found.update(e.name for e in entries if e.name in wanted and e.is_file(follow_symlinks=False))
-        return found
+        odd: set[str] = set()
+        for prefix, wanted in groups.items():
+            try:
+                with open_folder(self.root, OBJECTS, prefix) as folder:
+                    kinds = dict(_entries(folder, wanted))
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                if error.errno not in _IN_THE_WAY:
+                    raise _as_store_error(error, str(error.filename)) from None
+                odd |= wanted
+                continue
+            found.update(name for name, is_file in kinds.items() if is_file)
+            odd.update(name for name, is_file in kinds.items() if not is_file)
+        return found, odd
 
     def read(self, sha256: str, limit: int, *, repair: bool = True) -> bytes:
         """The object's bytes in private memory, hashed.
 
         Bytes that do not fit the digest are read once more (network file systems serve stale pages); if they
-        are still wrong and ``repair`` is set, the file is moved aside where the store can be written.
+        are still wrong and ``repair`` is set, the file is moved aside where the store can be written. A file that
+        is right and over the limit is refused and left: it is another release's.
 
         Raises:
             MissingError: there is no such object.
-            CorruptError: the bytes are not those of the digest, or more than ``limit``.
+            CorruptError: the bytes are not those of the digest, or more than ``limit`` (a ``TooLargeError``).
             NotRegularError: a link, FIFO, directory or device stands there (a ``StoreError``).
             StoreError: the file cannot be read.
         """
@@ -84,12 +107,16 @@ class Store:
                     descriptor, status = open_regular(sha256, where, directory=folder)
                     try:
                         data = read_bounded(descriptor, status.st_size, limit, where)
-                        fault = None if (found := digest_of(data)) == sha256 else f"sha256 of {where} is {found}"
-                    except CorruptError as error:
-                        fault = str(error)
+                        found = digest_of(data)
+                        fault = f"sha256 of {where} is {found}"
+                    except TooLargeError as error:
+                        found = _digest_of_file(descriptor)
+                        if found == sha256:
+                            raise
+                        fault = f"{error}, and its sha256 is {found}"
                     finally:
                         os.close(descriptor)
-                if fault is None:
+                if found == sha256:
                     return data
                 if last:
                     moved = self._quarantine(folder, sha256, status) if repair else None
@@ -118,21 +145,15 @@ class Store:
             StoreError: the store is full, cannot be written, or something else stands in the way.
         """
         where = str(self.object_path(sha256))
-        with self._folder(sha256, create=True) as folder, _store_errors(where):
-            name = f"{_TEMPORARY}{socket.gethostname()[:64]}-{os.getpid()}-{secrets.token_hex(8)}"
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            descriptor = os.open(name, flags, 0o600, dir_fd=folder)
-            try:
+        for last in (False, False, True):
+            with self._folder(sha256, create=True) as folder, _store_errors(where):
                 try:
-                    _write_all(descriptor, data)
-                    os.fchmod(descriptor, 0o444)
-                finally:
-                    os.close(descriptor)  # network file systems report a full disk here
-                os.rename(name, sha256, src_dir_fd=folder, dst_dir_fd=folder)
-            except BaseException:
-                with suppress(OSError):
-                    os.unlink(name, dir_fd=folder)
-                raise
+                    with new_file(sha256, directory=folder, mode=0o444) as descriptor:
+                        write_all(descriptor, data)
+                    return
+                except FileNotFoundError:  # somebody cleans up just now
+                    if last:
+                        raise StoreError(f"{where}: was removed while it was written") from None
 
     def sync(self) -> None:
         """Ask the file system to write everything down; once at the end of a fetch, never for one object."""
@@ -154,7 +175,7 @@ class Store:
             StoreError: it cannot.
         """
         with self._folder("0" * 64, create=True) as folder, _store_errors(str(self.root)):
-            name = f"{_TEMPORARY}{socket.gethostname()[:64]}-{os.getpid()}-{secrets.token_hex(8)}"
+            name = temporary_name()
             os.close(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder))
             os.unlink(name, dir_fd=folder)
 
@@ -175,59 +196,28 @@ class Store:
         if status.f_files and files > status.f_favail:
             raise StoreError(f"{self.root}: {files} files are needed, {status.f_favail} can be made")
 
-    def remove_stale(self) -> int:
-        """Remove temporaries that killed processes left: over a day old; returns how many."""
-        removed = 0
-        oldest = time.time() - STALE_SECONDS
-        with suppress(OSError), os.scandir(self.root / OBJECTS) as prefixes:
-            for prefix in prefixes:
-                with suppress(OSError), os.scandir(prefix.path) as entries:
-                    for entry in entries:
-                        if entry.name.startswith(_TEMPORARY):
-                            with suppress(OSError):
-                                if entry.stat(follow_symlinks=False).st_mtime < oldest:
-                                    os.unlink(entry.path)
-                                    removed += 1
-        return removed
-
     @contextmanager
     def _folder(self, sha256: str, *, create: bool) -> Iterator[int]:
-        """Descriptor of the folder that holds the object, opened part by part so that no link is followed."""
-        place = self.root
-        try:
-            descriptor = _open_root(place, create)
-        except OSError as error:
-            raise _missing_or_store_error(error, place, sha256, create) from None
-        try:
-            for part in (OBJECTS, _checked(sha256)[:2]):
-                place = place / part
-                try:
-                    below = _open_folder(part, descriptor, create)
-                except OSError as error:
-                    raise _missing_or_store_error(error, place, sha256, create) from None
-                os.close(descriptor)
-                descriptor = below
-            yield descriptor
-        finally:
-            os.close(descriptor)
+        """Descriptor of the folder that holds the object."""
+        with ExitStack() as stack:
+            try:
+                folder = stack.enter_context(open_folder(self.root, OBJECTS, _checked(sha256)[:2], create=create))
+            except OSError as error:
+                raise _missing_or_store_error(error, sha256, create) from None
+            yield folder
 
     def _quarantine(self, folder: int, sha256: str, status: os.stat_result) -> Path | None:
         """Move the object aside if it is still the inode that was read; None where that cannot be done."""
-        aside = self.root / QUARANTINE
-        name = f"{sha256}-{socket.gethostname()[:64]}-{os.getpid()}-{secrets.token_hex(4)}"
+        name = f"{sha256}-{temporary_name().removeprefix(TEMPORARY)}"
         try:
-            aside.mkdir(0o777, exist_ok=True)
-            target = os.open(aside, _DIRECTORY_FLAGS)
-            try:
+            with open_folder(self.root, QUARANTINE, create=True) as aside:
                 now = os.stat(sha256, dir_fd=folder, follow_symlinks=False)
                 if (now.st_dev, now.st_ino) != (status.st_dev, status.st_ino):
                     return None
-                os.rename(sha256, name, src_dir_fd=folder, dst_dir_fd=target)
-            finally:
-                os.close(target)
+                os.rename(sha256, name, src_dir_fd=folder, dst_dir_fd=aside)
         except OSError:
             return None
-        return aside / name
+        return self.root / QUARANTINE / name
 
 
 def _matching_size(folder: int, sha256: str, limit: int, buffer: bytearray) -> int | None:
@@ -248,42 +238,40 @@ def _matching_size(folder: int, sha256: str, limit: int, buffer: bytearray) -> i
     return total if total == status.st_size and hashed.hexdigest() == sha256 else None
 
 
+def _digest_of_file(descriptor: int) -> str:
+    """The digest of a file of any size that a pin may allow, its bytes not kept."""
+    hashed = hashlib.sha256()
+    place = 0
+    while place <= MAX_FILE_BYTES and (piece := os.pread(descriptor, 1 << 20, place)):
+        hashed.update(piece)
+        place += len(piece)
+    return hashed.hexdigest() if place <= MAX_FILE_BYTES else f"of more than {MAX_FILE_BYTES} bytes"
+
+
 def _checked(sha256: str) -> str:
     if _SHA256.fullmatch(sha256) is None:
         raise ValueError(f"sha256: got {sha256!r}, expected 64 lowercase hex digits")
     return sha256
 
 
-def _open_root(root: Path, create: bool) -> int:
-    flags = _DIRECTORY_FLAGS & ~os.O_NOFOLLOW
-    try:
-        return os.open(root, flags)
-    except FileNotFoundError:
-        if not create:
-            raise
-    os.makedirs(root, 0o777, exist_ok=True)
-    return os.open(root, flags)
+def _entries(folder: int, wanted: set[str]) -> Iterator[tuple[str, bool]]:
+    """Those of ``wanted`` that stand in a folder, and whether each is a regular file."""
+    if len(wanted) >= _MANY:
+        with os.scandir(folder) as entries:
+            yield from ((e.name, e.is_file(follow_symlinks=False)) for e in entries if e.name in wanted)
+        return
+    for name in wanted:
+        try:
+            yield name, stat.S_ISREG(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
+        except FileNotFoundError:
+            continue
 
 
-def _open_folder(part: str, parent: int, create: bool) -> int:
-    with suppress(FileNotFoundError):  # nearly always it is there
-        return os.open(part, _DIRECTORY_FLAGS, dir_fd=parent)
-    if create:
-        with suppress(FileExistsError):
-            os.mkdir(part, 0o777, dir_fd=parent)
-    return os.open(part, _DIRECTORY_FLAGS, dir_fd=parent)
-
-
-def _write_all(descriptor: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(descriptor, view) :]
-
-
-def _missing_or_store_error(error: OSError, place: Path, sha256: str, create: bool) -> MissingError | StoreError:
+def _missing_or_store_error(error: OSError, sha256: str, create: bool) -> MissingError | StoreError:
+    place = error.filename
     if error.errno == errno.ENOENT and not create:
         return MissingError(f"the store has no object {sha256} ({place} does not exist)")
-    if error.errno in (errno.ENOTDIR, errno.ELOOP, errno.EEXIST):
+    if error.errno in _IN_THE_WAY:
         return NotRegularError(f"{place} is no directory of its own (a link or a file), as a store needs")
     return _as_store_error(error, str(place))
 

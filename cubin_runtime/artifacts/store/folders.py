@@ -1,0 +1,74 @@
+"""The folders of a store, opened part by part so that no link inside it is ever followed."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_FOLLOWED = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_FOLDER = _FOLLOWED | os.O_NOFOLLOW
+
+
+@contextmanager
+def open_folder(root: Path, *parts: str, create: bool = False) -> Iterator[int]:
+    """Descriptor of the folder ``parts`` below a store's root, which alone may be a link.
+
+    Raises:
+        OSError: a part is missing (with ``create`` it is made), is no directory, or cannot be opened; its
+            ``filename`` is the part's path.
+    """
+    place = root
+    try:
+        descriptor = _open_root(root, create)
+        try:
+            for part in parts:
+                place = place / part
+                below = _open_part(part, descriptor, create)
+                os.close(descriptor)
+                descriptor = below
+        except BaseException:
+            os.close(descriptor)
+            raise
+    except OSError as error:
+        error.filename = str(place)
+        raise
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _open_root(root: Path, create: bool) -> int:
+    try:
+        return os.open(root, _FOLLOWED)
+    except FileNotFoundError:
+        if not create:
+            raise
+    os.makedirs(root, 0o777, exist_ok=True)
+    return os.open(root, _FOLLOWED)
+
+
+def _open_part(part: str, parent: int, create: bool) -> int:
+    with suppress(FileNotFoundError):  # nearly always it is there
+        return os.open(part, _FOLDER, dir_fd=parent)
+    if not create:
+        return os.open(part, _FOLDER, dir_fd=parent)
+    made = False
+    with suppress(FileExistsError):
+        os.mkdir(part, 0o777, dir_fd=parent)
+        made = True
+    descriptor = os.open(part, _FOLDER, dir_fd=parent)
+    if made:
+        _share_like_parent(descriptor, parent)
+    return descriptor
+
+
+def _share_like_parent(folder: int, parent: int) -> None:
+    """A folder whose group is kept by setgid and may write is shared by that group: so is what is made in it."""
+    mode = os.fstat(parent).st_mode
+    if mode & stat.S_ISGID and mode & stat.S_IWGRP:
+        with suppress(OSError):
+            os.fchmod(folder, stat.S_IMODE(os.fstat(folder).st_mode) | stat.S_IRWXG)
