@@ -16,6 +16,7 @@ SHELL := /bin/bash
 PIP := -m pip --disable-pip-version-check install --quiet --quiet
 VENV := .venv/bin/python
 VENV_TORCH := .venv-torch/bin/python
+VENV_LOWEST := .venv-lowest/bin/python
 BUILD := build/artifacts
 
 help: ## Say what each target does
@@ -32,6 +33,11 @@ test-private: .venv/.ready ## As root: the tests that become another user, from 
 	@place=$$(mktemp -d); trap 'rm -rf "$$place"' EXIT; umask 077; \
 	    cp -r cubin_runtime tests pyproject.toml "$$place"; cd "$$place"; \
 	    PYTHONPATH=$$place "$(CURDIR)/$(VENV)" -m pytest -q $$(grep -rl --include='test_*.py' as_user=True tests)
+
+.PHONY: test-lowest
+test-lowest: .venv-lowest/.ready ## Artifacts and command line with the lowest version of each dependency
+	@$(VENV_LOWEST) -m pytest -q -m "not torch and not release" tests/artifacts tests/cli tests/test_imports.py \
+	    tests/test_config.py tests/launch/test_driver.py --ignore-glob "tests/artifacts/test_kills*"
 
 test-torch: .venv-torch/.ready ## The tests that need torch (its CPU build is enough)
 	@$(VENV_TORCH) -m pytest -m torch
@@ -75,7 +81,7 @@ bench: .venv/.ready ## The benchmarks that need no GPU; results in benchmarks/re
 	    echo "== $$script"; $(VENV) "$$script" ;; esac; done
 
 clean: ## Remove everything that make made here, environments included
-	rm -rf .venv .venv-torch build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf .venv .venv-lowest .venv-torch build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 prerequisites: ## Check what this machine must have, and print the line that installs what lacks
@@ -88,6 +94,14 @@ prerequisites: ## Check what this machine must have, and print the line that ins
 	@echo "Installing into .venv ..."
 	@$(VENV) $(PIP) -e '.[dev]'
 	@$(VENV) -m kernels_src.toolchain 2> /dev/null || $(VENV) $(PIP) -e '.[build]'
+	@touch $@
+
+.venv-lowest/.ready: .venv/.ready tools/lowest_versions.py
+	@test -x $(VENV_LOWEST) || "$(PYTHON)" -m venv .venv-lowest
+	@echo "Installing the lowest versions into .venv-lowest ..."
+	@$(VENV) tools/lowest_versions.py > .venv-lowest/constraints.txt
+	@$(VENV_LOWEST) $(PIP) -c .venv-lowest/constraints.txt -e '.[signing]' 'hypothesis>=6.100,<7' numpy \
+	    'pytest>=8,<10' 'pytest-timeout>=2.3,<3'
 	@touch $@
 
 .venv-torch/.ready: pyproject.toml tools/prerequisites.sh

@@ -10,6 +10,7 @@ from pathlib import Path
 from .errors import UsageError
 
 DEFAULT_SOURCES = ("package",)
+PINS_NAME = "pins.toml"
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"", "0", "false", "no", "off"}
 
@@ -39,23 +40,22 @@ class Config:
         Pin files and keys are separated by ``os.pathsep``, sources by white space or commas.
 
         Raises:
-            UsageError: a value is outside its domain.
+            UsageError: a value is outside its domain, or there is neither a home folder nor a store named.
         """
-        import platformdirs
-
         env = os.environ if environ is None else environ
         cache = env.get("CUBIN_RUNTIME_CACHE")
-        store = Path(cache).expanduser() if cache else platformdirs.user_cache_path("cubin-runtime") / "store"
+        store = local_path(cache, "CUBIN_RUNTIME_CACHE") if cache else _default_store()
         sources = tuple(env.get("CUBIN_RUNTIME_SOURCES", "").replace(",", " ").split())
-        named = [Path(p).expanduser() for p in env.get("CUBIN_RUNTIME_PINS", "").split(os.pathsep) if p]
-        own = user_pins_path()
+        pins = [local_path(p, "CUBIN_RUNTIME_PINS") for p in env.get("CUBIN_RUNTIME_PINS", "").split(os.pathsep) if p]
+        own = _user_folder("XDG_CONFIG_HOME", ".config")
         # a home that may not even be looked into (a container's user with root's HOME) holds no pins for us
-        pins = tuple([own, *named] if os.path.exists(own) else named)
+        if own is not None and os.path.exists(own / PINS_NAME):
+            pins.insert(0, own / PINS_NAME)
         offline = _flag(env, "CUBIN_RUNTIME_OFFLINE")
         return cls(
-            store=store.absolute(),
+            store=store,
             sources=sources or None,
-            pin_files=pins,
+            pin_files=tuple(pins),
             offline=offline,
             lazy_fetch=not offline,
             pin_keys=_pin_keys(env),
@@ -63,18 +63,51 @@ class Config:
 
 
 def user_pins_path() -> Path:
-    """The file that holds the user's own pins, in the user's config directory; it need not exist."""
-    import platformdirs
+    """The file that holds the user's own pins, in the user's config directory; it need not exist.
 
-    return platformdirs.user_config_path("cubin-runtime") / "pins.toml"
+    Raises:
+        UsageError: there is no such directory, as there is no home folder.
+    """
+    folder = _user_folder("XDG_CONFIG_HOME", ".config")
+    if folder is None:
+        raise UsageError("there is no home folder for pins of your own: set HOME or XDG_CONFIG_HOME")
+    return folder / PINS_NAME
+
+
+def local_path(text: str | Path, what: str) -> Path:
+    """An absolute path, ``~`` expanded; ``what`` names the setting in errors.
+
+    Raises:
+        UsageError: the user after ``~`` is unknown, or a relative path has no current folder to start from.
+    """
+    try:
+        return Path(text).expanduser().absolute()
+    except RuntimeError:
+        raise UsageError(f"{what} {str(text)!r}: no home folder is known for it") from None
+    except FileNotFoundError:
+        raise UsageError(f"{what} {str(text)!r}: the current folder does not exist any more") from None
+
+
+def _default_store() -> Path:
+    folder = _user_folder("XDG_CACHE_HOME", ".cache")
+    if folder is None:
+        raise UsageError("there is no home folder for the store: set CUBIN_RUNTIME_CACHE, HOME or XDG_CACHE_HOME")
+    return folder / "store"
+
+
+def _user_folder(variable: str, below_home: str) -> Path | None:
+    """Our folder of the user's, by the XDG rules; never relative, as anybody may fill the current folder."""
+    given = os.environ.get(variable, "")
+    base = given if os.path.isabs(given) else os.path.join(os.path.expanduser("~"), below_home)
+    return Path(base) / "cubin-runtime" if os.path.isabs(base) else None
 
 
 def _pin_keys(env: Mapping[str, str]) -> tuple[str, ...]:
     """The keys; a variable that is set and names none is an error, lest signatures go unchecked by a slip."""
-    value = env.get("CUBIN_RUNTIME_PIN_KEYS", "")
-    keys = tuple(key.strip() for key in value.split(os.pathsep) if key.strip())
-    if value and not keys:
-        raise UsageError(f"CUBIN_RUNTIME_PIN_KEYS={value!r}: names no key")
+    value = env.get("CUBIN_RUNTIME_PIN_KEYS")
+    keys = tuple(key.strip() for key in (value or "").split(os.pathsep) if key.strip())
+    if value is not None and not keys:
+        raise UsageError(f"CUBIN_RUNTIME_PIN_KEYS={value!r}: names no key; unset it where pins need no signature")
     return keys
 
 

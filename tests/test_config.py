@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cubin_runtime.config import Config
+from cubin_runtime.config import Config, user_pins_path
 from cubin_runtime.errors import UsageError
 
 
@@ -64,9 +64,58 @@ def test_pin_keys_are_read() -> None:
     assert config.pin_keys == ("/etc/old.pub", "/etc/new.pub")
 
 
-def test_pin_keys_that_name_no_key_are_refused() -> None:
+@pytest.mark.parametrize("value", [" : ", ""])
+def test_pin_keys_that_name_no_key_are_refused(value: str) -> None:
     with pytest.raises(UsageError, match="names no key"):
-        Config.from_environment({"CUBIN_RUNTIME_PIN_KEYS": " : "})
+        Config.from_environment({"CUBIN_RUNTIME_PIN_KEYS": value})
+
+
+@pytest.fixture
+def nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user without a home, in a folder where somebody planted pins; gives the folder."""
+
+    def unknown(number: int) -> None:
+        raise KeyError(number)
+
+    for name in ("HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    for folder in ("~/.config/cubin-runtime", ".config/cubin-runtime", "cubin-runtime"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "pins.toml").write_text("planted")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_without_a_home_no_pins_are_read_and_the_store_must_be_named(nobody: Path) -> None:
+    assert Config.from_environment({"CUBIN_RUNTIME_CACHE": "/store"}) == Config(Path("/store"))
+    with pytest.raises(UsageError, match="no home folder for the store: set CUBIN_RUNTIME_CACHE"):
+        Config.from_environment({})
+    with pytest.raises(UsageError, match="no home folder for pins"):
+        user_pins_path()
+
+
+@pytest.mark.parametrize("variable", ["HOME", "XDG_CONFIG_HOME"])
+@pytest.mark.parametrize("value", [".", "~", ""])
+def test_a_relative_home_is_none(nobody: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> None:
+    monkeypatch.setenv(variable, value)
+    assert Config.from_environment({"CUBIN_RUNTIME_CACHE": "/store"}).pin_files == ()
+
+
+@pytest.mark.parametrize("name", ["CUBIN_RUNTIME_CACHE", "CUBIN_RUNTIME_PINS"])
+def test_the_home_of_an_unknown_user_is_refused(name: str) -> None:
+    with pytest.raises(UsageError, match=f"{name} '~no-such-user/x': no home folder is known"):
+        Config.from_environment({name: "~no-such-user/x"})
+
+
+def test_a_relative_path_in_a_folder_that_is_gone_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(UsageError, match="the current folder does not exist any more"):
+        Config.from_environment({"CUBIN_RUNTIME_CACHE": "here"})
+    monkeypatch.chdir(tmp_path)
 
 
 def test_a_home_that_may_not_be_looked_into_has_no_pins(monkeypatch: pytest.MonkeyPatch) -> None:

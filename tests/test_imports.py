@@ -39,7 +39,6 @@ HEAVY = (
     "elftools",
     "jax",
     "numpy",
-    "platformdirs",
     "requests",
     "rich",
     "torch",

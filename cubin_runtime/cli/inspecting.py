@@ -7,14 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import (
-    CorruptError,
-    CubinRuntimeError,
-    MissingError,
-    PinError,
-    SourceError,
-    UsageError,
-)
+from ..config import local_path
+from ..errors import CorruptError, CubinRuntimeError, MissingError, PinError, SourceError, UsageError
 from . import options, output
 
 if TYPE_CHECKING:
@@ -90,7 +84,7 @@ def _read(library: Library, target: str) -> tuple[bytes, Pin | None, Any, str]:
 
     if _is_file(target):
         file = Path(target)
-        data = _read_file(file.expanduser())
+        data = _read_file(local_path(file, "inspect"))
         pin, path = _find_pinned(library, sha256(data).hexdigest())
         return data, pin, path, str(file)
     path = ArtifactPath(target)

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from ..config import Config
+from ..config import Config, local_path
 
 StoreOption = Annotated[
     Path | None, typer.Option("--store", help="Store to use (CUBIN_RUNTIME_CACHE).", show_default=False)
@@ -57,15 +57,14 @@ def make_config(
     """The configuration in force: flags beat the environment, which beats the defaults.
 
     Raises:
-        UsageError: a variable is outside its domain.
+        UsageError: a flag or a variable is outside its domain.
     """
-    config = Config.from_environment()
-    if store is not None:
-        config = replace(config, store=store.expanduser().absolute())
+    named = {} if store is None else {"CUBIN_RUNTIME_CACHE": str(local_path(store, "--store"))}
+    config = Config.from_environment({**os.environ, **named})
     if sources:
         config = replace(config, sources=tuple(sources))
     if pins:
-        config = replace(config, pin_files=(*config.pin_files, *(p.expanduser() for p in pins)))
+        config = replace(config, pin_files=(*config.pin_files, *(local_path(p, "--pins") for p in pins)))
     if offline:
         config = replace(config, offline=True, lazy_fetch=False)
     return config

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
-from ...config import Config
+from ...config import Config, local_path
 from ...errors import PinError
 from ..path import ArtifactPath, PathError
 from .pin import BUILTIN_PINS, Pin, parse_pins
-from .signatures import load_keys, read_pin_file
+from .signatures import KEYS_VARIABLE, load_keys, read_pin_file
 
 
 def refuse_trust_in_store(config: Config) -> None:
@@ -20,7 +20,7 @@ def refuse_trust_in_store(config: Config) -> None:
         PinError: a pin file or a key file lies inside the store.
     """
     root = config.store.resolve()
-    for file in (*config.pin_files, *(Path(key).expanduser() for key in config.pin_keys)):
+    for file in (*config.pin_files, *(local_path(key, KEYS_VARIABLE) for key in config.pin_keys)):
         if file.resolve().is_relative_to(root):
             raise PinError(f"{file}: lies in the store {config.store}; pins and keys are never read from a store")
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...config import local_path
 from ...errors import CubinRuntimeError, PinError
 from ..bounded_read import digest_of, open_regular, read_bounded
 
@@ -114,7 +115,7 @@ def _keys_of(text: str) -> list[PinKey]:
 
     if _RAW_KEY.fullmatch(text):
         return [_key(Ed25519PublicKey.from_public_bytes(bytes.fromhex(text)), KEYS_VARIABLE)]
-    data = _read(Path(text).expanduser(), MAX_KEY_FILE_BYTES, "pin keys")
+    data = _read(local_path(text, KEYS_VARIABLE), MAX_KEY_FILE_BYTES, "pin keys")
     found: list[PinKey] = []
     for block in _PEM_KEY.findall(data):
         try:

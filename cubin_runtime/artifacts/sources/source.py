@@ -6,10 +6,10 @@ No source is trusted: what it delivers counts only after its digest was compared
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, Protocol
 from urllib.parse import urlsplit, urlunsplit
 
+from ...config import local_path
 from ...errors import MissingError, SourceError, UsageError
 from ..path import ArtifactPath
 
@@ -119,5 +119,5 @@ def parse_source(text: str) -> SourceSpec:
         return SourceSpec("http", text)
     if not text or "\0" in text:
         raise UsageError(f"source {text!r}: expected a URL, a directory, a .zip or .whl, or 'package'")
-    path = str(Path(text).expanduser().absolute())
+    path = str(local_path(text, "source"))
     return SourceSpec("archive" if path.lower().endswith(ARCHIVE_SUFFIXES) else "tree", path)
