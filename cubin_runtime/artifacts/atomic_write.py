@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import secrets
 import socket
+import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 TEMPORARY = ".tmp-"
 _NEW_FILE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -48,3 +53,60 @@ def write_all(descriptor: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]
+
+
+def replace_file(file: Path, data: bytes) -> None:
+    """Give a user's file new content, whole or not at all; a link stays a link, and mode and owner stay.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    real = Path(os.path.realpath(file))
+    real.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        before = os.stat(real)
+    except FileNotFoundError:
+        before = None
+    folder = os.open(real.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        mode = None if before is None else stat.S_IMODE(before.st_mode)
+        with new_file(real.name, directory=folder, mode=mode) as descriptor:
+            write_all(descriptor, data)
+            if before is not None:
+                with suppress(PermissionError):
+                    os.fchown(descriptor, before.st_uid, before.st_gid)
+            os.fsync(descriptor)
+    finally:
+        os.close(folder)
+
+
+@contextmanager
+def changing(file: Path, seconds: float = 10.0) -> Iterator[None]:
+    """Only one process at a time is in such a block for a file; where locks do not work, nobody waits.
+
+    Raises:
+        OSError: the folder or the lock beside the file cannot be made, or another process held it for ``seconds``.
+    """
+    real = Path(os.path.realpath(file))
+    real.parent.mkdir(parents=True, exist_ok=True)
+    lock = os.open(real.with_name(f".{real.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        until = time.monotonic() + seconds
+        while not _lock(lock):
+            if time.monotonic() > until:
+                raise TimeoutError(errno.ETIMEDOUT, "another process is changing it")
+            time.sleep(0.02)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _lock(descriptor: int) -> bool:
+    """Whether the lock is ours, or there are no locks here."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True

@@ -91,13 +91,21 @@ def _setting(name: str, value: object, origin: str) -> dict[str, Any]:
 
 def _store(root: Path) -> dict[str, Any]:
     """Whether the store is there and can be written, without writing to it."""
-    nearest = next((p for p in (root, *root.parents) if p.exists()), Path("/"))
+    problem = None
+    try:
+        os.stat(root)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        problem = f"cannot be looked into: {error.strerror}"
+    nearest = next((p for p in (root, *root.parents) if os.path.exists(p)), Path("/"))
     try:
         free: int | None = shutil.disk_usage(nearest).free
     except OSError:
         free = None
-    writable = nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
-    return {"path": str(root), "exists": root.is_dir(), "writable": writable, "free_bytes": free}
+    writable = problem is None and os.path.isdir(nearest) and os.access(nearest, os.W_OK | os.X_OK)
+    facts = {"path": str(root), "exists": os.path.isdir(root), "writable": writable, "free_bytes": free}
+    return {**facts, "problem": problem}
 
 
 def _driver() -> dict[str, Any]:
@@ -236,7 +244,7 @@ def _print(report: dict[str, Any]) -> None:
 
 def _machine_facts(store: dict[str, Any], driver: dict[str, Any]) -> list[tuple[str, object]]:
     free = "unknown" if store["free_bytes"] is None else f"{store['free_bytes'] / 1e9:.1f} GB"
-    state = "there" if store["exists"] else "not made yet"
+    state = store["problem"] or ("there" if store["exists"] else "not made yet")
     found: list[tuple[str, object]] = [
         ("store", f"{state}, {'writable' if store['writable'] else 'NOT writable'}, {free} free"),
         ("driver", f"CUDA {driver['cuda']}" if driver["present"] else f"none: {driver['problem']}"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -98,12 +99,12 @@ def _read(library: Library, target: str) -> tuple[bytes, Pin | None, Any, str]:
 
 def _is_file(target: str) -> bool:
     """Whether a target means a file on disk; one that exists wins over an artifact of that name."""
-    return Path(target).is_file() or target.startswith(("/", "./", "../", "~"))
+    return os.path.isfile(target) or target.startswith(("/", "./", "../", "~"))
 
 
 def _read_file(file: Path) -> bytes:
     try:
-        if file.exists() and not file.is_file():
+        if os.path.exists(file) and not os.path.isfile(file):
             raise UsageError(f"{file}: not a regular file")
         with file.open("rb") as opened:
             data = opened.read(MAX_FILE_BYTES + 1)

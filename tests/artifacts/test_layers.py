@@ -202,3 +202,13 @@ def test_the_hook_that_refuses_sockets_does_refuse_them(release: Release, store:
     done = run_child(VERBS, *arguments, before=no_sockets)
     assert (done.returncode, done.stdout) == (99, "")
     assert "a socket was opened: socket.__new__" in done.stderr
+
+
+def test_a_store_that_may_not_be_searched_is_told_and_never_a_traceback(release: Release, open_place: Path) -> None:
+    closed = open_place / "closed"
+    store = closed / "store"
+    fill(release, store)
+    closed.chmod(0o700)
+    verbs = ("doctor", "verify made-1.0 --complete", "fetch made-1.0", "gc made-1.0", "gc --temps", "list made-1.0")
+    found = outcomes(release, store, release.root, *verbs, as_user=True)
+    assert found == [f"{verb} -> {code}" for verb, code in zip(verbs, (0, 8, 8, 8, 8, 0), strict=True)]

@@ -4,8 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+from fleet import COMMAND_LINE, start_python
 from releases import Release, make_release
 
+from cubin_runtime.artifacts.atomic_write import changing
+from cubin_runtime.artifacts.pins.pin import parse_pins
 from cubin_runtime.cli import main
 
 
@@ -148,3 +151,47 @@ def test_where_pins_are_signed_they_are_not_changed_here(
     assert main([verb, *arguments]) == 3
     assert "sign it where the private key is" in capsys.readouterr().err
     assert pin_file.read_text() == before
+
+
+def test_ten_pins_made_at_once_are_all_kept(release: Release, pin_file: Path, tmp_path: Path) -> None:
+    made = [make_release(tmp_path, {"x": b"%d" % n}, f"made-{n}", f"made/{n}") for n in range(10)]
+    commands = [
+        start_python(
+            COMMAND_LINE, "pin", one.pin.path, "--sha256", one.pin.manifest_sha256, "--source", one.root, "--offline"
+        )
+        for one in made
+    ]
+    outputs = [command.communicate(timeout=60) for command in commands]
+    assert [command.returncode for command in commands] == [0] * 10, outputs
+    assert {pin.path for pin in parse_pins(pin_file.read_bytes(), "pins")} == {one.pin.path for one in made}
+
+
+def test_a_pin_file_that_is_a_link_stays_one_and_keeps_its_mode(
+    release: Release, pin_file: Path, tmp_path: Path
+) -> None:
+    real = tmp_path / "dotfiles.toml"
+    real.write_text("# mine\n")
+    real.chmod(0o600)
+    pin_file.parent.mkdir(parents=True)
+    pin_file.symlink_to(real)
+    assert pin(release, "--sha256", release.pin.manifest_sha256) == 0
+    assert (pin_file.is_symlink(), real.stat().st_mode & 0o777) == (True, 0o600)
+    assert real.read_text().startswith("# mine\n\n[[pin]]")
+
+
+def test_pins_that_another_process_changes_for_ever_are_not_waited_for_for_ever(
+    release: Release, pin_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(changing.__wrapped__, "__defaults__", (0.1,))
+    with changing(pin_file):
+        assert pin(release, "--sha256", release.pin.manifest_sha256) == 3
+    assert "the pin cannot be written: another process is changing it" in capsys.readouterr().err
+
+
+def test_a_pin_file_that_is_no_text_is_told(
+    release: Release, pin_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pin_file.parent.mkdir(parents=True)
+    pin_file.write_bytes(b"\xff\xfe")
+    assert pin(release, "--sha256", release.pin.manifest_sha256) == 3
+    assert str(pin_file) in capsys.readouterr().err

@@ -37,6 +37,26 @@ def test_repair_fetches_again_what_is_corrupt(filled: Release, store: Path, caps
     assert main(["verify", "made-1.0", "--complete"]) == 0
 
 
+def test_repair_restores_what_an_earlier_verification_moved_aside(filled: Release, store: Path, run_json) -> None:
+    damage(filled, store)
+    assert main(["verify", "made-1.0"]) == 5
+    code, shown = run_json("verify", "made-1.0", "--repair")
+    found = shown["releases"][0]
+    assert (code, found["ok"], found["repaired"], found["missing"]) == (0, 3, 1, 0)
+    assert main(["verify", "made-1.0", "--complete"]) == 0
+
+
+def test_a_file_larger_than_the_pin_allows_is_neither_moved_nor_repaired(
+    filled: Release, store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = filled.pin_file.read_text()
+    filled.pin_file.write_text(text.replace(f"max_file_bytes = {filled.pin.max_file_bytes}", "max_file_bytes = 3000"))
+    assert main(["verify", "made-1.0"]) == 5
+    assert main(["verify", "made-1.0", "--repair"]) == 5
+    assert "at most 3000 are allowed by 'made-1.0', though its bytes are right" in capsys.readouterr().err
+    assert Store(store).has(filled.digest(NAME))
+
+
 def test_repair_leaves_what_was_never_fetched(filled: Release, store: Path, run_json) -> None:
     lose(filled, store, "kernels.bin")
     damage(filled, store)

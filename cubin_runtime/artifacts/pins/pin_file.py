@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from ...errors import PinError
+from ..atomic_write import changing, replace_file
 from ..manifest import parse_manifest
 from ..path import ArtifactPath
 from .pin import BUILTIN_PINS, Pin, format_pin, parse_pins
@@ -54,18 +56,20 @@ def make_pin(
 def add_pin(file: Path, pin: Pin, known: PinSet) -> bool:
     """Append a pin to a user's file, whole or not at all; False if the release was pinned with that digest.
 
+    Processes that change the file at the same time do so one after another.
+
     Raises:
         PinError: another pin disagrees, or the file cannot be written.
     """
-    there = next((one for one in known if one.path == pin.path), None)
-    if there is not None and there.manifest_sha256 == pin.manifest_sha256:
-        return False
-    PinSet([*((one, known.origin(one)) for one in known), (pin, str(file))])
-    try:
-        before = file.read_text() if file.exists() else ""
-    except OSError as error:
-        raise PinError(f"{file}: pins cannot be read: {error.strerror}") from None
-    _replace(file, before + ("\n" if before else "") + format_pin(pin))
+    with _changed_alone(file):
+        text = _read(file) if os.path.lexists(file) else ""
+        others = [(one, known.origin(one)) for one in known if known.origin(one) != str(file)]
+        now = PinSet([*others, *((one, str(file)) for one in parse_pins(text.encode(), str(file)))])
+        there = next((one for one in now if one.path == pin.path), None)
+        if there is not None and there.manifest_sha256 == pin.manifest_sha256:
+            return False
+        PinSet([*((one, now.origin(one)) for one in now), (pin, str(file))])
+        replace_file(file, (text + ("\n" if text else "") + format_pin(pin)).encode())
     return True
 
 
@@ -82,10 +86,13 @@ def remove_pin(file: Path, name_or_path: str, known: PinSet) -> Pin:
         raise PinError(f"{name_or_path!r} is no pin but lies in {pin.name!r}; expected a name or a release's folder")
     if known.origin(pin) != str(file):
         raise PinError(f"{pin.name!r} comes from {known.origin(pin)}, only {file} is changed; take it out there")
-    try:
-        text = file.read_text()
-    except OSError as error:
-        raise PinError(f"{file}: pins cannot be read: {error.strerror}") from None
+    with _changed_alone(file):
+        replace_file(file, _without(pin, _read(file), file).encode())
+    return pin
+
+
+def _without(pin: Pin, text: str, file: Path) -> str:
+    """The text of a pin file less the table of one pin."""
     before = parse_pins(text.encode(), str(file))
     starts = [match.start() for match in _TABLE.finditer(text)]
     at = next((number for number, one in enumerate(before) if one.path == pin.path), None)
@@ -95,16 +102,22 @@ def remove_pin(file: Path, name_or_path: str, known: PinSet) -> Pin:
     # a table may be written in ways that lines do not show: what is left must read as all pins but this one
     if at is None or kept is None or parse_pins(kept.encode(), str(file)) != before[:at] + before[at + 1 :]:
         raise PinError(f"{file}: the table of {pin.name!r} cannot be told from the others; take it out by hand")
-    _replace(file, kept)
-    return pin
+    return kept
 
 
-def _replace(file: Path, text: str) -> None:
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.{secrets.token_hex(4)}")
+def _read(file: Path) -> str:
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text)
-        os.replace(temporary, file)
+        return file.read_text("utf-8")
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        raise PinError(f"{file}: pins cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise PinError(f"{file}: pins cannot be read: no UTF-8") from None
+
+
+@contextmanager
+def _changed_alone(file: Path) -> Iterator[None]:
+    try:
+        with changing(file):
+            yield
+    except OSError as error:
         raise PinError(f"{file}: the pin cannot be written: {error.strerror}") from None

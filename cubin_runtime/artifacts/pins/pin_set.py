@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -19,9 +20,9 @@ def refuse_trust_in_store(config: Config) -> None:
     Raises:
         PinError: a pin file or a key file lies inside the store.
     """
-    root = config.store.resolve()
+    root = Path(os.path.realpath(config.store))
     for file in (*config.pin_files, *(local_path(key, KEYS_VARIABLE) for key in config.pin_keys)):
-        if file.resolve().is_relative_to(root):
+        if Path(os.path.realpath(file)).is_relative_to(root):
             raise PinError(f"{file}: lies in the store {config.store}; pins and keys are never read from a store")
 
 

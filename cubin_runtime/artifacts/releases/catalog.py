@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -118,7 +119,7 @@ def open_kernel_index(library: Library, pin: Pin, *, fetch: bool) -> MetadataInd
             return MetadataIndex(library.store.read(pin.index_sha256, MAX_INDEX_BYTES))
     header = library.load(pin.path.child(HEADER_PATH), fetch=fetch)
     data = index_of_header(header.data, header.path.text)
-    if pin.index_sha256 == sha256(data).hexdigest() and library.store.root.is_dir():
+    if pin.index_sha256 == sha256(data).hexdigest() and os.path.isdir(library.store.root):
         with suppress(StoreError):  # a store that cannot be written only costs the next reader the same work
             library.store.put(pin.index_sha256, data)
     return MetadataIndex(data)

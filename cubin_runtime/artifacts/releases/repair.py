@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ...errors import StoreError
+from ...errors import CorruptError, StoreError
+from ..bounded_read import TooLargeError
 from ..verification import VerifyReport
 
 if TYPE_CHECKING:
@@ -18,16 +19,20 @@ if TYPE_CHECKING:
 def repair(
     library: Library, pin: Pin, report: VerifyReport, progress: Callable[[int], None] | None = None
 ) -> tuple[VerifyReport, int]:
-    """Fetch the corrupt files of a store's report, and the missing ones if it calls them an error.
+    """Fetch the corrupt files of a store's report, and missing ones: those that were moved aside before, or all.
+
+    All of them if the report calls missing files an error.
 
     Returns the report as it is then, and how many files were repaired.
 
     Raises:
-        SourceError, CorruptError: no source delivered a file.
+        SourceError, CorruptError: no source delivered a file, or one is larger than the pin allows.
         StoreError: the store cannot be written, or damage in it cannot be moved aside.
     """
     corrupt = [problem.path for problem in report.corrupt]
-    wrong = [*corrupt, *(report.missing if report.complete else ())]
+    digests, aside = library.manifest(pin).digests, library.store.quarantined()
+    gone = [path for path in report.missing if report.complete or digests[path] in aside]
+    wrong = [*corrupt, *gone]
     if not wrong:
         return report, 0
     _refuse_what_stands_in_the_way(library, pin, corrupt)
@@ -37,7 +42,7 @@ def repair(
         report,
         ok=report.ok + again.ok,
         bytes=report.bytes + again.bytes,
-        missing=again.missing if report.complete else report.missing,
+        missing=(*(path for path in report.missing if path not in set(gone)), *again.missing),
         corrupt=again.corrupt,
     )
     return healed, again.ok
@@ -46,9 +51,13 @@ def repair(
 def _refuse_what_stands_in_the_way(library: Library, pin: Pin, corrupt: list[ArtifactPath]) -> None:
     """A fetch trusts a name, so wrong bytes that could not be moved aside would stay for ever."""
     digests = library.manifest(pin).digests
-    buffer = bytearray(1 << 20)
-    for path in corrupt:
-        digest = digests[path]
-        (size,) = library.store.matches([digest], pin.max_file_bytes, buffer)
-        if size is None and library.store.has(digest):
-            raise StoreError(f"{library.store.object_path(digest)}: is damaged and cannot be moved aside; not repaired")
+    for digest in (digests[path] for path in corrupt):
+        if not library.store.has(digest):
+            continue
+        try:
+            library.store.read(digest, pin.max_file_bytes, repair=False)
+        except TooLargeError as error:
+            raise CorruptError(f"{error} by {pin.name!r}, though its bytes are right; not repaired") from None
+        except CorruptError:
+            place = library.store.object_path(digest)
+            raise StoreError(f"{place}: is damaged and cannot be moved aside; not repaired") from None

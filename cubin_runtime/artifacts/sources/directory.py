@@ -30,7 +30,7 @@ class DirectorySource:
                 return _read_file(file, wanted.limit)
             except NotHereError:
                 continue
-        if not self.root.is_dir():
+        if not os.path.isdir(self.root):
             raise NotHereError(f"{self.root} is no directory")
         raise NotHereError(f"{self.root} has no {wanted.path}")
 
@@ -47,7 +47,7 @@ class DirectorySource:
     def where(self, path: ArtifactPath, folder: ArtifactPath) -> str | None:
         """See ``Listing.where``."""
         file = self.root / path.text
-        return str(file) if file.is_file() else None
+        return str(file) if os.path.isfile(file) else None
 
     def close(self) -> None:
         """Nothing is held open."""

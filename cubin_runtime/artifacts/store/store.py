@@ -87,6 +87,20 @@ class Store:
             odd.update(name for name, is_file in kinds.items() if not is_file)
         return found, odd
 
+    def quarantined(self) -> set[str]:
+        """Digests of the objects that were moved aside because their bytes were wrong.
+
+        Raises:
+            StoreError: the store cannot be looked into.
+        """
+        try:
+            with open_folder(self.root, QUARANTINE) as aside:
+                return {name.partition("-")[0] for name in os.listdir(aside)}
+        except FileNotFoundError:
+            return set()
+        except OSError as error:
+            raise _as_store_error(error, str(self.root / QUARANTINE)) from None
+
     def read(self, sha256: str, limit: int, *, repair: bool = True) -> bytes:
         """The object's bytes in private memory, hashed.
 
@@ -186,7 +200,7 @@ class Store:
             StoreError: there is not enough.
         """
         place = self.root
-        while not place.exists() and place != place.parent:
+        while not os.path.exists(place) and place != place.parent:
             place = place.parent
         with _store_errors(str(self.root)):
             status = os.statvfs(place)
