@@ -206,9 +206,7 @@ def _tensor_map(
 ) -> TensorMapSpec:
     """A spec from strides in elements; the swizzle follows from the number of bytes in a box row."""
     size = dtype.stride_bytes
-    # Unpacked FP4 fills whole lines of shared memory, whatever its size in global memory.
-    row_bytes = LINE_BYTES if descriptor == UNPACKED_DESCRIPTOR else box[0] * size
-    swizzle = _swizzle(row_bytes) if swizzled else "none"
+    swizzle = _swizzle(box[0] * size) if swizzled else "none"
     return TensorMapSpec(
         descriptor,
         address,
