@@ -62,10 +62,11 @@ def test_every_cta_gets_two_steps_of_kv() -> None:
     assert lay_out(replace(PROBLEM, max_kv=1025), ROW, KEY, allows_cga=False).ctas_kv == 5
 
 
-def test_a_window_bounds_the_kv_that_is_split() -> None:
+@pytest.mark.parametrize(("window", "splits"), [(1024, 5), (1153, 5), (1154, 6)])
+def test_a_window_bounds_the_kv_that_is_split(window: int, splits: int) -> None:
     key = KEY._replace(mask=MaskType.SLIDING_OR_CHUNKED_CAUSAL)
-    geometry = lay_out(replace(PROBLEM, max_kv=100_000, window=1024), ROW, key, allows_cga=False)
-    assert geometry.ctas_kv == 5
+    geometry = lay_out(replace(PROBLEM, max_kv=100_000, window=window), ROW, key, allows_cga=False)
+    assert geometry.ctas_kv == splits
 
 
 def test_sparse_kv_is_split_by_its_tokens() -> None:

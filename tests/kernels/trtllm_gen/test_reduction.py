@@ -57,6 +57,62 @@ def test_a_reduction_knows_sparse_kv() -> None:
     assert (launch.values["top_k"], launch.values["top_k_lens"]) == (64, 0x90)
 
 
+def test_a_reduction_takes_each_binding_in_its_own_field() -> None:
+    bindings = Bindings(*range(0x1000, 0x1000 + len(Bindings._fields)))
+    problem = replace(WIDE, sparse=SparseType.STATIC, top_k=64)
+    assert reduction_after(problem, KEEPS, GEOMETRY, 7, bindings).values == {
+        "out": bindings.out,
+        "partial_out": bindings.partial_out,
+        "partial_statistics": bindings.scratch,
+        "softmax_statistics": bindings.softmax_stats,
+        "seq_lens": bindings.seq_lens,
+        "cum_seq_lens_q": bindings.cum_seq_lens_q,
+        "top_k_lens": bindings.top_k_lens,
+        "sinks": bindings.sinks,
+        "device_softmax_scale_log2": bindings.device_softmax_scale_log2,
+        "max_q": 4,
+        "ctas_q": 4,
+        "ctas_kv": 18,
+        "ctas_per_tile": 8,
+        "value_ctas": 1,
+        "heads_q": 128,
+        "heads_per_cta": 64,
+        "tokens_per_cta": 7,
+        "tile_q": 64,
+        "tile_kv": 128,
+        "head_dim": 512,
+        "head_dim_v": 512,
+        "top_k": 64,
+        "softmax_scale_log2": bindings.softmax_scale_log2,
+        "sum_scale": 1.0,
+    }
+
+
+@pytest.mark.parametrize(("query", "scale"), [("bf16", 1.0), ("e4m3", 448.0)])
+def test_sums_of_e4m3_queries_carry_the_largest_e4m3_number(query: str, scale: float) -> None:
+    launch = reduction_after(replace(WIDE, dtype_q=query), KEEPS, GEOMETRY, 1, WIDE.bindings)
+    assert launch.values["sum_scale"] == scale
+
+
+@pytest.mark.parametrize("pdl", [True, False])
+def test_what_follows_is_launched_dependently_like_the_main_kernel(pdl: bool) -> None:
+    problem = replace(WIDE, pdl=pdl, bindings=WITH_LSE)
+    assert reduction_after(problem, KEEPS, GEOMETRY, 1, WITH_LSE).pdl is pdl
+    assert lse_after(problem, WITH_LSE).pdl is pdl
+
+
+def test_an_lse_has_the_strides_of_the_call() -> None:
+    problem = replace(WIDE, bindings=WITH_LSE, strides=replace(WIDE.strides, lse=(5, 6)), tokens_q=3)
+    assert lse_after(problem, WITH_LSE).values == {
+        "statistics": 0x80,
+        "lse": 0x70,
+        "token_stride": 5,
+        "head_stride": 6,
+        "rows": 3 * 128,
+        "heads_q": 128,
+    }
+
+
 def test_without_an_lse_nothing_follows() -> None:
     assert lse_after(PROBLEM, PROBLEM.bindings) is None
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import count
 
 import pytest
 from trtllm_examples import MLA, PROBLEM, ROW, SPARSE_MLA, decode_rows, finder, named, never_asked, room_for
@@ -8,7 +9,6 @@ from trtllm_examples import MLA, PROBLEM, ROW, SPARSE_MLA, decode_rows, finder, 
 from cubin_runtime.kernels.trtllm_gen.errors import MISSING_FIRST, MISSING_LATER, KernelMissing, PlanRefused
 from cubin_runtime.kernels.trtllm_gen.kernel_finder import KernelSet
 from cubin_runtime.kernels.trtllm_gen.select import (
-    MAX_PASSES,
     check_key,
     dense_mla_key,
     first_key,
@@ -139,6 +139,8 @@ def test_mla_refuses_a_window_that_hides_kv() -> None:
         ({"heads_q": 32, "top_k": 2048, "batch": 1}, 16),
         ({"heads_q": 32, "top_k": 2048, "batch": 2}, 32),
         ({"heads_q": 32, "top_k": 2048, "batch": 2, "max_kv": 1024}, 16),
+        ({"heads_q": 32, "top_k": 128, "batch": 18}, 16),
+        ({"heads_q": 32, "top_k": 128, "batch": 19}, 32),
         ({"heads_q": 8, "batch": 1}, 8),
     ],
 )
@@ -151,6 +153,7 @@ def test_sparse_mla_halves_its_tile_while_the_gpu_has_room(changed, tile) -> Non
     ("changed", "two_cta"),
     [
         ({"heads_q": 128, "batch": 9}, False),
+        ({"heads_q": 128, "batch": 9, "multiprocessors": 144}, False),
         ({"heads_q": 128, "batch": 10}, True),
         ({"heads_q": 128, "batch": 1, "max_q": 2}, True),
         ({"heads_q": 64, "batch": 100}, False),
@@ -221,16 +224,31 @@ def test_no_kernel_of_another_model_is_taken() -> None:
         choose(replace(PROBLEM, sm=120), decode_rows())
 
 
-def test_a_kernel_that_always_asks_for_another_ends_the_selection(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def suggest_again(monkeypatch: pytest.MonkeyPatch):
+    """Let the grid of the first ``times`` passes suggest to select again."""
     from cubin_runtime.kernels.trtllm_gen import select as module
 
-    lay_out = module.lay_out
+    def install(times: int) -> None:
+        lay_out, passes = module.lay_out, count(1)
 
-    def restless(problem, meta, key, *, allows_cga):
-        return replace(lay_out(problem, meta, key, allows_cga=allows_cga), next_key=key)
+        def restless(problem, meta, key, *, allows_cga):
+            again = next(passes) <= times
+            return replace(lay_out(problem, meta, key, allows_cga=allows_cga), next_key=key if again else None)
 
-    monkeypatch.setattr(module, "lay_out", restless)
-    with pytest.raises(PlanRefused, match=f"not settled after {MAX_PASSES} passes"):
+        monkeypatch.setattr(module, "lay_out", restless)
+
+    return install
+
+
+def test_the_selection_may_settle_in_its_fourth_pass(suggest_again) -> None:
+    suggest_again(3)
+    assert len(choose(PROBLEM, decode_rows()).passes) == 4
+
+
+def test_the_selection_ends_after_four_passes(suggest_again) -> None:
+    suggest_again(4)
+    with pytest.raises(PlanRefused, match="not settled after 4 passes"):
         choose(PROBLEM, decode_rows())
 
 

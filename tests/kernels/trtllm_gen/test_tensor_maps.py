@@ -63,6 +63,15 @@ def test_queries_without_strides_are_contiguous() -> None:
     assert maps.query.strides == (256, 1024, 8192)
 
 
+def test_queries_with_strides_keep_them() -> None:
+    maps = describe_tensors(replace(PROBLEM, strides=replace(PROBLEM.strides, query=(9000, 200))), ROW)
+    assert maps.query.strides == (400, 1600, 18000)
+
+
+def test_a_box_row_of_the_output_is_as_long_as_that_of_the_query() -> None:
+    assert describe_tensors(replace(PROBLEM, head_dim_qk=64, head_dim_v=32), ROW).out.box[0] == 64
+
+
 def test_the_output_has_the_element_type_of_the_query() -> None:
     maps = describe_tensors(replace(PROBLEM, dtype_o="e2m1"), ROW)
     assert maps.out.dtype == "bfloat16"

@@ -92,12 +92,19 @@ def test_a_tile_below_the_group_is_no_candidate() -> None:
     assert min(c.tile_q for c in compared) >= FEW.group
 
 
-def test_of_equal_costs_the_larger_tile_is_taken() -> None:
+def test_a_smaller_tile_may_cost_more() -> None:
     key = first_key(FEW)._replace(tile_q=16, kernel_type=KernelType.SWAPS_AB)
     layouts = {16: Geometry((1, 1, 1), 1, 1, 1, 1, None), 8: Geometry((149, 1, 1), 1, 1, 1, 1, None)}
     problem = replace(FEW, heads_q=8, max_kv=1)
     choice = choose_tile(problem, key, lambda probed: (replace(ROW, step_kv=1), layouts[probed.tile_q]))
     assert choice.tile_q == 16
+
+
+def test_of_equal_costs_the_larger_tile_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cubin_runtime.kernels.trtllm_gen.tile_size.modelled_cost", lambda *sizes: 1.0)
+    key = first_key(FEW)._replace(tile_q=64, kernel_type=KernelType.KEEPS_AB)
+    choice = choose_tile(FEW, key, lambda probed: (ROW, Geometry((1, 1, 1), 1, 1, 1, 1, None)))
+    assert (choice.tile_q, len(choice.candidates)) == (64, 3)
 
 
 def test_each_candidate_is_priced_by_its_own_kernel() -> None:
@@ -122,6 +129,18 @@ def test_what_laying_out_one_candidate_changes_carries_over_to_the_next() -> Non
 
     choose_tile(FEW, first_key(FEW)._replace(tile_q=32, kernel_type=KernelType.SWAPS_AB), probe)
     assert asked == [MultiCtasMode.GMEM, MultiCtasMode.CGA, MultiCtasMode.CGA]
+
+
+def test_what_a_candidate_changes_carries_over_to_the_next_candidate() -> None:
+    asked = []
+    changed = first_key(FEW)._replace(multi_ctas=MultiCtasMode.CGA)
+
+    def probe(key):
+        asked.append((key.tile_q, key.multi_ctas))
+        return ROW, Geometry((1, 1, 1), 1, 1, 2, 1, changed if len(asked) == 2 else None)
+
+    choose_tile(FEW, first_key(FEW)._replace(tile_q=32, kernel_type=KernelType.SWAPS_AB), probe)
+    assert asked == [(32, MultiCtasMode.GMEM), (32, MultiCtasMode.GMEM), (16, MultiCtasMode.CGA)]
 
 
 def without_tile(tile: int):

@@ -3,32 +3,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from reduction_kernel import KERNEL
 
-from cubin_runtime.artifacts.tables.native_kernels import NativeKernel
 from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.native.reduction.plan import KV_REDUCTION, LSE_FROM_STATISTICS
 from cubin_runtime.kernels.native.reduction.select import choose_kernel
 
-KERNEL = NativeKernel(
-    name="trtllm_gen_kv_reduction_bf16_to_bf16_sm100",
-    symbol="trtllm_gen_kv_reduction_bf16_to_bf16",
-    file="trtllm_gen/trtllm_gen_kv_reduction_bf16_to_bf16_sm100.cubin",
-    sm="100",
-    family="trtllm_gen",
-    operation=KV_REDUCTION,
-    traits={"dtype_partial": "bf16", "dtype_out": "bf16"},
-    struct="KvReductionParams",
-    struct_bytes=136,
-    struct_fingerprint="0" * 64,
-    threads=512,
-    dynamic_shared_bytes=0,
-    static_shared_bytes=0,
-    registers=64,
-    spill_bytes=0,
-    flags=(),
-    sources_sha256="0" * 64,
-    status="built, not run",
-)
 BF16 = {"dtype_partial": "bf16", "dtype_out": "bf16"}
 
 
