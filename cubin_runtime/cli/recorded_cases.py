@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from math import isfinite, prod
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 from ..errors import MissingError, UsageError
 from ..kernels.trtllm_gen.arguments import Device, OutScales, Sage, Scale
@@ -19,6 +19,7 @@ from ..kernels.trtllm_gen.calls import ContextCall, DecodeCall, RaggedCall, TwoP
 from ..kernels.trtllm_gen.errors import WorkspaceRefused
 from ..kernels.trtllm_gen.problem import Problem
 from ..kernels.trtllm_gen.select import Occupancy
+from ..tensor import TensorView
 
 MAX_LINE_BYTES = 1 << 20
 _INT64 = 1 << 63
@@ -148,17 +149,7 @@ def _check_forms(stated: Mapping[str, Any], forms: Mapping[str, Callable[[object
             raise CaseError(f"{name}={stated[name]!r}: expected {is_form.__name__.removeprefix('_is_')}")
 
 
-class _Tensor(NamedTuple):
-    """A tensor of a case, as calls take it."""
-
-    pointer: int
-    dtype: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    device: int = 0
-
-
-def _tensor(stated: Mapping[str, Any]) -> _Tensor:
+def _tensor(stated: Mapping[str, Any]) -> TensorView:
     pointer, dtype = int(stated["ptr"], 16), stated["dtype"]
     shape, strides = tuple(stated["shape"]), tuple(stated["strides"])
     if not 0 <= pointer < 1 << 64 or not isinstance(dtype, str):
@@ -167,10 +158,10 @@ def _tensor(stated: Mapping[str, Any]) -> _Tensor:
     whole = set(map(type, numbers)) == {int} and min(numbers) >= -_INT64 and max(numbers) < _INT64
     if len(shape) != len(strides) or not whole or min(shape, default=0) < 0:
         raise CaseError(f"tensor {stated!r}: expected as many strides as sizes, all of them whole numbers")
-    return _Tensor(pointer, dtype, shape, strides)
+    return TensorView(pointer, dtype, shape, strides)
 
 
-def _scale(name: str, scalars: Mapping[str, Any], tensors: Mapping[str, _Tensor]) -> Scale:
+def _scale(name: str, scalars: Mapping[str, Any], tensors: Mapping[str, TensorView]) -> Scale:
     value = scalars.get(name)
     if value is not None:
         return Scale(value)
@@ -179,7 +170,7 @@ def _scale(name: str, scalars: Mapping[str, Any], tensors: Mapping[str, _Tensor]
 
 
 Stated = Mapping[str, Any]
-_Tensors = Mapping[str, _Tensor]
+_Tensors = Mapping[str, TensorView]
 
 
 def _of_all(case: Stated, scalars: Stated, tensors: _Tensors) -> dict[str, Any]:
@@ -187,7 +178,7 @@ def _of_all(case: Stated, scalars: Stated, tensors: _Tensors) -> dict[str, Any]:
     return {
         "query": tensors["query"],
         "out": tensors["out"],
-        "seq_lens": tensors["seq_lens"]._replace(shape=(scalars["batch_size"],)),
+        "seq_lens": replace(tensors["seq_lens"], shape=(scalars["batch_size"],)),
         "max_q": scalars["max_q_len"],
         "bmm1": _scale("bmm1_scale", scalars, tensors),
         "bmm2": _scale("bmm2_scale", scalars, tensors),
@@ -206,7 +197,7 @@ def _of_paged(case: Stated, scalars: Stated, tensors: _Tensors) -> dict[str, Any
     fields, lse = _of_all(case, scalars, tensors), tensors.get("lse")
     if lse is not None:
         strides = scalars.get("lse_stride_tokens", 0), scalars.get("lse_stride_heads", 0)
-        fields["lse"] = lse._replace(strides=strides)
+        fields["lse"] = replace(lse, strides=strides)
     return {
         **fields,
         "key": tensors["key_cache"],

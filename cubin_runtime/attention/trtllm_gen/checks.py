@@ -1,4 +1,4 @@
-"""What a call may be: every rule in one place, each broken one named, before anything is planned or loaded."""
+"""Validation of trtllm-gen calls: all rules that need no kernel, checked before anything is planned or loaded."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from ...errors import UsageError
-from ...kernels.trtllm_gen.arguments import Scale, Tensor
+from ...kernels.trtllm_gen.arguments import Scale
+from ...kernels.trtllm_gen.arithmetic import INT32_MAX
 from ...kernels.trtllm_gen.call import Call
 from ...kernels.trtllm_gen.calls import ContextCall, DecodeCall, RaggedCall
 from ...tensor import TensorView
@@ -16,11 +17,10 @@ QUERY_DTYPES = ("float16", "bfloat16", "float8_e4m3fn")
 RAGGED_DTYPES = (*QUERY_DTYPES, "int8")
 CACHE_DTYPES = (*QUERY_DTYPES, "uint8")
 SCALE_BLOCK = 16
-INT32_MAX = (1 << 31) - 1
 
 
 def check_call(call: Call) -> None:
-    """Hold a call against every rule that needs no kernel to be known.
+    """Check a call by every rule that needs no kernel.
 
     Raises:
         UsageError: the message names the argument, what came and what was expected.
@@ -37,17 +37,17 @@ def check_call(call: Call) -> None:
 
 
 def check_scales(call: Call) -> None:
-    """The numbers that change without another plan; errors as ``check_call``."""
+    """Check the numbers that may change without another plan; errors as ``check_call``."""
     for name, scale in (("bmm1_scale", call.bmm1), ("bmm2_scale", call.bmm2)):
         if not scale.pointer and not math.isfinite(scale.value):
             raise UsageError(f"{name}={scale.value}: expected a finite number")
 
 
 def check_running_sum(name: str, values: Sequence[int], total: int) -> int:
-    """The largest step of a running sum that begins at 0, never falls, and ends at ``total``.
+    """The largest step of a running sum, which must begin at 0, never fall, and end at ``total``.
 
     Raises:
-        UsageError: it is none.
+        UsageError: it does not.
     """
     if not values or values[0] != 0:
         raise UsageError(f"{name}: begins with {list(values[:1])}, expected 0")
@@ -60,7 +60,7 @@ def check_running_sum(name: str, values: Sequence[int], total: int) -> int:
     return max(steps, default=0)
 
 
-def check_vector(name: str, view: Tensor, length: int, dtype: str, device: int) -> None:
+def check_vector(name: str, view: TensorView, length: int, dtype: str, device: int) -> None:
     """Raise ``UsageError`` unless ``view`` is a contiguous vector of ``length`` on ``device``."""
     if len(view.shape) != 1:
         raise UsageError(f"{name}: shape {view.shape}, expected one dimension of {length}")
@@ -73,20 +73,10 @@ def check_vector(name: str, view: Tensor, length: int, dtype: str, device: int) 
     check_device(name, view, device)
 
 
-def check_device(name: str, view: Tensor, device: int) -> None:
+def check_device(name: str, view: TensorView, device: int) -> None:
     """Raise ``UsageError`` unless ``view`` is on ``device``."""
     if view.device != device:
         raise UsageError(f"{name}: on device {view.device}, query is on device {device}")
-
-
-def is_contiguous(view: Tensor) -> bool:
-    """Whether the elements lie in row-major order without gaps; strides of dimensions of size 1 do not matter."""
-    expected = 1
-    for size, stride in zip(reversed(view.shape), reversed(view.strides), strict=True):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def _check_query(call: Call) -> None:
@@ -95,11 +85,11 @@ def _check_query(call: Call) -> None:
     _check_form("query", query, 3, dtypes)
     if min(query.shape) < 1:
         raise UsageError(f"query: shape {query.shape}, expected at least one token, head and dimension")
-    if isinstance(call, RaggedCall) and not is_contiguous(query):
+    if isinstance(call, RaggedCall) and not query.is_contiguous:
         raise UsageError(f"query: strides {query.strides}, expected a contiguous tensor: the kernels take no other")
     if out.shape[:-1] != query.shape[:-1]:
         raise UsageError(f"out: shape {out.shape}, expected {query.shape[:-1]} and the head dimension of V")
-    if not is_contiguous(out):
+    if not out.is_contiguous:
         raise UsageError(f"out: strides {out.strides}, expected a contiguous tensor: the kernels write no other")
     check_device("out", out, query.device)
     if call.sinks is not None:
@@ -110,7 +100,7 @@ def _check_query(call: Call) -> None:
         check_device("lse", call.lse, query.device)
 
 
-def _check_form(name: str, view: Tensor, rank: int, dtypes: Sequence[str]) -> None:
+def _check_form(name: str, view: TensorView, rank: int, dtypes: Sequence[str]) -> None:
     if len(view.shape) != rank:
         raise UsageError(f"{name}: shape {view.shape}, expected {rank} dimensions")
     if view.dtype not in dtypes:
@@ -188,7 +178,7 @@ def _check_pages(call: DecodeCall | ContextCall) -> None:
     _check_table(call)
 
 
-def _steps(view: Tensor) -> list[int]:
+def _steps(view: TensorView) -> list[int]:
     return [stride for size, stride in zip(view.shape[:3], view.strides[:3], strict=True) if size > 1]
 
 
@@ -226,7 +216,7 @@ def _check_table(call: DecodeCall | ContextCall) -> None:
         raise UsageError(f"block_tables: shape {table.shape}, expected [{batch}, 2, columns] for K and V apart")
     if table.dtype != "int32":
         raise UsageError(f"block_tables: dtype {table.dtype}, expected int32")
-    if not is_contiguous(table):
+    if not table.is_contiguous:
         raise UsageError(f"block_tables: strides {table.strides}, expected a contiguous tensor")
     check_device("block_tables", table, call.query.device)
 
@@ -246,10 +236,10 @@ def _check_ragged(call: RaggedCall) -> None:
 
 
 def scale_of(name: str, given: TensorView | float, device: int) -> Scale:
-    """A factor as the planner takes it.
+    """A factor as calls take it.
 
     Raises:
-        UsageError: a tensor of another dtype than float32, of more than one element, or elsewhere.
+        UsageError: a tensor is not float32, has more than one element, or is on another device.
     """
     if isinstance(given, TensorView):
         if given.dtype != "float32" or math.prod(given.shape) != 1:

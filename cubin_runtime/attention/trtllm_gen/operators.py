@@ -19,7 +19,6 @@ from .checks import (
     check_call,
     check_device,
     check_scales,
-    is_contiguous,
 )
 from .plan_key import bounded, plan_key
 from .plans import AttentionPlan
@@ -88,7 +87,7 @@ def run(
     made = plan(call, backend=backend, runtime=rt)
     scratch = view_of(workspace, "workspace_buffer")
     check_device("workspace_buffer", scratch, call.query.device)
-    if not is_contiguous(scratch):
+    if not scratch.is_contiguous:
         raise UsageError(f"workspace_buffer: strides {scratch.strides}, expected a contiguous tensor")
     handle = rt.memory.current_stream(workspace) if stream is None else stream_handle(stream)
     held, address = _counters(made, counters, workspace, stream, rt)
@@ -129,7 +128,7 @@ def _counters(made: AttentionPlan, given: Any, like: Any, stream: Any, runtime: 
             raise UsageError(f"counters: None with a stream of its own; expected {needed} zeroed bytes")
         given = runtime.memory.zeros(like, (needed // 4,), "int32")
     view = view_of(given, "counters")
-    if view.pointer % COUNTER_ALIGNMENT or not is_contiguous(view):
+    if view.pointer % COUNTER_ALIGNMENT or not view.is_contiguous:
         raise UsageError(
             f"counters: at {view.pointer:#x}, strides {view.strides}; expected 16-byte aligned, contiguous"
         )

@@ -7,12 +7,12 @@ from dataclasses import fields, replace
 from typing import TypeVar
 
 from ...kernels.trtllm_gen.arguments import OutScales, Sage, Scale
+from ...kernels.trtllm_gen.arithmetic import INT32_MAX
 from ...kernels.trtllm_gen.call import Call
 from ...kernels.trtllm_gen.calls import ContextCall, DecodeCall, RaggedCall
 from ...tensor import TensorView
 
 SMALLEST_BOUND = 64
-LARGEST_BOUND = (1 << 31) - 1
 CallT = TypeVar("CallT", bound=Call)
 _FORM_FIELDS: Mapping[type[Call], tuple[str, ...]] = {
     kind: tuple(member.name for member in fields(kind) if member.name != "max_kv")
@@ -25,10 +25,10 @@ def bound_of(call: Call) -> int:
 
     Lengths grow step by step, so that one plan serves many steps.
     """
-    if not 1 <= call.max_kv <= LARGEST_BOUND:
+    if not 1 <= call.max_kv <= INT32_MAX:
         return call.max_kv  # for the checks to refuse
     bound = max(SMALLEST_BOUND, 1 << (call.max_kv - 1).bit_length())
-    return min(bound, LARGEST_BOUND if call.capacity is None else call.capacity)
+    return min(bound, INT32_MAX if call.capacity is None else call.capacity)
 
 
 def bounded(call: CallT) -> CallT:
@@ -45,7 +45,7 @@ def plan_key(call: Call) -> tuple[object, ...]:
 
 def _form(value: object) -> object:
     if isinstance(value, TensorView):
-        return (value.dtype, value.shape, value.strides, value.device)
+        return value.spec
     if isinstance(value, Scale):
         return value.pointer != 0
     if isinstance(value, OutScales):

@@ -1,46 +1,17 @@
-"""Tensors, scales and the device of a call, and the checks that all calls share."""
+"""Scales and the device of a call, and the checks that all calls share."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from ...errors import UsageError
+from ...tensor import TensorView
 from .arithmetic import INT32_MAX, is_power_of_two
 from .errors import ArgumentRefused
 from .traits import TENSOR_DTYPES
 
 OUT_SCALE_BLOCK = 16
 TOP_K_MULTIPLE = 4
-
-
-class Tensor(Protocol):
-    """Device memory as a tensor, strides in elements; a uint8 tensor holds two FP4 numbers per byte."""
-
-    @property
-    def pointer(self) -> int:
-        """Device address."""
-        ...
-
-    @property
-    def dtype(self) -> str:
-        """Element type in torch's words, such as ``bfloat16``."""
-        ...
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Number of elements in each dimension."""
-        ...
-
-    @property
-    def strides(self) -> tuple[int, ...]:
-        """Elements between neighbours in each dimension."""
-        ...
-
-    @property
-    def device(self) -> int:
-        """Ordinal of the GPU."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +34,7 @@ class Scale:
 class OutScales:
     """Block scales of an FP4 output: ``block`` numbers share one scale (16; -1: no FP4 output)."""
 
-    scales: Tensor | None = None
+    scales: TensorView | None = None
     scale: float = -1.0
     block: int = -1
     first_token: int = 0
@@ -73,7 +44,7 @@ class OutScales:
 class Sage:
     """SageAttention scales of Q, K, P and V, and the number of elements that share one scale."""
 
-    scales: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None] = (None, None, None, None)
+    scales: tuple[TensorView | None, TensorView | None, TensorView | None, TensorView | None] = (None, None, None, None)
     blocks: tuple[int, int, int, int] = (0, 0, 0, 0)
 
 
@@ -81,7 +52,7 @@ NO_OUT_SCALES = OutScales()
 NO_SAGE = Sage()
 
 
-def dtype_of(name: str, tensor: Tensor) -> str:
+def dtype_of(name: str, tensor: TensorView) -> str:
     """A tensor's element type in the metadata's words.
 
     Raises:
@@ -93,7 +64,7 @@ def dtype_of(name: str, tensor: Tensor) -> str:
         raise UsageError(f"{name}: dtype {tensor.dtype!r}, expected one of {', '.join(TENSOR_DTYPES)}") from None
 
 
-def check_rank(name: str, tensor: Tensor, *ranks: int) -> None:
+def check_rank(name: str, tensor: TensorView, *ranks: int) -> None:
     """Raise ``UsageError`` unless a tensor has one of these ranks and a stride for each dimension."""
     if len(tensor.shape) not in ranks or len(tensor.strides) != len(tensor.shape):
         expected = " or ".join(map(str, ranks))

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from ...errors import UsageError
-from .arguments import Device, Scale, Tensor, check_length, dtype_of
+from ...tensor import TensorView
+from .arguments import Device, Scale, check_length, dtype_of
 from .arithmetic import INT32_MAX, float32, int32
 from .errors import PlanRefused
 from .problem import Bindings, Problem
@@ -52,16 +53,16 @@ class Call:
     layout: ClassVar[QkvLayout]
     kernel_type: ClassVar[KernelType]
 
-    query: Tensor
-    out: Tensor
-    seq_lens: Tensor
+    query: TensorView
+    out: TensorView
+    seq_lens: TensorView
     max_q: int
     max_kv: int
     bmm1: Scale = NO_SCALE
     bmm2: Scale = NO_SCALE
-    cum_seq_lens_q: Tensor | None = None
-    sinks: Tensor | None = None
-    lse: Tensor | None = None
+    cum_seq_lens_q: TensorView | None = None
+    sinks: TensorView | None = None
+    lse: TensorView | None = None
     window_left: int = NO_WINDOW
     skip_softmax_factor: float = 0.0
     pdl: bool = False
@@ -177,6 +178,6 @@ class Call:
         )
 
 
-def address_of(tensor: Tensor | None) -> int:
+def address_of(tensor: TensorView | None) -> int:
     """The address of a tensor, 0 for none."""
     return 0 if tensor is None else tensor.pointer

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from ...tensor import TensorView
 from .arguments import (
     NO_OUT_SCALES,
     NO_SAGE,
     Device,
     OutScales,
     Sage,
-    Tensor,
     check_length,
     check_out_scales,
     check_rank,
@@ -45,11 +45,11 @@ class PagedCall(Call):
 
     layout = QkvLayout.PAGED
 
-    key: Tensor
-    value: Tensor
-    block_tables: Tensor
-    key_scales: Tensor | None = None
-    value_scales: Tensor | None = None
+    key: TensorView
+    value: TensorView
+    block_tables: TensorView
+    key_scales: TensorView | None = None
+    value_scales: TensorView | None = None
     shares_index: bool = True
     out_scales: OutScales = NO_OUT_SCALES
 
@@ -125,7 +125,7 @@ class DecodeCall(PagedCall):
     kernel_type = KernelType.GENERATION
 
     top_k: int = 0
-    top_k_lens: Tensor | None = None
+    top_k_lens: TensorView | None = None
 
     @property
     def capacity(self) -> int | None:
@@ -164,7 +164,7 @@ class ContextCall(PagedCall):
 
     kernel_type = KernelType.CONTEXT
 
-    cum_seq_lens_kv: Tensor
+    cum_seq_lens_kv: TensorView
     causal: bool = True
 
     def problem(self, device: Device, workspace: tuple[int, int], counters: int | None = None) -> Problem:
@@ -191,9 +191,9 @@ class RaggedCall(Call):
     layout = QkvLayout.SEPARATE
     kernel_type = KernelType.CONTEXT
 
-    key: Tensor
-    value: Tensor
-    cum_seq_lens_kv: Tensor
+    key: TensorView
+    value: TensorView
+    cum_seq_lens_kv: TensorView
     causal: bool = True
     sage: Sage = NO_SAGE
     out_scale: float = -1.0
@@ -245,10 +245,10 @@ class TwoPoolCall(Call):
     layout = QkvLayout.PAGED
     kernel_type = KernelType.GENERATION
 
-    pool: Tensor
-    window_pool: Tensor
-    indices: Tensor
-    top_k_lens: Tensor | None = None
+    pool: TensorView
+    window_pool: TensorView
+    indices: TensorView
+    top_k_lens: TensorView | None = None
 
     def problem(self, device: Device, workspace: tuple[int, int], counters: int | None = None) -> Problem:
         """As ``Call.problem``."""
@@ -291,10 +291,10 @@ class TwoPoolCall(Call):
         }
 
 
-def _two_strides(tensor: Tensor) -> tuple[int, int]:
+def _two_strides(tensor: TensorView) -> tuple[int, int]:
     return int32(tensor.strides[0]), int32(tensor.strides[1])
 
 
-def _ragged_strides(tensor: Tensor) -> tuple[int, int, int]:
+def _ragged_strides(tensor: TensorView) -> tuple[int, int, int]:
     """Strides of tokens, heads and the single "page", which is the whole tensor."""
     return (*_two_strides(tensor), int32(prod(tensor.shape)))
