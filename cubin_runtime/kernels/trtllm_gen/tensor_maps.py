@@ -8,13 +8,13 @@ from ...artifacts.tables.metadata import KernelMeta
 from ...launch.tensormap import TensorMapSpec
 from .arithmetic import INT32_MAX
 from .problem import Problem
-from .traits import DTYPES, Dtype, KernelType, QkvLayout
+from .traits import ELEMENTS, Element, KernelType, QkvLayout
 
 # Bytes of a box row: one line of shared memory.
 LINE_BYTES = 128
 LONGEST_BOX_ROW = 128
 SCALE_BLOCK = 16
-UNPACKED_DESCRIPTOR = "16u4_align16b"
+UNPACKED_MAP_TYPE = "16u4_align16b"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ def describe_tensors(problem: Problem, meta: KernelMeta) -> TensorMaps:
 
 def _query(problem: Problem, meta: KernelMeta) -> tuple[TensorMapSpec, int]:
     """Dimensions: head_dim, heads of a group within one tile, remaining heads, tokens. Also the tokens per CTA."""
-    dtype = DTYPES[problem.dtype_q]
+    dtype = ELEMENTS[problem.dtype_q]
     grouped = min(meta.tile_q, problem.group) if meta.groups_heads_q else 1
     token_stride, head_stride = problem.strides.query
     head_stride = head_stride or problem.head_dim_qk
@@ -75,7 +75,6 @@ def _query(problem: Problem, meta: KernelMeta) -> tuple[TensorMapSpec, int]:
         tokens, box = 1, (row, meta.tile_q, 1, 1)
     spec = _tensor_map(
         dtype,
-        dtype.descriptor,
         problem.bindings.query,
         (problem.head_dim_qk, grouped, problem.heads_q // grouped, problem.tokens_q),
         (head_stride, grouped * head_stride, token_stride),
@@ -86,11 +85,10 @@ def _query(problem: Problem, meta: KernelMeta) -> tuple[TensorMapSpec, int]:
 
 def _out(problem: Problem, meta: KernelMeta) -> TensorMapSpec:
     """Dimensions: head_dim, tokens, KV heads, heads of a group, 1. The element type is that of the query."""
-    dtype = DTYPES[problem.dtype_q]
+    dtype = ELEMENTS[problem.dtype_q]
     width = problem.head_dim_v
     return _tensor_map(
         dtype,
-        dtype.descriptor,
         problem.bindings.out,
         (width, problem.tokens_q, problem.heads_kv, problem.group, 1),
         (problem.heads_q * width, width, problem.heads_kv * width, 0),
@@ -117,7 +115,7 @@ class _Kv:
     @classmethod
     def of(cls, problem: Problem, meta: KernelMeta) -> _Kv:
         largest = max(problem.head_dim_qk, problem.head_dim_v)
-        dtype = DTYPES[problem.dtype_k]
+        dtype = ELEMENTS[problem.dtype_k]
         fp4 = problem.dtype_k == problem.dtype_v == "e2m1"
         unpacked = (
             fp4 and problem.dtype_q == "e4m3" and largest >= LONGEST_BOX_ROW and meta.kernel_type == KernelType.SWAPS_AB
@@ -140,7 +138,7 @@ class _Kv:
 
     def spec(self, problem: Problem, address: int, strides: tuple[int, int, int], *, of_value: bool) -> TensorMapSpec:
         """Dimensions: head_dim, tokens of a page (or all tokens), KV heads, pages."""
-        dtype = DTYPES[problem.dtype_v if of_value else problem.dtype_k]
+        dtype = ELEMENTS[problem.dtype_v if of_value else problem.dtype_k]
         token_stride, head_stride, page_stride = strides
         if problem.layout == QkvLayout.PAGED:
             head_dim, keys, pages = self.largest_head_dim, problem.page, problem.pages
@@ -151,24 +149,24 @@ class _Kv:
         row, tokens = self.row * factor, self.keys_per_tile // factor
         if of_value:
             if problem.dtype_v != problem.dtype_k and not self.unpacked:
-                row = row * DTYPES[problem.dtype_k].bits // dtype.bits
+                row = row * ELEMENTS[problem.dtype_k].bits // dtype.bits
             tokens = 1 if problem.sparse else tokens
         return _tensor_map(
             dtype,
-            UNPACKED_DESCRIPTOR if self.unpacked else dtype.descriptor,
             address,
             (head_dim // self.packing * factor, keys // factor, problem.heads_kv, pages),
             (token_stride // packing * factor, head_stride // packing, page_stride // packing),
             (row, tokens, 1, 1),
             swizzled=self.swizzled,
+            unpacked=self.unpacked,
         )
 
     def token_spec(self, problem: Problem, address: int) -> TensorMapSpec:
         """Sparse keys: an unbounded list of single tokens."""
-        dtype = DTYPES[problem.dtype_k]
+        dtype = ELEMENTS[problem.dtype_k]
         width = problem.head_dim_qk
         box = (self.row, 1)
-        return _tensor_map(dtype, dtype.descriptor, address, (width, INT32_MAX), (width,), box, swizzled=self.swizzled)
+        return _tensor_map(dtype, address, (width, INT32_MAX), (width,), box, swizzled=self.swizzled)
 
     def scales_spec(self, problem: Problem, address: int) -> TensorMapSpec:
         """Block scales: one byte per 16 numbers, several tokens folded into one row."""
@@ -177,8 +175,7 @@ class _Kv:
         line = blocks * factor
         head_stride, page_stride = problem.strides.key_scales
         return _tensor_map(
-            DTYPES["e4m3"],
-            "uint8",
+            ELEMENTS["e4m3"],
             address,
             (line, problem.page // factor, problem.heads_kv, problem.pages),
             (line, head_stride, page_stride),
@@ -187,7 +184,7 @@ class _Kv:
         )
 
 
-def _row(dtype: Dtype, head_dim: int) -> int:
+def _row(dtype: Element, head_dim: int) -> int:
     return min(LINE_BYTES * 8 // dtype.bits, head_dim)
 
 
@@ -195,20 +192,20 @@ _ONES = {rank: (1,) * rank for rank in (2, 4, 5)}
 
 
 def _tensor_map(
-    dtype: Dtype,
-    descriptor: str,
+    dtype: Element,
     address: int,
     dims: tuple[int, ...],
     strides: tuple[int, ...],
     box: tuple[int, ...],
     *,
     swizzled: bool = True,
+    unpacked: bool = False,
 ) -> TensorMapSpec:
     """A spec from strides in elements; the swizzle follows from the number of bytes in a box row."""
-    size = dtype.stride_bytes
+    size = dtype.nbytes
     swizzle = _swizzle(box[0] * size) if swizzled else "none"
     return TensorMapSpec(
-        descriptor,
+        UNPACKED_MAP_TYPE if unpacked else dtype.map_type,
         address,
         dims,
         tuple(stride * size for stride in strides) if size != 1 else strides,

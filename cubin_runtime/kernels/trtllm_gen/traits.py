@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import NamedTuple
+
+from ...dtypes import BY_SHORT, DType
 
 
 class QkvLayout(IntEnum):
@@ -71,38 +72,23 @@ class Policy(Enum):
     BEST = "best"
 
 
-@dataclass(frozen=True, slots=True)
-class Dtype:
-    """An element type: its bits and its name in TMA descriptors (packed FP4 is copied as bytes)."""
+class Element(NamedTuple):
+    """An element as TMA descriptors see it; ``nbytes`` is the unit of strides, a byte for two packed FP4 numbers."""
 
-    name: str
     bits: int
-    descriptor: str
-
-    @property
-    def stride_bytes(self) -> int:
-        """Bytes per element of a stride; strides of packed FP4 are in bytes already."""
-        return max(self.bits, 8) // 8
+    nbytes: int
+    map_type: str
 
 
-DTYPES: Mapping[str, Dtype] = {
-    d.name: d
-    for d in (
-        Dtype("fp16", 16, "float16"),
-        Dtype("bf16", 16, "bfloat16"),
-        Dtype("e4m3", 8, "uint8"),
-        Dtype("int8", 8, "uint8"),
-        Dtype("e2m1", 4, "uint8"),
-    )
+# Words of the metadata -> dtypes of tensors; a uint8 tensor holds two FP4 numbers (e2m1) per byte.
+_DTYPES: Mapping[str, DType] = {
+    word: BY_SHORT["uint8" if word == "e2m1" else word] for word in ("fp16", "bf16", "e4m3", "e2m1", "int8")
 }
-# Dtype of a tensor -> dtype in the metadata; a uint8 tensor holds two FP4 numbers per byte.
-TENSOR_DTYPES: Mapping[str, str] = {
-    "float16": "fp16",
-    "bfloat16": "bf16",
-    "float8_e4m3fn": "e4m3",
-    "uint8": "e2m1",
-    "int8": "int8",
+ELEMENTS: Mapping[str, Element] = {
+    word: Element(4 if word == "e2m1" else dtype.nbytes * 8, dtype.nbytes, dtype.map_type)
+    for word, dtype in _DTYPES.items()
 }
+TENSOR_DTYPES: Mapping[str, str] = {dtype.name: word for word, dtype in _DTYPES.items()}
 
 
 def word_of(kind: type[IntEnum], value: int) -> str:
