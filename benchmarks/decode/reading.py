@@ -30,10 +30,9 @@ def streaming_read(runtime: Runtime, data: int, nbytes: int, sums: int, ctas: in
     major, minor = runtime.driver.device(0).capability
     own = runtime.own_release()
     kernel = choose_kernel(own.kernels, OPERATION, {}, major * 10 + minor)
-    path = own.path_of(kernel)
     values = {"data": data, "sums": sums, "units": nbytes // UNIT}
     launch = OperationLaunch(OPERATION, {}, (ctas, 1, 1), (kernel.threads, 1, 1), values, False)
-    plan = launch.launch_plan(kernel, path, runtime.digest_of(path), own.layouts[kernel.struct])
+    plan = launch.launch_plan(kernel, own.file_of(kernel))
     return PreparedLaunches([plan], [runtime.load(kernel, context)], runtime.driver)
 
 

@@ -247,8 +247,7 @@ def reduce_all(runtime: Runtime, rng: np.random.Generator) -> set[str]:
 
     def launch(after: OperationLaunch) -> None:
         kernel = choose_kernel(own.kernels, after.operation, after.traits, major * 10 + minor)
-        path = own.path_of(kernel)
-        plan = after.launch_plan(kernel, path, runtime.digest_of(path), own.layouts[kernel.struct])
+        plan = after.launch_plan(kernel, own.file_of(kernel))
         PreparedLaunches([plan], [runtime.load(kernel, context)], driver).run(0)
         used.add(kernel.name)
 

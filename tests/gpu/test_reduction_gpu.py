@@ -46,8 +46,7 @@ class Device:
     def launch(self, after: OperationLaunch) -> None:
         own = self.runtime.own_release()
         kernel = choose_kernel(own.kernels, after.operation, after.traits, self.sm)
-        path = own.path_of(kernel)
-        plan = after.launch_plan(kernel, path, self.runtime.digest_of(path), own.layouts[kernel.struct])
+        plan = after.launch_plan(kernel, own.file_of(kernel))
         PreparedLaunches([plan], [self.runtime.load(kernel, self.context)], self.runtime.driver).run(0)
 
     def download(self, address: int, array: np.ndarray) -> None:

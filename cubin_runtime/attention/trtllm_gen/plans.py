@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 
 from ...artifacts.tables.metadata import KernelMeta
 from ...artifacts.tables.native_kernels import MEASURED, NativeKernel
@@ -16,9 +15,7 @@ from ...kernels.trtllm_gen.batch_invariance import select_invariant
 from ...kernels.trtllm_gen.call import Call
 from ...kernels.trtllm_gen.decision import Decision, decide_selected
 from ...kernels.trtllm_gen.grid import LARGEST_PORTABLE_CLUSTER
-from ...kernels.trtllm_gen.parameter_values import SLOTS
 from ...kernels.trtllm_gen.problem import Bindings
-from ...kernels.trtllm_gen.reduction import SLOTS as REDUCTION_SLOTS
 from ...kernels.trtllm_gen.select import Occupancy, select
 from ...kernels.trtllm_gen.traits import MultiCtasMode, Policy
 from ...kernels.trtllm_gen.workspace_layout import ALIGNMENT, stats_bytes
@@ -32,14 +29,6 @@ _ADDRESS, _BOUNDLESS = 1 << 40, 1 << 62
 _COUNTER_BYTES = 4
 _COUNTER_MULTIPLE = 8
 _MERGING = (MultiCtasMode.GMEM, MultiCtasMode.SEPARATE_KERNEL)
-
-
-@dataclass(frozen=True, slots=True)
-class _Launch:
-    """One launch of the plan, whose inputs are a call's bindings; ``kernel`` is None for the trtllm-gen kernel."""
-
-    plan: LaunchPlan
-    kernel: NativeKernel | None
 
 
 class AttentionPlan:
@@ -56,8 +45,7 @@ class AttentionPlan:
         self._ordinal = device
         self._release = runtime.published_release()
         self.decision = self._decide(call)
-        main = _Launch(_with_inputs(self.decision.launch_plan(self._release.pin.path), SLOTS), None)
-        self._launches = (main, *map(self._native_launch, self.decision.following))
+        self._followers = tuple(self._kernel_for(launch) for launch in self.decision.following)
         self._prepared: dict[int, Callable[..., None]] = {}
 
     @property
@@ -81,7 +69,9 @@ class AttentionPlan:
 
     def launch_plans(self) -> tuple[LaunchPlan, ...]:
         """The launches as values: the main one, then reduction and LSE if there are any; with planning's addresses."""
-        return tuple(launch.plan for launch in self._launches)
+        main, own = self.decision.launch_plan(self._release.pin.path), self._runtime.own_release
+        followers = zip(self.decision.following, self._followers, strict=True)
+        return (main, *(launch.launch_plan(kernel, own().file_of(kernel)) for launch, kernel in followers))
 
     def run(self, call: Call, workspace: tuple[int, int], counters: int, stream: int) -> None:
         """Launch for ``call``, which must have the plan's form.
@@ -113,8 +103,7 @@ class AttentionPlan:
         """The kernels that a run loads."""
         wide = self.decision.attributes.nonportable_cluster
         main = self._runtime.published_request(self.decision.meta, context, nonportable_cluster=wide)
-        ours = (launch.kernel for launch in self._launches if launch.kernel is not None)
-        return (main, *(self._runtime.request(kernel, context) for kernel in ours))
+        return (main, *(self._runtime.request(kernel, context) for kernel in self._followers))
 
     def _decide(self, call: Call) -> Decision:
         problem = call.problem(self.device, (_ADDRESS, _BOUNDLESS), 0)
@@ -138,30 +127,22 @@ class AttentionPlan:
 
         return ask
 
-    def _native_launch(self, wanted: OperationLaunch) -> _Launch:
-        own = self._runtime.own_release()
-        kernel = choose_kernel(own.kernels, wanted.operation, wanted.traits, self.device.sm)
+    def _kernel_for(self, launch: OperationLaunch) -> NativeKernel:
+        kernel = choose_kernel(self._runtime.own_release().kernels, launch.operation, launch.traits, self.device.sm)
         if kernel.status != MEASURED:
             warnings.warn(
                 f"{kernel.name} runs behind {self.kernel}: it was built for SM {self.device.sm} but never run there",
                 stacklevel=2,
             )
-        path = own.path_of(kernel)
-        plan = wanted.launch_plan(kernel, path, self._runtime.digest_of(path), own.layouts[kernel.struct])
-        return _Launch(_with_inputs(plan, REDUCTION_SLOTS[wanted.operation]), kernel)
+        return kernel
 
     def _prepare(self, context: int, stream: int) -> Callable[..., None]:
         runtime, wide = self._runtime, self.decision.attributes.nonportable_cluster
         runtime.check_process()
-        loaded = [
-            runtime.load_published(self.decision.meta, context, stream, nonportable_cluster=wide)
-            if launch.kernel is None
-            else runtime.load(launch.kernel, context, stream)
-            for launch in self._launches
-        ]
+        main = runtime.load_published(self.decision.meta, context, stream, nonportable_cluster=wide)
         made = PreparedLaunches(
             self.launch_plans(),
-            loaded,
+            (main, *(runtime.load(kernel, context, stream) for kernel in self._followers)),
             runtime.driver,
             Bindings._fields,
             resident=("key", "value"),
@@ -178,8 +159,3 @@ class AttentionPlan:
         if self.decision.scratch_bytes:
             ends.append(bindings.scratch + self.decision.scratch_bytes - address)
         return max(ends)
-
-
-def _with_inputs(plan: LaunchPlan, slots: Mapping[str, str]) -> LaunchPlan:
-    """``plan`` with the bindings of ``slots`` as its inputs; a descriptor that is not built takes none."""
-    return replace(plan, inputs={field: name for field, name in slots.items() if plan.values[field] is not None})

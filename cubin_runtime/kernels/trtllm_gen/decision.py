@@ -11,7 +11,7 @@ from ...launch.plan import LaunchAttributes, LaunchPlan
 from ..native.reduction.plan import OperationLaunch
 from .grid import LARGEST_PORTABLE_CLUSTER
 from .kernel_finder import KernelFinder
-from .parameter_values import parameter_values
+from .parameter_values import INPUTS, parameter_values
 from .params import KERNEL_PARAMS
 from .problem import Problem
 from .reduction import lse_after, reduction_after
@@ -68,7 +68,7 @@ class Decision:
         return tuple(launch for launch in (self.reduction, self.lse) if launch is not None)
 
     def launch_plan(self, release: ArtifactPath) -> LaunchPlan:
-        """The main launch; ``release`` is the folder of the kernels."""
+        """The main launch, whose inputs are ``Bindings``; ``release`` is the folder of the kernels."""
         meta = self.meta
         return LaunchPlan(
             kernel=meta.symbol,
@@ -82,6 +82,7 @@ class Decision:
             attributes=self.attributes,
             values=self.values,
             reason=f"{self.problem.dtypes}: {self.selection.key}",
+            inputs={field: name for field, name in INPUTS.items() if self.values[field] is not None},
         )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ...launch.fastmoddiv import FastModDiv
-from ...launch.tensormap import TensorMapSpec
 from .arithmetic import int32
 from .grid import Geometry
 from .params import KERNEL_PARAMS
@@ -22,7 +21,7 @@ DESCRIPTORS: Mapping[str, str] = {
     "tmaKSf_": "key_scales",
     "tmaVSf_": "value_scales",
 }
-# Any other field that each call binds -> its slot, an attribute of ``Bindings``.
+# Any other field that each call binds -> the value that it takes, as ``Bindings`` names it.
 _SCALARS: Mapping[str, str] = {
     "ptrO": "out",
     "ptrSfO": "out_scales",
@@ -47,7 +46,7 @@ _SCALARS: Mapping[str, str] = {
     "mScaleSfO": "scale_out_scales",
     "mStartTokenIdxSfO": "first_out_scale_token",
 }
-SLOTS: Mapping[str, str] = {**DESCRIPTORS, **_SCALARS}
+INPUTS: Mapping[str, str] = {**DESCRIPTORS, **_SCALARS}
 _EMPTY: Mapping[str, object] = {"CUtensorMap": None, "bool": False, "float": 0.0}
 _UNSET: Mapping[str, object] = {member.name: _EMPTY.get(member.type, 0) for member in KERNEL_PARAMS.fields}
 
@@ -89,21 +88,6 @@ def parameter_values(problem: Problem, geometry: Geometry, maps: TensorMaps, bin
     }
     described = {field: getattr(maps, tensor) for field, tensor in DESCRIPTORS.items()}
     return {**_UNSET, **described, **decided, **{field: getattr(bindings, name) for field, name in _SCALARS.items()}}
-
-
-def bound(values: Mapping[str, object], slots: Mapping[str, str], bindings: Bindings) -> dict[str, object]:
-    """The fields named in ``slots`` (field -> attribute of ``Bindings``) with their values in ``bindings``.
-
-    A descriptor is the spec in ``values`` moved to the bound address, or left out if there is none.
-    """
-    found: dict[str, object] = {}
-    for field, name in slots.items():
-        spec = values.get(field)
-        if isinstance(spec, TensorMapSpec):
-            found[field] = spec.moved(getattr(bindings, name))
-        elif field not in DESCRIPTORS:
-            found[field] = getattr(bindings, name)
-    return found
 
 
 def _log2(value: int, of_zero: int) -> int:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from ...artifacts.tables.metadata import KernelMeta
 from ..native.reduction.plan import (
-    KV_REDUCTION,
-    LSE_FROM_STATISTICS,
     OperationLaunch,
     kv_reduction,
     lse_from_statistics,
@@ -19,22 +18,20 @@ from .traits import MultiCtasMode
 
 # The main kernels scale e4m3 probabilities by the largest e4m3 number and leave that factor in the sums.
 FP8_SUM_SCALE = 448.0
-# Operation -> field that each call binds -> its slot, an attribute of ``Bindings``.
-SLOTS: Mapping[str, Mapping[str, str]] = {
-    KV_REDUCTION: {
-        "out": "out",
-        "partial_out": "partial_out",
-        "partial_statistics": "scratch",
-        "softmax_statistics": "softmax_stats",
-        "seq_lens": "seq_lens",
-        "cum_seq_lens_q": "cum_seq_lens_q",
-        "top_k_lens": "top_k_lens",
-        "sinks": "sinks",
-        "device_softmax_scale_log2": "device_softmax_scale_log2",
-        "softmax_scale_log2": "softmax_scale_log2",
-    },
-    LSE_FROM_STATISTICS: {"statistics": "softmax_stats", "lse": "lse"},
+# Fields that each call binds -> the value that they take, as ``Bindings`` names it.
+_REDUCTION_INPUTS: Mapping[str, str] = {
+    "out": "out",
+    "partial_out": "partial_out",
+    "partial_statistics": "scratch",
+    "softmax_statistics": "softmax_stats",
+    "seq_lens": "seq_lens",
+    "cum_seq_lens_q": "cum_seq_lens_q",
+    "top_k_lens": "top_k_lens",
+    "sinks": "sinks",
+    "device_softmax_scale_log2": "device_softmax_scale_log2",
+    "softmax_scale_log2": "softmax_scale_log2",
 }
+_LSE_INPUTS: Mapping[str, str] = {"statistics": "softmax_stats", "lse": "lse"}
 
 
 def reduction_after(
@@ -52,7 +49,7 @@ def reduction_after(
         raise PlanRefused(f"reduction over KV splits: no kernel from {problem.dtype_q} to {out}")
     head_dim = meta.head_dim_per_cta_v * (2 if meta.two_cta_mma else 1)
     values = {
-        **{field: getattr(bindings, name) for field, name in SLOTS[KV_REDUCTION].items()},
+        **{field: getattr(bindings, name) for field, name in _REDUCTION_INPUTS.items()},
         "max_q": problem.max_q,
         "ctas_q": geometry.ctas_q,
         "ctas_kv": geometry.ctas_kv,
@@ -68,14 +65,15 @@ def reduction_after(
         "sum_scale": FP8_SUM_SCALE if problem.dtype_q == "e4m3" else 1.0,
     }
     traits = {"dtype_partial": "fp16" if out in ("fp16", "e4m3") else "bf16", "dtype_out": out}
-    return kv_reduction(values, traits, batch=problem.batch, multiprocessors=problem.multiprocessors, pdl=problem.pdl)
+    launch = kv_reduction(values, traits, batch=problem.batch, multiprocessors=problem.multiprocessors, pdl=problem.pdl)
+    return replace(launch, inputs=_REDUCTION_INPUTS)
 
 
 def lse_after(problem: Problem, bindings: Bindings) -> OperationLaunch | None:
     """The LSE launch that follows; None if the call wants no LSE."""
     if not problem.has_lse:
         return None
-    return lse_from_statistics(
+    launch = lse_from_statistics(
         problem.tokens_q,
         problem.heads_q,
         problem.strides.lse,
@@ -83,3 +81,4 @@ def lse_after(problem: Problem, bindings: Bindings) -> OperationLaunch | None:
         bindings.lse,
         pdl=problem.pdl,
     )
+    return replace(launch, inputs=_LSE_INPUTS)

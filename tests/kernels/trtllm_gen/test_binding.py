@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 
 import pytest
 from trtllm_examples import recorded_cases, recorded_kernels
 
+from cubin_runtime.artifacts.path import ArtifactPath
 from cubin_runtime.cli.recorded_cases import occupancy_of, problem_of
 from cubin_runtime.kernels.trtllm_gen.decision import Decision, decide, decide_selected
-from cubin_runtime.kernels.trtllm_gen.parameter_values import SLOTS, bound
 from cubin_runtime.kernels.trtllm_gen.problem import Bindings, Problem
-from cubin_runtime.kernels.trtllm_gen.reduction import SLOTS as REDUCTION_SLOTS
+from cubin_runtime.launch.tensormap import TensorMapSpec
 
 FAMILIES = (
     "decode_gqa",
@@ -26,6 +26,7 @@ FAMILIES = (
     "context_ragged",
 )
 EACH = 25
+RELEASE = ArtifactPath("release/fmha")
 
 
 @cache
@@ -55,23 +56,27 @@ def pairs(family: str) -> Iterator[tuple[Decision, Decision, Bindings]]:
         yield decision, decide_selected(problem, decision.selection), bindings
 
 
+def bound(values: Mapping[str, object], inputs: Mapping[str, str], bindings: Bindings) -> dict[str, object]:
+    """``values`` as a run with ``bindings`` sends them."""
+    given = {field: getattr(bindings, name) for field, name in inputs.items()}
+    moved = {field: spec.moved(given[field]) for field, spec in values.items() if isinstance(spec, TensorMapSpec)}
+    return {**values, **given, **moved}
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bound_values_are_those_of_a_fresh_decision(family: str) -> None:
     for decision, fresh, bindings in pairs(family):
-        assert {**decision.values, **bound(decision.values, SLOTS, bindings)} == fresh.values
+        plan = decision.launch_plan(RELEASE)
+        assert bound(plan.values, plan.inputs, bindings) == fresh.values
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_follows_is_bound_along(family: str) -> None:
     for decision, fresh, bindings in pairs(family):
         for ours, theirs in zip(decision.following, fresh.following, strict=True):
-            values = {**ours.values, **bound(ours.values, REDUCTION_SLOTS[ours.operation], bindings)}
-            assert replace(ours, values=values) == theirs
+            assert replace(ours, values=bound(ours.values, ours.inputs, bindings)) == theirs
 
 
 def test_a_descriptor_that_is_not_built_is_not_bound() -> None:
     (decision, *_) = decisions()["mla_decode"]
-    assert set(decision.values) - set(bound(decision.values, SLOTS, decision.problem.bindings)) >= {
-        "tmaKSf_",
-        "tmaVSf_",
-    }
+    assert not {"tmaKSf_", "tmaVSf_"} & set(decision.launch_plan(RELEASE).inputs)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from ....artifacts.path import ArtifactPath
 from ....artifacts.tables.native_kernels import NativeKernel
 from ....launch.plan import LaunchAttributes, LaunchPlan
-from ....launch.structs import StructLayout
 from ..constants import CONSTANTS
+from ..launches import KernelFile
 
 KV_REDUCTION = "kv_reduction"
 LSE_FROM_STATISTICS = "lse_from_statistics"
@@ -22,8 +21,8 @@ REDUCTION_SLICE_BYTES = CONSTANTS.reduction_threads * CONSTANTS.reduction_values
 class OperationLaunch:
     """A launch of the kernel that performs ``operation`` with ``traits``.
 
-    ``values`` are all fields of its struct, null pointers 0. ``pdl`` lets it start before the previous kernel has
-    ended.
+    ``values`` are all fields of its struct, null pointers 0; ``inputs`` are those of ``LaunchPlan``. ``pdl`` lets it
+    start before the previous kernel has ended.
     """
 
     operation: str
@@ -32,21 +31,23 @@ class OperationLaunch:
     block: tuple[int, int, int]
     values: Mapping[str, Any]
     pdl: bool
+    inputs: Mapping[str, str] = field(default_factory=dict)
 
-    def launch_plan(self, kernel: NativeKernel, path: ArtifactPath, sha256: str, layout: StructLayout) -> LaunchPlan:
-        """The launch of ``kernel``, whose cubin lies at ``path`` and has the digest ``sha256``."""
+    def launch_plan(self, kernel: NativeKernel, file: KernelFile) -> LaunchPlan:
+        """The launch on ``kernel``, whose cubin is ``file``."""
         return LaunchPlan(
             kernel=kernel.name,
             symbol=kernel.symbol,
-            path=path,
-            sha256=sha256,
-            layout=layout,
+            path=file.path,
+            sha256=file.sha256,
+            layout=file.layout,
             grid=self.grid,
             block=self.block,
             shared_bytes=kernel.dynamic_shared_bytes,
             attributes=LaunchAttributes(programmatic_serialization=self.pdl),
             values=self.values,
             reason=f"{self.operation} behind a trtllm-gen kernel",
+            inputs=self.inputs,
         )
 
 
