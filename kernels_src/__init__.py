@@ -1,1 +1,1 @@
-"""CUDA C++ of our own kernels and their build; needs a toolchain, and is no part of the installed package."""
+"""CUDA C++ of the native kernels and their build; needs a toolchain and is not part of the installed package."""

@@ -1,4 +1,4 @@
-"""Build our kernels into a release tree: ``python -m kernels_src.build --out DIR [--only GLOB]``."""
+"""Build the native kernels into a release tree: ``python -m kernels_src.build --out DIR [--only GLOB]``."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def write_headers(folder: Path, layouts: Mapping[str, StructLayout]) -> None:
 def write_compile_commands(
     out: Path, variants: Sequence[Variant], toolchain: Toolchain, sources: Path, include: Path, release: str
 ) -> None:
-    """Write ``compile_commands.json``, by which editors and clangd find options and generated headers."""
+    """Write ``compile_commands.json``, which tells editors and clangd the options and the generated headers."""
     entries = []
     for variant in variants:
         cubin = out / release / variant.file
@@ -139,8 +139,8 @@ def _print_progress(kernel: CompiledKernel, seconds: float) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Build from the command line; 1 and a message on the standard error if something is wrong."""
     parser = argparse.ArgumentParser(prog="python -m kernels_src.build", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="the folder that will hold the release folder")
-    parser.add_argument("--only", default="*", metavar="GLOB", help="build the variants of matching name")
+    parser.add_argument("--out", type=Path, required=True, help="the folder for the release folder")
+    parser.add_argument("--only", default="*", metavar="GLOB", help="build only variants whose name matches")
     parser.add_argument("--jobs", type=int, default=DEFAULT_JOBS, help="compilations at a time (%(default)s)")
     parser.add_argument("--release", default=RELEASE, help="name of the release folder (%(default)s)")
     parser.add_argument("--headers-only", action="store_true", help="write only the generated headers into --out")

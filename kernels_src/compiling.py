@@ -1,4 +1,4 @@
-"""One variant through nvcc: the command, what ptxas says of the kernel, what a shipped cubin must satisfy."""
+"""Compile a variant with nvcc, read what ptxas reports, and check the cubin before it is shipped."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _RESOURCES = re.compile(r"ptxas info\s*: Compiling entry function '([^']+)'(.*?)
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _SHARED = re.compile(r"(\d+) bytes smem")
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
-# Names of things with internal linkage hold a hash of the path of the translation unit.
+# Symbols with internal linkage contain a hash of the source file's path.
 _PATH_DEPENDENT = ("_INTERNAL_", "_GLOBAL__N_")
 
 
@@ -33,7 +33,7 @@ class BuildError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What ptxas reports: registers a thread, bytes of spill stores and loads, static shared bytes."""
+    """What ptxas reports: registers per thread, bytes of spill stores and loads, static shared bytes."""
 
     registers: int
     spill_bytes: int
@@ -50,9 +50,9 @@ class CompiledKernel:
 
 
 def flags_of(variant: Variant) -> tuple[str, ...]:
-    """The options that decide the bytes, in order; no path is among them.
+    """The options that determine the cubin's bytes, in order; none of them is a path.
 
-    ``KERNEL_NAME`` and ``SHARED_BYTES`` are defined for every variant, so that the source cannot disagree.
+    ``KERNEL_NAME`` and ``SHARED_BYTES`` are defined for every variant, so that source and list agree.
     """
     values = {"KERNEL_NAME": variant.symbol, "SHARED_BYTES": variant.shared_bytes, **variant.defines}
     defines = (f"-D{name}={values[name]}" for name in sorted(values))
@@ -81,9 +81,9 @@ def compile_variant(
     Raises:
         BuildError: nvcc failed (its output is in the message), or the cubin breaks a rule of ``check_cubin``.
     """
-    said = _run(compile_command(variant, toolchain, root, include, output), toolchain, variant)
+    reported = _run(compile_command(variant, toolchain, root, include, output), toolchain, variant)
     cubin = output.read_bytes()
-    resources = parse_resources(said, variant.symbol)
+    resources = parse_resources(reported, variant.symbol)
     check_cubin(variant, cubin, layout, resources)
     return CompiledKernel(variant, cubin, resources)
 
@@ -107,13 +107,13 @@ def _run(command: Sequence[str], toolchain: Toolchain, variant: Variant) -> str:
     return done.stderr + done.stdout
 
 
-def parse_resources(said: str, symbol: str) -> Resources:
-    """Read what ``ptxas -v`` printed about ``symbol``.
+def parse_resources(reported: str, symbol: str) -> Resources:
+    """Resources of ``symbol`` from the output of ``ptxas -v``.
 
     Raises:
-        BuildError: it printed nothing about it.
+        BuildError: the output does not mention the symbol.
     """
-    for name, text in _RESOURCES.findall(said):
+    for name, text in _RESOURCES.findall(reported):
         if name == symbol and (registers := _REGISTERS.search(text)) and (spills := _SPILLS.search(text)):
             shared = _SHARED.search(text)
             return Resources(int(registers[1]), int(spills[1]) + int(spills[2]), int(shared[1]) if shared else 0)

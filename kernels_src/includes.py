@@ -13,8 +13,8 @@ _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
 def source_files(root: Path, source: str) -> tuple[Path, ...]:
     """``source`` and, transitively, what it includes in quotes from below ``root``; sorted, absolute.
 
-    Conditional includes count whether or not they are taken. Names that are not found are left out: they are
-    generated headers, and those of the toolkit are in angle brackets.
+    Conditional includes count whether or not they are taken. Names that are not found are skipped: they are generated
+    headers. Headers of the toolkit are in angle brackets.
     """
     root = root.resolve()
     found: set[Path] = set()

@@ -59,13 +59,13 @@ def kernel_entry(kernel: CompiledKernel, layout: StructLayout, sources_sha256: s
 def write_release(
     out: Path, name: str, cubins: Mapping[str, bytes], entries: Sequence[Mapping[str, object]]
 ) -> Release:
-    """Write ``out/name`` anew; a tree of that name is replaced only when the new one is whole.
+    """Write the tree ``out/name``; an existing one is replaced only once the new one is complete.
 
     Args:
         out: the folder that holds releases.
         name: the release's folder.
         cubins: relative path to bytes.
-        entries: what ``kernel_entry`` gave, in any order.
+        entries: results of ``kernel_entry``, in any order.
     """
     document = {
         "schema": SCHEMA,

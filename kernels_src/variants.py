@@ -1,4 +1,4 @@
-"""Every kernel that we build, one entry a cubin. Adding a variant: see CONTRIBUTING."""
+"""The list of native kernels, one entry per cubin. CONTRIBUTING says how to add one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHARED_BYTES_PER_BLOCK: Mapping[str, int] = {
     "103": 227 << 10,
     "120": 99 << 10,
 }
-# Where a GPU run of this repository measured the kernel; elsewhere it was only compiled.
+# Kernels for these SMs were measured on a GPU; those for other SMs were only compiled.
 MEASURED_SMS = frozenset({"90a"})
 
 _SM = re.compile(r"(\d{2,3})([af]?)")
@@ -83,17 +83,17 @@ _DECODE_BARRIER_BYTES = 16  # a full and an empty barrier a buffer
 
 @dataclass(frozen=True, slots=True)
 class _DecodeShape:
-    """What a build of paged decode fixes: rows of a CTA, consumer warpgroups, buffers of the ring, CTAs on an SM, and
-    the tokens of a tile, which is what a buffer holds.
+    """Build options of paged decode: rows of a CTA, consumer warpgroups, pipeline stages, CTAs per SM, and the tokens
+    of a KV tile, of which a stage holds the keys or the values.
 
-    ``wgmma``: warpgroups multiply whole tiles by 64 rows; else warps multiply 16 tokens by rows in eights. ``q_e4m3``:
-    queries are e4m3 like the keys, and multiplied by them as they are.
+    ``wgmma``: warpgroups multiply whole tiles by 64 rows; otherwise warps multiply 16 tokens by groups of 8 rows.
+    ``q_e4m3``: queries are e4m3 and multiplied with e4m3 keys as they are.
     """
 
     head_dim: int
     rows: int
     warpgroups: int
-    buffers: int
+    stages: int
     ctas: int
     wgmma: bool = False
     tile: int = 64
@@ -101,43 +101,43 @@ class _DecodeShape:
 
     @property
     def q_dtypes(self) -> str:
-        """Queries that are taken beside e4m3 keys and values."""
+        """Query dtypes that the kernel accepts with an e4m3 cache."""
         return "e4m3" if self.q_e4m3 else "bf16,fp16" if self.wgmma else "bf16,fp16,e4m3"
 
     @property
-    def converted_buffers(self) -> int:
-        """Of e4m3 tiles as fp16, beside warpgroups."""
+    def converted_stages(self) -> int:
+        """Stages of e4m3 tiles converted to fp16, in warpgroup kernels."""
         return (4 if self.q_e4m3 else 6) if self.wgmma else 0
 
     @property
     def arithmetic(self) -> str:
-        """Kernels for one dtype and head_dim give a row the same bits where this is the same."""
+        """Kernels with the same dtype, head_dim and arithmetic give a row the same bits."""
         return f"warpgroups of {self.rows} rows" if self.wgmma else "warps"
 
 
 def _decode_shared_bytes(shape: _DecodeShape, item_bytes: int) -> int:
-    """``sizeof(Shared)`` of decode/config.cuh, which asserts it."""
+    """``sizeof(SharedStorage)`` of decode/config.cuh, which asserts it."""
     narrow = item_bytes == 1
     merge_buffers = 4 if shape.rows == 8 and shape.head_dim <= 128 else 1
-    ring = shape.buffers * shape.tile * shape.head_dim * item_bytes
+    ring = shape.stages * shape.tile * shape.head_dim * item_bytes
     merge = merge_buffers * shape.rows * (shape.head_dim + 4) * 4
     in_shared = shape.warpgroups > 1 or shape.head_dim > 256 or (shape.rows > 8 and shape.head_dim > 64)
     query = 8 * (shape.rows // 8 * (shape.head_dim // 16) * 32 if in_shared and not shape.wgmma else 1)
     parties = 64 * shape.warpgroups // shape.rows if shape.wgmma else 4
     undo = shape.rows if narrow and in_shared and not shape.wgmma else 0
     rows = 4 * ((2 * (parties + 1) + 2) * shape.rows + undo)
-    converted = shape.converted_buffers if narrow else 0
+    converted = shape.converted_stages if narrow else 0
     merge = max(merge, converted * shape.tile * shape.head_dim * 2)
     ones = 256 if converted and shape.head_dim == 64 else 0
     cleared = 8 * parties if shape.wgmma and not converted else 0
-    barriers = _DECODE_BARRIER_BYTES * (shape.buffers + converted) + cleared
+    barriers = _DECODE_BARRIER_BYTES * (shape.stages + converted) + cleared
     share = (15 + 4 + 6 + 1) * 4 if shape.wgmma else 15 * 4 if shape.rows > 8 else 0
     return -(-(-(-(ring + merge + ones + query + rows) // 8) * 8 + barriers + 4 + share) // 128) * 128
 
 
 def _paged_decode(sm: str, dtype: str, shape: _DecodeShape) -> Variant:
     tma = sm == "90a"
-    helpers = 2 if shape.wgmma and dtype == "e4m3" else 1  # warpgroups that bring tiles and convert them
+    helpers = 2 if shape.wgmma and dtype == "e4m3" else 1  # warpgroups that load tiles and convert them
     return Variant(
         source="fmha/paged_decode.cu",
         symbol=f"fmha_paged_decode_{dtype}{'_q_e4m3' if shape.q_e4m3 else ''}_d{shape.head_dim}_rows{shape.rows}",
@@ -165,14 +165,14 @@ def _paged_decode(sm: str, dtype: str, shape: _DecodeShape) -> Variant:
             "TILE_TOKENS": shape.tile,
             "CONSUMER_WARPGROUPS": shape.warpgroups,
             "WARPGROUP_MMA": int(shape.wgmma),
-            "BUFFERS": shape.buffers,
+            "STAGES": shape.stages,
             "CTAS_PER_SM": shape.ctas,
             "USE_TMA": int(tma),
         },
     )
 
 
-# head_dim, rows, warpgroups, buffers, CTAs. Two CTAs share an SM's 227 KB where the registers allow two.
+# head_dim, rows, warpgroups, stages, CTAs. Two CTAs share an SM's 227 KB where registers allow it.
 _HOPPER_DECODE_16_BITS = (
     _DecodeShape(32, 16, 1, 20, 2),
     _DecodeShape(64, 8, 1, 6, 2, tile=128),
@@ -203,7 +203,7 @@ _HOPPER_DECODE_8_BITS = (
     _DecodeShape(256, 32, 2, 8, 1),
     _DecodeShape(512, 8, 1, 6, 1),
 )
-# 99 KB of shared memory are enough for all of these on every SM.
+# All of these fit into 99 KB of shared memory, the least of these SMs.
 _PORTABLE_DECODE_16_BITS = (
     _DecodeShape(32, 16, 1, 8, 1),
     _DecodeShape(64, 16, 1, 6, 1),
@@ -235,7 +235,7 @@ def _decode_variants() -> tuple[Variant, ...]:
     return (*hopper, *portable)
 
 
-# Partials and output of a reduction; a 2-byte output has its partials' type.
+# Dtypes of partials and output of a reduction; a 2-byte output has the type of the partials.
 _REDUCTION_DTYPES = (("bf16", "bf16"), ("fp16", "fp16"), ("fp16", "e4m3"))
 _FOLLOWING_SMS = ("90a", "100", "103")
 
@@ -282,7 +282,7 @@ _MLA_TILE_TOKENS = 64
 
 
 def _mla_shared_bytes(latent: int) -> int:
-    """What ``Shared`` of mla/buffers.cuh needs, which asserts that it fits."""
+    """What ``SharedStorage`` of mla/bf16/shared_storage.cuh needs, which asserts that it fits."""
     box = 64 * 128
     boxes = latent // 64 + 1
     # Queries, P and two buffers of keys in boxes of 64 x 64, two pieces, maxima and sums of two warpgroups and whether
@@ -291,7 +291,7 @@ def _mla_shared_bytes(latent: int) -> int:
 
 
 def _mla_ring_bytes(latent: int, q_e4m3: bool) -> int:
-    """The same of mla/rings.cuh."""
+    """The same of mla/e4m3/shared_storage.cuh."""
     tiles = (5 if q_e4m3 else 3) if latent > 256 else (8 if q_e4m3 else 7)
     probabilities = 3
     # Raw tiles, probabilities and what is said with them, their barriers, the CTA's share.

@@ -1,4 +1,4 @@
-// PTX that CUDA C++ has no word for: mbarriers, bulk tensor copies, ldmatrix, mma, dependent launch.
+// PTX instructions that CUDA C++ does not expose: mbarriers, TMA copies, ldmatrix, mma, programmatic dependent launch.
 #pragma once
 #include <cstdint>
 #include <cuda_bf16.h>
@@ -7,24 +7,23 @@
 
 #define DEVICE __device__ __forceinline__
 
-DEVICE uint32_t shared_address(const void* pointer) {
-    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
+DEVICE uint32_t shared_address(const void* pointer) { return static_cast<uint32_t>(__cvta_generic_to_shared(pointer)); }
 
-// The thread's index, read anew: what follows from it need not stay in registers, where that would cost spills.
-DEVICE uint32_t thread_anew() {
+// Reads the thread index again, so that values derived from it need not stay in registers where they would cause
+// spills.
+DEVICE uint32_t reread_thread_index() {
     uint32_t thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     return thread;
 }
 
-// ---- mbarriers: a phase completes when `count` arrivals and all announced bytes are in ----
+// ---- mbarriers: a phase completes after `count` arrivals, once all expected bytes have arrived ----
 
 DEVICE void mbarrier_init(uint32_t barrier, uint32_t count) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
-// Behind the last one: bulk copies know of them.
+// After the last mbarrier_init: makes the initialisations visible to TMA copies.
 DEVICE void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 DEVICE void mbarrier_arrive(uint32_t barrier) {
@@ -35,18 +34,23 @@ DEVICE void mbarrier_wait(uint32_t barrier, uint32_t parity) {
 #if __CUDA_ARCH__ >= 900
     asm volatile(
         "{ .reg .pred done;\n"
-        "again: mbarrier.try_wait.parity.shared.b64 done, [%0], %1, %2;\n"  // sleeps for so many ns, or less
+        // the suspend-time hint in ns; it may wake up earlier
+        "again: mbarrier.try_wait.parity.shared.b64 done, [%0], %1, %2;\n"
         "@done bra ready;\n"
         "bra again;\n"
-        "ready: }" ::"r"(barrier), "r"(parity), "n"(1 << 20) : "memory");
+        "ready: }" ::"r"(barrier),
+        "r"(parity), "n"(1 << 20)
+        : "memory");
 #else
-    // mbarrier.test_wait.parity needs sm_80 only; try_wait, which may sleep, needs sm_90.
+    // mbarrier.test_wait.parity exists from sm_80 on; try_wait, which may suspend the thread, needs sm_90.
     asm volatile(
         "{ .reg .pred done;\n"
         "again: mbarrier.test_wait.parity.shared.b64 done, [%0], %1;\n"
         "@done bra ready;\n"
         "bra again;\n"
-        "ready: }" ::"r"(barrier), "r"(parity) : "memory");
+        "ready: }" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
 #endif
 }
 
@@ -64,12 +68,10 @@ DEVICE uint64_t evict_first_policy() {
     return policy;
 }
 
-DEVICE void prefetch_tensor_map(const void* map) {
-    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
+DEVICE void prefetch_tensor_map(const void* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
-DEVICE void copy_tensor_box_4d(uint32_t destination, const void* map, uint32_t barrier, int c0, int c1, int c2, int c3,
-                               uint64_t policy) {
+DEVICE void tma_load_4d(uint32_t destination, const void* map, uint32_t barrier, int c0, int c1, int c2, int c3,
+                        uint64_t policy) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
         " [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(destination),
@@ -78,23 +80,23 @@ DEVICE void copy_tensor_box_4d(uint32_t destination, const void* map, uint32_t b
 }
 #endif
 
-DEVICE void copy_16_bytes(uint32_t destination, const void* source) {
+DEVICE void cp_async_16(uint32_t destination, const void* source) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(destination), "l"(source) : "memory");
 }
 
 DEVICE void prefetch_to_l2(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
 
 // Brings a line to L1 without waiting for it.
-DEVICE void touch(const int* address) {
+DEVICE void prefetch_to_l1(const int* address) {
     asm volatile("{ .reg .b32 unused; ld.global.b32 unused, [%0]; }" ::"l"(address));
 }
 
-// The arrival fires when this thread's earlier cp.async are done; "noinc": it counts against the initial count.
-DEVICE void mbarrier_arrive_after_copies(uint32_t barrier) {
+// Arrives once this thread's earlier cp.async have completed. "noinc": it uses one of the arrivals of mbarrier_init.
+DEVICE void mbarrier_arrive_after_cp_async(uint32_t barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// ---- programmatic dependent launch: no-ops where the launch did not ask for it ----
+// ---- programmatic dependent launch: no-ops unless the launch attribute is set ----
 
 DEVICE void wait_for_previous_grid() {
 #if __CUDA_ARCH__ >= 900
@@ -110,7 +112,7 @@ DEVICE void allow_next_grid() {
 
 // ---- shared memory by address ----
 
-DEVICE uint4 load_shared_16_bytes(uint32_t address) {
+DEVICE uint4 load_shared_uint4(uint32_t address) {
     uint4 v;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
@@ -119,20 +121,22 @@ DEVICE uint4 load_shared_16_bytes(uint32_t address) {
     return v;
 }
 
-DEVICE void store_shared_16_bytes(uint32_t address, uint4 v) {
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+DEVICE void store_shared_uint4(uint32_t address, uint4 v) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                 : "memory");
 }
 
 // ---- clusters ----
 
 #if __CUDA_ARCH__ >= 900
-// What threads of a cluster wrote before they arrive, those that have waited see. Who has exited is not waited for.
+// What the cluster's threads wrote before they arrived is visible to those that have waited. Exited threads are not
+// waited for.
 DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-// Where nothing was written that another CTA reads.
+// Use where a CTA wrote nothing that another CTA reads.
 DEVICE void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// Where the same shared memory of the cluster's CTA `rank` lies.
+// The address of the same shared-memory variable in the cluster's CTA `rank`.
 DEVICE uint32_t address_in_cta(uint32_t address, int rank) {
     uint32_t there;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
@@ -157,14 +161,14 @@ DEVICE float4 load_cluster_float4(uint32_t address) {
 
 // ---- tensor cores ----
 
-DEVICE void load_matrix_x4(uint32_t (&r)[4], uint32_t address) {
+DEVICE void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                  : "r"(address)
                  : "memory");
 }
 
-DEVICE void load_matrix_x4_transposed(uint32_t (&r)[4], uint32_t address) {
+DEVICE void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                  : "r"(address)
@@ -177,7 +181,7 @@ DEVICE uint32_t transpose_8x8(uint32_t fragment) {
     return result;
 }
 
-// d += a * b; a is 16 x 16 (rows x depth), b is 16 x 8 (depth x columns).
+// d += a * b, with a of 16 x 16 (M x K) and b of 16 x 8 (K x N).
 DEVICE void mma_bf16_16x8x16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
@@ -214,13 +218,13 @@ DEVICE float2 unpack_bf16(uint32_t pair) { return __bfloat1622float2(*reinterpre
 
 DEVICE float2 unpack_fp16(uint32_t pair) { return __half22float2(*reinterpret_cast<const __half2*>(&pair)); }
 
-// Two e4m3 in the low 16 bits as two fp16; exact, NaN stays NaN.
+// Two e4m3 in the low 16 bits become two fp16; exact, NaN stays NaN.
 DEVICE uint32_t e4m3_pair_to_fp16(uint32_t pair) {
     const __half2_raw halves = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(pair), __NV_E4M3);
     return static_cast<uint32_t>(halves.y) << 16 | halves.x;
 }
 
-// Four e4m3 likewise: the low and the high pair.
+// Four e4m3 become two pairs of fp16, the low two and the high two.
 DEVICE void e4m3_to_fp16(uint32_t four, uint32_t& low, uint32_t& high) {
     asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h; }"
         : "=r"(low), "=r"(high)
@@ -233,9 +237,9 @@ DEVICE float2 unpack_e4m3(uint16_t pair) { return unpack_fp16(e4m3_pair_to_fp16(
 
 DEVICE float power_of_two(int exponent) { return __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23); }
 
-// By whose power of two bf16 numbers are divided to fit fp16, from the biased exponent of the largest: at 112 the largest bf16 is
-// just within fp16, and at -100 the power is no danger to what it is multiplied by.
-DEVICE int exponent_into_fp16(uint32_t biased) { return min(max(static_cast<int>(biased) - 127, -100), 112); }
+// The exponent e for which bf16 numbers divided by 2^e fit fp16, from the biased exponent of the largest. At 112 the
+// largest bf16 just fits; -100 keeps 2^e far from the limits of fp32 when it is multiplied with other factors.
+DEVICE int fp16_range_exponent(uint32_t biased) { return min(max(static_cast<int>(biased) - 127, -100), 112); }
 
 DEVICE float exp2_approximate(float x) {
     float y;
@@ -245,7 +249,7 @@ DEVICE float exp2_approximate(float x) {
 
 // ---- ordering between CTAs ----
 
-DEVICE uint32_t add_acquire_release(uint32_t* counter, uint32_t value) {
+DEVICE uint32_t atomic_add_acq_rel(uint32_t* counter, uint32_t value) {
     uint32_t before;
     asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(value) : "memory");
     return before;

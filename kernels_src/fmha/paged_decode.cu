@@ -1,89 +1,93 @@
-// Paged attention of few query tokens a request (decode, draft tokens): grouped queries; KV bf16, fp16 or e4m3.
+// Paged attention for few query tokens per request (decode, draft tokens): grouped queries; KV cache of bf16, fp16 or
+// e4m3.
 //
-//   page table --> producer warps --TMA or cp.async--> ring of buffers  K V K V ...   (full / empty mbarriers)
+//   page table --> producer warps --TMA or cp.async--> pipeline of stages  K V K V ...   (full / empty mbarriers)
 //                                                        |
 //   few rows: 4 (or 2 x 4) consumer warps, each 16 of    v
 //   every 64 tokens (and half of the rows):
 //       S^T = K Q^T   (tokens x rows)   -> online softmax over tokens -> P^T (16 bits)
 //       O^T += V^T P^T (head_dim x rows), fp32 in registers
-//   many rows: 2 warpgroups, each every other tile (or half of the rows):
+//   many rows: 2 consumer warpgroups, each every other KV tile (or half of the rows):
 //       S = Q K^T -> online softmax -> P;  O += P V
 //                                                        |
-//   their (maximum, sum, O) meet in shared memory -------+--> output, or a partial in the workspace,
+//   merge of (maximum, sum, O) in shared memory ---------+--> output, or a split-KV partial in the workspace,
 //                                                             merged by the CTA that arrives last
 //
-// Rows are (query token, query head of a KV head's group), token-major, padded to ROWS; more rows are more row tiles. Of
-// warps they sit on the 8-wide side of the MMA, so that a group of 8 wastes nothing, and a row's arithmetic does not depend
-// on ROWS. e4m3 keys and values become fp16 on their way to the MMA: in registers of warps; for warpgroups, which multiply
-// e4m3 queries by the keys as they are, by four warps more, from the ring into a second one.
+// Rows are (query token, query head of a KV head's group), token-major, padded to ROWS; more rows are more row tiles.
+// In the warp kernels, rows map to the MMA's N dimension (8), so that a group of 8 query heads needs no padding, and a
+// row's arithmetic does not depend on ROWS. e4m3 keys and values become fp16 before the MMA: in the warp kernels in
+// registers, in the warpgroup kernels by four converter warps, from the first pipeline into a second one. Warpgroup
+// kernels for e4m3 queries multiply e4m3 keys as they are.
 //
-// The grid is persistent and comes from bounds alone. A pair is a (request, KV head, row tile). CTAs work in teams of
-// `cta_group_size`, each member on its own pair of a block of as many, so that neighbours read the same tokens at about the
-// same time (faster by measurement: benchmarks/results/grid_choice.json). All tiles of all blocks form one line; team c of n
-// takes the tiles [c T / n, (c + 1) T / n). A pair that one team holds whole is finished there; of any other, each CTA
-// writes a partial. Split boundaries are a pure function of the lengths and the grid; with `splits` they are one of the
-// request's own lengths alone (batch invariance), and every split is a part of its own.
-// Or each pair has a cluster for itself, of 1 to 8 CTAs: each takes an equal part of the pair's tiles, which may be none, and
-// they merge through each other's shared memory.
+// The grid is persistent and follows from bounds alone. Work is scheduled in one of three ways (scheduler.cuh):
+// - Stream-K: the KV tiles of all output tiles form one tile space; group c of n computes KV tiles
+//   [c T / n, (c + 1) T / n). Output tiles that lie in one CTA group's range are finished there; of the others, each CTA
+//   writes a partial. Split boundaries follow from the lengths and the grid.
+// - `splits` > 0 (batch invariance): split boundaries follow from the request's own lengths alone, and a CTA group
+//   computes the splits that begin in its range.
+// - Clusters: each output tile has a cluster of 1 to 8 CTAs, which split its KV tiles evenly (a share may be empty) and
+//   merge through distributed shared memory.
+// The CTAs of a group work side by side on neighbouring KV heads, which measured faster:
+// benchmarks/results/grid_choice.json.
 //
-// Build: -DHEAD_DIM=n -DKV_E4M3=0|1 -DMMA_FP16=0|1 (e4m3 becomes fp16, which holds it exactly; else the type of K and V)
-//        -DQ_E4M3=0|1 -DROWS=n -DTILE_TOKENS=64|128
-//        -DCONSUMER_WARPGROUPS=1|2 -DWARPGROUP_MMA=0|1 -DUSE_TMA=0|1 -DBUFFERS=n -DCTAS_PER_SM=n -DSHARED_BYTES=n
-//        -DKERNEL_NAME=symbol
+// Build: -DHEAD_DIM=n -DKV_E4M3=0|1 -DMMA_FP16=0|1 (the MMA's type: fp16, which holds e4m3 exactly, or bf16)
+//        -DQ_E4M3=0|1 -DROWS=n -DTILE_TOKENS=64|128 -DCONSUMER_WARPGROUPS=1|2 -DWARPGROUP_MMA=0|1 -DUSE_TMA=0|1
+//        -DSTAGES=n -DCTAS_PER_SM=n -DSHARED_BYTES=n -DKERNEL_NAME=symbol
 
-#include "decode/produce.cuh"
+#include "decode/producer.cuh"
 #if WARPGROUP_MMA
-#include "decode/warpgroups.cuh"
+#include "decode/consumer_warpgroups.cuh"
 #else
-#include "decode/warps.cuh"
+#include "decode/consumer_warps.cuh"
 #endif
 
 namespace paged_decode {
 
-// By one thread: where several initialise, the compiler makes it a loop over them, of nearly a hundred cycles each.
-DEVICE void prepare_barriers(Shared& shared) {
+// One thread initialises all barriers; with several, the compiler serialises them at about 100 cycles each.
+DEVICE void initialise_barriers(SharedStorage& shared) {
 #pragma unroll
-    for (int i = 0; i < BUFFERS; ++i) {
-        // TMA: one arrival that announces bytes. cp.async: one arrival a producer lane.
+    for (int i = 0; i < STAGES; ++i) {
+        // TMA: one arrival that expects bytes. cp.async: one arrival per producer lane.
         mbarrier_init(shared_address(&shared.full[i]), USE_TMA ? 1 : 32);
         const bool converted = KEYS_CONVERTED || i % 2 == 1;
-        mbarrier_init(shared_address(&shared.empty[i]), CONVERTS && converted ? CONVERTERS / 32 : BUFFER_READERS);
+        mbarrier_init(shared_address(&shared.empty[i]), CONVERTS && converted ? CONVERTERS / 32 : STAGE_READERS);
     }
 #pragma unroll
-    for (int i = 0; i < (CONVERTS ? CONVERTED_BUFFERS : 0); ++i) {
+    for (int i = 0; i < (CONVERTS ? CONVERTED_STAGES : 0); ++i) {
         mbarrier_init(shared_address(&shared.converted_full[i]), CONVERTERS / 32);
-        mbarrier_init(shared_address(&shared.converted_empty[i]), BUFFER_READERS);
+        mbarrier_init(shared_address(&shared.converted_empty[i]), STAGE_READERS);
     }
 #pragma unroll
-    for (int i = 0; i < (WARPGROUP_MMA && !CONVERTS ? PARTIES : 0); ++i)
-        mbarrier_init(shared_address(&shared.cleared[i]), BUFFER_READERS);
+    for (int i = 0; i < (WARPGROUP_MMA && !CONVERTS ? KV_PARTITIONS : 0); ++i)
+        mbarrier_init(shared_address(&shared.cleared[i]), STAGE_READERS);
 #if USE_TMA
     fence_mbarrier_init();
 #endif
 }
 
-// What the first pieces need comes to L2 while the lengths are read: page table and queries, a line a consumer of the grid.
-// A hint only: nothing is read before the grid in front has ended.
+// Brings page table and queries to L2 while the lengths are read, one line per consumer thread of the grid. Only a
+// hint, so it may run before the previous grid has ended.
 DEVICE void prefetch_inputs(const Params& p) {
-    const int64_t line = static_cast<int64_t>((blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x) * CONSUMERS + threadIdx.x;
+    const int64_t line =
+        static_cast<int64_t>((blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x) * CONSUMERS + threadIdx.x;
     if (line * 32 < p.batch * p.table_stride) prefetch_to_l2(static_cast<const int*>(p.page_table) + line * 32);
     const int item = p.q_type == TYPE_E4M3 ? 1 : 2;
     if (line * 128 < p.tokens * p.q_token_stride * item) prefetch_to_l2(static_cast<const char*>(p.q) + line * 128);
 }
 
-DEVICE void report_bounds(const Params& p) {
-    uint32_t seen = 0;
+DEVICE void report_invalid_lengths(const Params& p) {
+    uint32_t status = 0;
     for (int b = threadIdx.x; b < p.batch; b += THREADS) {
-        const int length = stated_length(p, b);
-        if (length > p.max_seq_len) seen |= STATUS_LENGTH_OVER_BOUND;
-        if (length < 0) seen |= STATUS_LENGTH_NEGATIVE;
+        const int kv_len = given_kv_len(p, b);
+        if (kv_len > p.max_seq_len) status |= STATUS_LENGTH_OVER_BOUND;
+        if (kv_len < 0) status |= STATUS_LENGTH_NEGATIVE;
         if (p.q_cu_seq_lens != nullptr) {
             const int* starts = static_cast<const int*>(p.q_cu_seq_lens) + b;
             const int64_t q_len = static_cast<int64_t>(starts[1]) - starts[0];
-            if (q_len < 0 || q_len > p.q_len || starts[0] < 0 || starts[1] > p.tokens) seen |= STATUS_QUERIES;
+            if (q_len < 0 || q_len > p.q_len || starts[0] < 0 || starts[1] > p.tokens) status |= STATUS_QUERIES;
         }
     }
-    if (seen) atomicOr(static_cast<uint32_t*>(p.status), seen);
+    if (status) atomicOr(static_cast<uint32_t*>(p.status), status);
 }
 
 }  // namespace paged_decode
@@ -92,11 +96,11 @@ extern "C" __global__ void __launch_bounds__(paged_decode::THREADS, CTAS_PER_SM)
     KERNEL_NAME(const __grid_constant__ Params p) {
     using namespace paged_decode;
     extern __shared__ __align__(1024) char shared_memory[];
-    Shared& shared = *reinterpret_cast<Shared*>(shared_memory);
-    // The producers have the longest way to the first key: all else that has to be done is not theirs.
+    SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_memory);
+    // Producers are on the critical path to the first key, so the consumers do the rest of the setup.
     if (threadIdx.x < CONSUMERS) {
         if (threadIdx.x == 0) {
-            prepare_barriers(shared);
+            initialise_barriers(shared);
 #if USE_TMA
             prefetch_tensor_map(&p.k_map);
             prefetch_tensor_map(&p.v_map);
@@ -106,32 +110,32 @@ extern "C" __global__ void __launch_bounds__(paged_decode::THREADS, CTAS_PER_SM)
         named_barrier_arrive<THREADS>(PREPARED_BARRIER);
     }
     wait_for_previous_grid();
-    const Share share = find_share(p);  // by all warps alike: its code is fetched once
+    const WorkRange range = find_work_range(p);  // in all warps alike, so that its code is fetched once
     if (threadIdx.x >= CONSUMERS) {
         named_barrier_sync<THREADS>(PREPARED_BARRIER);
-        if constexpr (HANDS_OVER_REGISTERS) give_registers<HELPER_REGISTERS>();
+        if constexpr (USES_SETMAXNREG) setmaxnreg_dec<HELPER_REGISTERS>();
         if (threadIdx.x < FIRST_CONVERTER) {
-            produce(p, share, threadIdx.x / 32 - CONSUMER_WARPS, shared);
+            produce(p, range, threadIdx.x / 32 - CONSUMER_WARPS, shared);
             allow_next_grid();
         } else {
 #if WARPGROUP_MMA && KV_E4M3
-            convert_tiles(p, share, shared);
+            convert_tiles(p, range, shared);
 #endif
         }
     } else {
-        if constexpr (HANDS_OVER_REGISTERS) take_registers<CONSUMER_REGISTERS>();
-        if constexpr (SHARE_IN_SHARED) {
+        if constexpr (USES_SETMAXNREG) setmaxnreg_inc<CONSUMER_REGISTERS>();
+        if constexpr (RANGE_IN_SHARED) {
             if (threadIdx.x == 0) {
-                shared.share[0] = share;
+                shared.range[0] = range;
 #if WARPGROUP_MMA
-                shared.open_parts.count = 0;
+                shared.open_splits.count = 0;
 #endif
             }
             named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
-            consume(p, shared.share[0], shared);
+            consume(p, shared.range[0], shared);
         } else {
-            consume(p, share, shared);
+            consume(p, range, shared);
         }
     }
-    if (blockIdx.x + blockIdx.y + blockIdx.z == 0) report_bounds(p);
+    if (blockIdx.x + blockIdx.y + blockIdx.z == 0) report_invalid_lengths(p);
 }

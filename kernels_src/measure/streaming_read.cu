@@ -1,11 +1,10 @@
-// Reads memory once and as fast as it comes: what a kernel that must read so many bytes can reach at best.
+// Read-only bandwidth test: the upper bound for a kernel that must read as many bytes.
 //
-//   data [units] of 16 bytes --> one sum of 32-bit words a CTA (modulo 2^32) --> sums [CTAs]
+//   data [units] of 16 bytes --> sum of 32-bit words per CTA (modulo 2^32) --> sums [CTAs]
 //
-// The CTAs walk over the data side by side, each a chunk of THREADS * LOADS units at a time, several loads of each
-// thread in flight. The words do not fit in the caches and are read once, so they pass L1 and leave L2 first. The sums
-// are there so that no load can be left out; addition modulo 2^32 has no order, so they do not depend on the grid
-// but through who adds what.
+// The CTAs walk over the data in step, a chunk of THREADS * LOADS units each, with several loads of each thread in
+// flight. Every word is read once, so loads bypass L1 and are evicted from L2 first. The sums keep the compiler from
+// dropping loads; addition modulo 2^32 is associative, so their total does not depend on the grid.
 //
 // Build: -DKERNEL_NAME=symbol.
 
@@ -18,7 +17,7 @@ using Params = StreamingReadParams;
 namespace streaming_read {
 
 constexpr int THREADS = STREAMING_THREADS;
-constexpr int LOADS = STREAMING_LOADS;  // of 16 bytes, one after the other in each thread
+constexpr int LOADS = STREAMING_LOADS;  // of 16 bytes, in each thread
 constexpr int WARPS = THREADS / 32;
 constexpr int CHUNK = THREADS * LOADS;
 
@@ -48,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(streaming_read::THREADS) KERNEL_NAM
 #pragma unroll
         for (int i = 0; i < LOADS; ++i) sum += sum_of(words[i]);
     }
-    // The rest is less than a chunk: the CTA whose turn it would be reads it.
+    // The rest is less than a chunk; the next CTA in order reads it.
     if (blockIdx.x == chunks % gridDim.x)
         for (int64_t unit = chunks * CHUNK + threadIdx.x; unit < p.units; unit += THREADS)
             sum += sum_of(load(data + unit, policy));
@@ -56,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(streaming_read::THREADS) KERNEL_NAM
     __shared__ uint32_t of_warps[WARPS];
     sum = __reduce_add_sync(0xffffffffu, sum);
     if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = sum;
-    __syncthreads();  // every warp's sum is there
+    __syncthreads();  // all warps have stored their sums
     if (threadIdx.x >= 32) return;
     sum = __reduce_add_sync(0xffffffffu, threadIdx.x < WARPS ? of_warps[threadIdx.x] : 0);
     if (threadIdx.x == 0) static_cast<uint32_t*>(p.sums)[blockIdx.x] = sum;

@@ -1,59 +1,58 @@
-// Paged decode of multi-head latent attention with a cache of e4m3 and queries of e4m3 or bf16; shapes and sharing of the work
-// as in paged_mla_decode.cu.
+// Paged MLA decode with an e4m3 cache and queries of e4m3 or bf16; shapes and scheduling as in paged_mla_decode.cu.
 //
-//   loading warp             page table --> bulk tensor copies --> a ring of raw tiles of 64 keys, LATENT / 64 + 1 boxes
-//   two output warpgroups    O^T += V^T P^T, fp16 by fp16, half of the columns each: V^T goes from the tile to registers,
-//                            transposed by ldmatrix and converted there
-// With e4m3 queries
-//   scoring warpgroup        S = Q K^T, e4m3 by e4m3 as they are, of the next tile's columns the first half while this tile's
-//                            P = softmax, fp16 --> a ring in shared memory
-// and with bf16 queries, in fp16
-//   scoring warpgroup        S^T = K Q^T: K goes from the tile to registers and is converted there --> shared memory
-//   two softmax warps        P = softmax, a row each thread --> a ring in shared memory
+//   producer warp           page table --> TMA --> pipeline of e4m3 tiles of 64 keys, LATENT / 64 + 1 boxes
+//   two PV warpgroups       O^T += V^T P^T, fp16 by fp16, half of the columns each: V^T goes from the tile to
+//                           registers, transposed by ldmatrix, and is converted there
+// With e4m3 queries:
+//   QK warpgroup            S = Q K^T, e4m3 by e4m3; the first half of the next tile's columns overlaps with this
+//                           tile's P = softmax, fp16 --> pipeline in shared memory
+// With bf16 queries, in fp16:
+//   QK warpgroup            S^T = K Q^T: K goes from the tile to registers and is converted there --> shared memory
+//   two softmax warps       P = softmax, one row per thread --> pipeline in shared memory
 //
-// With O and S transposed what is converted is the operand that may come from registers: converted values are never written to
-// shared memory, whose bandwidth bounds a kernel that does. A tile's time is that of the scoring warpgroup. So with e4m3
-// queries it looks for maxima only where one has to follow; with bf16 queries, whose products take twice the time, it does
-// nothing but products.
+// Because O and S are transposed, the converted operand is the one that may come from registers: converted values are
+// never written to shared memory, whose bandwidth would bound the kernel. The QK warpgroup sets the time of a tile.
+// With e4m3 queries it therefore compares maxima only when one must be raised; with bf16 queries, whose products take
+// twice the time, it computes nothing but products.
 //
 // Build: -DLATENT=512|256 -DKV_E4M3=1 -DQ_E4M3=0|1 -DROWS=64 -DTILE_TOKENS=64 -DBOX_COLUMNS=64 -DSHARED_BYTES=n
 //        -DKERNEL_NAME=symbol
 
 #include "pages.cuh"
 #if Q_E4M3
-#include "scoring.cuh"
+#include "e4m3/qk_e4m3_queries.cuh"
 #else
-#include "row_softmax.cuh"
-#include "scoring_transposed.cuh"
+#include "e4m3/softmax_warps.cuh"
+#include "e4m3/qk_bf16_queries.cuh"
 #endif
-#include "transposed.cuh"
+#include "e4m3/pv.cuh"
 
 namespace paged_mla_decode {
 
-constexpr int P_WARPS = Q_E4M3 ? WARPGROUP / 32 : SOFTMAX_WARPS;  // that hand P on
-// A warpgroup that asks for more registers than the others leave waits for ever.
-constexpr int OUTPUT_REGISTERS = 168, SCORING_REGISTERS = Q_E4M3 ? 144 : 112, LOADING_REGISTERS = Q_E4M3 ? 32 : 64;
-static_assert(2 * OUTPUT_REGISTERS + SCORING_REGISTERS + LOADING_REGISTERS <= THREADS / WARPGROUP * LAUNCH_REGISTERS);
+constexpr int P_WARPS = Q_E4M3 ? WARPGROUP / 32 : SOFTMAX_WARPS;  // that compute P
+// A warpgroup that asks for more registers than are available waits forever.
+constexpr int PV_REGISTERS = 168, QK_REGISTERS = Q_E4M3 ? 144 : 112, PRODUCER_REGISTERS = Q_E4M3 ? 32 : 64;
+static_assert(2 * PV_REGISTERS + QK_REGISTERS + PRODUCER_REGISTERS <= THREADS / WARPGROUP * LAUNCH_REGISTERS);
 
-DEVICE void load_tiles(const Params& p, const Share& share, Shared& shared) {
+DEVICE void load_tiles(const Params& p, const WorkRange& range, SharedStorage& shared) {
     const int chunk_log2 = chunk_tokens_log2(p);
-    const uint64_t policy = keys_policy(p);
-    Turn<BUFFERS> tiles;
-    Walker walker(p, share);
-    Piece piece;
-    while (walker.next(piece)) {
+    const uint64_t policy = kv_l2_policy(p);
+    PipelineState<STAGES> tiles;
+    WorkTileIterator work_tiles(p, range);
+    WorkTile work;
+    while (work_tiles.next(work)) {
         PageWindow pages;
-        const int last = piece.first + piece.steps();
+        const int last = work.first + work.key_tiles();
 #pragma unroll 1
-        for (int tile = piece.first; tile < last; ++tile) {
-            const TilePages at(p, piece, pages, chunk_log2, tile);
-            wait_barrier(shared.empty[tiles.index], tiles.parity ^ 1);
+        for (int tile = work.first; tile < last; ++tile) {
+            const TilePages at(p, work, pages, chunk_log2, tile);
+            wait_barrier(shared.empty[tiles.index], tiles.phase ^ 1);
             if (elect_one()) {
                 const uint32_t full = shared_address(&shared.full[tiles.index]);
                 mbarrier_arrive_expect_bytes(full, BOXES * at.chunks << (chunk_log2 + ROW_BYTES_LOG2));
 #pragma unroll 1
                 for (int box = 0; box < BOXES; ++box)
-                    copy_box(p, at, chunk_log2, box, shared_address(shared.kv[tiles.index][box]), full, policy);
+                    tma_load_box(p, at, chunk_log2, box, shared_address(shared.kv[tiles.index][box]), full, policy);
             }
             __syncwarp();
             tiles.advance();
@@ -67,13 +66,13 @@ extern "C" __global__ void __launch_bounds__(paged_mla_decode::THREADS, 1)
     KERNEL_NAME(const __grid_constant__ PagedMlaDecodeParams p) {
     using namespace paged_mla_decode;
     extern __shared__ __align__(1024) char shared_memory[];
-    Shared& shared = *reinterpret_cast<Shared*>(shared_memory);
+    SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_memory);
     if (threadIdx.x == WARPGROUP) {
-        for (int b = 0; b < BUFFERS; ++b) {
+        for (int b = 0; b < STAGES; ++b) {
             mbarrier_init(shared_address(&shared.full[b]), 1);
             mbarrier_init(shared_address(&shared.empty[b]), (CONSUMERS + WARPGROUP) / 32);
         }
-        for (int b = 0; b < HANDOVERS; ++b) {
+        for (int b = 0; b < P_STAGES; ++b) {
             mbarrier_init(shared_address(&shared.p_full[b]), P_WARPS);
             mbarrier_init(shared_address(&shared.p_empty[b]), CONSUMERS / 32);
         }
@@ -85,31 +84,31 @@ extern "C" __global__ void __launch_bounds__(paged_mla_decode::THREADS, 1)
         prefetch_tensor_map(&p.kv_map);
     }
     wait_for_previous_grid();
-    if (threadIdx.x < 32) find_share(p, shared.share);
+    if (threadIdx.x < 32) find_work_range(p, shared.range);
     __syncthreads();
-    const Share& share = shared.share;
+    const WorkRange& range = shared.range;
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);
     if (warpgroup < CONSUMERS / WARPGROUP) {
-        take_registers<OUTPUT_REGISTERS>();
-        if (multiply_values(p, shared)) merge_shares(p, share, shared_memory);
+        setmaxnreg_inc<PV_REGISTERS>();
+        if (multiply_values(p, shared)) merge_range(p, range, shared_memory);
     } else if (warpgroup == CONSUMERS / WARPGROUP) {
-        if constexpr (SCORING_REGISTERS > LAUNCH_REGISTERS)
-            take_registers<SCORING_REGISTERS>();
+        if constexpr (QK_REGISTERS > LAUNCH_REGISTERS)
+            setmaxnreg_inc<QK_REGISTERS>();
         else
-            give_registers<SCORING_REGISTERS>();
-        score(p, share, shared);
-        if (blockIdx.x == 0) report_lengths(p, threadIdx.x - CONSUMERS, HELPERS);
+            setmaxnreg_dec<QK_REGISTERS>();
+        score(p, range, shared);
+        if (blockIdx.x == 0) report_invalid_lengths(p, threadIdx.x - CONSUMERS, HELPERS);
     } else {
-        give_registers<LOADING_REGISTERS>();
+        setmaxnreg_dec<PRODUCER_REGISTERS>();
         if (threadIdx.x < THREADS - WARPGROUP + 32) {
-            load_tiles(p, share, shared);
+            load_tiles(p, range, shared);
             allow_next_grid();
         }
 #if !Q_E4M3
         else if (threadIdx.x < THREADS - WARPGROUP + 32 + SOFTMAX_WARPS * 32) {
-            weigh(p, share, shared);
+            weigh(p, range, shared);
         }
 #endif
-        if (blockIdx.x == 0) report_lengths(p, threadIdx.x - CONSUMERS, HELPERS);
+        if (blockIdx.x == 0) report_invalid_lengths(p, threadIdx.x - CONSUMERS, HELPERS);
     }
 }

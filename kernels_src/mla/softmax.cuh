@@ -1,6 +1,6 @@
-// From scores to probabilities: masks, the rows' maxima and sums, and P as the next product reads it.
+// Softmax of the warpgroup kernels: masks, row maxima and sums, and P as the next product reads it.
 #pragma once
-#include "layout.cuh"
+#include "rows64.cuh"
 
 namespace paged_mla_decode {
 
@@ -9,14 +9,14 @@ using Probabilities = uint32_t[TILE_TOKENS / 16][4];
 
 // The thread's two rows.
 struct Rows {
-    uint32_t visible[2];  // bit j: the row sees key `prefix` + j; keys before `prefix` all rows see
+    uint32_t visible[2];  // bit j: the row sees key `prefix` + j; every row sees the keys before `prefix`
     float maximum[2];
-    float sum[2];  // of this warpgroup's tiles and this thread's columns
+    float sum[2];  // over this warpgroup's tiles and this thread's columns
 };
 
-// Scores whose sign is the scale's, and -inf where a row does not see the key.
-DEVICE void mask_scores(const Piece& piece, int tile, const Rows& rows, bool negative, Scores& s) {
-    const int prefix = piece.length - piece.queries;
+// Gives scores the sign of the scale, and -inf where a row does not see the key.
+DEVICE void mask_scores(const WorkTile& work, int tile, const Rows& rows, bool negative, Scores& s) {
+    const int prefix = work.kv_len - work.q_len;
     const int first = tile * TILE_TOKENS + threadIdx.x % 4 * 2;
     if (negative)
 #pragma unroll
@@ -33,15 +33,15 @@ DEVICE void mask_scores(const Piece& piece, int tile, const Rows& rows, bool neg
 
 // The largest of the thread's scores of each row.
 DEVICE void own_maxima(const Scores& s, float (&top)[2]) {
-    float part[4];
+    float partial[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) part[i] = fmaxf(s[i], s[i + 4]);
+    for (int i = 0; i < 4; ++i) partial[i] = fmaxf(s[i], s[i + 4]);
 #pragma unroll
-    for (int i = 8; i < TILE_TOKENS / 2; ++i) part[i % 4] = fmaxf(part[i % 4], s[i]);
-    for (int i = 0; i < 2; ++i) top[i] = fmaxf(part[2 * i], part[2 * i + 1]);
+    for (int i = 8; i < TILE_TOKENS / 2; ++i) partial[i % 4] = fmaxf(partial[i % 4], s[i]);
+    for (int i = 0; i < 2; ++i) top[i] = fmaxf(partial[2 * i], partial[2 * i + 1]);
 }
 
-// The largest of each row, scaled.
+// The largest score of each row, scaled.
 DEVICE void row_maxima(const Scores& s, float scale, float (&top)[2]) {
     own_maxima(s, top);
 #pragma unroll
@@ -52,7 +52,7 @@ DEVICE void row_maxima(const Scores& s, float scale, float (&top)[2]) {
 
 DEVICE float next_maximum(float maximum, float top) { return top > maximum + MAXIMUM_SLACK ? top : maximum; }
 
-DEVICE uint32_t fragment_place(uint32_t box, int step) {
+DEVICE uint32_t fragment_address(uint32_t box, int step) {
     const int row = threadIdx.x % WARPGROUP / 32 * 16 + threadIdx.x % 16;
     return box + row * 128 + ((step * 2 + threadIdx.x % 32 / 16) ^ (row % 8)) * 16;
 }

@@ -1,18 +1,18 @@
-// Merges the parts of a decode whose keys several CTAs shared; runs behind trtllm-gen kernels that leave this to
-// a kernel of its own.
+// Merges split-KV partials; runs after trtllm-gen kernels that leave their reduction to a separate kernel.
 //
-//   partial_out         [batch][head CTA][tile of queries][split][row][dim]  -+
+//   partial_out         [batch][head CTA][query tile][split][row][dim]       -+
 //   partial_statistics  the same without dim: (maximum, sum)                 -+--> out [token][head][dim]
 //                                                                             +--> softmax_statistics [token][head]
 //
-// blockIdx.x: tile of queries, and which of the CTAs that share it; blockIdx.y: head CTA and part of the value
+// blockIdx.x: query tile, and number of the CTA among those that share it; blockIdx.y: head CTA and part of the value
 // dimension; blockIdx.z: request. A thread owns 8 neighbouring dims of one row and walks over the splits in index
-// order, twice: first for the maximum, then to add. So the order of additions is a pure function of the number of
-// splits, and no part is read that no CTA wrote.
+// order, twice: first for the maximum, then to add. So the order of additions depends on the number of splits alone,
+// and only partials that a CTA wrote are read.
 //
-// A part stands for sum * 2^(scale * maximum), its output for the numerator. With 8-bit probabilities the sums carry
-// their quantisation factor and the outputs do not (sum_scale). A part that saw no key has the maximum -inf or the
-// lowest float; its output is not looked at. A row without keys and sink: output 0, statistics (-inf, 0).
+// A partial's statistics stand for sum * 2^(scale * maximum), its output for the numerator. With 8-bit probabilities
+// the sums include their quantisation factor and the outputs do not (sum_scale). A partial that saw no key has the
+// maximum -inf or the lowest float; its output is not read. A row without keys and sink: output 0, statistics (-inf,
+// 0).
 //
 // Build: -DPARTIAL_FP16=0|1 -DOUT_E4M3=0|1 -DKERNEL_NAME=symbol; a 2-byte output has the partials' type.
 
@@ -58,7 +58,7 @@ DEVICE Tile find_tile(const Params& p, int request, int tile) {
     Tile found;
     found.first_token = q_start + tile * p.tokens_per_cta;
     found.tokens = max(0, min(q_len - tile * p.tokens_per_cta, p.tokens_per_cta));
-    // The last token of the tile sees most keys; draft tokens behind it are hidden from it.
+    // The last token of the tile sees the most keys; it does not see draft tokens after it.
     const int last = tile * p.tokens_per_cta + found.tokens - 1;
     int keys = static_cast<const int*>(p.seq_lens)[request] - q_len + last + 1;
     if (p.top_k_lens && found.tokens)
@@ -70,11 +70,11 @@ DEVICE Tile find_tile(const Params& p, int request, int tile) {
     return found;
 }
 
-// The exponent (base 2) of a part; -inf for one that saw no key, whatever the scale.
+// The exponent (base 2) of a partial; -inf for one that saw no key, whatever the scale.
 DEVICE float exponent_of(float maximum, float scale) { return maximum <= -FLT_MAX ? -INFINITY : maximum * scale; }
 
-DEVICE void add_part(float (&values)[VALUES], const uint4& part, float weight) {
-    const Partial2* pairs = reinterpret_cast<const Partial2*>(&part);
+DEVICE void add_partial(float (&values)[VALUES], const uint4& partial, float weight) {
+    const Partial2* pairs = reinterpret_cast<const Partial2*>(&partial);
 #pragma unroll
     for (int i = 0; i < VALUES / 2; ++i) {
         const float2 pair = widen(pairs[i]);
@@ -104,13 +104,13 @@ DEVICE void store(void* out, int64_t offset, const float (&values)[VALUES]) {
 #endif
 }
 
-// `part` is where the row's first split lies, in rows of the partials.
-DEVICE void merge_row(const Params& p, const Tile& tile, int64_t part, int row, int dim, float scale) {
+// `partial` is the index of the row's first split, in rows of the partials.
+DEVICE void merge_row(const Params& p, const Tile& tile, int64_t partial, int row, int dim, float scale) {
     const int head_cta = blockIdx.y / p.value_ctas;
     const int head = head_cta * p.heads_per_cta + row % p.heads_per_cta;
     const int64_t out_row = static_cast<int64_t>(tile.first_token + row / p.heads_per_cta) * p.heads_q + head;
-    const float2* statistics = static_cast<const float2*>(p.partial_statistics) + part;
-    const uint16_t* partial_out = static_cast<const uint16_t*>(p.partial_out) + part * p.head_dim + dim;
+    const float2* statistics = static_cast<const float2*>(p.partial_statistics) + partial;
+    const uint16_t* partial_out = static_cast<const uint16_t*>(p.partial_out) + partial * p.head_dim + dim;
 
     const float sink = p.sinks ? static_cast<const float*>(p.sinks)[head] * LOG2_E : -INFINITY;
     float top = sink;
@@ -122,12 +122,12 @@ DEVICE void merge_row(const Params& p, const Tile& tile, int64_t part, int row, 
     float values[VALUES] = {};
     for (int base = 0; base < tile.splits; base += SPLITS_IN_FLIGHT) {
         float2 numbers[SPLITS_IN_FLIGHT];
-        uint4 parts[SPLITS_IN_FLIGHT];
+        uint4 partials[SPLITS_IN_FLIGHT];
 #pragma unroll
         for (int i = 0; i < SPLITS_IN_FLIGHT; ++i) {  // all loads of a batch are in flight together
             const int64_t rows = static_cast<int64_t>(min(base + i, tile.splits - 1)) * p.tile_q;
             numbers[i] = statistics[rows];
-            parts[i] = *reinterpret_cast<const uint4*>(partial_out + rows * p.head_dim);
+            partials[i] = *reinterpret_cast<const uint4*>(partial_out + rows * p.head_dim);
         }
 #pragma unroll
         for (int i = 0; i < SPLITS_IN_FLIGHT; ++i) {
@@ -135,11 +135,11 @@ DEVICE void merge_row(const Params& p, const Tile& tile, int64_t part, int row, 
             if (base + i >= tile.splits || exponent == -INFINITY) continue;
             const float weight = exp2f(exponent - top);
             total += weight * numbers[i].y;
-            add_part(values, parts[i], weight);
+            add_partial(values, partials[i], weight);
         }
     }
 
-    const bool is_empty = total == 0.f;  // not "no more than": a NaN that is visible stays one
+    const bool is_empty = total == 0.f;  // not <=: a NaN from a visible key stays a NaN
     const float normalise = is_empty ? 0.f : p.sum_scale / total;
     for (int i = 0; i < VALUES; ++i) values[i] *= normalise;
     const int value_cta = blockIdx.y % p.value_ctas;
@@ -154,18 +154,18 @@ DEVICE void merge_row(const Params& p, const Tile& tile, int64_t part, int row, 
 extern "C" __global__ void __launch_bounds__(kv_reduction::THREADS, 2) KERNEL_NAME(const __grid_constant__ Params p) {
     using namespace kv_reduction;
     wait_for_previous_grid();
-    const int request = blockIdx.z, tile_index = blockIdx.x % p.ctas_q, share = blockIdx.x / p.ctas_q;
+    const int request = blockIdx.z, tile_index = blockIdx.x % p.ctas_q, cta = blockIdx.x / p.ctas_q;
     const Tile tile = find_tile(p, request, tile_index);
     const int rows = tile.tokens * p.heads_per_cta;
     const int slice_rows = SLICE_VALUES / p.head_dim;
     const int own_row = threadIdx.x * VALUES / p.head_dim, dim = threadIdx.x * VALUES % p.head_dim;
-    const float scale = p.device_softmax_scale_log2 ? *static_cast<const float*>(p.device_softmax_scale_log2)
-                                                    : p.softmax_scale_log2;
-    const int64_t first_part =
+    const float scale =
+        p.device_softmax_scale_log2 ? *static_cast<const float*>(p.device_softmax_scale_log2) : p.softmax_scale_log2;
+    const int64_t first_partial =
         ((static_cast<int64_t>(request) * gridDim.y + blockIdx.y) * p.ctas_q + tile_index) * p.ctas_kv * p.tile_q;
-    for (int slice = share * slice_rows; slice < rows; slice += p.ctas_per_tile * slice_rows) {
+    for (int slice = cta * slice_rows; slice < rows; slice += p.ctas_per_tile * slice_rows) {
         const int row = slice + own_row;
-        if (row < rows) merge_row(p, tile, first_part + row, row, dim, scale);
+        if (row < rows) merge_row(p, tile, first_partial + row, row, dim, scale);
     }
     allow_next_grid();
 }

@@ -1,8 +1,8 @@
-// Softmax statistics to log-sum-exp, base 2; runs behind a trtllm-gen kernel or its reduction.
+// Softmax statistics to log-sum-exp, base 2; runs after a trtllm-gen kernel or its reduction.
 //
 //   statistics [token][head] (maximum in natural exponents, sum)  -->  lse[token * token_stride + head * head_stride]
 //
-// One thread a row. A row that saw nothing has the sum 0 and gets -inf, whatever its maximum.
+// One thread per row. A row that saw no key has the sum 0 and gets -inf, whatever its maximum.
 //
 // Build: -DKERNEL_NAME=symbol
 
@@ -20,8 +20,7 @@ constexpr float LOG2_E = 1.4426950408889634f;
 
 }  // namespace lse_from_statistics
 
-extern "C" __global__ void __launch_bounds__(LSE_THREADS)
-    KERNEL_NAME(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(LSE_THREADS) KERNEL_NAME(const __grid_constant__ Params p) {
     using namespace lse_from_statistics;
     wait_for_previous_grid();
     const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;

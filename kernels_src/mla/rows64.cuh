@@ -1,6 +1,6 @@
-// The threads of kernels of 64 rows, whose consumers are two warpgroups, and the boxes that their tiles are brought in.
+// Threads of the kernels for 64 rows, whose consumers are two warpgroups, and the TMA boxes of their tiles.
 #pragma once
-#include "work.cuh"
+#include "scheduler.cuh"
 
 namespace paged_mla_decode {
 
@@ -16,6 +16,6 @@ constexpr int HALF_COLUMNS = LATENT / 2;
 constexpr int WARPGROUP = 128;
 constexpr int HELPERS = (KV_E4M3 ? 2 : 1) * WARPGROUP;
 constexpr int THREADS = CONSUMERS + HELPERS;
-constexpr int LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8;  // that a thread starts with: they come in eights
+constexpr int LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8;  // of a thread at launch, a multiple of eight
 
 }  // namespace paged_mla_decode

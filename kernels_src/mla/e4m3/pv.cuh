@@ -1,34 +1,34 @@
-// The output warpgroups of the kernel for e4m3 queries: O^T += V^T P^T, and O to where it goes.
+// PV warpgroups of the kernels for an e4m3 cache: O^T += V^T P^T, and the stores of O.
 #pragma once
-#include "output.cuh"
-#include "rings.cuh"
+#include "../epilogue.cuh"
+#include "shared_storage.cuh"
 
 namespace paged_mla_decode {
 
-constexpr int CHUNK = 16;  // columns that a warp gives to a product; the warps of a warpgroup make 64
+constexpr int CHUNK = 16;  // columns that a warp gives to a product; the four warps of a warpgroup make 64
 constexpr int WARP_COLUMNS = HALF_COLUMNS / (WARPGROUP / 32);
 constexpr int CHUNK_PAIRS = WARP_COLUMNS / CHUNK / 2;
 constexpr int PRODUCTS = TILE_TOKENS / 16 * CHUNK_PAIRS * 2;
 constexpr int IN_FLIGHT = 3;
 
-// A thread has columns 2 (lane / 4) + {0, 1} of each chunk and rows 8 j + 2 (lane % 4) + {0, 1}:
-// out[chunk * 32 + 4 j + 2 * column + row].
+// A thread has columns 2 (lane / 4) + {0, 1} of each chunk and rows 8 j + 2 (lane % 4) + {0, 1}: out[chunk * 32 + 4 j +
+// 2 * column + row].
 using Output = float[HALF_COLUMNS / 2];
 
-// The address of the lane's row of four 8 x 8 matrices: 16 tokens of the warp's first chunk, then of the second.
-DEVICE uint32_t place_in_tile() {
+// The offset of the lane's row of four 8 x 8 matrices: 16 tokens of the warp's first chunk, then of the second.
+DEVICE uint32_t lane_offset_in_tile() {
     const int lane = threadIdx.x % 32, token = lane % 16;
     const int column = threadIdx.x / 32 * WARP_COLUMNS, chunk = column % BOX_COLUMNS / CHUNK + lane / 16;
     return column / BOX_COLUMNS * RAW_BOX_BYTES + token * BOX_COLUMNS + (chunk ^ (token / 2 % 4)) * CHUNK;
 }
 
 // Pairs of columns of two tokens.
-DEVICE void load_values(uint32_t (&raw)[4], uint32_t place, int group) {
+DEVICE void load_values(uint32_t (&raw)[4], uint32_t lane_offset, int group) {
     const int step = group / CHUNK_PAIRS, pair = group % CHUNK_PAIRS;
-    load_matrix_x4_transposed(raw, (place ^ pair * 2 * CHUNK) + step * 16 * BOX_COLUMNS);
+    ldmatrix_x4_trans(raw, (lane_offset ^ pair * 2 * CHUNK) + step * 16 * BOX_COLUMNS);
 }
 
-// Rows past the length may hold NaN, and 0 x NaN is NaN.
+// Tokens past the length may hold NaN, and 0 x NaN is NaN.
 DEVICE void clear_values(uint32_t (&raw)[4], int valid) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -37,21 +37,21 @@ DEVICE void clear_values(uint32_t (&raw)[4], int valid) {
     }
 }
 
-// To fp16, and from pairs of columns to pairs of tokens.
+// Converts to fp16, and from pairs of columns to pairs of tokens.
 DEVICE void convert_values(const uint32_t (&raw)[4], int chunk, uint32_t (&a)[4]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) e4m3_to_fp16(__byte_perm(raw[2 * chunk + i], 0, 0x3120), a[2 * i], a[2 * i + 1]);
 }
 
-// By the factors of those 16 rows of which one has a maximum that has grown.
-DEVICE void rescale(const Handover& from, Output& out) {
-    const uint4 found = *reinterpret_cast<const uint4*>(from.grown);
-    const uint32_t grown[4] = {found.x, found.y, found.z, found.w};
+// Rescales those 16 rows among which a maximum was raised.
+DEVICE void rescale(const TileHandoff& from, Output& out) {
+    const uint4 found = *reinterpret_cast<const uint4*>(from.raised);
+    const uint32_t raised[4] = {found.x, found.y, found.z, found.w};
     if (!__any_sync(~0u, (found.x | found.y | found.z | found.w) != 0)) return;
 #pragma unroll
     for (int j = 0; j < ROWS / 8; ++j) {
         float2 factor = *reinterpret_cast<const float2*>(&from.factor[8 * j + threadIdx.x % 4 * 2]);
-        if (!grown[j / 2]) factor = make_float2(1.f, 1.f);
+        if (!raised[j / 2]) factor = make_float2(1.f, 1.f);
 #pragma unroll
         for (int i = 0; i < HALF_COLUMNS / 2; i += 32) {
             out[i + 4 * j] *= factor.x, out[i + 4 * j + 2] *= factor.x;
@@ -60,12 +60,13 @@ DEVICE void rescale(const Handover& from, Output& out) {
     }
 }
 
-DEVICE void load_first_values(Shared& shared, const Turn<BUFFERS>& tiles, uint32_t place, uint32_t (&raw)[4]) {
-    wait_barrier(shared.full[tiles.index], tiles.parity);
-    load_values(raw, place + shared_address(shared.kv[tiles.index]), 0);
+DEVICE void load_first_values(SharedStorage& shared, const PipelineState<STAGES>& tiles, uint32_t lane_offset,
+                              uint32_t (&raw)[4]) {
+    wait_barrier(shared.full[tiles.index], tiles.phase);
+    load_values(raw, lane_offset + shared_address(shared.kv[tiles.index]), 0);
 }
 
-// Columns of `chunk` of each warp.
+// The columns of `chunk` of each warp.
 DEVICE void multiply(Output& out, int chunk, const uint32_t (&a)[4], uint64_t p) {
     if (chunk == 0) wgmma<true, false, true, 0, 64>(out, a, p);
     if (chunk == 1) wgmma<true, false, true, 64, 64>(out, a, p);
@@ -75,12 +76,13 @@ DEVICE void multiply(Output& out, int chunk, const uint32_t (&a)[4], uint64_t p)
     }
 }
 
-// One tile, of which the first values are loaded; of the next as well if `more`. P's place stays taken.
-DEVICE void multiply_tile(Shared& shared, Turn<BUFFERS>& tiles, uint64_t p, uint32_t place, int valid, bool more,
-                          uint32_t (&raw)[4], Output& out) {
+// Computes one tile, whose first values are loaded; if `more`, loads the next tile's first values. The stage of P stays
+// in use.
+DEVICE void multiply_tile(SharedStorage& shared, PipelineState<STAGES>& tiles, uint64_t p, uint32_t lane_offset,
+                          int valid, bool more, uint32_t (&raw)[4], Output& out) {
     uint32_t a[IN_FLIGHT][4];
-    const uint32_t from = place + shared_address(shared.kv[tiles.index]);
-    hold_registers(out);
+    const uint32_t from = lane_offset + shared_address(shared.kv[tiles.index]);
+    fence_registers(out);
 #pragma unroll
     for (int i = 0; i < PRODUCTS; ++i) {
         const int group = i / 2, step = group / CHUNK_PAIRS;
@@ -89,19 +91,19 @@ DEVICE void multiply_tile(Shared& shared, Turn<BUFFERS>& tiles, uint64_t p, uint
         convert_values(raw, i % 2, a[i % IN_FLIGHT]);
         if (i % 2 == 1 && i + 1 < PRODUCTS) load_values(raw, from, group + 1);
         wgmma_fence();
-        multiply(out, i % (2 * CHUNK_PAIRS), a[i % IN_FLIGHT], advance_operand(p, step * 32));
+        multiply(out, i % (2 * CHUNK_PAIRS), a[i % IN_FLIGHT], advance_descriptor(p, step * 32));
         wgmma_commit();
     }
-    fence_async_proxy();  // what was read comes before what a copy writes there
+    fence_async_proxy();  // orders the reads before the TMA write that reuses the stage
     arrive_for_warp(shared.empty[tiles.index]);
     tiles.advance();
-    if (more) load_first_values(shared, tiles, place, raw);
+    if (more) load_first_values(shared, tiles, lane_offset, raw);
     wgmma_wait<0>();
-    hold_registers(out);
+    fence_registers(out);
 }
 
 // Eight lanes hold 16 neighbouring columns of a row.
-DEVICE void write_whole(const Params& p, const Handover& from, const Output& out) {
+DEVICE void store_rows(const Params& p, const TileHandoff& from, const Output& out) {
     const int lane = threadIdx.x % 32;
     const int column = threadIdx.x / 32 * WARP_COLUMNS + lane / 4 * 2;
 #pragma unroll
@@ -124,81 +126,84 @@ DEVICE void write_whole(const Params& p, const Handover& from, const Output& out
         }
 }
 
-// Of row 8 EIGHT + 2 (lane % 4) + I, of which eight lanes have the warp's columns.
-DEVICE RowPower row_power(const Output& out, int eight, int i) {
+// The scale of row 8 eight + 2 (lane % 4) + i, of which eight lanes have the warp's columns.
+DEVICE RowScale row_scale(const Output& out, int eight, int i) {
     float magnitudes = 0.f;
 #pragma unroll
     for (int chunk = 0; chunk < WARP_COLUMNS / CHUNK; ++chunk)
         for (int column = 0; column < 2; ++column) magnitudes += fabsf(out[chunk * 32 + 4 * eight + 2 * column + i]);
     for (int step = 4; step < 32; step *= 2) magnitudes += __shfl_xor_sync(~0u, magnitudes, step);
-    return RowPower(magnitudes);
+    return RowScale(magnitudes);
 }
 
-// As the merge reads it: a lane has two columns of rows lane / 4 and 8 on.
-DEVICE void write_part(const Params& p, const Handover& from, const Output& out) {
-    const int thread = thread_anew();
+// Stores in the order in which the merge reads: a lane has two columns of rows lane / 4 and + 8.
+DEVICE void store_partial(const Params& p, const TileHandoff& from, const Output& out) {
+    const int thread = reread_thread_index();
     const int lane = thread % 32, column = thread / 32 * WARP_COLUMNS;
     uint2* target = static_cast<uint2*>(p.partial_out);
-    target += partial_place(from.slot, column / 8 + lane / 16, lane % 4 * 8 + lane / 4 % 4);
-    float* power = powers(p, from.slot, column) + lane % 4 * 2;
+    target += partial_offset(from.slot, column / 8 + lane / 16, lane % 4 * 8 + lane / 4 % 4);
+    float* scales = row_scales(p, from.slot, column) + lane % 4 * 2;
 #pragma unroll
     for (int rows = 0; rows < ROWS / 16; ++rows) {
         if (rows * 16 >= from.rows) break;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const RowPower low = row_power(out, 2 * rows, i), high = row_power(out, 2 * rows + 1, i);
-            if (lane < 4) power[rows * 16 + i] = low.power, power[rows * 16 + 8 + i] = high.power;
+            const RowScale low = row_scale(out, 2 * rows, i), high = row_scale(out, 2 * rows + 1, i);
+            if (lane < 4) scales[rows * 16 + i] = low.scale, scales[rows * 16 + 8 + i] = high.scale;
 #pragma unroll
             for (int chunk = 0; chunk < WARP_COLUMNS / CHUNK; ++chunk) {
                 const float* const own = &out[chunk * 32 + 8 * rows + i];
-                target[chunk * 2 * WARPGROUP + rows * 32 + i * 4] = make_uint2(low.pack(own[0], own[2]), high.pack(own[4], own[6]));
+                target[chunk * 2 * WARPGROUP + rows * 32 + i * 4] =
+                    make_uint2(low.pack(own[0], own[2]), high.pack(own[4], own[6]));
             }
         }
     }
 }
 
-// Returns whether there were parts.
-DEVICE bool multiply_values(const Params& p, Shared& shared) {
-    int written = -1;  // counter of the last part that was written: said with the next, when the writes had time
-    Turn<BUFFERS> tiles;
-    Turn<HANDOVERS> handovers;
-    const uint32_t place = place_in_tile();
+// Returns whether there were partials.
+DEVICE bool multiply_values(const Params& p, SharedStorage& shared) {
+    // counter of the latest partial; its arrival is published with the next one, when the stores had time
+    int written = -1;
+    PipelineState<STAGES> tiles;
+    PipelineState<P_STAGES> p_state;
+    const uint32_t lane_offset = lane_offset_in_tile();
     for (;;) {
         Output out;
 #pragma unroll
         for (int i = 0; i < HALF_COLUMNS / 2; ++i) out[i] = 0.f;
         uint32_t raw[4];
-        End end = NOTHING_ENDS;
+        Boundary end = INSIDE;
         for (bool first = true;; first = false) {
-            wait_barrier(shared.p_full[handovers.index], handovers.parity);
-            const Handover& from = shared.handover[handovers.index];
+            wait_barrier(shared.p_full[p_state.index], p_state.phase);
+            const TileHandoff& from = shared.handoff[p_state.index];
             const int valid = from.valid;
             end = from.end;
             if (valid > 0) {
-                if (first) load_first_values(shared, tiles, place, raw);
+                if (first) load_first_values(shared, tiles, lane_offset, raw);
                 rescale(from, out);
-                const uint64_t probabilities = depth_major_operand(uniform(shared_address(shared.p[handovers.index])));
-                multiply_tile(shared, tiles, probabilities, place, valid, end == NOTHING_ENDS, raw, out);
+                const uint64_t probabilities =
+                    k_major_descriptor(warp_uniform(shared_address(shared.p[p_state.index])));
+                multiply_tile(shared, tiles, probabilities, lane_offset, valid, end == INSIDE, raw, out);
             }
-            if (end != NOTHING_ENDS) break;
-            arrive_for_warp(shared.p_empty[handovers.index]);
-            handovers.advance();
+            if (end != INSIDE) break;
+            arrive_for_warp(shared.p_empty[p_state.index]);
+            p_state.advance();
         }
-        const Handover& from = shared.handover[handovers.index];
-        if (end == ALL_ENDS) break;
-        if (end == WHOLE_PIECE_ENDS) {
-            write_whole(p, from, out);
+        const TileHandoff& from = shared.handoff[p_state.index];
+        if (end == END_OF_RANGE) break;
+        if (end == END_OF_OUTPUT_TILE) {
+            store_rows(p, from, out);
         } else {
             if (written >= 0) {
                 named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
                 arrive(p, written);
             }
-            write_part(p, from, out);
+            store_partial(p, from, out);
             written = from.counter;
         }
         __syncwarp();
-        arrive_for_warp(shared.p_empty[handovers.index]);
-        handovers.advance();
+        arrive_for_warp(shared.p_empty[p_state.index]);
+        p_state.advance();
     }
     if (written < 0) return false;
     named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);

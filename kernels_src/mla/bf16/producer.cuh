@@ -1,0 +1,95 @@
+// Producer warps of the bf16 kernel: tiles of the cache and queries into shared memory.
+#pragma once
+#include "shared_storage.cuh"
+#include "../pages.cuh"
+
+namespace paged_mla_decode {
+
+constexpr int CHUNKS = BOXES * 8;  // of 8 columns in a row: 16 bytes, swizzled as the products read them
+
+// Copies 16 rows per warp, or only what was overwritten by P (the rope columns). Row R of a request is head R % heads
+// of its query token R / heads; rows past the last one are zero.
+DEVICE void copy_queries(const Params& p, const WorkTile& work, SharedStorage& shared, int warp, bool rope_only) {
+    const int lane = threadIdx.x % 32, first = warp * (ROWS / 4);
+    const int token = (work.row_tile * ROWS + first) / p.heads;
+    int head = work.row_tile * ROWS + first - token * p.heads;
+    const char* const q = static_cast<const char*>(p.q);
+    const char* source = q + ((work.q_begin + token) * p.q_token_stride + head * p.q_head_stride) * 2 + lane * 16;
+    const int64_t to_head = p.q_head_stride * 2, to_token = (p.q_token_stride - p.heads * p.q_head_stride) * 2;
+    const uint32_t base = shared_address(shared.q[lane / 8]) + first * 128;
+#pragma unroll 8
+    for (int row = 0; row < ROWS / 4; ++row) {
+        const bool exists = first + row < work.rows;
+        const char* from = exists ? source : q;
+        const uint32_t to = base + row * 128 + ((lane % 8) ^ (row % 8)) * 16;
+#pragma unroll
+        for (int i = 0; i < (CHUNKS + 31) / 32; ++i)
+            if (lane + i * 32 < CHUNKS && (!rope_only || lane + i * 32 >= ROPE_BOX * 8))
+                cp_async_16_zero_fill(to + i * 4 * BOX_BYTES, from + i * 512, exists ? 16 : 0);
+        source += to_head;
+        if (++head == p.heads) head = 0, source += to_token;
+    }
+}
+
+// Each of four warps loads a quarter of every KV tile as soon as its stage is free, and a quarter of the queries' rows;
+// the first warp also loads the rope columns. They publish the work tiles to the consumers. The first work tile's
+// queries are loaded before its keys; later ones after the first keys, since their place is freed last.
+DEVICE void load(const Params& p, const WorkRange& range, SharedStorage& shared) {
+    static_assert(HELPERS / 32 == QUARTERS);
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32 - CONSUMERS / 32, 0);
+    const int chunk_log2 = chunk_tokens_log2(p);
+    const uint64_t policy = kv_l2_policy(p);
+    uint32_t phase = 0;  // bit b: of the next wait for stage b to be empty; bit STAGES: for the queries' place
+    bool begun = false;
+    WorkTileIterator work_tiles(p, range);
+    WorkTile work;
+    while (work_tiles.next(work)) {
+        if (threadIdx.x == CONSUMERS) shared.work[phase >> STAGES & 1] = work;
+        PageWindow pages;
+        pages.prefetch(p, work, work.first * TILE_TOKENS >> p.page_size_log2);  // in flight together with the queries
+        const int last = work.first + work.key_tiles(), filled = min(work.first + STAGES, last);
+        const int queries_at = begun ? filled : work.first;
+        const bool same_queries = begun && work.split > 0;  // this CTA computed the previous split
+        begun = true;
+#pragma unroll 1
+        for (int tile = work.first;; ++tile) {
+            if (tile == queries_at) {
+                wait_barrier(shared.q_empty, (phase >> STAGES & 1) ^ 1);
+                phase ^= 1u << STAGES;
+                copy_queries(p, work, shared, warp, same_queries);
+            }
+            if (tile == filled) {
+                cp_async_wait_all();
+                fence_async_proxy();
+                mbarrier_arrive(shared_address(&shared.q_full));
+            }
+            if (tile == last) break;
+            const TilePages at(p, work, pages, chunk_log2, tile);
+            const int b = (tile - work.first) % STAGES;
+            const uint32_t empty_phase = (phase >> b & 1) ^ 1;
+            const auto load_boxes = [&](int first, int count) {
+                if (!elect_one()) return;
+#pragma unroll
+                for (int box = first; box < first + count; ++box) {
+                    const uint32_t full = shared_address(&shared.full[b][box]);
+                    mbarrier_arrive_expect_bytes(full, at.chunks << (chunk_log2 + ROW_BYTES_LOG2));
+                    tma_load_box(p, at, chunk_log2, box, shared_address(shared.kv[b][box]), full, policy);
+                }
+            };
+            if (warp == 0) {
+                wait_barrier(shared.empty[b][QUARTERS], empty_phase);
+                load_boxes(ROPE_BOX, 1);
+            }
+            wait_barrier(shared.empty[b][warp], empty_phase);
+            load_boxes(warp * QUARTER_BOXES, QUARTER_BOXES);
+            __syncwarp();
+            phase ^= 1u << b;
+        }
+    }
+    const uint32_t buffer = phase >> STAGES & 1;
+    if (threadIdx.x == CONSUMERS) shared.work[buffer].splits = 0;
+    wait_barrier(shared.q_empty, buffer ^ 1);
+    mbarrier_arrive(shared_address(&shared.q_full));
+}
+
+}  // namespace paged_mla_decode
