@@ -27,7 +27,7 @@ VERB_FAMILIES = (
     "inspecting",
     "listing",
     "comparing",
-    "explaining",
+    "explain",
     "shipping",
     "keeping",
     "doctor",

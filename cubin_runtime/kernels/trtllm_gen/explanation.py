@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ...launch.fastmoddiv import FastModDiv
 from ...launch.tensormap import TensorMapSpec
+from ..explanation import Facts, Table
 from .decision import Decision
 from .params import KERNEL_PARAMS
 from .problem import Problem
@@ -16,7 +17,7 @@ TENSOR_MAP_COLUMNS = ("descriptor", "type", "dims", "strides (bytes)", "box", "s
 PARAMETER_COLUMNS = ("offset", "parameter", "type", "value", "meaning")
 
 
-def facts(decision: Decision) -> tuple[tuple[str, object], ...]:
+def facts(decision: Decision) -> Facts:
     """What is launched and why, as (name, value)."""
     selection, meta, problem = decision.selection, decision.meta, decision.problem
     rows: list[tuple[str, object]] = [
@@ -47,6 +48,17 @@ def facts(decision: Decision) -> tuple[tuple[str, object], ...]:
     if decision.lse is not None:
         rows.append(("then", f"LSE of {decision.lse.values['rows']} rows, grid {decision.lse.grid}"))
     return tuple(rows)
+
+
+def sections(decision: Decision) -> tuple[Facts | Table, ...]:
+    """The facts, and the tables that have rows."""
+    tables = (
+        Table(PASS_COLUMNS, pass_rows(decision)),
+        Table(CANDIDATE_COLUMNS, candidate_rows(decision)),
+        Table(TENSOR_MAP_COLUMNS, tensor_map_rows(decision)),
+        Table(PARAMETER_COLUMNS, parameter_rows(decision)),
+    )
+    return facts(decision), *(table for table in tables if table.rows)
 
 
 def pass_rows(decision: Decision) -> tuple[Row, ...]:

@@ -79,7 +79,7 @@ def _launch(
     plan = native_plan(
         kernel,
         file,
-        grid=launch_grid(selection, problem.batch, problem.kv_heads),
+        grid=selection.grid(problem),
         attributes=LaunchAttributes(
             cluster=(selection.cluster_size, 1, 1) if selection.cluster_size > 1 else None,
             programmatic_serialization=problem.programmatic_serialization,
@@ -98,13 +98,6 @@ def _regions(selection: DecodeSelection, problem: DecodeProblem, suffix: str) ->
     rows = int(selection.kernel.traits["rows"])
     ctas = 0 if selection.cluster_size else selection.ctas  # a cluster merges in its shared memory
     return scratch_regions(pairs, selection.splits, ctas, rows * 2 * 4, rows * problem.head_dim * 4, suffix)
-
-
-def launch_grid(selection: DecodeSelection, batch: int, kv_heads: int) -> tuple[int, int, int]:
-    """The grid as the kernels number it: a cluster for each KV head, request and row tile; or groups of CTAs."""
-    if selection.cluster_size:
-        return selection.cluster_size, kv_heads, batch * selection.row_tiles
-    return selection.cta_group_size, selection.ctas // selection.cta_group_size, 1
 
 
 def cache_values(layout: StructLayout, problem: DecodeProblem, tile_tokens: int) -> dict[str, object]:

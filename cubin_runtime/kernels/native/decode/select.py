@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from ....artifacts.tables.native_kernels import MEASURED, NativeKernel
 from ....errors import UsageError
 from ....launch.driver import DeviceFacts
+from ...explanation import Facts
 from ..cost_model import (
     Costs,
     Estimate,
     costs_of,
     estimate,
 )
+from ..selection import Candidate, Selection
 from .grids import (
     ANY_ROWS,
     Grid,
@@ -42,46 +45,70 @@ class Fit:
     grid: Grid
     estimate: Estimate
 
+    @property
+    def row_tiles(self) -> str:
+        """Row tiles of a request and the rows of one."""
+        return f"{self.grid.row_tiles} x {self.kernel.traits['rows']}"
+
     def __str__(self) -> str:
         rows = f"{_count(self.grid.row_tiles, 'row tile')} of {self.kernel.traits['rows']}"
         return f"fits, {rows}, about {self.estimate.microseconds:.1f} us, limited by {self.estimate.limit}"
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeCandidate(Candidate):
     """A decode kernel of the release: how it fits best and how else, or why it does not."""
 
-    kernel: NativeKernel
-    fit: Fit | None
-    unfit: str = ""
+    fit: Fit | None = None
     other_fits: tuple[Fit, ...] = ()
+
+    @property
+    def estimate(self) -> Estimate | None:
+        """The predicted time of the best fit."""
+        return self.fit.estimate if self.fit else None
+
+    def cells(self) -> dict[str, object]:
+        """Row tiles and CTAs of the best fit."""
+        return {} if self.fit is None else {"row tiles": self.fit.row_tiles, "CTAs": self.fit.grid.ctas}
+
+    def record(self) -> dict[str, object]:
+        """The grid of the best fit."""
+        return {} if self.fit is None else {"grid": asdict(self.fit.grid)}
 
     def __str__(self) -> str:
         return str(self.fit) if self.fit else self.unfit
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeSelection:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeSelection(Selection):
     """The kernel chosen for one launch, and how it is launched.
 
-    ``min_rows`` and ``max_rows`` say which requests it takes. ``ctas`` is the grid, ``cta_group_size`` the KV heads
-    that neighbouring CTAs read side by side, ``cluster_size`` the CTAs of a cluster that has a pair for itself (0: the
-    grid cuts all tiles evenly), ``row_tiles`` the row tiles of a request at its bound, ``splits`` the kernel's field
-    of that name, ``microseconds`` the predicted time at the bounds. ``candidates`` are the release's
-    decode kernels in its order.
+    ``min_rows`` and ``max_rows`` say which requests it takes. ``cta_group_size`` are the KV heads that neighbouring
+    CTAs read side by side, ``cluster_size`` the CTAs of a cluster that has a pair for itself (0: the grid cuts all
+    tiles evenly), ``microseconds`` the predicted time at the bounds.
     """
 
-    kernel: NativeKernel
     min_rows: int
     max_rows: int
-    ctas: int
     cta_group_size: int
     cluster_size: int
-    row_tiles: int
-    splits: int
     microseconds: float
-    reason: str
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[DecodeCandidate, ...]
+
+    def grid(self, shape: Any) -> tuple[int, int, int]:
+        """A cluster for each KV head, request and row tile; or groups of CTAs."""
+        if self.cluster_size:
+            return self.cluster_size, shape.kv_heads, shape.batch * self.row_tiles
+        return self.cta_group_size, self.ctas // self.cta_group_size, 1
+
+    def facts(self, shape: DecodeShape) -> Facts:
+        """The rows of a request and how its keys are split."""
+        split = "stream-K over all output tiles"
+        if self.cluster_size:
+            size = self.cluster_size
+            split = f"a cluster of {size} CTAs per output tile" if size > 1 else "one CTA per output tile"
+        rows = f"{min(shape.rows, self.max_rows)} in {self.row_tiles} x {self.kernel.traits['rows']}"
+        return ("rows", rows), ("splits", self.splits or f"0: {split}")
 
 
 def select_decode(
@@ -155,17 +182,19 @@ def _order(fit: Fit, shape: DecodeShape, part: Part) -> tuple[int, int, int, boo
     return padding, fit.grid.row_tiles, *closeness, fit.estimate.microseconds, fit.kernel.name
 
 
-def _look_at(kernel: NativeKernel, shape: DecodeShape, part: Part, device: DeviceFacts, costs: Costs) -> Candidate:
+def _look_at(
+    kernel: NativeKernel, shape: DecodeShape, part: Part, device: DeviceFacts, costs: Costs
+) -> DecodeCandidate:
     unfit = _unfit(kernel, shape, device)
     if not unfit and part.arithmetic not in (None, kernel.traits["arithmetic"]):
         unfit = f"{kernel.traits['arithmetic']}; batch_invariant has {part.arithmetic} for {part}"
     if unfit:
-        return Candidate(kernel, None, unfit)
+        return DecodeCandidate(kernel=kernel, unfit=unfit)
     grids = grids_of(kernel, shape, part, device, costs)
     fits = [Fit(kernel, grid, estimate(work_of(kernel, grid, shape, part, device), costs)) for grid in grids]
     limit = min(fit.estimate.microseconds for fit in fits) * (1 + costs.equal_within)
     best = next(fit for fit in fits if fit.estimate.microseconds <= limit)
-    return Candidate(kernel, best, other_fits=tuple(fit for fit in fits if fit is not best))
+    return DecodeCandidate(kernel=kernel, fit=best, other_fits=tuple(fit for fit in fits if fit is not best))
 
 
 def _unfit(kernel: NativeKernel, shape: DecodeShape, device: DeviceFacts) -> str:
@@ -209,7 +238,7 @@ def _sharing(grid: Grid) -> str:
     return f"{_count(grid.cta_group_size, 'KV head')} side by side"
 
 
-def _refusal(candidates: tuple[Candidate, ...], shape: DecodeShape, device: DeviceFacts) -> str:
+def _refusal(candidates: tuple[DecodeCandidate, ...], shape: DecodeShape, device: DeviceFacts) -> str:
     where = f"{device.name} (compute capability {device.capability[0]}.{device.capability[1]})"
     asked = f"no decode kernel for {shape.dtype} KV with head_dim {shape.head_dim} on {where}"
     if not candidates:

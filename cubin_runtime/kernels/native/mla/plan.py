@@ -39,7 +39,7 @@ def mla_launch(selection: MlaSelection, problem: MlaProblem, file: KernelFile) -
     plan = native_plan(
         selection.kernel,
         file,
-        grid=(selection.ctas, 1, 1),
+        grid=selection.grid(problem),
         attributes=LaunchAttributes(programmatic_serialization=problem.programmatic_serialization),
         values={
             **problem.values(),

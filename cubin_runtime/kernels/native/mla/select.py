@@ -8,7 +8,9 @@ from dataclasses import KW_ONLY, dataclass
 from ....artifacts.tables.native_kernels import MEASURED, NativeKernel
 from ....errors import UsageError
 from ....launch.driver import DeviceFacts
+from ...explanation import Facts
 from ..constants import CONSTANTS
+from ..selection import Candidate, Selection
 
 OPERATION = "paged_mla_decode"
 MAX_HEADS = 128
@@ -50,23 +52,36 @@ class MlaShape:
         return self.q_len * self.heads
 
 
-@dataclass(frozen=True, slots=True)
-class MlaSelection:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlaCandidate(Candidate):
+    """An MLA decode kernel of the release: the row tiles of a request on it, or why it does not fit."""
+
+    row_tiles: int = 0
+
+    def cells(self) -> dict[str, object]:
+        """The row tiles of a request."""
+        return {"row tiles": f"{self.row_tiles} x {self.kernel.traits['rows']}"}
+
+    def record(self) -> dict[str, object]:
+        """The row tiles of a request."""
+        return {"row_tiles": self.row_tiles}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlaSelection(Selection):
     """The kernel chosen and how it is launched.
 
-    ``ctas`` is the grid, ``cta_group_size`` the row tiles of a request that neighbouring CTAs compute side by side,
-    ``row_tiles`` those of a request at its bound, ``splits`` the kernel's field of that name (0: the grid cuts the
-    pairs; ``batch_invariant``: the most parts of a pair, each pair's from its own tiles); ``candidates`` has a word on
-    each kernel looked at.
+    ``cta_group_size`` are the row tiles of a request that neighbouring CTAs compute side by side. ``splits`` is 0 where
+    the grid cuts the pairs; with ``batch_invariant`` the most parts of a pair, each pair's from its own tiles.
     """
 
-    kernel: NativeKernel
-    ctas: int
     cta_group_size: int
-    row_tiles: int
-    splits: int
-    reason: str
-    candidates: tuple[tuple[str, str], ...]
+
+    def facts(self, shape: MlaShape) -> Facts:
+        """CTA groups, the rows of a request and how its keys are split."""
+        groups = f"{self.ctas // self.cta_group_size} of {self.cta_group_size} CTAs, one CTA per row tile of a request"
+        rows = f"{shape.rows} in {self.row_tiles} x {self.kernel.traits['rows']}"
+        return ("groups", groups), ("rows", rows), ("splits", self.splits or "0: stream-K over all output tiles")
 
 
 def select_mla_decode(kernels: Iterable[NativeKernel], shape: MlaShape, device: DeviceFacts) -> MlaSelection:
@@ -75,21 +90,18 @@ def select_mla_decode(kernels: Iterable[NativeKernel], shape: MlaShape, device: 
     Raises:
         UsageError: no kernel fits; the message says what those for this device can do.
     """
-    looked_at: list[tuple[str, str]] = []
-    fitting: list[NativeKernel] = []
-    for kernel in kernels:
-        if kernel.operation != OPERATION:
-            continue
-        unfit = _unfit(kernel, shape, device)
-        looked_at.append((kernel.name, unfit or f"fits, {_row_tiles(kernel, shape)} row tiles a request"))
-        if not unfit:
-            fitting.append(kernel)
+    candidates = tuple(
+        MlaCandidate(kernel=kernel, unfit=_unfit(kernel, shape, device), row_tiles=_row_tiles(kernel, shape))
+        for kernel in kernels
+        if kernel.operation == OPERATION
+    )
+    fitting = [candidate.kernel for candidate in candidates if not candidate.unfit]
     if not fitting:
         raise UsageError(
             f"no MLA decode kernel for {shape.q_dtype} queries, a {shape.dtype} cache, "
             f"{shape.latent} + {shape.rope} columns, {shape.heads} heads "
             f"on compute capability {device.capability[0]}.{device.capability[1]}: "
-            + ("; ".join(f"{name}: {word}" for name, word in looked_at) or "the release has no MLA decode kernel")
+            + ("; ".join(f"{c.kernel.name}: {c.unfit}" for c in candidates) or "the release has no MLA decode kernel")
         )
     best = max(fitting, key=lambda kernel: (-_trait(kernel, "rows"), kernel.name))
     together = _together(best, shape)
@@ -113,7 +125,7 @@ def select_mla_decode(kernels: Iterable[NativeKernel], shape: MlaShape, device: 
         row_tiles=row_tiles,
         splits=splits,
         reason=reason,
-        candidates=tuple(looked_at),
+        candidates=candidates,
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from decode_kernels import HOPPER, PORTABLE
-from explained import explain_arguments, record, run
+from native_release import explain_arguments, record, run
 
 from cubin_runtime import cli
 
@@ -26,12 +26,12 @@ def test_the_kernel_its_grid_and_its_time_are_told(capsys: pytest.CaptureFixture
     assert "kernel     decode_e4m3_d128_rows64_sm90a\n" in out
     assert "4 query tokens x 8 query heads a KV head in 1 row tile of 64" in out
     assert "\nrows       32 in 1 x 64\n" in out
-    assert "\nsplits     0: the grid cuts the line of all tiles\n" in out
+    assert "\nsplits     0: stream-K over all output tiles\n" in out
     assert "\npredicted  " in out
 
 
 @pytest.mark.parametrize(
-    ("kv_len", "said"), [("2048", "clusters of 8 CTAs cut a pair each"), ("64", "each CTA has a pair")]
+    ("kv_len", "said"), [("2048", "a cluster of 8 CTAs per output tile"), ("64", "one CTA per output tile")]
 )
 def test_clusters_are_told(capsys: pytest.CaptureFixture[str], arguments: list[str], kv_len: str, said: str) -> None:
     out = run(capsys, *arguments, "--backend", "hopper", "--sm", 90, "--kv-len", kv_len)
@@ -121,7 +121,7 @@ def test_the_json_of_two_launches_has_the_rows_and_the_time_of_each(
 ) -> None:
     told = record(capsys, *arguments, *RAGGED)
     few, many = told["launches"]
-    assert (few["least_rows"], few["most_rows"], many["least_rows"]) == (0, 16, 17)
+    assert (few["min_rows"], few["max_rows"], many["min_rows"]) == (0, 16, 17)
     assert told["microseconds"] == pytest.approx(few["microseconds"] + many["microseconds"])
 
 

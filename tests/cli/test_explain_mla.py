@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from decode_kernels import HOPPER
-from explained import explain_arguments, record, run
 from mla_examples import KERNELS
+from native_release import explain_arguments, record, run
 
 from cubin_runtime import cli
 
@@ -22,26 +22,26 @@ def arguments(tmp_path: Path) -> list[str]:
 SHAPE = ["--head-dim", 576, "--heads-q", 128, "--batch", 64, "--kv-len", 4096, "--sms", 132]
 
 
-def test_the_kernel_its_grid_its_teams_and_the_reason_are_told(
+def test_the_kernel_its_grid_its_cta_groups_and_the_reason_are_told(
     capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
     out = run(capsys, *arguments, *SHAPE)
     assert out.startswith("device  H200, 132 multiprocessors\nkernel  mla_latent512_rows64_sm90a\n")
     assert "\nwhy     built for sm_90a; 128 rows a request in 2 tiles of 64; at most 4096 tiles of 64 keys over " in out
     assert "\ngrid    128 CTAs of 384 threads, 223232 bytes shared memory\n" in out
-    assert "\nteams   64 of 2, each on that many row tiles of a request\n" in out
-    assert "\nrows    128 in 2 x 64\nsplits  0: the grid cuts the line of all tiles\n" in out
+    assert "\ngroups  64 of 2 CTAs, one CTA per row tile of a request\n" in out
+    assert "\nrows    128 in 2 x 64\nsplits  0: stream-K over all output tiles\n" in out
 
 
-def test_there_is_a_word_on_every_mla_kernel_and_on_no_other(
+def test_every_mla_kernel_is_a_candidate_with_its_row_tiles_or_the_reason_why_not(
     capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
     table = [line.split("\t") for line in run(capsys, *arguments, *SHAPE).splitlines() if "\t" in line]
     assert table[1:] == [
-        ["mla_latent512_rows64_sm90a", "fits, 2 row tiles a request"],
-        ["mla_latent256_rows64_sm90a", "latent is 256"],
-        ["mla_latent512_rows16_sm90a", "for at most 16 rows a request, and not for batch_invariant"],
-        ["mla_latent256_rows16_sm90a", "latent is 256"],
+        ["mla_latent512_rows64_sm90a", "2 x 64", ""],
+        ["mla_latent256_rows64_sm90a", "", "latent is 256"],
+        ["mla_latent512_rows16_sm90a", "", "for at most 16 rows a request, and not for batch_invariant"],
+        ["mla_latent256_rows16_sm90a", "", "latent is 256"],
     ]
 
 
@@ -52,8 +52,11 @@ def test_json_tells_the_launch_its_candidates_and_the_shape(
     (launch,) = told["launches"]
     assert (told["backend"], told["operator"]) == ("hopper", "mla_decode")
     assert (launch["kernel"], launch["splits"]) == ("mla_latent512_rows64_sm90a", 4)
-    assert launch["grid"] == [launch["teams"] * launch["tiles_together"], 1, 1]
-    assert launch["candidates"][1] == {"kernel": "mla_latent256_rows64_sm90a", "word": "latent is 256"}
+    assert launch["grid"] == [launch["ctas"], 1, 1]
+    assert launch["ctas"] % launch["cta_group_size"] == 0
+    candidate = launch["candidates"][1]
+    assert (candidate["kernel"], candidate["why_not"]) == ("mla_latent256_rows64_sm90a", "latent is 256")
+    assert (launch["candidates"][0]["fits"], launch["candidates"][0]["row_tiles"]) == (True, 4)
     assert (told["shape"]["heads"], told["shape"]["q_len"], told["shape"]["rope"]) == (128, 2, 64)
     assert told["device"]["capability"] == [9, 0]
 

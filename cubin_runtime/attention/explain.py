@@ -1,0 +1,188 @@
+"""What a call of given sizes would launch and why: the native operators, without tensors, a device or a driver."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..artifacts.tables.native_kernels import NativeKernel
+from ..dtypes import DTYPES
+from ..errors import UsageError
+from ..kernels.explanation import Explanation
+from ..kernels.native.decode.select import select_decode
+from ..kernels.native.decode.shape import DecodeShape
+from ..kernels.native.explanation import explain_launches
+from ..kernels.native.mla.select import MAX_HEADS, MAX_QUERIES, MlaShape, select_mla_decode
+from ..kernels.native.mla.select import PAGE_SIZES as MLA_PAGE_SIZES
+from ..kernels.native.selection import Selection
+from ..launch.driver import DeviceFacts
+from .backends import HOPPER
+from .decode_call import MAX_Q_LEN
+from .latent_cache import Q_DTYPES as MLA_Q_DTYPES
+from .latent_cache import ROPE
+from .paged_cache import MAX_GROUP, PAGE_SIZES, Q_DTYPES
+
+OUT_DTYPES = ("bf16", "fp16", "e4m3")
+_MOST = (1 << 31) - 1
+# Columns of a row of an MLA cache -> the latent ones of them; any other head dimension is paged decode's.
+_LATENTS = {latent + ROPE: latent for latent in (512, 256)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallSizes:
+    """The sizes, types and options of a call; None is the operator's default.
+
+    ``operation`` is decode. ``q_len`` and ``kv_len`` are bounds on the lengths; ``tokens``, the query tokens of all
+    requests, is given where query lengths differ. ``head_dim`` is that of Q and K, 576 or 320 for MLA. Types are bf16,
+    fp16 or e4m3. ``window`` counts visible tokens, 0 for all.
+    """
+
+    operation: str = "decode"
+    batch: int = 1
+    q_len: int = 1
+    kv_len: int = 1024
+    tokens: int | None = None
+    heads_q: int = 32
+    heads_kv: int | None = None
+    head_dim: int = 128
+    head_dim_v: int | None = None
+    page: int = 32
+    dtype_q: str | None = None
+    dtype_kv: str = "bf16"
+    dtype_out: str | None = None
+    window: int = 0
+    batch_invariant: bool = False
+
+    def check(self, max_q_len: int, max_heads: int, page_sizes: Sequence[int]) -> None:
+        """Check what all operators have against their bounds.
+
+        Raises:
+            UsageError: the message begins with ``name=value``.
+        """
+        bounds = {"batch": _MOST, "q_len": max_q_len, "kv_len": _MOST, "heads_q": max_heads, "head_dim": _MOST}
+        for name, most in bounds.items():
+            if not 1 <= getattr(self, name) <= most:
+                raise UsageError(f"{name}={getattr(self, name)}: expected 1 to {most}")
+        if self.page not in page_sizes:
+            raise UsageError(f"page={self.page}: expected one of {', '.join(map(str, page_sizes))}")
+        if self.tokens is not None and not 0 <= self.tokens <= self.batch * self.q_len:
+            raise UsageError(f"tokens={self.tokens}: expected 0 to batch x q_len, {self.batch * self.q_len}")
+
+    def query_dtype(self, q_dtypes: Mapping[str, Sequence[str]]) -> str:
+        """The type of the queries: as given, or the first of those that ``q_dtypes`` has for the cache's.
+
+        Raises:
+            UsageError: a type is not supported; the message begins with ``name=value``.
+        """
+        by_cache = {DTYPES[kv].short: [DTYPES[q].short for q in taken] for kv, taken in q_dtypes.items()}
+        q_types = by_cache.get(self.dtype_kv)
+        if q_types is None:
+            raise UsageError(f"dtype_kv={self.dtype_kv!r}: expected one of {', '.join(by_cache)}")
+        found = self.dtype_q or q_types[0]
+        if found not in q_types:
+            raise UsageError(f"dtype_q={self.dtype_q!r}: expected {' or '.join(q_types)} with dtype_kv={self.dtype_kv}")
+        if (self.dtype_out or found) not in OUT_DTYPES:
+            raise UsageError(f"dtype_out={self.dtype_out!r}: expected one of {', '.join(OUT_DTYPES)}")
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """How an operator is explained: which calls are its own, what their problem is, and what is chosen for it."""
+
+    operator: str
+    operation: str
+    takes: Callable[[CallSizes], bool]
+    shape: Callable[[CallSizes], Any]
+    select: Callable[[Sequence[NativeKernel], Any, DeviceFacts], Sequence[Selection]]
+
+
+def explained_operator(sizes: CallSizes) -> Explained:
+    """The native operator that takes a call.
+
+    Raises:
+        UsageError: there is none for the operation.
+    """
+    found = next((entry for entry in EXPLAINED if entry.operation == sizes.operation and entry.takes(sizes)), None)
+    if found is None:
+        operations = " and ".join(dict.fromkeys(entry.operation for entry in EXPLAINED))
+        raise UsageError(f"operation={sizes.operation!r}: the {HOPPER} backend has {operations}")
+    return found
+
+
+def explain(sizes: CallSizes, kernels: Sequence[NativeKernel], device: DeviceFacts) -> Explanation:
+    """Explain which of ``kernels`` a call would launch on ``device``.
+
+    Raises:
+        UsageError: a size is outside what the operator takes, then the message begins with ``name=value``; or no
+            kernel fits.
+    """
+    found = explained_operator(sizes)
+    shape = found.shape(sizes)
+    names = {"backend": HOPPER, "operator": found.operator, "operation": found.operation}
+    return explain_launches(names, shape, device, found.select(kernels, shape, device))
+
+
+def _decode_shape(sizes: CallSizes) -> DecodeShape:
+    heads_q, heads_kv, head_dim = sizes.heads_q, 8 if sizes.heads_kv is None else sizes.heads_kv, sizes.head_dim
+    if sizes.head_dim_v not in (None, head_dim):
+        raise UsageError(f"head_dim_v={sizes.head_dim_v}: expected {head_dim} as `head_dim` is")
+    if not 1 <= heads_kv <= _MOST:
+        raise UsageError(f"heads_kv={heads_kv}: expected 1 to {_MOST}")
+    sizes.check(MAX_Q_LEN, _MOST, PAGE_SIZES)
+    if heads_q % heads_kv:
+        raise UsageError(f"heads_q={heads_q}: expected a multiple of heads_kv={heads_kv}")
+    if heads_q > MAX_GROUP * heads_kv:
+        raise UsageError(f"heads_q={heads_q}: expected at most {MAX_GROUP} for each of `heads_kv`")
+    if sizes.window < 0:
+        raise UsageError(f"window={sizes.window}: expected at least 0")
+    return DecodeShape(
+        dtype=sizes.dtype_kv,
+        q_dtype=sizes.query_dtype(Q_DTYPES),
+        head_dim=head_dim,
+        group=heads_q // heads_kv,
+        kv_heads=heads_kv,
+        batch=sizes.batch,
+        q_len=sizes.q_len,
+        tokens=sizes.batch * sizes.q_len if sizes.tokens is None else sizes.tokens,
+        ragged=sizes.tokens is not None,
+        max_seq_len=sizes.kv_len,
+        window_left=sizes.window - 1,
+        batch_invariant=sizes.batch_invariant,
+    )
+
+
+def _mla_shape(sizes: CallSizes) -> MlaShape:
+    latent = _LATENTS[sizes.head_dim]
+    sizes.check(MAX_QUERIES, MAX_HEADS, MLA_PAGE_SIZES)
+    for name, only in (("head_dim_v", latent), ("heads_kv", 1)):
+        if getattr(sizes, name) not in (None, only):
+            raise UsageError(
+                f"{name}={getattr(sizes, name)}: expected {only} with head_dim={sizes.head_dim}, which is MLA"
+            )
+    if sizes.window:
+        raise UsageError(f"window={sizes.window}: MLA decode sees all keys, expected 0")
+    return MlaShape(
+        dtype=sizes.dtype_kv,
+        q_dtype=sizes.query_dtype(MLA_Q_DTYPES),
+        latent=latent,
+        rope=ROPE,
+        heads=sizes.heads_q,
+        batch=sizes.batch,
+        q_len=sizes.q_len,
+        ragged=sizes.tokens is not None,
+        max_seq_len=sizes.kv_len,
+        batch_invariant=sizes.batch_invariant,
+    )
+
+
+def _select_mla(kernels: Sequence[NativeKernel], shape: MlaShape, device: DeviceFacts) -> Sequence[Selection]:
+    return (select_mla_decode(kernels, shape, device),)
+
+
+# The first entry that takes a call explains it.
+EXPLAINED = (
+    Explained("mla_decode", "decode", lambda sizes: sizes.head_dim in _LATENTS, _mla_shape, _select_mla),
+    Explained("paged_decode", "decode", lambda sizes: True, _decode_shape, select_decode),
+)

@@ -1,0 +1,293 @@
+"""``explain``: which kernel a call would launch, why, and with which parameters."""
+
+from __future__ import annotations
+
+import gc
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import StoreError, UsageError
+from . import options, output
+
+if TYPE_CHECKING:
+    from ..attention.explain import CallSizes
+    from ..config import Config
+    from ..kernels.explanation import Explanation, Facts, Table
+    from ..kernels.trtllm_gen.kernel_finder import KernelFinder
+    from ..kernels.trtllm_gen.traits import Policy
+
+RELEASE = "trtllm-gen-0.6.13"
+NATIVE_SM = 90
+TRTLLM_GEN_SMS = (100, 103)
+BACKENDS = ("auto", "hopper", "trtllm-gen")
+POLICIES = ("best", "reference")
+# Options, by the names of their parameters, that only one of the backends has.
+NATIVE_ONLY = frozenset({"batch_invariant", "tokens", "gpu"})
+TRTLLM_GEN_ONLY = frozenset(
+    {"case", "cases", "out", "both", "policy"}
+    | {"top_k", "causal", "multi_ctas", "skip_softmax", "workspace", "occupancy"}
+)
+# Options that native operators have too, but that do not change the choice.
+DECIDES_NOTHING = frozenset({"lse", "pdl"})
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb to the application."""
+    app.command("explain")(explain)
+
+
+def _optional(flag: str, text: str) -> Any:
+    return typer.Option(flag, help=text, show_default=False)
+
+
+def explain(
+    context: typer.Context,
+    case: Annotated[
+        str | None, typer.Argument(metavar="[CASE.json]", help="A case or record as JSON, '-' for the standard input.")
+    ] = None,
+    backend: Annotated[
+        str, typer.Option("--backend", help="hopper (native kernels), trtllm-gen, or auto: by --sm.")
+    ] = "auto",
+    operation: Annotated[str, typer.Option("--op", help="decode, context or ragged.")] = "decode",
+    sm: Annotated[
+        int | None, _optional("--sm", "GPU model: 100 (default) or 103; hopper: 80 to 121, default 90.")
+    ] = None,
+    multiprocessors: Annotated[
+        int | None, _optional("--sms", "Multiprocessors of the GPU; default 148, hopper: by --sm.")
+    ] = None,
+    gpu: Annotated[str | None, _optional("--gpu", "hopper: the GPU's name, which selects measured costs.")] = None,
+    batch: Annotated[int, typer.Option("--batch", help="Sequences.")] = 1,
+    q_len: Annotated[int, typer.Option("--q-len", help="Bound of the query lengths.")] = 1,
+    kv_len: Annotated[int, typer.Option("--kv-len", help="Bound of the KV lengths.")] = 1024,
+    heads_q: Annotated[int, typer.Option("--heads-q", help="Query heads.")] = 32,
+    heads_kv: Annotated[int | None, _optional("--heads-kv", "KV heads; default 8, of hopper's MLA 1.")] = None,
+    head_dim: Annotated[int, typer.Option("--head-dim", help="Head dimension of Q and K; 576 or 320: MLA.")] = 128,
+    head_dim_v: Annotated[int | None, _optional("--head-dim-v", "Head dimension of V, if another.")] = None,
+    dtype_q: Annotated[
+        str | None, _optional("--dtype-q", "bf16 (default), fp16, e4m3, int8; hopper: by the KV type.")
+    ] = None,
+    dtype_kv: Annotated[str, typer.Option("--dtype-kv", help="Likewise, or e2m1.")] = "bf16",
+    dtype_out: Annotated[str | None, _optional("--dtype-out", "Likewise, or e2m1.")] = None,
+    page: Annotated[int, typer.Option("--page", help="Tokens of a KV page.")] = 32,
+    window: Annotated[int, typer.Option("--window", help="Visible tokens; 0 for all.")] = 0,
+    batch_invariant: Annotated[
+        bool, typer.Option("--batch-invariant", help="hopper: bits that no neighbour changes.")
+    ] = False,
+    tokens: Annotated[
+        int | None, _optional("--tokens", "hopper: query tokens of all requests, if their lengths differ.")
+    ] = None,
+    top_k: Annotated[int, typer.Option("--top-k", help="KV tokens of sparse MLA; 0 is dense.")] = 0,
+    causal: Annotated[bool, typer.Option(help="Causal mask (context and ragged).")] = True,
+    lse: Annotated[bool, typer.Option("--lse", help="trtllm-gen: with the LSE.")] = False,
+    pdl: Annotated[bool, typer.Option("--pdl", help="trtllm-gen: with programmatic dependent launch.")] = False,
+    multi_ctas: Annotated[bool, typer.Option(help="Let several CTAs share a sequence's KV.")] = True,
+    skip_softmax: Annotated[float, typer.Option("--skip-softmax", help="Threshold scale factor; 0 is off.")] = 0.0,
+    workspace: Annotated[int, typer.Option("--workspace", help="Bytes of the workspace.")] = 128 << 20,
+    occupancy: Annotated[
+        str, typer.Option("--occupancy", help="Clusters held at once: floor, gpc18, const:N.")
+    ] = "floor",
+    policy: Annotated[str, typer.Option("--policy", help="best or reference.")] = "best",
+    cases: Annotated[Path | None, _optional("--cases", "Decide every case of a .jsonl[.gz] file.")] = None,
+    out: Annotated[Path | None, _optional("--out", "Where --cases writes.")] = None,
+    both: Annotated[bool, typer.Option("--both", help="With --cases: our policy too, under 'best'.")] = False,
+    release: Annotated[
+        str | None, _optional("--release", f"Pinned release; default {RELEASE}, hopper: this version's.")
+    ] = None,
+    store: options.StoreOption = None,
+    source: options.SourceOption = None,
+    pins: options.PinsOption = None,
+    offline: options.OfflineOption = False,
+    json: options.JsonOption = False,
+) -> None:
+    """Say which kernel a call launches and why; no GPU is needed."""
+    config = options.make_config(store, source, pins, offline)
+    with _named_by_flags(context):
+        native = _is_native(context)
+        explanation = _explain_native(context, config) if native else None
+    if explanation is not None:
+        if json:
+            output.emit_json("explain", explanation.record)
+        else:
+            _show(explanation.sections)
+        return
+    from ..kernels.trtllm_gen.traits import Policy
+
+    if policy not in POLICIES:
+        raise UsageError(f"--policy {policy!r}: expected one of {', '.join(POLICIES)}")
+    if cases is None and (out is not None or both):
+        raise UsageError("--out and --both go with --cases")
+    kernels = _kernels(config, release or RELEASE)
+    if cases is None:
+        _explain_case(_example_case(context) if case is None else _read_case(case), kernels, Policy(policy), json)
+    elif case is not None or json:
+        raise UsageError("--cases goes alone: no CASE.json and no --json")
+    else:
+        _decide_all(cases, out, kernels, both)
+
+
+def _is_native(context: typer.Context) -> bool:
+    """Whether a native operator is explained: by the backend's name, or because ``auto`` takes it.
+
+    Raises:
+        UsageError: the backend is unknown, or an option was given that decides nothing or is the other backend's.
+        BackendError: ``auto`` takes no backend on this GPU.
+    """
+    from ..attention.backends import AUTO, HOPPER, resolve_backend
+    from ..attention.explain import explained_operator
+    from ..kernels.native.device_models import describe_device
+
+    backend, sm = context.params["backend"], context.params["sm"]
+    if backend not in BACKENDS:
+        raise UsageError(f"backend={backend!r}: expected one of {', '.join(BACKENDS)}")
+    given = {name for name in context.params if _is_given(context, name)}
+    native: bool = backend == HOPPER
+    if backend == AUTO and sm not in (None, *TRTLLM_GEN_SMS) and not given & {"case", "cases"}:
+        operator = explained_operator(_sizes(context)).operator
+        native = resolve_backend(operator, AUTO, describe_device(sm)) == HOPPER
+    for name in sorted(given & (TRTLLM_GEN_ONLY if native else NATIVE_ONLY)):
+        words, other = ("hopper", "trtllm-gen") if native else ("trtllm-gen", "hopper")
+        raise UsageError(f"`{name}`: not an option of --backend {words}, only of {other}")
+    for name in sorted(given & DECIDES_NOTHING if native else ()):
+        raise UsageError(f"`{name}`: decides nothing with --backend hopper, whose choice is the same with and without")
+    return native
+
+
+def _explain_native(context: typer.Context, config: Config) -> Explanation:
+    from ..attention import explain
+    from ..attention.runtime import OWN_RELEASE, Runtime
+    from ..kernels.native.device_models import describe_device
+
+    given = context.params
+    sizes = _sizes(context)
+    explain.explained_operator(sizes)
+    device = describe_device(NATIVE_SM if given["sm"] is None else given["sm"], given["multiprocessors"], given["gpu"])
+    kernels = Runtime(config, release=given["release"] or OWN_RELEASE).own_release().kernels
+    return explain.explain(sizes, kernels, device)
+
+
+def _sizes(context: typer.Context) -> CallSizes:
+    from ..attention.explain import CallSizes
+
+    return CallSizes(**_given(context, CallSizes))
+
+
+def _example_case(context: typer.Context) -> dict[str, Any]:
+    from .example_case import Shapes, case_of
+
+    return case_of(Shapes(**_given(context, Shapes)))
+
+
+def _given(context: typer.Context, kind: type[Any]) -> dict[str, Any]:
+    """The options that are fields of ``kind``, but for those without a value."""
+    named = {field.name: context.params[field.name] for field in fields(kind)}
+    return {name: value for name, value in named.items() if value is not None}
+
+
+@contextmanager
+def _named_by_flags(context: typer.Context) -> Iterator[None]:
+    """Errors say ``--q-len 17`` where they would say ``q_len=17``, and ``--q-len`` for ``q_len`` in backticks."""
+    flags = {parameter.name: parameter.opts[0] for parameter in context.command.params}
+    flags["case"] = "CASE.json"
+    try:
+        yield
+    except UsageError as error:
+        if type(error) is not UsageError:
+            raise
+        names = "|".join(map(str, flags))
+        text = re.sub(rf"`({names})`", lambda match: flags[match[1]], str(error))
+        raise UsageError(re.sub(rf"\b({names})=", lambda match: f"{flags[match[1]]} ", text)) from error
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _show(sections: Iterable[Facts | Table]) -> None:
+    from ..kernels.explanation import Table
+
+    for number, section in enumerate(sections):
+        if number:
+            output.line()
+        if isinstance(section, Table):
+            output.table(section.columns, section.rows)
+        else:
+            output.facts(section)
+
+
+def _kernels(config: Config, release: str) -> KernelFinder:
+    from ..artifacts.library import Library
+    from ..artifacts.releases.catalog import open_kernel_index
+    from ..kernels.abi import abi_layouts
+    from ..kernels.trtllm_gen.kernel_finder import KernelFinder
+
+    library = Library(config)
+    pin = library.pins.get(release)
+    layouts = abi_layouts(pin.abi)
+    if "KernelParams" not in layouts:
+        raise UsageError(f"{pin.name}: its kernels take {', '.join(layouts)}, expected a trtllm-gen release")
+    index = open_kernel_index(library, pin, fetch=not config.offline)
+    for what, columns in (("new", index.new_columns), ("missing", index.missing_columns)):
+        if columns:
+            output.note_line(f"{pin.name}: {what} columns in the metadata: {', '.join(columns)}")
+    return KernelFinder(index)
+
+
+def _read_case(case: str) -> dict[str, Any]:
+    from .recorded_cases import case_in, read_lines
+
+    if case == "-":
+        return case_in(sys.stdin.read(), "standard input")
+    return case_in(b"".join(read_lines(Path(case))), case)
+
+
+@contextmanager
+def _without_collecting() -> Iterator[None]:
+    """Millions of small values and no cycles among them: looking for cycles would take a tenth of the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@_without_collecting()
+def _decide_all(cases: Path, out: Path | None, kernels: KernelFinder, both: bool) -> None:
+    from .recorded_cases import read_lines
+    from .recorded_decisions import decide_lines
+
+    decisions = decide_lines(read_lines(cases), kernels, both=both, where=str(cases))
+    if out is None:
+        for decision in decisions:
+            output.line(decision)
+        return
+    count = 0
+    try:
+        with out.open("w", encoding="ascii") as opened:
+            for decision in decisions:
+                opened.write(decision + "\n")
+                count += 1
+    except OSError as error:
+        raise StoreError(f"{out}: cannot be written: {error.strerror}") from error
+    output.note_line(f"{count} cases decided, written to {out}")
+
+
+def _explain_case(case: dict[str, Any], kernels: KernelFinder, policy: Policy, json: bool) -> None:
+    from ..kernels.trtllm_gen import explanation
+    from ..kernels.trtllm_gen.decision import decide
+    from .recorded_cases import occupancy_of, problem_of
+    from .recorded_decisions import record_of_case
+
+    if json:
+        output.emit_json("explain", {"policy": policy.value, **record_of_case(case, kernels, policy)})
+    else:
+        _show(explanation.sections(decide(problem_of(case), kernels, occupancy_of(case), policy)))

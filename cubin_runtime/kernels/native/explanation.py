@@ -1,0 +1,130 @@
+"""The explanation of native launches, from what the selections of any family say of themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from ...launch.driver import DeviceFacts
+from ..explanation import Explanation, Facts, Table
+from .cost_model import Estimate, costs_of, stated
+from .selection import Candidate, Selection
+
+# Columns of the table of candidates -> terms of an estimate.
+_TERMS = {"DRAM us": "dram_us", "L2 us": "l2_us", "tiles us": "tiles_us", "merging us": "merge_us"}
+
+
+def explain_launches(
+    names: Mapping[str, str], shape: Any, device: DeviceFacts, selections: Sequence[Selection]
+) -> Explanation:
+    """The explanation of an operator's launches on ``device``.
+
+    Args:
+        names: the ``backend``, ``operator`` and ``operation`` that are explained.
+        shape: the problem, a dataclass; ``selections`` are what was chosen for it.
+    """
+    estimates = [estimate for selection in selections if (estimate := _chosen(selection).estimate)]
+    costs = costs_of(device.name) if estimates else None
+    total = sum(estimate.microseconds for estimate in estimates)
+    elsewhere = {c.kernel.name: c.kernel.architecture for c in selections[0].candidates if not _runs_on(c, device)}
+    head: list[tuple[str, object]] = [
+        (
+            "device",
+            f"{device.name}, {device.multiprocessors} multiprocessors{f', costs of {costs.gpu}' if costs else ''}",
+        )
+    ]
+    if len(selections) > 1:
+        head += [("launches", len(selections)), *([("predicted", f"{total:.1f} us")] if estimates else [])]
+    if elsewhere:
+        targets = ", ".join(sorted(set(map(str, elsewhere.values()))))
+        head.append(("elsewhere", f"{len(elsewhere)} {names['operation']} kernels built for {targets}"))
+    sections: list[Facts | Table] = [tuple(head)] if len(selections) > 1 else []
+    for selection in selections:
+        facts = _facts(selection, shape)
+        sections += [facts if sections else (*head, *facts), _table(selection, device)]
+    record: dict[str, object] = {
+        "backend": names["backend"],
+        "operator": names["operator"],
+        "launches": [_record(selection, shape, device) for selection in selections],
+        "shape": fields_of(shape),
+        "device": fields_of(device),
+    }
+    if costs:
+        record |= {"microseconds": total, "costs": {"gpu": costs.gpu, **stated(costs)}}
+    return Explanation(tuple(sections), record)
+
+
+def fields_of(value: Any) -> dict[str, object]:
+    """The fields of a dataclass by name."""
+    return {field.name: getattr(value, field.name) for field in fields(value)}
+
+
+def _facts(selection: Selection, shape: Any) -> Facts:
+    kernel, estimate = selection.kernel, _chosen(selection).estimate
+    grid = f"{selection.ctas} CTAs of {kernel.threads} threads, {kernel.dynamic_shared_bytes} bytes shared memory"
+    facts = (("kernel", kernel.name), ("why", selection.reason), ("grid", grid), *selection.facts(shape))
+    return (*facts, ("predicted", f"{estimate.microseconds:.1f} us: {_sum(estimate)}")) if estimate else facts
+
+
+def _sum(time: Estimate) -> str:
+    return (
+        f"{time.fixed_us:.1f} to the first byte + the largest of {time.dram_us:.1f} DRAM, {time.l2_us:.1f} L2, "
+        f"{time.tiles_us:.1f} tiles of one CTA + {time.merge_us:.1f} merging"
+    )
+
+
+def _table(selection: Selection, device: DeviceFacts) -> Table:
+    shown = [(candidate, _cells(candidate)) for candidate in _candidates(selection, device)]
+    columns = tuple(shown[0][1])  # those that fit come first
+    rows = [(c.kernel.name, *(cells.get(column, "") for column in columns), c.unfit) for c, cells in shown]
+    return Table(("kernel", *columns, "why not"), tuple(rows))
+
+
+def _cells(candidate: Candidate) -> dict[str, object]:
+    cells, time = {} if candidate.unfit else candidate.cells(), candidate.estimate
+    if time:
+        cells |= {column: f"{getattr(time, term):.1f}" for column, term in _TERMS.items()}
+        cells["predicted us"] = f"{time.microseconds:.1f}"
+    return cells
+
+
+def _record(selection: Selection, shape: Any, device: DeviceFacts) -> dict[str, object]:
+    kernel = selection.kernel
+    return fields_of(selection) | {
+        "kernel": kernel.name,
+        "symbol": kernel.symbol,
+        "file": kernel.file,
+        "status": kernel.status,
+        "grid": list(selection.grid(shape)),
+        "block": [kernel.threads, 1, 1],
+        "smem": kernel.dynamic_shared_bytes,
+        "candidates": [_candidate_record(candidate) for candidate in _candidates(selection, device)],
+    }
+
+
+def _candidate_record(candidate: Candidate) -> dict[str, object]:
+    stated, time = {"kernel": candidate.kernel.name, "traits": dict(candidate.kernel.traits)}, candidate.estimate
+    if candidate.unfit:
+        return stated | {"fits": False, "why_not": candidate.unfit}
+    terms = {"microseconds": time.microseconds, "terms": fields_of(time), "limit": time.limit} if time else {}
+    return stated | {"fits": True, **candidate.record(), **terms}
+
+
+def _chosen(selection: Selection) -> Candidate:
+    return next(c for c in selection.candidates if c.kernel == selection.kernel and not c.unfit)
+
+
+def _candidates(selection: Selection, device: DeviceFacts) -> list[Candidate]:
+    """Those built for the device: the chosen one, the others that fit by their time, those that do not fit."""
+
+    def order(candidate: Candidate) -> tuple[bool, float, bool]:
+        microseconds = candidate.estimate.microseconds if candidate.estimate else 0.0
+        return bool(candidate.unfit), microseconds, candidate.kernel != selection.kernel
+
+    return sorted((c for c in selection.candidates if _runs_on(c, device)), key=order)
+
+
+def _runs_on(candidate: Candidate, device: DeviceFacts) -> bool:
+    major, minor = device.capability
+    return candidate.kernel.architecture.runs_on(10 * major + minor)
