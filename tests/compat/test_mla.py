@@ -225,6 +225,12 @@ def test_ragged_queries_without_a_bound_are_read_back_once(standin: StandIn, mem
     assert (sent(standin)["q_len"], memory.reads) == (3, [given["cum_seq_lens_q"].pointer])
 
 
+def test_a_bound_that_is_read_back_is_the_longest_query(standin: StandIn, memory: MadeUpMemory) -> None:
+    lengths = memory.tensor("int32", 5, values=(0, 1, 1, 2, 3))
+    flashinfer.trtllm_batch_decode_with_kv_cache_mla(**ragged(memory, tokens=3, cum_seq_lens_q=lengths))
+    assert sent(standin)["q_len"] == 1
+
+
 RAGGED: list[tuple[dict[str, Any], str]] = [
     ({"cum_seq_lens_q": tensor("int32", 4)}, "cum_seq_lens_q: 4 entries, expected 5"),
     ({"cum_seq_lens_q": tensor("int64", 5)}, "cum_seq_lens_q: dtype int64"),

@@ -224,6 +224,14 @@ def test_an_output_of_one_token_per_request_may_lack_its_dimension(
     assert made.out.strides == (128 * 512, 512, 1)
 
 
+def test_outputs_of_one_token_per_request_may_differ_in_its_dimension(
+    call: Callable[..., Any], memory: MadeUpMemory
+) -> None:
+    out, lse = memory.tensor("bfloat16", 4, 128, 512), memory.tensor("float32", 4, 1, 128)
+    made = call(MLA, query=memory.tensor("bfloat16", 4, 1, 128, 576), out=out, lse=lse)
+    assert (made.out.shape, made.lse.shape) == ((4, 128, 512), (4, 128))
+
+
 @ALL
 def test_the_log_sum_exp_is_made_for_every_token_and_head(
     call: Callable[..., Any], ran: Ran, operator: Operator

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import sys
 from dataclasses import replace
@@ -14,6 +15,7 @@ from xqa_calls import CACHE, HEAD_DIM, HEADS, KV_HEADS, PAGE, PAGES, sent, xqa_a
 
 from cubin_runtime.attention import Runtime
 from cubin_runtime.compat import flashinfer
+from cubin_runtime.compat.flashinfer import workspace
 from cubin_runtime.errors import WorkspaceError
 
 pytestmark = pytest.mark.usefixtures("hopper")
@@ -197,6 +199,22 @@ def test_dependent_launch_is_on_unless_switched_off(
     assert standin.calls("cuLaunchKernelEx")[-1].seen["pdl"] == wanted
 
 
+@pytest.mark.parametrize(("capability", "wanted"), [((8, 0), False), ((9, 0), True)])
+def test_dependent_launch_is_off_by_default_where_the_device_lacks_it(
+    standin: StandIn,
+    memory: MadeUpMemory,
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    wanted: bool,
+) -> None:
+    standin.pose_as(*capability)
+    seen: list[bool] = []
+    module = sys.modules[flashinfer.xqa.__module__]
+    monkeypatch.setattr(module, "paged_decode", lambda *given, enable_pdl, **options: seen.append(enable_pdl))
+    flashinfer.xqa(**xqa_arguments(memory))
+    assert seen == [wanted]
+
+
 def test_batch_invariance_splits_a_request_by_its_bound(standin: StandIn, memory: MadeUpMemory) -> None:
     assert xqa(standin, xqa_arguments(memory, batch_invariant=True))["splits"] == 4
     assert xqa(standin, xqa_arguments(memory))["splits"] == 0
@@ -240,6 +258,33 @@ def test_replaced_semaphores_are_a_bounded_number(standin: StandIn, memory: Made
     made, freed = (standin.names().count(name) for name in ("cuMemAlloc", "cuMemFree"))
     assert made == 200
     assert made - freed <= 66
+
+
+def test_replaced_semaphores_are_dropped_least_recently_used_first(standin: StandIn, memory: MadeUpMemory) -> None:
+    arguments = with_semaphores(memory, xqa_arguments(memory))
+    first = xqa(standin, arguments)
+    for _ in range(2):
+        for _ in range(40):
+            flashinfer.xqa(**with_semaphores(memory, arguments))
+        assert xqa(standin, arguments)["status"] == first["status"]
+
+
+def test_replaced_semaphores_of_a_captured_graph_are_never_freed(
+    standin: StandIn, memory: MadeUpMemory, hopper: Runtime
+) -> None:
+    arguments = with_semaphores(memory, xqa_arguments(memory))
+    first = xqa(standin, arguments)
+    memory.stream = hopper.driver.create_stream()
+    hopper.driver.begin_capture(memory.stream)
+    flashinfer.xqa(**arguments)
+    hopper.driver.end_capture(memory.stream)
+    workspace._replaced.clear()
+    gc.collect()
+    standin.clear_log()
+    memory.stream = 0
+    flashinfer.xqa(**with_semaphores(memory, arguments))
+    freed = {int(call.seen["address"], 16) for call in standin.calls("cuMemFree")}
+    assert first["status"] not in freed
 
 
 def test_replaced_semaphores_are_not_freed_before_their_launch(
