@@ -63,7 +63,7 @@ def case_of(shapes: Shapes) -> dict[str, Any]:
         UsageError: an unknown operation or dtype, or a size below 1.
     """
     if shapes.operation not in APIS:
-        raise UsageError(f"operation {shapes.operation!r}: expected one of {', '.join(APIS)}")
+        raise UsageError(f"operation={shapes.operation!r}: expected one of {', '.join(APIS)}")
     for name in ("batch", "q_len", "kv_len", "heads_q", "heads_kv", "head_dim", "page", "multiprocessors"):
         if getattr(shapes, name) < 1:
             raise UsageError(f"{name}={getattr(shapes, name)}: expected 1 or more")

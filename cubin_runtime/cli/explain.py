@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -17,7 +17,6 @@ from ..errors import StoreError, UsageError
 from . import options, output
 
 if TYPE_CHECKING:
-    from ..attention.explain import CallSizes
     from ..config import Config
     from ..kernels.explanation import Explanation, Facts, Table
     from ..kernels.trtllm_gen.kernel_finder import KernelFinder
@@ -36,11 +35,16 @@ TRTLLM_GEN_ONLY = frozenset(
 )
 # Options that native operators have too, but that do not change the choice.
 DECIDES_NOTHING = frozenset({"lse", "pdl"})
+SizesT = TypeVar("SizesT")
 
 
 def register(app: typer.Typer) -> None:
     """Add the verb to the application."""
     app.command("explain")(explain)
+
+
+def _option(flag: str, text: str) -> Any:
+    return typer.Option(flag, help=text)
 
 
 def _optional(flag: str, text: str) -> Any:
@@ -52,10 +56,8 @@ def explain(
     case: Annotated[
         str | None, typer.Argument(metavar="[CASE.json]", help="A case or record as JSON, '-' for the standard input.")
     ] = None,
-    backend: Annotated[
-        str, typer.Option("--backend", help="hopper (native kernels), trtllm-gen, or auto: by --sm.")
-    ] = "auto",
-    operation: Annotated[str, typer.Option("--op", help="decode, context or ragged.")] = "decode",
+    backend: Annotated[str, _option("--backend", "hopper (native kernels), trtllm-gen, or auto: by --sm.")] = "auto",
+    operation: Annotated[str, _option("--op", "decode, context or ragged.")] = "decode",
     sm: Annotated[
         int | None, _optional("--sm", "GPU model: 100 (default) or 103; hopper: 80 to 121, default 90.")
     ] = None,
@@ -63,40 +65,36 @@ def explain(
         int | None, _optional("--sms", "Multiprocessors of the GPU; default 148, hopper: by --sm.")
     ] = None,
     gpu: Annotated[str | None, _optional("--gpu", "hopper: the GPU's name, which selects measured costs.")] = None,
-    batch: Annotated[int, typer.Option("--batch", help="Sequences.")] = 1,
-    q_len: Annotated[int, typer.Option("--q-len", help="Bound of the query lengths.")] = 1,
-    kv_len: Annotated[int, typer.Option("--kv-len", help="Bound of the KV lengths.")] = 1024,
-    heads_q: Annotated[int, typer.Option("--heads-q", help="Query heads.")] = 32,
+    batch: Annotated[int, _option("--batch", "Sequences.")] = 1,
+    q_len: Annotated[int, _option("--q-len", "Bound of the query lengths.")] = 1,
+    kv_len: Annotated[int, _option("--kv-len", "Bound of the KV lengths.")] = 1024,
+    heads_q: Annotated[int, _option("--heads-q", "Query heads.")] = 32,
     heads_kv: Annotated[int | None, _optional("--heads-kv", "KV heads; default 8, of hopper's MLA 1.")] = None,
-    head_dim: Annotated[int, typer.Option("--head-dim", help="Head dimension of Q and K; 576 or 320: MLA.")] = 128,
+    head_dim: Annotated[int, _option("--head-dim", "Head dimension of Q and K; 576 or 320: MLA.")] = 128,
     head_dim_v: Annotated[int | None, _optional("--head-dim-v", "Head dimension of V, if another.")] = None,
     dtype_q: Annotated[
         str | None, _optional("--dtype-q", "bf16 (default), fp16, e4m3, int8; hopper: by the KV type.")
     ] = None,
-    dtype_kv: Annotated[str, typer.Option("--dtype-kv", help="Likewise, or e2m1.")] = "bf16",
+    dtype_kv: Annotated[str, _option("--dtype-kv", "Likewise, or e2m1.")] = "bf16",
     dtype_out: Annotated[str | None, _optional("--dtype-out", "Likewise, or e2m1.")] = None,
-    page: Annotated[int, typer.Option("--page", help="Tokens of a KV page.")] = 32,
-    window: Annotated[int, typer.Option("--window", help="Visible tokens; 0 for all.")] = 0,
-    batch_invariant: Annotated[
-        bool, typer.Option("--batch-invariant", help="hopper: bits that no neighbour changes.")
-    ] = False,
+    page: Annotated[int, _option("--page", "Tokens of a KV page.")] = 32,
+    window: Annotated[int, _option("--window", "Visible tokens; 0 for all.")] = 0,
+    batch_invariant: Annotated[bool, _option("--batch-invariant", "hopper: bits that no neighbour changes.")] = False,
     tokens: Annotated[
         int | None, _optional("--tokens", "hopper: query tokens of all requests, if their lengths differ.")
     ] = None,
-    top_k: Annotated[int, typer.Option("--top-k", help="KV tokens of sparse MLA; 0 is dense.")] = 0,
+    top_k: Annotated[int, _option("--top-k", "KV tokens of sparse MLA; 0 is dense.")] = 0,
     causal: Annotated[bool, typer.Option(help="Causal mask (context and ragged).")] = True,
-    lse: Annotated[bool, typer.Option("--lse", help="trtllm-gen: with the LSE.")] = False,
-    pdl: Annotated[bool, typer.Option("--pdl", help="trtllm-gen: with programmatic dependent launch.")] = False,
+    lse: Annotated[bool, _option("--lse", "trtllm-gen: with the LSE.")] = False,
+    pdl: Annotated[bool, _option("--pdl", "trtllm-gen: with programmatic dependent launch.")] = False,
     multi_ctas: Annotated[bool, typer.Option(help="Let several CTAs share a sequence's KV.")] = True,
-    skip_softmax: Annotated[float, typer.Option("--skip-softmax", help="Threshold scale factor; 0 is off.")] = 0.0,
-    workspace: Annotated[int, typer.Option("--workspace", help="Bytes of the workspace.")] = 128 << 20,
-    occupancy: Annotated[
-        str, typer.Option("--occupancy", help="Clusters held at once: floor, gpc18, const:N.")
-    ] = "floor",
-    policy: Annotated[str, typer.Option("--policy", help="best or reference.")] = "best",
+    skip_softmax: Annotated[float, _option("--skip-softmax", "Threshold scale factor; 0 is off.")] = 0.0,
+    workspace: Annotated[int, _option("--workspace", "Bytes of the workspace.")] = 128 << 20,
+    occupancy: Annotated[str, _option("--occupancy", "Clusters held at once: floor, gpc18, const:N.")] = "floor",
+    policy: Annotated[str, _option("--policy", "best or reference.")] = "best",
     cases: Annotated[Path | None, _optional("--cases", "Decide every case of a .jsonl[.gz] file.")] = None,
     out: Annotated[Path | None, _optional("--out", "Where --cases writes.")] = None,
-    both: Annotated[bool, typer.Option("--both", help="With --cases: our policy too, under 'best'.")] = False,
+    both: Annotated[bool, _option("--both", "With --cases: our policy too, under 'best'.")] = False,
     release: Annotated[
         str | None, _optional("--release", f"Pinned release; default {RELEASE}, hopper: this version's.")
     ] = None,
@@ -109,8 +107,7 @@ def explain(
     """Say which kernel a call launches and why; no GPU is needed."""
     config = options.make_config(store, source, pins, offline)
     with _named_by_flags(context):
-        native = _is_native(context)
-        explanation = _explain_native(context, config) if native else None
+        explanation = _explain_native(context, config) if _is_native(context) else None
     if explanation is not None:
         if json:
             output.emit_json("explain", explanation.record)
@@ -118,6 +115,7 @@ def explain(
             _show(explanation.sections)
         return
     from ..kernels.trtllm_gen.traits import Policy
+    from .example_case import Shapes, case_of
 
     if policy not in POLICIES:
         raise UsageError(f"--policy {policy!r}: expected one of {', '.join(POLICIES)}")
@@ -125,7 +123,9 @@ def explain(
         raise UsageError("--out and --both go with --cases")
     kernels = _kernels(config, release or RELEASE)
     if cases is None:
-        _explain_case(_example_case(context) if case is None else _read_case(case), kernels, Policy(policy), json)
+        with _named_by_flags(context):
+            stated = case_of(_stated(context, Shapes)) if case is None else _read_case(case)
+        _explain_case(stated, kernels, Policy(policy), json)
     elif case is not None or json:
         raise UsageError("--cases goes alone: no CASE.json and no --json")
     else:
@@ -140,7 +140,7 @@ def _is_native(context: typer.Context) -> bool:
         BackendError: ``auto`` takes no backend on this GPU.
     """
     from ..attention.backends import AUTO, HOPPER, resolve_backend
-    from ..attention.explain import explained_operator
+    from ..attention.explain import CallSizes, explained_operator
     from ..kernels.native.device_models import describe_device
 
     backend, sm = context.params["backend"], context.params["sm"]
@@ -149,7 +149,7 @@ def _is_native(context: typer.Context) -> bool:
     given = {name for name in context.params if _is_given(context, name)}
     native: bool = backend == HOPPER
     if backend == AUTO and sm not in (None, *TRTLLM_GEN_SMS) and not given & {"case", "cases"}:
-        operator = explained_operator(_sizes(context)).operator
+        operator = explained_operator(_stated(context, CallSizes)).operator
         native = resolve_backend(operator, AUTO, describe_device(sm)) == HOPPER
     for name in sorted(given & (TRTLLM_GEN_ONLY if native else NATIVE_ONLY)):
         words, other = ("hopper", "trtllm-gen") if native else ("trtllm-gen", "hopper")
@@ -165,29 +165,17 @@ def _explain_native(context: typer.Context, config: Config) -> Explanation:
     from ..kernels.native.device_models import describe_device
 
     given = context.params
-    sizes = _sizes(context)
+    sizes = _stated(context, explain.CallSizes)
     explain.explained_operator(sizes)
     device = describe_device(NATIVE_SM if given["sm"] is None else given["sm"], given["multiprocessors"], given["gpu"])
     kernels = Runtime(config, release=given["release"] or OWN_RELEASE).own_release().kernels
     return explain.explain(sizes, kernels, device)
 
 
-def _sizes(context: typer.Context) -> CallSizes:
-    from ..attention.explain import CallSizes
-
-    return CallSizes(**_given(context, CallSizes))
-
-
-def _example_case(context: typer.Context) -> dict[str, Any]:
-    from .example_case import Shapes, case_of
-
-    return case_of(Shapes(**_given(context, Shapes)))
-
-
-def _given(context: typer.Context, kind: type[Any]) -> dict[str, Any]:
-    """The options that are fields of ``kind``, but for those without a value."""
-    named = {field.name: context.params[field.name] for field in fields(kind)}
-    return {name: value for name, value in named.items() if value is not None}
+def _stated(context: typer.Context, kind: type[SizesT]) -> SizesT:
+    """The dataclass ``kind`` of the options that are its fields; those without a value keep its default."""
+    named = {field.name: context.params[field.name] for field in fields(kind)}  # type: ignore[arg-type]
+    return kind(**{name: value for name, value in named.items() if value is not None})
 
 
 @contextmanager

@@ -159,6 +159,20 @@ def test_what_cannot_be_explained_has_its_code(arguments: list[str], wrong: list
     assert cli.main([*arguments, *wrong]) == code
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (["--op", "train"], "--op 'train': expected one of decode, context, ragged"),
+        (["--q-len", "0"], "--q-len 0: expected 1 or more"),
+    ],
+)
+def test_what_cannot_be_explained_is_named_by_its_flag(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], wrong: list[str], said: str
+) -> None:
+    assert cli.main([*arguments, *wrong]) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_a_release_without_a_known_struct_is_not_explained(arguments: list[str], tmp_path: Path) -> None:
     pins = tmp_path / "pins.toml"
     pins.write_text(pins.read_text().replace('abi = "trtllm-gen-0.6.13"\n', ""))
