@@ -69,6 +69,13 @@ def test_a_window_bounds_the_kv_that_is_split(window: int, splits: int) -> None:
     assert geometry.ctas_kv == splits
 
 
+@pytest.mark.parametrize(("window", "ctas_kv"), [(129, 1), (130, 2)])
+def test_a_window_may_begin_anywhere_in_a_step_of_kv(window: int, ctas_kv: int) -> None:
+    key = KEY._replace(mask=MaskType.SLIDING_OR_CHUNKED_CAUSAL)
+    geometry = lay_out(replace(PROBLEM, max_kv=100_000, window=window), ROW, key, allows_cga=False)
+    assert geometry.ctas_kv == ctas_kv
+
+
 def test_sparse_kv_is_split_by_its_tokens() -> None:
     key = first_key(SPARSE_MLA)._replace(kernel_type=KernelType.SWAPS_AB, tile_q=16, head_dim_per_cta_v=256)
     row = replace(MLA_ROW, head_dim_per_cta_v=256)

@@ -155,6 +155,7 @@ def test_sparse_mla_halves_its_tile_while_the_gpu_has_room(changed, tile) -> Non
         ({"heads_q": 128, "batch": 9}, False),
         ({"heads_q": 128, "batch": 9, "multiprocessors": 144}, False),
         ({"heads_q": 128, "batch": 10}, True),
+        ({"heads_q": 128, "batch": 9, "multiprocessors": 143}, True),
         ({"heads_q": 128, "batch": 1, "max_q": 2}, True),
         ({"heads_q": 64, "batch": 100}, False),
     ],
@@ -250,6 +251,11 @@ def test_the_selection_ends_after_four_passes(suggest_again) -> None:
     suggest_again(4)
     with pytest.raises(PlanRefused, match="not settled after 4 passes"):
         choose(PROBLEM, decode_rows())
+
+
+def test_a_selection_may_settle_in_the_fourth_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    restless(monkeypatch, passes=3)
+    assert len(choose(PROBLEM, decode_rows()).passes) == 4
 
 
 def test_a_kernel_for_the_very_model_comes_before_the_family() -> None:

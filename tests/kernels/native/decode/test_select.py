@@ -96,6 +96,18 @@ def test_shared_memory_that_the_device_does_not_have_rules_a_kernel_out() -> Non
     assert words(selection)[large.name] == "needs 122880 bytes of shared memory a block, the device has 101376"
 
 
+@pytest.mark.parametrize(("dynamic", "static"), [(232448, 0), (231424, 1024)])
+def test_all_of_a_device_s_shared_memory_may_be_asked_for(dynamic: int, static: int) -> None:
+    full = decode_kernel(dynamic_shared_bytes=dynamic, static_shared_bytes=static)
+    assert one((full,), SHAPE).kernel is full
+
+
+@pytest.mark.parametrize(("dynamic", "static"), [(232449, 0), (231424, 1025)])
+def test_static_and_dynamic_shared_memory_count_together(dynamic: int, static: int) -> None:
+    with pytest.raises(UsageError, match="needs 232449 bytes of shared memory a block, the device has 232448"):
+        one((decode_kernel(dynamic_shared_bytes=dynamic, static_shared_bytes=static),), SHAPE)
+
+
 @given(shapes)
 def test_no_candidate_is_predicted_to_be_much_faster(shape: DecodeShape) -> None:
     for selection in select_decode(HOPPER, shape, H100):

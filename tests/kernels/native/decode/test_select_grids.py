@@ -3,14 +3,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from decode_kernels import HOPPER
+from decode_kernels import HOPPER, decode_kernel
 from examples import H100, device
 from hypothesis import given
 from hypothesis import strategies as st
 from select_cases import ALL, SHAPE, chosen, fit_of, one, shapes
 
+from cubin_runtime.kernels.native.cost_model import OTHER
+from cubin_runtime.kernels.native.decode.grids import ANY_ROWS, Part, grids_of
 from cubin_runtime.kernels.native.decode.select import select_decode
 from cubin_runtime.kernels.native.decode.shape import DecodeShape
+
+EVERY = Part(0, ANY_ROWS, None)
 
 
 @given(shapes)
@@ -132,6 +136,20 @@ def test_ragged_requests_without_a_token_still_get_a_grid() -> None:
 def test_shared_memory_limits_the_ctas_of_a_multiprocessor() -> None:
     large = tuple(replace(k, dynamic_shared_bytes=200 << 10) for k in HOPPER)
     assert one(large, SHAPE).ctas == 128
+
+
+def test_what_the_driver_keeps_of_shared_memory_counts_for_each_cta() -> None:
+    half = H100.shared_bytes_per_multiprocessor // 2
+    for nbytes, most in ((half - 1024, 2), (half - 1023, 1)):
+        grids = grids_of(decode_kernel(dynamic_shared_bytes=nbytes), SHAPE, EVERY, H100, OTHER)
+        assert max(grid.resident for grid in grids) == most
+
+
+def test_work_for_one_cta_a_multiprocessor_gets_no_grid_of_two() -> None:
+    exact = replace(SHAPE, batch=33, kv_heads=4, max_seq_len=64)
+    assert {grid.resident for grid in grids_of(decode_kernel(), exact, EVERY, H100, OTHER)} == {1}
+    more = replace(exact, max_seq_len=65)
+    assert {grid.resident for grid in grids_of(decode_kernel(), more, EVERY, H100, OTHER)} == {1, 2}
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,11 @@ def test_teams_end_on_borders_of_pairs_if_few_idle_for_it(batch: int, teams: int
     assert chosen.ctas // chosen.cta_group_size == teams
 
 
+def test_one_team_in_twelve_may_idle() -> None:
+    assert select_mla_decode(KERNELS, replace(SHAPE, heads=64, batch=121), H100).ctas == 121
+    assert select_mla_decode(KERNELS, replace(SHAPE, heads=64, batch=120), H100).ctas == 132
+
+
 def test_a_team_has_two_tiles_at_least() -> None:
     assert select_mla_decode(KERNELS, replace(SHAPE, batch=1, max_seq_len=4 * 64), H100).ctas == 4
 
@@ -119,6 +124,11 @@ def test_splits_never_fall_with_the_tiles() -> None:
 def test_a_device_without_such_kernels_is_refused_with_what_there_is() -> None:
     with pytest.raises(UsageError, match=r"compute capability 10\.0: mla_latent512_rows64_sm90a: built for sm_90a"):
         select_mla_decode(KERNELS, SHAPE, device(10, 0))
+
+
+def test_another_number_of_rope_columns_is_refused() -> None:
+    with pytest.raises(UsageError, match="rope is 64"):
+        select_mla_decode(KERNELS, replace(SHAPE, rope=32), H100)
 
 
 def test_another_dtype_is_refused() -> None:
