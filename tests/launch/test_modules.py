@@ -9,7 +9,7 @@ import pytest
 from examples import DIGEST, LAYOUT, SYMBOL, cubin, kernel_facts, needs
 from standin_build import StandIn
 
-from cubin_runtime.artifacts.cubins.cubin import Cubin, KernelFacts
+from cubin_runtime.artifacts.cubins.cubin import Architecture, Cubin, KernelFacts
 from cubin_runtime.errors import AbiError, CorruptError, DriverError, FrozenError
 from cubin_runtime.launch.driver import Driver
 from cubin_runtime.launch.modules import KernelRequest, LoadCounts, LoadedKernel, ModuleCache
@@ -174,10 +174,11 @@ def test_a_capturing_stream_gets_what_is_loaded(cache: ModuleCache, driver: Driv
     assert load(cache, context, read=unreadable, stream=stream) is first
 
 
+@pytest.mark.parametrize("code", [900, 908])
 def test_a_capture_that_only_the_driver_knows_of_is_named_too(
-    cache: ModuleCache, standin: StandIn, context: int
+    cache: ModuleCache, standin: StandIn, context: int, code: int
 ) -> None:
-    standin.fail("cuModuleLoadData", 900)
+    standin.fail("cuModuleLoadData", code)
     with pytest.raises(FrozenError, match=r"loading met a capturing stream .*preload\(\)"):
         load(cache, context)
 
@@ -195,6 +196,22 @@ def test_closing_unloads_everything(cache: ModuleCache, standin: StandIn, contex
     assert standin.call("cuModuleUnload") == {"module": "0xd000"}
     load(cache, context)
     assert cache.counts.loads == 2
+
+
+def test_shared_memory_is_opted_into_again_after_closing(cache: ModuleCache, standin: StandIn, context: int) -> None:
+    load(cache, context, needs=needs(dynamic_shared_bytes=100000))
+    cache.close()
+    load(cache, context, needs=needs(dynamic_shared_bytes=100000))
+    assert attributes_set(standin) == ["8:100000", "8:100000"]
+
+
+def test_two_kernels_of_a_cubin_share_its_module(driver: Driver, standin: StandIn, context: int) -> None:
+    second = replace(kernel_facts(), symbol="second")
+    cache = cache_of(driver, replace(cubin(), kernels={SYMBOL: kernel_facts(), "second": second}))
+    for symbol in (SYMBOL, "second"):
+        standin.add_kernel(symbol, (LAYOUT.size,))
+        load(cache, context, symbol=symbol)
+    assert len(standin.calls("cuModuleLoadData")) == 1
 
 
 def test_a_wrong_architecture_is_refused_before_the_driver_sees_it(
@@ -226,6 +243,20 @@ def test_the_gate_runs_again_for_other_needs(cache: ModuleCache, context: int) -
     load(cache, context)
     with pytest.raises(AbiError, match="512 threads"):
         load(cache, context, needs=needs(threads=512))
+
+
+def test_the_gate_runs_again_for_another_declared_architecture(cache: ModuleCache, context: int) -> None:
+    load(cache, context, needs=needs(declared=Architecture.parse("90a")))
+    with pytest.raises(AbiError, match="the cubin says sm_90a, its metadata declares sm_90"):
+        load(cache, context, needs=needs(declared=Architecture.parse("90")))
+
+
+def test_a_kernel_loaded_for_portable_clusters_is_opened_for_larger_ones(
+    cache: ModuleCache, standin: StandIn, context: int
+) -> None:
+    assert not load(cache, context).nonportable_cluster
+    assert load(cache, context, needs=needs(nonportable_cluster=True)).nonportable_cluster
+    assert attributes_set(standin) == ["14:1"]
 
 
 def undeclared_threads() -> KernelFacts:

@@ -114,6 +114,7 @@ def test_a_divisor_is_packed_as_its_words() -> None:
         ("int32", None),
         ("ptr", -1),
         ("ptr", "0x10"),
+        ("ptr", 16.0),
         ("bool", 2),
         ("float", "1"),
         ("float", 1e60),
@@ -167,9 +168,10 @@ def test_describe_shows_null_pointers_and_descriptors_not_built() -> None:
     assert [row.text for row in declare("CUtensorMap", "ptr").describe(bytes(192))] == ["not built", "null"]
 
 
-def test_describe_refuses_another_size() -> None:
-    with pytest.raises(UsageError, match="got 3 bytes, expected 4"):
-        declare("int32").describe(b"abc")
+@pytest.mark.parametrize("nbytes", [3, 5])
+def test_describe_refuses_another_size(nbytes: int) -> None:
+    with pytest.raises(UsageError, match=f"got {nbytes} bytes, expected 4"):
+        declare("int32").describe(bytes(nbytes))
 
 
 @pytest.mark.parametrize(

@@ -353,6 +353,21 @@ def test_memory_that_a_captured_graph_has_is_freed_after_the_graph(
     assert f"{place:x}" in freed(standin)
 
 
+def test_memory_that_is_to_be_kept_is_never_freed(driver: Driver, standin: StandIn, context: int) -> None:
+    workspace = Workspace.allocate(driver, context, 1024)
+    workspace.keep()
+    workspace.close()
+    del workspace
+    gc.collect()
+    Workspace.allocate(driver, context, 1024)
+    assert freed(standin) == []
+
+
+def test_a_workspace_of_no_bytes_has_an_address(driver: Driver, standin: StandIn, context: int) -> None:
+    assert Workspace.allocate(driver, context, 0).address
+    assert standin.call("cuMemAlloc")["size"] == "1"
+
+
 def test_a_pool_that_is_dropped_gives_its_memory_back(driver: Driver, standin: StandIn, context: int) -> None:
     pool = WorkspacePool(driver, 0, 1024)
     address = f"{pool.take(0).address:x}"
