@@ -19,6 +19,9 @@ GOOD = Tensors()
 E4M3 = "float8_e4m3fn"
 
 
+LONG = {"max_seq_len": 1 << 20}
+
+
 def check(tensors: Tensors, **options: Any) -> None:
     asked = DecodeOptions(**{"max_seq_len": 1024, "softmax_scale": 0.1, **options})
     PAGED_DECODE.check(DecodeCall(PAGED_DECODE.read(tensors.by_name, asked), asked))
@@ -48,6 +51,16 @@ def test_a_stride_of_a_dimension_of_one_does_not_matter() -> None:
     shape = {"shape": (100, 64, 1, 128), "strides": (64 * 128, 128, 3, 1)}
     single = GOOD.changed("k_cache", **shape).changed("v_cache", **shape)
     check(single.changed("q", **contiguous((4, 8, 128))).changed("out", **contiguous((4, 8, 128))))
+
+
+@pytest.mark.parametrize("name", ["seq_lens", "page_table"])
+def test_one_request_of_one_page_may_have_any_strides(name: str) -> None:
+    one = {"q": (1, 64, 128), "out": (1, 64, 128)}
+    tensors = GOOD.changed("seq_lens", shape=(1,)).changed("page_table", shape=(1, 1))
+    for tensor, shape in one.items():
+        tensors = tensors.changed(tensor, **contiguous(shape))
+    strides = (5,) * len(getattr(tensors, name).shape)
+    check(tensors.changed(name, strides=strides), max_seq_len=64)
 
 
 @pytest.mark.parametrize(
@@ -128,6 +141,29 @@ def test_more_tiles_than_the_kernel_counts_are_refused() -> None:
     table = contiguous((4, 1 << 26), "int32")
     with pytest.raises(UsageError, match="tiles, expected below"):
         check(GOOD.changed("page_table", **table), max_seq_len=(1 << 32) - 64)
+
+
+def test_row_tiles_count_among_the_tiles() -> None:
+    wide = {name: contiguous((512, 16, 256, 128)) for name in ("q", "out")}
+    tensors = GOOD.changed("page_table", **contiguous((512, 1 << 14), "int32"))
+    tensors = tensors.changed("seq_lens", **contiguous((512,), "int32"))
+    check(tensors.changed("q", **contiguous((512, 1, 8, 128))).changed("out", **contiguous((512, 1, 8, 128))), **LONG)
+    for name, form in wide.items():
+        tensors = tensors.changed(name, **form)
+    with pytest.raises(UsageError, match="4295229440 tiles, expected below 2147483648"):
+        check(tensors, **LONG)
+
+
+@pytest.mark.parametrize("name", ["out", "lse"])
+def test_two_tokens_at_one_address_are_refused(name: str) -> None:
+    tensors = replace(GOOD, lse=TensorView.contiguous(0x1000, "float32", (4, 64)))
+    two = {"q": (2, 64, 128), "out": (2, 64, 128), "lse": (2, 64), "seq_lens": (2,), "page_table": (2, 16)}
+    for tensor, shape in two.items():
+        tensors = tensors.changed(tensor, **contiguous(shape, getattr(tensors, tensor).dtype))
+    check(tensors)
+    strides = (0, *getattr(tensors, name).strides[1:])
+    with pytest.raises(UsageError, match=f"{name}: .* expected no two elements at one address"):
+        check(tensors.changed(name, strides=strides))
 
 
 def test_an_unknown_layout_is_named() -> None:

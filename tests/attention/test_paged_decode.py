@@ -92,6 +92,8 @@ def test_addresses_of_one_form_may_move(runtime: Runtime, standin: StandIn, chec
         ({"kv_layout": ["NHD"]}, r"kv_layout=\['NHD'\]: expected a word"),
         ({"batch_invariant": "no"}, "batch_invariant='no': expected True or False"),
         ({"enable_pdl": "on"}, "enable_pdl='on': expected True or False"),
+        ({"batch_invariant": 1}, "batch_invariant=1: expected True or False"),
+        ({"enable_pdl": 1}, "enable_pdl=1: expected True or False"),
     ],
 )
 @pytest.mark.parametrize("planned", [False, True])

@@ -1,0 +1,105 @@
+"""What a runtime asks of a kernel when it loads it, by what the release says of the kernel."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from adapter import ABIS, native_rows
+from cubins import cubin_of, write_release
+from kernel_headers import header_of
+from standin_build import StandIn
+
+from cubin_runtime import Config
+from cubin_runtime.artifacts.tables.metadata import HEADER_PATH
+from cubin_runtime.attention import Runtime
+from cubin_runtime.errors import AbiError
+from cubin_runtime.launch.driver import Driver
+from cubin_runtime.launch.modules import LoadedKernel
+
+ROW = native_rows()[0]
+NATIVE, PUBLISHED = ABIS
+PUBLISHED_SYMBOL = "fmhaSm100fKernel_one"
+PUBLISHED_BYTES = 1280
+
+
+def runtime_of(folder: Path, standin: StandIn, name: str, files: dict[str, bytes]) -> Runtime:
+    (folder / "pins.toml").write_text(write_release(folder, name, ABIS[name], files))
+    config = Config(
+        store=folder / "store", sources=(str(folder / f"{name}.zip"),), pin_files=(folder / "pins.toml",), offline=True
+    )
+    return Runtime(config, driver=Driver(standin.path), release=NATIVE, trtllm_release=PUBLISHED)
+
+
+def load_native(folder: Path, standin: StandIn, sm: int = 90, threads: int = 1024, **said: Any) -> LoadedKernel:
+    """Load a kernel whose cubin is for ``sm`` and ``threads``; its entry in the table is right but for ``said``."""
+    row = {**ROW, **said}
+    standin.add_kernel(row["symbol"], (row["struct_bytes"],))
+    table = b'{"schema": 1, "release": "", "kernels": [%s]}' % json.dumps(row).encode()
+    cubin = cubin_of(row["symbol"], sm, row["struct_bytes"], threads)
+    runtime = runtime_of(folder, standin, NATIVE, {"kernels.json": table, row["file"]: cubin})
+    return runtime.load(runtime.own_release().kernels[0], runtime.driver.primary_context())
+
+
+def load_published(
+    folder: Path, standin: StandIn, sm: int = 100, threads: int = 1024, *, nonportable: bool = False, **said: str
+) -> LoadedKernel:
+    """The same for a published kernel, whose header says 64 where nothing is ``said``."""
+    standin.pose_as(10, 0)
+    standin.accept_kernels(PUBLISHED_BYTES)
+    header = header_of(PUBLISHED_SYMBOL, **said)
+    cubin = cubin_of(PUBLISHED_SYMBOL, sm, PUBLISHED_BYTES, threads)
+    files = {HEADER_PATH: header, f"{PUBLISHED_SYMBOL}.cubin": cubin}
+    runtime = runtime_of(folder, standin, PUBLISHED, files)
+    (meta,) = runtime.published_release().finder.index
+    return runtime.load_published(meta, runtime.driver.primary_context(), nonportable_cluster=nonportable)
+
+
+def test_a_kernel_of_ours_that_is_as_its_table_says_is_loaded(tmp_path: Path, standin: StandIn) -> None:
+    kernel = load_native(tmp_path, standin)
+    assert str(kernel.architecture) == f"sm_{ROW['sm']}"
+    assert kernel.shared_bytes == ROW["dynamic_shared_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"threads": ROW["threads"] - 1}, f"a block of {ROW['threads']} threads, by its ELF at most"),
+        ({"sm": 80}, "the cubin says sm_80., its metadata declares sm_90a"),
+        ({"struct_fingerprint": "0" * 64}, "the release was recorded with .*, fingerprint 0000000000000000"),
+        ({"dynamic_shared_bytes": 232449}, "needs 232449 bytes of dynamic shared memory a block"),
+    ],
+)
+def test_a_kernel_of_ours_that_is_not_is_refused(
+    tmp_path: Path, standin: StandIn, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(AbiError, match=words):
+        load_native(tmp_path, standin, **changes)
+    assert "cuModuleLoadData" not in standin.names()
+
+
+@pytest.mark.parametrize("nonportable", [False, True])
+def test_a_published_kernel_that_is_as_its_header_says_is_loaded(
+    tmp_path: Path, standin: StandIn, nonportable: bool
+) -> None:
+    kernel = load_published(tmp_path, standin, nonportable=nonportable)
+    assert (str(kernel.architecture), kernel.shared_bytes) == ("sm_100f", 64)
+    assert kernel.nonportable_cluster is nonportable
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"threads": 63}, "a block of 64 threads, by its ELF at most 63"),
+        ({"sm": 103}, "the cubin says sm_103., its metadata declares sm_100f"),
+        ({"mSharedMemBytes": "232449"}, "needs 232449 bytes of dynamic shared memory a block"),
+    ],
+)
+def test_a_published_kernel_that_is_not_is_refused(
+    tmp_path: Path, standin: StandIn, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(AbiError, match=words):
+        load_published(tmp_path, standin, **changes)
+    assert "cuModuleLoadData" not in standin.names()
