@@ -11,7 +11,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-torch test-release fuzz fuzz-long check artifacts dist bench clean prerequisites
+.PHONY: help demo test test-torch test-release fuzz fuzz-long mutants check artifacts dist bench clean prerequisites
 
 PIP := -m pip --disable-pip-version-check install --quiet --quiet
 VENV := .venv/bin/python
@@ -50,6 +50,9 @@ fuzz: .venv/.ready ## 30 s of damaged input for each reader of untrusted bytes; 
 
 fuzz-long: .venv/.ready ## The same with 10 minutes a reader; results in benchmarks/results
 	@$(VENV) tests/fuzz/run.py --seconds 600 --jobs 2 --json benchmarks/results/fuzz.json
+
+mutants: .venv/.ready ## Bugs put in on purpose, each of which a test must notice (15 minutes)
+	@$(VENV) tests/mutants/run.py
 
 check: .venv/.ready ## Lint, format and types
 	@status=0; for gate in "ruff check ." "ruff format --check --output-format concise ." "mypy --strict"; do \
