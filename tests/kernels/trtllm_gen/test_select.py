@@ -253,11 +253,6 @@ def test_the_selection_ends_after_four_passes(suggest_again) -> None:
         choose(PROBLEM, decode_rows())
 
 
-def test_a_selection_may_settle_in_the_fourth_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    restless(monkeypatch, passes=3)
-    assert len(choose(PROBLEM, decode_rows()).passes) == 4
-
-
 def test_a_kernel_for_the_very_model_comes_before_the_family() -> None:
     rows = named([ROW, replace(ROW, sm="103"), replace(ROW, sm="100")])
     key = first_key(PROBLEM)._replace(kernel_type=KernelType.SWAPS_AB, tile_q=16, tokens_per_page=32)
