@@ -12,7 +12,7 @@ from ...launch.plan import LaunchAttributes, LaunchPlan
 from ...launch.regions import Region
 from ...launch.structs import StructLayout
 from .constants import CONSTANTS
-from .problem import INPUTS
+from .problem import NUMBERS
 
 STATUS = Region("status", 4, zeroed=True)
 # Fields that take the addresses of a launch's regions, in their order.
@@ -69,11 +69,14 @@ def native_plan(
 ) -> LaunchPlan:
     """The plan of a launch of ``kernel``.
 
+    Every pointer of its struct that belongs to no cache and no region takes the value of its own name at a run: the
+    address of the operator's tensor of that name.
+
     Args:
         kernel: what the release says of it; ``file`` where it is.
         grid: in CTAs; threads and shared memory are the kernel's.
         attributes: cluster and PDL.
-        values: every field but the workspace's pointers.
+        values: every field but pointers, which are null without a run.
         caches: the fields of the caches, each with the value of a run that it takes.
         regions: of the workspace, in the order of ``WORKSPACE_FIELDS``.
         reason: why this kernel was chosen.
@@ -81,7 +84,9 @@ def native_plan(
     Raises:
         UsageError: a field is missing or unknown.
     """
+    own = {field.name: field.name for field in file.layout.fields if field.type == "ptr" or field.name in NUMBERS}
     scratch = {name: region.name for name, region in zip(WORKSPACE_FIELDS, regions, strict=True)}
+    inputs = {**own, **caches, **scratch}
     return LaunchPlan(
         kernel=kernel.name,
         symbol=kernel.symbol,
@@ -92,7 +97,7 @@ def native_plan(
         block=(kernel.threads, 1, 1),
         shared_bytes=kernel.dynamic_shared_bytes,
         attributes=attributes,
-        values={**values, **dict.fromkeys(scratch, 0)},
+        values={**dict.fromkeys(inputs, 0), **values},
         reason=reason,
-        inputs={**{name: name for name in INPUTS}, **caches, **scratch},
+        inputs=inputs,
     )

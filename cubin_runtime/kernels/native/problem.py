@@ -10,9 +10,6 @@ from .constants import TYPE_CODES
 LOG2_E = math.log2(math.e)
 # Numbers that come with each run, by the names of their fields.
 NUMBERS = ("max_seq_len", "softmax_scale_log2", "output_scale")
-_POINTERS = ("q", "out", "lse", "page_table", "seq_lens", "q_cu_seq_lens", "mask", "sinks")
-# Fields that take the value of their own name at each run; caches and workspace come with each kernel.
-INPUTS = (*_POINTERS, "softmax_scale_device", "output_scale_device", *NUMBERS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +39,8 @@ class Problem:
     programmatic_serialization: bool = False
 
     def values(self) -> dict[str, object]:
-        """The fields of a struct that follow from these alone; pointers are null."""
+        """The fields of a struct that follow from these alone."""
         return {
-            **dict.fromkeys(INPUTS, 0),
             "q_token_stride": self.q_strides[0],
             "q_head_stride": self.q_strides[1],
             "out_token_stride": self.out_strides[0],

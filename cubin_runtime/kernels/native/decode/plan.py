@@ -101,14 +101,13 @@ def _regions(selection: DecodeSelection, problem: DecodeProblem, suffix: str) ->
 
 
 def cache_values(layout: StructLayout, problem: DecodeProblem, tile_tokens: int) -> dict[str, object]:
-    """The fields that describe the caches: two descriptors, or null pointers and strides."""
+    """The fields that describe the caches: two descriptors, or strides."""
     caches = {"k": problem.k_strides, "v": problem.v_strides}
     if layout is PAGED_DECODE_TMA:
         return {f"{name}_map": _descriptor(problem, tile_tokens, strides) for name, strides in caches.items()}
     values: dict[str, object] = {}
     for name, strides in caches.items():
         values |= {
-            name: 0,
             f"{name}_page_stride": strides.page,
             f"{name}_token_stride": strides.token,
             f"{name}_head_stride": strides.head,
