@@ -78,14 +78,14 @@ def native_plan(
         attributes: cluster and PDL.
         values: every field but pointers, which are null without a run.
         caches: the fields of the caches, each with the value of a run that it takes.
-        regions: of the workspace, in the order of ``WORKSPACE_FIELDS``.
+        regions: of the workspace, in the order of ``WORKSPACE_FIELDS``; the first alone for a kernel that never splits.
         reason: why this kernel was chosen.
 
     Raises:
         UsageError: a field is missing or unknown.
     """
     own = {field.name: field.name for field in file.layout.fields if field.type == "ptr" or field.name in NUMBERS}
-    scratch = {name: region.name for name, region in zip(WORKSPACE_FIELDS, regions, strict=True)}
+    scratch = {name: region.name for name, region in zip(WORKSPACE_FIELDS, regions, strict=False)}
     inputs = {**own, **caches, **scratch}
     return LaunchPlan(
         kernel=kernel.name,

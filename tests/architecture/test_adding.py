@@ -1,0 +1,51 @@
+"""What docs/architecture.md says of adding a kernel family or an optional tensor, kept true by stored patches."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+PAGE = (ROOT / "docs" / "architecture.md").read_text()
+HELPERS = ("launch", "attention", "kernels")
+MOST = {"kernel_family": 10, "optional_tensor": 3}
+
+
+def touched(patch: Path) -> set[str]:
+    return set(re.findall(r"^\+\+\+ b/(\S+)$", patch.read_text(), re.MULTILINE))
+
+
+def listed(section: str) -> set[str]:
+    """The files of a list in the page, with the toy's name in place of FAMILY."""
+    text = PAGE.split(f"<!-- files: {section} -->")[1].split("<!-- end -->")[0]
+    return {
+        name.replace("FAMILY", "toy").replace("OPERATOR", "toy_decode") for name in re.findall(r"`(\S+/\S+)`", text)
+    }
+
+
+@pytest.mark.parametrize("section", MOST)
+def test_only_the_listed_files_are_touched(section: str) -> None:
+    patch = HERE / f"{section}.patch"
+    inside = {name for name in touched(patch) if name.startswith("cubin_runtime/")}
+    assert touched(patch) == listed(section)
+    assert len(inside) <= MOST[section]
+
+
+@pytest.mark.parametrize("section", MOST)
+def test_what_the_patch_adds_runs(section: str, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    for folder in ("cubin_runtime", "kernels_src", *(f"tests/{name}" for name in HELPERS)):
+        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    subprocess.run(["git", "apply", str(HERE / f"{section}.patch")], cwd=copy, check=True)
+    paths = [str(copy), *(str(copy / "tests" / name) for name in HELPERS)]
+    command = [sys.executable, str(HERE / "run_added.py"), section, str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=copy)
+    assert done.returncode == 0, done.stderr
