@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cubin_runtime.artifacts.cubins.cubin import parse_cubin
+from cubin_runtime.artifacts.cubins.cubin import KernelFacts, parse_cubin
 from cubin_runtime.artifacts.cubins.elf import read_elf
 from cubin_runtime.launch.structs import StructLayout
 
@@ -22,6 +23,7 @@ COMPILE_SECONDS = 600
 _RESOURCES = re.compile(r"ptxas info\s*: Compiling entry function '([^']+)'(.*?)(?=ptxas info\s*: Compiling|\Z)", re.S)
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _SHARED = re.compile(r"(\d+) bytes smem")
+_DYNAMIC_SHARED = re.compile(r"^\s*// dynamic shared bytes: (\d+)$", re.MULTILINE)
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 # Symbols with internal linkage contain a hash of the source file's path.
 _PATH_DEPENDENT = ("_INTERNAL_", "_GLOBAL__N_")
@@ -33,11 +35,17 @@ class BuildError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What ptxas reports: registers per thread, bytes of spill stores and loads, static shared bytes."""
+    """What a kernel needs, as the compiler reports it.
 
+    Threads are those of a block; registers and spilled bytes (stores and loads) are per thread; static and dynamic
+    shared memory in bytes per block.
+    """
+
+    threads: int
     registers: int
     spill_bytes: int
     static_shared_bytes: int
+    dynamic_shared_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +60,9 @@ class CompiledKernel:
 def flags_of(variant: Variant) -> tuple[str, ...]:
     """The options that determine the cubin's bytes, in order; none of them is a path.
 
-    ``KERNEL_NAME`` and ``SHARED_BYTES`` are defined for every variant, so that source and list agree.
+    ``KERNEL_NAME`` is defined for every variant, so that source and list agree.
     """
-    values = {"KERNEL_NAME": variant.symbol, "SHARED_BYTES": variant.shared_bytes, **variant.defines}
+    values = {"KERNEL_NAME": variant.symbol, **variant.defines}
     defines = (f"-D{name}={values[name]}" for name in sorted(values))
     return (f"-arch=sm_{variant.sm}", *FLAGS, *defines)
 
@@ -79,12 +87,16 @@ def compile_variant(
         output: the cubin to write.
 
     Raises:
-        BuildError: nvcc failed (its output is in the message), or the cubin breaks a rule of ``check_cubin``.
+        BuildError: nvcc failed (its output is in the message), or the kernel must not be shipped.
     """
-    reported = _run(compile_command(variant, toolchain, root, include, output), toolchain, variant)
+    command = compile_command(variant, toolchain, root, include, output)
+    with tempfile.TemporaryDirectory(prefix="ptx-") as kept:
+        reported = _run([*command, "--keep", "--keep-dir", kept], toolchain, variant)
+        ptx = (Path(kept) / Path(variant.source).name).with_suffix(".ptx").read_text()
     cubin = output.read_bytes()
-    resources = parse_resources(reported, variant.symbol)
-    check_cubin(variant, cubin, layout, resources)
+    facts = check_cubin(variant, cubin, layout)
+    resources = parse_resources(reported, variant.symbol, facts.max_threads or 0, dynamic_shared_bytes(variant, ptx))
+    check_shared_memory(variant, resources)
     return CompiledKernel(variant, cubin, resources)
 
 
@@ -107,8 +119,20 @@ def _run(command: Sequence[str], toolchain: Toolchain, variant: Variant) -> str:
     return done.stderr + done.stdout
 
 
-def parse_resources(reported: str, symbol: str) -> Resources:
-    """Resources of ``symbol`` from the output of ``ptxas -v``.
+def dynamic_shared_bytes(variant: Variant, ptx: str) -> int:
+    """The dynamic shared memory of a kernel as ``dynamic_shared_storage`` of the sources states it; 0 without any.
+
+    Raises:
+        BuildError: the PTX states several sizes.
+    """
+    sizes = {int(size) for size in _DYNAMIC_SHARED.findall(ptx)}
+    if len(sizes) > 1:
+        raise BuildError(f"{variant.name}: the PTX states dynamic shared memory of {sorted(sizes)} bytes")
+    return max(sizes, default=0)
+
+
+def parse_resources(reported: str, symbol: str, threads: int, dynamic_shared_bytes: int) -> Resources:
+    """Resources of ``symbol``: registers, spills and static shared memory from the output of ``ptxas -v``.
 
     Raises:
         BuildError: the output does not mention the symbol.
@@ -116,7 +140,13 @@ def parse_resources(reported: str, symbol: str) -> Resources:
     for name, text in _RESOURCES.findall(reported):
         if name == symbol and (registers := _REGISTERS.search(text)) and (spills := _SPILLS.search(text)):
             shared = _SHARED.search(text)
-            return Resources(int(registers[1]), int(spills[1]) + int(spills[2]), int(shared[1]) if shared else 0)
+            return Resources(
+                threads=threads,
+                registers=int(registers[1]),
+                spill_bytes=int(spills[1]) + int(spills[2]),
+                static_shared_bytes=int(shared[1]) if shared else 0,
+                dynamic_shared_bytes=dynamic_shared_bytes,
+            )
     raise BuildError(f'{symbol}: ptxas reported no resources of it; is it an extern "C" __global__ function?')
 
 
@@ -125,13 +155,12 @@ def _symbol_names(cubin: bytes) -> list[str]:
     return [name.decode("utf-8", "replace") for name in elf.content(elf.by_name[".strtab"]).split(b"\0") if name]
 
 
-def check_cubin(variant: Variant, cubin: bytes, layout: StructLayout, resources: Resources) -> None:
-    """Refuse a cubin that must not be shipped.
+def check_cubin(variant: Variant, cubin: bytes, layout: StructLayout) -> KernelFacts:
+    """Refuse a cubin that must not be shipped, and return the facts of its kernel.
 
     Raises:
         BuildError: a symbol whose name depends on the directory, another architecture, no such kernel,
-            parameters other than one struct of ``layout.size`` bytes, too many threads, or more shared memory
-            than the SM has.
+            parameters other than one struct of ``layout.size`` bytes, or no ``__launch_bounds__``.
     """
     names = _symbol_names(cubin)
     bad = [name for name in names if any(mark in name for mark in _PATH_DEPENDENT)]
@@ -149,12 +178,21 @@ def check_cubin(variant: Variant, cubin: bytes, layout: StructLayout, resources:
     sizes = [parameter.size for parameter in kernel.parameters]
     if sizes != [layout.size]:
         raise BuildError(f"{variant.name}: parameters of {sizes} bytes, expected {layout.name} of {layout.size}")
-    if kernel.max_threads is not None and variant.threads > kernel.max_threads:
-        raise BuildError(f"{variant.name}: {variant.threads} threads, __launch_bounds__ says {kernel.max_threads}")
+    if kernel.max_threads is None:
+        raise BuildError(f"{variant.name}: the kernel states no __launch_bounds__, which are the threads of a launch")
+    return kernel
+
+
+def check_shared_memory(variant: Variant, resources: Resources) -> None:
+    """Refuse a kernel that needs more shared memory than a block of the SM may have.
+
+    Raises:
+        BuildError: it does.
+    """
     limit = SHARED_BYTES_PER_BLOCK[variant.base_sm]
-    total = variant.shared_bytes + resources.static_shared_bytes
-    if total > limit:
+    dynamic, static = resources.dynamic_shared_bytes, resources.static_shared_bytes
+    if dynamic + static > limit:
         raise BuildError(
-            f"{variant.name}: {variant.shared_bytes} dynamic + {resources.static_shared_bytes} static bytes"
-            f" of shared memory, sm_{variant.sm} allows {limit} a block"
+            f"{variant.name}: {dynamic} dynamic + {static} static bytes of shared memory, sm_{variant.sm} allows"
+            f" {limit} per block"
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from cubin_runtime.kernels.native.constants import CONSTANTS
@@ -31,7 +31,8 @@ class Variant:
 
     ``source`` is relative to ``kernels_src``; ``symbol`` the name of its ``extern "C" __global__`` function;
     ``defines`` become ``-D`` options; ``traits`` are what a planner selects by; ``struct`` names one of the
-    layouts of ``cubin_runtime.kernels.native.layouts``. ``shared_bytes`` is dynamic shared memory.
+    layouts of ``cubin_runtime.kernels.native.layouts``. Threads and shared memory follow from the source: the build
+    reads them back from the compiler.
     """
 
     source: str
@@ -39,8 +40,6 @@ class Variant:
     sm: str
     operation: str
     struct: str
-    threads: int
-    shared_bytes: int
     traits: Mapping[str, int | str | bool] = field(default_factory=dict)
     defines: Mapping[str, int | str] = field(default_factory=dict)
 
@@ -49,8 +48,6 @@ class Variant:
             raise ValueError(f"{self.symbol}: sm={self.sm!r}: expected one of {', '.join(SHARED_BYTES_PER_BLOCK)}")
         if not _SYMBOL.fullmatch(self.symbol):
             raise ValueError(f"symbol={self.symbol!r}: expected a C identifier")
-        if not 1 <= self.threads <= 1024:
-            raise ValueError(f"{self.name}: threads={self.threads}: expected 1 to 1024")
 
     @property
     def name(self) -> str:
@@ -78,9 +75,6 @@ class Variant:
         return "measured" if self.sm in MEASURED_SMS else "built, not run"
 
 
-_DECODE_BARRIER_BYTES = 16  # a full and an empty barrier a buffer
-
-
 @dataclass(frozen=True, slots=True)
 class _DecodeShape:
     """Build options of paged decode: rows of a CTA, consumer warpgroups, pipeline stages, CTAs per SM, and the tokens
@@ -105,47 +99,19 @@ class _DecodeShape:
         return "e4m3" if self.q_e4m3 else "bf16,fp16" if self.wgmma else "bf16,fp16,e4m3"
 
     @property
-    def converted_stages(self) -> int:
-        """Stages of e4m3 tiles converted to fp16, in warpgroup kernels."""
-        return (4 if self.q_e4m3 else 6) if self.wgmma else 0
-
-    @property
     def arithmetic(self) -> str:
         """Kernels with the same dtype, head_dim and arithmetic give a row the same bits."""
         return f"warpgroups of {self.rows} rows" if self.wgmma else "warps"
 
 
-def _decode_shared_bytes(shape: _DecodeShape, item_bytes: int) -> int:
-    """``sizeof(SharedStorage)`` of decode/config.cuh, which asserts it."""
-    narrow = item_bytes == 1
-    merge_buffers = 4 if shape.rows == 8 and shape.head_dim <= 128 else 1
-    ring = shape.stages * shape.tile * shape.head_dim * item_bytes
-    merge = merge_buffers * shape.rows * (shape.head_dim + 4) * 4
-    in_shared = shape.warpgroups > 1 or shape.head_dim > 256 or (shape.rows > 8 and shape.head_dim > 64)
-    query = 8 * (shape.rows // 8 * (shape.head_dim // 16) * 32 if in_shared and not shape.wgmma else 1)
-    parties = 64 * shape.warpgroups // shape.rows if shape.wgmma else 4
-    undo = shape.rows if narrow and in_shared and not shape.wgmma else 0
-    rows = 4 * ((2 * (parties + 1) + 2) * shape.rows + undo)
-    converted = shape.converted_stages if narrow else 0
-    merge = max(merge, converted * shape.tile * shape.head_dim * 2)
-    ones = 256 if converted and shape.head_dim == 64 else 0
-    cleared = 8 * parties if shape.wgmma and not converted else 0
-    barriers = _DECODE_BARRIER_BYTES * (shape.stages + converted) + cleared
-    share = (15 + 4 + 6 + 1) * 4 if shape.wgmma else 15 * 4 if shape.rows > 8 else 0
-    return -(-(-(-(ring + merge + ones + query + rows) // 8) * 8 + barriers + 4 + share) // 128) * 128
-
-
 def _paged_decode(sm: str, dtype: str, shape: _DecodeShape) -> Variant:
     tma = sm == "90a"
-    helpers = 2 if shape.wgmma and dtype == "e4m3" else 1  # warpgroups that load tiles and convert them
     return Variant(
         source="fmha/paged_decode.cu",
         symbol=f"fmha_paged_decode_{dtype}{'_q_e4m3' if shape.q_e4m3 else ''}_d{shape.head_dim}_rows{shape.rows}",
         sm=sm,
         operation="paged_decode",
         struct="PagedDecodeTmaParams" if tma else "PagedDecodeCopyParams",
-        threads=192 if shape.warpgroups == 1 else 128 * (shape.warpgroups + helpers),
-        shared_bytes=_decode_shared_bytes(shape, 1 if dtype == "e4m3" else 2),
         traits={
             "dtype": dtype,
             "q_dtypes": shape.q_dtypes if dtype == "e4m3" else dtype,
@@ -247,8 +213,6 @@ def _kv_reduction(sm: str, partial: str, out: str) -> Variant:
         sm=sm,
         operation="kv_reduction",
         struct="KvReductionParams",
-        threads=CONSTANTS.reduction_threads,
-        shared_bytes=0,
         traits={"dtype_partial": partial, "dtype_out": out},
         defines={"PARTIAL_FP16": int(partial == "fp16"), "OUT_E4M3": int(out == "e4m3")},
     )
@@ -261,8 +225,6 @@ def _lse_from_statistics(sm: str) -> Variant:
         sm=sm,
         operation="lse_from_statistics",
         struct="LseFromStatisticsParams",
-        threads=CONSTANTS.lse_threads,
-        shared_bytes=0,
     )
 
 
@@ -273,101 +235,54 @@ def _streaming_read(sm: str) -> Variant:
         sm=sm,
         operation="streaming_read",
         struct="StreamingReadParams",
-        threads=CONSTANTS.streaming_threads,
-        shared_bytes=0,
     )
 
 
 _MLA_TILE_TOKENS = 64
+# Pipeline stages of the kernels for few rows: as many as fit into 227 KB of shared memory.
+_FEW_ROWS_STAGES = {("bf16", 512): 3, ("bf16", 256): 5, ("e4m3", 512): 5, ("e4m3", 256): 9}
 
 
-def _mla_shared_bytes(latent: int) -> int:
-    """What ``SharedStorage`` of mla/bf16/shared_storage.cuh needs, which asserts that it fits."""
-    box = 64 * 128
-    boxes = latent // 64 + 1
-    # Queries, P and two buffers of keys in boxes of 64 x 64, two pieces, maxima and sums of two warpgroups and whether
-    # the maxima have grown, barriers, the CTA's share.
-    return (3 * boxes + 1) * box + 2 * 48 + 4 * 64 * 4 + 2 * 4 * 4 + (2 * boxes + 2 * 5 + 2) * 8 + 96
-
-
-def _mla_ring_bytes(latent: int, q_e4m3: bool) -> int:
-    """The same of mla/e4m3/shared_storage.cuh."""
-    tiles = (5 if q_e4m3 else 3) if latent > 256 else (8 if q_e4m3 else 7)
-    probabilities = 3
-    # Raw tiles, probabilities and what is said with them, their barriers, the CTA's share.
-    rings = tiles * (64 * (latent + 64) + 16) + probabilities * (64 * 128 + 64 * 16 + 48 + 16) + 104
-    # Four boxes of queries; or all of them in fp16, scores, two pieces, factors of the rows' scores, barriers.
-    return rings + (4 * 64 * 64 if q_e4m3 else 64 * (latent + 64) * 2 + 64 * 272 + 2 * 64 + 2 * 64 * 4 + 2 * 8 + 64)
-
-
-def _paged_mla_decode(dtype: str, latent: int, q_e4m3: bool = False) -> Variant:
-    narrow = dtype == "e4m3"
-    shared = _mla_ring_bytes(latent, q_e4m3) if narrow else _mla_shared_bytes(latent)
+def _mla_decode(
+    source: str, name: str, dtype: str, q_dtypes: str, latent: int, rows: int, row_bytes: int, **defines: int
+) -> Variant:
+    """``row_bytes``: of a token in a TMA box, and the span of its swizzle."""
+    box_columns = row_bytes // (1 if dtype == "e4m3" else 2)
     return Variant(
-        source=f"mla/paged_mla_decode{'_e4m3' if narrow else ''}.cu",
-        symbol=f"paged_mla_decode_{dtype}{'_q_e4m3' if q_e4m3 else ''}_latent{latent}",
+        source=f"mla/{source}.cu",
+        symbol=f"{name}_latent{latent}",
         sm="90a",
         operation="paged_mla_decode",
         struct="PagedMlaDecodeParams",
-        threads=512 if narrow else 384,
-        shared_bytes=-(-shared // 1024) * 1024,
         traits={
             "dtype": dtype,
-            "q_dtypes": "e4m3" if q_e4m3 else "bf16",
+            "q_dtypes": q_dtypes,
             "latent": latent,
             "rope": CONSTANTS.mla_rope_columns,
-            "rows": 64,
-            "tile_tokens": _MLA_TILE_TOKENS,
-            "box_columns": 64,
-            "swizzle": "64B" if narrow else "128B",
-        },
-        defines={
-            "KV_E4M3": int(narrow),
-            "LATENT": latent,
-            "ROWS": 64,
-            "TILE_TOKENS": _MLA_TILE_TOKENS,
-            "BOX_COLUMNS": 64,
-        }
-        | ({"Q_E4M3": int(q_e4m3)} if narrow else {}),
-    )
-
-
-def _few_rows_mla_decode(dtype: str, latent: int) -> Variant:
-    # A row of 128 bytes in a box: of e4m3, the last box is half past the columns.
-    item = 1 if dtype == "e4m3" else 2
-    box_columns = 128 // item
-    stage = -(-(latent + 64) // box_columns) * 64 * 128
-    # Beside the ring two places for P, what warps tell each other, barriers, the CTA's share. The source asserts that
-    # it fits.
-    beside = 2 * (4 * 512 + 16 * 4 + 16) + 2 * 32 + (3 * 4 + 2) * 16 * 4 + 6 * 8 + 96
-    stages = (SHARED_BYTES_PER_BLOCK["90"] - beside) // (stage + 16)
-    return Variant(
-        source="mla/few_rows_mla_decode.cu",
-        symbol=f"few_rows_mla_decode_{dtype}_latent{latent}",
-        sm="90a",
-        operation="paged_mla_decode",
-        struct="PagedMlaDecodeParams",
-        threads=latent // 2 + 256,
-        shared_bytes=-(-(stages * (stage + 16) + beside) // 1024) * 1024,
-        traits={
-            "dtype": dtype,
-            "q_dtypes": "bf16,e4m3" if dtype == "e4m3" else "bf16",
-            "latent": latent,
-            "rope": CONSTANTS.mla_rope_columns,
-            "rows": 16,
+            "rows": rows,
             "tile_tokens": _MLA_TILE_TOKENS,
             "box_columns": box_columns,
-            "swizzle": "128B",
+            "swizzle": f"{row_bytes}B",
         },
         defines={
             "KV_E4M3": int(dtype == "e4m3"),
             "LATENT": latent,
-            "ROWS": 16,
+            "ROWS": rows,
             "TILE_TOKENS": _MLA_TILE_TOKENS,
             "BOX_COLUMNS": box_columns,
-            "STAGES": stages,
+            **defines,
         },
     )
+
+
+def _mla_variants(latent: int) -> Iterator[Variant]:
+    yield _mla_decode("paged_mla_decode", "paged_mla_decode_bf16", "bf16", "bf16", latent, 64, 128)
+    e4m3 = "paged_mla_decode_e4m3"
+    yield _mla_decode(e4m3, e4m3, "e4m3", "bf16", latent, 64, 64, Q_E4M3=0)
+    yield _mla_decode(e4m3, f"{e4m3}_q_e4m3", "e4m3", "e4m3", latent, 64, 64, Q_E4M3=1)
+    for dtype, q_dtypes in (("bf16", "bf16"), ("e4m3", "bf16,e4m3")):
+        source, stages = "few_rows_mla_decode", _FEW_ROWS_STAGES[dtype, latent]
+        yield _mla_decode(source, f"{source}_{dtype}", dtype, q_dtypes, latent, 16, 128, STAGES=stages)
 
 
 VARIANTS: tuple[Variant, ...] = (
@@ -375,7 +290,5 @@ VARIANTS: tuple[Variant, ...] = (
     *(_kv_reduction(sm, *dtypes) for sm in _FOLLOWING_SMS for dtypes in _REDUCTION_DTYPES),
     *(_lse_from_statistics(sm) for sm in _FOLLOWING_SMS),
     _streaming_read("90a"),
-    *(_paged_mla_decode(dtype, latent) for dtype in ("bf16", "e4m3") for latent in (512, 256)),
-    *(_paged_mla_decode("e4m3", latent, q_e4m3=True) for latent in (512, 256)),
-    *(_few_rows_mla_decode(dtype, latent) for dtype in ("bf16", "e4m3") for latent in (512, 256)),
+    *(variant for latent in (512, 256) for variant in _mla_variants(latent)),
 )

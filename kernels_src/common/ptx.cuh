@@ -9,6 +9,14 @@
 
 DEVICE uint32_t shared_address(const void* pointer) { return static_cast<uint32_t>(__cvta_generic_to_shared(pointer)); }
 
+// The kernel's dynamic shared memory. The build reads its size from the comment, which is in the PTX and is no instruction.
+template <class Storage>
+DEVICE Storage& dynamic_shared_storage() {
+    extern __shared__ __align__(1024) char shared_memory[];
+    asm volatile("// dynamic shared bytes: %0" ::"n"(sizeof(Storage)));
+    return *reinterpret_cast<Storage*>(shared_memory);
+}
+
 // Reads the thread index again, so that values derived from it need not stay in registers where they would cause
 // spills.
 DEVICE uint32_t reread_thread_index() {

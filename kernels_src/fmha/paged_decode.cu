@@ -32,7 +32,7 @@
 //
 // Build: -DHEAD_DIM=n -DKV_E4M3=0|1 -DMMA_FP16=0|1 (the MMA's type: fp16, which holds e4m3 exactly, or bf16)
 //        -DQ_E4M3=0|1 -DROWS=n -DTILE_TOKENS=64|128 -DCONSUMER_WARPGROUPS=1|2 -DWARPGROUP_MMA=0|1 -DUSE_TMA=0|1
-//        -DSTAGES=n -DCTAS_PER_SM=n -DSHARED_BYTES=n -DKERNEL_NAME=symbol
+//        -DSTAGES=n -DCTAS_PER_SM=n -DKERNEL_NAME=symbol
 
 #include "decode/producer.cuh"
 #if WARPGROUP_MMA
@@ -95,8 +95,7 @@ DEVICE void report_invalid_lengths(const Params& p) {
 extern "C" __global__ void __launch_bounds__(paged_decode::THREADS, CTAS_PER_SM)
     KERNEL_NAME(const __grid_constant__ Params p) {
     using namespace paged_decode;
-    extern __shared__ __align__(1024) char shared_memory[];
-    SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_memory);
+    SharedStorage& shared = dynamic_shared_storage<SharedStorage>();
     // Producers are on the critical path to the first key, so the consumers do the rest of the setup.
     if (threadIdx.x < CONSUMERS) {
         if (threadIdx.x == 0) {

@@ -11,7 +11,7 @@
 //
 // Scheduling, splits and merging are those of paged_mla_decode.cu.
 //
-// Build: -DLATENT=512|256 -DKV_E4M3=0|1 -DROWS=16 -DTILE_TOKENS=64 -DBOX_COLUMNS=64|128 -DSTAGES=n -DSHARED_BYTES=n
+// Build: -DLATENT=512|256 -DKV_E4M3=0|1 -DROWS=16 -DTILE_TOKENS=64 -DBOX_COLUMNS=64|128 -DSTAGES=n
 //        -DKERNEL_NAME=symbol
 
 #include "few_rows/producer.cuh"
@@ -21,8 +21,7 @@
 extern "C" __global__ void __launch_bounds__(paged_mla_decode::THREADS, 1)
     KERNEL_NAME(const __grid_constant__ PagedMlaDecodeParams p) {
     using namespace paged_mla_decode;
-    extern __shared__ __align__(1024) char shared_memory[];
-    SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_memory);
+    SharedStorage& shared = dynamic_shared_storage<SharedStorage>();
     if (threadIdx.x == FIRST_QK_THREAD) {
         for (int i = 0; i < STAGES; ++i) {
             mbarrier_init(shared_address(&shared.full[i]), PRODUCER_WARPS);
@@ -55,6 +54,6 @@ extern "C" __global__ void __launch_bounds__(paged_mla_decode::THREADS, 1)
         if (blockIdx.x == 0) report_invalid_lengths(p, threadIdx.x - FIRST_PRODUCER_THREAD, PRODUCER_WARPS * 32);
     } else {
         setmaxnreg_dec<CONSUMER_REGISTERS>();
-        if (consume(p, range, shared)) merge_range(p, range, shared_memory);
+        if (consume(p, range, shared)) merge_range(p, range, reinterpret_cast<char*>(&shared));
     }
 }

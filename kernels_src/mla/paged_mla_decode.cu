@@ -28,7 +28,7 @@
 // range. Partials are merged from the last split to the first, once a CTA has computed its work tiles, by all CTAs that
 // have splits of the output tile and are at that point. No CTA needs another one to run.
 //
-// Build: -DLATENT=512|256 -DKV_E4M3=0 -DROWS=64 -DTILE_TOKENS=64 -DBOX_COLUMNS=64 -DSHARED_BYTES=n -DKERNEL_NAME=symbol
+// Build: -DLATENT=512|256 -DKV_E4M3=0 -DROWS=64 -DTILE_TOKENS=64 -DBOX_COLUMNS=64 -DKERNEL_NAME=symbol
 
 #include "bf16/producer.cuh"
 #include "bf16/epilogue.cuh"
@@ -406,8 +406,7 @@ DEVICE bool consume(const Params& p, const WorkRange& range, SharedStorage& shar
 extern "C" __global__ void __launch_bounds__(paged_mla_decode::THREADS, 1)
     KERNEL_NAME(const __grid_constant__ PagedMlaDecodeParams p) {
     using namespace paged_mla_decode;
-    extern __shared__ __align__(1024) char shared_memory[];
-    SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_memory);
+    SharedStorage& shared = dynamic_shared_storage<SharedStorage>();
     if (threadIdx.x == WARPGROUP) {
         for (int b = 0; b < STAGES; ++b) {
             for (int box = 0; box < BOXES; ++box) mbarrier_init(shared_address(&shared.full[b][box]), 1);
@@ -432,6 +431,6 @@ extern "C" __global__ void __launch_bounds__(paged_mla_decode::THREADS, 1)
         if (blockIdx.x == 0) report_invalid_lengths(p, threadIdx.x - CONSUMERS, HELPERS);
     } else {
         setmaxnreg_inc<CONSUMER_REGISTERS>();
-        if (consume(p, range, shared)) merge_range(p, range, shared_memory);
+        if (consume(p, range, shared)) merge_range(p, range, reinterpret_cast<char*>(&shared));
     }
 }

@@ -15,7 +15,7 @@
 // With e4m3 queries it therefore compares maxima only when one must be raised; with bf16 queries, whose products take
 // twice the time, it computes nothing but products.
 //
-// Build: -DLATENT=512|256 -DKV_E4M3=1 -DQ_E4M3=0|1 -DROWS=64 -DTILE_TOKENS=64 -DBOX_COLUMNS=64 -DSHARED_BYTES=n
+// Build: -DLATENT=512|256 -DKV_E4M3=1 -DQ_E4M3=0|1 -DROWS=64 -DTILE_TOKENS=64 -DBOX_COLUMNS=64
 //        -DKERNEL_NAME=symbol
 
 #include "pages.cuh"
@@ -65,8 +65,7 @@ DEVICE void load_tiles(const Params& p, const WorkRange& range, SharedStorage& s
 extern "C" __global__ void __launch_bounds__(paged_mla_decode::THREADS, 1)
     KERNEL_NAME(const __grid_constant__ PagedMlaDecodeParams p) {
     using namespace paged_mla_decode;
-    extern __shared__ __align__(1024) char shared_memory[];
-    SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_memory);
+    SharedStorage& shared = dynamic_shared_storage<SharedStorage>();
     if (threadIdx.x == WARPGROUP) {
         for (int b = 0; b < STAGES; ++b) {
             mbarrier_init(shared_address(&shared.full[b]), 1);
@@ -90,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(paged_mla_decode::THREADS, 1)
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);
     if (warpgroup < CONSUMERS / WARPGROUP) {
         setmaxnreg_inc<PV_REGISTERS>();
-        if (multiply_values(p, shared)) merge_range(p, range, shared_memory);
+        if (multiply_values(p, shared)) merge_range(p, range, reinterpret_cast<char*>(&shared));
     } else if (warpgroup == CONSUMERS / WARPGROUP) {
         if constexpr (QK_REGISTERS > LAUNCH_REGISTERS)
             setmaxnreg_inc<QK_REGISTERS>();

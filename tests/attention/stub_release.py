@@ -14,6 +14,7 @@ from kernels_src.variants import Variant
 SOURCE = """
 #include "PagedDecodeTmaParams.h"
 extern "C" __global__ void __launch_bounds__(160) KERNEL_NAME(const __grid_constant__ PagedDecodeTmaParams p) {
+    asm volatile("// dynamic shared bytes: 102400");
     if (p.batch < 0) *static_cast<int*>(p.status) = p.q_len;
 }
 """
@@ -30,8 +31,6 @@ def mla_stub_variant(dtype: str, q_dtype: str, latent: int) -> Variant:
         sm="90a",
         operation="paged_mla_decode",
         struct="PagedMlaDecodeParams",
-        threads=160,
-        shared_bytes=102400,
         traits={
             "dtype": dtype,
             "q_dtypes": q_dtype,
@@ -53,8 +52,6 @@ def stub_variant(dtype: str, head_dim: int, rows: int) -> Variant:
         sm="90a",
         operation="paged_decode",
         struct="PagedDecodeTmaParams",
-        threads=160,
-        shared_bytes=102400,
         traits={
             "dtype": dtype,
             "q_dtypes": "bf16,fp16,e4m3" if dtype == "e4m3" else dtype,

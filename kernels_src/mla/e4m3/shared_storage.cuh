@@ -50,7 +50,6 @@ struct SharedStorage {
 };
 
 static_assert(STAGES * BOXES * RAW_BOX_BYTES >= CONSUMERS / 32 * MERGE_BYTES);
-static_assert(sizeof(SharedStorage) <= SHARED_BYTES, "the variant list states too little dynamic shared memory");
 
 DEVICE void arrive_for_warp(uint64_t& barrier) {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&barrier));

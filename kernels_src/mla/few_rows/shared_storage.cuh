@@ -62,7 +62,6 @@ struct SharedStorage {
     WorkRange range;
 };
 static_assert(STAGES * STAGE_BYTES >= CONSUMERS / 32 * MERGE_BYTES);
-static_assert(sizeof(SharedStorage) <= SHARED_BYTES, "the variant list states too little dynamic shared memory");
 
 // Arrives for the warp, once all its lanes are here.
 DEVICE void release(uint64_t& barrier) {
