@@ -22,7 +22,8 @@ class Config:
     ``sources`` is an ordered tuple of an http(s) URL, a directory tree, a store, a ``.zip`` or ``.whl``,
     or the word ``package``; ``None`` means the default (``package``, then each pin's own sources).
     ``pin_files`` are read besides the built-in pins; with ``pin_keys`` (files of PEM public keys, or keys as 64
-    hex digits) only if one of the keys signed them. ``offline`` forbids opening any socket; ``lazy_fetch``
+    hex digits) only if one of the keys signed them; ``pin_state`` is the file that remembers the newest version of
+    each signed file (None: nothing is remembered). ``offline`` forbids opening any socket; ``lazy_fetch``
     allows a missing kernel to be fetched at first use.
     """
 
@@ -32,6 +33,7 @@ class Config:
     offline: bool = False
     lazy_fetch: bool = True
     pin_keys: tuple[str, ...] = ()
+    pin_state: Path | None = None
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Config:
@@ -52,13 +54,15 @@ class Config:
         if own is not None and os.path.exists(own / PINS_NAME):
             pins.insert(0, own / PINS_NAME)
         offline = _flag(env, "CUBIN_RUNTIME_OFFLINE")
+        keys = _pin_keys(env)
         return cls(
             store=store,
             sources=sources or None,
             pin_files=tuple(pins),
             offline=offline,
             lazy_fetch=not offline,
-            pin_keys=_pin_keys(env),
+            pin_keys=keys,
+            pin_state=_pin_state() if keys else None,
         )
 
 
@@ -72,6 +76,11 @@ def user_pins_path() -> Path:
     if folder is None:
         raise UsageError("there is no home folder for pins of your own: set HOME or XDG_CONFIG_HOME")
     return folder / PINS_NAME
+
+
+def _pin_state() -> Path | None:
+    folder = _user_folder("XDG_STATE_HOME", ".local/state")
+    return None if folder is None else folder / "pin_versions.json"
 
 
 def local_path(text: str | Path, what: str) -> Path:

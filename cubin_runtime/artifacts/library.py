@@ -60,7 +60,7 @@ class Library:
     ) -> None:
         self.config = config
         refuse_trust_in_store(config)
-        self.pins = PinSet.from_files(builtin_pins, *config.pin_files, keys=config.pin_keys)
+        self.pins = PinSet.from_files(builtin_pins, *config.pin_files, keys=config.pin_keys, state=config.pin_state)
         self.store = Store(config.store)
         policy = policy or FetchPolicy()
         self._sources = SourceList(config, limits or HttpLimits(), policy)

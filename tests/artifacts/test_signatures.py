@@ -40,8 +40,16 @@ def signature_file(file: Path) -> Path:
     return file.with_name(file.name + ".sig")
 
 
+def state_version(file: Path, version: int = 1, more: str = "", name: str | None = None) -> None:
+    """Put a ``[signed]`` table at the beginning of a pin file, in place of the one that it has."""
+    rest = file.read_text().partition("# pins\n")[2] or file.read_text()
+    file.write_text(f'[signed]\nfile = "{name or file.name}"\nversion = {version}\n{more}# pins\n{rest}')
+
+
 def sign(file: Path, *keys: Ed25519PrivateKey) -> None:
-    """One signature as raw bytes, several as lines of base64."""
+    """One signature as raw bytes, several as lines of base64; of version 1, where the file states none."""
+    if b"[signed]" not in file.read_bytes():
+        state_version(file)
     made = [key.sign(file.read_bytes()) for key in keys]
     raw = made[0] if len(made) == 1 else b"\n".join(base64.b64encode(one) for one in made)
     signature_file(file).write_bytes(raw)
@@ -188,6 +196,7 @@ def test_the_package_is_not_imported_while_no_key_is_set(release: Release) -> No
 def test_a_signature_made_with_openssl_fits(release: Release, tmp_path: Path) -> None:
     private, public = tmp_path / "key.pem", tmp_path / "key.pub"
     beside = signature_file(release.pin_file)
+    state_version(release.pin_file)
     try:
         openssl("genpkey", "-algorithm", "ed25519", "-out", private)
         openssl("pkey", "-in", private, "-pubout", "-out", public)
@@ -222,3 +231,127 @@ def test_keys_that_lie_in_a_store_are_refused(release: Release, store: Path, key
     (store / "keys.pub").write_bytes(pem_of(key))
     with pytest.raises(PinError, match="never read from a store"):
         Library(Config(store=store, pin_keys=(str(store / "keys.pub"),)))
+
+
+# -- an old file put back, or another one in its place
+
+
+@pytest.fixture
+def publish(release: Release, key: Ed25519PrivateKey) -> Callable[..., None]:
+    """Sign the pin file anew, as some version."""
+
+    def sign_version(version: int, more: str = "", name: str | None = None) -> None:
+        state_version(release.pin_file, version, more, name)
+        sign(release.pin_file, key)
+
+    return sign_version
+
+
+@pytest.fixture
+def read(release: Release, key: Ed25519PrivateKey, tmp_path: Path) -> Callable[[], set[str]]:
+    """Read the pin file as a host does that remembers what it saw."""
+    state = tmp_path / "state" / "pin_versions.json"
+
+    def names() -> set[str]:
+        return {pin.name for pin in PinSet.from_files(None, release.pin_file, keys=[hex_of(key)], state=state)}
+
+    return names
+
+
+def test_a_signed_file_older_than_the_newest_seen_is_refused(
+    publish: Callable[..., None], read: Callable[[], set[str]]
+) -> None:
+    for version in (7, 7, 8):
+        publish(version)
+        assert "made-1.0" in read()
+    publish(7)
+    with pytest.raises(SignatureError, match="is version 7, version 8 was seen before"):
+        read()
+
+
+def test_versions_of_different_files_are_their_own(
+    publish: Callable[..., None], read: Callable[[], set[str]], key: Ed25519PrivateKey, tmp_path: Path
+) -> None:
+    publish(7)
+    read()
+    other = make_release(tmp_path / "other", name="other-1.0", folder="other/fmha").pin_file
+    sign(other, key)
+    state = tmp_path / "state" / "pin_versions.json"
+    assert "other-1.0" in {pin.name for pin in PinSet.from_files(None, other, keys=[hex_of(key)], state=state)}
+
+
+def test_a_file_signed_for_another_name_is_refused(publish: Callable[..., None], read: Callable[[], set[str]]) -> None:
+    publish(1, name="staging.pins.toml")
+    with pytest.raises(SignatureError, match=r"is signed as 'staging\.pins\.toml', expected 'made-1\.0\.pins\.toml'"):
+        read()
+
+
+def test_a_file_that_has_expired_is_refused(publish: Callable[..., None], read: Callable[[], set[str]]) -> None:
+    publish(1, "expires = 2999-12-31T00:00:00Z\n")
+    assert "made-1.0" in read()
+    publish(2, "expires = 2020-01-31T00:00:00+01:00\n")
+    with pytest.raises(SignatureError, match=r"expired at 2020-01-31T00:00:00\+01:00"):
+        read()
+
+
+@pytest.mark.parametrize(
+    ("statement", "message"),
+    [
+        ("", r"has no \[signed\] table"),
+        ("signed = 7\n", r"has no \[signed\] table"),
+        ("[signed]\nversion = 1\n", "file is None"),
+        ('[signed]\nfile = "made-1.0.pins.toml"\n', "version is None, expected an integer"),
+        ('[signed]\nfile = "made-1.0.pins.toml"\nversion = 0\n', "version is 0"),
+        ('[signed]\nfile = "made-1.0.pins.toml"\nversion = true\n', "version is True"),
+        ('[signed]\nfile = "made-1.0.pins.toml"\nversion = 1\nexpires = 2999-01-01\n', "with a time zone"),
+        ('[signed]\nfile = "made-1.0.pins.toml"\nversion = 1\nexpires = 2999-01-01T00:00:00\n', "with a time zone"),
+        ('[signed]\nfile = "made-1.0.pins.toml"\nversion = 1\nexpire = 1\n', "unknown keys expire"),
+        ("this is = = no TOML", "no valid TOML"),
+    ],
+)
+def test_a_signed_file_must_say_what_it_is(
+    release: Release, key: Ed25519PrivateKey, statement: str, message: str
+) -> None:
+    data = f"{statement}\n{release.pin_file.read_text()}".encode()
+    release.pin_file.write_bytes(data)
+    signature_file(release.pin_file).write_bytes(key.sign(data))
+    with pytest.raises(SignatureError, match=message):
+        names_read(release.pin_file, hex_of(key))
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", '{"versions": 1}', '{"versions": {"x": "7"}}', "\0"])
+def test_versions_that_do_not_read_are_an_error_and_no_amnesty(
+    publish: Callable[..., None], read: Callable[[], set[str]], tmp_path: Path, content: str
+) -> None:
+    publish(7)
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "pin_versions.json").write_text(content)
+    with pytest.raises(SignatureError, match="the newest versions of pin files cannot be read: it is damaged"):
+        read()
+
+
+def test_where_nothing_can_be_remembered_the_file_is_read_all_the_same(
+    publish: Callable[..., None], read: Callable[[], set[str]], tmp_path: Path
+) -> None:
+    (tmp_path / "state").write_text("a file in the way of the folder")
+    publish(7)
+    with pytest.raises(SignatureError, match="Not a directory"):
+        read()
+    (tmp_path / "state").unlink()
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state").chmod(0o555)
+    assert "made-1.0" in read()
+
+
+def test_without_keys_a_statement_is_not_looked_at(release: Release) -> None:
+    state_version(release.pin_file, 1, "expires = 2020-01-31T00:00:00Z\n", "another")
+    assert "made-1.0" in names_read(release.pin_file)
+
+
+def test_versions_that_lie_in_a_store_are_refused(release: Release, store: Path, key: Ed25519PrivateKey) -> None:
+    sign(release.pin_file, key)
+    config = Config(
+        store=store, pin_files=(release.pin_file,), pin_keys=(hex_of(key),), pin_state=store / "pin_versions.json"
+    )
+    with pytest.raises(PinError, match="never read from a store"):
+        Library(config)

@@ -21,7 +21,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("SOURCES", "OFFLINE", "PINS", "PIN_KEYS", "LOG"):
         monkeypatch.delenv(f"CUBIN_RUNTIME_{name}", raising=False)
     monkeypatch.setenv("CUBIN_RUNTIME_CACHE", str(tmp_path / "store"))
-    for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "HOME"):
+    for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME", "HOME"):
         monkeypatch.setenv(name, str(tmp_path / "home"))
     for name in ("NO_PROXY", "no_proxy"):
         monkeypatch.setenv(name, "127.0.0.1,localhost")

@@ -77,7 +77,7 @@ class Sandbox:
             "PYTHONPATH": str(ROOT),
             "NO_PROXY": "127.0.0.1",
             "no_proxy": "127.0.0.1",
-            **dict.fromkeys(("HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME"), home),
+            **dict.fromkeys(("HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME"), home),
             "CUBIN_RUNTIME_CACHE": str(store),
             "CUBIN_RUNTIME_PINS": str(self.place / "pins.toml"),
             "CUBIN_RUNTIME_SOURCES": self.server.url,

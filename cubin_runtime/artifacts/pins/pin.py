@@ -13,6 +13,7 @@ from ...errors import PinError
 from ..bounded_read import MAX_FILE_BYTES, digest_of
 from ..manifest import MANIFEST_NAME, Manifest, parse_manifest
 from ..path import ArtifactPath, PathError
+from .signed_statement import STATEMENT
 
 tomllib = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
@@ -68,7 +69,7 @@ def read_manifest(pin: Pin, data: bytes, origin: str) -> Manifest:
 
 
 def parse_pins(data: bytes, origin: str) -> tuple[Pin, ...]:
-    """Parse a TOML file of ``[[pin]]`` tables.
+    """Parse a TOML file of ``[[pin]]`` tables, and perhaps a ``[signed]`` one, which is left to ``signed_statement``.
 
     Raises:
         PinError: naming ``origin`` and the table: no TOML, an unknown or missing key, a value outside its
@@ -78,7 +79,7 @@ def parse_pins(data: bytes, origin: str) -> tuple[Pin, ...]:
         document = tomllib.loads(data.decode())
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise PinError(f"{origin}: no valid TOML: {error}") from None
-    unknown = sorted(set(document) - {"pin"})
+    unknown = sorted(set(document) - {"pin", STATEMENT})
     tables = document.get("pin", [])
     if unknown or not isinstance(tables, list):
         raise PinError(f"{origin}: expected only [[pin]] tables, got {', '.join(unknown) or 'one [pin] table'}")

@@ -15,13 +15,15 @@ from .signatures import KEYS_VARIABLE, load_keys, read_pin_file
 
 
 def refuse_trust_in_store(config: Config) -> None:
-    """What decides (pins and keys) is never read from a store, which anybody may have filled.
+    """What decides (pins, keys, versions seen) is never read from a store, which anybody may have filled.
 
     Raises:
-        PinError: a pin file or a key file lies inside the store.
+        PinError: a file of these lies inside the store.
     """
     root = Path(os.path.realpath(config.store))
-    for file in (*config.pin_files, *(local_path(key, KEYS_VARIABLE) for key in config.pin_keys)):
+    keys = (local_path(key, KEYS_VARIABLE) for key in config.pin_keys)
+    state = () if config.pin_state is None else (config.pin_state,)
+    for file in (*config.pin_files, *keys, *state):
         if Path(os.path.realpath(file)).is_relative_to(root):
             raise PinError(f"{file}: lies in the store {config.store}; pins and keys are never read from a store")
 
@@ -42,18 +44,22 @@ class PinSet:
             self._add(pin, origin)
 
     @classmethod
-    def from_files(cls, builtin: Path | None, *user_files: Path, keys: Sequence[str] = ()) -> PinSet:
+    def from_files(
+        cls, builtin: Path | None, *user_files: Path, keys: Sequence[str] = (), state: Path | None = None
+    ) -> PinSet:
         """Read the built-in pins (None: the ones of the package), then each user file.
 
         With ``keys`` (see ``Config.pin_keys``) each user file must be signed by one of them; that is checked
-        over the very bytes that are then parsed, before they are.
+        over the very bytes that are then parsed, before they are. ``state`` remembers the newest version of each
+        signed file.
 
         Raises:
-            PinError: a file cannot be read or parsed, is not signed although keys are set, or two pins disagree.
+            PinError: a file cannot be read or parsed, is not signed (or out of date) although keys are set, or two
+                pins disagree.
         """
         loaded = load_keys(keys)
         read = [(file, read_pin_file(file, ())) for file in (builtin or BUILTIN_PINS,)]
-        read += [(file, read_pin_file(file, loaded)) for file in user_files]
+        read += [(file, read_pin_file(file, loaded, state)) for file in user_files]
         return cls((pin, str(file)) for file, data in read for pin in parse_pins(data, str(file)))
 
     def _add(self, pin: Pin, origin: str) -> None:

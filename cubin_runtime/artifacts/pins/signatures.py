@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...config import local_path
-from ...errors import CubinRuntimeError, PinError
+from ...errors import CubinRuntimeError
 from ..bounded_read import digest_of, open_regular, read_bounded
+from .signed_statement import SignatureError, check_statement
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -32,10 +33,6 @@ MAX_SIGNATURES = 16
 _SIGNATURE_BYTES = 64
 _RAW_KEY = re.compile(r"[0-9a-f]{64}")
 _PEM_KEY = re.compile(rb"-----BEGIN PUBLIC KEY-----\s.*?-----END PUBLIC KEY-----\n?", re.DOTALL)
-
-
-class SignatureError(PinError):
-    """A pin file is unsigned, or no signature fits it and a key in force; or a key cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +62,20 @@ def load_keys(texts: Sequence[str]) -> tuple[PinKey, ...]:
     return tuple(key for text in texts for key in _keys_of(text))
 
 
-def read_pin_file(file: Path, keys: Sequence[PinKey]) -> bytes:
+def read_pin_file(file: Path, keys: Sequence[PinKey], state: Path | None = None) -> bytes:
     """The bytes of an operator's pin file; with ``keys`` only if one of them signed exactly these bytes.
+
+    A signed file is held against what it says of itself too: its name, its expiry, and the newest version that
+    ``state`` remembers (None: nothing is remembered).
 
     Raises:
         PinError: it cannot be read.
-        SignatureError: it is not signed, or by none of the keys.
+        SignatureError: it is not signed, or by none of the keys; or it has expired, or is an older one put back.
     """
     data = _read(file, MAX_PIN_FILE_BYTES, "pins")
     if keys:
         signer_of(file, data, keys)
+        check_statement(file, data, state)
     return data
 
 
