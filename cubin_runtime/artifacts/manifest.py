@@ -6,6 +6,8 @@ import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
+from operator import itemgetter
 from types import MappingProxyType
 
 from ..errors import CorruptError
@@ -49,7 +51,7 @@ def parse_manifest(data: bytes, folder: ArtifactPath, origin: str) -> Manifest:
         digests[path] = digest
         if len(digests) != number:
             raise CorruptError(f"{origin}:{number}: {path.text!r} is listed twice")
-    _check_no_file_is_a_folder(digests, folder, origin)
+    _check_no_file_is_a_folder(digests, origin)
     return Manifest(folder, hashlib.sha256(data).hexdigest(), MappingProxyType(digests))
 
 
@@ -88,12 +90,10 @@ def _line_fault(line: str) -> str:
     return f"expected 64 lowercase hex digits, two spaces and a name, got {shown!r}"
 
 
-def _check_no_file_is_a_folder(digests: Mapping[ArtifactPath, str], folder: ArtifactPath, origin: str) -> None:
-    depth = len(folder.text)
-    folders = {path.text.rpartition("/")[0] for path in digests}
-    for text in list(folders):
-        while len(text := text.rpartition("/")[0]) > depth:
-            folders.add(text)
-    for number, path in enumerate(digests, start=1):
-        if path.text in folders:
-            raise CorruptError(f"{origin}:{number}: {path.text!r} is a file and a folder")
+def _check_no_file_is_a_folder(digests: Mapping[ArtifactPath, str], origin: str) -> None:
+    """In the order where ``/`` comes before all else a file is followed by what lies below it."""
+    ordered = sorted((path.text.replace("/", "\0"), number) for number, path in enumerate(digests, start=1))
+    found = [one for one, after in pairwise(ordered) if after[0].startswith(f"{one[0]}\0")]
+    if found:
+        text, number = min(found, key=itemgetter(1))
+        raise CorruptError(f"{origin}:{number}: {text.replace(chr(0), '/')!r} is a file and a folder")

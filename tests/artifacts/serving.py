@@ -202,6 +202,27 @@ def in_chunks(handler: Handler, body: bytes) -> None:
     handler.wfile.write(b"0\r\nX-Trailer: x\r\n\r\n")
 
 
+def resumable(breaks_after: int = 0, tag: str = '"1"', sends: Callable[[int, int], str] | None = None) -> Action:
+    """A body of a known version, as a whole or from where it is asked for; breaks off after so many bytes.
+
+    ``sends`` says from the first byte and the size what range is claimed, if not the true one.
+    """
+
+    def act(handler: Handler, body: bytes) -> None:
+        asked = handler.headers.get("Range", "")
+        goes_on = bool(asked) and handler.headers.get("If-Range") == tag
+        first = int(asked.removeprefix("bytes=").removesuffix("-")) if goes_on else 0
+        claimed = sends(first, len(body)) if sends else f"bytes {first}-{len(body) - 1}/{len(body)}"
+        headers = {"ETag": tag, "Content-Length": str(len(body) - first)}
+        if goes_on:
+            headers["Content-Range"] = claimed
+        end = breaks_after or len(body)
+        handler.answer(206 if goes_on else 200, body[first:end], **headers)
+        handler.close_connection = end < len(body)
+
+    return act
+
+
 def status(code: int, **headers: str) -> Action:
     def act(handler: Handler, body: bytes) -> None:
         handler.answer(code, b"no", **headers)

@@ -183,15 +183,40 @@ def test_retry_after_is_waited_for(release: Release, server: FaultyServer, store
     assert time.monotonic() - began >= 1.0
 
 
-def test_a_dead_server_is_not_asked_for_every_file(tmp_path: Path, store: Path) -> None:
+@pytest.mark.parametrize(
+    ("action", "kind"),
+    [(status(503), SourceError), (status(403), SourceError), (wrong_bytes, CorruptError), (gzip_encoded, SourceError)],
+)
+def test_a_server_that_gives_only_wrong_answers_is_not_asked_for_every_file(
+    tmp_path: Path, store: Path, action: Action, kind: type[Exception]
+) -> None:
     many = make_release(tmp_path / "many", {f"k{n:03}": f"kernel {n}".encode() for n in range(60)})
     with serving(many.root) as server:
-        server.fault("", status(503))
+        server.fault("", action)
         server.fault("checksums.txt", ok)
         server.faults = dict(reversed(server.faults.items()))
-        with pytest.raises(SourceError, match="60 of 60 files were not delivered"):
+        with pytest.raises(kind, match="60 of 60 files were not delivered"):
             many.library(store, server.url).fetch(many.pin, jobs=2)
         assert sum(server.counts.values()) < 30
+
+
+def test_a_server_that_lacks_many_files_is_asked_for_the_others(tmp_path: Path, store: Path) -> None:
+    many = make_release(tmp_path / "many", {f"k{n:03}": f"kernel {n}".encode() for n in range(30)})
+    with serving(many.root) as server:
+        for n in range(29):
+            server.fault(f"k{n:03}", status(404))
+        with pytest.raises(SourceError, match="29 of 30 files were not delivered"):
+            many.library(store, server.url).fetch(many.pin, jobs=1)
+        assert server.count("k029") == 1
+
+
+def test_a_damaged_tree_is_asked_for_every_file(tmp_path: Path, store: Path) -> None:
+    many = make_release(tmp_path / "many", {f"k{n:03}": f"kernel {n}".encode() for n in range(30)})
+    for n in range(29):
+        many.file(f"k{n:03}").write_bytes(b"damaged")
+    with pytest.raises(CorruptError, match="29 of 30 files were not delivered"):
+        many.library(store, many.root).fetch(many.pin, jobs=1)
+    assert Store(store).has(many.digest("k029"))
 
 
 @pytest.mark.parametrize(

@@ -33,12 +33,13 @@ from serving import (
     ok,
     redirect,
     reset,
+    resumable,
     status,
     truncated,
 )
 
 from cubin_runtime.artifacts.sources.http import HttpSource
-from cubin_runtime.artifacts.sources.source import NotHereError, RetryableError, Wanted, parse_source
+from cubin_runtime.artifacts.sources.source import NotHereError, RetryableError, TooMuchError, Wanted, parse_source
 from cubin_runtime.errors import SourceError
 
 NAME = "fmha/prefill.cubin"
@@ -102,8 +103,8 @@ def test_identity_is_asked_for(release: Release, server: FaultyServer) -> None:
         (drip_chunk_extension, RetryableError, "bytes a second, expected 2000 or more"),
         (drip_trailer, RetryableError, "bytes a second, expected 2000 or more"),
         (endless_trailers, RetryableError, "bytes a second, expected 2000 or more"),
-        (announced_oversize, SourceError, "announces 1099511627776 bytes"),
-        (endless, SourceError, "sends more than 3900 bytes"),
+        (announced_oversize, TooMuchError, "announces 1099511627776 bytes"),
+        (endless, TooMuchError, "sends more than 3900 bytes"),
         (gzip_encoded, SourceError, "Content-Encoding 'gzip'"),
         (redirect("ftp://host/file"), SourceError, "redirects to scheme 'ftp'"),
         (redirect("file:///etc/passwd"), SourceError, "redirects to scheme 'file'"),
@@ -395,3 +396,110 @@ def test_a_bundle_of_certificates_that_is_not_there_is_named(release: Release, m
     monkeypatch.setenv("REQUESTS_CA_BUNDLE", "/nowhere/bundle.pem")
     with pytest.raises(SourceError, match=r"https://release.invalid/.*: .*/nowhere/bundle.pem"):
         source_of("https://release.invalid/").read(wanted(release))
+
+
+# -- going on where a transfer broke off
+
+
+MEBIBYTE = 1 << 20
+
+
+@pytest.fixture
+def large(release: Release) -> bytes:
+    """The file is large now, its first part unlike its second."""
+    data = b"".join(bytes([n]) * MEBIBYTE for n in range(4))
+    release.file(NAME).write_bytes(data)
+    return data
+
+
+def read_twice(release: Release, server: FaultyServer, size: int) -> bytes:
+    """What the second attempt gives after one that broke off."""
+    source, asked = source_of(server.url), replace(wanted(release), limit=size)
+    with pytest.raises(RetryableError):
+        source.read(asked)
+    return source.read(asked)
+
+
+def ranges_asked(release: Release, server: FaultyServer) -> list[str | None]:
+    return [seen.get("Range") for seen in server.seen_headers[f"/{release.path(NAME)}"]]
+
+
+def test_a_large_body_that_broke_off_is_continued(release: Release, server: FaultyServer, large: bytes) -> None:
+    server.fault(NAME, resumable(breaks_after=3 * MEBIBYTE), resumable())
+    assert read_twice(release, server, len(large)) == large
+    assert ranges_asked(release, server) == [None, f"bytes={3 * MEBIBYTE}-"]
+
+
+def test_a_body_may_break_off_several_times(release: Release, server: FaultyServer, large: bytes) -> None:
+    server.fault(NAME, resumable(breaks_after=MEBIBYTE), resumable(breaks_after=3 * MEBIBYTE), resumable())
+    source, asked = source_of(server.url), replace(wanted(release), limit=len(large))
+    for _ in range(2):
+        with pytest.raises(RetryableError):
+            source.read(asked)
+    assert source.read(asked) == large
+    assert ranges_asked(release, server)[1:] == [f"bytes={MEBIBYTE}-", f"bytes={3 * MEBIBYTE}-"]
+
+
+@pytest.mark.parametrize("tag", ["", 'W/"1"'])
+def test_without_a_validator_the_whole_body_is_asked_for(
+    release: Release, server: FaultyServer, large: bytes, tag: str
+) -> None:
+    server.fault(NAME, resumable(breaks_after=3 * MEBIBYTE, tag=tag), resumable())
+    assert read_twice(release, server, len(large)) == large
+    assert ranges_asked(release, server) == [None, None]
+
+
+def test_a_body_that_changed_meanwhile_is_taken_whole(release: Release, server: FaultyServer, large: bytes) -> None:
+    server.fault(NAME, resumable(breaks_after=3 * MEBIBYTE), resumable(tag='"2"'))
+    assert read_twice(release, server, len(large)) == large
+
+
+def test_a_small_body_is_asked_for_as_a_whole(release: Release, server: FaultyServer, large: bytes) -> None:
+    server.fault(NAME, resumable(breaks_after=MEBIBYTE - 1), resumable())
+    assert read_twice(release, server, len(large)) == large
+    assert ranges_asked(release, server) == [None, None]
+
+
+def test_another_file_is_not_continued(release: Release, server: FaultyServer, large: bytes) -> None:
+    server.fault(NAME, resumable(breaks_after=3 * MEBIBYTE))
+    source = source_of(server.url)
+    with pytest.raises(RetryableError):
+        source.read(replace(wanted(release), limit=len(large)))
+    other = replace(wanted(release), path=release.path("kernels.bin"))
+    assert source.read(other) == release.files["kernels.bin"]
+
+
+@pytest.mark.parametrize(
+    "sends",
+    [
+        lambda first, size: f"bytes {first - 1}-{size - 1}/{size}",
+        lambda first, size: f"bytes {first}-{size - 2}/{size}",
+        lambda first, size: f"bytes {first}-{size - 1}/*",
+        lambda first, size: "pages 1-2/3",
+        lambda first, size: f"bytes {first}-{'9' * 5000}/{size}",
+        lambda first, size: "",
+    ],
+)
+def test_a_range_that_was_not_asked_for_is_refused(
+    release: Release, server: FaultyServer, large: bytes, sends: Callable[[int, int], str]
+) -> None:
+    server.fault(NAME, resumable(breaks_after=3 * MEBIBYTE), resumable(sends=sends))
+    with pytest.raises(SourceError, match="sent another range than was asked for"):
+        read_twice(release, server, len(large))
+
+
+def test_a_continued_body_keeps_to_the_limit(release: Release, server: FaultyServer, large: bytes) -> None:
+    longer = resumable(sends=lambda first, size: f"bytes {first}-{2 * size - 1}/{2 * size}")
+    server.fault(NAME, resumable(breaks_after=3 * MEBIBYTE), longer)
+    with pytest.raises(TooMuchError, match=f"announces {2 * len(large)} bytes"):
+        read_twice(release, server, len(large))
+
+
+def test_a_range_that_cannot_be_had_begins_anew(release: Release, server: FaultyServer, large: bytes) -> None:
+    server.fault(NAME, resumable(breaks_after=3 * MEBIBYTE), status(416), resumable())
+    source, asked = source_of(server.url), replace(wanted(release), limit=len(large))
+    for _ in range(2):
+        with pytest.raises(RetryableError):
+            source.read(asked)
+    assert source.read(asked) == large
+    assert ranges_asked(release, server)[2] is None

@@ -4,6 +4,7 @@ import hashlib
 from contextlib import suppress
 
 import pytest
+from children import run_child
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -89,3 +90,19 @@ def test_one_changed_byte_changes_the_digest_or_is_refused(place: int, value: in
     except CorruptError:
         return
     assert (manifest.sha256 == hashlib.sha256(GOOD).hexdigest()) == (damaged == GOOD)
+
+
+def test_the_largest_manifest_of_deep_folders_costs_little_memory() -> None:
+    body = """
+    import re
+    from cubin_runtime.artifacts.manifest import MAX_MANIFEST_BYTES, parse_manifest
+    from cubin_runtime.artifacts.path import ArtifactPath
+    lines = (f"{n:064x}  {n}/{'a/' * 480}{n}\\n" for n in range(15_500))
+    data = "".join(lines).encode()
+    assert MAX_MANIFEST_BYTES * 0.9 < len(data) < MAX_MANIFEST_BYTES
+    print(len(parse_manifest(data, ArtifactPath("made/fmha"), "x").digests))
+    print(int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) >> 10)
+    """
+    files, mebibytes = map(int, run_child(body).stdout.split())
+    assert files == 15_500
+    assert mebibytes < 200

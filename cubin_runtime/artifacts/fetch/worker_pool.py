@@ -117,6 +117,8 @@ class ThreadWorkerPool:
                 del data  # else each waiting worker keeps its last object
             except Exception as error:
                 outcome = Outcome(wanted, error=error)
+            finally:
+                self._progress.large_is_done()
             self._results.put(outcome)
         for source in sources:
             if not source.local:

@@ -14,7 +14,7 @@ from ...errors import MissingError, SourceError
 from ..bounded_read import NotRegularError, open_regular
 from ..manifest import MANIFEST_NAME
 from ..path import ArtifactPath
-from .source import NotHereError, Wanted
+from .source import NotHereError, TooMuchError, Wanted
 
 MAX_DIRECTORY_BYTES = 64 << 20
 
@@ -82,7 +82,7 @@ class ArchiveSource:
             raise NotHereError(f"{self.file} holds no {wanted.path}")
         where = f"{self.file}: {wanted.path}"
         if member.file_size > wanted.limit:
-            raise SourceError(f"{where} is {member.file_size} bytes, at most {wanted.limit} are allowed")
+            raise TooMuchError(f"{where} is {member.file_size} bytes, at most {wanted.limit} are allowed")
         if member.flag_bits & 1 or member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
             raise SourceError(f"{where} is encrypted or compressed in a way that is not supported")
         try:
@@ -93,7 +93,7 @@ class ArchiveSource:
         except (OSError, OverflowError, struct.error, zlib.error) as error:
             raise SourceError(f"{where}: the archive is damaged: {error}") from None
         if len(data) > wanted.limit:
-            raise SourceError(f"{where} unpacks to over {wanted.limit} bytes")
+            raise TooMuchError(f"{where} unpacks to over {wanted.limit} bytes")
         return data
 
     def names(self, folder: ArtifactPath) -> set[str]:

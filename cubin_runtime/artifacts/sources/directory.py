@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ...errors import CorruptError, SourceError
-from ..bounded_read import NotRegularError, open_regular, read_bounded
+from ...errors import SourceError
+from ..bounded_read import NotRegularError, TooLargeError, open_regular, read_bounded
 from ..path import ArtifactPath
-from .source import NotHereError, Wanted
+from .source import NotHereError, TooMuchError, Wanted
 
 
 class DirectorySource:
@@ -62,7 +62,9 @@ def _read_file(file: Path, limit: int) -> bytes:
             os.close(descriptor)
     except (FileNotFoundError, NotADirectoryError):
         raise NotHereError(f"{file} does not exist") from None
-    except (NotRegularError, CorruptError) as error:
+    except TooLargeError as error:
+        raise TooMuchError(str(error)) from None
+    except NotRegularError as error:
         raise SourceError(str(error)) from None
     except OSError as error:
         raise SourceError(f"{file}: {error.strerror}") from None

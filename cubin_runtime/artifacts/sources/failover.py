@@ -7,13 +7,14 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...errors import CorruptError, SourceError
 from ..bounded_read import digest_of
 from ..store.locks import GIVE_UP_SECONDS, LONGEST_WAIT_SECONDS, TOUCH_SECONDS
-from .source import NotHereError, RetryableError, Source, Wanted
+from .source import NotHereError, RetryableError, Source, TooMuchError, Wanted
 
+LARGE_BYTES = 8 << 20
 _log = logging.getLogger("cubin_runtime")
 
 
@@ -24,7 +25,8 @@ class FetchPolicy:
     ``attempts`` is for failures that may pass, with waits that double from ``first_delay`` to
     ``longest_delay`` and a random part; a server's ``Retry-After`` is kept up to ``longest_retry_after``,
     beyond it the source counts as failed. ``bad_digests`` wrong bodies end a source for a file;
-    ``dead_after`` files in a row that failed to the last attempt end it for the whole fetch. A lock's
+    ``dead_after`` files in a row for which it answered and did not deliver, other than by not having them, end a
+    source on the network for the whole fetch. A lock's
     holder shows progress every ``lock_touch``, and may show none for ``lock_give_up``; while nothing comes of it,
     it is waited for no longer than ``lock_longest_wait``.
     """
@@ -58,15 +60,39 @@ class Progress:
         self._policy = policy
         self._failed: Counter[str] = Counter()
         self._lock = threading.Lock()
+        self._large = threading.Lock()
+        self._mine = threading.local()
 
     def tick(self) -> None:
         """Something came; a lost count does no harm."""
         self.ticks += 1
 
-    def note(self, label: str, *, exhausted: bool) -> None:
-        """Count a source's files in a row that failed to the last attempt."""
+    @property
+    def has_large(self) -> bool:
+        """Whether it is this worker's turn to have a large body in memory."""
+        return getattr(self._mine, "large", False)
+
+    def wait_for_large(self) -> None:
+        """Wait until no other worker has a large body in memory; it is this one's turn until ``large_is_done``.
+
+        Raises:
+            SourceError: the fetch stops.
+        """
+        while not self._large.acquire(timeout=0.1):
+            if self.stop.is_set():
+                raise SourceError("stopped while another large file was fetched")
+        self._mine.large = True
+
+    def large_is_done(self) -> None:
+        """The body that a worker had in memory, if it was large, is there no longer."""
+        if self.has_large:
+            self._mine.large = False
+            self._large.release()
+
+    def note(self, label: str, *, failed: bool) -> None:
+        """Count a source's files in a row that failed."""
         with self._lock:
-            self._failed[label] = self._failed[label] + 1 if exhausted else 0
+            self._failed[label] = self._failed[label] + 1 if failed else 0
 
     def is_dead(self, label: str) -> bool:
         """Whether a source failed so often in a row that asking it again would only cost time."""
@@ -78,6 +104,9 @@ def read_with_failover(
 ) -> tuple[bytes, str]:
     """The verified bytes and the label of the first source that had them.
 
+    Of the workers that share ``progress`` one at a time has a body of over ``LARGE_BYTES`` in memory, until it calls
+    ``progress.large_is_done``.
+
     Raises:
         CorruptError: no source delivered, and at least one sent bytes with another digest.
         SourceError: no source delivered; the message gives each source's reason.
@@ -88,28 +117,36 @@ def read_with_failover(
         if progress.is_dead(source.label):
             reasons.append(f"{source.label}: not asked again after {policy.dead_after} failures in a row")
             continue
-        exhausted = False
+        failed = False
         try:
             return _from_one(source, wanted, policy, progress), source.label
-        except RetryableError as error:
-            exhausted = True
+        except NotHereError as error:
             reasons.append(str(error))
-        except CorruptError as error:
-            corrupt = True
-            reasons.append(str(error))
-        except (NotHereError, SourceError) as error:
+        except (CorruptError, SourceError) as error:
+            failed = not source.local  # to ask a local one for every file costs nothing
+            corrupt = corrupt or isinstance(error, CorruptError)
             reasons.append(str(error))
         finally:
-            progress.note(source.label, exhausted=exhausted)
+            progress.note(source.label, failed=failed)
     kind = CorruptError if corrupt else SourceError
     raise kind(f"no source delivered {wanted.path}: " + ("; ".join(reasons) or "no source is configured"))
+
+
+def _read_one_large_at_a_time(source: Source, wanted: Wanted, progress: Progress) -> bytes:
+    """Sizes are unknown beforehand: a file that turns out to be large is asked for again when it is its turn."""
+    if wanted.limit > LARGE_BYTES and not progress.has_large:
+        try:
+            return source.read(replace(wanted, limit=LARGE_BYTES))
+        except TooMuchError:
+            progress.wait_for_large()
+    return source.read(wanted)
 
 
 def _from_one(source: Source, wanted: Wanted, policy: FetchPolicy, progress: Progress) -> bytes:
     bad = 0
     for attempt in range(policy.attempts):
         try:
-            data = source.read(wanted)
+            data = _read_one_large_at_a_time(source, wanted, progress)
         except RetryableError as error:
             delay = policy.delay(attempt, error.retry_after)
             if delay is None or progress.is_dead(source.label):

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import http.client
 import io
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import quote, urljoin, urlsplit, urlunsplit
 
 from ...errors import CubinRuntimeError, SourceError
+from ..path import ArtifactPath
 from .http_pace import HttpLimits, Pace
-from .source import NotHereError, RetryableError, SourceSpec, Wanted, redact
+from .source import NotHereError, RetryableError, SourceSpec, TooMuchError, Wanted, redact
 
 if TYPE_CHECKING:
     from .http_session import HttpSession, Response
@@ -21,6 +24,7 @@ _RETRYABLE_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _PIECE = 1 << 20
 _LENGTH = re.compile(r"[0-9]{1,18}")
+_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18})")
 
 
 class HttpSource:
@@ -43,16 +47,23 @@ class HttpSource:
         self._stop = stop or threading.Event()
         self._tick = tick
         self._session: HttpSession | None = None
+        self._begun: _Begun | None = None
 
     def read(self, wanted: Wanted) -> bytes:
-        """See ``Source.read``. Never retries and never waits longer than its limits."""
+        """See ``Source.read``. Never retries and never waits longer than its limits.
+
+        What came of a large file before a failure is kept for the next call, if that asks for the same file.
+        """
         base = self._base
         path = f"{base.path.rstrip('/')}/{quote(wanted.path.text)}"
         url = urlunsplit((base.scheme, base.netloc, path, base.query, ""))
+        begun, self._begun = self._begun, None
+        if begun is not None and begun.path != wanted.path:
+            begun = None
         try:
-            response, where = self._follow(url)
+            response, where = self._follow(url, {} if begun is None else begun.asking_for_the_rest())
             try:
-                data = _body(response, where, wanted.limit)
+                data = self._body(response, where, wanted, begun)
             except BaseException:
                 response.abandon()
                 raise
@@ -68,11 +79,34 @@ class HttpSource:
 
     def close(self) -> None:
         """Close the connections."""
+        self._begun = None
         if self._session is not None:
             self._session.close()
             self._session = None
 
-    def _follow(self, url: str) -> tuple[Response, str]:
+    def _body(self, response: Response, where: str, wanted: Wanted, begun: _Begun | None) -> bytes:
+        """The body of an answer that has one, after what was begun where the server goes on with that."""
+        limit = wanted.limit
+        goes_on = begun if response.status == 206 else None
+        if goes_on is None:
+            _check_status(response, where, asked_for_rest=begun is not None)
+        _check_encoding(response, where)
+        size = _announced(response, where) if goes_on is None else _check_range(response, where, goes_on)
+        if size is not None and size > limit:
+            raise TooMuchError(f"{where}: announces {size} bytes, at most {limit} are allowed")
+        whole = io.BytesIO() if goes_on is None else goes_on.whole
+        try:
+            if size is None:
+                return _receive_to_the_end(response, where, whole, limit)
+            return _receive(response, where, whole, size)
+        except (RetryableError, http.client.HTTPException, OSError):
+            tag = response.headers.get("ETag", "").strip()
+            validator = response.headers.get("Last-Modified", "") if not tag or tag.startswith("W/") else tag
+            if whole.tell() >= _PIECE and validator:
+                self._begun = _Begun(wanted.path, validator, whole)
+            raise
+
+    def _follow(self, url: str, headers: Mapping[str, str]) -> tuple[Response, str]:
         """The first response that is no redirect, and its URL; followed by hand so that each hop is judged."""
         from .http_session import HttpSession
 
@@ -83,7 +117,7 @@ class HttpSource:
             pace = Pace(self._limits, where, self._stop, self._tick)
             # another host's credentials are none of this source's business, even if netrc has some
             own_host = (parts.scheme, parts.netloc.lower()) == (self._base.scheme, self._base.netloc.lower())
-            response = self._session.get(url, pace, credentials=own_host)
+            response = self._session.get(url, pace, headers, credentials=own_host)
             if response.status not in _REDIRECTS:
                 return response, where
             response.abandon()
@@ -91,18 +125,33 @@ class HttpSource:
         raise SourceError(f"{self.label}: more than {self._limits.redirects} redirects")
 
 
-def _body(response: Response, where: str, limit: int) -> bytes:
-    """The body of an answer that has one, of at most ``limit`` bytes."""
-    _check_status(response, where)
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """What came of a file; ``validator`` is what the server knows that very version of it by.
+
+    A ``BytesIO``, as it hands its memory over in the end instead of copying it.
+    """
+
+    path: ArtifactPath
+    validator: str
+    whole: io.BytesIO
+
+    def asking_for_the_rest(self) -> dict[str, str]:
+        return {"Range": f"bytes={self.whole.tell()}-", "If-Range": self.validator}
+
+
+def _check_encoding(response: Response, where: str) -> None:
     encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
         raise SourceError(f"{where}: sent Content-Encoding {encoding!r}, only identity was asked for")
-    size = _announced(response, where)
-    if size is None:
-        return _receive_to_the_end(response, where, limit)
-    if size > limit:
-        raise SourceError(f"{where}: announces {size} bytes, at most {limit} are allowed")
-    return _receive(response, where, size)
+
+
+def _check_range(response: Response, where: str, begun: _Begun) -> int:
+    """The whole size that a partial answer tells."""
+    found = _RANGE.fullmatch(response.headers.get("Content-Range", "").strip())
+    if found is None or int(found[1]) != begun.whole.tell() or int(found[2]) + 1 != int(found[3]):
+        raise SourceError(f"{where}: sent another range than was asked for")
+    return int(found[3])
 
 
 def _announced(response: Response, where: str) -> int | None:
@@ -123,34 +172,36 @@ def _announced(response: Response, where: str) -> int | None:
     return int(length)
 
 
-def _receive(response: Response, where: str, size: int) -> bytes:
-    data = response.read(size if size <= _PIECE else _PIECE) if size else response.read()
-    if len(data) == size:
-        return data  # nearly always
-    whole = io.BytesIO()  # which hands its memory over instead of copying it
-    while data:
+def _receive(response: Response, where: str, whole: io.BytesIO, size: int) -> bytes:
+    """The body of an answer of known size, after what ``whole`` has of it already."""
+    if size <= _PIECE and not whole.tell():
+        data = response.read(size) if size else response.read()
+        if len(data) == size:
+            return data  # nearly always
         whole.write(data)
-        data = response.read(min(_PIECE, size - whole.tell())) if whole.tell() < size else b""
+    while whole.tell() < size and (data := response.read(min(_PIECE, size - whole.tell()))):
+        whole.write(data)
     if whole.tell() != size:
         raise RetryableError(f"{where}: the body is truncated: it ended after {whole.tell()} of {size} bytes")
     return whole.getvalue()
 
 
-def _receive_to_the_end(response: Response, where: str, limit: int) -> bytes:
-    whole = io.BytesIO()
+def _receive_to_the_end(response: Response, where: str, whole: io.BytesIO, limit: int) -> bytes:
     while data := response.read1(_PIECE):
         if response.chunked:
             response.pace.count(len(data))
         whole.write(data)
         if whole.tell() > limit:
-            raise SourceError(f"{where}: sends more than {limit} bytes")
+            raise TooMuchError(f"{where}: sends more than {limit} bytes")
     return whole.getvalue()
 
 
-def _check_status(response: Response, where: str) -> None:
+def _check_status(response: Response, where: str, *, asked_for_rest: bool) -> None:
     status = response.status
     if status == 200:
         return
+    if status == 416 and asked_for_rest:
+        raise RetryableError(f"{where}: status 416, begins anew")
     if status in (404, 410):
         raise NotHereError(f"{where}: status {status}")
     if status in _RETRYABLE_STATUS:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import http.client
 import io
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -36,7 +37,7 @@ class HttpSession:
         self._session.headers.update({"Accept-Encoding": "identity", "User-Agent": f"cubin-runtime/{__version__}"})
         self._hosts: dict[tuple[str, str, bool], _Host] = {}
 
-    def get(self, url: str, pace: Pace, *, credentials: bool) -> Response:
+    def get(self, url: str, pace: Pace, headers: Mapping[str, str], *, credentials: bool) -> Response:
         """The response to one GET, its body not yet read; redirects are not followed and nothing is retried.
 
         ``credentials`` says whether netrc may be looked into for this host; over plain http it never is. Whoever
@@ -59,7 +60,9 @@ class HttpSession:
         _watch(connection, pace)
         path = f"{parts.path or '/'}?{parts.query}" if parts.query else parts.path or "/"
         try:
-            http.client.HTTPConnection.request(connection, "GET", requote_uri(host.prefix + path), headers=host.headers)
+            http.client.HTTPConnection.request(
+                connection, "GET", requote_uri(host.prefix + path), headers={**host.headers, **headers}
+            )
             response = http.client.HTTPConnection.getresponse(connection)
         except BaseException:
             host.close()

@@ -9,7 +9,7 @@ from ...errors import SourceError
 from ..manifest import MANIFEST_NAME
 from ..path import ArtifactPath
 from .directory import DirectorySource
-from .source import NotHereError, Wanted
+from .source import NotHereError, TooMuchError, Wanted
 
 ABSENT_SECONDS = 1.0
 
@@ -44,6 +44,8 @@ class PackageSource:
         for root in self.roots(wanted.folder):
             try:
                 return root.read(wanted)
+            except TooMuchError:
+                raise
             except (NotHereError, SourceError) as error:
                 reasons.append(str(error))
         raise NotHereError("; ".join(reasons) or f"no installed package carries {wanted.folder}")

@@ -30,6 +30,10 @@ class RetryableError(SourceError):
         self.retry_after = retry_after
 
 
+class TooMuchError(SourceError):
+    """A source has more bytes for a file than are allowed for it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """One thing to get: ``path`` inside the release ``folder``, at most ``limit`` bytes.
@@ -56,6 +60,7 @@ class Source(Protocol):
         Raises:
             NotHereError: the source does not have them.
             RetryableError: it failed in a way that may pass.
+            TooMuchError: it has more than ``wanted.limit`` bytes for it.
             SourceError: it failed in a way that will not pass.
         """
 
