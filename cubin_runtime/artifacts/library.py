@@ -19,6 +19,7 @@ from .manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest
 from .path import ArtifactPath
 from .pins.pin import Pin, read_manifest
 from .pins.pin_set import PinSet, refuse_trust_in_store
+from .sources.archive import ArchiveSource
 from .sources.failover import FetchPolicy
 from .sources.http_pace import HttpLimits
 from .sources.source import NotHereError, Wanted, parse_source, redact
@@ -220,7 +221,8 @@ class Library:
         """Hash what the store has of a release (None: all of it), or what a published ``tree`` has.
 
         ``tree`` is a directory, a ``.zip`` or ``.whl``, or ``package``; its own manifest must be the pinned
-        one. Extra files are looked for in trees alone, and only when ``paths`` is None.
+        one. Extra files are looked for in trees alone, and only when ``paths`` is None; in a ``.zip`` that is
+        whatever no pinned release lists.
 
         Raises:
             PinError: the tree's manifest is not the pinned one, or a manifest does not list a path.
@@ -240,9 +242,13 @@ class Library:
             raise MissingError(f"{source.label}: no manifest of {pin.name!r}: {error}") from None
         chosen = self._chosen(pin, manifest, paths)
         report = verify_tree(source, source, pin, manifest, chosen, complete=complete, progress=progress, jobs=jobs)
-        if paths is None:
-            return report
-        return replace(report, extra=())
+        if paths is not None:
+            return replace(report, extra=())
+        if isinstance(source, ArchiveSource) and source.file.suffix.lower() == ".zip":
+            # a wheel holds a package besides the release; a zip of releases holds nothing else
+            outside = source.outside(one.path for one in self.pins)
+            return replace(report, extra=(*report.extra, *sorted(outside)))
+        return report
 
     def discover(self, folder: ArtifactPath, sha256: str | None) -> tuple[bytes, str]:
         """The bytes of the manifest of a folder that is not pinned yet, and the source that has them.

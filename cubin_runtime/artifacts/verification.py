@@ -17,6 +17,7 @@ from .sources.source import Listing, NotHereError, Source, Wanted
 from .store.store import Store
 
 _BATCH = 64
+_HELD_BYTES = 128 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +64,13 @@ class _Checked:
     fault: CubinRuntimeError | None
 
 
-def default_jobs() -> int:
-    """Threads for hashing: the CPUs that this process may use, at most 16."""
-    return max(1, min(16, len(os.sched_getaffinity(0))))
+def default_jobs(held_bytes: int = 0) -> int:
+    """Threads for hashing: the CPUs that this process may use, at most 16.
+
+    Fewer where each holds a file of up to ``held_bytes`` in memory: together at most 128 MiB, but one at least.
+    """
+    most = _HELD_BYTES // held_bytes if held_bytes else 16
+    return max(1, min(16, most, len(os.sched_getaffinity(0))))
 
 
 def verify_store(
@@ -129,6 +134,7 @@ def verify_tree(
             return _Checked(path, 0, CorruptError(str(error)))
         return _Checked(path, len(data), None)
 
+    jobs = jobs or default_jobs(pin.max_file_bytes)
     checked = _in_batches(lambda batch: map(check, batch), paths, progress, jobs)
     listed = {path.relative_to(manifest.folder) for path in manifest.digests} | {MANIFEST_NAME}
     extra = tuple(sorted(listing.names(manifest.folder) - listed))

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import os
+import stat
 import sys
+import warnings
 import zipfile
 from pathlib import Path
 
@@ -216,3 +218,68 @@ def test_a_folder_that_is_not_there_has_no_names(release: Release, tmp_path: Pat
     nowhere = ArtifactPath("no/where")
     assert DirectorySource(release.root).names(nowhere) == set()
     assert ArchiveSource(zip_tree(release.root, tmp_path / "x.zip")).names(nowhere) == set()
+
+
+# -- archives that lead astray whoever unpacks them
+
+
+def add_to(archive: Path, *members: tuple[zipfile.ZipInfo | str, bytes]) -> Path:
+    with zipfile.ZipFile(archive, "a") as opened, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name, data in members:
+            opened.writestr(name, data)
+    return archive
+
+
+def link_member(name: str) -> zipfile.ZipInfo:
+    member = zipfile.ZipInfo(name)
+    member.create_system = 3
+    member.external_attr = (stat.S_IFLNK | 0o777) << 16
+    return member
+
+
+@pytest.mark.parametrize(
+    ("member", "extra"),
+    [
+        ("package/data/made/fmha/kernels.bin", "package/data/made/fmha/kernels.bin (listed more than once)"),
+        ("../evil", "../evil"),
+        ("package/data/made/fmha/../../evil", "package/data/made/fmha/../../evil"),
+        ("/etc/evil", "/etc/evil"),
+        ("a\\evil", "a\\evil"),
+        (link_member("package/data/link"), "package/data/link"),
+    ],
+)
+@pytest.mark.parametrize("suffix", [".zip", ".whl"])
+def test_what_leads_astray_is_listed_with_a_release(
+    release: Release, tmp_path: Path, member: zipfile.ZipInfo | str, extra: str, suffix: str
+) -> None:
+    archive = add_to(zip_tree(release.root, tmp_path / f"x{suffix}"), (member, b"evil"))
+    assert extra in ArchiveSource(archive).names(release.pin.path) - {*release.files, "checksums.txt"}
+
+
+def test_a_local_header_of_another_name_is_damage(release: Release, tmp_path: Path) -> None:
+    archive = zip_tree(release.root, tmp_path / "x.zip")
+    data = archive.read_bytes()
+    name = f"data/{release.path(NAME)}".encode()
+    archive.write_bytes(data.replace(name, name[:-1] + b"X", 1))
+    with pytest.raises(SourceError, match="its local header has another name"):
+        ArchiveSource(archive).read(wanted(release))
+
+
+def test_names_beyond_ascii_are_read_in_either_encoding(tmp_path: Path) -> None:
+    made = make_release(tmp_path, {"ü.cubin": b"kernel", "ㄱ.cubin": b"other"})
+    source = ArchiveSource(zip_tree(made.root, tmp_path / "x.zip"))
+    assert source.read(wanted(made, "ü.cubin")) == b"kernel"
+    assert source.read(wanted(made, "ㄱ.cubin")) == b"other"
+
+
+def test_only_what_lies_in_no_release_is_outside(release: Release, tmp_path: Path) -> None:
+    other = make_release(tmp_path / "other", name="other-1.0", folder="other/fmha")
+    archive = zip_tree(release.root, tmp_path / "x.zip")
+    zip_tree(other.root, tmp_path / "y.zip")
+    with zipfile.ZipFile(tmp_path / "y.zip") as second:
+        add_to(archive, ("README", b"hello"), *((name, second.read(name)) for name in second.namelist()))
+    source = ArchiveSource(archive)
+    assert source.outside([release.pin.path, other.pin.path]) == {"README"}
+    inside_other = {f"package/data/{other.path(name)}" for name in (*other.files, "checksums.txt")}
+    assert source.outside([release.pin.path]) == {"README", *inside_other}

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from serving import FaultyServer
 
 from cubin_runtime.artifacts.library import Library
 from cubin_runtime.artifacts.store.store import Store
+from cubin_runtime.artifacts.verification import default_jobs
 from cubin_runtime.errors import MissingError, PinError, UsageError
 
 NAME = "fmha/prefill.cubin"
@@ -164,3 +166,20 @@ def test_verify_opens_no_connection_for_files(
 ) -> None:
     release.library(store, server.url).verify(release.pin)
     assert not server.counts
+
+
+@pytest.mark.parametrize(("held", "jobs"), [(0, 16), (8 << 20, 16), (64 << 20, 2), (128 << 20, 1), (1 << 30, 1)])
+def test_few_large_files_are_held_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch, held: int, jobs: int) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)))
+    assert default_jobs(held) == jobs
+
+
+@pytest.mark.parametrize(("suffix", "extra"), [(".zip", ("package/README",)), (".whl", ())])
+def test_a_zip_holds_releases_and_nothing_else_while_a_wheel_is_a_package(
+    release: Release, filled: Library, tmp_path: Path, suffix: str, extra: tuple[str, ...]
+) -> None:
+    archive = zip_tree(release.root, tmp_path / f"x{suffix}")
+    with zipfile.ZipFile(archive, "a") as opened:
+        opened.writestr("package/README", "hello")
+    assert filled.verify(release.pin, tree=str(archive)).extra == extra
+    assert filled.verify(release.pin, [release.path(NAME)], tree=str(archive)).extra == ()

@@ -140,7 +140,7 @@ def mirror(
         return done
 
     outcomes: list[tuple[bool, int]] = []
-    with ThreadPoolExecutor(jobs or min(4, default_jobs())) as pool:
+    with ThreadPoolExecutor(jobs or min(4, default_jobs(max(item.limit for item in files)) if files else 1)) as pool:
         try:
             outcomes += pool.map(place, files)
         except BaseException:

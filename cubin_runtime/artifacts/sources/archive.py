@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import io
 import os
+import stat
 import struct
 import threading
 import zipfile
 import zlib
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ...errors import MissingError, SourceError
 from ..bounded_read import NotRegularError, open_regular
 from ..manifest import MANIFEST_NAME
-from ..path import ArtifactPath
+from ..path import ArtifactPath, PathError
 from .source import NotHereError, TooMuchError, Wanted
 
 MAX_DIRECTORY_BYTES = 64 << 20
@@ -42,6 +45,7 @@ class ArchiveSource:
         self._descriptor: int | None = None
         self._members: dict[str, zipfile.ZipInfo] = {}
         self._prefixes: dict[ArtifactPath, str | None] = {}
+        self._odd: set[str] = set()
 
     def _open(self) -> int:
         """Read the central directory once; later reads are ``pread``, which threads share without a lock."""
@@ -59,12 +63,19 @@ class ArchiveSource:
             try:
                 raw = io.FileIO(os.dup(descriptor), "rb")
                 with _Bounded(raw) as stream, zipfile.ZipFile(stream) as archive:
-                    self._members = {i.filename: i for i in archive.infolist() if not i.is_dir()}
+                    self._list(archive.infolist())
             except Exception as error:  # the standard library's reader lets errors of many kinds through
                 os.close(descriptor)
                 raise SourceError(f"{self.file}: no readable zip: {error or type(error).__name__}") from None
             self._descriptor = descriptor
             return descriptor
+
+    def _list(self, listed: Sequence[zipfile.ZipInfo]) -> None:
+        """Members by name; of several of one name the last, as whoever unpacks it ends up with."""
+        self._members = {one.filename: one for one in listed if not one.is_dir()}
+        twice = (name for name, count in Counter(one.filename for one in listed).items() if count > 1)
+        self._odd = {f"{name} (listed more than once)" for name in twice}
+        self._odd |= {one.orig_filename for one in listed if _is_odd(one)}
 
     def _member(self, path: ArtifactPath, folder: ArtifactPath) -> zipfile.ZipInfo | None:
         if folder not in self._prefixes:
@@ -97,13 +108,23 @@ class ArchiveSource:
         return data
 
     def names(self, folder: ArtifactPath) -> set[str]:
-        """See ``Listing.names``."""
+        """See ``Listing.names``; what would lead astray whoever unpacks the archive is listed wherever it lies in it.
+
+        That is a name listed twice, one that climbs or is absolute, and a link.
+        """
         self._open()
         manifest = self._member(folder.child(MANIFEST_NAME), folder)
         if manifest is None:
             return set()
         base = manifest.filename.removesuffix(MANIFEST_NAME)
-        return {name[len(base) :] for name in self._members if name.startswith(base)}
+        return {name[len(base) :] for name in self._members if name.startswith(base)} | self._odd
+
+    def outside(self, folders: Iterable[ArtifactPath]) -> set[str]:
+        """Names of all files that lie in none of the folders; one whose manifest is not here counts as absent."""
+        self._open()
+        found = (self._member(folder.child(MANIFEST_NAME), folder) for folder in folders)
+        bases = tuple(one.filename.removesuffix(MANIFEST_NAME) for one in found if one is not None)
+        return {name for name in self._members if not name.startswith(bases)}
 
     def where(self, path: ArtifactPath, folder: ArtifactPath) -> str | None:
         """See ``Listing.where``."""
@@ -122,12 +143,26 @@ class ArchiveSource:
                 self._descriptor = None
 
 
+def _is_odd(member: zipfile.ZipInfo) -> bool:
+    """Whether a member's name is no plain relative one, or the member is a link or another special file."""
+    name = member.orig_filename
+    kind = stat.S_IFMT(member.external_attr >> 16) if member.create_system == 3 else 0
+    try:
+        ArtifactPath(name.removesuffix("/"))
+    except PathError:
+        return True
+    return kind not in (0, stat.S_IFREG, stat.S_IFDIR)
+
+
 def _packed_bytes(descriptor: int, member: zipfile.ZipInfo, limit: int) -> bytes:
     """The member as it lies in the archive: after a header of 30 bytes, a name and an extra field."""
     header = os.pread(descriptor, 30, member.header_offset)
     if header[:4] != b"PK\x03\x04":
         raise OSError("no local header where the directory says")
     name_size, extra_size = struct.unpack("<HH", header[26:30])
+    name = os.pread(descriptor, name_size, member.header_offset + 30)
+    if name.decode("utf-8" if header[7] & 8 else "cp437", "replace") != member.orig_filename:
+        raise OSError("its local header has another name than the directory")
     if member.compress_size > limit + limit // 16 + 1024:
         raise OSError(f"{member.compress_size} packed bytes for at most {limit}")
     data = os.pread(descriptor, member.compress_size, member.header_offset + 30 + name_size + extra_size)

@@ -7,7 +7,6 @@ source: what is read from it is hashed, and nothing in it decides anything. It i
 from __future__ import annotations
 
 import ctypes
-import errno
 import hashlib
 import os
 import re
@@ -20,15 +19,13 @@ from pathlib import Path
 
 from ...errors import CorruptError, MissingError, StoreError
 from ..atomic_write import TEMPORARY, new_file, temporary_name, write_all
-from ..bounded_read import MAX_FILE_BYTES, NotRegularError, TooLargeError, digest_of, open_regular, read_bounded
+from ..bounded_read import MAX_FILE_BYTES, TooLargeError, digest_of, open_regular, read_bounded
 from .folders import open_folder
+from .store_errors import IN_THE_WAY, missing_or_store_error, store_error, store_errors
 
 OBJECTS = "sha256"
 QUARANTINE = "quarantine"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_FULL = {errno.ENOSPC, errno.EDQUOT}
-_NOT_WRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS}
-_IN_THE_WAY = {errno.ENOTDIR, errno.ELOOP, errno.EEXIST}
 _MANY = 4  # from so many names of one folder on, listing it is cheaper than asking for each
 
 
@@ -79,8 +76,8 @@ class Store:
             except FileNotFoundError:
                 continue
             except OSError as error:
-                if error.errno not in _IN_THE_WAY:
-                    raise _as_store_error(error, str(error.filename)) from None
+                if error.errno not in IN_THE_WAY:
+                    raise store_error(error, str(error.filename)) from None
                 odd |= wanted
                 continue
             found.update(name for name, is_file in kinds.items() if is_file)
@@ -99,7 +96,7 @@ class Store:
         except FileNotFoundError:
             return set()
         except OSError as error:
-            raise _as_store_error(error, str(self.root / QUARANTINE)) from None
+            raise store_error(error, str(self.root / QUARANTINE)) from None
 
     def read(self, sha256: str, limit: int, *, repair: bool = True) -> bytes:
         """The object's bytes in private memory, hashed.
@@ -117,7 +114,7 @@ class Store:
         where = str(self.object_path(sha256))
         with self._folder(sha256, create=False) as folder:
             for last in (False, True):
-                with _store_errors(where):
+                with store_errors(where):
                     descriptor, status = open_regular(sha256, where, directory=folder)
                     try:
                         data = read_bounded(descriptor, status.st_size, limit, where)
@@ -160,7 +157,7 @@ class Store:
         """
         where = str(self.object_path(sha256))
         for last in (False, False, True):
-            with self._folder(sha256, create=True) as folder, _store_errors(where):
+            with self._folder(sha256, create=True) as folder, store_errors(where):
                 try:
                     with new_file(sha256, directory=folder, mode=0o444) as descriptor:
                         write_all(descriptor, data)
@@ -188,7 +185,7 @@ class Store:
         Raises:
             StoreError: it cannot.
         """
-        with self._folder("0" * 64, create=True) as folder, _store_errors(str(self.root)):
+        with self._folder("0" * 64, create=True) as folder, store_errors(str(self.root)):
             name = temporary_name()
             os.close(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder))
             os.unlink(name, dir_fd=folder)
@@ -202,7 +199,7 @@ class Store:
         place = self.root
         while not os.path.exists(place) and place != place.parent:
             place = place.parent
-        with _store_errors(str(self.root)):
+        with store_errors(str(self.root)):
             status = os.statvfs(place)
         free = status.f_bavail * status.f_frsize
         if wanted > free:
@@ -217,7 +214,7 @@ class Store:
             try:
                 folder = stack.enter_context(open_folder(self.root, OBJECTS, _checked(sha256)[:2], create=create))
             except OSError as error:
-                raise _missing_or_store_error(error, sha256, create) from None
+                raise missing_or_store_error(error, sha256, create) from None
             yield folder
 
     def _quarantine(self, folder: int, sha256: str, status: os.stat_result) -> Path | None:
@@ -279,30 +276,3 @@ def _entries(folder: int, wanted: set[str]) -> Iterator[tuple[str, bool]]:
             yield name, stat.S_ISREG(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
         except FileNotFoundError:
             continue
-
-
-def _missing_or_store_error(error: OSError, sha256: str, create: bool) -> MissingError | StoreError:
-    place = error.filename
-    if error.errno == errno.ENOENT and not create:
-        return MissingError(f"the store has no object {sha256} ({place} does not exist)")
-    if error.errno in _IN_THE_WAY:
-        return NotRegularError(f"{place} is no directory of its own (a link or a file), as a store needs")
-    return _as_store_error(error, str(place))
-
-
-def _as_store_error(error: OSError, where: str) -> StoreError:
-    if error.errno in _FULL:
-        return StoreError(f"{where}: the store is full ({error.strerror})")
-    if error.errno in _NOT_WRITABLE:
-        return StoreError(f"{where}: the store does not allow it ({error.strerror})")
-    return StoreError(f"{where}: {error.strerror or error}")
-
-
-@contextmanager
-def _store_errors(where: str) -> Iterator[None]:
-    try:
-        yield
-    except FileNotFoundError:
-        raise MissingError(f"the store has no {where}") from None
-    except OSError as error:
-        raise _as_store_error(error, where) from None

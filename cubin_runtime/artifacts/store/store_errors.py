@@ -1,0 +1,44 @@
+"""What the file system says about a store, as errors of ours."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ...errors import MissingError, StoreError
+from ..bounded_read import NotRegularError
+
+IN_THE_WAY = {errno.ENOTDIR, errno.ELOOP, errno.EEXIST}
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_NOT_WRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS}
+
+
+def missing_or_store_error(error: OSError, sha256: str, create: bool) -> MissingError | StoreError:
+    """For a folder of an object that could not be opened; ``create``: it was to be made."""
+    place = error.filename
+    if error.errno == errno.ENOENT and not create:
+        return MissingError(f"the store has no object {sha256} ({place} does not exist)")
+    if error.errno in IN_THE_WAY:
+        return NotRegularError(f"{place} is no directory of its own (a link or a file), as a store needs")
+    return store_error(error, str(place))
+
+
+def store_error(error: OSError, where: str) -> StoreError:
+    """Says whether the store is full, does not allow it, or something else."""
+    if error.errno in _FULL:
+        return StoreError(f"{where}: the store is full ({error.strerror})")
+    if error.errno in _NOT_WRITABLE:
+        return StoreError(f"{where}: the store does not allow it ({error.strerror})")
+    return StoreError(f"{where}: {error.strerror or error}")
+
+
+@contextmanager
+def store_errors(where: str) -> Iterator[None]:
+    """Raise errors of ours for those of the file system; what is absent is a ``MissingError``."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise MissingError(f"the store has no {where}") from None
+    except OSError as error:
+        raise store_error(error, where) from None
