@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ctypes
 import threading
 from typing import Any
 
@@ -186,6 +187,44 @@ def test_threads_launch_their_own_values(driver: Driver, kernel: LoadedKernel, s
     assert len({v["out"] for _, v in launches}) == 600
 
 
+class SlowDriver(Driver):
+    """Its first launch waits inside the call; each notes the parameters that it then finds."""
+
+    def __init__(self, standin: StandIn) -> None:
+        super().__init__(standin.path)
+        self.entered, self.leave = threading.Event(), threading.Event()
+        self.found: list[object] = []
+
+    def function(self, name: str) -> Any:
+        if name != "cuLaunchKernelEx":
+            return super().function(name)
+
+        def launch(config: int, function: int, arguments: int, extra: None) -> int:
+            if not self.entered.is_set():
+                self.entered.set()
+                assert self.leave.wait(10)
+            at = ctypes.cast(arguments, ctypes.POINTER(ctypes.c_void_p))[0]
+            self.found.append(LAYOUT.unpack(ctypes.string_at(at, LAYOUT.size))["batch"])
+            return 0
+
+        return launch
+
+
+def test_a_launch_under_way_keeps_its_parameters_while_another_thread_launches(
+    standin: StandIn, kernel: LoadedKernel
+) -> None:
+    driver = SlowDriver(standin)
+    prepared = prepare(kernel, driver, "batch")
+    first = threading.Thread(target=prepared.run, args=(0, 1))
+    first.start()
+    assert driver.entered.wait(10)
+    prepared.run(0, 2)
+    driver.leave.set()
+    first.join()
+    prepared.run(0, 3)
+    assert driver.found == [2, 1, 3]
+
+
 def test_a_thread_without_a_context_launches_in_the_kernels_own(prepared: PreparedLaunches, standin: StandIn) -> None:
     failures: list[BaseException] = []
 
@@ -319,6 +358,7 @@ SHORT = StructLayout.declare("Short", [Field("a", "int32")])
     ("changes", "text"),
     [
         ({"sha256": "00" * 32}, "sha256 000000000000"),
+        ({"sha256": DIGEST[:12] + "00" * 26}, "plan for 'decode'"),
         ({"symbol": "other"}, "plan for 'other'"),
         ({"layout": SHORT, "values": {"a": 1}}, "struct Short .* struct DecodeParams"),
         ({"block": (512, 1, 1)}, "512 threads a block; 'decode' takes 384"),
