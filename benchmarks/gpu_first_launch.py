@@ -17,7 +17,7 @@ from gpu_environment import built_sources, gpu_environment
 
 from cubin_runtime import Config
 from cubin_runtime.attention import Runtime
-from cubin_runtime.attention.runtime import OWN_RELEASE
+from cubin_runtime.attention.runtime import NATIVE_RELEASE
 
 PROCESSES = 11
 CHILD = """
@@ -63,7 +63,7 @@ def main() -> None:
     chosen = parser.parse_args()
     store = Path(os.environ.get("CUBIN_RUNTIME_CACHE", chosen.out / "store"))
     filling = Runtime(Config(store=store, sources=built_sources(), offline=True))
-    filling.library.fetch(filling.library.pins.get(OWN_RELEASE))
+    filling.library.fetch(filling.library.pins.get(NATIVE_RELEASE))
     root = str(Path(__file__).resolve().parents[1])
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"CUBIN_RUNTIME_CACHE": str(store), "CUBIN_RUNTIME_OFFLINE": "1", "PYTHONPATH": path}

@@ -28,7 +28,7 @@ def streaming_read(runtime: Runtime, data: int, nbytes: int, sums: int, ctas: in
     """
     context = runtime.driver.primary_context(0)
     major, minor = runtime.driver.device(0).capability
-    own = runtime.own_release()
+    own = runtime.native_release()
     kernel = choose_kernel(own.kernels, OPERATION, {}, major * 10 + minor)
     values = {"data": data, "sums": sums, "units": nbytes // UNIT}
     launch = OperationLaunch(OPERATION, {}, (ctas, 1, 1), (kernel.threads, 1, 1), values, False)

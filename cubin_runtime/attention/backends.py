@@ -41,24 +41,24 @@ class Support:
         return ", ".join(f"{words} {_list(where)}" for words, where in parts if where)
 
 
-_OWN_DECODE = Support(
+_NATIVE_DECODE = Support(
     measured=frozenset({(9, 0)}),
     built=frozenset({(8, 0), (8, 6), (8, 9), (10, 0), (10, 3), (12, 0), (12, 1)}),
 )
-_OWN_MLA = Support(measured=frozenset({(9, 0)}))
+_NATIVE_MLA = Support(measured=frozenset({(9, 0)}))
 _TRTLLM_GEN = {TRTLLM_GEN: Support(published=frozenset({(10, 0), (10, 3)}))}
 
 
 # Operator -> backend -> where it runs. `auto` takes measured and published entries only.
 TABLE: Mapping[str, Mapping[str, Support]] = {
-    "paged_decode": {HOPPER: _OWN_DECODE},
-    "mla_decode": {HOPPER: _OWN_MLA},
-    "xqa": {XQA: _OWN_DECODE},
-    "xqa_mla": {XQA: _OWN_MLA},
-    "xqa_batch_decode_with_kv_cache": {XQA: _OWN_DECODE},
-    "xqa_batch_decode_with_kv_cache_mla": {XQA: _OWN_MLA},
-    "trtllm_batch_decode_with_kv_cache": {XQA: _OWN_DECODE, **_TRTLLM_GEN},
-    "trtllm_batch_decode_with_kv_cache_mla": {XQA: _OWN_MLA, **_TRTLLM_GEN},
+    "paged_decode": {HOPPER: _NATIVE_DECODE},
+    "mla_decode": {HOPPER: _NATIVE_MLA},
+    "xqa": {XQA: _NATIVE_DECODE},
+    "xqa_mla": {XQA: _NATIVE_MLA},
+    "xqa_batch_decode_with_kv_cache": {XQA: _NATIVE_DECODE},
+    "xqa_batch_decode_with_kv_cache_mla": {XQA: _NATIVE_MLA},
+    "trtllm_batch_decode_with_kv_cache": {XQA: _NATIVE_DECODE, **_TRTLLM_GEN},
+    "trtllm_batch_decode_with_kv_cache_mla": {XQA: _NATIVE_MLA, **_TRTLLM_GEN},
     "trtllm_batch_context_with_kv_cache": _TRTLLM_GEN,
     "trtllm_ragged_attention_deepseek": _TRTLLM_GEN,
 }

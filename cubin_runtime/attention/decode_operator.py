@@ -20,7 +20,7 @@ from .checks import check_switches, check_words, integer
 from .decode_call import MAX_Q_LEN, DecodeCall, DecodeOptions, check_query_bounds
 from .operator import Given, Operator
 from .operator_plan import OperatorPlan, check_workspace
-from .runtime import OwnRelease, Runtime, default_runtime
+from .runtime import NativeRelease, Runtime, default_runtime
 from .scales import split_scale
 from .tracing import record, recording
 from .tracing.schema import TracedCall
@@ -43,7 +43,7 @@ class DecodeOperator(Operator):
     options: tuple[str, ...]
     check: Callable[[DecodeCall], None]
     page_size: Callable[[DecodeCall], int]
-    launches: Callable[[DecodeCall, DeviceFacts, OwnRelease], Sequence[NativeLaunch[Any]]]
+    launches: Callable[[DecodeCall, DeviceFacts, NativeRelease], Sequence[NativeLaunch[Any]]]
     output: Callable[[TensorView], tuple[tuple[int, ...], str | None]]
     scale: Callable[[tuple[int, ...]], float]
     traced: Callable[[DecodeCall], TracedCall]
@@ -196,7 +196,7 @@ def _plan(
     resolve_backend(operator.name, options.backend, device)
     # A wider window than the bound hides nothing more, and a position less a window fits an int32.
     options = replace(options, max_seq_len=bound, window_left=min(options.window_left, bound))
-    launches = operator.launches(DecodeCall(call.tensors, options), device, runtime.own_release())
+    launches = operator.launches(DecodeCall(call.tensors, options), device, runtime.native_release())
     return plan_class(runtime, operator, call.tensors, options, launches, of_torch=of_torch)
 
 

@@ -26,7 +26,7 @@ from .decode_operator import DecodeOperator, DecodePlan, plan_decode, run_decode
 from .latent_cache import KV_CACHE, OUT_DTYPES, Q_DTYPES, ROPE, check_cache
 from .operator import TensorArg
 from .operator_plan import AnyWorkspace
-from .runtime import OwnRelease, Runtime
+from .runtime import NativeRelease, Runtime
 from .tracing.mla import traced_mla_decode
 
 
@@ -43,7 +43,7 @@ def _check(call: DecodeCall) -> None:
     check_options(call, page_size=page_size, kv_heads=1)
 
 
-def _launches(call: DecodeCall, device: DeviceFacts, release: OwnRelease) -> Sequence[NativeLaunch[MlaSelection]]:
+def _launches(call: DecodeCall, device: DeviceFacts, release: NativeRelease) -> Sequence[NativeLaunch[MlaSelection]]:
     cache, options = call.tensors["kv_cache"], call.options
     pages, page_size, _, width = cache.shape
     problem = MlaProblem(

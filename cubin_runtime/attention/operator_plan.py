@@ -33,7 +33,7 @@ class ClampedInputError(DeviceError):
 
 
 def check_workspace(workspace: object) -> None:
-    """Raise ``UsageError`` for what is no workspace of ours, such as a tensor."""
+    """Raise ``UsageError`` for anything else, such as a tensor."""
     if not isinstance(workspace, (Workspace, SemaphoreWorkspace)):
         raise UsageError(f"workspace: got {type(workspace).__name__}, expected a Workspace or a SemaphoreWorkspace")
 

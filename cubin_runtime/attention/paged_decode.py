@@ -25,7 +25,7 @@ from .decode_operator import DecodeOperator, DecodePlan, default_scale, plan_dec
 from .operator import TensorArg
 from .operator_plan import AnyWorkspace
 from .paged_cache import Q_DTYPES, cache_arg, check_caches, strides_of
-from .runtime import OwnRelease, Runtime
+from .runtime import NativeRelease, Runtime
 from .tracing.decode import traced_decode
 
 
@@ -42,7 +42,7 @@ def _check(call: DecodeCall) -> None:
     check_options(call, page_size=page_size, kv_heads=kv_heads)
 
 
-def _launches(call: DecodeCall, device: DeviceFacts, release: OwnRelease) -> Sequence[NativeLaunch[DecodeSelection]]:
+def _launches(call: DecodeCall, device: DeviceFacts, release: NativeRelease) -> Sequence[NativeLaunch[DecodeSelection]]:
     k, v, options = call.tensors["k_cache"], call.tensors["v_cache"], call.options
     kv_heads, head_dim = k.shape[2:]
     problem = DecodeProblem(

@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from ..artifacts.tables.metadata import KernelMeta
 
 TRTLLM_RELEASE = "trtllm-gen-0.6.13"
-OWN_RELEASE = f"hopper-{_version.__version__}"
+NATIVE_RELEASE = f"hopper-{_version.__version__}"
 
 
 @dataclass(frozen=True, slots=True)
-class OwnRelease:
-    """Our release as an operator needs it: its pin, its kernels and the structs of its ABI."""
+class NativeRelease:
+    """The native release as an operator needs it: its pin, its kernels and the structs of its ABI."""
 
     pin: Pin
     kernels: tuple[NativeKernel, ...]
@@ -58,7 +58,7 @@ class OwnRelease:
 
 
 @dataclass(frozen=True, slots=True)
-class PublishedRelease:
+class TrtllmGenRelease:
     """A trtllm-gen release as an operator needs it: its pin, its kernels by their traits, its parameter struct."""
 
     pin: Pin
@@ -77,14 +77,14 @@ class Runtime:
         config: Config | None = None,
         *,
         driver: Driver | None = None,
-        release: str = OWN_RELEASE,
+        release: str = NATIVE_RELEASE,
         trtllm_release: str = TRTLLM_RELEASE,
         memory: TensorMemory | None = None,
     ) -> None:
         """``config=None`` reads the environment.
 
-        ``release`` is the pin of the release with our kernels, ``trtllm_release`` that of the trtllm-gen kernels;
-        ``memory`` makes outputs and reads tensors back (torch by default).
+        ``release`` is the pin of the native release, ``trtllm_release`` that of the trtllm-gen one; ``memory`` makes
+        outputs and reads tensors back (torch by default).
         """
         from ..artifacts.library import Library
 
@@ -97,57 +97,57 @@ class Runtime:
         self._release = release
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._own: OwnRelease | None = None
+        self._native: NativeRelease | None = None
         self.memory: TensorMemory = memory or TorchMemory()
         self._trtllm_release = trtllm_release
-        self._published: PublishedRelease | None = None
+        self._trtllm_gen: TrtllmGenRelease | None = None
 
     @property
     def may_fetch(self) -> bool:
         """Whether a missing kernel may be fetched over the network now."""
         return self.config.lazy_fetch and not self.config.offline and not self.modules.frozen
 
-    def own_release(self) -> OwnRelease:
-        """Our release, read and verified on first use.
+    def native_release(self) -> NativeRelease:
+        """The native release, read and verified on first use.
 
         Raises:
             MissingError, SourceError, CorruptError, PinError: it cannot be had or is not what is pinned.
         """
         with self._lock:
-            if self._own is None:
+            if self._native is None:
                 pin = self.library.pins.get(self._release)
                 path = pin.path.child(FILE_NAME)
                 table = self.library.load(path, fetch=self.may_fetch)
                 kernels = parse_native_kernels(table.data, str(path))
                 digests = self.library.manifest(pin).digests
-                self._own = OwnRelease(pin, kernels, dict(abi_layouts(pin.abi)), digests)
-            return self._own
+                self._native = NativeRelease(pin, kernels, dict(abi_layouts(pin.abi)), digests)
+            return self._native
 
-    def published_release(self) -> PublishedRelease:
-        """The trtllm-gen release, its metadata read and verified on first use; errors as ``own_release``."""
+    def trtllm_gen_release(self) -> TrtllmGenRelease:
+        """The trtllm-gen release, its metadata read and verified on first use; errors as ``native_release``."""
         from ..artifacts.releases.catalog import open_kernel_index
 
         with self._lock:
-            if self._published is None:
+            if self._trtllm_gen is None:
                 pin = self.library.pins.get(self._trtllm_release)
                 layout = abi_layouts(pin.abi)["KernelParams"]
                 index = open_kernel_index(self.library, pin, fetch=self.may_fetch)
-                self._published = PublishedRelease(pin, KernelFinder(index), layout)
-            return self._published
+                self._trtllm_gen = TrtllmGenRelease(pin, KernelFinder(index), layout)
+            return self._trtllm_gen
 
     def digest_of(self, path: ArtifactPath) -> str:
         """The digest that the pinned manifest gives for ``path``."""
         return self.library.manifest(self.library.pins.covering(path)).digests[path]
 
     def load(self, kernel: NativeKernel, context: int, stream: int = 0) -> LoadedKernel:
-        """A kernel of our release, loaded into ``context`` and gated; errors as ``ModuleCache.kernel``."""
+        """A native kernel, loaded into ``context`` and gated; errors as ``ModuleCache.kernel``."""
         self.check_process()
         request = self.request(kernel, context)
         return self.modules.kernel(
             request.context, request.sha256, request.symbol, request.read, request.needs, stream=stream
         )
 
-    def load_published(
+    def load_trtllm_gen(
         self, meta: KernelMeta, context: int, stream: int = 0, *, nonportable_cluster: bool = False
     ) -> LoadedKernel:
         """A trtllm-gen kernel, fetched if need be, loaded into ``context`` and gated.
@@ -158,14 +158,14 @@ class Runtime:
             MissingError, SourceError, CorruptError: its bytes cannot be had.
         """
         self.check_process()
-        request = self.published_request(meta, context, nonportable_cluster=nonportable_cluster)
+        request = self.trtllm_gen_request(meta, context, nonportable_cluster=nonportable_cluster)
         return self.modules.kernel(
             request.context, request.sha256, request.symbol, request.read, request.needs, stream=stream
         )
 
-    def published_request(self, meta: KernelMeta, context: int, *, nonportable_cluster: bool = False) -> KernelRequest:
-        """What ``load_published`` loads, as a value for ``ModuleCache.preload``."""
-        release = self.published_release()
+    def trtllm_gen_request(self, meta: KernelMeta, context: int, *, nonportable_cluster: bool = False) -> KernelRequest:
+        """What ``load_trtllm_gen`` loads, as a value for ``ModuleCache.preload``."""
+        release = self.trtllm_gen_release()
         path = release.pin.path.child(meta.file)
         needs = LaunchNeeds(
             layout=release.layout,
@@ -184,7 +184,7 @@ class Runtime:
         )
 
     def preload(self, kernels: Iterable[NativeKernel], device: int = 0) -> PreloadReport:
-        """Load kernels of our release ahead of serving, into the device's primary context."""
+        """Load native kernels ahead of serving, into the device's primary context."""
         context = self.driver.primary_context(device)
         return self.modules.preload([self.request(kernel, context) for kernel in kernels])
 
@@ -199,7 +199,7 @@ class Runtime:
 
     def request(self, kernel: NativeKernel, context: int) -> KernelRequest:
         """What ``load`` loads, as a value for ``ModuleCache.preload``."""
-        own = self.own_release()
+        own = self.native_release()
         path = own.path_of(kernel)
         needs = LaunchNeeds(
             layout=own.layouts[kernel.struct],

@@ -161,14 +161,14 @@ def _is_native(context: typer.Context) -> bool:
 
 def _explain_native(context: typer.Context, config: Config) -> Explanation:
     from ..attention import explain
-    from ..attention.runtime import OWN_RELEASE, Runtime
+    from ..attention.runtime import NATIVE_RELEASE, Runtime
     from ..kernels.native.device_models import describe_device
 
     given = context.params
     sizes = _stated(context, explain.CallSizes)
     explain.explained_operator(sizes)
     device = describe_device(NATIVE_SM if given["sm"] is None else given["sm"], given["multiprocessors"], given["gpu"])
-    kernels = Runtime(config, release=given["release"] or OWN_RELEASE).own_release().kernels
+    kernels = Runtime(config, release=given["release"] or NATIVE_RELEASE).native_release().kernels
     return explain.explain(sizes, kernels, device)
 
 

@@ -28,7 +28,7 @@ def main(added: str, folder: Path) -> None:
         store=folder / "store", sources=(str(folder / "tree"),), pin_files=(pin_release(folder),), offline=True
     )
     runtime = Runtime(config, driver=Driver(standin.path), release=RELEASE_NAME)
-    (kernel,) = runtime.own_release().kernels
+    (kernel,) = runtime.native_release().kernels
     standin.add_kernel(kernel.symbol, (kernel.struct_bytes,), kernel.threads)
     {"kernel_family": run_family, "optional_tensor": run_tensor}[added](runtime, standin)
 

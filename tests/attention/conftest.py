@@ -47,7 +47,7 @@ def config(release: tuple[Path, Path], tmp_path: Path) -> Config:
 @pytest.fixture
 def runtime(config: Config, standin: StandIn) -> Iterator[Runtime]:
     made = Runtime(config, driver=Driver(standin.path), release=RELEASE_NAME)
-    for kernel in made.own_release().kernels:
+    for kernel in made.native_release().kernels:
         standin.add_kernel(kernel.symbol, (kernel.struct_bytes,), kernel.threads)
     made.driver.set_current(made.driver.primary_context(0))
     yield made
@@ -65,7 +65,7 @@ def stub_runtime(stubs: tuple[Path, Path], standin: StandIn, tmp_path: Path) -> 
     tree, pins = stubs
     config = Config(store=tmp_path / "store", sources=(str(tree),), pin_files=(pins,), offline=True)
     made = Runtime(config, driver=Driver(standin.path), release=RELEASE_NAME)
-    for kernel in made.own_release().kernels:
+    for kernel in made.native_release().kernels:
         standin.add_kernel(kernel.symbol, (kernel.struct_bytes,), kernel.threads)
     made.driver.set_current(made.driver.primary_context(0))
     yield made

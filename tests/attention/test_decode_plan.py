@@ -226,7 +226,7 @@ def test_a_release_without_a_kernel_for_the_device_says_what_it_has(runtime: Run
 
 def test_a_kernel_whose_struct_is_another_is_never_launched(runtime: Runtime, standin: StandIn) -> None:
     standin.reset()
-    for kernel in runtime.own_release().kernels:
+    for kernel in runtime.native_release().kernels:
         standin.add_kernel(kernel.symbol, (kernel.struct_bytes + 8,), kernel.threads)
     with pytest.raises(AbiError, match=f"by the driver the kernel takes one of {PAGED_DECODE_TMA.size + 8} bytes"):
         run(make_plan(runtime))

@@ -40,10 +40,10 @@ def load_native(folder: Path, standin: StandIn, sm: int = 90, threads: int = 102
     table = b'{"schema": 1, "release": "", "kernels": [%s]}' % json.dumps(row).encode()
     cubin = cubin_of(row["symbol"], sm, row["struct_bytes"], threads)
     runtime = runtime_of(folder, standin, NATIVE, {"kernels.json": table, row["file"]: cubin})
-    return runtime.load(runtime.own_release().kernels[0], runtime.driver.primary_context())
+    return runtime.load(runtime.native_release().kernels[0], runtime.driver.primary_context())
 
 
-def load_published(
+def load_trtllm_gen(
     folder: Path, standin: StandIn, sm: int = 100, threads: int = 1024, *, nonportable: bool = False, **said: str
 ) -> LoadedKernel:
     """The same for a published kernel, whose header says 64 where nothing is ``said``."""
@@ -53,8 +53,8 @@ def load_published(
     cubin = cubin_of(PUBLISHED_SYMBOL, sm, PUBLISHED_BYTES, threads)
     files = {HEADER_PATH: header, f"{PUBLISHED_SYMBOL}.cubin": cubin}
     runtime = runtime_of(folder, standin, PUBLISHED, files)
-    (meta,) = runtime.published_release().finder.index
-    return runtime.load_published(meta, runtime.driver.primary_context(), nonportable_cluster=nonportable)
+    (meta,) = runtime.trtllm_gen_release().finder.index
+    return runtime.load_trtllm_gen(meta, runtime.driver.primary_context(), nonportable_cluster=nonportable)
 
 
 def test_a_kernel_of_ours_that_is_as_its_table_says_is_loaded(tmp_path: Path, standin: StandIn) -> None:
@@ -84,7 +84,7 @@ def test_a_kernel_of_ours_that_is_not_is_refused(
 def test_a_published_kernel_that_is_as_its_header_says_is_loaded(
     tmp_path: Path, standin: StandIn, nonportable: bool
 ) -> None:
-    kernel = load_published(tmp_path, standin, nonportable=nonportable)
+    kernel = load_trtllm_gen(tmp_path, standin, nonportable=nonportable)
     assert (str(kernel.architecture), kernel.shared_bytes) == ("sm_100f", 64)
     assert kernel.nonportable_cluster is nonportable
 
@@ -101,5 +101,5 @@ def test_a_published_kernel_that_is_not_is_refused(
     tmp_path: Path, standin: StandIn, changes: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(AbiError, match=words):
-        load_published(tmp_path, standin, **changes)
+        load_trtllm_gen(tmp_path, standin, **changes)
     assert "cuModuleLoadData" not in standin.names()

@@ -64,11 +64,11 @@ def test_the_default_is_refused_in_a_forked_child() -> None:
 def test_a_release_that_is_not_here_is_missing_when_offline(config: Config) -> None:
     runtime = Runtime(replace(config, sources=("/nonexistent",)), release=RELEASE_NAME)
     with pytest.raises(MissingError):
-        runtime.own_release()
+        runtime.native_release()
 
 
 def test_our_release_is_read_with_its_kernels_and_structs(config: Config) -> None:
-    own = Runtime(config, release=RELEASE_NAME).own_release()
+    own = Runtime(config, release=RELEASE_NAME).native_release()
     assert {(kernel.traits["dtype"], kernel.traits["head_dim"]) for kernel in own.kernels} == {("bf16", 128)}
     assert {kernel.struct_fingerprint for kernel in own.kernels} == {own.layouts["PagedDecodeTmaParams"].fingerprint}
 
@@ -97,9 +97,9 @@ def test_a_kernel_is_fetched_at_first_use_only_if_that_is_on(
 ) -> None:
     with serving(release[0]) as server:
         online = replace(config, sources=(server.url,), offline=False)
-        Runtime(online, driver=Driver(standin.path), release=RELEASE_NAME).own_release()
+        Runtime(online, driver=Driver(standin.path), release=RELEASE_NAME).native_release()
         runtime = Runtime(replace(online, lazy_fetch=lazy), driver=Driver(standin.path), release=RELEASE_NAME)
-        kernel = runtime.own_release().kernels[0]
+        kernel = runtime.native_release().kernels[0]
         standin.add_kernel(kernel.symbol, (kernel.struct_bytes,), kernel.threads)
         with nullcontext() if lazy else pytest.raises(MissingError, match=f"{kernel.file} is not in"):
             runtime.preload([kernel])
@@ -108,18 +108,18 @@ def test_a_kernel_is_fetched_at_first_use_only_if_that_is_on(
 
 def test_kernels_are_preloaded_on_the_device_asked_for(runtime: Runtime, standin: StandIn) -> None:
     standin.with_devices(2)
-    report = runtime.preload(runtime.own_release().kernels[:1], device=1)
+    report = runtime.preload(runtime.native_release().kernels[:1], device=1)
     assert [kernel.context for kernel in report.kernels] == [runtime.driver.primary_context(1)]
     assert standin.call("cuModuleLoadData")["context"] == hex(runtime.driver.primary_context(1))
 
 
 def test_a_forked_child_loads_no_kernel(runtime: Runtime, standin: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel, context = runtime.own_release().kernels[0], runtime.driver.primary_context()
+    kernel, context = runtime.native_release().kernels[0], runtime.driver.primary_context()
     monkeypatch.setattr(os, "getpid", lambda: -1)
     with pytest.raises(UsageError, match="made before a fork"):
         runtime.load(kernel, context)
     with pytest.raises(UsageError, match="made before a fork"):
-        runtime.load_published(ROW, context)
+        runtime.load_trtllm_gen(ROW, context)
     assert "cuModuleLoadData" not in standin.names()
 
 

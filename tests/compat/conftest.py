@@ -57,7 +57,7 @@ def hopper(
     tree, pins = stubs
     config = Config(store=tmp_path / "store", sources=(str(tree),), pin_files=(pins,), offline=True)
     made = Runtime(config, driver=Driver(standin.path), release=RELEASE_NAME, memory=memory)
-    for kernel in made.own_release().kernels:
+    for kernel in made.native_release().kernels:
         standin.add_kernel(kernel.symbol, (kernel.struct_bytes,), kernel.threads)
     monkeypatch.setattr("cubin_runtime.compat.flashinfer.arguments.default_runtime", lambda: made)
     made.driver.set_current(made.driver.primary_context(0))

@@ -14,7 +14,7 @@ import pytest
 
 from cubin_runtime import Config, CubinRuntimeError
 from cubin_runtime.attention.backends import HOPPER, TABLE
-from cubin_runtime.attention.runtime import OWN_RELEASE, Runtime
+from cubin_runtime.attention.runtime import NATIVE_RELEASE, Runtime
 from cubin_runtime.launch.driver import Driver
 
 BUILT = Path(__file__).resolve().parents[2] / "build" / "artifacts"
@@ -47,7 +47,7 @@ def runtime_config(tmp_path_factory: pytest.TempPathFactory) -> Config:
 @pytest.fixture(scope="session")
 def runtime(runtime_config: Config) -> Iterator[Runtime]:
     made = Runtime(runtime_config)
-    made.library.fetch(made.library.pins.get(OWN_RELEASE))
+    made.library.fetch(made.library.pins.get(NATIVE_RELEASE))
     made.driver.set_current(made.driver.primary_context(0))
     yield made
     made.modules.close()

@@ -176,7 +176,7 @@ def decode_kernels(runtime: Runtime, case: DecodeCase) -> list[NativeKernel]:
     major, minor = runtime.driver.device(0).capability
     return [
         kernel
-        for kernel in runtime.own_release().kernels
+        for kernel in runtime.native_release().kernels
         if kernel.operation == OPERATION
         and kernel.sm.rstrip("af") == f"{major}{minor}"
         and (kernel.traits["dtype"], kernel.traits["head_dim"]) == (case.kv_dtype, case.head_dim)
@@ -191,13 +191,13 @@ def _kernels_asked(runtime: Runtime, case: DecodeCase) -> set[str]:
 @contextmanager
 def only_kernels(runtime: Runtime, names: set[str]) -> Iterator[None]:
     """Plans made inside choose among these decode kernels alone; all of them where none is named."""
-    own = runtime.own_release()
+    own = runtime.native_release()
     kept = tuple(kernel for kernel in own.kernels if kernel.operation != OPERATION or kernel.name in names)
-    runtime._own = replace(own, kernels=kept) if names else own
+    runtime._native = replace(own, kernels=kept) if names else own
     try:
         yield
     finally:
-        runtime._own = own
+        runtime._native = own
 
 
 @contextmanager

@@ -97,7 +97,7 @@ def mla_on_device(
 def mla_kernels(runtime: Runtime) -> list[NativeKernel]:
     """The MLA kernels that were built for this very device."""
     major, minor = runtime.driver.device(0).capability
-    own = runtime.own_release().kernels
+    own = runtime.native_release().kernels
     return [k for k in own if k.operation == OPERATION and k.sm.rstrip("af") == f"{major}{minor}"]
 
 

@@ -24,7 +24,7 @@ from cubin_runtime import Config
 from cubin_runtime.artifacts.path import ArtifactPath
 from cubin_runtime.artifacts.tables.native_kernels import NativeKernel
 from cubin_runtime.attention import Runtime, operator_plan
-from cubin_runtime.attention.runtime import OwnRelease
+from cubin_runtime.attention.runtime import NativeRelease
 from cubin_runtime.kernels.native.constants import TYPE_CODES
 from cubin_runtime.kernels.native.layouts import LAYOUTS
 from cubin_runtime.launch.driver import Driver
@@ -79,7 +79,7 @@ class RehearsalRuntime(Runtime):
     def __init__(self, driver: Driver, store: Path) -> None:
         super().__init__(Config(store=store, sources=(), offline=True), driver=driver)
         pin: Any = SimpleNamespace(path=ArtifactPath("rehearsal"))
-        self._own = OwnRelease(pin, KERNELS, dict(LAYOUTS), defaultdict(lambda: "0" * 64))
+        self._native = NativeRelease(pin, KERNELS, dict(LAYOUTS), defaultdict(lambda: "0" * 64))
 
     def digest_of(self, path: ArtifactPath) -> str:
         return "0" * 64

@@ -53,8 +53,8 @@ KERNELS = tuple(kernel_of(variant) for variant in VARIANTS if variant.operation 
 def mla_rehearsal(library: Path, store: Path) -> Iterator[RehearsalRuntime]:
     """A runtime on the stand-in driver at ``library`` whose decodes, MLA among them, are computed here."""
     with rehearsal(library, store) as made:
-        own = made.own_release()
-        made._own = replace(own, kernels=(*own.kernels, *KERNELS))
+        own = made.native_release()
+        made._native = replace(own, kernels=(*own.kernels, *KERNELS))
         yield made
 
 

@@ -124,7 +124,7 @@ def _takes(kernel: NativeKernel, case: DecodeCase, kernels: list[NativeKernel], 
 def decode_kernels_of(runtime: Runtime) -> list[NativeKernel]:
     """The decode kernels that were built for this very device."""
     major, minor = runtime.driver.device(0).capability
-    kernels = runtime.own_release().kernels
+    kernels = runtime.native_release().kernels
     return [k for k in kernels if k.operation == OPERATION and k.sm.rstrip("af") == f"{major}{minor}"]
 
 
@@ -239,7 +239,7 @@ def decode_all(runtime: Runtime, rng: np.random.Generator, wrong: WrongResults) 
 
 def reduce_all(runtime: Runtime, rng: np.random.Generator) -> set[str]:
     """Every reduction case and two LSEs; the names of the kernels that ran."""
-    driver, own, arrays = runtime.driver, runtime.own_release(), DeviceArrays(runtime.driver, guard=0)
+    driver, own, arrays = runtime.driver, runtime.native_release(), DeviceArrays(runtime.driver, guard=0)
     context = driver.primary_context(0)
     driver.set_current(context)
     major, minor = driver.device(0).capability

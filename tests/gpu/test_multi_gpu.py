@@ -10,7 +10,7 @@ import pytest
 
 from cubin_runtime import CubinRuntimeError
 from cubin_runtime.attention import Runtime, mla_decode, paged_decode, plan_mla_decode, plan_paged_decode
-from cubin_runtime.attention.runtime import OWN_RELEASE
+from cubin_runtime.attention.runtime import NATIVE_RELEASE
 from cubin_runtime.compat import flashinfer
 from cubin_runtime.errors import FrozenError, UsageError
 from cubin_runtime.launch.workspace import Workspace
@@ -255,7 +255,7 @@ def test_mixed_devices_are_refused_and_both_stay_usable(runtime: Runtime) -> Non
 
 def test_a_kernel_is_preloaded_for_the_device_named(runtime_config: Any) -> None:
     made = Runtime(runtime_config)
-    made.library.fetch(made.library.pins.get(OWN_RELEASE))
+    made.library.fetch(made.library.pins.get(NATIVE_RELEASE))
     given = gqa(1)
     out = torch.empty_like(given["q"])
     plan = plan_paged_decode(**given, out=out, max_seq_len=BOUND, runtime=made)

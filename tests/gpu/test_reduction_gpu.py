@@ -44,7 +44,7 @@ class Device:
         self.sm = major * 10 + minor
 
     def launch(self, after: OperationLaunch) -> None:
-        own = self.runtime.own_release()
+        own = self.runtime.native_release()
         kernel = choose_kernel(own.kernels, after.operation, after.traits, self.sm)
         plan = after.launch_plan(kernel, own.file_of(kernel))
         PreparedLaunches([plan], [self.runtime.load(kernel, self.context)], self.runtime.driver).run(0)

@@ -49,7 +49,7 @@ FP8 = "float8_e4m3fn"
 
 
 @pytest.fixture(scope="session")
-def own_release(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def native_release(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Our kernels for SM100 and SM103, and the pin file that trusts them."""
     return build_release(tmp_path_factory.mktemp("own"), "trtllm_gen_*_sm10?")
 
@@ -83,18 +83,18 @@ def memory() -> MadeUpMemory:
 def runtime(
     wheel: Path,
     tmp_path_factory: pytest.TempPathFactory,
-    own_release: tuple[Path, Path],
+    native_release: tuple[Path, Path],
     standin: StandIn,
     memory: MadeUpMemory,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Runtime]:
-    tree, pins = own_release
+    tree, pins = native_release
     # One store for all tests: it keeps the metadata index, which takes longest to make.
     store = tmp_path_factory.getbasetemp() / "operators-store"
     store.mkdir(exist_ok=True)
     config = Config(store=store, sources=(str(wheel), str(tree)), pin_files=(pins,), offline=True)
     made = Runtime(config, driver=Driver(standin.path), release=RELEASE_NAME, memory=memory)
-    for kernel in made.own_release().kernels:
+    for kernel in made.native_release().kernels:
         standin.add_kernel(kernel.symbol, (kernel.struct_bytes,), kernel.threads)
     monkeypatch.setattr("cubin_runtime.compat.flashinfer.arguments.default_runtime", lambda: made)
     with warnings.catch_warnings():

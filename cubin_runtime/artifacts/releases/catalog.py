@@ -98,7 +98,7 @@ def manifest_at_hand(library: Library, pin: Pin) -> Manifest:
 
 
 def open_native_kernels(library: Library, pin: Pin, *, fetch: bool) -> tuple[NativeKernel, ...]:
-    """The rows of one of our own releases, from its verified ``kernels.json``."""
+    """The rows of a native release, from its verified ``kernels.json``."""
     artifact = library.load(pin.path.child(FILE_NAME), fetch=fetch)
     return parse_native_kernels(artifact.data, artifact.path.text)
 

@@ -75,7 +75,7 @@ def trtllm_disagreements(
 
 
 def native_disagreements(kernel: NativeKernel, cubin: Cubin, *, manifest_sha256: str) -> tuple[Disagreement, ...]:
-    """Hold a cubin of our own against its entry of ``kernels.json``; empty when all facts agree."""
+    """Compare a native cubin with its entry of ``kernels.json``; empty when all facts agree."""
     found: list[Disagreement] = []
 
     def compare(fact: str, metadata: object, binary: object) -> None:

@@ -99,7 +99,7 @@ def families_of(row: KernelRow) -> frozenset[str]:
     """The family words of a kernel: who made it, what kind it is, and what it is for.
 
     Published kernels are for ``context`` (``prefill``) or ``generation`` (``decode``), and ``paged`` if they read
-    pages; ours have the parts of their operation's name (``paged``, ``decode``).
+    pages; native kernels have the parts of their operation's name (``paged``, ``decode``).
     """
     if isinstance(row, KernelMeta):
         phase = {"context", "prefill"} if row.kernel_type == _CONTEXT_KERNEL else {"generation", "decode"}
@@ -108,14 +108,14 @@ def families_of(row: KernelRow) -> frozenset[str]:
 
 
 def dtypes_of(row: KernelRow) -> frozenset[str]:
-    """The element types of Q, K, V and output; for our kernels, all traits whose name holds ``dtype``."""
+    """The element types of Q, K, V and output; for native kernels, all traits whose name holds ``dtype``."""
     if isinstance(row, KernelMeta):
         return frozenset({row.dtype_q, row.dtype_k, row.dtype_v, row.dtype_o})
     return frozenset(dtype_name(str(v)) for key, v in row.traits.items() if "dtype" in key)
 
 
 def head_dims_of(row: KernelRow) -> frozenset[int]:
-    """Head sizes of QK and V; for our kernels, all traits whose name starts with ``head_dim``."""
+    """Head sizes of QK and V; for native kernels, all traits whose name starts with ``head_dim``."""
     if isinstance(row, KernelMeta):
         return frozenset({row.head_dim_qk, row.head_dim_v})
     return frozenset(v for key, v in row.traits.items() if key.startswith("head_dim") and isinstance(v, int))

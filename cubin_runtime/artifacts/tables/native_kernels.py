@@ -1,4 +1,4 @@
-"""``kernels.json`` of our own releases: what the build states about each kernel, as typed rows."""
+"""``kernels.json`` of native releases: what the build states about each kernel, as typed rows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class NativeKernelsError(CorruptError):
 
 @dataclass(frozen=True, slots=True)
 class NativeKernel:
-    """One kernel of one of our releases.
+    """One kernel of a native release.
 
     ``file`` is relative to the release's folder; ``sm`` a target such as ``90a``; ``struct`` names the
     parameter struct, with its size in bytes and layout fingerprint. ``threads`` is a block's size. Shared

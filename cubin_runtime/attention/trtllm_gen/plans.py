@@ -43,7 +43,7 @@ class AttentionPlan:
         self.device = Device(facts.capability[0] * 10 + facts.capability[1], facts.multiprocessors)
         self._runtime = runtime
         self._ordinal = device
-        self._release = runtime.published_release()
+        self._release = runtime.trtllm_gen_release()
         self.decision = self._decide(call)
         self._followers = tuple(self._kernel_for(launch) for launch in self.decision.following)
         self._prepared: dict[int, Callable[..., None]] = {}
@@ -69,7 +69,7 @@ class AttentionPlan:
 
     def launch_plans(self) -> tuple[LaunchPlan, ...]:
         """The launches as values: the main one, then reduction and LSE if there are any; with planning's addresses."""
-        main, own = self.decision.launch_plan(self._release.pin.path), self._runtime.own_release
+        main, own = self.decision.launch_plan(self._release.pin.path), self._runtime.native_release
         followers = zip(self.decision.following, self._followers, strict=True)
         return (main, *(launch.launch_plan(kernel, own().file_of(kernel)) for launch, kernel in followers))
 
@@ -102,7 +102,7 @@ class AttentionPlan:
     def requests(self, context: int) -> tuple[KernelRequest, ...]:
         """The kernels that a run loads."""
         wide = self.decision.attributes.nonportable_cluster
-        main = self._runtime.published_request(self.decision.meta, context, nonportable_cluster=wide)
+        main = self._runtime.trtllm_gen_request(self.decision.meta, context, nonportable_cluster=wide)
         return (main, *(self._runtime.request(kernel, context) for kernel in self._followers))
 
     def _decide(self, call: Call) -> Decision:
@@ -119,7 +119,7 @@ class AttentionPlan:
             driver = self._runtime.driver
             context = driver.context_on(self._ordinal)
             wide = cluster > LARGEST_PORTABLE_CLUSTER
-            kernel = self._runtime.load_published(meta, context, nonportable_cluster=wide)
+            kernel = self._runtime.load_trtllm_gen(meta, context, nonportable_cluster=wide)
             attributes = LaunchAttributes(cluster=(cluster, 1, 1), scheduling_policy=1, nonportable_cluster=wide)
             config = launch_config(grid, (meta.threads, 1, 1), meta.shared_bytes, attributes)
             with driver.using(context):
@@ -128,7 +128,7 @@ class AttentionPlan:
         return ask
 
     def _kernel_for(self, launch: OperationLaunch) -> NativeKernel:
-        kernel = choose_kernel(self._runtime.own_release().kernels, launch.operation, launch.traits, self.device.sm)
+        kernel = choose_kernel(self._runtime.native_release().kernels, launch.operation, launch.traits, self.device.sm)
         if kernel.status != MEASURED:
             warnings.warn(
                 f"{kernel.name} runs behind {self.kernel}: it was built for SM {self.device.sm} but never run there",
@@ -139,7 +139,7 @@ class AttentionPlan:
     def _prepare(self, context: int, stream: int) -> Callable[..., None]:
         runtime, wide = self._runtime, self.decision.attributes.nonportable_cluster
         runtime.check_process()
-        main = runtime.load_published(self.decision.meta, context, stream, nonportable_cluster=wide)
+        main = runtime.load_trtllm_gen(self.decision.meta, context, stream, nonportable_cluster=wide)
         made = PreparedLaunches(
             self.launch_plans(),
             (main, *(runtime.load(kernel, context, stream) for kernel in self._followers)),

@@ -1,4 +1,4 @@
-"""Which of our decode kernels fit a problem on a device, and the grids they get: a pure choice from metadata."""
+"""Which native decode kernels fit a problem on a device, and the grids they get: a pure choice from metadata."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of our MLA decode kernels fits a problem on a device, and the grid it gets: a pure choice from metadata."""
+"""Which native MLA decode kernel fits a problem on a device, and the grid it gets: a pure choice from metadata."""
 
 from __future__ import annotations
 

@@ -23,5 +23,5 @@ def choose_kernel(kernels: Iterable[NativeKernel], operation: str, traits: Mappi
     ]
     if not fitting:
         words = ", ".join(f"{name} {word}" for name, word in traits.items())
-        raise UsageError(f"our release has no {operation} kernel{' for ' + words if words else ''} on SM {sm}")
+        raise UsageError(f"the native release has no {operation} kernel{' for ' + words if words else ''} on SM {sm}")
     return max(fitting, key=lambda kernel: kernel.architecture.number)

@@ -31,5 +31,5 @@ def test_a_kernel_of_the_same_generation_serves() -> None:
     ],
 )
 def test_a_kernel_that_there_is_not_is_named(operation: str, traits: dict[str, str], sm: int) -> None:
-    with pytest.raises(UsageError, match=rf"our release has no {operation} kernel.* on SM {sm}"):
+    with pytest.raises(UsageError, match=rf"the native release has no {operation} kernel.* on SM {sm}"):
         choose_kernel((KERNEL,), operation, traits, sm)
