@@ -45,34 +45,22 @@ PROTOTYPES: dict[str, Prototype] = {
     "cuCtxPushCurrent": _f("cuCtxPushCurrent_v2", _ADDRESS),
     "cuCtxPopCurrent": _f("cuCtxPopCurrent_v2", _ADDRESS),
     "cuCtxGetDevice": _f("cuCtxGetDevice", _ADDRESS),
-    "cuCtxSynchronize": _f("cuCtxSynchronize"),
     "cuMemGetInfo": _f("cuMemGetInfo_v2", _ADDRESS, _ADDRESS),
     "cuMemAlloc": _f("cuMemAlloc_v2", _ADDRESS, _SIZE),
     "cuMemFree": _f("cuMemFree_v2", _U64),
     "cuMemcpyHtoD": _f("cuMemcpyHtoD_v2", _U64, _ADDRESS, _SIZE),
     "cuMemcpyDtoH": _f("cuMemcpyDtoH_v2", _ADDRESS, _U64, _SIZE),
-    "cuMemcpyHtoDAsync": _f("cuMemcpyHtoDAsync_v2", _U64, _ADDRESS, _SIZE, _ADDRESS),
-    "cuMemcpyDtoHAsync": _f("cuMemcpyDtoHAsync_v2", _ADDRESS, _U64, _SIZE, _ADDRESS),
-    "cuMemcpyDtoDAsync": _f("cuMemcpyDtoDAsync_v2", _U64, _U64, _SIZE, _ADDRESS),
     "cuMemsetD8Async": _f("cuMemsetD8Async", _U64, ctypes.c_ubyte, _SIZE, _ADDRESS),
     "cuMemsetD32Async": _f("cuMemsetD32Async", _U64, _UINT, _SIZE, _ADDRESS),
     "cuStreamCreate": _f("cuStreamCreate", _ADDRESS, _UINT),
     "cuStreamDestroy": _f("cuStreamDestroy_v2", _ADDRESS),
     "cuStreamSynchronize": _f("cuStreamSynchronize", _ADDRESS),
-    "cuStreamQuery": _f("cuStreamQuery", _ADDRESS),
-    "cuStreamWaitEvent": _f("cuStreamWaitEvent", _ADDRESS, _ADDRESS, _UINT),
     "cuStreamIsCapturing": _f("cuStreamIsCapturing", _ADDRESS, _ADDRESS),
     "cuStreamGetCaptureInfo": _f("cuStreamGetCaptureInfo_v3", *[_ADDRESS] * 7),
     "cuStreamGetId": _f("cuStreamGetId", _ADDRESS, _ADDRESS),
     "cuStreamGetCtx": _f("cuStreamGetCtx", _ADDRESS, _ADDRESS),
-    "cuStreamBeginCapture": _f("cuStreamBeginCapture_v2", _ADDRESS, _INT),
-    "cuStreamEndCapture": _f("cuStreamEndCapture", _ADDRESS, _ADDRESS),
     "cuUserObjectCreate": _f("cuUserObjectCreate", _ADDRESS, _ADDRESS, _ADDRESS, _UINT, _UINT),
     "cuGraphRetainUserObject": _f("cuGraphRetainUserObject", _ADDRESS, _ADDRESS, _UINT, _UINT),
-    "cuGraphInstantiate": _f("cuGraphInstantiateWithFlags", _ADDRESS, _ADDRESS, ctypes.c_ulonglong),
-    "cuGraphLaunch": _f("cuGraphLaunch", _ADDRESS, _ADDRESS),
-    "cuGraphDestroy": _f("cuGraphDestroy", _ADDRESS),
-    "cuGraphExecDestroy": _f("cuGraphExecDestroy", _ADDRESS),
     "cuEventCreate": _f("cuEventCreate", _ADDRESS, _UINT),
     "cuEventDestroy": _f("cuEventDestroy_v2", _ADDRESS),
     "cuEventRecord": _f("cuEventRecord", _ADDRESS, _ADDRESS),
@@ -85,9 +73,6 @@ PROTOTYPES: dict[str, Prototype] = {
     "cuFuncSetAttribute": _f("cuFuncSetAttribute", _ADDRESS, _INT, _INT),
     "cuFuncGetParamInfo": _f("cuFuncGetParamInfo", _ADDRESS, _SIZE, _ADDRESS, _ADDRESS),
     "cuFuncLoad": _f("cuFuncLoad", _ADDRESS),
-    "cuOccupancyMaxActiveBlocksPerMultiprocessor": _f(
-        "cuOccupancyMaxActiveBlocksPerMultiprocessor", _ADDRESS, _ADDRESS, _INT, _SIZE
-    ),
     "cuOccupancyMaxActiveClusters": _f("cuOccupancyMaxActiveClusters", _ADDRESS, _ADDRESS, _ADDRESS),
     "cuTensorMapEncodeTiled": _f(
         "cuTensorMapEncodeTiled",
@@ -116,8 +101,6 @@ LAUNCH_CLUSTER_SCHEDULING = 5
 LAUNCH_PROGRAMMATIC_SERIALIZATION = 6
 # CUstreamCaptureStatus
 CAPTURE_NONE = 0
-# CUstreamCaptureMode
-CAPTURE_MODES = {"global": 0, "thread_local": 1, "relaxed": 2}
 # CUstream_flags and CUevent_flags
 STREAM_NON_BLOCKING = 1
 EVENT_DISABLE_TIMING = 2
@@ -129,7 +112,6 @@ SUCCESS = 0
 INVALID_VALUE = 1
 INVALID_CONTEXT = 201
 INVALID_HANDLE = 400
-NOT_READY = 600
 CAPTURE_UNSUPPORTED = 900
 CAPTURE_IMPLICIT = 906
 

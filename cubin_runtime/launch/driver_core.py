@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 from . import driver_api as api
 from .driver_errors import STICKY, DriverCallError, DriverLibraryError
@@ -15,6 +15,8 @@ from .history import LaunchHistory, LaunchRecord
 
 class DriverCore:
     """libcuda opened on first use; safe between threads, not usable in a child forked after that."""
+
+    prototypes: ClassVar[Mapping[str, api.Prototype]] = api.PROTOTYPES
 
     def __init__(self, library_path: str | os.PathLike[str] | None = None) -> None:
         self._path = None if library_path is None else os.fspath(library_path)
@@ -26,7 +28,7 @@ class DriverCore:
         self._histories: dict[int, LaunchHistory] = {}
 
     def function(self, name: str) -> Callable[..., int]:
-        """The ctypes function for one entry of ``driver_api.PROTOTYPES``; it returns the CUresult unchecked.
+        """The ctypes function for one entry of ``prototypes``; it returns the CUresult unchecked.
 
         Raises:
             DriverLibraryError: libcuda cannot be opened or has no such function.
@@ -95,7 +97,7 @@ class DriverCore:
         return "unknown" if failed or slot.value is None else slot.value.decode("ascii", "replace")
 
     def _resolve(self, name: str) -> Callable[..., int]:
-        prototype = api.PROTOTYPES[name]
+        prototype = self.prototypes[name]
         with self._lock:
             library = self._open()
             for symbol in prototype.symbols:

@@ -66,10 +66,6 @@ class DriverFunctions(DriverCore):
             found.append((offset.value, size.value))
         return tuple(found)
 
-    def blocks_per_multiprocessor(self, function: int, threads: int, dynamic_shared_bytes: int) -> int:
-        """How many blocks of the function fit on one multiprocessor at once."""
-        return self.out_int("cuOccupancyMaxActiveBlocksPerMultiprocessor", function, threads, dynamic_shared_bytes)
-
     def active_clusters(self, function: int, config: api.LaunchConfig) -> int:
         """How many clusters of the launch ``config`` can be resident on the device at once."""
         return self.out_int("cuOccupancyMaxActiveClusters", function, ctypes.addressof(config))

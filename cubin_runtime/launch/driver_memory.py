@@ -81,18 +81,6 @@ class DriverMemory(DriverCore):
         self.copy_to_host(host, address)
         return bytes(host)
 
-    def copy_to_device_async(self, address: int, host_pointer: int, nbytes: int, stream: int) -> None:
-        """Copy from a host address that the caller keeps alive until the stream has passed."""
-        self.call("cuMemcpyHtoDAsync", address, host_pointer, nbytes, stream)
-
-    def copy_to_host_async(self, host_pointer: int, address: int, nbytes: int, stream: int) -> None:
-        """Copy to a host address that the caller keeps alive until the stream has passed."""
-        self.call("cuMemcpyDtoHAsync", host_pointer, address, nbytes, stream)
-
-    def copy_on_device_async(self, to_address: int, from_address: int, nbytes: int, stream: int) -> None:
-        """Copy between two device addresses in stream order."""
-        self.call("cuMemcpyDtoDAsync", to_address, from_address, nbytes, stream)
-
     def fill(self, address: int, value: int, nbytes: int, stream: int) -> None:
         """Set ``nbytes`` bytes to ``value`` (0 to 255) in stream order."""
         if not 0 <= value <= 255:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 
-from ..errors import UsageError
 from . import driver_api as api
 from .driver_core import DriverCore
 
@@ -30,17 +29,6 @@ class DriverStreams(DriverCore):
         """Wait for all work of the stream; a fault of its kernels surfaces here."""
         self.call("cuStreamSynchronize", stream)
 
-    def synchronize_context(self) -> None:
-        """Wait for all work of the current context."""
-        self.call("cuCtxSynchronize")
-
-    def is_done(self, stream: int) -> bool:
-        """Whether all work of the stream has finished, without waiting."""
-        code = self.function("cuStreamQuery")(stream)
-        if code not in (api.SUCCESS, api.NOT_READY):
-            raise self.error("cuStreamQuery", code)
-        return code == api.SUCCESS
-
     def is_capturing(self, stream: int) -> bool:
         """Whether ``stream`` captures; for 0 also true while another, blocking stream captures."""
         status = ctypes.c_int()
@@ -50,15 +38,6 @@ class DriverStreams(DriverCore):
         if code:
             raise self.error("cuStreamIsCapturing", code)
         return status.value != api.CAPTURE_NONE
-
-    def capture_id(self, stream: int) -> int | None:
-        """The process-wide number of the capture that ``stream`` takes part in, or None."""
-        status, identity = ctypes.c_int(), ctypes.c_uint64()
-        slots = (ctypes.addressof(status), ctypes.addressof(identity), None, None, None, None)
-        code = self.function("cuStreamGetCaptureInfo")(stream, *slots)
-        if code:
-            raise self.error("cuStreamGetCaptureInfo", code)
-        return identity.value if status.value != api.CAPTURE_NONE else None
 
     def stream_identity(self, stream: int) -> tuple[int | None, int]:
         """The capture that ``stream`` takes part in, or None; and a number that is the stream's alone, 0 in a capture.
@@ -100,34 +79,6 @@ class DriverStreams(DriverCore):
         held = self.out_pointer("cuUserObjectCreate", data, destroy, 1, api.USER_OBJECT_NO_DESTRUCTOR_SYNC)
         self.call("cuGraphRetainUserObject", graph, held, 1, api.GRAPH_USER_OBJECT_MOVE)
 
-    def begin_capture(self, stream: int, mode: str = "thread_local") -> None:
-        """Record the stream's work instead of running it; ``mode``: global, thread_local or relaxed."""
-        if mode not in api.CAPTURE_MODES:
-            raise UsageError(f"mode={mode!r}: expected one of {', '.join(api.CAPTURE_MODES)}")
-        self.call("cuStreamBeginCapture", stream, api.CAPTURE_MODES[mode])
-
-    def end_capture(self, stream: int) -> int:
-        """Stop recording; the graph's handle."""
-        slot = ctypes.c_void_p()
-        self.call("cuStreamEndCapture", stream, ctypes.addressof(slot))
-        return slot.value or 0
-
-    def instantiate(self, graph: int) -> int:
-        """An executable graph made from ``graph``, which may then be destroyed."""
-        return self.out_pointer("cuGraphInstantiate", graph, 0)
-
-    def launch_graph(self, executable: int, stream: int) -> None:
-        """Run an executable graph in stream order."""
-        self.call("cuGraphLaunch", executable, stream)
-
-    def destroy_graph(self, graph: int) -> None:
-        """Release a graph."""
-        self.call("cuGraphDestroy", graph)
-
-    def destroy_executable(self, executable: int) -> None:
-        """Release an executable graph."""
-        self.call("cuGraphExecDestroy", executable)
-
     def create_event(self, *, timing: bool = True) -> int:
         """A new event; without ``timing`` it is cheaper and good for ordering only."""
         return self.out_pointer("cuEventCreate", 0 if timing else api.EVENT_DISABLE_TIMING)
@@ -139,10 +90,6 @@ class DriverStreams(DriverCore):
     def record(self, event: int, stream: int) -> None:
         """Let the event mark this point of the stream."""
         self.call("cuEventRecord", event, stream)
-
-    def wait(self, stream: int, event: int) -> None:
-        """Let later work of the stream wait for the event."""
-        self.call("cuStreamWaitEvent", stream, event, 0)
 
     def synchronize_event(self, event: int) -> None:
         """Wait on the host until the event's point is reached."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 from adapter import ABIS, native_rows
 from cubins import cubin_of, write_release
+from extended_driver import ExtendedDriver
 from kernel_headers import header_of
 from standin_build import StandIn
 
@@ -16,10 +18,9 @@ from cubin_runtime import Config
 from cubin_runtime.artifacts.tables.metadata import HEADER_PATH
 from cubin_runtime.attention import Runtime
 from cubin_runtime.errors import AbiError
-from cubin_runtime.launch.driver import Driver
 from cubin_runtime.launch.modules import LoadedKernel
 
-ROW = native_rows()[0]
+ROW = native_rows(defaultdict(lambda: (192, 115712)))[0]
 NATIVE, PUBLISHED = ABIS
 PUBLISHED_SYMBOL = "fmhaSm100fKernel_one"
 PUBLISHED_BYTES = 1280
@@ -30,7 +31,7 @@ def runtime_of(folder: Path, standin: StandIn, name: str, files: dict[str, bytes
     config = Config(
         store=folder / "store", sources=(str(folder / f"{name}.zip"),), pin_files=(folder / "pins.toml",), offline=True
     )
-    return Runtime(config, driver=Driver(standin.path), release=NATIVE, trtllm_release=PUBLISHED)
+    return Runtime(config, driver=ExtendedDriver(standin.path), release=NATIVE, trtllm_release=PUBLISHED)
 
 
 def load_native(folder: Path, standin: StandIn, sm: int = 90, threads: int = 1024, **said: Any) -> LoadedKernel:

@@ -21,6 +21,7 @@ from typing import Any
 from unittest.mock import patch
 
 from cubins import cubin_of, write_release
+from extended_driver import ExtendedDriver
 from launches import Layout, differences, launch_of, values_of
 from standin_build import StandIn
 
@@ -38,7 +39,6 @@ from cubin_runtime.attention import (
 from cubin_runtime.compat import flashinfer
 from cubin_runtime.errors import CubinRuntimeError
 from cubin_runtime.kernels.abi import abi_layouts
-from cubin_runtime.launch.driver import Driver
 from cubin_runtime.launch.plan import LaunchPlan
 from cubin_runtime.launch.semaphore_workspace import SemaphoreWorkspace
 from cubin_runtime.launch.tensormap import TensorMapSpec
@@ -150,7 +150,7 @@ class Session:
         files = {row["file"]: _cubin_of(row) for row in rows}
         files["kernels.json"] = json.dumps({"schema": 1, "release": NATIVE, "kernels": rows}).encode()
         self._pins = write_release(folder, NATIVE, ABIS[NATIVE], files)
-        driver = Driver(standin.path)
+        driver = ExtendedDriver(standin.path)
         driver.set_current(driver.primary_context())
         self._streams = (0, driver.create_stream())
         driver.set_current(None)
@@ -247,7 +247,7 @@ class Session:
             pins.write_text(self._pins)
             sources = tuple(str(path) for path in self._folder.glob("*.zip"))
             config = Config(store=self._folder / "store", sources=sources, pin_files=(pins,), offline=True)
-            made = Runtime(config, driver=Driver(self._standin.path), release=NATIVE, trtllm_release=PUBLISHED)
+            made = Runtime(config, driver=ExtendedDriver(self._standin.path), release=NATIVE, trtllm_release=PUBLISHED)
             self._runtimes[device, published] = made
         return made
 

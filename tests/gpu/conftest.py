@@ -11,6 +11,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "2")
 
 import pytest
+from extended_driver import ExtendedDriver
 
 from cubin_runtime import Config, CubinRuntimeError
 from cubin_runtime.attention.backends import HOPPER, TABLE
@@ -30,11 +31,14 @@ def _missing_device() -> str:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     marked = [item for item in items if here in item.path.parents and item.get_closest_marker("gpu")]
-    reason = _missing_device() if marked else ""
-    for item in marked if reason else []:
-        item.add_marker(pytest.mark.skip(reason=f"needs a CUDA device: {reason}"))
-    for item in marked if not reason and Driver().device_count() < 2 else []:
-        if item.get_closest_marker("multi_gpu"):
+    if not marked:
+        return
+    reason = _missing_device()
+    alone = not reason and Driver().device_count() < 2
+    for item in marked:
+        if reason:
+            item.add_marker(pytest.mark.skip(reason=f"needs a CUDA device: {reason}"))
+        elif alone and item.get_closest_marker("multi_gpu"):
             item.add_marker(pytest.mark.skip(reason="needs two CUDA devices, there is one"))
 
 
@@ -46,7 +50,7 @@ def runtime_config(tmp_path_factory: pytest.TempPathFactory) -> Config:
 
 @pytest.fixture(scope="session")
 def runtime(runtime_config: Config) -> Iterator[Runtime]:
-    made = Runtime(runtime_config)
+    made = Runtime(runtime_config, driver=ExtendedDriver())
     made.library.fetch(made.library.pins.get(NATIVE_RELEASE))
     made.driver.set_current(made.driver.primary_context(0))
     yield made

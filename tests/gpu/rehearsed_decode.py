@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from decode_masks import keys_before_windows, visible_keys
 from decode_values import KINDS, bits_of, values_of
+from extended_driver import ExtendedDriver
 
 from cubin_runtime import Config
 from cubin_runtime.artifacts.path import ArtifactPath
@@ -123,7 +124,7 @@ class RehearsedLaunches:
 @contextmanager
 def rehearsal(library: Path, store: Path) -> Iterator[RehearsalRuntime]:
     """A runtime on the stand-in driver at ``library`` whose decodes are computed here."""
-    driver, graphs = Driver(library), {}
+    driver, graphs = ExtendedDriver(library), {}
     instantiate, launched, plain = driver.instantiate, driver.launch_graph, operator_plan.PreparedLaunches
     RehearsedLaunches.captured = []
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from extended_driver import ExtendedDriver
 from standin_build import StandIn
 
 from cubin_runtime.launch.driver import Driver
@@ -10,7 +11,7 @@ from cubin_runtime.launch.driver import Driver
 
 @pytest.fixture
 def driver(standin: StandIn) -> Driver:
-    return Driver(standin.path)
+    return ExtendedDriver(standin.path)
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import re
 
 import pytest
 from cuda.bindings import driver as reference
+from extended_driver import CAPTURE_MODES, PROTOTYPES
 from standin_build import StandIn, cuda_include
 
 from cubin_runtime.launch import driver_api as api
@@ -26,6 +27,8 @@ C_TYPES = {
     "CUdeviceptr": ctypes.c_uint64,
     "void": None,
 }
+
+ALL = {**api.PROTOTYPES, **PROTOTYPES}
 
 
 def ctype_of(declared: str) -> object:
@@ -52,20 +55,20 @@ def header_arguments(symbol: str) -> list[object]:
     return [ctype_of(p.strip()) for p in parameters]
 
 
-@pytest.mark.parametrize("name", sorted(api.PROTOTYPES))
+@pytest.mark.parametrize("name", sorted(ALL))
 def test_argument_types_are_those_of_the_header(name: str) -> None:
-    assert list(api.PROTOTYPES[name].arguments) == header_arguments(api.PROTOTYPES[name].symbols[0])
+    assert list(ALL[name].arguments) == header_arguments(ALL[name].symbols[0])
 
 
-@pytest.mark.parametrize("name", sorted(api.PROTOTYPES))
+@pytest.mark.parametrize("name", sorted(ALL))
 def test_the_symbol_is_the_version_that_the_header_maps_the_name_to(name: str) -> None:
     mapped = re.search(rf"^ *#define {name} +(?:__CUDA_API_PT..\()?(\w+)", HEADER, re.MULTILINE)
     expected = mapped[1] if mapped else name
-    assert api.PROTOTYPES[name].symbols[0] == expected.removesuffix("_ptsz").removesuffix("_ptds")
+    assert ALL[name].symbols[0] == expected.removesuffix("_ptsz").removesuffix("_ptds")
 
 
 def test_the_stand_in_has_exactly_the_functions_we_use(standin: StandIn) -> None:
-    assert standin.exports() == {p.symbols[0] for p in api.PROTOTYPES.values()}
+    assert standin.exports() == {p.symbols[0] for p in ALL.values()}
 
 
 @pytest.mark.parametrize(
@@ -115,9 +118,9 @@ NUMBERS = [
         "CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION",
     ),
     (api.CAPTURE_NONE, "CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE"),
-    (api.CAPTURE_MODES["global"], "CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL"),
-    (api.CAPTURE_MODES["thread_local"], "CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL"),
-    (api.CAPTURE_MODES["relaxed"], "CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED"),
+    (CAPTURE_MODES["global"], "CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL"),
+    (CAPTURE_MODES["thread_local"], "CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL"),
+    (CAPTURE_MODES["relaxed"], "CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED"),
     (api.STREAM_NON_BLOCKING, "CUstream_flags.CU_STREAM_NON_BLOCKING"),
     (api.EVENT_DISABLE_TIMING, "CUevent_flags.CU_EVENT_DISABLE_TIMING"),
     (api.USER_OBJECT_NO_DESTRUCTOR_SYNC, "CUuserObject_flags.CU_USER_OBJECT_NO_DESTRUCTOR_SYNC"),
@@ -125,7 +128,6 @@ NUMBERS = [
     (api.INVALID_VALUE, "CUresult.CUDA_ERROR_INVALID_VALUE"),
     (api.INVALID_CONTEXT, "CUresult.CUDA_ERROR_INVALID_CONTEXT"),
     (api.INVALID_HANDLE, "CUresult.CUDA_ERROR_INVALID_HANDLE"),
-    (api.NOT_READY, "CUresult.CUDA_ERROR_NOT_READY"),
     (api.CAPTURE_UNSUPPORTED, "CUresult.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"),
     (api.CAPTURE_IMPLICIT, "CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT"),
 ]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from attention_examples import RELEASE_NAME, build_release
+from extended_driver import ExtendedDriver
 from standin_build import StandIn, build_standin
 from trtllm_calls import (
     MadeUpMemory,
@@ -34,7 +35,6 @@ from cubin_runtime.kernels.trtllm_gen.batch_invariance import InvarianceRefused
 from cubin_runtime.kernels.trtllm_gen.call import Call
 from cubin_runtime.kernels.trtllm_gen.decision import decide_selected
 from cubin_runtime.kernels.trtllm_gen.params import KERNEL_PARAMS
-from cubin_runtime.launch.driver import Driver
 
 pytestmark = [pytest.mark.release, pytest.mark.timeout(600)]
 
@@ -93,7 +93,7 @@ def runtime(
     store = tmp_path_factory.getbasetemp() / "operators-store"
     store.mkdir(exist_ok=True)
     config = Config(store=store, sources=(str(wheel), str(tree)), pin_files=(pins,), offline=True)
-    made = Runtime(config, driver=Driver(standin.path), release=RELEASE_NAME, memory=memory)
+    made = Runtime(config, driver=ExtendedDriver(standin.path), release=RELEASE_NAME, memory=memory)
     for kernel in made.native_release().kernels:
         standin.add_kernel(kernel.symbol, (kernel.struct_bytes,), kernel.threads)
     monkeypatch.setattr("cubin_runtime.compat.flashinfer.arguments.default_runtime", lambda: made)
