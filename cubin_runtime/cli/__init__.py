@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Annotated
 
 import typer
 
 from .._version import __version__
-from .output import (
-    emit_json,
-    error_line,
-    escape,
-    flush,
-)
+from . import output
 
 __all__ = ["app", "main"]
 
@@ -32,6 +30,7 @@ VERB_FAMILIES = (
     "keeping",
     "doctor",
 )
+_WRITE_FAILED = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 app = typer.Typer(
@@ -46,7 +45,7 @@ app = typer.Typer(
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        print(f"cubin-runtime {__version__}")
+        output.line(f"cubin-runtime {__version__}")
         raise typer.Exit
 
 
@@ -67,12 +66,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb and return the exit code; never raises.
 
     0 ok, 1 a bug of ours, 2 usage, 3 not pinned, 4 missing, 5 corrupt, 6 extra, 7 no source delivered,
-    8 store not writable, 9 device or ABI refused, 130 interrupted. With ``--json`` an error is also one JSON
-    object on the standard output.
+    8 store or standard output not writable, 9 device or ABI refused, 130 interrupted (by Ctrl-C or SIGTERM). With
+    ``--json`` an error is also one JSON object on the standard output.
     """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    output.prepare_streams()
+    try:
+        with _interrupted_by_sigterm():
+            code = _run(given)
+        output.flush()
+    except output.OutputError as error:
+        return _report(error, "OutputError", str(error), error.exit_code, given)
+    return code
+
+
+def _run(given: list[str]) -> int:
     from ..errors import CubinRuntimeError
 
-    given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         _start_log()
         code = _code(app(args=given, prog_name="cubin-runtime", standalone_mode=False))
@@ -89,12 +99,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if hasattr(error, "format_message"):  # the parser's own errors, whichever library typer builds on
             return _report(error, "UsageError", _parser_message(error), 2, given)
+        if isinstance(error, OSError) and error.filename is None and error.errno in _WRITE_FAILED:
+            # ours are told by name: what is left are the parser's library's own writes
+            raise output.OutputError(f"the standard output cannot be written: {error.strerror}") from None
         import traceback
 
         traceback.print_exc()
         return _report(error, type(error).__name__, f"{error} (this is a bug; please report it)", 1, given)
+
+
+@contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    """In the block SIGTERM does what Ctrl-C does; the first process of a container would ignore it otherwise."""
+    import signal
+
+    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    if ours:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
     finally:
-        flush()
+        if ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _start_log() -> None:
@@ -111,7 +137,7 @@ def _start_log() -> None:
 
     class Escaping(logging.Formatter):
         def format(self, record: logging.LogRecord) -> str:
-            return escape(super().format(record))
+            return output.escape(super().format(record))
 
     handler = logging.StreamHandler()
     handler.setFormatter(Escaping("%(levelname)s %(name)s: %(message)s"))
@@ -132,9 +158,9 @@ def _parser_message(error: Exception) -> str:
 
 
 def _report(error: Exception | None, kind: str, message: str, code: int, given: Sequence[str]) -> int:
-    error_line(message)
+    output.error_line(message)
     for note in getattr(error, "__notes__", ()):
-        error_line(note)
+        output.error_line(note)
     if "--json" in given:
-        emit_json("error", {"error": {"code": code, "kind": kind, "message": message}})
+        output.emit_json("error", {"error": {"code": code, "kind": kind, "message": message}})
     return code

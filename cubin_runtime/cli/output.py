@@ -2,17 +2,45 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+
+from ..errors import CubinRuntimeError
 
 JSON_SCHEMA = 1
 _CODE_ORDER = (3, 5, 4, 6)
 # Cc control, Cf format (bidi overrides), Cs lone surrogates, Co private use, Zl/Zp line and paragraph breaks
 _UNSAFE_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
+
+
+class OutputError(CubinRuntimeError):
+    """What a verb prints cannot be written: the disk behind it is full, for example."""
+
+    exit_code = 8
+
+
+def prepare_streams() -> None:
+    """Let the standard streams take whatever is printed.
+
+    A closed one becomes ``/dev/null``, so that no file of ours gets its number; characters that its encoding
+    lacks are escaped.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: this one
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # for as long as the process lives
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def escape(text: object) -> str:
@@ -65,12 +93,13 @@ def line(text: object = "") -> None:
 def error_line(text: object) -> None:
     """Print one escaped line, marked as an error, to the standard error stream; line breaks stay."""
     for number, part in enumerate(str(text).splitlines() or [""]):
-        print(("error: " if number == 0 else "  ") + escape(part), file=sys.stderr)
+        note_line(f"{'error: ' if number == 0 else '  '}{part}")
 
 
 def note_line(text: object) -> None:
-    """Print one escaped line to the standard error stream."""
-    print(escape(text), file=sys.stderr)
+    """Print one escaped line to the standard error stream, if that can be written."""
+    with suppress(OSError):
+        print(escape(text), file=sys.stderr)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: str | None = None) -> None:
@@ -167,22 +196,38 @@ def progress(description: str, total: int, unit: str = "files") -> Iterator[Call
 
 
 def flush() -> None:
-    """Write out what is buffered; a reader that has gone away is no error."""
-    try:
+    """Write out what is buffered; a reader that has gone away is no error.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    with writing():
         sys.stdout.flush()
-    except BrokenPipeError:
-        _stop_writing()
 
 
 def _write(text: str) -> None:
-    try:
+    with writing():
         print(text)
+
+
+@contextmanager
+def writing() -> Iterator[None]:
+    """A block that writes to the standard output.
+
+    Raises:
+        OutputError: it cannot be written, other than because its reader has gone away.
+    """
+    try:
+        yield
     except BrokenPipeError:
         _stop_writing()
+    except OSError as error:
+        _stop_writing()
+        raise OutputError(f"the standard output cannot be written: {error.strerror}") from None
 
 
 def _stop_writing() -> None:
-    # `list | head` closes the pipe: the verb goes on in silence and ends with the code that it earned.
+    # `list | head` closes the pipe: the verb goes on in silence and ends with the code that it earned
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from ..config import local_path
 from . import options, output
 from .choosing import Targets, chosen_at_hand
 
@@ -39,12 +40,13 @@ def export(
     from ..artifacts.releases.export import export_zip
     from ..artifacts.tables.kernel_filter import KernelFilter
 
+    target = local_path(out, "--out")
     wanted = KernelFilter.from_words(sm, family, dtype, head_dim, match)
     library = Library(options.make_config(store, source, pins, True))
     chosen = chosen_at_hand(library, targets, wanted)
     total = sum(len(paths) + 1 for _, paths in chosen)
     with output.progress("export", total) as advance:
-        report = export_zip(library, chosen, out, compress=compress, progress=advance)
+        report = export_zip(library, chosen, target, compress=compress, progress=advance)
     if json:
         output.emit_json("export", asdict(report))
         return
@@ -73,12 +75,13 @@ def mirror(
     from ..artifacts.releases.export import mirror as write_tree
     from ..artifacts.tables.kernel_filter import KernelFilter
 
+    target = local_path(out, "--out")
     wanted = KernelFilter.from_words(sm, family, dtype, head_dim, match)
     library = Library(options.make_config(store, source, pins, True))
     chosen = chosen_at_hand(library, targets, wanted)
     total = sum(len(paths) + 1 for _, paths in chosen)
     with output.progress("mirror", total) as advance:
-        report = write_tree(library, chosen, out, progress=advance)
+        report = write_tree(library, chosen, target, progress=advance)
     if json:
         output.emit_json("mirror", asdict(report))
         return

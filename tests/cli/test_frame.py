@@ -2,16 +2,24 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import typer
+from children import PACKAGE_ROOT
+from fleet import COMMAND_LINE, start_python, wait_until
+from releases import Release, make_release
+from serving import hang, serving
 
 from cubin_runtime import cli
 from cubin_runtime._version import __version__
+from cubin_runtime.cli import main
 from cubin_runtime.errors import (
     CorruptError,
     CubinRuntimeError,
@@ -195,3 +203,96 @@ def test_the_log_is_shown_from_the_level_asked_for(
 def test_an_unknown_log_level_is_usage(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBIN_RUNTIME_LOG", "loud")
     assert cli.main(["list"]) == 2
+
+
+# -- standard streams that cannot be written, and other ways in which an environment is odd
+
+
+COMMAND = f"{sys.executable} -c 'import sys; from cubin_runtime.cli import main; sys.exit(main(sys.argv[1:]))'"
+
+
+def shell(line: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """The line, in which ``@`` stands for the command."""
+    environment = {**os.environ, "PYTHONPATH": str(PACKAGE_ROOT), **variables}
+    return subprocess.run(line.replace("@", COMMAND), shell=True, capture_output=True, text=True, env=environment)
+
+
+@pytest.mark.parametrize("arguments", ["--version", "--help", "list", "list --json", "list nothing --json"])
+def test_a_standard_output_that_is_full_is_code_8_and_one_line(arguments: str) -> None:
+    done = shell(f"@ {arguments} > /dev/full")
+    assert done.returncode == 8
+    assert done.stderr.splitlines()[-1] == "error: the standard output cannot be written: No space left on device"
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [("@ --version >&-", 0), ("@ --help >&-", 0), ("@ list >&-", 0), ("@ list nothing >&- 2>&-", 3), ("@ list <&-", 0)],
+)
+def test_closed_streams_do_not_change_the_exit_code(line: str, code: int) -> None:
+    done = shell(line)
+    assert (done.returncode, "Traceback" in done.stderr) == (code, False)
+
+
+@pytest.mark.parametrize("stream", ["2>&-", "2>/dev/full"])
+def test_an_error_that_cannot_be_told_is_not_told_on_the_standard_output(stream: str) -> None:
+    done = shell(f"@ nonsense {stream}")
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+def test_a_file_never_takes_the_number_of_a_closed_standard_stream(release: Release, store: Path) -> None:
+    done = shell(f"@ fetch made-1.0 --source {release.root} >&- 2>&-")
+    assert done.returncode == 0
+    assert main(["verify", "made-1.0", "--complete"]) == 0
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "ascii:strict", "latin-1"])
+def test_characters_that_the_terminal_lacks_are_escaped(environment: Path, encoding: str) -> None:
+    made = make_release(environment, {"kernel-\u2713.cubin": b"kernel"})
+    done = shell(f"@ list made-1.0 --pins {made.pin_file} --source {made.root}", PYTHONIOENCODING=encoding)
+    assert (done.returncode, "kernel-\\u2713.cubin" in done.stdout) == (0, True)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "list made-1.0 --store",
+        "list made-1.0 --pins",
+        "list made-1.0 --source",
+        "verify made-1.0 --tree",
+        "export made-1.0 --out",
+        "mirror made-1.0 --out",
+        "inspect",
+    ],
+)
+def test_the_home_of_an_unknown_user_is_usage(release: Release, arguments: str) -> None:
+    assert main([*arguments.split(), "~no-such-user/x.zip"]) == 2
+
+
+def test_a_current_folder_that_is_gone_is_no_bug(release: Release, tmp_path: Path) -> None:
+    for arguments, code in {
+        "list": 0,
+        "doctor": 0,
+        f"fetch made-1.0 --source {release.root}": 0,
+        "fetch made-1.0 --store here": 2,
+        "export made-1.0 --out here.zip": 2,
+        "inspect here": 3,
+    }.items():
+        done = shell(f"mkdir {tmp_path}/gone; cd {tmp_path}/gone; rmdir ../gone; @ {arguments}")
+        assert (arguments, done.returncode, "Traceback" in done.stderr) == (arguments, code, False)
+
+
+def test_sigterm_interrupts(release: Release) -> None:
+    with serving(release.root) as server:
+        server.fault(".cubin", hang)
+        child = start_python(COMMAND_LINE, "fetch", "made-1.0", "--source", server.url)
+        wait_until(lambda: server.count(".cubin") > 0)
+        child.terminate()
+        _, errors = child.communicate(timeout=20)
+    assert (child.returncode, errors) == (130, "error: interrupted\n")
+
+
+def test_sigterm_is_the_callers_again_afterwards() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    main(["--version"])
+    assert signal.getsignal(signal.SIGTERM) == before
