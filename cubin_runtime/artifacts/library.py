@@ -70,6 +70,11 @@ class Library:
 
     # -- what is pinned
 
+    @property
+    def configured_sources(self) -> tuple[str, ...]:
+        """The sources of the configuration, paths made absolute; empty where each pin's own are asked."""
+        return () if self.config.sources is None else tuple(spec.text for spec in self._sources.specs(None))
+
     def manifest(self, pin: Pin, *, network: bool = True) -> Manifest:
         """The release's manifest, from the store or else from the sources; parsed once a process.
 

@@ -34,7 +34,9 @@ def pin(
         str | None,
         typer.Option("--abi", help="Parameter layout of its kernels; without it none is launched."),
     ] = None,
-    licence: Annotated[str, typer.Option("--licence", help="Licence of its files.")] = "unknown",
+    licence: Annotated[
+        str | None, typer.Option("--licence", help="Licence of its files (default: unknown).", show_default=False)
+    ] = None,
     max_file_bytes: Annotated[
         int | None,
         typer.Option("--max-file-bytes", min=1, help="The most one file may have.", show_default=False),
@@ -48,11 +50,14 @@ def pin(
     """Trust a release: with --sha256 write a pin, without it only show what the sources have."""
     from ..artifacts.library import Library
     from ..artifacts.path import ArtifactPath
+    from ..artifacts.pins.pin import KNOWN_ABIS
     from ..artifacts.pins.pin_file import add_pin, make_pin
     from ..config import user_pins_path
 
     if sha256 is not None and (len(sha256) != 64 or set(sha256) - set("0123456789abcdef")):
         raise UsageError(f"--sha256 {sha256!r}: expected 64 lowercase hex digits")
+    if abi is not None and abi not in KNOWN_ABIS:
+        raise UsageError(f"--abi {abi!r}: expected one of {', '.join(KNOWN_ABIS)}")
     folder = ArtifactPath(path.removesuffix("/"))
     config = options.make_config(store, source, pins, offline)
     if sha256 is not None:
@@ -65,9 +70,9 @@ def pin(
         origin,
         name=name,
         abi=abi,
-        licence=licence,
+        licence=licence or "unknown",
         max_file_bytes=max_file_bytes,
-        sources=tuple(source or ()),
+        sources=library.configured_sources if source else (),
     )
     if sha256 is None:
         _show(found, json, written=None)
@@ -76,7 +81,8 @@ def pin(
             f"add --sha256 {found.manifest_sha256}"
         )
     file = user_pins_path()
-    written = add_pin(file, found, library.pins)
+    asked = {"name": name, "abi": abi, "licence": licence, "max_file_bytes": max_file_bytes}
+    written = add_pin(file, found, library.pins, [field for field, value in asked.items() if value is not None])
     _show(found, json, written=str(file) if written else "already pinned")
 
 

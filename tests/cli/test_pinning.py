@@ -195,3 +195,40 @@ def test_a_pin_file_that_is_no_text_is_told(
     pin_file.write_bytes(b"\xff\xfe")
     assert pin(release, "--sha256", release.pin.manifest_sha256) == 3
     assert str(pin_file) in capsys.readouterr().err
+
+
+def test_an_abi_that_nothing_is_known_of_is_refused(
+    release: Release, pin_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert pin(release, "--sha256", release.pin.manifest_sha256, "--abi", "trtllm-gen-9.9") == 2
+    assert "--abi 'trtllm-gen-9.9': expected one of trtllm-gen-0.6.13, hopper-" in capsys.readouterr().err
+    assert not pin_file.exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--abi", "trtllm-gen-0.6.13"), ("--name", "other"), ("--licence", "MIT"), ("--max-file-bytes", "7")],
+)
+def test_what_is_asked_for_is_never_ignored_as_the_release_is_pinned(
+    pinned: Release, pin_file: Path, capsys: pytest.CaptureFixture[str], option: str, value: str
+) -> None:
+    before = pin_file.read_text()
+    assert pin(pinned, "--sha256", pinned.pin.manifest_sha256, option, value) == 3
+    assert "made/fmha is pinned already, as 'mine-1.0' with" in capsys.readouterr().err
+    assert pin_file.read_text() == before
+
+
+def test_pinning_again_with_what_is_there_is_harmless(release: Release, pin_file: Path) -> None:
+    arguments = ("--sha256", release.pin.manifest_sha256, "--name", "mine-1.0", "--abi", "trtllm-gen-0.6.13")
+    assert (pin(release, *arguments), pin(release, *arguments)) == (0, 0)
+
+
+def test_a_relative_source_is_kept_as_an_absolute_one(
+    release: Release, pin_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(release.root.parent)
+    assert main(["pin", "made/fmha", "--source", release.root.name, "--sha256", release.pin.manifest_sha256]) == 0
+    (kept,) = parse_pins(pin_file.read_bytes(), "pins")
+    assert kept.sources == (str(release.root),)
+    monkeypatch.chdir(tmp_path / "config")
+    assert main(["fetch", kept.name]) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from cubin_runtime.artifacts.pins.pin import KNOWN_ABIS
 from cubin_runtime.errors import AbiError
 from cubin_runtime.kernels import abi
 from cubin_runtime.kernels.abi import abi_layouts
@@ -21,6 +22,10 @@ def test_a_declaration_that_drifted_from_the_record_is_refused(monkeypatch: pyte
     monkeypatch.setattr("cubin_runtime.kernels.trtllm_gen.params.LAYOUTS", {"KernelParams": drifted})
     with pytest.raises(AbiError, match=r"declared with 4 bytes, .* recorded with 1280 bytes"):
         abi_layouts("trtllm-gen-0.6.13")
+
+
+def test_the_names_that_pins_may_have_are_those_with_layouts() -> None:
+    assert set(KNOWN_ABIS) == set(abi.ABIS)
 
 
 @pytest.mark.parametrize("name", sorted(abi.RECORDED))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -53,13 +53,14 @@ def make_pin(
     return parse_pins(format_pin(made).encode(), "pin")[0]
 
 
-def add_pin(file: Path, pin: Pin, known: PinSet) -> bool:
+def add_pin(file: Path, pin: Pin, known: PinSet, given: Collection[str] = ()) -> bool:
     """Append a pin to a user's file, whole or not at all; False if the release was pinned with that digest.
 
-    Processes that change the file at the same time do so one after another.
+    ``given`` are names of fields in which a pin that is there must be equal, as they were asked for. Processes that
+    change the file at the same time do so one after another.
 
     Raises:
-        PinError: another pin disagrees, or the file cannot be written.
+        PinError: another pin disagrees, the one that is there differs in ``given``, or the file cannot be written.
     """
     with _changed_alone(file):
         text = _read(file) if os.path.lexists(file) else ""
@@ -67,10 +68,20 @@ def add_pin(file: Path, pin: Pin, known: PinSet) -> bool:
         now = PinSet([*others, *((one, str(file)) for one in parse_pins(text.encode(), str(file)))])
         there = next((one for one in now if one.path == pin.path), None)
         if there is not None and there.manifest_sha256 == pin.manifest_sha256:
+            _refuse_to_change(there, pin, given)
             return False
         PinSet([*((one, now.origin(one)) for one in now), (pin, str(file))])
         replace_file(file, (text + ("\n" if text else "") + format_pin(pin)).encode())
     return True
+
+
+def _refuse_to_change(there: Pin, wanted: Pin, given: Collection[str]) -> None:
+    for field in given:
+        if getattr(there, field) != getattr(wanted, field):
+            raise PinError(
+                f"{there.path} is pinned already, as {there.name!r} with {field} {getattr(there, field)!r} and not "
+                f"{getattr(wanted, field)!r}; 'unpin' comes before another pin of it"
+            )
 
 
 def remove_pin(file: Path, name_or_path: str, known: PinSet) -> Pin:
