@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from cubin_runtime.attention import Runtime
 from cubin_runtime.errors import AbiError
 from cubin_runtime.launch.modules import LoadedKernel
 
-ROW = native_rows(defaultdict(lambda: (192, 115712)))[0]
+ROW = native_rows()[0]
 NATIVE, PUBLISHED = ABIS
 PUBLISHED_SYMBOL = "fmhaSm100fKernel_one"
 PUBLISHED_BYTES = 1280

@@ -11,6 +11,7 @@ import json
 import lzma
 import struct
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
@@ -130,6 +131,7 @@ class Memory:
 
 # Kernel to its threads and bytes of dynamic shared memory.
 Sizes = Mapping[str, Sequence[int]]
+ANY_SIZES: Sizes = defaultdict(lambda: (192, 115712))  # threads and bytes of dynamic shared memory
 
 
 class Session:
@@ -147,9 +149,7 @@ class Session:
             standin.add_kernel(row["symbol"], (row["struct_bytes"],), row["threads"])
             self._structs[row["symbol"]] = row["struct"]
         standin.accept_kernels(layouts["KernelParams"][0])
-        files = {row["file"]: _cubin_of(row) for row in rows}
-        files["kernels.json"] = json.dumps({"schema": 1, "release": NATIVE, "kernels": rows}).encode()
-        self._pins = write_release(folder, NATIVE, ABIS[NATIVE], files)
+        self._pins = write_release(folder, NATIVE, ABIS[NATIVE], native_files(sizes))
         driver = ExtendedDriver(standin.path)
         driver.set_current(driver.primary_context())
         self._streams = (0, driver.create_stream())
@@ -240,7 +240,7 @@ class Session:
         """The runtime of a device, which the stand-in is from now on."""
         self._standin.describe(*astuple(DEVICES[device]))
         if published and not (self._folder / f"{PUBLISHED}.zip").exists():
-            self._pins += write_release(self._folder, PUBLISHED, ABIS[PUBLISHED], _published_files())
+            self._pins += write_release(self._folder, PUBLISHED, ABIS[PUBLISHED], published_files())
         made = self._runtimes.get((device, published))
         if made is None:
             pins = self._folder / f"pins-{published}.toml"
@@ -252,7 +252,7 @@ class Session:
         return made
 
 
-def native_rows(sizes: Sizes) -> list[dict[str, Any]]:
+def native_rows(sizes: Sizes = ANY_SIZES) -> list[dict[str, Any]]:
     """``kernels.json`` of the project's kernels without building them; symbols tell the SM too."""
     layouts = abi_layouts(ABIS[NATIVE])
     return [
@@ -280,6 +280,13 @@ def native_rows(sizes: Sizes) -> list[dict[str, Any]]:
     ]
 
 
+def native_files(sizes: Sizes = ANY_SIZES) -> dict[str, bytes]:
+    """The release of ``native_rows``, its cubins without code."""
+    rows = native_rows(sizes)
+    files = {row["file"]: _cubin_of(row) for row in rows}
+    return {**files, "kernels.json": json.dumps({"schema": 1, "release": NATIVE, "kernels": rows}).encode()}
+
+
 def layouts_now() -> dict[str, Layout]:
     """The parameter structs of both releases, to be recorded."""
     structs = {**abi_layouts(ABIS[NATIVE]), **abi_layouts(ABIS[PUBLISHED])}
@@ -293,13 +300,15 @@ def _cubin_of(row: Mapping[str, Any]) -> bytes:
     return cubin_of(row["symbol"], int(row["sm"].rstrip("af")), row["struct_bytes"], row["threads"])
 
 
-def _published_files() -> dict[str, bytes]:
-    """The trtllm-gen kernels that planning chooses from, by their real traits."""
+def published_files(keeps: Callable[[Mapping[str, Any]], bool] = lambda row: True) -> dict[str, bytes]:
+    """The trtllm-gen kernels that planning chooses from, by their real traits, as far as ``keeps`` keeps them."""
     columns = json.loads(lzma.decompress(_KERNELS.read_bytes()))
     size = abi_layouts(ABIS[PUBLISHED])["KernelParams"].size
     rows, files = [], {}
     for cells in zip(*columns.values(), strict=True):
         row = dict(zip(columns, cells, strict=True))
+        if not keeps(row):
+            continue
         data = cubin_of(row["symbol"], int(row["sm"].rstrip("f")), size, row["threads"])
         files[f"{row['symbol']}.cubin"] = data
         row["sha256"] = hashlib.sha256(data).hexdigest()

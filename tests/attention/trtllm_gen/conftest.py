@@ -1,0 +1,85 @@
+"""The operators on a recording driver that poses as SM100 and SM103, with releases of cubins without code."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+from adapter import ABIS, NATIVE, PUBLISHED, native_files, published_files
+from cubins import write_release
+from extended_driver import ExtendedDriver
+from standin_build import StandIn
+from trtllm_calls import MadeUpMemory
+from trtllm_operators import Spy
+
+from cubin_runtime import Config
+from cubin_runtime.artifacts.tables.metadata import HEADER_PATH
+from cubin_runtime.artifacts.tables.metadata_index import index_of_header
+from cubin_runtime.attention import Runtime
+from cubin_runtime.kernels.trtllm_gen.params import KERNEL_PARAMS
+
+HEAD_DIMS = ((128, 128), (576, 512), (320, 256), (192, 128))
+PAGES = (0, 1, 32, 64, 128)
+
+
+def is_used(row: Mapping[str, Any]) -> bool:
+    """Whether a published kernel has the sizes and types of the calls here; there are eight times as many."""
+    sizes = (row["head_dim_qk"], row["head_dim_v"]) in HEAD_DIMS and row["tokens_per_page"] in PAGES
+    return sizes and row["dtype_o"] != "fp16" and not row["skips_softmax"]
+
+
+@pytest.fixture(scope="session")
+def both_releases(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """Native kernels and published ones by their traits, in one store, which keeps the metadata's index."""
+    folder = tmp_path_factory.mktemp("releases")
+    pins, published = folder / "pins.toml", published_files(is_used)
+    index = hashlib.sha256(index_of_header(published[HEADER_PATH])).hexdigest()
+    pins.write_text(
+        write_release(folder, NATIVE, ABIS[NATIVE], native_files())
+        + write_release(folder, PUBLISHED, ABIS[PUBLISHED], published).rstrip()
+        + f'\nindex_sha256 = "{index}"\n'
+    )
+    sources = tuple(str(folder / f"{name}.zip") for name in (NATIVE, PUBLISHED))
+    (folder / "store").mkdir()
+    return Config(store=folder / "store", sources=sources, pin_files=(pins,), offline=True)
+
+
+@pytest.fixture(params=[(10, 0), (10, 3)], ids=["sm100", "sm103"])
+def capability(request: pytest.FixtureRequest) -> tuple[int, int]:
+    return request.param
+
+
+@pytest.fixture
+def standin(standin: StandIn, capability: tuple[int, int]) -> StandIn:
+    standin.pose_as(*capability)
+    standin.accept_kernels(KERNEL_PARAMS.size)
+    return standin
+
+
+@pytest.fixture
+def memory() -> MadeUpMemory:
+    return MadeUpMemory()
+
+
+@pytest.fixture
+def runtime(
+    both_releases: Config, standin: StandIn, memory: MadeUpMemory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Runtime]:
+    driver = ExtendedDriver(standin.path)
+    made = Runtime(both_releases, driver=driver, release=NATIVE, trtllm_release=PUBLISHED, memory=memory)
+    for kernel in made.own_release().kernels:
+        standin.add_kernel(kernel.symbol, (kernel.struct_bytes,), kernel.threads)
+    monkeypatch.setattr("cubin_runtime.compat.flashinfer.arguments.default_runtime", lambda: made)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "trtllm_gen_.* was built for SM")
+        driver.set_current(driver.primary_context(0))
+        yield made
+    driver.set_current(None)
+
+
+@pytest.fixture
+def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
+    return Spy(monkeypatch)
