@@ -32,6 +32,8 @@ def place_regions(
 ) -> Regions:
     """Place counters, statistics and scratch in a workspace, in this order; the scratch takes the rest.
 
+    All sizes are multiples of the alignment, so that each part is aligned like the first.
+
     Args:
         address: begin of the workspace; the first part begins at the next multiple of 16.
         nbytes: size of the workspace.
@@ -48,9 +50,7 @@ def place_regions(
     if counters:
         counters_at, place = place, _take(place, COUNTER_BYTES, begin, end, "counters")
     if stats_rows is not None:
-        stats_at = _round_up(place, ALIGNMENT)
-        place = _take(stats_at, stats_bytes(*stats_rows), begin, end, "softmax statistics")
-    place = _round_up(place, ALIGNMENT)
+        stats_at, place = place, _take(place, stats_bytes(*stats_rows), begin, end, "softmax statistics")
     return Regions(counters_at, stats_at, place if scratch else 0)
 
 
@@ -73,8 +73,7 @@ def scratch_bytes(problem: Problem, meta: KernelMeta, geometry: Geometry, mode: 
     if mode not in (MultiCtasMode.GMEM, MultiCtasMode.SEPARATE_KERNEL):
         return 0
     rows = geometry.ctas * meta.tile_q
-    outputs = partial_offset(problem, meta) + rows * meta.head_dim_per_cta_v * PARTIAL_BYTES
-    return max(rows * STATS_BYTES_PER_ROW, outputs)
+    return partial_offset(problem, meta) + rows * meta.head_dim_per_cta_v * PARTIAL_BYTES
 
 
 def workspace_bytes(problem: Problem, scratch: int) -> int:

@@ -21,7 +21,7 @@ from cubin_runtime.artifacts.tables.metadata_index import index_of_header
 from cubin_runtime.attention import Runtime
 from cubin_runtime.kernels.trtllm_gen.params import KERNEL_PARAMS
 
-HEAD_DIMS = ((128, 128), (576, 512), (320, 256), (192, 128))
+HEAD_DIMS = ((128, 128), (512, 512), (576, 512), (320, 256), (192, 128))
 PAGES = (0, 1, 32, 64, 128)
 
 

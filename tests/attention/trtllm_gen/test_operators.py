@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from cubin_runtime.kernels.trtllm_gen.call import Call
 from cubin_runtime.kernels.trtllm_gen.params import KERNEL_PARAMS
 
 FP8 = "float8_e4m3fn"
+NON_PORTABLE_CLUSTER = "14"  # CUfunction_attribute
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -216,6 +218,32 @@ def test_a_workspace_of_the_size_told_ahead_holds_scratch_and_statistics(
     assert sent["ptrPartialO"] < exact.pointer + needed
 
 
+def test_a_workspace_of_the_size_told_ahead_may_begin_anywhere(
+    runtime: Runtime, memory: MadeUpMemory, spy: Spy
+) -> None:
+    flashinfer.trtllm_batch_decode_with_kv_cache_mla(**reduced_mla(memory))
+    exact = memory.tensor("uint8", operators.workspace_size(spy.runs[0][1], runtime=runtime))
+    for offset in (0, 1, 15):
+        moved = replace(exact, pointer=exact.pointer + offset)
+        flashinfer.trtllm_batch_decode_with_kv_cache_mla(**reduced_mla(memory, workspace_buffer=moved))
+
+
+def test_a_workspace_without_room_for_statistics_is_refused(runtime: Runtime, memory: MadeUpMemory) -> None:
+    small = memory.tensor("uint8", 1 << 20)
+    with pytest.raises(WorkspaceError, match="workspace of 1048576 bytes"):
+        flashinfer.trtllm_batch_context_with_kv_cache(
+            **context_arguments(memory, return_lse=True, workspace_buffer=small)
+        )
+
+
+def test_a_scale_that_is_no_number_is_refused_by_a_cached_plan_too(
+    runtime: Runtime, memory: MadeUpMemory, spy: Spy
+) -> None:
+    flashinfer.trtllm_batch_decode_with_kv_cache(**decode_arguments(memory))
+    with pytest.raises(UsageError, match="bmm2_scale=nan"):
+        flashinfer.trtllm_batch_decode_with_kv_cache(**decode_arguments(memory, bmm2_scale=math.nan))
+
+
 def test_an_lse_by_request_and_token_is_filled_in_place(
     runtime: Runtime, standin: StandIn, memory: MadeUpMemory, spy: Spy
 ) -> None:
@@ -262,9 +290,12 @@ def test_counters_of_the_caller_are_used(runtime: Runtime, standin: StandIn, mem
     assert [what for what, _ in memory.made] == ["empty"]
 
 
-def test_counters_that_are_too_few_are_refused_with_the_bytes_needed(runtime: Runtime, memory: MadeUpMemory) -> None:
-    own = memory.tensor("int32", 4)
-    with pytest.raises(WorkspaceError, match=r"counters of 16 bytes: .* needs 544 bytes"):
+@pytest.mark.parametrize("number", [4, 135])
+def test_counters_that_are_too_few_are_refused_with_the_bytes_needed(
+    runtime: Runtime, memory: MadeUpMemory, number: int
+) -> None:
+    own = memory.tensor("int32", number)
+    with pytest.raises(WorkspaceError, match=rf"counters of {4 * number} bytes: .* needs 544 bytes"):
         flashinfer.trtllm_batch_decode_with_kv_cache(**splitting_decode(memory, multi_ctas_kv_counter_buffer=own))
 
 
@@ -309,6 +340,39 @@ def test_clusters_are_asked_of_the_driver(runtime: Runtime, standin: StandIn, me
     (question,) = standin.calls("cuOccupancyMaxActiveClusters")
     assert question.seen["cluster"] == f"{asked.cluster_x},1,1"
     assert asked.active_clusters == 16
+
+
+def test_a_cluster_of_sixteen_is_allowed_before_it_is_asked_about(
+    runtime: Runtime, standin: StandIn, memory: MadeUpMemory, spy: Spy
+) -> None:
+    one = {"query": memory.tensor("bfloat16", 1, 32, 128), "seq_lens": memory.tensor("int32", 1)}
+    given = decode_arguments(memory, **one, block_tables=memory.tensor("int32", 1, 256), max_seq_len=8192)
+    flashinfer.trtllm_batch_decode_with_kv_cache(**given)
+    call = spy.runs[0][1]
+    runtime.modules.close()
+    runtime.plans = type(runtime.plans)()
+    standin.clear_log()
+    asked = operators.plan(call, runtime=runtime).decision.selection.asked
+    assert asked is not None
+    assert asked.cluster_x == 16
+    allowed = {call.seen["attribute"] for call in standin.calls("cuFuncSetAttribute")}
+    assert NON_PORTABLE_CLUSTER in allowed
+
+
+def test_a_tile_without_a_kernel_is_passed_over(runtime: Runtime, memory: MadeUpMemory, spy: Spy) -> None:
+    flashinfer.trtllm_batch_decode_with_kv_cache(
+        **decode_arguments(
+            memory,
+            query=memory.tensor("bfloat16", 96, 64, 512),
+            kv_cache=memory.tensor("bfloat16", 64, 2, 4, 64, 512),
+            block_tables=memory.tensor("int32", 32, 256),
+            seq_lens=memory.tensor("int32", 32),
+            max_seq_len=16384,
+            q_len_per_req=3,
+        )
+    )
+    passes = spy.runs[0][0].decision.selection.passes
+    assert any(candidate.kernel is None for done in passes for candidate in done.candidates)
 
 
 def test_lengths_that_grow_keep_the_plan(runtime: Runtime, memory: MadeUpMemory, spy: Spy) -> None:

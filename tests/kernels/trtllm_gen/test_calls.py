@@ -143,6 +143,7 @@ def test_sparse_decoding_is_static_without_lengths_and_dynamic_with() -> None:
     static = problem_of(MLA, top_k=128)
     dynamic = problem_of(MLA, top_k=128, top_k_lens=LENGTHS)
     assert (static.sparse, dynamic.sparse) == (SparseType.STATIC, SparseType.DYNAMIC)
+    assert (static.bindings.top_k_lens, dynamic.bindings.top_k_lens) == (0, LENGTHS.pointer)
 
 
 def test_sparse_decoding_needs_mla() -> None:
@@ -180,7 +181,7 @@ def test_a_small_workspace_is_refused() -> None:
 
 
 def test_context_takes_no_workspace() -> None:
-    assert problem_of(CONTEXT, workspace=(0, 0)).bindings.scratch == 0
+    assert problem_of(CONTEXT, workspace=(0, 0)).bindings.scratch == problem_of(CONTEXT).bindings.scratch == 0
 
 
 def test_ragged_context_takes_one() -> None:
@@ -208,10 +209,10 @@ def test_an_lse_of_paged_attention_has_the_strides_that_are_given() -> None:
 
 
 def test_sage_scales_come_along() -> None:
-    problem = problem_of(RAGGED, sage=Sage((LENGTHS, CUMULATED, None, LSE), (1, 4, 0, 16)))
+    problem = problem_of(RAGGED, sage=Sage((LENGTHS, CUMULATED, OF_ALL["out"], LSE), (1, 4, 8, 16)))
     at = problem.bindings
-    assert (at.sage_q, at.sage_k, at.sage_p, at.sage_v) == (0x300, 0x400, 0, 0x500)
-    assert problem.sage_blocks == (1, 4, 0, 16)
+    assert (at.sage_q, at.sage_k, at.sage_p, at.sage_v) == (0x300, 0x400, 0x200, 0x500)
+    assert problem.sage_blocks == (1, 4, 8, 16)
 
 
 def test_sparse_decoding_of_two_pools_visits_single_tokens_of_two_pools() -> None:
