@@ -131,7 +131,7 @@ class Memory:
 
 # Kernel to its threads and bytes of dynamic shared memory.
 Sizes = Mapping[str, Sequence[int]]
-ANY_SIZES: Sizes = defaultdict(lambda: (192, 115712))  # threads and bytes of dynamic shared memory
+ANY_SIZES: Sizes = defaultdict(lambda: (1024, 115712))  # threads and bytes of dynamic shared memory
 
 
 class Session:

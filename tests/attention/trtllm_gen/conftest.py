@@ -70,7 +70,7 @@ def runtime(
 ) -> Iterator[Runtime]:
     driver = ExtendedDriver(standin.path)
     made = Runtime(both_releases, driver=driver, release=NATIVE, trtllm_release=PUBLISHED, memory=memory)
-    for kernel in made.own_release().kernels:
+    for kernel in made.native_release().kernels:
         standin.add_kernel(kernel.symbol, (kernel.struct_bytes,), kernel.threads)
     monkeypatch.setattr("cubin_runtime.compat.flashinfer.arguments.default_runtime", lambda: made)
     with warnings.catch_warnings():
