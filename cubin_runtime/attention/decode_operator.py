@@ -18,6 +18,7 @@ from ..tensor import TensorView, is_torch, view_of
 from .backends import resolve_backend
 from .checks import check_switches, check_words, integer
 from .decode_call import MAX_Q_LEN, DecodeCall, DecodeOptions, check_query_bounds
+from .fast_path import note_launch
 from .operator import Given, Operator
 from .operator_plan import OperatorPlan, check_workspace
 from .runtime import NativeRelease, Runtime, default_runtime
@@ -25,6 +26,8 @@ from .scales import split_scale
 from .tracing import record, recording
 from .tracing.schema import TracedCall
 
+# The argument that a number of the launch is a multiple of.
+SCALES = {"softmax_scale_log2": "softmax_scale", "output_scale": "output_scale"}
 _SMALLEST_BOUND_LOG2 = 6
 _WORDS = ("kv_layout", "backend")
 _INTEGERS = ("max_q_len", "window_left")
@@ -65,7 +68,8 @@ class DecodePlan(OperatorPlan):
             options.softmax_scale if number is None else number,
             options.output_scale if factor is None else factor,
         )
-        self.launch(addresses, numbers, arguments["workspace"], self.stream_of(arguments["stream"]))
+        launched = self.launch(addresses, numbers, arguments["workspace"], self.stream_of(arguments["stream"]))
+        note_launch(launched if self.of_torch else launched._replace(memory=None))
 
     def numbers(self, max_seq_len: int, softmax_scale: float, output_scale: float) -> tuple[int, float, float]:
         """The numbers of a run in the order of ``kernels.native.problem.NUMBERS``.
@@ -114,13 +118,10 @@ def run_decode(plan_class: type[DecodePlan], operator: DecodeOperator, arguments
     bound = integer("max_seq_len", arguments["max_seq_len"])
     kept = 1 << max(_SMALLEST_BOUND_LOG2, (bound - 1).bit_length())
     key = (operator.name, kept, *_option_key(operator, arguments))
-    for plan in rt.plans.recent(key):
-        addresses = plan.known_addresses(arguments)
-        if addresses is not None:
-            break
-    else:
-        plan, addresses = _find(plan_class, operator, rt, key, arguments, scale, factor, kept)
-    plan.launch(addresses, plan.numbers(bound, scale, factor), workspace, handle)
+    plan, addresses = _find(plan_class, operator, rt, key, arguments, scale, factor, kept)
+    launched = plan.launch(addresses, plan.numbers(bound, scale, factor), workspace, handle)
+    shortest = 0 if kept == 1 << _SMALLEST_BOUND_LOG2 else kept // 2 + 1
+    note_launch(launched._replace(bounds=(shortest, plan.options.max_seq_len)))
     if recording():
         options = _options(operator, arguments, scale, factor)
         record(operator.traced(DecodeCall(operator.read(arguments, options), options)))
@@ -139,19 +140,13 @@ def _find(
 ) -> tuple[DecodePlan, tuple[int, ...]]:
     """The plan for a call from the cache, or made now, and the call's addresses."""
     options = _options(operator, arguments, scale, factor)
-    # Torch tensors are told apart by what they are; others by their views.
-    forms = operator.forms(arguments)
-    tensors = operator.read(arguments, options) if forms is None else None
+    tensors = operator.read(arguments, options)
 
     def planned() -> DecodePlan:
-        call = DecodeCall(tensors or operator.read(arguments, options), options)
+        call = DecodeCall(tensors, options)
         return _plan(plan_class, operator, runtime, call, None, is_torch(arguments["q"]), kept)
 
-    plan: DecodePlan = runtime.plans.get((*key, forms if tensors is None else tensors.specs), planned)
-    if tensors is None:
-        addresses = plan.addresses(arguments)
-        runtime.plans.remember(key, plan)
-        return plan, addresses
+    plan: DecodePlan = runtime.plans.get((*key, tensors.specs), planned)
     tensors.check_addresses()
     return plan, tensors.addresses
 

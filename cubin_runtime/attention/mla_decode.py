@@ -22,7 +22,8 @@ from .decode_call import (
     decode_tensors,
     problem_values,
 )
-from .decode_operator import DecodeOperator, DecodePlan, plan_decode, run_decode
+from .decode_operator import SCALES, DecodeOperator, DecodePlan, plan_decode, run_decode
+from .fast_path import operator_function
 from .latent_cache import KV_CACHE, OUT_DTYPES, Q_DTYPES, ROPE, check_cache
 from .operator import TensorArg
 from .operator_plan import AnyWorkspace
@@ -111,6 +112,7 @@ class MlaDecodePlan(DecodePlan):
         selection: MlaSelection = self.selections[0]
         return selection
 
+    @operator_function(owner="self", scales=SCALES)
     def run(
         self,
         q: Any,
@@ -167,6 +169,7 @@ def plan_mla_decode(
     return plan_decode(MlaDecodePlan, MLA_DECODE, locals())
 
 
+@operator_function(owner="runtime or default()", scales=SCALES)
 def mla_decode(
     q: Any,
     kv_cache: Any,

@@ -163,19 +163,3 @@ class Operator:
             UsageError: one is missing, no CUDA tensor, or of no form that has a canonical one.
         """
         return CallTensors(self.tensors, [arg.read(given[arg.name], options) for arg in self.tensors])
-
-    def forms(self, given: Given) -> tuple[Any, ...] | None:
-        """What the torch tensors among a call's arguments are but for their addresses, so that comparing is cheap.
-
-        None where something is no torch tensor.
-        """
-        forms: list[Any] = []
-        for arg in self.tensors:
-            tensor = given[arg.name]
-            if tensor is None:
-                forms.append(None)
-            elif hasattr(tensor, "get_device"):
-                forms.append((type(tensor), tensor.dtype, tensor.shape, tensor.stride(), tensor.get_device()))
-            else:
-                return None
-        return tuple(forms)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -13,13 +13,13 @@ from ..kernels.native.constants import StatusBit
 from ..kernels.native.launches import NativeLaunch
 from ..kernels.native.problem import NUMBERS
 from ..launch.plan import LaunchPlan
-from ..launch.prepared import PreparedLaunches
+from ..launch.prepared import OtherContextError, PreparedLaunches
 from ..launch.regions import workspace_size
 from ..launch.semaphore_workspace import SemaphoreWorkspace
 from ..launch.streams import stream_handle
 from ..launch.structs import FieldRow
 from ..launch.workspace import Workspace, WorkspacePool
-from .form_check import form_check
+from .fast_path import FastPaths, Launched, Scratch
 from .operator import CallTensors, Given, Operator
 from .runtime import Runtime
 
@@ -52,7 +52,7 @@ class OperatorPlan:
         runtime: Runtime,
         operator: Operator,
         tensors: CallTensors,
-        options: object,
+        options: Any,
         launches: Sequence[NativeLaunch[Any]],
         *,
         of_torch: bool,
@@ -65,9 +65,9 @@ class OperatorPlan:
         self.regions = tuple(dict.fromkeys(region for launch in self.launches for region in launch.regions))
         self._runtime = runtime
         self._device = tensors["q"].device
-        self._of_torch = of_torch
+        self.of_torch = of_torch
         self._lock = threading.Lock()
-        self._check: Callable[[Given], tuple[int, ...] | None] | None = None
+        self.fast_paths: FastPaths = defaultdict(tuple)
         self._prepared: dict[int, Callable[..., None]] = {}
         self._places: OrderedDict[Hashable, tuple[int, ...]] = OrderedDict()
         self._pool = WorkspacePool(runtime.driver, self._device, self.workspace_bytes)
@@ -113,28 +113,15 @@ class OperatorPlan:
         workspace.claim(handle)
         return workspace
 
-    def known_addresses(self, given: Given) -> tuple[int, ...] | None:
-        """The addresses of the tensors among ``given`` if all are torch's and of forms that ran before, else None."""
-        try:
-            return None if self._check is None else self._check(given)
-        except AttributeError:  # something else than a torch tensor
-            return None
-
     def addresses(self, given: Given) -> tuple[int, ...]:
         """The addresses of the tensors among ``given``, None for what is left out, in the operator's order.
 
         Raises:
             UsageError: a tensor differs from what was planned, or is not aligned.
         """
-        known = self.known_addresses(given)
-        if known is not None:
-            return known
         tensors = self.operator.read(given, self.options)
         tensors.check_planned(self.specs)
         tensors.check_addresses()
-        forms = self.operator.forms(given)
-        if forms is not None:
-            self._check = form_check(self.operator.tensors, forms)
         return tensors.addresses
 
     def launch(
@@ -143,8 +130,8 @@ class OperatorPlan:
         numbers: tuple[int, float, float],
         workspace: AnyWorkspace | None,
         stream: int,
-    ) -> None:
-        """Run on tensors at ``addresses``.
+    ) -> Launched:
+        """Run on tensors at ``addresses``; what was launched.
 
         Args:
             addresses: as ``addresses`` gives them.
@@ -167,13 +154,30 @@ class OperatorPlan:
             context = self._runtime.driver.context_on(self._device)
         run = self._prepared.get(context) or self._prepare_on(context, stream)
         place = scratch.claim(stream)
-        run(stream, *addresses, *(self._places.get(place) or self._regions_at(scratch, place)), *numbers)
+        values = (*addresses, *(self._places.get(place) or self._regions_at(scratch, place)), *numbers)
+        try:
+            run(stream, *values)
+        except OtherContextError:  # the workspace is not of the one that is current
+            with self._runtime.driver.using(context):
+                run(stream, *values)
+        regions = tuple(region.name for region in self.regions)
+        return Launched(
+            run=run,
+            names=(*self.operator.values, *regions, *NUMBERS),
+            values=values,
+            numbers=NUMBERS,
+            context=context,
+            device=self._device,
+            memory=self._runtime.memory,
+            bounds=(0, self.options.max_seq_len),
+            scratch=Scratch(self._pool.held if workspace is None else None, (context, 0), self._places, regions),
+        )
 
     def stream_of(self, stream: Any) -> int:
         """The handle of a stream as callers give it; None: torch's current one of the tensors' device for a plan made
         with torch tensors, else the legacy default stream."""
         if stream is None:
-            return self._runtime.memory.current_stream(self._device) if self._of_torch else 0
+            return self._runtime.memory.current_stream(self._device) if self.of_torch else 0
         return stream_handle(stream)
 
     def check(self, workspace: AnyWorkspace, stream: Any = None) -> None:

@@ -21,7 +21,8 @@ from .decode_call import (
     decode_tensors,
     problem_values,
 )
-from .decode_operator import DecodeOperator, DecodePlan, default_scale, plan_decode, run_decode
+from .decode_operator import SCALES, DecodeOperator, DecodePlan, default_scale, plan_decode, run_decode
+from .fast_path import operator_function
 from .operator import TensorArg
 from .operator_plan import AnyWorkspace
 from .paged_cache import Q_DTYPES, cache_arg, check_caches, strides_of
@@ -98,6 +99,7 @@ PAGED_DECODE = DecodeOperator(
 class PagedDecodePlan(DecodePlan):
     """A paged decode; made by ``plan_paged_decode``. One launch, but for some ragged ``batch_invariant`` decodes."""
 
+    @operator_function(owner="self", scales=SCALES)
     def run(
         self,
         q: Any,
@@ -174,6 +176,7 @@ def plan_paged_decode(
     return plan_decode(PagedDecodePlan, PAGED_DECODE, locals())
 
 
+@operator_function(owner="runtime or default()", scales=SCALES)
 def paged_decode(
     q: Any,
     k_cache: Any,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ from ..launch.modules import (
 )
 from ..launch.structs import StructLayout
 from ..launch.tensormap import TensorMapCache
+from .fast_path.operator_function import FastPaths
 from .memory import TensorMemory, TorchMemory
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ class Runtime:
         self.modules = ModuleCache(self.driver)
         self.descriptors = TensorMapCache(self.driver)
         self.plans = PlanCache()
+        self.fast_paths: FastPaths = defaultdict(tuple)
         self._release = release
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -217,9 +219,6 @@ class Runtime:
         )
 
 
-_MAX_RECENT = 8
-
-
 class PlanCache:
     """Plans by key, least recently used out first; safe between threads."""
 
@@ -227,7 +226,6 @@ class PlanCache:
         self._limit = entries
         self._lock = threading.Lock()
         self._plans: OrderedDict[Hashable, Any] = OrderedDict()
-        self._recent: OrderedDict[Hashable, tuple[Any, ...]] = OrderedDict()
 
     def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """The plan for ``key``, made on first use; a failure to make it is not kept."""
@@ -243,22 +241,18 @@ class PlanCache:
                 self._plans.popitem(last=False)
         return plan
 
-    def recent(self, options: Hashable) -> tuple[Any, ...]:
-        """The plans that were last remembered for these options: trying a few forms costs less than hashing one."""
-        return self._recent.get(options, ())
-
-    def remember(self, options: Hashable, plan: Any) -> None:
-        """Let ``recent`` give ``plan`` first."""
-        with self._lock:
-            others = [other for other in self._recent.get(options, ()) if other is not plan]
-            self._recent[options] = (plan, *others[: _MAX_RECENT - 1])
-            self._recent.move_to_end(options)
-            while len(self._recent) > self._limit:
-                self._recent.popitem(last=False)
-
 
 _default: Runtime | None = None
+_forked = False
 _default_lock = threading.Lock()
+
+
+def _after_fork() -> None:
+    global _forked
+    _forked = True
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def default_runtime() -> Runtime:
@@ -268,6 +262,8 @@ def default_runtime() -> Runtime:
         UsageError: it was made before this process was forked.
     """
     global _default
+    if _default is not None and not _forked:
+        return _default
     with _default_lock:
         if _default is None:
             _default = Runtime()

@@ -27,6 +27,10 @@ _MAX_POOLS = 1024  # sets of resident addresses, such as the layers of a model
 _Block = tuple[Any, ...]
 
 
+class OtherContextError(Exception):
+    """A launch on a default stream, while another context of the kernel's device is current; nothing was launched."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Input:
     """A field that takes a value at each run: the index of the value, and the descriptor to move, if it is one."""
@@ -80,6 +84,7 @@ class PreparedLaunches:
     a loop over the fields; ``source`` has it.
 
     Raises (``run``):
+        OtherContextError: the stream is a default one, and another context of the device is current.
         UsageError: a value does not fit its field, or the stream is of another device.
         DriverError: the driver refuses; for a fault of earlier work the error names the last launches of the context.
     """
@@ -231,6 +236,9 @@ class PreparedLaunches:
         """Once more with the kernel's context current, which the default streams are meant in; else the error."""
         driver, context = self._driver, self._context
         if code in _ELSEWHERE:
+            current = driver.current_context() if is_default(stream) else None
+            if current not in (None, context) and driver.context_device() == self._device.ordinal:
+                raise OtherContextError
             with driver.using(context):
                 if not is_default(stream) and driver.stream_context(stream) != context:
                     there = driver.context_device(driver.stream_context(stream))

@@ -23,13 +23,19 @@ _Owner = tuple[int | None, int, int]
 class _Buffer:
     """One allocation, who has it and, for a captured graph, that graph's life."""
 
-    __slots__ = ("address", "life", "owned", "owner")
+    __slots__ = ("address", "life", "owned", "owner", "place")
 
-    def __init__(self, address: int, owned: bool) -> None:
+    def __init__(self, address: int, nbytes: int, owned: bool) -> None:
         self.address = address
+        self.place: Place = (address, nbytes)
         self.owned = owned
         self.owner: _Owner | None = None
         self.life: GraphLife | None = None
+
+    @property
+    def of_legacy(self) -> bool:
+        """Whether the legacy default stream has it."""
+        return self.owner is not None and self.owner[2] == 0 and self.owner[0] is None
 
     @property
     def free(self) -> bool:
@@ -62,7 +68,7 @@ class Workspace:
         self._driver = driver
         self._owned = owned
         self._lock = threading.Lock()
-        self._eager: _Buffer | None = _Buffer(address, owned)
+        self._eager: _Buffer | None = _Buffer(address, nbytes, owned)
         self._buffers = [self._eager]
         weakref.finalize(self, _give_back, driver, context, self._buffers).atexit = False
 
@@ -105,21 +111,22 @@ class Workspace:
         Raises:
             WorkspaceError: another stream has it, or a capture needs one and none is free.
         """
-        handle = stream_handle(stream)
+        handle, eager = stream_handle(stream), self._eager
+        if not handle and eager is not None and eager.of_legacy:  # which never captures, and is no other's later
+            return eager.place
         if is_default(handle):
             with self._driver.using(self.context):
                 owner = self._owner_on(handle)
         else:
             owner = self._owner_on(handle)
-        eager = self._eager
         if eager is not None and eager.owner == owner:
-            return eager.address, self.nbytes
+            return eager.place
         with self._lock:
             buffer = next((buffer for buffer in self._buffers if buffer.owner == owner), None)
             if buffer is None:
                 buffer = self._for_stream(owner) if owner[0] is None else self._for_graph(owner)
                 buffer.owner = owner
-            return buffer.address, self.nbytes
+            return buffer.place
 
     def regions(self, needed: Sequence[Region], place: Hashable = None) -> dict[str, int]:
         """The device address of each region in the buffer that ``claim`` gave; None: in that for eager launches.
@@ -132,7 +139,7 @@ class Workspace:
 
     def places(self) -> tuple[Place, ...]:
         """All its buffers, those of graphs included."""
-        return tuple((buffer.address, self.nbytes) for buffer in self._buffers)
+        return tuple(buffer.place for buffer in self._buffers)
 
     def release(self) -> None:
         """Let another stream claim it; the caller has made sure that the work of the last owner is done."""
@@ -200,7 +207,7 @@ class Workspace:
     def _grow(self, stream: int) -> _Buffer:
         if not self._owned:
             raise WorkspaceError(f"workspace at {self.address:#x}: no further buffers are made beside the caller's own")
-        buffer = _Buffer(_new_memory(self._driver, self.context, self.nbytes, stream), owned=True)
+        buffer = _Buffer(_new_memory(self._driver, self.context, self.nbytes, stream), self.nbytes, owned=True)
         self._buffers.append(buffer)
         return buffer
 
@@ -250,14 +257,17 @@ def _give_back(driver: Driver, context: int, buffers: list[_Buffer]) -> None:
 
 
 class WorkspacePool:
-    """The workspaces of a plan on one device: one for each stream, made outside of captures, kept until ``close``."""
+    """The workspaces of a plan on one device: one for each stream, made outside of captures, kept until ``close``.
+
+    ``held`` has them by their stream's handle, those of default streams by context and thread (0: the legacy one).
+    """
 
     def __init__(self, driver: Driver, device: int, nbytes: int) -> None:
         self._driver = driver
         self._device = device
         self._nbytes = nbytes
         self._lock = threading.Lock()
-        self._held: dict[Hashable, Workspace] = {}
+        self.held: dict[Hashable, Workspace] = {}
 
     def take(self, stream: int) -> Workspace:
         """The workspace for a stream's handle, in the stream's context; the caller claims it.
@@ -266,10 +276,10 @@ class WorkspacePool:
             WorkspaceError: it is not there and the stream is capturing, or the stream is of another device.
         """
         if not is_default(stream):
-            return self._held.get(stream) or self._make(stream, stream)
+            return self.held.get(stream) or self._make(stream, stream)
         context = self._driver.context_on(self._device)
         key = (context, threading.get_ident() if stream == PER_THREAD else 0)
-        return self._held.get(key) or self._make(key, stream)
+        return self.held.get(key) or self._make(key, stream)
 
     def _make(self, key: Hashable, stream: int) -> Workspace:
         driver = self._driver
@@ -278,13 +288,13 @@ class WorkspacePool:
             its = driver.stream_context(stream)
             context = its if driver.context_device(its) == self._device else context
         with self._lock:
-            if key not in self._held:
-                self._held[key] = Workspace.allocate(driver, context, self._nbytes, stream)
-            return self._held[key]
+            if key not in self.held:
+                self.held[key] = Workspace.allocate(driver, context, self._nbytes, stream)
+            return self.held[key]
 
     def close(self) -> None:
         """Free all of them; no work may still use one."""
         with self._lock:
-            held, self._held = self._held, {}
+            held, self.held = self.held, {}
         for workspace in held.values():
             workspace.close()

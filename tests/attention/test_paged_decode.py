@@ -12,6 +12,7 @@ from standin_build import StandIn
 from trtllm_calls import MadeUpMemory
 
 from cubin_runtime.attention import Runtime, TensorView, paged_decode
+from cubin_runtime.attention.fast_path import full_path
 from cubin_runtime.attention.paged_decode import PAGED_DECODE
 from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA
@@ -38,7 +39,7 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
     check = PAGED_DECODE.check
     told = replace(PAGED_DECODE, check=lambda call: (seen.append(call.options.max_seq_len), check(call)))
-    monkeypatch.setitem(paged_decode.__globals__, "PAGED_DECODE", told)
+    monkeypatch.setitem(full_path(paged_decode).__globals__, "PAGED_DECODE", told)
     return seen
 
 

@@ -35,7 +35,7 @@ class Spy:
 
         def run(plan: AttentionPlan, call: Call, workspace: tuple[int, int], counters: int, stream: int) -> None:
             self.runs.append((plan, call, workspace, counters))
-            original(plan, call, workspace, counters, stream)
+            return original(plan, call, workspace, counters, stream)
 
         monkeypatch.setattr(AttentionPlan, "run", run)
 

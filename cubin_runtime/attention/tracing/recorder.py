@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from ..fast_path.operator_function import suspend
 from .schema import Scalar, TracedCall
 
 _NAMESPACE = uuid.UUID("6f1f3c0a-5f0e-5b6e-9a37-2b1d6a0f4c11")
@@ -33,6 +34,7 @@ class Recorder:
     def __enter__(self) -> Recorder:
         global _recorders
         with _lock:
+            suspend(1)
             _recorders = (*_recorders, self)
         return self
 
@@ -41,6 +43,7 @@ class Recorder:
     ) -> None:
         global _recorders
         with _lock:
+            suspend(-1)
             _recorders = tuple(recorder for recorder in _recorders if recorder is not self)
 
     def add(self, call: TracedCall) -> None:

@@ -14,6 +14,7 @@ from ...launch.modules import KernelRequest, PreloadReport
 from ...launch.streams import stream_handle
 from ...tensor import TensorView, view_of
 from ..backends import AUTO, resolve_backend
+from ..fast_path import note_launch
 from ..runtime import Runtime, default_runtime
 from .checks import (
     check_call,
@@ -91,7 +92,7 @@ def run(
         raise UsageError(f"workspace_buffer: strides {scratch.strides}, expected a contiguous tensor")
     handle = rt.memory.current_stream(workspace) if stream is None else stream_handle(stream)
     held, address = _counters(made, counters, workspace, stream, rt)
-    made.run(call, (scratch.pointer, _bytes_of(scratch)), address, handle)
+    note_launch(made.run(call, (scratch.pointer, _bytes_of(scratch)), address, handle))
     del held  # freed in stream order, after the launch
 
 

@@ -31,6 +31,13 @@ def bound_of(call: Call) -> int:
     return min(bound, INT32_MAX if call.capacity is None else call.capacity)
 
 
+def bounds_of(call: Call) -> tuple[int, int]:
+    """A range of bounds on the keys that ``bound_of`` rounds alike, the call's among them."""
+    rounded = max(SMALLEST_BOUND, 1 << (call.max_kv - 1).bit_length())
+    least = 1 if rounded == SMALLEST_BOUND else rounded // 2 + 1
+    return least, INT32_MAX if bound_of(call) < rounded else rounded
+
+
 def bounded(call: CallT) -> CallT:
     """``call`` with the rounded bound, for which its plan is made."""
     bound = bound_of(call)

@@ -15,14 +15,16 @@ from ...kernels.trtllm_gen.batch_invariance import select_invariant
 from ...kernels.trtllm_gen.call import Call
 from ...kernels.trtllm_gen.decision import Decision, decide_selected
 from ...kernels.trtllm_gen.grid import LARGEST_PORTABLE_CLUSTER
-from ...kernels.trtllm_gen.problem import Bindings
+from ...kernels.trtllm_gen.problem import NUMBERS, Bindings
 from ...kernels.trtllm_gen.select import Occupancy, select
 from ...kernels.trtllm_gen.traits import MultiCtasMode, Policy
 from ...kernels.trtllm_gen.workspace_layout import ALIGNMENT, stats_bytes
 from ...launch.modules import KernelRequest
 from ...launch.plan import LaunchAttributes, LaunchPlan, launch_config
 from ...launch.prepared import PreparedLaunches
+from ..fast_path import Launched
 from ..runtime import Runtime
+from .plan_key import bounds_of
 
 # Planning assumes a workspace of unbounded size at this address.
 _ADDRESS, _BOUNDLESS = 1 << 40, 1 << 62
@@ -73,8 +75,8 @@ class AttentionPlan:
         followers = zip(self.decision.following, self._followers, strict=True)
         return (main, *(launch.launch_plan(kernel, own().file_of(kernel)) for launch, kernel in followers))
 
-    def run(self, call: Call, workspace: tuple[int, int], counters: int, stream: int) -> None:
-        """Launch for ``call``, which must have the plan's form.
+    def run(self, call: Call, workspace: tuple[int, int], counters: int, stream: int) -> Launched:
+        """Launch for ``call``, which must have the plan's form; what was launched.
 
         Args:
             call: may have other addresses and scales, and a lower bound on the keys.
@@ -98,6 +100,18 @@ class AttentionPlan:
         context = self._runtime.driver.context_on(self._ordinal)
         run = self._prepared.get(context) or self._prepare(context, stream)
         run(stream, *bindings)
+        return Launched(
+            run=run,
+            names=Bindings._fields,
+            values=bindings,
+            # Without scratch, partial_out is no address.
+            numbers=NUMBERS if bindings.scratch else (*NUMBERS, "partial_out"),
+            context=context,
+            device=self._ordinal,
+            memory=self._runtime.memory,
+            bounds=bounds_of(call),
+            apart=("key", "value"),
+        )
 
     def requests(self, context: int) -> tuple[KernelRequest, ...]:
         """The kernels that a run loads."""

@@ -7,11 +7,12 @@ from typing import Any
 
 from ...attention.backends import XQA
 from ...attention.checks import integer
+from ...attention.fast_path import operator_function
 from ...attention.paged_decode import paged_decode
 from ...attention.trtllm_gen import DecodeCall
 from ...errors import UsageError
 from ...tensor import view_of
-from .arguments import Arguments, query_of, tensor_or_none
+from .arguments import MEMORY, SCALES, Arguments, query_of, tensor_or_none
 from .layouts import cache_pair, cache_pair_by_head, nested_tokens
 from .lengths import batch_of, lengths_of, query_lengths
 from .native import decode_batch
@@ -20,6 +21,7 @@ from .scales import factor_of, times
 from .trtllm_gen import pages, run_call
 
 
+@operator_function(owner="default()", scales=SCALES, memory=MEMORY)
 def trtllm_batch_decode_with_kv_cache(
     query: Any,
     kv_cache: Any,
@@ -120,6 +122,7 @@ def trtllm_batch_decode_with_kv_cache(
     )
 
 
+@operator_function(owner="default()", scales=SCALES, memory=MEMORY)
 def xqa_batch_decode_with_kv_cache(
     query: Any,
     kv_cache: Any,

@@ -6,11 +6,12 @@ from typing import Any
 
 from ...attention.backends import XQA
 from ...attention.checks import integer
+from ...attention.fast_path import operator_function
 from ...attention.mla_decode import mla_decode
 from ...attention.trtllm_gen import DecodeCall
 from ...errors import UsageError
 from ...tensor import TensorView, view_of
-from .arguments import Arguments, query_of, tensor_or_none
+from .arguments import MEMORY, SCALES, Arguments, query_of, tensor_or_none
 from .layouts import flat_tokens, latent_cache, nested_tokens
 from .lengths import batch_of, lengths_of, query_lengths
 from .native import decode_batch
@@ -21,6 +22,7 @@ _HEAD_DIMS = ((512, 64), (256, 64))  # kv_lora_rank, qk_rope_head_dim
 _SPARSE_HEAD_DIMS = (512, 0)
 
 
+@operator_function(owner="default()", scales=SCALES, memory=MEMORY)
 def trtllm_batch_decode_with_kv_cache_mla(
     query: Any,
     kv_cache: Any,
@@ -115,6 +117,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     )
 
 
+@operator_function(owner="default()", scales=SCALES, memory=MEMORY)
 def xqa_batch_decode_with_kv_cache_mla(
     query: Any,
     kv_cache: Any,

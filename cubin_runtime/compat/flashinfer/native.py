@@ -8,6 +8,7 @@ from typing import Any
 
 from ...attention.backends import HOPPER
 from ...attention.checks import integer
+from ...attention.fast_path import full_path
 from ...attention.scales import ScaleProduct
 from ...errors import UsageError, WorkspaceError
 from ...tensor import TensorView, view_of
@@ -94,7 +95,7 @@ def launch(
     rt, device = given.runtime, tensors[0].device
     has_pdl = rt.driver.device(device).capability >= _DEPENDENT_LAUNCH_FROM
     try:
-        decode(
+        full_path(decode)(
             *tensors,
             sinks=sinks_of(given.sinks, "sinks", device),
             batch_invariant=given.batch_invariant,

@@ -5,16 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from ...attention.checks import integer
+from ...attention.fast_path import operator_function
 from ...attention.trtllm_gen import ContextCall, RaggedCall, Sage
 from ...errors import UsageError
 from ...tensor import view_of
-from .arguments import Arguments, query_of, tensor_or_none
+from .arguments import MEMORY, SCALES, Arguments, query_of, tensor_or_none
 from .layouts import cache_pair_by_head
 from .lengths import check_batch, check_none_empty
 from .outputs import output_of
 from .trtllm_gen import pages, run_call
 
 
+@operator_function(owner="default()", scales=SCALES, bound="max_kv_len", memory=MEMORY)
 def trtllm_batch_context_with_kv_cache(
     query: Any,
     kv_cache: Any,
@@ -83,6 +85,9 @@ def trtllm_batch_context_with_kv_cache(
     )
 
 
+@operator_function(
+    owner="default()", scales=SCALES, bound="max_kv_len", memory=MEMORY, contents=("q_seq_lens_cpu", "kv_seq_lens_cpu")
+)
 def trtllm_ragged_attention_deepseek(
     query: Any,
     key: Any,

@@ -7,11 +7,12 @@ from typing import Any
 
 from ...attention.backends import XQA
 from ...attention.checks import check_dtype, integer
+from ...attention.fast_path import operator_function
 from ...attention.mla_decode import mla_decode
 from ...attention.paged_decode import paged_decode
 from ...errors import UsageError
 from ...tensor import TensorView, view_of
-from .arguments import Arguments
+from .arguments import MEMORY, Arguments
 from .layouts import check_layout, latent_cache, like_query, without
 from .lengths import lengths_of
 from .native import launch
@@ -30,6 +31,7 @@ _NAMES = {
 _ROPE = 64
 
 
+@operator_function(owner="default()", memory=MEMORY)
 def xqa(
     q: Any,
     k_cache: Any,
@@ -116,6 +118,7 @@ def xqa(
     )
 
 
+@operator_function(owner="default()", memory=MEMORY)
 def xqa_mla(
     q: Any,
     k_cache: Any,

@@ -1,0 +1,22 @@
+"""Fast paths: a call that is like an earlier one is sent by a function that was made for it.
+
+The full path of an operator checks, plans and launches. While it runs it notes what it launched (``notes``); from that
+and the call's arguments ``generated`` writes a function that tests whether another call is alike, which ``guards``
+does for tensors, and sends it. ``operator_function`` tries those functions before the full path, which is the only
+source of plans and of errors.
+"""
+
+from .notes import Launched, Scratch, note_launch, note_made, note_unrepeatable
+from .operator_function import FastPaths, full_path, operator_function, suspend
+
+__all__ = [
+    "FastPaths",
+    "Launched",
+    "Scratch",
+    "full_path",
+    "note_launch",
+    "note_made",
+    "note_unrepeatable",
+    "operator_function",
+    "suspend",
+]

@@ -1,0 +1,331 @@
+"""Writing the function that tests whether a call is like an earlier one, and sends it."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from ...kernels.native.problem import LOG2_E
+from ...launch.prepared import OtherContextError
+from ...launch.semaphore_workspace import SemaphoreWorkspace
+from ...launch.streams import stream_handle
+from ...launch.workspace import Workspace
+from ...tensor import TensorView
+from .guards import GuardedTensor, conditions, guarded
+from .notes import Launched, Notes
+
+MISS = object()  # what a fast path gives for a call that is not alike
+_ALIGNED, _PLACED = 15, 255  # bits of an address that count: of a tensor, of memory that regions are placed in
+_SCALE_LIMIT = 2.0**127
+_FIXED = (str, int, float)
+_WORKSPACES = (Workspace, SemaphoreWorkspace)
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What the arguments of an operator mean, beyond tensors and fixed options.
+
+    ``scales`` names the argument that a number among the launch's values is a multiple of, ``bound`` the one that
+    bounds the lengths, ``memory`` those in which regions are placed, ``contents`` those that the full path may read.
+    """
+
+    parameters: tuple[str, ...]
+    scales: Mapping[str, str] = field(default_factory=dict)
+    bound: str = "max_seq_len"
+    memory: tuple[str, ...] = ()
+    contents: tuple[str, ...] = ()
+
+
+class _Unlike(Exception):
+    """The call cannot be told from others that need another launch."""
+
+
+def fast_path(signature: Signature, arguments: Sequence[Any], result: Any, notes: Notes) -> Callable[..., Any] | None:
+    """A function of the operator's arguments, all of them by position, that sends calls like this one.
+
+    It gives ``MISS`` for a call that is not alike, and then has done nothing. None: no such function can be made.
+    """
+    if not notes.repeatable or len(notes.launched) != 1:
+        return None
+    try:
+        return _Writer(signature, arguments, notes.launched[0], notes).write(result)
+    except _Unlike:
+        return None
+
+
+class _Writer:
+    """Collects the lines of one function and what they refer to."""
+
+    def __init__(self, signature: Signature, arguments: Sequence[Any], launched: Launched, notes: Notes) -> None:
+        scratch = launched.scratch
+        if scratch is not None and scratch.held is None and not any(isinstance(x, _WORKSPACES) for x in arguments):
+            launched = launched._replace(scratch=None)  # made of tensors among the arguments
+        self.signature, self.launched, self.notes = signature, launched, notes
+        self.given = dict(zip(signature.parameters, arguments, strict=True))
+        self.scope: dict[str, Any] = {"MISS": MISS, "run": launched.run, "OtherContextError": OtherContextError}
+        self.tests: list[str] = []
+        self.unpacked: list[str] = []
+        self.tensors: list[GuardedTensor] = []
+        self.free: dict[str, Any] = {}
+        self.followed: set[str] = set()
+        self.workspace = ""
+
+    def write(self, result: Any) -> Callable[..., Any]:
+        signature, launched, given = self.signature, self.launched, self.given
+        for name, value in given.items():
+            self._argument(name, value)
+        made = [self._made(number, item.tensor) for number, item in enumerate(self.notes.made)]
+        known, used, related = [*self.tensors, *made], set(), set()
+        values = [
+            self._value(name, value, known, used, related)
+            for name, value in zip(launched.names, launched.values, strict=True)
+        ]
+        self._leftovers()
+        reads = [f"    a_{item.name} = {item.address}" for item in self.tensors if item.name in used]
+        lines = [f"def fast({', '.join(signature.parameters)}):"]
+        lines += _refusal(self.tests)
+        lines += self.unpacked
+        lines += _refusal(conditions(self.tensors, self.scope))
+        lines += reads + _refusal([*self._alignments(used), *sorted(related)])
+        lines += self._stream("stream" in given)
+        lines += self._regions()
+        for number, (item, tensor) in enumerate(zip(self.notes.made, made, strict=True)):
+            sources = ", ".join(self._source(source) for source in item.sources)
+            self.scope[f"make{number}"] = item.make
+            lines.append(f"    made{number} = make{number}({sources})")
+            if tensor.name in used:
+                lines.append(f"    a_{tensor.name} = {tensor.address}")
+        lines += ["    try:", f"        run(handle, {', '.join(values)})"]
+        lines += ["    except OtherContextError:", "        return MISS"]
+        if "stream" in given:
+            lines += self._recorded(made)
+        lines += [f"    return {self._result(result, given)}", ""]
+        return _compiled("\n".join(lines), self.scope)
+
+    def _argument(self, name: str, value: Any) -> None:
+        """What must hold for an argument, or what varies with it."""
+        signature = self.signature
+        if name in ("self", "stream"):
+            return
+        if name in signature.contents and value is not None:
+            raise _Unlike
+        if isinstance(value, _WORKSPACES):
+            if self.launched.scratch is None:
+                raise _Unlike
+            self.scope |= {"Kind": type(value), "CONTEXT": self.launched.context}
+            self.tests.append(f"type({name}) is Kind and {name}.context == CONTEXT")
+            self.workspace = name
+        elif name == signature.bound and type(value) is int:
+            self.tests.append(f"type({name}) is int")
+            self.free[name] = value
+        elif name in signature.scales.values() and type(value) is float and value:
+            self.scope["LIMIT"] = _SCALE_LIMIT
+            self.tests.append(f"type({name}) is float and -LIMIT <= {name} <= LIMIT and {name}")
+            self.free[name] = value
+        elif type(value) in (tuple, list):
+            self.scope |= {f"kind_{name}": type(value), f"len_{name}": len(value)}
+            self.tests.append(f"type({name}) is kind_{name} and len({name}) == len_{name}")
+            parts = [f"{name}_{index}" for index in range(len(value))]
+            if parts:
+                self.unpacked.append(f"    {', '.join(parts)}, = {name}")
+            late = len(self.tests)
+            for part, element in zip(parts, value, strict=True):
+                self._single(part, element)
+            self.unpacked += _refusal(self.tests[late:])
+            del self.tests[late:]
+        else:
+            self._single(name, value)
+
+    def _single(self, name: str, value: Any) -> None:
+        if value is None or type(value) is bool:
+            self.tests.append(f"{name} is {value}")
+        elif type(value) in _FIXED:
+            self.scope |= {f"k_{name}": value, f"t_{name}": type(value)}
+            self.tests.append(f"type({name}) is t_{name} and {name} == k_{name}")
+        elif is_immutable(value):
+            self.scope[f"k_{name}"] = value
+            self.tests.append(f"{name} is k_{name}")
+        else:
+            item = guarded(name, value)
+            if item is None:
+                raise _Unlike
+            self.tensors.append(item)
+
+    def _made(self, number: int, tensor: Any) -> GuardedTensor:
+        item = guarded(f"made{number}", tensor)
+        if item is None:
+            raise _Unlike
+        return item
+
+    def _value(self, name: str, value: Any, known: Sequence[GuardedTensor], used: set[str], related: set[str]) -> str:
+        """The expression of one of the launch's values."""
+        launched, scratch = self.launched, self.launched.scratch
+        if scratch is not None and name in scratch.names:
+            return f"r{scratch.names.index(name)}"
+        if name in launched.numbers:
+            return self._number(name, value)
+        if not value:
+            return "0"
+        containing = [item for item in known if item.view.pointer <= value < item.end]
+        if not containing:
+            raise _Unlike
+        source, *others = containing
+        used.update(item.name for item in containing)
+        for other in others:  # whichever of them the address was derived from, it is the same
+            delta = f"d_{other.name}_{source.name}"
+            self.scope[delta] = other.view.pointer - source.view.pointer
+            related.add(f"a_{other.name} - a_{source.name} == {delta}")
+        if any(item.name.startswith("made") for item in containing) and others:
+            raise _Unlike
+        offset = value - source.view.pointer
+        if not offset:
+            return f"a_{source.name}"
+        at = f"o{launched.names.index(name)}"
+        self.scope[at] = offset
+        return f"a_{source.name} + {at}"
+
+    def _number(self, name: str, value: Any) -> str:
+        """The expression of a number: of the argument that it follows, or as it was."""
+        signature, bound = self.signature, self.signature.bound
+        scale = signature.scales.get(name)
+        if name == "max_seq_len" and bound in self.free:
+            self.scope |= {"LOW": self.launched.bounds[0], "HIGH": self.launched.bounds[1]}
+            self.followed.add(bound)
+            if value == self.free[bound]:
+                self.tests.append(f"LOW <= {bound} <= HIGH")
+                return bound
+            if value > self.free[bound]:
+                raise _Unlike
+            self.scope["CAPACITY"] = value  # what the page table holds, however much more is asked for
+            self.tests.append(f"{bound} >= CAPACITY")
+        elif scale in self.free:
+            factors = [1.0, LOG2_E, *(k for key, k in self.scope.items() if key[:2] == "k_" and type(k) is float)]
+            factor = next((factor for factor in factors if self.free[scale] * factor == value), None)
+            if factor is not None:
+                self.followed.add(scale)
+                self.scope[f"f_{name}"] = factor
+                return f"{scale} * f_{name}" if factor != 1.0 else scale
+        self.scope[f"n_{name}"] = value
+        return f"n_{name}"
+
+    def _leftovers(self) -> None:
+        """What no value follows is as it was, and a bound chooses the same plan."""
+        for name, value in self.free.items():
+            if name == self.signature.bound and name not in self.followed:
+                self.scope |= {"LOW": self.launched.bounds[0], "HIGH": self.launched.bounds[1]}
+                self.tests.append(f"LOW <= {name} <= HIGH")
+            elif name not in self.followed:
+                self.scope[f"k_{name}"] = value
+                self.tests.append(f"{name} == k_{name}")
+
+    def _alignments(self, used: set[str]) -> list[str]:
+        plain, tests = [], []
+        for item in self.tensors:
+            if item.name not in used:
+                continue
+            mask = _PLACED if item.name in self.signature.memory else _ALIGNED
+            rest = item.view.pointer & mask
+            if mask == _ALIGNED and not rest:
+                plain.append(f"a_{item.name}")
+            else:
+                self.scope[f"x_{item.name}"] = rest
+                tests.append(f"a_{item.name} & {mask} == x_{item.name}")
+        return [f"not ({' | '.join(plain)}) & {_ALIGNED}", *tests] if plain else tests
+
+    def _stream(self, given: bool) -> list[str]:
+        memory, first = self.launched.memory, self.tensors[0]
+        self.scope |= {"DEVICE": self.launched.device, "stream_handle": stream_handle}
+        if memory is None:
+            own = "0"
+        elif type(first.tensor) is TensorView:
+            own, self.scope["current"] = f"current({first.name})", memory.current_stream
+        else:
+            own, self.scope["current"] = "current(DEVICE)", memory.stream_query()
+        return [f"    handle = {own} if stream is None else stream_handle(stream)" if given else f"    handle = {own}"]
+
+    def _regions(self) -> list[str]:
+        scratch = self.launched.scratch
+        if scratch is None:
+            return []
+        self.scope |= {"held": scratch.held, "DEFAULT": scratch.default, "places": scratch.places}
+        lines, workspace = [], self.workspace
+        if not workspace:
+            workspace, self.scope["CONTEXT"] = "scratch", self.launched.context
+            lines.append("    scratch = held.get(handle or DEFAULT)")
+            lines += _refusal(["scratch is not None and scratch.context == CONTEXT"])
+        lines.append(f"    regions = places.get({workspace}.claim(handle))")
+        lines += _refusal(["regions is not None"])
+        if scratch.names:
+            lines.append(f"    {''.join(f'r{number}, ' for number in range(len(scratch.names)))}= regions")
+        return lines
+
+    def _recorded(self, made: Sequence[GuardedTensor]) -> list[str]:
+        """torch's allocator must know of a use on another stream than the current one."""
+        names = [item.name for item in (*self.tensors, *made) if hasattr(item.tensor, "record_stream")]
+        if not names or self.launched.memory is None:
+            return []
+        self.scope["record_use"] = record_use
+        return [
+            "    if stream is not None and handle != current(DEVICE):",
+            f"        record_use(handle, DEVICE, ({', '.join(names)},))",
+        ]
+
+    def _source(self, tensor: Any) -> str:
+        for item in self.tensors:
+            if item.tensor is tensor:
+                return item.name
+        raise _Unlike
+
+    def _result(self, result: Any, given: Mapping[str, Any]) -> str:
+        if result is None:
+            return "None"
+        if type(result) is tuple:
+            return f"({', '.join(self._result(part, given) for part in result)},)"
+        for number, item in enumerate(self.notes.made):
+            if item.tensor is result:
+                return f"made{number}"
+        for name, value in given.items():
+            if value is result:
+                return name
+        raise _Unlike
+
+
+def is_immutable(value: Any) -> bool:
+    """Whether an option is a value that stays as it is: a dtype of torch's, a runtime."""
+    torch = sys.modules.get("torch")
+    from ..runtime import Runtime
+
+    return isinstance(value, Runtime) or (torch is not None and isinstance(value, torch.dtype))
+
+
+def record_use(stream: int, device: int, tensors: Sequence[Any]) -> None:
+    """Tell torch's allocator that ``stream`` uses tensors that the current stream may free."""
+    from torch.cuda import ExternalStream
+
+    used_on = ExternalStream(stream, device=device)
+    for tensor in tensors:
+        tensor.record_stream(used_on)
+
+
+def _refusal(tests: Sequence[str]) -> list[str]:
+    return [f"    if not ({' and '.join(tests)}):", "        return MISS"] if tests else []
+
+
+@lru_cache(maxsize=1024)
+def _code(outer: str) -> Any:
+    file = f"<fast path {hash(outer) & (1 << 64) - 1:#x}>"
+    linecache.cache[file] = (len(outer), None, outer.splitlines(keepends=True), file)  # for tracebacks
+    return compile(outer, file, "exec")
+
+
+def _compiled(source: str, scope: Mapping[str, Any]) -> Callable[..., Any]:
+    """The function of ``source``, whose free names become cells of a closure, which cost less than globals."""
+    body = "".join(f"    {line}\n" for line in source.splitlines())
+    found: dict[str, Any] = {}
+    exec(_code(f"def bind({', '.join(sorted(scope))}):\n{body}    return fast\n"), found)
+    made: Callable[..., Any] = found["bind"](**scope)
+    return made

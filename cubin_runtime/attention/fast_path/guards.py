@@ -1,0 +1,128 @@
+"""Tests, as source text, that a call's tensors are of known forms, and where their addresses come from."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+from ...dtypes import ITEM_BYTES
+from ...errors import CubinRuntimeError
+from ...tensor import TensorView, view_of
+
+
+class GuardedTensor(NamedTuple):
+    """A tensor of a call: the name that the source knows it by, and its view."""
+
+    name: str
+    tensor: Any
+    view: TensorView
+
+    @property
+    def end(self) -> int:
+        """The address behind its last element; it has some, and no stride is negative."""
+        last = sum((size - 1) * stride for size, stride in zip(self.view.shape, self.view.strides, strict=True))
+        return self.view.pointer + (last + 1) * ITEM_BYTES[self.view.dtype]
+
+    @property
+    def address(self) -> str:
+        """The expression of its address."""
+        return f"{self.name}.pointer" if type(self.tensor) is TensorView else f"{self.name}.data_ptr()"
+
+
+def guarded(name: str, tensor: Any) -> GuardedTensor | None:
+    """The tensor if it can be guarded and has elements: a view, or one of torch's own classes."""
+    if type(tensor) is not TensorView and not is_plain(tensor):
+        return None
+    try:
+        view = view_of(tensor, name)
+    except CubinRuntimeError:
+        return None
+    has_elements = all(view.shape) and all(stride >= 0 for stride in view.strides) and view.pointer
+    return GuardedTensor(name, tensor, view) if has_elements else None
+
+
+def is_plain(tensor: Any) -> bool:
+    """Whether a tensor is of a class of torch's own, which keeps no data of another kind behind it."""
+    torch = sys.modules.get("torch")
+    return torch is not None and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+
+
+def conditions(tensors: Sequence[GuardedTensor], scope: dict[str, Any]) -> list[str]:
+    """Expressions that are all true for tensors of the same forms; what they refer to is put into ``scope``.
+
+    Dtype, shape, strides and device are compared at every call: all of them can change while object and address stay.
+    """
+    found = []
+    views = [item for item in tensors if type(item.tensor) is TensorView]
+    for item in views:
+        name, view = item.name, item.view
+        scope |= {f"spec_{name}": view.spec, "TensorView": TensorView}
+        found.append(f"type({name}) is TensorView and {name}.spec == spec_{name}")
+    rest = [item for item in tensors if type(item.tensor) is not TensorView]
+    if rest:
+        torch = sys.modules["torch"]
+        scope["modes"] = torch._C._len_torch_dispatch_stack
+        found.append("not modes()")
+        if any(item.tensor.requires_grad for item in rest):
+            scope["grad_enabled"] = torch.is_grad_enabled
+            found.append("not grad_enabled()")
+        check = torch_guard([item.tensor for item in rest])
+        if check is not None:
+            scope["check"] = check
+            found.append(f"check({', '.join(item.name for item in rest)})")
+        else:
+            found += [_compared(item, scope) for item in rest]
+    return found
+
+
+def _compared(item: GuardedTensor, scope: dict[str, Any]) -> str:
+    """The test by public attributes, where torch's guards cannot be had."""
+    name, tensor = item.name, item.tensor
+    scope |= {
+        f"type_{name}": type(tensor),
+        f"dtype_{name}": tensor.dtype,
+        f"shape_{name}": tensor.shape,
+        f"stride_{name}": tensor.stride(),
+        f"device_{name}": item.view.device,
+    }
+    return (
+        f"type({name}) is type_{name} and {name}.dtype is dtype_{name} and {name}.shape == shape_{name} and "
+        f"{name}.stride() == stride_{name} and {name}.get_device() == device_{name}"
+        + ("" if tensor.requires_grad else f" and not {name}.requires_grad")
+    )
+
+
+def torch_guard(tensors: Sequence[Any]) -> Callable[..., bool] | None:
+    """torch's guard of the forms of ``tensors``, which tests them all in one call of C; None where it cannot be had."""
+    return _guard(tensors) if _guards_work() else None
+
+
+def _guard(tensors: Sequence[Any]) -> Callable[..., bool]:
+    from torch._C._dynamo.guards import TensorGuards
+
+    sizes = [list(tensor.size()) for tensor in tensors]
+    strides = [list(tensor.stride()) for tensor in tensors]
+    check: Callable[..., bool] = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    return check
+
+
+@cache
+def _guards_work() -> bool:
+    """Whether torch's guards, which are not public, tell apart all that they must."""
+    torch = sys.modules["torch"]
+    try:
+        empty = torch.empty
+        known = empty(4, 8, dtype=torch.float16), empty(2, dtype=torch.int32)
+        check = _guard(known)
+        shorter, viewed, turned = (empty(4, 8, dtype=torch.float16) for _ in range(3))
+        shorter.data = shorter.data[:2]
+        viewed.data = viewed.data.view(torch.bfloat16)
+        turned.transpose_(0, 1)
+        wide = empty(4, 16, dtype=torch.float16)[:, :8]
+        others = (shorter, viewed, turned, wide, torch.nn.Parameter(known[0]), known[0].to("meta"), None, 1)
+        same = check(empty(4, 8, dtype=torch.float16), known[1])
+        return bool(same) and not any(check(other, known[1]) for other in others)
+    except Exception:  # whatever a later torch does to names that are its own
+        return False

@@ -1,0 +1,105 @@
+"""What the full path of a call notes of itself, so that a call like it can be sent without it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from ..memory import TensorMemory
+
+
+class Scratch(NamedTuple):
+    """The workspaces of a plan, and where its regions lie in them.
+
+    ``held`` has the workspace of each stream and, under ``default``, that of the legacy default stream; None: the
+    caller gave one. ``places`` has the addresses of the regions, in order, by what ``Workspace.claim`` gives. ``names``
+    are the regions'.
+    """
+
+    held: Mapping[Hashable, Any] | None
+    default: Hashable
+    places: Mapping[Hashable, tuple[int, ...]]
+    names: tuple[str, ...]
+
+
+class Launched(NamedTuple):
+    """The launches of one call: ``run(stream, *values)`` of ``PreparedLaunches``.
+
+    Values called ``names`` are addresses, but for those of ``numbers``; those of the regions of ``scratch`` follow from
+    the workspace. ``bounds`` are the least and the greatest bound on the lengths with which a call takes the same plan.
+    ``memory`` gives the stream of a call without one; None: that is the legacy default stream. ``apart`` names two
+    addresses on whose equality the plan depends.
+    """
+
+    run: Callable[..., None]
+    names: tuple[str, ...]
+    values: tuple[Any, ...]
+    numbers: tuple[str, ...]
+    context: int
+    device: int
+    memory: TensorMemory | None
+    bounds: tuple[int, int]
+    scratch: Scratch | None = None
+    apart: tuple[str, ...] = ()
+
+
+class Made(NamedTuple):
+    """A tensor that the full path made: ``make(*sources)`` makes another."""
+
+    tensor: Any
+    make: Callable[..., Any]
+    sources: tuple[Any, ...]
+
+
+@dataclass
+class Notes:
+    """The notes of one call."""
+
+    launched: list[Launched] = field(default_factory=list)
+    made: list[Made] = field(default_factory=list)
+    repeatable: bool = True
+
+
+class _Active(threading.local):
+    notes: Notes | None = None
+
+
+_active = _Active()
+
+
+def active() -> bool:
+    """Whether a call of this thread is taking notes."""
+    return _active.notes is not None
+
+
+class taking_notes:  # used as a statement
+    """Take notes of what this thread does inside."""
+
+    def __enter__(self) -> Notes:
+        _active.notes = notes = Notes()
+        return notes
+
+    def __exit__(self, *_: object) -> None:
+        _active.notes = None
+
+
+def note_launch(launched: Launched) -> None:
+    """Note a launch."""
+    if _active.notes is not None:
+        _active.notes.launched.append(launched)
+
+
+def note_made(tensor: Any, make: Callable[..., Any], sources: Sequence[Any] = ()) -> Any:
+    """Note a tensor that was made from arguments of the call or from nothing; the tensor."""
+    if _active.notes is not None:
+        _active.notes.made.append(Made(tensor, make, tuple(sources)))
+    return tensor
+
+
+def note_unrepeatable() -> None:
+    """Note that the call depends on the contents of a tensor, so that another call must take the full path."""
+    if _active.notes is not None:
+        _active.notes.repeatable = False
