@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-import linecache
 import threading
-import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import AbiError, UsageError
 from . import driver_api as api
+from .compiled import compiled
 from .driver import Driver
 from .history import LaunchRecord
 from .modules import LoadedKernel
@@ -181,15 +180,7 @@ class PreparedLaunches:
             scope |= {f"launch{number}": launch, f"function{number}": launch.function}
             moving = (item for item in enumerate(launch.inputs) if item[1].spec and item[1].value not in self._resident)
             scope |= {f"spec{number}_{index}": item.spec for index, item in moving}
-        # Names become cells of a closure, which cost less than globals.
-        body = "".join(f"    {line}\n" for line in self.source.splitlines())
-        outer, file = f"def bind({', '.join(scope)}):\n{body}    return run\n", f"<prepared launches {id(self):#x}>"
-        linecache.cache[file] = (len(outer), None, outer.splitlines(keepends=True), file)  # for tracebacks
-        weakref.finalize(self, linecache.cache.pop, file, None).atexit = False
-        found: dict[str, Any] = {}
-        exec(compile(outer, file, "exec"), found)
-        made: Callable[..., None] = found["bind"](**scope)
-        return made
+        return compiled("run", self.source, scope)
 
     def _new_pool(self, key: Hashable) -> list[_Block]:
         with self._lock:

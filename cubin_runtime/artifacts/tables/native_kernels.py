@@ -54,6 +54,9 @@ class NativeKernel:
     sources_sha256: str
     status: str
 
+    def __hash__(self) -> int:  # the traits have none
+        return hash(self.file)
+
     @property
     def architecture(self) -> Architecture:
         """``sm`` as a value."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import linecache
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 from ...kernels.native.problem import LOG2_E
+from ...launch.compiled import compiled
 from ...launch.prepared import OtherContextError
 from ...launch.semaphore_workspace import SemaphoreWorkspace
 from ...launch.streams import stream_handle
@@ -104,7 +103,7 @@ class _Writer:
         if "stream" in given:
             lines += self._recorded(made)
         lines += [f"    return {self._result(result, given)}", ""]
-        return _compiled("\n".join(lines), self.scope)
+        return compiled("fast", "\n".join(lines), self.scope)
 
     def _argument(self, name: str, value: Any) -> None:
         """What must hold for an argument, or what varies with it."""
@@ -313,19 +312,3 @@ def record_use(stream: int, device: int, tensors: Sequence[Any]) -> None:
 
 def _refusal(tests: Sequence[str]) -> list[str]:
     return [f"    if not ({' and '.join(tests)}):", "        return MISS"] if tests else []
-
-
-@lru_cache(maxsize=1024)
-def _code(outer: str) -> Any:
-    file = f"<fast path {hash(outer) & (1 << 64) - 1:#x}>"
-    linecache.cache[file] = (len(outer), None, outer.splitlines(keepends=True), file)  # for tracebacks
-    return compile(outer, file, "exec")
-
-
-def _compiled(source: str, scope: Mapping[str, Any]) -> Callable[..., Any]:
-    """The function of ``source``, whose free names become cells of a closure, which cost less than globals."""
-    body = "".join(f"    {line}\n" for line in source.splitlines())
-    found: dict[str, Any] = {}
-    exec(_code(f"def bind({', '.join(sorted(scope))}):\n{body}    return fast\n"), found)
-    made: Callable[..., Any] = found["bind"](**scope)
-    return made

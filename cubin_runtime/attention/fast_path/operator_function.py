@@ -10,6 +10,7 @@ from functools import wraps
 from itertools import count
 from typing import Any, TypeVar
 
+from ...launch.compiled import compiled
 from .generated import MISS, Signature, fast_path
 from .notes import active, taking_notes
 
@@ -98,21 +99,16 @@ def _written(full: Callable[..., Any], owner: str, number: int, call: Any, promo
             scope[f"default_{parameter.name}"] = parameter.default
             heads.append(f"{parameter.name}=default_{parameter.name}")
     source = (
-        f"def bind({', '.join(scope)}):\n"
-        f"    def {full.__name__}({', '.join(heads)}):\n"
-        f"        owner = {owner}\n"
-        f"        if not state.suspended:\n"
-        f"            paths = owner.fast_paths[{number}]\n"
-        f"            for path in paths:\n"
-        f"                result = path({names})\n"
-        f"                if result is not MISS:\n"
-        f"                    if path is not paths[0]:\n"
-        f"                        promote(owner, path)\n"
-        f"                    return result\n"
-        f"        return call(owner, ({names},))\n"
-        f"    return {full.__name__}\n"
+        f"def {full.__name__}({', '.join(heads)}):\n"
+        f"    owner = {owner}\n"
+        f"    if not state.suspended:\n"
+        f"        paths = owner.fast_paths[{number}]\n"
+        f"        for path in paths:\n"
+        f"            result = path({names})\n"
+        f"            if result is not MISS:\n"
+        f"                if path is not paths[0]:\n"
+        f"                    promote(owner, path)\n"
+        f"                return result\n"
+        f"    return call(owner, ({names},))\n"
     )
-    found: dict[str, Any] = {}
-    exec(compile(source, f"<operator {full.__qualname__}>", "exec"), found)
-    made: Callable[..., Any] = found["bind"](**scope)
-    return made
+    return compiled(full.__name__, source, scope)

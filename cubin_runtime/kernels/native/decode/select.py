@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any
 
 from ....artifacts.tables.native_kernels import MEASURED, NativeKernel
@@ -130,15 +131,41 @@ def select_decode(
         UsageError: no kernel fits; the message says what those for this device can do.
     """
     constants = costs or costs_of(device.name)
+    form = (shape.dtype, shape.head_dim, shape.q_dtype or shape.dtype)
+    looked_at = _look_through(tuple(kernels), _number(device), *form, device.shared_bytes_per_block_optin)
+    fitting = [kernel for kernel, unfit in looked_at if unfit is None]
+    return tuple(_select(looked_at, shape, part, device, constants) for part in _parts(fitting, shape))
+
+
+@lru_cache(maxsize=256)  # a release has a hundred kernels, of which a call's form rules out nearly all
+def _look_through(
+    kernels: tuple[NativeKernel, ...], number: int, dtype: str, head_dim: int, q_dtype: str, shared_bytes: int
+) -> tuple[tuple[NativeKernel, DecodeCandidate | None], ...]:
+    """Each decode kernel, and what it is as a candidate if such calls cannot take it."""
+
+    def unfit(kernel: NativeKernel) -> str:
+        if not kernel.architecture.runs_on(number):
+            return f"built for {kernel.architecture}"
+        for name, wanted in (("dtype", dtype), ("head_dim", head_dim)):
+            if kernel.traits[name] != wanted:
+                return f"{name} is {kernel.traits[name]}"
+        taken = str(kernel.traits["q_dtypes"]).split(",")
+        if q_dtype not in taken:
+            return f"queries are {' or '.join(taken)}"
+        needs = kernel.dynamic_shared_bytes + kernel.static_shared_bytes
+        if needs > shared_bytes:
+            return f"needs {needs} bytes of shared memory a block, the device has {shared_bytes}"
+        return ""
+
     decodes = [kernel for kernel in kernels if kernel.operation == OPERATION]
-    return tuple(_select(decodes, shape, part, device, constants) for part in _parts(decodes, shape, device))
+    return tuple((k, DecodeCandidate(kernel=k, unfit=reason) if (reason := unfit(k)) else None) for k in decodes)
 
 
-def _parts(kernels: list[NativeKernel], shape: DecodeShape, device: DeviceFacts) -> tuple[Part, ...]:
+def _parts(kernels: Sequence[NativeKernel], shape: DecodeShape) -> tuple[Part, ...]:
     """The launches' requests: under ``batch_invariant`` a request's own rows alone decide its arithmetic."""
     if not shape.batch_invariant:
         return (Part(0, ANY_ROWS, None),)
-    if not any(not _unfit(k, shape, device) and k.traits["arithmetic"] == _WARPGROUPS for k in kernels):
+    if not any(kernel.traits["arithmetic"] == _WARPGROUPS for kernel in kernels):
         return (Part(0, ANY_ROWS, _WARPS),)
     # Ragged requests: who has rows has `group` at least, and no more than all have together.
     fewest = shape.group if shape.ragged else shape.rows
@@ -151,9 +178,13 @@ def _parts(kernels: list[NativeKernel], shape: DecodeShape, device: DeviceFacts)
 
 
 def _select(
-    kernels: list[NativeKernel], shape: DecodeShape, part: Part, device: DeviceFacts, costs: Costs
+    looked_at: tuple[tuple[NativeKernel, DecodeCandidate | None], ...],
+    shape: DecodeShape,
+    part: Part,
+    device: DeviceFacts,
+    costs: Costs,
 ) -> DecodeSelection:
-    candidates = tuple(_look_at(kernel, shape, part, device, costs) for kernel in kernels)
+    candidates = tuple(unfit or _look_at(kernel, shape, part, device, costs) for kernel, unfit in looked_at)
     fits = [c.fit for c in candidates if c.fit]
     if not fits:
         raise UsageError(_refusal(candidates, shape, device))
@@ -185,31 +216,14 @@ def _order(fit: Fit, shape: DecodeShape, part: Part) -> tuple[int, int, int, boo
 def _look_at(
     kernel: NativeKernel, shape: DecodeShape, part: Part, device: DeviceFacts, costs: Costs
 ) -> DecodeCandidate:
-    unfit = _unfit(kernel, shape, device)
-    if not unfit and part.arithmetic not in (None, kernel.traits["arithmetic"]):
+    if part.arithmetic not in (None, kernel.traits["arithmetic"]):
         unfit = f"{kernel.traits['arithmetic']}; batch_invariant has {part.arithmetic} for {part}"
-    if unfit:
         return DecodeCandidate(kernel=kernel, unfit=unfit)
     grids = grids_of(kernel, shape, part, device, costs)
     fits = [Fit(kernel, grid, estimate(work_of(kernel, grid, shape, part, device), costs)) for grid in grids]
     limit = min(fit.estimate.microseconds for fit in fits) * (1 + costs.equal_within)
     best = next(fit for fit in fits if fit.estimate.microseconds <= limit)
     return DecodeCandidate(kernel=kernel, fit=best, other_fits=tuple(fit for fit in fits if fit is not best))
-
-
-def _unfit(kernel: NativeKernel, shape: DecodeShape, device: DeviceFacts) -> str:
-    if not kernel.architecture.runs_on(_number(device)):
-        return f"built for {kernel.architecture}"
-    for name, wanted in (("dtype", shape.dtype), ("head_dim", shape.head_dim)):
-        if kernel.traits[name] != wanted:
-            return f"{name} is {kernel.traits[name]}"
-    taken = str(kernel.traits["q_dtypes"]).split(",")
-    if (shape.q_dtype or shape.dtype) not in taken:
-        return f"queries are {' or '.join(taken)}"
-    needs = kernel.dynamic_shared_bytes + kernel.static_shared_bytes
-    if needs > device.shared_bytes_per_block_optin:
-        return f"needs {needs} bytes of shared memory a block, the device has {device.shared_bytes_per_block_optin}"
-    return ""
 
 
 def _reason(fit: Fit, shape: DecodeShape, part: Part, device: DeviceFacts) -> str:

@@ -1,0 +1,27 @@
+"""Functions written as source at run time: one straight line of code costs a third of a loop over fields."""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+
+def compiled(name: str, source: str, scope: Mapping[str, Any]) -> Callable[..., Any]:
+    """The function ``name`` of ``source``, whose free names are those of ``scope``.
+
+    They become cells of a closure, which cost less than globals, and equal sources are compiled once.
+    """
+    body = "".join(f"    {line}\n" for line in source.splitlines())
+    found: dict[str, Any] = {}
+    exec(_code(f"def bind({', '.join(sorted(scope))}):\n{body}    return {name}\n"), found)
+    made: Callable[..., Any] = found["bind"](**scope)
+    return made
+
+
+@lru_cache(maxsize=1024)
+def _code(source: str) -> Any:
+    file = f"<written {hash(source) & (1 << 64) - 1:#x}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)  # for tracebacks
+    return compile(source, file, "exec")
