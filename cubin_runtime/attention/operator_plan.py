@@ -5,13 +5,14 @@ from __future__ import annotations
 import struct
 import threading
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from ..errors import DeviceError, UsageError
 from ..kernels.native.constants import StatusBit
 from ..kernels.native.launches import NativeLaunch
 from ..kernels.native.problem import NUMBERS
+from ..launch.driver import Driver
 from ..launch.plan import LaunchPlan
 from ..launch.prepared import OtherContextError, PreparedLaunches
 from ..launch.regions import workspace_size
@@ -68,9 +69,14 @@ class OperatorPlan:
         self.of_torch = of_torch
         self._lock = threading.Lock()
         self.fast_paths: FastPaths = defaultdict(tuple)
-        self._prepared: dict[int, Callable[..., None]] = {}
+        self._prepared: dict[int, PreparedLaunches] = {}
         self._places: OrderedDict[Hashable, tuple[int, ...]] = OrderedDict()
         self._pool = WorkspacePool(runtime.driver, self._device, self.workspace_bytes)
+
+    @property
+    def driver(self) -> Driver:
+        """The driver that it launches with."""
+        return self._runtime.driver
 
     @property
     def selections(self) -> tuple[Any, ...]:
@@ -124,6 +130,26 @@ class OperatorPlan:
         tensors.check_addresses()
         return tensors.addresses
 
+    def addresses_of(self, given: Given) -> dict[str, int]:
+        """The addresses of some of the operator's tensors, and 0 for those that the plan was made without, by name.
+
+        Raises:
+            UsageError: as ``addresses``.
+        """
+        found: dict[str, int] = {}
+        for arg, planned in zip(self.operator.tensors, self.specs, strict=True):
+            if arg.name in given or planned is None:
+                view = arg.read(given.get(arg.name), self.options)
+                tensors = CallTensors((arg,), (view,))
+                tensors.check_planned((planned,))
+                tensors.check_addresses()
+                found[arg.name] = view.pointer if view else 0
+        return found
+
+    def new_workspace(self, stream: int) -> Workspace:
+        """A workspace of its caller's for ``stream``, cleared."""
+        return self._pool.make(stream)
+
     def launch(
         self,
         addresses: tuple[int, ...],
@@ -152,7 +178,7 @@ class OperatorPlan:
             scratch, context = workspace, workspace.context
         if context is None:
             context = self._runtime.driver.context_on(self._device)
-        run = self._prepared.get(context) or self._prepare_on(context, stream)
+        run = (self._prepared.get(context) or self._prepare_on(context, stream)).run
         place = scratch.claim(stream)
         values = (*addresses, *(self._places.get(place) or self._regions_at(scratch, place)), *numbers)
         try:
@@ -172,6 +198,21 @@ class OperatorPlan:
             bounds=(0, self.options.max_seq_len),
             scratch=Scratch(self._pool.held if workspace is None else None, (context, 0), self._places, regions),
         )
+
+    def bound_run(
+        self, addresses: Mapping[str, int], numbers: tuple[int, float, float], workspace: AnyWorkspace, stream: int
+    ) -> Callable[..., None]:
+        """What launches on one stream with tensors at fixed ``addresses`` by name, 0 for what is left out; it takes
+        the addresses of the others, in the operator's order. Errors as ``launch``."""
+        place = workspace.claim(stream)
+        regions = self._places.get(place) or self._regions_at(workspace, place)
+        fixed: dict[str, Any] = {
+            arg.value or arg.name: at for arg in self.operator.tensors if (at := addresses.get(arg.name)) is not None
+        }
+        fixed |= zip((region.name for region in self.regions), regions, strict=True)
+        fixed |= zip(NUMBERS, numbers, strict=True)
+        context = workspace.context or self.driver.context_on(self._device)
+        return (self._prepared.get(context) or self._prepare_on(context, stream)).bind(fixed, stream)
 
     def stream_of(self, stream: Any) -> int:
         """The handle of a stream as callers give it; None: torch's current one of the tensors' device for a plan made
@@ -202,7 +243,7 @@ class OperatorPlan:
             kernels = " and ".join(launch.plan.kernel for launch in self.launches)
             raise ClampedInputError(f"decode by {kernels} met {' and '.join(met)}")
 
-    def _prepare_on(self, context: int, stream: int) -> Callable[..., None]:
+    def _prepare_on(self, context: int, stream: int) -> PreparedLaunches:
         runtime, its = self._runtime, self._runtime.driver.context_device(context)
         if its != self._device:
             raise UsageError(f"workspace: on device {its}, the plan is for tensors on device {self._device}")
@@ -215,7 +256,7 @@ class OperatorPlan:
             resident=self.operator.resident,
             descriptors=runtime.descriptors,
         )
-        return self._prepared.setdefault(context, made.run)
+        return self._prepared.setdefault(context, made)
 
     def _regions_at(self, workspace: AnyWorkspace, place: Hashable) -> tuple[int, ...]:
         found = workspace.regions(self.regions, place)

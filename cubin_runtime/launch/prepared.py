@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from ..errors import AbiError, UsageError
 from . import driver_api as api
 from .compiled import compiled
 from .driver import Driver
-from .history import LaunchRecord
 from .modules import LoadedKernel
 from .plan import LaunchPlan, launch_config
+from .run_source import PreparedLaunch, run_source
 from .streams import is_default
-from .struct_types import SCALARS
-from .structs import PlacedField, StructLayout
+from .structs import StructLayout
 from .tensormap import TensorMapCache, TensorMapSpec
 
 # What the driver answers where another context is current than a default stream is meant in, or none.
@@ -28,46 +26,6 @@ _Block = tuple[Any, ...]
 
 class OtherContextError(Exception):
     """A launch on a default stream, while another context of the kernel's device is current; nothing was launched."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Input:
-    """A field that takes a value at each run: the index of the value, and the descriptor to move, if it is one."""
-
-    field: PlacedField
-    value: int
-    spec: TensorMapSpec | None
-
-    @property
-    def code(self) -> str:
-        """The format character of a scalar."""
-        return SCALARS[self.field.type].format[1:]
-
-
-class _Launch:
-    """One launch of the plan: what is the same in all its parameter blocks."""
-
-    def __init__(self, plan: LaunchPlan, kernel: LoadedKernel, names: Sequence[str]) -> None:
-        _check_fits(plan, kernel)
-        self.plan = plan
-        self.function = kernel.function
-        self.inputs = tuple(_input(plan, name, names.index(value)) for name, value in plan.inputs.items())
-
-    def record_of(self, parameters: bytes, stream: int) -> LaunchRecord:
-        """What the history keeps of one launch."""
-        plan = self.plan
-        return LaunchRecord(
-            kernel=plan.kernel,
-            symbol=plan.symbol,
-            sha256=plan.sha256,
-            grid=plan.grid,
-            block=plan.block,
-            shared_bytes=plan.shared_bytes,
-            attributes=str(plan.attributes),
-            stream=stream,
-            layout=plan.layout,
-            parameters=parameters,
-        )
 
 
 class PreparedLaunches:
@@ -104,7 +62,7 @@ class PreparedLaunches:
             AbiError: a plan asks for more than its kernel was gated for.
             UsageError: an input names no value, or a field that takes none.
         """
-        self._launches = tuple(_Launch(plan, kernel, names) for plan, kernel in zip(plans, kernels, strict=True))
+        self._launches = tuple(_gated(plan, kernel, names) for plan, kernel in zip(plans, kernels, strict=True))
         self._device, self._context = kernels[0].device, kernels[0].context
         self._driver = driver
         self._names = tuple(names)
@@ -115,61 +73,25 @@ class PreparedLaunches:
         self._pools: dict[Hashable, list[_Block]] = {}
         maps = {item.value for launch in self._launches for item in launch.inputs if item.spec is not None}
         self._resident = tuple(sorted(maps & {self._names.index(name) for name in resident if name in names}))
-        self.source = self._write()
-        self.run: Callable[..., None] = self._compile()
+        self.source = run_source(self._launches, range(len(names)), self._resident)
+        self.run: Callable[..., None] = compiled("run", self.source, self._scope(self._pools, self._new_block))
 
-    def _write(self) -> str:
-        """The source of ``run``; ``v3`` is the value of that number, ``words1`` a view of the second launch's block."""
-        key = "".join(f"v{value}, " for value in self._resident)
-        lines = [
-            f"def run(stream{''.join(f', v{number}' for number in range(len(self._names)))}):",
-            f"    key = ({key})",
-            "    pool = pools.get(key)",
-            "    if pool is None:",
-            "        pool = new_pool(key)",
-            "    try:",
-            "        block = pool.pop()",
-            "    except IndexError:",
-            "        block = new_block(key)",
-            f"    {''.join(f'{part}, ' for part in self._parts())}= block",
-        ]
-        scalars = ["        pass"]
-        for number, launch in enumerate(self._launches):
-            for index, item in enumerate(launch.inputs):
-                if item.spec is None:
-                    where = item.field.offset // item.field.size
-                    scalars.append(f"        {item.code}{number}[{where}] = v{item.value}")
-                elif item.value not in self._resident:
-                    lines += _moving(number, index, item)
-        lines += [
-            "    try:",
-            *scalars,
-            "    except (TypeError, ValueError, OverflowError) as error:",
-            f"        raise unfit(error{''.join(f', v{number}' for number in range(len(self._names)))}) from error",
-        ]
-        for number in range(len(self._launches)):
-            lines += [
-                f"    config{number}.stream = stream",
-                f"    record((launch{number}, bytes{number}(), stream))",
-                f"    code = call(config_at{number}, function{number}, arguments_at{number}, None)",
-                "    if code:",
-                f"        again(code, stream, config_at{number}, function{number}, arguments_at{number})",
-            ]
-        return "\n".join([*lines, "    pool.append(block)", ""])
+    def bind(self, fixed: Mapping[str, Any], stream: int) -> Callable[..., None]:
+        """``run`` on one stream with some of its values fixed: it takes the others, in order.
 
-    def _parts(self) -> list[str]:
-        """The names of what a block holds, in order."""
-        parts = []
-        for number, launch in enumerate(self._launches):
-            common = ("view", "moved", "bytes", "config", "config_at", "arguments_at", "keep")
-            parts += [f"{part}{number}" for part in (*_codes(launch), *common)]
-        return parts
+        Nothing evicts what it needs. Raises as ``run``, OtherContextError but for which nothing is current too.
+        """
+        free = [number for number, name in enumerate(self._names) if name not in fixed]
+        pool: list[_Block] = []
+        scope = self._scope(pool, lambda: self._new_block(fixed, stream)) | {"stream": stream}
+        return compiled("run", run_source(self._launches, free, None), scope)
 
-    def _compile(self) -> Callable[..., None]:
+    def _scope(self, pools: Any, new_block: Callable[..., _Block]) -> dict[str, Any]:
+        """What the source of ``run`` refers to."""
         scope: dict[str, Any] = {
-            "pools": self._pools,
+            "pools": pools,
             "new_pool": self._new_pool,
-            "new_block": self._new_block,
+            "new_block": new_block,
             "unfit": self._unfit,
             "record": self._driver.history(self._context).record,
             "call": self._call,
@@ -178,9 +100,9 @@ class PreparedLaunches:
         }
         for number, launch in enumerate(self._launches):
             scope |= {f"launch{number}": launch, f"function{number}": launch.function}
-            moving = (item for item in enumerate(launch.inputs) if item[1].spec and item[1].value not in self._resident)
+            moving = (item for item in enumerate(launch.inputs) if item[1].spec)
             scope |= {f"spec{number}_{index}": item.spec for index, item in moving}
-        return compiled("run", self.source, scope)
+        return scope
 
     def _new_pool(self, key: Hashable) -> list[_Block]:
         with self._lock:
@@ -188,9 +110,12 @@ class PreparedLaunches:
                 self._pools.pop(next(iter(self._pools)))
             return self._pools.setdefault(key, [])
 
-    def _new_block(self, key: tuple[int, ...]) -> _Block:
-        """A block for the resident addresses ``key``; its other inputs are still those of the plan."""
-        addresses = dict(zip(self._resident, key, strict=True))
+    def _new_block(self, fixed: Mapping[str, Any] | tuple[int, ...], stream: int = 0) -> _Block:
+        """A block with values by name, or for resident addresses; its other inputs are still those of the plan."""
+        if isinstance(fixed, tuple):
+            known = dict(zip(self._resident, fixed, strict=True))
+        else:
+            known = {self._names.index(name): value for name, value in fixed.items()}
         parts: list[Any] = []
         with self._driver.using(self._context):
             for launch in self._launches:
@@ -198,15 +123,16 @@ class PreparedLaunches:
                 values = {
                     **plan.values,
                     **{
-                        item.field.name: item.spec.moved(addresses[item.value])
+                        item.field.name: value if item.spec is None else item.spec.moved(value)
                         for item in launch.inputs
-                        if item.spec is not None and item.value in addresses
+                        if (value := known.get(item.value)) is not None
                     },
                 }
                 view, start, memory = _filled(plan.layout, {name: self._plain(value) for name, value in values.items()})
                 config = launch_config(plan.grid, plan.block, plan.shared_bytes, plan.attributes)
+                config.stream = stream
                 arguments = (ctypes.c_void_p * 1)(start)
-                parts += [view.cast(code) for code in _codes(launch)]  # type: ignore[call-overload]
+                parts += [view.cast(code) for code in launch.codes]  # type: ignore[call-overload]
                 parts += [view, [None] * len(launch.inputs), view.tobytes, config, ctypes.addressof(config)]
                 parts += [ctypes.addressof(arguments), (memory, arguments)]
         return tuple(parts)
@@ -218,8 +144,9 @@ class PreparedLaunches:
         with self._driver.using(self._context):
             return self._descriptors.encode(spec.moved(address))
 
-    def _unfit(self, error: Exception, *values: object) -> UsageError:
-        given = ", ".join(f"{name}={value!r}" for name, value in zip(self._names, values, strict=True))
+    def _unfit(self, error: Exception, *numbered: Any) -> UsageError:
+        pairs = zip(numbered[::2], numbered[1::2], strict=True)
+        given = ", ".join(f"{self._names[int(number[1:])]}={value!r}" for number, value in pairs)
         kernels = " and ".join(launch.plan.kernel for launch in self._launches)
         return UsageError(f"launch of {kernels} with {given}: {error}")
 
@@ -241,20 +168,6 @@ class PreparedLaunches:
             raise driver.error("cuLaunchKernelEx", code, context)
 
 
-def _moving(number: int, index: int, item: _Input) -> list[str]:
-    """The lines that encode a descriptor again where its tensor has moved."""
-    begin, end = item.field.offset, item.field.offset + item.field.size
-    return [
-        f"    if moved{number}[{index}] != v{item.value}:",
-        f"        view{number}[{begin}:{end}] = descriptor(spec{number}_{index}, v{item.value})",
-        f"        moved{number}[{index}] = v{item.value}",
-    ]
-
-
-def _codes(launch: _Launch) -> list[str]:
-    return sorted({item.code for item in launch.inputs if item.spec is None})
-
-
 def _filled(layout: StructLayout, values: dict[str, object]) -> tuple[memoryview, int, Any]:
     """Memory with the struct's bytes, aligned as the struct: a view, its address, and what keeps it alive."""
     memory = ctypes.create_string_buffer(layout.size + layout.alignment)
@@ -264,13 +177,9 @@ def _filled(layout: StructLayout, values: dict[str, object]) -> tuple[memoryview
     return view, ctypes.addressof(memory) + offset, memory
 
 
-def _input(plan: LaunchPlan, name: str, value: int) -> _Input:
-    member, planned = plan.layout.field(name), plan.values[name]
-    if member.type == "CUtensorMap" and isinstance(planned, TensorMapSpec):
-        return _Input(member, value, planned)
-    if member.type not in SCALARS or member.type == "bool":  # a packed bool takes anything as true
-        raise UsageError(f"input {name!r} of struct {plan.layout.name} is {member.type}: expected a number or pointer")
-    return _Input(member, value, None)
+def _gated(plan: LaunchPlan, kernel: LoadedKernel, names: Sequence[str]) -> PreparedLaunch:
+    _check_fits(plan, kernel)
+    return PreparedLaunch(plan, kernel, names)
 
 
 def _check_fits(plan: LaunchPlan, kernel: LoadedKernel) -> None:

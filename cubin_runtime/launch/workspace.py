@@ -33,11 +33,6 @@ class _Buffer:
         self.life: GraphLife | None = None
 
     @property
-    def of_legacy(self) -> bool:
-        """Whether the legacy default stream has it."""
-        return self.owner is not None and self.owner[2] == 0 and self.owner[0] is None
-
-    @property
     def free(self) -> bool:
         """Whether nobody has it; that of a graph that ended is free again."""
         if self.life is not None and self.life.ended:
@@ -112,8 +107,8 @@ class Workspace:
             WorkspaceError: another stream has it, or a capture needs one and none is free.
         """
         handle, eager = stream_handle(stream), self._eager
-        if not handle and eager is not None and eager.of_legacy:  # which never captures, and is no other's later
-            return eager.place
+        if not handle and eager is not None and eager.owner is not None and not eager.owner[2] and not eager.owner[0]:
+            return eager.place  # the legacy default stream never captures, and its handle is no other's later
         if is_default(handle):
             with self._driver.using(self.context):
                 owner = self._owner_on(handle)
@@ -281,15 +276,19 @@ class WorkspacePool:
         key = (context, threading.get_ident() if stream == PER_THREAD else 0)
         return self.held.get(key) or self._make(key, stream)
 
-    def _make(self, key: Hashable, stream: int) -> Workspace:
+    def make(self, stream: int) -> Workspace:
+        """A workspace that is not of the pool; errors as ``take``."""
         driver = self._driver
         context = driver.context_on(self._device)
         if not is_default(stream) and not driver.is_capturing(stream):
             its = driver.stream_context(stream)
             context = its if driver.context_device(its) == self._device else context
+        return Workspace.allocate(driver, context, self._nbytes, stream)
+
+    def _make(self, key: Hashable, stream: int) -> Workspace:
         with self._lock:
             if key not in self.held:
-                self.held[key] = Workspace.allocate(driver, context, self._nbytes, stream)
+                self.held[key] = self.make(stream)
             return self.held[key]
 
     def close(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +15,7 @@ from ...launch.workspace import Workspace
 from ...tensor import TensorView
 from .guards import GuardedTensor, conditions, guarded
 from .notes import Launched, Notes
+from .options import is_immutable, record_use
 
 MISS = object()  # what a fast path gives for a call that is not alike
 _ALIGNED, _PLACED = 15, 255  # bits of an address that count: of a tensor, of memory that regions are placed in
@@ -78,7 +78,9 @@ class _Writer:
         for name, value in given.items():
             self._argument(name, value)
         made = [self._made(number, item.tensor) for number, item in enumerate(self.notes.made)]
-        known, used, related = [*self.tensors, *made], set(), set()
+        known = [*self.tensors, *made]
+        used: set[str] = set()
+        related: set[str] = set()
         values = [
             self._value(name, value, known, used, related)
             for name, value in zip(launched.names, launched.values, strict=True)
@@ -291,23 +293,6 @@ class _Writer:
             if value is result:
                 return name
         raise _Unlike
-
-
-def is_immutable(value: Any) -> bool:
-    """Whether an option is a value that stays as it is: a dtype of torch's, a runtime."""
-    torch = sys.modules.get("torch")
-    from ..runtime import Runtime
-
-    return isinstance(value, Runtime) or (torch is not None and isinstance(value, torch.dtype))
-
-
-def record_use(stream: int, device: int, tensors: Sequence[Any]) -> None:
-    """Tell torch's allocator that ``stream`` uses tensors that the current stream may free."""
-    from torch.cuda import ExternalStream
-
-    used_on = ExternalStream(stream, device=device)
-    for tensor in tensors:
-        tensor.record_stream(used_on)
 
 
 def _refusal(tests: Sequence[str]) -> list[str]:

@@ -1,0 +1,124 @@
+"""A plan with some of its arguments bound once, so that a step checks and writes only what moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..errors import UsageError
+from ..launch.compiled import compiled
+from ..launch.prepared import OtherContextError
+from ..launch.streams import is_default
+from .fast_path.guards import conditions, guarded
+from .operator_plan import AnyWorkspace, check_workspace
+
+if TYPE_CHECKING:
+    from .decode_operator import DecodePlan
+
+_NUMBERS = ("softmax_scale", "output_scale", "max_seq_len")
+
+
+def bind_step(plan: DecodePlan, arguments: dict[str, Any], workspace: AnyWorkspace | None, stream: Any) -> BoundStep:
+    """``plan.bind``; the dict is this function's own."""
+    names = [arg.name for arg in plan.operator.tensors]
+    for name in arguments:
+        if name not in (*names, *_NUMBERS):
+            raise UsageError(f"{name}: expected one of {', '.join((*names, _NUMBERS[2]))}")
+    tensors = {name: value for name, value in arguments.items() if name in names}
+    numbers = plan.numbers_of({name: arguments.get(name) for name in _NUMBERS})
+    addresses = plan.addresses_of(tensors)
+    handle = plan.stream_of(stream)
+    if workspace is None:
+        workspace = plan.new_workspace(handle)
+    check_workspace(workspace)
+    return BoundStep(plan, arguments, addresses, numbers, workspace, handle, (tensors, stream))
+
+
+class BoundStep:
+    """A step of a plan on one stream, made by ``plan.bind``; it keeps what is bound alive until ``close``.
+
+    ``step`` takes the tensors that are not bound, by position in the order of the plan's ``run`` or by name. It sends
+    what ``run`` would, and raises as it does. Any thread may call it; it may be captured, and each graph then has a
+    workspace of its own.
+    """
+
+    def __init__(
+        self,
+        plan: DecodePlan,
+        arguments: Mapping[str, Any],
+        addresses: Mapping[str, int],
+        numbers: tuple[int, float, float],
+        workspace: AnyWorkspace,
+        stream: int,
+        kept: object,
+    ) -> None:
+        """``addresses`` are those of the bound tensors by name; ``kept`` is held with them."""
+        self._plan: DecodePlan | None = plan
+        self._bound = dict(arguments)
+        self._addresses = addresses
+        self._numbers = numbers
+        self._workspace: AnyWorkspace | None = workspace
+        self._stream = stream
+        self._kept = kept
+        self._driver = plan.driver
+        planned = zip(plan.operator.tensors, plan.specs, strict=True)
+        self._free = tuple(arg for arg, spec in planned if spec is not None and arg.name not in arguments)
+        self._given = ", ".join(arg.name for arg in self._free)
+        self._send: Callable[..., None] = self._first
+        source = f"def step({self._given}):\n    bound._send({self._given})\n"
+        self.step: Callable[..., None] = compiled("step", source, {"bound": self})
+
+    def close(self) -> None:
+        """Let go of all that is bound; a later step is an error. The work that was sent must not need it any more."""
+        self._plan = self._workspace = self._kept = None
+        self._bound = {}
+        self._send = self._refuse
+
+    def __enter__(self) -> BoundStep:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _first(self, *tensors: Any) -> None:
+        """The full path, after which tensors of these forms have a function of their own."""
+        self._in_full(*tensors)
+        plan, given = self._plan, self._given
+        if plan is None or self._workspace is None or self._captures():
+            return
+        found = [guarded(arg.name, tensor) for arg, tensor in zip(self._free, tensors, strict=True)]
+        items = [item for item in found if item is not None]
+        if len(items) < len(found):
+            return
+        run = plan.bound_run(self._addresses, self._numbers, self._workspace, self._stream)
+        scope: dict[str, Any] = {"full": self._in_full, "run": run, "Other": OtherContextError}
+        tests = conditions(items, scope)
+        lines = [f"def send({given}):"]
+        if not is_default(self._stream):
+            scope["captures"] = self._captures
+            tests.insert(0, "not captures()")
+        otherwise = f"        return full({given})"
+        lines += [f"    if not ({' and '.join(tests)}):", otherwise] if tests else []
+        lines += [f"    a_{item.name} = {item.address}" for item in items]
+        masks = [f"a_{arg.name} & {arg.alignment - 1}" for arg in self._free]
+        lines += [f"    if {' or '.join(masks)}:", otherwise] if masks else []
+        run_it = f"        run({', '.join(f'a_{item.name}' for item in items)})"
+        lines += ["    try:", run_it, "    except Other:", otherwise, ""]
+        self._send = compiled("send", "\n".join(lines), scope)
+
+    def _captures(self) -> bool:
+        """Whether a graph is being captured, which takes a workspace of its own."""
+        return not is_default(self._stream) and self._driver.is_capturing(self._stream)
+
+    def _in_full(self, *tensors: Any) -> None:
+        plan = self._plan
+        if plan is None:
+            self._refuse()
+        else:
+            names = (*(arg.name for arg in plan.operator.tensors), *_NUMBERS)
+            given = zip((arg.name for arg in self._free), tensors, strict=True)
+            own = {"workspace": self._workspace, "stream": self._stream}
+            plan.run_step({**dict.fromkeys(names), **self._bound, **dict(given), **own})
+
+    def _refuse(self, *_: Any, **__: Any) -> None:
+        raise UsageError("step: the bound step is closed")
