@@ -1,10 +1,11 @@
-"""Host time of one launch: planned runs, plain functions and FlashInfer's names, beside a C loop over the driver call.
+"""Host time of one call: plans, bound steps, plain functions and FlashInfer's names, beside a C loop over the launch.
 
-    gpu_host_cost.py --out FOLDER [--beside CHECKOUT ...]
+    gpu_host_cost.py --out FOLDER [--peers]
 
-Each figure is the minimum over repeats of the mean of many calls, in microseconds, while the queue is not full. The
-floor is a C loop over ``cuLaunchKernelEx`` with the same kernel, parameters and attributes. ``--beside`` measures other
-checkouts (with a built release in ``build/artifacts``) in turns with this one; the ratio to compare is that of one run.
+Every figure is the mean of 40 calls while the queue is not full: the least and the median of many such means, in
+microseconds. The floor of a row is a C loop over ``cuLaunchKernelEx`` that makes the same launch, with the row's own
+kernel, parameters and attributes. Each of the rounds is a process of its own; ratios are medians over the rounds of
+ratios of minima. ``--peers`` adds FlashInfer's own functions, which it compiles first.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
 ROUNDS, REPEATS, CALLS = 3, 25, 40
 LOOP = """
 #include <cuda.h>
@@ -36,118 +37,185 @@ double loop(const CUlaunchConfig *config, CUfunction function, void **arguments,
   return ((end.tv_sec - begin.tv_sec) * 1e9 + (end.tv_nsec - begin.tv_nsec)) / count / 1e3;
 }
 """
+Figures = dict[str, dict[str, Any]]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--beside", type=Path, action="append", default=[])
-    parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--peers", action="store_true")
+    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.measure:
-        print(json.dumps(measure()))
+        print(json.dumps(measure(peers=asked.peers)))
         return
-    checkouts = [ROOT, *(path.resolve() for path in asked.beside)]
-    rounds: dict[str, list[dict[str, float]]] = {str(path.name): [] for path in checkouts}
-    for _ in range(ROUNDS):
-        for path in checkouts:
-            rounds[path.name].append(_in_process(path))
-    sys.path.insert(0, str(ROOT / "benchmarks"))
+    rounds = [_in_process(peers=asked.peers) for _ in range(ROUNDS)]
     from gpu_environment import gpu_environment
 
-    figures = {
-        name: {call: statistics.median(found[call] for found in each) for call in each[0]}
-        for name, each in rounds.items()
-    }
-    report = {"environment": gpu_environment(), "microseconds": figures, "rounds": rounds}
+    table = {}
+    for row in rounds[0]:
+        each = [found[row] for found in rounds if row in found]
+        ratios = [found["least"] / found["floor"] for found in each]
+        table[row] = {
+            "least": min(found["least"] for found in each),
+            "median": statistics.median(found["median"] for found in each),
+            "floor": statistics.median(found["floor"] for found in each),
+            "ratio": statistics.median(ratios),
+        }
+    report = {"environment": gpu_environment(), "microseconds": table, "rounds": rounds}
     if asked.out:
         (asked.out / "host_cost.json").write_text(json.dumps(report, indent=1) + "\n")
-    for name, found in figures.items():
-        for call, us in found.items():
-            print(f"{name:12} {call:44} {us:7.2f} us {us / found['C loop']:6.2f}")
+    for row, found in table.items():
+        least, median, floor, ratio = (found[name] for name in ("least", "median", "floor", "ratio"))
+        print(f"{row:58} {least:7.2f} {median:7.2f} us, floor {floor:5.2f} {ratio:6.2f}")
 
 
-def _in_process(checkout: Path) -> dict[str, float]:
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(checkout), os.environ.get("PYTHONPATH", "")]),
-        "CUBIN_RUNTIME_SOURCES": str(checkout / "build" / "artifacts"),
-        "CUBIN_RUNTIME_CACHE": tempfile.mkdtemp(),
-    }
-    command = [sys.executable, __file__, "--measure", str(checkout)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=checkout)
+def _in_process(*, peers: bool) -> Figures:
+    command = [sys.executable, __file__, "--measure", *(["--peers"] if peers else [])]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(done.stderr)
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    found: Figures = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
-def measure() -> dict[str, float]:
-    """Microseconds of each call with the package that is first on the path."""
-    import torch
+class Table:
+    """The rows of one process."""
 
-    from cubin_runtime.attention import default_runtime, mla_decode, paged_decode, plan_mla_decode, plan_paged_decode
-    from cubin_runtime.compat import flashinfer
+    def __init__(self, synchronize: Callable[[], None]) -> None:
+        self.rows: Figures = {}
+        self._synchronize = synchronize
 
-    runtime = default_runtime()
-    runtime.library.fetch(runtime.library.pins.get("hopper-0.1.0"))
-
-    def us(call: Callable[[], Any]) -> float:
+    def add(self, row: str, call: Callable[[], Any], floor: float) -> None:
+        """Measure a call; its launch takes ``floor`` microseconds in C."""
         for _ in range(200):
             call()
-        torch.cuda.synchronize()
+        self._synchronize()
         found = []
         for _ in range(REPEATS):
             begin = time.perf_counter()
             for _ in range(CALLS):
                 call()
             found.append((time.perf_counter() - begin) / CALLS * 1e6)
-            torch.cuda.synchronize()
-        return min(found)
+            self._synchronize()
+        self.rows[row] = {"least": min(found), "median": statistics.median(found), "floor": floor}
 
+
+def measure(*, peers: bool) -> Figures:
+    """The rows, in microseconds."""
+    import torch
+
+    from cubin_runtime.attention import default_runtime, mla_decode, paged_decode, plan_mla_decode, plan_paged_decode
+    from cubin_runtime.compat import flashinfer
+
+    runtime = default_runtime()
+    table = Table(torch.cuda.synchronize)
     on: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
-    table = torch.arange(8, device="cuda", dtype=torch.int32).view(2, 4)
+    pages = torch.arange(8, device="cuda", dtype=torch.int32).view(2, 4)
     lens = torch.tensor([1, 1], device="cuda", dtype=torch.int32)
     q, out = torch.randn(2, 32, 128, **on), torch.empty(2, 32, 128, **on)
-    caches = (torch.randn(8, 64, 4, 128, **on), torch.randn(8, 64, 4, 128, **on))
+    k, v = torch.randn(8, 64, 4, 128, **on), torch.randn(8, 64, 4, 128, **on)
     latent, lq = torch.randn(8, 64, 576, **on), torch.randn(2, 16, 576, **on)
     lout = torch.empty(2, 16, 512, **on)
     buffer = torch.zeros(64 << 20, dtype=torch.uint8, device="cuda")
-    stream = torch.cuda.Stream()
-    found = {}
-    with torch.cuda.stream(stream):
-        handle = stream.cuda_stream
-        plan = plan_paged_decode(q, *caches, table, lens, out, max_seq_len=256)
-        space = plan.prepare(handle)
-        others = cycle([(torch.randn_like(q), torch.empty_like(out)) for _ in range(2)])
-        plan.run(q, *caches, table, lens, out, workspace=space, stream=handle)
-        torch.cuda.synchronize()
-        found["C loop"] = _c_loop(runtime, plan, handle)
-        found["plan.run"] = us(lambda: plan.run(q, *caches, table, lens, out, workspace=space, stream=handle))
+    others = cycle([(torch.randn_like(q), torch.empty_like(out)) for _ in range(2)])
 
-        def alternating() -> None:
-            a, b = next(others)
-            plan.run(a, *caches, table, lens, b, workspace=space, stream=handle)
+    def moving(send: Callable[..., None]) -> Callable[[], None]:
+        return lambda: send(*next(others))
 
-        found["plan.run, other q and out"] = us(alternating)
-        found["paged_decode(out=out)"] = us(lambda: paged_decode(q, *caches, table, lens, max_seq_len=256, out=out))
-        found["paged_decode()"] = us(lambda: paged_decode(q, *caches, table, lens, max_seq_len=256))
-        mla = plan_mla_decode(lq, latent, table, lens, lout, max_seq_len=256, softmax_scale=0.1)
-        mla_space = mla.prepare(handle)
-        found["MLA plan.run"] = us(lambda: mla.run(lq, latent, table, lens, lout, workspace=mla_space, stream=handle))
-        found["mla_decode(out=out)"] = us(
-            lambda: mla_decode(lq, latent, table, lens, max_seq_len=256, softmax_scale=0.1, out=lout)
+    plan = plan_paged_decode(q, k, v, pages, lens, out, max_seq_len=256)
+    plan.run(q, k, v, pages, lens, out)
+    torch.cuda.synchronize()
+    floor = _c_loop(runtime, 0)
+    table.add("torch x.add_(1)", lambda: lens.add_(0), floor)
+    table.add("plan.run, same tensors", lambda: plan.run(q, k, v, pages, lens, out), floor)
+    table.add("plan.run, other q and out", moving(lambda a, b: plan.run(a, k, v, pages, lens, b)), floor)
+    layer = plan.bind(k_cache=k, v_cache=v)
+    table.add(
+        "bound step(q, table, lens, out), other q and out", moving(lambda a, b: layer.step(a, pages, lens, b)), floor
+    )
+    every = plan.bind(q=q, k_cache=k, v_cache=v, page_table=pages, seq_lens=lens, out=out)
+    table.add("everything bound", every.step, floor)
+    table.add("paged_decode(out=out)", lambda: paged_decode(q, k, v, pages, lens, max_seq_len=256, out=out), floor)
+    table.add("paged_decode()", lambda: paged_decode(q, k, v, pages, lens, max_seq_len=256), floor)
+    batch = {"bmm1_scale": 0.1, "bmm2_scale": 1.0, "kv_layout": "NHD", "out": out}
+    for function in (flashinfer.xqa_batch_decode_with_kv_cache, flashinfer.trtllm_batch_decode_with_kv_cache):
+        table.add(f"compat {function.__name__}", partial(function, q, (k, v), buffer, pages, lens, 256, **batch), floor)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        table.add("plan.run on a stream", lambda: plan.run(q, k, v, pages, lens, out), floor)
+        on_side = plan.bind(q=q, k_cache=k, v_cache=v, page_table=pages, seq_lens=lens, out=out)
+        table.add("everything bound on a stream", on_side.step, floor)
+    torch.cuda.synchronize()
+    mla = plan_mla_decode(lq, latent, pages, lens, lout, max_seq_len=256, softmax_scale=0.1)
+    mla.run(lq, latent, pages, lens, lout)
+    torch.cuda.synchronize()
+    mla_floor = _c_loop(runtime, 0)
+    table.add("MLA plan.run", lambda: mla.run(lq, latent, pages, lens, lout), mla_floor)
+    mla_options = {"max_seq_len": 256, "softmax_scale": 0.1, "out": lout}
+    table.add("mla_decode(out=out)", lambda: mla_decode(lq, latent, pages, lens, **mla_options), mla_floor)
+    nested, nested_out = lq.view(2, 1, 16, 576), lout.view(2, 1, 16, 512)
+    for function in (
+        flashinfer.xqa_batch_decode_with_kv_cache_mla,
+        flashinfer.trtllm_batch_decode_with_kv_cache_mla,
+    ):
+        table.add(
+            f"compat {function.__name__}",
+            partial(function, nested, latent, buffer, 512, 512, 64, pages, lens, 256, bmm1_scale=0.1, out=nested_out),
+            mla_floor,
         )
-        found["compat xqa_batch_decode_with_kv_cache"] = us(
-            lambda: flashinfer.xqa_batch_decode_with_kv_cache(
-                q, caches, buffer, table, lens, 256, bmm1_scale=0.1, bmm2_scale=1.0, kv_layout="NHD", out=out
-            )
+    sizes = []
+    for batch_size in range(3, 40):
+        tensors = (
+            torch.randn(batch_size, 32, 128, **on),
+            k,
+            v,
+            pages[:1].repeat(batch_size, 1),
+            lens[:1].repeat(batch_size),
         )
-    return found
+        made = torch.empty_like(tensors[0])
+        begin = time.perf_counter()
+        plan_paged_decode(*tensors, made, max_seq_len=256)
+        middle = time.perf_counter()
+        paged_decode(*tensors, max_seq_len=256, out=made)
+        sizes.append(((middle - begin) * 1e6, (time.perf_counter() - middle) * 1e6))
+    for row, found in zip(
+        ("a new batch size: plan", "a new batch size: plan and first call"), zip(*sizes), strict=True
+    ):
+        table.rows[row] = {"least": min(found), "median": statistics.median(found), "floor": floor}
+    if peers:
+        _peers(table, (q, k, v, pages, lens, out), (lq, latent, lout), floor, mla_floor)
+    return table.rows
 
 
-def _c_loop(runtime: Any, plan_of: Any, stream: int) -> float:
-    """Microseconds of a launch in C: the last launch once more, with its kernel, grid and parameters."""
+def _peers(table: Table, decode: tuple[Any, ...], mla: tuple[Any, ...], floor: float, mla_floor: float) -> None:
+    """FlashInfer's own functions on the same tensors."""
+    sys.path.insert(0, str(Path(__file__).parent))
+    import torch
+    from decode.peers import library
+
+    flashinfer = library()
+    q, k, v, pages, lens, out = decode
+    buffer = torch.zeros(128 << 20, dtype=torch.uint8, device="cuda")
+    unsigned = lens.to(torch.uint32)
+    scales = {"bmm1_scale": 0.1, "bmm2_scale": 1.0, "kv_layout": "NHD", "out": out}
+    table.add(
+        "FlashInfer xqa_batch_decode_with_kv_cache",
+        lambda: flashinfer.decode.xqa_batch_decode_with_kv_cache(q, (k, v), buffer, pages, unsigned, 256, **scales),
+        floor,
+    )
+    lq, latent, lout = mla
+    wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(buffer, backend="fa3")
+    indptr, ones = torch.arange(3, device="cuda", dtype=torch.int32), torch.ones(2, device="cuda", dtype=torch.int32)
+    wrapper.plan(indptr, indptr, pages[:, 0].contiguous(), ones, 16, 512, 64, 64, False, 0.1, q.dtype, q.dtype)
+    parts = (lq[..., :512].contiguous(), lq[..., 512:].contiguous(), latent[..., :512], latent[..., 512:])
+    table.add("FlashInfer BatchMLAPagedAttentionWrapper.run", lambda: wrapper.run(*parts, out=lout), mla_floor)
+
+
+def _c_loop(runtime: Any, stream: int) -> float:
+    """Microseconds of a launch in C: the last launch once more, with its kernel, grid, attributes and parameters."""
+    from cubin_runtime.launch.plan import launch_config
+
     folder = Path(tempfile.mkdtemp())
     (folder / "loop.c").write_text(LOOP)
     include = os.environ.get("CUDA_HOME", "/usr/local/cuda") + "/include"
@@ -157,27 +225,18 @@ def _c_loop(runtime: Any, plan_of: Any, stream: int) -> float:
     ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
     loop = ctypes.CDLL(str(library)).loop
     loop.restype, loop.argtypes = ctypes.c_double, [ctypes.c_void_p] * 3 + [ctypes.c_int]
-    history = runtime.driver.history
-    context = runtime.driver.current_context()
-    record = (history(context) if callable(history) else history).records()[-1]
-    (kernel,) = (k for k in runtime.modules._kernels.values() if k.symbol == record.symbol)
-    try:
-        from cubin_runtime.launch.plan import launch_config
-    except ImportError:  # an earlier version
-        from cubin_runtime.launch.launcher import launch_config
-    plan = plan_of.launch_plans()[0]
+    (launch, parameters, _) = runtime.driver.history(runtime.driver.current_context())._ring[-1]
+    plan = launch.plan
     config = launch_config(plan.grid, plan.block, plan.shared_bytes, plan.attributes)
     config.stream = stream
-    size, alignment = record.layout.size, record.layout.alignment
+    size, alignment = plan.layout.size, plan.layout.alignment
     memory = ctypes.create_string_buffer(size + alignment)
     start = -ctypes.addressof(memory) % alignment + ctypes.addressof(memory)
-    ctypes.memmove(start, record.parameters, size)
+    ctypes.memmove(start, parameters, size)
     arguments = (ctypes.c_void_p * 1)(start)
-    given = (ctypes.addressof(config), kernel.function, ctypes.addressof(arguments))
-    loop(*given, 200)
-    runtime.driver.synchronize(stream)
+    given = (ctypes.addressof(config), launch.function, ctypes.addressof(arguments))
     found = []
-    for _ in range(REPEATS):
+    for _ in range(REPEATS + 5):
         found.append(loop(*given, CALLS))
         runtime.driver.synchronize(stream)
     return min(found)
