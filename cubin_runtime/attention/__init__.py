@@ -5,7 +5,8 @@ from .backends import BackendError
 from .mla_decode import MlaDecodePlan, mla_decode, plan_mla_decode
 from .operator_plan import ClampedInputError
 from .paged_decode import PagedDecodePlan, paged_decode, plan_paged_decode
-from .runtime import Runtime, default_runtime, set_default_runtime
+from .process import default_runtime, set_default_runtime
+from .runtime import Runtime
 
 __all__ = [
     "BackendError",

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
 from ..launch.compiled import compiled
-from ..launch.prepared import OtherContextError
 from ..launch.streams import is_default
 from .fast_path.guards import conditions, guarded
 from .operator_plan import AnyWorkspace, check_workspace
@@ -90,8 +89,8 @@ class BoundStep:
         items = [item for item in found if item is not None]
         if len(items) < len(found):
             return
-        run = plan.bound_run(self._addresses, self._numbers, self._workspace, self._stream)
-        scope: dict[str, Any] = {"full": self._in_full, "run": run, "Other": OtherContextError}
+        sending, scope = plan.bound_run(self._addresses, self._numbers, self._workspace, self._stream)
+        scope["full"] = self._in_full
         tests = conditions(items, scope)
         lines = [f"def send({given}):"]
         if not is_default(self._stream):
@@ -99,11 +98,11 @@ class BoundStep:
             tests.insert(0, "not captures()")
         otherwise = f"        return full({given})"
         lines += [f"    if not ({' and '.join(tests)}):", otherwise] if tests else []
-        lines += [f"    a_{item.name} = {item.address}" for item in items]
-        masks = [f"a_{arg.name} & {arg.alignment - 1}" for arg in self._free]
+        numbers = {arg.name: number for number, arg in enumerate(plan.operator.tensors)}
+        lines += [f"    v{numbers[item.name]} = {item.address}" for item in items]
+        masks = [f"v{numbers[arg.name]} & {arg.alignment - 1}" for arg in self._free]
         lines += [f"    if {' or '.join(masks)}:", otherwise] if masks else []
-        run_it = f"        run({', '.join(f'a_{item.name}' for item in items)})"
-        lines += ["    try:", run_it, "    except Other:", otherwise, ""]
+        lines += [f"    {line.replace('return elsewhere()', f'return full({given})')}" for line in [*sending, ""]]
         self._send = compiled("send", "\n".join(lines), scope)
 
     def _captures(self) -> bool:

@@ -22,7 +22,8 @@ from .decode_call import MAX_Q_LEN, DecodeCall, DecodeOptions, check_query_bound
 from .fast_path import note_launch
 from .operator import Given, Operator
 from .operator_plan import AnyWorkspace, OperatorPlan, check_workspace
-from .runtime import NativeRelease, Runtime, default_runtime
+from .process import default_runtime
+from .runtime import NativeRelease, Runtime
 from .scales import split_scale
 from .tracing import record, recording
 from .tracing.schema import TracedCall

@@ -169,7 +169,7 @@ def plan_mla_decode(
     return plan_decode(MlaDecodePlan, MLA_DECODE, locals())
 
 
-@operator_function(owner="runtime or default()", scales=SCALES)
+@operator_function(owner="runtime or default.runtime or default_runtime()", scales=SCALES)
 def mla_decode(
     q: Any,
     kv_cache: Any,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 import threading
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from ..errors import DeviceError, UsageError
@@ -178,17 +178,17 @@ class OperatorPlan:
             scratch, context = workspace, workspace.context
         if context is None:
             context = self._runtime.driver.context_on(self._device)
-        run = (self._prepared.get(context) or self._prepare_on(context, stream)).run
+        prepared = self._prepared.get(context) or self._prepare_on(context, stream)
         place = scratch.claim(stream)
-        values = (*addresses, *(self._places.get(place) or self._regions_at(scratch, place)), *numbers)
+        values = (*addresses, *(self._regions_at(scratch, place)), *numbers)
         try:
-            run(stream, *values)
+            prepared.run(stream, *values)
         except OtherContextError:  # the workspace is not of the one that is current
             with self._runtime.driver.using(context):
-                run(stream, *values)
+                prepared.run(stream, *values)
         regions = tuple(region.name for region in self.regions)
         return Launched(
-            run=run,
+            prepared=prepared,
             names=(*self.operator.values, *regions, *NUMBERS),
             values=values,
             numbers=NUMBERS,
@@ -196,16 +196,16 @@ class OperatorPlan:
             device=self._device,
             memory=self._runtime.memory,
             bounds=(0, self.options.max_seq_len),
-            scratch=Scratch(self._pool.held if workspace is None else None, (context, 0), self._places, regions),
+            scratch=Scratch(self._pool.held if workspace is None else None, (context, 0), self._regions_at, regions),
         )
 
     def bound_run(
         self, addresses: Mapping[str, int], numbers: tuple[int, float, float], workspace: AnyWorkspace, stream: int
-    ) -> Callable[..., None]:
-        """What launches on one stream with tensors at fixed ``addresses`` by name, 0 for what is left out; it takes
-        the addresses of the others, in the operator's order. Errors as ``launch``."""
+    ) -> tuple[list[str], dict[str, Any]]:
+        """Lines that launch on one stream with tensors at fixed ``addresses`` by name, 0 for what is left out, and what
+        they refer to; ``v`` and its number is the address of another tensor. Errors as ``launch``."""
         place = workspace.claim(stream)
-        regions = self._places.get(place) or self._regions_at(workspace, place)
+        regions = self._regions_at(workspace, place)
         fixed: dict[str, Any] = {
             arg.value or arg.name: at for arg in self.operator.tensors if (at := addresses.get(arg.name)) is not None
         }
@@ -259,6 +259,9 @@ class OperatorPlan:
         return self._prepared.setdefault(context, made)
 
     def _regions_at(self, workspace: AnyWorkspace, place: Hashable) -> tuple[int, ...]:
+        known = self._places.get(place)
+        if known is not None:
+            return known
         found = workspace.regions(self.regions, place)
         addresses = tuple(found[region.name] for region in self.regions)
         with self._lock:

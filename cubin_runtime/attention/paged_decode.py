@@ -176,7 +176,7 @@ def plan_paged_decode(
     return plan_decode(PagedDecodePlan, PAGED_DECODE, locals())
 
 
-@operator_function(owner="runtime or default()", scales=SCALES)
+@operator_function(owner="runtime or default.runtime or default_runtime()", scales=SCALES)
 def paged_decode(
     q: Any,
     k_cache: Any,

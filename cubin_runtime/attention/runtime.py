@@ -27,7 +27,7 @@ from ..launch.modules import (
 )
 from ..launch.structs import StructLayout
 from ..launch.tensormap import TensorMapCache
-from .fast_path.operator_function import FastPaths
+from .fast_path.notes import FastPaths
 from .memory import TensorMemory, TorchMemory
 
 if TYPE_CHECKING:
@@ -240,46 +240,3 @@ class PlanCache:
             while len(self._plans) > self._limit:
                 self._plans.popitem(last=False)
         return plan
-
-
-_default: Runtime | None = None
-_forked = False
-_default_lock = threading.Lock()
-
-
-def _after_fork() -> None:
-    global _forked
-    _forked = True
-
-
-os.register_at_fork(after_in_child=_after_fork)
-
-
-def default_runtime() -> Runtime:
-    """The process's runtime, made on first use from the environment.
-
-    Raises:
-        UsageError: it was made before this process was forked.
-    """
-    global _default
-    if _default is not None and not _forked:
-        return _default
-    with _default_lock:
-        if _default is None:
-            _default = Runtime()
-        if _default._pid != os.getpid():
-            raise UsageError("the default Runtime was made before a fork: pass runtime=Runtime() in the child")
-        return _default
-
-
-def set_default_runtime(runtime: Runtime) -> None:
-    """Set what ``default_runtime`` gives; only before its first use.
-
-    Raises:
-        UsageError: it is in use already.
-    """
-    global _default
-    with _default_lock:
-        if _default is not None:
-            raise UsageError("the default Runtime is in use already: set it before the first operator runs")
-        _default = runtime

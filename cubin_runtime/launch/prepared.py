@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from ..errors import AbiError, UsageError
@@ -13,7 +14,7 @@ from .compiled import compiled
 from .driver import Driver
 from .modules import LoadedKernel
 from .plan import LaunchPlan, launch_config
-from .run_source import PreparedLaunch, run_source
+from .run_source import PreparedLaunch, send_lines
 from .streams import is_default
 from .structs import StructLayout
 from .tensormap import TensorMapCache, TensorMapSpec
@@ -70,28 +71,29 @@ class PreparedLaunches:
         self._descriptors = TensorMapCache(driver) if descriptors is None else descriptors
         self._call = driver.function("cuLaunchKernelEx")
         self._lock = threading.Lock()
-        self._pools: dict[Hashable, list[_Block]] = {}
         maps = {item.value for launch in self._launches for item in launch.inputs if item.spec is not None}
-        self._resident = tuple(sorted(maps & {self._names.index(name) for name in resident if name in names}))
-        self.source = run_source(self._launches, range(len(names)), self._resident)
-        self.run: Callable[..., None] = compiled("run", self.source, self._scope(self._pools, self._new_block))
+        self.resident = frozenset(maps & {self._names.index(name) for name in resident if name in names})
+        values = [f"v{number}" for number in range(len(names))]
+        key = f"(stream, {''.join(f'v{number}, ' for number in sorted(self.resident))})"
+        written = set(range(len(names))) - self.resident
+        lines, scope = self.sending(values, written=written, key=key, stream="stream", elsewhere="raise OtherContext")
+        self.source = "\n".join([f"def run({', '.join(['stream', *values])}):", *(f"    {line}" for line in lines), ""])
+        self.pools: Mapping[Hashable, list[_Block]] = scope["pools"]
+        self.run: Callable[..., None] = compiled("run", self.source, scope | {"OtherContext": OtherContextError})
 
-    def bind(self, fixed: Mapping[str, Any], stream: int) -> Callable[..., None]:
-        """``run`` on one stream with some of its values fixed: it takes the others, in order.
+    def sending(
+        self, values: Sequence[str], *, written: Collection[int], key: str, stream: str, elsewhere: str
+    ) -> tuple[list[str], dict[str, Any]]:
+        """Lines that send the launches, for a function written elsewhere, and what they refer to.
 
-        Nothing evicts what it needs. Raises as ``run``, OtherContextError but for which nothing is current too.
+        Arguments as for ``send_lines``. The blocks of parameters are the function's own, so nothing evicts what it
+        needs but its own keys. Names that begin with an underscore are taken, and those of the scope.
         """
-        free = [number for number, name in enumerate(self._names) if name not in fixed]
-        pool: list[_Block] = []
-        scope = self._scope(pool, lambda: self._new_block(fixed, stream)) | {"stream": stream}
-        return compiled("run", run_source(self._launches, free, None), scope)
-
-    def _scope(self, pools: Any, new_block: Callable[..., _Block]) -> dict[str, Any]:
-        """What the source of ``run`` refers to."""
+        pools: dict[Hashable, list[_Block]] = {}
         scope: dict[str, Any] = {
             "pools": pools,
-            "new_pool": self._new_pool,
-            "new_block": new_block,
+            "new_pool": partial(self._new_pool, pools),
+            "new_block": partial(self._new_block, frozenset(written)),
             "unfit": self._unfit,
             "record": self._driver.history(self._context).record,
             "call": self._call,
@@ -100,22 +102,30 @@ class PreparedLaunches:
         }
         for number, launch in enumerate(self._launches):
             scope |= {f"launch{number}": launch, f"function{number}": launch.function}
-            moving = (item for item in enumerate(launch.inputs) if item[1].spec)
+            moving = (item for item in enumerate(launch.inputs) if item[1].spec and item[1].value in written)
             scope |= {f"spec{number}_{index}": item.spec for index, item in moving}
-        return scope
+        lines = send_lines(self._launches, values, written=written, key=key, stream=stream, elsewhere=elsewhere)
+        return lines, scope
 
-    def _new_pool(self, key: Hashable) -> list[_Block]:
+    def bind(self, fixed: Mapping[str, Any], stream: int) -> tuple[list[str], dict[str, Any]]:
+        """``sending`` on one stream with some values fixed, by name; the others are called ``v`` and their number."""
+        scope: dict[str, Any] = {"stream": stream}
+        values = []
+        for number, name in enumerate(self._names):
+            values.append(f"fixed{number}" if name in fixed else f"v{number}")
+            scope |= {f"fixed{number}": fixed[name]} if name in fixed else {}
+        free = {number for number, name in enumerate(self._names) if name not in fixed}
+        lines, own = self.sending(values, written=free, key="()", stream="stream", elsewhere="return elsewhere()")
+        return lines, scope | own
+
+    def _new_pool(self, pools: dict[Hashable, list[_Block]], key: Hashable) -> list[_Block]:
         with self._lock:
-            while len(self._pools) >= _MAX_POOLS:
-                self._pools.pop(next(iter(self._pools)))
-            return self._pools.setdefault(key, [])
+            while len(pools) >= _MAX_POOLS:
+                pools.pop(next(iter(pools)))
+            return pools.setdefault(key, [])
 
-    def _new_block(self, fixed: Mapping[str, Any] | tuple[int, ...], stream: int = 0) -> _Block:
-        """A block with values by name, or for resident addresses; its other inputs are still those of the plan."""
-        if isinstance(fixed, tuple):
-            known = dict(zip(self._resident, fixed, strict=True))
-        else:
-            known = {self._names.index(name): value for name, value in fixed.items()}
+    def _new_block(self, written: frozenset[int], stream: int, given: tuple[Any, ...]) -> _Block:
+        """A block for calls with these values; those that are written are still those of the plan."""
         parts: list[Any] = []
         with self._driver.using(self._context):
             for launch in self._launches:
@@ -123,9 +133,9 @@ class PreparedLaunches:
                 values = {
                     **plan.values,
                     **{
-                        item.field.name: value if item.spec is None else item.spec.moved(value)
+                        item.field.name: given[item.value] if item.spec is None else item.spec.moved(given[item.value])
                         for item in launch.inputs
-                        if (value := known.get(item.value)) is not None
+                        if item.value not in written
                     },
                 }
                 view, start, memory = _filled(plan.layout, {name: self._plain(value) for name, value in values.items()})
@@ -144,19 +154,21 @@ class PreparedLaunches:
         with self._driver.using(self._context):
             return self._descriptors.encode(spec.moved(address))
 
-    def _unfit(self, error: Exception, *numbered: Any) -> UsageError:
-        pairs = zip(numbered[::2], numbered[1::2], strict=True)
-        given = ", ".join(f"{self._names[int(number[1:])]}={value!r}" for number, value in pairs)
+    def _unfit(self, error: Exception, values: tuple[Any, ...]) -> UsageError:
+        given = ", ".join(f"{name}={value!r}" for name, value in zip(self._names, values, strict=True))
         kernels = " and ".join(launch.plan.kernel for launch in self._launches)
         return UsageError(f"launch of {kernels} with {given}: {error}")
 
-    def _again(self, code: int, stream: int, config_at: int, function: int, arguments_at: int) -> None:
-        """Once more with the kernel's context current, which the default streams are meant in; else the error."""
+    def _again(self, code: int, stream: int, config_at: int, function: int, arguments_at: int) -> bool:
+        """Once more with the kernel's context current, which the default streams are meant in; else the error.
+
+        True: another context of the device is current, and nothing was launched.
+        """
         driver, context = self._driver, self._context
         if code in _ELSEWHERE:
             current = driver.current_context() if is_default(stream) else None
             if current not in (None, context) and driver.context_device() == self._device.ordinal:
-                raise OtherContextError
+                return True
             with driver.using(context):
                 if not is_default(stream) and driver.stream_context(stream) != context:
                     there = driver.context_device(driver.stream_context(stream))
@@ -166,6 +178,7 @@ class PreparedLaunches:
                 code = self._call(config_at, function, arguments_at, None)
         if code:
             raise driver.error("cuLaunchKernelEx", code, context)
+        return False
 
 
 def _filled(layout: StructLayout, values: dict[str, object]) -> tuple[memoryview, int, Any]:

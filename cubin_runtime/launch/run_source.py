@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from ..errors import UsageError
@@ -58,59 +58,57 @@ class PreparedLaunch:
         return sorted({item.code for item in self.inputs if item.spec is None})
 
 
-def run_source(launches: Sequence[PreparedLaunch], values: Sequence[int], resident: tuple[int, ...] | None) -> str:
-    """The source of ``run``, which takes the values of these numbers.
+def send_lines(
+    launches: Sequence[PreparedLaunch],
+    values: Sequence[str],
+    *,
+    written: Collection[int],
+    key: str,
+    stream: str,
+    elsewhere: str,
+) -> list[str]:
+    """The lines that send the launches, each of which takes the ``values`` of its inputs' numbers.
 
-    ``resident`` are those by which blocks of parameters are kept in pools of their own; None: all values that are not
-    taken and the stream are fixed. ``v3`` is the value of that number among all, ``I1`` a view of the second launch's
-    block as words of that format.
+    Args:
+        values: expressions of all values.
+        written: numbers of those that are written at each call; the others are the same for all calls of one key.
+        key: expression of what tells pools of parameter blocks apart; it decides the stream too.
+        stream: expression of its handle.
+        elsewhere: the statement where the stream is a default one and another context of the device is current.
     """
-    given = [f"v{number}" for number in values]
-    lines = [f"def run({', '.join(given if resident is None else ['stream', *given])}):"]
-    if resident is None:
-        key = ""
-    else:
-        key = "key"
-        lines += [
-            f"    key = ({''.join(f'v{value}, ' for value in resident)})",
-            "    pool = pools.get(key)",
-            "    if pool is None:",
-            "        pool = new_pool(key)",
-        ]
-    lines += [
-        "    try:",
-        f"        block = {'pools' if resident is None else 'pool'}.pop()",
-        "    except IndexError:",
-        f"        block = new_block({key})",
-        f"    {''.join(f'{part}, ' for part in block_parts(launches))}= block",
+    lines = [
+        f"_key = {key}",
+        "_pool = pools.get(_key)",
+        "if _pool is None:",
+        "    _pool = new_pool(_key)",
+        "try:",
+        "    _block = _pool.pop()",
+        "except IndexError:",
+        f"    _block = new_block({stream}, ({''.join(f'{value}, ' for value in values)}))",
+        f"{''.join(f'{part}, ' for part in block_parts(launches))}= _block",
     ]
     scalars = []
     for number, launch in enumerate(launches):
         for index, item in enumerate(launch.inputs):
-            if f"v{item.value}" not in given:
+            if item.value not in written:
                 continue
             if item.spec is None:
                 where = item.field.offset // item.field.size
-                scalars.append(f"        {item.code}{number}[{where}] = v{item.value}")
-            elif item.value not in (resident or ()):
-                lines += _moving(number, index, item)
+                scalars.append(f"    {item.code}{number}[{where}] = {values[item.value]}")
+            else:
+                lines += _moving(number, index, item, values[item.value])
     if scalars:
-        lines += [
-            "    try:",
-            *scalars,
-            "    except (TypeError, ValueError, OverflowError) as error:",
-            f"        raise unfit(error, {', '.join(f'{value!r}, {value}' for value in given)}) from error",
-        ]
+        given = ", ".join(values)
+        lines += ["try:", *scalars, "except (TypeError, ValueError, OverflowError) as error:"]
+        lines += [f"    raise unfit(error, ({given},)) from error"]
     for number in range(len(launches)):
-        lines += [f"    config{number}.stream = stream"] if resident is not None else []
         lines += [
-            f"    record((launch{number}, bytes{number}(), stream))",
-            f"    code = call(config_at{number}, function{number}, arguments_at{number}, None)",
-            "    if code:",
-            f"        again(code, stream, config_at{number}, function{number}, arguments_at{number})",
+            f"record((launch{number}, bytes{number}(), {stream}))",
+            f"_code = call(config_at{number}, function{number}, arguments_at{number}, None)",
+            f"if _code and again(_code, {stream}, config_at{number}, function{number}, arguments_at{number}):",
+            f"    {elsewhere}",
         ]
-    lines.append(f"    {'pools' if resident is None else 'pool'}.append(block)")
-    return "\n".join([*lines, ""])
+    return [*lines, "_pool.append(_block)"]
 
 
 def block_parts(launches: Sequence[PreparedLaunch]) -> list[str]:
@@ -122,13 +120,13 @@ def block_parts(launches: Sequence[PreparedLaunch]) -> list[str]:
     return parts
 
 
-def _moving(number: int, index: int, item: _Input) -> list[str]:
+def _moving(number: int, index: int, item: _Input, value: str) -> list[str]:
     """The lines that encode a descriptor again where its tensor has moved."""
     begin, end = item.field.offset, item.field.offset + item.field.size
     return [
-        f"    if moved{number}[{index}] != v{item.value}:",
-        f"        view{number}[{begin}:{end}] = descriptor(spec{number}_{index}, v{item.value})",
-        f"        moved{number}[{index}] = v{item.value}",
+        f"if moved{number}[{index}] != {value}:",
+        f"    view{number}[{begin}:{end}] = descriptor(spec{number}_{index}, {value})",
+        f"    moved{number}[{index}] = {value}",
     ]
 
 

@@ -23,21 +23,28 @@ _Owner = tuple[int | None, int, int]
 class _Buffer:
     """One allocation, who has it and, for a captured graph, that graph's life."""
 
-    __slots__ = ("address", "life", "owned", "owner", "place")
+    __slots__ = ("address", "life", "of_legacy", "owned", "owner", "place")
 
     def __init__(self, address: int, nbytes: int, owned: bool) -> None:
         self.address = address
         self.place: Place = (address, nbytes)
         self.owned = owned
         self.owner: _Owner | None = None
+        self.of_legacy = False  # the legacy default stream has it, which never captures and whose handle stays its own
         self.life: GraphLife | None = None
 
     @property
     def free(self) -> bool:
         """Whether nobody has it; that of a graph that ended is free again."""
         if self.life is not None and self.life.ended:
-            self.life = self.owner = None
+            self.give(None)
         return self.owner is None
+
+    def give(self, owner: _Owner | None) -> None:
+        """Let ``owner`` have it, or nobody."""
+        self.owner = owner
+        self.of_legacy = owner is not None and owner[0] is None and not owner[2]
+        self.life = None
 
 
 class Workspace:
@@ -106,9 +113,10 @@ class Workspace:
         Raises:
             WorkspaceError: another stream has it, or a capture needs one and none is free.
         """
-        handle, eager = stream_handle(stream), self._eager
-        if not handle and eager is not None and eager.owner is not None and not eager.owner[2] and not eager.owner[0]:
-            return eager.place  # the legacy default stream never captures, and its handle is no other's later
+        eager = self._eager
+        if type(stream) is int and not stream and eager is not None and eager.of_legacy:
+            return eager.place
+        handle = stream_handle(stream)
         if is_default(handle):
             with self._driver.using(self.context):
                 owner = self._owner_on(handle)
@@ -120,7 +128,8 @@ class Workspace:
             buffer = next((buffer for buffer in self._buffers if buffer.owner == owner), None)
             if buffer is None:
                 buffer = self._for_stream(owner) if owner[0] is None else self._for_graph(owner)
-                buffer.owner = owner
+                buffer.give(owner)
+                buffer.life = None if owner[0] is None else GraphLife(self._driver, owner[2])
             return buffer.place
 
     def regions(self, needed: Sequence[Region], place: Hashable = None) -> dict[str, int]:
@@ -140,7 +149,7 @@ class Workspace:
         """Let another stream claim it; the caller has made sure that the work of the last owner is done."""
         with self._lock:
             for buffer in self._buffers:
-                buffer.owner = buffer.life = None
+                buffer.give(None)
 
     def reset(self, stream: Any = 0) -> None:
         """Set all bytes to zero in stream order; needed after a fault or an aborted kernel."""
@@ -188,7 +197,6 @@ class Workspace:
             buffer, self._eager = eager, None if self._owned else eager
         if buffer is None:
             raise self._taken(owner)
-        buffer.life = GraphLife(self._driver, owner[2])
         return buffer
 
     def _taken(self, owner: _Owner) -> WorkspaceError:

@@ -360,5 +360,5 @@ def _unplanned(planned: list[dict[str, Any]], sent: list[dict[str, Any]]) -> Ite
 
 @contextmanager
 def _default_runtime(runtime: Runtime) -> Iterator[None]:
-    with patch("cubin_runtime.attention.runtime._default", runtime):
+    with patch("cubin_runtime.attention.process.default.runtime", runtime):
         yield

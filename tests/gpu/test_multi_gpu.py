@@ -132,7 +132,7 @@ def by_flashinfers_name(runtime: Runtime, device: int) -> tuple[Any, Any]:
 def test_it_runs_where_its_tensors_are(
     runtime: Runtime, monkeypatch: pytest.MonkeyPatch, way: Callable[..., Any], device: int, current: int, stream: str
 ) -> None:
-    monkeypatch.setattr("cubin_runtime.attention.runtime._default", runtime)
+    monkeypatch.setattr("cubin_runtime.attention.process.default.runtime", runtime)
     torch.cuda.set_device(current)
     before = runtime.driver.current_context()
     if stream == "own":

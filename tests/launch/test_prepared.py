@@ -160,7 +160,7 @@ def test_many_sets_of_resident_addresses_do_not_pile_up(driver: Driver, kernel: 
     prepared = prepare(kernel, driver, "k", resident=("k",))
     for layer in range(1100):
         prepared.run(0x5001, 0x10000 * (layer + 1))
-    assert len(prepared._pools) == 1024
+    assert len(prepared.pools) == 1024
     standin.clear_log()
     prepared.run(0x5001, 0x10000)
     assert bytes(sent(standin)["k"])[:8] == (0x10000).to_bytes(8, "little")  # type: ignore[call-overload]

@@ -6,8 +6,8 @@ does for tensors, and sends it. ``operator_function`` tries those functions befo
 source of plans and of errors.
 """
 
-from .notes import Launched, Scratch, note_launch, note_made, note_unrepeatable
-from .operator_function import FastPaths, full_path, operator_function, suspend
+from .notes import FastPaths, Launched, Scratch, note_launch, note_made, note_unrepeatable
+from .operator_function import full_path, operator_function, suspend
 
 __all__ = [
     "FastPaths",

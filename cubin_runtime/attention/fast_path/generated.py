@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ...kernels.native.problem import LOG2_E
-from ...launch.compiled import compiled
-from ...launch.prepared import OtherContextError
 from ...launch.semaphore_workspace import SemaphoreWorkspace
 from ...launch.streams import stream_handle
 from ...launch.workspace import Workspace
@@ -19,6 +17,7 @@ from .options import is_immutable, record_use
 
 MISS = object()  # what a fast path gives for a call that is not alike
 _ALIGNED, _PLACED = 15, 255  # bits of an address that count: of a tensor, of memory that regions are placed in
+_CONSTANT = ("n_", "regions_at(")  # values that are the same for all calls of one key
 _SCALE_LIMIT = 2.0**127
 _FIXED = (str, int, float)
 _WORKSPACES = (Workspace, SemaphoreWorkspace)
@@ -35,7 +34,7 @@ class Signature:
     parameters: tuple[str, ...]
     scales: Mapping[str, str] = field(default_factory=dict)
     bound: str = "max_seq_len"
-    memory: tuple[str, ...] = ()
+    memory: frozenset[str] = frozenset()
     contents: tuple[str, ...] = ()
 
 
@@ -43,10 +42,13 @@ class _Unlike(Exception):
     """The call cannot be told from others that need another launch."""
 
 
-def fast_path(signature: Signature, arguments: Sequence[Any], result: Any, notes: Notes) -> Callable[..., Any] | None:
-    """A function of the operator's arguments, all of them by position, that sends calls like this one.
+def fast_path(
+    signature: Signature, arguments: Sequence[Any], result: Any, notes: Notes
+) -> tuple[str, dict[str, Any]] | None:
+    """The source of a function ``fast`` of the operator's arguments, in order, that sends calls like this one.
 
-    It gives ``MISS`` for a call that is not alike, and then has done nothing. None: no such function can be made.
+    It returns ``MISS`` for a call that is not alike, and then has done nothing. With it comes what it refers to; None:
+    no such function can be written.
     """
     if not notes.repeatable or len(notes.launched) != 1:
         return None
@@ -65,47 +67,46 @@ class _Writer:
             launched = launched._replace(scratch=None)  # made of tensors among the arguments
         self.signature, self.launched, self.notes = signature, launched, notes
         self.given = dict(zip(signature.parameters, arguments, strict=True))
-        self.scope: dict[str, Any] = {"MISS": MISS, "run": launched.run, "OtherContextError": OtherContextError}
+        self.scope: dict[str, Any] = {"MISS": MISS}
         self.tests: list[str] = []
         self.unpacked: list[str] = []
         self.tensors: list[GuardedTensor] = []
         self.free: dict[str, Any] = {}
         self.followed: set[str] = set()
+        self.used: set[str] = set()  # tensors among whose addresses the launch's values are
         self.workspace = ""
 
-    def write(self, result: Any) -> Callable[..., Any]:
+    def write(self, result: Any) -> tuple[str, dict[str, Any]]:
         signature, launched, given = self.signature, self.launched, self.given
         for name, value in given.items():
             self._argument(name, value)
         made = [self._made(number, item.tensor) for number, item in enumerate(self.notes.made)]
         known = [*self.tensors, *made]
-        used: set[str] = set()
         related: set[str] = set()
         values = [
-            self._value(name, value, known, used, related)
+            self._value(name, value, known, related)
             for name, value in zip(launched.names, launched.values, strict=True)
         ]
         self._leftovers()
-        reads = [f"    a_{item.name} = {item.address}" for item in self.tensors if item.name in used]
+        reads = [f"    a_{item.name} = {item.address}" for item in self.tensors if item.name in self.used]
         lines = [f"def fast({', '.join(signature.parameters)}):"]
         lines += _refusal(self.tests)
         lines += self.unpacked
         lines += _refusal(conditions(self.tensors, self.scope))
-        lines += reads + _refusal([*self._alignments(used), *sorted(related)])
+        lines += reads + _refusal([*self._alignments(), *sorted(related)])
         lines += self._stream("stream" in given)
         lines += self._regions()
         for number, (item, tensor) in enumerate(zip(self.notes.made, made, strict=True)):
             sources = ", ".join(self._source(source) for source in item.sources)
             self.scope[f"make{number}"] = item.make
             lines.append(f"    made{number} = make{number}({sources})")
-            if tensor.name in used:
+            if tensor.name in self.used:
                 lines.append(f"    a_{tensor.name} = {tensor.address}")
-        lines += ["    try:", f"        run(handle, {', '.join(values)})"]
-        lines += ["    except OtherContextError:", "        return MISS"]
+        lines += self._sending(values)
         if "stream" in given:
             lines += self._recorded(made)
         lines += [f"    return {self._result(result, given)}", ""]
-        return compiled("fast", "\n".join(lines), self.scope)
+        return "\n".join(lines), self.scope
 
     def _argument(self, name: str, value: Any) -> None:
         """What must hold for an argument, or what varies with it."""
@@ -162,11 +163,11 @@ class _Writer:
             raise _Unlike
         return item
 
-    def _value(self, name: str, value: Any, known: Sequence[GuardedTensor], used: set[str], related: set[str]) -> str:
+    def _value(self, name: str, value: Any, known: Sequence[GuardedTensor], related: set[str]) -> str:
         """The expression of one of the launch's values."""
         launched, scratch = self.launched, self.launched.scratch
         if scratch is not None and name in scratch.names:
-            return f"r{scratch.names.index(name)}"
+            return f"regions_at({self.workspace or 'scratch'}, place)[{scratch.names.index(name)}]"
         if name in launched.numbers:
             return self._number(name, value)
         if not value:
@@ -175,7 +176,7 @@ class _Writer:
         if not containing:
             raise _Unlike
         source, *others = containing
-        used.update(item.name for item in containing)
+        self.used.update(item.name for item in containing)
         for other in others:  # whichever of them the address was derived from, it is the same
             delta = f"d_{other.name}_{source.name}"
             self.scope[delta] = other.view.pointer - source.view.pointer
@@ -223,10 +224,10 @@ class _Writer:
                 self.scope[f"k_{name}"] = value
                 self.tests.append(f"{name} == k_{name}")
 
-    def _alignments(self, used: set[str]) -> list[str]:
+    def _alignments(self) -> list[str]:
         plain, tests = [], []
         for item in self.tensors:
-            if item.name not in used:
+            if item.name not in self.used:
                 continue
             mask = _PLACED if item.name in self.signature.memory else _ALIGNED
             rest = item.view.pointer & mask
@@ -252,17 +253,33 @@ class _Writer:
         scratch = self.launched.scratch
         if scratch is None:
             return []
-        self.scope |= {"held": scratch.held, "DEFAULT": scratch.default, "places": scratch.places}
+        self.scope |= {"held": scratch.held, "DEFAULT": scratch.default, "regions_at": scratch.regions_at}
         lines, workspace = [], self.workspace
         if not workspace:
             workspace, self.scope["CONTEXT"] = "scratch", self.launched.context
             lines.append("    scratch = held.get(handle or DEFAULT)")
             lines += _refusal(["scratch is not None and scratch.context == CONTEXT"])
-        lines.append(f"    regions = places.get({workspace}.claim(handle))")
-        lines += _refusal(["regions is not None"])
-        if scratch.names:
-            lines.append(f"    {''.join(f'r{number}, ' for number in range(len(scratch.names)))}= regions")
-        return lines
+        return [*lines, f"    place = {workspace}.claim(handle)"]
+
+    def _sending(self, values: Sequence[str]) -> list[str]:
+        """The launches; what is the same wherever the key is stays in the blocks of parameters."""
+        launched, scratch = self.launched, self.launched.scratch
+        prepared = launched.prepared
+        memory = [f"a_{item.name}" for item in self.tensors if item.name in self.signature.memory & self.used]
+        moving = {number for number, value in enumerate(values) if value != "0" and not value.startswith(_CONSTANT)}
+        keyed = [values[number] for number in sorted(prepared.resident & moving)] + memory
+        keyed += ["place"] if scratch is not None else []
+        placed = {number for number in moving if values[number].split(" ")[0] in memory}
+        written = moving - prepared.resident - placed
+        lines, scope = prepared.sending(
+            values,
+            written=written,
+            key=f"(handle, {', '.join(keyed)})" if keyed else "handle",
+            stream="handle",
+            elsewhere="return MISS",
+        )
+        self.scope |= scope
+        return [f"    {line}" for line in lines]
 
     def _recorded(self, made: Sequence[GuardedTensor]) -> list[str]:
         """torch's allocator must know of a use on another stream than the current one."""

@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    from ...launch.prepared import PreparedLaunches
     from ..memory import TensorMemory
+
+
+FastPaths = defaultdict[int, tuple[Callable[..., Any], ...]]  # of each operator, by its number
 
 
 class Scratch(NamedTuple):
     """The workspaces of a plan, and where its regions lie in them.
 
     ``held`` has the workspace of each stream and, under ``default``, that of the legacy default stream; None: the
-    caller gave one. ``places`` has the addresses of the regions, in order, by what ``Workspace.claim`` gives. ``names``
-    are the regions'.
+    caller gave one. ``regions_at`` gives the addresses of the regions called ``names`` from a workspace and what
+    ``Workspace.claim`` gave.
     """
 
     held: Mapping[Hashable, Any] | None
     default: Hashable
-    places: Mapping[Hashable, tuple[int, ...]]
+    regions_at: Callable[[Any, Hashable], tuple[int, ...]]
     names: tuple[str, ...]
 
 
 class Launched(NamedTuple):
-    """The launches of one call: ``run(stream, *values)`` of ``PreparedLaunches``.
+    """The launches of one call, ``prepared.run(stream, *values)``.
 
     Values called ``names`` are addresses, but for those of ``numbers``; those of the regions of ``scratch`` follow from
     the workspace. ``bounds`` are the least and the greatest bound on the lengths with which a call takes the same plan.
@@ -34,7 +39,7 @@ class Launched(NamedTuple):
     addresses on whose equality the plan depends.
     """
 
-    run: Callable[..., None]
+    prepared: PreparedLaunches
     names: tuple[str, ...]
     values: tuple[Any, ...]
     numbers: tuple[str, ...]

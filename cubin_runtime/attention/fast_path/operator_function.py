@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections import defaultdict
-from collections.abc import Callable, Mapping
-from functools import wraps
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, wraps
 from itertools import count
 from typing import Any, TypeVar
 
 from ...launch.compiled import compiled
+from ..process import default, default_runtime
 from .generated import MISS, Signature, fast_path
 from .notes import active, taking_notes
 
-FastPaths = defaultdict[int, tuple[Callable[..., Any], ...]]  # of each operator, by its number
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+_DEFAULT = "default.runtime or default_runtime()"
 _MOST = 32  # paths of one operator
 _numbers = count()
 
@@ -37,7 +37,7 @@ def suspend(change: int) -> None:
 
 def operator_function(
     *,
-    owner: str,
+    owner: str = _DEFAULT,
     scales: Mapping[str, str] | None = None,
     bound: str = "max_seq_len",
     memory: tuple[str, ...] = (),
@@ -46,14 +46,15 @@ def operator_function(
     """Let a function, which is then the full path, try the fast paths of earlier calls first.
 
     Args:
-        owner: the expression of the object that has the fast paths; ``default()`` is the process's runtime.
+        owner: the expression of the object that has the fast paths.
         scales, bound, memory, contents: as in ``Signature``.
     """
 
     def decorate(full: FunctionT) -> FunctionT:
         parameters = inspect.signature(full).parameters
-        signature = Signature(tuple(parameters), scales or {}, bound, memory, contents)
+        signature = Signature(tuple(parameters), scales or {}, bound, frozenset(memory), contents)
         number = next(_numbers)
+        heads, defaults = _heads(list(parameters.values()))
 
         def call(holder: Any, arguments: tuple[Any, ...]) -> Any:
             """The full path, from whose notes the next call's fast path is made."""
@@ -64,51 +65,66 @@ def operator_function(
                 result = full(**given)
             made = fast_path(signature, arguments, result, notes)
             if made is not None:
-                holder.fast_paths[number] = (made, *holder.fast_paths[number][: _MOST - 1])
+                path = compiled("fast", *made)
+                holder.fast_paths[number] = (path, *holder.fast_paths[number][: _MOST - 1])
+                if "self" in parameters:
+                    vars(holder)[full.__name__] = of_instance(holder, *made)
             return result
+
+        def of_instance(holder: Any, source: str, scope: Mapping[str, Any]) -> Callable[..., Any]:
+            """The last fast path as the instance's own method, which spares the way over all of them."""
+            own = ", ".join(f"{name}={name}" for name in parameters if name != "self")
+            source = source.replace(f"def fast({names}):", f"def fast({heads.removeprefix('self, ')}):")
+            source = source.replace("return MISS", f"return otherwise({own})")
+            return compiled("fast", source, {**scope, **defaults, "otherwise": partial(operator, holder)})
 
         def promote(holder: Any, path: Callable[..., Any]) -> None:
             paths = holder.fast_paths[number]
             holder.fast_paths[number] = (path, *(other for other in paths if other is not path))
 
-        return wraps(full)(_written(full, owner, number, call, promote))  # type: ignore[return-value]
+        names = ", ".join(parameters)
+        source = (
+            f"def {full.__name__}({heads}):\n"
+            f"    owner = {owner}\n"
+            f"    if not state.suspended:\n"
+            f"        paths = owner.fast_paths[{number}]\n"
+            f"        for path in paths:\n"
+            f"            result = path({names})\n"
+            f"            if result is not MISS:\n"
+            f"                if path is not paths[0]:\n"
+            f"                    promote(owner, path)\n"
+            f"                return result\n"
+            f"    return call(owner, ({names},))\n"
+        )
+        scope = {
+            **defaults,
+            "state": _state,
+            "call": call,
+            "promote": promote,
+            "MISS": MISS,
+            "default": default,
+            "default_runtime": default_runtime,
+        }
+        operator: Any = wraps(full)(compiled(full.__name__, source, scope))
+        return operator  # type: ignore[no-any-return]
 
     return decorate
+
+
+def _heads(parameters: Sequence[inspect.Parameter]) -> tuple[str, dict[str, Any]]:
+    """Parameters as a definition lists them, and what their defaults refer to."""
+    heads, defaults = list[str](), dict[str, Any]()
+    for parameter in parameters:
+        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in heads:
+            heads.append("*")
+        if parameter.default is parameter.empty:
+            heads.append(parameter.name)
+        else:
+            defaults[f"given_{parameter.name}"] = parameter.default
+            heads.append(f"{parameter.name}=given_{parameter.name}")
+    return ", ".join(heads), defaults
 
 
 def full_path(operator: FunctionT) -> FunctionT:
     """The full path of an operator, for one that stands on it: the notes are then its own."""
     return getattr(operator, "__wrapped__", operator)
-
-
-def _written(full: Callable[..., Any], owner: str, number: int, call: Any, promote: Any) -> Callable[..., Any]:
-    """The function with the parameters of ``full``; written out, since forwarding ``**kwargs`` costs a microsecond."""
-    from .. import runtime
-
-    parameters = list(inspect.signature(full).parameters.values())
-    names = ", ".join(parameter.name for parameter in parameters)
-    heads, keyword, scope = [], False, {"state": _state, "call": call, "promote": promote, "MISS": MISS}
-    scope |= {"default": runtime.default_runtime}
-    for parameter in parameters:
-        if parameter.kind is parameter.KEYWORD_ONLY and not keyword:
-            heads.append("*")
-            keyword = True
-        if parameter.default is parameter.empty:
-            heads.append(parameter.name)
-        else:
-            scope[f"default_{parameter.name}"] = parameter.default
-            heads.append(f"{parameter.name}=default_{parameter.name}")
-    source = (
-        f"def {full.__name__}({', '.join(heads)}):\n"
-        f"    owner = {owner}\n"
-        f"    if not state.suspended:\n"
-        f"        paths = owner.fast_paths[{number}]\n"
-        f"        for path in paths:\n"
-        f"            result = path({names})\n"
-        f"            if result is not MISS:\n"
-        f"                if path is not paths[0]:\n"
-        f"                    promote(owner, path)\n"
-        f"                return result\n"
-        f"    return call(owner, ({names},))\n"
-    )
-    return compiled(full.__name__, source, scope)

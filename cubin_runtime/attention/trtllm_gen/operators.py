@@ -15,7 +15,8 @@ from ...launch.streams import stream_handle
 from ...tensor import TensorView, view_of
 from ..backends import AUTO, resolve_backend
 from ..fast_path import note_launch
-from ..runtime import Runtime, default_runtime
+from ..process import default_runtime
+from ..runtime import Runtime
 from .checks import (
     check_call,
     check_device,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 
 from ...artifacts.tables.metadata import KernelMeta
 from ...artifacts.tables.native_kernels import MEASURED, NativeKernel
@@ -48,7 +47,7 @@ class AttentionPlan:
         self._release = runtime.trtllm_gen_release()
         self.decision = self._decide(call)
         self._followers = tuple(self._kernel_for(launch) for launch in self.decision.following)
-        self._prepared: dict[int, Callable[..., None]] = {}
+        self._prepared: dict[int, PreparedLaunches] = {}
 
     @property
     def kernel(self) -> str:
@@ -98,10 +97,10 @@ class AttentionPlan:
                 f"{self.workspace_bytes} anywhere"
             )
         context = self._runtime.driver.context_on(self._ordinal)
-        run = self._prepared.get(context) or self._prepare(context, stream)
-        run(stream, *bindings)
+        prepared = self._prepared.get(context) or self._prepare(context, stream)
+        prepared.run(stream, *bindings)
         return Launched(
-            run=run,
+            prepared=prepared,
             names=Bindings._fields,
             values=bindings,
             # Without scratch, partial_out is no address.
@@ -150,7 +149,7 @@ class AttentionPlan:
             )
         return kernel
 
-    def _prepare(self, context: int, stream: int) -> Callable[..., None]:
+    def _prepare(self, context: int, stream: int) -> PreparedLaunches:
         runtime, wide = self._runtime, self.decision.attributes.nonportable_cluster
         runtime.check_process()
         main = runtime.load_trtllm_gen(self.decision.meta, context, stream, nonportable_cluster=wide)
@@ -162,7 +161,7 @@ class AttentionPlan:
             resident=("key", "value"),
             descriptors=runtime.descriptors,
         )
-        return self._prepared.setdefault(context, made.run)
+        return self._prepared.setdefault(context, made)
 
     def _taken(self, bindings: Bindings, address: int) -> int:
         """Bytes from ``address`` to the end of the statistics and scratch that a run writes."""

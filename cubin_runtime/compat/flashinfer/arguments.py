@@ -9,7 +9,8 @@ from functools import cache
 from typing import Any
 
 from ...attention.backends import find_backend
-from ...attention.runtime import Runtime, default_runtime
+from ...attention.process import default_runtime
+from ...attention.runtime import Runtime
 from ...attention.trtllm_gen.checks import check_device
 from ...errors import UsageError
 from ...tensor import TensorView, view_of

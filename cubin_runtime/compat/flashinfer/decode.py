@@ -21,7 +21,7 @@ from .scales import factor_of, times
 from .trtllm_gen import pages, run_call
 
 
-@operator_function(owner="default()", scales=SCALES, memory=MEMORY)
+@operator_function(scales=SCALES, memory=MEMORY)
 def trtllm_batch_decode_with_kv_cache(
     query: Any,
     kv_cache: Any,
@@ -122,7 +122,7 @@ def trtllm_batch_decode_with_kv_cache(
     )
 
 
-@operator_function(owner="default()", scales=SCALES, memory=MEMORY)
+@operator_function(scales=SCALES, memory=MEMORY)
 def xqa_batch_decode_with_kv_cache(
     query: Any,
     kv_cache: Any,

@@ -22,7 +22,7 @@ _HEAD_DIMS = ((512, 64), (256, 64))  # kv_lora_rank, qk_rope_head_dim
 _SPARSE_HEAD_DIMS = (512, 0)
 
 
-@operator_function(owner="default()", scales=SCALES, memory=MEMORY)
+@operator_function(scales=SCALES, memory=MEMORY)
 def trtllm_batch_decode_with_kv_cache_mla(
     query: Any,
     kv_cache: Any,
@@ -117,7 +117,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     )
 
 
-@operator_function(owner="default()", scales=SCALES, memory=MEMORY)
+@operator_function(scales=SCALES, memory=MEMORY)
 def xqa_batch_decode_with_kv_cache_mla(
     query: Any,
     kv_cache: Any,

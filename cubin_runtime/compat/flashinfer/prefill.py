@@ -16,7 +16,7 @@ from .outputs import output_of
 from .trtllm_gen import pages, run_call
 
 
-@operator_function(owner="default()", scales=SCALES, bound="max_kv_len", memory=MEMORY)
+@operator_function(scales=SCALES, bound="max_kv_len", memory=MEMORY)
 def trtllm_batch_context_with_kv_cache(
     query: Any,
     kv_cache: Any,
@@ -85,9 +85,7 @@ def trtllm_batch_context_with_kv_cache(
     )
 
 
-@operator_function(
-    owner="default()", scales=SCALES, bound="max_kv_len", memory=MEMORY, contents=("q_seq_lens_cpu", "kv_seq_lens_cpu")
-)
+@operator_function(scales=SCALES, bound="max_kv_len", memory=MEMORY, contents=("q_seq_lens_cpu", "kv_seq_lens_cpu"))
 def trtllm_ragged_attention_deepseek(
     query: Any,
     key: Any,

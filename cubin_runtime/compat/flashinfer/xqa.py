@@ -31,7 +31,7 @@ _NAMES = {
 _ROPE = 64
 
 
-@operator_function(owner="default()", memory=MEMORY)
+@operator_function(memory=MEMORY)
 def xqa(
     q: Any,
     k_cache: Any,
@@ -118,7 +118,7 @@ def xqa(
     )
 
 
-@operator_function(owner="default()", memory=MEMORY)
+@operator_function(memory=MEMORY)
 def xqa_mla(
     q: Any,
     k_cache: Any,

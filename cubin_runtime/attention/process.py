@@ -1,0 +1,42 @@
+"""The process's default runtime."""
+
+from __future__ import annotations
+
+import threading
+
+from ..errors import UsageError
+from .runtime import Runtime
+
+
+class _Default:
+    """Holds it, once it is made or set."""
+
+    runtime: Runtime | None = None
+
+
+default = _Default()
+_lock = threading.Lock()
+
+
+def default_runtime() -> Runtime:
+    """The process's runtime, made on first use from the environment.
+
+    Raises:
+        UsageError: it was made before this process was forked.
+    """
+    with _lock:
+        made = default.runtime = default.runtime or Runtime()
+    made.check_process()
+    return made
+
+
+def set_default_runtime(runtime: Runtime) -> None:
+    """Set what ``default_runtime`` gives; only before its first use.
+
+    Raises:
+        UsageError: it is in use already.
+    """
+    with _lock:
+        if default.runtime is not None:
+            raise UsageError("the default Runtime is in use already: set it before the first operator runs")
+        default.runtime = runtime
