@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -93,7 +94,13 @@ def _from_torch(tensor: Any, name: str) -> TensorView:
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in ITEM_BYTES:
         raise UsageError(f"{name}: dtype {dtype}, expected one of {', '.join(ITEM_BYTES)}")
-    return TensorView(tensor.data_ptr(), dtype, tuple(tensor.shape), tensor.stride(), tensor.device.index or 0)
+    if getattr(tensor, "requires_grad", False) and sys.modules["torch"].is_grad_enabled():
+        raise UsageError(f"{name}: requires grad, which no operator here has: call it under torch.no_grad()")
+    try:
+        address = tensor.data_ptr()
+    except RuntimeError as error:
+        raise UsageError(f"{name}: a {type(tensor).__name__} without memory of its own ({error})") from error
+    return TensorView(address, dtype, tuple(tensor.shape), tensor.stride(), tensor.device.index or 0)
 
 
 def _from_array_interface(tensor: Any, name: str) -> TensorView:

@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import isfinite, prod
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ..errors import UsageError
 from ..kernels.native.launches import NativeLaunch
 from ..kernels.native.problem import LOG2_E
 from ..launch.driver import DeviceFacts
 from ..launch.streams import stream_handle
-from ..tensor import TensorView, is_torch, view_of
+from ..tensor import is_torch, view_of
 from .backends import resolve_backend
 from .bound_step import BoundStep, bind_step
 from .checks import check_switches, check_words, integer
@@ -25,6 +25,7 @@ from .operator_plan import AnyWorkspace, OperatorPlan, check_workspace
 from .process import default_runtime
 from .runtime import NativeRelease, Runtime
 from .scales import split_scale
+from .torch_ops import TORCH_SCRATCH, TorchOp, scratch_of_torch
 from .tracing import record, recording
 from .tracing.schema import TracedCall
 
@@ -49,9 +50,47 @@ class DecodeOperator(Operator):
     check: Callable[[DecodeCall], None]
     page_size: Callable[[DecodeCall], int]
     launches: Callable[[DecodeCall, DeviceFacts, NativeRelease], Sequence[NativeLaunch[Any]]]
-    output: Callable[[TensorView], tuple[tuple[int, ...], str | None]]
+    output: Callable[[Any], tuple[tuple[int, ...], str | None]]
     scale: Callable[[tuple[int, ...]], float]
     traced: Callable[[DecodeCall], TracedCall]
+
+
+_OPTION_KINDS = {
+    "kv_layout": "str",
+    "max_q_len": "SymInt?",
+    "window_left": "SymInt",
+    "batch_invariant": "bool",
+    "backend": "str",
+    "enable_pdl": "bool?",
+}
+_NO_OPTIONS = {"workspace": TORCH_SCRATCH, "stream": None, "runtime": None}
+
+
+class _Form(NamedTuple):
+    """What an output follows from."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def torch_op(operator: DecodeOperator) -> TorchOp:
+    """The op of a decode: its tensors as declared, the bound, and its options."""
+
+    def complete(given: dict[str, Any]) -> Any:
+        import torch
+
+        q = given["q"]
+        if given["out"] is None:
+            word = str(q.dtype).removeprefix("torch.")
+            shape, dtype = operator.output(_Form(q.shape, word))
+            given["out"] = torch.empty(shape, dtype=getattr(torch, dtype or word), device=q.device)
+        return given["out"]
+
+    kinds = {arg.name: "Tensor?" if arg.optional else "Tensor" for arg in operator.tensors}
+    kinds |= dict.fromkeys(SCALES.values(), "Scale")
+    kinds |= {"max_seq_len": "SymInt", **{name: _OPTION_KINDS[name] for name in operator.options}}
+    written = tuple(arg.name for arg in operator.tensors if arg.written)
+    return TorchOp(operator.name, kinds, written, _NO_OPTIONS, complete)
 
 
 class DecodePlan(OperatorPlan):
@@ -138,7 +177,7 @@ def run_decode(plan_class: type[DecodePlan], operator: DecodeOperator, arguments
     stream = arguments["stream"]
     handle = rt.memory.current_stream(q) if stream is None else stream_handle(stream)
     workspace = arguments["workspace"]
-    if workspace is not None:
+    if workspace is not None and workspace is not TORCH_SCRATCH:
         check_workspace(workspace)
     if arguments["max_q_len"] is None and arguments["q_cu_seq_lens"] is not None:
         arguments["max_q_len"] = _longest(rt, q, arguments["q_cu_seq_lens"], handle)
@@ -146,6 +185,8 @@ def run_decode(plan_class: type[DecodePlan], operator: DecodeOperator, arguments
     kept = 1 << max(_SMALLEST_BOUND_LOG2, (bound - 1).bit_length())
     key = (operator.name, kept, *_option_key(operator, arguments))
     plan, addresses = _find(plan_class, operator, rt, key, arguments, scale, factor, kept)
+    if workspace is TORCH_SCRATCH:
+        workspace = scratch_of_torch(plan, plan.device)
     launched = plan.launch(addresses, plan.numbers(bound, scale, factor), workspace, handle)
     shortest = 0 if kept == 1 << _SMALLEST_BOUND_LOG2 else kept // 2 + 1
     note_launch(launched._replace(bounds=(shortest, plan.options.max_seq_len)))

@@ -22,7 +22,7 @@ from .decode_call import (
     decode_tensors,
     problem_values,
 )
-from .decode_operator import SCALES, DecodeOperator, DecodePlan, plan_decode, run_decode
+from .decode_operator import SCALES, DecodeOperator, DecodePlan, plan_decode, run_decode, torch_op
 from .fast_path import operator_function
 from .latent_cache import KV_CACHE, OUT_DTYPES, Q_DTYPES, ROPE, check_cache
 from .operator import TensorArg
@@ -169,7 +169,9 @@ def plan_mla_decode(
     return plan_decode(MlaDecodePlan, MLA_DECODE, locals())
 
 
-@operator_function(owner="runtime or default.runtime or default_runtime()", scales=SCALES)
+@operator_function(
+    owner="runtime or default.runtime or default_runtime()", scales=SCALES, op=lambda _: torch_op(MLA_DECODE)
+)
 def mla_decode(
     q: Any,
     kv_cache: Any,

@@ -65,13 +65,13 @@ class OperatorPlan:
         self.launches = tuple(launches)
         self.regions = tuple(dict.fromkeys(region for launch in self.launches for region in launch.regions))
         self._runtime = runtime
-        self._device = tensors["q"].device
+        self.device = tensors["q"].device
         self.of_torch = of_torch
         self._lock = threading.Lock()
         self.fast_paths: FastPaths = defaultdict(tuple)
         self._prepared: dict[int, PreparedLaunches] = {}
         self._places: OrderedDict[Hashable, tuple[int, ...]] = OrderedDict()
-        self._pool = WorkspacePool(runtime.driver, self._device, self.workspace_bytes)
+        self._pool = WorkspacePool(runtime.driver, self.device, self.workspace_bytes)
 
     @property
     def driver(self) -> Driver:
@@ -98,7 +98,7 @@ class OperatorPlan:
 
     def preload(self) -> None:
         """Fetch, load and gate the kernels now, so that the first run does not."""
-        context = self._runtime.driver.context_on(self._device)
+        context = self._runtime.driver.context_on(self.device)
         for launch in self.launches:
             self._runtime.load(launch.selection.kernel, context)
 
@@ -177,7 +177,7 @@ class OperatorPlan:
             check_workspace(workspace)
             scratch, context = workspace, workspace.context
         if context is None:
-            context = self._runtime.driver.context_on(self._device)
+            context = self._runtime.driver.context_on(self.device)
         prepared = self._prepared.get(context) or self._prepare_on(context, stream)
         place = scratch.claim(stream)
         values = (*addresses, *(self._regions_at(scratch, place)), *numbers)
@@ -193,7 +193,7 @@ class OperatorPlan:
             values=values,
             numbers=NUMBERS,
             context=context,
-            device=self._device,
+            device=self.device,
             memory=self._runtime.memory,
             bounds=(0, self.options.max_seq_len),
             scratch=Scratch(self._pool.held if workspace is None else None, (context, 0), self._regions_at, regions),
@@ -211,14 +211,14 @@ class OperatorPlan:
         }
         fixed |= zip((region.name for region in self.regions), regions, strict=True)
         fixed |= zip(NUMBERS, numbers, strict=True)
-        context = workspace.context or self.driver.context_on(self._device)
+        context = workspace.context or self.driver.context_on(self.device)
         return (self._prepared.get(context) or self._prepare_on(context, stream)).bind(fixed, stream)
 
     def stream_of(self, stream: Any) -> int:
         """The handle of a stream as callers give it; None: torch's current one of the tensors' device for a plan made
         with torch tensors, else the legacy default stream."""
         if stream is None:
-            return self._runtime.memory.current_stream(self._device) if self.of_torch else 0
+            return self._runtime.memory.current_stream(self.device) if self.of_torch else 0
         return stream_handle(stream)
 
     def check(self, workspace: AnyWorkspace, stream: Any = None) -> None:
@@ -230,7 +230,7 @@ class OperatorPlan:
         """
         driver, handle = self._runtime.driver, self.stream_of(stream)
         status = 0
-        with driver.using(workspace.context or driver.context_on(self._device)):
+        with driver.using(workspace.context or driver.context_on(self.device)):
             driver.synchronize(handle)
             for place in workspace.places():
                 address = workspace.regions(self.regions, place)["status"]
@@ -245,8 +245,8 @@ class OperatorPlan:
 
     def _prepare_on(self, context: int, stream: int) -> PreparedLaunches:
         runtime, its = self._runtime, self._runtime.driver.context_device(context)
-        if its != self._device:
-            raise UsageError(f"workspace: on device {its}, the plan is for tensors on device {self._device}")
+        if its != self.device:
+            raise UsageError(f"workspace: on device {its}, the plan is for tensors on device {self.device}")
         names = (*self.operator.values, *(region.name for region in self.regions), *NUMBERS)
         made = PreparedLaunches(
             self.launch_plans(),

@@ -21,7 +21,7 @@ from .decode_call import (
     decode_tensors,
     problem_values,
 )
-from .decode_operator import SCALES, DecodeOperator, DecodePlan, default_scale, plan_decode, run_decode
+from .decode_operator import SCALES, DecodeOperator, DecodePlan, default_scale, plan_decode, run_decode, torch_op
 from .fast_path import operator_function
 from .operator import TensorArg
 from .operator_plan import AnyWorkspace
@@ -176,7 +176,9 @@ def plan_paged_decode(
     return plan_decode(PagedDecodePlan, PAGED_DECODE, locals())
 
 
-@operator_function(owner="runtime or default.runtime or default_runtime()", scales=SCALES)
+@operator_function(
+    owner="runtime or default.runtime or default_runtime()", scales=SCALES, op=lambda _: torch_op(PAGED_DECODE)
+)
 def paged_decode(
     q: Any,
     k_cache: Any,

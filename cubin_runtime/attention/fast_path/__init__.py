@@ -7,9 +7,10 @@ source of plans and of errors.
 """
 
 from .notes import FastPaths, Launched, Scratch, note_launch, note_made, note_unrepeatable
-from .operator_function import full_path, operator_function, suspend
+from .operator_function import DEFAULT_RUNTIME, full_path, operator_function, suspend
 
 __all__ = [
+    "DEFAULT_RUNTIME",
     "FastPaths",
     "Launched",
     "Scratch",

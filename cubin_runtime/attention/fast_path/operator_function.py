@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from itertools import count
@@ -11,11 +12,12 @@ from typing import Any, TypeVar
 
 from ...launch.compiled import compiled
 from ..process import default, default_runtime
+from ..torch_ops import TorchOp, is_intercepted
 from .generated import MISS, Signature, fast_path
 from .notes import active, taking_notes
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
-_DEFAULT = "default.runtime or default_runtime()"
+DEFAULT_RUNTIME = "default.runtime or default_runtime()"
 _MOST = 32  # paths of one operator
 _numbers = count()
 
@@ -24,9 +26,35 @@ class _State:
     """What all operators look at before a fast path."""
 
     suspended = 0
+    compiling: Callable[[], bool]
+
+
+def _compiling() -> bool:
+    """``torch.compiler.is_compiling`` where torch may come later."""
+    if "torch" not in sys.modules:
+        return False
+    _define_ops()
+    import torch
+
+    return bool(torch.compiler.is_compiling())
+
+
+def _define_ops() -> None:
+    """Define the ops of all operators, once torch is there."""
+    import torch
+
+    while _undefined:
+        op, operator = _undefined.pop()
+        op.define(operator)
+    _state.compiling = torch.compiler.is_compiling
+
+
+_define_ops._dynamo_marked_constant = True  # type: ignore[attr-defined]  # runs while torch traces, and is not traced
+_undefined: list[tuple[TorchOp, Callable[..., Any]]] = []
 
 
 _state = _State()
+_state.compiling = _compiling
 os.register_at_fork(after_in_child=lambda: setattr(_state, "suspended", 1))  # the full path says what is wrong
 
 
@@ -37,28 +65,32 @@ def suspend(change: int) -> None:
 
 def operator_function(
     *,
-    owner: str = _DEFAULT,
+    owner: str = DEFAULT_RUNTIME,
     scales: Mapping[str, str] | None = None,
     bound: str = "max_seq_len",
     memory: tuple[str, ...] = (),
     contents: tuple[str, ...] = (),
+    op: Callable[[Callable[..., Any]], TorchOp] | None = None,
 ) -> Callable[[FunctionT], FunctionT]:
     """Let a function, which is then the full path, try the fast paths of earlier calls first.
 
     Args:
         owner: the expression of the object that has the fast paths.
         scales, bound, memory, contents: as in ``Signature``.
+        op: makes the op, from the full path, through which calls go that torch traces.
     """
 
     def decorate(full: FunctionT) -> FunctionT:
         parameters = inspect.signature(full).parameters
         signature = Signature(tuple(parameters), scales or {}, bound, frozenset(memory), contents)
-        number = next(_numbers)
+        number, traced = next(_numbers), op(full) if op else None
         heads, defaults = _heads(list(parameters.values()))
 
         def call(holder: Any, arguments: tuple[Any, ...]) -> Any:
             """The full path, from whose notes the next call's fast path is made."""
             given = dict(zip(parameters, arguments, strict=True))
+            if traced is not None and is_intercepted(arguments):
+                return traced.call(given)
             if _state.suspended or active():
                 return full(**given)
             with taking_notes() as notes:
@@ -83,9 +115,11 @@ def operator_function(
             holder.fast_paths[number] = (path, *(other for other in paths if other is not path))
 
         names = ", ".join(parameters)
+        given = ", ".join(f"{name!r}: {name}" for name in parameters)
         source = (
             f"def {full.__name__}({heads}):\n"
-            f"    owner = {owner}\n"
+            + (f"    if state.compiling():\n        return traced({{{given}}})\n" if traced else "")
+            + f"    owner = {owner}\n"
             f"    if not state.suspended:\n"
             f"        paths = owner.fast_paths[{number}]\n"
             f"        for path in paths:\n"
@@ -105,7 +139,12 @@ def operator_function(
             "default": default,
             "default_runtime": default_runtime,
         }
+        if traced is not None:
+            scope["traced"] = traced.call
         operator: Any = wraps(full)(compiled(full.__name__, source, scope))
+        if traced is not None:
+            _undefined.append((traced, operator))
+            _state.compiling = _compiling  # which defines it
         return operator  # type: ignore[no-any-return]
 
     return decorate

@@ -8,11 +8,12 @@ from typing import Any
 
 
 def is_immutable(value: Any) -> bool:
-    """Whether an option is a value that stays as it is: a dtype of torch's, a runtime."""
+    """Whether an option is a value that stays as it is: a dtype of torch's, a runtime, a mark."""
     torch = sys.modules.get("torch")
     from ..runtime import Runtime
+    from ..torch_ops import TorchScratch
 
-    return isinstance(value, Runtime) or (torch is not None and isinstance(value, torch.dtype))
+    return isinstance(value, (Runtime, TorchScratch)) or (torch is not None and isinstance(value, torch.dtype))
 
 
 def record_use(stream: int, device: int, tensors: Sequence[Any]) -> None:

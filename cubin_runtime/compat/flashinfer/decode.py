@@ -18,10 +18,11 @@ from .lengths import batch_of, lengths_of, query_lengths
 from .native import decode_batch
 from .outputs import E4M3, is_fp4, output_of
 from .scales import factor_of, times
+from .torch_ops import torch_op
 from .trtllm_gen import pages, run_call
 
 
-@operator_function(scales=SCALES, memory=MEMORY)
+@operator_function(scales=SCALES, memory=MEMORY, op=torch_op)
 def trtllm_batch_decode_with_kv_cache(
     query: Any,
     kv_cache: Any,
@@ -122,7 +123,7 @@ def trtllm_batch_decode_with_kv_cache(
     )
 
 
-@operator_function(scales=SCALES, memory=MEMORY)
+@operator_function(scales=SCALES, memory=MEMORY, op=torch_op)
 def xqa_batch_decode_with_kv_cache(
     query: Any,
     kv_cache: Any,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from ...attention.backends import XQA
@@ -16,13 +18,19 @@ from .layouts import flat_tokens, latent_cache, nested_tokens
 from .lengths import batch_of, lengths_of, query_lengths
 from .native import decode_batch
 from .outputs import Output, is_fp4, output_of
+from .torch_ops import torch_op
 from .trtllm_gen import pages, run_call
 
 _HEAD_DIMS = ((512, 64), (256, 64))  # kv_lora_rank, qk_rope_head_dim
 _SPARSE_HEAD_DIMS = (512, 0)
 
 
-@operator_function(scales=SCALES, memory=MEMORY)
+def _output_shape(given: Mapping[str, Any]) -> tuple[int, ...]:
+    """The shape of an output for a call's arguments."""
+    return (*given["query"].shape[:-1], given["kv_lora_rank"])
+
+
+@operator_function(scales=SCALES, memory=MEMORY, op=partial(torch_op, shape=_output_shape, dtype="bfloat16"))
 def trtllm_batch_decode_with_kv_cache_mla(
     query: Any,
     kv_cache: Any,
@@ -117,7 +125,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     )
 
 
-@operator_function(scales=SCALES, memory=MEMORY)
+@operator_function(scales=SCALES, memory=MEMORY, op=partial(torch_op, shape=_output_shape, dtype="bfloat16"))
 def xqa_batch_decode_with_kv_cache_mla(
     query: Any,
     kv_cache: Any,

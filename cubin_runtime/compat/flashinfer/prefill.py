@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from ...attention.checks import integer
@@ -13,10 +15,16 @@ from .arguments import MEMORY, SCALES, Arguments, query_of, tensor_or_none
 from .layouts import cache_pair_by_head
 from .lengths import check_batch, check_none_empty
 from .outputs import output_of
+from .torch_ops import torch_op
 from .trtllm_gen import pages, run_call
 
 
-@operator_function(scales=SCALES, bound="max_kv_len", memory=MEMORY)
+def _ragged_shape(given: Mapping[str, Any]) -> tuple[int, ...]:
+    """The shape of an output for a call's arguments."""
+    return (*given["query"].shape[:2], given["value"].shape[-1])
+
+
+@operator_function(scales=SCALES, bound="max_kv_len", memory=MEMORY, op=torch_op)
 def trtllm_batch_context_with_kv_cache(
     query: Any,
     kv_cache: Any,
@@ -85,7 +93,13 @@ def trtllm_batch_context_with_kv_cache(
     )
 
 
-@operator_function(scales=SCALES, bound="max_kv_len", memory=MEMORY, contents=("q_seq_lens_cpu", "kv_seq_lens_cpu"))
+@operator_function(
+    scales=SCALES,
+    bound="max_kv_len",
+    memory=MEMORY,
+    contents=("q_seq_lens_cpu", "kv_seq_lens_cpu"),
+    op=partial(torch_op, shape=_ragged_shape),
+)
 def trtllm_ragged_attention_deepseek(
     query: Any,
     key: Any,

@@ -10,6 +10,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from ...attention.runtime import Runtime
+from ...attention.torch_ops import TorchScratch
 from ...attention.trtllm_gen.checks import check_device
 from ...dtypes import ITEM_BYTES
 from ...errors import UsageError, WorkspaceError
@@ -26,13 +27,15 @@ _COUNTER_BYTES = 4
 _MOST_EAGER = 64
 
 
-def split_workspace(workspace_buffer: Any, device: int) -> SemaphoreWorkspace:
+def split_workspace(workspace_buffer: Any, device: int) -> SemaphoreWorkspace | TorchScratch:
     """Semaphores in the first 8 MiB of the buffer, scratch in the rest.
 
     Raises:
         WorkspaceError: the buffer is not larger than 8 MiB.
         UsageError: the buffer is not contiguous, misaligned or on another device.
     """
+    if isinstance(workspace_buffer, TorchScratch):
+        return workspace_buffer
     address, nbytes = _scratch_of(workspace_buffer, device)
     if nbytes <= SEMAPHORE_BYTES:
         raise WorkspaceError(
@@ -42,7 +45,7 @@ def split_workspace(workspace_buffer: Any, device: int) -> SemaphoreWorkspace:
     return SemaphoreWorkspace(semaphores=(address, SEMAPHORE_BYTES), scratch=scratch)
 
 
-def with_enough_semaphores(given: Arguments, rows: int, device: int) -> SemaphoreWorkspace:
+def with_enough_semaphores(given: Arguments, rows: int, device: int) -> SemaphoreWorkspace | TorchScratch:
     """A caller's semaphores and scratch as a workspace for ``rows`` tokens x heads.
 
     A caller who counts semaphores as FlashInfer does may have too few for native kernels: zeroed memory of the runtime
@@ -54,6 +57,8 @@ def with_enough_semaphores(given: Arguments, rows: int, device: int) -> Semaphor
         WorkspaceError: the replacement would be allocated while the stream captures; the message states its bytes.
         UsageError: a buffer is not contiguous or on another device, or the scratch is misaligned.
     """
+    if isinstance(given.workspace_buffer, TorchScratch):
+        return given.workspace_buffer
     rt, held = given.runtime, _memory_of(given.semaphores, "semaphores", device)
     scratch = _scratch_of(given.workspace_buffer, device)
     counters = max(rows, _CTAS_PER_MULTIPROCESSOR * rt.driver.device(device).multiprocessors)

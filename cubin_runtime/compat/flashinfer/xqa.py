@@ -17,6 +17,7 @@ from .layouts import check_layout, latent_cache, like_query, without
 from .lengths import lengths_of
 from .native import launch
 from .scales import head_scales
+from .torch_ops import torch_op
 from .workspace import with_enough_semaphores
 
 # Arguments of our operators -> those of these operators, where the names differ.
@@ -31,7 +32,7 @@ _NAMES = {
 _ROPE = 64
 
 
-@operator_function(memory=MEMORY)
+@operator_function(memory=MEMORY, op=torch_op)
 def xqa(
     q: Any,
     k_cache: Any,
@@ -118,7 +119,7 @@ def xqa(
     )
 
 
-@operator_function(memory=MEMORY)
+@operator_function(memory=MEMORY, op=torch_op)
 def xqa_mla(
     q: Any,
     k_cache: Any,

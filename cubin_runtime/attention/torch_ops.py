@@ -1,0 +1,162 @@
+"""Operators as ``torch.library`` ops, through which calls go that torch traces, compiles, exports or intercepts.
+
+An op is an operator whose optional output is given: it writes into its outputs and returns nothing, as its schema says.
+Its scratch comes from torch's allocator, so a graph that torch captures owns it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ..errors import UsageError
+from ..launch.regions import workspace_size
+from ..launch.semaphore_workspace import SemaphoreWorkspace
+from .fast_path.notes import note_made
+
+if TYPE_CHECKING:
+    from .operator_plan import OperatorPlan
+
+NAMESPACE = "cubin_runtime"
+_SCALE = "Scale"  # a number, or a tensor on the device: two arguments of an op
+_PAIR = "Tensor[]"  # K and V, or one tensor
+
+
+class TorchScratch:
+    """In the place of a workspace: take memory of torch's allocator for one run."""
+
+
+TORCH_SCRATCH = TorchScratch()
+
+
+def scratch_of_torch(plan: OperatorPlan, device: int) -> SemaphoreWorkspace:
+    """Memory for one run of a plan, zeroed where it must be; torch frees it in stream order, behind the run."""
+    tensors, parts = list[Any](), list[tuple[int, int]]()
+    for zeroed in (True, False):
+        size = workspace_size([region for region in plan.regions if region.zeroed == zeroed])
+        tensor = torch_bytes(size, device, zeroed=zeroed) if size else None
+        tensors.append(tensor)
+        parts.append((0 if tensor is None else tensor.data_ptr(), size))
+    semaphores, scratch = parts
+    return SemaphoreWorkspace(semaphores, scratch, owner=tensors)
+
+
+def torch_bytes(size: int, device: int, *, zeroed: bool) -> Any:
+    """A tensor of so many bytes, made anew for each call."""
+    import torch
+
+    kind = torch.zeros if zeroed else torch.empty
+    make = partial(kind, size, dtype=torch.uint8, device=torch.device("cuda", device))
+    return note_made(make(), make)
+
+
+@dataclass(frozen=True)
+class TorchOp:
+    """An operator's op: ``kinds`` gives the type of each argument that it has, by name, as schemas write it.
+
+    ``written`` are the tensors that it fills. ``complete`` makes those that a call leaves out, among its arguments by
+    name, and gives what the call returns. A scale is a number and an optional tensor. ``fixed`` is what the operator
+    gets for arguments that are not among ``kinds``; a call must have them so, but for those ``dropped``.
+    """
+
+    name: str
+    kinds: Mapping[str, str]
+    written: Sequence[str]
+    fixed: Mapping[str, Any]
+    complete: Callable[[dict[str, Any]], Any]
+    dropped: frozenset[str] = frozenset({"workspace"})
+
+    @property
+    def schema(self) -> str:
+        """The op's schema."""
+        parts, aliases = [], iter("abcdefgh")
+        for name, kind in self.kinds.items():
+            if kind == _SCALE:
+                parts += [f"float? {name}", f"Tensor? {name}_tensor"]
+            elif name in self.written:
+                parts.append(f"{kind.replace('Tensor', f'Tensor({next(aliases)}!)')} {name}")
+            else:
+                parts.append(f"{kind} {name}")
+        return f"{self.name}({', '.join(parts)}) -> ()"
+
+    def define(self, operator: Callable[..., Any]) -> None:
+        """Register it with torch; ``operator`` is what it calls."""
+        import torch
+
+        def run(*packed: Any) -> None:
+            operator(**self._unpacked(packed))
+
+        _library().define(self.schema)
+        _library().impl(self.name, run, "CUDA")
+        torch.library.register_fake(f"{NAMESPACE}::{self.name}", lambda *_, **__: None, lib=_library())
+
+    def call(self, given: dict[str, Any]) -> Any:
+        """Call the op with an operator's arguments by name; the output. The dict is this function's own.
+
+        Raises:
+            UsageError: an argument that it does not have is given, or a tensor requires grad.
+        """
+        import torch
+
+        result = self.complete(given)
+        packed: list[Any] = []
+        for name, kind in self.kinds.items():
+            value = given[name]
+            if isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled():
+                raise UsageError(f"{name}: requires grad, which this operator has not: call it under torch.no_grad()")
+            if kind == _SCALE:
+                is_tensor = isinstance(value, torch.Tensor)
+                packed.append(None if is_tensor or value is None else float(value))
+                packed.append(value if is_tensor else None)
+            elif kind == _PAIR:
+                packed.append(list(value) if isinstance(value, (tuple, list)) else [value])
+            else:
+                packed.append(value)
+        for name, value in given.items():
+            if name not in self.kinds and name not in self.dropped and value != self.fixed[name]:
+                raise UsageError(f"{name}: given to a call that torch traces, expected {self.fixed[name]!r} there")
+        getattr(torch.ops.cubin_runtime, self.name)(*packed)
+        return result
+
+    def _unpacked(self, packed: Sequence[Any]) -> dict[str, Any]:
+        values, given = iter(packed), dict(self.fixed)
+        for name, kind in self.kinds.items():
+            value = next(values)
+            if kind == _SCALE:
+                tensor = next(values)
+                value = value if tensor is None else tensor
+            elif kind == _PAIR:
+                value = value[0] if len(value) == 1 else tuple(value)
+            given[name] = value
+        return given
+
+
+def is_intercepted(arguments: Sequence[Any]) -> bool:
+    """Whether torch, or a class of tensors, wants to see the ops of a call rather than their memory."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return False
+    if torch._C._len_torch_dispatch_stack():
+        return True
+    flat = [part for value in arguments for part in (value if isinstance(value, (tuple, list)) else (value,))]
+    tensors = [value for value in flat if isinstance(value, torch.Tensor)]
+    return any(
+        type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+        or torch._is_functional_tensor(tensor)
+        or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        for tensor in tensors
+    )
+
+
+_libraries: list[Any] = []
+
+
+def _library() -> Any:
+    if not _libraries:
+        import torch
+
+        _libraries.append(torch.library.Library(NAMESPACE, "DEF"))
+    return _libraries[0]

@@ -1,0 +1,68 @@
+"""The functions as ``torch.library`` ops, for calls that torch traces."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ...attention.torch_ops import TORCH_SCRATCH, TorchOp
+
+_KINDS = {
+    **dict.fromkeys(("query", "q", "key", "value", "k_cache", "v_cache"), "Tensor"),
+    **dict.fromkeys(("block_tables", "page_table", "seq_lens", "out", "output", "cum_seq_lens_kv"), "Tensor"),
+    **dict.fromkeys(("sinks", "attention_sinks", "mask", "q_cu_seq_lens", "lse", "sparse_mla_top_k_lens"), "Tensor?"),
+    **dict.fromkeys(("bmm1_scale", "bmm2_scale", "q_scale", "kv_scale"), "Scale"),
+    **dict.fromkeys(("max_seq_len", "window_left", "max_kv_len", "batch_size", "sliding_win_size"), "SymInt"),
+    **dict.fromkeys(("qk_nope_head_dim", "kv_lora_rank", "qk_rope_head_dim", "sparse_mla_top_k"), "SymInt"),
+    **dict.fromkeys(("num_kv_heads", "page_size", "q_seq_len"), "SymInt"),
+    **dict.fromkeys(("q_len_per_req", "max_q_len", "sm_count"), "SymInt?"),
+    **dict.fromkeys(("o_scale", "o_sf_scale", "skip_softmax_threshold_scale_factor"), "float?"),
+    **dict.fromkeys(("rcp_out_scale",), "float"),
+    **dict.fromkeys(("kv_layout", "backend"), "str"),
+    **dict.fromkeys(("batch_invariant", "causal", "is_causal", "uses_shared_paged_kv_idx"), "bool"),
+    "cum_seq_lens_q": "Tensor?",
+    "enable_pdl": "bool?",
+    "kv_cache": "Tensor[]",
+}
+_SCRATCH = ("workspace_buffer", "semaphores", "multi_ctas_kv_counter_buffer")
+_DROPPED = frozenset({*_SCRATCH, "return_lse", "out_dtype"})
+
+
+def _query_shape(given: Mapping[str, Any]) -> tuple[int, ...]:
+    return tuple(given["query"].shape)
+
+
+def torch_op(
+    function: Callable[..., Any], shape: Callable[[Mapping[str, Any]], tuple[int, ...]] = _query_shape, dtype: str = ""
+) -> TorchOp:
+    """The op of one of FlashInfer's functions.
+
+    ``shape`` gives that of an output which a call leaves out; its dtype is ``out_dtype``, else ``dtype``, else the
+    query's.
+    """
+    parameters = inspect.signature(function).parameters
+    kinds = {name: _KINDS[name] for name in parameters if name in _KINDS}
+    fixed = {name: parameter.default for name, parameter in parameters.items() if name not in kinds}
+    fixed |= {"workspace_buffer": TORCH_SCRATCH, "semaphores": TORCH_SCRATCH, "return_lse": False}
+    written = tuple(name for name in ("out", "output", "lse") if name in parameters)
+    name = function.__name__
+    fixed = {name: value for name, value in fixed.items() if name in parameters}
+
+    def complete(given: dict[str, Any]) -> Any:
+        import torch
+
+        query = given["query"] if "query" in given else given["q"]
+        if "output" in given:
+            return None
+        if given["out"] is None:
+            made_dtype = given.get("out_dtype") or (getattr(torch, dtype) if dtype else query.dtype)
+            given["out"] = torch.empty(shape(given), dtype=made_dtype, device=query.device)
+        if not given.get("return_lse"):
+            return given["out"]
+        if given["lse"] is None:
+            tokens = query.numel() // (query.shape[-1] * query.shape[-2])
+            given["lse"] = torch.empty((tokens, query.shape[-2]), dtype=torch.float32, device=query.device)
+        return given["out"], given["lse"]
+
+    return TorchOp(f"flashinfer_{name}", kinds, written, fixed, complete, _DROPPED)
