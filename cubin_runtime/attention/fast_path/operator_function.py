@@ -15,6 +15,7 @@ from ..process import default, default_runtime
 from ..torch_ops import TorchOp, is_intercepted
 from .generated import MISS, Signature, fast_path
 from .notes import active, taking_notes
+from .options import note_use
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 DEFAULT_RUNTIME = "default.runtime or default_runtime()"
@@ -95,6 +96,7 @@ def operator_function(
                 return full(**given)
             with taking_notes() as notes:
                 result = full(**given)
+            note_use(given, notes)
             made = fast_path(signature, arguments, result, notes)
             if made is not None:
                 path = compiled("fast", *made)

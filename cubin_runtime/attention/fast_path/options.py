@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from ...launch.streams import stream_handle
+from .guards import is_plain
+from .notes import Notes
 
 
 def is_immutable(value: Any) -> bool:
@@ -14,6 +18,16 @@ def is_immutable(value: Any) -> bool:
     from ..torch_ops import TorchScratch
 
     return isinstance(value, (Runtime, TorchScratch)) or (torch is not None and isinstance(value, torch.dtype))
+
+
+def note_use(given: Mapping[str, Any], notes: Notes) -> None:
+    """Tell torch's allocator of a call's tensors where the call named a stream that is not the current one."""
+    stream, launched = given.get("stream"), notes.launched[0] if notes.launched else None
+    if stream is None or launched is None or launched.memory is None:
+        return
+    tensors = [value for value in (*given.values(), *(item.tensor for item in notes.made)) if is_plain(value)]
+    if tensors and stream_handle(stream) != launched.memory.stream_query()(launched.device):
+        record_use(stream_handle(stream), launched.device, tensors)
 
 
 def record_use(stream: int, device: int, tensors: Sequence[Any]) -> None:
