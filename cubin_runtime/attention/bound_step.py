@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
 from ..launch.compiled import compiled
+from ..launch.prepared import ELSEWHERE
 from ..launch.streams import is_default
 from .fast_path.guards import conditions, guarded
 from .operator_plan import AnyWorkspace, check_workspace
@@ -63,15 +64,19 @@ class BoundStep:
         planned = zip(plan.operator.tensors, plan.specs, strict=True)
         self._free = tuple(arg for arg, spec in planned if spec is not None and arg.name not in arguments)
         self._given = ", ".join(arg.name for arg in self._free)
+        self._closed: list[bool] = []
         self._send: Callable[..., None] = self._first
         source = f"def step({self._given}):\n    bound._send({self._given})\n"
         self.step: Callable[..., None] = compiled("step", source, {"bound": self})
+        if not self._free and not self._captures():
+            self._specialise(())
 
     def close(self) -> None:
         """Let go of all that is bound; a later step is an error. The work that was sent must not need it any more."""
+        self._closed.append(True)
         self._plan = self._workspace = self._kept = None
         self._bound = {}
-        self._send = self._refuse
+        self._send = self.step = self._in_full
 
     def __enter__(self) -> BoundStep:
         return self
@@ -82,28 +87,34 @@ class BoundStep:
     def _first(self, *tensors: Any) -> None:
         """The full path, after which tensors of these forms have a function of their own."""
         self._in_full(*tensors)
-        plan, given = self._plan, self._given
-        if plan is None or self._workspace is None or self._captures():
+        if not self._captures():
+            self._specialise(tensors)
+
+    def _specialise(self, tensors: Sequence[Any]) -> None:
+        plan, workspace, given = self._plan, self._workspace, self._given
+        if plan is None or workspace is None:
             return
         found = [guarded(arg.name, tensor) for arg, tensor in zip(self._free, tensors, strict=True)]
         items = [item for item in found if item is not None]
         if len(items) < len(found):
             return
-        sending, scope = plan.bound_run(self._addresses, self._numbers, self._workspace, self._stream)
-        scope["full"] = self._in_full
-        tests = conditions(items, scope)
+        sending, scope = plan.bound_run(self._addresses, self._numbers, workspace, self._stream)
+        scope |= {"full": self._in_full, "closed": self._closed}
+        tests = ["not closed", *conditions(items, scope)]
         lines = [f"def send({given}):"]
         if not is_default(self._stream):
-            scope["captures"] = self._captures
-            tests.insert(0, "not captures()")
+            scope["captures"] = self._driver.capture_query(self._stream)
+            tests.insert(1, "not captures()")
         otherwise = f"        return full({given})"
-        lines += [f"    if not ({' and '.join(tests)}):", otherwise] if tests else []
+        lines += [f"    if not ({' and '.join(tests)}):", otherwise]
         numbers = {arg.name: number for number, arg in enumerate(plan.operator.tensors)}
         lines += [f"    v{numbers[item.name]} = {item.address}" for item in items]
         masks = [f"v{numbers[arg.name]} & {arg.alignment - 1}" for arg in self._free]
         lines += [f"    if {' or '.join(masks)}:", otherwise] if masks else []
-        lines += [f"    {line.replace('return elsewhere()', f'return full({given})')}" for line in [*sending, ""]]
+        lines += [f"    {line.replace(ELSEWHERE, f'return full({given})')}" for line in [*sending, ""]]
         self._send = compiled("send", "\n".join(lines), scope)
+        if not self._closed:
+            self.step = self._send  # one that was taken before goes through the first
 
     def _captures(self) -> bool:
         """Whether a graph is being captured, which takes a workspace of its own."""
@@ -112,12 +123,8 @@ class BoundStep:
     def _in_full(self, *tensors: Any) -> None:
         plan = self._plan
         if plan is None:
-            self._refuse()
-        else:
-            names = (*(arg.name for arg in plan.operator.tensors), *_NUMBERS)
-            given = zip((arg.name for arg in self._free), tensors, strict=True)
-            own = {"workspace": self._workspace, "stream": self._stream}
-            plan.run_step({**dict.fromkeys(names), **self._bound, **dict(given), **own})
-
-    def _refuse(self, *_: Any, **__: Any) -> None:
-        raise UsageError("step: the bound step is closed")
+            raise UsageError("step: the bound step is closed")
+        names = (*(arg.name for arg in plan.operator.tensors), *_NUMBERS)
+        given = zip((arg.name for arg in self._free), tensors, strict=True)
+        own = {"workspace": self._workspace, "stream": self._stream}
+        plan.run_step({**dict.fromkeys(names), **self._bound, **dict(given), **own})

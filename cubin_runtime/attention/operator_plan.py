@@ -196,7 +196,13 @@ class OperatorPlan:
             device=self.device,
             memory=self._runtime.memory,
             bounds=(0, self.options.max_seq_len),
-            scratch=Scratch(self._pool.held if workspace is None else None, (context, 0), self._regions_at, regions),
+            scratch=Scratch(
+                held=self._pool.held if workspace is None else None,
+                default=(context, 0),
+                regions_at=self._regions_at,
+                names=regions,
+                legacy=scratch.legacy if isinstance(scratch, Workspace) and not stream else None,
+            ),
         )
 
     def bound_run(

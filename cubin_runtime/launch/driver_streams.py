@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import os
+from collections.abc import Callable
 
 from . import driver_api as api
 from .driver_core import DriverCore
@@ -16,6 +18,10 @@ class _StreamState(ctypes.Structure):
 
 class DriverStreams(DriverCore):
     """Stream, event and graph calls; all need a current context and raise ``DriverCallError``."""
+
+    def __init__(self, library_path: str | os.PathLike[str] | None = None) -> None:
+        super().__init__(library_path)
+        self._states: list[tuple[_StreamState, int]] = []  # memory of ``stream_identity`` that no thread has
 
     def create_stream(self, *, blocking: bool = False) -> int:
         """A new stream; ``blocking`` ones synchronise with the legacy default stream."""
@@ -45,8 +51,11 @@ class DriverStreams(DriverCore):
         Handles of destroyed streams come back, numbers do not. A capturing stream is not asked for its number: that is
         an error and spoils the capture.
         """
-        state = _StreamState()
-        at = ctypes.addressof(state)
+        try:
+            state, at = self._states.pop()
+        except IndexError:
+            state = _StreamState()
+            at = ctypes.addressof(state)
         code = self.function("cuStreamGetCaptureInfo")(stream, at, at + 8, None, None, None, None)
         if code:
             raise self.error("cuStreamGetCaptureInfo", code)
@@ -55,7 +64,15 @@ class DriverStreams(DriverCore):
         code = self.function("cuStreamGetId")(stream, at + 16)
         if code:
             raise self.error("cuStreamGetId", code)
-        return None, state.number
+        number = state.number
+        self._states.append((state, at))
+        return None, number
+
+    def capture_query(self, stream: int) -> Callable[[], bool]:
+        """What tells whether ``stream``, which is no default one, captures; threads may share it."""
+        status = ctypes.c_int()
+        query, at = self.function("cuStreamIsCapturing"), ctypes.addressof(status)
+        return lambda: bool(query(stream, at) or status.value)
 
     def stream_context(self, stream: int) -> int:
         """The context that a stream belongs to; for a default stream the current one. Not while it captures."""

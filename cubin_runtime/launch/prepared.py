@@ -14,7 +14,7 @@ from .compiled import compiled
 from .driver import Driver
 from .modules import LoadedKernel
 from .plan import LaunchPlan, launch_config
-from .run_source import PreparedLaunch, send_lines
+from .run_source import PreparedLaunch, block_parts, fixed_lines, send_lines
 from .streams import is_default
 from .structs import StructLayout
 from .tensormap import TensorMapCache, TensorMapSpec
@@ -23,6 +23,7 @@ from .tensormap import TensorMapCache, TensorMapSpec
 _ELSEWHERE = (api.INVALID_CONTEXT, api.INVALID_HANDLE)
 _MAX_POOLS = 1024  # sets of resident addresses, such as the layers of a model
 _Block = tuple[Any, ...]
+ELSEWHERE = "return elsewhere()"  # in the lines of ``bind``: where another context of the device is current
 
 
 class OtherContextError(Exception):
@@ -115,8 +116,13 @@ class PreparedLaunches:
             values.append(f"fixed{number}" if name in fixed else f"v{number}")
             scope |= {f"fixed{number}": fixed[name]} if name in fixed else {}
         free = {number for number, name in enumerate(self._names) if name not in fixed}
-        lines, own = self.sending(values, written=free, key="()", stream="stream", elsewhere="return elsewhere()")
-        return lines, scope | own
+        lines, own = self.sending(values, written=free, key="()", stream="stream", elsewhere=ELSEWHERE)
+        if free:
+            return lines, scope | own
+        *_, made = self._new_block(frozenset(), stream, tuple(fixed[name] for name in self._names))
+        for number, launch in enumerate(self._launches):
+            made[f"entry{number}"] = (launch, made[f"bytes{number}"](), stream)
+        return fixed_lines(self._launches, "stream", ELSEWHERE), scope | own | made
 
     def _new_pool(self, pools: dict[Hashable, list[_Block]], key: Hashable) -> list[_Block]:
         with self._lock:
@@ -126,9 +132,9 @@ class PreparedLaunches:
 
     def _new_block(self, written: frozenset[int], stream: int, given: tuple[Any, ...]) -> _Block:
         """A block for calls with these values; those that are written are still those of the plan."""
-        parts: list[Any] = []
+        made: dict[str, Any] = {}
         with self._driver.using(self._context):
-            for launch in self._launches:
+            for number, launch in enumerate(self._launches):
                 plan = launch.plan
                 values = {
                     **plan.values,
@@ -142,10 +148,18 @@ class PreparedLaunches:
                 config = launch_config(plan.grid, plan.block, plan.shared_bytes, plan.attributes)
                 config.stream = stream
                 arguments = (ctypes.c_void_p * 1)(start)
-                parts += [view.cast(code) for code in launch.codes]  # type: ignore[call-overload]
-                parts += [view, [None] * len(launch.inputs), view.tobytes, config, ctypes.addressof(config)]
-                parts += [ctypes.addressof(arguments), (memory, arguments)]
-        return tuple(parts)
+                for item in launch.inputs:
+                    if item.spec is None:
+                        made[f"{item.code}{number}"] = view.cast(item.code)  # type: ignore[call-overload]
+                made |= {
+                    f"view{number}": view,
+                    f"moved{number}": [None] * len(launch.inputs),
+                    f"bytes{number}": view.tobytes,
+                    f"config_at{number}": ctypes.addressof(config),
+                    f"arguments_at{number}": ctypes.addressof(arguments),
+                    f"kept{number}": (config, memory, arguments),
+                }
+        return (*(made[part] for part in block_parts(self._launches, written)), made)
 
     def _plain(self, value: object) -> object:
         return self._descriptors.encode(value) if isinstance(value, TensorMapSpec) else value

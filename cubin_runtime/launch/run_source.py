@@ -52,11 +52,6 @@ class PreparedLaunch:
             parameters=parameters,
         )
 
-    @property
-    def codes(self) -> list[str]:
-        """The format characters of its scalars, each of which has a view of the block."""
-        return sorted({item.code for item in self.inputs if item.spec is None})
-
 
 def send_lines(
     launches: Sequence[PreparedLaunch],
@@ -76,6 +71,7 @@ def send_lines(
         stream: expression of its handle.
         elsewhere: the statement where the stream is a default one and another context of the device is current.
     """
+    parts = block_parts(launches, written)
     lines = [
         f"_key = {key}",
         "_pool = pools.get(_key)",
@@ -85,7 +81,7 @@ def send_lines(
         "    _block = _pool.pop()",
         "except IndexError:",
         f"    _block = new_block({stream}, ({''.join(f'{value}, ' for value in values)}))",
-        f"{''.join(f'{part}, ' for part in block_parts(launches))}= _block",
+        f"{''.join(f'{part}, ' for part in parts)}_kept = _block",
     ]
     scalars = []
     for number, launch in enumerate(launches):
@@ -102,21 +98,38 @@ def send_lines(
         lines += ["try:", *scalars, "except (TypeError, ValueError, OverflowError) as error:"]
         lines += [f"    raise unfit(error, ({given},)) from error"]
     for number in range(len(launches)):
-        lines += [
-            f"record((launch{number}, bytes{number}(), {stream}))",
-            f"_code = call(config_at{number}, function{number}, arguments_at{number}, None)",
-            f"if _code and again(_code, {stream}, config_at{number}, function{number}, arguments_at{number}):",
-            f"    {elsewhere}",
-        ]
+        lines.append(f"record((launch{number}, bytes{number}(), {stream}))")
+        lines += _call(number, stream, elsewhere)
     return [*lines, "_pool.append(_block)"]
 
 
-def block_parts(launches: Sequence[PreparedLaunch]) -> list[str]:
-    """The names of what a block holds, in order."""
+def fixed_lines(launches: Sequence[PreparedLaunch], stream: str, elsewhere: str) -> list[str]:
+    """The lines that send launches all of whose values are fixed: threads share the one block, which nobody writes."""
+    return [
+        line
+        for number in range(len(launches))
+        for line in (f"record(entry{number})", *_call(number, stream, elsewhere))
+    ]
+
+
+def _call(number: int, stream: str, elsewhere: str) -> list[str]:
+    arguments = f"config_at{number}, function{number}, arguments_at{number}"
+    return [
+        f"_code = call({arguments}, None)",
+        f"if _code and again(_code, {stream}, {arguments}):",
+        f"    {elsewhere}",
+    ]
+
+
+def block_parts(launches: Sequence[PreparedLaunch], written: Collection[int]) -> list[str]:
+    """The names of what a block holds for its function, in order; ``_kept`` follows, which keeps the rest alive."""
     parts = []
     for number, launch in enumerate(launches):
-        common = ("view", "moved", "bytes", "config", "config_at", "arguments_at", "keep")
-        parts += [f"{part}{number}" for part in (*launch.codes, *common)]
+        codes = {item.code for item in launch.inputs if item.spec is None and item.value in written}
+        parts += [f"{code}{number}" for code in sorted(codes)]
+        if any(item.spec is not None and item.value in written for item in launch.inputs):
+            parts += [f"view{number}", f"moved{number}"]
+        parts += [f"bytes{number}", f"config_at{number}", f"arguments_at{number}"]
     return parts
 
 

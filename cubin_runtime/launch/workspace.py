@@ -92,6 +92,11 @@ class Workspace:
         """Where the buffer for eager launches begins; that of the first graph, if a capture took it."""
         return (self._eager or self._buffers[0]).address
 
+    @property
+    def legacy(self) -> Any:
+        """What tells ``of_legacy``, and then ``place`` as ``claim`` does, without a call; None: another has it."""
+        return self._eager if self._eager is not None and self._eager.of_legacy else None
+
     def reserve(self, graphs: int, stream: Any = 0) -> None:
         """Have a buffer for eager launches, and one free for each of ``graphs`` captures to come.
 

@@ -167,7 +167,7 @@ class _Writer:
         """The expression of one of the launch's values."""
         launched, scratch = self.launched, self.launched.scratch
         if scratch is not None and name in scratch.names:
-            return f"regions_at({self.workspace or 'scratch'}, place)[{scratch.names.index(name)}]"
+            return f"regions_at({self.workspace or 'held.get(handle or DEFAULT)'}, place)[{scratch.names.index(name)}]"
         if name in launched.numbers:
             return self._number(name, value)
         if not value:
@@ -254,12 +254,16 @@ class _Writer:
         if scratch is None:
             return []
         self.scope |= {"held": scratch.held, "DEFAULT": scratch.default, "regions_at": scratch.regions_at}
-        lines, workspace = [], self.workspace
-        if not workspace:
-            workspace, self.scope["CONTEXT"] = "scratch", self.launched.context
-            lines.append("    scratch = held.get(handle or DEFAULT)")
-            lines += _refusal(["scratch is not None and scratch.context == CONTEXT"])
-        return [*lines, f"    place = {workspace}.claim(handle)"]
+        if self.workspace:
+            return [f"    place = {self.workspace}.claim(handle)"]
+        self.scope |= {"CONTEXT": self.launched.context, "legacy": scratch.legacy}
+        lines = ["    scratch = held.get(handle or DEFAULT)"]
+        lines += _refusal(["scratch is not None and scratch.context == CONTEXT"])
+        lines.append("    place = scratch.claim(handle)")
+        if scratch.legacy is None:
+            return lines
+        short = ["    if not handle:", *(f"    {line}" for line in _refusal(["legacy.of_legacy"]))]
+        return [*short, "        place = legacy.place", "    else:", *(f"    {line}" for line in lines)]
 
     def _sending(self, values: Sequence[str]) -> list[str]:
         """The launches; what is the same wherever the key is stays in the blocks of parameters."""

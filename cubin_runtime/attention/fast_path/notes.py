@@ -21,13 +21,14 @@ class Scratch(NamedTuple):
 
     ``held`` has the workspace of each stream and, under ``default``, that of the legacy default stream; None: the
     caller gave one. ``regions_at`` gives the addresses of the regions called ``names`` from a workspace and what
-    ``Workspace.claim`` gave.
+    ``Workspace.claim`` gave; ``legacy`` is the buffer that the legacy default stream took, if it was that.
     """
 
     held: Mapping[Hashable, Any] | None
     default: Hashable
     regions_at: Callable[[Any, Hashable], tuple[int, ...]]
     names: tuple[str, ...]
+    legacy: Any = None
 
 
 class Launched(NamedTuple):
