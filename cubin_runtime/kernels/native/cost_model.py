@@ -15,8 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...errors import UsageError
 
@@ -28,8 +29,7 @@ _WARPGROUP_ROWS = 64
 _OF_KERNELS = ("start_us", "tile_us")
 
 
-@dataclass(frozen=True, slots=True)
-class KernelCost:
+class KernelCost(NamedTuple):
     """Microseconds of a kernel for KV of ``item_bytes``, with ``resident`` CTAs on each multiprocessor.
 
     ``q_item_bytes``: of a kernel for queries of that many alone; 0: whatever they are.
@@ -82,19 +82,10 @@ class Costs:
 
         Between the known rows by the straight line, beyond them a tile in proportion.
         """
-        of_item = [k for k in self.kernels if k.item_bytes == item_bytes and k.q_item_bytes in (0, q_item_bytes)]
-        if not of_item:
-            raise UsageError(f"costs of {self.gpu}: none for a KV item of {item_bytes} bytes")
-        near = max((k.head_dim for k in of_item if k.head_dim <= head_dim), default=min(k.head_dim for k in of_item))
-        of_head = [k for k in of_item if k.head_dim == near]
-        known = [k for k in of_head if k.resident == resident] or of_head
-        start = _between(sorted((k.rows, k.start_us) for k in known), rows)
-        tile = _between(sorted((k.rows, k.tile_us) for k in known), rows)
-        return start, tile * head_dim / near * max(1.0, rows / max(k.rows for k in known))
+        return _kernel_us(self.kernels, self.gpu, item_bytes, head_dim, rows, resident, q_item_bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(NamedTuple):
     """A problem as one kernel and grid would do it.
 
     ``kv_bytes`` counts every key and value once; ``row_tiles`` is how many times they are read (a mean);
@@ -116,8 +107,7 @@ class Work:
     cluster_ctas: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Estimate:
+class Estimate(NamedTuple):
     """The terms of a predicted time, in microseconds."""
 
     fixed_us: float
@@ -225,7 +215,7 @@ def restated(costs: Costs, constants: Mapping[str, float]) -> Costs:
         if not value > 0 or (isinstance(known[name], int) and not isinstance(value, int)):
             raise UsageError(f"{name}={value}: expected {type(known[name]).__name__} above 0")
     kernels = tuple(
-        replace(kernel, **{c: constants.get(_name(kernel, c), getattr(kernel, c)) for c in _OF_KERNELS})
+        kernel._replace(**{c: constants.get(_name(kernel, c), getattr(kernel, c)) for c in _OF_KERNELS})
         for kernel in costs.kernels
     )
     plain: dict[str, Any] = {f.name: constants[f.name] for f in fields(costs) if f.name in constants}
@@ -252,6 +242,27 @@ def estimate(work: Work, costs: Costs) -> Estimate:
         tiles_us=work.tiles_per_cta * tile * work.tile_tokens / 64,
         merge_us=merge if work.parts > 1 else 0.0,
     )
+
+
+@lru_cache(maxsize=4096)
+def _kernel_us(
+    kernels: tuple[KernelCost, ...],
+    gpu: str,
+    item_bytes: int,
+    head_dim: int,
+    rows: int,
+    resident: int,
+    q_item_bytes: int,
+) -> tuple[float, float]:
+    of_item = [k for k in kernels if k.item_bytes == item_bytes and k.q_item_bytes in (0, q_item_bytes)]
+    if not of_item:
+        raise UsageError(f"costs of {gpu}: none for a KV item of {item_bytes} bytes")
+    near = max((k.head_dim for k in of_item if k.head_dim <= head_dim), default=min(k.head_dim for k in of_item))
+    of_head = [k for k in of_item if k.head_dim == near]
+    known = [k for k in of_head if k.resident == resident] or of_head
+    start = _between(sorted((k.rows, k.start_us) for k in known), rows)
+    tile = _between(sorted((k.rows, k.tile_us) for k in known), rows)
+    return start, tile * head_dim / near * max(1.0, rows / max(k.rows for k in known))
 
 
 def _name(kernel: KernelCost, constant: str) -> str:

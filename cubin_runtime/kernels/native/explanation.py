@@ -107,7 +107,7 @@ def _candidate_record(candidate: Candidate) -> dict[str, object]:
     stated, time = {"kernel": candidate.kernel.name, "traits": dict(candidate.kernel.traits)}, candidate.estimate
     if candidate.unfit:
         return stated | {"fits": False, "why_not": candidate.unfit}
-    terms = {"microseconds": time.microseconds, "terms": fields_of(time), "limit": time.limit} if time else {}
+    terms = {"microseconds": time.microseconds, "terms": time._asdict(), "limit": time.limit} if time else {}
     return stated | {"fits": True, **candidate.record(), **terms}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ....artifacts.tables.native_kernels import NativeKernel
 from ....dtypes import BY_SHORT
@@ -33,8 +34,7 @@ class Part:
         return f"requests of {f'up to {self.max_rows}' if not self.min_rows else f'at least {self.min_rows}'} rows"
 
 
-@dataclass(frozen=True, slots=True)
-class Grid:
+class Grid(NamedTuple):
     """How a kernel would cut a problem: CTAs, those on one multiprocessor, and what they share.
 
     ``cluster_size``: each pair is cut in so many parts, for the CTAs of a cluster; 0: the grid cuts all tiles evenly.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from ....artifacts.tables.native_kernels import MEASURED, NativeKernel
 from ....errors import UsageError
@@ -38,8 +38,7 @@ _WARPS, _WARPGROUPS = "warps", "warpgroups of 64 rows"
 _MOST_WARP_ROWS = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Fit:
+class Fit(NamedTuple):
     """A kernel that could do the problem: how it would cut it, and what that is expected to take."""
 
     kernel: NativeKernel
@@ -74,7 +73,7 @@ class DecodeCandidate(Candidate):
 
     def record(self) -> dict[str, object]:
         """The grid of the best fit."""
-        return {} if self.fit is None else {"grid": asdict(self.fit.grid)}
+        return {} if self.fit is None else {"grid": self.fit.grid._asdict()}
 
     def __str__(self) -> str:
         return str(self.fit) if self.fit else self.unfit

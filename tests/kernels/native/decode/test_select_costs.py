@@ -98,21 +98,21 @@ def test_the_limit_is_what_most_of_the_time_goes_to(terms: tuple[float, ...], li
 
 
 def test_row_tiles_read_the_cache_again_from_l2_alone() -> None:
-    thrice = estimate(replace(WORK, row_tiles=3.0), COSTS)
+    thrice = estimate(WORK._replace(row_tiles=3.0), COSTS)
     assert (thrice.dram_us, thrice.l2_us) == (25.0, 60.0)
 
 
 def test_fewer_multiprocessors_draw_less_from_l2() -> None:
-    assert estimate(replace(WORK, multiprocessors=66), COSTS).l2_us == 40.0
+    assert estimate(WORK._replace(multiprocessors=66), COSTS).l2_us == 40.0
 
 
 @pytest.mark.parametrize(("parts", "us"), [(1, 0.0), (2, 2.5), (16, 2.5), (24, 3.75), (128, 20.0)])
 def test_merging_grows_with_the_parts(parts: int, us: float) -> None:
-    assert estimate(replace(WORK, parts=parts), COSTS).merge_us == us
+    assert estimate(WORK._replace(parts=parts), COSTS).merge_us == us
 
 
 def test_a_cluster_starts_earlier_and_merges_sooner() -> None:
-    alone = estimate(replace(WORK, cluster_ctas=WORK.multiprocessors), COSTS)
+    alone = estimate(WORK._replace(cluster_ctas=WORK.multiprocessors), COSTS)
     together = estimate(WORK, COSTS)
     assert (together.fixed_us - alone.fixed_us, alone.merge_us) == (1.5, 1.0)
     assert alone.tiles_us == together.tiles_us
@@ -120,28 +120,28 @@ def test_a_cluster_starts_earlier_and_merges_sooner() -> None:
 
 @pytest.mark.parametrize(("ctas", "tile_us"), [(132, 0.6), (99, 0.45), (66, 0.3), (44, 0.2), (8, 0.2), (500, 0.6)])
 def test_few_ctas_of_clusters_draw_more_each_up_to_a_limit(ctas: int, tile_us: float) -> None:
-    work = replace(WORK, multiprocessors=132, cluster_ctas=ctas)
+    work = WORK._replace(multiprocessors=132, cluster_ctas=ctas)
     assert estimate(work, COSTS).tiles_us == pytest.approx(tile_us * work.tiles_per_cta)
 
 
 def test_few_ctas_of_warpgroups_are_bound_by_their_products() -> None:
-    work = replace(WORK, rows=64, multiprocessors=132, cluster_ctas=8)
+    work = WORK._replace(rows=64, multiprocessors=132, cluster_ctas=8)
     assert estimate(work, COSTS).tiles_us == pytest.approx(0.75 * 1.2 * work.tiles_per_cta)
 
 
 def test_merging_many_parts_grows_with_their_rows() -> None:
     assert (
-        estimate(replace(WORK, rows=64, parts=16), COSTS).merge_us
-        == 2 * estimate(replace(WORK, parts=16), COSTS).merge_us
+        estimate(WORK._replace(rows=64, parts=16), COSTS).merge_us
+        == 2 * estimate(WORK._replace(parts=16), COSTS).merge_us
     )
 
 
 def test_merging_few_parts_takes_the_same_for_any_rows() -> None:
-    assert estimate(replace(WORK, rows=64, parts=2), COSTS).merge_us == 2.5
+    assert estimate(WORK._replace(rows=64, parts=2), COSTS).merge_us == 2.5
 
 
 def test_one_part_needs_no_merge_in_a_cluster() -> None:
-    assert estimate(replace(WORK, cluster_ctas=16, parts=1), COSTS).merge_us == 0
+    assert estimate(WORK._replace(cluster_ctas=16, parts=1), COSTS).merge_us == 0
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_an_item_without_costs_is_named() -> None:
 
 @given(works, st.sampled_from(["kv_bytes", "row_tiles", "tiles_per_cta", "parts"]), sizes)
 def test_more_work_never_takes_less(work: Work, name: str, more: int) -> None:
-    larger = replace(work, **{name: getattr(work, name) + more})
+    larger = work._replace(**{name: getattr(work, name) + more})
     assert estimate(larger, H200).microseconds >= estimate(work, H200).microseconds
 
 
@@ -242,4 +242,4 @@ def test_constants_that_cannot_be_are_refused(constants: dict[str, float], said:
 
 
 def test_a_larger_tile_takes_a_cta_the_time_of_its_tokens() -> None:
-    assert estimate(replace(WORK, tile_tokens=128), H200).tiles_us == pytest.approx(2 * estimate(WORK, H200).tiles_us)
+    assert estimate(WORK._replace(tile_tokens=128), H200).tiles_us == pytest.approx(2 * estimate(WORK, H200).tiles_us)
