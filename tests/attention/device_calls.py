@@ -6,13 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from trtllm_calls import (
-    MadeUpMemory,
-    context_arguments,
-    decode_arguments,
-    mla_arguments,
-    ragged_arguments,
-)
+from trtllm_calls import MadeUpMemory, context_arguments, decode_arguments, mla_arguments, ragged_arguments
 from xqa_calls import (
     HEAD_DIM,
     HEADS,
