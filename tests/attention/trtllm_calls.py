@@ -11,6 +11,7 @@ from typing import Any
 from cubin_runtime.attention import TensorView
 from cubin_runtime.dtypes import ITEM_BYTES
 from cubin_runtime.errors import UsageError
+from cubin_runtime.tensor import view_of
 
 FIRST_ADDRESS = 0x7F00_0000_0000
 ADDRESS_STEP = 1 << 33
@@ -55,10 +56,12 @@ class MadeUpMemory:
         return self.host[tensor.pointer]
 
     def current_stream(self, like: TensorView | int) -> int:
-        return self.streams.get(like if isinstance(like, int) else like.device, self.stream)
+        if not self.streams:
+            return self.stream
+        return self.streams.get(like if isinstance(like, int) else view_of(like, "like").device, self.stream)
 
     def _made(self, what: str, like: TensorView, view: TensorView) -> TensorView:
-        there = replace(view, device=like.device)
+        there = replace(view, device=view_of(like, "like").device)
         self.made.append((what, there))
         return there
 

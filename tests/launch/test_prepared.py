@@ -151,6 +151,17 @@ def test_an_input_that_is_no_scalar_is_refused(driver: Driver, kernel: LoadedKer
         prepare(kernel, driver, "group")
 
 
+def test_a_truth_value_is_no_input(driver: Driver, standin: StandIn, context: int) -> None:
+    """Packing would take any object for True."""
+    layout = StructLayout.declare("Switches", [Field("on", "bool"), Field("batch", "int32")])
+    standin.add_kernel(SYMBOL, (layout.size,))
+    cache = ModuleCache(driver, parse=lambda _: cubin(facts=kernel_facts((layout.size,))))
+    wanted = needs(layout=layout, fingerprint=layout.fingerprint, dynamic_shared_bytes=200000)
+    loaded = cache.kernel(context, DIGEST, SYMBOL, lambda: b"", wanted)
+    with pytest.raises(UsageError, match="input 'on' of struct Switches is bool"):
+        prepare(loaded, driver, "on", layout=layout, values={"on": True, "batch": 1})
+
+
 def test_an_input_of_an_unknown_field_is_refused() -> None:
     with pytest.raises(UsageError, match=r"inputs of struct DecodeParams: unknown \['nope'\]"):
         plan(inputs={"nope": "out"})
