@@ -121,12 +121,18 @@ def test_descriptors_are_shared_through_the_cache(driver: Driver, kernel: Loaded
     assert len(standin.calls("cuTensorMapEncodeTiled")) == 1
 
 
-def test_descriptors_are_encoded_in_the_kernels_context(driver: Driver, kernel: LoadedKernel, standin: StandIn) -> None:
+@pytest.mark.parametrize("resident", [(), ("k",)], ids=["moving", "resident"])
+def test_descriptors_are_encoded_in_the_kernels_context(
+    driver: Driver, kernel: LoadedKernel, standin: StandIn, resident: tuple[str, ...]
+) -> None:
+    prepared = prepare(kernel, driver, "k", resident=resident)
     driver.set_current(None)
-    standin.clear_log()
-    prepare(kernel, driver, "k").run(0x5001, 0x1230)
-    names = standin.names()
-    assert names.index("cuCtxPushCurrent") < names.index("cuTensorMapEncodeTiled")
+    for address in (0x1230, 0x4560):
+        standin.clear_log()
+        prepared.run(0x5001, address)
+        names = standin.names()
+        pushed = names[: names.index("cuTensorMapEncodeTiled")]
+        assert pushed.count("cuCtxPushCurrent") > pushed.count("cuCtxPopCurrent")
 
 
 def test_a_descriptor_that_breaks_a_rule_is_refused(driver: Driver, kernel: LoadedKernel) -> None:
