@@ -56,6 +56,18 @@ def test_it_runs_where_its_tensors_are_and_leaves_the_current_context(
     assert {view.device for _, view in memory.made} <= {device}
 
 
+@pytest.mark.parametrize("name", ON_NATIVE_KERNELS)
+def test_a_context_of_the_programs_own_is_used_and_has_its_own_modules(
+    runtime: Runtime, standin: StandIn, memory: MadeUpMemory, name: str
+) -> None:
+    own = standin.make_context(1)
+    for context in (CONTEXTS[1], own, own):
+        runtime.driver.set_current(context)
+        call(name, memory, 1)
+    assert launch_contexts(standin) == ["0xc001", hex(own), hex(own)]
+    assert [load.seen["context"] for load in standin.calls("cuModuleLoadData")] == ["0xc001", hex(own)]
+
+
 @pytest.mark.parametrize(("device", "current"), [(0, 1), (1, 0)])
 def test_memory_in_place_of_too_few_semaphores_is_on_the_device_of_the_tensors(
     runtime: Runtime, standin: StandIn, memory: MadeUpMemory, device: int, current: int

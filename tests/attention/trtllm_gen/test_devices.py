@@ -82,6 +82,21 @@ def test_it_runs_where_its_tensors_are_and_leaves_the_current_context(
 
 
 @ON_SM100
+@pytest.mark.parametrize("name", ON_TRTLLM_GEN_KERNELS)
+def test_a_context_of_the_programs_own_is_used_and_has_its_own_modules(
+    runtime: Runtime, standin: StandIn, memory: MadeUpMemory, name: str
+) -> None:
+    own = standin.make_context(1)
+    for context in (CONTEXTS[1], own):
+        runtime.driver.set_current(context)
+        run_on(name, memory, 1)
+    launched, loaded = (
+        [seen.seen["context"] for seen in standin.calls(call)] for call in ("cuLaunchKernelEx", "cuModuleLoadData")
+    )
+    assert list(dict.fromkeys(launched)) == list(dict.fromkeys(loaded)) == ["0xc001", hex(own)]
+
+
+@ON_SM100
 @pytest.mark.parametrize(("device", "current"), [(0, 1), (1, 0)])
 def test_a_reduction_and_the_occupancy_query_are_on_the_device_of_the_tensors(
     runtime: Runtime, standin: StandIn, memory: MadeUpMemory, device: int, current: int
