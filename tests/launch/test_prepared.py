@@ -205,19 +205,20 @@ def test_threads_launch_their_own_values(driver: Driver, kernel: LoadedKernel, s
 
 
 class SlowDriver(Driver):
-    """Its first launch waits inside the call; each notes the parameters that it then finds."""
+    """Once ``slow``, its next launch waits inside the call; each notes the parameters that it then finds."""
 
     def __init__(self, standin: StandIn) -> None:
         super().__init__(standin.path)
         self.entered, self.leave = threading.Event(), threading.Event()
         self.found: list[object] = []
+        self.slow = False
 
     def function(self, name: str) -> Any:
         if name != "cuLaunchKernelEx":
             return super().function(name)
 
         def launch(config: int, function: int, arguments: int, extra: None) -> int:
-            if not self.entered.is_set():
+            if self.slow and not self.entered.is_set():
                 self.entered.set()
                 assert self.leave.wait(10)
             at = ctypes.cast(arguments, ctypes.POINTER(ctypes.c_void_p))[0]
@@ -232,6 +233,8 @@ def test_a_launch_under_way_keeps_its_parameters_while_another_thread_launches(
 ) -> None:
     driver = SlowDriver(standin)
     prepared = prepare(kernel, driver, "batch")
+    prepared.run(0, 0)  # so that a block waits to be taken
+    driver.slow = True
     first = threading.Thread(target=prepared.run, args=(0, 1))
     first.start()
     assert driver.entered.wait(10)
@@ -239,7 +242,7 @@ def test_a_launch_under_way_keeps_its_parameters_while_another_thread_launches(
     driver.leave.set()
     first.join()
     prepared.run(0, 3)
-    assert driver.found == [2, 1, 3]
+    assert driver.found == [0, 2, 1, 3]
 
 
 def test_a_thread_without_a_context_launches_in_the_kernels_own(prepared: PreparedLaunches, standin: StandIn) -> None:
