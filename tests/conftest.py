@@ -22,6 +22,12 @@ def open_place() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
+def no_configuration(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty folder, for tests that must not read the pins of whoever runs them."""
+    return tmp_path_factory.mktemp("no-configuration")
+
+
+@pytest.fixture(scope="session")
 def standin_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The stand-in for libcuda, compiled once."""
     return build_standin(tmp_path_factory.mktemp("standin"))

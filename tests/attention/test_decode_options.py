@@ -172,12 +172,18 @@ def test_a_tensor_that_was_not_planned_cannot_be_given(runtime: Runtime, name: s
         run(plan, tensors)
 
 
-@pytest.mark.parametrize("name", OPTIONAL)
-def test_a_planned_tensor_at_no_address_is_refused(runtime: Runtime, standin: StandIn, name: str) -> None:
-    plan = make_plan(runtime, ALL)
-    with pytest.raises(UsageError, match=f"{name}: address 0x0, expected a multiple of 4 that is not 0"):
-        run(plan, ALL.changed(name, pointer=0))
-    assert "cuLaunchKernelEx" not in standin.names()
+@pytest.mark.parametrize("name", ["q", *OPTIONAL])
+@pytest.mark.parametrize("like_torch", [False, True], ids=["views", "torch"])
+def test_a_planned_tensor_at_no_address_is_refused_before_and_after_a_run(
+    runtime: Runtime, standin: StandIn, name: str, like_torch: bool
+) -> None:
+    plan, nowhere = make_plan(runtime, ALL), ALL.changed(name, pointer=0)
+    good, bad = (tensors.as_torch() if like_torch else tensors for tensors in (ALL, nowhere))
+    for launches in (0, 1):
+        with pytest.raises(UsageError, match=rf"{name}: address 0x0, expected a multiple of \d+ that is not 0"):
+            run(plan, bad)
+        assert len(standin.calls("cuLaunchKernelEx")) == launches
+        run(plan, good)
 
 
 def test_a_mask_of_another_type_than_planned_is_refused(runtime: Runtime) -> None:

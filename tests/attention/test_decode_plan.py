@@ -10,13 +10,7 @@ from attention_examples import H200, RELEASE_NAME, Tensors
 from standin_build import StandIn
 
 from cubin_runtime import Config
-from cubin_runtime.attention import (
-    BackendError,
-    ClampedInputError,
-    PagedDecodePlan,
-    Runtime,
-    plan_paged_decode,
-)
+from cubin_runtime.attention import BackendError, ClampedInputError, PagedDecodePlan, Runtime, plan_paged_decode
 from cubin_runtime.errors import AbiError, CorruptError, FrozenError, UsageError, WorkspaceError
 from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA
 from cubin_runtime.launch.driver import Driver

@@ -13,14 +13,7 @@ from latent_examples import BATCH, COLUMNS, HEADS, PAGE, PAGES, PARAMS, latent_c
 from standin_build import StandIn
 from trtllm_calls import MadeUpMemory
 
-from cubin_runtime.attention import (
-    BackendError,
-    ClampedInputError,
-    MlaDecodePlan,
-    Runtime,
-    mla_decode,
-    plan_mla_decode,
-)
+from cubin_runtime.attention import BackendError, ClampedInputError, MlaDecodePlan, Runtime, mla_decode, plan_mla_decode
 from cubin_runtime.errors import UsageError, WorkspaceError
 from cubin_runtime.kernels.native.device_models import describe_device
 from cubin_runtime.launch.regions import workspace_size

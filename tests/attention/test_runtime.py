@@ -27,6 +27,11 @@ from cubin_runtime.errors import UsageError
 """
 
 
+@pytest.fixture(autouse=True)
+def without_pins_of_the_user(no_configuration: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(no_configuration))
+
+
 def in_fresh_process(body: str) -> str:
     done = subprocess.run(
         [sys.executable, "-c", CHILD.format(body=body)], capture_output=True, text=True, check=False, timeout=60

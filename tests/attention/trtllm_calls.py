@@ -11,6 +11,7 @@ from typing import Any
 from cubin_runtime.attention import TensorView
 from cubin_runtime.dtypes import ITEM_BYTES
 from cubin_runtime.errors import UsageError
+from cubin_runtime.tensor import view_of
 
 FIRST_ADDRESS = 0x7F00_0000_0000
 ADDRESS_STEP = 1 << 33
@@ -25,6 +26,7 @@ class MadeUpMemory:
     made: list[tuple[str, TensorView]] = field(default_factory=list)
     reads: list[int] = field(default_factory=list)
     stream: int = 0
+    streams: dict[int, int] = field(default_factory=dict)  # by device; others have `stream`
     _numbers: Any = field(default_factory=lambda: count(1))
 
     def tensor(self, dtype: str, *shape: int, values: tuple[int, ...] | None = None) -> TensorView:
@@ -35,16 +37,17 @@ class MadeUpMemory:
         return view
 
     def empty(self, like: TensorView, shape: tuple[int, ...], dtype: str | None) -> TensorView:
-        return self._made("empty", self.tensor(dtype or like.dtype, *shape))
+        return self._made("empty", like, self.tensor(dtype or like.dtype, *shape))
 
     def zeros(self, like: TensorView, shape: tuple[int, ...], dtype: str) -> TensorView:
-        return self._made("zeros", self.tensor(dtype, *shape))
+        return self._made("zeros", like, self.tensor(dtype, *shape))
 
     def scaled(self, tensor: TensorView, factor: float) -> TensorView:
-        return self._made(f"scaled by {factor:.4f}", self.tensor(tensor.dtype, *tensor.shape))
+        return self._made(f"scaled by {factor:.4f}", tensor, self.tensor(tensor.dtype, *tensor.shape))
 
     def product(self, first: TensorView, second: TensorView) -> TensorView:
-        return self._made(f"product of {first.pointer:#x} and {second.pointer:#x}", self.tensor(first.dtype, 1))
+        what = f"product of {first.pointer:#x} and {second.pointer:#x}"
+        return self._made(what, first, self.tensor(first.dtype, 1))
 
     def to_host(self, tensor: TensorView) -> tuple[int, ...]:
         if tensor.pointer not in self.host:
@@ -52,12 +55,15 @@ class MadeUpMemory:
         self.reads.append(tensor.pointer)
         return self.host[tensor.pointer]
 
-    def current_stream(self, like: TensorView) -> int:
-        return self.stream
+    def current_stream(self, like: TensorView | int) -> int:
+        if not self.streams:
+            return self.stream
+        return self.streams.get(like if isinstance(like, int) else view_of(like, "like").device, self.stream)
 
-    def _made(self, what: str, view: TensorView) -> TensorView:
-        self.made.append((what, view))
-        return view
+    def _made(self, what: str, like: TensorView, view: TensorView) -> TensorView:
+        there = replace(view, device=view_of(like, "like").device)
+        self.made.append((what, there))
+        return there
 
 
 Make = Callable[[MadeUpMemory], Any]

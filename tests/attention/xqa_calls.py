@@ -1,11 +1,11 @@
-"""Calls of the XQA operators: 4 requests, 64 heads over 8 KV heads of 128, 100 pages of 64 tokens, bf16."""
+"""Calls of the XQA operators: 4 requests, 64 heads over 8 KV heads of 128, 100 pages of 64 tokens, bf16; and MLA."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from standin_build import StandIn
-from trtllm_calls import MadeUpMemory
+from trtllm_calls import MadeUpMemory, mla_arguments
 
 from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA
 
@@ -49,6 +49,28 @@ def trtllm_arguments(memory: MadeUpMemory, tokens: int = 4, **changes: Any) -> d
     hnd = memory.tensor("bfloat16", PAGES, 2, KV_HEADS, PAGE, HEAD_DIM)
     given = xqa_batch_arguments(memory, tokens, kv_cache=hnd, seq_lens=memory.tensor("int32", 4))
     return {**given, **changes}
+
+
+def xqa_mla_arguments(memory: MadeUpMemory, **changes: Any) -> dict[str, Any]:
+    """Of ``xqa_mla``: 4 requests, 128 heads, 1024 pages of 64 tokens."""
+    cache = memory.tensor("bfloat16", 1024, 64, 576)
+    given = {
+        "q": memory.tensor("bfloat16", 4, 1, 128, 576),
+        "k_cache": cache,
+        "v_cache": cache,
+        "page_table": memory.tensor("int32", 4, 256),
+        "seq_lens": memory.tensor("uint32", 4, 1),
+        "output": memory.tensor("bfloat16", 4, 1, 128, 512),
+        "workspace_buffer": memory.tensor("uint8", 256 << 20),
+        "semaphores": memory.tensor("uint32", 2 << 20),
+        "page_size": 64,
+    }
+    return {**given, **changes}
+
+
+def mla_batch_arguments(memory: MadeUpMemory, **changes: Any) -> dict[str, Any]:
+    """Of ``xqa_batch_decode_with_kv_cache_mla`` and, with one token a request, of the other MLA operator."""
+    return {**mla_arguments(memory, query=memory.tensor("bfloat16", 4, 1, 128, 576)), **changes}
 
 
 def sent(standin: StandIn) -> dict[str, Any]:

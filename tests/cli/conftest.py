@@ -15,6 +15,11 @@ from releases import Release, make_release
 RunJson = Callable[..., tuple[int, dict[str, Any]]]
 
 
+@pytest.fixture(autouse=True)
+def without_pins_of_the_user(no_configuration: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(no_configuration))
+
+
 @pytest.fixture
 def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """No setting from outside; store, configuration and home below a folder of the test's own."""

@@ -12,6 +12,7 @@ import pytest
 from latent_examples import PARAMS
 from standin_build import StandIn
 from trtllm_calls import MadeUpMemory, made, mla_arguments, tensor
+from xqa_calls import mla_batch_arguments, xqa_mla_arguments
 
 from cubin_runtime.attention import BackendError
 from cubin_runtime.compat import flashinfer
@@ -22,33 +23,6 @@ pytestmark = pytest.mark.usefixtures("hopper")
 HEADS, LATENT, PAGES, PAGE, COLUMNS = 128, 512, 1024, 64, 256
 LOG2_E = math.log2(math.e)
 SEMAPHORE_BYTES = 8 << 20
-XQA_NAMES = (
-    *("query", "kv_cache", "workspace_buffer", "qk_nope_head_dim", "kv_lora_rank", "qk_rope_head_dim"),
-    *("block_tables", "seq_lens", "max_seq_len", "bmm1_scale", "bmm2_scale"),
-)
-
-
-def one_token(memory: MadeUpMemory, **changes: Any) -> dict[str, Any]:
-    """Of ``xqa_batch_decode_with_kv_cache_mla`` and, with one token a request, of the other."""
-    given = mla_arguments(memory, query=memory.tensor("bfloat16", 4, 1, HEADS, 576))
-    return {**{name: given[name] for name in XQA_NAMES}, **changes}
-
-
-def lowest(memory: MadeUpMemory, **changes: Any) -> dict[str, Any]:
-    """Of ``xqa_mla``."""
-    cache = memory.tensor("bfloat16", PAGES, PAGE, 576)
-    given = {
-        "q": memory.tensor("bfloat16", 4, 1, HEADS, 576),
-        "k_cache": cache,
-        "v_cache": cache,
-        "page_table": memory.tensor("int32", 4, COLUMNS),
-        "seq_lens": memory.tensor("uint32", 4, 1),
-        "output": memory.tensor("bfloat16", 4, 1, HEADS, LATENT),
-        "workspace_buffer": memory.tensor("uint8", 256 << 20),
-        "semaphores": memory.tensor("uint32", 2 << 20),
-        "page_size": PAGE,
-    }
-    return {**given, **changes}
 
 
 def sent(standin: StandIn) -> dict[str, Any]:
@@ -66,7 +40,7 @@ def decode(request: pytest.FixtureRequest, standin: StandIn, memory: MadeUpMemor
     """Call one of the batch operators with its usual arguments changed; what arrived."""
 
     def call(**changes: Any) -> dict[str, Any]:
-        BATCH_OPERATORS[request.param](**one_token(memory, **changes))
+        BATCH_OPERATORS[request.param](**mla_batch_arguments(memory, **changes))
         return sent(standin)
 
     return call
@@ -101,7 +75,7 @@ def test_an_output_may_lack_the_one_token(
 
 def test_a_given_output_is_what_comes_back(memory: MadeUpMemory) -> None:
     out = memory.tensor("bfloat16", 4, HEADS, LATENT)
-    assert flashinfer.xqa_batch_decode_with_kv_cache_mla(**one_token(memory, out=out)) is out
+    assert flashinfer.xqa_batch_decode_with_kv_cache_mla(**mla_batch_arguments(memory, out=out)) is out
 
 
 @pytest.mark.parametrize("kv", ["bfloat16", "float8_e4m3fn"])
@@ -187,7 +161,7 @@ TRTLLM_ONLY: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("changes", "words"), TRTLLM_ONLY)
 def test_what_our_kernels_do_not_do_is_refused(memory: MadeUpMemory, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        flashinfer.trtllm_batch_decode_with_kv_cache_mla(**one_token(memory, **made(memory, changes)))
+        flashinfer.trtllm_batch_decode_with_kv_cache_mla(**mla_batch_arguments(memory, **made(memory, changes)))
 
 
 @pytest.mark.parametrize("backend", ["auto", "xqa"])
@@ -201,7 +175,7 @@ def test_hopper_runs_our_kernels_without_a_warning(standin: StandIn, memory: Mad
 @pytest.mark.parametrize("operator", ["xqa_mla", "xqa_batch_decode_with_kv_cache_mla"])
 def test_another_device_is_told_where_it_runs(standin: StandIn, memory: MadeUpMemory, operator: str) -> None:
     standin.pose_as(12, 0)
-    given = lowest(memory) if operator == "xqa_mla" else one_token(memory)
+    given = xqa_mla_arguments(memory) if operator == "xqa_mla" else mla_batch_arguments(memory)
     with pytest.raises(BackendError, match=rf"{operator} on .*\(xqa: measured on 9\.0\)"):
         getattr(flashinfer, operator)(**given)
 
@@ -270,7 +244,7 @@ def test_a_given_log_sum_exp_of_either_form_is_filled(
 
 
 def test_the_lowest_operator_multiplies_its_scales(standin: StandIn, memory: MadeUpMemory) -> None:
-    given = lowest(memory, q_scale=2.0, kv_scale=0.5)
+    given = xqa_mla_arguments(memory, q_scale=2.0, kv_scale=0.5)
     flashinfer.xqa_mla(**given)
     seen = sent(standin)
     assert seen["softmax_scale_log2"] == pytest.approx(2.0 * 0.5 / math.sqrt(576) * LOG2_E)
@@ -284,7 +258,7 @@ def test_the_lowest_operator_takes_every_form_of_its_cache(
 ) -> None:
     keys = memory.tensor("bfloat16", *shape, 576)
     values = replace(keys, shape=(*shape, LATENT))
-    flashinfer.xqa_mla(**lowest(memory, k_cache=keys, v_cache=values))
+    flashinfer.xqa_mla(**xqa_mla_arguments(memory, k_cache=keys, v_cache=values))
     assert (sent(standin)["num_pages"], sent(standin)["page_size_log2"]) == (PAGES, 6)
 
 
@@ -311,10 +285,10 @@ def test_what_the_lowest_operator_cannot_take_is_named(
     standin: StandIn, memory: MadeUpMemory, changes: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(UsageError, match=words):
-        flashinfer.xqa_mla(**lowest(memory, **made(memory, changes)))
+        flashinfer.xqa_mla(**xqa_mla_arguments(memory, **made(memory, changes)))
     assert "cuModuleLoadData" not in standin.names()
 
 
 def test_too_little_scratch_of_the_lowest_operator_goes_by_its_name(memory: MadeUpMemory) -> None:
     with pytest.raises(WorkspaceError, match=r"^workspace_buffer of 1024 bytes: \d+ bytes are needed"):
-        flashinfer.xqa_mla(**lowest(memory, workspace_buffer=memory.tensor("uint8", 1024)))
+        flashinfer.xqa_mla(**xqa_mla_arguments(memory, workspace_buffer=memory.tensor("uint8", 1024)))

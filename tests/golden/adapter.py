@@ -29,14 +29,7 @@ from standin_build import StandIn
 from cubin_runtime import Config
 from cubin_runtime.artifacts.tables.metadata import HEADER_PATH
 from cubin_runtime.artifacts.tables.metadata_columns import COLUMNS
-from cubin_runtime.attention import (
-    Runtime,
-    TensorView,
-    mla_decode,
-    paged_decode,
-    plan_mla_decode,
-    plan_paged_decode,
-)
+from cubin_runtime.attention import Runtime, TensorView, mla_decode, paged_decode, plan_mla_decode, plan_paged_decode
 from cubin_runtime.compat import flashinfer
 from cubin_runtime.errors import CubinRuntimeError
 from cubin_runtime.kernels.abi import abi_layouts

@@ -110,25 +110,104 @@ def by_mla_plan(runtime: Runtime, device: int) -> tuple[Any, Any]:
     return out, mla_reference(given)
 
 
-def by_flashinfers_name(runtime: Runtime, device: int) -> tuple[Any, Any]:
+def buffer_on(device: Any) -> Any:
+    return torch.zeros(64 << 20, dtype=torch.uint8, device=device)
+
+
+def gqa_arguments(device: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What FlashInfer's batch operators take for ``gqa``, in NHD, and ``gqa`` itself."""
     given = gqa(device)
-    out = flashinfer.xqa_batch_decode_with_kv_cache(
-        given["q"],
-        (given["k_cache"], given["v_cache"]),
-        torch.zeros(64 << 20, dtype=torch.uint8, device=given["q"].device),
+    arguments = {
+        "query": given["q"],
+        "kv_cache": (given["k_cache"], given["v_cache"]),
+        "workspace_buffer": buffer_on(given["q"].device),
+        "block_tables": given["page_table"],
+        "seq_lens": given["seq_lens"],
+        "max_seq_len": BOUND,
+        "bmm1_scale": HEAD_DIM**-0.5,
+        "kv_layout": "NHD",
+    }
+    return arguments, given
+
+
+def mla_arguments(device: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What FlashInfer's batch operators take for ``mla``, and ``mla`` itself."""
+    given = mla(device)
+    arguments = {
+        "query": given["q"].unsqueeze(1),
+        "kv_cache": given["kv_cache"],
+        "workspace_buffer": buffer_on(given["q"].device),
+        "qk_nope_head_dim": 128,
+        "kv_lora_rank": LATENT,
+        "qk_rope_head_dim": 64,
+        "block_tables": given["page_table"],
+        "seq_lens": given["seq_lens"],
+        "max_seq_len": BOUND,
+        "bmm1_scale": 0.05,
+    }
+    return arguments, given
+
+
+def by_xqa(runtime: Runtime, device: int) -> tuple[Any, Any]:
+    given, out = gqa(device), torch.empty(BATCH, 1, KV_HEADS * GROUP, HEAD_DIM, device=f"cuda:{device}").bfloat16()
+    flashinfer.xqa(
+        given["q"].unsqueeze(1),
+        given["k_cache"],
+        given["v_cache"],
         given["page_table"],
         given["seq_lens"],
-        BOUND,
-        bmm1_scale=HEAD_DIM**-0.5,
-        bmm2_scale=1.0,
-        kv_layout="NHD",
+        out,
+        buffer_on(out.device),
+        torch.zeros(64, dtype=torch.int32, device=out.device),  # too few: the runtime replaces them
+        KV_HEADS,
+        PAGE,
     )
-    return out, gqa_reference(given)
+    return out.squeeze(1), gqa_reference(given)
+
+
+def by_xqa_mla(runtime: Runtime, device: int) -> tuple[Any, Any]:
+    given, out = mla(device), torch.empty(BATCH, 1, HEADS, LATENT, device=f"cuda:{device}").bfloat16()
+    flashinfer.xqa_mla(
+        given["q"].unsqueeze(1),
+        given["kv_cache"],
+        given["kv_cache"],
+        given["page_table"],
+        given["seq_lens"],
+        out,
+        buffer_on(out.device),
+        torch.zeros(2 << 20, dtype=torch.int32, device=out.device),
+        PAGE,
+        q_scale=0.05 * (LATENT + 64) ** 0.5,
+    )
+    return out.squeeze(1), mla_reference(given)
+
+
+def by_xqa_batch(runtime: Runtime, device: int) -> tuple[Any, Any]:
+    arguments, given = gqa_arguments(device)
+    return flashinfer.xqa_batch_decode_with_kv_cache(**arguments), gqa_reference(given)
+
+
+def by_trtllm_batch(runtime: Runtime, device: int) -> tuple[Any, Any]:
+    arguments, given = gqa_arguments(device)
+    return flashinfer.trtllm_batch_decode_with_kv_cache(**arguments), gqa_reference(given)
+
+
+def by_xqa_batch_mla(runtime: Runtime, device: int) -> tuple[Any, Any]:
+    arguments, given = mla_arguments(device)
+    return flashinfer.xqa_batch_decode_with_kv_cache_mla(**arguments).squeeze(1), mla_reference(given)
+
+
+def by_trtllm_batch_mla(runtime: Runtime, device: int) -> tuple[Any, Any]:
+    arguments, given = mla_arguments(device)
+    return flashinfer.trtllm_batch_decode_with_kv_cache_mla(**arguments).squeeze(1), mla_reference(given)
+
+
+COMPAT = (by_xqa, by_xqa_mla, by_xqa_batch, by_trtllm_batch, by_xqa_batch_mla, by_trtllm_batch_mla)
 
 
 @pytest.mark.parametrize("stream", ["default", "own"])
 @pytest.mark.parametrize(("device", "current"), PAIRS)
-@pytest.mark.parametrize("way", [by_function, by_mla_function, by_plan, by_mla_plan, by_flashinfers_name])
+@pytest.mark.parametrize("way", [by_function, by_mla_function, by_plan, by_mla_plan, *COMPAT])
 def test_it_runs_where_its_tensors_are(
     runtime: Runtime, monkeypatch: pytest.MonkeyPatch, way: Callable[..., Any], device: int, current: int, stream: str
 ) -> None:
@@ -251,6 +330,43 @@ def test_mixed_devices_are_refused_and_both_stay_usable(runtime: Runtime) -> Non
         got, want = by_function(runtime, device)
         torch.cuda.synchronize(device)
         assert_near(got, want)
+
+
+def test_flashinfers_operators_refuse_mixed_devices_and_stay_usable(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cubin_runtime.compat.flashinfer.arguments.default_runtime", lambda: runtime)
+    for arguments, function in (
+        (gqa_arguments(1)[0], flashinfer.xqa_batch_decode_with_kv_cache),
+        (mla_arguments(1)[0], flashinfer.xqa_batch_decode_with_kv_cache_mla),
+    ):
+        for name in ("workspace_buffer", "block_tables", "seq_lens"):
+            with pytest.raises(UsageError, match=f"{name}: on device 0, (q|query) is on device 1"):
+                function(**{**arguments, name: arguments[name].to("cuda:0")})
+    for way in COMPAT:
+        got, want = way(runtime, 1)
+        torch.cuda.synchronize(1)
+        assert_near(got, want)
+
+
+def test_flashinfers_operators_are_captured_on_the_second_device(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cubin_runtime.compat.flashinfer.arguments.default_runtime", lambda: runtime)
+    stream, graph = torch.cuda.Stream(1), torch.cuda.CUDAGraph()
+    arguments, given = gqa_arguments(1)
+    out = torch.empty_like(given["q"])
+    arguments["out"] = out
+    with torch.cuda.device(1), torch.cuda.stream(stream):
+        flashinfer.xqa_batch_decode_with_kv_cache(**arguments)
+    torch.cuda.synchronize(1)
+    with torch.cuda.device(1), torch.cuda.graph(graph, stream=stream):
+        flashinfer.xqa_batch_decode_with_kv_cache(**arguments)
+    out.fill_(float("nan"))
+    torch.cuda.synchronize(1)
+    graph.replay()
+    torch.cuda.synchronize(1)
+    assert_near(out, gqa_reference(given))
 
 
 def test_a_kernel_is_preloaded_for_the_device_named(runtime_config: Any) -> None:

@@ -65,6 +65,7 @@ class StandIn:
         self._library.standin_log.restype = ctypes.c_char_p
         self._library.standin_image.restype = ctypes.c_void_p
         self._library.standin_make_context.restype = ctypes.c_void_p
+        self._capability = (9, 0)
 
     def exports(self) -> set[str]:
         """The driver functions it has."""
@@ -72,16 +73,18 @@ class StandIn:
         return set(re.findall(r" T (cu\w+)", table))
 
     def reset(self) -> None:
+        self._capability = (9, 0)
         self._library.standin_reset()
 
     def pose_as(self, major: int, minor: int) -> None:
+        self._capability = (major, minor)
         self._library.standin_set_device(major, minor, 1)
 
     def without_device(self) -> None:
         self._library.standin_set_device(9, 0, 0)
 
     def with_devices(self, count: int) -> None:
-        self._library.standin_set_device(9, 0, count)
+        self._library.standin_set_device(*self._capability, count)
 
     def describe(
         self,

@@ -121,12 +121,18 @@ def test_descriptors_are_shared_through_the_cache(driver: Driver, kernel: Loaded
     assert len(standin.calls("cuTensorMapEncodeTiled")) == 1
 
 
-def test_descriptors_are_encoded_in_the_kernels_context(driver: Driver, kernel: LoadedKernel, standin: StandIn) -> None:
+@pytest.mark.parametrize("resident", [(), ("k",)], ids=["moving", "resident"])
+def test_descriptors_are_encoded_in_the_kernels_context(
+    driver: Driver, kernel: LoadedKernel, standin: StandIn, resident: tuple[str, ...]
+) -> None:
+    prepared = prepare(kernel, driver, "k", resident=resident)
     driver.set_current(None)
-    standin.clear_log()
-    prepare(kernel, driver, "k").run(0x5001, 0x1230)
-    names = standin.names()
-    assert names.index("cuCtxPushCurrent") < names.index("cuTensorMapEncodeTiled")
+    for address in (0x1230, 0x4560):
+        standin.clear_log()
+        prepared.run(0x5001, address)
+        names = standin.names()
+        pushed = names[: names.index("cuTensorMapEncodeTiled")]
+        assert pushed.count("cuCtxPushCurrent") > pushed.count("cuCtxPopCurrent")
 
 
 def test_a_descriptor_that_breaks_a_rule_is_refused(driver: Driver, kernel: LoadedKernel) -> None:
@@ -149,6 +155,17 @@ def test_a_value_that_does_not_fit_is_refused_and_nothing_launched(
 def test_an_input_that_is_no_scalar_is_refused(driver: Driver, kernel: LoadedKernel) -> None:
     with pytest.raises(UsageError, match="input 'group' of struct DecodeParams is FastModDiv"):
         prepare(kernel, driver, "group")
+
+
+def test_a_truth_value_is_no_input(driver: Driver, standin: StandIn, context: int) -> None:
+    """Packing would take any object for True."""
+    layout = StructLayout.declare("Switches", [Field("on", "bool"), Field("batch", "int32")])
+    standin.add_kernel(SYMBOL, (layout.size,))
+    cache = ModuleCache(driver, parse=lambda _: cubin(facts=kernel_facts((layout.size,))))
+    wanted = needs(layout=layout, fingerprint=layout.fingerprint, dynamic_shared_bytes=200000)
+    loaded = cache.kernel(context, DIGEST, SYMBOL, lambda: b"", wanted)
+    with pytest.raises(UsageError, match="input 'on' of struct Switches is bool"):
+        prepare(loaded, driver, "on", layout=layout, values={"on": True, "batch": 1})
 
 
 def test_an_input_of_an_unknown_field_is_refused() -> None:
@@ -188,19 +205,20 @@ def test_threads_launch_their_own_values(driver: Driver, kernel: LoadedKernel, s
 
 
 class SlowDriver(Driver):
-    """Its first launch waits inside the call; each notes the parameters that it then finds."""
+    """Once ``slow``, its next launch waits inside the call; each notes the parameters that it then finds."""
 
     def __init__(self, standin: StandIn) -> None:
         super().__init__(standin.path)
         self.entered, self.leave = threading.Event(), threading.Event()
         self.found: list[object] = []
+        self.slow = False
 
     def function(self, name: str) -> Any:
         if name != "cuLaunchKernelEx":
             return super().function(name)
 
         def launch(config: int, function: int, arguments: int, extra: None) -> int:
-            if not self.entered.is_set():
+            if self.slow and not self.entered.is_set():
                 self.entered.set()
                 assert self.leave.wait(10)
             at = ctypes.cast(arguments, ctypes.POINTER(ctypes.c_void_p))[0]
@@ -215,6 +233,8 @@ def test_a_launch_under_way_keeps_its_parameters_while_another_thread_launches(
 ) -> None:
     driver = SlowDriver(standin)
     prepared = prepare(kernel, driver, "batch")
+    prepared.run(0, 0)  # so that a block waits to be taken
+    driver.slow = True
     first = threading.Thread(target=prepared.run, args=(0, 1))
     first.start()
     assert driver.entered.wait(10)
@@ -222,7 +242,7 @@ def test_a_launch_under_way_keeps_its_parameters_while_another_thread_launches(
     driver.leave.set()
     first.join()
     prepared.run(0, 3)
-    assert driver.found == [2, 1, 3]
+    assert driver.found == [0, 2, 1, 3]
 
 
 def test_a_thread_without_a_context_launches_in_the_kernels_own(prepared: PreparedLaunches, standin: StandIn) -> None:

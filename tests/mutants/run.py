@@ -1,5 +1,7 @@
 """Run the stored mutations: ``make mutants``, or ``run.py --only TEXT`` for those whose file or name has it.
 
+``--dry`` runs no test and only says which mutations do not apply.
+
 ``mutants.toml`` names for each a file, a text that occurs in it exactly once, what replaces it, and the tests that
 must fail then. Each runs in a copy of the package; the exit code is 1 if one is not noticed or does not apply.
 """
@@ -13,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,13 +84,33 @@ def outcome(mutant: Mutant, copy: Path) -> str:
         shutil.copy(ROOT / mutant.file, copy / mutant.file)
 
 
+def unfit(mutant: Mutant) -> str:
+    """Why a mutation cannot be run, or nothing."""
+    try:
+        mutant.mutated()
+    except (OSError, ValueError) as error:
+        return f"{mutant.file}: {mutant.name}: does not apply: {error}"
+    there = mutant.tests.startswith("golden[") or (ROOT / mutant.tests).is_file()
+    return "" if there else f"{mutant.file}: {mutant.name}: no tests {mutant.tests}"
+
+
+def report(bad: Iterable[str], good: str) -> int:
+    """Print what is bad, else ``good``; the exit code."""
+    found = list(bad)
+    print("\n".join(found) or good)
+    return int(bool(found))
+
+
 def main() -> int:
     """Run them and say what came of each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="a part of the name or file")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--dry", action="store_true", help="only try whether they apply")
     given = parser.parse_args()
     chosen = [mutant for mutant in stored() if given.only in f"{mutant.file} {mutant.name}"]
+    if given.dry:
+        return report(filter(None, map(unfit, chosen)), f"{len(chosen)} mutations apply")
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder, ThreadPoolExecutor(given.jobs) as pool:
         copies: SimpleQueue[Path] = SimpleQueue()
         for job in range(given.jobs):
@@ -110,8 +133,7 @@ def main() -> int:
 
         bad = list(filter(None, pool.map(run, sorted({mutant.tests for mutant in chosen}))))
         bad = bad or list(filter(None, pool.map(run, chosen)))
-    print("\n".join(bad) or f"{len(chosen)} mutations, all noticed")
-    return bool(bad)
+    return report(bad, f"{len(chosen)} mutations, all noticed")
 
 
 if __name__ == "__main__":

@@ -176,6 +176,8 @@ def _check_pages(call: DecodeCall | ContextCall) -> None:
         raise UsageError(f"key_cache: head dimension {key.shape[3] * packed}, query has {call.query.shape[2]}")
     _check_block_scales(call, packed)
     _check_table(call)
+    if call.out_scales.scales is not None:
+        check_device("out_scales", call.out_scales.scales, device)
 
 
 def _steps(view: TensorView) -> list[int]:
@@ -227,6 +229,9 @@ def _check_ragged(call: RaggedCall) -> None:
         check_device(name, tensor, call.query.device)
         if min(tensor.shape) < 1:
             raise UsageError(f"{name}: shape {tensor.shape}, expected at least one token, head and dimension")
+    for place, scales in enumerate(call.sage.scales):
+        if scales is not None:
+            check_device(f"sage.scales[{place}]", scales, call.query.device)
     if call.key.shape[:2] != call.value.shape[:2]:
         raise UsageError(f"value: shape {call.value.shape}, key has {call.key.shape}")
     if call.key.shape[2] != call.query.shape[2]:

@@ -95,7 +95,7 @@ def run(
     if not scratch.is_contiguous:
         raise UsageError(f"workspace_buffer: strides {scratch.strides}, expected a contiguous tensor")
     handle = rt.memory.current_stream(workspace) if stream is None else stream_handle(stream)
-    held, address = _counters(made, counters, workspace, stream, rt)
+    held, address = _counters(made, counters, workspace, call.query.device, stream, rt)
     note_launch(made.run(call, (scratch.pointer, _bytes_of(scratch)), address, handle))
     del held  # freed in stream order, after the launch
 
@@ -124,7 +124,9 @@ def preload(*calls: Call, backend: str = AUTO, runtime: Runtime | None = None) -
     return rt.modules.preload(requests)
 
 
-def _counters(made: AttentionPlan, given: Any, like: Any, stream: Any, runtime: Runtime) -> tuple[Any, int]:
+def _counters(
+    made: AttentionPlan, given: Any, like: Any, device: int, stream: Any, runtime: Runtime
+) -> tuple[Any, int]:
     needed = made.counter_bytes
     if given is None:
         if not needed:
@@ -133,6 +135,7 @@ def _counters(made: AttentionPlan, given: Any, like: Any, stream: Any, runtime: 
             raise UsageError(f"counters: None with a stream of its own; expected {needed} zeroed bytes")
         given = runtime.memory.zeros(like, (needed // 4,), "int32")
     view = view_of(given, "counters")
+    check_device("counters", view, device)
     if view.pointer % COUNTER_ALIGNMENT or not view.is_contiguous:
         raise UsageError(
             f"counters: at {view.pointer:#x}, strides {view.strides}; expected 16-byte aligned, contiguous"

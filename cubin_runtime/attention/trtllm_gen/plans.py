@@ -6,7 +6,7 @@ import warnings
 
 from ...artifacts.tables.metadata import KernelMeta
 from ...artifacts.tables.native_kernels import MEASURED, NativeKernel
-from ...errors import WorkspaceError
+from ...errors import UsageError, WorkspaceError
 from ...kernels.native.reduction.plan import OperationLaunch
 from ...kernels.native.reduction.select import choose_kernel
 from ...kernels.trtllm_gen.arguments import Device
@@ -84,9 +84,12 @@ class AttentionPlan:
             stream: handle.
 
         Raises:
+            UsageError: the call is on another device than the plan.
             WorkspaceError: the workspace is too small; the message names the bytes needed.
             DeviceError: a kernel cannot be loaded or launched.
         """
+        if call.query.device != self._ordinal:
+            raise UsageError(f"query: on device {call.query.device}, planned for device {self._ordinal}")
         address, nbytes = workspace
         # Bind with an unbounded size first, so that one error below names all the bytes needed.
         bindings = call.bindings((address, _BOUNDLESS), counters).with_partial_out(self.decision.partial_offset)

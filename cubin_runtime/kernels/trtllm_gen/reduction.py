@@ -6,11 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ...artifacts.tables.metadata import KernelMeta
-from ..native.reduction.plan import (
-    OperationLaunch,
-    kv_reduction,
-    lse_from_statistics,
-)
+from ..native.reduction.plan import OperationLaunch, kv_reduction, lse_from_statistics
 from .errors import PlanRefused
 from .grid import Geometry
 from .problem import Bindings, Problem

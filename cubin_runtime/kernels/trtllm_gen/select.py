@@ -11,13 +11,7 @@ from .errors import KernelMissing, PlanRefused
 from .grid import Geometry, lay_out
 from .kernel_finder import DYNAMIC_PAGE, KernelSet
 from .problem import Problem
-from .tile_size import (
-    Candidate,
-    TileChoice,
-    choose_tile,
-    kernel_type_of,
-    largest_tile,
-)
+from .tile_size import Candidate, TileChoice, choose_tile, kernel_type_of, largest_tile
 from .traits import KernelKey, KernelType, MaskType, MultiCtasMode, Policy, QkvLayout
 
 MAX_PASSES = 4

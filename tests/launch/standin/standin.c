@@ -574,14 +574,18 @@ CUresult CUDAAPI cuModuleLoadData(CUmodule *module, const void *image) {
     images[image_count++].size = size;
   }
   free_bytes_taken += 4096;
-  modules[module_count].context = current();
-  *module = (CUmodule)(size_t)(0xD000 + module_count++);
+  int i = 0;
+  while (i < module_count && modules[i].context) i++; /* the handle of an unloaded module comes back */
+  if (i == module_count) module_count++;
+  modules[i].context = current();
+  *module = (CUmodule)(size_t)(0xD000 + i);
   say("cuModuleLoadData image=%.16s context=%p\n", (const char *)image, (void *)current());
   LEAVE
 }
 CUresult CUDAAPI cuModuleUnload(CUmodule module) {
   ENTER("cuModuleUnload")
   say("cuModuleUnload module=%p\n", (void *)module);
+  modules[(size_t)module - 0xD000].context = NULL;
   LEAVE
 }
 CUresult CUDAAPI cuModuleGetFunction(CUfunction *function, CUmodule module, const char *name) {
@@ -597,6 +601,7 @@ CUresult CUDAAPI cuModuleGetFunction(CUfunction *function, CUmodule module, cons
   if (!found || function_count == OBJECTS) REFUSE(CUDA_ERROR_NOT_FOUND);
   for (int i = 0; i < function_count; i++)
     if (functions[i].kernel == found && functions[i].module == module) {
+      functions[i].context = modules[(size_t)module - 0xD000].context;
       *function = (CUfunction)&functions[i];
       goto out;
     }

@@ -11,21 +11,9 @@ from ....artifacts.tables.native_kernels import MEASURED, NativeKernel
 from ....errors import UsageError
 from ....launch.driver import DeviceFacts
 from ...explanation import Facts
-from ..cost_model import (
-    Costs,
-    Estimate,
-    costs_of,
-    estimate,
-)
+from ..cost_model import Costs, Estimate, costs_of, estimate
 from ..selection import Candidate, Selection
-from .grids import (
-    ANY_ROWS,
-    Grid,
-    Part,
-    grids_of,
-    trait_of,
-    work_of,
-)
+from .grids import ANY_ROWS, Grid, Part, grids_of, trait_of, work_of
 from .shape import DecodeShape
 
 OPERATION = "paged_decode"

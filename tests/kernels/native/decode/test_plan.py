@@ -10,11 +10,7 @@ from decode_kernels import decode_kernel
 from cubin_runtime.artifacts.path import ArtifactPath
 from cubin_runtime.kernels.native.decode.grids import ANY_ROWS
 from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_COPY, PAGED_DECODE_TMA
-from cubin_runtime.kernels.native.decode.plan import (
-    CacheStrides,
-    DecodeProblem,
-    decode_launches,
-)
+from cubin_runtime.kernels.native.decode.plan import CacheStrides, DecodeProblem, decode_launches
 from cubin_runtime.kernels.native.decode.select import DecodeSelection
 from cubin_runtime.kernels.native.launches import WORKSPACE_FIELDS, KernelFile, NativeLaunch
 from cubin_runtime.launch.plan import LaunchPlan

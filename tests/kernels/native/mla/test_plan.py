@@ -9,12 +9,7 @@ from mla_examples import FEW, KERNELS, WIDE
 from cubin_runtime.artifacts.path import ArtifactPath
 from cubin_runtime.kernels.native.launches import KernelFile
 from cubin_runtime.kernels.native.mla.params import PAGED_MLA_DECODE
-from cubin_runtime.kernels.native.mla.plan import (
-    MlaProblem,
-    cache_descriptor,
-    mla_launch,
-    mla_regions,
-)
+from cubin_runtime.kernels.native.mla.plan import MlaProblem, cache_descriptor, mla_launch, mla_regions
 from cubin_runtime.kernels.native.mla.select import MlaSelection, MlaShape, select_mla_decode
 from cubin_runtime.launch.plan import LaunchPlan
 from cubin_runtime.launch.tensormap_rules import check_tensor_map
