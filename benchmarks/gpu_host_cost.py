@@ -180,7 +180,7 @@ def measure(*, peers: bool) -> Figures:
         paged_decode(*tensors, max_seq_len=256, out=made)
         sizes.append(((middle - begin) * 1e6, (time.perf_counter() - middle) * 1e6))
     for row, found in zip(
-        ("a new batch size: plan", "a new batch size: plan and first call"), zip(*sizes), strict=True
+        ("a new batch size: plan", "a new batch size: plan and first call"), zip(*sizes, strict=True), strict=True
     ):
         table.rows[row] = {"least": min(found), "median": statistics.median(found), "floor": floor}
     if peers:

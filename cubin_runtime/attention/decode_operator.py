@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import isfinite, prod
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from ..errors import UsageError
 from ..kernels.native.launches import NativeLaunch
@@ -25,7 +25,7 @@ from .operator_plan import AnyWorkspace, OperatorPlan, check_workspace
 from .process import default_runtime
 from .runtime import NativeRelease, Runtime
 from .scales import split_scale
-from .torch_ops import TORCH_SCRATCH, TorchOp, scratch_of_torch
+from .torch_ops import TORCH_SCRATCH, scratch_of_torch
 from .tracing import record, recording
 from .tracing.schema import TracedCall
 
@@ -53,44 +53,6 @@ class DecodeOperator(Operator):
     output: Callable[[Any], tuple[tuple[int, ...], str | None]]
     scale: Callable[[tuple[int, ...]], float]
     traced: Callable[[DecodeCall], TracedCall]
-
-
-_OPTION_KINDS = {
-    "kv_layout": "str",
-    "max_q_len": "SymInt?",
-    "window_left": "SymInt",
-    "batch_invariant": "bool",
-    "backend": "str",
-    "enable_pdl": "bool?",
-}
-_NO_OPTIONS = {"workspace": TORCH_SCRATCH, "stream": None, "runtime": None}
-
-
-class _Form(NamedTuple):
-    """What an output follows from."""
-
-    shape: tuple[int, ...]
-    dtype: str
-
-
-def torch_op(operator: DecodeOperator) -> TorchOp:
-    """The op of a decode: its tensors as declared, the bound, and its options."""
-
-    def complete(given: dict[str, Any]) -> Any:
-        import torch
-
-        q = given["q"]
-        if given["out"] is None:
-            word = str(q.dtype).removeprefix("torch.")
-            shape, dtype = operator.output(_Form(q.shape, word))
-            given["out"] = torch.empty(shape, dtype=getattr(torch, dtype or word), device=q.device)
-        return given["out"]
-
-    kinds = {arg.name: "Tensor?" if arg.optional else "Tensor" for arg in operator.tensors}
-    kinds |= dict.fromkeys(SCALES.values(), "Scale")
-    kinds |= {"max_seq_len": "SymInt", **{name: _OPTION_KINDS[name] for name in operator.options}}
-    written = tuple(arg.name for arg in operator.tensors if arg.written)
-    return TorchOp(operator.name, kinds, written, _NO_OPTIONS, complete)
 
 
 class DecodePlan(OperatorPlan):

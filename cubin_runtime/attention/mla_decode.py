@@ -22,7 +22,8 @@ from .decode_call import (
     decode_tensors,
     problem_values,
 )
-from .decode_operator import SCALES, DecodeOperator, DecodePlan, plan_decode, run_decode, torch_op
+from .decode_op import torch_op
+from .decode_operator import SCALES, DecodeOperator, DecodePlan, plan_decode, run_decode
 from .fast_path import operator_function
 from .latent_cache import KV_CACHE, OUT_DTYPES, Q_DTYPES, ROPE, check_cache
 from .operator import TensorArg

@@ -19,7 +19,8 @@ from ..launch.regions import workspace_size
 from ..launch.semaphore_workspace import SemaphoreWorkspace
 from ..launch.streams import stream_handle
 from ..launch.structs import FieldRow
-from ..launch.workspace import Workspace, WorkspacePool
+from ..launch.workspace import Workspace
+from ..launch.workspace_pool import WorkspacePool
 from .fast_path import FastPaths, Launched, Scratch
 from .operator import CallTensors, Given, Operator
 from .runtime import Runtime

@@ -21,7 +21,8 @@ from .decode_call import (
     decode_tensors,
     problem_values,
 )
-from .decode_operator import SCALES, DecodeOperator, DecodePlan, default_scale, plan_decode, run_decode, torch_op
+from .decode_op import torch_op
+from .decode_operator import SCALES, DecodeOperator, DecodePlan, default_scale, plan_decode, run_decode
 from .fast_path import operator_function
 from .operator import TensorArg
 from .operator_plan import AnyWorkspace

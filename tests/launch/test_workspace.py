@@ -12,7 +12,8 @@ from cubin_runtime.errors import UsageError, WorkspaceError
 from cubin_runtime.launch.driver import Driver, DriverCallError
 from cubin_runtime.launch.regions import Region, workspace_size
 from cubin_runtime.launch.semaphore_workspace import SemaphoreWorkspace
-from cubin_runtime.launch.workspace import Workspace, WorkspacePool
+from cubin_runtime.launch.workspace import Workspace
+from cubin_runtime.launch.workspace_pool import WorkspacePool
 
 PARTS = (Region("counters", 100, 16), Region("partials", 1000, 256))
 

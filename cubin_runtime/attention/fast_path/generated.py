@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from ...kernels.native.problem import LOG2_E
@@ -13,7 +12,7 @@ from ...launch.workspace import Workspace
 from ...tensor import TensorView
 from .guards import GuardedTensor, conditions, guarded
 from .notes import Launched, Notes
-from .options import is_immutable, record_use
+from .options import Signature, is_immutable, record_use
 
 MISS = object()  # what a fast path gives for a call that is not alike
 _ALIGNED, _PLACED = 15, 255  # bits of an address that count: of a tensor, of memory that regions are placed in
@@ -21,21 +20,6 @@ _CONSTANT = ("n_", "regions_at(")  # values that are the same for all calls of o
 _SCALE_LIMIT = 2.0**127
 _FIXED = (str, int, float)
 _WORKSPACES = (Workspace, SemaphoreWorkspace)
-
-
-@dataclass(frozen=True, slots=True)
-class Signature:
-    """What the arguments of an operator mean, beyond tensors and fixed options.
-
-    ``scales`` names the argument that a number among the launch's values is a multiple of, ``bound`` the one that
-    bounds the lengths, ``memory`` those in which regions are placed, ``contents`` those that the full path may read.
-    """
-
-    parameters: tuple[str, ...]
-    scales: Mapping[str, str] = field(default_factory=dict)
-    bound: str = "max_seq_len"
-    memory: frozenset[str] = frozenset()
-    contents: tuple[str, ...] = ()
 
 
 class _Unlike(Exception):

@@ -1,14 +1,30 @@
-"""What options of a call are, beyond numbers and words: values of other libraries, streams that torch must know of."""
+"""What the arguments of a call are beyond tensors: numbers that it follows, values of other libraries, streams."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ...launch.streams import stream_handle
 from .guards import is_plain
 from .notes import Notes
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What the arguments of an operator mean, beyond tensors and fixed options.
+
+    ``scales`` names the argument that a number among the launch's values is a multiple of, ``bound`` the one that
+    bounds the lengths, ``memory`` those in which regions are placed, ``contents`` those that the full path may read.
+    """
+
+    parameters: tuple[str, ...]
+    scales: Mapping[str, str] = field(default_factory=dict)
+    bound: str = "max_seq_len"
+    memory: frozenset[str] = frozenset()
+    contents: tuple[str, ...] = ()
 
 
 def is_immutable(value: Any) -> bool:

@@ -1,0 +1,45 @@
+"""The ops of decodes, from their declarations."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from .decode_operator import SCALES, DecodeOperator
+from .torch_ops import TORCH_SCRATCH, TorchOp
+
+_OPTION_KINDS = {
+    "kv_layout": "str",
+    "max_q_len": "SymInt?",
+    "window_left": "SymInt",
+    "batch_invariant": "bool",
+    "backend": "str",
+    "enable_pdl": "bool?",
+}
+_NO_OPTIONS = {"workspace": TORCH_SCRATCH, "stream": None, "runtime": None}
+
+
+class _Form(NamedTuple):
+    """What an output follows from."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def torch_op(operator: DecodeOperator) -> TorchOp:
+    """The op of a decode: its tensors as declared, the bound, and its options."""
+
+    def complete(given: dict[str, Any]) -> Any:
+        import torch
+
+        q = given["q"]
+        if given["out"] is None:
+            word = str(q.dtype).removeprefix("torch.")
+            shape, dtype = operator.output(_Form(q.shape, word))
+            given["out"] = torch.empty(shape, dtype=getattr(torch, dtype or word), device=q.device)
+        return given["out"]
+
+    kinds = {arg.name: "Tensor?" if arg.optional else "Tensor" for arg in operator.tensors}
+    kinds |= dict.fromkeys(SCALES.values(), "Scale")
+    kinds |= {"max_seq_len": "SymInt", **{name: _OPTION_KINDS[name] for name in operator.options}}
+    written = tuple(arg.name for arg in operator.tensors if arg.written)
+    return TorchOp(operator.name, kinds, written, _NO_OPTIONS, complete)
