@@ -64,7 +64,7 @@ class _Writer:
         signature, launched, given = self.signature, self.launched, self.given
         for name, value in given.items():
             self._argument(name, value)
-        made = [self._made(number, item.tensor) for number, item in enumerate(self.notes.made)]
+        made = [self._guarded(f"made{number}", item.tensor) for number, item in enumerate(self.notes.made)]
         known = [*self.tensors, *made]
         related: set[str] = set()
         values = [
@@ -136,13 +136,10 @@ class _Writer:
             self.scope[f"k_{name}"] = value
             self.tests.append(f"{name} is k_{name}")
         else:
-            item = guarded(name, value)
-            if item is None:
-                raise _Unlike
-            self.tensors.append(item)
+            self.tensors.append(self._guarded(name, value))
 
-    def _made(self, number: int, tensor: Any) -> GuardedTensor:
-        item = guarded(f"made{number}", tensor)
+    def _guarded(self, name: str, tensor: Any) -> GuardedTensor:
+        item = guarded(name, tensor)
         if item is None:
             raise _Unlike
         return item
