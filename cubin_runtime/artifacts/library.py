@@ -63,8 +63,8 @@ class Library:
         refuse_trust_in_store(config)
         self.pins = PinSet.from_files(builtin_pins, *config.pin_files, keys=config.pin_keys, state=config.pin_state)
         self.store = Store(config.store)
-        policy = policy or FetchPolicy()
-        self._sources = SourceList(config, limits or HttpLimits(), policy)
+        policy = policy or FetchPolicy.of(config.network)
+        self._sources = SourceList(config, limits or HttpLimits.of(config.network), policy)
         self._loader = ArtifactLoader(self.store, self._sources, policy)
         self._manifests = PinnedManifests(self.store, self._sources, self._loader)
 

@@ -127,7 +127,7 @@ def _fetch_json(report: FetchReport) -> dict[str, Any]:
 
 
 def _error_json(error: CubinRuntimeError) -> dict[str, Any]:
-    return {"code": error.exit_code, "kind": type(error).__name__, "message": str(error)}
+    return output.error_object(error.exit_code, type(error).__name__, str(error))
 
 
 def _place_json(place: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from ..config import Config, local_path
+from .common_options import GIVEN
 
 StoreOption = Annotated[
     Path | None, typer.Option("--store", help="Store to use (CUBIN_RUNTIME_CACHE).", show_default=False)
@@ -60,7 +61,7 @@ def make_config(
         UsageError: a flag or a variable is outside its domain.
     """
     named = {} if store is None else {"CUBIN_RUNTIME_CACHE": str(local_path(store, "--store"))}
-    config = Config.from_environment({**os.environ, **named})
+    config = Config.from_environment({**os.environ, **GIVEN.get(), **named})
     if sources:
         config = replace(config, sources=tuple(sources))
     if pins:
@@ -72,4 +73,4 @@ def make_config(
 
 def origin_of(variable: str, flag_given: bool, default: str = "default") -> str:
     """Where a setting comes from: ``flag``, the environment variable's name, or ``default``."""
-    return "flag" if flag_given else variable if os.environ.get(variable) else default
+    return "flag" if flag_given or variable in GIVEN.get() else variable if os.environ.get(variable) else default

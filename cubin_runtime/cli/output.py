@@ -9,13 +9,37 @@ import sys
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TextIO
 
 from ..errors import CubinRuntimeError
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 JSON_SCHEMA = 1
 _CODE_ORDER = (3, 5, 4, 6)
 # Cc control, Cf format (bidi overrides), Cs lone surrogates, Co private use, Zl/Zp line and paragraph breaks
 _UNSAFE_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
+_RED, _PLAIN = "\x1b[31m", "\x1b[0m"
+
+
+@dataclass(frozen=True, slots=True)
+class Loudness:
+    """What is said besides results and errors, and whether in colour (``auto``, ``always`` or ``never``)."""
+
+    quiet: bool = False
+    color: str = "auto"
+
+    def colors(self, stream: TextIO) -> bool:
+        """Whether text to a stream is coloured."""
+        if self.color != "auto":
+            return self.color == "always"
+        return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+LOUDNESS: ContextVar[Loudness] = ContextVar("LOUDNESS", default=Loudness())  # noqa: B039  # immutable
 
 
 class OutputError(CubinRuntimeError):
@@ -92,14 +116,32 @@ def line(text: object = "") -> None:
 
 def error_line(text: object) -> None:
     """Print one escaped line, marked as an error, to the standard error stream; line breaks stay."""
+    mark = f"{_RED}error:{_PLAIN} " if LOUDNESS.get().colors(sys.stderr) else "error: "
     for number, part in enumerate(str(text).splitlines() or [""]):
-        note_line(f"{'error: ' if number == 0 else '  '}{part}")
+        _tell(f"{mark if number == 0 else '  '}{escape(part)}")
 
 
 def note_line(text: object) -> None:
-    """Print one escaped line to the standard error stream, if that can be written."""
+    """Print one escaped line to the standard error stream, if that can be written and nobody asked for quiet."""
+    if not LOUDNESS.get().quiet:
+        _tell(escape(text))
+
+
+def _tell(text: str) -> None:
     with suppress(OSError):
-        print(escape(text), file=sys.stderr)
+        print(text, file=sys.stderr)
+
+
+def error_object(code: int, kind: str, message: str) -> dict[str, Any]:
+    """An error as every verb shows it in JSON, in the list ``errors``."""
+    return {"code": code, "kind": kind, "message": message}
+
+
+def console(stream: TextIO) -> Console:
+    """Where ``rich`` draws, with or without colour."""
+    from rich.console import Console
+
+    return Console(file=stream, no_color=not LOUDNESS.get().colors(stream))
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: str | None = None) -> None:
@@ -112,7 +154,6 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: st
         for row in rows:
             _write("\t".join(escape(cell) for cell in row))
         return
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -121,7 +162,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: st
         drawn.add_column(Text(escape(column)))
     for row in rows:
         drawn.add_row(*(Text(escape(cell), overflow="fold") for cell in row))
-    Console().print(drawn)
+    console(sys.stdout).print(drawn)
 
 
 def facts(rows: Iterable[tuple[str, object]]) -> None:
@@ -164,10 +205,9 @@ def progress(description: str, total: int, unit: str = "files") -> Iterator[Call
     Yields:
         a function that advances the bar by the number it is given; any thread may call it.
     """
-    if not sys.stderr.isatty():
+    if not sys.stderr.isatty() or LOUDNESS.get().quiet:
         yield lambda step: None
         return
-    from rich.console import Console
     from rich.progress import (
         BarColumn,
         DownloadColumn,
@@ -187,7 +227,7 @@ def progress(description: str, total: int, unit: str = "files") -> Iterator[Call
         BarColumn(),
         *counted,
         TimeRemainingColumn(),
-        console=Console(stderr=True),
+        console=console(sys.stderr),
         transient=True,
     )
     with bar:

@@ -103,7 +103,9 @@ class SourceList:
             elif self._offline:
                 sources.append(_OfflineSource(spec.label))
             else:
-                sources.append(HttpSource(spec, self._limits, stop=progress.stop, tick=progress.tick))
+                sources.append(
+                    HttpSource(spec, self._limits, self._config.network, stop=progress.stop, tick=progress.tick)
+                )
         return sources
 
     def order(self, specs: Sequence[SourceSpec], threads: int = 1) -> WorkOrder:
