@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from ..errors import CubinRuntimeError, PinError, UsageError
 
 if TYPE_CHECKING:
     from ..artifacts.library import Library
@@ -16,6 +19,38 @@ if TYPE_CHECKING:
 Targets = Annotated[
     list[str], typer.Argument(metavar="PIN-or-PATH...", help="Pinned releases, folders in them, or files.")
 ]
+
+
+def resolved(library: Library, target: str) -> str:
+    """The target itself, or the one path that is meant by a file's or kernel's name, as ``list`` and ``explain`` print.
+
+    Looked for in the releases whose manifest is at hand.
+
+    Raises:
+        PinError: it is no pin, no path that a pin covers, and no such name.
+        UsageError: several files have the name.
+    """
+    from ..artifacts.releases.catalog import manifest_at_hand
+
+    try:
+        library.pins.get(target)
+        return target
+    except PinError as error:
+        unknown = error
+    found: list[str] = []
+    name = target.strip("/")
+    for pin in library.pins:
+        with suppress(CubinRuntimeError):
+            for path in manifest_at_hand(library, pin).digests:
+                file = path.text[len(pin.path.text) + 1 :]
+                if name in (file, path.name, path.name.removesuffix(".cubin")):
+                    found.append(path.text)
+    if not found:
+        raise PinError(f"{unknown}; nor is there a file or kernel of that name in a release at hand") from None
+    if len(found) > 1:
+        shown = ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
+        raise UsageError(f"{target!r} is the name of several files: {shown}")
+    return found[0]
 
 
 def chosen(library: Library, pin: Pin, target: str, wanted: KernelFilter) -> tuple[ArtifactPath, ...]:
@@ -41,7 +76,7 @@ def chosen_at_hand(
     from ..artifacts.releases.catalog import manifest_at_hand
 
     found: dict[str, tuple[Pin, set[ArtifactPath]]] = {}
-    for target in targets:
+    for target in (resolved(library, one) for one in targets):
         pin = library.pins.get(target)
         manifest_at_hand(library, pin)
         found.setdefault(pin.name, (pin, set()))[1].update(chosen(library, pin, target, wanted))

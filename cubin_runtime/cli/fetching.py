@@ -8,7 +8,7 @@ import typer
 
 from ..errors import CubinRuntimeError, MissingError, StoreError
 from . import options, output
-from .choosing import Targets
+from .choosing import Targets, resolved
 from .choosing import chosen as _chosen
 from .fetch_bar import fetch_bar
 from .output import size as _size
@@ -44,10 +44,13 @@ def fetch(
 
     wanted = KernelFilter.from_words(sm, family, dtype, head_dim, match)
     library = Library(options.make_config(store, source, pins, offline))
+    if source:
+        options.refuse_absent(library.configured_sources)
     reports: list[FetchReport] = []
     errors: list[CubinRuntimeError] = []
     for target in targets:
         try:
+            target = resolved(library, target)
             pin = library.pins.get(target)
             paths = _chosen(library, pin, target, wanted)
             with fetch_bar(pin.name, len(paths)) as bar:
@@ -82,6 +85,7 @@ def where(
     from ..artifacts.path import ArtifactPath
 
     library = Library(options.make_config(store, source, pins, True))
+    target = resolved(library, target)
     pin = library.pins.get(target)
     paths = library.select(pin, None if target == pin.name else target)
     if len(paths) == 1 and paths[0] == ArtifactPath(target.rstrip("/")):

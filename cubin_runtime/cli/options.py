@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from ..config import Config, local_path
+from ..errors import SourceError
 from .common_options import GIVEN
 
 StoreOption = Annotated[
@@ -69,6 +70,17 @@ def make_config(
     if offline:
         config = replace(config, offline=True, lazy_fetch=False)
     return config
+
+
+def refuse_absent(sources: Sequence[str]) -> None:
+    """Say that a folder or archive that a flag names is not there before anything is asked.
+
+    Raises:
+        SourceError: one is not there.
+    """
+    for text in sources:
+        if "://" not in text and text != "package" and not os.path.exists(text):
+            raise SourceError(f"--source {text!r}: there is no such folder or archive")
 
 
 def origin_of(variable: str, flag_given: bool, default: str = "default") -> str:

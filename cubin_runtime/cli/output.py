@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import sys
+import textwrap
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -144,25 +146,30 @@ def console(stream: TextIO) -> Console:
     return Console(file=stream, no_color=not LOUDNESS.get().colors(stream))
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: str | None = None) -> None:
-    """Print a table; cells are escaped and never read as markup.
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Print a table; cells are escaped and never cut.
 
-    On a terminal it is drawn; in a pipe it is tab-separated lines with no cut cells.
+    On a terminal the columns are aligned if they fit; else each row's first cell has a line of its own, whole, so
+    that it can be copied, and the others follow with their columns' names. In a pipe it is tab-separated lines.
     """
+    cells = ([escape(cell) for cell in row] for row in rows)
     if not sys.stdout.isatty():
-        _write("\t".join(escape(c) for c in columns))
-        for row in rows:
-            _write("\t".join(escape(cell) for cell in row))
+        _write("\t".join(escape(column) for column in columns))
+        for row in cells:
+            _write("\t".join(row))
         return
-    from rich.table import Table
-    from rich.text import Text
-
-    drawn = Table(title=Text(escape(title)) if title else None)
-    for column in columns:
-        drawn.add_column(Text(escape(column)))
-    for row in rows:
-        drawn.add_row(*(Text(escape(cell), overflow="fold") for cell in row))
-    console(sys.stdout).print(drawn)
+    listed = [[escape(column) for column in columns], *cells]
+    widths = [max(map(len, column)) for column in zip(*listed, strict=True)]
+    room = shutil.get_terminal_size().columns
+    if sum(widths) + 2 * (len(widths) - 1) <= room:
+        for row in listed:
+            _write("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+        return
+    for first, *others in listed[1:]:
+        _write(first)
+        about = ", ".join(f"{name} {cell}" for name, cell in zip(listed[0][1:], others, strict=True) if cell)
+        for part in textwrap.wrap(about, max(20, room - 4), break_long_words=False, break_on_hyphens=False):
+            _write(f"    {part}")
 
 
 def facts(rows: Iterable[tuple[str, object]]) -> None:

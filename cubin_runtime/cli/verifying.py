@@ -8,7 +8,7 @@ import typer
 
 from ..errors import UsageError
 from . import options, output
-from .choosing import Targets, chosen
+from .choosing import Targets, chosen, resolved
 
 if TYPE_CHECKING:
     from ..artifacts.verification import VerifyReport
@@ -54,7 +54,7 @@ def verify(
     wanted = KernelFilter.from_words(sm, family, dtype, head_dim, match)
     library = Library(options.make_config(store, source, pins, offline))
     reports: list[tuple[VerifyReport, int]] = []
-    for target in targets:
+    for target in (resolved(library, one) for one in targets):
         pin = library.pins.get(target)
         whole = wanted.is_empty and target.rstrip("/") in (pin.name, pin.path.text)
         for place in tree or (None,):

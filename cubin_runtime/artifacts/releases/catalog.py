@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ...errors import CubinRuntimeError, StoreError, UsageError
 from ..path import ArtifactPath
-from ..tables.kernel_filter import KernelFilter, KernelRow
+from ..tables.kernel_filter import KernelFilter, KernelRow, why_nothing_passes
 from ..tables.metadata import HEADER_PATH
 from ..tables.metadata_index import MetadataIndex, index_of_header
 from ..tables.native_kernels import FILE_NAME, NativeKernel, parse_native_kernels
@@ -62,6 +62,17 @@ class Catalog:
         if wanted.needs_metadata and not self.has_metadata:
             raise UsageError(f"{self.manifest.folder}: has no kernel metadata, only --match can filter it")
         return tuple(entry for entry in self if self._keeps(wanted, entry))
+
+    def chosen_by(self, wanted: KernelFilter) -> tuple[Entry, ...]:
+        """What ``kept_by`` gives, for a user who expects something.
+
+        Raises:
+            UsageError: nothing passes; the message tells which value no kernel has, and which there are.
+        """
+        if not (kept := self.kept_by(wanted)):
+            rows = [entry.row for entry in self if entry.row is not None]
+            raise UsageError(f"{self.manifest.folder}: {why_nothing_passes(wanted, rows)}")
+        return kept
 
     def _keeps(self, wanted: KernelFilter, entry: Entry) -> bool:
         if entry.row is not None:
@@ -134,9 +145,7 @@ def chosen_paths(library: Library, pin: Pin, wanted: KernelFilter, *, fetch: boo
     if wanted.is_empty:
         return None
     catalog = open_catalog(library, pin, fetch=fetch)
-    kept = [entry.path for entry in catalog.kept_by(wanted)]
-    if not kept:
-        raise UsageError(f"{pin.name}: no kernel passes the filters")
+    kept = [entry.path for entry in catalog.chosen_by(wanted)]
     metadata = (pin.path.child(name) for name in (FILE_NAME, HEADER_PATH))
     kept += [path for path in metadata if path in catalog.manifest.digests and path not in set(kept)]
     return tuple(kept)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -119,6 +120,28 @@ def head_dims_of(row: KernelRow) -> frozenset[int]:
     if isinstance(row, KernelMeta):
         return frozenset({row.head_dim_qk, row.head_dim_v})
     return frozenset(v for key, v in row.traits.items() if key.startswith("head_dim") and isinstance(v, int))
+
+
+def why_nothing_passes(wanted: KernelFilter, rows: Sequence[KernelRow]) -> str:
+    """Which value of a filter no kernel has, and which values there are; else that they exclude each other."""
+    families, dtypes, head_dims = (
+        sorted({value for row in rows for value in of(row)}) for of in (families_of, dtypes_of, head_dims_of)
+    )
+    targets = sorted({str(row.architecture) for row in rows})
+    if wanted.sm is not None and not any(row.architecture.runs_on(wanted.sm) for row in rows):
+        return f"no kernel runs on --sm {wanted.sm}, expected a device for one of {', '.join(targets)}"
+    asked: tuple[tuple[str, Sequence[object], Sequence[object]], ...] = (
+        ("family", wanted.families, families),
+        ("dtype", wanted.dtypes, dtypes),
+        ("head-dim", wanted.head_dims, head_dims),
+    )
+    for name, given, there in asked:
+        if given and set(given).isdisjoint(there):
+            values = ", ".join(map(str, given))
+            return f"no kernel has --{name} {values}, expected one of {', '.join(map(str, there)) or 'none'}"
+    if wanted == KernelFilter(globs=wanted.globs):
+        return f"no file fits --match {' '.join(wanted.globs)}"
+    return "no kernel passes all of the filters together, though one does each"
 
 
 def dtype_name(word: str) -> str:
