@@ -53,6 +53,26 @@ def resolved(library: Library, target: str) -> str:
     return found[0]
 
 
+def expanded(
+    library: Library, targets: Sequence[str], wanted: KernelFilter, cpu: str | None = None
+) -> list[tuple[str, KernelFilter]]:
+    """The targets, the releases of a group one by one, each with the filter that is left for it.
+
+    Raises:
+        PinError: see ``resolved``.
+        UsageError: the filters leave nothing of a group, or a name is that of several files.
+    """
+    from ..artifacts.releases.groups import narrowed
+
+    found: list[tuple[str, KernelFilter]] = []
+    for target in targets:
+        if pins := library.pins.group(target):
+            found += [(pin.name, left) for pin, left in narrowed(target, pins, wanted, cpu)]
+        else:
+            found.append((resolved(library, target), wanted))
+    return found
+
+
 def chosen(library: Library, pin: Pin, target: str, wanted: KernelFilter) -> tuple[ArtifactPath, ...]:
     """Paths that a target and the filters choose; metadata comes over the network unless that is switched off."""
     from ..artifacts.releases.catalog import chosen_paths
@@ -66,7 +86,7 @@ def chosen(library: Library, pin: Pin, target: str, wanted: KernelFilter) -> tup
 
 
 def chosen_at_hand(
-    library: Library, targets: Sequence[str], wanted: KernelFilter
+    library: Library, targets: Sequence[str], wanted: KernelFilter, cpu: str | None = None
 ) -> list[tuple[Pin, tuple[ArtifactPath, ...]]]:
     """What several targets choose, each release once, in the order of the manifests; nothing is fetched.
 
@@ -76,10 +96,10 @@ def chosen_at_hand(
     from ..artifacts.releases.catalog import manifest_at_hand
 
     found: dict[str, tuple[Pin, set[ArtifactPath]]] = {}
-    for target in (resolved(library, one) for one in targets):
+    for target, left in expanded(library, targets, wanted, cpu):
         pin = library.pins.get(target)
         manifest_at_hand(library, pin)
-        found.setdefault(pin.name, (pin, set()))[1].update(chosen(library, pin, target, wanted))
+        found.setdefault(pin.name, (pin, set()))[1].update(chosen(library, pin, target, left))
     return [
         (pin, tuple(path for path in library.manifest(pin).digests if path in paths)) for pin, paths in found.values()
     ]

@@ -8,13 +8,14 @@ import typer
 
 from ..errors import CubinRuntimeError, MissingError, StoreError
 from . import options, output
-from .choosing import Targets, resolved
+from .choosing import Targets, expanded, resolved
 from .choosing import chosen as _chosen
 from .fetch_bar import fetch_bar
 from .output import size as _size
 
 if TYPE_CHECKING:
     from ..artifacts.library import FetchReport
+    from ..artifacts.tables.kernel_filter import KernelFilter
 
 
 def register(app: typer.Typer) -> None:
@@ -30,6 +31,7 @@ def fetch(
     dtype: options.DtypeOption = None,
     head_dim: options.HeadDimOption = None,
     match: options.MatchOption = None,
+    cpu: options.CpuOption = None,
     jobs: Annotated[int, typer.Option("--jobs", min=1, max=256, help="Files at a time.")] = 8,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be fetched.")] = False,
     store: options.StoreOption = None,
@@ -48,11 +50,16 @@ def fetch(
         options.refuse_absent(library.configured_sources)
     reports: list[FetchReport] = []
     errors: list[CubinRuntimeError] = []
+    asked: list[tuple[str, KernelFilter]] = []
     for target in targets:
         try:
-            target = resolved(library, target)
+            asked += expanded(library, [target], wanted, cpu and cpu.value)
+        except CubinRuntimeError as error:
+            errors.append(error)
+    for target, left in asked:
+        try:
             pin = library.pins.get(target)
-            paths = _chosen(library, pin, target, wanted)
+            paths = _chosen(library, pin, target, left)
             with fetch_bar(pin.name, len(paths)) as bar:
                 reports.append(
                     library.fetch(pin, paths, jobs=jobs, dry_run=dry_run, progress=bar.advance, on_bytes=bar.moved)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +14,14 @@ import typer
 from ..config import Config, local_path
 from ..errors import SourceError
 from .common_options import GIVEN
+
+
+class Cpu(str, Enum):
+    """The CPUs that FlashInfer has host code for."""
+
+    X86_64 = "x86_64"
+    AARCH64 = "aarch64"
+
 
 StoreOption = Annotated[
     Path | None, typer.Option("--store", help="Store to use (CUBIN_RUNTIME_CACHE).", show_default=False)
@@ -47,6 +56,10 @@ HeadDimOption = Annotated[list[int] | None, typer.Option("--head-dim", help="Onl
 MatchOption = Annotated[
     list[str] | None,
     typer.Option("--match", help="Only files or symbols that fit this glob.", show_default=False),
+]
+CpuOption = Annotated[
+    Cpu | None,
+    typer.Option("--cpu", help="Of a group of releases, only those for this CPU or any.", show_default=False),
 ]
 
 

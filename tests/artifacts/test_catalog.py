@@ -126,7 +126,12 @@ def test_a_release_without_metadata_can_be_filtered_by_name(bare: Release) -> No
 
 def test_a_release_without_metadata_cannot_be_filtered_by_facts(bare: Release) -> None:
     with pytest.raises(UsageError, match="no kernel metadata"):
-        bare.kept(KernelFilter(sm=100))
+        bare.kept(KernelFilter(dtypes=("bf16",)))
+
+
+def test_a_release_without_metadata_is_filtered_by_the_targets_in_its_names(bare: Release) -> None:
+    assert f"{NAMES[1]}.cubin" not in bare.kept(KernelFilter(sm=100))
+    assert f"{NAMES[0]}.cubin" in bare.kept(KernelFilter(sm=100))
 
 
 def test_the_index_is_rebuilt_from_the_header(release: Release) -> None:

@@ -127,6 +127,6 @@ class SourceList:
 def hint(pin: Pin) -> str:
     """What to install so that the word ``package`` finds the release."""
     family, _, version = pin.name.rpartition("-")
-    if family == "trtllm-gen":
+    if pin.name == "trtllm-gen-0.6.13":  # the last one that the package index has
         return f"; or install flashinfer-cubin=={version}"
     return f"; or install cubin-runtime-kernels=={version}" if family == "hopper" else ""

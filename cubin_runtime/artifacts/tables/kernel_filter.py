@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from ...errors import UsageError
+from ..cubins.architecture import Architecture
 from .metadata import KernelMeta
 from .native_kernels import NativeKernel
 
 KernelRow = KernelMeta | NativeKernel
 
+_NAMED = re.compile(r"[sS][mM]_?([1-9][0-9]{1,2}[af]?)(?![0-9a-zA-Z])|[sS]m([1-9][0-9]{1,2}[af]?)(?=Kernel)")
 _SM = re.compile(r"(?:sm_?)?([0-9]{2,3})[af]?", re.IGNORECASE)
 # the release's own numbers: FmhaKernelType::Context, QkvLayout::PagedKv
 _CONTEXT_KERNEL = 0
@@ -77,6 +79,11 @@ class KernelFilter:
         """Whether file names alone cannot decide."""
         return not self.is_empty and self != KernelFilter(globs=self.globs)
 
+    @property
+    def needs_rows(self) -> bool:
+        """Whether not even the architectures in file names can decide."""
+        return bool(self.families or self.dtypes or self.head_dims)
+
     def keeps(self, row: KernelRow) -> bool:
         """Whether a kernel passes."""
         return (
@@ -88,12 +95,28 @@ class KernelFilter:
         )
 
     def keeps_file(self, relative: str) -> bool:
-        """Whether a file without metadata passes the globs (by its path in the release or its name)."""
+        """Whether a file without metadata passes the globs (by its path in the release or its name).
+
+        One whose name tells an architecture has to run on ``sm``, too.
+        """
         name = relative.rpartition("/")[2]
+        target = architecture_of_name(name)
+        if self.sm is not None and target is not None and not target.runs_on(self.sm):
+            return False
         return not self.globs or any(fnmatchcase(relative, g) or fnmatchcase(name, g) for g in self.globs)
 
     def _fits(self, glob: str, row: KernelRow) -> bool:
         return any(fnmatchcase(text, glob) for text in (row.file, row.symbol, row.file.rpartition("/")[2]))
+
+
+def architecture_of_name(name: str) -> Architecture | None:
+    """The architecture that a file's name ends with or has between other words; None if it tells none.
+
+    >>> str(architecture_of_name("Gemm_Bfloat16_t128x32_schedS_sm100f.cubin"))
+    'sm_100f'
+    """
+    found = ["".join(groups) for groups in _NAMED.findall(name)]
+    return Architecture.parse(found[-1]) if found else None
 
 
 def families_of(row: KernelRow) -> frozenset[str]:
