@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ..errors import CubinRuntimeError
@@ -108,7 +109,11 @@ def finish(codes: Iterable[int]) -> None:
 
 def emit_json(verb: str, payload: Mapping[str, object]) -> None:
     """Print one JSON object: ``schema``, ``verb`` and the payload (ASCII only, so nothing needs escaping)."""
-    _write(json.dumps({"schema": JSON_SCHEMA, "verb": verb, **payload}, indent=2, default=str))
+    pieces = json.JSONEncoder(indent=2, default=str).iterencode({"schema": JSON_SCHEMA, "verb": verb, **payload})
+    with writing():
+        while chunk := "".join(islice(pieces, 1 << 14)):  # never all of it in memory
+            sys.stdout.write(chunk)
+        sys.stdout.write("\n")
 
 
 def line(text: object = "") -> None:
