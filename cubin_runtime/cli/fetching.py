@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import CubinRuntimeError, MissingError, StoreError
+from ..errors import CubinRuntimeError, MissingError, SourceError, StoreError
 from . import options, output
 from .choosing import Targets, expanded, resolved
 from .choosing import chosen as _chosen
@@ -14,7 +14,8 @@ from .fetch_bar import fetch_bar
 from .output import size as _size
 
 if TYPE_CHECKING:
-    from ..artifacts.library import FetchReport
+    from ..artifacts.library import FetchReport, Library
+    from ..artifacts.pins.pin import Pin
     from ..artifacts.tables.kernel_filter import KernelFilter
 
 
@@ -46,8 +47,7 @@ def fetch(
 
     wanted = KernelFilter.from_words(sm, family, dtype, head_dim, match)
     library = Library(options.make_config(store, source, pins, offline))
-    if source:
-        options.refuse_absent(library.configured_sources)
+    absent = options.absent_source(library.configured_sources) if source else None
     reports: list[FetchReport] = []
     errors: list[CubinRuntimeError] = []
     asked: list[tuple[str, KernelFilter]] = []
@@ -59,6 +59,8 @@ def fetch(
     for target, left in asked:
         try:
             pin = library.pins.get(target)
+            if absent is not None and not _is_complete(library, pin):
+                raise SourceError(f"--source {absent!r}: there is no such folder or archive")
             paths = _chosen(library, pin, target, left)
             with fetch_bar(pin.name, len(paths)) as bar:
                 reports.append(
@@ -77,6 +79,15 @@ def fetch(
     for failed in errors:
         output.error_line(failed)
     output.finish(failed.exit_code for failed in errors)
+
+
+def _is_complete(library: Library, pin: Pin) -> bool:
+    """Whether the store has all of a release, so that no source will be asked."""
+    try:
+        digests = set(library.manifest(pin, network=False).digests.values())
+    except CubinRuntimeError:
+        return False
+    return library.store.present(digests) == digests
 
 
 def where(

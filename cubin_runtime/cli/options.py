@@ -12,7 +12,6 @@ from typing import Annotated
 import typer
 
 from ..config import Config, local_path
-from ..errors import SourceError
 from .common_options import GIVEN
 
 
@@ -85,15 +84,10 @@ def make_config(
     return config
 
 
-def refuse_absent(sources: Sequence[str]) -> None:
-    """Say that a folder or archive that a flag names is not there before anything is asked.
-
-    Raises:
-        SourceError: one is not there.
-    """
-    for text in sources:
-        if "://" not in text and text != "package" and not os.path.exists(text):
-            raise SourceError(f"--source {text!r}: there is no such folder or archive")
+def absent_source(sources: Sequence[str]) -> str | None:
+    """The first folder or archive of some sources that is not there."""
+    local = (text for text in sources if "://" not in text and text != "package")
+    return next((text for text in local if not os.path.exists(text)), None)
 
 
 def origin_of(variable: str, flag_given: bool, default: str = "default") -> str:

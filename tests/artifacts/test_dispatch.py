@@ -77,7 +77,8 @@ def test_a_fetch_ends_when_another_process_published_everything_though_that_hold
     locks = [ShardLock(store, shard) for shard in SHARDS]
     assert all(lock.try_take() for lock in locks)
     reports: list[FetchReport] = []
-    fetching = threading.Thread(target=lambda: reports.append(library.fetch(release.pin)))
+    told: list[int] = []
+    fetching = threading.Thread(target=lambda: reports.append(library.fetch(release.pin, progress=told.append)))
     fetching.start()
     time.sleep(0.2)
     for name, data in release.files.items():
@@ -85,6 +86,8 @@ def test_a_fetch_ends_when_another_process_published_everything_though_that_hold
     fetching.join(10)
     assert not fetching.is_alive()
     assert (reports[0].present, reports[0].fetched) == (len(release.files), 0)
+    assert sum(told) == len(release.files)
+    assert told.count(0) > 1  # time passes while nothing comes
     for lock in locks:
         lock.release()
 

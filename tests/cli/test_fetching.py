@@ -251,10 +251,10 @@ def test_an_interrupt_is_code_130(release: Release) -> None:
 @pytest.mark.parametrize("word", ["nowhere", "nowhere.zip"])
 @pytest.mark.parametrize("more", [[], ["--dry-run"]])
 def test_a_source_that_is_not_there_is_told_before_anything_is_asked(
-    release: Release, environment: Path, capsys: pytest.CaptureFixture[str], word: str, more: list[str]
+    release: Release, tmp_path: Path, capsys: pytest.CaptureFixture[str], word: str, more: list[str]
 ) -> None:
-    assert main(["fetch", "made-1.0", "--source", str(environment / word), *more]) == 7
-    assert capsys.readouterr().err == f"error: --source '{environment / word}': there is no such folder or archive\n"
+    assert main(["fetch", "made-1.0", "--source", str(tmp_path / word), *more]) == 7
+    assert capsys.readouterr().err == f"error: --source '{tmp_path / word}': there is no such folder or archive\n"
 
 
 def test_a_dry_run_fails_where_the_fetch_would(release: Release, store: Path) -> None:
