@@ -43,7 +43,11 @@ JOBS = (1, 2, 4, 8, 16, 32)
 PEER_JOBS = (1, 4, 16)
 PROCESSES_AT_ONCE = 8
 REST_SECONDS = 40
-PARTS = ("processes_at_once", "one_model", "throughput")
+PARTS = ("pools", "processes_at_once", "one_model", "throughput")
+ALONE = """
+from cubin_runtime.artifacts.fetch import process_pool
+process_pool.OBJECTS_A_PROCESS = 1 << 62
+"""
 OURS = """
 import json, resource, sys, time
 began = time.perf_counter()
@@ -104,6 +108,7 @@ def measure(wheel: Path, folder: Path, peer: Path, rounds: int) -> dict[str, obj
         bench.warm(tree)
         measured = [bench.round() for _ in range(rounds)]
         bench.rest()
+        pools = bench.pools()
         together = bench.processes_at_once()
         model = bench.one_model()
         throughput = bench.throughput()
@@ -123,6 +128,7 @@ def measure(wheel: Path, folder: Path, peer: Path, rounds: int) -> dict[str, obj
         "medians": medians(measured),
         "ratios": ratios(medians(measured)),
         "rounds": measured,
+        "pools": pools,
         "processes_at_once": together,
         "one_model": model,
         "throughput": throughput,
@@ -165,6 +171,16 @@ class Bench:
         found["ours_verify_process_s"] = statistics.median(self.run_ours(ours, "verify")[0] for _ in range(3))
         found["load_after"] = os.getloadavg()[0]
         return {name: round(value, 3) for name, value in found.items()}
+
+    def pools(self, rounds: int = 4) -> dict[str, object]:
+        """Cold fetches with worker processes and with threads of one process alone, in turns."""
+        found: dict[str, list[float]] = {"processes_s": [], "threads_s": []}
+        for _ in range(rounds):
+            for name, before in (("processes_s", ""), ("threads_s", ALONE)):
+                self.settle()
+                found[name].append(round(self.run_ours(self.new_store("pool"), "fetch", before=before)[0], 3))
+        processes, threads = (statistics.median(found[name]) for name in ("processes_s", "threads_s"))
+        return {**found, "threads_over_processes": round(threads / processes, 2), "load": os.getloadavg()[0]}
 
     def processes_at_once(self) -> dict[str, object]:
         """Several fetches of everything into one empty store, started together."""
@@ -221,14 +237,14 @@ class Bench:
         rate = self.pin.bytes / seconds / 1e6
         return {"jobs": jobs, "seconds": round(seconds, 3), "MB_per_s": round(rate, 1), "load": os.getloadavg()[0]}
 
-    def run_ours(self, store: Path, *words: str) -> tuple[float, dict[str, int]]:
+    def run_ours(self, store: Path, *words: str, before: str = "") -> tuple[float, dict[str, int]]:
         """One process of the command line: its seconds, and the peak memory of it and its largest worker."""
         with tempfile.NamedTemporaryFile() as memory:
             verb, *rest = words
             options = ["--store", str(store), "--json", *rest]
             if verb == "fetch":
                 options += ["--source", self.server.url]
-            command = [sys.executable, "-c", OURS, memory.name, verb, PIN, *options]
+            command = [sys.executable, "-c", before + OURS, memory.name, verb, PIN, *options]
             began = time.perf_counter()
             subprocess.run(command, env=environment(), check=True, stdout=subprocess.DEVNULL)
             return time.perf_counter() - began, json.loads(Path(memory.name).read_text())

@@ -2,17 +2,59 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from .errors import UsageError
 
 DEFAULT_SOURCES = ("package",)
 PINS_NAME = "pins.toml"
+_Number = TypeVar("_Number", int, float)
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"", "0", "false", "no", "off"}
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """How servers are reached; None leaves the default.
+
+    ``timeout`` is how many seconds a server may be silent, ``retries`` how often a failure that may pass is tried
+    again, ``proxy`` the URL of a proxy for every host, ``ca_bundle`` a PEM file of certificates to trust,
+    ``client_cert`` one of a certificate and its key. ``tokens`` are pairs of a host and its bearer token, or ``@``
+    and the file that holds it; a token is sent over https to that very host alone.
+    """
+
+    timeout: float | None = None
+    retries: int | None = None
+    proxy: str | None = field(default=None, repr=False)
+    ca_bundle: Path | None = None
+    client_cert: Path | None = None
+    tokens: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+
+    @classmethod
+    def from_environment(cls, env: Mapping[str, str]) -> Network:
+        """Read ``CUBIN_RUNTIME_TIMEOUT``, ``_RETRIES``, ``_PROXY``, ``_CA_BUNDLE``, ``_CLIENT_CERT``, ``_TOKENS``.
+
+        Raises:
+            UsageError: a value is outside its domain.
+        """
+
+        def file(name: str) -> Path | None:
+            return local_path(env[name], name) if env.get(name) else None
+
+        return cls(
+            timeout=_number(env, "CUBIN_RUNTIME_TIMEOUT", float, above=0.0),
+            retries=_number(env, "CUBIN_RUNTIME_RETRIES", int, above=-1),
+            proxy=env.get("CUBIN_RUNTIME_PROXY") or None,
+            ca_bundle=file("CUBIN_RUNTIME_CA_BUNDLE"),
+            client_cert=file("CUBIN_RUNTIME_CLIENT_CERT"),
+            tokens=tuple(_token(word) for word in env.get("CUBIN_RUNTIME_TOKENS", "").split()),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +66,7 @@ class Config:
     ``pin_files`` are read besides the built-in pins; with ``pin_keys`` (files of PEM public keys, or keys as 64
     hex digits) only if one of the keys signed them; ``pin_state`` is the file that remembers the newest version of
     each signed file (None: nothing is remembered). ``offline`` forbids opening any socket; ``lazy_fetch``
-    allows a missing kernel to be fetched at first use.
+    allows a missing kernel to be fetched at first use. ``network`` is how servers are reached.
     """
 
     store: Path
@@ -34,10 +76,11 @@ class Config:
     lazy_fetch: bool = True
     pin_keys: tuple[str, ...] = ()
     pin_state: Path | None = None
+    network: Network = Network()
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Config:
-        """Read ``CUBIN_RUNTIME_CACHE``, ``_SOURCES``, ``_PINS``, ``_PIN_KEYS`` and ``_OFFLINE``.
+        """Read ``CUBIN_RUNTIME_CACHE``, ``_SOURCES``, ``_PINS``, ``_PIN_KEYS``, ``_OFFLINE`` and ``Network``'s.
 
         Pin files and keys are separated by ``os.pathsep``, sources by white space or commas.
 
@@ -63,6 +106,7 @@ class Config:
             lazy_fetch=not offline,
             pin_keys=keys,
             pin_state=_pin_state() if keys else None,
+            network=Network.from_environment(env),
         )
 
 
@@ -118,6 +162,24 @@ def _pin_keys(env: Mapping[str, str]) -> tuple[str, ...]:
     if value is not None and not keys:
         raise UsageError(f"CUBIN_RUNTIME_PIN_KEYS={value!r}: names no key; unset it where pins need no signature")
     return keys
+
+
+def _token(word: str) -> tuple[str, str]:
+    """A pair of host and token; the word is shown in no message, as it may hold a secret."""
+    host, equals, token = word.partition("=")
+    if not (host and equals and token.strip("@")):
+        raise UsageError("CUBIN_RUNTIME_TOKENS: expected HOST=TOKEN or HOST=@FILE, separated by white space")
+    return host.lower(), token
+
+
+def _number(env: Mapping[str, str], name: str, kind: Callable[[str], _Number], *, above: float) -> _Number | None:
+    value = env.get(name, "").strip()
+    if not value:
+        return None
+    with suppress(ValueError):
+        if above < (found := kind(value)) < math.inf:
+            return found
+    raise UsageError(f"{name}={value!r}: expected {'a number' if kind is float else 'an integer'} above {above:g}")
 
 
 def _flag(env: Mapping[str, str], name: str) -> bool:

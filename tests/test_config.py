@@ -124,3 +124,37 @@ def test_a_home_that_may_not_be_looked_into_has_no_pins(monkeypatch: pytest.Monk
 
     monkeypatch.setattr("os.stat", refuse)
     assert Config.from_environment({}).pin_files == ()
+
+
+def test_how_servers_are_reached_is_read() -> None:
+    network = Config.from_environment(
+        {
+            "CUBIN_RUNTIME_CACHE": "/store",
+            "CUBIN_RUNTIME_TIMEOUT": "2.5",
+            "CUBIN_RUNTIME_RETRIES": "0",
+            "CUBIN_RUNTIME_PROXY": "http://proxy:3128",
+            "CUBIN_RUNTIME_CA_BUNDLE": "/ca.pem",
+            "CUBIN_RUNTIME_CLIENT_CERT": "/me.pem",
+            "CUBIN_RUNTIME_TOKENS": "Host.example=abc other=@/token",
+        }
+    ).network
+    assert (network.timeout, network.retries, network.proxy) == (2.5, 0, "http://proxy:3128")
+    assert (network.ca_bundle, network.client_cert) == (Path("/ca.pem"), Path("/me.pem"))
+    assert network.tokens == (("host.example", "abc"), ("other", "@/token"))
+    assert "abc" not in repr(network)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("TIMEOUT", "0"), ("TIMEOUT", "nan"), ("TIMEOUT", "inf"), ("RETRIES", "-1"), ("RETRIES", "1.5")],
+)
+def test_a_number_outside_its_domain_is_refused(name: str, value: str) -> None:
+    with pytest.raises(UsageError, match=f"CUBIN_RUNTIME_{name}='{value}': expected"):
+        Config.from_environment({"CUBIN_RUNTIME_CACHE": "/store", f"CUBIN_RUNTIME_{name}": value})
+
+
+@pytest.mark.parametrize("value", ["secret", "=secret", "host=", "host=@"])
+def test_tokens_without_host_are_refused_and_not_shown(value: str) -> None:
+    with pytest.raises(UsageError, match="expected HOST=TOKEN") as caught:
+        Config.from_environment({"CUBIN_RUNTIME_CACHE": "/store", "CUBIN_RUNTIME_TOKENS": value})
+    assert "secret" not in str(caught.value)

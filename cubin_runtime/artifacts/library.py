@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from ..config import Config
@@ -63,8 +64,8 @@ class Library:
         refuse_trust_in_store(config)
         self.pins = PinSet.from_files(builtin_pins, *config.pin_files, keys=config.pin_keys, state=config.pin_state)
         self.store = Store(config.store)
-        policy = policy or FetchPolicy()
-        self._sources = SourceList(config, limits or HttpLimits(), policy)
+        policy = policy or FetchPolicy.of(config.network)
+        self._sources = SourceList(config, limits or HttpLimits.of(config.network), policy)
         self._loader = ArtifactLoader(self.store, self._sources, policy)
         self._manifests = PinnedManifests(self.store, self._sources, self._loader)
 
@@ -171,9 +172,9 @@ class Library:
         """Put files of a release (None: all) into the store; what stands there already is left alone.
 
         ``jobs`` files are fetched at a time; where there are many of them and more than one core, by worker
-        processes with threads. ``progress`` is called with the number of files done, ``on_bytes`` before that
-        with the size of each object that came. A dry run compares the manifest with the store
-        and fetches at most the manifest.
+        processes with threads. ``progress`` is called with the number of files done (0 now and then, while nothing
+        comes), ``on_bytes`` before that with the size of each object that came. A dry run compares the
+        manifest with the store, and fetches the manifest alone, from a source that a fetch would ask.
 
         Raises:
             PinError: the manifest is not the pinned one, or does not list a path.
@@ -196,6 +197,8 @@ class Library:
         outcomes: list[Outcome] = []
         if progress is not None:
             progress(len(wanted) - len(missing))
+        if dry_run and missing:
+            self._sources.read(self._sources.specs(pin), manifest_wanted(pin))  # or a fetch would fail
         if not dry_run and missing:
             self.store.check_writable()
             self.store.check_room(about, len(missing))
@@ -209,7 +212,8 @@ class Library:
                 if progress is not None:
                     progress(names[listed_digest(outcome.wanted)])
 
-            outcomes = self._loader.into_store(pin, missing, jobs, note)
+            beat = None if progress is None else partial(progress, 0)
+            outcomes = self._loader.into_store(pin, missing, jobs, note, beat)
             self.store.sync()
         return report_of(pin, wanted, missing, about, outcomes, time.monotonic() - began, dry_run)
 

@@ -8,12 +8,14 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import copy_context
 from importlib import import_module
 from typing import Annotated
 
 import typer
 
 from .._version import __version__
+from . import common_options as common
 from . import output
 
 __all__ = ["app", "main"]
@@ -36,8 +38,8 @@ _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 app = typer.Typer(
     name="cubin-runtime",
     help="Fetch, verify, inspect and launch prebuilt attention kernels.",
-    no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
@@ -52,10 +54,21 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+        bool, typer.Option("--version", "-V", callback=_show_version, is_eager=True, help="Print the version.")
     ] = False,
+    verbose: common.Verbose = 0,
+    quiet: common.Quiet = False,
+    color: common.ColorOption = common.Color.AUTO,
+    timeout: common.Timeout = None,
+    retries: common.Retries = None,
+    proxy: common.Proxy = None,
+    ca_bundle: common.CaBundle = None,
+    client_cert: common.ClientCert = None,
+    token_file: common.TokenFiles = None,
 ) -> None:
-    """Fetch, verify, inspect and launch prebuilt attention kernels."""
+    """Fetch, verify, inspect and launch prebuilt attention kernels. These options may also follow the verb."""
+    common.apply(verbose, quiet, color, timeout, retries, proxy, ca_bundle, client_cert, token_file)
+    _start_log()
 
 
 for _family in VERB_FAMILIES:
@@ -67,13 +80,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     0 ok, 1 a bug of ours, 2 usage, 3 not pinned, 4 missing, 5 corrupt, 6 extra, 7 no source delivered,
     8 store or standard output not writable, 9 device or ABI refused, 130 interrupted (by Ctrl-C or SIGTERM). With
-    ``--json`` an error is also one JSON object on the standard output.
+    ``--json`` an error is also one JSON object on the standard output. Without arguments it prints the help.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     output.prepare_streams()
     try:
         with _interrupted_by_sigterm():
-            code = _run(given)
+            code = copy_context().run(_run, common.hoisted(given) or ["--help"])
         output.flush()
     except output.OutputError as error:
         return _report(error, "OutputError", str(error), error.exit_code, given)
@@ -84,7 +97,6 @@ def _run(given: list[str]) -> int:
     from ..errors import CubinRuntimeError
 
     try:
-        _start_log()
         code = _code(app(args=given, prog_name="cubin-runtime", standalone_mode=False))
         # the parser's library turns an interrupt into this code and says nothing
         return _report(None, "Interrupted", "interrupted", 130, given) if code == 130 else code
@@ -125,7 +137,7 @@ def _interrupted_by_sigterm() -> Iterator[None]:
 
 def _start_log() -> None:
     """Show the package's log on the standard error stream from the level in ``CUBIN_RUNTIME_LOG`` on."""
-    wanted = os.environ.get("CUBIN_RUNTIME_LOG", "").strip().upper()
+    wanted = common.GIVEN.get().get("CUBIN_RUNTIME_LOG", os.environ.get("CUBIN_RUNTIME_LOG", "")).strip().upper()
     if not wanted:
         return
     import logging
@@ -146,6 +158,10 @@ def _start_log() -> None:
     logger.setLevel(wanted)
 
 
+def _verbs() -> set[str]:
+    return {command.name or "" for command in app.registered_commands}
+
+
 def _code(value: object) -> int:
     return value if isinstance(value, int) else 0 if value is None else 1
 
@@ -162,5 +178,6 @@ def _report(error: Exception | None, kind: str, message: str, code: int, given: 
     for note in getattr(error, "__notes__", ()):
         output.error_line(note)
     if "--json" in given:
-        output.emit_json("error", {"error": {"code": code, "kind": kind, "message": message}})
+        verb = next((word for word in given if word in _verbs()), "none")
+        output.emit_json(verb, {"errors": [output.error_object(code, kind, message)]})
     return code

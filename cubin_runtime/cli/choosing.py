@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from ..errors import CubinRuntimeError, PinError, UsageError
 
 if TYPE_CHECKING:
     from ..artifacts.library import Library
@@ -16,6 +19,58 @@ if TYPE_CHECKING:
 Targets = Annotated[
     list[str], typer.Argument(metavar="PIN-or-PATH...", help="Pinned releases, folders in them, or files.")
 ]
+
+
+def resolved(library: Library, target: str) -> str:
+    """The target itself, or the one path that is meant by a file's or kernel's name, as ``list`` and ``explain`` print.
+
+    Looked for in the releases whose manifest is at hand.
+
+    Raises:
+        PinError: it is no pin, no path that a pin covers, and no such name.
+        UsageError: several files have the name.
+    """
+    from ..artifacts.releases.catalog import manifest_at_hand
+
+    try:
+        library.pins.get(target)
+        return target
+    except PinError as error:
+        unknown = error
+    found: list[str] = []
+    name = target.strip("/")
+    for pin in library.pins:
+        with suppress(CubinRuntimeError):
+            for path in manifest_at_hand(library, pin).digests:
+                file = path.text[len(pin.path.text) + 1 :]
+                if name in (file, path.name, path.name.removesuffix(".cubin")):
+                    found.append(path.text)
+    if not found:
+        raise PinError(f"{unknown}; nor is there a file or kernel of that name in a release at hand") from None
+    if len(found) > 1:
+        shown = ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
+        raise UsageError(f"{target!r} is the name of several files: {shown}")
+    return found[0]
+
+
+def expanded(
+    library: Library, targets: Sequence[str], wanted: KernelFilter, cpu: str | None = None
+) -> list[tuple[str, KernelFilter]]:
+    """The targets, the releases of a group one by one, each with the filter that is left for it.
+
+    Raises:
+        PinError: see ``resolved``.
+        UsageError: the filters leave nothing of a group, or a name is that of several files.
+    """
+    from ..artifacts.releases.groups import narrowed
+
+    found: list[tuple[str, KernelFilter]] = []
+    for target in targets:
+        if pins := library.pins.group(target):
+            found += [(pin.name, left) for pin, left in narrowed(target, pins, wanted, cpu)]
+        else:
+            found.append((resolved(library, target), wanted))
+    return found
 
 
 def chosen(library: Library, pin: Pin, target: str, wanted: KernelFilter) -> tuple[ArtifactPath, ...]:
@@ -31,7 +86,7 @@ def chosen(library: Library, pin: Pin, target: str, wanted: KernelFilter) -> tup
 
 
 def chosen_at_hand(
-    library: Library, targets: Sequence[str], wanted: KernelFilter
+    library: Library, targets: Sequence[str], wanted: KernelFilter, cpu: str | None = None
 ) -> list[tuple[Pin, tuple[ArtifactPath, ...]]]:
     """What several targets choose, each release once, in the order of the manifests; nothing is fetched.
 
@@ -41,10 +96,10 @@ def chosen_at_hand(
     from ..artifacts.releases.catalog import manifest_at_hand
 
     found: dict[str, tuple[Pin, set[ArtifactPath]]] = {}
-    for target in targets:
+    for target, left in expanded(library, targets, wanted, cpu):
         pin = library.pins.get(target)
         manifest_at_hand(library, pin)
-        found.setdefault(pin.name, (pin, set()))[1].update(chosen(library, pin, target, wanted))
+        found.setdefault(pin.name, (pin, set()))[1].update(chosen(library, pin, target, left))
     return [
         (pin, tuple(path for path in library.manifest(pin).digests if path in paths)) for pin, paths in found.values()
     ]

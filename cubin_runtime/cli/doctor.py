@@ -36,7 +36,7 @@ def doctor(
     config = options.make_config(store, source, pins, offline)
     driver = _driver()
     releases, codes = _releases(config, [d["number"] for d in driver["devices"]])
-    report = {
+    report: dict[str, Any] = {
         "version": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -44,8 +44,8 @@ def doctor(
         "store": _store(config.store),
         "driver": driver,
         "releases": releases,
-        "will_work": _verdicts(config, driver, releases),
     }
+    report["will_work"] = _verdicts(config, driver, releases, report["store"]["writable"])
     if json:
         output.emit_json("doctor", report)
     else:
@@ -157,20 +157,23 @@ def _release(library: Library, pin: Pin, devices: list[int]) -> dict[str, Any]:
         "name": pin.name,
         "files": pin.files,
         "in_store": None,
-        "launchable": _known_abi(pin.abi),
+        "known_abi": _known_abi(pin.abi),
+        "launchable": False,
         "runs_on": {},
         "built_not_run": {},
         "problem": None,
     }
     try:
         manifest = manifest_at_hand(library, pin)
-        found["in_store"] = len(library.store.present(set(manifest.digests.values())))
+        there = library.store.present(set(manifest.digests.values()))
+        found["in_store"] = sum(digest in there for digest in manifest.digests.values())
         catalog = open_catalog(library, pin, fetch=False)
         for number in devices:
             rows = [entry.row for entry in catalog.kept_by(KernelFilter(sm=number))]
             untried = sum(isinstance(row, NativeKernel) and row.status == BUILT_NOT_RUN for row in rows)
             found["runs_on"][str(number)] = len(rows)
             found["built_not_run"][str(number)] = untried
+            found["launchable"] |= found["known_abi"] and len(rows) > 0
     except CubinRuntimeError as error:
         found["problem"] = str(error)
     return found
@@ -182,20 +185,20 @@ def _known_abi(abi: str | None) -> bool:
     return abi is not None and abi in ABIS
 
 
-def _verdicts(config: Config, driver: dict[str, Any], releases: list[dict[str, Any]]) -> list[str]:
+def _verdicts(config: Config, driver: dict[str, Any], releases: list[dict[str, Any]], writable: bool) -> list[str]:
     """Plain sentences: what will work here and what will not."""
-    said = [
-        "fetch: no, offline is set and only local sources are read"
-        if config.offline
-        else "fetch: yes, from the sources above in their order",
-        "verify, inspect, list: yes, they need no GPU",
-    ]
+    fetch = "yes, from the sources above in their order"
+    if config.offline:
+        fetch = "no, offline is set and only local sources are read"
+    if not writable:
+        fetch = "no, the store cannot be written"
+    said = [f"fetch: {fetch}", "verify, inspect, list: yes, they need no GPU"]
     if not driver["devices"]:
         return [*said, f"launch: no, {driver['problem'] or 'no device is visible'}"]
     for device in driver["devices"]:
         number = str(device["number"])
         where = f"launch on {device['name']} (sm_{number})"
-        usable = [r for r in releases if r.get("launchable") and r["runs_on"].get(number)]
+        usable = [r for r in releases if r.get("known_abi") and r["runs_on"].get(number)]
         said += [f"{where}: {_launch_verdict(r, number)}" for r in usable]
         if not usable:
             said.append(f"{where}: no, no release at hand has a kernel for it")
@@ -230,7 +233,7 @@ def _print(report: dict[str, Any]) -> None:
                 r["name"],
                 r.get("files", ""),
                 "unknown" if r.get("in_store") is None else r["in_store"],
-                "yes" if r.get("launchable") else "no",
+                _launchable(r, report["driver"]),
                 r["problem"] or "none",
             )
             for r in report["releases"]
@@ -242,8 +245,18 @@ def _print(report: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
+def _launchable(release: dict[str, Any], driver: dict[str, Any]) -> str:
+    if release.get("launchable"):
+        return "yes"
+    if not release.get("known_abi"):
+        return "no ABI"
+    if not driver["devices"]:
+        return "no device"
+    return "unknown" if release["problem"] else "not on this device"
+
+
 def _machine_facts(store: dict[str, Any], driver: dict[str, Any]) -> list[tuple[str, object]]:
-    free = "unknown" if store["free_bytes"] is None else f"{store['free_bytes'] / 1e9:.1f} GB"
+    free = "unknown" if store["free_bytes"] is None else output.size(store["free_bytes"])
     state = store["problem"] or ("there" if store["exists"] else "not made yet")
     found: list[tuple[str, object]] = [
         ("store", f"{state}, {'writable' if store['writable'] else 'NOT writable'}, {free} free"),

@@ -4,79 +4,92 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from . import output
 
 LINE_SECONDS = 10.0
+PACE_SECONDS = 15.0
 
 
 class FetchBar:
-    """Counts files and bytes of one fetch, and says rate and remaining time; used by one thread."""
+    """Counts files and bytes of one fetch, and says rate and remaining time; used by one thread.
+
+    Pace is that of the last ``PACE_SECONDS``, so that waiting for another process counts no longer than that.
+    """
 
     def __init__(self, name: str, files: int) -> None:
         self._name = name
         self._files = files
         self._done = 0
-        self._there: int | None = None
         self._bytes = 0
-        self._began = self._said = time.monotonic()
+        self._said = time.monotonic()
+        self._seen: deque[tuple[float, int, int]] = deque()
 
     def advance(self, files: int) -> None:
-        """So many more files are there; the first call is for those that were there before."""
+        """So many more files are there (0: a sign of life); the first call is for those that were there before."""
         self._done += files
-        if self._there is None:
-            self._there = self._done
-        self._show()
+        now = time.monotonic()
+        if not self._seen or now - self._seen[-1][0] >= 0.1:
+            self._seen.append((now, self._done, self._bytes))
+        while now - self._seen[0][0] > PACE_SECONDS and len(self._seen) > 1:
+            self._seen.popleft()
+        self._show(now)
 
     def moved(self, size: int) -> None:
         """One more file came, of ``size`` bytes."""
         self._bytes += size
 
-    def text(self, seconds: float) -> str:
-        """Bytes, rate and what remains after so many seconds."""
-        came = self._done - (self._there or 0)
-        return describe(self._files - self._done, came, self._bytes, seconds)
+    def text(self, now: float) -> str:
+        """Bytes, rate and what remains."""
+        if not self._seen:
+            return describe(self._files - self._done, 0, self._bytes, 0, 0.0)
+        then, done, size = self._seen[0]
+        return describe(self._files - self._done, self._done - done, self._bytes, self._bytes - size, now - then)
 
-    def _show(self) -> None:
-        now = time.monotonic()
+    def _show(self, now: float) -> None:
         if now - self._said >= LINE_SECONDS and self._done < self._files:
             self._said = now
-            text = self.text(now - self._began)
-            output.note_line(f"fetch {self._name}: {self._done} of {self._files} files, {text}")
+            output.note_line(f"fetch {self._name}: {self._done} of {self._files} files, {self.text(now)}")
 
 
-def describe(remaining: int, came: int, size: int, seconds: float) -> str:
-    """What was moved, how fast, and how long ``remaining`` files take at the pace of those that came, by whomever.
+def describe(remaining: int, came: int, size: int, recent: int, seconds: float) -> str:
+    """How much came in all, how fast ``recent`` bytes of it in ``seconds``, and how long ``remaining`` files take.
 
-    >>> describe(300, 100, 12_000_000, 2.0)
-    '12.0 MB at 6.0 MB/s, about 6 s left'
+    >>> describe(300, 100, 12_000_000, 6_000_000, 2.0)
+    '12.00 MB, 3.00 MB/s, 6 s left'
     """
-    rate = size / seconds if seconds > 0 else 0.0
-    left = f", about {remaining * seconds / came:.0f} s left" if came and remaining else ""
-    return f"{size / 1e6:.1f} MB at {rate / 1e6:.1f} MB/s{left}"
+    rate = f", {output.size(int(recent / seconds))}/s" if seconds > 0 and recent else ""
+    left = f", {_duration(remaining * seconds / came)} left" if came > 0 and remaining and seconds > 0 else ""
+    return f"{output.size(size)}{rate}{left}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}" if minutes else f"{rest} s"
 
 
 @contextmanager
 def fetch_bar(name: str, files: int) -> Iterator[FetchBar]:
     """Show a fetch of ``files`` files on the standard error stream while the block runs."""
-    if not sys.stderr.isatty():
+    if not sys.stderr.isatty() or output.LOUDNESS.get().quiet:
         yield FetchBar(name, files)
         return
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
+    # eighty columns hold it all
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(8), MofNCompleteColumn())
     rate = TextColumn("{task.fields[rate]}", markup=False)
-    with Progress(*columns, rate, console=Console(stderr=True), transient=True) as bar:
+    with Progress(*columns, rate, console=output.console(sys.stderr), transient=True) as bar:
         task = bar.add_task(output.escape(f"fetch {name}"), total=files, rate="")
 
         class Drawn(FetchBar):
-            def _show(self) -> None:
-                now = time.monotonic()
+            def _show(self, now: float) -> None:
                 if now - self._said >= 0.1:
                     self._said = now
-                    bar.update(task, completed=self._done, rate=self.text(now - self._began))
+                    bar.update(task, completed=self._done, rate=self.text(now))
 
         yield Drawn(name, files)

@@ -6,15 +6,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import CubinRuntimeError, MissingError, StoreError
+from ..errors import CubinRuntimeError, MissingError, SourceError, StoreError
 from . import options, output
-from .choosing import Targets
+from .choosing import Targets, expanded, resolved
 from .choosing import chosen as _chosen
 from .fetch_bar import fetch_bar
 from .output import size as _size
 
 if TYPE_CHECKING:
-    from ..artifacts.library import FetchReport
+    from ..artifacts.library import FetchReport, Library
+    from ..artifacts.pins.pin import Pin
+    from ..artifacts.tables.kernel_filter import KernelFilter
 
 
 def register(app: typer.Typer) -> None:
@@ -30,6 +32,7 @@ def fetch(
     dtype: options.DtypeOption = None,
     head_dim: options.HeadDimOption = None,
     match: options.MatchOption = None,
+    cpu: options.CpuOption = None,
     jobs: Annotated[int, typer.Option("--jobs", min=1, max=256, help="Files at a time.")] = 8,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be fetched.")] = False,
     store: options.StoreOption = None,
@@ -44,12 +47,21 @@ def fetch(
 
     wanted = KernelFilter.from_words(sm, family, dtype, head_dim, match)
     library = Library(options.make_config(store, source, pins, offline))
+    absent = options.absent_source(library.configured_sources) if source else None
     reports: list[FetchReport] = []
     errors: list[CubinRuntimeError] = []
+    asked: list[tuple[str, KernelFilter]] = []
     for target in targets:
         try:
+            asked += expanded(library, [target], wanted, cpu and cpu.value)
+        except CubinRuntimeError as error:
+            errors.append(error)
+    for target, left in asked:
+        try:
             pin = library.pins.get(target)
-            paths = _chosen(library, pin, target, wanted)
+            if absent is not None and not _is_complete(library, pin):
+                raise SourceError(f"--source {absent!r}: there is no such folder or archive")
+            paths = _chosen(library, pin, target, left)
             with fetch_bar(pin.name, len(paths)) as bar:
                 reports.append(
                     library.fetch(pin, paths, jobs=jobs, dry_run=dry_run, progress=bar.advance, on_bytes=bar.moved)
@@ -69,6 +81,15 @@ def fetch(
     output.finish(failed.exit_code for failed in errors)
 
 
+def _is_complete(library: Library, pin: Pin) -> bool:
+    """Whether the store has all of a release, so that no source will be asked."""
+    try:
+        digests = set(library.manifest(pin, network=False).digests.values())
+    except CubinRuntimeError:
+        return False
+    return library.store.present(digests) == digests
+
+
 def where(
     target: Annotated[str, typer.Argument(metavar="PIN-or-PATH", help="A release, a folder in it, or a file.")],
     store: options.StoreOption = None,
@@ -82,6 +103,7 @@ def where(
     from ..artifacts.path import ArtifactPath
 
     library = Library(options.make_config(store, source, pins, True))
+    target = resolved(library, target)
     pin = library.pins.get(target)
     paths = library.select(pin, None if target == pin.name else target)
     if len(paths) == 1 and paths[0] == ArtifactPath(target.rstrip("/")):
@@ -127,7 +149,7 @@ def _fetch_json(report: FetchReport) -> dict[str, Any]:
 
 
 def _error_json(error: CubinRuntimeError) -> dict[str, Any]:
-    return {"code": error.exit_code, "kind": type(error).__name__, "message": str(error)}
+    return output.error_object(error.exit_code, type(error).__name__, str(error))
 
 
 def _place_json(place: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import typer
 from ..config import local_path
 from ..errors import CorruptError, CubinRuntimeError, MissingError, PinError, SourceError, UsageError
 from . import options, output
+from .choosing import resolved
 
 if TYPE_CHECKING:
     from ..artifacts.cubins.cubin import Cubin
@@ -50,6 +51,8 @@ def inspect(
 
     wanted = KernelFilter.from_words(sm, family, dtype, head_dim, match)
     library = Library(options.make_config(store, source, pins, offline))
+    if not _is_file(target):
+        target = _resolved(library, target)
     if (surveyed := None if _is_file(target) else surveyed_pin(library, target)) is not None:
         survey(library, surveyed, target, wanted, json)
         return
@@ -77,6 +80,16 @@ def inspect(
         output.finish([CorruptError.exit_code])
 
 
+def _resolved(library: Library, target: str) -> str:
+    from ..artifacts.path import ArtifactPath
+
+    ArtifactPath(target.rstrip("/"))  # a path that climbs is told as such
+    try:
+        return resolved(library, target)
+    except PinError as error:
+        raise PinError(f"{error}, nor a file on disk") from None
+
+
 def _read(library: Library, target: str) -> tuple[bytes, Pin | None, Any, str]:
     """Bytes of a file on disk, or of an artifact path; a file that exists wins."""
     from hashlib import sha256
@@ -89,10 +102,7 @@ def _read(library: Library, target: str) -> tuple[bytes, Pin | None, Any, str]:
         pin, path = _find_pinned(library, sha256(data).hexdigest())
         return data, pin, path, str(file)
     path = ArtifactPath(target)
-    try:
-        pin = library.pins.covering(path)
-    except PinError as error:
-        raise PinError(f"{error}; nor is there a file of that name") from error
+    pin = library.pins.covering(path)
     artifact = library.load(path, fetch=not library.config.offline)
     return artifact.data, pin, path, artifact.origin
 

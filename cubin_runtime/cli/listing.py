@@ -8,6 +8,7 @@ import typer
 
 from ..errors import UsageError
 from . import options, output
+from .choosing import resolved
 from .inspecting import row_json
 
 if TYPE_CHECKING:
@@ -49,8 +50,9 @@ def list_(
             raise UsageError("list: filters need a release, for example: list trtllm-gen-0.6.13 --sm 100")
         _list_pins(library, json)
         return
+    name = resolved(library, name)
     pin = library.pins.get(name)
-    kept = open_catalog(library, pin, fetch=not library.config.offline).kept_by(wanted)
+    kept = open_catalog(library, pin, fetch=not library.config.offline).chosen_by(wanted)
     asked = [entry for entry in kept if _is_asked_for(entry, pin, name)]
     if json:
         files = [] if count else [_entry_json(entry) for entry in asked]
@@ -99,5 +101,5 @@ def _list_pins(library: Library, json: bool) -> None:
             {"pins": [{"name": p.name, "path": p.path.text, "files": p.files, "bytes": p.bytes} for p in listed]},
         )
         return
-    rows = ((p.name, p.files, f"{p.bytes / 1e6:,.0f} MB", p.licence, p.path.text) for p in listed)
+    rows = ((p.name, p.files, output.size(p.bytes) if p.bytes else "unknown", p.licence, p.path.text) for p in listed)
     output.table(("pin", "files", "size", "licence", "path"), rows)

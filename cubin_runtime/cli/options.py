@@ -5,12 +5,22 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ..config import Config, local_path
+from .common_options import GIVEN
+
+
+class Cpu(str, Enum):
+    """The CPUs that FlashInfer has host code for."""
+
+    X86_64 = "x86_64"
+    AARCH64 = "aarch64"
+
 
 StoreOption = Annotated[
     Path | None, typer.Option("--store", help="Store to use (CUBIN_RUNTIME_CACHE).", show_default=False)
@@ -46,6 +56,10 @@ MatchOption = Annotated[
     list[str] | None,
     typer.Option("--match", help="Only files or symbols that fit this glob.", show_default=False),
 ]
+CpuOption = Annotated[
+    Cpu | None,
+    typer.Option("--cpu", help="Of a group of releases, only those for this CPU or any.", show_default=False),
+]
 
 
 def make_config(
@@ -60,7 +74,7 @@ def make_config(
         UsageError: a flag or a variable is outside its domain.
     """
     named = {} if store is None else {"CUBIN_RUNTIME_CACHE": str(local_path(store, "--store"))}
-    config = Config.from_environment({**os.environ, **named})
+    config = Config.from_environment({**os.environ, **GIVEN.get(), **named})
     if sources:
         config = replace(config, sources=tuple(sources))
     if pins:
@@ -70,6 +84,12 @@ def make_config(
     return config
 
 
+def absent_source(sources: Sequence[str]) -> str | None:
+    """The first folder or archive of some sources that is not there."""
+    local = (text for text in sources if "://" not in text and text != "package")
+    return next((text for text in local if not os.path.exists(text)), None)
+
+
 def origin_of(variable: str, flag_given: bool, default: str = "default") -> str:
     """Where a setting comes from: ``flag``, the environment variable's name, or ``default``."""
-    return "flag" if flag_given else variable if os.environ.get(variable) else default
+    return "flag" if flag_given or variable in GIVEN.get() else variable if os.environ.get(variable) else default

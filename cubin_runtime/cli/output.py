@@ -5,17 +5,44 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import sys
+import textwrap
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any, TextIO
 
 from ..errors import CubinRuntimeError
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 JSON_SCHEMA = 1
 _CODE_ORDER = (3, 5, 4, 6)
 # Cc control, Cf format (bidi overrides), Cs lone surrogates, Co private use, Zl/Zp line and paragraph breaks
 _UNSAFE_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
+_RED, _PLAIN = "\x1b[31m", "\x1b[0m"
+
+
+@dataclass(frozen=True, slots=True)
+class Loudness:
+    """What is said besides results and errors, and whether in colour (``auto``, ``always`` or ``never``)."""
+
+    quiet: bool = False
+    color: str = "auto"
+
+    def colors(self, stream: TextIO) -> bool:
+        """Whether text to a stream is coloured."""
+        if self.color != "auto":
+            return self.color == "always"
+        return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+LOUDNESS: ContextVar[Loudness] = ContextVar("LOUDNESS", default=Loudness())  # noqa: B039  # immutable
 
 
 class OutputError(CubinRuntimeError):
@@ -82,7 +109,11 @@ def finish(codes: Iterable[int]) -> None:
 
 def emit_json(verb: str, payload: Mapping[str, object]) -> None:
     """Print one JSON object: ``schema``, ``verb`` and the payload (ASCII only, so nothing needs escaping)."""
-    _write(json.dumps({"schema": JSON_SCHEMA, "verb": verb, **payload}, indent=2, default=str))
+    pieces = json.JSONEncoder(indent=2, default=str).iterencode({"schema": JSON_SCHEMA, "verb": verb, **payload})
+    with writing():
+        while chunk := "".join(islice(pieces, 1 << 14)):  # never all of it in memory
+            sys.stdout.write(chunk)
+        sys.stdout.write("\n")
 
 
 def line(text: object = "") -> None:
@@ -92,36 +123,58 @@ def line(text: object = "") -> None:
 
 def error_line(text: object) -> None:
     """Print one escaped line, marked as an error, to the standard error stream; line breaks stay."""
+    mark = f"{_RED}error:{_PLAIN} " if LOUDNESS.get().colors(sys.stderr) else "error: "
     for number, part in enumerate(str(text).splitlines() or [""]):
-        note_line(f"{'error: ' if number == 0 else '  '}{part}")
+        _tell(f"{mark if number == 0 else '  '}{escape(part)}")
 
 
 def note_line(text: object) -> None:
-    """Print one escaped line to the standard error stream, if that can be written."""
+    """Print one escaped line to the standard error stream, if that can be written and nobody asked for quiet."""
+    if not LOUDNESS.get().quiet:
+        _tell(escape(text))
+
+
+def _tell(text: str) -> None:
     with suppress(OSError):
-        print(escape(text), file=sys.stderr)
+        print(text, file=sys.stderr)
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: str | None = None) -> None:
-    """Print a table; cells are escaped and never read as markup.
+def error_object(code: int, kind: str, message: str) -> dict[str, Any]:
+    """An error as every verb shows it in JSON, in the list ``errors``."""
+    return {"code": code, "kind": kind, "message": message}
 
-    On a terminal it is drawn; in a pipe it is tab-separated lines with no cut cells.
-    """
-    if not sys.stdout.isatty():
-        _write("\t".join(escape(c) for c in columns))
-        for row in rows:
-            _write("\t".join(escape(cell) for cell in row))
-        return
+
+def console(stream: TextIO) -> Console:
+    """Where ``rich`` draws, with or without colour."""
     from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
 
-    drawn = Table(title=Text(escape(title)) if title else None)
-    for column in columns:
-        drawn.add_column(Text(escape(column)))
-    for row in rows:
-        drawn.add_row(*(Text(escape(cell), overflow="fold") for cell in row))
-    Console().print(drawn)
+    return Console(file=stream, no_color=not LOUDNESS.get().colors(stream))
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Print a table; cells are escaped and never cut.
+
+    On a terminal the columns are aligned if they fit; else each row's first cell has a line of its own, whole, so
+    that it can be copied, and the others follow with their columns' names. In a pipe it is tab-separated lines.
+    """
+    cells = ([escape(cell) for cell in row] for row in rows)
+    if not sys.stdout.isatty():
+        _write("\t".join(escape(column) for column in columns))
+        for row in cells:
+            _write("\t".join(row))
+        return
+    listed = [[escape(column) for column in columns], *cells]
+    widths = [max(map(len, column)) for column in zip(*listed, strict=True)]
+    room = shutil.get_terminal_size().columns
+    if sum(widths) + 2 * (len(widths) - 1) <= room:
+        for row in listed:
+            _write("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+        return
+    for first, *others in listed[1:]:
+        _write(first)
+        about = ", ".join(f"{name} {cell}" for name, cell in zip(listed[0][1:], others, strict=True) if cell)
+        for part in textwrap.wrap(about, max(20, room - 4), break_long_words=False, break_on_hyphens=False):
+            _write(f"    {part}")
 
 
 def facts(rows: Iterable[tuple[str, object]]) -> None:
@@ -164,10 +217,9 @@ def progress(description: str, total: int, unit: str = "files") -> Iterator[Call
     Yields:
         a function that advances the bar by the number it is given; any thread may call it.
     """
-    if not sys.stderr.isatty():
+    if not sys.stderr.isatty() or LOUDNESS.get().quiet:
         yield lambda step: None
         return
-    from rich.console import Console
     from rich.progress import (
         BarColumn,
         DownloadColumn,
@@ -187,7 +239,7 @@ def progress(description: str, total: int, unit: str = "files") -> Iterator[Call
         BarColumn(),
         *counted,
         TimeRemainingColumn(),
-        console=Console(stderr=True),
+        console=console(sys.stderr),
         transient=True,
     )
     with bar:

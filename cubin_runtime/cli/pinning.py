@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..config import local_path, user_pins_path
 from ..errors import PinError, UsageError
 from . import options, output
 
@@ -21,7 +22,18 @@ def register(app: typer.Typer) -> None:
 
 
 def pin(
-    path: Annotated[str, typer.Argument(metavar="PATH", help="The release's folder, as artifact path.")],
+    path: Annotated[
+        str | None, typer.Argument(metavar="PATH", help="The release's folder, as artifact path.", show_default=False)
+    ] = None,
+    from_flashinfer: Annotated[
+        str | None,
+        typer.Option(
+            "--from-flashinfer",
+            metavar="WHEEL",
+            help="Pin what a wheel of flashinfer-python names; 'installed': the one that is installed.",
+            show_default=False,
+        ),
+    ] = None,
     sha256: Annotated[
         str | None,
         typer.Option("--sha256", help="Digest of its checksums.txt, from one you trust.", show_default=False),
@@ -47,13 +59,22 @@ def pin(
     offline: options.OfflineOption = False,
     json: options.JsonOption = False,
 ) -> None:
-    """Trust a release: with --sha256 write a pin, without it only show what the sources have."""
+    """Trust a release: with --sha256 write a pin, without it only show what the sources have.
+
+    With --from-flashinfer trust every release that FlashInfer has a manifest digest for, as one group.
+    """
     from ..artifacts.library import Library
     from ..artifacts.path import ArtifactPath
     from ..artifacts.pins.pin import KNOWN_ABIS
     from ..artifacts.pins.pin_file import add_pin, make_pin
-    from ..config import user_pins_path
 
+    if from_flashinfer is not None:
+        if any(value is not None for value in (path, sha256, name, abi, licence, max_file_bytes)) or source:
+            raise UsageError("--from-flashinfer: takes everything from the wheel; expected no other description of it")
+        _pin_flashinfer(from_flashinfer, options.make_config(store, None, pins, offline), json)
+        return
+    if path is None:
+        raise UsageError("pin: expected a PATH or --from-flashinfer")
     if sha256 is not None and (len(sha256) != 64 or set(sha256) - set("0123456789abcdef")):
         raise UsageError(f"--sha256 {sha256!r}: expected 64 lowercase hex digits")
     if abi is not None and abi not in KNOWN_ABIS:
@@ -94,13 +115,19 @@ def unpin(
 ) -> None:
     """Trust a release no longer: take its pin out of your own file. What is in the store stays there."""
     from ..artifacts.library import Library
-    from ..artifacts.pins.pin_file import remove_pin
-    from ..config import user_pins_path
+    from ..artifacts.pins.pin_file import remove_group, remove_pin
 
     config = options.make_config(store, None, pins, True)
     _refuse_where_signed(config)
     library = Library(config)
     file = user_pins_path()
+    if library.pins.group(target):
+        names = [one.name for one in remove_group(file, target)]
+        if json:
+            output.emit_json("unpin", {"name": target, "pins": names, "file": str(file)})
+        else:
+            output.facts([("name", target), ("pins", ", ".join(names)), ("taken out of", str(file))])
+        return
     gone = remove_pin(file, target, library.pins)
     left = library.store.has(gone.manifest_sha256)
     if json:
@@ -110,6 +137,31 @@ def unpin(
     output.facts([("name", gone.name), ("path", gone.path.text), ("taken out of", str(file))])
     if left:
         output.note_line(f"its files are still in the store; 'gc {gone.name}' before 'unpin' removes them")
+
+
+def _pin_flashinfer(place: str, config: Config, json: bool) -> None:
+    from ..artifacts.library import Library
+    from ..artifacts.pins.flashinfer import INSTALLED, flashinfer_pins
+    from ..artifacts.pins.pin_file import add_group
+
+    _refuse_where_signed(config)
+    found = flashinfer_pins(place if place == INSTALLED else str(local_path(place, "--from-flashinfer")))
+    file = user_pins_path()
+    added = {pin.path: pin for pin in add_group(file, found.pins, Library(config).pins)}
+    now = {one.path: one for one in Library(options.make_config(None, None, config.pin_files)).pins}
+    if json:
+        pins = [
+            {"name": now[p.path].name, "path": p.path.text, "manifest_sha256": p.manifest_sha256} for p in found.pins
+        ]
+        facts = {"group": found.group, "pins": pins, "unpinnable": list(found.unpinnable), "file": str(file)}
+        output.emit_json("pin", {**facts, "written": len(added)})
+        return
+    output.table(
+        ("pin", "manifest sha256", "path"), ((now[p.path].name, p.manifest_sha256, p.path) for p in found.pins)
+    )
+    output.note_line(f"{len(added)} of {len(found.pins)} written to {file}; 'fetch {found.group}' gets them all")
+    for folder in found.unpinnable:
+        output.note_line(f"{folder}: FlashInfer states no digest of its manifest, so it cannot be pinned")
 
 
 def _refuse_where_signed(config: Config) -> None:

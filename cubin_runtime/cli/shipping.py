@@ -1,27 +1,44 @@
-"""``export`` and ``mirror``: releases as one zip, or as a static tree, for hosts that fetch from there."""
+"""``export``, ``mirror``, ``flashinfer-env``: releases as a zip or a tree, for hosts or libraries that read there."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
+from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..config import local_path
+from ..errors import UsageError
 from . import options, output
 from .choosing import Targets, chosen_at_hand
+
+if TYPE_CHECKING:
+    from ..artifacts.library import Library
+    from ..artifacts.releases.export import Chosen
+
+
+class Layout(str, Enum):
+    """What ``export`` writes."""
+
+    ZIP = "zip"
+    FLASHINFER = "flashinfer"
 
 
 def register(app: typer.Typer) -> None:
     """Add the verbs to the application."""
     app.command("export")(export)
     app.command("mirror")(mirror)
+    app.command("flashinfer-env")(flashinfer_env)
 
 
 def export(
     targets: Targets,
-    out: Annotated[Path, typer.Option("--out", help="The .zip to write.")],
+    out: Annotated[Path, typer.Option("--out", help="The .zip to write; of --layout flashinfer, the folder.")],
+    layout: Annotated[
+        Layout, typer.Option("--layout", help="A zip, or a folder of its own that FlashInfer finds everything in.")
+    ] = Layout.ZIP,
     compress: Annotated[
         bool, typer.Option("--compress", help="Deflate: smaller; equal bytes only with an equal zlib.")
     ] = False,
@@ -30,12 +47,16 @@ def export(
     dtype: options.DtypeOption = None,
     head_dim: options.HeadDimOption = None,
     match: options.MatchOption = None,
+    cpu: options.CpuOption = None,
     store: options.StoreOption = None,
     source: options.SourceOption = None,
     pins: options.PinsOption = None,
     json: options.JsonOption = False,
 ) -> None:
-    """Write a zip of releases, or of a part, that 'fetch --source FILE.zip' takes; nothing is downloaded."""
+    """Write a zip of releases, or of a part, that 'fetch --source FILE.zip' takes; nothing is downloaded.
+
+    With --layout flashinfer write a folder for FlashInfer instead, whose variables 'flashinfer-env FOLDER' prints.
+    """
     from ..artifacts.library import Library
     from ..artifacts.releases.export import export_zip
     from ..artifacts.tables.kernel_filter import KernelFilter
@@ -43,7 +64,12 @@ def export(
     target = local_path(out, "--out")
     wanted = KernelFilter.from_words(sm, family, dtype, head_dim, match)
     library = Library(options.make_config(store, source, pins, True))
-    chosen = chosen_at_hand(library, targets, wanted)
+    chosen = chosen_at_hand(library, targets, wanted, cpu and cpu.value)
+    if layout is Layout.FLASHINFER:
+        if compress:
+            raise UsageError("--compress: is for a zip, not for --layout flashinfer")
+        _write_tree(library, chosen, target, "export", dedicated=True, json=json)
+        return
     total = sum(len(paths) + 1 for _, paths in chosen)
     with output.progress("export", total) as advance:
         report = export_zip(library, chosen, target, compress=compress, progress=advance)
@@ -65,6 +91,7 @@ def mirror(
     dtype: options.DtypeOption = None,
     head_dim: options.HeadDimOption = None,
     match: options.MatchOption = None,
+    cpu: options.CpuOption = None,
     store: options.StoreOption = None,
     source: options.SourceOption = None,
     pins: options.PinsOption = None,
@@ -72,18 +99,43 @@ def mirror(
 ) -> None:
     """Write releases as a static tree, whose URL is then a source; nothing is downloaded, and a rerun goes on."""
     from ..artifacts.library import Library
-    from ..artifacts.releases.export import mirror as write_tree
     from ..artifacts.tables.kernel_filter import KernelFilter
 
     target = local_path(out, "--out")
     wanted = KernelFilter.from_words(sm, family, dtype, head_dim, match)
     library = Library(options.make_config(store, source, pins, True))
-    chosen = chosen_at_hand(library, targets, wanted)
+    chosen = chosen_at_hand(library, targets, wanted, cpu and cpu.value)
+    _write_tree(library, chosen, target, "mirror", dedicated=False, json=json)
+
+
+def flashinfer_env(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="What 'export --layout flashinfer' wrote.")],
+    json: options.JsonOption = False,
+) -> None:
+    """Print the variables under which FlashInfer finds everything in a folder and asks no network."""
+    import shlex
+
+    from ..artifacts.releases.flashinfer_layout import flashinfer_variables
+
+    variables = flashinfer_variables(local_path(folder, "FOLDER"))
+    if json:
+        output.emit_json("flashinfer-env", {"variables": variables})
+        return
+    for name, value in variables.items():
+        output.line(f"export {name}={shlex.quote(value)}")
+
+
+def _write_tree(library: Library, chosen: Chosen, target: Path, verb: str, *, dedicated: bool, json: bool) -> None:
+    from ..artifacts.releases.export import mirror as write_tree
+    from ..artifacts.releases.flashinfer_layout import refuse_shared_folder
+
+    if dedicated:
+        refuse_shared_folder(library, target)
     total = sum(len(paths) + 1 for _, paths in chosen)
-    with output.progress("mirror", total) as advance:
+    with output.progress(verb, total) as advance:
         report = write_tree(library, chosen, target, progress=advance)
     if json:
-        output.emit_json("mirror", asdict(report))
+        output.emit_json(verb, asdict(report))
         return
     output.line(
         f"{', '.join(report.releases)}: {report.written} files written to {report.target}, {report.kept} were there "

@@ -45,7 +45,7 @@ def survey(library: Library, pin: Pin, target: str, wanted: KernelFilter, json: 
 
     catalog = open_catalog(library, pin, fetch=not library.config.offline)
     inside = set(library.select(pin, None if target == pin.name else target))
-    entries = [one for one in catalog.kept_by(wanted) if one.path in inside and one.path.name.endswith(_SUFFIX)]
+    entries = [one for one in catalog.chosen_by(wanted) if one.path in inside and one.path.name.endswith(_SUFFIX)]
     if not entries:
         raise UsageError(f"inspect {target!r}: no cubin is chosen")
     found: list[dict[str, Any]] = []

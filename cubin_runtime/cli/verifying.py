@@ -8,7 +8,7 @@ import typer
 
 from ..errors import UsageError
 from . import options, output
-from .choosing import Targets, chosen
+from .choosing import Targets, chosen, expanded
 
 if TYPE_CHECKING:
     from ..artifacts.verification import VerifyReport
@@ -30,6 +30,7 @@ def verify(
     dtype: options.DtypeOption = None,
     head_dim: options.HeadDimOption = None,
     match: options.MatchOption = None,
+    cpu: options.CpuOption = None,
     store: options.StoreOption = None,
     tree: Annotated[
         list[str] | None,
@@ -54,14 +55,14 @@ def verify(
     wanted = KernelFilter.from_words(sm, family, dtype, head_dim, match)
     library = Library(options.make_config(store, source, pins, offline))
     reports: list[tuple[VerifyReport, int]] = []
-    for target in targets:
+    for target, left in expanded(library, targets, wanted, cpu and cpu.value):
         pin = library.pins.get(target)
-        whole = wanted.is_empty and target.rstrip("/") in (pin.name, pin.path.text)
+        whole = left.is_empty and target.rstrip("/") in (pin.name, pin.path.text)
         for place in tree or (None,):
             if whole:
                 paths, total = None, pin.files
             else:
-                paths = chosen(library, pin, target, wanted)
+                paths = chosen(library, pin, target, left)
                 total = len(paths)
             with output.progress(f"verify {pin.name}", total) as advance:
                 report = library.verify(pin, paths, complete=complete, progress=advance, tree=place)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from releases import Release, make_release
 from serving import FaultyServer, serving
+from tls import make_tls
 
 
 @pytest.fixture
@@ -24,3 +25,10 @@ def server(release: Release, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faulty
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
     return tmp_path / "store"
+
+
+@pytest.fixture
+def tls_server(release: Release, server: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyServer:
+    context = make_tls(tmp_path, monkeypatch)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    return server

@@ -116,7 +116,7 @@ def test_without_filters_the_choice_is_all(release: Release) -> None:
 
 
 def test_a_filter_that_keeps_nothing_is_an_error(release: Release) -> None:
-    with pytest.raises(UsageError, match="no kernel passes"):
+    with pytest.raises(UsageError, match="no kernel runs on --sm 90, expected a device for one of sm_100f"):
         chosen_paths(release.library, release.pin, KernelFilter(sm=90), fetch=False)
 
 
@@ -126,7 +126,12 @@ def test_a_release_without_metadata_can_be_filtered_by_name(bare: Release) -> No
 
 def test_a_release_without_metadata_cannot_be_filtered_by_facts(bare: Release) -> None:
     with pytest.raises(UsageError, match="no kernel metadata"):
-        bare.kept(KernelFilter(sm=100))
+        bare.kept(KernelFilter(dtypes=("bf16",)))
+
+
+def test_a_release_without_metadata_is_filtered_by_the_targets_in_its_names(bare: Release) -> None:
+    assert f"{NAMES[1]}.cubin" not in bare.kept(KernelFilter(sm=100))
+    assert f"{NAMES[0]}.cubin" in bare.kept(KernelFilter(sm=100))
 
 
 def test_the_index_is_rebuilt_from_the_header(release: Release) -> None:

@@ -97,7 +97,7 @@ def test_a_filter_of_metadata_that_is_not_at_hand_is_refused(
     old, new = with_metadata
     new.file(HEADER_PATH).unlink()
     with pytest.raises(UsageError, match="has no kernel metadata"):
-        compared(store, old, new, KernelFilter(sm=100))
+        compared(store, old, new, KernelFilter(dtypes=("bf16",)))
 
 
 def test_a_manifest_that_cannot_be_had_is_an_error(with_metadata: tuple[Release, Release], store: Path) -> None:

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import ssl
-import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -37,6 +35,7 @@ from serving import (
     status,
     truncated,
 )
+from tls import write_netrc
 
 from cubin_runtime.artifacts.sources.http import HttpSource
 from cubin_runtime.artifacts.sources.source import NotHereError, RetryableError, TooMuchError, Wanted, parse_source
@@ -198,62 +197,12 @@ def test_cookies_of_a_server_are_not_sent_back(release: Release, server: FaultyS
     assert "Cookie" not in server.seen_headers[f"/{release.path(NAME)}"][1]
 
 
-def write_netrc(place: Path, monkeypatch: pytest.MonkeyPatch, *hosts: str) -> None:
-    file = place / "netrc"
-    file.write_text("".join(f"machine {host} login me password for-{host}\n" for host in hosts))
-    file.chmod(0o600)
-    monkeypatch.setenv("NETRC", str(file))
-
-
 def test_credentials_are_never_sent_over_plain_http(
     release: Release, server: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_netrc(tmp_path, monkeypatch, "127.0.0.1")
     source_of(server.url).read(wanted(release))
     assert "Authorization" not in server.seen_headers[f"/{release.path(NAME)}"][0]
-
-
-def make_tls(place: Path, monkeypatch: pytest.MonkeyPatch) -> ssl.SSLContext:
-    """A certificate for both names of loopback, made on the spot and trusted by requests."""
-    key, certificate = place / "key.pem", place / "certificate.pem"
-    names = "subjectAltName=IP:127.0.0.1,DNS:localhost"
-    command = [
-        "openssl",
-        "req",
-        "-x509",
-        "-newkey",
-        "ec",
-        "-pkeyopt",
-        "ec_paramgen_curve:prime256v1",
-        "-nodes",
-    ]
-    command += [
-        "-keyout",
-        str(key),
-        "-out",
-        str(certificate),
-        "-days",
-        "2",
-        "-subj",
-        "/CN=test",
-        "-addext",
-        names,
-    ]
-    try:
-        subprocess.run(command, check=True, capture_output=True, timeout=30)
-    except (FileNotFoundError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"openssl cannot make a certificate here: {error}")
-    monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(certificate))
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate, key)
-    return context
-
-
-@pytest.fixture
-def tls_server(release: Release, server: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyServer:
-    context = make_tls(tmp_path, monkeypatch)
-    server.socket = context.wrap_socket(server.socket, server_side=True)
-    return server
 
 
 def test_credentials_of_the_host_are_sent_over_https(

@@ -187,3 +187,17 @@ def test_an_unsigned_pin_file_is_told_with_code_3(
     monkeypatch.setenv("CUBIN_RUNTIME_PIN_KEYS", "0" * 64)
     assert cli.main(["doctor"]) == 3
     assert "is not signed" in capsys.readouterr().out
+
+
+def test_nothing_is_called_launchable_without_a_driver(report, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cubin_runtime.cli import doctor
+
+    monkeypatch.setattr(doctor, "_driver", lambda: {"present": False, "cuda": None, "devices": [], "problem": "none"})
+    releases = report()["releases"]
+    assert any(one["known_abi"] for one in releases)
+    assert not any(one["launchable"] for one in releases)
+
+
+def test_without_a_store_to_write_it_says_that_fetching_will_not_work(report, clean: Path) -> None:
+    (clean / "file").write_text("")
+    assert report("--store", str(clean / "file" / "store"))["will_work"][0] == "fetch: no, the store cannot be written"

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from releases import Release
+from children import EVERYTHING, run_child
+from releases import Release, make_release
 from serving import serving, status
 
 from cubin_runtime.artifacts.library import Library
@@ -102,3 +103,37 @@ def test_130_is_an_interrupt(release: Release, monkeypatch: pytest.MonkeyPatch, 
     raise_in_fetch(monkeypatch, KeyboardInterrupt())
     assert fetch(release) == 130
     assert sentence() == "error: interrupted"
+
+
+RUN = "import sys; from cubin_runtime.cli import main; sys.exit(main(sys.argv[1:]))"
+
+
+def closed_store(place: Path) -> Path:
+    """A store below a folder that an ordinary user may not even look into."""
+    closed = place / "closed"
+    (closed / "store" / "sha256").mkdir(parents=True)
+    closed.chmod(0o700)
+    return closed / "store"
+
+
+@pytest.mark.parametrize("source", ["tree", "nowhere"])
+def test_a_store_that_cannot_be_searched_is_8_and_not_missing_for_verify(open_place: Path, source: str) -> None:
+    made = make_release(open_place)
+    places = ("--pins", made.pin_file, "--source", open_place / source, "--store", closed_store(open_place))
+    words = ("verify", "made-1.0", "--complete", "--offline", *places)
+    done = run_child(RUN, *words, as_user=True, before=EVERYTHING)
+    assert (done.returncode, done.stderr.count("\n")) == (8, 1), done.stderr
+
+
+def test_doctor_tells_of_a_store_that_cannot_be_searched(open_place: Path) -> None:
+    done = run_child(RUN, "doctor", "--store", closed_store(open_place), as_user=True, before=EVERYTHING)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "NOT writable" in done.stdout
+
+
+def test_a_umask_that_keeps_its_own_user_out_is_8(open_place: Path) -> None:
+    made = make_release(open_place)
+    words = ("fetch", "made-1.0", "--pins", made.pin_file, "--source", made.root, "--store", open_place / "store")
+    done = run_child(f"import os; os.umask(0o777); {RUN}", *words, as_user=True, before=EVERYTHING)
+    assert done.returncode == 8, done.stderr
+    assert "Traceback" not in done.stderr

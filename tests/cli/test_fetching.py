@@ -243,3 +243,43 @@ def test_an_interrupt_is_code_130(release: Release) -> None:
         child.send_signal(signal.SIGINT)
         child.communicate(timeout=20)
     assert child.returncode == 130
+
+
+# -- said up front, and once
+
+
+@pytest.mark.parametrize("word", ["nowhere", "nowhere.zip"])
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+def test_a_source_that_is_not_there_is_told_before_anything_is_asked(
+    release: Release, tmp_path: Path, capsys: pytest.CaptureFixture[str], word: str, more: list[str]
+) -> None:
+    assert main(["fetch", "made-1.0", "--source", str(tmp_path / word), *more]) == 7
+    assert capsys.readouterr().err == f"error: --source '{tmp_path / word}': there is no such folder or archive\n"
+
+
+def test_a_dry_run_fails_where_the_fetch_would(release: Release, store: Path) -> None:
+    assert main(["fetch", "made-1.0", "--source", str(release.root), "--match", "*/prefill.cubin"]) == 0
+    assert main(["fetch", "made-1.0", "--source", "http://127.0.0.1:9", "--retries", "0", "--dry-run"]) == 7
+
+
+def test_equal_causes_are_told_once(release: Release, store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fetch", "made-1.0", "--source", str(release.root), "--match", "*/prefill.cubin"]) == 0
+    capsys.readouterr()
+    with serving(release.root) as server:
+        server.fault("", status(403))
+        assert main(["fetch", "made-1.0", "--source", server.url]) == 7
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: 2 of 3 files were not delivered: {server.url}: status 403 (")
+
+
+def test_different_causes_are_counted(release: Release, store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(release.root) as server:
+        server.fault("kernels.bin", status(403))
+        server.fault("prefill.cubin", status(404))
+        assert main(["fetch", "made-1.0", "--source", server.url]) == 7
+    first, *causes = capsys.readouterr().err.splitlines()
+    assert first == "error: 2 of 3 files were not delivered:"
+    assert sorted(cause.split(" (")[0] for cause in causes) == [
+        f"    1 files: {server.url}: status 403",
+        f"    1 files: {server.url}: status 404",
+    ]

@@ -19,7 +19,8 @@ from serving import hang, serving
 
 from cubin_runtime import cli
 from cubin_runtime._version import __version__
-from cubin_runtime.cli import main
+from cubin_runtime.cli import main, options, output
+from cubin_runtime.config import Network
 from cubin_runtime.errors import (
     CorruptError,
     CubinRuntimeError,
@@ -55,16 +56,16 @@ def verb_that_raises(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture
 def verb_that_logs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An application of one verb that logs one line at level INFO and one at DEBUG."""
-    app = typer.Typer()
+    """One more verb ``say`` that logs one line at level INFO and one at DEBUG, and notes a third."""
     logger = logging.getLogger("cubin_runtime")
+    monkeypatch.setattr(cli.app, "registered_commands", list(cli.app.registered_commands))
 
-    @app.command()
-    def verb() -> None:
+    @cli.app.command("say")
+    def say() -> None:
         logger.info("fetched \x1b[2J")
         logger.debug("detail")
+        output.note_line("by the way")
 
-    monkeypatch.setattr(cli, "app", app)
     monkeypatch.delenv("CUBIN_RUNTIME_LOG", raising=False)
     monkeypatch.setattr(logger, "handlers", [])
     yield
@@ -122,8 +123,8 @@ def test_with_json_a_failure_is_one_object_on_the_standard_output(
     cli.main(["fail", "--json"])
     assert json.loads(capsys.readouterr().out) == {
         "schema": 1,
-        "verb": "error",
-        "error": {"code": 3, "kind": "PinError", "message": "not pinned"},
+        "verb": "fail",
+        "errors": [{"code": 3, "kind": "PinError", "message": "not pinned"}],
     }
 
 
@@ -135,9 +136,9 @@ def test_what_the_parser_refuses_is_usage(arguments: list[str]) -> None:
     assert cli.main(arguments) == 2
 
 
-def test_no_verb_is_usage_and_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([]) == 2
-    assert "inspect" in "".join(capsys.readouterr())
+def test_the_bare_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 0
+    assert "inspect" in capsys.readouterr().out
 
 
 def test_help_is_success(capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,8 +147,8 @@ def test_help_is_success(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--version"]) == 0
-    assert capsys.readouterr().out == f"cubin-runtime {__version__}\n"
+    assert cli.main(["-V"]) == cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"cubin-runtime {__version__}\n" * 2
 
 
 def test_starting_imports_nothing_heavy() -> None:
@@ -171,11 +172,13 @@ def test_a_reader_that_leaves_early_does_not_change_the_exit_code() -> None:
         "import sys; from cubin_runtime.cli import main, output\n"
         "import typer, cubin_runtime.cli as cli\n"
         "cli.app = typer.Typer()\n"
+        "@cli.app.callback()\n"
+        "def root() -> None: pass\n"
         "@cli.app.command()\n"
         "def verb() -> None:\n"
         "    for _ in range(100000): output.line('x' * 100)\n"
         "    output.finish([6])\n"
-        "sys.exit(main([]))\n"
+        "sys.exit(main(['verb']))\n"
     )
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert child.stdout is not None
@@ -187,17 +190,100 @@ def test_a_reader_that_leaves_early_does_not_change_the_exit_code() -> None:
     assert (child.wait(), message) == (6, b"")
 
 
-def test_the_log_is_silent_unless_asked_for(verb_that_logs, capsys: pytest.CaptureFixture[str]) -> None:
-    cli.main([])
-    assert capsys.readouterr().err == ""
+INFO = "INFO cubin_runtime: fetched \\x1b[2J\n"
+DEBUG = "DEBUG cubin_runtime: detail\n"
+NOTE = "by the way\n"
 
 
+@pytest.mark.parametrize(
+    ("level", "words", "said"),
+    [
+        ("", ["say"], NOTE),
+        ("info", ["say"], INFO + NOTE),
+        ("", ["-v", "say"], INFO + NOTE),
+        ("", ["say", "--verbose"], INFO + NOTE),
+        ("error", ["say", "-vv"], INFO + DEBUG + NOTE),
+        ("", ["say", "-q"], ""),
+        ("info", ["say", "--quiet"], INFO),
+    ],
+)
 def test_the_log_is_shown_from_the_level_asked_for(
-    verb_that_logs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    verb_that_logs,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    level: str,
+    words: list[str],
+    said: str,
 ) -> None:
-    monkeypatch.setenv("CUBIN_RUNTIME_LOG", "info")
-    cli.main([])
-    assert capsys.readouterr().err == "INFO cubin_runtime: fetched \\x1b[2J\n"
+    monkeypatch.setenv("CUBIN_RUNTIME_LOG", level)
+    assert cli.main(words) == 0
+    assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["-q", "list", "-v"], "--quiet and --verbose"),
+        (["list", "--timeout", "0"], "CUBIN_RUNTIME_TIMEOUT='0.0'"),
+        (["list", "--retries", "x"], "'--retries'"),
+        (["list", "--token-file", "host"], "expected HOST=FILE"),
+        (["list", "--color", "blue"], "blue"),
+    ],
+)
+def test_common_options_that_make_no_sense_are_usage(
+    capsys: pytest.CaptureFixture[str], words: list[str], reason: str
+) -> None:
+    assert cli.main(words) == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_common_options_set_what_the_environment_would(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[Network] = []
+    monkeypatch.setattr(cli.app, "registered_commands", list(cli.app.registered_commands))
+    monkeypatch.setenv("CUBIN_RUNTIME_RETRIES", "7")
+
+    @cli.app.command("look")
+    def look() -> None:
+        seen.append(options.make_config(tmp_path).network)
+
+    files = ["--ca-bundle", str(tmp_path / "ca"), "--client-cert", str(tmp_path / "me")]
+    tokens = ["--token-file", f"one={tmp_path}/1", "--token-file", f"two={tmp_path}/2"]
+    assert cli.main(["look", "--timeout", "3", "--retries=1", "--proxy", "http://p:1", *files, *tokens]) == 0
+    assert cli.main(["look"]) == 0
+    assert seen == [
+        Network(
+            timeout=3.0,
+            retries=1,
+            proxy="http://p:1",
+            ca_bundle=tmp_path / "ca",
+            client_cert=tmp_path / "me",
+            tokens=(("one", f"@{tmp_path}/1"), ("two", f"@{tmp_path}/2")),
+        ),
+        Network(retries=7),
+    ]
+
+
+@pytest.mark.parametrize(("words", "colored"), [([], False), (["--color", "always"], True), (["--color=never"], False)])
+def test_errors_are_coloured_where_asked_for(
+    capsys: pytest.CaptureFixture[str], words: list[str], colored: bool
+) -> None:
+    assert cli.main(["where", "unknown", *words]) == 3
+    assert ("\x1b[31merror:" in capsys.readouterr().err) is colored
+
+
+@pytest.mark.parametrize("word", ["-h", "--help"])
+def test_every_verb_has_a_help(capsys: pytest.CaptureFixture[str], word: str) -> None:
+    assert cli.main(["gc", word]) == 0
+    assert "--older-than" in capsys.readouterr().out
+
+
+def test_a_shell_can_complete_verbs() -> None:
+    variables = {"_CUBIN_RUNTIME_COMPLETE": "complete_bash", "COMP_WORDS": "cubin-runtime fe", "COMP_CWORD": "1"}
+    code = "from cubin_runtime.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **variables}, capture_output=True, text=True, timeout=30
+    )
+    assert done.stdout.split() == ["fetch"]
 
 
 def test_an_unknown_log_level_is_usage(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,16 +78,30 @@ def test_error_lines_keep_breaks_and_escape_the_rest(capsys: pytest.CaptureFixtu
     assert capsys.readouterr().err == "error: first\n  second\\x1b\n"
 
 
-def test_a_drawn_table_shows_whole_cells_without_markup_or_commands(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("width", "shown"),
+    [
+        (
+            80,
+            [
+                f"name{' ' * 18}size{' ' * 11}what",
+                f"{'n' * 20}  [red]x\\x1b[2J",
+                f"m{' ' * 21}2{' ' * 14}why not",
+            ],
+        ),
+        (24, ["n" * 20, "    size [red]x\\x1b[2J", "m", "    size 2, what why not", "    or so"]),
+    ],
+)
+def test_a_table_on_a_terminal_keeps_cells_whole_at_any_width(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], width: int, shown: list[str]
 ) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", "40")
-    output.table(("name", "size"), [("n" * 100, "[red]x\x1b[2J")])
-    drawn = capsys.readouterr().out
-    assert drawn.count("n") == 100 + len("n") * "name".count("n")
-    assert "[red]x" in drawn
-    assert "\x1b[2J" not in drawn
+    monkeypatch.setenv("COLUMNS", str(width))
+    output.table(
+        ("name", "size", "what"),
+        [("n" * 20, "[red]x\x1b[2J", ""), ("m", 2, "why not" if width > 40 else "why not or so")],
+    )
+    assert capsys.readouterr().out.splitlines() == shown
 
 
 def test_a_bar_on_a_terminal_counts_to_the_end(

@@ -116,4 +116,4 @@ def test_a_local_source_is_exported_without_a_store(release: Release, store: Pat
 
 def test_an_error_is_json_too(release: Release, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", "made-1.0", "--out", str(tmp_path / "x.zip"), "--json"]) == 4
-    assert json.loads(capsys.readouterr().out)["error"]["kind"] == "MissingError"
+    assert json.loads(capsys.readouterr().out)["errors"][0]["kind"] == "MissingError"

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from flashinfer_wheel import artifacts_text, make_tree, make_wheel
 from kernel_headers import header_of
 from releases import Release, make_release, visible_files
 from serving import FaultyServer, serving
@@ -104,8 +105,11 @@ def sandbox(tmp_path: Path) -> Iterator[Sandbox]:
     old = make_release(served, files, "made-1.0", "made-1.0/fmha")
     new = make_release(served, {**files, "new.cubin": b"new"}, "made-1.1", "made-1.1/fmha")
     in_house = make_release(served, {"own.cubin": b"own"}, "unused-1.0", "in-house/fmha")
+    listed = artifacts_text(make_tree(served / "tree"))
     with serving(served / "tree") as server:
-        yield Sandbox(tmp_path, server, [old, new], in_house)
+        sandbox = Sandbox(tmp_path, server, [old, new], in_house)
+        make_wheel(tmp_path / "work", listed, "0.7.2.post1")
+        yield sandbox
 
 
 @pytest.mark.parametrize("section", WITH_COMMANDS)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import get_context
@@ -24,6 +25,7 @@ from cubin_runtime.artifacts.tables.metadata import HEADER_PATH, KernelTable, pa
 PIN = "trtllm-gen-0.6.13"
 REQUIREMENT = "flashinfer-cubin==0.6.13"
 WHEEL = "flashinfer_cubin-0.6.13-py3-none-any.whl"
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cubin-runtime-test"
 PROCESSES = 2
 COUNTS = pytest.StashKey[dict[str, object]]()
 
@@ -95,18 +97,32 @@ def counts(request: pytest.FixtureRequest) -> dict[str, object]:
     return request.config.stash[COUNTS]
 
 
+def downloaded(requirement: str, file: str) -> Path:
+    """A published wheel, downloaded once; a half-written one is never seen under its name."""
+    kept = CACHE / file
+    if not kept.is_file():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=CACHE, prefix="download-") as folder:
+            command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", folder]
+            subprocess.run([*command, requirement], check=True)
+            os.replace(Path(folder, file), kept)
+    return kept
+
+
 @pytest.fixture(scope="session")
 def wheel() -> Path:
-    """The published wheel, downloaded once; a half-written one is never seen under its name."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cubin-runtime-test"
-    kept = cache / WHEEL
-    if not kept.is_file():
-        cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache, prefix="download-") as folder:
-            command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", folder]
-            subprocess.run([*command, REQUIREMENT], check=True)
-            os.replace(Path(folder, WHEEL), kept)
-    return kept
+    """The published cubins."""
+    return downloaded(REQUIREMENT, WHEEL)
+
+
+@pytest.fixture(scope="session")
+def flashinfer_wheel() -> Callable[[str], Path]:
+    """The wheel of a version of FlashInfer, which is read and never installed."""
+
+    def of(version: str) -> Path:
+        return downloaded(f"flashinfer-python=={version}", f"flashinfer_python-{version}-py3-none-any.whl")
+
+    return of
 
 
 @pytest.fixture(scope="session")

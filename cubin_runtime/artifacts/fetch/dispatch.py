@@ -38,18 +38,19 @@ def fetch_objects(
     *,
     policy: FetchPolicy,
     on_outcome: Callable[[Outcome], None] | None = None,
+    on_beat: Callable[[], None] | None = None,
 ) -> list[Outcome]:
     """Put every object into the store that is not there; one outcome for each object.
 
     Other processes that want the same objects at the same time wait for this one, shard by shard, and find
     them there; the pool is hired once there is something to do. An interrupt leaves nothing half-written
-    visible.
+    visible. ``on_beat`` is called at least every few seconds, whatever is waited for.
 
     Raises:
         StoreError: the store is full or cannot be written; the rest is abandoned.
         WorkerError: a worker process was lost; the rest is abandoned.
     """
-    return _Dispatch(store, wanted, hire, policy, on_outcome).run()
+    return _Dispatch(store, wanted, hire, policy, on_outcome, on_beat).run()
 
 
 class _Dispatch:
@@ -62,12 +63,13 @@ class _Dispatch:
         hire: Callable[[], WorkerPool],
         policy: FetchPolicy,
         on_outcome: Callable[[Outcome], None] | None,
+        on_beat: Callable[[], None] | None,
     ) -> None:
         self._store = store
         self._hire = hire
         self._pool: WorkerPool | None = None
         self._policy = policy
-        self._on_outcome = on_outcome
+        self._on_outcome, self._on_beat = on_outcome, on_beat
         self._outcomes: list[Outcome] = []
         self._open = 0
         self._held: dict[str, _Shard] = {}
@@ -93,6 +95,8 @@ class _Dispatch:
                 busy = self._take_shards()
                 self._collect(_POLL_SECONDS if busy else min(1.0, self._policy.lock_touch))
                 self._beat()
+                if self._on_beat is not None:
+                    self._on_beat()
         finally:
             if self._pool is not None:
                 self._pool.stop()

@@ -86,9 +86,14 @@ class ArtifactLoader:
         return Artifact(wanted.path, listed_digest(wanted), data, origin, True)
 
     def into_store(
-        self, pin: Pin, wanted: Sequence[Wanted], jobs: int, note: Callable[[Outcome], None] | None
+        self,
+        pin: Pin,
+        wanted: Sequence[Wanted],
+        jobs: int,
+        note: Callable[[Outcome], None] | None,
+        beat: Callable[[], None] | None = None,
     ) -> list[Outcome]:
-        """What became of each of ``wanted``, ``jobs`` at a time; ``note`` is told of each as it ends.
+        """What became of each of ``wanted``, ``jobs`` at a time; ``note`` is told of each as it ends, ``beat`` of time.
 
         Raises:
             StoreError: the store is full or cannot be written.
@@ -103,7 +108,7 @@ class ArtifactLoader:
         def pool() -> WorkerPool:
             return hire(self._sources.order(specs), threads, jobs, len(wanted))
 
-        return fetch_objects(self._store, wanted, pool, policy=self._policy, on_outcome=note)
+        return fetch_objects(self._store, wanted, pool, policy=self._policy, on_outcome=note, on_beat=beat)
 
 
 def listed_digest(wanted: Wanted) -> str:

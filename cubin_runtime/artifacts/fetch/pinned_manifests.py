@@ -33,22 +33,26 @@ class PinnedManifests:
             PinError: what is there is not the pinned manifest.
             MissingError: it is not at hand (``network`` false).
             SourceError: no source has it.
-            StoreError: the store cannot be read.
+            StoreError: no source has it, and the store cannot be read.
         """
         known = self._manifests.get(pin.manifest_sha256)
         if known is not None:
             return known
         wanted = manifest_wanted(pin)
         found, reasons = self._loader.at_hand(pin, wanted)
+        unreadable = next((reason for reason in reasons if isinstance(reason, StoreError)), None)
         if found is not None:
             data, origin = found.data, found.origin
         elif network:
-            data, origin = self._from_network(pin, wanted)
+            try:
+                data, origin = self._from_network(pin, wanted)
+            except SourceError as error:
+                raise error if unreadable is None else StoreError(f"{unreadable}; {error}") from None
         else:
             mismatch = next((reason for reason in reasons if isinstance(reason, CorruptError)), None)
             if mismatch is not None:
                 raise PinError(f"the manifest of {pin.name!r} is not the pinned one: {mismatch}")
-            if (unreadable := next((reason for reason in reasons if isinstance(reason, StoreError)), None)) is not None:
+            if unreadable is not None:
                 raise unreadable
             raise MissingError(
                 f"the manifest of {pin.name!r} is not here; 'cubin-runtime fetch {pin.name}' gets it{hint(pin)}"

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from urllib.parse import quote
 
 from ...errors import CorruptError, SourceError
 from ..pins.pin import Pin
 from ..sources.source import Wanted
 from ..sources.source_list import hint
 from .worker_pool import Outcome
+
+_GIVEN_UP = "not asked again after"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,23 @@ def _raise_failures(pin: Pin, chosen: int, failed: Sequence[Outcome]) -> None:
     kind = CorruptError if any(isinstance(error, CorruptError) for error in errors) else SourceError
     if len(failed) == 1:
         raise kind(f"{errors[0]}{hint(pin) if kind is SourceError else ''}")
-    shown = "\n".join(f"  {error}" for error in errors[:5])
-    more = f"\n  and {len(failed) - 5} more" if len(failed) > 5 else ""
-    raise kind(f"{len(failed)} of {chosen} files were not delivered:\n{shown}{more}{hint(pin)}")
+    causes = Counter(_cause(outcome) for outcome in failed)
+    given_up = [cause for cause in causes if _GIVEN_UP in cause]
+    if len(given_up) < len(causes):  # why a source was given up is said by those before
+        for cause in given_up:
+            del causes[cause]
+    whole = f"{len(failed)} of {chosen} files were not delivered"
+    if len(causes) == 1:
+        raise kind(f"{whole}: {next(iter(causes))}{hint(pin)}")
+    shown = "\n".join(f"  {count} files: {cause}" for cause, count in causes.most_common(5))
+    more = f"\n  and {len(causes) - 5} more reasons" if len(causes) > 5 else ""
+    raise kind(f"{whole}:\n{shown}{more}{hint(pin)}")
+
+
+def _cause(outcome: Outcome) -> str:
+    """What failed, without the file's own name, so that equal causes are told once."""
+    path = outcome.wanted.path.text
+    text = str(outcome.error).removeprefix(f"no source delivered {path}: ")
+    for name in (quote(path), path):
+        text = text.replace(f"/{name}", "").replace(name, "a file")
+    return text

@@ -25,7 +25,7 @@ BUILTIN_PINS = Path(__file__).with_name("pins.toml")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,127}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _REQUIRED = frozenset({"name", "path", "manifest_sha256", "files", "bytes", "max_file_bytes", "licence"})
-_OPTIONAL = frozenset({"index_sha256", "abi", "sources"})
+_OPTIONAL = frozenset({"index_sha256", "abi", "sources", "groups"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +33,11 @@ class Pin:
     """One release that is trusted.
 
     ``path`` is the release's folder, ``manifest_sha256`` the digest of its ``checksums.txt``, ``files`` the
-    number of lines in it. ``bytes`` is the sum of all files (0: not known), ``max_file_bytes`` the most one
-    file may have. ``index_sha256`` is the digest of the metadata index, ``abi`` the name of the parameter
+    number of lines in it and ``bytes`` the sum of all files (0: not known), ``max_file_bytes`` the most one file may
+    have. ``index_sha256`` is the digest of the metadata index, ``abi`` the name of the parameter
     layout that ``launch`` knows (None: the release can be fetched, verified and inspected, never launched).
-    ``sources`` are tried after the word ``package`` when no source was configured.
+    ``sources`` are tried after the word ``package`` when no source was configured. ``groups`` are names under
+    which several releases are asked for together.
     """
 
     name: str
@@ -49,10 +50,11 @@ class Pin:
     abi: str | None
     licence: str
     sources: tuple[str, ...]
+    groups: tuple[str, ...] = ()
 
     def estimate(self, files: int) -> int:
         """About how many bytes ``files`` of the release's files have (manifests carry no sizes)."""
-        return self.bytes * files // self.files
+        return self.bytes * files // self.files if self.files else 0
 
 
 def read_manifest(pin: Pin, data: bytes, origin: str) -> Manifest:
@@ -66,7 +68,7 @@ def read_manifest(pin: Pin, data: bytes, origin: str) -> Manifest:
     if found != pin.manifest_sha256:
         raise PinError(f"{origin}: sha256 is {found}, pin {pin.name!r} says {pin.manifest_sha256}")
     manifest = parse_manifest(data, pin.path, f"{origin}: {pin.path.child(MANIFEST_NAME)}")
-    if len(manifest.digests) != pin.files:
+    if pin.files not in (0, len(manifest.digests)):
         raise PinError(f"{origin}: lists {len(manifest.digests)} files, pin {pin.name!r} says {pin.files}")
     return manifest
 
@@ -99,9 +101,6 @@ def _parse_pin(table: object, where: str) -> Pin:
     max_file_bytes = _integer(table, "max_file_bytes", where, least=1)
     if max_file_bytes > MAX_FILE_BYTES:
         raise PinError(f"{where}: max_file_bytes is {max_file_bytes}, at most {MAX_FILE_BYTES} is allowed")
-    sources = table.get("sources", [])
-    if not isinstance(sources, list) or not all(isinstance(s, str) and s for s in sources):
-        raise PinError(f"{where}: sources is {sources!r}, expected a list of texts")
     try:
         path = ArtifactPath(_text(table, "path", where))
     except PathError as error:
@@ -110,14 +109,22 @@ def _parse_pin(table: object, where: str) -> Pin:
         name=_text(table, "name", where, _NAME),
         path=path,
         manifest_sha256=_text(table, "manifest_sha256", where, _SHA256),
-        files=_integer(table, "files", where, least=1),
+        files=_integer(table, "files", where, least=0),
         bytes=_integer(table, "bytes", where, least=0),
         max_file_bytes=max_file_bytes,
         index_sha256=_text(table, "index_sha256", where, _SHA256) if "index_sha256" in table else None,
         abi=_text(table, "abi", where, _NAME) if "abi" in table else None,
         licence=_text(table, "licence", where),
-        sources=tuple(sources),
+        sources=_texts(table, "sources", where),
+        groups=_texts(table, "groups", where),
     )
+
+
+def _texts(table: Mapping[str, object], key: str, where: str) -> tuple[str, ...]:
+    values = table.get(key, [])
+    if not isinstance(values, list) or not all(isinstance(value, str) and value for value in values):
+        raise PinError(f"{where}: {key} is {values!r}, expected a list of texts")
+    return tuple(values)
 
 
 def _text(table: Mapping[str, object], key: str, where: str, form: re.Pattern[str] | None = None) -> str:
@@ -141,7 +148,7 @@ def format_pin(pin: Pin) -> str:
     lines = ["[[pin]]"]
     for field in fields(Pin):
         value = getattr(pin, field.name)
-        if value is None:
+        if value is None or (field.name == "groups" and not value):
             continue
         if isinstance(value, int):
             lines.append(f"{field.name} = {value}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -75,6 +75,30 @@ def add_pin(file: Path, pin: Pin, known: PinSet, given: Collection[str] = ()) ->
     return True
 
 
+def add_group(file: Path, pins: Sequence[Pin], known: PinSet) -> tuple[Pin, ...]:
+    """Append pins of one group to a user's file, all or none; those that were not there before.
+
+    A release that is pinned already with the same digest keeps its name and all else, and joins the group.
+
+    Raises:
+        PinError: a pin that is there disagrees, or the file cannot be written.
+    """
+    with _changed_alone(file):
+        text = _read(file) if os.path.lexists(file) else ""
+        others = [(one, known.origin(one)) for one in known if known.origin(one) != str(file)]
+        now = PinSet([*others, *((one, str(file)) for one in parse_pins(text.encode(), str(file)))])
+        by_path = {one.path: one for one in now}
+        added: list[Pin] = []
+        for pin in pins:
+            there = by_path.get(pin.path)
+            if there is None or pin.manifest_sha256 != there.manifest_sha256 or set(pin.groups) - set(there.groups):
+                added.append(pin)
+        PinSet([*((one, now.origin(one)) for one in now), *((one, str(file)) for one in added)])
+        if added:
+            replace_file(file, "\n".join([text, *map(format_pin, added)]).lstrip("\n").encode())
+    return tuple(added)
+
+
 def _refuse_to_change(there: Pin, wanted: Pin, given: Collection[str]) -> None:
     for field in given:
         if getattr(there, field) != getattr(wanted, field):
@@ -102,11 +126,28 @@ def remove_pin(file: Path, name_or_path: str, known: PinSet) -> Pin:
     return pin
 
 
+def remove_group(file: Path, group: str) -> tuple[Pin, ...]:
+    """Take the pins of a group out of a user's file, whole or not at all; those that were taken out.
+
+    Raises:
+        PinError: the file has none of the group, or cannot be written.
+    """
+    with _changed_alone(file):
+        text = _read(file)
+        gone = tuple(one for one in parse_pins(text.encode(), str(file)) if group in one.groups)
+        if not gone:
+            raise PinError(f"{file}: has no pin of the group {group!r}; take it out where it is")
+        for pin in gone:
+            text = _without(pin, text, file)
+        replace_file(file, text.encode())
+    return gone
+
+
 def _without(pin: Pin, text: str, file: Path) -> str:
     """The text of a pin file less the table of one pin."""
     before = parse_pins(text.encode(), str(file))
     starts = [match.start() for match in _TABLE.finditer(text)]
-    at = next((number for number, one in enumerate(before) if one.path == pin.path), None)
+    at = next((number for number, one in enumerate(before) if _is_table_of(one, pin)), None)
     kept = None
     if at is not None and len(starts) == len(before):
         kept = text[: starts[at]] + text[starts[at + 1] if at + 1 < len(starts) else len(text) :]
@@ -114,6 +155,11 @@ def _without(pin: Pin, text: str, file: Path) -> str:
     if at is None or kept is None or parse_pins(kept.encode(), str(file)) != before[:at] + before[at + 1 :]:
         raise PinError(f"{file}: the table of {pin.name!r} cannot be told from the others; take it out by hand")
     return kept
+
+
+def _is_table_of(one: Pin, pin: Pin) -> bool:
+    """Whether a table of the file is the one that a pin in force came from, which joins what others say of it."""
+    return (one.path, one.name) == (pin.path, pin.name) and set(one.groups) <= set(pin.groups)
 
 
 def _read(file: Path) -> str:

@@ -13,6 +13,8 @@ from ..path import ArtifactPath, PathError
 from .pin import BUILTIN_PINS, Pin, parse_pins
 from .signatures import KEYS_VARIABLE, load_keys, read_pin_file
 
+_JOINED = ("sources", "groups")  # what pins of one release may have more or less of
+
 
 def refuse_trust_in_store(config: Config) -> None:
     """What decides (pins, keys, versions seen) is never read from a store, which anybody may have filled.
@@ -40,6 +42,7 @@ class PinSet:
         self._by_name: dict[str, Pin] = {}
         self._by_path: dict[ArtifactPath, Pin] = {}
         self._origins: dict[str, str] = {}
+        self._stated: set[ArtifactPath] = set()
         for pin, origin in pins:
             self._add(pin, origin)
 
@@ -64,19 +67,30 @@ class PinSet:
 
     def _add(self, pin: Pin, origin: str) -> None:
         for known in list(self._by_name.values()):
-            if (fault := _disagreement(known, pin)) is not None:
+            member = bool(pin.groups) or pin.path not in self._stated
+            if (fault := _disagreement(known, pin, member=member)) is not None:
                 raise PinError(
                     f"two pins disagree on {fault}: {known.name!r} ({known.path}, from "
                     f"{self._origins[known.name]}) and {pin.name!r} ({pin.path}, from {origin})"
                 )
         known_pin = self._by_path.get(pin.path)
-        if known_pin is not None:
-            extra = tuple(s for s in pin.sources if s not in known_pin.sources)
-            pin = replace(known_pin, sources=known_pin.sources + extra)
+        if known_pin is None:
             self._by_name[pin.name] = self._by_path[pin.path] = pin
-            return
-        self._by_name[pin.name] = self._by_path[pin.path] = pin
-        self._origins[pin.name] = origin
+            self._origins[pin.name] = origin
+        else:
+            self._join(known_pin, pin, origin)
+        if not pin.groups:
+            self._stated.add(pin.path)
+
+    def _join(self, known: Pin, pin: Pin, origin: str) -> None:
+        """Make one of two pins of a release; one for a group only says that the release belongs to it."""
+        kept, other = (pin, known) if not pin.groups and pin.path not in self._stated else (known, pin)
+        if kept is pin:
+            del self._by_name[known.name]
+            self._origins[pin.name] = origin
+        sources, groups = (tuple(dict.fromkeys((*getattr(kept, n), *getattr(other, n)))) for n in _JOINED)
+        joined = replace(kept, sources=sources, groups=groups)
+        self._by_name[kept.name] = self._by_path[kept.path] = joined
 
     def __iter__(self) -> Iterator[Pin]:
         return iter(self._by_name.values())
@@ -87,6 +101,10 @@ class PinSet:
     def origin(self, pin: Pin) -> str:
         """The file that a pin came from."""
         return self._origins[pin.name]
+
+    def group(self, name: str) -> tuple[Pin, ...]:
+        """The pins of a group, none if there is no such group."""
+        return tuple(pin for pin in self if name in pin.groups)
 
     def get(self, name_or_path: str) -> Pin:
         """The pin of that name, of that folder, or covering that path.
@@ -118,8 +136,11 @@ class PinSet:
         return "pinned are " + (", ".join(sorted(self._by_name)) or "no releases")
 
 
-def _disagreement(one: Pin, other: Pin) -> str | None:
-    """What two pins disagree on, or None; symmetric, so that the order of files never matters."""
+def _disagreement(one: Pin, other: Pin, *, member: bool) -> str | None:
+    """What two pins disagree on, or None; symmetric, so that the order of files never matters.
+
+    ``member``: one of them only makes the release a member of a group, and need not tell more than its digest.
+    """
     if one.path != other.path:
         if one.name == other.name:
             return f"the folder of the name {one.name!r}"
@@ -129,6 +150,10 @@ def _disagreement(one: Pin, other: Pin) -> str | None:
             return "a name that is the other's folder"
         return None
     for field in fields(Pin):
-        if field.name != "sources" and getattr(one, field.name) != getattr(other, field.name):
+        if (
+            field.name not in _JOINED
+            and (not member or field.name == "manifest_sha256")
+            and getattr(one, field.name) != getattr(other, field.name)
+        ):
             return f"{field.name} of the folder {one.path.text!r}"
     return None

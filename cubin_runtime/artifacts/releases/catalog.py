@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
-from ...errors import CubinRuntimeError, StoreError, UsageError
+from ...errors import CorruptError, CubinRuntimeError, StoreError, UsageError
 from ..path import ArtifactPath
-from ..tables.kernel_filter import KernelFilter, KernelRow
+from ..tables.kernel_filter import KernelFilter, KernelRow, architecture_of_name, why_nothing_passes
 from ..tables.metadata import HEADER_PATH
 from ..tables.metadata_index import MetadataIndex, index_of_header
 from ..tables.native_kernels import FILE_NAME, NativeKernel, parse_native_kernels
@@ -59,15 +59,30 @@ class Catalog:
         """
         if wanted.is_empty:
             return tuple(self)
-        if wanted.needs_metadata and not self.has_metadata:
+        if wanted.needs_metadata and not self.has_metadata and (wanted.needs_rows or not self._names_targets()):
             raise UsageError(f"{self.manifest.folder}: has no kernel metadata, only --match can filter it")
         return tuple(entry for entry in self if self._keeps(wanted, entry))
+
+    def _names_targets(self) -> bool:
+        return any(architecture_of_name(path.name) is not None for path in self.manifest.digests)
+
+    def chosen_by(self, wanted: KernelFilter) -> tuple[Entry, ...]:
+        """What ``kept_by`` gives, for a user who expects something.
+
+        Raises:
+            UsageError: nothing passes; the message tells which value no kernel has, and which there are.
+        """
+        if not (kept := self.kept_by(wanted)):
+            rows = [entry.row for entry in self if entry.row is not None]
+            raise UsageError(f"{self.manifest.folder}: {why_nothing_passes(wanted, rows)}")
+        return kept
 
     def _keeps(self, wanted: KernelFilter, entry: Entry) -> bool:
         if entry.row is not None:
             return wanted.keeps(entry.row)
         relative = entry.path.relative_to(self.manifest.folder)
-        return not wanted.needs_metadata and wanted.keeps_file(relative)
+        by_name = not wanted.needs_metadata if self.has_metadata else not wanted.needs_rows
+        return by_name and wanted.keeps_file(relative)
 
 
 def open_catalog(library: Library, pin: Pin, *, fetch: bool) -> Catalog:
@@ -133,10 +148,14 @@ def chosen_paths(library: Library, pin: Pin, wanted: KernelFilter, *, fetch: boo
     """
     if wanted.is_empty:
         return None
-    catalog = open_catalog(library, pin, fetch=fetch)
-    kept = [entry.path for entry in catalog.kept_by(wanted)]
-    if not kept:
-        raise UsageError(f"{pin.name}: no kernel passes the filters")
+    try:
+        catalog = open_catalog(library, pin, fetch=fetch)
+    except CorruptError:
+        if pin.abi is not None or wanted.needs_rows:
+            raise
+        # metadata in a form of later releases: file names tell the target
+        catalog = Catalog(library.manifest(pin), lambda _: None, has_metadata=False)
+    kept = [entry.path for entry in catalog.chosen_by(wanted)]
     metadata = (pin.path.child(name) for name in (FILE_NAME, HEADER_PATH))
     kept += [path for path in metadata if path in catalog.manifest.digests and path not in set(kept)]
     return tuple(kept)

@@ -47,12 +47,15 @@ def compare_releases(library: Library, old: Pin, new: Pin, wanted: KernelFilter 
 
     Raises:
         PinError, SourceError: a manifest cannot be had.
-        UsageError: the filter looks at metadata that is not at hand.
+        UsageError: the filter looks at metadata that is not at hand, or keeps nothing of either.
     """
     wanted = wanted or KernelFilter()
     catalogs = (_catalog(library, old), _catalog(library, new))
     before, after = (_by_name(catalog) for catalog in catalogs)
     kept = {_name(catalog, entry) for catalog in catalogs for entry in catalog.kept_by(wanted)}
+    if not kept:
+        for catalog in catalogs:
+            catalog.chosen_by(wanted)
     both = sorted(kept & set(before) & set(after))
     changed = tuple(
         Change(name, before[name].sha256, after[name].sha256, _facts(before[name].row, after[name].row))

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ...config import Network
 from ...errors import CorruptError, SourceError
 from ..bounded_read import digest_of
 from ..store.locks import GIVE_UP_SECONDS, LONGEST_WAIT_SECONDS, TOUCH_SECONDS
@@ -40,6 +41,11 @@ class FetchPolicy:
     lock_give_up: float = GIVE_UP_SECONDS
     lock_touch: float = TOUCH_SECONDS
     lock_longest_wait: float = LONGEST_WAIT_SECONDS
+
+    @classmethod
+    def of(cls, network: Network) -> FetchPolicy:
+        """The defaults, or what was configured."""
+        return cls() if network.retries is None else cls(attempts=network.retries + 1)
 
     def delay(self, attempt: int, retry_after: float | None) -> float | None:
         """How long to wait after failed attempt number ``attempt`` (from 0); None: do not try again."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import quote, urljoin, urlsplit, urlunsplit
 
+from ...config import Network
 from ...errors import CubinRuntimeError, SourceError
 from ..path import ArtifactPath
 from .http_pace import HttpLimits, Pace
@@ -36,6 +37,7 @@ class HttpSource:
         self,
         spec: SourceSpec,
         limits: HttpLimits | None = None,
+        network: Network | None = None,
         *,
         stop: threading.Event | None = None,
         tick: Callable[[], None] | None = None,
@@ -44,6 +46,7 @@ class HttpSource:
         self.label = spec.label
         self._base = urlsplit(spec.text)
         self._limits = limits or HttpLimits()
+        self._network = network or Network()
         self._stop = stop or threading.Event()
         self._tick = tick
         self._session: HttpSession | None = None
@@ -111,7 +114,7 @@ class HttpSource:
         from .http_session import HttpSession
 
         if self._session is None:
-            self._session = HttpSession(self._limits)
+            self._session = HttpSession(self._limits, self._network)
         for _ in range(self._limits.redirects + 1):
             parts, where = urlsplit(url), redact(url)
             pace = Pace(self._limits, where, self._stop, self._tick)
@@ -206,7 +209,7 @@ def _check_status(response: Response, where: str, *, asked_for_rest: bool) -> No
         raise NotHereError(f"{where}: status {status}")
     if status in _RETRYABLE_STATUS:
         raise RetryableError(f"{where}: status {status}", _retry_after(response.headers.get("Retry-After")))
-    hint = " (credentials come from netrc, over https only)" if status in (401, 403) else ""
+    hint = " (credentials come from netrc or CUBIN_RUNTIME_TOKENS, over https only)" if status in (401, 403) else ""
     raise SourceError(f"{where}: status {status}{hint}")
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ...config import Network
 from ...errors import SourceError
 from .source import RetryableError
 
@@ -26,6 +27,12 @@ class HttpLimits:
     window: float = 20.0
     least_rate: float = 2048.0
     redirects: int = 5
+
+    @classmethod
+    def of(cls, network: Network) -> HttpLimits:
+        """The defaults, or what was configured."""
+        silence = network.timeout
+        return cls() if silence is None else cls(connect=silence, headers=2 * silence, silence=silence)
 
 
 class Pace:

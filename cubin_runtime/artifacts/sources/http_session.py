@@ -12,6 +12,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -24,6 +25,7 @@ from urllib3.connection import HTTPConnection
 from urllib3.util.proxy import connection_requires_http_tunnel
 
 from ..._version import __version__
+from ...config import Network
 from .http_errors import ConnectError
 from .http_pace import HttpLimits, Pace
 
@@ -31,8 +33,8 @@ from .http_pace import HttpLimits, Pace
 class HttpSession:
     """The connections of one worker, one a host; not for several threads at once."""
 
-    def __init__(self, limits: HttpLimits) -> None:
-        self._limits = limits
+    def __init__(self, limits: HttpLimits, network: Network) -> None:
+        self._limits, self._network = limits, network
         self._session = requests.Session()
         self._session.headers.update({"Accept-Encoding": "identity", "User-Agent": f"cubin-runtime/{__version__}"})
         self._hosts: dict[tuple[str, str, bool], _Host] = {}
@@ -40,7 +42,7 @@ class HttpSession:
     def get(self, url: str, pace: Pace, headers: Mapping[str, str], *, credentials: bool) -> Response:
         """The response to one GET, its body not yet read; redirects are not followed and nothing is retried.
 
-        ``credentials`` says whether netrc may be looked into for this host; over plain http it never is. Whoever
+        ``credentials`` says whether this host may get its token or what netrc has; never over plain http. Whoever
         leaves bytes of the body unread calls ``Response.abandon``.
 
         Raises:
@@ -80,10 +82,13 @@ class HttpSession:
     def _settle(self, url: str, credentials: bool) -> _Host:
         """What ``requests`` would do for every request to this host."""
         session = self._session
-        session.auth = _netrc_over_https if credentials else _no_credentials
+        session.auth = partial(_own_over_https, tokens=dict(self._network.tokens)) if credentials else _no_credentials
         request = session.prepare_request(requests.Request("GET", url))
         assert request.url is not None
-        settings = session.merge_environment_settings(request.url, {}, True, None, None)
+        network = self._network
+        proxies = {} if network.proxy is None else {"http": network.proxy, "https": network.proxy}
+        bundle, certificate = (None if file is None else str(file) for file in (network.ca_bundle, network.client_cert))
+        settings = session.merge_environment_settings(request.url, proxies, True, bundle, certificate)
         adapter = session.get_adapter(request.url)
         assert isinstance(adapter, HTTPAdapter)
         try:
@@ -194,14 +199,30 @@ class _WatchedFile(io.RawIOBase):
         super().close()
 
 
-def _netrc_over_https(request: requests.PreparedRequest) -> requests.PreparedRequest:
-    """Credentials of the very host that is asked, from netrc, over https alone."""
+def _own_over_https(request: requests.PreparedRequest, tokens: Mapping[str, str]) -> requests.PreparedRequest:
+    """Credentials of the very host that is asked, its token or else what netrc has, over https alone."""
     _no_credentials(request)
-    if request.url is not None and request.url.startswith("https:"):
-        found = get_netrc_auth(request.url)
-        if found is not None:
-            HTTPBasicAuth(*found)(request)
+    if request.url is None or not request.url.startswith("https:"):
+        return request
+    token = tokens.get(urlsplit(request.url).hostname or "")
+    if token is not None:
+        request.headers["Authorization"] = f"Bearer {_token_text(token)}"
+    elif (found := get_netrc_auth(request.url)) is not None:
+        HTTPBasicAuth(*found)(request)
     return request
+
+
+def _token_text(token: str) -> str:
+    """The token itself; one that begins with ``@`` names its file."""
+    if token.startswith("@"):
+        try:
+            token = Path(token[1:]).read_text("ascii").strip()
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "no ASCII text"
+            raise ConnectError(reason=f"the token in {token[1:]} cannot be read: {reason}") from None
+    if not token.isascii() or not token.isprintable() or " " in token:
+        raise ConnectError(reason="the token of this host is no printable ASCII word")
+    return token
 
 
 def _no_credentials(request: requests.PreparedRequest) -> requests.PreparedRequest:

@@ -20,6 +20,7 @@ from .package import PackageSource
 from .source import Source, SourceSpec, Wanted, parse_source
 
 _log = logging.getLogger("cubin_runtime")
+_NOT_PUBLISHED = frozenset({"trtllm-gen-0.6.18.post1"})  # flashinfer-cubin ended before it
 LocalSource = DirectorySource | ArchiveSource | PackageSource
 
 
@@ -103,7 +104,9 @@ class SourceList:
             elif self._offline:
                 sources.append(_OfflineSource(spec.label))
             else:
-                sources.append(HttpSource(spec, self._limits, stop=progress.stop, tick=progress.tick))
+                sources.append(
+                    HttpSource(spec, self._limits, self._config.network, stop=progress.stop, tick=progress.tick)
+                )
         return sources
 
     def order(self, specs: Sequence[SourceSpec], threads: int = 1) -> WorkOrder:
@@ -125,6 +128,6 @@ class SourceList:
 def hint(pin: Pin) -> str:
     """What to install so that the word ``package`` finds the release."""
     family, _, version = pin.name.rpartition("-")
-    if family == "trtllm-gen":
+    if family == "trtllm-gen" and pin.name not in _NOT_PUBLISHED:
         return f"; or install flashinfer-cubin=={version}"
     return f"; or install cubin-runtime-kernels=={version}" if family == "hopper" else ""

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from ...errors import UsageError
+from ..cubins.architecture import Architecture
 from .metadata import KernelMeta
 from .native_kernels import NativeKernel
 
 KernelRow = KernelMeta | NativeKernel
 
+_NAMED = re.compile(r"[sS][mM]_?([1-9][0-9]{1,2}[af]?)(?![0-9a-zA-Z])|[sS]m([1-9][0-9]{1,2}[af]?)(?=Kernel)")
 _SM = re.compile(r"(?:sm_?)?([0-9]{2,3})[af]?", re.IGNORECASE)
 # the release's own numbers: FmhaKernelType::Context, QkvLayout::PagedKv
 _CONTEXT_KERNEL = 0
@@ -76,6 +79,11 @@ class KernelFilter:
         """Whether file names alone cannot decide."""
         return not self.is_empty and self != KernelFilter(globs=self.globs)
 
+    @property
+    def needs_rows(self) -> bool:
+        """Whether not even the architectures in file names can decide."""
+        return bool(self.families or self.dtypes or self.head_dims)
+
     def keeps(self, row: KernelRow) -> bool:
         """Whether a kernel passes."""
         return (
@@ -87,12 +95,28 @@ class KernelFilter:
         )
 
     def keeps_file(self, relative: str) -> bool:
-        """Whether a file without metadata passes the globs (by its path in the release or its name)."""
+        """Whether a file without metadata passes the globs (by its path in the release or its name).
+
+        One whose name tells an architecture has to run on ``sm``, too.
+        """
         name = relative.rpartition("/")[2]
+        target = architecture_of_name(name)
+        if self.sm is not None and target is not None and not target.runs_on(self.sm):
+            return False
         return not self.globs or any(fnmatchcase(relative, g) or fnmatchcase(name, g) for g in self.globs)
 
     def _fits(self, glob: str, row: KernelRow) -> bool:
         return any(fnmatchcase(text, glob) for text in (row.file, row.symbol, row.file.rpartition("/")[2]))
+
+
+def architecture_of_name(name: str) -> Architecture | None:
+    """The architecture that a file's name ends with or has between other words; None if it tells none.
+
+    >>> str(architecture_of_name("Gemm_Bfloat16_t128x32_schedS_sm100f.cubin"))
+    'sm_100f'
+    """
+    found = ["".join(groups) for groups in _NAMED.findall(name)]
+    return Architecture.parse(found[-1]) if found else None
 
 
 def families_of(row: KernelRow) -> frozenset[str]:
@@ -119,6 +143,28 @@ def head_dims_of(row: KernelRow) -> frozenset[int]:
     if isinstance(row, KernelMeta):
         return frozenset({row.head_dim_qk, row.head_dim_v})
     return frozenset(v for key, v in row.traits.items() if key.startswith("head_dim") and isinstance(v, int))
+
+
+def why_nothing_passes(wanted: KernelFilter, rows: Sequence[KernelRow]) -> str:
+    """Which value of a filter no kernel has, and which values there are; else that they exclude each other."""
+    families, dtypes, head_dims = (
+        sorted({value for row in rows for value in of(row)}) for of in (families_of, dtypes_of, head_dims_of)
+    )
+    targets = sorted({str(row.architecture) for row in rows})
+    if wanted.sm is not None and not any(row.architecture.runs_on(wanted.sm) for row in rows):
+        return f"no kernel runs on --sm {wanted.sm}, expected a device for one of {', '.join(targets)}"
+    asked: tuple[tuple[str, Sequence[object], Sequence[object]], ...] = (
+        ("family", wanted.families, families),
+        ("dtype", wanted.dtypes, dtypes),
+        ("head-dim", wanted.head_dims, head_dims),
+    )
+    for name, given, there in asked:
+        if given and set(given).isdisjoint(there):
+            values = ", ".join(map(str, given))
+            return f"no kernel has --{name} {values}, expected one of {', '.join(map(str, there)) or 'none'}"
+    if wanted == KernelFilter(globs=wanted.globs):
+        return f"no file fits --match {' '.join(wanted.globs)}"
+    return "no kernel passes all of the filters together, though one does each"
 
 
 def dtype_name(word: str) -> str:

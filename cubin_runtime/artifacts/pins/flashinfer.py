@@ -1,0 +1,158 @@
+"""Pins from FlashInfer's own list of artifacts: ``flashinfer/artifacts.py`` is read as text, never imported or run."""
+
+from __future__ import annotations
+
+import ast
+import re
+import zipfile
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from ...errors import CubinRuntimeError, PinError
+from ..bounded_read import open_regular, read_bounded
+from ..path import ArtifactPath
+from .pin import Pin, format_pin, parse_pins
+from .pin_file import DEFAULT_MAX_FILE_BYTES
+
+INSTALLED = "installed"
+REPOSITORY = "https://edge.urm.nvidia.com/artifactory/sw-kernelinferencelibrary-public-generic-local"
+LICENCE = "Apache-2.0"
+MAX_TEXT_BYTES = 1 << 20
+_DISTRIBUTION = "flashinfer-python"
+_FILE = "flashinfer/artifacts.py"
+_WHEEL = re.compile(r"flashinfer_python-([0-9A-Za-z.!+]+)-")
+_WORDS = {
+    "TRTLLM_GEN_FMHA": "fmha",
+    "TRTLLM_GEN_BMM": "batched-gemm",
+    "TRTLLM_GEN_GEMM": "gemm",
+    "DEEPGEMM": "deep-gemm",
+    "DSL_FMHA": "cute-dsl",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FlashInferPins:
+    """What one version of FlashInfer names: ``unpinnable`` are folders for which it has no manifest digest."""
+
+    group: str
+    pins: tuple[Pin, ...]
+    unpinnable: tuple[str, ...]
+
+
+def flashinfer_pins(place: str) -> FlashInferPins:
+    """Pins for every artifact family that FlashInfer has a manifest digest for.
+
+    ``place`` is a wheel of flashinfer-python, or ``installed``.
+
+    Raises:
+        PinError: there is no such package or wheel, or its list of artifacts does not read.
+    """
+    version, text = _installed() if place == INSTALLED else _from_wheel(Path(place))
+    return parse_artifacts(text, version, place)
+
+
+def parse_artifacts(text: bytes, version: str, origin: str) -> FlashInferPins:
+    """The pins of FlashInfer's ``artifacts.py``.
+
+    Raises:
+        PinError: it is no Python, or names no artifact with a digest in the form that is known.
+    """
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise PinError(f"{origin}: {_FILE} is no Python that can be read") from None
+    paths, digests = (_constants(tree, name) for name in ("ArtifactPath", "CheckSumHash"))
+    group = f"flashinfer-{version}"
+    pins: list[Pin] = []
+    unpinnable: list[str] = []
+    for name, folder in paths.items():
+        if not isinstance(folder, str):
+            continue
+        word = _WORDS.get(name, name.lower().replace("_", "-"))
+        releases = list(_releases(folder, digests.get(name), digests.get(f"{name}_CHECKSUMS")))
+        if not releases:
+            unpinnable.append(folder.rstrip("/"))
+        for suffix, path, digest in releases:
+            pins.append(_pin(f"{group}-{word}{suffix}", path, digest, group, origin))
+    if not pins:
+        raise PinError(f"{origin}: {_FILE} names no artifacts in a form that is known")
+    return FlashInferPins(group, tuple(pins), tuple(unpinnable))
+
+
+def _releases(folder: str, digest: object, by_target: object) -> Iterator[tuple[str, str, str]]:
+    """End of the name, path and digest of each release of a family: one, or one for each CPU and SM."""
+    if isinstance(digest, str):
+        yield "", folder, digest
+    if isinstance(by_target, dict):
+        for cpu, targets in by_target.items():
+            for sm, one in targets.items() if isinstance(targets, dict) else ():
+                yield f"-{cpu}-{sm}", f"{folder.rstrip('/')}/{cpu}/{sm}", str(one)
+
+
+def _pin(name: str, path: str, digest: str, group: str, origin: str) -> Pin:
+    try:
+        made = Pin(
+            name=name,
+            path=ArtifactPath(path.rstrip("/")),
+            manifest_sha256=digest,
+            files=0,
+            bytes=0,
+            max_file_bytes=DEFAULT_MAX_FILE_BYTES,
+            index_sha256=None,
+            abi=None,
+            licence=LICENCE,
+            sources=(REPOSITORY,),
+            groups=(group,),
+        )
+        return parse_pins(format_pin(made).encode(), origin)[0]
+    except CubinRuntimeError as error:
+        raise PinError(f"{origin}: {_FILE}: {error}") from None
+
+
+def _constants(tree: ast.Module, name: str) -> dict[str, object]:
+    """What a class of constants assigns, as far as it is literal."""
+    found: dict[str, object] = {}
+    for node in tree.body:
+        if not isinstance(node, ast.ClassDef) or node.name != name:
+            continue
+        for line in node.body:
+            if not isinstance(line, ast.AnnAssign | ast.Assign) or line.value is None:
+                continue
+            targets = [line.target] if isinstance(line, ast.AnnAssign) else line.targets
+            # what is computed, such as the table of all manifests, is passed over
+            with suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+                value = ast.literal_eval(line.value)
+                found |= {target.id: value for target in targets if isinstance(target, ast.Name)}
+    return found
+
+
+def _from_wheel(file: Path) -> tuple[str, bytes]:
+    named = _WHEEL.match(file.name)
+    if named is None:
+        raise PinError(f"{file}: expected a wheel named flashinfer_python-VERSION-..., or the word {INSTALLED!r}")
+    try:
+        with zipfile.ZipFile(file) as archive, archive.open(_FILE) as member:
+            text = member.read(MAX_TEXT_BYTES + 1)
+    except (OSError, KeyError, zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"{_FILE} cannot be read from it"
+        raise PinError(f"{file}: {reason}") from None
+    if len(text) > MAX_TEXT_BYTES:
+        raise PinError(f"{file}: {_FILE} has more than {MAX_TEXT_BYTES} bytes")
+    return named[1], text
+
+
+def _installed() -> tuple[str, bytes]:
+    try:
+        distribution = metadata.distribution(_DISTRIBUTION)
+    except metadata.PackageNotFoundError:
+        raise PinError(f"{_DISTRIBUTION} is not installed here; expected it, or a wheel of it") from None
+    file = str(distribution.locate_file(_FILE))
+    try:
+        descriptor, status = open_regular(file, file, follow=True)
+    except OSError as error:
+        raise PinError(f"{file}: {error.strerror}") from None
+    with open(descriptor, "rb"):
+        return distribution.version, read_bounded(descriptor, status.st_size, MAX_TEXT_BYTES, file)

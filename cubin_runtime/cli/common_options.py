@@ -1,0 +1,127 @@
+"""Options that every verb takes, before or after its name: how much is said, and how servers are reached."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextvars import ContextVar
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..config import local_path
+from ..errors import UsageError
+from . import output
+
+GIVEN: ContextVar[dict[str, str]] = ContextVar("GIVEN", default={})  # noqa: B039  # never changed, only replaced
+"""Environment variables that options of this run stand for; they win over the process's environment."""
+
+_SWITCHES = frozenset({"-q", "--quiet", "-v", "-vv", "--verbose"})
+_WITH_VALUE = frozenset(
+    {"--color", "--timeout", "--retries", "--proxy", "--ca-bundle", "--client-cert", "--token-file"}
+)
+
+
+class Color(str, Enum):
+    """When text is coloured."""
+
+    AUTO = "auto"
+    ALWAYS = "always"
+    NEVER = "never"
+
+
+Verbose = Annotated[
+    int, typer.Option("--verbose", "-v", count=True, help="Show the log; twice: all of it (CUBIN_RUNTIME_LOG).")
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print results and errors alone.")]
+ColorOption = Annotated[Color, typer.Option("--color", help="Colour the text; auto: on a terminal without NO_COLOR.")]
+Timeout = Annotated[
+    float | None,
+    typer.Option("--timeout", help="Seconds that a server may be silent (CUBIN_RUNTIME_TIMEOUT).", show_default="30"),
+]
+Retries = Annotated[
+    int | None,
+    typer.Option("--retries", help="Further attempts after a failure (CUBIN_RUNTIME_RETRIES).", show_default="3"),
+]
+Proxy = Annotated[str | None, typer.Option("--proxy", help="URL of a proxy (CUBIN_RUNTIME_PROXY).", show_default=False)]
+CaBundle = Annotated[
+    Path | None,
+    typer.Option("--ca-bundle", help="File of certificates to trust (CUBIN_RUNTIME_CA_BUNDLE).", show_default=False),
+]
+ClientCert = Annotated[
+    Path | None,
+    typer.Option(
+        "--client-cert", help="PEM file of a certificate and its key (CUBIN_RUNTIME_CLIENT_CERT).", show_default=False
+    ),
+]
+TokenFiles = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--token-file",
+        metavar="HOST=FILE",
+        help="Bearer token of a host, in a file (CUBIN_RUNTIME_TOKENS).",
+        show_default=False,
+    ),
+]
+
+
+def hoisted(arguments: Sequence[str]) -> list[str]:
+    """The arguments with common options in front of the verb, where the parser looks for them.
+
+    >>> hoisted(["fetch", "pin", "--retries", "2", "-q", "--", "-v"])
+    ['--retries', '2', '-q', 'fetch', 'pin', '--', '-v']
+    """
+    front: list[str] = []
+    rest: list[str] = []
+    words = iter(arguments)
+    for word in words:
+        if word == "--":
+            rest += [word, *words]
+        elif word in _SWITCHES or word.partition("=")[0] in _WITH_VALUE:
+            front.append(word)
+            if word in _WITH_VALUE:
+                front += [value for value in [next(words, None)] if value is not None]
+        else:
+            rest.append(word)
+    return front + rest
+
+
+def apply(
+    verbose: int,
+    quiet: bool,
+    color: Color,
+    timeout: float | None,
+    retries: int | None,
+    proxy: str | None,
+    ca_bundle: Path | None,
+    client_cert: Path | None,
+    token_files: Sequence[str] | None,
+) -> None:
+    """Let them hold for the rest of this run.
+
+    Raises:
+        UsageError: they contradict each other, or a value is outside its domain.
+    """
+    if verbose and quiet:
+        raise UsageError("--quiet and --verbose: expected one of them")
+    given: dict[str, str] = {}
+    if verbose:
+        given["CUBIN_RUNTIME_LOG"] = "info" if verbose == 1 else "debug"
+    plain = {"TIMEOUT": timeout, "RETRIES": retries, "PROXY": proxy}
+    files = {"CA_BUNDLE": ca_bundle, "CLIENT_CERT": client_cert}
+    given |= {f"CUBIN_RUNTIME_{name}": str(value) for name, value in plain.items() if value is not None}
+    for name, file in files.items():
+        if file is not None:
+            given[f"CUBIN_RUNTIME_{name}"] = str(local_path(file, f"--{name.lower().replace('_', '-')}"))
+    if token_files:
+        given["CUBIN_RUNTIME_TOKENS"] = " ".join(map(_token, token_files))
+    GIVEN.set(given)
+    output.LOUDNESS.set(output.Loudness(quiet=quiet, color=color.value))
+
+
+def _token(text: str) -> str:
+    host, equals, file = text.partition("=")
+    if not (host and equals and file):
+        raise UsageError(f"--token-file {text!r}: expected HOST=FILE")
+    return f"{host}=@{local_path(file, '--token-file')}"

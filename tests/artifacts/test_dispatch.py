@@ -1,0 +1,125 @@
+"""What a fetch does with the locks of a store, seen from outside."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from releases import QUICK_LIMITS, QUICK_POLICY, Release, make_release
+from serving import FaultyServer, hang
+
+from cubin_runtime.artifacts.fetch.report import FetchReport, report_of
+from cubin_runtime.artifacts.fetch.worker_pool import Outcome
+from cubin_runtime.artifacts.sources.source import Wanted
+from cubin_runtime.artifacts.store.locks import LOCKS, ShardLock
+from cubin_runtime.artifacts.store.store import Store
+from cubin_runtime.errors import SourceError, StoreError
+
+SHARDS = "0123456789abcdef"
+PATIENT = replace(QUICK_POLICY, lock_give_up=60.0)
+
+
+@pytest.fixture
+def many(tmp_path: Path) -> Release:
+    """Enough files that every lock covers some."""
+    return make_release(tmp_path / "many", {f"k{n:03}.bin": str(n).encode() for n in range(120)})
+
+
+def test_a_fetch_that_fails_gives_all_its_locks_back(
+    many: Release, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = many.library(store, many.root)
+    library.manifest(many.pin)
+    library.store.put(many.pin.manifest_sha256, library.manifest_bytes(many.pin))
+
+    def fail(*_: object) -> None:
+        raise StoreError("full")
+
+    monkeypatch.setattr(Store, "put", fail)
+    with pytest.raises(StoreError):
+        library.fetch(many.pin)
+    assert all(ShardLock(store, shard).try_take() for shard in SHARDS)
+
+
+def test_a_fetch_takes_no_more_locks_than_it_has_work_for(
+    many: Release, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, most = set(), []
+    take, release = ShardLock.try_take, ShardLock.release
+
+    def watched_take(lock: ShardLock) -> bool:
+        taken = take(lock)
+        if taken:
+            held.add(lock)
+            most.append(len(held))
+        return taken
+
+    def watched_release(lock: ShardLock) -> None:
+        held.discard(lock)
+        release(lock)
+
+    monkeypatch.setattr(ShardLock, "try_take", watched_take)
+    monkeypatch.setattr(ShardLock, "release", watched_release)
+    many.library(store, many.root).fetch(many.pin, jobs=1)
+    assert 1 <= max(most) <= 4
+
+
+def test_a_fetch_ends_when_another_process_published_everything_though_that_holds_its_locks(
+    release: Release, store: Path
+) -> None:
+    library = release.library(store, release.root, policy=PATIENT)
+    library.store.put(release.pin.manifest_sha256, library.manifest_bytes(release.pin))
+    locks = [ShardLock(store, shard) for shard in SHARDS]
+    assert all(lock.try_take() for lock in locks)
+    reports: list[FetchReport] = []
+    told: list[int] = []
+    fetching = threading.Thread(target=lambda: reports.append(library.fetch(release.pin, progress=told.append)))
+    fetching.start()
+    time.sleep(0.2)
+    for name, data in release.files.items():
+        library.store.put(release.digest(name), data)
+    fetching.join(10)
+    assert not fetching.is_alive()
+    assert (reports[0].present, reports[0].fetched) == (len(release.files), 0)
+    assert sum(told) == len(release.files)
+    assert told.count(0) > 1  # time passes while nothing comes
+    for lock in locks:
+        lock.release()
+
+
+def test_a_holder_to_whom_nothing_comes_does_not_seem_alive(
+    release: Release, store: Path, server: FaultyServer
+) -> None:
+    policy = replace(QUICK_POLICY, attempts=1, lock_touch=0.05)
+    limits = replace(QUICK_LIMITS, silence=1.5, headers=3.0)
+    server.fault("prefill.cubin", hang)
+    library = release.library(store, server.url, policy=policy, limits=limits)
+    path = release.path("fmha/prefill.cubin")
+
+    def fetch() -> None:
+        with suppress(SourceError):
+            library.fetch(release.pin, [path])
+
+    fetching = threading.Thread(target=fetch)
+    fetching.start()
+    while not server.count("prefill.cubin"):
+        time.sleep(0.01)
+    time.sleep(0.3)
+    lock = store / LOCKS / f"{release.digest('fmha/prefill.cubin')[0]}.lock"
+    touched = os.stat(lock).st_atime_ns
+    time.sleep(0.5)
+    assert os.stat(lock).st_atime_ns == touched
+    fetching.join(10)
+
+
+def test_one_file_that_no_source_delivered_says_what_to_install(release: Release) -> None:
+    pin = replace(release.pin, name="hopper-1.0")
+    wanted = Wanted(release.path("kernels.bin"), pin.path, "0" * 64, 100)
+    failed = Outcome(wanted, error=SourceError("no"))
+    with pytest.raises(SourceError, match=r"no; or install cubin-runtime-kernels==1\.0"):
+        report_of(pin, [wanted], [wanted], 0, [failed], 1.0, False)

@@ -1,0 +1,94 @@
+"""No verb has more than 256 MiB in memory, however large a manifest or its files are."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from children import PACKAGE_ROOT
+from releases import make_release
+from serving import serving
+
+from cubin_runtime.artifacts.manifest import MAX_MANIFEST_BYTES
+from cubin_runtime.artifacts.pins.pin import format_pin
+
+LARGEST = 256 << 20
+# not ru_maxrss, which a child inherits from the process that started it
+RUN = """
+import sys
+from cubin_runtime.cli import main
+code = main(sys.argv[1:])
+with open("/proc/self/status") as file:
+    peak = next(line.split()[1] for line in file if line.startswith("VmHWM"))
+sys.stderr.write(f"\\n{peak}")
+sys.exit(code)
+"""
+
+
+def peak(*words: object) -> tuple[int, int]:
+    """Exit code of a verb and the most memory that its process had, in bytes."""
+    command = [sys.executable, "-c", RUN, *map(str, words)]
+    environment = {**os.environ, "PYTHONPATH": str(PACKAGE_ROOT)}
+    done = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=100)
+    return done.returncode, int(done.stderr.split()[-1]) * 1024
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A tree with nothing but the largest manifest, and its pin."""
+    place = tmp_path_factory.mktemp("wide")
+    folder = place / "tree" / "wide-1" / "fmha"
+    folder.mkdir(parents=True)
+    count = MAX_MANIFEST_BYTES // 81
+    lines = (f"{hashlib.sha256(b'%d' % n).hexdigest()}  k{n:07}.cubin" for n in range(count))
+    manifest = "\n".join(lines).encode() + b"\n"
+    assert 0.98 * MAX_MANIFEST_BYTES < len(manifest) <= MAX_MANIFEST_BYTES
+    (folder / "checksums.txt").write_bytes(manifest)
+    pins = place / "pins.toml"
+    pins.write_text(
+        f'[[pin]]\nname = "wide-1"\npath = "wide-1/fmha"\nfiles = {count}\nbytes = 0\nmax_file_bytes = 1000\n'
+        f'manifest_sha256 = "{hashlib.sha256(manifest).hexdigest()}"\nlicence = "MIT"\nsources = []\n'
+    )
+    return place / "tree", pins
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("fetch", "wide-1", "--dry-run"),
+        ("list", "wide-1", "--json"),
+        ("verify", "wide-1", "--complete", "--json"),
+        ("diff", "wide-1", "hopper-0.1.0", "--json"),
+        ("gc", "wide-1"),
+        ("where", "k0000001"),
+    ],
+)
+def test_the_largest_manifest_fits(environment: Path, wide: tuple[Path, Path], words: tuple[str, ...]) -> None:
+    tree, pins = wide
+    code, most = peak(*words, "--pins", pins, "--source", tree)
+    assert code in (0, 4, 7)
+    assert most < LARGEST
+
+
+def test_pinning_the_largest_manifest_fits(environment: Path, wide: tuple[Path, Path]) -> None:
+    code, most = peak("pin", "wide-1/fmha", "--source", wide[0])
+    assert (code, most < LARGEST) == (3, True)
+
+
+def test_the_largest_files_fit_whatever_the_jobs(environment: Path) -> None:
+    size = 64 << 20
+    made = make_release(environment, {f"k{n}.bin": bytes([n]) * size for n in range(3)})
+    pins = environment / "large.toml"
+    pins.write_text(format_pin(replace(made.pin, max_file_bytes=size)))
+    with serving(made.root) as server:
+        fetched = peak("fetch", "made-1.0", "--pins", pins, "--source", server.url, "--jobs", "8")
+    named = ("made-1.0", "--pins", pins)
+    exported = peak("export", *named, "--out", environment / "x.zip")
+    found = [fetched, exported, peak("verify", *named), peak("mirror", *named, "--out", environment / "mirror")]
+    assert [code for code, _ in found] == [0, 0, 0, 0]
+    assert max(most for _, most in found) < LARGEST
