@@ -78,8 +78,7 @@ class _Writer:
         lines += self.unpacked
         lines += _refusal(conditions(self.tensors, self.scope))
         lines += reads + _refusal([*self._alignments(), *sorted(related)])
-        lines += self._stream("stream" in given)
-        lines += self._regions()
+        lines += [*self._stream("stream" in given), *self._regions()]
         for number, (item, tensor) in enumerate(zip(self.notes.made, made, strict=True)):
             sources = ", ".join(self._source(source) for source in item.sources)
             self.scope[f"make{number}"] = item.make
