@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import isfinite, prod
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import UsageError
 from ..kernels.native.launches import NativeLaunch
@@ -23,11 +23,13 @@ from .fast_path import note_launch
 from .operator import Given, Operator
 from .operator_plan import AnyWorkspace, OperatorPlan, check_workspace
 from .process import default_runtime
+from .recording import record, recording
 from .runtime import NativeRelease, Runtime
 from .scales import split_scale
 from .torch_ops import TORCH_SCRATCH, scratch_of_torch
-from .tracing import record, recording
-from .tracing.schema import TracedCall
+
+if TYPE_CHECKING:
+    from .tracing.schema import TracedCall
 
 # The argument that a number of the launch is a multiple of.
 SCALES = {"softmax_scale_log2": "softmax_scale", "output_scale": "output_scale"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..dtypes import DTYPES
 from ..errors import UsageError
@@ -29,7 +29,9 @@ from .latent_cache import KV_CACHE, OUT_DTYPES, Q_DTYPES, ROPE, check_cache
 from .operator import TensorArg
 from .operator_plan import AnyWorkspace
 from .runtime import NativeRelease, Runtime
-from .tracing.mla import traced_mla_decode
+
+if TYPE_CHECKING:
+    from .tracing.schema import TracedCall
 
 
 def _check(call: DecodeCall) -> None:
@@ -86,6 +88,12 @@ def _no_default(_: tuple[int, ...]) -> float:
     raise UsageError("softmax_scale: None, expected a number or a float32 CUDA tensor of one element")
 
 
+def _traced(call: DecodeCall) -> TracedCall:
+    from .tracing.mla import traced_mla_decode
+
+    return traced_mla_decode(call)
+
+
 MLA_DECODE = DecodeOperator(
     name="mla_decode",
     # Rows of queries and outputs are moved in pieces of 16 bytes.
@@ -100,7 +108,7 @@ MLA_DECODE = DecodeOperator(
     launches=_launches,
     output=_output,
     scale=_no_default,
-    traced=traced_mla_decode,
+    traced=_traced,
 )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..dtypes import DTYPES
 from ..kernels.native.decode.plan import DecodeProblem, decode_launches
@@ -28,7 +28,9 @@ from .operator import TensorArg
 from .operator_plan import AnyWorkspace
 from .paged_cache import Q_DTYPES, cache_arg, check_caches, strides_of
 from .runtime import NativeRelease, Runtime
-from .tracing.decode import traced_decode
+
+if TYPE_CHECKING:
+    from .tracing.schema import TracedCall
 
 
 def _check(call: DecodeCall) -> None:
@@ -77,6 +79,12 @@ def _launches(call: DecodeCall, device: DeviceFacts, release: NativeRelease) -> 
     return decode_launches(select_decode(release.kernels, shape, device), problem, release.file_of)
 
 
+def _traced(call: DecodeCall) -> TracedCall:
+    from .tracing.decode import traced_decode
+
+    return traced_decode(call)
+
+
 PAGED_DECODE = DecodeOperator(
     name="paged_decode",
     tensors=decode_tensors(
@@ -93,7 +101,7 @@ PAGED_DECODE = DecodeOperator(
     launches=_launches,
     output=lambda q: (q.shape, "bfloat16" if q.dtype == "float8_e4m3fn" else None),
     scale=default_scale,
-    traced=traced_decode,
+    traced=_traced,
 )
 
 

@@ -16,7 +16,6 @@ from ..config import Config
 from ..errors import UsageError
 from ..kernels.abi import abi_layouts
 from ..kernels.native.launches import KernelFile
-from ..kernels.trtllm_gen.kernel_finder import KernelFinder
 from ..launch.abi import LaunchNeeds
 from ..launch.driver import Driver
 from ..launch.modules import (
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from ..artifacts.library import Library
     from ..artifacts.pins.pin import Pin
     from ..artifacts.tables.metadata import KernelMeta
+    from ..kernels.trtllm_gen.kernel_finder import KernelFinder
 
 TRTLLM_RELEASE = "trtllm-gen-0.6.13"
 NATIVE_RELEASE = f"hopper-{_version.__version__}"
@@ -128,6 +128,7 @@ class Runtime:
     def trtllm_gen_release(self) -> TrtllmGenRelease:
         """The trtllm-gen release, its metadata read and verified on first use; errors as ``native_release``."""
         from ..artifacts.releases.catalog import open_kernel_index
+        from ..kernels.trtllm_gen.kernel_finder import KernelFinder
 
         with self._lock:
             if self._trtllm_gen is None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ..artifacts.cubins.architecture import Architecture
-from ..artifacts.cubins.cubin import Cubin, KernelFacts
 from ..errors import AbiError
 from .driver import DeviceFacts
 from .structs import StructLayout
+
+if TYPE_CHECKING:
+    from ..artifacts.cubins.cubin import Cubin, KernelFacts
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ..artifacts.cubins.architecture import Architecture
-from ..artifacts.cubins.cubin import Cubin, KernelFacts, parse_cubin
 from ..errors import FrozenError
 from . import driver_api as api
 from .abi import (
@@ -21,6 +21,9 @@ from .abi import (
 from .driver import DeviceFacts, Driver
 from .driver_errors import DriverCallError
 from .structs import StructLayout
+
+if TYPE_CHECKING:
+    from ..artifacts.cubins.cubin import Cubin, KernelFacts
 
 # The limit of shared memory a block gets without asking.
 _SHARED_WITHOUT_OPT_IN = 48 * 1024
@@ -89,9 +92,9 @@ class _Module:
 class ModuleCache:
     """Kernels by context, digest and symbol; safe between threads. A failed load is counted, not kept."""
 
-    def __init__(self, driver: Driver, parse: Callable[[bytes], Cubin] = parse_cubin) -> None:
+    def __init__(self, driver: Driver, parse: Callable[[bytes], Cubin] | None = None) -> None:
         self._driver = driver
-        self._parse = parse
+        self._parse = parse or _parsed
         self._lock = threading.Lock()
         self._load_locks: dict[tuple[int, str], threading.Lock] = {}
         self._facts: dict[str, Cubin] = {}
@@ -279,3 +282,9 @@ class ModuleCache:
             self._shared[function] = wanted
         if needs.nonportable_cluster:
             self._driver.allow_nonportable_cluster(function)
+
+
+def _parsed(data: bytes) -> Cubin:
+    from ..artifacts.cubins.cubin import parse_cubin  # which a process that only plans does without
+
+    return parse_cubin(data)

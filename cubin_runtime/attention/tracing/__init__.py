@@ -10,7 +10,8 @@ it. Plans that a program runs itself are not seen. Outside nothing is written.
 Another operator joins by giving ``record`` a ``TracedCall`` of its own where ``recording()``.
 """
 
-from .recorder import Recorder, record, recording
+from ..recording import record, recording
+from .recorder import Recorder
 from .schema import (
     Constant,
     Scalar,

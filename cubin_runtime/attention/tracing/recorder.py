@@ -10,11 +10,11 @@ from types import TracebackType
 from typing import Any
 
 from ..fast_path.operator_function import suspend
+from ..recording import entered
 from .schema import Scalar, TracedCall
 
 _NAMESPACE = uuid.UUID("6f1f3c0a-5f0e-5b6e-9a37-2b1d6a0f4c11")
 _lock = threading.Lock()
-_recorders: tuple[Recorder, ...] = ()
 
 
 class Recorder:
@@ -32,19 +32,17 @@ class Recorder:
         self._known: dict[Path, set[str]] = {}
 
     def __enter__(self) -> Recorder:
-        global _recorders
         with _lock:
             suspend(1)
-            _recorders = (*_recorders, self)
+            entered.recorders = (*entered.recorders, self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        global _recorders
         with _lock:
             suspend(-1)
-            _recorders = tuple(recorder for recorder in _recorders if recorder is not self)
+            entered.recorders = tuple(recorder for recorder in entered.recorders if recorder is not self)
 
     def add(self, call: TracedCall) -> None:
         """Write the definition and the workload of ``call`` unless they are there.
@@ -73,17 +71,6 @@ class Recorder:
             with lines.open("a") as file:
                 file.write(json.dumps(line) + "\n")
             known.add(number)
-
-
-def recording() -> bool:
-    """Whether any recorder is entered."""
-    return bool(_recorders)
-
-
-def record(call: TracedCall) -> None:
-    """Give ``call`` to every recorder that is entered; errors as ``Recorder.add``."""
-    for recorder in _recorders:
-        recorder.add(call)
 
 
 def _workload(call: TracedCall) -> dict[str, Any]:
