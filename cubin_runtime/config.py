@@ -66,7 +66,8 @@ class Config:
     ``pin_files`` are read besides the built-in pins; with ``pin_keys`` (files of PEM public keys, or keys as 64
     hex digits) only if one of the keys signed them; ``pin_state`` is the file that remembers the newest version of
     each signed file (None: nothing is remembered). ``offline`` forbids opening any socket; ``lazy_fetch``
-    allows a missing kernel to be fetched at first use. ``network`` is how servers are reached.
+    allows a missing kernel to be fetched at first use. ``network`` is how servers are reached. ``profile``
+    measures launches and marks them for NVTX (``Runtime.stats``).
     """
 
     store: Path
@@ -77,10 +78,12 @@ class Config:
     pin_keys: tuple[str, ...] = ()
     pin_state: Path | None = None
     network: Network = Network()
+    profile: bool = False
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Config:
-        """Read ``CUBIN_RUNTIME_CACHE``, ``_SOURCES``, ``_PINS``, ``_PIN_KEYS``, ``_OFFLINE`` and ``Network``'s.
+        """Read ``CUBIN_RUNTIME_CACHE``, ``_SOURCES``, ``_PINS``, ``_PIN_KEYS``, ``_OFFLINE``, ``_PROFILE`` and
+        ``Network``'s.
 
         Pin files and keys are separated by ``os.pathsep``, sources by white space or commas.
 
@@ -107,6 +110,7 @@ class Config:
             pin_keys=keys,
             pin_state=_pin_state() if keys else None,
             network=Network.from_environment(env),
+            profile=_flag(env, "CUBIN_RUNTIME_PROFILE"),
         )
 
 

@@ -6,7 +6,7 @@ from .mla_decode import MlaDecodePlan, mla_decode, plan_mla_decode
 from .operator_plan import ClampedInputError
 from .paged_decode import PagedDecodePlan, paged_decode, plan_paged_decode
 from .process import default_runtime, set_default_runtime
-from .runtime import Runtime
+from .runtime import Runtime, RuntimeStats
 
 __all__ = [
     "BackendError",
@@ -14,6 +14,7 @@ __all__ = [
     "MlaDecodePlan",
     "PagedDecodePlan",
     "Runtime",
+    "RuntimeStats",
     "TensorView",
     "default_runtime",
     "mla_decode",

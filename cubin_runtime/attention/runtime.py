@@ -24,6 +24,7 @@ from ..launch.modules import (
     ModuleCache,
     PreloadReport,
 )
+from ..launch.profiler import Profiler
 from ..launch.structs import StructLayout
 from ..launch.tensormap import TensorMapCache
 from .fast_path.notes import FastPaths
@@ -67,6 +68,25 @@ class TrtllmGenRelease:
     layout: StructLayout
 
 
+@dataclass(frozen=True, slots=True)
+class RuntimeStats:
+    """What a runtime did since it was made.
+
+    ``launches`` of its driver; plans made, and found again by the full path of a call; fast paths that are kept; cubins
+    loaded, their bytes, and loads that failed; with ``Config.profile`` the seconds that launches took in the driver,
+    else None.
+    """
+
+    launches: int
+    plans_made: int
+    plans_found: int
+    fast_paths: int
+    loads: int
+    loaded_bytes: int
+    failed_loads: int
+    driver_seconds: float | None
+
+
 class Runtime:
     """Owns the artifact library, the driver and the module cache; safe between threads, not across a fork.
 
@@ -92,6 +112,8 @@ class Runtime:
         self.config = config or Config.from_environment()
         self.library: Library = Library(self.config)
         self.driver = driver or Driver()
+        if self.config.profile and self.driver.profiler is None:
+            self.driver.profiler = Profiler()
         self.modules = ModuleCache(self.driver)
         self.descriptors = TensorMapCache(self.driver)
         self.plans = PlanCache()
@@ -191,6 +213,20 @@ class Runtime:
         context = self.driver.primary_context(device)
         return self.modules.preload([self.request(kernel, context) for kernel in kernels])
 
+    def stats(self) -> RuntimeStats:
+        """What it did so far."""
+        counts, profiler = self.modules.counts, self.driver.profiler
+        return RuntimeStats(
+            launches=self.driver.launches,
+            plans_made=self.plans.made,
+            plans_found=self.plans.found,
+            fast_paths=sum(len(paths) for paths in list(self.fast_paths.values())),
+            loads=counts.loads,
+            loaded_bytes=counts.bytes,
+            failed_loads=counts.failures,
+            driver_seconds=None if profiler is None else profiler.seconds,
+        )
+
     def check_process(self) -> None:
         """Raise ``UsageError`` in a forked child: driver handles do not survive a fork."""
         if os.getpid() != self._pid:
@@ -227,6 +263,7 @@ class PlanCache:
         self._limit = entries
         self._lock = threading.Lock()
         self._plans: OrderedDict[Hashable, Any] = OrderedDict()
+        self.made = self.found = 0
 
     def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """The plan for ``key``, made on first use; a failure to make it is not kept."""
@@ -234,10 +271,12 @@ class PlanCache:
             plan = self._plans.get(key)
             if plan is not None:
                 self._plans.move_to_end(key)
+                self.found += 1
                 return plan
         plan = make()
         with self._lock:
             plan = self._plans.setdefault(key, plan)
+            self.made += 1
             while len(self._plans) > self._limit:
                 self._plans.popitem(last=False)
         return plan

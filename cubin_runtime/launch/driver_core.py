@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from . import driver_api as api
 from .driver_errors import STICKY, DriverCallError, DriverLibraryError
 from .history import LaunchHistory, LaunchRecord
+from .profiler import Profiler
 
 
 class DriverCore:
@@ -26,6 +27,7 @@ class DriverCore:
         self._lock = threading.RLock()
         self._first_faults: dict[int, str] = {}
         self._histories: dict[int, LaunchHistory] = {}
+        self.profiler: Profiler | None = None  # set before any launch is prepared
 
     def function(self, name: str) -> Callable[..., int]:
         """The ctypes function for one entry of ``prototypes``; it returns the CUresult unchecked.
@@ -61,6 +63,11 @@ class DriverCore:
         """The last launches in a context."""
         found = self._histories.get(context)
         return found if found is not None else self._histories.setdefault(context, LaunchHistory())
+
+    @property
+    def launches(self) -> int:
+        """Launches in all contexts."""
+        return sum(history.launches for history in list(self._histories.values()))
 
     def error(self, call: str, code: int, context: int | None = None) -> DriverCallError:
         """The error for a ``call`` that returned ``code``; for a fault it holds the last launches in ``context``.

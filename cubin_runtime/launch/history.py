@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from typing import Protocol
 
 from .structs import StructLayout
@@ -47,11 +48,18 @@ class Recorded(Protocol):
 
 
 class LaunchHistory:
-    """A ring of the last launches; ``record`` is one atomic append of (what, parameter bytes, stream)."""
+    """A ring of the last launches: ``record`` appends (what, parameter bytes, stream) atomically, ``tick`` counts."""
 
     def __init__(self, kept: int = KEPT) -> None:
         self._ring: deque[tuple[Recorded, bytes, int]] = deque(maxlen=kept)
         self.record: Callable[[tuple[Recorded, bytes, int]], None] = self._ring.append
+        self._launches = count()
+        self.tick: Callable[[], int] = self._launches.__next__
+
+    @property
+    def launches(self) -> int:
+        """How often ``tick`` was called."""
+        return int(self._launches.__reduce__()[1][0])  # the next number
 
     def records(self) -> tuple[LaunchRecord, ...]:
         """The last launches, newest last."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..artifacts.cubins.architecture import Architecture
@@ -66,11 +66,13 @@ class KernelRequest:
 
 @dataclass(frozen=True, slots=True)
 class LoadCounts:
-    """``loads`` modules loaded, ``hits`` requests served without loading, ``failures`` loads that failed."""
+    """``loads`` modules loaded, ``hits`` requests served without loading, ``failures`` loads that failed, and the
+    ``bytes`` of the cubins that were loaded."""
 
     loads: int = 0
     hits: int = 0
     failures: int = 0
+    bytes: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,14 +103,14 @@ class ModuleCache:
         self._modules: dict[tuple[int, str], _Module] = {}
         self._kernels: dict[tuple[int, str, str, tuple[object, ...]], LoadedKernel] = {}
         self._shared: dict[int, int] = {}
-        self._loads = self._hits = self._failures = 0
+        self._loads = self._hits = self._failures = self._bytes = 0
         self._frozen = False
 
     @property
     def counts(self) -> LoadCounts:
         """Loads, hits and failures since the cache was made."""
         with self._lock:
-            return LoadCounts(self._loads, self._hits, self._failures)
+            return LoadCounts(self._loads, self._hits, self._failures, self._bytes)
 
     @property
     def frozen(self) -> bool:
@@ -262,6 +264,7 @@ class ModuleCache:
             raise
         with self._lock:
             self._loads += 1
+            self._bytes += len(image)
             self._modules[(context, sha256)] = module
         return module
 

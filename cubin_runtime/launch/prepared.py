@@ -97,15 +97,27 @@ class PreparedLaunches:
             "new_block": partial(self._new_block, frozenset(written)),
             "unfit": self._unfit,
             "record": self._driver.history(self._context).record,
+            "tick": self._driver.history(self._context).tick,
             "call": self._call,
             "again": self._again,
             "descriptor": self._descriptor,
         }
+        profiler = self._driver.profiler
+        if profiler is not None:
+            scope |= {"enter": profiler.enter, "leave": profiler.leave}
         for number, launch in enumerate(self._launches):
             scope |= {f"launch{number}": launch, f"function{number}": launch.function}
             moving = (item for item in enumerate(launch.inputs) if item[1].spec and item[1].value in written)
             scope |= {f"spec{number}_{index}": item.spec for index, item in moving}
-        lines = send_lines(self._launches, values, written=written, key=key, stream=stream, elsewhere=elsewhere)
+        lines = send_lines(
+            self._launches,
+            values,
+            written=written,
+            key=key,
+            stream=stream,
+            elsewhere=elsewhere,
+            profiled=profiler is not None,
+        )
         return lines, scope
 
     def bind(self, fixed: Mapping[str, Any], stream: int) -> tuple[list[str], dict[str, Any]]:
@@ -122,7 +134,9 @@ class PreparedLaunches:
         *_, made = self._new_block(frozenset(), stream, tuple(fixed[name] for name in self._names))
         for number, launch in enumerate(self._launches):
             made[f"entry{number}"] = (launch, made[f"bytes{number}"](), stream)
-        return fixed_lines(self._launches, "stream", ELSEWHERE), scope | own | made
+        return fixed_lines(
+            self._launches, "stream", ELSEWHERE, profiled=self._driver.profiler is not None
+        ), scope | own | made
 
     def _new_pool(self, pools: dict[Hashable, list[_Block]], key: Hashable) -> list[_Block]:
         with self._lock:

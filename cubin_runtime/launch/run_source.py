@@ -61,6 +61,7 @@ def send_lines(
     key: str,
     stream: str,
     elsewhere: str,
+    profiled: bool,
 ) -> list[str]:
     """The lines that send the launches, each of which takes the ``values`` of its inputs' numbers.
 
@@ -70,6 +71,7 @@ def send_lines(
         key: expression of what tells pools of parameter blocks apart; it decides the stream too.
         stream: expression of its handle.
         elsewhere: the statement where the stream is a default one and another context of the device is current.
+        profiled: call ``enter`` and ``leave`` of a profiler around each launch.
     """
     parts = block_parts(launches, written)
     lines = [
@@ -99,23 +101,26 @@ def send_lines(
         lines += [f"    raise unfit(error, ({given},)) from error"]
     for number in range(len(launches)):
         lines.append(f"record((launch{number}, bytes{number}(), {stream}))")
-        lines += _call(number, stream, elsewhere)
+        lines += _call(number, stream, elsewhere, profiled=profiled)
     return [*lines, "_pool.append(_block)"]
 
 
-def fixed_lines(launches: Sequence[PreparedLaunch], stream: str, elsewhere: str) -> list[str]:
+def fixed_lines(launches: Sequence[PreparedLaunch], stream: str, elsewhere: str, *, profiled: bool) -> list[str]:
     """The lines that send launches all of whose values are fixed: threads share the one block, which nobody writes."""
     return [
         line
         for number in range(len(launches))
-        for line in (f"record(entry{number})", *_call(number, stream, elsewhere))
+        for line in (f"record(entry{number})", *_call(number, stream, elsewhere, profiled=profiled))
     ]
 
 
-def _call(number: int, stream: str, elsewhere: str) -> list[str]:
+def _call(number: int, stream: str, elsewhere: str, *, profiled: bool) -> list[str]:
     arguments = f"config_at{number}, function{number}, arguments_at{number}"
     return [
+        "tick()",
+        *([f"_begin = enter(launch{number}.plan.kernel)"] if profiled else []),
         f"_code = call({arguments}, None)",
+        *(["leave(_begin)"] if profiled else []),
         f"if _code and again(_code, {stream}, {arguments}):",
         f"    {elsewhere}",
     ]

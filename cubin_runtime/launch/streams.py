@@ -7,6 +7,7 @@ from typing import Any
 from ..errors import UsageError
 
 LEGACY, PER_THREAD = 1, 2
+_BINDINGS = ("CUstream", "cudaStream_t")  # classes of cuda.bindings, which have no protocol but int()
 
 
 def stream_handle(stream: Any) -> int:
@@ -14,8 +15,8 @@ def stream_handle(stream: Any) -> int:
 
     2 (``CU_STREAM_PER_THREAD``) stays 2: another stream in every thread.
 
-    Takes an int, an object with the ``__cuda_stream__`` protocol (version 0; method or attribute), or one
-    with a ``cuda_stream`` attribute as torch has.
+    Takes an int, an object with the ``__cuda_stream__`` protocol (version 0; method or attribute) as cuda.core has, one
+    with a ``cuda_stream`` attribute as torch has, or a stream of cuda.bindings.
 
     Raises:
         UsageError: it is none of these, or of an unknown protocol version.
@@ -36,7 +37,9 @@ def stream_handle(stream: Any) -> int:
     if isinstance(handle, int):
         return _one_name(handle)
     came = type(stream).__name__
-    raise UsageError(f"stream: got {came}, expected an int, __cuda_stream__ or a torch stream")
+    if came in _BINDINGS:
+        return _one_name(int(stream))
+    raise UsageError(f"stream: got {came}, expected an int, __cuda_stream__, a torch stream or one of cuda.bindings")
 
 
 def is_default(stream: int) -> bool:

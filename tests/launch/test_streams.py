@@ -27,6 +27,13 @@ class AttributeProtocol:
     __cuda_stream__ = (0, 0x42)
 
 
+class CUstream:
+    """A stream as cuda.bindings has it: no protocol, but a handle as int()."""
+
+    def __int__(self) -> int:
+        return 0x5005
+
+
 @pytest.mark.parametrize(
     ("stream", "handle"),
     [
@@ -45,6 +52,10 @@ def test_reads(stream: Any, handle: int) -> None:
 @pytest.mark.parametrize(
     "stream", [-1, "0", 1.0, object(), TorchLike(None), Protocol((1, 0x42)), Protocol(0x42), Protocol((0,))]
 )
+def test_a_stream_of_the_bindings_is_read() -> None:
+    assert stream_handle(CUstream()) == 0x5005
+
+
 def test_refuses(stream: Any) -> None:
     with pytest.raises(UsageError, match="stream"):
         stream_handle(stream)
