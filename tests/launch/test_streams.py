@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -52,10 +54,17 @@ def test_reads(stream: Any, handle: int) -> None:
 @pytest.mark.parametrize(
     "stream", [-1, "0", 1.0, object(), TorchLike(None), Protocol((1, 0x42)), Protocol(0x42), Protocol((0,))]
 )
+def test_refuses(stream: Any) -> None:
+    with pytest.raises(UsageError, match="stream"):
+        stream_handle(stream)
+
+
 def test_a_stream_of_the_bindings_is_read() -> None:
     assert stream_handle(CUstream()) == 0x5005
 
 
-def test_refuses(stream: Any) -> None:
-    with pytest.raises(UsageError, match="stream"):
-        stream_handle(stream)
+def test_a_python_without_its_lock_is_refused() -> None:
+    code = "import sys; sys._is_gil_enabled = lambda: False; import cubin_runtime.launch"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "ImportError: cubin_runtime launches kernels" in done.stderr
