@@ -93,6 +93,7 @@ class RehearsedLaunches:
     """In place of ``PreparedLaunches``: launches run at once, or when the graph that captured them does."""
 
     captured: list[Callable[[], None]]
+    resident: frozenset[int] = frozenset()
 
     def __init__(
         self,
@@ -103,6 +104,10 @@ class RehearsedLaunches:
         **_: Any,
     ) -> None:
         self.launches, self.driver, self.names = list(zip(plans, kernels, strict=True)), driver, names
+
+    def sending(self, values: Sequence[str], *, stream: str, **_: Any) -> tuple[list[str], dict[str, Any]]:
+        """As ``PreparedLaunches.sending``."""
+        return [f"rehearsed({stream}, {', '.join(values)})"], {"rehearsed": self.run}
 
     def run(self, stream: int, *values: Any) -> None:
         named = dict(zip(self.names, values, strict=True))
