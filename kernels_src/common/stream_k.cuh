@@ -186,6 +186,7 @@ struct RangeWalk {
     int tile_group, first, group_offset;
     Work work;
 
+    RangeWalk() = default;
     DEVICE explicit RangeWalk(const WorkRange& range)
         : left(range.kv_tiles), tile_group(range.tile_group), first(range.first), group_offset(range.group_offset) {}
 

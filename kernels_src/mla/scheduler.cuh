@@ -12,7 +12,6 @@ using Params = PagedMlaDecodeParams;
 using stream_k::report_invalid_lengths;
 using stream_k::Request;
 using stream_k::SplitSet;
-using stream_k::WorkRange;
 
 // Build: -DROWS=n query rows (tokens x heads) of a CTA, -DBOX_COLUMNS=n columns of a TMA box, -DTILE_TOKENS=n keys of a
 // KV tile.
@@ -94,10 +93,48 @@ struct WorkTile {
     DEVICE int valid(int tile) const { return min(kv_len - tile * TILE_TOKENS, TILE_TOKENS); }
 };
 
-// One warp finds the range for all: the code runs once, and is fetched from DRAM.
+using RangeWalk = stream_k::RangeWalk<MlaTiling, stream_k::WorkTile>;
+
+DEVICE int rows_of(const Params& p, const stream_k::WorkTile& work) {
+    return min(ROWS, work.request.q_len * p.heads - work.output_tile * ROWS);
+}
+
+// Finds the next work tile of a walk from here on, and its splits; false if there is none.
+DEVICE bool find_work_tile(const Params& p, const stream_k::WorkRange& range, RangeWalk& walk, SplitSet& splits) {
+    for (; walk.left > 0; walk.advance()) {
+        // Computed again: producers have few registers.
+        walk.work.request.kv_tiles = kv_tile_count(walk.work.request.kv_len);
+        walk.work.request.row_tiles = row_tile_count(p, walk.work.request.q_len);
+        walk.find_output_tile(p, range);
+        walk.find_kv_tiles(p);
+        if (rows_of(p, walk.work) <= 0) continue;
+        splits = stream_k::splits_of<MlaTiling>(p, range, walk.work);
+        if (FOLDS && p.splits > 0 && splits.count <= FOLDED_SPLITS) {
+            const int begin = range.group_offset + range.first, offset = walk.work.space_offset;
+            const int last = offset + stream_k::split_start(walk.work.request, splits.count - 1, splits.count);
+            if (offset >= begin && last < begin + range.kv_tiles) splits.counter = -1;
+        }
+        return true;
+    }
+    return false;
+}
+
+// With the first work tile.
+struct WorkRange : stream_k::WorkRange {
+    RangeWalk walk;  // at the first work tile
+    SplitSet splits;
+    bool any;  // whether there is a first work tile
+};
+
+// One warp finds the range and the first work tile for all: the code runs once, and is fetched from DRAM.
 DEVICE void find_work_range(const Params& p, WorkRange& to) {
-    WorkRange range = stream_k::find_work_range<MlaTiling>(p);
-    if (range.kv_tiles == 0) range.first = range.group_offset = 0;
+    WorkRange range;
+    static_cast<stream_k::WorkRange&>(range) = stream_k::find_work_range<MlaTiling>(p);
+    range.any = false;
+    if (range.kv_tiles > 0) {
+        range.walk = RangeWalk(range);
+        range.any = range.walk.begin(p, range) && find_work_tile(p, range, range.walk, range.splits);
+    }
     if (threadIdx.x % 32 == 0) to = range;
 }
 
@@ -105,40 +142,33 @@ DEVICE void find_work_range(const Params& p, WorkRange& to) {
 struct WorkTileIterator {
     const Params& p;
     const WorkRange& range;
-    stream_k::RangeWalk<MlaTiling, stream_k::WorkTile> walk;
+    RangeWalk walk;
 
-    DEVICE WorkTileIterator(const Params& params, const WorkRange& own) : p(params), range(own), walk(own) {
-        if (walk.left > 0) walk.begin(p, range);
+    DEVICE WorkTileIterator(const Params& params, const WorkRange& own) : p(params), range(own) {
+        walk.work.request.index = -1;
     }
 
     DEVICE bool next(WorkTile& work) {
-        walk.recount(range);
-        while (walk.left > 0) {
-            // Likewise computed again: producers have few registers.
-            walk.work.request.kv_tiles = kv_tile_count(walk.work.request.kv_len);
-            walk.work.request.row_tiles = row_tile_count(p, walk.work.request.q_len);
-            walk.find_output_tile(p, range);
-            walk.find_kv_tiles(p);
-            const Request& r = walk.work.request;
-            work.request = r.index;
-            work.row_tile = walk.work.output_tile;
-            work.kv_len = r.kv_len;
-            work.q_begin = r.q_begin;
-            work.q_len = r.q_len;
-            work.rows = min(ROWS, r.q_len * p.heads - work.row_tile * ROWS);
-            work.first = walk.work.first;
-            work.last = walk.work.last;
-            work.splits = stream_k::splits_of<MlaTiling>(p, range, walk.work);
-            const int splits = work.splits.count;
-            if (FOLDS && p.splits > 0 && splits <= FOLDED_SPLITS) {
-                const int begin = range.group_offset + range.first, offset = walk.work.space_offset;
-                if (offset >= begin && offset + stream_k::split_start(r, splits - 1, splits) < begin + range.kv_tiles)
-                    work.splits.counter = -1;
-            }
+        bool any;
+        if (walk.work.request.index < 0) {
+            walk = range.walk;
+            work.splits = range.splits;
+            any = range.any;
+        } else {
             walk.advance();
-            if (work.rows > 0) return true;
+            walk.recount(range);
+            any = find_work_tile(p, range, walk, work.splits);
         }
-        return false;
+        const Request& r = walk.work.request;
+        work.request = r.index;
+        work.row_tile = walk.work.output_tile;
+        work.kv_len = r.kv_len;
+        work.q_begin = r.q_begin;
+        work.q_len = r.q_len;
+        work.rows = rows_of(p, walk.work);
+        work.first = walk.work.first;
+        work.last = walk.work.last;
+        return any;
     }
 };
 
