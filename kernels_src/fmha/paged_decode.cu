@@ -19,7 +19,8 @@
 // registers, in the warpgroup kernels by four converter warps, from the first pipeline into a second one. Warpgroup
 // kernels for e4m3 queries multiply e4m3 keys as they are.
 //
-// The grid is persistent and follows from bounds alone. Work is scheduled in one of three ways (scheduler.cuh):
+// The grid is persistent and follows from bounds alone. Work is scheduled in one of three ways
+// (common/stream_k.cuh, decode/scheduler.cuh):
 // - Stream-K: the KV tiles of all output tiles form one tile space; group c of n computes KV tiles
 //   [c T / n, (c + 1) T / n). Output tiles that lie in one CTA group's range are finished there; of the others, each CTA
 //   writes a partial. Split boundaries follow from the lengths and the grid.
@@ -75,21 +76,6 @@ DEVICE void prefetch_inputs(const Params& p) {
     if (line * 128 < p.tokens * p.q_token_stride * item) prefetch_to_l2(static_cast<const char*>(p.q) + line * 128);
 }
 
-DEVICE void report_invalid_lengths(const Params& p) {
-    uint32_t status = 0;
-    for (int b = threadIdx.x; b < p.batch; b += THREADS) {
-        const int kv_len = given_kv_len(p, b);
-        if (kv_len > p.max_seq_len) status |= STATUS_LENGTH_OVER_BOUND;
-        if (kv_len < 0) status |= STATUS_LENGTH_NEGATIVE;
-        if (p.q_cu_seq_lens != nullptr) {
-            const int* starts = static_cast<const int*>(p.q_cu_seq_lens) + b;
-            const int64_t q_len = static_cast<int64_t>(starts[1]) - starts[0];
-            if (q_len < 0 || q_len > p.q_len || starts[0] < 0 || starts[1] > p.tokens) status |= STATUS_QUERIES;
-        }
-    }
-    if (status) atomicOr(static_cast<uint32_t*>(p.status), status);
-}
-
 }  // namespace paged_decode
 
 extern "C" __global__ void __launch_bounds__(paged_decode::THREADS, CTAS_PER_SM)
@@ -136,5 +122,5 @@ extern "C" __global__ void __launch_bounds__(paged_decode::THREADS, CTAS_PER_SM)
             consume(p, range, shared);
         }
     }
-    if (blockIdx.x + blockIdx.y + blockIdx.z == 0) report_invalid_lengths(p);
+    if (blockIdx.x + blockIdx.y + blockIdx.z == 0) stream_k::report_invalid_lengths(p, threadIdx.x, THREADS);
 }

@@ -125,13 +125,13 @@ DEVICE void merge_unit(const Params& p, const WorkTile& work, int unit, float* w
     const int warp_row = unit / (COLUMN_GROUPS / GROUPS), group = unit % (COLUMN_GROUPS / GROUPS) * GROUPS;
     const int row = warp_row * 16 + lane / 4;
     const uint2* partial = static_cast<const uint2*>(p.partial_out);
-    partial += partial_offset(work.slot, group, warp_row * 32 + lane);
-    const float2* statistics = maxima_and_sums(p, work.slot) + row;
-    const float* scales = row_scales(p, work.slot, group * 8) + row;
+    partial += partial_offset(work.splits.slot(0), group, warp_row * 32 + lane);
+    const float2* statistics = maxima_and_sums(p, work.splits.slot(0)) + row;
+    const float* scales = row_scales(p, work.splits.slot(0), group * 8) + row;
     // Keeps the compiler from recomputing each address from the parameters.
     asm volatile("" : "+l"(partial), "+l"(statistics), "+l"(scales));
-    // Slot offsets from that of split 0, as slot_of counts them.
-    const int step = slot_step(p), shift = p.splits == 0;
+    // Slot offsets from that of split 0, as SplitSet counts them.
+    const int step = work.splits.step, shift = work.splits.odd_first;
     const auto slots = [&](int split) { return static_cast<int64_t>(split * step - min(split, shift)); };
     float top[2] = {LOWEST, LOWEST}, total[2] = {};
     const auto weigh = [&] {
@@ -142,7 +142,7 @@ DEVICE void merge_unit(const Params& p, const WorkTile& work, int unit, float* w
             int base = 0;
 #pragma unroll 1
             do {
-                if (!again || work.splits > STATISTICS * 4)
+                if (!again || work.splits.count > STATISTICS * 4)
 #pragma unroll
                     for (int i = 0; i < STATISTICS; ++i) {
                         const int split = base + 4 * i + lane % 4;
@@ -150,7 +150,7 @@ DEVICE void merge_unit(const Params& p, const WorkTile& work, int unit, float* w
                         for (int half = 0; half < 2; ++half) {
                             own[i][half] = make_float2(LOWEST, 0.f);
                             split_scale[i][half] = 0.f;
-                            if (split >= work.splits) continue;
+                            if (split >= work.splits.count) continue;
                             own[i][half] = __ldcg(offset_bytes(statistics + half * 8, at));
                             split_scale[i][half] = __ldcg(offset_bytes(scales + half * 8, at));
                         }
@@ -176,7 +176,7 @@ DEVICE void merge_unit(const Params& p, const WorkTile& work, int unit, float* w
                     }
                 }
                 base += STATISTICS * 4;
-            } while (base < work.splits);
+            } while (base < work.splits.count);
             if (again) break;
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
@@ -193,7 +193,7 @@ DEVICE void merge_unit(const Params& p, const WorkTile& work, int unit, float* w
     float4 value[GROUPS];
 #pragma unroll
     for (int j = 0; j < GROUPS; ++j) value[j] = make_float4(0, 0, 0, 0);
-    int last = work.splits - 1;
+    int last = work.splits.count - 1;
 #pragma unroll 1
     do {
         uint2 loaded[SPLITS][GROUPS];
@@ -204,7 +204,7 @@ DEVICE void merge_unit(const Params& p, const WorkTile& work, int unit, float* w
             for (int j = 0; j < GROUPS; ++j)
                 loaded[i][j] = last >= i ? __ldcg(from + partial_offset(0, j, 0)) : make_uint2(0, 0);
         }
-        if (last == work.splits - 1) weigh();  // while they are in flight
+        if (last == work.splits.count - 1) weigh();  // while they are in flight
 #pragma unroll
         for (int i = 0; i < SPLITS; ++i) {
             const float* const weight = weights + max(last - i, 0) * 16 + lane / 4;
@@ -259,22 +259,22 @@ DEVICE void arrive(const Params& p, int counter) {
 // departures order nothing. The bits of a row do not depend on which warp merges it.
 DEVICE void merge_output_tile(const Params& p, const WorkTile& work, float* weights) {
     constexpr int WARPS = CONSUMERS / 32;
-    uint32_t* counter = static_cast<uint32_t*>(p.counters) + work.counter;
+    uint32_t* counter = static_cast<uint32_t*>(p.counters) + work.splits.counter;
     const int lane = threadIdx.x % 32;
     // As many as registers allow: column groups where there are few splits; column groups times splits in flight
     // otherwise.
     constexpr int FEW_SPLITS_GROUPS = ROWS < 64 ? 2 : (KV_E4M3 ? 4 : 8), MANY = 4 * FEW_SPLITS_GROUPS;
-    const int groups = work.splits <= 4 ? FEW_SPLITS_GROUPS : (work.splits <= 16 && ROWS == 64 ? 2 : 1);
+    const int groups = work.splits.count <= 4 ? FEW_SPLITS_GROUPS : (work.splits.count <= 16 && ROWS == 64 ? 2 : 1);
     const uint32_t units = (work.rows + 15) / 16 * (COLUMN_GROUPS / groups);
     uint32_t before = 0, unit = 0;
     bool complete = false;
     // The first pass is a warm-up that fetches the code from DRAM while other partials are still being written.
     for (bool warmup = true;; warmup = false) {
         WorkTile same = work;
-        asm volatile("" : "+r"(same.slot), "+r"(same.splits), "+r"(same.row_tile), "+r"(same.q_begin));
-        if (warmup) same.splits = same.rows = 0;
+        asm volatile("" : "+r"(same.splits.base), "+r"(same.splits.count), "+r"(same.row_tile), "+r"(same.q_begin));
+        if (warmup) same.splits.count = same.rows = 0;
         // Takes the next ticket while this unit is merged, unless that would take another warp's only one.
-        const bool early = units > work.splits * WARPS;
+        const bool early = units > work.splits.count * WARPS;
         if (lane == 0 && !warmup && early) before = atomic_add_relaxed(counter, TICKET);
         if (groups == FEW_SPLITS_GROUPS)
             merge_unit<FEW_SPLITS_GROUPS, 4>(p, same, unit, weights);
@@ -285,7 +285,7 @@ DEVICE void merge_output_tile(const Params& p, const WorkTile& work, float* weig
         if (lane == 0 && warmup) {
             const int64_t begin = clock64();
             do {
-                complete = (load_acquire(counter) & ARRIVALS) == work.splits;
+                complete = (load_acquire(counter) & ARRIVALS) == work.splits.count;
             } while (!complete && clock64() - begin < MERGE_WAIT_CYCLES);
             before = atomic_add_relaxed(counter, complete ? TICKET : DEPARTURE);
         } else if (lane == 0 && !early) {
@@ -296,7 +296,7 @@ DEVICE void merge_output_tile(const Params& p, const WorkTile& work, float* weig
     }
     // Departures before this one.
     const int departed = static_cast<int>(before / TICKET - units + (before / DEPARTURE & DEPARTURES));
-    if (lane == 0 && departed == work.splits * WARPS - 1) *counter = 0;
+    if (lane == 0 && departed == work.splits.count * WARPS - 1) *counter = 0;
 }
 
 // Merges all output tiles of which this CTA wrote a partial for others. `area` is MERGE_BYTES of shared memory for each
@@ -307,7 +307,7 @@ DEVICE void merge_range(const Params& p, const WorkRange& range, char* area) {
     WorkTileIterator work_tiles(p, range);
     WorkTile work;
     while (work_tiles.next(work))
-        if (!work.whole() && work.counter >= 0)
+        if (!work.whole() && work.splits.counter >= 0)
             merge_output_tile(p, work, static_cast<float*>(__cvta_shared_to_generic(weights)));
 }
 

@@ -336,7 +336,7 @@ DEVICE uint32_t staging_address(SharedStorage& shared) {
 DEVICE bool next_work_tile(SharedStorage& shared, uint32_t q_full, WorkTile& work) {
     wait_barrier(shared.q_full, q_full);
     work = shared.work[q_full];
-    return work.splits > 0;
+    return work.splits.count > 0;
 }
 
 // Returns whether there were partials.
@@ -384,12 +384,12 @@ DEVICE bool consume(const Params& p, const WorkRange& range, SharedStorage& shar
         bool finished = work.whole();
         if (!finished) {
             const RowScales row_scales(out);
-            finished = work.counter < 0 && work.split == work.splits - 1;
+            finished = work.splits.counter < 0 && work.splits.index == work.splits.count - 1;
             if (finished) {
                 fold_splits(p, work, row, column, out, row_scales, rows.maximum, rows.sum);
             } else {
                 if (written >= 0) arrive(p, written), written = -1;
-                if (work.counter >= 0) written = work.counter;
+                if (work.splits.counter >= 0) written = work.splits.counter;
                 store_partial(p, work, row, column, out, row_scales, rows.maximum, rows.sum);
             }
         }

@@ -1,57 +1,27 @@
-// Paged KV cache: where a KV tile lies in the pages, and its TMA copies.
+// TMA copies of KV tiles from the pages of the cache, and prefetches to L2.
 #pragma once
+#include "../common/paged_kv.cuh"
 #include "scheduler.cuh"
 
 namespace paged_mla_decode {
 
-// A single instruction: atomicOr would combine the warp's operands first, in registers that the producer does not have.
-DEVICE void report_invalid_page(const Params& p) {
-    asm volatile("red.global.or.b32 [%0], %1;" ::"l"(p.status), "n"(STATUS_PAGE_OUTSIDE_POOL) : "memory");
-}
-
-// Page ids of one request: 32 page table columns in the lanes of a warp.
-struct PageWindow {
-    int base = -1;  // first column that is loaded
-    int page = 0;
-    // Prefetches the columns from `first` on to L1.
-    DEVICE static void prefetch(const Params& p, const WorkTile& work, int first) {
-        const int column = first + threadIdx.x % 32;
-        const int columns = ((work.kv_len - 1) >> p.page_size_log2) + 1;
-        if (column < columns)
-            prefetch_to_l1(static_cast<const int*>(p.page_table) +
-                           static_cast<uint32_t>(work.request) * p.table_stride + column);
-    }
-    // Loads the columns `first` to `last`, fewer than 32, unless they are loaded.
-    DEVICE void cover(const Params& p, const WorkTile& work, int first, int last) {
-        if (base >= 0 && last < base + 32) return;
-        base = first;
-        const int column = first + threadIdx.x % 32;
-        const int columns = ((work.kv_len - 1) >> p.page_size_log2) + 1;
-        page =
-            column < columns
-                ? static_cast<const int*>(p.page_table)[static_cast<uint32_t>(work.request) * p.table_stride + column]
-                : 0;
-        const int inside = min(max(page, 0), p.num_pages - 1);
-        if (inside != page) report_invalid_page(p);
-        page = inside;
-    }
-    DEVICE int at(int column) const { return __shfl_sync(~0u, page, column - base); }
-};
+using paged_kv::chunk_tokens_log2;
+using paged_kv::PageWindow;
 
 // Where a KV tile lies in the pages.
 struct TilePages {
-    int chunks;  // pages that hold keys of it
+    int chunks;  // that hold keys of it
     int row;  // the first key's token in its page
     int page[TILE_TOKENS / MLA_MIN_PAGE_TOKENS];
 
     DEVICE TilePages(const Params& p, const WorkTile& work, PageWindow& pages, int chunk_log2, int tile) {
-        pages.cover(p, work, tile * TILE_TOKENS >> p.page_size_log2,
-                    min(tile * TILE_TOKENS + TILE_TOKENS, work.kv_len) - 1 >> p.page_size_log2);
-        chunks = ((work.valid(tile) - 1) >> chunk_log2) + 1;
-        row = tile * TILE_TOKENS & ((1 << p.page_size_log2) - 1);
+        const int token = tile * TILE_TOKENS;
+        pages.move_to(p, work.request, 0, work.kv_len, token);
+        chunks = paged_kv::chunk_count(work.kv_len, token, chunk_log2);
+        row = token & ((1 << p.page_size_log2) - 1);
 #pragma unroll
         for (int i = 0; i < TILE_TOKENS / MLA_MIN_PAGE_TOKENS; ++i)
-            page[i] = i < chunks ? pages.at((tile * TILE_TOKENS + (i << chunk_log2)) >> p.page_size_log2) : 0;
+            page[i] = i < chunks ? pages.page_of((token + (i << chunk_log2)) >> p.page_size_log2) : 0;
     }
 };
 
@@ -65,9 +35,6 @@ DEVICE void tma_load_box(const Params& p, const TilePages& at, int chunk_log2, i
                     at.page[i], policy);
     }
 }
-
-// Tokens of a KV tile that lie in one page together.
-DEVICE int chunk_tokens_log2(const Params& p) { return min(p.page_size_log2, TILE_TOKENS_LOG2); }
 
 // Keys that several CTAs read should stay in L2.
 DEVICE uint64_t kv_l2_policy(const Params& p) {

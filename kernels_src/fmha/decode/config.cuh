@@ -1,5 +1,7 @@
 // Build options of paged decode (-D), the constants that follow from them, and the layout of shared memory.
 #pragma once
+#include "../../common/pipeline.cuh"
+#include "../../common/stream_k.cuh"
 #include "../../common/wgmma.cuh"
 #include "KernelConstants.h"
 #if USE_TMA
@@ -11,6 +13,10 @@ using Params = PagedDecodeCopyParams;
 #endif
 
 namespace paged_decode {
+
+using stream_k::Request;
+using stream_k::SplitSet;
+using stream_k::WorkRange;
 
 constexpr int CONSUMER_WARPS = 4 * CONSUMER_WARPGROUPS;
 constexpr int CONSUMERS = 32 * CONSUMER_WARPS;
@@ -69,29 +75,6 @@ constexpr int MERGE_LANES = 16;  // of a row, when statistics are merged
 constexpr int LANES_PER_ROW = CONSUMERS / ROWS;  // threads that act as these lanes
 static_assert(MERGE_LANES % LANES_PER_ROW == 0, "every row has the same number of lanes");
 
-// A request, clamped to the bounds of the launch.
-struct Request {
-    int index;
-    int kv_len;
-    int q_begin;  // its first query token among all tokens
-    int q_len;
-    int first_tile;  // the first KV tile that is read: with a sliding window, earlier ones are skipped
-    int kv_tiles;  // a request without keys still owns one empty tile, whose CTA writes its output
-    int row_tiles;
-    // Groups of `cta_group_size` output tiles. An output tile is a (KV head, row tile) of the request.
-    DEVICE int tile_groups(const Params& p) const { return p.head_groups * row_tiles; }
-};
-
-// A CTA group's contiguous range of the stream-K tile space; see scheduler.cuh.
-struct WorkRange {
-    int cta_group, cta_rank;  // the CTA is number `cta_rank` of the `cta_group_size` CTAs of its group
-    int kv_tiles;  // in the range; if 0, what follows is not set
-    Request request;  // where the range begins: request, tile group, KV tile
-    int tile_group, first;
-    int group_offset;  // tile space index of that tile group's KV tile 0
-    int total, cta_groups;  // KV tiles in the whole tile space, CTA groups that have any
-};
-
 constexpr float MAXIMUM_SLACK = 8.f;  // base-2 exponent by which scores may exceed the row maximum in use
 // mbarriers are initialised; the consumers, which do that, arrive and go on to CONSUMER_BARRIER
 constexpr int PREPARED_BARRIER = 0;
@@ -108,13 +91,11 @@ struct Rows {
     int count;  // rows that exist, up to ROWS
 };
 
-// The split-KV partials of an output tile, in the order in which they are merged: where they lie in the workspace.
-struct SplitSet {
-    int count;  // 1: the output tile is not split, nothing goes through the workspace
-    int index;  // of the split that this CTA computes
-    int counter;  // its arrival counter
-    int base, step, odd_first;
-    DEVICE int slot(int split) const { return base + split * step + (split == 0 ? odd_first : 0); }
+// KV tiles of one output tile, which one CTA computes.
+struct WorkTile : stream_k::WorkTile {
+    Rows rows;
+    int row_tile;
+    int begin;  // no row sees a key before this one
 };
 
 // Stages of converted tiles, a second pipeline: keys and values in turn, or values alone.
@@ -168,23 +149,6 @@ DEVICE uint32_t tile_address(uint32_t stage, int token, int column) {
     return stage + column / COLUMNS * SPAN_BYTES + token * SPAN + ((column % COLUMNS) ^ swizzle) * 16;
 }
 
-// Position in a pipeline; the phase flips with each pass.
-template <int SIZE>
-struct PipelineState {
-    int index = 0;
-    uint32_t phase = 0;
-    DEVICE void advance(int steps = 1) {  // by at most SIZE
-        index += steps;
-        if (index >= SIZE) {
-            index -= SIZE;
-            phase ^= 1;
-        }
-    }
-    DEVICE void advance_far(uint32_t steps) {
-        phase ^= steps / SIZE & 1;
-        advance(steps % SIZE);
-    }
-};
 using StageState = PipelineState<STAGES>;
 using ConvertedState = PipelineState<CONVERTED_STAGES>;
 

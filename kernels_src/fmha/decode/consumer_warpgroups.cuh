@@ -400,7 +400,7 @@ DEVICE void consume(const Params& p, const WorkRange& range, SharedStorage& shar
             return merge_in_cluster(p, work.rows, output_scale, shared);
         }
 #endif
-        const SplitSet splits = splits_of(p, range, work);
+        const SplitSet splits = stream_k::splits_of<DecodeTiling>(p, range, work);
         store_work_tile(p, work, splits, output_scale, shared);
         if (threadIdx.x == 0) {
             shared.open_rows = work.rows, shared.open_splits = splits;

@@ -489,7 +489,7 @@ DEVICE void consume(const Params& p, const WorkRange& range, SharedStorage& shar
         const Request& r = work.request;
         Queries queries;
         queries.load(p, work, softmax_scale, shared);
-        const SplitSet splits = splits_of(p, range, work);  // while the keys are in flight
+        const SplitSet splits = stream_k::splits_of<DecodeTiling>(p, range, work);  // while the keys are in flight
         Accumulator acc;
         acc.clear();
         // Keys [visible_from, visible_to) are visible to every row.

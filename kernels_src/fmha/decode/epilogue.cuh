@@ -65,32 +65,6 @@ DEVICE void write_lse(const Params& p, const Normalisation& n) {
     if (p.lse != nullptr) static_cast<float*>(p.lse)[n.token * p.lse_token_stride + n.head * p.lse_head_stride] = n.lse;
 }
 
-DEVICE SplitSet splits_of(const Params& p, const WorkRange& range, const WorkTile& work) {
-    SplitSet splits;
-    const Request& r = work.request;
-    if (p.splits > 0) {
-        const int row_tiles = (min(p.q_len * p.group, p.max_rows) + ROWS - 1) / ROWS;
-        splits.count = split_count(p, r);
-        splits.index = work.split;
-        splits.counter = (r.index * row_tiles + work.row_tile) * p.kv_heads + work.rows.head;
-        splits.base = splits.counter * p.splits;
-        splits.step = 1;
-        splits.odd_first = 0;
-        return splits;
-    }
-    const int first = work.first == 0 ? range.cta_group : cta_group_of(range, work.space_offset);
-    const int last =
-        work.last == r.kv_tiles ? range.cta_group : cta_group_of(range, work.space_offset + r.kv_tiles - 1);
-    splits.count = last - first + 1;
-    splits.index = range.cta_group - first;
-    splits.counter = first * p.cta_group_size + range.cta_rank;
-    // A CTA has at most one partial that begins an output tile (odd slot) and one that continues it (even slot).
-    splits.base = PARTIALS_PER_CTA * splits.counter;
-    splits.step = PARTIALS_PER_CTA * p.cta_group_size;
-    splits.odd_first = 1;
-    return splits;
-}
-
 DEVICE int64_t slot_row(int slot, int row) { return static_cast<int64_t>(slot) * ROWS + row; }
 
 // (top, total) stands for total * 2^top; adds another such number.

@@ -1,34 +1,9 @@
 // Producer warps: page table -> TMA boxes (or cp.async) of K and V into the pipeline.
 #pragma once
+#include "../../common/paged_kv.cuh"
 #include "queries.cuh"
 
 namespace paged_decode {
-
-// Page ids of one request: a window of 32 page table columns in the lanes of a warp, and the next window ahead.
-struct PageWindow {
-    int loaded = -2;  // number of the window in `page`
-    int page = 0, ahead = 0;
-
-    // Columns before all rows' sliding windows or past the length are not read: no row sees their keys.
-    DEVICE int load(const Params& p, const WorkTile& work, int window) const {
-        const int first = work.begin >> p.page_size_log2;
-        const int last = (work.request.kv_len - 1) >> p.page_size_log2;
-        const int column = window * 32 + threadIdx.x % 32;
-        if (column < first || column > last) return 0;
-        return static_cast<const int*>(p.page_table)[work.request.index * p.table_stride + column];
-    }
-
-    DEVICE void move_to(const Params& p, const WorkTile& work, int window) {
-        if (window == loaded) return;
-        page = window == loaded + 1 ? ahead : load(p, work, window);
-        ahead = load(p, work, window + 1);
-        loaded = window;
-        if (page < 0 || page >= p.num_pages) {
-            page = min(max(page, 0), p.num_pages - 1);
-            atomicOr(static_cast<uint32_t*>(p.status), STATUS_PAGE_OUTSIDE_POOL);
-        }
-    }
-};
 
 // Brings the queries of a work tile to L2 while the consumers are still busy with the previous one.
 DEVICE void prefetch_query(const Params& p, const WorkTile& work) {
@@ -46,8 +21,8 @@ DEVICE void produce(const Params& p, const WorkRange& range, int warp, SharedSto
     const int lane = threadIdx.x % 32;
     const bool values = warp % 2;
     const int page_tokens = 1 << p.page_size_log2;
-    const int chunk_log2 = min(p.page_size_log2, __ffs(TILE_TOKENS) - 1);
-    const int chunk = 1 << chunk_log2;  // tokens of a KV tile that lie in one page together
+    const int chunk_log2 = paged_kv::chunk_tokens_log2(p);
+    const int chunk = 1 << chunk_log2;
     StageState state;
     state.advance(warp);
     int skip = warp / 2;  // KV tiles until this warp's next
@@ -64,17 +39,16 @@ DEVICE void produce(const Params& p, const WorkRange& range, int warp, SharedSto
     for_each_work_tile(p, range, [&](const WorkTile& work) {
         if (warp == 0 && !is_first) prefetch_query(p, work);
         is_first = false;
-        PageWindow pages;
+        paged_kv::PageWindow pages;
         const Request& r = work.request;
         const int end = end_tile(work);
         int tile = work.first + skip;
         for (; tile < end; tile += WARPS_PER_OPERAND) {
             const int token = (r.first_tile + tile) * TILE_TOKENS;
-            const int chunks = (min(r.kv_len - token, TILE_TOKENS) + chunk - 1) >> chunk_log2;
-            const int column = token >> p.page_size_log2;  // all columns of a KV tile are in one window
-            pages.move_to(p, work, column / 32);
-            // the page of this lane's chunk
-            const int page = __shfl_sync(~0u, pages.page, column % 32 + min(lane, chunks - 1));
+            const int chunks = paged_kv::chunk_count(r.kv_len, token, chunk_log2);
+            pages.move_to(p, r.index, work.begin, r.kv_len, token);
+            // of this lane's chunk
+            const int page = pages.page_of((token >> p.page_size_log2) + min(lane, chunks - 1));
             const uint32_t stage = shared_address(shared.stages[state.index]);
             const uint32_t full = shared_address(&shared.full[state.index]);
             // passes at once in the first pass of the pipeline

@@ -138,7 +138,7 @@ DEVICE void store_partial(const Params& p, const WorkTile& work, int row, int co
                           const float (&out)[HALF_COLUMNS / 2], const RowScales& own, const float (&maximum)[2],
                           const float (&sum)[2]) {
     if (row / 16 * 16 >= work.rows) return;
-    const int slot = slot_of(p, work, work.split);
+    const int slot = work.splits.slot(work.splits.index);
     uint2* target = static_cast<uint2*>(p.partial_out) + partial_offset(slot, column / 8, threadIdx.x % WARPGROUP);
 #pragma unroll
     for (int j = 0; j < HALF_COLUMNS / 2; j += 4)
@@ -161,7 +161,7 @@ DEVICE void weigh_rounded(const RowScale& row, float weight, float& first, float
 // one in the thread's registers.
 DEVICE void fold_splits(const Params& p, const WorkTile& work, int row, int column, float (&out)[HALF_COLUMNS / 2],
                         const RowScales& own, float (&maximum)[2], float (&sum)[2]) {
-    const int before = work.splits - 1, slot = slot_of(p, work, 0);
+    const int before = work.splits.count - 1, slot = work.splits.slot(0);
     float weight[2][FOLDED_SPLITS - 1], top[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

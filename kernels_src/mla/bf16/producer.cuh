@@ -46,10 +46,10 @@ DEVICE void load(const Params& p, const WorkRange& range, SharedStorage& shared)
     while (work_tiles.next(work)) {
         if (threadIdx.x == CONSUMERS) shared.work[phase >> STAGES & 1] = work;
         PageWindow pages;
-        pages.prefetch(p, work, work.first * TILE_TOKENS >> p.page_size_log2);  // in flight together with the queries
+        pages.prefetch(p, work.request, work.kv_len, work.first * TILE_TOKENS);  // in flight together with the queries
         const int last = work.first + work.key_tiles(), filled = min(work.first + STAGES, last);
         const int queries_at = begun ? filled : work.first;
-        const bool same_queries = begun && work.split > 0;  // this CTA computed the previous split
+        const bool same_queries = begun && work.splits.index > 0;  // this CTA computed the previous split
         begun = true;
 #pragma unroll 1
         for (int tile = work.first;; ++tile) {
@@ -87,7 +87,7 @@ DEVICE void load(const Params& p, const WorkRange& range, SharedStorage& shared)
         }
     }
     const uint32_t buffer = phase >> STAGES & 1;
-    if (threadIdx.x == CONSUMERS) shared.work[buffer].splits = 0;
+    if (threadIdx.x == CONSUMERS) shared.work[buffer].splits.count = 0;
     wait_barrier(shared.q_empty, buffer ^ 1);
     mbarrier_arrive(shared_address(&shared.q_full));
 }

@@ -29,7 +29,7 @@ struct SharedStorage {
     alignas(1024) char q[BOXES][BOX_BYTES];
     alignas(1024) char kv[STAGES][BOXES][BOX_BYTES];
     alignas(1024) char p1[BOX_BYTES];
-    WorkTile work[2];  // used in turn, valid with their queries; splits == 0: no more work
+    WorkTile work[2];  // used in turn, valid with their queries; no splits: no more work
     float maximum[2][ROWS];
     float sum[2][ROWS];
     uint32_t raised[2][WARPGROUP / 32];  // whether a maximum of the warp's rows was raised

@@ -137,8 +137,8 @@ DEVICE void publish_probabilities(SharedStorage& shared, int at, bool first, int
 
 // Normalises the rows with the last tile of a work tile.
 DEVICE void normalise_rows(const Params& p, const WorkTile& work, TileHandoff& to, int row, const Rows& rows) {
-    const int slot = slot_of(p, work, work.split);
-    if (threadIdx.x == CONSUMERS) to.slot = slot, to.rows = work.rows, to.counter = work.counter;
+    const int slot = work.splits.slot(work.splits.index);
+    if (threadIdx.x == CONSUMERS) to.slot = slot, to.rows = work.rows, to.counter = work.splits.counter;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         float sum = rows.sum[i];

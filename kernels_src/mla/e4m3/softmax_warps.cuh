@@ -61,8 +61,8 @@ constexpr float MAX_SUM = 512.f, EXCESS = 3.f;
 
 DEVICE void normalise_own_row(const Params& p, const WorkTile& work, TileHandoff& to, float maximum, float sum) {
     const int row = reread_thread_index() % WARPGROUP - 32;
-    const int slot = slot_of(p, work, work.split);
-    if (row == 0) to.slot = slot, to.rows = work.rows, to.counter = work.counter;
+    const int slot = work.splits.slot(work.splits.index);
+    if (row == 0) to.slot = slot, to.rows = work.rows, to.counter = work.splits.counter;
     normalise_row(p, work, to, slot, row, maximum, sum);
 }
 

@@ -152,7 +152,7 @@ DEVICE RowScale row_scale(const float (&v)[8]) {
 }
 
 DEVICE void store_partial(const Params& p, const WorkTile& work, const float2 (&statistics)[2][2], const Output& out) {
-    const int slot = slot_of(p, work, work.split);
+    const int slot = work.splits.slot(work.splits.index);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         float low[8], high[8];
@@ -187,7 +187,7 @@ DEVICE bool consume(const Params& p, const WorkRange& range, SharedStorage& shar
     WorkTileIterator work_tiles(p, range);
     WorkTile work;
     work.rows = work.first = work.last = work.kv_len = work.row_tile = work.q_begin = 0;
-    work.splits = 1;
+    work.splits.count = 1;
     // The first pass is a warm-up without rows, while the first keys are in flight: it fetches from DRAM the code
     // that everything waits for at the end.
 #pragma unroll 1
@@ -232,7 +232,7 @@ DEVICE bool consume(const Params& p, const WorkRange& range, SharedStorage& shar
                 arrive(p, written);
             }
             store_partial(p, work, statistics, out);
-            written = work.counter;
+            written = work.splits.counter;
         }
     }
     if (written < 0) return false;

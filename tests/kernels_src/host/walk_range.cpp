@@ -1,0 +1,136 @@
+// The stream-K scheduler compiled for the host: the work tiles of one CTA. The 32 lanes of a warp are fibers, which meet
+// at each shuffle.
+//
+// Build: -DSOURCE="scheduler.cuh" -DMLA=0|1 and what the kernel itself takes.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+#include <cuda_runtime.h>
+#include <functional>
+#include <memory>
+#include <ucontext.h>
+#include <vector>
+
+using std::max;
+using std::min;
+
+struct Signed {
+    int x, y, z;
+};
+static Signed threadIdx, blockIdx, gridDim;
+
+constexpr int LANES = 32;
+static ucontext_t caller, lanes[LANES];
+static int sent[LANES];
+
+// Runs the other lanes up to the same point.
+static void meet() { swapcontext(&lanes[threadIdx.x], &caller); }
+
+static int exchange(int value, int from) {
+    const int lane = threadIdx.x;
+    sent[lane] = value;
+    meet();
+    const int got = sent[from < 0 ? lane : from];
+    meet();
+    return got;
+}
+
+static int __shfl_sync(unsigned, int value, int lane) { return exchange(value, lane); }
+static int __shfl_up_sync(unsigned, int value, int step) { return exchange(value, threadIdx.x - step); }
+static unsigned __ballot_sync(unsigned, int predicate) {
+    unsigned ballot = 0;
+    sent[threadIdx.x] = predicate != 0;
+    meet();
+    for (int lane = 0; lane < LANES; ++lane) ballot |= unsigned(sent[lane]) << lane;
+    meet();
+    return ballot;
+}
+static int __ffs(int value) { return __builtin_ffs(value); }
+static int __popc(unsigned value) { return __builtin_popcount(value); }
+// The device's result is off by up to two units in the last place.
+static float quotient_error = 0;
+static float __fdividef(float a, float b) { return a / b * (1 + quotient_error); }
+
+// Declared for what is never called.
+size_t __cvta_generic_to_shared(const void*);
+float __uint_as_float(unsigned);
+float __int_as_float(int);
+unsigned __float_as_uint(float);
+int atomicOr(unsigned*, unsigned);
+
+#include SOURCE
+
+static std::function<void()> body;
+static void run_lane() {
+    body();
+    for (;;) meet();
+}
+
+// Calls `warp_function` in 32 lanes until lane 0 has returned.
+static void run_warp(const std::function<void()>& warp_function) {
+    constexpr size_t STACK = 1 << 16;
+    static std::unique_ptr<char[]> stacks(new char[LANES * STACK]);
+    bool done = false;
+    body = [&] {
+        const int lane = threadIdx.x;
+        warp_function();
+        if (lane == 0) done = true;
+    };
+    for (int lane = 0; lane < LANES; ++lane) {
+        getcontext(&lanes[lane]);
+        lanes[lane].uc_stack.ss_sp = stacks.get() + lane * STACK;
+        lanes[lane].uc_stack.ss_size = STACK;
+        makecontext(&lanes[lane], run_lane, 0);
+    }
+    while (!done)
+        for (threadIdx.x = 0; threadIdx.x < LANES; ++threadIdx.x) swapcontext(&caller, &lanes[threadIdx.x]);
+    threadIdx.x = 0;
+}
+
+// The CTA group of a tile, of `groups` that share `total` tiles; quotients are off by `error`, relatively.
+extern "C" int cta_group(int total, int groups, int tile, float error) {
+    stream_k::WorkRange range;
+    range.total = total;
+    range.cta_groups = groups;
+    quotient_error = error;
+    const int found = stream_k::cta_group_of(range, tile);
+    quotient_error = 0;
+    return found;
+}
+
+// Writes ten numbers for each work tile of a CTA: request, KV head, row tile, first and last KV tile, number of its
+// split, splits, counter, and the slots of this split and of split 0. Returns the count of work tiles.
+extern "C" int walk(const void* parameters, const int* grid, const int* cta, int* to) {
+    gridDim = {grid[0], grid[1], 1};
+    blockIdx = {cta[0], cta[1], 0};
+    int count = 0;
+    const auto write = [&](std::initializer_list<int> row) { std::copy(row.begin(), row.end(), to + 10 * count++); };
+#if MLA
+    using namespace paged_mla_decode;
+    const Params& p = *static_cast<const Params*>(parameters);
+    WorkRange range;
+    run_warp([&] { find_work_range(p, range); });
+    WorkTileIterator work_tiles(p, range);
+    WorkTile work;
+    while (work_tiles.next(work))
+        write({work.request, 0, work.row_tile, work.first, work.last, work.splits.index, work.splits.count,
+               work.splits.counter, work.splits.slot(work.splits.index), work.splits.slot(0)});
+#else
+    using namespace paged_decode;
+    const Params& p = *static_cast<const Params*>(parameters);
+    WorkRange range;
+    run_warp([&] {
+        const WorkRange own = find_work_range(p);
+        if (threadIdx.x == 0) range = own;
+    });
+    for_each_work_tile(p, range, [&](const WorkTile& work) {
+        const SplitSet splits = stream_k::splits_of<DecodeTiling>(p, range, work);
+        write({work.request.index, work.rows.head, work.row_tile, work.first, work.last, splits.index, splits.count,
+               splits.counter, splits.slot(splits.index), splits.slot(0)});
+    });
+#endif
+    return count;
+}
