@@ -109,7 +109,7 @@ class BoundStep:
         lines += [f"    if not ({' and '.join(tests)}):", otherwise]
         numbers = {arg.name: number for number, arg in enumerate(plan.operator.tensors)}
         lines += [f"    v{numbers[item.name]} = {item.address}" for item in items]
-        masks = [f"v{numbers[arg.name]} & {arg.alignment - 1}" for arg in self._free]
+        masks = [f"not v{numbers[arg.name]} or v{numbers[arg.name]} & {arg.alignment - 1}" for arg in self._free]
         lines += [f"    if {' or '.join(masks)}:", otherwise] if masks else []
         lines += [f"    {line.replace(ELSEWHERE, f'return full({given})')}" for line in [*sending, ""]]
         self._send = compiled("send", "\n".join(lines), scope)

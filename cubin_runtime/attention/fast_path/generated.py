@@ -10,12 +10,11 @@ from ...launch.semaphore_workspace import SemaphoreWorkspace
 from ...launch.streams import stream_handle
 from ...launch.workspace import Workspace
 from ...tensor import TensorView
-from .guards import GuardedTensor, conditions, guarded
+from .guards import GuardedTensor, address_conditions, conditions, guarded
 from .notes import Launched, Notes
 from .options import Signature, is_immutable, record_use
 
 MISS = object()  # what a fast path gives for a call that is not alike
-_ALIGNED, _PLACED = 15, 255  # bits of an address that count: of a tensor, of memory that regions are placed in
 _CONSTANT = ("n_", "regions_at(")  # values that are the same for all calls of one key
 _SCALE_LIMIT = 2.0**127
 _FIXED = (str, int, float)
@@ -71,13 +70,18 @@ class _Writer:
             self._value(name, value, known, related)
             for name, value in zip(launched.names, launched.values, strict=True)
         ]
+        if launched.apart:
+            one, other = (launched.names.index(name) for name in launched.apart)
+            equal = launched.values[one] == launched.values[other]
+            related.add(f"{values[one]} {'==' if equal else '!='} {values[other]}")
         self._leftovers()
-        reads = [f"    a_{item.name} = {item.address}" for item in self.tensors if item.name in self.used]
+        used = [item for item in self.tensors if item.name in self.used]
+        reads = [f"    a_{item.name} = {item.address}" for item in used]
         lines = [f"def fast({', '.join(signature.parameters)}):"]
         lines += _refusal(self.tests)
         lines += self.unpacked
         lines += _refusal(conditions(self.tensors, self.scope))
-        lines += reads + _refusal([*self._alignments(), *sorted(related)])
+        lines += reads + _refusal([*address_conditions(used, signature.memory, self.scope), *sorted(related)])
         lines += [*self._stream("stream" in given), *self._regions()]
         for number, (item, tensor) in enumerate(zip(self.notes.made, made, strict=True)):
             sources = ", ".join(self._source(source) for source in item.sources)
@@ -130,7 +134,8 @@ class _Writer:
             self.tests.append(f"{name} is {value}")
         elif type(value) in _FIXED:
             self.scope |= {f"k_{name}": value, f"t_{name}": type(value)}
-            self.tests.append(f"type({name}) is t_{name} and {name} == k_{name}")
+            signed = f" and str({name}) == '{value}'" if type(value) is float and not value else ""
+            self.tests.append(f"type({name}) is t_{name} and {name} == k_{name}{signed}")
         elif is_immutable(value):
             self.scope[f"k_{name}"] = value
             self.tests.append(f"{name} is k_{name}")
@@ -203,20 +208,6 @@ class _Writer:
             elif name not in self.followed:
                 self.scope[f"k_{name}"] = value
                 self.tests.append(f"{name} == k_{name}")
-
-    def _alignments(self) -> list[str]:
-        plain, tests = [], []
-        for item in self.tensors:
-            if item.name not in self.used:
-                continue
-            mask = _PLACED if item.name in self.signature.memory else _ALIGNED
-            rest = item.view.pointer & mask
-            if mask == _ALIGNED and not rest:
-                plain.append(f"a_{item.name}")
-            else:
-                self.scope[f"x_{item.name}"] = rest
-                tests.append(f"a_{item.name} & {mask} == x_{item.name}")
-        return [f"not ({' | '.join(plain)}) & {_ALIGNED}", *tests] if plain else tests
 
     def _stream(self, given: bool) -> list[str]:
         memory, first = self.launched.memory, self.tensors[0]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
 from ...dtypes import ITEM_BYTES
 from ...errors import CubinRuntimeError
 from ...tensor import TensorView, view_of
+
+_ALIGNED, _PLACED = 15, 255  # bits of an address that count: of a tensor, of memory that regions are placed in
 
 
 class GuardedTensor(NamedTuple):
@@ -75,6 +77,21 @@ def conditions(tensors: Sequence[GuardedTensor], scope: dict[str, Any]) -> list[
         else:
             found += [_compared(item, scope) for item in rest]
     return found
+
+
+def address_conditions(tensors: Sequence[GuardedTensor], memory: Collection[str], scope: dict[str, Any]) -> list[str]:
+    """Expressions that are all true where no address, ``a_`` and the tensor's name, is null and each is as aligned as
+    it was, as far as that counts: regions are placed in those called ``memory``."""
+    plain, found = [], [f"a_{item.name}" for item in tensors]
+    for item in tensors:
+        mask = _PLACED if item.name in memory else _ALIGNED
+        rest = item.view.pointer & mask
+        if mask == _ALIGNED and not rest:
+            plain.append(f"a_{item.name}")
+        else:
+            scope[f"x_{item.name}"] = rest
+            found.append(f"a_{item.name} & {mask} == x_{item.name}")
+    return [*found, f"not ({' | '.join(plain)}) & {_ALIGNED}"] if plain else found
 
 
 def _compared(item: GuardedTensor, scope: dict[str, Any]) -> str:

@@ -1,0 +1,95 @@
+"""A runtime on the stand-in driver, with native kernels and, as SM100, trtllm-gen ones, all without code."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from adapter import ABIS, NATIVE, PUBLISHED, native_files, published_files
+from cubins import write_release
+from extended_driver import ExtendedDriver
+from fast_path_calls import Caller, FullPaths, NotingMemory
+from standin_build import StandIn
+
+from cubin_runtime import Config
+from cubin_runtime.artifacts.tables.metadata import HEADER_PATH
+from cubin_runtime.artifacts.tables.metadata_index import index_of_header
+from cubin_runtime.attention import Runtime
+from cubin_runtime.kernels.trtllm_gen.params import KERNEL_PARAMS
+
+operator_function_module = sys.modules["cubin_runtime.attention.fast_path.operator_function"]
+SIZES = ((128, 128), (576, 512), (192, 128))
+
+
+def is_used(row: Any) -> bool:
+    sizes = (row["head_dim_qk"], row["head_dim_v"]) in SIZES and row["tokens_per_page"] in (0, 32, 64)
+    return sizes and row["dtype_o"] == "bf16" and not row["skips_softmax"]
+
+
+@pytest.fixture(scope="session")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    folder = tmp_path_factory.mktemp("releases")
+    pins, published = folder / "pins.toml", published_files(is_used)
+    index = hashlib.sha256(index_of_header(published[HEADER_PATH])).hexdigest()
+    pins.write_text(
+        write_release(folder, NATIVE, ABIS[NATIVE], native_files())
+        + write_release(folder, PUBLISHED, ABIS[PUBLISHED], published).rstrip()
+        + f'\nindex_sha256 = "{index}"\n'
+    )
+    sources = tuple(str(folder / f"{name}.zip") for name in (NATIVE, PUBLISHED))
+    (folder / "store").mkdir()
+    return Config(store=folder / "store", sources=sources, pin_files=(pins,), offline=True)
+
+
+@pytest.fixture
+def capability() -> tuple[int, int]:
+    return 9, 0
+
+
+@pytest.fixture
+def memory() -> NotingMemory:
+    return NotingMemory()
+
+
+@pytest.fixture
+def runtime(
+    config: Config,
+    standin: StandIn,
+    memory: NotingMemory,
+    capability: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Runtime]:
+    standin.pose_as(*capability)
+    standin.with_devices(2)
+    standin.write_whole_descriptors()
+    standin.accept_kernels(KERNEL_PARAMS.size)
+    made = Runtime(config, driver=ExtendedDriver(standin.path), release=NATIVE, trtllm_release=PUBLISHED, memory=memory)
+    for kernel in made.native_release().kernels:
+        standin.add_kernel(kernel.symbol, (kernel.struct_bytes,), kernel.threads)
+    monkeypatch.setattr("cubin_runtime.attention.process.default.runtime", made)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made.driver.set_current(made.driver.primary_context(0))
+        yield made
+    made.driver.set_current(None)
+
+
+@pytest.fixture
+def caller(runtime: Runtime, standin: StandIn, memory: NotingMemory) -> Caller:
+    return Caller(runtime, standin, memory)
+
+
+@pytest.fixture
+def full_paths(monkeypatch: pytest.MonkeyPatch) -> FullPaths:
+    counted, original = FullPaths(), operator_function_module.taking_notes
+
+    def taking_notes() -> Any:
+        counted.count += 1
+        return original()
+
+    monkeypatch.setattr(operator_function_module, "taking_notes", taking_notes)
+    return counted
