@@ -16,7 +16,7 @@ from .options import Signature, is_immutable, record_use
 
 MISS = object()  # what a fast path gives for a call that is not alike
 _CONSTANT = ("n_", "regions_at(")  # values that are the same for all calls of one key
-_SCALE_LIMIT = 2.0**127
+_SCALE_LIMIT, _SMALLEST_SCALE = 2.0**127, 2.0**-127  # of subnormal numbers, different multiples are equal
 _FIXED = (str, int, float)
 _WORKSPACES = (Workspace, SemaphoreWorkspace)
 
@@ -111,7 +111,7 @@ class _Writer:
         elif name == signature.bound and type(value) is int:
             self.tests.append(f"type({name}) is int")
             self.free[name] = value
-        elif name in signature.scales.values() and type(value) is float and value:
+        elif name in signature.scales.values() and type(value) is float and abs(value) > _SMALLEST_SCALE:
             self.scope["LIMIT"] = _SCALE_LIMIT
             self.tests.append(f"type({name}) is float and -LIMIT <= {name} <= LIMIT and {name}")
             self.free[name] = value
@@ -189,7 +189,7 @@ class _Writer:
                 raise _Unlike
             self.scope["CAPACITY"] = value  # what the page table holds, however much more is asked for
             self.tests.append(f"{bound} >= CAPACITY")
-        elif scale in self.free:
+        elif scale in self.free and value:
             factors = [1.0, LOG2_E, *(k for key, k in self.scope.items() if key[:2] == "k_" and type(k) is float)]
             factor = next((factor for factor in factors if self.free[scale] * factor == value), None)
             if factor is not None:
