@@ -190,12 +190,11 @@ class PreparedLaunches:
     def _again(self, code: int, stream: int, config_at: int, function: int, arguments_at: int) -> bool:
         """Once more with the kernel's context current, which the default streams are meant in; else the error.
 
-        True: another context of the device is current, and nothing was launched.
+        True: the stream is one of another context of the device, and nothing was launched.
         """
         driver, context = self._driver, self._context
         if code in _ELSEWHERE:
-            current = driver.current_context() if is_default(stream) else None
-            if current not in (None, context) and driver.context_device() == self._device.ordinal:
+            if is_default(stream) and driver.context_on(self._device.ordinal) != context:
                 return True
             with driver.using(context):
                 if not is_default(stream) and driver.stream_context(stream) != context:
