@@ -193,6 +193,7 @@ class PreparedLaunches:
         True: another context of the device is current, and nothing was launched.
         """
         driver, context = self._driver, self._context
+        driver.check_process()
         if code in _ELSEWHERE:
             current = driver.current_context() if is_default(stream) else None
             if current not in (None, context) and driver.context_device() == self._device.ordinal:
