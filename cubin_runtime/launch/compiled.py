@@ -12,7 +12,7 @@ def compiled(name: str, source: str, scope: Mapping[str, Any]) -> Callable[..., 
     """The function ``name`` of ``source``, whose free names are those of ``scope``.
 
     They become cells of a closure, which cost less than globals, and equal sources are compiled once. The function
-    keeps all of the scope alive, what its source does not name too: memory that the driver reads, for instance.
+    keeps all of the scope alive, also what its source does not name: memory that the driver reads, for instance.
     """
     body = "".join(f"    {line}\n" for line in source.splitlines())
     found: dict[str, Any] = {}

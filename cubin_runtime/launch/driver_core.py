@@ -86,6 +86,11 @@ class DriverCore:
         name, text = self._words("cuGetErrorName", code), self._words("cuGetErrorString", code)
         return DriverCallError(call, code, name, text, launches, first)
 
+    def check_process(self) -> None:
+        """Raise ``DriverLibraryError`` in a child forked after the library was opened."""
+        if self._library is not None and self._pid != os.getpid():
+            raise DriverLibraryError("opened before a fork: CUDA cannot be used in the child")
+
     def out_pointer(self, name: str, *arguments: Any) -> int:
         """Call a function whose first argument is where it writes a handle; return the handle."""
         slot = ctypes.c_void_p()
@@ -121,8 +126,7 @@ class DriverCore:
 
     def _open(self) -> ctypes.CDLL:
         if self._library is not None:
-            if self._pid != os.getpid():
-                raise DriverLibraryError("opened before a fork: CUDA cannot be used in the child")
+            self.check_process()
             return self._library
         path = self._path or _find_libcuda()
         try:

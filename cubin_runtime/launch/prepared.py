@@ -193,6 +193,7 @@ class PreparedLaunches:
         True: the stream is one of another context of the device, and nothing was launched.
         """
         driver, context = self._driver, self._context
+        driver.check_process()
         if code in _ELSEWHERE:
             if is_default(stream) and driver.context_on(self._device.ordinal) != context:
                 return True

@@ -44,17 +44,19 @@ def assert_close(
     kind = KINDS[case.out_type]
     out = values_of(case.out_type, got[0])[: len(want)].astype(np.float64)
     assert np.isfinite(out).all(), f"the output holds NaN or infinity at {_first(~np.isfinite(out))}"
+    size = np.abs(want).max(initial=0.0)
     want = np.clip(want, -kind.largest, kind.largest)
-    _assert_elements(case, out, want)
+    _assert_elements(case, out, want, size)
     error = _assert_norms(case, out, want, of_scores)
     if got[1] is not None:
         assert_lse_close(got[1][: len(want)], want_lse, of_scores)
     return error
 
 
-def _assert_elements(case: DecodeCase, out: np.ndarray, want: np.ndarray) -> None:
+def _assert_elements(case: DecodeCase, out: np.ndarray, want: np.ndarray, size: float) -> None:
+    """``size`` is that of the largest element before saturation, which errors go with."""
     unit = min(1.0, abs(case.output_scale))
-    allowed = np.full(want.shape, ELEMENT_TOLERANCE * max(unit, np.abs(want).max(initial=0.0)))
+    allowed = np.full(want.shape, ELEMENT_TOLERANCE * max(unit, size))
     if case.out_type == "e4m3":
         allowed += np.abs(want) * KINDS["e4m3"].roundoff + KINDS["e4m3"].step / 2
     wrong = np.abs(out - want) > allowed

@@ -10,6 +10,7 @@ from standin_build import StandIn
 
 from cubin_runtime.errors import AbiError, UsageError
 from cubin_runtime.launch.driver import Driver, DriverCallError
+from cubin_runtime.launch.driver_errors import DriverLibraryError
 from cubin_runtime.launch.modules import LoadedKernel, ModuleCache
 from cubin_runtime.launch.plan import LaunchAttributes, LaunchPlan
 from cubin_runtime.launch.prepared import PreparedLaunches
@@ -400,3 +401,14 @@ def test_a_plan_beyond_what_the_kernel_was_gated_for_is_refused(
 def test_a_planned_value_that_does_not_fit_is_refused(driver: Driver, kernel: LoadedKernel) -> None:
     with pytest.raises(UsageError, match="batch=None: expected int32"):
         prepare(kernel, driver, values={**VALUES, "batch": None}).run(0)
+
+
+def test_a_child_of_a_fork_is_told_so(
+    prepared: PreparedLaunches, standin: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver answers a child with CUDA_ERROR_NOT_INITIALIZED."""
+    prepared.run(0x5007)
+    monkeypatch.setattr("os.getpid", lambda: -1)
+    standin.fail("cuLaunchKernelEx", 3)
+    with pytest.raises(DriverLibraryError, match="before a fork"):
+        prepared.run(0x5007)
