@@ -1,0 +1,66 @@
+"""Threads that call at once do not mix their parameters."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from fast_path_calls import ON_SM90, Call, Caller
+
+THREADS, ROUNDS = 8, 50
+FIRST, STEP = 0x1111_0000_0000, 1 << 36
+CASES = ["paged_decode", "mla_decode", "plan.run", "mla plan.run", "trtllm_batch_decode", "plain xqa"]
+OWN = ("q", "query", "out", "output", "page_table", "block_tables", "seq_lens")
+
+
+@pytest.fixture(autouse=True)
+def _switch_often() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def of_thread(call: Call, number: int) -> Call:
+    """The call with tensors of the thread's own."""
+    views = {name: view for name, view in call.arguments.items() if name in OWN and view is not None}
+    places = range(FIRST + number * STEP, FIRST + (number + 1) * STEP, 1 << 32)
+    moved: dict[str, Any] = {n: replace(v, pointer=at) for (n, v), at in zip(views.items(), places, strict=False)}
+    return call.changed(**moved)
+
+
+def sent(caller: Caller) -> list[str]:
+    return [launch.seen["parameter0"] for launch in caller.standin.calls("cuLaunchKernelEx")]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_launch_has_the_parameters_of_one_call(caller: Caller, name: str) -> None:
+    call = ON_SM90[name](caller.memory, caller.runtime)
+    calls = [of_thread(call, number) for number in range(THREADS)]
+    caller.standin.clear_log()
+    for each in calls:
+        each.function(**each.arguments)
+    wanted = sent(caller)
+    assert len(set(wanted)) == THREADS
+    caller.standin.clear_log()
+    ready, context = threading.Barrier(THREADS), caller.runtime.driver.current_context()
+
+    def work(number: int) -> None:
+        caller.runtime.driver.set_current(context)
+        ready.wait()
+        for turn in range(ROUNDS):
+            each = calls[(number + turn) % THREADS]
+            each.function(**each.arguments)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    came = sent(caller)
+    assert {each: came.count(each) for each in wanted} == dict.fromkeys(wanted, ROUNDS)
+    assert len(came) == THREADS * ROUNDS
