@@ -1,0 +1,266 @@
+"""torch tensors on fast paths: what changed in place is refused, modes of torch are minded. Its CPU build serves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fast_path_calls import FullPaths, suspended
+from standin_build import StandIn
+
+from cubin_runtime import tensor as tensors_module
+from cubin_runtime.attention import Runtime, mla_decode, paged_decode, plan_paged_decode
+from cubin_runtime.attention.fast_path import guards
+from cubin_runtime.attention.memory import TorchMemory
+from cubin_runtime.compat import flashinfer
+from cubin_runtime.errors import UsageError
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.torch
+BF16 = torch.bfloat16
+
+
+class OnDevice:
+    """A tensor of the host that says to be on device 0."""
+
+    device = SimpleNamespace(type="cuda", index=0)
+
+    def __init__(self, tensor: Any) -> None:
+        self._tensor = tensor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tensor, name)
+
+
+@pytest.fixture(params=["guards", "attributes"])
+def runtime(runtime: Runtime, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    """One for whose calls host tensors are on device 0, compared by torch's guards or by public attributes."""
+    original = tensors_module._from_torch
+    monkeypatch.setattr(tensors_module, "_from_torch", lambda tensor, name: original(OnDevice(tensor), name))
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda _: 0)
+    runtime.memory = TorchMemory()
+    monkeypatch.setattr(runtime.memory, "stream_query", lambda: lambda device: 0)
+    monkeypatch.setattr(runtime.memory, "current_stream", lambda like: 0)
+    if request.param == "attributes":
+        monkeypatch.setattr(guards, "_guards_work", lambda: False)
+    return runtime
+
+
+def given(**changes: Any) -> dict[str, Any]:
+    made = {
+        "q": torch.zeros(2, 32, 128, dtype=BF16),
+        "k_cache": torch.zeros(8, 64, 4, 128, dtype=BF16),
+        "v_cache": torch.zeros(8, 64, 4, 128, dtype=BF16),
+        "page_table": torch.zeros(2, 4, dtype=torch.int32),
+        "seq_lens": torch.ones(2, dtype=torch.int32),
+        "out": torch.zeros(2, 32, 128, dtype=BF16),
+    }
+    return {**made, **changes}
+
+
+def latent() -> dict[str, Any]:
+    made = {"q": torch.zeros(2, 16, 576, dtype=BF16), "kv_cache": torch.zeros(8, 64, 576, dtype=BF16)}
+    more = {name: value for name, value in given().items() if name in ("page_table", "seq_lens")}
+    return {**made, **more, "softmax_scale": 0.1, "out": torch.zeros(2, 16, 512, dtype=BF16)}
+
+
+def flashinfer_s() -> dict[str, Any]:
+    own = given()
+    return {
+        "query": own["q"],
+        "kv_cache": (own["k_cache"], own["v_cache"]),
+        "workspace_buffer": torch.zeros(16 << 20, dtype=torch.uint8),
+        "block_tables": own["page_table"],
+        "seq_lens": own["seq_lens"],
+        "max_seq_len": 256,
+        "kv_layout": "NHD",
+        "out": own["out"],
+    }
+
+
+def shorten(tensor: Any) -> None:
+    tensor.data = tensor.data[:1]
+
+
+def reinterpret(tensor: Any) -> None:
+    tensor.data = tensor.data.view(torch.float16)
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "data shortened": shorten,
+    "data of another dtype": reinterpret,
+    "transposed": lambda tensor: tensor.transpose_(0, 1),
+    "resized": lambda tensor: tensor.resize_(1, 32, 128),
+    "strides set": lambda tensor: tensor.as_strided_((2, 32, 128), (4096, 64, 1)),
+    "memory taken": lambda tensor: tensor.untyped_storage().resize_(0),
+}
+
+
+def sent(standin: StandIn) -> list[str]:
+    return [launch.seen["parameter0"] for launch in standin.calls("cuLaunchKernelEx")]
+
+
+CALLS: dict[str, Callable[[Runtime], Callable[[], Any]]] = {
+    "paged_decode": lambda runtime: _call(paged_decode, max_seq_len=256, runtime=runtime, **given()),
+    "mla_decode": lambda runtime: _call(mla_decode, max_seq_len=256, runtime=runtime, **latent()),
+    "xqa_batch": lambda _: _call(flashinfer.xqa_batch_decode_with_kv_cache, **flashinfer_s()),
+    "trtllm_batch": lambda _: _call(flashinfer.trtllm_batch_decode_with_kv_cache, **flashinfer_s()),
+}
+
+
+def _call(function: Callable[..., Any], **arguments: Any) -> Callable[[], Any]:
+    return lambda: function(**arguments)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_second_call_takes_the_fast_path(
+    runtime: Runtime, standin: StandIn, full_paths: FullPaths, name: str
+) -> None:
+    call = CALLS[name](runtime)
+    for _ in range(3):
+        call()
+    assert full_paths.count == 1
+    with suspended():
+        call()
+    assert len(sent(standin)) == 4
+    assert len(set(sent(standin))) == 1
+
+
+@pytest.mark.parametrize("face", ["run", "step", "step of a layer"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changed_in_place_is_refused(runtime: Runtime, standin: StandIn, change: str, face: str) -> None:
+    own = given()
+    plan = plan_paged_decode(**own, max_seq_len=256, runtime=runtime)
+    bound = ("k_cache", "v_cache") if face == "step of a layer" else ()
+    step = plan.bind(**{name: own[name] for name in bound})
+    moving = {name: value for name, value in own.items() if name not in bound}
+
+    def send() -> None:
+        plan.run(**own) if face == "run" else step.step(**moving)
+
+    for _ in range(3):
+        send()
+    CHANGES[change](own["q"])
+    for _ in range(2):
+        with pytest.raises(UsageError, match=r"^q: "):
+            send()
+    assert len(sent(standin)) == 3
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changed_in_place_is_for_a_function_another_call(runtime: Runtime, standin: StandIn, change: str) -> None:
+    own = given()
+    for _ in range(3):
+        paged_decode(**own, max_seq_len=256, runtime=runtime)
+    CHANGES[change](own["q"])
+    outcomes = []
+    for function in (paged_decode, paged_decode.__wrapped__):
+        standin.clear_log()
+        try:
+            function(**{"max_seq_len": 256, "runtime": runtime, **_complete(function, own)})
+            outcomes.append(str(sent(standin)))
+        except UsageError as error:
+            outcomes.append(str(error))
+    assert outcomes[0] == outcomes[1]
+
+
+def _complete(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    return {**(paged_decode.__wrapped__.__kwdefaults__ or {}), **arguments, "max_seq_len": 256}
+
+
+def test_an_output_is_made_for_each_call(runtime: Runtime, full_paths: FullPaths) -> None:
+    own = given(out=None)
+    outs = [paged_decode(**own, max_seq_len=256, runtime=runtime) for _ in range(3)]
+    assert len({out.data_ptr() for out in outs}) == 3
+    assert {(tuple(out.shape), out.dtype) for out in outs} == {((2, 32, 128), BF16)}
+    assert full_paths.count == 1
+
+
+def test_tensors_that_require_grad_are_refused_with_grad_mode_on(runtime: Runtime, full_paths: FullPaths) -> None:
+    own = given()
+    for _ in range(2):
+        paged_decode(**own, max_seq_len=256, runtime=runtime)
+    own["q"].requires_grad_()
+    for _ in range(2):
+        with pytest.raises(UsageError, match="q: requires grad"):
+            paged_decode(**own, max_seq_len=256, runtime=runtime)
+        with torch.no_grad():
+            paged_decode(**own, max_seq_len=256, runtime=runtime)
+            paged_decode(**own, max_seq_len=256, runtime=runtime)
+    assert full_paths.count == 4  # without grad the second time on takes a path of its own
+
+
+def test_inference_tensors_are_taken(runtime: Runtime, standin: StandIn) -> None:
+    with torch.inference_mode():
+        own = given()
+        for _ in range(3):
+            paged_decode(**own, max_seq_len=256, runtime=runtime)
+    assert len(set(sent(standin))) == 1
+    assert len(sent(standin)) == 3
+
+
+def test_a_class_of_tensors_goes_through_the_op(runtime: Runtime, standin: StandIn) -> None:
+    class Logged(torch.Tensor):
+        seen: list[str] = []  # noqa: RUF012
+
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            cls.seen.append(str(func))
+
+    own = given()
+    paged_decode(**own, max_seq_len=256, runtime=runtime)
+    standin.clear_log()
+    own["q"] = torch.Tensor._make_subclass(Logged, own["q"])
+    paged_decode(**own, max_seq_len=256)
+    assert Logged.seen == ["cubin_runtime.paged_decode.default"]
+    assert sent(standin) == []
+
+
+def test_fake_tensors_go_through_the_op(runtime: Runtime, standin: StandIn) -> None:
+    from torch._subclasses import FakeTensorMode
+
+    own = given(out=None)
+    paged_decode(**own, max_seq_len=256, runtime=runtime)
+    standin.clear_log()
+    with FakeTensorMode() as mode:
+        fake = {name: mode.from_tensor(value) if value is not None else None for name, value in own.items()}
+        assert paged_decode(**fake, max_seq_len=256).shape == (2, 32, 128)
+    assert sent(standin) == []
+
+
+@pytest.mark.parametrize("name", ["paged_decode", "xqa_batch"])
+def test_torch_traces_one_op_for_a_call(runtime: Runtime, standin: StandIn, name: str) -> None:
+    own, theirs, graphs = given(), flashinfer_s(), []
+    del own["q"], own["out"], theirs["query"], theirs["out"]
+    function: Callable[[Any], Any] = {
+        "paged_decode": lambda q: paged_decode(q, **own, max_seq_len=256),
+        "xqa_batch": lambda q: flashinfer.xqa_batch_decode_with_kv_cache(q, **theirs),
+    }[name]
+    q = torch.zeros(2, 32, 128, dtype=BF16)
+    function(q)
+    standin.clear_log()
+
+    def backend(graph: Any, _: Any) -> Callable[..., Any]:
+        graphs.append(graph)
+        return lambda *_: (q,)
+
+    torch._dynamo.reset()
+    torch.compile(function, fullgraph=True, backend=backend)(q)
+    (graph,) = graphs
+    ops = [str(node.target) for node in graph.graph.nodes if "cubin_runtime" in str(node.target)]
+    assert len(ops) == 1
+    assert sent(standin) == []
+
+
+def test_use_on_another_stream_is_recorded(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    uses: list[tuple[int, int]] = []
+    noted = "cubin_runtime.attention.fast_path.{}.record_use"
+    for module in ("options", "generated"):
+        monkeypatch.setattr(noted.format(module), lambda stream, _, tensors: uses.append((stream, len(tensors))))
+    own, side = given(out=None), runtime.driver.create_stream()
+    for _ in range(3):
+        paged_decode(**own, max_seq_len=256, runtime=runtime, stream=side)
+    paged_decode(**own, max_seq_len=256, runtime=runtime, stream=0)
+    assert uses == [(side, 6)] * 3
