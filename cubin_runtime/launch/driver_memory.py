@@ -53,7 +53,10 @@ class DriverMemory(DriverCore):
     def free_waiting(self) -> None:
         """Free what ``free_later`` noted; no stream may be capturing."""
         for _ in range(len(self._waiting)):
-            context, address, life = self._waiting.popleft()
+            try:
+                context, address, life = self._waiting.popleft()
+            except IndexError:  # another thread frees the rest
+                return
             if life is not None and not life.ended:
                 self._waiting.append((context, address, life))
                 continue

@@ -410,3 +410,20 @@ def test_callers_buffers_serve_any_stream() -> None:
     workspace = SemaphoreWorkspace((0x10000, 64), (0x20000, 64))
     workspace.claim(0x5001)
     workspace.claim(0x5002)
+
+
+def test_memory_that_another_thread_frees_meanwhile_is_left_to_it(
+    driver: Driver, context: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(3):
+        driver.free_later(context, driver.allocate(64))
+    free, freed = driver.free, []
+
+    def take_the_rest(address: int) -> None:
+        freed.append(address)
+        free(address)
+        driver._waiting.clear()
+
+    monkeypatch.setattr(driver, "free", take_the_rest)
+    driver.free_waiting()
+    assert len(freed) == 1
