@@ -145,7 +145,7 @@ def test_memory_used_on_another_stream_is_not_given_away(t: Tensors) -> None:
         address = q.data_ptr()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            torch.cuda._sleep(20_000_000)
+            torch.cuda._sleep(500_000_000)  # longer than all that follows, on a busy host too
         out = paged_decode(q, t.k, t.v, t.table, t.lens, max_seq_len=BOUND, stream=side)
         made = out.data_ptr()
         del q, out
