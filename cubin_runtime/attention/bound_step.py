@@ -24,8 +24,9 @@ def bind_step(plan: DecodePlan, arguments: dict[str, Any], workspace: AnyWorkspa
     for name in arguments:
         if name not in (*names, *_NUMBERS):
             raise UsageError(f"{name}: expected one of {', '.join((*names, _NUMBERS[2]))}")
-    tensors = {name: value for name, value in arguments.items() if name in names}
-    numbers = plan.numbers_of({name: arguments.get(name) for name in _NUMBERS})
+    given = {name: arguments.get(name) for name in _NUMBERS}
+    numbers = plan.numbers_of(given)  # which leaves the scales that are tensors
+    tensors = {name: given.get(name, value) for name, value in arguments.items() if name in names}
     addresses = plan.addresses_of(tensors)
     handle = plan.stream_of(stream)
     if workspace is None:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 import lzma
+import re
 import struct
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +32,7 @@ from cubin_runtime import Config
 from cubin_runtime.artifacts.tables.metadata import HEADER_PATH
 from cubin_runtime.artifacts.tables.metadata_columns import COLUMNS
 from cubin_runtime.attention import Runtime, TensorView, mla_decode, paged_decode, plan_mla_decode, plan_paged_decode
+from cubin_runtime.attention.fast_path.notes import note_made, taking_notes
 from cubin_runtime.compat import flashinfer
 from cubin_runtime.errors import CubinRuntimeError
 from cubin_runtime.kernels.abi import abi_layouts
@@ -104,7 +107,8 @@ class Memory:
 
     def empty(self, like: Any, shape: tuple[int, ...], dtype: str | None) -> TensorView:
         own = dtype or str(like.dtype).removeprefix("torch.")
-        return TensorView.contiguous(_MADE + (next(self._number) << 33), own, shape)
+        make = partial(self._made, own, shape)
+        return note_made(make(), make)
 
     def zeros(self, like: Any, shape: tuple[int, ...], dtype: str) -> TensorView:
         return self.empty(like, shape, dtype)
@@ -114,6 +118,9 @@ class Memory:
 
     def product(self, first: Any, second: Any) -> TensorView:
         return self.empty(first, (1,), None)
+
+    def _made(self, dtype: str, shape: tuple[int, ...], *_: Any) -> TensorView:
+        return TensorView.contiguous(_MADE + (next(self._number) << 33), dtype, shape)
 
     def to_host(self, tensor: Any) -> tuple[int, ...]:
         raise AssertionError("a golden case reads nothing back")
@@ -158,6 +165,7 @@ class Session:
         self._standin.make_up_memory(_ALLOCATED)
         sent: list[list[dict[str, Any]]] = []
         unplanned: list[str] = []
+        again = ""
         with warnings.catch_warnings(), _default_runtime(runtime):
             warnings.simplefilter("ignore")
             try:
@@ -169,11 +177,24 @@ class Session:
                     if not changes:
                         planned = [self._planned(plan, runtime) for plan in plans]
                         unplanned += _unplanned(planned, sent[-1])
+                again = self._again(case, send, sent[-1])
             except CubinRuntimeError as error:
                 return {"refused": type(error).__name__}
             finally:
                 runtime.driver.set_current(None)
-        return {"sent": sent, **({"unplanned": unplanned} if unplanned else {})}
+        return {"sent": sent, **({"unplanned": unplanned} if unplanned else {}), **({"again": again} if again else {})}
+
+    def _again(
+        self, case: Mapping[str, Any], send: Callable[[dict[str, Any]], object], sent: list[dict[str, Any]]
+    ) -> str:
+        """What is wrong with sending the last step once more, which a fast path does where one can be made."""
+        self._standin.clear_log()
+        with _counted_full_paths() as full_paths:
+            send(_arguments(case, case["steps"][-1]))
+        came = [self._launch(call.seen) for call in self._standin.calls("cuLaunchKernelEx")]
+        if bool(full_paths) == _is_repeatable(case):
+            return f"takes the {'full' if full_paths else 'fast'} path"
+        return "" if _without_made(came) == _without_made(sent) else "is not the same"
 
     def _sender(self, case: Mapping[str, Any], runtime: Runtime) -> Callable[[dict[str, Any]], Sequence[LaunchPlan]]:
         """What sends a step by its arguments, and gives the plans that it was sent by where they can be seen."""
@@ -349,6 +370,36 @@ def _unplanned(planned: list[dict[str, Any]], sent: list[dict[str, Any]]) -> Ite
             if isinstance(value, dict) and "address" in value:
                 values[name] = {**value, "address": plan["values"][name]["address"]}
         yield from differences({**launch, "values": values, "stream": 0}, {**plan, "stream": 0}, "launch_plans()")
+
+
+def _is_repeatable(case: Mapping[str, Any]) -> bool:
+    """Whether a fast path can be made of a call: what it has is told from all else, and all memory is its own.
+
+    A class that only looks like torch's is not, nor are FP4 outputs, a workspace that names no context, and semaphores
+    that are too few, which the runtime replaces.
+    """
+    is_told = not case.get("torch") and "fp4" not in json.dumps([case["with"], case["steps"]])
+    replaced = case["with"].get("semaphores", {}).get("shape") == [128]
+    return is_told and case.get("workspace") != "two buffers" and not replaced
+
+
+@contextmanager
+def _counted_full_paths() -> Iterator[list[None]]:
+    """A list with an entry for each call that takes the full path."""
+    counted: list[None] = []
+
+    def counting() -> taking_notes:
+        counted.append(None)
+        return taking_notes()
+
+    with patch(f"{taking_notes.__module__.removesuffix('notes')}operator_function.taking_notes", counting):
+        yield counted
+
+
+def _without_made(launches: list[dict[str, Any]]) -> str:
+    """Launches without the addresses of made tensors, which are others each time."""
+    is_made = range(_MADE, _SEMAPHORES)
+    return re.sub(r"\d+", lambda number: "made" if int(number[0]) in is_made else number[0], json.dumps(launches))
 
 
 @contextmanager

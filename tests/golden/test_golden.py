@@ -1,4 +1,5 @@
-"""Launches recorded from the first version of this package: every call still sends the driver the same ones.
+"""Launches recorded from the first version of this package: every call still sends the driver the same ones, and sends
+them again when it is repeated, on a fast path.
 
 ``record.py`` records them anew, where a launch is meant to change.
 """
