@@ -109,6 +109,8 @@ def _run(given: list[str]) -> int:
     except typer.Abort:
         return _report(None, "Interrupted", "interrupted", 130, given)
     except Exception as error:
+        if _was_interrupted(error):
+            return _report(None, "Interrupted", "interrupted", 130, given)
         if hasattr(error, "format_message"):  # the parser's own errors, whichever library typer builds on
             return _report(error, "UsageError", _parser_message(error), 2, given)
         if isinstance(error, OSError) and error.filename is None and error.errno in _WRITE_FAILED:
@@ -118,6 +120,15 @@ def _run(given: list[str]) -> int:
 
         traceback.print_exc()
         return _report(error, type(error).__name__, f"{error} (this is a bug; please report it)", 1, given)
+
+
+def _was_interrupted(error: BaseException | None) -> bool:
+    """Whether an error came up while an interrupt was being handled, as of threads or workers that it cut short."""
+    while error is not None:
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 @contextmanager

@@ -137,3 +137,17 @@ def test_a_umask_that_keeps_its_own_user_out_is_8(open_place: Path) -> None:
     done = run_child(f"import os; os.umask(0o777); {RUN}", *words, as_user=True, before=EVERYTHING)
     assert done.returncode == 8, done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_an_error_that_an_interrupt_brought_about_is_an_interrupt(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def app(**_: object) -> int:
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            raise RuntimeError("cannot schedule new futures") from None
+
+    monkeypatch.setattr("cubin_runtime.cli.app", app)
+    assert main(["list"]) == 130
+    assert "interrupted" in capsys.readouterr().err

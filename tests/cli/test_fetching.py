@@ -241,8 +241,8 @@ def test_an_interrupt_is_code_130(release: Release) -> None:
         while not server.count(NAME):
             time.sleep(0.02)
         child.send_signal(signal.SIGINT)
-        child.communicate(timeout=20)
-    assert child.returncode == 130
+        _, said = child.communicate(timeout=20)
+    assert child.returncode == 130, said
 
 
 # -- said up front, and once
