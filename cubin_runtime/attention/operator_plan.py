@@ -99,7 +99,7 @@ class OperatorPlan:
 
     def preload(self) -> None:
         """Fetch, load and gate the kernels now, so that the first run does not."""
-        context = self._runtime.driver.context_on(self.device)
+        context = self.driver.context_on(self.device)
         for launch in self.launches:
             self._runtime.load(launch.selection.kernel, context)
 
@@ -178,19 +178,18 @@ class OperatorPlan:
             check_workspace(workspace)
             scratch, context = workspace, workspace.context
         if context is None:
-            context = self._runtime.driver.context_on(self.device)
-        prepared = self._prepared.get(context) or self._prepare_on(context, stream)
+            context = self.driver.context_on(self.device)
+        prepared = self._prepared_in(context, stream)
         place = scratch.claim(stream)
-        values = (*addresses, *(self._regions_at(scratch, place)), *numbers)
+        values = (*addresses, *self._regions_at(scratch, place), *numbers)
         try:
             prepared.run(stream, *values)
         except OtherContextError:  # the workspace is not of the one that is current
-            with self._runtime.driver.using(context):
+            with self.driver.using(context):
                 prepared.run(stream, *values)
         regions = tuple(region.name for region in self.regions)
         return Launched(
             prepared=prepared,
-            names=(*self.operator.values, *regions, *NUMBERS),
             values=values,
             numbers=NUMBERS,
             context=context,
@@ -213,13 +212,12 @@ class OperatorPlan:
         they refer to; ``v`` and its number is the address of another tensor. Errors as ``launch``."""
         place = workspace.claim(stream)
         regions = self._regions_at(workspace, place)
-        fixed: dict[str, Any] = {
-            arg.value or arg.name: at for arg in self.operator.tensors if (at := addresses.get(arg.name)) is not None
-        }
+        of_tensors = zip(self.operator.values, self.operator.tensors, strict=True)
+        fixed: dict[str, Any] = {value: addresses[arg.name] for value, arg in of_tensors if arg.name in addresses}
         fixed |= zip((region.name for region in self.regions), regions, strict=True)
         fixed |= zip(NUMBERS, numbers, strict=True)
         context = workspace.context or self.driver.context_on(self.device)
-        return (self._prepared.get(context) or self._prepare_on(context, stream)).bind(fixed, stream)
+        return self._prepared_in(context, stream).bind(fixed, stream)
 
     def stream_of(self, stream: Any) -> int:
         """The handle of a stream as callers give it; None: torch's current one of the tensors' device for a plan made
@@ -235,7 +233,7 @@ class OperatorPlan:
             ClampedInputError: a run since the last check met a length, a page id or a q_cu_seq_lens outside its
                 bounds.
         """
-        driver, handle = self._runtime.driver, self.stream_of(stream)
+        driver, handle = self.driver, self.stream_of(stream)
         status = 0
         with driver.using(workspace.context or driver.context_on(self.device)):
             driver.synchronize(handle)
@@ -250,15 +248,19 @@ class OperatorPlan:
             kernels = " and ".join(launch.plan.kernel for launch in self.launches)
             raise ClampedInputError(f"decode by {kernels} met {' and '.join(met)}")
 
-    def _prepare_on(self, context: int, stream: int) -> PreparedLaunches:
-        runtime, its = self._runtime, self._runtime.driver.context_device(context)
+    def _prepared_in(self, context: int, stream: int) -> PreparedLaunches:
+        known = self._prepared.get(context)
+        if known is not None:
+            return known
+        runtime = self._runtime
+        its = self.driver.context_device(context)
         if its != self.device:
             raise UsageError(f"workspace: on device {its}, the plan is for tensors on device {self.device}")
         names = (*self.operator.values, *(region.name for region in self.regions), *NUMBERS)
         made = PreparedLaunches(
             self.launch_plans(),
             [runtime.load(launch.selection.kernel, context, stream) for launch in self.launches],
-            runtime.driver,
+            self.driver,
             names,
             resident=self.operator.resident,
             descriptors=runtime.descriptors,

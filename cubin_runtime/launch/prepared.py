@@ -67,13 +67,13 @@ class PreparedLaunches:
         self._launches = tuple(_gated(plan, kernel, names) for plan, kernel in zip(plans, kernels, strict=True))
         self._device, self._context = kernels[0].device, kernels[0].context
         self._driver = driver
-        self._names = tuple(names)
+        self.names = tuple(names)
         # Not `or`: an empty cache is false.
         self._descriptors = TensorMapCache(driver) if descriptors is None else descriptors
         self._call = driver.function("cuLaunchKernelEx")
         self._lock = threading.Lock()
         maps = {item.value for launch in self._launches for item in launch.inputs if item.spec is not None}
-        self.resident = frozenset(maps & {self._names.index(name) for name in resident if name in names})
+        self.resident = frozenset(maps & {self.names.index(name) for name in resident if name in names})
         values = [f"v{number}" for number in range(len(names))]
         key = f"(stream, {''.join(f'v{number}, ' for number in sorted(self.resident))})"
         written = set(range(len(names))) - self.resident
@@ -124,14 +124,14 @@ class PreparedLaunches:
         """``sending`` on one stream with some values fixed, by name; the others are called ``v`` and their number."""
         scope: dict[str, Any] = {"stream": stream}
         values = []
-        for number, name in enumerate(self._names):
+        for number, name in enumerate(self.names):
             values.append(f"fixed{number}" if name in fixed else f"v{number}")
             scope |= {f"fixed{number}": fixed[name]} if name in fixed else {}
-        free = {number for number, name in enumerate(self._names) if name not in fixed}
+        free = {number for number, name in enumerate(self.names) if name not in fixed}
         lines, own = self.sending(values, written=free, key="()", stream="stream", elsewhere=ELSEWHERE)
         if free:
             return lines, scope | own
-        *_, made = self._new_block(frozenset(), stream, tuple(fixed[name] for name in self._names))
+        *_, made = self._new_block(frozenset(), stream, tuple(fixed[name] for name in self.names))
         for number, launch in enumerate(self._launches):
             made[f"entry{number}"] = (launch, made[f"bytes{number}"](), stream)
         return fixed_lines(
@@ -183,7 +183,7 @@ class PreparedLaunches:
             return self._descriptors.encode(spec.moved(address))
 
     def _unfit(self, error: Exception, values: tuple[Any, ...]) -> UsageError:
-        given = ", ".join(f"{name}={value!r}" for name, value in zip(self._names, values, strict=True))
+        given = ", ".join(f"{name}={value!r}" for name, value in zip(self.names, values, strict=True))
         kernels = " and ".join(launch.plan.kernel for launch in self._launches)
         return UsageError(f"launch of {kernels} with {given}: {error}")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ...kernels.native.problem import LOG2_E
@@ -92,7 +92,7 @@ class _Writer:
         lines += self._sending(values)
         if "stream" in given:
             lines += self._recorded(made)
-        lines += [f"    return {self._result(result, given)}", ""]
+        lines += [f"    return {self._result(result)}", ""]
         return "\n".join(lines), self.scope
 
     def _argument(self, name: str, value: Any) -> None:
@@ -109,6 +109,7 @@ class _Writer:
             self.tests.append(f"type({name}) is Kind and {name}.context == CONTEXT")
             self.workspace = name
         elif name == signature.bound and type(value) is int:
+            self.scope |= {"LOW": self.launched.bounds[0], "HIGH": self.launched.bounds[1]}
             self.tests.append(f"type({name}) is int")
             self.free[name] = value
         elif name in signature.scales.values() and type(value) is float and abs(value) > _SMALLEST_SCALE:
@@ -180,7 +181,6 @@ class _Writer:
         signature, bound = self.signature, self.signature.bound
         scale = signature.scales.get(name)
         if name == "max_seq_len" and bound in self.free:
-            self.scope |= {"LOW": self.launched.bounds[0], "HIGH": self.launched.bounds[1]}
             self.followed.add(bound)
             if value == self.free[bound]:
                 self.tests.append(f"LOW <= {bound} <= HIGH")
@@ -202,10 +202,11 @@ class _Writer:
     def _leftovers(self) -> None:
         """What no value follows is as it was, and a bound chooses the same plan."""
         for name, value in self.free.items():
-            if name == self.signature.bound and name not in self.followed:
-                self.scope |= {"LOW": self.launched.bounds[0], "HIGH": self.launched.bounds[1]}
+            if name in self.followed:
+                continue
+            if name == self.signature.bound:
                 self.tests.append(f"LOW <= {name} <= HIGH")
-            elif name not in self.followed:
+            else:
                 self.scope[f"k_{name}"] = value
                 self.tests.append(f"{name} == k_{name}")
 
@@ -273,15 +274,15 @@ class _Writer:
                 return item.name
         raise _Unlike
 
-    def _result(self, result: Any, given: Mapping[str, Any]) -> str:
+    def _result(self, result: Any) -> str:
         if result is None:
             return "None"
         if type(result) is tuple:
-            return f"({', '.join(self._result(part, given) for part in result)},)"
+            return f"({', '.join(self._result(part) for part in result)},)"
         for number, item in enumerate(self.notes.made):
             if item.tensor is result:
                 return f"made{number}"
-        for name, value in given.items():
+        for name, value in self.given.items():
             if value is result:
                 return name
         raise _Unlike

@@ -34,14 +34,13 @@ class Scratch(NamedTuple):
 class Launched(NamedTuple):
     """The launches of one call, ``prepared.run(stream, *values)``.
 
-    Values called ``names`` are addresses, but for those of ``numbers``; those of the regions of ``scratch`` follow from
+    Values are addresses, but for those called ``numbers``; those of the regions of ``scratch`` follow from
     the workspace. ``bounds`` are the least and the greatest bound on the lengths with which a call takes the same plan.
     ``memory`` gives the stream of a call without one; None: that is the legacy default stream. ``apart`` names two
     addresses on whose equality the plan depends.
     """
 
     prepared: PreparedLaunches
-    names: tuple[str, ...]
     values: tuple[Any, ...]
     numbers: tuple[str, ...]
     context: int
@@ -50,6 +49,11 @@ class Launched(NamedTuple):
     bounds: tuple[int, int]
     scratch: Scratch | None = None
     apart: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What the values are called."""
+        return self.prepared.names
 
 
 class Made(NamedTuple):

@@ -104,7 +104,6 @@ class AttentionPlan:
         prepared.run(stream, *bindings)
         return Launched(
             prepared=prepared,
-            names=Bindings._fields,
             values=bindings,
             # Without scratch, partial_out is no address.
             numbers=NUMBERS if bindings.scratch else (*NUMBERS, "partial_out"),

@@ -46,7 +46,6 @@ def torch_op(
     fixed = {name: parameter.default for name, parameter in parameters.items() if name not in kinds}
     fixed |= {"workspace_buffer": TORCH_SCRATCH, "semaphores": TORCH_SCRATCH, "return_lse": False}
     written = tuple(name for name in ("out", "output", "lse") if name in parameters)
-    name = function.__name__
     fixed = {name: value for name, value in fixed.items() if name in parameters}
 
     def complete(given: dict[str, Any]) -> Any:
@@ -65,4 +64,4 @@ def torch_op(
             given["lse"] = torch.empty((tokens, query.shape[-2]), dtype=torch.float32, device=query.device)
         return given["out"], given["lse"]
 
-    return TorchOp(f"flashinfer_{name}", kinds, written, fixed, complete, _DROPPED)
+    return TorchOp(f"flashinfer_{function.__name__}", kinds, written, fixed, complete, _DROPPED)

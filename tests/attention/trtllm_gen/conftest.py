@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
-from adapter import ABIS, NATIVE, PUBLISHED, native_files, published_files
-from cubins import write_release
+from adapter import NATIVE, PUBLISHED
+from both_releases import both_releases_in
 from extended_driver import ExtendedDriver
 from standin_build import StandIn
 from trtllm_calls import MadeUpMemory
 from trtllm_operators import Spy
 
 from cubin_runtime import Config
-from cubin_runtime.artifacts.tables.metadata import HEADER_PATH
-from cubin_runtime.artifacts.tables.metadata_index import index_of_header
 from cubin_runtime.attention import Runtime
 from cubin_runtime.kernels.trtllm_gen.params import KERNEL_PARAMS
 
@@ -34,17 +31,7 @@ def is_used(row: Mapping[str, Any]) -> bool:
 @pytest.fixture(scope="session")
 def both_releases(tmp_path_factory: pytest.TempPathFactory) -> Config:
     """Native kernels and published ones by their traits, in one store, which keeps the metadata's index."""
-    folder = tmp_path_factory.mktemp("releases")
-    pins, published = folder / "pins.toml", published_files(is_used)
-    index = hashlib.sha256(index_of_header(published[HEADER_PATH])).hexdigest()
-    pins.write_text(
-        write_release(folder, NATIVE, ABIS[NATIVE], native_files())
-        + write_release(folder, PUBLISHED, ABIS[PUBLISHED], published).rstrip()
-        + f'\nindex_sha256 = "{index}"\n'
-    )
-    sources = tuple(str(folder / f"{name}.zip") for name in (NATIVE, PUBLISHED))
-    (folder / "store").mkdir()
-    return Config(store=folder / "store", sources=sources, pin_files=(pins,), offline=True)
+    return both_releases_in(tmp_path_factory.mktemp("releases"), is_used)
 
 
 @pytest.fixture(params=[(10, 0), (10, 3)], ids=["sm100", "sm103"])
