@@ -27,5 +27,9 @@ def _h100(results: Path) -> str:
 
 # Name of a page in docs, and what stands between its markers.
 PAGES: Mapping[str, Callable[[Path], str]] = MappingProxyType(
-    {"decode": _profiled_too("decode", page.figures), "mla": _profiled_too("mla", mla_page.figures), "h100": _h100}
+    {
+        "results/decode": _profiled_too("decode", page.figures),
+        "results/mla": _profiled_too("mla", mla_page.figures),
+        "results/h100": _h100,
+    }
 )
