@@ -6,12 +6,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from ..config import Config
 from ..errors import CorruptError, MissingError, PinError, StoreError, UsageError
+from ..values import dataclass
 from .fetch.loader import Artifact, ArtifactLoader, listed_digest
 from .fetch.pinned_manifests import PinnedManifests, manifest_wanted
 from .fetch.report import FetchReport, report_of

@@ -6,7 +6,6 @@ import os
 import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .. import _version
@@ -27,6 +26,7 @@ from ..launch.modules import (
 from ..launch.profiler import Profiler
 from ..launch.structs import StructLayout
 from ..launch.tensormap import TensorMapCache
+from ..values import dataclass
 from .fast_path.notes import FastPaths
 from .memory import TensorMemory, TorchMemory
 

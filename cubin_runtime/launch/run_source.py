@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
 from ..errors import UsageError
+from ..values import dataclass
 from .history import LaunchRecord
 from .modules import LoadedKernel
 from .plan import LaunchPlan

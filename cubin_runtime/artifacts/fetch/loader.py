@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from ...errors import CorruptError, CubinRuntimeError, MissingError, SourceError, StoreError
+from ...values import dataclass
 from ..bounded_read import digest_of
 from ..path import ArtifactPath
 from ..pins.pin import Pin

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from ...config import Config
 from ...errors import SourceError
+from ...values import dataclass
 from ..pins.pin import Pin
 from .archive import ArchiveSource
 from .directory import DirectorySource

@@ -14,12 +14,13 @@ tiles, change the GPU's constants below and compare with the terms of ``Estimate
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from ...errors import UsageError
+from ...values import dataclass
 
 _BYTES_PER_US = 1e6  # of one TB/s
 # What the constant of the L2 refers to.

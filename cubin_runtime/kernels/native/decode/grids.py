@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from ....artifacts.tables.native_kernels import NativeKernel
 from ....dtypes import BY_SHORT
 from ....launch.driver import DeviceFacts
+from ....values import dataclass
 from ..constants import CONSTANTS
 from ..cost_model import Costs, Work
 from .shape import DecodeShape

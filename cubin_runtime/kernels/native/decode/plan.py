@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from ....artifacts.tables.native_kernels import NativeKernel
 from ....dtypes import BY_SHORT
@@ -11,6 +10,7 @@ from ....launch.plan import LaunchAttributes
 from ....launch.regions import Region
 from ....launch.structs import StructLayout
 from ....launch.tensormap import TensorMapSpec
+from ....values import dataclass
 from ..constants import CONSTANTS
 from ..launches import KernelFile, NativeLaunch, native_plan, scratch_regions
 from ..problem import Problem

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from ....artifacts.tables.native_kernels import MEASURED, NativeKernel
 from ....errors import UsageError
 from ....launch.driver import DeviceFacts
+from ....values import dataclass
 from ...explanation import Facts
 from ..cost_model import Costs, Estimate, costs_of, estimate
 from ..selection import Candidate, Selection
