@@ -5,9 +5,24 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-__all__ = ["dataclass"]
+__all__ = ["HashedOnce", "dataclass"]
+ItemT = TypeVar("ItemT")
+
+
+class HashedOnce(tuple[ItemT, ...]):
+    """A tuple whose hash is computed once: a long one that caches are asked with."""
+
+    def __hash__(self) -> int:
+        known: dict[str, int] = self.__dict__
+        if "hash" not in known:
+            known["hash"] = super().__hash__()
+        return known["hash"]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return HashedOnce, (tuple(self),)  # hashes of text differ between processes
+
 
 if TYPE_CHECKING:
     from dataclasses import dataclass
@@ -64,13 +79,17 @@ def _initializer(cls: Any, fields: tuple[dataclasses.Field[Any], ...]) -> Callab
     known, most, check = {field.name for field in fields}, len(positional), getattr(cls, "__post_init__", None)
 
     def __init__(self: Any, *args: Any, **named: Any) -> None:  # what a class will have
-        given = dict(zip(positional, args, strict=False)) if args else {}
-        if len(args) > most or not known.issuperset(named) or not named.keys().isdisjoint(given):
-            raise TypeError(f"{cls.__qualname__}: got {len(args)} values and {list(named)}, expected {list(known)}")
-        values = {**defaults, **given, **named}
-        for name, make in made:
-            if name not in values:
-                values[name] = make()
+        values = named
+        if args or len(named) < len(known):
+            given = dict(zip(positional, args, strict=False))
+            if len(args) > most or not named.keys().isdisjoint(given):
+                raise TypeError(f"{cls.__qualname__}: got {len(args)} values and {list(named)}, expected {list(known)}")
+            values = {**defaults, **given, **named}
+            for name, make in made:
+                if name not in values:
+                    values[name] = make()
+        if len(values) > len(known):
+            raise TypeError(f"{cls.__qualname__}: got {', '.join(values.keys() - known)}, expected {list(known)}")
         try:
             for name, put in setters:
                 put(self, values[name])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cubin_runtime.values import dataclass
+from cubin_runtime.values import HashedOnce, dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,3 +110,22 @@ def test_functions_of_dataclasses_take_them() -> None:
 def test_what_is_not_frozen_or_has_no_slots_is_refused() -> None:
     with pytest.raises(TypeError, match="frozen=False"):
         dataclass(frozen=False, slots=True)
+
+
+class Counted:
+    """Counts how often its hash is asked for."""
+
+    asked = 0
+
+    def __hash__(self) -> int:
+        self.asked += 1
+        return 1
+
+
+def test_a_long_tuple_is_hashed_once_and_equals_its_like() -> None:
+    item = Counted()
+    table = HashedOnce((item, 2))
+    assert hash(table) == hash(table) == hash((item, 2))
+    assert item.asked == 2
+    assert table == (item, 2)
+    assert pickle.loads(pickle.dumps(HashedOnce((1, 2)))) == (1, 2)

@@ -26,7 +26,7 @@ from ..launch.modules import (
 from ..launch.profiler import Profiler
 from ..launch.structs import StructLayout
 from ..launch.tensormap import TensorMapCache
-from ..values import dataclass
+from ..values import HashedOnce, dataclass
 from .fast_path.notes import FastPaths
 from .memory import TensorMemory, TorchMemory
 
@@ -142,7 +142,7 @@ class Runtime:
                 pin = self.library.pins.get(self._release)
                 path = pin.path.child(FILE_NAME)
                 table = self.library.load(path, fetch=self.may_fetch)
-                kernels = parse_native_kernels(table.data, str(path))
+                kernels = HashedOnce(parse_native_kernels(table.data, str(path)))
                 digests = self.library.manifest(pin).digests
                 self._native = NativeRelease(pin, kernels, dict(abi_layouts(pin.abi)), digests)
             return self._native

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from ....artifacts.tables.native_kernels import MEASURED, NativeKernel
 from ....errors import UsageError
 from ....launch.driver import DeviceFacts
-from ....values import dataclass
+from ....values import HashedOnce, dataclass
 from ...explanation import Facts
 from ..cost_model import Costs, Estimate, costs_of, estimate
 from ..selection import Candidate, Selection
@@ -119,7 +119,8 @@ def select_decode(
     """
     constants = costs or costs_of(device.name)
     form = (shape.dtype, shape.head_dim, shape.q_dtype or shape.dtype)
-    looked_at = _look_through(tuple(kernels), _number(device), *form, device.shared_bytes_per_block_optin)
+    table = kernels if isinstance(kernels, HashedOnce) else HashedOnce(kernels)
+    looked_at = _look_through(table, _number(device), *form, device.shared_bytes_per_block_optin)
     fitting = [kernel for kernel, unfit in looked_at if unfit is None]
     return tuple(_select(looked_at, shape, part, device, constants) for part in _parts(fitting, shape))
 
