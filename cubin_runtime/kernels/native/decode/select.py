@@ -209,8 +209,9 @@ def _look_at(
         return DecodeCandidate(kernel=kernel, unfit=unfit)
     grids = grids_of(kernel, shape, part, device, costs)
     fits = [Fit(kernel, grid, estimate(work_of(kernel, grid, shape, part, device), costs)) for grid in grids]
-    limit = min(fit.estimate.microseconds for fit in fits) * (1 + costs.equal_within)
-    best = next(fit for fit in fits if fit.estimate.microseconds <= limit)
+    times = [fit.estimate.microseconds for fit in fits]
+    limit = min(times) * (1 + costs.equal_within)
+    best = next(fit for fit, time in zip(fits, times, strict=True) if time <= limit)
     return DecodeCandidate(kernel=kernel, fit=best, other_fits=tuple(fit for fit in fits if fit is not best))
 
 
