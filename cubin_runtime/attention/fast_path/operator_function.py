@@ -5,10 +5,12 @@ from __future__ import annotations
 import inspect
 import os
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
+from weakref import WeakSet
 
 from ...launch.compiled import compiled
 from ..process import default, default_runtime
@@ -54,14 +56,34 @@ _define_ops._dynamo_marked_constant = True  # type: ignore[attr-defined]  # runs
 _undefined: list[tuple[TorchOp, Callable[..., Any]]] = []
 
 
+class Suspendable(Protocol):
+    """What sends calls by a function of its own."""
+
+    def suspend(self, suspended: bool) -> None:
+        """Take the full path from now on, or no longer."""
+        ...
+
+
+_lock = threading.Lock()
+_steps: WeakSet[Suspendable] = WeakSet()
 _state = _State()
 _state.compiling = _compiling
 os.register_at_fork(after_in_child=lambda: setattr(_state, "suspended", 1))  # the full path says what is wrong
 
 
 def suspend(change: int) -> None:
-    """Let all calls take the full path while the sum of all changes is not 0; callers hold a lock of their own."""
-    _state.suspended += change
+    """Let all calls take the full path while the sum of all changes is not 0."""
+    with _lock:
+        _state.suspended += change
+        for step in _steps:
+            step.suspend(_state.suspended > 0)
+
+
+def suspendable(step: Suspendable) -> None:
+    """Tell ``step`` from now on whether calls are suspended; it is not kept alive."""
+    with _lock:
+        _steps.add(step)
+        step.suspend(_state.suspended > 0)
 
 
 def operator_function(
