@@ -147,7 +147,9 @@ def test_flashinfers_names_are_written_as_what_they_stand_on(
     memory = MadeUpMemory()
     monkeypatch.setattr(runtime.driver, "read", lambda address, size: bytes(size))
     with CallRecorder(tmp_path) as recorder:
-        flashinfer.xqa_batch_decode_with_kv_cache(**xqa_batch_arguments(memory))
+        flashinfer.xqa_batch_decode_with_kv_cache(
+            **xqa_batch_arguments(memory), out=memory.tensor("bfloat16", 4, 64, 128), bmm1_scale=0.1, bmm2_scale=1.0
+        )
     assert [read_call(file).operator for file in recorder.files] == ["paged_decode"]
 
 
