@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ..trtllm_gen.plans import AttentionPlan
 
 TRTLLM_GEN = "trtllm_gen."
+_SCALARS = (bool, int, float, str)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,25 +56,25 @@ class CallForm:
     origin: Mapping[str, str]
 
 
-def native_form(
-    plan: OperatorPlan, addresses: Iterable[int], numbers: tuple[int, float, float], runtime: Runtime
-) -> CallForm:
+def native_form(plan: OperatorPlan, addresses: Iterable[int], numbers: tuple[Any, ...], runtime: Runtime) -> CallForm:
     """The form of a run of a native plan."""
     views, outputs, resident = {}, set(), set()
     for arg, spec, address in zip(plan.operator.tensors, plan.specs, addresses, strict=True):
         if spec is None:
             continue
         views[arg.name] = TensorView(address, spec.dtype, spec.shape, spec.strides, spec.device)
-        if arg.written:
-            outputs.add(arg.name)
         if arg.resident:
             resident.add(arg.name)
-    options = {member.name: getattr(plan.options, member.name) for member in fields(plan.options)}
-    bound, scale, factor = numbers
-    options |= {"planned_max_seq_len": options.get("max_seq_len"), "max_seq_len": bound, "kv_layout": "NHD"}
-    options |= {"softmax_scale": scale / LOG2_E, "output_scale": factor}
+        elif arg.written:
+            outputs.add(arg.name)
+    given = {member.name: getattr(plan.options, member.name) for member in fields(plan.options)}
+    options = {name: value for name, value in given.items() if value is None or isinstance(value, _SCALARS)}
+    if "max_seq_len" in options:  # of a decode
+        bound, scale, factor = numbers
+        options |= {"planned_max_seq_len": options["max_seq_len"], "max_seq_len": bound, "kv_layout": "NHD"}
+        options |= {"softmax_scale": scale / LOG2_E, "output_scale": factor}
     pages = None
-    if resident and "page_table" in views:
+    if resident and {"page_table", "seq_lens"} <= views.keys():
         cache = views[min(resident)]
         pages = PageTable("page_table", "seq_lens", cache.shape[0], cache.shape[1])
     return CallForm(

@@ -80,6 +80,8 @@ class ReplayReport:
 def replay_call(file: Path | str, *, runtime: Runtime | None = None, device: int = 0) -> ReplayReport:
     """Compare a recorded call with the float64 reference; with a ``runtime`` also run it again on ``device``.
 
+    A call of an operator that has no reference here is not run again either.
+
     Raises:
         MissingError, StoreError, CorruptError: the file cannot be had, or is no recorded call.
         UsageError: numpy is missing, or the device does not take the call as it was recorded.
@@ -100,10 +102,10 @@ def replay_call(file: Path | str, *, runtime: Runtime | None = None, device: int
         notes=() if reference is None else reference.notes,
         recorded=_compared(recorded, reference),
     )
-    if runtime is None:
-        return report
-    from .rerun import run_again
+    from .rerun import reruns, run_again
 
+    if runtime is None or not reruns(call.operator):
+        return report
     again = run_again(call, runtime, device)
     return ReplayReport(
         file=report.file,

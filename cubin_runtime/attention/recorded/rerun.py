@@ -19,18 +19,24 @@ _ALIGNMENT = 1024  # what addresses keep of their alignment
 _POISON = 0xFF  # NaN in all float dtypes
 
 
+def reruns(operator: str) -> bool:
+    """Whether calls of ``operator`` can be run again."""
+    return operator in _OPERATORS or operator in _trtllm_gen_kinds()
+
+
 def run_again(call: RecordedCall, runtime: Runtime, device: int) -> dict[str, RecordedTensor]:
     """The outputs of one more run on ``device``.
 
     Tensors whose memory overlapped do so again. Pages that were not recorded are zero.
 
     Raises:
-        UsageError: the operator is unknown, or refuses the call.
+        UsageError: ``reruns`` says no, or the operator refuses the call.
         DeviceError: as the operator, and where the memory does not suffice.
     """
-    run = _run_trtllm_gen if call.operator.startswith(TRTLLM_GEN) else _OPERATORS.get(call.operator)
-    if run is None:
-        raise UsageError(f"operator {call.operator!r}: expected one of {', '.join(_OPERATORS)} or a trtllm-gen call")
+    if not reruns(call.operator):
+        known = ", ".join((*_OPERATORS, *_trtllm_gen_kinds()))
+        raise UsageError(f"operator {call.operator!r}: expected one of {known}")
+    run = _OPERATORS.get(call.operator, _run_trtllm_gen)
     driver = runtime.driver
     with driver.using(driver.context_on(device)), _memory(call, driver, device) as views:
         run(call, views, runtime)
@@ -125,14 +131,18 @@ def _run_native(
     plan.run(**given, max_seq_len=options["max_seq_len"], workspace=workspace, stream=0)
 
 
+def _trtllm_gen_kinds() -> dict[str, type]:
+    from .. import trtllm_gen
+
+    kinds = (trtllm_gen.DecodeCall, trtllm_gen.ContextCall, trtllm_gen.RaggedCall)
+    return {TRTLLM_GEN + kind.__name__: kind for kind in kinds}
+
+
 def _run_trtllm_gen(call: RecordedCall, views: Mapping[str, TensorView], runtime: Runtime) -> None:
     from ...kernels.trtllm_gen.arguments import OutScales, Sage, Scale
     from .. import trtllm_gen
 
-    kinds = (trtllm_gen.DecodeCall, trtllm_gen.ContextCall, trtllm_gen.RaggedCall)
-    found = {TRTLLM_GEN + kind.__name__: kind for kind in kinds}.get(call.operator)
-    if found is None:
-        raise UsageError(f"operator {call.operator!r}: expected one of {', '.join(kind.__name__ for kind in kinds)}")
+    found: Any = _trtllm_gen_kinds()[call.operator]
     options: dict[str, Any] = dict(call.options)
     given: dict[str, Any] = {}
     for member in fields(found):

@@ -129,3 +129,9 @@ def test_a_trtllm_gen_decode_has_the_same_reference(file: Path) -> None:
 def test_what_trtllm_gen_skips_has_none(file: Path) -> None:
     report = replayed(trtllm_call(skip_softmax_factor=1.0), file)
     assert report.no_reference == "there is no reference of sparse or skipped keys"
+
+
+def test_an_operator_that_is_unknown_is_not_run_again(file: Path) -> None:
+    write_call(decode_call(operator="other"), file)
+    runtime: Any = object()
+    assert replay_call(file, runtime=runtime).device == ""
