@@ -16,7 +16,6 @@ from .operator_plan import AnyWorkspace, check_workspace
 if TYPE_CHECKING:
     from .decode_operator import DecodePlan
 
-_CLOSED, _RECORDED = "closed", "recorded"
 _NUMBERS = ("softmax_scale", "output_scale", "max_seq_len")
 
 
@@ -77,7 +76,7 @@ class BoundStep:
 
     def close(self) -> None:
         """Let go of all that is bound; a later step is an error. The work that was sent must not need it any more."""
-        self._halts.append(_CLOSED)
+        self._halts.append("closed")
         self._plan = self._workspace = self._kept = None
         self._bound = {}
         self._send = self.step = self._in_full
@@ -90,10 +89,11 @@ class BoundStep:
 
     def suspend(self, suspended: bool) -> None:
         """Take the full path from now on, or no longer: calls are recorded."""
-        if suspended and _RECORDED not in self._halts:
-            self._halts.append(_RECORDED)
-        elif not suspended and _RECORDED in self._halts:
-            self._halts.remove(_RECORDED)
+        reason = "calls are recorded"
+        if suspended and reason not in self._halts:
+            self._halts.append(reason)
+        elif not suspended and reason in self._halts:
+            self._halts.remove(reason)
 
     def _first(self, *tensors: Any) -> None:
         """The full path, after which tensors of these forms have a function of their own."""
@@ -124,7 +124,7 @@ class BoundStep:
         lines += [f"    if {' or '.join(masks)}:", otherwise] if masks else []
         lines += [f"    {line.replace(ELSEWHERE, f'return full({given})')}" for line in [*sending, ""]]
         self._send = compiled("send", "\n".join(lines), scope)
-        if _CLOSED not in self._halts:
+        if "closed" not in self._halts:
             self.step = self._send  # one that was taken before goes through the first
 
     def _captures(self) -> bool:
