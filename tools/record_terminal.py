@@ -58,7 +58,7 @@ def record(tree: Path, release: str, explained: str = EXPLAINED) -> list[Shown]:
         kernel.write_bytes(bytes(damaged))
         shown.append(
             _run(
-                place, f"cubin-runtime verify {cubin} --tree mirror", note="One bit of this file changes in the mirror."
+                place, f"cubin-runtime verify {cubin} --tree mirror", note="One bit of the file changes in the mirror."
             )
         )
         return shown

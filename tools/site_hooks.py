@@ -13,13 +13,14 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[1]
 HELP = "<!-- help of every verb -->"
-RESULTS = "benchmarks/results"
+# Files of the repository that the pages may link to; the site has them under the same names.
+BESIDE = ("benchmarks/results/*.json", "examples/*.py")
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the JSON of the measurements, so that the pages can link to it."""
-    for result in sorted((ROOT / RESULTS).glob("*.json")):
-        files.append(File.generated(config, f"results/{result.name}", abs_src_path=str(result)))
+    """Add the JSON of the measurements and the examples, so that the pages can link to them."""
+    for found in sorted(file for pattern in BESIDE for file in ROOT.glob(pattern)):
+        files.append(File.generated(config, found.relative_to(ROOT).as_posix(), abs_src_path=str(found)))
     return files
 
 
@@ -27,10 +28,11 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Write the help of the command line where it is asked for, and point links to results into the site."""
     if HELP in markdown:
         markdown = markdown.replace(HELP, command_line_reference())
-    here = os.path.dirname(page.file.src_uri)
-    to_results = os.path.relpath("results", here or ".")
-    to_root = os.path.relpath(RESULTS, os.path.join("docs", here))
-    return markdown.replace(f"]({to_root}/", f"]({to_results}/")
+    # The root of the site is docs/: what lies beside that folder in the repository lies inside it here.
+    above = "../" * (page.file.src_uri.count("/") + 1)
+    for folder in (pattern.rpartition("/")[0] for pattern in BESIDE):
+        markdown = markdown.replace(f"]({above}{folder}/", f"]({above.removeprefix('../')}{folder}/")
+    return markdown
 
 
 def command_line_reference() -> str:

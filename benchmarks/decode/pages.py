@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from . import mla_page, page
+from . import host_page, mla_page, page
 from .profile_table import profiled
 from .tables import Report, report_of
 
@@ -31,5 +31,6 @@ PAGES: Mapping[str, Callable[[Path], str]] = MappingProxyType(
         "results/decode": _profiled_too("decode", page.figures),
         "results/mla": _profiled_too("mla", mla_page.figures),
         "results/h100": _h100,
+        "results/host": host_page.figures,
     }
 )

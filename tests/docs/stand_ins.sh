@@ -22,6 +22,7 @@ as_pip() {
         case $word in
         cubin-runtime\[*\]) extra=${word#*[} && grep -q "^${extra%]} = \[" "$ROOT/pyproject.toml" || fail "no extra '$word'" ;;
         dist/cubin_runtime-\*.whl | dist/cubin_runtime_kernels-\*.whl) ;;
+        ./*) [ -f "$ROOT/$word/pyproject.toml" ] || fail "there is no $word/pyproject.toml" ;;
         *) fail "pip install $word" ;;
         esac
     done
