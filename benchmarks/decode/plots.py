@@ -55,10 +55,14 @@ def draw_bandwidth(report: Report, image: Path) -> None:
     rows = [row for row in report["rows"] if row["section"] == "sweep"]
     lengths = sorted({row["length"] for row in rows})
     peak = report["read"]["tb_per_s"]
+    columns = min(len(lengths), 2)  # two abreast, so that a phone's reader sees them
+    lines = -(-len(lengths) // columns)
     figure, panels = pyplot.subplots(
-        1, len(lengths), figsize=(2.6 * len(lengths), 3.6), sharey=True, squeeze=False, layout="constrained"
+        lines, columns, figsize=(3.9 * columns, 2.5 * lines + 0.8), sharey=True, squeeze=False, layout="constrained"
     )
-    for axes, length in zip(panels[0], lengths, strict=True):
+    for axes in panels.flat[len(lengths) :]:
+        axes.remove()
+    for axes, length in zip(panels.flat, lengths, strict=False):
         here = sorted((row for row in rows if row["length"] == length), key=lambda row: row["batch"])
         for side, (label, style, color) in reversed(SIDES.items()):
             points = [(row["batch"], row["kv_bytes"] / us / 1e6) for row in here if (us := _time_us(row, side))]
@@ -71,9 +75,10 @@ def draw_bandwidth(report: Report, image: Path) -> None:
         axes.set_title(f"{length:,} keys", fontsize=10)
         axes.set_xlabel("batch")
         axes.grid(True, alpha=0.3)
-    first, last = panels[0][0], panels[0][-1]
+    first, last = panels.flat[0], panels.flat[len(lengths) - 1]
     first.set_ylim(0, 1.1 * peak)
-    first.set_ylabel("keys and values read, TB/s")
+    for axes in panels[:, 0]:
+        axes.set_ylabel("keys and values, TB/s")
     first.annotate(f"read only: {peak:.2f}", (1, peak), xytext=(0, 3), textcoords="offset points", fontsize=8)
     handles, labels = first.get_legend_handles_labels()
     last.legend(handles[::-1], labels[::-1], loc="lower right", frameon=False, fontsize=8)

@@ -1,4 +1,4 @@
-"""What docs/contributing/adding.md says of adding a kernel family or an optional tensor, kept true by stored patches."""
+"""What docs/contributing/adding.md says of adding a kernel family or an optional tensor, kept true by patches."""
 
 from __future__ import annotations
 
