@@ -45,7 +45,7 @@ _NATIVE_DECODE = Support(
     measured=frozenset({(9, 0)}),
     built=frozenset({(8, 0), (8, 6), (8, 9), (10, 0), (10, 3), (12, 0), (12, 1)}),
 )
-_NATIVE_MLA = Support(measured=frozenset({(9, 0)}))
+_NATIVE_MLA = _NATIVE_COPYING = Support(measured=frozenset({(9, 0)}))
 _TRTLLM_GEN = {TRTLLM_GEN: Support(published=frozenset({(10, 0), (10, 3)}))}
 
 
@@ -53,6 +53,8 @@ _TRTLLM_GEN = {TRTLLM_GEN: Support(published=frozenset({(10, 0), (10, 3)}))}
 TABLE: Mapping[str, Mapping[str, Support]] = {
     "paged_decode": {HOPPER: _NATIVE_DECODE},
     "mla_decode": {HOPPER: _NATIVE_MLA},
+    "append_kv": {HOPPER: _NATIVE_COPYING},
+    "merge_states": {HOPPER: _NATIVE_COPYING},
     "xqa": {XQA: _NATIVE_DECODE},
     "xqa_mla": {XQA: _NATIVE_MLA},
     "xqa_batch_decode_with_kv_cache": {XQA: _NATIVE_DECODE},
