@@ -2,8 +2,8 @@
 
 Run ``make artifacts`` first: the kernels' threads and shared memory come from what it built.
 
-The cases stay those of the file, and a family that has none there is drawn; ``--draw`` draws all of them anew, after
-options changed (a minute).
+The cases stay those of the file; ``--draw`` draws new ones first, after options changed (a minute). ``--add`` keeps the
+file as it is, and draws cases for families that have none.
 """
 
 from __future__ import annotations
@@ -95,13 +95,17 @@ def main() -> None:
     """Write the file and say what it holds."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--draw", action="store_true", help="draw new cases")
+    parser.add_argument("--add", action="store_true", help="draw cases for new families alone")
     given = parser.parse_args()
-    before = [] if given.draw else list(read())[1:]
+    shared, *before = [{"layouts": {}, "sizes": {}}] if given.draw else list(read())
     layouts, sizes = layouts_now(), sizes_now()
+    if given.add:  # fields stay called as they were recorded
+        layouts, sizes = {**layouts, **shared["layouts"]}, {**sizes, **shared["sizes"]}
     with tempfile.TemporaryDirectory() as folder:
         session = Session(StandIn(build_standin(Path(folder))), Path(folder), layouts, sizes)
-        found = [{**case, "result": session.run(case)} for case in before]
-        found += drawn(session, {case["family"] for case in before})
+        found = before if given.add else [{**case, "result": session.run(case)} for case in before]
+        if given.add or given.draw:
+            found = [*found, *drawn(session, {case["family"] for case in before})]
     write([{"layouts": layouts, "sizes": sizes}, *found])
     _tell(found, before, set(sizes))
 
