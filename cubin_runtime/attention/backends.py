@@ -48,6 +48,7 @@ _NATIVE_DECODE = Support(
 _NATIVE_MLA = _NATIVE_COPYING = Support(measured=frozenset({(9, 0)}))
 _TRTLLM_GEN = {TRTLLM_GEN: Support(published=frozenset({(10, 0), (10, 3)}))}
 
+_NO_ATTENTION = ("append_kv", "merge_states")  # which no operator of attention is told to try
 
 # Operator -> backend -> where it runs. `auto` takes measured and published entries only.
 TABLE: Mapping[str, Mapping[str, Support]] = {
@@ -103,7 +104,7 @@ def find_backend(operator: str, backend: str, device: DeviceFacts) -> str:
         f"{other} (backend {name!r})"
         for other, known in TABLE.items()
         for name, support in known.items()
-        if other != operator and device.capability in support.automatic
+        if other not in (operator, *_NO_ATTENTION) and device.capability in support.automatic
     ]
     instead = f"; there is {', '.join(here)}" if here else ""
     raise BackendError(f"{operator} on {_words(device)}: no backend runs there ({everywhere}){instead}")

@@ -27,6 +27,7 @@ constexpr int LOADS = QUANTISE ? 2 : 1;  // of 16 bytes, for one unit
 constexpr int UNITS_IN_FLIGHT = 4 / LOADS;  // of a thread
 constexpr uint32_t UNIT_BYTES = 16;  // in a cache
 static_assert(CHUNK <= THREADS, "a thread finds at most one place for each chunk");
+static_assert(1LL * CHUNK * APPEND_MAX_UNITS * APPEND_MAX_UNITS < 1LL << 32, "divide() is exact for a chunk's units");
 
 // Where a token goes, in bytes from the beginnings of the caches; k < 0: nowhere.
 struct Place {
