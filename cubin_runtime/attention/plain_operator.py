@@ -20,7 +20,7 @@ from .process import default_runtime
 from .runtime import NativeRelease, Runtime
 from .scales import split_scale
 from .step_plan import StepPlan
-from .torch_ops import TORCH_SCRATCH, TorchOp, scratch_of_torch
+from .torch_ops import RUNTIME_SCRATCH, TORCH_SCRATCH, TorchOp, scratch_of_torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,8 @@ def plan_plain(plan_class: type[PlanT], operator: PlainOperator, arguments: dict
 def run_plain(plan_class: type[PlainPlan], operator: PlainOperator, arguments: dict[str, Any]) -> None:
     """Run by a call's ``arguments`` by name; the dict is this function's own. The plan is cached by the runtime."""
     runtime, first = arguments["runtime"] or default_runtime(), arguments[operator.tensors[0].name]
-    stream, workspace = arguments["stream"], arguments["workspace"]
+    stream = arguments["stream"]
+    workspace = None if arguments["workspace"] is RUNTIME_SCRATCH else arguments["workspace"]
     handle = runtime.memory.current_stream(first) if stream is None else stream_handle(stream)
     if workspace is not None and workspace is not TORCH_SCRATCH:
         check_workspace(workspace)

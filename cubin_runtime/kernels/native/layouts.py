@@ -11,5 +11,12 @@ from .merge.params import LAYOUTS as MERGE_LAYOUTS
 from .mla.params import LAYOUTS as MLA_LAYOUTS
 from .reduction.params import LAYOUTS as REDUCTION_LAYOUTS
 
-_FAMILIES = (DECODE_LAYOUTS, MLA_LAYOUTS, REDUCTION_LAYOUTS, MEASURE_LAYOUTS, APPEND_LAYOUTS, MERGE_LAYOUTS)
+_FAMILIES = (
+    APPEND_LAYOUTS,
+    DECODE_LAYOUTS,
+    MEASURE_LAYOUTS,
+    MERGE_LAYOUTS,
+    MLA_LAYOUTS,
+    REDUCTION_LAYOUTS,
+)
 LAYOUTS = MappingProxyType({name: layout for family in _FAMILIES for name, layout in family.items()})
