@@ -125,6 +125,10 @@ class Runtime:
         self.memory: TensorMemory = memory or TorchMemory()
         self._trtllm_release = trtllm_release
         self._trtllm_gen: TrtllmGenRelease | None = None
+        if self.config.record is not None:
+            from .recorded.recorder import record_process
+
+            record_process(self.config.record)
 
     @property
     def may_fetch(self) -> bool:
