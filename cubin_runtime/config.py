@@ -6,11 +6,12 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import TypeVar
 
 from .errors import UsageError
+from .values import dataclass
 
 DEFAULT_SOURCES = ("package",)
 PINS_NAME = "pins.toml"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from ...tensor import TensorView
+from ...values import dataclass
 
 Option = bool | int | float | str | None
 

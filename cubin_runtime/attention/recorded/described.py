@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from ...kernels.native.problem import LOG2_E
 from ...launch.driver import DeviceFacts
 from ...launch.plan import LaunchPlan
 from ...tensor import TensorView
+from ...values import dataclass
 from .call import Option
 
 if TYPE_CHECKING:

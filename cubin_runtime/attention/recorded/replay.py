@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...values import dataclass
 from .call import RecordedCall, RecordedTensor
 from .call_file import read_call
 from .comparison import Comparison, compare

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...attention.append_kv import append_kv
+from ...attention.append import append_kv
 from ...errors import UsageError, WorkspaceError
 from ...tensor import is_torch, view_of
 from .layouts import cache_pair

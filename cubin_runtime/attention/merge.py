@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -15,6 +15,7 @@ from ..kernels.native.merge.plan import MergeProblem, merge_launch
 from ..kernels.native.merge.select import MergeSelection, MergeShape, select_merge
 from ..launch.driver import DeviceFacts
 from ..tensor import TensorView, view_of
+from ..values import dataclass
 from .backends import AUTO
 from .checks import check_dtype, check_shape
 from .fast_path import operator_function
