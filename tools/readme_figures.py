@@ -16,8 +16,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from cubin_runtime import attention  # noqa: E402
 from cubin_runtime.attention.backends import TABLE  # noqa: E402
-from cubin_runtime.compat import flashinfer  # noqa: E402
 from kernels_src.variants import VARIANTS  # noqa: E402
 
 # The operation of an operator's kernels, where their names differ.
@@ -25,17 +25,20 @@ OPERATIONS = {"mla_decode": "paged_mla_decode"}
 # Operators that are not there yet; a row is left out once the table of backends has the operator.
 PLANNED = {
     "context_attention": ("SM90a", "bf16, fp16", "64, 128"),
-    "append_kv": ("SM90a", "bf16, fp16, e4m3", "all"),
-    "merge_states": ("SM90a", "bf16, fp16", "all"),
+}
+# What the kernels of an operator take, where it is no trait of theirs: dtypes and head_dim.
+TAKEN = {
+    "append_kv": ("bf16, fp16, e4m3", "32 to 1024, in steps of 16"),
+    "merge_states": ("bf16, fp16, fp32", "8 to 4096, in steps of 8"),
 }
 PUBLISHED = ("trtllm-gen", "SM100, SM103", "bf16, fp16, e4m3, e2m1", "by the release", "published, not run here")
-_DTYPES = ("bf16", "fp16", "e4m3")
+_DTYPES = ("bf16", "fp16", "fp32", "e4m3")
 
 
 def support_matrix() -> str:
     """Operator, SM, cache dtypes, head_dim and state, one row for each group of SMs that have the same kernels."""
     rows: list[Sequence[str]] = []
-    for operator in (name for name in TABLE if not hasattr(flashinfer, name)):
+    for operator in (name for name in TABLE if hasattr(attention, name)):
         rows += _native_rows(operator)
     rows.append((f"{PUBLISHED[0]} through FlashInfer's names", *PUBLISHED[1:]))
     rows += [(f"`{name}`", *words, "planned") for name, words in PLANNED.items() if name not in TABLE]
@@ -51,6 +54,7 @@ def _native_rows(operator: str) -> list[Sequence[str]]:
         widths = {width for trait in traits if (width := _width(trait))}
         state = next(kernel.status for kernel in kernels if kernel.sm == sm)
         by_sm[sm] = (tuple(d for d in _DTYPES if d in dtypes), tuple(sorted(widths, key=_number)), state)
+    taken = TAKEN.get(operator, ("all", "all"))
     grouped: dict[Any, list[str]] = defaultdict(list)
     for sm, facts in by_sm.items():
         grouped[facts].append(sm)
@@ -59,8 +63,8 @@ def _native_rows(operator: str) -> list[Sequence[str]]:
         (
             f"`{operator}`",
             ", ".join(f"SM{sm}" for sm in sms),
-            ", ".join(dtypes) or "all",
-            ", ".join(widths) or "all",
+            ", ".join(dtypes) or taken[0],
+            ", ".join(widths) or taken[1],
             state,
         )
         for (dtypes, widths, state), sms in ordered

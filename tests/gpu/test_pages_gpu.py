@@ -52,6 +52,20 @@ def names_of(page: str) -> dict[str, Any]:
     }
     queries = torch.randn(BATCH, 16, 576, **on) if page == "docs/mla.md" else decode["q"]
     out = torch.empty(BATCH, 16, 512, **on) if page == "docs/mla.md" else torch.empty_like(queries)
+    on_append: dict[str, Any] = {
+        "key": torch.randn(6, 4, 128, **on),
+        "value": torch.randn(6, 4, 128, **on),
+        "ckv": torch.randn(6, 512, **on),
+        "k_pe": torch.randn(6, 64, **on),
+        "cache": decode["kv_cache"],
+        "offsets": decode["q_starts"],
+        **{name: torch.randn(6, *parts, 32, 128, **on) for name, parts in (("v", (2,)), ("v1", ()), ("v2", ()))},
+        **{name: torch.randn(6, *parts, 32, device="cuda") for name, parts in (("s", (2,)), ("s1", ()), ("s2", ()))},
+        "lse": torch.empty(6, 32, device="cuda"),
+        "mask": torch.ones(6, device="cuda", dtype=torch.bool),
+    }
+    if page == "docs/append.md":
+        decode |= on_append
     torch.cuda.synchronize()
     others = {"batch": BATCH, "max_seq_len": BOUND, "stream": torch.cuda.Stream()}
     return {**decode, "q": queries, "out": out, **others}
