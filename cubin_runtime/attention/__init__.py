@@ -1,6 +1,7 @@
 """What a user calls: checks, plans and operators on paged attention."""
 
-from ..tensor import TensorView, view_of
+from ..protocols import Stream
+from ..tensor import Tensor, TensorView, view_of
 from .backends import BackendError
 from .mla_decode import MlaDecodePlan, mla_decode, plan_mla_decode
 from .operator_plan import ClampedInputError
@@ -15,6 +16,8 @@ __all__ = [
     "PagedDecodePlan",
     "Runtime",
     "RuntimeStats",
+    "Stream",
+    "Tensor",
     "TensorView",
     "default_runtime",
     "mla_decode",
@@ -24,3 +27,7 @@ __all__ = [
     "set_default_runtime",
     "view_of",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

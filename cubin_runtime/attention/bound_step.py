@@ -13,12 +13,15 @@ from .fast_path.guards import conditions, guarded
 from .operator_plan import AnyWorkspace, check_workspace
 
 if TYPE_CHECKING:
+    from ..protocols import Stream
     from .decode_operator import DecodePlan
 
 _NUMBERS = ("softmax_scale", "output_scale", "max_seq_len")
 
 
-def bind_step(plan: DecodePlan, arguments: dict[str, Any], workspace: AnyWorkspace | None, stream: Any) -> BoundStep:
+def bind_step(
+    plan: DecodePlan, arguments: dict[str, Any], workspace: AnyWorkspace | None, stream: Stream | None
+) -> BoundStep:
     """``plan.bind``; the dict is this function's own."""
     names = [arg.name for arg in plan.operator.tensors]
     for name in arguments:

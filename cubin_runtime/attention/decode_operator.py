@@ -29,6 +29,7 @@ from .scales import split_scale
 from .torch_ops import RUNTIME_SCRATCH, TORCH_SCRATCH, scratch_of_torch
 
 if TYPE_CHECKING:
+    from ..protocols import Stream
     from .tracing.schema import TracedCall
 
 # The argument that a number of the launch is a multiple of.
@@ -69,7 +70,9 @@ class DecodePlan(OperatorPlan):
         launched = self.launch(addresses, numbers, arguments["workspace"], self.stream_of(arguments["stream"]))
         note_launch(launched if self.of_torch else launched._replace(memory=None))
 
-    def bind(self, *, workspace: AnyWorkspace | None = None, stream: Any = None, **arguments: Any) -> BoundStep:
+    def bind(
+        self, *, workspace: AnyWorkspace | None = None, stream: Stream | None = None, **arguments: Any
+    ) -> BoundStep:
         """Bind some of ``run``'s arguments for one stream: a step then takes the other tensors.
 
         What is bound is checked here and kept alive until ``close``; it must stay where it is and as it is. A layer of
