@@ -24,7 +24,7 @@ from .sources.archive import ArchiveSource
 from .sources.failover import FetchPolicy
 from .sources.http_pace import HttpLimits
 from .sources.source import NotHereError, Wanted, parse_source, redact
-from .sources.source_list import SourceList, hint
+from .sources.source_list import SourceList, remedy
 from .store.leftovers import remove_temporaries
 from .store.store import Store
 from .verification import VerifyReport, verify_store, verify_tree
@@ -137,7 +137,7 @@ class Library:
             ) is not None:
                 raise reason
             places = ", ".join([str(self.store.root), *(s.label for s in self._sources.local_sources(pin))])
-            raise MissingError(f"{path} is not in {places}; 'cubin-runtime fetch {path}' gets it{hint(pin)}")
+            raise MissingError(f"{path} is not in {places}; {remedy(pin, path.text, self._sources.specs(pin))}")
         return self._loader.over_network(pin, wanted)
 
     def where(self, path: ArtifactPath | str) -> tuple[Place, ...]:
