@@ -21,7 +21,7 @@ _ARRAY_KINDS = {"i": "int", "u": "uint", "f": "float"}
 class TensorSpec(NamedTuple):
     """The form of a tensor: all but its address. ``strides`` in elements, ``device`` the ordinal."""
 
-    dtype: str
+    dtype: DTypeName
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     device: int

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Final
 
 from ..errors import DeviceError, UsageError
 from ..launch.driver import DeviceFacts
+from ..values import dataclass
 
 AUTO: Final = "auto"
 HOPPER = "hopper"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ..artifacts.tables.native_kernels import NativeKernel
@@ -17,6 +16,7 @@ from ..kernels.native.mla.select import MAX_HEADS, MAX_QUERIES, MlaShape, select
 from ..kernels.native.mla.select import PAGE_SIZES as MLA_PAGE_SIZES
 from ..kernels.native.selection import Selection
 from ..launch.driver import DeviceFacts
+from ..values import dataclass
 from .backends import HOPPER
 from .decode_call import MAX_Q_LEN
 from .latent_cache import Q_DTYPES as MLA_Q_DTYPES

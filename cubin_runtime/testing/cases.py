@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..attention.reference import mla_decode_reference, paged_decode_reference
+from ..values import dataclass
 from .values import from_bits, to_bits
 
 if TYPE_CHECKING:

@@ -7,9 +7,10 @@ import os
 import re
 import subprocess
 import sysconfig
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from ..values import dataclass
 
 if TYPE_CHECKING:
     from .cubin_under_test import CubinUnderTest
@@ -58,7 +59,7 @@ def build_standin(folder: Path) -> Path:
     return library
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Call:
     """One line of the log: the function and what arrived, as text."""
 
