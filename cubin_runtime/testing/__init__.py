@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .cases import DecodeCase, mla_case, paged_case
     from .compare import assert_attention_close, assert_lse_close
     from .cubin_under_test import CubinUnderTest
-    from .device import Device
+    from .device import Device, on_first_device
     from .graph_driver import GraphDriver
     from .standin import StandIn, build_standin
     from .values import from_bits, to_bits
@@ -27,6 +27,7 @@ _MODULES = {
     "build_standin": "standin",
     "from_bits": "values",
     "mla_case": "cases",
+    "on_first_device": "device",
     "paged_case": "cases",
     "to_bits": "values",
 }
@@ -42,6 +43,7 @@ __all__ = [
     "build_standin",
     "from_bits",
     "mla_case",
+    "on_first_device",
     "paged_case",
     "to_bits",
 ]

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ..protocols import DTypeName
+    from ..tensor import TensorView
+    from .device import Device
 
     Array = NDArray[Any]
 
@@ -44,6 +46,19 @@ class DecodeCase:
     def batch(self) -> int:
         """Requests."""
         return len(self.seq_lens)
+
+    def on(self, device: Device) -> dict[str, TensorView]:
+        """The case on a device by an operator's arguments, ``out`` and ``lse`` poisoned."""
+        names = ("k_cache", "v_cache") if len(self.cache) == 2 else ("kv_cache",)
+        width = self.q.shape[2] if len(self.cache) == 2 else self.q.shape[2] - 64
+        tensors = {"q": device.array(self.q, self.dtype)}
+        tensors |= {name: device.array(cache, self.dtype) for name, cache in zip(names, self.cache, strict=True)}
+        tensors |= {"page_table": device.array(self.page_table), "seq_lens": device.array(self.seq_lens)}
+        tensors["out"] = device.poisoned((*self.q.shape[:2], width), self.dtype)
+        tensors["lse"] = device.poisoned(self.q.shape[:2], "float32")
+        if len(self.q) != self.batch:
+            tensors["q_cu_seq_lens"] = device.array(self.q_cu_seq_lens)
+        return tensors
 
     def reference(self, *, latent: int | None = None, **options: Any) -> tuple[Array, Array]:
         """Output and log-sum-exp in float64; ``options`` as for ``paged_decode_reference``, ``latent`` for MLA."""

@@ -23,8 +23,10 @@ class CubinUnderTest:
     ``facts`` is what the ELF says of the kernel: registers, shared memory, most threads of a block.
     """
 
-    def __init__(self, path: str | Path, struct: StructLayout, symbol: str | None = None) -> None:
-        """``symbol`` may be left out where the cubin holds one kernel.
+    def __init__(
+        self, path: str | Path, struct: StructLayout, symbol: str | None = None, *, data: bytes | None = None
+    ) -> None:
+        """``symbol`` may be left out where the cubin holds one kernel; ``data`` are the file's bytes, read where None.
 
         Raises:
             FileNotFoundError: there is no such file.
@@ -34,7 +36,7 @@ class CubinUnderTest:
         """
         self.path = Path(path)
         self.struct = struct
-        self.data = self.path.read_bytes()
+        self.data = self.path.read_bytes() if data is None else data
         self.cubin: Cubin = parse_cubin(self.data)
         named = ", ".join(self.cubin.kernels)
         if symbol is None and len(self.cubin.kernels) != 1:

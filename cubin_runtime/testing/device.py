@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -81,6 +81,20 @@ class Device(DeviceArrays):
         self._before = driver.current_context()
         driver.set_current(self.context)
 
+    def median_microseconds(self, run: Callable[[], object], repeats: int = 30) -> float:
+        """The median time of ``run`` on the default stream, by events of the device; caches are warm."""
+        begin, end = self.driver.create_event(), self.driver.create_event()
+        times = []
+        for _ in range(repeats):
+            self.driver.record(begin, 0)
+            run()
+            self.driver.record(end, 0)
+            self.driver.synchronize_event(end)
+            times.append(self.driver.elapsed_ms(begin, end) * 1e3)
+        for event in (begin, end):
+            self.driver.destroy_event(event)
+        return sorted(times)[repeats // 2]
+
     def array(self, values: Any, dtype: DTypeName | None = None) -> TensorView:
         """A tensor with these values; for bfloat16 and float8_e4m3fn floats, or bits as unsigned integers.
 
@@ -142,3 +156,22 @@ class Device(DeviceArrays):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def on_first_device(main: Callable[[Device], None]) -> None:
+    """Run an example on the first GPU, with a default runtime that uses its driver.
+
+    Raises:
+        SystemExit: there is no GPU, or the kernels are not at hand; with the error's sentence.
+    """
+    from ..attention import Runtime, set_default_runtime
+    from ..errors import CubinRuntimeError
+    from .graph_driver import GraphDriver
+
+    driver = GraphDriver()
+    try:
+        with Device(driver) as device:
+            set_default_runtime(Runtime(driver=driver))
+            main(device)
+    except CubinRuntimeError as error:
+        raise SystemExit(f"error: {error}") from None
