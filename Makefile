@@ -25,7 +25,7 @@ ACCELERATOR := accelerator/sender.c accelerator/setup.py accelerator/pyproject.t
 help: ## Say what each target does
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null || grep '##' Makefile
 
-demo: .venv/.ready ## From an artifact path to a kernel that ran, with a line for each step
+demo: .venv/.ready ## Two kernels from source to launch, step by step; DEMO=full shows details
 	@$(VENV) tools/demo.py
 
 .PHONY: install
