@@ -13,7 +13,9 @@ from .errors import CubinRuntimeError
 
 if TYPE_CHECKING:
     # From the files: a type checker takes what a package and its module have in common for the module.
+    from .attention.append import AppendKvPlan, append_kv, plan_append_kv
     from .attention.backends import BackendError
+    from .attention.merge import MergeStatesPlan, merge_states, plan_merge_states
     from .attention.mla_decode import MlaDecodePlan, mla_decode, plan_mla_decode
     from .attention.operator_plan import ClampedInputError
     from .attention.paged_decode import PagedDecodePlan, paged_decode, plan_paged_decode
@@ -23,10 +25,12 @@ if TYPE_CHECKING:
     from .tensor import Tensor, TensorView, view_of
 
 __all__ = [
+    "AppendKvPlan",
     "BackendError",
     "ClampedInputError",
     "Config",
     "CubinRuntimeError",
+    "MergeStatesPlan",
     "MlaDecodePlan",
     "PagedDecodePlan",
     "Runtime",
@@ -35,9 +39,13 @@ __all__ = [
     "Tensor",
     "TensorView",
     "__version__",
+    "append_kv",
     "default_runtime",
+    "merge_states",
     "mla_decode",
     "paged_decode",
+    "plan_append_kv",
+    "plan_merge_states",
     "plan_mla_decode",
     "plan_paged_decode",
     "set_default_runtime",

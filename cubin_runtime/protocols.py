@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, Protocol
 
+LseBase = Literal["2", "e"]
 KvLayout = Literal["NHD", "HND"]
 DTypeName = Literal[
     "bfloat16",
@@ -11,6 +12,7 @@ DTypeName = Literal[
     "float8_e4m3fn",
     "float32",
     "float64",
+    "bool",
     "int8",
     "uint8",
     "int16",

@@ -1,5 +1,8 @@
 """What a user calls: checks, plans and operators on paged attention."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from ..protocols import Stream
 from ..tensor import Tensor, TensorView, view_of
 from .backends import BackendError
@@ -9,9 +12,21 @@ from .paged_decode import PagedDecodePlan, paged_decode, plan_paged_decode
 from .process import default_runtime, set_default_runtime
 from .runtime import Runtime, RuntimeStats
 
+if TYPE_CHECKING:
+    from .append import AppendKvPlan, append_kv, plan_append_kv
+    from .merge import MergeStatesPlan, merge_states, plan_merge_states
+
+# Names of operators that not every program needs -> their modules, which are loaded when a name is first asked for.
+_LATER = {
+    **dict.fromkeys(("AppendKvPlan", "append_kv", "plan_append_kv"), "append"),
+    **dict.fromkeys(("MergeStatesPlan", "merge_states", "plan_merge_states"), "merge"),
+}
+
 __all__ = [
+    "AppendKvPlan",
     "BackendError",
     "ClampedInputError",
+    "MergeStatesPlan",
     "MlaDecodePlan",
     "PagedDecodePlan",
     "Runtime",
@@ -19,14 +34,25 @@ __all__ = [
     "Stream",
     "Tensor",
     "TensorView",
+    "append_kv",
     "default_runtime",
+    "merge_states",
     "mla_decode",
     "paged_decode",
+    "plan_append_kv",
+    "plan_merge_states",
     "plan_mla_decode",
     "plan_paged_decode",
     "set_default_runtime",
     "view_of",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
+    return value
 
 
 def __dir__() -> list[str]:

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from cubin_runtime import Config, Runtime, TensorView, mla_decode, paged_decode, plan_paged_decode
+from cubin_runtime import (
+    Config,
+    Runtime,
+    TensorView,
+    append_kv,
+    merge_states,
+    mla_decode,
+    paged_decode,
+    plan_paged_decode,
+)
 from cubin_runtime.attention import MlaDecodePlan, PagedDecodePlan
 from cubin_runtime.compat import flashinfer
 
@@ -40,7 +49,9 @@ def decode(q: OtherTensor, cache: TensorView, table: OtherArray, lengths: OtherT
     mla_decode(q, cache, table, lengths, out=out, max_seq_len=4096, softmax_scale=0.1, stream=OtherStream())
     mla_decode(q, cache, table, lengths, out=out, max_seq_len=4096, softmax_scale=given, stream=TorchLikeStream())
     flashinfer.xqa_batch_decode_with_kv_cache(q, (cache, cache), q, table, lengths, 4096, kv_layout="NHD")
-    return made
+    append_kv(q, q, cache, cache, table, lengths, kv_layout="HND")
+    merged: OtherTensor = merge_states(q, lengths, lse_base="e")
+    return merged if merged is not made else made
 
 
 def plan(runtime: Runtime, view: TensorView) -> tuple[PagedDecodePlan, type[MlaDecodePlan]]:
