@@ -5,6 +5,8 @@
 PYTHON ?= python3
 TORCH_INDEX ?=
 CHECK ?=
+INTO ?=
+KERNELS ?=
 SEED ?=
 
 SHELL := /bin/bash
@@ -23,8 +25,16 @@ ACCELERATOR := accelerator/sender.c accelerator/setup.py accelerator/pyproject.t
 help: ## Say what each target does
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null || grep '##' Makefile
 
-demo: .venv/.ready ## From an artifact path to a kernel that ran, with a line for each step
+demo: .venv/.ready ## Two kernels from source to launch, step by step; DEMO=full shows details
 	@$(VENV) tools/demo.py
+
+.PHONY: install
+install: ## Package and kernels into the active environment, or INTO=DIR; KERNELS=WHEEL gives the kernels
+	@"$(PYTHON)" tools/install.py $(if $(INTO),--into "$(INTO)") $(if $(KERNELS),--kernels "$(KERNELS)")
+
+.PHONY: test-install
+test-install: .venv/.ready ## The ways to install, in clean environments and a root with Python alone (after make artifacts)
+	@$(VENV) tools/try_install.py
 
 test: .venv/.ready ## The tests that need no GPU, no torch and no published release
 	@$(VENV) -m pytest -m "not torch and not release"
@@ -90,7 +100,7 @@ bench: .venv/.ready ## The benchmarks that need no GPU; results in benchmarks/re
 	    echo "== $$script"; $(VENV) "$$script" ;; esac; done
 
 clean: ## Remove everything that make made here, environments included
-	rm -rf .venv .venv-docs .venv-lowest .venv-torch build accelerator/build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf venv .venv .venv-docs .venv-lowest .venv-torch build accelerator/build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 prerequisites: ## Check what this machine must have, and print the line that installs what lacks
