@@ -285,10 +285,49 @@ def _mla_variants(latent: int) -> Iterator[Variant]:
         yield _mla_decode(source, f"{source}_{dtype}", dtype, q_dtypes, latent, 16, 128, STAGES=stages)
 
 
+_PREFILL_TILE_TOKENS = 128
+# head_dim -> consumer warpgroups of 64 rows, and pipeline stages of keys and of values.
+_PREFILL_SHAPES = {64: (3, 4), 128: (2, 2)}
+
+
+def _context_attention(dtype: str, head_dim: int, soft_cap: bool) -> Variant:
+    warpgroups, stages = _PREFILL_SHAPES[head_dim]
+    return Variant(
+        source="prefill/context_attention.cu",
+        symbol=f"context_attention_{dtype}_d{head_dim}{'_soft_cap' if soft_cap else ''}",
+        sm="90a",
+        operation="context_attention",
+        struct="ContextAttentionParams",
+        traits={
+            "dtype": dtype,
+            "head_dim": head_dim,
+            "rows": 64 * warpgroups,
+            "tile_tokens": _PREFILL_TILE_TOKENS,
+            "soft_cap": soft_cap,
+        },
+        defines={
+            "HEAD_DIM": head_dim,
+            "MMA_FP16": int(dtype == "fp16"),
+            "TILE_TOKENS": _PREFILL_TILE_TOKENS,
+            "WARPGROUPS": warpgroups,
+            "STAGES": stages,
+            "SOFT_CAP": int(soft_cap),
+        },
+    )
+
+
+def _prefill_variants() -> Iterator[Variant]:
+    for head_dim in _PREFILL_SHAPES:
+        for dtype in ("bf16", "fp16"):
+            yield _context_attention(dtype, head_dim, soft_cap=False)
+            yield _context_attention(dtype, head_dim, soft_cap=True)
+
+
 VARIANTS: tuple[Variant, ...] = (
     *_decode_variants(),
     *(_kv_reduction(sm, *dtypes) for sm in _FOLLOWING_SMS for dtypes in _REDUCTION_DTYPES),
     *(_lse_from_statistics(sm) for sm in _FOLLOWING_SMS),
     _streaming_read("90a"),
     *(variant for latent in (512, 256) for variant in _mla_variants(latent)),
+    *_prefill_variants(),
 )
