@@ -21,11 +21,10 @@ import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-ROUNDS, REPEATS, CALLS = 3, 25, 40
+ROUNDS, REPEATS, CALLS = 5, 25, 40
 LOOP = """
 #include <cuda.h>
 #include <time.h>
@@ -86,8 +85,8 @@ class Table:
         self.rows: Figures = {}
         self._synchronize = synchronize
 
-    def add(self, row: str, call: Callable[[], Any], floor: float) -> None:
-        """Measure a call; its launch takes ``floor`` microseconds in C."""
+    def add(self, row: str, call: Callable[[], Any], floor: float, *, calls: int = 1) -> None:
+        """Measure what makes so many calls; the launch of each takes ``floor`` microseconds in C."""
         for _ in range(200):
             call()
         self._synchronize()
@@ -96,7 +95,7 @@ class Table:
             begin = time.perf_counter()
             for _ in range(CALLS):
                 call()
-            found.append((time.perf_counter() - begin) / CALLS * 1e6)
+            found.append((time.perf_counter() - begin) / CALLS / calls * 1e6)
             self._synchronize()
         self.rows[row] = {"least": min(found), "median": statistics.median(found), "floor": floor}
 
@@ -118,26 +117,32 @@ def measure(*, peers: bool) -> Figures:
     latent, lq = torch.randn(8, 64, 576, **on), torch.randn(2, 16, 576, **on)
     lout = torch.empty(2, 16, 512, **on)
     buffer = torch.zeros(64 << 20, dtype=torch.uint8, device="cuda")
-    others = cycle([(torch.randn_like(q), torch.empty_like(out)) for _ in range(2)])
-
-    def moving(send: Callable[..., None]) -> Callable[[], None]:
-        return lambda: send(*next(others))
-
+    q2, out2 = torch.randn_like(q), torch.empty_like(out)
     plan = plan_paged_decode(q, k, v, pages, lens, out, max_seq_len=256)
     plan.run(q, k, v, pages, lens, out)
     torch.cuda.synchronize()
     floor = _c_loop(runtime, 0)
     table.add("torch x.add_(1)", lambda: lens.add_(0), floor)
     table.add("plan.run, same tensors", lambda: plan.run(q, k, v, pages, lens, out), floor)
-    table.add("plan.run, other q and out", moving(lambda a, b: plan.run(a, k, v, pages, lens, b)), floor)
+
+    def runs() -> None:
+        plan.run(q, k, v, pages, lens, out)
+        plan.run(q2, k, v, pages, lens, out2)
+
     layer = plan.bind(k_cache=k, v_cache=v)
-    table.add(
-        "bound step(q, table, lens, out), other q and out", moving(lambda a, b: layer.step(a, pages, lens, b)), floor
-    )
+
+    def steps() -> None:
+        layer.step(q, pages, lens, out)
+        layer.step(q2, pages, lens, out2)
+
+    table.add("plan.run, other q and out", runs, floor, calls=2)
+    table.add("bound step(q, table, lens, out), other q and out", steps, floor, calls=2)
     every = plan.bind(q=q, k_cache=k, v_cache=v, page_table=pages, seq_lens=lens, out=out)
     table.add("everything bound", every.step, floor)
     table.add("paged_decode(out=out)", lambda: paged_decode(q, k, v, pages, lens, max_seq_len=256, out=out), floor)
     table.add("paged_decode()", lambda: paged_decode(q, k, v, pages, lens, max_seq_len=256), floor)
+
+    _compiled(table, (q, k, v, pages, lens), floor)
     batch = {"bmm1_scale": 0.1, "bmm2_scale": 1.0, "kv_layout": "NHD", "out": out}
     for function in (flashinfer.xqa_batch_decode_with_kv_cache, flashinfer.trtllm_batch_decode_with_kv_cache):
         table.add(f"compat {function.__name__}", partial(function, q, (k, v), buffer, pages, lens, 256, **batch), floor)
@@ -186,6 +191,28 @@ def measure(*, peers: bool) -> Figures:
     if peers:
         _peers(table, (q, k, v, pages, lens, out), (lq, latent, lout), floor, mla_floor)
     return table.rows
+
+
+def _compiled(table: Table, tensors: tuple[Any, ...], floor: float) -> None:
+    """What one more op costs a compiled function, whose call costs tens of microseconds with no op of ours in it."""
+    import torch
+
+    from cubin_runtime.attention import paged_decode
+
+    def traced(layers: int) -> Callable[..., Any]:
+        def model(q: Any, *cache: Any) -> Any:
+            for _ in range(layers):
+                q = paged_decode(q, *cache, max_seq_len=256)
+            return q + 1
+
+        return torch.compile(model, fullgraph=True)
+
+    rows = {layers: f"torch.compile, {layers} x paged_decode()" for layers in (0, 1, 9)}
+    for layers, row in rows.items():
+        table.add(row, partial(traced(layers), *tensors), floor)
+    one, nine = (table.rows[rows[layers]] for layers in (1, 9))
+    found = {figure: (nine[figure] - one[figure]) / 8 for figure in ("least", "median")}
+    table.rows["torch.compile, one more paged_decode()"] = {**found, "floor": floor}
 
 
 def _peers(table: Table, decode: tuple[Any, ...], mla: tuple[Any, ...], floor: float, mla_floor: float) -> None:

@@ -26,7 +26,7 @@ from .process import default_runtime
 from .recording import record, recording
 from .runtime import NativeRelease, Runtime
 from .scales import split_scale
-from .torch_ops import TORCH_SCRATCH, scratch_of_torch
+from .torch_ops import RUNTIME_SCRATCH, TORCH_SCRATCH, scratch_of_torch
 
 if TYPE_CHECKING:
     from .tracing.schema import TracedCall
@@ -140,7 +140,7 @@ def run_decode(plan_class: type[DecodePlan], operator: DecodeOperator, arguments
         arguments["out"] = _made_output(operator, rt, q)
     stream = arguments["stream"]
     handle = rt.memory.current_stream(q) if stream is None else stream_handle(stream)
-    workspace = arguments["workspace"]
+    workspace = None if arguments["workspace"] is RUNTIME_SCRATCH else arguments["workspace"]
     if workspace is not None and workspace is not TORCH_SCRATCH:
         check_workspace(workspace)
     if arguments["max_q_len"] is None and arguments["q_cu_seq_lens"] is not None:

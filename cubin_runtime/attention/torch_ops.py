@@ -1,7 +1,7 @@
 """Operators as ``torch.library`` ops, through which calls go that torch traces, compiles, exports or intercepts.
 
 An op is an operator whose optional output is given: it writes into its outputs and returns nothing, as its schema says.
-Its scratch comes from torch's allocator, so a graph that torch captures owns it.
+In a capture its scratch comes from torch's allocator, so a graph that torch captures owns it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
+from ..launch.compiled import compiled
 from ..launch.regions import workspace_size
 from ..launch.semaphore_workspace import SemaphoreWorkspace
 from .fast_path.notes import note_made
@@ -26,10 +27,11 @@ _PAIR = "Tensor[]"  # K and V, or one tensor
 
 
 class TorchScratch:
-    """In the place of a workspace: take memory of torch's allocator for one run."""
+    """In the place of a workspace: where an op takes its scratch from."""
 
 
-TORCH_SCRATCH = TorchScratch()
+TORCH_SCRATCH = TorchScratch()  # memory of torch's allocator, for one run
+RUNTIME_SCRATCH = TorchScratch()  # where a call without a workspace takes it from
 
 
 def scratch_of_torch(plan: OperatorPlan, device: int) -> SemaphoreWorkspace:
@@ -86,11 +88,10 @@ class TorchOp:
         """Register it with torch; ``operator`` is what it calls."""
         import torch
 
-        def run(*packed: Any) -> None:
-            operator(**self._unpacked(packed))
-
+        source, scope = self._run_source()
+        scope |= {"operator": operator, "captures": torch.cuda.is_current_stream_capturing}
         _library().define(self.schema)
-        _library().impl(self.name, run, "CUDA")
+        _library().impl(self.name, compiled("run", source, scope), "CUDA")
         torch.library.register_fake(f"{NAMESPACE}::{self.name}", lambda *_, **__: None, lib=_library())
 
     def call(self, given: dict[str, Any]) -> Any:
@@ -121,17 +122,28 @@ class TorchOp:
         getattr(torch.ops.cubin_runtime, self.name)(*packed)
         return result
 
-    def _unpacked(self, packed: Sequence[Any]) -> dict[str, Any]:
-        values, given = iter(packed), dict(self.fixed)
+    def _run_source(self) -> tuple[str, dict[str, Any]]:
+        """The source of the op's kernel, which calls ``operator`` with the op's arguments, and what it refers to."""
+        heads, given = list[str](), list[str]()
+        scope: dict[str, Any] = {"torch_scratch": TORCH_SCRATCH, "runtime_scratch": RUNTIME_SCRATCH}
         for name, kind in self.kinds.items():
-            value = next(values)
+            heads.append(name)
             if kind == _SCALE:
-                tensor = next(values)
-                value = value if tensor is None else tensor
+                heads.append(f"{name}_tensor")
+                given.append(f"{name}={name} if {name}_tensor is None else {name}_tensor")
             elif kind == _PAIR:
-                value = value[0] if len(value) == 1 else tuple(value)
-            given[name] = value
-        return given
+                given.append(f"{name}={name}[0] if len({name}) == 1 else tuple({name})")
+            else:
+                given.append(f"{name}={name}")
+        for name, value in self.fixed.items():
+            scope[f"fixed_{name}"] = value
+            given.append(f"{name}={'scratch' if value is TORCH_SCRATCH else f'fixed_{name}'}")
+        source = (
+            f"def run({', '.join(heads)}):\n"
+            "    scratch = torch_scratch if captures() else runtime_scratch\n"
+            f"    operator({', '.join(given)})\n"
+        )
+        return source, scope
 
 
 def is_intercepted(arguments: Sequence[Any]) -> bool:

@@ -117,7 +117,8 @@ class DriverCore:
                     found = library[symbol]
                 except AttributeError:
                     continue
-                found.argtypes = prototype.arguments
+                if prototype.converted:
+                    found.argtypes = prototype.arguments
                 found.restype = ctypes.c_int
                 self._functions[name] = found
                 return found

@@ -83,7 +83,15 @@ class PreparedLaunches:
         self.run: Callable[..., None] = compiled("run", self.source, scope | {"OtherContext": OtherContextError})
 
     def sending(
-        self, values: Sequence[str], *, written: Collection[int], key: str, stream: str, elsewhere: str
+        self,
+        values: Sequence[str],
+        *,
+        written: Collection[int],
+        key: str,
+        stream: str,
+        elsewhere: str,
+        refusal: Sequence[str] = (),
+        late: Sequence[str] = (),
     ) -> tuple[list[str], dict[str, Any]]:
         """Lines that send the launches, for a function written elsewhere, and what they refer to.
 
@@ -93,7 +101,7 @@ class PreparedLaunches:
         pools: dict[Hashable, list[_Block]] = {}
         scope: dict[str, Any] = {
             "pools": pools,
-            "new_pool": partial(self._new_pool, pools),
+            "pool_of": partial(self._pool_of, pools),
             "new_block": partial(self._new_block, frozenset(written)),
             "unfit": self._unfit,
             "record": self._driver.history(self._context).record,
@@ -106,7 +114,7 @@ class PreparedLaunches:
         if profiler is not None:
             scope |= {"enter": profiler.enter, "leave": profiler.leave}
         for number, launch in enumerate(self._launches):
-            scope |= {f"launch{number}": launch, f"function{number}": launch.function}
+            scope |= {f"launch{number}": launch, f"function{number}": ctypes.c_void_p(launch.function)}
             moving = (item for item in enumerate(launch.inputs) if item[1].spec and item[1].value in written)
             scope |= {f"spec{number}_{index}": item.spec for index, item in moving}
         lines = send_lines(
@@ -116,6 +124,8 @@ class PreparedLaunches:
             key=key,
             stream=stream,
             elsewhere=elsewhere,
+            refusal=refusal,
+            late=late,
             profiled=profiler is not None,
         )
         return lines, scope
@@ -138,14 +148,14 @@ class PreparedLaunches:
             self._launches, "stream", ELSEWHERE, profiled=self._driver.profiler is not None
         ), scope | own | made
 
-    def _new_pool(self, pools: dict[Hashable, list[_Block]], key: Hashable) -> list[_Block]:
+    def _pool_of(self, pools: dict[Hashable, list[_Block]], key: Hashable) -> list[_Block]:
         with self._lock:
-            while len(pools) >= _MAX_POOLS:
+            while len(pools) >= _MAX_POOLS and key not in pools:
                 pools.pop(next(iter(pools)))
             return pools.setdefault(key, [])
 
     def _new_block(self, written: frozenset[int], stream: int, given: tuple[Any, ...]) -> _Block:
-        """A block for calls with these values; those that are written are still those of the plan."""
+        """A block for calls with these values, of which those that are ``written`` do not count."""
         made: dict[str, Any] = {}
         with self._driver.using(self._context):
             for number, launch in enumerate(self._launches):
@@ -169,9 +179,9 @@ class PreparedLaunches:
                     f"view{number}": view,
                     f"moved{number}": [None] * len(launch.inputs),
                     f"bytes{number}": view.tobytes,
-                    f"config_at{number}": ctypes.addressof(config),
-                    f"arguments_at{number}": ctypes.addressof(arguments),
-                    f"kept{number}": (config, memory, arguments),
+                    f"config{number}": ctypes.byref(config),  # which keeps what it refers to alive
+                    f"arguments{number}": ctypes.byref(arguments),
+                    f"memory{number}": memory,
                 }
         return (*(made[part] for part in block_parts(self._launches, written)), made)
 
@@ -187,7 +197,7 @@ class PreparedLaunches:
         kernels = " and ".join(launch.plan.kernel for launch in self._launches)
         return UsageError(f"launch of {kernels} with {given}: {error}")
 
-    def _again(self, code: int, stream: int, config_at: int, function: int, arguments_at: int) -> bool:
+    def _again(self, code: int, stream: int, config: Any, function: Any, arguments: Any) -> bool:
         """Once more with the kernel's context current, which the default streams are meant in; else the error.
 
         True: the stream is one of another context of the device, and nothing was launched.
@@ -203,7 +213,7 @@ class PreparedLaunches:
                     raise UsageError(
                         f"stream {stream:#x}: of device {there}, the kernel is loaded on device {self._device.ordinal}"
                     )
-                code = self._call(config_at, function, arguments_at, None)
+                code = self._call(config, function, arguments, None)
         if code:
             raise driver.error("cuLaunchKernelEx", code, context)
         return False

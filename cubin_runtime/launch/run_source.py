@@ -61,6 +61,8 @@ def send_lines(
     key: str,
     stream: str,
     elsewhere: str,
+    refusal: Sequence[str] = (),
+    late: Sequence[str] = (),
     profiled: bool,
 ) -> list[str]:
     """The lines that send the launches, each of which takes the ``values`` of its inputs' numbers.
@@ -70,20 +72,24 @@ def send_lines(
         written: numbers of those that are written at each call; the others are the same for all calls of one key.
         key: expression of what tells pools of parameter blocks apart; it decides the stream too.
         stream: expression of its handle.
+        refusal: lines that refuse values which the key holds; they run where no block of the key waits.
+        late: lines behind those, for values that are written.
         elsewhere: the statement where the stream is a default one and another context of the device is current.
         profiled: call ``enter`` and ``leave`` of a profiler around each launch.
     """
     parts = block_parts(launches, written)
+    kept = "".join(f"{'None' if number in written else value}, " for number, value in enumerate(values))
     lines = [
         f"_key = {key}",
-        "_pool = pools.get(_key)",
-        "if _pool is None:",
-        "    _pool = new_pool(_key)",
         "try:",
+        "    _pool = pools[_key]",
         "    _block = _pool.pop()",
-        "except IndexError:",
-        f"    _block = new_block({stream}, ({''.join(f'{value}, ' for value in values)}))",
+        "except LookupError:",
+        *(f"    {line}" for line in refusal),
+        "    _pool = pool_of(_key)",
+        f"    _block = new_block({stream}, ({kept}))",
         f"{''.join(f'{part}, ' for part in parts)}_kept = _block",
+        *late,
     ]
     scalars = []
     for number, launch in enumerate(launches):
@@ -115,7 +121,7 @@ def fixed_lines(launches: Sequence[PreparedLaunch], stream: str, elsewhere: str,
 
 
 def _call(number: int, stream: str, elsewhere: str, *, profiled: bool) -> list[str]:
-    arguments = f"config_at{number}, function{number}, arguments_at{number}"
+    arguments = f"config{number}, function{number}, arguments{number}"
     return [
         "tick()",
         *([f"_begin = enter(launch{number}.plan.kernel)"] if profiled else []),
@@ -134,7 +140,7 @@ def block_parts(launches: Sequence[PreparedLaunch], written: Collection[int]) ->
         parts += [f"{code}{number}" for code in sorted(codes)]
         if any(item.spec is not None and item.value in written for item in launch.inputs):
             parts += [f"view{number}", f"moved{number}"]
-        parts += [f"bytes{number}", f"config_at{number}", f"arguments_at{number}"]
+        parts += [f"bytes{number}", f"config{number}", f"arguments{number}"]
     return parts
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...kernels.native.problem import LOG2_E
 from ...launch.semaphore_workspace import SemaphoreWorkspace
@@ -21,22 +21,33 @@ _FIXED = (str, int, float)
 _WORKSPACES = (Workspace, SemaphoreWorkspace)
 
 
+class Form(NamedTuple):
+    """How the function is called: its name and parameters, the parameters that have their defaults wherever ``tests``
+    hold, and the statement for a call that is not alike."""
+
+    name: str
+    head: str
+    unset: frozenset[str] = frozenset()
+    tests: tuple[str, ...] = ()
+    unlike: str = "return MISS"
+
+
 class _Unlike(Exception):
     """The call cannot be told from others that need another launch."""
 
 
 def fast_path(
-    signature: Signature, arguments: Sequence[Any], result: Any, notes: Notes
+    signature: Signature, arguments: Sequence[Any], result: Any, notes: Notes, form: Form
 ) -> tuple[str, dict[str, Any]] | None:
-    """The source of a function ``fast`` of the operator's arguments, in order, that sends calls like this one.
+    """The source of a function of this form that sends calls like this one, and what it refers to.
 
-    It returns ``MISS`` for a call that is not alike, and then has done nothing. With it comes what it refers to; None:
-    no such function can be written.
+    For a call that is not alike it has done nothing when it comes to ``form.unlike``. None: no such function can be
+    written.
     """
     if not notes.repeatable or len(notes.launched) != 1:
         return None
     try:
-        return _Writer(signature, arguments, notes.launched[0], notes).write(result)
+        return _Writer(signature, arguments, notes.launched[0], notes, form).write(result)
     except _Unlike:
         return None
 
@@ -44,14 +55,18 @@ def fast_path(
 class _Writer:
     """Collects the lines of one function and what they refer to."""
 
-    def __init__(self, signature: Signature, arguments: Sequence[Any], launched: Launched, notes: Notes) -> None:
+    def __init__(
+        self, signature: Signature, arguments: Sequence[Any], launched: Launched, notes: Notes, form: Form
+    ) -> None:
         scratch = launched.scratch
         if scratch is not None and scratch.held is None and not any(isinstance(x, _WORKSPACES) for x in arguments):
             launched = launched._replace(scratch=None)  # made of tensors among the arguments
         self.signature, self.launched, self.notes = signature, launched, notes
-        self.given = dict(zip(signature.parameters, arguments, strict=True))
+        given = zip(signature.parameters, arguments, strict=True)
+        self.given = {name: value for name, value in given if name not in form.unset}
+        self.form = form
         self.scope: dict[str, Any] = {"MISS": MISS}
-        self.tests: list[str] = []
+        self.tests = list(form.tests)
         self.unpacked: list[str] = []
         self.tensors: list[GuardedTensor] = []
         self.free: dict[str, Any] = {}
@@ -77,19 +92,27 @@ class _Writer:
         self._leftovers()
         used = [item for item in self.tensors if item.name in self.used]
         reads = [f"    a_{item.name} = {item.address}" for item in used]
-        lines = [f"def fast({', '.join(signature.parameters)}):"]
-        lines += _refusal(self.tests)
+        keyed, written = self._moving(values)
+        moving = [item for item in used if f"a_{item.name}" not in keyed]
+        lines = [f"def {self.form.name}({self.form.head}):"]
+        lines += self._refusal(self.tests)
         lines += self.unpacked
-        lines += _refusal(conditions(self.tensors, self.scope))
-        lines += reads + _refusal([*address_conditions(used, signature.memory, self.scope), *sorted(related)])
+        lines += self._refusal(conditions(self.tensors, self.scope))
+        lines += reads + self._refusal([*address_conditions(moving, signature.memory, self.scope), *sorted(related)])
         lines += [*self._stream("stream" in given), *self._regions()]
-        for number, (item, tensor) in enumerate(zip(self.notes.made, made, strict=True)):
-            sources = ", ".join(self._source(source) for source in item.sources)
-            self.scope[f"make{number}"] = item.make
-            lines.append(f"    made{number} = make{number}({sources})")
-            if tensor.name in self.used:
-                lines.append(f"    a_{tensor.name} = {tensor.address}")
-        lines += self._sending(values)
+        resident = [item for item in used if item not in moving]
+        refusal = self._refusal(address_conditions(resident, signature.memory, self.scope))
+        sending, scope = launched.prepared.sending(
+            values,
+            written=written,
+            key=f"(handle, {', '.join(keyed)})" if keyed else "handle",
+            stream="handle",
+            elsewhere=self.form.unlike,
+            refusal=[line[4:] for line in refusal],
+            late=self._made(made),
+        )
+        self.scope |= scope
+        lines += [f"    {line}" for line in sending]
         if "stream" in given:
             lines += self._recorded(made)
         lines += [f"    return {self._result(result)}", ""]
@@ -113,8 +136,8 @@ class _Writer:
             self.tests.append(f"type({name}) is int")
             self.free[name] = value
         elif name in signature.scales.values() and type(value) is float and abs(value) > _SMALLEST_SCALE:
-            self.scope["LIMIT"] = _SCALE_LIMIT
-            self.tests.append(f"type({name}) is float and -LIMIT <= {name} <= LIMIT and {name}")
+            self.scope |= {"LIMIT": _SCALE_LIMIT, f"k_{name}": value}
+            self.tests.append(f"({name} is k_{name} or type({name}) is float and -LIMIT <= {name} <= LIMIT and {name})")
             self.free[name] = value
         elif type(value) in (tuple, list):
             self.scope |= {f"kind_{name}": type(value), f"len_{name}": len(value)}
@@ -125,7 +148,7 @@ class _Writer:
             late = len(self.tests)
             for part, element in zip(parts, value, strict=True):
                 self._single(part, element)
-            self.unpacked += _refusal(self.tests[late:])
+            self.unpacked += self._refusal(self.tests[late:])
             del self.tests[late:]
         else:
             self._single(name, value)
@@ -136,7 +159,7 @@ class _Writer:
         elif type(value) in _FIXED:
             self.scope |= {f"k_{name}": value, f"t_{name}": type(value)}
             signed = f" and str({name}) == '{value}'" if type(value) is float and not value else ""
-            self.tests.append(f"type({name}) is t_{name} and {name} == k_{name}{signed}")
+            self.tests.append(f"({name} is k_{name} or type({name}) is t_{name} and {name} == k_{name}{signed})")
         elif is_immutable(value):
             self.scope[f"k_{name}"] = value
             self.tests.append(f"{name} is k_{name}")
@@ -230,32 +253,33 @@ class _Writer:
             return [f"    place = {self.workspace}.claim(handle)"]
         self.scope |= {"CONTEXT": self.launched.context, "legacy": scratch.legacy}
         lines = ["    scratch = held.get(handle or DEFAULT)"]
-        lines += _refusal(["scratch is not None and scratch.context == CONTEXT"])
+        lines += self._refusal(["scratch is not None and scratch.context == CONTEXT"])
         lines.append("    place = scratch.claim(handle)")
         if scratch.legacy is None:
             return lines
-        short = ["    if not handle:", *(f"    {line}" for line in _refusal(["legacy.of_legacy"]))]
+        short = ["    if not handle:", *(f"    {line}" for line in self._refusal(["legacy.of_legacy"]))]
         return [*short, "        place = legacy.place", "    else:", *(f"    {line}" for line in lines)]
 
-    def _sending(self, values: Sequence[str]) -> list[str]:
-        """The launches; what is the same wherever the key is stays in the blocks of parameters."""
-        launched, scratch = self.launched, self.launched.scratch
-        prepared = launched.prepared
+    def _made(self, made: Sequence[GuardedTensor]) -> list[str]:
+        """The tensors that the full path made, once nothing refuses the call."""
+        lines = []
+        for number, (item, tensor) in enumerate(zip(self.notes.made, made, strict=True)):
+            sources = ", ".join(self._source(source) for source in item.sources)
+            self.scope[f"make{number}"] = item.make
+            lines.append(f"made{number} = make{number}({sources})")
+            if tensor.name in self.used:
+                lines.append(f"a_{tensor.name} = {tensor.address}")
+        return lines
+
+    def _moving(self, values: Sequence[str]) -> tuple[list[str], set[int]]:
+        """The expressions that tell pools of parameter blocks apart, with the stream, and the numbers of the values
+        that are written at each call: what is the same wherever the key is stays in the blocks."""
+        prepared, scratch = self.launched.prepared, self.launched.scratch
         memory = [f"a_{item.name}" for item in self.tensors if item.name in self.signature.memory & self.used]
         moving = {number for number, value in enumerate(values) if value != "0" and not value.startswith(_CONSTANT)}
         keyed = [values[number] for number in sorted(prepared.resident & moving)] + memory
-        keyed += ["place"] if scratch is not None else []
         placed = {number for number in moving if values[number].split(" ")[0] in memory}
-        written = moving - prepared.resident - placed
-        lines, scope = prepared.sending(
-            values,
-            written=written,
-            key=f"(handle, {', '.join(keyed)})" if keyed else "handle",
-            stream="handle",
-            elsewhere="return MISS",
-        )
-        self.scope |= scope
-        return [f"    {line}" for line in lines]
+        return keyed + (["place"] if scratch is not None else []), moving - prepared.resident - placed
 
     def _recorded(self, made: Sequence[GuardedTensor]) -> list[str]:
         """torch's allocator must know of a use on another stream than the current one."""
@@ -267,6 +291,9 @@ class _Writer:
             "    if stream is not None and handle != current(DEVICE):",
             f"        record_use(handle, DEVICE, ({', '.join(names)},))",
         ]
+
+    def _refusal(self, tests: Sequence[str]) -> list[str]:
+        return [f"    if not ({' and '.join(tests)}):", f"        {self.form.unlike}"] if tests else []
 
     def _source(self, tensor: Any) -> str:
         for item in self.tensors:
@@ -286,7 +313,3 @@ class _Writer:
             if value is result:
                 return name
         raise _Unlike
-
-
-def _refusal(tests: Sequence[str]) -> list[str]:
-    return [f"    if not ({' and '.join(tests)}):", "        return MISS"] if tests else []

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from ...launch.compiled import compiled
 from ..process import default, default_runtime
 from ..torch_ops import TorchOp, is_intercepted
-from .generated import MISS, fast_path
+from .generated import MISS, Form, fast_path
 from .notes import active, taking_notes
 from .options import Signature, note_use
 
@@ -97,20 +97,16 @@ def operator_function(
             with taking_notes() as notes:
                 result = full(**given)
             note_use(given, notes)
-            made = fast_path(signature, arguments, result, notes)
+            made = fast_path(signature, arguments, result, notes, Form("fast", names))
             if made is not None:
                 path = compiled("fast", *made)
                 holder.fast_paths[number] = (path, *holder.fast_paths[number][: _MOST - 1])
                 if "self" in parameters:
-                    vars(holder)[full.__name__] = of_instance(holder, *made)
+                    form = _method(full.__name__, parameters, given)
+                    source, scope = fast_path(signature, arguments, result, notes, form) or made
+                    scope |= defaults | {"otherwise": partial(operator, holder)}
+                    vars(holder)[full.__name__] = compiled(full.__name__, source, scope)
             return result
-
-        def of_instance(holder: Any, source: str, scope: Mapping[str, Any]) -> Callable[..., Any]:
-            """The last fast path as the instance's own method, which spares the way over all of them."""
-            own = ", ".join(f"{name}={name}" for name in parameters if name != "self")
-            source = source.replace(f"def fast({names}):", f"def fast({heads.removeprefix('self, ')}):")
-            source = source.replace("return MISS", f"return otherwise({own})")
-            return compiled("fast", source, {**scope, **defaults, "otherwise": partial(operator, holder)})
 
         def promote(holder: Any, path: Callable[..., Any]) -> None:
             paths = holder.fast_paths[number]
@@ -150,6 +146,21 @@ def operator_function(
         return operator  # type: ignore[no-any-return]
 
     return decorate
+
+
+def _method(name: str, parameters: Mapping[str, inspect.Parameter], given: Mapping[str, Any]) -> Form:
+    """The form of the instance's own method: the last fast path, which spares the way over all of them."""
+    own = [parameter for parameter in parameters.values() if parameter.name != "self"]
+    places = [parameter for parameter in own if parameter.kind is not parameter.KEYWORD_ONLY]
+    options = frozenset(parameter.name for parameter in own if parameter not in places)
+    if any(given[option] is not parameters[option].default for option in options):
+        passed = ", ".join(f"{parameter.name}={parameter.name}" for parameter in own)
+        return Form(name, _heads(own)[0], unlike=f"return otherwise({passed})")
+    # None of them is passed as a rule, and an empty dict costs less than a default for each.
+    passed = ", ".join(parameter.name for parameter in places)
+    unlike = f"return otherwise({passed}, *more, **options)"
+    head = f"{_heads(places)[0]}, *more, **options"
+    return Form(name, head, options, ("not more and not options",), unlike)
 
 
 def _heads(parameters: Sequence[inspect.Parameter]) -> tuple[str, dict[str, Any]]:

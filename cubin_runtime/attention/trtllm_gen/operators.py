@@ -17,7 +17,7 @@ from ..backends import AUTO, resolve_backend
 from ..fast_path import note_launch
 from ..process import default_runtime
 from ..runtime import Runtime
-from ..torch_ops import TORCH_SCRATCH, torch_bytes
+from ..torch_ops import TorchScratch, torch_bytes
 from .checks import (
     check_call,
     check_device,
@@ -88,7 +88,7 @@ def run(
     rt = runtime or default_runtime()
     check_scales(call)
     made = plan(call, backend=backend, runtime=rt)
-    if workspace is TORCH_SCRATCH:
+    if isinstance(workspace, TorchScratch):
         workspace = torch_bytes(made.workspace_bytes or 1, call.query.device, zeroed=False)
     scratch = view_of(workspace, "workspace_buffer")
     check_device("workspace_buffer", scratch, call.query.device)
