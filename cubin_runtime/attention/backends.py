@@ -46,6 +46,7 @@ _NATIVE_DECODE = Support(
     built=frozenset({(8, 0), (8, 6), (8, 9), (10, 0), (10, 3), (12, 0), (12, 1)}),
 )
 _NATIVE_MLA = Support(measured=frozenset({(9, 0)}))
+_NATIVE_PREFILL = Support(measured=frozenset({(9, 0)}))
 _TRTLLM_GEN = {TRTLLM_GEN: Support(published=frozenset({(10, 0), (10, 3)}))}
 
 
@@ -53,6 +54,7 @@ _TRTLLM_GEN = {TRTLLM_GEN: Support(published=frozenset({(10, 0), (10, 3)}))}
 TABLE: Mapping[str, Mapping[str, Support]] = {
     "paged_decode": {HOPPER: _NATIVE_DECODE},
     "mla_decode": {HOPPER: _NATIVE_MLA},
+    "context_attention": {HOPPER: _NATIVE_PREFILL},
     "xqa": {XQA: _NATIVE_DECODE},
     "xqa_mla": {XQA: _NATIVE_MLA},
     "xqa_batch_decode_with_kv_cache": {XQA: _NATIVE_DECODE},

@@ -246,7 +246,7 @@ class OperatorPlan:
         met = [bit.meaning for bit in StatusBit if status & bit]
         if met:
             kernels = " and ".join(launch.plan.kernel for launch in self.launches)
-            raise ClampedInputError(f"decode by {kernels} met {' and '.join(met)}")
+            raise ClampedInputError(f"{self.operator.name} by {kernels} met {' and '.join(met)}")
 
     def _prepared_in(self, context: int, stream: int) -> PreparedLaunches:
         known = self._prepared.get(context)

@@ -13,7 +13,7 @@ struct RowAddress {
         : token(work.token + (row >> p.packed_log2)), head(work.head + (row & ((1 << p.packed_log2) - 1))) {}
 };
 
-// Normalises the rows and writes their log-sum-exp; a row that sees no key has output 0 and -inf.
+// Normalises the rows and writes their log-sum-exp; a row that sees no key has output 0.
 DEVICE void finish_rows(const Params& p, const WorkTile& work, int row, float scale_log2, const Rows& rows,
                         Output& out) {
     float output_scale = p.output_scale;
@@ -26,24 +26,24 @@ DEVICE void finish_rows(const Params& p, const WorkTile& work, int row, float sc
         total += __shfl_xor_sync(~0u, total, 2);
         const RowAddress at(p, work, row + 8 * i);
         const bool exists = at.token < work.q_len, sees = rows.maximum[i] > -INFINITY;
-        const float top = sees ? rows.maximum[i] * scale_log2 : 0.f;
-        float lse = top + log2f(total);
+        const float top = rows.maximum[i] * scale_log2;
+        float lse = top + log2f(total);  // -inf for a row that sees no key
         factor[i] = 1.f / total;
         if (p.sinks != nullptr && exists) {
             const float sink = static_cast<const float*>(p.sinks)[at.head] * 1.44269504f;
-            const float highest = fmaxf(top, sink);
-            const float scale = exp2f(top - highest);
-            const float with_sink = fmaf(total, scale, exp2f(sink - highest));
+            const float highest = fmaxf(top, sink), anchor = highest == -INFINITY ? 0.f : highest;
+            const float scale = exp2f(top - anchor);
+            const float with_sink = fmaf(total, scale, exp2f(sink - anchor));
             factor[i] = scale / with_sink;
             if (p.lse_sink) lse = highest + log2f(with_sink);
         }
         factor[i] = sees ? factor[i] * output_scale : 0.f;
         if (p.lse != nullptr && exists && threadIdx.x % 4 == 0)
             static_cast<float*>(p.lse)[(work.q_begin + at.token) * p.lse_token_stride + at.head * p.lse_head_stride] =
-                sees ? lse * p.lse_scale : -INFINITY;
+                lse * p.lse_scale;
     }
 #pragma unroll
-    for (int i = 0; i < HEAD_DIM / 2; ++i) out[i] = rows.maximum[i / 2 % 2] > -INFINITY ? out[i] * factor[i / 2 % 2] : 0.f;
+    for (int i = 0; i < HEAD_DIM / 2; ++i) out[i] *= factor[i / 2 % 2];
 }
 
 // Writes the warp's 16 rows through its part of shared memory, in pieces of 16 bytes. `row` is the warp's first.

@@ -31,11 +31,17 @@ DEVICE Scale scale_of(const Params& p) {
 #endif
 }
 
+DEVICE float reciprocal_approximate(float x) {  // of infinity: 0
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 DEVICE void adjust(Scores& s, const Scale& scale) {
 #if SOFT_CAP
 #pragma unroll
     for (int i = 0; i < TILE_TOKENS / 2; ++i)
-        s[i] = 1.f - __fdividef(2.f, 1.f + exp2_approximate(fminf(s[i] * scale.inner, 64.f)));
+        s[i] = fmaf(-2.f, reciprocal_approximate(1.f + exp2_approximate(s[i] * scale.inner)), 1.f);
 #else
     if (scale.inner < 0.f)
 #pragma unroll
