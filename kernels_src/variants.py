@@ -286,12 +286,12 @@ def _mla_variants(latent: int) -> Iterator[Variant]:
 
 
 _PREFILL_TILE_TOKENS = 128
-# head_dim -> consumer warpgroups of 64 rows, and pipeline stages of keys and of values.
-_PREFILL_SHAPES = {64: (3, 4), 128: (2, 2)}
+# head_dim -> consumer warpgroups of 64 rows, pipeline stages of keys, and of values.
+_PREFILL_SHAPES = {64: (3, 4, 4), 128: (2, 2, 2)}
 
 
 def _context_attention(dtype: str, head_dim: int, soft_cap: bool) -> Variant:
-    warpgroups, stages = _PREFILL_SHAPES[head_dim]
+    warpgroups, k_stages, v_stages = _PREFILL_SHAPES[head_dim]
     return Variant(
         source="prefill/context_attention.cu",
         symbol=f"context_attention_{dtype}_d{head_dim}{'_soft_cap' if soft_cap else ''}",
@@ -310,7 +310,8 @@ def _context_attention(dtype: str, head_dim: int, soft_cap: bool) -> Variant:
             "MMA_FP16": int(dtype == "fp16"),
             "TILE_TOKENS": _PREFILL_TILE_TOKENS,
             "WARPGROUPS": warpgroups,
-            "STAGES": stages,
+            "K_STAGES": k_stages,
+            "V_STAGES": v_stages,
             "SOFT_CAP": int(soft_cap),
         },
     )

@@ -14,7 +14,7 @@ from ..tensor import TensorView
 from .checks import check_shape, integer, listed
 from .decode_call import LENGTHS, DecodeCall, DecodeOptions, token_stride
 from .operator import TensorArg
-from .paged_cache import PAGE_SIZES, cache_view, strides_of
+from .paged_cache import PAGE_SIZES, cache_view
 from .scales import flat_scalar, float32_number
 
 DTYPES_16 = ("bfloat16", "float16")
@@ -109,9 +109,6 @@ def check_context(call: DecodeCall) -> None:
         view = call.tensors.get(name)
         if view is not None:
             token_stride(name, view, trailing)
-    if not is_paged(call):
-        for name in ("k", "v"):
-            token_stride(name, call.tensors[name], 2)
     _check_options(call)
 
 
@@ -219,8 +216,8 @@ def problem_of(call: DecodeCall) -> ContextProblem:
         max_seq_len=options.max_seq_len,
         page_size=k.shape[1] if table else 0,
         num_pages=k.shape[0] if table else 0,
-        kv_tokens=0 if table else prod(k.shape[:-2]),
-        kv_len=k.shape[1] if not table and len(k.shape) == 4 else 0,
+        kv_tokens=0 if table else k.shape[-3],
+        ragged=len(k.shape) == 3,
         window_left=options.window_left,
         window_right=0 if options.causal else options.window_right,
         soft_cap=options.logit_soft_cap,
@@ -231,8 +228,8 @@ def problem_of(call: DecodeCall) -> ContextProblem:
         q_strides=_row_strides("q", q),
         out_strides=_row_strides("out", out),
         lse_strides=(token_stride("lse", lse, 1), lse.strides[-1]) if lse else (0, 0),
-        k_strides=_kv_strides("k", k, paged=table is not None),
-        v_strides=_kv_strides("v", tensors["v"], paged=table is not None),
+        k_strides=_kv_strides(k),
+        v_strides=_kv_strides(tensors["v"]),
         table_stride=table.strides[0] if table else 0,
         programmatic_serialization=bool(options.enable_pdl),
     )
@@ -246,9 +243,8 @@ def _row_strides(name: str, view: TensorView) -> tuple[int, int]:
     return (token_stride(name, view, 2) if tokens > 1 else view.shape[-1]), head
 
 
-def _kv_strides(name: str, view: TensorView, *, paged: bool) -> KvStrides:
-    if paged:
-        strides = strides_of(view)
-        return KvStrides(strides.page, strides.token, strides.head)
-    token, head = _row_strides(name, view)
-    return KvStrides(view.shape[-1], token, head)
+def _kv_strides(view: TensorView) -> KvStrides:
+    sizes = zip(view.shape[:-1], view.strides, strict=False)
+    strides = [stride if size > 1 else view.shape[-1] for size, stride in sizes]
+    page, token, head = strides if len(strides) == 3 else (view.shape[-1], *strides)
+    return KvStrides(page, token, head)

@@ -64,9 +64,10 @@ def context_attention_reference(
             at = np.arange(first, kv_len)
             where = (np.asarray(page_table[request])[at // size], at % size)
         keys, values = (np.asarray(side[where], dtype=np.float64) for side in (k, v))
+        keys, values = (side.transpose(1, 0, 2) for side in (keys, values))
         queries = np.asarray(q[row : row + q_len], dtype=np.float64).reshape(q_len, kv_heads, group, head_dim)
-        # [kv_heads, group, q_len, kv_len]
-        scores = np.einsum("qhgd,khd->hgqk", queries, keys, optimize=True) * softmax_scale
+        queries = queries.transpose(1, 2, 0, 3).reshape(kv_heads, group * q_len, head_dim)
+        scores = (queries @ keys.transpose(0, 2, 1) * softmax_scale).reshape(kv_heads, group, q_len, kv_len - first)
         if logit_soft_cap:
             scores = logit_soft_cap * np.tanh(scores / logit_soft_cap)
         scores = np.where(seen[:, first:], scores, -math.inf)
@@ -76,7 +77,8 @@ def context_attention_reference(
         weights = np.exp(scores - anchor)
         total = weights.sum(axis=-1, keepdims=True)
         with_sink = total if logits is None else total + np.exp(logits - anchor)
-        result = np.einsum("hgqk,khd->qhgd", weights / np.where(with_sink == 0, 1.0, with_sink), values, optimize=True)
+        weights = (weights / np.where(with_sink == 0, 1.0, with_sink)).reshape(kv_heads, group * q_len, kv_len - first)
+        result = (weights @ values).reshape(kv_heads, group, q_len, head_dim).transpose(2, 0, 1, 3)
         out[row : row + q_len] = result.reshape(q_len, heads, head_dim) * output_scale
         with np.errstate(divide="ignore"):
             sums = np.log(with_sink if lse_sink else total) + anchor

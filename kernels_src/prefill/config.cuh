@@ -42,12 +42,12 @@ struct WorkTile {
 
 struct SharedStorage {
     alignas(1024) uint8_t q[WARPGROUPS][SPANS][Q_SPAN_BYTES];
-    alignas(1024) uint8_t k[STAGES][SPANS][KV_SPAN_BYTES];
-    alignas(1024) uint8_t v[STAGES][SPANS][KV_SPAN_BYTES];
+    alignas(1024) uint8_t k[K_STAGES][SPANS][KV_SPAN_BYTES];
+    alignas(1024) uint8_t v[V_STAGES][SPANS][KV_SPAN_BYTES];
     alignas(128) uint8_t out[CONSUMER_WARPS][OUT_WARP_BYTES];
     WorkTile work[2];
     uint64_t q_full, q_empty;
-    uint64_t k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
+    uint64_t k_full[K_STAGES], k_empty[K_STAGES], v_full[V_STAGES], v_empty[V_STAGES];
 };
 
 DEVICE void wait_barrier(uint64_t& barrier, uint32_t phase) { mbarrier_wait(shared_address(&barrier), phase); }

@@ -21,7 +21,7 @@ _NO_WINDOW = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class KvStrides:
-    """Elements between pages, tokens and KV heads of one of K and V; the first is unused where keys are ragged."""
+    """Elements between pages (or requests), tokens and KV heads of one of K and V; ragged keys are one page."""
 
     page: int
     token: int
@@ -33,8 +33,8 @@ class ContextProblem:
     """Sizes, strides (in elements) and options of a context attention; addresses come with each run.
 
     ``q_len`` is a bound on the query tokens of a request, or the number of each. Keys are paged where ``num_pages`` is
-    not 0; else they are ragged, ``kv_tokens`` in all, ``kv_len`` for each request where nothing else says so. Windows
-    are -1 where there is none; ``window_right`` is 0 for causal attention. ``soft_cap`` is 0 without one.
+    not 0. Else there are ``kv_tokens``, in all if ``ragged``, otherwise of each request. Windows are -1 where there is
+    none; ``window_right`` is 0 for causal attention. ``soft_cap`` is 0 without one.
     """
 
     dtype: str
@@ -48,7 +48,7 @@ class ContextProblem:
     page_size: int = 0
     num_pages: int = 0
     kv_tokens: int = 0
-    kv_len: int = 0
+    ragged: bool = False
     window_left: int
     window_right: int
     soft_cap: float
@@ -93,7 +93,6 @@ def context_launch(
             "tokens": problem.tokens,
             "kv_tokens": problem.kv_tokens,
             "q_len": problem.q_len,
-            "kv_len": problem.kv_len,
             "max_seq_len": problem.max_seq_len,
             "group": problem.heads // problem.kv_heads,
             "packed_log2": selection.packed.bit_length() - 1,
@@ -132,8 +131,10 @@ def _query_map(problem: ContextProblem, packed: int) -> TensorMapSpec:
 
 
 def _kv_map(problem: ContextProblem, strides: KvStrides, tile_tokens: int) -> TensorMapSpec:
-    """Boxes of the tokens of a tile that one page holds together; ragged keys are one page."""
-    tokens, pages = (problem.page_size, problem.num_pages) if problem.num_pages else (problem.kv_tokens, 1)
+    """Boxes of the tokens of a tile that one page holds together; without pages a request, or all, are one."""
+    tokens, pages = problem.kv_tokens, 1 if problem.ragged else problem.batch
+    if problem.num_pages:
+        tokens, pages = problem.page_size, problem.num_pages
     return _map(
         problem,
         dims=(problem.head_dim, tokens, problem.kv_heads, pages),

@@ -25,6 +25,7 @@ RAGGED = ContextProblem(
     head_dim=128,
     max_seq_len=1000,
     kv_tokens=1500,
+    ragged=True,
     window_left=-1,
     window_right=0,
     soft_cap=0.0,
@@ -42,6 +43,7 @@ RAGGED = ContextProblem(
 PAGED = replace(
     RAGGED,
     kv_tokens=0,
+    ragged=False,
     page_size=16,
     num_pages=90,
     k_strides=KvStrides(16 * 512, 512, 256),
