@@ -10,4 +10,12 @@ from .mla.params import LAYOUTS as MLA_LAYOUTS
 from .prefill.params import LAYOUTS as PREFILL_LAYOUTS
 from .reduction.params import LAYOUTS as REDUCTION_LAYOUTS
 
-LAYOUTS = MappingProxyType({**DECODE_LAYOUTS, **MLA_LAYOUTS, **PREFILL_LAYOUTS, **REDUCTION_LAYOUTS, **MEASURE_LAYOUTS})
+LAYOUTS = MappingProxyType(
+    {
+        **DECODE_LAYOUTS,
+        **MLA_LAYOUTS,
+        **PREFILL_LAYOUTS,
+        **REDUCTION_LAYOUTS,
+        **MEASURE_LAYOUTS,
+    }
+)
