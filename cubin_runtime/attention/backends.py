@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from ..errors import DeviceError, UsageError
 from ..launch.driver import DeviceFacts
+from ..values import dataclass
 
 AUTO = "auto"
 HOPPER = "hopper"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ..artifacts.tables.native_kernels import NativeKernel
@@ -20,6 +19,7 @@ from ..kernels.native.prefill.select import MAX_GROUP as MAX_CONTEXT_GROUP
 from ..kernels.native.prefill.select import ContextShape, select_context_attention
 from ..kernels.native.selection import Selection
 from ..launch.driver import DeviceFacts
+from ..values import dataclass
 from .backends import HOPPER
 from .context_call import DTYPES_16
 from .decode_call import MAX_Q_LEN

@@ -23,6 +23,7 @@ from ..launch.workspace import Workspace
 from ..launch.workspace_pool import WorkspacePool
 from .fast_path import FastPaths, Launched, Scratch
 from .operator import CallTensors, Given, Operator
+from .recording import call_recorder
 from .runtime import Runtime
 
 AnyWorkspace = Workspace | SemaphoreWorkspace
@@ -171,6 +172,17 @@ class OperatorPlan:
             WorkspaceError: the workspace is too small or belongs to another stream.
             DeviceError: the kernel cannot be loaded or launched.
         """
+        recorder = call_recorder()
+        if recorder is None:
+            return self._launch(addresses, numbers, workspace, stream)
+        from .recorded.described import native_form
+
+        form = native_form(self, addresses, numbers, self._runtime)
+        return recorder.record(form, self.driver, stream, lambda: self._launch(addresses, numbers, workspace, stream))
+
+    def _launch(
+        self, addresses: tuple[int, ...], numbers: tuple[int, float, float], workspace: AnyWorkspace | None, stream: int
+    ) -> Launched:
         if workspace is None:
             scratch: AnyWorkspace = self._pool.take(stream)
             context = scratch.context

@@ -69,6 +69,8 @@ def _settings(
         _setting("pin keys", _pin_keys(config), options.origin_of("CUBIN_RUNTIME_PIN_KEYS", False)),
         _setting("offline", config.offline, options.origin_of("CUBIN_RUNTIME_OFFLINE", offline)),
         _setting("lazy fetch", config.lazy_fetch, "follows offline" if config.offline else "default"),
+        _setting("profile", config.profile, options.origin_of("CUBIN_RUNTIME_PROFILE", False)),
+        _setting("record", str(config.record or ""), options.origin_of("CUBIN_RUNTIME_RECORD", False)),
         _setting("log", log, options.origin_of("CUBIN_RUNTIME_LOG", False)),
     ]
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from ..errors import WorkspaceError
+from ..values import dataclass
 from .regions import Region, place_regions
 from .workspace import Place
 

@@ -38,7 +38,7 @@ def test_it_succeeds_on_a_bare_machine(clean: Path) -> None:
     assert cli.main(["doctor"]) == 0
 
 
-@pytest.mark.parametrize("name", ["store", "sources", "pins", "offline", "lazy fetch", "log"])
+@pytest.mark.parametrize("name", ["store", "sources", "pins", "offline", "lazy fetch", "profile", "record", "log"])
 def test_untouched_settings_are_defaults(report, name: str) -> None:
     assert setting(report(), name)["from"] == "default"
 
@@ -51,6 +51,15 @@ def test_a_setting_from_the_environment_names_its_variable(
         "name": "store",
         "value": str(clean / "elsewhere"),
         "from": "CUBIN_RUNTIME_CACHE",
+    }
+
+
+def test_a_folder_for_recorded_calls_is_shown(report, monkeypatch: pytest.MonkeyPatch, clean: Path) -> None:
+    monkeypatch.setenv("CUBIN_RUNTIME_RECORD", str(clean / "calls"))
+    assert setting(report(), "record") == {
+        "name": "record",
+        "value": str(clean / "calls"),
+        "from": "CUBIN_RUNTIME_RECORD",
     }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,12 @@ from cubin_runtime.attention.explain import CallSizes, Explained
 from cubin_runtime.kernels.explanation import Facts
 from cubin_runtime.kernels.native.selection import Candidate, Selection
 from cubin_runtime.launch.driver import DeviceFacts
+from cubin_runtime.values import dataclass
 
 CHOSEN, REJECTED = HOPPER[:2]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class PrefillShape:
     q_len: int
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 
 from ..._version import __version__
 from ...errors import PinError
+from ...values import dataclass
 from ..bounded_read import MAX_FILE_BYTES, digest_of
 from ..manifest import MANIFEST_NAME, Manifest, parse_manifest
 from ..path import ArtifactPath, PathError

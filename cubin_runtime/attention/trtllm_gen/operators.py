@@ -14,8 +14,9 @@ from ...launch.modules import KernelRequest, PreloadReport
 from ...launch.streams import stream_handle
 from ...tensor import TensorView, view_of
 from ..backends import AUTO, resolve_backend
-from ..fast_path import note_launch
+from ..fast_path import Launched, note_launch
 from ..process import default_runtime
+from ..recording import call_recorder
 from ..runtime import Runtime
 from ..torch_ops import TorchScratch, torch_bytes
 from .checks import (
@@ -96,7 +97,17 @@ def run(
         raise UsageError(f"workspace_buffer: strides {scratch.strides}, expected a contiguous tensor")
     handle = rt.memory.current_stream(workspace) if stream is None else stream_handle(stream)
     held, address = _counters(made, counters, workspace, call.query.device, stream, rt)
-    note_launch(made.run(call, (scratch.pointer, _bytes_of(scratch)), address, handle))
+
+    def launch() -> Launched:
+        return made.run(call, (scratch.pointer, _bytes_of(scratch)), address, handle)
+
+    recorder = call_recorder()
+    if recorder is None:
+        note_launch(launch())
+    else:
+        from ..recorded.described import trtllm_gen_form
+
+        note_launch(recorder.record(trtllm_gen_form(made, call, rt), rt.driver, handle, launch))
     del held  # freed in stream order, after the launch
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 from ...attention.trtllm_gen import OutScales
 from ...errors import UsageError
 from ...tensor import TensorView, view_of
+from ...values import dataclass
 from .arguments import Arguments
 
 NVFP4 = "nvfp4"

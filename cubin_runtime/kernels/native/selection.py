@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from ...artifacts.tables.native_kernels import NativeKernel
+from ...values import dataclass
 from ..explanation import Facts
 from .cost_model import Estimate
 
