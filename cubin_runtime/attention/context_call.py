@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -11,6 +10,7 @@ from ..errors import UsageError
 from ..kernels.native.prefill.plan import ContextProblem, KvStrides
 from ..kernels.native.prefill.select import HEAD_DIMS, MAX_GROUP
 from ..tensor import TensorView
+from ..values import dataclass
 from .checks import check_shape, integer, listed
 from .decode_call import LENGTHS, DecodeCall, DecodeOptions, token_stride
 from .operator import TensorArg

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from ....dtypes import BY_SHORT
 from ....launch.plan import LaunchAttributes
 from ....launch.regions import Region
 from ....launch.tensormap import TensorMapSpec
+from ....values import dataclass
 from ..launches import STATUS, KernelFile, NativeLaunch, native_plan
 from ..problem import LOG2_E
 from .select import ContextSelection
