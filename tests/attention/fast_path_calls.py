@@ -16,7 +16,16 @@ from standin_build import StandIn
 from trtllm_calls import MadeUpMemory, context_arguments, decode_arguments, mla_arguments, ragged_arguments
 from xqa_calls import mla_batch_arguments, trtllm_arguments, xqa_arguments, xqa_batch_arguments
 
-from cubin_runtime.attention import Runtime, TensorView, mla_decode, paged_decode, plan_mla_decode, plan_paged_decode
+from cubin_runtime.attention import (
+    Runtime,
+    TensorView,
+    context_attention,
+    mla_decode,
+    paged_decode,
+    plan_context_attention,
+    plan_mla_decode,
+    plan_paged_decode,
+)
 from cubin_runtime.attention.fast_path import note_made, suspend
 from cubin_runtime.compat import flashinfer
 from cubin_runtime.dtypes import ITEM_BYTES
@@ -129,6 +138,20 @@ def suspended() -> Iterator[None]:
         suspend(-1)
 
 
+def _context(memory: MadeUpMemory, **changes: Any) -> Arguments:
+    given = {
+        "q": memory.tensor("bfloat16", 300, 8, 128),
+        "k": memory.tensor("bfloat16", 100, 64, 2, 128),
+        "v": memory.tensor("bfloat16", 100, 64, 2, 128),
+        "page_table": memory.tensor("int32", 4, 16),
+        "seq_lens": memory.tensor("int32", 4),
+        "q_cu_seq_lens": memory.tensor("int32", 5),
+        "max_seq_len": 1000,
+        "out": memory.tensor("bfloat16", 300, 8, 128),
+    }
+    return {**given, **changes}
+
+
 def _paged(memory: MadeUpMemory, **changes: Any) -> Arguments:
     given = {
         "q": memory.tensor("bfloat16", 4, 64, 128),
@@ -215,6 +238,9 @@ ON_SM90: dict[str, Callable[[MadeUpMemory, Runtime], Call]] = {
     "paged_decode of ragged queries": _call_of(paged_decode, _paged_ragged),
     "mla_decode": _call_of(mla_decode, _latent),
     "mla_decode with all tensors": _call_of(mla_decode, _latent_full),
+    "context_attention": _call_of(context_attention, _context),
+    "context_attention without out": _call_of(context_attention, _context, out=None),
+    "context plan.run": _run_of(plan_context_attention, _context),
     "plan.run": _run_of(plan_paged_decode, _paged),
     "plan.run with all tensors": _run_of(plan_paged_decode, _paged_full),
     "plan.run of two launches": _run_of(plan_paged_decode, _paged_ragged),
