@@ -127,7 +127,9 @@ def main() -> int:
     finally:  # what was measured before a fault is kept
         result["seconds"] = round(time.perf_counter() - began, 1)
         (chosen.out / "prefill.json").write_text(json.dumps(result, indent=1) + "\n")
-    differing = [row["case"] for row in result["rows"] if max(row["largest_difference"].values()) > MOST_DIFFERENCE]
+    differing = [
+        row["case"] for row in result["rows"] if max(row["largest_difference"].values(), default=0.0) > MOST_DIFFERENCE
+    ]
     print(f"outputs that differ from the peers': {differing or 'none'}")
     return int(bool(differing))
 

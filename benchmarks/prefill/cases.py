@@ -24,9 +24,14 @@ class PrefillCase:
     bar: float | None = None
 
     @property
+    def value_dim(self) -> int:
+        """Columns of a value."""
+        return 128 if self.head_dim == 192 else self.head_dim
+
+    @property
     def flop(self) -> float:
         """Floating-point operations of the products that the mask leaves."""
-        return 4.0 * self.heads * self.head_dim * sum(map(self._cells, self.q_lens, self.kv_lens))
+        return 2.0 * self.heads * (self.head_dim + self.value_dim) * sum(map(self._cells, self.q_lens, self.kv_lens))
 
     def _cells(self, q_len: int, kv_len: int) -> float:
         if not self.causal:
@@ -45,7 +50,12 @@ def prefill_cases() -> Iterator[PrefillCase]:
     bars = {128: (1.10, 1.03, 1.03), 64: (1.05, 1.0, 1.0)}
     for head_dim, of_lengths in bars.items():
         for length, bar in zip((2048, 8192, 16384), of_lengths, strict=True):
-            yield PrefillCase("causal", f"causal D {head_dim} S {length}", head_dim, (length,), (length,), bar=bar)
+            name = f"causal D {head_dim} S {length}"
+            yield PrefillCase(f"causal {head_dim}", name, head_dim, (length,), (length,), bar=bar)
+    for head_dim, heads, kv_heads, own in ((256, 16, 4, (1.0, 0.97, 0.97)), (192, 16, 16, (0.97, 0.97, 0.97))):
+        for length, bar in zip((2048, 8192, 16384), own, strict=True):
+            name = f"causal D {head_dim} S {length}"
+            yield PrefillCase(f"causal {head_dim}", name, head_dim, (length,), (length,), heads, kv_heads, bar=bar)
     for head_dim, bar in ((128, 0.95), (64, None)):
         name = f"full D {head_dim} S 8192"
         yield PrefillCase("full", name, head_dim, (8192,), (8192,), causal=False, bar=bar)

@@ -24,12 +24,12 @@ def flashinfer_call(problem: PrefillProblem, backend: str) -> Call:
     flashinfer = library()
     case, q = problem.case, problem.q
     common = {"causal": case.causal, "window_left": case.window_left}
-    if not case.page and len(case.q_lens) == 1:
+    if not case.page and len(case.q_lens) == 1 and case.head_dim == case.value_dim:
         return lambda: flashinfer.single_prefill_with_kv_cache(q, problem.k, problem.v, **common, backend=backend)
     common |= {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
     if not case.page:
         ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(_workspace(), "NHD", backend=backend)
-        heads = (case.heads, case.kv_heads, case.head_dim)
+        heads = (case.heads, case.kv_heads, case.head_dim, case.value_dim)
         ragged.plan(problem.q_sums, problem.kv_sums, *heads, **common)
         return lambda: ragged.run(q, problem.k, problem.v)
     paged = flashinfer.BatchPrefillWithPagedKVCacheWrapper(_workspace(), "NHD", backend=backend)

@@ -24,8 +24,9 @@ class PrefillProblem:
 
     def __init__(self, case: PrefillCase) -> None:
         self.case = case
-        self.q = self._random(sum(case.q_lens), case.heads)
-        self.k, self.v = (self._random(sum(case.kv_lens), case.kv_heads) for _ in range(2))
+        keys = sum(case.kv_lens)
+        self.q = self._random(sum(case.q_lens), case.heads, case.head_dim)
+        self.k, self.v = (self._random(keys, case.kv_heads, n) for n in (case.head_dim, case.value_dim))
         self.q_sums, self.kv_sums = sums(case.q_lens), sums(case.kv_lens)
 
     @cached_property
@@ -58,7 +59,7 @@ class PrefillProblem:
 
     def ours(self, runtime: Runtime, *, ragged: bool = False) -> Callable[[], torch.Tensor]:
         """A run of a plan, giving the output."""
-        case, out = self.case, torch.full_like(self.q, float("nan"))
+        case, out = self.case, torch.full_like(self.q[..., : self.case.value_dim], float("nan")).contiguous()
         k, v = self.caches if case.page and not ragged else (self.k, self.v)
         named: dict[str, Any] = {"q_cu_seq_lens": self.q_sums}
         if case.page and not ragged:
@@ -75,8 +76,9 @@ class PrefillProblem:
 
         return call
 
-    def _random(self, tokens: int, heads: int) -> torch.Tensor:
-        return torch.randn(tokens, heads, self.case.head_dim, device="cuda", dtype=torch.bfloat16)
+    @staticmethod
+    def _random(tokens: int, heads: int, columns: int) -> torch.Tensor:
+        return torch.randn(tokens, heads, columns, device="cuda", dtype=torch.bfloat16)
 
     def _paged(self, ragged: torch.Tensor) -> torch.Tensor:
         page = self.case.page

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..kernels.native.launches import NativeLaunch
 from ..kernels.native.prefill.plan import context_launch
-from ..kernels.native.prefill.select import ContextSelection, ContextShape, select_context_attention
+from ..kernels.native.prefill.select import VALUE_DIMS, ContextSelection, ContextShape, select_context_attention
 from ..launch.driver import DeviceFacts
 from .backends import AUTO
 from .context_call import CONTEXT_TENSORS, ContextOptions, capacity_of, check_context, problem_of
@@ -45,7 +45,7 @@ CONTEXT_ATTENTION = DecodeOperator(
     check=check_context,
     capacity=capacity_of,
     launches=_launches,
-    output=lambda q: (q.shape, None),
+    output=lambda q: ((*q.shape[:-1], VALUE_DIMS.get(q.shape[-1], q.shape[-1])), None),
     scale=default_scale,
     traced=None,
     options_type=ContextOptions,
@@ -167,14 +167,15 @@ def context_attention(
 
     Args:
         q: ``[tokens, q_heads, head_dim]`` with ``q_cu_seq_lens``, or ``[batch, q_len, q_heads, head_dim]``. bfloat16 or
-            float16, head_dim 64 or 128, q_heads 1 to 64 times kv_heads. Here as for k, v and out, addresses and
-            strides are multiples of 16 bytes, and tokens lie at one stride.
+            float16, head_dim 64, 128, 192 or 256, q_heads 1 to 64 times kv_heads. Here as for k, v and out, addresses
+            and strides are multiples of 16 bytes, and tokens lie at one stride.
         k: of q's dtype. With ``page_table`` ``[pages, page_size, kv_heads, head_dim]`` (NHD) or ``[pages, kv_heads,
             page_size, head_dim]`` (HND), page_size 16, 32, 64, 128 or 256; with ``kv_cu_seq_lens`` ``[tokens,
             kv_heads, head_dim]``; else ``[batch, kv_len, kv_heads, head_dim]`` (NHD) or with heads in front of tokens
             (HND).
-        v: like ``k``. One tensor that holds K and V serves through its two views. Values that a request's rows see
-            must be finite; what lies past its end may be anything.
+        v: like ``k``, with 128 columns where head_dim is 192 (MLA's prefill). One tensor that holds K and V serves
+            through its two views. Values that a request's rows see must be finite; what lies past its end may be
+            anything.
         max_seq_len: bound on the keys of every request. The launch depends on it, never on the lengths.
         page_table: int32 ``[batch, columns]``, the pages of each request in order. Entries past a length, and those
             in front of what a window shows, are not read.
@@ -196,7 +197,7 @@ def context_attention(
         kv_layout: "NHD" or "HND".
         lse_base: "2" or "e", the base of the log-sum-exp.
         lse_sink: whether the log-sum-exp includes the sink.
-        out: like ``q``. None makes it where ``q`` is a torch tensor.
+        out: like ``q``, with the columns of ``v``. None makes it where ``q`` is a torch tensor.
         lse: float32, shaped like ``q`` without head_dim, all tokens at one stride; filled with the log-sum-exp of the
             scores, the output scale not included. None: not wanted.
         workspace: scratch that belongs to ``stream``; None: one that the cached plan keeps for it.

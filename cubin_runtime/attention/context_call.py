@@ -8,7 +8,7 @@ from typing import Any
 from ..dtypes import DTYPES
 from ..errors import UsageError
 from ..kernels.native.prefill.plan import ContextProblem, KvStrides
-from ..kernels.native.prefill.select import HEAD_DIMS, MAX_GROUP
+from ..kernels.native.prefill.select import HEAD_DIMS, MAX_GROUP, VALUE_DIMS
 from ..tensor import TensorView
 from ..values import dataclass
 from .checks import check_shape, integer, listed
@@ -162,12 +162,12 @@ def _check_keys(call: DecodeCall) -> None:
         )
     lead = k.shape[:-2] if is_paged(call) or len(k.shape) == 3 else (batch_of(call), k.shape[1])
     check_shape("k", k, (*lead, kv_heads, columns))
-    check_shape("v", tensors["v"], k.shape)
+    check_shape("v", tensors["v"], (*k.shape[:-1], VALUE_DIMS[columns]))
 
 
 def _check_shapes(call: DecodeCall) -> None:
     tensors, batch, kv_heads = call.tensors, batch_of(call), call.tensors["k"].shape[-2]
-    check_shape("out", tensors["out"], call.q.shape)
+    check_shape("out", tensors["out"], (*call.q.shape[:-1], VALUE_DIMS[call.q.shape[-1]]))
     check_shape("lse", tensors.get("lse"), call.q.shape[:-1])
     check_shape("seq_lens", tensors.get("seq_lens"), (batch,))
     check_shape("kv_cu_seq_lens", tensors.get("kv_cu_seq_lens"), (batch + 1,))
@@ -213,6 +213,7 @@ def problem_of(call: DecodeCall) -> ContextProblem:
         heads=call.q_heads,
         kv_heads=k.shape[-2],
         head_dim=q.shape[-1],
+        value_dim=out.shape[-1],
         max_seq_len=options.max_seq_len,
         page_size=k.shape[1] if table else 0,
         num_pages=k.shape[0] if table else 0,

@@ -15,17 +15,23 @@
 // row does not see leaves its numbers as they are: a row's bits depend neither on how a prompt is cut into chunks nor
 // on other requests.
 //
-// Build: -DHEAD_DIM=64|128 -DMMA_FP16=0|1 -DTILE_TOKENS=128 -DWARPGROUPS=n -DK_STAGES=n -DV_STAGES=n -DSOFT_CAP=0|1
+// Build: -DHEAD_DIM=n -DVALUE_DIM=n -DMMA_FP16=0|1 -DTILE_TOKENS=64|128 -DWARPGROUPS=n -DK_STAGES=n -DV_STAGES=n -DSOFT_CAP=0|1
 //        -DKERNEL_NAME=symbol
 #include "epilogue.cuh"
 #include "producer.cuh"
 
 namespace context_attention {
 
-// d = a * b (+ d if ADD): 64 x 128, both operands K-major in shared memory.
+// d = a * b (+ d if ADD): 64 rows, both operands K-major in shared memory.
 template <bool FP16, bool ADD>
-DEVICE void wgmma_64x128(float (&d)[64], uint64_t a, uint64_t b) {
+DEVICE void wgmma_keys(float (&d)[64], uint64_t a, uint64_t b) {
     WGMMA("", "m64n128k16", WGMMA_NAMES_64, "%64, %65, %66, 1, 1, 0, 0;", WGMMA_CELLS_64(d, 0)
+          : "l"(a), "l"(b), "n"(ADD ? 1 : 0));
+}
+
+template <bool FP16, bool ADD>
+DEVICE void wgmma_keys(float (&d)[32], uint64_t a, uint64_t b) {
+    WGMMA("", "m64n64k16", WGMMA_NAMES_32, "%32, %33, %34, 1, 1, 0, 0;", WGMMA_CELLS_32(d, 0)
           : "l"(a), "l"(b), "n"(ADD ? 1 : 0));
 }
 
@@ -33,11 +39,11 @@ DEVICE void wgmma_64x128(float (&d)[64], uint64_t a, uint64_t b) {
 DEVICE void multiply_keys(uint64_t q, uint64_t k, Scores& s) {
     fence_registers(s);
     wgmma_fence();
-    wgmma_64x128<MMA_FP16, false>(s, q, k);
+    wgmma_keys<MMA_FP16, false>(s, q, k);
 #pragma unroll
     for (int step = 1; step < HEAD_DIM / 16; ++step)
-        wgmma_64x128<MMA_FP16, true>(s, advance_descriptor(q, step / 4 * Q_SPAN_BYTES + step % 4 * 32),
-                                     advance_descriptor(k, step / 4 * KV_SPAN_BYTES + step % 4 * 32));
+        wgmma_keys<MMA_FP16, true>(s, advance_descriptor(q, step / 4 * Q_SPAN_BYTES + step % 4 * 32),
+                                   advance_descriptor(k, step / 4 * KV_SPAN_BYTES + step % 4 * 32));
     wgmma_commit();
 }
 
@@ -47,7 +53,13 @@ DEVICE void multiply_values(const Probabilities& probability, uint64_t v, Output
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < TILE_TOKENS / 16; ++step)
-        wgmma<MMA_FP16, true>(out, probability[step], advance_descriptor(v, step * 16 * ROW_BYTES));
+        if constexpr (VALUE_DIM == 256) {
+            wgmma<MMA_FP16, true, true, 0, 128>(out, probability[step], advance_descriptor(v, step * 16 * ROW_BYTES));
+            wgmma<MMA_FP16, true, true, 128, 128>(
+                out, probability[step], advance_descriptor(v, 2 * KV_SPAN_BYTES + step * 16 * ROW_BYTES));
+        } else {
+            wgmma<MMA_FP16, true>(out, probability[step], advance_descriptor(v, step * 16 * ROW_BYTES));
+        }
     wgmma_commit();
 }
 
@@ -62,7 +74,7 @@ DEVICE void clear_unseen_values(SharedStorage& shared, int first, int end, int s
         const int row = i / PIECES;
         if (row < begin || row >= end)
 #pragma unroll
-            for (int span = 0; span < SPANS; ++span)
+            for (int span = 0; span < V_SPANS; ++span)
                 *reinterpret_cast<uint4*>(&shared.v[stage][span][i * 16]) = make_uint4(0, 0, 0, 0);
     }
     fence_async_proxy();
@@ -118,9 +130,9 @@ DEVICE void compute(const Params& p, SharedStorage& shared, const WorkTile& work
         // Mostly no maximum rises; a factor of 1 changes nothing.
         if (__any_sync(~0u, factor[0] != 1.f || factor[1] != 1.f))
 #pragma unroll
-            for (int i = 0; i < HEAD_DIM / 2; ++i) out[i] *= factor[i / 2 % 2];
+            for (int i = 0; i < VALUE_DIM / 2; ++i) out[i] *= factor[i / 2 % 2];
     }
-    release(shared.q_empty);
+    if constexpr (!OUT_REPLACES_QUERIES) release(shared.q_empty);
     wait_barrier(shared.v_full[v.index], v.phase);
     clear_unseen_values(shared, first, work.kv_len, v.index, work.last - 1, warpgroup);
     multiply_values(probability, values(v.index), out);
@@ -151,13 +163,19 @@ DEVICE void consume(const Params& p, SharedStorage& shared, int warpgroup) {
         }
         Output out;
 #pragma unroll
-        for (int i = 0; i < HEAD_DIM / 2; ++i) out[i] = 0.f;
+        for (int i = 0; i < VALUE_DIM / 2; ++i) out[i] = 0.f;
         if (work.last > work.first)
             compute(p, shared, work, warpgroup, scale, k, v, rows, out);
-        else
+        else if constexpr (!OUT_REPLACES_QUERIES)
             release(shared.q_empty);
         finish_rows(p, work, row, scale.log2, rows, out);
+        if constexpr (OUT_REPLACES_QUERIES)
+            named_barrier_sync<WARPGROUP>(WARPGROUP_BARRIER + warpgroup);  // the warps' products have read the queries
         store_rows(p, shared, work, warp_row, out);
+        if constexpr (OUT_REPLACES_QUERIES) {
+            fence_async_proxy();
+            release(shared.q_empty);
+        }
     }
 }
 

@@ -59,7 +59,7 @@ def sent(standin: StandIn, index: int = -1) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("dtype", "short"), [("bfloat16", "bf16"), ("float16", "fp16")])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("cap", [0.0, 30.0])
 def test_dtype_head_dim_and_soft_cap_reach_kernel_and_parameters(
     planner: Runtime, dtype: str, short: str, dim: int, cap: float
@@ -139,10 +139,11 @@ CU = view("int32", BATCH + 1)
 @pytest.mark.parametrize(
     ("given", "options", "words"),
     [
-        (ragged_call(dim=256), {}, "q: head dimension 256, expected 64 or 128"),
+        (ragged_call(dim=512), {}, "q: head dimension 512, expected 64, 128, 192 or 256"),
         (ragged_call("float8_e4m3fn"), {}, "k: dtype float8_e4m3fn, expected bfloat16 or float16"),
         (ragged_call(q=view("float16", TOKENS, HEADS, DIM)), {}, "q: dtype float16, expected bfloat16 with bfloat16"),
         (ragged_call(v=view("bfloat16", 5, KV_HEADS, DIM)), {}, r"v: shape \(5, 2, 128\), expected \(900, 2, 128\)"),
+        (ragged_call(dim=192, v=view("bfloat16", KV_TOKENS, KV_HEADS, 192)), {}, r"v: .* expected \(900, 2, 128\)"),
         (ragged_call(q=view("bfloat16", TOKENS, 3, DIM)), {}, "q: 3 heads over 2 KV heads, expected 1 to 64"),
         (ragged_call(out=view("bfloat16", 5, HEADS, DIM)), {}, "out: shape"),
         (ragged_call(kv_cu_seq_lens=None), {}, "k: shape .* with kv_cu_seq_lens, or"),

@@ -17,12 +17,13 @@ def test_it_counts_the_kernels() -> None:
     found = {tuple(kernel.traits[name] for name in ("dtype", "head_dim", "soft_cap")) for kernel in KERNELS}
     assert found == {(dtype, dim, cap) for dtype in ("bf16", "fp16") for dim in HEAD_DIMS for cap in (False, True)}
     assert {kernel.sm for kernel in KERNELS} == {"90a"}
-    assert len(KERNELS) == 8
-    assert "Eight cubins ship: bf16 and fp16, head_dim 64 and 128, with and without a soft cap" in TEXT
+    assert len(KERNELS) == 16
+    assert "Sixteen cubins ship: bf16 and fp16, each head_dim, with and without a soft cap" in TEXT
 
 
 def test_it_names_the_bounds_of_a_call() -> None:
-    assert f"head_dim {HEAD_DIMS[0]} or {HEAD_DIMS[1]}" in TEXT
+    assert "head_dim 64, 128, 192 (with values of 128) or 256" in TEXT
+    assert HEAD_DIMS == (64, 128, 192, 256)
     assert f"1 to {MAX_GROUP} query heads for each" in TEXT
     *most, last = PAGE_SIZES
     assert f"paged ({', '.join(map(str, most))} or {last} tokens" in TEXT
@@ -35,4 +36,5 @@ def test_it_says_whether_auto_takes_them() -> None:
 
 def test_it_gives_the_sizes_of_row_tiles() -> None:
     rows = {kernel.traits["head_dim"]: kernel.traits["rows"] for kernel in KERNELS}
-    assert f"{rows[128]} rows (head_dim 128) or {rows[64]} (64)" in TEXT
+    assert {rows[dim] for dim in (128, 192, 256)} == {128}
+    assert f"{rows[128]} rows, or {rows[64]} for head_dim 64" in TEXT

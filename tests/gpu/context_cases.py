@@ -11,7 +11,7 @@ from decode_values import KINDS, bits_of, normal_bits, values_of
 from cubin_runtime.attention.context_reference import context_attention_reference
 
 FORMS = ("ragged", "paged", "even")
-HEAD_DIMS = (64, 128)
+HEAD_DIMS = (64, 128, 192, 256)
 GROUPS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 48, 64)
 PAGE_SIZES = (16, 32, 64, 128, 256)
 SPANS = (1, 20, 130, 300, 700, 1500)
@@ -59,6 +59,10 @@ class ContextCase:
         return sum(self.q_lens)
 
     @property
+    def value_dim(self) -> int:
+        return 128 if self.head_dim == 192 else self.head_dim
+
+    @property
     def softmax_scale(self) -> float:
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
@@ -95,11 +99,12 @@ def context_host(case: ContextCase, rng: np.random.Generator) -> ContextHost:
             return bits
         return bits_of(case.dtype, values_of(case.dtype, bits) * amplitude)
 
-    shapes = [(length, case.kv_heads, case.head_dim) for length in case.kv_lens]
+    keys = [(length, case.kv_heads, case.head_dim) for length in case.kv_lens]
+    values = [(length, case.kv_heads, case.value_dim) for length in case.kv_lens]
     return ContextHost(
         q=drawn(case.tokens, case.heads, case.head_dim, amplitude=case.amplitude),
-        k=tuple(drawn(*shape, amplitude=case.amplitude) for shape in shapes),
-        v=tuple(drawn(*shape) for shape in shapes),
+        k=tuple(drawn(*shape, amplitude=case.amplitude) for shape in keys),
+        v=tuple(drawn(*shape) for shape in values),
         sinks=rng.standard_normal(case.heads).astype(np.float32) * 3 if case.sinks else None,
     )
 

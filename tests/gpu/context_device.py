@@ -29,12 +29,12 @@ class ContextDeviceCase(DeviceCase):
         self.runtime, self.driver = runtime, runtime.driver
         self.case, self.host, self.arrays = case, host, arrays
         kind = KINDS[case.dtype].view
-        self.out_address = arrays.empty(2 * case.tokens * (case.heads + case.strided) * case.head_dim)
+        self.out_address = arrays.empty(2 * case.tokens * (case.heads + case.strided) * case.value_dim)
         self.lse_address = arrays.empty(4 * case.tokens * case.heads)
         lead = self._lead
         self.given: dict[str, Any] = {
-            "q": self._of_tokens(kind, arrays.upload(self._with_gaps(host.q))),
-            "out": self._of_tokens(kind, self.out_address),
+            "q": self._of_tokens(kind, arrays.upload(self._with_gaps(host.q)), case.head_dim),
+            "out": self._of_tokens(kind, self.out_address, case.value_dim),
             "lse": TensorView.contiguous(self.lse_address, "float32", (*lead, case.heads)) if case.with_lse else None,
             **self._keys(rng),
             **self._options(),
@@ -65,7 +65,7 @@ class ContextDeviceCase(DeviceCase):
 
     def poison(self, stream: int = 0) -> None:
         case = self.case
-        elements = case.tokens * (case.heads + case.strided) * case.head_dim
+        elements = case.tokens * (case.heads + case.strided) * case.value_dim
         self.driver.fill(self.out_address, POISON, 2 * elements, stream)
         self.driver.fill(self.lse_address, POISON, 4 * case.tokens * case.heads, stream)
 
@@ -80,7 +80,7 @@ class ContextDeviceCase(DeviceCase):
     def result(self) -> tuple[np.ndarray, np.ndarray | None]:
         """Output bits and the log-sum-exp."""
         case = self.case
-        shape = (case.tokens, case.heads + case.strided, case.head_dim)
+        shape = (case.tokens, case.heads + case.strided, case.value_dim)
         out = self.arrays.download(TensorView.contiguous(self.out_address, "uint16", shape), np.uint16)
         if case.strided:
             assert (out[:, case.heads :] == 0xFFFF).all(), "written between tokens of the output"
@@ -117,8 +117,8 @@ class ContextDeviceCase(DeviceCase):
             k, v = (np.concatenate(side) for side in (self.host.k, self.host.v))
             k, v = (np.pad(side, ((0, case.spare), (0, 0), (0, 0)), constant_values=nan_of(case)) for side in (k, v))
             return {**self._views(k, v), "kv_cu_seq_lens": self._integers(np.cumsum([0, *case.kv_lens]))}
-        shape = (len(case.kv_lens), max(case.kv_lens) + 3, case.kv_heads, case.head_dim)
-        k, v = (np.full(shape, nan_of(case), np.uint16) for _ in range(2))
+        shape = (len(case.kv_lens), max(case.kv_lens) + 3, case.kv_heads)
+        k, v = (np.full((*shape, n), nan_of(case), np.uint16) for n in (case.head_dim, case.value_dim))
         for request, length in enumerate(case.kv_lens):
             k[request, :length], v[request, :length] = self.host.k[request], self.host.v[request]
         return {**self._views(k, v), "seq_lens": self._integers(np.array(case.kv_lens))}
@@ -129,7 +129,8 @@ class ContextDeviceCase(DeviceCase):
         ids = rng.permutation(sum(counts) + 3)
         columns = max(1, -(-self._bound // page))
         table = np.full((len(counts), columns), -1, np.int32)  # which would be reported
-        k, v = (np.full((len(ids), page, case.kv_heads, case.head_dim), nan_of(case), np.uint16) for _ in range(2))
+        shape = (len(ids), page, case.kv_heads)
+        k, v = (np.full((*shape, n), nan_of(case), np.uint16) for n in (case.head_dim, case.value_dim))
         used = 0
         for request, count in enumerate(counts):
             own, length, first = ids[used : used + count], case.kv_lens[request], case.first_key(request)
@@ -153,7 +154,10 @@ class ContextDeviceCase(DeviceCase):
         both = np.concatenate([k, v], axis=-1)
         address = self.arrays.upload(both)
         strides = TensorView.contiguous(0, kind, both.shape).strides
-        return {n: TensorView(address + at * 2 * case.head_dim, kind, k.shape, strides) for at, n in enumerate("kv")}
+        return {
+            n: TensorView(address + at * 2 * case.head_dim, kind, a.shape, strides)
+            for at, (n, a) in enumerate((("k", k), ("v", v)))
+        }
 
     def _options(self) -> dict[str, Any]:
         case = self.case
@@ -180,12 +184,12 @@ class ContextDeviceCase(DeviceCase):
             return q
         return np.pad(q, ((0, 0), (0, 1), (0, 0)), constant_values=nan_of(self.case))
 
-    def _of_tokens(self, dtype: str, address: int) -> TensorView:
+    def _of_tokens(self, dtype: str, address: int, columns: int) -> TensorView:
         """q or out: with ``strided``, one head of other content lies between tokens."""
         case = self.case
-        token = (case.heads + case.strided) * case.head_dim
+        token = (case.heads + case.strided) * columns
         steps = (case.q_lens[0] * token, token) if case.form == "even" else (token,)
-        return TensorView(address, dtype, (*self._lead, case.heads, case.head_dim), (*steps, case.head_dim, 1))
+        return TensorView(address, dtype, (*self._lead, case.heads, columns), (*steps, columns, 1))
 
 
 @contextmanager

@@ -21,7 +21,7 @@ CUTS = ((0, 700), (0, 1, 2, 130, 641, 700), (0, 37, 64, 512, 699, 700))
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("form", ["ragged", "paged"])
 @pytest.mark.parametrize(
     "options",
@@ -49,7 +49,7 @@ def bits(runtime: Runtime, case: ContextCase, host: ContextHost) -> np.ndarray:
         return device.result()[0]
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("window_left", [-1, 200])
 @pytest.mark.parametrize("cuts", CUTS)
 def test_chunks_of_a_prompt_give_the_bits_of_the_whole(

@@ -16,8 +16,8 @@ CONTEXT_ATTENTION = StructLayout.declare(
             "CUtensorMap",
             "keys: (head_dim, token in page, KV head, page); ragged: one page; else one each request",
         ),
-        Field("v_map", "CUtensorMap", "values, likewise"),
-        Field("out", "ptr", "output, [tokens, heads, head_dim], of the type of q"),
+        Field("v_map", "CUtensorMap", "values, likewise, of their own columns"),
+        Field("out", "ptr", "output, [tokens, heads, columns of a value], of the type of q"),
         Field("lse", "ptr", "log-sum-exp, fp32 [tokens, heads]; null: not wanted"),
         Field("page_table", "ptr", "int32 [batch, table_stride], page ids of each request in order; null: no pages"),
         Field(

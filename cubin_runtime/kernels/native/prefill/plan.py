@@ -44,6 +44,7 @@ class ContextProblem:
     heads: int
     kv_heads: int
     head_dim: int
+    value_dim: int
     max_seq_len: int
     page_size: int = 0
     num_pages: int = 0
@@ -82,8 +83,8 @@ def context_launch(
         attributes=LaunchAttributes(programmatic_serialization=problem.programmatic_serialization),
         values={
             "q_map": _query_map(problem, selection.packed),
-            "k_map": _kv_map(problem, problem.k_strides, tile_tokens),
-            "v_map": _kv_map(problem, problem.v_strides, tile_tokens),
+            "k_map": _kv_map(problem, problem.head_dim, problem.k_strides, tile_tokens),
+            "v_map": _kv_map(problem, problem.value_dim, problem.v_strides, tile_tokens),
             "out_token_stride": problem.out_strides[0],
             "out_head_stride": problem.out_strides[1],
             "lse_token_stride": problem.lse_strides[0],
@@ -130,14 +131,14 @@ def _query_map(problem: ContextProblem, packed: int) -> TensorMapSpec:
     )
 
 
-def _kv_map(problem: ContextProblem, strides: KvStrides, tile_tokens: int) -> TensorMapSpec:
+def _kv_map(problem: ContextProblem, columns: int, strides: KvStrides, tile_tokens: int) -> TensorMapSpec:
     """Boxes of the tokens of a tile that one page holds together; without pages a request, or all, are one."""
     tokens, pages = problem.kv_tokens, 1 if problem.ragged else problem.batch
     if problem.num_pages:
         tokens, pages = problem.page_size, problem.num_pages
     return _map(
         problem,
-        dims=(problem.head_dim, tokens, problem.kv_heads, pages),
+        dims=(columns, tokens, problem.kv_heads, pages),
         strides=(strides.token, strides.head, strides.page),
         rows=(min(tokens, tile_tokens) if problem.num_pages else tile_tokens, 1, 1),
     )
