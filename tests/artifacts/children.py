@@ -21,7 +21,7 @@ ORDINARY_USER = 65534
 # imported before the drop: the interpreter itself may lie where only root can read
 DROP = f"""
 import os, pathlib, requests, cubin_runtime.artifacts.library, cubin_runtime.artifacts.verification
-from cubin_runtime.artifacts.fetch import process_pool, report
+from cubin_runtime.artifacts.fetch import dispatch, process_pool, report
 from cubin_runtime.artifacts.sources import archive, directory, http, package
 os.setgroups([])
 os.setgid({ORDINARY_USER})

@@ -115,7 +115,7 @@ def _run_mla_decode(call: RecordedCall, views: Mapping[str, TensorView], runtime
 
 
 def _run_context_attention(call: RecordedCall, views: Mapping[str, TensorView], runtime: Runtime) -> None:
-    from ..context_attention import CONTEXT_ATTENTION, ContextAttentionPlan
+    from ..prefill import CONTEXT_ATTENTION, ContextAttentionPlan
 
     _run_native(call, views, runtime, CONTEXT_ATTENTION, ContextAttentionPlan)
 
