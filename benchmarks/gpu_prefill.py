@@ -14,6 +14,8 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from cubin_runtime.attention import Runtime
 
 # bf16 outputs of two right kernels differ by an ulp of values below 4.
 MOST_DIFFERENCE = 0.04
+COMPILATIONS = 8  # at a time
 
 
 def options() -> argparse.Namespace:
@@ -70,6 +73,23 @@ def measured(calls: dict[str, Callable[[], Any]], rounds: int, rep: float) -> di
     return {name: statistics.median(found) for name, found in times.items()}
 
 
+def compile_peers(cases: list[PrefillCase], peers: list[str]) -> None:
+    """Compile the kernels of all cases side by side, by calling each once; a failure is printed, and fails again."""
+    alike = {(case.head_dim, case.page > 0, case.window_left >= 0): case.small() for case in cases}
+
+    def call(wanted: tuple[str, PrefillCase]) -> None:
+        name, case = wanted
+        try:
+            made = PEERS[name](PrefillProblem(case))
+            if made is not None:
+                made()
+        except Exception as error:
+            print(f"{name}, {case.name}: {describe(error)}", flush=True)
+
+    with ThreadPoolExecutor(COMPILATIONS) as pool:
+        list(pool.map(call, product(peers, alike.values())))
+
+
 def row_of(case: PrefillCase, runtime: Runtime, chosen: argparse.Namespace) -> dict[str, Any]:
     problem = PrefillProblem(case)
     calls, errors = calls_of(problem, runtime, [name for name in chosen.peers.split(",") if name])
@@ -106,12 +126,7 @@ def main() -> int:
     sections = [name for name in chosen.sections.split(",") if name]
     cases = [case for case in prefill_cases() if not sections or case.section in sections]
     if chosen.compile:
-        for case in cases:
-            for name in filter(None, chosen.peers.split(",")):
-                try:
-                    PEERS[name](PrefillProblem(case.small()))
-                except Exception as error:
-                    print(f"{name}: {describe(error)}")
+        compile_peers(cases, [name for name in chosen.peers.split(",") if name])
         return 0
     store = Path(os.environ.get("CUBIN_RUNTIME_CACHE", chosen.out / "store"))
     runtime = Runtime(Config(store=store, sources=built_sources(), offline=True))
@@ -119,14 +134,13 @@ def main() -> int:
     result: dict[str, Any] = {"schema": 1, "question": "context attention beside the peers"}
     result |= {"environment": gpu_environment(), "rows": []}
     began = time.perf_counter()
-    try:
-        for case in cases:
-            row = row_of(case, runtime, chosen)
-            result["rows"].append(row)
-            print(line_of(row), flush=True)
-    finally:  # what was measured before a fault is kept
+    for case in cases:
+        row = row_of(case, runtime, chosen)
+        result["rows"].append(row)
         result["seconds"] = round(time.perf_counter() - began, 1)
+        # What was measured is kept, whatever ends the run.
         (chosen.out / "prefill.json").write_text(json.dumps(result, indent=1) + "\n")
+        print(line_of(row), flush=True)
     differing = [
         row["case"] for row in result["rows"] if max(row["largest_difference"].values(), default=0.0) > MOST_DIFFERENCE
     ]
