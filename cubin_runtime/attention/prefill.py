@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..kernels.native.launches import NativeLaunch
 from ..kernels.native.prefill.plan import context_launch
@@ -17,6 +17,10 @@ from .decode_operator import SCALES, DecodeOperator, DecodePlan, default_scale, 
 from .fast_path import operator_function
 from .operator_plan import AnyWorkspace
 from .runtime import NativeRelease, Runtime
+
+if TYPE_CHECKING:
+    from ..protocols import DecodeBackend, Stream
+    from ..tensor import OutT, QueryT, Scale, Tensor
 
 
 def _launches(call: DecodeCall, device: DeviceFacts, release: NativeRelease) -> Sequence[NativeLaunch[Any]]:
@@ -65,21 +69,21 @@ class ContextAttentionPlan(DecodePlan):
     @operator_function(owner="self", scales=SCALES)
     def run(
         self,
-        q: Any,
-        k: Any,
-        v: Any,
-        out: Any,
-        lse: Any = None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor | None = None,
         *,
-        page_table: Any = None,
-        seq_lens: Any = None,
-        q_cu_seq_lens: Any = None,
-        kv_cu_seq_lens: Any = None,
-        sinks: Any = None,
-        softmax_scale: Any = None,
-        output_scale: Any = None,
+        page_table: Tensor | None = None,
+        seq_lens: Tensor | None = None,
+        q_cu_seq_lens: Tensor | None = None,
+        kv_cu_seq_lens: Tensor | None = None,
+        sinks: Tensor | None = None,
+        softmax_scale: Scale | None = None,
+        output_scale: Scale | None = None,
         workspace: AnyWorkspace | None = None,
-        stream: Any = None,
+        stream: Stream | None = None,
         max_seq_len: int | None = None,
     ) -> None:
         """Run on tensors of the shapes, strides and dtypes that the plan was made for; see ``context_attention``.
@@ -90,29 +94,29 @@ class ContextAttentionPlan(DecodePlan):
 
 
 def plan_context_attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    lse: Any = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor | None = None,
     *,
     max_seq_len: int,
-    page_table: Any = None,
-    seq_lens: Any = None,
-    q_cu_seq_lens: Any = None,
-    kv_cu_seq_lens: Any = None,
+    page_table: Tensor | None = None,
+    seq_lens: Tensor | None = None,
+    q_cu_seq_lens: Tensor | None = None,
+    kv_cu_seq_lens: Tensor | None = None,
     max_q_len: int | None = None,
     causal: bool = True,
     window_left: int = -1,
     window_right: int = -1,
     logit_soft_cap: float = 0.0,
-    sinks: Any = None,
-    softmax_scale: Any = None,
-    output_scale: Any = 1.0,
+    sinks: Tensor | None = None,
+    softmax_scale: Scale | None = None,
+    output_scale: Scale = 1.0,
     kv_layout: str = "NHD",
     lse_base: str = "2",
     lse_sink: bool = True,
-    backend: str = AUTO,
+    backend: DecodeBackend = AUTO,
     enable_pdl: bool = False,
     runtime: Runtime | None = None,
     device_facts: DeviceFacts | None = None,
@@ -130,34 +134,34 @@ def plan_context_attention(
     owner="runtime or default.runtime or default_runtime()", scales=SCALES, op=lambda _: torch_op(CONTEXT_ATTENTION)
 )
 def context_attention(
-    q: Any,
-    k: Any,
-    v: Any,
+    q: QueryT,
+    k: Tensor,
+    v: Tensor,
     *,
     max_seq_len: int,
-    page_table: Any = None,
-    seq_lens: Any = None,
-    q_cu_seq_lens: Any = None,
-    kv_cu_seq_lens: Any = None,
+    page_table: Tensor | None = None,
+    seq_lens: Tensor | None = None,
+    q_cu_seq_lens: Tensor | None = None,
+    kv_cu_seq_lens: Tensor | None = None,
     max_q_len: int | None = None,
     causal: bool = True,
     window_left: int = -1,
     window_right: int = -1,
     logit_soft_cap: float = 0.0,
-    sinks: Any = None,
-    softmax_scale: Any = None,
-    output_scale: Any = 1.0,
+    sinks: Tensor | None = None,
+    softmax_scale: Scale | None = None,
+    output_scale: Scale = 1.0,
     kv_layout: str = "NHD",
     lse_base: str = "2",
     lse_sink: bool = True,
-    out: Any = None,
-    lse: Any = None,
+    out: OutT | None = None,
+    lse: Tensor | None = None,
     workspace: AnyWorkspace | None = None,
-    stream: Any = None,
-    backend: str = AUTO,
+    stream: Stream | None = None,
+    backend: DecodeBackend = AUTO,
     enable_pdl: bool = False,
     runtime: Runtime | None = None,
-) -> Any:
+) -> QueryT | OutT:
     """Attention of many query tokens of each request over its keys: prefill, chunks of one, cross attention.
 
     The last query token of a request stands at its last key: token i is at position ``kv_len - q_len + i``. Keys and
@@ -217,4 +221,5 @@ def context_attention(
         MissingError, SourceError, CorruptError: the kernel cannot be had.
         DeviceError: the driver or the ABI gate refuses.
     """
-    return run_decode(ContextAttentionPlan, CONTEXT_ATTENTION, locals())
+    result: QueryT | OutT = run_decode(ContextAttentionPlan, CONTEXT_ATTENTION, locals())
+    return result
