@@ -106,7 +106,7 @@ MLA_DECODE = DecodeOperator(
     ),
     options=("max_q_len", "batch_invariant", "backend", "enable_pdl"),
     check=_check,
-    page_size=lambda call: call.tensors["kv_cache"].shape[1],
+    capacity=lambda call: call.tensors["page_table"].shape[1] * call.tensors["kv_cache"].shape[1],
     launches=_launches,
     output=_output,
     scale=_no_default,

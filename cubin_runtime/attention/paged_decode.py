@@ -99,7 +99,7 @@ PAGED_DECODE = DecodeOperator(
     ),
     options=("kv_layout", "max_q_len", "window_left", "batch_invariant", "backend", "enable_pdl"),
     check=_check,
-    page_size=lambda call: call.tensors["k_cache"].shape[1],
+    capacity=lambda call: call.tensors["page_table"].shape[1] * call.tensors["k_cache"].shape[1],
     launches=_launches,
     output=lambda q: (q.shape, "bfloat16" if q.dtype == "float8_e4m3fn" else None),
     scale=default_scale,
