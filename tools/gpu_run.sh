@@ -65,7 +65,8 @@ run_tests() {
     local workers=()
     "$python" -c 'import xdist' 2>/dev/null && workers=(-n "${WORKERS:-6}")
     CUBIN_RUNTIME_GPU_OUT=$out OPENBLAS_NUM_THREADS=2 \
-        step tests tests.log "$python" -m pytest -p no:cacheprovider -q "${workers[@]}" tests/gpu || return 1
+        step tests tests.log "$python" -m pytest -p no:cacheprovider -p cubin_runtime.testing.plugin \
+            -q "${workers[@]}" tests/gpu || return 1
     # Tests that all skipped are no proof.
     grep -Eq '[0-9]+ passed' "$out/tests.log" || { echo "gpu_run.sh: no GPU test ran" >&2 && return 1; }
 }
