@@ -23,7 +23,7 @@ from .pins.pin_set import PinSet, refuse_trust_in_store
 from .sources.failover import FetchPolicy
 from .sources.http_pace import HttpLimits
 from .sources.source import NotHereError, Wanted, parse_source, redact
-from .sources.source_list import SourceList, hint
+from .sources.source_list import SourceList, remedy
 from .store.leftovers import remove_temporaries
 from .store.store import Store
 
@@ -140,7 +140,7 @@ class Library:
             ) is not None:
                 raise reason
             places = ", ".join([str(self.store.root), *(s.label for s in self._sources.local_sources(pin))])
-            raise MissingError(f"{path} is not in {places}; 'cubin-runtime fetch {path}' gets it{hint(pin)}")
+            raise MissingError(f"{path} is not in {places}; {remedy(pin, path.text, self._sources.specs(pin))}")
         return self._loader.over_network(pin, wanted)
 
     def where(self, path: ArtifactPath | str) -> tuple[Place, ...]:

@@ -3,7 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ..tensor import TensorView, view_of
+from ..protocols import Stream
+from ..tensor import Tensor, TensorView, view_of
 from .backends import BackendError
 from .mla_decode import MlaDecodePlan, mla_decode, plan_mla_decode
 from .operator_plan import ClampedInputError
@@ -30,6 +31,8 @@ __all__ = [
     "PagedDecodePlan",
     "Runtime",
     "RuntimeStats",
+    "Stream",
+    "Tensor",
     "TensorView",
     "append_kv",
     "default_runtime",
@@ -50,3 +53,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
     return value
+
+
+def __dir__() -> list[str]:
+    return __all__

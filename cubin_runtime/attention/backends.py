@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from typing import Final
 
 from ..errors import DeviceError, UsageError
 from ..launch.driver import DeviceFacts
 from ..values import dataclass
 
-AUTO = "auto"
+AUTO: Final = "auto"
 HOPPER = "hopper"
 XQA = "xqa"  # the same kernels under the peer's name
 TRTLLM_GEN = "trtllm-gen"

@@ -14,10 +14,13 @@ from .fast_path.guards import conditions, guarded
 from .operator_plan import AnyWorkspace, check_workspace
 
 if TYPE_CHECKING:
+    from ..protocols import Stream
     from .step_plan import StepPlan
 
 
-def bind_step(plan: StepPlan, arguments: dict[str, Any], workspace: AnyWorkspace | None, stream: Any) -> BoundStep:
+def bind_step(
+    plan: StepPlan, arguments: dict[str, Any], workspace: AnyWorkspace | None, stream: Stream | None
+) -> BoundStep:
     """``plan.bind``; the dict is this function's own."""
     names = [arg.name for arg in plan.operator.tensors]
     known = dict.fromkeys((*names, *plan.operator.number_arguments))

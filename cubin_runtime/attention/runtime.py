@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from ..kernels.trtllm_gen.kernel_finder import KernelFinder
 
 TRTLLM_RELEASE = "trtllm-gen-0.6.13"
-NATIVE_RELEASE = f"hopper-{_version.__version__}"
+NATIVE_RELEASE = f"hopper-{_version.KERNELS_VERSION}"
 
 
 @dataclass(frozen=True, slots=True)

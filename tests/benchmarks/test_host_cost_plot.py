@@ -25,5 +25,5 @@ def test_every_bar_is_of_a_row() -> None:
 
 
 def test_the_page_shows_it() -> None:
-    assert "(host_cost.png)" in (ROOT / "docs" / "launch_path.md").read_text()
+    assert "(../host_cost.png)" in (ROOT / "docs" / "results" / "host.md").read_text()
     assert (ROOT / "docs" / "host_cost.png").is_file()

@@ -141,8 +141,18 @@ def _opened(spec: SourceSpec) -> LocalSource:
 
 
 def hint(pin: Pin) -> str:
-    """What to install so that the word ``package`` finds the release."""
+    """How to install a package that carries the release, as the end of an error; empty where none does."""
     family, _, version = pin.name.rpartition("-")
     if family == "trtllm-gen" and pin.name not in _NOT_PUBLISHED:
-        return f"; or install flashinfer-cubin=={version}"
-    return f"; or install cubin-runtime-kernels=={version}" if family == "hopper" else ""
+        return f"; 'pip install flashinfer-cubin=={version}' installs it"
+    if family == "hopper":
+        return f"; 'pip install cubin-runtime-kernels=={version}' installs it, and so does 'make install' in a clone"
+    return ""
+
+
+def remedy(pin: Pin, what: str, specs: Sequence[SourceSpec]) -> str:
+    """What to run where ``what`` of the release is not at hand, for commands that ask local sources alone."""
+    if any(spec.kind == "http" for spec in specs):
+        return f"'cubin-runtime fetch {what}' gets it{hint(pin)}"
+    place = f"'cubin-runtime fetch {what} --source PLACE' gets it from a folder, wheel or URL that has it"
+    return f"{hint(pin).removeprefix('; ')}; {place}" if hint(pin) else place

@@ -15,12 +15,15 @@ import stat
 from collections.abc import Iterator, Mapping
 from math import isfinite, prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ...dtypes import ITEM_BYTES
 from ...errors import CorruptError, MissingError, StoreError
 from ...tensor import TensorView
 from .call import Option, RecordedCall, RecordedTensor
+
+if TYPE_CHECKING:
+    from ...protocols import DTypeName
 
 SCHEMA = 1
 MAX_FILE_BYTES = 64 << 30
@@ -214,7 +217,7 @@ def _tensor(
     dtype, found, data = stored.get(name, (word, wanted, b""))
     if (dtype, found) != (word, wanted) or (name not in stored and not output):
         raise CorruptError(f"{name}: {dtype} {found} is stored, expected {word} {wanted}")
-    view = TensorView(address, str(word), tuple(shape), tuple(strides))
+    view = TensorView(address, cast("DTypeName", word), tuple(shape), tuple(strides))
     return RecordedTensor(view, data, paged=paged, output=output)
 
 

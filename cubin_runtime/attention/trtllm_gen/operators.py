@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...dtypes import ITEM_BYTES
 from ...errors import UsageError, WorkspaceError
@@ -27,6 +27,10 @@ from .checks import (
 from .plan_key import bounded, plan_key
 from .plans import AttentionPlan
 
+if TYPE_CHECKING:
+    from ...protocols import Stream, TrtllmGenBackend
+    from ...tensor import Tensor
+
 COUNTER_ALIGNMENT = 16
 OPERATORS: Mapping[type[Call], str] = {
     DecodeCall: "trtllm_batch_decode_with_kv_cache",
@@ -35,7 +39,7 @@ OPERATORS: Mapping[type[Call], str] = {
 }
 
 
-def plan(call: Call, *, backend: str = AUTO, runtime: Runtime | None = None) -> AttentionPlan:
+def plan(call: Call, *, backend: TrtllmGenBackend = AUTO, runtime: Runtime | None = None) -> AttentionPlan:
     """The plan for calls of this form, from the runtime's cache or made now.
 
     The bound on the keys is rounded up to a power of two (at most what the block table holds), so that one plan serves
@@ -62,11 +66,11 @@ def plan(call: Call, *, backend: str = AUTO, runtime: Runtime | None = None) -> 
 
 def run(
     call: Call,
-    workspace: Any,
+    workspace: Tensor,
     *,
-    counters: Any = None,
-    stream: Any = None,
-    backend: str = AUTO,
+    counters: Tensor | None = None,
+    stream: Stream | None = None,
+    backend: TrtllmGenBackend = AUTO,
     runtime: Runtime | None = None,
 ) -> None:
     """Compute ``call.out`` (and ``call.lse``).
@@ -111,17 +115,17 @@ def run(
     del held  # freed in stream order, after the launch
 
 
-def workspace_size(call: Call, *, backend: str = AUTO, runtime: Runtime | None = None) -> int:
+def workspace_size(call: Call, *, backend: TrtllmGenBackend = AUTO, runtime: Runtime | None = None) -> int:
     """Bytes of workspace that a run of ``call`` needs, at any address; errors as ``plan``."""
     return plan(call, backend=backend, runtime=runtime).workspace_bytes
 
 
-def counter_size(call: Call, *, backend: str = AUTO, runtime: Runtime | None = None) -> int:
+def counter_size(call: Call, *, backend: TrtllmGenBackend = AUTO, runtime: Runtime | None = None) -> int:
     """Bytes of zeroed counters that a run of ``call`` needs, or 0; errors as ``plan``."""
     return plan(call, backend=backend, runtime=runtime).counter_bytes
 
 
-def preload(*calls: Call, backend: str = AUTO, runtime: Runtime | None = None) -> PreloadReport:
+def preload(*calls: Call, backend: TrtllmGenBackend = AUTO, runtime: Runtime | None = None) -> PreloadReport:
     """Plan the calls, and fetch, load and gate their kernels ahead of serving.
 
     Raises:
