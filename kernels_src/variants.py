@@ -316,12 +316,58 @@ def _mla_variants(latent: int) -> Iterator[Variant]:
         yield _mla_decode(source, f"{source}_{dtype}", dtype, q_dtypes, latent, 16, 128, STAGES=stages)
 
 
+# head_dim -> columns of a value, consumer warpgroups of 64 rows, keys of a tile, pipeline stages of keys and of values.
+_PREFILL_SHAPES = {
+    64: (64, 3, 128, 4, 4),
+    128: (128, 2, 128, 2, 2),
+    192: (128, 2, 128, 2, 2),
+    256: (256, 2, 64, 2, 2),
+}
+
+
+def _context_attention(dtype: str, head_dim: int, soft_cap: bool) -> Variant:
+    value_dim, warpgroups, tile, k_stages, v_stages = _PREFILL_SHAPES[head_dim]
+    return Variant(
+        source="prefill/context_attention.cu",
+        symbol=f"context_attention_{dtype}_d{head_dim}{'_soft_cap' if soft_cap else ''}",
+        sm="90a",
+        operation="context_attention",
+        struct="ContextAttentionParams",
+        traits={
+            "dtype": dtype,
+            "head_dim": head_dim,
+            "value_dim": value_dim,
+            "rows": 64 * warpgroups,
+            "tile_tokens": tile,
+            "soft_cap": soft_cap,
+        },
+        defines={
+            "HEAD_DIM": head_dim,
+            "MMA_FP16": int(dtype == "fp16"),
+            "VALUE_DIM": value_dim,
+            "TILE_TOKENS": tile,
+            "WARPGROUPS": warpgroups,
+            "K_STAGES": k_stages,
+            "V_STAGES": v_stages,
+            "SOFT_CAP": int(soft_cap),
+        },
+    )
+
+
+def _prefill_variants() -> Iterator[Variant]:
+    for head_dim in _PREFILL_SHAPES:
+        for dtype in ("bf16", "fp16"):
+            yield _context_attention(dtype, head_dim, soft_cap=False)
+            yield _context_attention(dtype, head_dim, soft_cap=True)
+
+
 VARIANTS: tuple[Variant, ...] = (
     *_decode_variants(),
     *(_kv_reduction(sm, *dtypes) for sm in _FOLLOWING_SMS for dtypes in _REDUCTION_DTYPES),
     *(_lse_from_statistics(sm) for sm in _FOLLOWING_SMS),
     _streaming_read("90a"),
     *(variant for latent in (512, 256) for variant in _mla_variants(latent)),
+    *_prefill_variants(),
     *(_append_kv("90a", dtypes) for dtypes in _APPEND_DTYPES),
     *(_merge_states("90a", dtype) for dtype in _MERGE_DTYPES),
 )

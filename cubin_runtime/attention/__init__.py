@@ -15,18 +15,21 @@ if TYPE_CHECKING:
     from .append import AppendKvPlan, append_kv, plan_append_kv
     from .merge import MergeStatesPlan, merge_states, plan_merge_states
     from .mla import MlaDecodePlan, mla_decode, plan_mla_decode
+    from .prefill import ContextAttentionPlan, context_attention, plan_context_attention
 
 # Names of operators that not every program needs -> their modules, which are loaded when a name is first asked for.
 _LATER = {
     **dict.fromkeys(("AppendKvPlan", "append_kv", "plan_append_kv"), "append"),
     **dict.fromkeys(("MergeStatesPlan", "merge_states", "plan_merge_states"), "merge"),
     **dict.fromkeys(("MlaDecodePlan", "mla_decode", "plan_mla_decode"), "mla"),
+    **dict.fromkeys(("ContextAttentionPlan", "context_attention", "plan_context_attention"), "prefill"),
 }
 
 __all__ = [
     "AppendKvPlan",
     "BackendError",
     "ClampedInputError",
+    "ContextAttentionPlan",
     "MergeStatesPlan",
     "MlaDecodePlan",
     "PagedDecodePlan",
@@ -36,11 +39,13 @@ __all__ = [
     "Tensor",
     "TensorView",
     "append_kv",
+    "context_attention",
     "default_runtime",
     "merge_states",
     "mla_decode",
     "paged_decode",
     "plan_append_kv",
+    "plan_context_attention",
     "plan_merge_states",
     "plan_mla_decode",
     "plan_paged_decode",

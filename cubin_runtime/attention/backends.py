@@ -46,7 +46,7 @@ _NATIVE_DECODE = Support(
     measured=frozenset({(9, 0)}),
     built=frozenset({(8, 0), (8, 6), (8, 9), (10, 0), (10, 3), (12, 0), (12, 1)}),
 )
-_NATIVE_MLA = _NATIVE_COPYING = Support(measured=frozenset({(9, 0)}))
+_NATIVE_MLA = _NATIVE_PREFILL = _NATIVE_COPYING = Support(measured=frozenset({(9, 0)}))
 _TRTLLM_GEN = {TRTLLM_GEN: Support(published=frozenset({(10, 0), (10, 3)}))}
 
 _NO_ATTENTION = ("append_kv", "merge_states")  # which no operator of attention is told to try
@@ -55,6 +55,7 @@ _NO_ATTENTION = ("append_kv", "merge_states")  # which no operator of attention 
 TABLE: Mapping[str, Mapping[str, Support]] = {
     "paged_decode": {HOPPER: _NATIVE_DECODE},
     "mla_decode": {HOPPER: _NATIVE_MLA},
+    "context_attention": {HOPPER: _NATIVE_PREFILL},
     "append_kv": {HOPPER: _NATIVE_COPYING},
     "merge_states": {HOPPER: _NATIVE_COPYING},
     "xqa": {XQA: _NATIVE_DECODE},

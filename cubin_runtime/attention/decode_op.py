@@ -10,7 +10,12 @@ from .torch_ops import TORCH_SCRATCH, TorchOp
 _OPTION_KINDS = {
     "kv_layout": "str",
     "max_q_len": "SymInt?",
+    "causal": "bool",
     "window_left": "SymInt",
+    "window_right": "SymInt",
+    "logit_soft_cap": "float",
+    "lse_base": "str",
+    "lse_sink": "bool",
     "batch_invariant": "bool",
     "backend": "str",
     "enable_pdl": "bool?",

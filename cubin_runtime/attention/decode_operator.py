@@ -35,27 +35,32 @@ if TYPE_CHECKING:
 # The argument that a number of the launch is a multiple of.
 SCALES = {"softmax_scale_log2": "softmax_scale", "output_scale": "output_scale"}
 _SMALLEST_BOUND_LOG2 = 6
-_WORDS = ("kv_layout", "backend")
-_INTEGERS = ("max_q_len", "window_left")
+_SWITCHES = ("batch_invariant", "causal", "lse_sink")
+_WORDS = ("kv_layout", "lse_base", "backend")
+_INTEGERS = ("max_q_len", "window_left", "window_right")
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeOperator(Operator):
     """A decode operator: besides its tensors, what is written by hand for it.
 
-    ``options`` names those of ``DecodeOptions`` that it has. ``check`` raises for a call that breaks a rule.
-    ``launches`` plans a checked call for a device with the kernels of a release; its bound is ``max_seq_len`` of its
-    options. ``output`` is the shape and dtype (None: that of q) of an output to be made for q, ``scale`` the default
-    softmax scale for the shape of q, ``traced`` the record of a call.
+    ``options`` names those of ``options_type`` that it has. ``check`` raises for a call that breaks a rule.
+    ``capacity`` is the most keys that a request can have. ``launches`` plans a checked call for a device with the
+    kernels of a release; its bound is ``max_seq_len`` of its options. ``output`` is the shape and dtype (None: that of
+    q) of an output to be made for q, ``scale`` the default softmax scale for the shape of q, ``traced`` the record of a
+    call (None: it is not recorded). ``max_queries`` are the most query tokens of a request; None: any number, and
+    their bound is never read back.
     """
 
     options: tuple[str, ...]
     check: Callable[[DecodeCall], None]
-    page_size: Callable[[DecodeCall], int]
+    capacity: Callable[[DecodeCall], int]
     launches: Callable[[DecodeCall, DeviceFacts, NativeRelease], Sequence[NativeLaunch[Any]]]
     output: Callable[[Any], tuple[tuple[int, ...], str | None]]
     scale: Callable[[tuple[int, ...]], float]
-    traced: Callable[[DecodeCall], TracedCall]
+    traced: Callable[[DecodeCall], TracedCall] | None
+    options_type: type[DecodeOptions] = DecodeOptions
+    max_queries: int | None = MAX_Q_LEN
 
 
 class DecodePlan(StepPlan):
@@ -121,7 +126,8 @@ def run_decode(plan_class: type[DecodePlan], operator: DecodeOperator, arguments
     workspace = None if arguments["workspace"] is RUNTIME_SCRATCH else arguments["workspace"]
     if workspace is not None and workspace is not TORCH_SCRATCH:
         check_workspace(workspace)
-    if arguments["max_q_len"] is None and arguments["q_cu_seq_lens"] is not None:
+    reads_back = operator.max_queries is not None
+    if reads_back and arguments["max_q_len"] is None and arguments["q_cu_seq_lens"] is not None:
         arguments["max_q_len"] = _longest(rt, q, arguments["q_cu_seq_lens"], handle)
     bound = integer("max_seq_len", arguments["max_seq_len"])
     kept = 1 << max(_SMALLEST_BOUND_LOG2, (bound - 1).bit_length())
@@ -132,7 +138,7 @@ def run_decode(plan_class: type[DecodePlan], operator: DecodeOperator, arguments
     launched = plan.launch(addresses, plan.numbers(bound, scale, factor), workspace, handle)
     shortest = 0 if kept == 1 << _SMALLEST_BOUND_LOG2 else kept // 2 + 1
     note_launch(launched._replace(bounds=(shortest, plan.options.max_seq_len)))
-    if recording():
+    if recording() and operator.traced is not None:
         options = _options(operator, arguments, scale, factor)
         record(operator.traced(DecodeCall(operator.read(arguments, options), options)))
     return arguments["out"]
@@ -167,7 +173,8 @@ def _option_key(operator: DecodeOperator, arguments: dict[str, Any]) -> tuple[ob
     Raises:
         UsageError: one is of another kind.
     """
-    check_switches(batch_invariant=arguments["batch_invariant"], enable_pdl=arguments["enable_pdl"] or False)
+    switches = {name: arguments[name] for name in _SWITCHES if name in operator.options}
+    check_switches(**switches, enable_pdl=arguments["enable_pdl"] or False)
     for name in operator.options:
         value = arguments[name]
         if name in _WORDS:
@@ -179,7 +186,8 @@ def _option_key(operator: DecodeOperator, arguments: dict[str, Any]) -> tuple[ob
 
 def _options(operator: DecodeOperator, arguments: Given, scale: float, factor: float) -> DecodeOptions:
     named = {name: arguments[name] for name in operator.options}
-    return DecodeOptions(max_seq_len=arguments["max_seq_len"], softmax_scale=scale, output_scale=factor, **named)
+    bound = arguments["max_seq_len"]
+    return operator.options_type(max_seq_len=bound, softmax_scale=scale, output_scale=factor, **named)
 
 
 def _plan(
@@ -196,7 +204,7 @@ def _plan(
     options = call.options
     bound = options.max_seq_len
     if kept_bound is not None:
-        bound = min(call.tensors["page_table"].shape[1] * operator.page_size(call), kept_bound)
+        bound = min(operator.capacity(call), kept_bound)
     device = device_facts or runtime.driver.device(call.q.device)
     resolve_backend(operator.name, options.backend, device)
     # A wider window than the bound hides nothing more, and a position less a window fits an int32.

@@ -28,7 +28,7 @@ class TensorArg:
     """
 
     name: str
-    dtypes: Sequence[str] | dict[str, tuple[str, ...]]
+    dtypes: tuple[str, ...] | Mapping[str, Sequence[str]]
     dtypes_by: str = ""
     optional: bool = False
     alignment: int = 4
@@ -86,7 +86,7 @@ class CallTensors:
         """Every tensor has a dtype that it may have."""
         dependent = []
         for arg, view in self._there:
-            if isinstance(arg.dtypes, dict):
+            if not isinstance(arg.dtypes, tuple):
                 dependent.append((arg, view, arg.dtypes))
             elif view.dtype not in arg.dtypes:
                 check_dtype(arg.name, view, arg.dtypes)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from attention_examples import RELEASE_NAME, build_release, describe_release
+from context_examples import KERNELS as CONTEXT_KERNELS
 from decode_kernels import HOPPER
 from extended_driver import ExtendedDriver
 from latent_examples import E4M3_KERNELS
@@ -28,7 +29,9 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture(scope="session")
 def described(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A tree that says to have sm_90a kernels for all dtypes and head dimensions, and its pin file."""
-    return describe_release(tmp_path_factory.mktemp("described"), (*HOPPER, *MLA_KERNELS, *E4M3_KERNELS))
+    return describe_release(
+        tmp_path_factory.mktemp("described"), (*HOPPER, *MLA_KERNELS, *E4M3_KERNELS, *CONTEXT_KERNELS)
+    )
 
 
 @pytest.fixture

@@ -43,6 +43,20 @@ def mla_call() -> RecordedCall:
     return _finished("mla_decode", tensors, {"max_q_len": None, "batch_invariant": False}, "", 64)
 
 
+def context_call(*, even: bool = False) -> RecordedCall:
+    """Two requests of 2 and 4 query tokens over 5 and 4 keys, 2 heads of 64 columns; ``even``: of 3 over 4 keys."""
+    sizes = ((2, 3), (2, 5)) if even else ((6,), (9,))
+    tensors = {"q": _random(1, (*sizes[0], 2, 64)), "k": _random(2, (*sizes[1], 1, 64))}
+    tensors["v"] = _random(3, (*sizes[1], 1, 64))
+    if even:
+        tensors["seq_lens"] = _integers(6, [4, 5])
+    else:
+        tensors |= {"q_cu_seq_lens": _integers(7, [0, 2, 6]), "kv_cu_seq_lens": _integers(8, [0, 5, 9])}
+    more = {"max_q_len": None, "causal": True, "window_left": -1, "window_right": -1, "logit_soft_cap": 0.0}
+    more |= {"lse_base": "2", "lse_sink": True, "backend": "auto", "enable_pdl": False}
+    return _finished("context_attention", tensors, more, "", 64)
+
+
 def call_bytes(call: RecordedCall) -> bytes:
     """The call as a file."""
     with TemporaryDirectory() as folder:

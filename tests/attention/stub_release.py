@@ -46,6 +46,21 @@ def mla_stub_variant(dtype: str, q_dtype: str, latent: int) -> Variant:
     )
 
 
+CONTEXT_SOURCE = SOURCE.replace("PagedDecodeTmaParams", "ContextAttentionParams")
+
+
+def context_stub_variant(dtype: str, head_dim: int, soft_cap: bool) -> Variant:
+    """A context attention kernel for sm_90a with the traits of a real one."""
+    return Variant(
+        source="prefill/stub.cu",
+        symbol=f"stub_context_attention_{dtype}_d{head_dim}{'_soft_cap' if soft_cap else ''}",
+        sm="90a",
+        operation="context_attention",
+        struct="ContextAttentionParams",
+        traits={"dtype": dtype, "head_dim": head_dim, "rows": 128, "tile_tokens": 128, "soft_cap": soft_cap},
+    )
+
+
 def stub_variant(dtype: str, head_dim: int, rows: int) -> Variant:
     """A kernel for sm_90a with the traits of a real one."""
     return Variant(
@@ -70,7 +85,7 @@ def stub_variant(dtype: str, head_dim: int, rows: int) -> Variant:
 def build_stub_release(folder: Path) -> tuple[Path, Path]:
     """The tree with the stubs, and the pin file that trusts it."""
     sources = folder / "sources"
-    for family, text in (("fmha", SOURCE), ("mla", MLA_SOURCE)):
+    for family, text in (("fmha", SOURCE), ("mla", MLA_SOURCE), ("prefill", CONTEXT_SOURCE)):
         (sources / family).mkdir(parents=True)
         (sources / family / "stub.cu").write_text(text)
     variants = [stub_variant(dtype, 128, rows) for dtype in ("bf16", "fp16", "e4m3") for rows in (8, 16)]
@@ -82,5 +97,6 @@ def build_stub_release(folder: Path) -> tuple[Path, Path]:
     variants += COPYING_VARIANTS
     types = (("bf16", "bf16"), ("e4m3", "bf16"), ("e4m3", "e4m3"))
     variants += [mla_stub_variant(*own, latent) for own in types for latent in (512, 256)]
+    variants += [context_stub_variant("bf16", 128, soft_cap) for soft_cap in (False, True)]
     build(folder / "tree", variants, LAYOUTS, find_toolchain(), sources=sources, release=RELEASE_NAME, jobs=2)
     return folder / "tree", pin_release(folder)

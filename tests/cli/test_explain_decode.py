@@ -24,7 +24,7 @@ SHAPE = ["--batch", "8", "--q-len", "4", "--kv-len", "16384", "--heads-q", "64",
 def test_the_kernel_its_grid_and_its_time_are_told(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     out = run(capsys, *arguments, *SHAPE, "--backend", "hopper", "--dtype-kv", "e4m3", "--sm", 90)
     assert "kernel     decode_e4m3_d128_rows64_sm90a\n" in out
-    assert "4 query tokens x 8 query heads a KV head in 1 row tile of 64" in out
+    assert "4 query tokens x 8 query heads per KV head in 1 row tile of 64" in out
     assert "\nrows       32 in 1 x 64\n" in out
     assert "\nsplits     0: stream-K over all output tiles\n" in out
     assert "\npredicted  " in out
@@ -153,7 +153,7 @@ def test_a_count_of_tokens_means_ragged_requests(capsys: pytest.CaptureFixture[s
         (["--backend", "hopper", "--head-dim-v", "64"], "--head-dim-v 64: expected 128 as --head-dim is"),
         (["--backend", "hopper", "case.json"], "CASE.json: not an option of --backend hopper"),
         (["--tokens", "3"], "--tokens: not an option of --backend trtllm-gen, only of hopper"),
-        (["--sm", "90", "--op", "context"], "--op 'context': the hopper backend has decode"),
+        (["--sm", "90", "--op", "ragged"], "--op 'ragged': the hopper backend has decode, context, append, merge"),
         (["--sm", "90", "--q-len", "17"], "--q-len 17: expected 1 to 16"),
         (["--sm", "90", "--batch", "0"], "--batch 0: expected 1 to"),
         (["--sm", "90", "--heads-kv", "0"], "--heads-kv 0: expected 1 to"),

@@ -1,5 +1,5 @@
 """Small launches for compute-sanitizer: every decode kernel of the device, options spread over them; merged partials;
-appends and merges.
+appends and merges; context attention.
 
 Run: ``compute-sanitizer --tool memcheck python tests/gpu/sanitizer_cases.py``. Prints the number of cases.
 All of them run, so that the tool sees them; wrong results, or a decode kernel that did not run, are errors at the end.
@@ -22,6 +22,7 @@ from mla_cases import MlaCase
 from mla_device import mla_kernels, mla_on_device
 from mla_random import random_mla_case
 from reduction_cases import CASES, assert_lse, assert_merged, lse_case, lse_of, make_partials, run_reduction
+from sanitizer_context import context_all
 from sanitizer_copying import copying_all
 
 from cubin_runtime import Config
@@ -282,6 +283,8 @@ def main() -> None:
         used |= latent_used | reduce_all(runtime, rng)
         if decode_kernels_of(runtime, "append_kv"):
             used |= copying_all(runtime)
+        if decode_kernels_of(runtime, "context_attention"):
+            used |= context_all(runtime)
         runtime.modules.close()
     print(f"{decodes + latent_decodes + len(CASES) + len(LSES)} cases over {', '.join(sorted(used))}")
     assert not wrong.words, "; ".join(wrong.words)

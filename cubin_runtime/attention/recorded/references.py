@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...errors import CorruptError
 from ...kernels.native.problem import LOG2_E
+from ..context_reference import context_attention_reference
 from ..reference import bfloat16_values, e4m3_values, mla_decode_reference, paged_decode_reference
 from .call import RecordedCall
 from .described import TRTLLM_GEN
@@ -190,6 +191,50 @@ def _mla_decode(inputs: _Inputs) -> Reference:
     return Reference(out, lse, tuple(notes), off, _products(inputs, "kv_cache"))
 
 
+def _context_attention(inputs: _Inputs) -> Reference:
+    import numpy as np
+
+    notes, options = list[str](), inputs.options
+    q, k, v = (inputs.array(name) for name in ("q", "k", "v"))
+    starts, key_starts, table = inputs.starts(), inputs.optional("kv_cu_seq_lens"), inputs.optional("page_table")
+    q_lens = np.full(len(q), q.shape[1]) if starts is None else np.diff(starts)
+    even = table is None and key_starts is None
+    capacity = k.shape[1] * (1 if table is None else table.shape[1]) if key_starts is None else len(k)
+    if "seq_lens" in inputs.call.tensors:
+        kv_lens = inputs.lengths(options["max_seq_len"], notes, capacity)
+    else:
+        kv_lens = np.full(len(q_lens), capacity) if key_starts is None else np.diff(key_starts.astype(np.int64))
+    if key_starts is not None:
+        k, v = (_rows(side, key_starts[:-1].astype(int), kv_lens) for side in (k, v))
+    elif even:
+        firsts = np.arange(len(k)) * k.shape[1]
+        k, v = (_rows(side.reshape(-1, *side.shape[2:]), firsts, kv_lens) for side in (k, v))
+    sinks = inputs.optional("sinks")
+    scale = options["softmax_scale"] * inputs.number("softmax_scale")
+    names = ("causal", "window_left", "window_right", "logit_soft_cap", "lse_sink")
+    out, lse = context_attention_reference(
+        q.reshape(-1, *q.shape[-2:]),
+        k,
+        v,
+        q_lens,
+        kv_lens,
+        scale,
+        page_table=table,
+        sinks=None if sinks is None else sinks.reshape(-1),
+        output_scale=options["output_scale"] * inputs.number("output_scale"),
+        lse_base=options["lse_base"],
+        **{name: options[name] for name in names},
+    )
+    return Reference(out, lse, tuple(notes), 0.0, inputs.call.tensors["k"].view.dtype)
+
+
+def _rows(tensor: NDArray[Any], firsts: NDArray[Any], counts: NDArray[Any]) -> NDArray[Any]:
+    """Rows of each request, one after another."""
+    import numpy as np
+
+    return np.concatenate([tensor[at : at + count] for at, count in zip(firsts, counts, strict=True)])
+
+
 def _products(inputs: _Inputs, cache: str) -> str:
     """The dtype in which native kernels multiply probabilities by values."""
     return "bfloat16" if inputs.call.tensors[cache].view.dtype == "bfloat16" else "float16"
@@ -208,7 +253,7 @@ def _trtllm_gen(inputs: _Inputs) -> Reference:
     q, k, v = (inputs.array(name) for name in ("query", "key", "value"))
     latent, paged = _MLA_WIDTHS.get(q.shape[-1]), tensors["key"].paged
     if latent and paged and options["max_q"] > 1:
-        raise NoReferenceError("there is no reference of MLA with several query tokens a request")
+        raise NoReferenceError("there is no reference of MLA with several query tokens per request")
     capacity = tensors["block_tables"].view.shape[-1] * k.shape[2] if paged else len(k)
     lengths = inputs.lengths(options["max_kv"], notes, capacity)
     if paged:
@@ -241,5 +286,6 @@ def _trtllm_gen(inputs: _Inputs) -> Reference:
 _REFERENCES: Mapping[str, Callable[[_Inputs], Reference]] = {
     "paged_decode": _paged_decode,
     "mla_decode": _mla_decode,
+    "context_attention": _context_attention,
     **dict.fromkeys((TRTLLM_GEN + kind for kind in ("DecodeCall", "ContextCall", "RaggedCall")), _trtllm_gen),
 }

@@ -114,6 +114,12 @@ def _run_mla_decode(call: RecordedCall, views: Mapping[str, TensorView], runtime
     _run_native(call, given, runtime, MLA_DECODE, MlaDecodePlan)
 
 
+def _run_context_attention(call: RecordedCall, views: Mapping[str, TensorView], runtime: Runtime) -> None:
+    from ..prefill import CONTEXT_ATTENTION, ContextAttentionPlan
+
+    _run_native(call, views, runtime, CONTEXT_ATTENTION, ContextAttentionPlan)
+
+
 def _run_native(
     call: RecordedCall, views: Mapping[str, TensorView], runtime: Runtime, operator: Any, plan_class: Any
 ) -> None:
@@ -179,4 +185,5 @@ def _run_trtllm_gen(call: RecordedCall, views: Mapping[str, TensorView], runtime
 _OPERATORS: Mapping[str, Callable[[RecordedCall, Mapping[str, TensorView], Runtime], None]] = {
     "paged_decode": _run_paged_decode,
     "mla_decode": _run_mla_decode,
+    "context_attention": _run_context_attention,
 }

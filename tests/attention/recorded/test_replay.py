@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from recorded_calls import decode_call, mla_call
+from recorded_calls import context_call, decode_call, mla_call
 
 from cubin_runtime.attention.recorded import replay_call
 from cubin_runtime.attention.recorded.call import RecordedCall
@@ -36,7 +36,9 @@ def integers(*values: int) -> bytes:
     return np.array(values, dtype=np.int32).tobytes()
 
 
-@pytest.mark.parametrize("call", [decode_call(), decode_call(ragged=True), mla_call()])
+@pytest.mark.parametrize(
+    "call", [decode_call(), decode_call(ragged=True), mla_call(), context_call(), context_call(even=True)]
+)
 def test_a_right_output_is_within_tolerance(call: RecordedCall, file: Path) -> None:
     report = replayed(call, file)
     assert (report.ok, report.device, report.replayed, report.same_bits) == (True, "", (), None)

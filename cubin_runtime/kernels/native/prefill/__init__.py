@@ -1,0 +1,1 @@
+"""Context attention (prefill): selection, grid and parameter values."""

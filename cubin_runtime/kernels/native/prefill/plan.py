@@ -1,0 +1,160 @@
+"""Context attention as a launch plan: grid, workspace, and every parameter but what comes with a run."""
+
+from __future__ import annotations
+
+import math
+
+from ....dtypes import BY_SHORT
+from ....launch.plan import LaunchAttributes
+from ....launch.regions import Region
+from ....launch.tensormap import TensorMapSpec
+from ....values import dataclass
+from ..launches import STATUS, KernelFile, NativeLaunch, native_plan
+from ..problem import LOG2_E
+from .select import ContextSelection
+
+_COUNTERS = Region("counters", 8, zeroed=True)
+_BOX_BYTES = 128  # of a row in one TMA box, which are swizzled; a longer row is several boxes of the same map
+_WARPGROUP_ROWS = 64
+_NO_WINDOW = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class KvStrides:
+    """Elements between pages (or requests), tokens and KV heads of one of K and V; ragged keys are one page."""
+
+    page: int
+    token: int
+    head: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextProblem:
+    """Sizes, strides (in elements) and options of a context attention; addresses come with each run.
+
+    ``q_len`` is a bound on the query tokens of a request, or the number of each. Keys are paged where ``num_pages`` is
+    not 0. Else there are ``kv_tokens``, in all if ``ragged``, otherwise of each request. Windows are -1 where there is
+    none; ``window_right`` is 0 for causal attention. ``soft_cap`` is 0 without one.
+    """
+
+    dtype: str
+    batch: int
+    tokens: int
+    q_len: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    max_seq_len: int
+    page_size: int = 0
+    num_pages: int = 0
+    kv_tokens: int = 0
+    ragged: bool = False
+    window_left: int
+    window_right: int
+    soft_cap: float
+    softmax_scale: float
+    output_scale: float
+    lse_natural: bool
+    lse_with_sink: bool
+    q_strides: tuple[int, int]
+    out_strides: tuple[int, int]
+    lse_strides: tuple[int, int]
+    k_strides: KvStrides
+    v_strides: KvStrides
+    table_stride: int
+    programmatic_serialization: bool = False
+
+
+def context_launch(
+    selection: ContextSelection, problem: ContextProblem, file: KernelFile
+) -> NativeLaunch[ContextSelection]:
+    """The launch of a context attention.
+
+    A run's values are the tensors' addresses by name, ``q``, ``k`` and ``v`` among them, those of the workspace's
+    regions, and ``problem.NUMBERS``.
+    """
+    regions = (STATUS, _COUNTERS)
+    tile_tokens = int(selection.kernel.traits["tile_tokens"])
+    plan = native_plan(
+        selection.kernel,
+        file,
+        grid=selection.grid(problem),
+        attributes=LaunchAttributes(programmatic_serialization=problem.programmatic_serialization),
+        values={
+            "q_map": _query_map(problem, selection.packed),
+            "k_map": _kv_map(problem, problem.head_dim, problem.k_strides, tile_tokens),
+            "v_map": _kv_map(problem, problem.value_dim, problem.v_strides, tile_tokens),
+            "out_token_stride": problem.out_strides[0],
+            "out_head_stride": problem.out_strides[1],
+            "lse_token_stride": problem.lse_strides[0],
+            "lse_head_stride": problem.lse_strides[1],
+            "table_stride": problem.table_stride,
+            "batch": problem.batch,
+            "tokens": problem.tokens,
+            "kv_tokens": problem.kv_tokens,
+            "q_len": problem.q_len,
+            "max_seq_len": problem.max_seq_len,
+            "group": problem.heads // problem.kv_heads,
+            "packed_log2": selection.packed.bit_length() - 1,
+            "head_packs": problem.heads // selection.packed,
+            "section_packs": selection.section_packs,
+            "page_size_log2": max(0, problem.page_size.bit_length() - 1),
+            "num_pages": problem.num_pages,
+            "window_left": _window(problem.window_left),
+            "window_right": _window(problem.window_right),
+            "softmax_scale_log2": problem.softmax_scale * LOG2_E,
+            "output_scale": problem.output_scale,
+            "soft_cap": problem.soft_cap,
+            "lse_scale": math.log(2) if problem.lse_natural else 1.0,
+            "lse_sink": int(problem.lse_with_sink),
+        },
+        caches={"q_map": "q", "k_map": "k", "v_map": "v"},
+        regions=regions,
+        reason=selection.reason,
+    )
+    return NativeLaunch(selection, plan, regions)
+
+
+def _window(keys: int) -> int:
+    return min(keys, _NO_WINDOW) if keys >= 0 else _NO_WINDOW
+
+
+def _query_map(problem: ContextProblem, packed: int) -> TensorMapSpec:
+    """Boxes of a warpgroup's rows: tokens times the heads of a pack."""
+    token, head = problem.q_strides
+    return _map(
+        problem,
+        dims=(problem.head_dim, problem.heads, problem.tokens),
+        strides=(head, token),
+        rows=(packed, _WARPGROUP_ROWS // packed),
+    )
+
+
+def _kv_map(problem: ContextProblem, columns: int, strides: KvStrides, tile_tokens: int) -> TensorMapSpec:
+    """Boxes of the tokens of a tile that one page holds together; without pages a request, or all, are one."""
+    tokens, pages = problem.kv_tokens, 1 if problem.ragged else problem.batch
+    if problem.num_pages:
+        tokens, pages = problem.page_size, problem.num_pages
+    return _map(
+        problem,
+        dims=(columns, tokens, problem.kv_heads, pages),
+        strides=(strides.token, strides.head, strides.page),
+        rows=(min(tokens, tile_tokens) if problem.num_pages else tile_tokens, 1, 1),
+    )
+
+
+def _map(
+    problem: ContextProblem, *, dims: tuple[int, ...], strides: tuple[int, ...], rows: tuple[int, ...]
+) -> TensorMapSpec:
+    dtype = BY_SHORT[problem.dtype]
+    return TensorMapSpec(
+        dtype=dtype.map_type,
+        address=0,
+        dims=dims,
+        strides=tuple(stride * dtype.nbytes for stride in strides),
+        box=(_BOX_BYTES // dtype.nbytes, *rows),
+        element_strides=(1,) * len(dims),
+        swizzle=f"{_BOX_BYTES}B",
+        l2_promotion="256B",
+    )

@@ -1,0 +1,118 @@
+"""Which context attention kernel fits a problem on a device, and the grid it gets: a pure choice from metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import KW_ONLY
+
+from ....artifacts.tables.native_kernels import MEASURED, NativeKernel
+from ....errors import UsageError
+from ....launch.driver import DeviceFacts
+from ....values import dataclass
+from ...explanation import Facts
+from ..selection import Candidate, Selection
+
+OPERATION = "context_attention"
+# Columns of a query and a key -> those of a value.
+VALUE_DIMS = {64: 64, 128: 128, 192: 128, 256: 256}
+HEAD_DIMS = tuple(VALUE_DIMS)
+MAX_GROUP = 64
+# Keys and values of the head packs whose work tiles are interleaved stay below this, so that they stay in L2.
+_SECTION_BYTES = 32 << 20
+_WARPGROUP_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ContextShape:
+    """What decides the kernel and the grid: bounds, never the lengths themselves.
+
+    ``dtype`` is that of queries, keys, values and output. ``tokens`` are the query tokens of all requests.
+    """
+
+    dtype: str
+    head_dim: int
+    group: int
+    kv_heads: int
+    batch: int
+    _: KW_ONLY
+    tokens: int
+    max_seq_len: int
+    soft_cap: bool = False
+
+    @property
+    def packed(self) -> int:
+        """Heads whose rows of a token are neighbours in a row tile: a power of two that divides the group."""
+        return min(self.group & -self.group, _WARPGROUP_ROWS)
+
+    @property
+    def head_packs(self) -> int:
+        """Packs of heads, each of one KV head."""
+        return self.group * self.kv_heads // self.packed
+
+    @property
+    def section_packs(self) -> int:
+        """Packs whose work tiles are interleaved."""
+        token_bytes = 2 * (self.head_dim + VALUE_DIMS[self.head_dim])
+        pack_bytes = max(1, self.max_seq_len * token_bytes * self.kv_heads // self.head_packs)
+        return min(self.head_packs, max(1, _SECTION_BYTES // pack_bytes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextSelection(Selection):
+    """The kernel chosen and how it is launched; ``row_tiles`` are those of all requests, at most."""
+
+    packed: int
+    section_packs: int
+
+    def facts(self, shape: ContextShape) -> Facts:
+        """Row tiles, the heads in one, and the order of the work tiles."""
+        rows = int(self.kernel.traits["rows"])
+        tiles = f"at most {self.row_tiles} of {rows} rows: {rows // self.packed} tokens x {self.packed} heads"
+        order = f"longest request first; {self.section_packs} of {shape.head_packs} head packs interleaved"
+        return ("row tiles", tiles), ("order", order)
+
+
+def select_context_attention(
+    kernels: Iterable[NativeKernel], shape: ContextShape, device: DeviceFacts
+) -> ContextSelection:
+    """The kernel of the dtype and head dimension, on one persistent CTA per multiprocessor.
+
+    Raises:
+        UsageError: no kernel fits; the message says what those of the release are for.
+    """
+    candidates = tuple(
+        Candidate(kernel=kernel, unfit=_unfit(kernel, shape, device))
+        for kernel in kernels
+        if kernel.operation == OPERATION
+    )
+    fitting = [candidate.kernel for candidate in candidates if not candidate.unfit]
+    if not fitting:
+        raise UsageError(
+            f"no context attention kernel for {shape.dtype}, head_dim {shape.head_dim} "
+            f"on compute capability {device.capability[0]}.{device.capability[1]}: "
+            + ("; ".join(f"{c.kernel.name}: {c.unfit}" for c in candidates) or "the release has none")
+        )
+    best = fitting[0]
+    # Each request fills all of its row tiles but one.
+    row_tiles = shape.tokens * shape.packed // int(best.traits["rows"]) + shape.batch
+    work_tiles = row_tiles * shape.head_packs
+    status = "" if best.status == MEASURED else f", {best.status}"
+    return ContextSelection(
+        kernel=best,
+        ctas=min(device.multiprocessors, work_tiles),
+        row_tiles=row_tiles,
+        splits=0,
+        reason=f"built for {best.architecture}{status}; at most {work_tiles} work tiles",
+        candidates=candidates,
+        packed=shape.packed,
+        section_packs=shape.section_packs,
+    )
+
+
+def _unfit(kernel: NativeKernel, shape: ContextShape, device: DeviceFacts) -> str:
+    if not kernel.architecture.runs_on(device.capability[0] * 10 + device.capability[1]):
+        return f"built for {kernel.architecture}"
+    for name, wanted in (("dtype", shape.dtype), ("head_dim", shape.head_dim), ("soft_cap", shape.soft_cap)):
+        if kernel.traits[name] != wanted:
+            return f"{name} is {kernel.traits[name]}"
+    return ""

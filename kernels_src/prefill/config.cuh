@@ -1,0 +1,74 @@
+// Build options of context attention (-D), the constants that follow from them, and the layout of shared memory.
+#pragma once
+#include "../common/paged_kv.cuh"
+#include "../common/pipeline.cuh"
+#include "../common/wgmma.cuh"
+#include "ContextAttentionParams.h"
+
+namespace context_attention {
+
+using Params = ContextAttentionParams;
+
+constexpr int WARPGROUP = 128;
+constexpr int WARPGROUP_ROWS = 64;
+constexpr int ROWS = WARPGROUP_ROWS * WARPGROUPS;
+constexpr int CONSUMERS = WARPGROUP * WARPGROUPS;
+constexpr int CONSUMER_WARPS = CONSUMERS / 32;
+constexpr int THREADS = CONSUMERS + WARPGROUP;  // setmaxnreg moves registers between whole warpgroups
+constexpr int CONSUMER_REGISTERS = WARPGROUPS == 2 ? 232 : 160;
+constexpr int PRODUCER_REGISTERS = WARPGROUPS == 2 ? 40 : 32;
+
+constexpr int SPAN_COLUMNS = 64;  // columns of a TMA box: 128 bytes, which are swizzled
+constexpr int K_SPANS = HEAD_DIM / SPAN_COLUMNS;  // of queries and keys
+constexpr int V_SPANS = VALUE_DIM / SPAN_COLUMNS;
+constexpr int ROW_BYTES = 128;
+constexpr int KV_SPAN_BYTES = TILE_TOKENS * ROW_BYTES;
+constexpr int Q_SPAN_BYTES = WARPGROUP_ROWS * ROW_BYTES;
+constexpr int OUT_WARP_BYTES = 16 * VALUE_DIM * 2;
+// Rows of the output go through the queries' shared memory where there is no other.
+constexpr bool OUT_REPLACES_QUERIES = HEAD_DIM > 128;
+static_assert(TILE_TOKENS == 128 || TILE_TOKENS == 64, "the products' shapes");
+static_assert(VALUE_DIM <= HEAD_DIM, "as many rows of the output fit where the queries were");
+
+// Named barriers; 0 is that of __syncthreads.
+constexpr int TURN = 1;  // and up, one for each warpgroup
+constexpr int WARPGROUP_BARRIER = TURN + WARPGROUPS;  // and up
+
+// A row tile of a head pack of a request; `first` to `last` are the key tiles that one of its rows sees.
+struct WorkTile {
+    int request;  // -1: none is left
+    int q_begin, q_len;  // query tokens of the request
+    int token;  // the first of the row tile, within the request
+    int head;  // the first
+    int kv_begin, kv_len;  // ragged: the first key; keys of the request
+    int first, last;
+};
+
+struct SharedStorage {
+    alignas(1024) uint8_t q[WARPGROUPS][K_SPANS][Q_SPAN_BYTES];
+    alignas(1024) uint8_t k[K_STAGES][K_SPANS][KV_SPAN_BYTES];
+    alignas(1024) uint8_t v[V_STAGES][V_SPANS][KV_SPAN_BYTES];
+    alignas(128) uint8_t out[OUT_REPLACES_QUERIES ? 1 : CONSUMER_WARPS][OUT_WARP_BYTES];
+    WorkTile work[2];
+    uint64_t q_full, q_empty;
+    uint64_t k_full[K_STAGES], k_empty[K_STAGES], v_full[V_STAGES], v_empty[V_STAGES];
+};
+
+DEVICE void wait_barrier(uint64_t& barrier, uint32_t phase) { mbarrier_wait(shared_address(&barrier), phase); }
+
+// Arrives for a warp, which is done with what the barrier guards.
+DEVICE void release(uint64_t& barrier) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&barrier));
+}
+
+// The position of a query token in its request; the last token is at the last key.
+DEVICE int position_of(const WorkTile& work, int token) { return work.kv_len - work.q_len + token; }
+
+// The first key that a row at a position sees, and the end of those that it sees.
+DEVICE int first_visible(const Params& p, int position) { return max(0, position - p.window_left); }
+DEVICE int visible_end(const Params& p, const WorkTile& work, int position) {
+    return max(0, min(work.kv_len, position + p.window_right + 1));
+}
+
+}  // namespace context_attention

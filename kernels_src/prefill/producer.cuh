@@ -1,0 +1,119 @@
+// The producer warps: work tiles, queries, keys and values from global to shared memory by TMA.
+#pragma once
+#include "scheduler.cuh"
+
+namespace context_attention {
+
+// The keys of a request that some row of it sees: no page in front of them is read, and V rows there are cleared.
+DEVICE int first_key(const Params& p, const WorkTile& work) { return first_visible(p, position_of(work, 0)); }
+
+// Loads the tiles of one of K and V into its pipeline.
+template <int STAGES, int SPANS>
+struct TileLoader {
+    const void* map;
+    uint8_t (*stages)[SPANS][KV_SPAN_BYTES];
+    uint64_t *full, *empty;
+    PipelineState<STAGES> state;
+    paged_kv::PageWindow pages;
+
+    DEVICE void load_all(const Params& p, const WorkTile& work, uint64_t policy) {
+        const int kv_head = work.head / p.group;
+        pages.loaded = -2;
+#pragma unroll 1
+        for (int tile = work.first; tile < work.last; ++tile) load(p, work, kv_head, tile, policy);
+    }
+
+  private:
+    DEVICE void load(const Params& p, const WorkTile& work, int kv_head, int tile, uint64_t policy) {
+        wait_barrier(empty[state.index], state.phase ^ 1);
+        const int token = tile * TILE_TOKENS;
+        const uint32_t to = shared_address(stages[state.index]), barrier = shared_address(&full[state.index]);
+        if (p.page_table == nullptr) {
+            if (elect_one()) {
+                mbarrier_arrive_expect_bytes(barrier, SPANS * KV_SPAN_BYTES);
+#pragma unroll
+                for (int span = 0; span < SPANS; ++span)
+                    tma_load_4d(to + span * KV_SPAN_BYTES, map, barrier, span * SPAN_COLUMNS, work.kv_begin + token,
+                                kv_head, p.kv_cu_seq_lens == nullptr ? work.request : 0, policy);
+            }
+        } else {
+            const int begin = first_key(p, work), chunk_log2 = paged_kv::chunk_tokens_log2(p);
+            pages.move_to(p, work.request, begin, work.kv_len, max(token, begin));
+            const int chunks = paged_kv::chunk_count(work.kv_len, token, chunk_log2);
+            const int skipped = max(begin - token, 0) >> chunk_log2;
+            const int chunk_bytes = ROW_BYTES << chunk_log2;
+            if (elect_one()) mbarrier_arrive_expect_bytes(barrier, (chunks - skipped) * SPANS * chunk_bytes);
+            __syncwarp();
+            for (int chunk = skipped; chunk < chunks; ++chunk) {
+                const int key = token + (chunk << chunk_log2);
+                const int page = pages.page_of(key >> p.page_size_log2);
+                if (elect_one()) {
+#pragma unroll
+                    for (int span = 0; span < SPANS; ++span)
+                        tma_load_4d(to + span * KV_SPAN_BYTES + chunk * chunk_bytes, map, barrier, span * SPAN_COLUMNS,
+                                    key & ((1 << p.page_size_log2) - 1), kv_head, page, policy);
+                }
+            }
+        }
+        state.advance();
+    }
+};
+
+DEVICE void load_queries(const Params& p, SharedStorage& shared, const WorkTile& work, uint64_t policy) {
+    const uint32_t barrier = shared_address(&shared.q_full);
+    mbarrier_arrive_expect_bytes(barrier, WARPGROUPS * K_SPANS * Q_SPAN_BYTES);
+    for (int wg = 0; wg < WARPGROUPS; ++wg)
+#pragma unroll
+        for (int span = 0; span < K_SPANS; ++span)
+            tma_load_3d(shared_address(shared.q[wg][span]), &p.q_map, barrier, span * SPAN_COLUMNS, work.head,
+                        work.q_begin + work.token + (wg * WARPGROUP_ROWS >> p.packed_log2), policy);
+}
+
+// The last CTA that is done resets the counters for the next launch.
+DEVICE void leave(const Params& p) {
+    uint32_t* counters = static_cast<uint32_t*>(p.counters);
+    if (atomic_add_acq_rel(counters + 1, 1) == gridDim.x - 1) counters[0] = counters[1] = 0;
+}
+
+// The warp that finds work tiles and loads their queries and keys.
+DEVICE void load_keys(const Params& p, SharedStorage& shared) {
+    const uint64_t policy = evict_normal_policy();
+    TileLoader<K_STAGES, K_SPANS> k{&p.k_map, shared.k, shared.k_full, shared.k_empty};
+    Schedule schedule(p);
+    int number = blockIdx.x;
+    for (uint32_t phase = 0;; phase ^= 1) {
+        WorkTile work;
+        if (!schedule.find(p, number, work)) work.request = -1;
+        wait_barrier(shared.q_empty, phase ^ 1);
+        if (elect_one()) {
+            shared.work[phase] = work;
+            if (work.request >= 0 && work.last > work.first)
+                load_queries(p, shared, work, policy);
+            else
+                mbarrier_arrive(shared_address(&shared.q_full));
+        }
+        __syncwarp();
+        if (work.request < 0) break;
+        // In flight while the keys are loaded.
+        if (threadIdx.x % 32 == 0)
+            number = atomic_add_relaxed(static_cast<uint32_t*>(p.counters), 1) + gridDim.x;
+        k.load_all(p, work, policy);
+        number = __shfl_sync(~0u, number, 0);
+    }
+    if (threadIdx.x % 32 == 0) leave(p);
+}
+
+// The warp that loads values.
+DEVICE void load_values(const Params& p, SharedStorage& shared) {
+    const uint64_t policy = evict_normal_policy();
+    TileLoader<V_STAGES, V_SPANS> v{&p.v_map, shared.v, shared.v_full, shared.v_empty};
+    for (uint32_t phase = 0;; phase ^= 1) {
+        wait_barrier(shared.q_full, phase);
+        const WorkTile work = shared.work[phase];
+        release(shared.q_empty);
+        if (work.request < 0) break;
+        v.load_all(p, work, policy);
+    }
+}
+
+}  // namespace context_attention

@@ -1,0 +1,243 @@
+"""What a plan of a context attention and its steps do with each tensor and option."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from attention_examples import H200
+from context_calls import (
+    BATCH,
+    COLUMNS,
+    DIM,
+    HEADS,
+    KV_HEADS,
+    KV_TOKENS,
+    PAGE,
+    PAGES,
+    TOKENS,
+    even_call,
+    paged_call,
+    ragged_call,
+    view,
+)
+from standin_build import StandIn
+from trtllm_calls import MadeUpMemory
+
+from cubin_runtime.attention import (
+    BackendError,
+    ClampedInputError,
+    ContextAttentionPlan,
+    Runtime,
+    context_attention,
+    plan_context_attention,
+)
+from cubin_runtime.errors import UsageError
+from cubin_runtime.kernels.native.device_models import describe_device
+from cubin_runtime.kernels.native.layouts import LAYOUTS
+
+PARAMS = LAYOUTS["ContextAttentionParams"]
+LOG2_E = math.log2(math.e)
+SCALE = view("float32", 1, pointer=0x7F0000007200)
+
+
+def make_plan(runtime: Runtime, given: dict[str, Any] | None = None, **options: Any) -> ContextAttentionPlan:
+    asked = {"max_seq_len": 300, "runtime": runtime}
+    return plan_context_attention(**{**asked, **(given or ragged_call()), **options})
+
+
+def values(planner: Runtime, given: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+    """The parameters as planned for an H200."""
+    return dict(make_plan(planner, given, device_facts=H200, **options).launch_plans()[0].values)
+
+
+def sent(standin: StandIn, index: int = -1) -> dict[str, Any]:
+    """The parameters of a launch, as they arrived."""
+    return PARAMS.unpack(bytes.fromhex(standin.calls("cuLaunchKernelEx")[index].seen["parameter0"]))
+
+
+@pytest.mark.parametrize(("dtype", "short"), [("bfloat16", "bf16"), ("float16", "fp16")])
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("cap", [0.0, 30.0])
+def test_dtype_head_dim_and_soft_cap_reach_kernel_and_parameters(
+    planner: Runtime, dtype: str, short: str, dim: int, cap: float
+) -> None:
+    plan = make_plan(planner, ragged_call(dtype, dim), logit_soft_cap=cap, device_facts=H200)
+    traits, given = plan.selection.kernel.traits, plan.launch_plans()[0].values
+    assert (traits["dtype"], traits["head_dim"], traits["soft_cap"]) == (short, dim, cap > 0)
+    assert given["soft_cap"] == cap
+    assert given["softmax_scale_log2"] == pytest.approx(LOG2_E / math.sqrt(dim))
+
+
+def test_ragged_keys(planner: Runtime) -> None:
+    given = values(planner)
+    sizes = ("batch", "tokens", "q_len", "kv_tokens", "num_pages", "max_seq_len")
+    assert [given[name] for name in sizes] == [BATCH, TOKENS, TOKENS, KV_TOKENS, 0, 300]
+    assert given["k_map"].dims == (DIM, KV_TOKENS, KV_HEADS, 1)
+    assert (given["out_token_stride"], given["out_head_stride"]) == (HEADS * DIM, DIM)
+
+
+def test_paged_keys(planner: Runtime) -> None:
+    given = values(planner, paged_call(), max_q_len=120)
+    sizes = ("batch", "tokens", "q_len", "kv_tokens", "num_pages", "page_size_log2", "table_stride")
+    assert [given[name] for name in sizes] == [BATCH, TOKENS, 120, 0, PAGES, 6, COLUMNS]
+    assert given["k_map"].dims == (DIM, PAGE, KV_HEADS, PAGES)
+
+
+def test_requests_of_one_size(planner: Runtime) -> None:
+    given = values(planner, even_call(lse=view("float32", BATCH, 100, HEADS)))
+    sizes = ("batch", "tokens", "q_len", "kv_tokens")
+    assert [given[name] for name in sizes] == [BATCH, 3 * 100, 100, 300]
+    assert given["k_map"].dims == (DIM, 300, KV_HEADS, BATCH)
+    assert (given["lse_token_stride"], given["lse_head_stride"]) == (HEADS, 1)
+
+
+def test_both_layouts_of_pages_are_one(planner: Runtime) -> None:
+    caches = {name: view("bfloat16", PAGES, KV_HEADS, PAGE, DIM) for name in ("k", "v")}
+    spec = values(planner, paged_call(**caches), kv_layout="HND")["k_map"]
+    assert (spec.dims, spec.strides) == ((DIM, PAGE, KV_HEADS, PAGES), (2 * DIM, 2 * PAGE * DIM, 4 * PAGE * DIM))
+
+
+def test_requests_of_one_size_may_have_heads_in_front_of_tokens(planner: Runtime) -> None:
+    keys = {name: view("bfloat16", BATCH, KV_HEADS, 300, DIM) for name in ("k", "v")}
+    spec = values(planner, even_call(**keys), kv_layout="HND")["k_map"]
+    assert (spec.dims, spec.strides) == ((DIM, 300, KV_HEADS, BATCH), (2 * DIM, 600 * DIM, 1200 * DIM))
+
+
+def test_keys_and_values_may_be_views_of_one_tensor(planner: Runtime) -> None:
+    wide = replace(paged_call()["k"], strides=(PAGE * KV_HEADS * 2 * DIM, KV_HEADS * 2 * DIM, 2 * DIM, 1))
+    given = values(planner, paged_call(k=wide, v=replace(wide, pointer=wide.pointer + 2 * DIM)))
+    assert given["k_map"].strides == given["v_map"].strides == (8 * DIM, 4 * DIM, 8 * PAGE * DIM)
+
+
+@pytest.mark.parametrize(
+    ("options", "left", "right"),
+    [
+        ({}, 1 << 30, 0),
+        ({"causal": False}, 1 << 30, 1 << 30),
+        ({"window_left": 7}, 7, 0),
+        ({"causal": False, "window_left": 7, "window_right": 3}, 7, 3),
+        ({"window_left": 100_000}, 300, 0),  # more than the bound hides nothing
+    ],
+)
+def test_masks_are_windows(planner: Runtime, options: dict[str, Any], left: int, right: int) -> None:
+    given = values(planner, **options)
+    assert (given["window_left"], given["window_right"]) == (left, right)
+
+
+def test_the_log_sum_exp_is_as_asked_for(planner: Runtime) -> None:
+    given = values(planner, lse_base="e", lse_sink=False)
+    assert (given["lse_scale"], given["lse_sink"]) == (math.log(2), 0)
+    assert (values(planner)["lse_scale"], values(planner)["lse_sink"]) == (1.0, 1)
+
+
+CU = view("int32", BATCH + 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "words"),
+    [
+        (ragged_call(dim=512), {}, "q: head dimension 512, expected 64, 128, 192 or 256"),
+        (ragged_call("float8_e4m3fn"), {}, "k: dtype float8_e4m3fn, expected bfloat16 or float16"),
+        (ragged_call(q=view("float16", TOKENS, HEADS, DIM)), {}, "q: dtype float16, expected bfloat16 with bfloat16"),
+        (ragged_call(v=view("bfloat16", 5, KV_HEADS, DIM)), {}, r"v: shape \(5, 2, 128\), expected \(900, 2, 128\)"),
+        (ragged_call(dim=192, v=view("bfloat16", KV_TOKENS, KV_HEADS, 192)), {}, r"v: .* expected \(900, 2, 128\)"),
+        (ragged_call(q=view("bfloat16", TOKENS, 3, DIM)), {}, "q: 3 heads over 2 KV heads, expected 1 to 64"),
+        (ragged_call(out=view("bfloat16", 5, HEADS, DIM)), {}, "out: shape"),
+        (ragged_call(kv_cu_seq_lens=None), {}, "k: shape .* with kv_cu_seq_lens, or"),
+        (ragged_call(kv_cu_seq_lens=view("int32", 9)), {}, r"kv_cu_seq_lens: shape \(9,\), expected \(4,\)"),
+        (ragged_call(q_cu_seq_lens=view("int32", 1)), {}, r"q_cu_seq_lens: shape \(1,\), expected \(batch \+ 1,\)"),
+        (ragged_call(q_cu_seq_lens=None), {}, r"q: shape .* expected \[batch, q_len, q_heads, head_dim\], or"),
+        (ragged_call(sinks=view("float32", 5)), {}, r"sinks: shape \(5,\), expected \(8,\) or \(2, 4\)"),
+        (ragged_call(softmax_scale=view("float32", 2)), {}, r"softmax_scale: shape \(2,\), expected one element"),
+        (paged_call(seq_lens=None), {}, "seq_lens: None with page_table"),
+        (paged_call(kv_cu_seq_lens=CU), {}, "kv_cu_seq_lens: given with page_table"),
+        (paged_call(page_table=view("int32", 5, 4)), {}, r"page_table: shape \(5, 4\), expected \[3, columns\]"),
+        (paged_call(k=view("bfloat16", PAGES, 24, KV_HEADS, DIM)), {}, "k: shape .* of page size 16, 32, 64, 128 or"),
+        (paged_call(), {"max_seq_len": 1025}, "max_seq_len=1025: expected 0 to 1024"),
+        (paged_call(), {"kv_layout": "HDN"}, "kv_layout='HDN': expected NHD or HND"),
+        (ragged_call(), {"kv_layout": "HND"}, "k: shape .* expected 4 dimensions in layout HND"),
+        (ragged_call(), {"max_seq_len": 901}, "max_seq_len=901: expected 0 to 900"),
+        (ragged_call(), {"max_q_len": 0}, "max_q_len=0: expected 1 to"),
+        (even_call(), {"max_q_len": 5}, "max_q_len=5: expected only with q_cu_seq_lens"),
+        (even_call(k=view("bfloat16", 2, 300, KV_HEADS, DIM)), {}, r"k: shape \(2, 300"),
+        (ragged_call(), {"window_left": -2}, r"window_left=-2: expected -1 \(none\) or more"),
+        (ragged_call(), {"window_right": 3}, "window_right=3: expected -1 or 0 with causal=True"),
+        (ragged_call(), {"lse_base": "10"}, "lse_base='10': expected '2' or 'e'"),
+        (ragged_call(), {"logit_soft_cap": -1.0}, r"logit_soft_cap=-1.0: expected 0 \(none\) or more"),
+        (ragged_call(), {"logit_soft_cap": math.nan}, "logit_soft_cap=nan: expected a finite number"),
+        (ragged_call(out=replace(view("bfloat16", TOKENS, HEADS, DIM), pointer=0x7F0000900008)), {}, "out: address"),
+    ],
+)
+def test_what_breaks_a_rule_is_named(
+    planner: Runtime, given: dict[str, Any], options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        make_plan(planner, given, device_facts=H200, **options)
+
+
+@pytest.mark.parametrize("name", ["causal", "lse_sink", "enable_pdl"])
+def test_switches_are_true_or_false(stub_runtime: Runtime, name: str) -> None:
+    with pytest.raises(UsageError, match=f"{name}=2: expected True or False"):
+        context_attention(**ragged_call(), max_seq_len=300, runtime=stub_runtime, **{name: 2})
+
+
+def test_other_devices_are_refused(planner: Runtime) -> None:
+    with pytest.raises(BackendError, match=r"context_attention on A100.* measured on 9\.0"):
+        make_plan(planner, device_facts=describe_device(80))
+
+
+@pytest.mark.parametrize("given", [ragged_call(), paged_call(), even_call()])
+def test_every_tensor_reaches_its_field(stub_runtime: Runtime, standin: StandIn, given: dict[str, Any]) -> None:
+    named = {**given, "sinks": view("float32", HEADS), "softmax_scale": SCALE, "output_scale": SCALE}
+    named["lse"] = view("float32", *named["q"].shape[:-1], pointer=0x7F0000800000)
+    plan = make_plan(stub_runtime, named)
+    plan.run(**named, workspace=plan.prepare(0))
+    seen = sent(standin)
+    others = ("page_table", "seq_lens", "q_cu_seq_lens", "kv_cu_seq_lens", "out", "lse", "sinks")
+    for name in others:
+        assert seen[name] == (named[name].pointer if name in named else 0), name
+    assert (seen["softmax_scale_device"], seen["output_scale_device"]) == (SCALE.pointer, SCALE.pointer)
+    maps = [call.seen for call in standin.calls("cuTensorMapEncodeTiled")]
+    addresses = {str(seen["address"]) for seen in maps}
+    assert addresses >= {hex(named[name].pointer) for name in ("q", "k", "v")}
+
+
+def test_one_plan_serves_growing_bounds(stub_runtime: Runtime, standin: StandIn) -> None:
+    for bound in (600, 700, 900):
+        context_attention(**ragged_call(), max_seq_len=bound, runtime=stub_runtime)
+    assert [sent(standin, i)["max_seq_len"] for i in range(3)] == [600, 700, 900]
+    assert stub_runtime.stats().plans_made == 1
+
+
+def test_an_output_is_made_like_q(stub_runtime: Runtime) -> None:
+    stub_runtime.memory = MadeUpMemory()
+    out = context_attention(**ragged_call(out=None), max_seq_len=300, runtime=stub_runtime)
+    assert (out.shape, out.dtype) == ((TOKENS, HEADS, DIM), "bfloat16")
+
+
+def test_a_bound_on_query_tokens_is_never_read_back(stub_runtime: Runtime, standin: StandIn) -> None:
+    stub_runtime.memory = MadeUpMemory()
+    context_attention(**ragged_call(), max_seq_len=300, runtime=stub_runtime)
+    assert (sent(standin)["q_len"], stub_runtime.memory.reads) == (TOKENS, [])
+
+
+def test_a_bound_step_takes_what_is_not_bound(stub_runtime: Runtime, standin: StandIn) -> None:
+    given = paged_call()
+    plan = make_plan(stub_runtime, given)
+    with plan.bind(k=given["k"], v=given["v"], out=given["out"]) as layer:
+        layer.step(given["q"], given["page_table"], given["seq_lens"], given["q_cu_seq_lens"])
+        layer.step(given["q"], given["page_table"], given["seq_lens"], given["q_cu_seq_lens"])
+    assert [sent(standin, i)["page_table"] for i in range(2)] == [given["page_table"].pointer] * 2
+
+
+def test_what_was_clamped_is_told(stub_runtime: Runtime, standin: StandIn) -> None:
+    given = ragged_call()
+    plan = make_plan(stub_runtime, given)
+    workspace = plan.prepare(0)
+    plan.run(**given, workspace=workspace)
+    stub_runtime.driver.fill_words(sent(standin)["status"], 1, 1, 0)
+    with pytest.raises(ClampedInputError, match=r"context_attention by .* met a length over max_seq_len"):
+        plan.check(workspace)

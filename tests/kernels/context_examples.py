@@ -1,0 +1,42 @@
+"""A release's context attention kernels for the tests."""
+
+from __future__ import annotations
+
+from cubin_runtime.artifacts.tables.native_kernels import MEASURED, NativeKernel
+from cubin_runtime.kernels.native.prefill.params import CONTEXT_ATTENTION
+
+
+def kernel(dtype: str = "bf16", head_dim: int = 128, soft_cap: bool = False) -> NativeKernel:
+    name = f"context_{dtype}_d{head_dim}{'_soft_cap' if soft_cap else ''}"
+    return NativeKernel(
+        name=f"{name}_sm90a",
+        symbol=name,
+        file=f"prefill/{name}_sm90a.cubin",
+        sm="90a",
+        family="prefill",
+        operation="context_attention",
+        traits={
+            "dtype": dtype,
+            "head_dim": head_dim,
+            "value_dim": 128 if head_dim == 192 else head_dim,
+            "rows": 192 if head_dim == 64 else 128,
+            "tile_tokens": 64 if head_dim == 256 else 128,
+            "soft_cap": soft_cap,
+        },
+        struct=CONTEXT_ATTENTION.name,
+        struct_bytes=CONTEXT_ATTENTION.size,
+        struct_fingerprint="0" * 64,
+        threads=384,
+        dynamic_shared_bytes=200000,
+        static_shared_bytes=0,
+        registers=168,
+        spill_bytes=0,
+        flags=(),
+        sources_sha256="0" * 64,
+        status=MEASURED,
+    )
+
+
+KERNELS = tuple(
+    kernel(dtype, dim, cap) for dtype in ("bf16", "fp16") for dim in (64, 128, 192, 256) for cap in (False, True)
+)

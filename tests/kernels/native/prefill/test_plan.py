@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from context_examples import KERNELS
+from examples import DIGEST, H100
+
+from cubin_runtime.artifacts.path import ArtifactPath
+from cubin_runtime.kernels.native.launches import KernelFile
+from cubin_runtime.kernels.native.prefill.params import CONTEXT_ATTENTION
+from cubin_runtime.kernels.native.prefill.plan import ContextProblem, KvStrides, context_launch
+from cubin_runtime.kernels.native.prefill.select import ContextShape, select_context_attention
+from cubin_runtime.launch.plan import LaunchPlan
+from cubin_runtime.launch.tensormap_rules import check_tensor_map
+
+RAGGED = ContextProblem(
+    dtype="bf16",
+    batch=3,
+    tokens=500,
+    q_len=400,
+    heads=24,
+    kv_heads=2,
+    head_dim=128,
+    value_dim=128,
+    max_seq_len=1000,
+    kv_tokens=1500,
+    ragged=True,
+    window_left=-1,
+    window_right=0,
+    soft_cap=0.0,
+    softmax_scale=0.5,
+    output_scale=2.0,
+    lse_natural=False,
+    lse_with_sink=True,
+    q_strides=(24 * 128, 128),
+    out_strides=(24 * 128, 128),
+    lse_strides=(24, 1),
+    k_strides=KvStrides(128, 256, 128),
+    v_strides=KvStrides(128, 256, 128),
+    table_stride=0,
+)
+PAGED = replace(
+    RAGGED,
+    kv_tokens=0,
+    ragged=False,
+    page_size=16,
+    num_pages=90,
+    k_strides=KvStrides(16 * 512, 512, 256),
+    v_strides=KvStrides(16 * 512, 512, 256),
+    table_stride=64,
+)
+
+
+def plan(problem: ContextProblem = RAGGED) -> LaunchPlan:
+    shape = ContextShape("bf16", 128, 12, 2, problem.batch, tokens=problem.tokens, max_seq_len=problem.max_seq_len)
+    path = ArtifactPath("hopper-0.1.0/prefill/kernel.cubin")
+    selection = select_context_attention(KERNELS, shape, H100)
+    return context_launch(selection, problem, KernelFile(path, DIGEST, CONTEXT_ATTENTION)).plan
+
+
+@pytest.mark.parametrize("problem", [RAGGED, PAGED])
+def test_every_field_of_the_struct_has_a_value(problem: ContextProblem) -> None:
+    maps = {name: bytes(128) for name in ("q_map", "k_map", "v_map")}
+    assert len(CONTEXT_ATTENTION.pack({**plan(problem).values, **maps})) == CONTEXT_ATTENTION.size
+
+
+@pytest.mark.parametrize("problem", [RAGGED, PAGED])
+@pytest.mark.parametrize("name", ["q_map", "k_map", "v_map"])
+def test_the_descriptors_are_ones_that_the_driver_takes(problem: ContextProblem, name: str) -> None:
+    check_tensor_map(plan(problem).values[name].moved(0x7F0000100000))
+
+
+def test_a_box_of_queries_is_a_warpgroups_rows_of_packed_heads() -> None:
+    spec = plan().values["q_map"]
+    assert (spec.dims, spec.strides, spec.box) == ((128, 24, 500), (256, 24 * 256), (64, 4, 16))
+
+
+def test_ragged_keys_are_one_page() -> None:
+    spec = plan().values["k_map"]
+    assert (spec.dims, spec.box) == ((128, 1500, 2, 1), (64, 128, 1, 1))
+    assert plan().values["num_pages"] == 0
+
+
+@pytest.mark.parametrize(("page_size", "rows"), [(16, 16), (128, 128), (256, 128)])
+def test_a_box_of_paged_keys_lies_in_one_page(page_size: int, rows: int) -> None:
+    given = plan(replace(PAGED, page_size=page_size)).values
+    assert given["k_map"].box == (64, rows, 1, 1)
+    assert 1 << given["page_size_log2"] == page_size
+
+
+def test_strides_of_keys_and_values_are_their_own() -> None:
+    given = plan(replace(PAGED, v_strides=KvStrides(1 << 14, 1024, 128))).values
+    assert given["k_map"].strides == (1024, 512, 16 * 1024)
+    assert given["v_map"].strides == (2048, 256, 1 << 15)
+
+
+def test_values_have_columns_of_their_own() -> None:
+    given = plan(replace(RAGGED, head_dim=192, value_dim=128)).values
+    assert (given["q_map"].dims[0], given["k_map"].dims[0], given["v_map"].dims[0]) == (192, 192, 128)
+
+
+def test_heads_are_packed_by_tokens() -> None:
+    given = plan().values
+    assert (given["group"], given["packed_log2"], given["head_packs"]) == (12, 2, 6)
+
+
+def test_windows_that_hide_nothing_are_far_beyond_any_key() -> None:
+    given = plan(replace(RAGGED, window_right=-1)).values
+    assert given["window_left"] == given["window_right"] == 1 << 30
+    given = plan(replace(RAGGED, window_left=7, window_right=5)).values
+    assert (given["window_left"], given["window_right"]) == (7, 5)
+
+
+@pytest.mark.parametrize(("natural", "factor"), [(False, 1.0), (True, math.log(2))])
+def test_the_base_of_the_log_sum_exp_is_a_factor(natural: bool, factor: float) -> None:
+    assert plan(replace(RAGGED, lse_natural=natural)).values["lse_scale"] == factor
+
+
+def test_the_workspace_is_a_status_word_and_two_counters() -> None:
+    assert {plan().inputs[name] for name in ("status", "counters")} == {"status", "counters"}

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from context_examples import KERNELS
+from examples import H100, device
+
+from cubin_runtime.errors import UsageError
+from cubin_runtime.kernels.native.prefill.select import ContextShape, select_context_attention
+
+SHAPE = ContextShape("bf16", 128, group=4, kv_heads=8, batch=1, tokens=8192, max_seq_len=8192)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("soft_cap", [False, True])
+def test_dtype_head_dim_and_soft_cap_decide_the_kernel(dtype: str, head_dim: int, soft_cap: bool) -> None:
+    shape = replace(SHAPE, dtype=dtype, head_dim=head_dim, soft_cap=soft_cap)
+    traits = select_context_attention(KERNELS, shape, H100).kernel.traits
+    assert (traits["dtype"], traits["head_dim"], traits["soft_cap"]) == (dtype, head_dim, soft_cap)
+
+
+@pytest.mark.parametrize(
+    ("group", "packed"), [(1, 1), (2, 2), (3, 1), (4, 4), (5, 1), (6, 2), (7, 1), (12, 4), (16, 16), (48, 16), (64, 64)]
+)
+def test_as_many_heads_are_packed_as_is_a_power_of_two_that_divides_the_group(group: int, packed: int) -> None:
+    shape = replace(SHAPE, group=group)
+    assert shape.packed == packed
+    assert shape.head_packs * packed == group * 8
+
+
+def test_every_row_tile_of_ragged_requests_is_counted() -> None:
+    # 8 requests of 1 token each take a row tile each, the last one all that is left.
+    chosen = select_context_attention(KERNELS, replace(SHAPE, batch=9, tokens=8 + 320), H100)
+    assert chosen.row_tiles >= 8 + 320 * 4 // 128
+
+
+@pytest.mark.parametrize(("tokens", "ctas"), [(1, 8), (8192, 132)])
+def test_the_grid_is_one_cta_per_multiprocessor_or_fewer(tokens: int, ctas: int) -> None:
+    assert select_context_attention(KERNELS, replace(SHAPE, tokens=tokens), H100).ctas == ctas
+
+
+@pytest.mark.parametrize(("max_seq_len", "packs"), [(1024, 8), (8192, 8), (16384, 4), (1 << 20, 1)])
+def test_keys_of_interleaved_head_packs_fit_into_l2(max_seq_len: int, packs: int) -> None:
+    assert select_context_attention(KERNELS, replace(SHAPE, max_seq_len=max_seq_len), H100).section_packs == packs
+
+
+def test_the_selection_says_what_it_does() -> None:
+    facts = dict(select_context_attention(KERNELS, SHAPE, H100).facts(SHAPE))
+    assert facts["row tiles"] == "at most 257 of 128 rows: 32 tokens x 4 heads"
+    assert facts["order"] == "longest request first; 8 of 8 head packs interleaved"
+
+
+def test_another_device_is_refused() -> None:
+    with pytest.raises(
+        UsageError, match=r"no context attention kernel for bf16, head_dim 128 on compute capability 8\.0"
+    ):
+        select_context_attention(KERNELS, SHAPE, device(8, 0))
+
+
+def test_a_release_without_such_kernels_is_named() -> None:
+    with pytest.raises(UsageError, match="the release has none"):
+        select_context_attention((), SHAPE, H100)
