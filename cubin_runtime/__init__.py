@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .attention.append import AppendKvPlan, append_kv, plan_append_kv
     from .attention.backends import BackendError
     from .attention.merge import MergeStatesPlan, merge_states, plan_merge_states
-    from .attention.mla_decode import MlaDecodePlan, mla_decode, plan_mla_decode
+    from .attention.mla import MlaDecodePlan, mla_decode, plan_mla_decode
     from .attention.operator_plan import ClampedInputError
     from .attention.paged_decode import PagedDecodePlan, paged_decode, plan_paged_decode
     from .attention.process import default_runtime, set_default_runtime

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple, TypeVar
 
 from .dtypes import ITEM_BYTES, is_dtype
 from .errors import UsageError
 from .protocols import CudaArray, DLPackTensor, DTypeName
+from .values import dataclass
 
 _CUDA_DEVICE = 2  # kDLCUDA
 _DLPACK_CODES = {0: "int", 1: "uint", 2: "float", 4: "bfloat"}

@@ -1,4 +1,7 @@
-"""Immutable values that are defined without generated code, which is most of what a dataclass costs at import."""
+"""Immutable values that are defined without generated code, which is most of what a dataclass costs at import.
+
+A class of which many are made gets an initializer that is written for it then.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 __all__ = ["HashedOnce", "dataclass"]
 ItemT = TypeVar("ItemT")
+_MANY = 32  # to write an initializer takes as long as this many values save
 
 
 class HashedOnce(tuple[ItemT, ...]):
@@ -31,8 +35,8 @@ else:
     def dataclass(*, frozen: bool, slots: bool, kw_only: bool = False) -> Callable[[type], type]:
         """``dataclasses.dataclass`` of ``frozen=True, slots=True``, to type checkers and to ``fields`` and ``replace``.
 
-        It takes a tenth of the time to define a class and about twice that to make an instance, so it is for classes of
-        which a call makes few. Those may only inherit from each other.
+        It takes a tenth of the time to define a class. The first values of one take about twice as long to make, later
+        ones no longer. Such classes may only inherit from each other.
 
         Raises:
             TypeError: frozen or slots is not True.
@@ -77,29 +81,52 @@ def _initializer(cls: Any, fields: tuple[dataclasses.Field[Any], ...]) -> Callab
     made = [(name, make) for name, make in factories if make is not dataclasses.MISSING]
     setters = [(field.name, getattr(cls, field.name).__set__) for field in fields]
     known, most, check = {field.name for field in fields}, len(positional), getattr(cls, "__post_init__", None)
+    countdown = iter(range(_MANY))
 
     def __init__(self: Any, *args: Any, **named: Any) -> None:  # what a class will have
+        many = next(countdown, None) is None
         values = named
         if args or len(named) < len(known):
-            given = dict(zip(positional, args, strict=False))
-            if len(args) > most or not named.keys().isdisjoint(given):
-                raise TypeError(f"{cls.__qualname__}: got {len(args)} values and {list(named)}, expected {list(known)}")
-            values = {**defaults, **given, **named}
+            values = {**defaults, **dict(zip(positional, args, strict=False)), **named}
             for name, make in made:
                 if name not in values:
                     values[name] = make()
-        if len(values) > len(known):
-            raise TypeError(f"{cls.__qualname__}: got {', '.join(values.keys() - known)}, expected {list(known)}")
-        try:
-            for name, put in setters:
-                put(self, values[name])
-        except KeyError:
-            missing = sorted(known - values.keys())
-            raise TypeError(f"{cls.__qualname__}: missing {', '.join(missing)}") from None
+            many |= len(args) > most or not named.keys().isdisjoint(positional[: len(args)])
+        if many or values.keys() != known:  # what is wrong is said there
+            written = _written_initializer(cls, fields)
+            written(self, *args, **named)
+            cls.__init__ = written
+            return
+        for name, put in setters:
+            put(self, values[name])
         if check is not None:
             check(self)
 
     return __init__
+
+
+def _written_initializer(cls: Any, fields: tuple[dataclasses.Field[Any], ...]) -> Callable[..., None]:
+    """The same with a line for each field, as a dataclass has it."""
+    taken: dict[bool, list[str]] = {False: [], True: []}  # by place, by name alone
+    lines, names = [], {}
+    for field in fields:
+        name, default, value = field.name, "", field.name
+        names[f"_put_{name}"] = getattr(cls, name).__set__
+        if field.default is not dataclasses.MISSING:
+            default, names[f"_default_{name}"] = f"=_default_{name}", field.default
+        elif field.default_factory is not dataclasses.MISSING:
+            default, names[f"_make_{name}"] = f"=_make_{name}", field.default_factory
+            value = f"_make_{name}() if {name} is _make_{name} else {name}"
+        taken[bool(field.kw_only)].append(name + default)
+        lines.append(f"_put_{name}(self, {value})")
+    if hasattr(cls, "__post_init__"):
+        lines.append("self.__post_init__()")
+    arguments = ["self", *taken[False], *(["*", *taken[True]] if taken[True] else [])]
+    text = f"def __init__({', '.join(arguments)}):\n " + "\n ".join(lines or ["pass"])
+    exec(text, names)
+    written: Callable[..., None] = names["__init__"]
+    written.__qualname__ = f"{cls.__qualname__}.__init__"
+    return written
 
 
 def _getter(names: list[str]) -> Callable[[Any], tuple[Any, ...]]:

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 from ..protocols import Stream
 from ..tensor import Tensor, TensorView, view_of
 from .backends import BackendError
-from .mla_decode import MlaDecodePlan, mla_decode, plan_mla_decode
 from .operator_plan import ClampedInputError
 from .paged_decode import PagedDecodePlan, paged_decode, plan_paged_decode
 from .process import default_runtime, set_default_runtime
@@ -15,12 +14,14 @@ from .runtime import Runtime, RuntimeStats
 if TYPE_CHECKING:
     from .append import AppendKvPlan, append_kv, plan_append_kv
     from .merge import MergeStatesPlan, merge_states, plan_merge_states
+    from .mla import MlaDecodePlan, mla_decode, plan_mla_decode
     from .prefill import ContextAttentionPlan, context_attention, plan_context_attention
 
 # Names of operators that not every program needs -> their modules, which are loaded when a name is first asked for.
 _LATER = {
     **dict.fromkeys(("AppendKvPlan", "append_kv", "plan_append_kv"), "append"),
     **dict.fromkeys(("MergeStatesPlan", "merge_states", "plan_merge_states"), "merge"),
+    **dict.fromkeys(("MlaDecodePlan", "mla_decode", "plan_mla_decode"), "mla"),
     **dict.fromkeys(("ContextAttentionPlan", "context_attention", "plan_context_attention"), "prefill"),
 }
 

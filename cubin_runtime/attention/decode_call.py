@@ -93,7 +93,8 @@ class DecodeCall:
         """Query tokens of each request; None where they differ."""
         if self.ragged:
             return None
-        return self.q.shape[1] if len(self.q.shape) == 4 else 1
+        shape = self.q.shape
+        return shape[1] if len(shape) == 4 else 1
 
     @property
     def q_len(self) -> int:
@@ -214,17 +215,17 @@ def token_stride(name: str, view: TensorView, trailing: int) -> int:
 
 def problem_values(call: DecodeCall) -> dict[str, Any]:
     """The sizes, strides and options of a native problem that are the same for all decodes."""
-    tensors, options = call.tensors, call.options
+    tensors, options, q = call.tensors, call.options, call.q
     out, lse = tensors["out"], tensors.get("lse")
     return {
         "batch": call.batch,
         "tokens": call.tokens,
         "q_len": call.q_len,
-        "q_dtype": DTYPES[call.q.dtype].short,
+        "q_dtype": DTYPES[q.dtype].short,
         "out_dtype": DTYPES[out.dtype].short,
         "softmax_scale": options.softmax_scale,
         "output_scale": options.output_scale,
-        "q_strides": (token_stride("q", call.q, 2), call.q.strides[-2]),
+        "q_strides": (token_stride("q", q, 2), q.strides[-2]),
         "out_strides": (token_stride("out", out, 2), out.strides[-2]),
         "lse_strides": (token_stride("lse", lse, 1), lse.strides[-1]) if lse else (0, 0),
         "table_stride": tensors["page_table"].strides[0],

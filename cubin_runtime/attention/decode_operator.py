@@ -208,8 +208,10 @@ def _plan(
     device = device_facts or runtime.driver.device(call.q.device)
     resolve_backend(operator.name, options.backend, device)
     # A wider window than the bound hides nothing more, and a position less a window fits an int32.
-    options = replace(options, max_seq_len=bound, window_left=min(options.window_left, bound))
-    launches = operator.launches(DecodeCall(call.tensors, options), device, runtime.native_release())
+    if bound != options.max_seq_len or options.window_left > bound:
+        options = replace(options, max_seq_len=bound, window_left=min(options.window_left, bound))
+        call = DecodeCall(call.tensors, options)
+    launches = operator.launches(call, device, runtime.native_release())
     return plan_class(runtime, operator, call.tensors, options, launches, of_torch=of_torch)
 
 

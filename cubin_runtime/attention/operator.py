@@ -28,7 +28,7 @@ class TensorArg:
     """
 
     name: str
-    dtypes: Sequence[str] | Mapping[str, Sequence[str]]
+    dtypes: tuple[str, ...] | Mapping[str, Sequence[str]]
     dtypes_by: str = ""
     optional: bool = False
     alignment: int = 4
@@ -55,11 +55,12 @@ class TensorArg:
 class CallTensors:
     """The canonical views of one call's tensors, by name and in the order of the declaration; immutable."""
 
-    __slots__ = ("_by_name", "declared")
+    __slots__ = ("_by_name", "_there", "declared")
 
     def __init__(self, declared: Sequence[TensorArg], views: Sequence[TensorView | None]) -> None:
         self.declared = tuple(declared)
         self._by_name = {arg.name: view for arg, view in zip(declared, views, strict=True)}
+        self._there = [(arg, view) for arg, view in zip(declared, views, strict=True) if view is not None]
 
     def __getitem__(self, name: str) -> TensorView:
         view = self._by_name[name]
@@ -83,25 +84,30 @@ class CallTensors:
 
     def check_dtypes(self) -> None:
         """Every tensor has a dtype that it may have."""
-        for arg in sorted(self.declared, key=lambda arg: bool(arg.dtypes_by)):
-            view = self._by_name[arg.name]
-            if isinstance(arg.dtypes, Mapping):
-                other = self[arg.dtypes_by]
-                check_dtype(arg.name, view, arg.dtypes[other.dtype], f" with {other.dtype} caches")
-            else:
+        dependent = []
+        for arg, view in self._there:
+            if not isinstance(arg.dtypes, tuple):
+                dependent.append((arg, view, arg.dtypes))
+            elif view.dtype not in arg.dtypes:
                 check_dtype(arg.name, view, arg.dtypes)
+        for arg, view, dtypes in dependent:
+            other = self[arg.dtypes_by]
+            if view.dtype not in dtypes[other.dtype]:
+                check_dtype(arg.name, view, dtypes[other.dtype], f" with {other.dtype} caches")
 
     def check_devices(self) -> None:
         """All are on the device of the first."""
         first = self.declared[0].name
-        for name, view in self._by_name.items():
-            if view is not None and view.device != self[first].device:
-                raise UsageError(f"{name}: on device {view.device}, {first} is on device {self[first].device}")
+        device = self[first].device
+        for arg, view in self._there:
+            if view.device != device:
+                raise UsageError(f"{arg.name}: on device {view.device}, {first} is on device {device}")
 
     def check_addresses(self) -> None:
         """Every address is as aligned as it must be, and none is null."""
-        for arg, address, view in zip(self.declared, self.addresses, self._by_name.values(), strict=True):
-            if view is not None and (address % arg.alignment or not address):
+        for arg, view in self._there:
+            address = view.pointer
+            if address % arg.alignment or not address:
                 raise UsageError(
                     f"{arg.name}: address {address:#x}, expected a multiple of {arg.alignment} that is not 0"
                 )
@@ -109,21 +115,21 @@ class CallTensors:
     def check_memory(self) -> None:
         """Addresses, strides, and what must be contiguous."""
         self.check_addresses()
-        there = [(arg, view) for arg in self.declared if (view := self._by_name[arg.name]) is not None]
+        there = self._there
         for arg, view in there:
             # A dimension of size 1 is never stepped over.
             if arg.rows and view.shape[-1] > 1 and view.strides[-1] != 1:
                 raise UsageError(f"{arg.name}: last stride {view.strides[-1]}, expected 1")
         for arg, view in there:
-            if any(stride < 0 for stride in view.strides):
+            if min(view.strides, default=0) < 0:
                 raise UsageError(f"{arg.name}: strides {view.strides}, expected none below 0")
-            unit = max(1, arg.stride_bytes // ITEM_BYTES[view.dtype])
+            unit = arg.stride_bytes // ITEM_BYTES[view.dtype]
             steps = zip(view.shape[:-1], view.strides[:-1], strict=True)
-            if any(size > 1 and stride % unit for size, stride in steps):
+            if unit > 1 and [stride for size, stride in steps if size > 1 and stride % unit]:
                 raise UsageError(f"{arg.name}: strides {view.strides}, expected multiples of {unit} elements")
         for arg, view in there:
             steps = zip(view.shape, view.strides, strict=True)
-            if arg.written and any(size > 1 and not stride for size, stride in steps):
+            if arg.written and [size for size, stride in steps if size > 1 and not stride]:
                 raise UsageError(f"{arg.name}: strides {view.strides}, expected no two elements at one address")
         for arg, view in there:
             if arg.contiguous and not view.is_contiguous:

@@ -7,6 +7,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import field
 from math import prod
+from operator import gt
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -109,13 +110,13 @@ class LaunchPlan:
         cluster = self.attributes.cluster
         if cluster and any(blocks % by for blocks, by in zip(self.grid, cluster, strict=True)):
             raise UsageError(f"grid={self.grid}: expected multiples of the cluster {cluster}")
-        named = {member.name for member in self.layout.fields}
-        if named != set(self.values):
+        named = self.layout.names
+        if named != self.values.keys():
             raise UsageError(
                 f"values of struct {self.layout.name}: missing {sorted(named - set(self.values))}, "
                 f"unknown {sorted(set(self.values) - named)}"
             )
-        if not named.issuperset(self.inputs):
+        if not named >= self.inputs.keys():
             raise UsageError(f"inputs of struct {self.layout.name}: unknown {sorted(set(self.inputs) - named)}")
         object.__setattr__(self, "values", MappingProxyType(dict(self.values)))
         object.__setattr__(self, "inputs", MappingProxyType(dict(self.inputs)))
@@ -142,5 +143,5 @@ def launch_config(
 
 
 def _check_triple(name: str, value: Triple, limits: Triple) -> None:
-    if len(value) != 3 or any(not 1 <= v <= limit for v, limit in zip(value, limits, strict=True)):
+    if len(value) != 3 or min(value) < 1 or any(map(gt, value, limits)):
         raise UsageError(f"{name}={value}: expected three numbers from 1 to {limits}")

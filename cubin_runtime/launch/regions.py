@@ -22,6 +22,9 @@ class Region:
     alignment: int = REGION_ALIGNMENT
     zeroed: bool = False
 
+    def __hash__(self) -> int:  # the regions of a plan differ in their names
+        return hash(self.name)
+
     def __post_init__(self) -> None:
         if self.nbytes < 0 or self.alignment < 1 or self.alignment & (self.alignment - 1):
             raise UsageError(f"{self}: expected bytes of 0 or more and an alignment that is a power of two")

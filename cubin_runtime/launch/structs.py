@@ -6,7 +6,7 @@ import hashlib
 import operator
 import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import field
 from typing import Any
 
@@ -140,6 +140,11 @@ class StructLayout:
         lines = "".join(f"{m.name}:{m.type}:{m.offset}\n" for m in members) + f"{size}\n"
         digest = hashlib.sha256(lines.encode()).hexdigest()
         return cls(name, members, size, widest, tensor_map_alignment, digest, placed)
+
+    @property
+    def names(self) -> Set[str]:
+        """The members' names."""
+        return self._by_name.keys()
 
     def field(self, name: str) -> PlacedField:
         """The member called ``name``; UsageError if there is none."""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cubin_runtime.attention.decode_call import DecodeCall, DecodeOptions
-from cubin_runtime.attention.mla_decode import MLA_DECODE
+from cubin_runtime.attention.mla import MLA_DECODE
 from cubin_runtime.attention.reference import mla_decode_reference
 from cubin_runtime.attention.tracing.mla import traced_mla_decode
 

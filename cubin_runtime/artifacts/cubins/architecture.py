@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 from ...errors import UsageError
 from ...values import dataclass
@@ -32,10 +33,7 @@ class Architecture:
         Raises:
             UsageError: ``text`` is no such name.
         """
-        found = _TEXT.fullmatch(text)
-        if found is None:
-            raise UsageError(f"architecture {text!r}: expected a name such as 90a or sm_100f")
-        return cls(int(found[1]), found[2], declared)
+        return _parsed(text, declared)
 
     def __str__(self) -> str:
         return f"sm_{self.number}{'?' if self.suffix is None else self.suffix}"
@@ -53,3 +51,11 @@ class Architecture:
     def same_target(self, other: Architecture) -> bool:
         """Whether both name one target, whoever says so."""
         return (self.number, self.suffix) == (other.number, other.suffix)
+
+
+@lru_cache(maxsize=256)
+def _parsed(text: str, declared: bool) -> Architecture:
+    found = _TEXT.fullmatch(text)
+    if found is None:
+        raise UsageError(f"architecture {text!r}: expected a name such as 90a or sm_100f")
+    return Architecture(int(found[1]), found[2], declared)

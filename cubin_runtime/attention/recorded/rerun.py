@@ -104,7 +104,7 @@ def _run_paged_decode(call: RecordedCall, views: Mapping[str, TensorView], runti
 
 
 def _run_mla_decode(call: RecordedCall, views: Mapping[str, TensorView], runtime: Runtime) -> None:
-    from ..mla_decode import MLA_DECODE, MlaDecodePlan
+    from ..mla import MLA_DECODE, MlaDecodePlan
 
     cache = views["kv_cache"]
     if len(cache.shape) != 4:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from ....values import HashedOnce, dataclass
 from ...explanation import Facts
 from ..cost_model import Costs, Estimate, costs_of, estimate
 from ..selection import Candidate, Selection
-from .grids import ANY_ROWS, Grid, Part, grids_of, trait_of, work_of
+from .grids import ANY_ROWS, Grid, Part, Sizes, extent_of, grids_of, sizes_of, trait_of, work_of
 from .shape import DecodeShape
 
 OPERATION = "paged_decode"
@@ -120,17 +120,28 @@ def select_decode(
     constants = costs or costs_of(device.name)
     form = (shape.dtype, shape.head_dim, shape.q_dtype or shape.dtype)
     table = kernels if isinstance(kernels, HashedOnce) else HashedOnce(kernels)
-    looked_at = _look_through(table, _number(device), *form, device.shared_bytes_per_block_optin)
-    fitting = [kernel for kernel, unfit in looked_at if unfit is None]
-    return tuple(_select(looked_at, shape, part, device, constants) for part in _parts(fitting, shape))
+    shared_bytes = device.shared_bytes_per_block_optin, device.shared_bytes_per_multiprocessor
+    looked_at = _look_through(table, _number(device), *form, *shared_bytes)
+    return tuple(_select(looked_at, shape, part, device, constants) for part in _parts(looked_at, shape))
+
+
+class _LookedAt(NamedTuple):
+    """The decode kernels of a release as candidates, and the sizes of those that such calls can take, by place."""
+
+    candidates: tuple[DecodeCandidate, ...]
+    sizes: Mapping[int, Sizes]
 
 
 @lru_cache(maxsize=256)  # a release has a hundred kernels, of which a call's form rules out nearly all
 def _look_through(
-    kernels: tuple[NativeKernel, ...], number: int, dtype: str, head_dim: int, q_dtype: str, shared_bytes: int
-) -> tuple[tuple[NativeKernel, DecodeCandidate | None], ...]:
-    """Each decode kernel, and what it is as a candidate if such calls cannot take it."""
-
+    kernels: tuple[NativeKernel, ...],
+    number: int,
+    dtype: str,
+    head_dim: int,
+    q_dtype: str,
+    shared_bytes: int,
+    shared_bytes_per_multiprocessor: int,
+) -> _LookedAt:
     def unfit(kernel: NativeKernel) -> str:
         if not kernel.architecture.runs_on(number):
             return f"built for {kernel.architecture}"
@@ -145,14 +156,16 @@ def _look_through(
             return f"needs {needs} bytes of shared memory a block, the device has {shared_bytes}"
         return ""
 
-    decodes = [kernel for kernel in kernels if kernel.operation == OPERATION]
-    return tuple((k, DecodeCandidate(kernel=k, unfit=reason) if (reason := unfit(k)) else None) for k in decodes)
+    candidates = tuple(DecodeCandidate(kernel=k, unfit=unfit(k)) for k in kernels if k.operation == OPERATION)
+    fitting = ((place, candidate.kernel) for place, candidate in enumerate(candidates) if not candidate.unfit)
+    return _LookedAt(candidates, {place: sizes_of(k, shared_bytes_per_multiprocessor) for place, k in fitting})
 
 
-def _parts(kernels: Sequence[NativeKernel], shape: DecodeShape) -> tuple[Part, ...]:
+def _parts(looked_at: _LookedAt, shape: DecodeShape) -> tuple[Part, ...]:
     """The launches' requests: under ``batch_invariant`` a request's own rows alone decide its arithmetic."""
     if not shape.batch_invariant:
         return (Part(0, ANY_ROWS, None),)
+    kernels = [looked_at.candidates[place].kernel for place in looked_at.sizes]
     if not any(kernel.traits["arithmetic"] == _WARPGROUPS for kernel in kernels):
         return (Part(0, ANY_ROWS, _WARPS),)
     # Ragged requests: who has rows has `group` at least, and no more than all have together.
@@ -165,19 +178,20 @@ def _parts(kernels: Sequence[NativeKernel], shape: DecodeShape) -> tuple[Part, .
     return (Part(0, _MOST_WARP_ROWS, _WARPS), Part(_MOST_WARP_ROWS + 1, ANY_ROWS, _WARPGROUPS))
 
 
-def _select(
-    looked_at: tuple[tuple[NativeKernel, DecodeCandidate | None], ...],
-    shape: DecodeShape,
-    part: Part,
-    device: DeviceFacts,
-    costs: Costs,
-) -> DecodeSelection:
-    candidates = tuple(unfit or _look_at(kernel, shape, part, device, costs) for kernel, unfit in looked_at)
-    fits = [c.fit for c in candidates if c.fit]
+def _select(looked_at: _LookedAt, shape: DecodeShape, part: Part, device: DeviceFacts, costs: Costs) -> DecodeSelection:
+    candidates = list(looked_at.candidates)
+    fits = []
+    for place, sizes in looked_at.sizes.items():
+        candidates[place] = _look_at(candidates[place].kernel, sizes, shape, part, device, costs)
+        fit = candidates[place].fit
+        if fit is not None:
+            fits.append(fit)
     if not fits:
         raise UsageError(_refusal(candidates, shape, device))
-    limit = min(fit.estimate.microseconds for fit in fits) * (1 + costs.equal_within)
-    best = min((f for f in fits if f.estimate.microseconds <= limit), key=lambda fit: _order(fit, shape, part))
+    times = [fit.estimate.microseconds for fit in fits]
+    limit = min(times) * (1 + costs.equal_within)
+    fastest = [fit for fit, time in zip(fits, times, strict=True) if time <= limit]
+    best = min(fastest, key=lambda fit: _order(fit, shape, part)) if len(fastest) > 1 else fastest[0]
     return DecodeSelection(
         kernel=best.kernel,
         min_rows=part.min_rows,
@@ -190,7 +204,7 @@ def _select(
         splits=shape.splits(trait_of(best.kernel, "tile_tokens")),
         microseconds=best.estimate.microseconds,
         reason=_reason(best, shape, part, device),
-        candidates=candidates,
+        candidates=tuple(candidates),
     )
 
 
@@ -202,13 +216,14 @@ def _order(fit: Fit, shape: DecodeShape, part: Part) -> tuple[int, int, int, boo
 
 
 def _look_at(
-    kernel: NativeKernel, shape: DecodeShape, part: Part, device: DeviceFacts, costs: Costs
+    kernel: NativeKernel, sizes: Sizes, shape: DecodeShape, part: Part, device: DeviceFacts, costs: Costs
 ) -> DecodeCandidate:
     if part.arithmetic not in (None, kernel.traits["arithmetic"]):
         unfit = f"{kernel.traits['arithmetic']}; batch_invariant has {part.arithmetic} for {part}"
         return DecodeCandidate(kernel=kernel, unfit=unfit)
-    grids = grids_of(kernel, shape, part, device, costs)
-    fits = [Fit(kernel, grid, estimate(work_of(kernel, grid, shape, part, device), costs)) for grid in grids]
+    extent = extent_of(sizes, shape, part)
+    grids = grids_of(sizes, extent, shape, device, costs)
+    fits = [Fit(kernel, grid, estimate(work_of(sizes, extent, grid, shape, device), costs)) for grid in grids]
     times = [fit.estimate.microseconds for fit in fits]
     limit = min(times) * (1 + costs.equal_within)
     best = next(fit for fit, time in zip(fits, times, strict=True) if time <= limit)
@@ -241,7 +256,7 @@ def _sharing(grid: Grid) -> str:
     return f"{_count(grid.cta_group_size, 'KV head')} side by side"
 
 
-def _refusal(candidates: tuple[DecodeCandidate, ...], shape: DecodeShape, device: DeviceFacts) -> str:
+def _refusal(candidates: list[DecodeCandidate], shape: DecodeShape, device: DeviceFacts) -> str:
     where = f"{device.name} (compute capability {device.capability[0]}.{device.capability[1]})"
     asked = f"no decode kernel for {shape.dtype} KV with head_dim {shape.head_dim} on {where}"
     if not candidates:

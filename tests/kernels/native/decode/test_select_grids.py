@@ -9,12 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from select_cases import ALL, SHAPE, chosen, fit_of, one, shapes
 
+from cubin_runtime.artifacts.tables.native_kernels import NativeKernel
 from cubin_runtime.kernels.native.cost_model import OTHER
-from cubin_runtime.kernels.native.decode.grids import ANY_ROWS, Part, grids_of
+from cubin_runtime.kernels.native.decode.grids import ANY_ROWS, Grid, Part, extent_of, grids_of, sizes_of
 from cubin_runtime.kernels.native.decode.select import select_decode
 from cubin_runtime.kernels.native.decode.shape import DecodeShape
 
 EVERY = Part(0, ANY_ROWS, None)
+
+
+def grids(kernel: NativeKernel, shape: DecodeShape) -> list[Grid]:
+    sizes = sizes_of(kernel, H100.shared_bytes_per_multiprocessor)
+    return grids_of(sizes, extent_of(sizes, shape, EVERY), shape, H100, OTHER)
 
 
 @given(shapes)
@@ -141,15 +147,15 @@ def test_shared_memory_limits_the_ctas_of_a_multiprocessor() -> None:
 def test_what_the_driver_keeps_of_shared_memory_counts_for_each_cta() -> None:
     half = H100.shared_bytes_per_multiprocessor // 2
     for nbytes, most in ((half - 1024, 2), (half - 1023, 1)):
-        grids = grids_of(decode_kernel(dynamic_shared_bytes=nbytes), SHAPE, EVERY, H100, OTHER)
-        assert max(grid.resident for grid in grids) == most
+        made = grids(decode_kernel(dynamic_shared_bytes=nbytes), SHAPE)
+        assert max(grid.resident for grid in made) == most
 
 
 def test_work_for_one_cta_a_multiprocessor_gets_no_grid_of_two() -> None:
     exact = replace(SHAPE, batch=33, kv_heads=4, max_seq_len=64)
-    assert {grid.resident for grid in grids_of(decode_kernel(), exact, EVERY, H100, OTHER)} == {1}
+    assert {grid.resident for grid in grids(decode_kernel(), exact)} == {1}
     more = replace(exact, max_seq_len=65)
-    assert {grid.resident for grid in grids_of(decode_kernel(), more, EVERY, H100, OTHER)} == {1, 2}
+    assert {grid.resident for grid in grids(decode_kernel(), more)} == {1, 2}
 
 
 @pytest.mark.parametrize(
