@@ -18,6 +18,7 @@ VENV := .venv/bin/python
 VENV_TORCH := .venv-torch/bin/python
 VENV_LOWEST := .venv-lowest/bin/python
 BUILD := build/artifacts
+ACCELERATOR := accelerator/sender.c accelerator/setup.py accelerator/pyproject.toml
 
 help: ## Say what each target does
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null || grep '##' Makefile
@@ -62,12 +63,13 @@ artifacts: .venv/.ready ## Build our kernels and write their pin; CHECK=1 compar
 	@$(VENV) -m kernels_src.build --out $(BUILD)
 	@$(VENV) -m kernels_src.pinning $(if $(filter-out 0,$(CHECK)),--check)
 
-dist: .venv/.ready ## Wheel and sdist of the package, and the data wheel of the kernels that the pin names
+dist: .venv/.ready ## Wheel and sdist of the package, the kernels that the pin names, and the accelerator
 	@$(VENV) -m kernels_src.build --out $(BUILD)
 	@$(VENV) -m kernels_src.pinning --check
 	@rm -rf dist
 	@$(VENV) -m build --outdir dist . > /dev/null
 	@$(VENV) -m kernels_src.packaging --out dist
+	@$(VENV) -m pip --disable-pip-version-check wheel --quiet --no-deps --wheel-dir dist ./accelerator
 	@ls -l dist
 
 .PHONY: soak
@@ -84,18 +86,19 @@ bench: .venv/.ready ## The benchmarks that need no GPU; results in benchmarks/re
 	    echo "== $$script"; $(VENV) "$$script" ;; esac; done
 
 clean: ## Remove everything that make made here, environments included
-	rm -rf .venv .venv-lowest .venv-torch build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf .venv .venv-lowest .venv-torch build accelerator/build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 prerequisites: ## Check what this machine must have, and print the line that installs what lacks
 	@tools/prerequisites.sh "$(PYTHON)"
 
 # The toolchain's packages are 100 MB: they come only if no nvcc of exactly their version is on PATH.
-.venv/.ready: pyproject.toml tools/prerequisites.sh kernels_src/toolchain.py
+.venv/.ready: pyproject.toml tools/prerequisites.sh kernels_src/toolchain.py $(ACCELERATOR)
 	@tools/prerequisites.sh "$(PYTHON)"
 	@test -x $(VENV) || "$(PYTHON)" -m venv .venv
 	@echo "Installing into .venv ..."
 	@$(VENV) $(PIP) -e '.[dev]'
+	@$(VENV) $(PIP) --no-deps --force-reinstall ./accelerator
 	@$(VENV) -m kernels_src.toolchain 2> /dev/null || $(VENV) $(PIP) -e '.[build]'
 	@touch $@
 
@@ -107,10 +110,11 @@ prerequisites: ## Check what this machine must have, and print the line that ins
 	    'pytest>=8,<10' 'pytest-timeout>=2.3,<3'
 	@touch $@
 
-.venv-torch/.ready: pyproject.toml tools/prerequisites.sh
+.venv-torch/.ready: pyproject.toml tools/prerequisites.sh $(ACCELERATOR)
 	@tools/prerequisites.sh "$(PYTHON)"
 	@test -x $(VENV_TORCH) || "$(PYTHON)" -m venv .venv-torch
 	@echo "Installing torch into .venv-torch ..."
 	@$(VENV_TORCH) $(PIP) $(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)") 'torch==2.13.0'
 	@$(VENV_TORCH) $(PIP) -e '.[dev]'
+	@$(VENV_TORCH) $(PIP) --no-deps --force-reinstall ./accelerator
 	@touch $@

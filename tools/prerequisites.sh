@@ -28,6 +28,9 @@ elif ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/nu
 else
     "$python" -c 'import ensurepip, venv' 2>/dev/null || lacks "the modules venv and ensurepip of '$python'" python3-venv
 fi
+include='import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))'
+! command -v "$python" >/dev/null || "$python" -c "$include" 2>/dev/null ||
+    lacks "the headers of '$python', to build the accelerator" python3-dev
 # nvcc reads its headers through gcc, as C++ with the standard library.
 if ! command -v cc >/dev/null || ! command -v gcc >/dev/null; then
     lacks "a C compiler (cc and gcc)" gcc

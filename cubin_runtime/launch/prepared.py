@@ -10,11 +10,12 @@ from typing import Any
 
 from ..errors import AbiError, UsageError
 from . import driver_api as api
+from .accelerator import Senders, sender
 from .compiled import compiled
 from .driver import Driver
 from .modules import LoadedKernel
-from .plan import LaunchPlan, launch_config
-from .run_source import PreparedLaunch, block_parts, fixed_lines, send_lines
+from .plan import LaunchPlan
+from .run_source import PreparedLaunch, accelerated_lines, block_parts, can_accelerate, fixed_lines, send_lines
 from .streams import is_default
 from .structs import StructLayout
 from .tensormap import TensorMapCache, TensorMapSpec
@@ -77,7 +78,9 @@ class PreparedLaunches:
         values = [f"v{number}" for number in range(len(names))]
         key = f"(stream, {''.join(f'v{number}, ' for number in sorted(self.resident))})"
         written = set(range(len(names))) - self.resident
-        lines, scope = self.sending(values, written=written, key=key, stream="stream", elsewhere="raise OtherContext")
+        lines, scope = self._by_ctypes(
+            values, written=written, key=key, stream="stream", elsewhere="raise OtherContext"
+        )
         self.source = "\n".join([f"def run({', '.join(['stream', *values])}):", *(f"    {line}" for line in lines), ""])
         self.pools: Mapping[Hashable, list[_Block]] = scope["pools"]
         self.run: Callable[..., None] = compiled("run", self.source, scope | {"OtherContext": OtherContextError})
@@ -95,26 +98,41 @@ class PreparedLaunches:
     ) -> tuple[list[str], dict[str, Any]]:
         """Lines that send the launches, for a function written elsewhere, and what they refer to.
 
-        Arguments as for ``send_lines``. The blocks of parameters are the function's own, so nothing evicts what it
-        needs but its own keys. Names that begin with an underscore are taken, and those of the scope.
+        Arguments as for ``send_lines``. What they keep for a key is the function's own, so nothing evicts what it needs
+        but its own keys. Names that begin with an underscore are taken, and those of the scope.
         """
+        options: dict[str, Any] = {"written": written, "key": key, "stream": stream, "elsewhere": elsewhere}
+        options |= {"refusal": refusal, "late": late}
+        make = sender()
+        if make is None or self._driver.profiler is not None or not can_accelerate(self._launches, written):
+            return self._by_ctypes(values, **options)
+        fixed = frozenset(written)
+        contents, history = partial(self._contents, written=fixed), self._driver.history(self._context)
+        senders = Senders(make, self._launches, self._call, contents, history, _MAX_POOLS, fixed)
+        lines = accelerated_lines(self._launches, values, **options)
+        return lines, {"pools": senders.made, "senders_of": senders.of, "unfit": self._unfit, "again": self._in_full}
+
+    def _by_ctypes(
+        self,
+        values: Sequence[str],
+        *,
+        written: Collection[int],
+        key: str,
+        stream: str,
+        elsewhere: str,
+        refusal: Sequence[str] = (),
+        late: Sequence[str] = (),
+    ) -> tuple[list[str], dict[str, Any]]:
         pools: dict[Hashable, list[_Block]] = {}
         scope: dict[str, Any] = {
             "pools": pools,
             "pool_of": partial(self._pool_of, pools),
             "new_block": partial(self._new_block, frozenset(written)),
             "unfit": self._unfit,
-            "record": self._driver.history(self._context).record,
-            "tick": self._driver.history(self._context).tick,
-            "call": self._call,
-            "again": self._again,
             "descriptor": self._descriptor,
+            **self._calling(),
         }
-        profiler = self._driver.profiler
-        if profiler is not None:
-            scope |= {"enter": profiler.enter, "leave": profiler.leave}
         for number, launch in enumerate(self._launches):
-            scope |= {f"launch{number}": launch, f"function{number}": ctypes.c_void_p(launch.function)}
             moving = (item for item in enumerate(launch.inputs) if item[1].spec and item[1].value in written)
             scope |= {f"spec{number}_{index}": item.spec for index, item in moving}
         lines = send_lines(
@@ -126,7 +144,7 @@ class PreparedLaunches:
             elsewhere=elsewhere,
             refusal=refusal,
             late=late,
-            profiled=profiler is not None,
+            profiled=self._driver.profiler is not None,
         )
         return lines, scope
 
@@ -138,15 +156,33 @@ class PreparedLaunches:
             values.append(f"fixed{number}" if name in fixed else f"v{number}")
             scope |= {f"fixed{number}": fixed[name]} if name in fixed else {}
         free = {number for number, name in enumerate(self.names) if name not in fixed}
-        lines, own = self.sending(values, written=free, key="()", stream="stream", elsewhere=ELSEWHERE)
         if free:
+            lines, own = self.sending(values, written=free, key="()", stream="stream", elsewhere=ELSEWHERE)
             return lines, scope | own
         *_, made = self._new_block(frozenset(), stream, tuple(fixed[name] for name in self.names))
         for number, launch in enumerate(self._launches):
             made[f"entry{number}"] = (launch, made[f"bytes{number}"](), stream)
-        return fixed_lines(
-            self._launches, "stream", ELSEWHERE, profiled=self._driver.profiler is not None
-        ), scope | own | made
+        lines = fixed_lines(self._launches, "stream", ELSEWHERE, profiled=self._driver.profiler is not None)
+        return lines, scope | self._calling() | made
+
+    def _calling(self) -> dict[str, Any]:
+        """What the lines refer to that call the driver."""
+        history, profiler = self._driver.history(self._context), self._driver.profiler
+        scope: dict[str, Any] = {"record": history.record, "tick": history.tick}
+        scope |= {"call": self._call, "again": self._again}
+        if profiler is not None:
+            scope |= {"enter": profiler.enter, "leave": profiler.leave}
+        for number, launch in enumerate(self._launches):
+            scope |= {f"launch{number}": launch, f"function{number}": ctypes.c_void_p(launch.function)}
+        return scope
+
+    def _in_full(self, stream: int, *values: Any) -> bool:
+        """``run`` for launches that the driver refused: it finds out why. True: another context is current."""
+        try:
+            self.run(stream, *values)
+        except OtherContextError:
+            return True
+        return False
 
     def _pool_of(self, pools: dict[Hashable, list[_Block]], key: Hashable) -> list[_Block]:
         with self._lock:
@@ -157,36 +193,39 @@ class PreparedLaunches:
     def _new_block(self, written: frozenset[int], stream: int, given: tuple[Any, ...]) -> _Block:
         """A block for calls with these values, of which those that are ``written`` do not count."""
         made: dict[str, Any] = {}
-        with self._driver.using(self._context):
-            for number, launch in enumerate(self._launches):
-                plan = launch.plan
-                values = {
-                    **plan.values,
-                    **{
-                        item.field.name: given[item.value] if item.spec is None else item.spec.moved(given[item.value])
-                        for item in launch.inputs
-                        if item.value not in written
-                    },
-                }
-                view, start, memory = _filled(plan.layout, {name: self._plain(value) for name, value in values.items()})
-                config = launch_config(plan.grid, plan.block, plan.shared_bytes, plan.attributes)
-                config.stream = stream
-                arguments = (ctypes.c_void_p * 1)(start)
-                for item in launch.inputs:
-                    if item.spec is None:
-                        made[f"{item.code}{number}"] = view.cast(item.code)  # type: ignore[call-overload]
-                made |= {
-                    f"view{number}": view,
-                    f"moved{number}": [None] * len(launch.inputs),
-                    f"bytes{number}": view.tobytes,
-                    f"config{number}": ctypes.byref(config),  # which keeps what it refers to alive
-                    f"arguments{number}": ctypes.byref(arguments),
-                    f"memory{number}": memory,
-                }
+        contents = self._contents(given, written=written)
+        for number, launch in enumerate(self._launches):
+            view, start, memory = _filled(launch.plan.layout, contents[number])
+            arguments = (ctypes.c_void_p * 1)(start)
+            for item in launch.inputs:
+                if item.spec is None:
+                    made[f"{item.code}{number}"] = view.cast(item.code)  # type: ignore[call-overload]
+            made |= {
+                f"view{number}": view,
+                f"moved{number}": [None] * len(launch.inputs),
+                f"bytes{number}": view.tobytes,
+                f"config{number}": ctypes.byref(launch.config_on(stream)),  # which keeps what it refers to alive
+                f"arguments{number}": ctypes.byref(arguments),
+                f"memory{number}": memory,
+            }
         return (*(made[part] for part in block_parts(self._launches, written)), made)
 
-    def _plain(self, value: object) -> object:
-        return self._descriptors.encode(value) if isinstance(value, TensorMapSpec) else value
+    def _contents(self, given: Sequence[Any], *, written: frozenset[int]) -> list[dict[str, object]]:
+        """The fields of each launch: as given where they are not written at each call, else those of the plan."""
+        found = []
+        for launch in self._launches:
+            values = dict(launch.plan.values)
+            for item in launch.inputs:
+                if item.value not in written:
+                    value = given[item.value]
+                    values[item.field.name] = value if item.spec is None else item.spec.moved(value)
+            found.append(values)
+        encode = self._descriptors.encode
+        with self._driver.using(self._context):
+            return [
+                {name: encode(value) if isinstance(value, TensorMapSpec) else value for name, value in values.items()}
+                for values in found
+            ]
 
     def _descriptor(self, spec: TensorMapSpec, address: int) -> bytes:
         with self._driver.using(self._context):

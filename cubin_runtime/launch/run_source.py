@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..errors import UsageError
 from .history import LaunchRecord
 from .modules import LoadedKernel
-from .plan import LaunchPlan
+from .plan import LaunchPlan, launch_config
 from .struct_types import SCALARS
 from .structs import PlacedField
 from .tensormap import TensorMapSpec
+
+_ACCELERATED_BYTES = 4096  # of parameters, which the accelerator copies to its stack
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,13 @@ class PreparedLaunch:
         self.plan = plan
         self.function = kernel.function
         self.inputs = tuple(_input(plan, name, names.index(value)) for name, value in plan.inputs.items())
+
+    def config_on(self, stream: int) -> Any:
+        """A CUlaunchConfig on a stream; it keeps what it refers to alive."""
+        plan = self.plan
+        config = launch_config(plan.grid, plan.block, plan.shared_bytes, plan.attributes)
+        config.stream = stream
+        return config
 
     def record_of(self, parameters: bytes, stream: int) -> LaunchRecord:
         """What the history keeps of one launch."""
@@ -78,7 +88,6 @@ def send_lines(
         profiled: call ``enter`` and ``leave`` of a profiler around each launch.
     """
     parts = block_parts(launches, written)
-    kept = "".join(f"{'None' if number in written else value}, " for number, value in enumerate(values))
     lines = [
         f"_key = {key}",
         "try:",
@@ -87,7 +96,7 @@ def send_lines(
         "except LookupError:",
         *(f"    {line}" for line in refusal),
         "    _pool = pool_of(_key)",
-        f"    _block = new_block({stream}, ({kept}))",
+        f"    _block = new_block({stream}, ({_unwritten(values, written)}))",
         f"{''.join(f'{part}, ' for part in parts)}_kept = _block",
         *late,
     ]
@@ -109,6 +118,50 @@ def send_lines(
         lines.append(f"record((launch{number}, bytes{number}(), {stream}))")
         lines += _call(number, stream, elsewhere, profiled=profiled)
     return [*lines, "_pool.append(_block)"]
+
+
+def can_accelerate(launches: Sequence[PreparedLaunch], written: Collection[int]) -> bool:
+    """Whether the accelerator can write what is written at each call, which descriptors are not."""
+    moving = (item for launch in launches for item in launch.inputs if item.value in written)
+    sizes = (launch.plan.layout.size for launch in launches)
+    return all(item.spec is None for item in moving) and max(sizes) <= _ACCELERATED_BYTES
+
+
+def accelerated_lines(
+    launches: Sequence[PreparedLaunch],
+    values: Sequence[str],
+    *,
+    written: Collection[int],
+    key: str,
+    stream: str,
+    elsewhere: str,
+    refusal: Sequence[str] = (),
+    late: Sequence[str] = (),
+) -> list[str]:
+    """The lines of ``send_lines`` with the accelerator, whose senders need no lock and no block for each call."""
+    given, sends = ", ".join(values), list[str]()
+    for number, launch in enumerate(launches):
+        moving = (values[item.value] for item in launch.inputs if item.value in written)
+        sends.append(f"_send{number}({', '.join(moving)})")
+    return [
+        f"_key = {key}",
+        "_senders = pools.get(_key)",
+        "if _senders is None:",
+        *(f"    {line}" for line in refusal),
+        f"    _senders = senders_of(_key, {stream}, ({_unwritten(values, written)}))",
+        f"{''.join(f'_send{number}, ' for number in range(len(launches)))}= _senders",
+        *late,
+        "try:",
+        f"    _code = {' or '.join(sends)}",
+        "except (TypeError, ValueError, OverflowError) as error:",
+        f"    raise unfit(error, ({given},)) from error",
+        f"if _code and again({stream}, {given}):",
+        f"    {elsewhere}",
+    ]
+
+
+def _unwritten(values: Sequence[str], written: Collection[int]) -> str:
+    return "".join(f"{'None' if number in written else value}, " for number, value in enumerate(values))
 
 
 def fixed_lines(launches: Sequence[PreparedLaunch], stream: str, elsewhere: str, *, profiled: bool) -> list[str]:

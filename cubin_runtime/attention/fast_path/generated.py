@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...kernels.native.problem import LOG2_E
 from ...launch.semaphore_workspace import SemaphoreWorkspace
@@ -12,24 +12,13 @@ from ...launch.workspace import Workspace
 from ...tensor import TensorView
 from .guards import GuardedTensor, address_conditions, conditions, guarded
 from .notes import Launched, Notes
-from .options import Signature, is_immutable, record_use
+from .options import Form, Signature, is_immutable, record_use
 
 MISS = object()  # what a fast path gives for a call that is not alike
 _CONSTANT = ("n_", "regions_at(")  # values that are the same for all calls of one key
 _SCALE_LIMIT, _SMALLEST_SCALE = 2.0**127, 2.0**-127  # of subnormal numbers, different multiples are equal
 _FIXED = (str, int, float)
 _WORKSPACES = (Workspace, SemaphoreWorkspace)
-
-
-class Form(NamedTuple):
-    """How the function is called: its name and parameters, the parameters that have their defaults wherever ``tests``
-    hold, and the statement for a call that is not alike."""
-
-    name: str
-    head: str
-    unset: frozenset[str] = frozenset()
-    tests: tuple[str, ...] = ()
-    unlike: str = "return MISS"
 
 
 class _Unlike(Exception):
@@ -81,10 +70,8 @@ class _Writer:
         made = [self._guarded(f"made{number}", item.tensor) for number, item in enumerate(self.notes.made)]
         known = [*self.tensors, *made]
         related: set[str] = set()
-        values = [
-            self._value(name, value, known, related)
-            for name, value in zip(launched.names, launched.values, strict=True)
-        ]
+        noted = zip(launched.names, launched.values, strict=True)
+        values = [self._value(name, value, known, related) for name, value in noted]
         if launched.apart:
             one, other = (launched.names.index(name) for name in launched.apart)
             equal = launched.values[one] == launched.values[other]
@@ -100,23 +87,21 @@ class _Writer:
         lines += self._refusal(conditions(self.tensors, self.scope))
         lines += reads + self._refusal([*address_conditions(moving, signature.memory, self.scope), *sorted(related)])
         lines += [*self._stream("stream" in given), *self._regions()]
-        resident = [item for item in used if item not in moving]
-        refusal = self._refusal(address_conditions(resident, signature.memory, self.scope))
+        resident = address_conditions([item for item in used if item not in moving], signature.memory, self.scope)
         sending, scope = launched.prepared.sending(
             values,
             written=written,
             key=f"(handle, {', '.join(keyed)})" if keyed else "handle",
             stream="handle",
             elsewhere=self.form.unlike,
-            refusal=[line[4:] for line in refusal],
+            refusal=[line[4:] for line in self._refusal(resident)],
             late=self._made(made),
         )
         self.scope |= scope
         lines += [f"    {line}" for line in sending]
         if "stream" in given:
             lines += self._recorded(made)
-        lines += [f"    return {self._result(result)}", ""]
-        return "\n".join(lines), self.scope
+        return "\n".join([*lines, f"    return {self._result(result)}", ""]), self.scope
 
     def _argument(self, name: str, value: Any) -> None:
         """What must hold for an argument, or what varies with it."""

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 from ...launch.compiled import compiled
 from ..process import default, default_runtime
 from ..torch_ops import TorchOp, is_intercepted
-from .generated import MISS, Form, fast_path
+from .generated import MISS, fast_path
 from .notes import active, taking_notes
-from .options import Signature, note_use
+from .options import Form, Signature, note_use
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 DEFAULT_RUNTIME = "default.runtime or default_runtime()"

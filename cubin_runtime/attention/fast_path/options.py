@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...launch.streams import stream_handle
 from .guards import is_plain
@@ -25,6 +25,17 @@ class Signature:
     bound: str = "max_seq_len"
     memory: frozenset[str] = frozenset()
     contents: tuple[str, ...] = ()
+
+
+class Form(NamedTuple):
+    """How the function is called: its name and parameters, the parameters that have their defaults wherever ``tests``
+    hold, and the statement for a call that is not alike."""
+
+    name: str
+    head: str
+    unset: frozenset[str] = frozenset()
+    tests: tuple[str, ...] = ()
+    unlike: str = "return MISS"
 
 
 def is_immutable(value: Any) -> bool:

@@ -17,6 +17,7 @@ from standin_build import StandIn
 from cubin_runtime import Config
 from cubin_runtime.attention import Runtime
 from cubin_runtime.kernels.trtllm_gen.params import KERNEL_PARAMS
+from cubin_runtime.launch import accelerator
 
 operator_function_module = sys.modules["cubin_runtime.attention.fast_path.operator_function"]
 SIZES = ((128, 128), (576, 512), (192, 128))
@@ -25,6 +26,16 @@ SIZES = ((128, 128), (576, 512), (192, 128))
 def is_used(row: Any) -> bool:
     sizes = (row["head_dim_qk"], row["head_dim_v"]) in SIZES and row["tokens_per_page"] in (0, 32, 64)
     return sizes and row["dtype_o"] == "bf16" and not row["skips_softmax"]
+
+
+@pytest.fixture(params=["ctypes", "accelerator"])
+def sending(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What sends the launches of fast paths."""
+    if request.param == "ctypes":
+        monkeypatch.setattr("cubin_runtime.launch.prepared.sender", lambda: None)
+    elif accelerator.sender() is None:
+        pytest.skip("cubin_runtime_accelerator is not installed: pip install ./accelerator")
+    return str(request.param)
 
 
 @pytest.fixture(scope="session")
@@ -47,6 +58,7 @@ def runtime(
     config: Config,
     standin: StandIn,
     memory: NotingMemory,
+    sending: str,
     capability: tuple[int, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Runtime]:

@@ -1,0 +1,208 @@
+// One launch of a plan: the parameters that change are written into a copy of the others, and the driver is called.
+// What cubin_runtime/launch/run_source.py writes in Python for each launch is here one call; the two are tested alike.
+
+#define Py_LIMITED_API 0x030A0000
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <stdint.h>
+#include <string.h>
+
+enum { ABI = 1, MOST_BYTES = 4096, MOST_FIELDS = 64, ALIGNMENT = 128 };
+
+typedef int (*LaunchKernelEx)(const void *config, void *function, void **parameters, void **extra);
+
+typedef struct {
+  uint32_t offset;
+  char code;  // as in Python's struct module
+} Field;
+
+typedef struct {
+  PyObject_HEAD
+  LaunchKernelEx call;
+  const void *config;  // a CUlaunchConfig, which nobody writes
+  void *function;
+  PyObject *launch, *stream, *record, *tick, *kept;
+  Py_ssize_t size, count;
+  unsigned char *parameters;
+  Field fields[MOST_FIELDS];
+} Sender;
+
+static int size_of(char code) {
+  switch (code) {
+    case 'Q':
+    case 'q':
+      return 8;
+    case 'i':
+    case 'I':
+    case 'f':
+      return 4;
+    default:
+      return 0;
+  }
+}
+
+static int write_integer(unsigned char *at, char code, PyObject *value) {
+  if (code == 'Q') {
+    unsigned long long word = PyLong_AsUnsignedLongLong(value);
+    if (word == (unsigned long long)-1 && PyErr_Occurred()) return -1;
+    memcpy(at, &word, 8);
+    return 0;
+  }
+  long long word = PyLong_AsLongLong(value);
+  if (word == -1 && PyErr_Occurred()) return -1;
+  if ((code == 'i' && word != (int32_t)word) || (code == 'I' && word != (uint32_t)word)) {
+    PyErr_SetString(PyExc_OverflowError, "the number does not fit its field");
+    return -1;
+  }
+  memcpy(at, &word, code == 'q' ? 8 : 4);  // little-endian, as the device
+  return 0;
+}
+
+static int write_float(unsigned char *at, PyObject *value) {
+  double given = PyFloat_AsDouble(value);
+  if (given == -1.0 && PyErr_Occurred()) return -1;
+  float word = (float)given;  // infinity beyond its range, as of a memoryview
+  memcpy(at, &word, 4);
+  return 0;
+}
+
+static PyObject *note(const Sender *self, const unsigned char *parameters) {
+  PyObject *bytes = PyBytes_FromStringAndSize((const char *)parameters, self->size);
+  if (bytes == NULL) return NULL;
+  PyObject *entry = PyTuple_Pack(3, self->launch, bytes, self->stream);
+  Py_DECREF(bytes);
+  if (entry == NULL) return NULL;
+  PyObject *done = PyObject_CallFunctionObjArgs(self->record, entry, NULL);
+  Py_DECREF(entry);
+  if (done == NULL) return NULL;
+  Py_DECREF(done);
+  return PyObject_CallNoArgs(self->tick);
+}
+
+static PyObject *send(PyObject *object, PyObject *const *values, Py_ssize_t count) {
+  const Sender *self = (const Sender *)object;
+  if (count != self->count) {
+    return PyErr_Format(PyExc_TypeError, "send: %zd values, expected %zd", count, self->count);
+  }
+  _Alignas(ALIGNMENT) unsigned char parameters[MOST_BYTES];  // its own, so that threads need no lock
+  memcpy(parameters, self->parameters, (size_t)self->size);
+  for (Py_ssize_t i = 0; i < count; i++) {
+    const Field *field = &self->fields[i];
+    unsigned char *at = parameters + field->offset;
+    if (field->code == 'f' ? write_float(at, values[i]) : write_integer(at, field->code, values[i])) return NULL;
+  }
+  PyObject *noted = note(self, parameters);
+  if (noted == NULL) return NULL;
+  Py_DECREF(noted);
+  void *pointers[1] = {parameters};
+  int code;
+  Py_BEGIN_ALLOW_THREADS  // a full queue waits
+  code = self->call(self->config, self->function, pointers, NULL);
+  Py_END_ALLOW_THREADS
+  return PyLong_FromLong(code);
+}
+
+static int set_fields(Sender *self, PyObject *fields) {
+  Py_ssize_t count = PyTuple_Size(fields);
+  if (count < 0) return -1;
+  if (count > MOST_FIELDS) {
+    PyErr_Format(PyExc_ValueError, "fields: %zd, expected at most %d", count, MOST_FIELDS);
+    return -1;
+  }
+  for (Py_ssize_t i = 0; i < count; i++) {
+    Py_ssize_t offset;
+    int code;
+    if (!PyArg_ParseTuple(PyTuple_GetItem(fields, i), "nC", &offset, &code)) return -1;
+    int bytes = code < 128 ? size_of((char)code) : 0;
+    if (bytes == 0 || offset < 0 || offset + bytes > self->size) {
+      PyErr_Format(PyExc_ValueError, "fields: %c at %zd of %zd bytes", code, offset, self->size);
+      return -1;
+    }
+    self->fields[i] = (Field){(uint32_t)offset, (char)code};
+  }
+  self->count = count;
+  return 0;
+}
+
+static PyObject *new_sender(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
+  static char *names[] = {"call",   "config", "function", "parameters", "fields", "launch",
+                          "stream", "record", "tick",     "kept",       NULL};
+  unsigned long long call, config, function;
+  const char *parameters;
+  Py_ssize_t size;
+  PyObject *fields, *launch, *stream, *record, *tick, *kept;
+  if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "KKKy#O!OOOOO", names, &call, &config, &function, &parameters,
+                                   &size, &PyTuple_Type, &fields, &launch, &stream, &record, &tick, &kept)) {
+    return NULL;
+  }
+  if (size > MOST_BYTES) {
+    return PyErr_Format(PyExc_ValueError, "parameters: %zd bytes, expected at most %d", size, MOST_BYTES);
+  }
+  allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+  Sender *self = (Sender *)allocate(type, 0);
+  if (self == NULL) return NULL;
+  self->call = (LaunchKernelEx)(uintptr_t)call;
+  self->config = (const void *)(uintptr_t)config;
+  self->function = (void *)(uintptr_t)function;
+  self->size = size;
+  self->parameters = PyMem_Malloc(size ? (size_t)size : 1);
+  if (self->parameters == NULL || set_fields(self, fields)) {
+    if (self->parameters == NULL) PyErr_NoMemory();
+    Py_DECREF((PyObject *)self);
+    return NULL;
+  }
+  memcpy(self->parameters, parameters, (size_t)size);
+  self->launch = Py_NewRef(launch);
+  self->stream = Py_NewRef(stream);
+  self->record = Py_NewRef(record);
+  self->tick = Py_NewRef(tick);
+  self->kept = Py_NewRef(kept);
+  return (PyObject *)self;
+}
+
+static void free_sender(PyObject *object) {
+  Sender *self = (Sender *)object;
+  PyTypeObject *type = Py_TYPE(object);
+  Py_XDECREF(self->launch);
+  Py_XDECREF(self->stream);
+  Py_XDECREF(self->record);
+  Py_XDECREF(self->tick);
+  Py_XDECREF(self->kept);
+  PyMem_Free(self->parameters);
+  freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+  release(object);
+  Py_DECREF((PyObject *)type);
+}
+
+static PyMethodDef methods[] = {
+    {"send", (PyCFunction)(void (*)(void))send, METH_FASTCALL, "send(*values): launch; the driver's CUresult."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot slots[] = {
+    {Py_tp_doc, "One launch of a plan, of which some parameters are given at each call."},
+    {Py_tp_new, new_sender},
+    {Py_tp_dealloc, free_sender},
+    {Py_tp_methods, methods},
+    {0, NULL},
+};
+
+static PyType_Spec sender = {"cubin_runtime_accelerator.Sender", sizeof(Sender), 0, Py_TPFLAGS_DEFAULT, slots};
+
+static int start(PyObject *module) {
+  PyObject *type = PyType_FromSpec(&sender);
+  if (type == NULL) return -1;
+  int failed = PyModule_AddIntConstant(module, "ABI", ABI) || PyModule_AddObjectRef(module, "Sender", type);
+  Py_DECREF(type);
+  return failed ? -1 : 0;
+}
+
+static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, start}, {0, NULL}};
+
+static struct PyModuleDef module = {
+    PyModuleDef_HEAD_INIT, "cubin_runtime_accelerator", "Launches of cubin_runtime in C.", 0, NULL, module_slots,
+    NULL, NULL, NULL,
+};
+
+PyMODINIT_FUNC PyInit_cubin_runtime_accelerator(void) { return PyModuleDef_Init(&module); }

@@ -1,0 +1,8 @@
+"""One extension module for every Python from 3.10 on."""
+
+from setuptools import Extension, setup
+
+extension = Extension(
+    "cubin_runtime_accelerator", ["sender.c"], py_limited_api=True, extra_compile_args=["-O2", "-std=c11", "-Wall"]
+)
+setup(ext_modules=[extension], packages=[], options={"bdist_wheel": {"py_limited_api": "cp310"}})

@@ -1,0 +1,156 @@
+"""The optional accelerator beside the lines of Python that it stands for."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from examples import DIGEST, LAYOUT, SYMBOL, cubin, kernel_facts, needs, plan
+from standin_build import StandIn
+
+from cubin_runtime.errors import UsageError
+from cubin_runtime.launch import accelerator
+from cubin_runtime.launch.compiled import compiled
+from cubin_runtime.launch.driver import Driver
+from cubin_runtime.launch.modules import ModuleCache
+from cubin_runtime.launch.prepared import PreparedLaunches
+
+needs_accelerator = pytest.mark.skipif(
+    accelerator.sender() is None, reason="cubin_runtime_accelerator is not installed: pip install ./accelerator"
+)
+NAMES = ("out", "batch", "scale")
+Send = Callable[..., Any]
+
+
+def send(prepared: PreparedLaunches, make: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Send, str]:
+    """A function of the stream and the values, and its source."""
+    monkeypatch.setattr("cubin_runtime.launch.prepared.sender", lambda: make)
+    given = ", ".join(NAMES)
+    lines, scope = prepared.sending(NAMES, written={0, 1, 2}, key="stream", stream="stream", elsewhere="return 'else'")
+    source = "\n".join([f"def send(stream, {given}):", *(f"    {line}" for line in lines), ""])
+    return compiled("send", source, scope), source
+
+
+@pytest.fixture
+def prepared(driver: Driver, standin: StandIn, context: int) -> PreparedLaunches:
+    standin.add_kernel(SYMBOL, (LAYOUT.size,))
+    cache = ModuleCache(driver, parse=lambda _: cubin(facts=kernel_facts()))
+    kernel = cache.kernel(context, DIGEST, SYMBOL, lambda: b"", needs(dynamic_shared_bytes=200000))
+    made = plan(inputs={"out": "out", "batch": "batch", "scale": "scale"})
+    return PreparedLaunches([made], [kernel], driver, NAMES)
+
+
+@needs_accelerator
+@pytest.mark.parametrize(
+    "values", [(0, 0, 0.0), (2**64 - 1, -1, -1.5), (1 << 47, 2**31 - 1, float("inf")), (5, 6, 7), (1, 1, 1e39)]
+)
+def test_both_send_the_same_launch(
+    prepared: PreparedLaunches, standin: StandIn, monkeypatch: pytest.MonkeyPatch, values: tuple[Any, ...]
+) -> None:
+    found = []
+    for make in (None, accelerator.sender()):
+        call, source = send(prepared, make, monkeypatch)
+        assert ("senders_of" in source) == (make is not None)
+        call(0x5007, *values)
+        call(0x5007, *values)
+        found += [launch.seen for launch in standin.calls("cuLaunchKernelEx")[-2:]]
+    assert found[0]["stream"] == "0x5007"
+    assert all(seen == found[0] for seen in found)
+
+
+@needs_accelerator
+@pytest.mark.parametrize(
+    "values", [(-1, 1, 1.0), (2**64, 1, 1.0), (1, 2**31, 1.0), ("a", 1, 1.0), (1, 1.5, 1.0), (1, 1, None)]
+)
+def test_values_that_do_not_fit_are_refused_by_both_before_anything_is_sent(
+    prepared: PreparedLaunches, standin: StandIn, monkeypatch: pytest.MonkeyPatch, values: tuple[Any, ...]
+) -> None:
+    for make in (None, accelerator.sender()):
+        call, _ = send(prepared, make, monkeypatch)
+        with pytest.raises(UsageError, match=f"launch of {plan().kernel} with out="):
+            call(0, *values)
+    assert standin.calls("cuLaunchKernelEx") == []
+
+
+@needs_accelerator
+def test_launches_are_recorded_and_counted(
+    prepared: PreparedLaunches, driver: Driver, context: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, _ = send(prepared, accelerator.sender(), monkeypatch)
+    for batch in range(3):
+        call(0x5007, 16, batch, 1.0)
+    history = driver.history(context)
+    assert history.launches == 3
+    assert [LAYOUT.unpack(record.parameters)["batch"] for record in history.records()] == [0, 1, 2]
+    assert {record.stream for record in history.records()} == {0x5007}
+
+
+@needs_accelerator
+def test_a_refusal_of_the_driver_is_explained(
+    prepared: PreparedLaunches, standin: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, _ = send(prepared, accelerator.sender(), monkeypatch)
+    call(0, 16, 1, 1.0)
+    standin.fail("cuLaunchKernelEx", 700)
+    with pytest.raises(Exception, match="700") as caught:
+        call(0, 16, 2, 1.0)
+    assert len(caught.value.launches) >= 2  # type: ignore[attr-defined]
+
+
+@needs_accelerator
+def test_threads_do_not_mix_their_parameters(
+    prepared: PreparedLaunches, standin: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, _ = send(prepared, accelerator.sender(), monkeypatch)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+
+        def run(first: int) -> None:
+            for number in range(first, first + 100):
+                call(0x5000, number, number, float(number))
+
+        threads = [threading.Thread(target=run, args=(1 + 100 * index,)) for index in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    seen = [LAYOUT.unpack(bytes.fromhex(c.seen["parameter0"])) for c in standin.calls("cuLaunchKernelEx")]
+    assert sorted(values["batch"] for values in seen) == list(range(1, 601))
+    assert all(values["out"] == values["batch"] == values["scale"] for values in seen)
+
+
+@needs_accelerator
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"fields": ((0, "d"),)}, "fields"),
+        ({"fields": ((9, "Q"),)}, "fields"),
+        ({"fields": ((-8, "Q"),)}, "fields"),
+        ({"fields": ((0, "Q"),) * 65}, "fields"),
+        ({"parameters": bytes(4097)}, "parameters"),
+    ],
+)
+def test_senders_that_would_write_elsewhere_cannot_be_made(change: dict[str, Any], match: str) -> None:
+    make = accelerator.sender()
+    assert make is not None
+    given = {"call": 0, "config": 0, "function": 0, "parameters": bytes(16), "fields": ((8, "Q"),), "launch": None}
+    given |= {"stream": 0, "record": print, "tick": print, "kept": None}
+    with pytest.raises(ValueError, match=match):
+        make(**given | change)
+    with pytest.raises(TypeError, match="2 values, expected 1"):
+        make(**given).send(1, 2)
+
+
+def test_an_accelerator_of_another_abi_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = type(sys)("cubin_runtime_accelerator")
+    module.ABI, module.Sender = 2, print  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cubin_runtime_accelerator", module)
+    assert accelerator.sender() is None
+    module.ABI = 1  # type: ignore[attr-defined]
+    assert accelerator.sender() is print
