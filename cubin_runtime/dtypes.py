@@ -28,6 +28,7 @@ _TABLE = (
     DType("float8_e4m3fn", "e4m3", 1, "uint8", 2),
     DType("float32", "fp32", 4, "float32"),
     DType("float64", "fp64", 8, "float64"),
+    DType("bool", "bool", 1, "uint8"),
     DType("int8", "int8", 1, "uint8"),
     DType("uint8", "uint8", 1, "uint8"),
     DType("int16", "int16", 2, "uint16"),

@@ -238,6 +238,37 @@ def _streaming_read(sm: str) -> Variant:
     )
 
 
+# Dtypes of new keys and values, and of the caches where those are others: quantised, else copied.
+_APPEND_DTYPES = (None, ("bf16", "e4m3"), ("fp16", "e4m3"))
+
+
+def _append_kv(sm: str, dtypes: tuple[str, str] | None) -> Variant:
+    return Variant(
+        source="append/append_kv.cu",
+        symbol=f"append_kv_{'_to_'.join(dtypes) if dtypes else 'copy'}",
+        sm=sm,
+        operation="append_kv",
+        struct="AppendKvParams",
+        traits={"quantise": f"{dtypes[0]} to {dtypes[1]}" if dtypes else ""},
+        defines={"QUANTISE": int(dtypes is not None), "SOURCE_FP16": int(dtypes is not None and dtypes[0] == "fp16")},
+    )
+
+
+_MERGE_DTYPES = ("bf16", "fp16", "fp32")
+
+
+def _merge_states(sm: str, dtype: str) -> Variant:
+    return Variant(
+        source="merge/merge_states.cu",
+        symbol=f"merge_states_{dtype}",
+        sm=sm,
+        operation="merge_states",
+        struct="MergeStatesParams",
+        traits={"dtype": dtype},
+        defines={"VALUES_TYPE": _MERGE_DTYPES.index(dtype)},
+    )
+
+
 _MLA_TILE_TOKENS = 64
 # Pipeline stages of the kernels for few rows: as many as fit into 227 KB of shared memory.
 _FEW_ROWS_STAGES = {("bf16", 512): 3, ("bf16", 256): 5, ("e4m3", 512): 5, ("e4m3", 256): 9}
@@ -330,4 +361,6 @@ VARIANTS: tuple[Variant, ...] = (
     _streaming_read("90a"),
     *(variant for latent in (512, 256) for variant in _mla_variants(latent)),
     *_prefill_variants(),
+    *(_append_kv("90a", dtypes) for dtypes in _APPEND_DTYPES),
+    *(_merge_states("90a", dtype) for dtype in _MERGE_DTYPES),
 )

@@ -45,16 +45,19 @@ _NATIVE_DECODE = Support(
     measured=frozenset({(9, 0)}),
     built=frozenset({(8, 0), (8, 6), (8, 9), (10, 0), (10, 3), (12, 0), (12, 1)}),
 )
-_NATIVE_MLA = Support(measured=frozenset({(9, 0)}))
+_NATIVE_MLA = _NATIVE_COPYING = Support(measured=frozenset({(9, 0)}))
 _NATIVE_PREFILL = Support(measured=frozenset({(9, 0)}))
 _TRTLLM_GEN = {TRTLLM_GEN: Support(published=frozenset({(10, 0), (10, 3)}))}
 
+_NO_ATTENTION = ("append_kv", "merge_states")  # which no operator of attention is told to try
 
 # Operator -> backend -> where it runs. `auto` takes measured and published entries only.
 TABLE: Mapping[str, Mapping[str, Support]] = {
     "paged_decode": {HOPPER: _NATIVE_DECODE},
     "mla_decode": {HOPPER: _NATIVE_MLA},
     "context_attention": {HOPPER: _NATIVE_PREFILL},
+    "append_kv": {HOPPER: _NATIVE_COPYING},
+    "merge_states": {HOPPER: _NATIVE_COPYING},
     "xqa": {XQA: _NATIVE_DECODE},
     "xqa_mla": {XQA: _NATIVE_MLA},
     "xqa_batch_decode_with_kv_cache": {XQA: _NATIVE_DECODE},
@@ -103,7 +106,7 @@ def find_backend(operator: str, backend: str, device: DeviceFacts) -> str:
         f"{other} (backend {name!r})"
         for other, known in TABLE.items()
         for name, support in known.items()
-        if other != operator and device.capability in support.automatic
+        if other not in (operator, *_NO_ATTENTION) and device.capability in support.automatic
     ]
     instead = f"; there is {', '.join(here)}" if here else ""
     raise BackendError(f"{operator} on {_words(device)}: no backend runs there ({everywhere}){instead}")

@@ -13,18 +13,17 @@ from .fast_path.guards import conditions, guarded
 from .operator_plan import AnyWorkspace, check_workspace
 
 if TYPE_CHECKING:
-    from .decode_operator import DecodePlan
-
-_NUMBERS = ("softmax_scale", "output_scale", "max_seq_len")
+    from .step_plan import StepPlan
 
 
-def bind_step(plan: DecodePlan, arguments: dict[str, Any], workspace: AnyWorkspace | None, stream: Any) -> BoundStep:
+def bind_step(plan: StepPlan, arguments: dict[str, Any], workspace: AnyWorkspace | None, stream: Any) -> BoundStep:
     """``plan.bind``; the dict is this function's own."""
     names = [arg.name for arg in plan.operator.tensors]
+    known = dict.fromkeys((*names, *plan.operator.number_arguments))
     for name in arguments:
-        if name not in (*names, *_NUMBERS):
-            raise UsageError(f"{name}: expected one of {', '.join((*names, _NUMBERS[2]))}")
-    given = {name: arguments.get(name) for name in _NUMBERS}
+        if name not in known:
+            raise UsageError(f"{name}: expected one of {', '.join(known)}")
+    given = {name: arguments.get(name) for name in plan.operator.number_arguments}
     numbers = plan.numbers_of(given)  # which leaves the scales that are tensors
     tensors = {name: given.get(name, value) for name, value in arguments.items() if name in names}
     addresses = plan.addresses_of(tensors)
@@ -45,16 +44,16 @@ class BoundStep:
 
     def __init__(
         self,
-        plan: DecodePlan,
+        plan: StepPlan,
         arguments: Mapping[str, Any],
         addresses: Mapping[str, int],
-        numbers: tuple[int, float, float],
+        numbers: tuple[Any, ...],
         workspace: AnyWorkspace,
         stream: int,
         kept: object,
     ) -> None:
         """``addresses`` are those of the bound tensors by name; ``kept`` is held with them."""
-        self._plan: DecodePlan | None = plan
+        self._plan: StepPlan | None = plan
         self._bound = dict(arguments)
         self._addresses = addresses
         self._numbers = numbers
@@ -125,7 +124,7 @@ class BoundStep:
         plan = self._plan
         if plan is None:
             raise UsageError("step: the bound step is closed")
-        names = (*(arg.name for arg in plan.operator.tensors), *_NUMBERS)
+        names = (*(arg.name for arg in plan.operator.tensors), *plan.operator.number_arguments)
         given = zip((arg.name for arg in self._free), tensors, strict=True)
         own = {"workspace": self._workspace, "stream": self._stream}
         plan.run_step({**dict.fromkeys(names), **self._bound, **dict(given), **own})

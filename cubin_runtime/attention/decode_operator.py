@@ -16,16 +16,16 @@ from ..launch.driver import DeviceFacts
 from ..launch.streams import stream_handle
 from ..tensor import is_torch, view_of
 from .backends import resolve_backend
-from .bound_step import BoundStep, bind_step
 from .checks import check_switches, check_words, integer
 from .decode_call import MAX_Q_LEN, DecodeCall, DecodeOptions, check_query_bounds
 from .fast_path import note_launch
 from .operator import Given, Operator
-from .operator_plan import AnyWorkspace, OperatorPlan, check_workspace
+from .operator_plan import check_workspace
 from .process import default_runtime
 from .recording import record, recording
 from .runtime import NativeRelease, Runtime
 from .scales import split_scale
+from .step_plan import StepPlan
 from .torch_ops import RUNTIME_SCRATCH, TORCH_SCRATCH, scratch_of_torch
 
 if TYPE_CHECKING:
@@ -62,38 +62,15 @@ class DecodeOperator(Operator):
     max_queries: int | None = MAX_Q_LEN
 
 
-class DecodePlan(OperatorPlan):
+class DecodePlan(StepPlan):
     """A decode for one set of shapes, strides and options."""
 
     options: DecodeOptions
 
-    def run_step(self, arguments: dict[str, Any]) -> None:
-        """A run by the arguments of ``run``, by name; the dict is this function's own."""
-        numbers = self.numbers_of(arguments)
-        addresses = self.addresses(arguments)
-        launched = self.launch(addresses, numbers, arguments["workspace"], self.stream_of(arguments["stream"]))
-        note_launch(launched if self.of_torch else launched._replace(memory=None))
-
-    def bind(self, *, workspace: AnyWorkspace | None = None, stream: Any = None, **arguments: Any) -> BoundStep:
-        """Bind some of ``run``'s arguments for one stream: a step then takes the other tensors.
-
-        What is bound is checked here and kept alive until ``close``; it must stay where it is and as it is. A layer of
-        a model binds its caches, a loop over fixed buffers everything::
-
-            layer = plan.bind(k_cache=k, v_cache=v, stream=stream)
-            layer.step(q, page_table, seq_lens, out)
-
-        Args:
-            workspace: as for ``run``; None: memory of its own, cleared on ``stream``.
-            stream: as for ``run``; None: the stream that a run without one would take now.
-            arguments: tensors, scales and ``max_seq_len`` by the names of ``run``; numbers that are left out are the
-                plan's.
-
-        Raises:
-            UsageError: a name is not one of ``run``'s, or a value not what was planned.
-            WorkspaceError, DeviceError: as ``run``.
-        """
-        return bind_step(self, arguments, workspace, stream)
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """As ``OperatorPlan``."""
+        return 0, self.options.max_seq_len
 
     def numbers_of(self, arguments: dict[str, Any]) -> tuple[int, float, float]:
         """The numbers of a run by its arguments, the plan's where it has none; scales on the device stay there."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..dtypes import ITEM_BYTES
 from ..errors import UsageError
+from ..kernels.native.problem import NUMBERS
 from ..tensor import TensorSpec, TensorView, view_of
 from .checks import check_dtype
 
@@ -141,10 +142,23 @@ class CallTensors:
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """An operator: its name, and its tensors in the order in which everything lists them; that of ``q`` is first."""
+    """An operator: its name, and its tensors in the order in which everything lists them; the first gives the device.
+
+    A run takes some numbers beside them.
+    """
 
     name: str
     tensors: tuple[TensorArg, ...]
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        """What launch plans call them."""
+        return NUMBERS
+
+    @property
+    def number_arguments(self) -> tuple[str, ...]:
+        """The arguments that give them; those of scales may be tensors too."""
+        return "softmax_scale", "output_scale", "max_seq_len"
 
     @property
     def values(self) -> tuple[str, ...]:

@@ -10,8 +10,7 @@ from typing import Any
 
 from ..errors import DeviceError, UsageError
 from ..kernels.native.constants import StatusBit
-from ..kernels.native.launches import NativeLaunch
-from ..kernels.native.problem import NUMBERS
+from ..kernels.native.launches import STATUS, NativeLaunch
 from ..launch.driver import Driver
 from ..launch.plan import LaunchPlan
 from ..launch.prepared import OtherContextError, PreparedLaunches
@@ -30,8 +29,8 @@ _MAX_PLACES = 1024  # workspaces whose regions are remembered
 
 
 class ClampedInputError(DeviceError):
-    """A kernel met a length, page id or q_cu_seq_lens outside its bounds; it was clamped, so that run's output is not
-    attention."""
+    """A kernel met a length, page id, position or running sum outside its bounds; it was clamped or skipped, so that
+    run's output is not what was asked for."""
 
 
 def check_workspace(workspace: object) -> None:
@@ -66,7 +65,7 @@ class OperatorPlan:
         self.launches = tuple(launches)
         self.regions = tuple(dict.fromkeys(region for launch in self.launches for region in launch.regions))
         self._runtime = runtime
-        self.device = tensors["q"].device
+        self.device = tensors[operator.tensors[0].name].device
         self.of_torch = of_torch
         self._lock = threading.Lock()
         self.fast_paths: FastPaths = defaultdict(tuple)
@@ -78,6 +77,11 @@ class OperatorPlan:
     def driver(self) -> Driver:
         """The driver that it launches with."""
         return self._runtime.driver
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The least and the greatest bound on lengths that a call may give; the same where it gives none."""
+        return 0, 0
 
     @property
     def selections(self) -> tuple[Any, ...]:
@@ -154,7 +158,7 @@ class OperatorPlan:
     def launch(
         self,
         addresses: tuple[int, ...],
-        numbers: tuple[int, float, float],
+        numbers: tuple[Any, ...],
         workspace: AnyWorkspace | None,
         stream: int,
     ) -> Launched:
@@ -162,7 +166,7 @@ class OperatorPlan:
 
         Args:
             addresses: as ``addresses`` gives them.
-            numbers: the values of ``kernels.native.problem.NUMBERS``, checked.
+            numbers: the values of the operator's ``numbers``, checked.
             workspace: None: the plan's own on ``stream``, as ``prepare`` gives it.
             stream: an int handle.
 
@@ -191,11 +195,11 @@ class OperatorPlan:
         return Launched(
             prepared=prepared,
             values=values,
-            numbers=NUMBERS,
+            numbers=self.operator.numbers,
             context=context,
             device=self.device,
             memory=self._runtime.memory,
-            bounds=(0, self.options.max_seq_len),
+            bounds=self.bounds,
             scratch=Scratch(
                 held=self._pool.held if workspace is None else None,
                 default=(context, 0),
@@ -206,7 +210,7 @@ class OperatorPlan:
         )
 
     def bound_run(
-        self, addresses: Mapping[str, int], numbers: tuple[int, float, float], workspace: AnyWorkspace, stream: int
+        self, addresses: Mapping[str, int], numbers: tuple[Any, ...], workspace: AnyWorkspace, stream: int
     ) -> tuple[list[str], dict[str, Any]]:
         """Lines that launch on one stream with tensors at fixed ``addresses`` by name, 0 for what is left out, and what
         they refer to; ``v`` and its number is the address of another tensor. Errors as ``launch``."""
@@ -215,7 +219,7 @@ class OperatorPlan:
         of_tensors = zip(self.operator.values, self.operator.tensors, strict=True)
         fixed: dict[str, Any] = {value: addresses[arg.name] for value, arg in of_tensors if arg.name in addresses}
         fixed |= zip((region.name for region in self.regions), regions, strict=True)
-        fixed |= zip(NUMBERS, numbers, strict=True)
+        fixed |= zip(self.operator.numbers, numbers, strict=True)
         context = workspace.context or self.driver.context_on(self.device)
         return self._prepared_in(context, stream).bind(fixed, stream)
 
@@ -230,9 +234,11 @@ class OperatorPlan:
         """Wait for ``stream``, which the workspace belongs to, then read and clear the workspace's status word.
 
         Raises:
-            ClampedInputError: a run since the last check met a length, a page id or a q_cu_seq_lens outside its
-                bounds.
+            ClampedInputError: a run since the last check met a length, a page id, a position or a running sum outside
+                its bounds.
         """
+        if STATUS not in self.regions:
+            return
         driver, handle = self.driver, self.stream_of(stream)
         status = 0
         with driver.using(workspace.context or driver.context_on(self.device)):
@@ -256,7 +262,7 @@ class OperatorPlan:
         its = self.driver.context_device(context)
         if its != self.device:
             raise UsageError(f"workspace: on device {its}, the plan is for tensors on device {self.device}")
-        names = (*self.operator.values, *(region.name for region in self.regions), *NUMBERS)
+        names = (*self.operator.values, *(region.name for region in self.regions), *self.operator.numbers)
         made = PreparedLaunches(
             self.launch_plans(),
             [runtime.load(launch.selection.kernel, context, stream) for launch in self.launches],

@@ -16,7 +16,18 @@ from standin_build import StandIn
 from trtllm_calls import MadeUpMemory, context_arguments, decode_arguments, mla_arguments, ragged_arguments
 from xqa_calls import mla_batch_arguments, trtllm_arguments, xqa_arguments, xqa_batch_arguments
 
-from cubin_runtime.attention import Runtime, TensorView, mla_decode, paged_decode, plan_mla_decode, plan_paged_decode
+from cubin_runtime.attention import (
+    Runtime,
+    TensorView,
+    append_kv,
+    merge_states,
+    mla_decode,
+    paged_decode,
+    plan_append_kv,
+    plan_merge_states,
+    plan_mla_decode,
+    plan_paged_decode,
+)
 from cubin_runtime.attention.fast_path import note_made, suspend
 from cubin_runtime.compat import flashinfer
 from cubin_runtime.dtypes import ITEM_BYTES
@@ -184,6 +195,55 @@ def _latent_full(memory: MadeUpMemory) -> Arguments:
     )
 
 
+def _append(memory: MadeUpMemory, **changes: Any) -> Arguments:
+    given = {
+        "key": memory.tensor("bfloat16", 23, 8, 128),
+        "value": memory.tensor("bfloat16", 23, 8, 128),
+        "k_cache": memory.tensor("bfloat16", 100, 64, 8, 128),
+        "v_cache": memory.tensor("bfloat16", 100, 64, 8, 128),
+        "page_table": memory.tensor("int32", 4, 16),
+        "seq_lens": memory.tensor("int32", 4),
+        "cum_seq_lens": memory.tensor("int32", 5),
+    }
+    return {**given, **changes}
+
+
+def _append_quantised(memory: MadeUpMemory) -> Arguments:
+    caches = {name: memory.tensor("float8_e4m3fn", 100, 64, 8, 128) for name in ("k_cache", "v_cache")}
+    return _append(memory, **caches, k_scale=0.5, v_scale=memory.tensor("float32", 1))
+
+
+def _append_latent(memory: MadeUpMemory) -> Arguments:
+    cache = memory.tensor("bfloat16", 100, 64, 576)
+    return {
+        "key": memory.tensor("bfloat16", 23, 512),
+        "value": memory.tensor("bfloat16", 23, 64),
+        "k_cache": replace(cache, shape=(100, 64, 512)),
+        "v_cache": replace(cache, pointer=cache.pointer + 1024, shape=(100, 64, 64)),
+        "page_table": memory.tensor("int32", 300),
+        "page_indptr": memory.tensor("int32", 5),
+        "positions": memory.tensor("int32", 23),
+        "batch_indices": memory.tensor("int32", 23),
+    }
+
+
+def _merge(memory: MadeUpMemory, **changes: Any) -> Arguments:
+    given = {
+        "v": memory.tensor("bfloat16", 23, 3, 8, 128),
+        "s": memory.tensor("float32", 23, 3, 8),
+        "out": memory.tensor("float16", 23, 8, 128),
+        "lse": memory.tensor("float32", 23, 8),
+    }
+    return {**given, **changes}
+
+
+def _merge_in_place(memory: MadeUpMemory) -> Arguments:
+    v, s = memory.tensor("bfloat16", 23, 8, 128), memory.tensor("float32", 23, 8)
+    other = {"v_other": memory.tensor("bfloat16", 23, 8, 128), "s_other": memory.tensor("float32", 23, 8)}
+    more = {"sinks": memory.tensor("float32", 8), "mask": memory.tensor("uint8", 23), "lse_base": "e"}
+    return {"v": v, "s": s, "out": v, "lse": s, **other, **more}
+
+
 def _run_of(planned: Callable[..., Any], make: Callable[[MadeUpMemory], Arguments]) -> Callable[..., Call]:
     def call(memory: MadeUpMemory, runtime: Runtime) -> Call:
         given = make(memory)
@@ -219,6 +279,14 @@ ON_SM90: dict[str, Callable[[MadeUpMemory, Runtime], Call]] = {
     "plan.run with all tensors": _run_of(plan_paged_decode, _paged_full),
     "plan.run of two launches": _run_of(plan_paged_decode, _paged_ragged),
     "mla plan.run": _run_of(plan_mla_decode, _latent),
+    "append_kv": _call_of(append_kv, _append),
+    "append_kv that quantises": _call_of(append_kv, _append_quantised),
+    "append_kv of a latent cache": _call_of(append_kv, _append_latent),
+    "append plan.run": _run_of(plan_append_kv, _append_quantised),
+    "merge_states": _call_of(merge_states, _merge),
+    "merge_states without out": _call_of(merge_states, _merge, out=None),
+    "merge_states in place": _call_of(merge_states, _merge_in_place),
+    "merge plan.run": _run_of(plan_merge_states, _merge),
     "plain xqa": _call_of(flashinfer.xqa, xqa_arguments),
     "plain xqa_batch_decode": _call_of(flashinfer.xqa_batch_decode_with_kv_cache, xqa_batch_arguments),
     "plain xqa_batch_decode_mla": _call_of(flashinfer.xqa_batch_decode_with_kv_cache_mla, mla_batch_arguments),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from attention_examples import RELEASE_NAME, pin_release
+from copying_kernels import COPYING_VARIANTS
 
 from cubin_runtime.kernels.native.layouts import LAYOUTS
 from kernels_src.build import build
@@ -88,6 +90,11 @@ def build_stub_release(folder: Path) -> tuple[Path, Path]:
         (sources / family / "stub.cu").write_text(text)
     variants = [stub_variant(dtype, 128, rows) for dtype in ("bf16", "fp16", "e4m3") for rows in (8, 16)]
     variants += [stub_variant("bf16", 512, 8), stub_variant("bf16", 64, 64)]
+    for variant in COPYING_VARIANTS:
+        (sources / variant.source).parent.mkdir(exist_ok=True)
+        text = SOURCE.replace("PagedDecodeTmaParams", variant.struct).replace("p.batch", "p.tokens")
+        (sources / variant.source).write_text(re.sub(r"\*static_cast<int\*>.*", "__trap();", text))
+    variants += COPYING_VARIANTS
     types = (("bf16", "bf16"), ("e4m3", "bf16"), ("e4m3", "e4m3"))
     variants += [mla_stub_variant(*own, latent) for own in types for latent in (512, 256)]
     variants += [context_stub_variant("bf16", 128, soft_cap) for soft_cap in (False, True)]

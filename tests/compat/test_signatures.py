@@ -48,6 +48,18 @@ SIGNATURES = {
 }
 
 
+# What they compute of a token depends on no other, so they have no ``batch_invariant``.
+PLAIN_SIGNATURES = {
+    "append_paged_kv_cache": """append_key, append_value, batch_indices, positions, paged_kv_cache, kv_indices,
+        kv_indptr, kv_last_page_len, kv_layout='NHD'""",
+    "append_paged_mla_kv_cache": """append_ckv, append_kpe, batch_indices, positions, ckv_cache, kpe_cache, kv_indices,
+        kv_indptr, kv_last_page_len""",
+    "merge_state": "v_a, s_a, v_b, s_b",
+    "merge_state_in_place": "v, s, v_other, s_other, mask=None",
+    "merge_states": "v, s",
+}
+
+
 def stated(operator: Callable[..., Any]) -> str:
     """Parameters and defaults without annotations."""
     parameters = inspect.signature(operator).parameters.values()
@@ -58,6 +70,12 @@ def stated(operator: Callable[..., Any]) -> str:
 def test_parameters_and_defaults_are_those_of_the_peer(name: str) -> None:
     expected = " ".join(SIGNATURES[name].split())
     assert stated(getattr(flashinfer, name)).replace(" = ", "=") == f"{expected}, batch_invariant=False"
+
+
+@pytest.mark.parametrize("name", PLAIN_SIGNATURES)
+def test_operators_without_neighbours_have_the_peer_s_parameters_alone(name: str) -> None:
+    expected = " ".join(PLAIN_SIGNATURES[name].split())
+    assert stated(getattr(flashinfer, name)).replace(" = ", "=") == expected
 
 
 @pytest.mark.parametrize("name", SIGNATURES)

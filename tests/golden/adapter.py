@@ -31,7 +31,18 @@ from standin_build import StandIn
 from cubin_runtime import Config
 from cubin_runtime.artifacts.tables.metadata import HEADER_PATH
 from cubin_runtime.artifacts.tables.metadata_columns import COLUMNS
-from cubin_runtime.attention import Runtime, TensorView, mla_decode, paged_decode, plan_mla_decode, plan_paged_decode
+from cubin_runtime.attention import (
+    Runtime,
+    TensorView,
+    append_kv,
+    merge_states,
+    mla_decode,
+    paged_decode,
+    plan_append_kv,
+    plan_merge_states,
+    plan_mla_decode,
+    plan_paged_decode,
+)
 from cubin_runtime.attention.fast_path.notes import note_made, taking_notes
 from cubin_runtime.compat import flashinfer
 from cubin_runtime.errors import CubinRuntimeError
@@ -44,8 +55,18 @@ from kernels_src.variants import VARIANTS
 
 NATIVE, PUBLISHED = "hopper-golden", "trtllm-golden"
 ABIS = {NATIVE: "hopper-0.1.0", PUBLISHED: "trtllm-gen-0.6.13"}
-PLANNERS = {"plan_paged_decode": plan_paged_decode, "plan_mla_decode": plan_mla_decode}
-OPERATORS = {"paged_decode": paged_decode, "mla_decode": mla_decode}
+PLANNERS = {
+    "plan_paged_decode": plan_paged_decode,
+    "plan_mla_decode": plan_mla_decode,
+    "plan_append_kv": plan_append_kv,
+    "plan_merge_states": plan_merge_states,
+}
+OPERATORS = {
+    "paged_decode": paged_decode,
+    "mla_decode": mla_decode,
+    "append_kv": append_kv,
+    "merge_states": merge_states,
+}
 
 _KERNELS = Path(__file__).parents[1] / "data" / "trtllm_gen_kernels.json.xz"
 _ALLOCATED, _MADE, _SEMAPHORES, _SCRATCH = 0x10 << 40, 0x20 << 40, 0x30 << 40, 0x31 << 40

@@ -18,7 +18,18 @@ Tensor = dict[str, Any]
 Pair = tuple[tuple[str, str], ...]
 
 FP8 = "float8_e4m3fn"
-ITEM = {"bfloat16": 2, "float16": 2, FP8: 1, "float32": 4, "uint8": 1, "int8": 1, "int32": 4, "uint32": 4, "uint16": 2}
+ITEM = {
+    "bfloat16": 2,
+    "float16": 2,
+    FP8: 1,
+    "float32": 4,
+    "uint8": 1,
+    "int8": 1,
+    "int32": 4,
+    "uint32": 4,
+    "uint16": 2,
+    "bool": 1,
+}
 # Names of tensors -> their places in memory, no two of which are alike in their low bits.
 _NAMES = (
     "q", "k", "v", "out", "lse", "page_table", "seq_lens", "q_cu_seq_lens", "kv_cu_seq_lens", "mask", "sinks",

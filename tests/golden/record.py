@@ -2,7 +2,8 @@
 
 Run ``make artifacts`` first: the kernels' threads and shared memory come from what it built.
 
-The cases stay those of the file; ``--draw`` draws new ones first, after options changed (a minute).
+The cases stay those of the file; ``--draw`` draws new ones first, after options changed (a minute). ``--add`` keeps the
+file as it is, and draws cases for families that have none.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "launch"), str(HERE.parents[1])]
 
 import cases  # noqa: E402
+import copying_cases as copying  # noqa: E402
 import flashinfer_cases as flashinfer  # noqa: E402
 from adapter import Session, layouts_now  # noqa: E402
 from launches import FILE, differences, read, write  # noqa: E402
@@ -57,12 +59,16 @@ FAMILIES = {
     "reduced mla": Family(120, flashinfer.REDUCED_MLA_OPTIONS, flashinfer.published_mla, flashinfer.settle),
     "context": Family(150, flashinfer.CONTEXT_OPTIONS, flashinfer.context, flashinfer.settle),
     "ragged": Family(150, flashinfer.RAGGED_OPTIONS, flashinfer.ragged, flashinfer.settle),
+    "append": Family(150, copying.APPEND_OPTIONS, copying.append),
+    "merge": Family(80, copying.MERGE_OPTIONS, copying.merge),
 }
 
 
-def drawn(session: Session) -> Iterator[dict[str, Any]]:
-    """New cases with what came of them; of those refused in one way, a few."""
+def drawn(session: Session, kept: Collection[str] = ()) -> Iterator[dict[str, Any]]:
+    """New cases of all families but those ``kept``, with what came of them; of those refused in one way, a few."""
     for seed, (name, family) in enumerate(FAMILIES.items()):
+        if name in kept:
+            continue
         crossing = cases.Crossing(family.options, seed, family.settle)
         refusals: Counter[str] = Counter()
         count = 0
@@ -89,12 +95,17 @@ def main() -> None:
     """Write the file and say what it holds."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--draw", action="store_true", help="draw new cases")
+    parser.add_argument("--add", action="store_true", help="draw cases for new families alone")
     given = parser.parse_args()
-    before = [] if given.draw else list(read())[1:]
+    shared, *before = [{"layouts": {}, "sizes": {}}] if given.draw else list(read())
     layouts, sizes = layouts_now(), sizes_now()
+    if given.add:  # fields stay called as they were recorded
+        layouts, sizes = {**layouts, **shared["layouts"]}, {**sizes, **shared["sizes"]}
     with tempfile.TemporaryDirectory() as folder:
         session = Session(StandIn(build_standin(Path(folder))), Path(folder), layouts, sizes)
-        found = list(drawn(session)) if given.draw else [{**case, "result": session.run(case)} for case in before]
+        found = before if given.add else [{**case, "result": session.run(case)} for case in before]
+        if given.add or given.draw:
+            found = [*found, *drawn(session, {case["family"] for case in before})]
     write([{"layouts": layouts, "sizes": sizes}, *found])
     _tell(found, before, set(sizes))
 

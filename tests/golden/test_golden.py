@@ -31,6 +31,8 @@ FAMILIES = (
     "reduced mla",
     "context",
     "ragged",
+    "append",
+    "merge",
 )
 # What selection never takes: a measurement, reductions of outputs that no published kernel splits, and those for SM90,
 # where no published kernel runs.

@@ -1,4 +1,4 @@
-"""Kernels without shared memory and barriers, compiled by the host's C++ compiler: numerics without a device."""
+"""Kernels compiled by the host's C++ compiler: numerics without a device."""
 
 from __future__ import annotations
 
@@ -13,16 +13,21 @@ from standin_build import cuda_include
 
 from cubin_runtime.kernels.native.layouts import LAYOUTS
 from cubin_runtime.kernels.native.reduction.plan import OperationLaunch
+from cubin_runtime.launch.plan import LaunchPlan
 from cubin_runtime.launch.structs import StructLayout
 from kernels_src.build import SOURCES, write_headers
 
-EMULATOR = Path(__file__).parent / "host" / "emulate.cpp"
+HOST = Path(__file__).parent / "host"
+EMULATOR = HOST / "emulate.cpp"
+BLOCK_EMULATOR = HOST / "emulate_blocks.cpp"  # for kernels with shared memory and barriers
 
 
 class HostKernel:
     """One kernel as a function of the host; ``launch`` runs a grid over host addresses."""
 
-    def __init__(self, source: str, struct: str, defines: Mapping[str, int], folder: Path) -> None:
+    def __init__(
+        self, source: str, struct: str, defines: Mapping[str, int], folder: Path, emulator: Path = EMULATOR
+    ) -> None:
         self.layout: StructLayout = LAYOUTS[struct]
         generated = folder / "generated"
         write_headers(generated, LAYOUTS)
@@ -30,16 +35,17 @@ class HostKernel:
         command = [os.environ.get("CXX", "c++"), "-std=c++17", "-O2", "-w", "-shared", "-fPIC"]
         command += [
             f"-I{generated}",
+            f"-I{SOURCES}",
             f"-I{cuda_include('crt/host_defines.h')}",
             f'-DSOURCE="{SOURCES / source}"',
             "-DKERNEL_NAME=kernel",
         ]
-        command += [*(f"-D{name}={value}" for name, value in defines.items()), str(EMULATOR), "-o", str(library)]
+        command += [*(f"-D{name}={value}" for name, value in defines.items()), str(emulator), "-o", str(library)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         self._run = ctypes.CDLL(str(library)).run
 
-    def launch(self, after: OperationLaunch) -> None:
+    def launch(self, after: OperationLaunch | LaunchPlan) -> None:
         parameters = ctypes.create_string_buffer(self.layout.pack(after.values))
         self._run(parameters, (ctypes.c_int * 3)(*after.grid), after.block[0])
 

@@ -1,6 +1,6 @@
 """FlashInfer's attention operators: its names, parameters and defaults on our planner and launch path.
 
-Import these instead of ``flashinfer.decode``, ``.mla``, ``.prefill`` and ``.xqa``. The differences:
+Import these instead of those of its modules decode, mla, prefill, xqa, page and cascade. The differences:
 
 - An option that FlashInfer silently ignores is an error here, which names the argument.
 - ``batch_invariant`` (keyword-only, last) makes the kernel, its tiles, the order of operands and the KV splits of a
@@ -18,6 +18,9 @@ so do ``trtllm_batch_decode_with_kv_cache`` and ``trtllm_batch_decode_with_kv_ca
 - MLA: what FlashInfer has for SM120 only, with 1 to 128 heads, q_len up to 16, ragged queries, sinks and an LSE.
 - ``bmm2_scale`` and ``kv_scale`` also apply to 16-bit caches, where FlashInfer drops them from one side or both.
 
+``append_paged_kv_cache``, ``append_paged_mla_kv_cache``, ``merge_state``, ``merge_state_in_place`` and ``merge_states``
+run native kernels on Hopper. They need no workspace and have no ``batch_invariant``: no token's bits depend on others.
+
 The other operators, and decoding on SM100 and SM103, run NVIDIA's trtllm-gen kernels:
 
 - ``workspace_buffer`` may have any contents: only ``multi_ctas_kv_counter_buffer`` must be zero; None allocates it.
@@ -31,14 +34,21 @@ a device that no backend supports, ``WorkspaceError`` for a workspace that is to
 
 from __future__ import annotations
 
+from .cascade import merge_state, merge_state_in_place, merge_states
 from .decode import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
 from .mla import trtllm_batch_decode_with_kv_cache_mla, xqa_batch_decode_with_kv_cache_mla
 from .outputs import FP4Tensor
+from .page import append_paged_kv_cache, append_paged_mla_kv_cache
 from .prefill import trtllm_batch_context_with_kv_cache, trtllm_ragged_attention_deepseek
 from .xqa import xqa, xqa_mla
 
 __all__ = [
     "FP4Tensor",
+    "append_paged_kv_cache",
+    "append_paged_mla_kv_cache",
+    "merge_state",
+    "merge_state_in_place",
+    "merge_states",
     "trtllm_batch_context_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache_mla",

@@ -39,6 +39,8 @@ class StatusBit(IntEnum):
     LENGTH_NEGATIVE = 2, "a negative length"
     PAGE_OUTSIDE_POOL = 4, "a page id outside the pool"
     QUERIES = 8, "a q_cu_seq_lens that decreases, steps over max_q_len or leaves the query tokens"
+    POSITION_WITHOUT_PAGE = 16, "a position behind the pages of its request"
+    TOKEN_OF_NO_REQUEST = 32, "a token of no request"
 
 
 STATUS_BITS_TEXT = ", ".join(f"{int(bit)} {bit.meaning}" for bit in StatusBit)
@@ -68,6 +70,14 @@ class KernelConstants:
     reduction_threads: int = _number(512, "threads of a CTA of kv_reduction")
     reduction_values: int = _number(8, "neighbouring 2-byte values that one of them merges")
     lse_threads: int = _number(1024, "threads of a CTA of lse_from_statistics, at most")
+    append_threads: int = _number(256, "threads of a CTA of append_kv")
+    append_ctas_per_multiprocessor: int = _number(4, "CTAs of it on a multiprocessor, at most")
+    append_chunk_tokens: int = _number(32, "tokens whose places in the caches a CTA has found at a time")
+    append_shared_requests: int = _number(1024, "requests whose first tokens it keeps in shared memory, at most")
+    append_max_units: int = _number(8192, "16-byte units of a token's keys and values in the caches, at most")
+    merge_threads: int = _number(256, "threads of a CTA of merge_states")
+    merge_ctas_per_multiprocessor: int = _number(4, "CTAs of it on a multiprocessor, at most")
+    merge_values: int = _number(8, "neighbouring values that one of them merges at a time")
     streaming_threads: int = _number(512, "threads of a CTA of streaming_read")
     streaming_loads: int = _number(8, "16-byte loads of one of them for each chunk")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -66,6 +66,7 @@ def native_plan(
     caches: Mapping[str, str],
     regions: tuple[Region, ...],
     reason: str,
+    numbers: Sequence[str] = NUMBERS,
 ) -> LaunchPlan:
     """The plan of a launch of ``kernel``.
 
@@ -80,11 +81,12 @@ def native_plan(
         caches: the fields of the caches, each with the value of a run that it takes.
         regions: of the workspace, in the order of ``WORKSPACE_FIELDS``; the first alone for a kernel that never splits.
         reason: why this kernel was chosen.
+        numbers: the fields that take a number of a run, the one of their own name.
 
     Raises:
         UsageError: a field is missing or unknown.
     """
-    own = {field.name: field.name for field in file.layout.fields if field.type == "ptr" or field.name in NUMBERS}
+    own = {field.name: field.name for field in file.layout.fields if field.type == "ptr" or field.name in numbers}
     scratch = {name: region.name for name, region in zip(WORKSPACE_FIELDS, regions, strict=False)}
     inputs = {**own, **caches, **scratch}
     return LaunchPlan(

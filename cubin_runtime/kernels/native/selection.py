@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ...artifacts.tables.native_kernels import NativeKernel
+from ...errors import UsageError
+from ...launch.driver import DeviceFacts
 from ..explanation import Facts
 from .cost_model import Estimate
 
@@ -53,3 +56,29 @@ class Selection:
     def facts(self, shape: Any) -> Facts:
         """What is particular to the family, for that problem."""
         raise NotImplementedError
+
+
+def only_kernel(
+    kernels: Iterable[NativeKernel], operation: str, traits: Mapping[str, object], device: DeviceFacts
+) -> tuple[NativeKernel, tuple[Candidate, ...]]:
+    """The kernel of a family of which one fits a problem, by ``traits``, and all kernels of the family.
+
+    Raises:
+        UsageError: none fits; the message says why not.
+    """
+    number = 10 * device.capability[0] + device.capability[1]
+
+    def unfit(kernel: NativeKernel) -> str:
+        if not kernel.architecture.runs_on(number):
+            return f"built for {kernel.architecture}"
+        other = next((name for name, wanted in traits.items() if kernel.traits[name] != wanted), None)
+        return "" if other is None else f"{other} is {kernel.traits[other] or 'none'}"
+
+    candidates = tuple(Candidate(kernel=k, unfit=unfit(k)) for k in kernels if k.operation == operation)
+    fitting = [candidate.kernel for candidate in candidates if not candidate.unfit]
+    if not fitting:
+        wanted = ", ".join(f"{name} {value or 'none'}" for name, value in traits.items())
+        reasons = "; ".join(f"{c.kernel.name}: {c.unfit}" for c in candidates) or "the release has none"
+        major, minor = device.capability
+        raise UsageError(f"no {operation} kernel for {wanted} on compute capability {major}.{minor}: {reasons}")
+    return fitting[0], candidates

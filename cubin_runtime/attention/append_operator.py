@@ -1,0 +1,235 @@
+"""KV append: the declaration of its tensors, the rules between them, and its launches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from typing import Any
+
+from ..dtypes import DTYPES, ITEM_BYTES
+from ..errors import UsageError
+from ..kernels.native.append.plan import UNIT_BYTES, AppendProblem, AppendStrides, append_launch
+from ..kernels.native.append.select import AppendSelection, AppendShape, select_append
+from ..kernels.native.constants import CONSTANTS
+from ..kernels.native.launches import NativeLaunch
+from ..launch.driver import DeviceFacts
+from ..tensor import TensorView
+from .backends import AUTO
+from .checks import check_shape
+from .decode_call import LENGTHS, token_stride
+from .operator import TensorArg
+from .paged_cache import cache_view
+from .plain_operator import PlainCall, PlainOperator
+from .runtime import NativeRelease
+from .scales import flat_scalar
+
+# Dtype of the caches -> that of new keys and values: the same bytes, or what is quantised.
+SOURCE_DTYPES = {
+    "bfloat16": ("bfloat16",),
+    "float16": ("float16",),
+    "float8_e4m3fn": ("bfloat16", "float16", "float8_e4m3fn"),
+}
+HEAD_DIM_STEP, MAX_HEAD_DIM = 16, 1024
+SCALES = ("k_scale", "v_scale")
+
+
+@dataclass(frozen=True, slots=True)
+class AppendOptions:
+    """What an append is told besides tensors; see ``append_kv``. A scale on the device is None here."""
+
+    k_scale: float | None = None
+    v_scale: float | None = None
+    kv_layout: str = "NHD"
+    lengths_include_new: bool = True
+    backend: str = AUTO
+    enable_pdl: bool = False
+
+
+def _one_head(view: TensorView) -> TensorView:
+    """``view`` with a dimension of one head in front of its last one."""
+    step = view.strides[-2] if len(view.shape) > 1 else 1
+    shape, strides = (*view.shape[:-1], 1, view.shape[-1]), (*view.strides[:-1], step, view.strides[-1])
+    return replace(view, shape=shape, strides=strides)
+
+
+def _cache(view: TensorView, options: AppendOptions, name: str) -> TensorView:
+    return cache_view(view, name, options.kv_layout) if len(view.shape) != 3 else _one_head(view)
+
+
+def _source(view: TensorView, _: AppendOptions) -> TensorView:
+    return _one_head(view) if len(view.shape) == 2 else view
+
+
+def _cache_arg(name: str, **dtypes: Any) -> TensorArg:
+    return TensorArg(
+        name,
+        alignment=16,
+        stride_bytes=16,
+        rows=True,
+        written=True,
+        resident=True,
+        canonical=partial(_cache, name=name),
+        **dtypes,
+    )
+
+
+def _check(call: PlainCall) -> None:
+    tensors, options = call.tensors, call.options
+    key, value, k, v = (tensors[name] for name in ("key", "value", "k_cache", "v_cache"))
+    tensors.check_dtypes()
+    if len(key.shape) not in (3, 4) or prod(key.shape) < 1:
+        raise UsageError(
+            f"key: shape {key.shape}, expected [tokens, kv_heads, head_dim] or [batch, tokens, kv_heads, head_dim] "
+            "of 1 token or more"
+        )
+    _check_caches(key, value, k, v)
+    _check_whose(call)
+    if key.dtype != value.dtype:
+        raise UsageError(f"value: dtype {value.dtype}, expected {key.dtype} as key has")
+    for name in SCALES:
+        if key.dtype == k.dtype and (getattr(options, name) is not None or tensors.get(name) is not None):
+            raise UsageError(
+                f"{name}: given with {key.dtype} keys and {k.dtype} caches, which are copied; expected None"
+            )
+        scale = tensors.get(name)
+        if scale is not None and prod(scale.shape) != 1:
+            raise UsageError(f"{name}: shape {scale.shape}, expected one element")
+    tensors.check_devices()
+    tensors.check_memory()
+    for name, source in (("key", key), ("value", value)):
+        token_stride(name, source, 2)
+
+
+def _check_caches(key: TensorView, value: TensorView, k: TensorView, v: TensorView) -> None:
+    pages, page_size, kv_heads, dim = k.shape
+    for name, cache in (("k_cache", k), ("v_cache", v)):
+        if prod(cache.shape[:3]) < 1:
+            raise UsageError(f"{name}: shape {cache.shape}, expected at least one page, slot and head")
+        if cache.shape[3] % HEAD_DIM_STEP or not 2 * HEAD_DIM_STEP <= cache.shape[3] <= MAX_HEAD_DIM:
+            raise UsageError(
+                f"{name}: head dimension {cache.shape[3]}, expected a multiple of {HEAD_DIM_STEP} from "
+                f"{2 * HEAD_DIM_STEP} to {MAX_HEAD_DIM}"
+            )
+    check_shape("v_cache", v, (pages, page_size, kv_heads, v.shape[3]))
+    check_shape("key", key, (*key.shape[:-2], kv_heads, dim))
+    check_shape("value", value, (*key.shape[:-2], kv_heads, v.shape[3]))
+    units = kv_heads * (_units(k) + _units(v))
+    if units > CONSTANTS.append_max_units:
+        raise UsageError(
+            f"k_cache: {units * UNIT_BYTES} bytes of keys and values a token, expected at most "
+            f"{CONSTANTS.append_max_units * UNIT_BYTES}"
+        )
+
+
+def _check_whose(call: PlainCall) -> None:
+    """Check what says where the tokens belong: lengths with or without offsets, or positions."""
+    tensors, key = call.tensors, call.tensors["key"]
+    lengths, offsets = tensors.get("seq_lens"), tensors.get("cum_seq_lens")
+    positions, requests = tensors.get("positions"), tensors.get("batch_indices")
+    table, bounds = tensors["page_table"], tensors.get("page_indptr")
+    if (lengths is None) == (positions is None):
+        raise UsageError(f"seq_lens: {_given(lengths)} with positions {_given(positions)}, expected one of them")
+    if (positions is None) != (requests is None):
+        raise UsageError(f"batch_indices: {_given(requests)}, expected them with positions and only there")
+    if positions is not None and offsets is not None:
+        raise UsageError("cum_seq_lens: given with positions, expected only with seq_lens")
+    ragged = positions is not None or offsets is not None
+    if ragged != (len(key.shape) == 3):
+        form = "[tokens, kv_heads, head_dim]" if ragged else "[batch, tokens, kv_heads, head_dim]"
+        raise UsageError(
+            f"key: shape {key.shape}, expected {form} {'with' if ragged else 'without'} offsets or positions"
+        )
+    batch = _batch(call)
+    if batch < 1:
+        raise UsageError("page_table: no requests, expected 1 or more")
+    check_shape("seq_lens", lengths, (batch,))
+    check_shape("cum_seq_lens", offsets, (batch + 1,))
+    for name, view in (("positions", positions), ("batch_indices", requests)):
+        check_shape(name, view, key.shape[:1])
+    if bounds is not None:
+        check_shape("page_indptr", bounds, (batch + 1,))
+        if len(table.shape) != 1 or table.shape[0] < 1:
+            raise UsageError(f"page_table: shape {table.shape} with page_indptr, expected [page ids] of 1 or more")
+    elif len(table.shape) != 2 or table.shape[0] != batch or table.shape[1] < 1:
+        raise UsageError(f"page_table: shape {table.shape}, expected [{batch}, columns]")
+
+
+def _given(view: TensorView | None) -> str:
+    return "None" if view is None else "given"
+
+
+def _batch(call: PlainCall) -> int:
+    """Requests: of the first tensor that says how many."""
+    tensors, key = call.tensors, call.tensors["key"]
+    bounds, lengths = tensors.get("page_indptr"), tensors.get("seq_lens")
+    if len(key.shape) == 4:
+        return key.shape[0]
+    if lengths is not None:
+        return prod(lengths.shape)
+    return tensors["page_table"].shape[0] if bounds is None else prod(bounds.shape) - 1
+
+
+def _units(cache: TensorView) -> int:
+    """16-byte units of one head's row."""
+    return cache.shape[3] * ITEM_BYTES[cache.dtype] // UNIT_BYTES
+
+
+def _strides(source: TensorView, name: str, cache: TensorView) -> AppendStrides:
+    own, its = ITEM_BYTES[source.dtype], ITEM_BYTES[cache.dtype]
+    page, token, head = (stride * its for stride in cache.strides[:3])
+    return AppendStrides(token_stride(name, source, 2) * own, source.strides[-2] * own, page, token, head)
+
+
+def _launches(call: PlainCall, device: DeviceFacts, release: NativeRelease) -> Sequence[NativeLaunch[AppendSelection]]:
+    tensors, options = call.tensors, call.options
+    key, k, v, table = tensors["key"], tensors["k_cache"], tensors["v_cache"], tensors["page_table"]
+    tokens = prod(key.shape[:-2])
+    problem = AppendProblem(
+        batch=_batch(call),
+        tokens=tokens,
+        new_tokens=key.shape[1] if len(key.shape) == 4 else 0,
+        lengths_include_new=options.lengths_include_new,
+        kv_heads=k.shape[2],
+        page_size=k.shape[1],
+        num_pages=k.shape[0],
+        columns=table.shape[-1],
+        table_stride=table.strides[0] if len(table.shape) == 2 else 0,
+        k_units=_units(k),
+        v_units=_units(v),
+        k_strides=_strides(key, "key", k),
+        v_strides=_strides(tensors["value"], "value", v),
+        k_scale=options.k_scale or 1.0,
+        v_scale=options.v_scale or 1.0,
+        programmatic_serialization=options.enable_pdl,
+    )
+    shape = AppendShape(dtype=DTYPES[key.dtype].short, kv_dtype=DTYPES[k.dtype].short, tokens=tokens)
+    selection = select_append(release.kernels, shape, device)
+    return [append_launch(selection, problem, release.file_of(selection.kernel))]
+
+
+APPEND_KV = PlainOperator(
+    name="append_kv",
+    tensors=(
+        TensorArg("key", SOURCE_DTYPES, "k_cache", alignment=16, stride_bytes=16, rows=True, canonical=_source),
+        TensorArg("value", SOURCE_DTYPES, "k_cache", alignment=16, stride_bytes=16, rows=True, canonical=_source),
+        _cache_arg("k_cache", dtypes=tuple(SOURCE_DTYPES)),
+        _cache_arg("v_cache", dtypes={dtype: (dtype,) for dtype in SOURCE_DTYPES}, dtypes_by="k_cache"),
+        TensorArg("page_table", ("int32",), rows=True),
+        TensorArg("seq_lens", LENGTHS, optional=True, contiguous=True),
+        TensorArg("cum_seq_lens", LENGTHS, optional=True, contiguous=True),
+        TensorArg("positions", LENGTHS, optional=True, contiguous=True),
+        TensorArg("batch_indices", LENGTHS, optional=True, contiguous=True),
+        TensorArg("page_indptr", LENGTHS, optional=True, contiguous=True),
+        *(
+            TensorArg(name, ("float32",), optional=True, value=f"{name}_device", canonical=lambda v, _: flat_scalar(v))
+            for name in SCALES
+        ),
+    ),
+    options=AppendOptions,
+    scales=SCALES,
+    check=_check,
+    launches=_launches,
+    op_options={"kv_layout": "str", "lengths_include_new": "bool"},
+)

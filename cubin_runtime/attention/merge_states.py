@@ -1,0 +1,244 @@
+"""Merging partial attention results: the operator's declaration, a plan made once for forms, and the plain function."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+from ..dtypes import DTYPES
+from ..errors import UsageError
+from ..kernels.native.constants import CONSTANTS
+from ..kernels.native.launches import NativeLaunch
+from ..kernels.native.merge.plan import MergeProblem, merge_launch
+from ..kernels.native.merge.select import MergeSelection, MergeShape, select_merge
+from ..launch.driver import DeviceFacts
+from ..tensor import TensorView, view_of
+from .backends import AUTO
+from .checks import check_dtype, check_shape
+from .fast_path import operator_function
+from .operator import TensorArg
+from .operator_plan import AnyWorkspace
+from .plain_operator import PlainCall, PlainOperator, PlainPlan, plain_op, plan_plain, run_plain
+from .process import default_runtime
+from .runtime import NativeRelease, Runtime
+
+DTYPES_OF_V = ("bfloat16", "float16", "float32")
+LSE_BASES = ("2", "e")
+MAX_HEAD_DIM = 4096
+_MAX_ROWS = 1 << 31
+
+
+@dataclass(frozen=True, slots=True)
+class MergeOptions:
+    """What a merge is told besides tensors; see ``merge_states``."""
+
+    lse_base: str = "2"
+    backend: str = AUTO
+    enable_pdl: bool = False
+
+
+def _with_part(trailing: int) -> Any:
+    """``[tokens, ...]`` of one part as ``[tokens, 1, ...]``."""
+
+    def canonical(view: TensorView, _: MergeOptions) -> TensorView:
+        if len(view.shape) != trailing + 1:
+            return view
+        shape, strides = (view.shape[0], 1, *view.shape[1:]), (view.strides[0], 0, *view.strides[1:])
+        return replace(view, shape=shape, strides=strides)
+
+    return canonical
+
+
+def _check(call: PlainCall) -> None:
+    tensors, v = call.tensors, call.tensors["v"]
+    if len(v.shape) != 4 or prod(v.shape) < 1:
+        raise UsageError(
+            f"v: shape {v.shape}, expected [tokens, parts, heads, head_dim] or [tokens, heads, head_dim] with elements"
+        )
+    tokens, parts, heads, dim = v.shape
+    if dim % CONSTANTS.merge_values or dim > MAX_HEAD_DIM:
+        raise UsageError(
+            f"v: head dimension {dim}, expected a multiple of {CONSTANTS.merge_values} up to {MAX_HEAD_DIM}"
+        )
+    if tokens * heads >= _MAX_ROWS:
+        raise UsageError(f"v: {tokens} tokens of {heads} heads, expected fewer than {_MAX_ROWS} rows")
+    if call.options.lse_base not in LSE_BASES:
+        raise UsageError(f"lse_base={call.options.lse_base!r}: expected {' or '.join(map(repr, LSE_BASES))}")
+    other, its_lse = tensors.get("v_other"), tensors.get("s_other")
+    if (other is None) != (its_lse is None):
+        raise UsageError(f"s_other: {'None' if its_lse is None else 'given'}, expected it with v_other and only there")
+    tensors.check_dtypes()
+    check_shape("s", tensors["s"], (tokens, parts, heads))
+    check_shape("v_other", other, (tokens, heads, dim))
+    check_dtype("v_other", other, (v.dtype,), " as v has")
+    check_shape("s_other", its_lse, (tokens, heads))
+    check_shape("out", tensors["out"], (tokens, heads, dim))
+    check_shape("lse", tensors.get("lse"), (tokens, heads))
+    check_shape("sinks", tensors.get("sinks"), (heads,))
+    check_shape("mask", tensors.get("mask"), (tokens,))
+    tensors.check_devices()
+    tensors.check_memory()
+
+
+def _launches(call: PlainCall, device: DeviceFacts, release: NativeRelease) -> Sequence[NativeLaunch[MergeSelection]]:
+    tensors, options, v = call.tensors, call.options, call.tensors["v"]
+    shape = MergeShape(dtype=DTYPES[v.dtype].short, tokens=v.shape[0], heads=v.shape[2], head_dim=v.shape[3])
+
+    def pair(name: str) -> tuple[int, int]:
+        view = tensors.get(name)
+        return (view.strides[0], view.strides[1]) if view else (0, 0)
+
+    problem = MergeProblem(
+        shape=shape,
+        parts=v.shape[1],
+        out_dtype=DTYPES[tensors["out"].dtype].short,
+        v_strides=(v.strides[0], v.strides[1], v.strides[2]),
+        s_strides=(tensors["s"].strides[0], tensors["s"].strides[1], tensors["s"].strides[2]),
+        v_other_strides=pair("v_other"),
+        s_other_strides=pair("s_other"),
+        out_strides=pair("out"),
+        lse_strides=pair("lse"),
+        lse_base_e=options.lse_base == "e",
+        programmatic_serialization=options.enable_pdl,
+    )
+    selection = select_merge(release.kernels, shape, device)
+    return [merge_launch(selection, problem, release.file_of(selection.kernel))]
+
+
+def _values(name: str, **more: Any) -> TensorArg:
+    return TensorArg(name, DTYPES_OF_V, alignment=16, stride_bytes=16, rows=True, **more)
+
+
+MERGE_STATES = PlainOperator(
+    name="merge_states",
+    tensors=(
+        _values("v", canonical=_with_part(2)),
+        TensorArg("s", ("float32",), canonical=_with_part(1)),
+        _values("v_other", optional=True),
+        TensorArg("s_other", ("float32",), optional=True),
+        _values("out", written=True),
+        TensorArg("lse", ("float32",), optional=True, written=True),
+        TensorArg("sinks", ("float32",), optional=True, contiguous=True),
+        TensorArg("mask", ("bool", "uint8"), optional=True, alignment=1, contiguous=True),
+    ),
+    options=MergeOptions,
+    scales=(),
+    check=_check,
+    launches=_launches,
+    op_options={"lse_base": "str"},
+)
+
+
+class MergeStatesPlan(PlainPlan):
+    """A merge for one set of forms; made by ``plan_merge_states``."""
+
+    @operator_function(owner="self")
+    def run(
+        self,
+        v: Any,
+        s: Any,
+        out: Any,
+        lse: Any = None,
+        *,
+        v_other: Any = None,
+        s_other: Any = None,
+        sinks: Any = None,
+        mask: Any = None,
+        workspace: AnyWorkspace | None = None,
+        stream: Any = None,
+    ) -> None:
+        """Run on tensors of the forms that the plan was made for; see ``merge_states``, whose errors it has.
+
+        A tensor that the plan was made without must be left out, and the reverse.
+        """
+        self.run_step(locals())
+
+
+def plan_merge_states(
+    v: Any,
+    s: Any,
+    out: Any,
+    lse: Any = None,
+    *,
+    v_other: Any = None,
+    s_other: Any = None,
+    sinks: Any = None,
+    mask: Any = None,
+    lse_base: str = "2",
+    backend: str = AUTO,
+    enable_pdl: bool = False,
+    runtime: Runtime | None = None,
+    device_facts: DeviceFacts | None = None,
+) -> MergeStatesPlan:
+    """Choose the kernel and grid for tensors like these; arguments and errors as ``merge_states``.
+
+    Nothing is launched or loaded and no tensor is read. ``device_facts`` plans for a described device instead of the
+    one that ``v`` is on.
+    """
+    return plan_plain(MergeStatesPlan, MERGE_STATES, locals())
+
+
+def _complete(given: dict[str, Any]) -> Any:
+    """Make the output that a call leaves out: among a call's arguments by name."""
+    if given["out"] is None:
+        v = given["v"]
+        given["out"] = v.new_empty((v.shape[0], *v.shape[-2:]))
+    return given["out"]
+
+
+@operator_function(op=lambda _: plain_op(MERGE_STATES, _complete))
+def merge_states(
+    v: Any,
+    s: Any,
+    *,
+    v_other: Any = None,
+    s_other: Any = None,
+    out: Any = None,
+    lse: Any = None,
+    sinks: Any = None,
+    mask: Any = None,
+    lse_base: str = "2",
+    workspace: AnyWorkspace | None = None,
+    stream: Any = None,
+    backend: str = AUTO,
+    enable_pdl: bool = False,
+    runtime: Runtime | None = None,
+) -> Any:
+    """Merge attention results over disjoint sets of keys into the result over all of them, by their log-sum-exp.
+
+    The parts are added in their order, ``v_other`` last, in float32: the same parts give the same bits. A part whose
+    log-sum-exp is -inf saw no key and does not count, whatever its values are; where all parts are so, the output is 0
+    and its log-sum-exp -inf (or the sink's).
+
+    Args:
+        v: partial outputs, each normalised: ``[tokens, parts, heads, head_dim]``, or ``[tokens, heads, head_dim]`` of
+            one part; bfloat16, float16 or float32, head_dim a multiple of 8 up to 4096. Addresses and strides in
+            multiples of 16 bytes.
+        s: float32, shaped like ``v`` without head_dim, any strides: the log-sum-exp of each part, without a sink.
+        v_other, s_other: one more part, ``[tokens, heads, head_dim]`` and ``[tokens, heads]``, of v's dtype.
+        out: ``[tokens, heads, head_dim]``, bfloat16, float16 or float32, addresses and strides in multiples of 16
+            bytes; it may be ``v`` of one part. None makes it like ``v`` where that is a torch tensor.
+        lse: float32 ``[tokens, heads]``, any strides, filled with the log-sum-exp of the output; it may be ``s`` of one
+            part. None: not wanted.
+        sinks: float32 ``[heads]``, contiguous: a logit of each head (natural exponent) that enters the denominator and
+            the log-sum-exp once. None: none.
+        mask: bool or uint8 ``[tokens]``, contiguous: tokens with 0 are left as they are in ``out`` and ``lse``. None:
+            all are merged.
+        lse_base: base of all log-sum-exps: "2" or "e".
+        workspace, stream, backend, enable_pdl, runtime: as for ``append_kv``.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        as ``append_kv``.
+    """
+    if out is None:
+        memory, view = (runtime or default_runtime()).memory, view_of(v, "v")
+        if len(view.shape) not in (3, 4):
+            raise UsageError(f"v: shape {view.shape}, expected 3 or 4 dimensions")
+        out = memory.empty(v, (view.shape[0], *view.shape[-2:]), None)
+    run_plain(MergeStatesPlan, MERGE_STATES, locals())
+    return out

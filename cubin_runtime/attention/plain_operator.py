@@ -1,0 +1,184 @@
+"""Operators whose plans follow from the forms of their tensors and a few options alone: no bound, no output to make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from ..errors import UsageError
+from ..kernels.native.launches import NativeLaunch
+from ..launch.driver import DeviceFacts
+from ..launch.streams import stream_handle
+from ..tensor import is_torch
+from .backends import resolve_backend
+from .checks import check_switches, check_words
+from .fast_path import note_launch, note_unrepeatable
+from .operator import CallTensors, Operator
+from .operator_plan import check_workspace
+from .process import default_runtime
+from .runtime import NativeRelease, Runtime
+from .scales import split_scale
+from .step_plan import StepPlan
+from .torch_ops import RUNTIME_SCRATCH, TORCH_SCRATCH, TorchOp, scratch_of_torch
+
+
+@dataclass(frozen=True, slots=True)
+class PlainCall:
+    """The tensors of one call, and its options as attributes."""
+
+    tensors: CallTensors
+    options: Any
+
+
+@dataclass(frozen=True, slots=True)
+class PlainOperator(Operator):
+    """An operator: besides its tensors, what is written by hand for it.
+
+    ``options`` is the frozen class of its options, whose fields have the names of arguments; ``backend`` is among them.
+    ``scales`` are arguments that are numbers other than 0, or tensors, or left out, which is another plan. ``check``
+    raises for a call that breaks a rule, ``launches`` plans a checked call. ``op_options`` are the options that its
+    torch op has beside backend and PDL, with their kinds.
+    """
+
+    options: type[Any]
+    scales: tuple[str, ...]
+    check: Callable[[PlainCall], None]
+    launches: Callable[[PlainCall, DeviceFacts, NativeRelease], Sequence[NativeLaunch[Any]]]
+    op_options: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        """As ``Operator``."""
+        return self.scales
+
+    @property
+    def number_arguments(self) -> tuple[str, ...]:
+        """As ``Operator``."""
+        return self.scales
+
+
+class PlainPlan(StepPlan):
+    """A plan of such an operator."""
+
+    def numbers_of(self, arguments: dict[str, Any]) -> tuple[float, ...]:
+        """As ``StepPlan``; a number that is left out is the plan's.
+
+        Raises:
+            UsageError: there is a number that the plan was made without.
+        """
+        names = self.operator.number_arguments
+        found = []
+        for name, number in zip(names, split_scales(names, arguments), strict=True):
+            planned = getattr(self.options, name)
+            if number is not None and planned is None:
+                raise UsageError(f"{name}={number}: planned without a number")
+            found.append(planned if number is None else number)
+        return _numbers(found)
+
+
+PlanT = TypeVar("PlanT", bound=PlainPlan)
+
+
+def split_scales(names: Sequence[str], arguments: dict[str, Any]) -> tuple[float | None, ...]:
+    """The numbers among the scales ``names``, None where there is none; in ``arguments`` only tensors are left.
+
+    Raises:
+        UsageError: a number is 0 or not finite.
+    """
+    numbers = list[float | None]()
+    for name in names:
+        number, arguments[name] = split_scale(arguments[name], name)
+        if number == 0:
+            raise UsageError(f"{name}={number}: expected another number than 0")
+        numbers.append(number)
+    return tuple(numbers)
+
+
+def _numbers(scales: Sequence[float | None]) -> tuple[float, ...]:
+    """What a launch takes for scales that may be left out or on the device."""
+    return tuple(1.0 if scale is None else scale for scale in scales)
+
+
+def plan_plain(plan_class: type[PlanT], operator: PlainOperator, arguments: dict[str, Any]) -> PlanT:
+    """The plan for a call's ``arguments`` by name; the dict is this function's own."""
+    options = _options(operator, arguments)
+    call = PlainCall(operator.read(arguments, options), options)
+    runtime = arguments["runtime"] or default_runtime()
+    of_torch = is_torch(arguments[operator.tensors[0].name])
+    return _plan(plan_class, operator, runtime, call, arguments["device_facts"], of_torch)
+
+
+def run_plain(plan_class: type[PlainPlan], operator: PlainOperator, arguments: dict[str, Any]) -> None:
+    """Run by a call's ``arguments`` by name; the dict is this function's own. The plan is cached by the runtime."""
+    runtime, first = arguments["runtime"] or default_runtime(), arguments[operator.tensors[0].name]
+    stream = arguments["stream"]
+    workspace = None if arguments["workspace"] is RUNTIME_SCRATCH else arguments["workspace"]
+    handle = runtime.memory.current_stream(first) if stream is None else stream_handle(stream)
+    if workspace is not None and workspace is not TORCH_SCRATCH:
+        check_workspace(workspace)
+    options = _options(operator, arguments)
+    tensors = operator.read(arguments, options)
+    numbers = tuple(getattr(options, name) for name in operator.scales)
+    given = tuple(number is not None for number in numbers)
+
+    def planned() -> PlainPlan:
+        return _plan(plan_class, operator, runtime, PlainCall(tensors, options), None, is_torch(first))
+
+    named = tuple(getattr(options, name) for name in options.__slots__ if name not in operator.scales)
+    plan: PlainPlan = runtime.plans.get((operator.name, *named, given, tensors.specs), planned)
+    tensors.check_addresses()
+    if workspace is None and is_torch(first) and _captures(runtime, plan.device, handle):
+        workspace = TORCH_SCRATCH  # the graph's own; other calls have the plan's
+        note_unrepeatable()
+    if workspace is TORCH_SCRATCH:
+        workspace = scratch_of_torch(plan, plan.device)
+    note_launch(plan.launch(tensors.addresses, _numbers(numbers), workspace, handle))
+
+
+def plain_op(operator: PlainOperator, complete: Callable[[dict[str, Any]], Any] = lambda _: None) -> TorchOp:
+    """The operator's torch op; ``complete`` is as in ``TorchOp``."""
+    kinds = {arg.name: "Tensor?" if arg.optional else "Tensor" for arg in operator.tensors}
+    kinds |= dict.fromkeys(operator.scales, "Scale")
+    kinds |= {**operator.op_options, "backend": "str", "enable_pdl": "bool"}
+    written = tuple(arg.name for arg in operator.tensors if arg.written)
+    fixed = {"workspace": TORCH_SCRATCH, "stream": None, "runtime": None}
+    return TorchOp(operator.name, kinds, written, fixed, complete)
+
+
+def _options(operator: PlainOperator, arguments: dict[str, Any]) -> Any:
+    """The options of a call; in ``arguments`` only scales on the device are left.
+
+    Raises:
+        UsageError: an option is of another kind than its default.
+    """
+    scales = dict(zip(operator.scales, split_scales(operator.scales, arguments), strict=True))
+    named = {name: arguments[name] for name in operator.options.__slots__ if name not in operator.scales}
+    check_words(**{name: value for name, value in named.items() if type(_default(operator, name)) is str})
+    check_switches(**{name: value for name, value in named.items() if type(_default(operator, name)) is bool})
+    return operator.options(**scales, **named)
+
+
+def _default(operator: PlainOperator, name: str) -> Any:
+    return operator.options.__dataclass_fields__[name].default
+
+
+def _captures(runtime: Runtime, device: int, stream: int) -> bool:
+    driver = runtime.driver
+    with driver.using(driver.context_on(device)):
+        return driver.is_capturing(stream)
+
+
+def _plan(
+    plan_class: type[PlanT],
+    operator: PlainOperator,
+    runtime: Runtime,
+    call: PlainCall,
+    device_facts: DeviceFacts | None,
+    of_torch: bool,
+) -> PlanT:
+    operator.check(call)
+    device = device_facts or runtime.driver.device(call.tensors[operator.tensors[0].name].device)
+    resolve_backend(operator.name, call.options.backend, device)
+    launches = operator.launches(call, device, runtime.native_release())
+    return plan_class(runtime, operator, call.tensors, call.options, launches, of_torch=of_torch)

@@ -1,0 +1,77 @@
+"""Merging attention states: the operators of ``flashinfer.cascade``.
+
+States are merged in float32 in the order in which they are given, so the same states give the same bits. Log-sum-exps
+are float32 in base 2; a state with -inf does not count, whatever its values are. Of nothing the merge is 0 and -inf.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...attention.merge_states import merge_states as merge_operator
+from ...attention.process import default_runtime
+from ...errors import UsageError, WorkspaceError
+from ...tensor import is_torch, view_of
+from .renaming import renamed
+
+_PAIR_NAMES = {"v": "v_a", "s": "s_a", "v_other": "v_b", "s_other": "s_b"}
+
+
+def merge_state(v_a: Any, s_a: Any, v_b: Any, s_b: Any) -> tuple[Any, Any]:
+    """Merge two attention states.
+
+    Args:
+        v_a, v_b: ``[tokens, heads, head_dim]``, bf16, fp16 or fp32 and alike, head_dim a multiple of 8, strides in
+            multiples of 16 bytes.
+        s_a, s_b: float32 ``[tokens, heads]``, any strides.
+
+    Returns:
+        The merged values, like ``v_a``, and their log-sum-exp.
+    """
+    _check_rank("v_a", v_a, 3)
+    try:
+        lse = _new_lse(s_a)
+        return merge_operator(v_a, s_a, v_other=v_b, s_other=s_b, lse=lse, enable_pdl=True), lse
+    except (UsageError, WorkspaceError) as error:
+        raise renamed(error, _PAIR_NAMES) from error
+
+
+def merge_state_in_place(v: Any, s: Any, v_other: Any, s_other: Any, mask: Any = None) -> None:
+    """Merge another attention state into ``(v, s)``.
+
+    Args:
+        v, s, v_other, s_other: as ``v_a``, ``s_a``, ``v_b`` and ``s_b`` of ``merge_state``.
+        mask: bool or uint8 ``[tokens]``: tokens with 0 stay as they are. None: all are merged.
+    """
+    _check_rank("v", v, 3)
+    merge_operator(v, s, v_other=v_other, s_other=s_other, out=v, lse=s, mask=mask, enable_pdl=True)
+
+
+def merge_states(v: Any, s: Any) -> tuple[Any, Any]:
+    """Merge several attention states.
+
+    Args:
+        v: ``[tokens, states, heads, head_dim]``, as ``v_a`` of ``merge_state``.
+        s: float32 ``[tokens, states, heads]``, any strides.
+
+    Returns:
+        The merged values ``[tokens, heads, head_dim]`` and their log-sum-exp ``[tokens, heads]``.
+    """
+    _check_rank("v", v, 4)
+    _check_rank("s", s, 3)
+    lse = _new_lse(s)
+    return merge_operator(v, s, lse=lse, enable_pdl=True), lse
+
+
+def _check_rank(name: str, tensor: Any, rank: int) -> None:
+    shape = tuple(tensor.shape) if is_torch(tensor) else view_of(tensor, name).shape
+    if len(shape) != rank:
+        raise UsageError(f"{name}: shape {shape}, expected {rank} dimensions")
+
+
+def _new_lse(s: Any) -> Any:
+    """A log-sum-exp for each token and head of ``s``."""
+    if hasattr(s, "new_empty"):  # torch's, which it may be tracing
+        return s.new_empty((s.shape[0], s.shape[-1]))
+    view = view_of(s, "s")
+    return default_runtime().memory.empty(s, (view.shape[0], view.shape[-1]), None)

@@ -1,0 +1,132 @@
+"""Appending to paged KV caches: the operators of ``flashinfer.page``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...attention.append_kv import append_kv
+from ...errors import UsageError, WorkspaceError
+from ...tensor import is_torch, view_of
+from .layouts import cache_pair
+from .renaming import renamed
+
+# Arguments of our operator -> those of these operators, where the names differ.
+_NAMES = {
+    "key": "append_key",
+    "value": "append_value",
+    "k_cache": "paged_kv_cache (K)",
+    "v_cache": "paged_kv_cache (V)",
+    "page_table": "kv_indices",
+    "page_indptr": "kv_indptr",
+}
+_MLA_NAMES = {**_NAMES, "key": "append_ckv", "value": "append_kpe", "k_cache": "ckv_cache", "v_cache": "kpe_cache"}
+
+
+def append_paged_kv_cache(
+    append_key: Any,
+    append_value: Any,
+    batch_indices: Any,
+    positions: Any,
+    paged_kv_cache: Any,
+    kv_indices: Any,
+    kv_indptr: Any,
+    kv_last_page_len: Any,
+    kv_layout: str = "NHD",
+) -> None:
+    """Write new keys and values into a paged KV cache.
+
+    A token with a negative position or request is padding; one whose page is not among its request's or not in the
+    pool is skipped (FlashInfer writes out of bounds). The call may be captured.
+
+    Args:
+        append_key, append_value: ``[tokens, kv_heads, head_dim]``, of the cache's dtype (bf16, fp16 or e4m3), or bf16
+            or fp16 to be quantised into an e4m3 cache; any strides in multiples of 16 bytes.
+        batch_indices, positions: int32 or uint32 ``[tokens]``: the request of each token, and its position there.
+        paged_kv_cache: a pair of K and V, or ``[pages, 2, ...]``; each ``[pages, page_size, kv_heads, head_dim]`` (NHD)
+            or ``[pages, kv_heads, page_size, head_dim]`` (HND), of any page size and any strides in multiples of 16
+            bytes.
+        kv_indices: int32 page ids of all requests, one after another.
+        kv_indptr: int32 or uint32 ``[batch + 1]``: where those of each request begin.
+        kv_last_page_len: ``[batch]``; positions say all that is needed, so it is not read.
+        kv_layout: "NHD" or "HND".
+    """
+    if is_torch(paged_kv_cache) and len(paged_kv_cache.shape) == 5 and paged_kv_cache.shape[1] == 2:
+        k_cache, v_cache = paged_kv_cache[:, 0], paged_kv_cache[:, 1]
+    elif isinstance(paged_kv_cache, (tuple, list)) and len(paged_kv_cache) == 2:
+        k_cache, v_cache = paged_kv_cache
+    else:
+        k_cache, v_cache = cache_pair(paged_kv_cache, kv_layout, "paged_kv_cache")
+    for name, cache in (("K", k_cache), ("V", v_cache)):
+        if len(cache.shape) != 4:
+            raise UsageError(f"paged_kv_cache ({name}): shape {tuple(cache.shape)}, expected 4 dimensions")
+    _check_last_pages(kv_last_page_len, kv_indptr)
+    try:
+        append_kv(
+            append_key,
+            append_value,
+            k_cache,
+            v_cache,
+            kv_indices,
+            positions=positions,
+            batch_indices=batch_indices,
+            page_indptr=kv_indptr,
+            kv_layout=kv_layout,
+            enable_pdl=True,
+        )
+    except (UsageError, WorkspaceError) as error:
+        raise renamed(error, _NAMES) from error
+
+
+def append_paged_mla_kv_cache(
+    append_ckv: Any,
+    append_kpe: Any,
+    batch_indices: Any,
+    positions: Any,
+    ckv_cache: Any,
+    kpe_cache: Any,
+    kv_indices: Any,
+    kv_indptr: Any,
+    kv_last_page_len: Any,
+) -> None:
+    """Write the latent and rope columns of new tokens into the paged caches of MLA.
+
+    Args:
+        append_ckv: ``[tokens, latent]`` (512 in FlashInfer; here any multiple of 16 from 32 to 1024).
+        append_kpe: ``[tokens, rope]``, likewise (64).
+        ckv_cache: ``[pages, page_size, latent]``; it and ``kpe_cache`` may be columns of one tensor.
+        kpe_cache: ``[pages, page_size, rope]``.
+        batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len: as for ``append_paged_kv_cache``.
+    """
+    for name, tensor, rank in (
+        ("append_ckv", append_ckv, 2),
+        ("append_kpe", append_kpe, 2),
+        ("ckv_cache", ckv_cache, 3),
+        ("kpe_cache", kpe_cache, 3),
+    ):
+        if tensor is None or len(tensor.shape) != rank:
+            came = "None" if tensor is None else f"shape {tuple(tensor.shape)}"
+            raise UsageError(f"{name}: {came}, expected {rank} dimensions")
+    _check_last_pages(kv_last_page_len, kv_indptr)
+    try:
+        append_kv(
+            append_ckv,
+            append_kpe,
+            ckv_cache,
+            kpe_cache,
+            kv_indices,
+            positions=positions,
+            batch_indices=batch_indices,
+            page_indptr=kv_indptr,
+            enable_pdl=True,
+        )
+    except (UsageError, WorkspaceError) as error:
+        raise renamed(error, _MLA_NAMES) from error
+
+
+def _check_last_pages(lengths: Any, indptr: Any) -> None:
+    shape = tuple(lengths.shape) if is_torch(lengths) else view_of(lengths, "kv_last_page_len").shape
+    bounds = tuple(indptr.shape) if is_torch(indptr) else view_of(indptr, "kv_indptr").shape
+    if len(shape) != 1 or bounds != (shape[0] + 1,):
+        raise UsageError(
+            f"kv_last_page_len: shape {shape} with kv_indptr of shape {bounds}, expected [batch], [batch + 1]"
+        )

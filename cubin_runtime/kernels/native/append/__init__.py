@@ -1,0 +1,1 @@
+"""KV append: new keys and values into a paged cache."""

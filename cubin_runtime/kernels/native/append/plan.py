@@ -1,0 +1,112 @@
+"""A KV append as a launch plan: grid, workspace, and every parameter but what comes with a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ....launch.plan import LaunchAttributes
+from ..launches import STATUS, KernelFile, NativeLaunch, native_plan
+from .select import AppendSelection
+
+UNIT_BYTES = 16  # of a cache's row
+NUMBERS = ("k_scale", "v_scale")  # that come with each run
+
+
+@dataclass(frozen=True, slots=True)
+class AppendStrides:
+    """Bytes: between tokens and heads of the source, and between pages, tokens and heads of the cache."""
+
+    source_token: int
+    source_head: int
+    page: int
+    token: int
+    head: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AppendProblem:
+    """A KV append. ``k_units`` and ``v_units`` are the 16-byte units of a row in the caches.
+
+    ``new_tokens`` are those of each request where all have as many; ``columns`` the page ids of a request or, in a
+    ragged table, of all.
+    """
+
+    batch: int
+    tokens: int
+    new_tokens: int
+    lengths_include_new: bool
+    kv_heads: int
+    page_size: int
+    num_pages: int
+    columns: int
+    table_stride: int
+    k_units: int
+    v_units: int
+    k_strides: AppendStrides
+    v_strides: AppendStrides
+    k_scale: float
+    v_scale: float
+    programmatic_serialization: bool = False
+
+    @property
+    def token_units(self) -> int:
+        """Units of a token's keys and values."""
+        return self.kv_heads * (self.k_units + self.v_units)
+
+    def values(self) -> dict[str, object]:
+        """The fields of the struct that are no pointers."""
+        strides: dict[str, object] = {}
+        for source, cache, of in (("key", "k", self.k_strides), ("value", "v", self.v_strides)):
+            strides |= {
+                f"{source}_token_stride": of.source_token,
+                f"{source}_head_stride": of.source_head,
+                f"{cache}_page_stride": of.page,
+                f"{cache}_token_stride": of.token,
+                f"{cache}_head_stride": of.head,
+            }
+        return {
+            **strides,
+            "table_stride": self.table_stride,
+            "batch": self.batch,
+            "tokens": self.tokens,
+            "new_tokens": self.new_tokens,
+            "lengths_include_new": int(self.lengths_include_new),
+            "kv_heads": self.kv_heads,
+            "page_size": self.page_size,
+            "num_pages": self.num_pages,
+            "columns": self.columns,
+            "k_units": self.k_units,
+            "v_units": self.v_units,
+            "token_units": self.token_units,
+            "k_reciprocal": reciprocal(self.k_units),
+            "v_reciprocal": reciprocal(self.v_units),
+            "token_reciprocal": reciprocal(self.token_units),
+            "k_scale": self.k_scale,
+            "v_scale": self.v_scale,
+        }
+
+
+def reciprocal(divisor: int) -> int:
+    """What the kernel multiplies with to divide numbers below 2^32 / ``divisor``; that is at least 2."""
+    return -(-(1 << 32) // divisor)
+
+
+def append_launch(
+    selection: AppendSelection, problem: AppendProblem, file: KernelFile
+) -> NativeLaunch[AppendSelection]:
+    """The launch of a KV append.
+
+    A run's values are the tensors' addresses by name, that of the status word, and ``NUMBERS``.
+    """
+    plan = native_plan(
+        selection.kernel,
+        file,
+        grid=selection.grid(problem),
+        attributes=LaunchAttributes(programmatic_serialization=problem.programmatic_serialization),
+        values=problem.values(),
+        caches={},
+        regions=(STATUS,),
+        reason=selection.reason,
+        numbers=NUMBERS,
+    )
+    return NativeLaunch(selection, plan, (STATUS,))
