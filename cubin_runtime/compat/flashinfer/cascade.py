@@ -12,7 +12,7 @@ from ...attention.merge_states import merge_states as merge_operator
 from ...attention.process import default_runtime
 from ...errors import UsageError, WorkspaceError
 from ...tensor import is_torch, view_of
-from .renaming import renamed
+from ..renaming import renamed
 
 _PAIR_NAMES = {"v": "v_a", "s": "s_a", "v_other": "v_b", "s_other": "s_b"}
 

@@ -7,8 +7,8 @@ from typing import Any
 from ...attention.append_kv import append_kv
 from ...errors import UsageError, WorkspaceError
 from ...tensor import is_torch, view_of
+from ..renaming import renamed
 from .layouts import cache_pair
-from .renaming import renamed
 
 # Arguments of our operator -> those of these operators, where the names differ.
 _NAMES = {
