@@ -5,13 +5,15 @@
 PYTHON ?= python3
 TORCH_INDEX ?=
 CHECK ?=
+INTO ?=
+KERNELS ?=
 SEED ?=
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-torch test-release fuzz fuzz-long mutants check artifacts dist bench clean prerequisites
+.PHONY: help demo docs test test-torch test-release fuzz fuzz-long mutants check artifacts dist bench clean prerequisites
 
 PIP := -m pip --disable-pip-version-check install --quiet --quiet
 VENV := .venv/bin/python
@@ -23,8 +25,16 @@ ACCELERATOR := accelerator/sender.c accelerator/setup.py accelerator/pyproject.t
 help: ## Say what each target does
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null || grep '##' Makefile
 
-demo: .venv/.ready ## From an artifact path to a kernel that ran, with a line for each step
+demo: .venv/.ready ## Two kernels from source to launch, step by step; DEMO=full shows details
 	@$(VENV) tools/demo.py
+
+.PHONY: install
+install: ## Package and kernels into the active environment, or INTO=DIR; KERNELS=WHEEL gives the kernels
+	@"$(PYTHON)" tools/install.py $(if $(INTO),--into "$(INTO)") $(if $(KERNELS),--kernels "$(KERNELS)")
+
+.PHONY: test-install
+test-install: .venv/.ready ## The ways to install, in clean environments and a root with Python alone (after make artifacts)
+	@$(VENV) tools/try_install.py
 
 test: .venv/.ready ## The tests that need no GPU, no torch and no published release
 	@$(VENV) -m pytest -m "not torch and not release"
@@ -59,6 +69,10 @@ check: .venv/.ready ## Lint, format and types
 	@status=0; for gate in "ruff check ." "ruff format --check --output-format concise ." "mypy --strict"; do \
 	    $(VENV) -m $$gate || status=1; done; exit $$status
 
+docs: .venv-docs/.ready ## The documentation site, into build/site; a warning or a broken link is an error
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict --quiet
+	@echo "build/site/index.html"
+
 artifacts: .venv/.ready ## Build our kernels and write their pin; CHECK=1 compares and changes nothing
 	@$(VENV) -m kernels_src.build --out $(BUILD)
 	@$(VENV) -m kernels_src.pinning $(if $(filter-out 0,$(CHECK)),--check)
@@ -86,7 +100,7 @@ bench: .venv/.ready ## The benchmarks that need no GPU; results in benchmarks/re
 	    echo "== $$script"; $(VENV) "$$script" ;; esac; done
 
 clean: ## Remove everything that make made here, environments included
-	rm -rf .venv .venv-lowest .venv-torch build accelerator/build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf venv .venv .venv-docs .venv-lowest .venv-torch build accelerator/build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 prerequisites: ## Check what this machine must have, and print the line that installs what lacks
@@ -108,6 +122,13 @@ prerequisites: ## Check what this machine must have, and print the line that ins
 	@$(VENV) tools/lowest_versions.py > .venv-lowest/constraints.txt
 	@$(VENV_LOWEST) $(PIP) -c .venv-lowest/constraints.txt -e '.[signing]' 'hypothesis>=6.100,<7' numpy \
 	    'pytest>=8,<10' 'pytest-timeout>=2.3,<3'
+	@touch $@
+
+.venv-docs/.ready: pyproject.toml tools/prerequisites.sh
+	@tools/prerequisites.sh "$(PYTHON)"
+	@test -x .venv-docs/bin/python || "$(PYTHON)" -m venv .venv-docs
+	@echo "Installing into .venv-docs ..."
+	@.venv-docs/bin/python $(PIP) -e '.[docs]'
 	@touch $@
 
 .venv-torch/.ready: pyproject.toml tools/prerequisites.sh $(ACCELERATOR)

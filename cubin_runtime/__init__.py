@@ -1,7 +1,68 @@
-"""Fetch, verify and launch prebuilt attention kernels; nothing here needs a GPU, torch or libcuda at import."""
+"""Fetch, verify and launch prebuilt attention kernels; nothing here needs a GPU, torch or libcuda at import.
+
+Operators, plans and the runtime are imported when their names are first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from ._version import __version__
 from .config import Config
 from .errors import CubinRuntimeError
 
-__all__ = ["Config", "CubinRuntimeError", "__version__"]
+if TYPE_CHECKING:
+    # From the files: a type checker takes what a package and its module have in common for the module.
+    from .attention.append import AppendKvPlan, append_kv, plan_append_kv
+    from .attention.backends import BackendError
+    from .attention.merge import MergeStatesPlan, merge_states, plan_merge_states
+    from .attention.mla_decode import MlaDecodePlan, mla_decode, plan_mla_decode
+    from .attention.operator_plan import ClampedInputError
+    from .attention.paged_decode import PagedDecodePlan, paged_decode, plan_paged_decode
+    from .attention.process import default_runtime, set_default_runtime
+    from .attention.runtime import Runtime, RuntimeStats
+    from .protocols import Stream
+    from .tensor import Tensor, TensorView, view_of
+
+__all__ = [
+    "AppendKvPlan",
+    "BackendError",
+    "ClampedInputError",
+    "Config",
+    "CubinRuntimeError",
+    "MergeStatesPlan",
+    "MlaDecodePlan",
+    "PagedDecodePlan",
+    "Runtime",
+    "RuntimeStats",
+    "Stream",
+    "Tensor",
+    "TensorView",
+    "__version__",
+    "append_kv",
+    "default_runtime",
+    "merge_states",
+    "mla_decode",
+    "paged_decode",
+    "plan_append_kv",
+    "plan_merge_states",
+    "plan_mla_decode",
+    "plan_paged_decode",
+    "set_default_runtime",
+    "view_of",
+]
+
+_MODULES = {"Stream": ".protocols", "Tensor": ".tensor", "TensorView": ".tensor", "view_of": ".tensor"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    value = globals()[name] = getattr(import_module(_MODULES.get(name, ".attention"), __name__), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -6,11 +6,12 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import TypeVar
 
 from .errors import UsageError
+from .values import dataclass
 
 DEFAULT_SOURCES = ("package",)
 PINS_NAME = "pins.toml"
@@ -67,7 +68,8 @@ class Config:
     hex digits) only if one of the keys signed them; ``pin_state`` is the file that remembers the newest version of
     each signed file (None: nothing is remembered). ``offline`` forbids opening any socket; ``lazy_fetch``
     allows a missing kernel to be fetched at first use. ``network`` is how servers are reached. ``profile``
-    measures launches and marks them for NVTX (``Runtime.stats``).
+    measures launches and marks them for NVTX (``Runtime.stats``). ``record`` is a folder in which every call is
+    recorded (``attention.recorded``).
     """
 
     store: Path
@@ -79,11 +81,12 @@ class Config:
     pin_state: Path | None = None
     network: Network = Network()
     profile: bool = False
+    record: Path | None = None
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Config:
-        """Read ``CUBIN_RUNTIME_CACHE``, ``_SOURCES``, ``_PINS``, ``_PIN_KEYS``, ``_OFFLINE``, ``_PROFILE`` and
-        ``Network``'s.
+        """Read ``CUBIN_RUNTIME_CACHE``, ``_SOURCES``, ``_PINS``, ``_PIN_KEYS``, ``_OFFLINE``, ``_PROFILE``,
+        ``_RECORD`` and ``Network``'s.
 
         Pin files and keys are separated by ``os.pathsep``, sources by white space or commas.
 
@@ -111,6 +114,9 @@ class Config:
             pin_state=_pin_state() if keys else None,
             network=Network.from_environment(env),
             profile=_flag(env, "CUBIN_RUNTIME_PROFILE"),
+            record=local_path(env["CUBIN_RUNTIME_RECORD"], "CUBIN_RUNTIME_RECORD")
+            if env.get("CUBIN_RUNTIME_RECORD")
+            else None,
         )
 
 

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from typing import TypeGuard
+
+    from .protocols import DTypeName
 
 
 class DType(NamedTuple):
@@ -41,3 +46,8 @@ _TABLE = (
 DTYPES: Mapping[str, DType] = MappingProxyType({dtype.name: dtype for dtype in _TABLE})
 BY_SHORT: Mapping[str, DType] = MappingProxyType({dtype.short: dtype for dtype in _TABLE})
 ITEM_BYTES: Mapping[str, int] = MappingProxyType({dtype.name: dtype.nbytes for dtype in _TABLE})
+
+
+def is_dtype(name: str) -> TypeGuard[DTypeName]:
+    """Whether a tensor here may have this dtype."""
+    return name in ITEM_BYTES

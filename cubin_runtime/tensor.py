@@ -6,10 +6,11 @@ import ctypes
 import sys
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from .dtypes import ITEM_BYTES
+from .dtypes import ITEM_BYTES, is_dtype
 from .errors import UsageError
+from .protocols import CudaArray, DLPackTensor, DTypeName
 
 _CUDA_DEVICE = 2  # kDLCUDA
 _DLPACK_CODES = {0: "int", 1: "uint", 2: "float", 4: "bfloat"}
@@ -20,7 +21,7 @@ _ARRAY_KINDS = {"i": "int", "u": "uint", "f": "float"}
 class TensorSpec(NamedTuple):
     """The form of a tensor: all but its address. ``strides`` in elements, ``device`` the ordinal."""
 
-    dtype: str
+    dtype: DTypeName
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     device: int
@@ -31,19 +32,19 @@ class TensorView:
     """Device memory as a tensor: ``strides`` in elements, ``device`` the ordinal. It keeps nothing alive."""
 
     pointer: int
-    dtype: str
+    dtype: DTypeName
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     device: int = 0
 
     def __post_init__(self) -> None:
-        if self.dtype not in ITEM_BYTES:
+        if not is_dtype(self.dtype):
             raise UsageError(f"dtype={self.dtype!r}: expected one of {', '.join(ITEM_BYTES)}")
         if len(self.shape) != len(self.strides):
             raise UsageError(f"shape={self.shape} with strides={self.strides}: expected equal lengths")
 
     @classmethod
-    def contiguous(cls, pointer: int, dtype: str, shape: tuple[int, ...], device: int = 0) -> TensorView:
+    def contiguous(cls, pointer: int, dtype: DTypeName, shape: tuple[int, ...], device: int = 0) -> TensorView:
         """A row-major tensor at ``pointer``."""
         strides = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
         return cls(pointer, dtype, shape, strides, device)
@@ -60,7 +61,14 @@ class TensorView:
         return all(n <= 1 or stride == e for n, stride, e in zip(self.shape, self.strides, expected, strict=True))
 
 
-def view_of(tensor: Any, name: str) -> TensorView:
+Tensor = TensorView | DLPackTensor | CudaArray
+Scale = float | TensorView | DLPackTensor | CudaArray  # a number, or one on the device
+# What an operator returns: the caller's output, or one of the library that the query is of.
+QueryT = TypeVar("QueryT", bound=Tensor)
+OutT = TypeVar("OutT", bound=Tensor)
+
+
+def view_of(tensor: Tensor, name: str) -> TensorView:
     """The view of a CUDA tensor: a ``TensorView``, a torch tensor, or anything that speaks
     ``__cuda_array_interface__`` (version 2 or 3) or DLPack.
 
@@ -92,7 +100,7 @@ def _from_torch(tensor: Any, name: str) -> TensorView:
     if tensor.device.type != "cuda":
         raise UsageError(f"{name}: is on {tensor.device}, expected a CUDA device")
     dtype = str(tensor.dtype).removeprefix("torch.")
-    if dtype not in ITEM_BYTES:
+    if not is_dtype(dtype):
         raise UsageError(f"{name}: dtype {dtype}, expected one of {', '.join(ITEM_BYTES)}")
     if getattr(tensor, "requires_grad", False) and sys.modules["torch"].is_grad_enabled():
         raise UsageError(f"{name}: requires grad, which no operator here has: call it under torch.no_grad()")
@@ -107,7 +115,7 @@ def _from_array_interface(tensor: Any, name: str) -> TensorView:
     described = tensor.__cuda_array_interface__
     kind, size = described["typestr"][1], int(described["typestr"][2:])
     dtype = f"{_ARRAY_KINDS.get(kind, kind)}{size * 8}"
-    if dtype not in ITEM_BYTES:
+    if not is_dtype(dtype):
         raise UsageError(f"{name}: typestr {described['typestr']!r}, expected one of {', '.join(ITEM_BYTES)}")
     shape = tuple(described["shape"])
     view = TensorView.contiguous(described["data"][0], dtype, shape, _device_of(tensor))
@@ -151,7 +159,7 @@ def _from_dlpack(tensor: Any, name: str) -> TensorView:
     dtype = f"{_DLPACK_CODES.get(managed.code, managed.code)}{managed.bits}"
     if (managed.code, managed.bits) == (_DLPACK_E4M3FN, 8):
         dtype = "float8_e4m3fn"
-    if dtype not in ITEM_BYTES or managed.lanes != 1:
+    if not is_dtype(dtype) or managed.lanes != 1:
         raise UsageError(f"{name}: DLPack type {dtype} x {managed.lanes}, expected one of {', '.join(ITEM_BYTES)}")
     shape = tuple(managed.shape[i] for i in range(managed.ndim))
     pointer = (managed.data or 0) + managed.byte_offset

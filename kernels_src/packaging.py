@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from cubin_runtime import __version__
+from cubin_runtime._version import KERNELS_VERSION
 
 from .release import RELEASE
 
@@ -22,7 +22,7 @@ PACKAGE = "cubin_runtime_kernels"
 _EPOCH = "1577836800"
 
 
-def stage(tree: Path, project: Path, version: str = __version__) -> None:
+def stage(tree: Path, project: Path, version: str = KERNELS_VERSION) -> None:
     """Lay out in ``project`` what setuptools needs to build the data wheel of the release folder ``tree``."""
     package = project / PACKAGE
     package.mkdir(parents=True)
@@ -34,7 +34,7 @@ def stage(tree: Path, project: Path, version: str = __version__) -> None:
     shutil.copytree(tree, package / tree.name)
 
 
-def build_wheel(tree: Path, out: Path, *, isolated: bool = True, version: str = __version__) -> Path:
+def build_wheel(tree: Path, out: Path, *, isolated: bool = True, version: str = KERNELS_VERSION) -> Path:
     """Build the wheel of ``tree`` into ``out`` and return its path.
 
     ``isolated=False`` uses the setuptools of this environment and so needs no network.
@@ -49,9 +49,10 @@ def build_wheel(tree: Path, out: Path, *, isolated: bool = True, version: str = 
     with tempfile.TemporaryDirectory(prefix="data-wheel-") as scratch:
         project = Path(scratch) / "project"
         stage(tree, project, version)
-        command = [sys.executable, "-m", "build", "--wheel", "--outdir", scratch, str(project)]
+        command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet", "--no-deps"]
+        command += ["--wheel-dir", scratch, str(project)]
         if not isolated:
-            command.insert(-1, "--no-isolation")
+            command.insert(-1, "--no-build-isolation")
         environment = {**os.environ, "SOURCE_DATE_EPOCH": _EPOCH}
         subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
         (built,) = Path(scratch).glob("*.whl")

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cubin_runtime import __version__
+from cubin_runtime._version import KERNELS_VERSION
 from cubin_runtime.artifacts.manifest import MANIFEST_NAME
 from cubin_runtime.artifacts.tables.native_kernels import FILE_NAME, SCHEMA, parse_native_kernels
 from cubin_runtime.launch.structs import StructLayout
@@ -18,7 +18,7 @@ from cubin_runtime.launch.structs import StructLayout
 from .compiling import CompiledKernel, flags_of
 from .toolchain import PACKAGES
 
-RELEASE = f"hopper-{__version__}"
+RELEASE = f"hopper-{KERNELS_VERSION}"
 
 
 @dataclass(frozen=True, slots=True)

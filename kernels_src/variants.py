@@ -316,13 +316,17 @@ def _mla_variants(latent: int) -> Iterator[Variant]:
         yield _mla_decode(source, f"{source}_{dtype}", dtype, q_dtypes, latent, 16, 128, STAGES=stages)
 
 
-_PREFILL_TILE_TOKENS = 128
-# head_dim -> consumer warpgroups of 64 rows, and pipeline stages of keys and of values.
-_PREFILL_SHAPES = {64: (3, 4), 128: (2, 2)}
+# head_dim -> columns of a value, consumer warpgroups of 64 rows, keys of a tile, pipeline stages of keys and of values.
+_PREFILL_SHAPES = {
+    64: (64, 3, 128, 4, 4),
+    128: (128, 2, 128, 2, 2),
+    192: (128, 2, 128, 2, 2),
+    256: (256, 2, 64, 2, 2),
+}
 
 
 def _context_attention(dtype: str, head_dim: int, soft_cap: bool) -> Variant:
-    warpgroups, stages = _PREFILL_SHAPES[head_dim]
+    value_dim, warpgroups, tile, k_stages, v_stages = _PREFILL_SHAPES[head_dim]
     return Variant(
         source="prefill/context_attention.cu",
         symbol=f"context_attention_{dtype}_d{head_dim}{'_soft_cap' if soft_cap else ''}",
@@ -332,16 +336,19 @@ def _context_attention(dtype: str, head_dim: int, soft_cap: bool) -> Variant:
         traits={
             "dtype": dtype,
             "head_dim": head_dim,
+            "value_dim": value_dim,
             "rows": 64 * warpgroups,
-            "tile_tokens": _PREFILL_TILE_TOKENS,
+            "tile_tokens": tile,
             "soft_cap": soft_cap,
         },
         defines={
             "HEAD_DIM": head_dim,
             "MMA_FP16": int(dtype == "fp16"),
-            "TILE_TOKENS": _PREFILL_TILE_TOKENS,
+            "VALUE_DIM": value_dim,
+            "TILE_TOKENS": tile,
             "WARPGROUPS": warpgroups,
-            "STAGES": stages,
+            "K_STAGES": k_stages,
+            "V_STAGES": v_stages,
             "SOFT_CAP": int(soft_cap),
         },
     )

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from standin_build import StandIn, build_standin
+
+from cubin_runtime.testing import StandIn
 
 
 @pytest.fixture
@@ -27,16 +28,7 @@ def no_configuration(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("no-configuration")
 
 
-@pytest.fixture(scope="session")
-def standin_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The stand-in for libcuda, compiled once."""
-    return build_standin(tmp_path_factory.mktemp("standin"))
-
-
 @pytest.fixture
-def standin(standin_library: Path) -> Iterator[StandIn]:
-    """The control panel of a stand-in that begins and ends without kernels, faults or a log."""
-    control = StandIn(standin_library)
-    control.reset()
-    yield control
-    control.reset()
+def standin(cubin_standin: StandIn) -> StandIn:
+    """The plugin's stand-in."""
+    return cubin_standin

@@ -37,6 +37,11 @@ def test_each_variable_is_read() -> None:
     )
 
 
+def test_calls_are_recorded_where_it_says() -> None:
+    config = Config.from_environment({"CUBIN_RUNTIME_RECORD": "/calls", "CUBIN_RUNTIME_PROFILE": "1"})
+    assert (config.record, config.profile) == (Path("/calls"), True)
+
+
 def test_the_users_own_pins_come_first(tmp_path: Path) -> None:
     own = tmp_path / "config" / "cubin-runtime" / "pins.toml"
     own.parent.mkdir(parents=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-DECODE, MLA = "benchmarks/gpu_decode.py", "benchmarks/gpu_mla.py"
+DECODE, MLA, PREFILL = (f"benchmarks/gpu_{name}.py" for name in ("decode", "mla", "prefill"))
 PROFILE = "benchmarks/gpu_profile.py"
 SANITIZERS = ("memcheck", "initcheck", "synccheck", "racecheck")
 
@@ -58,7 +58,12 @@ def test_benchmarks_means_every_one_of_a_gpu(machine: Machine) -> None:
     assert machine.run("benchmarks") == 0
     scripts = {f"benchmarks/{path.name}" for path in (ROOT / "benchmarks").glob("gpu_*.py")}
     assert set(machine.benchmarks(compiled=False)) == scripts - {"benchmarks/gpu_environment.py", PROFILE}
-    assert sorted(machine.benchmarks(compiled=True)) == [DECODE, MLA]
+    assert sorted(machine.benchmarks(compiled=True)) == [DECODE, MLA, PREFILL]
+
+
+def test_that_of_context_attention_runs_alone(machine: Machine) -> None:
+    assert machine.run("prefill") == 0
+    assert machine.benchmarks(compiled=True) == machine.benchmarks(compiled=False) == [PREFILL]
 
 
 def test_the_profiler_runs_when_asked_for(machine: Machine) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "cubin_runtime"
-ROOM_FLOORS = {"cli": 5, "compat": 5, "attention": 4, "kernels": 3, "launch": 2, "artifacts": 1}
+ROOM_FLOORS = {"testing": 5, "cli": 5, "compat": 5, "attention": 4, "kernels": 3, "launch": 2, "artifacts": 1}
 SHARED_FLOOR = 0  # errors, config, _version
 # The order inside artifacts, as its docstring states it; a file imports nothing that comes later.
 ARTIFACT_ORDER = (
@@ -200,3 +200,62 @@ def test_torch_stays_unloaded_where_it_is_installed() -> None:
 def test_a_warm_import_takes_less_than_100_ms() -> None:
     run_python(MEASURE)
     assert min(float(run_python(MEASURE)) for _ in range(5)) < 0.100
+
+
+# What generates code for each class; beside these, values are defined by ``cubin_runtime.values``.
+GENERATING = {"path", "tensor", "dispatch", "process_pool", "http_session", "arguments", "values"}
+# Modules that a process which launches loaded kernels does without.
+LATER = (
+    "asyncio",
+    "cuda.pathfinder",
+    "cubin_runtime.artifacts.fetch.dispatch",
+    "cubin_runtime.artifacts.fetch.process_pool",
+    "cubin_runtime.artifacts.fetch.worker_pool",
+    "cubin_runtime.artifacts.sources.archive",
+    "cubin_runtime.artifacts.sources.http",
+    "cubin_runtime.artifacts.verification",
+    "email",
+    "http",
+    "multiprocessing",
+    "requests",
+    "secrets",
+    "ssl",
+    "zipfile",
+)
+MOST_MODULES = 90  # each takes 0.1 to 0.3 ms
+
+
+def test_few_files_define_dataclasses_by_generated_code() -> None:
+    pattern = "from dataclasses import dataclass"
+    found = {file.stem for file in modules() if pattern in file.read_text()}
+    assert found <= GENERATING
+
+
+def test_importing_the_operators_loads_few_modules() -> None:
+    loaded = run_python("import sys, cubin_runtime.attention; print('\\n'.join(sys.modules))").split("\n")
+    ours = [name for name in loaded if name.startswith("cubin_runtime")]
+    assert len(ours) <= MOST_MODULES
+    families = (
+        "cubin_runtime.kernels.trtllm_gen",
+        "cubin_runtime.attention.trtllm_gen",
+        "cubin_runtime.artifacts.library",
+    )
+    assert [name for name in ours if name.startswith((*families, "cubin_runtime.compat", "cubin_runtime.cli"))] == []
+
+
+def test_a_runtime_that_only_reads_loads_no_network_and_no_archives(tmp_path: Path) -> None:
+    code = f"""
+import sys
+from pathlib import Path
+from cubin_runtime import Config
+from cubin_runtime.attention import Runtime
+from cubin_runtime.errors import MissingError
+runtime = Runtime(Config(store=Path({str(tmp_path)!r}), sources=({str(tmp_path)!r},), offline=True))
+try:
+    runtime.native_release()
+except MissingError:
+    print('\\n'.join(sys.modules))
+"""
+    loaded = run_python(code).split("\n")
+    assert "cubin_runtime.artifacts.library" in loaded
+    assert sorted(set(loaded) & set(LATER)) == []

@@ -1,6 +1,6 @@
-"""``make demo``: from an artifact path to a kernel that ran, one step after the other, said plainly.
+"""``make demo``: from the source of a kernel to its launch, one step after the other; ``DEMO=full`` shows details.
 
-Needs the CUDA toolchain of the build; a GPU only for the last part of the launch.
+Needs the CUDA toolchain of the build; a GPU only for the launch itself.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))
 
 from demo_launch import plan_and_launch  # noqa: E402
 from demo_release import check_published_release  # noqa: E402
-from demo_text import detail, heading  # noqa: E402
+from demo_text import detail, heading, say  # noqa: E402
 
 from cubin_runtime import Config, CubinRuntimeError  # noqa: E402
 from cubin_runtime.artifacts.cubins.cubin import parse_cubin  # noqa: E402
@@ -34,15 +34,28 @@ from kernels_src.toolchain import find_toolchain  # noqa: E402
 from kernels_src.variants import VARIANTS  # noqa: E402
 
 RELEASE = "hopper-demo"
-KERNELS = "fmha_*_sm90a"
+KERNELS = ("fmha_paged_decode_bf16_d128_rows8_sm90a", "fmha_paged_decode_bf16_d128_rows16_sm90a")
+INTRODUCTION = """\
+This demo takes two attention kernels from their source to a launch, as a serving host would get them:
+it compiles them (the only step that needs a compiler), pins and publishes them, fetches them by path over
+HTTP into an empty store, refuses a damaged copy, plans a decode, and launches it if there is a Hopper GPU.
+It takes about 10 seconds, writes to a temporary folder alone, and DEMO=full shows every detail."""
+NEXT = """\
+What to try next
+   make install                                              the package and its kernels into your environment
+   cubin-runtime doctor                                      what will work on this machine
+   cubin-runtime explain --sm 90 --batch 64 --kv-len 8192    which kernel a call launches, and why
+   ls examples/                                              decode loops, MLA, tree masks, a kernel of your own
+   DEMO=full make demo                                       the same with registers, digests and all parameters"""
 Result = TypeVar("Result")
 
 
 def build_small_set(folder: Path) -> Release:
     """Compile the sm_90a variants into a release tree of its own name."""
     toolchain = find_toolchain()
-    chosen = select(VARIANTS, KERNELS)
-    detail(f"{len(chosen)} of {len(VARIANTS)} kernels with {toolchain.nvcc}")
+    chosen = [variant for name in KERNELS for variant in select(VARIANTS, name)]
+    say(f"nvcc compiles {len(chosen)} of the {len(VARIANTS)} kernels of kernels_src/, for Hopper GPUs.")
+    detail(f"{toolchain.nvcc}")
     release = build(
         folder,
         chosen,
@@ -54,7 +67,7 @@ def build_small_set(folder: Path) -> Release:
             f" {kernel.resources.spill_bytes} bytes spilled, {seconds:.1f} s"
         ),
     )
-    detail(f"checksums.txt lists {release.files} files; its SHA-256 is {release.manifest_sha256}")
+    say(f"checksums.txt lists {release.files} files: the kernels, and kernels.json, which describes them.")
     return release
 
 
@@ -62,17 +75,18 @@ def pin_release(release: Release, folder: Path) -> Path:
     """Write a user's pins file: the only thing that will be trusted about the release."""
     file = folder / "pins.toml"
     file.write_text(with_pin("", pin_of(release)))
-    detail(f"{file} pins {RELEASE} to that digest")
+    say(f"All that is trusted about {RELEASE}: the SHA-256 of checksums.txt, {release.manifest_sha256[:16]}...")
+    detail(f"{file}: manifest_sha256 = {release.manifest_sha256}")
     return file
 
 
 def fetch_over_http(library: Library, pin: Pin, url: str) -> ArtifactPath:
     """Fetch the whole release by artifact path into the empty store and verify it; the path of one cubin."""
-    detail(f"from {url}, whatever it serves, into {library.store.root}")
     report = library.fetch(pin)
-    detail(f"{report.fetched} files, {report.bytes} bytes in {report.seconds:.2f} s, each checked by its digest")
+    say(f"{report.fetched} files, {report.bytes} bytes in {report.seconds:.2f} s from {url}, which is not trusted.")
     verified = library.verify(pin, complete=True)
-    detail(f"verify: {verified.ok} ok, {len(verified.corrupt)} corrupt, {len(verified.missing)} missing")
+    say(f"Each was compared with its digest: {verified.ok} ok, {len(verified.corrupt)} corrupt.")
+    detail(f"the store is {library.store.root}")
     return next(path for path in library.select(pin) if path.name.endswith(".cubin"))
 
 
@@ -90,47 +104,58 @@ def refuse_damaged(release: Release, path: ArtifactPath, folder: Path, pins: Pat
         try:
             library.fetch(library.pins.get(RELEASE), [path])
         except CubinRuntimeError as error:
-            detail(f"refused, as it must be (exit code {error.exit_code}): {error}")
+            say(f"A mirror with one flipped bit is refused, with exit code {error.exit_code} of the command line.")
+            detail(f"{error}")
         else:
             raise AssertionError(f"the damaged copy of {path} was accepted")
         stored = library.store.has(library.manifest(library.pins.get(RELEASE)).digests[path])
-        detail(f"in the store afterwards: {'the damaged bytes' if stored else 'nothing'}")
+        if stored:
+            raise AssertionError(f"the damaged copy of {path} is in the store")
+        say("Nothing of it is in the store.")
 
 
 def inspect(library: Library, path: ArtifactPath) -> None:
     """Print what the cubin's own bytes say of it."""
     artifact = library.load(path, fetch=False)
     cubin = parse_cubin(artifact.data)
-    detail(f"{path}")
-    detail(f"{cubin.architecture}, {len(artifact.data)} bytes, sha256 {artifact.sha256}, from {artifact.origin}")
+    say(f"{path}: for {cubin.architecture}, {len(artifact.data)} bytes.")
     for kernel in cubin.kernels.values():
-        sizes = ", ".join(str(parameter.size) for parameter in kernel.parameters)
-        detail(
-            f"{kernel.symbol}: parameters of {sizes} bytes, at most {kernel.max_threads} threads,"
-            f" {kernel.registers} registers, {kernel.static_shared_bytes} bytes of static shared memory"
-            " (from sm_90 on 1024 of them are CUDA's own)"
+        size = sum(parameter.size for parameter in kernel.parameters)
+        say(
+            f"Its ELF says: {size} bytes of parameters, at most {kernel.max_threads} threads a block."
+            " A launch that differs is refused."
         )
+        shared = f"{kernel.static_shared_bytes} bytes of static shared memory, 1024 of them CUDA's own"
+        detail(f"{kernel.symbol}: {kernel.registers} registers, {shared}")
+    detail(f"sha256 {artifact.sha256}, from {artifact.origin}")
 
 
 def main() -> int:
     """Run all steps; 0 if each did what it should."""
     begin = time.monotonic()
+    print(INTRODUCTION)
     with tempfile.TemporaryDirectory(prefix="cubin-runtime-demo-") as scratch:
         folder = Path(scratch)
         release = _step("Build two kernels", lambda: build_small_set(folder / "build"))
-        pins = _step("Pin them", lambda: pin_release(release, folder))
+        pins = _step("Pin the release", lambda: pin_release(release, folder))
         published = folder / "published"
-        _step("Publish them to a folder", lambda: detail(f"{publish(release.folder, published)}"))
+        _step("Publish it", lambda: _publish(release, published))
         with serve(published) as url:
             library = Library(Config(store=folder / "store", sources=(url,), pin_files=(pins,)))
             pin = library.pins.get(RELEASE)
-            path = _step("Fetch by artifact path", lambda: fetch_over_http(library, pin, url))
+            path = _step("Fetch it by path", lambda: fetch_over_http(library, pin, url))
         _step("Refuse a damaged copy", lambda: refuse_damaged(release, path, folder, pins))
         _step("Inspect a cubin", lambda: inspect(library, path))
         _step("Plan and launch a decode", lambda: plan_and_launch(library, pin))
         _step("Check NVIDIA's published release", lambda: check_published_release(folder / "store"))
-    print(f"\nAll steps done in {time.monotonic() - begin:.1f} s.")
+    print(f"\nAll steps done in {time.monotonic() - begin:.1f} s.\n\n{NEXT}")
     return 0
+
+
+def _publish(release: Release, published: Path) -> None:
+    place = publish(release.folder, published)
+    say("A release is a folder of files: any web server, bucket, wheel or shared disk can serve it.")
+    detail(f"{place}")
 
 
 def _step(title: str, action: Callable[[], Result]) -> Result:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from demo_text import detail
+from demo_text import detail, draw, say
 
 from cubin_runtime import CubinRuntimeError
 from cubin_runtime.artifacts.library import Library
@@ -20,9 +21,10 @@ from cubin_runtime.launch.driver import DeviceFacts, Driver
 LENGTHS = (4096, 1, 0, 777, 2500, 64, 3333, 1024)
 Q_HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE = 64, 8, 128, 64
 BOUND = 4096
+TILE = 64  # keys of a tile of these kernels
 REPEATS = 50
 # What to plan for where there is no GPU: an H200 as its driver describes it.
-DESCRIBED = DeviceFacts(0, "NVIDIA H200 (described, not here)", (9, 0), 132, 232448, 233472, 60 << 20, 13000)
+DESCRIBED = DeviceFacts(0, "NVIDIA H200 (from its description)", (9, 0), 132, 232448, 233472, 60 << 20, 13000)
 
 
 def plan_and_launch(library: Library, pin: Pin) -> None:
@@ -33,12 +35,11 @@ def plan_and_launch(library: Library, pin: Pin) -> None:
     except CubinRuntimeError as error:
         tensors = _made_up_tensors()
         _show(_plan(runtime, tensors, DESCRIBED), DESCRIBED)
-        detail("Launching needs a GPU, and there is none here:")
-        detail(f"  {error}")
-        detail("All up to the driver's call was done: verified bytes, facts, selection, grid and parameters.")
+        say("There is no GPU here, so the driver's call itself is left out; all before it was done.")
+        detail(f"{error}")
         return
     if device.capability != (9, 0):
-        detail(f"{device.name} is {device.capability[0]}.{device.capability[1]}; the demo's kernels are for 9.0")
+        say(f"{device.name} has compute capability {'.'.join(map(str, device.capability))}; these kernels are for 9.0.")
         return
     _launch(runtime, device)
 
@@ -49,9 +50,8 @@ def _plan(runtime: Runtime, tensors: Sequence[TensorView], device: DeviceFacts) 
 
 def _show(plan: PagedDecodePlan, device: DeviceFacts) -> None:
     (launch,), (selection,), (rows,) = plan.launch_plans(), plan.selections, plan.describe()
-    detail(f"batch {len(LENGTHS)}, {Q_HEADS} query heads over {KV_HEADS}, pages of {PAGE_SIZE}, lengths to {BOUND}")
-    detail(f"device     {device.name}")
-    detail(f"kernel     {launch.kernel}")
+    say(f"{len(LENGTHS)} requests of up to {BOUND} keys, {Q_HEADS} query heads over {KV_HEADS}, on an {device.name}.")
+    say(f"Chosen: {launch.kernel}, grid {launch.grid}, block {launch.block}.")
     detail(f"because    {launch.reason}")
     for candidate in selection.candidates:
         detail(f"looked at  {candidate.kernel.name}: {candidate}")
@@ -61,6 +61,23 @@ def _show(plan: PagedDecodePlan, device: DeviceFacts) -> None:
     detail(f"parameters {launch.layout.name}, {launch.layout.size} bytes; what is null here comes with each run:")
     for row in rows:
         detail(f"  {row.offset:4d} {row.type:12s} {row.name:20s} {row.text:44s} {row.meaning}")
+    _picture(launch.values, launch.grid[1])
+
+
+def _picture(values: Mapping[str, object], groups: int) -> None:
+    """Which CTA group computes which KV tile; only for one that shares all tiles, and takes all heads at once."""
+    if values["splits"] or values["head_groups"] != 1:
+        return
+    tiles = [max(1, -(-length // TILE)) for length in LENGTHS]
+    total, first = sum(tiles), 0
+    groups = min(groups, total)
+    begins = [group * total // groups for group in range(groups)]
+    say(f"{groups} groups of CTAs, one letter each, share the {total} tiles of {TILE} keys evenly:")
+    for length, count in zip(LENGTHS, tiles, strict=True):
+        letters = (chr(ord("A") + bisect_right(begins, tile) - 1) for tile in range(first, first + count))
+        draw(f"  {length:4d} keys  {''.join(letters)}")
+        first += count
+    say("A request of several letters is split, and its partial results are merged; no length was read on the host.")
 
 
 def _made_up_tensors() -> list[TensorView]:
@@ -92,11 +109,11 @@ def _launch(runtime: Runtime, device: DeviceFacts) -> None:
     values = [bfloat16_values(part) for part in host[:3]]
     expected, _ = paged_decode_reference(*values, host[3], host[4], 1 / math.sqrt(HEAD_DIM))
     error = np.linalg.norm(bfloat16_values(bits) - expected) / np.linalg.norm(expected)
-    detail(f"launched: relative error of the norm against float64 on the host {error:.1e}")
+    say(f"Launched. The output differs from float64 on the host by {error:.1e} of its norm.")
     if not error < 6e-3:
         raise AssertionError(f"relative error {error:.1e}, expected below 6e-3")
     microseconds = _time(driver, plan, tensors, workspace, stream)
-    detail(f"median of {REPEATS} launches, caches warm: {microseconds:.1f} us on {device.name}")
+    say(f"The median of {REPEATS} launches is {microseconds:.1f} us, with warm caches.")
 
 
 def _random_host() -> list[np.ndarray[Any, Any]]:

@@ -6,7 +6,7 @@ import os
 from importlib import metadata
 from pathlib import Path
 
-from demo_text import detail
+from demo_text import detail, say
 
 from cubin_runtime import Config
 from cubin_runtime.artifacts.cubins.cubin import parse_cubin
@@ -37,21 +37,20 @@ def check_published_release(store: Path) -> None:
     """Fetch some cubins into ``store``, verify them, and hold each against its row of metadata."""
     sources = find_sources()
     if not sources:
-        detail(f"No source is at hand; 'make test-release' or installing flashinfer-cubin=={VERSION} gives one.")
+        say(f"Left out, since it is not on this machine: 'pip install flashinfer-cubin=={VERSION}' brings it.")
         return
     detail(f"from {', '.join(sources)}")
     library = Library(Config(store=store, sources=sources))
     pin = library.pins.get(PIN)
-    detail(f"its manifest is the pinned one and lists {len(library.manifest(pin).digests)} files")
+    say(f"Its checksums.txt is the pinned one and lists {len(library.manifest(pin).digests)} files.")
     header = pin.path.child(HEADER_PATH)
     library.fetch(pin, [header])
     rows = parse_header(library.load(header, fetch=False).data).rows
     chosen = rows[:: len(rows) // KERNELS][:KERNELS]
     paths = [pin.path.child(row.file) for row in chosen]
     report = library.fetch(pin, paths)
-    detail(f"fetched {report.fetched} of its {len(rows)} kernels, {report.bytes} bytes in {report.seconds:.2f} s")
     verified = library.verify(pin, [header, *paths], complete=True)
-    detail(f"verify: {verified.ok} ok, {len(verified.corrupt)} corrupt, {len(verified.missing)} missing")
+    say(f"{report.fetched} of its {len(rows)} kernels fetched in {report.seconds:.2f} s: {verified.ok} files ok.")
     for row, path in zip(chosen, paths, strict=True):
         artifact = library.load(path, fetch=False)
         cubin = parse_cubin(artifact.data)
@@ -64,6 +63,5 @@ def check_published_release(store: Path) -> None:
         )
         if faults:
             raise AssertionError(f"{path}: {'; '.join(map(str, faults))}")
-    detail(f"inspect: digest, symbol, {TRTLLM_PARAMETER_BYTES} bytes of parameters, threads, shared memory and")
-    detail("architecture of each agree with the release's metadata; the last one:")
+    say("Digest, symbol, parameters, threads, shared memory and architecture of each agree with NVIDIA's metadata.")
     detail(f"{row.symbol}: {cubin.architecture}, {len(artifact.data)} bytes, {row.threads} threads")

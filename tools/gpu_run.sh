@@ -4,6 +4,7 @@
 #   tools/gpu_run.sh [tests] [memcheck] [initcheck] [synccheck] [racecheck] [benchmarks]     (no word: all of these)
 #   tools/gpu_run.sh decode:gqa,fp8     (the benchmark of the decode alone, and of its sections those; decode: all)
 #   tools/gpu_run.sh mla                (that of the MLA decode alone; decode mla: both, one after the other)
+#   tools/gpu_run.sh prefill            (that of context attention alone)
 #   tools/gpu_run.sh profile            (rows of both in the profiler, which has to be there as ncu)
 #
 # Before: `make artifacts` here or elsewhere, so that build/artifacts holds the release (or CUBIN_RUNTIME_SOURCES
@@ -18,9 +19,9 @@ python=${PYTHON:-python3}
 [ $# -gt 0 ] || set -- tests memcheck initcheck synccheck racecheck benchmarks
 for word in "$@"; do
     case $word in
-    tests | memcheck | initcheck | synccheck | racecheck | benchmarks | decode | decode:* | mla | profile) ;;
+    tests | memcheck | initcheck | synccheck | racecheck | benchmarks | decode | decode:* | mla | prefill | profile) ;;
     *)
-        echo "gpu_run.sh: '$word' is no step: tests memcheck initcheck synccheck racecheck benchmarks decode mla profile" >&2
+        echo "gpu_run.sh: '$word' is no step: tests memcheck initcheck synccheck racecheck benchmarks decode mla prefill profile" >&2
         exit 2
         ;;
     esac
@@ -69,7 +70,7 @@ run_tests() {
     grep -Eq '[0-9]+ passed' "$out/tests.log" || { echo "gpu_run.sh: no GPU test ran" >&2 && return 1; }
 }
 
-rm -f "$out"/{tests,memcheck,initcheck,synccheck,racecheck,compile_decode,compile_mla,benchmarks,profile}.log
+rm -f "$out"/{tests,memcheck,initcheck,synccheck,racecheck,compile_decode,compile_mla,compile_prefill,benchmarks,profile}.log
 
 jobs=()
 declare -A peers=() # benchmarks whose peers are compiled ahead, each once
@@ -77,9 +78,10 @@ for word in "$@"; do
     case $word in
     tests) run_tests & jobs+=($!) ;;
     memcheck | initcheck | synccheck | racecheck) sanitize "$word" & jobs+=($!) ;;
-    benchmarks) peers[decode]=1 peers[mla]=1 ;;
+    benchmarks) peers[decode]=1 peers[mla]=1 peers[prefill]=1 ;;
     decode | decode:*) peers[decode]=1 ;;
     mla) peers[mla]=1 ;;
+    prefill) peers[prefill]=1 ;;
     esac
 done
 for name in "${!peers[@]}"; do
@@ -102,6 +104,7 @@ for word in "$@"; do
             ${sections:+--sections "${sections#:}"} || failed=1
         ;;
     profile) step benchmarks/gpu_profile.py profile.log "$python" benchmarks/gpu_profile.py --out "$out" || failed=1 ;;
+    prefill) step benchmarks/gpu_prefill.py benchmarks.log "$python" benchmarks/gpu_prefill.py --out "$out" || failed=1 ;;
     mla) step benchmarks/gpu_mla.py benchmarks.log "$python" benchmarks/gpu_mla.py --out "$out" || failed=1 ;;
     esac
 done

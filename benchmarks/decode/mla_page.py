@@ -1,4 +1,4 @@
-"""The figures of ``docs/mla.md``, as Markdown from the JSON, so that they cannot disagree."""
+"""The figures of ``docs/results/mla.md``, as Markdown from the JSON, so that they cannot disagree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The figures of ``docs/decode.md``, as Markdown from the JSON, so that they cannot disagree."""
+"""The figures of ``docs/results/decode.md``, as Markdown from the JSON, so that they cannot disagree."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def figures(report: Report, *, pictures: bool = True) -> str:
 
 
 def _pictures(rows: Sequence[Row]) -> list[str]:
-    bandwidth = "![Bandwidth of keys and values read, against batch and length](decode_bandwidth.png)"
-    roofline = "![Rate of the products against their intensity, under the measured roofs](decode_roofline.png)"
+    bandwidth = "![Bandwidth of keys and values read, against batch and length](../decode_bandwidth.png)"
+    roofline = "![Rate of the products against their intensity, under the measured roofs](../decode_roofline.png)"
     return [bandwidth, roofline] if any(row["section"] == "sweep" for row in rows) else [roofline]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from . import mla_page, page
+from . import host_page, mla_page, page
 from .profile_table import profiled
 from .tables import Report, report_of
 
@@ -27,5 +27,10 @@ def _h100(results: Path) -> str:
 
 # Name of a page in docs, and what stands between its markers.
 PAGES: Mapping[str, Callable[[Path], str]] = MappingProxyType(
-    {"decode": _profiled_too("decode", page.figures), "mla": _profiled_too("mla", mla_page.figures), "h100": _h100}
+    {
+        "results/decode": _profiled_too("decode", page.figures),
+        "results/mla": _profiled_too("mla", mla_page.figures),
+        "results/h100": _h100,
+        "results/host": host_page.figures,
+    }
 )

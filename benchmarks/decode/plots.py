@@ -22,8 +22,10 @@ ROOF_SECTIONS = {
     "grouped": ("e4m3, 1 to 8 tokens", "s", "#8e5ea2"),
     "grouped_bf16": ("bf16, models of the grouped table", "v", "#b8860b"),
 }
-# Sections of one ratio lie this far from each other, in powers of two, instead of upon each other.
-_SIDE_BY_SIDE = 0.07
+# Sections of one ratio, and peers beside ours, lie this far from each other, in powers of two, instead of overprinting.
+_SIDE_BY_SIDE = 0.1
+_PEER_BESIDE = 0.05
+_PEER_COLOR = "#9a9a9a"
 
 
 def _pyplot() -> Any:
@@ -53,10 +55,14 @@ def draw_bandwidth(report: Report, image: Path) -> None:
     rows = [row for row in report["rows"] if row["section"] == "sweep"]
     lengths = sorted({row["length"] for row in rows})
     peak = report["read"]["tb_per_s"]
+    columns = min(len(lengths), 2)  # two abreast, so that a phone's reader sees them
+    lines = -(-len(lengths) // columns)
     figure, panels = pyplot.subplots(
-        1, len(lengths), figsize=(2.6 * len(lengths), 3.6), sharey=True, squeeze=False, layout="constrained"
+        lines, columns, figsize=(3.9 * columns, 2.5 * lines + 0.8), sharey=True, squeeze=False, layout="constrained"
     )
-    for axes, length in zip(panels[0], lengths, strict=True):
+    for axes in panels.flat[len(lengths) :]:
+        axes.remove()
+    for axes, length in zip(panels.flat, lengths, strict=False):
         here = sorted((row for row in rows if row["length"] == length), key=lambda row: row["batch"])
         for side, (label, style, color) in reversed(SIDES.items()):
             points = [(row["batch"], row["kv_bytes"] / us / 1e6) for row in here if (us := _time_us(row, side))]
@@ -69,9 +75,10 @@ def draw_bandwidth(report: Report, image: Path) -> None:
         axes.set_title(f"{length:,} keys", fontsize=10)
         axes.set_xlabel("batch")
         axes.grid(True, alpha=0.3)
-    first, last = panels[0][0], panels[0][-1]
+    first, last = panels.flat[0], panels.flat[len(lengths) - 1]
     first.set_ylim(0, 1.1 * peak)
-    first.set_ylabel("keys and values read, TB/s")
+    for axes in panels[:, 0]:
+        axes.set_ylabel("keys and values, TB/s")
     first.annotate(f"read only: {peak:.2f}", (1, peak), xytext=(0, 3), textcoords="offset points", fontsize=8)
     handles, labels = first.get_legend_handles_labels()
     last.legend(handles[::-1], labels[::-1], loc="lower right", frameon=False, fontsize=8)
@@ -84,17 +91,15 @@ def draw_roofline(report: Report, image: Path) -> None:
     """FLOP/s reached against FLOP for each byte of keys and values, under what was measured as read and product."""
     pyplot = _pyplot()
     read, matrix = report["read"]["tb_per_s"], report["matrix_tflop_per_s"]
-    figure, axes = pyplot.subplots(figsize=(7.4, 4.8), layout="constrained")
-    for i, (section, (label, marker, color)) in enumerate(ROOF_SECTIONS.items()):
+    figure, axes = pyplot.subplots(figsize=(8.6, 5.2), layout="constrained")
+    shifts = _shifts(report["rows"])
+    for section, (label, marker, color) in ROOF_SECTIONS.items():
         rows = [row for row in report["rows"] if row["section"] == section]
-        shift = 2 ** (_SIDE_BY_SIDE * (i - (len(ROOF_SECTIONS) - 1) / 2))
-        best = [_best_peer(row) for row in rows]
-        _points(axes, rows, best, shift, marker="x", color="#9a9a9a", s=26, linewidths=1, zorder=2)
         ours = [row["ours"].get("us") for row in rows]
-        _points(
-            axes, rows, ours, shift, marker=marker, color=color, s=34, alpha=0.8, linewidths=0, zorder=3, label=label
-        )
-    axes.scatter([], [], marker="x", color="#9a9a9a", s=26, linewidths=1, label="best peer, same row")
+        peers = [_best_peer(row) for row in rows]
+        _ranges(axes, rows, peers, shifts, beside=_PEER_BESIDE, marker="x", markersize=4, color=_PEER_COLOR, width=1.0)
+        _ranges(axes, rows, ours, shifts, marker=marker, markersize=5, color=color, width=2.0, label=label)
+    axes.plot([], [], marker="x", color=_PEER_COLOR, linewidth=1.0, label="best peer, same rows")
     left, ridge, right = 4.0, matrix / read, 512.0
     axes.plot([left, ridge, right], [left * read, matrix, matrix], color="#222222", linewidth=1.2, zorder=1)
     axes.set_xscale("log", base=2)
@@ -123,11 +128,11 @@ def draw_roofline(report: Report, image: Path) -> None:
     axes.minorticks_off()
     lowest = min((row["tflop_per_s"] for row in report["rows"] if _is_on_roof(row)), default=10.0)
     axes.set_ylim(min(10.0, 0.6 * lowest), 1.6 * matrix)
-    axes.set_xlabel("FLOP a byte of keys and values (sections of one ratio side by side)")
-    axes.set_ylabel("TFLOP/s, padding not counted")
+    axes.set_xlabel("FLOP per byte of keys and values (cases of one ratio side by side)")
+    axes.set_ylabel("TFLOP/s without padding: line from slowest to fastest batch")
     axes.set_title(f"Paged decode under its roofs\n{place(report)}", fontsize=10)
     axes.grid(True, which="major", alpha=0.3)
-    axes.legend(loc="lower right", frameon=False, fontsize=8)
+    axes.legend(loc="lower right", frameon=False, fontsize=8, title="marker: fastest batch", title_fontsize=8)
     _save(figure, image)
 
 
@@ -140,13 +145,39 @@ def _best_peer(row: Mapping[str, Any]) -> float | None:
     return found.get("us")
 
 
-def _points(
-    axes: Any, rows: Sequence[Mapping[str, Any]], times: Sequence[float | None], shift: float, **style: Any
+def _shifts(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, float], float]:
+    """Where the rows of a section and a ratio stand beside those of other sections with this ratio."""
+    sections: dict[float, list[str]] = {}
+    for section in ROOF_SECTIONS:
+        for ratio in {row["flops"] / row["kv_bytes"] for row in rows if row["section"] == section}:
+            sections.setdefault(ratio, []).append(section)
+    return {
+        (section, ratio): _SIDE_BY_SIDE * (i - (len(names) - 1) / 2)
+        for ratio, names in sections.items()
+        for i, section in enumerate(names)
+    }
+
+
+def _ranges(
+    axes: Any,
+    rows: Sequence[Mapping[str, Any]],
+    times: Sequence[float | None],
+    shifts: Mapping[tuple[str, float], float],
+    *,
+    width: float,
+    beside: float = 0.0,
+    **style: Any,
 ) -> None:
-    pairs = [(row, us) for row, us in zip(rows, times, strict=True) if us]
-    if pairs:
-        x = [shift * row["flops"] / row["kv_bytes"] for row, _ in pairs]
-        axes.scatter(x, [row["flops"] / us / 1e6 for row, us in pairs], **style)
+    """A line from the least to the most for the rows of each ratio, with a marker at the most."""
+    found: dict[tuple[str, float], list[float]] = {}
+    for row, us in zip(rows, times, strict=True):
+        if us:
+            found.setdefault((row["section"], row["flops"] / row["kv_bytes"]), []).append(row["flops"] / us / 1e6)
+    for (section, ratio), rates in sorted(found.items()):
+        x = ratio * 2 ** (shifts[section, ratio] + beside)
+        axes.plot([x, x], [min(rates), max(rates)], color=style["color"], linewidth=width, zorder=2)
+        axes.plot([x], [max(rates)], linestyle="none", markeredgewidth=1.1, zorder=3, **style)
+        style.pop("label", None)
 
 
 def _save(figure: Any, image: Path) -> None:

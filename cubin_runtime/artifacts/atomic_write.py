@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import secrets
 import socket
 import stat
 import time
@@ -19,7 +18,7 @@ _NEW_FILE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 def temporary_name() -> str:
     """A name that nobody else uses; says which process of which host made it."""
-    return f"{TEMPORARY}{socket.gethostname()[:64]}-{os.getpid()}-{secrets.token_hex(8)}"
+    return f"{TEMPORARY}{socket.gethostname()[:64]}-{os.getpid()}-{os.urandom(8).hex()}"
 
 
 @contextmanager

@@ -6,30 +6,33 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..config import Config
 from ..errors import CorruptError, MissingError, PinError, StoreError, UsageError
+from ..values import dataclass
 from .fetch.loader import Artifact, ArtifactLoader, listed_digest
 from .fetch.pinned_manifests import PinnedManifests, manifest_wanted
-from .fetch.report import FetchReport, report_of
-from .fetch.worker_pool import Outcome
 from .manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest
 from .path import ArtifactPath
 from .pins.pin import Pin, read_manifest
 from .pins.pin_set import PinSet, refuse_trust_in_store
-from .sources.archive import ArchiveSource
 from .sources.failover import FetchPolicy
 from .sources.http_pace import HttpLimits
 from .sources.source import NotHereError, Wanted, parse_source, redact
-from .sources.source_list import SourceList, hint
+from .sources.source_list import SourceList, remedy
 from .store.leftovers import remove_temporaries
 from .store.store import Store
-from .verification import VerifyReport, verify_store, verify_tree
 
-__all__ = ["FetchReport", "Library", "Place", "redact"]
+if TYPE_CHECKING:
+    from .fetch.report import FetchReport as FetchReport
+    from .fetch.worker_pool import Outcome
+    from .verification import VerifyReport
+
+__all__ = ["Library", "Place", "redact"]
 
 DEFAULT_JOBS = 8
 
@@ -137,7 +140,7 @@ class Library:
             ) is not None:
                 raise reason
             places = ", ".join([str(self.store.root), *(s.label for s in self._sources.local_sources(pin))])
-            raise MissingError(f"{path} is not in {places}; 'cubin-runtime fetch {path}' gets it{hint(pin)}")
+            raise MissingError(f"{path} is not in {places}; {remedy(pin, path.text, self._sources.specs(pin))}")
         return self._loader.over_network(pin, wanted)
 
     def where(self, path: ArtifactPath | str) -> tuple[Place, ...]:
@@ -181,6 +184,8 @@ class Library:
             SourceError, CorruptError: some files were not delivered; the others are in the store.
             StoreError: the store is full or cannot be written.
         """
+        from .fetch.report import report_of  # which loading does without, as the modules of verification
+
         if jobs < 1:
             raise UsageError(f"jobs: got {jobs}, expected at least 1")
         began = time.monotonic()
@@ -237,6 +242,9 @@ class Library:
             PinError: the tree's manifest is not the pinned one, or a manifest does not list a path.
             MissingError: the tree has no manifest.
         """
+        from .sources.archive import ArchiveSource
+        from .verification import verify_store, verify_tree
+
         if tree is None:
             manifest = self.manifest(pin)
             chosen = self._chosen(pin, manifest, paths)

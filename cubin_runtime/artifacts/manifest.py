@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import pairwise
 from operator import itemgetter
 from types import MappingProxyType
 
 from ..errors import CorruptError
+from ..values import dataclass
 from .path import ArtifactPath, PathError
 
 MANIFEST_NAME = "checksums.txt"

@@ -6,9 +6,9 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 from ..errors import CorruptError, CubinRuntimeError, ExtraError, MissingError, SourceError, StoreError
+from ..values import dataclass
 from .bounded_read import digest_of
 from .manifest import MANIFEST_NAME, Manifest
 from .path import ArtifactPath

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -16,6 +16,7 @@ from ..kernels.native.constants import CONSTANTS
 from ..kernels.native.launches import NativeLaunch
 from ..launch.driver import DeviceFacts
 from ..tensor import TensorView
+from ..values import dataclass
 from .backends import AUTO
 from .checks import check_shape
 from .decode_call import LENGTHS, token_stride

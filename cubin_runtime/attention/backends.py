@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import Final
 
 from ..errors import DeviceError, UsageError
 from ..launch.driver import DeviceFacts
+from ..values import dataclass
 
-AUTO = "auto"
+AUTO: Final = "auto"
 HOPPER = "hopper"
 XQA = "xqa"  # the same kernels under the peer's name
 TRTLLM_GEN = "trtllm-gen"
@@ -45,8 +46,7 @@ _NATIVE_DECODE = Support(
     measured=frozenset({(9, 0)}),
     built=frozenset({(8, 0), (8, 6), (8, 9), (10, 0), (10, 3), (12, 0), (12, 1)}),
 )
-_NATIVE_MLA = _NATIVE_COPYING = Support(measured=frozenset({(9, 0)}))
-_NATIVE_PREFILL = Support(measured=frozenset({(9, 0)}))
+_NATIVE_MLA = _NATIVE_PREFILL = _NATIVE_COPYING = Support(measured=frozenset({(9, 0)}))
 _TRTLLM_GEN = {TRTLLM_GEN: Support(published=frozenset({(10, 0), (10, 3)}))}
 
 _NO_ATTENTION = ("append_kv", "merge_states")  # which no operator of attention is told to try

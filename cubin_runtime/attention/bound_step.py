@@ -9,14 +9,18 @@ from ..errors import UsageError
 from ..launch.compiled import compiled
 from ..launch.prepared import ELSEWHERE
 from ..launch.streams import is_default
+from .fast_path import suspendable
 from .fast_path.guards import conditions, guarded
 from .operator_plan import AnyWorkspace, check_workspace
 
 if TYPE_CHECKING:
+    from ..protocols import Stream
     from .step_plan import StepPlan
 
 
-def bind_step(plan: StepPlan, arguments: dict[str, Any], workspace: AnyWorkspace | None, stream: Any) -> BoundStep:
+def bind_step(
+    plan: StepPlan, arguments: dict[str, Any], workspace: AnyWorkspace | None, stream: Stream | None
+) -> BoundStep:
     """``plan.bind``; the dict is this function's own."""
     names = [arg.name for arg in plan.operator.tensors]
     known = dict.fromkeys((*names, *plan.operator.number_arguments))
@@ -64,16 +68,17 @@ class BoundStep:
         planned = zip(plan.operator.tensors, plan.specs, strict=True)
         self._free = tuple(arg for arg, spec in planned if spec is not None and arg.name not in arguments)
         self._given = ", ".join(arg.name for arg in self._free)
-        self._closed: list[bool] = []
+        self._halts: list[str] = []  # why the function of its own must not be taken
         self._send: Callable[..., None] = self._first
         source = f"def step({self._given}):\n    bound._send({self._given})\n"
         self.step: Callable[..., None] = compiled("step", source, {"bound": self})
         if not self._free and not self._captures():
             self._specialise(())
+        suspendable(self)
 
     def close(self) -> None:
         """Let go of all that is bound; a later step is an error. The work that was sent must not need it any more."""
-        self._closed.append(True)
+        self._halts.append("closed")
         self._plan = self._workspace = self._kept = None
         self._bound = {}
         self._send = self.step = self._in_full
@@ -83,6 +88,14 @@ class BoundStep:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def suspend(self, suspended: bool) -> None:
+        """Take the full path from now on, or no longer: calls are recorded."""
+        reason = "calls are recorded"
+        if suspended and reason not in self._halts:
+            self._halts.append(reason)
+        elif not suspended and reason in self._halts:
+            self._halts.remove(reason)
 
     def _first(self, *tensors: Any) -> None:
         """The full path, after which tensors of these forms have a function of their own."""
@@ -99,8 +112,8 @@ class BoundStep:
         if len(items) < len(found):
             return
         sending, scope = plan.bound_run(self._addresses, self._numbers, workspace, self._stream)
-        scope |= {"full": self._in_full, "closed": self._closed}
-        tests = ["not closed", *conditions(items, scope)]
+        scope |= {"full": self._in_full, "halts": self._halts}
+        tests = ["not halts", *conditions(items, scope)]
         lines = [f"def send({given}):"]
         if not is_default(self._stream):
             scope["captures"] = self._driver.capture_query(self._stream)
@@ -113,7 +126,7 @@ class BoundStep:
         lines += [f"    if {' or '.join(masks)}:", otherwise] if masks else []
         lines += [f"    {line.replace(ELSEWHERE, f'return full({given})')}" for line in [*sending, ""]]
         self._send = compiled("send", "\n".join(lines), scope)
-        if not self._closed:
+        if "closed" not in self._halts:
             self.step = self._send  # one that was taken before goes through the first
 
     def _captures(self) -> bool:

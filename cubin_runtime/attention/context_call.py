@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 from ..dtypes import DTYPES
 from ..errors import UsageError
 from ..kernels.native.prefill.plan import ContextProblem, KvStrides
-from ..kernels.native.prefill.select import HEAD_DIMS, MAX_GROUP
+from ..kernels.native.prefill.select import HEAD_DIMS, MAX_GROUP, VALUE_DIMS
 from ..tensor import TensorView
+from ..values import dataclass
 from .checks import check_shape, integer, listed
 from .decode_call import LENGTHS, DecodeCall, DecodeOptions, token_stride
 from .operator import TensorArg
-from .paged_cache import PAGE_SIZES, cache_view, strides_of
+from .paged_cache import PAGE_SIZES, cache_view
 from .scales import flat_scalar, float32_number
 
 DTYPES_16 = ("bfloat16", "float16")
@@ -109,9 +109,6 @@ def check_context(call: DecodeCall) -> None:
         view = call.tensors.get(name)
         if view is not None:
             token_stride(name, view, trailing)
-    if not is_paged(call):
-        for name in ("k", "v"):
-            token_stride(name, call.tensors[name], 2)
     _check_options(call)
 
 
@@ -165,12 +162,12 @@ def _check_keys(call: DecodeCall) -> None:
         )
     lead = k.shape[:-2] if is_paged(call) or len(k.shape) == 3 else (batch_of(call), k.shape[1])
     check_shape("k", k, (*lead, kv_heads, columns))
-    check_shape("v", tensors["v"], k.shape)
+    check_shape("v", tensors["v"], (*k.shape[:-1], VALUE_DIMS[columns]))
 
 
 def _check_shapes(call: DecodeCall) -> None:
     tensors, batch, kv_heads = call.tensors, batch_of(call), call.tensors["k"].shape[-2]
-    check_shape("out", tensors["out"], call.q.shape)
+    check_shape("out", tensors["out"], (*call.q.shape[:-1], VALUE_DIMS[call.q.shape[-1]]))
     check_shape("lse", tensors.get("lse"), call.q.shape[:-1])
     check_shape("seq_lens", tensors.get("seq_lens"), (batch,))
     check_shape("kv_cu_seq_lens", tensors.get("kv_cu_seq_lens"), (batch + 1,))
@@ -216,11 +213,12 @@ def problem_of(call: DecodeCall) -> ContextProblem:
         heads=call.q_heads,
         kv_heads=k.shape[-2],
         head_dim=q.shape[-1],
+        value_dim=out.shape[-1],
         max_seq_len=options.max_seq_len,
         page_size=k.shape[1] if table else 0,
         num_pages=k.shape[0] if table else 0,
-        kv_tokens=0 if table else prod(k.shape[:-2]),
-        kv_len=k.shape[1] if not table and len(k.shape) == 4 else 0,
+        kv_tokens=0 if table else k.shape[-3],
+        ragged=len(k.shape) == 3,
         window_left=options.window_left,
         window_right=0 if options.causal else options.window_right,
         soft_cap=options.logit_soft_cap,
@@ -231,8 +229,8 @@ def problem_of(call: DecodeCall) -> ContextProblem:
         q_strides=_row_strides("q", q),
         out_strides=_row_strides("out", out),
         lse_strides=(token_stride("lse", lse, 1), lse.strides[-1]) if lse else (0, 0),
-        k_strides=_kv_strides("k", k, paged=table is not None),
-        v_strides=_kv_strides("v", tensors["v"], paged=table is not None),
+        k_strides=_kv_strides(k),
+        v_strides=_kv_strides(tensors["v"]),
         table_stride=table.strides[0] if table else 0,
         programmatic_serialization=bool(options.enable_pdl),
     )
@@ -246,9 +244,8 @@ def _row_strides(name: str, view: TensorView) -> tuple[int, int]:
     return (token_stride(name, view, 2) if tokens > 1 else view.shape[-1]), head
 
 
-def _kv_strides(name: str, view: TensorView, *, paged: bool) -> KvStrides:
-    if paged:
-        strides = strides_of(view)
-        return KvStrides(strides.page, strides.token, strides.head)
-    token, head = _row_strides(name, view)
-    return KvStrides(view.shape[-1], token, head)
+def _kv_strides(view: TensorView) -> KvStrides:
+    sizes = zip(view.shape[:-1], view.strides, strict=False)
+    strides = [stride if size > 1 else view.shape[-1] for size, stride in sizes]
+    page, token, head = strides if len(strides) == 3 else (view.shape[-1], *strides)
+    return KvStrides(page, token, head)

@@ -34,8 +34,8 @@ def context_attention_reference(
 
     Args:
         q: ``[tokens, q_heads, head_dim]``, the requests' tokens one after another; any float dtype.
-        k, v: ``[tokens, kv_heads, head_dim]``, the requests' keys one after another; with ``page_table`` ``[pages,
-            page_size, kv_heads, head_dim]``.
+        k, v: ``[tokens, kv_heads, head_dim]``, the requests' keys one after another (v of any columns); with
+            ``page_table`` ``[pages, page_size, kv_heads, head_dim]``.
         q_lens, kv_lens: integers ``[batch]``.
         softmax_scale: factor of the scores.
         page_table: integers ``[batch, columns]``; entries past a length, and those of keys that no row sees, are not
@@ -44,15 +44,16 @@ def context_attention_reference(
             ``context_attention``.
 
     Returns:
-        Output ``[tokens, q_heads, head_dim]`` and log-sum-exp ``[tokens, q_heads]``.
+        Output ``[tokens, q_heads, columns of v]`` and log-sum-exp ``[tokens, q_heads]``.
     """
     import numpy as np
 
     tokens, heads, head_dim = q.shape
+    value_dim = v.shape[-1]
     kv_heads = k.shape[-2]
     group = heads // kv_heads
     logits = None if sinks is None else np.asarray(sinks, dtype=np.float64).reshape(kv_heads, group, 1, 1)
-    out, lse = np.zeros((tokens, heads, head_dim)), np.zeros((tokens, heads))
+    out, lse = np.zeros((tokens, heads, value_dim)), np.zeros((tokens, heads))
     row = key = 0
     for request, (q_len, kv_len) in enumerate(zip(map(int, q_lens), map(int, kv_lens), strict=True)):
         position = np.arange(q_len)[:, None] + kv_len - q_len
@@ -64,9 +65,10 @@ def context_attention_reference(
             at = np.arange(first, kv_len)
             where = (np.asarray(page_table[request])[at // size], at % size)
         keys, values = (np.asarray(side[where], dtype=np.float64) for side in (k, v))
+        keys, values = (side.transpose(1, 0, 2) for side in (keys, values))
         queries = np.asarray(q[row : row + q_len], dtype=np.float64).reshape(q_len, kv_heads, group, head_dim)
-        # [kv_heads, group, q_len, kv_len]
-        scores = np.einsum("qhgd,khd->hgqk", queries, keys, optimize=True) * softmax_scale
+        queries = queries.transpose(1, 2, 0, 3).reshape(kv_heads, group * q_len, head_dim)
+        scores = (queries @ keys.transpose(0, 2, 1) * softmax_scale).reshape(kv_heads, group, q_len, kv_len - first)
         if logit_soft_cap:
             scores = logit_soft_cap * np.tanh(scores / logit_soft_cap)
         scores = np.where(seen[:, first:], scores, -math.inf)
@@ -76,8 +78,9 @@ def context_attention_reference(
         weights = np.exp(scores - anchor)
         total = weights.sum(axis=-1, keepdims=True)
         with_sink = total if logits is None else total + np.exp(logits - anchor)
-        result = np.einsum("hgqk,khd->qhgd", weights / np.where(with_sink == 0, 1.0, with_sink), values, optimize=True)
-        out[row : row + q_len] = result.reshape(q_len, heads, head_dim) * output_scale
+        weights = (weights / np.where(with_sink == 0, 1.0, with_sink)).reshape(kv_heads, group * q_len, kv_len - first)
+        result = (weights @ values).reshape(kv_heads, group, q_len, value_dim).transpose(2, 0, 1, 3)
+        out[row : row + q_len] = result.reshape(q_len, heads, value_dim) * output_scale
         with np.errstate(divide="ignore"):
             sums = np.log(with_sink if lse_sink else total) + anchor
         lse[row : row + q_len] = sums[..., 0].transpose(2, 0, 1).reshape(q_len, heads)

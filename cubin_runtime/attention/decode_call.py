@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 from ..dtypes import DTYPES
 from ..errors import UsageError
 from ..tensor import TensorView
+from ..values import dataclass
 from .backends import AUTO
 from .checks import check_dtype, check_shape, integer
 from .operator import CallTensors, TensorArg

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from math import isfinite, prod
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,6 +15,7 @@ from ..kernels.native.problem import LOG2_E
 from ..launch.driver import DeviceFacts
 from ..launch.streams import stream_handle
 from ..tensor import is_torch, view_of
+from ..values import dataclass
 from .backends import resolve_backend
 from .checks import check_switches, check_words, integer
 from .decode_call import MAX_Q_LEN, DecodeCall, DecodeOptions, check_query_bounds

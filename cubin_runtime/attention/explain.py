@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ..artifacts.tables.native_kernels import NativeKernel
 from ..dtypes import DTYPES
 from ..errors import UsageError
 from ..kernels.explanation import Explanation
+from ..kernels.native.append.select import AppendShape, select_append
+from ..kernels.native.constants import CONSTANTS
 from ..kernels.native.decode.select import select_decode
 from ..kernels.native.decode.shape import DecodeShape
 from ..kernels.native.explanation import explain_launches
+from ..kernels.native.merge.select import MergeShape, select_merge
 from ..kernels.native.mla.select import MAX_HEADS, MAX_QUERIES, MlaShape, select_mla_decode
 from ..kernels.native.mla.select import PAGE_SIZES as MLA_PAGE_SIZES
+from ..kernels.native.prefill.select import HEAD_DIMS as CONTEXT_HEAD_DIMS
+from ..kernels.native.prefill.select import MAX_GROUP as MAX_CONTEXT_GROUP
+from ..kernels.native.prefill.select import ContextShape, select_context_attention
 from ..kernels.native.selection import Selection
 from ..launch.driver import DeviceFacts
+from ..values import dataclass
+from .append_operator import SOURCE_DTYPES
 from .backends import HOPPER
+from .context_call import DTYPES_16
 from .decode_call import MAX_Q_LEN
 from .latent_cache import Q_DTYPES as MLA_Q_DTYPES
 from .latent_cache import ROPE
@@ -33,9 +41,9 @@ _LATENTS = {latent + ROPE: latent for latent in (512, 256)}
 class CallSizes:
     """The sizes, types and options of a call; None is the operator's default.
 
-    ``operation`` is decode. ``q_len`` and ``kv_len`` are bounds on the lengths; ``tokens``, the query tokens of all
-    requests, is given where query lengths differ. ``head_dim`` is that of Q and K, 576 or 320 for MLA. Types are bf16,
-    fp16 or e4m3. ``window`` counts visible tokens, 0 for all.
+    ``operation`` is decode, context, append or merge. ``q_len`` and ``kv_len`` are bounds on the lengths; ``tokens``,
+    the query (or new) tokens of all requests, is given where query lengths differ. ``head_dim`` is that of Q and K, 576
+    or 320 for MLA. Types are bf16, fp16 or e4m3. ``window`` counts visible tokens, 0 for all.
     """
 
     operation: str = "decode"
@@ -106,7 +114,7 @@ def explained_operator(sizes: CallSizes) -> Explained:
     """
     found = next((entry for entry in EXPLAINED if entry.operation == sizes.operation and entry.takes(sizes)), None)
     if found is None:
-        operations = " and ".join(dict.fromkeys(entry.operation for entry in EXPLAINED))
+        operations = ", ".join(dict.fromkeys(entry.operation for entry in EXPLAINED))
         raise UsageError(f"operation={sizes.operation!r}: the {HOPPER} backend has {operations}")
     return found
 
@@ -177,12 +185,63 @@ def _mla_shape(sizes: CallSizes) -> MlaShape:
     )
 
 
+def _context_shape(sizes: CallSizes) -> ContextShape:
+    heads_kv = 8 if sizes.heads_kv is None else sizes.heads_kv
+    sizes.check(_MOST, _MOST, PAGE_SIZES)
+    if sizes.head_dim not in CONTEXT_HEAD_DIMS:
+        raise UsageError(f"head_dim={sizes.head_dim}: expected one of {', '.join(map(str, CONTEXT_HEAD_DIMS))}")
+    if sizes.head_dim_v not in (None, sizes.head_dim):
+        raise UsageError(f"head_dim_v={sizes.head_dim_v}: expected {sizes.head_dim} as `head_dim` is")
+    if not 1 <= heads_kv <= _MOST or sizes.heads_q % heads_kv or sizes.heads_q > MAX_CONTEXT_GROUP * heads_kv:
+        raise UsageError(f"heads_q={sizes.heads_q}: expected 1 to {MAX_CONTEXT_GROUP} for each of heads_kv={heads_kv}")
+    dtype = sizes.query_dtype({dtype: (dtype,) for dtype in DTYPES_16})
+    if sizes.dtype_out not in (None, dtype):
+        raise UsageError(f"dtype_out={sizes.dtype_out!r}: expected {dtype} as the queries are")
+    return ContextShape(
+        dtype=dtype,
+        head_dim=sizes.head_dim,
+        group=sizes.heads_q // heads_kv,
+        kv_heads=heads_kv,
+        batch=sizes.batch,
+        tokens=sizes.batch * sizes.q_len if sizes.tokens is None else max(1, sizes.tokens),
+        max_seq_len=sizes.kv_len,
+    )
+
+
+def _select_context(kernels: Sequence[NativeKernel], shape: ContextShape, device: DeviceFacts) -> Sequence[Selection]:
+    return (select_context_attention(kernels, shape, device),)
+
+
 def _select_mla(kernels: Sequence[NativeKernel], shape: MlaShape, device: DeviceFacts) -> Sequence[Selection]:
     return (select_mla_decode(kernels, shape, device),)
+
+
+def _tokens(sizes: CallSizes) -> int:
+    tokens = sizes.batch * sizes.q_len if sizes.tokens is None else sizes.tokens
+    for name, value in (("batch", sizes.batch), ("q_len", sizes.q_len), ("tokens", tokens)):
+        if not 1 <= value <= _MOST:
+            raise UsageError(f"{name}={value}: expected 1 to {_MOST}")
+    return tokens
+
+
+def _append_shape(sizes: CallSizes) -> AppendShape:
+    return AppendShape(dtype=sizes.query_dtype(SOURCE_DTYPES), kv_dtype=sizes.dtype_kv, tokens=_tokens(sizes))
+
+
+def _merge_shape(sizes: CallSizes) -> MergeShape:
+    if sizes.heads_q < 1 or sizes.head_dim < 1 or sizes.head_dim % CONSTANTS.merge_values:
+        raise UsageError(
+            f"head_dim={sizes.head_dim}: expected a multiple of {CONSTANTS.merge_values}, of 1 head or more"
+        )
+    tokens = _tokens(sizes)
+    return MergeShape(dtype=sizes.dtype_q or "bf16", tokens=tokens, heads=sizes.heads_q, head_dim=sizes.head_dim)
 
 
 # The first entry that takes a call explains it.
 EXPLAINED = (
     Explained("mla_decode", "decode", lambda sizes: sizes.head_dim in _LATENTS, _mla_shape, _select_mla),
     Explained("paged_decode", "decode", lambda sizes: True, _decode_shape, select_decode),
+    Explained("context_attention", "context", lambda sizes: True, _context_shape, _select_context),
+    Explained("append_kv", "append", lambda sizes: True, _append_shape, lambda *given: (select_append(*given),)),
+    Explained("merge_states", "merge", lambda sizes: True, _merge_shape, lambda *given: (select_merge(*given),)),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..dtypes import DTYPES
 from ..errors import UsageError
@@ -31,6 +31,8 @@ from .operator_plan import AnyWorkspace
 from .runtime import NativeRelease, Runtime
 
 if TYPE_CHECKING:
+    from ..protocols import DecodeBackend, Stream
+    from ..tensor import OutT, QueryT, Scale, Tensor
     from .tracing.schema import TracedCall
 
 
@@ -124,20 +126,20 @@ class MlaDecodePlan(DecodePlan):
     @operator_function(owner="self", scales=SCALES)
     def run(
         self,
-        q: Any,
-        kv_cache: Any,
-        page_table: Any,
-        seq_lens: Any,
-        out: Any,
-        lse: Any = None,
+        q: Tensor,
+        kv_cache: Tensor,
+        page_table: Tensor,
+        seq_lens: Tensor,
+        out: Tensor,
+        lse: Tensor | None = None,
         *,
-        q_cu_seq_lens: Any = None,
-        mask: Any = None,
-        sinks: Any = None,
-        softmax_scale: Any = None,
-        output_scale: Any = None,
+        q_cu_seq_lens: Tensor | None = None,
+        mask: Tensor | None = None,
+        sinks: Tensor | None = None,
+        softmax_scale: Scale | None = None,
+        output_scale: Scale | None = None,
         workspace: AnyWorkspace | None = None,
-        stream: Any = None,
+        stream: Stream | None = None,
         max_seq_len: int | None = None,
     ) -> None:
         """Run on tensors of the shapes, strides and dtypes that the plan was made for; see ``mla_decode``.
@@ -148,22 +150,22 @@ class MlaDecodePlan(DecodePlan):
 
 
 def plan_mla_decode(
-    q: Any,
-    kv_cache: Any,
-    page_table: Any,
-    seq_lens: Any,
-    out: Any,
-    lse: Any = None,
+    q: Tensor,
+    kv_cache: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    out: Tensor,
+    lse: Tensor | None = None,
     *,
     max_seq_len: int,
-    softmax_scale: Any,
-    output_scale: Any = 1.0,
-    q_cu_seq_lens: Any = None,
+    softmax_scale: Scale,
+    output_scale: Scale = 1.0,
+    q_cu_seq_lens: Tensor | None = None,
     max_q_len: int | None = None,
-    mask: Any = None,
-    sinks: Any = None,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
     batch_invariant: bool = False,
-    backend: str = AUTO,
+    backend: DecodeBackend = AUTO,
     enable_pdl: bool = False,
     runtime: Runtime | None = None,
     device_facts: DeviceFacts | None = None,
@@ -182,27 +184,27 @@ def plan_mla_decode(
     owner="runtime or default.runtime or default_runtime()", scales=SCALES, op=lambda _: torch_op(MLA_DECODE)
 )
 def mla_decode(
-    q: Any,
-    kv_cache: Any,
-    page_table: Any,
-    seq_lens: Any,
+    q: QueryT,
+    kv_cache: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
     *,
     max_seq_len: int,
-    softmax_scale: Any,
-    output_scale: Any = 1.0,
-    q_cu_seq_lens: Any = None,
+    softmax_scale: Scale,
+    output_scale: Scale = 1.0,
+    q_cu_seq_lens: Tensor | None = None,
     max_q_len: int | None = None,
-    mask: Any = None,
-    sinks: Any = None,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
     batch_invariant: bool = False,
-    out: Any = None,
-    lse: Any = None,
+    out: OutT | None = None,
+    lse: Tensor | None = None,
     workspace: AnyWorkspace | None = None,
-    stream: Any = None,
-    backend: str = AUTO,
+    stream: Stream | None = None,
+    backend: DecodeBackend = AUTO,
     enable_pdl: bool = False,
     runtime: Runtime | None = None,
-) -> Any:
+) -> QueryT | OutT:
     """Multi-head latent attention of the newest tokens of each request over its paged latent cache.
 
     All heads share one row of the cache a token: its first columns are the latent, which is the value and with the 64
@@ -255,4 +257,5 @@ def mla_decode(
         MissingError, SourceError, CorruptError: the kernel cannot be had.
         DeviceError: the driver or the ABI gate refuses.
     """
-    return run_decode(MlaDecodePlan, MLA_DECODE, locals())
+    result: QueryT | OutT = run_decode(MlaDecodePlan, MLA_DECODE, locals())
+    return result

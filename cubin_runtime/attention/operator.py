@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ..dtypes import ITEM_BYTES
 from ..errors import UsageError
 from ..kernels.native.problem import NUMBERS
 from ..tensor import TensorSpec, TensorView, view_of
+from ..values import dataclass
 from .checks import check_dtype
 
 Given = Mapping[str, Any]

@@ -6,7 +6,7 @@ import struct
 import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import DeviceError, UsageError
 from ..kernels.native.constants import StatusBit
@@ -22,7 +22,11 @@ from ..launch.workspace import Workspace
 from ..launch.workspace_pool import WorkspacePool
 from .fast_path import FastPaths, Launched, Scratch
 from .operator import CallTensors, Given, Operator
+from .recording import call_recorder
 from .runtime import Runtime
+
+if TYPE_CHECKING:
+    from ..protocols import Stream
 
 AnyWorkspace = Workspace | SemaphoreWorkspace
 _MAX_PLACES = 1024  # workspaces whose regions are remembered
@@ -107,7 +111,7 @@ class OperatorPlan:
         for launch in self.launches:
             self._runtime.load(launch.selection.kernel, context)
 
-    def prepare(self, stream: Any = None, *, graphs: int = 0) -> Workspace:
+    def prepare(self, stream: Stream | None = None, *, graphs: int = 0) -> Workspace:
         """The workspace of this plan on ``stream``, made and cleared on first use, kept by the plan.
 
         Args:
@@ -175,6 +179,17 @@ class OperatorPlan:
             WorkspaceError: the workspace is too small or belongs to another stream.
             DeviceError: the kernel cannot be loaded or launched.
         """
+        recorder = call_recorder()
+        if recorder is None:
+            return self._launch(addresses, numbers, workspace, stream)
+        from .recorded.described import native_form
+
+        form = native_form(self, addresses, numbers, self._runtime)
+        return recorder.record(form, self.driver, stream, lambda: self._launch(addresses, numbers, workspace, stream))
+
+    def _launch(
+        self, addresses: tuple[int, ...], numbers: tuple[int, float, float], workspace: AnyWorkspace | None, stream: int
+    ) -> Launched:
         if workspace is None:
             scratch: AnyWorkspace = self._pool.take(stream)
             context = scratch.context
@@ -223,14 +238,13 @@ class OperatorPlan:
         context = workspace.context or self.driver.context_on(self.device)
         return self._prepared_in(context, stream).bind(fixed, stream)
 
-    def stream_of(self, stream: Any) -> int:
-        """The handle of a stream as callers give it; None: torch's current one of the tensors' device for a plan made
-        with torch tensors, else the legacy default stream."""
+    def stream_of(self, stream: Stream | None) -> int:
+        """The handle of a stream as callers give it; None: for a plan of torch tensors torch's current one, else 0."""
         if stream is None:
             return self._runtime.memory.current_stream(self.device) if self.of_torch else 0
         return stream_handle(stream)
 
-    def check(self, workspace: AnyWorkspace, stream: Any = None) -> None:
+    def check(self, workspace: AnyWorkspace, stream: Stream | None = None) -> None:
         """Wait for ``stream``, which the workspace belongs to, then read and clear the workspace's status word.
 
         Raises:

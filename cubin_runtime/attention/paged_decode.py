@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..dtypes import DTYPES
 from ..kernels.native.decode.plan import DecodeProblem, decode_launches
@@ -30,6 +30,8 @@ from .paged_cache import Q_DTYPES, cache_arg, check_caches, strides_of
 from .runtime import NativeRelease, Runtime
 
 if TYPE_CHECKING:
+    from ..protocols import DecodeBackend, KvLayout, Stream
+    from ..tensor import OutT, QueryT, Scale, Tensor
     from .tracing.schema import TracedCall
 
 
@@ -111,21 +113,21 @@ class PagedDecodePlan(DecodePlan):
     @operator_function(owner="self", scales=SCALES)
     def run(
         self,
-        q: Any,
-        k_cache: Any,
-        v_cache: Any,
-        page_table: Any,
-        seq_lens: Any,
-        out: Any,
-        lse: Any = None,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        page_table: Tensor,
+        seq_lens: Tensor,
+        out: Tensor,
+        lse: Tensor | None = None,
         *,
-        q_cu_seq_lens: Any = None,
-        mask: Any = None,
-        sinks: Any = None,
-        softmax_scale: Any = None,
-        output_scale: Any = None,
+        q_cu_seq_lens: Tensor | None = None,
+        mask: Tensor | None = None,
+        sinks: Tensor | None = None,
+        softmax_scale: Scale | None = None,
+        output_scale: Scale | None = None,
         workspace: AnyWorkspace | None = None,
-        stream: Any = None,
+        stream: Stream | None = None,
         max_seq_len: int | None = None,
     ) -> None:
         """Run on tensors of the shapes, strides and dtypes that the plan was made for; see ``paged_decode``.
@@ -152,25 +154,25 @@ class PagedDecodePlan(DecodePlan):
 
 
 def plan_paged_decode(
-    q: Any,
-    k_cache: Any,
-    v_cache: Any,
-    page_table: Any,
-    seq_lens: Any,
-    out: Any,
-    lse: Any = None,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    out: Tensor,
+    lse: Tensor | None = None,
     *,
     max_seq_len: int,
-    softmax_scale: Any = None,
-    output_scale: Any = 1.0,
-    kv_layout: str = "NHD",
-    q_cu_seq_lens: Any = None,
+    softmax_scale: Scale | None = None,
+    output_scale: Scale = 1.0,
+    kv_layout: KvLayout = "NHD",
+    q_cu_seq_lens: Tensor | None = None,
     max_q_len: int | None = None,
-    mask: Any = None,
-    sinks: Any = None,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
     window_left: int = -1,
     batch_invariant: bool = False,
-    backend: str = AUTO,
+    backend: DecodeBackend = AUTO,
     enable_pdl: bool = False,
     runtime: Runtime | None = None,
     device_facts: DeviceFacts | None = None,
@@ -189,30 +191,30 @@ def plan_paged_decode(
     owner="runtime or default.runtime or default_runtime()", scales=SCALES, op=lambda _: torch_op(PAGED_DECODE)
 )
 def paged_decode(
-    q: Any,
-    k_cache: Any,
-    v_cache: Any,
-    page_table: Any,
-    seq_lens: Any,
+    q: QueryT,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
     *,
     max_seq_len: int,
-    softmax_scale: Any = None,
-    output_scale: Any = 1.0,
-    kv_layout: str = "NHD",
-    q_cu_seq_lens: Any = None,
+    softmax_scale: Scale | None = None,
+    output_scale: Scale = 1.0,
+    kv_layout: KvLayout = "NHD",
+    q_cu_seq_lens: Tensor | None = None,
     max_q_len: int | None = None,
-    mask: Any = None,
-    sinks: Any = None,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
     window_left: int = -1,
     batch_invariant: bool = False,
-    out: Any = None,
-    lse: Any = None,
+    out: OutT | None = None,
+    lse: Tensor | None = None,
     workspace: AnyWorkspace | None = None,
-    stream: Any = None,
-    backend: str = AUTO,
+    stream: Stream | None = None,
+    backend: DecodeBackend = AUTO,
     enable_pdl: bool = False,
     runtime: Runtime | None = None,
-) -> Any:
+) -> QueryT | OutT:
     """Attention of the newest tokens of each request over its paged KV cache (GQA decode).
 
     A request's query tokens (one, or the drafts of speculative decoding) are its last keys: the cache holds them
@@ -277,4 +279,5 @@ def paged_decode(
         MissingError, SourceError, CorruptError: the kernel cannot be had.
         DeviceError: the driver or the ABI gate refuses.
     """
-    return run_decode(PagedDecodePlan, PAGED_DECODE, locals())
+    result: QueryT | OutT = run_decode(PagedDecodePlan, PAGED_DECODE, locals())
+    return result

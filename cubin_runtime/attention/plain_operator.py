@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, TypeVar
 
 from ..errors import UsageError
@@ -11,6 +11,7 @@ from ..kernels.native.launches import NativeLaunch
 from ..launch.driver import DeviceFacts
 from ..launch.streams import stream_handle
 from ..tensor import is_torch
+from ..values import dataclass
 from .backends import resolve_backend
 from .checks import check_switches, check_words
 from .fast_path import note_launch, note_unrepeatable

@@ -1,25 +1,27 @@
-"""Whether calls are recorded, and by whom; ``tracing`` has the recorder."""
+"""Whether calls are recorded, and by whom; ``tracing`` and ``recorded`` have the recorders."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .recorded.recorder import CallRecorder
     from .tracing.recorder import Recorder
     from .tracing.schema import TracedCall
 
 
 class _Entered:
-    """The recorders that are entered, which are the whole process's."""
+    """The recorders that are entered, which are the whole process's: of forms, and of calls with contents."""
 
     recorders: tuple[Recorder, ...] = ()
+    call_recorders: tuple[CallRecorder, ...] = ()
 
 
 entered = _Entered()
 
 
 def recording() -> bool:
-    """Whether any recorder is entered."""
+    """Whether any recorder of forms is entered."""
     return bool(entered.recorders)
 
 
@@ -27,3 +29,8 @@ def record(call: TracedCall) -> None:
     """Give ``call`` to every recorder that is entered; errors as ``Recorder.add``."""
     for recorder in entered.recorders:
         recorder.add(call)
+
+
+def call_recorder() -> CallRecorder | None:
+    """The recorder of calls with contents that was entered last."""
+    return entered.call_recorders[-1] if entered.call_recorders else None

@@ -43,6 +43,7 @@ def paged_decode_reference(
     mask: Any = None,
     sinks: Any = None,
     window_left: int = -1,
+    causal: bool = True,
 ) -> tuple[Float64, Float64]:
     """Attention of the last tokens of each request over its pages.
 
@@ -64,6 +65,7 @@ def paged_decode_reference(
             keys in front of them are always seen. None: causal.
         sinks: ``[q_heads]`` or ``[kv_heads, group]``, logits that enter the denominator alone; None: none.
         window_left: keys before its own position that a token sees; -1: all.
+        causal: False, without a mask: every query token sees all keys.
 
     Returns:
         Output ``[tokens, q_heads, head_dim]`` and log-sum-exp ``[tokens, q_heads]``, base 2, the sink included. A
@@ -85,7 +87,7 @@ def paged_decode_reference(
         rows = end - begin
         if rows == 0 or length == 0:
             continue
-        visible = _visible(rows, length, None if mask is None else np.asarray(mask[begin:end]), window_left)
+        visible = _visible(rows, length, None if mask is None else np.asarray(mask[begin:end]), window_left, causal)
         if not visible.any():
             continue
         first = int(visible.any(axis=0).argmax())  # a window leaves out what is in front of it
@@ -154,14 +156,16 @@ def mla_decode_reference(
     )
 
 
-def _visible(rows: int, length: int, words: Any, window_left: int) -> Any:
+def _visible(rows: int, length: int, words: Any, window_left: int, causal: bool) -> Any:
     """Which of ``length`` keys each of ``rows`` query tokens of one request sees: ``[rows, length]``."""
     import numpy as np
 
     token, key = np.arange(rows), np.arange(length)
     prefix = length - rows  # below 0: the first query tokens have no key of their own
     if words is None:
-        words = (2 << token) - 1
+        position = prefix + token[:, None]
+        visible = key <= position if causal else np.ones((rows, length), dtype=bool)
+        return visible & (key >= position - window_left) if window_left >= 0 else visible
     words = words.astype(np.int64) & ((1 << rows) - 1)
     draft = key - prefix
     bits = words[:, None] >> np.maximum(draft, 0) & 1

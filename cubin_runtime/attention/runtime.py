@@ -6,7 +6,6 @@ import os
 import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .. import _version
@@ -27,6 +26,7 @@ from ..launch.modules import (
 from ..launch.profiler import Profiler
 from ..launch.structs import StructLayout
 from ..launch.tensormap import TensorMapCache
+from ..values import HashedOnce, dataclass
 from .fast_path.notes import FastPaths
 from .memory import TensorMemory, TorchMemory
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from ..kernels.trtllm_gen.kernel_finder import KernelFinder
 
 TRTLLM_RELEASE = "trtllm-gen-0.6.13"
-NATIVE_RELEASE = f"hopper-{_version.__version__}"
+NATIVE_RELEASE = f"hopper-{_version.KERNELS_VERSION}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +125,10 @@ class Runtime:
         self.memory: TensorMemory = memory or TorchMemory()
         self._trtllm_release = trtllm_release
         self._trtllm_gen: TrtllmGenRelease | None = None
+        if self.config.record is not None:
+            from .recorded.recorder import record_process
+
+            record_process(self.config.record)
 
     @property
     def may_fetch(self) -> bool:
@@ -142,7 +146,7 @@ class Runtime:
                 pin = self.library.pins.get(self._release)
                 path = pin.path.child(FILE_NAME)
                 table = self.library.load(path, fetch=self.may_fetch)
-                kernels = parse_native_kernels(table.data, str(path))
+                kernels = HashedOnce(parse_native_kernels(table.data, str(path)))
                 digests = self.library.manifest(pin).digests
                 self._native = NativeRelease(pin, kernels, dict(abi_layouts(pin.abi)), digests)
             return self._native

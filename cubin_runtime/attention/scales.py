@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from math import prod
 from numbers import Real
 from typing import Any
 
 from ..errors import UsageError
 from ..tensor import TensorView
+from ..values import dataclass
 
 _MAX_SCALE = 2.0**127
 _TENSOR_MARKS = ("data_ptr", "__cuda_array_interface__", "__dlpack__")

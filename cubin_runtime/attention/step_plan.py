@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .bound_step import BoundStep, bind_step
 from .fast_path import note_launch
 from .operator_plan import AnyWorkspace, OperatorPlan
+
+if TYPE_CHECKING:
+    from ..protocols import Stream
 
 
 class StepPlan(OperatorPlan):
@@ -26,7 +29,9 @@ class StepPlan(OperatorPlan):
         launched = self.launch(addresses, numbers, arguments["workspace"], self.stream_of(arguments["stream"]))
         note_launch(launched if self.of_torch else launched._replace(memory=None))
 
-    def bind(self, *, workspace: AnyWorkspace | None = None, stream: Any = None, **arguments: Any) -> BoundStep:
+    def bind(
+        self, *, workspace: AnyWorkspace | None = None, stream: Stream | None = None, **arguments: Any
+    ) -> BoundStep:
         """Bind some of ``run``'s arguments for one stream: a step then takes the other tensors.
 
         What is bound is checked here and kept alive until ``close``; it must stay where it is and as it is. A layer of

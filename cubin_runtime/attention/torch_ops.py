@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ from ..errors import UsageError
 from ..launch.compiled import compiled
 from ..launch.regions import workspace_size
 from ..launch.semaphore_workspace import SemaphoreWorkspace
+from ..values import dataclass
 from .fast_path.notes import note_made
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def torch_bytes(size: int, device: int, *, zeroed: bool) -> Any:
     return note_made(make(), make)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TorchOp:
     """An operator's op: ``kinds`` gives the type of each argument that it has, by name, as schemas write it.
 

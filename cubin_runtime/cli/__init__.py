@@ -28,6 +28,7 @@ VERB_FAMILIES = (
     "listing",
     "comparing",
     "explain",
+    "replay",
     "shipping",
     "keeping",
     "doctor",

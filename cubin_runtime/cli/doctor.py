@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from .._version import __version__
+from .._version import KERNELS_VERSION, __version__
 from . import options, output
 
 if TYPE_CHECKING:
@@ -69,6 +69,8 @@ def _settings(
         _setting("pin keys", _pin_keys(config), options.origin_of("CUBIN_RUNTIME_PIN_KEYS", False)),
         _setting("offline", config.offline, options.origin_of("CUBIN_RUNTIME_OFFLINE", offline)),
         _setting("lazy fetch", config.lazy_fetch, "follows offline" if config.offline else "default"),
+        _setting("profile", config.profile, options.origin_of("CUBIN_RUNTIME_PROFILE", False)),
+        _setting("record", str(config.record or ""), options.origin_of("CUBIN_RUNTIME_RECORD", False)),
         _setting("log", log, options.origin_of("CUBIN_RUNTIME_LOG", False)),
     ]
 
@@ -193,6 +195,7 @@ def _verdicts(config: Config, driver: dict[str, Any], releases: list[dict[str, A
     if not writable:
         fetch = "no, the store cannot be written"
     said = [f"fetch: {fetch}", "verify, inspect, list: yes, they need no GPU"]
+    said += [f"native kernels: {_kernels_verdict(r)}" for r in releases if r["name"] == f"hopper-{KERNELS_VERSION}"]
     if not driver["devices"]:
         return [*said, f"launch: no, {driver['problem'] or 'no device is visible'}"]
     for device in driver["devices"]:
@@ -203,6 +206,10 @@ def _verdicts(config: Config, driver: dict[str, Any], releases: list[dict[str, A
         if not usable:
             said.append(f"{where}: no, no release at hand has a kernel for it")
     return said
+
+
+def _kernels_verdict(release: dict[str, Any]) -> str:
+    return f"no, {release['problem']}" if release["problem"] else f"yes, {release['name']} is at hand"
 
 
 def _launch_verdict(release: dict[str, Any], number: str) -> str:

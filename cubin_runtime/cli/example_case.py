@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 from ..errors import UsageError
 from ..kernels.trtllm_gen.arithmetic import ceil_div
 from ..kernels.trtllm_gen.traits import TENSOR_DTYPES
+from ..values import dataclass
 
 APIS: Mapping[str, str] = {
     "decode": "trtllm_paged_attention_decode",

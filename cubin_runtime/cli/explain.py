@@ -57,7 +57,7 @@ def explain(
         str | None, typer.Argument(metavar="[CASE.json]", help="A case or record as JSON, '-' for the standard input.")
     ] = None,
     backend: Annotated[str, _option("--backend", "hopper (native kernels), trtllm-gen, or auto: by --sm.")] = "auto",
-    operation: Annotated[str, _option("--op", "decode, context or ragged.")] = "decode",
+    operation: Annotated[str, _option("--op", "decode, context or ragged; hopper: append and merge too.")] = "decode",
     sm: Annotated[
         int | None, _optional("--sm", "GPU model: 100 (default) or 103; hopper: 80 to 121, default 90.")
     ] = None,

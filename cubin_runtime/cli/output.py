@@ -12,11 +12,11 @@ import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ..errors import CubinRuntimeError
+from ..values import dataclass
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from math import isfinite, prod
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from ..errors import MissingError, UsageError
 from ..kernels.trtllm_gen.arguments import Device, OutScales, Sage, Scale
@@ -20,6 +20,9 @@ from ..kernels.trtllm_gen.errors import WorkspaceRefused
 from ..kernels.trtllm_gen.problem import Problem
 from ..kernels.trtllm_gen.select import Occupancy
 from ..tensor import TensorView
+
+if TYPE_CHECKING:
+    from ..protocols import DTypeName
 
 MAX_LINE_BYTES = 1 << 20
 _INT64 = 1 << 63
@@ -158,7 +161,7 @@ def _tensor(stated: Mapping[str, Any]) -> TensorView:
     whole = set(map(type, numbers)) == {int} and min(numbers) >= -_INT64 and max(numbers) < _INT64
     if len(shape) != len(strides) or not whole or min(shape, default=0) < 0:
         raise CaseError(f"tensor {stated!r}: expected as many strides as sizes, all of them whole numbers")
-    return TensorView(pointer, dtype, shape, strides)
+    return TensorView(pointer, cast("DTypeName", dtype), shape, strides)
 
 
 def _scale(name: str, scalars: Mapping[str, Any], tensors: Mapping[str, TensorView]) -> Scale:

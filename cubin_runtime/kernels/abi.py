@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 
-from .._version import __version__
+from .._version import KERNELS_VERSION
 from ..errors import AbiError
 from ..launch.abi import check_fingerprint
 from ..launch.structs import StructLayout
@@ -13,7 +13,7 @@ from ..launch.structs import StructLayout
 # A pin's `abi` -> the module whose LAYOUTS holds the structs of that ABI.
 ABIS: Mapping[str, str] = {
     "trtllm-gen-0.6.13": "cubin_runtime.kernels.trtllm_gen.params",
-    f"hopper-{__version__}": "cubin_runtime.kernels.native.layouts",
+    f"hopper-{KERNELS_VERSION}": "cubin_runtime.kernels.native.layouts",
 }
 # What was recorded for releases whose metadata carries no fingerprint: ABI -> struct -> (size, fingerprint).
 RECORDED: Mapping[str, Mapping[str, tuple[int, str]]] = {

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..artifacts.cubins.architecture import Architecture
 from ..errors import AbiError
+from ..values import dataclass
 from .driver import DeviceFacts
 from .structs import StructLayout
 

@@ -6,8 +6,8 @@ import ctypes
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
+from ..values import dataclass
 from . import driver_api as api
 from .driver_errors import DriverCallError, DriverLibraryError
 from .driver_functions import DriverFunctions

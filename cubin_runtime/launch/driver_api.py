@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from ..values import dataclass
 
 _INT = ctypes.c_int
 _UINT = ctypes.c_uint

@@ -13,6 +13,8 @@ from .driver_errors import STICKY, DriverCallError, DriverLibraryError
 from .history import LaunchHistory, LaunchRecord
 from .profiler import Profiler
 
+_LIBCUDA = "libcuda.so.1"
+
 
 class DriverCore:
     """libcuda opened on first use; safe between threads, not usable in a child forked after that."""
@@ -63,6 +65,10 @@ class DriverCore:
         """The last launches in a context."""
         found = self._histories.get(context)
         return found if found is not None else self._histories.setdefault(context, LaunchHistory())
+
+    def last_launches(self) -> tuple[LaunchRecord, ...]:
+        """The last launches of each context, newest last; asks the driver nothing, so a fault does not matter."""
+        return tuple(record for history in list(self._histories.values()) for record in history.records())
 
     @property
     def launches(self) -> int:
@@ -129,15 +135,11 @@ class DriverCore:
         if self._library is not None:
             self.check_process()
             return self._library
-        path = self._path or _find_libcuda()
-        try:
-            library = ctypes.CDLL(path)
-        except OSError as error:
-            raise DriverLibraryError(f"cannot open the CUDA driver library {path!r}: {error}") from error
+        library = _opened(_LIBCUDA if self._path is None else self._path, look_further=self._path is None)
         try:
             init = library["cuInit"]
         except AttributeError:
-            raise DriverLibraryError(f"{path} has no cuInit: it is not the CUDA driver library") from None
+            raise DriverLibraryError(f"{library._name} has no cuInit: it is not the CUDA driver library") from None
         init.argtypes, init.restype = [ctypes.c_uint], ctypes.c_int
         code = init(0)
         # Kept even when cuInit fails: its error needs the library's own words.
@@ -150,10 +152,21 @@ class DriverCore:
         return library
 
 
-def _find_libcuda() -> str:
+def _opened(path: str, *, look_further: bool) -> ctypes.CDLL:
+    """The library; ``look_further`` asks the finder, whose import takes longer than the rest, if the loader fails."""
+    try:
+        return ctypes.CDLL(path)
+    except OSError as error:
+        found = _found_elsewhere() if look_further else None
+        if found is not None and found != path:
+            return _opened(found, look_further=False)
+        raise DriverLibraryError(f"cannot open the CUDA driver library {path!r}: {error}") from error
+
+
+def _found_elsewhere() -> str | None:
     try:
         from cuda.pathfinder import load_nvidia_dynamic_lib  # type: ignore[import-untyped]
 
-        return str(load_nvidia_dynamic_lib("cuda").abs_path or "libcuda.so.1")
+        return load_nvidia_dynamic_lib("cuda").abs_path  # type: ignore[no-any-return]
     except Exception:  # the finder has many errors of its own; the plain name gives the clearest one
-        return "libcuda.so.1"
+        return None

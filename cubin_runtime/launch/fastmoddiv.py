@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 
 from ..errors import UsageError
+from ..values import dataclass
 
 INT32_MAX = 2**31 - 1
 _WORDS = struct.Struct("<iIIi")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import count
 from typing import Protocol
 
+from ..values import dataclass
 from .structs import StructLayout
 
 KEPT = 16

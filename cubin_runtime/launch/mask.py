@@ -8,10 +8,10 @@ The KV in front of the draft is always visible and is not in the mask. FlashInfe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
+from ..values import dataclass
 
 if TYPE_CHECKING:
     import numpy

@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING
 
 from ..artifacts.cubins.architecture import Architecture
 from ..errors import FrozenError
+from ..values import dataclass
 from . import driver_api as api
 from .abi import (
     LaunchNeeds,

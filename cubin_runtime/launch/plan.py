@@ -5,12 +5,13 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from math import prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from ..errors import UsageError
+from ..values import dataclass
 from . import driver_api as api
 from .structs import FieldRow, StructLayout
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from ..errors import UsageError, WorkspaceError
+from ..values import dataclass
 
 REGION_ALIGNMENT = 256
 

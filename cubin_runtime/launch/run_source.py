@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ..errors import UsageError
+from ..values import dataclass
 from .history import LaunchRecord
 from .modules import LoadedKernel
 from .plan import LaunchPlan, launch_config

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import field
+from typing import TYPE_CHECKING
 
 from ..errors import WorkspaceError
+from ..values import dataclass
 from .regions import Region, place_regions
 from .workspace import Place
+
+if TYPE_CHECKING:
+    from ..protocols import Stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +45,7 @@ class SemaphoreWorkspace:
         others = [region for region in needed if not region.zeroed]
         return place_regions("semaphores", *self.semaphores, zeroed) | place_regions("scratch", *self.scratch, others)
 
-    def claim(self, stream: Any) -> tuple[Place, Place]:
+    def claim(self, stream: Stream | None) -> tuple[Place, Place]:
         """The buffers as they are: that one stream at a time uses them is the caller's affair."""
         return self.semaphores, self.scratch
 

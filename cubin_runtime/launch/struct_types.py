@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 import struct
-from dataclasses import dataclass
 from functools import cache
 
 from ..errors import UsageError
+from ..values import dataclass
 
 TENSOR_MAP_BYTES = 128
 SCALARS = {

@@ -7,10 +7,11 @@ import operator
 import re
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from ..errors import UsageError
+from ..values import dataclass
 from .fastmoddiv import FastModDiv
 from .struct_text import c_text
 from .struct_types import SCALARS, TENSOR_MAP_BYTES, element_type

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass
 from typing import Protocol
 
+from ..values import dataclass
 from .tensormap_rules import (
     DTYPES,
     FILLS,

@@ -5,13 +5,16 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import WorkspaceError
 from .driver import Driver
 from .graph_life import GraphLife
 from .regions import Region, place_regions
 from .streams import is_default, stream_handle
+
+if TYPE_CHECKING:
+    from ..protocols import Stream
 
 Place = tuple[int, int]  # address and bytes
 
@@ -75,7 +78,9 @@ class Workspace:
         weakref.finalize(self, _give_back, driver, context, self._buffers).atexit = False
 
     @classmethod
-    def allocate(cls, driver: Driver, context: int, nbytes: int, stream: Any = 0, *, graphs: int = 0) -> Workspace:
+    def allocate(
+        cls, driver: Driver, context: int, nbytes: int, stream: Stream | None = 0, *, graphs: int = 0
+    ) -> Workspace:
         """New zeroed memory for ``stream`` and for ``graphs`` captures on it, cleared in stream order.
 
         Raises:
@@ -97,7 +102,7 @@ class Workspace:
         """What tells ``of_legacy``, and then ``place`` as ``claim`` does, without a call; None: another has it."""
         return self._eager if self._eager is not None and self._eager.of_legacy else None
 
-    def reserve(self, graphs: int, stream: Any = 0) -> None:
+    def reserve(self, graphs: int, stream: Stream | None = 0) -> None:
         """Have a buffer for eager launches, and one free for each of ``graphs`` captures to come.
 
         Raises:
@@ -112,7 +117,7 @@ class Workspace:
             for _ in range(graphs - free):
                 self._grow(handle)
 
-    def claim(self, stream: Any) -> Place:
+    def claim(self, stream: Stream | None) -> Place:
         """The buffer for a launch on ``stream``: that of the stream, or of the graph that it captures.
 
         Raises:
@@ -156,7 +161,7 @@ class Workspace:
             for buffer in self._buffers:
                 buffer.give(None)
 
-    def reset(self, stream: Any = 0) -> None:
+    def reset(self, stream: Stream | None = 0) -> None:
         """Set all bytes to zero in stream order; needed after a fault or an aborted kernel."""
         handle = stream_handle(stream)
         with self._driver.using(self.context):

@@ -19,12 +19,16 @@ constexpr int CONSUMER_REGISTERS = WARPGROUPS == 2 ? 232 : 160;
 constexpr int PRODUCER_REGISTERS = WARPGROUPS == 2 ? 40 : 32;
 
 constexpr int SPAN_COLUMNS = 64;  // columns of a TMA box: 128 bytes, which are swizzled
-constexpr int SPANS = HEAD_DIM / SPAN_COLUMNS;
+constexpr int K_SPANS = HEAD_DIM / SPAN_COLUMNS;  // of queries and keys
+constexpr int V_SPANS = VALUE_DIM / SPAN_COLUMNS;
 constexpr int ROW_BYTES = 128;
 constexpr int KV_SPAN_BYTES = TILE_TOKENS * ROW_BYTES;
 constexpr int Q_SPAN_BYTES = WARPGROUP_ROWS * ROW_BYTES;
-constexpr int OUT_WARP_BYTES = 16 * HEAD_DIM * 2;
-static_assert(TILE_TOKENS == 128, "the products' shapes");
+constexpr int OUT_WARP_BYTES = 16 * VALUE_DIM * 2;
+// Rows of the output go through the queries' shared memory where there is no other.
+constexpr bool OUT_REPLACES_QUERIES = HEAD_DIM > 128;
+static_assert(TILE_TOKENS == 128 || TILE_TOKENS == 64, "the products' shapes");
+static_assert(VALUE_DIM <= HEAD_DIM, "as many rows of the output fit where the queries were");
 
 // Named barriers; 0 is that of __syncthreads.
 constexpr int TURN = 1;  // and up, one for each warpgroup
@@ -41,13 +45,13 @@ struct WorkTile {
 };
 
 struct SharedStorage {
-    alignas(1024) uint8_t q[WARPGROUPS][SPANS][Q_SPAN_BYTES];
-    alignas(1024) uint8_t k[STAGES][SPANS][KV_SPAN_BYTES];
-    alignas(1024) uint8_t v[STAGES][SPANS][KV_SPAN_BYTES];
-    alignas(128) uint8_t out[CONSUMER_WARPS][OUT_WARP_BYTES];
+    alignas(1024) uint8_t q[WARPGROUPS][K_SPANS][Q_SPAN_BYTES];
+    alignas(1024) uint8_t k[K_STAGES][K_SPANS][KV_SPAN_BYTES];
+    alignas(1024) uint8_t v[V_STAGES][V_SPANS][KV_SPAN_BYTES];
+    alignas(128) uint8_t out[OUT_REPLACES_QUERIES ? 1 : CONSUMER_WARPS][OUT_WARP_BYTES];
     WorkTile work[2];
     uint64_t q_full, q_empty;
-    uint64_t k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
+    uint64_t k_full[K_STAGES], k_empty[K_STAGES], v_full[V_STAGES], v_empty[V_STAGES];
 };
 
 DEVICE void wait_barrier(uint64_t& barrier, uint32_t phase) { mbarrier_wait(shared_address(&barrier), phase); }

@@ -2,7 +2,7 @@
 // out, fp32 accumulation.
 //
 //   lengths --> producer warps: the next work tile (a row tile of a head pack of a request), longest first
-//   queries, keys, values --> TMA --> shared memory: ROWS queries; STAGES tiles of 128 keys, and of values
+//   queries, keys, values --> TMA --> shared memory: ROWS queries; K_STAGES tiles of 128 keys, V_STAGES of values
 //
 //   consumer warpgroups, 64 rows each:
 //     S(0) = Q K(0)^T, P(0) = softmax
@@ -15,17 +15,23 @@
 // row does not see leaves its numbers as they are: a row's bits depend neither on how a prompt is cut into chunks nor
 // on other requests.
 //
-// Build: -DHEAD_DIM=64|128 -DMMA_FP16=0|1 -DTILE_TOKENS=128 -DWARPGROUPS=n -DSTAGES=n -DSOFT_CAP=0|1
+// Build: -DHEAD_DIM=n -DVALUE_DIM=n -DMMA_FP16=0|1 -DTILE_TOKENS=64|128 -DWARPGROUPS=n -DK_STAGES=n -DV_STAGES=n -DSOFT_CAP=0|1
 //        -DKERNEL_NAME=symbol
 #include "epilogue.cuh"
 #include "producer.cuh"
 
 namespace context_attention {
 
-// d = a * b (+ d if ADD): 64 x 128, both operands K-major in shared memory.
+// d = a * b (+ d if ADD): 64 rows, both operands K-major in shared memory.
 template <bool FP16, bool ADD>
-DEVICE void wgmma_64x128(float (&d)[64], uint64_t a, uint64_t b) {
+DEVICE void wgmma_keys(float (&d)[64], uint64_t a, uint64_t b) {
     WGMMA("", "m64n128k16", WGMMA_NAMES_64, "%64, %65, %66, 1, 1, 0, 0;", WGMMA_CELLS_64(d, 0)
+          : "l"(a), "l"(b), "n"(ADD ? 1 : 0));
+}
+
+template <bool FP16, bool ADD>
+DEVICE void wgmma_keys(float (&d)[32], uint64_t a, uint64_t b) {
+    WGMMA("", "m64n64k16", WGMMA_NAMES_32, "%32, %33, %34, 1, 1, 0, 0;", WGMMA_CELLS_32(d, 0)
           : "l"(a), "l"(b), "n"(ADD ? 1 : 0));
 }
 
@@ -33,11 +39,11 @@ DEVICE void wgmma_64x128(float (&d)[64], uint64_t a, uint64_t b) {
 DEVICE void multiply_keys(uint64_t q, uint64_t k, Scores& s) {
     fence_registers(s);
     wgmma_fence();
-    wgmma_64x128<MMA_FP16, false>(s, q, k);
+    wgmma_keys<MMA_FP16, false>(s, q, k);
 #pragma unroll
     for (int step = 1; step < HEAD_DIM / 16; ++step)
-        wgmma_64x128<MMA_FP16, true>(s, advance_descriptor(q, step / 4 * Q_SPAN_BYTES + step % 4 * 32),
-                                     advance_descriptor(k, step / 4 * KV_SPAN_BYTES + step % 4 * 32));
+        wgmma_keys<MMA_FP16, true>(s, advance_descriptor(q, step / 4 * Q_SPAN_BYTES + step % 4 * 32),
+                                   advance_descriptor(k, step / 4 * KV_SPAN_BYTES + step % 4 * 32));
     wgmma_commit();
 }
 
@@ -47,22 +53,28 @@ DEVICE void multiply_values(const Probabilities& probability, uint64_t v, Output
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < TILE_TOKENS / 16; ++step)
-        wgmma<MMA_FP16, true>(out, probability[step], advance_descriptor(v, step * 16 * ROW_BYTES));
+        if constexpr (VALUE_DIM == 256) {
+            wgmma<MMA_FP16, true, true, 0, 128>(out, probability[step], advance_descriptor(v, step * 16 * ROW_BYTES));
+            wgmma<MMA_FP16, true, true, 128, 128>(
+                out, probability[step], advance_descriptor(v, 2 * KV_SPAN_BYTES + step * 16 * ROW_BYTES));
+        } else {
+            wgmma<MMA_FP16, true>(out, probability[step], advance_descriptor(v, step * 16 * ROW_BYTES));
+        }
     wgmma_commit();
 }
 
-// Values that no row of the request sees may be NaN, and 0 x NaN is NaN: they become zero. Every warpgroup clears all
-// of them, so that none waits for another.
-DEVICE void clear_unseen_values(const Params& p, SharedStorage& shared, const WorkTile& work, int stage, int tile,
-                                int warpgroup) {
-    const int begin = first_key(p, work) - tile * TILE_TOKENS, end = work.kv_len - tile * TILE_TOKENS;
+// Values that no row of the request sees (before `first` and from `end` on) may be NaN, and 0 x NaN is NaN: they become
+// zero. Every warpgroup clears all of them, so that none waits for another.
+DEVICE void clear_unseen_values(SharedStorage& shared, int first, int end, int stage, int tile, int warpgroup) {
+    const int begin = first - tile * TILE_TOKENS;
+    end -= tile * TILE_TOKENS;
     if (begin <= 0 && end >= TILE_TOKENS) return;
     constexpr int PIECES = ROW_BYTES / 16;
     for (int i = threadIdx.x % WARPGROUP; i < TILE_TOKENS * PIECES; i += WARPGROUP) {
         const int row = i / PIECES;
         if (row < begin || row >= end)
 #pragma unroll
-            for (int span = 0; span < SPANS; ++span)
+            for (int span = 0; span < V_SPANS; ++span)
                 *reinterpret_cast<uint4*>(&shared.v[stage][span][i * 16]) = make_uint4(0, 0, 0, 0);
     }
     fence_async_proxy();
@@ -71,7 +83,7 @@ DEVICE void clear_unseen_values(const Params& p, SharedStorage& shared, const Wo
 
 // A warpgroup's rows of a work tile that sees keys.
 DEVICE void compute(const Params& p, SharedStorage& shared, const WorkTile& work, int warpgroup, const Scale& scale,
-                    PipelineState<STAGES>& stage, Rows& rows, Output& out) {
+                    PipelineState<K_STAGES>& k, PipelineState<V_STAGES>& v, Rows& rows, Output& out) {
     const uint64_t q = k_major_descriptor(shared_address(shared.q[warpgroup]));
     const auto keys = [&](int i) { return k_major_descriptor(shared_address(shared.k[i])); };
     const auto values = [&](int i) { return mn_major_descriptor(shared_address(shared.v[i]), KV_SPAN_BYTES); };
@@ -80,55 +92,60 @@ DEVICE void compute(const Params& p, SharedStorage& shared, const WorkTile& work
     const int last_token = work.token + ((warpgroup * WARPGROUP_ROWS + WARPGROUP_ROWS - 1) >> p.packed_log2);
     const int2 all_see = make_int2(first_visible(p, position_of(work, last_token)),
                                    visible_end(p, work, position_of(work, token)));
+    const int first = first_key(p, work);
     Scores s;
     Probabilities probability;
     float factor[2];
-    wait_barrier(shared.k_full[stage.index], stage.phase);
-    multiply_keys(q, keys(stage.index), s);
+    wait_barrier(shared.k_full[k.index], k.phase);
+    multiply_keys(q, keys(k.index), s);
     wgmma_wait<0>();
     fence_registers(s);
-    release(shared.k_empty[stage.index]);
+    release(shared.k_empty[k.index]);
+    k.advance();
     adjust(s, scale);
     mask(s, rows, work.first, all_see);
     exponentiate(s, scale, rows, factor);
     pack(s, probability);
 #pragma unroll 1
     for (int tile = work.first + 1; tile < work.last; ++tile) {
-        const PipelineState<STAGES> before = stage;
-        stage.advance();
-        wait_barrier(shared.k_full[stage.index], stage.phase);
+        wait_barrier(shared.k_full[k.index], k.phase);
         named_barrier_sync<2 * WARPGROUP>(TURN + warpgroup);
-        multiply_keys(q, keys(stage.index), s);
-        wait_barrier(shared.v_full[before.index], before.phase);
-        clear_unseen_values(p, shared, work, before.index, tile - 1, warpgroup);
-        multiply_values(probability, values(before.index), out);
+        multiply_keys(q, keys(k.index), s);
+        wait_barrier(shared.v_full[v.index], v.phase);
+        clear_unseen_values(shared, first, work.kv_len, v.index, tile - 1, warpgroup);
+        multiply_values(probability, values(v.index), out);
         named_barrier_arrive<2 * WARPGROUP>(TURN + (warpgroup + 1) % WARPGROUPS);
         wgmma_wait<1>();
         fence_registers(s);
-        release(shared.k_empty[stage.index]);
+        release(shared.k_empty[k.index]);
+        k.advance();
         adjust(s, scale);
         mask(s, rows, tile, all_see);
         exponentiate(s, scale, rows, factor);
         wgmma_wait<0>();
         fence_registers(out);
-        release(shared.v_empty[before.index]);
+        release(shared.v_empty[v.index]);
+        v.advance();
         pack(s, probability);
+        // Mostly no maximum rises; a factor of 1 changes nothing.
+        if (__any_sync(~0u, factor[0] != 1.f || factor[1] != 1.f))
 #pragma unroll
-        for (int i = 0; i < HEAD_DIM / 2; ++i) out[i] *= factor[i / 2 % 2];
+            for (int i = 0; i < VALUE_DIM / 2; ++i) out[i] *= factor[i / 2 % 2];
     }
-    release(shared.q_empty);
-    wait_barrier(shared.v_full[stage.index], stage.phase);
-    clear_unseen_values(p, shared, work, stage.index, work.last - 1, warpgroup);
-    multiply_values(probability, values(stage.index), out);
+    if constexpr (!OUT_REPLACES_QUERIES) release(shared.q_empty);
+    wait_barrier(shared.v_full[v.index], v.phase);
+    clear_unseen_values(shared, first, work.kv_len, v.index, work.last - 1, warpgroup);
+    multiply_values(probability, values(v.index), out);
     wgmma_wait<0>();
     fence_registers(out);
-    release(shared.v_empty[stage.index]);
-    stage.advance();
+    release(shared.v_empty[v.index]);
+    v.advance();
 }
 
 DEVICE void consume(const Params& p, SharedStorage& shared, int warpgroup) {
     const Scale scale = scale_of(p);
-    PipelineState<STAGES> stage;
+    PipelineState<K_STAGES> k;
+    PipelineState<V_STAGES> v;
     if (warpgroup == 0) named_barrier_arrive<2 * WARPGROUP>(TURN);  // the first turn
     for (uint32_t phase = 0;; phase ^= 1) {
         wait_barrier(shared.q_full, phase);
@@ -146,13 +163,19 @@ DEVICE void consume(const Params& p, SharedStorage& shared, int warpgroup) {
         }
         Output out;
 #pragma unroll
-        for (int i = 0; i < HEAD_DIM / 2; ++i) out[i] = 0.f;
+        for (int i = 0; i < VALUE_DIM / 2; ++i) out[i] = 0.f;
         if (work.last > work.first)
-            compute(p, shared, work, warpgroup, scale, stage, rows, out);
-        else
+            compute(p, shared, work, warpgroup, scale, k, v, rows, out);
+        else if constexpr (!OUT_REPLACES_QUERIES)
             release(shared.q_empty);
         finish_rows(p, work, row, scale.log2, rows, out);
+        if constexpr (OUT_REPLACES_QUERIES)
+            named_barrier_sync<WARPGROUP>(WARPGROUP_BARRIER + warpgroup);  // the warps' products have read the queries
         store_rows(p, shared, work, warp_row, out);
+        if constexpr (OUT_REPLACES_QUERIES) {
+            fence_async_proxy();
+            release(shared.q_empty);
+        }
     }
 }
 
@@ -165,10 +188,12 @@ extern "C" __global__ void __launch_bounds__(context_attention::THREADS, 1)
     if (threadIdx.x == 0) {
         mbarrier_init(shared_address(&shared.q_full), 1);
         mbarrier_init(shared_address(&shared.q_empty), CONSUMER_WARPS + 1);
-        for (int i = 0; i < STAGES; ++i) {
+        for (int i = 0; i < K_STAGES; ++i) {
             mbarrier_init(shared_address(&shared.k_full[i]), 1);
-            mbarrier_init(shared_address(&shared.v_full[i]), 1);
             mbarrier_init(shared_address(&shared.k_empty[i]), CONSUMER_WARPS);
+        }
+        for (int i = 0; i < V_STAGES; ++i) {
+            mbarrier_init(shared_address(&shared.v_full[i]), 1);
             mbarrier_init(shared_address(&shared.v_empty[i]), CONSUMER_WARPS);
         }
         fence_mbarrier_init();

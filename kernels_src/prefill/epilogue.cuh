@@ -4,7 +4,7 @@
 
 namespace context_attention {
 
-using Output = float[HEAD_DIM / 2];
+using Output = float[VALUE_DIM / 2];
 
 // Where a row of a row tile lies.
 struct RowAddress {
@@ -43,14 +43,17 @@ DEVICE void finish_rows(const Params& p, const WorkTile& work, int row, float sc
                 lse * p.lse_scale;
     }
 #pragma unroll
-    for (int i = 0; i < HEAD_DIM / 2; ++i) out[i] *= factor[i / 2 % 2];
+    for (int i = 0; i < VALUE_DIM / 2; ++i) out[i] *= factor[i / 2 % 2];
 }
 
 // Writes the warp's 16 rows through its part of shared memory, in pieces of 16 bytes. `row` is the warp's first.
 DEVICE void store_rows(const Params& p, SharedStorage& shared, const WorkTile& work, int row, const Output& out) {
-    constexpr int PIECES = HEAD_DIM / 8;
+    constexpr int PIECES = VALUE_DIM / 8;
     const int lane = threadIdx.x % 32;
-    const uint32_t staging = shared_address(shared.out[threadIdx.x / 32]);
+    const int warp = threadIdx.x / 32;
+    const uint32_t staging = OUT_REPLACES_QUERIES
+                                 ? shared_address(shared.q[warp / 4]) + warp % 4 * OUT_WARP_BYTES
+                                 : shared_address(shared.out[OUT_REPLACES_QUERIES ? 0 : warp]);
     __syncwarp();  // the rows of the last work tile have been read
 #pragma unroll
     for (int j = 0; j < PIECES; j += 2) {

@@ -8,6 +8,7 @@ namespace context_attention {
 DEVICE int first_key(const Params& p, const WorkTile& work) { return first_visible(p, position_of(work, 0)); }
 
 // Loads the tiles of one of K and V into its pipeline.
+template <int STAGES, int SPANS>
 struct TileLoader {
     const void* map;
     uint8_t (*stages)[SPANS][KV_SPAN_BYTES];
@@ -33,7 +34,7 @@ struct TileLoader {
 #pragma unroll
                 for (int span = 0; span < SPANS; ++span)
                     tma_load_4d(to + span * KV_SPAN_BYTES, map, barrier, span * SPAN_COLUMNS, work.kv_begin + token,
-                                kv_head, 0, policy);
+                                kv_head, p.kv_cu_seq_lens == nullptr ? work.request : 0, policy);
             }
         } else {
             const int begin = first_key(p, work), chunk_log2 = paged_kv::chunk_tokens_log2(p);
@@ -60,10 +61,10 @@ struct TileLoader {
 
 DEVICE void load_queries(const Params& p, SharedStorage& shared, const WorkTile& work, uint64_t policy) {
     const uint32_t barrier = shared_address(&shared.q_full);
-    mbarrier_arrive_expect_bytes(barrier, WARPGROUPS * SPANS * Q_SPAN_BYTES);
+    mbarrier_arrive_expect_bytes(barrier, WARPGROUPS * K_SPANS * Q_SPAN_BYTES);
     for (int wg = 0; wg < WARPGROUPS; ++wg)
 #pragma unroll
-        for (int span = 0; span < SPANS; ++span)
+        for (int span = 0; span < K_SPANS; ++span)
             tma_load_3d(shared_address(shared.q[wg][span]), &p.q_map, barrier, span * SPAN_COLUMNS, work.head,
                         work.q_begin + work.token + (wg * WARPGROUP_ROWS >> p.packed_log2), policy);
 }
@@ -77,7 +78,7 @@ DEVICE void leave(const Params& p) {
 // The warp that finds work tiles and loads their queries and keys.
 DEVICE void load_keys(const Params& p, SharedStorage& shared) {
     const uint64_t policy = evict_normal_policy();
-    TileLoader k{&p.k_map, shared.k, shared.k_full, shared.k_empty};
+    TileLoader<K_STAGES, K_SPANS> k{&p.k_map, shared.k, shared.k_full, shared.k_empty};
     Schedule schedule(p);
     int number = blockIdx.x;
     for (uint32_t phase = 0;; phase ^= 1) {
@@ -105,7 +106,7 @@ DEVICE void load_keys(const Params& p, SharedStorage& shared) {
 // The warp that loads values.
 DEVICE void load_values(const Params& p, SharedStorage& shared) {
     const uint64_t policy = evict_normal_policy();
-    TileLoader v{&p.v_map, shared.v, shared.v_full, shared.v_empty};
+    TileLoader<V_STAGES, V_SPANS> v{&p.v_map, shared.v, shared.v_full, shared.v_empty};
     for (uint32_t phase = 0;; phase ^= 1) {
         wait_barrier(shared.q_full, phase);
         const WorkTile work = shared.work[phase];

@@ -28,13 +28,10 @@ DEVICE Request load_request(const Params& p, int index, uint32_t& status) {
     r.q_begin = min(max(r.q_begin, 0), p.tokens);
     r.q_len = min(max(min(q_end, p.tokens) - r.q_begin, 0), p.q_len);
     r.kv_begin = 0;
-    int kv_len = p.kv_len;
-    if (p.page_table == nullptr) {
-        r.kv_begin = index * p.kv_len;
-        if (p.kv_cu_seq_lens != nullptr) {
-            r.kv_begin = length_at(p.kv_cu_seq_lens, index);
-            kv_len = length_at(p.kv_cu_seq_lens, index + 1) - r.kv_begin;
-        }
+    int kv_len = p.kv_tokens;
+    if (p.kv_cu_seq_lens != nullptr) {
+        r.kv_begin = length_at(p.kv_cu_seq_lens, index);
+        kv_len = length_at(p.kv_cu_seq_lens, index + 1) - r.kv_begin;
     }
     if (p.seq_lens != nullptr) kv_len = length_at(p.seq_lens, index);
     if (kv_len < 0) status |= STATUS_LENGTH_NEGATIVE;

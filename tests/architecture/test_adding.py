@@ -1,4 +1,4 @@
-"""What docs/architecture.md says of adding a kernel family or an optional tensor, kept true by stored patches."""
+"""What docs/contributing/adding.md says of adding a kernel family or an optional tensor, kept true by patches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-PAGE = (ROOT / "docs" / "architecture.md").read_text()
+PAGE = (ROOT / "docs" / "contributing" / "adding.md").read_text()
 HELPERS = ("launch", "attention", "kernels")
 MOST = {"kernel_family": 10, "optional_tensor": 3}
 

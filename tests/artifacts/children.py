@@ -20,7 +20,9 @@ PACKAGE_ROOT = Path(cubin_runtime.__file__).parent.parent
 ORDINARY_USER = 65534
 # imported before the drop: the interpreter itself may lie where only root can read
 DROP = f"""
-import os, pathlib, requests, cubin_runtime.artifacts.library
+import os, pathlib, requests, cubin_runtime.artifacts.library, cubin_runtime.artifacts.verification
+from cubin_runtime.artifacts.fetch import dispatch, process_pool, report
+from cubin_runtime.artifacts.sources import archive, directory, http, package
 os.setgroups([])
 os.setgid({ORDINARY_USER})
 os.setuid({ORDINARY_USER})

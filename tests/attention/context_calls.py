@@ -17,11 +17,12 @@ def view(dtype: str, *shape: int, pointer: int = 0x7F0000007000) -> TensorView:
 
 def ragged_call(dtype: str = "bfloat16", dim: int = DIM, **more: Any) -> dict[str, Any]:
     """Tensors by name, ragged queries and keys; ``more`` replaces or adds some."""
+    columns = 128 if dim == 192 else dim
     given = {
         "q": view(dtype, TOKENS, HEADS, dim, pointer=0x7F0000100000),
         "k": view(dtype, KV_TOKENS, KV_HEADS, dim, pointer=0x7F0010000000),
-        "v": view(dtype, KV_TOKENS, KV_HEADS, dim, pointer=0x7F0020000000),
-        "out": view(dtype, TOKENS, HEADS, dim, pointer=0x7F0000900000),
+        "v": view(dtype, KV_TOKENS, KV_HEADS, columns, pointer=0x7F0020000000),
+        "out": view(dtype, TOKENS, HEADS, columns, pointer=0x7F0000900000),
         "q_cu_seq_lens": view("int32", BATCH + 1, pointer=0x7F0000005000),
         "kv_cu_seq_lens": view("int32", BATCH + 1, pointer=0x7F0000006000),
     }

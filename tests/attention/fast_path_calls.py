@@ -20,10 +20,12 @@ from cubin_runtime.attention import (
     Runtime,
     TensorView,
     append_kv,
+    context_attention,
     merge_states,
     mla_decode,
     paged_decode,
     plan_append_kv,
+    plan_context_attention,
     plan_merge_states,
     plan_mla_decode,
     plan_paged_decode,
@@ -141,6 +143,20 @@ def suspended() -> Iterator[None]:
         yield
     finally:
         suspend(-1)
+
+
+def _context(memory: MadeUpMemory, **changes: Any) -> Arguments:
+    given = {
+        "q": memory.tensor("bfloat16", 300, 8, 128),
+        "k": memory.tensor("bfloat16", 100, 64, 2, 128),
+        "v": memory.tensor("bfloat16", 100, 64, 2, 128),
+        "page_table": memory.tensor("int32", 4, 16),
+        "seq_lens": memory.tensor("int32", 4),
+        "q_cu_seq_lens": memory.tensor("int32", 5),
+        "max_seq_len": 1000,
+        "out": memory.tensor("bfloat16", 300, 8, 128),
+    }
+    return {**given, **changes}
 
 
 def _paged(memory: MadeUpMemory, **changes: Any) -> Arguments:
@@ -278,6 +294,9 @@ ON_SM90: dict[str, Callable[[MadeUpMemory, Runtime], Call]] = {
     "paged_decode of ragged queries": _call_of(paged_decode, _paged_ragged),
     "mla_decode": _call_of(mla_decode, _latent),
     "mla_decode with all tensors": _call_of(mla_decode, _latent_full),
+    "context_attention": _call_of(context_attention, _context),
+    "context_attention without out": _call_of(context_attention, _context, out=None),
+    "context plan.run": _run_of(plan_context_attention, _context),
     "plan.run": _run_of(plan_paged_decode, _paged),
     "plan.run with all tensors": _run_of(plan_paged_decode, _paged_full),
     "plan.run of two launches": _run_of(plan_paged_decode, _paged_ragged),

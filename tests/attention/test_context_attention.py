@@ -59,7 +59,7 @@ def sent(standin: StandIn, index: int = -1) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("dtype", "short"), [("bfloat16", "bf16"), ("float16", "fp16")])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("cap", [0.0, 30.0])
 def test_dtype_head_dim_and_soft_cap_reach_kernel_and_parameters(
     planner: Runtime, dtype: str, short: str, dim: int, cap: float
@@ -73,8 +73,9 @@ def test_dtype_head_dim_and_soft_cap_reach_kernel_and_parameters(
 
 def test_ragged_keys(planner: Runtime) -> None:
     given = values(planner)
-    sizes = ("batch", "tokens", "q_len", "kv_tokens", "kv_len", "num_pages", "max_seq_len")
-    assert [given[name] for name in sizes] == [BATCH, TOKENS, TOKENS, KV_TOKENS, 0, 0, 300]
+    sizes = ("batch", "tokens", "q_len", "kv_tokens", "num_pages", "max_seq_len")
+    assert [given[name] for name in sizes] == [BATCH, TOKENS, TOKENS, KV_TOKENS, 0, 300]
+    assert given["k_map"].dims == (DIM, KV_TOKENS, KV_HEADS, 1)
     assert (given["out_token_stride"], given["out_head_stride"]) == (HEADS * DIM, DIM)
 
 
@@ -87,8 +88,9 @@ def test_paged_keys(planner: Runtime) -> None:
 
 def test_requests_of_one_size(planner: Runtime) -> None:
     given = values(planner, even_call(lse=view("float32", BATCH, 100, HEADS)))
-    sizes = ("batch", "tokens", "q_len", "kv_tokens", "kv_len")
-    assert [given[name] for name in sizes] == [BATCH, 3 * 100, 100, 3 * 300, 300]
+    sizes = ("batch", "tokens", "q_len", "kv_tokens")
+    assert [given[name] for name in sizes] == [BATCH, 3 * 100, 100, 300]
+    assert given["k_map"].dims == (DIM, 300, KV_HEADS, BATCH)
     assert (given["lse_token_stride"], given["lse_head_stride"]) == (HEADS, 1)
 
 
@@ -96,6 +98,12 @@ def test_both_layouts_of_pages_are_one(planner: Runtime) -> None:
     caches = {name: view("bfloat16", PAGES, KV_HEADS, PAGE, DIM) for name in ("k", "v")}
     spec = values(planner, paged_call(**caches), kv_layout="HND")["k_map"]
     assert (spec.dims, spec.strides) == ((DIM, PAGE, KV_HEADS, PAGES), (2 * DIM, 2 * PAGE * DIM, 4 * PAGE * DIM))
+
+
+def test_requests_of_one_size_may_have_heads_in_front_of_tokens(planner: Runtime) -> None:
+    keys = {name: view("bfloat16", BATCH, KV_HEADS, 300, DIM) for name in ("k", "v")}
+    spec = values(planner, even_call(**keys), kv_layout="HND")["k_map"]
+    assert (spec.dims, spec.strides) == ((DIM, 300, KV_HEADS, BATCH), (2 * DIM, 600 * DIM, 1200 * DIM))
 
 
 def test_keys_and_values_may_be_views_of_one_tensor(planner: Runtime) -> None:
@@ -131,10 +139,11 @@ CU = view("int32", BATCH + 1)
 @pytest.mark.parametrize(
     ("given", "options", "words"),
     [
-        (ragged_call(dim=256), {}, "q: head dimension 256, expected 64 or 128"),
+        (ragged_call(dim=512), {}, "q: head dimension 512, expected 64, 128, 192 or 256"),
         (ragged_call("float8_e4m3fn"), {}, "k: dtype float8_e4m3fn, expected bfloat16 or float16"),
         (ragged_call(q=view("float16", TOKENS, HEADS, DIM)), {}, "q: dtype float16, expected bfloat16 with bfloat16"),
         (ragged_call(v=view("bfloat16", 5, KV_HEADS, DIM)), {}, r"v: shape \(5, 2, 128\), expected \(900, 2, 128\)"),
+        (ragged_call(dim=192, v=view("bfloat16", KV_TOKENS, KV_HEADS, 192)), {}, r"v: .* expected \(900, 2, 128\)"),
         (ragged_call(q=view("bfloat16", TOKENS, 3, DIM)), {}, "q: 3 heads over 2 KV heads, expected 1 to 64"),
         (ragged_call(out=view("bfloat16", 5, HEADS, DIM)), {}, "out: shape"),
         (ragged_call(kv_cu_seq_lens=None), {}, "k: shape .* with kv_cu_seq_lens, or"),

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from cubin_runtime import __version__, cli
+from cubin_runtime import cli
+from cubin_runtime._version import KERNELS_VERSION
 from cubin_runtime.artifacts.tables.native_kernels import NativeKernel
 
 FOLDER = "ours-1"
@@ -29,7 +30,7 @@ def explain_arguments(home: Path, kernels: Iterable[NativeKernel]) -> list[str]:
     pins = home / "pins.toml"
     pins.write_text(
         f'[[pin]]\nname = "ours"\npath = "{FOLDER}"\nmanifest_sha256 = "{hashlib.sha256(manifest).hexdigest()}"\n'
-        f'files = 1\nbytes = {len(table)}\nmax_file_bytes = 1048576\nabi = "hopper-{__version__}"\n'
+        f'files = 1\nbytes = {len(table)}\nmax_file_bytes = 1048576\nabi = "hopper-{KERNELS_VERSION}"\n'
         'licence = "Apache-2.0"\nsources = []\n'
     )
     where = ["--source", str(home / "tree"), "--pins", str(pins), "--store", str(home / "store"), "--offline"]

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from cubin_runtime import cli
+from cubin_runtime._version import KERNELS_VERSION
 
 
 @pytest.fixture
@@ -38,7 +40,7 @@ def test_it_succeeds_on_a_bare_machine(clean: Path) -> None:
     assert cli.main(["doctor"]) == 0
 
 
-@pytest.mark.parametrize("name", ["store", "sources", "pins", "offline", "lazy fetch", "log"])
+@pytest.mark.parametrize("name", ["store", "sources", "pins", "offline", "lazy fetch", "profile", "record", "log"])
 def test_untouched_settings_are_defaults(report, name: str) -> None:
     assert setting(report(), name)["from"] == "default"
 
@@ -51,6 +53,15 @@ def test_a_setting_from_the_environment_names_its_variable(
         "name": "store",
         "value": str(clean / "elsewhere"),
         "from": "CUBIN_RUNTIME_CACHE",
+    }
+
+
+def test_a_folder_for_recorded_calls_is_shown(report, monkeypatch: pytest.MonkeyPatch, clean: Path) -> None:
+    monkeypatch.setenv("CUBIN_RUNTIME_RECORD", str(clean / "calls"))
+    assert setting(report(), "record") == {
+        "name": "record",
+        "value": str(clean / "calls"),
+        "from": "CUBIN_RUNTIME_RECORD",
     }
 
 
@@ -201,3 +212,13 @@ def test_nothing_is_called_launchable_without_a_driver(report, monkeypatch: pyte
 def test_without_a_store_to_write_it_says_that_fetching_will_not_work(report, clean: Path) -> None:
     (clean / "file").write_text("")
     assert report("--store", str(clean / "file" / "store"))["will_work"][0] == "fetch: no, the store cannot be written"
+
+
+def test_it_says_of_missing_kernels_what_the_error_of_a_first_launch_says(report) -> None:
+    from cubin_runtime import Config, Runtime
+    from cubin_runtime.errors import MissingError
+
+    with pytest.raises(MissingError) as raised:
+        Runtime(Config.from_environment({**os.environ, "CUBIN_RUNTIME_OFFLINE": "1"})).native_release()
+    assert f"'pip install cubin-runtime-kernels=={KERNELS_VERSION}' installs it" in str(raised.value)
+    assert f"native kernels: no, {raised.value}" in report()["will_work"]

@@ -153,7 +153,7 @@ def test_a_count_of_tokens_means_ragged_requests(capsys: pytest.CaptureFixture[s
         (["--backend", "hopper", "--head-dim-v", "64"], "--head-dim-v 64: expected 128 as --head-dim is"),
         (["--backend", "hopper", "case.json"], "CASE.json: not an option of --backend hopper"),
         (["--tokens", "3"], "--tokens: not an option of --backend trtllm-gen, only of hopper"),
-        (["--sm", "90", "--op", "context"], "--op 'context': the hopper backend has decode"),
+        (["--sm", "90", "--op", "ragged"], "--op 'ragged': the hopper backend has decode, context, append, merge"),
         (["--sm", "90", "--q-len", "17"], "--q-len 17: expected 1 to 16"),
         (["--sm", "90", "--batch", "0"], "--batch 0: expected 1 to"),
         (["--sm", "90", "--heads-kv", "0"], "--heads-kv 0: expected 1 to"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,12 @@ from cubin_runtime.attention.explain import CallSizes, Explained
 from cubin_runtime.kernels.explanation import Facts
 from cubin_runtime.kernels.native.selection import Candidate, Selection
 from cubin_runtime.launch.driver import DeviceFacts
+from cubin_runtime.values import dataclass
 
 CHOSEN, REJECTED = HOPPER[:2]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class PrefillShape:
     q_len: int
 
@@ -54,7 +54,7 @@ def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return PrefillShape(sizes.q_len)
 
     toy = Explained("paged_prefill", "context", lambda sizes: True, shape, select_prefill)
-    monkeypatch.setattr(explain, "EXPLAINED", (*explain.EXPLAINED, toy))
+    monkeypatch.setattr(explain, "EXPLAINED", (toy, *explain.EXPLAINED))
     return [*explain_arguments(tmp_path, (*HOPPER, *PORTABLE)), "--backend", "hopper", "--op", "context"]
 
 
@@ -88,4 +88,4 @@ def test_an_operation_that_no_family_has_is_refused_with_those_that_there_are(
     capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
     assert cli.main([*arguments, "--op", "ragged"]) == 2
-    assert "--op 'ragged': the hopper backend has decode and context" in capsys.readouterr().err
+    assert "--op 'ragged': the hopper backend has context, decode, append, merge" in capsys.readouterr().err

@@ -261,11 +261,12 @@ def test_what_cannot_be_honoured_names_the_argument(
     assert standin.calls("cuLaunchKernelEx") == []
 
 
-def test_the_head_dimensions_of_deepseek_are_refused(memory: MadeUpMemory) -> None:
+def test_the_head_dimensions_of_deepseek(standin: StandIn, memory: MadeUpMemory) -> None:
     tensors = {"query": (200, 16, 192), "key": (400, 16, 192), "value": (400, 16, 128)}
     given = {name: memory.tensor("bfloat16", *shape) for name, shape in tensors.items()}
-    with pytest.raises(UsageError, match="query: head dimension 192, expected"):
-        flashinfer.trtllm_ragged_attention_deepseek(**native_ragged_arguments(memory, **given))
+    out = flashinfer.trtllm_ragged_attention_deepseek(**native_ragged_arguments(memory, **given))
+    assert (out.shape, sent(standin)["out"]) == ((200, 16, 128), out.pointer)
+    assert standin.calls("cuLaunchKernelEx")[0].seen["symbol"] == "stub_context_attention_bf16_d192"
 
 
 @pytest.mark.parametrize("name", OPERATORS)

@@ -62,7 +62,8 @@ def attend(request: pytest.FixtureRequest, standin: StandIn, memory: MadeUpMemor
 def test_sizes_of_requests_of_one_size(standin: StandIn, memory: MadeUpMemory) -> None:
     flash_attn.flash_attn_func(**even_arguments(memory))
     seen = sent(standin)
-    assert [seen[name] for name in ("batch", "tokens", "q_len", "kv_len", "max_seq_len")] == [BATCH, 300, 100, 300, 300]
+    sizes = ("batch", "tokens", "q_len", "kv_tokens", "max_seq_len")
+    assert [seen[name] for name in sizes] == [BATCH, 300, 100, 300, 300]
 
 
 def test_sizes_of_ragged_requests(standin: StandIn, memory: MadeUpMemory) -> None:

@@ -88,7 +88,7 @@ def test_a_cache_without_pages(standin: StandIn, memory: MadeUpMemory, lengths: 
     given = cache_arguments(memory, **cache, block_table=None)
     flash_attn_with_kvcache(**given | ({} if lengths else {"cache_seqlens": None}))
     seen = sent(standin)
-    assert [seen[name] for name in ("page_table", "kv_len", "max_seq_len")] == [0, 500, 500]
+    assert [seen[name] for name in ("page_table", "kv_tokens", "max_seq_len")] == [0, 500, 500]
     assert seen["seq_lens"] == (given["cache_seqlens"].pointer if lengths else 0)
 
 

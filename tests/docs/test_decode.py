@@ -13,7 +13,7 @@ PORTABLE = [variant for variant in DECODES if variant.sm != "90a"]
 
 def test_it_counts_the_kernels() -> None:
     measured = len(DECODES) - len(PORTABLE)
-    assert f"the release has {len(DECODES)} decode kernels, {measured} of them for SM90a" in TEXT
+    assert f"The release has {len(DECODES)} decode kernels, {measured} of them for SM90a" in TEXT
 
 
 def test_it_names_what_portable_kernels_lack() -> None:

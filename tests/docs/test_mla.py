@@ -1,4 +1,4 @@
-"""What docs/mla.md says of the kernels that ship and of their state, held against the code."""
+"""What docs/mla.md and docs/mla_kernels.md say of the kernels that ship and of their state, compared with the code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from cubin_runtime.attention.latent_cache import ROPE
 from cubin_runtime.kernels.native.mla.select import MAX_HEADS, MAX_QUERIES, PAGE_SIZES
 from kernels_src.variants import VARIANTS
 
-TEXT = " ".join((Path(__file__).parents[2] / "docs" / "mla.md").read_text().split())
+DOCS = Path(__file__).parents[2] / "docs"
+TEXT, KERNEL_TEXT = (" ".join((DOCS / name).read_text().split()) for name in ("mla.md", "mla_kernels.md"))
 KERNELS = [variant for variant in VARIANTS if variant.operation == "paged_mla_decode"]
 
 
@@ -22,7 +23,7 @@ def test_it_counts_the_kernels() -> None:
     assert found == {(rows, *own, latent) for rows in types for own in types[rows] for latent in (512, 256)}
     assert {kernel.sm for kernel in KERNELS} == {"90a"}
     assert len(KERNELS) == 10
-    assert "Ten cubins for SM90a: with row tiles of 64 for bf16" in TEXT
+    assert "Ten cubins for SM90a: with row tiles of 64 for bf16" in KERNEL_TEXT
 
 
 def test_it_names_the_bounds_of_a_call() -> None:

@@ -6,9 +6,11 @@ package relies on. The word is the refusal with its particulars taken out, so th
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 
 from cubin_runtime.artifacts.cubins.cubin import parse_cubin
@@ -18,7 +20,10 @@ from cubin_runtime.artifacts.sources.archive import ArchiveSource
 from cubin_runtime.artifacts.sources.source import NotHereError, Wanted
 from cubin_runtime.artifacts.tables.metadata import MetadataError, parse_header
 from cubin_runtime.artifacts.tables.metadata_index import MetadataIndex, build_index
+from cubin_runtime.attention.recorded.call_file import parse_call
+from cubin_runtime.attention.recorded.references import NoReferenceError, reference_of
 from cubin_runtime.cli.output import escape
+from cubin_runtime.dtypes import ITEM_BYTES
 from cubin_runtime.errors import CorruptError, SourceError
 
 FOLDER = ArtifactPath("made/fmha")
@@ -104,9 +109,40 @@ def _read_archive(source: ArchiveSource) -> str:
     return ", ".join(sorted(set(words)))
 
 
+def _redigested(data: bytes) -> bytes:
+    """A recorded call with the digest of its elements as they are, so that changed ones are looked at too."""
+    body = data[8 + int.from_bytes(data[:8], "little") :]
+    return re.sub(rb'(?<="sha256": ")[0-9a-f]{64}', hashlib.sha256(body).hexdigest().encode(), data, count=1)
+
+
 def word_of(error: Exception) -> str:
     """The refusal without its particulars."""
     return f"{type(error).__name__}: {_PARTICULARS.sub('#', str(error))}"[:120]
+
+
+def fuzz_call(data: bytes) -> str:
+    """A recorded call: what parses has tensors of the sizes it says, and a reference or a refusal."""
+    try:
+        parse_call(data, "call")
+    except CorruptError as error:
+        if "another sha256" not in str(error):
+            return word_of(error)
+    try:
+        call = parse_call(_redigested(data), "call")
+    except CorruptError as error:
+        return word_of(error)
+    for tensor in call.tensors.values():
+        shape = (len(call.page_ids), *tensor.view.shape[1:]) if tensor.paged else tensor.view.shape
+        assert len(tensor.data) in (0, prod(shape) * ITEM_BYTES[tensor.view.dtype])
+        assert tensor.data or tensor.output or not prod(shape)
+    if prod(call.tensors["q"].view.shape if "q" in call.tensors else (1,)) > LIMIT:
+        return "parsed, large"
+    try:
+        return f"parsed, {reference_of(call).out.ndim} dimensions"
+    except NoReferenceError:
+        return "parsed, no reference"
+    except CorruptError as error:
+        return f"parsed, {word_of(error)[:40]}"
 
 
 TARGETS: dict[str, Callable[[bytes], str]] = {
@@ -114,4 +150,5 @@ TARGETS: dict[str, Callable[[bytes], str]] = {
     "header": fuzz_header,
     "elf": fuzz_elf,
     "zip": fuzz_zip,
+    "call": fuzz_call,
 }

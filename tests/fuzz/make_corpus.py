@@ -9,10 +9,11 @@ import zipfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "artifacts"), str(HERE.parents[1])]
+sys.path[:0] = [str(HERE), str(HERE.parent / "artifacts"), str(HERE.parent / "attention"), str(HERE.parents[1])]
 
 from fuzz_inputs import CORPUS  # noqa: E402
 from kernel_headers import header_of  # noqa: E402
+from recorded_calls import call_bytes, decode_call, mla_call  # noqa: E402
 
 A, B = "a" * 64, "b" * 64
 LINE = f"{A}  one.cubin\n"
@@ -124,8 +125,36 @@ def cubins() -> dict[str, bytes]:
     return {"header-only": good[:64], "cut": good[:table], "far-table": far[:512], "many-sections": many[:512]}
 
 
+def calls() -> dict[str, bytes]:
+    good = call_bytes(decode_call())
+    text, at = good[8:].decode("latin-1"), 8 + int.from_bytes(good[:8], "little")
+    return {
+        "valid": good,
+        "ragged": call_bytes(decode_call(ragged=True)),
+        "mla": call_bytes(mla_call()),
+        "failed": call_bytes(decode_call(error="cuStreamSynchronize returned 700")),
+        "no-reference": call_bytes(decode_call(operator="other")),
+        "long-header": (1 << 40).to_bytes(8, "little") + good[8:],
+        "damaged": good[:-1] + bytes([good[-1] ^ 1]),
+        "cut": good[:-40],
+        "more": good + b"more",
+        "no-json": good[:8] + b"}" + good[9:],
+        "nested": (70000).to_bytes(8, "little") + b"[" * 70000,
+        "nan": with_header(good, text[: at - 8].replace('\\"window_left\\": -1', '\\"window_left\\": NaN')),
+        "negative": with_header(good, text[: at - 8].replace('"shape": [2, 4]', '"shape": [-2, -4]')),
+        "huge": with_header(good, text[: at - 8].replace('\\"shape\\": [8, 16', '\\"shape\\": [8000000000000, 16')),
+        "overlap": with_header(good, text[: at - 8].replace('"data_offsets": [256', '"data_offsets": [0')),
+        "empty": b"",
+    }
+
+
+def with_header(data: bytes, header: str) -> bytes:
+    size = int.from_bytes(data[:8], "little")
+    return len(header).to_bytes(8, "little") + header.encode("latin-1") + data[8 + size :]
+
+
 def main() -> None:
-    parts = {"manifest": manifests(), "header": headers(), "zip": archives(), "elf": cubins()}
+    parts = {"manifest": manifests(), "header": headers(), "zip": archives(), "elf": cubins(), "call": calls()}
     for target, files in parts.items():
         (CORPUS / target).mkdir(parents=True, exist_ok=True)
         for name, data in files.items():

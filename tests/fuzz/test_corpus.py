@@ -39,6 +39,10 @@ def test_every_input_of_the_corpus_parses_or_is_refused_as_promised(target: str,
         ("zip", "bomb", "at most"),
         ("zip", "zip64-far", "damaged"),
         ("zip", "nameless-member", "no readable zip"),
+        ("call", "nested", "nested too deeply"),
+        ("call", "long-header", "a header of"),
+        ("call", "overlap", "expected it at"),
+        ("call", "negative", "expected sizes"),
     ],
 )
 def test_a_trick_is_refused_by_its_own_sentence(target: str, name: str, word: str) -> None:

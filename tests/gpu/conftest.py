@@ -63,3 +63,11 @@ def mla_backend(runtime: Runtime) -> None:
     support = TABLE["mla_decode"][HOPPER]
     if runtime.driver.device(0).capability not in support.automatic:
         pytest.skip(f"our MLA kernels: {support}")
+
+
+@pytest.fixture
+def context_backend(runtime: Runtime) -> None:
+    """Skip on a device that our context attention kernels are not for."""
+    support = TABLE["context_attention"][HOPPER]
+    if runtime.driver.device(0).capability not in support.automatic:
+        pytest.skip(f"our context attention kernels: {support}")

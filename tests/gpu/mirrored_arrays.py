@@ -16,10 +16,10 @@ _DTYPES = {np.dtype(np.float32): "float32", np.dtype(np.int32): "int32", np.dtyp
 class MirroredArrays:
     """Copies of whole host allocations, each made when a view of it is first placed."""
 
-    def __init__(self, driver: Driver, fill: int) -> None:
+    def __init__(self, driver: Driver, fill: int, arrays: DeviceArrays | None = None) -> None:
         """Every byte of what ``make`` gives is ``fill``."""
         self._driver, self._fill = driver, fill
-        self.arrays = DeviceArrays(driver)
+        self.arrays = arrays or DeviceArrays(driver)
         self._copies: dict[int, tuple[np.ndarray, int]] = {}
 
     def make(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:

@@ -79,7 +79,7 @@ class RehearsalRuntime(Runtime):
 
     def __init__(self, driver: Driver, store: Path) -> None:
         super().__init__(Config(store=store, sources=(), offline=True), driver=driver)
-        pin: Any = SimpleNamespace(path=ArtifactPath("rehearsal"))
+        pin: Any = SimpleNamespace(path=ArtifactPath("rehearsal"), name="rehearsal", manifest_sha256="0" * 64)
         self._native = NativeRelease(pin, KERNELS, dict(LAYOUTS), defaultdict(lambda: "0" * 64))
 
     def digest_of(self, path: ArtifactPath) -> str:

@@ -1,4 +1,5 @@
-"""Small launches for compute-sanitizer: every decode kernel of the device, options spread over them; merged partials.
+"""Small launches for compute-sanitizer: every decode kernel of the device, options spread over them; merged partials;
+appends and merges; context attention.
 
 Run: ``compute-sanitizer --tool memcheck python tests/gpu/sanitizer_cases.py``. Prints the number of cases.
 All of them run, so that the tool sees them; wrong results, or a decode kernel that did not run, are errors at the end.
@@ -21,6 +22,8 @@ from mla_cases import MlaCase
 from mla_device import mla_kernels, mla_on_device
 from mla_random import random_mla_case
 from reduction_cases import CASES, assert_lse, assert_merged, lse_case, lse_of, make_partials, run_reduction
+from sanitizer_context import context_all
+from sanitizer_copying import copying_all
 
 from cubin_runtime import Config
 from cubin_runtime.artifacts.tables.native_kernels import NativeKernel
@@ -121,11 +124,11 @@ def _takes(kernel: NativeKernel, case: DecodeCase, kernels: list[NativeKernel], 
             return False
 
 
-def decode_kernels_of(runtime: Runtime) -> list[NativeKernel]:
-    """The decode kernels that were built for this very device."""
+def decode_kernels_of(runtime: Runtime, operation: str = OPERATION) -> list[NativeKernel]:
+    """The decode kernels, or those of another operation, that were built for this very device."""
     major, minor = runtime.driver.device(0).capability
     kernels = runtime.native_release().kernels
-    return [k for k in kernels if k.operation == OPERATION and k.sm.rstrip("af") == f"{major}{minor}"]
+    return [k for k in kernels if k.operation == operation and k.sm.rstrip("af") == f"{major}{minor}"]
 
 
 def mla_cases_of(kernels: list[NativeKernel], device: DeviceFacts) -> list[MlaCase]:
@@ -278,6 +281,10 @@ def main() -> None:
         decodes, used = decode_all(runtime, rng, wrong)
         latent_decodes, latent_used = mla_all(runtime, rng, wrong)
         used |= latent_used | reduce_all(runtime, rng)
+        if decode_kernels_of(runtime, "append_kv"):
+            used |= copying_all(runtime)
+        if decode_kernels_of(runtime, "context_attention"):
+            used |= context_all(runtime)
         runtime.modules.close()
     print(f"{decodes + latent_decodes + len(CASES) + len(LSES)} cases over {', '.join(sorted(used))}")
     assert not wrong.words, "; ".join(wrong.words)

@@ -12,6 +12,7 @@ import mirrored_arrays
 import numpy as np
 import pytest
 import rehearsed_decode
+import sanitizer_copying
 import test_append_gpu as append
 import test_merge_gpu as merge
 from copying_kernels import COPYING_VARIANTS, KERNELS
@@ -104,3 +105,7 @@ def test_random_merges_run(runtime: RehearsalRuntime, merged: Any, index: int) -
 def test_other_merges_run(runtime: RehearsalRuntime, merged: Any) -> None:
     merge.test_rows_wider_than_a_warp_merge_in_place(runtime, merged)
     merge.test_the_same_parts_give_the_same_bits(runtime, merged)
+
+
+def test_the_sanitizer_s_cases_run(runtime: RehearsalRuntime) -> None:
+    assert sanitizer_copying.copying_all(runtime) <= {kernel.name for kernel in KERNELS}

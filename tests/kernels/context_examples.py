@@ -18,8 +18,9 @@ def kernel(dtype: str = "bf16", head_dim: int = 128, soft_cap: bool = False) -> 
         traits={
             "dtype": dtype,
             "head_dim": head_dim,
+            "value_dim": 128 if head_dim == 192 else head_dim,
             "rows": 192 if head_dim == 64 else 128,
-            "tile_tokens": 128,
+            "tile_tokens": 64 if head_dim == 256 else 128,
             "soft_cap": soft_cap,
         },
         struct=CONTEXT_ATTENTION.name,
@@ -36,4 +37,6 @@ def kernel(dtype: str = "bf16", head_dim: int = 128, soft_cap: bool = False) -> 
     )
 
 
-KERNELS = tuple(kernel(dtype, dim, cap) for dtype in ("bf16", "fp16") for dim in (64, 128) for cap in (False, True))
+KERNELS = tuple(
+    kernel(dtype, dim, cap) for dtype in ("bf16", "fp16") for dim in (64, 128, 192, 256) for cap in (False, True)
+)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cubin_runtime import __version__
+from cubin_runtime._version import KERNELS_VERSION, __version__
 from kernels_src.packaging import build_wheel
 from kernels_src.pinning import pin_of, with_pin
 from kernels_src.release import Release
@@ -55,7 +55,7 @@ def test_the_data_wheel_carries_the_tree_byte_for_byte(data_wheel: Path, stub_re
 
 
 def test_the_data_wheel_holds_no_code_and_runs_on_any_platform(data_wheel: Path) -> None:
-    assert data_wheel.name == f"cubin_runtime_kernels-{__version__}-py3-none-any.whl"
+    assert data_wheel.name == f"cubin_runtime_kernels-{KERNELS_VERSION}-py3-none-any.whl"
     with zipfile.ZipFile(data_wheel) as archive:
         code = [name for name in archive.namelist() if name.endswith((".py", ".so"))]
     assert code == ["cubin_runtime_kernels/__init__.py"]
@@ -71,9 +71,9 @@ def test_a_folder_that_is_no_release_is_refused(tmp_path: Path) -> None:
         build_wheel(tmp_path, tmp_path, isolated=False)
 
 
-def test_the_extra_asks_for_the_data_wheel_of_this_version() -> None:
+def test_the_extra_asks_for_the_data_wheel_that_is_launched_by_default() -> None:
     project = (ROOT / "pyproject.toml").read_text()
-    assert f'\nkernels = ["cubin-runtime-kernels=={__version__}"]\n' in project
+    assert f'\nkernels = ["cubin-runtime-kernels=={KERNELS_VERSION}"]\n' in project
 
 
 def test_the_package_wheel_is_pure_python_with_its_pins(package_wheel: Path) -> None:
@@ -119,3 +119,9 @@ def test_both_wheels_installed_the_command_finds_and_verifies_the_tree(
         check=False,
     )
     assert said.returncode == 0, said.stderr
+
+
+def test_the_data_wheel_installs_beside_any_version_of_the_package(data_wheel: Path) -> None:
+    with zipfile.ZipFile(data_wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        assert "Requires-Dist" not in archive.read(name).decode()

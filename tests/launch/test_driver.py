@@ -27,7 +27,23 @@ def test_asking_for_a_function_needs_the_library() -> None:
         Driver("/nonexistent/libcuda.so.1").has("cuFuncLoad")
 
 
-def test_the_library_is_the_one_that_pathfinder_finds(standin: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loader_is_asked_before_pathfinder(standin: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, tried = ctypes.CDLL, list[str]()
+
+    def load(path: str) -> ctypes.CDLL:
+        tried.append(path)
+        return real(str(standin.path))
+
+    def asked(name: str) -> object:
+        raise AssertionError(f"pathfinder was asked for {name}")
+
+    monkeypatch.setattr("cuda.pathfinder.load_nvidia_dynamic_lib", asked)
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    assert Driver().version() == 13000
+    assert tried == ["libcuda.so.1"]
+
+
+def test_what_the_loader_lacks_is_where_pathfinder_says(standin: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     found = SimpleNamespace(abs_path=str(standin.path))
     monkeypatch.setattr("cuda.pathfinder.load_nvidia_dynamic_lib", lambda name: found if name == "cuda" else None)
     assert Driver().version() == 13000

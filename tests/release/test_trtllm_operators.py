@@ -34,8 +34,8 @@ def capability(request: pytest.FixtureRequest) -> tuple[int, int]:
 
 
 @pytest.fixture
-def standin(standin_library: Path, capability: tuple[int, int]) -> Iterator[StandIn]:
-    control = StandIn(standin_library)
+def standin(cubin_standin_library: Path, capability: tuple[int, int]) -> Iterator[StandIn]:
+    control = StandIn(cubin_standin_library)
     control.reset()
     control.pose_as(*capability)
     control.accept_kernels(KERNEL_PARAMS.size)

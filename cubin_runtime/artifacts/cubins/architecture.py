@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 from ...errors import UsageError
+from ...values import dataclass
 
 # Family targets and the devices of each (CUDA programming guide, "family-specific features").
 _FAMILY_MEMBERS = {100: (100, 103), 103: (103,), 110: (110,), 120: (120, 121), 121: (121,)}
 _TEXT = re.compile(r"(?:sm_)?([1-9][0-9]{1,2})([af]?)")
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(frozen=True, slots=True)
 class Architecture:
     """A compile target such as ``sm_90a``.
 

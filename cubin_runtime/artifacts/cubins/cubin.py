@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from hashlib import sha256
 from struct import Struct
 from types import MappingProxyType
 
+from ...values import dataclass
 from .architecture import Architecture
 from .elf import CubinFormatError, Elf, EntryPoint, read_elf
 

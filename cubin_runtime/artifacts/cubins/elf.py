@@ -7,13 +7,13 @@ a hostile file costs no more than one pass over its bytes. Limits are far above 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from io import BytesIO
 from struct import Struct
 from typing import Any
 
 from ...errors import CorruptError
+from ...values import dataclass
 
 MAX_SECTIONS = 4096
 MAX_SYMBOLS = 65536

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ...errors import CorruptError, CubinRuntimeError, MissingError, SourceError, StoreError
+from ...values import dataclass
 from ..bounded_read import digest_of
 from ..path import ArtifactPath
 from ..pins.pin import Pin
@@ -15,9 +16,9 @@ from ..sources.failover import FetchPolicy
 from ..sources.source import NotHereError, Wanted
 from ..sources.source_list import SourceList, hint
 from ..store.store import Store
-from .dispatch import fetch_objects
-from .process_pool import hire
-from .worker_pool import Outcome, ThreadWorkerPool, WorkerPool
+
+if TYPE_CHECKING:
+    from .worker_pool import Outcome, WorkerPool
 
 _log = logging.getLogger("cubin_runtime")
 
@@ -98,6 +99,11 @@ class ArtifactLoader:
         Raises:
             StoreError: the store is full or cannot be written.
         """
+        # which a process whose store has everything does without
+        from .dispatch import fetch_objects
+        from .process_pool import hire
+        from .worker_pool import ThreadWorkerPool
+
         specs = self._sources.specs(pin)
 
         def threads() -> ThreadWorkerPool:

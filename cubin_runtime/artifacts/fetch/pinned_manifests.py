@@ -8,7 +8,7 @@ from ...errors import CorruptError, MissingError, PinError, SourceError, StoreEr
 from ..manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest
 from ..pins.pin import Pin, read_manifest
 from ..sources.source import Wanted
-from ..sources.source_list import SourceList, hint
+from ..sources.source_list import SourceList, hint, remedy
 from ..store.store import Store
 from .loader import ArtifactLoader, listed_digest
 
@@ -54,9 +54,8 @@ class PinnedManifests:
                 raise PinError(f"the manifest of {pin.name!r} is not the pinned one: {mismatch}")
             if unreadable is not None:
                 raise unreadable
-            raise MissingError(
-                f"the manifest of {pin.name!r} is not here; 'cubin-runtime fetch {pin.name}' gets it{hint(pin)}"
-            )
+            how = remedy(pin, pin.name, self._sources.specs(pin))
+            raise MissingError(f"the manifest of {pin.name!r} is not here; {how}")
         manifest = read_manifest(pin, data, origin)
         with self._lock:
             self._bytes[pin.manifest_sha256] = data

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from urllib.parse import quote
 
 from ...errors import CorruptError, SourceError
+from ...values import dataclass
 from ..pins.pin import Pin
 from ..sources.source import Wanted
 from ..sources.source_list import hint

@@ -6,9 +6,9 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
+from ...values import dataclass
 from ..sources.failover import FetchPolicy, Progress, read_with_failover
 from ..sources.source import Source, Wanted
 from ..store.store import Store

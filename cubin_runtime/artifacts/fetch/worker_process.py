@@ -12,10 +12,11 @@ import pickle
 import threading
 import time
 import traceback
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing.connection import Connection
 
 from ...errors import CubinRuntimeError
+from ...values import dataclass
 from ..sources.source import Wanted
 from ..sources.source_list import SourceList, WorkOrder
 from ..store.store import Store

@@ -7,11 +7,11 @@ import re
 import zipfile
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
 from ...errors import CubinRuntimeError, PinError
+from ...values import dataclass
 from ..bounded_read import open_regular, read_bounded
 from ..path import ArtifactPath
 from .pin import Pin, format_pin, parse_pins

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 
-from ..._version import __version__
+from ..._version import KERNELS_VERSION
 from ...errors import PinError
+from ...values import dataclass
 from ..bounded_read import MAX_FILE_BYTES, digest_of
 from ..manifest import MANIFEST_NAME, Manifest, parse_manifest
 from ..path import ArtifactPath, PathError
@@ -19,7 +20,7 @@ from .signed_statement import STATEMENT
 tomllib = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
 # Names that a pin's `abi` may have; the layouts behind each are registered in `kernels/abi.py`.
-KNOWN_ABIS = ("trtllm-gen-0.6.13", f"hopper-{__version__}")
+KNOWN_ABIS = ("trtllm-gen-0.6.13", f"hopper-{KERNELS_VERSION}")
 BUILTIN_PINS = Path(__file__).with_name("pins.toml")
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,127}")

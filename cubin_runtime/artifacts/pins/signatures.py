@@ -12,12 +12,12 @@ import binascii
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...config import local_path
 from ...errors import CubinRuntimeError
+from ...values import dataclass
 from ..bounded_read import digest_of, open_regular, read_bounded
 from .signed_statement import SignatureError, check_statement
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from ...errors import PinError
+from ...values import dataclass
 from ..atomic_write import changing, replace_file
 
 tomllib = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")

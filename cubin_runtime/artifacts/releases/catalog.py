@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
 from ...errors import CorruptError, CubinRuntimeError, StoreError, UsageError
+from ...values import dataclass
 from ..path import ArtifactPath
 from ..tables.kernel_filter import KernelFilter, KernelRow, architecture_of_name, why_nothing_passes
 from ..tables.metadata import HEADER_PATH

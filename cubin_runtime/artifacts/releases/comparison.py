@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from ...errors import MissingError, SourceError
+from ...values import dataclass
 from ..tables.kernel_filter import KernelFilter, KernelRow
 from .catalog import Catalog, Entry, open_catalog
 

@@ -13,11 +13,11 @@ import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...errors import MissingError, StoreError, UsageError
+from ...values import dataclass
 from ..atomic_write import new_file, write_all
 from ..bounded_read import NotRegularError, digest_of, open_regular, read_bounded
 from ..manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES

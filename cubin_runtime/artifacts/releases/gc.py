@@ -11,11 +11,11 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 from ...errors import CorruptError, CubinRuntimeError, MissingError, StoreError
+from ...values import dataclass
 from ..atomic_write import temporary_name
 from ..store.folders import open_folder
 from ..store.leftovers import remove_quarantined, remove_temporaries

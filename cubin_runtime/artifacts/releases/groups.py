@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ...errors import UsageError
+from ...values import dataclass
 from ..cubins.architecture import Architecture
 from ..path import ArtifactPath
 from ..pins.pin import Pin

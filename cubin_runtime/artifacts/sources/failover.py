@@ -7,10 +7,11 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ...config import Network
 from ...errors import CorruptError, SourceError
+from ...values import dataclass
 from ..bounded_read import digest_of
 from ..store.locks import GIVE_UP_SECONDS, LONGEST_WAIT_SECONDS, TOUCH_SECONDS
 from .source import NotHereError, RetryableError, Source, TooMuchError, Wanted

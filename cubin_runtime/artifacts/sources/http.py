@@ -8,12 +8,12 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import quote, urljoin, urlsplit, urlunsplit
 
 from ...config import Network
 from ...errors import CubinRuntimeError, SourceError
+from ...values import dataclass
 from ..path import ArtifactPath
 from .http_pace import HttpLimits, Pace
 from .source import NotHereError, RetryableError, SourceSpec, TooMuchError, Wanted, redact

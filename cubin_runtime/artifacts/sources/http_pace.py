@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from ...config import Network
 from ...errors import SourceError
+from ...values import dataclass
 from .source import RetryableError
 
 

@@ -5,12 +5,12 @@ No source is trusted: what it delivers counts only after its digest was compared
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal, Protocol
 from urllib.parse import urlsplit, urlunsplit
 
 from ...config import local_path
 from ...errors import MissingError, SourceError, UsageError
+from ...values import dataclass
 from ..path import ArtifactPath
 
 Kind = Literal["http", "tree", "archive", "package"]

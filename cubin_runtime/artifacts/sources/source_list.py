@@ -5,23 +5,26 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ...config import Config
 from ...errors import SourceError
+from ...values import dataclass
 from ..pins.pin import Pin
-from .archive import ArchiveSource
-from .directory import DirectorySource
 from .failover import FetchPolicy, Progress, read_with_failover
-from .http import HttpSource
 from .http_pace import HttpLimits
-from .package import PackageSource
 from .source import Source, SourceSpec, Wanted, parse_source
+
+if TYPE_CHECKING:
+    from .archive import ArchiveSource
+    from .directory import DirectorySource
+    from .package import PackageSource
+
+    LocalSource = DirectorySource | ArchiveSource | PackageSource
 
 _log = logging.getLogger("cubin_runtime")
 _NOT_PUBLISHED = frozenset({"trtllm-gen-0.6.18.post1"})  # flashinfer-cubin ended before it
-LocalSource = DirectorySource | ArchiveSource | PackageSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +90,7 @@ class SourceList:
         """Local sources are opened once and shared by all threads."""
         with self._lock:
             if spec not in self._locals:
-                if spec.kind == "archive":
-                    self._locals[spec] = ArchiveSource(Path(spec.text))
-                elif spec.kind == "package":
-                    self._locals[spec] = PackageSource()
-                else:
-                    self._locals[spec] = DirectorySource(Path(spec.text))
+                self._locals[spec] = _opened(spec)
             return self._locals[spec]
 
     def open(self, specs: Sequence[SourceSpec], progress: Progress) -> list[Source]:
@@ -104,6 +102,8 @@ class SourceList:
             elif self._offline:
                 sources.append(_OfflineSource(spec.label))
             else:
+                from .http import HttpSource
+
                 sources.append(
                     HttpSource(spec, self._limits, self._config.network, stop=progress.stop, tick=progress.tick)
                 )
@@ -125,9 +125,34 @@ class SourceList:
                     source.close()
 
 
+def _opened(spec: SourceSpec) -> LocalSource:
+    """A local source; what only some kinds need is imported for those."""
+    if spec.kind == "archive":
+        from .archive import ArchiveSource
+
+        return ArchiveSource(Path(spec.text))
+    if spec.kind == "package":
+        from .package import PackageSource
+
+        return PackageSource()
+    from .directory import DirectorySource
+
+    return DirectorySource(Path(spec.text))
+
+
 def hint(pin: Pin) -> str:
-    """What to install so that the word ``package`` finds the release."""
+    """How to install a package that carries the release, as the end of an error; empty where none does."""
     family, _, version = pin.name.rpartition("-")
     if family == "trtllm-gen" and pin.name not in _NOT_PUBLISHED:
-        return f"; or install flashinfer-cubin=={version}"
-    return f"; or install cubin-runtime-kernels=={version}" if family == "hopper" else ""
+        return f"; 'pip install flashinfer-cubin=={version}' installs it"
+    if family == "hopper":
+        return f"; 'pip install cubin-runtime-kernels=={version}' installs it, and so does 'make install' in a clone"
+    return ""
+
+
+def remedy(pin: Pin, what: str, specs: Sequence[SourceSpec]) -> str:
+    """What to run where ``what`` of the release is not at hand, for commands that ask local sources alone."""
+    if any(spec.kind == "http" for spec in specs):
+        return f"'cubin-runtime fetch {what}' gets it{hint(pin)}"
+    place = f"'cubin-runtime fetch {what} --source PLACE' gets it from a folder, wheel or URL that has it"
+    return f"{hint(pin).removeprefix('; ')}; {place}" if hint(pin) else place

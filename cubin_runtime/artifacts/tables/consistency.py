@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from ...values import dataclass
 from ..cubins.architecture import Architecture
 from ..cubins.cubin import Cubin, kernel_code
 from .metadata import KernelMeta

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from ...errors import UsageError
+from ...values import dataclass
 from ..cubins.architecture import Architecture
 from .metadata import KernelMeta
 from .native_kernels import NativeKernel

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import lru_cache
 from hashlib import sha256
 
 from ...errors import CorruptError
+from ...values import dataclass
 from ..cubins.architecture import Architecture
 from .metadata_columns import COLUMN_OF_FIELD, COLUMNS, IGNORED_COLUMNS, Column
 

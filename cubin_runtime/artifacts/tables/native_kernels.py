@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 
 from ...errors import CorruptError, UsageError
+from ...values import dataclass
 from ..cubins.architecture import Architecture
 
 FILE_NAME = "kernels.json"

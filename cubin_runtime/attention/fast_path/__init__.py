@@ -7,7 +7,7 @@ source of plans and of errors.
 """
 
 from .notes import FastPaths, Launched, Scratch, note_launch, note_made, note_unrepeatable
-from .operator_function import DEFAULT_RUNTIME, full_path, operator_function, suspend
+from .operator_function import DEFAULT_RUNTIME, full_path, operator_function, suspend, suspendable
 
 __all__ = [
     "DEFAULT_RUNTIME",
@@ -20,4 +20,5 @@ __all__ = [
     "note_unrepeatable",
     "operator_function",
     "suspend",
+    "suspendable",
 ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -64,13 +63,13 @@ class Made(NamedTuple):
     sources: tuple[Any, ...]
 
 
-@dataclass
 class Notes:
     """The notes of one call."""
 
-    launched: list[Launched] = field(default_factory=list)
-    made: list[Made] = field(default_factory=list)
-    repeatable: bool = True
+    def __init__(self) -> None:
+        self.launched: list[Launched] = []
+        self.made: list[Made] = []
+        self.repeatable = True
 
 
 class _Active(threading.local):

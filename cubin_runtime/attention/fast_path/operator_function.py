@@ -5,10 +5,12 @@ from __future__ import annotations
 import inspect
 import os
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
+from weakref import WeakKeyDictionary, WeakSet
 
 from ...launch.compiled import compiled
 from ..process import default, default_runtime
@@ -54,14 +56,47 @@ _define_ops._dynamo_marked_constant = True  # type: ignore[attr-defined]  # runs
 _undefined: list[tuple[TorchOp, Callable[..., Any]]] = []
 
 
+class Suspendable(Protocol):
+    """What sends calls by a function of its own."""
+
+    def suspend(self, suspended: bool) -> None:
+        """Take the full path from now on, or no longer."""
+        ...
+
+
+_lock = threading.Lock()
+_steps: WeakSet[Suspendable] = WeakSet()
+_methods: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # instances that have a fast path as their own method
 _state = _State()
 _state.compiling = _compiling
 os.register_at_fork(after_in_child=lambda: setattr(_state, "suspended", 1))  # the full path says what is wrong
 
 
 def suspend(change: int) -> None:
-    """Let all calls take the full path while the sum of all changes is not 0; callers hold a lock of their own."""
-    _state.suspended += change
+    """Let all calls take the full path while the sum of all changes is not 0."""
+    with _lock:
+        _state.suspended += change
+        suspended = _state.suspended > 0
+        for step in _steps:
+            step.suspend(suspended)
+        if suspended:
+            for holder, name in _methods.items():
+                vars(holder).pop(name, None)
+            _methods.clear()
+
+
+def _give_method(holder: Any, method: Callable[..., Any]) -> None:
+    with _lock:
+        if not _state.suspended:
+            vars(holder)[method.__name__] = method
+            _methods[holder] = method.__name__
+
+
+def suspendable(step: Suspendable) -> None:
+    """Tell ``step`` from now on whether calls are suspended; it is not kept alive."""
+    with _lock:
+        _steps.add(step)
+        step.suspend(_state.suspended > 0)
 
 
 def operator_function(
@@ -105,7 +140,7 @@ def operator_function(
                     form = _method(full.__name__, parameters, given)
                     source, scope = fast_path(signature, arguments, result, notes, form) or made
                     scope |= defaults | {"otherwise": partial(operator, holder)}
-                    vars(holder)[full.__name__] = compiled(full.__name__, source, scope)
+                    _give_method(holder, compiled(full.__name__, source, scope))
             return result
 
         def promote(holder: Any, path: Callable[..., Any]) -> None:

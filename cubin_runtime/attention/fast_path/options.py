@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, NamedTuple
 
 from ...launch.streams import stream_handle
+from ...values import dataclass
 from .guards import is_plain
 from .notes import Notes
 

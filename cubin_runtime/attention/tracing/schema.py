@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ...errors import UsageError
 from ...tensor import TensorView
+from ...values import dataclass
 
 # Its dtypes have no sign of their own for words: what is unsigned goes by the same bits.
 _DTYPES = {"uint8": "int8", "uint16": "int16", "uint32": "int32", "uint64": "int64"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...dtypes import ITEM_BYTES
 from ...errors import UsageError, WorkspaceError
@@ -14,8 +14,9 @@ from ...launch.modules import KernelRequest, PreloadReport
 from ...launch.streams import stream_handle
 from ...tensor import TensorView, view_of
 from ..backends import AUTO, TRTLLM_GEN, resolve_backend
-from ..fast_path import note_launch
+from ..fast_path import Launched, note_launch
 from ..process import default_runtime
+from ..recording import call_recorder
 from ..runtime import Runtime
 from ..torch_ops import TorchScratch, torch_bytes
 from .checks import (
@@ -26,6 +27,10 @@ from .checks import (
 from .plan_key import bounded, plan_key
 from .plans import AttentionPlan
 
+if TYPE_CHECKING:
+    from ...protocols import Stream, TrtllmGenBackend
+    from ...tensor import Tensor
+
 COUNTER_ALIGNMENT = 16
 OPERATORS: Mapping[type[Call], str] = {
     DecodeCall: "trtllm_batch_decode_with_kv_cache",
@@ -34,7 +39,7 @@ OPERATORS: Mapping[type[Call], str] = {
 }
 
 
-def plan(call: Call, *, backend: str = AUTO, runtime: Runtime | None = None) -> AttentionPlan:
+def plan(call: Call, *, backend: TrtllmGenBackend = AUTO, runtime: Runtime | None = None) -> AttentionPlan:
     """The plan for calls of this form, from the runtime's cache or made now.
 
     The bound on the keys is rounded up to a power of two (at most what the block table holds), so that one plan serves
@@ -61,11 +66,11 @@ def plan(call: Call, *, backend: str = AUTO, runtime: Runtime | None = None) -> 
 
 def run(
     call: Call,
-    workspace: Any,
+    workspace: Tensor,
     *,
-    counters: Any = None,
-    stream: Any = None,
-    backend: str = AUTO,
+    counters: Tensor | None = None,
+    stream: Stream | None = None,
+    backend: TrtllmGenBackend = AUTO,
     runtime: Runtime | None = None,
 ) -> None:
     """Compute ``call.out`` (and ``call.lse``).
@@ -96,21 +101,31 @@ def run(
         raise UsageError(f"workspace_buffer: strides {scratch.strides}, expected a contiguous tensor")
     handle = rt.memory.current_stream(workspace) if stream is None else stream_handle(stream)
     held, address = _counters(made, counters, workspace, call.query.device, stream, rt)
-    note_launch(made.run(call, (scratch.pointer, _bytes_of(scratch)), address, handle))
+
+    def launch() -> Launched:
+        return made.run(call, (scratch.pointer, _bytes_of(scratch)), address, handle)
+
+    recorder = call_recorder()
+    if recorder is None:
+        note_launch(launch())
+    else:
+        from ..recorded.described import trtllm_gen_form
+
+        note_launch(recorder.record(trtllm_gen_form(made, call, rt), rt.driver, handle, launch))
     del held  # freed in stream order, after the launch
 
 
-def workspace_size(call: Call, *, backend: str = AUTO, runtime: Runtime | None = None) -> int:
+def workspace_size(call: Call, *, backend: TrtllmGenBackend = AUTO, runtime: Runtime | None = None) -> int:
     """Bytes of workspace that a run of ``call`` needs, at any address; errors as ``plan``."""
     return plan(call, backend=backend, runtime=runtime).workspace_bytes
 
 
-def counter_size(call: Call, *, backend: str = AUTO, runtime: Runtime | None = None) -> int:
+def counter_size(call: Call, *, backend: TrtllmGenBackend = AUTO, runtime: Runtime | None = None) -> int:
     """Bytes of zeroed counters that a run of ``call`` needs, or 0; errors as ``plan``."""
     return plan(call, backend=backend, runtime=runtime).counter_bytes
 
 
-def preload(*calls: Call, backend: str = AUTO, runtime: Runtime | None = None) -> PreloadReport:
+def preload(*calls: Call, backend: TrtllmGenBackend = AUTO, runtime: Runtime | None = None) -> PreloadReport:
     """Plan the calls, and fetch, load and gate their kernels ahead of serving.
 
     Raises:

@@ -8,7 +8,7 @@ name. ``cubin_runtime.compat.flash_attn_interface`` has the positions of version
 - Sinks are taken by their names in later versions, ``s_aux`` and ``learnable_sink``; ``out`` gives the output.
 - The output's bits are the same in every run. Of a context they depend on a token's own request alone.
 - The log-sum-exp of a token that sees no key is -inf.
-- All tokens of a tensor lie at one stride, in multiples of 16 bytes.
+- All query tokens lie at one stride; strides are multiples of 16 bytes.
 
 Calls are torch ops where torch traces them, and may be captured.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ...attention.append_kv import append_kv
+from ...attention.append import append_kv
 from ...attention.checks import integer
 from ...attention.paged_cache import MAX_GROUP, PAGE_SIZES
 from ...attention.paged_decode import paged_decode

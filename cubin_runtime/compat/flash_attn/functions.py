@@ -37,7 +37,7 @@ def flash_attn_func(
     """Attention of requests of one size; other parameters as in ``flash_attn_varlen_func``.
 
     Args:
-        q: ``[batch, q_len, heads, head_dim]``, all tokens at one stride, as in k and v.
+        q: ``[batch, q_len, heads, head_dim]``, all tokens at one stride.
         k, v: ``[batch, kv_len, kv_heads, head_dim]``.
 
     Returns:

@@ -24,7 +24,7 @@ run native kernels on Hopper. They need no workspace and have no ``batch_invaria
 ``trtllm_batch_context_with_kv_cache`` and ``trtllm_ragged_attention_deepseek`` run native kernels on Hopper, where
 FlashInfer has none:
 
-- 16-bit tensors of one dtype and head dimension, as ``cubin_runtime.attention.context_attention``; requests without
+- 16-bit tensors of one dtype, as ``cubin_runtime.attention.context_attention`` takes them; requests without
   query tokens or keys; windows without a causal mask; the same bits with and without ``batch_invariant``.
 - ``workspace_buffer`` may have any contents.
 

@@ -6,18 +6,21 @@ are float32 in base 2; a state with -inf does not count, whatever its values are
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ...attention.merge_states import merge_states as merge_operator
+from ...attention.merge import merge_states as merge_operator
 from ...attention.process import default_runtime
 from ...errors import UsageError, WorkspaceError
 from ...tensor import is_torch, view_of
 from ..renaming import renamed
 
+if TYPE_CHECKING:
+    from ...tensor import QueryT, Tensor
+
 _PAIR_NAMES = {"v": "v_a", "s": "s_a", "v_other": "v_b", "s_other": "s_b"}
 
 
-def merge_state(v_a: Any, s_a: Any, v_b: Any, s_b: Any) -> tuple[Any, Any]:
+def merge_state(v_a: QueryT, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[QueryT, Any]:
     """Merge two attention states.
 
     Args:
@@ -36,7 +39,7 @@ def merge_state(v_a: Any, s_a: Any, v_b: Any, s_b: Any) -> tuple[Any, Any]:
         raise renamed(error, _PAIR_NAMES) from error
 
 
-def merge_state_in_place(v: Any, s: Any, v_other: Any, s_other: Any, mask: Any = None) -> None:
+def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor, mask: Tensor | None = None) -> None:
     """Merge another attention state into ``(v, s)``.
 
     Args:
@@ -47,7 +50,7 @@ def merge_state_in_place(v: Any, s: Any, v_other: Any, s_other: Any, mask: Any =
     merge_operator(v, s, v_other=v_other, s_other=s_other, out=v, lse=s, mask=mask, enable_pdl=True)
 
 
-def merge_states(v: Any, s: Any) -> tuple[Any, Any]:
+def merge_states(v: QueryT, s: Tensor) -> tuple[QueryT, Any]:
     """Merge several attention states.
 
     Args:

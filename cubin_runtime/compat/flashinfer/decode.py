@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from ...attention.backends import XQA
 from ...attention.checks import integer
@@ -21,38 +21,43 @@ from .scales import factor_of, times
 from .torch_ops import torch_op
 from .trtllm_gen import pages, run_call
 
+if TYPE_CHECKING:
+    from ...protocols import CompatBackend, KvLayout
+    from ...tensor import Scale, Tensor
+    from .outputs import FP4Output
+
 
 @operator_function(scales=SCALES, memory=MEMORY, op=torch_op)
 def trtllm_batch_decode_with_kv_cache(
-    query: Any,
-    kv_cache: Any,
-    workspace_buffer: Any,
-    block_tables: Any,
-    seq_lens: Any,
+    query: Tensor,
+    kv_cache: Tensor | Sequence[Tensor],
+    workspace_buffer: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
     max_seq_len: int,
-    bmm1_scale: Any = 1.0,
-    bmm2_scale: Any = 1.0,
+    bmm1_scale: Scale = 1.0,
+    bmm2_scale: Scale = 1.0,
     window_left: int = -1,
-    out: Any = None,
+    out: Tensor | FP4Output | None = None,
     out_dtype: Any = None,
     o_sf_scale: float | None = None,
     o_sf_vec_size: int | None = None,
-    sinks: Any = None,
-    kv_layout: str = "HND",
+    sinks: Tensor | None = None,
+    kv_layout: KvLayout = "HND",
     enable_pdl: bool | None = None,
-    backend: str = "auto",
+    backend: CompatBackend = "auto",
     q_len_per_req: int | None = 1,
     o_scale: float | None = 1.0,
-    mask: Any = None,
+    mask: Tensor | None = None,
     max_q_len: int | None = None,
-    cum_seq_lens_q: Any = None,
+    cum_seq_lens_q: Tensor | None = None,
     skip_softmax_threshold_scale_factor: float | None = None,
-    kv_cache_sf: Any = None,
+    kv_cache_sf: Tensor | Sequence[Tensor] | None = None,
     uses_shared_paged_kv_idx: bool = True,
-    lse: Any = None,
+    lse: Tensor | None = None,
     return_lse: bool = False,
-    bmm1_scale_log2: Any = None,
-    multi_ctas_kv_counter_buffer: Any = None,
+    bmm1_scale_log2: Tensor | None = None,
+    multi_ctas_kv_counter_buffer: Tensor | None = None,
     enable_block_sparse_attention: bool = False,
     bf16q_fp8kv_transform_mode: Any = None,
     *,
@@ -125,24 +130,24 @@ def trtllm_batch_decode_with_kv_cache(
 
 @operator_function(scales=SCALES, memory=MEMORY, op=torch_op)
 def xqa_batch_decode_with_kv_cache(
-    query: Any,
-    kv_cache: Any,
-    workspace_buffer: Any,
-    block_tables: Any,
-    seq_lens: Any,
+    query: Tensor,
+    kv_cache: Tensor | Sequence[Tensor],
+    workspace_buffer: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
     max_seq_len: int,
-    bmm1_scale: Any = 1.0,
-    bmm2_scale: Any = 1.0,
+    bmm1_scale: Scale = 1.0,
+    bmm2_scale: Scale = 1.0,
     window_left: int = -1,
-    out: Any = None,
-    sinks: Any = None,
-    kv_layout: str = "NHD",
+    out: Tensor | None = None,
+    sinks: Tensor | None = None,
+    kv_layout: KvLayout = "NHD",
     enable_pdl: bool | None = None,
     q_len_per_req: int | None = 1,
     o_scale: float | None = 1.0,
-    mask: Any = None,
-    kv_cache_sf: Any = None,
-    q_cu_seq_lens: Any = None,
+    mask: Tensor | None = None,
+    kv_cache_sf: Tensor | Sequence[Tensor] | None = None,
+    q_cu_seq_lens: Tensor | None = None,
     *,
     batch_invariant: bool = False,
 ) -> Any:

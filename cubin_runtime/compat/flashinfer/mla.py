@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...attention.backends import XQA
 from ...attention.checks import integer
@@ -21,6 +21,10 @@ from .outputs import Output, is_fp4, output_of
 from .torch_ops import torch_op
 from .trtllm_gen import pages, run_call
 
+if TYPE_CHECKING:
+    from ...protocols import CompatBackend
+    from ...tensor import Scale, Tensor
+
 _HEAD_DIMS = ((512, 64), (256, 64))  # kv_lora_rank, qk_rope_head_dim
 _SPARSE_HEAD_DIMS = (512, 0)
 
@@ -32,33 +36,33 @@ def _output_shape(given: Mapping[str, Any]) -> tuple[int, ...]:
 
 @operator_function(scales=SCALES, memory=MEMORY, op=partial(torch_op, shape=_output_shape, dtype="bfloat16"))
 def trtllm_batch_decode_with_kv_cache_mla(
-    query: Any,
-    kv_cache: Any,
-    workspace_buffer: Any,
+    query: Tensor,
+    kv_cache: Tensor,
+    workspace_buffer: Tensor,
     qk_nope_head_dim: int,
     kv_lora_rank: int,
     qk_rope_head_dim: int,
-    block_tables: Any,
-    seq_lens: Any,
+    block_tables: Tensor,
+    seq_lens: Tensor,
     max_seq_len: int,
     sparse_mla_top_k: int = 0,
-    out: Any = None,
-    bmm1_scale: Any = 1.0,
-    bmm2_scale: Any = 1.0,
-    sinks: Any = None,
+    out: Tensor | None = None,
+    bmm1_scale: Scale = 1.0,
+    bmm2_scale: Scale = 1.0,
+    sinks: Tensor | None = None,
     skip_softmax_threshold_scale_factor: float | None = None,
     enable_pdl: bool | None = None,
-    backend: str = "auto",
+    backend: CompatBackend = "auto",
     is_var_seq: bool = True,
     uses_shared_paged_kv_idx: bool = True,
-    lse: Any = None,
+    lse: Tensor | None = None,
     return_lse: bool = False,
     cute_dsl_impl: str = "auto",
     kv_scale_format: str = "auto",
-    cum_seq_lens_q: Any = None,
+    cum_seq_lens_q: Tensor | None = None,
     max_q_len: int | None = None,
-    multi_ctas_kv_counter_buffer: Any = None,
-    sparse_mla_top_k_lens: Any = None,
+    multi_ctas_kv_counter_buffer: Tensor | None = None,
+    sparse_mla_top_k_lens: Tensor | None = None,
     enable_dcp: bool = False,
     cp_world: int = 1,
     cp_rank: int = 0,
@@ -127,19 +131,19 @@ def trtllm_batch_decode_with_kv_cache_mla(
 
 @operator_function(scales=SCALES, memory=MEMORY, op=partial(torch_op, shape=_output_shape, dtype="bfloat16"))
 def xqa_batch_decode_with_kv_cache_mla(
-    query: Any,
-    kv_cache: Any,
-    workspace_buffer: Any,
+    query: Tensor,
+    kv_cache: Tensor,
+    workspace_buffer: Tensor,
     qk_nope_head_dim: int,
     kv_lora_rank: int,
     qk_rope_head_dim: int,
-    block_tables: Any,
-    seq_lens: Any,
+    block_tables: Tensor,
+    seq_lens: Tensor,
     max_seq_len: int,
-    out: Any = None,
-    bmm1_scale: Any = 1.0,
-    bmm2_scale: Any = 1.0,
-    sinks: Any = None,
+    out: Tensor | None = None,
+    bmm1_scale: Scale = 1.0,
+    bmm2_scale: Scale = 1.0,
+    sinks: Tensor | None = None,
     enable_pdl: bool | None = None,
     *,
     batch_invariant: bool = False,

@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 from ...attention.trtllm_gen import OutScales
 from ...errors import UsageError
 from ...tensor import TensorView, view_of
+from ...values import dataclass
 from .arguments import Arguments
 
 NVFP4 = "nvfp4"
 E4M3 = "float8_e4m3fn"
 _SCALE_BLOCK = 16  # elements that share a block scale
 _SCALE_ROWS, _SCALE_COLUMNS = 128, 4
+
+
+class FP4Output(Protocol):
+    """An FP4 output, ours or FlashInfer's; ``FP4Tensor`` says what it has."""
+
+    @property
+    def data(self) -> Any:
+        """The elements."""
+
+    @property
+    def scale(self) -> Any:
+        """The block scales."""
+
+    @property
+    def scale_start_index(self) -> int:
+        """The first row of ``scale``."""
 
 
 @dataclass(frozen=True, slots=True)

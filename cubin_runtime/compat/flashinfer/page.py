@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-from ...attention.append_kv import append_kv
+from ...attention.append import append_kv
 from ...errors import UsageError, WorkspaceError
 from ...tensor import is_torch, view_of
 from ..renaming import renamed
 from .layouts import cache_pair
+
+if TYPE_CHECKING:
+    from ...protocols import KvLayout
+    from ...tensor import Tensor
 
 # Arguments of our operator -> those of these operators, where the names differ.
 _NAMES = {
@@ -23,15 +28,15 @@ _MLA_NAMES = {**_NAMES, "key": "append_ckv", "value": "append_kpe", "k_cache": "
 
 
 def append_paged_kv_cache(
-    append_key: Any,
-    append_value: Any,
-    batch_indices: Any,
-    positions: Any,
-    paged_kv_cache: Any,
-    kv_indices: Any,
-    kv_indptr: Any,
-    kv_last_page_len: Any,
-    kv_layout: str = "NHD",
+    append_key: Tensor,
+    append_value: Tensor,
+    batch_indices: Tensor,
+    positions: Tensor,
+    paged_kv_cache: Tensor | Sequence[Tensor],
+    kv_indices: Tensor,
+    kv_indptr: Tensor,
+    kv_last_page_len: Tensor,
+    kv_layout: KvLayout = "NHD",
 ) -> None:
     """Write new keys and values into a paged KV cache.
 
@@ -50,12 +55,13 @@ def append_paged_kv_cache(
         kv_last_page_len: ``[batch]``; positions say all that is needed, so it is not read.
         kv_layout: "NHD" or "HND".
     """
-    if is_torch(paged_kv_cache) and len(paged_kv_cache.shape) == 5 and paged_kv_cache.shape[1] == 2:
-        k_cache, v_cache = paged_kv_cache[:, 0], paged_kv_cache[:, 1]
-    elif isinstance(paged_kv_cache, (tuple, list)) and len(paged_kv_cache) == 2:
-        k_cache, v_cache = paged_kv_cache
+    pool: Any = paged_kv_cache
+    if is_torch(pool) and len(pool.shape) == 5 and pool.shape[1] == 2:
+        k_cache, v_cache = pool[:, 0], pool[:, 1]
+    elif isinstance(pool, (tuple, list)) and len(pool) == 2:
+        k_cache, v_cache = pool
     else:
-        k_cache, v_cache = cache_pair(paged_kv_cache, kv_layout, "paged_kv_cache")
+        k_cache, v_cache = cache_pair(pool, kv_layout, "paged_kv_cache")
     for name, cache in (("K", k_cache), ("V", v_cache)):
         if len(cache.shape) != 4:
             raise UsageError(f"paged_kv_cache ({name}): shape {tuple(cache.shape)}, expected 4 dimensions")
@@ -78,15 +84,15 @@ def append_paged_kv_cache(
 
 
 def append_paged_mla_kv_cache(
-    append_ckv: Any,
-    append_kpe: Any,
-    batch_indices: Any,
-    positions: Any,
-    ckv_cache: Any,
-    kpe_cache: Any,
-    kv_indices: Any,
-    kv_indptr: Any,
-    kv_last_page_len: Any,
+    append_ckv: Tensor,
+    append_kpe: Tensor,
+    batch_indices: Tensor,
+    positions: Tensor,
+    ckv_cache: Tensor,
+    kpe_cache: Tensor,
+    kv_indices: Tensor,
+    kv_indptr: Tensor,
+    kv_last_page_len: Tensor,
 ) -> None:
     """Write the latent and rope columns of new tokens into the paged caches of MLA.
 
@@ -97,12 +103,13 @@ def append_paged_mla_kv_cache(
         kpe_cache: ``[pages, page_size, rope]``.
         batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len: as for ``append_paged_kv_cache``.
     """
-    for name, tensor, rank in (
+    given: tuple[tuple[str, Any, int], ...] = (
         ("append_ckv", append_ckv, 2),
         ("append_kpe", append_kpe, 2),
         ("ckv_cache", ckv_cache, 3),
         ("kpe_cache", kpe_cache, 3),
-    ):
+    )
+    for name, tensor, rank in given:
         if tensor is None or len(tensor.shape) != rank:
             came = "None" if tensor is None else f"shape {tuple(tensor.shape)}"
             raise UsageError(f"{name}: {came}, expected {rank} dimensions")

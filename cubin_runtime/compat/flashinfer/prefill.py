@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ...attention.backends import HOPPER, TRTLLM_GEN
+from ...attention.backends import HOPPER
 from ...attention.checks import integer
 from ...attention.fast_path import operator_function
 from ...attention.trtllm_gen import ContextCall, RaggedCall, Sage
@@ -20,6 +20,11 @@ from .outputs import output_of
 from .torch_ops import torch_op
 from .trtllm_gen import pages, run_call
 
+if TYPE_CHECKING:
+    from ...protocols import CompatContextBackend, KvLayout
+    from ...tensor import Scale, Tensor
+    from .outputs import FP4Output
+
 
 def _ragged_shape(given: Mapping[str, Any]) -> tuple[int, ...]:
     """The shape of an output for a call's arguments."""
@@ -28,36 +33,36 @@ def _ragged_shape(given: Mapping[str, Any]) -> tuple[int, ...]:
 
 @operator_function(scales=SCALES, bound="max_kv_len", memory=MEMORY, op=torch_op)
 def trtllm_batch_context_with_kv_cache(
-    query: Any,
-    kv_cache: Any,
-    workspace_buffer: Any,
-    block_tables: Any,
-    seq_lens: Any,
+    query: Tensor,
+    kv_cache: Tensor | Sequence[Tensor],
+    workspace_buffer: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
     max_q_len: int,
     max_kv_len: int,
-    bmm1_scale: Any,
-    bmm2_scale: Any,
+    bmm1_scale: Scale,
+    bmm2_scale: Scale,
     batch_size: int,
-    cum_seq_lens_q: Any,
-    cum_seq_lens_kv: Any,
+    cum_seq_lens_q: Tensor,
+    cum_seq_lens_kv: Tensor,
     window_left: int = -1,
-    out: Any = None,
+    out: Tensor | FP4Output | None = None,
     out_dtype: Any = None,
     o_sf_scale: float | None = None,
     o_sf_vec_size: int | None = None,
-    kv_layout: str = "HND",
+    kv_layout: KvLayout = "HND",
     enable_pdl: bool | None = None,
-    sinks: Any = None,
-    kv_cache_sf: Any = None,
+    sinks: Tensor | None = None,
+    kv_cache_sf: Tensor | Sequence[Tensor] | None = None,
     skip_softmax_threshold_scale_factor: float | None = None,
     uses_shared_paged_kv_idx: bool = True,
     causal: bool = True,
-    lse: Any = None,
+    lse: Tensor | None = None,
     return_lse: bool = False,
-    multi_ctas_kv_counter_buffer: Any = None,
+    multi_ctas_kv_counter_buffer: Tensor | None = None,
     use_fp16_softmax: bool | None = None,
     uses_spcompress: bool | None = None,
-    backend: str = TRTLLM_GEN,
+    backend: CompatContextBackend = "trtllm-gen",
     *,
     batch_invariant: bool = False,
 ) -> Any:
@@ -109,30 +114,30 @@ def trtllm_batch_context_with_kv_cache(
     op=partial(torch_op, shape=_ragged_shape),
 )
 def trtllm_ragged_attention_deepseek(
-    query: Any,
-    key: Any,
-    value: Any,
-    workspace_buffer: Any,
-    seq_lens: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    workspace_buffer: Tensor,
+    seq_lens: Tensor,
     max_q_len: int,
     max_kv_len: int,
-    bmm1_scale: Any,
-    bmm2_scale: Any,
+    bmm1_scale: Scale,
+    bmm2_scale: Scale,
     o_sf_scale: float,
     batch_size: int,
     window_left: int,
-    cum_seq_lens_q: Any,
-    cum_seq_lens_kv: Any,
+    cum_seq_lens_q: Tensor,
+    cum_seq_lens_kv: Tensor,
     enable_pdl: bool,
     is_causal: bool,
     return_lse: bool,
-    attention_sinks: Any = None,
+    attention_sinks: Tensor | None = None,
     skip_softmax_threshold_scale_factor: float | None = None,
-    out: Any = None,
-    lse: Any = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
     sage_attn_sfs: tuple[Any, Any, Any, Any] = (None, None, None, None),
     num_elts_per_sage_attn_blk: tuple[int, int, int, int] = (0, 0, 0, 0),
-    backend: str = TRTLLM_GEN,
+    backend: CompatContextBackend = "trtllm-gen",
     q_seq_lens_cpu: Any = None,
     kv_seq_lens_cpu: Any = None,
     use_fp16_softmax: bool | None = None,
@@ -146,7 +151,7 @@ def trtllm_ragged_attention_deepseek(
     Args:
         query: ``[tokens, heads, head_dim]``, contiguous.
         key, value: ``[kv_tokens, kv_heads, head_dim]``; head dimensions (of Q and K, of V) (192, 128), (128, 128) or
-            (256, 256); hopper: 64 and 128, alike for all three.
+            (256, 256); hopper: also (64, 64).
         workspace_buffer: scratch of any contents.
         o_sf_scale: trtllm-gen: passed to the kernel; -1 if unused. hopper: unused.
         window_left: trtllm-gen: needs ``is_causal``.

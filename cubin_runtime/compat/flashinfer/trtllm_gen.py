@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ...attention.backends import AUTO
 from ...attention.checks import integer
@@ -12,6 +12,9 @@ from .arguments import Arguments, sinks_of, tensor_or_none
 from .layouts import cache_pair_by_head, flat_tokens
 from .outputs import Output, lse_of
 from .scales import scale_from, scores_scale
+
+if TYPE_CHECKING:
+    from ...protocols import TrtllmGenBackend
 
 
 def run_call(
@@ -58,7 +61,7 @@ def run_call(
         **fields,
     )
     counters = given.multi_ctas_kv_counter_buffer
-    run(call, given.workspace_buffer, counters=counters, backend=backend, runtime=rt)
+    run(call, given.workspace_buffer, counters=counters, backend=cast("TrtllmGenBackend", backend), runtime=rt)
     return (output.tensor, lse) if given.return_lse else output.tensor
 
 

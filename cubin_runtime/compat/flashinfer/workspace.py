@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import field
 from math import prod
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,6 +18,7 @@ from ...launch.regions import REGION_ALIGNMENT
 from ...launch.semaphore_workspace import SemaphoreWorkspace
 from ...launch.workspace import Workspace
 from ...tensor import view_of
+from ...values import dataclass
 from .arguments import Arguments
 
 SEMAPHORE_BYTES = 8 << 20

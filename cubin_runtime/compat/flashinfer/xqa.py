@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...attention.backends import XQA
 from ...attention.checks import check_dtype, integer
@@ -20,6 +20,10 @@ from .scales import head_scales
 from .torch_ops import torch_op
 from .workspace import with_enough_semaphores
 
+if TYPE_CHECKING:
+    from ...protocols import KvLayout
+    from ...tensor import Scale, Tensor
+
 # Arguments of our operators -> those of these operators, where the names differ.
 _NAMES = {
     "out": "output",
@@ -34,30 +38,30 @@ _ROPE = 64
 
 @operator_function(memory=MEMORY, op=torch_op)
 def xqa(
-    q: Any,
-    k_cache: Any,
-    v_cache: Any,
-    page_table: Any,
-    seq_lens: Any,
-    output: Any,
-    workspace_buffer: Any,
-    semaphores: Any,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    output: Tensor,
+    workspace_buffer: Tensor,
+    semaphores: Tensor,
     num_kv_heads: int,
     page_size: int,
-    sinks: Any = None,
-    q_scale: Any = 1.0,
-    kv_scale: Any = 1.0,
+    sinks: Tensor | None = None,
+    q_scale: Scale = 1.0,
+    kv_scale: Scale = 1.0,
     sliding_win_size: int = 0,
-    kv_layout: str = "NHD",
+    kv_layout: KvLayout = "NHD",
     sm_count: int | None = None,
     enable_pdl: bool | None = None,
     rcp_out_scale: float = 1.0,
     q_seq_len: int = 1,
-    mask: Any = None,
+    mask: Tensor | None = None,
     *,
-    q_cu_seq_lens: Any = None,
-    k_sf_cache: Any = None,
-    v_sf_cache: Any = None,
+    q_cu_seq_lens: Tensor | None = None,
+    k_sf_cache: Tensor | None = None,
+    v_sf_cache: Tensor | None = None,
     batch_invariant: bool = False,
 ) -> None:
     """Decoding over a paged KV cache (GQA) into ``output``.
@@ -121,17 +125,17 @@ def xqa(
 
 @operator_function(memory=MEMORY, op=torch_op)
 def xqa_mla(
-    q: Any,
-    k_cache: Any,
-    v_cache: Any,
-    page_table: Any,
-    seq_lens: Any,
-    output: Any,
-    workspace_buffer: Any,
-    semaphores: Any,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    output: Tensor,
+    workspace_buffer: Tensor,
+    semaphores: Tensor,
     page_size: int,
-    q_scale: Any = 1.0,
-    kv_scale: Any = 1.0,
+    q_scale: Scale = 1.0,
+    kv_scale: Scale = 1.0,
     sm_count: int | None = None,
     enable_pdl: bool | None = None,
     *,

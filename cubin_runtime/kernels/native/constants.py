@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from enum import IntEnum
 from types import MappingProxyType
 from typing import Any
+
+from ...values import dataclass
 
 HEADER = "KernelConstants.h"
 

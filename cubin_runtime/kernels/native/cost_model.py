@@ -14,12 +14,13 @@ tiles, change the GPU's constants below and compare with the terms of ``Estimate
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from ...errors import UsageError
+from ...values import HashedOnce, dataclass
 
 _BYTES_PER_US = 1e6  # of one TB/s
 # What the constant of the L2 refers to.
@@ -180,7 +181,7 @@ H200 = Costs(
     equal_within=0.02,
     max_cta_group_size=8,
     idle_share=32,
-    kernels=_H200_KERNELS,
+    kernels=HashedOnce(_H200_KERNELS),
 )
 H100 = replace(H200, gpu="H100", read_tb_per_s=3.0)
 # Where nothing was measured: the order of the kernels counts, not the time.
@@ -214,7 +215,7 @@ def restated(costs: Costs, constants: Mapping[str, float]) -> Costs:
             raise UsageError(f"constant {name!r}: expected one of {', '.join(known)}")
         if not value > 0 or (isinstance(known[name], int) and not isinstance(value, int)):
             raise UsageError(f"{name}={value}: expected {type(known[name]).__name__} above 0")
-    kernels = tuple(
+    kernels = HashedOnce(
         kernel._replace(**{c: constants.get(_name(kernel, c), getattr(kernel, c)) for c in _OF_KERNELS})
         for kernel in costs.kernels
     )

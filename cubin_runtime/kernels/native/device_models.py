@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 
 from ...errors import UsageError
 from ...launch.driver import DeviceFacts
+from ...values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from ...artifacts.path import ArtifactPath
@@ -11,6 +10,7 @@ from ...artifacts.tables.native_kernels import NativeKernel
 from ...launch.plan import LaunchAttributes, LaunchPlan
 from ...launch.regions import Region
 from ...launch.structs import StructLayout
+from ...values import dataclass
 from .constants import CONSTANTS
 from .problem import NUMBERS
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
+from ...values import dataclass
 from .constants import TYPE_CODES
 
 LOG2_E = math.log2(math.e)

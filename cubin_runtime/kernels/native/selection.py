@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ...artifacts.tables.native_kernels import NativeKernel
 from ...errors import UsageError
 from ...launch.driver import DeviceFacts
+from ...values import dataclass
 from ..explanation import Facts
 from .cost_model import Estimate
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ...errors import UsageError
 from ...tensor import TensorView
+from ...values import dataclass
 from .arithmetic import INT32_MAX, is_power_of_two
 from .errors import ArgumentRefused
 from .traits import TENSOR_DTYPES

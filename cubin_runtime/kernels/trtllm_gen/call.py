@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from ...errors import UsageError
 from ...tensor import TensorView
+from ...values import dataclass
 from .arguments import Device, Scale, check_length, dtype_of
 from .arithmetic import INT32_MAX, float32, int32
 from .errors import PlanRefused

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 from ...tensor import TensorView
+from ...values import dataclass
 from .arguments import (
     NO_OUT_SCALES,
     NO_SAGE,

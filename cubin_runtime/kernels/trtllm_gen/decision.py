@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from ...artifacts.path import ArtifactPath
 from ...artifacts.tables.metadata import KernelMeta
 from ...launch.plan import LaunchAttributes, LaunchPlan
+from ...values import dataclass
 from ..native.reduction.plan import OperationLaunch
 from .grid import LARGEST_PORTABLE_CLUSTER
 from .kernel_finder import KernelFinder

@@ -5,9 +5,8 @@ The grid may show that another kernel suits the problem better; ``Geometry.next_
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ...artifacts.tables.metadata import KernelMeta
+from ...values import dataclass
 from .arithmetic import ceil_div
 from .errors import PlanRefused
 from .problem import Problem

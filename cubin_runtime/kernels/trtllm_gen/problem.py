@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
+from ...values import dataclass
 from .traits import KernelType, MaskType, QkvLayout, SparseType, TileScheduler
 
 _MLA_HEADS = ((576, 512), (320, 256))

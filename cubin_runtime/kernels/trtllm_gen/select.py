@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from ...artifacts.tables.metadata import KernelMeta
+from ...values import dataclass
 from .arithmetic import ceil_div, is_power_of_two
 from .errors import KernelMissing, PlanRefused
 from .grid import Geometry, lay_out

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ...artifacts.tables.metadata import KernelMeta
 from ...launch.tensormap import TensorMapSpec
+from ...values import dataclass
 from .arithmetic import INT32_MAX
 from .problem import Problem
 from .traits import ELEMENTS, Element, KernelType, QkvLayout

@@ -6,9 +6,9 @@ The model computes in float32 and rounds after each operation, in the order writ
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from ...artifacts.tables.metadata import KernelMeta
+from ...values import dataclass
 from .arithmetic import ceil_div, float32
 from .grid import Geometry
 from .problem import Problem

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ...artifacts.tables.metadata import KernelMeta
+from ...values import dataclass
 from .errors import WorkspaceRefused
 from .grid import Geometry
 from .problem import Problem

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ....launch.plan import LaunchAttributes
+from ....values import dataclass
 from ..launches import STATUS, KernelFile, NativeLaunch, native_plan
 from .select import AppendSelection
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from ....artifacts.tables.native_kernels import NativeKernel
 from ....dtypes import BY_SHORT
 from ....launch.driver import DeviceFacts
+from ....values import dataclass
 from ..constants import CONSTANTS
 from ..cost_model import Costs, Work
 from .shape import DecodeShape
@@ -59,15 +59,12 @@ def grids_of(kernel: NativeKernel, shape: DecodeShape, part: Part, device: Devic
     # What one CTA takes at a time: a tile of the line, or a part of a pair.
     units = pairs * (shape.splits(tile_tokens) or tiles)
     grids = list(_cluster_grid(kernel, shape, device))
+    sizes = [size for size in range(1, costs.max_cta_group_size + 1) if shape.kv_heads % size == 0]
     for resident in range(1, _resident(kernel, device) + 1):
         if resident > 1 and units <= (resident - 1) * device.multiprocessors:
             break
         ctas = min(resident * device.multiprocessors, units)
-        together = max(
-            d
-            for d in range(1, costs.max_cta_group_size + 1)
-            if shape.kv_heads % d == 0 and ctas % d * costs.idle_share <= ctas
-        )
+        together = max([size for size in sizes if ctas % size * costs.idle_share <= ctas])
         # Where few CTAs idle for it, teams that all end on borders of pairs: others stay behind by a partial. But not
         # where heads that share a line of 128 bytes would drift apart, as some have a multiprocessor for themselves.
         teams = ctas // together

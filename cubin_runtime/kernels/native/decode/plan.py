@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ....artifacts.tables.native_kernels import NativeKernel
 from ....dtypes import BY_SHORT
@@ -11,6 +11,7 @@ from ....launch.plan import LaunchAttributes
 from ....launch.regions import Region
 from ....launch.structs import StructLayout
 from ....launch.tensormap import TensorMapSpec
+from ....values import dataclass
 from ..constants import CONSTANTS
 from ..launches import KernelFile, NativeLaunch, native_plan, scratch_regions
 from ..problem import Problem
@@ -20,8 +21,7 @@ from .select import DecodeSelection
 _SWIZZLE_BYTES = 128  # the widest span; a longer row is several boxes of the same map
 
 
-@dataclass(frozen=True, slots=True)
-class CacheStrides:
+class CacheStrides(NamedTuple):
     """Elements between pages, tokens of a page, and KV heads of one of K and V."""
 
     page: int

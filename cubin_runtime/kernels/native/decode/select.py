@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from ....artifacts.tables.native_kernels import MEASURED, NativeKernel
 from ....errors import UsageError
 from ....launch.driver import DeviceFacts
+from ....values import HashedOnce, dataclass
 from ...explanation import Facts
 from ..cost_model import Costs, Estimate, costs_of, estimate
 from ..selection import Candidate, Selection
@@ -119,7 +119,8 @@ def select_decode(
     """
     constants = costs or costs_of(device.name)
     form = (shape.dtype, shape.head_dim, shape.q_dtype or shape.dtype)
-    looked_at = _look_through(tuple(kernels), _number(device), *form, device.shared_bytes_per_block_optin)
+    table = kernels if isinstance(kernels, HashedOnce) else HashedOnce(kernels)
+    looked_at = _look_through(table, _number(device), *form, device.shared_bytes_per_block_optin)
     fitting = [kernel for kernel, unfit in looked_at if unfit is None]
     return tuple(_select(looked_at, shape, part, device, constants) for part in _parts(fitting, shape))
 
@@ -208,8 +209,9 @@ def _look_at(
         return DecodeCandidate(kernel=kernel, unfit=unfit)
     grids = grids_of(kernel, shape, part, device, costs)
     fits = [Fit(kernel, grid, estimate(work_of(kernel, grid, shape, part, device), costs)) for grid in grids]
-    limit = min(fit.estimate.microseconds for fit in fits) * (1 + costs.equal_within)
-    best = next(fit for fit in fits if fit.estimate.microseconds <= limit)
+    times = [fit.estimate.microseconds for fit in fits]
+    limit = min(times) * (1 + costs.equal_within)
+    best = next(fit for fit, time in zip(fits, times, strict=True) if time <= limit)
     return DecodeCandidate(kernel=kernel, fit=best, other_fits=tuple(fit for fit in fits if fit is not best))
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY
 
+from ....values import dataclass
 from ..constants import CONSTANTS
 
 # batch_invariant cuts every pair into at most this many parts over all KV heads together: enough for a whole GPU.

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ....launch.plan import LaunchAttributes
+from ....values import dataclass
 from ..launches import KernelFile, NativeLaunch, native_plan
 from ..problem import LOG2_E
 from .select import MergeSelection, MergeShape

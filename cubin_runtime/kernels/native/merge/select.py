@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from ....artifacts.tables.native_kernels import NativeKernel
 from ....launch.driver import DeviceFacts
+from ....values import dataclass
 from ...explanation import Facts
 from ..constants import CONSTANTS
 from ..selection import Selection, only_kernel

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from ....dtypes import BY_SHORT
 from ....launch.plan import LaunchAttributes
 from ....launch.regions import Region
 from ....launch.tensormap import TensorMapSpec
+from ....values import dataclass
 from ..launches import STATUS, KernelFile, NativeLaunch, native_plan
 from ..problem import LOG2_E
 from .select import ContextSelection
@@ -21,7 +21,7 @@ _NO_WINDOW = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class KvStrides:
-    """Elements between pages, tokens and KV heads of one of K and V; the first is unused where keys are ragged."""
+    """Elements between pages (or requests), tokens and KV heads of one of K and V; ragged keys are one page."""
 
     page: int
     token: int
@@ -33,8 +33,8 @@ class ContextProblem:
     """Sizes, strides (in elements) and options of a context attention; addresses come with each run.
 
     ``q_len`` is a bound on the query tokens of a request, or the number of each. Keys are paged where ``num_pages`` is
-    not 0; else they are ragged, ``kv_tokens`` in all, ``kv_len`` for each request where nothing else says so. Windows
-    are -1 where there is none; ``window_right`` is 0 for causal attention. ``soft_cap`` is 0 without one.
+    not 0. Else there are ``kv_tokens``, in all if ``ragged``, otherwise of each request. Windows are -1 where there is
+    none; ``window_right`` is 0 for causal attention. ``soft_cap`` is 0 without one.
     """
 
     dtype: str
@@ -44,11 +44,12 @@ class ContextProblem:
     heads: int
     kv_heads: int
     head_dim: int
+    value_dim: int
     max_seq_len: int
     page_size: int = 0
     num_pages: int = 0
     kv_tokens: int = 0
-    kv_len: int = 0
+    ragged: bool = False
     window_left: int
     window_right: int
     soft_cap: float
@@ -82,8 +83,8 @@ def context_launch(
         attributes=LaunchAttributes(programmatic_serialization=problem.programmatic_serialization),
         values={
             "q_map": _query_map(problem, selection.packed),
-            "k_map": _kv_map(problem, problem.k_strides, tile_tokens),
-            "v_map": _kv_map(problem, problem.v_strides, tile_tokens),
+            "k_map": _kv_map(problem, problem.head_dim, problem.k_strides, tile_tokens),
+            "v_map": _kv_map(problem, problem.value_dim, problem.v_strides, tile_tokens),
             "out_token_stride": problem.out_strides[0],
             "out_head_stride": problem.out_strides[1],
             "lse_token_stride": problem.lse_strides[0],
@@ -93,7 +94,6 @@ def context_launch(
             "tokens": problem.tokens,
             "kv_tokens": problem.kv_tokens,
             "q_len": problem.q_len,
-            "kv_len": problem.kv_len,
             "max_seq_len": problem.max_seq_len,
             "group": problem.heads // problem.kv_heads,
             "packed_log2": selection.packed.bit_length() - 1,
@@ -131,12 +131,14 @@ def _query_map(problem: ContextProblem, packed: int) -> TensorMapSpec:
     )
 
 
-def _kv_map(problem: ContextProblem, strides: KvStrides, tile_tokens: int) -> TensorMapSpec:
-    """Boxes of the tokens of a tile that one page holds together; ragged keys are one page."""
-    tokens, pages = (problem.page_size, problem.num_pages) if problem.num_pages else (problem.kv_tokens, 1)
+def _kv_map(problem: ContextProblem, columns: int, strides: KvStrides, tile_tokens: int) -> TensorMapSpec:
+    """Boxes of the tokens of a tile that one page holds together; without pages a request, or all, are one."""
+    tokens, pages = problem.kv_tokens, 1 if problem.ragged else problem.batch
+    if problem.num_pages:
+        tokens, pages = problem.page_size, problem.num_pages
     return _map(
         problem,
-        dims=(problem.head_dim, tokens, problem.kv_heads, pages),
+        dims=(columns, tokens, problem.kv_heads, pages),
         strides=(strides.token, strides.head, strides.page),
         rows=(min(tokens, tile_tokens) if problem.num_pages else tile_tokens, 1, 1),
     )

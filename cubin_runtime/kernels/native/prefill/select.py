@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY
 
 from ....artifacts.tables.native_kernels import MEASURED, NativeKernel
 from ....errors import UsageError
 from ....launch.driver import DeviceFacts
+from ....values import dataclass
 from ...explanation import Facts
 from ..selection import Candidate, Selection
 
 OPERATION = "context_attention"
-HEAD_DIMS = (64, 128)
+# Columns of a query and a key -> those of a value.
+VALUE_DIMS = {64: 64, 128: 128, 192: 128, 256: 256}
+HEAD_DIMS = tuple(VALUE_DIMS)
 MAX_GROUP = 64
 # Keys and values of the head packs whose work tiles are interleaved stay below this, so that they stay in L2.
 _SECTION_BYTES = 32 << 20
@@ -49,7 +52,8 @@ class ContextShape:
     @property
     def section_packs(self) -> int:
         """Packs whose work tiles are interleaved."""
-        pack_bytes = max(1, 4 * self.max_seq_len * self.head_dim * self.kv_heads // self.head_packs)
+        token_bytes = 2 * (self.head_dim + VALUE_DIMS[self.head_dim])
+        pack_bytes = max(1, self.max_seq_len * token_bytes * self.kv_heads // self.head_packs)
         return min(self.head_packs, max(1, _SECTION_BYTES // pack_bytes))
 
 

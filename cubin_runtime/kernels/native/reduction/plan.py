@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from ....artifacts.tables.native_kernels import NativeKernel
 from ....launch.plan import LaunchAttributes, LaunchPlan
+from ....values import dataclass
 from ..constants import CONSTANTS
 from ..launches import KernelFile
 

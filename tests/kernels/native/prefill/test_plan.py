@@ -23,8 +23,10 @@ RAGGED = ContextProblem(
     heads=24,
     kv_heads=2,
     head_dim=128,
+    value_dim=128,
     max_seq_len=1000,
     kv_tokens=1500,
+    ragged=True,
     window_left=-1,
     window_right=0,
     soft_cap=0.0,
@@ -42,6 +44,7 @@ RAGGED = ContextProblem(
 PAGED = replace(
     RAGGED,
     kv_tokens=0,
+    ragged=False,
     page_size=16,
     num_pages=90,
     k_strides=KvStrides(16 * 512, 512, 256),
@@ -91,6 +94,11 @@ def test_strides_of_keys_and_values_are_their_own() -> None:
     given = plan(replace(PAGED, v_strides=KvStrides(1 << 14, 1024, 128))).values
     assert given["k_map"].strides == (1024, 512, 16 * 1024)
     assert given["v_map"].strides == (2048, 256, 1 << 15)
+
+
+def test_values_have_columns_of_their_own() -> None:
+    given = plan(replace(RAGGED, head_dim=192, value_dim=128)).values
+    assert (given["q_map"].dims[0], given["k_map"].dims[0], given["v_map"].dims[0]) == (192, 192, 128)
 
 
 def test_heads_are_packed_by_tokens() -> None:

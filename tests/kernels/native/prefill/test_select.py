@@ -13,7 +13,7 @@ SHAPE = ContextShape("bf16", 128, group=4, kv_heads=8, batch=1, tokens=8192, max
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("soft_cap", [False, True])
 def test_dtype_head_dim_and_soft_cap_decide_the_kernel(dtype: str, head_dim: int, soft_cap: bool) -> None:
     shape = replace(SHAPE, dtype=dtype, head_dim=head_dim, soft_cap=soft_cap)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ..launch.driver import DeviceFacts
 from .append_operator import APPEND_KV, SCALES
@@ -12,6 +12,10 @@ from .operator_plan import AnyWorkspace
 from .plain_operator import PlainPlan, plain_op, plan_plain, run_plain
 from .runtime import Runtime
 
+if TYPE_CHECKING:
+    from ..protocols import DecodeBackend, KvLayout, Stream
+    from ..tensor import Scale, Tensor
+
 
 class AppendKvPlan(PlainPlan):
     """A KV append for one set of forms; made by ``plan_append_kv``."""
@@ -19,21 +23,21 @@ class AppendKvPlan(PlainPlan):
     @operator_function(owner="self", scales={name: name for name in SCALES})
     def run(
         self,
-        key: Any,
-        value: Any,
-        k_cache: Any,
-        v_cache: Any,
-        page_table: Any,
-        seq_lens: Any = None,
+        key: Tensor,
+        value: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        page_table: Tensor,
+        seq_lens: Tensor | None = None,
         *,
-        cum_seq_lens: Any = None,
-        positions: Any = None,
-        batch_indices: Any = None,
-        page_indptr: Any = None,
-        k_scale: Any = None,
-        v_scale: Any = None,
+        cum_seq_lens: Tensor | None = None,
+        positions: Tensor | None = None,
+        batch_indices: Tensor | None = None,
+        page_indptr: Tensor | None = None,
+        k_scale: Scale | None = None,
+        v_scale: Scale | None = None,
         workspace: AnyWorkspace | None = None,
-        stream: Any = None,
+        stream: Stream | None = None,
     ) -> None:
         """Run on tensors of the forms that the plan was made for; see ``append_kv``.
 
@@ -44,22 +48,22 @@ class AppendKvPlan(PlainPlan):
 
 
 def plan_append_kv(
-    key: Any,
-    value: Any,
-    k_cache: Any,
-    v_cache: Any,
-    page_table: Any,
-    seq_lens: Any = None,
+    key: Tensor,
+    value: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor | None = None,
     *,
-    cum_seq_lens: Any = None,
-    positions: Any = None,
-    batch_indices: Any = None,
-    page_indptr: Any = None,
+    cum_seq_lens: Tensor | None = None,
+    positions: Tensor | None = None,
+    batch_indices: Tensor | None = None,
+    page_indptr: Tensor | None = None,
     lengths_include_new: bool = True,
-    k_scale: Any = None,
-    v_scale: Any = None,
-    kv_layout: str = "NHD",
-    backend: str = AUTO,
+    k_scale: Scale | None = None,
+    v_scale: Scale | None = None,
+    kv_layout: KvLayout = "NHD",
+    backend: DecodeBackend = AUTO,
     enable_pdl: bool = False,
     runtime: Runtime | None = None,
     device_facts: DeviceFacts | None = None,
@@ -74,24 +78,24 @@ def plan_append_kv(
 
 @operator_function(scales={name: name for name in SCALES}, op=lambda _: plain_op(APPEND_KV))
 def append_kv(
-    key: Any,
-    value: Any,
-    k_cache: Any,
-    v_cache: Any,
-    page_table: Any,
-    seq_lens: Any = None,
+    key: Tensor,
+    value: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor | None = None,
     *,
-    cum_seq_lens: Any = None,
-    positions: Any = None,
-    batch_indices: Any = None,
-    page_indptr: Any = None,
+    cum_seq_lens: Tensor | None = None,
+    positions: Tensor | None = None,
+    batch_indices: Tensor | None = None,
+    page_indptr: Tensor | None = None,
     lengths_include_new: bool = True,
-    k_scale: Any = None,
-    v_scale: Any = None,
-    kv_layout: str = "NHD",
+    k_scale: Scale | None = None,
+    v_scale: Scale | None = None,
+    kv_layout: KvLayout = "NHD",
     workspace: AnyWorkspace | None = None,
-    stream: Any = None,
-    backend: str = AUTO,
+    stream: Stream | None = None,
+    backend: DecodeBackend = AUTO,
     enable_pdl: bool = False,
     runtime: Runtime | None = None,
 ) -> None:

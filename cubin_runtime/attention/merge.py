@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..dtypes import DTYPES
 from ..errors import UsageError
@@ -15,6 +15,7 @@ from ..kernels.native.merge.plan import MergeProblem, merge_launch
 from ..kernels.native.merge.select import MergeSelection, MergeShape, select_merge
 from ..launch.driver import DeviceFacts
 from ..tensor import TensorView, view_of
+from ..values import dataclass
 from .backends import AUTO
 from .checks import check_dtype, check_shape
 from .fast_path import operator_function
@@ -23,6 +24,10 @@ from .operator_plan import AnyWorkspace
 from .plain_operator import PlainCall, PlainOperator, PlainPlan, plain_op, plan_plain, run_plain
 from .process import default_runtime
 from .runtime import NativeRelease, Runtime
+
+if TYPE_CHECKING:
+    from ..protocols import DecodeBackend, LseBase, Stream
+    from ..tensor import OutT, QueryT, Tensor
 
 DTYPES_OF_V = ("bfloat16", "float16", "float32")
 LSE_BASES = ("2", "e")
@@ -137,17 +142,17 @@ class MergeStatesPlan(PlainPlan):
     @operator_function(owner="self")
     def run(
         self,
-        v: Any,
-        s: Any,
-        out: Any,
-        lse: Any = None,
+        v: Tensor,
+        s: Tensor,
+        out: Tensor,
+        lse: Tensor | None = None,
         *,
-        v_other: Any = None,
-        s_other: Any = None,
-        sinks: Any = None,
-        mask: Any = None,
+        v_other: Tensor | None = None,
+        s_other: Tensor | None = None,
+        sinks: Tensor | None = None,
+        mask: Tensor | None = None,
         workspace: AnyWorkspace | None = None,
-        stream: Any = None,
+        stream: Stream | None = None,
     ) -> None:
         """Run on tensors of the forms that the plan was made for; see ``merge_states``, whose errors it has.
 
@@ -157,17 +162,17 @@ class MergeStatesPlan(PlainPlan):
 
 
 def plan_merge_states(
-    v: Any,
-    s: Any,
-    out: Any,
-    lse: Any = None,
+    v: Tensor,
+    s: Tensor,
+    out: Tensor,
+    lse: Tensor | None = None,
     *,
-    v_other: Any = None,
-    s_other: Any = None,
-    sinks: Any = None,
-    mask: Any = None,
-    lse_base: str = "2",
-    backend: str = AUTO,
+    v_other: Tensor | None = None,
+    s_other: Tensor | None = None,
+    sinks: Tensor | None = None,
+    mask: Tensor | None = None,
+    lse_base: LseBase = "2",
+    backend: DecodeBackend = AUTO,
     enable_pdl: bool = False,
     runtime: Runtime | None = None,
     device_facts: DeviceFacts | None = None,
@@ -190,22 +195,22 @@ def _complete(given: dict[str, Any]) -> Any:
 
 @operator_function(op=lambda _: plain_op(MERGE_STATES, _complete))
 def merge_states(
-    v: Any,
-    s: Any,
+    v: QueryT,
+    s: Tensor,
     *,
-    v_other: Any = None,
-    s_other: Any = None,
-    out: Any = None,
-    lse: Any = None,
-    sinks: Any = None,
-    mask: Any = None,
-    lse_base: str = "2",
+    v_other: Tensor | None = None,
+    s_other: Tensor | None = None,
+    out: OutT | None = None,
+    lse: Tensor | None = None,
+    sinks: Tensor | None = None,
+    mask: Tensor | None = None,
+    lse_base: LseBase = "2",
     workspace: AnyWorkspace | None = None,
-    stream: Any = None,
-    backend: str = AUTO,
+    stream: Stream | None = None,
+    backend: DecodeBackend = AUTO,
     enable_pdl: bool = False,
     runtime: Runtime | None = None,
-) -> Any:
+) -> QueryT | OutT:
     """Merge attention results over disjoint sets of keys into the result over all of them, by their log-sum-exp.
 
     The parts are added in their order, ``v_other`` last, in float32: the same parts give the same bits. A part whose

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..kernels.native.launches import NativeLaunch
 from ..kernels.native.prefill.plan import context_launch
-from ..kernels.native.prefill.select import ContextSelection, ContextShape, select_context_attention
+from ..kernels.native.prefill.select import VALUE_DIMS, ContextSelection, ContextShape, select_context_attention
 from ..launch.driver import DeviceFacts
 from .backends import AUTO
 from .context_call import CONTEXT_TENSORS, ContextOptions, capacity_of, check_context, problem_of
@@ -17,6 +17,10 @@ from .decode_operator import SCALES, DecodeOperator, DecodePlan, default_scale, 
 from .fast_path import operator_function
 from .operator_plan import AnyWorkspace
 from .runtime import NativeRelease, Runtime
+
+if TYPE_CHECKING:
+    from ..protocols import DecodeBackend, Stream
+    from ..tensor import OutT, QueryT, Scale, Tensor
 
 
 def _launches(call: DecodeCall, device: DeviceFacts, release: NativeRelease) -> Sequence[NativeLaunch[Any]]:
@@ -45,7 +49,7 @@ CONTEXT_ATTENTION = DecodeOperator(
     check=check_context,
     capacity=capacity_of,
     launches=_launches,
-    output=lambda q: (q.shape, None),
+    output=lambda q: ((*q.shape[:-1], VALUE_DIMS.get(q.shape[-1], q.shape[-1])), None),
     scale=default_scale,
     traced=None,
     options_type=ContextOptions,
@@ -65,21 +69,21 @@ class ContextAttentionPlan(DecodePlan):
     @operator_function(owner="self", scales=SCALES)
     def run(
         self,
-        q: Any,
-        k: Any,
-        v: Any,
-        out: Any,
-        lse: Any = None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor | None = None,
         *,
-        page_table: Any = None,
-        seq_lens: Any = None,
-        q_cu_seq_lens: Any = None,
-        kv_cu_seq_lens: Any = None,
-        sinks: Any = None,
-        softmax_scale: Any = None,
-        output_scale: Any = None,
+        page_table: Tensor | None = None,
+        seq_lens: Tensor | None = None,
+        q_cu_seq_lens: Tensor | None = None,
+        kv_cu_seq_lens: Tensor | None = None,
+        sinks: Tensor | None = None,
+        softmax_scale: Scale | None = None,
+        output_scale: Scale | None = None,
         workspace: AnyWorkspace | None = None,
-        stream: Any = None,
+        stream: Stream | None = None,
         max_seq_len: int | None = None,
     ) -> None:
         """Run on tensors of the shapes, strides and dtypes that the plan was made for; see ``context_attention``.
@@ -90,29 +94,29 @@ class ContextAttentionPlan(DecodePlan):
 
 
 def plan_context_attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    lse: Any = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor | None = None,
     *,
     max_seq_len: int,
-    page_table: Any = None,
-    seq_lens: Any = None,
-    q_cu_seq_lens: Any = None,
-    kv_cu_seq_lens: Any = None,
+    page_table: Tensor | None = None,
+    seq_lens: Tensor | None = None,
+    q_cu_seq_lens: Tensor | None = None,
+    kv_cu_seq_lens: Tensor | None = None,
     max_q_len: int | None = None,
     causal: bool = True,
     window_left: int = -1,
     window_right: int = -1,
     logit_soft_cap: float = 0.0,
-    sinks: Any = None,
-    softmax_scale: Any = None,
-    output_scale: Any = 1.0,
+    sinks: Tensor | None = None,
+    softmax_scale: Scale | None = None,
+    output_scale: Scale = 1.0,
     kv_layout: str = "NHD",
     lse_base: str = "2",
     lse_sink: bool = True,
-    backend: str = AUTO,
+    backend: DecodeBackend = AUTO,
     enable_pdl: bool = False,
     runtime: Runtime | None = None,
     device_facts: DeviceFacts | None = None,
@@ -130,34 +134,34 @@ def plan_context_attention(
     owner="runtime or default.runtime or default_runtime()", scales=SCALES, op=lambda _: torch_op(CONTEXT_ATTENTION)
 )
 def context_attention(
-    q: Any,
-    k: Any,
-    v: Any,
+    q: QueryT,
+    k: Tensor,
+    v: Tensor,
     *,
     max_seq_len: int,
-    page_table: Any = None,
-    seq_lens: Any = None,
-    q_cu_seq_lens: Any = None,
-    kv_cu_seq_lens: Any = None,
+    page_table: Tensor | None = None,
+    seq_lens: Tensor | None = None,
+    q_cu_seq_lens: Tensor | None = None,
+    kv_cu_seq_lens: Tensor | None = None,
     max_q_len: int | None = None,
     causal: bool = True,
     window_left: int = -1,
     window_right: int = -1,
     logit_soft_cap: float = 0.0,
-    sinks: Any = None,
-    softmax_scale: Any = None,
-    output_scale: Any = 1.0,
+    sinks: Tensor | None = None,
+    softmax_scale: Scale | None = None,
+    output_scale: Scale = 1.0,
     kv_layout: str = "NHD",
     lse_base: str = "2",
     lse_sink: bool = True,
-    out: Any = None,
-    lse: Any = None,
+    out: OutT | None = None,
+    lse: Tensor | None = None,
     workspace: AnyWorkspace | None = None,
-    stream: Any = None,
-    backend: str = AUTO,
+    stream: Stream | None = None,
+    backend: DecodeBackend = AUTO,
     enable_pdl: bool = False,
     runtime: Runtime | None = None,
-) -> Any:
+) -> QueryT | OutT:
     """Attention of many query tokens of each request over its keys: prefill, chunks of one, cross attention.
 
     The last query token of a request stands at its last key: token i is at position ``kv_len - q_len + i``. Keys and
@@ -167,14 +171,15 @@ def context_attention(
 
     Args:
         q: ``[tokens, q_heads, head_dim]`` with ``q_cu_seq_lens``, or ``[batch, q_len, q_heads, head_dim]``. bfloat16 or
-            float16, head_dim 64 or 128, q_heads 1 to 64 times kv_heads. Here as for k, v and out, addresses and
-            strides are multiples of 16 bytes, and tokens lie at one stride.
+            float16, head_dim 64, 128, 192 or 256, q_heads 1 to 64 times kv_heads. Here as for k, v and out, addresses
+            and strides are multiples of 16 bytes, and tokens lie at one stride.
         k: of q's dtype. With ``page_table`` ``[pages, page_size, kv_heads, head_dim]`` (NHD) or ``[pages, kv_heads,
             page_size, head_dim]`` (HND), page_size 16, 32, 64, 128 or 256; with ``kv_cu_seq_lens`` ``[tokens,
             kv_heads, head_dim]``; else ``[batch, kv_len, kv_heads, head_dim]`` (NHD) or with heads in front of tokens
             (HND).
-        v: like ``k``. One tensor that holds K and V serves through its two views. Values that a request's rows see
-            must be finite; what lies past its end may be anything.
+        v: like ``k``, with 128 columns where head_dim is 192 (MLA's prefill). One tensor that holds K and V serves
+            through its two views. Values that a request's rows see must be finite; what lies past its end may be
+            anything.
         max_seq_len: bound on the keys of every request. The launch depends on it, never on the lengths.
         page_table: int32 ``[batch, columns]``, the pages of each request in order. Entries past a length, and those
             in front of what a window shows, are not read.
@@ -196,7 +201,7 @@ def context_attention(
         kv_layout: "NHD" or "HND".
         lse_base: "2" or "e", the base of the log-sum-exp.
         lse_sink: whether the log-sum-exp includes the sink.
-        out: like ``q``. None makes it where ``q`` is a torch tensor.
+        out: like ``q``, with the columns of ``v``. None makes it where ``q`` is a torch tensor.
         lse: float32, shaped like ``q`` without head_dim, all tokens at one stride; filled with the log-sum-exp of the
             scores, the output scale not included. None: not wanted.
         workspace: scratch that belongs to ``stream``; None: one that the cached plan keeps for it.
@@ -216,4 +221,5 @@ def context_attention(
         MissingError, SourceError, CorruptError: the kernel cannot be had.
         DeviceError: the driver or the ABI gate refuses.
     """
-    return run_decode(ContextAttentionPlan, CONTEXT_ATTENTION, locals())
+    result: QueryT | OutT = run_decode(ContextAttentionPlan, CONTEXT_ATTENTION, locals())
+    return result

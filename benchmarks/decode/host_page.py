@@ -1,0 +1,63 @@
+"""The figures of ``docs/results/host.md``, as Markdown from the JSON, so that they cannot disagree."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from .tables import NOT_MEASURED, Report, report_of, table
+
+_PLANNING = "a new batch size"
+_STATES = {"plain": "Without torch", "torch": "With torch"}
+
+
+def figures(results: Path) -> str:
+    """Everything between the markers: what calls cost, and what the first launch of a process costs."""
+    return "\n\n".join(
+        (*_calls(report_of(results / "host_cost.json")), *_first(report_of(results / "first_launch.json")))
+    )
+
+
+def _calls(report: Report) -> list[str]:
+    if "microseconds" not in report:
+        return [NOT_MEASURED]
+    rows: dict[str, Any] = report["microseconds"]
+    calls = {name: row for name, row in rows.items() if not name.startswith(_PLANNING)}
+    lines = [
+        (name.removeprefix("compat "), f"{row['least']:.1f} us", f"{row['floor']:.1f} us", f"{row['ratio']:.2f}")
+        for name, row in calls.items()
+    ]
+    planning = ". ".join(
+        f"{name.capitalize()}: {row['least']:.0f} us" for name, row in rows.items() if name not in calls
+    )
+    return [
+        "## What a call costs on the host",
+        f"{_place(report)}.",
+        table(("call", "time", "its C loop", "ratio"), lines),
+        *([f"Calls that need a new plan cost more. {planning}."] if planning else []),
+    ]
+
+
+def _first(report: Report) -> list[str]:
+    parts = ["## First kernel of a cold process"]
+    if not report:
+        return [*parts, NOT_MEASURED]
+    parts.append(f"{_place(report)}. The store is warm; figures are medians of {report['processes']} processes.")
+    if report["schema"] == 1:
+        return [*parts, _steps(report["median_ms"])]
+    for name in _STATES:
+        if name in report:
+            own = f"{report[name]['own_ms']:.0f} ms without the CUDA context and the tensors"
+            parts += [f"**{_STATES[name]}**: {own}.", _steps(report[name]["median_ms"])]
+    return parts
+
+
+def _steps(steps: Report) -> str:
+    lines = [(name, f"{ms:.1f} ms") for name, ms in steps.items()]
+    return table(("step", "time"), [*lines, ("in all", f"{sum(steps.values()):.0f} ms")])
+
+
+def _place(report: Report) -> str:
+    environment = report["environment"]
+    torch = environment["packages"].get("torch", "-")
+    return f"{environment['gpu']['name']}, Python {environment['python']}, torch {torch}; {environment['date'][:10]}"

@@ -1,0 +1,125 @@
+"""Replaying a recorded call: its outputs beside a float64 reference, and on a device the call once more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...values import dataclass
+from .call import RecordedCall, RecordedTensor
+from .call_file import read_call
+from .comparison import Comparison, compare
+from .references import NoReferenceError, Reference, reference_of
+from .snapshot import numpy_for
+
+if TYPE_CHECKING:
+    from ..runtime import Runtime
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayReport:
+    """What a replay found.
+
+    Attributes:
+        file: the recorded call's file.
+        call: what it holds.
+        no_reference: why there is no reference, or "".
+        notes: what is wrong with the inputs: lengths over their bound, pages outside the pool.
+        recorded: the outputs that were recorded, beside the reference; empty if the call failed.
+        device: the device that it ran on again, "" if it did not.
+        replayed: the outputs of that run, beside the reference.
+        same_bits: whether that run gave the recorded bits; None if there is nothing to compare.
+    """
+
+    file: Path
+    call: RecordedCall
+    no_reference: str
+    notes: tuple[str, ...]
+    recorded: tuple[Comparison, ...]
+    device: str = ""
+    replayed: tuple[Comparison, ...] = ()
+    same_bits: bool | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether every output that was compared is within tolerance; the last run counts, if there is one."""
+        return all(one.ok for one in (self.replayed if self.device else self.recorded))
+
+    def lines(self) -> list[str]:
+        """The report as text."""
+        call, origin = self.call, self.call.origin
+        found = [f"{self.file.name}: {call.operator} on {origin.get('device', 'an unknown device')}"]
+        for name, tensor in call.tensors.items():
+            stored = f", {len(call.page_ids)} pages stored" if tensor.paged else ""
+            view = tensor.view
+            found.append(f"  {name}: {view.dtype} {list(view.shape)}, strides {list(view.strides)}{stored}")
+        found.append(f"  options: {', '.join(f'{name}={value}' for name, value in call.options.items())}")
+        for kernel in call.kernels:
+            found.append(
+                f"  kernel: {kernel.get('kernel')} sha256 {kernel.get('sha256', '')[:12]} grid {kernel.get('grid')}"
+            )
+        found.append(f"  origin: {', '.join(f'{name} {value}' for name, value in origin.items())}")
+        found += [f"  input: {note}" for note in self.notes]
+        if call.error:
+            found.append(f"  the call failed: {call.error}")
+        if self.no_reference:
+            found.append(f"  reference: none, {self.no_reference}")
+        found += [f"  recorded {one}{'' if one.ok else ': WRONG'}" for one in self.recorded]
+        found += [f"  replayed {one}{'' if one.ok else ': WRONG'}" for one in self.replayed]
+        if self.device:
+            same = {None: "", True: ", with the recorded bits", False: ", with other bits than recorded"}[
+                self.same_bits
+            ]
+            found.append(f"  replayed on {self.device}{same}")
+        return found
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+
+def replay_call(file: Path | str, *, runtime: Runtime | None = None, device: int = 0) -> ReplayReport:
+    """Compare a recorded call with the float64 reference; with a ``runtime`` also run it again on ``device``.
+
+    A call of an operator that has no reference here is not run again either.
+
+    Raises:
+        MissingError, StoreError, CorruptError: the file cannot be had, or is no recorded call.
+        UsageError: numpy is missing, or the device does not take the call as it was recorded.
+        DeviceError: the call cannot be launched there, or its kernels fault.
+    """
+    numpy_for("replaying calls")
+    call = read_call(file)
+    reference, reason = None, ""
+    try:
+        reference = reference_of(call)
+    except NoReferenceError as error:
+        reason = str(error)
+    recorded = {name: tensor for name, tensor in call.tensors.items() if tensor.output and tensor.data}
+    report = ReplayReport(
+        file=Path(file),
+        call=call,
+        no_reference=reason,
+        notes=() if reference is None else reference.notes,
+        recorded=_compared(recorded, reference),
+    )
+    from .rerun import reruns, run_again
+
+    if runtime is None or not reruns(call.operator):
+        return report
+    again = run_again(call, runtime, device)
+    return ReplayReport(
+        file=report.file,
+        call=call,
+        no_reference=reason,
+        notes=report.notes,
+        recorded=report.recorded,
+        device=runtime.driver.device(device).name,
+        replayed=_compared(again, reference),
+        same_bits=all(again[name].data == recorded[name].data for name in recorded) if recorded else None,
+    )
+
+
+def _compared(outputs: dict[str, RecordedTensor], reference: Reference | None) -> tuple[Comparison, ...]:
+    if reference is None:
+        return ()
+    return tuple(compare(name, tensor, reference) for name, tensor in outputs.items() if name in ("out", "lse"))

@@ -1,0 +1,189 @@
+"""Running a recorded call on a device: memory laid out as it was, elements written, one launch, outputs read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from typing import Any
+
+from ...errors import UsageError
+from ...launch.driver import Driver
+from ...tensor import TensorView
+from ..runtime import Runtime
+from .call import RecordedCall, RecordedTensor
+from .described import TRTLLM_GEN
+from .snapshot import page_of, read_elements, span_of, write_elements
+
+_ALIGNMENT = 1024  # what addresses keep of their alignment
+_POISON = 0xFF  # NaN in all float dtypes
+
+
+def reruns(operator: str) -> bool:
+    """Whether calls of ``operator`` can be run again."""
+    return operator in _OPERATORS or operator in _trtllm_gen_kinds()
+
+
+def run_again(call: RecordedCall, runtime: Runtime, device: int) -> dict[str, RecordedTensor]:
+    """The outputs of one more run on ``device``.
+
+    Tensors whose memory overlapped do so again. Pages that were not recorded are zero.
+
+    Raises:
+        UsageError: ``reruns`` says no, or the operator refuses the call.
+        DeviceError: as the operator, and where the memory does not suffice.
+    """
+    if not reruns(call.operator):
+        known = ", ".join((*_OPERATORS, *_trtllm_gen_kinds()))
+        raise UsageError(f"operator {call.operator!r}: expected one of {known}")
+    run = _OPERATORS.get(call.operator, _run_trtllm_gen)
+    driver = runtime.driver
+    with driver.using(driver.context_on(device)), _memory(call, driver, device) as views:
+        run(call, views, runtime)
+        driver.synchronize(0)
+        outputs = [name for name, tensor in call.tensors.items() if tensor.output]
+        return {name: replace(call.tensors[name], data=read_elements(driver, views[name])) for name in outputs}
+
+
+@contextmanager
+def _memory(call: RecordedCall, driver: Driver, device: int) -> Iterator[dict[str, TensorView]]:
+    """The call's tensors on the device, filled; freed behind the block."""
+    held: list[int] = []
+    views: dict[str, TensorView] = {}
+    try:
+        for begin, end, names in _blocks(call):
+            first = begin % _ALIGNMENT
+            size = first + end - begin + _ALIGNMENT
+            held.append(driver.allocate(size))
+            base = held[-1] + -held[-1] % _ALIGNMENT + first
+            driver.fill(held[-1], 0, size, 0)
+            for name in names:
+                view = call.tensors[name].view
+                views[name] = replace(view, pointer=base + view.pointer - begin, device=device)
+        for name, tensor in call.tensors.items():
+            if tensor.output:
+                driver.fill(views[name].pointer, _POISON, span_of(views[name]), 0)
+        driver.synchronize(0)
+        for name, tensor in call.tensors.items():
+            if not tensor.output:
+                _write(driver, views[name], tensor, call.page_ids)
+        yield views
+    finally:
+        for address in held:
+            driver.free(address)
+
+
+def _blocks(call: RecordedCall) -> list[tuple[int, int, list[str]]]:
+    """Ranges of memory that overlap nowhere, and the tensors in each."""
+    found: list[tuple[int, int, list[str]]] = []
+    spans = sorted((tensor.view.pointer, span_of(tensor.view), name) for name, tensor in call.tensors.items())
+    for begin, size, name in spans:
+        if found and begin < found[-1][1]:
+            first, end, names = found.pop()
+            found.append((first, max(end, begin + size), [*names, name]))
+        else:
+            found.append((begin, begin + size, [name]))
+    return found
+
+
+def _write(driver: Driver, view: TensorView, tensor: RecordedTensor, pages: tuple[int, ...]) -> None:
+    if not tensor.paged:
+        write_elements(driver, view, tensor.data)
+        return
+    size = len(tensor.data) // max(1, len(pages))
+    for number, page in enumerate(pages):
+        if page >= view.shape[0]:
+            raise UsageError(f"page {page} of a cache of {view.shape[0]} pages")
+        write_elements(driver, page_of(view, page), tensor.data[number * size : (number + 1) * size])
+
+
+def _run_paged_decode(call: RecordedCall, views: Mapping[str, TensorView], runtime: Runtime) -> None:
+    from ..paged_decode import PAGED_DECODE, PagedDecodePlan
+
+    _run_native(call, views, runtime, PAGED_DECODE, PagedDecodePlan)
+
+
+def _run_mla_decode(call: RecordedCall, views: Mapping[str, TensorView], runtime: Runtime) -> None:
+    from ..mla_decode import MLA_DECODE, MlaDecodePlan
+
+    cache = views["kv_cache"]
+    if len(cache.shape) != 4:
+        raise UsageError(f"kv_cache: shape {cache.shape}, expected [pages, page_size, 1, width]")
+    shape, strides = (*cache.shape[:2], cache.shape[3]), (*cache.strides[:2], cache.strides[3])
+    given = {**views, "kv_cache": replace(cache, shape=shape, strides=strides)}
+    _run_native(call, given, runtime, MLA_DECODE, MlaDecodePlan)
+
+
+def _run_context_attention(call: RecordedCall, views: Mapping[str, TensorView], runtime: Runtime) -> None:
+    from ..prefill import CONTEXT_ATTENTION, ContextAttentionPlan
+
+    _run_native(call, views, runtime, CONTEXT_ATTENTION, ContextAttentionPlan)
+
+
+def _run_native(
+    call: RecordedCall, views: Mapping[str, TensorView], runtime: Runtime, operator: Any, plan_class: Any
+) -> None:
+    """Plan for the bound that was planned for, then run with that of the call."""
+    from ..decode_operator import plan_decode
+
+    names = [arg.name for arg in operator.tensors]
+    options: dict[str, Any] = dict(call.options)
+    scales = {name: views.get(name, options[name]) for name in ("softmax_scale", "output_scale")}
+    asked = {name: options[name] for name in operator.options}
+    given = {**dict.fromkeys(names), **views, **scales}
+    bounds = {"max_seq_len": options["planned_max_seq_len"], "runtime": runtime, "device_facts": None}
+    plan = plan_decode(plan_class, operator, {**given, **asked, **bounds})
+    workspace = plan.prepare(0)
+    plan.run(**given, max_seq_len=options["max_seq_len"], workspace=workspace, stream=0)
+
+
+def _trtllm_gen_kinds() -> dict[str, type]:
+    from .. import trtllm_gen
+
+    kinds = (trtllm_gen.DecodeCall, trtllm_gen.ContextCall, trtllm_gen.RaggedCall)
+    return {TRTLLM_GEN + kind.__name__: kind for kind in kinds}
+
+
+def _run_trtllm_gen(call: RecordedCall, views: Mapping[str, TensorView], runtime: Runtime) -> None:
+    from ...kernels.trtllm_gen.arguments import OutScales, Sage, Scale
+    from .. import trtllm_gen
+
+    found: Any = _trtllm_gen_kinds()[call.operator]
+    options: dict[str, Any] = dict(call.options)
+    given: dict[str, Any] = {}
+    for member in fields(found):
+        name = member.name
+        if name in ("bmm1", "bmm2"):
+            given[name] = Scale(options[name], views[name].pointer if name in views else 0)
+        elif name == "out_scales":
+            parts = (options[f"{name}.{part}"] for part in ("scale", "block", "first_token"))
+            given[name] = OutScales(views.get(f"{name}.scales"), *parts)
+        elif name == "sage":
+            scales: Any = tuple(views.get(f"{name}.{part}") for part in "qkpv")
+            blocks: Any = tuple(options[f"{name}.block_{part}"] for part in "qkpv")
+            given[name] = Sage(scales, blocks)
+        elif name in views or name in options:
+            given[name] = views.get(name, options.get(name))
+    wanted = found(**given)
+    driver, device = runtime.driver, wanted.query.device
+    sizes = (trtllm_gen.workspace_size(wanted, runtime=runtime), trtllm_gen.counter_size(wanted, runtime=runtime))
+    held = [driver.allocate(max(16, size)) for size in sizes]
+    try:
+        for address, size in zip(held, sizes, strict=True):
+            driver.fill(address, 0, max(16, size), 0)
+        workspace, counters = (
+            TensorView.contiguous(address, "uint8", (max(16, size),), device)
+            for address, size in zip(held, sizes, strict=True)
+        )
+        trtllm_gen.run(wanted, workspace, counters=counters, stream=0, runtime=runtime)
+        driver.synchronize(0)
+    finally:
+        for address in held:
+            driver.free(address)
+
+
+_OPERATORS: Mapping[str, Callable[[RecordedCall, Mapping[str, TensorView], Runtime], None]] = {
+    "paged_decode": _run_paged_decode,
+    "mla_decode": _run_mla_decode,
+    "context_attention": _run_context_attention,
+}

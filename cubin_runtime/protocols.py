@@ -1,0 +1,65 @@
+"""What the operators accept besides numbers, as types: tensors of any library, streams, and the words of options."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Protocol
+
+LseBase = Literal["2", "e"]
+KvLayout = Literal["NHD", "HND"]
+DTypeName = Literal[
+    "bfloat16",
+    "float16",
+    "float8_e4m3fn",
+    "float32",
+    "float64",
+    "bool",
+    "int8",
+    "uint8",
+    "int16",
+    "uint16",
+    "int32",
+    "uint32",
+    "int64",
+    "uint64",
+]
+DecodeBackend = Literal["auto", "hopper"]
+TrtllmGenBackend = Literal["auto", "trtllm-gen"]
+CompatBackend = Literal["auto", "xqa", "trtllm-gen"]
+CompatContextBackend = Literal["auto", "hopper", "trtllm-gen"]
+
+
+class DLPackTensor(Protocol):
+    """A tensor that speaks DLPack, as those of torch, CuPy and JAX do."""
+
+    def __dlpack__(self, *, stream: Any = ...) -> Any:
+        """The capsule of its memory."""
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """The type and the number of its device."""
+
+
+class CudaArray(Protocol):
+    """A tensor that speaks ``__cuda_array_interface__``, version 2 or 3, as those of CuPy and Numba do."""
+
+    @property
+    def __cuda_array_interface__(self) -> Any:
+        """Its address, shape, strides and element type."""
+
+
+class CudaStream(Protocol):
+    """A stream with ``__cuda_stream__``, version 0, as cuda.core's have; a method or an attribute."""
+
+    @property
+    def __cuda_stream__(self) -> Any:
+        """``(0, handle)``."""
+
+
+class TorchStream(Protocol):
+    """A stream as torch has them."""
+
+    @property
+    def cuda_stream(self) -> int:
+        """The handle."""
+
+
+Stream = int | CudaStream | TorchStream

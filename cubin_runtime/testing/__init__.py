@@ -1,0 +1,62 @@
+"""Test a kernel without a serving stack: devices, data, references and tolerances; ``plugin`` has pytest's fixtures.
+
+Needs numpy. What is here is imported when its name is first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .cases import DecodeCase, mla_case, paged_case
+    from .compare import assert_attention_close, assert_lse_close
+    from .cubin_under_test import CubinUnderTest
+    from .device import Device, on_first_device
+    from .graph_driver import GraphDriver
+    from .standin import StandIn, build_standin
+    from .values import from_bits, to_bits
+
+_MODULES = {
+    "CubinUnderTest": "cubin_under_test",
+    "DecodeCase": "cases",
+    "Device": "device",
+    "GraphDriver": "graph_driver",
+    "StandIn": "standin",
+    "assert_attention_close": "compare",
+    "assert_lse_close": "compare",
+    "build_standin": "standin",
+    "from_bits": "values",
+    "mla_case": "cases",
+    "on_first_device": "device",
+    "paged_case": "cases",
+    "to_bits": "values",
+}
+
+__all__ = [
+    "CubinUnderTest",
+    "DecodeCase",
+    "Device",
+    "GraphDriver",
+    "StandIn",
+    "assert_attention_close",
+    "assert_lse_close",
+    "build_standin",
+    "from_bits",
+    "mla_case",
+    "on_first_device",
+    "paged_case",
+    "to_bits",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

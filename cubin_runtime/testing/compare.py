@@ -1,0 +1,131 @@
+"""Compare attention with float64: bounds that follow from the dtypes, so that a test needs no tolerance of its own."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from .values import from_bits
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from ..protocols import DTypeName
+
+    Array = NDArray[Any]
+
+
+class Rounding(NamedTuple):
+    """What a dtype costs: unit roundoff, smallest step, largest value, and the errors of the norm that are allowed.
+
+    ``probabilities`` is what rounding the softmax's probabilities costs where they are multiplied in this dtype (e4m3
+    caches are computed on in fp16), ``output`` what rounding the output costs.
+    """
+
+    roundoff: float
+    step: float
+    largest: float
+    probabilities: float
+    output: float
+
+
+ROUNDING = {
+    "bfloat16": Rounding(2.0**-8, 0.0, 3.3e38, 4.0e-3, 2.0e-3),
+    "float16": Rounding(2.0**-11, 2.0**-24, 65504.0, 1.5e-3, 5.0e-4),
+    "float8_e4m3fn": Rounding(2.0**-4, 2.0**-9, 448.0, 1.5e-3, 4.0e-2),
+}
+ELEMENT_TOLERANCE = 2.0e-2  # of the largest element, or of the output scale if that is more
+ROW_FACTOR = 3.0  # a row of one (token, head) may err that much more than the whole
+LSE_TOLERANCE = 4.0e-3
+
+
+def assert_attention_close(
+    out: Any,
+    expected: Any,
+    *,
+    dtype: DTypeName = "bfloat16",
+    kv_dtype: DTypeName | None = None,
+    lse: Any = None,
+    expected_lse: Any = None,
+    output_scale: float = 1.0,
+    score_error: float = 0.0,
+) -> float:
+    """Compare an attention output with the float64 reference; the relative error of the norm.
+
+    Three bounds, all from the dtypes: each element is off by at most 2 % of the largest one, the whole by at most what
+    rounding probabilities and output costs (bfloat16: 0.6 % of the norm), and each row of a (token, head) by at most
+    three times that. NaN and infinity are errors. Values beyond the dtype's largest saturate.
+
+    Args:
+        out: ``[tokens, heads, head_dim]``, values, or the dtype's bits as unsigned integers.
+        expected: float64 of the same shape.
+        dtype: of the output: bfloat16, float16 or float8_e4m3fn.
+        kv_dtype: of the KV cache; None: ``dtype``.
+        lse: log-sum-exp in base 2, ``[tokens, heads]``; None: not compared.
+        expected_lse: float64 of the same shape.
+        output_scale: the factor that the output has, which errors go with.
+        score_error: what scores may be off by beyond rounding, as base-2 exponents.
+
+    Raises:
+        AssertionError: a bound is broken; the message names the first element or row and both values.
+    """
+    own, of_kv = ROUNDING[dtype], ROUNDING[kv_dtype or dtype]
+    got = np.asarray(from_bits(dtype, out), dtype=np.float64)
+    assert got.shape == np.shape(expected), f"the output has shape {got.shape}, expected {np.shape(expected)}"
+    assert np.isfinite(got).all(), f"the output holds NaN or infinity at {_first(~np.isfinite(got))}"
+    size = np.abs(expected).max(initial=0.0)
+    want = np.clip(expected, -own.largest, own.largest)
+    _assert_elements(got, want, max(min(1.0, abs(output_scale)), size), own if own.roundoff > 0.01 else None)
+    # Below the smallest normal number a rounding is a step, not a fraction.
+    bound, floor = of_kv.probabilities + own.output + score_error * math.log(2), own.step * np.sqrt(want.shape[-1])
+    error = _assert_norms(got, want, bound, floor)
+    if lse is not None:
+        assert_lse_close(lse, expected_lse, score_error)
+    return error
+
+
+def assert_lse_close(lse: Any, expected: Any, score_error: float = 0.0) -> None:
+    """Compare log-sum-exps, which may be off by as much as scores are; -inf must be -inf.
+
+    Raises:
+        AssertionError: one is off; the message names it.
+    """
+    lse, expected = np.asarray(lse), np.asarray(expected)
+    assert not np.isnan(lse).any(), f"the LSE holds NaN at {_first(np.isnan(lse))}"
+    empty = np.isneginf(expected)
+    assert np.array_equal(np.isneginf(lse), empty), f"-inf differs at {_first(np.isneginf(lse) != empty)}"
+    wrong = ~empty & (np.abs(np.where(empty, 0, lse) - np.where(empty, 0, expected)) > LSE_TOLERANCE + score_error)
+    assert not wrong.any(), f"the LSE is off at {_first(wrong)}: {lse[wrong][0]}, expected {expected[wrong][0]}"
+
+
+def _assert_elements(out: Array, want: Array, size: float, coarse: Rounding | None) -> None:
+    """``coarse`` is the rounding of an output whose steps are no smaller than the tolerance."""
+    allowed = np.full(want.shape, ELEMENT_TOLERANCE * size)
+    if coarse is not None:
+        allowed += np.abs(want) * coarse.roundoff + coarse.step / 2
+    wrong = np.abs(out - want) > allowed
+    assert not wrong.any(), (
+        f"{wrong.sum()} of {wrong.size} elements are off, the first at {_first(wrong)}: "
+        f"{out[wrong][0]}, expected {want[wrong][0]}"
+    )
+
+
+def _assert_norms(out: Array, want: Array, bound: float, floor: float) -> float:
+    errors, norms = np.linalg.norm(out - want, axis=-1), np.linalg.norm(want, axis=-1)
+    wrong = errors > ROW_FACTOR * bound * norms + floor
+    assert not wrong.any(), (
+        f"{wrong.sum()} of {wrong.size} rows are off, the first at {_first(wrong)} by {errors[wrong][0]:.2e} "
+        f"of {norms[wrong][0]:.2e}"
+    )
+    norm = float(np.linalg.norm(norms))
+    error = float(np.linalg.norm(errors))
+    assert error <= bound * norm + floor * np.sqrt(max(1, norms.size)), (
+        f"relative error {error / max(norm, 1e-300):.2e}, expected at most {bound:.2e}"
+    )
+    return error / norm if norm else error
+
+
+def _first(wrong: Array) -> tuple[int, ...]:
+    return tuple(int(i) for i in np.argwhere(wrong)[0])

@@ -1,0 +1,91 @@
+"""A cubin file and the struct that it is launched with, outside of any release."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ..artifacts.cubins.architecture import Architecture
+from ..artifacts.cubins.cubin import Cubin, KernelFacts, parse_cubin
+from ..artifacts.path import ArtifactPath
+from ..errors import UsageError
+from ..launch.abi import LaunchNeeds, check_parameters
+from ..launch.driver import Driver
+from ..launch.modules import LoadedKernel, ModuleCache
+from ..launch.plan import LaunchAttributes, LaunchPlan, Triple
+from ..launch.structs import StructLayout
+
+
+class CubinUnderTest:
+    """A kernel of a cubin file, whose struct was compared with the cubin's own ELF.
+
+    ``facts`` is what the ELF says of the kernel: registers, shared memory, most threads of a block.
+    """
+
+    def __init__(
+        self, path: str | Path, struct: StructLayout, symbol: str | None = None, *, data: bytes | None = None
+    ) -> None:
+        """``symbol`` may be left out where the cubin holds one kernel; ``data`` are the file's bytes, read where None.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            UsageError: the symbol is not in it, or it must be named.
+            AbiError: the kernel takes other parameters than one struct of this size.
+            CorruptError: the file is no cubin.
+        """
+        self.path = Path(path)
+        self.struct = struct
+        self.data = self.path.read_bytes() if data is None else data
+        self.cubin: Cubin = parse_cubin(self.data)
+        named = ", ".join(self.cubin.kernels)
+        if symbol is None and len(self.cubin.kernels) != 1:
+            raise UsageError(f"symbol: None, expected one of {named}")
+        self.symbol = symbol or named
+        if self.symbol not in self.cubin.kernels:
+            raise UsageError(f"symbol={symbol!r}: expected one of {named}")
+        self.facts: KernelFacts = self.cubin.kernels[self.symbol]
+        check_parameters(self.symbol, struct, tuple(p.size for p in self.facts.parameters), "its ELF")
+
+    @property
+    def architecture(self) -> Architecture:
+        """What it was built for."""
+        return self.cubin.architecture
+
+    def plan(
+        self,
+        grid: int | Sequence[int],
+        block: int | Sequence[int],
+        shared_bytes: int,
+        attributes: LaunchAttributes,
+        values: Mapping[str, object],
+    ) -> LaunchPlan:
+        """A launch of it as a value."""
+        return LaunchPlan(
+            kernel=self.path.name,
+            symbol=self.symbol,
+            path=ArtifactPath(f"under-test/{self.path.name}"),
+            sha256=hashlib.sha256(self.data).hexdigest(),
+            layout=self.struct,
+            grid=_triple(grid),
+            block=_triple(block),
+            shared_bytes=shared_bytes,
+            attributes=attributes,
+            values=values,
+            reason="under test",
+        )
+
+    def load(self, driver: Driver, context: int, plan: LaunchPlan) -> LoadedKernel:
+        """The kernel loaded into ``context`` and gated for ``plan``; errors as ``ModuleCache.kernel``."""
+        needs = LaunchNeeds(
+            layout=self.struct,
+            threads=plan.threads,
+            dynamic_shared_bytes=plan.shared_bytes,
+            nonportable_cluster=plan.attributes.nonportable_cluster,
+        )
+        return ModuleCache(driver).kernel(context, plan.sha256, self.symbol, lambda: self.data, needs)
+
+
+def _triple(size: int | Sequence[int]) -> Triple:
+    x, y, z = (*((size,) if isinstance(size, int) else size), 1, 1)[:3]
+    return x, y, z

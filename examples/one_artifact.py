@@ -1,0 +1,48 @@
+"""One artifact by path: find it, fetch it, verify it, read its facts, launch it.
+
+pip install "cubin-runtime[kernels,testing]"
+python examples/one_artifact.py
+"""
+
+from __future__ import annotations
+
+from cubin_runtime import default_runtime, plan_paged_decode
+from cubin_runtime.artifacts.cubins.cubin import parse_cubin
+from cubin_runtime.testing import Device, assert_attention_close, on_first_device, paged_case
+
+LENGTHS = (300, 1, 64)
+
+
+def main(device: Device) -> None:
+    """From a call to the artifact that it needs, and from the artifact's path to the launch."""
+    runtime = default_runtime()
+    case = paged_case(seed=0, lengths=LENGTHS)
+    tensors = case.on(device)
+    plan = plan_paged_decode(**tensors, max_seq_len=case.max_seq_len)
+    (launch,) = plan.launch_plans()
+    print(f"planned   {launch.path}")
+
+    library = runtime.library
+    pin = library.pins.covering(launch.path)
+    print(f"pinned    {pin.name}, whose checksums.txt has sha256 {pin.manifest_sha256[:16]}...")
+    report = library.fetch(pin, [launch.path])
+    print(f"fetched   {report.fetched} of 1 file into {library.store.root}, {1 - report.fetched} was there")
+    verified = library.verify(pin, [launch.path], complete=True)
+    print(f"verified  {verified.ok} ok, {len(verified.corrupt)} corrupt, {len(verified.missing)} missing")
+
+    artifact = library.load(launch.path, fetch=False)  # hashed again, into private memory
+    kernel = parse_cubin(artifact.data).kernels[launch.symbol]
+    size = sum(parameter.size for parameter in kernel.parameters)
+    print(f"facts     {kernel.registers} registers, at most {kernel.max_threads} threads, {size} bytes of parameters")
+
+    plan.run(**tensors)  # loads the module, compares struct, block and architecture with these facts, launches
+    print(f"launched  grid {launch.grid}, block {launch.block} on {device.facts.name}")
+    if device.computes:
+        expected, lse = case.reference()
+        out = device.numpy(tensors["out"])
+        error = assert_attention_close(out, expected, lse=device.numpy(tensors["lse"]), expected_lse=lse)
+        print(f"compared  with float64: relative error {error:.1e}")
+
+
+if __name__ == "__main__":
+    on_first_device(main)

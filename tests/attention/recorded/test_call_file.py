@@ -1,0 +1,68 @@
+"""Recorded calls as files: what is written comes back, and what is damaged is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from recorded_calls import call_bytes, decode_call, mla_call
+
+from cubin_runtime.attention.recorded.call import RecordedCall
+from cubin_runtime.attention.recorded.call_file import parse_call, read_call, write_call
+from cubin_runtime.errors import CorruptError, MissingError, StoreError
+
+
+@pytest.mark.parametrize("call", [decode_call(), decode_call(ragged=True), mla_call(), decode_call(error="it failed")])
+def test_a_call_comes_back(call: RecordedCall, tmp_path: Path) -> None:
+    write_call(call, tmp_path / "call")
+    assert read_call(tmp_path / "call") == call
+
+
+def test_only_the_file_is_left(tmp_path: Path) -> None:
+    write_call(decode_call(), tmp_path / "call")
+    write_call(mla_call(), tmp_path / "call")
+    assert [file.name for file in tmp_path.iterdir()] == ["call"]
+    assert read_call(tmp_path / "call").operator == "mla_decode"
+
+
+def test_its_header_is_that_of_safetensors() -> None:
+    data = call_bytes(decode_call())
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    assert header["k_cache"]["dtype"] == "BF16"
+    assert header["k_cache"]["shape"] == [3, 16, 1, 32]
+    assert all(isinstance(value, str) for value in header["__metadata__"].values())
+    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    assert (size % 8, max(ends)) == (0, len(data) - 8 - size)
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="none/call cannot be written"):
+        write_call(decode_call(), tmp_path / "none" / "call")
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(MissingError, match="nothing is not there"):
+        read_call(tmp_path / "nothing")
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(StoreError, match="no regular file"):
+        read_call(tmp_path / "pipe")
+
+
+def test_a_file_over_the_limit_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "call").write_bytes(bytes(100))
+    with pytest.raises(CorruptError, match="100 bytes, at most 99"):
+        read_call(tmp_path / "call", max_bytes=99)
+
+
+@pytest.mark.parametrize("at", [0, 7, 20, -1])
+def test_a_changed_byte_is_noticed(at: int) -> None:
+    data = bytearray(call_bytes(decode_call()))
+    data[at] ^= 1
+    with pytest.raises(CorruptError, match=r"^here: "):
+        parse_call(bytes(data), "here")

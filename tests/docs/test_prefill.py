@@ -1,0 +1,40 @@
+"""What docs/prefill.md says of the kernels that ship and of their state, compared with the code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cubin_runtime.attention.backends import HOPPER, TABLE
+from cubin_runtime.attention.paged_cache import PAGE_SIZES
+from cubin_runtime.kernels.native.prefill.select import HEAD_DIMS, MAX_GROUP
+from kernels_src.variants import VARIANTS
+
+TEXT = " ".join((Path(__file__).parents[2] / "docs" / "prefill.md").read_text().split())
+KERNELS = [variant for variant in VARIANTS if variant.operation == "context_attention"]
+
+
+def test_it_counts_the_kernels() -> None:
+    found = {tuple(kernel.traits[name] for name in ("dtype", "head_dim", "soft_cap")) for kernel in KERNELS}
+    assert found == {(dtype, dim, cap) for dtype in ("bf16", "fp16") for dim in HEAD_DIMS for cap in (False, True)}
+    assert {kernel.sm for kernel in KERNELS} == {"90a"}
+    assert len(KERNELS) == 16
+    assert "Sixteen cubins ship: bf16 and fp16, each head_dim, with and without a soft cap" in TEXT
+
+
+def test_it_names_the_bounds_of_a_call() -> None:
+    assert "head_dim 64, 128, 192 (with values of 128) or 256" in TEXT
+    assert HEAD_DIMS == (64, 128, 192, 256)
+    assert f"1 to {MAX_GROUP} query heads for each" in TEXT
+    *most, last = PAGE_SIZES
+    assert f"paged ({', '.join(map(str, most))} or {last} tokens" in TEXT
+
+
+def test_it_says_whether_auto_takes_them() -> None:
+    measured = (9, 0) in TABLE["context_attention"][HOPPER].automatic
+    assert ("On compute capability 9.0 `auto` takes the kernels" in TEXT) is measured
+
+
+def test_it_gives_the_sizes_of_row_tiles() -> None:
+    rows = {kernel.traits["head_dim"]: kernel.traits["rows"] for kernel in KERNELS}
+    assert {rows[dim] for dim in (128, 192, 256)} == {128}
+    assert f"{rows[128]} rows, or {rows[64]} for head_dim 64" in TEXT

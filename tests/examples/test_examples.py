@@ -1,0 +1,107 @@
+"""The examples without a GPU: each runs to its end on the stand-in driver, launches included."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from attention_examples import RELEASE_NAME
+from example_scripts import FOLDER, example_script
+from stub_release import build_stub_release
+
+from cubin_runtime import Config, Runtime
+from cubin_runtime.testing import CubinUnderTest, Device, GraphDriver, StandIn
+from kernels_src.toolchain import Toolchain, ToolchainError, find_toolchain
+
+# Kernels that each sends: planned and plain calls, steps of the loop (whose launches are in graphs).
+LAUNCHES = {"mla_decode": 2, "speculative_tree": 1, "flashinfer_swap": 1, "one_artifact": 1, "continuous_batching": 4}
+
+
+@pytest.fixture(scope="module")
+def stubs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return build_stub_release(tmp_path_factory.mktemp("stubs"))
+
+
+@pytest.fixture
+def device(
+    cubin_standin: StandIn, stubs: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Device]:
+    """A stand-in device, and a default runtime with stub kernels on it."""
+    tree, pins = stubs
+    config = Config(store=tmp_path / "store", sources=(str(tree),), pin_files=(pins,), offline=True)
+    runtime = Runtime(config, driver=GraphDriver(cubin_standin.path), release=RELEASE_NAME)
+    for kernel in runtime.native_release().kernels:
+        cubin_standin.add_kernel(kernel.symbol, (kernel.struct_bytes,), kernel.threads)
+    monkeypatch.setattr("cubin_runtime.attention.process.default.runtime", runtime)
+    with Device(runtime.driver, computes=False) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def toolchain() -> Toolchain:
+    try:
+        return find_toolchain()
+    except ToolchainError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("name", sorted(LAUNCHES))
+def test_an_example_runs_to_its_end(
+    name: str, device: Device, cubin_standin: StandIn, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example_script(name).main(device)
+    assert len(cubin_standin.calls("cuLaunchKernelEx")) == LAUNCHES[name]
+    assert 3 <= len(capsys.readouterr().out.splitlines()) <= 40
+
+
+def test_the_loop_replays_the_graph_of_the_smallest_bucket(
+    device: Device, cubin_standin: StandIn, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example_script("continuous_batching").main(device)
+    said = capsys.readouterr().out
+    assert "step  3: 5 requests by the graph for 8" in said
+    steps = [line for line in said.splitlines() if line.startswith("step")]
+    assert len(cubin_standin.calls("cuGraphLaunch")) == len(steps)
+
+
+def test_the_tree_shows_a_draft_its_ancestors_alone() -> None:
+    example = example_script("speculative_tree")
+    assert [format(word, "b") for word in example.mask_of((-1, 0, 0, 2))] == ["1", "11", "101", "1101"]
+    assert example.accept((-1, 0, 0, 1, 1, 2, 3), {0, 2, 5}) == [0, 2, 5]
+
+
+def test_a_kernel_of_ones_own_is_compiled_pinned_fetched_and_launched(
+    cubin_standin: StandIn, toolchain: Toolchain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    monkeypatch.setenv("NVCC", str(toolchain.nvcc))
+    example = example_script("custom_kernel/custom_kernel")
+    release = example.compile_release(tmp_path / "ahead", "sm_90a")
+    cubin_standin.add_cubin(CubinUnderTest(release / example.FILE, example.RMS_NORM))
+    with Device(GraphDriver(cubin_standin.path), computes=False) as device:
+        example.main(device)
+    assert cubin_standin.call("cuLaunchKernelEx")["grid"] == "64,1,1"
+    said = capsys.readouterr().out
+    assert [line.split()[0] for line in said.splitlines()] == ["compiled", "pinned", "fetched", "checked", "launched"]
+
+
+def test_the_kernel_s_own_test_runs_under_the_plugin(toolchain: Toolchain, tmp_path: Path) -> None:
+    folder = shutil.copytree(FOLDER / "custom_kernel", tmp_path / "custom_kernel")
+    compile_it = [str(toolchain.nvcc), "-arch=sm_90a", "-cubin", "rms_norm.cu"]
+    subprocess.run(compile_it, cwd=folder, check=True, capture_output=True)
+    command = [sys.executable, "-m", "pytest", "-p", "cubin_runtime.testing.plugin", "-rs", "-q", "--strict-markers"]
+    environment = {**os.environ, "PYTHONPATH": str(FOLDER.parent)}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert "1 passed" in done.stdout or "needs a CUDA device" in done.stdout
+
+
+@pytest.mark.parametrize("file", sorted(FOLDER.rglob("*.py")), ids=lambda file: file.name)
+def test_an_example_is_short_and_says_how_to_run_it(file: Path) -> None:
+    lines = file.read_text().splitlines()
+    assert len(lines) <= 150
+    assert file.name in "\n".join(lines[:12])

@@ -1,0 +1,83 @@
+"""The Python of the documentation's pages, run page by page from top to bottom."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cubin_runtime import Config
+from cubin_runtime.attention import Runtime
+from cubin_runtime.attention.runtime import NATIVE_RELEASE
+
+sys.path.append(str(Path(__file__).parents[1] / "docs"))
+from pages import BLOCKS, pages_with
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+pytestmark = pytest.mark.gpu
+
+BATCH, DRAFTS, COLUMNS, BOUND = 3, 4, 4, 256
+
+
+@pytest.fixture
+def default_runtime(runtime_config: Config, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
+    """A default runtime of the page's own, which it may freeze."""
+    made = Runtime(runtime_config)
+    made.library.fetch(made.library.pins.get(NATIVE_RELEASE))
+    monkeypatch.setattr("cubin_runtime.attention.process.default.runtime", made)
+    yield made
+    torch.cuda.synchronize()
+
+
+def names_of(page: str) -> dict[str, Any]:
+    """What the blocks of a page call things: tensors of three requests, with one query token or four drafts each."""
+    torch.manual_seed(0)
+    pages = BATCH * COLUMNS
+    on: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    decode = {
+        "q": torch.randn(BATCH, 32, 128, **on),
+        "draft_q": torch.randn(BATCH, DRAFTS, 32, 128, **on),
+        "packed_q": torch.randn(6, 32, 128, **on),
+        "q_starts": torch.tensor([0, 4, 4, 6], device="cuda", dtype=torch.int32),
+        "k_cache": torch.randn(pages, 64, 4, 128, **on),
+        "v_cache": torch.randn(pages, 64, 4, 128, **on),
+        "kv_cache": torch.randn(pages, 64, 576, **on),
+        "mla_q": torch.randn(BATCH, 1, 16, 576, **on),
+        "page_table": torch.randperm(pages, device="cuda").to(torch.int32).view(BATCH, COLUMNS),
+        "seq_lens": torch.tensor([200, 64, 17], device="cuda", dtype=torch.int32),
+    }
+    queries = torch.randn(BATCH, 16, 576, **on) if page == "docs/mla.md" else decode["q"]
+    out = torch.empty(BATCH, 16, 512, **on) if page == "docs/mla.md" else torch.empty_like(queries)
+    on_append: dict[str, Any] = {
+        "key": torch.randn(6, 4, 128, **on),
+        "value": torch.randn(6, 4, 128, **on),
+        "ckv": torch.randn(6, 512, **on),
+        "k_pe": torch.randn(6, 64, **on),
+        "cache": decode["kv_cache"],
+        "offsets": decode["q_starts"],
+        **{name: torch.randn(6, *parts, 32, 128, **on) for name, parts in (("v", (2,)), ("v1", ()), ("v2", ()))},
+        **{name: torch.randn(6, *parts, 32, device="cuda") for name, parts in (("s", (2,)), ("s1", ()), ("s2", ()))},
+        "lse": torch.empty(6, 32, device="cuda"),
+        "mask": torch.ones(6, device="cuda", dtype=torch.bool),
+    }
+    if page == "docs/append.md":
+        decode |= on_append
+    torch.cuda.synchronize()
+    others = {"batch": BATCH, "max_seq_len": BOUND, "stream": torch.cuda.Stream()}
+    return {**decode, "q": queries, "out": out, **others}
+
+
+@pytest.mark.parametrize("page", pages_with("python"))
+def test_the_python_of_a_page_runs(page: str, default_runtime: Runtime) -> None:
+    names = names_of(page)
+    for block in BLOCKS:
+        if (block.page, block.kind) == (page, "python"):
+            exec(compile(block.text, page, "exec"), names)
+    torch.cuda.synchronize()
+    made = [value for name, value in names.items() if name == "out" or name.startswith("outputs")]
+    tensors = [tensor for value in made for tensor in (value if isinstance(value, list) else [value])]
+    assert all(bool(tensor.isfinite().all()) for tensor in tensors)

@@ -1,0 +1,75 @@
+"""Cases drawn by a seed, and the tolerances that outputs are compared with."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cubin_runtime.testing import assert_attention_close, from_bits, mla_case, paged_case, to_bits
+from cubin_runtime.testing.compare import ROUNDING
+
+LENGTHS = (130, 0, 1, 64)
+
+
+def test_a_seed_gives_the_same_case_again() -> None:
+    first, again, other = (paged_case(seed, LENGTHS) for seed in (7, 7, 8))
+    assert np.array_equal(first.q, again.q)
+    assert np.array_equal(first.cache[0], again.cache[0])
+    assert not np.array_equal(first.q, other.q)
+
+
+def test_no_page_is_shared_and_what_lies_past_a_length_is_nan() -> None:
+    case = paged_case(0, LENGTHS, page_size=64)
+    pages = [page for row in case.page_table for page in row if page >= 0]
+    assert len(pages) == len(set(pages)) == 5
+    keys = from_bits(case.dtype, case.cache[0])
+    assert np.isfinite(keys[case.page_table[0, 2], : 130 - 128]).all()
+    assert np.isnan(keys[case.page_table[0, 2], 130 - 128 :]).all()
+
+
+@pytest.mark.parametrize("dtype", sorted(ROUNDING))
+def test_a_reference_of_ragged_requests_reads_no_nan(dtype) -> None:
+    case = paged_case(1, LENGTHS, q_lens=(3, 2, 0, 1), dtype=dtype)
+    out, lse = case.reference()
+    assert out.shape == (6, 32, 128)
+    assert np.isfinite(out).all()
+    assert np.isneginf(lse[3:5]).all()  # the request without keys
+    assert np.isfinite(lse[:3]).all()
+
+
+def test_a_latent_case_has_one_cache_and_the_latent_as_output() -> None:
+    case = mla_case(2, (65, 3), heads=16)
+    assert [cache.shape[-1] for cache in case.cache] == [576]
+    assert case.reference()[0].shape == (2, 16, 512)
+
+
+@pytest.mark.parametrize("dtype", sorted(ROUNDING))
+def test_a_rounded_reference_is_close(dtype) -> None:
+    expected, lse = paged_case(3, LENGTHS, dtype=dtype).reference()
+    assert_attention_close(to_bits(dtype, expected), expected, dtype=dtype, lse=lse, expected_lse=lse)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda out: out.__setitem__((0, 1, 2), np.nan), r"NaN or infinity at \(0, 1, 2\)"),
+        (
+            lambda out: out.__setitem__((0, 1, 2), out.max() * 2),
+            r"1 of 16384 elements are off, the first at \(0, 1, 2\)",
+        ),
+        (lambda out: out.__setitem__((2, 5), out[2, 5] * 1.02), r"1 of 128 rows are off, the first at \(2, 5\)"),
+        (lambda out: out.__imul__(1.008), "relative error 8.00e-03, expected at most 6.00e-03"),
+    ],
+)
+def test_a_wrong_output_is_named(change, message: str) -> None:
+    expected, _ = paged_case(4, (200, 64, 65, 300)).reference()
+    out = expected.copy()
+    change(out)
+    with pytest.raises(AssertionError, match=message):
+        assert_attention_close(out, expected)
+
+
+def test_a_wrong_log_sum_exp_is_named() -> None:
+    expected, lse = paged_case(5, (65,)).reference()
+    with pytest.raises(AssertionError, match=r"the LSE is off at \(0, 0\)"):
+        assert_attention_close(expected, expected, lse=lse + 0.01, expected_lse=lse)

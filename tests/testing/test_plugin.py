@@ -1,0 +1,137 @@
+"""The pytest plugin as a project meets it that has a cubin and a struct."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cubin_runtime.artifacts.tables.native_kernels import FILE_NAME
+from cubin_runtime.errors import AbiError, UsageError
+from cubin_runtime.launch.structs import Field, StructLayout
+from cubin_runtime.testing import CubinUnderTest, Device, GraphDriver, StandIn
+from kernels_src.toolchain import ToolchainError, find_toolchain
+
+SCALE = StructLayout.declare(
+    "ScaleParams", (Field("values", "ptr", ""), Field("count", "int32", ""), Field("factor", "float", ""))
+)
+SOURCE = """
+struct ScaleParams { float* values; int count; float factor; };
+extern "C" __global__ void __launch_bounds__(128) scale(const __grid_constant__ ScaleParams p) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < p.count) p.values[i] *= p.factor;
+}
+"""
+CLIENT = """
+import numpy as np, pytest
+from cubin_runtime.launch.structs import Field, StructLayout
+
+SCALE = StructLayout.declare(
+    "ScaleParams", (Field("values", "ptr", ""), Field("count", "int32", ""), Field("factor", "float", "")))
+
+@pytest.mark.cubin("scale.cubin", SCALE)
+def test_parameters(cubin_under_test, cubin_standin, cubin_standin_device):
+    cubin_standin.add_cubin(cubin_under_test)
+    values = cubin_standin_device.array(np.arange(1000, dtype=np.float32))
+    cubin_standin_device.launch(cubin_under_test, grid=8, block=128, values=values, count=1000, factor=3.0)
+    sent = SCALE.unpack(bytes.fromhex(cubin_standin.call("cuLaunchKernelEx")["parameter0"]))
+    assert sent == {"values": values.pointer, "count": 1000, "factor": 3.0}
+
+@pytest.mark.cubin("scale.cubin", SCALE)
+def test_result(cubin_under_test, cubin_device):
+    values = cubin_device.array(np.arange(1000, dtype=np.float32))
+    cubin_device.launch(cubin_under_test, grid=8, block=128, values=values, count=1000, factor=3.0)
+    np.testing.assert_array_equal(cubin_device.numpy(values), np.arange(1000) * 3)
+"""
+
+
+@pytest.fixture(scope="session")
+def scale_cubin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A kernel that multiplies, compiled for sm_90a."""
+    folder = tmp_path_factory.mktemp("scale")
+    (folder / "scale.cu").write_text(SOURCE)
+    try:
+        nvcc = find_toolchain().nvcc
+    except ToolchainError as error:
+        pytest.skip(str(error))
+    command = [str(nvcc), "-arch=sm_90a", "-cubin", "-o", "scale.cubin", "scale.cu"]
+    subprocess.run(command, cwd=folder, check=True, capture_output=True)
+    return folder / "scale.cubin"
+
+
+def test_a_project_tests_its_cubin_with_the_fixtures_alone(scale_cubin: Path, tmp_path: Path) -> None:
+    (tmp_path / "scale.cubin").write_bytes(scale_cubin.read_bytes())
+    (tmp_path / "test_scale.py").write_text(CLIENT)
+    command = [sys.executable, "-m", "pytest", "-p", "cubin_runtime.testing.plugin", "-q", "--strict-markers", "-rs"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert "2 passed" in done.stdout or ("1 passed, 1 skipped" in done.stdout and "needs a CUDA device" in done.stdout)
+
+
+def test_a_run_that_uses_no_fixture_imports_nothing_heavy(tmp_path: Path) -> None:
+    (tmp_path / "test_nothing.py").write_text(
+        "import sys\n"
+        "def test_nothing():\n"
+        "    assert 'cubin_runtime.testing.plugin' in sys.modules\n"
+        "    loaded = {name.partition('.')[0] for name in sys.modules}\n"
+        "    assert not loaded & {'numpy', 'torch', 'elftools', 'requests', 'cuda'}\n"
+        "    assert not [n for n in sys.modules if n.startswith(('cubin_runtime.launch', 'cubin_runtime.artifacts'))]\n"
+    )
+    # Plugins of others import heavy modules themselves.
+    command = [sys.executable, "-m", "pytest", "-p", "cubin_runtime.testing.plugin", "-q"]
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"PATH": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def test_a_struct_of_another_size_is_refused_before_any_launch(scale_cubin: Path) -> None:
+    other = StructLayout.declare("ScaleParams", (Field("values", "ptr", ""),))
+    with pytest.raises(AbiError, match="has 8 bytes, by its ELF the kernel takes one of 16 bytes"):
+        CubinUnderTest(scale_cubin, other)
+
+
+def test_a_symbol_that_the_cubin_lacks_is_named_with_those_it_has(scale_cubin: Path) -> None:
+    with pytest.raises(UsageError, match=r"symbol='shift': expected one of scale"):
+        CubinUnderTest(scale_cubin, SCALE, "shift")
+
+
+def test_a_launch_for_another_architecture_is_refused(scale_cubin: Path, cubin_standin: StandIn) -> None:
+    cubin_standin.pose_as(10, 0)
+    cubin = CubinUnderTest(scale_cubin, SCALE)
+    cubin_standin.add_cubin(cubin)
+    with Device(GraphDriver(cubin_standin.path), computes=False) as device:
+        values = device.array(np.zeros(1, dtype=np.float32))
+        with pytest.raises(AbiError, match="built for sm_90a"):
+            device.launch(cubin, grid=1, block=128, values=values, count=1, factor=1.0)
+
+
+def test_what_a_kernel_did_not_write_is_nan(cubin_standin_device: Device) -> None:
+    out = cubin_standin_device.poisoned((2, 3), "float32")
+    assert np.isnan(cubin_standin_device.numpy(out)).all()
+
+
+def test_a_write_behind_an_array_is_noticed(cubin_standin_device: Device) -> None:
+    view = cubin_standin_device.array(np.zeros(4, dtype=np.float32))
+    cubin_standin_device.driver.fill(view.pointer, 0, 17, 0)
+    with pytest.raises(AssertionError, match="written behind an array of 16 bytes"):
+        cubin_standin_device.assert_guards()
+
+
+def test_a_runtime_reads_a_release_from_a_temporary_store(cubin_runtime_at, tmp_path: Path) -> None:
+    from attention_examples import RELEASE_NAME, describe_release
+    from decode_kernels import HOPPER
+
+    tree, pins = describe_release(tmp_path / "described", HOPPER)
+    runtime = cubin_runtime_at(tree, pins=(pins,), release=RELEASE_NAME)
+    assert runtime.config.store == tmp_path / "store"
+    assert len(runtime.native_release().kernels) == len(HOPPER)
+    assert (tree / RELEASE_NAME / FILE_NAME).is_file()

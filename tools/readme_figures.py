@@ -1,0 +1,133 @@
+"""Write the README's support matrix and headline figures between their markers, from the code and the JSON.
+
+Run: ``python tools/readme_figures.py``. A test compares the README with what this would write.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from cubin_runtime import attention  # noqa: E402
+from cubin_runtime.attention.backends import TABLE  # noqa: E402
+from kernels_src.variants import VARIANTS  # noqa: E402
+
+# The operation of an operator's kernels, where their names differ.
+OPERATIONS = {"mla_decode": "paged_mla_decode"}
+# Operators that are not there yet; a row is left out once the table of backends has the operator.
+PLANNED = {
+    "context_attention": ("SM90a", "bf16, fp16", "64, 128"),
+}
+# What the kernels of an operator take, where it is no trait of theirs: dtypes and head_dim.
+TAKEN = {
+    "append_kv": ("bf16, fp16, e4m3", "32 to 1024, in steps of 16"),
+    "merge_states": ("bf16, fp16, fp32", "8 to 4096, in steps of 8"),
+}
+PUBLISHED = ("trtllm-gen", "SM100, SM103", "bf16, fp16, e4m3, e2m1", "by the release", "published, not run here")
+_DTYPES = ("bf16", "fp16", "fp32", "e4m3")
+
+
+def support_matrix() -> str:
+    """Operator, SM, cache dtypes, head_dim and state, one row for each group of SMs that have the same kernels."""
+    rows: list[Sequence[str]] = []
+    for operator in (name for name in TABLE if hasattr(attention, name)):
+        rows += _native_rows(operator)
+    rows.append((f"{PUBLISHED[0]} through FlashInfer's names", *PUBLISHED[1:]))
+    rows += [(f"`{name}`", *words, "planned") for name, words in PLANNED.items() if name not in TABLE]
+    return _table(("operator", "GPU", "cache dtypes", "head_dim", "state"), rows)
+
+
+def _native_rows(operator: str) -> list[Sequence[str]]:
+    kernels = [variant for variant in VARIANTS if variant.operation == OPERATIONS.get(operator, operator)]
+    by_sm: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {}
+    for sm in dict.fromkeys(kernel.sm for kernel in kernels):
+        traits = [kernel.traits for kernel in kernels if kernel.sm == sm]
+        dtypes = {str(found) for trait in traits if (found := trait.get("dtype"))}
+        widths = {width for trait in traits if (width := _width(trait))}
+        state = next(kernel.status for kernel in kernels if kernel.sm == sm)
+        by_sm[sm] = (tuple(d for d in _DTYPES if d in dtypes), tuple(sorted(widths, key=_number)), state)
+    taken = TAKEN.get(operator, ("all", "all"))
+    grouped: dict[Any, list[str]] = defaultdict(list)
+    for sm, facts in by_sm.items():
+        grouped[facts].append(sm)
+    ordered = sorted(grouped.items(), key=lambda item: (item[0][2] != "measured", -len(item[1])))
+    return [
+        (
+            f"`{operator}`",
+            ", ".join(f"SM{sm}" for sm in sms),
+            ", ".join(dtypes) or taken[0],
+            ", ".join(widths) or taken[1],
+            state,
+        )
+        for (dtypes, widths, state), sms in ordered
+    ]
+
+
+def _width(traits: Mapping[str, Any]) -> str:
+    if "latent" in traits:
+        return f"{traits['latent']} + 64"
+    return str(traits.get("head_dim", ""))
+
+
+def _number(text: str) -> int:
+    return int(text.split()[0])
+
+
+def headlines(results: Path = ROOT / "benchmarks" / "results") -> str:
+    """Three figures, each with where it comes from."""
+    decode, fetch, host = (
+        json.loads((results / f"{name}.json").read_text()) for name in ("decode", "fetch", "host_cost")
+    )
+    best = max((row for row in decode["rows"] if row["section"] == "speculative"), key=lambda row: row["read_share"])
+    gpu = decode["environment"]["gpu"]["name"]
+    medians, call = fetch["medians"], host["microseconds"]["plan.run, same tensors"]
+    rows = [
+        (
+            f"**{best['read_share']:.0%} of read bandwidth**",
+            f"paged decode on an {gpu}, bf16, {best['batch']} requests of {best['length']:,} keys: "
+            f"{best['tb_per_s']:.2f} TB/s of "
+            f"{decode['read']['tb_per_s']:.2f}; {best['ratio']:.2f} times the speed of the fastest peer",
+            "[results](docs/results/decode.md)",
+        ),
+        (
+            f"**{call['least']:.1f} us per planned call**",
+            f"host time of `plan.run` with torch tensors; a C loop that makes the same launch takes "
+            f"{call['floor']:.1f} us",
+            "[results](docs/results/host.md)",
+        ),
+        (
+            f"**{fetch['ratios']['cold_speedup']:.2f} times faster cold fetch**",
+            f"{fetch['versions']['files']:,} verified files, {fetch['versions']['bytes'] / 1e9:.2f} GB: "
+            f"{medians['ours_cold_s']:.1f} s; flashinfer-python {medians['peer_cold_s']:.1f} s",
+            "[results](docs/results/fetching.md)",
+        ),
+    ]
+    return _table(("figure", "what was measured", "details"), rows)
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def written(text: str) -> str:
+    """``text`` with both tables between their markers."""
+    for name, table in (("support", support_matrix()), ("figures", headlines())):
+        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+        if text.count(begin) != 1 or text.count(end) != 1:
+            raise ValueError(f"expected one {begin} and one {end}")
+        text = re.sub(f"{begin}.*{end}", lambda _, t=table, b=begin, e=end: f"{b}\n{t}\n{e}", text, flags=re.DOTALL)  # type: ignore[misc]
+    return text
+
+
+if __name__ == "__main__":
+    readme = ROOT / "README.md"
+    readme.write_text(written(readme.read_text()))

@@ -1,0 +1,53 @@
+"""What the documentation site has besides its pages: the command line's help, and the JSON of the results."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).resolve().parents[1]
+HELP = "<!-- help of every verb -->"
+# Files of the repository that the pages may link to; the site has them under the same names.
+BESIDE = ("benchmarks/results/*.json", "examples/*.py")
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the JSON of the measurements and the examples, so that the pages can link to them."""
+    for found in sorted(file for pattern in BESIDE for file in ROOT.glob(pattern)):
+        files.append(File.generated(config, found.relative_to(ROOT).as_posix(), abs_src_path=str(found)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Write the help of the command line where it is asked for, and point links to results into the site."""
+    if HELP in markdown:
+        markdown = markdown.replace(HELP, command_line_reference())
+    # The root of the site is docs/: what lies beside that folder in the repository lies inside it here.
+    above = "../" * (page.file.src_uri.count("/") + 1)
+    for folder in (pattern.rpartition("/")[0] for pattern in BESIDE):
+        markdown = markdown.replace(f"]({above}{folder}/", f"]({above.removeprefix('../')}{folder}/")
+    return markdown
+
+
+def command_line_reference() -> str:
+    """A section for each verb with what ``--help`` prints, as Markdown."""
+    general = _help()
+    verbs = re.findall(r"^  ([a-z][a-z-]+) ", general.partition("Commands:")[2], re.MULTILINE)
+    if not verbs:
+        raise RuntimeError("the command line's help names no verb")
+    parts = [f"```text\n{general}\n```"]
+    parts += [f"## {verb}\n\n```text\n{_help(verb)}\n```" for verb in verbs]
+    return "\n\n".join(parts)
+
+
+def _help(*verb: str) -> str:
+    command = [sys.executable, "-c", "from cubin_runtime.cli import main; raise SystemExit(main())", *verb, "--help"]
+    environment = {**os.environ, "COLUMNS": "96", "TERMINAL_WIDTH": "96", "PYTHONPATH": str(ROOT)}
+    shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    return shown.stdout.strip()
