@@ -23,6 +23,12 @@ def run(*command: str | Path) -> None:
     subprocess.run([str(word) for word in command], cwd=ROOT, check=True)
 
 
+def pack(python: Path, folder: Path) -> None:
+    """Make the wheel of the kernels in ``build/artifacts``."""
+    command = [str(python), "-m", "kernels_src.packaging", "--out", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+
+
 def environment_of(into: str | None) -> Path:
     """The Python of the environment to install into, which is made if it is not there."""
     folder = Path(into or os.environ.get("VIRTUAL_ENV") or ROOT / "venv").expanduser().absolute()
@@ -42,7 +48,7 @@ def wheels(python: Path, version: str, given: Path | None, scratch: Path) -> Ite
     if (ROOT / "dist" / name).is_file():
         yield "the wheel that 'make dist' built", ROOT / "dist" / name
     if (ROOT / "build" / "artifacts" / f"hopper-{version}" / "checksums.txt").is_file():
-        run(python, "-m", "kernels_src.packaging", "--out", scratch)
+        pack(python, scratch)
         yield "the kernels that 'make artifacts' built", scratch / name
     wanted = (f"cubin-runtime-kernels=={version}", "--no-deps", "--only-binary", ":all:", "--dest", str(scratch))
     if subprocess.run(
@@ -50,7 +56,7 @@ def wheels(python: Path, version: str, given: Path | None, scratch: Path) -> Ite
     ).returncode:
         print(f"The package index has no cubin-runtime-kernels {version}; compiling it (some minutes)", flush=True)
         run("make", "--no-print-directory", "artifacts", "CHECK=1")
-        run(python, "-m", "kernels_src.packaging", "--out", scratch)
+        pack(python, scratch)
         yield "kernels compiled here", scratch / name
     else:
         yield "the wheel of the package index", scratch / name

@@ -66,7 +66,7 @@ def _grouped(title: str, rows: Sequence[Row]) -> list[str]:
         if lines:
             head = ["batch", "one token", *(f"{n} tokens: time, speedup (published), bar met" for n in (2, 4, 8))]
             parts += [
-                f"**Grouping, {title}: {model}, {heads} over 8 heads, D {head_dim}, 16384 keys**",
+                f"### Grouping, {title}: {model}, {heads} over 8 heads, D {head_dim}, 16384 keys",
                 table(head, lines),
             ]
     return parts

@@ -33,6 +33,6 @@ def profiled(report: Report, benchmark: str) -> tuple[str, ...]:
     rows = [row for row in report["rows"] if row["benchmark"] == benchmark]
     lines = [[cell(row) for _, cell in _COLUMNS] for row in rows]
     gpu, date = report["environment"]["gpu"], report["environment"]["date"][:10]
-    title = "**In the profiler: one launch, caches cleared, shares of the hardware's peak**"
+    title = "### In the profiler: one launch, caches cleared, shares of the hardware's peak"
     where = f"{gpu['name']}, driver {gpu['driver_version']}; {date}."
     return title, where, table([head for head, _ in _COLUMNS], lines)

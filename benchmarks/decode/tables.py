@@ -85,7 +85,7 @@ def section(title: str, rows: Sequence[Row], columns: Iterable[Column]) -> list[
         return [row["label"], ours, *(cell(row) for _, cell in columns), row["bar"] or "-", verdict(row)]
 
     head = ["", "ours", *(name for name, _ in columns), "bar", "met"]
-    return [f"**{title}**", table(head, map(line, rows))]
+    return [f"### {title}", table(head, map(line, rows))]
 
 
 def peers_of(rows: Sequence[Row]) -> list[Column]:
@@ -113,7 +113,7 @@ def invariance(title: str, rows: Sequence[Row]) -> list[str]:
         return [row["label"], *times, row["bar"] or "-", verdict(row)]
 
     head = ["", "default", "`batch_invariant`", "over default", "bar", "met"]
-    return [f"**{title}**", table(head, map(line, rows))]
+    return [f"### {title}", table(head, map(line, rows))]
 
 
 def replays(title: str, rows: Sequence[Row]) -> list[str]:
@@ -128,7 +128,7 @@ def replays(title: str, rows: Sequence[Row]) -> list[str]:
         ratio = f"{row['ratio_graph']:.2f}" if "ratio_graph" in row else ""
         return [f"{row['section']}: {row['label']}", us(row["ours"]["graph_us"]), us(best) if best else "", ratio]
 
-    return [f"**{title}**", table(["", "ours", "best peer", "ratio"], map(line, rows))]
+    return [f"### {title}", table(["", "ours", "best peer", "ratio"], map(line, rows))]
 
 
 def failures(rows: Sequence[Row]) -> list[str]:
@@ -149,7 +149,7 @@ def failures(rows: Sequence[Row]) -> list[str]:
         ]
         for (name, error), struck in where.items()
     ]
-    return ["**What failed**", table(["", "error", "rows"], lines)]
+    return ["### What failed", table(["", "error", "rows"], lines)]
 
 
 def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:

@@ -80,7 +80,7 @@ class Library:
         return () if self.config.sources is None else tuple(spec.text for spec in self._sources.specs(None))
 
     def manifest(self, pin: Pin, *, network: bool = True) -> Manifest:
-        """The release's manifest, from the store or else from the sources; parsed once a process.
+        """The release's manifest, from the store or else from the sources; parsed once per process.
 
         Raises:
             PinError: what the sources have is not the pinned manifest.

@@ -1,4 +1,4 @@
-"""KV append and merging of partial results in numpy: what the kernels are held against."""
+"""KV append and merging of partial results in numpy: the reference of the kernels."""
 
 from __future__ import annotations
 

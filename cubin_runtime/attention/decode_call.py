@@ -119,7 +119,7 @@ def check_queries(call: DecodeCall) -> None:
         if shape[0] < 1:
             raise UsageError(f"q: shape {shape}, expected a batch of 1 or more")
         if not 1 <= (call.own_q_len or 0) <= MAX_Q_LEN:
-            raise UsageError(f"q: {call.own_q_len} tokens a request, expected 1 to {MAX_Q_LEN}")
+            raise UsageError(f"q: {call.own_q_len} tokens per request, expected 1 to {MAX_Q_LEN}")
         return
     if len(shape) != 3 or shape[0] < 1:
         raise UsageError(

@@ -211,7 +211,7 @@ def mla_decode(
     rope columns behind it the key. Queries come projected into the latent space. Nothing is copied or moved.
 
     Args:
-        q: ``[batch, heads, latent + 64]`` (one token a request), ``[batch, q_len, heads, latent + 64]`` with q_len 1
+        q: ``[batch, heads, latent + 64]`` (one token per request), ``[batch, q_len, heads, latent + 64]`` with q_len 1
             to 16, or ``[tokens, heads, latent + 64]`` with ``q_cu_seq_lens``. latent is 512 or 256, heads 1 to 128.
             bfloat16, or like the cache where a kernel takes that. All tokens lie at one stride; addresses and strides
             in multiples of 16 bytes.

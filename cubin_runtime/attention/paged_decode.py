@@ -222,7 +222,7 @@ def paged_decode(
     those that its mask names.
 
     Args:
-        q: ``[batch, q_heads, head_dim]`` (one token a request), ``[batch, q_len, q_heads, head_dim]`` with q_len 1
+        q: ``[batch, q_heads, head_dim]`` (one token per request), ``[batch, q_len, q_heads, head_dim]`` with q_len 1
             to 16, or ``[tokens, q_heads, head_dim]`` with ``q_cu_seq_lens``. head_dim is 32, 64, 128, 256 or 512;
             q_heads is 1 to 32 times kv_heads. Like the caches, bfloat16 or float16; with float8_e4m3fn caches
             bfloat16, float16 or float8_e4m3fn. All tokens lie at one stride; 4-byte aligned, strides in multiples

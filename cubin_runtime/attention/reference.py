@@ -1,4 +1,4 @@
-"""Paged decode in float64 on the host: what every kernel is held against. Needs numpy."""
+"""Paged decode in float64 on the host: the reference of every kernel. Needs numpy."""
 
 from __future__ import annotations
 

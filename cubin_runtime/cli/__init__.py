@@ -55,7 +55,7 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", "-V", callback=_show_version, is_eager=True, help="Print the version.")
+        bool, typer.Option("--version", "-V", callback=_show_version, is_eager=True, help="Print the version and exit.")
     ] = False,
     verbose: common.Verbose = 0,
     quiet: common.Quiet = False,
@@ -79,7 +79,7 @@ for _family in VERB_FAMILIES:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb and return the exit code; never raises.
 
-    0 ok, 1 a bug of ours, 2 usage, 3 not pinned, 4 missing, 5 corrupt, 6 extra, 7 no source delivered,
+    0 ok, 1 a bug of this package, 2 usage, 3 not pinned, 4 missing, 5 corrupt, 6 extra, 7 no source delivered,
     8 store or standard output not writable, 9 device or ABI refused, 130 interrupted (by Ctrl-C or SIGTERM). With
     ``--json`` an error is also one JSON object on the standard output. Without arguments it prints the help.
     """

@@ -32,9 +32,10 @@ class Color(str, Enum):
 
 
 Verbose = Annotated[
-    int, typer.Option("--verbose", "-v", count=True, help="Show the log; twice: all of it (CUBIN_RUNTIME_LOG).")
+    int,
+    typer.Option("--verbose", "-v", count=True, help="Show the log; repeat for debug messages (CUBIN_RUNTIME_LOG)."),
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print results and errors alone.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only results and errors.")]
 ColorOption = Annotated[Color, typer.Option("--color", help="Colour the text; auto: on a terminal without NO_COLOR.")]
 Timeout = Annotated[
     float | None,
@@ -42,7 +43,7 @@ Timeout = Annotated[
 ]
 Retries = Annotated[
     int | None,
-    typer.Option("--retries", help="Further attempts after a failure (CUBIN_RUNTIME_RETRIES).", show_default="3"),
+    typer.Option("--retries", help="Retries after a transient failure (CUBIN_RUNTIME_RETRIES).", show_default="3"),
 ]
 Proxy = Annotated[str | None, typer.Option("--proxy", help="URL of a proxy (CUBIN_RUNTIME_PROXY).", show_default=False)]
 CaBundle = Annotated[

@@ -32,7 +32,7 @@ def diff(
     offline: options.OfflineOption = False,
     json: options.JsonOption = False,
 ) -> None:
-    """Say which kernels were added, removed and changed, by name and digest, and by metadata that is at hand."""
+    """Show which kernels were added, removed and changed between two releases."""
     from ..artifacts.library import Library
     from ..artifacts.releases.comparison import compare_releases
     from ..artifacts.tables.kernel_filter import KernelFilter

@@ -32,7 +32,7 @@ def doctor(
     offline: options.OfflineOption = False,
     json: options.JsonOption = False,
 ) -> None:
-    """Show driver, devices, store, sources, pins, where each setting comes from, and what will work here."""
+    """Show driver, devices, store, sources and pins, where each setting comes from, and what works on this machine."""
     config = options.make_config(store, source, pins, offline)
     driver = _driver()
     releases, codes = _releases(config, [d["number"] for d in driver["devices"]])

@@ -66,8 +66,8 @@ def explain(
     ] = None,
     gpu: Annotated[str | None, _optional("--gpu", "hopper: the GPU's name, which selects measured costs.")] = None,
     batch: Annotated[int, _option("--batch", "Sequences.")] = 1,
-    q_len: Annotated[int, _option("--q-len", "Bound of the query lengths.")] = 1,
-    kv_len: Annotated[int, _option("--kv-len", "Bound of the KV lengths.")] = 1024,
+    q_len: Annotated[int, _option("--q-len", "Upper bound on the query lengths.")] = 1,
+    kv_len: Annotated[int, _option("--kv-len", "Upper bound on the KV lengths.")] = 1024,
     heads_q: Annotated[int, _option("--heads-q", "Query heads.")] = 32,
     heads_kv: Annotated[int | None, _optional("--heads-kv", "KV heads; default 8, of hopper's MLA 1.")] = None,
     head_dim: Annotated[int, _option("--head-dim", "Head dimension of Q and K; 576 or 320: MLA.")] = 128,
@@ -77,9 +77,11 @@ def explain(
     ] = None,
     dtype_kv: Annotated[str, _option("--dtype-kv", "Likewise, or e2m1.")] = "bf16",
     dtype_out: Annotated[str | None, _optional("--dtype-out", "Likewise, or e2m1.")] = None,
-    page: Annotated[int, _option("--page", "Tokens of a KV page.")] = 32,
+    page: Annotated[int, _option("--page", "Tokens per KV page.")] = 32,
     window: Annotated[int, _option("--window", "Visible tokens; 0 for all.")] = 0,
-    batch_invariant: Annotated[bool, _option("--batch-invariant", "hopper: bits that no neighbour changes.")] = False,
+    batch_invariant: Annotated[
+        bool, _option("--batch-invariant", "hopper: bits that do not depend on other requests.")
+    ] = False,
     tokens: Annotated[
         int | None, _optional("--tokens", "hopper: query tokens of all requests, if their lengths differ.")
     ] = None,
@@ -87,13 +89,13 @@ def explain(
     causal: Annotated[bool, typer.Option(help="Causal mask (context and ragged).")] = True,
     lse: Annotated[bool, _option("--lse", "trtllm-gen: with the LSE.")] = False,
     pdl: Annotated[bool, _option("--pdl", "trtllm-gen: with programmatic dependent launch.")] = False,
-    multi_ctas: Annotated[bool, typer.Option(help="Let several CTAs share a sequence's KV.")] = True,
+    multi_ctas: Annotated[bool, typer.Option(help="Split a sequence's KV across several CTAs.")] = True,
     skip_softmax: Annotated[float, _option("--skip-softmax", "Threshold scale factor; 0 is off.")] = 0.0,
     workspace: Annotated[int, _option("--workspace", "Bytes of the workspace.")] = 128 << 20,
     occupancy: Annotated[str, _option("--occupancy", "Clusters held at once: floor, gpc18, const:N.")] = "floor",
     policy: Annotated[str, _option("--policy", "best or reference.")] = "best",
     cases: Annotated[Path | None, _optional("--cases", "Decide every case of a .jsonl[.gz] file.")] = None,
-    out: Annotated[Path | None, _optional("--out", "Where --cases writes.")] = None,
+    out: Annotated[Path | None, _optional("--out", "Output file of --cases.")] = None,
     both: Annotated[bool, _option("--both", "With --cases: our policy too, under 'best'.")] = False,
     release: Annotated[
         str | None, _optional("--release", f"Pinned release; default {RELEASE}, hopper: this version's.")
@@ -104,7 +106,7 @@ def explain(
     offline: options.OfflineOption = False,
     json: options.JsonOption = False,
 ) -> None:
-    """Say which kernel a call launches and why; no GPU is needed."""
+    """Explain which kernel a call launches, and why. Needs no GPU."""
     config = options.make_config(store, source, pins, offline)
     with _named_by_flags(context):
         explanation = _explain_native(context, config) if _is_native(context) else None

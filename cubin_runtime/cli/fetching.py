@@ -33,15 +33,15 @@ def fetch(
     head_dim: options.HeadDimOption = None,
     match: options.MatchOption = None,
     cpu: options.CpuOption = None,
-    jobs: Annotated[int, typer.Option("--jobs", min=1, max=256, help="Files at a time.")] = 8,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be fetched.")] = False,
+    jobs: Annotated[int, typer.Option("--jobs", min=1, max=256, help="Number of files to fetch at a time.")] = 8,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be fetched, and stop.")] = False,
     store: options.StoreOption = None,
     source: options.SourceOption = None,
     pins: options.PinsOption = None,
     offline: options.OfflineOption = False,
     json: options.JsonOption = False,
 ) -> None:
-    """Put verified files into the store."""
+    """Fetch files, verify them, and put them into the store."""
     from ..artifacts.library import Library
     from ..artifacts.tables.kernel_filter import KernelFilter
 
@@ -98,7 +98,7 @@ def where(
     offline: options.OfflineOption = False,
     json: options.JsonOption = False,
 ) -> None:
-    """Say where files lie; nothing is read or downloaded."""
+    """Show where files are. Reads and downloads nothing."""
     from ..artifacts.library import Library
     from ..artifacts.path import ArtifactPath
 

@@ -43,7 +43,7 @@ def inspect(
     offline: options.OfflineOption = False,
     json: options.JsonOption = False,
 ) -> None:
-    """Show a cubin's architecture, kernels, digest and whether a pin covers it; of a release, those at hand."""
+    """Show a cubin's architecture, kernels and digest, and whether a pin covers it. A release: all its cubins."""
     from ..artifacts.cubins.cubin import parse_cubin
     from ..artifacts.library import Library
     from ..artifacts.tables.kernel_filter import KernelFilter

@@ -21,18 +21,19 @@ def gc(
         list[str] | None, typer.Argument(metavar="[PIN-or-PATH...]", help="Pinned releases to remove from the store.")
     ] = None,
     temps: Annotated[
-        bool, typer.Option("--temps", help="Remove what killed processes left, and what was moved aside as damaged.")
+        bool,
+        typer.Option("--temps", help="Remove temporary files of killed processes, and corrupt files in quarantine."),
     ] = False,
     older_than: Annotated[
-        float, typer.Option("--older-than", min=0.0, help="With --temps: only what is older, in hours.")
+        float, typer.Option("--older-than", min=0.0, help="With --temps: only files older than this many hours.")
     ] = 1.0,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be removed.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be removed, and stop.")] = False,
     store: options.StoreOption = None,
     source: options.SourceOption = None,
     pins: options.PinsOption = None,
     json: options.JsonOption = False,
 ) -> None:
-    """Remove a release's objects that no other release present needs. Pins that others alone have are unknown here."""
+    """Remove the objects of a release that no other release in the store needs. Only pins known here are considered."""
     from ..artifacts.library import Library
     from ..artifacts.releases.gc import collect, collect_leftovers
 

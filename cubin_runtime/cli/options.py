@@ -35,13 +35,13 @@ SourceOption = Annotated[
 ]
 PinsOption = Annotated[
     list[Path] | None,
-    typer.Option("--pins", help="A file with more pins (CUBIN_RUNTIME_PINS).", show_default=False),
+    typer.Option("--pins", help="A file of further pins (CUBIN_RUNTIME_PINS).", show_default=False),
 ]
-OfflineOption = Annotated[bool, typer.Option("--offline", help="Open no socket (CUBIN_RUNTIME_OFFLINE=1).")]
-JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")]
+OfflineOption = Annotated[bool, typer.Option("--offline", help="Never use the network (CUBIN_RUNTIME_OFFLINE=1).")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 SmOption = Annotated[
     str | None,
-    typer.Option("--sm", help="Only what runs on this SM, for example 100.", show_default=False),
+    typer.Option("--sm", help="Only kernels for this SM, for example 100.", show_default=False),
 ]
 FamilyOption = Annotated[
     list[str] | None,
@@ -51,14 +51,16 @@ DtypeOption = Annotated[
     list[str] | None,
     typer.Option("--dtype", help="Only kernels with this Q, K, V or output type.", show_default=False),
 ]
-HeadDimOption = Annotated[list[int] | None, typer.Option("--head-dim", help="Only this head size.", show_default=False)]
+HeadDimOption = Annotated[
+    list[int] | None, typer.Option("--head-dim", help="Only kernels with this head dimension.", show_default=False)
+]
 MatchOption = Annotated[
     list[str] | None,
-    typer.Option("--match", help="Only files or symbols that fit this glob.", show_default=False),
+    typer.Option("--match", help="Only files or symbols that match this glob.", show_default=False),
 ]
 CpuOption = Annotated[
     Cpu | None,
-    typer.Option("--cpu", help="Of a group of releases, only those for this CPU or any.", show_default=False),
+    typer.Option("--cpu", help="In a group of releases, only those for this CPU or for any CPU.", show_default=False),
 ]
 
 

@@ -30,13 +30,15 @@ def pin(
         typer.Option(
             "--from-flashinfer",
             metavar="WHEEL",
-            help="Pin what a wheel of flashinfer-python names; 'installed': the one that is installed.",
+            help="Pin all releases that a wheel of flashinfer-python names; 'installed' takes the installed package.",
             show_default=False,
         ),
     ] = None,
     sha256: Annotated[
         str | None,
-        typer.Option("--sha256", help="Digest of its checksums.txt, from one you trust.", show_default=False),
+        typer.Option(
+            "--sha256", help="SHA-256 of its checksums.txt, from a publisher that you trust.", show_default=False
+        ),
     ] = None,
     name: Annotated[
         str | None,
@@ -44,14 +46,14 @@ def pin(
     ] = None,
     abi: Annotated[
         str | None,
-        typer.Option("--abi", help="Parameter layout of its kernels; without it none is launched."),
+        typer.Option("--abi", help="Parameter layout of its kernels. Without it, no kernel is launched."),
     ] = None,
     licence: Annotated[
         str | None, typer.Option("--licence", help="Licence of its files (default: unknown).", show_default=False)
     ] = None,
     max_file_bytes: Annotated[
         int | None,
-        typer.Option("--max-file-bytes", min=1, help="The most one file may have.", show_default=False),
+        typer.Option("--max-file-bytes", min=1, help="Upper bound on the size of one file.", show_default=False),
     ] = None,
     store: options.StoreOption = None,
     source: options.SourceOption = None,
@@ -61,7 +63,7 @@ def pin(
 ) -> None:
     """Trust a release: with --sha256 write a pin, without it only show what the sources have.
 
-    With --from-flashinfer trust every release that FlashInfer has a manifest digest for, as one group.
+    With --from-flashinfer, trust every release for which FlashInfer has a manifest digest, as one group.
     """
     from ..artifacts.library import Library
     from ..artifacts.path import ArtifactPath
@@ -108,12 +110,14 @@ def pin(
 
 
 def unpin(
-    target: Annotated[str, typer.Argument(metavar="PIN-or-PATH", help="A pin of yours, or its release's folder.")],
+    target: Annotated[
+        str, typer.Argument(metavar="PIN-or-PATH", help="A pin from your own file, or its release's folder.")
+    ],
     store: options.StoreOption = None,
     pins: options.PinsOption = None,
     json: options.JsonOption = False,
 ) -> None:
-    """Trust a release no longer: take its pin out of your own file. What is in the store stays there."""
+    """Stop trusting a release: remove its pin from your own pin file. The store keeps its files."""
     from ..artifacts.library import Library
     from ..artifacts.pins.pin_file import remove_group, remove_pin
 

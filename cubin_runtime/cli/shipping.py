@@ -36,11 +36,9 @@ def register(app: typer.Typer) -> None:
 def export(
     targets: Targets,
     out: Annotated[Path, typer.Option("--out", help="The .zip to write; of --layout flashinfer, the folder.")],
-    layout: Annotated[
-        Layout, typer.Option("--layout", help="A zip, or a folder of its own that FlashInfer finds everything in.")
-    ] = Layout.ZIP,
+    layout: Annotated[Layout, typer.Option("--layout", help="A zip, or a folder for FlashInfer.")] = Layout.ZIP,
     compress: Annotated[
-        bool, typer.Option("--compress", help="Deflate: smaller; equal bytes only with an equal zlib.")
+        bool, typer.Option("--compress", help="Compress the archive. Its bytes then depend on the version of zlib.")
     ] = False,
     sm: options.SmOption = None,
     family: options.FamilyOption = None,
@@ -53,7 +51,7 @@ def export(
     pins: options.PinsOption = None,
     json: options.JsonOption = False,
 ) -> None:
-    """Write a zip of releases, or of a part, that 'fetch --source FILE.zip' takes; nothing is downloaded.
+    """Write a zip of releases, or of some files, for 'fetch --source FILE.zip'. Downloads nothing.
 
     With --layout flashinfer write a folder for FlashInfer instead, whose variables 'flashinfer-env FOLDER' prints.
     """
@@ -97,7 +95,7 @@ def mirror(
     pins: options.PinsOption = None,
     json: options.JsonOption = False,
 ) -> None:
-    """Write releases as a static tree, whose URL is then a source; nothing is downloaded, and a rerun goes on."""
+    """Write releases as a static tree for a web server. Downloads nothing; a rerun continues."""
     from ..artifacts.library import Library
     from ..artifacts.tables.kernel_filter import KernelFilter
 
@@ -109,10 +107,12 @@ def mirror(
 
 
 def flashinfer_env(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="What 'export --layout flashinfer' wrote.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="The folder that 'export --layout flashinfer' wrote.")
+    ],
     json: options.JsonOption = False,
 ) -> None:
-    """Print the variables under which FlashInfer finds everything in a folder and asks no network."""
+    """Print the environment variables that make FlashInfer use a folder and never the network."""
     import shlex
 
     from ..artifacts.releases.flashinfer_layout import flashinfer_variables

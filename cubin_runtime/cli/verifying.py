@@ -21,9 +21,11 @@ def register(app: typer.Typer) -> None:
 
 def verify(
     targets: Targets,
-    complete: Annotated[bool, typer.Option("--complete", help="Files that were never fetched are an error.")] = False,
+    complete: Annotated[
+        bool, typer.Option("--complete", help="Treat files that were never fetched as an error.")
+    ] = False,
     repair: Annotated[
-        bool, typer.Option("--repair", help="Fetch again what is corrupt, and with --complete what is missing.")
+        bool, typer.Option("--repair", help="Fetch corrupt files again, and with --complete missing files too.")
     ] = False,
     sm: options.SmOption = None,
     family: options.FamilyOption = None,
@@ -45,7 +47,7 @@ def verify(
     offline: options.OfflineOption = False,
     json: options.JsonOption = False,
 ) -> None:
-    """Hash what the store or a published tree has, against the pinned manifest."""
+    """Hash the files in the store or in a published tree, and compare them with the pinned manifest."""
     from ..artifacts.library import Library
     from ..artifacts.releases.repair import repair as repair_store
     from ..artifacts.tables.kernel_filter import KernelFilter

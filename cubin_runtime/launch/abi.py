@@ -54,7 +54,7 @@ def check_launchable(
     declared: Architecture | None = None,
     dynamic_shared_bytes: int = 0,
 ) -> KernelFacts:
-    """Hold a launch against what the cubin says of itself; the facts of the kernel if all fits.
+    """Compare a launch with what the cubin states, and return the facts of the kernel.
 
     Raises:
         AbiError: a mismatch; the message gives both sides.

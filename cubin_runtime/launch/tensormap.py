@@ -44,7 +44,7 @@ class TensorMapSpec:
     fill: str = "zero"
 
     def check(self) -> None:
-        """Hold the spec against every rule of the driver.
+        """Check the spec against every rule of the driver.
 
         Raises:
             TensorMapError: the first rule broken, in its ``rule``.

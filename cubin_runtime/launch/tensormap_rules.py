@@ -1,6 +1,6 @@
 """The rules of ``cuTensorMapEncodeTiled``, each with a name, and the words for its enum values.
 
-They are those of the driver's documentation (CUDA 13.0), held against a driver (tests/gpu). Not among them, since it
+They are those of the driver's documentation (CUDA 13.0), compared with a driver (tests/gpu). Not among them, since it
 takes the contrary: that strides grow or divide one another, and that interleave 32B goes with swizzle 32B only.
 """
 

@@ -114,7 +114,7 @@ class Tensors:
         return replace(self, **{name: replace(getattr(self, name), **changes)})
 
     def draft(self, q_len: int, **more: TensorView | None) -> Tensors:
-        """With ``q_len`` query tokens a request."""
+        """With ``q_len`` query tokens per request."""
         q, out = (replace(view, **_like((4, q_len, *view.shape[1:]))) for view in (self.q, self.out))
         return replace(self, q=q, out=out, **more)
 

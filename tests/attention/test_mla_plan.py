@@ -155,7 +155,7 @@ def test_the_plan_describes_every_field_with_its_meaning(planner: Runtime) -> No
         (latent_call(q=view("bfloat16", 4, HEADS, 576, pointer=0x1008)), {}, "q: address 0x1008, .*multiple of 16"),
         (latent_call(out=view("bfloat16", 4, HEADS, 512, pointer=0x1008)), {}, "out: address 0x1008"),
         (latent_call(out=view("bfloat16", 4, HEADS, 576)), {}, r"out: shape .*expected \(4, 16, 512\)"),
-        (latent_call(4, 17), {}, "q: 17 tokens a request, expected 1 to 16"),
+        (latent_call(4, 17), {}, "q: 17 tokens per request, expected 1 to 16"),
         (latent_call(5), {}, r"seq_lens: shape \(4,\), expected \(5,\)"),
         (latent_call(), {"max_q_len": 2}, "max_q_len=2: expected only with q_cu_seq_lens"),
         (ragged_call(), {}, "max_q_len: None with q_cu_seq_lens"),

@@ -69,7 +69,7 @@ def xqa_mla_arguments(memory: MadeUpMemory, **changes: Any) -> dict[str, Any]:
 
 
 def mla_batch_arguments(memory: MadeUpMemory, **changes: Any) -> dict[str, Any]:
-    """Of ``xqa_batch_decode_with_kv_cache_mla`` and, with one token a request, of the other MLA operator."""
+    """Of ``xqa_batch_decode_with_kv_cache_mla`` and, with one token per request, of the other MLA operator."""
     return {**mla_arguments(memory, query=memory.tensor("bfloat16", 4, 1, 128, 576)), **changes}
 
 

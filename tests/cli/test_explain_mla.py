@@ -27,7 +27,9 @@ def test_the_kernel_its_grid_its_cta_groups_and_the_reason_are_told(
 ) -> None:
     out = run(capsys, *arguments, *SHAPE)
     assert out.startswith("device  H200, 132 multiprocessors\nkernel  mla_latent512_rows64_sm90a\n")
-    assert "\nwhy     built for sm_90a; 128 rows a request in 2 tiles of 64; at most 4096 tiles of 64 keys over " in out
+    assert (
+        "\nwhy     built for sm_90a; 128 rows per request in 2 tiles of 64; at most 4096 tiles of 64 keys over " in out
+    )
     assert "\ngrid    128 CTAs of 384 threads, 223232 bytes shared memory\n" in out
     assert "\ngroups  64 of 2 CTAs, one CTA per row tile of a request\n" in out
     assert "\nrows    128 in 2 x 64\nsplits  0: stream-K over all output tiles\n" in out
@@ -40,7 +42,7 @@ def test_every_mla_kernel_is_a_candidate_with_its_row_tiles_or_the_reason_why_no
     assert table[1:] == [
         ["mla_latent512_rows64_sm90a", "2 x 64", ""],
         ["mla_latent256_rows64_sm90a", "", "latent is 256"],
-        ["mla_latent512_rows16_sm90a", "", "for at most 16 rows a request, and not for batch_invariant"],
+        ["mla_latent512_rows16_sm90a", "", "for at most 16 rows per request, and not for batch_invariant"],
         ["mla_latent256_rows16_sm90a", "", "latent is 256"],
     ]
 

@@ -90,7 +90,7 @@ BATCH: list[tuple[dict[str, Any], str]] = [
     ({"query": tensor("float16", 4, 64, 128)}, "query: dtype float16, expected bfloat16 with bfloat16 caches"),
     ({"query": tensor("bfloat16", 4, 60, 128)}, "query: 60 heads over"),
     ({"q_len_per_req": 0}, "query: 4 tokens for 4 requests of 0"),
-    ({"query": tensor("bfloat16", 68, 64, 128), "q_len_per_req": 17}, "query: 17 tokens a request, expected 1 to 16"),
+    ({"query": tensor("bfloat16", 68, 64, 128), "q_len_per_req": 17}, "query: 17 tokens per request, expected 1 to 16"),
     ({"kv_cache": tensor("bfloat16", 100, 3, 64, 8, 128)}, r"kv_cache: shape .*\[pages, 2, ...\]"),
     ({"kv_cache": tensor("int8", 100, 2, 32, 32, 128)}, r"kv_cache \(K\): dtype int8"),
     ({"kv_cache": tensor("uint8", 100, 2, 32, 32, 64)}, r"kv_cache \(K\): "),

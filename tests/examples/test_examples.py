@@ -65,6 +65,7 @@ def test_the_loop_replays_the_graph_of_the_smallest_bucket(
     example_script("continuous_batching").main(device)
     said = capsys.readouterr().out
     assert "step  3: 5 requests by the graph for 8" in said
+    assert "step  9: 4 requests by the graph for 4" in said
     steps = [line for line in said.splitlines() if line.startswith("step")]
     assert len(cubin_standin.calls("cuGraphLaunch")) == len(steps)
 

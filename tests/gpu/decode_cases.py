@@ -17,7 +17,7 @@ from cubin_runtime.attention.reference import paged_decode_reference
 class DecodeCase:
     """Sizes and options of one decode.
 
-    ``lengths`` are the keys of each request. ``q_len`` query tokens a request; ``q_lens`` makes them ragged, of bound
+    ``lengths`` are the keys of each request. ``q_len`` query tokens per request; ``q_lens`` makes them ragged, of bound
     ``max_q_len`` (None: the largest), with ``spare_tokens`` rows in q that no request owns. ``rows`` asks for the
     kernel that takes so many rows at once, where there is one, and ``clusters`` for a cluster to each pair, or for
     none, where there is such a grid. ``spare_pages`` lie unused in the pool.
@@ -93,7 +93,7 @@ class DecodeCase:
 
     @property
     def q_shape(self) -> tuple[int, ...]:
-        """As the caller passes it: a token a request, tokens of each request, or all tokens in a row."""
+        """As the caller passes it: a token per request, tokens of each request, or all tokens in a row."""
         if self.q_lens is not None:
             return (self.tokens, self.q_heads, self.head_dim)
         lead = (self.batch,) if self.q_len == 1 and self.flat_q else (self.batch, self.q_len)

@@ -1,8 +1,10 @@
-"""The examples on a GPU: each compares its own results with float64; what they print is shown with ``-s``."""
+"""The examples on a GPU: each compares its own results with float64."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from example_scripts import example_script
@@ -24,15 +26,22 @@ def device(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device
         made.assert_guards()
 
 
+def shown(name: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """What an example printed; shown, and kept with the other results of a GPU run."""
+    said = capsys.readouterr().out
+    with capsys.disabled():
+        print(f"\n== {name}\n{said}", end="")
+    if folder := os.environ.get("CUBIN_RUNTIME_GPU_OUT"):
+        (Path(folder) / f"example_{name}.txt").write_text(said)
+    return said
+
+
 @pytest.mark.parametrize(
     "name", ["continuous_batching", "flashinfer_swap", "mla_decode", "one_artifact", "speculative_tree"]
 )
 def test_an_example_agrees_with_float64(name: str, device: Device, capsys: pytest.CaptureFixture[str]) -> None:
     example_script(name).main(device)
-    said = capsys.readouterr().out
-    with capsys.disabled():
-        print(f"\n== examples/{name}.py\n{said}", end="")
-    assert "relative error" in said
+    assert "relative error" in shown(name, capsys)
 
 
 def test_a_kernel_of_ones_own_agrees_with_float64(
@@ -43,7 +52,4 @@ def test_a_kernel_of_ones_own_agrees_with_float64(
     except ToolchainError as error:
         pytest.skip(str(error))
     example_script("custom_kernel/custom_kernel").main(device)
-    said = capsys.readouterr().out
-    with capsys.disabled():
-        print(f"\n== examples/custom_kernel/custom_kernel.py\n{said}", end="")
-    assert "with float64: off by at most" in said
+    assert "with float64: off by at most" in shown("custom_kernel", capsys)

@@ -82,6 +82,7 @@ def test_the_package_wheel_is_pure_python_with_its_pins(package_wheel: Path) -> 
         names = archive.namelist()
     assert "cubin_runtime/artifacts/pins/pins.toml" in names
     assert "cubin_runtime/py.typed" in names
+    assert "cubin_runtime/testing/standin.c" in names
     assert [n for n in names if not n.startswith(("cubin_runtime/", f"cubin_runtime-{__version__}.dist-info/"))] == []
     assert [n for n in names if n.endswith((".so", ".cubin", ".cu"))] == []
 

@@ -1,4 +1,4 @@
-"""The manifests that pins name: had from wherever they are, held against the pin, parsed once a process."""
+"""The manifests that pins name: found in a source, compared with the pin, parsed once per process."""
 
 from __future__ import annotations
 

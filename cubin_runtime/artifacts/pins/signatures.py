@@ -65,7 +65,7 @@ def load_keys(texts: Sequence[str]) -> tuple[PinKey, ...]:
 def read_pin_file(file: Path, keys: Sequence[PinKey], state: Path | None = None) -> bytes:
     """The bytes of an operator's pin file; with ``keys`` only if one of them signed exactly these bytes.
 
-    A signed file is held against what it says of itself too: its name, its expiry, and the newest version that
+    A signed file is also checked for what it states: its name, its expiry, and the newest version that
     ``state`` remembers (None: nothing is remembered).
 
     Raises:

@@ -1,4 +1,4 @@
-"""What the file system says about a store, as errors of ours."""
+"""Errors of the file system about a store, as errors of the package."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def store_error(error: OSError, where: str) -> StoreError:
 
 @contextmanager
 def store_errors(where: str) -> Iterator[None]:
-    """Raise errors of ours for those of the file system; what is absent is a ``MissingError``."""
+    """Turn errors of the file system into errors of the package; a missing file is a ``MissingError``."""
     try:
         yield
     except FileNotFoundError:

@@ -26,7 +26,7 @@ class Disagreement:
 
 
 def resolve_architecture(cubin: Cubin, declared: Architecture) -> Architecture:
-    """The target to hold a device against: the binary's own, or the declared one where it states no suffix.
+    """The target to compare a device with: the binary's own, or the declared one where it states no suffix.
 
     A binary without a suffix whose number is not the declared one keeps its unknown suffix, which runs
     nowhere.
@@ -38,7 +38,7 @@ def resolve_architecture(cubin: Cubin, declared: Architecture) -> Architecture:
 def trtllm_disagreements(
     meta: KernelMeta, data: bytes, cubin: Cubin, *, manifest_sha256: str, parameter_bytes: int
 ) -> tuple[Disagreement, ...]:
-    """Hold a cubin of a trtllm-gen release against its row; empty when all facts agree.
+    """Compare a cubin of a trtllm-gen release with its row; empty when all facts agree.
 
     The dynamic shared memory is no field of the ELF: it agrees when the row's value occurs exactly once as an
     aligned 32-bit word in the code of ``<symbol>GetSmemSize``, the kernel that reports it.

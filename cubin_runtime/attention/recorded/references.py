@@ -253,7 +253,7 @@ def _trtllm_gen(inputs: _Inputs) -> Reference:
     q, k, v = (inputs.array(name) for name in ("query", "key", "value"))
     latent, paged = _MLA_WIDTHS.get(q.shape[-1]), tensors["key"].paged
     if latent and paged and options["max_q"] > 1:
-        raise NoReferenceError("there is no reference of MLA with several query tokens a request")
+        raise NoReferenceError("there is no reference of MLA with several query tokens per request")
     capacity = tensors["block_tables"].view.shape[-1] * k.shape[2] if paged else len(k)
     lengths = inputs.lengths(options["max_kv"], notes, capacity)
     if paged:

@@ -224,7 +224,7 @@ def _reason(fit: Fit, shape: DecodeShape, part: Part, device: DeviceFacts) -> st
     keys = f"{tile_tokens} keys" + (" in the window" if in_window else "")
     invariant = f"; {part.arithmetic} for {part}, at most {_count(splits, 'split')} a pair by its own tiles"
     return (
-        f"{built}; {tokens} x {_count(shape.group, 'query head')} a KV head in "
+        f"{built}; {tokens} x {_count(shape.group, 'query head')} per KV head in "
         f"{_count(grid.row_tiles, 'row tile')} of {kernel.traits['rows']}; "
         f"at most {_count(grid.tiles, 'tile')} of {keys} over {_count(grid.ctas, 'CTA')} "
         f"({grid.resident} on each of {device.multiprocessors} multiprocessors), "

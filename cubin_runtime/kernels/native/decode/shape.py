@@ -16,7 +16,7 @@ class DecodeShape:
     """What decides the kernel and the grid: bounds, never the lengths themselves.
 
     ``dtype`` is that of the KV cache and ``q_dtype`` that of the queries (``bf16``, ``fp16``, ``e4m3``; empty: as the
-    cache's), ``group`` the query heads a KV head,
+    cache's), ``group`` the query heads per KV head,
     ``q_len`` the query tokens of each request or, where ``ragged``, their bound; then ``tokens`` are those of all
     requests. ``window_left`` is -1 without a window.
     """

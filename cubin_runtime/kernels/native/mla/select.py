@@ -115,7 +115,7 @@ def select_mla_decode(kernels: Iterable[NativeKernel], shape: MlaShape, device: 
     teams = _teams(most_teams, pairs, pair_tiles, part_tiles)
     status = "" if best.status == MEASURED else f", {best.status}"
     reason = (
-        f"built for {best.architecture}{status}; {shape.rows} rows a request in {row_tiles} tiles of "
+        f"built for {best.architecture}{status}; {shape.rows} rows per request in {row_tiles} tiles of "
         f"{best.traits['rows']}; at most {pairs * pair_tiles} tiles of {best.traits['tile_tokens']} keys over "
         f"{teams} teams of {together} CTAs on {device.multiprocessors} multiprocessors"
     )
@@ -148,7 +148,7 @@ def _unfit(kernel: NativeKernel, shape: MlaShape, device: DeviceFacts) -> str:
     if shape.q_dtype not in taken:
         return f"queries are {' or '.join(taken)}"
     if _trait(kernel, "rows") < _WIDE_ROWS and not _few_rows(shape):
-        return f"for at most {_FEW_ROWS[shape.dtype]} rows a request, and not for batch_invariant"
+        return f"for at most {_FEW_ROWS[shape.dtype]} rows per request, and not for batch_invariant"
     return ""
 
 

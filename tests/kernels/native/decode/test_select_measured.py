@@ -21,7 +21,7 @@ class Measured:
 
     dtype: str
     head_dim: int
-    rows: tuple[int, int]  # query tokens, query heads a KV head
+    rows: tuple[int, int]  # query tokens, query heads per KV head
     batch: int
     keys: int
     us: dict[tuple[int, int], float]
