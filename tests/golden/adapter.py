@@ -35,10 +35,12 @@ from cubin_runtime.attention import (
     Runtime,
     TensorView,
     append_kv,
+    context_attention,
     merge_states,
     mla_decode,
     paged_decode,
     plan_append_kv,
+    plan_context_attention,
     plan_merge_states,
     plan_mla_decode,
     plan_paged_decode,
@@ -60,12 +62,14 @@ PLANNERS = {
     "plan_mla_decode": plan_mla_decode,
     "plan_append_kv": plan_append_kv,
     "plan_merge_states": plan_merge_states,
+    "plan_context_attention": plan_context_attention,
 }
 OPERATORS = {
     "paged_decode": paged_decode,
     "mla_decode": mla_decode,
     "append_kv": append_kv,
     "merge_states": merge_states,
+    "context_attention": context_attention,
 }
 
 _KERNELS = Path(__file__).parents[1] / "data" / "trtllm_gen_kernels.json.xz"

@@ -24,6 +24,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "launch"), str(HERE.parents[1])]
 import cases  # noqa: E402
 import copying_cases as copying  # noqa: E402
 import flashinfer_cases as flashinfer  # noqa: E402
+import prefill_cases as prefill  # noqa: E402
 from adapter import Session, layouts_now  # noqa: E402
 from launches import FILE, differences, read, write  # noqa: E402
 from standin_build import StandIn, build_standin  # noqa: E402
@@ -61,6 +62,7 @@ FAMILIES = {
     "ragged": Family(150, flashinfer.RAGGED_OPTIONS, flashinfer.ragged, flashinfer.settle),
     "append": Family(150, copying.APPEND_OPTIONS, copying.append),
     "merge": Family(80, copying.MERGE_OPTIONS, copying.merge),
+    "context attention": Family(200, prefill.CONTEXT_OPTIONS, prefill.context_attention),
 }
 
 

@@ -33,6 +33,7 @@ FAMILIES = (
     "ragged",
     "append",
     "merge",
+    "context attention",
 )
 # What selection never takes: a measurement, reductions of outputs that no published kernel splits, and those for SM90,
 # where no published kernel runs.
