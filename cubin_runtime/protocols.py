@@ -25,6 +25,7 @@ DTypeName = Literal[
 DecodeBackend = Literal["auto", "hopper"]
 TrtllmGenBackend = Literal["auto", "trtllm-gen"]
 CompatBackend = Literal["auto", "xqa", "trtllm-gen"]
+CompatContextBackend = Literal["auto", "hopper", "trtllm-gen"]
 
 
 class DLPackTensor(Protocol):

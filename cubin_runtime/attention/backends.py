@@ -64,8 +64,8 @@ TABLE: Mapping[str, Mapping[str, Support]] = {
     "xqa_batch_decode_with_kv_cache_mla": {XQA: _NATIVE_MLA},
     "trtllm_batch_decode_with_kv_cache": {XQA: _NATIVE_DECODE, **_TRTLLM_GEN},
     "trtllm_batch_decode_with_kv_cache_mla": {XQA: _NATIVE_MLA, **_TRTLLM_GEN},
-    "trtllm_batch_context_with_kv_cache": _TRTLLM_GEN,
-    "trtllm_ragged_attention_deepseek": _TRTLLM_GEN,
+    "trtllm_batch_context_with_kv_cache": {HOPPER: _NATIVE_PREFILL, **_TRTLLM_GEN},
+    "trtllm_ragged_attention_deepseek": {HOPPER: _NATIVE_PREFILL, **_TRTLLM_GEN},
 }
 
 

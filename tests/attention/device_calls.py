@@ -86,6 +86,27 @@ def _trtllm_mla(memory: MadeUpMemory) -> dict[str, Any]:
     return mla_arguments(memory, out=out, lse=lse)
 
 
+def native_ragged_arguments(memory: MadeUpMemory, **changes: Any) -> dict[str, Any]:
+    """Of ``trtllm_ragged_attention_deepseek``, with a head dimension that native kernels have."""
+    shapes = {"query": (200, 16, 128), "key": (400, 4, 128), "value": (400, 4, 128)}
+    tensors = {name: memory.tensor("bfloat16", *shape) for name, shape in shapes.items()}
+    return ragged_arguments(memory, **{**tensors, **changes})
+
+
+def _context(memory: MadeUpMemory) -> dict[str, Any]:
+    return context_arguments(memory, lse=memory.tensor("float32", 300, 32), sinks=memory.tensor("float32", 32))
+
+
+def _native_context(memory: MadeUpMemory) -> dict[str, Any]:
+    out = memory.tensor("bfloat16", 300, 32, 128)
+    return {**_context(memory), "out": out, **_scales(memory, "bmm1_scale", "bmm2_scale")}
+
+
+def _native_ragged(memory: MadeUpMemory) -> dict[str, Any]:
+    sinks, out = memory.tensor("float32", 16), memory.tensor("bfloat16", 200, 16, 128)
+    return native_ragged_arguments(memory, attention_sinks=sinks, out=out)
+
+
 ON_NATIVE_KERNELS: dict[str, Operator] = {
     "xqa": (flashinfer.xqa, _xqa),
     "xqa of ragged queries": (flashinfer.xqa, _xqa_ragged),
@@ -94,6 +115,8 @@ ON_NATIVE_KERNELS: dict[str, Operator] = {
     "xqa_batch_decode_mla": (flashinfer.xqa_batch_decode_with_kv_cache_mla, _mla_batch),
     "trtllm_batch_decode": (flashinfer.trtllm_batch_decode_with_kv_cache, _trtllm),
     "trtllm_batch_decode_mla": (flashinfer.trtllm_batch_decode_with_kv_cache_mla, _trtllm_mla),
+    "trtllm_batch_context": (flashinfer.trtllm_batch_context_with_kv_cache, _native_context),
+    "trtllm_ragged": (flashinfer.trtllm_ragged_attention_deepseek, _native_ragged),
 }
 
 
@@ -144,10 +167,6 @@ def _sparse_mla(memory: MadeUpMemory) -> dict[str, Any]:
         sparse_mla_top_k=2048,
         sparse_mla_top_k_lens=memory.tensor("int32", 8),
     )
-
-
-def _context(memory: MadeUpMemory) -> dict[str, Any]:
-    return context_arguments(memory, lse=memory.tensor("float32", 300, 32), sinks=memory.tensor("float32", 32))
 
 
 def _ragged(memory: MadeUpMemory) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from device_calls import ON_NATIVE_KERNELS, ON_TRTLLM_GEN_KERNELS
+from device_calls import ON_NATIVE_KERNELS, ON_TRTLLM_GEN_KERNELS, native_ragged_arguments
 from standin_build import StandIn
 from trtllm_calls import MadeUpMemory, context_arguments, decode_arguments, mla_arguments, ragged_arguments
 from xqa_calls import mla_batch_arguments, trtllm_arguments, xqa_arguments, xqa_batch_arguments
@@ -34,6 +34,7 @@ from cubin_runtime.attention.fast_path import note_made, suspend
 from cubin_runtime.compat import flashinfer
 from cubin_runtime.dtypes import ITEM_BYTES
 from cubin_runtime.errors import CubinRuntimeError
+from cubin_runtime.launch.regions import REGION_ALIGNMENT
 from cubin_runtime.launch.semaphore_workspace import SemaphoreWorkspace
 from cubin_runtime.launch.workspace import Workspace
 
@@ -117,7 +118,9 @@ class Caller:
 def _numbered(launches: Any, made: Sequence[TensorView]) -> str:
     text = repr(launches)
     for number, view in enumerate(made):
-        text = text.replace(view.pointer.to_bytes(8, "little").hex(), f"<made {number}>")
+        for region in (0, REGION_ALIGNMENT):  # those that a call places in what it makes
+            address = (view.pointer + region).to_bytes(8, "little").hex()
+            text = text.replace(address, f"<made {number} + {region}>")
     return text
 
 
@@ -310,6 +313,10 @@ ON_SM90: dict[str, Callable[[MadeUpMemory, Runtime], Call]] = {
     "plain xqa_batch_decode": _call_of(flashinfer.xqa_batch_decode_with_kv_cache, xqa_batch_arguments),
     "plain xqa_batch_decode_mla": _call_of(flashinfer.xqa_batch_decode_with_kv_cache_mla, mla_batch_arguments),
     "plain trtllm_batch_decode": _call_of(flashinfer.trtllm_batch_decode_with_kv_cache, trtllm_arguments),
+    "plain trtllm_batch_context": _call_of(flashinfer.trtllm_batch_context_with_kv_cache, context_arguments),
+    "trtllm_ragged that returns lse": _call_of(
+        flashinfer.trtllm_ragged_attention_deepseek, native_ragged_arguments, return_lse=True
+    ),
     **{name: _call_of(function, make) for name, (function, make) in ON_NATIVE_KERNELS.items()},
 }
 ON_SM100: dict[str, Callable[[MadeUpMemory, Runtime], Call]] = {

@@ -98,5 +98,6 @@ def build_stub_release(folder: Path) -> tuple[Path, Path]:
     types = (("bf16", "bf16"), ("e4m3", "bf16"), ("e4m3", "e4m3"))
     variants += [mla_stub_variant(*own, latent) for own in types for latent in (512, 256)]
     variants += [context_stub_variant("bf16", 128, soft_cap) for soft_cap in (False, True)]
+    variants += [context_stub_variant("bf16", 192, False)]
     build(folder / "tree", variants, LAYOUTS, find_toolchain(), sources=sources, release=RELEASE_NAME, jobs=2)
     return folder / "tree", pin_release(folder)

@@ -61,10 +61,16 @@ def test_published_kernels_are_taken_where_they_are_for(operator: str, capabilit
         assert resolve_backend(operator, "auto", device(*capability)) == "trtllm-gen"
 
 
+@pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize("capability", [(9, 0), (12, 0)])
-def test_elsewhere_published_kernels_are_refused(capability: tuple[int, int]) -> None:
+def test_elsewhere_published_kernels_are_refused(operator: str, capability: tuple[int, int]) -> None:
     with pytest.raises(BackendError, match=r"no backend runs there \(trtllm-gen: published for 10.0, 10.3\)"):
-        resolve_backend(OPERATORS[2], "auto", device(*capability))
+        resolve_backend(operator, "trtllm-gen", device(*capability))
+
+
+@pytest.mark.parametrize("operator", OPERATORS[2:])
+def test_context_operators_take_native_kernels_on_hopper(operator: str) -> None:
+    assert resolve_backend(operator, "auto", device(9, 0)) == "hopper"
 
 
 def test_the_refusal_says_what_there_is_on_the_device() -> None:
@@ -74,10 +80,11 @@ def test_the_refusal_says_what_there_is_on_the_device() -> None:
         r"xqa \(backend 'xqa'\), xqa_mla \(backend 'xqa'\), "
         r"xqa_batch_decode_with_kv_cache \(backend 'xqa'\), xqa_batch_decode_with_kv_cache_mla \(backend 'xqa'\), "
         r"trtllm_batch_decode_with_kv_cache \(backend 'xqa'\), "
-        r"trtllm_batch_decode_with_kv_cache_mla \(backend 'xqa'\)$"
+        r"trtllm_batch_decode_with_kv_cache_mla \(backend 'xqa'\), "
+        r"trtllm_ragged_attention_deepseek \(backend 'hopper'\)$"
     )
     with pytest.raises(BackendError, match=there_is):
-        resolve_backend(OPERATORS[2], "auto", device(9, 0))
+        resolve_backend("trtllm_batch_context_with_kv_cache", "trtllm-gen", device(9, 0))
 
 
 OURS = (

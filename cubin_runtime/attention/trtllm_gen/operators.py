@@ -13,7 +13,7 @@ from ...kernels.trtllm_gen.calls import ContextCall, DecodeCall, RaggedCall
 from ...launch.modules import KernelRequest, PreloadReport
 from ...launch.streams import stream_handle
 from ...tensor import TensorView, view_of
-from ..backends import AUTO, resolve_backend
+from ..backends import AUTO, TRTLLM_GEN, resolve_backend
 from ..fast_path import Launched, note_launch
 from ..process import default_runtime
 from ..recording import call_recorder
@@ -56,7 +56,7 @@ def plan(call: Call, *, backend: TrtllmGenBackend = AUTO, runtime: Runtime | Non
     def make() -> AttentionPlan:
         wanted = bounded(call)
         device = wanted.query.device
-        resolve_backend(OPERATORS[type(wanted)], backend, rt.driver.device(device))
+        resolve_backend(OPERATORS[type(wanted)], TRTLLM_GEN if backend == AUTO else backend, rt.driver.device(device))
         check_call(wanted)
         return AttentionPlan(rt, wanted, device)
 

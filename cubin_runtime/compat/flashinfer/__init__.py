@@ -21,7 +21,14 @@ so do ``trtllm_batch_decode_with_kv_cache`` and ``trtllm_batch_decode_with_kv_ca
 ``append_paged_kv_cache``, ``append_paged_mla_kv_cache``, ``merge_state``, ``merge_state_in_place`` and ``merge_states``
 run native kernels on Hopper. They need no workspace and have no ``batch_invariant``: no token's bits depend on others.
 
-The other operators, and decoding on SM100 and SM103, run NVIDIA's trtllm-gen kernels:
+``trtllm_batch_context_with_kv_cache`` and ``trtllm_ragged_attention_deepseek`` run native kernels on Hopper, where
+FlashInfer has none:
+
+- 16-bit tensors of one dtype, as ``cubin_runtime.attention.context_attention`` takes them; requests without
+  query tokens or keys; windows without a causal mask; the same bits with and without ``batch_invariant``.
+- ``workspace_buffer`` may have any contents.
+
+On SM100 and SM103 these two and decoding run NVIDIA's trtllm-gen kernels:
 
 - ``workspace_buffer`` may have any contents: only ``multi_ctas_kv_counter_buffer`` must be zero; None allocates it.
 - The kernels come from the pinned release; they are fetched on first use and verified

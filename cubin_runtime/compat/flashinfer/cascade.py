@@ -12,7 +12,7 @@ from ...attention.merge import merge_states as merge_operator
 from ...attention.process import default_runtime
 from ...errors import UsageError, WorkspaceError
 from ...tensor import is_torch, view_of
-from .renaming import renamed
+from ..renaming import renamed
 
 if TYPE_CHECKING:
     from ...tensor import QueryT, Tensor

@@ -1,4 +1,4 @@
-"""Decoding on native kernels: ``paged_decode`` and ``mla_decode``, their errors in the caller's names."""
+"""Attention on native kernels: our operators, their errors in the caller's names."""
 
 from __future__ import annotations
 
@@ -74,6 +74,7 @@ def decode_batch(
             output_scale=output_scale or factor_of("bmm2_scale", given.bmm2_scale, device),
             max_seq_len=min(integer("max_seq_len", given.max_seq_len), capacity),
             workspace=workspace,
+            batch_invariant=given.batch_invariant,
             **options,
         )
     except WorkspaceError as error:
@@ -88,7 +89,7 @@ def launch(
     tensors: tuple[Any, ...],
     **options: Any,
 ) -> None:
-    """Call ``decode`` (``paged_decode`` or ``mla_decode``) with its positional ``tensors`` and other ``options``.
+    """Call ``decode``, one of our attention operators, with its positional ``tensors`` and other ``options``.
 
     ``names`` maps arguments of ``decode`` to those of the caller's operator where the names differ: errors use them.
     """
@@ -98,7 +99,6 @@ def launch(
         full_path(decode)(
             *tensors,
             sinks=sinks_of(given.sinks, "sinks", device),
-            batch_invariant=given.batch_invariant,
             stream=rt.memory.current_stream(given.query),
             backend=HOPPER,
             enable_pdl=has_pdl if given.enable_pdl is None else bool(given.enable_pdl),

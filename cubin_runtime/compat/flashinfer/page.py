@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from ...attention.append import append_kv
 from ...errors import UsageError, WorkspaceError
 from ...tensor import is_torch, view_of
+from ..renaming import renamed
 from .layouts import cache_pair
-from .renaming import renamed
 
 if TYPE_CHECKING:
     from ...protocols import KvLayout

@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ...attention.backends import HOPPER
 from ...attention.checks import integer
 from ...attention.fast_path import operator_function
 from ...attention.trtllm_gen import ContextCall, RaggedCall, Sage
 from ...errors import UsageError
 from ...tensor import view_of
 from .arguments import MEMORY, SCALES, Arguments, query_of, tensor_or_none
+from .context import attend_paged, attend_ragged, context_backend
 from .layouts import cache_pair_by_head
 from .lengths import check_batch, check_none_empty
 from .outputs import output_of
@@ -19,7 +21,7 @@ from .torch_ops import torch_op
 from .trtllm_gen import pages, run_call
 
 if TYPE_CHECKING:
-    from ...protocols import CompatBackend, KvLayout
+    from ...protocols import CompatContextBackend, KvLayout
     from ...tensor import Scale, Tensor
     from .outputs import FP4Output
 
@@ -60,6 +62,7 @@ def trtllm_batch_context_with_kv_cache(
     multi_ctas_kv_counter_buffer: Tensor | None = None,
     use_fp16_softmax: bool | None = None,
     uses_spcompress: bool | None = None,
+    backend: CompatContextBackend = "trtllm-gen",
     *,
     batch_invariant: bool = False,
 ) -> Any:
@@ -70,27 +73,32 @@ def trtllm_batch_context_with_kv_cache(
         max_q_len, max_kv_len: bounds on the query and KV lengths.
         batch_size: must match ``seq_lens``.
         cum_seq_lens_q, cum_seq_lens_kv: int32 ``[batch + 1]``, cumulative query and KV lengths.
-        causal: causal mask; without it there is no window.
+        workspace_buffer: scratch of any contents.
+        causal: causal mask, aligned to the last key; trtllm-gen: without it there is no window.
         multi_ctas_kv_counter_buffer: unused.
         use_fp16_softmax, uses_spcompress: refused: they are for other GPUs.
+        backend: "trtllm-gen" or "auto": the backend that supports the device, native kernels on Hopper; "hopper".
 
     Returns:
         ``out``, or (``out``, ``lse``).
     """
     given = Arguments.of(trtllm_batch_context_with_kv_cache, locals())
     given.refuse("use_fp16_softmax", "uses_spcompress")
-    q = query_of(query, 3)
-    key, value = cache_pair_by_head(kv_cache, kv_layout)
-    lengths = view_of(seq_lens, "seq_lens")
+    q, lengths = query_of(query, 3), view_of(seq_lens, "seq_lens")
     check_batch(batch_size, lengths)
+    found, max_kv = context_backend(given, q.device, backend), integer("max_kv_len", max_kv_len)
+    if found == HOPPER:
+        return attend_paged(given, q, lengths, max_kv, causal, cum_seq_lens_kv)
+    key, value = cache_pair_by_head(kv_cache, kv_layout)
     return run_call(
         ContextCall,
         given,
         q,
         output_of(given, q.shape, q.dtype),
+        backend=found,
         seq_lens=lengths,
         max_q=integer("max_q_len", max_q_len),
-        max_kv=integer("max_kv_len", max_kv_len),
+        max_kv=max_kv,
         cum_seq_lens_q=view_of(cum_seq_lens_q, "cum_seq_lens_q"),
         **pages(given, key, value),
         cum_seq_lens_kv=view_of(cum_seq_lens_kv, "cum_seq_lens_kv"),
@@ -129,11 +137,12 @@ def trtllm_ragged_attention_deepseek(
     lse: Tensor | None = None,
     sage_attn_sfs: tuple[Any, Any, Any, Any] = (None, None, None, None),
     num_elts_per_sage_attn_blk: tuple[int, int, int, int] = (0, 0, 0, 0),
-    backend: CompatBackend = "trtllm-gen",
+    backend: CompatContextBackend = "trtllm-gen",
     q_seq_lens_cpu: Any = None,
     kv_seq_lens_cpu: Any = None,
     use_fp16_softmax: bool | None = None,
     uses_spcompress: bool | None = None,
+    skip_all_rows_active_check: bool = True,
     *,
     batch_invariant: bool = False,
 ) -> Any:
@@ -142,29 +151,41 @@ def trtllm_ragged_attention_deepseek(
     Args:
         query: ``[tokens, heads, head_dim]``, contiguous.
         key, value: ``[kv_tokens, kv_heads, head_dim]``; head dimensions (of Q and K, of V) (192, 128), (128, 128) or
-            (256, 256).
-        o_sf_scale: passed to the kernel; -1 if unused.
-        window_left: needs ``is_causal``.
+            (256, 256); hopper: also (64, 64).
+        workspace_buffer: scratch of any contents.
+        o_sf_scale: trtllm-gen: passed to the kernel; -1 if unused. hopper: unused.
+        window_left: trtllm-gen: needs ``is_causal``.
         out: ``[tokens, heads, head_dim of V]``; None: allocated here, bf16 for 8-bit queries, else the query's dtype.
-        sage_attn_sfs, num_elts_per_sage_attn_blk: SageAttention scales of Q, K, P and V; elements that share a scale.
-        q_seq_lens_cpu, kv_seq_lens_cpu: lengths known on the host. No kernel takes a request with no query tokens or
-            no keys: one that is listed here is refused. Nothing is read back from the device.
+        sage_attn_sfs, num_elts_per_sage_attn_blk: trtllm-gen: SageAttention scales of Q, K, P and V; elements that
+            share a scale.
+        backend: as in ``trtllm_batch_context_with_kv_cache``.
+        q_seq_lens_cpu, kv_seq_lens_cpu: lengths known on the host; unused by native kernels, which take requests
+            without query tokens or keys. No trtllm-gen kernel does: one that is listed here is refused.
         use_fp16_softmax, uses_spcompress: refused: they are for other GPUs.
+        skip_all_rows_active_check: trtllm-gen: False needs the lengths on the host, as nothing is read back.
 
     Returns:
         ``out``, or (``out``, ``lse``).
     """
     given = Arguments.of(trtllm_ragged_attention_deepseek, locals(), sinks=attention_sinks, o_sf_scale=None)
     given.refuse("use_fp16_softmax", "uses_spcompress")
-    q = query_of(query, 3)
-    check_none_empty("q_seq_lens_cpu", q_seq_lens_cpu)
-    check_none_empty("kv_seq_lens_cpu", kv_seq_lens_cpu)
-    if integer("window_left", window_left) >= 0 and not is_causal:
-        raise UsageError(f"window_left={window_left} without is_causal: dense attention has no window")
-    lengths, v = view_of(seq_lens, "seq_lens"), view_of(value, "value")
+    q, lengths, v = query_of(query, 3), view_of(seq_lens, "seq_lens"), view_of(value, "value")
     if len(v.shape) != 3:
         raise UsageError(f"value: shape {v.shape}, expected 3 dimensions")
     check_batch(batch_size, lengths)
+    found, max_kv = context_backend(given, q.device, backend), integer("max_kv_len", max_kv_len)
+    if found == HOPPER:
+        if any(scale is not None for scale in sage_attn_sfs):
+            raise UsageError(f"sage_attn_sfs: given, expected None: backend {found!r} has no kernel for SageAttention")
+        return attend_ragged(given, (q, view_of(key, "key"), v), lengths, max_kv, is_causal, cum_seq_lens_kv)
+    check_none_empty("q_seq_lens_cpu", q_seq_lens_cpu)
+    check_none_empty("kv_seq_lens_cpu", kv_seq_lens_cpu)
+    if not skip_all_rows_active_check and (q_seq_lens_cpu is None or kv_seq_lens_cpu is None):
+        raise UsageError(
+            "skip_all_rows_active_check=False: expected q_seq_lens_cpu and kv_seq_lens_cpu, as nothing is read back"
+        )
+    if integer("window_left", window_left) >= 0 and not is_causal:
+        raise UsageError(f"window_left={window_left} without is_causal: dense attention has no window")
     default = q.dtype if q.dtype in ("float16", "bfloat16") else "bfloat16"
     sage = (tensor_or_none(scale, f"sage_attn_sfs[{place}]", q.device) for place, scale in enumerate(sage_attn_sfs))
     return run_call(
@@ -172,11 +193,11 @@ def trtllm_ragged_attention_deepseek(
         given,
         q,
         output_of(given, (*q.shape[:2], v.shape[-1]), default),
-        backend=backend,
+        backend=found,
         sinks_name="attention_sinks",
         seq_lens=lengths,
         max_q=integer("max_q_len", max_q_len),
-        max_kv=integer("max_kv_len", max_kv_len),
+        max_kv=max_kv,
         cum_seq_lens_q=view_of(cum_seq_lens_q, "cum_seq_lens_q"),
         key=view_of(key, "key"),
         value=v,

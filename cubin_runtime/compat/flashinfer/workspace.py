@@ -24,6 +24,7 @@ from .arguments import Arguments
 SEMAPHORE_BYTES = 8 << 20
 _CTAS_PER_MULTIPROCESSOR = 32  # no device runs more
 _COUNTER_BYTES = 4
+_OWN_SEMAPHORE_BYTES = 4 * REGION_ALIGNMENT  # a status word and counters of a few bytes, each in a region of its own
 # Replacements that a runtime keeps, besides those in captured graphs.
 _MOST_EAGER = 64
 
@@ -74,6 +75,21 @@ def with_enough_semaphores(given: Arguments, rows: int, device: int) -> Semaphor
             stream = rt.memory.current_stream(given.query)
             workspace = _eager(replaced, held, needed, stream, device, rt)
     return SemaphoreWorkspace((workspace.address, workspace.nbytes), scratch, owner=workspace)
+
+
+def with_own_semaphores(given: Arguments, device: int) -> SemaphoreWorkspace | TorchScratch:
+    """A workspace of any contents as scratch, with semaphores that are made and zeroed for this call.
+
+    Raises:
+        UsageError: the buffer is not contiguous or on another device.
+    """
+    if isinstance(given.workspace_buffer, TorchScratch):
+        return given.workspace_buffer
+    address, nbytes = _memory_of(given.workspace_buffer, "workspace_buffer", device)
+    aligned = (address + 15) & ~15
+    scratch = (aligned, max(0, nbytes - (aligned - address)))
+    made = given.runtime.memory.zeros(given.query, (_OWN_SEMAPHORE_BYTES,), "uint8")
+    return SemaphoreWorkspace((view_of(made, "semaphores").pointer, _OWN_SEMAPHORE_BYTES), scratch, owner=made)
 
 
 @dataclass(frozen=True, slots=True)

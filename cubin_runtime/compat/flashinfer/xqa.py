@@ -192,8 +192,18 @@ def _launch(
     softmax_scale, output_scale = head_scales(given, q, out)
     workspace = with_enough_semaphores(given, tokens * q.shape[-2], q.device)
     out = like_query(q, out, "output", 1)
-    scales = {"softmax_scale": softmax_scale, "output_scale": output_scale}
-    launch(decode, given, names, tensors, out=out, workspace=workspace, **scales, **options)
+    launch(
+        decode,
+        given,
+        names,
+        tensors,
+        out=out,
+        workspace=workspace,
+        softmax_scale=softmax_scale,
+        output_scale=output_scale,
+        batch_invariant=given.batch_invariant,
+        **options,
+    )
 
 
 def _check_multiprocessors(given: Arguments, sm_count: int | None, device: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -476,25 +477,41 @@ def test_batch_invariance_without_a_kernel_is_refused(runtime: Runtime, memory: 
         flashinfer.trtllm_batch_decode_with_kv_cache_mla(**given, batch_invariant=True)
 
 
-# Decoding has other kernels too: there it is asked for by name.
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [("decode", {"backend": "trtllm-gen"}), ("mla", {"backend": "trtllm-gen"}), ("context", {}), ("ragged", {})],
-)
+def refused(operator: Callable[..., Any], given: dict[str, Any], standin: StandIn) -> None:
+    with pytest.raises(BackendError, match=r"no backend runs there \(.*trtllm-gen: published for 10.0, 10.3\)"):
+        operator(**given)
+    assert standin.calls("cuModuleLoadData") == []
+
+
+@pytest.mark.parametrize("name", ["decode", "mla"])
 @pytest.mark.parametrize("where", [(9, 0), (12, 0)], ids=["sm90", "sm120"])
 def test_other_devices_are_refused_with_what_there_is(
-    runtime: Runtime,
-    standin: StandIn,
-    memory: MadeUpMemory,
-    name: str,
-    options: dict[str, Any],
-    where: tuple[int, int],
+    runtime: Runtime, standin: StandIn, memory: MadeUpMemory, name: str, where: tuple[int, int]
 ) -> None:
     standin.pose_as(*where)
     operator, arguments = OPERATORS[name]
-    with pytest.raises(BackendError, match=r"no backend runs there \(trtllm-gen: published for 10.0, 10.3\)"):
-        operator(**arguments(memory, **options))
-    assert standin.calls("cuModuleLoadData") == []
+    refused(operator, arguments(memory, backend="trtllm-gen"), standin)
+
+
+@pytest.mark.parametrize("name", ["context", "ragged"])
+def test_context_operators_are_refused_where_neither_backend_is(
+    runtime: Runtime, standin: StandIn, memory: MadeUpMemory, name: str
+) -> None:
+    standin.pose_as(12, 0)
+    operator, arguments = OPERATORS[name]
+    refused(operator, arguments(memory), standin)
+
+
+def test_a_call_as_a_value_is_for_trtllm_gen_kernels_alone(
+    runtime: Runtime, standin: StandIn, memory: MadeUpMemory
+) -> None:
+    standin.pose_as(9, 0)
+    scale = operators.Scale(1.0)
+    tensors = {name: memory.tensor("bfloat16", 300, 32, 128) for name in ("query", "key", "value", "out")}
+    lengths = {name: memory.tensor("int32", 4) for name in ("cum_seq_lens_q", "cum_seq_lens_kv")}
+    given = {**tensors, **lengths, "seq_lens": memory.tensor("int32", 3), "bmm1": scale, "bmm2": scale}
+    call = operators.RaggedCall(**given, max_q=128, max_kv=128)  # type: ignore[arg-type]
+    refused(operators.plan, {"call": call, "runtime": runtime}, standin)
 
 
 def test_kernels_of_ours_that_never_ran_there_come_with_a_warning(runtime: Runtime, memory: MadeUpMemory) -> None:

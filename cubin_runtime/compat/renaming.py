@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from ...errors import UsageError, WorkspaceError
+from ..errors import UsageError, WorkspaceError
 
 _NAMED = re.compile(r"(\w*)(.*)", re.DOTALL)
 

@@ -1,0 +1,91 @@
+"""Attention over keys that lie as they come: in requests of one size, ragged, or in pages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...attention.checks import integer
+from ...attention.prefill import context_attention
+from ...errors import UsageError, WorkspaceError
+from ..renaming import renamed
+from .options import Options
+from .tensors import capture_scratch, differences, new_lse, permuted, shape_of
+
+
+def attend(q: Any, k: Any, v: Any, options: Options, **where: Any) -> tuple[Any, Any]:
+    """``context_attention``, its output and, if it is wanted, the log-sum-exp in base e; ``where`` are its lengths.
+
+    The log-sum-exp is ``[heads, tokens]`` for queries ``[tokens, heads, head_dim]``, else ``[batch, heads, q_len]``.
+
+    Raises:
+        as ``context_attention``, in the caller's names.
+    """
+    shape = shape_of(q, "q", 3, 4)
+    lse = of_tokens = None
+    if options.returns_lse:
+        # By head, then by token: so all tokens lie at one stride, as the operator takes them.
+        made = new_lse(q, (shape[-2], *shape[:-2]))
+        of_tokens = permuted(made, (1, 0) if len(shape) == 3 else (1, 2, 0))
+        lse = made if len(shape) == 3 else permuted(made, (1, 0, 2))
+    left, right = options.window
+    try:
+        out = context_attention(
+            q,
+            k,
+            v,
+            causal=bool(options.causal),
+            window_left=left,
+            window_right=right,
+            logit_soft_cap=options.softcap,
+            sinks=options.sinks,
+            softmax_scale=options.softmax_scale,
+            lse_base="e",
+            out=options.out,
+            lse=of_tokens,
+            workspace=capture_scratch(q),
+            **where,
+        )
+    except (UsageError, WorkspaceError) as error:
+        raise renamed(error, options.names) from error
+    return out, lse
+
+
+def attend_even(q: Any, k: Any, v: Any, options: Options) -> tuple[Any, Any]:
+    """Attention of requests of one size, ``[batch, len, heads, head_dim]``; as ``attend``."""
+    shape_of(q, "q", 4)
+    return attend(q, k, v, options, max_seq_len=shape_of(k, "k", 4)[1])
+
+
+def attend_ragged(
+    q: Any,
+    k: Any,
+    v: Any,
+    options: Options,
+    *,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: Any,
+    max_seqlen_k: Any,
+    seqused_k: Any = None,
+    table: Any = None,
+) -> tuple[Any, Any]:
+    """Attention of queries ``[tokens, heads, head_dim]`` over ragged keys, or with a page ``table``; as ``attend``.
+
+    The lengths in pages are ``seqused_k``, else they are made from ``cu_seqlens_k``.
+    """
+    shape_of(q, "q", 3)
+    shape_of(cu_seqlens_q, "cu_seqlens_q", 1)
+    where = {"q_cu_seq_lens": cu_seqlens_q, "max_q_len": integer("max_seqlen_q", max_seqlen_q)}
+    bound = integer("max_seqlen_k", max_seqlen_k)
+    if table is None:
+        shape_of(cu_seqlens_k, "cu_seqlens_k", 1)
+        most = shape_of(k, "k", 3)[0]
+        return attend(
+            q, k, v, options, kv_cu_seq_lens=cu_seqlens_k, seq_lens=seqused_k, max_seq_len=min(bound, most), **where
+        )
+    if seqused_k is None:
+        shape_of(cu_seqlens_k, "cu_seqlens_k", 1)
+        seqused_k = differences(cu_seqlens_k, "cu_seqlens_k")
+    columns = shape_of(table, options.names["page_table"], 2)[1]
+    most = columns * shape_of(k, "k", 4)[1]
+    return attend(q, k, v, options, page_table=table, seq_lens=seqused_k, max_seq_len=min(bound, most), **where)

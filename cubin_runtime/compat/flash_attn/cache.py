@@ -1,0 +1,160 @@
+"""Attention over a KV cache: appending first, then decoding or context attention, by pages or by requests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ...attention.append import append_kv
+from ...attention.checks import integer
+from ...attention.paged_cache import MAX_GROUP, PAGE_SIZES
+from ...attention.paged_decode import paged_decode
+from ...errors import UsageError, WorkspaceError
+from ..renaming import renamed
+from .attention import attend
+from .options import Options
+from .tensors import capture_scratch, differences, filled, lengthened, numbers, shape_of
+
+_MOST_DECODED = 8  # query tokens of a request that the decode kernels are for
+_APPEND_NAMES = {"key": "k", "value": "v", "seq_lens": "cache_seqlens", "cum_seq_lens": "cu_seqlens_k_new"}
+
+
+class Cache(NamedTuple):
+    """A cache: ``[pages, page_size, kv_heads, head_dim]`` with a ``table``, else ``[batch, tokens, ...]``."""
+
+    k: Any
+    v: Any
+    table: Any
+    capacity: int
+
+
+class Queries(NamedTuple):
+    """Queries ``[batch, q_len, heads, head_dim]``, or ``[tokens, heads, head_dim]`` with running sums."""
+
+    q: Any
+    sums: Any
+    bound: int | None
+    batch: int
+
+
+def queries_of(q: Any, cu_seqlens_q: Any, max_seqlen_q: Any) -> Queries:
+    """The queries of a call; raises ``UsageError`` where rank and running sums do not fit."""
+    if cu_seqlens_q is None:
+        if max_seqlen_q is not None:
+            raise UsageError(f"max_seqlen_q={max_seqlen_q}: expected only with cu_seqlens_q")
+        return Queries(q, None, None, shape_of(q, "q", 4)[0])
+    shape_of(q, "q", 3)
+    bound = None if max_seqlen_q is None else integer("max_seqlen_q", max_seqlen_q)
+    return Queries(q, cu_seqlens_q, bound, shape_of(cu_seqlens_q, "cu_seqlens_q", 1)[0] - 1)
+
+
+def cache_of(k_cache: Any, v_cache: Any, table: Any, table_name: str, cache_batch_idx: Any) -> Cache:
+    """The cache of a call; requests chosen by ``cache_batch_idx`` get a page table that is made on the device.
+
+    Raises:
+        UsageError: a tensor has another rank; or ``cache_batch_idx`` is given with a table, or with a cache that
+            cannot be taken for pages.
+    """
+    requests, tokens = shape_of(k_cache, "k_cache", 4)[:2]
+    if table is not None:
+        if cache_batch_idx is not None:
+            raise UsageError(f"cache_batch_idx: given with {table_name}, whose rows say what each request has")
+        return Cache(k_cache, v_cache, table, shape_of(table, table_name, 2)[1] * tokens)
+    if cache_batch_idx is None:
+        return Cache(k_cache, v_cache, None, tokens)
+    shape_of(cache_batch_idx, "cache_batch_idx", 1)
+    size = next((size for size in reversed(PAGE_SIZES) if not tokens % size), None)
+    if size is None:
+        raise UsageError(f"cache_batch_idx: given with a k_cache of {tokens} tokens, expected a multiple of 16 of them")
+    pages = tokens // size
+    columns = numbers(cache_batch_idx, pages)
+    made = cache_batch_idx[:, None] * pages + columns
+    halves = []
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        shape = shape_of(cache, name, 4)
+        if requests > 1 and cache.stride(0) != tokens * cache.stride(1):
+            raise UsageError(f"{name}: strides {cache.stride()} with cache_batch_idx, expected requests without gaps")
+        halves.append(cache.view(requests * pages, size, *shape[2:]))
+    return Cache(halves[0], halves[1], made, tokens)
+
+
+def lengths_of(cache_seqlens: Any, queries: Queries, cache: Cache) -> Any:
+    """The lengths in the cache; None: all of a cache without pages is used."""
+    if isinstance(cache_seqlens, int):
+        return filled(queries.q, queries.batch, integer("cache_seqlens", cache_seqlens))
+    if cache_seqlens is None and cache.table is not None:
+        return filled(queries.q, queries.batch, cache.capacity)
+    return cache_seqlens
+
+
+def append(
+    k: Any, v: Any, sums: Any, lengths: Any, queries: Queries, cache: Cache, cache_name: Mapping[str, str]
+) -> Any:
+    """Append ``k`` and ``v``, ragged by ``sums`` or ``[batch, new tokens, ...]``; the lengths with them.
+
+    Raises:
+        as ``append_kv``, in the caller's names.
+    """
+    if v is None:
+        raise UsageError("v: None with k, expected the values of the new tokens")
+    if lengths is None:
+        raise UsageError("cache_seqlens: None with k, expected where the new tokens go")
+    shape = shape_of(k, "k", 4 if sums is None else 3)
+    after = lengthened(lengths, shape[1] if sums is None else differences(sums, "cu_seqlens_k_new"))
+    table = numbers(queries.q, queries.batch)[:, None] if cache.table is None else cache.table
+    try:
+        append_kv(k, v, cache.k, cache.v, table, lengths, cum_seq_lens=sums, lengths_include_new=False)
+    except (UsageError, WorkspaceError) as error:
+        raise renamed(error, {**_APPEND_NAMES, **cache_name}) from error
+    return after
+
+
+def attend_cache(
+    queries: Queries, cache: Cache, lengths: Any, options: Options, batch_invariant: bool
+) -> tuple[Any, Any]:
+    """Attention of the queries over the cache with these lengths; output and log-sum-exp, as ``attend``."""
+    if _is_decode(queries, cache, lengths, options):
+        return _decode(queries.q, cache, lengths, options, batch_invariant), None
+    return attend(
+        queries.q,
+        cache.k,
+        cache.v,
+        options,
+        page_table=cache.table,
+        seq_lens=lengths,
+        q_cu_seq_lens=queries.sums,
+        max_q_len=queries.bound,
+        max_seq_len=cache.capacity,
+    )
+
+
+def _is_decode(queries: Queries, cache: Cache, lengths: Any, options: Options) -> bool:
+    """Whether the decode kernels serve: a few causal tokens of each request over pages, no more than the output."""
+    if queries.sums is not None or cache.table is None or lengths is None:
+        return False
+    if options.returns_lse or options.softcap != 0:
+        return False
+    _, q_len, heads, _ = shape_of(queries.q, "q", 4)
+    kv_heads = shape_of(cache.k, "k_cache", 4)[2]
+    one_causal = q_len == 1 or (options.causal and q_len <= _MOST_DECODED)
+    return one_causal and kv_heads > 0 and heads <= MAX_GROUP * kv_heads
+
+
+def _decode(q: Any, cache: Cache, lengths: Any, options: Options, batch_invariant: bool) -> Any:
+    try:
+        return paged_decode(
+            q,
+            cache.k,
+            cache.v,
+            cache.table,
+            lengths,
+            max_seq_len=cache.capacity,
+            softmax_scale=options.softmax_scale,
+            window_left=options.window[0],
+            sinks=options.sinks,
+            batch_invariant=batch_invariant,
+            out=options.out,
+            workspace=capture_scratch(q),
+        )
+    except (UsageError, WorkspaceError) as error:
+        raise renamed(error, options.names) from error

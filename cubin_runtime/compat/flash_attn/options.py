@@ -1,0 +1,82 @@
+"""Options of flash-attention's functions: what our operators take for them, and those that none honours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ...attention.checks import integer
+from ...errors import UsageError
+from .tensors import in_float32
+
+# Arguments that no kernel of ours honours, and what they are where a call leaves them out.
+_REFUSED: Mapping[str, Any] = {
+    **dict.fromkeys(("alibi_slopes", "qv", "q_descale", "k_descale", "v_descale", "seqused_q"), None),
+    **dict.fromkeys(("rotary_cos", "rotary_sin", "rotary_seqlens", "cache_leftpad"), None),
+    "dropout_p": 0.0,
+    "attention_chunk": 0,
+    "sm_margin": 0,
+}
+
+
+class Options(NamedTuple):
+    """The options that all functions have; ``names`` maps our operators' arguments to the caller's in errors."""
+
+    names: Mapping[str, str]
+    softmax_scale: Any
+    causal: bool
+    window_size: Any
+    softcap: float
+    sinks: Any
+    out: Any
+    returns_lse: bool
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """Keys before and behind its own position that a token sees; -1: all. ``causal`` leaves none behind it.
+
+        Raises:
+            UsageError: it is not a pair of integers.
+        """
+        if not isinstance(self.window_size, (tuple, list)) or len(self.window_size) != 2:
+            raise UsageError(f"window_size={self.window_size!r}: expected (left, right)")
+        left, right = (-1 if side is None else max(-1, integer("window_size", side)) for side in self.window_size)
+        return left, -1 if self.causal else right
+
+
+NAMES = {
+    "q_cu_seq_lens": "cu_seqlens_q",
+    "kv_cu_seq_lens": "cu_seqlens_k",
+    "max_q_len": "max_seqlen_q",
+    "max_seq_len": "max_seqlen_k",
+    "logit_soft_cap": "softcap",
+    "window_left": "window_size (left)",
+    "window_right": "window_size (right)",
+}
+
+
+def refuse(**given: Any) -> None:
+    """Refuse arguments that no kernel honours, unless they are what they are by default.
+
+    Raises:
+        UsageError: another value; the message names the argument.
+    """
+    for name, value in given.items():
+        default = _REFUSED[name]
+        if value is None or (default is not None and isinstance(value, (int, float)) and value == default):
+            continue
+        came = repr(value) if isinstance(value, (bool, int, float, str)) else f"a {type(value).__name__}"
+        raise UsageError(f"{name}={came}: no kernel here honours it; expected {default!r}")
+
+
+def one_of(first: str, one: Any, second: str, other: Any) -> tuple[str, Any]:
+    """The one of two names of an argument that is given, with its value; raises ``UsageError`` if both are."""
+    if one is not None and other is not None:
+        raise UsageError(f"{second}: given with {first}, which is the same argument")
+    return (second, other) if other is not None else (first, one)
+
+
+def sinks_of(s_aux: Any, learnable_sink: Any) -> tuple[str, Any]:
+    """The sinks as float32, and the name that they came by."""
+    name, sinks = one_of("s_aux", s_aux, "learnable_sink", learnable_sink)
+    return name, None if sinks is None else in_float32(sinks)

@@ -1,0 +1,96 @@
+"""What flash-attention's layouts need beyond our operators' tensors: views, and small tensors made on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from ...attention.process import default_runtime
+from ...attention.torch_ops import TORCH_SCRATCH
+from ...errors import UsageError
+from ...tensor import view_of
+
+
+def is_torch(tensor: Any) -> bool:
+    """Whether tensors can be made from it by torch, which may be tracing it."""
+    return hasattr(tensor, "new_empty")
+
+
+def shape_of(tensor: Any, name: str, *ranks: int) -> tuple[int, ...]:
+    """The shape of a tensor of one of these ranks; raises ``UsageError`` for another."""
+    shape = tuple(tensor.shape) if is_torch(tensor) else view_of(tensor, name).shape
+    if len(shape) not in ranks:
+        raise UsageError(f"{name}: shape {shape}, expected {' or '.join(str(rank) for rank in ranks)} dimensions")
+    return shape
+
+
+def permuted(tensor: Any, order: Sequence[int]) -> Any:
+    """The same memory with its dimensions in another order."""
+    if is_torch(tensor):
+        return tensor.permute(*order)
+    view = view_of(tensor, "softmax_lse")
+    shape, strides = (tuple(of[axis] for axis in order) for of in (view.shape, view.strides))
+    return replace(view, shape=shape, strides=strides)
+
+
+def new_lse(q: Any, shape: tuple[int, ...]) -> Any:
+    """A float32 tensor on the device of ``q``."""
+    if is_torch(q):
+        import torch
+
+        return q.new_empty(shape, dtype=torch.float32)
+    return default_runtime().memory.empty(q, shape, "float32")
+
+
+def in_float32(tensor: Any) -> Any:
+    """A 16-bit tensor of torch's as float32, made on the device; any other as it is."""
+    return tensor.float() if is_torch(tensor) and tensor.element_size() == 2 else tensor
+
+
+def differences(sums: Any, name: str) -> Any:
+    """The lengths whose running sums these are, made on the device."""
+    _check_torch(sums, name, "lengths would be made from running sums")
+    return sums[1:] - sums[:-1]
+
+
+def lengthened(lengths: Any, more: Any) -> Any:
+    """``lengths`` and ``more``, which is a number or a tensor, made on the device."""
+    _check_torch(lengths, "cache_seqlens", "lengths with the new tokens would be made")
+    return lengths + more
+
+
+def filled(like: Any, batch: int, length: int) -> Any:
+    """Lengths that are all the same, made on the device."""
+    _check_torch(like, "cache_seqlens", "lengths would be made from a number")
+    import torch
+
+    return torch.full((batch,), length, dtype=torch.int32, device=like.device)
+
+
+def numbers(like: Any, count: int) -> Any:
+    """int32 from 0, made on the device."""
+    _check_torch(like, "block_table", "a table of a cache without pages would be made")
+    import torch
+
+    return torch.arange(count, dtype=torch.int32, device=like.device)
+
+
+def capture_scratch(q: Any) -> Any:
+    """The workspace of a call: in a capture memory that its graph owns; None: the runtime's own.
+
+    A runtime's workspace has no room for the graphs that a caller captures without having reserved it.
+    """
+    if not is_torch(q):
+        return None
+    import torch
+
+    # While torch traces, its ops find out themselves.
+    if torch.version.cuda is None or torch.compiler.is_compiling() or not torch.cuda.is_current_stream_capturing():
+        return None
+    return TORCH_SCRATCH
+
+
+def _check_torch(tensor: Any, name: str, what: str) -> None:
+    if not is_torch(tensor):
+        raise UsageError(f"{name}: {what} from a {type(tensor).__name__}, which is no torch tensor")

@@ -1,0 +1,111 @@
+"""Context attention on native kernels under FlashInfer's names: its options, and errors in the caller's names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...attention.backends import AUTO, HOPPER, TRTLLM_GEN
+from ...attention.checks import integer
+from ...attention.prefill import context_attention
+from ...attention.trtllm_gen.checks import check_vector
+from ...errors import UsageError
+from ...tensor import TensorView, view_of
+from .arguments import Arguments, tensor_or_none
+from .layouts import cache_pair
+from .native import launch
+from .outputs import is_fp4, lse_of, output_of
+from .scales import factor_of
+from .workspace import with_own_semaphores
+
+_NAMES = {
+    "q": "query",
+    "q_cu_seq_lens": "cum_seq_lens_q",
+    "max_seq_len": "max_kv_len",
+    "softmax_scale": "bmm1_scale",
+    "output_scale": "bmm2_scale",
+}
+_PAGED_NAMES = {**_NAMES, "k": "kv_cache (K)", "v": "kv_cache (V)", "page_table": "block_tables"}
+_RAGGED_NAMES = {**_NAMES, "k": "key", "v": "value", "kv_cu_seq_lens": "cum_seq_lens_kv", "sinks": "attention_sinks"}
+
+
+def context_backend(given: Arguments, device: int, backend: str) -> str:
+    """The backend that runs a context operator on ``device``; errors as ``find_backend``.
+
+    The peer's default is its only kernels' name and says nothing of the device, so it is ``auto`` here.
+    """
+    return given.backend_on(device, AUTO if backend == TRTLLM_GEN else backend)
+
+
+def attend_paged(given: Arguments, q: TensorView, lengths: TensorView, max_kv_len: int, causal: bool, sums: Any) -> Any:
+    """Attention over pages; ``sums`` are the cumulative KV lengths, which ``lengths`` repeat. As ``_attend``."""
+    given.refuse("kv_cache_sf", "uses_shared_paged_kv_idx", "o_sf_scale", "o_sf_vec_size", backend=HOPPER)
+    key, value = cache_pair(given.kv_cache, given.kv_layout)
+    table = view_of(given.block_tables, "block_tables")
+    if len(table.shape) != 2:
+        raise UsageError(f"block_tables: shape {table.shape}, expected [batch, columns]")
+    view = view_of(sums, "cum_seq_lens_kv")
+    check_vector("cum_seq_lens_kv", view, lengths.shape[0] + 1, "int32", q.device)
+    return _attend(
+        given,
+        _PAGED_NAMES,
+        (q, key, value),
+        causal=causal,
+        max_seq_len=min(max_kv_len, table.shape[1] * key.shape[1 if given.kv_layout == "NHD" else 2]),
+        page_table=table,
+        seq_lens=lengths,
+        kv_layout=given.kv_layout,
+    )
+
+
+def attend_ragged(
+    given: Arguments, tensors: tuple[TensorView, ...], lengths: TensorView, max_kv_len: int, causal: bool, sums: Any
+) -> Any:
+    """Attention of ``tensors`` q, k and v; ``sums`` are the cumulative KV lengths. As ``_attend``."""
+    key = tensors[1]
+    if len(key.shape) != 3:
+        raise UsageError(f"key: shape {key.shape}, expected [kv_tokens, kv_heads, head_dim]")
+    return _attend(
+        given,
+        _RAGGED_NAMES,
+        tensors,
+        causal=causal,
+        max_seq_len=min(max_kv_len, key.shape[0]),
+        kv_cu_seq_lens=view_of(sums, "cum_seq_lens_kv"),
+        seq_lens=lengths,
+    )
+
+
+def _attend(
+    given: Arguments, names: Mapping[str, str], tensors: tuple[TensorView, ...], *, causal: bool, **options: Any
+) -> Any:
+    """``context_attention`` of q, k and v with other ``options``; (output, lse), or output.
+
+    Raises:
+        UsageError: an option that no native kernel honours; and as ``context_attention``.
+    """
+    q = tensors[0]
+    given.refuse("skip_softmax_threshold_scale_factor", backend=HOPPER)
+    if is_fp4(given):
+        raise UsageError(f"out_dtype or out is nvfp4: backend {HOPPER!r} writes the dtype of query, {q.dtype}")
+    output = output_of(given, (*q.shape[:2], tensors[2].shape[-1]), q.dtype)
+    if output.view.dtype != q.dtype and given.out is None:
+        raise UsageError(f"out_dtype: {output.view.dtype}, expected that of query by backend {HOPPER!r}: {q.dtype}")
+    lse = lse_of(given, (q.shape[0], q.shape[1]))
+    launch(
+        context_attention,
+        given,
+        names,
+        tensors,
+        out=output.view,
+        lse=tensor_or_none(lse, "lse", q.device),
+        softmax_scale=factor_of("bmm1_scale", given.bmm1_scale, q.device),
+        output_scale=factor_of("bmm2_scale", given.bmm2_scale, q.device),
+        q_cu_seq_lens=view_of(given.cum_seq_lens_q, "cum_seq_lens_q"),
+        max_q_len=integer("max_q_len", given.max_q_len),
+        window_left=integer("window_left", given.window_left),
+        causal=causal,
+        workspace=with_own_semaphores(given, q.device),
+        **options,
+    )
+    return (output.tensor, lse) if given.return_lse else output.tensor

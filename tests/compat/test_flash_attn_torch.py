@@ -1,0 +1,251 @@
+"""flash-attention's functions on torch tensors: what is made, appending, and tracing. Its CPU build serves."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from flash_attn_calls import BATCH, COLUMNS, DIM, HEADS, KV_HEADS, PAGE, PAGES, sent
+from standin_build import StandIn
+
+from cubin_runtime import tensor as tensors_module
+from cubin_runtime.attention import Runtime
+from cubin_runtime.attention.memory import TorchMemory
+from cubin_runtime.compat import flash_attn, flash_attn_interface
+from cubin_runtime.compat.flash_attn import cache as cache_module
+from cubin_runtime.errors import UsageError
+from cubin_runtime.kernels.native.append.params import APPEND_KV
+from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.torch
+BF16, INT32 = torch.bfloat16, torch.int32
+
+
+class OnDevice:
+    """A tensor of the host that says to be on device 0."""
+
+    device = SimpleNamespace(type="cuda", index=0)
+
+    def __init__(self, tensor: Any) -> None:
+        self._tensor = tensor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tensor, name)
+
+
+@pytest.fixture(autouse=True)
+def runtime(hopper: Runtime, monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    """One for whose calls host tensors are on device 0."""
+    original = tensors_module._from_torch
+    monkeypatch.setattr(tensors_module, "_from_torch", lambda tensor, name: original(OnDevice(tensor), name))
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda _: 0)
+    hopper.memory = TorchMemory()
+    monkeypatch.setattr(hopper.memory, "stream_query", lambda: lambda device: 0)
+    monkeypatch.setattr(hopper.memory, "current_stream", lambda like: 0)
+    return hopper
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The arguments of the attention that follows an append, by name."""
+    seen: dict[str, Any] = {}
+    original = cache_module.attend_cache
+
+    def attend_cache(queries: Any, cache: Any, lengths: Any, options: Any, invariant: bool) -> Any:
+        seen.update(cache=cache, lengths=lengths, invariant=invariant)
+        return original(queries, cache, lengths, options, invariant)
+
+    monkeypatch.setattr("cubin_runtime.compat.flash_attn.functions.attend_cache", attend_cache)
+    return seen
+
+
+def varlen(**changes: Any) -> dict[str, Any]:
+    given = {
+        "q": torch.zeros(30, HEADS, DIM, dtype=BF16),
+        "k": torch.zeros(PAGES, PAGE, KV_HEADS, DIM, dtype=BF16),
+        "v": torch.zeros(PAGES, PAGE, KV_HEADS, DIM, dtype=BF16),
+        "cu_seqlens_q": torch.tensor([0, 10, 20, 30], dtype=INT32),
+        "cu_seqlens_k": torch.tensor([0, 100, 150, 450], dtype=INT32),
+        "max_seqlen_q": 10,
+        "max_seqlen_k": 300,
+        "block_table": torch.zeros(BATCH, COLUMNS, dtype=INT32),
+    }
+    return {**given, **changes}
+
+
+def cached(q_len: int = 1, new: int = 0, **changes: Any) -> dict[str, Any]:
+    given = {
+        "q": torch.zeros(BATCH, q_len, HEADS, DIM, dtype=BF16),
+        "k_cache": torch.zeros(PAGES, PAGE, KV_HEADS, DIM, dtype=BF16),
+        "v_cache": torch.zeros(PAGES, PAGE, KV_HEADS, DIM, dtype=BF16),
+        "cache_seqlens": torch.tensor([5, 0, 70], dtype=INT32),
+        "block_table": torch.zeros(BATCH, COLUMNS, dtype=INT32),
+        "causal": True,
+    }
+    tokens = {name: torch.zeros(BATCH, new, KV_HEADS, DIM, dtype=BF16) for name in ("k", "v") if new}
+    return {**given, **tokens, **changes}
+
+
+def unpaged(tokens: int, requests: int = BATCH) -> dict[str, Any]:
+    caches = {name: torch.zeros(requests, tokens, KV_HEADS, DIM, dtype=BF16) for name in ("k_cache", "v_cache")}
+    return {**caches, "block_table": None}
+
+
+def appended(standin: StandIn) -> dict[str, Any]:
+    (first, _) = standin.calls("cuLaunchKernelEx")
+    return APPEND_KV.unpack(bytes.fromhex(first.seen["parameter0"]))
+
+
+def test_lengths_in_pages_are_made_from_running_sums(standin: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    original = flash_attn.attention.differences
+    monkeypatch.setattr(flash_attn.attention, "differences", lambda *a: made.append(original(*a)) or made[-1])
+    flash_attn.flash_attn_varlen_func(**varlen())
+    (lengths,) = made
+    assert lengths.tolist() == [100, 50, 300]
+    assert (sent(standin)["seq_lens"], lengths.dtype) == (lengths.data_ptr(), INT32)
+
+
+def test_sinks_of_16_bits_are_converted(standin: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    sinks = torch.arange(HEADS, dtype=BF16)
+    made = []
+    original = flash_attn.options.in_float32
+    monkeypatch.setattr(flash_attn.options, "in_float32", lambda x: made.append(original(x)) or made[-1])
+    flash_attn.flash_attn_varlen_func(**varlen(s_aux=sinks))
+    assert (made[0].dtype, made[0].tolist()) == (torch.float32, list(range(HEADS)))
+    assert sent(standin)["sinks"] == made[0].data_ptr()
+
+
+def test_the_log_sum_exp_is_a_tensor_of_the_peers_shape() -> None:
+    _, lse, _ = flash_attn.flash_attn_varlen_func(**varlen(return_attn_probs=True))
+    assert (lse.shape, lse.dtype, lse.is_contiguous()) == ((HEADS, 30), torch.float32, True)
+    _, lse = flash_attn.flash_attn_with_kvcache(**cached(9, return_softmax_lse=True))
+    assert (lse.shape, lse.dtype) == ((BATCH, HEADS, 9), torch.float32)
+
+
+@pytest.mark.parametrize(("q_len", "symbol"), [(1, "paged_decode"), (9, "context_attention")])
+def test_new_tokens_are_appended_before_attention(
+    standin: StandIn, kept: dict[str, Any], q_len: int, symbol: str
+) -> None:
+    given = cached(q_len, new=3)
+    flash_attn.flash_attn_with_kvcache(**given)
+    seen = appended(standin)
+    assert symbol in standin.calls("cuLaunchKernelEx")[1].seen["symbol"]
+    pointers = [seen[name] for name in ("key", "value", "k_cache", "v_cache", "page_table", "seq_lens")]
+    names = ("k", "v", "k_cache", "v_cache", "block_table", "cache_seqlens")
+    assert pointers == [given[name].data_ptr() for name in names]
+    assert kept["lengths"].tolist() == [8, 3, 73]
+    assert given["cache_seqlens"].tolist() == [5, 0, 70]
+
+
+def test_new_tokens_go_behind_the_lengths(standin: StandIn) -> None:
+    flash_attn.flash_attn_with_kvcache(**cached(new=3))
+    assert appended(standin)["lengths_include_new"] == 0
+
+
+def test_ragged_new_tokens(standin: StandIn, kept: dict[str, Any]) -> None:
+    sums = torch.tensor([0, 1, 1, 6], dtype=INT32)
+    new = {name: torch.zeros(6, KV_HEADS, DIM, dtype=BF16) for name in ("k", "v")}
+    flash_attn_interface.flash_attn_with_kvcache(**cached(**new, cu_seqlens_k_new=sums))
+    assert appended(standin)["cum_seq_lens"] == sums.data_ptr()
+    assert kept["lengths"].tolist() == [6, 0, 75]
+
+
+def test_a_cache_without_pages_is_one_page_of_each_request(standin: StandIn, kept: dict[str, Any]) -> None:
+    flash_attn.flash_attn_with_kvcache(**cached(new=1, **unpaged(500)))
+    seen = appended(standin)
+    assert (seen["columns"], seen["num_pages"], kept["cache"].table) == (1, BATCH, None)
+    assert kept["lengths"].tolist() == [6, 1, 71]
+
+
+@pytest.mark.parametrize(("tokens", "size"), [(512, 256), (480, 32), (16, 16)])
+def test_requests_of_a_cache_are_chosen_by_a_page_table(
+    standin: StandIn, kept: dict[str, Any], tokens: int, size: int
+) -> None:
+    chosen = torch.tensor([4, 0, 2], dtype=INT32)
+    flash_attn.flash_attn_with_kvcache(**cached(cache_batch_idx=chosen, **unpaged(tokens, 5)))
+    cache, pages = kept["cache"], tokens // size
+    assert cache.table.tolist() == [[row * pages + page for page in range(pages)] for row in (4, 0, 2)]
+    assert (cache.table.dtype, cache.k.shape[:2], cache.capacity) == (INT32, (5 * pages, size), tokens)
+    (launch,) = standin.calls("cuLaunchKernelEx")
+    assert PAGED_DECODE_TMA.unpack(bytes.fromhex(launch.seen["parameter0"]))["num_pages"] == 5 * pages
+
+
+def test_requests_of_a_cache_that_cannot_be_pages() -> None:
+    chosen = torch.tensor([4, 0, 2], dtype=INT32)
+    with pytest.raises(UsageError, match="cache_batch_idx: given with a k_cache of 500 tokens"):
+        flash_attn.flash_attn_with_kvcache(**cached(cache_batch_idx=chosen, **unpaged(500, 5)))
+    caches = {name: cache[:, :64] for name, cache in unpaged(128, 5).items() if cache is not None}
+    with pytest.raises(UsageError, match=r"k_cache: strides .*expected requests without gaps"):
+        flash_attn.flash_attn_with_kvcache(**cached(cache_batch_idx=chosen, **caches, block_table=None))
+
+
+@pytest.mark.parametrize(("given", "lengths"), [(7, [7, 7, 7]), (None, [COLUMNS * PAGE] * BATCH)])
+def test_lengths_that_are_all_the_same(kept: dict[str, Any], given: Any, lengths: list[int]) -> None:
+    flash_attn.flash_attn_with_kvcache(**cached(cache_seqlens=given))
+    assert (kept["lengths"].tolist(), kept["lengths"].dtype) == (lengths, INT32)
+
+
+def test_new_tokens_need_lengths() -> None:
+    with pytest.raises(UsageError, match="cache_seqlens: None with k"):
+        flash_attn.flash_attn_with_kvcache(**cached(new=1, cache_seqlens=None, **unpaged(500)))
+
+
+NARROW = torch.zeros(BATCH, 1, 1, DIM, dtype=BF16)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"k": NARROW}, r"k: shape \(3, 1, 1, 128\)"),
+        ({"v": NARROW}, r"v: shape \(3, 1, 1, 128\)"),
+        ({"k": NARROW.to(torch.float16)}, "k: dtype float16"),
+        ({"v_cache": torch.zeros(PAGES, PAGE, 1, DIM, dtype=BF16)}, "v_cache: shape"),
+        ({"cache_seqlens": torch.zeros(5, dtype=INT32)}, r"cache_seqlens: shape \(5,\)"),
+        ({"cu_seqlens_k_new": torch.zeros(4, dtype=INT32)}, "k: shape .*expected 3 dimensions"),
+    ],
+)
+def test_an_append_names_the_callers_arguments(standin: StandIn, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        flash_attn.flash_attn_with_kvcache(**cached(new=1) | changes)
+    assert standin.calls("cuLaunchKernelEx") == []
+
+
+def test_calls_like_earlier_ones_take_fast_paths(runtime: Runtime, standin: StandIn) -> None:
+    given = cached(new=1)
+    flash_attn.flash_attn_with_kvcache(**given)
+    paths = sum(len(paths) for paths in runtime.fast_paths.values())
+    for _ in range(3):
+        flash_attn.flash_attn_with_kvcache(**given)
+    assert (paths, sum(len(paths) for paths in runtime.fast_paths.values())) == (2, 2)
+    assert len(standin.calls("cuLaunchKernelEx")) == 8
+
+
+def _traced(function: Any, given: dict[str, Any]) -> list[str]:
+    """The ops of ours in the one graph that torch makes of a call."""
+    found: list[str] = []
+
+    def backend(module: Any, _: Any) -> Any:
+        found.extend(str(node.target) for node in module.graph.nodes if "cubin_runtime" in str(node.target))
+        return lambda *inputs: [torch.zeros(1)] * 8
+
+    torch._dynamo.reset()
+    torch.compile(lambda: function(**given), backend=backend, fullgraph=True)()
+    return found
+
+
+@pytest.mark.parametrize("module", [flash_attn, flash_attn_interface])
+def test_torch_traces_a_call_as_one_op(module: Any) -> None:
+    assert _traced(module.flash_attn_varlen_func, varlen(return_attn_probs=True)) == ["cubin_runtime.context_attention"]
+    assert _traced(module.flash_attn_with_kvcache, cached(9, return_softmax_lse=True)) == [
+        "cubin_runtime.context_attention"
+    ]
+
+
+def test_torch_traces_append_and_decode_as_two_ops() -> None:
+    assert _traced(flash_attn.flash_attn_with_kvcache, cached(new=1)) == [
+        "cubin_runtime.append_kv",
+        "cubin_runtime.paged_decode",
+    ]
