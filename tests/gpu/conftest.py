@@ -10,6 +10,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # Before numpy is there: the references of several workers share the cores.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "2")
 
+import numpy as np
 import pytest
 from extended_driver import ExtendedDriver
 
@@ -55,6 +56,11 @@ def runtime(runtime_config: Config) -> Iterator[Runtime]:
     made.driver.set_current(made.driver.primary_context(0))
     yield made
     made.modules.close()
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(1)
 
 
 @pytest.fixture

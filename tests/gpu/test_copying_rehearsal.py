@@ -34,7 +34,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, HostKernel]:
 
 @pytest.fixture
 def runtime(
-    standin_library: Path, kernels: dict[str, HostKernel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cubin_standin_library: Path, kernels: dict[str, HostKernel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[RehearsalRuntime]:
     def compute(p: Mapping[str, Any], traits: Mapping[str, Any]) -> None:
         kernel = kernels[repr(dict(traits))]
@@ -42,8 +42,8 @@ def runtime(
 
     for operation in ("append_kv", "merge_states"):
         monkeypatch.setitem(rehearsed_decode.COMPUTED, operation, compute)
-    StandIn(standin_library).reset()
-    with rehearsal(standin_library, tmp_path) as made:
+    StandIn(cubin_standin_library).reset()
+    with rehearsal(cubin_standin_library, tmp_path) as made:
         made._native = replace(made.native_release(), kernels=KERNELS)
         made.driver.set_current(made.driver.primary_context(0))
         yield made

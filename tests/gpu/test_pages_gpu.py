@@ -51,7 +51,7 @@ def names_of(page: str) -> dict[str, Any]:
         "seq_lens": torch.tensor([200, 64, 17], device="cuda", dtype=torch.int32),
     }
     queries = torch.randn(BATCH, 16, 576, **on) if page == "docs/mla.md" else decode["q"]
-    out = torch.empty(BATCH, 16, 512, **on) if page == "docs/mla.md" else torch.empty_like(queries)
+    out = torch.zeros(BATCH, 16, 512, **on) if page == "docs/mla.md" else torch.zeros_like(queries)
     on_append: dict[str, Any] = {
         "key": torch.randn(6, 4, 128, **on),
         "value": torch.randn(6, 4, 128, **on),
@@ -66,6 +66,13 @@ def names_of(page: str) -> dict[str, Any]:
     }
     if page == "docs/append.md":
         decode |= on_append
+    if page == "docs/prefill.md":
+        sums = torch.tensor([0, 40, 40, 70], device="cuda", dtype=torch.int32)
+        queries = torch.randn(70, 32, 128, **on)
+        out = torch.zeros_like(queries)
+        even = {name: torch.randn(BATCH, 24, heads, 128, **on) for name, heads in (("even_q", 32), ("even_k", 4))}
+        ragged = {name: torch.randn(70, 4, 128, **on) for name in ("k", "v")}
+        decode |= {**even, "even_v": even["even_k"] * 2, **ragged, "q_sums": sums, "kv_sums": sums}
     torch.cuda.synchronize()
     others = {"batch": BATCH, "max_seq_len": BOUND, "stream": torch.cuda.Stream()}
     return {**decode, "q": queries, "out": out, **others}
