@@ -222,7 +222,7 @@ LATER = (
     "ssl",
     "zipfile",
 )
-MOST_MODULES = 90  # each takes 0.1 to 0.3 ms
+MOST_MODULES = 76  # each takes 0.1 to 0.3 ms
 
 
 def test_few_files_define_dataclasses_by_generated_code() -> None:
@@ -239,6 +239,7 @@ def test_importing_the_operators_loads_few_modules() -> None:
         "cubin_runtime.kernels.trtllm_gen",
         "cubin_runtime.attention.trtllm_gen",
         "cubin_runtime.artifacts.library",
+        "cubin_runtime.kernels.native.decode",
     )
     assert [name for name in ours if name.startswith((*families, "cubin_runtime.compat", "cubin_runtime.cli"))] == []
 

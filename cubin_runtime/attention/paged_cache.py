@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import UsageError
-from ..kernels.native.decode.plan import CacheStrides
 from ..tensor import TensorView
 from .checks import check_shape, listed
 from .operator import TensorArg
@@ -74,8 +73,8 @@ def cache_arg(name: str, **dtypes: Any) -> TensorArg:
     )
 
 
-def strides_of(cache: TensorView) -> CacheStrides:
+def strides_of(cache: TensorView) -> tuple[int, ...]:
     """The strides of a cache that has at least one element in each dimension."""
     # A dimension of size 1 may carry any stride; the descriptor wants a valid one.
     sizes = zip(cache.shape[:3], cache.strides, strict=False)
-    return CacheStrides(*(stride if size > 1 else cache.shape[3] for size, stride in sizes))
+    return tuple(stride if size > 1 else cache.shape[3] for size, stride in sizes)

@@ -6,9 +6,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..dtypes import DTYPES
-from ..kernels.native.decode.plan import DecodeProblem, decode_launches
-from ..kernels.native.decode.select import DecodeSelection, select_decode
-from ..kernels.native.decode.shape import DecodeShape
 from ..kernels.native.launches import NativeLaunch
 from ..launch.driver import DeviceFacts
 from .backends import AUTO
@@ -30,6 +27,7 @@ from .paged_cache import Q_DTYPES, cache_arg, check_caches, strides_of
 from .runtime import NativeRelease, Runtime
 
 if TYPE_CHECKING:
+    from ..kernels.native.decode.select import DecodeSelection
     from ..protocols import DecodeBackend, KvLayout, Stream
     from ..tensor import OutT, QueryT, Scale, Tensor
     from .tracing.schema import TracedCall
@@ -49,6 +47,11 @@ def _check(call: DecodeCall) -> None:
 
 
 def _launches(call: DecodeCall, device: DeviceFacts, release: NativeRelease) -> Sequence[NativeLaunch[DecodeSelection]]:
+    # An import of the package is faster without what chooses kernels.
+    from ..kernels.native.decode.plan import CacheStrides, DecodeProblem, decode_launches
+    from ..kernels.native.decode.select import select_decode
+    from ..kernels.native.decode.shape import DecodeShape
+
     k, v, options = call.tensors["k_cache"], call.tensors["v_cache"], call.options
     kv_heads, head_dim = k.shape[2:]
     problem = DecodeProblem(
@@ -61,8 +64,8 @@ def _launches(call: DecodeCall, device: DeviceFacts, release: NativeRelease) -> 
         group=call.q_heads // kv_heads,
         head_dim=head_dim,
         window_left=options.window_left,
-        k_strides=strides_of(k),
-        v_strides=strides_of(v),
+        k_strides=CacheStrides(*strides_of(k)),
+        v_strides=CacheStrides(*strides_of(v)),
     )
     shape = DecodeShape(
         dtype=problem.kv_dtype,
