@@ -170,5 +170,6 @@ def _library() -> Any:
     if not _libraries:
         import torch
 
-        _libraries.append(torch.library.Library(NAMESPACE, "DEF"))
+        library: Any = torch.library  # its classes have no types
+        _libraries.append(library.Library(NAMESPACE, "DEF"))
     return _libraries[0]

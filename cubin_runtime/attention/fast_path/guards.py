@@ -119,8 +119,8 @@ def torch_guard(tensors: Sequence[Any]) -> Callable[..., bool] | None:
 def _guard(tensors: Sequence[Any]) -> Callable[..., bool]:
     from torch._C._dynamo.guards import TensorGuards
 
-    sizes = [list(tensor.size()) for tensor in tensors]
-    strides = [list(tensor.stride()) for tensor in tensors]
+    sizes: list[Any] = [list(tensor.size()) for tensor in tensors]
+    strides: list[Any] = [list(tensor.stride()) for tensor in tensors]
     check: Callable[..., bool] = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
     return check
 

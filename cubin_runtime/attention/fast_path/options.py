@@ -60,8 +60,9 @@ def note_use(given: Mapping[str, Any], notes: Notes) -> None:
 
 def record_use(stream: int, device: int, tensors: Sequence[Any]) -> None:
     """Tell torch's allocator that ``stream`` uses tensors that the current stream may free."""
-    from torch.cuda import ExternalStream
+    import torch
 
-    used_on = ExternalStream(stream, device=device)
+    cuda: Any = torch.cuda  # its streams have no types
+    used_on = cuda.ExternalStream(stream, device=device)
     for tensor in tensors:
         tensor.record_stream(used_on)
