@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Callable, Hashable, Sequence
+from functools import cache
 from typing import Any
 
 from .history import LaunchHistory
@@ -14,6 +14,7 @@ _ABI = 1
 _Sends = tuple[Callable[..., int], ...]
 
 
+@cache  # an import that fails is tried anew each time
 def sender() -> Callable[..., Any] | None:
     """The class ``cubin_runtime_accelerator.Sender``, where it is installed and fits."""
     try:
@@ -34,18 +35,17 @@ class Senders:
         call: Any,
         contents: Callable[[Sequence[Any]], Sequence[dict[str, object]]],
         history: LaunchHistory,
-        most: int,
+        keep: Callable[[dict[Hashable, _Sends], Hashable, _Sends], _Sends],
         written: frozenset[int],
     ) -> None:
         """``contents`` gives the fields of each launch for a call's values, of which ``written`` come at each call.
 
-        ``call`` is the driver's function; of more than ``most`` keys the oldest are forgotten.
+        ``call`` is the driver's function; ``keep`` puts what was made under its key, and gives what is there then.
         """
         self.made: dict[Hashable, _Sends] = {}
         self._make, self._launches, self._contents, self._history = make, launches, contents, history
         self._call = ctypes.cast(call, ctypes.c_void_p).value
-        self._most, self._written = most, written
-        self._lock = threading.Lock()
+        self._keep, self._written = keep, written
 
     def of(self, key: Hashable, stream: int, given: tuple[Any, ...]) -> _Sends:
         """The function of each launch on a stream, of the values that are written."""
@@ -53,10 +53,7 @@ class Senders:
         sends = tuple(
             self._new(launch, stream, values).send for launch, values in zip(self._launches, fields, strict=True)
         )
-        with self._lock:
-            while len(self.made) >= self._most and key not in self.made:
-                self.made.pop(next(iter(self.made)))
-            return self.made.setdefault(key, sends)
+        return self._keep(self.made, key, sends)
 
     def _new(self, launch: PreparedLaunch, stream: int, values: dict[str, object]) -> Any:
         config = launch.config_on(stream)

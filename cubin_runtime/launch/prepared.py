@@ -6,7 +6,7 @@ import ctypes
 import threading
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from ..errors import AbiError, UsageError
 from . import driver_api as api
@@ -24,6 +24,7 @@ from .tensormap import TensorMapCache, TensorMapSpec
 _ELSEWHERE = (api.INVALID_CONTEXT, api.INVALID_HANDLE)
 _MAX_POOLS = 1024  # sets of resident addresses, such as the layers of a model
 _Block = tuple[Any, ...]
+_KeptT = TypeVar("_KeptT")
 ELSEWHERE = "return elsewhere()"  # in the lines of ``bind``: where another context of the device is current
 
 
@@ -108,7 +109,7 @@ class PreparedLaunches:
             return self._by_ctypes(values, **options)
         fixed = frozenset(written)
         contents, history = partial(self._contents, written=fixed), self._driver.history(self._context)
-        senders = Senders(make, self._launches, self._call, contents, history, _MAX_POOLS, fixed)
+        senders = Senders(make, self._launches, self._call, contents, history, self._keep, fixed)
         lines = accelerated_lines(self._launches, values, **options)
         return lines, {"pools": senders.made, "senders_of": senders.of, "unfit": self._unfit, "again": self._in_full}
 
@@ -126,7 +127,7 @@ class PreparedLaunches:
         pools: dict[Hashable, list[_Block]] = {}
         scope: dict[str, Any] = {
             "pools": pools,
-            "pool_of": partial(self._pool_of, pools),
+            "pool_of": lambda key: self._keep(pools, key, []),
             "new_block": partial(self._new_block, frozenset(written)),
             "unfit": self._unfit,
             "descriptor": self._descriptor,
@@ -184,11 +185,12 @@ class PreparedLaunches:
             return True
         return False
 
-    def _pool_of(self, pools: dict[Hashable, list[_Block]], key: Hashable) -> list[_Block]:
+    def _keep(self, pools: dict[Hashable, _KeptT], key: Hashable, made: _KeptT) -> _KeptT:
+        """What is kept for a key: ``made``, unless another thread was first. The oldest make room."""
         with self._lock:
             while len(pools) >= _MAX_POOLS and key not in pools:
                 pools.pop(next(iter(pools)))
-            return pools.setdefault(key, [])
+            return pools.setdefault(key, made)
 
     def _new_block(self, written: frozenset[int], stream: int, given: tuple[Any, ...]) -> _Block:
         """A block for calls with these values, of which those that are ``written`` do not count."""
