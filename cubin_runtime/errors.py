@@ -1,4 +1,4 @@
-"""Every error that the package raises on purpose, and the exit code that each gives the command line."""
+"""The exceptions of the package. Each has an ``exit_code``, which the command line returns."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ def test_commands_run(section: str, standin: StandIn, tmp_path: Path) -> None:
 
 
 def test_every_refusal_is_one_that_the_package_makes() -> None:
-    fragments = re.findall(r"^\| `([^`]+)`", SECTIONS["A refused launch"], re.MULTILINE)
+    fragments = re.findall(r"^\| `([^`]+)`", SECTIONS["A rejected launch"], re.MULTILINE)
     source = "".join(file.read_text() for file in ROOT.glob("cubin_runtime/**/*.py"))
     assert len(fragments) == 11
     assert [fragment for fragment in fragments if fragment not in source] == []
