@@ -103,7 +103,7 @@ def _from_torch(tensor: Any, name: str) -> TensorView:
     if not is_dtype(dtype):
         raise UsageError(f"{name}: dtype {dtype}, expected one of {', '.join(ITEM_BYTES)}")
     if getattr(tensor, "requires_grad", False) and sys.modules["torch"].is_grad_enabled():
-        raise UsageError(f"{name}: requires grad, which no operator here has: call it under torch.no_grad()")
+        raise UsageError(f"{name}: requires grad, but no operator has a backward pass: call it under torch.no_grad()")
     try:
         address = tensor.data_ptr()
     except RuntimeError as error:

@@ -207,7 +207,7 @@ def token_stride(name: str, view: TensorView, trailing: int) -> int:
     (batch, q_len), (request, token) = shape, strides
     if batch > 1 and request != q_len * token:
         raise UsageError(
-            f"{name}: strides {view.strides}, expected all tokens at one stride: {q_len * token} elements between "
+            f"{name}: strides {view.strides}, expected one stride between all tokens: {q_len * token} elements between "
             f"requests of {q_len} tokens {token} elements apart"
         )
     return token

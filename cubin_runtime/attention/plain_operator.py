@@ -73,7 +73,7 @@ class PlainPlan(StepPlan):
         for name, number in zip(names, split_scales(names, arguments), strict=True):
             planned = getattr(self.options, name)
             if number is not None and planned is None:
-                raise UsageError(f"{name}={number}: planned without a number")
+                raise UsageError(f"{name}={number}: planned with None")
             found.append(planned if number is None else number)
         return _numbers(found)
 
@@ -91,7 +91,7 @@ def split_scales(names: Sequence[str], arguments: dict[str, Any]) -> tuple[float
     for name in names:
         number, arguments[name] = split_scale(arguments[name], name)
         if number == 0:
-            raise UsageError(f"{name}={number}: expected another number than 0")
+            raise UsageError(f"{name}={number}: expected a number other than 0")
         numbers.append(number)
     return tuple(numbers)
 

@@ -19,10 +19,10 @@ _lock = threading.Lock()
 
 
 def default_runtime() -> Runtime:
-    """The process's runtime, made on first use from the environment.
+    """Return the process's default runtime, which is made from the environment on first use.
 
     Raises:
-        UsageError: it was made before this process was forked.
+        UsageError: the runtime was made before this process was forked.
     """
     with _lock:
         made = default.runtime = default.runtime or Runtime()
@@ -31,10 +31,10 @@ def default_runtime() -> Runtime:
 
 
 def set_default_runtime(runtime: Runtime) -> None:
-    """Set what ``default_runtime`` gives; only before its first use.
+    """Set the process's default runtime, before its first use.
 
     Raises:
-        UsageError: it is in use already.
+        UsageError: the default runtime is already in use.
     """
     with _lock:
         if default.runtime is not None:

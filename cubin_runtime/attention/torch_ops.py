@@ -107,7 +107,9 @@ class TorchOp:
         for name, kind in self.kinds.items():
             value = given[name]
             if isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled():
-                raise UsageError(f"{name}: requires grad, which this operator has not: call it under torch.no_grad()")
+                raise UsageError(
+                    f"{name}: requires grad, but this operator has no backward pass: call it under torch.no_grad()"
+                )
             if kind == _SCALE:
                 is_tensor = isinstance(value, torch.Tensor)
                 packed.append(None if is_tensor or value is None else float(value))

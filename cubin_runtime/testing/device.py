@@ -55,10 +55,10 @@ class DeviceArrays:
         return host
 
     def assert_guards(self) -> None:
-        """Raise ``AssertionError`` if something was written behind an array."""
+        """Raise ``AssertionError`` if a kernel wrote past the end of an array."""
         for address, nbytes in self._held:
             guard = self.driver.read(address + nbytes, self.guard)
-            assert guard == bytes([POISON]) * self.guard, f"written behind an array of {nbytes} bytes"
+            assert guard == bytes([POISON]) * self.guard, f"a kernel wrote past the end of an array of {nbytes} bytes"
 
     def close(self) -> None:
         """Free everything."""

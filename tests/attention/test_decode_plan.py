@@ -222,7 +222,9 @@ def test_a_kernel_whose_struct_is_another_is_never_launched(runtime: Runtime, st
     standin.reset()
     for kernel in runtime.native_release().kernels:
         standin.add_kernel(kernel.symbol, (kernel.struct_bytes + 8,), kernel.threads)
-    with pytest.raises(AbiError, match=f"by the driver the kernel takes one of {PAGED_DECODE_TMA.size + 8} bytes"):
+    with pytest.raises(
+        AbiError, match=f"according to the driver, the kernel takes one of {PAGED_DECODE_TMA.size + 8} bytes"
+    ):
         run(make_plan(runtime))
 
 

@@ -66,10 +66,10 @@ def test_a_kernel_of_ours_that_is_as_its_table_says_is_loaded(tmp_path: Path, st
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"threads": ROW["threads"] - 1}, f"a block of {ROW['threads']} threads, by its ELF at most"),
+        ({"threads": ROW["threads"] - 1}, f"a block of {ROW['threads']} threads; according to its ELF, at most"),
         ({"sm": 80}, "the cubin says sm_80., its metadata declares sm_90a"),
         ({"struct_fingerprint": "0" * 64}, "the release was recorded with .*, fingerprint 0000000000000000"),
-        ({"dynamic_shared_bytes": 232449}, "needs 232449 bytes of dynamic shared memory a block"),
+        ({"dynamic_shared_bytes": 232449}, "needs 232449 bytes of dynamic shared memory per block"),
     ],
 )
 def test_a_kernel_of_ours_that_is_not_is_refused(
@@ -92,9 +92,9 @@ def test_a_published_kernel_that_is_as_its_header_says_is_loaded(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"threads": 63}, "a block of 64 threads, by its ELF at most 63"),
+        ({"threads": 63}, "a block of 64 threads; according to its ELF, at most 63"),
         ({"sm": 103}, "the cubin says sm_103., its metadata declares sm_100f"),
-        ({"mSharedMemBytes": "232449"}, "needs 232449 bytes of dynamic shared memory a block"),
+        ({"mSharedMemBytes": "232449"}, "needs 232449 bytes of dynamic shared memory per block"),
     ],
 )
 def test_a_published_kernel_that_is_not_is_refused(

@@ -95,7 +95,7 @@ def test_a_run_that_uses_no_fixture_imports_nothing_heavy(tmp_path: Path) -> Non
 
 def test_a_struct_of_another_size_is_refused_before_any_launch(scale_cubin: Path) -> None:
     other = StructLayout.declare("ScaleParams", (Field("values", "ptr", ""),))
-    with pytest.raises(AbiError, match="has 8 bytes, by its ELF the kernel takes one of 16 bytes"):
+    with pytest.raises(AbiError, match="has 8 bytes; according to its ELF, the kernel takes one of 16 bytes"):
         CubinUnderTest(scale_cubin, other)
 
 
@@ -122,7 +122,7 @@ def test_what_a_kernel_did_not_write_is_nan(cubin_standin_device: Device) -> Non
 def test_a_write_behind_an_array_is_noticed(cubin_standin_device: Device) -> None:
     view = cubin_standin_device.array(np.zeros(4, dtype=np.float32))
     cubin_standin_device.driver.fill(view.pointer, 0, 17, 0)
-    with pytest.raises(AssertionError, match="written behind an array of 16 bytes"):
+    with pytest.raises(AssertionError, match="wrote past the end of an array of 16 bytes"):
         cubin_standin_device.assert_guards()
 
 

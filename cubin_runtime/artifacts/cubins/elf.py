@@ -97,9 +97,9 @@ def read_elf(data: bytes) -> Elf:
     if header["e_shentsize"] != _SECTION_BYTES:
         raise CubinFormatError(f"section headers of {header['e_shentsize']} bytes, expected {_SECTION_BYTES}")
     if not 1 <= count <= MAX_SECTIONS or names_at >= count:
-        raise CubinFormatError(f"{count} sections, names in number {names_at}; expected 1 to {MAX_SECTIONS}")
+        raise CubinFormatError(f"{count} sections, names in section {names_at}; expected 1 to {MAX_SECTIONS}")
     if first < _HEADER_BYTES or first + count * _SECTION_BYTES > len(data):
-        raise CubinFormatError(f"section table of {count} at {first} leaves the file of {len(data)} bytes")
+        raise CubinFormatError(f"section table of {count} at {first} ends beyond the file's {len(data)} bytes")
     raw = [_parse("Elf_Shdr", stream, first + i * _SECTION_BYTES) for i in range(count)]
     names = _bounded(data, raw[names_at], "section names")
     sections = tuple(_section(data, names, h) for h in raw)

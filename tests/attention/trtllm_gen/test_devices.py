@@ -167,7 +167,7 @@ def test_a_stream_of_another_device_is_refused(
     runtime: Runtime, standin: StandIn, memory: MadeUpMemory, name: str
 ) -> None:
     memory.streams = {0: stream_on(runtime, 1)}
-    with pytest.raises(CubinRuntimeError, match=r"of device 1.* device 0"):
+    with pytest.raises(CubinRuntimeError, match=r"belongs to device 1.* device 0"):
         run_on(name, memory, 0)
     assert standin.calls("cuLaunchKernelEx") == []
 

@@ -153,7 +153,7 @@ def _look_through(
             return f"queries are {' or '.join(taken)}"
         needs = kernel.dynamic_shared_bytes + kernel.static_shared_bytes
         if needs > shared_bytes:
-            return f"needs {needs} bytes of shared memory a block, the device has {shared_bytes}"
+            return f"needs {needs} bytes of shared memory per block, the device has {shared_bytes}"
         return ""
 
     candidates = tuple(DecodeCandidate(kernel=k, unfit=unfit(k)) for k in kernels if k.operation == OPERATION)

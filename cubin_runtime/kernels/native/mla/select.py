@@ -117,7 +117,7 @@ def select_mla_decode(kernels: Iterable[NativeKernel], shape: MlaShape, device: 
     reason = (
         f"built for {best.architecture}{status}; {shape.rows} rows per request in {row_tiles} tiles of "
         f"{best.traits['rows']}; at most {pairs * pair_tiles} tiles of {best.traits['tile_tokens']} keys over "
-        f"{teams} teams of {together} CTAs on {device.multiprocessors} multiprocessors"
+        f"{teams} groups of {together} CTAs on {device.multiprocessors} multiprocessors"
     )
     return MlaSelection(
         kernel=best,
