@@ -22,7 +22,7 @@ class TensorArg:
     ``dtypes`` are those that it may have; where they depend on a cache, ``dtypes_by`` names that and
     ``dtypes`` has them for each of its dtypes. Addresses are multiples of ``alignment`` bytes, strides of dimensions
     over 1 of ``stride_bytes`` (0: any). ``rows``: the last dimension is dense; ``contiguous``: all are. ``written``:
-    the kernel fills it, so no overlapping elements share an address. ``resident``: it stays while others change from step to
+    the kernel fills it, so no two elements share an address. ``resident``: it stays while others change from step to
     step, as a layer's cache does. ``value`` is what launch plans call its address, where that is not its name.
     ``canonical`` gives its one form among several that a caller may use, from a view and the call's options.
     """

@@ -78,7 +78,9 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "shape of s": (call(s=view("float32", 23, 8, 3)), {}, r"s: shape .*, expected \(23, 3, 8\)"),
     "one other": (call(v_other=OTHER["v_other"]), {}, "s_other: None, expected exactly when v_other is given"),
     "other dtype": (
-        call(**{**OTHER, "v_other": view("float16", 23, 8, 128)}), {}, "v_other: dtype float16, expected bfloat16, like v"
+        call(**{**OTHER, "v_other": view("float16", 23, 8, 128)}),
+        {},
+        "v_other: dtype float16, expected bfloat16, like v",
     ),
     "out": (call(out=view("bfloat16", 23, 3, 8, 128)), {}, r"out: shape .*, expected \(23, 8, 128\)"),
     "lse": (call(lse=view("float32", 8, 23)), {}, r"lse: shape \(8, 23\), expected \(23, 8\)"),
