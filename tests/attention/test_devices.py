@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from attention_examples import Tensors
 from latent_examples import latent_call
-from standin_build import StandIn
 
 from cubin_runtime.attention import Runtime, mla_decode, paged_decode, plan_mla_decode, plan_paged_decode
 from cubin_runtime.errors import CubinRuntimeError, FrozenError, UsageError, WorkspaceError
 from cubin_runtime.launch.workspace import Workspace
+from cubin_runtime.testing import StandIn
 
 CONTEXTS = (0xC000, 0xC001)
 GQA = {name: getattr(Tensors(), name) for name in ("q", "k_cache", "v_cache", "page_table", "seq_lens", "out")}

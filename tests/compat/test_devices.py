@@ -6,13 +6,13 @@ import threading
 
 import pytest
 from device_calls import ON_NATIVE_KERNELS, on_device, tensors_of
-from standin_build import StandIn
 from trtllm_calls import MadeUpMemory
 from xqa_calls import xqa_arguments
 
 from cubin_runtime.attention import Runtime
 from cubin_runtime.compat import flashinfer
 from cubin_runtime.errors import CubinRuntimeError, FrozenError, UsageError
+from cubin_runtime.testing import StandIn
 
 CONTEXTS = (0xC000, 0xC001)
 

@@ -12,12 +12,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 import numpy as np
 import pytest
-from extended_driver import ExtendedDriver
 
 from cubin_runtime import Config, CubinRuntimeError
 from cubin_runtime.attention.backends import HOPPER, TABLE
 from cubin_runtime.attention.runtime import NATIVE_RELEASE, Runtime
 from cubin_runtime.launch.driver import Driver
+from cubin_runtime.testing import GraphDriver
 
 BUILT = Path(__file__).resolve().parents[2] / "build" / "artifacts"
 
@@ -51,7 +51,7 @@ def runtime_config(tmp_path_factory: pytest.TempPathFactory) -> Config:
 
 @pytest.fixture(scope="session")
 def runtime(runtime_config: Config) -> Iterator[Runtime]:
-    made = Runtime(runtime_config, driver=ExtendedDriver())
+    made = Runtime(runtime_config, driver=GraphDriver())
     made.library.fetch(made.library.pins.get(NATIVE_RELEASE))
     made.driver.set_current(made.driver.primary_context(0))
     yield made

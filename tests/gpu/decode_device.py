@@ -13,7 +13,6 @@ import numpy as np
 from decode_cases import DecodeCase, HostTensors, make_host, reference_of
 from decode_compare import assert_close, score_error
 from decode_values import KINDS
-from device_arrays import GUARD, POISON, DeviceArrays
 
 from cubin_runtime.artifacts.tables.native_kernels import NativeKernel
 from cubin_runtime.attention import PagedDecodePlan, Runtime, TensorView, plan_paged_decode
@@ -21,6 +20,7 @@ from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.native.decode import select
 from cubin_runtime.kernels.native.decode.grids import Grid
 from cubin_runtime.launch.workspace import Workspace
+from cubin_runtime.testing.device import GUARD, POISON, DeviceArrays
 
 OPERATION = "paged_decode"
 

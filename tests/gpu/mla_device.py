@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 from decode_device import DeviceCase
 from decode_values import KINDS
-from device_arrays import GUARD, DeviceArrays
 from mla_cases import MlaCase, MlaHost, mla_host, mla_reference_of
 
 from cubin_runtime.artifacts.tables.native_kernels import NativeKernel
 from cubin_runtime.attention import MlaDecodePlan, Runtime, TensorView, plan_mla_decode
+from cubin_runtime.testing.device import GUARD, DeviceArrays
 
 OPERATION = "paged_mla_decode"
 

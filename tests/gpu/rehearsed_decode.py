@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 from decode_masks import keys_before_windows, visible_keys
 from decode_values import KINDS, bits_of, values_of
-from extended_driver import ExtendedDriver
 
 from cubin_runtime import Config
 from cubin_runtime.artifacts.path import ArtifactPath
@@ -31,6 +30,7 @@ from cubin_runtime.kernels.native.layouts import LAYOUTS
 from cubin_runtime.launch.driver import Driver
 from cubin_runtime.launch.plan import LaunchPlan
 from cubin_runtime.launch.tensormap import TensorMapSpec
+from cubin_runtime.testing import GraphDriver
 from kernels_src.variants import VARIANTS, Variant
 
 TYPES = {code: name for name, code in TYPE_CODES.items()}
@@ -129,7 +129,7 @@ class RehearsedLaunches:
 @contextmanager
 def rehearsal(library: Path, store: Path) -> Iterator[RehearsalRuntime]:
     """A runtime on the stand-in driver at ``library`` whose decodes are computed here."""
-    driver, graphs = ExtendedDriver(library), {}
+    driver, graphs = GraphDriver(library), {}
     instantiate, launched, plain = driver.instantiate, driver.launch_graph, operator_plan.PreparedLaunches
     RehearsedLaunches.captured = []
 

@@ -18,7 +18,8 @@ import test_merge_gpu as merge
 from copying_kernels import COPYING_VARIANTS, KERNELS
 from host_kernels import BLOCK_EMULATOR, HostKernel
 from rehearsed_decode import RehearsalRuntime, rehearsal
-from standin_build import StandIn
+
+from cubin_runtime.testing import StandIn
 
 CTAS = 5  # whatever a plan says: the kernels take any grid
 

@@ -16,9 +16,9 @@ import test_decode_random_gpu as matrix
 import test_decode_streams_gpu as streams
 from decode_device import on_device
 from rehearsed_decode import KERNELS, RehearsalRuntime, rehearsal
-from standin_build import StandIn, build_standin
 
 from cubin_runtime.attention import ClampedInputError
+from cubin_runtime.testing import StandIn, build_standin
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,8 @@ import test_mla_invariant_gpu as invariant
 import test_mla_random_gpu as matrix
 from rehearsed_decode import RehearsalRuntime
 from rehearsed_mla import KERNELS, mla_rehearsal
-from standin_build import StandIn, build_standin
+
+from cubin_runtime.testing import StandIn, build_standin
 
 
 @pytest.fixture(scope="module")

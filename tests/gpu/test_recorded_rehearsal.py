@@ -10,7 +10,8 @@ import pytest
 import test_recorded_gpu as real
 from rehearsed_decode import RehearsalRuntime
 from rehearsed_mla import mla_rehearsal
-from standin_build import StandIn
+
+from cubin_runtime.testing import StandIn
 
 
 @pytest.fixture

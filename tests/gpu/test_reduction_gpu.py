@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from device_arrays import DeviceArrays
 from reduction_cases import (
     CASES,
     ReductionCase,
@@ -25,6 +24,7 @@ from cubin_runtime.attention import Runtime
 from cubin_runtime.kernels.native.reduction.plan import OperationLaunch
 from cubin_runtime.kernels.native.reduction.select import choose_kernel
 from cubin_runtime.launch.prepared import PreparedLaunches
+from cubin_runtime.testing.device import DeviceArrays
 
 pytestmark = pytest.mark.gpu
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from device_calls import CHECKED_ONLY, ON_TRTLLM_GEN_KERNELS, on_device, tensors_of
-from standin_build import StandIn
 from trtllm_calls import MadeUpMemory, decode_arguments
 from trtllm_operators import OPERATORS, Spy, reduced_mla
 
@@ -17,6 +16,7 @@ from cubin_runtime.attention import trtllm_gen as operators
 from cubin_runtime.compat import flashinfer
 from cubin_runtime.errors import CubinRuntimeError, FrozenError, UsageError
 from cubin_runtime.kernels.trtllm_gen.call import Call
+from cubin_runtime.testing import StandIn
 
 CONTEXTS = (0xC000, 0xC001)
 # The workspace is looked at after planning, for which the made-up release has no kernel.
