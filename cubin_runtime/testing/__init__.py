@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .cases import DecodeCase, mla_case, paged_case
     from .compare import assert_attention_close, assert_lse_close
     from .cubin_under_test import CubinUnderTest
-    from .device import Device, on_first_device
+    from .device import Device, missing_device, on_first_device
     from .graph_driver import GraphDriver
     from .standin import StandIn, build_standin
     from .values import from_bits, to_bits
@@ -26,6 +26,7 @@ _MODULES = {
     "assert_lse_close": "compare",
     "build_standin": "standin",
     "from_bits": "values",
+    "missing_device": "device",
     "mla_case": "cases",
     "on_first_device": "device",
     "paged_case": "cases",
@@ -42,6 +43,7 @@ __all__ = [
     "assert_lse_close",
     "build_standin",
     "from_bits",
+    "missing_device",
     "mla_case",
     "on_first_device",
     "paged_case",

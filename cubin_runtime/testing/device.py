@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..errors import CubinRuntimeError
 from ..launch.driver import Driver
 from ..launch.plan import LaunchAttributes
 from ..launch.prepared import PreparedLaunches
@@ -158,6 +159,14 @@ class Device(DeviceArrays):
         self.close()
 
 
+def missing_device(driver: Driver) -> str:
+    """Why tests on a device are skipped: the driver cannot be used, or sees no device; empty where there is one."""
+    try:
+        return "" if driver.device_count() else "needs a CUDA device: the driver sees none"
+    except CubinRuntimeError as error:
+        return f"needs a CUDA device: {error}"
+
+
 def on_first_device(main: Callable[[Device], None]) -> None:
     """Run an example on the first GPU, with a default runtime that uses its driver.
 
@@ -165,7 +174,6 @@ def on_first_device(main: Callable[[Device], None]) -> None:
         SystemExit: there is no GPU, or the kernels are not at hand; with the error's sentence.
     """
     from ..attention import Runtime, set_default_runtime
-    from ..errors import CubinRuntimeError
     from .graph_driver import GraphDriver
 
     driver = GraphDriver()

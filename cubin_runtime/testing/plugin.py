@@ -37,17 +37,12 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture
 def cubin_device() -> Iterator[Device]:
     """The first GPU; everything on it is freed afterwards, after a look at the guards behind each array."""
-    from ..errors import CubinRuntimeError
-    from .device import Device
+    from .device import Device, missing_device
     from .graph_driver import GraphDriver
 
     driver = GraphDriver()
-    try:
-        count = driver.device_count()
-    except CubinRuntimeError as error:
-        pytest.skip(f"needs a CUDA device: {error}")
-    if not count:
-        pytest.skip("needs a CUDA device: the driver sees none")
+    if reason := missing_device(driver):
+        pytest.skip(reason)
     with Device(driver) as device:
         yield device
         device.assert_guards()

@@ -50,7 +50,6 @@ def _engine(runtime: RehearsalRuntime) -> Iterator[Engine]:
     case = DecodeCase((65, 1, 200), 256, with_lse=False)
     with on_device(runtime, case, np.random.default_rng(1)) as here:
         yield Engine(here)
-    runtime.driver.set_current(None)
 
 
 def main() -> None:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import pytest
 from context_cases import random_context_case
 from context_device import context_on_device
+from seeds import SEED
 
 from cubin_runtime.attention import Runtime
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("context_backend")]
 
-# CUBIN_RUNTIME_SEED repeats a run; case ``index`` is drawn from (seed, index) alone.
-SEED = int(os.environ.get("CUBIN_RUNTIME_SEED", np.random.SeedSequence().entropy % (1 << 32)))
+# Case ``index`` is drawn from (seed, index) alone.
 CHUNKS, CASES = 50, 40
 MOST_NAMED = 5
 

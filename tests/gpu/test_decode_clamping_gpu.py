@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import numpy as np
@@ -15,16 +14,9 @@ from cubin_runtime.attention import ClampedInputError, Runtime
 
 pytestmark = pytest.mark.gpu
 
-SEED = int(os.environ.get("CUBIN_RUNTIME_SEED", np.random.SeedSequence().entropy % (1 << 32)))
 SMALL = DecodeCase((300, 17, 0, 128), 512, q_len=2)
 RAGGED = DecodeCase((300, 17, 64, 128), 512, q_lens=(2, 1, 3, 2), max_q_len=4)
 MODES = {"default": False, "invariant": True}
-
-
-@pytest.fixture
-def rng() -> np.random.Generator:
-    print(f"seed {SEED}")
-    return np.random.default_rng(SEED)
 
 
 def assert_reported(case: DeviceCase, words: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -11,13 +10,13 @@ import pytest
 from decode_cases import DecodeCase, Request, assemble, make_request, make_sinks
 from decode_compare import assert_close
 from decode_device import DeviceCase, decode_kernels, on_device
+from seeds import SEED
 
 from cubin_runtime.artifacts.tables.native_kernels import NativeKernel
 from cubin_runtime.attention import Runtime
 
 pytestmark = pytest.mark.gpu
 
-SEED = int(os.environ.get("CUBIN_RUNTIME_SEED", np.random.SeedSequence().entropy % (1 << 32)))
 Bits = tuple[bytes, bytes]
 # One request each: its keys, its query tokens, and the options of all.
 TARGETS = {

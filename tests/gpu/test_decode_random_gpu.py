@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import pytest
 from decode_device import on_device
 from decode_random import random_case
+from seeds import SEED
 
 from cubin_runtime.attention import Runtime
 
 pytestmark = pytest.mark.gpu
 
-# CUBIN_RUNTIME_SEED repeats a run; case ``index`` is drawn from (seed, index) alone.
-SEED = int(os.environ.get("CUBIN_RUNTIME_SEED", np.random.SeedSequence().entropy % (1 << 32)))
+# Case ``index`` is drawn from (seed, index) alone.
 CHUNKS, CASES = 80, 50
 MOST_NAMED = 5
 

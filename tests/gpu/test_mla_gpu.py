@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +16,6 @@ from cubin_runtime.attention import ClampedInputError, Runtime
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("mla_backend")]
 
-SEED = int(os.environ.get("CUBIN_RUNTIME_SEED", np.random.SeedSequence().entropy % (1 << 32)))
 SMALL = MlaCase((300, 17, 0, 128), 512)
 RAGGED = MlaCase((300, 17, 64, 128), 512, q_lens=(2, 1, 3, 2), max_q_len=4)
 LENGTHS = (300, 5, 0, 64, 1, 16, 129, 65)
@@ -28,12 +26,6 @@ TYPES = {
     "e4m3": {"kv_dtype": "e4m3", "q_dtype": "e4m3"},
 }
 MODES = {"default": {}, "invariant": {"batch_invariant": True}, "e4m3": TYPES["e4m3"]}
-
-
-@pytest.fixture
-def rng() -> np.random.Generator:
-    print(f"seed {SEED}")
-    return np.random.default_rng(SEED)
 
 
 def assert_case(runtime: Runtime, wanted: MlaCase, rng: np.random.Generator) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -13,6 +12,7 @@ from decode_compare import assert_close
 from graph_replays import replay_over
 from mla_cases import MlaCase, MlaHost, MlaRequest, assemble_mla, mla_request, mla_sinks
 from mla_device import mla_on_device
+from seeds import SEED
 from test_decode_invariant_gpu import MOST_REFERENCED, Bits, run_as
 from test_decode_streams_gpu import REPEATS, Repeated
 
@@ -20,7 +20,6 @@ from cubin_runtime.attention import Runtime
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("mla_backend")]
 
-SEED = int(os.environ.get("CUBIN_RUNTIME_SEED", np.random.SeedSequence().entropy % (1 << 32)))
 # One request each: its keys, its query tokens, and the options of all.
 TARGETS = {
     "16 heads": MlaCase((1000,), 1000),
@@ -91,12 +90,6 @@ class Target:
 def target(runtime: Runtime, request: pytest.FixtureRequest) -> Target:
     print(f"seed {SEED}")
     return Target(runtime, request.param)
-
-
-@pytest.fixture
-def rng() -> np.random.Generator:
-    print(f"seed {SEED}")
-    return np.random.default_rng(SEED)
 
 
 @pytest.mark.parametrize("batch", [2, 3, 7, 32, 128])

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import pytest
 from mla_cases import MlaCase
 from mla_device import mla_on_device, mla_types
 from mla_random import random_mla_case
+from seeds import SEED
 
 from cubin_runtime.attention import Runtime
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("mla_backend")]
 
-# CUBIN_RUNTIME_SEED repeats a run; case ``index`` is drawn from (seed, index) alone.
-SEED = int(os.environ.get("CUBIN_RUNTIME_SEED", np.random.SeedSequence().entropy % (1 << 32)))
+# Case ``index`` is drawn from (seed, index) alone.
 CHUNKS, CASES = 36, 40
 MOST_NAMED = 5
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import numpy as np
@@ -19,6 +18,7 @@ from reduction_cases import (
     reduction_of,
     run_reduction,
 )
+from seeds import SEED
 
 from cubin_runtime.attention import Runtime
 from cubin_runtime.kernels.native.reduction.plan import OperationLaunch
@@ -28,7 +28,6 @@ from cubin_runtime.testing.device import DeviceArrays
 
 pytestmark = pytest.mark.gpu
 
-SEED = int(os.environ.get("CUBIN_RUNTIME_SEED", np.random.SeedSequence().entropy % (1 << 32)))
 RANDOM_CASES = 60
 
 
@@ -64,12 +63,6 @@ def device(runtime: Runtime) -> Iterator[Device]:
     made = Device(runtime)
     yield made
     made.arrays.close()
-
-
-@pytest.fixture
-def rng() -> np.random.Generator:
-    print(f"seed {SEED}")
-    return np.random.default_rng(SEED)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -12,7 +12,7 @@ import pytest
 from cubin_runtime.artifacts.tables.native_kernels import FILE_NAME
 from cubin_runtime.errors import AbiError, UsageError
 from cubin_runtime.launch.structs import Field, StructLayout
-from cubin_runtime.testing import CubinUnderTest, Device, GraphDriver, StandIn
+from cubin_runtime.testing import CubinUnderTest, Device, GraphDriver, StandIn, missing_device
 from kernels_src.toolchain import ToolchainError, find_toolchain
 
 SCALE = StructLayout.declare(
@@ -135,3 +135,11 @@ def test_a_runtime_reads_a_release_from_a_temporary_store(cubin_runtime_at, tmp_
     assert runtime.config.store == tmp_path / "store"
     assert len(runtime.native_release().kernels) == len(HOPPER)
     assert (tree / RELEASE_NAME / FILE_NAME).is_file()
+
+
+def test_the_reason_of_a_skip_says_what_is_missing(cubin_standin: StandIn, tmp_path: Path) -> None:
+    driver = GraphDriver(cubin_standin.path)
+    assert missing_device(driver) == ""
+    cubin_standin.without_device()
+    assert missing_device(driver) == "needs a CUDA device: the driver sees none"
+    assert "needs a CUDA device: cannot open" in missing_device(GraphDriver(tmp_path / "no-driver.so"))
