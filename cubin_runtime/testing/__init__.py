@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .device import Device, missing_device, on_first_device
     from .graph_driver import GraphDriver
     from .standin import StandIn, build_standin
+    from .standin_device import StandInDevice
     from .values import from_bits, to_bits
 
 _MODULES = {
@@ -22,6 +23,7 @@ _MODULES = {
     "Device": "device",
     "GraphDriver": "graph_driver",
     "StandIn": "standin",
+    "StandInDevice": "standin_device",
     "assert_attention_close": "compare",
     "assert_lse_close": "compare",
     "build_standin": "standin",
@@ -39,6 +41,7 @@ __all__ = [
     "Device",
     "GraphDriver",
     "StandIn",
+    "StandInDevice",
     "assert_attention_close",
     "assert_lse_close",
     "build_standin",

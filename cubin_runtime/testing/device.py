@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeVar
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from ..launch.driver import Driver
 from ..launch.plan import LaunchAttributes
 from ..launch.prepared import PreparedLaunches
 from ..tensor import TensorView
-from .values import to_bits
+from .values import is_bits, to_bits
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -68,6 +68,9 @@ class DeviceArrays:
         self._held.clear()
 
 
+_DeviceT = TypeVar("_DeviceT", bound="Device")
+
+
 class Device(DeviceArrays):
     """A device with its primary context current: arrays as tensors, and launches of one cubin. Close it, or ``with``.
 
@@ -97,20 +100,23 @@ class Device(DeviceArrays):
         return sorted(times)[repeats // 2]
 
     def array(self, values: Any, dtype: DTypeName | None = None) -> TensorView:
-        """A tensor with these values; for bfloat16 and float8_e4m3fn floats, or bits as unsigned integers.
+        """A tensor with these values; for a float dtype also its bits, as unsigned integers of its size.
 
         ``dtype=None`` takes that of the array.
+
+        Raises:
+            UsageError: there is no such dtype, or it is one of integers that do not hold the values.
         """
         host = np.ascontiguousarray(values)
         name: Any = dtype or host.dtype.name
-        if host.dtype.kind == "f":
+        if not is_bits(name, host):
             host = to_bits(name, host)
         return TensorView.contiguous(self.upload(host), name, host.shape, self.facts.ordinal)
 
-    def poisoned(self, shape: Sequence[int], dtype: DTypeName) -> TensorView:
+    def poisoned(self, shape: int | Sequence[int], dtype: DTypeName) -> TensorView:
         """A tensor full of NaN (integers: all bits set), for a kernel to write."""
         like = to_bits(dtype, np.zeros(shape, dtype=np.float32))
-        return TensorView.contiguous(self.empty(like.nbytes), dtype, tuple(shape), self.facts.ordinal)
+        return TensorView.contiguous(self.empty(like.nbytes), dtype, like.shape, self.facts.ordinal)
 
     def numpy(self, view: TensorView) -> NDArray[Any]:
         """A tensor's content once all work is done; bfloat16 and float8_e4m3fn as bits, see ``from_bits``."""
@@ -121,8 +127,8 @@ class Device(DeviceArrays):
         self,
         cubin: CubinUnderTest,
         *,
-        grid: int | Sequence[int],
-        block: int | Sequence[int],
+        grid: SupportsIndex | Sequence[SupportsIndex],
+        block: SupportsIndex | Sequence[SupportsIndex],
         shared_bytes: int = 0,
         attributes: LaunchAttributes | None = None,
         **fields: Any,
@@ -152,7 +158,7 @@ class Device(DeviceArrays):
         super().close()
         self.driver.set_current(self._before)
 
-    def __enter__(self) -> Device:
+    def __enter__(self: _DeviceT) -> _DeviceT:
         return self
 
     def __exit__(self, *_: object) -> None:
