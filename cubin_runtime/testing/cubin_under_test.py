@@ -77,7 +77,7 @@ class CubinUnderTest:
             shared_bytes=shared_bytes,
             attributes=attributes,
             values=values,
-            reason="under test",
+            why="under test",
         )
 
     def load(self, driver: Driver, context: int, plan: LaunchPlan) -> LoadedKernel:

@@ -60,7 +60,7 @@ def test_a_run_that_uses_no_fixture_imports_nothing_heavy(tmp_path: Path) -> Non
         "def test_nothing():\n"
         "    assert 'cubin_runtime.testing.plugin' in sys.modules\n"
         "    loaded = {name.partition('.')[0] for name in sys.modules}\n"
-        "    assert not loaded & {'numpy', 'torch', 'elftools', 'requests', 'cuda'}\n"
+        "    assert not loaded & {'numpy', 'torch', 'requests', 'cuda'}\n"
         "    assert not [n for n in sys.modules if n.startswith(('cubin_runtime.launch', 'cubin_runtime.artifacts'))]\n"
     )
     # Plugins of others import heavy modules themselves.

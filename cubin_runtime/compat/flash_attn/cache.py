@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from ...attention.append import append_kv
 from ...attention.checks import integer
+from ...attention.gqa import paged_decode
 from ...attention.paged_cache import MAX_GROUP, PAGE_SIZES
-from ...attention.paged_decode import paged_decode
 from ...errors import UsageError, WorkspaceError
 from ..renaming import renamed
 from .attention import attend
