@@ -90,6 +90,10 @@ class Request:
     v: np.ndarray
     mask: np.ndarray | None
 
+    @property
+    def kv_len(self) -> int:
+        return len(self.k)
+
 
 @dataclass(frozen=True, slots=True)
 class HostTensors:

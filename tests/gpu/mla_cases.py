@@ -92,6 +92,10 @@ class MlaRequest:
     kv: np.ndarray
     mask: np.ndarray | None
 
+    @property
+    def kv_len(self) -> int:
+        return len(self.kv)
+
 
 @dataclass(frozen=True, slots=True)
 class MlaHost:
