@@ -84,8 +84,8 @@ class Engine:
         out = self.layers(self.last[slots])
         self.lens[slots] = lens
         self.finish(slots, out)
-        self.lens[MOST] = 0
-        self.made[MOST] = 0
+        self.lens[MOST].zero_()
+        self.made[MOST].zero_()
 
     def layers(self, tokens: torch.Tensor) -> torch.Tensor:
         """The last layer's output of all rows."""
