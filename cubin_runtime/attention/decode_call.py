@@ -61,22 +61,18 @@ class DecodeOptions:
     enable_pdl: bool | None = False
 
 
-@dataclass(frozen=True, slots=True)
 class DecodeCall:
-    """The tensors and options of one decode, and what follows from them."""
+    """The tensors and options of one decode, and what follows from them; immutable.
 
-    tensors: CallTensors
-    options: DecodeOptions
+    ``ragged``: its requests have query tokens of different number.
+    """
 
-    @property
-    def q(self) -> TensorView:
-        """The queries."""
-        return self.tensors["q"]
+    __slots__ = ("options", "q", "ragged", "tensors")
 
-    @property
-    def ragged(self) -> bool:
-        """Whether requests have query tokens of different number."""
-        return self.tensors.get("q_cu_seq_lens") is not None
+    def __init__(self, tensors: CallTensors, options: DecodeOptions) -> None:
+        self.tensors, self.options = tensors, options
+        self.q: TensorView = tensors["q"]
+        self.ragged = tensors.get("q_cu_seq_lens") is not None
 
     @property
     def batch(self) -> int:

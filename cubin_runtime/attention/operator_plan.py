@@ -67,7 +67,7 @@ class OperatorPlan:
         self.options = options
         self.specs = tensors.specs
         self.launches = tuple(launches)
-        self.regions = tuple(dict.fromkeys(region for launch in self.launches for region in launch.regions))
+        self.regions = tuple(dict.fromkeys([region for launch in self.launches for region in launch.regions]))
         self._runtime = runtime
         self.device = tensors[operator.tensors[0].name].device
         self.of_torch = of_torch

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import threading
+from typing import TYPE_CHECKING
 
 from ..errors import UsageError
-from .runtime import Runtime
+
+if TYPE_CHECKING:
+    from .runtime import Runtime
 
 
 class _Default:
@@ -24,6 +27,8 @@ def default_runtime() -> Runtime:
     Raises:
         UsageError: the runtime was made before this process was forked.
     """
+    from .runtime import Runtime
+
     with _lock:
         made = default.runtime = default.runtime or Runtime()
     made.check_process()

@@ -9,13 +9,13 @@ import pytest
 from attention_examples import H200
 from copying_examples import BATCH, COLUMNS, DIM, KV_HEADS, PAGE, PAGES, TOKENS, quantised_call, token_call, view
 from copying_examples import append_call as call
-from standin_build import StandIn
 
 from cubin_runtime.attention import BackendError, ClampedInputError, Runtime, append_kv, plan_append_kv
 from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.native.append.params import APPEND_KV
 from cubin_runtime.kernels.native.append.plan import reciprocal
 from cubin_runtime.launch.driver import DeviceFacts
+from cubin_runtime.testing import StandIn
 
 LATENT = view("bfloat16", PAGES, PAGE, 576, at=0x7F0030000000)
 

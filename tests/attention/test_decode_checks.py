@@ -10,8 +10,8 @@ from attention_examples import Tensors
 
 from cubin_runtime.attention import TensorView
 from cubin_runtime.attention.decode_call import DecodeCall, DecodeOptions, token_stride
+from cubin_runtime.attention.gqa import PAGED_DECODE
 from cubin_runtime.attention.paged_cache import cache_view
-from cubin_runtime.attention.paged_decode import PAGED_DECODE
 from cubin_runtime.attention.scales import split_scale
 from cubin_runtime.errors import UsageError
 

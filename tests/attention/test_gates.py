@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 from adapter import ABIS, native_rows
 from cubins import cubin_of, write_release
-from extended_driver import ExtendedDriver
 from kernel_headers import header_of
-from standin_build import StandIn
 
 from cubin_runtime import Config
 from cubin_runtime.artifacts.tables.metadata import HEADER_PATH
 from cubin_runtime.attention import Runtime
 from cubin_runtime.errors import AbiError
 from cubin_runtime.launch.modules import LoadedKernel
+from cubin_runtime.testing import GraphDriver, StandIn
 
 ROW = native_rows()[0]
 NATIVE, PUBLISHED = ABIS
@@ -30,7 +29,7 @@ def runtime_of(folder: Path, standin: StandIn, name: str, files: dict[str, bytes
     config = Config(
         store=folder / "store", sources=(str(folder / f"{name}.zip"),), pin_files=(folder / "pins.toml",), offline=True
     )
-    return Runtime(config, driver=ExtendedDriver(standin.path), release=NATIVE, trtllm_release=PUBLISHED)
+    return Runtime(config, driver=GraphDriver(standin.path), release=NATIVE, trtllm_release=PUBLISHED)
 
 
 def load_native(folder: Path, standin: StandIn, sm: int = 90, threads: int = 1024, **said: Any) -> LoadedKernel:

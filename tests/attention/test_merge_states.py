@@ -9,12 +9,12 @@ import pytest
 from attention_examples import H200
 from copying_examples import DIM, KV_HEADS, TOKENS, view
 from copying_examples import merge_call as call
-from standin_build import StandIn
 
 from cubin_runtime.attention import Runtime, merge_states, plan_merge_states
 from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.native.merge.params import MERGE_STATES
 from cubin_runtime.kernels.native.problem import LOG2_E
+from cubin_runtime.testing import StandIn
 
 OTHER = {"v_other": view("bfloat16", TOKENS, KV_HEADS, DIM), "s_other": view("float32", TOKENS, KV_HEADS)}
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from attention_examples import H200
 from latent_examples import BATCH, COLUMNS, HEADS, PAGE, PAGES, PARAMS, latent_call, ragged_call, view
-from standin_build import StandIn
 from trtllm_calls import MadeUpMemory
 
 from cubin_runtime.attention import BackendError, ClampedInputError, MlaDecodePlan, Runtime, mla_decode, plan_mla_decode
@@ -18,6 +17,7 @@ from cubin_runtime.errors import UsageError, WorkspaceError
 from cubin_runtime.kernels.native.device_models import describe_device
 from cubin_runtime.launch.regions import workspace_size
 from cubin_runtime.launch.semaphore_workspace import SemaphoreWorkspace
+from cubin_runtime.testing import StandIn
 
 BF16, E4M3 = "bfloat16", "float8_e4m3fn"
 LOG2_E = math.log2(math.e)

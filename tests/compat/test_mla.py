@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 from latent_examples import PARAMS
-from standin_build import StandIn
 from trtllm_calls import MadeUpMemory, made, mla_arguments, tensor
 from xqa_calls import mla_batch_arguments, xqa_mla_arguments
 
 from cubin_runtime.attention import BackendError
 from cubin_runtime.compat import flashinfer
 from cubin_runtime.errors import UsageError, WorkspaceError
+from cubin_runtime.testing import StandIn
 
 pytestmark = pytest.mark.usefixtures("hopper")
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from standin_build import StandIn
 from trtllm_calls import (
     MadeUpMemory,
     context_arguments,
@@ -21,6 +20,7 @@ from trtllm_calls import (
 from cubin_runtime.attention import Runtime
 from cubin_runtime.compat import flashinfer
 from cubin_runtime.errors import UsageError
+from cubin_runtime.testing import StandIn
 
 pytestmark = pytest.mark.usefixtures("runtime")
 

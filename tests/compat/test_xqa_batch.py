@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from standin_build import StandIn
 from trtllm_calls import MadeUpMemory
 from xqa_calls import (
     CACHE,
@@ -27,6 +26,7 @@ from xqa_calls import (
 from cubin_runtime.attention import Runtime
 from cubin_runtime.compat import flashinfer
 from cubin_runtime.errors import WorkspaceError
+from cubin_runtime.testing import StandIn
 
 pytestmark = pytest.mark.usefixtures("hopper")
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 from examples import DIGEST, LAYOUT, SYMBOL, cubin, kernel_facts, needs
-from standin_build import StandIn
 
 from cubin_runtime.artifacts.cubins.cubin import Architecture, Cubin, KernelFacts
 from cubin_runtime.errors import AbiError, CorruptError, DriverError, FrozenError
 from cubin_runtime.launch.driver import Driver
 from cubin_runtime.launch.modules import KernelRequest, LoadCounts, LoadedKernel, ModuleCache
 from cubin_runtime.launch.structs import Field, StructLayout
+from cubin_runtime.testing import StandIn
 
 IMAGE = b"cubin bytes"
 OTHER = "cd" * 32

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from examples import DIGEST, LAYOUT, SPEC, SYMBOL, VALUES, cubin, kernel_facts, needs, plan
-from standin_build import StandIn
 
 from cubin_runtime.errors import AbiError, UsageError
 from cubin_runtime.launch.driver import Driver, DriverCallError
@@ -16,6 +15,7 @@ from cubin_runtime.launch.plan import LaunchAttributes, LaunchPlan
 from cubin_runtime.launch.prepared import PreparedLaunches
 from cubin_runtime.launch.structs import Field, StructLayout
 from cubin_runtime.launch.tensormap import TensorMapCache, TensorMapError
+from cubin_runtime.testing import StandIn
 
 ENCODED = SPEC.address.to_bytes(8, "little") + b"\xee" * 120
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from fast_path_calls import FullPaths, suspended
-from standin_build import StandIn
 
 from cubin_runtime import tensor as tensors_module
 from cubin_runtime.attention import Runtime, mla_decode, paged_decode, plan_paged_decode
@@ -16,6 +15,7 @@ from cubin_runtime.attention.fast_path import guards
 from cubin_runtime.attention.memory import TorchMemory
 from cubin_runtime.compat import flashinfer
 from cubin_runtime.errors import UsageError
+from cubin_runtime.testing import StandIn
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
