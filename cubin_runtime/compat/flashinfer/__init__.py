@@ -43,7 +43,11 @@ from __future__ import annotations
 
 from .cascade import merge_state, merge_state_in_place, merge_states
 from .decode import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
-from .mla import trtllm_batch_decode_with_kv_cache_mla, xqa_batch_decode_with_kv_cache_mla
+from .mla import (
+    trtllm_batch_decode_with_kv_cache_mla,
+    trtllm_prefill_with_kv_cache_mla,
+    xqa_batch_decode_with_kv_cache_mla,
+)
 from .outputs import FP4Tensor
 from .page import append_paged_kv_cache, append_paged_mla_kv_cache
 from .prefill import trtllm_batch_context_with_kv_cache, trtllm_ragged_attention_deepseek
@@ -59,6 +63,7 @@ __all__ = [
     "trtllm_batch_context_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache_mla",
+    "trtllm_prefill_with_kv_cache_mla",
     "trtllm_ragged_attention_deepseek",
     "xqa",
     "xqa_batch_decode_with_kv_cache",
