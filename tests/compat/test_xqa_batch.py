@@ -25,7 +25,7 @@ from xqa_calls import (
 
 from cubin_runtime.attention import Runtime
 from cubin_runtime.compat import flashinfer
-from cubin_runtime.errors import UsageError, WorkspaceError
+from cubin_runtime.errors import WorkspaceError
 from cubin_runtime.testing import StandIn
 
 pytestmark = pytest.mark.usefixtures("hopper")
@@ -81,19 +81,16 @@ def test_scales_on_the_device_go_as_they_are(decode: Callable[..., dict[str, Any
     assert memory.made == []
 
 
-def test_a_scale_in_base_2_goes_as_it_is(standin: StandIn, memory: MadeUpMemory) -> None:
-    scale = memory.tensor("float32", 1)
-    for _ in range(2):  # the second on the fast path
-        flashinfer.trtllm_batch_decode_with_kv_cache(**trtllm_arguments(memory, 4, bmm1_scale_log2=scale))
+@pytest.mark.parametrize("numbers", [(1.0, 0.5), (0.5, 0.25)])
+def test_a_scale_in_base_2_takes_the_place_of_the_other(
+    standin: StandIn, memory: MadeUpMemory, numbers: tuple[float, float]
+) -> None:
+    for number in numbers:  # the second beside the first's fast path
+        scale = memory.tensor("float32", 1)
+        given = trtllm_arguments(memory, 4, bmm1_scale=number, bmm1_scale_log2=scale)
+        flashinfer.trtllm_batch_decode_with_kv_cache(**given)
         seen = sent(standin)
         assert (seen["softmax_scale_device"], seen["softmax_scale_log2"]) == (scale.pointer, 1.0)
-
-
-def test_a_scale_in_base_2_beside_another_is_refused_after_a_call_without(memory: MadeUpMemory) -> None:
-    given = trtllm_arguments(memory, 4, bmm1_scale=1.0, bmm1_scale_log2=memory.tensor("float32", 1))
-    flashinfer.trtllm_batch_decode_with_kv_cache(**given)
-    with pytest.raises(UsageError, match="bmm1_scale_log2 with bmm1_scale"):
-        flashinfer.trtllm_batch_decode_with_kv_cache(**{**given, "bmm1_scale": 0.5})
 
 
 def test_an_e4m3_output_has_its_scale_in_the_second_factor(

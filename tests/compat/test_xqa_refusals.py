@@ -136,7 +136,6 @@ TRTLLM: list[tuple[dict[str, Any], str]] = [
     ({"o_sf_vec_size": 16}, "o_sf_vec_size=16: .*by backend 'xqa' has no kernel"),
     ({"skip_softmax_threshold_scale_factor": 1e-30}, "skip_softmax_threshold_scale_factor=1e-30: .*by backend 'xqa'"),
     ({"uses_shared_paged_kv_idx": False}, "uses_shared_paged_kv_idx=False: .*expected True"),
-    ({"bmm1_scale": 0.5, "bmm1_scale_log2": tensor("float32", 1)}, "bmm1_scale_log2 with bmm1_scale: expected one"),
     ({"bmm1_scale": 1.0, "bmm1_scale_log2": tensor("float16", 1)}, "bmm1_scale_log2: float16"),
     ({"cp_world": 2}, "cp_world=2: .*expected 1"),
     ({"cp_rank": 1}, "cp_rank=1: .*expected 0"),

@@ -98,7 +98,8 @@ def trtllm_batch_decode_with_kv_cache(
         kv_cache_sf: trtllm-gen: e4m3 block scales of an FP4 cache, in the layout of ``kv_cache``.
         lse: float32 ``[tokens, q_heads]`` to fill, any strides.
         return_lse: return (out, lse).
-        bmm1_scale_log2: ``bmm1_scale`` times log2(e), a float32 scalar on the device, in its place.
+        bmm1_scale_log2: a float32 scalar on the device, the scale of the scores times log2(e); ``bmm1_scale`` is then
+            unused.
         multi_ctas_kv_counter_buffer: trtllm-gen: zeroed counters, left zeroed; None: allocated for this call. Unused
             by xqa.
         uses_shared_paged_kv_idx: xqa: True; trtllm-gen: False where K and V have separate tables.

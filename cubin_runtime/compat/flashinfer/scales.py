@@ -36,7 +36,6 @@ def scores_factor(given: Arguments, device: int) -> ScaleProduct:
     """The scale of the scores, natural or in base 2, for native kernels; errors as ``scores_scale``."""
     if given.bmm1_scale_log2 is None:
         return factor_of("bmm1_scale", given.bmm1_scale, device)
-    _check_one_scale(given)
     scale_of("bmm1_scale_log2", view_of(given.bmm1_scale_log2, "bmm1_scale_log2"), device)
     return ScaleProduct(_LN_2, given.bmm1_scale_log2)
 
@@ -71,22 +70,16 @@ def scores_scale(given: Arguments, device: int) -> tuple[Scale, Any]:
         the scale, and the tensor that was made for it, if any: it must live until the launch is enqueued.
 
     Raises:
-        UsageError: both scales are given, or one is neither a number nor a float32 scalar on ``device``.
+        UsageError: the scale is neither a number nor a float32 scalar on ``device``, ``bmm1_scale_log2`` no scalar.
     """
     bmm1, in_base_2 = given.bmm1_scale, given.bmm1_scale_log2
     if in_base_2 is not None:
-        _check_one_scale(given)
         return scale_of("bmm1_scale_log2", view_of(in_base_2, "bmm1_scale_log2"), device), None
     scale = scale_from("bmm1_scale", bmm1, device)
     if isinstance(bmm1, Real):
         return scale, None
     made = given.runtime.memory.scaled(bmm1, LOG2_E)
     return scale_of("bmm1_scale", view_of(made, "bmm1_scale"), device), made
-
-
-def _check_one_scale(given: Arguments) -> None:
-    if not isinstance(given.bmm1_scale, Real) or given.bmm1_scale != 1.0:
-        raise UsageError("bmm1_scale_log2 with bmm1_scale: expected one of them")
 
 
 def scale_from(name: str, given: Any, device: int) -> Scale:
