@@ -1,4 +1,4 @@
-"""The optional accelerator: one call of C in the place of the lines that patch parameters and call the driver."""
+"""The optional accelerator: one C call replaces the Python lines that patch parameters and call the driver."""
 
 from __future__ import annotations
 
