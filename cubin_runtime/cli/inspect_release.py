@@ -69,7 +69,7 @@ def survey(library: Library, pin: Pin, target: str, wanted: KernelFilter, json: 
 
 def _facts(library: Library, pin: Pin, entry: Entry) -> dict[str, Any]:
     from ..artifacts.cubins.cubin import parse_cubin
-    from .inspecting import differences
+    from .inspect import differences
 
     data = library.load(entry.path, fetch=False).data
     cubin = parse_cubin(data)
