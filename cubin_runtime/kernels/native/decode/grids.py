@@ -145,7 +145,7 @@ def grids_of(cut: Cut, extent: Extent, shape: DecodeShape, device: DeviceFacts, 
         teams, blocks = ctas // together, pairs // together
         if on_borders:
             fewest = teams if resident > 1 and cut.shares_lines else teams - teams // idle_share
-            even = teams
+            even = teams if blocks >= fewest else teams - teams % blocks
             while even >= fewest and blocks % even and even % blocks:
                 even -= 1
             if fewest <= even < teams:
