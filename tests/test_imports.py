@@ -45,7 +45,6 @@ HEAVY = (
     "cryptography",
     "cuda",
     "cupy",
-    "elftools",
     "jax",
     "numpy",
     "requests",
