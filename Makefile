@@ -13,12 +13,11 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo docs test test-torch test-transformers test-release fuzz fuzz-long mutants check artifacts dist bench clean prerequisites
+.PHONY: help demo docs test test-torch test-release fuzz fuzz-long mutants check artifacts dist bench clean prerequisites
 
 PIP := -m pip --disable-pip-version-check install --quiet --quiet
 VENV := .venv/bin/python
 VENV_TORCH := .venv-torch/bin/python
-VENV_TRANSFORMERS := .venv-transformers/bin/python
 VENV_LOWEST := .venv-lowest/bin/python
 BUILD := build/artifacts
 ACCELERATOR := accelerator/sender.c accelerator/setup.py accelerator/pyproject.toml
@@ -51,11 +50,8 @@ test-lowest: .venv-lowest/.ready ## Artifacts and command line with the lowest v
 	@$(VENV_LOWEST) -m pytest -q -m "not torch and not release" tests/artifacts tests/cli tests/test_imports.py \
 	    tests/test_config.py tests/launch/test_driver.py --ignore-glob "tests/artifacts/test_kills*"
 
-test-torch: .venv-torch/.ready ## The tests that need torch (its CPU build is enough)
+test-torch: .venv-torch/.ready ## The tests that need torch (its CPU build is enough) or transformers
 	@$(VENV_TORCH) -m pytest -m torch
-
-test-transformers: .venv-transformers/.ready ## transformers' models on our attention, on a CPU (2 minutes)
-	@$(VENV_TRANSFORMERS) -m pytest -m torch tests/integrations
 
 test-release: .venv/.ready ## Every row of NVIDIA's published release (458 MB, downloaded once)
 	@$(VENV) -m pytest -m release -s
@@ -104,7 +100,7 @@ bench: .venv/.ready ## The benchmarks that need no GPU; results in benchmarks/re
 	    echo "== $$script"; $(VENV) "$$script" ;; esac; done
 
 clean: ## Remove everything that make made here, environments included
-	rm -rf venv .venv .venv-docs .venv-lowest .venv-torch .venv-transformers build accelerator/build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf venv .venv .venv-docs .venv-lowest .venv-torch build accelerator/build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 prerequisites: ## Check what this machine must have, and print the line that installs what lacks
@@ -135,20 +131,12 @@ prerequisites: ## Check what this machine must have, and print the line that ins
 	@.venv-docs/bin/python $(PIP) -e '.[docs]'
 	@touch $@
 
+# psutil tells transformers' continuous batching how much memory there is, where there is no GPU.
 .venv-torch/.ready: pyproject.toml tools/prerequisites.sh $(ACCELERATOR)
 	@tools/prerequisites.sh "$(PYTHON)"
 	@test -x $(VENV_TORCH) || "$(PYTHON)" -m venv .venv-torch
 	@echo "Installing torch into .venv-torch ..."
 	@$(VENV_TORCH) $(PIP) $(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)") 'torch==2.13.0'
-	@$(VENV_TORCH) $(PIP) -e '.[dev]'
+	@$(VENV_TORCH) $(PIP) -e '.[dev,transformers]' 'transformers==5.17.0' psutil
 	@$(VENV_TORCH) $(PIP) --no-deps --force-reinstall ./accelerator
-	@touch $@
-
-# The version of the GPU machine; psutil tells continuous batching how much memory there is without a GPU.
-.venv-transformers/.ready: pyproject.toml tools/prerequisites.sh
-	@tools/prerequisites.sh "$(PYTHON)"
-	@test -x $(VENV_TRANSFORMERS) || "$(PYTHON)" -m venv .venv-transformers
-	@echo "Installing transformers into .venv-transformers ..."
-	@$(VENV_TRANSFORMERS) $(PIP) $(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)") 'torch==2.13.0'
-	@$(VENV_TRANSFORMERS) $(PIP) -e '.[dev,transformers]' 'transformers==5.17.0' psutil
 	@touch $@

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("transformers", minversion="5.0", reason="transformers 5 is not installed (make test-transformers)")
+pytest.importorskip("transformers", minversion="5.0", reason="transformers 5 is not installed (make test-torch)")
 from attention_stand_in import StandIn  # noqa: E402  (they need transformers)
 from small_models import (  # noqa: E402
     MODELS,
