@@ -51,6 +51,7 @@ class StandIn:
         batch, q_len = q.shape[:2]
         assert cache_seqlens.dtype == torch.int32
         assert cache_seqlens.shape == (batch,)
+        assert int(cache_seqlens.max()) <= (k.shape[1] if block_table is None else k.shape[1] * block_table.shape[1])
         if block_table is None:
             self.calls["cached"] += 1
             rows = [(k[i, :length], v[i, :length]) for i, length in enumerate(cache_seqlens.tolist())]

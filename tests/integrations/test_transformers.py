@@ -23,8 +23,10 @@ from small_models import (  # noqa: E402
 )
 from transformers import DynamicCache, StaticCache  # noqa: E402
 
+from benchmarks import gpu_transformers  # noqa: E402
 from cubin_runtime.errors import UsageError  # noqa: E402
 from cubin_runtime.integrations.transformers import register  # noqa: E402
+from cubin_runtime.integrations.transformers.masks import mask  # noqa: E402
 
 pytestmark = pytest.mark.torch
 NAME = "cubin_runtime_stand_in"
@@ -161,6 +163,18 @@ def test_continuous_batching_of_ragged_requests(name: str, stand_in: StandIn) ->
         assert (logits.argmax(-1) == torch.tensor(found))[decided].all()
 
 
+def test_rows_of_padding_are_zero(stand_in: StandIn) -> None:
+    valid = torch.tensor([[[[False, False, True] * 2]]])
+    query = torch.ones(1, 4, 3, 64)
+    out, _ = call(query=query, attention_mask=valid)
+    assert out[0, :2].count_nonzero() == 0
+
+
+def test_a_window_of_a_cache_has_no_more_keys_than_it_holds() -> None:
+    lengths = mask(2, 1, 16, q_offset=torch.tensor([40]), kv_offset=torch.tensor(25))
+    assert lengths.flatten().tolist() == [16, 16]
+
+
 def call(**changed: Any) -> Any:
     from cubin_runtime.integrations.transformers.attention import attention
 
@@ -202,8 +216,6 @@ def test_what_means_nothing_is_accepted() -> None:
 def test_a_pattern_without_a_kernel_is_refused_by_name() -> None:
     from transformers.masking_utils import chunked_causal_mask_function
 
-    from cubin_runtime.integrations.transformers.masks import mask
-
     pattern = chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int32))
     with pytest.raises(UsageError, match="the pattern chunked_overlay"):
         mask(1, 8, 8, mask_function=pattern)
@@ -224,6 +236,15 @@ def test_a_model_that_adds_a_pattern_is_refused(stand_in: StandIn) -> None:
 def test_a_name_that_transformers_reads_is_refused(name: str) -> None:
     with pytest.raises(UsageError, match="name="):
         register(name)
+
+
+def test_the_benchmark_runs_on_small_models(stand_in: StandIn) -> None:
+    found = gpu_transformers.measured(NAME, "cpu", 2, ["Llama 3 8B", "gpt-oss 20B"])
+    times = [row["times"][implementation]["us"] for row in found["steps"] for implementation in (NAME, "eager")]
+    assert min(times) > 0
+    assert max(row["largest_difference"] for row in found["steps"]) < TOLERANCE
+    speeds = [row["tokens_per_s"][NAME] for row in found["continuous_batching"]]
+    assert [type(speed) for speed in speeds] == [float] * 2
 
 
 def test_the_window_of_the_models_is_smaller_than_their_prompts() -> None:
