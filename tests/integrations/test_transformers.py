@@ -35,6 +35,15 @@ TOLERANCE = 1e-4  # float32 models; measured: at most 1e-5 of the largest logit
 CUTS = [20, 29, *range(30, 36)]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """For models as small as these, threads that wait for one another take most of the time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def stand_in() -> Iterator[StandIn]:
     made_up = StandIn()
