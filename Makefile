@@ -20,7 +20,7 @@ VENV := .venv/bin/python
 VENV_TORCH := .venv-torch/bin/python
 VENV_LOWEST := .venv-lowest/bin/python
 BUILD := build/artifacts
-ACCELERATOR := accelerator/sender.c accelerator/setup.py accelerator/pyproject.toml
+ACCELERATOR := $(wildcard accelerator/*.[ch]) accelerator/setup.py accelerator/pyproject.toml
 
 help: ## Say what each target does
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null || grep '##' Makefile
