@@ -130,7 +130,7 @@ def error_of(model: Model, requests: list[Request], served: Served) -> float:
     prompts = {request.number: request.prompt for request in requests}
     errors = []
     for number, out in served.outputs.items():
-        # The last token follows from the output and is no key of it.
+        # The last token follows from the output and is not one of its keys.
         tokens = np.concatenate([prompts[number], served.tokens[number][:-1]])
         expected = model.expected(torch.from_numpy(tokens).cuda())
         errors.append(float((out.double() - expected).abs().max() / expected.abs().max()))

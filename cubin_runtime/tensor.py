@@ -1,4 +1,4 @@
-"""Tensors at the edge: whatever a caller has becomes a pointer with a dtype, a shape and strides."""
+"""Conversion of callers' tensors of any library into a pointer with a dtype, a shape and strides."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ OutT = TypeVar("OutT", bound=Tensor)
 
 
 def view_of(tensor: Tensor, name: str) -> TensorView:
-    """The view of a CUDA tensor: a ``TensorView``, a torch tensor, or anything that speaks
+    """The view of a CUDA tensor: a ``TensorView``, a torch tensor, or anything that implements
     ``__cuda_array_interface__`` (version 2 or 3) or DLPack.
 
     No stream is synchronised: the data must be ready on the stream that the kernel runs on.
@@ -97,7 +97,7 @@ def view_of(tensor: Tensor, name: str) -> TensorView:
 
 
 def is_torch(tensor: Any) -> bool:
-    """Whether ``tensor`` is torch's, or speaks as torch's do."""
+    """Whether ``tensor`` is torch's, or has the same interface."""
     return hasattr(tensor, "data_ptr") and hasattr(tensor, "stride")
 
 
