@@ -58,8 +58,12 @@ class TensorView:
     @property
     def is_contiguous(self) -> bool:
         """Whether it is row-major without gaps; what a dimension of size 1 has for a stride does not matter."""
-        expected = (prod(self.shape[i + 1 :]) for i in range(len(self.shape)))
-        return all(n <= 1 or stride == e for n, stride, e in zip(self.shape, self.strides, expected, strict=True))
+        step = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if stride != step and size > 1:
+                return False
+            step *= size
+        return True
 
 
 Tensor = TensorView | DLPackTensor | CudaArray

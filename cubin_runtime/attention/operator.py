@@ -115,27 +115,20 @@ class CallTensors:
     def check_memory(self) -> None:
         """Check addresses, strides, and which tensors must be contiguous."""
         self.check_addresses()
-        there = self._there
-        for arg, view in there:
+        for arg, view in self._there:
+            shape, strides = view.shape, view.strides
             # A dimension of size 1 is never stepped over.
-            if arg.rows and view.shape[-1] > 1 and view.strides[-1] != 1:
-                raise UsageError(f"{arg.name}: last stride {view.strides[-1]}, expected 1")
-        for arg, view in there:
-            if min(view.strides, default=0) < 0:
-                raise UsageError(f"{arg.name}: strides {view.strides}, expected no negative stride")
-            unit = arg.stride_bytes // ITEM_BYTES[view.dtype]
-            steps = zip(view.shape[:-1], view.strides[:-1], strict=True)
-            if unit > 1 and [stride for size, stride in steps if size > 1 and stride % unit]:
-                raise UsageError(f"{arg.name}: strides {view.strides}, expected multiples of {unit} elements")
-        for arg, view in there:
-            steps = zip(view.shape, view.strides, strict=True)
-            if arg.written and [size for size, stride in steps if size > 1 and not stride]:
-                raise UsageError(f"{arg.name}: strides {view.strides}, expected no overlapping elements")
-        for arg, view in there:
+            if arg.rows and strides[-1] != 1 and shape[-1] > 1:
+                raise UsageError(f"{arg.name}: last stride {strides[-1]}, expected 1")
+            if strides and min(strides) < 0:
+                raise UsageError(f"{arg.name}: strides {strides}, expected no negative stride")
+            unit = arg.stride_bytes and arg.stride_bytes // ITEM_BYTES[view.dtype]
+            if unit > 1 and [s for size, s in zip(shape[:-1], strides, strict=False) if size > 1 and s % unit]:
+                raise UsageError(f"{arg.name}: strides {strides}, expected multiples of {unit} elements")
+            if arg.written and 0 in [stride for size, stride in zip(shape, strides, strict=True) if size > 1]:
+                raise UsageError(f"{arg.name}: strides {strides}, expected no overlapping elements")
             if arg.contiguous and not view.is_contiguous:
-                raise UsageError(
-                    f"{arg.name}: shape {view.shape} with strides {view.strides}, expected a contiguous tensor"
-                )
+                raise UsageError(f"{arg.name}: shape {shape} with strides {strides}, expected a contiguous tensor")
 
     def check_planned(self, planned: Sequence[TensorSpec | None]) -> None:
         """Raise ``UsageError`` for the first tensor that is not of the form that a plan was made for."""

@@ -86,9 +86,9 @@ def native_plan(
     Raises:
         UsageError: a field is missing or unknown.
     """
-    own = {field.name: field.name for field in file.layout.fields if field.type == "ptr" or field.name in numbers}
-    scratch = {name: region.name for name, region in zip(WORKSPACE_FIELDS, regions, strict=False)}
-    inputs = {**own, **caches, **scratch}
+    taken = [*file.layout.pointers, *[name for name in numbers if name in file.layout.names]]
+    scratch = zip(WORKSPACE_FIELDS, [region.name for region in regions], strict=False)
+    inputs = {**dict(zip(taken, taken, strict=True)), **caches, **dict(scratch)}
     return LaunchPlan(
         kernel=kernel.name,
         symbol=kernel.symbol,

@@ -146,7 +146,7 @@ def grids_of(tiling: Tiling, extent: Extent, shape: DecodeShape, device: DeviceF
         groups, blocks = ctas // group_size, output_tiles // group_size
         if on_borders:
             fewest = groups if resident > 1 and tiling.shares_lines else groups - groups // idle_share
-            even = groups
+            even = groups if blocks >= fewest else groups - groups % blocks
             while even >= fewest and blocks % even and even % blocks:
                 even -= 1
             if fewest <= even < groups:
