@@ -37,7 +37,7 @@ def surveyed_pin(library: Library, target: str) -> Pin | None:
 
 
 def survey(library: Library, pin: Pin, target: str, wanted: KernelFilter, json: bool) -> None:
-    """Show a line for each cubin at hand; nothing but manifest and metadata is fetched.
+    """Show a line for each local cubin; only manifest and metadata are fetched.
 
     Ends with code 5 if one is damaged, or its metadata disagrees with it.
     """
