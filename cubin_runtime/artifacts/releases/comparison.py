@@ -30,7 +30,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseDiff:
-    """Names are relative to each release's folder, sorted; ``metadata``: whether that of both releases was available."""
+    """Names are relative to each release's folder, sorted; ``metadata``: whether both releases' was available."""
 
     old: str
     new: str
