@@ -26,6 +26,7 @@ from decode.timing import SmClock, matrix_tflop_per_s
 from gpu_environment import built_sources, gpu_environment
 from prefill import mixed
 from prefill.cases import PrefillCase, prefill_cases
+from prefill.page import SCHEMA
 from prefill.peers import PEERS
 from prefill.problem import PrefillProblem
 from triton.testing import do_bench
@@ -153,7 +154,7 @@ def main() -> int:
     store = Path(os.environ.get("CUBIN_RUNTIME_CACHE", chosen.out / "store"))
     runtime = Runtime(Config(store=store, sources=built_sources(), offline=True))
     chosen.out.mkdir(parents=True, exist_ok=True)
-    result: dict[str, Any] = {"schema": 1, "question": "context attention beside the peers"}
+    result: dict[str, Any] = {"schema": SCHEMA, "question": "context attention beside the peers"}
     result |= {"environment": gpu_environment(), "rows": []}
     result["matrix_tflop_per_s"] = matrix_tflop_per_s()
     calls = [partial(row_of, case, runtime, chosen) for case in cases]
