@@ -1,9 +1,10 @@
-"""Tensors at the edge: whatever a caller has becomes a pointer with a dtype, a shape and strides."""
+"""Conversion of callers' tensors of any library into a pointer with a dtype, a shape and strides."""
 
 from __future__ import annotations
 
 import ctypes
 import sys
+from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple, TypeVar
 
@@ -57,8 +58,12 @@ class TensorView:
     @property
     def is_contiguous(self) -> bool:
         """Whether it is row-major without gaps; what a dimension of size 1 has for a stride does not matter."""
-        expected = (prod(self.shape[i + 1 :]) for i in range(len(self.shape)))
-        return all(n <= 1 or stride == e for n, stride, e in zip(self.shape, self.strides, expected, strict=True))
+        step = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if stride != step and size > 1:
+                return False
+            step *= size
+        return True
 
 
 Tensor = TensorView | DLPackTensor | CudaArray
@@ -69,7 +74,7 @@ OutT = TypeVar("OutT", bound=Tensor)
 
 
 def view_of(tensor: Tensor, name: str) -> TensorView:
-    """The view of a CUDA tensor: a ``TensorView``, a torch tensor, or anything that speaks
+    """The view of a CUDA tensor: a ``TensorView``, a torch tensor, or anything that implements
     ``__cuda_array_interface__`` (version 2 or 3) or DLPack.
 
     No stream is synchronised: the data must be ready on the stream that the kernel runs on.
@@ -92,23 +97,29 @@ def view_of(tensor: Tensor, name: str) -> TensorView:
 
 
 def is_torch(tensor: Any) -> bool:
-    """Whether ``tensor`` is torch's, or speaks as torch's do."""
+    """Whether ``tensor`` is torch's, or has the same interface."""
     return hasattr(tensor, "data_ptr") and hasattr(tensor, "stride")
 
 
 def _from_torch(tensor: Any, name: str) -> TensorView:
-    if tensor.device.type != "cuda":
-        raise UsageError(f"{name}: is on {tensor.device}, expected a CUDA device")
-    dtype = str(tensor.dtype).removeprefix("torch.")
+    device = tensor.device
+    if device.type != "cuda":
+        raise UsageError(f"{name}: is on {device}, expected a CUDA device")
+    dtype = _torch_dtype(tensor.dtype)
     if not is_dtype(dtype):
         raise UsageError(f"{name}: dtype {dtype}, expected one of {', '.join(ITEM_BYTES)}")
     if getattr(tensor, "requires_grad", False) and sys.modules["torch"].is_grad_enabled():
-        raise UsageError(f"{name}: requires grad, which no operator here has: call it under torch.no_grad()")
+        raise UsageError(f"{name}: requires grad, but no operator has a backward pass: call it under torch.no_grad()")
     try:
         address = tensor.data_ptr()
     except RuntimeError as error:
         raise UsageError(f"{name}: a {type(tensor).__name__} without memory of its own ({error})") from error
-    return TensorView(address, dtype, tuple(tensor.shape), tensor.stride(), tensor.device.index or 0)
+    return TensorView(address, dtype, tuple(tensor.shape), tensor.stride(), device.index or 0)
+
+
+@lru_cache(maxsize=64)
+def _torch_dtype(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _from_array_interface(tensor: Any, name: str) -> TensorView:

@@ -1,6 +1,6 @@
 """Immutable values that are defined without generated code, which is most of what a dataclass costs at import.
 
-A class of which many are made gets an initializer that is written for it then.
+A class with many instances gets a generated initializer once it is needed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 __all__ = ["HashedOnce", "dataclass"]
 ItemT = TypeVar("ItemT")
-_MANY = 32  # to write an initializer takes as long as this many values save
+_MANY = 4  # of a class that has more than a start needs, values are made over and over
 
 
 class HashedOnce(tuple[ItemT, ...]):

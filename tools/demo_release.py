@@ -1,4 +1,4 @@
-"""The demo's last step: NVIDIA's published release, fetched, verified and inspected where it is at hand."""
+"""The demo's last step: NVIDIA's published release, fetched, verified and inspected where it is available locally."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KERNELS = 20
 
 
 def find_sources() -> tuple[str, ...]:
-    """What is at hand: the configured sources, the installed package, or the wheel of the tests."""
+    """What is available locally: the configured sources, the installed package, or the wheel of the tests."""
     if configured := os.environ.get("CUBIN_RUNTIME_SOURCES", "").replace(",", " ").split():
         return tuple(configured)
     try:
@@ -34,7 +34,7 @@ def find_sources() -> tuple[str, ...]:
 
 
 def check_published_release(store: Path) -> None:
-    """Fetch some cubins into ``store``, verify them, and hold each against its row of metadata."""
+    """Fetch some cubins into ``store``, verify them, and compare each with its row of metadata."""
     sources = find_sources()
     if not sources:
         say(f"Left out, since it is not on this machine: 'pip install flashinfer-cubin=={VERSION}' brings it.")

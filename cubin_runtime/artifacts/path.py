@@ -1,4 +1,4 @@
-"""The name of an artifact: ``RELEASE/FAMILY/.../FILE``, POSIX, relative, unable to climb."""
+"""The name of an artifact: ``RELEASE/FAMILY/.../FILE``, a relative POSIX path without ``..``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9_+-][A-Za-z0-9_.+-]{0,199}(?:/[A-Za-z0-9_+-][A-Z
 
 
 class PathError(UsageError):
-    """A text is no artifact path."""
+    """A text is not an artifact path."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -102,9 +102,9 @@ def _fault(text: object) -> str | None:
         return "is absolute, expected a relative path"
     for part in text.split("/"):
         if part == "":
-            return "has an empty part"
+            return "has an empty component"
         if part == "." or part == "..":
-            return f"has the part {part!r}"
+            return f"has the component {part!r}"
         if len(part) > MAX_PART_BYTES // 4 and len(part.encode()) > MAX_PART_BYTES:
-            return f"has a part over {MAX_PART_BYTES} bytes"
+            return f"has a component over {MAX_PART_BYTES} bytes"
     return None

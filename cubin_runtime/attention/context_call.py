@@ -185,7 +185,7 @@ def _check_options(call: DecodeCall) -> None:
     options: Any = call.options
     bound, most = integer("max_seq_len", options.max_seq_len), min(capacity_of(call), _MOST)
     if not 0 <= bound <= most:
-        raise UsageError(f"max_seq_len={bound}: expected 0 to {most}, the most keys that a request can have here")
+        raise UsageError(f"max_seq_len={bound}: expected 0 to {most}, the maximum number of keys of a request")
     for name in ("window_left", "window_right"):
         if not -1 <= integer(name, getattr(options, name)) < 1 << 31:
             raise UsageError(f"{name}={getattr(options, name)}: expected -1 (none) or more, below 2^31")

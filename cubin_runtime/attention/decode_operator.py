@@ -1,4 +1,4 @@
-"""What all decodes do with a call: defaults, the plan cache, the run, and a record where calls are traced."""
+"""The pipeline that all decodes share: defaults, the plan cache, the run, and recording of traced calls."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .recording import record, recording
 from .runtime import NativeRelease, Runtime
 from .scales import split_scale
 from .step_plan import StepPlan
-from .torch_ops import RUNTIME_SCRATCH, TORCH_SCRATCH, scratch_of_torch
+from .torch_ops import RUNTIME_SCRATCH, TORCH_SCRATCH, scratch_of_call
 
 if TYPE_CHECKING:
     from .tracing.schema import TracedCall
@@ -133,9 +133,8 @@ def run_decode(plan_class: type[DecodePlan], operator: DecodeOperator, arguments
     kept = 1 << max(_SMALLEST_BOUND_LOG2, (bound - 1).bit_length())
     key = (operator.name, kept, *_option_key(operator, arguments))
     plan, addresses = _find(plan_class, operator, rt, key, arguments, scale, factor, kept)
-    if workspace is TORCH_SCRATCH:
-        workspace = scratch_of_torch(plan, plan.device)
-    launched = plan.launch(addresses, plan.numbers(bound, scale, factor), workspace, handle)
+    scratch = scratch_of_call(rt, plan, workspace, q, handle)
+    launched = plan.launch(addresses, plan.numbers(bound, scale, factor), scratch, handle)
     shortest = 0 if kept == 1 << _SMALLEST_BOUND_LOG2 else kept // 2 + 1
     note_launch(launched._replace(bounds=(shortest, plan.options.max_seq_len)))
     if recording() and operator.traced is not None:
@@ -234,7 +233,7 @@ def _made_output(operator: DecodeOperator, runtime: Runtime, q: Any) -> Any:
     """An output for ``q``.
 
     Raises:
-        UsageError: ``q`` is no tensor that one can be made from.
+        UsageError: an output cannot be made from a tensor like ``q``.
     """
     shape, dtype = operator.output(view_of(q, "q"))
     try:

@@ -1,4 +1,4 @@
-"""Making tensors and reading them back: the one place where an operator needs a framework."""
+"""Allocating tensors and reading them back: the only place where an operator needs a framework."""
 
 from __future__ import annotations
 
@@ -27,6 +27,10 @@ class TensorMemory(Protocol):
 
     def scaled(self, tensor: Any, factor: float) -> Any:
         """A new tensor, ``tensor`` times ``factor``, computed on the device."""
+        ...
+
+    def scale_in_place(self, tensor: Any, factor: float) -> None:
+        """Multiply ``tensor`` by ``factor`` on the device."""
         ...
 
     def product(self, first: Any, second: Any) -> Any:
@@ -76,6 +80,13 @@ class TorchMemory:
         _check_torch(tensor, "a scale in base 2")
         return note_made(tensor * factor, lambda scale: scale * factor, (tensor,))
 
+    def scale_in_place(self, tensor: Any, factor: float) -> None:
+        """As ``TensorMemory``; a call that does it takes the full path each time."""
+        if not is_torch(tensor):
+            raise UsageError(f"lse: got {type(tensor).__name__}, expected a torch tensor where its base is changed")
+        note_unrepeatable()
+        tensor.mul_(factor)
+
     def product(self, first: Any, second: Any) -> Any:
         """As ``TensorMemory``."""
         _check_torch(first, "a product of scales")
@@ -110,5 +121,5 @@ def _product(first: Any, second: Any) -> Any:
 def _check_torch(tensor: Any, what: str) -> None:
     if not hasattr(tensor, "new_empty"):
         raise UsageError(
-            f"{what} would be made from a {type(tensor).__name__}, which is no torch tensor: pass it yourself"
+            f"{what} would be made from a {type(tensor).__name__}, which is not a torch tensor: pass it yourself"
         )

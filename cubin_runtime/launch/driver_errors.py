@@ -18,7 +18,7 @@ _CAUSES = {
     46: "another process holds the device exclusively",
     100: "no CUDA device is visible (see CUDA_VISIBLE_DEVICES and whether the container got a device)",
     101: "no such device ordinal",
-    200: "the bytes are no cubin that this driver can read",
+    200: "the bytes are not a cubin that this driver can read",
     201: "no context is current on this thread, or another one than the handle belongs to",
     209: "the cubin was built for another architecture than the device's",
     222: "the driver is older than the toolkit that built the kernel",
@@ -35,7 +35,7 @@ _CAUSES = {
     716: "a kernel used a misaligned address: a pointer or stride has less alignment than promised",
     717: "a kernel used an address of the wrong memory space",
     718: "a kernel jumped outside its code",
-    719: "a kernel failed in a way the device does not name more closely",
+    719: "a kernel failed without a more specific error",
     720: "a cooperative grid is larger than what can be resident at once",
     721: "a kernel left tensor memory allocated",
     801: "the device or driver does not support this operation",
@@ -54,8 +54,8 @@ _CAUSES = {
 class DriverCallError(DriverError):
     """A driver call returned an error.
 
-    ``call`` is the function, ``code`` the CUresult, ``name`` and ``text`` the driver's own words, ``cause``
-    our likely explanation or "", ``sticky`` whether the fault comes from earlier asynchronous work and the
+    ``call`` is the function, ``code`` the CUresult, ``name`` and ``text`` as the driver reports them,
+    ``cause`` the likely cause or "", ``sticky`` whether the fault comes from earlier asynchronous work and the
     context is lost; then ``launches`` are the last ones, newest last, and ``first_seen`` names the call that
     failed first.
     """

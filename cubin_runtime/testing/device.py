@@ -1,17 +1,18 @@
-"""Arrays on a device, poisoned where a kernel has not written, with a guard behind each; and launches of a cubin."""
+"""Arrays on a device, poisoned until a kernel writes them, with a guard after each; and launches of a cubin."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeVar
 
 import numpy as np
 
+from ..errors import CubinRuntimeError
 from ..launch.driver import Driver
 from ..launch.plan import LaunchAttributes
 from ..launch.prepared import PreparedLaunches
 from ..tensor import TensorView
-from .values import to_bits
+from .values import is_bits, to_bits
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -24,10 +25,10 @@ GUARD = 256
 
 
 class DeviceArrays:
-    """Host arrays copied to the device, freed at the end."""
+    """Copies of host arrays on the device, freed by ``close``."""
 
     def __init__(self, driver: Driver, guard: int = GUARD) -> None:
-        """``guard`` bytes behind each array; 0 where a sanitizer is to see the first byte too much."""
+        """``guard`` bytes after each array; 0 if a sanitizer is to detect the first byte past the end."""
         self.driver = driver
         self.guard = guard
         self._held: list[tuple[int, int]] = []
@@ -55,10 +56,10 @@ class DeviceArrays:
         return host
 
     def assert_guards(self) -> None:
-        """Raise ``AssertionError`` if something was written behind an array."""
+        """Raise ``AssertionError`` if a kernel wrote past the end of an array."""
         for address, nbytes in self._held:
             guard = self.driver.read(address + nbytes, self.guard)
-            assert guard == bytes([POISON]) * self.guard, f"written behind an array of {nbytes} bytes"
+            assert guard == bytes([POISON]) * self.guard, f"a kernel wrote past the end of an array of {nbytes} bytes"
 
     def close(self) -> None:
         """Free everything."""
@@ -67,8 +68,11 @@ class DeviceArrays:
         self._held.clear()
 
 
+_DeviceT = TypeVar("_DeviceT", bound="Device")
+
+
 class Device(DeviceArrays):
-    """A device with its primary context current: arrays as tensors, and launches of one cubin. Close it, or ``with``.
+    """A device with its primary context current: arrays as tensors, and launches of cubins. A context manager.
 
     ``computes`` is False for the stand-in driver, whose kernels do nothing.
     """
@@ -96,23 +100,26 @@ class Device(DeviceArrays):
         return sorted(times)[repeats // 2]
 
     def array(self, values: Any, dtype: DTypeName | None = None) -> TensorView:
-        """A tensor with these values; for bfloat16 and float8_e4m3fn floats, or bits as unsigned integers.
+        """A tensor with these values; for a float dtype, values may also be its bits as unsigned integers of its size.
 
-        ``dtype=None`` takes that of the array.
+        ``dtype=None`` takes the dtype of the array.
+
+        Raises:
+            UsageError: the dtype is unknown, or an integer dtype cannot represent the values.
         """
         host = np.ascontiguousarray(values)
         name: Any = dtype or host.dtype.name
-        if host.dtype.kind == "f":
+        if not is_bits(name, host):
             host = to_bits(name, host)
         return TensorView.contiguous(self.upload(host), name, host.shape, self.facts.ordinal)
 
-    def poisoned(self, shape: Sequence[int], dtype: DTypeName) -> TensorView:
+    def poisoned(self, shape: int | Sequence[int], dtype: DTypeName) -> TensorView:
         """A tensor full of NaN (integers: all bits set), for a kernel to write."""
         like = to_bits(dtype, np.zeros(shape, dtype=np.float32))
-        return TensorView.contiguous(self.empty(like.nbytes), dtype, tuple(shape), self.facts.ordinal)
+        return TensorView.contiguous(self.empty(like.nbytes), dtype, like.shape, self.facts.ordinal)
 
     def numpy(self, view: TensorView) -> NDArray[Any]:
-        """A tensor's content once all work is done; bfloat16 and float8_e4m3fn as bits, see ``from_bits``."""
+        """Wait for all work and return a tensor's contents; bfloat16 and float8_e4m3fn as bits, see ``from_bits``."""
         self.driver.synchronize(0)
         return self.download(view, to_bits(view.dtype, np.zeros(1, dtype=np.float32)).dtype)
 
@@ -120,13 +127,13 @@ class Device(DeviceArrays):
         self,
         cubin: CubinUnderTest,
         *,
-        grid: int | Sequence[int],
-        block: int | Sequence[int],
+        grid: SupportsIndex | Sequence[SupportsIndex],
+        block: SupportsIndex | Sequence[SupportsIndex],
         shared_bytes: int = 0,
         attributes: LaunchAttributes | None = None,
         **fields: Any,
     ) -> None:
-        """Gate the kernel, launch it on the default stream and wait for it.
+        """Check the kernel by the ABI gate, launch it on the default stream and wait for it.
 
         Args:
             cubin: the kernel and its parameter struct.
@@ -147,25 +154,32 @@ class Device(DeviceArrays):
         self.driver.synchronize(0)
 
     def close(self) -> None:
-        """Free everything, and leave what was current."""
+        """Free all arrays and restore the context that was current before."""
         super().close()
         self.driver.set_current(self._before)
 
-    def __enter__(self) -> Device:
+    def __enter__(self: _DeviceT) -> _DeviceT:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
+def missing_device(driver: Driver) -> str:
+    """Why tests on a device are skipped: the driver cannot be used, or sees no device; empty where there is one."""
+    try:
+        return "" if driver.device_count() else "needs a CUDA device: the driver sees none"
+    except CubinRuntimeError as error:
+        return f"needs a CUDA device: {error}"
+
+
 def on_first_device(main: Callable[[Device], None]) -> None:
     """Run an example on the first GPU, with a default runtime that uses its driver.
 
     Raises:
-        SystemExit: there is no GPU, or the kernels are not at hand; with the error's sentence.
+        SystemExit: there is no GPU, or the kernels are not available; with the message of the error.
     """
     from ..attention import Runtime, set_default_runtime
-    from ..errors import CubinRuntimeError
     from .graph_driver import GraphDriver
 
     driver = GraphDriver()

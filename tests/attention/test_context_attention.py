@@ -23,7 +23,6 @@ from context_calls import (
     ragged_call,
     view,
 )
-from standin_build import StandIn
 from trtllm_calls import MadeUpMemory
 
 from cubin_runtime.attention import (
@@ -37,6 +36,7 @@ from cubin_runtime.attention import (
 from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.native.device_models import describe_device
 from cubin_runtime.kernels.native.layouts import LAYOUTS
+from cubin_runtime.testing import StandIn
 
 PARAMS = LAYOUTS["ContextAttentionParams"]
 LOG2_E = math.log2(math.e)

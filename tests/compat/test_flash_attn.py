@@ -23,11 +23,11 @@ from flash_attn_calls import (
     sent,
     varlen_arguments,
 )
-from standin_build import StandIn
 from trtllm_calls import MadeUpMemory, made, tensor
 
 from cubin_runtime.compat import flash_attn, flash_attn_interface
 from cubin_runtime.errors import UsageError
+from cubin_runtime.testing import StandIn
 
 pytestmark = pytest.mark.usefixtures("hopper")
 

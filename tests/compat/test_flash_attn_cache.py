@@ -17,12 +17,12 @@ from flash_attn_calls import (
     cache_arguments,
     sent,
 )
-from standin_build import StandIn
 from trtllm_calls import MadeUpMemory, made, tensor
 
 from cubin_runtime.compat.flash_attn import flash_attn_with_kvcache
 from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA
+from cubin_runtime.testing import StandIn
 
 pytestmark = pytest.mark.usefixtures("hopper")
 

@@ -24,9 +24,7 @@ from typing import Any
 from unittest.mock import patch
 
 from cubins import cubin_of, write_release
-from extended_driver import ExtendedDriver
 from launches import Layout, differences, launch_of, values_of
-from standin_build import StandIn
 
 from cubin_runtime import Config
 from cubin_runtime.artifacts.tables.metadata import HEADER_PATH
@@ -53,6 +51,7 @@ from cubin_runtime.launch.plan import LaunchPlan
 from cubin_runtime.launch.semaphore_workspace import SemaphoreWorkspace
 from cubin_runtime.launch.tensormap import TensorMapSpec
 from cubin_runtime.launch.workspace import Workspace
+from cubin_runtime.testing import GraphDriver, StandIn
 from kernels_src.variants import VARIANTS
 
 NATIVE, PUBLISHED = "hopper-golden", "trtllm-golden"
@@ -175,7 +174,7 @@ class Session:
             self._structs[row["symbol"]] = row["struct"]
         standin.accept_kernels(layouts["KernelParams"][0])
         self._pins = write_release(folder, NATIVE, ABIS[NATIVE], native_files(sizes))
-        driver = ExtendedDriver(standin.path)
+        driver = GraphDriver(standin.path)
         driver.set_current(driver.primary_context())
         self._streams = (0, driver.create_stream())
         driver.set_current(None)
@@ -286,7 +285,7 @@ class Session:
             pins.write_text(self._pins)
             sources = tuple(str(path) for path in self._folder.glob("*.zip"))
             config = Config(store=self._folder / "store", sources=sources, pin_files=(pins,), offline=True)
-            made = Runtime(config, driver=ExtendedDriver(self._standin.path), release=NATIVE, trtllm_release=PUBLISHED)
+            made = Runtime(config, driver=GraphDriver(self._standin.path), release=NATIVE, trtllm_release=PUBLISHED)
             self._runtimes[device, published] = made
         return made
 
@@ -366,7 +365,7 @@ def _cell(kind: str, value: Any) -> str:
 
 
 def _arguments(case: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of one step: those of the case, but for its changes."""
+    """The arguments of one step: those of the case, except for its changes."""
     return {name: _argument(value, bool(case.get("torch"))) for name, value in {**case["with"], **changes}.items()}
 
 
@@ -388,7 +387,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _unplanned(planned: list[dict[str, Any]], sent: list[dict[str, Any]]) -> Iterator[str]:
-    """Where launches differ from their plans, but for the addresses that come with a step."""
+    """Where launches differ from their plans, except for the addresses that come with a step."""
     for plan, launch in zip(planned, sent, strict=len(planned) > 0):
         values = {name: value for name, value in launch["values"].items() if name in plan["values"]}
         for name, value in values.items():

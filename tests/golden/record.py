@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "launch"), str(HERE.parents[1])]
+sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
 import cases  # noqa: E402
 import copying_cases as copying  # noqa: E402
@@ -27,8 +27,8 @@ import flashinfer_cases as flashinfer  # noqa: E402
 import prefill_cases as prefill  # noqa: E402
 from adapter import Session, layouts_now  # noqa: E402
 from launches import FILE, differences, read, write  # noqa: E402
-from standin_build import StandIn, build_standin  # noqa: E402
 
+from cubin_runtime.testing import StandIn, build_standin  # noqa: E402
 from kernels_src.release import RELEASE  # noqa: E402
 
 BUILT = HERE.parents[1] / "build" / "artifacts" / RELEASE

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from adapter import Session
 from launches import FILE, differences, read
-from standin_build import StandIn, build_standin
 
+from cubin_runtime.testing import StandIn, build_standin
 from kernels_src.variants import VARIANTS
 
 PARTS = 4

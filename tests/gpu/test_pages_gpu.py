@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -31,6 +33,13 @@ def default_runtime(runtime_config: Config, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("cubin_runtime.attention.process.default.runtime", made)
     yield made
     torch.cuda.synchronize()
+
+
+@pytest.fixture
+def some_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty FlashInfer where none is installed: a page installs our functions into it."""
+    if find_spec("flashinfer") is None:
+        monkeypatch.setitem(sys.modules, "flashinfer", ModuleType("flashinfer"))
 
 
 def names_of(page: str) -> dict[str, Any]:
@@ -71,13 +80,16 @@ def names_of(page: str) -> dict[str, Any]:
         queries = torch.randn(70, 32, 128, **on)
         out = torch.zeros_like(queries)
         even = {name: torch.randn(BATCH, 24, heads, 128, **on) for name, heads in (("even_q", 32), ("even_k", 4))}
-        ragged = {name: torch.randn(70, 4, 128, **on) for name in ("k", "v")}
-        decode |= {**even, "even_v": even["even_k"] * 2, **ragged, "q_sums": sums, "kv_sums": sums}
+        # As many keys as the page's bound.
+        ragged = {name: torch.randn(8192, 4, 128, **on) for name in ("k", "v")}
+        table = decode["page_table"].repeat(1, 8192 // BOUND)
+        decode |= {**even, "even_v": even["even_k"] * 2, **ragged, "q_sums": sums, "kv_sums": sums, "page_table": table}
     torch.cuda.synchronize()
     others = {"batch": BATCH, "max_seq_len": BOUND, "stream": torch.cuda.Stream()}
     return {**decode, "q": queries, "out": out, **others}
 
 
+@pytest.mark.usefixtures("some_flashinfer")
 @pytest.mark.parametrize("page", pages_with("python"))
 def test_the_python_of_a_page_runs(page: str, default_runtime: Runtime) -> None:
     names = names_of(page)

@@ -1,4 +1,4 @@
-"""The manifests that pins name: found in a source, compared with the pin, parsed once per process."""
+"""Pinned manifests: found in a source, compared with the pin's digest, parsed once per process."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class PinnedManifests:
             if unreadable is not None:
                 raise unreadable
             how = remedy(pin, pin.name, self._sources.specs(pin))
-            raise MissingError(f"the manifest of {pin.name!r} is not here; {how}")
+            raise MissingError(f"the manifest of {pin.name!r} is not available locally; {how}")
         manifest = read_manifest(pin, data, origin)
         with self._lock:
             self._bytes[pin.manifest_sha256] = data

@@ -1,4 +1,4 @@
-"""What a pinned release holds, file by file, with each kernel's metadata: what filters look at."""
+"""The catalog of a pinned release: its files with each kernel's metadata, which filters work on."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def manifest_at_hand(library: Library, pin: Pin) -> Manifest:
 
     Raises:
         MissingError, SourceError: it is not at hand.
-        PinError: what is at hand is not the pinned one.
+        PinError: what is available locally is not the pinned one.
     """
     return library.manifest(pin, network=False)
 

@@ -1,4 +1,4 @@
-"""Releases for others: one zip that is a source, or a static tree that any web server can serve.
+"""Export of releases: one zip that serves as a source, or a static tree that any web server can serve.
 
 What is written is read through the library first, so it was hashed against the pinned manifest in private
 memory; and it is published whole or not at all.
@@ -174,7 +174,7 @@ def _read(library: Library, items: Sequence[_Item], item: _Item) -> bytes:
     except MissingError as error:
         absent = len({one.sha256 for one in items} - library.store.present(one.sha256 for one in items))
         raise MissingError(
-            f"{error}; {absent} of {len(items)} files are not in the store: 'cubin-runtime fetch' comes first"
+            f"{error}; {absent} of {len(items)} files are not in the store: run 'cubin-runtime fetch' first"
         ) from None
 
 

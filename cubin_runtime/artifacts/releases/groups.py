@@ -1,4 +1,4 @@
-"""Groups of releases that are asked for by one name, narrowed by what their folders tell: family, CPU and SM."""
+"""Groups of releases under one name, narrowed by what their folder names state: family, CPU and SM."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def narrowed(group: str, pins: Sequence[Pin], wanted: KernelFilter, cpu: str | N
             found.append((pin, left))
     if not found:
         words = sorted({word for pin in pins for word in folder_facts(pin.path).families})
-        raise UsageError(f"{group}: no release of it passes the filters; its families are {', '.join(words)}")
+        raise UsageError(f"{group}: no release of it matches the filters; its families are {', '.join(words)}")
     return found
 
 

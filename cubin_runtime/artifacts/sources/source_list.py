@@ -1,4 +1,4 @@
-"""Which sources are in force, opened: local ones once for all threads, network ones for each worker."""
+"""The configured sources, opened: local ones once for all threads, network ones for each worker."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class _OfflineSource:
 
     def read(self, wanted: Wanted) -> bytes:
         """Always refuses."""
-        raise SourceError(f"{self.label}: not asked, the network is switched off (offline)")
+        raise SourceError(f"{self.label}: skipped, the network is disabled (offline)")
 
     def close(self) -> None:
         """Nothing is held open."""

@@ -1,4 +1,4 @@
-"""The filters that verbs share, over rows of either kind of release; pure functions."""
+"""Kernel filters that verbs share, for both kinds of release; pure functions."""
 
 from __future__ import annotations
 
@@ -163,8 +163,8 @@ def why_nothing_passes(wanted: KernelFilter, rows: Sequence[KernelRow]) -> str:
             values = ", ".join(map(str, given))
             return f"no kernel has --{name} {values}, expected one of {', '.join(map(str, there)) or 'none'}"
     if wanted == KernelFilter(globs=wanted.globs):
-        return f"no file fits --match {' '.join(wanted.globs)}"
-    return "no kernel passes all of the filters together, though one does each"
+        return f"no file matches --match {' '.join(wanted.globs)}"
+    return "no kernel matches all filters together, though each alone matches some"
 
 
 def dtype_name(word: str) -> str:

@@ -67,7 +67,7 @@ class ReplayReport:
         found += [f"  recorded {one}{'' if one.ok else ': WRONG'}" for one in self.recorded]
         found += [f"  replayed {one}{'' if one.ok else ': WRONG'}" for one in self.replayed]
         if self.device:
-            same = {None: "", True: ", with the recorded bits", False: ", with other bits than recorded"}[
+            same = {None: "", True: ", bit-identical to the recording", False: ", not bit-identical to the recording"}[
                 self.same_bits
             ]
             found.append(f"  replayed on {self.device}{same}")
@@ -83,7 +83,7 @@ def replay_call(file: Path | str, *, runtime: Runtime | None = None, device: int
     A call of an operator that has no reference here is not run again either.
 
     Raises:
-        MissingError, StoreError, CorruptError: the file cannot be had, or is no recorded call.
+        MissingError, StoreError, CorruptError: the file is not available, or not a recorded call.
         UsageError: numpy is missing, or the device does not take the call as it was recorded.
         DeviceError: the call cannot be launched there, or its kernels fault.
     """

@@ -1,4 +1,4 @@
-"""Attention over keys that lie as they come: in requests of one size, ragged, or in pages."""
+"""Attention over keys in requests of one size, ragged, or in pages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ...attention.prefill import context_attention
 from ...errors import UsageError, WorkspaceError
 from ..renaming import renamed
 from .options import Options
-from .tensors import capture_scratch, differences, new_lse, permuted, shape_of
+from .tensors import differences, new_lse, permuted, shape_of
 
 
 def attend(q: Any, k: Any, v: Any, options: Options, **where: Any) -> tuple[Any, Any]:
@@ -42,7 +42,6 @@ def attend(q: Any, k: Any, v: Any, options: Options, **where: Any) -> tuple[Any,
             lse_base="e",
             out=options.out,
             lse=of_tokens,
-            workspace=capture_scratch(q),
             **where,
         )
     except (UsageError, WorkspaceError) as error:

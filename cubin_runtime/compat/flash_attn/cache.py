@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 from ...attention.append import append_kv
 from ...attention.checks import integer
+from ...attention.gqa import paged_decode
 from ...attention.paged_cache import MAX_GROUP, PAGE_SIZES
-from ...attention.paged_decode import paged_decode
 from ...errors import UsageError, WorkspaceError
 from ..renaming import renamed
 from .attention import attend
 from .options import Options
-from .tensors import capture_scratch, differences, filled, lengthened, numbers, shape_of
+from .tensors import differences, filled, lengthened, numbers, shape_of
 
 _MOST_DECODED = 8  # query tokens of a request that the decode kernels are for
 _APPEND_NAMES = {"key": "k", "value": "v", "seq_lens": "cache_seqlens", "cum_seq_lens": "cu_seqlens_k_new"}
@@ -154,7 +154,6 @@ def _decode(q: Any, cache: Cache, lengths: Any, options: Options, batch_invarian
             sinks=options.sinks,
             batch_invariant=batch_invariant,
             out=options.out,
-            workspace=capture_scratch(q),
         )
     except (UsageError, WorkspaceError) as error:
         raise renamed(error, options.names) from error

@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 from fast_path_calls import FullPaths, suspended
-from standin_build import StandIn
 
 from cubin_runtime import tensor as tensors_module
-from cubin_runtime.attention import Runtime, mla_decode, paged_decode, plan_paged_decode
+from cubin_runtime.attention import Runtime, mla_decode, paged_decode, plan_paged_decode, torch_ops
 from cubin_runtime.attention.fast_path import guards
 from cubin_runtime.attention.memory import TorchMemory
 from cubin_runtime.compat import flashinfer
 from cubin_runtime.errors import UsageError
+from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA
+from cubin_runtime.testing import StandIn
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
@@ -88,9 +89,14 @@ def reinterpret(tensor: Any) -> None:
     tensor.data = tensor.data.view(torch.float16)
 
 
+def misplace(tensor: Any) -> None:
+    tensor.data = torch.zeros(1 + tensor.numel(), dtype=tensor.dtype)[1:].view(tensor.shape)
+
+
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "data shortened": shorten,
     "data of another dtype": reinterpret,
+    "data at an odd address": misplace,
     "transposed": lambda tensor: tensor.transpose_(0, 1),
     "resized": lambda tensor: tensor.resize_(1, 32, 128),
     "strides set": lambda tensor: tensor.as_strided_((2, 32, 128), (4096, 64, 1)),
@@ -159,15 +165,16 @@ def test_what_changed_in_place_is_for_a_function_another_call(runtime: Runtime, 
     for function in (paged_decode, paged_decode.__wrapped__):
         standin.clear_log()
         try:
-            function(**{"max_seq_len": 256, "runtime": runtime, **_complete(function, own)})
+            function(**_complete(own), runtime=runtime)
             outcomes.append(str(sent(standin)))
         except UsageError as error:
             outcomes.append(str(error))
     assert outcomes[0] == outcomes[1]
 
 
-def _complete(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
-    return {**(paged_decode.__wrapped__.__kwdefaults__ or {}), **arguments, "max_seq_len": 256}
+def _complete(arguments: dict[str, Any]) -> dict[str, Any]:
+    defaults = paged_decode.__wrapped__.__kwdefaults__
+    return {name: value for name, value in {**defaults, **arguments, "max_seq_len": 256}.items() if name != "runtime"}
 
 
 def test_an_output_is_made_for_each_call(runtime: Runtime, full_paths: FullPaths) -> None:
@@ -264,3 +271,33 @@ def test_use_on_another_stream_is_recorded(runtime: Runtime, monkeypatch: pytest
         paged_decode(**own, max_seq_len=256, runtime=runtime, stream=side)
     paged_decode(**own, max_seq_len=256, runtime=runtime, stream=0)
     assert uses == [(side, 6)] * 3
+
+
+def test_each_graph_that_torch_captures_has_scratch_of_its_own(
+    runtime: Runtime, standin: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = runtime.driver.create_stream()
+    monkeypatch.setattr(runtime.memory, "current_stream", lambda like: stream)
+    monkeypatch.setattr(runtime.memory, "stream_query", lambda: lambda device: stream)
+    of_graphs: list[Any] = []
+
+    def torch_bytes(size: int, device: int, *, zeroed: bool) -> Any:
+        of_graphs.append(torch.zeros(size, dtype=torch.uint8))
+        return of_graphs[-1]
+
+    monkeypatch.setattr(torch_ops, "torch_bytes", torch_bytes)
+    tensors = given()
+
+    def counters() -> object:
+        paged_decode(**tensors, max_seq_len=256, runtime=runtime)
+        sent = bytes.fromhex(standin.calls("cuLaunchKernelEx")[-1].seen["parameter0"])
+        return PAGED_DECODE_TMA.unpack(sent)["counters"]
+
+    eager = {counters() for _ in range(2)}
+    captured = []
+    for _ in range(3):
+        runtime.driver.begin_capture(stream)
+        captured.append(counters())
+        runtime.driver.end_capture(stream)
+    assert len(eager) == 1
+    assert len(set(captured)) == 3

@@ -1,8 +1,9 @@
-"""A paged decode as launch plans: grids, workspace, and every parameter but what comes with a run."""
+"""A paged decode as launch plans: grids, workspace, and every parameter that does not come with a run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from ....artifacts.tables.native_kernels import NativeKernel
@@ -87,24 +88,28 @@ def _launch(
         values=values,
         caches=dict(zip(names, ("k_cache", "v_cache"), strict=True)),
         regions=regions,
-        reason=selection.reason,
+        why=selection,
     )
     return NativeLaunch(selection, plan, regions)
 
 
 def _regions(selection: DecodeSelection, problem: DecodeProblem, suffix: str) -> tuple[Region, ...]:
-    """A pair is a request, a KV head and a row tile."""
-    pairs = problem.batch * selection.row_tiles * problem.kv_heads
+    """An output tile is one row tile of a request and KV head."""
+    output_tiles = problem.batch * selection.row_tiles * problem.kv_heads
     rows = int(selection.kernel.traits["rows"])
     ctas = 0 if selection.cluster_size else selection.ctas  # a cluster merges in its shared memory
-    return scratch_regions(pairs, selection.splits, ctas, rows * 2 * 4, rows * problem.head_dim * 4, suffix)
+    return scratch_regions(output_tiles, selection.splits, ctas, rows * 2 * 4, rows * problem.head_dim * 4, suffix)
 
 
 def cache_values(layout: StructLayout, problem: DecodeProblem, tile_tokens: int) -> dict[str, object]:
     """The fields that describe the caches: two descriptors, or strides."""
     caches = {"k": problem.k_strides, "v": problem.v_strides}
     if layout is PAGED_DECODE_TMA:
-        return {f"{name}_map": _descriptor(problem, tile_tokens, strides) for name, strides in caches.items()}
+        pages = (problem.num_pages, problem.page_size, problem.kv_heads, problem.head_dim)
+        return {
+            f"{name}_map": _descriptor(problem.kv_dtype, pages, strides, tile_tokens)
+            for name, strides in caches.items()
+        }
     values: dict[str, object] = {}
     for name, strides in caches.items():
         values |= {
@@ -115,15 +120,18 @@ def cache_values(layout: StructLayout, problem: DecodeProblem, tile_tokens: int)
     return values
 
 
-def _descriptor(problem: DecodeProblem, tile_tokens: int, strides: CacheStrides) -> TensorMapSpec:
-    dtype = BY_SHORT[problem.kv_dtype]
-    span = min(problem.head_dim * dtype.nbytes, _SWIZZLE_BYTES)
+@lru_cache(maxsize=256)  # batches of any size have the same caches
+def _descriptor(
+    kv_dtype: str, pages: tuple[int, int, int, int], strides: CacheStrides, tile_tokens: int
+) -> TensorMapSpec:
+    dtype, (num_pages, page_size, kv_heads, head_dim) = BY_SHORT[kv_dtype], pages
+    span = min(head_dim * dtype.nbytes, _SWIZZLE_BYTES)
     return TensorMapSpec(
         dtype=dtype.map_type,
         address=0,
-        dims=(problem.head_dim, problem.page_size, problem.kv_heads, problem.num_pages),
+        dims=(head_dim, page_size, kv_heads, num_pages),
         strides=tuple(stride * dtype.nbytes for stride in (strides.token, strides.head, strides.page)),
-        box=(span // dtype.nbytes, min(problem.page_size, tile_tokens), 1, 1),
+        box=(span // dtype.nbytes, min(page_size, tile_tokens), 1, 1),
         element_strides=(1, 1, 1, 1),
         swizzle=f"{span}B",
         l2_promotion="128B",

@@ -102,8 +102,7 @@ def select_context_attention(
         ctas=min(device.multiprocessors, work_tiles),
         row_tiles=row_tiles,
         splits=0,
-        reason=f"built for {best.architecture}{status}; at most {work_tiles} work tiles",
-        candidates=candidates,
+        explain=lambda: (f"built for {best.architecture}{status}; at most {work_tiles} work tiles", candidates),
         packed=shape.packed,
         section_packs=shape.section_packs,
     )
