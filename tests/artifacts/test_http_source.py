@@ -154,7 +154,7 @@ def test_a_name_that_does_not_resolve_is_an_error_without_the_query(
     [
         ("7", 7.0),
         (" 0 ", 0.0),
-        (formatdate(time.time() - 100, usegmt=True), 0.0),
+        pytest.param(formatdate(time.time() - 100, usegmt=True), 0.0, id="a date that is over"),
         ("soon", None),
         ("-5", None),
     ],
