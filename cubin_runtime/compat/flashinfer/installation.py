@@ -1,4 +1,4 @@
-"""Pointing an installed FlashInfer's functions at ours, and back."""
+"""Replacing an installed FlashInfer's functions with ours, and undoing that."""
 
 from __future__ import annotations
 
@@ -84,16 +84,16 @@ class Installed:
 
 
 def install() -> Installed:
-    """Let an installed FlashInfer's attention functions be those of this package, until the handle undoes it.
+    """Replace an installed FlashInfer's attention functions by those of this package, until the handle is undone.
 
-    Replaced are the functions of its modules decode, mla, prefill, xqa, page and cascade, what its package re-exports,
-    and the same functions in every module that imported them by name. What holds a function in another way keeps
-    FlashInfer's: an attribute of a class or an instance, a default argument, a ``functools.partial``, a closure.
-    FlashInfer's own code that calls these functions (its cascade wrappers, for example) calls ours, too. Functions that
-    are not offered here, and FlashInfer's classes, stay its own.
+    This replaces the functions of its modules decode, mla, prefill, xqa, page and cascade, what its package re-exports,
+    and the same functions in every module that imported them by name. A function that is held in another way stays
+    FlashInfer's: in an attribute of a class or an instance, a default argument, a ``functools.partial``, a closure.
+    FlashInfer's own code that calls these functions (its cascade wrappers, for example) then calls ours. Functions that
+    this package does not have, and FlashInfer's classes, stay FlashInfer's.
 
-    Installing again while installed is counted: FlashInfer has its functions back when every handle is undone.
-    Threads may install and undo at once; a call that has begun ends as it began.
+    Calls are counted: FlashInfer has its functions back when every handle is undone. Threads may install and undo at
+    the same time; a call that has begun is not affected.
 
     Returns:
         the handle, which also says what was replaced and what the installed version lacks.
