@@ -16,6 +16,7 @@ if importlib.util.find_spec("sglang") is None:
     pytest.skip("SGLang is not importable (tools/stage_engines.py, make test-engines)", allow_module_level=True)
 from absent_modules import in_place_of  # noqa: E402
 from launch_records import integers, launches  # noqa: E402
+from step_records import compare, written  # noqa: E402
 
 # Of its image models, its compiler and its kernels' loggers, which its configuration imports.
 with in_place_of("loguru", "torchvision", "tvm_ffi"):
@@ -178,6 +179,21 @@ def test_new_keys_and_values_go_to_their_slots() -> None:
     ((layer, where, *shapes),) = written
     assert (layer, where.loc is step.out_cache_loc) == (1, True)
     assert shapes == [(2, KV_HEADS, DIM)] * 2
+
+
+def test_steps_are_as_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr("cubin_runtime.integrations.sglang.backend.attend", lambda *given: seen.append(written(*given)))
+    sinks = torch.zeros(HEADS)
+    for step, layer in (
+        (batch(ForwardMode.DECODE, [2, 0, 1], [40, 1, 128]), layer_of()),
+        (batch(ForwardMode.EXTEND, [1, 2, 0], [20, 50, 9], [20, 7, 1]), layer_of(sliding_window_size=15)),
+        (batch(ForwardMode.DECODE, [1, 2], [90, 4]), layer_of(sliding_window_size=31)),
+    ):
+        made = backend()
+        made.init_forward_metadata(step)
+        forward(made, step, layer, sinks=sinks if layer.sliding_window_size > 0 else None)
+    compare("sglang 0.5.23", dict(zip(["decodes", "prompts", "window and sinks"], seen, strict=True)))
 
 
 def test_an_idle_step_launches_nothing(standin: StandIn) -> None:

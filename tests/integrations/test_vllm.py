@@ -16,6 +16,7 @@ if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not importable (tools/stage_engines.py, make test-engines)", allow_module_level=True)
 from absent_modules import in_place_of  # noqa: E402
 from launch_records import integers, launches  # noqa: E402
+from step_records import compare, written  # noqa: E402
 
 # Of vLLM's server, which its configuration imports.
 with in_place_of("llguidance", "openai_harmony", "opentelemetry", "uvloop", "xgrammar"):
@@ -188,7 +189,7 @@ def test_a_bound_that_a_graph_can_be_replayed_with(backend: Any, standin: StandI
 
 
 def test_a_padded_step(backend: Any, standin: StandIn) -> None:
-    run(backend, step([1, 1], [3, 4], padded=2))
+    _kept = run(backend, step([1, 1], [3, 4], padded=2))
     ((_, sent),) = launches(standin)
     assert (sent["batch"], integers(sent["seq_lens"], 4)) == (4, [3, 4, 0, 0])
 
@@ -203,20 +204,36 @@ def test_options_of_a_layer(backend: Any, standin: StandIn) -> None:
 
 
 def test_a_soft_cap_is_not_decoded(backend: Any, standin: StandIn) -> None:
-    run(backend, step([1, 1, 20], [40, 3, 20]), logits_soft_cap=30.0)
+    _kept = run(backend, step([1, 1, 20], [40, 3, 20]), logits_soft_cap=30.0)
     (first, even), (second, _) = launches(standin)
     assert (first, second) == ("context", "context")
     assert (even["batch"], even["q_len"], even["q_cu_seq_lens"], integers(even["seq_lens"], 2)) == (2, 1, 0, [40, 3])
     assert even["soft_cap"] > 0
 
 
-@pytest.mark.parametrize("q_lens", [[1, 1], [1, 20]])
+@pytest.mark.parametrize("q_lens", [[1, 1], [21, 20]])
 def test_layouts_of_the_cache(backend: Any, q_lens: list[int], standin: StandIn) -> None:
     for layout in backend.supported_kv_cache_layouts():
         kv_cache = cache(layout)
         run(backend, step(q_lens, [40, 20]), kv_cache)
-        maps = standin.calls("cuTensorMapEncodeTiled")[-2:]
-        assert maps
+        seen = [call.seen["strides"] for call in standin.calls("cuTensorMapEncodeTiled")[-2:]]
+        of_cache = {str(2 * kv_cache.stride(axis)) for axis in range(3)}
+        assert [of_cache <= set(str(strides).strip("()[]").replace(" ", "").split(",")) for strides in seen] == [
+            True
+        ] * 2
+
+
+def test_steps_are_as_recorded(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr("cubin_runtime.integrations.vllm.backend.attend", lambda *given: seen.append(written(*given)))
+    sinks = torch.zeros(HEADS, dtype=BF16)
+    run(backend, step([1, 1, 1], [40, 1, 128]))
+    run(backend, step([1, 1, 20, 7], [40, 1, 20, 50]), cache(KVCacheLayout.BLNHC))
+    run(backend, step([20, 7], [20, 50]), sinks=sinks, sliding_window=16)
+    run(backend, step([1, 1], [90, 4], padded=2), cache(KVCacheLayout.LBNHC), sinks=sinks, sliding_window=32)
+    run(backend, step([1, 1, 20], [40, 3, 20]), logits_soft_cap=30.0)
+    names = ["decodes", "prompts and decodes", "window and sinks", "padded decodes", "soft cap"]
+    compare("vllm 0.33.0", dict(zip(names, seen, strict=True)))
 
 
 def test_a_profiling_run_writes_zeros(backend: Any) -> None:
