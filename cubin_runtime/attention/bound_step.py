@@ -1,4 +1,4 @@
-"""A plan with some of its arguments bound once, so that a step checks and writes only what moves."""
+"""A plan with some of its arguments bound once, so that a step checks and writes only those that change."""
 
 from __future__ import annotations
 

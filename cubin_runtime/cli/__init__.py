@@ -1,4 +1,4 @@
-"""The command line: one file a verb family, each verb one call into the package."""
+"""The command line: one file per family of verbs; each verb is one call into the package."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from . import output
 __all__ = ["app", "main"]
 
 VERB_FAMILIES = (
-    "fetching",
-    "verifying",
-    "pinning",
-    "inspecting",
+    "fetch",
+    "verify",
+    "pin",
+    "inspect",
     "listing",
-    "comparing",
+    "diff",
     "explain",
     "replay",
-    "shipping",
-    "keeping",
+    "export",
+    "gc",
     "doctor",
 )
 _WRITE_FAILED = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}

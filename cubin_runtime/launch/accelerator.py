@@ -1,4 +1,4 @@
-"""The optional accelerator: calls of C in the place of generated lines, one for a launch, one for a whole call."""
+"""The optional accelerator: C calls replace generated Python lines, one for a launch, one for a whole call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who fetches: a pool of workers takes objects and gives back outcomes; here the one made of threads."""
+"""Worker pools take objects to fetch and return outcomes: the interface, and the pool of threads."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class WorkerPool(Protocol):
 
     @property
     def ticks(self) -> int:
-        """Grows whenever bytes came: the sign of progress, as opposed to mere life."""
+        """A counter that grows with received bytes: it shows progress, not only that workers are alive."""
 
     def give(self, items: Sequence[Wanted]) -> None:
-        """Hand out work; returns at once."""
+        """Queue work; returns at once."""
 
     def take(self, timeout: float) -> list[Outcome]:
         """All outcomes that are there; waits ``timeout`` seconds for the first one.

@@ -1,4 +1,4 @@
-"""Fast paths: a call that is like an earlier one is sent by a function that was made for it.
+"""Fast paths: a call like an earlier one is launched by a function that was generated for it.
 
 The full path of an operator checks, plans and launches. While it runs it notes what it launched (``notes``); from that
 and the call's arguments ``generated`` writes a function that tests whether another call is alike, which ``arguments``

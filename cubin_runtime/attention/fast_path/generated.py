@@ -1,4 +1,4 @@
-"""Writing the function that tests whether a call is like an earlier one, and sends it."""
+"""Generates the function that tests whether a call is like an earlier one, and launches it."""
 
 from __future__ import annotations
 
