@@ -60,7 +60,7 @@ class CubinRuntimeAttnBackend(AttentionBackend):  # type: ignore[misc]
         if not mode.is_extend_or_draft_extend_or_mixed() or mode.is_split_prefill():
             raise UsageError(f"forward_mode={mode.name}: expected DECODE, EXTEND, MIXED or IDLE")
         sums = torch.zeros(count + 1, dtype=torch.int32, device=lengths.device)
-        torch.cumsum(forward_batch.extend_seq_lens, 0, out=sums[1:])
+        torch.cumsum(forward_batch.extend_seq_lens, 0, dtype=torch.int32, out=sums[1:])
         new = forward_batch.extend_seq_lens_cpu
         self.forward_metadata = PagedBatch(None, Part(0, sum(new), table, lengths, sums, max(new), longest))
 
