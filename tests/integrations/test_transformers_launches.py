@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from launch_records import integers, launches
 
 from cubin_runtime.compat.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from cubin_runtime.integrations.transformers.attention import attention
 from cubin_runtime.integrations.transformers.masks import mask
 from cubin_runtime.integrations.transformers.operators import Operators
-from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA
-from cubin_runtime.kernels.native.prefill.params import CONTEXT_ATTENTION
 from cubin_runtime.testing import StandIn
 
 torch = pytest.importorskip("torch")
@@ -49,19 +47,13 @@ class Attended:
 
     def launch(self) -> tuple[str, dict[str, Any]]:
         """The name and the parameters of the only kernel that was launched."""
-        (launch,) = self._standin.calls("cuLaunchKernelEx")
-        decode = "paged_decode" in launch.seen["symbol"]
-        layout = PAGED_DECODE_TMA if decode else CONTEXT_ATTENTION
-        return "decode" if decode else "context", layout.unpack(bytes.fromhex(launch.seen["parameter0"]))
+        (launch,) = launches(self._standin)
+        return launch
 
 
 @pytest.fixture
 def attend(standin: StandIn) -> Attended:
     return Attended(standin)
-
-
-def integers(address: int, count: int) -> list[int]:
-    return list((ctypes.c_int32 * count).from_address(address))
 
 
 def states(q_len: int, kv_len: int, batch: int = BATCH) -> dict[str, Any]:

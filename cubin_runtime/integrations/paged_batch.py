@@ -1,0 +1,107 @@
+"""A step of an engine over a paged KV cache: requests that decode one token, then requests with several new tokens."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ..attention.gqa import paged_decode
+from ..attention.paged_cache import MAX_GROUP, PAGE_SIZES
+from ..attention.prefill import context_attention
+from ..errors import UsageError
+
+# What both operators have kernels for, bf16 and fp16.
+HEAD_SIZES = (64, 128, 256)
+BLOCK_SIZES = PAGE_SIZES
+
+
+class Part(NamedTuple):
+    """Requests whose query tokens follow one another.
+
+    ``sums`` are the running sums of their query tokens, int32 ``[requests + 1]`` from 0; None: one token each.
+    ``table`` is int32 ``[requests, columns]``, ``lengths`` int32 ``[requests]``: keys, the new ones included.
+    """
+
+    first_row: int
+    rows: int
+    table: Any
+    lengths: Any
+    sums: Any
+    max_q_len: int
+    max_seq_len: int
+
+
+class PagedBatch(NamedTuple):
+    """The parts of a step; None: there is none of the kind."""
+
+    decodes: Part | None
+    prefills: Part | None
+
+
+class LayerOptions(NamedTuple):
+    """Options of a layer; ``window_left`` counts the keys before a token's own, -1: all. ``sinks`` are float32."""
+
+    softmax_scale: float
+    window_left: int = -1
+    soft_cap: float = 0.0
+    sinks: Any = None
+
+
+def attend(
+    q: Any, k_cache: Any, v_cache: Any, kv_layout: str, batch: PagedBatch, options: LayerOptions, out: Any
+) -> None:
+    """Attention of all parts of a step, whose keys and values are in the cache already.
+
+    Args:
+        q: ``[rows, heads, head_dim]``; rows of no part are left out. ``out`` alike.
+        k_cache, v_cache: ``[pages, kv_heads, page_size, head_dim]`` with ``kv_layout`` "HND", else with tokens before
+            heads; any strides, so K and V may be views of one tensor.
+
+    Raises:
+        as ``paged_decode`` and ``context_attention``.
+    """
+    for part in batch:
+        if part is None or part.rows == 0:
+            continue
+        rows = slice(part.first_row, part.first_row + part.rows)
+        shared = {
+            "max_seq_len": part.max_seq_len,
+            "softmax_scale": options.softmax_scale,
+            "window_left": options.window_left,
+            "sinks": options.sinks,
+            "kv_layout": kv_layout,
+        }
+        if part.sums is None and _decodable(q, k_cache, kv_layout, options):
+            paged_decode(q[rows], k_cache, v_cache, part.table, part.lengths, out=out[rows], **shared)
+            continue
+        ragged = part.sums is not None
+        # One token each: even requests, which need no running sums.
+        queries, result = (states[rows] if ragged else states[rows].unsqueeze(1) for states in (q, out))
+        context_attention(
+            queries,
+            k_cache,
+            v_cache,
+            page_table=part.table,
+            seq_lens=part.lengths,
+            q_cu_seq_lens=part.sums,
+            max_q_len=part.max_q_len if ragged else None,
+            logit_soft_cap=options.soft_cap,
+            out=result,
+            **shared,
+        )
+
+
+def check_layer(head_size: int, value_size: int, heads: int, kv_heads: int) -> None:
+    """Refuse a layer that has no kernels.
+
+    Raises:
+        UsageError: the sizes; the message names them.
+    """
+    if head_size not in HEAD_SIZES or value_size != head_size:
+        raise UsageError(f"head_size={head_size}, values of {value_size}: expected one of {HEAD_SIZES} for both")
+    if kv_heads < 1 or heads % kv_heads or heads > 64 * kv_heads:
+        raise UsageError(f"num_heads={heads}, num_kv_heads={kv_heads}: expected 1 to 64 query heads per KV head")
+
+
+def _decodable(q: Any, k_cache: Any, kv_layout: str, options: LayerOptions) -> bool:
+    kv_heads = k_cache.shape[1 if kv_layout == "HND" else 2]
+    return options.soft_cap == 0 and q.shape[1] <= MAX_GROUP * kv_heads

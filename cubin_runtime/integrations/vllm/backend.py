@@ -1,0 +1,197 @@
+"""The classes that vLLM's v1 engine asks for: what is supported, the metadata of a step, a layer's forward pass."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+)
+from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+from vllm.v1.kv_cache_interface import KVCacheLayout
+
+from ...errors import UsageError
+from ..paged_batch import BLOCK_SIZES, HEAD_SIZES, LayerOptions, PagedBatch, Part, attend, check_layer
+from . import NAME
+
+
+class CubinRuntimeBackend(AttentionBackend):  # type: ignore[misc]
+    """Decoder attention with GQA in bf16 and fp16 on SM90."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
+    forward_includes_kv_cache_update = False
+
+    @staticmethod
+    def get_name() -> str:
+        """The name that ``--attention-backend`` takes."""
+        return NAME
+
+    @staticmethod
+    def get_impl_cls() -> type[CubinRuntimeImpl]:
+        """The class of a layer."""
+        return CubinRuntimeImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[CubinRuntimeMetadataBuilder]:
+        """The class that makes a step's metadata."""
+        return CubinRuntimeMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int]:
+        """Tokens of a page; vLLM's blocks may be multiples of these."""
+        return list(BLOCK_SIZES)
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        """Head dimensions that both operators have."""
+        return list(HEAD_SIZES)
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        """Those whose pages lie in one piece; the first is the fastest."""
+        return (KVCacheLayout.LBHNC, KVCacheLayout.LBNHC, KVCacheLayout.BLHNC, KVCacheLayout.BLNHC)
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        """SM90 alone, where the kernels were measured."""
+        return (capability.major, capability.minor) == (9, 0)
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        """Yes."""
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        """Yes."""
+        return True
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        """No: a request that the host takes for a decode must have one token on the device."""
+        return False
+
+
+class CubinRuntimeMetadataBuilder(AttentionMetadataBuilder[PagedBatch]):  # type: ignore[misc]
+    """A step's ``PagedBatch`` from vLLM's common metadata; reads only what is on the host, and copies nothing back."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._init_reorder_batch_threshold(1)
+        self._block_size: int = kv_cache_spec.block_size
+        self._max_model_len: int = vllm_config.model_config.max_model_len
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> PagedBatch:
+        """Split the step into requests that decode, which come first, and the others.
+
+        Raises:
+            UsageError: the step is not causal, or has ranges that see one another.
+        """
+        step = common_attn_metadata
+        if step.causal is not True or step.mm_req_doc_ranges or step.rswa_prefix_lens is not None:
+            raise UsageError("causal, mm_req_doc_ranges, rswa_prefix_lens: expected a causal step without exceptions")
+        decodes, prefills, decode_tokens, prefill_tokens = split_decodes_and_prefills(step, decode_threshold=1)
+        table, lengths = step.block_table_tensor, step.seq_lens
+        # Of the decodes that pad a captured step, there may be more than tokens.
+        decodes_with_token = min(decodes, decode_tokens)
+        room = table.shape[1] * self._block_size
+        # The model's bound, not the step's: a captured launch is replayed with longer requests.
+        bound = min(self._max_model_len, room)
+        first = last = None
+        if decodes_with_token:
+            rows = slice(0, decodes_with_token)
+            first = Part(0, decodes_with_token, table[rows], lengths[rows], None, 1, bound)
+        if prefills:
+            rest = slice(decodes, decodes + prefills)
+            sums = step.query_start_loc[decodes : decodes + prefills + 1]
+            sums = sums - decode_tokens if decode_tokens else sums
+            longest = min(step.max_seq_len, room)
+            last = Part(decode_tokens, prefill_tokens, table[rest], lengths[rest], sums, step.max_query_len, longest)
+        return PagedBatch(first, last)
+
+
+class CubinRuntimeImpl(AttentionImpl[PagedBatch]):  # type: ignore[misc]
+    """A layer. Its keys and values are written by vLLM's own kernel, by slots."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        check_layer(head_size, head_size, num_heads, kv_heads)
+        if alibi_slopes is not None:
+            raise UsageError("alibi_slopes: no kernel here honours them; expected None")
+        if attn_type != AttentionType.DECODER:
+            raise UsageError(f"attn_type={attn_type}: expected {AttentionType.DECODER}")
+        if kv_cache_dtype not in CubinRuntimeBackend.supported_kv_cache_dtypes:
+            raise UsageError(f"kv_cache_dtype={kv_cache_dtype!r}: expected auto, float16 or bfloat16")
+        self.num_heads, self.head_size, self.scale, self.num_kv_heads = num_heads, head_size, float(scale), kv_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.sinks = sinks
+        window_left = -1 if sliding_window is None else sliding_window - 1
+        self._options = LayerOptions(self.scale, window_left, float(logits_soft_cap or 0.0), sinks)
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Convert the sinks, which are loaded by now."""
+        if self.sinks is not None:
+            self.sinks = self.sinks.detach().to(torch.float32).contiguous()
+            self._options = self._options._replace(sinks=self.sinks)
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        attn_metadata: PagedBatch | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of a step's tokens.
+
+        Args:
+            query: ``[tokens, num_heads, head_size]``; ``output`` alike, into which is written.
+            kv_cache: ``[blocks, num_kv_heads, block_size, 2 * head_size]``, the keys before the values.
+            attn_metadata: None while vLLM measures memory.
+
+        Raises:
+            UsageError: a scale of the output.
+        """
+        if output_scale is not None or output_block_scale is not None:
+            raise UsageError("output_scale, output_block_scale: no kernel here quantizes; expected None")
+        if attn_metadata is None:
+            return output.fill_(0)
+        k_cache, v_cache = kv_cache.split(self.head_size, dim=-1)
+        attend(query, k_cache, v_cache, "HND", attn_metadata, self._options, output)
+        return output
+
+    def do_kv_cache_update(
+        self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
+        """Write a step's keys and values, ``[tokens, num_kv_heads, head_size]``, to their slots; -1: nowhere."""
+        # Of vLLM's compiled part, which choosing a backend does not need.
+        from vllm._custom_ops import reshape_and_cache_flash
+
+        caches = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        reshape_and_cache_flash(key, value, *caches, slot_mapping, self.kv_cache_dtype, layer._k_scale, layer._v_scale)

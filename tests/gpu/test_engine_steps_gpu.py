@@ -1,0 +1,51 @@
+"""Steps recorded from vLLM's and SGLang's metadata, with random values, against float64 references."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+from step_records import RECORDS, array, expected, made_again  # noqa: E402  (it needs torch)
+
+from cubin_runtime import Runtime  # noqa: E402
+from cubin_runtime.integrations.paged_batch import attend  # noqa: E402
+
+STEPS = [
+    pytest.param(record, id=f"{engine}: {name}")
+    for engine, steps in json.loads(RECORDS.read_text()).items()
+    for name, record in steps.items()
+]
+ATOL, RTOL = 8e-3, 1.6e-2  # of bf16 outputs
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("record", STEPS)
+def test_a_recorded_step(record: Any, runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cubin_runtime.attention.process.default.runtime", runtime)
+    *given, out = made_again(record, "cuda")
+    attend(*given, out)
+    np.testing.assert_allclose(array(out), expected(*given), ATOL, RTOL)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("record", [step for step in STEPS if step.values[0]["parts"][1] is None])
+def test_a_recorded_decode_replayed_from_a_graph(
+    record: Any, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cubin_runtime.attention.process.default.runtime", runtime)
+    *given, out = made_again(record, "cuda")
+    attend(*given, out)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attend(*given, out)
+    for longer in (0, 1):
+        given[4].decodes.lengths.add_(longer * (given[4].decodes.lengths > 0))
+        out.fill_(7)
+        graph.replay()
+        torch.cuda.synchronize()
+        np.testing.assert_allclose(array(out), expected(*given), ATOL, RTOL)

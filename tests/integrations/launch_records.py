@@ -1,0 +1,25 @@
+"""What launches of attention were sent, read back from the recording driver."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA
+from cubin_runtime.kernels.native.prefill.params import CONTEXT_ATTENTION
+from cubin_runtime.testing import StandIn
+
+
+def launches(standin: StandIn) -> list[tuple[str, dict[str, Any]]]:
+    """For each launch "decode" or "context", and its parameters by name."""
+    found = []
+    for launch in standin.calls("cuLaunchKernelEx"):
+        decode = "paged_decode" in launch.seen["symbol"]
+        layout = PAGED_DECODE_TMA if decode else CONTEXT_ATTENTION
+        found.append(("decode" if decode else "context", layout.unpack(bytes.fromhex(launch.seen["parameter0"]))))
+    return found
+
+
+def integers(address: int, count: int) -> list[int]:
+    """Integers at an address of the host, whose tensor the caller keeps alive."""
+    return list((ctypes.c_int32 * count).from_address(address))

@@ -1,0 +1,241 @@
+"""SGLang's backend on our operators: its real base class, pools, layers and batches, launches on a recording driver.
+
+Skipped where SGLang's Python files are not importable; tools/stage_engines.py puts them into a folder.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+if importlib.util.find_spec("sglang") is None:
+    pytest.skip("SGLang is not importable (tools/stage_engines.py, make test-engines)", allow_module_level=True)
+from absent_modules import in_place_of  # noqa: E402
+from launch_records import integers, launches  # noqa: E402
+from step_records import compare, written  # noqa: E402
+
+# Of its image models, its compiler and its kernels' loggers, which its configuration imports.
+with in_place_of("loguru", "torchvision", "tvm_ffi"):
+    from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+    from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+
+    from cubin_runtime.integrations.sglang import NAME, register
+
+    register()
+    register()  # as in a process that loads its plugins again
+
+from cubin_runtime.errors import UsageError  # noqa: E402
+from cubin_runtime.testing import StandIn  # noqa: E402
+
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("hopper")]
+BF16, INT32 = torch.bfloat16, torch.int32
+HEADS, KV_HEADS, DIM, PAGE, MAX_LEN, COLUMNS = 8, 2, 128, 16, 128, 8
+NO_WINDOW = 1 << 30
+
+
+def pool_of(**changed: Any) -> Any:
+    given = {
+        "size": 4 * MAX_LEN,
+        "page_size": PAGE,
+        "dtype": BF16,
+        "head_num": KV_HEADS,
+        "head_dim": DIM,
+        "layer_num": 2,
+        "device": "cpu",
+        "enable_memory_saver": False,
+        "enable_alt_stream": False,
+    }
+    return MHATokenToKVPool(**{**given, **changed})
+
+
+def runner(**changed: Any) -> Any:
+    """What the backend reads of a model runner: request ``i`` has the pages from ``8 i`` on, in reverse."""
+    requests = ReqToTokenPool(size=3, max_context_len=MAX_LEN, device="cpu", enable_memory_saver=False)
+    for request in range(4):
+        pages = [COLUMNS * request + column for column in reversed(range(COLUMNS))]
+        slots = [page * PAGE + token for page in pages for token in range(PAGE)]
+        requests.req_to_token[request] = torch.tensor(slots, dtype=INT32)
+    given = {
+        "token_to_kv_pool": pool_of(),
+        "req_to_token_pool": requests,
+        "page_size": PAGE,
+        "dtype": BF16,
+        "model_config": SimpleNamespace(context_len=MAX_LEN),
+    }
+    return SimpleNamespace(**{**given, **changed})
+
+
+def backend(**changed: Any) -> Any:
+    made = ATTENTION_BACKENDS[NAME](runner(**changed))
+    assert isinstance(made, AttentionBackend)
+    return made
+
+
+def batch(mode: ForwardMode, requests: list[int], kv_lens: list[int], new: list[int] | None = None) -> ForwardBatch:
+    tokens = len(requests) if new is None else sum(new)
+    return ForwardBatch(
+        forward_mode=mode,
+        batch_size=len(requests),
+        input_ids=torch.zeros(tokens, dtype=torch.int64),
+        req_pool_indices=torch.tensor(requests),
+        seq_lens=torch.tensor(kv_lens),
+        seq_lens_cpu=torch.tensor(kv_lens),
+        seq_lens_sum=sum(kv_lens),
+        out_cache_loc=torch.arange(tokens),
+        extend_seq_lens=None if new is None else torch.tensor(new, dtype=INT32),
+        extend_seq_lens_cpu=new,
+    )
+
+
+def layer_of(**changed: Any) -> Any:
+    given = {"num_heads": HEADS, "head_dim": DIM, "scaling": 0.125, "num_kv_heads": KV_HEADS, "layer_id": 1}
+    return RadixAttention(**{**given, **changed})
+
+
+def forward(made: Any, step: ForwardBatch, layer: Any = None, save: bool = False, **given: Any) -> tuple[Any, Any]:
+    tokens = len(step.input_ids)
+    q = torch.zeros(tokens, HEADS * DIM, dtype=BF16)
+    k, v = (torch.ones(tokens, KV_HEADS, DIM, dtype=BF16) for _ in range(2))
+    out = made.forward(q, k, v, layer or layer_of(), step, save_kv_cache=save, **given)
+    assert out.shape == q.shape
+    return q, out
+
+
+def test_the_backend_can_be_chosen() -> None:
+    assert ATTENTION_BACKEND_CHOICES.count(NAME) == 1
+
+
+def test_decodes(standin: StandIn) -> None:
+    made, step = backend(), batch(ForwardMode.DECODE, [2, 0, 1], [40, 1, 128])
+    made.init_forward_metadata(step)
+    q, out = forward(made, step)
+    ((name, sent),) = launches(standin)
+    assert (name, sent["batch"], sent["q_len"], sent["max_seq_len"]) == ("decode", 3, 1, MAX_LEN)
+    assert integers(sent["seq_lens"], 3) == [40, 1, 128]
+    table = [integers(sent["page_table"] + 4 * COLUMNS * row, COLUMNS) for row in range(3)]
+    assert table == [[COLUMNS * request + column for column in reversed(range(COLUMNS))] for request in (2, 0, 1)]
+    assert (sent["table_stride"], 1 << sent["page_size_log2"], sent["num_pages"]) == (COLUMNS, PAGE, 33)
+    assert (sent["q"], sent["out"], sent["window_left"]) == (q.data_ptr(), out.data_ptr(), -1)
+    assert sent["softmax_scale_log2"] == pytest.approx(0.125 * 1.4426950408889634)
+
+
+@pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.MIXED])
+def test_prompts(mode: ForwardMode, standin: StandIn) -> None:
+    made, step = backend(), batch(mode, [1, 2, 0], [20, 50, 9], [20, 7, 1])
+    made.init_forward_metadata(step)
+    forward(made, step)
+    ((name, sent),) = launches(standin)
+    assert (name, sent["batch"], sent["q_len"], sent["tokens"], sent["max_seq_len"]) == ("context", 3, 20, 28, 50)
+    assert integers(sent["q_cu_seq_lens"], 4) == [0, 20, 27, 28]
+    assert integers(sent["seq_lens"], 3) == [20, 50, 9]
+    assert integers(sent["page_table"], 4) == [15, 14, 13, 12]
+    assert sent["window_left"] == NO_WINDOW
+
+
+def test_a_captured_step_reads_tables_that_stay_where_they_are(standin: StandIn) -> None:
+    made = backend()
+    made.init_cuda_graph_state(4, 4)
+    step = batch(ForwardMode.DECODE, [0, 0, 0], [1, 1, 1])
+    made.init_forward_metadata_out_graph(step, in_capture=True)
+    made.init_forward_metadata_in_graph(step)
+    forward(made, step)
+    ((_, sent),) = launches(standin)
+    # What a replay does: the runner's tensors change in place, and the recorded operations run again.
+    step.req_pool_indices.copy_(torch.tensor([2, 1, 0]))
+    step.seq_lens.copy_(torch.tensor([40, 128, 1]))
+    made.init_forward_metadata_in_graph(step)
+    assert integers(sent["seq_lens"], 3) == [40, 128, 1]
+    assert integers(sent["page_table"], 17)[::8] == [23, 15, 7]
+    assert (sent["max_seq_len"], made.get_cuda_graph_seq_len_fill_value()) == (MAX_LEN, 1)
+
+
+def test_options_of_a_layer(standin: StandIn) -> None:
+    made, step = backend(), batch(ForwardMode.DECODE, [1], [40])
+    made.init_forward_metadata(step)
+    sinks = torch.arange(HEADS, dtype=torch.float32)
+    forward(made, step, layer_of(sliding_window_size=15), sinks=sinks)
+    forward(made, step, layer_of(logit_cap=30.0))
+    (_, first), (second, capped) = launches(standin)
+    assert (first["window_left"], first["sinks"]) == (15, sinks.data_ptr())
+    assert (second, capped["q_len"]) == ("context", 1)
+    assert capped["soft_cap"] > 0
+
+
+def test_new_keys_and_values_go_to_their_slots() -> None:
+    made, step = backend(), batch(ForwardMode.DECODE, [1, 2], [40, 3])
+    written: list[Any] = []
+    made._pool.set_kv_buffer = lambda layer, where, k, v: written.append((layer.layer_id, where, k.shape, v.shape))
+    made.init_forward_metadata(step)
+    forward(made, step, save=True)
+    forward(made, step, save=False)
+    ((layer, where, *shapes),) = written
+    assert (layer, where.loc is step.out_cache_loc) == (1, True)
+    assert shapes == [(2, KV_HEADS, DIM)] * 2
+
+
+def test_steps_are_as_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr("cubin_runtime.integrations.sglang.backend.attend", lambda *given: seen.append(written(*given)))
+    sinks = torch.zeros(HEADS)
+    for step, layer in (
+        (batch(ForwardMode.DECODE, [2, 0, 1], [40, 1, 128]), layer_of()),
+        (batch(ForwardMode.EXTEND, [1, 2, 0], [20, 50, 9], [20, 7, 1]), layer_of(sliding_window_size=15)),
+        (batch(ForwardMode.DECODE, [1, 2], [90, 4]), layer_of(sliding_window_size=31)),
+    ):
+        made = backend()
+        made.init_forward_metadata(step)
+        forward(made, step, layer, sinks=sinks if layer.sliding_window_size > 0 else None)
+    compare("sglang 0.5.23", dict(zip(["decodes", "prompts", "window and sinks"], seen, strict=True)))
+
+
+def test_an_idle_step_launches_nothing(standin: StandIn) -> None:
+    made, step = backend(), batch(ForwardMode.IDLE, [], [])
+    made.init_forward_metadata(step)
+    forward(made, step)
+    assert launches(standin) == []
+
+
+@pytest.mark.parametrize("mode", [ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2, ForwardMode.SPLIT_PREFILL])
+def test_modes_that_are_refused(mode: ForwardMode) -> None:
+    with pytest.raises(UsageError, match=f"forward_mode={mode.name}"):
+        backend().init_forward_metadata(batch(mode, [1], [20], [20]))
+    with pytest.raises(UsageError, match="captured, expected DECODE"):
+        backend().init_forward_metadata_out_graph(batch(mode, [1], [20], [20]))
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"page_size": 1}, "page_size=1"),
+        ({"dtype": torch.float16}, "kv_cache_dtype: torch.bfloat16"),
+        ({"token_to_kv_pool": SimpleNamespace()}, "token_to_kv_pool: a SimpleNamespace"),
+        ({"token_to_kv_pool": pool_of(dtype=torch.float8_e4m3fn)}, "kv_cache_dtype: torch.float8_e4m3fn"),
+    ],
+)
+def test_runners_that_are_refused(changed: dict[str, Any], named: str) -> None:
+    with pytest.raises(UsageError, match=named):
+        backend(**changed)
+
+
+@pytest.mark.parametrize(
+    ("changed", "given", "named"),
+    [
+        ({"attn_type": AttentionType.ENCODER_ONLY}, {}, "attn_type"),
+        ({"is_cross_attention": True}, {}, "is_cross_attention"),
+        ({"v_head_dim": 64}, {}, "head_size=128, values of 64"),
+        ({}, {"k_rope": torch.zeros(1)}, "k_rope"),
+    ],
+)
+def test_layers_that_are_refused(changed: dict[str, Any], given: dict[str, Any], named: str) -> None:
+    made, step = backend(), batch(ForwardMode.DECODE, [1], [40])
+    made.init_forward_metadata(step)
+    with pytest.raises(UsageError, match=named):
+        forward(made, step, layer_of(**changed), **given)

@@ -1,0 +1,284 @@
+"""vLLM's backend on our operators: its real base classes and metadata, and the launches on a recording driver.
+
+Skipped where vLLM's Python files are not importable; tools/stage_engines.py puts them into a folder.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vLLM is not importable (tools/stage_engines.py, make test-engines)", allow_module_level=True)
+from absent_modules import in_place_of  # noqa: E402
+from launch_records import integers, launches  # noqa: E402
+from step_records import compare, written  # noqa: E402
+
+# Of vLLM's server, which its configuration imports.
+with in_place_of("llguidance", "openai_harmony", "opentelemetry", "uvloop", "xgrammar"):
+    from vllm.config import ParallelConfig
+    from vllm.platforms.interface import DeviceCapability
+    from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, CommonAttentionMetadata
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout
+
+    from cubin_runtime.integrations.vllm import NAME, register
+
+    register()
+    register()  # as in a process that loads its plugins again
+    BACKEND = AttentionBackendEnum[NAME].get_class()
+
+from cubin_runtime.errors import UsageError  # noqa: E402
+from cubin_runtime.testing import StandIn  # noqa: E402
+
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("hopper")]
+BF16, INT32 = torch.bfloat16, torch.int32
+HEADS, KV_HEADS, DIM, BLOCK, BLOCKS, MAX_LEN = 8, 2, 128, 16, 40, 128
+
+
+@pytest.fixture
+def backend() -> Any:
+    return BACKEND
+
+
+def supported(backend: Any, **changed: Any) -> list[str]:
+    given = {
+        "head_size": DIM,
+        "dtype": BF16,
+        "kv_cache_dtype": "auto",
+        "block_size": 16,
+        "use_mla": False,
+        "has_sink": True,
+        "use_sparse": False,
+        "use_mm_prefix": False,
+        "use_per_head_quant_scales": False,
+        "device_capability": DeviceCapability(9, 0),
+        "attn_type": AttentionType.DECODER,
+        "has_sliding_window": True,
+    }
+    reasons: list[str] = backend.validate_configuration(**{**given, **changed})
+    return reasons
+
+
+def step(q_lens: list[int], kv_lens: list[int], padded: int = 0, **changed: Any) -> CommonAttentionMetadata:
+    """The metadata of requests with these lengths, decodes first, then ``padded`` requests without a token."""
+    q_lens, kv_lens = q_lens + [0] * padded, kv_lens + [0] * padded
+    starts = torch.tensor([0, *q_lens], dtype=INT32).cumsum(0).to(INT32)
+    columns = MAX_LEN // BLOCK
+    given = {
+        "query_start_loc": starts,
+        "query_start_loc_cpu": starts.clone(),
+        "seq_lens": torch.tensor(kv_lens, dtype=INT32),
+        "num_reqs": len(q_lens),
+        "num_actual_tokens": int(starts[-1]) + padded,
+        "max_query_len": max(q_lens),
+        "max_seq_len": max(kv_lens),
+        "block_table_tensor": torch.arange(len(q_lens) * columns, dtype=INT32).view(-1, columns) % BLOCKS,
+        "slot_mapping": torch.arange(int(starts[-1])),
+    }
+    return CommonAttentionMetadata(**{**given, **changed})
+
+
+def builder(backend: Any) -> Any:
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=KV_HEADS, head_size=DIM, dtype=BF16)
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=MAX_LEN), speculative_config=None, parallel_config=ParallelConfig()
+    )
+    return backend.get_builder_cls()(spec, ["layer"], config, torch.device("cpu"))
+
+
+def layer(backend: Any, **changed: Any) -> Any:
+    given = {"num_heads": HEADS, "head_size": DIM, "scale": 0.125, "num_kv_heads": KV_HEADS}
+    made = backend.get_impl_cls()(**{**given, **changed})
+    made.process_weights_after_loading(BF16)
+    return made
+
+
+def cache(layout: KVCacheLayout = KVCacheLayout.LBHNC) -> Any:
+    """A layer's view ``[blocks, kv_heads, block_size, 2 * head_size]`` of a cache of two layers in a layout."""
+    logical = (2, BLOCKS, KV_HEADS, BLOCK, 2 * DIM)
+    physical = torch.zeros([logical[axis] for axis in layout.stride_order], dtype=BF16)
+    inverse = [layout.stride_order.index(axis) for axis in range(5)]
+    return physical.permute(inverse)[1]
+
+
+def run(backend: Any, metadata: CommonAttentionMetadata, kv_cache: Any = None, **options: Any) -> tuple[Any, Any]:
+    """A forward pass; its query and its metadata, which keep the tensors alive that the launches point to."""
+    query = torch.zeros(metadata.num_actual_tokens, HEADS, DIM, dtype=BF16)
+    built = builder(backend).build(0, metadata)
+    kv_cache = cache() if kv_cache is None else kv_cache
+    made, out = layer(backend, **options), torch.empty_like(query)
+    assert made.forward(None, query, None, None, kv_cache, built, out) is out
+    return (query, out, kv_cache, made), built
+
+
+def test_what_is_supported(backend: Any) -> None:
+    assert supported(backend) == []
+    assert backend.get_name() == NAME
+    assert builder(backend).get_cudagraph_support(None, None) is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    impl = backend.get_impl_cls()
+    assert (impl.can_return_lse_for_decode, impl.supports_dcp, impl.supports_pcp) == (False, False, False)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"head_size": 96},
+        {"dtype": torch.float32},
+        {"kv_cache_dtype": "fp8"},
+        {"block_size": 8},
+        {"use_mla": True},
+        {"use_sparse": True},
+        {"use_mm_prefix": True},
+        {"device_capability": DeviceCapability(8, 0)},
+        {"device_capability": DeviceCapability(10, 0)},
+        {"attn_type": AttentionType.ENCODER_ONLY},
+        {"use_non_causal": True},
+        {"use_batch_invariant": True},
+        {"use_dcp": True},
+        {"use_pcp": True},
+        {"use_adaptive_verification": True},
+        {"use_rswa": True},
+    ],
+)
+def test_what_is_not_supported(backend: Any, changed: dict[str, Any]) -> None:
+    assert len(supported(backend, **changed)) == 1
+
+
+def test_decodes(backend: Any, standin: StandIn) -> None:
+    metadata = step([1, 1, 1], [40, 1, 128])
+    kept, _ = run(backend, metadata)
+    ((name, sent),) = launches(standin)
+    assert (name, sent["batch"], sent["q_len"]) == ("decode", 3, 1)
+    assert integers(sent["seq_lens"], 3) == [40, 1, 128]
+    assert sent["page_table"] == metadata.block_table_tensor.data_ptr()
+    assert (sent["table_stride"], sent["num_pages"], 1 << sent["page_size_log2"]) == (8, BLOCKS, BLOCK)
+    assert (sent["q"], sent["out"]) == (kept[0].data_ptr(), kept[1].data_ptr())
+    assert sent["softmax_scale_log2"] == pytest.approx(0.125 * 1.4426950408889634)
+
+
+def test_prompts_and_decodes_together(backend: Any, standin: StandIn) -> None:
+    metadata = step([1, 1, 20, 7], [40, 1, 20, 50])
+    (_, out, *_), _built = run(backend, metadata)
+    (first, decode), (second, context) = launches(standin)
+    assert (first, second) == ("decode", "context")
+    assert (decode["batch"], integers(decode["seq_lens"], 2)) == (2, [40, 1])
+    assert (context["batch"], context["q_len"], context["tokens"]) == (2, 20, 27)
+    assert integers(context["q_cu_seq_lens"], 3) == [0, 20, 27]
+    assert integers(context["seq_lens"], 2) == [20, 50]
+    assert context["page_table"] == metadata.block_table_tensor[2:].data_ptr()
+    assert context["out"] == out[2:].data_ptr()
+
+
+def test_prompts_alone_use_the_metadata_as_it_is(backend: Any, standin: StandIn) -> None:
+    metadata = step([20, 7], [20, 50])
+    run(backend, metadata)
+    ((_, context),) = launches(standin)
+    assert context["q_cu_seq_lens"] == metadata.query_start_loc.data_ptr()
+    assert context["max_seq_len"] == 50
+
+
+def test_a_bound_that_a_graph_can_be_replayed_with(backend: Any, standin: StandIn) -> None:
+    run(backend, step([1, 1], [3, 4]))
+    ((_, sent),) = launches(standin)
+    assert sent["max_seq_len"] == MAX_LEN
+
+
+def test_a_padded_step(backend: Any, standin: StandIn) -> None:
+    _kept = run(backend, step([1, 1], [3, 4], padded=2))
+    ((_, sent),) = launches(standin)
+    assert (sent["batch"], integers(sent["seq_lens"], 4)) == (4, [3, 4, 0, 0])
+
+
+def test_options_of_a_layer(backend: Any, standin: StandIn) -> None:
+    sinks = torch.arange(HEADS, dtype=BF16)
+    kept, _ = run(backend, step([1, 20], [40, 20]), sinks=sinks, sliding_window=16)
+    made = kept[-1]
+    assert (made.sinks.dtype, made.sinks.tolist()) == (torch.float32, list(range(HEADS)))
+    for _, sent in launches(standin):
+        assert (sent["window_left"], sent["sinks"]) == (15, made.sinks.data_ptr())
+
+
+def test_a_soft_cap_is_not_decoded(backend: Any, standin: StandIn) -> None:
+    _kept = run(backend, step([1, 1, 20], [40, 3, 20]), logits_soft_cap=30.0)
+    (first, even), (second, _) = launches(standin)
+    assert (first, second) == ("context", "context")
+    assert (even["batch"], even["q_len"], even["q_cu_seq_lens"], integers(even["seq_lens"], 2)) == (2, 1, 0, [40, 3])
+    assert even["soft_cap"] > 0
+
+
+@pytest.mark.parametrize("q_lens", [[1, 1], [21, 20]])
+def test_layouts_of_the_cache(backend: Any, q_lens: list[int], standin: StandIn) -> None:
+    for layout in backend.supported_kv_cache_layouts():
+        kv_cache = cache(layout)
+        run(backend, step(q_lens, [40, 20]), kv_cache)
+        seen = [call.seen["strides"] for call in standin.calls("cuTensorMapEncodeTiled")[-2:]]
+        of_cache = {str(2 * kv_cache.stride(axis)) for axis in range(3)}
+        assert [of_cache <= set(str(strides).strip("()[]").replace(" ", "").split(",")) for strides in seen] == [
+            True
+        ] * 2
+
+
+def test_steps_are_as_recorded(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr("cubin_runtime.integrations.vllm.backend.attend", lambda *given: seen.append(written(*given)))
+    sinks = torch.zeros(HEADS, dtype=BF16)
+    run(backend, step([1, 1, 1], [40, 1, 128]))
+    run(backend, step([1, 1, 20, 7], [40, 1, 20, 50]), cache(KVCacheLayout.BLNHC))
+    run(backend, step([20, 7], [20, 50]), sinks=sinks, sliding_window=16)
+    run(backend, step([1, 1], [90, 4], padded=2), cache(KVCacheLayout.LBNHC), sinks=sinks, sliding_window=32)
+    run(backend, step([1, 1, 20], [40, 3, 20]), logits_soft_cap=30.0)
+    names = ["decodes", "prompts and decodes", "window and sinks", "padded decodes", "soft cap"]
+    compare("vllm 0.33.0", dict(zip(names, seen, strict=True)))
+
+
+def test_a_profiling_run_writes_zeros(backend: Any) -> None:
+    out = torch.ones(4, HEADS, DIM, dtype=BF16)
+    layer(backend).forward(None, out.clone(), None, None, cache(), None, out)
+    assert out.count_nonzero() == 0
+
+
+def test_new_keys_and_values_are_written_by_vllm(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm._custom_ops as ops
+
+    seen: list[Any] = []
+    monkeypatch.setattr(ops, "reshape_and_cache_flash", lambda *given: seen.append(given))
+    kv_cache, slots = cache(KVCacheLayout.LBNHC), torch.arange(3)
+    key, value = (torch.zeros(3, KV_HEADS, DIM, dtype=BF16) for _ in range(2))
+    scales = SimpleNamespace(_k_scale=torch.ones(()), _v_scale=torch.ones(()))
+    layer(backend).do_kv_cache_update(scales, key, value, kv_cache, slots)
+    ((*states, k_cache, v_cache, where, dtype, _, _),) = seen
+    assert states == [key, value]
+    assert k_cache.shape == v_cache.shape == (BLOCKS, BLOCK, KV_HEADS, DIM)
+    assert (k_cache.data_ptr(), v_cache.data_ptr()) == (kv_cache.data_ptr(), kv_cache[..., DIM:].data_ptr())
+    assert (where is slots, dtype) == (True, "auto")
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"alibi_slopes": [1.0]}, "alibi_slopes"),
+        ({"attn_type": AttentionType.ENCODER}, "attn_type"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
+        ({"head_size": 96}, "head_size=96"),
+        ({"num_heads": 130}, "num_heads=130"),
+    ],
+)
+def test_layers_that_are_refused(backend: Any, changed: dict[str, Any], named: str) -> None:
+    with pytest.raises(UsageError, match=named):
+        layer(backend, **changed)
+
+
+@pytest.mark.parametrize("changed", [{"causal": False}, {"mm_req_doc_ranges": {0: [(0, 3)]}}])
+def test_steps_that_are_refused(backend: Any, changed: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="mm_req_doc_ranges"):
+        builder(backend).build(0, step([20], [20], **changed))
+
+
+def test_a_scaled_output_is_refused(backend: Any) -> None:
+    with pytest.raises(UsageError, match="output_scale"):
+        layer(backend).forward(None, None, None, None, None, None, None, output_scale=torch.ones(()))
