@@ -16,6 +16,7 @@ PACKAGE = Path(__file__).parents[1] / "cubin_runtime"
 ROOM_FLOORS = {
     "integrations": 6,
     "testing": 5,
+    "distributed": 5,
     "cli": 5,
     "compat": 5,
     "attention": 4,

@@ -136,7 +136,9 @@ def test_packed_files_are_read_like_others(tmp_path: Path, name: str, pack) -> N
     assert list(read_lines(tmp_path / name)) == [b"one\n", b"two\n"]
 
 
-@pytest.mark.parametrize(("name", "data"), [("c.gz", b"no"), ("c.gz", gzip.compress(b"x" * 99, mtime=0)[:-4]), ("c.xz", b"no")])
+@pytest.mark.parametrize(
+    ("name", "data"), [("c.gz", b"no"), ("c.gz", gzip.compress(b"x" * 99, mtime=0)[:-4]), ("c.xz", b"no")]
+)
 def test_a_damaged_file_is_refused(tmp_path: Path, name: str, data: bytes) -> None:
     (tmp_path / name).write_bytes(data)
     with pytest.raises(UsageError, match=name):

@@ -1,0 +1,206 @@
+"""Context-parallel decode: partial outputs of all ranks, exchanged and merged by their log-sum-exp."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..attention import merge_states
+from ..errors import UsageError
+from ..values import dataclass
+from .collectives import all_gather, all_to_all, reduce_scatter, world_and_rank
+
+ALL_TO_ALL, GATHER_REDUCE = "all_to_all", "gather_reduce"
+EXCHANGES = (ALL_TO_ALL, GATHER_REDUCE)
+_ROW_BYTES = 16  # what the merge reads at a time; the log-sum-exp of a row has as much to itself
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of a merge: ``kind`` is "communication" or "merge"."""
+
+    kind: str
+    run: Callable[[], object]
+
+
+class ContextParallelMerge:
+    """The merge of one decode over the ranks of a group that each hold a part of the keys.
+
+    A rank decodes all ``heads`` on its own keys, without sinks, into ``out`` and ``lse`` of this object. ``merge`` then
+    gives each rank the finished output of its share of the heads: rank r has heads ``r * heads / world`` and following.
+    All buffers are made here, once. A merge only enqueues work and never waits, so it can be captured in a CUDA graph
+    (with NCCL). An object serves one stream at a time.
+
+    ``out`` and ``lse`` lie in memory as the exchange sends them, so nothing is packed: heads before tokens, and for
+    "all_to_all" each row of the output with its log-sum-exp behind it.
+
+    Args:
+        group: a ``torch.distributed`` process group; None: the default one.
+        tokens: query tokens of a step, of all requests.
+        heads: query heads that every rank decodes; a multiple of the ranks.
+        head_dim: of the output, a multiple of 8; for MLA the latent dimension.
+        dtype: torch dtype of the partial outputs, bfloat16 or float16.
+        device: where the buffers are made.
+        exchange: "all_to_all": each rank receives the partial outputs of its heads with their log-sum-exps, and merges
+            them in the order of the ranks. "gather_reduce": log-sum-exps are gathered, each rank scales its partial
+            output by its weight, and the scaled outputs are added by a reduce-scatter.
+        lse_base: base of ``lse``: "2", as decode operators write it, or "e".
+        reduce_dtype: torch dtype of the scaled outputs of "gather_reduce"; None: float32.
+        merge: what merges parts, called as ``merge_states``.
+
+    Raises:
+        UsageError: an argument is invalid.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        *,
+        tokens: int,
+        heads: int,
+        head_dim: int,
+        dtype: Any,
+        device: Any,
+        exchange: str = ALL_TO_ALL,
+        lse_base: str = "2",
+        reduce_dtype: Any = None,
+        merge: Callable[..., Any] = merge_states,
+    ) -> None:
+        self._world, self._rank = world_and_rank(group)
+        if tokens < 1:
+            raise UsageError(f"tokens={tokens}: expected 1 or more")
+        if heads < 1 or heads % self._world:
+            raise UsageError(f"heads={heads}: expected a multiple of the group's {self._world} ranks")
+        if head_dim < 8 or head_dim % 8:
+            raise UsageError(f"head_dim={head_dim}: expected a multiple of 8")
+        if exchange not in EXCHANGES:
+            raise UsageError(f"exchange={exchange!r}: expected {' or '.join(map(repr, EXCHANGES))}")
+        self.tokens, self.heads, self.head_dim = tokens, heads, head_dim
+        self.own_heads = heads // self._world
+        self._group, self._lse_base, self._merge_states = group, lse_base, merge
+        self._buffers: _Packed | _Gathered
+        if exchange == ALL_TO_ALL:
+            self._buffers = _Packed(self._world, tokens, heads, head_dim, dtype, device)
+        else:
+            self._buffers = _Gathered(self._world, tokens, heads, head_dim, dtype, device, reduce_dtype)
+
+    @property
+    def out(self) -> Any:
+        """``[tokens, heads, head_dim]``: the ``out`` of this rank's decode."""
+        return self._buffers.out
+
+    @property
+    def lse(self) -> Any:
+        """Float32 ``[tokens, heads]``: the ``lse`` of this rank's decode, without sinks."""
+        return self._buffers.lse
+
+    def merge(self, out: Any, lse: Any = None, *, sinks: Any = None) -> Any:
+        """Exchange and merge what the ranks' decodes wrote to ``out`` and ``lse`` of their objects.
+
+        Every rank of the group calls it, on the stream of its decode.
+
+        Args:
+            out: ``[tokens, heads / world, head_dim]``, receives the output of this rank's heads; bfloat16, float16 or
+                float32, rows at multiples of 16 bytes.
+            lse: float32 ``[tokens, heads / world]``, receives its log-sum-exp, the sink included. None: not wanted.
+            sinks: float32 ``[heads]``, contiguous: the logits of all heads of the group, which enter once. None: none.
+
+        Returns:
+            ``out``.
+
+        Raises:
+            UsageError: a tensor has another shape.
+        """
+        for step in self.steps(out, lse, sinks=sinks):
+            step.run()
+        return out
+
+    def steps(self, out: Any, lse: Any = None, *, sinks: Any = None) -> tuple[Step, ...]:
+        """What ``merge`` runs, in order, for whoever times or overlaps its parts."""
+        self._check("out", out, (self.tokens, self.own_heads, self.head_dim))
+        self._check("lse", lse, (self.tokens, self.own_heads))
+        self._check("sinks", sinks, (self.heads,))
+        if isinstance(self._buffers, _Packed):
+            return self._packed_steps(self._buffers, out, lse, sinks)
+        return self._gathered_steps(self._buffers, out, lse, sinks)
+
+    def _packed_steps(self, buffers: _Packed, out: Any, lse: Any, sinks: Any) -> tuple[Step, ...]:
+        own_sinks = None if sinks is None else sinks[self._rank * self.own_heads :][: self.own_heads]
+
+        def merge_parts() -> None:
+            given = {"out": out, "lse": lse, "sinks": own_sinks, "lse_base": self._lse_base}
+            self._merge_states(buffers.parts, buffers.part_lses, **given)
+
+        return (
+            Step("communication", lambda: all_to_all(buffers.received_bytes, buffers.sent_bytes, self._group)),
+            Step("merge", merge_parts),
+        )
+
+    def _gathered_steps(self, buffers: _Gathered, out: Any, lse: Any, sinks: Any) -> tuple[Step, ...]:
+        def weigh() -> None:
+            # Merged with zeros in the place of the other ranks' outputs, the own part is what it adds to the sum.
+            buffers.gathered[self._rank].fill_(float("-inf"))
+            others = {"v_other": buffers.out, "s_other": buffers.lse}
+            given = {"out": buffers.weighed, "lse": buffers.total_lse, "sinks": sinks, "lse_base": self._lse_base}
+            self._merge_states(buffers.zeros, buffers.part_lses, **others, **given)
+
+        def finish() -> None:
+            out.copy_(buffers.reduced.transpose(0, 1))
+            if lse is not None:
+                lse.copy_(buffers.total_lse[:, self._rank * self.own_heads :][:, : self.own_heads])
+
+        return (
+            Step("communication", lambda: all_gather(buffers.received_lse, buffers.sent_lse, self._group)),
+            Step("merge", weigh),
+            Step("communication", lambda: reduce_scatter(buffers.reduced, buffers.sent, self._group)),
+            Step("merge", finish),
+        )
+
+    @staticmethod
+    def _check(name: str, tensor: Any, shape: tuple[int, ...]) -> None:
+        if tensor is not None and tuple(tensor.shape) != shape:
+            raise UsageError(f"{name}: shape {tuple(tensor.shape)}, expected {shape}")
+
+
+class _Packed:
+    """Buffers of the all-to-all: rows of an output and its log-sum-exp, ``[heads, tokens]`` of them."""
+
+    def __init__(self, world: int, tokens: int, heads: int, head_dim: int, dtype: Any, device: Any) -> None:
+        import torch
+
+        row = head_dim + _ROW_BYTES // dtype.itemsize
+        # Zeros: the bytes behind a log-sum-exp are sent, but never written.
+        sent = torch.zeros(heads, tokens, row, dtype=dtype, device=device)
+        received = torch.zeros_like(sent)
+        self.sent_bytes, self.received_bytes = sent.view(torch.uint8), received.view(torch.uint8)
+        place = head_dim * dtype.itemsize // 4
+        self.out = sent[..., :head_dim].transpose(0, 1)
+        self.lse = sent.view(torch.float32)[..., place].transpose(0, 1)
+        # [tokens, parts, own heads]
+        parts = received.view(world, heads // world, tokens, row)
+        self.parts = parts[..., :head_dim].permute(2, 0, 1, 3)
+        self.part_lses = parts.view(torch.float32)[..., place].permute(2, 0, 1)
+
+
+class _Gathered:
+    """Buffers of all-gather and reduce-scatter."""
+
+    def __init__(
+        self, world: int, tokens: int, heads: int, head_dim: int, dtype: Any, device: Any, reduce_dtype: Any
+    ) -> None:
+        import torch
+
+        def empty(*shape: int, of: Any = torch.float32) -> Any:
+            return torch.empty(shape, dtype=of, device=device)
+
+        self.out = empty(heads, tokens, head_dim, of=dtype).transpose(0, 1)
+        self.sent_lse = empty(heads, tokens)
+        self.lse = self.sent_lse.transpose(0, 1)
+        self.received_lse = empty(world * heads, tokens)
+        self.gathered = self.received_lse.view(world, heads, tokens)
+        self.part_lses = self.gathered.permute(2, 0, 1)
+        self.zeros = torch.zeros(head_dim, dtype=dtype, device=device).expand(tokens, world, heads, head_dim)
+        self.sent = empty(heads, tokens, head_dim, of=reduce_dtype or torch.float32)
+        self.weighed = self.sent.transpose(0, 1)
+        self.total_lse = empty(tokens, heads)
+        self.reduced = empty(heads // world, tokens, head_dim, of=reduce_dtype or torch.float32)

@@ -1,0 +1,86 @@
+"""Which keys of a request a rank holds with context parallelism: lengths and positions on one rank from global ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import UsageError
+from ..values import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class KvPartition:
+    """Keys dealt to ``world`` ranks in rounds: ``interleave`` neighbouring keys to each rank in turn.
+
+    The keys of a rank keep their order, and are numbered from 0 on that rank. Its page table and ``seq_lens`` count
+    them alone.
+
+    Args:
+        world: ranks that hold keys, 1 or more.
+        rank: this one, 0 to world - 1.
+        interleave: neighbouring keys of a rank, 1 or more. A multiple of the page size keeps pages whole.
+
+    Raises:
+        UsageError: one is out of range.
+    """
+
+    world: int
+    rank: int
+    interleave: int = 1
+
+    def __post_init__(self) -> None:
+        if self.world < 1:
+            raise UsageError(f"world={self.world}: expected 1 or more")
+        if not 0 <= self.rank < self.world:
+            raise UsageError(f"rank={self.rank}: expected 0 to {self.world - 1}, below the world's {self.world}")
+        if self.interleave < 1:
+            raise UsageError(f"interleave={self.interleave}: expected 1 or more")
+
+    @classmethod
+    def blocked(cls, world: int, rank: int, max_seq_len: int) -> KvPartition:
+        """The first part of all ``max_seq_len`` keys on rank 0, the last on the last rank.
+
+        Short requests then lie on the first ranks alone, and new tokens are appended on one rank.
+        """
+        return cls(world, rank, max(1, -(-max_seq_len // max(world, 1))))
+
+    def holder(self, position: int) -> int:
+        """The rank that holds the key at a global position."""
+        return position // self.interleave % self.world
+
+    def own_keys(self, keys: int) -> int:
+        """This rank's keys among the first ``keys`` of a request: its length here, or the bound on all lengths here."""
+        rounds, rest = divmod(max(keys, 0), self.world * self.interleave)
+        return rounds * self.interleave + min(max(rest - self.rank * self.interleave, 0), self.interleave)
+
+    def own_lens(self, global_lens: Any, out: Any = None) -> Any:
+        """This rank's ``seq_lens``, as ``own_keys`` of each length: in stream order, without waiting for the device.
+
+        Args:
+            global_lens: an integer torch tensor of any shape, keys of each request on all ranks.
+            out: an integer tensor of that shape to write to, for example the one that a captured graph reads. None
+                makes one like ``global_lens``.
+
+        Returns:
+            ``out``.
+        """
+        keys = global_lens.clamp(min=0)
+        rest = (keys % (self.world * self.interleave)) - self.rank * self.interleave
+        own = (keys // (self.world * self.interleave)) * self.interleave + rest.clamp(0, self.interleave)
+        return own if out is None else out.copy_(own)
+
+    def own_positions(self, positions: Any, out: Any = None) -> Any:
+        """Where this rank stores the keys at global ``positions``, as ``append_kv`` takes them; -1: another rank does.
+
+        Args:
+            positions: a signed integer torch tensor of any shape; below 0: padding.
+            out: as for ``own_lens``.
+
+        Returns:
+            ``out``.
+        """
+        rest = positions % (self.world * self.interleave) - self.rank * self.interleave
+        index = (positions // (self.world * self.interleave)) * self.interleave + rest
+        held = (positions >= 0) & (rest >= 0) & (rest < self.interleave)
+        own = index.masked_fill(~held, -1)
+        return own if out is None else out.copy_(own)
