@@ -14,6 +14,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "cubin_runtime"
 ROOM_FLOORS = {
+    "integrations": 6,
     "testing": 5,
     "distributed": 5,
     "cli": 5,
