@@ -8,6 +8,7 @@ from typing import Any
 
 from ..dtypes import DTYPES
 from ..errors import UsageError
+from ..kernels.native.context_parallel import Dealing
 from ..tensor import TensorView
 from ..values import dataclass
 from .backends import AUTO
@@ -19,13 +20,18 @@ MAX_Q_LEN = 16
 LENGTHS = ("int32", "uint32")
 # A token's mask is 32 bits.
 MASK_WORDS = {"uint16": 2, "uint32": 1}
+GLOBAL_LENS = TensorArg("global_seq_lens", LENGTHS, optional=True, contiguous=True)
+DEALING_OPTIONS = ("cp_world", "cp_rank", "cp_interleave")
 _MAX_TILES = 1 << 31
+_MOST_KEYS = 1 << 30  # on all ranks: positions, and windows subtracted from them, fit an int32
 _SMALLEST_TILE = 64
 _SMALLEST_ROWS = 8
 
 
-def decode_tensors(q: TensorArg, caches: Sequence[TensorArg], out: TensorArg) -> tuple[TensorArg, ...]:
-    """The tensors of a decode: its own queries, caches and output, and what all decodes take."""
+def decode_tensors(
+    q: TensorArg, caches: Sequence[TensorArg], out: TensorArg, *more: TensorArg
+) -> tuple[TensorArg, ...]:
+    """The tensors of a decode: its own queries, caches and output, what all decodes take, and ``more``."""
     return (
         q,
         *caches,
@@ -40,6 +46,7 @@ def decode_tensors(q: TensorArg, caches: Sequence[TensorArg], out: TensorArg) ->
             TensorArg(name, ("float32",), optional=True, value=f"{name}_device", canonical=lambda v, _: flat_scalar(v))
             for name in ("softmax_scale", "output_scale")
         ),
+        *more,
     )
 
 
@@ -59,6 +66,13 @@ class DecodeOptions:
     batch_invariant: bool = False
     backend: str = AUTO
     enable_pdl: bool | None = False
+    cp_world: int = 1
+    cp_rank: int = 0
+    cp_interleave: int = 1
+
+    def keys_of_all_ranks(self, keys: int) -> int:
+        """A bound on the keys of a request on all ranks, of which this one has ``keys``."""
+        return keys if self.cp_world == 1 else (keys + self.cp_interleave) * self.cp_world
 
 
 class DecodeCall:
@@ -187,6 +201,37 @@ def check_options(call: DecodeCall, *, page_size: int, kv_heads: int) -> None:
         raise UsageError(f"window_left={options.window_left}: expected -1 (none) or more, below 2^31")
     for name, scale in (("softmax_scale", options.softmax_scale), ("output_scale", options.output_scale)):
         float32_number(name, scale)
+    _check_dealing(call)
+
+
+def _check_dealing(call: DecodeCall) -> None:
+    """Check the lengths on all ranks and the ranks against each other and the rest of the call."""
+    tensors, options = call.tensors, call.options
+    world, rank = integer("cp_world", options.cp_world), integer("cp_rank", options.cp_rank)
+    interleave = integer("cp_interleave", options.cp_interleave)
+    if tensors.get(GLOBAL_LENS.name) is None:
+        if (world, rank, interleave) != (1, 0, 1):
+            raise UsageError(
+                f"cp_world={world}, cp_rank={rank}, cp_interleave={interleave}: expected 1, 0 and 1 without "
+                "global_seq_lens"
+            )
+        return
+    check_shape("global_seq_lens", tensors["global_seq_lens"], (call.batch,))
+    if world < 2:
+        raise UsageError(f"cp_world={world}: expected 2 or more with global_seq_lens")
+    if not 0 <= rank < world:
+        raise UsageError(f"cp_rank={rank}: expected 0 to {world - 1}, below cp_world")
+    if interleave < 1:
+        raise UsageError(f"cp_interleave={interleave}: expected 1 or more")
+    if options.keys_of_all_ranks(options.max_seq_len) > _MOST_KEYS:
+        raise UsageError(
+            f"(max_seq_len + cp_interleave) x cp_world={options.keys_of_all_ranks(options.max_seq_len)}: expected at "
+            f"most {_MOST_KEYS} keys on all ranks"
+        )
+    if tensors.get("mask") is not None:
+        raise UsageError("mask: given with global_seq_lens, expected None: query tokens are causal")
+    if tensors.get("sinks") is not None:
+        raise UsageError("sinks: given with global_seq_lens, expected None: the merge of the ranks counts them once")
 
 
 def token_stride(name: str, view: TensorView, trailing: int) -> int:
@@ -226,4 +271,5 @@ def problem_values(call: DecodeCall) -> dict[str, Any]:
         "lse_strides": (token_stride("lse", lse, 1), lse.strides[-1]) if lse else (0, 0),
         "table_stride": tensors["page_table"].strides[0],
         "programmatic_serialization": bool(options.enable_pdl),
+        "dealing": Dealing(options.cp_world, options.cp_rank, options.cp_interleave),
     }

@@ -19,6 +19,9 @@ _OPTION_KINDS = {
     "batch_invariant": "bool",
     "backend": "str",
     "enable_pdl": "bool?",
+    "cp_world": "int",
+    "cp_rank": "int",
+    "cp_interleave": "int",
 }
 _NO_OPTIONS = {"workspace": TORCH_SCRATCH, "stream": None, "runtime": None}
 

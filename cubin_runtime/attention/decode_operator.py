@@ -37,7 +37,7 @@ SCALES = {"softmax_scale_log2": "softmax_scale", "output_scale": "output_scale"}
 _SMALLEST_BOUND_LOG2 = 6
 _SWITCHES = ("batch_invariant", "causal", "lse_sink")
 _WORDS = ("kv_layout", "lse_base", "backend")
-_INTEGERS = ("max_q_len", "window_left", "window_right")
+_INTEGERS = ("max_q_len", "window_left", "window_right", "cp_world", "cp_rank", "cp_interleave")
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,8 @@ def run_decode(plan_class: type[DecodePlan], operator: DecodeOperator, arguments
     launched = plan.launch(addresses, plan.numbers(bound, scale, factor), scratch, handle)
     shortest = 0 if kept == 1 << _SMALLEST_BOUND_LOG2 else kept // 2 + 1
     note_launch(launched._replace(bounds=(shortest, plan.options.max_seq_len)))
-    if recording() and operator.traced is not None:
+    # A traced call has no field for keys on other ranks.
+    if recording() and operator.traced is not None and arguments.get("global_seq_lens") is None:
         options = _options(operator, arguments, scale, factor)
         record(operator.traced(DecodeCall(operator.read(arguments, options), options)))
     return arguments["out"]
@@ -206,9 +207,10 @@ def _plan(
         bound = min(operator.capacity(call), kept_bound)
     device = device_facts or runtime.driver.device(call.q.device)
     resolve_backend(operator.name, options.backend, device)
-    # A wider window than the bound hides nothing more, and a position less a window fits an int32.
-    if bound != options.max_seq_len or options.window_left > bound:
-        options = replace(options, max_seq_len=bound, window_left=min(options.window_left, bound))
+    # A window wider than all keys hides nothing more, and a position less a window fits an int32.
+    widest = options.keys_of_all_ranks(bound)
+    if bound != options.max_seq_len or options.window_left > widest:
+        options = replace(options, max_seq_len=bound, window_left=min(options.window_left, widest))
         call = DecodeCall(call.tensors, options)
     launches = operator.launches(call, device, runtime.native_release())
     return plan_class(runtime, operator, call.tensors, options, launches, of_torch=of_torch)

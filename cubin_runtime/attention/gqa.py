@@ -10,6 +10,8 @@ from ..kernels.native.launches import NativeLaunch
 from ..launch.driver import DeviceFacts
 from .backends import AUTO
 from .decode_call import (
+    DEALING_OPTIONS,
+    GLOBAL_LENS,
     DecodeCall,
     check_options,
     check_queries,
@@ -99,8 +101,9 @@ PAGED_DECODE = DecodeOperator(
             cache_arg("v_cache", dtypes={dtype: (dtype,) for dtype in Q_DTYPES}, dtypes_by="k_cache"),
         ),
         TensorArg("out", tuple(Q_DTYPES), alignment=8, stride_bytes=8, rows=True, written=True),
+        GLOBAL_LENS,
     ),
-    options=("kv_layout", "max_q_len", "window_left", "batch_invariant", "backend", "enable_pdl"),
+    options=("kv_layout", "max_q_len", "window_left", "batch_invariant", "backend", "enable_pdl", *DEALING_OPTIONS),
     check=_check,
     capacity=lambda call: call.tensors["page_table"].shape[1] * call.tensors["k_cache"].shape[1],
     launches=_launches,
@@ -127,6 +130,7 @@ class PagedDecodePlan(DecodePlan):
         q_cu_seq_lens: Tensor | None = None,
         mask: Tensor | None = None,
         sinks: Tensor | None = None,
+        global_seq_lens: Tensor | None = None,
         softmax_scale: Scale | None = None,
         output_scale: Scale | None = None,
         workspace: AnyWorkspace | None = None,
@@ -173,6 +177,10 @@ def plan_paged_decode(
     max_q_len: int | None = None,
     mask: Tensor | None = None,
     sinks: Tensor | None = None,
+    global_seq_lens: Tensor | None = None,
+    cp_world: int = 1,
+    cp_rank: int = 0,
+    cp_interleave: int = 1,
     window_left: int = -1,
     batch_invariant: bool = False,
     backend: DecodeBackend = AUTO,
@@ -208,6 +216,10 @@ def paged_decode(
     max_q_len: int | None = None,
     mask: Tensor | None = None,
     sinks: Tensor | None = None,
+    global_seq_lens: Tensor | None = None,
+    cp_world: int = 1,
+    cp_rank: int = 0,
+    cp_interleave: int = 1,
     window_left: int = -1,
     batch_invariant: bool = False,
     out: OutT | None = None,
@@ -250,17 +262,18 @@ def paged_decode(
             ``q_cu_seq_lens`` is read back, which waits for the device and cannot be captured in a graph.
         mask: which query tokens of its request each query token sees, as 32 bits per token: uint16 ``[batch, q_len,
             2]`` or ``[tokens, 2]`` (low half first), or uint32 with a last dimension of 1; contiguous, 4-byte aligned.
-            Any pattern is allowed, for example a tree. For the sliding window, the position of a token is the number of
-            keys that it sees, minus 1. None: causal.
+            Any pattern, such as a tree; in a window, a token's position is the keys that it sees, less 1. None: causal.
         sinks: float32 ``[q_heads]`` or ``[kv_heads, group]``, contiguous: one logit per head that is added to the
             softmax denominator only. None: no sinks.
+        global_seq_lens, cp_world, cp_rank, cp_interleave: int32 or uint32 ``[batch]``, contiguous: keys of each request
+            on ``cp_world`` ranks, dealt to them ``cp_interleave`` at a time; all else counts those of rank ``cp_rank``.
+            Without mask and sinks, which a merge of the ranks counts once. None: this rank has all keys.
         window_left: how many keys before its own position a token sees; -1: all.
         batch_invariant: make the output bits of a request depend only on its own tokens, keys and options, not on
             batch, bounds or grid. The workspace then grows with the batch: for each request, KV head and query row it
-            has up to 128 / kv_heads partials of head_dim floats. There are fewer partials if ``max_seq_len`` or the
-            window is short: one per 256 keys up to four, then one per 1024 keys. A ragged batch that may contain
-            requests both with at most 16 rows (query tokens x group) and with more takes two launches, each with its
-            own scratch.
+            has up to 128 / kv_heads partials of head_dim floats, or one per 256 keys up to four, then one per 1024, if
+            that is fewer. A ragged batch that may contain requests both with at most 16 rows (query tokens x group) and
+            with more takes two launches, each with its own scratch.
         out: like ``q``, of dtype bfloat16, float16 or float8_e4m3fn (which saturates), 8-byte aligned, strides in
             multiples of 8 bytes. None allocates it if ``q`` is a torch tensor: with q's dtype, or bfloat16 if that is
             float8_e4m3fn.

@@ -14,6 +14,8 @@ from ..launch.driver import DeviceFacts
 from ..tensor import TensorView
 from .backends import AUTO
 from .decode_call import (
+    DEALING_OPTIONS,
+    GLOBAL_LENS,
     DecodeCall,
     check_options,
     check_queries,
@@ -103,8 +105,9 @@ MLA_DECODE = DecodeOperator(
         TensorArg("q", Q_DTYPES, dtypes_by="kv_cache", alignment=16, stride_bytes=16, rows=True),
         (KV_CACHE,),
         TensorArg("out", OUT_DTYPES, alignment=16, stride_bytes=16, rows=True, written=True),
+        GLOBAL_LENS,
     ),
-    options=("max_q_len", "batch_invariant", "backend", "enable_pdl"),
+    options=("max_q_len", "batch_invariant", "backend", "enable_pdl", *DEALING_OPTIONS),
     check=_check,
     capacity=lambda call: call.tensors["page_table"].shape[1] * call.tensors["kv_cache"].shape[1],
     launches=_launches,
@@ -136,6 +139,7 @@ class MlaDecodePlan(DecodePlan):
         q_cu_seq_lens: Tensor | None = None,
         mask: Tensor | None = None,
         sinks: Tensor | None = None,
+        global_seq_lens: Tensor | None = None,
         softmax_scale: Scale | None = None,
         output_scale: Scale | None = None,
         workspace: AnyWorkspace | None = None,
@@ -164,6 +168,10 @@ def plan_mla_decode(
     max_q_len: int | None = None,
     mask: Tensor | None = None,
     sinks: Tensor | None = None,
+    global_seq_lens: Tensor | None = None,
+    cp_world: int = 1,
+    cp_rank: int = 0,
+    cp_interleave: int = 1,
     batch_invariant: bool = False,
     backend: DecodeBackend = AUTO,
     enable_pdl: bool = False,
@@ -196,6 +204,10 @@ def mla_decode(
     max_q_len: int | None = None,
     mask: Tensor | None = None,
     sinks: Tensor | None = None,
+    global_seq_lens: Tensor | None = None,
+    cp_world: int = 1,
+    cp_rank: int = 0,
+    cp_interleave: int = 1,
     batch_invariant: bool = False,
     out: OutT | None = None,
     lse: Tensor | None = None,
@@ -235,6 +247,7 @@ def mla_decode(
             2]`` or ``[tokens, 2]`` (low half first), or uint32 with a last dimension of 1; contiguous. None: causal.
         sinks: float32 ``[heads]``, contiguous: one logit per head that is added to the softmax denominator only. None:
             no sinks.
+        global_seq_lens, cp_world, cp_rank, cp_interleave: keys divided over ranks, as for ``paged_decode``.
         batch_invariant: make the output bits of a request depend only on its own tokens, keys and options, not on
             batch, bounds or grid.
         out: shaped like ``q`` with the latent columns alone, of dtype bfloat16, float16 or float8_e4m3fn (which

@@ -44,6 +44,10 @@ def paged_decode_reference(
     sinks: Any = None,
     window_left: int = -1,
     causal: bool = True,
+    global_seq_lens: Any = None,
+    cp_world: int = 1,
+    cp_rank: int = 0,
+    cp_interleave: int = 1,
 ) -> tuple[Float64, Float64]:
     """Attention of the last tokens of each request over its pages.
 
@@ -66,6 +70,7 @@ def paged_decode_reference(
         sinks: ``[q_heads]`` or ``[kv_heads, group]``, logits that enter the denominator alone; None: none.
         window_left: how many keys before its own position a token sees; -1: all.
         causal: False, without a mask: every query token sees all keys.
+        global_seq_lens, cp_world, cp_rank, cp_interleave: as ``paged_decode``: the keys are those of one rank.
 
     Returns:
         Output ``[tokens, q_heads, head_dim]`` and log-sum-exp ``[tokens, q_heads]``, base 2, the sink included. A
@@ -87,7 +92,13 @@ def paged_decode_reference(
         rows = end - begin
         if rows == 0 or length == 0:
             continue
-        visible = _visible(rows, length, None if mask is None else np.asarray(mask[begin:end]), window_left, causal)
+        if global_seq_lens is None:
+            visible = _visible(rows, length, None if mask is None else np.asarray(mask[begin:end]), window_left, causal)
+        else:
+            every = np.arange(int(global_seq_lens[b]))
+            own = every[every // cp_interleave % cp_world == cp_rank][:length]
+            position = len(every) - rows + np.arange(rows)[:, None]
+            visible = (own <= position) & ((own >= position - window_left) | (window_left < 0))
         if not visible.any():
             continue
         first = int(visible.any(axis=0).argmax())  # a window leaves out what is in front of it
@@ -129,6 +140,7 @@ def mla_decode_reference(
     q_cu_seq_lens: Any = None,
     mask: Any = None,
     sinks: Any = None,
+    **dealing: Any,
 ) -> tuple[Float64, Float64]:
     """Latent attention: all heads share the rows of one cache, whose first ``latent`` columns are the values.
 
@@ -137,6 +149,7 @@ def mla_decode_reference(
         kv_cache: ``[pages, page_size, width]``.
         latent: columns of a value.
         page_table, seq_lens, softmax_scale, output_scale, q_cu_seq_lens, mask, sinks: as ``paged_decode_reference``.
+        dealing: its ``global_seq_lens``, ``cp_world``, ``cp_rank`` and ``cp_interleave``.
 
     Returns:
         Output ``[tokens, heads, latent]`` and log-sum-exp ``[tokens, heads]``, base 2, as ``paged_decode_reference``.
@@ -153,6 +166,7 @@ def mla_decode_reference(
         q_cu_seq_lens=q_cu_seq_lens,
         mask=mask,
         sinks=sinks,
+        **dealing,
     )
 
 

@@ -1,5 +1,6 @@
 // Work tiles of MLA decode, cut by row tile, and their partials; scheduled by common/stream_k.cuh.
 #pragma once
+#include "../common/context_parallel.cuh"
 #include "../common/pipeline.cuh"
 #include "../common/stream_k.cuh"
 #include "../common/wgmma.cuh"
@@ -184,10 +185,12 @@ DEVICE int64_t row_offset(const WorkTile& work, int row, int heads, int64_t toke
 
 // ---------------------------------------------------------------- masks
 
-// Bit j: the row sees draft token j of its request.
+// Bit j: the row sees key j of its request's last q_len ones, which are its draft tokens' own.
 DEVICE uint32_t visible_drafts(const Params& p, const WorkTile& work, int row) {
     const int request_row = work.row_tile * ROWS + row;
     const int token = min(request_row / p.heads, work.q_len - 1);
+    if (context_parallel::is_on(p))
+        return context_parallel::visible_keys(p, work.request, work.kv_len, work.q_len, token);
     if (token + work.kv_len < work.q_len) return 0;  // more queries than keys: this one comes before all keys
     const uint32_t draft = (1u << work.q_len) - 1;
     if (p.mask == nullptr) return ((2u << token) - 1) & draft;

@@ -106,6 +106,7 @@ class Tensors:
     q_cu_seq_lens: TensorView | None = None
     mask: TensorView | None = None
     sinks: TensorView | None = None
+    global_seq_lens: TensorView | None = None
     softmax_scale: TensorView | None = None
     output_scale: TensorView | None = None
 
@@ -144,7 +145,7 @@ class Tensors:
     @property
     def named(self) -> dict[str, TensorView | None]:
         """Those that it takes by name, as far as they are there."""
-        names = ("q_cu_seq_lens", "mask", "sinks", "softmax_scale", "output_scale")
+        names = ("q_cu_seq_lens", "mask", "sinks", "global_seq_lens", "softmax_scale", "output_scale")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     @property

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from latent_examples import PARAMS
+from latent_examples import PARAMS, view
 from trtllm_calls import MadeUpMemory, made, mla_arguments, tensor
 from xqa_calls import mla_batch_arguments, xqa_mla_arguments
 
@@ -169,7 +169,9 @@ TRTLLM_ONLY: list[tuple[dict[str, Any], str]] = [
     ({"sparse_mla_top_k_lens": tensor("int32", 4)}, "sparse_mla_top_k_lens=a TensorView"),
     ({"skip_softmax_threshold_scale_factor": 1.0}, "skip_softmax_threshold_scale_factor=1.0"),
     ({"uses_shared_paged_kv_idx": False}, "uses_shared_paged_kv_idx=False"),
-    ({"enable_dcp": True}, "enable_dcp=True: .*expected False"),
+    ({"enable_dcp": True}, "causal_seqlens_kv_global: None with enable_dcp"),
+    ({"enable_dcp": True, "causal_seqlens_kv_global": tensor("int32", 4)}, "cp_world=1: expected 2 or more"),
+    ({"enable_dcp": True, "causal_seqlens_kv_global": tensor("int32", 5), "cp_world": 2}, "causal_seqlens_kv_global: "),
     ({"cp_world": 4}, "cp_world=4: .*expected 1"),
     ({"cp_rank": 1}, "cp_rank=1: .*expected 0"),
     ({"causal_seqlens_kv_global": tensor("int32", 4)}, "causal_seqlens_kv_global=a TensorView: .*expected None"),
@@ -184,6 +186,16 @@ TRTLLM_ONLY: list[tuple[dict[str, Any], str]] = [
 def test_what_our_kernels_do_not_do_is_refused(memory: MadeUpMemory, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         flashinfer.trtllm_batch_decode_with_kv_cache_mla(**mla_batch_arguments(memory, **made(memory, changes)))
+
+
+def test_keys_divided_over_ranks_arrive(standin: StandIn, memory: MadeUpMemory) -> None:
+    lengths = view("int32", 4, pointer=0x7F0000006000)
+    given = mla_arguments(memory, enable_dcp=True, cp_world=4, cp_rank=3, causal_seqlens_kv_global=lengths)
+    for _ in range(2):  # the second call takes the fast path
+        flashinfer.trtllm_batch_decode_with_kv_cache_mla(**given)
+        seen = sent(standin)
+        assert (seen["global_seq_lens"], seen["cp_begin"], seen["cp_interleave"]) == (lengths.pointer, 3, 1)
+        assert seen["cp_round"].divisor == 4
 
 
 @pytest.mark.parametrize("backend", ["auto", "xqa"])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+from host_scheduler import HostScheduler
 from stub_kernels import LAYOUT, SOURCE, stub, write_source
 
 from kernels_src.build import build
@@ -30,3 +31,10 @@ def stub_release(toolchain: Toolchain, tmp_path_factory: pytest.TempPathFactory)
         sources=root / "sources",
         release="hopper-0.0.1",
     )
+
+
+@pytest.fixture(scope="session")
+def schedulers(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, HostScheduler]:
+    """The scheduler of paged decode, and that of MLA decode (True)."""
+    folder = tmp_path_factory.mktemp("scheduler")
+    return {mla: HostScheduler(mla, folder) for mla in (False, True)}

@@ -2,41 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
 from host_kernels import HostArrays
+from host_scheduler import DECODE_OPTIONS, MLA_OPTIONS, TILE, HostScheduler
 
 from cubin_runtime.kernels.native.constants import CONSTANTS
-from cubin_runtime.kernels.native.layouts import LAYOUTS
-from cubin_runtime.testing.standin import cuda_include
-from kernels_src.build import SOURCES, write_headers
-
-WALK = Path(__file__).parent / "host" / "walk_range.cpp"
-TILE = 64
-COLUMNS = 10  # numbers that walk() writes for a work tile
-MOST_TILES = 4096
-DECODE_OPTIONS = {
-    "HEAD_DIM": 128,
-    "KV_E4M3": 0,
-    "MMA_FP16": 0,
-    "Q_E4M3": 0,
-    "ROWS": 8,
-    "TILE_TOKENS": TILE,
-    "CONSUMER_WARPGROUPS": 1,
-    "WARPGROUP_MMA": 0,
-    "USE_TMA": 0,
-    "STAGES": 6,
-    "CTAS_PER_SM": 1,
-}
-MLA_OPTIONS = {"LATENT": 512, "KV_E4M3": 0, "ROWS": 64, "TILE_TOKENS": TILE, "BOX_COLUMNS": 64}
 
 
 @dataclass(frozen=True)
@@ -144,51 +119,6 @@ def expected(problem: Problem) -> dict[tuple[int, int], list[list[int]]]:
                 row = [request, head, row_tile, first, last, i, len(parts), counter, slots[i], slots[0]]
                 found.setdefault((owner, rank), []).append(row)
     return found
-
-
-class HostScheduler:
-    """A family's scheduler as a function of the host."""
-
-    def __init__(self, mla: bool, folder: Path) -> None:
-        self.mla = mla
-        self.layout = LAYOUTS["PagedMlaDecodeParams" if mla else "PagedDecodeCopyParams"]
-        write_headers(folder / "generated", LAYOUTS)
-        source = SOURCES / ("mla/scheduler.cuh" if mla else "fmha/decode/scheduler.cuh")
-        options = {"MLA": int(mla), **(MLA_OPTIONS if mla else DECODE_OPTIONS)}
-        library = folder / f"walk-{int(mla)}.so"
-        command = [os.environ.get("CXX", "c++"), "-std=c++17", "-O2", "-w", "-shared", "-fPIC"]
-        command += [f"-I{folder / 'generated'}", f"-I{cuda_include('crt/host_defines.h')}", f'-DSOURCE="{source}"']
-        command += [*(f"-D{name}={value}" for name, value in options.items()), str(WALK), "-o", str(library)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        loaded = ctypes.CDLL(str(library))
-        self._walk, self._cta_group = loaded.walk, loaded.cta_group
-
-    def cta_group(self, total: int, groups: int, tile: int, error: float) -> int:
-        """The CTA group that computes a tile, with quotients that are off by ``error``, relatively."""
-        return int(self._cta_group(total, groups, tile, ctypes.c_float(error)))
-
-    def walk(self, problem: Problem) -> dict[tuple[int, int], list[list[int]]]:
-        """The work tiles of each (CTA group, CTA of the group) that has any."""
-        arrays, found = HostArrays(), {}
-        empty = {m.name: None if m.type in ("ptr", "CUtensorMap") else 0 for m in self.layout.fields}
-        parameters = ctypes.create_string_buffer(self.layout.pack(empty | problem.values(arrays)))
-        size, groups = problem.cta_group_size, problem.cta_groups
-        grid = (size * groups, 1) if self.mla else (size, groups)
-        rows = (ctypes.c_int * (COLUMNS * MOST_TILES))()
-        for group, rank in np.ndindex(groups, size):
-            cta = (group * size + rank, 0) if self.mla else (rank, group)
-            count = self._walk(parameters, (ctypes.c_int * 2)(*grid), (ctypes.c_int * 2)(*cta), rows)
-            if count:
-                numbers = np.frombuffer(rows, np.int32, COLUMNS * count)
-                found[group, rank] = numbers.reshape(count, COLUMNS).tolist()
-        return found
-
-
-@pytest.fixture(scope="session")
-def schedulers(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, HostScheduler]:
-    folder = tmp_path_factory.mktemp("scheduler")
-    return {mla: HostScheduler(mla, folder) for mla in (False, True)}
 
 
 def decode(kv_lens: tuple[int, ...], q_lens: tuple[int, ...], size: int, groups: int, splits: int = 0) -> Problem:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ...errors import CorruptError
 from ...kernels.native.problem import LOG2_E
 from ..context_reference import context_attention_reference
+from ..decode_call import DEALING_OPTIONS
 from ..reference import bfloat16_values, e4m3_values, mla_decode_reference, paged_decode_reference
 from .call import RecordedCall
 from .described import TRTLLM_GEN
@@ -169,6 +170,8 @@ def _native(inputs: _Inputs, cache: str, page_size: int) -> tuple[dict[str, Any]
         "q_cu_seq_lens": inputs.starts(),
         "mask": _mask(inputs),
         "sinks": None if sinks is None else sinks.reshape(-1),
+        "global_seq_lens": inputs.optional("global_seq_lens"),
+        **{name: inputs.options[name] for name in DEALING_OPTIONS if name in inputs.options},
     }, notes
 
 

@@ -92,16 +92,20 @@ def trtllm_batch_decode_with_kv_cache_mla(
         sparse_mla_top_k_lens: trtllm-gen: int32 ``[tokens]``, how many of its keys a query token has.
         return_lse_base: "base2" (None: too) or "basee", the base of ``lse``; "basee" needs a torch tensor, and
             multiplies it by a launch of its own.
-        cute_dsl_impl, kv_scale_format, enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global, use_fp16_softmax:
-            refused unless at their defaults.
+        enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global: xqa: key i of all ranks is on rank i modulo
+            ``cp_world``; int32 ``[batch]``, keys of each request on all ranks, those of its query tokens included.
+        cute_dsl_impl, kv_scale_format, use_fp16_softmax: refused unless at their defaults.
 
     Returns:
         ``out``, or (``out``, ``lse``); lse is float32 ``[tokens, heads]``, or the caller's, which may also have
         ``[batch, q_len, heads]``.
     """
     given = Arguments.of(trtllm_batch_decode_with_kv_cache_mla, locals())
-    given.refuse("cute_dsl_impl", "kv_scale_format", "enable_dcp", "cp_world", "cp_rank")
-    given.refuse("causal_seqlens_kv_global", "use_fp16_softmax")
+    given.refuse("cute_dsl_impl", "kv_scale_format", "use_fp16_softmax")
+    if not enable_dcp:
+        given.refuse("cp_world", "cp_rank", "causal_seqlens_kv_global")
+    elif causal_seqlens_kv_global is None:
+        raise UsageError("causal_seqlens_kv_global: None with enable_dcp, expected the lengths on all ranks")
     check_lse_base(return_lse_base)
     _check_head_dims(qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim, sparse_mla_top_k)
     nested = cum_seq_lens_q is None
@@ -115,7 +119,12 @@ def trtllm_batch_decode_with_kv_cache_mla(
     if found == XQA:
         given.refuse("sparse_mla_top_k", "sparse_mla_top_k_lens", backend=found)
         given.refuse("skip_softmax_threshold_scale_factor", "uses_shared_paged_kv_idx", backend=found)
-        return _decode_native(given, by_request, lengths, kv_lora_rank, None if nested else max_q, cum_q)
+        dealing: dict[str, Any] = {}
+        if enable_dcp:
+            named = tensor_or_none(causal_seqlens_kv_global, "causal_seqlens_kv_global", q.device)
+            dealing = {"global_seq_lens": named, "cp_world": cp_world, "cp_rank": cp_rank}
+        return _decode_native(given, by_request, lengths, kv_lora_rank, None if nested else max_q, cum_q, **dealing)
+    given.refuse("enable_dcp", backend=found)
     cache = latent_cache(kv_cache)
     return run_call(
         DecodeCall,
@@ -180,12 +189,13 @@ def _decode_native(
     latent: int,
     max_q_len: int | None = None,
     q_cu_seq_lens: TensorView | None = None,
+    **dealing: Any,
 ) -> Any:
     output, cache = _output(given, q, latent), latent_cache(given.kv_cache)
     return decode_batch(
         mla_decode,
         given,
-        {"q_cu_seq_lens": "cum_seq_lens_q"},
+        {"q_cu_seq_lens": "cum_seq_lens_q", "global_seq_lens": "causal_seqlens_kv_global"},
         q,
         (cache,),
         lengths,
@@ -193,6 +203,7 @@ def _decode_native(
         page_size=cache.shape[2],
         max_q_len=max_q_len,
         q_cu_seq_lens=q_cu_seq_lens,
+        **dealing,
     )
 
 

@@ -20,8 +20,9 @@ _KINDS = {
     **dict.fromkeys(("o_scale", "o_sf_scale", "skip_softmax_threshold_scale_factor"), "float?"),
     **dict.fromkeys(("rcp_out_scale",), "float"),
     **dict.fromkeys(("kv_layout", "backend"), "str"),
-    **dict.fromkeys(("batch_invariant", "causal", "is_causal", "uses_shared_paged_kv_idx"), "bool"),
-    "cum_seq_lens_q": "Tensor?",
+    **dict.fromkeys(("batch_invariant", "causal", "is_causal", "uses_shared_paged_kv_idx", "enable_dcp"), "bool"),
+    **dict.fromkeys(("cp_world", "cp_rank"), "int"),
+    **dict.fromkeys(("cum_seq_lens_q", "causal_seqlens_kv_global"), "Tensor?"),
     "enable_pdl": "bool?",
     "kv_cache": "Tensor[]",
 }

@@ -6,6 +6,7 @@ import math
 
 from ...values import dataclass
 from .constants import TYPE_CODES
+from .context_parallel import Dealing
 
 LOG2_E = math.log2(math.e)
 # Numbers that come with each run, by the names of their fields.
@@ -37,6 +38,7 @@ class Problem:
     lse_strides: tuple[int, int]
     table_stride: int
     programmatic_serialization: bool = False
+    dealing: Dealing = Dealing()
 
     def values(self) -> dict[str, object]:
         """The fields of a struct that follow from these alone."""

@@ -34,8 +34,7 @@ DEVICE void load_row_facts(const Params& p, const WorkTile& work, SharedStorage&
     const Request& r = work.request;
     if (threadIdx.x < ROWS) {
         const int token = coordinates_of(p, work.rows.first + threadIdx.x).token;
-        // Draft tokens before the first key see no key, not even their own.
-        const bool exists = threadIdx.x < work.rows.count && token >= r.q_len - r.kv_len;
+        const bool exists = threadIdx.x < work.rows.count && follows_keys(p, r, token);
         shared.row_mask[threadIdx.x] = exists ? visible_drafts(p, r, token) : 0;
         shared.row_begin[threadIdx.x] = exists ? window_begin(p, r, token) : NEVER_VISIBLE;
     }
@@ -327,12 +326,12 @@ struct Operands {
 };
 
 // Computes a partition's KV tiles of a work tile. The product P V of a tile overlaps with the next tile's Q K^T.
-DEVICE void consume_tiles(const WorkTile& work, int window_left, int kv_tiles, const float (&scale)[2],
+DEVICE void consume_tiles(const WorkTile& work, int visible_from, int kv_tiles, const float (&scale)[2],
                           const QueryFragments& q, uint32_t tiles_before, uint32_t& cleared, SharedStorage& shared,
                           Accumulator& acc) {
     const Request& r = work.request;
     // Keys [visible_from, visible_to) are visible to every row.
-    const int visible_to = r.kv_len - r.q_len, visible_from = window_left < 0 ? 0 : r.kv_len - 1 - window_left;
+    const int visible_to = r.kv_len - r.q_len;
     Operands operands(tiles_before);
     operands.advance(partition());
     uint32_t used = 0;  // empty barrier of the values that the product in flight reads
@@ -390,7 +389,7 @@ DEVICE void consume(const Params& p, const WorkRange& range, SharedStorage& shar
         Accumulator acc;
         acc.clear();
         const int kv_tiles = tiles_with_keys(work);
-        consume_tiles(work, p.window_left, kv_tiles, scale, q, taken, cleared, shared, acc);
+        consume_tiles(work, visible_to_all_from(p, work.request), kv_tiles, scale, q, taken, cleared, shared, acc);
         taken += kv_tiles;
         close();
         merge_warpgroups(work, acc, shared);

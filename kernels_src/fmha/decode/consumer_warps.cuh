@@ -141,8 +141,7 @@ struct Queries {
         if (threadIdx.x < ROWS) {
             const int token = coordinates_of(p, work.rows.first + threadIdx.x).token;
             const Request& r = work.request;
-            // Draft tokens before the first key see no key, not even their own.
-            const bool exists = threadIdx.x < work.rows.count && token >= r.q_len - r.kv_len;
+            const bool exists = threadIdx.x < work.rows.count && follows_keys(p, r, token);
             shared.row_mask[threadIdx.x] = exists ? visible_drafts(p, r, token) : 0;
             shared.row_begin[threadIdx.x] = exists ? window_begin(p, r, token) : NEVER_VISIBLE;
         }
@@ -493,7 +492,7 @@ DEVICE void consume(const Params& p, const WorkRange& range, SharedStorage& shar
         Accumulator acc;
         acc.clear();
         // Keys [visible_from, visible_to) are visible to every row.
-        const int visible_to = r.kv_len - r.q_len, visible_from = p.window_left < 0 ? 0 : r.kv_len - 1 - p.window_left;
+        const int visible_to = r.kv_len - r.q_len, visible_from = visible_to_all_from(p, r);
         const int end = end_tile(work);
         for (int tile = work.first; tile < end; ++tile) {
             const int tile_token = (r.first_tile + tile) * TILE_TOKENS;

@@ -1,6 +1,7 @@
 // Work tiles of paged decode, cut by (KV head, row tile), with sliding windows and draft tokens; scheduled by
 // common/stream_k.cuh, or as clusters.
 #pragma once
+#include "../../common/context_parallel.cuh"
 #include "config.cuh"
 
 namespace paged_decode {
@@ -10,7 +11,9 @@ struct DecodeTiling {
     DEVICE static Request load_request(const Params& p, int index) {
         Request r = stream_k::load_lengths(p, index);
         // A row of a draft tree may sit one position before the draft block, if its mask is empty.
-        const int begin = p.window_left < 0 ? 0 : max(0, r.kv_len - r.q_len - 1 - p.window_left);
+        int begin = p.window_left < 0 ? 0 : max(0, r.kv_len - r.q_len - 1 - p.window_left);
+        if (p.window_left >= 0 && context_parallel::is_on(p))
+            begin = min(context_parallel::keys_before(p, index, r.q_len, 0, p.window_left), r.kv_len);
         r.first_tile = begin / TILE_TOKENS;
         r.kv_tiles = max(1, (r.kv_len + TILE_TOKENS - 1) / TILE_TOKENS - r.first_tile);
         const int rows = r.q_len * p.group;
@@ -52,15 +55,34 @@ DEVICE RowCoordinates coordinates_of(const Params& p, int row) {
     return {token, row - token * p.group};
 }
 
-DEVICE uint32_t visible_drafts(const Params& p, const Request& r, int token) {
+DEVICE uint32_t masked_drafts(const Params& p, const Request& r, int token) {
     if (p.mask == nullptr) return (2u << token) - 1;
     return static_cast<const uint32_t*>(p.mask)[r.q_begin + token] & ((1u << r.q_len) - 1);
+}
+
+// Which of the request's last q_len keys a query token sees.
+DEVICE uint32_t visible_drafts(const Params& p, const Request& r, int token) {
+    if (context_parallel::is_on(p)) return context_parallel::visible_keys(p, r.index, r.kv_len, r.q_len, token);
+    return masked_drafts(p, r, token);
 }
 
 // The first key in the sliding window of a query token.
 DEVICE int window_begin(const Params& p, const Request& r, int token) {
     if (p.window_left < 0) return 0;
-    return max(0, r.kv_len - r.q_len + __popc(visible_drafts(p, r, token)) - 1 - p.window_left);
+    if (context_parallel::is_on(p)) return context_parallel::keys_before(p, r.index, r.q_len, token, p.window_left);
+    return max(0, r.kv_len - r.q_len + __popc(masked_drafts(p, r, token)) - 1 - p.window_left);
+}
+
+// Query tokens in front of all keys see none, not even their own; other ranks may have keys in front of this rank's.
+DEVICE bool follows_keys(const Params& p, const Request& r, int token) {
+    return token >= r.q_len - r.kv_len || context_parallel::is_on(p);
+}
+
+// Every query token sees the keys from here to the last q_len ones.
+DEVICE int visible_to_all_from(const Params& p, const Request& r) {
+    if (p.window_left < 0) return 0;
+    if (context_parallel::is_on(p)) return context_parallel::keys_before(p, r.index, 1, 0, p.window_left);
+    return r.kv_len - 1 - p.window_left;
 }
 
 DEVICE float device_scale(const void* factor) { return factor == nullptr ? 1.f : *static_cast<const float*>(factor); }

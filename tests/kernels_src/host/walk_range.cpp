@@ -134,3 +134,27 @@ extern "C" int walk(const void* parameters, const int* grid, const int* cta, int
 #endif
     return count;
 }
+
+// Writes the first KV tile of a request, its KV tiles, and the first key that all its query tokens see; then for each of
+// them which of the last q_len keys it sees, and the first key of its window.
+extern "C" void row_bounds(const void* parameters, int request, int* to) {
+#if MLA
+    using namespace paged_mla_decode;
+    const Params& p = *static_cast<const Params*>(parameters);
+    const stream_k::Request r = MlaTiling::load_request(p, request);
+    *to++ = r.first_tile, *to++ = r.kv_tiles, *to++ = 0;
+    WorkTile work;
+    work.request = request, work.row_tile = 0, work.kv_len = r.kv_len, work.q_begin = r.q_begin, work.q_len = r.q_len;
+    for (int token = 0; token < r.q_len; ++token) *to++ = visible_drafts(p, work, token * p.heads), *to++ = 0;
+#else
+    using namespace paged_decode;
+    const Params& p = *static_cast<const Params*>(parameters);
+    const Request r = DecodeTiling::load_request(p, request);
+    *to++ = r.first_tile, *to++ = r.kv_tiles, *to++ = visible_to_all_from(p, r);
+    for (int token = 0; token < r.q_len; ++token) {
+        const bool exists = follows_keys(p, r, token);
+        *to++ = exists ? visible_drafts(p, r, token) : 0;
+        *to++ = exists ? window_begin(p, r, token) : NEVER_VISIBLE;
+    }
+#endif
+}

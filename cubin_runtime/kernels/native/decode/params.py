@@ -6,6 +6,7 @@ from types import MappingProxyType
 
 from ....launch.structs import Field, StructLayout
 from ..constants import STATUS_BITS_TEXT, TYPE_CODES_TEXT
+from ..context_parallel import DEALING_FIELDS, GLOBAL_LENS_FIELD
 
 _COMMON = (
     Field("q", "ptr", "queries of q_type, [tokens, kv_heads * group, head_dim]"),
@@ -16,6 +17,7 @@ _COMMON = (
     Field("q_cu_seq_lens", "ptr", "int32 [batch + 1], prefix sums of query tokens; null: q_len each"),
     Field("mask", "ptr", "uint32 [tokens], bit j: the token sees query token j of its own request; null: causal"),
     Field("sinks", "ptr", "fp32 [kv_heads * group], logits added to the softmax denominator; null: none"),
+    GLOBAL_LENS_FIELD,
     Field("softmax_scale_device", "ptr", "fp32, multiplied with softmax_scale_log2; null: 1"),
     Field("output_scale_device", "ptr", "fp32, multiplied with output_scale; null: 1"),
     Field("partial_out", "ptr", "fp32 [slots, rows, head_dim], unnormalised split-KV partial outputs"),
@@ -45,6 +47,7 @@ _COMMON = (
     Field("num_pages", "int32", "pages in the pool"),
     Field("max_seq_len", "int32", "bound on every length"),
     Field("window_left", "int32", "keys before its own position that a query sees; -1: all"),
+    *DEALING_FIELDS,
     Field("q_type", "int32", TYPE_CODES_TEXT),
     Field("out_type", "int32", "likewise"),
     Field("softmax_scale_log2", "float", "softmax scale times log2(e)"),

@@ -64,6 +64,7 @@ def _launch(
     regions = _regions(selection, problem, suffix)
     values = {
         **problem.values(),
+        **problem.dealing.values(),
         "kv_heads": problem.kv_heads,
         "group": problem.group,
         "group_reciprocal": -(-(1 << CONSTANTS.decode_group_reciprocal_bits) // problem.group),

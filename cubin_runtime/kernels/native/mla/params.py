@@ -6,6 +6,7 @@ from types import MappingProxyType
 
 from ....launch.structs import Field, StructLayout
 from ..constants import STATUS_BITS_TEXT, TYPE_CODES_TEXT
+from ..context_parallel import DEALING_FIELDS, GLOBAL_LENS_FIELD
 
 PAGED_MLA_DECODE = StructLayout.declare(
     "PagedMlaDecodeParams",
@@ -19,6 +20,7 @@ PAGED_MLA_DECODE = StructLayout.declare(
         Field("q_cu_seq_lens", "ptr", "int32 [batch + 1], prefix sums of query tokens; null: q_len each"),
         Field("mask", "ptr", "uint32 [tokens], bit j: the token sees query token j of its own request; null: causal"),
         Field("sinks", "ptr", "fp32 [heads], logits added to the softmax denominator; null: none"),
+        GLOBAL_LENS_FIELD,
         Field("softmax_scale_device", "ptr", "fp32, multiplied with softmax_scale_log2; null: 1"),
         Field("output_scale_device", "ptr", "fp32, multiplied with output_scale; null: 1"),
         Field("partial_out", "ptr", "fp16 [slots, rows of a tile, latent], scaled split-KV partial outputs"),
@@ -43,6 +45,7 @@ PAGED_MLA_DECODE = StructLayout.declare(
         Field("page_size_log2", "int32", "log2 of the tokens in a page"),
         Field("num_pages", "int32", "pages in the pool"),
         Field("max_seq_len", "int32", "bound on every length"),
+        *DEALING_FIELDS,
         Field("q_type", "int32", TYPE_CODES_TEXT),
         Field("out_type", "int32", "likewise"),
         Field("softmax_scale_log2", "float", "softmax scale times log2(e)"),

@@ -42,6 +42,7 @@ def mla_launch(selection: MlaSelection, problem: MlaProblem, file: KernelFile) -
         attributes=LaunchAttributes(programmatic_serialization=problem.programmatic_serialization),
         values={
             **problem.values(),
+            **problem.dealing.values(),
             "kv_map": cache_descriptor(problem, selection.kernel),
             "heads": problem.heads,
             "cta_group_size": selection.cta_group_size,

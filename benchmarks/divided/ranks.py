@@ -1,0 +1,158 @@
+"""One rank of the measurement: decode, exchange and merge in CUDA graphs, and their times."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from cubin_runtime.attention import Runtime, merge_states, mla_decode, paged_decode
+from cubin_runtime.distributed import ContextParallelMerge, KvPartition
+
+PAGE = 64
+POOL_BYTES = 12 << 30  # requests share pages beyond this, which is far more than L2 holds
+WARM, REPLAYS = 3, 15
+LATENT, ROPE = 512, 64
+Call = Callable[[], object]
+
+
+class Layout(NamedTuple):
+    """``kv_heads`` 0: latent attention."""
+
+    name: str
+    heads: int
+    kv_heads: int
+    value_dim: int
+    token_bytes: int
+
+
+GQA = Layout("gqa", 64, 8, 128, 8 * 128 * 2 * 2)
+MLA = Layout("mla", 128, 0, LATENT, (LATENT + ROPE) * 2)
+
+
+class Local:
+    """What one rank decodes: ``kv_len`` keys of each of ``batch`` requests, in pages of one pool."""
+
+    def __init__(self, runtime: Runtime, pool: torch.Tensor, layout: Layout, batch: int, kv_len: int) -> None:
+        self.runtime, self.layout, self.batch = runtime, layout, batch
+        columns = -(-kv_len // PAGE)
+        if layout.kv_heads:
+            pages = pool.numel() // (2 * PAGE * layout.kv_heads * layout.value_dim)
+            shape = (2, pages, PAGE, layout.kv_heads, layout.value_dim)
+        else:
+            pages = pool.numel() // (PAGE * (LATENT + ROPE))
+            shape = (1, pages, PAGE, LATENT + ROPE)
+        self.pools = pool[: torch.Size(shape).numel()].view(shape)
+        self.table = (torch.arange(batch * columns, device="cuda") * 7919 % pages).int().view(batch, columns)
+        self.lens = torch.full((batch,), kv_len, dtype=torch.int32, device="cuda")
+        key_dim = layout.value_dim + (0 if layout.kv_heads else ROPE)
+        self.q = torch.randn(batch, layout.heads, key_dim, device="cuda").bfloat16()
+
+    def call(self, out: torch.Tensor, lse: torch.Tensor) -> Call:
+        """The decode, into these."""
+        bound, runtime = self.table.shape[1] * PAGE, self.runtime
+        if self.layout.kv_heads:
+            k, v = self.pools
+            return lambda: paged_decode(
+                self.q, k, v, self.table, self.lens, max_seq_len=bound, out=out, lse=lse, runtime=runtime
+            )
+        rows, more = self.pools[0], {"softmax_scale": 192**-0.5, "runtime": runtime}
+        return lambda: mla_decode(self.q, rows, self.table, self.lens, max_seq_len=bound, out=out, lse=lse, **more)
+
+    def alone(self) -> Call:
+        """The decode into memory of its own."""
+        shape = (self.batch, self.layout.heads)
+        out = torch.empty(*shape, self.layout.value_dim, dtype=torch.bfloat16, device="cuda")
+        return self.call(out, torch.empty(shape, device="cuda"))
+
+
+def replay_us(calls: Sequence[Call]) -> float:
+    """Median device time of a graph of these, on the slowest rank; all ranks replay together."""
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        for call in calls:
+            call()
+    for _ in range(WARM):
+        graph.replay()
+    torch.cuda.synchronize()
+    dist.barrier()
+    marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(REPLAYS)]
+    for begin, end in marks:
+        begin.record()
+        graph.replay()
+        end.record()
+    torch.cuda.synchronize()
+    own = 1e3 * statistics.median(begin.elapsed_time(end) for begin, end in marks)
+    return slowest(own)
+
+
+def slowest(value: float) -> float:
+    """The largest of all ranks' values."""
+    largest = torch.tensor([value], dtype=torch.float64, device="cuda")
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return float(largest)
+
+
+def step_of(runtime: Runtime, layout: Layout, batch: int, exchange: str) -> tuple[ContextParallelMerge, torch.Tensor]:
+    """The merge of a step, and the output of this rank's heads."""
+    step = ContextParallelMerge(
+        None,
+        tokens=batch,
+        heads=layout.heads,
+        head_dim=layout.value_dim,
+        dtype=torch.bfloat16,
+        device="cuda",
+        exchange=exchange,
+        merge=lambda *given, **named: merge_states(*given, **named, runtime=runtime),
+    )
+    return step, torch.empty(batch, step.own_heads, layout.value_dim, dtype=torch.bfloat16, device="cuda")
+
+
+def measure(runtime: Runtime, pool: torch.Tensor, layout: Layout, batch: int, kv_len: int) -> list[dict[str, Any]]:
+    """A row for each exchange: a step as a whole, its parts alone, and one GPU with all keys."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    whole = replay_us([Local(runtime, pool, layout, batch, kv_len).alone()])
+    own = KvPartition(world, rank, PAGE).own_keys(kv_len)
+    local, rows = Local(runtime, pool, layout, batch, own), []
+    for exchange in ("all_to_all", "gather_reduce"):
+        step, out = step_of(runtime, layout, batch, exchange)
+        decode = local.call(step.out, step.lse)
+        steps = step.steps(out)
+        parts = {kind: [s.run for s in steps if s.kind == kind] for kind in ("communication", "merge")}
+        row: dict[str, Any] = {"layout": layout.name, "heads": layout.heads, "value_dim": layout.value_dim}
+        row |= {"token_bytes": layout.token_bytes, "world": world, "batch": batch, "kv_len": kv_len}
+        row |= {"exchange": exchange, "one_gpu_us": whole, "decode_us": replay_us([decode])}
+        row |= {f"{kind}_us": replay_us(calls) for kind, calls in parts.items()}
+        row["step_us"] = replay_us([decode, *(s.run for s in steps)])
+        row["speedup"] = whole / row["step_us"]
+        rows.append(row)
+    return rows
+
+
+def largest_error(runtime: Runtime, layout: Layout, exchange: str) -> float:
+    """How far a step is from one GPU with all keys, relative to the largest value; the same keys on every rank."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    generator = torch.Generator("cuda").manual_seed(1)
+    batch, kv_len, columns = 4, 4096, 4096 // PAGE
+    pool = torch.randn(batch * kv_len * layout.token_bytes // 2, generator=generator, device="cuda").bfloat16()
+    local = Local(runtime, pool, layout, batch, kv_len)
+    local.q = torch.randn(local.q.shape, generator=generator, device="cuda").bfloat16()
+    local.table = torch.arange(batch * columns, dtype=torch.int32, device="cuda").view(batch, columns)
+    expected = torch.empty(batch, layout.heads, layout.value_dim, dtype=torch.bfloat16, device="cuda")
+    local.call(expected, torch.empty(batch, layout.heads, device="cuda"))()
+    step, out = step_of(runtime, layout, batch, exchange)
+    local.table = local.table[:, rank::world].contiguous()  # whole pages in turn
+    local.lens = KvPartition(world, rank, PAGE).own_lens(local.lens)
+    local.call(step.out, step.lse)()
+    step.merge(out)
+    mine = expected[:, rank * step.own_heads :][:, : step.own_heads]
+    return slowest(float((out - mine).abs().max() / mine.abs().max()))

@@ -1,0 +1,87 @@
+"""Context-parallel decode on all GPUs of a machine: decode, exchange and merge, beside one GPU with all keys.
+
+Run: ``python benchmarks/gpu_context_parallel.py --out DIR`` on a machine with Hopper GPUs and torch; one process a GPU,
+as many as there are or ``--ranks``. Every time is of CUDA graph replays on the slowest rank: of the decode of a rank's
+keys, of the collectives alone, of the merge kernels alone, and of the whole step. Keys lie in pages of a pool that is
+far larger than L2; long requests share its pages. ``context_parallel.json`` also has a model for 8 and 64 GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from divided.model import predictions
+from divided.ranks import GQA, MLA, POOL_BYTES, largest_error, measure
+from gpu_environment import built_sources, gpu_environment
+
+from cubin_runtime import Config
+from cubin_runtime.attention import Runtime
+
+KV_LENS, BATCHES = (128 << 10, 1 << 20), (1, 8, 64)
+MODELLED = (8, 64)
+MOST_ERROR = 0.02  # relative to the largest value: parts and outputs are bf16
+
+
+def options() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--ranks", type=int, help="processes, one a GPU (all GPUs)")
+    parser.add_argument("--kv-lens", type=int, nargs="+", default=KV_LENS)
+    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
+    return parser.parse_args()
+
+
+def run_rank(rank: int, world: int, meeting: str, chosen: argparse.Namespace, store: str) -> None:
+    """One process: rank 0 prints rows and writes the result."""
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", init_method=f"file://{meeting}", rank=rank, world_size=world)
+    runtime = Runtime(Config(store=Path(store), sources=built_sources(), offline=True))
+    torch.manual_seed(0)
+    result: dict[str, Any] = {"schema": 1, "question": "context-parallel decode", "environment": gpu_environment()}
+    result |= {"world": world, "errors": {}, "rows": []}
+    began = time.perf_counter()
+    for layout, exchange in product((GQA, MLA), ("all_to_all", "gather_reduce")):
+        result["errors"][f"{layout.name} {exchange}"] = largest_error(runtime, layout, exchange)
+    pool = torch.randn(POOL_BYTES // 2, device="cuda", dtype=torch.bfloat16)
+    try:
+        for layout, kv_len, batch in product((GQA, MLA), chosen.kv_lens, chosen.batches):
+            rows = measure(runtime, pool, layout, batch, kv_len)
+            result["rows"] += rows
+            if rank == 0:
+                for row in rows:
+                    print({name: round(v, 2) if isinstance(v, float) else v for name, v in row.items()}, flush=True)
+        if world > 1:
+            result["model"] = predictions(result["rows"], MODELLED)
+    finally:  # what was measured before a fault is kept
+        result["seconds"] = round(time.perf_counter() - began, 1)
+        if rank == 0:
+            (chosen.out / "context_parallel.json").write_text(json.dumps(result, indent=1) + "\n")
+    if rank == 0:
+        print(f"errors: {result['errors']}; seconds: {result['seconds']}")
+    dist.destroy_process_group()
+    if max(result["errors"].values()) > MOST_ERROR:
+        raise SystemExit("a step differs from one GPU with all keys")
+
+
+def main() -> None:
+    """Start the ranks."""
+    chosen = options()
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    world = chosen.ranks or torch.cuda.device_count()
+    with tempfile.TemporaryDirectory() as folder:
+        store = os.environ.get("CUBIN_RUNTIME_CACHE", f"{folder}/store")
+        torch.multiprocessing.spawn(run_rank, (world, f"{folder}/meeting", chosen, store), nprocs=world)
+
+
+if __name__ == "__main__":
+    main()

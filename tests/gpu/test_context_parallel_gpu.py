@@ -1,0 +1,79 @@
+"""Context-parallel decode on GPUs: all ranks in turn on one, a group of one rank, and a rank for each of two GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from divided_keys import DividedDecode, DividedProblem, assert_same  # noqa: E402  (it needs torch)
+from divided_steps import GQA, MLA, check_step, run_rank  # noqa: E402
+
+from cubin_runtime import Config  # noqa: E402
+from cubin_runtime.attention import Runtime, merge_states  # noqa: E402
+from cubin_runtime.distributed import KvPartition  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+CASES = {
+    "one token": GQA,
+    "4 drafts": replace(GQA, q_len=4),
+    "16 drafts": replace(GQA, q_len=16),
+    "128 rows": replace(GQA, q_len=16, heads=64, kv_heads=2),
+    "one head each": replace(GQA, q_len=2, heads=4, kv_heads=4),
+    "fp16": replace(GQA, q_len=3, dtype=torch.float16, kv_dtype=torch.float16),
+    "e4m3 keys": replace(GQA, q_len=3, kv_dtype=torch.float8_e4m3fn),
+    "head_dim 64": replace(GQA, q_len=5, head_dim=64),
+    "head_dim 256": replace(GQA, q_len=2, head_dim=256),
+    "window": replace(GQA, window=100),
+    "window of drafts": replace(GQA, window=300, q_len=7),
+    "window of many rows": replace(GQA, window=129, q_len=16, heads=64),
+    "invariant": replace(GQA, q_len=4, window=500, batch_invariant=True),
+    "latent": MLA,
+    "latent drafts": replace(MLA, q_len=5),
+    "latent, 128 heads": replace(MLA, q_len=2, heads=128),
+    "latent e4m3": replace(MLA, q_len=4, heads=128, kv_dtype=torch.float8_e4m3fn),
+}
+PARTITIONS = [(2, 1), (3, 16), (8, 1), (8, 64), (4, 1000)]
+
+
+@pytest.mark.parametrize(("world", "interleave"), PARTITIONS)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_decodes_of_all_ranks_merge_to_that_of_one(
+    runtime: Runtime, case: DividedDecode, world: int, interleave: int
+) -> None:
+    problem = DividedProblem(case, "cuda")
+    parts = [problem.empty() for _ in range(world)]
+    for rank, (out, lse) in enumerate(parts):
+        problem.decode(runtime, KvPartition(world, rank, interleave), out, lse)
+    v, s = (torch.stack(part, dim=1) for part in zip(*parts, strict=True))
+    out, lse = problem.empty()
+    merge_states(v, s, out=out, lse=lse, runtime=runtime)
+    assert_same((out, lse), problem.whole(runtime))
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    import torch.distributed as dist
+
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("exchange", ["all_to_all", "gather_reduce"])
+@pytest.mark.parametrize("case", [GQA, MLA], ids=["GQA", "MLA"])
+def test_a_captured_step_replays_with_other_parts(runtime: Runtime, case: DividedDecode, exchange: str) -> None:
+    check_step(runtime, case, exchange, 0, 1)
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.usefixtures("runtime")
+def test_a_rank_for_each_of_two_gpus(runtime_config: Config, tmp_path: Path) -> None:
+    given: tuple[Any, ...] = (2, str(tmp_path), str(runtime_config.store), tuple(map(str, runtime_config.sources)))
+    torch.multiprocessing.spawn(run_rank, given, nprocs=2)
