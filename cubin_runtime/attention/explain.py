@@ -18,8 +18,8 @@ from ..kernels.native.merge.select import MergeShape, select_merge
 from ..kernels.native.mla.select import MAX_HEADS, MAX_QUERIES, MlaShape, select_mla_decode
 from ..kernels.native.mla.select import PAGE_SIZES as MLA_PAGE_SIZES
 from ..kernels.native.prefill.select import HEAD_DIMS as CONTEXT_HEAD_DIMS
+from ..kernels.native.prefill.select import INVARIANT_HEAD_DIMS, ContextShape, select_context_attention
 from ..kernels.native.prefill.select import MAX_GROUP as MAX_CONTEXT_GROUP
-from ..kernels.native.prefill.select import ContextShape, select_context_attention
 from ..kernels.native.selection import Selection
 from ..launch.driver import DeviceFacts
 from ..values import dataclass
@@ -194,6 +194,9 @@ def _context_shape(sizes: CallSizes) -> ContextShape:
         raise UsageError(f"head_dim_v={sizes.head_dim_v}: expected {sizes.head_dim} as `head_dim` is")
     if not 1 <= heads_kv <= _MOST or sizes.heads_q % heads_kv or sizes.heads_q > MAX_CONTEXT_GROUP * heads_kv:
         raise UsageError(f"heads_q={sizes.heads_q}: expected 1 to {MAX_CONTEXT_GROUP} for each of heads_kv={heads_kv}")
+    if sizes.batch_invariant and sizes.head_dim not in INVARIANT_HEAD_DIMS:
+        dims = " or ".join(map(str, INVARIANT_HEAD_DIMS))
+        raise UsageError(f"batch_invariant=True: head_dim={sizes.head_dim}, expected {dims}")
     dtype = sizes.query_dtype({dtype: (dtype,) for dtype in DTYPES_16})
     if sizes.dtype_out not in (None, dtype):
         raise UsageError(f"dtype_out={sizes.dtype_out!r}: expected {dtype} as the queries are")
@@ -205,6 +208,7 @@ def _context_shape(sizes: CallSizes) -> ContextShape:
         batch=sizes.batch,
         tokens=sizes.batch * sizes.q_len if sizes.tokens is None else max(1, sizes.tokens),
         max_seq_len=sizes.kv_len,
+        batch_invariant=sizes.batch_invariant,
     )
 
 

@@ -96,6 +96,12 @@ DEVICE void stmatrix_x4(uint32_t address, const uint32_t (&r)[4]) {
                  : "memory");
 }
 
+DEVICE void stmatrix_x4_trans(uint32_t address, const uint32_t (&r)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]),
+                 "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
+}
+
 // ---- barriers ----
 
 template <int THREADS>

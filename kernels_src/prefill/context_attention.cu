@@ -13,10 +13,10 @@
 // products. Rows of a row tile are tokens x `1 << packed_log2` neighbouring heads of one KV head, so that short
 // requests fill it. Key tiles are walked from the first to the last at absolute multiples of 128 keys, and a tile that a
 // row does not see leaves its numbers as they are: a row's bits depend neither on how a prompt is cut into chunks nor
-// on other requests.
+// on other requests. With SEGMENTS they are those that decode gives as well (common/segments.cuh).
 //
 // Build: -DHEAD_DIM=n -DVALUE_DIM=n -DMMA_FP16=0|1 -DTILE_TOKENS=64|128 -DWARPGROUPS=n -DK_STAGES=n -DV_STAGES=n -DSOFT_CAP=0|1
-//        -DKERNEL_NAME=symbol
+//        -DSEGMENTS=0|1 -DKERNEL_NAME=symbol
 #include "epilogue.cuh"
 #include "producer.cuh"
 
@@ -47,7 +47,8 @@ DEVICE void multiply_keys(uint64_t q, uint64_t k, Scores& s) {
     wgmma_commit();
 }
 
-// O += P V of a tile; in flight on return.
+// O += P V of a tile (O = P V if not ADD); in flight on return.
+template <bool ADD = true>
 DEVICE void multiply_values(const Probabilities& probability, uint64_t v, Output& out) {
     fence_registers(out);
     wgmma_fence();
@@ -58,7 +59,10 @@ DEVICE void multiply_values(const Probabilities& probability, uint64_t v, Output
             wgmma<MMA_FP16, true, true, 128, 128>(
                 out, probability[step], advance_descriptor(v, 2 * KV_SPAN_BYTES + step * 16 * ROW_BYTES));
         } else {
-            wgmma<MMA_FP16, true>(out, probability[step], advance_descriptor(v, step * 16 * ROW_BYTES));
+            if (step == 0)
+                wgmma<MMA_FP16, true, ADD>(out, probability[step], v);
+            else
+                wgmma<MMA_FP16, true>(out, probability[step], advance_descriptor(v, step * 16 * ROW_BYTES));
         }
     wgmma_commit();
 }
@@ -84,6 +88,7 @@ DEVICE void clear_unseen_values(SharedStorage& shared, int first, int end, int s
 // A warpgroup's rows of a work tile that sees keys.
 DEVICE void compute(const Params& p, SharedStorage& shared, const WorkTile& work, int warpgroup, const Scale& scale,
                     PipelineState<K_STAGES>& k, PipelineState<V_STAGES>& v, Rows& rows, Output& out) {
+    Folded folded(shared);
     const uint64_t q = k_major_descriptor(shared_address(shared.q[warpgroup]));
     const auto keys = [&](int i) { return k_major_descriptor(shared_address(shared.k[i])); };
     const auto values = [&](int i) { return mn_major_descriptor(shared_address(shared.v[i]), KV_SPAN_BYTES); };
@@ -96,6 +101,8 @@ DEVICE void compute(const Params& p, SharedStorage& shared, const WorkTile& work
     Scores s;
     Probabilities probability;
     float factor[2];
+    bool segment_ended = false;  // with the tile before the latest one; its output is not folded yet
+    segments::Fold fold[2];
     wait_barrier(shared.k_full[k.index], k.phase);
     multiply_keys(q, keys(k.index), s);
     wgmma_wait<0>();
@@ -111,16 +118,26 @@ DEVICE void compute(const Params& p, SharedStorage& shared, const WorkTile& work
         wait_barrier(shared.k_full[k.index], k.phase);
         named_barrier_sync<2 * WARPGROUP>(TURN + warpgroup);
         multiply_keys(q, keys(k.index), s);
-        wait_barrier(shared.v_full[v.index], v.phase);
-        clear_unseen_values(shared, first, work.kv_len, v.index, tile - 1, warpgroup);
-        multiply_values(probability, values(v.index), out);
-        named_barrier_arrive<2 * WARPGROUP>(TURN + (warpgroup + 1) % WARPGROUPS);
+        if (segment_ended) {  // folded while the scores are in flight
+            named_barrier_arrive<2 * WARPGROUP>(TURN + (warpgroup + 1) % WARPGROUPS);
+            folded.store(fold, out);
+            wait_barrier(shared.v_full[v.index], v.phase);
+            clear_unseen_values(shared, first, work.kv_len, v.index, tile - 1, warpgroup);
+            multiply_values<false>(probability, values(v.index), out);
+        } else {
+            wait_barrier(shared.v_full[v.index], v.phase);
+            clear_unseen_values(shared, first, work.kv_len, v.index, tile - 1, warpgroup);
+            multiply_values(probability, values(v.index), out);
+            named_barrier_arrive<2 * WARPGROUP>(TURN + (warpgroup + 1) % WARPGROUPS);
+        }
         wgmma_wait<1>();
         fence_registers(s);
         release(shared.k_empty[k.index]);
         k.advance();
         adjust(s, scale);
         mask(s, rows, tile, all_see);
+        segment_ended = SEGMENTS && tile % SEGMENT_TILES == 0;
+        if (segment_ended) folded.close(rows, scale.log2, fold);
         exponentiate(s, scale, rows, factor);
         wgmma_wait<0>();
         fence_registers(out);
@@ -128,18 +145,24 @@ DEVICE void compute(const Params& p, SharedStorage& shared, const WorkTile& work
         v.advance();
         pack(s, probability);
         // Mostly no maximum rises; a factor of 1 changes nothing.
-        if (__any_sync(~0u, factor[0] != 1.f || factor[1] != 1.f))
+        if (!segment_ended && __any_sync(~0u, factor[0] != 1.f || factor[1] != 1.f))
 #pragma unroll
             for (int i = 0; i < VALUE_DIM / 2; ++i) out[i] *= factor[i / 2 % 2];
     }
     if constexpr (!OUT_REPLACES_QUERIES) release(shared.q_empty);
     wait_barrier(shared.v_full[v.index], v.phase);
     clear_unseen_values(shared, first, work.kv_len, v.index, work.last - 1, warpgroup);
-    multiply_values(probability, values(v.index), out);
+    if (segment_ended) {
+        folded.store(fold, out);
+        multiply_values<false>(probability, values(v.index), out);
+    } else {
+        multiply_values(probability, values(v.index), out);
+    }
     wgmma_wait<0>();
     fence_registers(out);
     release(shared.v_empty[v.index]);
     v.advance();
+    if constexpr (SEGMENTS) folded.finish(scale.log2, rows, out);
 }
 
 DEVICE void consume(const Params& p, SharedStorage& shared, int warpgroup) {

@@ -13,6 +13,60 @@ struct RowAddress {
         : token(work.token + (row >> p.packed_log2)), head(work.head + (row & ((1 << p.packed_log2) - 1))) {}
 };
 
+// Outputs of the segments before the one that is computed, folded. They stay in shared memory, where each thread reads
+// what it wrote: beside a segment's own there are not enough registers.
+struct Folded {
+    static constexpr int CELLS = VALUE_DIM / 8;
+    float maximum[2] = {-INFINITY, -INFINITY}, sum[2] = {};
+    bool is_empty = true;
+    float4* cells;
+
+    DEVICE explicit Folded(SharedStorage& shared)
+        : cells(reinterpret_cast<float4*>(shared.out[OUT_REPLACES_QUERIES ? 0 : threadIdx.x / 32]) + threadIdx.x % 32) {}
+
+    // Ends a segment of the rows, so that the next begins.
+    DEVICE void close(Rows& rows, float scale_log2, segments::Fold (&fold)[2]) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            float total = rows.sum[i];
+            total = __fadd_rn(total, __shfl_xor_sync(~0u, total, 1));
+            total = __fadd_rn(total, __shfl_xor_sync(~0u, total, 2));
+            fold[i] = segments::fold_maximum(maximum[i], rows.maximum[i], scale_log2);
+            sum[i] = fold[i](sum[i], total);
+            rows.maximum[i] = -INFINITY;
+            rows.sum[i] = 0.f;
+        }
+    }
+
+    // Folds a segment's output into those of earlier ones.
+    DEVICE void store(const segments::Fold (&fold)[2], const Output& out) {
+#pragma unroll
+        for (int i = 0; i < CELLS; ++i) {
+            float4& cell = cells[32 * i];
+            const float4 before = is_empty ? make_float4(0, 0, 0, 0) : cell;
+            cell = make_float4(fold[0](before.x, out[4 * i]), fold[0](before.y, out[4 * i + 1]),
+                               fold[1](before.z, out[4 * i + 2]), fold[1](before.w, out[4 * i + 3]));
+        }
+        is_empty = false;
+    }
+
+    // The last segment: `rows` and `out` become those of all.
+    DEVICE void finish(float scale_log2, Rows& rows, Output& out) {
+        segments::Fold fold[2];
+        close(rows, scale_log2, fold);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) rows.maximum[i] = maximum[i], rows.sum[i] = sum[i];
+        if (is_empty) return;  // the factors are 1
+#pragma unroll
+        for (int i = 0; i < CELLS; ++i) {
+            const float4 before = cells[32 * i];
+            const float values[4] = {before.x, before.y, before.z, before.w};
+#pragma unroll
+            for (int j = 0; j < 4; ++j) out[4 * i + j] = fold[j / 2](values[j], out[4 * i + j]);
+        }
+    }
+};
+
 // Normalises the rows and writes their log-sum-exp; a row that sees no key has output 0.
 DEVICE void finish_rows(const Params& p, const WorkTile& work, int row, float scale_log2, const Rows& rows,
                         Output& out) {
@@ -21,11 +75,19 @@ DEVICE void finish_rows(const Params& p, const WorkTile& work, int row, float sc
     float factor[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
+        const RowAddress at(p, work, row + 8 * i);
+        const bool exists = at.token < work.q_len;
+#if SEGMENTS
+        const float* sink = p.sinks == nullptr || !exists ? nullptr : static_cast<const float*>(p.sinks) + at.head;
+        const segments::Normalisation n =
+            segments::normalise({rows.maximum[i], rows.sum[i]}, scale_log2, sink, output_scale, p.lse_sink);
+        factor[i] = n.factor;
+        const float lse = n.lse;
+#else
+        const bool sees = rows.maximum[i] > -INFINITY;
         float total = rows.sum[i];
         total += __shfl_xor_sync(~0u, total, 1);
         total += __shfl_xor_sync(~0u, total, 2);
-        const RowAddress at(p, work, row + 8 * i);
-        const bool exists = at.token < work.q_len, sees = rows.maximum[i] > -INFINITY;
         const float top = rows.maximum[i] * scale_log2;
         float lse = top + log2f(total);  // -inf for a row that sees no key
         factor[i] = 1.f / total;
@@ -38,12 +100,14 @@ DEVICE void finish_rows(const Params& p, const WorkTile& work, int row, float sc
             if (p.lse_sink) lse = highest + log2f(with_sink);
         }
         factor[i] = sees ? factor[i] * output_scale : 0.f;
+#endif
         if (p.lse != nullptr && exists && threadIdx.x % 4 == 0)
             static_cast<float*>(p.lse)[(work.q_begin + at.token) * p.lse_token_stride + at.head * p.lse_head_stride] =
                 lse * p.lse_scale;
     }
 #pragma unroll
-    for (int i = 0; i < VALUE_DIM / 2; ++i) out[i] *= factor[i / 2 % 2];
+    for (int i = 0; i < VALUE_DIM / 2; ++i)
+        out[i] = SEGMENTS ? segments::normalised(out[i], factor[i / 2 % 2]) : out[i] * factor[i / 2 % 2];
 }
 
 // Writes the warp's 16 rows through its part of shared memory, in pieces of 16 bytes. `row` is the warp's first.

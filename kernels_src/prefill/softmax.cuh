@@ -27,7 +27,7 @@ DEVICE Scale scale_of(const Params& p) {
     // tanh(x) = 1 - 2 / (2^(2 x log2(e)) + 1); log2 has the factor log2(e) already
     return {p.soft_cap * 1.44269504f, 2.f * log2 / p.soft_cap};
 #else
-    return {log2 == 0.f ? 1e-30f : fabsf(log2), log2};  // 0 x -inf is NaN
+    return {segments::positive_scale(log2), log2};
 #endif
 }
 
@@ -86,6 +86,23 @@ DEVICE void exponentiate(Scores& s, const Scale& scale, Rows& rows, float (&fact
         rows.maximum[i] = highest;
     }
     float sum[4] = {};
+#if SEGMENTS
+#pragma unroll
+    for (int first = 0; first < TILE_TOKENS / 2; first += 16) {
+        float chain[4];
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+            float& cell = s[first + i];
+            cell = segments::probability(cell, scale.log2, anchor[i / 2 % 2]);
+            chain[i % 4] = i < 4 ? cell : __fadd_rn(chain[i % 4], cell);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sum[i] = first == 0 ? chain[i] : __fadd_rn(sum[i], chain[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+        rows.sum[i] = segments::next_sum(rows.sum[i], factor[i], sum[2 * i], sum[2 * i + 1]);
+#else
 #pragma unroll
     for (int i = 0; i < TILE_TOKENS / 2; ++i) {
         s[i] = exp2_approximate(fmaf(s[i], scale.log2, -anchor[i / 2 % 2]));
@@ -93,6 +110,7 @@ DEVICE void exponentiate(Scores& s, const Scale& scale, Rows& rows, float (&fact
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) rows.sum[i] = fmaf(rows.sum[i], factor[i], sum[2 * i] + sum[2 * i + 1]);
+#endif
 }
 
 DEVICE void pack(const Scores& s, Probabilities& probability) {

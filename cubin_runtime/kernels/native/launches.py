@@ -39,15 +39,23 @@ class NativeLaunch(Generic[SelectionT_co]):
 
 
 def scratch_regions(
-    pairs: int, splits: int, ctas: int, statistics_bytes: int, out_bytes: int, suffix: str = ""
+    pairs: int,
+    splits: int,
+    ctas: int,
+    statistics_bytes: int,
+    out_bytes: int,
+    suffix: str = "",
+    *,
+    slots: int | None = None,
 ) -> tuple[Region, ...]:
     """The workspace of a split-KV launch in the order of ``WORKSPACE_FIELDS``; ``_bytes`` are those of one partial.
 
     Where the grid splits the pairs (``splits`` 0) there are two partials a CTA, of the pair that ends in it and of the
-    pair that begins in it, and a counter a CTA. Else every pair has a counter and ``splits`` partials. Launches of one
-    operator share the status word and have all else apart, by ``suffix``.
+    pair that begins in it, and a counter a CTA. Else every pair has a counter and ``splits`` partials, or all pairs
+    together ``slots``. Launches of one operator share the status word and have all else apart, by ``suffix``.
     """
-    counters, slots = (pairs, pairs * splits) if splits else (ctas, CONSTANTS.partials_per_cta * ctas)
+    counters, partials = (pairs, pairs * splits) if splits else (ctas, CONSTANTS.partials_per_cta * ctas)
+    slots = partials if slots is None else slots
     return (
         STATUS,
         Region(f"counters{suffix}", 4 * counters, zeroed=True),

@@ -20,6 +20,9 @@ using stream_k::WorkRange;
 
 constexpr int CONSUMER_WARPS = 4 * CONSUMER_WARPGROUPS;
 constexpr int CONSUMERS = 32 * CONSUMER_WARPS;
+#ifndef SEGMENTS
+#define SEGMENTS 0
+#endif
 #if WARPGROUP_MMA
 constexpr int KV_PARTITIONS = 64 * CONSUMER_WARPGROUPS / ROWS;  // warpgroups that take a work tile's KV tiles in turn
 constexpr int STAGE_READERS = CONSUMER_WARPS / KV_PARTITIONS;  // warps that read a stage
@@ -63,7 +66,7 @@ constexpr bool RANGE_IN_SHARED = WARPGROUP_MMA || ROWS > 8;
 // Padding by 4 floats avoids bank conflicts when fragments are written. With few rows each warp has a buffer of its
 // own; with many, that would leave no room for a second CTA on the SM.
 constexpr int MERGE_STRIDE = HEAD_DIM + 4;
-constexpr int MERGE_BUFFERS = ROWS == 8 && HEAD_DIM <= 128 ? KV_PARTITIONS : 1;
+constexpr int MERGE_BUFFERS = !SEGMENTS && ROWS == 8 && HEAD_DIM <= 128 ? KV_PARTITIONS : 1;
 constexpr int ROWS_PER_WARP = ROWS / CONSUMER_WARPS;  // of the merged result
 constexpr int CHUNKS = (HEAD_DIM + 127) / 128;  // of 128 head dims of a merged row: 4 per lane
 // float4 that a thread merges at once, and partials whose loads are in flight together: as many as cause no spills.
@@ -102,6 +105,17 @@ struct WorkTile : stream_k::WorkTile {
 constexpr int CONVERTED_OF_TILE = KEYS_CONVERTED ? 2 : 1;
 constexpr int CONVERTED_STAGES = 2 * (CONVERTED_OF_TILE + 1);
 
+#if SEGMENTS
+// What four warps that share rows tell each other of a KV tile; two are in use in turn.
+struct Exchange {
+    static constexpr int TEAM_ROWS = ROWS / CONSUMER_WARPGROUPS;
+    alignas(16) uint16_t probability[2][TEAM_ROWS][TILE_TOKENS + 8];  // padding avoids bank conflicts
+    float sum[2][TEAM_ROWS][33];  // of each warp's tokens by their number modulo 8
+    float top[2][KV_PARTITIONS][TEAM_ROWS];  // each warp's largest score
+    float2 raised[2][TEAM_ROWS];  // factor of what there is so far, new maximum
+};
+#endif
+
 struct alignas(128) SharedStorage {
     char stages[STAGES][STAGE_BYTES];  // dynamic shared memory begins at a multiple of 1024
     union {
@@ -109,6 +123,9 @@ struct alignas(128) SharedStorage {
         char converted[CONVERTS ? CONVERTED_STAGES : 0][TILE_TOKENS * HEAD_DIM * 2];
         float merge[MERGE_BUFFERS][ROWS][MERGE_STRIDE];
         float weight[ROWS][WEIGHTS];
+#if SEGMENTS
+        Exchange exchange[CONSUMER_WARPGROUPS];
+#endif
     };
     alignas(16) uint32_t ones[SUMS_BY_PRODUCT ? 64 : 0];
     uint2 query[QUERY_IN_SHARED ? ROWS / 8 : 1][QUERY_IN_SHARED ? K_STEPS : 1][QUERY_IN_SHARED ? 32 : 1];

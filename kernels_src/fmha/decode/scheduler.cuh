@@ -5,8 +5,32 @@
 
 namespace paged_decode {
 
+struct DecodeTiling;
+
+#if SEGMENTS
+// The segments of common/segments.cuh; the first may begin in its middle, where a window leaves out the keys before.
+struct Splits {
+    static constexpr bool JOINS_SPLITS = true;
+    static constexpr int SEGMENT_TILES = SEGMENT_TOKENS / TILE_TOKENS;
+
+    DEVICE static int split_count(const Params& p, const Request& r) { return split_from(p, r, r.kv_tiles); }
+
+    DEVICE static int split_start(const Params&, const Request& r, int split) {
+        const int begin = (r.first_tile / SEGMENT_TILES + split) * SEGMENT_TILES - r.first_tile;
+        return min(max(begin, 0), r.kv_tiles);
+    }
+
+    DEVICE static int split_from(const Params&, const Request& r, int tile) {
+        if (tile == 0) return 0;
+        return (r.first_tile + tile + SEGMENT_TILES - 1) / SEGMENT_TILES - r.first_tile / SEGMENT_TILES;
+    }
+};
+#else
+using Splits = stream_k::EqualSplits<DecodeTiling>;
+#endif
+
 // How paged decode cuts requests; see common/stream_k.cuh.
-struct DecodeTiling {
+struct DecodeTiling : Splits {
     DEVICE static Request load_request(const Params& p, int index) {
         Request r = stream_k::load_lengths(p, index);
         // A row of a draft tree may sit one position before the draft block, if its mask is empty.
@@ -24,6 +48,7 @@ struct DecodeTiling {
 
     DEVICE static int tile_groups(const Params& p, const Request& r) { return p.head_groups * r.row_tiles; }
 
+#if !SEGMENTS
     // Short requests are cut into a few splits, so that a single one still spreads over the GPU; long ones into splits
     // so large that merging costs little. The count never falls when tiles are added, so a bound on the tiles bounds
     // it.
@@ -32,6 +57,7 @@ struct DecodeTiling {
         return min(p.splits, max((r.kv_tiles + LONG - 1) / LONG,
                                  min(DECODE_SHORT_SPLITS, (r.kv_tiles + MIN_SHORT - 1) / MIN_SHORT)));
     }
+#endif
 
     DEVICE static int max_row_tiles(const Params& p) { return (min(p.q_len * p.group, p.max_rows) + ROWS - 1) / ROWS; }
 

@@ -13,6 +13,9 @@ from ..cost_model import Costs, Work
 from .shape import DecodeShape
 
 ANY_ROWS = (1 << 31) - 1
+# The arithmetic of kernels that give the bits of prefill: they split keys at absolute multiples, and each CTA takes
+# those splits that begin in its range together.
+SEGMENTS = "segments"
 # Keys of a CTA whose time is short beside that of a launch.
 _LITTLE_KEYS = 512
 # Shared memory that the driver keeps for itself in each resident block (CUDA programming guide).
@@ -53,6 +56,7 @@ class Sizes(NamedTuple):
     tile_tokens: int
     resident: int
     tma: bool
+    segments: bool
 
 
 class Extent(NamedTuple):
@@ -74,7 +78,13 @@ def sizes_of(kernel: NativeKernel, shared_bytes: int) -> Sizes:
     """The sizes of a decode kernel on a device with ``shared_bytes`` of shared memory a multiprocessor."""
     by_shared = shared_bytes // (kernel.dynamic_shared_bytes + _RESERVED_SHARED_BYTES)
     resident = max(1, min(by_shared, trait_of(kernel, "ctas_per_multiprocessor")))
-    return Sizes(trait_of(kernel, "rows"), trait_of(kernel, "tile_tokens"), resident, bool(kernel.traits["tma"]))
+    return Sizes(
+        rows=trait_of(kernel, "rows"),
+        tile_tokens=trait_of(kernel, "tile_tokens"),
+        resident=resident,
+        tma=bool(kernel.traits["tma"]),
+        segments=kernel.traits["arithmetic"] == SEGMENTS,
+    )
 
 
 def extent_of(sizes: Sizes, shape: DecodeShape, part: Part) -> Extent:
@@ -94,8 +104,21 @@ def extent_of(sizes: Sizes, shape: DecodeShape, part: Part) -> Extent:
         pairs=all_row_tiles * shape.kv_heads,
         kv_tokens=shape.kv_tokens(tile_tokens),
         tiles=shape.tiles(tile_tokens),
-        splits=shape.splits(tile_tokens),
+        splits=shape.segments if sizes.segments else shape.splits(tile_tokens),
     )
+
+
+def splits_of(sizes: Sizes, shape: DecodeShape, row_tiles: int, ctas: int) -> int:
+    """The kernel's field ``splits``; for segments the partials of a CTA.
+
+    Of the output tile in whose middle its range begins, a CTA writes every segment; of the one that its range ends in,
+    what it folded from the first segment on. Requests that overlap in wrong prefix sums count in full.
+    """
+    if not sizes.segments:
+        return shape.splits(sizes.tile_tokens)
+    tiles = shape.batch * row_tiles * shape.kv_heads * shape.tiles(sizes.tile_tokens)
+    segment_tiles = CONSTANTS.segment_tokens // sizes.tile_tokens
+    return 1 + min(shape.segments - 1, -(-tiles // (ctas * segment_tiles)))
 
 
 def grids_of(sizes: Sizes, extent: Extent, shape: DecodeShape, device: DeviceFacts, costs: Costs) -> list[Grid]:
@@ -118,7 +141,8 @@ def grids_of(sizes: Sizes, extent: Extent, shape: DecodeShape, device: DeviceFac
         # Where few CTAs idle for it, teams that all end on borders of pairs: others stay behind by a partial.
         teams = ctas // together
         fewest = teams if resident > 1 and shares_lines else teams - teams // costs.idle_share
-        even = next((n for n in range(teams, fewest - 1, -1) if _ends_on_borders(shape, n, pairs // together)), teams)
+        borders = (n for n in range(teams, fewest - 1, -1) if _ends_on_borders(sizes, shape, n, pairs // together))
+        even = next(borders, teams)
         if even != teams:
             grids.append(Grid(even * together, resident, together, row_tiles, pairs * tiles))
         grids.append(Grid(teams * together, resident, together, row_tiles, pairs * tiles))
@@ -149,9 +173,9 @@ def _cluster_grid(sizes: Sizes, extent: Extent, shape: DecodeShape, device: Devi
     return []
 
 
-def _ends_on_borders(shape: DecodeShape, teams: int, blocks: int) -> bool:
+def _ends_on_borders(sizes: Sizes, shape: DecodeShape, teams: int, blocks: int) -> bool:
     """Whether requests as long as their bound give every team whole blocks of pairs, or an equal part of one."""
-    if shape.ragged or shape.batch_invariant:
+    if shape.ragged or (shape.batch_invariant and not sizes.segments):
         return False
     return blocks % teams == 0 or teams % blocks == 0
 
@@ -162,11 +186,11 @@ def work_of(sizes: Sizes, extent: Extent, grid: Grid, shape: DecodeShape, device
     if grid.cluster_size:
         parts = grid.cluster_size
         tiles_per_cta = -(-tiles // parts)
-    elif parts:
+    elif parts and not (sizes.segments and pairs % grid.ctas == 0):
         tiles_per_cta = -(-pairs * parts // grid.ctas) * -(-tiles // parts)
     else:
         # But for grids that end on borders of pairs, the cuts of the line fall in the middle of them.
-        even = _ends_on_borders(shape, grid.ctas // grid.cta_group_size, pairs // grid.cta_group_size)
+        even = _ends_on_borders(sizes, shape, grid.ctas // grid.cta_group_size, pairs // grid.cta_group_size)
         parts = min(tiles, -(-grid.ctas // pairs) + (0 if even else 1))
         tiles_per_cta = -(-grid.tiles // grid.ctas)
     kv_pairs = extent.requests * shape.kv_heads

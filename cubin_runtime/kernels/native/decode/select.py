@@ -11,15 +11,16 @@ from ....errors import UsageError
 from ....launch.driver import DeviceFacts
 from ....values import HashedOnce, dataclass
 from ...explanation import Facts
+from ..constants import CONSTANTS
 from ..cost_model import Costs, Estimate, costs_of, estimate
 from ..selection import Candidate, Selection
-from .grids import ANY_ROWS, Grid, Part, Sizes, extent_of, grids_of, sizes_of, trait_of, work_of
+from .grids import ANY_ROWS, SEGMENTS, Grid, Part, Sizes, extent_of, grids_of, sizes_of, splits_of, trait_of, work_of
 from .shape import DecodeShape
 
 OPERATION = "paged_decode"
 
-# The trait ``arithmetic``: kernels of one dtype and head_dim give a row the same bits where it is the same. Others than
-# these two, batch_invariant does not take.
+# The trait ``arithmetic``: kernels of one dtype and head_dim give a row the same bits where it is the same. Under
+# batch_invariant all requests get SEGMENTS where there are such kernels, else these two; nothing else takes SEGMENTS.
 _WARPS, _WARPGROUPS = "warps", "warpgroups of 64 rows"
 # batch_invariant: requests of more rows take warpgroups, where there are any. It is the most that a warp kernel takes
 # at once at head_dim 64 and 128, so that none of its requests reads its keys twice.
@@ -30,6 +31,7 @@ class Fit(NamedTuple):
     """A kernel that could do the problem: how it would cut it, and what that is expected to take."""
 
     kernel: NativeKernel
+    sizes: Sizes
     grid: Grid
     estimate: Estimate
 
@@ -166,6 +168,8 @@ def _parts(looked_at: _LookedAt, shape: DecodeShape) -> tuple[Part, ...]:
     if not shape.batch_invariant:
         return (Part(0, ANY_ROWS, None),)
     kernels = [looked_at.candidates[place].kernel for place in looked_at.sizes]
+    if any(kernel.traits["arithmetic"] == SEGMENTS for kernel in kernels):
+        return (Part(0, ANY_ROWS, SEGMENTS),)
     if not any(kernel.traits["arithmetic"] == _WARPGROUPS for kernel in kernels):
         return (Part(0, ANY_ROWS, _WARPS),)
     # Ragged requests: who has rows has `group` at least, and no more than all have together.
@@ -192,6 +196,7 @@ def _select(looked_at: _LookedAt, shape: DecodeShape, part: Part, device: Device
     limit = min(times) * (1 + costs.equal_within)
     fastest = [fit for fit, time in zip(fits, times, strict=True) if time <= limit]
     best = min(fastest, key=lambda fit: _order(fit, shape, part)) if len(fastest) > 1 else fastest[0]
+    row_tiles = -(-min(shape.rows, part.max_rows) // best.sizes.rows)
     return DecodeSelection(
         kernel=best.kernel,
         min_rows=part.min_rows,
@@ -200,8 +205,8 @@ def _select(looked_at: _LookedAt, shape: DecodeShape, part: Part, device: Device
         cta_group_size=best.grid.cta_group_size,
         cluster_size=best.grid.cluster_size,
         # The kernel numbers its pairs by the bound on the rows that it takes.
-        row_tiles=-(-min(shape.rows, part.max_rows) // trait_of(best.kernel, "rows")),
-        splits=shape.splits(trait_of(best.kernel, "tile_tokens")),
+        row_tiles=row_tiles,
+        splits=splits_of(best.sizes, shape, row_tiles, best.grid.ctas),
         microseconds=best.estimate.microseconds,
         reason=_reason(best, shape, part, device),
         candidates=tuple(candidates),
@@ -218,12 +223,14 @@ def _order(fit: Fit, shape: DecodeShape, part: Part) -> tuple[int, int, int, boo
 def _look_at(
     kernel: NativeKernel, sizes: Sizes, shape: DecodeShape, part: Part, device: DeviceFacts, costs: Costs
 ) -> DecodeCandidate:
+    if part.arithmetic is None and sizes.segments:
+        return DecodeCandidate(kernel=kernel, unfit=f"{SEGMENTS}, which only batch_invariant needs")
     if part.arithmetic not in (None, kernel.traits["arithmetic"]):
         unfit = f"{kernel.traits['arithmetic']}; batch_invariant has {part.arithmetic} for {part}"
         return DecodeCandidate(kernel=kernel, unfit=unfit)
     extent = extent_of(sizes, shape, part)
     grids = grids_of(sizes, extent, shape, device, costs)
-    fits = [Fit(kernel, grid, estimate(work_of(sizes, extent, grid, shape, device), costs)) for grid in grids]
+    fits = [Fit(kernel, sizes, grid, estimate(work_of(sizes, extent, grid, shape, device), costs)) for grid in grids]
     times = [fit.estimate.microseconds for fit in fits]
     limit = min(times) * (1 + costs.equal_within)
     best = next(fit for fit, time in zip(fits, times, strict=True) if time <= limit)
@@ -235,15 +242,19 @@ def _reason(fit: Fit, shape: DecodeShape, part: Part, device: DeviceFacts) -> st
     built = f"built for {kernel.architecture}" + ("" if kernel.status == MEASURED else f" ({kernel.status})")
     tokens = f"{'up to ' if shape.ragged else ''}{_count(shape.q_len, 'query token')}"
     tile_tokens = trait_of(kernel, "tile_tokens")
-    splits, in_window = shape.splits(tile_tokens), shape.kv_tokens(tile_tokens) < shape.max_seq_len
+    in_window = shape.kv_tokens(tile_tokens) < shape.max_seq_len
     keys = f"{tile_tokens} keys" + (" in the window" if in_window else "")
-    invariant = f"; {part.arithmetic} for {part}, at most {_count(splits, 'split')} a pair by its own tiles"
+    invariant = ""
+    if fit.sizes.segments:
+        invariant = f"; {SEGMENTS} of {CONSTANTS.segment_tokens} keys, as in prefill"
+    elif splits := shape.splits(tile_tokens):
+        invariant = f"; {part.arithmetic} for {part}, at most {_count(splits, 'split')} a pair by its own tiles"
     return (
         f"{built}; {tokens} x {_count(shape.group, 'query head')} per KV head in "
         f"{_count(grid.row_tiles, 'row tile')} of {kernel.traits['rows']}; "
         f"at most {_count(grid.tiles, 'tile')} of {keys} over {_count(grid.ctas, 'CTA')} "
         f"({grid.resident} on each of {device.multiprocessors} multiprocessors), "
-        f"{_sharing(grid)}{invariant if splits else ''}; "
+        f"{_sharing(grid)}{invariant}; "
         f"about {fit.estimate.microseconds:.1f} us, limited by {fit.estimate.limit}"
     )
 

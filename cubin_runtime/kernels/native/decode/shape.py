@@ -50,6 +50,12 @@ class DecodeShape:
         """Tiles of a request and KV head at most; one without keys has an empty one."""
         return max(1, -(-self.kv_tokens(tile_tokens) // tile_tokens))
 
+    @property
+    def segments(self) -> int:
+        """Segments of a request at most, where prefill and decode give the same bits."""
+        segment = CONSTANTS.segment_tokens
+        return max(1, -(-min(self.max_seq_len, self.kv_tokens(segment)) // segment))
+
     def splits(self, tile_tokens: int) -> int:
         """0: the grid cuts the pairs. ``batch_invariant``: the most parts of a pair, each pair's from its own tiles."""
         if not self.batch_invariant:
