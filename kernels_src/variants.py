@@ -160,10 +160,10 @@ _HOPPER_DECODE_16_BITS = (
 _HOPPER_DECODE_SEGMENTS = (
     _DecodeShape(64, 8, 1, 6, 2, tile=128, segments=True),
     _DecodeShape(64, 16, 1, 6, 2, tile=128, segments=True),
-    _DecodeShape(64, 64, 2, 8, 1, tile=128, segments=True),
+    _DecodeShape(64, 64, 1, 4, 2, wgmma=True, tile=128, segments=True),
     _DecodeShape(128, 8, 1, 6, 1, tile=128, segments=True),
     _DecodeShape(128, 16, 1, 6, 1, tile=128, segments=True),
-    _DecodeShape(128, 64, 2, 4, 1, tile=128, segments=True),
+    _DecodeShape(128, 64, 2, 6, 1, wgmma=True, tile=128, segments=True),
 )
 _HOPPER_DECODE_8_BITS = (
     _DecodeShape(32, 16, 1, 20, 2),

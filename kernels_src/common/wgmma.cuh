@@ -157,6 +157,19 @@ DEVICE void wgmma_64x64(float (&d)[32], uint64_t a, uint64_t b, bool accumulate)
           : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
 }
 
+// d = a * b (+ d if ADD): 64 rows, both operands K-major in shared memory.
+template <bool FP16, bool ADD>
+DEVICE void wgmma_keys(float (&d)[64], uint64_t a, uint64_t b) {
+    WGMMA("", "m64n128k16", WGMMA_NAMES_64, "%64, %65, %66, 1, 1, 0, 0;", WGMMA_CELLS_64(d, 0)
+          : "l"(a), "l"(b), "n"(ADD ? 1 : 0));
+}
+
+template <bool FP16, bool ADD>
+DEVICE void wgmma_keys(float (&d)[32], uint64_t a, uint64_t b) {
+    WGMMA("", "m64n64k16", WGMMA_NAMES_32, "%32, %33, %34, 1, 1, 0, 0;", WGMMA_CELLS_32(d, 0)
+          : "l"(a), "l"(b), "n"(ADD ? 1 : 0));
+}
+
 // d += a * b for SPAN columns of d from FIRST on; a is K-major, b is MN-major.
 template <bool FP16, int FIRST, int SPAN, int N>
 DEVICE void wgmma_add(float (&d)[N], uint64_t a, uint64_t b) {

@@ -7,8 +7,7 @@
 //   every 64 tokens (and half of the rows):
 //       S^T = K Q^T   (tokens x rows)   -> online softmax over tokens -> P^T (16 bits)
 //       O^T += V^T P^T (head_dim x rows), fp32 in registers
-//   bits that prefill gives too (SEGMENTS): 4 (or 2 x 4) consumer warps, each 32 of every 128 tokens, then a quarter of
-//   head_dim; see decode/consumer_segments.cuh
+//   bits that prefill gives too (SEGMENTS): decode/consumer_segments.cuh, decode/consumer_segments_warpgroup.cuh
 //   many rows: 2 consumer warpgroups, each every other KV tile (or half of the rows):
 //       S = Q K^T -> online softmax -> P;  O += P V
 //                                                        |
@@ -34,12 +33,14 @@
 // benchmarks/results/grid_choice.json.
 //
 // Build: -DHEAD_DIM=n -DKV_E4M3=0|1 -DMMA_FP16=0|1 (the MMA's type: fp16, which holds e4m3 exactly, or bf16)
-//        -DQ_E4M3=0|1 -DROWS=n -DTILE_TOKENS=64|128 -DCONSUMER_WARPGROUPS=1|2 -DWARPGROUP_MMA=0|1 -DSEGMENTS=0|1 (default: 0)
-//        -DUSE_TMA=0|1
+//        -DQ_E4M3=0|1 -DROWS=n -DTILE_TOKENS=64|128 -DCONSUMER_WARPGROUPS=1|2 -DWARPGROUP_MMA=0|1
+//        -DSEGMENTS=0|1 (default: 0) -DUSE_TMA=0|1
 //        -DSTAGES=n -DCTAS_PER_SM=n -DKERNEL_NAME=symbol
 
 #include "decode/producer.cuh"
-#if SEGMENTS
+#if SEGMENTS && WARPGROUP_MMA
+#include "decode/consumer_segments_warpgroup.cuh"
+#elif SEGMENTS
 #include "decode/consumer_segments.cuh"
 #elif WARPGROUP_MMA
 #include "decode/consumer_warpgroups.cuh"
@@ -105,7 +106,8 @@ extern "C" __global__ void __launch_bounds__(paged_decode::THREADS, CTAS_PER_SM)
         named_barrier_sync<THREADS>(PREPARED_BARRIER);
         if constexpr (USES_SETMAXNREG) setmaxnreg_dec<HELPER_REGISTERS>();
         if (threadIdx.x < FIRST_CONVERTER) {
-            produce(p, range, threadIdx.x / 32 - CONSUMER_WARPS, shared);
+            const int warp = threadIdx.x / 32 - CONSUMER_WARPS;
+            if (!SEGMENTS || warp < PRODUCER_WARPS) produce(p, range, warp, shared);
             allow_next_grid();
         } else {
 #if WARPGROUP_MMA && KV_E4M3

@@ -30,7 +30,9 @@ constexpr int OUT_WARP_BYTES = 16 * VALUE_DIM * 2;
 constexpr bool OUT_REPLACES_QUERIES = HEAD_DIM > 128;
 constexpr int SEGMENT_TILES = SEGMENT_TOKENS / TILE_TOKENS;
 // Outputs of earlier segments: where a warp's rows of the output are staged later.
-constexpr int FOLDED_WARP_BYTES = SEGMENTS ? 16 * VALUE_DIM * 4 : 0;
+// Their statistics and factors too, where registers are scarcer than shared memory.
+constexpr bool FOLDS_IN_SHARED = SEGMENTS && VALUE_DIM == 64;
+constexpr int FOLDED_WARP_BYTES = SEGMENTS ? 16 * VALUE_DIM * 4 + (FOLDS_IN_SHARED ? 2 * 32 * 16 : 0) : 0;
 static_assert(!SEGMENTS || (TILE_TOKENS == SEGMENT_TILE_TOKENS && !OUT_REPLACES_QUERIES), "decode has the same tiles");
 static_assert(TILE_TOKENS == 128 || TILE_TOKENS == 64, "the products' shapes");
 static_assert(VALUE_DIM <= HEAD_DIM, "as many rows of the output fit where the queries were");

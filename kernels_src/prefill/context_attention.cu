@@ -15,25 +15,12 @@
 // row does not see leaves its numbers as they are: a row's bits depend neither on how a prompt is cut into chunks nor
 // on other requests. With SEGMENTS they are those that decode gives as well (common/segments.cuh).
 //
-// Build: -DHEAD_DIM=n -DVALUE_DIM=n -DMMA_FP16=0|1 -DTILE_TOKENS=64|128 -DWARPGROUPS=n -DK_STAGES=n -DV_STAGES=n -DSOFT_CAP=0|1
-//        -DSEGMENTS=0|1 -DKERNEL_NAME=symbol
+// Build: -DHEAD_DIM=n -DVALUE_DIM=n -DMMA_FP16=0|1 -DTILE_TOKENS=64|128 -DWARPGROUPS=n -DK_STAGES=n -DV_STAGES=n
+//        -DSOFT_CAP=0|1 -DSEGMENTS=0|1 -DKERNEL_NAME=symbol
 #include "epilogue.cuh"
 #include "producer.cuh"
 
 namespace context_attention {
-
-// d = a * b (+ d if ADD): 64 rows, both operands K-major in shared memory.
-template <bool FP16, bool ADD>
-DEVICE void wgmma_keys(float (&d)[64], uint64_t a, uint64_t b) {
-    WGMMA("", "m64n128k16", WGMMA_NAMES_64, "%64, %65, %66, 1, 1, 0, 0;", WGMMA_CELLS_64(d, 0)
-          : "l"(a), "l"(b), "n"(ADD ? 1 : 0));
-}
-
-template <bool FP16, bool ADD>
-DEVICE void wgmma_keys(float (&d)[32], uint64_t a, uint64_t b) {
-    WGMMA("", "m64n64k16", WGMMA_NAMES_32, "%32, %33, %34, 1, 1, 0, 0;", WGMMA_CELLS_32(d, 0)
-          : "l"(a), "l"(b), "n"(ADD ? 1 : 0));
-}
 
 // S = Q K^T of a tile; in flight on return.
 DEVICE void multiply_keys(uint64_t q, uint64_t k, Scores& s) {
@@ -88,7 +75,6 @@ DEVICE void clear_unseen_values(SharedStorage& shared, int first, int end, int s
 // A warpgroup's rows of a work tile that sees keys.
 DEVICE void compute(const Params& p, SharedStorage& shared, const WorkTile& work, int warpgroup, const Scale& scale,
                     PipelineState<K_STAGES>& k, PipelineState<V_STAGES>& v, Rows& rows, Output& out) {
-    Folded folded(shared);
     const uint64_t q = k_major_descriptor(shared_address(shared.q[warpgroup]));
     const auto keys = [&](int i) { return k_major_descriptor(shared_address(shared.k[i])); };
     const auto values = [&](int i) { return mn_major_descriptor(shared_address(shared.v[i]), KV_SPAN_BYTES); };
@@ -101,8 +87,8 @@ DEVICE void compute(const Params& p, SharedStorage& shared, const WorkTile& work
     Scores s;
     Probabilities probability;
     float factor[2];
+    Folded folded(shared);
     bool segment_ended = false;  // with the tile before the latest one; its output is not folded yet
-    segments::Fold fold[2];
     wait_barrier(shared.k_full[k.index], k.phase);
     multiply_keys(q, keys(k.index), s);
     wgmma_wait<0>();
@@ -120,7 +106,7 @@ DEVICE void compute(const Params& p, SharedStorage& shared, const WorkTile& work
         multiply_keys(q, keys(k.index), s);
         if (segment_ended) {  // folded while the scores are in flight
             named_barrier_arrive<2 * WARPGROUP>(TURN + (warpgroup + 1) % WARPGROUPS);
-            folded.store(fold, out);
+            folded.store(out);
             wait_barrier(shared.v_full[v.index], v.phase);
             clear_unseen_values(shared, first, work.kv_len, v.index, tile - 1, warpgroup);
             multiply_values<false>(probability, values(v.index), out);
@@ -137,7 +123,7 @@ DEVICE void compute(const Params& p, SharedStorage& shared, const WorkTile& work
         adjust(s, scale);
         mask(s, rows, tile, all_see);
         segment_ended = SEGMENTS && tile % SEGMENT_TILES == 0;
-        if (segment_ended) folded.close(rows, scale.log2, fold);
+        if (segment_ended) folded.close(rows, scale.log2);
         exponentiate(s, scale, rows, factor);
         wgmma_wait<0>();
         fence_registers(out);
@@ -153,7 +139,7 @@ DEVICE void compute(const Params& p, SharedStorage& shared, const WorkTile& work
     wait_barrier(shared.v_full[v.index], v.phase);
     clear_unseen_values(shared, first, work.kv_len, v.index, work.last - 1, warpgroup);
     if (segment_ended) {
-        folded.store(fold, out);
+        folded.store(out);
         multiply_values<false>(probability, values(v.index), out);
     } else {
         multiply_values(probability, values(v.index), out);

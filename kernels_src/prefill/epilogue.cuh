@@ -17,53 +17,66 @@ struct RowAddress {
 // what it wrote: beside a segment's own there are not enough registers.
 struct Folded {
     static constexpr int CELLS = VALUE_DIM / 8;
-    float maximum[2] = {-INFINITY, -INFINITY}, sum[2] = {};
+    // Of the thread's two rows: maxima, then sums; and the factors by which the segment that ended last is folded.
+    float4 own_statistics = make_float4(-INFINITY, -INFINITY, 0.f, 0.f), own_factors;
     bool is_empty = true;
     float4* cells;
 
     DEVICE explicit Folded(SharedStorage& shared)
-        : cells(reinterpret_cast<float4*>(shared.out[OUT_REPLACES_QUERIES ? 0 : threadIdx.x / 32]) + threadIdx.x % 32) {}
+        : cells(reinterpret_cast<float4*>(shared.out[OUT_REPLACES_QUERIES ? 0 : threadIdx.x / 32]) + threadIdx.x % 32) {
+        statistics() = make_float4(-INFINITY, -INFINITY, 0.f, 0.f);
+    }
 
-    // Ends a segment of the rows, so that the next begins.
-    DEVICE void close(Rows& rows, float scale_log2, segments::Fold (&fold)[2]) {
+    DEVICE float4& statistics() { return FOLDS_IN_SHARED ? cells[32 * CELLS] : own_statistics; }
+    DEVICE float4& factors() { return FOLDS_IN_SHARED ? cells[32 * (CELLS + 1)] : own_factors; }
+
+    // Ends a segment of the rows, so that the next begins; its output is folded later.
+    DEVICE void close(Rows& rows, float scale_log2) {
+        const float4 before = statistics();
+        float maximum[2] = {before.x, before.y}, sum[2] = {before.z, before.w};
+        segments::Fold fold[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            float total = rows.sum[i];
-            total = __fadd_rn(total, __shfl_xor_sync(~0u, total, 1));
-            total = __fadd_rn(total, __shfl_xor_sync(~0u, total, 2));
+            const float total = segments::segment_sum(rows.sum[i]);
             fold[i] = segments::fold_maximum(maximum[i], rows.maximum[i], scale_log2);
             sum[i] = fold[i](sum[i], total);
             rows.maximum[i] = -INFINITY;
             rows.sum[i] = 0.f;
         }
+        statistics() = make_float4(maximum[0], maximum[1], sum[0], sum[1]);
+        factors() = make_float4(fold[0].earlier, fold[0].next, fold[1].earlier, fold[1].next);
     }
 
     // Folds a segment's output into those of earlier ones.
-    DEVICE void store(const segments::Fold (&fold)[2], const Output& out) {
+    DEVICE void store(const Output& out) {
+        const float4 by = factors();
 #pragma unroll
         for (int i = 0; i < CELLS; ++i) {
             float4& cell = cells[32 * i];
-            const float4 before = is_empty ? make_float4(0, 0, 0, 0) : cell;
-            cell = make_float4(fold[0](before.x, out[4 * i]), fold[0](before.y, out[4 * i + 1]),
-                               fold[1](before.z, out[4 * i + 2]), fold[1](before.w, out[4 * i + 3]));
+            cell = folded(is_empty ? make_float4(0, 0, 0, 0) : cell, by, out, i);
         }
         is_empty = false;
     }
 
     // The last segment: `rows` and `out` become those of all.
     DEVICE void finish(float scale_log2, Rows& rows, Output& out) {
-        segments::Fold fold[2];
-        close(rows, scale_log2, fold);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) rows.maximum[i] = maximum[i], rows.sum[i] = sum[i];
+        close(rows, scale_log2);
+        const float4 all = statistics();
+        rows.maximum[0] = all.x, rows.maximum[1] = all.y, rows.sum[0] = all.z, rows.sum[1] = all.w;
         if (is_empty) return;  // the factors are 1
+        const float4 by = factors();
 #pragma unroll
         for (int i = 0; i < CELLS; ++i) {
-            const float4 before = cells[32 * i];
-            const float values[4] = {before.x, before.y, before.z, before.w};
-#pragma unroll
-            for (int j = 0; j < 4; ++j) out[4 * i + j] = fold[j / 2](values[j], out[4 * i + j]);
+            const float4 cell = folded(cells[32 * i], by, out, i);
+            out[4 * i] = cell.x, out[4 * i + 1] = cell.y, out[4 * i + 2] = cell.z, out[4 * i + 3] = cell.w;
         }
+    }
+
+  private:
+    DEVICE static float4 folded(float4 before, float4 by, const Output& out, int i) {
+        const segments::Fold first{by.x, by.y}, second{by.z, by.w};
+        return make_float4(first(before.x, out[4 * i]), first(before.y, out[4 * i + 1]),
+                           second(before.z, out[4 * i + 2]), second(before.w, out[4 * i + 3]));
     }
 };
 

@@ -69,6 +69,9 @@ DEVICE void mask(Scores& s, const Rows& rows, int tile, int2 all_see) {
 // Scores become probabilities to the row maxima so far; `factor` is that of earlier sums and outputs. For a tile that a
 // row does not see, the factor is exactly 1 and the probabilities are 0.
 DEVICE void exponentiate(Scores& s, const Scale& scale, Rows& rows, float (&factor)[2]) {
+#if SEGMENTS
+    segments::exponentiate(s, scale.log2, rows.maximum, rows.sum, factor);
+#else
     float top[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) top[i] = fmaxf(s[i], s[i + 4]);
@@ -86,23 +89,6 @@ DEVICE void exponentiate(Scores& s, const Scale& scale, Rows& rows, float (&fact
         rows.maximum[i] = highest;
     }
     float sum[4] = {};
-#if SEGMENTS
-#pragma unroll
-    for (int first = 0; first < TILE_TOKENS / 2; first += 16) {
-        float chain[4];
-#pragma unroll
-        for (int i = 0; i < 16; ++i) {
-            float& cell = s[first + i];
-            cell = segments::probability(cell, scale.log2, anchor[i / 2 % 2]);
-            chain[i % 4] = i < 4 ? cell : __fadd_rn(chain[i % 4], cell);
-        }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) sum[i] = first == 0 ? chain[i] : __fadd_rn(sum[i], chain[i]);
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-        rows.sum[i] = segments::next_sum(rows.sum[i], factor[i], sum[2 * i], sum[2 * i + 1]);
-#else
 #pragma unroll
     for (int i = 0; i < TILE_TOKENS / 2; ++i) {
         s[i] = exp2_approximate(fmaf(s[i], scale.log2, -anchor[i / 2 % 2]));

@@ -57,7 +57,14 @@ def context_stub_variant(dtype: str, head_dim: int, soft_cap: bool) -> Variant:
         sm="90a",
         operation="context_attention",
         struct="ContextAttentionParams",
-        traits={"dtype": dtype, "head_dim": head_dim, "rows": 128, "tile_tokens": 128, "soft_cap": soft_cap},
+        traits={
+            "dtype": dtype,
+            "head_dim": head_dim,
+            "rows": 128,
+            "tile_tokens": 128,
+            "soft_cap": soft_cap,
+            "segments": False,
+        },
     )
 
 

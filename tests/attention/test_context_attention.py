@@ -165,6 +165,11 @@ CU = view("int32", BATCH + 1)
         (even_call(k=view("bfloat16", 2, 300, KV_HEADS, DIM)), {}, r"k: shape \(2, 300"),
         (ragged_call(), {"window_left": -2}, r"window_left=-2: expected -1 \(none\) or more"),
         (ragged_call(), {"window_right": 3}, "window_right=3: expected -1 or 0 with causal=True"),
+        (
+            ragged_call("bfloat16", 192),
+            {"batch_invariant": True},
+            "batch_invariant=True: q has head_dim 192, expected 64",
+        ),
         (ragged_call(), {"lse_base": "10"}, "lse_base='10': expected '2' or 'e'"),
         (ragged_call(), {"logit_soft_cap": -1.0}, r"logit_soft_cap=-1.0: expected 0 \(none\) or more"),
         (ragged_call(), {"logit_soft_cap": math.nan}, "logit_soft_cap=nan: expected a finite number"),
@@ -178,7 +183,7 @@ def test_what_breaks_a_rule_is_named(
         make_plan(planner, given, device_facts=H200, **options)
 
 
-@pytest.mark.parametrize("name", ["causal", "lse_sink", "enable_pdl"])
+@pytest.mark.parametrize("name", ["causal", "lse_sink", "batch_invariant", "enable_pdl"])
 def test_switches_are_true_or_false(stub_runtime: Runtime, name: str) -> None:
     with pytest.raises(UsageError, match=f"{name}=2: expected True or False"):
         context_attention(**ragged_call(), max_seq_len=300, runtime=stub_runtime, **{name: 2})

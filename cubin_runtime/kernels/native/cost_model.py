@@ -33,7 +33,8 @@ _OF_KERNELS = ("start_us", "tile_us")
 class KernelCost(NamedTuple):
     """Microseconds of a kernel for KV of ``item_bytes``, with ``resident`` CTAs on each multiprocessor.
 
-    ``q_item_bytes``: of a kernel for queries of that many alone; 0: whatever they are.
+    ``q_item_bytes``: of a kernel for queries of that many alone; 0: whatever they are. ``segments``: of a kernel that
+    gives the bits of prefill.
     ``start_us`` is from the launch to the first tile and from the last tile to the end; ``tile_us`` what each CTA then
     takes for 64 tokens of a KV head, its share of the multiprocessor's bandwidth included.
     """
@@ -45,6 +46,7 @@ class KernelCost(NamedTuple):
     start_us: float
     tile_us: float
     q_item_bytes: int = 0
+    segments: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +79,13 @@ class Costs:
     kernels: tuple[KernelCost, ...]
 
     def kernel_us(
-        self, item_bytes: int, head_dim: int, rows: int, resident: int, q_item_bytes: int = 2
+        self, item_bytes: int, head_dim: int, rows: int, resident: int, q_item_bytes: int = 2, segments: bool = False
     ) -> tuple[float, float]:
         """``start_us`` and ``tile_us``: of the nearest known head_dim below, its tile in proportion.
 
         Between the known rows by the straight line, beyond them a tile in proportion.
         """
-        return _kernel_us(self.kernels, self.gpu, item_bytes, head_dim, rows, resident, q_item_bytes)
+        return _kernel_us(self.kernels, self.gpu, item_bytes, head_dim, rows, resident, q_item_bytes, segments)
 
 
 class Work(NamedTuple):
@@ -91,7 +93,8 @@ class Work(NamedTuple):
 
     ``kv_bytes`` counts every key and value once; ``row_tiles`` is how many times they are read (a mean);
     ``tiles_per_cta`` the most tiles, of ``tile_tokens`` tokens, that a CTA gets; ``resident`` the CTAs on one
-    multiprocessor; ``parts`` the most that a pair is cut into; ``cluster_ctas`` all CTAs, where a pair has a cluster.
+    multiprocessor; ``parts`` the most that a pair is cut into; ``cluster_ctas`` all CTAs, where a pair has a cluster;
+    ``segments`` says of the kernel that it gives the bits of prefill.
     """
 
     kv_bytes: int
@@ -106,6 +109,7 @@ class Work(NamedTuple):
     parts: int
     multiprocessors: int
     cluster_ctas: int = 0
+    segments: bool = False
 
 
 class Estimate(NamedTuple):
@@ -161,6 +165,15 @@ _H200_KERNELS = (
     KernelCost(1, 128, 128, 1, 12.6, 0.96, 1),
     KernelCost(1, 256, 8, 1, 6.6, 0.9),
     KernelCost(1, 256, 32, 1, 6.6, 1.5),
+    KernelCost(2, 64, 8, 1, 9.0, 0.55, segments=True),
+    KernelCost(2, 64, 8, 2, 10.0, 1.03, segments=True),
+    KernelCost(2, 64, 16, 1, 9.0, 0.6, segments=True),
+    KernelCost(2, 64, 16, 2, 10.0, 1.05, segments=True),
+    KernelCost(2, 64, 64, 1, 12.0, 0.85, segments=True),
+    KernelCost(2, 64, 64, 2, 13.0, 1.2, segments=True),
+    KernelCost(2, 128, 8, 1, 9.0, 1.03, segments=True),
+    KernelCost(2, 128, 16, 1, 9.0, 1.05, segments=True),
+    KernelCost(2, 128, 64, 1, 13.6, 1.2, segments=True),
 )
 
 # Measured on an H200 (benchmarks/results/grid_choice.json, decode.json): medians of triton's do_bench, whose launch of
@@ -226,7 +239,9 @@ def restated(costs: Costs, constants: Mapping[str, float]) -> Costs:
 def estimate(work: Work, costs: Costs) -> Estimate:
     """What ``work`` takes by ``costs``."""
     l2 = costs.l2_tb_per_s * work.multiprocessors / _MULTIPROCESSORS
-    start, tile = costs.kernel_us(work.item_bytes, work.head_dim, work.rows, work.resident, work.q_item_bytes)
+    start, tile = costs.kernel_us(
+        work.item_bytes, work.head_dim, work.rows, work.resident, work.q_item_bytes, work.segments
+    )
     cells = max(1.0, work.rows * work.head_dim / costs.merge_cells)
     merge = costs.merge_us * max(1.0, cells * work.parts / costs.merge_parts)
     if work.cluster_ctas:
@@ -254,8 +269,13 @@ def _kernel_us(
     rows: int,
     resident: int,
     q_item_bytes: int,
+    segments: bool,
 ) -> tuple[float, float]:
-    of_item = [k for k in kernels if k.item_bytes == item_bytes and k.q_item_bytes in (0, q_item_bytes)]
+    of_item = [
+        k
+        for k in kernels
+        if k.item_bytes == item_bytes and k.q_item_bytes in (0, q_item_bytes) and k.segments == segments
+    ]
     if not of_item:
         raise UsageError(f"costs of {gpu}: none for a KV item of {item_bytes} bytes")
     near = max((k.head_dim for k in of_item if k.head_dim <= head_dim), default=min(k.head_dim for k in of_item))
@@ -268,7 +288,8 @@ def _kernel_us(
 
 def _name(kernel: KernelCost, constant: str) -> str:
     queries = f"_q{8 * kernel.q_item_bytes}bit" if kernel.q_item_bytes else ""
-    return f"{constant}_{8 * kernel.item_bytes}bit{queries}_d{kernel.head_dim}_rows{kernel.rows}_ctas{kernel.resident}"
+    name = f"{constant}_{8 * kernel.item_bytes}bit{queries}_d{kernel.head_dim}_rows{kernel.rows}_ctas{kernel.resident}"
+    return name + ("_segments" if kernel.segments else "")
 
 
 def _between(known: list[tuple[int, float]], at: int) -> float:

@@ -1,5 +1,5 @@
-// Consumers of batch-invariant decode, whose rows get the bits that prefill gives them (common/segments.cuh). Each team of
-// four warps has an equal part of the rows:
+// Consumers of batch-invariant decode with few rows, which get the bits that prefill gives them (common/segments.cuh).
+// Each team of four warps has an equal part of the rows:
 //
 //   S^T = K Q^T   each warp 32 of a KV tile's 128 tokens     --> the warp's maxima  --> shared memory
 //   P^T           by the maxima of all four, each its tokens --> P, sums of tokens  --> shared memory
@@ -9,19 +9,10 @@
 // of a segment, O is folded into that of earlier segments or, where those belong to other CTAs, written as a partial.
 // The CTA that arrives last folds all of them from the left.
 #pragma once
-#include "../../common/segments.cuh"
-#include "epilogue.cuh"
-#include "queries.cuh"
+#include "segment_partials.cuh"
 
 namespace paged_decode {
 
-using segments::Statistics;
-
-static_assert(TILE_TOKENS == SEGMENT_TILE_TOKENS && !KV_E4M3 && USE_TMA && SPAN == 128, "the tiles of prefill");
-// Keys of a tile are read before values of the tile in front of it: a warp that filled stages of both could be a pass
-// ahead of what the stage's barrier tells apart.
-static_assert(STAGES % PRODUCER_WARPS == 0, "a stage is always filled by the same warp");
-constexpr int SEGMENT_TILES = DecodeTiling::SEGMENT_TILES;
 constexpr int TEAM_WARPS = KV_PARTITIONS, TEAM = 32 * TEAM_WARPS;
 constexpr int TEAM_BARRIER = CONSUMER_BARRIER + 1;  // and up, one for each team
 constexpr int WARP_TOKENS = TILE_TOKENS / TEAM_WARPS, BLOCKS = WARP_TOKENS / 16;
@@ -53,18 +44,6 @@ DEVICE void clear(Output& out) {
             for (int i = 0; i < 4; ++i) out[n][d][i] = 0.f;
 }
 
-// The softmax scale; negative where scores change their sign.
-struct Scale {
-    float log2;
-    bool flips;
-    DEVICE explicit Scale(const Params& p) {
-        float signed_log2 = p.softmax_scale_log2;
-        if (p.softmax_scale_device != nullptr) signed_log2 *= *static_cast<const float*>(p.softmax_scale_device);
-        log2 = segments::positive_scale(signed_log2);
-        flips = signed_log2 < 0.f;
-    }
-};
-
 // The queries of a work tile as fragments of the B operand, in registers or shared memory; k = 2 (lane % 4) + {0, 1} and
 // those + 8.
 struct Queries {
@@ -73,14 +52,7 @@ struct Queries {
     // Also what each row sees. Ends with a barrier of the consumers.
     DEVICE void load(const Params& p, const WorkTile& work, SharedStorage& shared) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-        if (threadIdx.x < ROWS) {
-            const int token = coordinates_of(p, work.rows.first + threadIdx.x).token;
-            const Request& r = work.request;
-            // Draft tokens before the first key see no key, not even their own.
-            const bool exists = threadIdx.x < work.rows.count && token >= r.q_len - r.kv_len;
-            shared.row_mask[threadIdx.x] = exists ? visible_drafts(p, r, token) : 0;
-            shared.row_begin[threadIdx.x] = exists ? window_begin(p, r, token) : NEVER_VISIBLE;
-        }
+        find_visible_keys(p, work, shared);
         const auto fragment = [&](const char* row, bool exists, int step) {
             const char* at = row + step * 32 + lane % 4 * 4;
             return exists ? make_uint2(*reinterpret_cast<const uint32_t*>(at),
@@ -150,23 +122,17 @@ DEVICE void multiply_keys(uint32_t stage, const Queries& queries, const SharedSt
 
 // -inf where a row does not see the key, in a KV tile that begins at key `tile_token`.
 DEVICE void mask(const WorkTile& work, int tile_token, const SharedStorage& shared, Scores& s) {
-    const int prefix = work.request.kv_len - work.request.q_len;
     const int first = tile_token + warp_of_team() * WARP_TOKENS + threadIdx.x % 32 / 4;
 #pragma unroll
     for (int n = 0; n < ROW_TILES; ++n)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const int row = first_team_row() + row_of_value(n, i);
-            const int begin = shared.row_begin[row];
-            const uint32_t drafts = shared.row_mask[row];
+            const VisibleKeys sees(work, shared, first_team_row() + row_of_value(n, i), first);
 #pragma unroll
             for (int b = 0; b < BLOCKS; ++b)
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    const int token = first + b * 16 + half * 8;
-                    const bool visible = token < work.request.kv_len && token >= begin &&
-                                         (token < prefix || (drafts >> (token - prefix) & 1));
-                    if (!visible) s[b][n][half * 2 + i] = -INFINITY;
+                    if (!sees.key(b * 16 + half * 8)) s[b][n][half * 2 + i] = -INFINITY;
                 }
         }
 }
@@ -196,9 +162,10 @@ DEVICE void tell_probabilities(Scores& s, float scale, int turn, Exchange& excha
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int row = row_of_value(n, i);
-            float highest = maximum[n][i];
+            float highest = exchange.top[turn][0][row];
 #pragma unroll
-            for (int w = 0; w < TEAM_WARPS; ++w) highest = fmaxf(highest, exchange.top[turn][w][row]);
+            for (int w = 1; w < TEAM_WARPS; ++w) highest = fmaxf(highest, exchange.top[turn][w][row]);
+            highest = segments::raised(maximum[n][i], highest, scale);
             const float anchor = segments::anchor_of(highest, scale);
             factor[n][i] = segments::weight(maximum[n][i], highest, scale, anchor);
             maximum[n][i] = highest;
@@ -266,12 +233,6 @@ DEVICE void multiply_values(uint32_t stage, int low, int high, const uint16_t (*
     }
 }
 
-// Where partials of the segments lie in the workspace: a CTA has `splits` slots, the first for what it folded from segment
-// 0 on, the others for the segments of the output tile in whose middle its range begins.
-DEVICE int first_slot(const Params& p, const WorkRange& range, int cta_group) {
-    return (cta_group * p.cta_group_size + range.cta_rank) * p.splits;
-}
-
 // A thread's part of a partial lies where the same thread of another CTA reads it.
 DEVICE float4* partial_of(const Params& p, int slot, int n, int d) {
     return static_cast<float4*>(p.partial_out) +
@@ -300,8 +261,7 @@ struct RowSums {
 
     // Ends the segment, whose last tile is that of `turn`.
     DEVICE Statistics close(const Exchange& exchange, int turn) {
-        float total = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, 1));
-        total = __fadd_rn(total, __shfl_xor_sync(~0u, total, 2));
+        const float total = segments::segment_sum(sum);
         sum = 0.f;
         return {exchange.raised[turn][row()].y, total};
     }
@@ -381,53 +341,13 @@ DEVICE void finish(const Params& p, const WorkTile& work, float scale, float out
         const RowCoordinates at = coordinates_of(p, rows.first + row);
         const float4 value = *reinterpret_cast<const float4*>(&shared.merge[0][row][dim]);
         const float factor = shared.sum[row];
-        write_row(p, (rows.q_begin + at.token) * p.out_token_stride + (rows.head * p.group + at.head) * p.out_head_stride + dim,
+        const int head = rows.head * p.group + at.head;
+        write_row(p, (rows.q_begin + at.token) * p.out_token_stride + head * p.out_head_stride + dim,
                   make_float4(segments::normalised(value.x, factor), segments::normalised(value.y, factor),
                               segments::normalised(value.z, factor), segments::normalised(value.w, factor)));
     }
     named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);  // the memory is free for the next work tile
 }
-
-// Walks the partials of an output tile in the order of their segments.
-struct PartialWalk {
-    const Params& p;
-    const Request& request;
-    int space_offset, rank, groups, quotient, remainder;
-    int cta_group, next_begin, rest;  // a CTA group, and floor(c T / n) of the next with what the division leaves
-    int segment = 0, from = 0, to;  // the next segment; those of `cta_group` are [from, to)
-
-    DEVICE PartialWalk(const Params& p, const WorkRange& range, const WorkTile& work)
-        : p(p), request(work.request), space_offset(work.space_offset), rank(range.cta_rank), groups(range.cta_groups),
-          quotient(range.total / groups), remainder(range.total - quotient * groups),
-          cta_group(stream_k::cta_group_of(range, work.space_offset)) {
-        next_begin = (cta_group + 1) * quotient + (cta_group + 1) * remainder / groups;
-        rest = (cta_group + 1) * remainder % groups;
-        find_end();
-    }
-
-    DEVICE void find_end() {
-        to = DecodeTiling::split_from(p, request, min(next_begin - space_offset, request.kv_tiles));
-    }
-
-    // -1: there is none left.
-    DEVICE int next_slot() {
-        const int base = (cta_group * p.cta_group_size + rank) * p.splits;
-        if (segment == 0) {
-            segment = to;
-            return base;
-        }
-        if (DecodeTiling::split_start(p, request, segment) >= request.kv_tiles) return -1;
-        while (segment == to) {
-            ++cta_group;
-            next_begin += quotient;
-            rest += remainder;
-            if (rest >= groups) rest -= groups, ++next_begin;
-            from = segment;
-            find_end();
-        }
-        return (cta_group * p.cta_group_size + rank) * p.splits + 1 + segment++ - from;
-    }
-};
 
 // A partial on its way from the workspace.
 struct Partial {
@@ -459,7 +379,7 @@ struct Partial {
 // Folds all partials of an output tile and writes its rows.
 DEVICE void fold_partials(const Params& p, const WorkRange& range, const WorkTile& work, float scale,
                           float output_scale, SharedStorage& shared) {
-    constexpr int IN_FLIGHT = ROW_TILES * DIM_BLOCKS <= 2 ? 8 : ROW_TILES * DIM_BLOCKS <= 4 ? 4 : 2;
+    constexpr int IN_FLIGHT = ROW_TILES == 1 ? 8 : 4;
     PartialWalk walk(p, range, work);
     Folded folded;
     folded.clear();
@@ -502,11 +422,8 @@ DEVICE void consume(const Params& p, const WorkRange& range, SharedStorage& shar
         const Request& r = work.request;
         Queries queries;
         queries.load(p, work, shared);
-        // Keys [visible_from, visible_to) are visible to every row.
-        const int visible_to = r.kv_len - r.q_len, visible_from = p.window_left < 0 ? 0 : r.kv_len - 1 - p.window_left;
         const int end = end_tile(work);
         const auto token_of = [&](int tile) { return (r.first_tile + tile) * TILE_TOKENS; };
-        const auto all_see = [&](int token) { return token >= visible_from && token + TILE_TOKENS <= visible_to; };
         const bool is_prefix = work.first == 0;
         int slot = first_slot(p, range, range.cta_group) + 1;
         Scores s;
@@ -529,7 +446,7 @@ DEVICE void consume(const Params& p, const WorkRange& range, SharedStorage& shar
                     float& cell = s[i / 4 / ROW_TILES][i / 4 % ROW_TILES][i % 4];
                     cell = -cell;
                 }
-            if (!all_see(token_of(tile))) mask(work, token_of(tile), shared, s);
+            if (!all_rows_see(p, r, token_of(tile))) mask(work, token_of(tile), shared, s);
             tell_maxima(s, exchange.top[tile % 2][warp_of_team()]);
         };
         if (work.first < end) {
@@ -557,7 +474,7 @@ DEVICE void consume(const Params& p, const WorkRange& range, SharedStorage& shar
             release(shared, values);
             values.advance(2);
             if (RowSums::has_row()) sums.add(exchange, turn);
-            if ((r.first_tile + tile + 1) % SEGMENT_TILES == 0 || tile + 1 == end) {
+            if (ends_segment(r, tile) || tile + 1 == end) {
                 Statistics statistics;
                 if (RowSums::has_row()) statistics = sums.close(exchange, turn);
                 if (is_prefix) {
@@ -572,24 +489,13 @@ DEVICE void consume(const Params& p, const WorkRange& range, SharedStorage& shar
             }
             if (tile + 1 < end) tell_probabilities(s, scale.log2, turn ^ 1, exchange, maximum, factor);
         }
-        const int count = DecodeTiling::split_count(p, r);
         if (is_prefix) {
             if (work.last == r.kv_tiles)
                 return finish(p, work, scale.log2, output_scale, folded, sums.folded, shared);
             write_partial(p, first_slot(p, range, range.cta_group), work, folded.out, sums.folded);
         }
         // Also: all have read what the warps told each other, and what the rows see.
-        named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
-        if (threadIdx.x == 0) {
-            const int own = DecodeTiling::split_from(p, r, work.last) - work.split;
-            uint32_t* counter = static_cast<uint32_t*>(p.counters) +
-                                DecodeTiling::output_tile_index(p, work, DecodeTiling::max_row_tiles(p));
-            // Release: the partials, ordered before by the barrier, are visible to whoever acquires.
-            shared.arrived_last = static_cast<int>(atomic_add_acq_rel(counter, own)) + own == count;
-            if (shared.arrived_last) *counter = 0;  // ready for the next launch
-        }
-        named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
-        if (shared.arrived_last) fold_partials(p, range, work, scale.log2, output_scale, shared);
+        if (arrives_last(p, work, shared)) fold_partials(p, range, work, scale.log2, output_scale, shared);
     });
 }
 

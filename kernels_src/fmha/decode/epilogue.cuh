@@ -48,6 +48,15 @@ DEVICE Normalisation normalise(const Params& p, const Rows& rows, int row, float
     return n;
 }
 
+// Two neighbouring elements of the output.
+DEVICE void write_pair(const Params& p, int64_t element, float low, float high) {
+    if (p.out_type == TYPE_E4M3)
+        *reinterpret_cast<uint16_t*>(static_cast<uint8_t*>(p.out) + element) = pack_e4m3(low, high);
+    else
+        *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(p.out) + element) =
+            p.out_type == TYPE_FP16 ? pack_fp16(low, high) : pack_bf16(low, high);
+}
+
 // Four neighbouring elements of the output.
 DEVICE void write_row(const Params& p, int64_t element, float4 value) {
     if (p.out_type == TYPE_E4M3)

@@ -147,4 +147,53 @@ DEVICE void for_each_work_tile(const Params& p, const WorkRange& range, Visit vi
     } while (walk.left > 0);
 }
 
+#if SEGMENTS
+// Where partials of the segments lie in the workspace: a CTA has `splits` slots, the first for what it folded from segment
+// 0 on, the others for the segments of the output tile in whose middle its range begins.
+DEVICE int first_slot(const Params& p, const WorkRange& range, int cta_group) {
+    return (cta_group * p.cta_group_size + range.cta_rank) * p.splits;
+}
+
+// Walks the partials of an output tile in the order of their segments.
+struct PartialWalk {
+    const Params& p;
+    const Request& request;
+    int space_offset, rank, groups, quotient, remainder;
+    int cta_group, next_begin, rest;  // a CTA group, and floor(c T / n) of the next with what the division leaves
+    int segment = 0, from = 0, to;  // the next segment; those of `cta_group` are [from, to)
+
+    DEVICE PartialWalk(const Params& p, const WorkRange& range, const WorkTile& work)
+        : p(p), request(work.request), space_offset(work.space_offset), rank(range.cta_rank), groups(range.cta_groups),
+          quotient(range.total / groups), remainder(range.total - quotient * groups),
+          cta_group(stream_k::cta_group_of(range, work.space_offset)) {
+        next_begin = (cta_group + 1) * quotient + (cta_group + 1) * remainder / groups;
+        rest = (cta_group + 1) * remainder % groups;
+        find_end();
+    }
+
+    DEVICE void find_end() {
+        to = DecodeTiling::split_from(p, request, min(next_begin - space_offset, request.kv_tiles));
+    }
+
+    // -1: there is none left.
+    DEVICE int next_slot() {
+        const int base = (cta_group * p.cta_group_size + rank) * p.splits;
+        if (segment == 0) {
+            segment = to;
+            return base;
+        }
+        if (DecodeTiling::split_start(p, request, segment) >= request.kv_tiles) return -1;
+        while (segment == to) {
+            ++cta_group;
+            next_begin += quotient;
+            rest += remainder;
+            if (rest >= groups) rest -= groups, ++next_begin;
+            from = segment;
+            find_end();
+        }
+        return (cta_group * p.cta_group_size + rank) * p.splits + 1 + segment++ - from;
+    }
+};
+#endif
+
 }  // namespace paged_decode

@@ -207,6 +207,7 @@ def work_of(sizes: Sizes, extent: Extent, grid: Grid, shape: DecodeShape, device
         parts=parts,
         multiprocessors=device.multiprocessors,
         cluster_ctas=grid.ctas if grid.cluster_size else 0,
+        segments=sizes.segments,
     )
 
 
