@@ -60,10 +60,10 @@ def draw(report: Mapping[str, Any], image: Path) -> None:
     axes.invert_yaxis()
     axes.set_xlim(0, 1.28 * max(max(row["ratio"], BARS.get(name, 0)) for name, row in rows.items()))
     axes.axvline(1, color="#222222", linewidth=0.9, linestyle=(0, (5, 3)), zorder=4)
-    axes.set_xlabel("host time of a call over that of the same launch in C")
+    axes.set_xlabel("host time of a call / host time of the same launch from C")
     axes.grid(True, axis="x", alpha=0.3)
     gpu = report["environment"]["gpu"]["name"]
-    axes.set_title(f"What a call costs on the host of an {gpu}", fontsize=10)
+    axes.set_title(f"Host time per call, {gpu}", fontsize=10)
     known = {_color(name, row["ratio"]) for name, row in rows.items()}
     words = {_MET: "within its bar", _MISSED: "over its bar", _WITHOUT: "without a bar", _PEER: "other libraries"}
     legend: list[Any] = [Patch(color=color, label=text) for color, text in words.items() if color in known]

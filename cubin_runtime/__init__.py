@@ -12,13 +12,13 @@ from .config import Config
 from .errors import CubinRuntimeError
 
 if TYPE_CHECKING:
-    # From the files: a type checker takes what a package and its module have in common for the module.
     from .attention.append import AppendKvPlan, append_kv, plan_append_kv
     from .attention.backends import BackendError
+    from .attention.gqa import PagedDecodePlan, paged_decode, plan_paged_decode
     from .attention.merge import MergeStatesPlan, merge_states, plan_merge_states
     from .attention.mla import MlaDecodePlan, mla_decode, plan_mla_decode
     from .attention.operator_plan import ClampedInputError
-    from .attention.paged_decode import PagedDecodePlan, paged_decode, plan_paged_decode
+    from .attention.prefill import ContextAttentionPlan, context_attention, plan_context_attention
     from .attention.process import default_runtime, set_default_runtime
     from .attention.runtime import Runtime, RuntimeStats
     from .protocols import Stream
@@ -29,6 +29,7 @@ __all__ = [
     "BackendError",
     "ClampedInputError",
     "Config",
+    "ContextAttentionPlan",
     "CubinRuntimeError",
     "MergeStatesPlan",
     "MlaDecodePlan",
@@ -40,11 +41,13 @@ __all__ = [
     "TensorView",
     "__version__",
     "append_kv",
+    "context_attention",
     "default_runtime",
     "merge_states",
     "mla_decode",
     "paged_decode",
     "plan_append_kv",
+    "plan_context_attention",
     "plan_merge_states",
     "plan_mla_decode",
     "plan_paged_decode",

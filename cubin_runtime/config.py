@@ -22,12 +22,12 @@ _FALSE = {"", "0", "false", "no", "off"}
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """How servers are reached; None leaves the default.
+    """Network settings; None means the default.
 
-    ``timeout`` is how many seconds a server may be silent, ``retries`` how often a failure that may pass is tried
-    again, ``proxy`` the URL of a proxy for every host, ``ca_bundle`` a PEM file of certificates to trust,
-    ``client_cert`` one of a certificate and its key. ``tokens`` are pairs of a host and its bearer token, or ``@``
-    and the file that holds it; a token is sent over https to that very host alone.
+    ``timeout`` is the number of seconds that a server may be silent, ``retries`` the number of retries after a
+    transient failure, ``proxy`` the URL of a proxy for all hosts, ``ca_bundle`` a PEM file of trusted certificates,
+    ``client_cert`` a PEM file with a certificate and its key. ``tokens`` are pairs of a host and its bearer token, or
+    ``@`` and the file that contains it; a token is only sent to its host, over https.
     """
 
     timeout: float | None = None
@@ -42,7 +42,7 @@ class Network:
         """Read ``CUBIN_RUNTIME_TIMEOUT``, ``_RETRIES``, ``_PROXY``, ``_CA_BUNDLE``, ``_CLIENT_CERT``, ``_TOKENS``.
 
         Raises:
-            UsageError: a value is outside its domain.
+            UsageError: a value is invalid.
         """
 
         def file(name: str) -> Path | None:
@@ -62,14 +62,13 @@ class Network:
 class Config:
     """Where artifacts come from and where they are kept.
 
-    ``sources`` is an ordered tuple of an http(s) URL, a directory tree, a store, a ``.zip`` or ``.whl``,
-    or the word ``package``; ``None`` means the default (``package``, then each pin's own sources).
-    ``pin_files`` are read besides the built-in pins; with ``pin_keys`` (files of PEM public keys, or keys as 64
-    hex digits) only if one of the keys signed them; ``pin_state`` is the file that remembers the newest version of
-    each signed file (None: nothing is remembered). ``offline`` forbids opening any socket; ``lazy_fetch``
-    allows a missing kernel to be fetched at first use. ``network`` is how servers are reached. ``profile``
-    measures launches and marks them for NVTX (``Runtime.stats``). ``record`` is a folder in which every call is
-    recorded (``attention.recorded``).
+    ``sources`` are tried in order; each is an http(s) URL, a directory tree, a store, a ``.zip`` or ``.whl``, or the
+    word ``package``. None means the default: ``package``, then the pin's own sources. ``pin_files`` are read in
+    addition to the built-in pins. With ``pin_keys`` (PEM files of public keys, or keys as 64 hex digits), each pin file
+    must be signed by one of the keys; ``pin_state`` is the file that records the newest version of each signed file
+    (None: versions are not recorded). ``offline`` forbids all network access. ``lazy_fetch`` allows a missing kernel to
+    be fetched on first use. ``network`` has the network settings. ``profile`` measures launches and marks them for NVTX
+    (``Runtime.stats``). ``record`` is a folder in which every call is recorded (``attention.recorded``).
     """
 
     store: Path
@@ -85,13 +84,13 @@ class Config:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Config:
-        """Read ``CUBIN_RUNTIME_CACHE``, ``_SOURCES``, ``_PINS``, ``_PIN_KEYS``, ``_OFFLINE``, ``_PROFILE``,
-        ``_RECORD`` and ``Network``'s.
+        """Read ``CUBIN_RUNTIME_CACHE``, ``_SOURCES``, ``_PINS``, ``_PIN_KEYS``, ``_OFFLINE``, ``_PROFILE``, ``_RECORD``
+        and the variables of ``Network``.
 
         Pin files and keys are separated by ``os.pathsep``, sources by white space or commas.
 
         Raises:
-            UsageError: a value is outside its domain, or there is neither a home folder nor a store named.
+            UsageError: a value is invalid, or neither a home folder nor a store is set.
         """
         env = os.environ if environ is None else environ
         cache = env.get("CUBIN_RUNTIME_CACHE")
@@ -128,7 +127,7 @@ def user_pins_path() -> Path:
     """
     folder = _user_folder("XDG_CONFIG_HOME", ".config")
     if folder is None:
-        raise UsageError("there is no home folder for pins of your own: set HOME or XDG_CONFIG_HOME")
+        raise UsageError("there is no home folder for user pins: set HOME or XDG_CONFIG_HOME")
     return folder / PINS_NAME
 
 
@@ -170,7 +169,7 @@ def _pin_keys(env: Mapping[str, str]) -> tuple[str, ...]:
     value = env.get("CUBIN_RUNTIME_PIN_KEYS")
     keys = tuple(key.strip() for key in (value or "").split(os.pathsep) if key.strip())
     if value is not None and not keys:
-        raise UsageError(f"CUBIN_RUNTIME_PIN_KEYS={value!r}: names no key; unset it where pins need no signature")
+        raise UsageError(f"CUBIN_RUNTIME_PIN_KEYS={value!r}: names no key; unset it if pins need no signature")
     return keys
 
 

@@ -1,58 +1,58 @@
-"""Every error that the package raises on purpose, and the exit code that each gives the command line."""
+"""The exceptions of the package. Each has an ``exit_code``, which the command line returns."""
 
 from __future__ import annotations
 
 
 class CubinRuntimeError(Exception):
-    """Base of all errors raised on purpose; a message names what came and what was expected."""
+    """Base class of all exceptions of the package. Messages state what was given and what was expected."""
 
     exit_code = 1
 
 
 class UsageError(CubinRuntimeError, ValueError):
-    """An argument is outside its domain; raised before anything is launched or written."""
+    """An argument is invalid; raised before anything is launched or written."""
 
     exit_code = 2
 
 
 class PinError(CubinRuntimeError):
-    """A name or path has no pin, two pins disagree, or a manifest is not the pinned one."""
+    """A name or path is not pinned, two pins conflict, or a manifest does not match its pin."""
 
     exit_code = 3
 
 
 class MissingError(CubinRuntimeError):
-    """Bytes that a manifest names are not present where they were looked for."""
+    """A file that a manifest lists is missing."""
 
     exit_code = 4
 
 
 class CorruptError(CubinRuntimeError):
-    """Bytes are not what their digest or their format says."""
+    """Bytes do not match their digest, or their format is invalid."""
 
     exit_code = 5
 
 
 class ExtraError(CubinRuntimeError):
-    """A tree holds files that its manifest does not name."""
+    """A tree contains files that its manifest does not list."""
 
     exit_code = 6
 
 
 class SourceError(CubinRuntimeError):
-    """No source delivered the bytes; the message lists each source with its reason."""
+    """No source could deliver a file; the message lists the reason for each source."""
 
     exit_code = 7
 
 
 class StoreError(CubinRuntimeError):
-    """The store cannot be written, is full, or holds something that is no regular file."""
+    """The store is not readable, not writable or full, or an entry is not a regular file."""
 
     exit_code = 8
 
 
 class DeviceError(CubinRuntimeError):
-    """The driver, the device or the ABI refuses; base of the errors of the launch layer."""
+    """Base class of errors of the driver, the device and the ABI gate."""
 
     exit_code = 9
 
@@ -62,12 +62,12 @@ class DriverError(DeviceError):
 
 
 class AbiError(DeviceError):
-    """A kernel's parameters, block size or architecture do not fit what would be launched."""
+    """The parameters, block size or architecture of a kernel do not match the launch."""
 
 
 class FrozenError(DeviceError):
-    """A load was asked for after ``freeze()`` or while a stream was capturing."""
+    """A kernel would have been fetched or loaded after ``freeze()`` or during a stream capture."""
 
 
 class WorkspaceError(DeviceError, ValueError):
-    """A workspace is too small, misaligned, or on another device; the message names the bytes needed."""
+    """A workspace is too small, misaligned, or on another device; the message states the required bytes."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple, TypeVar
 
@@ -97,18 +98,24 @@ def is_torch(tensor: Any) -> bool:
 
 
 def _from_torch(tensor: Any, name: str) -> TensorView:
-    if tensor.device.type != "cuda":
-        raise UsageError(f"{name}: is on {tensor.device}, expected a CUDA device")
-    dtype = str(tensor.dtype).removeprefix("torch.")
+    device = tensor.device
+    if device.type != "cuda":
+        raise UsageError(f"{name}: is on {device}, expected a CUDA device")
+    dtype = _torch_dtype(tensor.dtype)
     if not is_dtype(dtype):
         raise UsageError(f"{name}: dtype {dtype}, expected one of {', '.join(ITEM_BYTES)}")
     if getattr(tensor, "requires_grad", False) and sys.modules["torch"].is_grad_enabled():
-        raise UsageError(f"{name}: requires grad, which no operator here has: call it under torch.no_grad()")
+        raise UsageError(f"{name}: requires grad, but no operator has a backward pass: call it under torch.no_grad()")
     try:
         address = tensor.data_ptr()
     except RuntimeError as error:
         raise UsageError(f"{name}: a {type(tensor).__name__} without memory of its own ({error})") from error
-    return TensorView(address, dtype, tuple(tensor.shape), tensor.stride(), tensor.device.index or 0)
+    return TensorView(address, dtype, tuple(tensor.shape), tensor.stride(), device.index or 0)
+
+
+@lru_cache(maxsize=64)
+def _torch_dtype(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _from_array_interface(tensor: Any, name: str) -> TensorView:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 __all__ = ["HashedOnce", "dataclass"]
 ItemT = TypeVar("ItemT")
-_MANY = 32  # to write an initializer takes as long as this many values save
+_MANY = 4  # of a class that has more than a start needs, values are made over and over
 
 
 class HashedOnce(tuple[ItemT, ...]):

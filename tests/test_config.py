@@ -96,7 +96,7 @@ def test_without_a_home_no_pins_are_read_and_the_store_must_be_named(nobody: Pat
     assert Config.from_environment({"CUBIN_RUNTIME_CACHE": "/store"}) == Config(Path("/store"))
     with pytest.raises(UsageError, match="no home folder for the store: set CUBIN_RUNTIME_CACHE"):
         Config.from_environment({})
-    with pytest.raises(UsageError, match="no home folder for pins"):
+    with pytest.raises(UsageError, match="no home folder for user pins"):
         user_pins_path()
 
 

@@ -36,7 +36,6 @@ HEAVY = (
     "cryptography",
     "cuda",
     "cupy",
-    "elftools",
     "jax",
     "numpy",
     "requests",

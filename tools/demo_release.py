@@ -1,4 +1,4 @@
-"""The demo's last step: NVIDIA's published release, fetched, verified and inspected where it is at hand."""
+"""The demo's last step: NVIDIA's published release, fetched, verified and inspected where it is available locally."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KERNELS = 20
 
 
 def find_sources() -> tuple[str, ...]:
-    """What is at hand: the configured sources, the installed package, or the wheel of the tests."""
+    """What is available locally: the configured sources, the installed package, or the wheel of the tests."""
     if configured := os.environ.get("CUBIN_RUNTIME_SOURCES", "").replace(",", " ").split():
         return tuple(configured)
     try:

@@ -12,7 +12,7 @@ _STATES = {"plain": "Without torch", "torch": "With torch"}
 
 
 def figures(results: Path) -> str:
-    """Everything between the markers: what calls cost, and what the first launch of a process costs."""
+    """The text between the markers: host time per call, and time to the first launch of a process."""
     return "\n\n".join(
         (*_calls(report_of(results / "host_cost.json")), *_first(report_of(results / "first_launch.json")))
     )
@@ -28,18 +28,20 @@ def _calls(report: Report) -> list[str]:
         for name, row in calls.items()
     ]
     planning = ". ".join(
-        f"{name.capitalize()}: {row['least']:.0f} us" for name, row in rows.items() if name not in calls
+        f"{name.removeprefix(_PLANNING).strip(' :,').capitalize()}: {row['least']:.0f} us"
+        for name, row in rows.items()
+        if name not in calls
     )
     return [
-        "## What a call costs on the host",
+        "## Host time per call",
         f"{_place(report)}.",
-        table(("call", "time", "its C loop", "ratio"), lines),
-        *([f"Calls that need a new plan cost more. {planning}."] if planning else []),
+        table(("call", "time", "C loop", "ratio"), lines),
+        *([f"The first call with a new batch size needs a new plan. {planning}."] if planning else []),
     ]
 
 
 def _first(report: Report) -> list[str]:
-    parts = ["## First kernel of a cold process"]
+    parts = ["## First launch of a new process"]
     if not report:
         return [*parts, NOT_MEASURED]
     parts.append(f"{_place(report)}. The store is warm; figures are medians of {report['processes']} processes.")
@@ -55,7 +57,7 @@ def _first(report: Report) -> list[str]:
 def _steps(steps: Report) -> str:
     lines = [(name, f"{ms:.1f} ms") for name, ms in steps.items()]
     first = sum(ms for name, ms in steps.items() if not name.startswith("later"))
-    return table(("step", "time"), [*lines, ("the first launch in all", f"{first:.0f} ms")])
+    return table(("step", "time"), [*lines, ("total up to the first launch", f"{first:.0f} ms")])
 
 
 def _place(report: Report) -> str:

@@ -34,8 +34,8 @@ def figures(report: Report) -> str:
     both = (TFLOPS, *READING)
     parts = [place(report)]
     parts += section("bf16 queries and cache (batch x keys)", of("bf16"), (*both, *peers_of(of("bf16")), RATIO))
-    parts += section("e4m3 cache, over our own bf16 (batch x keys)", of("fp8"), (*both, OVER_BF16))
+    parts += section("e4m3 cache, compared with our bf16 kernels (batch x keys)", of("fp8"), (*both, OVER_BF16))
     parts += invariance("Batch invariance, bf16 (batch x keys)", of("invariant"))
-    parts += replays("Cases under 25 us, as graph replays that go round several page tables", rows)
+    parts += replays("Cases under 25 us, timed as CUDA graph replays (rotating page tables)", rows)
     parts += failures(rows)
     return "\n\n".join(parts)

@@ -46,7 +46,7 @@ def figures(report: Report, *, pictures: bool = True) -> str:
     parts += invariance(
         "Batch invariance, bf16, head_dim 128 (batch x keys)", [row for row in rows if row["section"] == "invariant"]
     )
-    parts += replays("Cases under 20 us, as graph replays over more keys and values than twice L2 holds", rows)
+    parts += replays("Cases under 20 us, timed as CUDA graph replays (keys and values exceed twice the L2)", rows)
     parts += _host([row for row in rows if "host_us" in row["ours"]])
     parts += failures(rows)
     return "\n\n".join(parts)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from . import host_page, mla_page, page
+from . import host_page, mla_page, page, serving_page
 from .profile_table import profiled
 from .tables import Report, report_of
 
@@ -32,5 +32,6 @@ PAGES: Mapping[str, Callable[[Path], str]] = MappingProxyType(
         "results/mla": _profiled_too("mla", mla_page.figures),
         "results/h100": _h100,
         "results/host": host_page.figures,
+        "results/serving": lambda results: serving_page.figures(report_of(results / "serving.json")),
     }
 )

@@ -20,11 +20,11 @@ ROOF_SECTIONS = {
     "speculative": ("bf16, 1 to 8 tokens", "D", "#2a9d8f"),
     "fp8": ("e4m3 keys and values", "^", "#c1440e"),
     "grouped": ("e4m3, 1 to 8 tokens", "s", "#8e5ea2"),
-    "grouped_bf16": ("bf16, models of the grouped table", "v", "#b8860b"),
+    "grouped_bf16": ("bf16, models of the grouping tables", "v", "#b8860b"),
 }
 # Sections of one ratio, and peers beside ours, lie this far from each other, in powers of two, instead of overprinting.
-_SIDE_BY_SIDE = 0.1
-_PEER_BESIDE = 0.05
+_SIDE_BY_SIDE = 0.15
+_PEER_BESIDE = 0.075
 _PEER_COLOR = "#9a9a9a"
 
 
@@ -99,24 +99,24 @@ def draw_roofline(report: Report, image: Path) -> None:
         peers = [_best_peer(row) for row in rows]
         _ranges(axes, rows, peers, shifts, beside=_PEER_BESIDE, marker="x", markersize=4, color=_PEER_COLOR, width=1.0)
         _ranges(axes, rows, ours, shifts, marker=marker, markersize=5, color=color, width=2.0, label=label)
-    axes.plot([], [], marker="x", color=_PEER_COLOR, linewidth=1.0, label="best peer, same rows")
-    left, ridge, right = 4.0, matrix / read, 512.0
+    axes.plot([], [], marker="x", color=_PEER_COLOR, linewidth=1.0, label="best peer, same cases")
+    left, ridge, right = 5.0, matrix / read, 256.0
     axes.plot([left, ridge, right], [left * read, matrix, matrix], color="#222222", linewidth=1.2, zorder=1)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xlim(left, right)
-    ticks = [4, 8, 16, 32, 64, 128, 256, 512]
+    ticks = [8, 16, 32, 64, 128, 256]
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.annotate(
-        f"read {read:.2f} TB/s",
-        (9, 9 * read),
+        f"read bandwidth {read:.2f} TB/s",
+        (12, 12 * read),
         xytext=(-6, 6),
         textcoords="offset points",
         fontsize=8,
         ha="right",
     )
     axes.annotate(
-        f"bf16 matrix product {matrix:.0f} TFLOP/s",
+        f"bf16 matrix peak, measured: {matrix:.0f} TFLOP/s",
         (right, matrix),
         xytext=(-4, 4),
         ha="right",
@@ -128,9 +128,9 @@ def draw_roofline(report: Report, image: Path) -> None:
     axes.minorticks_off()
     lowest = min((row["tflop_per_s"] for row in report["rows"] if _is_on_roof(row)), default=10.0)
     axes.set_ylim(min(10.0, 0.6 * lowest), 1.6 * matrix)
-    axes.set_xlabel("FLOP per byte of keys and values (cases of one ratio side by side)")
-    axes.set_ylabel("TFLOP/s without padding: line from slowest to fastest batch")
-    axes.set_title(f"Paged decode under its roofs\n{place(report)}", fontsize=10)
+    axes.set_xlabel("FLOP per byte of keys and values (equal ratios are drawn side by side)")
+    axes.set_ylabel("TFLOP/s without padding, slowest to fastest batch")
+    axes.set_title(f"Paged decode: roofline\n{place(report)}", fontsize=10)
     axes.grid(True, which="major", alpha=0.3)
     axes.legend(loc="lower right", frameon=False, fontsize=8, title="marker: fastest batch", title_fontsize=8)
     _save(figure, image)

@@ -1,4 +1,4 @@
-"""What the profiler says of rows that miss their bars, as Markdown from its JSON."""
+"""A Markdown table of the profiler results (JSON) of rows that miss their bars."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _COLUMNS: tuple[Column, ...] = (
     column("DRAM", "dram_share", "{:.0f}%".format, absent="-"),
     column("L2", "l2_share", "{:.0f}%".format, absent="-"),
     column("tensor", "tensor_share", "{:.0f}%".format, absent="-"),
+    ("stall cycles per issued instruction", _stalls),
     column("issue", "issue_share", "{:.0f}%".format, absent="-"),
-    ("cycles a warp waits for each that it issues", _stalls),
 )
 
 
@@ -33,6 +33,6 @@ def profiled(report: Report, benchmark: str) -> tuple[str, ...]:
     rows = [row for row in report["rows"] if row["benchmark"] == benchmark]
     lines = [[cell(row) for _, cell in _COLUMNS] for row in rows]
     gpu, date = report["environment"]["gpu"], report["environment"]["date"][:10]
-    title = "### In the profiler: one launch, caches cleared, shares of the hardware's peak"
+    title = "### Profiler: one launch with cold caches, utilisation relative to peak"
     where = f"{gpu['name']}, driver {gpu['driver_version']}; {date}."
     return title, where, table([head for head, _ in _COLUMNS], lines)

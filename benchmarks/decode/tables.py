@@ -65,7 +65,7 @@ def place(report: Report) -> str:
     peer = f"flashinfer-python {packages['flashinfer-python']}" if "flashinfer-python" in packages else "no peer"
     undecided = f" ({bars['undecided']} undecided)" if bars["undecided"] else ""
     beyond = sum(map(is_out_of_reach, report["rows"]))
-    below = f"; {beyond} not met ask for less than read alone" if beyond else ""
+    below = f"; {beyond} of the others ask for less than read alone" if beyond else ""
     return (
         f"{gpu['name']}, driver {gpu['driver_version']}{mhz}; {peer}, torch {packages.get('torch', '-')}; "
         f"{environment['date'][:10]}.\nRead bandwidth {report['read']['tb_per_s']:.2f} TB/s, bf16 matrix product "

@@ -181,7 +181,7 @@ class Library:
 
         Raises:
             PinError: the manifest is not the pinned one, or does not list a path.
-            SourceError, CorruptError: some files were not delivered; the others are in the store.
+            SourceError, CorruptError: some files could not be fetched; the others are in the store.
             StoreError: the store is full or cannot be written.
         """
         from .fetch.report import report_of  # which loading does without, as the modules of verification

@@ -96,4 +96,4 @@ def _check_no_file_is_a_folder(digests: Mapping[ArtifactPath, str], origin: str)
     found = [one for one, after in pairwise(ordered) if after[0].startswith(f"{one[0]}\0")]
     if found:
         text, number = min(found, key=itemgetter(1))
-        raise CorruptError(f"{origin}:{number}: {text.replace(chr(0), '/')!r} is a file and a folder")
+        raise CorruptError(f"{origin}:{number}: {text.replace(chr(0), '/')!r} is both a file and a folder")

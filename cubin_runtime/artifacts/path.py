@@ -102,9 +102,9 @@ def _fault(text: object) -> str | None:
         return "is absolute, expected a relative path"
     for part in text.split("/"):
         if part == "":
-            return "has an empty part"
+            return "has an empty component"
         if part == "." or part == "..":
-            return f"has the part {part!r}"
+            return f"has the component {part!r}"
         if len(part) > MAX_PART_BYTES // 4 and len(part.encode()) > MAX_PART_BYTES:
-            return f"has a part over {MAX_PART_BYTES} bytes"
+            return f"has a component over {MAX_PART_BYTES} bytes"
     return None

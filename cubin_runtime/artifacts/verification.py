@@ -86,7 +86,7 @@ def verify_store(
     """Hash those objects of ``paths`` that the store has; wrong ones are moved aside where possible.
 
     Raises:
-        StoreError: the store cannot be looked into.
+        StoreError: the store cannot be read.
     """
     # a thing that is no regular file does not count as present, yet must not pass as "not fetched"
     present, odd = store.look(manifest.digests[path] for path in paths)

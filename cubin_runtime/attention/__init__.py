@@ -3,27 +3,34 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ..protocols import Stream
-from ..tensor import Tensor, TensorView, view_of
-from .backends import BackendError
-from .operator_plan import ClampedInputError
-from .paged_decode import PagedDecodePlan, paged_decode, plan_paged_decode
-from .process import default_runtime, set_default_runtime
-from .runtime import Runtime, RuntimeStats
-
 if TYPE_CHECKING:
+    from ..protocols import Stream
+    from ..tensor import Tensor, TensorView, view_of
     from .append import AppendKvPlan, append_kv, plan_append_kv
+    from .backends import BackendError
+    from .gqa import PagedDecodePlan, paged_decode, plan_paged_decode
     from .merge import MergeStatesPlan, merge_states, plan_merge_states
     from .mla import MlaDecodePlan, mla_decode, plan_mla_decode
+    from .operator_plan import ClampedInputError
     from .prefill import ContextAttentionPlan, context_attention, plan_context_attention
+    from .process import default_runtime, set_default_runtime
+    from .runtime import Runtime, RuntimeStats
 
-# Names of operators that not every program needs -> their modules, which are loaded when a name is first asked for.
-_LATER = {
-    **dict.fromkeys(("AppendKvPlan", "append_kv", "plan_append_kv"), "append"),
-    **dict.fromkeys(("MergeStatesPlan", "merge_states", "plan_merge_states"), "merge"),
-    **dict.fromkeys(("MlaDecodePlan", "mla_decode", "plan_mla_decode"), "mla"),
-    **dict.fromkeys(("ContextAttentionPlan", "context_attention", "plan_context_attention"), "prefill"),
+# Modules, each loaded when one of its names is first asked for -> their names.
+_MODULES = {
+    "..protocols": ("Stream",),
+    "..tensor": ("Tensor", "TensorView", "view_of"),
+    ".append": ("AppendKvPlan", "append_kv", "plan_append_kv"),
+    ".backends": ("BackendError",),
+    ".merge": ("MergeStatesPlan", "merge_states", "plan_merge_states"),
+    ".mla": ("MlaDecodePlan", "mla_decode", "plan_mla_decode"),
+    ".operator_plan": ("ClampedInputError",),
+    ".gqa": ("PagedDecodePlan", "paged_decode", "plan_paged_decode"),
+    ".prefill": ("ContextAttentionPlan", "context_attention", "plan_context_attention"),
+    ".process": ("default_runtime", "set_default_runtime"),
+    ".runtime": ("Runtime", "RuntimeStats"),
 }
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "AppendKvPlan",
@@ -55,9 +62,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LATER:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
+    value = globals()[name] = getattr(import_module(_MODULE_OF[name], __name__), name)
     return value
 
 

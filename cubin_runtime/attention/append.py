@@ -39,10 +39,10 @@ class AppendKvPlan(PlainPlan):
         workspace: AnyWorkspace | None = None,
         stream: Stream | None = None,
     ) -> None:
-        """Run on tensors of the forms that the plan was made for; see ``append_kv``.
+        """Run on tensors with the planned shapes, strides and dtypes; see ``append_kv``.
 
-        A tensor that the plan was made without must be left out, and the reverse. A scale that was a number may be
-        another one, or None: the plan's. Errors as ``append_kv``.
+        Pass exactly the optional tensors that the plan was made with. A scale that was planned as a number may be
+        another number, or None for the plan's. Errors are those of ``append_kv``.
         """
         self.run_step(locals())
 
@@ -68,10 +68,10 @@ def plan_append_kv(
     runtime: Runtime | None = None,
     device_facts: DeviceFacts | None = None,
 ) -> AppendKvPlan:
-    """Choose the kernel and grid for tensors like these; arguments and errors as ``append_kv``.
+    """Choose the kernel and the grid for tensors like these. Arguments and errors are those of ``append_kv``.
 
-    Nothing is launched or loaded and no tensor is read. ``device_facts`` plans for a described device instead of the
-    one that ``key`` is on.
+    Planning launches and loads nothing and reads no tensor. ``device_facts`` plans for a described device instead of
+    the one that ``key`` is on.
     """
     return plan_plain(AppendKvPlan, APPEND_KV, locals())
 
@@ -101,26 +101,26 @@ def append_kv(
 ) -> None:
     """Write the keys and values of new tokens into a paged KV cache.
 
-    Where a token goes is said by lengths: the new tokens of a request are the last ones of ``seq_lens``, in order. Or
-    it is said for each token by ``positions`` and ``batch_indices``. Nothing else is written: a token behind the last
-    offset, in front of its request's first position, or with a negative position or request is padding and is skipped;
-    one whose page is not in the table or the pool is skipped too, and ``plan.check`` reports it.
+    Either lengths determine where a token is written (the new tokens of a request are the last ones of ``seq_lens``, in
+    order), or ``positions`` and ``batch_indices`` state it for each token. Tokens after the last offset, before their
+    request's first position, or with a negative position or request are padding and are skipped. A token whose page is
+    not in the table or the pool is also skipped, and ``plan.check`` reports it. Nothing else is written.
 
     Args:
         key: ``[tokens, kv_heads, head_dim]`` with ``cum_seq_lens`` or ``positions``, else ``[batch, new tokens,
-            kv_heads, head_dim]``. Like the caches, or bfloat16 or float16 to be quantised into float8_e4m3fn ones. All
-            tokens lie at one stride; addresses and strides in multiples of 16 bytes. ``[tokens, head_dim]``: one head.
-        value: likewise; its head_dim is that of ``v_cache``.
+            kv_heads, head_dim]``. Like the caches, or bfloat16 or float16 to be quantised into float8_e4m3fn ones. One
+            stride between all tokens; addresses and strides in multiples of 16 bytes. ``[tokens, head_dim]``: one head.
+        value: like ``key``, with the head_dim of ``v_cache``.
         k_cache: bfloat16, float16 or float8_e4m3fn ``[pages, page_size, kv_heads, head_dim]`` (NHD) or ``[pages,
             kv_heads, page_size, head_dim]`` (HND), of any page size; ``[pages, page_size, head_dim]`` has one head.
             head_dim is a multiple of 16 from 32 to 1024. Strides in multiples of 16 bytes, so K and V may be views of
             one tensor, such as the latent and the rope columns of an MLA cache.
-        v_cache: like ``k_cache``; its head_dim may be another.
+        v_cache: like ``k_cache``; its head_dim may differ.
         page_table: int32 ``[batch, columns]``, the pages of each request in order; with ``page_indptr`` the page ids of
             all requests, one after another.
-        seq_lens: int32 or uint32 ``[batch]``, keys of each request, by default with the new ones.
-        cum_seq_lens: int32 or uint32 ``[batch + 1]``: where the new tokens of each request begin, and behind them the
-            end. A request may have none; tokens of ``key`` behind the end are padding.
+        seq_lens: int32 or uint32 ``[batch]``, number of keys of each request, by default including the new ones.
+        cum_seq_lens: int32 or uint32 ``[batch + 1]``: prefix sums of the numbers of new tokens. A request may have no
+            new token; tokens of ``key`` after the last sum are padding.
         positions, batch_indices: int32 or uint32 ``[tokens]``: the position of each token among its request's keys and
             the request, in the place of ``seq_lens``; in any order.
         page_indptr: int32 or uint32 ``[batch + 1]``: where the page ids of each request begin.
@@ -129,18 +129,18 @@ def append_kv(
             float32 reciprocal; e4m3 saturates at 448): numbers other than 0, or float32 tensors of one element on the
             device; None: 1.
         kv_layout: "NHD" or "HND".
-        workspace: scratch that belongs to ``stream``; None: one that the cached plan keeps for it.
+        workspace: scratch memory that belongs to ``stream``. None: the one that the cached plan keeps for this stream.
         stream: an int handle, an object with ``__cuda_stream__``, a torch stream, or None: torch's current stream
             where ``key`` is a torch tensor, else the legacy default stream.
-        backend: "auto" (a backend measured on this compute capability) or a backend's name.
-        enable_pdl: launch with programmatic stream serialization.
-        runtime: None: the process's default.
+        backend: "auto" (a backend that was measured on this compute capability) or the name of a backend.
+        enable_pdl: launch with programmatic dependent launch (stream serialization).
+        runtime: the runtime to use. None: the process's default runtime.
 
     Raises:
-        UsageError: an argument is outside its domain.
-        BackendError: nothing runs this on the device.
-        WorkspaceError: the workspace does not fit, or the stream captures and has none yet.
-        MissingError, SourceError, CorruptError: the kernel cannot be had.
-        DeviceError: the driver or the ABI gate refuses.
+        UsageError: an argument is invalid.
+        BackendError: no backend supports the call on this device.
+        WorkspaceError: the workspace is too small, or the stream is capturing and has no workspace yet.
+        MissingError, SourceError, CorruptError: the kernel is not available.
+        DeviceError: the driver or the ABI gate rejects the launch.
     """
     run_plain(AppendKvPlan, APPEND_KV, locals())

@@ -88,7 +88,7 @@ def _check(call: PlainCall) -> None:
     _check_caches(key, value, k, v)
     _check_whose(call)
     if key.dtype != value.dtype:
-        raise UsageError(f"value: dtype {value.dtype}, expected {key.dtype} as key has")
+        raise UsageError(f"value: dtype {value.dtype}, expected {key.dtype}, like key")
     for name in SCALES:
         if key.dtype == k.dtype and (getattr(options, name) is not None or tensors.get(name) is not None):
             raise UsageError(
@@ -119,7 +119,7 @@ def _check_caches(key: TensorView, value: TensorView, k: TensorView, v: TensorVi
     units = kv_heads * (_units(k) + _units(v))
     if units > CONSTANTS.append_max_units:
         raise UsageError(
-            f"k_cache: {units * UNIT_BYTES} bytes of keys and values a token, expected at most "
+            f"k_cache: {units * UNIT_BYTES} bytes of keys and values per token, expected at most "
             f"{CONSTANTS.append_max_units * UNIT_BYTES}"
         )
 
@@ -133,7 +133,7 @@ def _check_whose(call: PlainCall) -> None:
     if (lengths is None) == (positions is None):
         raise UsageError(f"seq_lens: {_given(lengths)} with positions {_given(positions)}, expected one of them")
     if (positions is None) != (requests is None):
-        raise UsageError(f"batch_indices: {_given(requests)}, expected them with positions and only there")
+        raise UsageError(f"batch_indices: {_given(requests)}, expected exactly when positions is given")
     if positions is not None and offsets is not None:
         raise UsageError("cum_seq_lens: given with positions, expected only with seq_lens")
     ragged = positions is not None or offsets is not None

@@ -17,7 +17,7 @@ TRTLLM_GEN = "trtllm-gen"
 
 
 class BackendError(DeviceError):
-    """No backend runs the operator on this device; the message names the devices that have one."""
+    """No backend supports the operator on this device; the message names the devices that have one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +97,8 @@ def find_backend(operator: str, backend: str, device: DeviceFacts) -> str:
         if device.capability in support.built:
             if backend == AUTO:
                 raise BackendError(
-                    f"{operator} on {_words(device)}: no backend was measured there; backend={name!r} has kernels "
-                    "built for it that were not run"
+                    f"{operator} on {_words(device)}: no backend has been measured on it; backend={name!r} has kernels "
+                    "for it that have never been run"
                 )
             return name
     everywhere = "; ".join(f"{name}: {support}" for name, support in asked.items())
@@ -109,7 +109,7 @@ def find_backend(operator: str, backend: str, device: DeviceFacts) -> str:
         if other not in (operator, *_NO_ATTENTION) and device.capability in support.automatic
     ]
     instead = f"; there is {', '.join(here)}" if here else ""
-    raise BackendError(f"{operator} on {_words(device)}: no backend runs there ({everywhere}){instead}")
+    raise BackendError(f"{operator} on {_words(device)}: no backend supports it ({everywhere}){instead}")
 
 
 def _words(device: DeviceFacts) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from ..dtypes import DTYPES
 from ..errors import UsageError
 from ..kernels.native.prefill.plan import ContextProblem, KvStrides
-from ..kernels.native.prefill.select import HEAD_DIMS, INVARIANT_HEAD_DIMS, MAX_GROUP, VALUE_DIMS
+from ..kernels.native.prefill.select import HEAD_DIMS, MAX_GROUP, VALUE_DIMS
 from ..tensor import TensorView
 from ..values import dataclass
 from .checks import check_shape, integer, listed
@@ -185,19 +185,12 @@ def _check_options(call: DecodeCall) -> None:
     options: Any = call.options
     bound, most = integer("max_seq_len", options.max_seq_len), min(capacity_of(call), _MOST)
     if not 0 <= bound <= most:
-        raise UsageError(f"max_seq_len={bound}: expected 0 to {most}, the most keys that a request can have here")
+        raise UsageError(f"max_seq_len={bound}: expected 0 to {most}, the maximum number of keys of a request")
     for name in ("window_left", "window_right"):
         if not -1 <= integer(name, getattr(options, name)) < 1 << 31:
             raise UsageError(f"{name}={getattr(options, name)}: expected -1 (none) or more, below 2^31")
     if options.causal and options.window_right > 0:
         raise UsageError(f"window_right={options.window_right}: expected -1 or 0 with causal=True")
-    head_dim = call.q.shape[-1]
-    if options.batch_invariant and head_dim not in INVARIANT_HEAD_DIMS:
-        dims = " or ".join(map(str, INVARIANT_HEAD_DIMS))
-        raise UsageError(
-            f"batch_invariant=True: q has head_dim {head_dim}, expected {dims}, where decode gives the same bits; "
-            "without it, too, no token's bits depend on other requests or on chunks"
-        )
     if options.lse_base not in LSE_BASES:
         raise UsageError(f"lse_base={options.lse_base!r}: expected '2' or 'e'")
     if float32_number("logit_soft_cap", options.logit_soft_cap) < 0:

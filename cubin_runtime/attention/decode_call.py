@@ -61,22 +61,18 @@ class DecodeOptions:
     enable_pdl: bool | None = False
 
 
-@dataclass(frozen=True, slots=True)
 class DecodeCall:
-    """The tensors and options of one decode, and what follows from them."""
+    """The tensors and options of one decode, and what follows from them; immutable.
 
-    tensors: CallTensors
-    options: DecodeOptions
+    ``ragged``: its requests have query tokens of different number.
+    """
 
-    @property
-    def q(self) -> TensorView:
-        """The queries."""
-        return self.tensors["q"]
+    __slots__ = ("options", "q", "ragged", "tensors")
 
-    @property
-    def ragged(self) -> bool:
-        """Whether requests have query tokens of different number."""
-        return self.tensors.get("q_cu_seq_lens") is not None
+    def __init__(self, tensors: CallTensors, options: DecodeOptions) -> None:
+        self.tensors, self.options = tensors, options
+        self.q: TensorView = tensors["q"]
+        self.ragged = tensors.get("q_cu_seq_lens") is not None
 
     @property
     def batch(self) -> int:
@@ -207,7 +203,7 @@ def token_stride(name: str, view: TensorView, trailing: int) -> int:
     (batch, q_len), (request, token) = shape, strides
     if batch > 1 and request != q_len * token:
         raise UsageError(
-            f"{name}: strides {view.strides}, expected all tokens at one stride: {q_len * token} elements between "
+            f"{name}: strides {view.strides}, expected one stride between all tokens: {q_len * token} elements between "
             f"requests of {q_len} tokens {token} elements apart"
         )
     return token

@@ -27,7 +27,7 @@ from .recording import record, recording
 from .runtime import NativeRelease, Runtime
 from .scales import split_scale
 from .step_plan import StepPlan
-from .torch_ops import RUNTIME_SCRATCH, TORCH_SCRATCH, scratch_of_torch
+from .torch_ops import RUNTIME_SCRATCH, TORCH_SCRATCH, scratch_of_call
 
 if TYPE_CHECKING:
     from .tracing.schema import TracedCall
@@ -133,9 +133,8 @@ def run_decode(plan_class: type[DecodePlan], operator: DecodeOperator, arguments
     kept = 1 << max(_SMALLEST_BOUND_LOG2, (bound - 1).bit_length())
     key = (operator.name, kept, *_option_key(operator, arguments))
     plan, addresses = _find(plan_class, operator, rt, key, arguments, scale, factor, kept)
-    if workspace is TORCH_SCRATCH:
-        workspace = scratch_of_torch(plan, plan.device)
-    launched = plan.launch(addresses, plan.numbers(bound, scale, factor), workspace, handle)
+    scratch = scratch_of_call(rt, plan, workspace, q, handle)
+    launched = plan.launch(addresses, plan.numbers(bound, scale, factor), scratch, handle)
     shortest = 0 if kept == 1 << _SMALLEST_BOUND_LOG2 else kept // 2 + 1
     note_launch(launched._replace(bounds=(shortest, plan.options.max_seq_len)))
     if recording() and operator.traced is not None:

@@ -18,8 +18,8 @@ from ..kernels.native.merge.select import MergeShape, select_merge
 from ..kernels.native.mla.select import MAX_HEADS, MAX_QUERIES, MlaShape, select_mla_decode
 from ..kernels.native.mla.select import PAGE_SIZES as MLA_PAGE_SIZES
 from ..kernels.native.prefill.select import HEAD_DIMS as CONTEXT_HEAD_DIMS
-from ..kernels.native.prefill.select import INVARIANT_HEAD_DIMS, ContextShape, select_context_attention
 from ..kernels.native.prefill.select import MAX_GROUP as MAX_CONTEXT_GROUP
+from ..kernels.native.prefill.select import ContextShape, select_context_attention
 from ..kernels.native.selection import Selection
 from ..launch.driver import DeviceFacts
 from ..values import dataclass
@@ -135,7 +135,7 @@ def explain(sizes: CallSizes, kernels: Sequence[NativeKernel], device: DeviceFac
 def _decode_shape(sizes: CallSizes) -> DecodeShape:
     heads_q, heads_kv, head_dim = sizes.heads_q, 8 if sizes.heads_kv is None else sizes.heads_kv, sizes.head_dim
     if sizes.head_dim_v not in (None, head_dim):
-        raise UsageError(f"head_dim_v={sizes.head_dim_v}: expected {head_dim} as `head_dim` is")
+        raise UsageError(f"head_dim_v={sizes.head_dim_v}: expected {head_dim}, like `head_dim`")
     if not 1 <= heads_kv <= _MOST:
         raise UsageError(f"heads_kv={heads_kv}: expected 1 to {_MOST}")
     sizes.check(MAX_Q_LEN, _MOST, PAGE_SIZES)
@@ -191,15 +191,12 @@ def _context_shape(sizes: CallSizes) -> ContextShape:
     if sizes.head_dim not in CONTEXT_HEAD_DIMS:
         raise UsageError(f"head_dim={sizes.head_dim}: expected one of {', '.join(map(str, CONTEXT_HEAD_DIMS))}")
     if sizes.head_dim_v not in (None, sizes.head_dim):
-        raise UsageError(f"head_dim_v={sizes.head_dim_v}: expected {sizes.head_dim} as `head_dim` is")
+        raise UsageError(f"head_dim_v={sizes.head_dim_v}: expected {sizes.head_dim}, like `head_dim`")
     if not 1 <= heads_kv <= _MOST or sizes.heads_q % heads_kv or sizes.heads_q > MAX_CONTEXT_GROUP * heads_kv:
         raise UsageError(f"heads_q={sizes.heads_q}: expected 1 to {MAX_CONTEXT_GROUP} for each of heads_kv={heads_kv}")
-    if sizes.batch_invariant and sizes.head_dim not in INVARIANT_HEAD_DIMS:
-        dims = " or ".join(map(str, INVARIANT_HEAD_DIMS))
-        raise UsageError(f"batch_invariant=True: head_dim={sizes.head_dim}, expected {dims}")
     dtype = sizes.query_dtype({dtype: (dtype,) for dtype in DTYPES_16})
     if sizes.dtype_out not in (None, dtype):
-        raise UsageError(f"dtype_out={sizes.dtype_out!r}: expected {dtype} as the queries are")
+        raise UsageError(f"dtype_out={sizes.dtype_out!r}: expected {dtype}, like the queries")
     return ContextShape(
         dtype=dtype,
         head_dim=sizes.head_dim,

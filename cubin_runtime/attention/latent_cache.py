@@ -44,9 +44,9 @@ def check_cache(q: TensorView, cache: TensorView) -> None:
     if pages < 1:
         raise UsageError("kv_cache: no pages, expected at least one")
     if width <= ROPE:
-        raise UsageError(f"kv_cache: rows of {width} columns, expected latent ones and {ROPE} rope ones")
+        raise UsageError(f"kv_cache: rows of {width} columns, expected latent columns and {ROPE} rope columns")
     if columns != width:
-        raise UsageError(f"q: {columns} columns a head, expected {width} as the rows of kv_cache have")
+        raise UsageError(f"q: {columns} columns per head, expected {width}, like the rows of kv_cache")
     if page_size not in PAGE_SIZES:
         raise UsageError(f"kv_cache: page size {page_size}, expected one of {listed(PAGE_SIZES)}")
     if not 1 <= heads <= MAX_HEADS:

@@ -29,6 +29,10 @@ class TensorMemory(Protocol):
         """A new tensor, ``tensor`` times ``factor``, computed on the device."""
         ...
 
+    def scale_in_place(self, tensor: Any, factor: float) -> None:
+        """Multiply ``tensor`` by ``factor`` on the device."""
+        ...
+
     def product(self, first: Any, second: Any) -> Any:
         """A new tensor, the product of two tensors of one element, computed on the device."""
         ...
@@ -75,6 +79,13 @@ class TorchMemory:
         """As ``TensorMemory``."""
         _check_torch(tensor, "a scale in base 2")
         return note_made(tensor * factor, lambda scale: scale * factor, (tensor,))
+
+    def scale_in_place(self, tensor: Any, factor: float) -> None:
+        """As ``TensorMemory``; a call that does it takes the full path each time."""
+        if not is_torch(tensor):
+            raise UsageError(f"lse: got {type(tensor).__name__}, expected a torch tensor where its base is changed")
+        note_unrepeatable()
+        tensor.mul_(factor)
 
     def product(self, first: Any, second: Any) -> Any:
         """As ``TensorMemory``."""

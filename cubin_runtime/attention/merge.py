@@ -73,11 +73,11 @@ def _check(call: PlainCall) -> None:
         raise UsageError(f"lse_base={call.options.lse_base!r}: expected {' or '.join(map(repr, LSE_BASES))}")
     other, its_lse = tensors.get("v_other"), tensors.get("s_other")
     if (other is None) != (its_lse is None):
-        raise UsageError(f"s_other: {'None' if its_lse is None else 'given'}, expected it with v_other and only there")
+        raise UsageError(f"s_other: {'None' if its_lse is None else 'given'}, expected exactly when v_other is given")
     tensors.check_dtypes()
     check_shape("s", tensors["s"], (tokens, parts, heads))
     check_shape("v_other", other, (tokens, heads, dim))
-    check_dtype("v_other", other, (v.dtype,), " as v has")
+    check_dtype("v_other", other, (v.dtype,), ", like v")
     check_shape("s_other", its_lse, (tokens, heads))
     check_shape("out", tensors["out"], (tokens, heads, dim))
     check_shape("lse", tensors.get("lse"), (tokens, heads))
@@ -154,9 +154,9 @@ class MergeStatesPlan(PlainPlan):
         workspace: AnyWorkspace | None = None,
         stream: Stream | None = None,
     ) -> None:
-        """Run on tensors of the forms that the plan was made for; see ``merge_states``, whose errors it has.
+        """Run on tensors with the planned shapes, strides and dtypes; see ``merge_states``, whose errors it has.
 
-        A tensor that the plan was made without must be left out, and the reverse.
+        Pass exactly the optional tensors that the plan was made with.
         """
         self.run_step(locals())
 
@@ -177,10 +177,10 @@ def plan_merge_states(
     runtime: Runtime | None = None,
     device_facts: DeviceFacts | None = None,
 ) -> MergeStatesPlan:
-    """Choose the kernel and grid for tensors like these; arguments and errors as ``merge_states``.
+    """Choose the kernel and the grid for tensors like these. Arguments and errors are those of ``merge_states``.
 
-    Nothing is launched or loaded and no tensor is read. ``device_facts`` plans for a described device instead of the
-    one that ``v`` is on.
+    Planning launches and loads nothing and reads no tensor. ``device_facts`` plans for a described device instead of
+    the one that ``v`` is on.
     """
     return plan_plain(MergeStatesPlan, MERGE_STATES, locals())
 
@@ -213,9 +213,9 @@ def merge_states(
 ) -> QueryT | OutT:
     """Merge attention results over disjoint sets of keys into the result over all of them, by their log-sum-exp.
 
-    The parts are added in their order, ``v_other`` last, in float32: the same parts give the same bits. A part whose
-    log-sum-exp is -inf saw no key and does not count, whatever its values are; where all parts are so, the output is 0
-    and its log-sum-exp -inf (or the sink's).
+    The parts are added in order, ``v_other`` last, in float32, so the same parts give the same bits. A part whose
+    log-sum-exp is -inf saw no key and is ignored, whatever its values are. If all parts are ignored, the output is 0
+    and its log-sum-exp is -inf (or that of the sink).
 
     Args:
         v: partial outputs, each normalised: ``[tokens, parts, heads, head_dim]``, or ``[tokens, heads, head_dim]`` of
@@ -224,13 +224,13 @@ def merge_states(
         s: float32, shaped like ``v`` without head_dim, any strides: the log-sum-exp of each part, without a sink.
         v_other, s_other: one more part, ``[tokens, heads, head_dim]`` and ``[tokens, heads]``, of v's dtype.
         out: ``[tokens, heads, head_dim]``, bfloat16, float16 or float32, addresses and strides in multiples of 16
-            bytes; it may be ``v`` of one part. None makes it like ``v`` where that is a torch tensor.
-        lse: float32 ``[tokens, heads]``, any strides, filled with the log-sum-exp of the output; it may be ``s`` of one
-            part. None: not wanted.
-        sinks: float32 ``[heads]``, contiguous: a logit of each head (natural exponent) that enters the denominator and
-            the log-sum-exp once. None: none.
-        mask: bool or uint8 ``[tokens]``, contiguous: tokens with 0 are left as they are in ``out`` and ``lse``. None:
-            all are merged.
+            bytes; it may be ``v`` of one part. None allocates one like ``v`` if ``v`` is a torch tensor.
+        lse: float32 ``[tokens, heads]``, any strides, receives the log-sum-exp of the output; it may be ``s`` of one
+            part. None: not computed.
+        sinks: float32 ``[heads]``, contiguous: one logit per head (natural exponent) that is added once to the
+            denominator and the log-sum-exp. None: no sinks.
+        mask: bool or uint8 ``[tokens]``, contiguous: tokens with 0 are left unchanged in ``out`` and ``lse``. None: all
+            tokens are merged.
         lse_base: base of all log-sum-exps: "2" or "e".
         workspace, stream, backend, enable_pdl, runtime: as for ``append_kv``.
 

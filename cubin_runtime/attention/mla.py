@@ -115,7 +115,7 @@ MLA_DECODE = DecodeOperator(
 
 
 class MlaDecodePlan(DecodePlan):
-    """An MLA decode; made by ``plan_mla_decode``."""
+    """A plan made by ``plan_mla_decode``."""
 
     @property
     def selection(self) -> MlaSelection:
@@ -142,9 +142,9 @@ class MlaDecodePlan(DecodePlan):
         stream: Stream | None = None,
         max_seq_len: int | None = None,
     ) -> None:
-        """Run on tensors of the shapes, strides and dtypes that the plan was made for; see ``mla_decode``.
+        """Run on tensors with the planned shapes, strides and dtypes; see ``mla_decode``.
 
-        Arguments and errors otherwise as ``PagedDecodePlan.run``.
+        The other arguments and the errors are those of ``PagedDecodePlan.run``.
         """
         self.run_step(locals())
 
@@ -170,12 +170,12 @@ def plan_mla_decode(
     runtime: Runtime | None = None,
     device_facts: DeviceFacts | None = None,
 ) -> MlaDecodePlan:
-    """Choose the kernel and grid for tensors like these; arguments and errors as ``mla_decode``.
+    """Choose the kernel and the grid for tensors like these. Arguments and errors are those of ``mla_decode``.
 
-    Nothing is launched or loaded and no tensor is read: only dtypes, shapes and strides matter.
-    So ``max_q_len`` must be given with ``q_cu_seq_lens``, and ``out`` always. Whether there are a mask, sinks, a
-    log-sum-exp, and scales on the device is planned: every run must have them alike. ``device_facts`` plans for a
-    described device instead of the one that ``q`` is on.
+    Planning launches and loads nothing and reads no tensor: only dtypes, shapes and strides matter. Therefore ``out``
+    is required, and ``max_q_len`` is required with ``q_cu_seq_lens``. The plan fixes whether there are a mask, sinks, a
+    log-sum-exp and scales on the device; every run must pass the same ones. ``device_facts`` plans for a described
+    device instead of that of ``q``.
     """
     return plan_decode(MlaDecodePlan, MLA_DECODE, locals())
 
@@ -207,55 +207,57 @@ def mla_decode(
 ) -> QueryT | OutT:
     """Multi-head latent attention of the newest tokens of each request over its paged latent cache.
 
-    All heads share one row of the cache a token: its first columns are the latent, which is the value and with the 64
-    rope columns behind it the key. Queries come projected into the latent space. Nothing is copied or moved.
+    All heads share one cache row per token. Its first columns are the latent, which is the value; the latent and the 64
+    rope columns after it are the key. Queries must already be projected into the latent space.
 
     Args:
         q: ``[batch, heads, latent + 64]`` (one token per request), ``[batch, q_len, heads, latent + 64]`` with q_len 1
             to 16, or ``[tokens, heads, latent + 64]`` with ``q_cu_seq_lens``. latent is 512 or 256, heads 1 to 128.
-            bfloat16, or like the cache where a kernel takes that. All tokens lie at one stride; addresses and strides
-            in multiples of 16 bytes.
+            bfloat16, or the dtype of the cache if a kernel supports that. One stride between all tokens; addresses and
+            strides in multiples of 16 bytes.
         kv_cache: ``[pages, page_size, latent + 64]`` or ``[pages, 1, page_size, latent + 64]``, bfloat16 or
-            float8_e4m3fn, page_size 32, 64 or 128. Strides are taken as they are, in multiples of 16 bytes.
-        page_table: int32 ``[batch, columns]``, the pages of each request in order; entries past a length are not
-            read.
-        seq_lens: int32 or uint32 ``[batch]``, keys of each request, its query tokens' included. 0 gives output 0 and
-            log-sum-exp -inf; with fewer keys than query tokens so do the first of these.
-        max_seq_len: bound on every length; at most columns x page_size. The launch depends on it, never on the
-            lengths.
-        softmax_scale: factor of the scores: a number, or a float32 tensor of one element on the device, read when
-            the kernel runs. It has no default: it follows from the head dimension before the projection.
-        output_scale: factor of the output, likewise.
-        q_cu_seq_lens: int32 or uint32 ``[batch + 1]``, contiguous: where the query tokens of each request begin,
-            from 0 to ``tokens``. A request may have none. None: all have the same number.
-        max_q_len: bound on the query tokens of a request, 1 to 16, with ``q_cu_seq_lens`` only; it may be more than
-            any has. None there: the sums are read back and checked, which waits for the device and cannot be captured.
-        mask: which query tokens of its own request each token sees, 32 bits a token: uint16 ``[batch, q_len, 2]`` or
-            ``[tokens, 2]`` (low half first), or uint32 with a last dimension of 1; contiguous. None: causal.
-        sinks: float32 ``[heads]``, contiguous: a logit of each head that enters the denominator alone. None: none.
-        batch_invariant: make the bits of a request's output depend on its own tokens, keys and options alone, not
-            on batch, bounds or grid.
+            float8_e4m3fn, page_size 32, 64 or 128. Any strides in multiples of 16 bytes.
+        page_table: int32 ``[batch, columns]``, the page ids of each request in order; entries past a request's length
+            are not read.
+        seq_lens: int32 or uint32 ``[batch]``, number of keys of each request, those of its query tokens included. With
+            length 0, the output is 0 and the log-sum-exp -inf. If a request has fewer keys than query tokens, the same
+            holds for its first query tokens.
+        max_seq_len: upper bound on all lengths, at most columns x page_size. The launch depends on this bound, not on
+            the lengths.
+        softmax_scale: factor of the scores: a number, or a one-element float32 tensor on the device, which the kernel
+            reads. There is no default, because it depends on the head dimension before the projection.
+        output_scale: factor of the output, like ``softmax_scale``.
+        q_cu_seq_lens: int32 or uint32 ``[batch + 1]``, contiguous: prefix sums of the numbers of query tokens, from 0
+            to ``tokens``. A request may have no query token. None: all requests have the same number.
+        max_q_len: upper bound on the query tokens of a request, 1 to 16; only with ``q_cu_seq_lens``. None:
+            ``q_cu_seq_lens`` is read back and checked, which waits for the device and cannot be captured in a graph.
+        mask: which query tokens of its request each query token sees, as 32 bits per token: uint16 ``[batch, q_len,
+            2]`` or ``[tokens, 2]`` (low half first), or uint32 with a last dimension of 1; contiguous. None: causal.
+        sinks: float32 ``[heads]``, contiguous: one logit per head that is added to the softmax denominator only. None:
+            no sinks.
+        batch_invariant: make the output bits of a request depend only on its own tokens, keys and options, not on
+            batch, bounds or grid.
         out: shaped like ``q`` with the latent columns alone, of dtype bfloat16, float16 or float8_e4m3fn (which
-            saturates), addresses and strides in multiples of 16 bytes. None makes it where ``q`` is a torch tensor,
-            of dtype bfloat16.
-        lse: float32, shaped like ``q`` without its last dimension, all tokens at one stride; filled with the
-            log-sum-exp in base 2, the sink included, the output scale not. None: not wanted.
-        workspace: scratch that belongs to ``stream``; None: one that the cached plan keeps for it.
-        stream: an int handle, an object with ``__cuda_stream__``, a torch stream, or None: torch's current stream
-            where ``q`` is a torch tensor, else the legacy default stream.
-        backend: "auto" (a backend measured on this compute capability) or a backend's name.
-        enable_pdl: launch with programmatic stream serialization.
-        runtime: None: the process's default.
+            saturates), addresses and strides in multiples of 16 bytes. None allocates a bfloat16 tensor if ``q`` is a
+            torch tensor.
+        lse: float32, shaped like ``q`` without its last dimension, with one stride between all tokens. It receives the
+            log-sum-exp in base 2, which includes the sink but not the output scale. None: not computed.
+        workspace: scratch memory that belongs to ``stream``. None: the one that the cached plan keeps for this stream.
+        stream: an int handle, an object with ``__cuda_stream__``, a torch stream, or None: torch's current stream if
+            ``q`` is a torch tensor, otherwise the legacy default stream.
+        backend: "auto" (a backend that was measured on this compute capability) or the name of a backend.
+        enable_pdl: launch with programmatic dependent launch (stream serialization).
+        runtime: the runtime to use. None: the process's default runtime.
 
     Returns:
         ``out``.
 
     Raises:
-        UsageError: an argument is outside its domain.
-        BackendError: nothing runs this on the device.
-        WorkspaceError: the workspace does not fit, or the stream captures and has none yet.
-        MissingError, SourceError, CorruptError: the kernel cannot be had.
-        DeviceError: the driver or the ABI gate refuses.
+        UsageError: an argument is invalid.
+        BackendError: no backend supports the call on this device.
+        WorkspaceError: the workspace is too small, or the stream is capturing and has no workspace yet.
+        MissingError, SourceError, CorruptError: the kernel is not available.
+        DeviceError: the driver or the ABI gate rejects the launch.
     """
     result: QueryT | OutT = run_decode(MlaDecodePlan, MLA_DECODE, locals())
     return result

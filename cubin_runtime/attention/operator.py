@@ -122,7 +122,7 @@ class CallTensors:
                 raise UsageError(f"{arg.name}: last stride {view.strides[-1]}, expected 1")
         for arg, view in there:
             if min(view.strides, default=0) < 0:
-                raise UsageError(f"{arg.name}: strides {view.strides}, expected none below 0")
+                raise UsageError(f"{arg.name}: strides {view.strides}, expected no negative stride")
             unit = arg.stride_bytes // ITEM_BYTES[view.dtype]
             steps = zip(view.shape[:-1], view.strides[:-1], strict=True)
             if unit > 1 and [stride for size, stride in steps if size > 1 and stride % unit]:
@@ -130,10 +130,12 @@ class CallTensors:
         for arg, view in there:
             steps = zip(view.shape, view.strides, strict=True)
             if arg.written and [size for size, stride in steps if size > 1 and not stride]:
-                raise UsageError(f"{arg.name}: strides {view.strides}, expected no two elements at one address")
+                raise UsageError(f"{arg.name}: strides {view.strides}, expected no overlapping elements")
         for arg, view in there:
             if arg.contiguous and not view.is_contiguous:
-                raise UsageError(f"{arg.name}: shape {view.shape} with strides {view.strides}, expected it contiguous")
+                raise UsageError(
+                    f"{arg.name}: shape {view.shape} with strides {view.strides}, expected a contiguous tensor"
+                )
 
     def check_planned(self, planned: Sequence[TensorSpec | None]) -> None:
         """Raise ``UsageError`` for the first tensor that is not of the form that a plan was made for."""

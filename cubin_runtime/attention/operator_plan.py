@@ -33,8 +33,8 @@ _MAX_PLACES = 1024  # workspaces whose regions are remembered
 
 
 class ClampedInputError(DeviceError):
-    """A kernel met a length, page id, position or running sum outside its bounds; it was clamped or skipped, so that
-    run's output is not what was asked for."""
+    """A kernel found a length, page id, position or prefix sum out of bounds and clamped or skipped it, so the output
+    of that run is not the requested one."""
 
 
 def check_workspace(workspace: object) -> None:
@@ -44,12 +44,12 @@ def check_workspace(workspace: object) -> None:
 
 
 class OperatorPlan:
-    """The launches of an operator for one set of forms and options.
+    """The launches of an operator for one set of tensor forms and options.
 
-    It owns no tensor. Each run has scratch that belongs to its stream (``prepare``). A run allocates nothing, waits for
-    nothing and loads nothing, so it may be captured into a graph, whose replays follow lengths and page tables as they
-    change on the device, up to the planned bound. It runs on the device of its tensors, whatever context is current.
-    Safe between threads.
+    A plan owns no tensor. Each run uses scratch memory that belongs to its stream (``prepare``). A run allocates,
+    synchronises and loads nothing, so it can be captured into a graph; replays use the lengths and page tables that are
+    then on the device, up to the planned bound. A plan runs on the device of its tensors, whatever context is current.
+    It is thread-safe.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class OperatorPlan:
         self.options = options
         self.specs = tensors.specs
         self.launches = tuple(launches)
-        self.regions = tuple(dict.fromkeys(region for launch in self.launches for region in launch.regions))
+        self.regions = tuple(dict.fromkeys([region for launch in self.launches for region in launch.regions]))
         self._runtime = runtime
         self.device = tensors[operator.tensors[0].name].device
         self.of_torch = of_torch
@@ -79,7 +79,7 @@ class OperatorPlan:
 
     @property
     def driver(self) -> Driver:
-        """The driver that it launches with."""
+        """The driver that launches the kernels."""
         return self._runtime.driver
 
     @property
@@ -89,7 +89,7 @@ class OperatorPlan:
 
     @property
     def selections(self) -> tuple[Any, ...]:
-        """What was chosen for each launch, and why."""
+        """The kernel and grid chosen for each launch, and the reason."""
         return tuple(launch.selection for launch in self.launches)
 
     @property
@@ -112,14 +112,14 @@ class OperatorPlan:
             self._runtime.load(launch.selection.kernel, context)
 
     def prepare(self, stream: Stream | None = None, *, graphs: int = 0) -> Workspace:
-        """The workspace of this plan on ``stream``, made and cleared on first use, kept by the plan.
+        """Return the plan's workspace on ``stream``; it is allocated and cleared on first use, and the plan keeps it.
 
         Args:
-            stream: as for ``run``; None: the stream that a run without one would take.
-            graphs: reserve memory for so many captures to come: each graph has its own until it is destroyed.
+            stream: as for ``run``; None: the stream that a run without ``stream`` uses.
+            graphs: number of later captures to reserve memory for: each graph has its own memory until it is destroyed.
 
         Raises:
-            WorkspaceError: ``stream`` is capturing and has none yet.
+            WorkspaceError: ``stream`` is capturing and has no workspace yet.
         """
         handle = self.stream_of(stream)
         workspace = self._pool.take(handle)
@@ -245,11 +245,10 @@ class OperatorPlan:
         return stream_handle(stream)
 
     def check(self, workspace: AnyWorkspace, stream: Stream | None = None) -> None:
-        """Wait for ``stream``, which the workspace belongs to, then read and clear the workspace's status word.
+        """Wait for ``stream``, which the workspace belongs to, then read and clear its status word.
 
         Raises:
-            ClampedInputError: a run since the last check met a length, a page id, a position or a running sum outside
-                its bounds.
+            ClampedInputError: a run since the last check found a length, page id, position or prefix sum out of bounds.
         """
         if STATUS not in self.regions:
             return

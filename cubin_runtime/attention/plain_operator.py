@@ -14,14 +14,14 @@ from ..tensor import is_torch
 from ..values import dataclass
 from .backends import resolve_backend
 from .checks import check_switches, check_words
-from .fast_path import note_launch, note_unrepeatable
+from .fast_path import note_launch
 from .operator import CallTensors, Operator
 from .operator_plan import check_workspace
 from .process import default_runtime
 from .runtime import NativeRelease, Runtime
 from .scales import split_scale
 from .step_plan import StepPlan
-from .torch_ops import RUNTIME_SCRATCH, TORCH_SCRATCH, TorchOp, scratch_of_torch
+from .torch_ops import RUNTIME_SCRATCH, TORCH_SCRATCH, TorchOp, scratch_of_call
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class PlainPlan(StepPlan):
         for name, number in zip(names, split_scales(names, arguments), strict=True):
             planned = getattr(self.options, name)
             if number is not None and planned is None:
-                raise UsageError(f"{name}={number}: planned without a number")
+                raise UsageError(f"{name}={number}: planned with None")
             found.append(planned if number is None else number)
         return _numbers(found)
 
@@ -91,7 +91,7 @@ def split_scales(names: Sequence[str], arguments: dict[str, Any]) -> tuple[float
     for name in names:
         number, arguments[name] = split_scale(arguments[name], name)
         if number == 0:
-            raise UsageError(f"{name}={number}: expected another number than 0")
+            raise UsageError(f"{name}={number}: expected a number other than 0")
         numbers.append(number)
     return tuple(numbers)
 
@@ -129,12 +129,8 @@ def run_plain(plan_class: type[PlainPlan], operator: PlainOperator, arguments: d
     named = tuple(getattr(options, name) for name in options.__slots__ if name not in operator.scales)
     plan: PlainPlan = runtime.plans.get((operator.name, *named, given, tensors.specs), planned)
     tensors.check_addresses()
-    if workspace is None and is_torch(first) and _captures(runtime, plan.device, handle):
-        workspace = TORCH_SCRATCH  # the graph's own; other calls have the plan's
-        note_unrepeatable()
-    if workspace is TORCH_SCRATCH:
-        workspace = scratch_of_torch(plan, plan.device)
-    note_launch(plan.launch(tensors.addresses, _numbers(numbers), workspace, handle))
+    scratch = scratch_of_call(runtime, plan, workspace, first, handle)
+    note_launch(plan.launch(tensors.addresses, _numbers(numbers), scratch, handle))
 
 
 def plain_op(operator: PlainOperator, complete: Callable[[dict[str, Any]], Any] = lambda _: None) -> TorchOp:
@@ -162,12 +158,6 @@ def _options(operator: PlainOperator, arguments: dict[str, Any]) -> Any:
 
 def _default(operator: PlainOperator, name: str) -> Any:
     return operator.options.__dataclass_fields__[name].default
-
-
-def _captures(runtime: Runtime, device: int, stream: int) -> bool:
-    driver = runtime.driver
-    with driver.using(driver.context_on(device)):
-        return driver.is_capturing(stream)
 
 
 def _plan(

@@ -87,9 +87,9 @@ class ContextAttentionPlan(DecodePlan):
         stream: Stream | None = None,
         max_seq_len: int | None = None,
     ) -> None:
-        """Run on tensors of the shapes, strides and dtypes that the plan was made for; see ``context_attention``.
+        """Run on tensors with the planned shapes, strides and dtypes; see ``context_attention``.
 
-        Arguments and errors otherwise as ``PagedDecodePlan.run``.
+        The other arguments and the errors are those of ``PagedDecodePlan.run``.
         """
         self.run_step(locals())
 
@@ -123,11 +123,11 @@ def plan_context_attention(
     runtime: Runtime | None = None,
     device_facts: DeviceFacts | None = None,
 ) -> ContextAttentionPlan:
-    """Choose the kernel and grid for tensors like these; arguments and errors as ``context_attention``.
+    """Choose the kernel and the grid for tensors like these. Arguments and errors are those of ``context_attention``.
 
-    Nothing is launched or loaded and no tensor is read: only dtypes, shapes and strides matter. So ``out`` must be
-    given. Whether there are a page table, lengths, sinks, a log-sum-exp, and scales on the device is planned: every run
-    must have them alike. ``device_facts`` plans for a described device instead of the one that ``q`` is on.
+    Planning launches and loads nothing and reads no tensor: only dtypes, shapes and strides matter. Therefore ``out``
+    is required. The plan fixes whether there are a page table, lengths, sinks, a log-sum-exp and scales on the device;
+    every run must pass the same ones. ``device_facts`` plans for a described device instead of that of ``q``.
     """
     return plan_decode(ContextAttentionPlan, CONTEXT_ATTENTION, locals())
 
@@ -165,66 +165,67 @@ def context_attention(
     enable_pdl: bool = False,
     runtime: Runtime | None = None,
 ) -> QueryT | OutT:
-    """Attention of many query tokens of each request over its keys: prefill, chunks of one, cross attention.
+    """Attention of many query tokens per request: prefill, chunked prefill, cross attention.
 
-    The last query token of a request stands at its last key: token i is at position ``kv_len - q_len + i``. Keys and
-    values are paged (``page_table``), ragged (``kv_cu_seq_lens``), or of one size for all requests (neither).
-    The bits of a token's output depend on its own query, its keys and the options alone: not on how a prompt is cut
-    into chunks, on other requests, pages, bounds or the GPU's schedule.
+    The last query token of a request is at the position of its last key: query token i is at position ``kv_len - q_len
+    + i``. Keys and values are paged (``page_table``), ragged (``kv_cu_seq_lens``), or of one size for all requests
+    (neither). The output bits of a token depend only on its own query, its keys and the options, not on the chunking of
+    a prompt, other requests, pages, bounds or the GPU's schedule.
 
     Args:
         q: ``[tokens, q_heads, head_dim]`` with ``q_cu_seq_lens``, or ``[batch, q_len, q_heads, head_dim]``. bfloat16 or
-            float16, head_dim 64, 128, 192 or 256, q_heads 1 to 64 times kv_heads. Here as for k, v and out, addresses
-            and strides are multiples of 16 bytes, and tokens lie at one stride.
+            float16, head_dim 64, 128, 192 or 256, q_heads 1 to 64 times kv_heads. For q, k, v and out, addresses and
+            strides are multiples of 16 bytes, with one stride between all tokens.
         k: of q's dtype. With ``page_table`` ``[pages, page_size, kv_heads, head_dim]`` (NHD) or ``[pages, kv_heads,
             page_size, head_dim]`` (HND), page_size 16, 32, 64, 128 or 256; with ``kv_cu_seq_lens`` ``[tokens,
             kv_heads, head_dim]``; else ``[batch, kv_len, kv_heads, head_dim]`` (NHD) or with heads in front of tokens
             (HND).
-        v: like ``k``, with 128 columns where head_dim is 192 (MLA's prefill). One tensor that holds K and V serves
-            through its two views. Values that a request's rows see must be finite; what lies past its end may be
-            anything.
-        max_seq_len: bound on the keys of every request. The launch depends on it, never on the lengths.
-        page_table: int32 ``[batch, columns]``, the pages of each request in order. Entries past a length, and those
-            in front of what a window shows, are not read.
-        seq_lens: int32 or uint32 ``[batch]``, keys of each request, contiguous. Needed with ``page_table``; else a
-            request may have fewer keys than lie there. 0 gives output 0.
-        q_cu_seq_lens: int32 or uint32 ``[batch + 1]``, contiguous: where the query tokens of each request begin, from
-            0 to ``tokens``. A request may have none. None: all have the same number.
-        kv_cu_seq_lens: likewise for ragged keys and values.
-        max_q_len: bound on the query tokens of a request, with ``q_cu_seq_lens`` only; None: ``tokens``.
-        causal: a token sees no key behind its own position.
-        window_left: keys before its own position that a token sees; -1: all.
-        window_right: keys behind its own position that a token sees, without ``causal``; -1: all.
-        logit_soft_cap: scores become ``cap * tanh(score / cap)`` after the softmax scale; 0: they do not.
-        sinks: float32 ``[q_heads]`` or ``[kv_heads, group]``, contiguous: a logit of each head that enters the
-            denominator alone. None: none.
-        softmax_scale: factor of the scores: a number, or a float32 tensor of one element on the device, read when
-            the kernel runs; None: 1 / sqrt(head_dim).
-        output_scale: factor of the output, likewise.
+        v: like ``k``, with 128 columns if head_dim is 192 (MLA prefill). K and V may be two views of one tensor. Values
+            that a query token sees must be finite; memory past a request's length may hold anything.
+        max_seq_len: upper bound on the number of keys of a request. The launch depends on this bound, not on the
+            lengths.
+        page_table: int32 ``[batch, columns]``, the page ids of each request in order. Entries past a request's length
+            or before its window are not read.
+        seq_lens: int32 or uint32 ``[batch]``, keys of each request, contiguous. Required with ``page_table``; otherwise
+            optional, for requests that use only their first keys. With length 0, the output is 0.
+        q_cu_seq_lens: int32 or uint32 ``[batch + 1]``, contiguous: prefix sums of the numbers of query tokens, from 0
+            to ``tokens``. A request may have no query token. None: all requests have the same number.
+        kv_cu_seq_lens: the same for ragged keys and values.
+        max_q_len: upper bound on the query tokens of a request; only with ``q_cu_seq_lens``. None: ``tokens``.
+        causal: a token sees no key after its own position.
+        window_left: how many keys before its own position a token sees; -1: all.
+        window_right: how many keys after its own position a token sees, without ``causal``; -1: all.
+        logit_soft_cap: scores become ``cap * tanh(score / cap)`` after the softmax scale; 0: no cap.
+        sinks: float32 ``[q_heads]`` or ``[kv_heads, group]``, contiguous: one logit per head that is added to the
+            softmax denominator only. None: no sinks.
+        softmax_scale: factor of the scores: a number, or a one-element float32 tensor on the device, which the kernel
+            reads. None: 1 / sqrt(head_dim).
+        output_scale: factor of the output, like ``softmax_scale``.
         kv_layout: "NHD" or "HND".
         lse_base: "2" or "e", the base of the log-sum-exp.
         lse_sink: whether the log-sum-exp includes the sink.
-        batch_invariant: also give a token the bits that ``paged_decode`` with ``batch_invariant`` gives it, as a draft
-            or in a step of its own; head_dim 64 or 128.
-        out: like ``q``, with the columns of ``v``. None makes it where ``q`` is a torch tensor.
-        lse: float32, shaped like ``q`` without head_dim, all tokens at one stride; filled with the log-sum-exp of the
-            scores, the output scale not included. None: not wanted.
-        workspace: scratch that belongs to ``stream``; None: one that the cached plan keeps for it.
-        stream: an int handle, an object with ``__cuda_stream__``, a torch stream, or None: torch's current stream
-            where ``q`` is a torch tensor, else the legacy default stream.
-        backend: "auto" (a backend measured on this compute capability) or a backend's name.
-        enable_pdl: launch with programmatic stream serialization.
-        runtime: None: the process's default.
+        batch_invariant: give a token the bits that ``paged_decode`` with ``batch_invariant`` gives it, as a draft or in
+            a step of its own, if head_dim is 64 or 128. Without it, too, a token's bits do not depend on other requests
+            or on the chunks of its prompt.
+        out: like ``q``, with the columns of ``v``. None allocates it if ``q`` is a torch tensor.
+        lse: float32, shaped like ``q`` without head_dim, with one stride between all tokens. It receives the
+            log-sum-exp of the scores, without the output scale. None: not computed.
+        workspace: scratch memory that belongs to ``stream``. None: the one that the cached plan keeps for this stream.
+        stream: an int handle, an object with ``__cuda_stream__``, a torch stream, or None: torch's current stream if
+            ``q`` is a torch tensor, otherwise the legacy default stream.
+        backend: "auto" (a backend that was measured on this compute capability) or the name of a backend.
+        enable_pdl: launch with programmatic dependent launch (stream serialization).
+        runtime: the runtime to use. None: the process's default runtime.
 
     Returns:
-        ``out``. A token that sees no key has output 0 and log-sum-exp -inf, or its sink's where that is included.
+        ``out``. A token that sees no key has output 0 and log-sum-exp -inf (or that of the sink, if ``lse_sink``).
 
     Raises:
-        UsageError: an argument is outside its domain.
-        BackendError: nothing runs this on the device.
-        WorkspaceError: the workspace does not fit, or the stream captures and has none yet.
-        MissingError, SourceError, CorruptError: the kernel cannot be had.
-        DeviceError: the driver or the ABI gate refuses.
+        UsageError: an argument is invalid.
+        BackendError: no backend supports the call on this device.
+        WorkspaceError: the workspace is too small, or the stream is capturing and has no workspace yet.
+        MissingError, SourceError, CorruptError: the kernel is not available.
+        DeviceError: the driver or the ABI gate rejects the launch.
     """
     result: QueryT | OutT = run_decode(ContextAttentionPlan, CONTEXT_ATTENTION, locals())
     return result

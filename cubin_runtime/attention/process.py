@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import threading
+from typing import TYPE_CHECKING
 
 from ..errors import UsageError
-from .runtime import Runtime
+
+if TYPE_CHECKING:
+    from .runtime import Runtime
 
 
 class _Default:
@@ -19,11 +22,13 @@ _lock = threading.Lock()
 
 
 def default_runtime() -> Runtime:
-    """The process's runtime, made on first use from the environment.
+    """Return the process's default runtime, which is made from the environment on first use.
 
     Raises:
-        UsageError: it was made before this process was forked.
+        UsageError: the runtime was made before this process was forked.
     """
+    from .runtime import Runtime
+
     with _lock:
         made = default.runtime = default.runtime or Runtime()
     made.check_process()
@@ -31,10 +36,10 @@ def default_runtime() -> Runtime:
 
 
 def set_default_runtime(runtime: Runtime) -> None:
-    """Set what ``default_runtime`` gives; only before its first use.
+    """Set the process's default runtime, before its first use.
 
     Raises:
-        UsageError: it is in use already.
+        UsageError: the default runtime is already in use.
     """
     with _lock:
         if default.runtime is not None:

@@ -64,7 +64,7 @@ def paged_decode_reference(
         mask: integers ``[tokens]``: bit j of a token's word lets it see the j-th query token of its own request;
             keys in front of them are always seen. None: causal.
         sinks: ``[q_heads]`` or ``[kv_heads, group]``, logits that enter the denominator alone; None: none.
-        window_left: keys before its own position that a token sees; -1: all.
+        window_left: how many keys before its own position a token sees; -1: all.
         causal: False, without a mask: every query token sees all keys.
 
     Returns:

@@ -70,11 +70,11 @@ class TrtllmGenRelease:
 
 @dataclass(frozen=True, slots=True)
 class RuntimeStats:
-    """What a runtime did since it was made.
+    """What a runtime did since its creation.
 
-    ``launches`` of its driver; plans made, and found again by the full path of a call; fast paths that are kept; cubins
-    loaded, their bytes, and loads that failed; with ``Config.profile`` the seconds that launches took in the driver,
-    else None.
+    The numbers of launches, of plans made, of plans found in the cache by the full path of a call, of fast paths kept,
+    of cubins loaded, their bytes, and of failed loads. With ``Config.profile``, also the seconds that launches took in
+    the driver, otherwise None.
     """
 
     launches: int
@@ -88,7 +88,7 @@ class RuntimeStats:
 
 
 class Runtime:
-    """Owns the artifact library, the driver and the module cache; safe between threads, not across a fork.
+    """Owns the artifact library, the driver and the module cache. It is thread-safe, but cannot be used after a fork.
 
     Operators take ``runtime=None`` for the process's default (``default_runtime``).
     """
@@ -104,8 +104,8 @@ class Runtime:
     ) -> None:
         """``config=None`` reads the environment.
 
-        ``release`` is the pin of the native release, ``trtllm_release`` that of the trtllm-gen one; ``memory`` makes
-        outputs and reads tensors back (torch by default).
+        ``release`` is the pin of the native release, ``trtllm_release`` that of the trtllm-gen release. ``memory``
+        allocates outputs and reads tensors back (by default with torch).
         """
         from ..artifacts.library import Library
 
@@ -218,7 +218,7 @@ class Runtime:
         return self.modules.preload([self.request(kernel, context) for kernel in kernels])
 
     def stats(self) -> RuntimeStats:
-        """What it did so far."""
+        """Counters of what the runtime did so far."""
         counts, profiler = self.modules.counts, self.driver.profiler
         return RuntimeStats(
             launches=self.driver.launches,

@@ -15,11 +15,13 @@ from ..errors import UsageError
 from ..launch.compiled import compiled
 from ..launch.regions import workspace_size
 from ..launch.semaphore_workspace import SemaphoreWorkspace
+from ..tensor import is_torch
 from ..values import dataclass
-from .fast_path.notes import note_made
+from .fast_path.notes import note_made, note_unrepeatable
 
 if TYPE_CHECKING:
     from .operator_plan import OperatorPlan
+    from .runtime import Runtime
 
 NAMESPACE = "cubin_runtime"
 _SCALE = "Scale"  # a number, or a tensor on the device: two arguments of an op
@@ -44,6 +46,20 @@ def scratch_of_torch(plan: OperatorPlan, device: int) -> SemaphoreWorkspace:
         parts.append((0 if tensor is None else tensor.data_ptr(), size))
     semaphores, scratch = parts
     return SemaphoreWorkspace(semaphores, scratch, owner=tensors)
+
+
+def scratch_of_call(runtime: Runtime, plan: OperatorPlan, workspace: Any, like: Any, stream: int) -> Any:
+    """The workspace of a call that asked for ``workspace`` with the tensor ``like``; None: the plan's own.
+
+    In a capture by torch that is memory of the graph: nobody could have reserved room for it in a plan that the call
+    finds by itself.
+    """
+    if workspace is None and is_torch(like) and stream == runtime.memory.current_stream(like):
+        with runtime.driver.using(runtime.driver.context_on(plan.device)):
+            if runtime.driver.is_capturing(stream):
+                note_unrepeatable()
+                workspace = TORCH_SCRATCH
+    return scratch_of_torch(plan, plan.device) if workspace is TORCH_SCRATCH else workspace
 
 
 def torch_bytes(size: int, device: int, *, zeroed: bool) -> Any:
@@ -107,7 +123,9 @@ class TorchOp:
         for name, kind in self.kinds.items():
             value = given[name]
             if isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled():
-                raise UsageError(f"{name}: requires grad, which this operator has not: call it under torch.no_grad()")
+                raise UsageError(
+                    f"{name}: requires grad, but this operator has no backward pass: call it under torch.no_grad()"
+                )
             if kind == _SCALE:
                 is_tensor = isinstance(value, torch.Tensor)
                 packed.append(None if is_tensor or value is None else float(value))

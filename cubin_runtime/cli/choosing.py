@@ -24,7 +24,7 @@ Targets = Annotated[
 def resolved(library: Library, target: str) -> str:
     """The target itself, or the one path that is meant by a file's or kernel's name, as ``list`` and ``explain`` print.
 
-    Looked for in the releases whose manifest is at hand.
+    Looked for in the releases whose manifest is available locally.
 
     Raises:
         PinError: it is no pin, no path that a pin covers, and no such name.
@@ -46,7 +46,7 @@ def resolved(library: Library, target: str) -> str:
                 if name in (file, path.name, path.name.removesuffix(".cubin")):
                     found.append(path.text)
     if not found:
-        raise PinError(f"{unknown}; nor is there a file or kernel of that name in a release at hand") from None
+        raise PinError(f"{unknown}; and no local release has a file or kernel of that name") from None
     if len(found) > 1:
         shown = ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
         raise UsageError(f"{target!r} is the name of several files: {shown}")

@@ -105,7 +105,7 @@ def apply(
         UsageError: they contradict each other, or a value is outside its domain.
     """
     if verbose and quiet:
-        raise UsageError("--quiet and --verbose: expected one of them")
+        raise UsageError("--quiet and --verbose: expected at most one of them")
     given: dict[str, str] = {}
     if verbose:
         given["CUBIN_RUNTIME_LOG"] = "info" if verbose == 1 else "debug"

@@ -49,7 +49,7 @@ def diff(
         output.line(f"- {name}")
     for change in found.changed:
         output.line(f"~ {change.name}{_facts(change)}")
-    known = "" if found.metadata else "; names and digests alone, metadata of one or both is not at hand"
+    known = "" if found.metadata else "; compared by names and digests only, because metadata is not available locally"
     output.line(
         f"{found.old} -> {found.new}: {len(found.added)} added, {len(found.removed)} removed, "
         f"{len(found.changed)} changed, {found.same} the same{known}"

@@ -99,7 +99,7 @@ def _store(root: Path) -> dict[str, Any]:
     except FileNotFoundError:
         pass
     except OSError as error:
-        problem = f"cannot be looked into: {error.strerror}"
+        problem = f"cannot be read: {error.strerror}"
     nearest = next((p for p in (root, *root.parents) if os.path.exists(p)), Path("/"))
     try:
         free: int | None = shutil.disk_usage(nearest).free
@@ -136,7 +136,7 @@ def _driver() -> dict[str, Any]:
 
 
 def _releases(config: Config, devices: list[int]) -> tuple[list[dict[str, Any]], list[int]]:
-    """Each pinned release as far as it is at hand without a network."""
+    """Each pinned release as far as it is available locally without a network."""
     from dataclasses import replace
 
     from ..artifacts.library import Library
@@ -204,19 +204,19 @@ def _verdicts(config: Config, driver: dict[str, Any], releases: list[dict[str, A
         usable = [r for r in releases if r.get("known_abi") and r["runs_on"].get(number)]
         said += [f"{where}: {_launch_verdict(r, number)}" for r in usable]
         if not usable:
-            said.append(f"{where}: no, no release at hand has a kernel for it")
+            said.append(f"{where}: no, no local release has a kernel for it")
     return said
 
 
 def _kernels_verdict(release: dict[str, Any]) -> str:
-    return f"no, {release['problem']}" if release["problem"] else f"yes, {release['name']} is at hand"
+    return f"no, {release['problem']}" if release["problem"] else f"yes, {release['name']} is available locally"
 
 
 def _launch_verdict(release: dict[str, Any], number: str) -> str:
     count, untried = release["runs_on"][number], release["built_not_run"][number]
     if untried == count:
-        return f"only when asked for by name, {count} kernels of {release['name']} were built and never run"
-    built = f" ({untried} more were built and never run)" if untried else ""
+        return f"only when asked for by name, {count} kernels of {release['name']} were built but never run"
+    built = f" ({untried} more were built but never run)" if untried else ""
     return f"yes, {count - untried} kernels of {release['name']}{built}"
 
 

@@ -122,14 +122,14 @@ def explain(
     if policy not in POLICIES:
         raise UsageError(f"--policy {policy!r}: expected one of {', '.join(POLICIES)}")
     if cases is None and (out is not None or both):
-        raise UsageError("--out and --both go with --cases")
+        raise UsageError("--out and --both: expected only with --cases")
     kernels = _kernels(config, release or RELEASE)
     if cases is None:
         with _named_by_flags(context):
             stated = case_of(_stated(context, Shapes)) if case is None else _read_case(case)
         _explain_case(stated, kernels, Policy(policy), json)
     elif case is not None or json:
-        raise UsageError("--cases goes alone: no CASE.json and no --json")
+        raise UsageError("--cases: expected without CASE.json and --json")
     else:
         _decide_all(cases, out, kernels, both)
 
@@ -157,7 +157,7 @@ def _is_native(context: typer.Context) -> bool:
         words, other = ("hopper", "trtllm-gen") if native else ("trtllm-gen", "hopper")
         raise UsageError(f"`{name}`: not an option of --backend {words}, only of {other}")
     for name in sorted(given & DECIDES_NOTHING if native else ()):
-        raise UsageError(f"`{name}`: decides nothing with --backend hopper, whose choice is the same with and without")
+        raise UsageError(f"`{name}`: has no effect with --backend hopper")
     return native
 
 

@@ -126,7 +126,7 @@ def _read_file(file: Path) -> bytes:
 
 
 def _find_pinned(library: Library, digest: str) -> tuple[Pin | None, Any]:
-    """The pin and path that list this digest, among releases whose manifest is at hand offline."""
+    """The pin and path that list this digest, among releases whose manifest is available locally."""
 
     from ..artifacts.releases.catalog import manifest_at_hand
 

@@ -58,7 +58,9 @@ def gc(
             f"{collected.kept} kept{shared}"
         )
         for name in collected.absent:
-            output.note_line(f"{name}: its manifest is not at hand, so nothing of it is known to be in the store")
+            output.note_line(
+                f"{name}: its manifest is not available locally, so its objects in the store are not known"
+            )
     if left is not None:
         output.line(
             f"{left.temporaries} temporaries and {left.quarantined} damaged objects {verb} ({output.size(left.bytes)})"

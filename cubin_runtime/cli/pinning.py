@@ -72,7 +72,9 @@ def pin(
 
     if from_flashinfer is not None:
         if any(value is not None for value in (path, sha256, name, abi, licence, max_file_bytes)) or source:
-            raise UsageError("--from-flashinfer: takes everything from the wheel; expected no other description of it")
+            raise UsageError(
+                "--from-flashinfer: reads everything from the wheel; expected no other options that describe a pin"
+            )
         _pin_flashinfer(from_flashinfer, options.make_config(store, None, pins, offline), json)
         return
     if path is None:
@@ -163,7 +165,7 @@ def _pin_flashinfer(place: str, config: Config, json: bool) -> None:
     output.table(
         ("pin", "manifest sha256", "path"), ((now[p.path].name, p.manifest_sha256, p.path) for p in found.pins)
     )
-    output.note_line(f"{len(added)} of {len(found.pins)} written to {file}; 'fetch {found.group}' gets them all")
+    output.note_line(f"{len(added)} of {len(found.pins)} written to {file}; 'fetch {found.group}' fetches them all")
     for folder in found.unpinnable:
         output.note_line(f"{folder}: FlashInfer states no digest of its manifest, so it cannot be pinned")
 
@@ -171,8 +173,8 @@ def _pin_flashinfer(place: str, config: Config, json: bool) -> None:
 def _refuse_where_signed(config: Config) -> None:
     if config.pin_keys:
         raise PinError(
-            "CUBIN_RUNTIME_PIN_KEYS is set, so a pin file that is changed here would no longer fit its signature; "
-            "change and sign it where the private key is"
+            "CUBIN_RUNTIME_PIN_KEYS is set, so a pin file that is changed here would no longer match its "
+            "signature; edit and sign it on the host with the private key"
         )
 
 

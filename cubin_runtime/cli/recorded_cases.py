@@ -62,7 +62,7 @@ def case_in(text: bytes | str, where: str) -> dict[str, Any]:
     try:
         stated = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{where}: no JSON: {error}") from error
+        raise UsageError(f"{where}: invalid JSON: {error}") from error
     case = stated.get("case", stated) if isinstance(stated, dict) else None
     if not isinstance(case, dict) or "api" not in case:
         raise UsageError(f"{where}: expected an object with a 'case', or a case with an 'api'")

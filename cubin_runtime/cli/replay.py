@@ -49,7 +49,7 @@ def replay(
             for line in reports[-1].lines():
                 output.line(line)
             if why:
-                output.line(f"  not run again: {why}")
+                output.line(f"  not replayed: {why}")
     if json:
         output.emit_json("replay", {"calls": [_as_json(report) for report in reports], "not_run": why})
     output.finish(0 if report.ok else _WRONG for report in reports)

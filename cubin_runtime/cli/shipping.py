@@ -65,7 +65,7 @@ def export(
     chosen = chosen_at_hand(library, targets, wanted, cpu and cpu.value)
     if layout is Layout.FLASHINFER:
         if compress:
-            raise UsageError("--compress: is for a zip, not for --layout flashinfer")
+            raise UsageError("--compress: expected only for a zip, not with --layout flashinfer")
         _write_tree(library, chosen, target, "export", dedicated=True, json=json)
         return
     total = sum(len(paths) + 1 for _, paths in chosen)
@@ -138,6 +138,6 @@ def _write_tree(library: Library, chosen: Chosen, target: Path, verb: str, *, de
         output.emit_json(verb, asdict(report))
         return
     output.line(
-        f"{', '.join(report.releases)}: {report.written} files written to {report.target}, {report.kept} were there "
-        f"({output.size(report.bytes)} verified in {report.seconds:.1f} s)"
+        f"{', '.join(report.releases)}: {report.written} files written to {report.target}, {report.kept} already "
+        f"present ({output.size(report.bytes)} verified in {report.seconds:.1f} s)"
     )

@@ -47,7 +47,7 @@ def survey(library: Library, pin: Pin, target: str, wanted: KernelFilter, json: 
     inside = set(library.select(pin, None if target == pin.name else target))
     entries = [one for one in catalog.chosen_by(wanted) if one.path in inside and one.path.name.endswith(_SUFFIX)]
     if not entries:
-        raise UsageError(f"inspect {target!r}: no cubin is chosen")
+        raise UsageError(f"inspect {target!r}: the filters match no cubin")
     found: list[dict[str, Any]] = []
     not_fetched = 0
     with output.progress(f"inspect {pin.name}", len(entries)) as advance:

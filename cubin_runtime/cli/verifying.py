@@ -53,7 +53,7 @@ def verify(
     from ..artifacts.tables.kernel_filter import KernelFilter
 
     if tree and repair:
-        raise UsageError("--repair: mends a store, never the tree that --tree names")
+        raise UsageError("--repair: expected without --tree; only a store can be repaired")
     wanted = KernelFilter.from_words(sm, family, dtype, head_dim, match)
     library = Library(options.make_config(store, source, pins, offline))
     reports: list[tuple[VerifyReport, int]] = []

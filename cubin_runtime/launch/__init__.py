@@ -4,6 +4,6 @@ import sys
 
 if not getattr(sys, "_is_gil_enabled", lambda: True)():
     raise ImportError(
-        "cubin_runtime launches kernels from parameter blocks whose safety between threads rests on the interpreter "
-        "lock, which this process runs without: start a free-threaded Python with -X gil=1 or PYTHON_GIL=1"
+        "cubin_runtime launches kernels from parameter blocks that are thread-safe only with the global interpreter "
+        "lock, which is disabled in this process: start a free-threaded Python with -X gil=1 or PYTHON_GIL=1"
     )

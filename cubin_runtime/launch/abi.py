@@ -70,7 +70,7 @@ def check_launchable(
         check_threads(symbol, threads, facts.max_threads, "its ELF")
     if dynamic_shared_bytes > device.shared_bytes_per_block_optin:
         raise AbiError(
-            f"kernel {symbol!r}: needs {dynamic_shared_bytes} bytes of dynamic shared memory a block, "
+            f"kernel {symbol!r}: needs {dynamic_shared_bytes} bytes of dynamic shared memory per block, "
             f"device {device.name} gives at most {device.shared_bytes_per_block_optin}"
         )
     return facts
@@ -80,11 +80,11 @@ def effective_architecture(own: Architecture, declared: Architecture | None) -> 
     """The cubin's own architecture; where its suffix is unknown, the declared one of the same number.
 
     Raises:
-        AbiError: the two contradict each other, or nothing tells the suffix.
+        AbiError: the two contradict each other, or nothing states the suffix.
     """
     if own.suffix is None:
         if declared is None or declared.suffix is None:
-            raise AbiError(f"architecture {own}: neither the cubin nor its metadata tells the suffix; refused")
+            raise AbiError(f"architecture {own}: neither the cubin nor its metadata states the suffix")
         # A family cubin such as sm_100f carries the plain number, so the numbers must still agree.
         if declared.number != own.number:
             raise AbiError(f"architecture: the cubin says {own}, its metadata declares {declared}")
@@ -110,15 +110,15 @@ def check_parameters(symbol: str, layout: StructLayout, sizes: tuple[int, ...], 
     if sizes != (layout.size,):
         taken = f"one of {sizes[0]} bytes" if len(sizes) == 1 else f"{len(sizes)} of {list(sizes)} bytes"
         raise AbiError(
-            f"kernel {symbol!r}: struct {layout.name} has {layout.size} bytes, "
-            f"by {source} the kernel takes {taken if sizes else 'no parameter'}"
+            f"kernel {symbol!r}: struct {layout.name} has {layout.size} bytes; "
+            f"according to {source}, the kernel takes {taken if sizes else 'no parameter'}"
         )
 
 
 def check_threads(symbol: str, threads: int, limit: int, source: str) -> None:
     """Raise ``AbiError`` if a block of ``threads`` is more than the kernel was built for."""
     if not 1 <= threads <= limit:
-        raise AbiError(f"kernel {symbol!r}: a block of {threads} threads, by {source} at most {limit}")
+        raise AbiError(f"kernel {symbol!r}: a block of {threads} threads; according to {source}, at most {limit}")
 
 
 def check_fingerprint(layout: StructLayout, size: int, fingerprint: str) -> None:

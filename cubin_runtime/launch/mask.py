@@ -21,7 +21,7 @@ ROOT = -1
 
 @dataclass(frozen=True, slots=True)
 class PackedMask:
-    """Masks of a batch as the bytes that a kernel reads; rows are a multiple of 4 bytes."""
+    """The masks of a batch, packed as kernels read them; a row is a multiple of 4 bytes."""
 
     batch: int
     q_len: int
@@ -33,14 +33,14 @@ class PackedMask:
         return self.batch, self.q_len, _row_bytes(self.q_len) // 2
 
     def visible(self, sequence: int, row: int) -> tuple[int, ...]:
-        """The draft tokens that ``row`` of ``sequence`` may attend, ascending."""
+        """The draft tokens that ``row`` of ``sequence`` attends to, in ascending order."""
         size = _row_bytes(self.q_len)
         start = (sequence * self.q_len + row) * size
         bits = int.from_bytes(self.data[start : start + size], "little")
         return tuple(j for j in range(self.q_len) if bits >> j & 1)
 
     def to_numpy(self) -> numpy.ndarray[Any, numpy.dtype[numpy.uint16]]:
-        """A uint16 array of ``shape``; needs numpy."""
+        """Return a uint16 array of ``shape``; requires numpy."""
         import numpy
 
         return numpy.frombuffer(self.data, dtype="<u2").reshape(self.shape).astype(numpy.uint16)
@@ -50,7 +50,8 @@ def pack_mask(allowed: Any) -> PackedMask:
     """Pack booleans ``[batch, q_len, q_len]``: nested sequences, or an array with ``tolist`` (numpy, torch).
 
     Raises:
-        UsageError: not three levels, not square, empty, or an entry that is neither true nor false.
+        UsageError: ``allowed`` is not three-dimensional, not square, empty, or has an entry that is neither true nor
+            false.
     """
     nested = allowed.tolist() if hasattr(allowed, "tolist") else allowed
     try:
@@ -65,7 +66,7 @@ def pack_mask(allowed: Any) -> PackedMask:
 
 
 def causal_mask(batch: int, q_len: int) -> PackedMask:
-    """A chain: each draft token attends itself and those in front of it.
+    """Return a causal mask: each draft token attends to itself and to the earlier ones.
 
     Raises:
         UsageError: batch or q_len is below 1.
@@ -76,9 +77,9 @@ def causal_mask(batch: int, q_len: int) -> PackedMask:
 
 
 def tree_mask(parents: Sequence[Sequence[int]]) -> PackedMask:
-    """Trees of drafts: ``parents[b][i]`` is the token that token ``i`` continues, -1 for a root.
+    """Return the masks of draft trees: ``parents[b][i]`` is the parent of token ``i``, -1 for a root.
 
-    Each token attends itself and its ancestors. All sequences have the same length.
+    Each token attends to itself and its ancestors. All sequences have the same length.
 
     Raises:
         UsageError: a parent does not come before its child, or the sequences differ in length.

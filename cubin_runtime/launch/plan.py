@@ -80,8 +80,8 @@ class LaunchPlan:
     ``kernel`` is the name for people, ``symbol`` the one in the cubin, ``path`` and ``sha256`` say which
     cubin. ``values`` holds every field of ``layout``, a ``TensorMapSpec`` or None for descriptors. ``inputs`` names,
     for each field whose value comes with a run, that value: a number, an address, or where a descriptor's tensor
-    begins; its entry in ``values`` is then what holds without one. ``reason`` says why this kernel was chosen.
-    ``shared_bytes`` is dynamic shared memory a block.
+    begins; its entry in ``values`` is then what holds without one. ``shared_bytes`` is dynamic shared memory a block.
+    ``why``, as text, says why this kernel was chosen.
 
     Raises:
         UsageError: grid, block or cluster is outside what any device takes, or a field is missing or unknown.
@@ -97,7 +97,7 @@ class LaunchPlan:
     shared_bytes: int
     attributes: LaunchAttributes
     values: Mapping[str, object]
-    reason: str
+    why: object
     inputs: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -125,6 +125,11 @@ class LaunchPlan:
     def threads(self) -> int:
         """Threads of one block."""
         return prod(self.block)
+
+    @property
+    def reason(self) -> str:
+        """Why this kernel was chosen."""
+        return str(self.why)
 
     def describe(self) -> tuple[FieldRow, ...]:
         """The parameter struct field by field as planned; descriptors are still specs, no driver needed."""

@@ -252,7 +252,8 @@ class PreparedLaunches:
                 if not is_default(stream) and driver.stream_context(stream) != context:
                     there = driver.context_device(driver.stream_context(stream))
                     raise UsageError(
-                        f"stream {stream:#x}: of device {there}, the kernel is loaded on device {self._device.ordinal}"
+                        f"stream {stream:#x}: belongs to device {there}, "
+                        f"the kernel is loaded on device {self._device.ordinal}"
                     )
                 code = self._call(config, function, arguments, None)
         if code:
@@ -280,7 +281,7 @@ def _check_fits(plan: LaunchPlan, kernel: LoadedKernel) -> None:
     if (plan.sha256, wanted) != (kernel.sha256, given):
         raise AbiError(f"plan for {wanted}; the kernel given is {given}")
     if plan.threads > kernel.max_threads:
-        raise AbiError(f"plan of {plan.threads} threads a block; {kernel.symbol!r} takes {kernel.max_threads}")
+        raise AbiError(f"plan of {plan.threads} threads per block; {kernel.symbol!r} takes {kernel.max_threads}")
     if plan.shared_bytes > kernel.shared_bytes:
         raise AbiError(
             f"plan of {plan.shared_bytes} bytes of dynamic shared memory; "

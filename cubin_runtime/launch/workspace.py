@@ -219,7 +219,9 @@ class Workspace:
 
     def _grow(self, stream: int) -> _Buffer:
         if not self._owned:
-            raise WorkspaceError(f"workspace at {self.address:#x}: no further buffers are made beside the caller's own")
+            raise WorkspaceError(
+                f"workspace at {self.address:#x}: the workspace uses the caller's buffer and cannot allocate another"
+            )
         buffer = _Buffer(_new_memory(self._driver, self.context, self.nbytes, stream), self.nbytes, owned=True)
         self._buffers.append(buffer)
         return buffer

@@ -11,9 +11,10 @@ if TYPE_CHECKING:
     from .cases import DecodeCase, mla_case, paged_case
     from .compare import assert_attention_close, assert_lse_close
     from .cubin_under_test import CubinUnderTest
-    from .device import Device, on_first_device
+    from .device import Device, missing_device, on_first_device
     from .graph_driver import GraphDriver
     from .standin import StandIn, build_standin
+    from .standin_device import StandInDevice
     from .values import from_bits, to_bits
 
 _MODULES = {
@@ -22,10 +23,12 @@ _MODULES = {
     "Device": "device",
     "GraphDriver": "graph_driver",
     "StandIn": "standin",
+    "StandInDevice": "standin_device",
     "assert_attention_close": "compare",
     "assert_lse_close": "compare",
     "build_standin": "standin",
     "from_bits": "values",
+    "missing_device": "device",
     "mla_case": "cases",
     "on_first_device": "device",
     "paged_case": "cases",
@@ -38,10 +41,12 @@ __all__ = [
     "Device",
     "GraphDriver",
     "StandIn",
+    "StandInDevice",
     "assert_attention_close",
     "assert_lse_close",
     "build_standin",
     "from_bits",
+    "missing_device",
     "mla_case",
     "on_first_device",
     "paged_case",

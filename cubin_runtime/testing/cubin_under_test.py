@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from operator import index
 from pathlib import Path
+from typing import SupportsIndex
 
 from ..artifacts.cubins.architecture import Architecture
 from ..artifacts.cubins.cubin import Cubin, KernelFacts, parse_cubin
 from ..artifacts.path import ArtifactPath
-from ..errors import UsageError
+from ..errors import CorruptError, UsageError
 from ..launch.abi import LaunchNeeds, check_parameters
 from ..launch.driver import Driver
 from ..launch.modules import LoadedKernel, ModuleCache
@@ -37,7 +39,10 @@ class CubinUnderTest:
         self.path = Path(path)
         self.struct = struct
         self.data = self.path.read_bytes() if data is None else data
-        self.cubin: Cubin = parse_cubin(self.data)
+        try:
+            self.cubin: Cubin = parse_cubin(self.data)
+        except CorruptError as error:
+            raise CorruptError(f"{self.path}: {error}") from error
         named = ", ".join(self.cubin.kernels)
         if symbol is None and len(self.cubin.kernels) != 1:
             raise UsageError(f"symbol: None, expected one of {named}")
@@ -54,8 +59,8 @@ class CubinUnderTest:
 
     def plan(
         self,
-        grid: int | Sequence[int],
-        block: int | Sequence[int],
+        grid: SupportsIndex | Sequence[SupportsIndex],
+        block: SupportsIndex | Sequence[SupportsIndex],
         shared_bytes: int,
         attributes: LaunchAttributes,
         values: Mapping[str, object],
@@ -67,12 +72,12 @@ class CubinUnderTest:
             path=ArtifactPath(f"under-test/{self.path.name}"),
             sha256=hashlib.sha256(self.data).hexdigest(),
             layout=self.struct,
-            grid=_triple(grid),
-            block=_triple(block),
+            grid=_triple("grid", grid),
+            block=_triple("block", block),
             shared_bytes=shared_bytes,
             attributes=attributes,
             values=values,
-            reason="under test",
+            why="under test",
         )
 
     def load(self, driver: Driver, context: int, plan: LaunchPlan) -> LoadedKernel:
@@ -86,6 +91,9 @@ class CubinUnderTest:
         return ModuleCache(driver).kernel(context, plan.sha256, self.symbol, lambda: self.data, needs)
 
 
-def _triple(size: int | Sequence[int]) -> Triple:
-    x, y, z = (*((size,) if isinstance(size, int) else size), 1, 1)[:3]
+def _triple(name: str, size: SupportsIndex | Sequence[SupportsIndex]) -> Triple:
+    numbers = tuple(map(index, size if isinstance(size, Sequence) else (size,)))
+    if not 1 <= len(numbers) <= 3:
+        raise UsageError(f"{name}={size!r}: expected one to three numbers")
+    x, y, z = (*numbers, 1, 1)[:3]
     return x, y, z

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeVar
 
 import numpy as np
 
+from ..errors import CubinRuntimeError
 from ..launch.driver import Driver
 from ..launch.plan import LaunchAttributes
 from ..launch.prepared import PreparedLaunches
 from ..tensor import TensorView
-from .values import to_bits
+from .values import is_bits, to_bits
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -55,16 +56,19 @@ class DeviceArrays:
         return host
 
     def assert_guards(self) -> None:
-        """Raise ``AssertionError`` if something was written behind an array."""
+        """Raise ``AssertionError`` if a kernel wrote past the end of an array."""
         for address, nbytes in self._held:
             guard = self.driver.read(address + nbytes, self.guard)
-            assert guard == bytes([POISON]) * self.guard, f"written behind an array of {nbytes} bytes"
+            assert guard == bytes([POISON]) * self.guard, f"a kernel wrote past the end of an array of {nbytes} bytes"
 
     def close(self) -> None:
         """Free everything."""
         for address, _ in self._held:
             self.driver.free(address)
         self._held.clear()
+
+
+_DeviceT = TypeVar("_DeviceT", bound="Device")
 
 
 class Device(DeviceArrays):
@@ -96,20 +100,23 @@ class Device(DeviceArrays):
         return sorted(times)[repeats // 2]
 
     def array(self, values: Any, dtype: DTypeName | None = None) -> TensorView:
-        """A tensor with these values; for bfloat16 and float8_e4m3fn floats, or bits as unsigned integers.
+        """A tensor with these values; for a float dtype also its bits, as unsigned integers of its size.
 
         ``dtype=None`` takes that of the array.
+
+        Raises:
+            UsageError: there is no such dtype, or it is one of integers that do not hold the values.
         """
         host = np.ascontiguousarray(values)
         name: Any = dtype or host.dtype.name
-        if host.dtype.kind == "f":
+        if not is_bits(name, host):
             host = to_bits(name, host)
         return TensorView.contiguous(self.upload(host), name, host.shape, self.facts.ordinal)
 
-    def poisoned(self, shape: Sequence[int], dtype: DTypeName) -> TensorView:
+    def poisoned(self, shape: int | Sequence[int], dtype: DTypeName) -> TensorView:
         """A tensor full of NaN (integers: all bits set), for a kernel to write."""
         like = to_bits(dtype, np.zeros(shape, dtype=np.float32))
-        return TensorView.contiguous(self.empty(like.nbytes), dtype, tuple(shape), self.facts.ordinal)
+        return TensorView.contiguous(self.empty(like.nbytes), dtype, like.shape, self.facts.ordinal)
 
     def numpy(self, view: TensorView) -> NDArray[Any]:
         """A tensor's content once all work is done; bfloat16 and float8_e4m3fn as bits, see ``from_bits``."""
@@ -120,8 +127,8 @@ class Device(DeviceArrays):
         self,
         cubin: CubinUnderTest,
         *,
-        grid: int | Sequence[int],
-        block: int | Sequence[int],
+        grid: SupportsIndex | Sequence[SupportsIndex],
+        block: SupportsIndex | Sequence[SupportsIndex],
         shared_bytes: int = 0,
         attributes: LaunchAttributes | None = None,
         **fields: Any,
@@ -151,11 +158,19 @@ class Device(DeviceArrays):
         super().close()
         self.driver.set_current(self._before)
 
-    def __enter__(self) -> Device:
+    def __enter__(self: _DeviceT) -> _DeviceT:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def missing_device(driver: Driver) -> str:
+    """Why tests on a device are skipped: the driver cannot be used, or sees no device; empty where there is one."""
+    try:
+        return "" if driver.device_count() else "needs a CUDA device: the driver sees none"
+    except CubinRuntimeError as error:
+        return f"needs a CUDA device: {error}"
 
 
 def on_first_device(main: Callable[[Device], None]) -> None:
@@ -165,7 +180,6 @@ def on_first_device(main: Callable[[Device], None]) -> None:
         SystemExit: there is no GPU, or the kernels are not at hand; with the error's sentence.
     """
     from ..attention import Runtime, set_default_runtime
-    from ..errors import CubinRuntimeError
     from .graph_driver import GraphDriver
 
     driver = GraphDriver()

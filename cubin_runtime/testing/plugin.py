@@ -6,7 +6,7 @@ fixtures. All names begin with ``cubin_``, so that none hides a project's own.
 - ``cubin_device``: a ``Device`` on the first GPU; the test is skipped, with the reason, where there is none.
 - ``cubin_standin``: the controls of a driver without a GPU, whose kernels do nothing and whose calls are recorded;
   ``cubin_standin.pose_as(10, 0)`` makes it another SM. Needs a C compiler and cuda.h of CUDA 13.
-- ``cubin_standin_device``: a ``Device`` on it.
+- ``cubin_standin_device``: a ``StandInDevice``, which takes any cubin and tells what was launched.
 - ``cubin_runtime_at``: makes a ``Runtime`` on a temporary store and the sources that it is given.
 - ``cubin_under_test``: the ``CubinUnderTest`` of the test's marker ``cubin(path, struct, symbol=None)``.
 """
@@ -22,9 +22,11 @@ import pytest
 if TYPE_CHECKING:
     from ..attention import Runtime
     from ..launch.driver import Driver
+    from ..launch.structs import StructLayout
     from .cubin_under_test import CubinUnderTest
     from .device import Device
     from .standin import StandIn
+    from .standin_device import StandInDevice
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -37,17 +39,12 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture
 def cubin_device() -> Iterator[Device]:
     """The first GPU; everything on it is freed afterwards, after a look at the guards behind each array."""
-    from ..errors import CubinRuntimeError
-    from .device import Device
+    from .device import Device, missing_device
     from .graph_driver import GraphDriver
 
     driver = GraphDriver()
-    try:
-        count = driver.device_count()
-    except CubinRuntimeError as error:
-        pytest.skip(f"needs a CUDA device: {error}")
-    if not count:
-        pytest.skip("needs a CUDA device: the driver sees none")
+    if reason := missing_device(driver):
+        pytest.skip(reason)
     with Device(driver) as device:
         yield device
         device.assert_guards()
@@ -76,12 +73,11 @@ def cubin_standin(cubin_standin_library: Path) -> Iterator[StandIn]:
 
 
 @pytest.fixture
-def cubin_standin_device(cubin_standin: StandIn) -> Iterator[Device]:
+def cubin_standin_device(cubin_standin: StandIn) -> Iterator[StandInDevice]:
     """A device of the stand-in: arrays are memory of the host, launches are recorded, kernels do nothing."""
-    from .device import Device
-    from .graph_driver import GraphDriver
+    from .standin_device import StandInDevice
 
-    with Device(GraphDriver(cubin_standin.path), computes=False) as device:
+    with StandInDevice(cubin_standin) as device:
         yield device
 
 
@@ -115,7 +111,7 @@ def cubin_under_test(request: pytest.FixtureRequest) -> CubinUnderTest:
     if marker is None:
         pytest.fail("cubin_under_test: mark the test with @pytest.mark.cubin(path, struct)")
 
-    def of(path: str | Path, struct: Any, symbol: str | None = None) -> CubinUnderTest:
+    def cubin(path: str | Path, struct: StructLayout, symbol: str | None = None) -> CubinUnderTest:
         return CubinUnderTest(request.path.parent / path, struct, symbol)
 
-    return of(*marker.args, **marker.kwargs)
+    return cubin(*marker.args, **marker.kwargs)

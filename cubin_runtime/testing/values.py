@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..attention.values import bfloat16_bits, bfloat16_values, e4m3_bits, e4m3_values
+from ..dtypes import DTYPES, ITEM_BYTES
+from ..errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,11 +24,25 @@ _NARROW: dict[str, tuple[Callable[[Any], NDArray[Any]], Callable[[Any], NDArray[
 
 
 def to_bits(dtype: DTypeName, values: Any) -> NDArray[Any]:
-    """Values as an array that a device reads as ``dtype``; bfloat16 and float8_e4m3fn as unsigned integers."""
+    """Values as an array that a device reads as ``dtype``; bfloat16 and float8_e4m3fn as unsigned integers.
+
+    Raises:
+        UsageError: there is no such dtype, or it is one of integers that does not hold the values.
+    """
     if dtype in _NARROW:
         return _NARROW[dtype][0](values)
-    array: NDArray[Any] = np.ascontiguousarray(values, dtype=dtype)
+    if dtype not in DTYPES:
+        raise UsageError(f"dtype={dtype!r}: expected one of {', '.join(DTYPES)}")
+    given = np.asarray(values)
+    array: NDArray[Any] = np.ascontiguousarray(given.astype(dtype, copy=False))
+    if "float" not in dtype and not np.array_equal(given, array):
+        raise UsageError(f"dtype={dtype!r}: does not hold {given[given != array][0]}")
     return array
+
+
+def is_bits(dtype: DTypeName, array: NDArray[Any]) -> bool:
+    """Whether an array is the bits of a float dtype already: unsigned integers of its size."""
+    return "float" in dtype and array.dtype.kind == "u" and array.itemsize == ITEM_BYTES.get(dtype)
 
 
 def from_bits(dtype: DTypeName, bits: Any) -> NDArray[Any]:

@@ -94,12 +94,6 @@ struct WorkRange {
     int total, cta_groups;  // KV tiles in the whole tile space, CTA groups that have any
 };
 
-// Where the range of a CTA group begins in the tile space.
-DEVICE int range_begin(const WorkRange& range, int cta_group) {
-    const int quotient = range.total / range.cta_groups, remainder = range.total - quotient * range.cta_groups;
-    return cta_group * quotient + cta_group * remainder / range.cta_groups;
-}
-
 // The CTA group that computes a KV tile. Group c of n begins at floor(c T / n), so it is the largest c with
 // c T < (tile + 1) n. The estimate is off by one at most, for up to 2^10 groups. There is no 64-bit division, because that is a call,
 // after which the compiler no longer knows that values are warp-uniform.
@@ -183,6 +177,10 @@ struct WorkTile {
     int split;  // number of this split, where output tiles are cut into a fixed number of splits
 };
 
+DEVICE int equal_split_start(const Request& r, int split, int count) {
+    return static_cast<uint32_t>(split) * static_cast<uint32_t>(r.kv_tiles) / static_cast<uint32_t>(count);
+}
+
 // Splits of equal length, as many as `Tiling` says; each is a work tile.
 template <class Tiling>
 struct EqualSplits {
@@ -190,14 +188,13 @@ struct EqualSplits {
 
     template <class Params>
     DEVICE static int split_start(const Params& p, const Request& r, int split) {
-        const uint32_t count = Tiling::split_count(p, r);
-        return static_cast<uint32_t>(split) * static_cast<uint32_t>(r.kv_tiles) / count;
+        return equal_split_start(r, split, Tiling::split_count(p, r));
     }
 
     template <class Params>
     DEVICE static int split_from(const Params& p, const Request& r, int tile) {
-        const uint32_t count = Tiling::split_count(p, r);
-        return (static_cast<uint32_t>(tile) * count + r.kv_tiles - 1) / r.kv_tiles;
+        const int count = Tiling::split_count(p, r);
+        return (static_cast<uint32_t>(tile) * static_cast<uint32_t>(count) + r.kv_tiles - 1) / r.kv_tiles;
     }
 };
 
@@ -253,10 +250,10 @@ struct RangeWalk {
         const Request& r = work.request;
         work.space_offset = group_offset;
         work.first = first;
-        work.last = min(r.kv_tiles, first + left);
-        if (p.splits == 0) return;
-        const int next = Tiling::JOINS_SPLITS ? Tiling::split_from(p, r, work.last) : work.split + 1;
-        work.last = Tiling::split_start(p, r, next);
+        if constexpr (Tiling::JOINS_SPLITS)
+            work.last = Tiling::split_start(p, r, Tiling::split_from(p, r, min(r.kv_tiles, first + left)));
+        else
+            work.last = p.splits > 0 ? Tiling::split_start(p, r, work.split + 1) : min(r.kv_tiles, first + left);
     }
 
     // Computes `left` again, so that it needs no register while a work tile is processed.

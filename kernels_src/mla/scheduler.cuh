@@ -111,7 +111,7 @@ DEVICE bool find_work_tile(const Params& p, const stream_k::WorkRange& range, Ra
         splits = stream_k::splits_of<MlaTiling>(p, range, walk.work);
         if (FOLDS && p.splits > 0 && splits.count <= FOLDED_SPLITS) {
             const int begin = range.group_offset + range.first, offset = walk.work.space_offset;
-            const int last = offset + MlaTiling::split_start(p, walk.work.request, splits.count - 1);
+            const int last = offset + stream_k::equal_split_start(walk.work.request, splits.count - 1, splits.count);
             if (offset >= begin && last < begin + range.kv_tiles) splits.counter = -1;
         }
         return true;

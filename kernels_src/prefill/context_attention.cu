@@ -46,10 +46,11 @@ DEVICE void multiply_values(const Probabilities& probability, uint64_t v, Output
             wgmma<MMA_FP16, true, true, 128, 128>(
                 out, probability[step], advance_descriptor(v, 2 * KV_SPAN_BYTES + step * 16 * ROW_BYTES));
         } else {
+            const uint64_t at = advance_descriptor(v, step * 16 * ROW_BYTES);
             if (step == 0)
-                wgmma<MMA_FP16, true, ADD>(out, probability[step], v);
+                wgmma<MMA_FP16, true, ADD>(out, probability[step], at);
             else
-                wgmma<MMA_FP16, true>(out, probability[step], advance_descriptor(v, step * 16 * ROW_BYTES));
+                wgmma<MMA_FP16, true>(out, probability[step], at);
         }
     wgmma_commit();
 }

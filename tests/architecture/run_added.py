@@ -8,12 +8,12 @@ from typing import Any
 
 from attention_examples import RELEASE_NAME, pin_release
 from latent_examples import latent_call, view
-from standin_build import StandIn, build_standin
 
 from cubin_runtime import Config
 from cubin_runtime.attention import Runtime, TensorView
 from cubin_runtime.kernels.native.layouts import LAYOUTS
 from cubin_runtime.launch.driver import Driver
+from cubin_runtime.testing import StandIn, build_standin
 from kernels_src.build import build, select
 from kernels_src.toolchain import find_toolchain
 from kernels_src.variants import VARIANTS

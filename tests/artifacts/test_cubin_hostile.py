@@ -119,7 +119,7 @@ def test_an_elf_for_another_machine_is_called_no_cubin() -> None:
     [
         (60, "<H", 0, "0 sections"),
         (60, "<H", 0xFFFF, "65535 sections"),
-        (62, "<H", 0xFFFF, "names in number 65535"),
+        (62, "<H", 0xFFFF, "names in section 65535"),
         (58, "<H", 1, "section headers of 1 bytes"),
         (40, "<Q", 1 << 63, "section table"),
         (40, "<Q", 0, "section table"),

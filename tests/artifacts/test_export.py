@@ -116,7 +116,7 @@ def test_what_is_not_at_hand_is_missing_and_nothing_is_written(release: Release,
     release.library(store, release.root).fetch(release.pin, [release.path("kernels.bin")])
     out = tmp_path / "out"
     out.mkdir()
-    with pytest.raises(MissingError, match="2 of 4 files are not in the store: 'cubin-runtime fetch' comes first"):
+    with pytest.raises(MissingError, match="2 of 4 files are not in the store: run 'cubin-runtime fetch' first"):
         export_zip(release.library(store, "/nowhere"), everything(release), out / "x.zip")
     assert in_folder(out) == []
 

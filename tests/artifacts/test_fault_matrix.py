@@ -51,9 +51,9 @@ FAULTS: dict[str, tuple[Action, type[CubinRuntimeError], str]] = {
     "truncation": (truncated, SourceError, "ended after|truncated"),
     "wrong bytes": (wrong_bytes, CorruptError, "expected .* \\(2 times\\)"),
     "drip": (drip, SourceError, "bytes a second"),
-    "drip in the headers": (drip_headers, SourceError, "headers for"),
-    "stall before the headers": (hang, SourceError, "no byte for"),
-    "stall in the body": (hang_in_the_body, SourceError, "no byte for"),
+    "drip in the headers": (drip_headers, SourceError, "no complete headers after"),
+    "stall before the headers": (hang, SourceError, "no data for"),
+    "stall in the body": (hang_in_the_body, SourceError, "no data for"),
     "reset": (reset, SourceError, "reset|closed|without response|RemoteDisconnected"),
     "403": (status(403), SourceError, "status 403"),
     "404": (status(404), SourceError, "status 404"),
@@ -134,7 +134,7 @@ def test_nobody_listens(many: Release, server: FaultyServer, store: Path, pool: 
     server.shutdown()
     server.server_close()
     began = time.monotonic()
-    with pytest.raises(SourceError, match="39 of 40 files were not delivered"):
+    with pytest.raises(SourceError, match="39 of 40 files could not be fetched"):
         many.library(store, url).fetch(many.pin, jobs=4)
     assert time.monotonic() - began < LONGEST
     assert many.library(store, many.root).fetch(many.pin).fetched == len(FILES) - 1

@@ -122,7 +122,7 @@ def test_nothing_goes_while_the_needs_of_another_release_are_unknown(store: Path
     place = Store(store).object_path(new.pin.manifest_sha256)
     place.unlink()
     place.write_bytes(b"damaged")
-    with pytest.raises(CorruptError, match=r"what 'new-1\.0' needs cannot be told, nothing was removed"):
+    with pytest.raises(CorruptError, match=r"what 'new-1\.0' needs is not known, so nothing was removed"):
         collect(library_of(store, old, new), [old.pin])
     assert whole(store, old)
 

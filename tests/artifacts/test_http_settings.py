@@ -53,7 +53,7 @@ def test_a_token_is_not_sent_over_http(release: Release, server: FaultyServer) -
 
 
 @pytest.mark.parametrize(
-    ("content", "reason"), [(None, "cannot be read: No such file"), (b"\xff", "no ASCII"), (b"a\nb", "no printable")]
+    ("content", "reason"), [(None, "cannot be read: No such file"), (b"\xff", "no ASCII"), (b"a\nb", "not printable")]
 )
 def test_a_token_that_is_none_is_told_without_it(
     release: Release, tls_server: FaultyServer, tmp_path: Path, content: bytes | None, reason: str

@@ -94,9 +94,9 @@ def test_identity_is_asked_for(release: Release, server: FaultyServer) -> None:
         (status(429), RetryableError, "status 429"),
         (truncated, RetryableError, "truncated"),
         (reset, RetryableError, "reset"),
-        (hang, RetryableError, "no byte for 0.4 s"),
-        (hang_in_the_body, RetryableError, "no byte for 0.4 s"),
-        (drip_headers, RetryableError, "no byte for 0.4 s, or headers for 0.7 s"),
+        (hang, RetryableError, "no data for 0.4 s"),
+        (hang_in_the_body, RetryableError, "no data for 0.4 s"),
+        (drip_headers, RetryableError, "no data for 0.4 s, or no complete headers after 0.7 s"),
         (drip, RetryableError, "bytes a second, expected 2000 or more"),
         (drip_chunk_size, RetryableError, "bytes a second, expected 2000 or more"),
         (drip_chunk_extension, RetryableError, "bytes a second, expected 2000 or more"),
@@ -110,13 +110,13 @@ def test_identity_is_asked_for(release: Release, server: FaultyServer) -> None:
         (redirect("http://user:pass@127.0.0.1/"), SourceError, "redirects to a URL with credentials"),
         (redirect("?again"), SourceError, "more than 5 redirects"),
         (status(302), SourceError, "without a Location"),
-        (redirect("http://["), SourceError, "redirects to what is no URL"),
-        (redirect("http://[::1/x"), SourceError, "redirects to what is no URL"),
-        (redirect("http://[zz]/x"), SourceError, "redirects to what is no URL"),
-        (redirect("http://host:99999/x"), SourceError, "redirects to what is no URL"),
-        (redirect(f"http://{'x' * 70}.example/x"), SourceError, "no valid URL"),
-        (status(200, Content_Length="9" * 5000), SourceError, "no sensible Content-Length"),
-        (status(200, Content_Length="-5"), SourceError, "no sensible Content-Length"),
+        (redirect("http://["), SourceError, "redirects to an invalid URL"),
+        (redirect("http://[::1/x"), SourceError, "redirects to an invalid URL"),
+        (redirect("http://[zz]/x"), SourceError, "redirects to an invalid URL"),
+        (redirect("http://host:99999/x"), SourceError, "redirects to an invalid URL"),
+        (redirect(f"http://{'x' * 70}.example/x"), SourceError, "invalid URL"),
+        (status(200, Content_Length="9" * 5000), SourceError, "no valid Content-Length"),
+        (status(200, Content_Length="-5"), SourceError, "no valid Content-Length"),
         (status(503, Retry_After="9" * 5000), RetryableError, "status 503"),
     ],
 )
@@ -433,7 +433,7 @@ def test_a_range_that_was_not_asked_for_is_refused(
     release: Release, server: FaultyServer, large: bytes, sends: Callable[[int, int], str]
 ) -> None:
     server.fault(NAME, resumable(breaks_after=3 * MEBIBYTE), resumable(sends=sends))
-    with pytest.raises(SourceError, match="sent another range than was asked for"):
+    with pytest.raises(SourceError, match="sent another range than requested"):
         read_twice(release, server, len(large))
 
 

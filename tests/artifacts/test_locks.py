@@ -135,7 +135,7 @@ def test_a_store_made_read_only_by_its_modes_is_still_roots(release: Release, st
         assert library.fetch(release.pin).fetched == 2
         assert collect(library, [release.pin]).removed == 4
     else:
-        with pytest.raises(StoreError, match="the store does not allow it"):
+        with pytest.raises(StoreError, match="the store is not accessible"):
             library.fetch(release.pin)
 
 

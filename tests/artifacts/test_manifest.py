@@ -49,7 +49,7 @@ def test_the_binary_mark_of_sha256sum_is_read() -> None:
         (f"{A}  \n".encode(), "origin:1", "a name"),
         (f"{A}  one\n\n{B}  two\n".encode(), "origin:2", "empty"),
         (f"{A}  ../one\n".encode(), "origin:1", r"'\.\.'"),
-        (f"{A}  /one\n".encode(), "origin:1", "empty part"),
+        (f"{A}  /one\n".encode(), "origin:1", "empty component"),
         (f"{A}  a\\b\n".encode(), "origin:1", "backslash"),
         (f"{A}  one\r\n".encode(), "origin:1", "CRLF"),
         (f"{A}  one\n{B}  tw".encode(), "origin:2", "truncated"),

@@ -223,7 +223,7 @@ def test_a_symbol_given_twice_names_it() -> None:
     [
         (lambda text: text.replace(b"struct Info", b"union Info"), "no struct"),
         (lambda text: text.replace(b"sInfos[]", b"sInfos"), "no array"),
-        (lambda text: text[: text.rindex(b"};")], "does not end"),
+        (lambda text: text[: text.rindex(b"};")], "is not terminated"),
         (lambda text: text.replace(b"{ DATA", b"< DATA"), "one row in braces"),
         (lambda text: text + b"\xff", "not ASCII"),
         (lambda text: text.replace(b"int mReserved2", b"int mReserved1"), "declared twice"),

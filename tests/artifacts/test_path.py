@@ -18,8 +18,8 @@ GOOD_PARTS = PARTS.filter(lambda part: part not in (".", "..") and len(part.enco
     [
         ("", "empty"),
         ("/etc/passwd", "absolute"),
-        ("a//b", "empty part"),
-        ("a/", "empty part"),
+        ("a//b", "empty component"),
+        ("a/", "empty component"),
         ("../a", r"'\.\.'"),
         ("a/../b", r"'\.\.'"),
         ("a/./b", r"'\.'"),

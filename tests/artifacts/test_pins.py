@@ -43,7 +43,7 @@ def test_a_pin_written_is_read_back_equal() -> None:
         ('name = "one-1.0"', 'name = "a b"', "name is 'a b'"),
         ('name = "one-1.0"', "", "lacks name"),
         ('path = "one/fmha"', 'path = "../x"', r"'\.\.'"),
-        ('path = "one/fmha"', 'path = "x/"', "empty part"),
+        ('path = "one/fmha"', 'path = "x/"', "empty component"),
         ("files = 3", "files = -1", "files is -1"),
         ("files = 3", "files = true", "files is True"),
         ("bytes = 900", 'bytes = "900"', "bytes is '900'"),
@@ -55,7 +55,7 @@ def test_a_pin_written_is_read_back_equal() -> None:
         ("aaaaaaaa", "AAAAAAAA", "manifest_sha256"),
         ("[[pin]]", "[pin]", "expected only"),
         ("[[pin]]", "verify = false\n[[pin]]", "verify"),
-        ("files = 3", "files = = 3", "no valid TOML"),
+        ("files = 3", "files = = 3", "invalid TOML"),
     ],
 )
 def test_a_wrong_pin_is_refused_and_says_what_is_wrong(before: str, after: str, reason: str) -> None:

@@ -236,7 +236,7 @@ def test_a_worker_that_says_nothing_any_more_is_an_error(
     try:
         pool.wait_until_ready()
         os.kill(pool.process_ids[0], signal.SIGSTOP)
-        with pytest.raises(WorkerError, match=f"{pool.process_ids[0]} of the fetch says nothing"):
+        with pytest.raises(WorkerError, match=f"{pool.process_ids[0]} of the fetch stopped responding"):
             take_until(pool, time.monotonic() + 20)
     finally:
         pool.stop()

@@ -79,7 +79,7 @@ def test_without_keys_no_signature_is_asked_for(release: Release) -> None:
 
 
 def test_once_a_key_is_set_an_unsigned_file_is_refused(release: Release, key: Ed25519PrivateKey) -> None:
-    with pytest.raises(SignatureError, match=r"is not signed \(made-1\.0\.pins\.toml\.sig is not beside it\)"):
+    with pytest.raises(SignatureError, match=r"is not signed \(made-1\.0\.pins\.toml\.sig is missing\)"):
         names_read(release.pin_file, hex_of(key))
 
 
@@ -90,7 +90,7 @@ def test_the_built_in_pins_need_no_signature(key: Ed25519PrivateKey) -> None:
 @pytest.mark.parametrize("change", [b"\n", b"#", b"\r\n", b"\0"])
 def test_one_byte_more_breaks_the_signature(signed: Path, key: Ed25519PrivateKey, change: bytes) -> None:
     signed.write_bytes(signed.read_bytes() + change)
-    with pytest.raises(SignatureError, match="is no signature of"):
+    with pytest.raises(SignatureError, match="is not a signature of"):
         names_read(signed, hex_of(key))
 
 
@@ -155,7 +155,7 @@ def test_a_signature_that_cannot_be_read_is_refused(signed: Path, key: Ed25519Pr
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "holds no PEM block"),
+        (b"", "has no PEM block"),
         (b"-----BEGIN PUBLIC KEY-----\nAAAA\n-----END PUBLIC KEY-----\n", "cannot be read"),
         (pem_of(X25519PrivateKey.generate()), "expected Ed25519 public keys"),
         (b"A" * (65 << 10), "at most"),
@@ -282,7 +282,7 @@ def test_versions_of_different_files_are_their_own(
 
 def test_a_file_signed_for_another_name_is_refused(publish: Callable[..., None], read: Callable[[], set[str]]) -> None:
     publish(1, name="staging.pins.toml")
-    with pytest.raises(SignatureError, match=r"is signed as 'staging\.pins\.toml', expected 'made-1\.0\.pins\.toml'"):
+    with pytest.raises(SignatureError, match=r"is signed for 'staging\.pins\.toml', expected 'made-1\.0\.pins\.toml'"):
         read()
 
 
@@ -306,7 +306,7 @@ def test_a_file_that_has_expired_is_refused(publish: Callable[..., None], read: 
         ('[signed]\nfile = "made-1.0.pins.toml"\nversion = 1\nexpires = 2999-01-01\n', "with a time zone"),
         ('[signed]\nfile = "made-1.0.pins.toml"\nversion = 1\nexpires = 2999-01-01T00:00:00\n', "with a time zone"),
         ('[signed]\nfile = "made-1.0.pins.toml"\nversion = 1\nexpire = 1\n', "unknown keys expire"),
-        ("this is = = no TOML", "no valid TOML"),
+        ("this is = = no TOML", "invalid TOML"),
     ],
 )
 def test_a_signed_file_must_say_what_it_is(
@@ -326,7 +326,7 @@ def test_versions_that_do_not_read_are_an_error_and_no_amnesty(
     publish(7)
     (tmp_path / "state").mkdir()
     (tmp_path / "state" / "pin_versions.json").write_text(content)
-    with pytest.raises(SignatureError, match="the newest versions of pin files cannot be read: it is damaged"):
+    with pytest.raises(SignatureError, match="the recorded versions of pin files cannot be read: it is damaged"):
         read()
 
 

@@ -72,7 +72,7 @@ def test_a_directory_without_the_file_says_so(release: Release) -> None:
 
 
 def test_a_directory_that_does_not_exist_says_so(release: Release, tmp_path: Path) -> None:
-    with pytest.raises(NotHereError, match="is no directory"):
+    with pytest.raises(NotHereError, match="is not a directory"):
         DirectorySource(tmp_path / "none").read(wanted(release))
 
 
@@ -122,7 +122,7 @@ def test_an_archive_with_bytes_in_front_is_read(release: Release, tmp_path: Path
 
 
 def test_an_archive_without_the_file_says_so(release: Release, tmp_path: Path) -> None:
-    with pytest.raises(NotHereError, match="holds no made/fmha/none"):
+    with pytest.raises(NotHereError, match="has no made/fmha/none"):
         ArchiveSource(zip_tree(release.root, tmp_path / "x.zip")).read(wanted(release, "none"))
 
 
@@ -133,14 +133,14 @@ def test_an_archive_that_does_not_exist_says_so(release: Release, tmp_path: Path
 
 def test_a_file_that_is_no_archive_is_an_error(release: Release, tmp_path: Path) -> None:
     (tmp_path / "x.zip").write_bytes(b"not a zip")
-    with pytest.raises(SourceError, match="no readable zip"):
+    with pytest.raises(SourceError, match="not a readable zip"):
         ArchiveSource(tmp_path / "x.zip").read(wanted(release))
 
 
 def test_a_truncated_archive_is_an_error(release: Release, tmp_path: Path) -> None:
     archive = zip_tree(release.root, tmp_path / "x.zip")
     archive.write_bytes(archive.read_bytes()[:-100])
-    with pytest.raises(SourceError, match="no readable zip"):
+    with pytest.raises(SourceError, match="not a readable zip"):
         ArchiveSource(archive).read(wanted(release))
 
 

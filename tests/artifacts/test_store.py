@@ -115,7 +115,7 @@ def test_presence_trusts_the_name_for_few_and_for_many(filled: Store) -> None:
 
 def test_damaged_bytes_are_never_handed_over_and_are_moved_aside(filled: Store) -> None:
     damage(filled)
-    with pytest.raises(CorruptError, match="read twice, moved to"):
+    with pytest.raises(CorruptError, match="read twice and moved to"):
         filled.read(DIGEST, LIMIT)
     assert (filled.has(DIGEST), quarantined(filled)) == (False, [DIGEST])
 
@@ -128,7 +128,7 @@ def test_bytes_over_the_limit_are_refused_and_left_as_another_release_may_need_t
 
 def test_wrong_bytes_over_the_limit_are_moved_aside(filled: Store) -> None:
     damage(filled, DATA + b"and more")
-    with pytest.raises(CorruptError, match="read twice, moved to"):
+    with pytest.raises(CorruptError, match="read twice and moved to"):
         filled.read(DIGEST, len(DATA))
     assert quarantined(filled) == [DIGEST]
 
@@ -216,7 +216,7 @@ def test_a_store_that_cannot_be_looked_into_is_an_error_and_not_an_absence(
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("os.open", refuse)
-    with pytest.raises(StoreError, match="the store does not allow it"):
+    with pytest.raises(StoreError, match="the store is not accessible"):
         filled.present([DIGEST])
 
 
@@ -278,7 +278,7 @@ print(sorted(p.name for p in store.root.rglob('*') if p.is_file()))
 def test_a_store_of_another_user_is_read_but_a_put_is_a_clear_error(open_place: Path) -> None:
     filled = filled_store(open_place / "store")
     done = run_child(PUT, filled.root, as_user=True)
-    assert "the store does not allow it (Permission denied)" in done.stdout, done.stderr
+    assert "the store is not accessible (Permission denied)" in done.stdout, done.stderr
     assert f"['{DIGEST}']" in done.stdout
 
 
@@ -315,4 +315,4 @@ def test_a_read_only_store_is_a_clear_error(filled: Store) -> None:
     needs_mounts()
     mounts = f"mount --bind {filled.root} {filled.root}; mount -o remount,bind,ro {filled.root}"
     done = run_child(PUT, filled.root, mounts=mounts)
-    assert "the store does not allow it (Read-only file system)" in done.stdout, done.stderr
+    assert "the store is not accessible (Read-only file system)" in done.stdout, done.stderr

@@ -58,7 +58,7 @@ def test_a_store_is_writable_only_if_a_file_can_be_made(filled: Store, monkeypat
 
     filled.check_writable()
     monkeypatch.setattr(os, "open", read_only)
-    with pytest.raises(StoreError, match="does not allow it"):
+    with pytest.raises(StoreError, match="is not accessible"):
         filled.check_writable()
 
 
@@ -71,7 +71,7 @@ def test_files_that_cannot_be_made_are_noticed_before_anything_is_written(
     if fits:
         filled.check_room(1, files)
         return
-    with pytest.raises(StoreError, match="3 files are needed, 2 can be made"):
+    with pytest.raises(StoreError, match="3 files are needed, 2 can be created"):
         filled.check_room(1, files)
 
 
@@ -102,11 +102,11 @@ def test_keys_below_the_home_folder_are_looked_for_in_the_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    with pytest.raises(PinError, match="lies in the store"):
+    with pytest.raises(PinError, match="is inside the store"):
         refuse_trust_in_store(Config(store=tmp_path / "store", pin_keys=("~/store/key.pub",)))
 
 
 def test_a_link_into_the_store_is_no_way_around(tmp_path: Path, filled: Store) -> None:
     (tmp_path / "pins.toml").symlink_to(filled.root / "pins.toml")
-    with pytest.raises(PinError, match="lies in the store"):
+    with pytest.raises(PinError, match="is inside the store"):
         refuse_trust_in_store(Config(store=filled.root, pin_files=(tmp_path / "pins.toml",)))

@@ -92,7 +92,7 @@ def test_a_linked_folder_is_reported_even_if_its_files_are_right(
     folder = Store(store).object_path(release.digest(NAME)).parent
     folder.rename(store / "elsewhere")
     folder.symlink_to(store / "elsewhere")
-    assert "is no directory of its own" in filled.verify(release.pin).corrupt[0].reason
+    assert "is a link or a file, expected a directory" in filled.verify(release.pin).corrupt[0].reason
 
 
 def test_only_chosen_paths_are_looked_at(release: Release, store: Path, filled: Library) -> None:

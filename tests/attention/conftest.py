@@ -9,15 +9,14 @@ import pytest
 from attention_examples import RELEASE_NAME, build_release, describe_release
 from context_examples import KERNELS as CONTEXT_KERNELS
 from decode_kernels import HOPPER
-from extended_driver import ExtendedDriver
 from latent_examples import E4M3_KERNELS
 from mla_examples import KERNELS as MLA_KERNELS
-from standin_build import StandIn
 from stub_release import build_stub_release
 
 from cubin_runtime import Config
 from cubin_runtime.attention import Runtime
 from cubin_runtime.launch.driver import Driver
+from cubin_runtime.testing import GraphDriver, StandIn
 
 
 @pytest.fixture(scope="session")
@@ -50,7 +49,7 @@ def config(release: tuple[Path, Path], tmp_path: Path) -> Config:
 
 @pytest.fixture
 def runtime(config: Config, standin: StandIn) -> Iterator[Runtime]:
-    made = Runtime(config, driver=ExtendedDriver(standin.path), release=RELEASE_NAME)
+    made = Runtime(config, driver=GraphDriver(standin.path), release=RELEASE_NAME)
     for kernel in made.native_release().kernels:
         standin.add_kernel(kernel.symbol, (kernel.struct_bytes,), kernel.threads)
     made.driver.set_current(made.driver.primary_context(0))
@@ -68,7 +67,7 @@ def stubs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def stub_runtime(stubs: tuple[Path, Path], standin: StandIn, tmp_path: Path) -> Iterator[Runtime]:
     tree, pins = stubs
     config = Config(store=tmp_path / "store", sources=(str(tree),), pin_files=(pins,), offline=True)
-    made = Runtime(config, driver=ExtendedDriver(standin.path), release=RELEASE_NAME)
+    made = Runtime(config, driver=GraphDriver(standin.path), release=RELEASE_NAME)
     for kernel in made.native_release().kernels:
         standin.add_kernel(kernel.symbol, (kernel.struct_bytes,), kernel.threads)
     made.driver.set_current(made.driver.primary_context(0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,9 +18,11 @@ from xqa_calls import (
     xqa_mla_arguments,
 )
 
-from cubin_runtime.attention import TensorView
+from cubin_runtime.attention import Runtime, TensorView
 from cubin_runtime.compat import flashinfer
+from cubin_runtime.testing import StandIn
 
+CONTEXTS = (0xC000, 0xC001)  # of the stand-in's devices 0 and 1
 Make = Callable[[MadeUpMemory], dict[str, Any]]
 Operator = tuple[Callable[..., Any], Make]
 
@@ -207,3 +210,39 @@ def tensors_of(operators: dict[str, Operator]) -> list[tuple[str, str]]:
         given = make(MadeUpMemory())
         pairs += [(operator, name) for name, value in given.items() if on_device(value, 1) != value]
     return pairs
+
+
+def with_two_devices(runtime: Runtime, standin: StandIn) -> Runtime:
+    """The runtime with two devices and no context current."""
+    standin.with_devices(2)
+    for device in (0, 1):
+        runtime.driver.primary_context(device)
+    runtime.driver.set_current(None)
+    return runtime
+
+
+def stream_on(runtime: Runtime, device: int) -> int:
+    """A new stream of a device."""
+    with runtime.driver.using(CONTEXTS[device]):
+        return runtime.driver.create_stream()
+
+
+def at_once(call: Callable[[int], object], repeats: int = 50) -> None:
+    """Let two threads make ``call(0)`` and ``call(1)`` over and over at the same time; what one raised is raised."""
+    start, failures = threading.Barrier(2), []
+
+    def work(device: int) -> None:
+        start.wait()
+        try:
+            for _ in range(repeats):
+                call(device)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(device,)) for device in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 from device_calls import ON_NATIVE_KERNELS, ON_TRTLLM_GEN_KERNELS, native_ragged_arguments
-from standin_build import StandIn
 from trtllm_calls import MadeUpMemory, context_arguments, decode_arguments, mla_arguments, ragged_arguments
 from xqa_calls import mla_batch_arguments, trtllm_arguments, xqa_arguments, xqa_batch_arguments
 
@@ -37,6 +36,7 @@ from cubin_runtime.errors import CubinRuntimeError
 from cubin_runtime.launch.regions import REGION_ALIGNMENT
 from cubin_runtime.launch.semaphore_workspace import SemaphoreWorkspace
 from cubin_runtime.launch.workspace import Workspace
+from cubin_runtime.testing import StandIn
 
 Arguments = dict[str, Any]
 Outcome = tuple[Any, ...]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from standin_build import StandIn
 from trtllm_calls import MadeUpMemory
 
 from cubin_runtime.kernels.native.prefill.params import CONTEXT_ATTENTION
+from cubin_runtime.testing import StandIn
 
 BATCH, HEADS, KV_HEADS, DIM = 3, 8, 2, 128
 TOKENS, KV_TOKENS, PAGES, PAGE, COLUMNS = 300, 900, 100, 64, 16

@@ -9,13 +9,13 @@ import pytest
 from attention_examples import H200
 from copying_examples import BATCH, COLUMNS, DIM, KV_HEADS, PAGE, PAGES, TOKENS, quantised_call, token_call, view
 from copying_examples import append_call as call
-from standin_build import StandIn
 
 from cubin_runtime.attention import BackendError, ClampedInputError, Runtime, append_kv, plan_append_kv
 from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.native.append.params import APPEND_KV
 from cubin_runtime.kernels.native.append.plan import reciprocal
 from cubin_runtime.launch.driver import DeviceFacts
+from cubin_runtime.testing import StandIn
 
 LATENT = view("bfloat16", PAGES, PAGE, 576, at=0x7F0030000000)
 
@@ -96,7 +96,7 @@ def test_a_run_takes_another_number_than_planned(stub_runtime: Runtime, standin:
     seen = sent(standin)
     assert (seen["k_scale"], seen["v_scale"]) == (2.0, 0.25)
     plain = plan_append_kv(**quantised_call(), runtime=stub_runtime)
-    with pytest.raises(UsageError, match=r"k_scale=2\.0: planned without a number"):
+    with pytest.raises(UsageError, match=r"k_scale=2\.0: planned with None"):
         plain.run(**quantised_call(), k_scale=2.0)
 
 
@@ -152,14 +152,14 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         call(
             key=view("bfloat16", 23, 128, 512), value=view("bfloat16", 23, 128, 512),
             k_cache=view("bfloat16", 2, 1, 128, 512), v_cache=view("bfloat16", 2, 1, 128, 512),
-        ), {}, "k_cache: 262144 bytes of keys and values a token, expected at most 131072",
+        ), {}, "k_cache: 262144 bytes of keys and values per token, expected at most 131072",
     ),
     "layout": (call(), {"kv_layout": "DNH"}, "kv_layout='DNH': expected NHD or HND"),
     "no lengths": (call(seq_lens=None), {}, "seq_lens: None with positions None, expected one of them"),
     "lengths and positions": (
         call(positions=view("int32", 23), batch_indices=view("int32", 23)), {}, "seq_lens: given with positions given"
     ),
-    "positions alone": (token_call(batch_indices=None), {}, "batch_indices: None, expected them with positions"),
+    "positions alone": (token_call(batch_indices=None), {}, "batch_indices: None, expected exactly when positions"),
     "offsets and positions": (token_call(cum_seq_lens=view("int32", 5)), {}, "cum_seq_lens: given with positions"),
     "no offsets": (call(cum_seq_lens=None), {}, r"key: shape .*, expected \[batch, tokens, .*\] without"),
     "short lengths": (call(seq_lens=view("int32", 3)), {}, r"cum_seq_lens: shape \(5,\), expected \(4,\)"),
@@ -172,14 +172,14 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "scale of a copy": (call(), {"k_scale": 1.0}, "k_scale: given with bfloat16 keys and bfloat16 caches"),
     "scale on the device of a copy": (call(v_scale=view("float32", 1)), {}, "v_scale: given with bfloat16 keys"),
-    "scale of 0": (quantised_call(), {"k_scale": 0.0}, r"k_scale=0\.0: expected another number than 0"),
+    "scale of 0": (quantised_call(), {"k_scale": 0.0}, r"k_scale=0\.0: expected a number other than 0"),
     "infinite scale": (quantised_call(), {"v_scale": float("inf")}, "v_scale=inf: expected a finite number"),
     "two scales": (quantised_call(k_scale=view("float32", 2)), {}, r"k_scale: shape \(2,\), expected one element"),
     "word for a switch": (call(), {"enable_pdl": 1}, "enable_pdl=1: expected True or False"),
     "other device": (call(value=replace(call()["value"], device=1)), {}, "value: on device 1, key is on device 0"),
     "address": (call(key=replace(call()["key"], pointer=8)), {}, "key: address 0x8, expected a multiple of 16"),
     "strides": (call(key=replace(call()["key"], strides=(1028, 128, 1))), {}, "key: strides .* multiples of 8"),
-    "one address": (call(k_cache=replace(call()["k_cache"], strides=(0, 1024, 128, 1))), {}, "k_cache: .*no two"),
+    "one address": (call(k_cache=replace(call()["k_cache"], strides=(0, 1024, 128, 1))), {}, "k_cache: .*overlap"),
 }  # fmt: skip
 
 

@@ -25,7 +25,7 @@ def test_a_measured_device_is_taken_without_a_warning(operator: str, backend: st
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (10, 0), (10, 3), (12, 0), (12, 1)])
 def test_auto_never_takes_what_was_only_built(capability: tuple[int, int]) -> None:
-    with pytest.raises(BackendError, match="backend='hopper' has kernels built for it that were not run"):
+    with pytest.raises(BackendError, match="backend='hopper' has kernels for it that have never been run"):
         resolve_backend("paged_decode", "auto", device(*capability))
 
 
@@ -36,7 +36,7 @@ def test_what_was_only_built_is_taken_by_name_with_a_warning() -> None:
 
 @pytest.mark.parametrize("backend", ["auto", "hopper"])
 def test_a_device_without_kernels_gets_the_list_of_those_with(backend: str) -> None:
-    with pytest.raises(BackendError, match=r"capability 7.5.*no backend runs there .*measured on 9.0, built for 8.0"):
+    with pytest.raises(BackendError, match=r"capability 7.5.*no backend supports it .*measured on 9.0, built for 8.0"):
         resolve_backend("paged_decode", backend, device(7, 5))
 
 
@@ -64,7 +64,7 @@ def test_published_kernels_are_taken_where_they_are_for(operator: str, capabilit
 @pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize("capability", [(9, 0), (12, 0)])
 def test_elsewhere_published_kernels_are_refused(operator: str, capability: tuple[int, int]) -> None:
-    with pytest.raises(BackendError, match=r"no backend runs there \(trtllm-gen: published for 10.0, 10.3\)"):
+    with pytest.raises(BackendError, match=r"no backend supports it \(trtllm-gen: published for 10.0, 10.3\)"):
         resolve_backend(operator, "trtllm-gen", device(*capability))
 
 
@@ -103,7 +103,7 @@ def test_decoding_is_ours_where_it_was_measured(operator: str, backend: str) -> 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (12, 0)])
 def test_auto_takes_no_decoding_that_was_only_built(capability: tuple[int, int]) -> None:
-    with pytest.raises(BackendError, match="backend='xqa' has kernels built for it that were not run"):
+    with pytest.raises(BackendError, match="backend='xqa' has kernels for it that have never been run"):
         resolve_backend(OPERATORS[0], "auto", device(*capability))
 
 
@@ -120,7 +120,7 @@ def test_finding_a_backend_warns_of_nothing() -> None:
 
 @pytest.mark.parametrize("capability", [(8, 0), (12, 0)])
 def test_mla_elsewhere_is_told_where_it_runs(capability: tuple[int, int]) -> None:
-    words = r"no backend runs there \(xqa: measured on 9\.0; trtllm-gen: published for 10\.0, 10\.3\)"
+    words = r"no backend supports it \(xqa: measured on 9\.0; trtllm-gen: published for 10\.0, 10\.3\)"
     with pytest.raises(BackendError, match=words):
         resolve_backend(OPERATORS[1], "auto", device(*capability))
 

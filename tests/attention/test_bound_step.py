@@ -6,9 +6,9 @@ import gc
 from dataclasses import replace
 
 from attention_examples import Tensors
-from standin_build import StandIn
 
 from cubin_runtime.attention import Runtime, plan_paged_decode
+from cubin_runtime.testing import StandIn
 
 GOOD = Tensors()
 CACHES = ("k_cache", "v_cache")

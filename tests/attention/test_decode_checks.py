@@ -10,8 +10,8 @@ from attention_examples import Tensors
 
 from cubin_runtime.attention import TensorView
 from cubin_runtime.attention.decode_call import DecodeCall, DecodeOptions, token_stride
+from cubin_runtime.attention.gqa import PAGED_DECODE
 from cubin_runtime.attention.paged_cache import cache_view
-from cubin_runtime.attention.paged_decode import PAGED_DECODE
 from cubin_runtime.attention.scales import split_scale
 from cubin_runtime.errors import UsageError
 
@@ -89,7 +89,7 @@ def test_one_request_of_one_page_may_have_any_strides(name: str) -> None:
         ("k_cache", {"pointer": 0x1008}, "k_cache: address 0x1008, expected a multiple of 16"),
         ("k_cache", {"strides": (65540, 1024, 128, 1)}, "k_cache: strides .* multiples of 8"),
         ("v_cache", contiguous((99, 64, 8, 128)), "v_cache: shape"),
-        ("v_cache", {"strides": (65536, -1024, 128, 1)}, "none below 0"),
+        ("v_cache", {"strides": (65536, -1024, 128, 1)}, "no negative stride"),
         ("page_table", contiguous((3, 16), "int32"), "page_table: shape"),
         ("page_table", contiguous((4, 0), "int32"), "page_table: shape"),
         ("page_table", contiguous((4, 16), "int64"), "page_table: dtype int64, expected int32"),
@@ -99,7 +99,7 @@ def test_one_request_of_one_page_may_have_any_strides(name: str) -> None:
         ("out", {"dtype": "float32"}, "out: dtype float32"),
         ("out", {"pointer": 0x1004}, "out: address 0x1004, expected a multiple of 8"),
         ("out", {"strides": (8194, 128, 1)}, "out: strides .* multiples of 4 elements"),
-        ("out", {"strides": (0, 128, 1)}, "out: strides .* no two elements at one address"),
+        ("out", {"strides": (0, 128, 1)}, "out: strides .* no overlapping elements"),
     ],
 )
 def test_a_broken_rule_is_named(name: str, changes: dict[str, Any], words: str) -> None:
@@ -162,7 +162,7 @@ def test_two_tokens_at_one_address_are_refused(name: str) -> None:
         tensors = tensors.changed(tensor, **contiguous(shape, getattr(tensors, tensor).dtype))
     check(tensors)
     strides = (0, *getattr(tensors, name).strides[1:])
-    with pytest.raises(UsageError, match=f"{name}: .* expected no two elements at one address"):
+    with pytest.raises(UsageError, match=f"{name}: .* expected no overlapping elements"):
         check(tensors.changed(name, strides=strides))
 
 
@@ -271,7 +271,7 @@ def test_masks_of_ragged_tokens_pass(mask: TensorView) -> None:
         (view("int16", 12, 2), "mask: dtype int16, expected uint16 or uint32"),
         (view("uint16", 12, 1), r"mask: shape \(12, 1\), expected \(12, 2\) or \(4, 3, 2\)"),
         (view("uint32", 4, 4, 1), r"mask: shape \(4, 4, 1\), expected \(12, 1\) or \(4, 3, 1\)"),
-        (view("uint16", 12, 2, strides=(4, 1)), r"mask: .* strides \(4, 1\), expected it contiguous"),
+        (view("uint16", 12, 2, strides=(4, 1)), r"mask: .* strides \(4, 1\), expected a contiguous tensor"),
         (view("uint16", 12, 2, pointer=0x1002), "mask: address 0x1002, expected a multiple of 4"),
         (view("uint16", 12, 2, pointer=0), "mask: address 0x0, expected a multiple of 4 that is not 0"),
         (view("uint16", 12, 2, device=1), "mask: on device 1, q is on device 0"),
@@ -297,7 +297,7 @@ def test_sinks_of_every_head_pass(sinks: TensorView) -> None:
     [
         (view("bfloat16", 64), "sinks: dtype bfloat16, expected float32"),
         (view("float32", 8), r"sinks: shape \(8,\), expected \(64,\) or \(8, 8\)"),
-        (view("float32", 64, strides=(2,)), "sinks: .*expected it contiguous"),
+        (view("float32", 64, strides=(2,)), "sinks: .*expected a contiguous tensor"),
         (view("float32", 64, pointer=0x1002), "sinks: address 0x1002"),
     ],
 )
@@ -342,7 +342,7 @@ def test_a_wrong_scale_on_the_device_is_named(name: str, scale: TensorView, word
         (
             GOOD.ragged(8, q_cu_seq_lens=view("int32", 5, strides=(2,))),
             {"max_q_len": 2},
-            "q_cu_seq_lens: .* expected it contiguous",
+            "q_cu_seq_lens: .* expected a contiguous tensor",
         ),
         (GOOD.ragged(8).changed("seq_lens", **contiguous((0,), "int32")), {"max_q_len": 2}, "seq_lens: shape"),
         (GOOD.ragged(8, lse=view("float32", 4, 64)), {"max_q_len": 2}, r"lse: shape \(4, 64\), expected \(8, 64\)"),
@@ -367,7 +367,7 @@ def test_draft_tokens_apart_from_their_neighbours_pass_at_one_stride() -> None:
 def test_draft_tokens_that_lie_at_two_strides_are_refused(name: str) -> None:
     tensors = GOOD.draft(2, lse=view("float32", 4, 2, 64))
     request, *inner = getattr(tensors, name).strides
-    with pytest.raises(UsageError, match=f"{name}: strides .* expected all tokens at one stride"):
+    with pytest.raises(UsageError, match=f"{name}: strides .* expected one stride between all tokens"):
         check(tensors.changed(name, strides=(request * 2, *inner)))
 
 

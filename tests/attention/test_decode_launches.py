@@ -1,4 +1,4 @@
-"""A decode of two launches: ragged requests of few and of many rows, under batch_invariant."""
+"""A decode of two launches: ragged requests of few and of many rows, under batch_invariant without segments."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from attention_examples import H200, Tensors
-from standin_build import StandIn
 
 from cubin_runtime.attention import ClampedInputError, PagedDecodePlan, Runtime, plan_paged_decode
 from cubin_runtime.errors import WorkspaceError
@@ -14,6 +13,7 @@ from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA
 from cubin_runtime.kernels.native.launches import WORKSPACE_FIELDS
 from cubin_runtime.launch.regions import workspace_size
 from cubin_runtime.launch.semaphore_workspace import SemaphoreWorkspace
+from cubin_runtime.testing import StandIn
 
 RAGGED = Tensors().ragged(23)
 MANY = (1 << 31) - 1

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 from attention_examples import H200, Tensors
-from standin_build import StandIn
 
 from cubin_runtime.attention import ClampedInputError, PagedDecodePlan, Runtime, TensorView, plan_paged_decode
 from cubin_runtime.errors import UsageError, WorkspaceError
 from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA
 from cubin_runtime.launch.regions import workspace_size
 from cubin_runtime.launch.semaphore_workspace import SemaphoreWorkspace
+from cubin_runtime.testing import StandIn
 
 GOOD = Tensors()
 E4M3 = "float8_e4m3fn"

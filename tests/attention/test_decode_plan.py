@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from attention_examples import H200, RELEASE_NAME, Tensors
-from standin_build import StandIn
 
 from cubin_runtime import Config
 from cubin_runtime.attention import BackendError, ClampedInputError, PagedDecodePlan, Runtime, plan_paged_decode
@@ -15,6 +14,7 @@ from cubin_runtime.errors import AbiError, CorruptError, FrozenError, UsageError
 from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA
 from cubin_runtime.launch.driver import Driver
 from cubin_runtime.launch.workspace import Workspace
+from cubin_runtime.testing import StandIn
 
 GOOD = Tensors()
 
@@ -222,7 +222,9 @@ def test_a_kernel_whose_struct_is_another_is_never_launched(runtime: Runtime, st
     standin.reset()
     for kernel in runtime.native_release().kernels:
         standin.add_kernel(kernel.symbol, (kernel.struct_bytes + 8,), kernel.threads)
-    with pytest.raises(AbiError, match=f"by the driver the kernel takes one of {PAGED_DECODE_TMA.size + 8} bytes"):
+    with pytest.raises(
+        AbiError, match=f"according to the driver, the kernel takes one of {PAGED_DECODE_TMA.size + 8} bytes"
+    ):
         run(make_plan(runtime))
 
 

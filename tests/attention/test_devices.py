@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from attention_examples import Tensors
+from device_calls import CONTEXTS, at_once, stream_on
 from latent_examples import latent_call
-from standin_build import StandIn
 
 from cubin_runtime.attention import Runtime, mla_decode, paged_decode, plan_mla_decode, plan_paged_decode
 from cubin_runtime.errors import CubinRuntimeError, FrozenError, UsageError, WorkspaceError
 from cubin_runtime.launch.workspace import Workspace
+from cubin_runtime.testing import StandIn
 
-CONTEXTS = (0xC000, 0xC001)
 GQA = {name: getattr(Tensors(), name) for name in ("q", "k_cache", "v_cache", "page_table", "seq_lens", "out")}
 PLANS = {"paged_decode": plan_paged_decode, "mla_decode": plan_mla_decode}
 TENSORS = {"paged_decode": GQA, "mla_decode": latent_call()}
@@ -53,11 +52,6 @@ def runtime(stub_runtime: Runtime, standin: StandIn) -> Runtime:
     standin.with_devices(2)
     stub_runtime.driver.set_current(None)
     return stub_runtime
-
-
-def stream_on(runtime: Runtime, device: int) -> int:
-    with runtime.driver.using(CONTEXTS[device]):
-        return runtime.driver.create_stream()
 
 
 WAYS = {
@@ -130,18 +124,7 @@ def test_two_threads_run_on_two_devices_at_once(runtime: Runtime, standin: Stand
     for device in (0, 1):
         call(runtime, device)
     standin.clear_log()
-    start = threading.Barrier(2)
-
-    def launch(device: int) -> None:
-        start.wait()
-        for _ in range(50):
-            call(runtime, device, softmax_scale=1.0 + device)
-
-    threads = [threading.Thread(target=launch, args=(device,)) for device in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(lambda device: call(runtime, device, softmax_scale=1.0 + device))
     sent = [(launch.seen["context"], launch.seen["parameter0"]) for launch in standin.calls("cuLaunchKernelEx")]
     assert len(sent) == 100
     assert {context: len({bytes_ for where, bytes_ in sent if where == context}) for context, _ in sent} == {

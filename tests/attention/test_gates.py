@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 from adapter import ABIS, native_rows
 from cubins import cubin_of, write_release
-from extended_driver import ExtendedDriver
 from kernel_headers import header_of
-from standin_build import StandIn
 
 from cubin_runtime import Config
 from cubin_runtime.artifacts.tables.metadata import HEADER_PATH
 from cubin_runtime.attention import Runtime
 from cubin_runtime.errors import AbiError
 from cubin_runtime.launch.modules import LoadedKernel
+from cubin_runtime.testing import GraphDriver, StandIn
 
 ROW = native_rows()[0]
 NATIVE, PUBLISHED = ABIS
@@ -30,7 +29,7 @@ def runtime_of(folder: Path, standin: StandIn, name: str, files: dict[str, bytes
     config = Config(
         store=folder / "store", sources=(str(folder / f"{name}.zip"),), pin_files=(folder / "pins.toml",), offline=True
     )
-    return Runtime(config, driver=ExtendedDriver(standin.path), release=NATIVE, trtllm_release=PUBLISHED)
+    return Runtime(config, driver=GraphDriver(standin.path), release=NATIVE, trtllm_release=PUBLISHED)
 
 
 def load_native(folder: Path, standin: StandIn, sm: int = 90, threads: int = 1024, **said: Any) -> LoadedKernel:
@@ -66,10 +65,10 @@ def test_a_kernel_of_ours_that_is_as_its_table_says_is_loaded(tmp_path: Path, st
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"threads": ROW["threads"] - 1}, f"a block of {ROW['threads']} threads, by its ELF at most"),
+        ({"threads": ROW["threads"] - 1}, f"a block of {ROW['threads']} threads; according to its ELF, at most"),
         ({"sm": 80}, "the cubin says sm_80., its metadata declares sm_90a"),
         ({"struct_fingerprint": "0" * 64}, "the release was recorded with .*, fingerprint 0000000000000000"),
-        ({"dynamic_shared_bytes": 232449}, "needs 232449 bytes of dynamic shared memory a block"),
+        ({"dynamic_shared_bytes": 232449}, "needs 232449 bytes of dynamic shared memory per block"),
     ],
 )
 def test_a_kernel_of_ours_that_is_not_is_refused(
@@ -92,9 +91,9 @@ def test_a_published_kernel_that_is_as_its_header_says_is_loaded(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"threads": 63}, "a block of 64 threads, by its ELF at most 63"),
+        ({"threads": 63}, "a block of 64 threads; according to its ELF, at most 63"),
         ({"sm": 103}, "the cubin says sm_103., its metadata declares sm_100f"),
-        ({"mSharedMemBytes": "232449"}, "needs 232449 bytes of dynamic shared memory a block"),
+        ({"mSharedMemBytes": "232449"}, "needs 232449 bytes of dynamic shared memory per block"),
     ],
 )
 def test_a_published_kernel_that_is_not_is_refused(

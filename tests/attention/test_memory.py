@@ -25,5 +25,10 @@ def test_other_tensors_than_torch_s_are_refused(act: object, words: str) -> None
         act(TorchMemory())  # type: ignore[operator]
 
 
+def test_only_a_torch_tensor_is_scaled_where_it_lies() -> None:
+    with pytest.raises(UsageError, match="lse: got TensorView, expected a torch tensor"):
+        TorchMemory().scale_in_place(VIEW, 0.5)
+
+
 def test_other_tensors_run_on_the_legacy_default_stream() -> None:
     assert TorchMemory().current_stream(VIEW) == 0

@@ -9,12 +9,12 @@ import pytest
 from attention_examples import H200
 from copying_examples import DIM, KV_HEADS, TOKENS, view
 from copying_examples import merge_call as call
-from standin_build import StandIn
 
 from cubin_runtime.attention import Runtime, merge_states, plan_merge_states
 from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.native.merge.params import MERGE_STATES
 from cubin_runtime.kernels.native.problem import LOG2_E
+from cubin_runtime.testing import StandIn
 
 OTHER = {"v_other": view("bfloat16", TOKENS, KV_HEADS, DIM), "s_other": view("float32", TOKENS, KV_HEADS)}
 
@@ -76,9 +76,11 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "dtype": (call(v=view("float8_e4m3fn", 23, 3, 8, 128)), {}, "v: dtype float8_e4m3fn, expected bfloat16"),
     "half a log-sum-exp": (call(s=view("float16", 23, 3, 8)), {}, "s: dtype float16, expected float32"),
     "shape of s": (call(s=view("float32", 23, 8, 3)), {}, r"s: shape .*, expected \(23, 3, 8\)"),
-    "one other": (call(v_other=OTHER["v_other"]), {}, "s_other: None, expected it with v_other and only there"),
+    "one other": (call(v_other=OTHER["v_other"]), {}, "s_other: None, expected exactly when v_other is given"),
     "other dtype": (
-        call(**{**OTHER, "v_other": view("float16", 23, 8, 128)}), {}, "v_other: dtype float16, expected bfloat16 as v"
+        call(**{**OTHER, "v_other": view("float16", 23, 8, 128)}),
+        {},
+        "v_other: dtype float16, expected bfloat16, like v",
     ),
     "out": (call(out=view("bfloat16", 23, 3, 8, 128)), {}, r"out: shape .*, expected \(23, 8, 128\)"),
     "lse": (call(lse=view("float32", 8, 23)), {}, r"lse: shape \(8, 23\), expected \(23, 8\)"),
@@ -86,7 +88,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "mask": (call(mask=view("uint8", 22)), {}, r"mask: shape \(22,\), expected \(23,\)"),
     "base": (call(), {"lse_base": "10"}, "lse_base='10': expected '2' or 'e'"),
     "strides": (call(v=replace(call()["v"], strides=(3076, 1024, 128, 1))), {}, "v: strides .* multiples of 8"),
-    "one address": (call(lse=replace(call()["lse"], strides=(0, 1))), {}, "lse: .* no two elements"),
+    "one address": (call(lse=replace(call()["lse"], strides=(0, 1))), {}, "lse: .* no overlapping elements"),
 }  # fmt: skip
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from attention_examples import H200
 from latent_examples import BATCH, COLUMNS, HEADS, PAGE, PAGES, PARAMS, latent_call, ragged_call, view
-from standin_build import StandIn
 from trtllm_calls import MadeUpMemory
 
 from cubin_runtime.attention import BackendError, ClampedInputError, MlaDecodePlan, Runtime, mla_decode, plan_mla_decode
@@ -18,6 +17,7 @@ from cubin_runtime.errors import UsageError, WorkspaceError
 from cubin_runtime.kernels.native.device_models import describe_device
 from cubin_runtime.launch.regions import workspace_size
 from cubin_runtime.launch.semaphore_workspace import SemaphoreWorkspace
+from cubin_runtime.testing import StandIn
 
 BF16, E4M3 = "bfloat16", "float8_e4m3fn"
 LOG2_E = math.log2(math.e)
@@ -148,7 +148,7 @@ def test_the_plan_describes_every_field_with_its_meaning(planner: Runtime) -> No
         (latent_call(dtypes=(BF16, BF16, "float32")), {}, "out: dtype float32"),
         (latent_call(latent=128), {}, "latent is 512"),
         (latent_call(kv_cache=view("bfloat16", PAGES, PAGE, 64)), {}, "kv_cache: rows of 64 columns"),
-        (latent_call(kv_cache=view("bfloat16", PAGES, PAGE, 320)), {}, "q: 576 columns a head, expected 320"),
+        (latent_call(kv_cache=view("bfloat16", PAGES, PAGE, 320)), {}, "q: 576 columns per head, expected 320"),
         (latent_call(kv_cache=view("bfloat16", PAGES, 16, 576)), {}, "kv_cache: page size 16, expected one of 32"),
         (latent_call(kv_cache=view("bfloat16", PAGES, 2, PAGE, 576)), {}, "kv_cache: shape .*expected .pages, page"),
         (latent_call(kv_cache=view("bfloat16", PAGES, PAGE, 576, pointer=8)), {}, "kv_cache: address 0x8"),
@@ -187,7 +187,7 @@ def test_what_is_wrong_is_named(planner: Runtime, given: dict[str, Any], options
 
 @pytest.mark.parametrize("sm", [80, 100, 120])
 def test_other_devices_are_told_what_there_is(planner: Runtime, sm: int) -> None:
-    with pytest.raises(BackendError, match=r"mla_decode on .*no backend runs there \(hopper: measured on 9\.0\)"):
+    with pytest.raises(BackendError, match=r"mla_decode on .*no backend supports it \(hopper: measured on 9\.0\)"):
         make_plan(planner, device_facts=describe_device(sm))
 
 

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 from attention_examples import Tensors
-from standin_build import StandIn
 from trtllm_calls import MadeUpMemory
 
 from cubin_runtime.attention import Runtime, TensorView, paged_decode
 from cubin_runtime.attention.fast_path import full_path
-from cubin_runtime.attention.paged_decode import PAGED_DECODE
+from cubin_runtime.attention.gqa import PAGED_DECODE
 from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA
 from cubin_runtime.launch.semaphore_workspace import SemaphoreWorkspace
+from cubin_runtime.testing import StandIn
 
 GOOD = Tensors()
 E4M3 = "float8_e4m3fn"

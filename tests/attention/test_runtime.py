@@ -9,15 +9,14 @@ from pathlib import Path
 
 import pytest
 from attention_examples import RELEASE_NAME
-from extended_driver import ExtendedDriver
 from serving import serving
-from standin_build import StandIn
 from trtllm_examples import ROW
 
 from cubin_runtime import Config
 from cubin_runtime.attention import Runtime
 from cubin_runtime.attention.runtime import PlanCache
 from cubin_runtime.errors import MissingError, UsageError
+from cubin_runtime.testing import GraphDriver, StandIn
 
 CHILD = """
 import os, sys
@@ -102,8 +101,8 @@ def test_a_kernel_is_fetched_at_first_use_only_if_that_is_on(
 ) -> None:
     with serving(release[0]) as server:
         online = replace(config, sources=(server.url,), offline=False)
-        Runtime(online, driver=ExtendedDriver(standin.path), release=RELEASE_NAME).native_release()
-        runtime = Runtime(replace(online, lazy_fetch=lazy), driver=ExtendedDriver(standin.path), release=RELEASE_NAME)
+        Runtime(online, driver=GraphDriver(standin.path), release=RELEASE_NAME).native_release()
+        runtime = Runtime(replace(online, lazy_fetch=lazy), driver=GraphDriver(standin.path), release=RELEASE_NAME)
         kernel = runtime.native_release().kernels[0]
         standin.add_kernel(kernel.symbol, (kernel.struct_bytes,), kernel.threads)
         with nullcontext() if lazy else pytest.raises(MissingError, match=f"{kernel.file} is not in"):

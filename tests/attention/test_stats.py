@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import pytest
 from attention_examples import RELEASE_NAME
-from extended_driver import ExtendedDriver
-from standin_build import StandIn
 from test_paged_decode import call
 
 from cubin_runtime import Config
 from cubin_runtime.attention import Runtime
+from cubin_runtime.testing import GraphDriver, StandIn
 
 
 def test_launches_plans_and_loads_are_counted(runtime: Runtime) -> None:
@@ -30,7 +29,7 @@ def test_launches_plans_and_loads_are_counted(runtime: Runtime) -> None:
 def test_a_profile_measures_launches(config: Config, standin: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     monkeypatch.setattr("cubin_runtime.launch.profiler._ranges", lambda: (seen.append, lambda: seen.append("end")))
-    made = Runtime(replace(config, profile=True), driver=ExtendedDriver(standin.path), release=RELEASE_NAME)
+    made = Runtime(replace(config, profile=True), driver=GraphDriver(standin.path), release=RELEASE_NAME)
     for kernel in made.native_release().kernels:
         standin.add_kernel(kernel.symbol, (kernel.struct_bytes,), kernel.threads)
     made.driver.set_current(made.driver.primary_context(0))

@@ -36,3 +36,9 @@ def test_two_scales_of_any_shape_are_multiplied() -> None:
 
 def test_integers_come_back_to_the_host() -> None:
     assert TorchMemory().to_host(torch.tensor([0, 3, 7], dtype=torch.int32)) == (0, 3, 7)
+
+
+def test_a_tensor_is_scaled_where_it_lies() -> None:
+    whole = torch.tensor([[1.0, 2.0], [-torch.inf, 4.0]])
+    TorchMemory().scale_in_place(whole[:, 0], 0.5)
+    assert whole.tolist() == [[0.5, 2.0], [-torch.inf, 4.0]]

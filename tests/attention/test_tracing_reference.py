@@ -9,8 +9,8 @@ import pytest
 
 from cubin_runtime.attention import TensorView
 from cubin_runtime.attention.decode_call import DecodeCall, DecodeOptions
+from cubin_runtime.attention.gqa import PAGED_DECODE
 from cubin_runtime.attention.operator import CallTensors
-from cubin_runtime.attention.paged_decode import PAGED_DECODE
 from cubin_runtime.attention.reference import paged_decode_reference
 from cubin_runtime.attention.tracing.decode import traced_decode
 

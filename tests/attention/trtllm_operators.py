@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from standin_build import StandIn
 from trtllm_calls import MadeUpMemory, context_arguments, decode_arguments, mla_arguments, ragged_arguments
 
 from cubin_runtime.attention import Runtime
@@ -16,6 +15,7 @@ from cubin_runtime.cli.recorded_decisions import pack
 from cubin_runtime.compat import flashinfer
 from cubin_runtime.kernels.trtllm_gen.call import Call
 from cubin_runtime.kernels.trtllm_gen.decision import decide_selected
+from cubin_runtime.testing import StandIn
 
 Operator = tuple[Callable[..., Any], Callable[..., dict[str, Any]]]
 OPERATORS: dict[str, Operator] = {

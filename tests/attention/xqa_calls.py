@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from standin_build import StandIn
 from trtllm_calls import MadeUpMemory, mla_arguments
 
 from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA
+from cubin_runtime.testing import StandIn
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE, PAGES, COLUMNS = 64, 8, 128, 64, 100, 16
 CACHE = (PAGES, PAGE, KV_HEADS, HEAD_DIM)

@@ -51,7 +51,7 @@ def test_without_metadata_names_and_digests_are_compared(
     for release in two:
         release.file(HEADER_PATH).unlink()
     assert main(["diff", "old-1.0", "new-1.0"]) == 0
-    assert "names and digests alone" in capsys.readouterr().out
+    assert "compared by names and digests only" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

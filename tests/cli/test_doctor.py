@@ -121,7 +121,7 @@ def test_a_device_that_no_release_fits_is_named(report, monkeypatch: pytest.Monk
     device = {"ordinal": 0, "name": "Card", "number": 70, "multiprocessors": 1}
     found = {"present": True, "cuda": "13.0", "devices": [device], "problem": None}
     monkeypatch.setattr(doctor, "_driver", lambda: found)
-    assert "launch on Card (sm_70): no, no release at hand has a kernel for it" in report()["will_work"]
+    assert "launch on Card (sm_70): no, no local release has a kernel for it" in report()["will_work"]
 
 
 def test_fetching_is_said_to_be_off_when_offline(report) -> None:
@@ -132,8 +132,8 @@ def test_fetching_is_said_to_be_off_when_offline(report) -> None:
     ("runs", "untried", "sentence"),
     [
         (3, 0, "yes, 3 kernels of ours"),
-        (3, 1, "yes, 2 kernels of ours (1 more were built and never run)"),
-        (3, 3, "only when asked for by name, 3 kernels of ours were built and never run"),
+        (3, 1, "yes, 2 kernels of ours (1 more were built but never run)"),
+        (3, 3, "only when asked for by name, 3 kernels of ours were built but never run"),
     ],
 )
 def test_kernels_that_were_never_run_are_told_apart(runs: int, untried: int, sentence: str) -> None:
@@ -176,7 +176,7 @@ def test_a_device_is_answered_from_the_release_at_hand(clean: Path, report, monk
     monkeypatch.setattr(doctor, "_driver", lambda: found)
     shown = report("--pins", str(clean / "pins.toml"), "--source", str(clean / "tree"))
     assert (
-        "launch on Card (sm_86): only when asked for by name, 1 kernels of small were built and never run"
+        "launch on Card (sm_86): only when asked for by name, 1 kernels of small were built but never run"
         in shown["will_work"]
     )
 

@@ -81,7 +81,7 @@ def test_auto_names_the_backend_that_was_built_but_not_run(
     capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
     assert cli.main([*arguments, "--sm", "80"]) == 9
-    assert "backend='hopper' has kernels built for it that were not run" in capsys.readouterr().err
+    assert "backend='hopper' has kernels for it that have never been run" in capsys.readouterr().err
 
 
 def test_a_kernel_that_was_not_run_is_explained_by_name(
@@ -147,10 +147,10 @@ def test_a_count_of_tokens_means_ragged_requests(capsys: pytest.CaptureFixture[s
         (["--sm", "90", "--no-causal"], "--causal: not an option of --backend hopper"),
         (
             ["--sm", "90", "--lse"],
-            "--lse: decides nothing with --backend hopper, whose choice is the same with and without",
+            "--lse: has no effect with --backend hopper",
         ),
-        (["--backend", "hopper", "--pdl"], "--pdl: decides nothing with --backend hopper"),
-        (["--backend", "hopper", "--head-dim-v", "64"], "--head-dim-v 64: expected 128 as --head-dim is"),
+        (["--backend", "hopper", "--pdl"], "--pdl: has no effect with --backend hopper"),
+        (["--backend", "hopper", "--head-dim-v", "64"], "--head-dim-v 64: expected 128, like --head-dim"),
         (["--backend", "hopper", "case.json"], "CASE.json: not an option of --backend hopper"),
         (["--tokens", "3"], "--tokens: not an option of --backend trtllm-gen, only of hopper"),
         (["--sm", "90", "--op", "ragged"], "--op 'ragged': the hopper backend has decode, context, append, merge"),

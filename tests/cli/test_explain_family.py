@@ -43,7 +43,7 @@ def select_prefill(kernels: Sequence[NativeKernel], shape: Any, device: DeviceFa
     )
     return (
         PrefillSelection(
-            kernel=CHOSEN, ctas=5, row_tiles=3, splits=0, reason="because", candidates=candidates, waves=2
+            kernel=CHOSEN, ctas=5, row_tiles=3, splits=0, explain=lambda: ("because", candidates), waves=2
         ),
     )
 

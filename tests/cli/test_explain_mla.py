@@ -98,7 +98,7 @@ def test_auto_asks_for_what_runs_mla(capsys: pytest.CaptureFixture[str], argumen
         (["--tokens", "2"], "--tokens 2: expected 0 to batch x q_len, 1"),
         (["--dtype-kv", "fp16"], "--dtype-kv 'fp16': expected one of bf16, e4m3"),
         (["--dtype-q", "e4m3"], "--dtype-q 'e4m3': expected bf16 with --dtype-kv bf16"),
-        (["--lse"], "--lse: decides nothing with --backend hopper"),
+        (["--lse"], "--lse: has no effect with --backend hopper"),
         (["--top-k", "64"], "--top-k: not an option of --backend hopper, only of trtllm-gen"),
         (["--sm", "80"], "mla_latent512_rows64_sm90a: built for sm_90a"),
     ],

@@ -53,7 +53,7 @@ def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, 
 
 def test_fetch_puts_a_release_into_the_store(release: Release, store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fetch", "made-1.0", "--source", str(release.root)]) == 0
-    assert "3 files chosen, 0 were in the store, 3 fetched (8.00 kB" in capsys.readouterr().out
+    assert "3 files selected, 0 were in the store, 3 fetched (8.00 kB" in capsys.readouterr().out
     assert len(visible_files(store)) == 4
 
 
@@ -269,7 +269,7 @@ def test_equal_causes_are_told_once(release: Release, store: Path, capsys: pytes
         server.fault("", status(403))
         assert main(["fetch", "made-1.0", "--source", server.url]) == 7
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: 2 of 3 files were not delivered: {server.url}: status 403 (")
+    assert line.startswith(f"error: 2 of 3 files could not be fetched: {server.url}: status 403 (")
 
 
 def test_different_causes_are_counted(release: Release, store: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -278,7 +278,7 @@ def test_different_causes_are_counted(release: Release, store: Path, capsys: pyt
         server.fault("prefill.cubin", status(404))
         assert main(["fetch", "made-1.0", "--source", server.url]) == 7
     first, *causes = capsys.readouterr().err.splitlines()
-    assert first == "error: 2 of 3 files were not delivered:"
+    assert first == "error: 2 of 3 files could not be fetched:"
     assert sorted(cause.split(" (")[0] for cause in causes) == [
         f"    1 files: {server.url}: status 403",
         f"    1 files: {server.url}: status 404",

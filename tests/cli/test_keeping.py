@@ -47,7 +47,7 @@ def test_gc_of_what_is_not_there_says_so(
 ) -> None:
     main(["gc", "old-1.0"])
     assert main(["gc", "old-1.0"]) == 0
-    assert "old-1.0: its manifest is not at hand" in capsys.readouterr().err
+    assert "old-1.0: its manifest is not available locally" in capsys.readouterr().err
 
 
 def test_gc_of_leftovers_alone_needs_no_release(two: tuple[Release, Release], store: Path, run_json) -> None:

@@ -56,8 +56,8 @@ def test_list_filters(answer, arguments: list[str], count: int) -> None:
         (["--head-dim", "64"], "no kernel has --head-dim 64, expected one of 128"),
         (["--dtype", "bf17"], "no kernel has --dtype bf17, expected one of bf16"),
         (["--family", "x"], "no kernel has --family x, expected one of "),
-        (["--match", "nothing*"], "no file fits --match nothing*"),
-        (["--sm", "90", "--match", "*80*"], "no kernel passes all of the filters together"),
+        (["--match", "nothing*"], "no file matches --match nothing*"),
+        (["--sm", "90", "--match", "*80*"], "no kernel matches all filters together"),
     ],
 )
 @pytest.mark.parametrize("verb", ["list", "fetch", "verify", "inspect", "export", "mirror", "diff"])
@@ -83,7 +83,7 @@ def test_names_that_list_prints_are_accepted_by_every_verb(
 
 def test_a_name_of_several_files_is_told(release: SmallRelease, capsys: pytest.CaptureFixture[str]) -> None:
     assert release.run("where", "checksums") == 3
-    assert "nor is there a file or kernel of that name" in capsys.readouterr().err
+    assert "and no local release has a file or kernel of that name" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("name", "count"), [(f"{FOLDER}/kernels", 2), (f"{FOLDER}/kernels.json", 1), (FOLDER, 3)])

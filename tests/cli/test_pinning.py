@@ -149,7 +149,7 @@ def test_where_pins_are_signed_they_are_not_changed_here(
     monkeypatch.setenv("CUBIN_RUNTIME_PIN_KEYS", "a" * 64)
     arguments = {"pin": ["new/folder", "--sha256", "0" * 64], "unpin": ["mine-1.0"]}[verb]
     assert main([verb, *arguments]) == 3
-    assert "sign it where the private key is" in capsys.readouterr().err
+    assert "sign it on the host with the private key" in capsys.readouterr().err
     assert pin_file.read_text() == before
 
 

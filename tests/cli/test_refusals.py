@@ -103,8 +103,8 @@ def pinned(release: Release, manifest: bytes) -> None:
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("../../../etc/passwd", "has the part '..'"),
-        ("/etc/passwd", "empty part"),
+        ("../../../etc/passwd", "has the component '..'"),
+        ("/etc/passwd", "empty component"),
         (ESCAPES, "control character"),
         ("a\r", "CRLF"),
         ("checksums.txt", "lists itself"),
@@ -178,7 +178,7 @@ def test_a_fifo_in_a_tree_is_refused(release: Release, asked: RawAsked) -> None:
 def test_a_file_that_is_no_zip_is_refused(release: Release, asked: RawAsked, tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x.zip").write_bytes(content)
     code, shown = asked("fetch", "made-1.0", "--source", tmp_path / "x.zip")
-    assert (code, "no readable zip" in shown) == (7, True)
+    assert (code, "not a readable zip" in shown) == (7, True)
 
 
 def test_a_zip_that_says_its_directory_is_huge_is_refused_unread(

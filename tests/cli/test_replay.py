@@ -40,7 +40,7 @@ def test_a_right_call_is_told(tmp_path: Path, capsys: Shown) -> None:
     assert shown.startswith("call: paged_decode on made-up GPU\n")
     assert "  k_cache: bfloat16 [8, 16, 1, 32], strides [512, 32, 32, 1], 3 pages stored\n" in shown
     assert "  recorded out: error " in shown
-    assert "not run again: cannot open the CUDA driver library" in shown
+    assert "not replayed: cannot open the CUDA driver library" in shown
 
 
 def test_a_wrong_output_is_code_9(tmp_path: Path, capsys: Shown) -> None:
@@ -69,7 +69,7 @@ def test_a_damaged_file_is_code_5(tmp_path: Path, capsys: Shown) -> None:
     file = written(tmp_path, decode_call())
     Path(file).write_bytes(Path(file).read_bytes()[:-1])
     assert main(["replay", file]) == 5
-    assert "the elements have another sha256" in capsys.readouterr().err
+    assert "the sha256 of the elements differs" in capsys.readouterr().err
 
 
 def test_a_missing_file_is_code_4(tmp_path: Path, capsys: Shown) -> None:

@@ -80,7 +80,7 @@ def test_a_mirror_is_served_verified_and_gone_on_with(filled: Release, tmp_path:
 
 def test_a_mirror_says_what_it_did(filled: Release, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["mirror", "made-1.0", "--out", str(tmp_path / "www")]) == 0
-    assert f"made-1.0: 4 files written to {tmp_path / 'www'}, 0 were there" in capsys.readouterr().out
+    assert f"made-1.0: 4 files written to {tmp_path / 'www'}, 0 already present" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("verb", ["export", "mirror"])

@@ -53,7 +53,7 @@ def test_a_file_larger_than_the_pin_allows_is_neither_moved_nor_repaired(
     filled.pin_file.write_text(text.replace(f"max_file_bytes = {filled.pin.max_file_bytes}", "max_file_bytes = 3000"))
     assert main(["verify", "made-1.0"]) == 5
     assert main(["verify", "made-1.0", "--repair"]) == 5
-    assert "at most 3000 are allowed by 'made-1.0', though its bytes are right" in capsys.readouterr().err
+    assert "at most 3000 are allowed by 'made-1.0', although its sha256 matches" in capsys.readouterr().err
     assert Store(store).has(filled.digest(NAME))
 
 
@@ -127,7 +127,7 @@ def test_damage_that_cannot_be_moved_aside_is_code_8(
     """
     arguments = ("--store", store, "--pins", pins, "--source", open_place / "x.zip")
     done = run_child(body, *arguments, as_user=True, before=EVERYTHING)
-    assert (done.returncode, "cannot be moved aside; not repaired" in done.stderr) == (8, True), done.stderr
+    assert (done.returncode, "cannot be moved to quarantine; not repaired" in done.stderr) == (8, True), done.stderr
 
 
 def test_repair_is_of_stores_alone(filled: Release) -> None:

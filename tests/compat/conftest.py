@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 from attention_examples import RELEASE_NAME
-from extended_driver import ExtendedDriver
-from standin_build import StandIn
 from stub_release import build_stub_release
 from trtllm_calls import MadeUpMemory
 
 from cubin_runtime import Config
 from cubin_runtime.attention import Runtime
+from cubin_runtime.testing import GraphDriver, StandIn
 
 
 @pytest.fixture
@@ -32,7 +31,7 @@ def runtime(
     standin: StandIn, memory: MadeUpMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Runtime]:
     config = Config(store=tmp_path / "store", sources=(), offline=True)
-    made = Runtime(config, driver=ExtendedDriver(standin.path), memory=memory)
+    made = Runtime(config, driver=GraphDriver(standin.path), memory=memory)
     monkeypatch.setattr("cubin_runtime.attention.process.default.runtime", made)
     made.driver.set_current(made.driver.primary_context(0))
     yield made
@@ -56,7 +55,7 @@ def hopper(
     standin.pose_as(9, 0)
     tree, pins = stubs
     config = Config(store=tmp_path / "store", sources=(str(tree),), pin_files=(pins,), offline=True)
-    made = Runtime(config, driver=ExtendedDriver(standin.path), release=RELEASE_NAME, memory=memory)
+    made = Runtime(config, driver=GraphDriver(standin.path), release=RELEASE_NAME, memory=memory)
     for kernel in made.native_release().kernels:
         standin.add_kernel(kernel.symbol, (kernel.struct_bytes,), kernel.threads)
     monkeypatch.setattr("cubin_runtime.attention.process.default.runtime", made)

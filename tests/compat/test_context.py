@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 from device_calls import native_ragged_arguments
-from standin_build import StandIn
 from trtllm_calls import MadeUpMemory, context_arguments, made, tensor
 
 from cubin_runtime.attention import BackendError, Runtime
 from cubin_runtime.compat import flashinfer
 from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.native.prefill.params import CONTEXT_ATTENTION
+from cubin_runtime.testing import StandIn
 
 pytestmark = pytest.mark.usefixtures("hopper")
 
@@ -273,5 +273,13 @@ def test_the_head_dimensions_of_deepseek(standin: StandIn, memory: MadeUpMemory)
 def test_other_devices_have_neither_backend(hopper: Runtime, standin: StandIn, memory: MadeUpMemory, name: str) -> None:
     standin.pose_as(8, 9)
     operator, arguments = OPERATORS[name]
-    with pytest.raises(BackendError, match=r"no backend runs there \(hopper: measured on 9.0; trtllm-gen"):
+    with pytest.raises(BackendError, match=r"no backend supports it \(hopper: measured on 9.0; trtllm-gen"):
         operator(**arguments(memory))
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_batch_invariant_takes_the_kernel_that_has_the_bits_of_decode(
+    paged: Attend, standin: StandIn, invariant: bool
+) -> None:
+    paged(batch_invariant=invariant)
+    assert ("segments" in standin.calls("cuLaunchKernelEx")[-1].seen["symbol"]) == invariant

@@ -2,39 +2,26 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
-from device_calls import ON_NATIVE_KERNELS, on_device, tensors_of
-from standin_build import StandIn
+from device_calls import CONTEXTS, ON_NATIVE_KERNELS, at_once, on_device, stream_on, tensors_of, with_two_devices
 from trtllm_calls import MadeUpMemory
 from xqa_calls import xqa_arguments
 
 from cubin_runtime.attention import Runtime
 from cubin_runtime.compat import flashinfer
 from cubin_runtime.errors import CubinRuntimeError, FrozenError, UsageError
-
-CONTEXTS = (0xC000, 0xC001)
+from cubin_runtime.testing import StandIn
 
 
 @pytest.fixture
 def runtime(hopper: Runtime, standin: StandIn) -> Runtime:
     """On SM90 with two devices and no context current."""
-    standin.with_devices(2)
-    for device in (0, 1):
-        hopper.driver.primary_context(device)
-    hopper.driver.set_current(None)
-    return hopper
+    return with_two_devices(hopper, standin)
 
 
 def call(name: str, memory: MadeUpMemory, device: int) -> None:
     function, arguments = ON_NATIVE_KERNELS[name]
     function(**on_device(arguments(memory), device))
-
-
-def stream_on(runtime: Runtime, device: int) -> int:
-    with runtime.driver.using(CONTEXTS[device]):
-        return runtime.driver.create_stream()
 
 
 def launch_contexts(standin: StandIn) -> list[str]:
@@ -143,21 +130,6 @@ def test_two_threads_run_on_two_devices_at_once(runtime: Runtime, standin: Stand
     for device in (0, 1):
         flashinfer.xqa(**given[device])
     standin.clear_log()
-    start, failures = threading.Barrier(2), []
-
-    def launch(device: int) -> None:
-        start.wait()
-        try:
-            for _ in range(50):
-                flashinfer.xqa(**given[device])
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=launch, args=(device,)) for device in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
+    at_once(lambda device: flashinfer.xqa(**given[device]))
     sent = {(launch.seen["context"], launch.seen["parameter0"]) for launch in standin.calls("cuLaunchKernelEx")}
     assert sorted(context for context, _ in sent) == ["0xc000", "0xc001"]

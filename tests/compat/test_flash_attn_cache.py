@@ -17,12 +17,12 @@ from flash_attn_calls import (
     cache_arguments,
     sent,
 )
-from standin_build import StandIn
 from trtllm_calls import MadeUpMemory, made, tensor
 
 from cubin_runtime.compat.flash_attn import flash_attn_with_kvcache
 from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA
+from cubin_runtime.testing import StandIn
 
 pytestmark = pytest.mark.usefixtures("hopper")
 
@@ -80,6 +80,17 @@ def test_all_else_is_context_attention(
     assert [seen[name] for name in ("batch", "q_len", "num_pages", "max_seq_len")] == [BATCH, q_len, PAGES, 1024]
     pointers = given["block_table"].pointer, given["cache_seqlens"].pointer
     assert (seen["page_table"], seen["seq_lens"]) == pointers
+
+
+@pytest.mark.parametrize(
+    ("more", "invariant"),
+    [({}, False), ({"num_splits": 1}, True), ({"deterministic": True}, True), ({"num_splits": 4}, False)],
+)
+def test_one_split_gives_context_attention_the_bits_of_a_decode(
+    standin: StandIn, memory: MadeUpMemory, more: dict[str, Any], invariant: bool
+) -> None:
+    flash_attn_with_kvcache(**cache_arguments(memory, 100, causal=True, **more))
+    assert ("segments" in standin.calls("cuLaunchKernelEx")[-1].seen["symbol"]) == invariant
 
 
 @pytest.mark.parametrize("lengths", [True, False])

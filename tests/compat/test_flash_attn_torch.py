@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from flash_attn_calls import BATCH, COLUMNS, DIM, HEADS, KV_HEADS, PAGE, PAGES, sent
-from standin_build import StandIn
 
 from cubin_runtime import tensor as tensors_module
 from cubin_runtime.attention import Runtime
@@ -17,6 +16,7 @@ from cubin_runtime.compat.flash_attn import cache as cache_module
 from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.native.append.params import APPEND_KV
 from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA
+from cubin_runtime.testing import StandIn
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
@@ -53,9 +53,9 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     original = cache_module.attend_cache
 
-    def attend_cache(queries: Any, cache: Any, lengths: Any, options: Any, invariant: bool) -> Any:
-        seen.update(cache=cache, lengths=lengths, invariant=invariant)
-        return original(queries, cache, lengths, options, invariant)
+    def attend_cache(queries: Any, cache: Any, lengths: Any, options: Any) -> Any:
+        seen.update(cache=cache, lengths=lengths, invariant=options.batch_invariant)
+        return original(queries, cache, lengths, options)
 
     monkeypatch.setattr("cubin_runtime.compat.flash_attn.functions.attend_cache", attend_cache)
     return seen

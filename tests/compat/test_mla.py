@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 from latent_examples import PARAMS
-from standin_build import StandIn
 from trtllm_calls import MadeUpMemory, made, mla_arguments, tensor
 from xqa_calls import mla_batch_arguments, xqa_mla_arguments
 
 from cubin_runtime.attention import BackendError
 from cubin_runtime.compat import flashinfer
 from cubin_runtime.errors import UsageError, WorkspaceError
+from cubin_runtime.testing import StandIn
 
 pytestmark = pytest.mark.usefixtures("hopper")
 
@@ -62,6 +62,23 @@ def test_scales_are_those_of_scores_and_output(decode: Callable[..., dict[str, A
     scores, output = memory.tensor("float32", 1), memory.tensor("float32")
     seen = decode(bmm1_scale=scores, bmm2_scale=output)
     assert (seen["softmax_scale_device"], seen["output_scale_device"]) == (scores.pointer, output.pointer)
+
+
+@pytest.mark.parametrize(("base", "changes"), [(None, []), ("base2", []), ("basee", ["scaled in place by 0.6931"])])
+@pytest.mark.parametrize("given", [True, False])
+def test_the_lse_has_the_base_that_is_asked_for(
+    memory: MadeUpMemory, base: str | None, changes: list[str], given: bool
+) -> None:
+    lse = memory.tensor("float32", 4, HEADS) if given else None
+    arguments = mla_batch_arguments(memory, lse=lse, return_lse=True, return_lse_base=base)
+    returned = flashinfer.trtllm_batch_decode_with_kv_cache_mla(**arguments)[1]
+    scaled = [what for what, tensor in memory.made if tensor is returned and what.startswith("scaled")]
+    assert (scaled, returned is lse) == (changes, given)
+
+
+def test_a_base_of_no_lse_changes_nothing(memory: MadeUpMemory) -> None:
+    flashinfer.trtllm_batch_decode_with_kv_cache_mla(**mla_batch_arguments(memory, return_lse_base="basee"))
+    assert [what for what, _ in memory.made if what.startswith("scaled")] == []
 
 
 @pytest.mark.parametrize("shape", [(4, 1, HEADS, LATENT), (4, HEADS, LATENT)])
@@ -152,7 +169,12 @@ TRTLLM_ONLY: list[tuple[dict[str, Any], str]] = [
     ({"sparse_mla_top_k_lens": tensor("int32", 4)}, "sparse_mla_top_k_lens=a TensorView"),
     ({"skip_softmax_threshold_scale_factor": 1.0}, "skip_softmax_threshold_scale_factor=1.0"),
     ({"uses_shared_paged_kv_idx": False}, "uses_shared_paged_kv_idx=False"),
-    ({"enable_dcp": True}, "enable_dcp=True"),
+    ({"enable_dcp": True}, "enable_dcp=True: .*expected False"),
+    ({"cp_world": 4}, "cp_world=4: .*expected 1"),
+    ({"cp_rank": 1}, "cp_rank=1: .*expected 0"),
+    ({"causal_seqlens_kv_global": tensor("int32", 4)}, "causal_seqlens_kv_global=a TensorView: .*expected None"),
+    ({"use_fp16_softmax": True}, "use_fp16_softmax=True: .*expected None"),
+    ({"return_lse_base": "base10"}, "return_lse_base='base10': expected None, 'basee' or 'base2'"),
     ({"max_q_len": 2}, "max_q_len=2 without cum_seq_lens_q"),
     ({"backend": "cute-dsl"}, "backend='cute-dsl': expected auto or one of xqa, trtllm-gen"),
 ]

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from standin_build import StandIn
 from trtllm_calls import MadeUpMemory
 from xqa_calls import CACHE, HEAD_DIM, HEADS, KV_HEADS, PAGE, PAGES, sent, xqa_arguments
 
@@ -17,6 +16,7 @@ from cubin_runtime.attention import Runtime
 from cubin_runtime.compat import flashinfer
 from cubin_runtime.compat.flashinfer import workspace
 from cubin_runtime.errors import WorkspaceError
+from cubin_runtime.testing import StandIn
 
 pytestmark = pytest.mark.usefixtures("hopper")
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from standin_build import StandIn
 from trtllm_calls import MadeUpMemory
 from xqa_calls import (
     CACHE,
@@ -27,6 +26,7 @@ from xqa_calls import (
 from cubin_runtime.attention import Runtime
 from cubin_runtime.compat import flashinfer
 from cubin_runtime.errors import WorkspaceError
+from cubin_runtime.testing import StandIn
 
 pytestmark = pytest.mark.usefixtures("hopper")
 
@@ -79,6 +79,18 @@ def test_scales_on_the_device_go_as_they_are(decode: Callable[..., dict[str, Any
     assert (seen["softmax_scale_device"], seen["output_scale_device"]) == (scores.pointer, output.pointer)
     assert (seen["softmax_scale_log2"], seen["output_scale"]) == (pytest.approx(LOG2_E), 1.0)
     assert memory.made == []
+
+
+@pytest.mark.parametrize("numbers", [(1.0, 0.5), (0.5, 0.25)])
+def test_a_scale_in_base_2_takes_the_place_of_the_other(
+    standin: StandIn, memory: MadeUpMemory, numbers: tuple[float, float]
+) -> None:
+    for number in numbers:  # the second beside the first's fast path
+        scale = memory.tensor("float32", 1)
+        given = trtllm_arguments(memory, 4, bmm1_scale=number, bmm1_scale_log2=scale)
+        flashinfer.trtllm_batch_decode_with_kv_cache(**given)
+        seen = sent(standin)
+        assert (seen["softmax_scale_device"], seen["softmax_scale_log2"]) == (scale.pointer, 1.0)
 
 
 def test_an_e4m3_output_has_its_scale_in_the_second_factor(

@@ -8,13 +8,13 @@ from functools import partial
 from typing import Any
 
 import pytest
-from standin_build import StandIn
 from trtllm_calls import MadeUpMemory, made, tensor
 from xqa_calls import trtllm_arguments, xqa_arguments, xqa_batch_arguments
 
 from cubin_runtime.attention import BackendError, Runtime
 from cubin_runtime.compat import flashinfer
 from cubin_runtime.errors import UsageError
+from cubin_runtime.testing import StandIn
 
 pytestmark = pytest.mark.usefixtures("hopper")
 
@@ -74,7 +74,7 @@ XQA: list[tuple[dict[str, Any], str]] = [
     ({"sliding_win_size": (1 << 31) + 1}, "sliding_win_size=2147483649: expected 0 .* at most 2\\^31"),
     ({"q_scale": 1e300}, r"^q_scale=1e\+300: expected a finite number"),
     ({"q_scale": 1e30, "kv_scale": 1e30}, r"^q_scale \* kv_scale=.*: expected a finite number"),
-    ({"output": tensor("bfloat16", 4, 1, 64, 128, strides=(0, 0, 0, 1))}, "^output: strides .*one address"),
+    ({"output": tensor("bfloat16", 4, 1, 64, 128, strides=(0, 0, 0, 1))}, "^output: strides .*overlapping"),
     (
         {"workspace_buffer": tensor("uint8", 1 << 27, pointer=0x7F08)},
         "workspace_buffer: address 0x7f08, expected a mul",
@@ -136,7 +136,12 @@ TRTLLM: list[tuple[dict[str, Any], str]] = [
     ({"o_sf_vec_size": 16}, "o_sf_vec_size=16: .*by backend 'xqa' has no kernel"),
     ({"skip_softmax_threshold_scale_factor": 1e-30}, "skip_softmax_threshold_scale_factor=1e-30: .*by backend 'xqa'"),
     ({"uses_shared_paged_kv_idx": False}, "uses_shared_paged_kv_idx=False: .*expected True"),
-    ({"bmm1_scale_log2": tensor("float32", 1)}, "bmm1_scale_log2=a TensorView: .*by backend 'xqa'"),
+    ({"bmm1_scale": 1.0, "bmm1_scale_log2": tensor("float16", 1)}, "bmm1_scale_log2: float16"),
+    ({"cp_world": 2}, "cp_world=2: .*expected 1"),
+    ({"cp_rank": 1}, "cp_rank=1: .*expected 0"),
+    ({"causal_seqlens_kv_global": tensor("int32", 4)}, "causal_seqlens_kv_global=a TensorView: .*expected None"),
+    ({"request_order": tensor("int32", 4)}, "request_order=a TensorView: .*expected None"),
+    ({"request_order_plan": object()}, "request_order_plan=a object: .*expected None"),
     ({"enable_block_sparse_attention": True}, "enable_block_sparse_attention=True"),
     ({"bf16q_fp8kv_transform_mode": "x"}, "bf16q_fp8kv_transform_mode='x'"),
     ({"q_len_per_req": None}, "q_len_per_req: None without cum_seq_lens_q"),
@@ -151,7 +156,7 @@ TRTLLM: list[tuple[dict[str, Any], str]] = [
     ),
     ({"lse": tensor("float16", 4, 64)}, "lse: dtype float16"),
     ({"out": tensor("bfloat16", 4, 64, 128), "out_dtype": "torch.float16"}, "out: dtype bfloat16, out_dtype says"),
-    ({"backend": "trtllm-gen"}, "no backend runs there"),
+    ({"backend": "trtllm-gen"}, "no backend supports it"),
     ({"backend": "fa2"}, "backend='fa2': expected auto or one of xqa, trtllm-gen"),
 ]
 

@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(TESTS.parent), *(str(TESTS / folder) for folder in ("gpu", "launch", "kernels"))]
+sys.path[:0] = [str(TESTS.parent), *(str(TESTS / folder) for folder in ("gpu", "kernels"))]
 
 import numpy as np  # noqa: E402
 from decode_cases import DecodeCase  # noqa: E402
 from decode_device import DeviceCase, on_device  # noqa: E402
 from rehearsed_decode import RehearsalRuntime, rehearsal  # noqa: E402
-from standin_build import StandIn  # noqa: E402
 
 from cubin_runtime import Config  # noqa: E402
 from cubin_runtime.attention import Runtime  # noqa: E402
+from cubin_runtime.testing import StandIn  # noqa: E402
 
 NAMES = ("q", "k_cache", "v_cache", "page_table", "seq_lens", "out", "lse")
 
@@ -50,7 +50,6 @@ def _engine(runtime: RehearsalRuntime) -> Iterator[Engine]:
     case = DecodeCase((65, 1, 200), 256, with_lse=False)
     with on_device(runtime, case, np.random.default_rng(1)) as here:
         yield Engine(here)
-    runtime.driver.set_current(None)
 
 
 def main() -> None:

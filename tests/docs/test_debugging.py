@@ -14,8 +14,6 @@ import numpy as np
 import pytest
 from attention_examples import Tensors
 from debugging_engine import Engine, engine_on
-from extended_driver import ExtendedDriver
-from standin_build import StandIn
 from stub_release import RELEASE_NAME, build_stub_release
 
 from cubin_runtime import Config
@@ -23,6 +21,7 @@ from cubin_runtime.attention import ClampedInputError, Runtime, RuntimeStats, pa
 from cubin_runtime.attention.recorded import comparison
 from cubin_runtime.attention.recorded.recorder import DEFAULT_BYTES, DEFAULT_CALLS
 from cubin_runtime.launch.history import KEPT
+from cubin_runtime.testing import GraphDriver, StandIn
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "debugging.md").read_text()
@@ -96,7 +95,7 @@ def stubs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def program(stubs: tuple[Path, Path], standin: StandIn, tmp_path: Path) -> Iterator[Program]:
     tree, pins = stubs
     config = Config(store=tmp_path / "store", sources=(str(tree),), pin_files=(pins,), offline=True)
-    runtime = Runtime(config, driver=ExtendedDriver(standin.path), release=RELEASE_NAME)
+    runtime = Runtime(config, driver=GraphDriver(standin.path), release=RELEASE_NAME)
     standin.accept_kernels(512)
     runtime.driver.set_current(runtime.driver.primary_context(0))
     yield Program(runtime)
@@ -160,7 +159,7 @@ def test_commands_run(section: str, standin: StandIn, tmp_path: Path) -> None:
 
 
 def test_every_refusal_is_one_that_the_package_makes() -> None:
-    fragments = re.findall(r"^\| `([^`]+)`", SECTIONS["A refused launch"], re.MULTILINE)
+    fragments = re.findall(r"^\| `([^`]+)`", SECTIONS["A rejected launch"], re.MULTILINE)
     source = "".join(file.read_text() for file in ROOT.glob("cubin_runtime/**/*.py"))
     assert len(fragments) == 11
     assert [fragment for fragment in fragments if fragment not in source] == []

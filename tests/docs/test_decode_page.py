@@ -7,20 +7,19 @@ from pathlib import Path
 
 import pytest
 from attention_examples import Tensors
-from extended_driver import ExtendedDriver
 from pages import BLOCKS
-from standin_build import StandIn
 from stub_release import RELEASE_NAME, build_stub_release
 
 from cubin_runtime import Config
 from cubin_runtime.attention import Runtime
+from cubin_runtime.testing import GraphDriver, StandIn
 
 
 @pytest.fixture
 def runtime(standin: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
     tree, pins = build_stub_release(tmp_path / "stubs")
     config = Config(store=tmp_path / "store", sources=(str(tree),), pin_files=(pins,), offline=True)
-    made = Runtime(config, driver=ExtendedDriver(standin.path), release=RELEASE_NAME)
+    made = Runtime(config, driver=GraphDriver(standin.path), release=RELEASE_NAME)
     standin.accept_kernels(512)
     made.driver.set_current(made.driver.primary_context(0))
     monkeypatch.setattr("cubin_runtime.attention.process.default.runtime", made)

@@ -26,8 +26,9 @@ def test_the_image_is_built_and_serves_without_a_network(sandbox: Sandbox) -> No
 
 
 def test_the_init_container_fills_an_empty_dir_that_serves_without_a_network(sandbox: Sandbox) -> None:
-    (command,) = re.findall(r"command: (\[.+\])", the_block("yaml"))
-    words = json.loads(command)
+    parts = re.findall(r"(?:command|args): (\[.+\])", the_block("yaml"))
+    assert len(parts) == 2
+    words = [word for part in parts for word in json.loads(part)]
     store = sandbox.new_store()
     store.mkdir()
     store.chmod(0o777)

@@ -24,9 +24,7 @@ from typing import Any
 from unittest.mock import patch
 
 from cubins import cubin_of, write_release
-from extended_driver import ExtendedDriver
 from launches import Layout, differences, launch_of, values_of
-from standin_build import StandIn
 
 from cubin_runtime import Config
 from cubin_runtime.artifacts.tables.metadata import HEADER_PATH
@@ -53,6 +51,7 @@ from cubin_runtime.launch.plan import LaunchPlan
 from cubin_runtime.launch.semaphore_workspace import SemaphoreWorkspace
 from cubin_runtime.launch.tensormap import TensorMapSpec
 from cubin_runtime.launch.workspace import Workspace
+from cubin_runtime.testing import GraphDriver, StandIn
 from kernels_src.variants import VARIANTS
 
 NATIVE, PUBLISHED = "hopper-golden", "trtllm-golden"
@@ -175,7 +174,7 @@ class Session:
             self._structs[row["symbol"]] = row["struct"]
         standin.accept_kernels(layouts["KernelParams"][0])
         self._pins = write_release(folder, NATIVE, ABIS[NATIVE], native_files(sizes))
-        driver = ExtendedDriver(standin.path)
+        driver = GraphDriver(standin.path)
         driver.set_current(driver.primary_context())
         self._streams = (0, driver.create_stream())
         driver.set_current(None)
@@ -286,7 +285,7 @@ class Session:
             pins.write_text(self._pins)
             sources = tuple(str(path) for path in self._folder.glob("*.zip"))
             config = Config(store=self._folder / "store", sources=sources, pin_files=(pins,), offline=True)
-            made = Runtime(config, driver=ExtendedDriver(self._standin.path), release=NATIVE, trtllm_release=PUBLISHED)
+            made = Runtime(config, driver=GraphDriver(self._standin.path), release=NATIVE, trtllm_release=PUBLISHED)
             self._runtimes[device, published] = made
         return made
 

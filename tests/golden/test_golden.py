@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from adapter import Session
 from launches import FILE, differences, read
-from standin_build import StandIn, build_standin
 
+from cubin_runtime.testing import StandIn, build_standin
 from kernels_src.variants import VARIANTS
 
 PARTS = 4
@@ -34,6 +34,7 @@ FAMILIES = (
     "append",
     "merge",
     "context attention",
+    "invariant context attention",
 )
 # What selection never takes: a measurement, reductions of outputs that no published kernel splits, and those for SM90,
 # where no published kernel runs.

@@ -12,21 +12,14 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 import numpy as np
 import pytest
-from extended_driver import ExtendedDriver
 
-from cubin_runtime import Config, CubinRuntimeError
+from cubin_runtime import Config
 from cubin_runtime.attention.backends import HOPPER, TABLE
 from cubin_runtime.attention.runtime import NATIVE_RELEASE, Runtime
 from cubin_runtime.launch.driver import Driver
+from cubin_runtime.testing import GraphDriver, missing_device
 
 BUILT = Path(__file__).resolve().parents[2] / "build" / "artifacts"
-
-
-def _missing_device() -> str:
-    try:
-        return "" if Driver().device_count() else "the driver sees no device"
-    except CubinRuntimeError as error:
-        return str(error)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -34,11 +27,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     marked = [item for item in items if here in item.path.parents and item.get_closest_marker("gpu")]
     if not marked:
         return
-    reason = _missing_device()
+    reason = missing_device(Driver())
     alone = not reason and Driver().device_count() < 2
     for item in marked:
         if reason:
-            item.add_marker(pytest.mark.skip(reason=f"needs a CUDA device: {reason}"))
+            item.add_marker(pytest.mark.skip(reason=reason))
         elif alone and item.get_closest_marker("multi_gpu"):
             item.add_marker(pytest.mark.skip(reason="needs two CUDA devices, there is one"))
 
@@ -51,7 +44,7 @@ def runtime_config(tmp_path_factory: pytest.TempPathFactory) -> Config:
 
 @pytest.fixture(scope="session")
 def runtime(runtime_config: Config) -> Iterator[Runtime]:
-    made = Runtime(runtime_config, driver=ExtendedDriver())
+    made = Runtime(runtime_config, driver=GraphDriver())
     made.library.fetch(made.library.pins.get(NATIVE_RELEASE))
     made.driver.set_current(made.driver.primary_context(0))
     yield made
@@ -59,8 +52,11 @@ def runtime(runtime_config: Config) -> Iterator[Runtime]:
 
 
 @pytest.fixture
-def rng() -> np.random.Generator:
-    return np.random.default_rng(1)
+def rng(request: pytest.FixtureRequest) -> np.random.Generator:
+    """From the ``SEED`` of the test's module, which is shown with a failure; from 1 where it has none."""
+    seed = getattr(request.module, "SEED", 1)
+    print(f"seed {seed}")
+    return np.random.default_rng(seed)
 
 
 @pytest.fixture

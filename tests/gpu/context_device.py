@@ -12,10 +12,10 @@ import numpy as np
 from context_cases import ContextCase, ContextHost, context_host, context_reference_of, nan_of
 from decode_device import DeviceCase
 from decode_values import KINDS
-from device_arrays import GUARD, POISON, DeviceArrays
 
 from cubin_runtime.attention import ContextAttentionPlan, Runtime, TensorView, plan_context_attention
 from cubin_runtime.launch.workspace import Workspace
+from cubin_runtime.testing.device import GUARD, POISON, DeviceArrays
 
 
 class ContextDeviceCase(DeviceCase):

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 
 import numpy as np
 from decode_masks import keys_before_windows, mask_words
+from decode_queries import Queries
 from decode_values import KINDS, normal_bits, values_of
 
 from cubin_runtime.attention.reference import paged_decode_reference
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeCase:
+class DecodeCase(Queries):
     """Sizes and options of one decode.
 
     ``lengths`` are the keys of each request. ``q_len`` query tokens per request; ``q_lens`` makes them ragged, of bound
@@ -57,10 +58,6 @@ class DecodeCase:
     clusters: bool | None = None
 
     @property
-    def batch(self) -> int:
-        return len(self.lengths)
-
-    @property
     def q_heads(self) -> int:
         return self.kv_heads * self.group
 
@@ -75,29 +72,13 @@ class DecodeCase:
         return self.out_dtype or ("bf16" if self.q_type == "e4m3" else self.q_type)
 
     @property
-    def query_lens(self) -> tuple[int, ...]:
-        return (self.q_len,) * self.batch if self.q_lens is None else self.q_lens
-
-    @property
-    def q_bound(self) -> int:
-        """Bound on the query tokens of a request."""
-        return self.q_len if self.q_lens is None else self.max_q_len or max(1, *self.q_lens)
-
-    @property
-    def tokens(self) -> int:
-        return sum(self.query_lens) + self.spare_tokens
-
-    @property
     def softmax_scale(self) -> float:
         return 1 / math.sqrt(self.head_dim) if self.scale is None else self.scale
 
     @property
     def q_shape(self) -> tuple[int, ...]:
-        """As the caller passes it: a token per request, tokens of each request, or all tokens in a row."""
-        if self.q_lens is not None:
-            return (self.tokens, self.q_heads, self.head_dim)
-        lead = (self.batch,) if self.q_len == 1 and self.flat_q else (self.batch, self.q_len)
-        return (*lead, self.q_heads, self.head_dim)
+        """As the caller passes it."""
+        return (*self.lead, self.q_heads, self.head_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +89,10 @@ class Request:
     k: np.ndarray
     v: np.ndarray
     mask: np.ndarray | None
+
+    @property
+    def kv_len(self) -> int:
+        return len(self.k)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from decode_cases import DecodeCase, HostTensors, make_host, reference_of
 from decode_compare import assert_close, score_error
+from decode_queries import lse_view, options_of, output_view, tokens_view, with_gaps
 from decode_values import KINDS
-from device_arrays import GUARD, POISON, DeviceArrays
 
 from cubin_runtime.artifacts.tables.native_kernels import NativeKernel
 from cubin_runtime.attention import PagedDecodePlan, Runtime, TensorView, plan_paged_decode
@@ -21,6 +21,7 @@ from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.native.decode import select
 from cubin_runtime.kernels.native.decode.grids import Grid
 from cubin_runtime.launch.workspace import Workspace
+from cubin_runtime.testing.device import GUARD, POISON, DeviceArrays
 
 OPERATION = "paged_decode"
 
@@ -34,9 +35,10 @@ class DeviceCase:
         self.case = case
         self.host = host
         self.arrays = arrays
-        self.out_buffer, out = _output_view(case, arrays)
-        self.tensors = (*_inputs(case, host, arrays), out, _lse_view(case, arrays))
-        self.options = _options(case, host, arrays)
+        self.out_buffer, out = output_view(case, arrays, case.head_dim)
+        self.tensors = (*_inputs(case, host, arrays), out, lse_view(case, arrays))
+        sinks = (case.q_heads,) if case.flat_q else (case.kv_heads, case.group)
+        self.options = options_of(case, host, arrays, sinks)
         self.plan: PagedDecodePlan = plan_paged_decode(
             *self.tensors,
             **self.options,
@@ -127,15 +129,21 @@ class DeviceCase:
         """The result against float64."""
         return assert_close(self.case, self.result(), self.expected, self.of_scores)
 
+    @staticmethod
+    def pools_of(host: Any) -> tuple[np.ndarray, ...]:
+        """The memory of the caches."""
+        return host.pool
+
     def load(self, host: HostTensors) -> None:
         """Other content of the same shapes in the same memory: what replays of a graph meet."""
-        q, k, v, table, lens = self.tensors[:5]
-        for own, new in ((self.host.q, host.q), (self.host.page_table, host.page_table)):
-            assert own.shape == new.shape, (own.shape, new.shape)
-        self.driver.copy_to_device(q.pointer, _with_gaps(self.case, host.q))
+        *caches, table, lens = self.tensors[1 : len(self.tensors) - 2]
         # A combined cache begins with its keys.
-        for view, part in zip((k, v), host.pool, strict=False):
+        pools = list(zip(self.pools_of(self.host), self.pools_of(host), strict=True))
+        for own, new in ((self.host.q, host.q), (self.host.page_table, host.page_table), *pools):
+            assert own.shape == new.shape, (own.shape, new.shape)
+        for view, (_, part) in zip(caches, pools, strict=False):
             self.driver.copy_to_device(view.pointer, part)
+        self.driver.copy_to_device(self.tensors[0].pointer, with_gaps(self.case, host.q))
         self.driver.copy_to_device(table.pointer, host.page_table)
         self.driver.copy_to_device(lens.pointer, host.seq_lens)
         for name in ("q_cu_seq_lens", "mask", "sinks"):
@@ -220,63 +228,12 @@ def _inputs(case: DecodeCase, host: HostTensors, arrays: DeviceArrays) -> tuple[
     addresses = [arrays.upload(part) for part in host.pool]
     word = "uint32" if case.unsigned else "int32"
     return (
-        _tokens_view(case, KINDS[case.q_type].view, arrays.upload(_with_gaps(case, host.q))),
+        tokens_view(case, KINDS[case.q_type].view, arrays.upload(with_gaps(case, host.q)), case.head_dim),
         _cache_view(case, host.k, host.pool[0], addresses[0]),
         _cache_view(case, host.v, host.pool[-1], addresses[-1]),
         TensorView.contiguous(arrays.upload(host.page_table), "int32", host.page_table.shape),
         TensorView.contiguous(arrays.upload(host.seq_lens), word, host.seq_lens.shape),
     )
-
-
-def _options(case: DecodeCase, host: HostTensors, arrays: DeviceArrays) -> dict[str, Any]:
-    def tensor(array: np.ndarray | None, dtype: str, shape: tuple[int, ...]) -> TensorView | None:
-        return None if array is None else TensorView.contiguous(arrays.upload(array), dtype, shape)
-
-    def scale(value: float) -> Any:
-        return tensor(np.array([value], np.float32), "float32", (1,)) if case.device_scales else value
-
-    lead = (case.tokens,) if case.q_lens is not None else (case.batch, case.q_len)
-    mask = ("uint16", (*lead, 2)) if case.mask_itemsize == 2 else ("uint32", (*lead, 1))
-    sinks = (case.q_heads,) if case.flat_q else (case.kv_heads, case.group)
-    return {
-        "q_cu_seq_lens": tensor(host.q_cu_seq_lens, "uint32" if case.unsigned else "int32", (case.batch + 1,)),
-        "mask": tensor(host.mask, *mask),
-        "sinks": tensor(host.sinks, "float32", sinks),
-        "softmax_scale": scale(case.softmax_scale),
-        "output_scale": scale(case.output_scale),
-    }
-
-
-def _with_gaps(case: DecodeCase, q: np.ndarray) -> np.ndarray:
-    if not case.strided:
-        return q
-    wide = np.full((len(q), case.q_heads + 1, case.head_dim), KINDS[case.q_type].nan, q.dtype)
-    wide[:, : case.q_heads] = q
-    return wide
-
-
-def _tokens_view(case: DecodeCase, dtype: str, address: int) -> TensorView:
-    """q or out as the caller passes it: with ``strided``, one head of other content lies between tokens."""
-    token = (case.q_heads + case.strided) * case.head_dim
-    shape = case.q_shape
-    lead = (case.q_len * token, token) if len(shape) == 4 else (token,)
-    return TensorView(address, dtype, shape, (*lead, case.head_dim, 1))
-
-
-def _output_view(case: DecodeCase, arrays: DeviceArrays) -> tuple[TensorView, TensorView]:
-    kind = KINDS[case.out_type]
-    shape = (case.tokens, case.q_heads + case.strided, case.head_dim)
-    whole = TensorView.contiguous(arrays.empty(prod(shape) * np.dtype(kind.bits).itemsize), kind.view, shape)
-    return whole, _tokens_view(case, kind.view, whole.pointer)
-
-
-def _lse_view(case: DecodeCase, arrays: DeviceArrays) -> TensorView | None:
-    if not case.with_lse:
-        return None
-    address, shape = arrays.empty(4 * case.tokens * case.q_heads), case.q_shape[:-1]
-    if not case.strided:
-        return TensorView.contiguous(address, "float32", shape)
-    return TensorView(address, "float32", shape, (*((case.q_len, 1) if len(shape) == 3 else (1,)), case.tokens))
 
 
 def _cache_view(case: DecodeCase, cache: np.ndarray, pool: np.ndarray, address: int) -> TensorView:

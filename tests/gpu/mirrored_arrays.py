@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from device_arrays import DeviceArrays
 
 from cubin_runtime.attention import TensorView
 from cubin_runtime.launch.driver import Driver
+from cubin_runtime.testing.device import DeviceArrays
 
 _DTYPES = {np.dtype(np.float32): "float32", np.dtype(np.int32): "int32", np.dtype(np.bool_): "bool"}
 

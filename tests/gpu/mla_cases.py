@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from decode_compare import score_error
 from decode_masks import mask_words, visible_keys
+from decode_queries import Queries
 from decode_values import KINDS, normal_bits, values_of
 
 from cubin_runtime.attention.reference import mla_decode_reference
@@ -16,7 +17,7 @@ ROPE = 64
 
 
 @dataclass(frozen=True, slots=True)
-class MlaCase:
+class MlaCase(Queries):
     """Sizes and options of one MLA decode; fields that ``DecodeCase`` has too mean the same.
 
     ``strided`` puts gaps between tokens of q and out and between rows of the cache; ``nested`` gives the cache its
@@ -52,10 +53,6 @@ class MlaCase:
     spare_pages: int = 3
 
     @property
-    def batch(self) -> int:
-        return len(self.lengths)
-
-    @property
     def width(self) -> int:
         return self.latent + ROPE
 
@@ -69,34 +66,22 @@ class MlaCase:
         return self.latent
 
     @property
+    def q_type(self) -> str:
+        return self.q_dtype
+
+    @property
     def out_type(self) -> str:
         return self.out_dtype
+
+    @property
+    def softmax_scale(self) -> float:
+        return self.scale
 
     @property
     def of_scores(self) -> float:
         """What scores may be off by beyond rounding: e4m3 queries and keys are multiplied as they are."""
         as_they_are = self.q_dtype == self.kv_dtype == "e4m3"
         return score_error(self.width, self.scale) if as_they_are else 0.0
-
-    @property
-    def query_lens(self) -> tuple[int, ...]:
-        return (self.q_len,) * self.batch if self.q_lens is None else self.q_lens
-
-    @property
-    def q_bound(self) -> int:
-        """Bound on the query tokens of a request."""
-        return self.q_len if self.q_lens is None else self.max_q_len or max(1, *self.q_lens)
-
-    @property
-    def tokens(self) -> int:
-        return sum(self.query_lens) + self.spare_tokens
-
-    @property
-    def lead(self) -> tuple[int, ...]:
-        """The dimensions in front of the heads, as the caller passes q."""
-        if self.q_lens is not None:
-            return (self.tokens,)
-        return (self.batch,) if self.q_len == 1 and self.flat_q else (self.batch, self.q_len)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +91,10 @@ class MlaRequest:
     q: np.ndarray
     kv: np.ndarray
     mask: np.ndarray | None
+
+    @property
+    def kv_len(self) -> int:
+        return len(self.kv)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from decode_masks import keys_before_windows, visible_keys
 from decode_values import KINDS, bits_of, values_of
-from extended_driver import ExtendedDriver
+from variant_kernels import kernel_of
 
 from cubin_runtime import Config
 from cubin_runtime.artifacts.path import ArtifactPath
@@ -31,6 +31,7 @@ from cubin_runtime.kernels.native.layouts import LAYOUTS
 from cubin_runtime.launch.driver import Driver
 from cubin_runtime.launch.plan import LaunchPlan
 from cubin_runtime.launch.tensormap import TensorMapSpec
+from cubin_runtime.testing import GraphDriver
 from kernels_src.variants import VARIANTS, Variant
 
 TYPES = {code: name for name, code in TYPE_CODES.items()}
@@ -40,30 +41,6 @@ ARITHMETIC = "rehearsed arithmetic"
 show_arithmetic = False
 
 
-def kernel_of(variant: Variant) -> NativeKernel:
-    """A made-up entry of kernels.json; caches come as pointers and strides."""
-    return NativeKernel(
-        name=f"{variant.symbol}_sm90a",
-        symbol=variant.symbol,
-        file=f"fmha/{variant.symbol}_sm90a.cubin",
-        sm=variant.sm,
-        family="fmha",
-        operation=variant.operation,
-        traits={**variant.traits, "tma": False, ARITHMETIC: arithmetic_of(variant)},
-        struct=STRUCT,
-        struct_bytes=LAYOUTS[STRUCT].size,
-        struct_fingerprint=LAYOUTS[STRUCT].fingerprint,
-        threads=384,
-        dynamic_shared_bytes=102400,
-        static_shared_bytes=0,
-        registers=128,
-        spill_bytes=0,
-        flags=(),
-        sources_sha256="0" * 64,
-        status=variant.status,
-    )
-
-
 def arithmetic_of(variant: Variant) -> int:
     """Kernels with the same number give a row the same bits: warps, or warpgroups that share tiles or do not."""
     if not variant.defines["WARPGROUP_MMA"]:
@@ -71,7 +48,12 @@ def arithmetic_of(variant: Variant) -> int:
     return 1 if int(variant.traits["rows"]) <= 64 else 2
 
 
-KERNELS = tuple(kernel_of(v) for v in VARIANTS if v.operation == "paged_decode" and v.sm == "90a")
+KERNELS = tuple(
+    # Caches come as pointers and strides.
+    kernel_of(v, STRUCT, traits={**v.traits, "tma": False, ARITHMETIC: arithmetic_of(v)})
+    for v in VARIANTS
+    if v.operation == "paged_decode" and v.sm == "90a"
+)
 
 
 class RehearsalRuntime(Runtime):
@@ -129,7 +111,7 @@ class RehearsedLaunches:
 @contextmanager
 def rehearsal(library: Path, store: Path) -> Iterator[RehearsalRuntime]:
     """A runtime on the stand-in driver at ``library`` whose decodes are computed here."""
-    driver, graphs = ExtendedDriver(library), {}
+    driver, graphs = GraphDriver(library), {}
     instantiate, launched, plain = driver.instantiate, driver.launch_graph, operator_plan.PreparedLaunches
     RehearsedLaunches.captured = []
 
@@ -149,9 +131,11 @@ def rehearsal(library: Path, store: Path) -> Iterator[RehearsalRuntime]:
     driver.instantiate, driver.launch_graph = keep, replay
     driver.destroy_executable = lambda executable: None
     operator_plan.PreparedLaunches = RehearsedLaunches
+    driver.set_current(driver.primary_context(0))
     try:
         yield RehearsalRuntime(driver, store)
     finally:
+        driver.set_current(None)
         operator_plan.PreparedLaunches = plain
 
 

@@ -14,37 +14,9 @@ import rehearsed_decode
 from decode_masks import visible_keys
 from decode_values import KINDS, bits_of, values_of
 from rehearsed_decode import TYPES, RehearsalRuntime, attend, memory, query_rows, rehearsal
+from variant_kernels import kernel_of
 
-from cubin_runtime.artifacts.tables.native_kernels import NativeKernel
-from cubin_runtime.kernels.native.layouts import LAYOUTS
-from kernels_src.variants import VARIANTS, Variant
-
-STRUCT = "PagedMlaDecodeParams"
-
-
-def kernel_of(variant: Variant) -> NativeKernel:
-    """A made-up entry of kernels.json."""
-    return NativeKernel(
-        name=variant.name,
-        symbol=variant.symbol,
-        file=variant.file,
-        sm=variant.sm,
-        family=variant.family,
-        operation=variant.operation,
-        traits=dict(variant.traits),
-        struct=STRUCT,
-        struct_bytes=LAYOUTS[STRUCT].size,
-        struct_fingerprint=LAYOUTS[STRUCT].fingerprint,
-        threads=384,
-        dynamic_shared_bytes=102400,
-        static_shared_bytes=0,
-        registers=128,
-        spill_bytes=0,
-        flags=(),
-        sources_sha256="0" * 64,
-        status=variant.status,
-    )
-
+from kernels_src.variants import VARIANTS
 
 KERNELS = tuple(kernel_of(variant) for variant in VARIANTS if variant.operation == "paged_mla_decode")
 

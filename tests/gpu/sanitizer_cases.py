@@ -17,7 +17,6 @@ import numpy as np
 from decode_cases import DecodeCase
 from decode_device import OPERATION, on_device, only_grids
 from decode_random import WINDOWS, random_case
-from device_arrays import DeviceArrays
 from mla_cases import MlaCase
 from mla_device import mla_kernels, mla_on_device
 from mla_random import random_mla_case
@@ -36,6 +35,7 @@ from cubin_runtime.kernels.native.reduction.plan import OperationLaunch
 from cubin_runtime.kernels.native.reduction.select import choose_kernel
 from cubin_runtime.launch.driver import DeviceFacts
 from cubin_runtime.launch.prepared import PreparedLaunches
+from cubin_runtime.testing.device import DeviceArrays
 
 BUILT = Path(__file__).resolve().parents[2] / "build" / "artifacts"
 MOST_CASES = 150

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 from append_cases import UNTOUCHED, AppendArrays
 from append_cases import random_case as random_append
-from device_arrays import DeviceArrays
 from merge_cases import MergeArrays
 from merge_cases import random_case as random_merge
 from mirrored_arrays import MirroredArrays
 
 from cubin_runtime.attention import Runtime, plan_append_kv, plan_merge_states
+from cubin_runtime.testing.device import DeviceArrays
 
 COPYING_CASES = 10  # of each
 

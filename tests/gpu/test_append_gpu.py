@@ -11,21 +11,15 @@ import numpy as np
 import pytest
 from append_cases import UNTOUCHED, AppendArrays, AppendCase, random_case
 from mirrored_arrays import MirroredArrays
+from seeds import SEED
 
 from cubin_runtime.attention import AppendKvPlan, ClampedInputError, Runtime, append_kv, plan_append_kv
 from cubin_runtime.kernels.native.constants import CONSTANTS
 
 pytestmark = pytest.mark.gpu
 
-SEED = int(os.environ.get("CUBIN_RUNTIME_SEED", np.random.SeedSequence().entropy % (1 << 32)))
 RANDOM_CASES = int(os.environ.get("CUBIN_RUNTIME_APPEND_CASES", "300"))
 PLAIN = AppendCase((5, 0, 40, 1), (30, 7, 0, 64))
-
-
-@pytest.fixture
-def rng() -> np.random.Generator:
-    print(f"seed {SEED}")
-    return np.random.default_rng(SEED)
 
 
 @pytest.fixture

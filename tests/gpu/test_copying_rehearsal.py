@@ -18,7 +18,8 @@ import test_merge_gpu as merge
 from copying_kernels import COPYING_VARIANTS, KERNELS
 from host_kernels import BLOCK_EMULATOR, HostKernel
 from rehearsed_decode import RehearsalRuntime, rehearsal
-from standin_build import StandIn
+
+from cubin_runtime.testing import StandIn
 
 CTAS = 5  # whatever a plan says: the kernels take any grid
 
@@ -34,7 +35,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, HostKernel]:
 
 @pytest.fixture
 def runtime(
-    cubin_standin_library: Path, kernels: dict[str, HostKernel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cubin_standin: StandIn, kernels: dict[str, HostKernel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[RehearsalRuntime]:
     def compute(p: Mapping[str, Any], traits: Mapping[str, Any]) -> None:
         kernel = kernels[repr(dict(traits))]
@@ -42,17 +43,9 @@ def runtime(
 
     for operation in ("append_kv", "merge_states"):
         monkeypatch.setitem(rehearsed_decode.COMPUTED, operation, compute)
-    StandIn(cubin_standin_library).reset()
-    with rehearsal(cubin_standin_library, tmp_path) as made:
+    with rehearsal(cubin_standin.path, tmp_path) as made:
         made._native = replace(made.native_release(), kernels=KERNELS)
-        made.driver.set_current(made.driver.primary_context(0))
         yield made
-        made.driver.set_current(None)
-
-
-@pytest.fixture
-def rng() -> np.random.Generator:
-    return np.random.default_rng(1)
 
 
 @pytest.fixture

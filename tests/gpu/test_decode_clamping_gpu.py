@@ -2,40 +2,22 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from decode_cases import DecodeCase, make_host, reference_of
 from decode_compare import assert_close
-from decode_device import DeviceCase, on_device
+from decode_device import on_device
+from device_checks import assert_reported
 
 from cubin_runtime.attention import ClampedInputError, Runtime
 
 pytestmark = pytest.mark.gpu
 
-SEED = int(os.environ.get("CUBIN_RUNTIME_SEED", np.random.SeedSequence().entropy % (1 << 32)))
 SMALL = DecodeCase((300, 17, 0, 128), 512, q_len=2)
 RAGGED = DecodeCase((300, 17, 64, 128), 512, q_lens=(2, 1, 3, 2), max_q_len=4)
 MODES = {"default": False, "invariant": True}
-
-
-@pytest.fixture
-def rng() -> np.random.Generator:
-    print(f"seed {SEED}")
-    return np.random.default_rng(SEED)
-
-
-def assert_reported(case: DeviceCase, words: str) -> None:
-    """One run reports ``words``, once, writes nothing out of its place, and leaves the workspace clean."""
-    workspace = case.dirty_workspace()
-    case.run(workspace=workspace)
-    with pytest.raises(ClampedInputError, match=words):
-        case.plan.check(workspace)
-    case.plan.check(workspace)
-    case.assert_zeroed(workspace)
-    case.arrays.assert_guards()
 
 
 @pytest.mark.parametrize("mode", list(MODES))

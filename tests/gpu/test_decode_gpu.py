@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import numpy as np
@@ -11,21 +10,14 @@ from decode_cases import DecodeCase, edge_lengths, reference_of
 from decode_compare import assert_close
 from decode_device import on_device
 from decode_random import HEAD_DIMS, PAGE_SIZES, Q_DTYPES
-from extended_driver import ExtendedDriver
 
 from cubin_runtime.attention import Runtime
 from cubin_runtime.errors import FrozenError, WorkspaceError
+from cubin_runtime.testing import GraphDriver
 
 pytestmark = pytest.mark.gpu
 
-SEED = int(os.environ.get("CUBIN_RUNTIME_SEED", np.random.SeedSequence().entropy % (1 << 32)))
 SMALL = DecodeCase((300, 17, 0, 128), 512)
-
-
-@pytest.fixture
-def rng() -> np.random.Generator:
-    print(f"seed {SEED}")
-    return np.random.default_rng(SEED)
 
 
 def assert_case(runtime: Runtime, wanted: DecodeCase, rng: np.random.Generator) -> None:
@@ -151,7 +143,7 @@ def test_scales_on_the_device_are_read_at_each_launch(runtime: Runtime, rng: np.
 
 
 def test_a_kernel_that_is_not_loaded_is_refused_while_capturing(runtime_config, rng: np.random.Generator) -> None:
-    fresh = Runtime(runtime_config, driver=ExtendedDriver())
+    fresh = Runtime(runtime_config, driver=GraphDriver())
     with on_device(fresh, SMALL, rng) as case:
         stream = fresh.driver.create_stream(blocking=True)
         workspace = case.plan.prepare(stream)

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
 import pytest
-from decode_cases import DecodeCase, Request, assemble, make_request, make_sinks
-from decode_compare import assert_close
-from decode_device import DeviceCase, decode_kernels, on_device
+from batch_invariance import (  # noqa: F401
+    InvarianceTarget,
+    test_bounds_tables_and_pages_do_not_matter,
+    test_every_position_of_a_batch_gives_the_same_bits,
+    test_ragged_queries_and_their_bound_do_not_matter,
+    test_streams_graphs_and_pdl_do_not_matter,
+)
+from decode_cases import DecodeCase, assemble, make_request, make_sinks
+from decode_device import decode_kernels, on_device
+from seeds import SEED
 
 from cubin_runtime.artifacts.tables.native_kernels import NativeKernel
 from cubin_runtime.attention import Runtime
 
 pytestmark = pytest.mark.gpu
 
-SEED = int(os.environ.get("CUBIN_RUNTIME_SEED", np.random.SeedSequence().entropy % (1 << 32)))
-Bits = tuple[bytes, bytes]
 # One request each: its keys, its query tokens, and the options of all.
 TARGETS = {
     "bf16": DecodeCase((1000,), 1000),
@@ -36,39 +38,14 @@ TARGETS = {
     "fewer keys than queries": DecodeCase((3,), 3, q_len=5, mask="any", sinks=True),
     "no key": DecodeCase((0,), 64, q_len=2),
 }
-MOST_REFERENCED = 7
-NEIGHBOUR_LENGTHS = (0, 1, 65, 300, 2500)
 
 
-class Target:
-    """A request, its bits when it runs alone, and neighbours of other lengths."""
-
-    def __init__(self, runtime: Runtime, name: str) -> None:
-        self.runtime = runtime
-        self.rng = np.random.default_rng((SEED, list(TARGETS).index(name)))
-        self.case = replace(TARGETS[name], batch_invariant=True)
-        self.request = make_request(self.case, self.rng, self.case.lengths[0], self.case.q_len)
-        self.sinks = make_sinks(self.case, self.rng)
-        self.neighbours = [make_request(self.case, self.rng, n, self.case.q_len) for n in NEIGHBOUR_LENGTHS]
-        self.alone = self.bits(self.case, [self.request])[0]
-
-    def bits(self, case: DecodeCase, requests: Sequence[Request], **how: bool) -> list[Bits]:
-        """Output and LSE of each place where the target stands among ``requests``."""
-        lengths = tuple(len(request.k) for request in requests)
-        bound = max(case.max_seq_len, *lengths)
-        case = replace(case, lengths=lengths, max_seq_len=bound)
-        if case.q_lens is not None:
-            case = replace(case, q_lens=tuple(len(request.q) for request in requests))
-        host = assemble(case, requests, self.rng, self.sinks)
-        with on_device(self.runtime, case, self.rng, host) as device:
-            run_as(device, **how)
-            out, lse = device.result()
-            if len(requests) <= MOST_REFERENCED:
-                assert_close(case, (out, lse), device.expected)
-        begins = np.cumsum([0, *(len(request.q) for request in requests)])
-        places = [begins[i] for i, request in enumerate(requests) if request is self.request]
-        tokens = [slice(at, at + len(self.request.q)) for at in places]
-        return [(out[rows].tobytes(), lse[rows].tobytes()) for rows in tokens]
+class Target(InvarianceTarget):
+    targets = TARGETS
+    request_of = staticmethod(make_request)
+    sinks_of = staticmethod(make_sinks)
+    assembled = staticmethod(assemble)
+    on_device = staticmethod(on_device)
 
     def kernels(self) -> list[NativeKernel]:
         """Those of the device for this dtype and head_dim."""
@@ -83,73 +60,11 @@ class Target:
             (taking,) = (s for s in device.plan.selections if s.min_rows <= rows <= s.max_rows)
         return taking.kernel.traits["arithmetic"]
 
-    def mixed(self, batch: int, parity: int) -> list[Request]:
-        """The target at every second place of a batch, neighbours in between."""
-        drawn = self.rng.integers(0, len(self.neighbours), size=batch)
-        return [self.request if i % 2 == parity else self.neighbours[n] for i, n in enumerate(drawn)]
-
-    def assert_same(self, case: DecodeCase, requests: Sequence[Request], **how: bool) -> None:
-        got = self.bits(case, requests, **how)
-        assert got, "the target is not in the batch"
-        assert all(bits == self.alone for bits in got), f"{sum(b != self.alone for b in got)} of {len(got)} differ"
-
-
-def run_as(device: DeviceCase, stream: bool = False, graph: bool = False) -> None:
-    """One launch on the default stream, on a new one, or from a graph."""
-    driver = device.driver
-    handle = driver.create_stream(blocking=True) if stream or graph else 0
-    workspace = device.dirty_workspace()
-    device.plan.preload()
-    if graph:
-        driver.begin_capture(handle)
-        device.run(handle, workspace)
-        executable = driver.instantiate(driver.end_capture(handle))
-        driver.launch_graph(executable, handle)
-        driver.synchronize(handle)
-        driver.destroy_executable(executable)
-    else:
-        device.run(handle, workspace)
-    driver.synchronize(handle)
-    if handle:
-        driver.destroy_stream(handle)
-
 
 @pytest.fixture(params=list(TARGETS))
 def target(runtime: Runtime, request: pytest.FixtureRequest) -> Target:
     print(f"seed {SEED}")
     return Target(runtime, request.param)
-
-
-@pytest.mark.parametrize("batch", [2, 3, 7, 32, 128])
-def test_every_position_of_a_batch_gives_the_same_bits(target: Target, batch: int) -> None:
-    for parity in (0, 1):
-        target.assert_same(target.case, target.mixed(batch, parity))
-
-
-def test_bounds_tables_and_pages_do_not_matter(target: Target) -> None:
-    for bound, columns, spare in ((0, 0, 0), (70, 3, 17), (9000, 100, 40)):
-        wider = replace(
-            target.case, max_seq_len=target.case.max_seq_len + bound, spare_columns=columns, spare_pages=spare
-        )
-        target.assert_same(wider, [target.request])
-        target.assert_same(wider, target.mixed(7, 1))
-
-
-def test_ragged_queries_and_their_bound_do_not_matter(target: Target) -> None:
-    others = [make_request(target.case, target.rng, 200, q_len) for q_len in (0, 1, 7, 16)]
-    for bound in (max(16, target.case.q_len), target.case.q_len):
-        fitting = [other for other in others if len(other.q) <= bound]
-        ragged = replace(target.case, q_lens=(), max_q_len=bound, spare_tokens=3)
-        target.assert_same(ragged, [target.request])
-        target.assert_same(ragged, [*fitting, target.request, *fitting, target.request])
-
-
-def test_streams_graphs_and_pdl_do_not_matter(target: Target) -> None:
-    batch = target.mixed(7, 0)
-    target.assert_same(target.case, batch, stream=True)
-    target.assert_same(target.case, batch, graph=True)
-    target.assert_same(replace(target.case, pdl=True), batch)
-    target.assert_same(replace(target.case, pdl=True), batch, graph=True)
 
 
 def test_two_launches_do_not_matter_to_streams_graphs_and_pdl(target: Target) -> None:

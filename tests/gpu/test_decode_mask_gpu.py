@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import numpy as np
@@ -12,21 +11,15 @@ from decode_compare import assert_lse_close, assert_rounded
 from decode_device import on_device
 from decode_means import make_means, means_of
 from decode_random import HEAD_DIMS, random_case
+from seeds import SEED
 
 from cubin_runtime.attention import Runtime
 
 pytestmark = pytest.mark.gpu
 
-SEED = int(os.environ.get("CUBIN_RUNTIME_SEED", np.random.SeedSequence().entropy % (1 << 32)))
 LENGTHS = (300, 5, 0, 64, 1, 16, 129, 65)
 # q_len x group: whole tiles of 8, 16, 32 and 64 rows, parts of them, many of them.
 ROWS = ((1, 1), (1, 8), (2, 4), (3, 5), (4, 4), (16, 1), (8, 4), (7, 9), (4, 16), (16, 8), (5, 31), (16, 32))
-
-
-@pytest.fixture
-def rng() -> np.random.Generator:
-    print(f"seed {SEED}")
-    return np.random.default_rng(SEED)
 
 
 def assert_means(runtime: Runtime, wanted: DecodeCase, rng: np.random.Generator) -> None:

@@ -16,31 +16,15 @@ import test_decode_random_gpu as matrix
 import test_decode_streams_gpu as streams
 from decode_device import on_device
 from rehearsed_decode import KERNELS, RehearsalRuntime, rehearsal
-from standin_build import StandIn, build_standin
 
 from cubin_runtime.attention import ClampedInputError
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    try:
-        return build_standin(tmp_path_factory.mktemp("standin"))
-    except FileNotFoundError as error:
-        pytest.skip(f"the stand-in driver needs a C compiler and cuda.h: {error}")
+from cubin_runtime.testing import StandIn
 
 
 @pytest.fixture
-def runtime(library: Path, tmp_path: Path) -> Iterator[RehearsalRuntime]:
-    StandIn(library).reset()
-    with rehearsal(library, tmp_path) as made:
-        made.driver.set_current(made.driver.primary_context(0))
+def runtime(cubin_standin: StandIn, tmp_path: Path) -> Iterator[RehearsalRuntime]:
+    with rehearsal(cubin_standin.path, tmp_path) as made:
         yield made
-        made.driver.set_current(None)
-
-
-@pytest.fixture
-def rng() -> np.random.Generator:
-    return np.random.default_rng(1)
 
 
 @pytest.mark.parametrize("chunk", range(4))

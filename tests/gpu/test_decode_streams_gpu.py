@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -18,7 +17,6 @@ from cubin_runtime.launch.workspace import Workspace
 
 pytestmark = pytest.mark.gpu
 
-SEED = int(os.environ.get("CUBIN_RUNTIME_SEED", np.random.SeedSequence().entropy % (1 << 32)))
 REPEATS = 200
 LOAD = {
     "default": DecodeCase((4000, 3, 999, 64), 4096, kv_heads=8, q_len=4, mask="tree", sinks=True),
@@ -30,12 +28,6 @@ LOAD = {
 }
 UNIFORM = DecodeCase((300, 17, 0, 128), 512, q_len=3, mask="tree", sinks=True)
 RAGGED = DecodeCase((300, 17, 0, 128), 512, q_lens=(3, 0, 1, 16), max_q_len=16, mask="any", sinks=True, spare_tokens=10)
-
-
-@pytest.fixture
-def rng() -> np.random.Generator:
-    print(f"seed {SEED}")
-    return np.random.default_rng(SEED)
 
 
 class Repeated:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import threading
@@ -122,6 +123,30 @@ def test_captured_steps_follow_lengths(runtime: Runtime, bound: str) -> None:
         plan.run(**given)
         torch.cuda.synchronize()
         assert torch.equal(replayed, given["out"])
+
+
+@pytest.mark.parametrize("warm_stream", [False, True])
+def test_free_functions_are_captured_on_any_stream(runtime: Runtime, warm_stream: bool) -> None:
+    """Each of two graphs has scratch of its own, whether the stream of the capture was used before or not."""
+    given = tensors(2) | {"batch_invariant": True}  # whose parts lie in scratch
+    stream = torch.cuda.Stream()
+    given.pop("out")
+    with torch.cuda.stream(stream) if warm_stream else contextlib.nullcontext():
+        wanted = paged_decode(**given, max_seq_len=256, runtime=runtime).clone()
+        torch.cuda.synchronize()
+    graphs, outs = [torch.cuda.CUDAGraph() for _ in range(2)], []
+    for graph in graphs:
+        with torch.cuda.graph(graph, stream=stream if warm_stream else None):
+            outs.append(paged_decode(**given, max_seq_len=256, runtime=runtime))
+    for _ in range(3):
+        for out in outs:
+            out.fill_(float("nan"))
+        torch.cuda.synchronize()
+        for graph, on in zip(graphs, (torch.cuda.Stream(), torch.cuda.Stream()), strict=True):
+            with torch.cuda.stream(on):
+                graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(out, wanted) for out in outs)
 
 
 def test_threads_do_not_mix_their_launches(runtime: Runtime) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -22,7 +21,6 @@ from torch_cases import OnTorch, bits_of_tensor, on_torch  # noqa: E402  (it nee
 
 pytestmark = pytest.mark.gpu
 
-SEED = int(os.environ.get("CUBIN_RUNTIME_SEED", np.random.SeedSequence().entropy % (1 << 32)))
 WORKSPACE_BYTES = 256 << 20
 SEMAPHORE_BYTES = 8 << 20
 PLAIN = DecodeCase((300, 17, 1, 512), 512, kv_heads=4, combined=False)
@@ -137,12 +135,6 @@ def elsewhere(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     if runtime.driver.device(0).capability[0] != 9:
         pytest.skip("our measured kernels are for compute capability 9.0")
     monkeypatch.setattr("cubin_runtime.attention.process.default.runtime", runtime)
-
-
-@pytest.fixture
-def rng() -> np.random.Generator:
-    print(f"seed {SEED}")
-    return np.random.default_rng(SEED)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from extended_driver import ExtendedDriver
 from tensormap_cases import ACCEPTED, BASE, BROKEN
 
 from cubin_runtime.artifacts.cubins.cubin import parse_cubin
@@ -23,6 +22,7 @@ from cubin_runtime.launch.modules import ModuleCache
 from cubin_runtime.launch.structs import Field, StructLayout
 from cubin_runtime.launch.tensormap import TensorMapSpec
 from cubin_runtime.launch.workspace import Workspace
+from cubin_runtime.testing import GraphDriver
 
 pytestmark = pytest.mark.gpu
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -31,7 +31,7 @@ KIB = 1024
 
 @pytest.fixture(scope="module")
 def driver() -> Iterator[Driver]:
-    made = ExtendedDriver()
+    made = GraphDriver()
     try:
         made.set_current(made.primary_context(0))
     except DriverError as error:

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from merge_cases import MergeArrays, MergeCase, random_case
 from mirrored_arrays import MirroredArrays
+from seeds import SEED
 
 from cubin_runtime.attention import Runtime, merge_states, plan_merge_states
 
 pytestmark = pytest.mark.gpu
 
-SEED = int(os.environ.get("CUBIN_RUNTIME_SEED", np.random.SeedSequence().entropy % (1 << 32)))
 RANDOM_CASES = int(os.environ.get("CUBIN_RUNTIME_MERGE_CASES", "200"))
 
 

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from decode_compare import assert_close, assert_lse_close, assert_rounded
 from decode_values import bits_of, values_of
+from device_checks import assert_reported
 from mla_cases import MlaCase, assemble_mla, mla_host, mla_means, mla_means_of, mla_reference_of, mla_request
-from mla_device import MlaDeviceCase, mla_on_device
+from mla_device import mla_on_device
 from mla_random import HEADS, LATENTS, OUT_DTYPES, PAGE_SIZES
 
-from cubin_runtime.attention import ClampedInputError, Runtime
+from cubin_runtime.attention import Runtime
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("mla_backend")]
 
-SEED = int(os.environ.get("CUBIN_RUNTIME_SEED", np.random.SeedSequence().entropy % (1 << 32)))
 SMALL = MlaCase((300, 17, 0, 128), 512)
 RAGGED = MlaCase((300, 17, 64, 128), 512, q_lens=(2, 1, 3, 2), max_q_len=4)
 LENGTHS = (300, 5, 0, 64, 1, 16, 129, 65)
@@ -28,12 +27,6 @@ TYPES = {
     "e4m3": {"kv_dtype": "e4m3", "q_dtype": "e4m3"},
 }
 MODES = {"default": {}, "invariant": {"batch_invariant": True}, "e4m3": TYPES["e4m3"]}
-
-
-@pytest.fixture
-def rng() -> np.random.Generator:
-    print(f"seed {SEED}")
-    return np.random.default_rng(SEED)
 
 
 def assert_case(runtime: Runtime, wanted: MlaCase, rng: np.random.Generator) -> None:
@@ -205,17 +198,6 @@ def test_a_smaller_bound_and_other_scales_for_one_step(runtime: Runtime, rng: np
         case.run(max_seq_len=300, softmax_scale=0.05, output_scale=2.0)
         wanted = replace(SMALL, scale=0.05, output_scale=2.0)
         assert_close(wanted, case.result(), mla_reference_of(wanted, case.host))
-
-
-def assert_reported(case: MlaDeviceCase, words: str) -> None:
-    """One run reports ``words``, once, writes nothing out of its place, and leaves the workspace clean."""
-    workspace = case.dirty_workspace()
-    case.run(workspace=workspace)
-    with pytest.raises(ClampedInputError, match=words):
-        case.plan.check(workspace)
-    case.plan.check(workspace)
-    case.assert_zeroed(workspace)
-    case.arrays.assert_guards()
 
 
 @pytest.mark.parametrize("mode", list(MODES))

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from decode_compare import assert_close
+from batch_invariance import (  # noqa: F401
+    InvarianceTarget,
+    test_bounds_tables_and_pages_do_not_matter,
+    test_every_position_of_a_batch_gives_the_same_bits,
+    test_ragged_queries_and_their_bound_do_not_matter,
+    test_streams_graphs_and_pdl_do_not_matter,
+)
 from graph_replays import replay_over
-from mla_cases import MlaCase, MlaHost, MlaRequest, assemble_mla, mla_request, mla_sinks
+from mla_cases import MlaCase, MlaHost, assemble_mla, mla_request, mla_sinks
 from mla_device import mla_on_device
-from test_decode_invariant_gpu import MOST_REFERENCED, Bits, run_as
+from seeds import SEED
 from test_decode_streams_gpu import REPEATS, Repeated
 
 from cubin_runtime.attention import Runtime
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("mla_backend")]
 
-SEED = int(os.environ.get("CUBIN_RUNTIME_SEED", np.random.SeedSequence().entropy % (1 << 32)))
 # One request each: its keys, its query tokens, and the options of all.
 TARGETS = {
     "16 heads": MlaCase((1000,), 1000),
@@ -35,7 +39,6 @@ TARGETS = {
     "fewer keys than queries": MlaCase((3,), 3, q_len=5, mask="any", sinks=True),
     "no key": MlaCase((0,), 64, q_len=2),
 }
-NEIGHBOUR_LENGTHS = (0, 1, 65, 300, 2500)
 LOAD = {
     "default": MlaCase((4000, 3, 999, 64), 4096, heads=128, q_len=2, mask="tree", sinks=True),
     "invariant": MlaCase((4000, 0, 1500), 4096, heads=64, batch_invariant=True, pdl=True),
@@ -47,88 +50,21 @@ UNIFORM = MlaCase((300, 17, 0, 128), 512, q_len=3, mask="tree", sinks=True)
 RAGGED = MlaCase((300, 17, 0, 128), 512, q_lens=(3, 0, 1, 16), max_q_len=16, mask="any", sinks=True, spare_tokens=10)
 
 
-class Target:
-    """A request, its bits when it runs alone, and neighbours of other lengths."""
+class Target(InvarianceTarget):
+    targets = TARGETS
+    request_of = staticmethod(mla_request)
+    sinks_of = staticmethod(mla_sinks)
+    assembled = staticmethod(assemble_mla)
+    on_device = staticmethod(mla_on_device)
 
-    def __init__(self, runtime: Runtime, name: str) -> None:
-        self.runtime = runtime
-        self.rng = np.random.default_rng((SEED, list(TARGETS).index(name)))
-        self.case = replace(TARGETS[name], batch_invariant=True)
-        self.request = mla_request(self.case, self.rng, self.case.lengths[0], self.case.q_len)
-        self.sinks = mla_sinks(self.case, self.rng)
-        self.neighbours = [mla_request(self.case, self.rng, n, self.case.q_len) for n in NEIGHBOUR_LENGTHS]
-        self.alone = self.bits(self.case, [self.request])[0]
-
-    def bits(self, case: MlaCase, requests: Sequence[MlaRequest], **how: bool) -> list[Bits]:
-        """Output and LSE of each place where the target stands among ``requests``."""
-        lengths = tuple(len(request.kv) for request in requests)
-        case = replace(case, lengths=lengths, max_seq_len=max(case.max_seq_len, *lengths))
-        if case.q_lens is not None:
-            case = replace(case, q_lens=tuple(len(request.q) for request in requests))
-        host = assemble_mla(case, requests, self.rng, self.sinks)
-        with mla_on_device(self.runtime, case, self.rng, host) as device:
-            run_as(device, **how)
-            out, lse = device.result()
-            if len(requests) <= MOST_REFERENCED:
-                assert_close(case, (out, lse), device.expected, case.of_scores)
-        begins = np.cumsum([0, *(len(request.q) for request in requests)])
-        places = [begins[i] for i, request in enumerate(requests) if request is self.request]
-        tokens = [slice(at, at + len(self.request.q)) for at in places]
-        return [(out[rows].tobytes(), lse[rows].tobytes()) for rows in tokens]
-
-    def mixed(self, batch: int, parity: int) -> list[MlaRequest]:
-        """The target at every second place of a batch, neighbours in between."""
-        drawn = self.rng.integers(0, len(self.neighbours), size=batch)
-        return [self.request if i % 2 == parity else self.neighbours[n] for i, n in enumerate(drawn)]
-
-    def assert_same(self, case: MlaCase, requests: Sequence[MlaRequest], **how: bool) -> None:
-        got = self.bits(case, requests, **how)
-        assert got, "the target is not in the batch"
-        assert all(bits == self.alone for bits in got), f"{sum(b != self.alone for b in got)} of {len(got)} differ"
+    def score_error(self, case: MlaCase) -> float:
+        return case.of_scores
 
 
 @pytest.fixture(params=list(TARGETS))
 def target(runtime: Runtime, request: pytest.FixtureRequest) -> Target:
     print(f"seed {SEED}")
     return Target(runtime, request.param)
-
-
-@pytest.fixture
-def rng() -> np.random.Generator:
-    print(f"seed {SEED}")
-    return np.random.default_rng(SEED)
-
-
-@pytest.mark.parametrize("batch", [2, 3, 7, 32, 128])
-def test_every_position_of_a_batch_gives_the_same_bits(target: Target, batch: int) -> None:
-    for parity in (0, 1):
-        target.assert_same(target.case, target.mixed(batch, parity))
-
-
-def test_bounds_tables_and_pages_do_not_matter(target: Target) -> None:
-    for bound, columns, spare in ((0, 0, 0), (70, 3, 17), (9000, 100, 40)):
-        wider = replace(
-            target.case, max_seq_len=target.case.max_seq_len + bound, spare_columns=columns, spare_pages=spare
-        )
-        target.assert_same(wider, [target.request])
-        target.assert_same(wider, target.mixed(7, 1))
-
-
-def test_ragged_queries_and_their_bound_do_not_matter(target: Target) -> None:
-    others = [mla_request(target.case, target.rng, 200, q_len) for q_len in (0, 1, 7, 16)]
-    for bound in (max(16, target.case.q_len), target.case.q_len):
-        fitting = [other for other in others if len(other.q) <= bound]
-        ragged = replace(target.case, q_lens=(), max_q_len=bound, spare_tokens=3)
-        target.assert_same(ragged, [target.request])
-        target.assert_same(ragged, [*fitting, target.request, *fitting, target.request])
-
-
-def test_streams_graphs_and_pdl_do_not_matter(target: Target) -> None:
-    batch = target.mixed(7, 0)
-    target.assert_same(target.case, batch, stream=True)
-    target.assert_same(target.case, batch, graph=True)
-    target.assert_same(replace(target.case, pdl=True), batch)
-    target.assert_same(replace(target.case, pdl=True), batch, graph=True)
 
 
 def test_without_it_the_batch_can_be_seen(runtime: Runtime) -> None:

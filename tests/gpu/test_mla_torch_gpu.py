@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +19,6 @@ from torch_cases import device_tensor  # noqa: E402  (it needs torch)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("mla_backend")]
 
-SEED = int(os.environ.get("CUBIN_RUNTIME_SEED", np.random.SeedSequence().entropy % (1 << 32)))
 WORKSPACE_BYTES = 256 << 20
 SEMAPHORE_BYTES = 8 << 20
 PLAIN = MlaCase((300, 17, 1, 512), 512, heads=128)
@@ -39,12 +37,6 @@ RAGGED = replace(PLAIN, heads=16, q_lens=(3, 0, 1, 16), max_q_len=16, sinks=True
 @pytest.fixture(autouse=True)
 def default(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cubin_runtime.attention.process.default.runtime", runtime)
-
-
-@pytest.fixture
-def rng() -> np.random.Generator:
-    print(f"seed {SEED}")
-    return np.random.default_rng(SEED)
 
 
 def tensors_of(case: MlaCase, host: MlaHost) -> dict[str, Any]:

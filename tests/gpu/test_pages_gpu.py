@@ -71,8 +71,10 @@ def names_of(page: str) -> dict[str, Any]:
         queries = torch.randn(70, 32, 128, **on)
         out = torch.zeros_like(queries)
         even = {name: torch.randn(BATCH, 24, heads, 128, **on) for name, heads in (("even_q", 32), ("even_k", 4))}
-        ragged = {name: torch.randn(70, 4, 128, **on) for name in ("k", "v")}
-        decode |= {**even, "even_v": even["even_k"] * 2, **ragged, "q_sums": sums, "kv_sums": sums}
+        # As many keys as the page's bound.
+        ragged = {name: torch.randn(8192, 4, 128, **on) for name in ("k", "v")}
+        table = decode["page_table"].repeat(1, 8192 // BOUND)
+        decode |= {**even, "even_v": even["even_k"] * 2, **ragged, "q_sums": sums, "kv_sums": sums, "page_table": table}
     torch.cuda.synchronize()
     others = {"batch": BATCH, "max_seq_len": BOUND, "stream": torch.cuda.Stream()}
     return {**decode, "q": queries, "out": out, **others}

@@ -10,20 +10,14 @@ import pytest
 import test_recorded_gpu as real
 from rehearsed_decode import RehearsalRuntime
 from rehearsed_mla import mla_rehearsal
-from standin_build import StandIn
+
+from cubin_runtime.testing import StandIn
 
 
 @pytest.fixture
-def runtime(standin: StandIn, tmp_path: Path) -> Iterator[RehearsalRuntime]:
-    with mla_rehearsal(standin.path, tmp_path / "store") as made:
-        made.driver.set_current(made.driver.primary_context(0))
+def runtime(cubin_standin: StandIn, tmp_path: Path) -> Iterator[RehearsalRuntime]:
+    with mla_rehearsal(cubin_standin.path, tmp_path / "store") as made:
         yield made
-        made.driver.set_current(None)
-
-
-@pytest.fixture
-def rng() -> np.random.Generator:
-    return np.random.default_rng(1)
 
 
 @pytest.mark.parametrize("name", real.CASES)

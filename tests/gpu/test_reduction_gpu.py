@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from device_arrays import DeviceArrays
 from reduction_cases import (
     CASES,
     ReductionCase,
@@ -20,15 +18,16 @@ from reduction_cases import (
     reduction_of,
     run_reduction,
 )
+from seeds import SEED
 
 from cubin_runtime.attention import Runtime
 from cubin_runtime.kernels.native.reduction.plan import OperationLaunch
 from cubin_runtime.kernels.native.reduction.select import choose_kernel
 from cubin_runtime.launch.prepared import PreparedLaunches
+from cubin_runtime.testing.device import DeviceArrays
 
 pytestmark = pytest.mark.gpu
 
-SEED = int(os.environ.get("CUBIN_RUNTIME_SEED", np.random.SeedSequence().entropy % (1 << 32)))
 RANDOM_CASES = 60
 
 
@@ -64,12 +63,6 @@ def device(runtime: Runtime) -> Iterator[Device]:
     made = Device(runtime)
     yield made
     made.arrays.close()
-
-
-@pytest.fixture
-def rng() -> np.random.Generator:
-    print(f"seed {SEED}")
-    return np.random.default_rng(SEED)
 
 
 @pytest.mark.parametrize("name", CASES)

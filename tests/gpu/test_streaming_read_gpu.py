@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from device_arrays import DeviceArrays
 
 from benchmarks.decode.reading import checksum, streaming_read
 from cubin_runtime.attention import Runtime
 from cubin_runtime.kernels.native.constants import CONSTANTS
+from cubin_runtime.testing.device import DeviceArrays
 
 pytestmark = pytest.mark.gpu
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +18,6 @@ from torch_cases import bits_of_tensor, on_torch  # noqa: E402  (it needs torch)
 
 pytestmark = pytest.mark.gpu
 
-SEED = int(os.environ.get("CUBIN_RUNTIME_SEED", np.random.SeedSequence().entropy % (1 << 32)))
 PLAIN = DecodeCase((300, 17, 0, 512), 512, kv_heads=4)
 CASES = {
     "bf16": PLAIN,
@@ -30,12 +28,6 @@ CASES = {
     "ragged": replace(PLAIN, q_lens=(3, 0, 1, 7), mask="any", sinks=True),
     "invariant": replace(PLAIN, q_lens=(3, 0, 1, 7), batch_invariant=True),
 }
-
-
-@pytest.fixture
-def rng() -> np.random.Generator:
-    print(f"seed {SEED}")
-    return np.random.default_rng(SEED)
 
 
 def arguments(case: DecodeCase, host: HostTensors) -> dict[str, Any]:

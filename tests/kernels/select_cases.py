@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from cubin_runtime.artifacts.tables.native_kernels import NativeKernel
 from cubin_runtime.kernels.native.cost_model import Costs
-from cubin_runtime.kernels.native.decode.select import Candidate, DecodeSelection, Fit, select_decode
+from cubin_runtime.kernels.native.decode.candidates import DecodeCandidate, Fit
+from cubin_runtime.kernels.native.decode.select import DecodeSelection, select_decode
 from cubin_runtime.kernels.native.decode.shape import DecodeShape
 from cubin_runtime.launch.driver import DeviceFacts
 
@@ -67,5 +68,5 @@ def words(selection: DecodeSelection) -> dict[str, str]:
     return {candidate.kernel.name: str(candidate) for candidate in selection.candidates}
 
 
-def microseconds(candidate: Candidate) -> float:
+def microseconds(candidate: DecodeCandidate) -> float:
     return candidate.fit.estimate.microseconds if candidate.fit else float("inf")

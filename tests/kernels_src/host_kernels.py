@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-from standin_build import cuda_include
 
 from cubin_runtime.kernels.native.layouts import LAYOUTS
 from cubin_runtime.kernels.native.reduction.plan import OperationLaunch
 from cubin_runtime.launch.plan import LaunchPlan
 from cubin_runtime.launch.structs import StructLayout
+from cubin_runtime.testing.standin import cuda_include
 from kernels_src.build import SOURCES, write_headers
 
 HOST = Path(__file__).parent / "host"

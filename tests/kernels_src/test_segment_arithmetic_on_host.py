@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from standin_build import cuda_include
 
 from cubin_runtime.kernels.native.layouts import LAYOUTS
+from cubin_runtime.testing.standin import cuda_include
 from kernels_src.build import SOURCES, write_headers
 
 SOURCE = Path(__file__).parent / "host" / "segments.cpp"

@@ -10,20 +10,24 @@ from itertools import accumulate, product
 
 import numpy as np
 import pytest
+from decode_kernels import segments_kernel
+from examples import H100
 from host_kernels import HostArrays
-from standin_build import cuda_include
 from test_stream_k_on_host import COLUMNS, DECODE_OPTIONS, MOST_TILES, WALK
 
 from cubin_runtime.kernels.native.constants import CONSTANTS
-from cubin_runtime.kernels.native.decode.grids import Sizes, splits_of
+from cubin_runtime.kernels.native.cost_model import OTHER
+from cubin_runtime.kernels.native.decode.grids import ANY_ROWS, SEGMENTS, Grid, Part, cut_of, splits_of
 from cubin_runtime.kernels.native.decode.shape import DecodeShape
 from cubin_runtime.kernels.native.layouts import LAYOUTS
+from cubin_runtime.testing.standin import cuda_include
 from kernels_src.build import SOURCES, write_headers
 
 TILE = CONSTANTS.segment_tile_tokens
 SEGMENT_TILES = CONSTANTS.segment_tokens // TILE
 GROUP, KV_HEADS, ROWS = 3, 4, 8
 LAYOUT = LAYOUTS["PagedDecodeCopyParams"]
+KERNEL = segments_kernel(ROWS, 128)
 Cta = tuple[int, int]
 
 
@@ -52,8 +56,9 @@ class Launch:
             window_left=self.window,
             batch_invariant=True,
         )
-        row_tiles = -(-max(self.q_lens) * GROUP // ROWS)
-        self.slots = splits_of(Sizes(ROWS, TILE, 1, tma=True, segments=True), shape, row_tiles, self.size * self.groups)
+        cut = cut_of(KERNEL, shape, Part(0, ANY_ROWS, SEGMENTS), H100, OTHER)
+        grid = Grid(self.size * self.groups, 1, self.size, cut.row_tiles, cut.tiles)
+        self.slots = splits_of(cut, grid, shape)
         arrays = HostArrays()
         values = {
             "seq_lens": arrays.upload(np.array(self.kv_lens, np.int32)),

@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from host_kernels import HostArrays
-from standin_build import cuda_include
 
 from cubin_runtime.kernels.native.constants import CONSTANTS
 from cubin_runtime.kernels.native.layouts import LAYOUTS
+from cubin_runtime.testing.standin import cuda_include
 from kernels_src.build import SOURCES, write_headers
 
 WALK = Path(__file__).parent / "host" / "walk_range.cpp"

@@ -3,15 +3,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from extended_driver import ExtendedDriver
-from standin_build import StandIn
 
 from cubin_runtime.launch.driver import Driver
+from cubin_runtime.testing import GraphDriver, StandIn
 
 
 @pytest.fixture
 def driver(standin: StandIn) -> Driver:
-    return ExtendedDriver(standin.path)
+    return GraphDriver(standin.path)
 
 
 @pytest.fixture

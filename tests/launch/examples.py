@@ -73,6 +73,6 @@ def plan(**changes: Any) -> LaunchPlan:
         "shared_bytes": 200000,
         "attributes": LaunchAttributes((2, 1, 1), 1, True),
         "values": VALUES,
-        "reason": "the only one",
+        "why": "the only one",
     }
     return LaunchPlan(**{**start, **changes})

@@ -81,7 +81,7 @@ def test_a_declared_architecture_is_labelled_when_refused() -> None:
 
 @pytest.mark.parametrize("declared", [None, Architecture(90, None)])
 def test_an_architecture_that_nothing_establishes_is_refused(declared: Architecture | None) -> None:
-    with pytest.raises(AbiError, match="neither the cubin nor its metadata tells the suffix"):
+    with pytest.raises(AbiError, match="neither the cubin nor its metadata states the suffix"):
         check(without_note(90), declared=declared)
 
 
@@ -105,7 +105,7 @@ def test_a_missing_symbol_names_those_that_are_there() -> None:
     [
         (
             (LAYOUT.size + 8,),
-            f"has {LAYOUT.size} bytes, by its ELF the kernel takes one of {LAYOUT.size + 8} bytes",
+            f"has {LAYOUT.size} bytes; according to its ELF, the kernel takes one of {LAYOUT.size + 8} bytes",
         ),
         ((LAYOUT.size, 8), rf"takes 2 of \[{LAYOUT.size}, 8\] bytes"),
         ((), "takes no parameter"),
@@ -133,7 +133,7 @@ def test_no_recorded_fingerprint_leaves_the_size_check() -> None:
 
 @pytest.mark.parametrize("threads", [0, 385])
 def test_a_block_that_the_kernel_was_not_built_for_is_refused(threads: int) -> None:
-    with pytest.raises(AbiError, match=f"a block of {threads} threads, by its ELF at most 384"):
+    with pytest.raises(AbiError, match=f"a block of {threads} threads; according to its ELF, at most 384"):
         check(cubin(), threads=threads)
 
 
@@ -142,7 +142,7 @@ def test_a_block_of_exactly_the_limit_fits() -> None:
 
 
 def test_more_shared_memory_than_the_device_has_is_refused() -> None:
-    with pytest.raises(AbiError, match=r"needs 232449 bytes of dynamic shared memory a block, .* at most 232448"):
+    with pytest.raises(AbiError, match=r"needs 232449 bytes of dynamic shared memory per block, .* at most 232448"):
         check(cubin(), shared=232449)
 
 

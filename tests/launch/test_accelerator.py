@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from examples import DIGEST, LAYOUT, SYMBOL, cubin, kernel_facts, needs, plan
-from standin_build import StandIn
 
 from cubin_runtime.errors import UsageError
 from cubin_runtime.launch import accelerator
@@ -17,6 +16,7 @@ from cubin_runtime.launch.compiled import compiled
 from cubin_runtime.launch.driver import Driver
 from cubin_runtime.launch.modules import ModuleCache
 from cubin_runtime.launch.prepared import PreparedLaunches
+from cubin_runtime.testing import StandIn
 
 needs_accelerator = pytest.mark.skipif(
     accelerator.sender() is None, reason="cubin_runtime_accelerator is not installed: pip install ./accelerator"

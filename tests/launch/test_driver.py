@@ -5,12 +5,12 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from standin_build import StandIn
 
 from cubin_runtime.errors import DeviceError, DriverError, UsageError
 from cubin_runtime.launch import driver_api as api
 from cubin_runtime.launch.driver import Driver, DriverCallError, DriverLibraryError
 from cubin_runtime.launch.plan import LaunchAttributes, launch_config
+from cubin_runtime.testing import StandIn
 
 
 def test_nothing_is_opened_before_the_first_call() -> None:

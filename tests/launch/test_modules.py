@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 from examples import DIGEST, LAYOUT, SYMBOL, cubin, kernel_facts, needs
-from standin_build import StandIn
 
 from cubin_runtime.artifacts.cubins.cubin import Architecture, Cubin, KernelFacts
 from cubin_runtime.errors import AbiError, CorruptError, DriverError, FrozenError
 from cubin_runtime.launch.driver import Driver
 from cubin_runtime.launch.modules import KernelRequest, LoadCounts, LoadedKernel, ModuleCache
 from cubin_runtime.launch.structs import Field, StructLayout
+from cubin_runtime.testing import StandIn
 
 IMAGE = b"cubin bytes"
 OTHER = "cd" * 32
@@ -225,7 +225,7 @@ def test_a_wrong_architecture_is_refused_before_the_driver_sees_it(
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"threads": 512}, "a block of 512 threads, by its ELF at most 384"),
+        ({"threads": 512}, "a block of 512 threads; according to its ELF, at most 384"),
         ({"fingerprint": "0" * 64}, "fingerprint"),
         ({"layout": StructLayout.declare("S", [Field("a", "int32")]), "fingerprint": None}, "S has 4 bytes"),
         ({"dynamic_shared_bytes": 300000}, "300000 bytes"),
@@ -270,7 +270,7 @@ def test_without_a_limit_in_the_elf_the_driver_is_asked(cache: ModuleCache, driv
 
 def test_the_limit_of_the_driver_is_held(cache: ModuleCache, driver: Driver, context: int) -> None:
     cache = cache_of(driver, cubin(facts=undeclared_threads()))
-    with pytest.raises(AbiError, match="a block of 513 threads, by the driver at most 512"):
+    with pytest.raises(AbiError, match="a block of 513 threads; according to the driver, at most 512"):
         load(cache, context, needs=needs(threads=513))
 
 
@@ -280,7 +280,7 @@ def test_the_driver_confirms_the_size_of_the_parameter(cache: ModuleCache, conte
 
 def test_a_size_that_the_driver_contradicts_is_refused(driver: Driver, standin: StandIn, context: int) -> None:
     standin.add_kernel(SYMBOL, (LAYOUT.size + 64,))
-    with pytest.raises(AbiError, match=f"by the driver the kernel takes one of {LAYOUT.size + 64} bytes"):
+    with pytest.raises(AbiError, match=f"according to the driver, the kernel takes one of {LAYOUT.size + 64} bytes"):
         load(cache_of(driver), context)
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from examples import DIGEST, LAYOUT, SPEC, SYMBOL, VALUES, cubin, kernel_facts, needs, plan
-from standin_build import StandIn
 
 from cubin_runtime.errors import AbiError, UsageError
 from cubin_runtime.launch.driver import Driver, DriverCallError
@@ -16,6 +15,7 @@ from cubin_runtime.launch.plan import LaunchAttributes, LaunchPlan
 from cubin_runtime.launch.prepared import PreparedLaunches
 from cubin_runtime.launch.structs import Field, StructLayout
 from cubin_runtime.launch.tensormap import TensorMapCache, TensorMapError
+from cubin_runtime.testing import StandIn
 
 ENCODED = SPEC.address.to_bytes(8, "little") + b"\xee" * 120
 
@@ -292,7 +292,7 @@ def test_a_stream_of_another_device_is_refused_with_both_named(
     standin.with_devices(2)
     with driver.using(driver.primary_context(1)):
         stream = driver.create_stream()
-    with pytest.raises(UsageError, match="of device 1, the kernel is loaded on device 0"):
+    with pytest.raises(UsageError, match="belongs to device 1, the kernel is loaded on device 0"):
         prepared.run(stream)
     assert standin.calls("cuLaunchKernelEx") == []
 
@@ -382,7 +382,7 @@ SHORT = StructLayout.declare("Short", [Field("a", "int32")])
         ({"sha256": DIGEST[:12] + "00" * 26}, "plan for 'decode'"),
         ({"symbol": "other"}, "plan for 'other'"),
         ({"layout": SHORT, "values": {"a": 1}}, "struct Short .* struct DecodeParams"),
-        ({"block": (512, 1, 1)}, "512 threads a block; 'decode' takes 384"),
+        ({"block": (512, 1, 1)}, "512 threads per block; 'decode' takes 384"),
         ({"shared_bytes": 200001}, "200001 bytes of dynamic shared memory; 'decode' was loaded for 200000"),
         (
             {"attributes": LaunchAttributes((12, 1, 1), nonportable_cluster=True)},

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from standin_build import compile_c
 
 from cubin_runtime.errors import UsageError
 from cubin_runtime.launch.fastmoddiv import FastModDiv
 from cubin_runtime.launch.structs import Field, StructLayout
+from cubin_runtime.testing.standin import compile_c
 
 SCALARS = ("bool", "int32", "uint32", "int64", "uint64", "float", "ptr")
 TYPES = (*SCALARS, "CUtensorMap", "FastModDiv", "int32[3]", "ptr[2]", "float[5]", "bool[7]")

@@ -5,13 +5,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from standin_build import StandIn
 from tensormap_cases import ACCEPTED, BASE, BROKEN
 
 from cubin_runtime.errors import UsageError
 from cubin_runtime.launch.driver import Driver, DriverCallError
 from cubin_runtime.launch.tensormap import TensorMapCache, TensorMapError
 from cubin_runtime.launch.tensormap_rules import RULES
+from cubin_runtime.testing import StandIn
 
 
 @pytest.mark.parametrize("case", ACCEPTED)

@@ -6,7 +6,6 @@ import threading
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from standin_build import StandIn
 
 from cubin_runtime.errors import UsageError, WorkspaceError
 from cubin_runtime.launch.driver import Driver, DriverCallError
@@ -14,6 +13,7 @@ from cubin_runtime.launch.regions import Region, workspace_size
 from cubin_runtime.launch.semaphore_workspace import SemaphoreWorkspace
 from cubin_runtime.launch.workspace import Workspace
 from cubin_runtime.launch.workspace_pool import WorkspacePool
+from cubin_runtime.testing import StandIn
 
 PARTS = (Region("counters", 100, 16), Region("partials", 1000, 256))
 

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 from attention_examples import RELEASE_NAME, build_release
-from extended_driver import ExtendedDriver
-from standin_build import StandIn
 from trtllm_calls import MadeUpMemory, launched
 from trtllm_operators import OPERATORS, Spy, expected_parameters, main_launch, reduced_mla
 
@@ -18,6 +16,7 @@ from cubin_runtime import Config
 from cubin_runtime.attention import Runtime
 from cubin_runtime.compat import flashinfer
 from cubin_runtime.kernels.trtllm_gen.params import KERNEL_PARAMS
+from cubin_runtime.testing import GraphDriver, StandIn
 
 pytestmark = [pytest.mark.release, pytest.mark.timeout(600)]
 
@@ -62,7 +61,7 @@ def runtime(
     store = tmp_path_factory.getbasetemp() / "operators-store"
     store.mkdir(exist_ok=True)
     config = Config(store=store, sources=(str(wheel), str(tree)), pin_files=(pins,), offline=True)
-    made = Runtime(config, driver=ExtendedDriver(standin.path), release=RELEASE_NAME, memory=memory)
+    made = Runtime(config, driver=GraphDriver(standin.path), release=RELEASE_NAME, memory=memory)
     for kernel in made.native_release().kernels:
         standin.add_kernel(kernel.symbol, (kernel.struct_bytes,), kernel.threads)
     monkeypatch.setattr("cubin_runtime.attention.process.default.runtime", made)

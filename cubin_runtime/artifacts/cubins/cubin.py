@@ -179,7 +179,7 @@ def _attributes(data: bytes, where: str) -> Iterator[tuple[int, bytes]]:
     at, end = 0, len(data)
     while at < end:
         if end - at < 4:
-            raise CubinFormatError(f"{where}: attribute cut off at byte {at} of {end}")
+            raise CubinFormatError(f"{where}: truncated attribute at byte {at} of {end}")
         form, attribute = data[at], data[at + 1]
         size = int.from_bytes(data[at + 2 : at + 4], "little")
         at += 4
@@ -187,7 +187,7 @@ def _attributes(data: bytes, where: str) -> Iterator[tuple[int, bytes]]:
             raise CubinFormatError(f"{where}: attribute form {form} at byte {at - 4}, expected 1 to 4")
         if form == _SIZED_VALUE:
             if size > end - at:
-                raise CubinFormatError(f"{where}: attribute of {size} bytes at {at} leaves the section")
+                raise CubinFormatError(f"{where}: attribute of {size} bytes at {at} extends beyond the section")
             yield attribute, data[at : at + size]
             at += size
 

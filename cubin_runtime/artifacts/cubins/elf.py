@@ -1,16 +1,14 @@
 """The parts of a 64-bit little-endian CUDA ELF file, read within bounds from bytes that nobody vouches for.
 
-``pyelftools`` declares the records; every offset, count and name is checked here before anything follows it:
-a hostile file costs no more than one pass over its bytes. Limits are far above what a compiler writes.
+Records are those of elf(5). Every offset, count and name is checked before anything follows it: a hostile file costs
+no more than one pass over its bytes. Limits are far above what a compiler writes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
-from io import BytesIO
 from struct import Struct
-from typing import Any
+from typing import NamedTuple
 
 from ...errors import CorruptError
 from ...values import dataclass
@@ -21,18 +19,30 @@ MAX_KERNELS = 1024
 MAX_NAME_BYTES = 4096
 
 _IDENT = b"\x7fELF\x02\x01\x01"
-_HEADER_BYTES = 64
-_SECTION_BYTES = 64
 _EM_CUDA = 190
-# pyelftools drops the bits of st_other that mark an entry point, so symbols are unpacked here.
-_SYMBOL = Struct("<IBBHQQ")
-_NOBITS = 8
+_HEADER = Struct("<16xHHIQQQIHHHHHH")  # Elf64_Ehdr behind e_ident
+_SECTION = Struct("<IIQQQQIIQQ")  # Elf64_Shdr
+_SYMBOL = Struct("<IBBHQQ")  # Elf64_Sym
+_NULL, _NOBITS = 0, 8  # sections without bytes
 _FUNCTION = 2
 _ENTRY_BIT = 0x10
 
 
 class CubinFormatError(CorruptError):
     """The bytes are no well-formed CUDA ELF file."""
+
+
+class _SectionHeader(NamedTuple):
+    name: int
+    kind: int
+    flags: int
+    address: int
+    offset: int
+    size: int
+    link: int
+    info: int
+    alignment: int
+    entry_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,39 +94,35 @@ def read_elf(data: bytes) -> Elf:
     Raises:
         CubinFormatError: wrong magic, class or machine, or an offset, count or name out of bounds.
     """
-    if len(data) < _HEADER_BYTES:
-        raise CubinFormatError(f"not a cubin: {len(data)} bytes, an ELF header takes {_HEADER_BYTES}")
+    if len(data) < _HEADER.size:
+        raise CubinFormatError(f"not a cubin: {len(data)} bytes, an ELF header takes {_HEADER.size}")
     if data[: len(_IDENT)] != _IDENT:
         raise CubinFormatError(f"not a cubin: starts with {data[:7].hex()}, expected {_IDENT.hex()}")
-    machine = int.from_bytes(data[18:20], "little")
+    _, machine, _, _, _, first, flags, _, _, _, section_bytes, count, names_at = _HEADER.unpack_from(data)
     if machine != _EM_CUDA:
         raise CubinFormatError(f"not a cubin: ELF machine {machine}, CUDA is {_EM_CUDA}")
-    stream = BytesIO(data)
-    header = _parse("Elf_Ehdr", stream, 0)
-    first, count, names_at = header["e_shoff"], header["e_shnum"], header["e_shstrndx"]
-    if header["e_shentsize"] != _SECTION_BYTES:
-        raise CubinFormatError(f"section headers of {header['e_shentsize']} bytes, expected {_SECTION_BYTES}")
+    if section_bytes != _SECTION.size:
+        raise CubinFormatError(f"section headers of {section_bytes} bytes, expected {_SECTION.size}")
     if not 1 <= count <= MAX_SECTIONS or names_at >= count:
-        raise CubinFormatError(f"{count} sections, names in number {names_at}; expected 1 to {MAX_SECTIONS}")
-    if first < _HEADER_BYTES or first + count * _SECTION_BYTES > len(data):
-        raise CubinFormatError(f"section table of {count} at {first} leaves the file of {len(data)} bytes")
-    raw = [_parse("Elf_Shdr", stream, first + i * _SECTION_BYTES) for i in range(count)]
+        raise CubinFormatError(f"{count} sections, names in section {names_at}; expected 1 to {MAX_SECTIONS}")
+    end = first + count * _SECTION.size
+    if first < _HEADER.size or end > len(data):
+        raise CubinFormatError(f"section table of {count} at {first} ends beyond the file's {len(data)} bytes")
+    raw = [_SectionHeader._make(record) for record in _SECTION.iter_unpack(data[first:end])]
     names = _bounded(data, raw[names_at], "section names")
     sections = tuple(_section(data, names, h) for h in raw)
     by_name: dict[str, Section] = {}
     for section in sections:
         if section.name and by_name.setdefault(section.name, section) is not section:
             raise CubinFormatError(f"two sections are called {section.name!r}")
-    return Elf(data, data[8], header["e_flags"], sections, by_name)
+    return Elf(data, data[8], flags, sections, by_name)
 
 
-def _section(data: bytes, names: bytes, header: Any) -> Section:
-    name = _name(names, header["sh_name"])
-    kind = _number(header["sh_type"])
-    offset, size = header["sh_offset"], header["sh_size"]
-    if kind not in (0, _NOBITS) and offset + size > len(data):
-        raise CubinFormatError(f"section {name!r} ends at {offset + size}, the file at {len(data)}")
-    return Section(name, kind, offset, size, header["sh_link"], header["sh_info"])
+def _section(data: bytes, names: bytes, header: _SectionHeader) -> Section:
+    name, end = _name(names, header.name), header.offset + header.size
+    if header.kind not in (_NULL, _NOBITS) and end > len(data):
+        raise CubinFormatError(f"section {name!r} ends at {end}, the file at {len(data)}")
+    return Section(name, header.kind, header.offset, header.size, header.link, header.info)
 
 
 def _entry_points(elf: Elf, table: Section) -> tuple[EntryPoint, ...]:
@@ -135,11 +141,11 @@ def _entry_points(elf: Elf, table: Section) -> tuple[EntryPoint, ...]:
     return tuple(EntryPoint(index, _name(names, at), section) for index, at, section in found)
 
 
-def _bounded(data: bytes, header: Any, what: str) -> bytes:
-    start, size = header["sh_offset"], header["sh_size"]
-    if start + size > len(data):
-        raise CubinFormatError(f"{what} end at {start + size}, the file at {len(data)}")
-    return data[start : start + size]
+def _bounded(data: bytes, header: _SectionHeader, what: str) -> bytes:
+    end = header.offset + header.size
+    if end > len(data):
+        raise CubinFormatError(f"{what} end at {end}, the file at {len(data)}")
+    return data[header.offset : end]
 
 
 def _name(table: bytes, at: int) -> str:
@@ -150,30 +156,3 @@ def _name(table: bytes, at: int) -> str:
         return table[at:end].decode("ascii")
     except UnicodeDecodeError as error:
         raise CubinFormatError(f"name at {at} is not ASCII") from error
-
-
-def _parse(record: str, stream: BytesIO, at: int) -> Any:
-    from elftools.common.exceptions import ELFError
-    from elftools.common.utils import struct_parse
-
-    try:
-        return struct_parse(getattr(_structs(), record), stream, stream_pos=at)
-    except (ELFError, ValueError, OverflowError) as error:
-        raise CubinFormatError(f"{record} at {at}: {error}") from error
-
-
-@lru_cache(maxsize=1)
-def _structs() -> Any:
-    from elftools.elf.structs import ELFStructs
-
-    structs = ELFStructs(little_endian=True, elfclass=64)
-    structs.create_basic_structs()
-    structs.create_advanced_structs(e_type="ET_EXEC", e_machine="EM_CUDA")
-    return structs
-
-
-def _number(value: object) -> int:
-    """pyelftools gives known section types by name; only those without bytes matter here."""
-    if isinstance(value, int):
-        return value
-    return {"SHT_NULL": 0, "SHT_NOBITS": _NOBITS}.get(str(value), 1)

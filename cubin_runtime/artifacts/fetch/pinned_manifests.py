@@ -55,7 +55,7 @@ class PinnedManifests:
             if unreadable is not None:
                 raise unreadable
             how = remedy(pin, pin.name, self._sources.specs(pin))
-            raise MissingError(f"the manifest of {pin.name!r} is not here; {how}")
+            raise MissingError(f"the manifest of {pin.name!r} is not available locally; {how}")
         manifest = read_manifest(pin, data, origin)
         with self._lock:
             self._bytes[pin.manifest_sha256] = data

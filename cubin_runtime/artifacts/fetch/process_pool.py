@@ -30,7 +30,7 @@ _log = logging.getLogger("cubin_runtime")
 
 
 class WorkerError(SourceError):
-    """A worker process of a fetch was killed, or says nothing any more; what it fetched is in the store."""
+    """A worker process of a fetch was killed or stopped responding; what it fetched is in the store."""
 
 
 @dataclass(slots=True, eq=False)
@@ -103,8 +103,8 @@ class ProcessWorkerPool:
         for worker in self._workers:
             if now - worker.heard > (SILENT_SECONDS if worker.ready else START_SECONDS):
                 raise WorkerError(
-                    f"worker process {worker.process.pid} of the fetch says nothing any more; "
-                    "what it fetched is in the store, fetching again continues"
+                    f"worker process {worker.process.pid} of the fetch stopped responding; "
+                    "what it fetched is in the store, run the fetch again to continue"
                 )
         return outcomes
 
@@ -200,7 +200,7 @@ def _lost(worker: _Worker) -> str:
     how = "closed its pipe" if code is None else f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
     return (
         f"worker process {worker.process.pid} of the fetch {how}{' (out of memory?)' if code == -9 else ''}; "
-        "what it fetched is in the store, fetching again continues"
+        "what it fetched is in the store, run the fetch again to continue"
     )
 
 

@@ -13,7 +13,7 @@ from ..sources.source import Wanted
 from ..sources.source_list import hint
 from .worker_pool import Outcome
 
-_GIVEN_UP = "not asked again after"
+_GIVEN_UP = "skipped after"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ def _raise_failures(pin: Pin, chosen: int, failed: Sequence[Outcome]) -> None:
     if len(given_up) < len(causes):  # why a source was given up is said by those before
         for cause in given_up:
             del causes[cause]
-    whole = f"{len(failed)} of {chosen} files were not delivered"
+    whole = f"{len(failed)} of {chosen} files could not be fetched"
     if len(causes) == 1:
         raise kind(f"{whole}: {next(iter(causes))}{hint(pin)}")
     shown = "\n".join(f"  {count} files: {cause}" for cause, count in causes.most_common(5))

@@ -63,7 +63,7 @@ def parse_artifacts(text: bytes, version: str, origin: str) -> FlashInferPins:
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise PinError(f"{origin}: {_FILE} is no Python that can be read") from None
+        raise PinError(f"{origin}: {_FILE} cannot be parsed as Python") from None
     paths, digests = (_constants(tree, name) for name in ("ArtifactPath", "CheckSumHash"))
     group = f"flashinfer-{version}"
     pins: list[Pin] = []
@@ -78,7 +78,7 @@ def parse_artifacts(text: bytes, version: str, origin: str) -> FlashInferPins:
         for suffix, path, digest in releases:
             pins.append(_pin(f"{group}-{word}{suffix}", path, digest, group, origin))
     if not pins:
-        raise PinError(f"{origin}: {_FILE} names no artifacts in a form that is known")
+        raise PinError(f"{origin}: {_FILE} does not list artifacts in a known form")
     return FlashInferPins(group, tuple(pins), tuple(unpinnable))
 
 
@@ -148,7 +148,7 @@ def _installed() -> tuple[str, bytes]:
     try:
         distribution = metadata.distribution(_DISTRIBUTION)
     except metadata.PackageNotFoundError:
-        raise PinError(f"{_DISTRIBUTION} is not installed here; expected it, or a wheel of it") from None
+        raise PinError(f"{_DISTRIBUTION} is not installed; install it, or name its wheel") from None
     file = str(distribution.locate_file(_FILE))
     try:
         descriptor, status = open_regular(file, file, follow=True)

@@ -84,7 +84,7 @@ def parse_pins(data: bytes, origin: str) -> tuple[Pin, ...]:
     try:
         document = tomllib.loads(data.decode())
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise PinError(f"{origin}: no valid TOML: {error}") from None
+        raise PinError(f"{origin}: invalid TOML: {error}") from None
     unknown = sorted(set(document) - {"pin", STATEMENT})
     tables = document.get("pin", [])
     if unknown or not isinstance(tables, list):
@@ -124,7 +124,7 @@ def _parse_pin(table: object, where: str) -> Pin:
 def _texts(table: Mapping[str, object], key: str, where: str) -> tuple[str, ...]:
     values = table.get(key, [])
     if not isinstance(values, list) or not all(isinstance(value, str) and value for value in values):
-        raise PinError(f"{where}: {key} is {values!r}, expected a list of texts")
+        raise PinError(f"{where}: {key} is {values!r}, expected a list of strings")
     return tuple(values)
 
 

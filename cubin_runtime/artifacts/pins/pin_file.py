@@ -1,4 +1,4 @@
-"""The user's pin file: a pin made for a release whose manifest is at hand is appended, another taken out."""
+"""The user's pin file: append a pin for a release whose manifest is available locally, or remove one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def make_pin(
     max_file_bytes: int | None = None,
     sources: tuple[str, ...] = (),
 ) -> Pin:
-    """A pin for a release whose manifest is at hand; the sum of its files' sizes stays unknown.
+    """A pin for a release whose manifest is available locally; the sum of its files' sizes stays unknown.
 
     Raises:
         CorruptError: the bytes are no manifest.
@@ -104,7 +104,7 @@ def _refuse_to_change(there: Pin, wanted: Pin, given: Collection[str]) -> None:
         if getattr(there, field) != getattr(wanted, field):
             raise PinError(
                 f"{there.path} is pinned already, as {there.name!r} with {field} {getattr(there, field)!r} and not "
-                f"{getattr(wanted, field)!r}; 'unpin' comes before another pin of it"
+                f"{getattr(wanted, field)!r}; run 'unpin' first"
             )
 
 
@@ -116,11 +116,11 @@ def remove_pin(file: Path, name_or_path: str, known: PinSet) -> Pin:
     """
     pin = known.get(name_or_path)
     if known.origin(pin) == str(BUILTIN_PINS):
-        raise PinError(f"{pin.name!r} is built in and cannot be taken out")
+        raise PinError(f"{pin.name!r} is built in and cannot be removed")
     if name_or_path.removesuffix("/") not in (pin.name, pin.path.text):
-        raise PinError(f"{name_or_path!r} is no pin but lies in {pin.name!r}; expected a name or a release's folder")
+        raise PinError(f"{name_or_path!r} is not a pin, but inside {pin.name!r}; expected a name or a release's folder")
     if known.origin(pin) != str(file):
-        raise PinError(f"{pin.name!r} comes from {known.origin(pin)}, only {file} is changed; take it out there")
+        raise PinError(f"{pin.name!r} comes from {known.origin(pin)}, and only {file} can be edited; remove it there")
     with _changed_alone(file):
         replace_file(file, _without(pin, _read(file), file).encode())
     return pin
@@ -136,7 +136,7 @@ def remove_group(file: Path, group: str) -> tuple[Pin, ...]:
         text = _read(file)
         gone = tuple(one for one in parse_pins(text.encode(), str(file)) if group in one.groups)
         if not gone:
-            raise PinError(f"{file}: has no pin of the group {group!r}; take it out where it is")
+            raise PinError(f"{file}: has no pin of the group {group!r}; remove it from the file that has it")
         for pin in gone:
             text = _without(pin, text, file)
         replace_file(file, text.encode())
@@ -153,7 +153,7 @@ def _without(pin: Pin, text: str, file: Path) -> str:
         kept = text[: starts[at]] + text[starts[at + 1] if at + 1 < len(starts) else len(text) :]
     # a table may be written in ways that lines do not show: what is left must read as all pins but this one
     if at is None or kept is None or parse_pins(kept.encode(), str(file)) != before[:at] + before[at + 1 :]:
-        raise PinError(f"{file}: the table of {pin.name!r} cannot be told from the others; take it out by hand")
+        raise PinError(f"{file}: the table of {pin.name!r} cannot be identified; remove it by hand")
     return kept
 
 
@@ -168,7 +168,7 @@ def _read(file: Path) -> str:
     except OSError as error:
         raise PinError(f"{file}: pins cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise PinError(f"{file}: pins cannot be read: no UTF-8") from None
+        raise PinError(f"{file}: pins cannot be read: not UTF-8") from None
 
 
 @contextmanager

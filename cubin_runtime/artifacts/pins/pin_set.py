@@ -27,7 +27,7 @@ def refuse_trust_in_store(config: Config) -> None:
     state = () if config.pin_state is None else (config.pin_state,)
     for file in (*config.pin_files, *keys, *state):
         if Path(os.path.realpath(file)).is_relative_to(root):
-            raise PinError(f"{file}: lies in the store {config.store}; pins and keys are never read from a store")
+            raise PinError(f"{file}: is inside the store {config.store}; pins and keys are never read from a store")
 
 
 class PinSet:
@@ -117,7 +117,7 @@ class PinSet:
         try:
             path = ArtifactPath(name_or_path.removesuffix("/"))
         except PathError as error:
-            raise PinError(f"{name_or_path!r} is no pin ({self._names()}) and no path: {error}") from None
+            raise PinError(f"{name_or_path!r} is neither a pin ({self._names()}) nor a path: {error}") from None
         return self._by_path.get(path) or self.covering(path)
 
     def covering(self, path: ArtifactPath) -> Pin:

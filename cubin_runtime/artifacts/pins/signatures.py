@@ -87,13 +87,13 @@ def signer_of(file: Path, data: bytes, keys: Sequence[PinKey]) -> PinKey:
     """
     beside = file.with_name(file.name + SIGNATURE_SUFFIX)
     if not os.path.lexists(beside):
-        raise SignatureError(f"{file}: is not signed ({beside.name} is not beside it), and {KEYS_VARIABLE} is set")
+        raise SignatureError(f"{file}: is not signed ({beside.name} is missing), and {KEYS_VARIABLE} is set")
     signatures = _signatures(_read(beside, MAX_KEY_FILE_BYTES, "signature"), str(beside))
     for key in keys:
         if any(key.verifies(signature, data) for signature in signatures):
             return key
     names = ", ".join(key.name for key in keys)
-    raise SignatureError(f"{beside}: is no signature of {file.name} by a key in force ({names})")
+    raise SignatureError(f"{beside}: is not a signature of {file.name} by a configured key ({names})")
 
 
 def _signatures(data: bytes, origin: str) -> list[bytes]:
@@ -127,7 +127,7 @@ def _keys_of(text: str) -> list[PinKey]:
             raise SignatureError(f"{text}: expected Ed25519 public keys, got a {type(loaded).__name__}")
         found.append(_key(loaded, text))
     if not found:
-        raise SignatureError(f"{text}: holds no PEM block 'PUBLIC KEY'")
+        raise SignatureError(f"{text}: has no PEM block 'PUBLIC KEY'")
     return found
 
 

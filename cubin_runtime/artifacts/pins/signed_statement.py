@@ -47,10 +47,10 @@ def read_statement(data: bytes, origin: str) -> Statement:
     try:
         table = tomllib.loads(data.decode()).get(STATEMENT)
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise SignatureError(f"{origin}: no valid TOML: {error}") from None
+        raise SignatureError(f"{origin}: invalid TOML: {error}") from None
     if not isinstance(table, dict):
         raise SignatureError(
-            f"{origin}: is signed and has no [{STATEMENT}] table, expected one with file, version and perhaps expires"
+            f"{origin}: is signed but has no [{STATEMENT}] table, expected one with file, version and perhaps expires"
         )
     if unknown := sorted(set(table) - {"file", "version", "expires"}):
         raise SignatureError(f"{origin}: [{STATEMENT}] has unknown keys {', '.join(unknown)}")
@@ -78,16 +78,16 @@ def check_statement(file: Path, data: bytes, state: Path | None) -> None:
     """
     said = read_statement(data, str(file))
     if said.file != file.name:
-        raise SignatureError(f"{file}: is signed as {said.file!r}, expected {file.name!r}")
+        raise SignatureError(f"{file}: is signed for {said.file!r}, expected {file.name!r}")
     if said.expires is not None and said.expires <= datetime.now(timezone.utc):
-        raise SignatureError(f"{file}: expired at {said.expires.isoformat()}; get a newer one")
+        raise SignatureError(f"{file}: expired at {said.expires.isoformat()}; install a newer one")
     if state is None:
         return
     newest = _versions(state).get(str(file), 0)
     if said.version < newest:
         raise SignatureError(
-            f"{file}: is version {said.version}, version {newest} was seen before; get the newest one (to trust this "
-            f"one nevertheless, take its line out of {state})"
+            f"{file}: is version {said.version}, version {newest} was seen before; install the newest one (to "
+            f"trust this one anyway, remove its line from {state})"
         )
     if said.version > newest:
         _remember(state, str(file), said.version)
@@ -104,8 +104,8 @@ def _versions(state: Path) -> Mapping[str, int]:
         return {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is damaged"
-        raise SignatureError(f"{state}: the newest versions of pin files cannot be read: {reason}") from None
-    raise SignatureError(f"{state}: the newest versions of pin files cannot be read: it is damaged")
+        raise SignatureError(f"{state}: the recorded versions of pin files cannot be read: {reason}") from None
+    raise SignatureError(f"{state}: the recorded versions of pin files cannot be read: it is damaged")
 
 
 def _remember(state: Path, file: str, version: int) -> None:

@@ -107,7 +107,7 @@ def manifest_at_hand(library: Library, pin: Pin) -> Manifest:
 
     Raises:
         MissingError, SourceError: it is not at hand.
-        PinError: what is at hand is not the pinned one.
+        PinError: what is available locally is not the pinned one.
     """
     return library.manifest(pin, network=False)
 

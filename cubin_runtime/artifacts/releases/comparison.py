@@ -1,4 +1,4 @@
-"""What changed between two releases: by name and digest, and by metadata where that is at hand."""
+"""What changed between two releases: by name and digest, and by metadata where that is available locally."""
 
 from __future__ import annotations
 

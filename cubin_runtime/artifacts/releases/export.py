@@ -174,7 +174,7 @@ def _read(library: Library, items: Sequence[_Item], item: _Item) -> bytes:
     except MissingError as error:
         absent = len({one.sha256 for one in items} - library.store.present(one.sha256 for one in items))
         raise MissingError(
-            f"{error}; {absent} of {len(items)} files are not in the store: 'cubin-runtime fetch' comes first"
+            f"{error}; {absent} of {len(items)} files are not in the store: run 'cubin-runtime fetch' first"
         ) from None
 
 

@@ -22,16 +22,16 @@ def refuse_shared_folder(library: Library, folder: Path) -> None:
 
     Raises:
         UsageError: it holds files that no pinned release covers, or is the store.
-        StoreError: it cannot be looked into.
+        StoreError: it cannot be read.
     """
     real, store = (Path(os.path.realpath(one)) for one in (folder, library.store.root))
     if real.is_relative_to(store) or store.is_relative_to(real):
-        raise UsageError(f"{folder}: FlashInfer may remove files in it, and it holds the store or lies in it")
+        raise UsageError(f"{folder}: FlashInfer may delete files in it, and it contains or is inside the store")
     releases = [pin.path for pin in library.pins]
 
     def fail(error: OSError) -> None:
         if not isinstance(error, FileNotFoundError):
-            raise StoreError(f"{error.filename}: cannot be looked into: {error.strerror}") from None
+            raise StoreError(f"{error.filename}: cannot be read: {error.strerror}") from None
 
     for place, _, names in os.walk(folder, onerror=fail):
         below = Path(place).relative_to(folder).as_posix()
@@ -40,8 +40,8 @@ def refuse_shared_folder(library: Library, folder: Path) -> None:
                 continue
             if not _is_covered(below, releases):
                 raise UsageError(
-                    f"{folder}: FlashInfer may remove files in it, and it holds {Path(place, name)}, which is of no "
-                    "pinned release; expected a folder of its own"
+                    f"{folder}: FlashInfer may delete files in it, and it contains {Path(place, name)}, which "
+                    "belongs to no pinned release; use a separate folder"
                 )
 
 
@@ -61,9 +61,9 @@ def flashinfer_variables(folder: Path) -> dict[str, str]:
         UsageError: the folder's name has characters that FlashInfer takes for parts of a URL.
     """
     if set(str(folder)) & set("?#;") or "//" in str(folder):
-        raise UsageError(f"{folder}: FlashInfer joins it like a URL; expected a path without '?', '#', ';' and '//'")
+        raise UsageError(f"{folder}: FlashInfer handles it like a URL; expected a path without '?', '#', ';' and '//'")
     if not any(MANIFEST_NAME in names for _, _, names in os.walk(folder)):
-        raise MissingError(f"{folder}: holds no release; 'export --layout flashinfer --out {folder}' writes some")
+        raise MissingError(f"{folder}: contains no release; 'export --layout flashinfer --out {folder}' writes them")
     return {
         "FLASHINFER_CUBIN_DIR": str(folder),
         "FLASHINFER_CUBINS_REPOSITORY": str(folder),

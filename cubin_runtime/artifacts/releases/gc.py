@@ -106,7 +106,7 @@ def collect_leftovers(store: Store, *, older_than: float = LEFTOVER_SECONDS, dry
     processes of this host stay whatever their age. Lock files stay.
 
     Raises:
-        StoreError: the store cannot be looked into or changed.
+        StoreError: the store cannot be read or changed.
     """
     with _store_errors(str(store.root)):
         quarantined = remove_quarantined(store.root, older_than=older_than, dry_run=dry_run)
@@ -140,15 +140,15 @@ class _Others:
 
 
 def _needs(library: Library, pin: Pin) -> set[str] | None:
-    """Every object that a release needs; None if its manifest is not at hand."""
+    """Every object that a release needs; None if its manifest is not available locally."""
     in_store = library.store.has(pin.manifest_sha256)
     try:
         manifest = manifest_at_hand(library, pin)
     except CubinRuntimeError as error:
         if in_store and not isinstance(error, MissingError):
             raise CorruptError(
-                f"what {pin.name!r} needs cannot be told, nothing was removed: {error}; "
-                f"'cubin-runtime fetch {pin.name}' gets its manifest again"
+                f"what {pin.name!r} needs is not known, so nothing was removed: {error}; "
+                f"'cubin-runtime fetch {pin.name}' fetches its manifest again"
             ) from None
         return None
     own = {pin.manifest_sha256, pin.index_sha256} - {None}

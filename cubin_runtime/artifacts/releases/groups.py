@@ -64,7 +64,7 @@ def narrowed(group: str, pins: Sequence[Pin], wanted: KernelFilter, cpu: str | N
             found.append((pin, left))
     if not found:
         words = sorted({word for pin in pins for word in folder_facts(pin.path).families})
-        raise UsageError(f"{group}: no release of it passes the filters; its families are {', '.join(words)}")
+        raise UsageError(f"{group}: no release of it matches the filters; its families are {', '.join(words)}")
     return found
 
 

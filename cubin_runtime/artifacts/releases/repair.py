@@ -57,7 +57,7 @@ def _refuse_what_stands_in_the_way(library: Library, pin: Pin, corrupt: list[Art
         try:
             library.store.read(digest, pin.max_file_bytes, repair=False)
         except TooLargeError as error:
-            raise CorruptError(f"{error} by {pin.name!r}, though its bytes are right; not repaired") from None
+            raise CorruptError(f"{error} by {pin.name!r}, although its sha256 matches; not repaired") from None
         except CorruptError:
             place = library.store.object_path(digest)
-            raise StoreError(f"{place}: is damaged and cannot be moved aside; not repaired") from None
+            raise StoreError(f"{place}: is corrupt and cannot be moved to quarantine; not repaired") from None

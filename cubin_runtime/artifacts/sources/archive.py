@@ -66,7 +66,7 @@ class ArchiveSource:
                     self._list(archive.infolist())
             except Exception as error:  # the standard library's reader lets errors of many kinds through
                 os.close(descriptor)
-                raise SourceError(f"{self.file}: no readable zip: {error or type(error).__name__}") from None
+                raise SourceError(f"{self.file}: not a readable zip: {error or type(error).__name__}") from None
             self._descriptor = descriptor
             return descriptor
 
@@ -90,7 +90,7 @@ class ArchiveSource:
         descriptor = self._open()
         member = self._member(wanted.path, wanted.folder)
         if member is None:
-            raise NotHereError(f"{self.file} holds no {wanted.path}")
+            raise NotHereError(f"{self.file} has no {wanted.path}")
         where = f"{self.file}: {wanted.path}"
         if member.file_size > wanted.limit:
             raise TooMuchError(f"{where} is {member.file_size} bytes, at most {wanted.limit} are allowed")
@@ -158,13 +158,13 @@ def _packed_bytes(descriptor: int, member: zipfile.ZipInfo, limit: int) -> bytes
     """The member as it lies in the archive: after a header of 30 bytes, a name and an extra field."""
     header = os.pread(descriptor, 30, member.header_offset)
     if header[:4] != b"PK\x03\x04":
-        raise OSError("no local header where the directory says")
+        raise OSError("no local header at the offset that the directory states")
     name_size, extra_size = struct.unpack("<HH", header[26:30])
     name = os.pread(descriptor, name_size, member.header_offset + 30)
     if name.decode("utf-8" if header[7] & 8 else "cp437", "replace") != member.orig_filename:
         raise OSError("its local header has another name than the directory")
     if member.compress_size > limit + limit // 16 + 1024:
-        raise OSError(f"{member.compress_size} packed bytes for at most {limit}")
+        raise OSError(f"{member.compress_size} compressed bytes, expected at most {limit}")
     data = os.pread(descriptor, member.compress_size, member.header_offset + 30 + name_size + extra_size)
     if len(data) != member.compress_size:
         raise OSError("truncated")

@@ -31,7 +31,7 @@ class DirectorySource:
             except NotHereError:
                 continue
         if not os.path.isdir(self.root):
-            raise NotHereError(f"{self.root} is no directory")
+            raise NotHereError(f"{self.root} is not a directory")
         raise NotHereError(f"{self.root} has no {wanted.path}")
 
     def names(self, folder: ArtifactPath) -> set[str]:

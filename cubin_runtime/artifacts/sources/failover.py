@@ -122,7 +122,7 @@ def read_with_failover(
     corrupt = False
     for source in sources:
         if progress.is_dead(source.label):
-            reasons.append(f"{source.label}: not asked again after {policy.dead_after} failures in a row")
+            reasons.append(f"{source.label}: skipped after {policy.dead_after} failures in a row")
             continue
         failed = False
         try:

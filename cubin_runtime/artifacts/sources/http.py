@@ -146,14 +146,14 @@ class _Begun:
 def _check_encoding(response: Response, where: str) -> None:
     encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
-        raise SourceError(f"{where}: sent Content-Encoding {encoding!r}, only identity was asked for")
+        raise SourceError(f"{where}: sent Content-Encoding {encoding!r}, only identity was requested")
 
 
 def _check_range(response: Response, where: str, begun: _Begun) -> int:
     """The whole size that a partial answer tells."""
     found = _RANGE.fullmatch(response.headers.get("Content-Range", "").strip())
     if found is None or int(found[1]) != begun.whole.tell() or int(found[2]) + 1 != int(found[3]):
-        raise SourceError(f"{where}: sent another range than was asked for")
+        raise SourceError(f"{where}: sent another range than requested")
     return int(found[3])
 
 
@@ -163,7 +163,7 @@ def _announced(response: Response, where: str) -> int | None:
     if response.chunked:
         return None
     if framing not in ("", "identity"):
-        raise SourceError(f"{where}: sent Transfer-Encoding {framing!r}, which nobody asked for")
+        raise SourceError(f"{where}: sent Transfer-Encoding {framing!r}, which was not requested")
     found = {value.strip() for value in response.headers.get_all("Content-Length", [])}
     if not found:
         return None
@@ -171,7 +171,7 @@ def _announced(response: Response, where: str) -> int | None:
         raise SourceError(f"{where}: sent headers that contradict each other")
     (length,) = found
     if _LENGTH.fullmatch(length) is None:
-        raise SourceError(f"{where}: sent no sensible Content-Length")
+        raise SourceError(f"{where}: sent no valid Content-Length")
     return int(length)
 
 
@@ -204,7 +204,7 @@ def _check_status(response: Response, where: str, *, asked_for_rest: bool) -> No
     if status == 200:
         return
     if status == 416 and asked_for_rest:
-        raise RetryableError(f"{where}: status 416, begins anew")
+        raise RetryableError(f"{where}: status 416, restarting the download")
     if status in (404, 410):
         raise NotHereError(f"{where}: status {status}")
     if status in _RETRYABLE_STATUS:
@@ -223,7 +223,7 @@ def _next_hop(old: str, location: str | None, status: int) -> str:
         parts = urlsplit(new)
         host, port_fault = parts.hostname, parts.port == 0
     except ValueError:
-        raise SourceError(f"{where}: redirects to what is no URL") from None
+        raise SourceError(f"{where}: redirects to an invalid URL") from None
     if parts.scheme not in ("http", "https") or not host or port_fault:
         raise SourceError(f"{where}: redirects to scheme {parts.scheme!r}, expected http or https")
     if urlsplit(old).scheme == "https" and parts.scheme != "https":

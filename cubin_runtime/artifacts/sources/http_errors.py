@@ -41,14 +41,16 @@ def translate(error: Exception, where: str, limits: HttpLimits) -> SourceError:
     if isinstance(error, ConnectError):
         return _no_connection(error, where, limits)
     if isinstance(error, _NO_URL):
-        return SourceError(f"{where}: no valid URL")
+        return SourceError(f"{where}: invalid URL")
     if (reason := _tls_reason(error)) is not None:
         return RetryableError(f"{where}: TLS failed: {reason}")
     if _is_timeout(error):
-        return RetryableError(f"{where}: no byte for {limits.silence:g} s, or headers for {limits.headers:g} s")
+        return RetryableError(
+            f"{where}: no data for {limits.silence:g} s, or no complete headers after {limits.headers:g} s"
+        )
     if isinstance(error, OSError | http.client.HTTPException):
         return RetryableError(f"{where}: {_innermost(error)}")
-    return SourceError(f"{where}: the answer cannot be read: {_innermost(error)}")
+    return SourceError(f"{where}: the response cannot be read: {_innermost(error)}")
 
 
 def _no_connection(error: ConnectError, where: str, limits: HttpLimits) -> SourceError:
@@ -58,7 +60,7 @@ def _no_connection(error: ConnectError, where: str, limits: HttpLimits) -> Sourc
         return SourceError(f"{where}: {error.reason}")
     cause = error.__cause__ or error
     if isinstance(cause, _NO_URL):
-        return SourceError(f"{where}: no valid URL")
+        return SourceError(f"{where}: invalid URL")
     if (reason := _tls_reason(cause)) is not None:
         return SourceError(f"{where}: TLS failed: {reason}")
     if _is_timeout(cause):

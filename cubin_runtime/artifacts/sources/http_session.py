@@ -221,7 +221,7 @@ def _token_text(token: str) -> str:
             reason = error.strerror if isinstance(error, OSError) else "no ASCII text"
             raise ConnectError(reason=f"the token in {token[1:]} cannot be read: {reason}") from None
     if not token.isascii() or not token.isprintable() or " " in token:
-        raise ConnectError(reason="the token of this host is no printable ASCII word")
+        raise ConnectError(reason="the token of this host is not printable ASCII")
     return token
 
 

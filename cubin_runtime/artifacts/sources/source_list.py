@@ -49,7 +49,7 @@ class _OfflineSource:
 
     def read(self, wanted: Wanted) -> bytes:
         """Always refuses."""
-        raise SourceError(f"{self.label}: not asked, the network is switched off (offline)")
+        raise SourceError(f"{self.label}: skipped, the network is disabled (offline)")
 
     def close(self) -> None:
         """Nothing is held open."""

@@ -21,7 +21,7 @@ def remove_temporaries(root: Path, *, older_than: float = STALE_SECONDS, dry_run
     """Remove temporaries that nobody touched for so many seconds and whose process is gone; returns their sizes.
 
     Raises:
-        OSError: the store cannot be looked into or changed.
+        OSError: the store cannot be read or changed.
     """
     sizes: list[int] = []
     with suppress(FileNotFoundError), open_folder(root, OBJECTS) as objects:
@@ -36,7 +36,7 @@ def remove_quarantined(root: Path, *, older_than: float, dry_run: bool = False) 
     """Remove objects that were moved aside because they were wrong so many seconds ago; returns their sizes.
 
     Raises:
-        OSError: the store cannot be looked into or changed.
+        OSError: the store cannot be read or changed.
     """
     with suppress(FileNotFoundError), open_folder(root, QUARANTINE) as folder:
         return list(_remove_old(folder, "", older_than, dry_run))
@@ -47,7 +47,7 @@ def remove_old_temporaries(folder: int) -> None:
     """Remove those over a day old from one folder outside a store, such as a mirror's.
 
     Raises:
-        OSError: the folder cannot be looked into or changed.
+        OSError: the folder cannot be read or changed.
     """
     for _ in _remove_old(folder, TEMPORARY, STALE_SECONDS, False):
         pass

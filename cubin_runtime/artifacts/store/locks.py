@@ -53,7 +53,7 @@ class ShardLock:
         try:
             descriptor = self._open()
         except OSError as error:
-            _log.debug("going on without the lock %s: %s", self._name, error)
+            _log.debug("continuing without the lock %s: %s", self._name, error)
             return True
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -63,7 +63,7 @@ class ShardLock:
             return self._waited_too_long(touched)
         except OSError as error:  # no locks on this file system, or none left
             os.close(descriptor)
-            _log.debug("going on without the lock %s: %s", self._name, error)
+            _log.debug("continuing without the lock %s: %s", self._name, error)
             return True
         self._descriptor = descriptor
         return True
@@ -107,9 +107,9 @@ class ShardLock:
         if touched != self._seen:
             self._seen, self._seen_at = touched, now
         if now - self._seen_at >= self._give_up:
-            _log.info("the holder of %s shows no progress for %g s; going on without it", self._name, self._give_up)
+            _log.info("the holder of %s made no progress for %g s; continuing without it", self._name, self._give_up)
             return True
         if now - self._waiting_since >= self._longest_wait:
-            _log.info("%s was held for %g s and nothing came; going on without it", self._name, self._longest_wait)
+            _log.info("%s was held for %g s without a result; continuing without it", self._name, self._longest_wait)
             return True
         return False

@@ -54,7 +54,7 @@ class Store:
         """Those of ``digests`` that ``has`` would find; each folder is looked into once.
 
         Raises:
-            StoreError: the store cannot be looked into.
+            StoreError: the store cannot be read.
         """
         return self.look(digests)[0]
 
@@ -62,7 +62,7 @@ class Store:
         """Those of ``digests`` that are present, and those in whose place something else stands.
 
         Raises:
-            StoreError: the store cannot be looked into.
+            StoreError: the store cannot be read.
         """
         groups: defaultdict[str, set[str]] = defaultdict(set)
         for digest in digests:
@@ -88,7 +88,7 @@ class Store:
         """Digests of the objects that were moved aside because their bytes were wrong.
 
         Raises:
-            StoreError: the store cannot be looked into.
+            StoreError: the store cannot be read.
         """
         try:
             with open_folder(self.root, QUARANTINE) as aside:
@@ -132,7 +132,7 @@ class Store:
                 if last:
                     moved = self._quarantine(folder, sha256, status) if repair else None
                     outcome = f"moved to {moved}" if moved else "left in place"
-                    raise CorruptError(f"{fault}, which is not its name; read twice, {outcome}")
+                    raise CorruptError(f"{fault}, which is not its name; read twice and {outcome}")
         raise AssertionError("unreachable")
 
     def matches(self, digests: Sequence[str], limit: int, buffer: bytearray) -> Iterator[int | None]:
@@ -205,7 +205,7 @@ class Store:
         if wanted > free:
             raise StoreError(f"{self.root}: about {wanted} bytes are needed, {free} are free")
         if status.f_files and files > status.f_favail:
-            raise StoreError(f"{self.root}: {files} files are needed, {status.f_favail} can be made")
+            raise StoreError(f"{self.root}: {files} files are needed, {status.f_favail} can be created")
 
     @contextmanager
     def _folder(self, sha256: str, *, create: bool) -> Iterator[int]:

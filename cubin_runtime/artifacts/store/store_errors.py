@@ -20,16 +20,16 @@ def missing_or_store_error(error: OSError, sha256: str, create: bool) -> Missing
     if error.errno == errno.ENOENT and not create:
         return MissingError(f"the store has no object {sha256} ({place} does not exist)")
     if error.errno in IN_THE_WAY:
-        return NotRegularError(f"{place} is no directory of its own (a link or a file), as a store needs")
+        return NotRegularError(f"{place} is a link or a file, expected a directory")
     return store_error(error, str(place))
 
 
 def store_error(error: OSError, where: str) -> StoreError:
-    """Says whether the store is full, does not allow it, or something else."""
+    """State whether the store is full, not accessible, or something else."""
     if error.errno in _FULL:
         return StoreError(f"{where}: the store is full ({error.strerror})")
     if error.errno in _NOT_WRITABLE:
-        return StoreError(f"{where}: the store does not allow it ({error.strerror})")
+        return StoreError(f"{where}: the store is not accessible ({error.strerror})")
     return StoreError(f"{where}: {error.strerror or error}")
 
 

@@ -163,8 +163,8 @@ def why_nothing_passes(wanted: KernelFilter, rows: Sequence[KernelRow]) -> str:
             values = ", ".join(map(str, given))
             return f"no kernel has --{name} {values}, expected one of {', '.join(map(str, there)) or 'none'}"
     if wanted == KernelFilter(globs=wanted.globs):
-        return f"no file fits --match {' '.join(wanted.globs)}"
-    return "no kernel passes all of the filters together, though one does each"
+        return f"no file matches --match {' '.join(wanted.globs)}"
+    return "no kernel matches all filters together, though each alone matches some"
 
 
 def dtype_name(word: str) -> str:

@@ -191,7 +191,7 @@ def _rows(text: str, after: int, struct: str, names: tuple[str, ...], origin: st
             raise MetadataError(f"{origin}:{number}: symbol {meta.symbol} occurs twice")
         seen.add(meta.symbol)
         rows.append(meta)
-    raise MetadataError(f"{origin}: the array of {struct} does not end")
+    raise MetadataError(f"{origin}: the array of {struct} is not terminated")
 
 
 def _place_of(column: Column, names: tuple[str, ...]) -> tuple[int, Column, Callable[[str], object]]:

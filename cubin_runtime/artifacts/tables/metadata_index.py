@@ -145,7 +145,7 @@ class MetadataIndex:
             name = symbol.rstrip(b"\0").decode("ascii")
             return KernelMeta(name, digest.hex(), row, *decoded)  # type: ignore[arg-type]
         except (IndexError, UnicodeDecodeError) as error:
-            raise MetadataError(f"metadata index: record {place} holds a word that is not listed") from error
+            raise MetadataError(f"metadata index: record {place} holds an unknown word") from error
 
     def _place(self, symbol: str) -> int | None:
         wanted = symbol.encode("ascii", "replace")
@@ -179,7 +179,7 @@ def _description(data: bytes) -> tuple[dict[str, list[str]], tuple[str, ...], tu
         new_columns = tuple(str(name) for name in new)
         missing_columns = tuple(str(name) for name in stated["missing_columns"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise MetadataError(f"metadata index: its description does not read: {error}") from error
+        raise MetadataError(f"metadata index: its description cannot be parsed: {error}") from error
     expected = [c.field for c in _OTHERS]
     if columns != expected:
         raise MetadataError(f"metadata index: columns {columns!r}, this version knows {expected!r}")

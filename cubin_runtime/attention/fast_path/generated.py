@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ...errors import WorkspaceError
 from ...kernels.native.problem import LOG2_E
 from ...launch.semaphore_workspace import SemaphoreWorkspace
 from ...launch.streams import stream_handle
@@ -30,8 +31,7 @@ def fast_path(
 ) -> tuple[str, dict[str, Any]] | None:
     """The source of a function of this form that sends calls like this one, and what it refers to.
 
-    For a call that is not alike it has done nothing when it comes to ``form.unlike``. None: no such function can be
-    written.
+    None: none can be written. A call that is not alike comes to ``form.unlike`` before anything is done.
     """
     if not notes.repeatable or len(notes.launched) != 1:
         return None
@@ -236,10 +236,10 @@ class _Writer:
         self.scope |= {"held": scratch.held, "DEFAULT": scratch.default, "regions_at": scratch.regions_at}
         if self.workspace:
             return [f"    place = {self.workspace}.claim(handle)"]
-        self.scope |= {"CONTEXT": self.launched.context, "legacy": scratch.legacy}
+        self.scope |= {"CONTEXT": self.launched.context, "legacy": scratch.legacy, "ClaimError": WorkspaceError}
         lines = ["    scratch = held.get(handle or DEFAULT)"]
         lines += self._refusal(["scratch is not None and scratch.context == CONTEXT"])
-        lines.append("    place = scratch.claim(handle)")
+        lines += ["    try: place = scratch.claim(handle)", f"    except ClaimError: {self.form.unlike}"]
         if scratch.legacy is None:
             return lines
         short = ["    if not handle:", *(f"    {line}" for line in self._refusal(["legacy.of_legacy"]))]

@@ -84,12 +84,12 @@ def read_call(file: Path | str, *, max_bytes: int = MAX_FILE_BYTES) -> RecordedC
         with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as opened:
             status = os.fstat(opened.fileno())
             if not stat.S_ISREG(status.st_mode):
-                raise StoreError(f"{file} is no regular file, expected a recorded call")
+                raise StoreError(f"{file} is not a regular file, expected a recorded call")
             if status.st_size > max_bytes:
                 raise CorruptError(f"{file} is {status.st_size} bytes, at most {max_bytes} are read")
             data = opened.read(status.st_size)
     except FileNotFoundError:
-        raise MissingError(f"{file} is not there, expected a recorded call") from None
+        raise MissingError(f"{file} does not exist, expected a recorded call") from None
     except OSError as error:
         raise StoreError(f"{file} cannot be read: {error.strerror}") from error
     return parse_call(data, str(file))
@@ -162,7 +162,7 @@ def _parse(data: bytes) -> RecordedCall:
     if metadata.get("format") != _FORMAT:
         raise CorruptError(f"format {metadata.get('format')!r}, expected {_FORMAT!r}")
     if hashlib.sha256(body).hexdigest() != metadata.get("sha256"):
-        raise CorruptError("the elements have another sha256 than the header says")
+        raise CorruptError("the sha256 of the elements differs from the one in the header")
     text = metadata.get("call")
     call = _json(text.encode("utf-8", "replace"), "call") if isinstance(text, str) else {}
     if call.get("schema") != SCHEMA:
@@ -202,7 +202,7 @@ def _stored(header: Mapping[str, Any], body: memoryview) -> Iterator[tuple[str, 
         end = last
         yield name, (dtype, shape, bytes(body[begin:last]))
     if end != len(body):
-        raise CorruptError(f"{len(body) - end} bytes behind the last tensor")
+        raise CorruptError(f"{len(body) - end} bytes after the last tensor")
 
 
 def _tensor(
@@ -227,7 +227,7 @@ def _page_ids(stored: tuple[str, list[int], bytes] | None) -> tuple[int, ...]:
     dtype, shape, data = stored
     ids = [int.from_bytes(data[at : at + 8], "little") for at in range(0, len(data), 8)]
     if dtype != "int64" or len(shape) != 1 or ids != sorted(set(ids)) or ids[-1:] > [_MAX_NUMBER]:
-        raise CorruptError(f"{_PAGES}: expected int64 numbers in rising order")
+        raise CorruptError(f"{_PAGES}: expected int64 numbers in increasing order")
     return tuple(ids)
 
 
@@ -235,7 +235,7 @@ def _json(text: bytes, what: str) -> dict[str, Any]:
     try:
         found = json.loads(text, parse_constant=_no_number, object_pairs_hook=_without_duplicates)
     except ValueError as error:
-        raise CorruptError(f"{what}: no JSON ({type(error).__name__})") from None
+        raise CorruptError(f"{what}: invalid JSON ({type(error).__name__})") from None
     return dict(_mapping(found, what))
 
 

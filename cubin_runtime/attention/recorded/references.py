@@ -48,7 +48,7 @@ def reference_of(call: RecordedCall) -> Reference:
     """
     compute = _REFERENCES.get(call.operator)
     if compute is None:
-        raise NoReferenceError(f"there is no reference of {call.operator}")
+        raise NoReferenceError(f"there is no reference for {call.operator}")
     import numpy as np
 
     inputs = _Inputs(call)
@@ -59,7 +59,7 @@ def reference_of(call: RecordedCall) -> Reference:
         owned = None if starts is None else int(starts[-1])  # no request owns what is behind them
         return found._replace(out=found.out[:owned], lse=found.lse[:owned])
     except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError) as error:
-        raise CorruptError(f"a call of {call.operator} whose parts do not fit: {error!r}") from error
+        raise CorruptError(f"a call of {call.operator} with inconsistent arguments: {error!r}") from error
 
 
 class _Inputs:
@@ -247,13 +247,13 @@ def _trtllm_gen(inputs: _Inputs) -> Reference:
     options, tensors, notes = inputs.options, inputs.call.tensors, list[str]()
     for name in ("key_scales", "value_scales", "out_scales.scales", "top_k_lens", *(f"sage.{part}" for part in "qkpv")):
         if name in tensors:
-            raise NoReferenceError(f"there is no reference of calls with {name}")
+            raise NoReferenceError(f"there is no reference for calls with {name}")
     if options.get("top_k") or options["skip_softmax_factor"]:
-        raise NoReferenceError("there is no reference of sparse or skipped keys")
+        raise NoReferenceError("there is no reference for sparse or skipped keys")
     q, k, v = (inputs.array(name) for name in ("query", "key", "value"))
     latent, paged = _MLA_WIDTHS.get(q.shape[-1]), tensors["key"].paged
     if latent and paged and options["max_q"] > 1:
-        raise NoReferenceError("there is no reference of MLA with several query tokens per request")
+        raise NoReferenceError("there is no reference for MLA with several query tokens per request")
     capacity = tensors["block_tables"].view.shape[-1] * k.shape[2] if paged else len(k)
     lengths = inputs.lengths(options["max_kv"], notes, capacity)
     if paged:

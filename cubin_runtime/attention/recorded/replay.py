@@ -67,7 +67,7 @@ class ReplayReport:
         found += [f"  recorded {one}{'' if one.ok else ': WRONG'}" for one in self.recorded]
         found += [f"  replayed {one}{'' if one.ok else ': WRONG'}" for one in self.replayed]
         if self.device:
-            same = {None: "", True: ", with the recorded bits", False: ", with other bits than recorded"}[
+            same = {None: "", True: ", bit-identical to the recording", False: ", not bit-identical to the recording"}[
                 self.same_bits
             ]
             found.append(f"  replayed on {self.device}{same}")

@@ -98,7 +98,7 @@ def _write(driver: Driver, view: TensorView, tensor: RecordedTensor, pages: tupl
 
 
 def _run_paged_decode(call: RecordedCall, views: Mapping[str, TensorView], runtime: Runtime) -> None:
-    from ..paged_decode import PAGED_DECODE, PagedDecodePlan
+    from ..gqa import PAGED_DECODE, PagedDecodePlan
 
     _run_native(call, views, runtime, PAGED_DECODE, PagedDecodePlan)
 

@@ -83,7 +83,7 @@ def run(
             current stream and is therefore refused together with ``stream``.
         stream: an int handle, an object with ``__cuda_stream__``, a torch stream; None: torch's current one.
         backend: "auto" or "trtllm-gen".
-        runtime: None: the process's default.
+        runtime: the runtime to use. None: the process's default runtime.
 
     Raises:
         UsageError, BackendError, MissingError, SourceError, CorruptError: as ``plan``.

@@ -146,7 +146,7 @@ class AttentionPlan:
         kernel = choose_kernel(self._runtime.native_release().kernels, launch.operation, launch.traits, self.device.sm)
         if kernel.status != MEASURED:
             warnings.warn(
-                f"{kernel.name} runs behind {self.kernel}: it was built for SM {self.device.sm} but never run there",
+                f"{kernel.name} runs after {self.kernel}: it was built for SM {self.device.sm} but never run there",
                 stacklevel=2,
             )
         return kernel

@@ -9,7 +9,7 @@ from ...attention.prefill import context_attention
 from ...errors import UsageError, WorkspaceError
 from ..renaming import renamed
 from .options import Options
-from .tensors import capture_scratch, differences, new_lse, permuted, shape_of
+from .tensors import differences, new_lse, permuted, shape_of
 
 
 def attend(q: Any, k: Any, v: Any, options: Options, **where: Any) -> tuple[Any, Any]:
@@ -40,9 +40,9 @@ def attend(q: Any, k: Any, v: Any, options: Options, **where: Any) -> tuple[Any,
             sinks=options.sinks,
             softmax_scale=options.softmax_scale,
             lse_base="e",
+            batch_invariant=options.batch_invariant,
             out=options.out,
             lse=of_tokens,
-            workspace=capture_scratch(q),
             **where,
         )
     except (UsageError, WorkspaceError) as error:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from ...attention.process import default_runtime
-from ...attention.torch_ops import TORCH_SCRATCH
 from ...errors import UsageError
 from ...tensor import view_of
 
@@ -74,21 +73,6 @@ def numbers(like: Any, count: int) -> Any:
     import torch
 
     return torch.arange(count, dtype=torch.int32, device=like.device)
-
-
-def capture_scratch(q: Any) -> Any:
-    """The workspace of a call: in a capture memory that its graph owns; None: the runtime's own.
-
-    A runtime's workspace has no room for the graphs that a caller captures without having reserved it.
-    """
-    if not is_torch(q):
-        return None
-    import torch
-
-    # While torch traces, its ops find out themselves.
-    if torch.version.cuda is None or torch.compiler.is_compiling() or not torch.cuda.is_current_stream_capturing():
-        return None
-    return TORCH_SCRATCH
 
 
 def _check_torch(tensor: Any, name: str, what: str) -> None:

@@ -1,6 +1,7 @@
 """FlashInfer's attention operators: its names, parameters and defaults on our planner and launch path.
 
-Import these instead of those of its modules decode, mla, prefill, xqa, page and cascade. The differences:
+Import these instead of those of its modules decode, mla, prefill, xqa, page and cascade, or call ``install`` to let
+code that imports FlashInfer have them. The differences:
 
 - An option that FlashInfer silently ignores is an error here, which names the argument.
 - ``batch_invariant`` (keyword-only, last) makes the kernel, its tiles, the order of operands and the KV splits of a
@@ -25,7 +26,8 @@ run native kernels on Hopper. They need no workspace and have no ``batch_invaria
 FlashInfer has none:
 
 - 16-bit tensors of one dtype, as ``cubin_runtime.attention.context_attention`` takes them; requests without
-  query tokens or keys; windows without a causal mask; the same bits with and without ``batch_invariant``.
+  query tokens or keys; windows without a causal mask. A token's bits never depend on other requests or on chunks;
+  with ``batch_invariant`` and head_dim 64 or 128 they are also those of decoding with it.
 - ``workspace_buffer`` may have any contents.
 
 On SM100 and SM103 these two and decoding run NVIDIA's trtllm-gen kernels:
@@ -43,7 +45,12 @@ from __future__ import annotations
 
 from .cascade import merge_state, merge_state_in_place, merge_states
 from .decode import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
-from .mla import trtllm_batch_decode_with_kv_cache_mla, xqa_batch_decode_with_kv_cache_mla
+from .installation import Installed, install
+from .mla import (
+    trtllm_batch_decode_with_kv_cache_mla,
+    trtllm_prefill_with_kv_cache_mla,
+    xqa_batch_decode_with_kv_cache_mla,
+)
 from .outputs import FP4Tensor
 from .page import append_paged_kv_cache, append_paged_mla_kv_cache
 from .prefill import trtllm_batch_context_with_kv_cache, trtllm_ragged_attention_deepseek
@@ -51,14 +58,17 @@ from .xqa import xqa, xqa_mla
 
 __all__ = [
     "FP4Tensor",
+    "Installed",
     "append_paged_kv_cache",
     "append_paged_mla_kv_cache",
+    "install",
     "merge_state",
     "merge_state_in_place",
     "merge_states",
     "trtllm_batch_context_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache_mla",
+    "trtllm_prefill_with_kv_cache_mla",
     "trtllm_ragged_attention_deepseek",
     "xqa",
     "xqa_batch_decode_with_kv_cache",

@@ -59,13 +59,14 @@ class Arguments:
     o_sf_vec_size: int | None = None
     lse: Any = None
     return_lse: bool = False
+    return_lse_base: str | None = None
     multi_ctas_kv_counter_buffer: Any = None
     semaphores: Any = None
 
     @classmethod
     def of(cls, operator: Callable[..., Any], given: Mapping[str, Any], **renamed: Any) -> Arguments:
         """From the operator's ``locals()``; ``renamed`` are fields that it has under another name."""
-        made = object.__new__(cls)  # setting 36 frozen fields one by one would add microseconds to every call
+        made = object.__new__(cls)  # setting 37 frozen fields one by one would add microseconds to every call
         vars(made).update(given, operator=operator, runtime=default_runtime(), **renamed)
         return made
 
@@ -76,13 +77,13 @@ class Arguments:
             UsageError: another value; the message names the option.
         """
         for name in names:
-            value, default = vars(self)[name], _defaults(self.operator)[name] or False
+            value, default = vars(self)[name], _defaults(self.operator)[name]
             is_plain = isinstance(value, (bool, int, float, str))
-            if value is None or (is_plain and value == default):
+            if value is None or (is_plain and value == (default or False)):
                 continue
             came = repr(value) if is_plain else f"a {type(value).__name__}"  # a tensor's repr would wait for the device
             who = self.operator.__name__ + (f" by backend {backend!r}" if backend else "")
-            raise UsageError(f"{name}={came}: {who} has no kernel that honours it; expected {default or None!r}")
+            raise UsageError(f"{name}={came}: {who} has no kernel that honours it; expected {default!r}")
 
     def backend_on(self, device: int, backend: str) -> str:
         """The backend that runs the operator on ``device``; errors as ``find_backend``."""

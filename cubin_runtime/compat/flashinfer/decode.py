@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ...attention.backends import XQA
 from ...attention.checks import integer
 from ...attention.fast_path import operator_function
-from ...attention.paged_decode import paged_decode
+from ...attention.gqa import paged_decode
 from ...attention.trtllm_gen import DecodeCall
 from ...errors import UsageError
 from ...tensor import view_of
@@ -59,7 +59,12 @@ def trtllm_batch_decode_with_kv_cache(
     bmm1_scale_log2: Tensor | None = None,
     multi_ctas_kv_counter_buffer: Tensor | None = None,
     enable_block_sparse_attention: bool = False,
+    cp_world: int = 1,
+    cp_rank: int = 0,
+    causal_seqlens_kv_global: Tensor | None = None,
     bf16q_fp8kv_transform_mode: Any = None,
+    request_order: Tensor | None = None,
+    request_order_plan: Any = None,
     *,
     batch_invariant: bool = False,
 ) -> Any:
@@ -93,24 +98,29 @@ def trtllm_batch_decode_with_kv_cache(
         kv_cache_sf: trtllm-gen: e4m3 block scales of an FP4 cache, in the layout of ``kv_cache``.
         lse: float32 ``[tokens, q_heads]`` to fill, any strides.
         return_lse: return (out, lse).
-        bmm1_scale_log2: trtllm-gen: ``bmm1_scale`` times log2(e) on the device, in its place.
+        bmm1_scale_log2: a float32 scalar on the device, the scale of the scores times log2(e); ``bmm1_scale`` is then
+            unused.
         multi_ctas_kv_counter_buffer: trtllm-gen: zeroed counters, left zeroed; None: allocated for this call. Unused
             by xqa.
         uses_shared_paged_kv_idx: xqa: True; trtllm-gen: False where K and V have separate tables.
-        enable_block_sparse_attention, bf16q_fp8kv_transform_mode: refused.
+        enable_block_sparse_attention, bf16q_fp8kv_transform_mode, request_order, request_order_plan: refused unless at
+            their defaults.
+        cp_world, cp_rank, causal_seqlens_kv_global: refused unless at their defaults: no kernel has the bounds of
+            context parallelism.
         batch_invariant: make a request's bits independent of other requests and of all bounds.
 
     Returns:
         ``out``, or (``out``, ``lse``).
     """
     given = Arguments.of(trtllm_batch_decode_with_kv_cache, locals())
-    given.refuse("enable_block_sparse_attention", "bf16q_fp8kv_transform_mode")
+    given.refuse("enable_block_sparse_attention", "bf16q_fp8kv_transform_mode", "request_order", "request_order_plan")
+    given.refuse("cp_world", "cp_rank", "causal_seqlens_kv_global")
     q, lengths = query_of(query, 3), view_of(seq_lens, "seq_lens")
     found = given.backend_on(q.device, backend)
     max_q, cum_q = query_lengths(given, q_len_per_req, batch_of(lengths), q.shape[0])
     if found == XQA:
         given.refuse("o_sf_scale", "o_sf_vec_size", "skip_softmax_threshold_scale_factor", "kv_cache_sf", backend=found)
-        given.refuse("uses_shared_paged_kv_idx", "bmm1_scale_log2", backend=found)
+        given.refuse("uses_shared_paged_kv_idx", backend=found)
         return _decode_native(given, max_q, cum_q, {"q_cu_seq_lens": "cum_seq_lens_q"})
     given.refuse("mask", backend=found)
     key, value = cache_pair_by_head(kv_cache, kv_layout)

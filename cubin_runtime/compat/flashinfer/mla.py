@@ -17,7 +17,7 @@ from .arguments import MEMORY, SCALES, Arguments, query_of, tensor_or_none
 from .layouts import flat_tokens, latent_cache, nested_tokens
 from .lengths import batch_of, lengths_of, query_lengths
 from .native import decode_batch
-from .outputs import Output, is_fp4, output_of
+from .outputs import Output, check_lse_base, is_fp4, output_of
 from .torch_ops import torch_op
 from .trtllm_gen import pages, run_call
 
@@ -68,6 +68,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     cp_rank: int = 0,
     causal_seqlens_kv_global: Any = None,
     use_fp16_softmax: bool | None = None,
+    return_lse_base: str | None = None,
     *,
     batch_invariant: bool = False,
 ) -> Any:
@@ -89,6 +90,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
         cum_seq_lens_q: int32 ``[batch + 1]``, cumulative query lengths; a request may have none.
         skip_softmax_threshold_scale_factor, uses_shared_paged_kv_idx=False: trtllm-gen.
         sparse_mla_top_k_lens: trtllm-gen: int32 ``[tokens]``, how many of its keys a query token has.
+        return_lse_base: "base2" (None: too) or "basee", the base of ``lse``; "basee" needs a torch tensor, and
+            multiplies it by a launch of its own.
         cute_dsl_impl, kv_scale_format, enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global, use_fp16_softmax:
             refused unless at their defaults.
 
@@ -99,6 +102,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     given = Arguments.of(trtllm_batch_decode_with_kv_cache_mla, locals())
     given.refuse("cute_dsl_impl", "kv_scale_format", "enable_dcp", "cp_world", "cp_rank")
     given.refuse("causal_seqlens_kv_global", "use_fp16_softmax")
+    check_lse_base(return_lse_base)
     _check_head_dims(qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim, sparse_mla_top_k)
     nested = cum_seq_lens_q is None
     by_request = query_of(query, 4 if nested else 3)
@@ -127,6 +131,9 @@ def trtllm_batch_decode_with_kv_cache_mla(
         top_k=integer("sparse_mla_top_k", sparse_mla_top_k),
         top_k_lens=tensor_or_none(sparse_mla_top_k_lens, "sparse_mla_top_k_lens", q.device),
     )
+
+
+trtllm_prefill_with_kv_cache_mla = trtllm_batch_decode_with_kv_cache_mla  # FlashInfer has both names for one function
 
 
 @operator_function(scales=SCALES, memory=MEMORY, op=partial(torch_op, shape=_output_shape, dtype="bfloat16"))

@@ -14,8 +14,8 @@ from ...errors import UsageError, WorkspaceError
 from ...tensor import TensorView, view_of
 from .arguments import Arguments, sinks_of, tensor_or_none
 from .layouts import like_query
-from .outputs import Output, lse_of
-from .scales import factor_of
+from .outputs import Output, lse_of, with_lse
+from .scales import factor_of, scores_factor
 from .workspace import SEMAPHORE_BYTES, split_workspace
 
 _DEPENDENT_LAUNCH_FROM = (9, 0)  # compute capability
@@ -70,7 +70,7 @@ def decode_batch(
             (q, *caches, table, lengths),
             out=like_query(q, output.view, "out", 1),
             lse=None if lse_view is None else like_query(q, lse_view, "lse", 0),
-            softmax_scale=factor_of("bmm1_scale", given.bmm1_scale, device),
+            softmax_scale=scores_factor(given, device),
             output_scale=output_scale or factor_of("bmm2_scale", given.bmm2_scale, device),
             max_seq_len=min(integer("max_seq_len", given.max_seq_len), capacity),
             workspace=workspace,
@@ -79,7 +79,7 @@ def decode_batch(
         )
     except WorkspaceError as error:
         raise WorkspaceError(f"workspace_buffer, behind its {SEMAPHORE_BYTES} bytes of semaphores: {error}") from error
-    return (output.tensor, lse) if given.return_lse else output.tensor
+    return with_lse(given, output, lse)
 
 
 def launch(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from math import prod
 from typing import Any, Protocol
 
@@ -12,6 +13,8 @@ from ...values import dataclass
 from .arguments import Arguments
 
 NVFP4 = "nvfp4"
+_NATURAL = "basee"
+_LSE_BASES = (_NATURAL, "base2")
 E4M3 = "float8_e4m3fn"
 _SCALE_BLOCK = 16  # elements that share a block scale
 _SCALE_ROWS, _SCALE_COLUMNS = 128, 4
@@ -86,6 +89,19 @@ def lse_of(given: Arguments, shape: tuple[int, int]) -> Any:
     if given.lse is None and given.return_lse:
         return given.runtime.memory.empty(given.query, shape, "float32")
     return given.lse
+
+
+def check_lse_base(base: Any) -> None:
+    """Raise ``UsageError`` unless ``return_lse_base`` is one of FlashInfer's words."""
+    if base not in (None, *_LSE_BASES):
+        raise UsageError(f"return_lse_base={base!r}: expected None, {' or '.join(map(repr, _LSE_BASES))}")
+
+
+def with_lse(given: Arguments, output: Output, lse: Any) -> Any:
+    """What a call returns: (output, lse), or output. Kernels fill ``lse`` in base 2; it leaves in the one asked for."""
+    if lse is not None and given.return_lse_base == _NATURAL:
+        given.runtime.memory.scale_in_place(lse, math.log(2))
+    return (output.tensor, lse) if given.return_lse else output.tensor
 
 
 def _dtype_word(dtype: Any) -> str | None:

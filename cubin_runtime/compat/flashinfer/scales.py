@@ -16,6 +16,8 @@ from .arguments import Arguments
 from .outputs import E4M3
 
 LOG2_E = math.log2(math.e)
+# 1 in float32 after the launch's factor log2(e), but no multiple of ``bmm1_scale`` that a fast path would follow.
+_LN_2 = math.nextafter(1 / LOG2_E, 0.0)
 
 
 def factor_of(name: str, given: Any, device: int) -> ScaleProduct:
@@ -28,6 +30,14 @@ def factor_of(name: str, given: Any, device: int) -> ScaleProduct:
         return ScaleProduct(float32_number(name, given))
     scale_of(name, view_of(given, name), device)
     return ScaleProduct(1.0, given)
+
+
+def scores_factor(given: Arguments, device: int) -> ScaleProduct:
+    """The scale of the scores, natural or in base 2, for native kernels; errors as ``scores_scale``."""
+    if given.bmm1_scale_log2 is None:
+        return factor_of("bmm1_scale", given.bmm1_scale, device)
+    scale_of("bmm1_scale_log2", view_of(given.bmm1_scale_log2, "bmm1_scale_log2"), device)
+    return ScaleProduct(_LN_2, given.bmm1_scale_log2)
 
 
 def times(first: ScaleProduct, second: ScaleProduct, runtime: Runtime) -> ScaleProduct:
@@ -60,12 +70,10 @@ def scores_scale(given: Arguments, device: int) -> tuple[Scale, Any]:
         the scale, and the tensor that was made for it, if any: it must live until the launch is enqueued.
 
     Raises:
-        UsageError: both scales are given, or one is neither a number nor a float32 scalar on ``device``.
+        UsageError: the scale is neither a number nor a float32 scalar on ``device``, ``bmm1_scale_log2`` no scalar.
     """
     bmm1, in_base_2 = given.bmm1_scale, given.bmm1_scale_log2
     if in_base_2 is not None:
-        if not isinstance(bmm1, Real) or bmm1 != 1.0:
-            raise UsageError("bmm1_scale_log2 with bmm1_scale: expected one of them")
         return scale_of("bmm1_scale_log2", view_of(in_base_2, "bmm1_scale_log2"), device), None
     scale = scale_from("bmm1_scale", bmm1, device)
     if isinstance(bmm1, Real):

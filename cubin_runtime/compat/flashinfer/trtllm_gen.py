@@ -10,7 +10,7 @@ from ...attention.trtllm_gen import Call, run
 from ...tensor import TensorView, view_of
 from .arguments import Arguments, sinks_of, tensor_or_none
 from .layouts import cache_pair_by_head, flat_tokens
-from .outputs import Output, lse_of
+from .outputs import Output, lse_of, with_lse
 from .scales import scale_from, scores_scale
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def run_call(
     )
     counters = given.multi_ctas_kv_counter_buffer
     run(call, given.workspace_buffer, counters=counters, backend=cast("TrtllmGenBackend", backend), runtime=rt)
-    return (output.tensor, lse) if given.return_lse else output.tensor
+    return with_lse(given, output, lse)
 
 
 def pages(given: Arguments, key: TensorView, value: TensorView) -> dict[str, Any]:

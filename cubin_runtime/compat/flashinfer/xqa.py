@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from ...attention.backends import XQA
 from ...attention.checks import check_dtype, integer
 from ...attention.fast_path import operator_function
+from ...attention.gqa import paged_decode
 from ...attention.mla import mla_decode
-from ...attention.paged_decode import paged_decode
 from ...errors import UsageError
 from ...tensor import TensorView, view_of
 from .arguments import MEMORY, Arguments

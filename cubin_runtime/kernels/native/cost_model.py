@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -85,31 +84,21 @@ class Costs:
 
         Between the known rows by the straight line, beyond them a tile in proportion.
         """
-        return _kernel_us(self.kernels, self.gpu, item_bytes, head_dim, rows, resident, q_item_bytes, segments)
-
-
-class Work(NamedTuple):
-    """A problem as one kernel and grid would do it.
-
-    ``kv_bytes`` counts every key and value once; ``row_tiles`` is how many times they are read (a mean);
-    ``tiles_per_cta`` the most tiles, of ``tile_tokens`` tokens, that a CTA gets; ``resident`` the CTAs on one
-    multiprocessor; ``parts`` the most that a pair is cut into; ``cluster_ctas`` all CTAs, where a pair has a cluster;
-    ``segments`` says of the kernel that it gives the bits of prefill.
-    """
-
-    kv_bytes: int
-    item_bytes: int
-    q_item_bytes: int
-    rows: int
-    head_dim: int
-    resident: int
-    row_tiles: float
-    tile_tokens: int
-    tiles_per_cta: int
-    parts: int
-    multiprocessors: int
-    cluster_ctas: int = 0
-    segments: bool = False
+        of_item = [
+            kernel
+            for kernel in self.kernels
+            if kernel.item_bytes == item_bytes
+            and kernel.q_item_bytes in (0, q_item_bytes)
+            and kernel.segments == segments
+        ]
+        if not of_item:
+            raise UsageError(f"costs of {self.gpu}: none for a KV item of {item_bytes} bytes")
+        near = max((k.head_dim for k in of_item if k.head_dim <= head_dim), default=min(k.head_dim for k in of_item))
+        of_head = [k for k in of_item if k.head_dim == near]
+        known = [k for k in of_head if k.resident == resident] or of_head
+        start = _between(sorted((k.rows, k.start_us) for k in known), rows)
+        tile = _between(sorted((k.rows, k.tile_us) for k in known), rows)
+        return start, tile * head_dim / near * max(1.0, rows / max(k.rows for k in known))
 
 
 class Estimate(NamedTuple):
@@ -236,54 +225,86 @@ def restated(costs: Costs, constants: Mapping[str, float]) -> Costs:
     return replace(costs, kernels=kernels, **plain)
 
 
-def estimate(work: Work, costs: Costs) -> Estimate:
-    """What ``work`` takes by ``costs``."""
-    l2 = costs.l2_tb_per_s * work.multiprocessors / _MULTIPROCESSORS
-    start, tile = costs.kernel_us(
-        work.item_bytes, work.head_dim, work.rows, work.resident, work.q_item_bytes, work.segments
-    )
-    cells = max(1.0, work.rows * work.head_dim / costs.merge_cells)
-    merge = costs.merge_us * max(1.0, cells * work.parts / costs.merge_parts)
-    if work.cluster_ctas:
-        start -= costs.cluster_saved_us
-        # As much less as fewer CTAs share the bandwidth, but not less than its keys and values take.
-        alone = 2 * 64 * work.head_dim * work.item_bytes / (costs.cta_tb_per_s * _BYTES_PER_US)
-        share = costs.cluster_least_share if work.rows >= _WARPGROUP_ROWS else 0.0
-        tile = min(tile, max(alone, tile * max(share, work.cluster_ctas / work.multiprocessors)))
-        merge = costs.cluster_merge_us
-    return Estimate(
-        fixed_us=costs.launch_us + start,
-        dram_us=work.kv_bytes / (costs.read_tb_per_s * _BYTES_PER_US),
-        l2_us=work.kv_bytes * work.row_tiles / (l2 * _BYTES_PER_US),
-        tiles_us=work.tiles_per_cta * tile * work.tile_tokens / 64,
-        merge_us=merge if work.parts > 1 else 0.0,
-    )
+class Pace(NamedTuple):
+    """What a kernel takes by the constants of a GPU, whatever the size of the problem; ``pace_of`` gives it.
+
+    ``start_us`` includes the launch, ``tile_us`` is of a tile of its own ``tile_tokens``. Of a cluster that has a pair
+    for itself, ``least_tile_us`` is what a tile takes at least.
+    """
+
+    start_us: float
+    tile_us: float
+    read_bytes_per_us: float
+    l2_bytes_per_us: float
+    merge_us: float
+    merge_parts: float
+    cluster_start_us: float
+    cluster_merge_us: float
+    least_tile_us: float
+    multiprocessors: int
+
+    def estimate(self, kv_bytes: int, row_tiles: float, tiles_per_cta: int, parts: int, cluster_ctas: int) -> Estimate:
+        """The terms of a problem's time.
+
+        Args:
+            kv_bytes: every key and value once.
+            row_tiles: how many times they are read (a mean).
+            tiles_per_cta: the most that a CTA gets.
+            parts: the most that a pair is cut into.
+            cluster_ctas: all CTAs, where a pair has a cluster; else 0.
+        """
+        start, tile, merge = self.start_us, self.tile_us, 0.0
+        if cluster_ctas:
+            start = self.cluster_start_us
+            # As much less as fewer CTAs share the bandwidth.
+            tile = min(tile, max(self.least_tile_us, tile * cluster_ctas / self.multiprocessors))
+        if parts > 1:
+            merge = self.cluster_merge_us if cluster_ctas else self.merge_us * max(1.0, parts / self.merge_parts)
+        return Estimate(
+            start,
+            kv_bytes / self.read_bytes_per_us,
+            kv_bytes * row_tiles / self.l2_bytes_per_us,
+            tiles_per_cta * tile,
+            merge,
+        )
 
 
-@lru_cache(maxsize=4096)
-def _kernel_us(
-    kernels: tuple[KernelCost, ...],
-    gpu: str,
+def pace_of(
+    costs: Costs,
+    *,
     item_bytes: int,
+    q_item_bytes: int,
     head_dim: int,
     rows: int,
+    tile_tokens: int,
     resident: int,
-    q_item_bytes: int,
-    segments: bool,
-) -> tuple[float, float]:
-    of_item = [
-        k
-        for k in kernels
-        if k.item_bytes == item_bytes and k.q_item_bytes in (0, q_item_bytes) and k.segments == segments
-    ]
-    if not of_item:
-        raise UsageError(f"costs of {gpu}: none for a KV item of {item_bytes} bytes")
-    near = max((k.head_dim for k in of_item if k.head_dim <= head_dim), default=min(k.head_dim for k in of_item))
-    of_head = [k for k in of_item if k.head_dim == near]
-    known = [k for k in of_head if k.resident == resident] or of_head
-    start = _between(sorted((k.rows, k.start_us) for k in known), rows)
-    tile = _between(sorted((k.rows, k.tile_us) for k in known), rows)
-    return start, tile * head_dim / near * max(1.0, rows / max(k.rows for k in known))
+    multiprocessors: int,
+    segments: bool = False,
+) -> Pace:
+    """The pace of a kernel of ``rows`` rows and tiles of ``tile_tokens``, ``resident`` CTAs on each multiprocessor.
+
+    ``segments`` says of the kernel that it gives the bits of prefill.
+
+    Raises:
+        UsageError: the constants have no kernel for such items.
+    """
+    start, tile = costs.kernel_us(item_bytes, head_dim, rows, resident, q_item_bytes, segments)
+    # One of few CTAs draws so much at most, and warpgroups need a share of the time for their products.
+    alone = 2 * 64 * head_dim * item_bytes / (costs.cta_tb_per_s * _BYTES_PER_US)
+    share = costs.cluster_least_share if rows >= _WARPGROUP_ROWS else 0.0
+    of_tile = tile_tokens / 64
+    return Pace(
+        start_us=costs.launch_us + start,
+        tile_us=tile * of_tile,
+        read_bytes_per_us=costs.read_tb_per_s * _BYTES_PER_US,
+        l2_bytes_per_us=costs.l2_tb_per_s * multiprocessors / _MULTIPROCESSORS * _BYTES_PER_US,
+        merge_us=costs.merge_us,
+        merge_parts=costs.merge_parts / max(1.0, rows * head_dim / costs.merge_cells),
+        cluster_start_us=costs.launch_us + start - costs.cluster_saved_us,
+        cluster_merge_us=costs.cluster_merge_us,
+        least_tile_us=max(alone, tile * share) * of_tile,
+        multiprocessors=multiprocessors,
+    )
 
 
 def _name(kernel: KernelCost, constant: str) -> str:

@@ -91,8 +91,10 @@ def _cells(candidate: Candidate) -> dict[str, object]:
 
 def _record(selection: Selection, shape: Any, device: DeviceFacts) -> dict[str, object]:
     kernel = selection.kernel
-    return fields_of(selection) | {
+    stated = {name: value for name, value in fields_of(selection).items() if name != "explain"}
+    return stated | {
         "kernel": kernel.name,
+        "reason": selection.reason,
         "symbol": kernel.symbol,
         "file": kernel.file,
         "status": kernel.status,

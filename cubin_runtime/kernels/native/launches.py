@@ -73,7 +73,7 @@ def native_plan(
     values: Mapping[str, object],
     caches: Mapping[str, str],
     regions: tuple[Region, ...],
-    reason: str,
+    why: object,
     numbers: Sequence[str] = NUMBERS,
 ) -> LaunchPlan:
     """The plan of a launch of ``kernel``.
@@ -88,7 +88,7 @@ def native_plan(
         values: every field but pointers, which are null without a run.
         caches: the fields of the caches, each with the value of a run that it takes.
         regions: of the workspace, in the order of ``WORKSPACE_FIELDS``; the first alone for a kernel that never splits.
-        reason: why this kernel was chosen.
+        why: its text says why this kernel was chosen.
         numbers: the fields that take a number of a run, the one of their own name.
 
     Raises:
@@ -108,6 +108,6 @@ def native_plan(
         shared_bytes=kernel.dynamic_shared_bytes,
         attributes=attributes,
         values={**dict.fromkeys(inputs, 0), **values},
-        reason=reason,
+        why=why,
         inputs=inputs,
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import field
 from typing import Any
 
 from ...artifacts.tables.native_kernels import NativeKernel
@@ -39,15 +40,27 @@ class Selection:
     """The kernel chosen for one launch.
 
     ``ctas`` is the grid, ``row_tiles`` the row tiles of a request at its bound, ``splits`` the kernel's field of that
-    name. ``candidates`` are all kernels of the family in the release, in its order.
+    name. ``explain`` gives ``reason`` and ``candidates``, which few calls ask for.
     """
 
     kernel: NativeKernel
     ctas: int
     row_tiles: int
     splits: int
-    reason: str
-    candidates: tuple[Candidate, ...]
+    explain: Callable[[], tuple[str, tuple[Candidate, ...]]] = field(repr=False, compare=False)
+
+    @property
+    def reason(self) -> str:
+        """Why this kernel and grid."""
+        return self.explain()[0]
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """All kernels of the family in the release, in its order."""
+        return self.explain()[1]
+
+    def __str__(self) -> str:
+        return self.reason
 
     def grid(self, shape: Any) -> tuple[int, int, int]:
         """The grid as the kernel numbers it, for the problem ``shape`` that this was selected for."""

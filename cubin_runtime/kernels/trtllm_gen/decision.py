@@ -81,7 +81,7 @@ class Decision:
             shared_bytes=meta.shared_bytes,
             attributes=self.attributes,
             values=self.values,
-            reason=f"{self.problem.dtypes}: {self.selection.key}",
+            why=f"{self.problem.dtypes}: {self.selection.key}",
             inputs={field: name for field, name in INPUTS.items() if self.values[field] is not None},
         )
 

@@ -75,7 +75,7 @@ def select(problem: Problem, kernels: KernelSet, occupancy: Occupancy, policy: P
         key = geometry.next_key
     else:
         looked_at = ", ".join(done.kernel for done in passes)
-        raise PlanRefused(f"selection: not settled after {MAX_PASSES} passes, {looked_at}")
+        raise PlanRefused(f"selection: no convergence after {MAX_PASSES} passes, {looked_at}")
     if key.multi_ctas != MultiCtasMode.CGA:
         return Selection(meta, key, geometry, tuple(passes))
     active = occupancy(meta, geometry.cluster_x, geometry.grid)

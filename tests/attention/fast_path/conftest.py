@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 from adapter import NATIVE, PUBLISHED
 from both_releases import both_releases_in
-from extended_driver import ExtendedDriver
 from fast_path_calls import Caller, FullPaths, NotingMemory
-from standin_build import StandIn
 
 from cubin_runtime import Config
 from cubin_runtime.attention import Runtime
 from cubin_runtime.kernels.trtllm_gen.params import KERNEL_PARAMS
 from cubin_runtime.launch import accelerator
+from cubin_runtime.testing import GraphDriver, StandIn
 
 operator_function_module = sys.modules["cubin_runtime.attention.fast_path.operator_function"]
 SIZES = ((128, 128), (576, 512), (192, 128))
@@ -66,7 +65,7 @@ def runtime(
     standin.with_devices(2)
     standin.write_whole_descriptors()
     standin.accept_kernels(KERNEL_PARAMS.size)
-    made = Runtime(config, driver=ExtendedDriver(standin.path), release=NATIVE, trtllm_release=PUBLISHED, memory=memory)
+    made = Runtime(config, driver=GraphDriver(standin.path), release=NATIVE, trtllm_release=PUBLISHED, memory=memory)
     for kernel in made.native_release().kernels:
         standin.add_kernel(kernel.symbol, (kernel.struct_bytes,), kernel.threads)
     monkeypatch.setattr("cubin_runtime.attention.process.default.runtime", made)

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 from fast_path_calls import ON_SM90, Call, Caller, FullPaths
-from standin_build import StandIn
 
 from cubin_runtime.attention import Runtime, paged_decode
 from cubin_runtime.attention.tracing import Recorder
 from cubin_runtime.errors import UsageError, WorkspaceError
+from cubin_runtime.testing import StandIn
 
 MOST = 32
 

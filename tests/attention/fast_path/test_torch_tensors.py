@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 from fast_path_calls import FullPaths, suspended
-from standin_build import StandIn
 
 from cubin_runtime import tensor as tensors_module
-from cubin_runtime.attention import Runtime, mla_decode, paged_decode, plan_paged_decode
+from cubin_runtime.attention import Runtime, mla_decode, paged_decode, plan_paged_decode, torch_ops
 from cubin_runtime.attention.fast_path import guards
 from cubin_runtime.attention.memory import TorchMemory
 from cubin_runtime.compat import flashinfer
 from cubin_runtime.errors import UsageError
+from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA
+from cubin_runtime.testing import StandIn
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
@@ -264,3 +265,33 @@ def test_use_on_another_stream_is_recorded(runtime: Runtime, monkeypatch: pytest
         paged_decode(**own, max_seq_len=256, runtime=runtime, stream=side)
     paged_decode(**own, max_seq_len=256, runtime=runtime, stream=0)
     assert uses == [(side, 6)] * 3
+
+
+def test_each_graph_that_torch_captures_has_scratch_of_its_own(
+    runtime: Runtime, standin: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = runtime.driver.create_stream()
+    monkeypatch.setattr(runtime.memory, "current_stream", lambda like: stream)
+    monkeypatch.setattr(runtime.memory, "stream_query", lambda: lambda device: stream)
+    of_graphs: list[Any] = []
+
+    def torch_bytes(size: int, device: int, *, zeroed: bool) -> Any:
+        of_graphs.append(torch.zeros(size, dtype=torch.uint8))
+        return of_graphs[-1]
+
+    monkeypatch.setattr(torch_ops, "torch_bytes", torch_bytes)
+    tensors = given()
+
+    def counters() -> object:
+        paged_decode(**tensors, max_seq_len=256, runtime=runtime)
+        sent = bytes.fromhex(standin.calls("cuLaunchKernelEx")[-1].seen["parameter0"])
+        return PAGED_DECODE_TMA.unpack(sent)["counters"]
+
+    eager = {counters() for _ in range(2)}
+    captured = []
+    for _ in range(3):
+        runtime.driver.begin_capture(stream)
+        captured.append(counters())
+        runtime.driver.end_capture(stream)
+    assert len(eager) == 1
+    assert len(set(captured)) == 3

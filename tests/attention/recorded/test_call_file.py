@@ -44,13 +44,13 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(MissingError, match="nothing is not there"):
+    with pytest.raises(MissingError, match="nothing does not exist"):
         read_call(tmp_path / "nothing")
 
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(StoreError, match="no regular file"):
+    with pytest.raises(StoreError, match="not a regular file"):
         read_call(tmp_path / "pipe")
 
 

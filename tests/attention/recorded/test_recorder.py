@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 from attention_examples import Tensors
-from standin_build import StandIn
 from trtllm_calls import MadeUpMemory
 from xqa_calls import xqa_batch_arguments
 
@@ -24,6 +23,7 @@ from cubin_runtime.compat import flashinfer
 from cubin_runtime.dtypes import ITEM_BYTES
 from cubin_runtime.errors import StoreError, UsageError
 from cubin_runtime.launch.driver_errors import DriverCallError
+from cubin_runtime.testing import StandIn
 
 CACHES = ("k_cache", "v_cache")
 LENGTHS = np.array([100, 64, 0, 1], dtype=np.int32)

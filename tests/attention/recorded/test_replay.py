@@ -80,7 +80,7 @@ def test_a_failed_call_has_its_error_and_no_output(file: Path) -> None:
 
 def test_an_operator_without_a_reference_is_told(file: Path) -> None:
     report = replayed(decode_call(operator="other"), file)
-    assert report.no_reference == "there is no reference of other"
+    assert report.no_reference == "there is no reference for other"
     assert "q: bfloat16 [2, 2, 32], strides [64, 32, 1]" in str(report)
 
 
@@ -98,7 +98,7 @@ def _without(call: RecordedCall, name: str) -> RecordedCall:
     ],
 )
 def test_parts_that_do_not_fit_are_refused(call: RecordedCall, file: Path) -> None:
-    with pytest.raises(CorruptError, match="whose parts do not fit"):
+    with pytest.raises(CorruptError, match="with inconsistent arguments"):
         replayed(call, file)
 
 
@@ -130,7 +130,7 @@ def test_a_trtllm_gen_decode_has_the_same_reference(file: Path) -> None:
 
 def test_what_trtllm_gen_skips_has_none(file: Path) -> None:
     report = replayed(trtllm_call(skip_softmax_factor=1.0), file)
-    assert report.no_reference == "there is no reference of sparse or skipped keys"
+    assert report.no_reference == "there is no reference for sparse or skipped keys"
 
 
 def test_an_operator_that_is_unknown_is_not_run_again(file: Path) -> None:

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 from adapter import NATIVE, PUBLISHED
 from both_releases import both_releases_in
-from extended_driver import ExtendedDriver
-from standin_build import StandIn
 from trtllm_calls import MadeUpMemory
 from trtllm_operators import Spy
 
 from cubin_runtime import Config
 from cubin_runtime.attention import Runtime
 from cubin_runtime.kernels.trtllm_gen.params import KERNEL_PARAMS
+from cubin_runtime.testing import GraphDriver, StandIn
 
 HEAD_DIMS = ((128, 128), (512, 512), (576, 512), (320, 256), (192, 128))
 PAGES = (0, 1, 32, 64, 128)
@@ -55,7 +54,7 @@ def memory() -> MadeUpMemory:
 def runtime(
     both_releases: Config, standin: StandIn, memory: MadeUpMemory, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Runtime]:
-    driver = ExtendedDriver(standin.path)
+    driver = GraphDriver(standin.path)
     made = Runtime(both_releases, driver=driver, release=NATIVE, trtllm_release=PUBLISHED, memory=memory)
     for kernel in made.native_release().kernels:
         standin.add_kernel(kernel.symbol, (kernel.struct_bytes,), kernel.threads)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import fields, replace
 from typing import Any
 
 import pytest
-from device_calls import CHECKED_ONLY, ON_TRTLLM_GEN_KERNELS, on_device, tensors_of
-from standin_build import StandIn
+from device_calls import (
+    CHECKED_ONLY,
+    CONTEXTS,
+    ON_TRTLLM_GEN_KERNELS,
+    at_once,
+    on_device,
+    stream_on,
+    tensors_of,
+    with_two_devices,
+)
 from trtllm_calls import MadeUpMemory, decode_arguments
 from trtllm_operators import OPERATORS, Spy, reduced_mla
 
@@ -17,8 +24,8 @@ from cubin_runtime.attention import trtllm_gen as operators
 from cubin_runtime.compat import flashinfer
 from cubin_runtime.errors import CubinRuntimeError, FrozenError, UsageError
 from cubin_runtime.kernels.trtllm_gen.call import Call
+from cubin_runtime.testing import StandIn
 
-CONTEXTS = (0xC000, 0xC001)
 # The workspace is looked at after planning, for which the made-up release has no kernel.
 NOT_REACHED = {(name, "workspace_buffer") for name in CHECKED_ONLY}
 ALL = {**ON_TRTLLM_GEN_KERNELS, **CHECKED_ONLY}
@@ -30,11 +37,7 @@ ON_SM100 = pytest.mark.parametrize("capability", [(10, 0)], ids=["sm100"], indir
 @pytest.fixture
 def runtime(runtime: Runtime, standin: StandIn) -> Runtime:
     """With two devices and no context current."""
-    standin.with_devices(2)
-    for device in (0, 1):
-        runtime.driver.primary_context(device)
-    runtime.driver.set_current(None)
-    return runtime
+    return with_two_devices(runtime, standin)
 
 
 def arguments_on(name: str, memory: MadeUpMemory, device: int) -> dict[str, Any]:
@@ -44,11 +47,6 @@ def arguments_on(name: str, memory: MadeUpMemory, device: int) -> dict[str, Any]
 
 def run_on(name: str, memory: MadeUpMemory, device: int) -> None:
     ON_TRTLLM_GEN_KERNELS[name][0](**arguments_on(name, memory, device))
-
-
-def stream_on(runtime: Runtime, device: int) -> int:
-    with runtime.driver.using(CONTEXTS[device]):
-        return runtime.driver.create_stream()
 
 
 def launch_contexts(standin: StandIn) -> set[str]:
@@ -167,7 +165,7 @@ def test_a_stream_of_another_device_is_refused(
     runtime: Runtime, standin: StandIn, memory: MadeUpMemory, name: str
 ) -> None:
     memory.streams = {0: stream_on(runtime, 1)}
-    with pytest.raises(CubinRuntimeError, match=r"of device 1.* device 0"):
+    with pytest.raises(CubinRuntimeError, match=r"belongs to device 1.* device 0"):
         run_on(name, memory, 0)
     assert standin.calls("cuLaunchKernelEx") == []
 
@@ -220,21 +218,6 @@ def test_two_threads_run_on_two_devices_at_once(runtime: Runtime, standin: Stand
     for arguments in given:
         flashinfer.trtllm_batch_decode_with_kv_cache(**arguments)
     standin.clear_log()
-    start, failures = threading.Barrier(2), []
-
-    def launch(device: int) -> None:
-        start.wait()
-        try:
-            for _ in range(50):
-                flashinfer.trtllm_batch_decode_with_kv_cache(**given[device])
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=launch, args=(device,)) for device in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
+    at_once(lambda device: flashinfer.trtllm_batch_decode_with_kv_cache(**given[device]))
     seen = {(launch.seen["context"], launch.seen["symbol"]) for launch in standin.calls("cuLaunchKernelEx")}
     assert {context for context, _ in seen} == {"0xc000", "0xc001"}

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from standin_build import StandIn
 from trtllm_calls import MadeUpMemory, context_arguments, decode_arguments, launched, mla_arguments
 from trtllm_operators import OPERATORS, Spy, expected_parameters, main_launch, reduced_mla
 
@@ -21,6 +20,7 @@ from cubin_runtime.errors import FrozenError, UsageError, WorkspaceError
 from cubin_runtime.kernels.trtllm_gen.batch_invariance import InvarianceRefused
 from cubin_runtime.kernels.trtllm_gen.call import Call
 from cubin_runtime.kernels.trtllm_gen.params import KERNEL_PARAMS
+from cubin_runtime.testing import StandIn
 
 FP8 = "float8_e4m3fn"
 NON_PORTABLE_CLUSTER = "14"  # CUfunction_attribute
@@ -478,7 +478,7 @@ def test_batch_invariance_without_a_kernel_is_refused(runtime: Runtime, memory: 
 
 
 def refused(operator: Callable[..., Any], given: dict[str, Any], standin: StandIn) -> None:
-    with pytest.raises(BackendError, match=r"no backend runs there \(.*trtllm-gen: published for 10.0, 10.3\)"):
+    with pytest.raises(BackendError, match=r"no backend supports it \(.*trtllm-gen: published for 10.0, 10.3\)"):
         operator(**given)
     assert standin.calls("cuModuleLoadData") == []
 
@@ -515,5 +515,5 @@ def test_a_call_as_a_value_is_for_trtllm_gen_kernels_alone(
 
 
 def test_kernels_of_ours_that_never_ran_there_come_with_a_warning(runtime: Runtime, memory: MadeUpMemory) -> None:
-    with pytest.warns(UserWarning, match=r"trtllm_gen_kv_reduction_bf16_to_bf16_sm10\d runs behind .* never run there"):
+    with pytest.warns(UserWarning, match=r"trtllm_gen_kv_reduction_bf16_to_bf16_sm10\d runs after .* never run there"):
         flashinfer.trtllm_batch_decode_with_kv_cache_mla(**reduced_mla(memory))

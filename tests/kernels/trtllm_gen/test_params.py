@@ -4,11 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
-from standin_build import compile_c
 
 from cubin_runtime.kernels.abi import abi_layouts
 from cubin_runtime.kernels.trtllm_gen.params import KERNEL_PARAMS
 from cubin_runtime.launch.structs import PlacedField
+from cubin_runtime.testing.standin import compile_c
 
 RECORDED = json.loads((Path(__file__).parents[2] / "data" / "trtllm_gen_layout.json").read_text())
 STRUCT = RECORDED["KernelParams"]

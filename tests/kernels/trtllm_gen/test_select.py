@@ -249,7 +249,7 @@ def test_the_selection_may_settle_in_its_fourth_pass(suggest_again) -> None:
 
 def test_the_selection_ends_after_four_passes(suggest_again) -> None:
     suggest_again(4)
-    with pytest.raises(PlanRefused, match="not settled after 4 passes"):
+    with pytest.raises(PlanRefused, match="no convergence after 4 passes"):
         choose(PROBLEM, decode_rows())
 
 

@@ -105,7 +105,7 @@ def append_launch(
         values=problem.values(),
         caches={},
         regions=(STATUS,),
-        reason=selection.reason,
+        why=selection,
         numbers=NUMBERS,
     )
     return NativeLaunch(selection, plan, (STATUS,))

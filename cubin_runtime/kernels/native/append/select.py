@@ -52,6 +52,5 @@ def select_append(kernels: Iterable[NativeKernel], shape: AppendShape, device: D
         ctas=max(1, min(shape.tokens, most)),
         row_tiles=1,
         splits=0,
-        reason=f"{shape.dtype} into {shape.kv_dtype} caches; at most {most} CTAs are resident",
-        candidates=candidates,
+        explain=lambda: (f"{shape.dtype} into {shape.kv_dtype} caches; at most {most} CTAs are resident", candidates),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from ....artifacts.tables.native_kernels import NativeKernel
@@ -88,7 +89,7 @@ def _launch(
         values=values,
         caches=dict(zip(names, ("k_cache", "v_cache"), strict=True)),
         regions=regions,
-        reason=selection.reason,
+        why=selection,
     )
     return NativeLaunch(selection, plan, regions)
 
@@ -107,7 +108,11 @@ def cache_values(layout: StructLayout, problem: DecodeProblem, tile_tokens: int)
     """The fields that describe the caches: two descriptors, or strides."""
     caches = {"k": problem.k_strides, "v": problem.v_strides}
     if layout is PAGED_DECODE_TMA:
-        return {f"{name}_map": _descriptor(problem, tile_tokens, strides) for name, strides in caches.items()}
+        pages = (problem.num_pages, problem.page_size, problem.kv_heads, problem.head_dim)
+        return {
+            f"{name}_map": _descriptor(problem.kv_dtype, pages, strides, tile_tokens)
+            for name, strides in caches.items()
+        }
     values: dict[str, object] = {}
     for name, strides in caches.items():
         values |= {
@@ -118,15 +123,18 @@ def cache_values(layout: StructLayout, problem: DecodeProblem, tile_tokens: int)
     return values
 
 
-def _descriptor(problem: DecodeProblem, tile_tokens: int, strides: CacheStrides) -> TensorMapSpec:
-    dtype = BY_SHORT[problem.kv_dtype]
-    span = min(problem.head_dim * dtype.nbytes, _SWIZZLE_BYTES)
+@lru_cache(maxsize=256)  # batches of any size have the same caches
+def _descriptor(
+    kv_dtype: str, pages: tuple[int, int, int, int], strides: CacheStrides, tile_tokens: int
+) -> TensorMapSpec:
+    dtype, (num_pages, page_size, kv_heads, head_dim) = BY_SHORT[kv_dtype], pages
+    span = min(head_dim * dtype.nbytes, _SWIZZLE_BYTES)
     return TensorMapSpec(
         dtype=dtype.map_type,
         address=0,
-        dims=(problem.head_dim, problem.page_size, problem.kv_heads, problem.num_pages),
+        dims=(head_dim, page_size, kv_heads, num_pages),
         strides=tuple(stride * dtype.nbytes for stride in (strides.token, strides.head, strides.page)),
-        box=(span // dtype.nbytes, min(problem.page_size, tile_tokens), 1, 1),
+        box=(span // dtype.nbytes, min(page_size, tile_tokens), 1, 1),
         element_strides=(1, 1, 1, 1),
         swizzle=f"{span}B",
         l2_promotion="128B",

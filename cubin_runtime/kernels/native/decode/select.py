@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from functools import lru_cache
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from functools import lru_cache, partial
+from typing import Any
 
 from ....artifacts.tables.native_kernels import MEASURED, NativeKernel
 from ....errors import UsageError
@@ -12,9 +12,10 @@ from ....launch.driver import DeviceFacts
 from ....values import HashedOnce, dataclass
 from ...explanation import Facts
 from ..constants import CONSTANTS
-from ..cost_model import Costs, Estimate, costs_of, estimate
-from ..selection import Candidate, Selection
-from .grids import ANY_ROWS, SEGMENTS, Grid, Part, Sizes, extent_of, grids_of, sizes_of, splits_of, trait_of, work_of
+from ..cost_model import Costs, costs_of
+from ..selection import Selection
+from .candidates import DecodeCandidate, Fit, count, number_of, refusal
+from .grids import ANY_ROWS, SEGMENTS, Cut, Grid, Part, cut_of, estimate_of, extent_of, grids_of, splits_of, trait_of
 from .shape import DecodeShape
 
 OPERATION = "paged_decode"
@@ -25,48 +26,6 @@ _WARPS, _WARPGROUPS = "warps", "warpgroups of 64 rows"
 # batch_invariant: requests of more rows take warpgroups, where there are any. It is the most that a warp kernel takes
 # at once at head_dim 64 and 128, so that none of its requests reads its keys twice.
 _MOST_WARP_ROWS = 16
-
-
-class Fit(NamedTuple):
-    """A kernel that could do the problem: how it would cut it, and what that is expected to take."""
-
-    kernel: NativeKernel
-    sizes: Sizes
-    grid: Grid
-    estimate: Estimate
-
-    @property
-    def row_tiles(self) -> str:
-        """Row tiles of a request and the rows of one."""
-        return f"{self.grid.row_tiles} x {self.kernel.traits['rows']}"
-
-    def __str__(self) -> str:
-        rows = f"{_count(self.grid.row_tiles, 'row tile')} of {self.kernel.traits['rows']}"
-        return f"fits, {rows}, about {self.estimate.microseconds:.1f} us, limited by {self.estimate.limit}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeCandidate(Candidate):
-    """A decode kernel of the release: how it fits best and how else, or why it does not."""
-
-    fit: Fit | None = None
-    other_fits: tuple[Fit, ...] = ()
-
-    @property
-    def estimate(self) -> Estimate | None:
-        """The predicted time of the best fit."""
-        return self.fit.estimate if self.fit else None
-
-    def cells(self) -> dict[str, object]:
-        """Row tiles and CTAs of the best fit."""
-        return {} if self.fit is None else {"row tiles": self.fit.row_tiles, "CTAs": self.fit.grid.ctas}
-
-    def record(self) -> dict[str, object]:
-        """The grid of the best fit."""
-        return {} if self.fit is None else {"grid": self.fit.grid._asdict()}
-
-    def __str__(self) -> str:
-        return str(self.fit) if self.fit else self.unfit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +42,6 @@ class DecodeSelection(Selection):
     cta_group_size: int
     cluster_size: int
     microseconds: float
-    candidates: tuple[DecodeCandidate, ...]
 
     def grid(self, shape: Any) -> tuple[int, int, int]:
         """A cluster for each KV head, request and row tile; or groups of CTAs."""
@@ -119,31 +77,19 @@ def select_decode(
     Raises:
         UsageError: no kernel fits; the message says what those for this device can do.
     """
-    constants = costs or costs_of(device.name)
-    form = (shape.dtype, shape.head_dim, shape.q_dtype or shape.dtype)
     table = kernels if isinstance(kernels, HashedOnce) else HashedOnce(kernels)
-    shared_bytes = device.shared_bytes_per_block_optin, device.shared_bytes_per_multiprocessor
-    looked_at = _look_through(table, _number(device), *form, *shared_bytes)
-    return tuple(_select(looked_at, shape, part, device, constants) for part in _parts(looked_at, shape))
-
-
-class _LookedAt(NamedTuple):
-    """The decode kernels of a release as candidates, and the sizes of those that such calls can take, by place."""
-
-    candidates: tuple[DecodeCandidate, ...]
-    sizes: Mapping[int, Sizes]
+    shared_bytes = device.shared_bytes_per_block_optin
+    candidates = _look_through(table, number_of(device), shape.dtype, shape.head_dim, shape.q_dtype, shared_bytes)
+    constants = costs or costs_of(device.name)
+    return tuple([_select(candidates, shape, part, device, constants) for part in _parts(candidates, shape)])
 
 
 @lru_cache(maxsize=256)  # a release has a hundred kernels, of which a call's form rules out nearly all
 def _look_through(
-    kernels: tuple[NativeKernel, ...],
-    number: int,
-    dtype: str,
-    head_dim: int,
-    q_dtype: str,
-    shared_bytes: int,
-    shared_bytes_per_multiprocessor: int,
-) -> _LookedAt:
+    kernels: tuple[NativeKernel, ...], number: int, dtype: str, head_dim: int, q_dtype: str, shared_bytes: int
+) -> HashedOnce[DecodeCandidate]:
+    """The decode kernels of a release, each with why such calls cannot take it."""
+
     def unfit(kernel: NativeKernel) -> str:
         if not kernel.architecture.runs_on(number):
             return f"built for {kernel.architecture}"
@@ -151,26 +97,24 @@ def _look_through(
             if kernel.traits[name] != wanted:
                 return f"{name} is {kernel.traits[name]}"
         taken = str(kernel.traits["q_dtypes"]).split(",")
-        if q_dtype not in taken:
+        if (q_dtype or dtype) not in taken:
             return f"queries are {' or '.join(taken)}"
         needs = kernel.dynamic_shared_bytes + kernel.static_shared_bytes
         if needs > shared_bytes:
-            return f"needs {needs} bytes of shared memory a block, the device has {shared_bytes}"
+            return f"needs {needs} bytes of shared memory per block, the device has {shared_bytes}"
         return ""
 
-    candidates = tuple(DecodeCandidate(kernel=k, unfit=unfit(k)) for k in kernels if k.operation == OPERATION)
-    fitting = ((place, candidate.kernel) for place, candidate in enumerate(candidates) if not candidate.unfit)
-    return _LookedAt(candidates, {place: sizes_of(k, shared_bytes_per_multiprocessor) for place, k in fitting})
+    return HashedOnce(DecodeCandidate(kernel=k, unfit=unfit(k)) for k in kernels if k.operation == OPERATION)
 
 
-def _parts(looked_at: _LookedAt, shape: DecodeShape) -> tuple[Part, ...]:
+def _parts(candidates: Sequence[DecodeCandidate], shape: DecodeShape) -> tuple[Part, ...]:
     """The launches' requests: under ``batch_invariant`` a request's own rows alone decide its arithmetic."""
     if not shape.batch_invariant:
         return (Part(0, ANY_ROWS, None),)
-    kernels = [looked_at.candidates[place].kernel for place in looked_at.sizes]
-    if any(kernel.traits["arithmetic"] == SEGMENTS for kernel in kernels):
+    arithmetics = {candidate.kernel.traits["arithmetic"] for candidate in candidates if not candidate.unfit}
+    if SEGMENTS in arithmetics:
         return (Part(0, ANY_ROWS, SEGMENTS),)
-    if not any(kernel.traits["arithmetic"] == _WARPGROUPS for kernel in kernels):
+    if _WARPGROUPS not in arithmetics:
         return (Part(0, ANY_ROWS, _WARPS),)
     # Ragged requests: who has rows has `group` at least, and no more than all have together.
     fewest = shape.group if shape.ragged else shape.rows
@@ -182,21 +126,15 @@ def _parts(looked_at: _LookedAt, shape: DecodeShape) -> tuple[Part, ...]:
     return (Part(0, _MOST_WARP_ROWS, _WARPS), Part(_MOST_WARP_ROWS + 1, ANY_ROWS, _WARPGROUPS))
 
 
-def _select(looked_at: _LookedAt, shape: DecodeShape, part: Part, device: DeviceFacts, costs: Costs) -> DecodeSelection:
-    candidates = list(looked_at.candidates)
-    fits = []
-    for place, sizes in looked_at.sizes.items():
-        candidates[place] = _look_at(candidates[place].kernel, sizes, shape, part, device, costs)
-        fit = candidates[place].fit
-        if fit is not None:
-            fits.append(fit)
-    if not fits:
-        raise UsageError(_refusal(candidates, shape, device))
-    times = [fit.estimate.microseconds for fit in fits]
-    limit = min(times) * (1 + costs.equal_within)
-    fastest = [fit for fit, time in zip(fits, times, strict=True) if time <= limit]
+def _select(
+    candidates: HashedOnce[DecodeCandidate], shape: DecodeShape, part: Part, device: DeviceFacts, costs: Costs
+) -> DecodeSelection:
+    every = [_best(fits, costs) for fits in _fits(candidates, shape, part, device, costs)]
+    if not every:
+        raise UsageError(refusal(_explained(candidates, shape, part, device, costs), shape, device))
+    limit = min([fit.microseconds for fit in every]) * (1 + costs.equal_within)
+    fastest = [fit for fit in every if fit.microseconds <= limit]
     best = min(fastest, key=lambda fit: _order(fit, shape, part)) if len(fastest) > 1 else fastest[0]
-    row_tiles = -(-min(shape.rows, part.max_rows) // best.sizes.rows)
     return DecodeSelection(
         kernel=best.kernel,
         min_rows=part.min_rows,
@@ -205,57 +143,116 @@ def _select(looked_at: _LookedAt, shape: DecodeShape, part: Part, device: Device
         cta_group_size=best.grid.cta_group_size,
         cluster_size=best.grid.cluster_size,
         # The kernel numbers its pairs by the bound on the rows that it takes.
-        row_tiles=row_tiles,
-        splits=splits_of(best.sizes, shape, row_tiles, best.grid.ctas),
-        microseconds=best.estimate.microseconds,
-        reason=_reason(best, shape, part, device),
-        candidates=tuple(candidates),
+        row_tiles=best.grid.row_tiles,
+        splits=splits_of(best.cut, best.grid, shape),
+        microseconds=best.microseconds,
+        explain=partial(_explain, candidates, best, shape, part, device, costs),
     )
+
+
+@lru_cache(maxsize=1024)
+def _cuts(
+    candidates: HashedOnce[DecodeCandidate],
+    part: Part,
+    device: DeviceFacts,
+    costs: Costs,
+    form: tuple[object, ...],
+) -> tuple[tuple[NativeKernel, Cut], ...]:
+    """The kernels that fit, and how each would cut requests of ``form``: what batches of any size have in common."""
+    shape = DecodeShape.of_form(form)
+    kernels = [c.kernel for c in candidates if not c.unfit]
+    taken = [kernel for kernel in kernels if not _other_arithmetic(kernel, part)]
+    return tuple((kernel, cut_of(kernel, shape, part, device, costs)) for kernel in taken)
+
+
+def _other_arithmetic(kernel: NativeKernel, part: Part) -> str:
+    """Why ``part`` does not take the arithmetic of a kernel; empty if it does."""
+    arithmetic = kernel.traits["arithmetic"]
+    if part.arithmetic is None:
+        return f"{SEGMENTS}, which only batch_invariant needs" if arithmetic == SEGMENTS else ""
+    return "" if arithmetic == part.arithmetic else f"{arithmetic}; batch_invariant has {part.arithmetic} for {part}"
+
+
+def _fits(
+    candidates: HashedOnce[DecodeCandidate], shape: DecodeShape, part: Part, device: DeviceFacts, costs: Costs
+) -> list[list[Fit]]:
+    """Of each kernel that fits, its grids."""
+    fits = []
+    for kernel, cut in _cuts(candidates, part, device, costs, shape.form):
+        extent = extent_of(cut, shape, part)
+        of_kernel = []
+        for grid in grids_of(cut, extent, shape, device, costs):
+            time = estimate_of(cut, extent, grid, shape)
+            of_kernel.append(Fit(kernel, cut, grid, time, time.microseconds))
+        fits.append(of_kernel)
+    return fits
+
+
+def _best(fits: Sequence[Fit], costs: Costs) -> Fit:
+    """The first of a kernel's grids that is as fast as any."""
+    limit = min([fit.microseconds for fit in fits]) * (1 + costs.equal_within)
+    for fit in fits:
+        if fit.microseconds <= limit:
+            break
+    return fit
 
 
 def _order(fit: Fit, shape: DecodeShape, part: Part) -> tuple[int, int, int, bool, float, str]:
     padding = fit.grid.row_tiles * trait_of(fit.kernel, "rows") - min(shape.rows, part.max_rows)
     target = fit.kernel.architecture
     closeness = (-target.number, target.suffix != "a")
-    return padding, fit.grid.row_tiles, *closeness, fit.estimate.microseconds, fit.kernel.name
+    return padding, fit.grid.row_tiles, *closeness, fit.microseconds, fit.kernel.name
 
 
-def _look_at(
-    kernel: NativeKernel, sizes: Sizes, shape: DecodeShape, part: Part, device: DeviceFacts, costs: Costs
-) -> DecodeCandidate:
-    if part.arithmetic is None and sizes.segments:
-        return DecodeCandidate(kernel=kernel, unfit=f"{SEGMENTS}, which only batch_invariant needs")
-    if part.arithmetic not in (None, kernel.traits["arithmetic"]):
-        unfit = f"{kernel.traits['arithmetic']}; batch_invariant has {part.arithmetic} for {part}"
-        return DecodeCandidate(kernel=kernel, unfit=unfit)
-    extent = extent_of(sizes, shape, part)
-    grids = grids_of(sizes, extent, shape, device, costs)
-    fits = [Fit(kernel, sizes, grid, estimate(work_of(sizes, extent, grid, shape, device), costs)) for grid in grids]
-    times = [fit.estimate.microseconds for fit in fits]
-    limit = min(times) * (1 + costs.equal_within)
-    best = next(fit for fit, time in zip(fits, times, strict=True) if time <= limit)
-    return DecodeCandidate(kernel=kernel, fit=best, other_fits=tuple(fit for fit in fits if fit is not best))
+def _explain(
+    candidates: HashedOnce[DecodeCandidate],
+    best: Fit,
+    shape: DecodeShape,
+    part: Part,
+    device: DeviceFacts,
+    costs: Costs,
+) -> tuple[str, tuple[DecodeCandidate, ...]]:
+    return _reason(best, shape, part, device), tuple(_explained(candidates, shape, part, device, costs))
+
+
+def _explained(
+    candidates: HashedOnce[DecodeCandidate], shape: DecodeShape, part: Part, device: DeviceFacts, costs: Costs
+) -> list[DecodeCandidate]:
+    """The candidates with how those that fit would cut the problem."""
+    fits = {fits[0].kernel.name: fits for fits in _fits(candidates, shape, part, device, costs)}
+
+    def explained(candidate: DecodeCandidate) -> DecodeCandidate:
+        kernel = candidate.kernel
+        if candidate.unfit:
+            return candidate
+        if kernel.name not in fits:
+            return DecodeCandidate(kernel=kernel, unfit=_other_arithmetic(kernel, part))
+        best = _best(fits[kernel.name], costs)
+        others = tuple(fit for fit in fits[kernel.name] if fit is not best)
+        return DecodeCandidate(kernel=kernel, fit=best, other_fits=others)
+
+    return [explained(candidate) for candidate in candidates]
 
 
 def _reason(fit: Fit, shape: DecodeShape, part: Part, device: DeviceFacts) -> str:
     kernel, grid = fit.kernel, fit.grid
     built = f"built for {kernel.architecture}" + ("" if kernel.status == MEASURED else f" ({kernel.status})")
-    tokens = f"{'up to ' if shape.ragged else ''}{_count(shape.q_len, 'query token')}"
+    tokens = f"{'up to ' if shape.ragged else ''}{count(shape.q_len, 'query token')}"
     tile_tokens = trait_of(kernel, "tile_tokens")
     in_window = shape.kv_tokens(tile_tokens) < shape.max_seq_len
     keys = f"{tile_tokens} keys" + (" in the window" if in_window else "")
     invariant = ""
-    if fit.sizes.segments:
+    if fit.cut.segments:
         invariant = f"; {SEGMENTS} of {CONSTANTS.segment_tokens} keys, as in prefill"
-    elif splits := shape.splits(tile_tokens):
-        invariant = f"; {part.arithmetic} for {part}, at most {_count(splits, 'split')} a pair by its own tiles"
+    elif splits := fit.cut.splits:
+        invariant = f"; {part.arithmetic} for {part}, at most {count(splits, 'split')} a pair by its own tiles"
     return (
-        f"{built}; {tokens} x {_count(shape.group, 'query head')} per KV head in "
-        f"{_count(grid.row_tiles, 'row tile')} of {kernel.traits['rows']}; "
-        f"at most {_count(grid.tiles, 'tile')} of {keys} over {_count(grid.ctas, 'CTA')} "
+        f"{built}; {tokens} x {count(shape.group, 'query head')} per KV head in "
+        f"{count(grid.row_tiles, 'row tile')} of {kernel.traits['rows']}; "
+        f"at most {count(grid.tiles, 'tile')} of {keys} over {count(grid.ctas, 'CTA')} "
         f"({grid.resident} on each of {device.multiprocessors} multiprocessors), "
         f"{_sharing(grid)}{invariant}; "
-        f"about {fit.estimate.microseconds:.1f} us, limited by {fit.estimate.limit}"
+        f"about {fit.microseconds:.1f} us, limited by {fit.estimate.limit}"
     )
 
 
@@ -264,32 +261,4 @@ def _sharing(grid: Grid) -> str:
         return f"a cluster of {grid.cluster_size} for each KV head and row tile of a request"
     if grid.cluster_size:
         return "one for each KV head and row tile of a request"
-    return f"{_count(grid.cta_group_size, 'KV head')} side by side"
-
-
-def _refusal(candidates: list[DecodeCandidate], shape: DecodeShape, device: DeviceFacts) -> str:
-    where = f"{device.name} (compute capability {device.capability[0]}.{device.capability[1]})"
-    asked = f"no decode kernel for {shape.dtype} KV with head_dim {shape.head_dim} on {where}"
-    if not candidates:
-        return f"{asked}: the release has no decode kernel"
-    here = [c for c in candidates if c.kernel.architecture.runs_on(_number(device))]
-    if not here:
-        targets = sorted({c.kernel.architecture for c in candidates}, key=lambda a: (a.number, a.suffix or ""))
-        return f"{asked}: the release has decode kernels for {', '.join(map(str, targets))}"
-    sizes: dict[str, set[int]] = {}
-    for candidate in here:
-        sizes.setdefault(str(candidate.kernel.traits["dtype"]), set()).add(trait_of(candidate.kernel, "head_dim"))
-    can = "; ".join(f"{dtype} with head_dim {', '.join(map(str, sorted(dims)))}" for dtype, dims in sizes.items())
-    if shape.head_dim not in sizes.get(shape.dtype, ()):
-        return f"{asked}: its kernels take {can}"
-    asked_for = (shape.dtype, shape.head_dim)
-    close = [c for c in here if (c.kernel.traits["dtype"], c.kernel.traits["head_dim"]) == asked_for]
-    return f"{asked}: " + "; ".join(f"{c.kernel.name}: {c.unfit}" for c in close)
-
-
-def _number(device: DeviceFacts) -> int:
-    return device.capability[0] * 10 + device.capability[1]
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}" + ("" if number == 1 else "s")
+    return f"{count(grid.cta_group_size, 'KV head')} side by side"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY
+from dataclasses import KW_ONLY, fields
+from operator import attrgetter
 
 from ....values import dataclass
 from ..constants import CONSTANTS
@@ -36,6 +37,16 @@ class DecodeShape:
     batch_invariant: bool = False
 
     @property
+    def form(self) -> tuple[object, ...]:
+        """All but the number of requests and of their tokens together."""
+        return _FORM(self)
+
+    @classmethod
+    def of_form(cls, form: tuple[object, ...]) -> DecodeShape:
+        """One request of that form."""
+        return cls(batch=1, **dict(zip(_FORM_NAMES, form, strict=True)))  # type: ignore[arg-type]
+
+    @property
     def rows(self) -> int:
         """Query rows of one request and KV head, or their bound: tokens times group."""
         return self.q_len * self.group
@@ -61,6 +72,10 @@ class DecodeShape:
         if not self.batch_invariant:
             return 0
         return min(-(-_INVARIANT_PARTS // self.kv_heads), split_count(self.tiles(tile_tokens), tile_tokens))
+
+
+_FORM_NAMES = tuple(field.name for field in fields(DecodeShape) if field.name not in ("batch", "tokens"))
+_FORM = attrgetter(*_FORM_NAMES)
 
 
 def split_count(tiles: int, tile_tokens: int) -> int:

@@ -60,7 +60,7 @@ def merge_launch(selection: MergeSelection, problem: MergeProblem, file: KernelF
         values=problem.values(),
         caches={},
         regions=(),
-        reason=selection.reason,
+        why=selection,
         numbers=(),
     )
     return NativeLaunch(selection, plan, ())

@@ -57,6 +57,5 @@ def select_merge(kernels: Iterable[NativeKernel], shape: MergeShape, device: Dev
         ctas=max(1, min(most, -(-rows * shape.lanes // CONSTANTS.merge_threads))),
         row_tiles=1,
         splits=0,
-        reason=f"{shape.dtype} parts; at most {most} CTAs are resident",
-        candidates=candidates,
+        explain=lambda: (f"{shape.dtype} parts; at most {most} CTAs are resident", candidates),
     )

@@ -49,7 +49,7 @@ def mla_launch(selection: MlaSelection, problem: MlaProblem, file: KernelFile) -
         },
         caches={"kv_map": "kv_cache"},
         regions=regions,
-        reason=selection.reason,
+        why=selection,
     )
     return NativeLaunch(selection, plan, regions)
 

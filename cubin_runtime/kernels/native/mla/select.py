@@ -113,20 +113,23 @@ def select_mla_decode(kernels: Iterable[NativeKernel], shape: MlaShape, device: 
     part_tiles = _PART_TILES if _trait(best, "rows") >= _WIDE_ROWS else _FEW_ROWS_PART_TILES
     most_teams = min(device.multiprocessors // together, CONSTANTS.mla_max_splits)
     teams = _teams(most_teams, pairs, pair_tiles, part_tiles)
-    status = "" if best.status == MEASURED else f", {best.status}"
-    reason = (
-        f"built for {best.architecture}{status}; {shape.rows} rows per request in {row_tiles} tiles of "
-        f"{best.traits['rows']}; at most {pairs * pair_tiles} tiles of {best.traits['tile_tokens']} keys over "
-        f"{teams} teams of {together} CTAs on {device.multiprocessors} multiprocessors"
-    )
+
+    def explain() -> tuple[str, tuple[MlaCandidate, ...]]:
+        status = "" if best.status == MEASURED else f", {best.status}"
+        reason = (
+            f"built for {best.architecture}{status}; {shape.rows} rows per request in {row_tiles} tiles of "
+            f"{best.traits['rows']}; at most {pairs * pair_tiles} tiles of {best.traits['tile_tokens']} keys over "
+            f"{teams} groups of {together} CTAs on {device.multiprocessors} multiprocessors"
+        )
+        return reason, candidates
+
     return MlaSelection(
         kernel=best,
         ctas=teams * together,
         cta_group_size=together,
         row_tiles=row_tiles,
         splits=splits,
-        reason=reason,
-        candidates=candidates,
+        explain=explain,
     )
 
 

@@ -111,7 +111,7 @@ def context_launch(
         },
         caches={"q_map": "q", "k_map": "k", "v_map": "v"},
         regions=regions,
-        reason=selection.reason,
+        why=selection,
     )
     return NativeLaunch(selection, plan, regions)
 

@@ -47,7 +47,7 @@ class OperationLaunch:
             shared_bytes=kernel.dynamic_shared_bytes,
             attributes=LaunchAttributes(programmatic_serialization=self.pdl),
             values=self.values,
-            reason=f"{self.operation} behind a trtllm-gen kernel",
+            why=f"{self.operation} behind a trtllm-gen kernel",
             inputs=self.inputs,
         )
 

@@ -53,8 +53,7 @@ def selection(rows: int = 8, splits: int = 0, cluster_size: int = 0, **traits: A
         row_tiles=-(-20 // rows),
         splits=splits,
         microseconds=1.0,
-        reason="made up",
-        candidates=(),
+        explain=lambda: ("made up", ()),
     )
 
 

@@ -93,7 +93,7 @@ def test_shared_memory_that_the_device_does_not_have_rules_a_kernel_out() -> Non
     small = replace(device(8, 6), shared_bytes_per_block_optin=99 << 10)
     selection = one((large, decode_kernel("80", dynamic_shared_bytes=90 << 10)), SHAPE, small)
     assert selection.kernel.sm == "80"
-    assert words(selection)[large.name] == "needs 122880 bytes of shared memory a block, the device has 101376"
+    assert words(selection)[large.name] == "needs 122880 bytes of shared memory per block, the device has 101376"
 
 
 @pytest.mark.parametrize(("dynamic", "static"), [(232448, 0), (231424, 1024)])
@@ -104,7 +104,7 @@ def test_all_of_a_device_s_shared_memory_may_be_asked_for(dynamic: int, static: 
 
 @pytest.mark.parametrize(("dynamic", "static"), [(232449, 0), (231424, 1025)])
 def test_static_and_dynamic_shared_memory_count_together(dynamic: int, static: int) -> None:
-    with pytest.raises(UsageError, match="needs 232449 bytes of shared memory a block, the device has 232448"):
+    with pytest.raises(UsageError, match="needs 232449 bytes of shared memory per block, the device has 232448"):
         one((decode_kernel(dynamic_shared_bytes=dynamic, static_shared_bytes=static),), SHAPE)
 
 

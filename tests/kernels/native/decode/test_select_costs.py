@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given
@@ -14,9 +15,8 @@ from cubin_runtime.kernels.native.cost_model import (
     Costs,
     Estimate,
     KernelCost,
-    Work,
     costs_of,
-    estimate,
+    pace_of,
     restated,
     stated,
 )
@@ -45,6 +45,31 @@ COSTS = Costs(
         KernelCost(1, 128, 16, 1, 2.0, 0.5),
     ),
 )
+
+
+class Work(NamedTuple):
+    """A problem on a kernel and grid: what its pace follows from, and its size."""
+
+    kv_bytes: int
+    item_bytes: int
+    q_item_bytes: int
+    rows: int
+    head_dim: int
+    resident: int
+    row_tiles: float
+    tile_tokens: int
+    tiles_per_cta: int
+    parts: int
+    multiprocessors: int
+    cluster_ctas: int = 0
+
+
+def estimate(work: Work, costs: Costs) -> Estimate:
+    given = work._asdict()
+    sizes = {name: given.pop(name) for name in ("kv_bytes", "row_tiles", "tiles_per_cta", "parts", "cluster_ctas")}
+    return pace_of(costs, **given).estimate(**sizes)
+
+
 WORK = Work(
     kv_bytes=100_000_000,
     item_bytes=2,

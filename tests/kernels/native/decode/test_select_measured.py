@@ -8,7 +8,8 @@ import pytest
 from decode_kernels import HOPPER
 from examples import H100
 
-from cubin_runtime.kernels.native.decode.select import DecodeSelection, Fit, select_decode
+from cubin_runtime.kernels.native.decode.candidates import Fit
+from cubin_runtime.kernels.native.decode.select import DecodeSelection, select_decode
 from cubin_runtime.kernels.native.decode.shape import DecodeShape
 
 H200 = replace(H100, name="NVIDIA H200")

@@ -5,18 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from decode_kernels import HOPPER, decode_kernel
+from decode_kernels import HOPPER, segments_kernel
 from select_cases import H200_DEVICE, SHAPE
 
-from cubin_runtime.artifacts.tables.native_kernels import NativeKernel
 from cubin_runtime.kernels.native.decode.grids import ANY_ROWS
 from cubin_runtime.kernels.native.decode.select import select_decode
-
-
-def segments_kernel(rows: int, head_dim: int) -> NativeKernel:
-    made = decode_kernel(rows=rows, head_dim=head_dim, tile_tokens=128)
-    return replace(made, name=f"{made.name}_segments", traits={**made.traits, "arithmetic": "segments"})
-
 
 KERNELS = (*HOPPER, *(segments_kernel(rows, head_dim) for rows in (8, 16, 64) for head_dim in (64, 128)))
 

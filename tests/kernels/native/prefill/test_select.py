@@ -33,8 +33,14 @@ def test_only_batch_invariant_takes_segments(head_dim: int, soft_cap: bool, batc
 
 @pytest.mark.parametrize("head_dim", [192, 256])
 def test_other_head_dims_have_no_segments(head_dim: int) -> None:
+    chosen = select_context_attention(KERNELS, replace(SHAPE, head_dim=head_dim, batch_invariant=True), H100)
+    assert (chosen.kernel.traits["segments"], "segments" in chosen.reason) == (False, False)
+
+
+def test_a_release_without_segments_is_refused_by_batch_invariant() -> None:
+    kernels = [kernel for kernel in KERNELS if not kernel.traits["segments"]]
     with pytest.raises(UsageError, match="it has no segments"):
-        select_context_attention(KERNELS, replace(SHAPE, head_dim=head_dim, batch_invariant=True), H100)
+        select_context_attention(kernels, replace(SHAPE, batch_invariant=True), H100)
 
 
 @pytest.mark.parametrize(

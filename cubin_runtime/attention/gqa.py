@@ -111,7 +111,7 @@ PAGED_DECODE = DecodeOperator(
 
 
 class PagedDecodePlan(DecodePlan):
-    """A paged decode; made by ``plan_paged_decode``. One launch, but for some ragged ``batch_invariant`` decodes."""
+    """A plan made by ``plan_paged_decode``. It has one launch, or two for some ragged ``batch_invariant`` decodes."""
 
     @operator_function(owner="self", scales=SCALES)
     def run(
@@ -133,23 +133,23 @@ class PagedDecodePlan(DecodePlan):
         stream: Stream | None = None,
         max_seq_len: int | None = None,
     ) -> None:
-        """Run on tensors of the shapes, strides and dtypes that the plan was made for; see ``paged_decode``.
+        """Run on tensors with the planned shapes, strides and dtypes; see ``paged_decode``.
 
-        A tensor that the plan was made without must be left out, and the reverse. Options that are no tensors
-        (window, layout, bound of the query tokens, ``batch_invariant``) are the plan's.
+        Pass exactly the optional tensors that the plan was made with. The plan fixes all other options (window, layout,
+        bound on the query tokens, ``batch_invariant``).
 
         Args:
-            softmax_scale: of this step: a number, or None for the plan's number; a plan made with a tensor takes a
-                tensor. ``output_scale`` likewise.
-            workspace: from ``prepare(stream)``, or the caller's own of ``workspace_bytes``; None: that of
-                ``prepare(stream)``. One that other plans use as well must be reset in between, unless it is a
+            softmax_scale: a number for this step, or None for the plan's. A plan made with a tensor takes a tensor. The
+                same holds for ``output_scale``.
+            workspace: from ``prepare(stream)``, or the caller's own with ``workspace_bytes``. None: that of
+                ``prepare(stream)``. A workspace that several plans share must be reset in between, unless it is a
                 ``SemaphoreWorkspace``.
             stream: an int handle, an object with ``__cuda_stream__``, a torch stream, or None: torch's current
                 stream of the tensors' device for a plan made with torch tensors, else the legacy default stream.
-            max_seq_len: bound on the lengths of this step; None: the plan's. It never exceeds the plan's.
+            max_seq_len: upper bound on the lengths of this step, at most the plan's. None: the plan's.
 
         Raises:
-            UsageError: a tensor differs from what was planned, or a number is outside its domain.
+            UsageError: a tensor differs from the planned one, or a number is invalid.
             WorkspaceError: the workspace is too small or belongs to another stream.
             DeviceError: the kernel cannot be loaded or launched.
         """
@@ -180,12 +180,12 @@ def plan_paged_decode(
     runtime: Runtime | None = None,
     device_facts: DeviceFacts | None = None,
 ) -> PagedDecodePlan:
-    """Choose the kernel and grid for tensors like these; arguments and errors as ``paged_decode``.
+    """Choose the kernel and the grid for tensors like these. Arguments and errors are those of ``paged_decode``.
 
-    Nothing is launched or loaded and no tensor is read: only dtypes, shapes and strides matter. So ``max_q_len`` must
-    be given with ``q_cu_seq_lens``, and ``out`` always. Whether there are a mask, sinks, a log-sum-exp, and scales on
-    the device is planned: every run must have them alike. ``device_facts`` plans for a described device instead of the
-    one that ``q`` is on.
+    Planning launches and loads nothing and reads no tensor: only dtypes, shapes and strides matter. Therefore ``out``
+    is required, and ``max_q_len`` is required with ``q_cu_seq_lens``. The plan fixes whether there are a mask, sinks, a
+    log-sum-exp and scales on the device; every run must pass the same ones. ``device_facts`` plans for a described
+    device instead of that of ``q``.
     """
     return plan_decode(PagedDecodePlan, PAGED_DECODE, locals())
 
@@ -220,67 +220,68 @@ def paged_decode(
 ) -> QueryT | OutT:
     """Attention of the newest tokens of each request over its paged KV cache (GQA decode).
 
-    A request's query tokens (one, or the drafts of speculative decoding) are its last keys: the cache holds them
-    already. Token i of a request sees the keys in front of the query tokens and, of those, the ones up to itself, or
-    those that its mask names.
+    The query tokens of a request (one, or the draft tokens of speculative decoding) are its last tokens, and the cache
+    already contains their keys and values. A query token sees all keys before the query tokens and, among the query
+    tokens, itself and the earlier ones, or those that its mask selects.
 
     Args:
-        q: ``[batch, q_heads, head_dim]`` (one token per request), ``[batch, q_len, q_heads, head_dim]`` with q_len 1
-            to 16, or ``[tokens, q_heads, head_dim]`` with ``q_cu_seq_lens``. head_dim is 32, 64, 128, 256 or 512;
-            q_heads is 1 to 32 times kv_heads. Like the caches, bfloat16 or float16; with float8_e4m3fn caches
-            bfloat16, float16 or float8_e4m3fn. All tokens lie at one stride; 4-byte aligned, strides in multiples
-            of 4 bytes.
+        q: ``[batch, q_heads, head_dim]`` (one token per request), ``[batch, q_len, q_heads, head_dim]`` with q_len 1 to
+            16, or ``[tokens, q_heads, head_dim]`` with ``q_cu_seq_lens``. head_dim is 32, 64, 128, 256 or 512; q_heads
+            is 1 to 32 times kv_heads. Like the caches, bfloat16 or float16; with float8_e4m3fn caches bfloat16, float16
+            or float8_e4m3fn. One stride between all tokens; 4-byte aligned, strides in multiples of 4 bytes.
         k_cache: bfloat16, float16 or float8_e4m3fn ``[pages, page_size, kv_heads, head_dim]`` (NHD) or ``[pages,
-            kv_heads, page_size, head_dim]`` (HND), page_size 16, 32, 64, 128 or 256. Strides are taken as they are,
-            in multiples of 16 bytes, so one tensor that holds K and V serves through its two views.
+            kv_heads, page_size, head_dim]`` (HND), page_size 16, 32, 64, 128 or 256. Any strides in multiples of 16
+            bytes, so K and V may be two views of one tensor.
         v_cache: like ``k_cache``.
-        page_table: int32 ``[batch, columns]``, the pages of each request in order; entries past a length are not
-            read.
-        seq_lens: int32 or uint32 ``[batch]``, keys of each request, its query tokens' included. 0 gives output 0 and
-            log-sum-exp -inf; with fewer keys than query tokens so do the first of these.
-        max_seq_len: bound on every length; at most columns x page_size. The launch depends on it, never on the
-            lengths.
-        softmax_scale: factor of the scores: a number, or a float32 tensor of one element on the device, read when
-            the kernel runs; None: 1 / sqrt(head_dim).
-        output_scale: factor of the output, likewise.
+        page_table: int32 ``[batch, columns]``, the page ids of each request in order; entries past a request's length
+            are not read.
+        seq_lens: int32 or uint32 ``[batch]``, number of keys of each request, those of its query tokens included. With
+            length 0, the output is 0 and the log-sum-exp -inf. If a request has fewer keys than query tokens, the same
+            holds for its first query tokens.
+        max_seq_len: upper bound on all lengths, at most columns x page_size. The launch depends on this bound, not on
+            the lengths.
+        softmax_scale: factor of the scores: a number, or a one-element float32 tensor on the device, which the kernel
+            reads. None: 1 / sqrt(head_dim).
+        output_scale: factor of the output, like ``softmax_scale``.
         kv_layout: "NHD" or "HND".
-        q_cu_seq_lens: int32 or uint32 ``[batch + 1]``, contiguous: where the query tokens of each request begin,
-            from 0 to ``tokens``. A request may have none. None: all have the same number.
-        max_q_len: bound on the query tokens of a request, 1 to 16, with ``q_cu_seq_lens`` only. None there: it is
-            read back, which waits for the device and cannot be captured.
-        mask: which query tokens of its own request each token sees, 32 bits a token: uint16 ``[batch, q_len, 2]`` or
-            ``[tokens, 2]`` (low half first), or uint32 with a last dimension of 1; contiguous, 4-byte aligned. Any
-            pattern, trees included. A token's position, which a window counts from, is that of its last key if the
-            keys it sees stood in a row. None: causal.
-        sinks: float32 ``[q_heads]`` or ``[kv_heads, group]``, contiguous: a logit of each head that enters the
-            denominator alone. None: none.
-        window_left: keys before its own that a token sees; -1: all.
-        batch_invariant: make the bits of a request's output depend on its own tokens, keys and options alone, not
-            on batch, bounds or grid. The workspace then grows with the batch: for each request, KV head, and query row
-            at the bound, up to 128 / kv_heads partials of head_dim floats, fewer where ``max_seq_len`` or the window
-            is short: one for every 256 keys up to four, beyond one for every 1024. Ragged requests of which some may
-            have 16 rows (query tokens x group) or fewer and some more take two launches, each with such scratch.
+        q_cu_seq_lens: int32 or uint32 ``[batch + 1]``, contiguous: prefix sums of the numbers of query tokens, from 0
+            to ``tokens``. A request may have no query token. None: all requests have the same number.
+        max_q_len: upper bound on the query tokens of a request, 1 to 16; only with ``q_cu_seq_lens``. None:
+            ``q_cu_seq_lens`` is read back, which waits for the device and cannot be captured in a graph.
+        mask: which query tokens of its request each query token sees, as 32 bits per token: uint16 ``[batch, q_len,
+            2]`` or ``[tokens, 2]`` (low half first), or uint32 with a last dimension of 1; contiguous, 4-byte aligned.
+            Any pattern is allowed, for example a tree. For the sliding window, the position of a token is the number of
+            keys that it sees, minus 1. None: causal.
+        sinks: float32 ``[q_heads]`` or ``[kv_heads, group]``, contiguous: one logit per head that is added to the
+            softmax denominator only. None: no sinks.
+        window_left: how many keys before its own position a token sees; -1: all.
+        batch_invariant: make the output bits of a request depend only on its own tokens, keys and options, not on
+            batch, bounds or grid. The workspace then grows with the batch: for each request, KV head and query row it
+            has up to 128 / kv_heads partials of head_dim floats. There are fewer partials if ``max_seq_len`` or the
+            window is short: one per 256 keys up to four, then one per 1024 keys. A ragged batch that may contain
+            requests both with at most 16 rows (query tokens x group) and with more takes two launches, each with its
+            own scratch.
         out: like ``q``, of dtype bfloat16, float16 or float8_e4m3fn (which saturates), 8-byte aligned, strides in
-            multiples of 8 bytes. None makes it where ``q`` is a torch tensor, of q's dtype, or bfloat16 where that
-            is float8_e4m3fn.
-        lse: float32, shaped like ``q`` without head_dim, all tokens at one stride, else any strides; filled with
-            the log-sum-exp in base 2, the sink included, the output scale not. None: not wanted.
-        workspace: scratch that belongs to ``stream``; None: one that the cached plan keeps for it.
-        stream: an int handle, an object with ``__cuda_stream__``, a torch stream, or None: torch's current stream
-            where ``q`` is a torch tensor, else the legacy default stream.
-        backend: "auto" (a backend measured on this compute capability) or a backend's name.
-        enable_pdl: launch with programmatic stream serialization.
-        runtime: None: the process's default.
+            multiples of 8 bytes. None allocates it if ``q`` is a torch tensor: with q's dtype, or bfloat16 if that is
+            float8_e4m3fn.
+        lse: float32, shaped like ``q`` without head_dim, with one stride between all tokens. It receives the
+            log-sum-exp in base 2, which includes the sink but not the output scale. None: not computed.
+        workspace: scratch memory that belongs to ``stream``. None: the one that the cached plan keeps for this stream.
+        stream: an int handle, an object with ``__cuda_stream__``, a torch stream, or None: torch's current stream if
+            ``q`` is a torch tensor, otherwise the legacy default stream.
+        backend: "auto" (a backend that was measured on this compute capability) or the name of a backend.
+        enable_pdl: launch with programmatic dependent launch (stream serialization).
+        runtime: the runtime to use. None: the process's default runtime.
 
     Returns:
         ``out``.
 
     Raises:
-        UsageError: an argument is outside its domain.
-        BackendError: nothing runs this on the device.
-        WorkspaceError: the workspace does not fit, or the stream captures and has none yet.
-        MissingError, SourceError, CorruptError: the kernel cannot be had.
-        DeviceError: the driver or the ABI gate refuses.
+        UsageError: an argument is invalid.
+        BackendError: no backend supports the call on this device.
+        WorkspaceError: the workspace is too small, or the stream is capturing and has no workspace yet.
+        MissingError, SourceError, CorruptError: the kernel is not available.
+        DeviceError: the driver or the ABI gate rejects the launch.
     """
     result: QueryT | OutT = run_decode(PagedDecodePlan, PAGED_DECODE, locals())
     return result

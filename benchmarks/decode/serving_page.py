@@ -1,0 +1,39 @@
+"""The figures of ``docs/results/serving.md``, as Markdown from the JSON."""
+
+from __future__ import annotations
+
+from .tables import NOT_MEASURED, Report, table
+
+_LATENCIES = ("first_token_ms", "between_tokens_ms")
+_PERCENTILES = (50, 90, 99)
+
+
+def figures(report: Report) -> str:
+    """The text between the markers: the load, throughput and latencies, and what was checked."""
+    if not report:
+        return NOT_MEASURED
+    load, environment = report["load"], report["environment"]
+    rows = [
+        (
+            name,
+            f"{found['tokens_per_second']:,.0f}",
+            *(" / ".join(f"{found[f'{kind}_p{p}']:.1f}" for p in _PERCENTILES) for kind in _LATENCIES),
+            f"{found['graph_steps']:.0f} / {found['mixed_steps']:.0f}",
+        )
+        for name, found in report["engines"].items()
+    ]
+    errors = ", ".join(f"{error:.1e} ({name})" for name, error in report["worst_relative_error"].items())
+    others = report["other_arrivals"]
+    heads = ("engine", "tokens/s", "first token, ms (p50 / p90 / p99)", "between tokens, ms", "graph / mixed steps")
+    return "\n\n".join(
+        (
+            f"{environment['gpu']['name']}, torch {environment['packages']['torch']}; {environment['date'][:10]}. "
+            f"{load['requests']:,} requests with {load['prompt_tokens']:,} prompt tokens and {load['output_tokens']:,} "
+            f"output tokens arrive at {load['arrivals_per_second']:.0f} per second; {load['layers']} layers, pages of "
+            f"{load['page_size']} tokens, at most {load['step_tokens']:,} tokens per step.",
+            table(heads, rows),
+            f"Largest relative error of the sampled outputs: {errors}. With other arrivals in another order, "
+            f"{others['with_other_tokens']} of {others['requests']:,} requests of the batch-invariant engine got other "
+            "tokens.",
+        )
+    )

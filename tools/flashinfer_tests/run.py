@@ -1,0 +1,155 @@
+"""FlashInfer's own attention tests on our functions: a seeded sample, several processes, one JSON.
+
+    python tools/flashinfer_tests/run.py STAGED --out OUT [--sample 2400] [--seed 0] [--jobs 6] [--seconds 540]
+
+``STAGED`` is what ``stage.py`` wrote. ``OUT/flashinfer_tests.json`` says for each test file how many passed, failed,
+were refused or skipped, why, and which failed. The exit status is 1 if a test failed or fewer than ``--at-least`` ran.
+``--collect`` lists the sample without a GPU; ``--only TEXT`` is pytest's ``-k``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+RAN = ("passed", "failed", "refused", "untouched")
+
+
+def main() -> int:
+    """Run the tests and write the report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("staged", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--sample", type=int, default=2400)
+    parser.add_argument("--at-least", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=6)
+    parser.add_argument("--seconds", type=float, default=540)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--collect", action="store_true")
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        with tarfile.open(given.staged) as opened:
+            opened.extractall(folder, filter="data")
+        began = time.time()
+        statuses = run_jobs(given, folder, began + given.seconds)
+        staged = json.loads((folder / "staged.json").read_text())
+        records = [record for path in folder.glob("records-*") for record in read(path)]
+    report = {
+        **staged,
+        "seed": given.seed,
+        "seconds": round(time.time() - began, 1),
+        "exit_statuses": statuses,
+        **summary(records),
+    }
+    (given.out / "flashinfer_tests.json").write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps({name: value for name, value in report.items() if name != "failures"}, indent=1))
+    for failure in report["failures"][:20]:
+        print(f"FAILED {failure['test']}\n    {failure['reason'][:300]}")
+    if given.collect:
+        return int(any(statuses))
+    return int(bool(report["failures"]) or report["ran"] < given.at_least)
+
+
+def run_jobs(given: argparse.Namespace, folder: Path, until: float) -> list[int]:
+    """Run the processes side by side; their exit statuses."""
+    jobs = []
+    for job in range(given.jobs):
+        settings = {
+            "job": job,
+            "jobs": given.jobs,
+            "sample": given.sample,
+            "seed": given.seed,
+            "until": until,
+            "records": str(folder / f"records-{job}"),
+        }
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "plugin", "-p", "no:cacheprovider", "--noconftest"]
+        command += ["-c", os.devnull, "--rootdir", ".", "--tb", "short", *(["-k", given.only] if given.only else [])]
+        command += ["--collect-only"] if given.collect else []
+        log = (given.out / f"flashinfer_tests-{job}.log").open("w")
+        jobs.append(
+            subprocess.Popen(
+                [*command, "tests/attention"],
+                cwd=folder,
+                env=environment(folder, settings),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        )
+    # Room for the last tests to end; what then hangs is ended.
+    statuses = []
+    for process in jobs:
+        try:
+            statuses.append(process.wait(max(1.0, until + 45 - time.time())))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            statuses.append(process.wait())
+    return statuses
+
+
+def environment(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
+    """The environment of a process: FlashInfer and its tests from ``folder``, our package from here."""
+    paths = [HERE, ROOT, folder, folder / "site", *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    return {
+        "FLASHINFER_CUDA_ARCH_LIST": "9.0a",
+        "FLASHINFER_LOGLEVEL": "0",
+        "OMP_NUM_THREADS": "2",
+        **os.environ,
+        "FLASHINFER_WORKSPACE_BASE": str(folder),
+        "FLASHINFER_TESTS": json.dumps(settings),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONPATH": os.pathsep.join(str(path) for path in paths if str(path)),
+    }
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The records of one process; the last may have been cut off."""
+    lines = path.read_text().splitlines()
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def summary(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Counts by file, why tests were refused or skipped, and the failures."""
+    files: dict[str, Counter[str]] = {}
+    reasons: dict[str, Counter[str]] = {"refused": Counter(), "skipped": Counter()}
+    failures, collected, sample = [], 0, 0
+    for record in records:
+        if "test" not in record:
+            collected, sample = record["collected"], record["sample"]
+            continue
+        counts = files.setdefault(record["test"].split("::")[0], Counter())
+        counts[record["outcome"]] += 1
+        counts["with the backend made auto"] += bool(record.get("translated"))
+        if record["outcome"] in reasons:
+            reasons[record["outcome"]][re.sub(r"\d+", "N", record["reason"])[:160]] += 1
+        if record["outcome"] == "failed":
+            failures.append(record)
+    total = sum(files.values(), Counter[str]())
+    return {
+        "collected": collected,
+        "sample": sample,
+        "ran": sum(total[outcome] for outcome in RAN),
+        "total": dict(total),
+        "files": {name: dict(counts) for name, counts in sorted(files.items())},
+        "reasons": {name: dict(counts.most_common(40)) for name, counts in reasons.items()},
+        "failures": failures,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
