@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from ...errors import UsageError
 from ...values import HashedOnce, dataclass
+from .kernel_costs import H200_KERNELS, KernelCost
 
 _BYTES_PER_US = 1e6  # of one TB/s
 # What the constant of the L2 refers to.
@@ -27,25 +28,6 @@ _MULTIPROCESSORS = 132
 # Kernels of as many rows multiply with warpgroups.
 _WARPGROUP_ROWS = 64
 _OF_KERNELS = ("start_us", "tile_us")
-
-
-class KernelCost(NamedTuple):
-    """Microseconds of a kernel for KV of ``item_bytes``, with ``resident`` CTAs on each multiprocessor.
-
-    ``q_item_bytes``: of a kernel for queries of that many alone; 0: whatever they are. ``segments``: of a kernel that
-    gives the bits of prefill.
-    ``start_us`` is from the launch to the first tile and from the last tile to the end; ``tile_us`` what each CTA then
-    takes for 64 tokens of a KV head, its share of the multiprocessor's bandwidth included.
-    """
-
-    item_bytes: int
-    head_dim: int
-    rows: int
-    resident: int
-    start_us: float
-    tile_us: float
-    q_item_bytes: int = 0
-    segments: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,48 +105,6 @@ class Estimate(NamedTuple):
         return max(terms, key=lambda name: terms[name])
 
 
-# Item bytes, head_dim, rows, CTAs on a multiprocessor: start and tile; bytes of a query where they matter.
-_H200_KERNELS = (
-    KernelCost(2, 64, 8, 1, 8.6, 0.501),
-    KernelCost(2, 64, 8, 2, 10.0, 1.022),
-    KernelCost(2, 64, 16, 1, 8.6, 0.7),
-    KernelCost(2, 64, 16, 2, 12.4, 1.022),
-    KernelCost(2, 64, 64, 1, 11.0, 0.525),
-    KernelCost(2, 128, 8, 1, 6.6, 1.005),
-    KernelCost(2, 128, 8, 2, 10.1, 1.9),
-    KernelCost(2, 128, 16, 1, 8.6, 1.04),
-    KernelCost(2, 128, 16, 2, 15.6, 1.9),
-    KernelCost(2, 128, 64, 1, 13.6, 0.77),
-    KernelCost(2, 128, 128, 1, 13.6, 1.15),
-    KernelCost(2, 256, 8, 1, 6.6, 0.9),
-    KernelCost(2, 256, 32, 1, 6.6, 1.5),
-    KernelCost(1, 64, 8, 1, 6.6, 0.34),
-    KernelCost(1, 64, 8, 2, 9.7, 0.555),
-    KernelCost(1, 64, 16, 1, 8.6, 0.66),
-    KernelCost(1, 64, 16, 2, 15.6, 0.565),
-    KernelCost(1, 64, 64, 1, 12.6, 0.41, 2),
-    KernelCost(1, 64, 64, 1, 12.6, 0.335, 1),
-    KernelCost(1, 64, 128, 1, 12.6, 0.54, 1),
-    KernelCost(1, 128, 8, 1, 9.0, 0.505),
-    KernelCost(1, 128, 8, 2, 10.4, 1.031),
-    KernelCost(1, 128, 16, 1, 8.6, 0.88),
-    KernelCost(1, 128, 16, 2, 13.6, 1.025),
-    KernelCost(1, 128, 64, 1, 12.6, 0.69, 2),
-    KernelCost(1, 128, 64, 1, 12.6, 0.57, 1),
-    KernelCost(1, 128, 128, 1, 12.6, 0.96, 1),
-    KernelCost(1, 256, 8, 1, 6.6, 0.9),
-    KernelCost(1, 256, 32, 1, 6.6, 1.5),
-    KernelCost(2, 64, 8, 1, 9.0, 0.55, segments=True),
-    KernelCost(2, 64, 8, 2, 10.0, 1.03, segments=True),
-    KernelCost(2, 64, 16, 1, 9.0, 0.6, segments=True),
-    KernelCost(2, 64, 16, 2, 10.0, 1.05, segments=True),
-    KernelCost(2, 64, 64, 1, 12.0, 0.85, segments=True),
-    KernelCost(2, 64, 64, 2, 13.0, 1.2, segments=True),
-    KernelCost(2, 128, 8, 1, 9.0, 1.03, segments=True),
-    KernelCost(2, 128, 16, 1, 9.0, 1.05, segments=True),
-    KernelCost(2, 128, 64, 1, 13.6, 1.2, segments=True),
-)
-
 # Measured on an H200 (benchmarks/results/grid_choice.json, decode.json): medians of triton's do_bench, whose launch of
 # an empty kernel is `launch_us`. The kernels' times are in tests/kernels/native/decode/test_select_measured.py; those
 # of head_dim 256 were not timed one by one.
@@ -183,7 +123,7 @@ H200 = Costs(
     equal_within=0.02,
     max_cta_group_size=8,
     idle_share=32,
-    kernels=HashedOnce(_H200_KERNELS),
+    kernels=HashedOnce(H200_KERNELS),
 )
 H100 = replace(H200, gpu="H100", read_tb_per_s=3.0)
 # Where nothing was measured: the order of the kernels counts, not the time.
