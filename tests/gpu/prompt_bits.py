@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 from decode_values import KINDS, bits_of, values_of
-from device_arrays import POISON, DeviceArrays
 
 from cubin_runtime.attention import Runtime, TensorView, plan_context_attention, plan_paged_decode
+from cubin_runtime.testing.device import POISON, DeviceArrays
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class Prompt:
     sinks: bool = False
     amplitude: float = 1.0  # of the queries: how far scores lie apart
     softmax_scale: float | None = None
+    device_scales: bool = False  # the kernels read both scales from memory
 
     @property
     def heads(self) -> int:
@@ -48,6 +49,9 @@ class PromptOnDevice:
         shape = (prompt.tokens, prompt.kv_heads, prompt.head_dim)
         self.k, self.v = (bits_of(prompt.dtype, rng.standard_normal(shape)) for _ in range(2))
         self.sinks = self._view(rng.standard_normal(prompt.heads).astype(np.float32), "float32")
+        self.scale = prompt.head_dim**-0.5 if prompt.softmax_scale is None else prompt.softmax_scale
+        scales = {"softmax_scale": self.scale, "output_scale": 0.75}
+        self.scales = {name: self._view(np.array([scale], np.float32), "float32") for name, scale in scales.items()}
         self.caches = {page: self._caches(page, rng) for page in {prompt.page_size, 16}}
 
     def _view(self, array: np.ndarray, dtype: str) -> TensorView:
@@ -122,12 +126,13 @@ class PromptOnDevice:
         }
         if prompt.sinks:
             given["sinks"] = self.sinks
-        if prompt.softmax_scale is not None:
-            given["softmax_scale"] = prompt.softmax_scale
+        if prompt.device_scales:
+            given |= self.scales
+        elif prompt.softmax_scale is not None:
+            options["softmax_scale"] = prompt.softmax_scale
         bound = min(prompt.tokens + spare, tensors["page_table"].shape[1] * k.shape[1])
         options |= {"window_left": prompt.window_left, "max_seq_len": bound, "runtime": self.runtime}
         plan = make(**given, **options, batch_invariant=True)
-        given.pop("softmax_scale", None)
         for _ in range(2):  # again, as counters reset themselves
             plan.run(**given, workspace=plan.prepare(0), stream=0)
         out = self.arrays.download(TensorView.contiguous(addresses[0], "uint16", shape), np.uint16)
@@ -138,18 +143,17 @@ class PromptOnDevice:
         """The outputs of tokens in float64."""
         prompt = self.prompt
         q, k, v = (values_of(prompt.dtype, x).astype(np.float64) for x in (self.q, self.k, self.v))
-        scale = prompt.head_dim**-0.5 if prompt.softmax_scale is None else prompt.softmax_scale
         sinks = self.arrays.download(self.sinks, np.float32).astype(np.float64)
         out = []
         for token in tokens:
             first = 0 if prompt.window_left < 0 else max(0, token - prompt.window_left)
             own_k, own_v = (np.repeat(x[first : token + 1], prompt.group, axis=1) for x in (k, v))
-            scores = np.einsum("hd,khd->hk", q[token], own_k) * scale
+            scores = np.einsum("hd,khd->hk", q[token], own_k) * self.scale
             top = scores.max(axis=1)
             weights = np.exp(scores - top[:, None])
             total = weights.sum(axis=1) + (np.exp(sinks - top) if prompt.sinks else 0.0)
             out.append(np.einsum("hk,khd->hd", weights, own_v) / total[:, None])
-        return np.array(out)
+        return np.array(out) * (0.75 if prompt.device_scales else 1.0)
 
 
 @contextmanager

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
+from decode_device import only_kernels
 from decode_values import values_of
 from prompt_bits import Prompt, PromptOnDevice, assert_same, picked, prompt_on_device
+from seeds import SEED
 
 from cubin_runtime.attention import Runtime
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("context_backend")]
 
-SEED = int(os.environ.get("CUBIN_RUNTIME_SEED", np.random.SeedSequence().entropy % (1 << 32)))
 # Where tiles and segments end.
 EDGES = (0, 1, 127, 128, 129, 511, 512, 513, 1023, 1024)
 
@@ -34,6 +36,8 @@ PROMPTS = {
     "scores far apart": Prompt(2200, amplitude=30.0, page_size=256),
     "negative scale": Prompt(1200, softmax_scale=-0.1),
     "no scale": Prompt(1200, softmax_scale=0.0, sinks=True),
+    "scales on the device": Prompt(1500, device_scales=True, sinks=True),
+    "negative scale on the device": Prompt(900, head_dim=64, softmax_scale=-0.2, device_scales=True),
 }
 
 
@@ -77,30 +81,49 @@ def test_the_bits_are_those_of_attention(runtime: Runtime, name: str) -> None:
         )
 
 
-def random_prompt(rng: np.random.Generator) -> Prompt:
+# Every 20 prompts meet each of these.
+STRATA = list(product((64, 128), ("bf16", "fp16"), (16, 32, 64, 128, 256)))
+
+
+def random_prompt(rng: np.random.Generator, index: int) -> Prompt:
+    head_dim, dtype, page_size = STRATA[index % len(STRATA)]
     group = int(rng.choice([1, 2, 3, 4, 6, 8, 12, 16, 24, 32]))
     tokens = int(rng.integers(9, 3000))
     return replace(
         Prompt(tokens),
-        head_dim=int(rng.choice([64, 128])),
-        dtype=str(rng.choice(["bf16", "fp16"])),
+        head_dim=head_dim,
+        dtype=dtype,
         kv_heads=int(rng.integers(1, max(2, 32 // group))),
         group=group,
-        page_size=int(rng.choice([16, 32, 64, 128, 256])),
+        page_size=page_size,
         window_left=int(rng.choice([-1, -1, rng.integers(0, tokens)])),
         sinks=bool(rng.integers(2)),
         amplitude=float(rng.choice([0.1, 1.0, 10.0, 100.0])),
+        device_scales=bool(rng.integers(2)),
     )
 
 
 @pytest.mark.parametrize("index", range(int(os.environ.get("CUBIN_RUNTIME_RANDOM_PROMPTS", "40"))))
 def test_random_prompts_have_the_same_bits_in_prefill_and_decode(runtime: Runtime, index: int) -> None:
     rng = np.random.default_rng((SEED, 2, index))
-    prompt = random_prompt(rng)
+    prompt = random_prompt(rng, index)
     print(f"CUBIN_RUNTIME_SEED={SEED} {prompt}")
     with prompt_on_device(runtime, prompt, rng.integers(1 << 30)) as device:
         check(device, rng)
         device.arrays.assert_guards()
+
+
+@pytest.mark.parametrize(("head_dim", "dtype"), product((64, 128), ("bf16", "fp16")))
+@pytest.mark.parametrize("rows", [8, 16, 64])
+def test_every_decode_kernel_gives_the_bits_of_prefill(runtime: Runtime, head_dim: int, dtype: str, rows: int) -> None:
+    kernels = [k for k in runtime.native_release().kernels if k.traits.get("arithmetic") == "segments"]
+    prompt = Prompt(3100, head_dim=head_dim, dtype=dtype, group=6, window_left=2000)
+    with prompt_on_device(runtime, prompt, (SEED, 4)) as device:
+        whole = device.prefill((0, prompt.tokens))
+        with only_kernels(runtime, {kernel.name for kernel in kernels if kernel.traits["rows"] == rows}):
+            for steps in ([(3099, 1)], [(t, 1) for t in range(0, 3100, 61)], [(3084, 16), (1020, 8), (0, 5)]):
+                tokens = [t for first, count in steps for t in range(first, first + count)]
+                assert_same(device.decode(steps), picked(whole, tokens), f"{rows} rows: {steps}")
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
