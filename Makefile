@@ -20,7 +20,7 @@ VENV := .venv/bin/python
 VENV_TORCH := .venv-torch/bin/python
 VENV_LOWEST := .venv-lowest/bin/python
 BUILD := build/artifacts
-ACCELERATOR := accelerator/sender.c accelerator/setup.py accelerator/pyproject.toml
+ACCELERATOR := $(wildcard accelerator/*.[ch]) accelerator/setup.py accelerator/pyproject.toml
 
 help: ## Say what each target does
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null || grep '##' Makefile
@@ -50,7 +50,7 @@ test-lowest: .venv-lowest/.ready ## Artifacts and command line with the lowest v
 	@$(VENV_LOWEST) -m pytest -q -m "not torch and not release" tests/artifacts tests/cli tests/test_imports.py \
 	    tests/test_config.py tests/launch/test_driver.py --ignore-glob "tests/artifacts/test_kills*"
 
-test-torch: .venv-torch/.ready ## The tests that need torch (its CPU build is enough)
+test-torch: .venv-torch/.ready ## The tests that need torch (its CPU build is enough) or transformers
 	@$(VENV_TORCH) -m pytest -m torch
 
 test-release: .venv/.ready ## Every row of NVIDIA's published release (458 MB, downloaded once)
@@ -131,11 +131,12 @@ prerequisites: ## Check what this machine must have, and print the line that ins
 	@.venv-docs/bin/python $(PIP) -e '.[docs]'
 	@touch $@
 
+# psutil tells transformers' continuous batching how much memory there is, where there is no GPU.
 .venv-torch/.ready: pyproject.toml tools/prerequisites.sh $(ACCELERATOR)
 	@tools/prerequisites.sh "$(PYTHON)"
 	@test -x $(VENV_TORCH) || "$(PYTHON)" -m venv .venv-torch
 	@echo "Installing torch into .venv-torch ..."
 	@$(VENV_TORCH) $(PIP) $(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)") 'torch==2.13.0'
-	@$(VENV_TORCH) $(PIP) -e '.[dev]'
+	@$(VENV_TORCH) $(PIP) -e '.[dev,transformers]' 'transformers==5.17.0' psutil
 	@$(VENV_TORCH) $(PIP) --no-deps --force-reinstall ./accelerator
 	@touch $@

@@ -1,32 +1,10 @@
-// One launch of a plan: the parameters that change are written into a copy of the others, and the driver is called.
 // What cubin_runtime/launch/run_source.py writes in Python for each launch is here one call; the two are tested alike.
 
-#define Py_LIMITED_API 0x030A0000
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#include "sender.h"
 
-#include <stdint.h>
 #include <string.h>
 
-enum { ABI = 1, MOST_BYTES = 4096, MOST_FIELDS = 64, ALIGNMENT = 128 };
-
-typedef int (*LaunchKernelEx)(const void *config, void *function, void **parameters, void **extra);
-
-typedef struct {
-  uint32_t offset;
-  char code;  // as in Python's struct module
-} Field;
-
-typedef struct {
-  PyObject_HEAD
-  LaunchKernelEx call;
-  const void *config;  // a CUlaunchConfig, which nobody writes
-  void *function;
-  PyObject *launch, *stream, *record, *tick, *kept;
-  Py_ssize_t size, count;
-  unsigned char *parameters;
-  Field fields[MOST_FIELDS];
-} Sender;
+enum { MOST_BYTES = 4096, ALIGNMENT = 128 };
 
 static int size_of(char code) {
   switch (code) {
@@ -67,40 +45,62 @@ static int write_float(unsigned char *at, PyObject *value) {
   return 0;
 }
 
-static PyObject *note(const Sender *self, const unsigned char *parameters) {
+static int write_value(unsigned char *at, char code, const Value *value) {
+  if (value->number != NULL) {
+    return code == 'f' ? write_float(at, value->number) : write_integer(at, code, value->number);
+  }
+  if (code != 'Q') {
+    PyErr_Format(PyExc_TypeError, "an address for a field of format %c", code);
+    return -1;
+  }
+  memcpy(at, &value->address, 8);
+  return 0;
+}
+
+static PyObject *entry_of(const Sender *self, const unsigned char *parameters) {
   PyObject *bytes = PyBytes_FromStringAndSize((const char *)parameters, self->size);
   if (bytes == NULL) return NULL;
   PyObject *entry = PyTuple_Pack(3, self->launch, bytes, self->stream);
   Py_DECREF(bytes);
-  if (entry == NULL) return NULL;
-  PyObject *done = PyObject_CallFunctionObjArgs(self->record, entry, NULL);
-  Py_DECREF(entry);
-  if (done == NULL) return NULL;
-  Py_DECREF(done);
-  return PyObject_CallNoArgs(self->tick);
+  return entry;
 }
 
-static PyObject *send(PyObject *object, PyObject *const *values, Py_ssize_t count) {
+static int note(const Sender *self, const unsigned char *parameters) {
+  PyObject *entry = self->entry != NULL ? Py_NewRef(self->entry) : entry_of(self, parameters);
+  if (entry == NULL) return -1;
+  PyObject *done = PyObject_CallFunctionObjArgs(self->record, entry, NULL);
+  Py_DECREF(entry);
+  if (done == NULL) return -1;
+  Py_DECREF(done);
+  done = PyObject_CallNoArgs(self->tick);
+  if (done == NULL) return -1;
+  Py_DECREF(done);
+  return 0;
+}
+
+int launch(const Sender *self, const Value *values, int *code) {
+  _Alignas(ALIGNMENT) unsigned char parameters[MOST_BYTES];  // its own, so that threads need no lock
+  memcpy(parameters, self->parameters, (size_t)self->size);
+  for (Py_ssize_t i = 0; i < self->count; i++) {
+    if (write_value(parameters + self->fields[i].offset, self->fields[i].code, &values[i])) return -1;
+  }
+  if (note(self, parameters)) return -1;
+  void *pointers[1] = {parameters};
+  Py_BEGIN_ALLOW_THREADS  // a full queue waits
+  *code = self->call(self->config, self->function, pointers, NULL);
+  Py_END_ALLOW_THREADS
+  return 0;
+}
+
+static PyObject *send(PyObject *object, PyObject *const *given, Py_ssize_t count) {
   const Sender *self = (const Sender *)object;
   if (count != self->count) {
     return PyErr_Format(PyExc_TypeError, "send: %zd values, expected %zd", count, self->count);
   }
-  _Alignas(ALIGNMENT) unsigned char parameters[MOST_BYTES];  // its own, so that threads need no lock
-  memcpy(parameters, self->parameters, (size_t)self->size);
-  for (Py_ssize_t i = 0; i < count; i++) {
-    const Field *field = &self->fields[i];
-    unsigned char *at = parameters + field->offset;
-    if (field->code == 'f' ? write_float(at, values[i]) : write_integer(at, field->code, values[i])) return NULL;
-  }
-  PyObject *noted = note(self, parameters);
-  if (noted == NULL) return NULL;
-  Py_DECREF(noted);
-  void *pointers[1] = {parameters};
+  Value values[MOST_FIELDS];
+  for (Py_ssize_t i = 0; i < count; i++) values[i] = (Value){given[i], 0};
   int code;
-  Py_BEGIN_ALLOW_THREADS  // a full queue waits
-  code = self->call(self->config, self->function, pointers, NULL);
-  Py_END_ALLOW_THREADS
-  return PyLong_FromLong(code);
+  return launch(self, values, &code) ? NULL : PyLong_FromLong(code);
 }
 
 static int set_fields(Sender *self, PyObject *fields) {
@@ -125,15 +125,25 @@ static int set_fields(Sender *self, PyObject *fields) {
   return 0;
 }
 
+static int set_parameters(Sender *self, const char *parameters) {
+  self->parameters = PyMem_Malloc(self->size ? (size_t)self->size : 1);
+  if (self->parameters == NULL) {
+    PyErr_NoMemory();
+    return -1;
+  }
+  memcpy(self->parameters, parameters, (size_t)self->size);
+  return 0;
+}
+
 static PyObject *new_sender(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
   static char *names[] = {"call",   "config", "function", "parameters", "fields", "launch",
                           "stream", "record", "tick",     "kept",       NULL};
   unsigned long long call, config, function;
   const char *parameters;
   Py_ssize_t size;
-  PyObject *fields, *launch, *stream, *record, *tick, *kept;
+  PyObject *fields, *launched, *stream, *record, *tick, *kept;
   if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "KKKy#O!OOOOO", names, &call, &config, &function, &parameters,
-                                   &size, &PyTuple_Type, &fields, &launch, &stream, &record, &tick, &kept)) {
+                                   &size, &PyTuple_Type, &fields, &launched, &stream, &record, &tick, &kept)) {
     return NULL;
   }
   if (size > MOST_BYTES) {
@@ -146,18 +156,20 @@ static PyObject *new_sender(PyTypeObject *type, PyObject *arguments, PyObject *k
   self->config = (const void *)(uintptr_t)config;
   self->function = (void *)(uintptr_t)function;
   self->size = size;
-  self->parameters = PyMem_Malloc(size ? (size_t)size : 1);
-  if (self->parameters == NULL || set_fields(self, fields)) {
-    if (self->parameters == NULL) PyErr_NoMemory();
-    Py_DECREF((PyObject *)self);
-    return NULL;
-  }
-  memcpy(self->parameters, parameters, (size_t)size);
-  self->launch = Py_NewRef(launch);
+  self->launch = Py_NewRef(launched);
   self->stream = Py_NewRef(stream);
   self->record = Py_NewRef(record);
   self->tick = Py_NewRef(tick);
   self->kept = Py_NewRef(kept);
+  int failed = set_parameters(self, parameters) || set_fields(self, fields);
+  if (!failed && self->count == 0) {
+    self->entry = entry_of(self, self->parameters);
+    failed = self->entry == NULL;
+  }
+  if (failed) {
+    Py_DECREF((PyObject *)self);
+    return NULL;
+  }
   return (PyObject *)self;
 }
 
@@ -169,6 +181,7 @@ static void free_sender(PyObject *object) {
   Py_XDECREF(self->record);
   Py_XDECREF(self->tick);
   Py_XDECREF(self->kept);
+  Py_XDECREF(self->entry);
   PyMem_Free(self->parameters);
   freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
   release(object);
@@ -188,21 +201,4 @@ static PyType_Slot slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec sender = {"cubin_runtime_accelerator.Sender", sizeof(Sender), 0, Py_TPFLAGS_DEFAULT, slots};
-
-static int start(PyObject *module) {
-  PyObject *type = PyType_FromSpec(&sender);
-  if (type == NULL) return -1;
-  int failed = PyModule_AddIntConstant(module, "ABI", ABI) || PyModule_AddObjectRef(module, "Sender", type);
-  Py_DECREF(type);
-  return failed ? -1 : 0;
-}
-
-static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, start}, {0, NULL}};
-
-static struct PyModuleDef module = {
-    PyModuleDef_HEAD_INIT, "cubin_runtime_accelerator", "Launches of cubin_runtime in C.", 0, NULL, module_slots,
-    NULL, NULL, NULL,
-};
-
-PyMODINIT_FUNC PyInit_cubin_runtime_accelerator(void) { return PyModuleDef_Init(&module); }
+PyType_Spec sender_spec = {"cubin_runtime_accelerator.Sender", sizeof(Sender), 0, Py_TPFLAGS_DEFAULT, slots};

@@ -3,6 +3,10 @@
 from setuptools import Extension, setup
 
 extension = Extension(
-    "cubin_runtime_accelerator", ["sender.c"], py_limited_api=True, extra_compile_args=["-O2", "-std=c11", "-Wall"]
+    "cubin_runtime_accelerator",
+    ["module.c", "sender.c", "step.c"],
+    depends=["sender.h"],
+    py_limited_api=True,
+    extra_compile_args=["-O2", "-std=c11", "-Wall"],
 )
 setup(ext_modules=[extension], packages=[], options={"bdist_wheel": {"py_limited_api": "cp310"}})

@@ -1,4 +1,4 @@
-"""How long the artifacts take: verifying a whole release, opening its index, importing, loading one cubin.
+"""Times of artifact operations: verifying a whole release, opening its index, importing, loading one cubin.
 
 Run ``python benchmarks/artifacts.py`` with the published trtllm-gen wheel at hand (``make test-release``
 gets it). It fills a store and an extracted copy in a temporary directory (3.3 GB), reads each once so that

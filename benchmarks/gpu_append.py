@@ -12,7 +12,7 @@ import argparse
 import json
 import os
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -44,8 +44,8 @@ class AppendBench:
     batch: int = 8
 
 
-def append_cases() -> Iterator[AppendBench]:
-    for tokens in TOKENS:
+def append_cases(sizes: Iterable[int]) -> Iterator[AppendBench]:
+    for tokens in sizes:
         batch = min(tokens, 64 if tokens == TOKENS[0] else 8)
         yield AppendBench("D 128", tokens, batch=batch)
         yield AppendBench("D 128, HND", tokens, layout="HND", batch=batch)
@@ -216,6 +216,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rep", type=float, default=REP_MS, help="ms of device time for one median (%(default)s)")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="rounds of a row (%(default)s)")
+    parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS, help="sizes of appends and merges")
     chosen = parser.parse_args()
     torch.manual_seed(0)
     chosen.out.mkdir(parents=True, exist_ok=True)
@@ -224,10 +225,10 @@ def main() -> int:
     result: dict[str, Any] = {"schema": 1, "question": "KV append and merging beside a copy"}
     result |= {"environment": gpu_environment(), "append": [], "merge": []}
     with SmClock() as clock:
-        for case in append_cases():
+        for case in append_cases(chosen.tokens):
             result["append"].append(row := measure(AppendProblem(case, runtime), chosen.rounds, chosen.rep))
             print(json.dumps(row), flush=True)
-        for tokens in TOKENS[1:]:
+        for tokens in (size for size in chosen.tokens if size != TOKENS[0]):
             for parts in (2, 4):
                 merge = MergeBench(f"{parts} parts", tokens, parts)
                 result["merge"].append(row := measure(MergeProblem(merge, runtime), chosen.rounds, chosen.rep))

@@ -15,14 +15,18 @@ import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-from decode.peers import describe
+from decode.peers import compile_ahead, describe
+from decode.timing import SmClock, matrix_tflop_per_s
 from gpu_environment import built_sources, gpu_environment
+from prefill import mixed
 from prefill.cases import PrefillCase, prefill_cases
+from prefill.page import SCHEMA
 from prefill.peers import PEERS
 from prefill.problem import PrefillProblem
 from triton.testing import do_bench
@@ -87,7 +91,9 @@ def compile_peers(cases: list[PrefillCase], peers: list[str]) -> None:
             print(f"{name}, {case.name}: {describe(error)}", flush=True)
 
     with ThreadPoolExecutor(COMPILATIONS) as pool:
+        of_decodes = pool.submit(compile_ahead, [mixed.DECODES])
         list(pool.map(call, product(peers, alike.values())))
+        print(of_decodes.result(), flush=True)
 
 
 def row_of(case: PrefillCase, runtime: Runtime, chosen: argparse.Namespace) -> dict[str, Any]:
@@ -113,8 +119,25 @@ def row_of(case: PrefillCase, runtime: Runtime, chosen: argparse.Namespace) -> d
     return row
 
 
+def mixed_row(runtime: Runtime, chosen: argparse.Namespace) -> dict[str, Any]:
+    """Chunks and decodes in two launches: ours in the best of its ways beside the peers' best two."""
+    problem = mixed.MixedProblem(runtime)
+    ours = problem.ours()
+    theirs, errors = problem.peers() if chosen.peers else ({}, {})
+    times = measured(ours | theirs, chosen.rounds, chosen.rep)
+    whole = {name: us for name, us in times.items() if name in ours and not name.endswith("alone")}
+    best = min(whole, key=whole.__getitem__)
+    row: dict[str, Any] = {"section": "mixed", "case": f"{mixed.CHUNKS.name} and {mixed.DECODES.label}", "us": times}
+    row |= {"errors": errors, "bar": mixed.BAR, "best": best, "tflop_per_s": {}, "largest_difference": {}}
+    if theirs:
+        of_peers = min(times[name] for name in theirs)
+        row["ratio"] = of_peers / times[best]
+        row["ratio_one_after_the_other"] = of_peers / times["ours, one after the other"]
+    return row
+
+
 def line_of(row: dict[str, Any]) -> str:
-    times = "  ".join(f"{name} {us:.1f} us {row['tflop_per_s'][name]:.0f} TF" for name, us in row["us"].items())
+    times = "  ".join(f"{name} {us:.1f} us {row['tflop_per_s'].get(name, 0):.0f} TF" for name, us in row["us"].items())
     ratio = f"  ratio {row['ratio']:.3f} (bar {row['bar']})" if "ratio" in row else ""
     return f"{row['case']}: {times}{ratio}{''.join(f'  {n}: {e}' for n, e in row['errors'].items())}"
 
@@ -131,16 +154,22 @@ def main() -> int:
     store = Path(os.environ.get("CUBIN_RUNTIME_CACHE", chosen.out / "store"))
     runtime = Runtime(Config(store=store, sources=built_sources(), offline=True))
     chosen.out.mkdir(parents=True, exist_ok=True)
-    result: dict[str, Any] = {"schema": 1, "question": "context attention beside the peers"}
+    result: dict[str, Any] = {"schema": SCHEMA, "question": "context attention beside the peers"}
     result |= {"environment": gpu_environment(), "rows": []}
+    result["matrix_tflop_per_s"] = matrix_tflop_per_s()
+    calls = [partial(row_of, case, runtime, chosen) for case in cases]
+    if not sections or "mixed" in sections:
+        calls.append(partial(mixed_row, runtime, chosen))
     began = time.perf_counter()
-    for case in cases:
-        row = row_of(case, runtime, chosen)
-        result["rows"].append(row)
-        result["seconds"] = round(time.perf_counter() - began, 1)
-        # What was measured is kept, whatever ends the run.
-        (chosen.out / "prefill.json").write_text(json.dumps(result, indent=1) + "\n")
-        print(line_of(row), flush=True)
+    with SmClock() as clock:
+        for call in calls:
+            first = len(clock.samples)
+            row = call()
+            result["rows"].append(row | {"sm_clock_mhz": clock.summary(first)})
+            result["seconds"] = round(time.perf_counter() - began, 1)
+            # What was measured is kept, whatever ends the run.
+            (chosen.out / "prefill.json").write_text(json.dumps(result, indent=1) + "\n")
+            print(line_of(row), flush=True)
     differing = [
         row["case"] for row in result["rows"] if max(row["largest_difference"].values(), default=0.0) > MOST_DIFFERENCE
     ]

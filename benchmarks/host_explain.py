@@ -1,4 +1,4 @@
-"""How long deciding takes on the host: one trtllm-gen launch from loaded metadata, and a file of them by the verb.
+"""Time of planning on the host: one trtllm-gen launch from loaded metadata, and a file of them by the verb.
 
 Run ``python benchmarks/host_explain.py`` with the published wheel at hand (``make test-release`` gets it). The
 cases are those of the tests. "decide" is from the arguments to kernel, grid, attributes, descriptors and every

@@ -1,4 +1,4 @@
-"""The one configuration value: made at the edge from flags and environment, then passed down."""
+"""The configuration value: made once from flags and environment, then passed down."""
 
 from __future__ import annotations
 

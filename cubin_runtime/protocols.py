@@ -1,4 +1,4 @@
-"""What the operators accept besides numbers, as types: tensors of any library, streams, and the words of options."""
+"""Types of what operators accept besides numbers: tensors of any library, streams, and values of options."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CompatContextBackend = Literal["auto", "hopper", "trtllm-gen"]
 
 
 class DLPackTensor(Protocol):
-    """A tensor that speaks DLPack, as those of torch, CuPy and JAX do."""
+    """A tensor that implements DLPack, like those of torch, CuPy and JAX."""
 
     def __dlpack__(self, *, stream: Any = ...) -> Any:
         """The capsule of its memory."""
@@ -39,7 +39,7 @@ class DLPackTensor(Protocol):
 
 
 class CudaArray(Protocol):
-    """A tensor that speaks ``__cuda_array_interface__``, version 2 or 3, as those of CuPy and Numba do."""
+    """A tensor that implements ``__cuda_array_interface__``, version 2 or 3, like those of CuPy and Numba."""
 
     @property
     def __cuda_array_interface__(self) -> Any:
@@ -47,7 +47,7 @@ class CudaArray(Protocol):
 
 
 class CudaStream(Protocol):
-    """A stream with ``__cuda_stream__``, version 0, as cuda.core's have; a method or an attribute."""
+    """A stream with ``__cuda_stream__``, version 0, as in cuda.core; a method or an attribute."""
 
     @property
     def __cuda_stream__(self) -> Any:
@@ -55,7 +55,7 @@ class CudaStream(Protocol):
 
 
 class TorchStream(Protocol):
-    """A stream as torch has them."""
+    """A stream like torch's."""
 
     @property
     def cuda_stream(self) -> int:

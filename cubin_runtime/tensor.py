@@ -1,4 +1,4 @@
-"""Tensors at the edge: whatever a caller has becomes a pointer with a dtype, a shape and strides."""
+"""Conversion of callers' tensors of any library into a pointer with a dtype, a shape and strides."""
 
 from __future__ import annotations
 
@@ -58,8 +58,12 @@ class TensorView:
     @property
     def is_contiguous(self) -> bool:
         """Whether it is row-major without gaps; what a dimension of size 1 has for a stride does not matter."""
-        expected = (prod(self.shape[i + 1 :]) for i in range(len(self.shape)))
-        return all(n <= 1 or stride == e for n, stride, e in zip(self.shape, self.strides, expected, strict=True))
+        step = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if stride != step and size > 1:
+                return False
+            step *= size
+        return True
 
 
 Tensor = TensorView | DLPackTensor | CudaArray
@@ -70,7 +74,7 @@ OutT = TypeVar("OutT", bound=Tensor)
 
 
 def view_of(tensor: Tensor, name: str) -> TensorView:
-    """The view of a CUDA tensor: a ``TensorView``, a torch tensor, or anything that speaks
+    """The view of a CUDA tensor: a ``TensorView``, a torch tensor, or anything that implements
     ``__cuda_array_interface__`` (version 2 or 3) or DLPack.
 
     No stream is synchronised: the data must be ready on the stream that the kernel runs on.
@@ -93,7 +97,7 @@ def view_of(tensor: Tensor, name: str) -> TensorView:
 
 
 def is_torch(tensor: Any) -> bool:
-    """Whether ``tensor`` is torch's, or speaks as torch's do."""
+    """Whether ``tensor`` is torch's, or has the same interface."""
     return hasattr(tensor, "data_ptr") and hasattr(tensor, "stride")
 
 

@@ -1,6 +1,6 @@
 """Immutable values that are defined without generated code, which is most of what a dataclass costs at import.
 
-A class of which many are made gets an initializer that is written for it then.
+A class with many instances gets a generated initializer once it is needed.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def build_wheel(tree: Path, out: Path, *, isolated: bool = True, version: str = 
     ``isolated=False`` uses the setuptools of this environment and so needs no network.
 
     Raises:
-        FileNotFoundError: ``tree`` is no release folder.
+        FileNotFoundError: ``tree`` is not a release folder.
         subprocess.CalledProcessError: the build failed; what it printed went to the standard error.
     """
     if not (tree / "checksums.txt").is_file():

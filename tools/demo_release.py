@@ -34,7 +34,7 @@ def find_sources() -> tuple[str, ...]:
 
 
 def check_published_release(store: Path) -> None:
-    """Fetch some cubins into ``store``, verify them, and hold each against its row of metadata."""
+    """Fetch some cubins into ``store``, verify them, and compare each with its row of metadata."""
     sources = find_sources()
     if not sources:
         say(f"Left out, since it is not on this machine: 'pip install flashinfer-cubin=={VERSION}' brings it.")

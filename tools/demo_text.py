@@ -1,4 +1,4 @@
-"""How the demo speaks: numbered headings and indented lines; ``DEMO=full`` adds the details."""
+"""The output of the demo: numbered headings and indented lines; ``DEMO=full`` adds the details."""
 
 from __future__ import annotations
 

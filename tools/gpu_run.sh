@@ -5,7 +5,7 @@
 #   tools/gpu_run.sh decode:gqa,fp8     (the benchmark of the decode alone, and of its sections those; decode: all)
 #   tools/gpu_run.sh mla                (that of the MLA decode alone; decode mla: both, one after the other)
 #   tools/gpu_run.sh prefill            (that of context attention alone)
-#   tools/gpu_run.sh profile            (rows of both in the profiler, which has to be there as ncu)
+#   tools/gpu_run.sh profile            (rows of all three in the profiler, which has to be there as ncu)
 #
 # Before: `make artifacts` here or elsewhere, so that build/artifacts holds the release (or CUBIN_RUNTIME_SOURCES
 # names a source). Python packages that the machine lacks are taken from wheels in .whl/, without a network.
@@ -95,7 +95,7 @@ for word in "$@"; do
     benchmarks)
         for script in benchmarks/gpu_*.py; do
             [ "$script" = benchmarks/gpu_environment.py ] && continue # no benchmark
-            [ "$script" = benchmarks/gpu_profile.py ] && continue     # a word of its own
+            [[ $script = *profile.py ]] && continue # a word of its own
             step "$script" benchmarks.log "$python" "$script" --out "$out" || failed=1
         done
         ;;
@@ -104,7 +104,11 @@ for word in "$@"; do
         step benchmarks/gpu_decode.py benchmarks.log "$python" benchmarks/gpu_decode.py --out "$out" \
             ${sections:+--sections "${sections#:}"} || failed=1
         ;;
-    profile) step benchmarks/gpu_profile.py profile.log "$python" benchmarks/gpu_profile.py --out "$out" || failed=1 ;;
+    profile)
+        for script in benchmarks/gpu_*profile.py; do
+            step "$script" profile.log "$python" "$script" --out "$out" || failed=1
+        done
+        ;;
     prefill) step benchmarks/gpu_prefill.py benchmarks.log "$python" benchmarks/gpu_prefill.py --out "$out" || failed=1 ;;
     mla) step benchmarks/gpu_mla.py benchmarks.log "$python" benchmarks/gpu_mla.py --out "$out" || failed=1 ;;
     esac

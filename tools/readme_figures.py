@@ -26,7 +26,7 @@ OPERATIONS = {"mla_decode": "paged_mla_decode"}
 PLANNED = {
     "context_attention": ("SM90a", "bf16, fp16", "64, 128"),
 }
-# What the kernels of an operator take, where it is no trait of theirs: dtypes and head_dim.
+# What the kernels of an operator take, where it is not a trait: dtypes and head_dim.
 TAKEN = {
     "append_kv": ("bf16, fp16, e4m3", "32 to 1024, in steps of 16"),
     "merge_states": ("bf16, fp16, fp32", "8 to 4096, in steps of 8"),

@@ -69,7 +69,7 @@ def add_figures(row: Row, bar: Bar, read_tb_per_s: float, matrix_tflop_per_s: fl
         times = {name: found["us"] for name, found in row["peers"].items() if "us" in found}
         for name, theirs in times.items():
             row[f"ratio_{name}"] = theirs / us
-        # Planning anew is no way of the peer to be faster: it has a bar of its own.
+        # Planning again does not make the peer faster: it has a bar of its own.
         alone = {name: theirs for name, theirs in times.items() if name != "fa2_plan_run"}
         if alone:
             row["best_peer"] = min(alone, key=alone.__getitem__)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from .tables import NOT_MEASURED, Report, table
 
 _LATENCIES = ("first_token_ms", "between_tokens_ms")
@@ -13,6 +15,25 @@ def figures(report: Report) -> str:
     if not report:
         return NOT_MEASURED
     load, environment = report["load"], report["environment"]
+    errors = ", ".join(f"{error:.1e} ({name})" for name, error in report["worst_relative_error"].items())
+    others = report["other_arrivals"]
+    return "\n\n".join(
+        (
+            f"{environment['gpu']['name']}, torch {environment['packages']['torch']}; {environment['date'][:10]}. "
+            f"{load['requests']:,} requests with {load['prompt_tokens']:,} prompt tokens and {load['output_tokens']:,} "
+            f"output tokens arrive at {load['arrivals_per_second']:.0f} per second; {load['layers']} layers, pages of "
+            f"{load['page_size']} tokens, at most {load['step_tokens']:,} tokens per step.",
+            _engines(report["engines"]),
+            f"Largest relative error of the sampled outputs: {errors}. With other arrivals in another order, "
+            f"{others['with_other_tokens']} of {others['requests']:,} requests of the batch-invariant engine got other "
+            "tokens.",
+            *_speculation(report.get("speculation")),
+        )
+    )
+
+
+def _engines(engines: dict[str, dict[str, float]]) -> str:
+    heads = ("engine", "tokens/s", "first token, ms (p50 / p90 / p99)", "between tokens, ms", "graph / mixed steps")
     rows = [
         (
             name,
@@ -20,20 +41,18 @@ def figures(report: Report) -> str:
             *(" / ".join(f"{found[f'{kind}_p{p}']:.1f}" for p in _PERCENTILES) for kind in _LATENCIES),
             f"{found['graph_steps']:.0f} / {found['mixed_steps']:.0f}",
         )
-        for name, found in report["engines"].items()
+        for name, found in engines.items()
     ]
-    errors = ", ".join(f"{error:.1e} ({name})" for name, error in report["worst_relative_error"].items())
-    others = report["other_arrivals"]
-    heads = ("engine", "tokens/s", "first token, ms (p50 / p90 / p99)", "between tokens, ms", "graph / mixed steps")
-    return "\n\n".join(
-        (
-            f"{environment['gpu']['name']}, torch {environment['packages']['torch']}; {environment['date'][:10]}. "
-            f"{load['requests']:,} requests with {load['prompt_tokens']:,} prompt tokens and {load['output_tokens']:,} "
-            f"output tokens arrive at {load['arrivals_per_second']:.0f} per second; {load['layers']} layers, pages of "
-            f"{load['page_size']} tokens, at most {load['step_tokens']:,} tokens per step.",
-            table(heads, rows),
-            f"Largest relative error of the sampled outputs: {errors}. With other arrivals in another order, "
-            f"{others['with_other_tokens']} of {others['requests']:,} requests of the batch-invariant engine got other "
-            "tokens.",
-        )
+    return table(heads, rows)
+
+
+def _speculation(found: dict[str, Any] | None) -> tuple[str, ...]:
+    if found is None:
+        return ()
+    return (
+        f"Speculative decoding, on a model with a head: trees of {found['drafts']} drafts on {found['levels']} levels, "
+        f"from a drafter that is right with a probability of {found['right_at_each_level']} at each level. A step of a "
+        f"request gives {found['tokens_per_request_and_step']} tokens; {100 * found['equal_tokens']:.1f}% of all "
+        "tokens are those of single steps.",
+        _engines(found["engines"]),
     )

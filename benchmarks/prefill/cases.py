@@ -1,4 +1,4 @@
-"""The cases of the benchmark of context attention, with the bar that each one's ratio is held against."""
+"""The cases of the benchmark of context attention, with the bar that each one's ratio has to meet."""
 
 from __future__ import annotations
 

@@ -57,8 +57,8 @@ class PrefillProblem:
         """Keys and values in pages."""
         return self._paged(self.k), self._paged(self.v)
 
-    def ours(self, runtime: Runtime, *, ragged: bool = False) -> Callable[[], torch.Tensor]:
-        """A run of a plan, giving the output."""
+    def ours(self, runtime: Runtime, *, ragged: bool = False, device_facts: Any = None) -> Callable[[], torch.Tensor]:
+        """A run of a plan, giving the output; ``device_facts``: planned for the device that they describe."""
         case, out = self.case, torch.full_like(self.q[..., : self.case.value_dim], float("nan")).contiguous()
         k, v = self.caches if case.page and not ragged else (self.k, self.v)
         named: dict[str, Any] = {"q_cu_seq_lens": self.q_sums}
@@ -68,7 +68,8 @@ class PrefillProblem:
             named["kv_cu_seq_lens"] = self.kv_sums
         bounds = {"max_seq_len": max(case.kv_lens), "max_q_len": max(case.q_lens)}
         masks = {"causal": case.causal, "window_left": case.window_left}
-        plan = plan_context_attention(self.q, k, v, out, **named, **bounds, **masks, runtime=runtime)
+        of = {"runtime": runtime, "device_facts": device_facts}
+        plan = plan_context_attention(self.q, k, v, out, **named, **bounds, **masks, **of)
 
         def call() -> torch.Tensor:
             plan.run(self.q, k, v, out, **named)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from decode.peers import library
 
 from cubin_runtime.attention import append_kv, context_attention, paged_decode
 
@@ -20,7 +19,7 @@ class Rows:
     """The rows of one step on the device, decodes first.
 
     ``offsets`` are the prefix sums of the requests' tokens, ``lens`` their keys with the new ones, at most ``longest``;
-    a chunk has at most ``most_tokens``.
+    a chunk has at most ``most_tokens``. With a ``mask``, uint16 ``[decodes, nodes, 2]``, a decode is a tree of tokens.
     """
 
     decodes: int
@@ -29,6 +28,7 @@ class Rows:
     offsets: torch.Tensor
     longest: int
     most_tokens: int = 1
+    mask: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +77,8 @@ class Ours:
 
     def attend(self, q: torch.Tensor, caches: Caches) -> torch.Tensor:
         rows, n, out = self.rows, self.rows.decodes, torch.empty_like(q)
+        if rows.mask is not None:
+            return self.verify(q, caches, rows.mask)
         if n:
             tensors = (q[:n], *caches, rows.table[:n], rows.lens[:n])
             paged_decode(*tensors, max_seq_len=rows.longest, out=out[:n], batch_invariant=self.batch_invariant)
@@ -94,6 +96,14 @@ class Ours:
             )
         return out
 
+    def verify(self, q: torch.Tensor, caches: Caches, mask: torch.Tensor) -> torch.Tensor:
+        """The output of all nodes of the requests' trees."""
+        rows = self.rows
+        nodes = q.view(rows.decodes, -1, HEADS, HEAD_DIM)
+        tensors = (nodes, *caches, rows.table, rows.lens)
+        out = paged_decode(*tensors, max_seq_len=rows.longest, mask=mask, batch_invariant=self.batch_invariant)
+        return out.view_as(q)
+
 
 class FlashInfer:
     """FlashInfer's paged wrappers, planned for each step; ``buckets`` have wrappers for graphs."""
@@ -101,6 +111,8 @@ class FlashInfer:
     name = "flashinfer"
 
     def __init__(self, pages: int, page_size: int, buckets: tuple[int, ...]) -> None:
+        from decode.peers import library
+
         self.flashinfer = flashinfer = library()
         self.page_size = page_size
         self.rows: Rows

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +21,10 @@ MOST = BUCKETS[-1]
 
 @dataclass(slots=True)
 class Served:
-    """What came of a run: seconds to each request's tokens from its arrival, its tokens, and last outputs."""
+    """What came of a run: seconds to each request's tokens from its arrival, its tokens, and last outputs.
+
+    Of steps that only decode, ``verified`` counts the requests and ``accepted`` their tokens.
+    """
 
     seconds: float = 0.0
     token_times: dict[int, list[float]] = field(default_factory=dict)
@@ -28,35 +32,42 @@ class Served:
     outputs: dict[int, torch.Tensor] = field(default_factory=dict)
     graph_steps: int = 0
     mixed_steps: int = 0
+    verified: int = 0
+    accepted: int = 0
 
 
 class Engine:
     """The caches of all layers and the state of all slots; the last slot belongs to rows that nobody has.
 
-    ``longest`` is the most keys of a request, ``most_made`` the most tokens that one is to make.
+    ``longest`` is the most keys of a request, ``most_made`` the most tokens that one is to make, and ``ahead`` how many
+    keys and tokens more a step may write. On a CPU nothing is captured.
     """
 
-    def __init__(self, model: Model, attention: Attention, *, pages: int, longest: int, most_made: int) -> None:
-        self.model, self.attention, self.pages, self.longest = model, attention, pages, longest
-        on: dict[str, object] = {"device": "cuda", "dtype": torch.int32}
+    def __init__(
+        self, model: Model, attention: Attention, *, pages: int, longest: int, most_made: int, ahead: int = 0
+    ) -> None:
+        self.model, self.attention, self.pages, self.longest, self.ahead = model, attention, pages, longest, ahead
+        self.device = model.weights.device
+        on: dict[str, Any] = {"device": self.device, "dtype": torch.int32}
+        ids: dict[str, Any] = {"device": self.device, "dtype": torch.int64}
+        halves: dict[str, Any] = {"device": self.device, "dtype": torch.bfloat16}
         columns = -(-longest // PAGE)
         shape = (pages + 1, PAGE, KV_HEADS, HEAD_DIM)
-        self.caches = [
-            (torch.zeros(shape, device="cuda", dtype=torch.bfloat16), torch.zeros(shape, device="cuda").bfloat16())
-            for _ in model.q
-        ]
-        self.last = torch.zeros(MOST + 1, device="cuda", dtype=torch.int64)
-        self.lens = torch.zeros(MOST + 1, **on)  # type: ignore[arg-type]
-        self.made = torch.zeros(MOST + 1, device="cuda", dtype=torch.int64)
-        self.table = torch.full((MOST + 1, columns), pages, **on)  # type: ignore[arg-type]
-        self.history = torch.zeros((MOST + 1, most_made + 1), device="cuda", dtype=torch.int64)
-        self.outputs = torch.zeros((MOST + 1, HEADS, HEAD_DIM), device="cuda", dtype=torch.bfloat16)
-        self.slots = {bucket: torch.full((bucket,), MOST, device="cuda") for bucket in BUCKETS}
-        self.offsets = torch.arange(MOST + 1, **on)  # type: ignore[arg-type]
+        self.caches = [(torch.zeros(shape, **halves), torch.zeros(shape, **halves)) for _ in model.q]
+        self.last = torch.zeros(MOST + 1, **ids)
+        self.lens = torch.zeros(MOST + 1, **on)
+        self.made = torch.zeros(MOST + 1, **ids)
+        self.table = torch.full((MOST + 1, columns), pages, **on)
+        self.history = torch.zeros((MOST + 1, most_made + ahead + 1), **ids)
+        self.outputs = torch.zeros((MOST + 1, HEADS, HEAD_DIM), **halves)
+        self.slots = {bucket: torch.full((bucket,), MOST, **ids) for bucket in BUCKETS}
+        self.offsets = torch.arange(MOST + 1, **on)
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
     def capture(self) -> None:
         """A graph of a decode step for each bucket."""
+        if self.device.type != "cuda":
+            return
         pool = None
         for bucket in reversed(BUCKETS):
             self.attention.plan(self.host_rows(bucket, []))
@@ -109,20 +120,31 @@ class Engine:
         """Give admitted requests their slots."""
         for active in admitted:
             pages = torch.tensor(active.pages, dtype=torch.int32)
-            self.table[active.slot, : len(pages)] = pages.cuda()
+            self.table[active.slot, : len(pages)] = pages.to(self.device)
             self.made[active.slot] = 0
 
-    def run(self, step: Step) -> bool:
-        """Run a step; whether a graph did."""
-        if not step.chunks:
-            bucket = next(bucket for bucket in BUCKETS if bucket >= len(step.decodes))
-            slots = [active.slot for active in step.decodes] + [MOST] * (bucket - len(step.decodes))
-            self.slots[bucket].copy_(torch.tensor(slots))
-            self.attention.plan(self.host_rows(bucket, step.decodes))
+    def run(self, step: Step) -> int:
+        """Run a step; the bucket of a step that only decodes, else 0."""
+        if step.chunks:
+            self.mixed_step(step)
+            return 0
+        bucket = next(bucket for bucket in BUCKETS if bucket >= len(step.decodes))
+        slots = [active.slot for active in step.decodes] + [MOST] * (bucket - len(step.decodes))
+        self.slots[bucket].copy_(torch.tensor(slots))
+        self.prepare(bucket, step)
+        if bucket in self.graphs:
             self.graphs[bucket].replay()
-            return True
-        self.mixed_step(step)
-        return False
+        else:
+            self.decode_step(bucket)
+        return bucket
+
+    def prepare(self, bucket: int, step: Step) -> None:
+        """What the host does for a step of decodes."""
+        self.attention.plan(self.host_rows(bucket, step.decodes))
+
+    def counted(self, bucket: int, step: Step) -> list[int]:
+        """The tokens that each request made in a step of decodes."""
+        return [1] * len(step.decodes)
 
     def mixed_step(self, step: Step) -> None:
         """Decodes and chunks of prompts side by side."""
@@ -131,15 +153,15 @@ class Engine:
         ends = np.cumsum(counts)
         lens = np.array([one.length for one in active]) + counts
         host = [chunk.active.request.prompt[chunk.active.length :][: chunk.tokens] for chunk in step.chunks]
-        prompts = torch.from_numpy(np.concatenate(host)).cuda()
-        slots = torch.tensor([one.slot for one in active], device="cuda")
+        prompts = torch.from_numpy(np.concatenate(host)).to(self.device)
+        slots = torch.tensor([one.slot for one in active], device=self.device)
         offsets = torch.from_numpy(np.concatenate([[0], ends])).int()
-        on_device = torch.from_numpy(lens).int().cuda()
+        on_device = torch.from_numpy(lens).int().to(self.device)
         rows = Rows(
             decodes=len(step.decodes),
             table=self.table[slots],
             lens=on_device,
-            offsets=offsets.cuda(),
+            offsets=offsets.to(self.device),
             longest=self.longest,
             most_tokens=max(chunk.tokens for chunk in step.chunks),
         )
@@ -151,7 +173,7 @@ class Engine:
         ended = [row for row, chunk in enumerate(step.chunks, rows.decodes) if chunk.ends_prompt]
         making = [*range(rows.decodes), *ended]
         if making:
-            self.finish(slots[making], out[torch.from_numpy(ends[making] - 1).cuda()])
+            self.finish(slots[making], out[torch.from_numpy(ends[making] - 1).to(self.device)])
 
     def serve(self, scheduler: Scheduler, sampled: set[int]) -> Served:
         """Serve all requests; outputs are kept of those ``sampled``. A step is over when its tokens can be read."""
@@ -163,16 +185,19 @@ class Engine:
             if not step.decodes and not step.chunks:
                 time.sleep(max(0.0, min(0.001, scheduler.waiting[0].arrival - now)))
                 continue
-            if self.run(step):
-                served.graph_steps += 1
-            else:
-                served.mixed_steps += 1
-            torch.cuda.synchronize()
+            bucket = self.run(step)
+            served.graph_steps += bucket > 0
+            served.mixed_steps += not bucket
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
             now = time.perf_counter() - began
-            made, gone = scheduler.done(step)
+            counts = self.counted(bucket, step) if bucket else None
+            served.verified += len(step.decodes) if bucket else 0
+            served.accepted += sum(counts or ())
+            made, gone = scheduler.done(step, counts)
             for active in made:
-                request = active.request
-                served.token_times.setdefault(request.number, []).append(now - request.arrival)
+                request, times = active.request, served.token_times.setdefault(active.request.number, [])
+                times += [now - request.arrival] * (min(active.made, request.wanted) - len(times))
             for active in gone:
                 number = active.request.number
                 served.tokens[number] = self.history[active.slot, : active.made].cpu().numpy()

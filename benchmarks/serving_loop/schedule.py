@@ -78,8 +78,8 @@ def requests_at_random(
 class Scheduler:
     """Admits requests in the order of arrival and says what each step does.
 
-    A request gets all its pages when it is admitted, so none has to be taken back. Decodes come first; chunks of
-    prompts fill the step up to ``step_tokens``.
+    A request gets all its pages when it is admitted, so none has to be taken back, with room for ``ahead`` tokens more
+    than it wants. Decodes come first; chunks of prompts fill the step up to ``step_tokens``.
     """
 
     waiting: deque[Request]
@@ -87,12 +87,15 @@ class Scheduler:
     free: list[int]
     slots: list[int]
     step_tokens: int
+    ahead: int = 0
     active: list[Active] = field(default_factory=list)
 
     @classmethod
-    def of(cls, requests: Sequence[Request], *, pages: int, page_size: int, slots: int, step_tokens: int) -> Scheduler:
+    def of(
+        cls, requests: Sequence[Request], *, pages: int, page_size: int, slots: int, step_tokens: int, ahead: int = 0
+    ) -> Scheduler:
         """A schedule of ``requests``, sorted by arrival, on a pool of ``pages``."""
-        return cls(deque(requests), page_size, list(range(pages)), list(range(slots)), step_tokens)
+        return cls(deque(requests), page_size, list(range(pages)), list(range(slots)), step_tokens, ahead)
 
     @property
     def is_over(self) -> bool:
@@ -104,7 +107,7 @@ class Scheduler:
         admitted = []
         while self.waiting and self.waiting[0].arrival <= now and self.slots:
             request = self.waiting[0]
-            needed = -(-(len(request.prompt) + request.wanted) // self.page_size)
+            needed = -(-(len(request.prompt) + request.wanted + self.ahead) // self.page_size)
             if needed > len(self.free):
                 break
             self.waiting.popleft()
@@ -123,18 +126,21 @@ class Scheduler:
                 left -= chunks[-1].tokens
         return Step(decodes, chunks)
 
-    def done(self, step: Step) -> tuple[list[Active], list[Active]]:
-        """Note that the step ran; who made a token, and who of them has all and is gone."""
+    def done(self, step: Step, counts: Sequence[int] | None = None) -> tuple[list[Active], list[Active]]:
+        """Note that the step ran; who made tokens, and who of them has all and is gone.
+
+        ``counts`` are the tokens of each decode; None: one. The last ones may be more than were wanted.
+        """
         made = list(step.decodes)
-        for active in step.decodes:
-            active.length += 1
+        for active, count in zip(step.decodes, counts or [1] * len(step.decodes), strict=True):
+            active.length += count
+            active.made += count
         for chunk in step.chunks:
             if chunk.ends_prompt:
                 made.append(chunk.active)
+                chunk.active.made += 1
             chunk.active.length += chunk.tokens
-        for active in made:
-            active.made += 1
-        gone = [active for active in made if active.made == active.request.wanted]
+        gone = [active for active in made if active.made >= active.request.wanted]
         for active in gone:
             self.free += active.pages
             self.slots.append(active.slot)

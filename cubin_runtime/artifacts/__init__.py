@@ -1,6 +1,6 @@
-"""Bytes on disk: which are trusted, where they come from, where they are kept, and what they say of themselves.
+"""Artifacts: which releases are trusted, where files come from, where they are stored, and what they contain.
 
-``library`` is the entrance. Files and folders by job, each importing only those above it:
+``library`` is the entry point. Files and folders by job, each importing only those above it:
 
 - ``path``, ``manifest``, ``bounded_read``, ``atomic_write``: values, and the one way to read and to write files
 - ``cubins``: facts of a cubin, from its ELF
@@ -13,6 +13,6 @@
 - ``releases``: operations on whole releases (catalog, comparison, export, gc, repair)
 
 Other packages import ``library``, ``releases`` and the values of ``path``, ``manifest``, ``verification``, ``cubins``,
-``tables`` and ``pins``; never the others. Imports make no cycle between files. ``tests/test_imports.py`` enforces all
+``tables`` and ``pins``; never the others. No two files import each other. ``tests/test_imports.py`` enforces all
 of this.
 """

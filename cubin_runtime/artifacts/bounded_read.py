@@ -23,7 +23,7 @@ _KINDS = {
 
 
 class NotRegularError(StoreError):
-    """Something that is no regular file stands where a file was expected."""
+    """Something other than a regular file is where a file was expected."""
 
 
 class TooLargeError(CorruptError):

@@ -1,4 +1,4 @@
-"""The entrance to the artifacts: pins, manifests and verified bytes of one configuration."""
+"""Entry point to the artifacts: pins, manifests and verified bytes of one configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The name of an artifact: ``RELEASE/FAMILY/.../FILE``, POSIX, relative, unable to climb."""
+"""The name of an artifact: ``RELEASE/FAMILY/.../FILE``, a relative POSIX path without ``..``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9_+-][A-Za-z0-9_.+-]{0,199}(?:/[A-Za-z0-9_+-][A-Z
 
 
 class PathError(UsageError):
-    """A text is no artifact path."""
+    """A text is not an artifact path."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

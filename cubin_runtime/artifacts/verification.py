@@ -1,4 +1,4 @@
-"""Hashing what is there against a manifest: the objects of a store, or a published tree."""
+"""Verification of the objects of a store, or of a published tree, against a manifest."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def verify_store(
     Raises:
         StoreError: the store cannot be read.
     """
-    # a thing that is no regular file does not count as present, yet must not pass as "not fetched"
+    # something other than a regular file does not count as present, yet must not pass as "not fetched"
     present, odd = store.look(manifest.digests[path] for path in paths)
     chosen = [path for path in paths if manifest.digests[path] in present or manifest.digests[path] in odd]
     chosen.sort(key=lambda path: manifest.digests[path])

@@ -1,4 +1,4 @@
-"""What a user calls: checks, plans and operators on paged attention."""
+"""The operators that users call: paged attention, its checks and its plans."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

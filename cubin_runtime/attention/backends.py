@@ -12,7 +12,7 @@ from ..values import dataclass
 
 AUTO: Final = "auto"
 HOPPER = "hopper"
-XQA = "xqa"  # the same kernels under the peer's name
+XQA = "xqa"  # the same kernels under FlashInfer's name
 TRTLLM_GEN = "trtllm-gen"
 
 
@@ -34,7 +34,7 @@ class Support:
 
     @property
     def automatic(self) -> frozenset[tuple[int, int]]:
-        """Where ``auto`` takes it."""
+        """Compute capabilities on which ``auto`` selects it."""
         return self.measured | self.published
 
     def __str__(self) -> str:

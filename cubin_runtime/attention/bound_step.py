@@ -1,4 +1,4 @@
-"""A plan with some of its arguments bound once, so that a step checks and writes only what moves."""
+"""A plan with some of its arguments bound once, so that a step checks and writes only those that change."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from ..launch.compiled import compiled
 from ..launch.prepared import ELSEWHERE
 from ..launch.streams import is_default
 from .fast_path import suspendable
+from .fast_path.at_once import at_once
 from .fast_path.guards import conditions, guarded
 from .operator_plan import AnyWorkspace, check_workspace
 
@@ -111,20 +112,27 @@ class BoundStep:
         items = [item for item in found if item is not None]
         if len(items) < len(found):
             return
-        sending, scope = plan.bound_run(self._addresses, self._numbers, workspace, self._stream)
-        scope |= {"full": self._in_full, "halts": self._halts}
-        tests = ["not halts", *conditions(items, scope)]
-        lines = [f"def send({given}):"]
+        sending = plan.bound_run(self._addresses, self._numbers, workspace, self._stream)
+        scope = sending.scope | {"full": self._in_full, "halts": self._halts}
+        in_full = f"return full({given})"
+        states = ["not halts"]
         if not is_default(self._stream):
             scope["captures"] = self._driver.capture_query(self._stream)
-            tests.insert(1, "not captures()")
-        otherwise = f"        return full({given})"
-        lines += [f"    if not ({' and '.join(tests)}):", otherwise]
+            states.append("not captures()")
+        lines = [f"def send({given}):", f"    if not ({' and '.join(states)}):", f"        {in_full}"]
         numbers = {arg.name: number for number, arg in enumerate(plan.operator.tensors)}
-        lines += [f"    v{numbers[item.name]} = {item.address}" for item in items]
-        masks = [f"not v{numbers[arg.name]} or v{numbers[arg.name]} & {arg.alignment - 1}" for arg in self._free]
-        lines += [f"    if {' or '.join(masks)}:", otherwise] if masks else []
-        lines += [f"    {line.replace(ELSEWHERE, f'return full({given})')}" for line in [*sending, ""]]
+        alike = conditions(items, scope)
+        if items:
+            values = [f"v{number}" for number in range(len(plan.operator.values))]
+            sources = {numbers[item.name]: (item.name, 0) for item in items}
+            masks = {arg.name: arg.alignment - 1 for arg in self._free}
+            options: dict[str, Any] = {"sources": sources, "masks": masks, "unlike": in_full, "done": "return"}
+            lines += [f"    {line}" for line in at_once(sending.senders, items, values, scope, **options)]
+            lines += [f"    if not ({' and '.join(alike)}):", f"        {in_full}"]
+            lines += [f"    v{numbers[item.name]} = {item.address}" for item in items]
+            tests = [f"not v{numbers[name]} or v{numbers[name]} & {mask}" for name, mask in masks.items()]
+            lines += [f"    if {' or '.join(tests)}:", f"        {in_full}"]
+        lines += [f"    {line.replace(ELSEWHERE, in_full)}" for line in [*sending.lines, ""]]
         self._send = compiled("send", "\n".join(lines), scope)
         if "closed" not in self._halts:
             self.step = self._send  # one that was taken before goes through the first

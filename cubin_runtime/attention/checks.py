@@ -28,7 +28,7 @@ def integer(name: str, value: Any) -> int:
     """``value`` as an int.
 
     Raises:
-        UsageError: it is none.
+        UsageError: it is not one.
     """
     try:
         return operator.index(value)
@@ -37,18 +37,18 @@ def integer(name: str, value: Any) -> int:
 
 
 def check_dtype(name: str, view: TensorView | None, expected: Sequence[str], why: str = "") -> None:
-    """``view``, if it is there, has one of the dtypes ``expected``."""
+    """Raise ``UsageError`` unless ``view`` is None or has one of the dtypes ``expected``."""
     if view is not None and view.dtype not in expected:
         raise UsageError(f"{name}: dtype {view.dtype}, expected {listed(expected)}{why}")
 
 
 def check_shape(name: str, view: TensorView | None, *expected: tuple[int, ...]) -> None:
-    """``view``, if it is there, has one of the shapes ``expected``."""
+    """Raise ``UsageError`` unless ``view`` is None or has one of the shapes ``expected``."""
     if view is not None and view.shape not in expected:
         raise UsageError(f"{name}: shape {view.shape}, expected {' or '.join(map(str, expected))}")
 
 
 def listed(values: Sequence[object]) -> str:
-    """``values`` in words."""
+    """``values`` as text."""
     *others, last = map(str, values)
     return f"{', '.join(others)} or {last}" if others else last

@@ -1,4 +1,4 @@
-"""One decode as a value, its tensors and its options, and the rules between them that all decodes share."""
+"""One decode call as a value: its tensors, its options, and the rules that all decodes share."""
 
 from __future__ import annotations
 

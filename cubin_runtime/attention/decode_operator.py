@@ -1,4 +1,4 @@
-"""What all decodes do with a call: defaults, the plan cache, the run, and a record where calls are traced."""
+"""The pipeline that all decodes share: defaults, the plan cache, the run, and recording of traced calls."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ def _made_output(operator: DecodeOperator, runtime: Runtime, q: Any) -> Any:
     """An output for ``q``.
 
     Raises:
-        UsageError: ``q`` is no tensor that one can be made from.
+        UsageError: an output cannot be made from a tensor like ``q``.
     """
     shape, dtype = operator.output(view_of(q, "q"))
     try:

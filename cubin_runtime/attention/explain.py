@@ -1,4 +1,4 @@
-"""What a call of given sizes would launch and why: the native operators, without tensors, a device or a driver."""
+"""Explains what a call of given sizes launches on native kernels, and why; needs no tensors, device or driver."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Making tensors and reading them back: the one place where an operator needs a framework."""
+"""Allocating tensors and reading them back: the only place where an operator needs a framework."""
 
 from __future__ import annotations
 
@@ -121,5 +121,5 @@ def _product(first: Any, second: Any) -> Any:
 def _check_torch(tensor: Any, what: str) -> None:
     if not hasattr(tensor, "new_empty"):
         raise UsageError(
-            f"{what} would be made from a {type(tensor).__name__}, which is no torch tensor: pass it yourself"
+            f"{what} would be made from a {type(tensor).__name__}, which is not a torch tensor: pass it yourself"
         )

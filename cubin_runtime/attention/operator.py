@@ -19,12 +19,12 @@ Given = Mapping[str, Any]
 class TensorArg:
     """One tensor of an operator.
 
-    ``dtypes`` are those that it may have; where they depend on a cache, ``dtypes_by`` names that and
-    ``dtypes`` has them for each of its dtypes. Addresses are multiples of ``alignment`` bytes, strides of dimensions
-    over 1 of ``stride_bytes`` (0: any). ``rows``: the last dimension is dense; ``contiguous``: all are. ``written``:
-    the kernel fills it, so no two elements share an address. ``resident``: it stays while others change from step to
-    step, as a layer's cache does. ``value`` is what launch plans call its address, where that is not its name.
-    ``canonical`` gives its one form among several that a caller may use, from a view and the call's options.
+    ``dtypes`` are those that it may have; where they depend on a cache, ``dtypes_by`` names that and ``dtypes`` has
+    them for each of its dtypes. Addresses are multiples of ``alignment`` bytes, strides of dimensions over 1 of
+    ``stride_bytes`` (0: any). ``rows``: the last dimension is dense; ``contiguous``: all are. ``written``: the kernel
+    writes it, so no two elements may share an address. ``resident``: it stays while others change from step to step, as
+    a layer's cache does. ``value`` is what launch plans call its address, where that is not its name. ``canonical``
+    gives its one form among several that a caller may use, from a view and the call's options.
     """
 
     name: str
@@ -83,7 +83,7 @@ class CallTensors:
         return tuple(view.pointer if view else 0 for view in self._by_name.values())
 
     def check_dtypes(self) -> None:
-        """Every tensor has a dtype that it may have."""
+        """Check that every tensor has an allowed dtype."""
         dependent = []
         for arg, view in self._there:
             if not isinstance(arg.dtypes, tuple):
@@ -96,7 +96,7 @@ class CallTensors:
                 check_dtype(arg.name, view, dtypes[other.dtype], f" with {other.dtype} caches")
 
     def check_devices(self) -> None:
-        """All are on the device of the first."""
+        """Check that all tensors are on the device of the first."""
         first = self.declared[0].name
         device = self[first].device
         for arg, view in self._there:
@@ -104,7 +104,7 @@ class CallTensors:
                 raise UsageError(f"{arg.name}: on device {view.device}, {first} is on device {device}")
 
     def check_addresses(self) -> None:
-        """Every address is as aligned as it must be, and none is null."""
+        """Check that every address is aligned as required, and that none is null."""
         for arg, view in self._there:
             address = view.pointer
             if address % arg.alignment or not address:
@@ -113,29 +113,22 @@ class CallTensors:
                 )
 
     def check_memory(self) -> None:
-        """Addresses, strides, and what must be contiguous."""
+        """Check addresses, strides, and which tensors must be contiguous."""
         self.check_addresses()
-        there = self._there
-        for arg, view in there:
+        for arg, view in self._there:
+            shape, strides = view.shape, view.strides
             # A dimension of size 1 is never stepped over.
-            if arg.rows and view.shape[-1] > 1 and view.strides[-1] != 1:
-                raise UsageError(f"{arg.name}: last stride {view.strides[-1]}, expected 1")
-        for arg, view in there:
-            if min(view.strides, default=0) < 0:
-                raise UsageError(f"{arg.name}: strides {view.strides}, expected no negative stride")
-            unit = arg.stride_bytes // ITEM_BYTES[view.dtype]
-            steps = zip(view.shape[:-1], view.strides[:-1], strict=True)
-            if unit > 1 and [stride for size, stride in steps if size > 1 and stride % unit]:
-                raise UsageError(f"{arg.name}: strides {view.strides}, expected multiples of {unit} elements")
-        for arg, view in there:
-            steps = zip(view.shape, view.strides, strict=True)
-            if arg.written and [size for size, stride in steps if size > 1 and not stride]:
-                raise UsageError(f"{arg.name}: strides {view.strides}, expected no overlapping elements")
-        for arg, view in there:
+            if arg.rows and strides[-1] != 1 and shape[-1] > 1:
+                raise UsageError(f"{arg.name}: last stride {strides[-1]}, expected 1")
+            if strides and min(strides) < 0:
+                raise UsageError(f"{arg.name}: strides {strides}, expected no negative stride")
+            unit = arg.stride_bytes and arg.stride_bytes // ITEM_BYTES[view.dtype]
+            if unit > 1 and [s for size, s in zip(shape[:-1], strides, strict=False) if size > 1 and s % unit]:
+                raise UsageError(f"{arg.name}: strides {strides}, expected multiples of {unit} elements")
+            if arg.written and 0 in [stride for size, stride in zip(shape, strides, strict=True) if size > 1]:
+                raise UsageError(f"{arg.name}: strides {strides}, expected no overlapping elements")
             if arg.contiguous and not view.is_contiguous:
-                raise UsageError(
-                    f"{arg.name}: shape {view.shape} with strides {view.strides}, expected a contiguous tensor"
-                )
+                raise UsageError(f"{arg.name}: shape {shape} with strides {strides}, expected a contiguous tensor")
 
     def check_planned(self, planned: Sequence[TensorSpec | None]) -> None:
         """Raise ``UsageError`` for the first tensor that is not of the form that a plan was made for."""
@@ -160,7 +153,7 @@ class Operator:
 
     @property
     def numbers(self) -> tuple[str, ...]:
-        """What launch plans call them."""
+        """Their names in launch plans."""
         return NUMBERS
 
     @property
@@ -170,12 +163,12 @@ class Operator:
 
     @property
     def values(self) -> tuple[str, ...]:
-        """What launch plans call the tensors' addresses."""
+        """The names of the tensors' addresses in launch plans."""
         return tuple(arg.value or arg.name for arg in self.tensors)
 
     @property
     def resident(self) -> tuple[str, ...]:
-        """Those that stay from step to step."""
+        """The names of tensors that stay the same from step to step."""
         return tuple(arg.value or arg.name for arg in self.tensors if arg.resident)
 
     def read(self, given: Given, options: Any) -> CallTensors:

@@ -13,7 +13,7 @@ from ..kernels.native.constants import StatusBit
 from ..kernels.native.launches import STATUS, NativeLaunch
 from ..launch.driver import Driver
 from ..launch.plan import LaunchPlan
-from ..launch.prepared import OtherContextError, PreparedLaunches
+from ..launch.prepared import OtherContextError, PreparedLaunches, Sending
 from ..launch.regions import workspace_size
 from ..launch.semaphore_workspace import SemaphoreWorkspace
 from ..launch.streams import stream_handle
@@ -226,7 +226,7 @@ class OperatorPlan:
 
     def bound_run(
         self, addresses: Mapping[str, int], numbers: tuple[Any, ...], workspace: AnyWorkspace, stream: int
-    ) -> tuple[list[str], dict[str, Any]]:
+    ) -> Sending:
         """Lines that launch on one stream with tensors at fixed ``addresses`` by name, 0 for what is left out, and what
         they refer to; ``v`` and its number is the address of another tensor. Errors as ``launch``."""
         place = workspace.claim(stream)

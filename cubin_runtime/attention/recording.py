@@ -1,4 +1,4 @@
-"""Whether calls are recorded, and by whom; ``tracing`` and ``recorded`` have the recorders."""
+"""Which recorders are active; ``tracing`` and ``recorded`` have the recorders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line: one file a verb family, each verb one call into the package."""
+"""The command line: one file per family of verbs; each verb is one call into the package."""
 
 from __future__ import annotations
 

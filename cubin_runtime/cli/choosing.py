@@ -27,7 +27,7 @@ def resolved(library: Library, target: str) -> str:
     Looked for in the releases whose manifest is available locally.
 
     Raises:
-        PinError: it is no pin, no path that a pin covers, and no such name.
+        PinError: it is neither a pin, nor a path that a pin covers, nor the name of a file or kernel.
         UsageError: several files have the name.
     """
     from ..artifacts.releases.catalog import manifest_at_hand

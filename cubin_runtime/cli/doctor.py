@@ -1,4 +1,4 @@
-"""``doctor``: what is in force here, why, and what will work."""
+"""``doctor``: the settings, where each comes from, and what works on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a fetch shows where it is: a bar on a terminal, a line now and then in a log."""
+"""Progress of a fetch: a bar on a terminal, an occasional line in a log."""
 
 from __future__ import annotations
 

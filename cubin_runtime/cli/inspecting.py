@@ -1,4 +1,4 @@
-"""``inspect``: what a cubin says of itself, and whether its pin and its metadata say the same."""
+"""``inspect``: facts about a cubin, and whether they agree with its pin and its metadata."""
 
 from __future__ import annotations
 

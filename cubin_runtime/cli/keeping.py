@@ -1,4 +1,4 @@
-"""``gc``: what a store holds and nobody needs."""
+"""``gc``: remove objects that no release needs from a store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options that verbs share, and the one place where flags meet the environment."""
+"""Options that verbs share, and the one place that combines flags with the environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every verb prints with: escaped text, JSON with a schema number, tables and progress."""
+"""Output of all verbs: escaped text, JSON with a schema number, tables and progress."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ def progress(description: str, total: int, unit: str = "files") -> Iterator[Call
 
 
 def flush() -> None:
-    """Write out what is buffered; a reader that has gone away is no error.
+    """Write out what is buffered; a reader that has gone away is not an error.
 
     Raises:
         OutputError: it cannot be written.

@@ -1,4 +1,4 @@
-"""``inspect`` of many: what the cubins of a release say of themselves, as far as they are at hand."""
+"""``inspect`` of a whole release: facts about all of its cubins that are available locally."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``verify``: what a store or a published tree has, against the pinned manifest, and repairing a store."""
+"""``verify``: compare a store or a published tree with the pinned manifest, and repair a store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors of our operators in the words of the functions that stand on them."""
+"""Errors of our operators, rewritten with the argument names of the functions that call them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why a call launches what it launches: facts and tables for people, and a record for programs."""
+"""The explanation of a launch: facts and tables as text, and a record for programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything about the CUDA driver: structs, descriptors, the ABI gate, modules and launches; no network."""
+"""The layer on the CUDA driver: structs, descriptors, the ABI gate, modules and launches; no network."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The ABI gate: nothing is launched whose parameters, block or architecture are not proven to fit."""
+"""The ABI gate: a kernel is launched only if its parameters, block size and architecture are proven to fit."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LaunchNeeds:
-    """What a launch asks of a kernel.
+    """What a launch requires of a kernel.
 
     ``layout`` is the struct passed by value as the only parameter, ``threads`` a block's size,
     ``fingerprint`` the one recorded for the release (None: only the size is compared),
     ``dynamic_shared_bytes`` what a block asks for beyond static shared memory,
     ``nonportable_cluster`` whether clusters of more than 8 blocks are launched,
-    ``declared`` the architecture by the release's metadata, for cubins that do not say it themselves.
+    ``declared`` the architecture in the release's metadata, for cubins that do not state it themselves.
     """
 
     layout: StructLayout
@@ -33,7 +33,7 @@ class LaunchNeeds:
     nonportable_cluster: bool = False
 
     def key(self) -> tuple[object, ...]:
-        """What tells two needs apart, cheap to hash."""
+        """A key that identifies the requirements, cheap to hash."""
         return (
             self.layout.fingerprint,
             self.threads,

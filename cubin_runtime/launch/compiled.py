@@ -1,4 +1,4 @@
-"""Functions written as source at run time: one straight line of code costs a third of a loop over fields."""
+"""Functions generated as source at run time, because straight-line code costs a third of a loop over fields."""
 
 from __future__ import annotations
 

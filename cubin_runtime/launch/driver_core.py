@@ -1,4 +1,4 @@
-"""Opening libcuda and calling it: lazily, one check for every call, faults remembered."""
+"""Opening libcuda on first use and calling it, with one check for every call and a record of faults."""
 
 from __future__ import annotations
 

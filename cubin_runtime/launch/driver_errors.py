@@ -54,8 +54,8 @@ _CAUSES = {
 class DriverCallError(DriverError):
     """A driver call returned an error.
 
-    ``call`` is the function, ``code`` the CUresult, ``name`` and ``text`` the driver's own words, ``cause``
-    our likely explanation or "", ``sticky`` whether the fault comes from earlier asynchronous work and the
+    ``call`` is the function, ``code`` the CUresult, ``name`` and ``text`` as the driver reports them,
+    ``cause`` the likely cause or "", ``sticky`` whether the fault comes from earlier asynchronous work and the
     context is lost; then ``launches`` are the last ones, newest last, and ``first_seen`` names the call that
     failed first.
     """

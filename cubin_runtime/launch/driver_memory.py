@@ -1,4 +1,4 @@
-"""Device memory: allocate, free, copy, fill. Addresses are ints, host sides speak the buffer protocol."""
+"""Device memory: allocate, free, copy, fill. Addresses are ints; host memory is passed by the buffer protocol."""
 
 from __future__ import annotations
 

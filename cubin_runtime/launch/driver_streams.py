@@ -69,7 +69,7 @@ class DriverStreams(DriverCore):
         return None, number
 
     def capture_query(self, stream: int) -> Callable[[], bool]:
-        """What tells whether ``stream``, which is no default one, captures; threads may share it."""
+        """A function that tells whether ``stream``, not a default one, is capturing; threads may share it."""
         status = ctypes.c_int()
         query, at = self.function("cuStreamIsCapturing"), ctypes.addressof(status)
         return lambda: bool(query(stream, at) or status.value)

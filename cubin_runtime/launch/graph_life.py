@@ -1,4 +1,4 @@
-"""Telling when a captured graph has ended its life, without a callback into Python."""
+"""Detecting that a captured graph was destroyed, without a callback into Python."""
 
 from __future__ import annotations
 

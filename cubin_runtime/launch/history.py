@@ -1,4 +1,4 @@
-"""The last launches, kept so that a fault that surfaces later can say what was running."""
+"""The last launches, kept so that the error of a fault that surfaces later can name them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packed draft masks: which draft token may attend which, one bit a pair.
+"""Packed draft masks: which draft token may attend which, one bit per pair.
 
 Layout: uint16 words ``[batch, q_len, 2 * ceil(q_len / 32)]``, that is, rows of little-endian 32-bit words:
 bit ``j`` of row ``i`` is set where draft token ``i`` may attend draft token ``j``. Bits past ``q_len`` are 0.

@@ -1,4 +1,4 @@
-"""Loaded modules: each cubin once a context, gated before use, counted, refused when it is too late."""
+"""Loaded modules: each cubin once per context, gated before use, and refused after a freeze or during capture."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class ModuleCache:
         return self._frozen
 
     def freeze(self) -> None:
-        """Make every later load an error; what is loaded keeps working. There is no way back."""
+        """Make every later load an error; loaded kernels keep working. This cannot be undone."""
         self._frozen = True
 
     def kernel(

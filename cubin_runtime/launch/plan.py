@@ -34,7 +34,7 @@ class LaunchAttributes:
 
     ``cluster`` is the cluster's size in blocks, ``scheduling_policy`` a CUclusterSchedulingPolicy (0 default,
     1 spread, 2 load balancing); None leaves either out. ``programmatic_serialization`` lets the kernel start
-    before the one in front of it has ended (PDL). ``nonportable_cluster`` allows over 8 blocks a cluster.
+    before the previous one has ended (PDL). ``nonportable_cluster`` allows more than 8 blocks per cluster.
     """
 
     cluster: Triple | None = None
@@ -75,13 +75,13 @@ class LaunchAttributes:
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """Everything a launch needs but the loaded kernel and the stream.
+    """Everything a launch needs except the loaded kernel and the stream.
 
-    ``kernel`` is the name for people, ``symbol`` the one in the cubin, ``path`` and ``sha256`` say which
-    cubin. ``values`` holds every field of ``layout``, a ``TensorMapSpec`` or None for descriptors. ``inputs`` names,
-    for each field whose value comes with a run, that value: a number, an address, or where a descriptor's tensor
-    begins; its entry in ``values`` is then what holds without one. ``shared_bytes`` is dynamic shared memory a block.
-    ``why``, as text, says why this kernel was chosen.
+    ``kernel`` is the readable name, ``symbol`` the one in the cubin, ``path`` and ``sha256`` identify the cubin.
+    ``values`` holds every field of ``layout``, a ``TensorMapSpec`` or None for descriptors. ``inputs`` names, for each
+    field whose value comes with a run, that value: a number, an address, or where a descriptor's tensor begins; its
+    entry in ``values`` is then what holds without one. ``shared_bytes`` is dynamic shared memory per block. ``why``, as
+    text, states why this kernel was chosen.
 
     Raises:
         UsageError: grid, block or cluster is outside what any device takes, or a field is missing or unknown.

@@ -6,16 +6,25 @@ import ctypes
 import threading
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ..errors import AbiError, UsageError
 from . import driver_api as api
-from .accelerator import Senders, sender
+from .accelerator import Senders, accelerator
 from .compiled import compiled
 from .driver import Driver
 from .modules import LoadedKernel
 from .plan import LaunchPlan
-from .run_source import PreparedLaunch, accelerated_lines, block_parts, can_accelerate, fixed_lines, send_lines
+from .run_source import (
+    Expressions,
+    PreparedLaunch,
+    accelerated_lines,
+    block_parts,
+    can_accelerate,
+    fixed_lines,
+    fixed_sends,
+    send_lines,
+)
 from .streams import is_default
 from .structs import StructLayout
 from .tensormap import TensorMapCache, TensorMapSpec
@@ -30,6 +39,14 @@ ELSEWHERE = "return elsewhere()"  # in the lines of ``bind``: where another cont
 
 class OtherContextError(Exception):
     """A launch on a default stream, while another context of the kernel's device is current; nothing was launched."""
+
+
+class Sending(NamedTuple):
+    """Lines that send launches, what they refer to, and the senders that they call; None: they call the driver."""
+
+    lines: list[str]
+    scope: dict[str, Any]
+    senders: Senders | None = None
 
 
 class PreparedLaunches:
@@ -79,51 +96,39 @@ class PreparedLaunches:
         values = [f"v{number}" for number in range(len(names))]
         key = f"(stream, {''.join(f'v{number}, ' for number in sorted(self.resident))})"
         written = set(range(len(names))) - self.resident
-        lines, scope = self._by_ctypes(
-            values, written=written, key=key, stream="stream", elsewhere="raise OtherContext"
+        lines, scope, _ = self._by_ctypes(
+            Expressions(values=values, written=written, key=key, stream="stream", elsewhere="raise OtherContext")
         )
         self.source = "\n".join([f"def run({', '.join(['stream', *values])}):", *(f"    {line}" for line in lines), ""])
         self.pools: Mapping[Hashable, list[_Block]] = scope["pools"]
         self.run: Callable[..., None] = compiled("run", self.source, scope | {"OtherContext": OtherContextError})
 
-    def sending(
-        self,
-        values: Sequence[str],
-        *,
-        written: Collection[int],
-        key: str,
-        stream: str,
-        elsewhere: str,
-        refusal: Sequence[str] = (),
-        late: Sequence[str] = (),
-    ) -> tuple[list[str], dict[str, Any]]:
-        """Lines that send the launches, for a function written elsewhere, and what they refer to.
+    def sending(self, expressions: Expressions) -> Sending:
+        """Lines that send the launches, for a function written elsewhere.
 
-        Arguments as for ``send_lines``. What they keep for a key is the function's own, so nothing evicts what it needs
+        What they keep for a key is the function's own, so nothing evicts what it needs
         but its own keys. Names that begin with an underscore are taken, and those of the scope.
         """
-        options: dict[str, Any] = {"written": written, "key": key, "stream": stream, "elsewhere": elsewhere}
-        options |= {"refusal": refusal, "late": late}
-        make = sender()
-        if make is None or self._driver.profiler is not None or not can_accelerate(self._launches, written):
-            return self._by_ctypes(values, **options)
+        senders = self._senders(expressions.written)
+        if senders is None:
+            return self._by_ctypes(expressions)
+        lines = accelerated_lines(self._launches, expressions)
+        return Sending(lines, {"pools": senders.made, "senders_of": senders.of, **self._explaining()}, senders)
+
+    def _senders(self, written: Collection[int]) -> Senders | None:
+        """What sends the launches by the accelerator, if that can."""
+        module = accelerator()
+        if module is None or self._driver.profiler is not None or not can_accelerate(self._launches, written):
+            return None
         fixed = frozenset(written)
         contents, history = partial(self._contents, written=fixed), self._driver.history(self._context)
-        senders = Senders(make, self._launches, self._call, contents, history, self._keep, fixed)
-        lines = accelerated_lines(self._launches, values, **options)
-        return lines, {"pools": senders.made, "senders_of": senders.of, "unfit": self._unfit, "again": self._in_full}
+        return Senders(module, self._launches, self._call, contents, history, self._keep, fixed)
 
-    def _by_ctypes(
-        self,
-        values: Sequence[str],
-        *,
-        written: Collection[int],
-        key: str,
-        stream: str,
-        elsewhere: str,
-        refusal: Sequence[str] = (),
-        late: Sequence[str] = (),
-    ) -> tuple[list[str], dict[str, Any]]:
+    def _explaining(self) -> dict[str, Any]:
+        return {"unfit": self._unfit, "again": self._in_full}
+
+    def _by_ctypes(self, expressions: Expressions) -> Sending:
+        written = expressions.written
         pools: dict[Hashable, list[_Block]] = {}
         scope: dict[str, Any] = {
             "pools": pools,
@@ -136,20 +141,10 @@ class PreparedLaunches:
         for number, launch in enumerate(self._launches):
             moving = (item for item in enumerate(launch.inputs) if item[1].spec and item[1].value in written)
             scope |= {f"spec{number}_{index}": item.spec for index, item in moving}
-        lines = send_lines(
-            self._launches,
-            values,
-            written=written,
-            key=key,
-            stream=stream,
-            elsewhere=elsewhere,
-            refusal=refusal,
-            late=late,
-            profiled=self._driver.profiler is not None,
-        )
-        return lines, scope
+        lines = send_lines(self._launches, expressions, profiled=self._driver.profiler is not None)
+        return Sending(lines, scope)
 
-    def bind(self, fixed: Mapping[str, Any], stream: int) -> tuple[list[str], dict[str, Any]]:
+    def bind(self, fixed: Mapping[str, Any], stream: int) -> Sending:
         """``sending`` on one stream with some values fixed, by name; the others are called ``v`` and their number."""
         scope: dict[str, Any] = {"stream": stream}
         values = []
@@ -158,13 +153,21 @@ class PreparedLaunches:
             scope |= {f"fixed{number}": fixed[name]} if name in fixed else {}
         free = {number for number, name in enumerate(self.names) if name not in fixed}
         if free:
-            lines, own = self.sending(values, written=free, key="()", stream="stream", elsewhere=ELSEWHERE)
-            return lines, scope | own
-        *_, made = self._new_block(frozenset(), stream, tuple(fixed[name] for name in self.names))
+            sending = self.sending(
+                Expressions(values=values, written=free, key="()", stream="stream", elsewhere=ELSEWHERE)
+            )
+            return sending._replace(scope=scope | sending.scope)
+        given = tuple(fixed[name] for name in self.names)
+        senders = self._senders(())
+        if senders is not None:
+            sends = senders.of((), stream, given)
+            scope |= {f"send{number}": send for number, send in enumerate(sends)} | {"given": given}
+            return Sending(fixed_sends(len(sends), ELSEWHERE), scope | self._explaining())
+        *_, made = self._new_block(frozenset(), stream, given)
         for number, launch in enumerate(self._launches):
             made[f"entry{number}"] = (launch, made[f"bytes{number}"](), stream)
         lines = fixed_lines(self._launches, "stream", ELSEWHERE, profiled=self._driver.profiler is not None)
-        return lines, scope | self._calling() | made
+        return Sending(lines, scope | self._calling() | made)
 
     def _calling(self) -> dict[str, Any]:
         """What the lines refer to that call the driver."""

@@ -63,42 +63,50 @@ class PreparedLaunch:
         )
 
 
-def send_lines(
-    launches: Sequence[PreparedLaunch],
-    values: Sequence[str],
-    *,
-    written: Collection[int],
-    key: str,
-    stream: str,
-    elsewhere: str,
-    refusal: Sequence[str] = (),
-    late: Sequence[str] = (),
-    profiled: bool,
-) -> list[str]:
-    """The lines that send the launches, each of which takes the ``values`` of its inputs' numbers.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expressions:
+    """What lines that send launches are written with.
 
-    Args:
-        values: expressions of all values.
+    Attributes:
+        values: expressions of all values; a launch takes those of its inputs' numbers.
         written: numbers of those that are written at each call; the others are the same for all calls of one key.
         key: expression of what tells pools of parameter blocks apart; it decides the stream too.
         stream: expression of its handle.
+        elsewhere: the statement where the stream is a default one and another context of the device is current.
         refusal: lines that refuse values which the key holds; they run where no block of the key waits.
         late: lines behind those, for values that are written.
-        elsewhere: the statement where the stream is a default one and another context of the device is current.
-        profiled: call ``enter`` and ``leave`` of a profiler around each launch.
     """
+
+    values: Sequence[str]
+    written: Collection[int]
+    key: str
+    stream: str
+    elsewhere: str
+    refusal: Sequence[str] = ()
+    late: Sequence[str] = ()
+
+    @property
+    def unwritten(self) -> str:
+        """The values that are not written, None for the others."""
+        values = enumerate(self.values)
+        return "".join(f"{'None' if number in self.written else value}, " for number, value in values)
+
+
+def send_lines(launches: Sequence[PreparedLaunch], of: Expressions, *, profiled: bool) -> list[str]:
+    """The lines that send the launches; ``profiled``: with ``enter`` and ``leave`` of a profiler around each."""
+    values, written, stream = of.values, of.written, of.stream
     parts = block_parts(launches, written)
     lines = [
-        f"_key = {key}",
+        f"_key = {of.key}",
         "try:",
         "    _pool = pools[_key]",
         "    _block = _pool.pop()",
         "except LookupError:",
-        *(f"    {line}" for line in refusal),
+        *(f"    {line}" for line in of.refusal),
         "    _pool = pool_of(_key)",
-        f"    _block = new_block({stream}, ({_unwritten(values, written)}))",
+        f"    _block = new_block({stream}, ({of.unwritten}))",
         f"{''.join(f'{part}, ' for part in parts)}_kept = _block",
-        *late,
+        *of.late,
     ]
     scalars = []
     for number, launch in enumerate(launches):
@@ -116,7 +124,7 @@ def send_lines(
         lines += [f"    raise unfit(error, ({given},)) from error"]
     for number in range(len(launches)):
         lines.append(f"record((launch{number}, bytes{number}(), {stream}))")
-        lines += _call(number, stream, elsewhere, profiled=profiled)
+        lines += _call(number, stream, of.elsewhere, profiled=profiled)
     return [*lines, "_pool.append(_block)"]
 
 
@@ -127,41 +135,27 @@ def can_accelerate(launches: Sequence[PreparedLaunch], written: Collection[int])
     return all(item.spec is None for item in moving) and max(sizes) <= _ACCELERATED_BYTES
 
 
-def accelerated_lines(
-    launches: Sequence[PreparedLaunch],
-    values: Sequence[str],
-    *,
-    written: Collection[int],
-    key: str,
-    stream: str,
-    elsewhere: str,
-    refusal: Sequence[str] = (),
-    late: Sequence[str] = (),
-) -> list[str]:
+def accelerated_lines(launches: Sequence[PreparedLaunch], of: Expressions) -> list[str]:
     """The lines of ``send_lines`` with the accelerator, whose senders need no lock and no block for each call."""
-    given, sends = ", ".join(values), list[str]()
+    given, sends = ", ".join(of.values), list[str]()
     for number, launch in enumerate(launches):
-        moving = (values[item.value] for item in launch.inputs if item.value in written)
+        moving = (of.values[item.value] for item in launch.inputs if item.value in of.written)
         sends.append(f"_send{number}({', '.join(moving)})")
     return [
-        f"_key = {key}",
+        f"_key = {of.key}",
         "_senders = pools.get(_key)",
         "if _senders is None:",
-        *(f"    {line}" for line in refusal),
-        f"    _senders = senders_of(_key, {stream}, ({_unwritten(values, written)}))",
+        *(f"    {line}" for line in of.refusal),
+        f"    _senders = senders_of(_key, {of.stream}, ({of.unwritten}))",
         f"{''.join(f'_send{number}, ' for number in range(len(launches)))}= _senders",
-        *late,
+        *of.late,
         "try:",
         f"    _code = {' or '.join(sends)}",
         "except (TypeError, ValueError, OverflowError) as error:",
         f"    raise unfit(error, ({given},)) from error",
-        f"if _code and again({stream}, {given}):",
-        f"    {elsewhere}",
+        f"if _code and again({of.stream}, {given}):",
+        f"    {of.elsewhere}",
     ]
-
-
-def _unwritten(values: Sequence[str], written: Collection[int]) -> str:
-    return "".join(f"{'None' if number in written else value}, " for number, value in enumerate(values))
 
 
 def fixed_lines(launches: Sequence[PreparedLaunch], stream: str, elsewhere: str, *, profiled: bool) -> list[str]:
@@ -171,6 +165,12 @@ def fixed_lines(launches: Sequence[PreparedLaunch], stream: str, elsewhere: str,
         for number in range(len(launches))
         for line in (f"record(entry{number})", *_call(number, stream, elsewhere, profiled=profiled))
     ]
+
+
+def fixed_sends(launches: int, elsewhere: str) -> list[str]:
+    """The lines of ``fixed_lines`` with the accelerator."""
+    sends = " or ".join(f"send{number}()" for number in range(launches))
+    return [f"if ({sends}) and again(stream, *given):", f"    {elsewhere}"]
 
 
 def _call(number: int, stream: str, elsewhere: str, *, profiled: bool) -> list[str]:

@@ -103,7 +103,8 @@ class FieldRow:
 class StructLayout:
     """A parameter struct placed by the C rules of x86-64 and CUDA; equal for host and device.
 
-    ``fingerprint`` is the SHA-256 (hex) of the lines ``name:type:offset`` in order, then that of the size.
+    ``fingerprint`` is the SHA-256 (hex) of the lines ``name:type:offset`` in order, then that of the size; ``pointers``
+    are the names of the members that are addresses.
     """
 
     name: str
@@ -112,6 +113,7 @@ class StructLayout:
     alignment: int
     tensor_map_alignment: int
     fingerprint: str
+    pointers: tuple[str, ...] = field(repr=False, compare=False)
     _by_name: Mapping[str, PlacedField] = field(repr=False, compare=False)
 
     @classmethod
@@ -139,7 +141,8 @@ class StructLayout:
         members = tuple(placed.values())
         lines = "".join(f"{m.name}:{m.type}:{m.offset}\n" for m in members) + f"{size}\n"
         digest = hashlib.sha256(lines.encode()).hexdigest()
-        return cls(name, members, size, widest, tensor_map_alignment, digest, placed)
+        pointers = tuple(m.name for m in members if m.type == "ptr")
+        return cls(name, members, size, widest, tensor_map_alignment, digest, pointers, placed)
 
     @property
     def names(self) -> Set[str]:

@@ -77,7 +77,7 @@ class TensorMapSpec:
         return self.encode_unchecked(driver)
 
     def encode_unchecked(self, driver: TensorMapEncoder) -> bytes:
-        """Let the driver alone judge; for holding our rules against it. Words must still be known ones."""
+        """Skip our rules, so that tests can compare them with the driver's. Words must still be known ones."""
         return driver.encode_tiled(
             dtype=DTYPES[self.dtype].code,
             address=self.address,

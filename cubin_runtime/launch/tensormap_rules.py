@@ -219,5 +219,5 @@ def _check_modes(spec: TensorMapSpec, packed: bool) -> None:
     _need(
         spec.fill == "zero" or DTYPES[spec.dtype].floating,
         "nan-fill",
-        f"fill={spec.fill}: expected zero for {spec.dtype}, which is no floating-point type",
+        f"fill={spec.fill}: expected zero for {spec.dtype}, which is not a floating-point type",
     )

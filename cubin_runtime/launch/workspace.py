@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Place = tuple[int, int]  # address and bytes
 
 
-# Who has a buffer: a capture (None: work outside of one), a stream's number (0 in a capture), and the stream's handle.
+# The owner of a buffer: a capture (None: eager work), a stream's number (0 in a capture), and the stream's handle.
 _Owner = tuple[int | None, int, int]
 
 
@@ -38,13 +38,13 @@ class _Buffer:
 
     @property
     def free(self) -> bool:
-        """Whether nobody has it; that of a graph that ended is free again."""
+        """Whether it has no owner; the buffer of a destroyed graph is free again."""
         if self.life is not None and self.life.ended:
             self.give(None)
         return self.owner is None
 
     def give(self, owner: _Owner | None) -> None:
-        """Let ``owner`` have it, or nobody."""
+        """Set the owner; None: it has none."""
         self.owner = owner
         self.of_legacy = owner is not None and owner[0] is None and not owner[2]
         self.life = None
@@ -85,7 +85,7 @@ class Workspace:
 
         Raises:
             WorkspaceError: ``stream`` is capturing.
-            DriverError: the device has not that much memory.
+            DriverError: the device does not have that much memory.
         """
         handle = stream_handle(stream)
         workspace = cls(driver, context, _new_memory(driver, context, nbytes, handle), nbytes, owned=True)
@@ -107,7 +107,7 @@ class Workspace:
 
         Raises:
             WorkspaceError: ``stream`` is capturing, or the memory is the caller's own.
-            DriverError: the device has not that much memory.
+            DriverError: the device does not have that much memory.
         """
         handle = stream_handle(stream)
         with self._lock:

@@ -1,4 +1,4 @@
-"""Decodes on the host, drawn by a seed: paged caches, ragged batches, and their float64 references."""
+"""Random decode cases on the host, by seed: paged caches, ragged batches, and their float64 references."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class DecodeCase:
 
     ``q`` is ``[tokens, heads, width]``, the requests' tokens one after another, ``cache`` the K and V caches ``[pages,
     page_size, kv_heads, head_dim]``, or the one latent cache ``[pages, page_size, width]``. Rows past a length and
-    pages of nobody are NaN. ``q_cu_seq_lens`` says where each request's tokens begin.
+    unused pages are NaN. ``q_cu_seq_lens`` states where each request's tokens begin.
     """
 
     dtype: DTypeName
@@ -48,7 +48,7 @@ class DecodeCase:
         return len(self.seq_lens)
 
     def on(self, device: Device) -> dict[str, TensorView]:
-        """The case on a device by an operator's arguments, ``out`` and ``lse`` poisoned."""
+        """The case on a device as arguments of the operator, with poisoned ``out`` and ``lse``."""
         names = ("k_cache", "v_cache") if len(self.cache) == 2 else ("kv_cache",)
         width = self.q.shape[2] if len(self.cache) == 2 else self.q.shape[2] - 64
         tensors = {"q": device.array(self.q, self.dtype)}
@@ -101,7 +101,7 @@ def mla_case(
     max_seq_len: int | None = None,
     dtype: DTypeName = "bfloat16",
 ) -> DecodeCase:
-    """An MLA decode, likewise; the softmax scale is that of a head dimension of 128 + 64 before the projection."""
+    """As ``paged_case``, for MLA; the softmax scale is that of a head dimension of 128 + 64 before the projection."""
     shapes = ((heads, latent + 64), (latent + 64,))
     return _case(seed, lengths, q_lens, shapes, page_size, max_seq_len, dtype, 1 / math.sqrt(192))
 
@@ -120,7 +120,7 @@ def _case(
     tokens = [q_lens] * len(lengths) if isinstance(q_lens, int) else list(q_lens)
     bound = max_seq_len or max(1, *lengths)
     used = [-(-length // page_size) for length in lengths]
-    order = rng.permutation(sum(used) + 1).astype(np.int32)  # one page is nobody's
+    order = rng.permutation(sum(used) + 1).astype(np.int32)  # one page is unused
     table = np.full((len(lengths), -(-bound // page_size)), -1, dtype=np.int32)
     caches = tuple(_poisoned(dtype, (len(order), page_size, *shape)) for shape in shapes[1:])
     first = 0

@@ -1,4 +1,4 @@
-"""Compare attention with float64: bounds that follow from the dtypes, so that a test needs no tolerance of its own."""
+"""Comparison of attention with float64, with tolerances derived from the dtypes, so that tests need not state them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class Rounding(NamedTuple):
-    """What a dtype costs: unit roundoff, smallest step, largest value, and the errors of the norm that are allowed.
+    """Rounding of a dtype: unit roundoff, smallest step, largest value, and the allowed relative errors of the norm.
 
-    ``probabilities`` is what rounding the softmax's probabilities costs where they are multiplied in this dtype (e4m3
-    caches are computed on in fp16), ``output`` what rounding the output costs.
+    ``probabilities`` is the error from rounding the softmax's probabilities if they are multiplied in this dtype (with
+    e4m3 caches, kernels multiply in fp16), ``output`` the error from rounding the output.
     """
 
     roundoff: float
@@ -52,10 +52,10 @@ def assert_attention_close(
     output_scale: float = 1.0,
     score_error: float = 0.0,
 ) -> float:
-    """Compare an attention output with the float64 reference; the relative error of the norm.
+    """Compare an attention output with the float64 reference, and return the relative error of the norm.
 
-    Three bounds, all from the dtypes: each element is off by at most 2 % of the largest one, the whole by at most what
-    rounding probabilities and output costs (bfloat16: 0.6 % of the norm), and each row of a (token, head) by at most
+    Three bounds follow from the dtypes: the error of each element is at most 2 % of the largest element, that of the
+    norm at most the rounding of probabilities and output (bfloat16: 0.6 %), and that of each row (token, head) at most
     three times that. NaN and infinity are errors. Values beyond the dtype's largest saturate.
 
     Args:
@@ -65,8 +65,8 @@ def assert_attention_close(
         kv_dtype: of the KV cache; None: ``dtype``.
         lse: log-sum-exp in base 2, ``[tokens, heads]``; None: not compared.
         expected_lse: float64 of the same shape.
-        output_scale: the factor that the output has, which errors go with.
-        score_error: what scores may be off by beyond rounding, as base-2 exponents.
+        output_scale: the factor of the output, with which errors scale.
+        score_error: allowed error of the scores beyond rounding, as base-2 exponents.
 
     Raises:
         AssertionError: a bound is broken; the message names the first element or row and both values.
@@ -87,10 +87,10 @@ def assert_attention_close(
 
 
 def assert_lse_close(lse: Any, expected: Any, score_error: float = 0.0) -> None:
-    """Compare log-sum-exps, which may be off by as much as scores are; -inf must be -inf.
+    """Compare log-sum-exps, with a tolerance of 0.004 plus ``score_error``; -inf must be -inf.
 
     Raises:
-        AssertionError: one is off; the message names it.
+        AssertionError: a value differs by more; the message names it.
     """
     lse, expected = np.asarray(lse), np.asarray(expected)
     assert not np.isnan(lse).any(), f"the LSE holds NaN at {_first(np.isnan(lse))}"

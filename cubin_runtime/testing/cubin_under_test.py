@@ -22,19 +22,19 @@ from ..launch.structs import StructLayout
 class CubinUnderTest:
     """A kernel of a cubin file, whose struct was compared with the cubin's own ELF.
 
-    ``facts`` is what the ELF says of the kernel: registers, shared memory, most threads of a block.
+    ``facts`` is what the ELF states about the kernel: registers, shared memory, largest block size.
     """
 
     def __init__(
         self, path: str | Path, struct: StructLayout, symbol: str | None = None, *, data: bytes | None = None
     ) -> None:
-        """``symbol`` may be left out where the cubin holds one kernel; ``data`` are the file's bytes, read where None.
+        """``symbol`` may be omitted if the cubin has only one kernel; ``data`` are the file's bytes, None: read it.
 
         Raises:
             FileNotFoundError: there is no such file.
             UsageError: the symbol is not in it, or it must be named.
             AbiError: the kernel takes other parameters than one struct of this size.
-            CorruptError: the file is no cubin.
+            CorruptError: the file is not a cubin.
         """
         self.path = Path(path)
         self.struct = struct

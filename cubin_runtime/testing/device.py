@@ -1,4 +1,4 @@
-"""Arrays on a device, poisoned where a kernel has not written, with a guard behind each; and launches of a cubin."""
+"""Arrays on a device, poisoned until a kernel writes them, with a guard after each; and launches of a cubin."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ GUARD = 256
 
 
 class DeviceArrays:
-    """Host arrays copied to the device, freed at the end."""
+    """Copies of host arrays on the device, freed by ``close``."""
 
     def __init__(self, driver: Driver, guard: int = GUARD) -> None:
-        """``guard`` bytes behind each array; 0 where a sanitizer is to see the first byte too much."""
+        """``guard`` bytes after each array; 0 if a sanitizer is to detect the first byte past the end."""
         self.driver = driver
         self.guard = guard
         self._held: list[tuple[int, int]] = []
@@ -72,7 +72,7 @@ _DeviceT = TypeVar("_DeviceT", bound="Device")
 
 
 class Device(DeviceArrays):
-    """A device with its primary context current: arrays as tensors, and launches of one cubin. Close it, or ``with``.
+    """A device with its primary context current: arrays as tensors, and launches of cubins. A context manager.
 
     ``computes`` is False for the stand-in driver, whose kernels do nothing.
     """
@@ -100,12 +100,12 @@ class Device(DeviceArrays):
         return sorted(times)[repeats // 2]
 
     def array(self, values: Any, dtype: DTypeName | None = None) -> TensorView:
-        """A tensor with these values; for a float dtype also its bits, as unsigned integers of its size.
+        """A tensor with these values; for a float dtype, values may also be its bits as unsigned integers of its size.
 
-        ``dtype=None`` takes that of the array.
+        ``dtype=None`` takes the dtype of the array.
 
         Raises:
-            UsageError: there is no such dtype, or it is one of integers that do not hold the values.
+            UsageError: the dtype is unknown, or an integer dtype cannot represent the values.
         """
         host = np.ascontiguousarray(values)
         name: Any = dtype or host.dtype.name
@@ -119,7 +119,7 @@ class Device(DeviceArrays):
         return TensorView.contiguous(self.empty(like.nbytes), dtype, like.shape, self.facts.ordinal)
 
     def numpy(self, view: TensorView) -> NDArray[Any]:
-        """A tensor's content once all work is done; bfloat16 and float8_e4m3fn as bits, see ``from_bits``."""
+        """Wait for all work and return a tensor's contents; bfloat16 and float8_e4m3fn as bits, see ``from_bits``."""
         self.driver.synchronize(0)
         return self.download(view, to_bits(view.dtype, np.zeros(1, dtype=np.float32)).dtype)
 
@@ -133,7 +133,7 @@ class Device(DeviceArrays):
         attributes: LaunchAttributes | None = None,
         **fields: Any,
     ) -> None:
-        """Gate the kernel, launch it on the default stream and wait for it.
+        """Check the kernel by the ABI gate, launch it on the default stream and wait for it.
 
         Args:
             cubin: the kernel and its parameter struct.
@@ -154,7 +154,7 @@ class Device(DeviceArrays):
         self.driver.synchronize(0)
 
     def close(self) -> None:
-        """Free everything, and leave what was current."""
+        """Free all arrays and restore the context that was current before."""
         super().close()
         self.driver.set_current(self._before)
 
@@ -177,7 +177,7 @@ def on_first_device(main: Callable[[Device], None]) -> None:
     """Run an example on the first GPU, with a default runtime that uses its driver.
 
     Raises:
-        SystemExit: there is no GPU, or the kernels are not at hand; with the error's sentence.
+        SystemExit: there is no GPU, or the kernels are not available; with the message of the error.
     """
     from ..attention import Runtime, set_default_runtime
     from .graph_driver import GraphDriver

@@ -1,4 +1,4 @@
-"""The driver with what only tests and examples call: captures, graphs and copies on the device."""
+"""The driver with functions that only tests and examples use: captures, graphs and copies on the device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROTOTYPES = {
 
 
 class GraphDriver(Driver):
-    """The driver, and captures, graphs and copies on the device."""
+    """The driver with captures, graphs and copies on the device."""
 
     prototypes: ClassVar = ChainMap(PROTOTYPES, api.PROTOTYPES)
 

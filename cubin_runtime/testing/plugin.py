@@ -1,12 +1,12 @@
 """Fixtures and a marker for pytest, which finds them by the entry point ``cubin_runtime``.
 
-A project that uses none of them pays one light import: numpy, the driver and the artifacts are imported by the
-fixtures. All names begin with ``cubin_``, so that none hides a project's own.
+A project that uses none of them pays for one light import: only the fixtures import numpy, the driver and the
+artifacts. All names begin with ``cubin_``, so that they do not hide a project's own.
 
 - ``cubin_device``: a ``Device`` on the first GPU; the test is skipped, with the reason, where there is none.
 - ``cubin_standin``: the controls of a driver without a GPU, whose kernels do nothing and whose calls are recorded;
   ``cubin_standin.pose_as(10, 0)`` makes it another SM. Needs a C compiler and cuda.h of CUDA 13.
-- ``cubin_standin_device``: a ``StandInDevice``, which takes any cubin and tells what was launched.
+- ``cubin_standin_device``: a ``StandInDevice``, which takes any cubin and returns what was launched.
 - ``cubin_runtime_at``: makes a ``Runtime`` on a temporary store and the sources that it is given.
 - ``cubin_under_test``: the ``CubinUnderTest`` of the test's marker ``cubin(path, struct, symbol=None)``.
 """
@@ -38,7 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def cubin_device() -> Iterator[Device]:
-    """The first GPU; everything on it is freed afterwards, after a look at the guards behind each array."""
+    """The first GPU; afterwards the guard after each array is checked, and all arrays are freed."""
     from .device import Device, missing_device
     from .graph_driver import GraphDriver
 
@@ -52,7 +52,7 @@ def cubin_device() -> Iterator[Device]:
 
 @pytest.fixture(scope="session")
 def cubin_standin_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The stand-in for libcuda, compiled once a session."""
+    """The stand-in for libcuda, compiled once per session."""
     from .standin import build_standin
 
     try:
@@ -63,7 +63,7 @@ def cubin_standin_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def cubin_standin(cubin_standin_library: Path) -> Iterator[StandIn]:
-    """The controls of the stand-in, which begins and ends without kernels, faults or a log."""
+    """The controls of the stand-in, which is reset before and after each test."""
     from .standin import StandIn
 
     control = StandIn(cubin_standin_library)

@@ -1,4 +1,4 @@
-"""Compiling C against the real cuda.h, and the control panel of the stand-in for libcuda."""
+"""Compiling C against the real cuda.h, and the controls of the stand-in for libcuda."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Call:
 
 
 class StandIn:
-    """Sets the stand-in up and reads what it recorded."""
+    """Configures the stand-in and reads its log."""
 
     def __init__(self, path: Path) -> None:
         """``path`` is the library that ``build_standin`` made; ``Driver(path)`` opens the same."""
@@ -85,21 +85,21 @@ class StandIn:
         return set(re.findall(r" T (cu\w+)", table))
 
     def reset(self) -> None:
-        """Back to one device of compute capability 9.0 without kernels, faults or a log."""
+        """Reset to one device of compute capability 9.0 without kernels, faults or a log."""
         self._capability = (9, 0)
         self._library.standin_reset()
 
     def pose_as(self, major: int, minor: int) -> None:
-        """Let devices be of this compute capability."""
+        """Set the compute capability of all devices."""
         self._capability = (major, minor)
         self._library.standin_set_device(major, minor, 1)
 
     def without_device(self) -> None:
-        """Let the driver see no device."""
+        """Set the number of devices to 0."""
         self._library.standin_set_device(9, 0, 0)
 
     def with_devices(self, count: int) -> None:
-        """Let the driver see so many devices."""
+        """Set the number of devices."""
         self._library.standin_set_device(*self._capability, count)
 
     def describe(
@@ -111,7 +111,7 @@ class StandIn:
         l2: int,
         clusters: int,
     ) -> None:
-        """Let devices say this of themselves; sizes in bytes, a block may have 1 KiB of shared memory less.
+        """Set the devices' properties; sizes in bytes, a block may have 1 KiB of shared memory less.
 
         ``clusters`` clusters of any kernel are active at once.
         """
@@ -120,49 +120,49 @@ class StandIn:
         self._library.standin_describe(name.encode(), multiprocessors, shared_per_multiprocessor, block, l2, clusters)
 
     def make_up_memory(self, first: int) -> None:
-        """Let allocations be addresses from ``first`` on that are the same in every run, without memory there."""
+        """Return addresses from ``first`` on for allocations, the same in every run, without memory behind them."""
         self._library.standin_make_up_memory(ctypes.c_uint64(first))
 
     def write_whole_descriptors(self) -> None:
-        """Let descriptors hold all that they were encoded from."""
+        """Let descriptors contain all arguments that they were encoded from."""
         self._library.standin_write_whole_descriptors()
 
     def make_context(self, device: int) -> int:
-        """The handle of one more context of ``device``, as a program's own or a green one."""
+        """The handle of another context of ``device``, like a program's own or a green context."""
         made: int = self._library.standin_make_context(device)
         return made
 
     def add_kernel(self, symbol: str, sizes: tuple[int, ...], max_threads: int = 1024) -> None:
-        """Let modules hold a kernel with parameters of these sizes in bytes."""
+        """Add a kernel with parameters of these sizes in bytes to all modules."""
         array = (ctypes.c_size_t * max(1, len(sizes)))(*sizes)
         self._library.standin_add_kernel(symbol.encode(), array, len(sizes), max_threads)
 
     def add_cubin(self, cubin: CubinUnderTest) -> None:
-        """Let modules hold a cubin's kernel as its ELF describes it."""
+        """Add a cubin's kernel to all modules, as its ELF describes it."""
         sizes = tuple(parameter.size for parameter in cubin.facts.parameters)
         self.add_kernel(cubin.symbol, sizes, cubin.facts.max_threads or 1024)
 
     def accept_kernels(self, size: int) -> None:
-        """Let every module hold every kernel that is asked for, with one parameter of ``size`` bytes."""
+        """Let every module have any kernel, with one parameter of ``size`` bytes."""
         self._library.standin_accept_kernels(ctypes.c_size_t(size))
 
     def images(self) -> list[bytes]:
-        """The module images in the order in which they were handed over."""
+        """The images of the loaded modules, in order."""
         found, size = list[bytes](), ctypes.c_size_t()
         while address := self._library.standin_image(len(found), ctypes.byref(size)):
             found.append(ctypes.string_at(address, size.value))
         return found
 
     def fail(self, call: str, code: int, *, skip: int = 0, times: int = -1) -> None:
-        """Let a driver function return ``code`` after ``skip`` calls that succeed, ``times`` times (-1: for good)."""
+        """Let a driver function return ``code`` after ``skip`` successful calls, ``times`` times (-1: always)."""
         self._library.standin_fail(call.encode(), code, skip, times)
 
     def fault(self, code: int) -> None:
-        """Let the context be broken by an asynchronous fault of this code."""
+        """Cause an asynchronous fault of this code, after which the context is unusable."""
         self._library.standin_fault(code)
 
     def hide_parameter_info(self) -> None:
-        """Let the driver not know the sizes of parameters, as those before CUDA 12.4."""
+        """Hide the sizes of parameters, as drivers before CUDA 12.4 do."""
         self._library.standin_hide_parameter_info()
 
     def clear_log(self) -> None:
@@ -184,6 +184,6 @@ class StandIn:
         return [line.split(" ")[0] for line in self._library.standin_log().decode().splitlines()]
 
     def call(self, name: str) -> dict[str, str]:
-        """What the only call of ``name`` received."""
+        """What the only call of ``name`` received; an error if there were others."""
         (only,) = self.calls(name)
         return only.seen

@@ -1,4 +1,4 @@
-"""A device of the stand-in driver, which takes any cubin and is whatever the stand-in poses as."""
+"""A device of the stand-in driver, which takes any cubin and has the compute capability that was set."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .standin import StandIn
 
 
 class _PosingDriver(GraphDriver):
-    """The driver, which asks for a device's facts each time: the stand-in may pose as another one between two calls."""
+    """A driver that queries a device's facts each time, since tests may change the stand-in between calls."""
 
     def device(self, ordinal: int = 0) -> DeviceFacts:
         self._devices.clear()
@@ -28,7 +28,7 @@ class StandInDevice(Device):
         self._known: set[tuple[str, str]] = set()
 
     def launch(self, cubin: CubinUnderTest, **how: Any) -> None:
-        """As ``Device.launch``; the stand-in is told of the cubin's kernel first."""
+        """As ``Device.launch``; adds the cubin's kernel to the stand-in first."""
         if (cubin.cubin.sha256, cubin.symbol) not in self._known:
             self._known.add((cubin.cubin.sha256, cubin.symbol))
             self.standin.add_cubin(cubin)

@@ -27,7 +27,7 @@ def to_bits(dtype: DTypeName, values: Any) -> NDArray[Any]:
     """Values as an array that a device reads as ``dtype``; bfloat16 and float8_e4m3fn as unsigned integers.
 
     Raises:
-        UsageError: there is no such dtype, or it is one of integers that does not hold the values.
+        UsageError: the dtype is unknown, or an integer dtype cannot represent the values.
     """
     if dtype in _NARROW:
         return _NARROW[dtype][0](values)
@@ -41,12 +41,12 @@ def to_bits(dtype: DTypeName, values: Any) -> NDArray[Any]:
 
 
 def is_bits(dtype: DTypeName, array: NDArray[Any]) -> bool:
-    """Whether an array is the bits of a float dtype already: unsigned integers of its size."""
+    """Whether an array already contains the bits of a float dtype: unsigned integers of its size."""
     return "float" in dtype and array.dtype.kind == "u" and array.itemsize == ITEM_BYTES.get(dtype)
 
 
 def from_bits(dtype: DTypeName, bits: Any) -> NDArray[Any]:
-    """The values of such an array; what holds floats already is taken as it is."""
+    """The values of an array of bits; an array of floats is returned as it is."""
     array: NDArray[Any] = np.asarray(bits)
     if array.dtype.kind == "f":
         return array

@@ -35,7 +35,7 @@ def sent(standin: StandIn, index: int = -1) -> dict[str, Any]:
 
 @pytest.fixture
 def checks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The bound of each call that was held against every rule."""
+    """The bound of each call that was validated in full."""
     seen: list[int] = []
     check = PAGED_DECODE.check
     told = replace(PAGED_DECODE, check=lambda call: (seen.append(call.options.max_seq_len), check(call)))

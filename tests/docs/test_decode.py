@@ -1,4 +1,4 @@
-"""What docs/decode.md says of the kernels that ship, held against the list of variants."""
+"""What docs/decode.md says about the kernels that ship, compared with the list of variants."""
 
 from __future__ import annotations
 

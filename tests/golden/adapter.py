@@ -365,7 +365,7 @@ def _cell(kind: str, value: Any) -> str:
 
 
 def _arguments(case: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of one step: those of the case, but for its changes."""
+    """The arguments of one step: those of the case, except for its changes."""
     return {name: _argument(value, bool(case.get("torch"))) for name, value in {**case["with"], **changes}.items()}
 
 
@@ -387,7 +387,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _unplanned(planned: list[dict[str, Any]], sent: list[dict[str, Any]]) -> Iterator[str]:
-    """Where launches differ from their plans, but for the addresses that come with a step."""
+    """Where launches differ from their plans, except for the addresses that come with a step."""
     for plan, launch in zip(planned, sent, strict=len(planned) > 0):
         values = {name: value for name, value in launch["values"].items() if name in plan["values"]}
         for name, value in values.items():

@@ -1,4 +1,4 @@
-"""Holding a decode's bits against float64: bounds that follow from the dtypes."""
+"""Comparing a decode's bits with float64: bounds that follow from the dtypes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def assert_close(
 
 
 def assert_rounded(case: DecodeCase, bits: np.ndarray, want: np.ndarray, of_parts: np.ndarray | float = 0.0) -> None:
-    """Hold an output whose probabilities are all 1 against its values: only the output's rounding may differ.
+    """Compare an output whose probabilities are all 1 with its values: only the output's rounding may differ.
 
     A sink may be the largest logit, and the probabilities one smaller value, rounded. ``of_parts`` is by how much
     rounded parts of a request may move each element.

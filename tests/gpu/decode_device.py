@@ -64,7 +64,7 @@ class DeviceCase:
         return tuple(selection.kernel for selection in self.plan.selections)
 
     def dirty_workspace(self) -> Workspace:
-        """A workspace of our own: poisoned, but for the regions that must be zero."""
+        """A workspace of our own: poisoned, except for the regions that must be zero."""
         nbytes = self.plan.workspace_bytes
         context = self.driver.primary_context(0)
         workspace = Workspace(self.driver, context, self.arrays.empty(nbytes), nbytes)

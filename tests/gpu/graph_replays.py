@@ -9,7 +9,7 @@ from cubin_runtime.launch.driver import Driver
 
 
 def replay_over(driver: Driver, device: Any, contents: Iterable[Any]) -> None:
-    """Capture a launch of a case on the device, then load each content, replay and hold the result against it."""
+    """Capture a launch of a case on the device, then load each content, replay and compare the result with it."""
     stream = driver.create_stream(blocking=True)
     workspace = device.dirty_workspace()
     device.plan.preload()

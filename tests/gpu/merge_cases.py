@@ -1,4 +1,4 @@
-"""Partial results at random, and how a merge of them is held against float64."""
+"""Partial results at random, and the comparison of a merge of them with float64."""
 
 from __future__ import annotations
 

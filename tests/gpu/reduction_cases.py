@@ -306,7 +306,7 @@ def run_reduction(
 
 
 def assert_merged(case: ReductionCase, partials: Partials, got: tuple[np.ndarray, np.ndarray | None]) -> None:
-    """Hold a run against float64."""
+    """Compare a run with float64."""
     bits, statistics = got
     want_out, want_statistics = expected_of(case, partials)
     out = decode(bits, case.out)
@@ -381,7 +381,7 @@ def lse_case(rows: tuple[int, int], rng: np.random.Generator) -> tuple[np.ndarra
 
 
 def assert_lse(got: np.ndarray, want: np.ndarray) -> None:
-    """Hold an LSE against float64."""
+    """Compare an LSE with float64."""
     empty = np.isneginf(want)
     assert np.array_equal(np.isneginf(got), empty)
     assert np.abs(got[~empty] - want[~empty]).max(initial=0.0) <= STATISTICS_TOLERANCE

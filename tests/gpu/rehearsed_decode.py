@@ -30,6 +30,8 @@ from cubin_runtime.kernels.native.constants import TYPE_CODES
 from cubin_runtime.kernels.native.layouts import LAYOUTS
 from cubin_runtime.launch.driver import Driver
 from cubin_runtime.launch.plan import LaunchPlan
+from cubin_runtime.launch.prepared import Sending
+from cubin_runtime.launch.run_source import Expressions
 from cubin_runtime.launch.tensormap import TensorMapSpec
 from cubin_runtime.testing import GraphDriver
 from kernels_src.variants import VARIANTS, Variant
@@ -89,9 +91,10 @@ class RehearsedLaunches:
     ) -> None:
         self.launches, self.driver, self.names = list(zip(plans, kernels, strict=True)), driver, names
 
-    def sending(self, values: Sequence[str], *, stream: str, **_: Any) -> tuple[list[str], dict[str, Any]]:
+    def sending(self, expressions: Expressions) -> Sending:
         """As ``PreparedLaunches.sending``."""
-        return [f"rehearsed({stream}, {', '.join(values)})"], {"rehearsed": self.run}
+        given = f"{expressions.stream}, {', '.join(expressions.values)}"
+        return Sending([f"rehearsed({given})"], {"rehearsed": self.run})
 
     def run(self, stream: int, *values: Any) -> None:
         named = dict(zip(self.names, values, strict=True))

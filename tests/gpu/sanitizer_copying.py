@@ -16,7 +16,7 @@ COPYING_CASES = 10  # of each
 
 
 def copying_all(runtime: Runtime) -> set[str]:
-    """Random appends and merges, held against their references; the names of the kernels that ran."""
+    """Random appends and merges, compared with their references; the names of the kernels that ran."""
     used = set()
     for index in range(COPYING_CASES):
         rng = np.random.default_rng((21, index))

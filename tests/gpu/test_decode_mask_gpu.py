@@ -23,7 +23,7 @@ ROWS = ((1, 1), (1, 8), (2, 4), (3, 5), (4, 4), (16, 1), (8, 4), (7, 9), (4, 16)
 
 
 def assert_means(runtime: Runtime, wanted: DecodeCase, rng: np.random.Generator) -> None:
-    """Run on zero queries and keys, and hold the output against the means but for its rounding."""
+    """Run on zero queries and keys, and compare the output with the means, except for its rounding."""
     with on_device(runtime, wanted, rng, make_means(wanted, rng)) as case:
         workspace = case.dirty_workspace()
         case.run(workspace=workspace)

@@ -40,7 +40,7 @@ def assert_case(runtime: Runtime, wanted: MlaCase, rng: np.random.Generator) -> 
 
 
 def assert_means(runtime: Runtime, wanted: MlaCase, rng: np.random.Generator) -> None:
-    """Run on zero queries, and hold the output against the means but for its rounding and that of parts."""
+    """Run on zero queries, and compare the output with the means, except for its rounding and that of parts."""
     with mla_on_device(runtime, wanted, rng, mla_means(wanted, rng)) as case:
         workspace = case.dirty_workspace()
         case.run(workspace=workspace)

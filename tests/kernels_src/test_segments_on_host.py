@@ -17,7 +17,7 @@ from test_stream_k_on_host import COLUMNS, DECODE_OPTIONS, MOST_TILES, WALK
 
 from cubin_runtime.kernels.native.constants import CONSTANTS
 from cubin_runtime.kernels.native.cost_model import OTHER
-from cubin_runtime.kernels.native.decode.grids import ANY_ROWS, SEGMENTS, Grid, Part, cut_of, splits_of
+from cubin_runtime.kernels.native.decode.grids import ANY_ROWS, SEGMENTS, Grid, Part, splits_of, tiling_of
 from cubin_runtime.kernels.native.decode.shape import DecodeShape
 from cubin_runtime.kernels.native.layouts import LAYOUTS
 from cubin_runtime.testing.standin import cuda_include
@@ -56,9 +56,9 @@ class Launch:
             window_left=self.window,
             batch_invariant=True,
         )
-        cut = cut_of(KERNEL, shape, Part(0, ANY_ROWS, SEGMENTS), H100, OTHER)
-        grid = Grid(self.size * self.groups, 1, self.size, cut.row_tiles, cut.tiles)
-        self.slots = splits_of(cut, grid, shape)
+        tiling = tiling_of(KERNEL, shape, Part(0, ANY_ROWS, SEGMENTS), H100, OTHER)
+        grid = Grid(self.size * self.groups, 1, self.size, tiling.row_tiles, tiling.tiles)
+        self.slots = splits_of(tiling, grid, shape)
         arrays = HostArrays()
         values = {
             "seq_lens": arrays.upload(np.array(self.kv_lens, np.int32)),

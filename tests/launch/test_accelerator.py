@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from examples import DIGEST, LAYOUT, SYMBOL, cubin, kernel_facts, needs, plan
@@ -16,10 +16,11 @@ from cubin_runtime.launch.compiled import compiled
 from cubin_runtime.launch.driver import Driver
 from cubin_runtime.launch.modules import ModuleCache
 from cubin_runtime.launch.prepared import PreparedLaunches
+from cubin_runtime.launch.run_source import Expressions
 from cubin_runtime.testing import StandIn
 
 needs_accelerator = pytest.mark.skipif(
-    accelerator.sender() is None, reason="cubin_runtime_accelerator is not installed: pip install ./accelerator"
+    accelerator.accelerator() is None, reason="cubin_runtime_accelerator is not installed: pip install ./accelerator"
 )
 NAMES = ("out", "batch", "scale")
 Send = Callable[..., Any]
@@ -27,9 +28,11 @@ Send = Callable[..., Any]
 
 def send(prepared: PreparedLaunches, make: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Send, str]:
     """A function of the stream and the values, and its source."""
-    monkeypatch.setattr("cubin_runtime.launch.prepared.sender", lambda: make)
+    monkeypatch.setattr("cubin_runtime.launch.prepared.accelerator", lambda: make)
     given = ", ".join(NAMES)
-    lines, scope = prepared.sending(NAMES, written={0, 1, 2}, key="stream", stream="stream", elsewhere="return 'else'")
+    lines, scope, _ = prepared.sending(
+        Expressions(values=NAMES, written={0, 1, 2}, key="stream", stream="stream", elsewhere="return 'else'")
+    )
     source = "\n".join([f"def send(stream, {given}):", *(f"    {line}" for line in lines), ""])
     return compiled("send", source, scope), source
 
@@ -51,7 +54,7 @@ def test_both_send_the_same_launch(
     prepared: PreparedLaunches, standin: StandIn, monkeypatch: pytest.MonkeyPatch, values: tuple[Any, ...]
 ) -> None:
     found = []
-    for make in (None, accelerator.sender()):
+    for make in (None, accelerator.accelerator()):
         call, source = send(prepared, make, monkeypatch)
         assert ("senders_of" in source) == (make is not None)
         call(0x5007, *values)
@@ -68,7 +71,7 @@ def test_both_send_the_same_launch(
 def test_values_that_do_not_fit_are_refused_by_both_before_anything_is_sent(
     prepared: PreparedLaunches, standin: StandIn, monkeypatch: pytest.MonkeyPatch, values: tuple[Any, ...]
 ) -> None:
-    for make in (None, accelerator.sender()):
+    for make in (None, accelerator.accelerator()):
         call, _ = send(prepared, make, monkeypatch)
         with pytest.raises(UsageError, match=f"launch of {plan().kernel} with out="):
             call(0, *values)
@@ -79,7 +82,7 @@ def test_values_that_do_not_fit_are_refused_by_both_before_anything_is_sent(
 def test_launches_are_recorded_and_counted(
     prepared: PreparedLaunches, driver: Driver, context: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    call, _ = send(prepared, accelerator.sender(), monkeypatch)
+    call, _ = send(prepared, accelerator.accelerator(), monkeypatch)
     for batch in range(3):
         call(0x5007, 16, batch, 1.0)
     history = driver.history(context)
@@ -92,7 +95,7 @@ def test_launches_are_recorded_and_counted(
 def test_a_refusal_of_the_driver_is_explained(
     prepared: PreparedLaunches, standin: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    call, _ = send(prepared, accelerator.sender(), monkeypatch)
+    call, _ = send(prepared, accelerator.accelerator(), monkeypatch)
     call(0, 16, 1, 1.0)
     standin.fail("cuLaunchKernelEx", 700)
     with pytest.raises(Exception, match="700") as caught:
@@ -104,7 +107,7 @@ def test_a_refusal_of_the_driver_is_explained(
 def test_threads_do_not_mix_their_parameters(
     prepared: PreparedLaunches, standin: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    call, _ = send(prepared, accelerator.sender(), monkeypatch)
+    call, _ = send(prepared, accelerator.accelerator(), monkeypatch)
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
@@ -137,8 +140,7 @@ def test_threads_do_not_mix_their_parameters(
     ],
 )
 def test_senders_that_would_write_elsewhere_cannot_be_made(change: dict[str, Any], match: str) -> None:
-    make = accelerator.sender()
-    assert make is not None
+    make = cast("Any", accelerator.accelerator()).Sender
     given = {"call": 0, "config": 0, "function": 0, "parameters": bytes(16), "fields": ((8, "Q"),), "launch": None}
     given |= {"stream": 0, "record": print, "tick": print, "kept": None}
     with pytest.raises(ValueError, match=match):
@@ -148,10 +150,10 @@ def test_senders_that_would_write_elsewhere_cannot_be_made(change: dict[str, Any
 
 
 def test_an_accelerator_of_another_abi_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = type(sys)("cubin_runtime_accelerator")
-    module.ABI, module.Sender = 2, print  # type: ignore[attr-defined]
+    module: Any = type(sys)("cubin_runtime_accelerator")
+    module.ABI = 1
     monkeypatch.setitem(sys.modules, "cubin_runtime_accelerator", module)
-    found = accelerator.sender.__wrapped__  # what is installed is looked for once
+    found = accelerator.accelerator.__wrapped__  # what is installed is looked for once
     assert found() is None
-    module.ABI = 1  # type: ignore[attr-defined]
-    assert found() is print
+    module.ABI = 2
+    assert found() is module

@@ -32,7 +32,7 @@ COUNTS = pytest.StashKey[dict[str, object]]()
 
 @dataclass
 class RowsReport:
-    """What holding every cubin against its row found."""
+    """The result of comparing every cubin with its row."""
 
     cubins: int = 0
     architectures: Counter[str] = field(default_factory=Counter)
@@ -49,7 +49,7 @@ def open_library(wheel: Path, store: Path) -> Library:
 
 
 def hold_rows(wheel: Path, store: Path, share: int) -> RowsReport:
-    """Hold every ``PROCESSES``-th row against its cubin; runs in a process of its own."""
+    """Compare every ``PROCESSES``-th row with its cubin; runs in a process of its own."""
     library = open_library(wheel, store)
     pin = library.pins.get(PIN)
     header = library.load(pin.path.child(HEADER_PATH), fetch=False)
@@ -148,7 +148,7 @@ def table(library: Library, pin: Pin) -> KernelTable:
 
 @pytest.fixture(scope="session")
 def rows_report(wheel: Path, store: Path) -> RowsReport:
-    """Every cubin held against its row, on two processes."""
+    """Every cubin compared with its row, on two processes."""
     report = RowsReport()
     with ProcessPoolExecutor(PROCESSES, mp_context=get_context("fork")) as pool:
         for part in pool.map(hold_rows, [wheel] * PROCESSES, [store] * PROCESSES, range(PROCESSES)):

@@ -1,4 +1,4 @@
-"""The real release, whole: every file, every row, every fact that can be held against another."""
+"""The real release, whole: every file, every row, every fact that can be compared with another."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a cubin says of itself."""
+"""Facts about a cubin, read from its ELF."""

@@ -31,7 +31,7 @@ class Architecture:
         """Read ``90a`` or ``sm_90a``.
 
         Raises:
-            UsageError: ``text`` is no such name.
+            UsageError: ``text`` is not such a name.
         """
         return _parsed(text, declared)
 
@@ -49,7 +49,7 @@ class Architecture:
         return False
 
     def same_target(self, other: Architecture) -> bool:
-        """Whether both name one target, whoever says so."""
+        """Whether both name one target, whatever stated the suffix."""
         return (self.number, self.suffix) == (other.number, other.suffix)
 
 

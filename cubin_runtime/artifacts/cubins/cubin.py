@@ -1,4 +1,4 @@
-"""What a cubin says of itself: its architecture and each kernel's parameters, threads, registers and memory.
+"""Facts about a cubin: its architecture and each kernel's parameters, threads, registers and memory.
 
 The facts come from the ELF sections that the CUDA toolchain writes (``.nv.info.<kernel>``, ``.nv.info``,
 ``.nv.shared.<kernel>``, ``.note.nv.tkinfo``). Nothing here trusts a byte: see ``elf``.

@@ -1,4 +1,4 @@
-"""The parts of a 64-bit little-endian CUDA ELF file, read within bounds from bytes that nobody vouches for.
+"""Bounds-checked parsing of 64-bit little-endian CUDA ELF files from untrusted bytes.
 
 Records are those of elf(5). Every offset, count and name is checked before anything follows it: a hostile file costs
 no more than one pass over its bytes. Limits are far above what a compiler writes.
@@ -29,7 +29,7 @@ _ENTRY_BIT = 0x10
 
 
 class CubinFormatError(CorruptError):
-    """The bytes are no well-formed CUDA ELF file."""
+    """The bytes are not a well-formed CUDA ELF file."""
 
 
 class _SectionHeader(NamedTuple):

@@ -1,1 +1,1 @@
-"""Getting objects from the sources into the store."""
+"""Fetching objects from the sources into the store."""

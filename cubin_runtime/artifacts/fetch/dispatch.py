@@ -1,4 +1,4 @@
-"""Getting objects into a store: one process of a host at a time for the same object, and a pool of workers."""
+"""Dispatch of a fetch: at most one process per host fetches an object at a time, with a pool of workers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def fetch_objects(
     """Put every object into the store that is not there; one outcome for each object.
 
     Other processes that want the same objects at the same time wait for this one, shard by shard, and find
-    them there; the pool is hired once there is something to do. An interrupt leaves nothing half-written
+    them there; the pool starts once there is something to do. An interrupt leaves nothing half-written
     visible. ``on_beat`` is called at least every few seconds, whatever is waited for.
 
     Raises:

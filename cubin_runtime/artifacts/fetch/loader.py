@@ -1,4 +1,4 @@
-"""How the bytes of a wanted file come: from the store, in place from a local source, or by network into the store."""
+"""Load a file's bytes: from the store, directly from a local source, or over the network into the store."""
 
 from __future__ import annotations
 

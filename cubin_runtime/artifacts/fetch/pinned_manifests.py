@@ -1,4 +1,4 @@
-"""The manifests that pins name: found in a source, compared with the pin, parsed once per process."""
+"""Pinned manifests: found in a source, compared with the pin's digest, parsed once per process."""
 
 from __future__ import annotations
 

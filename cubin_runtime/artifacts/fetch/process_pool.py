@@ -1,4 +1,4 @@
-"""A pool of worker processes, each with threads: Python code of a fetch on more than one core."""
+"""A pool of worker processes, each with threads, so that the Python code of a fetch uses more than one core."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a fetch did, counted from the outcomes of its objects."""
+"""The report of a fetch, counted from the outcomes of its objects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who fetches: a pool of workers takes objects and gives back outcomes; here the one made of threads."""
+"""Worker pools take objects to fetch and return outcomes: the interface, and the pool of threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker process of a fetch: reads what is wanted from a pipe, fetches with threads, writes outcomes back.
+"""A worker process of a fetch: reads requests from a pipe, fetches with threads, writes outcomes back.
 
 It is started as a plain new interpreter, so that the caller may hold threads, locks and a CUDA context, and
 need not guard its main module. When the pipe ends (the parent is done, interrupted or killed) it ends too.

@@ -63,7 +63,7 @@ def read_manifest(pin: Pin, data: bytes, origin: str) -> Manifest:
 
     Raises:
         PinError: the digest or the number of files is not the pinned one.
-        CorruptError: the pinned bytes are no manifest.
+        CorruptError: the pinned bytes are not a manifest.
     """
     found = digest_of(data)
     if found != pin.manifest_sha256:

@@ -34,7 +34,7 @@ def make_pin(
     """A pin for a release whose manifest is available locally; the sum of its files' sizes stays unknown.
 
     Raises:
-        CorruptError: the bytes are no manifest.
+        CorruptError: the bytes are not a manifest.
         PinError: ``name``, ``abi`` or ``licence`` is outside its domain.
     """
     manifest = parse_manifest(manifest_data, folder, origin)

@@ -1,4 +1,4 @@
-"""All pins in force: the built-in ones and the user's, none of which disagree."""
+"""All active pins, built-in and the user's, which never contradict each other."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Signatures of operators' pin files: Ed25519 over the exact bytes, checked before anything is parsed.
 
 A pin file ``NAME`` is signed by ``NAME.sig`` beside it: the 64 raw bytes that ``openssl pkeyutl -sign -rawin``
-writes, or lines of base64, one a signature. One signature by one of the keys is enough, so that during a
+writes, or lines of base64, one per signature. One signature by one of the keys is enough, so that during a
 rotation old and new keys, or old and new signatures, may stand side by side. Nothing here opens a socket.
 """
 

@@ -1,4 +1,4 @@
-"""What a signed pin file says of itself, so that an old one put back with its signature is noticed.
+"""The ``[signed]`` table of a pin file, which makes the return of an old signed file detectable.
 
 A table ``[signed]`` at the top of the file: ``file``, the name it is signed for; ``version``, an integer that grows
 with each signing; and optionally ``expires``, a date-time with a time zone. The newest version seen of each file is
@@ -31,7 +31,7 @@ class SignatureError(PinError):
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """The file's name, its version, and until when it holds (None: for ever)."""
+    """The file's name, its version, and when it expires (None: never)."""
 
     file: str
     version: int
@@ -68,7 +68,7 @@ def read_statement(data: bytes, origin: str) -> Statement:
 
 
 def check_statement(file: Path, data: bytes, state: Path | None) -> None:
-    """Compare what a signed pin file says of itself with its name, the clock and the newest version seen.
+    """Compare the table of a signed pin file with its name, the clock and the newest version seen.
 
     ``state`` is the file that remembers versions; None: nothing is remembered.
 

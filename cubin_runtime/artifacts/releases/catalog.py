@@ -1,4 +1,4 @@
-"""What a pinned release holds, file by file, with each kernel's metadata: what filters look at."""
+"""The catalog of a pinned release: its files with each kernel's metadata, which filters work on."""
 
 from __future__ import annotations
 

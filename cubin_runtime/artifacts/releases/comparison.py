@@ -1,4 +1,4 @@
-"""What changed between two releases: by name and digest, and by metadata where that is available locally."""
+"""Differences between two releases: by name and digest, and by metadata where that is available locally."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Releases for others: one zip that is a source, or a static tree that any web server can serve.
+"""Export of releases: one zip that serves as a source, or a static tree that any web server can serve.
 
 What is written is read through the library first, so it was hashed against the pinned manifest in private
 memory; and it is published whole or not at all.

@@ -1,4 +1,4 @@
-"""A folder that FlashInfer reads its artifacts from, and the variables that lead it there."""
+"""A folder that FlashInfer reads its artifacts from, and the environment variables that point it there."""
 
 from __future__ import annotations
 

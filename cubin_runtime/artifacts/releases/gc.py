@@ -1,4 +1,4 @@
-"""Removing from a store: the objects of a release that no other release present needs, and leftovers.
+"""Garbage collection in a store: objects of a release that no other present release needs, and leftovers.
 
 Only pinned releases are known: in a store that others share, pins that they alone have are not. Correct
 without locks: a fetch publishes its manifest before it looks at what is there, and here an object is first

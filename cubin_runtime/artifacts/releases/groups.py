@@ -1,4 +1,4 @@
-"""Groups of releases that are asked for by one name, narrowed by what their folders tell: family, CPU and SM."""
+"""Groups of releases under one name, narrowed by what their folder names state: family, CPU and SM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Making a store right again: what a verification called an error is fetched once more and hashed once more."""
+"""Repair of a store: files that a verification found wrong are fetched and hashed again."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def repair(
 
 
 def _refuse_what_stands_in_the_way(library: Library, pin: Pin, corrupt: list[ArtifactPath]) -> None:
-    """A fetch trusts a name, so wrong bytes that could not be moved aside would stay for ever."""
+    """A fetch trusts a name, so wrong bytes that could not be moved aside would stay forever."""
     digests = library.manifest(pin).digests
     for digest in (digests[path] for path in corrupt):
         if not library.store.has(digest):

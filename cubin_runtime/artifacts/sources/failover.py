@@ -1,4 +1,4 @@
-"""One object from the sources in order: retries of what can succeed, failover, dead sources."""
+"""Read one object from the sources in order: retries of temporary failures, failover, dead sources."""
 
 from __future__ import annotations
 

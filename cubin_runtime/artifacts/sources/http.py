@@ -1,4 +1,4 @@
-"""Bytes over http(s): one session a worker, every limit a parameter, nothing secret in any message."""
+"""Bytes over http(s): one session per worker, every limit a parameter, no secrets in messages."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class HttpSource:
             raise
 
     def _follow(self, url: str, headers: Mapping[str, str]) -> tuple[Response, str]:
-        """The first response that is no redirect, and its URL; followed by hand so that each hop is judged."""
+        """The first response that is not a redirect, and its URL; each redirect is checked before it is followed."""
         from .http_session import HttpSession
 
         if self._session is None:

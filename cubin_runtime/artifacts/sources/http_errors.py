@@ -1,4 +1,4 @@
-"""One of our errors from whatever a library raised; a library's text may hold secrets and is not used."""
+"""Errors of the package from those of HTTP libraries, whose texts may contain secrets and are not used."""
 
 from __future__ import annotations
 

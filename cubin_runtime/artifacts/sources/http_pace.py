@@ -1,4 +1,4 @@
-"""How long a server is waited for: limits, and the watch over one response that enforces them at every read."""
+"""Time limits on servers, and the watch over one response that enforces them at every read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Connections that keep our rules: credentials for one host alone, no encoding, every read under a watch.
+"""HTTP connections with our rules: credentials for one host only, no encoding, a time limit on every read.
 
 ``requests`` settles what holds for a whole host: proxy, certificates, credentials, headers. ``urllib3`` makes the
 connection. Requests then go straight to the standard library's half of that connection, which costs a fifth.
@@ -31,7 +31,7 @@ from .http_pace import HttpLimits, Pace
 
 
 class HttpSession:
-    """The connections of one worker, one a host; not for several threads at once."""
+    """The connections of one worker, one per host; not for several threads at once."""
 
     def __init__(self, limits: HttpLimits, network: Network) -> None:
         self._limits, self._network = limits, network

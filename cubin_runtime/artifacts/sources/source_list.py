@@ -1,4 +1,4 @@
-"""Which sources are in force, opened: local ones once for all threads, network ones for each worker."""
+"""The configured sources, opened: local ones once for all threads, network ones for each worker."""
 
 from __future__ import annotations
 

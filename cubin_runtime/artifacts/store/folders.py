@@ -17,7 +17,7 @@ def open_folder(root: Path, *parts: str, create: bool = False) -> Iterator[int]:
     """Descriptor of the folder ``parts`` below a store's root, which alone may be a link.
 
     Raises:
-        OSError: a part is missing (with ``create`` it is made), is no directory, or cannot be opened; its
+        OSError: a part is missing (with ``create`` it is made), is not a directory, or cannot be opened; its
             ``filename`` is the part's path.
     """
     place = root

@@ -1,4 +1,4 @@
-"""What killed processes left and what was moved aside: found by age, removed without following links."""
+"""Leftovers in a store: temporaries of killed processes and quarantined objects, removed by age."""
 
 from __future__ import annotations
 

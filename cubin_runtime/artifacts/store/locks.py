@@ -1,4 +1,4 @@
-"""At most sixteen lock files a store: they save double work and are never needed for correctness."""
+"""At most sixteen lock files per store: they save double work and are never needed for correctness."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors of the file system about a store, as errors of the package."""
+"""Conversion of file-system errors of a store into errors of the package."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a release says of its kernels."""
+"""The kernel metadata of a release."""

@@ -1,4 +1,4 @@
-"""Whether a release's metadata and its cubins say the same, fact by fact."""
+"""Comparison of a release's metadata with its cubins, fact by fact."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def trtllm_disagreements(
 ) -> tuple[Disagreement, ...]:
     """Compare a cubin of a trtllm-gen release with its row; empty when all facts agree.
 
-    The dynamic shared memory is no field of the ELF: it agrees when the row's value occurs exactly once as an
+    The ELF has no field for dynamic shared memory: it agrees when the row's value occurs exactly once as an
     aligned 32-bit word in the code of ``<symbol>GetSmemSize``, the kernel that reports it.
 
     Args:
         meta: the release's row.
         data: the verified bytes of its cubin.
-        cubin: what ``parse_cubin`` says of them.
+        cubin: what ``parse_cubin`` returned for them.
         manifest_sha256: the digest that the manifest lists.
         parameter_bytes: size of the one parameter that the release's launcher passes.
     """

@@ -1,4 +1,4 @@
-"""The filters that verbs share, over rows of either kind of release; pure functions."""
+"""Kernel filters that verbs share, for both kinds of release; pure functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The columns of a trtllm-gen kernel table: their names in the header, our fields, and what kernels are found by."""
+"""The columns of a trtllm-gen kernel table: their names in the header, our fields, and the lookup key of a kernel."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ COLUMNS = (
     Column("mSparseAttn", "sparse_attention", "uint", stand_in="mSparseMla"),
     Column("mSkipsSoftmaxWhenPossible", "skips_softmax", "bool"),
 )
-# What a launcher finds a kernel by, words first; together they name one kernel of a release.
+# The traits by which a launcher looks up a kernel, words first; together they identify one kernel of a release.
 SELECTION_WORDS = 5
 SELECTION_FIELDS = (
     "sm",

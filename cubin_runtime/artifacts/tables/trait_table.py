@@ -1,4 +1,4 @@
-"""A hash table over the rows of a release, by what a launcher finds a kernel by.
+"""A hash table over the rows of a release, keyed by the traits by which a launcher looks up a kernel.
 
 A slot is two little-endian u32: the hash of a row's traits, and the place of the row plus 1 (both 0 in an empty
 one). Slots number a power of two, at least twice the rows. The hash is the CRC-32 of the words among the traits,

@@ -1,9 +1,9 @@
-"""Fast paths: a call that is like an earlier one is sent by a function that was made for it.
+"""Fast paths: a call like an earlier one is launched by a function that was generated for it.
 
 The full path of an operator checks, plans and launches. While it runs it notes what it launched (``notes``); from that
-and the call's arguments ``generated`` writes a function that tests whether another call is alike, which ``guards``
-does for tensors, and sends it. ``operator_function`` tries those functions before the full path, which is the only
-source of plans and of errors.
+and the call's arguments ``generated`` writes a function that tests whether another call is alike, which ``arguments``
+does for options and ``guards`` for tensors, and sends it; where the accelerator can, ``at_once`` does most of it in C.
+``operator_function`` tries those functions before the full path, which is the only source of plans and of errors.
 """
 
 from .notes import FastPaths, Launched, Scratch, note_launch, note_made, note_unrepeatable

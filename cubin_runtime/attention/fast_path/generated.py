@@ -1,29 +1,23 @@
-"""Writing the function that tests whether a call is like an earlier one, and sends it."""
+"""Generates the function that tests whether a call is like an earlier one, and launches it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from ...errors import WorkspaceError
 from ...kernels.native.problem import LOG2_E
-from ...launch.semaphore_workspace import SemaphoreWorkspace
+from ...launch.accelerator import Senders
+from ...launch.run_source import Expressions
 from ...launch.streams import stream_handle
-from ...launch.workspace import Workspace
 from ...tensor import TensorView
-from .guards import GuardedTensor, address_conditions, conditions, guarded
+from .arguments import ArgumentTests, UnlikeError, guarded_or_unlike, is_workspace
+from .at_once import at_once, place_finder
+from .guards import GuardedTensor, address_conditions, conditions
 from .notes import Launched, Notes
-from .options import Form, Signature, is_immutable, record_use
+from .options import Form, Signature, record_use
 
 MISS = object()  # what a fast path gives for a call that is not alike
 _CONSTANT = ("n_", "regions_at(")  # values that are the same for all calls of one key
-_SCALE_LIMIT, _SMALLEST_SCALE = 2.0**127, 2.0**-127  # of subnormal numbers, different multiples are equal
-_FIXED = (str, int, float)
-_WORKSPACES = (Workspace, SemaphoreWorkspace)
-
-
-class _Unlike(Exception):
-    """The call cannot be told from others that need another launch."""
 
 
 def fast_path(
@@ -37,37 +31,33 @@ def fast_path(
         return None
     try:
         return _Writer(signature, arguments, notes.launched[0], notes, form).write(result)
-    except _Unlike:
+    except UnlikeError:
         return None
 
 
-class _Writer:
+class _Writer(ArgumentTests):
     """Collects the lines of one function and what they refer to."""
 
     def __init__(
         self, signature: Signature, arguments: Sequence[Any], launched: Launched, notes: Notes, form: Form
     ) -> None:
         scratch = launched.scratch
-        if scratch is not None and scratch.held is None and not any(isinstance(x, _WORKSPACES) for x in arguments):
+        if scratch is not None and scratch.held is None and not any(map(is_workspace, arguments)):
             launched = launched._replace(scratch=None)  # made of tensors among the arguments
-        self.signature, self.launched, self.notes = signature, launched, notes
+        super().__init__(signature, launched, form)
+        self.notes = notes
         given = zip(signature.parameters, arguments, strict=True)
         self.given = {name: value for name, value in given if name not in form.unset}
-        self.form = form
-        self.scope: dict[str, Any] = {"MISS": MISS}
-        self.tests = list(form.tests)
-        self.unpacked: list[str] = []
-        self.tensors: list[GuardedTensor] = []
-        self.free: dict[str, Any] = {}
+        self.scope["MISS"] = MISS
         self.followed: set[str] = set()
         self.used: set[str] = set()  # tensors among whose addresses the launch's values are
-        self.workspace = ""
+        self.sources: dict[int, tuple[str, int]] = {}  # the tensor and the offset of a value that is an address
 
     def write(self, result: Any) -> tuple[str, dict[str, Any]]:
         signature, launched, given = self.signature, self.launched, self.given
         for name, value in given.items():
-            self._argument(name, value)
-        made = [self._guarded(f"made{number}", item.tensor) for number, item in enumerate(self.notes.made)]
+            self.add(name, value)
+        made = [guarded_or_unlike(f"made{number}", item.tensor) for number, item in enumerate(self.notes.made)]
         known = [*self.tensors, *made]
         related: set[str] = set()
         noted = zip(launched.names, launched.values, strict=True)
@@ -80,82 +70,57 @@ class _Writer:
         used = [item for item in self.tensors if item.name in self.used]
         reads = [f"    a_{item.name} = {item.address}" for item in used]
         keyed, written = self._moving(values)
-        moving = [item for item in used if f"a_{item.name}" not in keyed]
-        lines = [f"def {self.form.name}({self.form.head}):"]
-        lines += self._refusal(self.tests)
-        lines += self.unpacked
-        lines += self._refusal(conditions(self.tensors, self.scope))
-        lines += reads + self._refusal([*address_conditions(moving, signature.memory, self.scope), *sorted(related)])
-        lines += [*self._stream("stream" in given), *self._regions()]
+        moving = [item for item in used if item.name not in keyed]
+        alike = conditions(self.tensors, self.scope)
+        streaming = [*self._stream("stream" in given), *self._regions()]
         resident = address_conditions([item for item in used if item not in moving], signature.memory, self.scope)
-        sending, scope = launched.prepared.sending(
-            values,
+        place = ["place"] if launched.scratch is not None else []
+        expressions = Expressions(
+            values=values,
             written=written,
-            key=f"(handle, {', '.join(keyed)})" if keyed else "handle",
+            key=f"({', '.join(['handle', *(f'a_{name}' for name in keyed), *place])},)",
             stream="handle",
             elsewhere=self.form.unlike,
-            refusal=[line[4:] for line in self._refusal(resident)],
+            refusal=[line[4:] for line in self.refusal(resident)],
             late=self._made(made),
         )
-        self.scope |= scope
-        lines += [f"    {line}" for line in sending]
+        sending = launched.prepared.sending(expressions)
+        self.scope |= sending.scope
+        lines = [f"def {self.form.name}({self.form.head}):"]
+        lines += self.refusal(self.tests)
+        lines += self.unpacked
+        if not related:
+            lines += self._at_once(sending.senders, values, keyed, f"return {self._result(result)}")
+        lines += self.refusal(alike)
+        lines += reads + self.refusal([*address_conditions(moving, signature.memory, self.scope), *sorted(related)])
+        lines += streaming
+        lines += [f"    {line}" for line in sending.lines]
         if "stream" in given:
             lines += self._recorded(made)
         return "\n".join([*lines, f"    return {self._result(result)}", ""]), self.scope
 
-    def _argument(self, name: str, value: Any) -> None:
-        """What must hold for an argument, or what varies with it."""
-        signature = self.signature
-        if name in ("self", "stream"):
-            return
-        if name in signature.contents and value is not None:
-            raise _Unlike
-        if isinstance(value, _WORKSPACES):
-            if self.launched.scratch is None:
-                raise _Unlike
-            self.scope |= {"Kind": type(value), "CONTEXT": self.launched.context}
-            self.tests.append(f"type({name}) is Kind and {name}.context == CONTEXT")
-            self.workspace = name
-        elif name == signature.bound and type(value) is int:
-            self.scope |= {"LOW": self.launched.bounds[0], "HIGH": self.launched.bounds[1]}
-            self.tests.append(f"type({name}) is int")
-            self.free[name] = value
-        elif name in signature.scales.values() and type(value) is float and abs(value) > _SMALLEST_SCALE:
-            self.scope |= {"LIMIT": _SCALE_LIMIT, f"k_{name}": value}
-            self.tests.append(f"({name} is k_{name} or type({name}) is float and -LIMIT <= {name} <= LIMIT and {name})")
-            self.free[name] = value
-        elif type(value) in (tuple, list):
-            self.scope |= {f"kind_{name}": type(value), f"len_{name}": len(value)}
-            self.tests.append(f"type({name}) is kind_{name} and len({name}) == len_{name}")
-            parts = [f"{name}_{index}" for index in range(len(value))]
-            if parts:
-                self.unpacked.append(f"    {', '.join(parts)}, = {name}")
-            late = len(self.tests)
-            for part, element in zip(parts, value, strict=True):
-                self._single(part, element)
-            self.unpacked += self._refusal(self.tests[late:])
-            del self.tests[late:]
-        else:
-            self._single(name, value)
-
-    def _single(self, name: str, value: Any) -> None:
-        if value is None or type(value) is bool:
-            self.tests.append(f"{name} is {value}")
-        elif type(value) in _FIXED:
-            self.scope |= {f"k_{name}": value, f"t_{name}": type(value)}
-            signed = f" and str({name}) == '{value}'" if type(value) is float and not value else ""
-            self.tests.append(f"({name} is k_{name} or type({name}) is t_{name} and {name} == k_{name}{signed})")
-        elif is_immutable(value):
-            self.scope[f"k_{name}"] = value
-            self.tests.append(f"{name} is k_{name}")
-        else:
-            self.tensors.append(self._guarded(name, value))
-
-    def _guarded(self, name: str, tensor: Any) -> GuardedTensor:
-        item = guarded(name, tensor)
-        if item is None:
-            raise _Unlike
-        return item
+    def _at_once(self, senders: Senders | None, values: Sequence[str], keyed: Sequence[str], done: str) -> list[str]:
+        """Ahead of the lines that do it in Python: for the current stream, the whole call by the accelerator."""
+        launched, made = self.launched, self.notes.made
+        if "current" not in self.scope or self.workspace or len(made) > 1:
+            return []
+        place_of = self.scope.get("place_of")
+        lines = at_once(
+            senders,
+            self.tensors,
+            values,
+            self.scope,
+            sources=self.sources,
+            unlike=self.form.unlike,
+            done=done,
+            keyed=keyed,
+            made=("made0", made[0].make, [self._source(source) for source in made[0].sources]) if made else None,
+            stream=(self.scope["current"], launched.device),
+            scratch=(launched.scratch.legacy, place_of) if launched.scratch and place_of else None,
+        )
+        if "stream" in self.given and lines:
+            return ["    if stream is None:", *(f"        {line}" for line in lines)]
+        return [f"    {line}" for line in lines]
 
     def _value(self, name: str, value: Any, known: Sequence[GuardedTensor], related: set[str]) -> str:
         """The expression of one of the launch's values."""
@@ -168,7 +133,7 @@ class _Writer:
             return "0"
         containing = [item for item in known if item.view.pointer <= value < item.end]
         if not containing:
-            raise _Unlike
+            raise UnlikeError
         source, *others = containing
         self.used.update(item.name for item in containing)
         for other in others:  # whichever of them the address was derived from, it is the same
@@ -176,11 +141,12 @@ class _Writer:
             self.scope[delta] = other.view.pointer - source.view.pointer
             related.add(f"a_{other.name} - a_{source.name} == {delta}")
         if any(item.name.startswith("made") for item in containing) and others:
-            raise _Unlike
-        offset = value - source.view.pointer
+            raise UnlikeError
+        offset, number = value - source.view.pointer, launched.names.index(name)
+        self.sources[number] = source.name, offset
         if not offset:
             return f"a_{source.name}"
-        at = f"o{launched.names.index(name)}"
+        at = f"o{number}"
         self.scope[at] = offset
         return f"a_{source.name} + {at}"
 
@@ -194,7 +160,7 @@ class _Writer:
                 self.tests.append(f"LOW <= {bound} <= HIGH")
                 return bound
             if value > self.free[bound]:
-                raise _Unlike
+                raise UnlikeError
             self.scope["CAPACITY"] = value  # what the page table holds, however much more is asked for
             self.tests.append(f"{bound} >= CAPACITY")
         elif scale in self.free and value:
@@ -236,13 +202,11 @@ class _Writer:
         self.scope |= {"held": scratch.held, "DEFAULT": scratch.default, "regions_at": scratch.regions_at}
         if self.workspace:
             return [f"    place = {self.workspace}.claim(handle)"]
-        self.scope |= {"CONTEXT": self.launched.context, "legacy": scratch.legacy, "ClaimError": WorkspaceError}
-        lines = ["    scratch = held.get(handle or DEFAULT)"]
-        lines += self._refusal(["scratch is not None and scratch.context == CONTEXT"])
-        lines += ["    try: place = scratch.claim(handle)", f"    except ClaimError: {self.form.unlike}"]
+        self.scope |= {"legacy": scratch.legacy, "place_of": place_finder(scratch, self.launched.context)}
+        lines = ["    place = place_of(handle)", *self.refusal(["place"])]
         if scratch.legacy is None:
             return lines
-        short = ["    if not handle:", *(f"    {line}" for line in self._refusal(["legacy.of_legacy"]))]
+        short = ["    if not handle:", *(f"    {line}" for line in self.refusal(["legacy.of_legacy"]))]
         return [*short, "        place = legacy.place", "    else:", *(f"    {line}" for line in lines)]
 
     def _made(self, made: Sequence[GuardedTensor]) -> list[str]:
@@ -257,14 +221,13 @@ class _Writer:
         return lines
 
     def _moving(self, values: Sequence[str]) -> tuple[list[str], set[int]]:
-        """The expressions that tell pools of parameter blocks apart, with the stream, and the numbers of the values
-        that are written at each call: what is the same wherever the key is stays in the blocks."""
-        prepared, scratch = self.launched.prepared, self.launched.scratch
-        memory = [f"a_{item.name}" for item in self.tensors if item.name in self.signature.memory & self.used]
+        """The tensors whose addresses tell senders apart, with the stream and the scratch, and the numbers of the
+        values that are written at each call: what is the same wherever the key is stays with the senders."""
+        resident, memory = self.launched.prepared.resident, self.signature.memory & self.used
         moving = {number for number, value in enumerate(values) if value != "0" and not value.startswith(_CONSTANT)}
-        keyed = [values[number] for number in sorted(prepared.resident & moving)] + memory
-        placed = {number for number in moving if values[number].split(" ")[0] in memory}
-        return keyed + (["place"] if scratch is not None else []), moving - prepared.resident - placed
+        held = {self.sources[number][0] for number in resident & moving} | memory
+        placed = {number for number in moving if number in self.sources and self.sources[number][0] in memory}
+        return [item.name for item in self.tensors if item.name in held], moving - resident - placed
 
     def _recorded(self, made: Sequence[GuardedTensor]) -> list[str]:
         """torch's allocator must know of a use on another stream than the current one."""
@@ -277,14 +240,11 @@ class _Writer:
             f"        record_use(handle, DEVICE, ({', '.join(names)},))",
         ]
 
-    def _refusal(self, tests: Sequence[str]) -> list[str]:
-        return [f"    if not ({' and '.join(tests)}):", f"        {self.form.unlike}"] if tests else []
-
     def _source(self, tensor: Any) -> str:
         for item in self.tensors:
             if item.tensor is tensor:
                 return item.name
-        raise _Unlike
+        raise UnlikeError
 
     def _result(self, result: Any) -> str:
         if result is None:
@@ -297,4 +257,4 @@ class _Writer:
         for name, value in self.given.items():
             if value is result:
                 return name
-        raise _Unlike
+        raise UnlikeError

@@ -1,4 +1,4 @@
-"""Tests, as source text, that a call's tensors are of known forms, and where their addresses come from."""
+"""Guards as source text: tests that a call's tensors have known forms, and expressions for their addresses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the full path of a call notes of itself, so that a call like it can be sent without it."""
+"""What the full path records about a call, so that a call like it can be launched without it."""
 
 from __future__ import annotations
 

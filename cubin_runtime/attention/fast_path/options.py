@@ -1,4 +1,4 @@
-"""What the arguments of a call are beyond tensors: numbers that it follows, values of other libraries, streams."""
+"""Arguments of a call other than tensors: numbers that a launch depends on, other libraries' values, streams."""
 
 from __future__ import annotations
 

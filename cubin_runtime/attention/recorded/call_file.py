@@ -77,7 +77,7 @@ def read_call(file: Path | str, *, max_bytes: int = MAX_FILE_BYTES) -> RecordedC
 
     Raises:
         MissingError: there is no such file.
-        StoreError: it is no regular file, or cannot be read.
+        StoreError: it is not a regular file, or cannot be read.
         CorruptError: it is larger than ``max_bytes``, or not what ``write_call`` writes.
     """
     try:

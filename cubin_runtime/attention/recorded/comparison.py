@@ -1,4 +1,4 @@
-"""Whether an output is what the reference says, within tolerances that follow from the dtypes."""
+"""Comparison of an output with the reference, within tolerances that follow from the dtypes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is recorded of a call besides contents: its tensors' forms, options, kernels, and where it ran."""
+"""What is recorded about a call besides contents: its tensors' forms, options, kernels, and where it ran."""
 
 from __future__ import annotations
 

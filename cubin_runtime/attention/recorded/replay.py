@@ -83,7 +83,7 @@ def replay_call(file: Path | str, *, runtime: Runtime | None = None, device: int
     A call of an operator that has no reference here is not run again either.
 
     Raises:
-        MissingError, StoreError, CorruptError: the file cannot be had, or is no recorded call.
+        MissingError, StoreError, CorruptError: the file is not available, or not a recorded call.
         UsageError: numpy is missing, or the device does not take the call as it was recorded.
         DeviceError: the call cannot be launched there, or its kernels fault.
     """

@@ -1,4 +1,4 @@
-"""One call of an operator as a definition (what it is) and a workload (how large it came) of flashinfer-bench."""
+"""One call of an operator as a definition (what it is) and a workload (its sizes) of flashinfer-bench."""
 
 from __future__ import annotations
 

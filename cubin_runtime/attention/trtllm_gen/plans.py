@@ -105,7 +105,7 @@ class AttentionPlan:
         return Launched(
             prepared=prepared,
             values=bindings,
-            # Without scratch, partial_out is no address.
+            # Without scratch, partial_out is not an address.
             numbers=NUMBERS if bindings.scratch else (*NUMBERS, "partial_out"),
             context=context,
             device=self._ordinal,

@@ -1,4 +1,4 @@
-"""Attention over keys that lie as they come: in requests of one size, ragged, or in pages."""
+"""Attention over keys in requests of one size, ragged, or in pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of flash-attention's functions: what our operators take for them, and those that none honours."""
+"""Options of flash-attention's functions: what our operators take for them, and those that no operator supports."""
 
 from __future__ import annotations
 

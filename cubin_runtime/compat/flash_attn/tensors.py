@@ -77,4 +77,4 @@ def numbers(like: Any, count: int) -> Any:
 
 def _check_torch(tensor: Any, name: str, what: str) -> None:
     if not is_torch(tensor):
-        raise UsageError(f"{name}: {what} from a {type(tensor).__name__}, which is no torch tensor")
+        raise UsageError(f"{name}: {what} from a {type(tensor).__name__}, which is not a torch tensor")

@@ -1,14 +1,14 @@
-"""What a decode is expected to take, from constants that were measured: small enough to check by hand.
+"""The predicted time of a decode, from measured constants: small enough to check by hand.
 
     time = launch + kernel's start + max(DRAM, L2, tiles) + merge
 
-``DRAM`` reads every key and value once; ``L2`` brings them to the multiprocessors once a row tile; ``tiles`` is the CTA
-with the most tiles at the pace of its kernel; ``merge`` grows with the parts that a pair was cut into. A kernel's start
-and pace depend on how many of its CTAs share a multiprocessor: two start later, each is slower, both together are
-faster. A cluster that has a pair for itself starts earlier, as nothing has to be shared out, and merges sooner; where
-few CTAs run, each draws more of the bandwidth, up to a limit. To calibrate, time a kernel on cases of few and of many
-tiles, change the GPU's constants below and compare with the terms of ``Estimate``;
-``select_decode(..., costs=restated(H200, {...}))`` tries others.
+``DRAM`` reads every key and value once; ``L2`` brings them to the multiprocessors once per row tile; ``tiles`` is the
+CTA with the most KV tiles at the pace of its kernel; ``merge`` grows with the splits of an output tile. A kernel's
+start and pace depend on how many of its CTAs share a multiprocessor: two start later, each is slower, both together are
+faster. A cluster that has an output tile for itself starts earlier, as there is no tile space to divide, and merges
+sooner; where few CTAs run, each gets more of the bandwidth, up to a limit. To calibrate, time a kernel on cases of few
+and of many tiles, change the GPU's constants below and compare with the terms of ``Estimate``; ``select_decode(...,
+costs=restated(H200, {...}))`` tries others.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .kernel_costs import H200_KERNELS, KernelCost
 _BYTES_PER_US = 1e6  # of one TB/s
 # What the constant of the L2 refers to.
 _MULTIPROCESSORS = 132
-# Kernels of as many rows multiply with warpgroups.
+# Kernels of at least this many rows multiply with warpgroups.
 _WARPGROUP_ROWS = 64
 _OF_KERNELS = ("start_us", "tile_us")
 
@@ -34,13 +34,13 @@ _OF_KERNELS = ("start_us", "tile_us")
 class Costs:
     """The constants of one GPU: times in microseconds, rates in TB/s.
 
-    ``l2_tb_per_s`` is what 132 multiprocessors draw; fewer draw less. ``merge_us`` is for up to ``merge_parts``
-    parts of up to ``merge_cells`` numbers (rows times head_dim), more take it in proportion. ``cluster_saved_us`` is by
-    how much earlier a cluster starts, ``cluster_merge_us`` how long it merges, ``cta_tb_per_s`` what one of few CTAs
-    draws at most; but a tile of warpgroups takes at least ``cluster_least_share`` of its time. ``equal_within`` is the
-    share by which predictions differ without meaning anything. Of the grid: CTAs next to each other read up to
-    ``max_cta_group_size`` KV heads side by side, if at most one CTA in ``idle_share`` idles for it; as many may idle so
-    that shares end on borders of pairs.
+    ``l2_tb_per_s`` is the rate of 132 multiprocessors; fewer get less. ``merge_us`` is for up to ``merge_parts`` splits
+    of up to ``merge_cells`` numbers (rows times head_dim); the time of more is proportional. ``cluster_saved_us`` is by
+    how much earlier a cluster starts, ``cluster_merge_us`` the time of its merge, ``cta_tb_per_s`` the most bandwidth
+    of one CTA when few run; a tile of warpgroups takes at least ``cluster_least_share`` of its time. Predictions that
+    differ by less than the fraction ``equal_within`` count as equal. Neighbouring CTAs read up to
+    ``max_cta_group_size`` KV heads side by side, if at most one CTA in ``idle_share`` idles because of that; as many
+    may idle so that work ranges end at boundaries of output tiles.
     """
 
     gpu: str
@@ -62,9 +62,9 @@ class Costs:
     def kernel_us(
         self, item_bytes: int, head_dim: int, rows: int, resident: int, q_item_bytes: int = 2, segments: bool = False
     ) -> tuple[float, float]:
-        """``start_us`` and ``tile_us``: of the nearest known head_dim below, its tile in proportion.
+        """``start_us`` and ``tile_us`` from the nearest known head_dim below, with ``tile_us`` scaled to this head_dim.
 
-        Between the known rows by the straight line, beyond them a tile in proportion.
+        Between known row counts, linear interpolation; beyond them, ``tile_us`` in proportion to the rows.
         """
         of_item = [
             kernel
@@ -166,10 +166,10 @@ def restated(costs: Costs, constants: Mapping[str, float]) -> Costs:
 
 
 class Pace(NamedTuple):
-    """What a kernel takes by the constants of a GPU, whatever the size of the problem; ``pace_of`` gives it.
+    """The times of a kernel on a GPU, independent of the problem's size; made by ``pace_of``.
 
-    ``start_us`` includes the launch, ``tile_us`` is of a tile of its own ``tile_tokens``. Of a cluster that has a pair
-    for itself, ``least_tile_us`` is what a tile takes at least.
+    ``start_us`` includes the launch, ``tile_us`` is for a KV tile of the kernel's own ``tile_tokens``, and
+    ``least_tile_us`` the least time of a KV tile for a cluster that has an output tile for itself.
     """
 
     start_us: float
@@ -183,23 +183,23 @@ class Pace(NamedTuple):
     least_tile_us: float
     multiprocessors: int
 
-    def estimate(self, kv_bytes: int, row_tiles: float, tiles_per_cta: int, parts: int, cluster_ctas: int) -> Estimate:
+    def estimate(self, kv_bytes: int, row_tiles: float, tiles_per_cta: int, splits: int, cluster_ctas: int) -> Estimate:
         """The terms of a problem's time.
 
         Args:
             kv_bytes: every key and value once.
             row_tiles: how many times they are read (a mean).
             tiles_per_cta: the most that a CTA gets.
-            parts: the most that a pair is cut into.
-            cluster_ctas: all CTAs, where a pair has a cluster; else 0.
+            splits: the most splits of an output tile.
+            cluster_ctas: all CTAs, if each output tile has a cluster; otherwise 0.
         """
         start, tile, merge = self.start_us, self.tile_us, 0.0
         if cluster_ctas:
             start = self.cluster_start_us
-            # As much less as fewer CTAs share the bandwidth.
+            # The fewer CTAs share the bandwidth, the less time a tile takes.
             tile = min(tile, max(self.least_tile_us, tile * cluster_ctas / self.multiprocessors))
-        if parts > 1:
-            merge = self.cluster_merge_us if cluster_ctas else self.merge_us * max(1.0, parts / self.merge_parts)
+        if splits > 1:
+            merge = self.cluster_merge_us if cluster_ctas else self.merge_us * max(1.0, splits / self.merge_parts)
         return Estimate(
             start,
             kv_bytes / self.read_bytes_per_us,
@@ -223,13 +223,11 @@ def pace_of(
 ) -> Pace:
     """The pace of a kernel of ``rows`` rows and tiles of ``tile_tokens``, ``resident`` CTAs on each multiprocessor.
 
-    ``segments`` says of the kernel that it gives the bits of prefill.
-
     Raises:
         UsageError: the constants have no kernel for such items.
     """
     start, tile = costs.kernel_us(item_bytes, head_dim, rows, resident, q_item_bytes, segments)
-    # One of few CTAs draws so much at most, and warpgroups need a share of the time for their products.
+    # One CTA's bandwidth is limited even when few run, and warpgroups need a share of the time for their products.
     alone = 2 * 64 * head_dim * item_bytes / (costs.cta_tb_per_s * _BYTES_PER_US)
     share = costs.cluster_least_share if rows >= _WARPGROUP_ROWS else 0.0
     of_tile = tile_tokens / 64

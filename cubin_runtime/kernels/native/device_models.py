@@ -1,4 +1,4 @@
-"""Devices described from what is published about them, to plan for a GPU that is not here."""
+"""Device models from published data, to plan for a GPU that is not present."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The explanation of native launches, from what the selections of any family say of themselves."""
+"""The explanation of native launches, from the selections of any family."""
 
 from __future__ import annotations
 

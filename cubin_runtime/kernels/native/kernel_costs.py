@@ -8,10 +8,10 @@ from typing import NamedTuple
 class KernelCost(NamedTuple):
     """Microseconds of a kernel for KV of ``item_bytes``, with ``resident`` CTAs on each multiprocessor.
 
-    ``q_item_bytes``: of a kernel for queries of that many alone; 0: whatever they are. ``segments``: of a kernel that
-    gives the bits of prefill.
-    ``start_us`` is from the launch to the first tile and from the last tile to the end; ``tile_us`` what each CTA then
-    takes for 64 tokens of a KV head, its share of the multiprocessor's bandwidth included.
+    ``q_item_bytes``: the kernel is only for queries of this size; 0: for any queries. ``segments``: the kernel gives
+    the bits of prefill.
+    ``start_us`` is from the launch to the first tile and from the last tile to the end; ``tile_us`` the time of
+    each CTA for 64 tokens of a KV head, with its share of the multiprocessor's bandwidth.
     """
 
     item_bytes: int

@@ -39,7 +39,7 @@ class NativeLaunch(Generic[SelectionT_co]):
 
 
 def scratch_regions(
-    pairs: int,
+    output_tiles: int,
     splits: int,
     ctas: int,
     statistics_bytes: int,
@@ -50,11 +50,12 @@ def scratch_regions(
 ) -> tuple[Region, ...]:
     """The workspace of a split-KV launch in the order of ``WORKSPACE_FIELDS``; ``_bytes`` are those of one partial.
 
-    Where the grid splits the pairs (``splits`` 0) there are two partials a CTA, of the pair that ends in it and of the
-    pair that begins in it, and a counter a CTA. Else every pair has a counter and ``splits`` partials, or all pairs
-    together ``slots``. Launches of one operator share the status word and have all else apart, by ``suffix``.
+    If the grid determines the splits (``splits`` 0), each CTA has a counter and two partials: of the output tile that
+    ends in its range and of the one that begins in it. Otherwise every output tile has a counter and ``splits``
+    partials, or all together have ``slots``. Launches of one operator share the status word; their other regions differ
+    by ``suffix``.
     """
-    counters, partials = (pairs, pairs * splits) if splits else (ctas, CONSTANTS.partials_per_cta * ctas)
+    counters, partials = (output_tiles, output_tiles * splits) if splits else (ctas, CONSTANTS.partials_per_cta * ctas)
     slots = partials if slots is None else slots
     return (
         STATUS,
@@ -94,9 +95,9 @@ def native_plan(
     Raises:
         UsageError: a field is missing or unknown.
     """
-    own = {field.name: field.name for field in file.layout.fields if field.type == "ptr" or field.name in numbers}
-    scratch = {name: region.name for name, region in zip(WORKSPACE_FIELDS, regions, strict=False)}
-    inputs = {**own, **caches, **scratch}
+    taken = [*file.layout.pointers, *[name for name in numbers if name in file.layout.names]]
+    scratch = zip(WORKSPACE_FIELDS, [region.name for region in regions], strict=False)
+    inputs = {**dict(zip(taken, taken, strict=True)), **caches, **dict(scratch)}
     return LaunchPlan(
         kernel=kernel.name,
         symbol=kernel.symbol,

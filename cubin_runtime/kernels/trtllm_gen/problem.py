@@ -18,7 +18,7 @@ def is_mla(head_dim_qk: int, head_dim_v: int, sparse: bool) -> bool:
     return heads in _MLA_HEADS or (sparse and heads == _SPARSE_MLA_HEADS)
 
 
-# The bindings that are no addresses.
+# The bindings that are not addresses.
 NUMBERS = ("softmax_scale_log2", "output_scale", "scale_out_scales", "first_out_scale_token")
 
 

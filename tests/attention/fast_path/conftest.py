@@ -31,8 +31,8 @@ def is_used(row: Any) -> bool:
 def sending(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """What sends the launches of fast paths."""
     if request.param == "ctypes":
-        monkeypatch.setattr("cubin_runtime.launch.prepared.sender", lambda: None)
-    elif accelerator.sender() is None:
+        monkeypatch.setattr("cubin_runtime.launch.prepared.accelerator", lambda: None)
+    elif accelerator.accelerator() is None:
         pytest.skip("cubin_runtime_accelerator is not installed: pip install ./accelerator")
     return str(request.param)
 

@@ -89,9 +89,14 @@ def reinterpret(tensor: Any) -> None:
     tensor.data = tensor.data.view(torch.float16)
 
 
+def misplace(tensor: Any) -> None:
+    tensor.data = torch.zeros(1 + tensor.numel(), dtype=tensor.dtype)[1:].view(tensor.shape)
+
+
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "data shortened": shorten,
     "data of another dtype": reinterpret,
+    "data at an odd address": misplace,
     "transposed": lambda tensor: tensor.transpose_(0, 1),
     "resized": lambda tensor: tensor.resize_(1, 32, 128),
     "strides set": lambda tensor: tensor.as_strided_((2, 32, 128), (4096, 64, 1)),
@@ -160,15 +165,16 @@ def test_what_changed_in_place_is_for_a_function_another_call(runtime: Runtime, 
     for function in (paged_decode, paged_decode.__wrapped__):
         standin.clear_log()
         try:
-            function(**{"max_seq_len": 256, "runtime": runtime, **_complete(function, own)})
+            function(**_complete(own), runtime=runtime)
             outcomes.append(str(sent(standin)))
         except UsageError as error:
             outcomes.append(str(error))
     assert outcomes[0] == outcomes[1]
 
 
-def _complete(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
-    return {**(paged_decode.__wrapped__.__kwdefaults__ or {}), **arguments, "max_seq_len": 256}
+def _complete(arguments: dict[str, Any]) -> dict[str, Any]:
+    defaults = paged_decode.__wrapped__.__kwdefaults__
+    return {name: value for name, value in {**defaults, **arguments, "max_seq_len": 256}.items() if name != "runtime"}
 
 
 def test_an_output_is_made_for_each_call(runtime: Runtime, full_paths: FullPaths) -> None:

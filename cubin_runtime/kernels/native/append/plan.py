@@ -1,4 +1,4 @@
-"""A KV append as a launch plan: grid, workspace, and every parameter but what comes with a run."""
+"""A KV append as a launch plan: grid, workspace, and every parameter that does not come with a run."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class AppendProblem:
         return self.kv_heads * (self.k_units + self.v_units)
 
     def values(self) -> dict[str, object]:
-        """The fields of the struct that are no pointers."""
+        """The fields of the struct that are not pointers."""
         strides: dict[str, object] = {}
         for source, cache, of in (("key", "k", self.k_strides), ("value", "v", self.v_strides)):
             strides |= {

@@ -1,4 +1,4 @@
-"""Decode kernels as candidates for a problem: how each would do it, or why it cannot."""
+"""Decode kernels as candidates for a problem: the predicted time of each, or why it is rejected."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from ....launch.driver import DeviceFacts
 from ....values import dataclass
 from ..cost_model import Estimate
 from ..selection import Candidate
-from .grids import Cut, Grid, trait_of
+from .grids import Grid, Tiling, trait_of
 from .shape import DecodeShape
 
 
 class Fit(NamedTuple):
-    """A kernel that could do the problem: how it would cut it, and what that is expected to take."""
+    """A kernel that fits the problem: its tiling, its grid and the predicted time."""
 
     kernel: NativeKernel
-    cut: Cut
+    tiling: Tiling
     grid: Grid
     estimate: Estimate
     microseconds: float
@@ -35,7 +35,7 @@ class Fit(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeCandidate(Candidate):
-    """A decode kernel of the release: how it fits best and how else, or why it does not."""
+    """A decode kernel of the release: its best fit and its other fits, or why it does not fit."""
 
     fit: Fit | None = None
     other_fits: tuple[Fit, ...] = ()
@@ -58,7 +58,7 @@ class DecodeCandidate(Candidate):
 
 
 def refusal(candidates: Sequence[DecodeCandidate], shape: DecodeShape, device: DeviceFacts) -> str:
-    """Why none of the candidates can do a problem."""
+    """Why none of the candidates fits a problem."""
     where = f"{device.name} (compute capability {device.capability[0]}.{device.capability[1]})"
     asked = f"no decode kernel for {shape.dtype} KV with head_dim {shape.head_dim} on {where}"
     if not candidates:
@@ -84,5 +84,5 @@ def number_of(device: DeviceFacts) -> int:
 
 
 def count(number: int, word: str) -> str:
-    """A number of things in words."""
+    """A number with its noun, in the plural where needed."""
     return f"{number} {word}" + ("" if number == 1 else "s")

@@ -1,4 +1,4 @@
-"""How a decode kernel would cut a problem: its grids, and the work that each would be."""
+"""The grids with which a decode kernel can split a problem, and the work of each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ANY_ROWS = (1 << 31) - 1
 # The arithmetic of kernels that give the bits of prefill: they split keys at absolute multiples, and each CTA takes
 # those splits that begin in its range together.
 SEGMENTS = "segments"
-# Keys of a CTA whose time is short beside that of a launch.
+# Up to this many keys, the time of a CTA is short compared with the launch.
 _LITTLE_KEYS = 512
 # Shared memory that the driver keeps for itself in each resident block (CUDA programming guide).
 _RESERVED_SHARED_BYTES = 1024
@@ -35,9 +35,9 @@ class Part(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """How a kernel would cut a problem: CTAs, those on one multiprocessor, and what they share.
+    """The grid of a launch: its CTAs, those resident on one multiprocessor, and the CTA group size.
 
-    ``cluster_size``: each pair is cut in so many parts, for the CTAs of a cluster; 0: the grid cuts all tiles evenly.
+    ``cluster_size``: the CTAs of a cluster, which split one output tile; 0: the CTAs divide the tile space evenly.
     """
 
     ctas: int
@@ -48,14 +48,15 @@ class Grid(NamedTuple):
     cluster_size: int = 0
 
 
-class Cut(NamedTuple):
-    """A kernel as it would cut requests of one form, whatever their number; bounds, as ragged requests fill fewer.
+class Tiling(NamedTuple):
+    """How a kernel tiles requests of one form, whatever their number: bounds, as ragged requests may need fewer.
 
-    ``resident`` is how many of its CTAs fit on a multiprocessor, ``row_tiles`` are those of a request, ``tiles`` the
-    tiles of one pair (request, KV head, row tile) with the ``kv_bytes`` that are read of a request's KV head,
-    ``splits`` a pair's parts under ``batch_invariant``, which are ``segments`` where prefill gives the same bits.
-    ``group_sizes`` are the KV heads that CTAs could read side by side, most first; heads that ``shares_lines`` have
-    lines of 128 bytes in common. ``paces`` are by the CTAs on a multiprocessor, from 1.
+    ``resident`` is how many of its CTAs fit on a multiprocessor, ``row_tiles`` are those of a request, ``tiles`` the KV
+    tiles of one output tile (request, KV head, row tile), ``kv_bytes`` the bytes read of a request's KV head,
+    ``splits`` those of an output tile under ``batch_invariant``, which are ``segments`` if prefill gives the same bits.
+    ``group_sizes`` are the numbers of KV heads that CTAs
+    can read side by side, largest first; with ``shares_lines``, heads have cache lines of 128 bytes in common.
+    ``paces`` are for one CTA on a multiprocessor, then for two, and so on.
     """
 
     rows: int
@@ -73,14 +74,14 @@ class Cut(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """A launch's part of a batch: requests, and pairs that have work."""
+    """A launch's part of a batch: requests, and output tiles that have work."""
 
     requests: int
-    pairs: int
+    output_tiles: int
 
 
-def cut_of(kernel: NativeKernel, shape: DecodeShape, part: Part, device: DeviceFacts, costs: Costs) -> Cut:
-    """How ``kernel`` would cut the requests of ``part``, whatever their number and that of their tokens together."""
+def tiling_of(kernel: NativeKernel, shape: DecodeShape, part: Part, device: DeviceFacts, costs: Costs) -> Tiling:
+    """How ``kernel`` tiles the requests of ``part``, whatever their number and their total number of tokens."""
     by_shared = device.shared_bytes_per_multiprocessor // (kernel.dynamic_shared_bytes + _RESERVED_SHARED_BYTES)
     resident = max(1, min(by_shared, trait_of(kernel, "ctas_per_multiprocessor")))
     rows, tile_tokens = trait_of(kernel, "rows"), trait_of(kernel, "tile_tokens")
@@ -99,7 +100,7 @@ def cut_of(kernel: NativeKernel, shape: DecodeShape, part: Part, device: DeviceF
         )
         for number in range(1, resident + 1)
     ]
-    return Cut(
+    return Tiling(
         rows=rows,
         tile_tokens=tile_tokens,
         resident=resident,
@@ -110,107 +111,112 @@ def cut_of(kernel: NativeKernel, shape: DecodeShape, part: Part, device: DeviceF
         splits=shape.segments if segments else shape.splits(tile_tokens),
         segments=segments,
         group_sizes=tuple(n for n in range(costs.max_cta_group_size, 0, -1) if shape.kv_heads % n == 0),
-        # Heads that share a line would drift apart where some have a multiprocessor for themselves.
+        # CTAs that read heads of one cache line drift apart if some have a multiprocessor for themselves.
         shares_lines=shape.head_dim * item_bytes < 128,
         paces=tuple(paces),
     )
 
 
-def extent_of(cut: Cut, shape: DecodeShape, part: Part) -> Extent:
-    """What ``part`` of a batch is to a kernel."""
+def extent_of(tiling: Tiling, shape: DecodeShape, part: Part) -> Extent:
+    """The requests and output tiles of ``part`` of a batch."""
     requests = max(1, shape.batch)
     if not shape.ragged:
-        return Extent(requests, cut.row_tiles * requests * shape.kv_heads)
-    # Those of many rows take many of the tokens.
+        return Extent(requests, tiling.row_tiles * requests * shape.kv_heads)
+    # Requests with many rows have many of the tokens, so there are few of them.
     all_rows = shape.tokens * shape.group
     requests = max(1, min(shape.batch, all_rows // max(1, part.min_rows)))
-    row_tiles = min(cut.row_tiles * requests, requests + all_rows // cut.rows)
+    row_tiles = min(tiling.row_tiles * requests, requests + all_rows // tiling.rows)
     return Extent(requests, row_tiles * shape.kv_heads)
 
 
-def grids_of(cut: Cut, extent: Extent, shape: DecodeShape, device: DeviceFacts, costs: Costs) -> list[Grid]:
-    """A cluster for each pair, where that fits; then even cuts of all tiles.
+def grids_of(tiling: Tiling, extent: Extent, shape: DecodeShape, device: DeviceFacts, costs: Costs) -> list[Grid]:
+    """One cluster per output tile, if that fits; then grids that divide the tile space evenly.
 
-    Of those one for each number of CTAs on a multiprocessor that the work is enough for, up to two; fewer CTAs first.
+    There is one of the latter, or two, for each number of CTAs per multiprocessor that has enough work; fewer CTAs
+    first.
     """
-    pairs, multiprocessors, idle_share = extent.pairs, device.multiprocessors, costs.idle_share
-    row_tiles, all_tiles = cut.row_tiles, pairs * cut.tiles
-    # What one CTA takes at a time: a tile of the line, or a part of a pair.
-    units = pairs * (cut.splits or cut.tiles)
-    on_borders = not shape.ragged and (cut.segments or not shape.batch_invariant)
-    grids = _cluster_grid(cut, shape, device)
-    for resident in range(1, cut.resident + 1):
+    output_tiles, multiprocessors, idle_share = extent.output_tiles, device.multiprocessors, costs.idle_share
+    row_tiles, all_tiles = tiling.row_tiles, output_tiles * tiling.tiles
+    # Units of work: a KV tile of the tile space, or a split of an output tile.
+    units = output_tiles * (tiling.splits or tiling.tiles)
+    on_borders = not shape.ragged and (tiling.segments or not shape.batch_invariant)
+    grids = _cluster_grid(tiling, shape, device)
+    for resident in range(1, tiling.resident + 1):
         if resident > 1 and units <= (resident - 1) * multiprocessors:
             break
         ctas = min(resident * multiprocessors, units)
-        together = 1
-        for together in cut.group_sizes:
-            if ctas % together * idle_share <= ctas:
+        group_size = 1
+        for group_size in tiling.group_sizes:
+            if ctas % group_size * idle_share <= ctas:
                 break
-        # Where few CTAs idle for it, teams that all end on borders of pairs: others stay behind by a partial.
-        teams, blocks = ctas // together, pairs // together
+        # If few CTAs idle for it, CTA groups whose ranges all end at boundaries of output tiles: others write partials.
+        groups, blocks = ctas // group_size, output_tiles // group_size
         if on_borders:
-            fewest = teams if resident > 1 and cut.shares_lines else teams - teams // idle_share
-            even = teams
+            fewest = groups if resident > 1 and tiling.shares_lines else groups - groups // idle_share
+            even = groups if blocks >= fewest else groups - groups % blocks
             while even >= fewest and blocks % even and even % blocks:
                 even -= 1
-            if fewest <= even < teams:
-                grids.append(Grid(even * together, resident, together, row_tiles, all_tiles))
-        grids.append(Grid(teams * together, resident, together, row_tiles, all_tiles))
+            if fewest <= even < groups:
+                grids.append(Grid(even * group_size, resident, group_size, row_tiles, all_tiles))
+        grids.append(Grid(groups * group_size, resident, group_size, row_tiles, all_tiles))
     return grids
 
 
-def _cluster_grid(cut: Cut, shape: DecodeShape, device: DeviceFacts) -> list[Grid]:
-    """As many CTAs to a pair as make one wave with one CTA on a multiprocessor; none where that does not fit.
+def _cluster_grid(tiling: Tiling, shape: DecodeShape, device: DeviceFacts) -> list[Grid]:
+    """As many CTAs per output tile as make one wave with one CTA on each multiprocessor; empty if that does not fit.
 
-    CTAs of a request far below its bound would idle, and could not help the others. So it takes one request alone, or
-    so few keys to a CTA that little can be lost.
+    The CTAs of a request far below its bound idle and cannot help the others. Therefore only for a single request, or
+    for so few keys per CTA that little can be lost.
     """
-    row_tiles, tiles, multiprocessors = cut.row_tiles, cut.tiles, device.multiprocessors
-    pairs = shape.batch * row_tiles * shape.kv_heads
-    if not cut.tma or shape.batch_invariant or not 0 < pairs <= multiprocessors:
+    row_tiles, tiles, multiprocessors = tiling.row_tiles, tiling.tiles, device.multiprocessors
+    output_tiles = shape.batch * row_tiles * shape.kv_heads
+    if not tiling.tma or shape.batch_invariant or not 0 < output_tiles <= multiprocessors:
         return []
-    # A cluster runs on multiprocessors of one GPC, whose number differs: with one CTA on each, some stay idle.
-    places = multiprocessors if cut.resident > 1 else multiprocessors * 3 // 4
-    most = max(1, min(places // pairs, tiles, CONSTANTS.decode_max_cluster_ctas))
-    parts = 1 << most.bit_length() - 1
-    if shape.batch == 1 or -(-tiles // parts) * cut.tile_tokens <= _LITTLE_KEYS:
-        return [Grid(pairs * parts, 1, 1, row_tiles, pairs * tiles, parts)]
+    # A cluster runs on multiprocessors of one GPC, and GPCs differ in size: with one CTA on each, some stay idle.
+    places = multiprocessors if tiling.resident > 1 else multiprocessors * 3 // 4
+    most = max(1, min(places // output_tiles, tiles, CONSTANTS.decode_max_cluster_ctas))
+    splits = 1 << most.bit_length() - 1
+    if shape.batch == 1 or -(-tiles // splits) * tiling.tile_tokens <= _LITTLE_KEYS:
+        return [Grid(output_tiles * splits, 1, 1, row_tiles, output_tiles * tiles, splits)]
     return []
 
 
-def estimate_of(cut: Cut, extent: Extent, grid: Grid, shape: DecodeShape) -> Estimate:
-    """What the problem is expected to take on this grid."""
-    pairs, tiles, parts = extent.pairs, cut.tiles, cut.splits
+def estimate_of(tiling: Tiling, extent: Extent, grid: Grid, shape: DecodeShape) -> Estimate:
+    """The predicted time of the problem on this grid."""
+    output_tiles, tiles, splits = extent.output_tiles, tiling.tiles, tiling.splits
     if grid.cluster_size:
-        parts = grid.cluster_size
-        tiles_per_cta = -(-tiles // parts)
-    elif parts and not (cut.segments and pairs % grid.ctas == 0):
-        tiles_per_cta = -(-pairs * parts // grid.ctas) * -(-tiles // parts)
+        splits = grid.cluster_size
+        tiles_per_cta = -(-tiles // splits)
+    elif splits and not (tiling.segments and output_tiles % grid.ctas == 0):
+        tiles_per_cta = -(-output_tiles * splits // grid.ctas) * -(-tiles // splits)
     else:
-        # Where requests are as long as their bound, a team may have whole blocks of pairs, or an equal part of one.
-        # The other cuts of the line fall in the middle of them.
-        teams, blocks = grid.ctas // grid.cta_group_size, pairs // grid.cta_group_size
-        even = not shape.ragged and not (blocks % teams and teams % blocks)
-        parts = min(tiles, -(-grid.ctas // pairs) + (0 if even else 1))
+        # If requests are as long as their bound, a CTA group may have whole output tiles, or an equal part of one.
+        # Otherwise its range begins and ends within output tiles.
+        groups, blocks = grid.ctas // grid.cta_group_size, output_tiles // grid.cta_group_size
+        even = not shape.ragged and not (blocks % groups and groups % blocks)
+        splits = min(tiles, -(-grid.ctas // output_tiles) + (0 if even else 1))
         tiles_per_cta = -(-grid.tiles // grid.ctas)
-    kv_pairs = extent.requests * shape.kv_heads
-    return cut.paces[grid.resident - 1].estimate(
-        kv_pairs * cut.kv_bytes, pairs / kv_pairs, tiles_per_cta, parts, grid.ctas if grid.cluster_size else 0
+    kv_heads_read = extent.requests * shape.kv_heads
+    return tiling.paces[grid.resident - 1].estimate(
+        kv_heads_read * tiling.kv_bytes,
+        output_tiles / kv_heads_read,
+        tiles_per_cta,
+        splits,
+        grid.ctas if grid.cluster_size else 0,
     )
 
 
-def splits_of(cut: Cut, grid: Grid, shape: DecodeShape) -> int:
-    """The kernel's field ``splits``: the most of a pair, or for segments the partials of a CTA.
+def splits_of(tiling: Tiling, grid: Grid, shape: DecodeShape) -> int:
+    """The kernel's field ``splits``: the most of an output tile, or for segments the partials of a CTA.
 
     Of the output tile in whose middle its range begins, a CTA writes every segment; of the one that its range ends in,
     what it folded from the first segment on. Requests that overlap in wrong prefix sums count in full.
     """
-    if not cut.segments:
-        return cut.splits
-    tiles = shape.batch * grid.row_tiles * shape.kv_heads * cut.tiles
-    segment_tiles = CONSTANTS.segment_tokens // cut.tile_tokens
-    return 1 + min(cut.splits - 1, -(-tiles // (grid.ctas * segment_tiles)))
+    if not tiling.segments:
+        return tiling.splits
+    tiles = shape.batch * grid.row_tiles * shape.kv_heads * tiling.tiles
+    segment_tiles = CONSTANTS.segment_tokens // tiling.tile_tokens
+    return 1 + min(tiling.splits - 1, -(-tiles // (grid.ctas * segment_tiles)))
 
 
 def trait_of(kernel: NativeKernel, name: str) -> int:

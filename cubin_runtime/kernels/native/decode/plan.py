@@ -1,4 +1,4 @@
-"""A paged decode as launch plans: grids, workspace, and every parameter but what comes with a run."""
+"""A paged decode as launch plans: grids, workspace, and every parameter that does not come with a run."""
 
 from __future__ import annotations
 
@@ -95,13 +95,13 @@ def _launch(
 
 
 def _regions(selection: DecodeSelection, problem: DecodeProblem, suffix: str) -> tuple[Region, ...]:
-    """A pair is a request, a KV head and a row tile."""
-    pairs = problem.batch * selection.row_tiles * problem.kv_heads
+    """An output tile is one row tile of a request and KV head."""
+    output_tiles = problem.batch * selection.row_tiles * problem.kv_heads
     rows = int(selection.kernel.traits["rows"])
     ctas = 0 if selection.cluster_size else selection.ctas  # a cluster merges in its shared memory
     slots = ctas * selection.splits if selection.kernel.traits["arithmetic"] == SEGMENTS else None
     sizes = rows * 2 * 4, rows * problem.head_dim * 4
-    return scratch_regions(pairs, selection.splits, ctas, *sizes, suffix, slots=slots)
+    return scratch_regions(output_tiles, selection.splits, ctas, *sizes, suffix, slots=slots)
 
 
 def cache_values(layout: StructLayout, problem: DecodeProblem, tile_tokens: int) -> dict[str, object]:

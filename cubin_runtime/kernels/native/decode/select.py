@@ -15,16 +15,28 @@ from ..constants import CONSTANTS
 from ..cost_model import Costs, costs_of
 from ..selection import Selection
 from .candidates import DecodeCandidate, Fit, count, number_of, refusal
-from .grids import ANY_ROWS, SEGMENTS, Cut, Grid, Part, cut_of, estimate_of, extent_of, grids_of, splits_of, trait_of
+from .grids import (
+    ANY_ROWS,
+    SEGMENTS,
+    Grid,
+    Part,
+    Tiling,
+    estimate_of,
+    extent_of,
+    grids_of,
+    splits_of,
+    tiling_of,
+    trait_of,
+)
 from .shape import DecodeShape
 
 OPERATION = "paged_decode"
 
-# The trait ``arithmetic``: kernels of one dtype and head_dim give a row the same bits where it is the same. Under
-# batch_invariant all requests get SEGMENTS where there are such kernels, else these two; nothing else takes SEGMENTS.
+# The trait ``arithmetic``: kernels of one dtype and head_dim with the same one give a row the same bits.
+# batch_invariant uses SEGMENTS for all requests if there are such kernels, else only these two; nothing else does.
 _WARPS, _WARPGROUPS = "warps", "warpgroups of 64 rows"
-# batch_invariant: requests of more rows take warpgroups, where there are any. It is the most that a warp kernel takes
-# at once at head_dim 64 and 128, so that none of its requests reads its keys twice.
+# batch_invariant: requests of more rows take warpgroup kernels, if there are any. A warp kernel takes at most so many
+# rows at once at head_dim 64 and 128, so that none of its requests reads its keys twice.
 _MOST_WARP_ROWS = 16
 
 
@@ -33,8 +45,8 @@ class DecodeSelection(Selection):
     """The kernel chosen for one launch, and how it is launched.
 
     ``min_rows`` and ``max_rows`` say which requests it takes. ``cta_group_size`` are the KV heads that neighbouring
-    CTAs read side by side, ``cluster_size`` the CTAs of a cluster that has a pair for itself (0: the grid cuts all
-    tiles evenly), ``microseconds`` the predicted time at the bounds.
+    CTAs read side by side, ``cluster_size`` the CTAs of a cluster that has an output tile for itself (0: the CTAs
+    divide the tile space evenly), ``microseconds`` the predicted time at the bounds.
     """
 
     min_rows: int
@@ -65,8 +77,8 @@ def select_decode(
     """The launches of a decode: of each, the kernel and CTAs with the least predicted time.
 
     Of equals, the kernel with the least padding, then the one with the fewest row tiles, then the one built closest to
-    the device; of a kernel's grids the one with the fewest CTAs. There is one launch, but for ``batch_invariant`` where
-    requests may have rows for either arithmetic: there each has its own.
+    the device; of a kernel's grids the one with the fewest CTAs. There is one launch, except under
+    ``batch_invariant`` where requests may need either arithmetic: then each arithmetic has a launch.
 
     Args:
         kernels: of a release, of any operation.
@@ -116,7 +128,7 @@ def _parts(candidates: Sequence[DecodeCandidate], shape: DecodeShape) -> tuple[P
         return (Part(0, ANY_ROWS, SEGMENTS),)
     if _WARPGROUPS not in arithmetics:
         return (Part(0, ANY_ROWS, _WARPS),)
-    # Ragged requests: who has rows has `group` at least, and no more than all have together.
+    # A ragged request with rows has at least `group` of them, and at most those of all tokens.
     fewest = shape.group if shape.ragged else shape.rows
     most = min(shape.q_len, shape.tokens) * shape.group if shape.ragged else shape.rows
     if most <= _MOST_WARP_ROWS:
@@ -142,27 +154,27 @@ def _select(
         ctas=best.grid.ctas,
         cta_group_size=best.grid.cta_group_size,
         cluster_size=best.grid.cluster_size,
-        # The kernel numbers its pairs by the bound on the rows that it takes.
+        # The kernel numbers its output tiles by the bound on the rows that it takes.
         row_tiles=best.grid.row_tiles,
-        splits=splits_of(best.cut, best.grid, shape),
+        splits=splits_of(best.tiling, best.grid, shape),
         microseconds=best.microseconds,
         explain=partial(_explain, candidates, best, shape, part, device, costs),
     )
 
 
 @lru_cache(maxsize=1024)
-def _cuts(
+def _tilings(
     candidates: HashedOnce[DecodeCandidate],
     part: Part,
     device: DeviceFacts,
     costs: Costs,
     form: tuple[object, ...],
-) -> tuple[tuple[NativeKernel, Cut], ...]:
-    """The kernels that fit, and how each would cut requests of ``form``: what batches of any size have in common."""
+) -> tuple[tuple[NativeKernel, Tiling], ...]:
+    """The kernels that fit, and how each tiles requests of ``form``: what batches of any size have in common."""
     shape = DecodeShape.of_form(form)
     kernels = [c.kernel for c in candidates if not c.unfit]
     taken = [kernel for kernel in kernels if not _other_arithmetic(kernel, part)]
-    return tuple((kernel, cut_of(kernel, shape, part, device, costs)) for kernel in taken)
+    return tuple((kernel, tiling_of(kernel, shape, part, device, costs)) for kernel in taken)
 
 
 def _other_arithmetic(kernel: NativeKernel, part: Part) -> str:
@@ -178,12 +190,12 @@ def _fits(
 ) -> list[list[Fit]]:
     """Of each kernel that fits, its grids."""
     fits = []
-    for kernel, cut in _cuts(candidates, part, device, costs, shape.form):
-        extent = extent_of(cut, shape, part)
+    for kernel, tiling in _tilings(candidates, part, device, costs, shape.form):
+        extent = extent_of(tiling, shape, part)
         of_kernel = []
-        for grid in grids_of(cut, extent, shape, device, costs):
-            time = estimate_of(cut, extent, grid, shape)
-            of_kernel.append(Fit(kernel, cut, grid, time, time.microseconds))
+        for grid in grids_of(tiling, extent, shape, device, costs):
+            time = estimate_of(tiling, extent, grid, shape)
+            of_kernel.append(Fit(kernel, tiling, grid, time, time.microseconds))
         fits.append(of_kernel)
     return fits
 
@@ -218,7 +230,7 @@ def _explain(
 def _explained(
     candidates: HashedOnce[DecodeCandidate], shape: DecodeShape, part: Part, device: DeviceFacts, costs: Costs
 ) -> list[DecodeCandidate]:
-    """The candidates with how those that fit would cut the problem."""
+    """The candidates, with the grids and predicted times of those that fit."""
     fits = {fits[0].kernel.name: fits for fits in _fits(candidates, shape, part, device, costs)}
 
     def explained(candidate: DecodeCandidate) -> DecodeCandidate:
@@ -242,10 +254,10 @@ def _reason(fit: Fit, shape: DecodeShape, part: Part, device: DeviceFacts) -> st
     in_window = shape.kv_tokens(tile_tokens) < shape.max_seq_len
     keys = f"{tile_tokens} keys" + (" in the window" if in_window else "")
     invariant = ""
-    if fit.cut.segments:
+    if fit.tiling.segments:
         invariant = f"; {SEGMENTS} of {CONSTANTS.segment_tokens} keys, as in prefill"
-    elif splits := fit.cut.splits:
-        invariant = f"; {part.arithmetic} for {part}, at most {count(splits, 'split')} a pair by its own tiles"
+    elif splits := fit.tiling.splits:
+        invariant = f"; {part.arithmetic} for {part}, at most {count(splits, 'split')} per output tile"
     return (
         f"{built}; {tokens} x {count(shape.group, 'query head')} per KV head in "
         f"{count(grid.row_tiles, 'row tile')} of {kernel.traits['rows']}; "

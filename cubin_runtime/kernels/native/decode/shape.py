@@ -1,4 +1,4 @@
-"""A decode as the choice of its kernels sees it: bounds, and what follows from them alone."""
+"""The shape of a decode that kernel selection depends on: bounds, and what follows from them alone."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from operator import attrgetter
 from ....values import dataclass
 from ..constants import CONSTANTS
 
-# batch_invariant cuts every pair into at most this many parts over all KV heads together: enough for a whole GPU.
-_INVARIANT_PARTS = 128
+# batch_invariant makes at most this many splits of a row tile over all KV heads together: enough for a whole GPU.
+_INVARIANT_SPLITS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class DecodeShape:
 
     @property
     def form(self) -> tuple[object, ...]:
-        """All but the number of requests and of their tokens together."""
+        """All fields except the number of requests and their total number of tokens."""
         return _FORM(self)
 
     @classmethod
@@ -52,7 +52,7 @@ class DecodeShape:
         return self.q_len * self.group
 
     def kv_tokens(self, tile_tokens: int) -> int:
-        """Keys that a request reads at most: a window ends with the last query and may cut two tiles."""
+        """Keys that a request reads at most: a window ends with the last query and may begin and end within tiles."""
         if self.window_left < 0:
             return self.max_seq_len
         return min(self.max_seq_len, self.window_left + self.q_len + tile_tokens)
@@ -68,10 +68,10 @@ class DecodeShape:
         return max(1, -(-min(self.max_seq_len, self.kv_tokens(segment)) // segment))
 
     def splits(self, tile_tokens: int) -> int:
-        """0: the grid cuts the pairs. ``batch_invariant``: the most parts of a pair, each pair's from its own tiles."""
+        """Splits of an output tile under ``batch_invariant``, at most; 0: they follow from the grid."""
         if not self.batch_invariant:
             return 0
-        return min(-(-_INVARIANT_PARTS // self.kv_heads), split_count(self.tiles(tile_tokens), tile_tokens))
+        return min(-(-_INVARIANT_SPLITS // self.kv_heads), split_count(self.tiles(tile_tokens), tile_tokens))
 
 
 _FORM_NAMES = tuple(field.name for field in fields(DecodeShape) if field.name not in ("batch", "tokens"))
@@ -79,9 +79,9 @@ _FORM = attrgetter(*_FORM_NAMES)
 
 
 def split_count(tiles: int, tile_tokens: int) -> int:
-    """Parts of a pair of ``tiles`` tiles under ``batch_invariant``, before their bound, as the kernels cut it.
+    """Splits of an output tile of ``tiles`` KV tiles under ``batch_invariant``, without their bound, as in the kernels.
 
-    It never falls with the tiles: a bound on the tiles bounds the parts and changes nobody's.
+    It never decreases with the tiles: a bound on the tiles bounds the splits, and changes those of no request.
     """
     tokens = tiles * tile_tokens
     short = min(CONSTANTS.decode_short_splits, -(-tokens // CONSTANTS.decode_short_split_tokens))

@@ -1,4 +1,4 @@
-"""A merge of partial results as a launch plan: grid, and every parameter but what comes with a run."""
+"""A merge of partial results as a launch plan: grid, and every parameter that does not come with a run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class MergeProblem:
     programmatic_serialization: bool = False
 
     def values(self) -> dict[str, object]:
-        """The fields of the struct that are no pointers."""
+        """The fields of the struct that are not pointers."""
         strides: dict[str, object] = {}
         for name in ("v", "s"):
             token, part, head = getattr(self, f"{name}_strides")

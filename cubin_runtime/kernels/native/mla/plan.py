@@ -1,4 +1,4 @@
-"""An MLA decode as a launch plan: grid, workspace, and every parameter but what comes with a run."""
+"""An MLA decode as a launch plan: grid, workspace, and every parameter that does not come with a run."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def mla_launch(selection: MlaSelection, problem: MlaProblem, file: KernelFile) -
 
 
 def mla_regions(selection: MlaSelection, problem: MlaProblem) -> tuple[Region, ...]:
-    """The workspace of an MLA decode; a pair is a request and a row tile."""
-    pairs, rows = problem.batch * selection.row_tiles, int(selection.kernel.traits["rows"])
+    """The workspace of an MLA decode; an output tile is one row tile of a request."""
+    output_tiles, rows = problem.batch * selection.row_tiles, int(selection.kernel.traits["rows"])
     statistics_bytes, out_bytes = rows * (2 + CONSTANTS.mla_max_row_scales) * 4, rows * problem.latent * 2
-    return scratch_regions(pairs, selection.splits, selection.ctas, statistics_bytes, out_bytes)
+    return scratch_regions(output_tiles, selection.splits, selection.ctas, statistics_bytes, out_bytes)
 
 
 def cache_descriptor(problem: MlaProblem, kernel: NativeKernel) -> TensorMapSpec:

@@ -17,12 +17,12 @@ OPERATION = "paged_mla_decode"
 MAX_HEADS = 128
 MAX_QUERIES = 16
 PAGE_SIZES = (CONSTANTS.mla_min_page_tokens, 64, 128)
-# Teams that may idle so that those left end on borders of pairs, which saves partials: 1 in this many.
+# One CTA group in this many may idle so that the others' ranges end at boundaries of output tiles: fewer partials.
 _IDLE_SHARE = 12
-# Tiles of a part, at least: fewer cost more to merge than they save. The others are for row tiles below _WIDE_ROWS.
-_PART_TILES = 2
-_FEW_ROWS_PART_TILES = 4
-# Kernels of smaller row tiles than this take requests of at most so many rows, by the dtype of the cache.
+# The least KV tiles of a split: with fewer, merging costs more than it saves. FEW_ROWS: row tiles below _WIDE_ROWS.
+_SPLIT_TILES = 2
+_FEW_ROWS_SPLIT_TILES = 4
+# Kernels with row tiles below _WIDE_ROWS take requests of at most this many rows, by the dtype of the cache.
 _WIDE_ROWS = 64
 _FEW_ROWS = {"bf16": 16, "e4m3": 32}
 
@@ -72,8 +72,8 @@ class MlaCandidate(Candidate):
 class MlaSelection(Selection):
     """The kernel chosen and how it is launched.
 
-    ``cta_group_size`` are the row tiles of a request that neighbouring CTAs compute side by side. ``splits`` is 0 where
-    the grid cuts the pairs; with ``batch_invariant`` the most parts of a pair, each pair's from its own tiles.
+    ``cta_group_size`` are the row tiles of a request that neighbouring CTAs compute side by side. ``splits`` are
+    the most of an output tile under ``batch_invariant``; 0: they follow from the grid.
     """
 
     cta_group_size: int
@@ -86,7 +86,7 @@ class MlaSelection(Selection):
 
 
 def select_mla_decode(kernels: Iterable[NativeKernel], shape: MlaShape, device: DeviceFacts) -> MlaSelection:
-    """A kernel for few rows if they are few, else one of 64; the grid has teams that end on pairs' borders.
+    """A kernel for few rows if there are few, otherwise one of 64; the ranges of its CTA groups end with output tiles.
 
     Raises:
         UsageError: no kernel fits; the message says what those for this device can do.
@@ -105,38 +105,38 @@ def select_mla_decode(kernels: Iterable[NativeKernel], shape: MlaShape, device: 
             + ("; ".join(f"{c.kernel.name}: {c.unfit}" for c in candidates) or "the release has no MLA decode kernel")
         )
     best = max(fitting, key=lambda kernel: (-_trait(kernel, "rows"), kernel.name))
-    together = _together(best, shape)
+    group_size = _cta_group_size(best, shape)
     row_tiles = _row_tiles(best, shape)
-    pair_tiles = max(1, -(-shape.max_seq_len // _trait(best, "tile_tokens")))
-    pairs = shape.batch * -(-row_tiles // together)
-    splits = invariant_parts(pair_tiles) if shape.batch_invariant else 0
-    part_tiles = _PART_TILES if _trait(best, "rows") >= _WIDE_ROWS else _FEW_ROWS_PART_TILES
-    most_teams = min(device.multiprocessors // together, CONSTANTS.mla_max_splits)
-    teams = _teams(most_teams, pairs, pair_tiles, part_tiles)
+    kv_tiles = max(1, -(-shape.max_seq_len // _trait(best, "tile_tokens")))
+    output_tiles = shape.batch * -(-row_tiles // group_size)
+    splits = invariant_splits(kv_tiles) if shape.batch_invariant else 0
+    split_tiles = _SPLIT_TILES if _trait(best, "rows") >= _WIDE_ROWS else _FEW_ROWS_SPLIT_TILES
+    most_groups = min(device.multiprocessors // group_size, CONSTANTS.mla_max_splits)
+    groups = _cta_groups(most_groups, output_tiles, kv_tiles, split_tiles)
 
     def explain() -> tuple[str, tuple[MlaCandidate, ...]]:
         status = "" if best.status == MEASURED else f", {best.status}"
         reason = (
             f"built for {best.architecture}{status}; {shape.rows} rows per request in {row_tiles} tiles of "
-            f"{best.traits['rows']}; at most {pairs * pair_tiles} tiles of {best.traits['tile_tokens']} keys over "
-            f"{teams} groups of {together} CTAs on {device.multiprocessors} multiprocessors"
+            f"{best.traits['rows']}; at most {output_tiles * kv_tiles} tiles of {best.traits['tile_tokens']} keys over "
+            f"{groups} groups of {group_size} CTAs on {device.multiprocessors} multiprocessors"
         )
         return reason, candidates
 
     return MlaSelection(
         kernel=best,
-        ctas=teams * together,
-        cta_group_size=together,
+        ctas=groups * group_size,
+        cta_group_size=group_size,
         row_tiles=row_tiles,
         splits=splits,
         explain=explain,
     )
 
 
-def invariant_parts(tiles: int) -> int:
-    """Parts of a pair of ``tiles`` tiles under ``batch_invariant``, as the kernel cuts it.
+def invariant_splits(tiles: int) -> int:
+    """Splits of an output tile of ``tiles`` KV tiles under ``batch_invariant``, as in the kernel.
 
-    It never falls with the tiles: a bound on the tiles bounds the parts and changes nobody's.
+    It never decreases with the tiles: a bound on the tiles bounds the splits, and changes those of no request.
     """
     return min(CONSTANTS.mla_invariant_splits, -(-tiles // CONSTANTS.mla_split_tiles))
 
@@ -164,20 +164,20 @@ def _row_tiles(kernel: NativeKernel, shape: MlaShape) -> int:
     return max(1, -(-shape.rows // _trait(kernel, "rows")))
 
 
-def _together(kernel: NativeKernel, shape: MlaShape) -> int:
-    """The most that divide a request's row tiles, so that no CTA of a team idles."""
+def _cta_group_size(kernel: NativeKernel, shape: MlaShape) -> int:
+    """The most that divide a request's row tiles, so that no CTA of a group idles."""
     return max(d for d in range(1, CONSTANTS.mla_max_cta_group + 1) if _row_tiles(kernel, shape) % d == 0)
 
 
-def _teams(most: int, pairs: int, pair_tiles: int, part_tiles: int) -> int:
-    """Teams whose equal shares begin and end on borders of equally long pairs, if few enough have to idle for it."""
-    teams = min(most, max(pairs, pairs * pair_tiles // part_tiles))
-    if pairs >= teams:
-        rounds = -(-pairs // teams)
-        aligned = -(-pairs // rounds)
+def _cta_groups(most: int, output_tiles: int, kv_tiles: int, split_tiles: int) -> int:
+    """CTA groups whose ranges begin and end at boundaries of equally long output tiles, if few enough have to idle."""
+    groups = min(most, max(output_tiles, output_tiles * kv_tiles // split_tiles))
+    if output_tiles >= groups:
+        rounds = -(-output_tiles // groups)
+        aligned = -(-output_tiles // rounds)
     else:
-        aligned = teams // pairs * pairs
-    return aligned if (teams - aligned) * _IDLE_SHARE <= teams else teams
+        aligned = groups // output_tiles * output_tiles
+    return aligned if (groups - aligned) * _IDLE_SHARE <= groups else groups
 
 
 def _trait(kernel: NativeKernel, name: str) -> int:

@@ -1,4 +1,4 @@
-"""Context attention as a launch plan: grid, workspace, and every parameter but what comes with a run."""
+"""Context attention as a launch plan: grid, workspace, and every parameter that does not come with a run."""
 
 from __future__ import annotations
 

@@ -59,14 +59,14 @@ class Work(NamedTuple):
     row_tiles: float
     tile_tokens: int
     tiles_per_cta: int
-    parts: int
+    splits: int
     multiprocessors: int
     cluster_ctas: int = 0
 
 
 def estimate(work: Work, costs: Costs) -> Estimate:
     given = work._asdict()
-    sizes = {name: given.pop(name) for name in ("kv_bytes", "row_tiles", "tiles_per_cta", "parts", "cluster_ctas")}
+    sizes = {name: given.pop(name) for name in ("kv_bytes", "row_tiles", "tiles_per_cta", "splits", "cluster_ctas")}
     return pace_of(costs, **given).estimate(**sizes)
 
 
@@ -80,7 +80,7 @@ WORK = Work(
     row_tiles=1.0,
     tile_tokens=64,
     tiles_per_cta=20,
-    parts=4,
+    splits=4,
     multiprocessors=132,
 )
 
@@ -96,7 +96,7 @@ works = st.builds(
     row_tiles=st.floats(1, 64),
     tile_tokens=st.sampled_from([64, 128, 256]),
     tiles_per_cta=sizes,
-    parts=sizes,
+    splits=sizes,
     multiprocessors=st.integers(1, 200),
 )
 
@@ -131,9 +131,9 @@ def test_fewer_multiprocessors_draw_less_from_l2() -> None:
     assert estimate(WORK._replace(multiprocessors=66), COSTS).l2_us == 40.0
 
 
-@pytest.mark.parametrize(("parts", "us"), [(1, 0.0), (2, 2.5), (16, 2.5), (24, 3.75), (128, 20.0)])
-def test_merging_grows_with_the_parts(parts: int, us: float) -> None:
-    assert estimate(WORK._replace(parts=parts), COSTS).merge_us == us
+@pytest.mark.parametrize(("splits", "us"), [(1, 0.0), (2, 2.5), (16, 2.5), (24, 3.75), (128, 20.0)])
+def test_merging_grows_with_the_parts(splits: int, us: float) -> None:
+    assert estimate(WORK._replace(splits=splits), COSTS).merge_us == us
 
 
 def test_a_cluster_starts_earlier_and_merges_sooner() -> None:
@@ -156,17 +156,17 @@ def test_few_ctas_of_warpgroups_are_bound_by_their_products() -> None:
 
 def test_merging_many_parts_grows_with_their_rows() -> None:
     assert (
-        estimate(WORK._replace(rows=64, parts=16), COSTS).merge_us
-        == 2 * estimate(WORK._replace(parts=16), COSTS).merge_us
+        estimate(WORK._replace(rows=64, splits=16), COSTS).merge_us
+        == 2 * estimate(WORK._replace(splits=16), COSTS).merge_us
     )
 
 
 def test_merging_few_parts_takes_the_same_for_any_rows() -> None:
-    assert estimate(WORK._replace(rows=64, parts=2), COSTS).merge_us == 2.5
+    assert estimate(WORK._replace(rows=64, splits=2), COSTS).merge_us == 2.5
 
 
 def test_one_part_needs_no_merge_in_a_cluster() -> None:
-    assert estimate(WORK._replace(cluster_ctas=16, parts=1), COSTS).merge_us == 0
+    assert estimate(WORK._replace(cluster_ctas=16, splits=1), COSTS).merge_us == 0
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_an_item_without_costs_is_named() -> None:
         COSTS.kernel_us(4, 128, 8, 1)
 
 
-@given(works, st.sampled_from(["kv_bytes", "row_tiles", "tiles_per_cta", "parts"]), sizes)
+@given(works, st.sampled_from(["kv_bytes", "row_tiles", "tiles_per_cta", "splits"]), sizes)
 def test_more_work_never_takes_less(work: Work, name: str, more: int) -> None:
     larger = work._replace(**{name: getattr(work, name) + more})
     assert estimate(larger, H200).microseconds >= estimate(work, H200).microseconds

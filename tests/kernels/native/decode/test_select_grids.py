@@ -11,7 +11,7 @@ from select_cases import ALL, SHAPE, chosen, fit_of, one, shapes
 
 from cubin_runtime.artifacts.tables.native_kernels import NativeKernel
 from cubin_runtime.kernels.native.cost_model import OTHER
-from cubin_runtime.kernels.native.decode.grids import ANY_ROWS, Grid, Part, cut_of, extent_of, grids_of
+from cubin_runtime.kernels.native.decode.grids import ANY_ROWS, Grid, Part, extent_of, grids_of, tiling_of
 from cubin_runtime.kernels.native.decode.select import select_decode
 from cubin_runtime.kernels.native.decode.shape import DecodeShape
 
@@ -19,8 +19,8 @@ EVERY = Part(0, ANY_ROWS, None)
 
 
 def grids(kernel: NativeKernel, shape: DecodeShape) -> list[Grid]:
-    cut = cut_of(kernel, shape, EVERY, H100, OTHER)
-    return grids_of(cut, extent_of(cut, shape, EVERY), shape, H100, OTHER)
+    tiling = tiling_of(kernel, shape, EVERY, H100, OTHER)
+    return grids_of(tiling, extent_of(tiling, shape, EVERY), shape, H100, OTHER)
 
 
 @given(shapes)

@@ -132,4 +132,4 @@ def test_a_batch_invariant_grid_has_at_most_a_cta_a_part() -> None:
 
 def test_the_reason_says_what_the_splits_come_from() -> None:
     reason = chosen(batch_invariant=True).reason
-    assert "warps for all requests, at most 8 splits a pair by its own tiles" in reason
+    assert "warps for all requests, at most 8 splits per output tile" in reason

@@ -8,7 +8,7 @@ from mla_examples import KERNELS, WIDE
 
 from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.native.constants import CONSTANTS
-from cubin_runtime.kernels.native.mla.select import MlaShape, invariant_parts, select_mla_decode
+from cubin_runtime.kernels.native.mla.select import MlaShape, invariant_splits, select_mla_decode
 
 SHAPE = MlaShape("bf16", 512, heads=128, batch=64, max_seq_len=4096)
 
@@ -72,10 +72,10 @@ def test_the_grid_is_a_multiple_of_the_row_tiles_together() -> None:
     assert chosen.ctas % chosen.cta_group_size == 0
 
 
-@pytest.mark.parametrize(("batch", "teams"), [(64, 64), (128, 64), (16, 64), (33, 66), (100, 66)])
-def test_teams_end_on_borders_of_pairs_if_few_idle_for_it(batch: int, teams: int) -> None:
+@pytest.mark.parametrize(("batch", "groups"), [(64, 64), (128, 64), (16, 64), (33, 66), (100, 66)])
+def test_work_ranges_end_with_output_tiles_if_few_groups_idle(batch: int, groups: int) -> None:
     chosen = select_mla_decode(KERNELS, replace(SHAPE, batch=batch), H100)
-    assert chosen.ctas // chosen.cta_group_size == teams
+    assert chosen.ctas // chosen.cta_group_size == groups
 
 
 def test_one_team_in_twelve_may_idle() -> None:
@@ -116,7 +116,7 @@ def test_without_batch_invariant_the_grid_cuts_the_pairs() -> None:
 
 
 def test_splits_never_fall_with_the_tiles() -> None:
-    counts = [invariant_parts(tiles) for tiles in range(1, 2000)]
+    counts = [invariant_splits(tiles) for tiles in range(1, 2000)]
     assert counts == sorted(counts)
     assert all(count <= tiles for tiles, count in enumerate(counts, 1))
 

@@ -1,0 +1,27 @@
+#include "sender.h"
+
+enum { ABI = 2 };
+
+static int add_type(PyObject *module, const char *name, PyType_Spec *spec) {
+  PyObject *type = PyType_FromModuleAndSpec(module, spec, NULL);
+  int failed = PyModule_AddObjectRef(module, name, type);  // of NULL, too
+  Py_XDECREF(type);
+  return failed;
+}
+
+static int start(PyObject *module) {
+  return PyModule_AddIntMacro(module, ABI) || PyModule_AddIntMacro(module, MOST_TENSORS) ||
+                 PyModule_AddIntMacro(module, MOST_KEYED) || PyModule_AddIntMacro(module, MOST_LAUNCHES) ||
+                 add_type(module, "Sender", &sender_spec) || add_type(module, "Step", &step_spec)
+             ? -1
+             : 0;
+}
+
+static PyModuleDef_Slot slots[] = {{Py_mod_exec, start}, {0, NULL}};
+
+static struct PyModuleDef module = {
+    PyModuleDef_HEAD_INIT, "cubin_runtime_accelerator", "Launches of cubin_runtime in C.", 0, NULL, slots,
+    NULL, NULL, NULL,
+};
+
+PyMODINIT_FUNC PyInit_cubin_runtime_accelerator(void) { return PyModuleDef_Init(&module); }

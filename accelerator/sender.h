@@ -1,0 +1,41 @@
+// One launch of a plan: the parameters that change are written into a copy of the others, and the driver is called.
+#pragma once
+
+#define Py_LIMITED_API 0x030A0000
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <stdint.h>
+
+enum { MOST_FIELDS = 64, MOST_TENSORS = 32, MOST_LAUNCHES = 4, MOST_KEYED = 4 };
+
+typedef int (*LaunchKernelEx)(const void *config, void *function, void **parameters, void **extra);
+
+typedef struct {
+  uint32_t offset;
+  char code;  // as in Python's struct module
+} Field;
+
+// What a field gets: a Python number, or an address where that is NULL.
+typedef struct {
+  PyObject *number;
+  uint64_t address;
+} Value;
+
+typedef struct {
+  PyObject_HEAD
+  LaunchKernelEx call;
+  const void *config;  // a CUlaunchConfig, which nobody writes
+  void *function;
+  PyObject *launch, *stream, *record, *tick, *kept;
+  PyObject *entry;  // of the history where no parameter changes, else NULL
+  Py_ssize_t size, count;
+  unsigned char *parameters;
+  Field fields[MOST_FIELDS];
+} Sender;
+
+extern PyType_Spec sender_spec, step_spec;
+
+// The launch with these values, one for each field. 0: `code` is the driver's CUresult; -1: a Python error is set, and
+// nothing was launched.
+int launch(const Sender *sender, const Value *values, int *code);

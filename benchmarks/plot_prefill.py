@@ -1,0 +1,33 @@
+"""The page and the picture of context attention from its JSON; measures nothing, needs no GPU.
+
+Run: ``python benchmarks/plot_prefill.py`` writes ``docs/results/prefill.md`` and draws ``docs/prefill_roofline.png``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from decode.tables import report_of
+from prefill.page import SCHEMA, draw, page
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def main() -> int:
+    """Write and draw; 1 without a measurement that this reads."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--result", type=Path, default=ROOT / "benchmarks" / "results" / "prefill.json")
+    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="the folder of the page and the picture")
+    given = parser.parse_args()
+    report = report_of(given.result)
+    if report.get("schema") != SCHEMA:
+        print(f"{given.result}: schema {report.get('schema')}, expected {SCHEMA}, as gpu_prefill.py writes it")
+        return 1
+    (given.docs / "results" / "prefill.md").write_text(page(report))
+    draw(report, given.docs / "prefill_roofline.png")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,113 @@
+"""The figures of context attention as Markdown and as a picture, from the JSON of its benchmark."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+Report = Mapping[str, Any]
+SCHEMA = 2
+HEAD = """# Context attention on an H200
+
+`benchmarks/gpu_prefill.py` measured these: medians of three rounds, L2 cleared before each call, all of a row in turn
+on the same tensors in one process. *Ratio*: the time of the fastest peer divided by ours. Written from
+`benchmarks/results/prefill.json` by `benchmarks/plot_prefill.py`.
+
+![TFLOP/s of causal prompts](../prefill_roofline.png)
+
+"""
+PEERS = {"fa3": "fa3", "fa2": "fa2", "cudnn": "cuDNN"}
+# Sections that the picture shows: label, marker and colour.
+SECTIONS = {
+    "causal 128": ("head_dim 128", "o-", "#1f6fb4"),
+    "causal 64": ("head_dim 64", "D-", "#2a9d8f"),
+    "causal 256": ("head_dim 256", "s-", "#8e5ea2"),
+    "causal 192": ("head_dim 192, values of 128", "^-", "#c1440e"),
+}
+
+
+def time_of(us: float) -> str:
+    """Microseconds below a millisecond, else milliseconds."""
+    return f"{us:.1f} us" if us < 1000 else f"{us / 1000:.2f} ms"
+
+
+def _cell(row: Mapping[str, Any], name: str) -> str:
+    return time_of(row["us"][name]) if name in row["us"] else "-"
+
+
+def _verdict(row: Mapping[str, Any]) -> str:
+    bar = row.get("bar")
+    if bar is None or "ratio" not in row:
+        return "-"
+    return f"{bar:.2f} {'met' if row['ratio'] >= bar else '**missed**'}"
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    ours = f"{_cell(row, 'ours')}, {row['tflop_per_s']['ours']:.0f}"
+    ragged = f"{row['of_ragged']:.2f}" if "of_ragged" in row else ""
+    ratio = f"{row['ratio']:.2f}" if "ratio" in row else "-"
+    clock = row.get("sm_clock_mhz", {}).get("median", "")
+    peers = (_cell(row, name) for name in PEERS)
+    return f"| {' | '.join((row['case'], ours, *peers, ratio, _verdict(row), ragged, str(clock)))} |"
+
+
+def _mixed(row: Mapping[str, Any]) -> list[str]:
+    lines = [f"{row['case']}, all times of both launches:", "", "| how | time |", "| --- | --- |"]
+    lines += [f"| {name} | {time_of(us)} |" for name, us in row["us"].items()]
+    if "ratio" in row:
+        lines += ["", f"Ratio of the best peers to ours, {row['best']}: {row['ratio']:.2f} (bar {row['bar']:.2f})."]
+    return ["", *lines]
+
+
+def figures(report: Report) -> str:
+    """All rows, as Markdown."""
+    gpu, packages = report["environment"]["gpu"], report["environment"]["packages"]
+    place = (
+        f"{gpu['name']}, driver {gpu['driver_version']}; flashinfer-python {packages.get('flashinfer-python', '-')}, "
+        f"torch {packages['torch']}; {report['environment']['date'][:10]}. bf16 matrix product of torch "
+        f"{report['matrix_tflop_per_s']:.0f} TFLOP/s."
+    )
+    heads = ("case", "ours, TFLOP/s", *PEERS.values(), "ratio", "bar", "of ragged keys", "SM MHz")
+    lines = [place, "", f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
+    rows = report["rows"]
+    lines += [_line(row) for row in rows if "ours" in row["us"]]
+    for row in rows:
+        if "ours" not in row["us"]:
+            lines += _mixed(row)
+    return "\n".join(lines)
+
+
+def page(report: Report) -> str:
+    """The whole page."""
+    return f"{HEAD}{figures(report)}\n"
+
+
+def draw(report: Report, image: Path) -> None:
+    """TFLOP/s of ours and of the best peer against the length, under torch's matrix product."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8.6, 4.6), layout="constrained")
+    for section, (label, style, color) in SECTIONS.items():
+        rows = [row for row in report["rows"] if row["section"] == section]
+        lengths = [int(row["case"].rpartition(" ")[2]) for row in rows]
+        axes.plot(lengths, [row["tflop_per_s"]["ours"] for row in rows], style, color=color, label=label)
+        best = [max((row["tflop_per_s"][name] for name in PEERS if name in row["us"]), default=None) for row in rows]
+        axes.plot(lengths, best, "x:", color=color)
+    axes.plot([], [], "x:", color="#6f6f6f", label="best peer, same colour")
+    axes.axhline(report["matrix_tflop_per_s"], color="#222222", linewidth=1.0, linestyle=(0, (5, 3)))
+    axes.annotate("matrix product", (2048, report["matrix_tflop_per_s"]), xytext=(0, 3), textcoords="offset points")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([2048, 8192, 16384], ["2,048", "8,192", "16,384"])
+    axes.minorticks_off()
+    axes.set_ylim(0)
+    axes.set_xlabel("tokens of one causal prompt")
+    axes.set_ylabel("TFLOP/s")
+    axes.grid(True, alpha=0.3)
+    axes.legend(frameon=False, fontsize=8, loc="lower right")
+    axes.set_title(f"Context attention, bf16, {report['environment']['gpu']['name']}", fontsize=10)
+    figure.savefig(image, dpi=150)
+    pyplot.close(figure)

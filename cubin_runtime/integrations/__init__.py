@@ -1,0 +1,1 @@
+"""The operators inside other libraries, through interfaces that those libraries publish."""

@@ -1,0 +1,93 @@
+"""What transformers hands to an attention function besides tensors: honoured, of no consequence, or refused."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ...errors import UsageError
+
+# What models and generation pass on to every layer, and attention has no use for.
+_UNUSED = {
+    *("position_ids", "position_embeddings", "cache_position", "use_cache", "output_hidden_states", "logits_to_keep"),
+    *("num_items_in_batch", "logits_indices", "logits_processor_args", "input_ids", "inputs_embeds", "labels"),
+    *("return_dict", "return_loss", "past_key_values", "layer_idx", "target_dtype", "output_router_logits"),
+    *("token_type_ids", "mm_token_type_ids", "deterministic", "implementation", "use_top_left_mask"),
+}
+
+
+class Options(NamedTuple):
+    """Options of one layer's attention, in flash-attention's words."""
+
+    softmax_scale: float | None
+    causal: bool
+    window_size: tuple[int, int]
+    softcap: float
+    s_aux: Any
+
+    def words(self) -> dict[str, Any]:
+        """The keyword arguments of the operators."""
+        return self._asdict()
+
+
+class Packed(NamedTuple):
+    """Running sums of queries and keys, int32 ``[sequences + 1]``, and bounds on their lengths."""
+
+    q_sums: Any
+    k_sums: Any
+    q_bound: int
+    k_bound: int
+
+
+def options_of(
+    module: Any, scaling: Any, dropout: float, sliding_window: Any, softcap: Any, is_causal: Any, s_aux: Any
+) -> Options:
+    """The options of a call.
+
+    Raises:
+        UsageError: dropout, or a window of attention that is not causal.
+    """
+    if dropout:
+        raise UsageError(f"dropout={dropout}: no kernel here drops anything; expected 0.0, as in eval()")
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    window = (-1, -1)
+    if sliding_window is not None:
+        if not causal:
+            raise UsageError(
+                f"sliding_window={sliding_window}: the layer is not causal, and models differ on what it means"
+            )
+        window = (int(sliding_window) - 1, 0)
+    return Options(None if scaling is None else float(scaling), causal, window, float(softcap or 0.0), s_aux)
+
+
+def packed_of(given: dict[str, Any], tokens: int) -> Packed | None:
+    """Takes what says that sequences are packed out of ``given``; ``max_length_*`` and ``max_seqlen_*`` are the same.
+
+    Raises:
+        UsageError: sums of queries or of keys alone.
+    """
+    sums = [given.pop(name, None) for name in ("cu_seq_lens_q", "cu_seq_lens_k")]
+    bounds = [_either(given, f"max_length_{side}", f"max_seqlen_{side}") for side in ("q", "k")]
+    if sums[0] is None and sums[1] is None:
+        return None
+    if sums[0] is None or sums[1] is None:
+        raise UsageError("cu_seq_lens_q, cu_seq_lens_k: one of them; expected both")
+    q_bound, k_bound = (tokens if bound is None else bound for bound in bounds)
+    return Packed(sums[0], sums[1], q_bound, k_bound)
+
+
+def check_rest(given: dict[str, Any]) -> None:
+    """Refuse what is left of a call's arguments, if it could mean something.
+
+    Raises:
+        UsageError: an argument that is honoured nowhere, with a value; the message names it.
+    """
+    for name, value in given.items():
+        if name in _UNUSED or value is None or value is False:
+            continue
+        came = repr(value) if isinstance(value, (bool, int, float, str)) else f"a {type(value).__name__}"
+        raise UsageError(f"{name}={came}: attention here does not honour it")
+
+
+def _either(given: dict[str, Any], name: str, other: str) -> Any:
+    first, second = given.pop(name, None), given.pop(other, None)
+    return second if first is None else first

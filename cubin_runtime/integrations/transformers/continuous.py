@@ -1,0 +1,105 @@
+"""Attention of continuous batching: requests of any lengths in one row, over transformers' paged cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...attention.paged_cache import PAGE_SIZES
+from ...errors import UsageError
+from .arguments import Options, Packed, check_rest, packed_of
+from .operators import Operators
+
+# What is read of a ``PagedAttentionCache``, besides calling its ``update``.
+_POOLS = {"block_size", "key_cache", "layer_index_to_group_indices", "sliding_windows", "value_cache"}
+
+
+def attend_paged(
+    operators: Operators,
+    layer: int,
+    query: Any,
+    key: Any,
+    value: Any,
+    attention_mask: Any,
+    cache: Any,
+    options: Options,
+    given: dict[str, Any],
+) -> Any:
+    """Write the new keys and values into the cache, and attend to it.
+
+    A layer of full attention reads the cache's pages where they are, one token of each request by the decode kernels.
+    A layer with a sliding window reads the copy that the cache makes of what is in the window.
+
+    Args:
+        query: ``[1, heads, tokens, head_dim]``; ``key`` and ``value`` alike: all requests' new tokens.
+        cache: transformers' ``PagedAttentionCache``.
+        given: what is left of the call's arguments: the running sums, the bounds, ``read_index``, ``write_index``.
+
+    Returns:
+        ``[1, tokens, heads, head_dim]``.
+
+    Raises:
+        UsageError: a mask, a block table, or anything else that is not honoured.
+    """
+    if attention_mask is not None:
+        raise UsageError("attention_mask: given with a paged cache, where the lengths say what is seen; expected None")
+    if given.pop("block_table", None) is not None:
+        raise UsageError("block_table: set max_blocks_per_request=0; decoding reads the pages by read_index")
+    if not set(dir(cache)) >= _POOLS:
+        raise UsageError(f"cache: a {type(cache).__name__} without {sorted(_POOLS)}, as transformers 5.17 has them")
+    read, write = given.pop("read_index"), given.pop("write_index")
+    q = query.transpose(1, 2).squeeze(0)
+    pool = _pages_in_place(cache, layer, read)
+    if pool is None:
+        key, value = cache.update(key, value, layer, read_index=read, write_index=write)
+        packed = _packed(cache, given, q.shape[0], options)
+        check_rest(given)
+        return operators.ragged(q, key, value, *packed, **options.words()).unsqueeze(0)
+    group, k_cache, v_cache = pool
+    packed = _packed(cache, given, q.shape[0], options)
+    check_rest(given)
+    for states, stored in ((key, k_cache), (value, v_cache)):
+        stored.index_copy_(0, write[group], states.transpose(1, 2).squeeze(0))
+    size = cache.block_size
+    k, v = (stored.view(-1, size, *stored.shape[1:]) for stored in (k_cache, v_cache))
+    table, lengths = _page_table(read[group], packed, size)
+    if packed.q_bound == 1 and q.shape[0] == lengths.shape[0]:
+        out = operators.cached(q[:, None], k, v, cache_seqlens=lengths, block_table=table, **options.words())
+        return out.transpose(0, 1)
+    out = operators.ragged(q, k, v, *packed, seqused_k=lengths, block_table=table, **options.words())
+    return out.unsqueeze(0)
+
+
+def _pages_in_place(cache: Any, layer: int, read: Any) -> tuple[int, Any, Any] | None:
+    """The layer's group and pools, ``[tokens, kv_heads, head_dim]``; None where the cache must make a copy."""
+    group, index = cache.layer_index_to_group_indices[layer]
+    windowed = cache.sliding_windows[layer] != 1
+    # An empty read index: all keys are new, and come with the call.
+    if windowed or read[group].numel() == 0 or cache.block_size not in PAGE_SIZES:
+        return None
+    return group, cache.key_cache[index], cache.value_cache[index]
+
+
+def _packed(cache: Any, given: dict[str, Any], tokens: int, options: Options) -> Packed:
+    """The running sums and bounds of the layer; a cache with two kinds of layers has them by kind."""
+    kind = "full_attention" if options.window_size == (-1, -1) else "sliding_attention"
+    for name in ("cu_seq_lens_k", "max_seqlen_k", "max_length_k"):
+        if isinstance(given.get(name), dict):
+            given[name] = given[name][kind]
+    packed = packed_of(given, tokens)
+    if packed is None:
+        raise UsageError("cu_seq_lens_q, cu_seq_lens_k: None with a paged cache, expected the requests' running sums")
+    return packed
+
+
+def _page_table(read: Any, packed: Packed, size: int) -> tuple[Any, Any]:
+    """Page ids, int32 ``[requests, columns]``, and lengths, int32, from where each key is; made on the device.
+
+    A column behind a request's keys holds some page, which nothing reads.
+    """
+    import torch
+
+    sums = packed.k_sums
+    columns = torch.arange(-(-packed.k_bound // size), device=read.device) * size
+    firsts = (sums[:-1, None] + columns).clamp_(max=read.shape[0] - 1)
+    table = torch.div(read[firsts], size, rounding_mode="floor").to(torch.int32)
+    return table, sums[1:] - sums[:-1]

@@ -1,0 +1,36 @@
+"""Registration at transformers' public interfaces."""
+
+from __future__ import annotations
+
+import functools
+
+from ...errors import UsageError
+from .attention import attention
+from .masks import mask
+from .operators import Operators
+
+
+def register(name: str = "cubin_runtime", operators: Operators | None = None) -> str:
+    """Make our attention an implementation of transformers' models, under ``name`` and ``paged|name``.
+
+    Args:
+        name: what ``attn_implementation`` will be. Names that transformers gives a meaning of their own are refused.
+        operators: the functions that attend; None: ``cubin_runtime.compat.flash_attn``'s.
+
+    Returns:
+        ``name``, for ``model.set_attn_implementation(register())``.
+
+    Raises:
+        UsageError: ``name`` is empty, or holds ``|``, ``/``, ``:``, ``flash``, ``flex``, ``sdpa`` or ``eager``.
+        ImportError: there is no transformers 5.
+    """
+    taken = [part for part in ("|", "/", ":", "flash", "flex", "sdpa", "eager") if part in name]
+    if taken or not name:
+        raise UsageError(f"name={name!r}: expected a name without {taken or 'nothing in it'}, which transformers reads")
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    function = functools.partial(attention, operators or Operators())
+    AttentionInterface.register(name, function)
+    AttentionInterface.register(f"paged|{name}", function)
+    AttentionMaskInterface.register(name, mask)
+    return name

@@ -1,0 +1,200 @@
+"""What transformers' attention function launches: the parameters of the kernels, on a recording driver."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cubin_runtime.compat.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from cubin_runtime.integrations.transformers.attention import attention
+from cubin_runtime.integrations.transformers.masks import mask
+from cubin_runtime.integrations.transformers.operators import Operators
+from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA
+from cubin_runtime.kernels.native.prefill.params import CONTEXT_ATTENTION
+from cubin_runtime.testing import StandIn
+
+torch = pytest.importorskip("torch")
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("hopper")]
+BF16, INT32 = torch.bfloat16, torch.int32
+BATCH, HEADS, KV_HEADS, DIM = 3, 8, 2, 128
+SCALE = 0.125
+NO_WINDOW = 1 << 30
+SINKS = torch.arange(HEADS, dtype=torch.float32)
+
+
+class Attended:
+    """Calls of the attention function, whose tensors stay alive while the launches are looked at."""
+
+    def __init__(self, standin: StandIn) -> None:
+        self._standin = standin
+        self._alive: list[Any] = []
+
+    def __call__(self, **given: Any) -> Any:
+        operators = Operators(*map(self._keeping, (flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache)))
+        out, _ = attention(operators, SimpleNamespace(is_causal=True, layer_idx=0), **given)
+        query = given["query"]
+        assert out.shape == (query.shape[0], query.shape[2], HEADS, DIM)
+        return out
+
+    def _keeping(self, function: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            self._alive.append((arguments, options))
+            return function(*arguments, **options)
+
+        return call
+
+    def launch(self) -> tuple[str, dict[str, Any]]:
+        """The name and the parameters of the only kernel that was launched."""
+        (launch,) = self._standin.calls("cuLaunchKernelEx")
+        decode = "paged_decode" in launch.seen["symbol"]
+        layout = PAGED_DECODE_TMA if decode else CONTEXT_ATTENTION
+        return "decode" if decode else "context", layout.unpack(bytes.fromhex(launch.seen["parameter0"]))
+
+
+@pytest.fixture
+def attend(standin: StandIn) -> Attended:
+    return Attended(standin)
+
+
+def integers(address: int, count: int) -> list[int]:
+    return list((ctypes.c_int32 * count).from_address(address))
+
+
+def states(q_len: int, kv_len: int, batch: int = BATCH) -> dict[str, Any]:
+    return {
+        # As models have it: projected by token, then transposed.
+        "query": torch.zeros(batch, q_len, HEADS, DIM, dtype=BF16).transpose(1, 2),
+        "key": torch.zeros(batch, KV_HEADS, kv_len, DIM, dtype=BF16),
+        "value": torch.zeros(batch, KV_HEADS, kv_len, DIM, dtype=BF16),
+        "attention_mask": None,
+        "scaling": SCALE,
+    }
+
+
+def paged_states(q_lens: list[int], past: list[int], block: int, layer_window: int = 1) -> dict[str, Any]:
+    """Continuous batching of a layer: request ``i`` has the blocks ``3 i``, ``3 i + 1`` and ``3 i + 2`` of the pool."""
+    pool = torch.zeros(9 * block, KV_HEADS, DIM, dtype=BF16)
+    kv_lens = [old + new for old, new in zip(past, q_lens, strict=True)]
+    sums = [torch.tensor([0, *lens], dtype=INT32).cumsum(0).to(INT32) for lens in (q_lens, kv_lens)]
+    firsts = [3 * block * request for request in range(len(q_lens))]
+    places = [torch.arange(first, first + length) for first, length in zip(firsts, kv_lens, strict=True)]
+    cache = SimpleNamespace(
+        block_size=block,
+        key_cache=[pool],
+        value_cache=[pool.clone()],
+        layer_index_to_group_indices={0: (0, 0)},
+        sliding_windows={0: layer_window},
+        update=lambda key, value, layer, read_index, write_index: (pool[read_index[0]], pool[read_index[0]]),
+    )
+    return {
+        **states(sum(q_lens), sum(q_lens), batch=1),
+        "cache": cache,
+        "cu_seq_lens_q": sums[0],
+        "cu_seq_lens_k": sums[1],
+        "max_seqlen_q": max(q_lens),
+        "max_seqlen_k": max(kv_lens),
+        "read_index": [torch.cat(places)],
+        "write_index": [torch.cat([place[old:] for place, old in zip(places, past, strict=True)])],
+        "block_table": None,
+    }
+
+
+@pytest.mark.parametrize("q_len", [1, 40])
+def test_rows_of_one_length(q_len: int, attend: Attended) -> None:
+    given = states(q_len, 40)
+    out = attend(**given)
+    name, sent = attend.launch()
+    assert (name, sent["batch"], sent["tokens"], sent["q_len"]) == ("context", BATCH, BATCH * q_len, q_len)
+    assert (sent["max_seq_len"], sent["kv_tokens"], sent["out"]) == (40, 40, out.data_ptr())
+    assert sent["softmax_scale_log2"] == pytest.approx(SCALE * math.log2(math.e))
+    assert (sent["window_right"], sent["soft_cap"], sent["sinks"]) == (0, 0.0, 0)
+
+
+@pytest.mark.parametrize("q_len", [1, 40])
+def test_options_of_layers(q_len: int, attend: Attended) -> None:
+    attend(**states(q_len, 40), sliding_window=16, softcap=30.0, s_aux=SINKS)
+    _, sent = attend.launch()
+    # A window of transformers counts the token's own key, one of the kernels counts those before it.
+    assert (sent["window_left"], sent["sinks"]) == (15, SINKS.data_ptr())
+    assert sent["soft_cap"] > 0
+
+
+def test_queries_by_head_are_copied(attend: Attended) -> None:
+    given = states(40, 40)
+    attend(**{**given, "query": given["query"].contiguous()})
+    assert attend.launch()[0] == "context"
+
+
+@pytest.mark.parametrize(("room", "page"), [(96, 32), (256, 256)])
+@pytest.mark.parametrize("q_len", [1, 3, 20])
+def test_a_cache_with_room_is_read_as_pages(q_len: int, room: int, page: int, attend: Attended) -> None:
+    lengths = mask(BATCH, q_len, room, q_offset=25)
+    attend(**{**states(q_len, room), "attention_mask": lengths}, sliding_window=16, s_aux=SINKS)
+    name, sent = attend.launch()
+    assert name == ("decode" if q_len <= 8 else "context")
+    assert integers(sent["seq_lens"], BATCH) == [25 + q_len] * BATCH
+    columns = room // page
+    # A request's pages follow one another; its other heads' are between them and the next request's.
+    rows = [[KV_HEADS * columns * row + column for column in range(columns)] for row in range(BATCH)]
+    assert integers(sent["page_table"], BATCH * columns) == [page for row in rows for page in row]
+    assert (sent["table_stride"], 1 << sent["page_size_log2"], sent["max_seq_len"]) == (columns, page, room)
+    assert sent["num_pages"] == rows[-1][-1] + 1
+    assert (sent["window_left"], sent["sinks"], sent["q_len"]) == (15, SINKS.data_ptr(), q_len)
+    assert sent["softmax_scale_log2"] == pytest.approx(SCALE * math.log2(math.e))
+
+
+def test_a_cache_with_room_that_makes_no_pages(attend: Attended) -> None:
+    attend(**{**states(1, 50), "attention_mask": mask(BATCH, 1, 50, q_offset=25)})
+    name, sent = attend.launch()
+    assert (name, sent["page_table"], integers(sent["seq_lens"], BATCH)) == ("context", 0, [26] * BATCH)
+
+
+@pytest.mark.parametrize("q_len", [1, 20])
+def test_padding_is_left_out_of_the_running_sums(q_len: int, attend: Attended) -> None:
+    valid = torch.ones(BATCH, 40, dtype=torch.bool)
+    valid[1, :25] = False
+    form = mask(BATCH, q_len, 40, q_offset=40 - q_len, attention_mask=valid)
+    attend(**{**states(q_len, 40), "attention_mask": form})
+    name, sent = attend.launch()
+    middle = min(q_len, 15)
+    assert name == "context"
+    assert integers(sent["q_cu_seq_lens"], BATCH + 1) == [0, q_len, q_len + middle, 2 * q_len + middle]
+    assert integers(sent["kv_cu_seq_lens"], BATCH + 1) == [0, 40, 55, 95]
+    assert (sent["q_len"], sent["max_seq_len"]) == (q_len, 40)
+
+
+@pytest.mark.parametrize("block", [16, 256])
+def test_continuous_batching_decodes_from_the_pool(block: int, attend: Attended) -> None:
+    attend(**paged_states([1, 1, 1], [20, 0, 30], block), s_aux=SINKS)
+    name, sent = attend.launch()
+    columns = sent["table_stride"]
+    table = integers(sent["page_table"], BATCH * columns)
+    lengths = integers(sent["seq_lens"], BATCH)
+    assert (name, lengths, columns) == ("decode", [21, 1, 31], -(-31 // block))
+    used = [table[row * columns : row * columns + -(-length // block)] for row, length in enumerate(lengths)]
+    assert used == [list(range(3 * row, 3 * row + len(pages))) for row, pages in enumerate(used)]
+    assert (1 << sent["page_size_log2"], sent["num_pages"], sent["q_len"]) == (block, 9, 1)
+    assert (sent["sinks"], sent["window_left"]) == (SINKS.data_ptr(), -1)
+
+
+def test_continuous_batching_of_prompts_and_decoding_together(attend: Attended) -> None:
+    attend(**paged_states([1, 30, 4], [20, 0, 9], 16))
+    name, sent = attend.launch()
+    assert (name, sent["q_len"], 1 << sent["page_size_log2"]) == ("context", 30, 16)
+    assert integers(sent["q_cu_seq_lens"], BATCH + 1) == [0, 1, 31, 35]
+    assert integers(sent["seq_lens"], BATCH) == [21, 30, 13]
+    assert integers(sent["page_table"], 6)[::2] == [0, 3, 6]
+
+
+@pytest.mark.parametrize(("block", "layer_window"), [(8, 1), (16, 24)])
+def test_continuous_batching_over_a_copy_of_the_keys(block: int, layer_window: int, attend: Attended) -> None:
+    given = paged_states([1, 1, 1], [20, 0, 19], block, layer_window)
+    attend(**given, sliding_window=None if layer_window == 1 else layer_window)
+    name, sent = attend.launch()
+    assert (name, sent["page_table"]) == ("context", 0)
+    assert integers(sent["kv_cu_seq_lens"], BATCH + 1) == [0, 21, 22, 42]
+    assert sent["window_left"] == (NO_WINDOW if layer_window == 1 else layer_window - 1)
