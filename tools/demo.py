@@ -39,7 +39,7 @@ INTRODUCTION = """\
 This demo takes two attention kernels from their source to a launch, as a serving host would get them:
 it compiles them (the only step that needs a compiler), pins and publishes them, fetches them by path over
 HTTP into an empty store, refuses a damaged copy, plans a decode, and launches it if there is a Hopper GPU.
-It takes about 10 seconds, writes to a temporary folder alone, and DEMO=full shows every detail."""
+It takes about 10 seconds, writes only to a temporary folder, and DEMO=full shows every detail."""
 NEXT = """\
 What to try next
    make install                                              the package and its kernels into your environment
@@ -111,7 +111,7 @@ def refuse_damaged(release: Release, path: ArtifactPath, folder: Path, pins: Pat
         stored = library.store.has(library.manifest(library.pins.get(RELEASE)).digests[path])
         if stored:
             raise AssertionError(f"the damaged copy of {path} is in the store")
-        say("Nothing of it is in the store.")
+        say("None of its bytes are in the store.")
 
 
 def inspect(library: Library, path: ArtifactPath) -> None:
@@ -122,7 +122,7 @@ def inspect(library: Library, path: ArtifactPath) -> None:
     for kernel in cubin.kernels.values():
         size = sum(parameter.size for parameter in kernel.parameters)
         say(
-            f"Its ELF says: {size} bytes of parameters, at most {kernel.max_threads} threads a block."
+            f"Its ELF states {size} bytes of parameters and at most {kernel.max_threads} threads per block."
             " A launch that differs is refused."
         )
         shared = f"{kernel.static_shared_bytes} bytes of static shared memory, 1024 of them CUDA's own"

@@ -35,7 +35,7 @@ def plan_and_launch(library: Library, pin: Pin) -> None:
     except CubinRuntimeError as error:
         tensors = _made_up_tensors()
         _show(_plan(runtime, tensors, DESCRIBED), DESCRIBED)
-        say("There is no GPU here, so the driver's call itself is left out; all before it was done.")
+        say("There is no GPU here: everything except the driver's launch call was done.")
         detail(f"{error}")
         return
     if device.capability != (9, 0):
@@ -50,7 +50,10 @@ def _plan(runtime: Runtime, tensors: Sequence[TensorView], device: DeviceFacts) 
 
 def _show(plan: PagedDecodePlan, device: DeviceFacts) -> None:
     (launch,), (selection,), (rows,) = plan.launch_plans(), plan.selections, plan.describe()
-    say(f"{len(LENGTHS)} requests of up to {BOUND} keys, {Q_HEADS} query heads over {KV_HEADS}, on an {device.name}.")
+    say(
+        f"{len(LENGTHS)} requests of up to {BOUND} keys, {Q_HEADS} query heads over {KV_HEADS} KV heads, "
+        f"on an {device.name}."
+    )
     say(f"Chosen: {launch.kernel}, grid {launch.grid}, block {launch.block}.")
     detail(f"because    {launch.reason}")
     for candidate in selection.candidates:

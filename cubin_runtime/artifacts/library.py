@@ -39,7 +39,7 @@ DEFAULT_JOBS = 8
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an artifact lies now: in the store, or in a local source; its bytes were not looked at."""
+    """Where an artifact is: in the store, or in a local source; its bytes were not read."""
 
     path: ArtifactPath
     sha256: str
@@ -52,7 +52,7 @@ class Library:
 
     Raises:
         PinError: on construction, if a pin file cannot be read or two pins disagree.
-        UsageError: on construction, if a configured source is no source.
+        UsageError: on construction, if a configured source is invalid.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Library:
             MissingError: it is not there (``fetch`` false).
             CorruptError: what is there has another digest, and nothing better was found.
             SourceError: no source delivered it (``fetch`` true).
-            StoreError: the store holds something that is no regular file, or cannot be written.
+            StoreError: the store holds something other than a regular file, or cannot be written.
         """
         path = ArtifactPath(path) if isinstance(path, str) else path
         pin = self.pins.covering(path)
@@ -144,7 +144,7 @@ class Library:
         return self._loader.over_network(pin, wanted)
 
     def where(self, path: ArtifactPath | str) -> tuple[Place, ...]:
-        """Where an artifact lies now, in the order in which ``load`` looks; nothing is read.
+        """Where ``load`` would find an artifact; nothing is read.
 
         Raises:
             PinError: no pin covers the path, or the manifest does not list it.

@@ -83,7 +83,7 @@ def verify_store(
     progress: Callable[[int], None] | None = None,
     jobs: int | None = None,
 ) -> VerifyReport:
-    """Hash those objects of ``paths`` that the store has; wrong ones are moved aside where possible.
+    """Hash those objects of ``paths`` that the store has; wrong ones are moved to quarantine if possible.
 
     Raises:
         StoreError: the store cannot be read.

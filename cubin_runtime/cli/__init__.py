@@ -21,16 +21,16 @@ from . import output
 __all__ = ["app", "main"]
 
 VERB_FAMILIES = (
-    "fetching",
-    "verifying",
-    "pinning",
-    "inspecting",
+    "fetch",
+    "verify",
+    "pin",
+    "inspect",
     "listing",
-    "comparing",
+    "diff",
     "explain",
     "replay",
-    "shipping",
-    "keeping",
+    "export",
+    "gc",
     "doctor",
 )
 _WRITE_FAILED = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}

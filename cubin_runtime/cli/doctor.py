@@ -189,7 +189,7 @@ def _known_abi(abi: str | None) -> bool:
 
 def _verdicts(config: Config, driver: dict[str, Any], releases: list[dict[str, Any]], writable: bool) -> list[str]:
     """Plain sentences: what will work here and what will not."""
-    fetch = "yes, from the sources above in their order"
+    fetch = "yes, from the sources above, in that order"
     if config.offline:
         fetch = "no, offline is set and only local sources are read"
     if not writable:

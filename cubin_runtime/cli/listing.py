@@ -8,8 +8,8 @@ import typer
 
 from ..errors import UsageError
 from . import options, output
-from .choosing import resolved
-from .inspecting import row_json
+from .inspect import row_json
+from .targets import resolved
 
 if TYPE_CHECKING:
     from ..artifacts.library import Library

@@ -160,7 +160,10 @@ def _opened(path: str, *, look_further: bool) -> ctypes.CDLL:
         found = _found_elsewhere() if look_further else None
         if found is not None and found != path:
             return _opened(found, look_further=False)
-        raise DriverLibraryError(f"cannot open the CUDA driver library {path!r}: {error}") from error
+        why = str(error).removeprefix(f"{path}: ")
+        raise DriverLibraryError(
+            f"cannot open the CUDA driver library {path!r}, which the NVIDIA driver installs: {why}"
+        ) from error
 
 
 def _found_elsewhere() -> str | None:

@@ -14,6 +14,7 @@ artifacts. All names begin with ``cubin_``, so that they do not hide a project's
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,8 +37,15 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
+@pytest.fixture(scope="session")
+def cubin_numpy() -> None:
+    """Fail with the command that installs numpy, which devices need."""
+    if find_spec("numpy") is None:
+        pytest.fail("cubin_runtime.testing needs numpy: pip install 'cubin-runtime[testing]'", pytrace=False)
+
+
 @pytest.fixture
-def cubin_device() -> Iterator[Device]:
+def cubin_device(cubin_numpy: None) -> Iterator[Device]:
     """The first GPU; afterwards the guard after each array is checked, and all arrays are freed."""
     from .device import Device, missing_device
     from .graph_driver import GraphDriver
@@ -73,7 +81,7 @@ def cubin_standin(cubin_standin_library: Path) -> Iterator[StandIn]:
 
 
 @pytest.fixture
-def cubin_standin_device(cubin_standin: StandIn) -> Iterator[StandInDevice]:
+def cubin_standin_device(cubin_numpy: None, cubin_standin: StandIn) -> Iterator[StandInDevice]:
     """A device of the stand-in: arrays are memory of the host, launches are recorded, kernels do nothing."""
     from .standin_device import StandInDevice
 

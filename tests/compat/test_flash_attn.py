@@ -249,7 +249,10 @@ PAGED: list[tuple[dict[str, Any], str]] = [
     ({"block_table": tensor("int32", 5, 16)}, r"block_table: shape \(5, 16\)"),
     ({"block_table": None, "page_table": tensor("int32", 5, 16)}, r"page_table: shape \(5, 16\)"),
     ({"seqused_k": None}, "cu_seqlens_k: got NoneType"),
-    ({"seqused_k": None, "cu_seqlens_k": tensor("int32", 4)}, "cu_seqlens_k: lengths would be made .* no torch tensor"),
+    (
+        {"seqused_k": None, "cu_seqlens_k": tensor("int32", 4)},
+        "cu_seqlens_k: lengths would be made .* not a torch tensor",
+    ),
     ({"k": tensor("bfloat16", 100, 24, 2, 128)}, "k: shape .*page size"),
 ]
 

@@ -36,10 +36,20 @@ def default_runtime(runtime_config: Config, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture
-def some_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty FlashInfer where none is installed: a page installs our functions into it."""
-    if find_spec("flashinfer") is None:
+def libraries(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a page uses of other libraries: an empty FlashInfer if none is installed, a small model of transformers."""
+    if page == "docs/flashinfer.md" and find_spec("flashinfer") is None:
         monkeypatch.setitem(sys.modules, "flashinfer", ModuleType("flashinfer"))
+    if page == "docs/transformers.md":
+        transformers = pytest.importorskip("transformers", minversion="5.0", reason="transformers 5 is not installed")
+        if tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23):
+            pytest.skip("transformers 5.23 and later refuse continuous batching with other implementations")
+        from small_models import made
+
+        def load(*_: Any, **__: Any) -> Any:
+            return made("llama", "cuda", torch.bfloat16)
+
+        monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", load)
 
 
 def names_of(page: str) -> dict[str, Any]:
@@ -89,7 +99,7 @@ def names_of(page: str) -> dict[str, Any]:
     return {**decode, "q": queries, "out": out, **others}
 
 
-@pytest.mark.usefixtures("some_flashinfer")
+@pytest.mark.usefixtures("libraries")
 @pytest.mark.parametrize("page", pages_with("python"))
 def test_the_python_of_a_page_runs(page: str, default_runtime: Runtime) -> None:
     names = names_of(page)

@@ -54,6 +54,14 @@ def test_the_page_s_tests_run_in_a_project_of_their_own(scale_cubin: Path, tmp_p
     assert without or "3 passed" in done.stdout, done.stdout
 
 
+def test_without_numpy_a_device_names_the_command_that_installs_it(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text("import sys\n\nsys.modules['numpy'] = None\n")
+    (tmp_path / "test_device.py").write_text("def test_device(cubin_standin_device): pass\n")
+    command = [sys.executable, "-m", "pytest", "-p", "cubin_runtime.testing.plugin", "-q"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "cubin_runtime.testing needs numpy: pip install 'cubin-runtime[testing]'" in done.stdout
+
+
 def test_a_run_that_uses_no_fixture_imports_nothing_heavy(tmp_path: Path) -> None:
     (tmp_path / "test_nothing.py").write_text(
         "import sys\n"

@@ -1,7 +1,7 @@
 """Facts about a cubin: its architecture and each kernel's parameters, threads, registers and memory.
 
 The facts come from the ELF sections that the CUDA toolchain writes (``.nv.info.<kernel>``, ``.nv.info``,
-``.nv.shared.<kernel>``, ``.note.nv.tkinfo``). Nothing here trusts a byte: see ``elf``.
+``.nv.shared.<kernel>``, ``.note.nv.tkinfo``). The bytes are untrusted: see ``elf``.
 """
 
 from __future__ import annotations

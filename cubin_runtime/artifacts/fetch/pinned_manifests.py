@@ -23,7 +23,7 @@ class PinnedManifests:
         self._lock = threading.Lock()
 
     def bytes_of(self, pin: Pin) -> bytes:
-        """Those of a manifest that ``of`` gave."""
+        """The bytes of a manifest that ``of`` returned."""
         return self._bytes[pin.manifest_sha256]
 
     def of(self, pin: Pin, *, network: bool) -> Manifest:
@@ -31,7 +31,7 @@ class PinnedManifests:
 
         Raises:
             PinError: what is there is not the pinned manifest.
-            MissingError: it is not at hand (``network`` false).
+            MissingError: it is not available locally (``network`` false).
             SourceError: no source has it.
             StoreError: no source has it, and the store cannot be read.
         """
@@ -62,7 +62,7 @@ class PinnedManifests:
             return self._manifests.setdefault(pin.manifest_sha256, manifest)
 
     def _from_network(self, pin: Pin, wanted: Wanted) -> tuple[bytes, str]:
-        """Through the store if it can be written, so that processes that start together download it once."""
+        """Through the store if it is writable, so that processes that start together download it once."""
         try:
             if not self._sources.has_network(pin) or not self._can_write():
                 return self._sources.read(self._sources.specs(pin), wanted)
@@ -84,6 +84,6 @@ class PinnedManifests:
 
 
 def manifest_wanted(pin: Pin, *, any_digest: bool = False) -> Wanted:
-    """The manifest as a file to be had; ``any_digest``: whatever it is, for a caller who compares it."""
+    """The manifest as a file to fetch; ``any_digest``: with any digest, for a caller that compares it."""
     digest = None if any_digest else pin.manifest_sha256
     return Wanted(pin.path.child(MANIFEST_NAME), pin.path, digest, MAX_MANIFEST_BYTES)

@@ -79,7 +79,7 @@ def _raise_failures(pin: Pin, chosen: int, failed: Sequence[Outcome]) -> None:
         raise kind(f"{errors[0]}{hint(pin) if kind is SourceError else ''}")
     causes = Counter(_cause(outcome) for outcome in failed)
     given_up = [cause for cause in causes if _GIVEN_UP in cause]
-    if len(given_up) < len(causes):  # why a source was given up is said by those before
+    if len(given_up) < len(causes):  # earlier outcomes state why a source was abandoned
         for cause in given_up:
             del causes[cause]
     whole = f"{len(failed)} of {chosen} files could not be fetched"
@@ -91,7 +91,7 @@ def _raise_failures(pin: Pin, chosen: int, failed: Sequence[Outcome]) -> None:
 
 
 def _cause(outcome: Outcome) -> str:
-    """What failed, without the file's own name, so that equal causes are told once."""
+    """The failure without the file's own name, so that equal causes are listed once."""
     path = outcome.wanted.path.text
     text = str(outcome.error).removeprefix(f"no source delivered {path}: ")
     for name in (quote(path), path):

@@ -34,10 +34,10 @@ class WorkerPool(Protocol):
 
     @property
     def ticks(self) -> int:
-        """Grows whenever bytes came: the sign of progress, as opposed to mere life."""
+        """A counter that grows with received bytes: it shows progress, not only that workers are alive."""
 
     def give(self, items: Sequence[Wanted]) -> None:
-        """Hand out work; returns at once."""
+        """Queue work; returns at once."""
 
     def take(self, timeout: float) -> list[Outcome]:
         """All outcomes that are there; waits ``timeout`` seconds for the first one.

@@ -17,7 +17,7 @@ _JOINED = ("sources", "groups")  # what pins of one release may have more or les
 
 
 def refuse_trust_in_store(config: Config) -> None:
-    """What decides (pins, keys, versions seen) is never read from a store, which anybody may have filled.
+    """Check that pins, keys and versions are not read from a store, which anybody may have filled.
 
     Raises:
         PinError: a file of these lies inside the store.

@@ -52,7 +52,7 @@ class Catalog:
             yield Entry(path, digest, self.row_of(path.text[skip:]))
 
     def kept_by(self, wanted: KernelFilter) -> tuple[Entry, ...]:
-        """Kernels that a filter keeps; an empty filter keeps every file, metadata included.
+        """Files of the kernels that a filter keeps; an empty filter keeps every file, metadata included.
 
         Raises:
             UsageError: the filter looks at metadata and the release has none.
@@ -67,10 +67,10 @@ class Catalog:
         return any(architecture_of_name(path.name) is not None for path in self.manifest.digests)
 
     def chosen_by(self, wanted: KernelFilter) -> tuple[Entry, ...]:
-        """What ``kept_by`` gives, for a user who expects something.
+        """As ``kept_by``, but an error if the result is empty.
 
         Raises:
-            UsageError: nothing passes; the message tells which value no kernel has, and which there are.
+            UsageError: nothing passes; the message names the value that no kernel has, and the existing values.
         """
         if not (kept := self.kept_by(wanted)):
             rows = [entry.row for entry in self if entry.row is not None]
@@ -89,8 +89,8 @@ def open_catalog(library: Library, pin: Pin, *, fetch: bool) -> Catalog:
     """The catalog of a release, from its pinned manifest and verified metadata.
 
     Raises:
-        PinError, MissingError, SourceError: manifest or metadata cannot be had.
-        CorruptError: the metadata does not read.
+        PinError, MissingError, SourceError: manifest or metadata are not available.
+        CorruptError: the metadata cannot be parsed.
     """
     manifest = library.manifest(pin)
     if pin.path.child(FILE_NAME) in manifest.digests:
@@ -106,7 +106,7 @@ def manifest_at_hand(library: Library, pin: Pin) -> Manifest:
     """The pinned manifest from the store or a local source; neither asks a network nor makes a store.
 
     Raises:
-        MissingError, SourceError: it is not at hand.
+        MissingError, SourceError: it is not available locally.
         PinError: what is available locally is not the pinned one.
     """
     return library.manifest(pin, network=False)

@@ -30,7 +30,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseDiff:
-    """Names are relative to each release's folder, sorted; ``metadata`` tells whether both had some at hand."""
+    """Names are relative to each release's folder, sorted; ``metadata``: whether both releases' was available."""
 
     old: str
     new: str
@@ -44,11 +44,11 @@ class ReleaseDiff:
 def compare_releases(library: Library, old: Pin, new: Pin, wanted: KernelFilter | None = None) -> ReleaseDiff:
     """Compare two pinned releases by their manifests; nothing but manifests is fetched.
 
-    A filter keeps what passes it in either release, and needs metadata at hand if it looks at that.
+    A filter keeps what passes it in either release; filters on metadata need it to be available locally.
 
     Raises:
-        PinError, SourceError: a manifest cannot be had.
-        UsageError: the filter looks at metadata that is not at hand, or keeps nothing of either.
+        PinError, SourceError: a manifest is not available.
+        UsageError: the filter needs metadata that is not available locally, or keeps nothing of either release.
     """
     wanted = wanted or KernelFilter()
     catalogs = (_catalog(library, old), _catalog(library, new))

@@ -42,7 +42,7 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class ExportReport:
-    """An archive of ``files`` files with ``bytes`` bytes, manifests counted; ``sha256`` is the archive's own."""
+    """An archive of ``files`` files with ``bytes`` bytes, manifests included; ``sha256`` is the archive's own."""
 
     target: str
     releases: tuple[str, ...]
@@ -55,7 +55,7 @@ class ExportReport:
 
 @dataclass(frozen=True, slots=True)
 class MirrorReport:
-    """A tree of ``written + kept`` files, manifests counted; the kept ones stood there already and were right."""
+    """A tree of ``written + kept`` files, manifests included; ``kept`` files were already there and right."""
 
     target: str
     releases: tuple[str, ...]
@@ -83,8 +83,8 @@ def export_zip(
     ``compress`` only as long as the compressing library stays the same.
 
     Raises:
-        UsageError: the name ends neither in .zip nor in .whl, by which a source is known.
-        MissingError, CorruptError: a file is not at hand, or not what the manifest says; nothing is published.
+        UsageError: the name ends neither in .zip nor in .whl, by which a source is recognised.
+        MissingError, CorruptError: a file is missing, or not the one in the manifest; nothing is published.
         StoreError: the archive cannot be written.
     """
     if target.suffix.lower() not in ARCHIVE_SUFFIXES:
@@ -116,13 +116,12 @@ def mirror(
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> MirrorReport:
-    """Write files of releases as a tree, file by file whole or not at all; what is right there stays.
+    """Write files of releases as a tree, each atomically; files that are already right stay.
 
-    An interrupted run goes on where it was. A release's manifest is written last, so that a tree which has
-    one was complete.
+    A rerun continues an interrupted run. A release's manifest is written last, so a tree that has one is complete.
 
     Raises:
-        MissingError, CorruptError: a file is not at hand, or not what the manifest says.
+        MissingError, CorruptError: a file is missing, or not the one in the manifest.
         StoreError: the tree cannot be written.
     """
     began = time.monotonic()
@@ -200,7 +199,7 @@ def _mirror_one(library: Library, items: Sequence[_Item], item: _Item, target: P
 
 
 def _right_size(folder: int, name: str, item: _Item) -> int | None:
-    """The size of a file that stands there and has the right bytes; None: it has to be written."""
+    """The size of an existing file with the right bytes; None: it has to be written."""
     try:
         descriptor, status = open_regular(name, name, directory=folder)
     except (OSError, NotRegularError):

@@ -36,7 +36,7 @@ class CollectReport:
     """What was removed (in a dry run: would be): ``removed`` objects of ``bytes`` bytes.
 
     ``kept`` objects are shared with other releases present: how many each of them needs is in ``needed_by``.
-    ``absent`` releases have no manifest at hand, so nothing of them is known.
+    ``absent`` releases have no local manifest, so their objects are unknown.
     """
 
     releases: tuple[str, ...]
@@ -50,7 +50,7 @@ class CollectReport:
 
 @dataclass(frozen=True, slots=True)
 class LeftoverReport:
-    """Temporaries of processes that were killed, and objects that were moved aside because they were wrong."""
+    """Temporary files of killed processes, and quarantined objects."""
 
     temporaries: int
     quarantined: int
@@ -125,7 +125,7 @@ class _Others:
         self.look(only_store=False)
 
     def look(self, *, only_store: bool) -> None:
-        """Learn of releases whose manifest has come since the last look."""
+        """Read manifests that were added since the last call."""
         for pin in list(self._waiting):
             if only_store and not self._library.store.has(pin.manifest_sha256):
                 continue
@@ -169,7 +169,7 @@ def _remove_all(store: Store, digests: Sequence[str], others: _Others) -> list[s
 
 
 def _remove(store: Store, digest: str, others: _Others) -> bool:
-    """Move aside, look whether a release that needs it has come, then remove or move back."""
+    """Move aside, check whether a release that needs it was added, then remove or move back."""
     aside = temporary_name()
     where = str(store.object_path(digest))
     with _store_errors(where), open_folder(store.root, OBJECTS, digest[:2]) as folder:
@@ -199,7 +199,7 @@ def _size_of(store: Store, digest: str) -> int:
 
 @contextmanager
 def _store_errors(where: str) -> Iterator[None]:
-    """Everything that the file system says here is about the store."""
+    """Convert file-system errors into ``StoreError``."""
     try:
         yield
     except OSError as error:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def repair(
     library: Library, pin: Pin, report: VerifyReport, progress: Callable[[int], None] | None = None
 ) -> tuple[VerifyReport, int]:
-    """Fetch the corrupt files of a store's report, and missing ones: those that were moved aside before, or all.
+    """Fetch the corrupt files of a store's report, and missing ones: those in quarantine, or all.
 
     All of them if the report calls missing files an error.
 

@@ -22,7 +22,7 @@ _log = logging.getLogger("cubin_runtime")
 
 @dataclass(frozen=True, slots=True)
 class FetchPolicy:
-    """How often and how patiently; seconds.
+    """Retries and delays, in seconds.
 
     ``attempts`` is for failures that may pass, with waits that double from ``first_delay`` to
     ``longest_delay`` and a random part; a server's ``Retry-After`` is kept up to ``longest_retry_after``,
@@ -45,7 +45,7 @@ class FetchPolicy:
 
     @classmethod
     def of(cls, network: Network) -> FetchPolicy:
-        """The defaults, or what was configured."""
+        """The configured values, or the defaults."""
         return cls() if network.retries is None else cls(attempts=network.retries + 1)
 
     def delay(self, attempt: int, retry_after: float | None) -> float | None:
@@ -53,7 +53,7 @@ class FetchPolicy:
         if attempt + 1 >= self.attempts:
             return None
         if retry_after is not None:
-            late = random.uniform(0.0, self.first_delay)  # those who were told the same must not come back at once
+            late = random.uniform(0.0, self.first_delay)  # clients with the same delay must not all retry at once
             return retry_after + late if retry_after <= self.longest_retry_after else None
         return min(self.first_delay * float(2**attempt), self.longest_delay) * random.uniform(0.75, 1.25)
 
@@ -71,7 +71,7 @@ class Progress:
         self._mine = threading.local()
 
     def tick(self) -> None:
-        """Something came; a lost count does no harm."""
+        """Count progress; a lost count does no harm."""
         self.ticks += 1
 
     @property

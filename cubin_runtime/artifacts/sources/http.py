@@ -75,7 +75,7 @@ class HttpSource:
             return data
         except CubinRuntimeError:
             raise
-        except Exception as error:  # whatever a server can make a library raise is a failure of this source
+        except Exception as error:  # any exception that a server can cause is a failure of this source
             from .http_errors import translate
 
             raise translate(error, redact(url), self._limits) from None
@@ -118,7 +118,7 @@ class HttpSource:
         for _ in range(self._limits.redirects + 1):
             parts, where = urlsplit(url), redact(url)
             pace = Pace(self._limits, where, self._stop, self._tick)
-            # another host's credentials are none of this source's business, even if netrc has some
+            # a redirect to another host gets no credentials, even if netrc has some
             own_host = (parts.scheme, parts.netloc.lower()) == (self._base.scheme, self._base.netloc.lower())
             response = self._session.get(url, pace, headers, credentials=own_host)
             if response.status not in _REDIRECTS:
@@ -130,7 +130,7 @@ class HttpSource:
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """What came of a file; ``validator`` is what the server knows that very version of it by.
+    """The bytes received of a file; ``validator`` identifies this version of it to the server.
 
     A ``BytesIO``, as it hands its memory over in the end instead of copying it.
     """
@@ -150,7 +150,7 @@ def _check_encoding(response: Response, where: str) -> None:
 
 
 def _check_range(response: Response, where: str, begun: _Begun) -> int:
-    """The whole size that a partial answer tells."""
+    """The total size that a partial response states."""
     found = _RANGE.fullmatch(response.headers.get("Content-Range", "").strip())
     if found is None or int(found[1]) != begun.whole.tell() or int(found[2]) + 1 != int(found[3]):
         raise SourceError(f"{where}: sent another range than requested")

@@ -15,7 +15,7 @@ ABSENT_SECONDS = 1.0
 
 
 class PackageSource:
-    """Any installed distribution that carries the release's tree; found by metadata, never imported."""
+    """Any installed distribution that contains the release's tree; found by metadata, never imported."""
 
     local = True
     label = "package"

@@ -19,11 +19,11 @@ ARCHIVE_SUFFIXES = (".zip", ".whl")
 
 
 class NotHereError(MissingError):
-    """A source does not have what was asked for; asking it again cannot help."""
+    """A source does not have the file; a retry cannot help."""
 
 
 class RetryableError(SourceError):
-    """A source failed in a way that may pass; ``retry_after`` is the wait that it asked for, in seconds."""
+    """A temporary failure of a source; ``retry_after`` is the delay that it requested, in seconds."""
 
     def __init__(self, message: str, retry_after: float | None = None) -> None:
         super().__init__(message)
@@ -31,12 +31,12 @@ class RetryableError(SourceError):
 
 
 class TooMuchError(SourceError):
-    """A source has more bytes for a file than are allowed for it."""
+    """A source has more bytes for a file than its limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """One thing to get: ``path`` inside the release ``folder``, at most ``limit`` bytes.
+    """One file to read: ``path`` inside the release ``folder``, at most ``limit`` bytes.
 
     ``sha256`` is the digest that the bytes must have; None only while a release is being pinned for the first
     time.
@@ -59,13 +59,13 @@ class Source(Protocol):
 
         Raises:
             NotHereError: the source does not have them.
-            RetryableError: it failed in a way that may pass.
+            RetryableError: a temporary failure.
             TooMuchError: it has more than ``wanted.limit`` bytes for it.
-            SourceError: it failed in a way that will not pass.
+            SourceError: a permanent failure.
         """
 
     def close(self) -> None:
-        """Give back what the source holds open."""
+        """Close what the source has open."""
 
 
 class Listing(Protocol):
@@ -75,7 +75,7 @@ class Listing(Protocol):
         """Names of all files below ``folder``, relative to it."""
 
     def where(self, path: ArtifactPath, folder: ArtifactPath) -> str | None:
-        """Where the file lies, for people; None if it is not there."""
+        """The file's location for messages; None if it does not exist."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ def redact(url: str) -> str:
 
 
 def parse_source(text: str) -> SourceSpec:
-    """Tell what sort of source a text names; looks at nothing but the text.
+    """Determine the kind of source that a text names, from the text alone.
 
     Raises:
         UsageError: a scheme that is neither http nor https, user info in a URL, or no host.

@@ -29,7 +29,7 @@ _NOT_PUBLISHED = frozenset({"trtllm-gen-0.6.18.post1"})  # flashinfer-cubin ende
 
 @dataclass(frozen=True, slots=True)
 class WorkOrder:
-    """All that a worker process must know to open the same sources and store; picklable."""
+    """What a worker process needs to open the same sources and store; picklable."""
 
     config: Config
     limits: HttpLimits
@@ -40,7 +40,7 @@ class WorkOrder:
 
 
 class _OfflineSource:
-    """Stands for a network source while no socket may be opened."""
+    """A placeholder for a network source while the network is off."""
 
     local = False
 
@@ -48,7 +48,7 @@ class _OfflineSource:
         self.label = label
 
     def read(self, wanted: Wanted) -> bytes:
-        """Always refuses."""
+        """Always raise ``SourceError``."""
         raise SourceError(f"{self.label}: skipped, the network is disabled (offline)")
 
     def close(self) -> None:
@@ -72,7 +72,7 @@ class SourceList:
         self._lock = threading.Lock()
 
     def specs(self, pin: Pin | None) -> tuple[SourceSpec, ...]:
-        """What was configured, or else ``package`` and the pin's own sources, in order."""
+        """The configured sources, otherwise ``package`` and the pin's own, in order."""
         if self._configured is not None:
             return self._configured
         own = () if pin is None else pin.sources
@@ -94,7 +94,7 @@ class SourceList:
             return self._locals[spec]
 
     def open(self, specs: Sequence[SourceSpec], progress: Progress) -> list[Source]:
-        """What one worker reads from: shared local sources, network sources of its own."""
+        """The sources of one worker: shared local ones, and its own network ones."""
         sources: list[Source] = []
         for spec in specs:
             if spec.kind != "http":
@@ -141,7 +141,7 @@ def _opened(spec: SourceSpec) -> LocalSource:
 
 
 def hint(pin: Pin) -> str:
-    """How to install a package that carries the release, as the end of an error; empty where none does."""
+    """How to install a package that contains the release, as the end of an error message; empty if there is none."""
     family, _, version = pin.name.rpartition("-")
     if family == "trtllm-gen" and pin.name not in _NOT_PUBLISHED:
         return f"; 'pip install flashinfer-cubin=={version}' installs it"
@@ -151,7 +151,7 @@ def hint(pin: Pin) -> str:
 
 
 def remedy(pin: Pin, what: str, specs: Sequence[SourceSpec]) -> str:
-    """What to run where ``what`` of the release is not at hand, for commands that ask local sources alone."""
+    """The command that makes ``what`` of the release available, for commands that read local sources only."""
     if any(spec.kind == "http" for spec in specs):
         return f"'cubin-runtime fetch {what}' gets it{hint(pin)}"
     place = f"'cubin-runtime fetch {what} --source PLACE' gets it from a folder, wheel or URL that has it"

@@ -69,7 +69,7 @@ class ShardLock:
         return True
 
     def touch(self) -> None:
-        """Show those who wait that the holder is alive."""
+        """Show waiting processes that the holder is alive."""
         if self._descriptor is not None:
             try:
                 os.utime(self._descriptor)
@@ -77,11 +77,11 @@ class ShardLock:
                 _log.debug("cannot touch %s: %s", self._name, error)
 
     def saw_progress(self) -> None:
-        """What is waited for has come in part: the longest wait begins anew."""
+        """Part of the awaited work is done: restart the longest wait."""
         self._waiting_since = time.monotonic()
 
     def release(self) -> None:
-        """Give the lock back; the file stays."""
+        """Release the lock; the file stays."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None

@@ -39,7 +39,7 @@ class Store:
         return f"Store({str(self.root)!r})"
 
     def object_path(self, sha256: str) -> Path:
-        """Where the object lies, or would lie; for people and messages, never for opening."""
+        """The object's path, whether it exists or not; for messages, never for opening."""
         return self.root / OBJECTS / _checked(sha256)[:2] / sha256
 
     def has(self, sha256: str) -> bool:
@@ -162,12 +162,12 @@ class Store:
                     with new_file(sha256, directory=folder, mode=0o444) as descriptor:
                         write_all(descriptor, data)
                     return
-                except FileNotFoundError:  # somebody cleans up just now
+                except FileNotFoundError:  # another process is cleaning up
                     if last:
                         raise StoreError(f"{where}: was removed while it was written") from None
 
     def sync(self) -> None:
-        """Ask the file system to write everything down; once at the end of a fetch, never for one object."""
+        """Flush the file system; once at the end of a fetch, never for each object."""
         try:
             descriptor = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError:
@@ -180,7 +180,7 @@ class Store:
             os.close(descriptor)
 
     def check_writable(self) -> None:
-        """Make the store's root if it lacks, and prove that it can be written.
+        """Make the store's root if it does not exist, and check that it is writable.
 
         Raises:
             StoreError: it cannot.

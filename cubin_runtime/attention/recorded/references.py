@@ -21,7 +21,7 @@ _MLA_WIDTHS = {576: 512, 320: 256}
 
 
 class NoReferenceError(Exception):
-    """There is no reference of a call of this kind; the message says what is in the way."""
+    """There is no reference for a call of this kind; the message states why."""
 
 
 class Reference(NamedTuple):

@@ -39,7 +39,7 @@ def check_none_empty(name: str, lengths: Any) -> None:
     """Raise ``UsageError`` if one of the lengths known on the host is 0 or less."""
     for request, length in enumerate([] if lengths is None else [int(length) for length in lengths]):
         if length < 1:
-            raise UsageError(f"{name}: request {request} has {length} tokens; ragged kernels take none without any")
+            raise UsageError(f"{name}: request {request} has {length} tokens, expected at least 1 with ragged keys")
 
 
 def query_lengths(given: Arguments, q_len: int | None, batch: int, tokens: int) -> tuple[int, TensorView | None]:
@@ -54,7 +54,9 @@ def query_lengths(given: Arguments, q_len: int | None, batch: int, tokens: int) 
     max_q_len, cum_seq_lens_q = given.max_q_len, given.cum_seq_lens_q
     if cum_seq_lens_q is None:
         if max_q_len is not None:
-            raise UsageError(f"max_q_len={max_q_len} without cum_seq_lens_q: nothing says which tokens are whose")
+            raise UsageError(
+                f"max_q_len={max_q_len} without cum_seq_lens_q, which assigns tokens to requests; expected both or none"
+            )
         if q_len is None:
             raise UsageError("q_len_per_req: None without cum_seq_lens_q; expected the query tokens of a request")
         return integer("q_len_per_req", q_len), None

@@ -67,7 +67,7 @@ def output_of(given: Arguments, shape: tuple[int, ...], default_dtype: str) -> O
     if is_fp4(given):
         return _fp4_output(given, shape)
     if given.o_sf_scale is not None or given.o_sf_vec_size is not None:
-        raise UsageError("o_sf_scale or o_sf_vec_size without an nvfp4 output: nothing takes them")
+        raise UsageError("o_sf_scale or o_sf_vec_size without an nvfp4 output: expected None")
     out, wanted = given.out, _dtype_word(given.out_dtype)
     if out is None:
         out = given.runtime.memory.empty(given.query, shape, wanted or default_dtype)

@@ -8,7 +8,7 @@ import typer
 
 from ..errors import UsageError
 from . import options, output
-from .choosing import Targets, chosen, expanded
+from .targets import Targets, chosen, expanded
 
 if TYPE_CHECKING:
     from ..artifacts.verification import VerifyReport

@@ -37,7 +37,7 @@ def surveyed_pin(library: Library, target: str) -> Pin | None:
 
 
 def survey(library: Library, pin: Pin, target: str, wanted: KernelFilter, json: bool) -> None:
-    """Show a line for each cubin at hand; nothing but manifest and metadata is fetched.
+    """Show a line for each local cubin; only manifest and metadata are fetched.
 
     Ends with code 5 if one is damaged, or its metadata disagrees with it.
     """
@@ -69,7 +69,7 @@ def survey(library: Library, pin: Pin, target: str, wanted: KernelFilter, json: 
 
 def _facts(library: Library, pin: Pin, entry: Entry) -> dict[str, Any]:
     from ..artifacts.cubins.cubin import parse_cubin
-    from .inspecting import differences
+    from .inspect import differences
 
     data = library.load(entry.path, fetch=False).data
     cubin = parse_cubin(data)

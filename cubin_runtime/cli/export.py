@@ -12,7 +12,7 @@ import typer
 from ..config import local_path
 from ..errors import UsageError
 from . import options, output
-from .choosing import Targets, chosen_at_hand
+from .targets import Targets, chosen_at_hand
 
 if TYPE_CHECKING:
     from ..artifacts.library import Library

@@ -91,7 +91,7 @@ def chosen_at_hand(
     """What several targets choose, each release once, in the order of the manifests; nothing is fetched.
 
     Raises:
-        MissingError: a release's manifest or metadata is not at hand.
+        MissingError: a release's manifest or metadata is not available locally.
     """
     from ..artifacts.releases.catalog import manifest_at_hand
 

@@ -8,10 +8,10 @@ import typer
 
 from ..errors import CubinRuntimeError, MissingError, SourceError, StoreError
 from . import options, output
-from .choosing import Targets, expanded, resolved
-from .choosing import chosen as _chosen
 from .fetch_bar import fetch_bar
 from .output import size as _size
+from .targets import Targets, expanded, resolved
+from .targets import chosen as _chosen
 
 if TYPE_CHECKING:
     from ..artifacts.library import FetchReport, Library

@@ -11,7 +11,7 @@ import typer
 from ..config import local_path
 from ..errors import CorruptError, CubinRuntimeError, MissingError, PinError, SourceError, UsageError
 from . import options, output
-from .choosing import resolved
+from .targets import resolved
 
 if TYPE_CHECKING:
     from ..artifacts.cubins.cubin import Cubin
@@ -47,7 +47,7 @@ def inspect(
     from ..artifacts.cubins.cubin import parse_cubin
     from ..artifacts.library import Library
     from ..artifacts.tables.kernel_filter import KernelFilter
-    from .surveying import survey, surveyed_pin
+    from .inspect_release import survey, surveyed_pin
 
     wanted = KernelFilter.from_words(sm, family, dtype, head_dim, match)
     library = Library(options.make_config(store, source, pins, offline))
