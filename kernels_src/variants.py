@@ -92,6 +92,7 @@ class _DecodeShape:
     wgmma: bool = False
     tile: int = 64
     q_e4m3: bool = False
+    segments: bool = False
 
     @property
     def q_dtypes(self) -> str:
@@ -101,14 +102,15 @@ class _DecodeShape:
     @property
     def arithmetic(self) -> str:
         """Kernels with the same dtype, head_dim and arithmetic give a row the same bits."""
-        return f"warpgroups of {self.rows} rows" if self.wgmma else "warps"
+        return "segments" if self.segments else f"warpgroups of {self.rows} rows" if self.wgmma else "warps"
 
 
 def _paged_decode(sm: str, dtype: str, shape: _DecodeShape) -> Variant:
     tma = sm == "90a"
     return Variant(
         source="fmha/paged_decode.cu",
-        symbol=f"fmha_paged_decode_{dtype}{'_q_e4m3' if shape.q_e4m3 else ''}_d{shape.head_dim}_rows{shape.rows}",
+        symbol=f"fmha_paged_decode_{dtype}{'_q_e4m3' if shape.q_e4m3 else ''}"
+        f"_d{shape.head_dim}_rows{shape.rows}{'_segments' if shape.segments else ''}",
         sm=sm,
         operation="paged_decode",
         struct="PagedDecodeTmaParams" if tma else "PagedDecodeCopyParams",
@@ -134,6 +136,7 @@ def _paged_decode(sm: str, dtype: str, shape: _DecodeShape) -> Variant:
             "STAGES": shape.stages,
             "CTAS_PER_SM": shape.ctas,
             "USE_TMA": int(tma),
+            **({"SEGMENTS": 1} if shape.segments else {}),
         },
     )
 
@@ -152,6 +155,15 @@ _HOPPER_DECODE_16_BITS = (
     _DecodeShape(256, 8, 1, 6, 1),
     _DecodeShape(256, 32, 2, 4, 1),
     _DecodeShape(512, 8, 1, 3, 1),
+)
+# Those that give the bits of prefill, for batch_invariant.
+_HOPPER_DECODE_SEGMENTS = (
+    _DecodeShape(64, 8, 1, 6, 2, tile=128, segments=True),
+    _DecodeShape(64, 16, 1, 6, 2, tile=128, segments=True),
+    _DecodeShape(64, 64, 1, 4, 2, wgmma=True, tile=128, segments=True),
+    _DecodeShape(128, 8, 1, 6, 1, tile=128, segments=True),
+    _DecodeShape(128, 16, 1, 6, 1, tile=128, segments=True),
+    _DecodeShape(128, 64, 2, 6, 1, wgmma=True, tile=128, segments=True),
 )
 _HOPPER_DECODE_8_BITS = (
     _DecodeShape(32, 16, 1, 20, 2),
@@ -186,7 +198,11 @@ _PORTABLE_SMS = ("80", "86", "89", "100", "120")
 
 
 def _decode_variants() -> tuple[Variant, ...]:
-    hopper = [_paged_decode("90a", dtype, shape) for dtype in ("bf16", "fp16") for shape in _HOPPER_DECODE_16_BITS]
+    hopper = [
+        _paged_decode("90a", dtype, shape)
+        for dtype in ("bf16", "fp16")
+        for shape in (*_HOPPER_DECODE_16_BITS, *_HOPPER_DECODE_SEGMENTS)
+    ]
     hopper += [_paged_decode("90a", "e4m3", shape) for shape in _HOPPER_DECODE_8_BITS]
     portable = [
         _paged_decode(sm, dtype, shape)
@@ -316,6 +332,8 @@ def _mla_variants(latent: int) -> Iterator[Variant]:
         yield _mla_decode(source, f"{source}_{dtype}", dtype, q_dtypes, latent, 16, 128, STAGES=stages)
 
 
+# Prefill and decode have kernels that give the same bits at these.
+_SEGMENT_HEAD_DIMS = (64, 128)
 # head_dim -> columns of a value, consumer warpgroups of 64 rows, keys of a tile, pipeline stages of keys and of values.
 _PREFILL_SHAPES = {
     64: (64, 3, 128, 4, 4),
@@ -325,11 +343,14 @@ _PREFILL_SHAPES = {
 }
 
 
-def _context_attention(dtype: str, head_dim: int, soft_cap: bool) -> Variant:
+def _context_attention(dtype: str, head_dim: int, soft_cap: bool, segments: bool = False) -> Variant:
+    options = f"{'_soft_cap' if soft_cap else ''}{'_segments' if segments else ''}"
     value_dim, warpgroups, tile, k_stages, v_stages = _PREFILL_SHAPES[head_dim]
+    if segments and soft_cap:
+        warpgroups = 2  # three have not enough registers for both
     return Variant(
         source="prefill/context_attention.cu",
-        symbol=f"context_attention_{dtype}_d{head_dim}{'_soft_cap' if soft_cap else ''}",
+        symbol=f"context_attention_{dtype}_d{head_dim}{options}",
         sm="90a",
         operation="context_attention",
         struct="ContextAttentionParams",
@@ -340,6 +361,7 @@ def _context_attention(dtype: str, head_dim: int, soft_cap: bool) -> Variant:
             "rows": 64 * warpgroups,
             "tile_tokens": tile,
             "soft_cap": soft_cap,
+            "segments": segments,
         },
         defines={
             "HEAD_DIM": head_dim,
@@ -350,6 +372,7 @@ def _context_attention(dtype: str, head_dim: int, soft_cap: bool) -> Variant:
             "K_STAGES": k_stages,
             "V_STAGES": v_stages,
             "SOFT_CAP": int(soft_cap),
+            "SEGMENTS": int(segments),
         },
     )
 
@@ -357,8 +380,10 @@ def _context_attention(dtype: str, head_dim: int, soft_cap: bool) -> Variant:
 def _prefill_variants() -> Iterator[Variant]:
     for head_dim in _PREFILL_SHAPES:
         for dtype in ("bf16", "fp16"):
-            yield _context_attention(dtype, head_dim, soft_cap=False)
-            yield _context_attention(dtype, head_dim, soft_cap=True)
+            for soft_cap in (False, True):
+                yield _context_attention(dtype, head_dim, soft_cap)
+                if head_dim in _SEGMENT_HEAD_DIMS:
+                    yield _context_attention(dtype, head_dim, soft_cap, segments=True)
 
 
 VARIANTS: tuple[Variant, ...] = (

@@ -92,6 +92,7 @@ class Ours:
                 out=out[n:],
                 max_seq_len=rows.longest,
                 max_q_len=rows.most_tokens,
+                batch_invariant=self.batch_invariant,
             )
         return out
 

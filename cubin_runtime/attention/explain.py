@@ -205,6 +205,7 @@ def _context_shape(sizes: CallSizes) -> ContextShape:
         batch=sizes.batch,
         tokens=sizes.batch * sizes.q_len if sizes.tokens is None else max(1, sizes.tokens),
         max_seq_len=sizes.kv_len,
+        batch_invariant=sizes.batch_invariant,
     )
 
 

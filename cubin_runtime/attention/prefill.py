@@ -34,6 +34,7 @@ def _launches(call: DecodeCall, device: DeviceFacts, release: NativeRelease) -> 
         tokens=problem.tokens,
         max_seq_len=problem.max_seq_len,
         soft_cap=problem.soft_cap > 0,
+        batch_invariant=call.options.batch_invariant,
     )
     selection = select_context_attention(release.kernels, shape, device)
     return [context_launch(selection, problem, release.file_of(selection.kernel))]
@@ -44,7 +45,7 @@ CONTEXT_ATTENTION = DecodeOperator(
     tensors=CONTEXT_TENSORS,
     options=(
         *("kv_layout", "max_q_len", "causal", "window_left", "window_right", "logit_soft_cap"),
-        *("lse_base", "lse_sink", "backend", "enable_pdl"),
+        *("batch_invariant", "lse_base", "lse_sink", "backend", "enable_pdl"),
     ),
     check=check_context,
     capacity=capacity_of,
@@ -116,6 +117,7 @@ def plan_context_attention(
     kv_layout: str = "NHD",
     lse_base: str = "2",
     lse_sink: bool = True,
+    batch_invariant: bool = False,
     backend: DecodeBackend = AUTO,
     enable_pdl: bool = False,
     runtime: Runtime | None = None,
@@ -154,6 +156,7 @@ def context_attention(
     kv_layout: str = "NHD",
     lse_base: str = "2",
     lse_sink: bool = True,
+    batch_invariant: bool = False,
     out: OutT | None = None,
     lse: Tensor | None = None,
     workspace: AnyWorkspace | None = None,
@@ -201,6 +204,9 @@ def context_attention(
         kv_layout: "NHD" or "HND".
         lse_base: "2" or "e", the base of the log-sum-exp.
         lse_sink: whether the log-sum-exp includes the sink.
+        batch_invariant: give a token the bits that ``paged_decode`` with ``batch_invariant`` gives it, as a draft or in
+            a step of its own, if head_dim is 64 or 128. Without it, too, a token's bits do not depend on other requests
+            or on the chunks of its prompt.
         out: like ``q``, with the columns of ``v``. None allocates it if ``q`` is a torch tensor.
         lse: float32, shaped like ``q`` without head_dim, with one stride between all tokens. It receives the
             log-sum-exp of the scores, without the output scale. None: not computed.

@@ -7,14 +7,18 @@
 // tile. An output tile that lies in several ranges is split: each CTA writes a partial, and the partials are merged.
 //
 // With `splits` > 0 (batch invariance) output tiles are cut by the request's own length alone, and a CTA group computes
-// the splits that begin in its range.
+// the splits that begin in its range: each is a work tile, or all those of an output tile together.
 //
 // A kernel family says how it cuts its requests in a struct `Tiling` of static functions of the parameters `p`:
 //     Request load_request(p, index)
 //     int cta_group(p), cta_rank(p)              this CTA's group, and its number in the group
 //     int cta_groups(p)                          in the grid
 //     int tile_groups(p, request)                groups of `cta_group_size` output tiles of the request
-//     int split_count(p, request)                splits of its output tiles, where `splits` bounds them
+//     int split_count(p, request)                splits of its output tiles, where `splits` > 0
+//     int split_start(p, request, split)         the KV tile where a split begins; for the count, the end of all
+//     int split_from(p, request, tile)           the first split that begins at or behind a KV tile; the count: none
+//     bool JOINS_SPLITS                          whether a work tile is all splits of an output tile in a range
+//                                                (EqualSplits has these three)
 //     int max_row_tiles(p)                       bound on the row tiles of a request
 //     int output_tile_index(p, work, row_tiles)  number of the output tile if all requests had `row_tiles` row tiles
 // Every parameter struct has the fields seq_lens, q_cu_seq_lens, batch, tokens, q_len, max_seq_len, cta_group_size,
@@ -173,9 +177,26 @@ struct WorkTile {
     int split;  // number of this split, where output tiles are cut into a fixed number of splits
 };
 
-DEVICE int split_start(const Request& r, int split, int count) {
+DEVICE int equal_split_start(const Request& r, int split, int count) {
     return static_cast<uint32_t>(split) * static_cast<uint32_t>(r.kv_tiles) / static_cast<uint32_t>(count);
 }
+
+// Splits of equal length, as many as `Tiling` says; each is a work tile.
+template <class Tiling>
+struct EqualSplits {
+    static constexpr bool JOINS_SPLITS = false;
+
+    template <class Params>
+    DEVICE static int split_start(const Params& p, const Request& r, int split) {
+        return equal_split_start(r, split, Tiling::split_count(p, r));
+    }
+
+    template <class Params>
+    DEVICE static int split_from(const Params& p, const Request& r, int tile) {
+        const int count = Tiling::split_count(p, r);
+        return (static_cast<uint32_t>(tile) * static_cast<uint32_t>(count) + r.kv_tiles - 1) / r.kv_tiles;
+    }
+};
 
 // Walks the work tiles of a range in order; all warps of a CTA walk alike:
 //     if (range.kv_tiles > 0 && begin()) do find_output_tile(), find_kv_tiles(), advance() while (left > 0)
@@ -198,9 +219,8 @@ struct RangeWalk {
         const Request& r = work.request;
         if (p.splits > 0) {
             // A split belongs to the CTA group in whose range it begins.
-            const int count = Tiling::split_count(p, r);
-            work.split = (static_cast<uint32_t>(first) * static_cast<uint32_t>(count) + r.kv_tiles - 1) / r.kv_tiles;
-            const int begin = split_start(r, work.split, count);
+            work.split = Tiling::split_from(p, r, first);
+            const int begin = Tiling::split_start(p, r, work.split);
             left -= begin - first;
             first = begin;
             if (left <= 0) return false;
@@ -230,8 +250,10 @@ struct RangeWalk {
         const Request& r = work.request;
         work.space_offset = group_offset;
         work.first = first;
-        work.last =
-            p.splits > 0 ? split_start(r, work.split + 1, Tiling::split_count(p, r)) : min(r.kv_tiles, first + left);
+        if constexpr (Tiling::JOINS_SPLITS)
+            work.last = Tiling::split_start(p, r, Tiling::split_from(p, r, min(r.kv_tiles, first + left)));
+        else
+            work.last = p.splits > 0 ? Tiling::split_start(p, r, work.split + 1) : min(r.kv_tiles, first + left);
     }
 
     // Computes `left` again, so that it needs no register while a work tile is processed.

@@ -96,6 +96,12 @@ DEVICE void stmatrix_x4(uint32_t address, const uint32_t (&r)[4]) {
                  : "memory");
 }
 
+DEVICE void stmatrix_x4_trans(uint32_t address, const uint32_t (&r)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]),
+                 "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
+}
+
 // ---- barriers ----
 
 template <int THREADS>
@@ -149,6 +155,19 @@ DEVICE void wgmma_64x64(float (&d)[32], uint64_t a, uint64_t b, bool accumulate)
     WGMMA("{ .reg .pred accumulate; setp.ne.b32 accumulate, %34, 0;\n", "m64n64k16", WGMMA_NAMES_32,
           "%32, %33, accumulate, 1, 1, 0, 0; }", WGMMA_CELLS_32(d, 0)
           : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
+}
+
+// d = a * b (+ d if ADD): 64 rows, both operands K-major in shared memory.
+template <bool FP16, bool ADD>
+DEVICE void wgmma_keys(float (&d)[64], uint64_t a, uint64_t b) {
+    WGMMA("", "m64n128k16", WGMMA_NAMES_64, "%64, %65, %66, 1, 1, 0, 0;", WGMMA_CELLS_64(d, 0)
+          : "l"(a), "l"(b), "n"(ADD ? 1 : 0));
+}
+
+template <bool FP16, bool ADD>
+DEVICE void wgmma_keys(float (&d)[32], uint64_t a, uint64_t b) {
+    WGMMA("", "m64n64k16", WGMMA_NAMES_32, "%32, %33, %34, 1, 1, 0, 0;", WGMMA_CELLS_32(d, 0)
+          : "l"(a), "l"(b), "n"(ADD ? 1 : 0));
 }
 
 // d += a * b for SPAN columns of d from FIRST on; a is K-major, b is MN-major.

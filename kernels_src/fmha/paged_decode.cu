@@ -7,6 +7,7 @@
 //   every 64 tokens (and half of the rows):
 //       S^T = K Q^T   (tokens x rows)   -> online softmax over tokens -> P^T (16 bits)
 //       O^T += V^T P^T (head_dim x rows), fp32 in registers
+//   bits that prefill gives too (SEGMENTS): decode/consumer_segments.cuh, decode/consumer_segments_warpgroup.cuh
 //   many rows: 2 consumer warpgroups, each every other KV tile (or half of the rows):
 //       S = Q K^T -> online softmax -> P;  O += P V
 //                                                        |
@@ -24,19 +25,24 @@
 // - Stream-K: the KV tiles of all output tiles form one tile space; group c of n computes KV tiles
 //   [c T / n, (c + 1) T / n). Output tiles that lie in one CTA group's range are finished there; of the others, each CTA
 //   writes a partial. Split boundaries follow from the lengths and the grid.
-// - `splits` > 0 (batch invariance): split boundaries follow from the request's own lengths alone, and a CTA group
-//   computes the splits that begin in its range.
+// - `splits` > 0 (batch invariance): split boundaries follow from the request's own lengths alone (with SEGMENTS: they
+//   are absolute), and a CTA group computes the splits that begin in its range.
 // - Clusters: each output tile has a cluster of 1 to 8 CTAs, which split its KV tiles evenly (a share may be empty) and
 //   merge through distributed shared memory.
 // The CTAs of a group work side by side on neighbouring KV heads, which measured faster:
 // benchmarks/results/grid_choice.json.
 //
 // Build: -DHEAD_DIM=n -DKV_E4M3=0|1 -DMMA_FP16=0|1 (the MMA's type: fp16, which holds e4m3 exactly, or bf16)
-//        -DQ_E4M3=0|1 -DROWS=n -DTILE_TOKENS=64|128 -DCONSUMER_WARPGROUPS=1|2 -DWARPGROUP_MMA=0|1 -DUSE_TMA=0|1
+//        -DQ_E4M3=0|1 -DROWS=n -DTILE_TOKENS=64|128 -DCONSUMER_WARPGROUPS=1|2 -DWARPGROUP_MMA=0|1
+//        -DSEGMENTS=0|1 (default: 0) -DUSE_TMA=0|1
 //        -DSTAGES=n -DCTAS_PER_SM=n -DKERNEL_NAME=symbol
 
 #include "decode/producer.cuh"
-#if WARPGROUP_MMA
+#if SEGMENTS && WARPGROUP_MMA
+#include "decode/consumer_segments_warpgroup.cuh"
+#elif SEGMENTS
+#include "decode/consumer_segments.cuh"
+#elif WARPGROUP_MMA
 #include "decode/consumer_warpgroups.cuh"
 #else
 #include "decode/consumer_warps.cuh"
@@ -100,7 +106,8 @@ extern "C" __global__ void __launch_bounds__(paged_decode::THREADS, CTAS_PER_SM)
         named_barrier_sync<THREADS>(PREPARED_BARRIER);
         if constexpr (USES_SETMAXNREG) setmaxnreg_dec<HELPER_REGISTERS>();
         if (threadIdx.x < FIRST_CONVERTER) {
-            produce(p, range, threadIdx.x / 32 - CONSUMER_WARPS, shared);
+            const int warp = threadIdx.x / 32 - CONSUMER_WARPS;
+            if (!SEGMENTS || warp < PRODUCER_WARPS) produce(p, range, warp, shared);
             allow_next_grid();
         } else {
 #if WARPGROUP_MMA && KV_E4M3

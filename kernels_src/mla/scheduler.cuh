@@ -50,7 +50,7 @@ DEVICE int tile_groups_of(const Params& p, int row_tiles) {
 }
 
 // How MLA decode cuts requests; see common/stream_k.cuh. All heads share one KV head, so output tiles are row tiles.
-struct MlaTiling {
+struct MlaTiling : stream_k::EqualSplits<MlaTiling> {
     DEVICE static Request load_request(const Params& p, int index) {
         Request r = stream_k::load_lengths(p, index);
         r.first_tile = 0;
@@ -112,7 +112,7 @@ DEVICE bool find_work_tile(const Params& p, const stream_k::WorkRange& range, Ra
         splits = stream_k::splits_of<MlaTiling>(p, range, walk.work);
         if (FOLDS && p.splits > 0 && splits.count <= FOLDED_SPLITS) {
             const int begin = range.group_offset + range.first, offset = walk.work.space_offset;
-            const int last = offset + stream_k::split_start(walk.work.request, splits.count - 1, splits.count);
+            const int last = offset + stream_k::equal_split_start(walk.work.request, splits.count - 1, splits.count);
             if (offset >= begin && last < begin + range.kv_tiles) splits.counter = -1;
         }
         return true;

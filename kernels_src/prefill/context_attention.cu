@@ -13,27 +13,14 @@
 // products. Rows of a row tile are tokens x `1 << packed_log2` neighbouring heads of one KV head, so that short
 // requests fill it. Key tiles are walked from the first to the last at absolute multiples of 128 keys, and a tile that a
 // row does not see leaves its numbers as they are: a row's bits depend neither on how a prompt is cut into chunks nor
-// on other requests.
+// on other requests. With SEGMENTS they are those that decode gives as well (common/segments.cuh).
 //
-// Build: -DHEAD_DIM=n -DVALUE_DIM=n -DMMA_FP16=0|1 -DTILE_TOKENS=64|128 -DWARPGROUPS=n -DK_STAGES=n -DV_STAGES=n -DSOFT_CAP=0|1
-//        -DKERNEL_NAME=symbol
+// Build: -DHEAD_DIM=n -DVALUE_DIM=n -DMMA_FP16=0|1 -DTILE_TOKENS=64|128 -DWARPGROUPS=n -DK_STAGES=n -DV_STAGES=n
+//        -DSOFT_CAP=0|1 -DSEGMENTS=0|1 -DKERNEL_NAME=symbol
 #include "epilogue.cuh"
 #include "producer.cuh"
 
 namespace context_attention {
-
-// d = a * b (+ d if ADD): 64 rows, both operands K-major in shared memory.
-template <bool FP16, bool ADD>
-DEVICE void wgmma_keys(float (&d)[64], uint64_t a, uint64_t b) {
-    WGMMA("", "m64n128k16", WGMMA_NAMES_64, "%64, %65, %66, 1, 1, 0, 0;", WGMMA_CELLS_64(d, 0)
-          : "l"(a), "l"(b), "n"(ADD ? 1 : 0));
-}
-
-template <bool FP16, bool ADD>
-DEVICE void wgmma_keys(float (&d)[32], uint64_t a, uint64_t b) {
-    WGMMA("", "m64n64k16", WGMMA_NAMES_32, "%32, %33, %34, 1, 1, 0, 0;", WGMMA_CELLS_32(d, 0)
-          : "l"(a), "l"(b), "n"(ADD ? 1 : 0));
-}
 
 // S = Q K^T of a tile; in flight on return.
 DEVICE void multiply_keys(uint64_t q, uint64_t k, Scores& s) {
@@ -47,7 +34,8 @@ DEVICE void multiply_keys(uint64_t q, uint64_t k, Scores& s) {
     wgmma_commit();
 }
 
-// O += P V of a tile; in flight on return.
+// O += P V of a tile (O = P V if not ADD); in flight on return.
+template <bool ADD = true>
 DEVICE void multiply_values(const Probabilities& probability, uint64_t v, Output& out) {
     fence_registers(out);
     wgmma_fence();
@@ -58,7 +46,11 @@ DEVICE void multiply_values(const Probabilities& probability, uint64_t v, Output
             wgmma<MMA_FP16, true, true, 128, 128>(
                 out, probability[step], advance_descriptor(v, 2 * KV_SPAN_BYTES + step * 16 * ROW_BYTES));
         } else {
-            wgmma<MMA_FP16, true>(out, probability[step], advance_descriptor(v, step * 16 * ROW_BYTES));
+            const uint64_t at = advance_descriptor(v, step * 16 * ROW_BYTES);
+            if (step == 0)
+                wgmma<MMA_FP16, true, ADD>(out, probability[step], at);
+            else
+                wgmma<MMA_FP16, true>(out, probability[step], at);
         }
     wgmma_commit();
 }
@@ -96,6 +88,8 @@ DEVICE void compute(const Params& p, SharedStorage& shared, const WorkTile& work
     Scores s;
     Probabilities probability;
     float factor[2];
+    Folded folded(shared);
+    bool segment_ended = false;  // with the tile before the latest one; its output is not folded yet
     wait_barrier(shared.k_full[k.index], k.phase);
     multiply_keys(q, keys(k.index), s);
     wgmma_wait<0>();
@@ -111,16 +105,26 @@ DEVICE void compute(const Params& p, SharedStorage& shared, const WorkTile& work
         wait_barrier(shared.k_full[k.index], k.phase);
         named_barrier_sync<2 * WARPGROUP>(TURN + warpgroup);
         multiply_keys(q, keys(k.index), s);
-        wait_barrier(shared.v_full[v.index], v.phase);
-        clear_unseen_values(shared, first, work.kv_len, v.index, tile - 1, warpgroup);
-        multiply_values(probability, values(v.index), out);
-        named_barrier_arrive<2 * WARPGROUP>(TURN + (warpgroup + 1) % WARPGROUPS);
+        if (segment_ended) {  // folded while the scores are in flight
+            named_barrier_arrive<2 * WARPGROUP>(TURN + (warpgroup + 1) % WARPGROUPS);
+            folded.store(out);
+            wait_barrier(shared.v_full[v.index], v.phase);
+            clear_unseen_values(shared, first, work.kv_len, v.index, tile - 1, warpgroup);
+            multiply_values<false>(probability, values(v.index), out);
+        } else {
+            wait_barrier(shared.v_full[v.index], v.phase);
+            clear_unseen_values(shared, first, work.kv_len, v.index, tile - 1, warpgroup);
+            multiply_values(probability, values(v.index), out);
+            named_barrier_arrive<2 * WARPGROUP>(TURN + (warpgroup + 1) % WARPGROUPS);
+        }
         wgmma_wait<1>();
         fence_registers(s);
         release(shared.k_empty[k.index]);
         k.advance();
         adjust(s, scale);
         mask(s, rows, tile, all_see);
+        segment_ended = SEGMENTS && tile % SEGMENT_TILES == 0;
+        if (segment_ended) folded.close(rows, scale.log2);
         exponentiate(s, scale, rows, factor);
         wgmma_wait<0>();
         fence_registers(out);
@@ -128,18 +132,24 @@ DEVICE void compute(const Params& p, SharedStorage& shared, const WorkTile& work
         v.advance();
         pack(s, probability);
         // Mostly no maximum rises; a factor of 1 changes nothing.
-        if (__any_sync(~0u, factor[0] != 1.f || factor[1] != 1.f))
+        if (!segment_ended && __any_sync(~0u, factor[0] != 1.f || factor[1] != 1.f))
 #pragma unroll
             for (int i = 0; i < VALUE_DIM / 2; ++i) out[i] *= factor[i / 2 % 2];
     }
     if constexpr (!OUT_REPLACES_QUERIES) release(shared.q_empty);
     wait_barrier(shared.v_full[v.index], v.phase);
     clear_unseen_values(shared, first, work.kv_len, v.index, work.last - 1, warpgroup);
-    multiply_values(probability, values(v.index), out);
+    if (segment_ended) {
+        folded.store(out);
+        multiply_values<false>(probability, values(v.index), out);
+    } else {
+        multiply_values(probability, values(v.index), out);
+    }
     wgmma_wait<0>();
     fence_registers(out);
     release(shared.v_empty[v.index]);
     v.advance();
+    if constexpr (SEGMENTS) folded.finish(scale.log2, rows, out);
 }
 
 DEVICE void consume(const Params& p, SharedStorage& shared, int warpgroup) {

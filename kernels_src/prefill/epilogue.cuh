@@ -13,6 +13,73 @@ struct RowAddress {
         : token(work.token + (row >> p.packed_log2)), head(work.head + (row & ((1 << p.packed_log2) - 1))) {}
 };
 
+// Outputs of the segments before the one that is computed, folded. They stay in shared memory, where each thread reads
+// what it wrote: beside a segment's own there are not enough registers.
+struct Folded {
+    static constexpr int CELLS = VALUE_DIM / 8;
+    // Of the thread's two rows: maxima, then sums; and the factors by which the segment that ended last is folded.
+    float4 own_statistics = make_float4(-INFINITY, -INFINITY, 0.f, 0.f), own_factors;
+    bool is_empty = true;
+    float4* cells;
+
+    DEVICE explicit Folded(SharedStorage& shared)
+        : cells(reinterpret_cast<float4*>(shared.out[OUT_REPLACES_QUERIES ? 0 : threadIdx.x / 32]) + threadIdx.x % 32) {
+        statistics() = make_float4(-INFINITY, -INFINITY, 0.f, 0.f);
+    }
+
+    DEVICE float4& statistics() { return FOLDS_IN_SHARED ? cells[32 * CELLS] : own_statistics; }
+    DEVICE float4& factors() { return FOLDS_IN_SHARED ? cells[32 * (CELLS + 1)] : own_factors; }
+
+    // Ends a segment of the rows, so that the next begins; its output is folded later.
+    DEVICE void close(Rows& rows, float scale_log2) {
+        const float4 before = statistics();
+        float maximum[2] = {before.x, before.y}, sum[2] = {before.z, before.w};
+        segments::Fold fold[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float total = segments::segment_sum(rows.sum[i]);
+            fold[i] = segments::fold_maximum(maximum[i], rows.maximum[i], scale_log2);
+            sum[i] = fold[i](sum[i], total);
+            rows.maximum[i] = -INFINITY;
+            rows.sum[i] = 0.f;
+        }
+        statistics() = make_float4(maximum[0], maximum[1], sum[0], sum[1]);
+        factors() = make_float4(fold[0].earlier, fold[0].next, fold[1].earlier, fold[1].next);
+    }
+
+    // Folds a segment's output into those of earlier ones.
+    DEVICE void store(const Output& out) {
+        const float4 by = factors();
+#pragma unroll
+        for (int i = 0; i < CELLS; ++i) {
+            float4& cell = cells[32 * i];
+            cell = folded(is_empty ? make_float4(0, 0, 0, 0) : cell, by, out, i);
+        }
+        is_empty = false;
+    }
+
+    // The last segment: `rows` and `out` become those of all.
+    DEVICE void finish(float scale_log2, Rows& rows, Output& out) {
+        close(rows, scale_log2);
+        const float4 all = statistics();
+        rows.maximum[0] = all.x, rows.maximum[1] = all.y, rows.sum[0] = all.z, rows.sum[1] = all.w;
+        if (is_empty) return;  // the factors are 1
+        const float4 by = factors();
+#pragma unroll
+        for (int i = 0; i < CELLS; ++i) {
+            const float4 cell = folded(cells[32 * i], by, out, i);
+            out[4 * i] = cell.x, out[4 * i + 1] = cell.y, out[4 * i + 2] = cell.z, out[4 * i + 3] = cell.w;
+        }
+    }
+
+  private:
+    DEVICE static float4 folded(float4 before, float4 by, const Output& out, int i) {
+        const segments::Fold first{by.x, by.y}, second{by.z, by.w};
+        return make_float4(first(before.x, out[4 * i]), first(before.y, out[4 * i + 1]),
+                           second(before.z, out[4 * i + 2]), second(before.w, out[4 * i + 3]));
+    }
+};
+
 // Normalises the rows and writes their log-sum-exp; a row that sees no key has output 0.
 DEVICE void finish_rows(const Params& p, const WorkTile& work, int row, float scale_log2, const Rows& rows,
                         Output& out) {
@@ -21,11 +88,19 @@ DEVICE void finish_rows(const Params& p, const WorkTile& work, int row, float sc
     float factor[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
+        const RowAddress at(p, work, row + 8 * i);
+        const bool exists = at.token < work.q_len;
+#if SEGMENTS
+        const float* sink = p.sinks == nullptr || !exists ? nullptr : static_cast<const float*>(p.sinks) + at.head;
+        const segments::Normalisation n =
+            segments::normalise({rows.maximum[i], rows.sum[i]}, scale_log2, sink, output_scale, p.lse_sink);
+        factor[i] = n.factor;
+        const float lse = n.lse;
+#else
+        const bool sees = rows.maximum[i] > -INFINITY;
         float total = rows.sum[i];
         total += __shfl_xor_sync(~0u, total, 1);
         total += __shfl_xor_sync(~0u, total, 2);
-        const RowAddress at(p, work, row + 8 * i);
-        const bool exists = at.token < work.q_len, sees = rows.maximum[i] > -INFINITY;
         const float top = rows.maximum[i] * scale_log2;
         float lse = top + log2f(total);  // -inf for a row that sees no key
         factor[i] = 1.f / total;
@@ -38,12 +113,14 @@ DEVICE void finish_rows(const Params& p, const WorkTile& work, int row, float sc
             if (p.lse_sink) lse = highest + log2f(with_sink);
         }
         factor[i] = sees ? factor[i] * output_scale : 0.f;
+#endif
         if (p.lse != nullptr && exists && threadIdx.x % 4 == 0)
             static_cast<float*>(p.lse)[(work.q_begin + at.token) * p.lse_token_stride + at.head * p.lse_head_stride] =
                 lse * p.lse_scale;
     }
 #pragma unroll
-    for (int i = 0; i < VALUE_DIM / 2; ++i) out[i] *= factor[i / 2 % 2];
+    for (int i = 0; i < VALUE_DIM / 2; ++i)
+        out[i] = SEGMENTS ? segments::normalised(out[i], factor[i / 2 % 2]) : out[i] * factor[i / 2 % 2];
 }
 
 // Writes the warp's 16 rows through its part of shared memory, in pieces of 16 bytes. `row` is the warp's first.

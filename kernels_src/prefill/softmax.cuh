@@ -27,7 +27,7 @@ DEVICE Scale scale_of(const Params& p) {
     // tanh(x) = 1 - 2 / (2^(2 x log2(e)) + 1); log2 has the factor log2(e) already
     return {p.soft_cap * 1.44269504f, 2.f * log2 / p.soft_cap};
 #else
-    return {log2 == 0.f ? 1e-30f : fabsf(log2), log2};  // 0 x -inf is NaN
+    return {segments::positive_scale(log2), log2};
 #endif
 }
 
@@ -69,6 +69,9 @@ DEVICE void mask(Scores& s, const Rows& rows, int tile, int2 all_see) {
 // Scores become probabilities to the row maxima so far; `factor` is that of earlier sums and outputs. For a tile that a
 // row does not see, the factor is exactly 1 and the probabilities are 0.
 DEVICE void exponentiate(Scores& s, const Scale& scale, Rows& rows, float (&factor)[2]) {
+#if SEGMENTS
+    segments::exponentiate(s, scale.log2, rows.maximum, rows.sum, factor);
+#else
     float top[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) top[i] = fmaxf(s[i], s[i + 4]);
@@ -93,6 +96,7 @@ DEVICE void exponentiate(Scores& s, const Scale& scale, Rows& rows, float (&fact
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) rows.sum[i] = fmaf(rows.sum[i], factor[i], sum[2 * i] + sum[2 * i + 1]);
+#endif
 }
 
 DEVICE void pack(const Scores& s, Probabilities& probability) {

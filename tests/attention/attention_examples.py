@@ -23,7 +23,7 @@ RELEASE_NAME = "hopper-test"
 H200 = DeviceFacts(0, "H200", (9, 0), 132, 232448, 233472, 60 << 20, 13000)
 
 
-def build_release(folder: Path, names: str = "fmha_paged_decode_bf16_d128_rows*_sm90a") -> tuple[Path, Path]:
+def build_release(folder: Path, names: str = "fmha_paged_decode_bf16_d128_rows*[0-9]_sm90a") -> tuple[Path, Path]:
     """Build kernels (by default some for bf16) as ``hopper-test`` and write the pin file that trusts them."""
     build(
         folder / "tree",

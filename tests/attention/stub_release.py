@@ -49,15 +49,22 @@ def mla_stub_variant(dtype: str, q_dtype: str, latent: int) -> Variant:
 CONTEXT_SOURCE = SOURCE.replace("PagedDecodeTmaParams", "ContextAttentionParams")
 
 
-def context_stub_variant(dtype: str, head_dim: int, soft_cap: bool) -> Variant:
+def context_stub_variant(dtype: str, head_dim: int, soft_cap: bool, segments: bool = False) -> Variant:
     """A context attention kernel for sm_90a with the traits of a real one."""
     return Variant(
         source="prefill/stub.cu",
-        symbol=f"stub_context_attention_{dtype}_d{head_dim}{'_soft_cap' if soft_cap else ''}",
+        symbol=f"stub_context_attention_{dtype}_d{head_dim}{'_soft_cap' * soft_cap}{'_segments' * segments}",
         sm="90a",
         operation="context_attention",
         struct="ContextAttentionParams",
-        traits={"dtype": dtype, "head_dim": head_dim, "rows": 128, "tile_tokens": 128, "soft_cap": soft_cap},
+        traits={
+            "dtype": dtype,
+            "head_dim": head_dim,
+            "rows": 128,
+            "tile_tokens": 128,
+            "soft_cap": soft_cap,
+            "segments": segments,
+        },
     )
 
 
@@ -97,7 +104,8 @@ def build_stub_release(folder: Path) -> tuple[Path, Path]:
     variants += COPYING_VARIANTS
     types = (("bf16", "bf16"), ("e4m3", "bf16"), ("e4m3", "e4m3"))
     variants += [mla_stub_variant(*own, latent) for own in types for latent in (512, 256)]
-    variants += [context_stub_variant("bf16", 128, soft_cap) for soft_cap in (False, True)]
+    switches = (False, True)
+    variants += [context_stub_variant("bf16", 128, cap, segments) for cap in switches for segments in switches]
     variants += [context_stub_variant("bf16", 192, False)]
     build(folder / "tree", variants, LAYOUTS, find_toolchain(), sources=sources, release=RELEASE_NAME, jobs=2)
     return folder / "tree", pin_release(folder)

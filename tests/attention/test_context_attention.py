@@ -178,7 +178,7 @@ def test_what_breaks_a_rule_is_named(
         make_plan(planner, given, device_facts=H200, **options)
 
 
-@pytest.mark.parametrize("name", ["causal", "lse_sink", "enable_pdl"])
+@pytest.mark.parametrize("name", ["causal", "lse_sink", "batch_invariant", "enable_pdl"])
 def test_switches_are_true_or_false(stub_runtime: Runtime, name: str) -> None:
     with pytest.raises(UsageError, match=f"{name}=2: expected True or False"):
         context_attention(**ragged_call(), max_seq_len=300, runtime=stub_runtime, **{name: 2})

@@ -1,4 +1,4 @@
-"""A decode of two launches: ragged requests of few and of many rows, under batch_invariant."""
+"""A decode of two launches: ragged requests of few and of many rows, under batch_invariant without segments."""
 
 from __future__ import annotations
 

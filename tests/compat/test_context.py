@@ -275,3 +275,11 @@ def test_other_devices_have_neither_backend(hopper: Runtime, standin: StandIn, m
     operator, arguments = OPERATORS[name]
     with pytest.raises(BackendError, match=r"no backend supports it \(hopper: measured on 9.0; trtllm-gen"):
         operator(**arguments(memory))
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_batch_invariant_takes_the_kernel_that_has_the_bits_of_decode(
+    paged: Attend, standin: StandIn, invariant: bool
+) -> None:
+    paged(batch_invariant=invariant)
+    assert ("segments" in standin.calls("cuLaunchKernelEx")[-1].seen["symbol"]) == invariant

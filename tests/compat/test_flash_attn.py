@@ -137,11 +137,17 @@ def test_sinks(attend: Callable[..., dict[str, Any]], memory: MadeUpMemory, name
     assert attend(**{name: sinks})["sinks"] == sinks.pointer
 
 
-@pytest.mark.parametrize(
-    "hint", [{"num_splits": 7}, {"pack_gqa": True}, {"deterministic": True}], ids=lambda hint: next(iter(hint))
-)
+@pytest.mark.parametrize("hint", [{"num_splits": 7}, {"pack_gqa": True}], ids=lambda hint: next(iter(hint)))
 def test_what_only_tunes_is_accepted(attend: Callable[..., dict[str, Any]], hint: dict[str, Any]) -> None:
     assert attend(**hint)["batch"] == BATCH
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_deterministic_takes_the_kernel_that_has_the_bits_of_decode(
+    attend: Callable[..., dict[str, Any]], standin: StandIn, deterministic: bool
+) -> None:
+    attend(deterministic=deterministic)
+    assert ("segments" in standin.calls("cuLaunchKernelEx")[-1].seen["symbol"]) == deterministic
 
 
 @pytest.mark.parametrize("name", CALLS)

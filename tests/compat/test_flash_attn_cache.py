@@ -82,6 +82,17 @@ def test_all_else_is_context_attention(
     assert (seen["page_table"], seen["seq_lens"]) == pointers
 
 
+@pytest.mark.parametrize(
+    ("more", "invariant"),
+    [({}, False), ({"num_splits": 1}, True), ({"deterministic": True}, True), ({"num_splits": 4}, False)],
+)
+def test_one_split_gives_context_attention_the_bits_of_a_decode(
+    standin: StandIn, memory: MadeUpMemory, more: dict[str, Any], invariant: bool
+) -> None:
+    flash_attn_with_kvcache(**cache_arguments(memory, 100, causal=True, **more))
+    assert ("segments" in standin.calls("cuLaunchKernelEx")[-1].seen["symbol"]) == invariant
+
+
 @pytest.mark.parametrize("lengths", [True, False])
 def test_a_cache_without_pages(standin: StandIn, memory: MadeUpMemory, lengths: bool) -> None:
     cache = {name: memory.tensor("bfloat16", BATCH, 500, KV_HEADS, DIM) for name in ("k_cache", "v_cache")}

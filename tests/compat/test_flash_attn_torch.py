@@ -53,9 +53,9 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     original = cache_module.attend_cache
 
-    def attend_cache(queries: Any, cache: Any, lengths: Any, options: Any, invariant: bool) -> Any:
-        seen.update(cache=cache, lengths=lengths, invariant=invariant)
-        return original(queries, cache, lengths, options, invariant)
+    def attend_cache(queries: Any, cache: Any, lengths: Any, options: Any) -> Any:
+        seen.update(cache=cache, lengths=lengths, invariant=options.batch_invariant)
+        return original(queries, cache, lengths, options)
 
     monkeypatch.setattr("cubin_runtime.compat.flash_attn.functions.attend_cache", attend_cache)
     return seen

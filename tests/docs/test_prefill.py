@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 from cubin_runtime.attention.backends import HOPPER, TABLE
@@ -14,11 +15,15 @@ KERNELS = [variant for variant in VARIANTS if variant.operation == "context_atte
 
 
 def test_it_counts_the_kernels() -> None:
-    found = {tuple(kernel.traits[name] for name in ("dtype", "head_dim", "soft_cap")) for kernel in KERNELS}
-    assert found == {(dtype, dim, cap) for dtype in ("bf16", "fp16") for dim in HEAD_DIMS for cap in (False, True)}
+    found = {tuple(kernel.traits[name] for name in ("dtype", "soft_cap", "segments", "head_dim")) for kernel in KERNELS}
+    options = list(product(("bf16", "fp16"), (False, True)))
+    assert found == {(*option, False, dim) for option in options for dim in HEAD_DIMS} | {
+        (*option, True, dim) for option in options for dim in (64, 128)
+    }
     assert {kernel.sm for kernel in KERNELS} == {"90a"}
-    assert len(KERNELS) == 16
-    assert "Sixteen cubins ship: bf16 and fp16, each head_dim, with and without a soft cap" in TEXT
+    assert len(KERNELS) == 24
+    assert "24 cubins ship: bf16 and fp16, each head_dim, with and without a soft cap" in TEXT
+    assert "and again for `batch_invariant` at head_dim 64 and 128" in TEXT
 
 
 def test_it_names_the_bounds_of_a_call() -> None:
@@ -35,6 +40,6 @@ def test_it_says_whether_auto_takes_them() -> None:
 
 
 def test_it_gives_the_sizes_of_row_tiles() -> None:
-    rows = {kernel.traits["head_dim"]: kernel.traits["rows"] for kernel in KERNELS}
+    rows = {kernel.traits["head_dim"]: kernel.traits["rows"] for kernel in KERNELS if not kernel.traits["segments"]}
     assert {rows[dim] for dim in (128, 192, 256)} == {128}
     assert f"{rows[128]} rows, or {rows[64]} for head_dim 64" in TEXT

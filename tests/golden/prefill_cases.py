@@ -41,6 +41,7 @@ CONTEXT_OPTIONS: dict[str, Sequence[Any]] = {
     "enable_pdl": (False, True),
     "backend": ("auto", "hopper"),
 }
+INVARIANT_OPTIONS: dict[str, Sequence[Any]] = {**CONTEXT_OPTIONS, "width": (64, 128), "batch_invariant": (True,)}
 
 
 def context_attention(draw: Draw) -> dict[str, Any]:
@@ -61,6 +62,8 @@ def context_attention(draw: Draw) -> dict[str, Any]:
         "enable_pdl": draw["enable_pdl"],
         "backend": draw["backend"],
     }
+    if "batch_invariant" in draw:
+        call["batch_invariant"] = draw["batch_invariant"]
     for name, width in widths.items():
         if draw["keys"] == "ragged":
             call[name] = rows_of_tokens(name, draw["dtype"], [batch * kv_len], kv_heads, width, draw["kv_rows"])

@@ -2,8 +2,8 @@
 
 Run ``make artifacts`` first: the kernels' threads and shared memory come from what it built.
 
-The cases stay those of the file; ``--draw`` draws new ones first, after options changed (a minute). ``--add`` keeps the
-file as it is, and draws cases for families that have none.
+The cases stay those of the file, and so do the names of fields that lie where they lay; ``--draw`` draws new cases
+first, after options changed (a minute). ``--add`` keeps the file as it is, and draws cases for families that have none.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import copying_cases as copying  # noqa: E402
 import flashinfer_cases as flashinfer  # noqa: E402
 import prefill_cases as prefill  # noqa: E402
 from adapter import Session, layouts_now  # noqa: E402
-from launches import FILE, differences, read, write  # noqa: E402
+from launches import FILE, Layout, differences, read, write  # noqa: E402
 
 from cubin_runtime.testing import StandIn, build_standin  # noqa: E402
 from kernels_src.release import RELEASE  # noqa: E402
@@ -63,6 +63,7 @@ FAMILIES = {
     "append": Family(150, copying.APPEND_OPTIONS, copying.append),
     "merge": Family(80, copying.MERGE_OPTIONS, copying.merge),
     "context attention": Family(200, prefill.CONTEXT_OPTIONS, prefill.context_attention),
+    "invariant context attention": Family(80, prefill.INVARIANT_OPTIONS, prefill.context_attention),
 }
 
 
@@ -93,6 +94,11 @@ def sizes_now() -> dict[str, tuple[int, int]]:
     return {kernel["name"]: (kernel["threads"], kernel["dynamic_shared_bytes"]) for kernel in kernels}
 
 
+def _same_places(kept: Layout, now: Layout | None) -> bool:
+    """Whether two layouts of a struct differ in the names of its fields alone."""
+    return now is not None and kept[0] == now[0] and [f[1:] for f in kept[1]] == [list(f[1:]) for f in now[1]]
+
+
 def main() -> None:
     """Write the file and say what it holds."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -101,7 +107,8 @@ def main() -> None:
     given = parser.parse_args()
     shared, *before = [{"layouts": {}, "sizes": {}}] if given.draw else list(read())
     layouts, sizes = layouts_now(), sizes_now()
-    if given.add:  # fields stay called as they were recorded
+    layouts.update((name, kept) for name, kept in shared["layouts"].items() if _same_places(kept, layouts.get(name)))
+    if given.add:
         layouts, sizes = {**layouts, **shared["layouts"]}, {**sizes, **shared["sizes"]}
     with tempfile.TemporaryDirectory() as folder:
         session = Session(StandIn(build_standin(Path(folder))), Path(folder), layouts, sizes)

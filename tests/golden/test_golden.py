@@ -34,6 +34,7 @@ FAMILIES = (
     "append",
     "merge",
     "context attention",
+    "invariant context attention",
 )
 # What selection never takes: a measurement, reductions of outputs that no published kernel splits, and those for SM90,
 # where no published kernel runs.

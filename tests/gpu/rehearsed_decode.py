@@ -44,7 +44,9 @@ show_arithmetic = False
 
 
 def arithmetic_of(variant: Variant) -> int:
-    """Kernels with the same number give a row the same bits: warps, or warpgroups that share tiles or do not."""
+    """Kernels with the same number give a row the same bits: warps, warpgroups that share tiles or do not, segments."""
+    if variant.defines.get("SEGMENTS"):
+        return 3
     if not variant.defines["WARPGROUP_MMA"]:
         return 0
     return 1 if int(variant.traits["rows"]) <= 64 else 2

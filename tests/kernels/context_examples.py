@@ -6,8 +6,8 @@ from cubin_runtime.artifacts.tables.native_kernels import MEASURED, NativeKernel
 from cubin_runtime.kernels.native.prefill.params import CONTEXT_ATTENTION
 
 
-def kernel(dtype: str = "bf16", head_dim: int = 128, soft_cap: bool = False) -> NativeKernel:
-    name = f"context_{dtype}_d{head_dim}{'_soft_cap' if soft_cap else ''}"
+def kernel(dtype: str = "bf16", head_dim: int = 128, soft_cap: bool = False, segments: bool = False) -> NativeKernel:
+    name = f"context_{dtype}_d{head_dim}{'_soft_cap' if soft_cap else ''}{'_segments' if segments else ''}"
     return NativeKernel(
         name=f"{name}_sm90a",
         symbol=name,
@@ -22,6 +22,7 @@ def kernel(dtype: str = "bf16", head_dim: int = 128, soft_cap: bool = False) -> 
             "rows": 192 if head_dim == 64 else 128,
             "tile_tokens": 64 if head_dim == 256 else 128,
             "soft_cap": soft_cap,
+            "segments": segments,
         },
         struct=CONTEXT_ATTENTION.name,
         struct_bytes=CONTEXT_ATTENTION.size,
@@ -38,5 +39,9 @@ def kernel(dtype: str = "bf16", head_dim: int = 128, soft_cap: bool = False) -> 
 
 
 KERNELS = tuple(
-    kernel(dtype, dim, cap) for dtype in ("bf16", "fp16") for dim in (64, 128, 192, 256) for cap in (False, True)
+    kernel(dtype, dim, cap, segments)
+    for dtype in ("bf16", "fp16")
+    for dim in (64, 128, 192, 256)
+    for cap in (False, True)
+    for segments in ((False, True) if dim <= 128 else (False,))
 )

@@ -70,3 +70,9 @@ HOPPER = tuple(
     if rows < 128 or dtype != "e4m3"
 ) + tuple(decode_kernel("90a", rows, "e4m3", head_dim, q_e4m3=True) for head_dim in (64, 128) for rows in (64, 128))
 PORTABLE = tuple(decode_kernel(sm, rows) for sm in ("80", "86", "89", "100", "120") for rows in (16, 8))
+
+
+def segments_kernel(rows: int, head_dim: int) -> NativeKernel:
+    """One that gives the bits of prefill."""
+    made = decode_kernel(rows=rows, head_dim=head_dim, tile_tokens=128)
+    return replace(made, name=f"{made.name}_segments", traits={**made.traits, "arithmetic": "segments"})

@@ -109,12 +109,10 @@ def append(
     return after
 
 
-def attend_cache(
-    queries: Queries, cache: Cache, lengths: Any, options: Options, batch_invariant: bool
-) -> tuple[Any, Any]:
+def attend_cache(queries: Queries, cache: Cache, lengths: Any, options: Options) -> tuple[Any, Any]:
     """Attention of the queries over the cache with these lengths; output and log-sum-exp, as ``attend``."""
     if _is_decode(queries, cache, lengths, options):
-        return _decode(queries.q, cache, lengths, options, batch_invariant), None
+        return _decode(queries.q, cache, lengths, options), None
     return attend(
         queries.q,
         cache.k,
@@ -140,7 +138,7 @@ def _is_decode(queries: Queries, cache: Cache, lengths: Any, options: Options) -
     return one_causal and kv_heads > 0 and heads <= MAX_GROUP * kv_heads
 
 
-def _decode(q: Any, cache: Cache, lengths: Any, options: Options, batch_invariant: bool) -> Any:
+def _decode(q: Any, cache: Cache, lengths: Any, options: Options) -> Any:
     try:
         return paged_decode(
             q,
@@ -152,7 +150,7 @@ def _decode(q: Any, cache: Cache, lengths: Any, options: Options, batch_invarian
             softmax_scale=options.softmax_scale,
             window_left=options.window[0],
             sinks=options.sinks,
-            batch_invariant=batch_invariant,
+            batch_invariant=options.batch_invariant,
             out=options.out,
         )
     except (UsageError, WorkspaceError) as error:

@@ -47,7 +47,9 @@ def flash_attn_func(
     refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     name, sinks = sinks_of(s_aux, learnable_sink)
     names = {**NAMES, "sinks": name}
-    options = Options(names, softmax_scale, causal, window_size, softcap, sinks, out, return_attn_probs)
+    options = Options(
+        names, softmax_scale, causal, window_size, softcap, sinks, out, return_attn_probs, bool(deterministic)
+    )
     result, lse = attend_even(q, k, v, options)
     return (result, lse, None) if return_attn_probs else result
 
@@ -99,7 +101,9 @@ def flash_attn_varlen_func(
         causal: a token sees no key behind its own position; the last tokens of queries and keys are at one position.
         window_size: keys before and behind its own position that a token sees; -1: all. With ``causal`` none behind.
         softcap: scores become ``softcap * tanh(score / softcap)``; 0: they do not.
-        deterministic, num_splits, pack_gqa: accepted; the bits of a token depend on its own request alone.
+        deterministic: give a token the bits that ``flash_attn_with_kvcache`` gives it with this option, if head_dim is
+            64 or 128. Without it, too, the bits of a token depend on its own request alone.
+        num_splits, pack_gqa: accepted; they change nothing.
         return_attn_probs: return the log-sum-exp too; the third of the tuple, the probabilities, is None.
         block_table, page_table: int32 ``[batch, columns]``, one of them.
         seqused_k: int32 ``[batch]``, KV length of each request, at most what ``cu_seqlens_k`` says.
@@ -126,7 +130,7 @@ def flash_attn_varlen_func(
         q,
         k,
         v,
-        Options(names, softmax_scale, causal, window_size, softcap, sinks, out, return_attn_probs),
+        Options(names, softmax_scale, causal, window_size, softcap, sinks, out, return_attn_probs, bool(deterministic)),
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=max_seqlen_q,
@@ -192,7 +196,8 @@ def flash_attn_with_kvcache(
         cache_seqlens: int32 ``[batch]``, or one number: keys in the cache, without the new ones. None: all of it.
         cache_batch_idx: int32 ``[batch]``, the request in the cache of each request; of a cache of a multiple of 16
             tokens. Not with a block table.
-        num_splits: 1 makes a request's bits independent of other requests while decoding, as ``deterministic`` does.
+        num_splits: 1 makes a request's bits independent of other requests, as ``deterministic`` does; if head_dim is 64
+            or 128, also of whether a token is in a prompt, a draft or a step of its own.
         cu_seqlens_q, max_seqlen_q: as in ``flash_attn_varlen_func``.
         rotary_interleaved, scheduler_metadata: unused.
         rotary_cos, rotary_sin, rotary_seqlens, cache_leftpad: refused.
@@ -207,11 +212,12 @@ def flash_attn_with_kvcache(
     table_name, table = one_of("block_table", block_table, "page_table", page_table)
     caches = {"k_cache": "k_cache", "v_cache": "v_cache", "page_table": table_name}
     names = {**NAMES, **caches, "k": "k_cache", "v": "v_cache", "seq_lens": "cache_seqlens", "sinks": sinks_name}
-    options = Options(names, softmax_scale, causal, window_size, softcap, sinks, out, return_softmax_lse)
+    invariant = bool(deterministic) or num_splits == 1
+    options = Options(names, softmax_scale, causal, window_size, softcap, sinks, out, return_softmax_lse, invariant)
     queries = queries_of(q, cu_seqlens_q, max_seqlen_q)
     cache = cache_of(k_cache, v_cache, table, table_name, cache_batch_idx)
     lengths = lengths_of(cache_seqlens, queries, cache)
     if k is not None:
         lengths = append(k, v, cu_seqlens_k_new, lengths, queries, cache, caches)
-    result, lse = attend_cache(queries, cache, lengths, options, deterministic or num_splits == 1)
+    result, lse = attend_cache(queries, cache, lengths, options)
     return (result, lse) if return_softmax_lse else result

@@ -20,7 +20,11 @@ _REFUSED: Mapping[str, Any] = {
 
 
 class Options(NamedTuple):
-    """The options that all functions have; ``names`` maps our operators' arguments to the caller's in errors."""
+    """The options that all functions have.
+
+    ``names`` maps our operators' arguments to the caller's in errors; ``batch_invariant`` asks for bits that do not
+    depend on how a token is computed: in a prompt, as a draft or in a step of its own.
+    """
 
     names: Mapping[str, str]
     softmax_scale: Any
@@ -30,6 +34,7 @@ class Options(NamedTuple):
     sinks: Any
     out: Any
     returns_lse: bool
+    batch_invariant: bool
 
     @property
     def window(self) -> tuple[int, int]:

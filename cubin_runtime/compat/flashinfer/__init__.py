@@ -26,7 +26,8 @@ run native kernels on Hopper. They need no workspace and have no ``batch_invaria
 FlashInfer has none:
 
 - 16-bit tensors of one dtype, as ``cubin_runtime.attention.context_attention`` takes them; requests without
-  query tokens or keys; windows without a causal mask; the same bits with and without ``batch_invariant``.
+  query tokens or keys; windows without a causal mask. A token's bits never depend on other requests or on chunks;
+  with ``batch_invariant`` and head_dim 64 or 128 they are also those of decoding with it.
 - ``workspace_buffer`` may have any contents.
 
 On SM100 and SM103 these two and decoding run NVIDIA's trtllm-gen kernels:

@@ -105,6 +105,7 @@ def _attend(
         max_q_len=integer("max_q_len", given.max_q_len),
         window_left=integer("window_left", given.window_left),
         causal=causal,
+        batch_invariant=given.batch_invariant,
         workspace=with_own_semaphores(given, q.device),
         **options,
     )

@@ -56,6 +56,8 @@ def _number(value: int, meaning: str) -> Any:
 class KernelConstants:
     """Sizes and limits; ``CONSTANTS`` is the only instance. In C++ the names are in capitals."""
 
+    segment_tile_tokens: int = _number(128, "keys of a tile where prefill and decode give the same bits")
+    segment_tokens: int = _number(512, "keys of a segment there, from absolute multiples of it on")
     decode_split_tokens: int = _number(1024, "batch invariance cuts long requests into splits of this many keys")
     decode_short_splits: int = _number(4, "and shorter requests into up to this many splits")
     decode_short_split_tokens: int = _number(256, "of at least this many keys")

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from ...errors import UsageError
 from ...values import HashedOnce, dataclass
+from .kernel_costs import H200_KERNELS, KernelCost
 
 _BYTES_PER_US = 1e6  # of one TB/s
 # What the constant of the L2 refers to.
@@ -27,23 +28,6 @@ _MULTIPROCESSORS = 132
 # Kernels of at least this many rows multiply with warpgroups.
 _WARPGROUP_ROWS = 64
 _OF_KERNELS = ("start_us", "tile_us")
-
-
-class KernelCost(NamedTuple):
-    """Microseconds of a kernel for KV of ``item_bytes``, with ``resident`` CTAs on each multiprocessor.
-
-    ``q_item_bytes``: the kernel is only for queries of this size; 0: for any queries.
-    ``start_us`` is from the launch to the first tile and from the last tile to the end; ``tile_us`` the time of
-    each CTA for 64 tokens of a KV head, with its share of the multiprocessor's bandwidth.
-    """
-
-    item_bytes: int
-    head_dim: int
-    rows: int
-    resident: int
-    start_us: float
-    tile_us: float
-    q_item_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +60,19 @@ class Costs:
     kernels: tuple[KernelCost, ...]
 
     def kernel_us(
-        self, item_bytes: int, head_dim: int, rows: int, resident: int, q_item_bytes: int = 2
+        self, item_bytes: int, head_dim: int, rows: int, resident: int, q_item_bytes: int = 2, segments: bool = False
     ) -> tuple[float, float]:
         """``start_us`` and ``tile_us`` from the nearest known head_dim below, with ``tile_us`` scaled to this head_dim.
 
         Between known row counts, linear interpolation; beyond them, ``tile_us`` in proportion to the rows.
         """
-        of_item = [k for k in self.kernels if k.item_bytes == item_bytes and k.q_item_bytes in (0, q_item_bytes)]
+        of_item = [
+            kernel
+            for kernel in self.kernels
+            if kernel.item_bytes == item_bytes
+            and kernel.q_item_bytes in (0, q_item_bytes)
+            and kernel.segments == segments
+        ]
         if not of_item:
             raise UsageError(f"costs of {self.gpu}: none for a KV item of {item_bytes} bytes")
         near = max((k.head_dim for k in of_item if k.head_dim <= head_dim), default=min(k.head_dim for k in of_item))
@@ -115,39 +105,6 @@ class Estimate(NamedTuple):
         return max(terms, key=lambda name: terms[name])
 
 
-# Item bytes, head_dim, rows, CTAs on a multiprocessor: start and tile; bytes of a query where they matter.
-_H200_KERNELS = (
-    KernelCost(2, 64, 8, 1, 8.6, 0.501),
-    KernelCost(2, 64, 8, 2, 10.0, 1.022),
-    KernelCost(2, 64, 16, 1, 8.6, 0.7),
-    KernelCost(2, 64, 16, 2, 12.4, 1.022),
-    KernelCost(2, 64, 64, 1, 11.0, 0.525),
-    KernelCost(2, 128, 8, 1, 6.6, 1.005),
-    KernelCost(2, 128, 8, 2, 10.1, 1.9),
-    KernelCost(2, 128, 16, 1, 8.6, 1.04),
-    KernelCost(2, 128, 16, 2, 15.6, 1.9),
-    KernelCost(2, 128, 64, 1, 13.6, 0.77),
-    KernelCost(2, 128, 128, 1, 13.6, 1.15),
-    KernelCost(2, 256, 8, 1, 6.6, 0.9),
-    KernelCost(2, 256, 32, 1, 6.6, 1.5),
-    KernelCost(1, 64, 8, 1, 6.6, 0.34),
-    KernelCost(1, 64, 8, 2, 9.7, 0.555),
-    KernelCost(1, 64, 16, 1, 8.6, 0.66),
-    KernelCost(1, 64, 16, 2, 15.6, 0.565),
-    KernelCost(1, 64, 64, 1, 12.6, 0.41, 2),
-    KernelCost(1, 64, 64, 1, 12.6, 0.335, 1),
-    KernelCost(1, 64, 128, 1, 12.6, 0.54, 1),
-    KernelCost(1, 128, 8, 1, 9.0, 0.505),
-    KernelCost(1, 128, 8, 2, 10.4, 1.031),
-    KernelCost(1, 128, 16, 1, 8.6, 0.88),
-    KernelCost(1, 128, 16, 2, 13.6, 1.025),
-    KernelCost(1, 128, 64, 1, 12.6, 0.69, 2),
-    KernelCost(1, 128, 64, 1, 12.6, 0.57, 1),
-    KernelCost(1, 128, 128, 1, 12.6, 0.96, 1),
-    KernelCost(1, 256, 8, 1, 6.6, 0.9),
-    KernelCost(1, 256, 32, 1, 6.6, 1.5),
-)
-
 # Measured on an H200 (benchmarks/results/grid_choice.json, decode.json): medians of triton's do_bench, whose launch of
 # an empty kernel is `launch_us`. The kernels' times are in tests/kernels/native/decode/test_select_measured.py; those
 # of head_dim 256 were not timed one by one.
@@ -166,7 +123,7 @@ H200 = Costs(
     equal_within=0.02,
     max_cta_group_size=8,
     idle_share=32,
-    kernels=HashedOnce(_H200_KERNELS),
+    kernels=HashedOnce(H200_KERNELS),
 )
 H100 = replace(H200, gpu="H100", read_tb_per_s=3.0)
 # Where nothing was measured: the order of the kernels counts, not the time.
@@ -262,13 +219,14 @@ def pace_of(
     tile_tokens: int,
     resident: int,
     multiprocessors: int,
+    segments: bool = False,
 ) -> Pace:
     """The pace of a kernel of ``rows`` rows and tiles of ``tile_tokens``, ``resident`` CTAs on each multiprocessor.
 
     Raises:
         UsageError: the constants have no kernel for such items.
     """
-    start, tile = costs.kernel_us(item_bytes, head_dim, rows, resident, q_item_bytes)
+    start, tile = costs.kernel_us(item_bytes, head_dim, rows, resident, q_item_bytes, segments)
     # One CTA's bandwidth is limited even when few run, and warpgroups need a share of the time for their products.
     alone = 2 * 64 * head_dim * item_bytes / (costs.cta_tb_per_s * _BYTES_PER_US)
     share = costs.cluster_least_share if rows >= _WARPGROUP_ROWS else 0.0
@@ -289,7 +247,8 @@ def pace_of(
 
 def _name(kernel: KernelCost, constant: str) -> str:
     queries = f"_q{8 * kernel.q_item_bytes}bit" if kernel.q_item_bytes else ""
-    return f"{constant}_{8 * kernel.item_bytes}bit{queries}_d{kernel.head_dim}_rows{kernel.rows}_ctas{kernel.resident}"
+    name = f"{constant}_{8 * kernel.item_bytes}bit{queries}_d{kernel.head_dim}_rows{kernel.rows}_ctas{kernel.resident}"
+    return name + ("_segments" if kernel.segments else "")
 
 
 def _between(known: list[tuple[int, float]], at: int) -> float:

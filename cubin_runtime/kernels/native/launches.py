@@ -39,15 +39,24 @@ class NativeLaunch(Generic[SelectionT_co]):
 
 
 def scratch_regions(
-    output_tiles: int, splits: int, ctas: int, statistics_bytes: int, out_bytes: int, suffix: str = ""
+    output_tiles: int,
+    splits: int,
+    ctas: int,
+    statistics_bytes: int,
+    out_bytes: int,
+    suffix: str = "",
+    *,
+    slots: int | None = None,
 ) -> tuple[Region, ...]:
     """The workspace of a split-KV launch in the order of ``WORKSPACE_FIELDS``; ``_bytes`` are those of one partial.
 
     If the grid determines the splits (``splits`` 0), each CTA has a counter and two partials: of the output tile that
     ends in its range and of the one that begins in it. Otherwise every output tile has a counter and ``splits``
-    partials. Launches of one operator share the status word; their other regions differ by ``suffix``.
+    partials, or all together have ``slots``. Launches of one operator share the status word; their other regions differ
+    by ``suffix``.
     """
-    counters, slots = (output_tiles, output_tiles * splits) if splits else (ctas, CONSTANTS.partials_per_cta * ctas)
+    counters, partials = (output_tiles, output_tiles * splits) if splits else (ctas, CONSTANTS.partials_per_cta * ctas)
+    slots = partials if slots is None else slots
     return (
         STATUS,
         Region(f"counters{suffix}", 4 * counters, zeroed=True),

@@ -20,7 +20,13 @@ using stream_k::WorkRange;
 
 constexpr int CONSUMER_WARPS = 4 * CONSUMER_WARPGROUPS;
 constexpr int CONSUMERS = 32 * CONSUMER_WARPS;
-#if WARPGROUP_MMA
+#ifndef SEGMENTS
+#define SEGMENTS 0
+#endif
+#if SEGMENTS && WARPGROUP_MMA
+constexpr int KV_PARTITIONS = 1;  // all warpgroups multiply all keys; each has its own columns of the output
+constexpr int STAGE_READERS = CONSUMER_WARPS;
+#elif WARPGROUP_MMA
 constexpr int KV_PARTITIONS = 64 * CONSUMER_WARPGROUPS / ROWS;  // warpgroups that take a work tile's KV tiles in turn
 constexpr int STAGE_READERS = CONSUMER_WARPS / KV_PARTITIONS;  // warps that read a stage
 #else
@@ -29,13 +35,13 @@ constexpr int STAGE_READERS = CONSUMER_WARPS;
 #endif
 // setmaxnreg moves registers between whole warpgroups.
 constexpr bool USES_SETMAXNREG = CONSUMER_WARPGROUPS > 1;
-constexpr int PRODUCER_WARPS = USES_SETMAXNREG ? 4 : 2;  // even warps load keys, odd ones values
+constexpr int PRODUCER_WARPS = USES_SETMAXNREG && !SEGMENTS ? 4 : 2;  // even warps load keys, odd ones values
 
 // in warpgroup kernels; otherwise the products read the keys as they are
 constexpr bool KEYS_CONVERTED = KV_E4M3 && !Q_E4M3;
 constexpr bool CONVERTS = WARPGROUP_MMA && KV_E4M3;  // in a warpgroup of its own, see fp8_conversion.cuh
 constexpr int CONVERTERS = CONVERTS ? 128 : 0;
-constexpr int FIRST_CONVERTER = CONSUMERS + 32 * PRODUCER_WARPS;
+constexpr int FIRST_CONVERTER = CONSUMERS + (USES_SETMAXNREG ? 128 : 32 * PRODUCER_WARPS);
 constexpr int THREADS = FIRST_CONVERTER + CONVERTERS;
 constexpr int CONSUMER_REGISTERS = CONVERTS ? 192 : 224, HELPER_REGISTERS = CONVERTS ? 64 : 56;
 // Warpgroup kernels: row sums of P by a product with ones, where tensor cores have time for it. P is fp16; bf16 would
@@ -63,7 +69,7 @@ constexpr bool RANGE_IN_SHARED = WARPGROUP_MMA || ROWS > 8;
 // Padding by 4 floats avoids bank conflicts when fragments are written. With few rows each warp has a buffer of its
 // own; with many, that would leave no room for a second CTA on the SM.
 constexpr int MERGE_STRIDE = HEAD_DIM + 4;
-constexpr int MERGE_BUFFERS = ROWS == 8 && HEAD_DIM <= 128 ? KV_PARTITIONS : 1;
+constexpr int MERGE_BUFFERS = !SEGMENTS && ROWS == 8 && HEAD_DIM <= 128 ? KV_PARTITIONS : 1;
 constexpr int ROWS_PER_WARP = ROWS / CONSUMER_WARPS;  // of the merged result
 constexpr int CHUNKS = (HEAD_DIM + 127) / 128;  // of 128 head dims of a merged row: 4 per lane
 // float4 that a thread merges at once, and partials whose loads are in flight together: as many as cause no spills.
@@ -102,13 +108,32 @@ struct WorkTile : stream_k::WorkTile {
 constexpr int CONVERTED_OF_TILE = KEYS_CONVERTED ? 2 : 1;
 constexpr int CONVERTED_STAGES = 2 * (CONVERTED_OF_TILE + 1);
 
+#if SEGMENTS && !WARPGROUP_MMA
+// What four warps that share rows tell each other of a KV tile; two are in use in turn.
+struct Exchange {
+    static constexpr int TEAM_ROWS = ROWS / CONSUMER_WARPGROUPS;
+    alignas(16) uint16_t probability[2][TEAM_ROWS][TILE_TOKENS + 8];  // padding avoids bank conflicts
+    float sum[2][TEAM_ROWS][33];  // of each warp's tokens by their number modulo 8
+    float top[2][KV_PARTITIONS][TEAM_ROWS];  // each warp's largest score
+    float2 raised[2][TEAM_ROWS];  // factor of what there is so far, new maximum
+};
+#endif
+
+// The output of earlier segments: with two CTAs on an SM, there are too few registers.
+constexpr bool FOLDS_IN_SHARED = SEGMENTS && WARPGROUP_MMA && CTAS_PER_SM > 1;
+
 struct alignas(128) SharedStorage {
     char stages[STAGES][STAGE_BYTES];  // dynamic shared memory begins at a multiple of 1024
+    char query_tile[SEGMENTS && WARPGROUP_MMA ? ROWS * TOKEN_BYTES : 0];  // as the products read it, by spans
     union {
         // until the work tile's last KV tile
         char converted[CONVERTS ? CONVERTED_STAGES : 0][TILE_TOKENS * HEAD_DIM * 2];
-        float merge[MERGE_BUFFERS][ROWS][MERGE_STRIDE];
-        float weight[ROWS][WEIGHTS];
+        float4 folded[FOLDS_IN_SHARED ? HEAD_DIM / 8 : 1][CONSUMERS];
+        float merge[MERGE_BUFFERS][ROWS][SEGMENTS && WARPGROUP_MMA ? 0 : MERGE_STRIDE];
+        float weight[ROWS][SEGMENTS && WARPGROUP_MMA ? 0 : WEIGHTS];
+#if SEGMENTS && !WARPGROUP_MMA
+        Exchange exchange[CONSUMER_WARPGROUPS];
+#endif
     };
     alignas(16) uint32_t ones[SUMS_BY_PRODUCT ? 64 : 0];
     uint2 query[QUERY_IN_SHARED ? ROWS / 8 : 1][QUERY_IN_SHARED ? K_STEPS : 1][QUERY_IN_SHARED ? 32 : 1];

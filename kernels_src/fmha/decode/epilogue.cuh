@@ -48,9 +48,17 @@ DEVICE Normalisation normalise(const Params& p, const Rows& rows, int row, float
     return n;
 }
 
-DEVICE void write_output(const Params& p, const Normalisation& n, int dim, float4 value) {
-    const int64_t element = n.token * p.out_token_stride + n.head * p.out_head_stride + dim;
-    value = make_float4(value.x * n.factor, value.y * n.factor, value.z * n.factor, value.w * n.factor);
+// Two neighbouring elements of the output.
+DEVICE void write_pair(const Params& p, int64_t element, float low, float high) {
+    if (p.out_type == TYPE_E4M3)
+        *reinterpret_cast<uint16_t*>(static_cast<uint8_t*>(p.out) + element) = pack_e4m3(low, high);
+    else
+        *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(p.out) + element) =
+            p.out_type == TYPE_FP16 ? pack_fp16(low, high) : pack_bf16(low, high);
+}
+
+// Four neighbouring elements of the output.
+DEVICE void write_row(const Params& p, int64_t element, float4 value) {
     if (p.out_type == TYPE_E4M3)
         *reinterpret_cast<uint32_t*>(static_cast<uint8_t*>(p.out) + element) =
             pack_e4m3(value.x, value.y) | static_cast<uint32_t>(pack_e4m3(value.z, value.w)) << 16;
@@ -58,6 +66,11 @@ DEVICE void write_output(const Params& p, const Normalisation& n, int dim, float
         *reinterpret_cast<uint2*>(static_cast<uint16_t*>(p.out) + element) =
             p.out_type == TYPE_FP16 ? make_uint2(pack_fp16(value.x, value.y), pack_fp16(value.z, value.w))
                                     : make_uint2(pack_bf16(value.x, value.y), pack_bf16(value.z, value.w));
+}
+
+DEVICE void write_output(const Params& p, const Normalisation& n, int dim, float4 value) {
+    write_row(p, n.token * p.out_token_stride + n.head * p.out_head_stride + dim,
+              make_float4(value.x * n.factor, value.y * n.factor, value.z * n.factor, value.w * n.factor));
 }
 
 // Called by one thread of a row.

@@ -6,14 +6,41 @@
 
 namespace paged_decode {
 
+struct DecodeTiling;
+
+#if SEGMENTS
+// The segments of common/segments.cuh; the first may begin in its middle, where a window leaves out the keys before.
+struct Splits {
+    static constexpr bool JOINS_SPLITS = true;
+    static constexpr int SEGMENT_TILES = SEGMENT_TOKENS / TILE_TOKENS;
+
+    DEVICE static int split_count(const Params& p, const Request& r) { return split_from(p, r, r.kv_tiles); }
+
+    DEVICE static int split_start(const Params&, const Request& r, int split) {
+        const int begin = (r.first_tile / SEGMENT_TILES + split) * SEGMENT_TILES - r.first_tile;
+        return min(max(begin, 0), r.kv_tiles);
+    }
+
+    DEVICE static int split_from(const Params&, const Request& r, int tile) {
+        if (tile == 0) return 0;
+        return (r.first_tile + tile + SEGMENT_TILES - 1) / SEGMENT_TILES - r.first_tile / SEGMENT_TILES;
+    }
+};
+#else
+using Splits = stream_k::EqualSplits<DecodeTiling>;
+#endif
+
 // How paged decode cuts requests; see common/stream_k.cuh.
-struct DecodeTiling {
+struct DecodeTiling : Splits {
     DEVICE static Request load_request(const Params& p, int index) {
         Request r = stream_k::load_lengths(p, index);
         // A row of a draft tree may sit one position before the draft block, if its mask is empty.
         int begin = p.window_left < 0 ? 0 : max(0, r.kv_len - r.q_len - 1 - p.window_left);
-        if (p.window_left >= 0 && context_parallel::is_on(p))
-            begin = min(context_parallel::keys_before(p, index, r.q_len, 0, p.window_left), r.kv_len);
+        if (p.window_left >= 0 && context_parallel::is_on(p)) {
+            const int window = min(context_parallel::keys_before(p, index, r.q_len, 0, p.window_left), r.kv_len);
+            // Lengths that contradict each other must not give a request more segments than have room for partials.
+            begin = SEGMENTS ? max(begin, window) : window;
+        }
         r.first_tile = begin / TILE_TOKENS;
         r.kv_tiles = max(1, (r.kv_len + TILE_TOKENS - 1) / TILE_TOKENS - r.first_tile);
         const int rows = r.q_len * p.group;
@@ -27,6 +54,7 @@ struct DecodeTiling {
 
     DEVICE static int tile_groups(const Params& p, const Request& r) { return p.head_groups * r.row_tiles; }
 
+#if !SEGMENTS
     // Short requests are cut into a few splits, so that a single one still spreads over the GPU; long ones into splits
     // so large that merging costs little. The count never falls when tiles are added, so a bound on the tiles bounds
     // it.
@@ -35,6 +63,7 @@ struct DecodeTiling {
         return min(p.splits, max((r.kv_tiles + LONG - 1) / LONG,
                                  min(DECODE_SHORT_SPLITS, (r.kv_tiles + MIN_SHORT - 1) / MIN_SHORT)));
     }
+#endif
 
     DEVICE static int max_row_tiles(const Params& p) { return (min(p.q_len * p.group, p.max_rows) + ROWS - 1) / ROWS; }
 
@@ -84,6 +113,13 @@ DEVICE int visible_to_all_from(const Params& p, const Request& r) {
     if (context_parallel::is_on(p)) return context_parallel::keys_before(p, r.index, 1, 0, p.window_left);
     return r.kv_len - 1 - p.window_left;
 }
+
+#if SEGMENTS
+// Whether every row sees all keys of the tile that begins at key `token`.
+DEVICE bool all_rows_see(const Params& p, const Request& r, int token) {
+    return token >= visible_to_all_from(p, r) && token + TILE_TOKENS <= r.kv_len - r.q_len;
+}
+#endif
 
 DEVICE float device_scale(const void* factor) { return factor == nullptr ? 1.f : *static_cast<const float*>(factor); }
 
@@ -142,5 +178,54 @@ DEVICE void for_each_work_tile(const Params& p, const WorkRange& range, Visit vi
         walk.advance();
     } while (walk.left > 0);
 }
+
+#if SEGMENTS
+// Where partials of the segments lie in the workspace: a CTA has `splits` slots, the first for what it folded from segment
+// 0 on, the others for the segments of the output tile in whose middle its range begins.
+DEVICE int first_slot(const Params& p, const WorkRange& range, int cta_group) {
+    return (cta_group * p.cta_group_size + range.cta_rank) * p.splits;
+}
+
+// Walks the partials of an output tile in the order of their segments.
+struct PartialWalk {
+    const Params& p;
+    const Request& request;
+    int space_offset, rank, groups, quotient, remainder;
+    int cta_group, next_begin, rest;  // a CTA group, and floor(c T / n) of the next with what the division leaves
+    int segment = 0, from = 0, to;  // the next segment; those of `cta_group` are [from, to)
+
+    DEVICE PartialWalk(const Params& p, const WorkRange& range, const WorkTile& work)
+        : p(p), request(work.request), space_offset(work.space_offset), rank(range.cta_rank), groups(range.cta_groups),
+          quotient(range.total / groups), remainder(range.total - quotient * groups),
+          cta_group(stream_k::cta_group_of(range, work.space_offset)) {
+        next_begin = (cta_group + 1) * quotient + (cta_group + 1) * remainder / groups;
+        rest = (cta_group + 1) * remainder % groups;
+        find_end();
+    }
+
+    DEVICE void find_end() {
+        to = DecodeTiling::split_from(p, request, min(next_begin - space_offset, request.kv_tiles));
+    }
+
+    // -1: there is none left.
+    DEVICE int next_slot() {
+        const int base = (cta_group * p.cta_group_size + rank) * p.splits;
+        if (segment == 0) {
+            segment = to;
+            return base;
+        }
+        if (DecodeTiling::split_start(p, request, segment) >= request.kv_tiles) return -1;
+        while (segment == to) {
+            ++cta_group;
+            next_begin += quotient;
+            rest += remainder;
+            if (rest >= groups) rest -= groups, ++next_begin;
+            from = segment;
+            find_end();
+        }
+        return (cta_group * p.cta_group_size + rank) * p.splits + 1 + segment++ - from;
+    }
+};
+#endif
 
 }  // namespace paged_decode

@@ -127,6 +127,13 @@ extern "C" int walk(const void* parameters, const int* grid, const int* cta, int
         if (threadIdx.x == 0) range = own;
     });
     for_each_work_tile(p, range, [&](const WorkTile& work) {
+#if SEGMENTS
+        write({work.request.index, work.rows.head, work.row_tile, work.request.first_tile + work.first,
+               work.request.first_tile + work.last, work.split, DecodeTiling::split_count(p, work.request),
+               DecodeTiling::output_tile_index(p, work, DecodeTiling::max_row_tiles(p)),
+               first_slot(p, range, range.cta_group), work.first == 0});
+        return;
+#endif
         const SplitSet splits = stream_k::splits_of<DecodeTiling>(p, range, work);
         write({work.request.index, work.rows.head, work.row_tile, work.first, work.last, splits.index, splits.count,
                splits.counter, splits.slot(splits.index), splits.slot(0)});
@@ -158,3 +165,26 @@ extern "C" void row_bounds(const void* parameters, int request, int* to) {
     }
 #endif
 }
+
+#if SEGMENTS
+// Writes the slots of the partials of a CTA's work tile number `wanted` in the order in which they are folded; returns
+// their count.
+extern "C" int partials(const void* parameters, const int* grid, const int* cta, int wanted, int* to) {
+    using namespace paged_decode;
+    gridDim = {grid[0], grid[1], 1};
+    blockIdx = {cta[0], cta[1], 0};
+    const Params& p = *static_cast<const Params*>(parameters);
+    WorkRange range;
+    run_warp([&] {
+        const WorkRange own = find_work_range(p);
+        if (threadIdx.x == 0) range = own;
+    });
+    int count = 0, number = 0;
+    for_each_work_tile(p, range, [&](const WorkTile& work) {
+        if (number++ != wanted) return;
+        PartialWalk partials(p, range, work);
+        for (int slot; (slot = partials.next_slot()) >= 0;) to[count++] = slot;
+    });
+    return count;
+}
+#endif

@@ -12,6 +12,9 @@ from ..cost_model import Costs, Estimate, Pace, pace_of
 from .shape import DecodeShape
 
 ANY_ROWS = (1 << 31) - 1
+# The arithmetic of kernels that give the bits of prefill: they split keys at absolute multiples, and each CTA takes
+# those splits that begin in its range together.
+SEGMENTS = "segments"
 # Up to this many keys, the time of a CTA is short compared with the launch.
 _LITTLE_KEYS = 512
 # Shared memory that the driver keeps for itself in each resident block (CUDA programming guide).
@@ -50,7 +53,8 @@ class Tiling(NamedTuple):
 
     ``resident`` is how many of its CTAs fit on a multiprocessor, ``row_tiles`` are those of a request, ``tiles`` the KV
     tiles of one output tile (request, KV head, row tile), ``kv_bytes`` the bytes read of a request's KV head,
-    ``splits`` those of an output tile under ``batch_invariant``. ``group_sizes`` are the numbers of KV heads that CTAs
+    ``splits`` those of an output tile under ``batch_invariant``, which are ``segments`` if prefill gives the same bits.
+    ``group_sizes`` are the numbers of KV heads that CTAs
     can read side by side, largest first; with ``shares_lines``, heads have cache lines of 128 bytes in common.
     ``paces`` are for one CTA on a multiprocessor, then for two, and so on.
     """
@@ -63,6 +67,7 @@ class Tiling(NamedTuple):
     tiles: int
     kv_bytes: int
     splits: int
+    segments: bool
     group_sizes: tuple[int, ...]
     shares_lines: bool
     paces: tuple[Pace, ...]
@@ -80,7 +85,7 @@ def tiling_of(kernel: NativeKernel, shape: DecodeShape, part: Part, device: Devi
     by_shared = device.shared_bytes_per_multiprocessor // (kernel.dynamic_shared_bytes + _RESERVED_SHARED_BYTES)
     resident = max(1, min(by_shared, trait_of(kernel, "ctas_per_multiprocessor")))
     rows, tile_tokens = trait_of(kernel, "rows"), trait_of(kernel, "tile_tokens")
-    item_bytes = BY_SHORT[shape.dtype].nbytes
+    item_bytes, segments = BY_SHORT[shape.dtype].nbytes, kernel.traits["arithmetic"] == SEGMENTS
     paces = [
         pace_of(
             costs,
@@ -91,6 +96,7 @@ def tiling_of(kernel: NativeKernel, shape: DecodeShape, part: Part, device: Devi
             tile_tokens=tile_tokens,
             resident=number,
             multiprocessors=device.multiprocessors,
+            segments=segments,
         )
         for number in range(1, resident + 1)
     ]
@@ -102,7 +108,8 @@ def tiling_of(kernel: NativeKernel, shape: DecodeShape, part: Part, device: Devi
         row_tiles=max(1, -(-min(shape.rows, part.max_rows) // rows)),
         tiles=shape.tiles(tile_tokens),
         kv_bytes=2 * shape.kv_tokens(tile_tokens) * shape.head_dim * item_bytes,
-        splits=shape.splits(tile_tokens),
+        splits=shape.segments if segments else shape.splits(tile_tokens),
+        segments=segments,
         group_sizes=tuple(n for n in range(costs.max_cta_group_size, 0, -1) if shape.kv_heads % n == 0),
         # CTAs that read heads of one cache line drift apart if some have a multiprocessor for themselves.
         shares_lines=shape.head_dim * item_bytes < 128,
@@ -132,7 +139,7 @@ def grids_of(tiling: Tiling, extent: Extent, shape: DecodeShape, device: DeviceF
     row_tiles, all_tiles = tiling.row_tiles, output_tiles * tiling.tiles
     # Units of work: a KV tile of the tile space, or a split of an output tile.
     units = output_tiles * (tiling.splits or tiling.tiles)
-    on_borders = not (shape.ragged or shape.batch_invariant)
+    on_borders = not shape.ragged and (tiling.segments or not shape.batch_invariant)
     grids = _cluster_grid(tiling, shape, device)
     for resident in range(1, tiling.resident + 1):
         if resident > 1 and units <= (resident - 1) * multiprocessors:
@@ -180,7 +187,7 @@ def estimate_of(tiling: Tiling, extent: Extent, grid: Grid, shape: DecodeShape) 
     if grid.cluster_size:
         splits = grid.cluster_size
         tiles_per_cta = -(-tiles // splits)
-    elif splits:
+    elif splits and not (tiling.segments and output_tiles % grid.ctas == 0):
         tiles_per_cta = -(-output_tiles * splits // grid.ctas) * -(-tiles // splits)
     else:
         # If requests are as long as their bound, a CTA group may have whole output tiles, or an equal part of one.
@@ -197,6 +204,19 @@ def estimate_of(tiling: Tiling, extent: Extent, grid: Grid, shape: DecodeShape) 
         splits,
         grid.ctas if grid.cluster_size else 0,
     )
+
+
+def splits_of(tiling: Tiling, grid: Grid, shape: DecodeShape) -> int:
+    """The kernel's field ``splits``: the most of an output tile, or for segments the partials of a CTA.
+
+    Of the output tile in whose middle its range begins, a CTA writes every segment; of the one that its range ends in,
+    what it folded from the first segment on. Requests that overlap in wrong prefix sums count in full.
+    """
+    if not tiling.segments:
+        return tiling.splits
+    tiles = shape.batch * grid.row_tiles * shape.kv_heads * tiling.tiles
+    segment_tiles = CONSTANTS.segment_tokens // tiling.tile_tokens
+    return 1 + min(tiling.splits - 1, -(-tiles // (grid.ctas * segment_tiles)))
 
 
 def trait_of(kernel: NativeKernel, name: str) -> int:

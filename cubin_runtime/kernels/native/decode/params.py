@@ -39,7 +39,11 @@ _COMMON = (
     Field("group_reciprocal", "int32", "65536 / group, rounded up"),
     Field("head_groups", "int32", "kv_heads / cta_group_size"),
     Field("cta_group_size", "int32", "neighbouring CTAs that process as many KV heads in step; divides kv_heads"),
-    Field("splits", "int32", "0: stream-K; else the most splits of an output tile, by its own KV tiles"),
+    Field(
+        "splits",
+        "int32",
+        "0: stream-K; else the most splits of an output tile, or partials of a CTA",
+    ),
     Field("cluster_size_log2", "int32", "log2 of the CTAs in a cluster, one cluster per output tile; -1: no clusters"),
     Field("min_rows", "int32", "skip requests of fewer rows (query tokens times group), for another launch"),
     Field("max_rows", "int32", "skip requests of more rows"),

@@ -16,6 +16,7 @@ from ....values import dataclass
 from ..constants import CONSTANTS
 from ..launches import KernelFile, NativeLaunch, native_plan, scratch_regions
 from ..problem import Problem
+from .grids import SEGMENTS
 from .params import PAGED_DECODE_TMA
 from .select import DecodeSelection
 
@@ -99,7 +100,9 @@ def _regions(selection: DecodeSelection, problem: DecodeProblem, suffix: str) ->
     output_tiles = problem.batch * selection.row_tiles * problem.kv_heads
     rows = int(selection.kernel.traits["rows"])
     ctas = 0 if selection.cluster_size else selection.ctas  # a cluster merges in its shared memory
-    return scratch_regions(output_tiles, selection.splits, ctas, rows * 2 * 4, rows * problem.head_dim * 4, suffix)
+    slots = ctas * selection.splits if selection.kernel.traits["arithmetic"] == SEGMENTS else None
+    sizes = rows * 2 * 4, rows * problem.head_dim * 4
+    return scratch_regions(output_tiles, selection.splits, ctas, *sizes, suffix, slots=slots)
 
 
 def cache_values(layout: StructLayout, problem: DecodeProblem, tile_tokens: int) -> dict[str, object]:

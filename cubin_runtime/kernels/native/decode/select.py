@@ -11,16 +11,29 @@ from ....errors import UsageError
 from ....launch.driver import DeviceFacts
 from ....values import HashedOnce, dataclass
 from ...explanation import Facts
+from ..constants import CONSTANTS
 from ..cost_model import Costs, costs_of
 from ..selection import Selection
 from .candidates import DecodeCandidate, Fit, count, number_of, refusal
-from .grids import ANY_ROWS, Grid, Part, Tiling, estimate_of, extent_of, grids_of, tiling_of, trait_of
+from .grids import (
+    ANY_ROWS,
+    SEGMENTS,
+    Grid,
+    Part,
+    Tiling,
+    estimate_of,
+    extent_of,
+    grids_of,
+    splits_of,
+    tiling_of,
+    trait_of,
+)
 from .shape import DecodeShape
 
 OPERATION = "paged_decode"
 
 # The trait ``arithmetic``: kernels of one dtype and head_dim with the same one give a row the same bits.
-# batch_invariant uses only kernels of these two.
+# batch_invariant uses SEGMENTS for all requests if there are such kernels, else only these two; nothing else does.
 _WARPS, _WARPGROUPS = "warps", "warpgroups of 64 rows"
 # batch_invariant: requests of more rows take warpgroup kernels, if there are any. A warp kernel takes at most so many
 # rows at once at head_dim 64 and 128, so that none of its requests reads its keys twice.
@@ -110,7 +123,10 @@ def _parts(candidates: Sequence[DecodeCandidate], shape: DecodeShape) -> tuple[P
     """The launches' requests: under ``batch_invariant`` a request's own rows alone decide its arithmetic."""
     if not shape.batch_invariant:
         return (Part(0, ANY_ROWS, None),)
-    if not any(c.kernel.traits["arithmetic"] == _WARPGROUPS for c in candidates if not c.unfit):
+    arithmetics = {candidate.kernel.traits["arithmetic"] for candidate in candidates if not candidate.unfit}
+    if SEGMENTS in arithmetics:
+        return (Part(0, ANY_ROWS, SEGMENTS),)
+    if _WARPGROUPS not in arithmetics:
         return (Part(0, ANY_ROWS, _WARPS),)
     # A ragged request with rows has at least `group` of them, and at most those of all tokens.
     fewest = shape.group if shape.ragged else shape.rows
@@ -140,7 +156,7 @@ def _select(
         cluster_size=best.grid.cluster_size,
         # The kernel numbers its output tiles by the bound on the rows that it takes.
         row_tiles=best.grid.row_tiles,
-        splits=best.tiling.splits,
+        splits=splits_of(best.tiling, best.grid, shape),
         microseconds=best.microseconds,
         explain=partial(_explain, candidates, best, shape, part, device, costs),
     )
@@ -157,8 +173,16 @@ def _tilings(
     """The kernels that fit, and how each tiles requests of ``form``: what batches of any size have in common."""
     shape = DecodeShape.of_form(form)
     kernels = [c.kernel for c in candidates if not c.unfit]
-    taken = [k for k in kernels if part.arithmetic in (None, k.traits["arithmetic"])]
+    taken = [kernel for kernel in kernels if not _other_arithmetic(kernel, part)]
     return tuple((kernel, tiling_of(kernel, shape, part, device, costs)) for kernel in taken)
+
+
+def _other_arithmetic(kernel: NativeKernel, part: Part) -> str:
+    """Why ``part`` does not take the arithmetic of a kernel; empty if it does."""
+    arithmetic = kernel.traits["arithmetic"]
+    if part.arithmetic is None:
+        return f"{SEGMENTS}, which only batch_invariant needs" if arithmetic == SEGMENTS else ""
+    return "" if arithmetic == part.arithmetic else f"{arithmetic}; batch_invariant has {part.arithmetic} for {part}"
 
 
 def _fits(
@@ -214,8 +238,7 @@ def _explained(
         if candidate.unfit:
             return candidate
         if kernel.name not in fits:
-            unfit = f"{kernel.traits['arithmetic']}; batch_invariant has {part.arithmetic} for {part}"
-            return DecodeCandidate(kernel=kernel, unfit=unfit)
+            return DecodeCandidate(kernel=kernel, unfit=_other_arithmetic(kernel, part))
         best = _best(fits[kernel.name], costs)
         others = tuple(fit for fit in fits[kernel.name] if fit is not best)
         return DecodeCandidate(kernel=kernel, fit=best, other_fits=others)
@@ -228,15 +251,19 @@ def _reason(fit: Fit, shape: DecodeShape, part: Part, device: DeviceFacts) -> st
     built = f"built for {kernel.architecture}" + ("" if kernel.status == MEASURED else f" ({kernel.status})")
     tokens = f"{'up to ' if shape.ragged else ''}{count(shape.q_len, 'query token')}"
     tile_tokens = trait_of(kernel, "tile_tokens")
-    splits, in_window = shape.splits(tile_tokens), shape.kv_tokens(tile_tokens) < shape.max_seq_len
+    in_window = shape.kv_tokens(tile_tokens) < shape.max_seq_len
     keys = f"{tile_tokens} keys" + (" in the window" if in_window else "")
-    invariant = f"; {part.arithmetic} for {part}, at most {count(splits, 'split')} per output tile"
+    invariant = ""
+    if fit.tiling.segments:
+        invariant = f"; {SEGMENTS} of {CONSTANTS.segment_tokens} keys, as in prefill"
+    elif splits := fit.tiling.splits:
+        invariant = f"; {part.arithmetic} for {part}, at most {count(splits, 'split')} per output tile"
     return (
         f"{built}; {tokens} x {count(shape.group, 'query head')} per KV head in "
         f"{count(grid.row_tiles, 'row tile')} of {kernel.traits['rows']}; "
         f"at most {count(grid.tiles, 'tile')} of {keys} over {count(grid.ctas, 'CTA')} "
         f"({grid.resident} on each of {device.multiprocessors} multiprocessors), "
-        f"{_sharing(grid)}{invariant if splits else ''}; "
+        f"{_sharing(grid)}{invariant}; "
         f"about {fit.microseconds:.1f} us, limited by {fit.estimate.limit}"
     )
 

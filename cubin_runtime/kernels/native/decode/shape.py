@@ -61,6 +61,12 @@ class DecodeShape:
         """Tiles of a request and KV head at most; one without keys has an empty one."""
         return max(1, -(-self.kv_tokens(tile_tokens) // tile_tokens))
 
+    @property
+    def segments(self) -> int:
+        """Segments of a request at most, where prefill and decode give the same bits."""
+        segment = CONSTANTS.segment_tokens
+        return max(1, -(-min(self.max_seq_len, self.kv_tokens(segment)) // segment))
+
     def splits(self, tile_tokens: int) -> int:
         """Splits of an output tile under ``batch_invariant``, at most; 0: they follow from the grid."""
         if not self.batch_invariant:

@@ -10,12 +10,15 @@ from ....errors import UsageError
 from ....launch.driver import DeviceFacts
 from ....values import dataclass
 from ...explanation import Facts
+from ..constants import CONSTANTS
 from ..selection import Candidate, Selection
 
 OPERATION = "context_attention"
 # Columns of a query and a key -> those of a value.
 VALUE_DIMS = {64: 64, 128: 128, 192: 128, 256: 256}
 HEAD_DIMS = tuple(VALUE_DIMS)
+# Those where batch_invariant gives the bits of decode; the bits of all kernels depend on no other token.
+_SEGMENT_HEAD_DIMS = (64, 128)
 MAX_GROUP = 64
 # Keys and values of the head packs whose work tiles are interleaved stay below this, so that they stay in L2.
 _SECTION_BYTES = 32 << 20
@@ -38,6 +41,12 @@ class ContextShape:
     tokens: int
     max_seq_len: int
     soft_cap: bool = False
+    batch_invariant: bool = False
+
+    @property
+    def segments(self) -> bool:
+        """Whether decode must have the same bits."""
+        return self.batch_invariant and self.head_dim in _SEGMENT_HEAD_DIMS
 
     @property
     def packed(self) -> int:
@@ -97,12 +106,13 @@ def select_context_attention(
     row_tiles = shape.tokens * shape.packed // int(best.traits["rows"]) + shape.batch
     work_tiles = row_tiles * shape.head_packs
     status = "" if best.status == MEASURED else f", {best.status}"
+    bits = f"; segments of {CONSTANTS.segment_tokens} keys, as in decode" if shape.segments else ""
     return ContextSelection(
         kernel=best,
         ctas=min(device.multiprocessors, work_tiles),
         row_tiles=row_tiles,
         splits=0,
-        explain=lambda: (f"built for {best.architecture}{status}; at most {work_tiles} work tiles", candidates),
+        explain=lambda: (f"built for {best.architecture}{status}; at most {work_tiles} work tiles{bits}", candidates),
         packed=shape.packed,
         section_packs=shape.section_packs,
     )
@@ -114,4 +124,6 @@ def _unfit(kernel: NativeKernel, shape: ContextShape, device: DeviceFacts) -> st
     for name, wanted in (("dtype", shape.dtype), ("head_dim", shape.head_dim), ("soft_cap", shape.soft_cap)):
         if kernel.traits[name] != wanted:
             return f"{name} is {kernel.traits[name]}"
+    if kernel.traits["segments"] != shape.segments:
+        return "it has no segments" if shape.segments else "segments, which only batch_invariant needs"
     return ""

@@ -14,12 +14,12 @@ from cubin_runtime.kernels.native.cost_model import (
     OTHER,
     Costs,
     Estimate,
-    KernelCost,
     costs_of,
     pace_of,
     restated,
     stated,
 )
+from cubin_runtime.kernels.native.kernel_costs import KernelCost
 
 COSTS = Costs(
     gpu="made up",

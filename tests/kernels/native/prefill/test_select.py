@@ -21,6 +21,28 @@ def test_dtype_head_dim_and_soft_cap_decide_the_kernel(dtype: str, head_dim: int
     assert (traits["dtype"], traits["head_dim"], traits["soft_cap"]) == (dtype, head_dim, soft_cap)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("soft_cap", [False, True])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_only_batch_invariant_takes_segments(head_dim: int, soft_cap: bool, batch_invariant: bool) -> None:
+    shape = replace(SHAPE, head_dim=head_dim, soft_cap=soft_cap, batch_invariant=batch_invariant)
+    chosen = select_context_attention(KERNELS, shape, H100)
+    assert chosen.kernel.traits["segments"] == batch_invariant
+    assert ("segments of 512 keys, as in decode" in chosen.reason) == batch_invariant
+
+
+@pytest.mark.parametrize("head_dim", [192, 256])
+def test_other_head_dims_have_no_segments(head_dim: int) -> None:
+    chosen = select_context_attention(KERNELS, replace(SHAPE, head_dim=head_dim, batch_invariant=True), H100)
+    assert (chosen.kernel.traits["segments"], "segments" in chosen.reason) == (False, False)
+
+
+def test_a_release_without_segments_is_refused_by_batch_invariant() -> None:
+    kernels = [kernel for kernel in KERNELS if not kernel.traits["segments"]]
+    with pytest.raises(UsageError, match="it has no segments"):
+        select_context_attention(kernels, replace(SHAPE, batch_invariant=True), H100)
+
+
 @pytest.mark.parametrize(
     ("group", "packed"), [(1, 1), (2, 2), (3, 1), (4, 4), (5, 1), (6, 2), (7, 1), (12, 4), (16, 16), (48, 16), (64, 64)]
 )

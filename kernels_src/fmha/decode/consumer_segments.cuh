@@ -1,0 +1,502 @@
+// Consumers of batch-invariant decode with few rows, which get the bits that prefill gives them (common/segments.cuh).
+// Each team of four warps has an equal part of the rows:
+//
+//   S^T = K Q^T   each warp 32 of a KV tile's 128 tokens     --> the warp's maxima  --> shared memory
+//   P^T           by the maxima of all four, each its tokens --> P, sums of tokens  --> shared memory
+//   O^T += V^T P^T   each warp all tokens and a quarter of head_dim
+//
+// The scores of the next tile come before the product of the last one, so that one barrier a tile is enough. At the end
+// of a segment, O is folded into that of earlier segments or, where those belong to other CTAs, written as a partial.
+// The CTA that arrives last folds all of them from the left.
+#pragma once
+#include "segment_partials.cuh"
+
+namespace paged_decode {
+
+constexpr int TEAM_WARPS = KV_PARTITIONS, TEAM = 32 * TEAM_WARPS;
+constexpr int TEAM_BARRIER = CONSUMER_BARRIER + 1;  // and up, one for each team
+constexpr int WARP_TOKENS = TILE_TOKENS / TEAM_WARPS, BLOCKS = WARP_TOKENS / 16;
+constexpr int WARP_DIMS = HEAD_DIM / TEAM_WARPS, DIM_BLOCKS = WARP_DIMS / 16;
+
+// The thread's part of O^T: rows 2 (lane % 4) + {0, 1} of a row tile, dims lane / 4 and those + 8 of a block.
+using Output = float[ROW_TILES][DIM_BLOCKS][4];
+using Scores = float[BLOCKS][ROW_TILES][4];  // tokens lane / 4 and those + 8 of a block, the same rows
+using RowValues = float[ROW_TILES][2];
+
+DEVICE int warp_of_team() { return threadIdx.x / 32 % TEAM_WARPS; }
+DEVICE int first_team_row() { return threadIdx.x / TEAM * Exchange::TEAM_ROWS; }
+// Of the thread's values of a row tile: the row within the team.
+DEVICE int row_of_value(int n, int i) { return n * 8 + threadIdx.x % 4 * 2 + i; }
+
+DEVICE void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    if constexpr (MMA_FP16)
+        mma_fp16_16x8x16(d, a, b0, b1);
+    else
+        mma_bf16_16x8x16(d, a, b0, b1);
+}
+
+DEVICE void clear(Output& out) {
+#pragma unroll
+    for (int n = 0; n < ROW_TILES; ++n)
+#pragma unroll
+        for (int d = 0; d < DIM_BLOCKS; ++d)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) out[n][d][i] = 0.f;
+}
+
+// The queries of a work tile as fragments of the B operand, in registers or shared memory; k = 2 (lane % 4) + {0, 1} and
+// those + 8.
+struct Queries {
+    uint2 own[QUERY_IN_SHARED ? 1 : ROW_TILES][QUERY_IN_SHARED ? 1 : K_STEPS];
+
+    // Also what each row sees. Ends with a barrier of the consumers.
+    DEVICE void load(const Params& p, const WorkTile& work, SharedStorage& shared) {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        find_visible_keys(p, work, shared);
+        const auto fragment = [&](const char* row, bool exists, int step) {
+            const char* at = row + step * 32 + lane % 4 * 4;
+            return exists ? make_uint2(*reinterpret_cast<const uint32_t*>(at),
+                                       *reinterpret_cast<const uint32_t*>(at + 16))
+                          : make_uint2(0, 0);
+        };
+        const int first = QUERY_IN_SHARED ? warp : 0, step_rows = QUERY_IN_SHARED ? CONSUMER_WARPS : 1;
+#pragma unroll
+        for (int n = first; n < (QUERY_IN_SHARED ? ROWS / 8 : ROW_TILES); n += step_rows) {
+            const int row = n * 8 + lane / 4;
+            const bool exists = row < work.rows.count;
+            const char* at = query_row(p, work, exists ? row : 0);
+#pragma unroll
+            for (int step = 0; step < K_STEPS; ++step) {
+                if constexpr (QUERY_IN_SHARED)
+                    shared.query[n][step][lane] = fragment(at, exists, step);
+                else
+                    own[n][step] = fragment(at, exists, step);
+            }
+        }
+        named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
+    }
+
+    DEVICE uint2 get(const SharedStorage& shared, int n, int step) const {
+        if constexpr (QUERY_IN_SHARED)
+            return shared.query[first_team_row() / 8 + n][step][threadIdx.x % 32];
+        else
+            return own[n][step];
+    }
+};
+
+DEVICE void release(SharedStorage& shared, const StageState& state) {
+    // orders this warp's reads, which may still be in flight, before the TMA write that reuses the stage
+    fence_async_proxy();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&shared.empty[state.index]));
+}
+
+// The address of 32 bytes number `step`, given that of the first in a stage.
+DEVICE uint32_t step_address(uint32_t first, int step) {
+    return (first ^ (step * 32 % SPAN)) + step * 32 / SPAN * SPAN_BYTES;
+}
+
+// S^T of the warp's tokens.
+DEVICE void multiply_keys(uint32_t stage, const Queries& queries, const SharedStorage& shared, Scores& s) {
+    const int lane = threadIdx.x % 32;
+    const uint32_t keys = stage + tile_address(0, warp_of_team() * WARP_TOKENS + lane % 16, lane / 16);
+#pragma unroll
+    for (int b = 0; b < BLOCKS; ++b)
+#pragma unroll
+        for (int n = 0; n < ROW_TILES; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) s[b][n][i] = 0.f;
+#pragma unroll
+    for (int step = 0; step < K_STEPS; ++step)
+#pragma unroll
+        for (int b = 0; b < BLOCKS; ++b) {
+            uint32_t k[4];
+            ldmatrix_x4(k, step_address(keys, step) + b * 16 * SPAN);
+#pragma unroll
+            for (int n = 0; n < ROW_TILES; ++n) {
+                const uint2 q = queries.get(shared, n, step);
+                multiply(s[b][n], k, q.x, q.y);
+            }
+        }
+}
+
+// -inf where a row does not see the key, in a KV tile that begins at key `tile_token`.
+DEVICE void mask(const WorkTile& work, int tile_token, const SharedStorage& shared, Scores& s) {
+    const int first = tile_token + warp_of_team() * WARP_TOKENS + threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int n = 0; n < ROW_TILES; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const VisibleKeys sees(work, shared, first_team_row() + row_of_value(n, i), first);
+#pragma unroll
+            for (int b = 0; b < BLOCKS; ++b)
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    if (!sees.key(b * 16 + half * 8)) s[b][n][half * 2 + i] = -INFINITY;
+                }
+        }
+}
+
+// The warp's largest score of each row, for the others.
+DEVICE void tell_maxima(const Scores& s, float (&to)[Exchange::TEAM_ROWS]) {
+#pragma unroll
+    for (int n = 0; n < ROW_TILES; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            float top = fmaxf(s[0][n][i], s[0][n][i + 2]);
+#pragma unroll
+            for (int b = 1; b < BLOCKS; ++b) top = fmaxf(top, fmaxf(s[b][n][i], s[b][n][i + 2]));
+#pragma unroll
+            for (int step = 4; step < 32; step *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
+            if (threadIdx.x % 32 < 4) to[row_of_value(n, i)] = top;
+        }
+}
+
+// Scores become probabilities to the maxima of all four warps, for all of them; `factor` is that of sums and outputs so
+// far.
+DEVICE void tell_probabilities(Scores& s, float scale, int turn, Exchange& exchange, RowValues& maximum,
+                               RowValues& factor) {
+    const int lane = threadIdx.x % 32, warp = warp_of_team();
+#pragma unroll
+    for (int n = 0; n < ROW_TILES; ++n) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int row = row_of_value(n, i);
+            float highest = exchange.top[turn][0][row];
+#pragma unroll
+            for (int w = 1; w < TEAM_WARPS; ++w) highest = fmaxf(highest, exchange.top[turn][w][row]);
+            highest = segments::raised(maximum[n][i], highest, scale);
+            const float anchor = segments::anchor_of(highest, scale);
+            factor[n][i] = segments::weight(maximum[n][i], highest, scale, anchor);
+            maximum[n][i] = highest;
+            float sum;
+#pragma unroll
+            for (int b = 0; b < BLOCKS; ++b)
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    float& cell = s[b][n][half * 2 + i];
+                    cell = segments::probability(cell, scale, anchor);
+                    sum = b + half == 0 ? cell : __fadd_rn(sum, cell);
+                }
+            exchange.sum[turn][row][warp * 8 + lane / 4] = sum;
+            if (warp == 0 && lane < 4) exchange.raised[turn][row] = make_float2(factor[n][i], highest);
+        }
+        uint32_t p[4];  // of 8 tokens each
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float low = s[i / 2][n][i % 2 * 2], high = s[i / 2][n][i % 2 * 2 + 1];
+            p[i] = MMA_FP16 ? pack_fp16(low, high) : pack_bf16(low, high);
+        }
+        stmatrix_x4_trans(
+            shared_address(&exchange.probability[turn][n * 8 + lane % 8][warp * WARP_TOKENS + lane / 8 * 8]), p);
+    }
+}
+static_assert(BLOCKS == 2, "four matrices of 8 tokens");
+
+// O^T += V^T P^T for the warp's dims; with EDGE only over tokens in [low, high). The others may hold NaN, and 0 x NaN is
+// NaN, so their bits are masked to zero.
+template <bool EDGE>
+DEVICE void multiply_values(uint32_t stage, int low, int high, const uint16_t (*probability)[TILE_TOKENS + 8],
+                            Output& out) {
+    const int lane = threadIdx.x % 32;
+    const uint32_t values =
+        stage + tile_address(0, lane / 16 * 8 + lane % 8, warp_of_team() * (WARP_DIMS / 8) + lane / 8 % 2);
+#pragma unroll
+    for (int pair = 0; pair < TILE_TOKENS / 32; ++pair) {
+        uint32_t p[ROW_TILES][4];  // of two steps of 16 tokens
+#pragma unroll
+        for (int n = 0; n < ROW_TILES; ++n)
+            ldmatrix_x4(p[n], shared_address(&probability[n * 8 + lane % 8][pair * 32 + lane / 8 * 8]));
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int token = pair * 32 + half * 16;
+            uint32_t keep[2] = {~0u, ~0u};  // of tokens 2 (lane % 4) + {0, 1}, and those + 8
+            if constexpr (EDGE) {
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    const int own = token + i * 8 + lane % 4 * 2;
+                    keep[i] = (own >= low && own < high ? 0x0000ffffu : 0u) |
+                              (own + 1 >= low && own + 1 < high ? 0xffff0000u : 0u);
+                }
+            }
+#pragma unroll
+            for (int d = 0; d < DIM_BLOCKS; ++d) {
+                uint32_t v[4];
+                ldmatrix_x4_trans(v, (values ^ (d * 32)) + token * SPAN);
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    if (EDGE) v[i] &= keep[i / 2];
+#pragma unroll
+                for (int n = 0; n < ROW_TILES; ++n) multiply(out[n][d], v, p[n][half * 2], p[n][half * 2 + 1]);
+            }
+        }
+    }
+}
+
+// A thread's part of a partial lies where the same thread of another CTA reads it.
+DEVICE float4* partial_of(const Params& p, int slot, int n, int d) {
+    return static_cast<float4*>(p.partial_out) +
+           (static_cast<int64_t>(slot * ROW_TILES + n) * DIM_BLOCKS + d) * CONSUMERS + threadIdx.x;
+}
+
+// The sums of a row in the thread that adds them up: the team's warp n has row tile n, four threads a row.
+struct RowSums {
+    float sum = 0.f;  // of tokens 2 (lane % 4) + {0, 1} modulo 8, in this segment
+    Statistics folded;
+
+    DEVICE static bool has_row() { return warp_of_team() < ROW_TILES; }
+    DEVICE static int row() { return warp_of_team() * 8 + threadIdx.x % 32 / 4; }
+
+    DEVICE void add(const Exchange& exchange, int turn) {
+        float tile[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+#pragma unroll
+            for (int w = 0; w < TEAM_WARPS; ++w) {
+                const float part = exchange.sum[turn][row()][w * 8 + threadIdx.x % 4 * 2 + i];
+                tile[i] = w == 0 ? part : __fadd_rn(tile[i], part);
+            }
+        sum = segments::next_sum(sum, exchange.raised[turn][row()].x, tile[0], tile[1]);
+    }
+
+    // Ends the segment, whose last tile is that of `turn`.
+    DEVICE Statistics close(const Exchange& exchange, int turn) {
+        const float total = segments::segment_sum(sum);
+        sum = 0.f;
+        return {exchange.raised[turn][row()].y, total};
+    }
+
+    DEVICE void fold(const Statistics& segment, float scale) {
+        const segments::Fold fold = segments::fold_maximum(folded.maximum, segment.maximum, scale);
+        folded.sum = fold(folded.sum, segment.sum);
+    }
+};
+
+// What is folded of an output tile: its output, and maxima of the same rows.
+struct Folded {
+    Output out;
+    RowValues maximum;
+
+    DEVICE void clear() {
+        paged_decode::clear(out);
+#pragma unroll
+        for (int n = 0; n < ROW_TILES; ++n) maximum[n][0] = maximum[n][1] = -INFINITY;
+    }
+
+    DEVICE void fold(const RowValues& segment_maximum, const Output& segment, float scale) {
+#pragma unroll
+        for (int n = 0; n < ROW_TILES; ++n) {
+            const segments::Fold by[2] = {segments::fold_maximum(maximum[n][0], segment_maximum[n][0], scale),
+                                          segments::fold_maximum(maximum[n][1], segment_maximum[n][1], scale)};
+#pragma unroll
+            for (int d = 0; d < DIM_BLOCKS; ++d)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) out[n][d][i] = by[i % 2](out[n][d][i], segment[n][d][i]);
+        }
+    }
+};
+
+DEVICE void write_partial(const Params& p, int slot, const WorkTile& work, const Output& out,
+                          const Statistics& statistics) {
+#pragma unroll
+    for (int n = 0; n < ROW_TILES; ++n)
+        if (first_team_row() + row_of_value(n, 0) < work.rows.count)
+#pragma unroll
+            for (int d = 0; d < DIM_BLOCKS; ++d)
+                *partial_of(p, slot, n, d) = make_float4(out[n][d][0], out[n][d][1], out[n][d][2], out[n][d][3]);
+    if (RowSums::has_row() && threadIdx.x % 4 == 0)
+        static_cast<float2*>(p.partial_statistics)[slot_row(slot, first_team_row() + RowSums::row())] =
+            make_float2(statistics.maximum, statistics.sum);
+}
+
+// Writes the rows of the output, through shared memory.
+DEVICE void finish(const Params& p, const WorkTile& work, float scale, float output_scale, const Folded& folded,
+                   const Statistics& statistics, SharedStorage& shared) {
+    const Rows& rows = work.rows;
+    named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);  // all have read what the warps told each other
+#pragma unroll
+    for (int n = 0; n < ROW_TILES; ++n)
+#pragma unroll
+        for (int d = 0; d < DIM_BLOCKS; ++d)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                shared.merge[0][first_team_row() + row_of_value(n, i % 2)]
+                            [warp_of_team() * WARP_DIMS + d * 16 + threadIdx.x % 32 / 4 + i / 2 * 8] =
+                    folded.out[n][d][i];
+    const int own = first_team_row() + RowSums::row();
+    if (RowSums::has_row() && threadIdx.x % 4 == 0 && own < rows.count) {
+        const RowCoordinates at = coordinates_of(p, rows.first + own);
+        const int head = rows.head * p.group + at.head;
+        const float* sink = p.sinks == nullptr ? nullptr : static_cast<const float*>(p.sinks) + head;
+        const segments::Normalisation n = segments::normalise(statistics, scale, sink, output_scale, true);
+        shared.sum[own] = n.factor;
+        if (p.lse != nullptr)
+            static_cast<float*>(p.lse)[(rows.q_begin + at.token) * p.lse_token_stride + head * p.lse_head_stride] =
+                n.lse;
+    }
+    named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
+    constexpr int PIECES = HEAD_DIM / 4;
+    for (int cell = threadIdx.x; cell < rows.count * PIECES; cell += CONSUMERS) {
+        const int row = cell / PIECES, dim = cell % PIECES * 4;
+        const RowCoordinates at = coordinates_of(p, rows.first + row);
+        const float4 value = *reinterpret_cast<const float4*>(&shared.merge[0][row][dim]);
+        const float factor = shared.sum[row];
+        const int head = rows.head * p.group + at.head;
+        write_row(p, (rows.q_begin + at.token) * p.out_token_stride + head * p.out_head_stride + dim,
+                  make_float4(segments::normalised(value.x, factor), segments::normalised(value.y, factor),
+                              segments::normalised(value.z, factor), segments::normalised(value.w, factor)));
+    }
+    named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);  // the memory is free for the next work tile
+}
+
+// A partial on its way from the workspace.
+struct Partial {
+    int slot;
+    float4 out[ROW_TILES][DIM_BLOCKS];
+    float maximum[ROW_TILES][2];
+    float2 statistics;  // of the row whose sums the thread adds up
+
+    DEVICE void load(const Params& p, const WorkTile& work, PartialWalk& walk) {
+        const float2* all = static_cast<const float2*>(p.partial_statistics);
+        slot = walk.next_slot();
+        if (slot < 0) return;
+        const int first_row = first_team_row();
+#pragma unroll
+        for (int n = 0; n < ROW_TILES; ++n) {
+            const bool exists = first_row + row_of_value(n, 0) < work.rows.count;
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+                maximum[n][i] =
+                    exists ? __ldcg(&all[slot_row(slot, first_row + row_of_value(n, i))]).x : -INFINITY;
+#pragma unroll
+            for (int d = 0; d < DIM_BLOCKS; ++d)
+                out[n][d] = exists ? __ldcg(partial_of(p, slot, n, d)) : make_float4(0, 0, 0, 0);
+        }
+        if (RowSums::has_row()) statistics = __ldcg(&all[slot_row(slot, first_row + RowSums::row())]);
+    }
+};
+
+// Folds all partials of an output tile and writes its rows.
+DEVICE void fold_partials(const Params& p, const WorkRange& range, const WorkTile& work, float scale,
+                          float output_scale, SharedStorage& shared) {
+    constexpr int IN_FLIGHT = ROW_TILES == 1 ? 8 : 4;
+    PartialWalk walk(p, range, work);
+    Folded folded;
+    folded.clear();
+    RowSums sums;
+    Partial partials[IN_FLIGHT];
+#pragma unroll
+    for (int l = 0; l < IN_FLIGHT; ++l) partials[l].load(p, work, walk);
+    for (bool is_done = false; !is_done;) {
+#pragma unroll
+        for (int l = 0; l < IN_FLIGHT; ++l) {
+            Partial& partial = partials[l];
+            if (partial.slot < 0) {
+                is_done = true;
+                break;
+            }
+            Output out;
+#pragma unroll
+            for (int n = 0; n < ROW_TILES; ++n)
+#pragma unroll
+                for (int d = 0; d < DIM_BLOCKS; ++d) {
+                    const float4 part = partial.out[n][d];
+                    out[n][d][0] = part.x, out[n][d][1] = part.y, out[n][d][2] = part.z, out[n][d][3] = part.w;
+                }
+            folded.fold(partial.maximum, out, scale);
+            sums.fold({partial.statistics.x, partial.statistics.y}, scale);
+            partial.load(p, work, walk);
+        }
+    }
+    finish(p, work, scale, output_scale, folded, sums.folded, shared);
+}
+
+DEVICE void consume(const Params& p, const WorkRange& range, SharedStorage& shared) {
+    const Scale scale(p);
+    const float output_scale = p.output_scale * device_scale(p.output_scale_device);
+    Exchange& exchange = shared.exchange[threadIdx.x / TEAM];
+    const int team_barrier = TEAM_BARRIER + threadIdx.x / TEAM;
+    StageState keys, values;
+    values.advance();
+    for_each_work_tile(p, range, [&](const WorkTile& work) {
+        const Request& r = work.request;
+        Queries queries;
+        queries.load(p, work, shared);
+        const int end = end_tile(work);
+        const auto token_of = [&](int tile) { return (r.first_tile + tile) * TILE_TOKENS; };
+        const bool is_prefix = work.first == 0;
+        int slot = first_slot(p, range, range.cta_group) + 1;
+        Scores s;
+        Output out;
+        RowValues maximum, factor;
+        Folded folded;
+        RowSums sums;
+        clear(out);
+        folded.clear();
+#pragma unroll
+        for (int n = 0; n < ROW_TILES; ++n) maximum[n][0] = maximum[n][1] = -INFINITY;
+        const auto score = [&](int tile) {
+            mbarrier_wait(shared_address(&shared.full[keys.index]), keys.phase);
+            multiply_keys(shared_address(shared.stages[keys.index]), queries, shared, s);
+            release(shared, keys);
+            keys.advance(2);
+            if (scale.flips)
+#pragma unroll
+                for (int i = 0; i < BLOCKS * ROW_TILES * 4; ++i) {
+                    float& cell = s[i / 4 / ROW_TILES][i / 4 % ROW_TILES][i % 4];
+                    cell = -cell;
+                }
+            if (!all_rows_see(p, r, token_of(tile))) mask(work, token_of(tile), shared, s);
+            tell_maxima(s, exchange.top[tile % 2][warp_of_team()]);
+        };
+        if (work.first < end) {
+            score(work.first);
+            named_barrier_sync<TEAM>(team_barrier);
+            tell_probabilities(s, scale.log2, work.first % 2, exchange, maximum, factor);
+        }
+#pragma unroll 1
+        for (int tile = work.first; tile < end; ++tile) {
+            const int turn = tile % 2, token = token_of(tile);
+            if (tile + 1 < end) score(tile + 1);
+            named_barrier_sync<TEAM>(team_barrier);
+#pragma unroll
+            for (int n = 0; n < ROW_TILES; ++n)
+#pragma unroll
+                for (int d = 0; d < DIM_BLOCKS; ++d)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) out[n][d][i] = __fmul_rn(out[n][d][i], factor[n][i % 2]);
+            mbarrier_wait(shared_address(&shared.full[values.index]), values.phase);
+            const uint32_t stage = shared_address(shared.stages[values.index]);
+            if (token >= work.begin && token + TILE_TOKENS <= r.kv_len)
+                multiply_values<false>(stage, 0, 0, exchange.probability[turn], out);
+            else
+                multiply_values<true>(stage, work.begin - token, r.kv_len - token, exchange.probability[turn], out);
+            release(shared, values);
+            values.advance(2);
+            if (RowSums::has_row()) sums.add(exchange, turn);
+            if (ends_segment(r, tile) || tile + 1 == end) {
+                Statistics statistics;
+                if (RowSums::has_row()) statistics = sums.close(exchange, turn);
+                if (is_prefix) {
+                    folded.fold(maximum, out, scale.log2);
+                    sums.fold(statistics, scale.log2);
+                } else {
+                    write_partial(p, slot++, work, out, statistics);
+                }
+                clear(out);
+#pragma unroll
+                for (int n = 0; n < ROW_TILES; ++n) maximum[n][0] = maximum[n][1] = -INFINITY;
+            }
+            if (tile + 1 < end) tell_probabilities(s, scale.log2, turn ^ 1, exchange, maximum, factor);
+        }
+        if (is_prefix) {
+            if (work.last == r.kv_tiles)
+                return finish(p, work, scale.log2, output_scale, folded, sums.folded, shared);
+            write_partial(p, first_slot(p, range, range.cta_group), work, folded.out, sums.folded);
+        }
+        // Also: all have read what the warps told each other, and what the rows see.
+        if (arrives_last(p, work, shared)) fold_partials(p, range, work, scale.log2, output_scale, shared);
+    });
+}
+
+}  // namespace paged_decode

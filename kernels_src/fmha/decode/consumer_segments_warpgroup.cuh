@@ -1,0 +1,314 @@
+// The consumers of batch-invariant decode with many rows: warpgroups of the same 64 rows, whose products, softmax and
+// registers are those of prefill, so that its bits are (common/segments.cuh). Each multiplies all keys, and the values of
+// its own columns, as many as its registers have room for. The scores of the next tile and the output of the last are in
+// flight together.
+#pragma once
+#include "segment_partials.cuh"
+
+namespace paged_decode {
+
+static_assert(ROWS == 64, "of a warpgroup");
+constexpr int WARPGROUP = 128;
+constexpr int COLUMNS = HEAD_DIM / CONSUMER_WARPGROUPS;  // of the output, in a warpgroup
+constexpr int VALUE_SPANS = COLUMNS * ITEM_BYTES / SPAN;
+constexpr int WARPGROUP_BARRIER = CONSUMER_BARRIER + 1;  // and up, one for each warpgroup
+constexpr int QUERY_SPAN_BYTES = ROWS * SPAN;
+constexpr int FOURS = COLUMNS / 8;  // a thread has as many times four outputs
+
+using Scores = float[TILE_TOKENS / 2];
+using Probabilities = uint32_t[TILE_TOKENS / 16][4];
+using Output = float[COLUMNS / 2];  // columns as in segments::exponentiate
+
+// The thread's two rows, 8 apart, within the CTA.
+DEVICE int warpgroup() { return threadIdx.x / WARPGROUP; }
+DEVICE int row_of_value(int i) { return threadIdx.x % WARPGROUP / 32 * 16 + threadIdx.x % 32 / 4 + 8 * i; }
+
+struct RowStatistics {
+    float maximum[2] = {-INFINITY, -INFINITY}, sum[2] = {};
+};
+
+// What is folded of an output tile: in registers, or in shared memory, where each thread reads what it wrote.
+struct Folded {
+    float own[FOLDS_IN_SHARED ? 1 : COLUMNS / 2];
+    float4* cells;
+    RowStatistics rows;
+
+    DEVICE explicit Folded(SharedStorage& shared) {
+        if constexpr (FOLDS_IN_SHARED) cells = &shared.folded[0][threadIdx.x];
+#pragma unroll
+        for (int i = 0; i < FOURS; ++i) set(i, make_float4(0, 0, 0, 0));
+    }
+
+    // Four outputs of the thread.
+    DEVICE float4 get(int i) const {
+        if constexpr (FOLDS_IN_SHARED)
+            return cells[i * CONSUMERS];
+        else
+            return make_float4(own[4 * i], own[4 * i + 1], own[4 * i + 2], own[4 * i + 3]);
+    }
+
+    DEVICE void set(int i, float4 four) {
+        if constexpr (FOLDS_IN_SHARED)
+            cells[i * CONSUMERS] = four;
+        else
+            own[4 * i] = four.x, own[4 * i + 1] = four.y, own[4 * i + 2] = four.z, own[4 * i + 3] = four.w;
+    }
+
+    // `four_of(i)`: four outputs of the segment; BATCH of them are there together.
+    template <int BATCH, class FourOf>
+    DEVICE void fold(const RowStatistics& segment, float scale, FourOf four_of) {
+        segments::Fold by[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            by[i] = segments::fold_maximum(rows.maximum[i], segment.maximum[i], scale);
+            rows.sum[i] = by[i](rows.sum[i], segment.sum[i]);
+        }
+#pragma unroll(BATCH == FOURS ? FOURS : 1)
+        for (int first = 0; first < FOURS; first += BATCH) {
+            float4 next[BATCH];
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) next[i] = four_of(first + i);
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) {
+                const float4 before = get(first + i);
+                set(first + i, make_float4(by[0](before.x, next[i].x), by[0](before.y, next[i].y),
+                                           by[1](before.z, next[i].z), by[1](before.w, next[i].w)));
+            }
+        }
+    }
+};
+
+DEVICE float4 four_of(const Output& out, int i) {
+    return make_float4(out[4 * i], out[4 * i + 1], out[4 * i + 2], out[4 * i + 3]);
+}
+
+// Copies the queries as the products read them, and finds what each row sees.
+DEVICE void load_queries(const Params& p, const WorkTile& work, SharedStorage& shared) {
+    constexpr int WORDS = HEAD_DIM / 2;
+    find_visible_keys(p, work, shared);
+#pragma unroll 2
+    for (int i = threadIdx.x; i < ROWS * WORDS; i += CONSUMERS) {
+        const int row = i / WORDS, byte = i % WORDS * 4, column = byte / 16;
+        const uint32_t word = row < work.rows.count
+                                  ? *reinterpret_cast<const uint32_t*>(query_row(p, work, row) + byte)
+                                  : 0;
+        *reinterpret_cast<uint32_t*>(&shared.query_tile[column / 8 * QUERY_SPAN_BYTES + row * SPAN +
+                                                        ((column ^ row) % 8) * 16 + byte % 16]) = word;
+    }
+    fence_async_proxy();
+    named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
+}
+
+// S = Q K^T of a tile; in flight on return.
+DEVICE void multiply_keys(uint64_t q, uint64_t k, Scores& s) {
+    fence_registers(s);
+    wgmma_fence();
+    wgmma_keys<MMA_FP16, false>(s, q, k);
+#pragma unroll
+    for (int step = 1; step < K_STEPS; ++step)
+        wgmma_keys<MMA_FP16, true>(s, advance_descriptor(q, step / 4 * QUERY_SPAN_BYTES + step % 4 * 32),
+                                   advance_descriptor(k, step / 4 * SPAN_BYTES + step % 4 * 32));
+    wgmma_commit();
+}
+
+// O += P V of a tile (O = P V if not ADD); in flight on return.
+template <bool ADD>
+DEVICE void multiply_values(const Probabilities& probability, uint64_t v, Output& out) {
+    fence_registers(out);
+    wgmma_fence();
+    wgmma<MMA_FP16, true, ADD>(out, probability[0], v);
+#pragma unroll
+    for (int step = 1; step < TILE_TOKENS / 16; ++step)
+        wgmma<MMA_FP16, true>(out, probability[step], advance_descriptor(v, step * 16 * SPAN));
+    wgmma_commit();
+}
+
+// Values outside [low, high) may be NaN, and 0 x NaN is NaN: those of the warpgroup become zero.
+DEVICE void clear_values(char* own_values, int low, int high) {
+    constexpr int PIECES = SPAN / 16;
+    for (int i = threadIdx.x % WARPGROUP; i < TILE_TOKENS * PIECES; i += WARPGROUP)
+        if (i / PIECES < low || i / PIECES >= high)
+#pragma unroll
+            for (int span = 0; span < VALUE_SPANS; ++span)
+                *reinterpret_cast<uint4*>(own_values + span * SPAN_BYTES + i * 16) = make_uint4(0, 0, 0, 0);
+    fence_async_proxy();
+    named_barrier_sync<WARPGROUP>(WARPGROUP_BARRIER + warpgroup());
+}
+
+DEVICE void release(SharedStorage& shared, int stage) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&shared.empty[stage]));
+}
+
+DEVICE void mask(const WorkTile& work, int tile_token, const SharedStorage& shared, Scores& s) {
+    const int column = tile_token + threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const VisibleKeys sees(work, shared, row_of_value(i), column);
+        // First as bits, in a loop: unrolled, this would need more registers than there are beside products in flight.
+        uint32_t seen = 0;
+#pragma unroll 1
+        for (int j = 0; j < TILE_TOKENS / 4; ++j) seen |= static_cast<uint32_t>(sees.key(j / 2 * 8 + j % 2)) << j;
+#pragma unroll
+        for (int j = 0; j < TILE_TOKENS / 4; ++j)
+            if (!(seen >> j & 1)) s[j / 2 * 4 + 2 * i + j % 2] = -INFINITY;
+    }
+}
+
+// A thread's part of a partial lies where the same thread of another CTA reads it.
+DEVICE float4* partial_of(const Params& p, int slot, int cell) {
+    const int64_t first = (static_cast<int64_t>(slot) * FOURS + cell) * CONSUMERS;
+    return static_cast<float4*>(p.partial_out) + first + reread_thread_index();
+}
+
+template <class FourOf>
+DEVICE void write_partial(const Params& p, int slot, const RowStatistics& rows, FourOf four_of) {
+#pragma unroll
+    for (int i = 0; i < FOURS; ++i) *partial_of(p, slot, i) = four_of(i);
+    if (warpgroup() == 0 && threadIdx.x % 4 == 0)
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            static_cast<float2*>(p.partial_statistics)[slot_row(slot, row_of_value(i))] =
+                make_float2(rows.maximum[i], rows.sum[i]);
+}
+
+// Writes the rows of the output: 16 neighbouring bytes by the four threads of a row.
+DEVICE void finish(const Params& p, const WorkTile& work, float scale, const Folded& folded) {
+    const Rows& rows = work.rows;
+    const float output_scale = p.output_scale * device_scale(p.output_scale_device);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const int row = row_of_value(i);
+        if (row >= rows.count) continue;
+        const RowCoordinates at = coordinates_of(p, rows.first + row);
+        const int64_t token = rows.q_begin + at.token;
+        const int head = rows.head * p.group + at.head;
+        const float* sink = p.sinks == nullptr ? nullptr : static_cast<const float*>(p.sinks) + head;
+        const segments::Normalisation n =
+            segments::normalise({folded.rows.maximum[i], folded.rows.sum[i]}, scale, sink, output_scale, true);
+        if (p.lse != nullptr && warpgroup() == 0 && threadIdx.x % 4 == 0)
+            static_cast<float*>(p.lse)[token * p.lse_token_stride + head * p.lse_head_stride] = n.lse;
+        const int64_t element = token * p.out_token_stride + head * p.out_head_stride +
+                                warpgroup() * COLUMNS + threadIdx.x % 4 * 2;
+#pragma unroll
+        for (int cell = 0; cell < FOURS; ++cell) {
+            const float4 four = folded.get(cell);
+            write_pair(p, element + cell * 8, segments::normalised(i == 0 ? four.x : four.z, n.factor),
+                       segments::normalised(i == 0 ? four.y : four.w, n.factor));
+        }
+    }
+}
+
+// Folds all partials of an output tile and writes its rows.
+DEVICE void fold_partials(const Params& p, const WorkRange& range, const WorkTile& work, float scale,
+                          SharedStorage& shared) {
+    PartialWalk walk(p, range, work);
+    Folded folded(shared);
+#pragma unroll 1
+    for (int slot; (slot = walk.next_slot()) >= 0;) {
+        RowStatistics rows;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float2 row =
+                __ldcg(&static_cast<const float2*>(p.partial_statistics)[slot_row(slot, row_of_value(i))]);
+            rows.maximum[i] = row.x, rows.sum[i] = row.y;
+        }
+        folded.fold<FOLDS_IN_SHARED ? 4 : FOURS>(rows, scale, [&](int i) { return __ldcg(partial_of(p, slot, i)); });
+    }
+    finish(p, work, scale, folded);
+}
+
+DEVICE void consume(const Params& p, const WorkRange& range, SharedStorage& shared) {
+    const Scale scale(p);
+    const uint64_t q = k_major_descriptor(shared_address(shared.query_tile));
+    StageState keys;
+    for_each_work_tile(p, range, [&](const WorkTile& work) {
+        const Request& r = work.request;
+        const int end = end_tile(work);
+        const bool is_prefix = work.first == 0;
+        int slot = first_slot(p, range, range.cta_group) + 1;
+        Folded folded(shared);
+        Scores s;
+        Probabilities probability;
+        Output out;
+        RowStatistics rows;
+        float factor[2];
+        const auto token_of = [&](int tile) { return (r.first_tile + tile) * TILE_TOKENS; };
+        const auto start_scores = [&] {
+            mbarrier_wait(shared_address(&shared.full[keys.index]), keys.phase);
+            multiply_keys(q, k_major_descriptor(shared_address(shared.stages[keys.index])), s);
+        };
+        const auto use_scores = [&](int tile) {  // which are there
+            fence_registers(s);
+            release(shared, keys.index);
+            keys.advance(2);
+            if (scale.flips)
+#pragma unroll
+                for (int i = 0; i < TILE_TOKENS / 2; ++i) s[i] = -s[i];
+            if (!all_rows_see(p, r, token_of(tile))) mask(work, token_of(tile), shared, s);
+            segments::exponentiate(s, scale.log2, rows.maximum, rows.sum, factor);
+        };
+        const auto pack = [&] {
+#pragma unroll
+            for (int i = 0; i < TILE_TOKENS / 2; i += 2)
+                probability[i / 8][i / 2 % 4] = MMA_FP16 ? pack_fp16(s[i], s[i + 1]) : pack_bf16(s[i], s[i + 1]);
+        };
+        load_queries(p, work, shared);
+        if (work.first < end) {
+            start_scores();
+            wgmma_wait<0>();
+            use_scores(work.first);
+            pack();
+        }
+#pragma unroll 1
+        for (int tile = work.first; tile < end; ++tile) {
+            const int token = token_of(tile);
+            const bool is_last = tile + 1 == end, ends = ends_segment(r, tile) || is_last;
+            if (!is_last) start_scores();
+            // The stage in front of the next keys, which were not released yet.
+            const int values = (keys.index + STAGES - 1) % STAGES;
+            mbarrier_wait(shared_address(&shared.full[values]), keys.phase ^ (keys.index == 0));
+            char* stage = shared.stages[values] + warpgroup() * VALUE_SPANS * SPAN_BYTES;
+            if (token < work.begin || token + TILE_TOKENS > r.kv_len)
+                clear_values(stage, work.begin - token, r.kv_len - token);
+            const uint64_t v = mn_major_descriptor(shared_address(stage), SPAN_BYTES);
+            if (tile == work.first || (r.first_tile + tile) % SEGMENT_TILES == 0)
+                multiply_values<false>(probability, v, out);
+            else
+                multiply_values<true>(probability, v, out);
+            RowStatistics segment = rows;
+            if (ends) rows = RowStatistics();
+            if (!is_last) {
+                wgmma_wait<1>();
+                use_scores(tile + 1);
+            }
+            wgmma_wait<0>();
+            fence_registers(out);
+            release(shared, values);
+            if (!is_last) pack();
+            if (!ends) {
+                if (__any_sync(~0u, factor[0] != 1.f || factor[1] != 1.f))
+#pragma unroll
+                    for (int i = 0; i < COLUMNS / 2; ++i) out[i] = __fmul_rn(out[i], factor[i / 2 % 2]);
+                continue;
+            }
+#pragma unroll
+            for (int i = 0; i < 2; ++i) segment.sum[i] = segments::segment_sum(segment.sum[i]);
+            if (is_prefix)
+                folded.fold<FOURS>(segment, scale.log2, [&](int i) { return four_of(out, i); });
+            else
+                write_partial(p, slot++, segment, [&](int i) { return four_of(out, i); });
+        }
+        if (is_prefix) {
+            if (work.last == r.kv_tiles) {
+                finish(p, work, scale.log2, folded);
+                named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);  // all have read the queries and what rows see
+                return;
+            }
+            write_partial(p, first_slot(p, range, range.cta_group), folded.rows, [&](int i) { return folded.get(i); });
+        }
+        if (arrives_last(p, work, shared)) fold_partials(p, range, work, scale.log2, shared);
+    });
+}
+
+}  // namespace paged_decode
