@@ -3,9 +3,11 @@
 //   key   [tokens, kv_heads, key dim]   -+                                     +-> k_cache [page, slot, kv_heads, ...]
 //   value [tokens, kv_heads, value dim] -+-> request, position -> page, slot  -+-> v_cache, likewise
 //
-// A CTA owns a contiguous range of tokens. Per chunk of tokens, the threads of one warp find the places in the caches,
-// then all threads copy units, which are 16 bytes of a cache's row, in the order of the source. A token without a place
-// is read but not written. Nothing depends on where a token's neighbours go, so page tables may be in any order.
+// CTAs take chunks of neighbouring tokens in turn, so that all of them read and write one moving stretch of memory. Every
+// warp finds the places of the chunk in the caches by itself, so that no warp waits for another, and looks up the next
+// chunk's pages while it copies. All threads copy units, which are 16 bytes of a cache's row, in the order of the source.
+// A token without a place is read but not written. Nothing depends on where a token's neighbours go, so page tables may
+// be in any order.
 //
 // QUANTISE: the source is 16-bit floats, the caches e4m3. Values are multiplied with 1 / scale, rounded in fp32, and
 // saturate. Otherwise bytes are copied, whatever they are.
@@ -23,10 +25,11 @@ namespace append_kv {
 constexpr int THREADS = APPEND_THREADS;
 constexpr int CHUNK = APPEND_CHUNK_TOKENS;
 constexpr int BEGINS = APPEND_SHARED_REQUESTS;
+constexpr int WARPS = THREADS / 32;
 constexpr int LOADS = QUANTISE ? 2 : 1;  // of 16 bytes, for one unit
 constexpr int UNITS_IN_FLIGHT = 4 / LOADS;  // of a thread
 constexpr uint32_t UNIT_BYTES = 16;  // in a cache
-static_assert(CHUNK <= THREADS, "a thread finds at most one place for each chunk");
+static_assert(CHUNK <= 32, "a lane finds at most one place for each chunk");
 static_assert(1LL * CHUNK * APPEND_MAX_UNITS * APPEND_MAX_UNITS < 1LL << 32, "divide() is exact for a chunk's units");
 
 // Where a token goes, in bytes from the beginnings of the caches; k < 0: nowhere.
@@ -86,8 +89,15 @@ DEVICE Token find_token(const Params& p, const int* begins, int token) {
     return {request, static_cast<int64_t>(length) + (token - (p.lengths_include_new ? end : begin))};
 }
 
-DEVICE Place find_place(const Params& p, const int* begins, int token) {
-    const Place nowhere = {-1, -1};
+// A token's page, as the table has it, and its slot there; `is_inside` false: it has no page.
+struct PageEntry {
+    int page;
+    uint32_t slot;
+    bool is_inside;
+};
+
+DEVICE PageEntry find_page(const Params& p, const int* begins, int token) {
+    const PageEntry nowhere = {0, 0, false};
     const Token found = find_token(p, begins, token);
     if (found.request < 0 || found.position < 0) return nowhere;
     // A length and an index below 2^31 each.
@@ -105,13 +115,19 @@ DEVICE Place find_place(const Params& p, const int* begins, int token) {
         report(p, STATUS_POSITION_WITHOUT_PAGE);
         return nowhere;
     }
-    const int page = static_cast<const int*>(p.page_table)[entry];
-    if (page < 0 || page >= p.num_pages) {
+    return {static_cast<const int*>(p.page_table)[entry], position - column * static_cast<uint32_t>(p.page_size), true};
+}
+
+DEVICE Place place_of(const Params& p, const PageEntry& entry) {
+    const Place nowhere = {-1, -1};
+    if (!entry.is_inside) return nowhere;
+    if (entry.page < 0 || entry.page >= p.num_pages) {
         report(p, STATUS_PAGE_OUTSIDE_POOL);
         return nowhere;
     }
-    const int64_t slot = position - column * static_cast<uint32_t>(p.page_size);
-    return {page * p.k_page_stride + slot * p.k_token_stride, page * p.v_page_stride + slot * p.v_token_stride};
+    const int64_t slot = entry.slot;
+    return {entry.page * p.k_page_stride + slot * p.k_token_stride,
+            entry.page * p.v_page_stride + slot * p.v_token_stride};
 }
 
 // n / d for n < 2^32 / d, with the reciprocal ceil(2^32 / d).
@@ -167,7 +183,8 @@ DEVICE uint4 converted(const uint4 (&data)[LOADS], float inverse) {
 }
 
 // `inverses` are those of the scales of keys and of values.
-DEVICE void copy(const Params& p, const Place* places, int first, uint32_t units, const float* inverses) {
+DEVICE void copy(const Params& p, const Place* places, int first, uint32_t units,
+                 const float (&inverses)[2]) {
     for (uint32_t base = threadIdx.x; base < units; base += THREADS * UNITS_IN_FLIGHT) {
         uint4 data[UNITS_IN_FLIGHT][LOADS];
         Unit unit[UNITS_IN_FLIGHT];
@@ -182,7 +199,7 @@ DEVICE void copy(const Params& p, const Place* places, int first, uint32_t units
 #pragma unroll
         for (int i = 0; i < UNITS_IN_FLIGHT; ++i)
             if (unit[i].to)
-                *reinterpret_cast<uint4*>(unit[i].to) = converted(data[i], inverses[unit[i].is_key ? 0 : 1]);
+                *reinterpret_cast<uint4*>(unit[i].to) = converted(data[i], unit[i].is_key ? inverses[0] : inverses[1]);
     }
 }
 
@@ -195,9 +212,8 @@ DEVICE float inverse_scale(float number, const void* device) {
 extern "C" __global__ void __launch_bounds__(append_kv::THREADS, APPEND_CTAS_PER_MULTIPROCESSOR)
     KERNEL_NAME(const __grid_constant__ Params p) {
     using namespace append_kv;
-    __shared__ Place places[2][CHUNK];
+    __shared__ Place places[WARPS][CHUNK];
     __shared__ int begins_storage[BEGINS + 1];
-    __shared__ float inverses[2];
 
     wait_for_previous_grid();
     allow_next_grid();  // its CTAs find room beside these, and wait for the end of this grid before they read
@@ -207,19 +223,24 @@ extern "C" __global__ void __launch_bounds__(append_kv::THREADS, APPEND_CTAS_PER
         begins = begins_storage;
         __syncthreads();  // all beginnings are there
     }
-    if (QUANTISE && threadIdx.x < 2)
-        inverses[threadIdx.x] =
-            threadIdx.x ? inverse_scale(p.v_scale, p.v_scale_device) : inverse_scale(p.k_scale, p.k_scale_device);
-    // The first `rest` CTAs have a token more.
-    const int cta = blockIdx.x, ctas = gridDim.x, share = p.tokens / ctas, rest = p.tokens % ctas;
-    int first = cta * share + min(cta, rest);
-    const int last = first + share + (cta < rest ? 1 : 0);
-    const int thread = threadIdx.x;
-    if (thread < min(CHUNK, last - first)) places[0][thread] = find_place(p, begins, first + thread);
-    for (int buffer = 0; first < last; first += CHUNK, buffer ^= 1) {
-        __syncthreads();  // this chunk's places and the scales are there, and nobody reads the previous chunk's places
-        if (thread < CHUNK && last - first > CHUNK + thread)
-            places[buffer ^ 1][thread] = find_place(p, begins, first + CHUNK + thread);
-        copy(p, places[buffer], first, min(CHUNK, last - first) * p.token_units, inverses);
+    const float inverses[2] = {QUANTISE ? inverse_scale(p.k_scale, p.k_scale_device) : 1.f,
+                               QUANTISE ? inverse_scale(p.v_scale, p.v_scale_device) : 1.f};
+    // As many chunks for every CTA; the first `rest` have a token more.
+    const int ctas = gridDim.x, chunks = (p.tokens + ctas * CHUNK - 1) / (ctas * CHUNK) * ctas;
+    const int share = p.tokens / chunks, rest = p.tokens % chunks;
+    const auto first_of = [&](int chunk) { return chunk * share + min(chunk, rest); };
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const auto page_in = [&](int chunk) {
+        const int token = first_of(chunk) + lane;
+        return token < first_of(chunk + 1) ? find_page(p, begins, token) : PageEntry{0, 0, false};
+    };
+    PageEntry entry = page_in(blockIdx.x);
+    for (int chunk = blockIdx.x; chunk < chunks; chunk += ctas) {
+        __syncwarp();  // no lane reads the last chunk's places
+        if (lane < CHUNK) places[warp][lane] = place_of(p, entry);
+        __syncwarp();  // this chunk's places are there
+        if (chunk + ctas < chunks) entry = page_in(chunk + ctas);  // in flight during the copies
+        const int first = first_of(chunk);
+        copy(p, places[warp], first, (first_of(chunk + 1) - first) * p.token_units, inverses);
     }
 }

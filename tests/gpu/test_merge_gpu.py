@@ -81,3 +81,21 @@ def test_the_same_parts_give_the_same_bits(runtime: Runtime, mirror: MirroredArr
         mirror.download(lse)
         assert out.tobytes() == arrays.out[own].tobytes()
         assert lse.tobytes() == np.ascontiguousarray(arrays.lse[own]).tobytes()
+
+
+@pytest.mark.parametrize(("parts", "other"), [(2, False), (2, True), (4, False), (5, True)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_mask_changes_no_bit_of_what_it_leaves(
+    runtime: Runtime, mirror: MirroredArrays, parts: int, other: bool, dtype: str
+) -> None:
+    results = []
+    for masked in (False, True):
+        case = MergeCase(tokens=777, parts=parts, dtype=dtype, other=other, out="float32", sinks=True, base="e")
+        arrays = MergeArrays(case, np.random.default_rng(SEED), mirror.make)
+        arrays.mask = np.ones(case.tokens, bool) if masked else None
+        tensors, options = arrays.arguments(mirror.place)
+        plan_merge_states(**tensors, **options, runtime=runtime).run(**tensors)
+        mirror.download(arrays.out)
+        mirror.download(arrays.lse)
+        results.append((arrays.out.tobytes(), np.ascontiguousarray(arrays.lse).tobytes()))
+    assert results[0] == results[1]

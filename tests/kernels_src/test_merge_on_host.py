@@ -40,6 +40,21 @@ def test_more_rows_than_the_grid_has_lanes(host: HostOperators) -> None:
     merged(host, MergeCase(tokens=300, heads=33, dim=64, mask=True), 1)
 
 
+@pytest.mark.parametrize(("parts", "other"), [(2, False), (2, True), (4, False), (5, True)])
+def test_rows_that_are_merged_side_by_side_have_the_bits_of_others(
+    host: HostOperators, parts: int, other: bool
+) -> None:
+    # Of few parts without a mask, as many rows as fill a CTA are merged at a time; others one after the other.
+    results = []
+    for masked in (False, True):
+        case = MergeCase(tokens=40, parts=parts, other=other, out="float32", sinks=True, base="e")
+        arrays = MergeArrays(case, np.random.default_rng(6), aligned)
+        arrays.mask = np.ones(case.tokens, bool) if masked else None
+        merge(host, arrays)
+        results.append((arrays.out.tobytes(), np.ascontiguousarray(arrays.lse).tobytes()))
+    assert results[0] == results[1]
+
+
 def test_a_part_alone_keeps_its_bits(host: HostOperators) -> None:
     arrays = MergeArrays(MergeCase(empty=0.0), np.random.default_rng(2), aligned)
     arrays.s[:, 1:] = -np.inf

@@ -76,7 +76,7 @@ class KernelConstants:
     lse_threads: int = _number(1024, "threads of a CTA of lse_from_statistics, at most")
     append_threads: int = _number(256, "threads of a CTA of append_kv")
     append_ctas_per_multiprocessor: int = _number(4, "CTAs of it on a multiprocessor, at most")
-    append_chunk_tokens: int = _number(32, "tokens whose places in the caches a CTA has found at a time")
+    append_chunk_tokens: int = _number(16, "tokens whose places in the caches a warp has found at a time, at most")
     append_shared_requests: int = _number(1024, "requests whose first tokens it keeps in shared memory, at most")
     append_max_units: int = _number(8192, "16-byte units of a token's keys and values in the caches, at most")
     merge_threads: int = _number(256, "threads of a CTA of merge_states")

@@ -28,6 +28,8 @@ static float __uint_as_float(unsigned word) {
     return value;
 }
 
+static float __fmul_rn(float a, float b) { return a * b; }
+
 using std::max;
 using std::min;
 
