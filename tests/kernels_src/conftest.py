@@ -38,3 +38,9 @@ def schedulers(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, HostSched
     """The scheduler of paged decode, and that of MLA decode (True)."""
     folder = tmp_path_factory.mktemp("scheduler")
     return {mla: HostScheduler(mla, folder) for mla in (False, True)}
+
+
+@pytest.fixture(scope="session")
+def segments_scheduler(tmp_path_factory: pytest.TempPathFactory) -> HostScheduler:
+    """The scheduler of batch-invariant paged decode."""
+    return HostScheduler(False, tmp_path_factory.mktemp("segments-scheduler"), segments=True)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from host_kernels import HostArrays
 
+from cubin_runtime.kernels.native.constants import CONSTANTS
 from cubin_runtime.kernels.native.context_parallel import Dealing
 from cubin_runtime.kernels.native.layouts import LAYOUTS
 from cubin_runtime.testing.standin import cuda_include
@@ -34,6 +35,7 @@ DECODE_OPTIONS = {
     "STAGES": 6,
     "CTAS_PER_SM": 1,
 }
+SEGMENTS_OPTIONS = {"TILE_TOKENS": CONSTANTS.segment_tile_tokens, "SEGMENTS": 1}
 MLA_OPTIONS = {"LATENT": 512, "KV_E4M3": 0, "ROWS": 64, "TILE_TOKENS": TILE, "BOX_COLUMNS": 64}
 
 
@@ -52,13 +54,15 @@ class RowBounds(NamedTuple):
 class HostScheduler:
     """A family's scheduler as a function of the host."""
 
-    def __init__(self, mla: bool, folder: Path) -> None:
-        self.mla = mla
+    def __init__(self, mla: bool, folder: Path, *, segments: bool = False) -> None:
+        self.mla, self.tile = mla, CONSTANTS.segment_tile_tokens if segments else TILE
         self.layout = LAYOUTS["PagedMlaDecodeParams" if mla else "PagedDecodeCopyParams"]
         write_headers(folder / "generated", LAYOUTS)
         source = SOURCES / ("mla/scheduler.cuh" if mla else "fmha/decode/scheduler.cuh")
         options = {"MLA": int(mla), **(MLA_OPTIONS if mla else DECODE_OPTIONS)}
-        library = folder / f"walk-{int(mla)}.so"
+        if segments:
+            options |= SEGMENTS_OPTIONS
+        library = folder / f"walk-{int(mla)}-{int(segments)}.so"
         command = [os.environ.get("CXX", "c++"), "-std=c++17", "-O2", "-w", "-shared", "-fPIC"]
         command += [f"-I{folder / 'generated'}", f"-I{cuda_include('crt/host_defines.h')}", f'-DSOURCE="{source}"']
         command += [*(f"-D{name}={value}" for name, value in options.items()), str(WALK), "-o", str(library)]
@@ -66,6 +70,7 @@ class HostScheduler:
         assert done.returncode == 0, done.stderr
         loaded = ctypes.CDLL(str(library))
         self._walk, self._cta_group, self._row_bounds = loaded.walk, loaded.cta_group, loaded.row_bounds
+        self._all_rows_see = loaded.all_rows_see_tile if segments else None
 
     def cta_group(self, total: int, groups: int, tile: int, error: float) -> int:
         """The CTA group that computes a tile, with quotients that are off by ``error``, relatively."""
@@ -81,6 +86,11 @@ class HostScheduler:
         self._row_bounds(self._parameters(values), request, numbers)
         first_tile, kv_tiles, visible_from, *rows = numbers
         return RowBounds(first_tile, kv_tiles, visible_from, rows[::2], rows[1::2])
+
+    def all_rows_see(self, values: Mapping[str, object], request: int, tile: int) -> bool:
+        """Whether the consumers of segments take a tile to be visible to all rows."""
+        assert self._all_rows_see is not None
+        return bool(self._all_rows_see(self._parameters(values), request, tile * self.tile))
 
     def walk(self, problem: Any) -> dict[tuple[int, int], list[list[int]]]:
         """The work tiles of each (CTA group, CTA of the group) that has any."""

@@ -37,8 +37,8 @@ class Divided:
         position = self.keys - self.q_len + np.arange(self.q_len)[:, None]
         return (self.own <= position) & ((self.own >= position - self.window) | (self.window < 0))
 
-    def bounds(self, scheduler: HostScheduler) -> RowBounds:
-        arrays, own = HostArrays(), len(self.own)
+    def parameters(self, arrays: HostArrays, mla: bool) -> dict[str, object]:
+        own = len(self.own)
         values: dict[str, object] = {
             "seq_lens": arrays.upload(np.array([7, own], np.int32)),
             "batch": 2,
@@ -50,12 +50,16 @@ class Divided:
         if self.world > 1:
             values["global_seq_lens"] = arrays.upload(np.array([7 * self.world, self.keys], np.int32))
             values |= Dealing(self.world, self.rank, self.interleave).values()
-        if scheduler.mla:
+        if mla:
             values |= {"heads": 16}
         else:
             values |= {"kv_heads": 1, "group": 1, "group_reciprocal": 1 << 16, "head_groups": 1}
             values |= {"cluster_size_log2": -1, "max_rows": 1 << 20, "window_left": self.window}
-        return scheduler.row_bounds(values, 1, self.q_len)
+        return values
+
+    def bounds(self, scheduler: HostScheduler) -> RowBounds:
+        arrays = HostArrays()
+        return scheduler.row_bounds(self.parameters(arrays, scheduler.mla), 1, self.q_len)
 
 
 def seen(bounds: RowBounds, own: int, q_len: int) -> np.ndarray:
@@ -83,8 +87,9 @@ def check(case: Divided, scheduler: HostScheduler) -> None:
     bounds, expected = case.bounds(scheduler), case.expected()
     assert np.array_equal(seen(bounds, len(case.own), case.q_len), expected), case
     key = np.arange(len(case.own))
-    assert not expected[:, key < bounds.first_tile * TILE].any(), case
-    assert bounds.first_tile + bounds.kv_tiles == max(-(-len(case.own) // TILE), bounds.first_tile + 1), case
+    assert not expected[:, key < bounds.first_tile * scheduler.tile].any(), case
+    end = -(-len(case.own) // scheduler.tile)
+    assert bounds.first_tile + bounds.kv_tiles == max(end, bounds.first_tile + 1), case
     to_all = (key >= bounds.visible_from) & (key < len(case.own) - case.q_len)
     assert expected[:, to_all].all(), case
 
@@ -111,3 +116,17 @@ def test_a_rank_with_all_keys_is_as_it_was(schedulers: dict[bool, HostScheduler]
 def test_tiles_in_front_of_a_window_are_skipped(schedulers: dict[bool, HostScheduler]) -> None:
     case = Divided(keys=4_000, q_len=4, world=4, rank=1, interleave=16, window=400)
     assert case.bounds(schedulers[False]).first_tile == int(case.expected().any(axis=0).argmax()) // TILE > 10
+
+
+@pytest.mark.parametrize("window", [False, True])
+def test_segments_leave_out_no_mask_that_a_row_needs(segments_scheduler: HostScheduler, window: bool) -> None:
+    without_mask, tile = 0, segments_scheduler.tile
+    for index in range(CASES):
+        case, arrays = random_case(index, window=window), HostArrays()
+        check(case, segments_scheduler)
+        parameters, expected = case.parameters(arrays, False), case.expected()
+        for number in range(len(case.own) // tile):
+            if segments_scheduler.all_rows_see(parameters, 1, number):
+                assert expected[:, number * tile : (number + 1) * tile].all(), (case, number)
+                without_mask += 1
+    assert without_mask > 10

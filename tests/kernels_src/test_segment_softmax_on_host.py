@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_stream_k_on_host import DECODE_OPTIONS
+from host_scheduler import DECODE_OPTIONS, SEGMENTS_OPTIONS
 
 from cubin_runtime.kernels.native.constants import CONSTANTS
 from cubin_runtime.kernels.native.layouts import LAYOUTS
@@ -26,7 +26,7 @@ Softmax = Callable[[np.ndarray, float], list[np.ndarray]]
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     folder = tmp_path_factory.mktemp("softmax")
     write_headers(folder, LAYOUTS)
-    options = {**DECODE_OPTIONS, "TILE_TOKENS": KEYS, "SEGMENTS": 1, "ROWS": ROWS, "USE_TMA": 1, "STAGES": 4}
+    options = {**DECODE_OPTIONS, **SEGMENTS_OPTIONS, "ROWS": ROWS, "USE_TMA": 1, "STAGES": 4}
     headers = {"SOURCE_PTX": "common/ptx", "SOURCE_WGMMA": "common/wgmma", "SOURCE": "fmha/decode/consumer_segments"}
     command = [os.environ.get("CXX", "c++"), "-std=c++17", "-O2", "-w", "-ffp-contract=off", "-shared", "-fPIC"]
     command += [f"-I{folder}", f"-I{cuda_include('crt/host_defines.h')}", str(SOURCE), "-o", str(folder / "it.so")]

@@ -13,9 +13,10 @@ import pytest
 from decode_kernels import segments_kernel
 from examples import H100
 from host_kernels import HostArrays
-from test_stream_k_on_host import COLUMNS, DECODE_OPTIONS, MOST_TILES, WALK
+from host_scheduler import COLUMNS, DECODE_OPTIONS, MOST_TILES, SEGMENTS_OPTIONS, WALK
 
 from cubin_runtime.kernels.native.constants import CONSTANTS
+from cubin_runtime.kernels.native.context_parallel import Dealing
 from cubin_runtime.kernels.native.cost_model import OTHER
 from cubin_runtime.kernels.native.decode.grids import ANY_ROWS, SEGMENTS, Grid, Part, splits_of, tiling_of
 from cubin_runtime.kernels.native.decode.shape import DecodeShape
@@ -32,9 +33,12 @@ Cta = tuple[int, int]
 
 
 class Launch:
-    """A launch of random requests, some without keys or queries, on a random grid."""
+    """A launch of random requests, some without keys or queries, on a random grid.
 
-    def __init__(self, library: ctypes.CDLL, index: int) -> None:
+    With ``contradicts`` their keys are dealt to ranks, all of which together have none: fewer than this rank has.
+    """
+
+    def __init__(self, library: ctypes.CDLL, index: int, *, contradicts: bool = False) -> None:
         rng = np.random.default_rng((7, index))
         self.library = library
         batch = int(rng.integers(1, 40))
@@ -76,7 +80,10 @@ class Launch:
             "cluster_size_log2": -1,
             "max_rows": 1 << 20,
             "window_left": self.window,
+            **Dealing(world=2).values(),
         }
+        if contradicts:
+            values["global_seq_lens"] = arrays.upload(np.zeros(batch, np.int32))
         empty = {m.name: None if m.type in ("ptr", "CUtensorMap") else 0 for m in LAYOUT.fields}
         self.arrays, self.parameters = arrays, ctypes.create_string_buffer(LAYOUT.pack(empty | values))
         self.work: dict[Cta, list[list[int]]] = {}
@@ -105,7 +112,7 @@ class Launch:
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     folder = tmp_path_factory.mktemp("segments")
     write_headers(folder / "generated", LAYOUTS)
-    options = {**DECODE_OPTIONS, "TILE_TOKENS": TILE, "SEGMENTS": 1, "MLA": 0}
+    options = {**DECODE_OPTIONS, **SEGMENTS_OPTIONS, "MLA": 0}
     source = SOURCES / "fmha/decode/scheduler.cuh"
     command = [os.environ.get("CXX", "c++"), "-std=c++17", "-O2", "-w", "-shared", "-fPIC"]
     command += [f"-I{folder / 'generated'}", f"-I{cuda_include('crt/host_defines.h')}", f'-DSOURCE="{source}"']
@@ -134,11 +141,12 @@ def test_ctas_take_whole_segments_and_together_all_keys_once(library: ctypes.CDL
     assert len(taken) == pairs
 
 
+@pytest.mark.parametrize("contradicts", [False, True])
 @pytest.mark.parametrize("index", range(10))
 def test_partials_have_slots_of_their_own_and_are_folded_in_the_order_of_segments(
-    library: ctypes.CDLL, index: int
+    library: ctypes.CDLL, index: int, contradicts: bool
 ) -> None:
-    launch = Launch(library, index)
+    launch = Launch(library, index, contradicts=contradicts)
     written: dict[tuple[int, int, int], dict[int, int]] = {}  # the first segment of a partial -> its slot
     for rows in launch.work.values():
         for request, head, row_tile, first, last, split, count, _, base, is_prefix in rows:

@@ -167,6 +167,12 @@ extern "C" void row_bounds(const void* parameters, int request, int* to) {
 }
 
 #if SEGMENTS
+extern "C" int all_rows_see_tile(const void* parameters, int request, int token) {
+    using namespace paged_decode;
+    const Params& p = *static_cast<const Params*>(parameters);
+    return all_rows_see(p, DecodeTiling::load_request(p, request), token);
+}
+
 // Writes the slots of the partials of a CTA's work tile number `wanted` in the order in which they are folded; returns
 // their count.
 extern "C" int partials(const void* parameters, const int* grid, const int* cta, int wanted, int* to) {
