@@ -117,7 +117,10 @@ DEVICE int visible_to_all_from(const Params& p, const Request& r) {
 #if SEGMENTS
 // Whether every row sees all keys of the tile that begins at key `token`.
 DEVICE bool all_rows_see(const Params& p, const Request& r, int token) {
-    return token >= visible_to_all_from(p, r) && token + TILE_TOKENS <= r.kv_len - r.q_len;
+    // To find where a window of divided keys begins takes registers that are not there: all its tiles have masks.
+    const bool is_divided = p.window_left >= 0 && context_parallel::is_on(p);
+    const int begin = p.window_left < 0 ? 0 : r.kv_len - 1 - p.window_left;
+    return !is_divided && token >= begin && token + TILE_TOKENS <= r.kv_len - r.q_len;
 }
 #endif
 
