@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib
 import sys
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import pytest
@@ -40,6 +40,12 @@ TREE = {
 }
 
 
+class StandsForModule:
+    """As cffi puts into ``sys.modules``: of another type than its class says."""
+
+    __class__ = property(lambda _: ModuleType)  # type: ignore[assignment]
+
+
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A package called flashinfer on the path; nothing of it stays."""
@@ -57,6 +63,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         "from cubin_runtime.compat.flashinfer import xqa_mla\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(sys.modules, "stands_for_module", StandsForModule())
     yield tmp_path
     for name in [name for name in sys.modules if name.split(".")[0] in ("flashinfer", "client")]:
         del sys.modules[name]
@@ -176,11 +183,9 @@ def test_threads_install_and_undo_at_once(peer: Any) -> None:
                 if not is_ours(peer.xqa, "xqa"):
                     wrong.append(peer.xqa)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(work) for _ in range(4)]:
+            done.result()
     assert wrong == []
     assert peer.xqa(None) == "xqa"
 

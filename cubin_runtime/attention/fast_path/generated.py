@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ...errors import CubinRuntimeError
 from ...kernels.native.problem import LOG2_E
 from ...launch.accelerator import Senders
 from ...launch.run_source import Expressions
@@ -193,7 +194,9 @@ class _Writer(ArgumentTests):
             own, self.scope["current"] = f"current({first.name})", memory.current_stream
         else:
             own, self.scope["current"] = "current(DEVICE)", memory.stream_query()
-        return [f"    handle = {own} if stream is None else stream_handle(stream)" if given else f"    handle = {own}"]
+        if not given:
+            return [f"    handle = {own}"]
+        return self._tried(f"handle = {own} if stream is None else stream_handle(stream)")
 
     def _regions(self) -> list[str]:
         scratch = self.launched.scratch
@@ -201,13 +204,18 @@ class _Writer(ArgumentTests):
             return []
         self.scope |= {"held": scratch.held, "DEFAULT": scratch.default, "regions_at": scratch.regions_at}
         if self.workspace:
-            return [f"    place = {self.workspace}.claim(handle)"]
+            return self._tried(f"place = {self.workspace}.claim(handle)")
         self.scope |= {"legacy": scratch.legacy, "place_of": place_finder(scratch, self.launched.context)}
         lines = ["    place = place_of(handle)", *self.refusal(["place"])]
         if scratch.legacy is None:
             return lines
         short = ["    if not handle:", *(f"    {line}" for line in self.refusal(["legacy.of_legacy"]))]
         return [*short, "        place = legacy.place", "    else:", *(f"    {line}" for line in lines)]
+
+    def _tried(self, statement: str) -> list[str]:
+        """The full path is the only source of errors, and may refuse another argument first."""
+        self.scope["CubinRuntimeError"] = CubinRuntimeError
+        return [f"    try: {statement}", f"    except CubinRuntimeError: {self.form.unlike}"]
 
     def _made(self, made: Sequence[GuardedTensor]) -> list[str]:
         """The tensors that the full path made, once nothing refuses the call."""

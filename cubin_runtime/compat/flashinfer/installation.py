@@ -180,7 +180,8 @@ def _globals_of_modules() -> Iterator[tuple[ModuleType, str, Any]]:
     seen = set[int]()
     modules: Sequence[Any] = tuple(sys.modules.values())
     for module in modules:
-        if isinstance(module, ModuleType) and id(module) not in seen:
+        # Not isinstance: what stands in for a module may claim its class.
+        if issubclass(type(module), ModuleType) and id(module) not in seen:
             seen.add(id(module))
             names = ModuleType.__getattribute__(module, "__dict__")
             yield from ((module, name, value) for name, value in tuple(names.items()))
