@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import gcd
+from operator import attrgetter
 from typing import Any
 
 from ..dtypes import ITEM_BYTES
@@ -13,6 +15,7 @@ from ..values import dataclass
 from .checks import check_dtype
 
 Given = Mapping[str, Any]
+_NAME = attrgetter("name")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,7 @@ class CallTensors:
 
     def __init__(self, declared: Sequence[TensorArg], views: Sequence[TensorView | None]) -> None:
         self.declared = tuple(declared)
-        self._by_name = {arg.name: view for arg, view in zip(declared, views, strict=True)}
+        self._by_name: dict[str, TensorView | None] = dict(zip(map(_NAME, declared), views, strict=True))
         self._there = [(arg, view) for arg, view in zip(declared, views, strict=True) if view is not None]
 
     def __getitem__(self, name: str) -> TensorView:
@@ -75,12 +78,12 @@ class CallTensors:
     @property
     def specs(self) -> tuple[TensorSpec | None, ...]:
         """The forms: calls of equal forms can share a plan."""
-        return tuple(view.spec if view else None for view in self._by_name.values())
+        return tuple([view.spec if view else None for view in self._by_name.values()])
 
     @property
     def addresses(self) -> tuple[int, ...]:
         """The addresses, 0 for what is left out."""
-        return tuple(view.pointer if view else 0 for view in self._by_name.values())
+        return tuple([view.pointer if view else 0 for view in self._by_name.values()])
 
     def check_dtypes(self) -> None:
         """Check that every tensor has an allowed dtype."""
@@ -123,9 +126,11 @@ class CallTensors:
             if strides and min(strides) < 0:
                 raise UsageError(f"{arg.name}: strides {strides}, expected no negative stride")
             unit = arg.stride_bytes and arg.stride_bytes // ITEM_BYTES[view.dtype]
-            if unit > 1 and [s for size, s in zip(shape[:-1], strides, strict=False) if size > 1 and s % unit]:
+            uneven = unit > 1 and gcd(*strides[:-1]) % unit
+            if uneven and [s for size, s in zip(shape[:-1], strides, strict=False) if size > 1 and s % unit]:
                 raise UsageError(f"{arg.name}: strides {strides}, expected multiples of {unit} elements")
-            if arg.written and 0 in [stride for size, stride in zip(shape, strides, strict=True) if size > 1]:
+            overlapping = arg.written and 0 in strides
+            if overlapping and 0 in [stride for size, stride in zip(shape, strides, strict=True) if size > 1]:
                 raise UsageError(f"{arg.name}: strides {strides}, expected no overlapping elements")
             if arg.contiguous and not view.is_contiguous:
                 raise UsageError(f"{arg.name}: shape {shape} with strides {strides}, expected a contiguous tensor")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from functools import lru_cache
 
 from ..errors import UsageError
 from ..values import dataclass
@@ -28,6 +29,7 @@ class FastModDiv:
     ALIGNMENT = 4
 
     @classmethod
+    @lru_cache(maxsize=256)
     def of(cls, divisor: int) -> FastModDiv:
         """The words for ``divisor``, 1 to 2**31 - 1.
 

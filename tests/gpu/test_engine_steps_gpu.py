@@ -43,8 +43,8 @@ def test_a_recorded_decode_replayed_from_a_graph(
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         attend(*given, out)
-    for longer in (0, 1):
-        given[4].decodes.lengths.add_(longer * (given[4].decodes.lengths > 0))
+    for fewer in (0, 1):
+        given[4].decodes.lengths.sub_(fewer * (given[4].decodes.lengths > 1))
         out.fill_(7)
         graph.replay()
         torch.cuda.synchronize()

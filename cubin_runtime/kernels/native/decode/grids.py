@@ -56,7 +56,7 @@ class Tiling(NamedTuple):
     ``splits`` those of an output tile under ``batch_invariant``, which are ``segments`` if prefill gives the same bits.
     ``group_sizes`` are the numbers of KV heads that CTAs
     can read side by side, largest first; with ``shares_lines``, heads have cache lines of 128 bytes in common.
-    ``paces`` are for one CTA on a multiprocessor, then for two, and so on.
+    ``paces`` are for one CTA on a multiprocessor, then for two, and so on; none starts before ``least_start_us``.
     """
 
     rows: int
@@ -71,6 +71,7 @@ class Tiling(NamedTuple):
     group_sizes: tuple[int, ...]
     shares_lines: bool
     paces: tuple[Pace, ...]
+    least_start_us: float
 
 
 class Extent(NamedTuple):
@@ -114,6 +115,7 @@ def tiling_of(kernel: NativeKernel, shape: DecodeShape, part: Part, device: Devi
         # CTAs that read heads of one cache line drift apart if some have a multiprocessor for themselves.
         shares_lines=shape.head_dim * item_bytes < 128,
         paces=tuple(paces),
+        least_start_us=min([min(pace.start_us, pace.cluster_start_us) for pace in paces]),
     )
 
 
@@ -204,6 +206,12 @@ def estimate_of(tiling: Tiling, extent: Extent, grid: Grid, shape: DecodeShape) 
         splits,
         grid.ctas if grid.cluster_size else 0,
     )
+
+
+def least_us(tiling: Tiling, extent: Extent, shape: DecodeShape) -> float:
+    """A time that the problem takes at least on any of the kernel's grids."""
+    pace = tiling.paces[0]
+    return tiling.least_start_us + extent.requests * shape.kv_heads * tiling.kv_bytes / pace.read_bytes_per_us
 
 
 def splits_of(tiling: Tiling, grid: Grid, shape: DecodeShape) -> int:

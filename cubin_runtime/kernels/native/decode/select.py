@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache, partial
 from typing import Any
@@ -18,12 +19,14 @@ from .candidates import DecodeCandidate, Fit, count, number_of, refusal
 from .grids import (
     ANY_ROWS,
     SEGMENTS,
+    Extent,
     Grid,
     Part,
     Tiling,
     estimate_of,
     extent_of,
     grids_of,
+    least_us,
     splits_of,
     tiling_of,
     trait_of,
@@ -141,10 +144,15 @@ def _parts(candidates: Sequence[DecodeCandidate], shape: DecodeShape) -> tuple[P
 def _select(
     candidates: HashedOnce[DecodeCandidate], shape: DecodeShape, part: Part, device: DeviceFacts, costs: Costs
 ) -> DecodeSelection:
-    every = [_best(fits, costs) for fits in _fits(candidates, shape, part, device, costs)]
+    every, limit = list[Fit](), math.inf
+    for kernel, tiling in _tilings(candidates, part, device, costs, shape.form):
+        extent = extent_of(tiling, shape, part)
+        if least_us(tiling, extent, shape) <= limit:
+            fit = _best(_fits(kernel, tiling, extent, shape, device, costs), costs)
+            every.append(fit)
+            limit = min(limit, fit.microseconds * (1 + costs.equal_within))
     if not every:
         raise UsageError(refusal(_explained(candidates, shape, part, device, costs), shape, device))
-    limit = min([fit.microseconds for fit in every]) * (1 + costs.equal_within)
     fastest = [fit for fit in every if fit.microseconds <= limit]
     best = min(fastest, key=lambda fit: _order(fit, shape, part)) if len(fastest) > 1 else fastest[0]
     return DecodeSelection(
@@ -186,17 +194,13 @@ def _other_arithmetic(kernel: NativeKernel, part: Part) -> str:
 
 
 def _fits(
-    candidates: HashedOnce[DecodeCandidate], shape: DecodeShape, part: Part, device: DeviceFacts, costs: Costs
-) -> list[list[Fit]]:
-    """Of each kernel that fits, its grids."""
+    kernel: NativeKernel, tiling: Tiling, extent: Extent, shape: DecodeShape, device: DeviceFacts, costs: Costs
+) -> list[Fit]:
+    """The grids of a kernel that fits."""
     fits = []
-    for kernel, tiling in _tilings(candidates, part, device, costs, shape.form):
-        extent = extent_of(tiling, shape, part)
-        of_kernel = []
-        for grid in grids_of(tiling, extent, shape, device, costs):
-            time = estimate_of(tiling, extent, grid, shape)
-            of_kernel.append(Fit(kernel, tiling, grid, time, time.microseconds))
-        fits.append(of_kernel)
+    for grid in grids_of(tiling, extent, shape, device, costs):
+        time = estimate_of(tiling, extent, grid, shape)
+        fits.append(Fit(kernel, tiling, grid, time, time.microseconds))
     return fits
 
 
@@ -231,7 +235,12 @@ def _explained(
     candidates: HashedOnce[DecodeCandidate], shape: DecodeShape, part: Part, device: DeviceFacts, costs: Costs
 ) -> list[DecodeCandidate]:
     """The candidates, with the grids and predicted times of those that fit."""
-    fits = {fits[0].kernel.name: fits for fits in _fits(candidates, shape, part, device, costs)}
+    tilings = _tilings(candidates, part, device, costs, shape.form)
+    extents = [extent_of(tiling, shape, part) for _, tiling in tilings]
+    fits = {
+        kernel.name: _fits(kernel, tiling, extent, shape, device, costs)
+        for (kernel, tiling), extent in zip(tilings, extents, strict=True)
+    }
 
     def explained(candidate: DecodeCandidate) -> DecodeCandidate:
         kernel = candidate.kernel

@@ -12,6 +12,7 @@ from select_cases import ALL, SHAPE, chosen, microseconds, one, rows_of, shapes,
 
 from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.native.cost_model import H200, restated
+from cubin_runtime.kernels.native.decode.grids import Part, extent_of, least_us
 from cubin_runtime.kernels.native.decode.select import select_decode
 from cubin_runtime.kernels.native.decode.shape import DecodeShape
 
@@ -112,6 +113,14 @@ def test_static_and_dynamic_shared_memory_count_together(dynamic: int, static: i
 def test_no_candidate_is_predicted_to_be_much_faster(shape: DecodeShape) -> None:
     for selection in select_decode(HOPPER, shape, H100):
         assert selection.microseconds <= 1.02 * min(map(microseconds, selection.candidates))
+
+
+@given(shapes)
+def test_no_grid_is_faster_than_the_bound_that_rules_kernels_out(shape: DecodeShape) -> None:
+    for launch in select_decode(ALL, shape, H100):
+        part = Part(launch.min_rows, launch.max_rows, None)
+        fits = [fit for c in launch.candidates if c.fit for fit in (c.fit, *c.other_fits)]
+        assert all(least_us(fit.tiling, extent_of(fit.tiling, shape, part), shape) <= fit.microseconds for fit in fits)
 
 
 @given(shapes, st.randoms(use_true_random=False))
