@@ -4,11 +4,18 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from cubin_runtime.testing import StandIn
+
+
+@pytest.fixture(autouse=True)
+def _fast_paths_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a plan's second call on: what tests call once more is then no full path."""
+    monkeypatch.setattr(import_module("cubin_runtime.attention.fast_path.operator_function"), "FULL_RUNS", 1)
 
 
 @pytest.fixture

@@ -164,6 +164,9 @@ class TorchOp:
         return source, scope
 
 
+_CONSTANTS = frozenset({bool, int, float, str})
+
+
 def is_intercepted(arguments: Sequence[Any]) -> bool:
     """Whether torch, or a class of tensors, wants to see the ops of a call rather than their memory."""
     torch = sys.modules.get("torch")
@@ -171,7 +174,8 @@ def is_intercepted(arguments: Sequence[Any]) -> bool:
         return False
     if torch._C._len_torch_dispatch_stack():
         return True
-    flat = [part for value in arguments for part in (value if isinstance(value, (tuple, list)) else (value,))]
+    others = [value for value in arguments if value is not None and type(value) not in _CONSTANTS]
+    flat = [part for value in others for part in (value if isinstance(value, (tuple, list)) else (value,))]
     tensors = [value for value in flat if isinstance(value, torch.Tensor)]
     return any(
         type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from ..errors import AbiError, UsageError
 from . import driver_api as api
 from .accelerator import Senders, accelerator
-from .compiled import compiled
 from .driver import Driver
 from .modules import LoadedKernel
 from .plan import LaunchPlan
@@ -52,19 +51,15 @@ class Sending(NamedTuple):
 class PreparedLaunches:
     """The launches of one plan in one context, in order; safe between threads without a lock.
 
-    ``run(stream, *values)`` takes an int handle and the values called ``names``, in that order: a plan's ``inputs`` say
-    which field takes which value. For descriptors that is an address; those of ``resident`` names are encoded once for
-    each combination of addresses, others when they move. A run allocates no device memory, waits for nothing and loads
-    nothing, so it may be captured.
+    A launch takes the values called ``names``, in that order: a plan's ``inputs`` say which field takes which value.
+    For descriptors that is an address. No launch allocates device memory, waits or loads anything, so all of them may
+    be captured.
 
-    Each run has a block of parameters for itself: blocks wait in plain lists, whose ``pop`` and ``append`` are atomic,
-    and a thread that finds none makes one. The function is generated, since one straight line of code costs a third of
-    a loop over the fields; ``source`` has it.
-
-    Raises (``run``):
-        OtherContextError: the stream is a default one, and another context of the device is current.
-        UsageError: a value does not fit its field, or the stream is of another device.
-        DriverError: the driver refuses; for a fault of earlier work the error names the last launches of the context.
+    ``run`` packs all fields at each call; ``runs`` counts its calls, but for some of threads that call at once.
+    ``sending`` and ``bind`` give lines for a function that is generated for many calls, since one straight line of code
+    costs a third of a loop over the fields. Descriptors of ``resident`` names are then encoded once for each
+    combination of addresses, others when they move. Each call has a block of parameters for itself: blocks wait in
+    plain lists, whose ``pop`` and ``append`` are atomic, and a thread that finds none makes one.
     """
 
     def __init__(
@@ -91,17 +86,41 @@ class PreparedLaunches:
         self._descriptors = TensorMapCache(driver) if descriptors is None else descriptors
         self._call = driver.function("cuLaunchKernelEx")
         self._lock = threading.Lock()
-        maps = {item.value for launch in self._launches for item in launch.inputs if item.spec is not None}
+        self.runs = 0
+        maps = {item.value for launch in self._launches for item in launch.inputs if not item.code}
         self.resident = frozenset(maps & {self.names.index(name) for name in resident if name in names})
-        values = [f"v{number}" for number in range(len(names))]
-        key = f"(stream, {''.join(f'v{number}, ' for number in sorted(self.resident))})"
-        written = set(range(len(names))) - self.resident
-        lines, scope, _ = self._by_ctypes(
-            Expressions(values=values, written=written, key=key, stream="stream", elsewhere="raise OtherContext")
-        )
-        self.source = "\n".join([f"def run({', '.join(['stream', *values])}):", *(f"    {line}" for line in lines), ""])
-        self.pools: Mapping[Hashable, list[_Block]] = scope["pools"]
-        self.run: Callable[..., None] = compiled("run", self.source, scope | {"OtherContext": OtherContextError})
+
+    def run(self, stream: int, *values: Any) -> None:
+        """Send the launches on a stream (an int handle).
+
+        Raises:
+            OtherContextError: the stream is a default one, and another context of the device is current.
+            UsageError: a value does not fit its field, or the stream is of another device.
+            DriverError: the driver refuses; for a fault of earlier work the error names the context's last launches.
+        """
+        self.runs += 1
+        if None in values:  # which a pointer may be, but not that of a run
+            raise self._unfit(TypeError("None"), values)
+        blocks = []
+        for launch, contents in zip(self._launches, self._contents(values, written=frozenset()), strict=True):
+            try:
+                blocks.append(_filled(launch.plan.layout, contents))
+            except UsageError as error:
+                # If the plan's own values are at fault, that is the error.
+                launch.plan.layout.pack(contents | {item.field.name: 0 for item in launch.inputs if item.code})
+                raise self._unfit(error, values) from error
+        history, profiler = self._driver.history(self._context), self._driver.profiler
+        for launch, (view, start, _) in zip(self._launches, blocks, strict=True):
+            config, function = ctypes.byref(launch.config_on(stream)), ctypes.c_void_p(launch.function)
+            arguments = ctypes.byref((ctypes.c_void_p * 1)(start))
+            history.record((launch, view.tobytes(), stream))
+            history.tick()
+            begin = profiler.enter(launch.plan.kernel) if profiler else 0.0
+            code = self._call(config, function, arguments, None)
+            if profiler:
+                profiler.leave(begin)
+            if code and self._again(code, stream, config, function, arguments):
+                raise OtherContextError
 
     def sending(self, expressions: Expressions) -> Sending:
         """Lines that send the launches, for a function written elsewhere.
@@ -139,8 +158,8 @@ class PreparedLaunches:
             **self._calling(),
         }
         for number, launch in enumerate(self._launches):
-            moving = (item for item in enumerate(launch.inputs) if item[1].spec and item[1].value in written)
-            scope |= {f"spec{number}_{index}": item.spec for index, item in moving}
+            moving = (item for item in enumerate(launch.inputs) if not item[1].code and item[1].value in written)
+            scope |= {f"spec{number}_{index}": launch.specs[item.field.name] for index, item in moving}
         lines = send_lines(self._launches, expressions, profiled=self._driver.profiler is not None)
         return Sending(lines, scope)
 
@@ -203,7 +222,7 @@ class PreparedLaunches:
             view, start, memory = _filled(launch.plan.layout, contents[number])
             arguments = (ctypes.c_void_p * 1)(start)
             for item in launch.inputs:
-                if item.spec is None:
+                if item.code:
                     made[f"{item.code}{number}"] = view.cast(item.code)  # type: ignore[call-overload]
             made |= {
                 f"view{number}": view,
@@ -219,18 +238,19 @@ class PreparedLaunches:
         """The fields of each launch: as given where they are not written at each call, else those of the plan."""
         found = []
         for launch in self._launches:
-            values = dict(launch.plan.values)
-            for item in launch.inputs:
-                if item.value not in written:
-                    value = given[item.value]
-                    values[item.field.name] = value if item.spec is None else item.spec.moved(value)
+            values, specs = dict(launch.plan.values), dict(launch.specs)
+            for field, number, code in launch.inputs:
+                if number in written:
+                    continue
+                if code:
+                    values[field.name] = given[number]
+                else:
+                    specs[field.name] = specs[field.name].moved(given[number])
+            if specs:
+                with self._driver.using(self._context):
+                    values |= {name: self._descriptors.encode(spec) for name, spec in specs.items()}
             found.append(values)
-        encode = self._descriptors.encode
-        with self._driver.using(self._context):
-            return [
-                {name: encode(value) if isinstance(value, TensorMapSpec) else value for name, value in values.items()}
-                for values in found
-            ]
+        return found
 
     def _descriptor(self, spec: TensorMapSpec, address: int) -> bytes:
         with self._driver.using(self._context):
@@ -279,10 +299,9 @@ def _gated(plan: LaunchPlan, kernel: LoadedKernel, names: Sequence[str]) -> Prep
 
 
 def _check_fits(plan: LaunchPlan, kernel: LoadedKernel) -> None:
-    wanted = _identity(plan.symbol, plan.sha256, plan.layout)
-    given = _identity(kernel.symbol, kernel.sha256, kernel.layout)
-    if (plan.sha256, wanted) != (kernel.sha256, given):
-        raise AbiError(f"plan for {wanted}; the kernel given is {given}")
+    wanted, given = (plan.symbol, plan.sha256, plan.layout), (kernel.symbol, kernel.sha256, kernel.layout)
+    if wanted != given:
+        raise AbiError(f"plan for {_identity(*wanted)}; the kernel given is {_identity(*given)}")
     if plan.threads > kernel.max_threads:
         raise AbiError(f"plan of {plan.threads} threads per block; {kernel.symbol!r} takes {kernel.max_threads}")
     if plan.shared_bytes > kernel.shared_bytes:

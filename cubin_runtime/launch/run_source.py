@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from ..errors import UsageError
 from ..values import dataclass
@@ -11,24 +12,18 @@ from .history import LaunchRecord
 from .modules import LoadedKernel
 from .plan import LaunchPlan, launch_config
 from .struct_types import SCALARS
-from .structs import PlacedField
+from .structs import PlacedField, StructLayout
 from .tensormap import TensorMapSpec
 
 _ACCELERATED_BYTES = 4096  # of parameters, which the accelerator copies to its stack
 
 
-@dataclass(frozen=True, slots=True)
-class _Input:
-    """A field that takes a value at each run: the index of the value, and the descriptor to move, if it is one."""
+class _Input(NamedTuple):
+    """A field that takes a value at each run: the index of the value, and the format character, if it is a scalar."""
 
     field: PlacedField
     value: int
-    spec: TensorMapSpec | None
-
-    @property
-    def code(self) -> str:
-        """The format character of a scalar."""
-        return SCALARS[self.field.type].format[1:]
+    code: str
 
 
 class PreparedLaunch:
@@ -37,7 +32,12 @@ class PreparedLaunch:
     def __init__(self, plan: LaunchPlan, kernel: LoadedKernel, names: Sequence[str]) -> None:
         self.plan = plan
         self.function = kernel.function
-        self.inputs = tuple(_input(plan, name, names.index(value)) for name, value in plan.inputs.items())
+        self.inputs = _inputs(plan.layout, tuple(plan.inputs.items()), tuple(names))
+        descriptors = [(name, plan.values[name]) for name in plan.layout.descriptors]
+        self.specs = {name: spec for name, spec in descriptors if isinstance(spec, TensorMapSpec)}
+        for item in self.inputs:
+            if not item.code and item.field.name not in self.specs:
+                raise _unfit(plan.layout, item.field)
 
     def config_on(self, stream: int) -> Any:
         """A CUlaunchConfig on a stream; it keeps what it refers to alive."""
@@ -113,7 +113,7 @@ def send_lines(launches: Sequence[PreparedLaunch], of: Expressions, *, profiled:
         for index, item in enumerate(launch.inputs):
             if item.value not in written:
                 continue
-            if item.spec is None:
+            if item.code:
                 where = item.field.offset // item.field.size
                 scalars.append(f"    {item.code}{number}[{where}] = {values[item.value]}")
             else:
@@ -132,7 +132,7 @@ def can_accelerate(launches: Sequence[PreparedLaunch], written: Collection[int])
     """Whether the accelerator can write what is written at each call, which descriptors are not."""
     moving = (item for launch in launches for item in launch.inputs if item.value in written)
     sizes = (launch.plan.layout.size for launch in launches)
-    return all(item.spec is None for item in moving) and max(sizes) <= _ACCELERATED_BYTES
+    return all(item.code for item in moving) and max(sizes) <= _ACCELERATED_BYTES
 
 
 def accelerated_lines(launches: Sequence[PreparedLaunch], of: Expressions) -> list[str]:
@@ -189,9 +189,9 @@ def block_parts(launches: Sequence[PreparedLaunch], written: Collection[int]) ->
     """The names of what a block holds for its function, in order; ``_kept`` follows, which keeps the rest alive."""
     parts = []
     for number, launch in enumerate(launches):
-        codes = {item.code for item in launch.inputs if item.spec is None and item.value in written}
+        codes = {item.code for item in launch.inputs if item.code and item.value in written}
         parts += [f"{code}{number}" for code in sorted(codes)]
-        if any(item.spec is not None and item.value in written for item in launch.inputs):
+        if any(not item.code and item.value in written for item in launch.inputs):
             parts += [f"view{number}", f"moved{number}"]
         parts += [f"bytes{number}", f"config{number}", f"arguments{number}"]
     return parts
@@ -207,10 +207,17 @@ def _moving(number: int, index: int, item: _Input, value: str) -> list[str]:
     ]
 
 
-def _input(plan: LaunchPlan, name: str, value: int) -> _Input:
-    member, planned = plan.layout.field(name), plan.values[name]
-    if member.type == "CUtensorMap" and isinstance(planned, TensorMapSpec):
-        return _Input(member, value, planned)
-    if member.type not in SCALARS or member.type == "bool":  # a packed bool takes anything as true
-        raise UsageError(f"input {name!r} of struct {plan.layout.name} is {member.type}: expected a number or pointer")
-    return _Input(member, value, None)
+@lru_cache(maxsize=256)  # the plans of a kernel have them in common
+def _inputs(layout: StructLayout, inputs: tuple[tuple[str, str], ...], names: tuple[str, ...]) -> tuple[_Input, ...]:
+    found = []
+    for name, value in inputs:
+        member = layout.field(name)
+        if member.type != "CUtensorMap" and (member.type not in SCALARS or member.type == "bool"):
+            raise _unfit(layout, member)  # a packed bool takes anything as true
+        code = "" if member.type == "CUtensorMap" else SCALARS[member.type].format[1:]
+        found.append(_Input(member, names.index(value), code))
+    return tuple(found)
+
+
+def _unfit(layout: StructLayout, member: PlacedField) -> UsageError:
+    return UsageError(f"input {member.name!r} of struct {layout.name} is {member.type}: expected a number or pointer")

@@ -6,7 +6,7 @@ import hashlib
 import operator
 import re
 import struct
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import field
 from typing import Any
 
@@ -104,7 +104,7 @@ class StructLayout:
     """A parameter struct placed by the C rules of x86-64 and CUDA; equal for host and device.
 
     ``fingerprint`` is the SHA-256 (hex) of the lines ``name:type:offset`` in order, then that of the size; ``pointers``
-    are the names of the members that are addresses.
+    and ``descriptors`` are the names of the members that are addresses and tensor maps.
     """
 
     name: str
@@ -114,7 +114,10 @@ class StructLayout:
     tensor_map_alignment: int
     fingerprint: str
     pointers: tuple[str, ...] = field(repr=False, compare=False)
+    descriptors: tuple[str, ...] = field(repr=False, compare=False)
     _by_name: Mapping[str, PlacedField] = field(repr=False, compare=False)
+    _packer: struct.Struct = field(repr=False, compare=False)  # of all members, those of _apart as their bytes
+    _apart: tuple[tuple[int, PlacedField], ...] = field(repr=False, compare=False)
 
     @classmethod
     def declare(cls, name: str, fields: Sequence[Field], tensor_map_alignment: int = 64) -> StructLayout:
@@ -141,8 +144,15 @@ class StructLayout:
         members = tuple(placed.values())
         lines = "".join(f"{m.name}:{m.type}:{m.offset}\n" for m in members) + f"{size}\n"
         digest = hashlib.sha256(lines.encode()).hexdigest()
-        pointers = tuple(m.name for m in members if m.type == "ptr")
-        return cls(name, members, size, widest, tensor_map_alignment, digest, pointers, placed)
+        pointers, descriptors = (tuple(m.name for m in members if m.type == t) for t in ("ptr", "CUtensorMap"))
+        apart = tuple((index, m) for index, m in enumerate(members) if m.type not in SCALARS or m.type == "bool")
+        packer = _packer(members, size)
+        return cls(
+            name, members, size, widest, tensor_map_alignment, digest, pointers, descriptors, placed, packer, apart
+        )
+
+    def __hash__(self) -> int:  # caches are asked with it
+        return hash(self.fingerprint)
 
     @property
     def names(self) -> Set[str]:
@@ -162,14 +172,25 @@ class StructLayout:
         Raises:
             UsageError: a field is missing or unknown, or a value does not fit its type.
         """
-        missing = [m.name for m in self.fields if m.name not in values]
-        unknown = [name for name in values if name not in self._by_name]
-        if missing or unknown:
+        if values.keys() != self.names:
+            missing = [m.name for m in self.fields if m.name not in values]
+            unknown = [name for name in values if name not in self._by_name]
             raise UsageError(f"struct {self.name}: missing {missing}, unknown {unknown}")
-        out = bytearray(self.size)
+        given = list(map(values.__getitem__, self._by_name))
+        for index, member in self._apart:
+            given[index] = member.encode(given[index])
+        try:
+            return self._packer.pack(*given)
+        except (struct.error, OverflowError):  # null pointers, and what does not fit
+            return b"".join(self._in_parts(values))
+
+    def _in_parts(self, values: Mapping[str, object]) -> Iterator[bytes]:
+        """The same member by member, each checked by itself."""
+        at = 0
         for member in self.fields:
-            out[member.offset : member.offset + member.size] = member.encode(values[member.name])
-        return bytes(out)
+            yield bytes(member.offset - at) + member.encode(values[member.name])
+            at = member.offset + member.size
+        yield bytes(self.size - at)
 
     def unpack(self, data: bytes | bytearray | memoryview) -> dict[str, object]:
         """Every field's value from ``size`` bytes; descriptors come back as their 128 bytes."""
@@ -196,6 +217,20 @@ class StructLayout:
         """
         members = [(m.name, element_type(m.type), m.offset, m.meaning) for m in self.fields]
         return c_text(self.name, members, self.size, self.alignment, self.tensor_map_alignment)
+
+
+def _packer(members: Sequence[PlacedField], size: int) -> struct.Struct:
+    """The format of all members with the padding between them; members that are no plain number are their bytes."""
+    text, at = "<", 0
+    for member in members:
+        code = (
+            f"{member.size}s"
+            if member.type not in SCALARS or member.type == "bool"
+            else SCALARS[member.type].format[1:]
+        )
+        text += f"{member.offset - at}x{code}"
+        at = member.offset + member.size
+    return struct.Struct(f"{text}{size - at}x")
 
 
 def _encode_descriptor(value: object) -> bytes:

@@ -8,11 +8,13 @@ import pytest
 from examples import DIGEST, LAYOUT, SPEC, SYMBOL, VALUES, cubin, kernel_facts, needs, plan
 
 from cubin_runtime.errors import AbiError, UsageError
+from cubin_runtime.launch.compiled import compiled
 from cubin_runtime.launch.driver import Driver, DriverCallError
 from cubin_runtime.launch.driver_errors import DriverLibraryError
 from cubin_runtime.launch.modules import LoadedKernel, ModuleCache
 from cubin_runtime.launch.plan import LaunchAttributes, LaunchPlan
-from cubin_runtime.launch.prepared import PreparedLaunches
+from cubin_runtime.launch.prepared import OtherContextError, PreparedLaunches
+from cubin_runtime.launch.run_source import Expressions
 from cubin_runtime.launch.structs import Field, StructLayout
 from cubin_runtime.launch.tensormap import TensorMapCache, TensorMapError
 from cubin_runtime.testing import StandIn
@@ -23,6 +25,37 @@ ENCODED = SPEC.address.to_bytes(8, "little") + b"\xee" * 120
 def sent(standin: StandIn, index: int = -1) -> dict[str, object]:
     """The parameter struct of a launch, as the stand-in read it from memory."""
     return LAYOUT.unpack(bytes.fromhex(standin.calls("cuLaunchKernelEx")[index].seen["parameter0"]))
+
+
+def written(prepared: PreparedLaunches) -> Any:
+    """A function of the lines that are written for many calls, without the accelerator."""
+    numbers = range(len(prepared.names))
+    values = [f"v{number}" for number in numbers]
+    key = f"(stream, {''.join(f'v{number}, ' for number in sorted(prepared.resident))})"
+    expressions = Expressions(
+        values=values,
+        written=set(numbers) - prepared.resident,
+        key=key,
+        stream="stream",
+        elsewhere="raise OtherContext",
+    )
+    lines, scope, _ = prepared._by_ctypes(expressions)
+    source = "\n".join([f"def run({', '.join(['stream', *values])}):", *(f"    {line}" for line in lines)])
+    return compiled("run", source, scope | {"OtherContext": OtherContextError})
+
+
+@pytest.fixture(autouse=True, params=["full path", "written"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How launches are sent."""
+    if request.param == "written":
+        made: dict[PreparedLaunches, Any] = {}
+
+        def run(self: PreparedLaunches, stream: int, *values: Any) -> None:
+            function = made.get(self) or made.setdefault(self, written(self))
+            function(stream, *values)
+
+        monkeypatch.setattr(PreparedLaunches, "run", run)
+    return str(request.param)
 
 
 @pytest.fixture
@@ -175,12 +208,12 @@ def test_an_input_of_an_unknown_field_is_refused() -> None:
 
 
 def test_many_sets_of_resident_addresses_do_not_pile_up(driver: Driver, kernel: LoadedKernel, standin: StandIn) -> None:
-    prepared = prepare(kernel, driver, "k", resident=("k",))
+    run = written(prepare(kernel, driver, "k", resident=("k",)))
     for layer in range(1100):
-        prepared.run(0x5001, 0x10000 * (layer + 1))
-    assert len(prepared.pools) == 1024
+        run(0x5001, 0x10000 * (layer + 1))
+    assert len(run.scope["pools"]) == 1024
     standin.clear_log()
-    prepared.run(0x5001, 0x10000)
+    run(0x5001, 0x10000)
     assert bytes(sent(standin)["k"])[:8] == (0x10000).to_bytes(8, "little")  # type: ignore[call-overload]
 
 
@@ -276,14 +309,15 @@ def test_a_default_stream_is_that_of_the_kernels_context(
 
 
 def test_a_stream_of_the_kernels_context_needs_no_current_one(
-    prepared: PreparedLaunches, driver: Driver, standin: StandIn
+    prepared: PreparedLaunches, driver: Driver, standin: StandIn, way: str
 ) -> None:
     stream = driver.create_stream()
     prepared.run(stream)
     driver.set_current(None)
     standin.clear_log()
     prepared.run(stream)
-    assert standin.names() == ["cuLaunchKernelEx"]
+    assert [name for name in standin.names() if "Ctx" not in name] == ["cuLaunchKernelEx"]
+    assert way == "full path" or len(standin.names()) == 1
 
 
 def test_a_stream_of_another_device_is_refused_with_both_named(

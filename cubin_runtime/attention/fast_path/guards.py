@@ -15,17 +15,12 @@ _ALIGNED, _PLACED = 15, 255  # bits of an address that count: of a tensor, of me
 
 
 class GuardedTensor(NamedTuple):
-    """A tensor of a call: the name that the source knows it by, and its view."""
+    """A tensor of a call: the name that the source knows it by, its view, and the address behind its last element."""
 
     name: str
     tensor: Any
     view: TensorView
-
-    @property
-    def end(self) -> int:
-        """The address behind its last element; it has some, and no stride is negative."""
-        last = sum((size - 1) * stride for size, stride in zip(self.view.shape, self.view.strides, strict=True))
-        return self.view.pointer + (last + 1) * ITEM_BYTES[self.view.dtype]
+    end: int
 
     @property
     def address(self) -> str:
@@ -41,8 +36,10 @@ def guarded(name: str, tensor: Any) -> GuardedTensor | None:
         view = view_of(tensor, name)
     except CubinRuntimeError:
         return None
-    has_elements = all(view.shape) and all(stride >= 0 for stride in view.strides) and view.pointer
-    return GuardedTensor(name, tensor, view) if has_elements else None
+    if not (view.pointer and all(view.shape) and min(view.strides, default=0) >= 0):
+        return None
+    last = sum([(size - 1) * stride for size, stride in zip(view.shape, view.strides, strict=True)])
+    return GuardedTensor(name, tensor, view, view.pointer + (last + 1) * ITEM_BYTES[view.dtype])
 
 
 def is_plain(tensor: Any) -> bool:
@@ -70,10 +67,17 @@ def conditions(tensors: Sequence[GuardedTensor], scope: dict[str, Any]) -> list[
         if any(item.tensor.requires_grad for item in rest):
             scope["grad_enabled"] = torch.is_grad_enabled
             found.append("not grad_enabled()")
-        check = torch_guard([item.tensor for item in rest])
+        # torch's guards take no tensor twice.
+        first = {id(item.tensor): item for item in reversed(rest)}
+        distinct = [item for item in rest if first[id(item.tensor)] is item]
+        found += [
+            f"{item.name} is {first[id(item.tensor)].name}" for item in rest if first[id(item.tensor)] is not item
+        ]
+        check = torch_guard([item.tensor for item in distinct])
         if check is not None:
-            scope["check"] = check
-            found.append(f"check({', '.join(item.name for item in rest)})")
+            name = "check" if len(distinct) == len(rest) else "check_distinct"
+            scope[name] = check
+            found.append(f"{name}({', '.join(item.name for item in distinct)})")
         else:
             found += [_compared(item, scope) for item in rest]
     return found

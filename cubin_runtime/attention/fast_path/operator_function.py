@@ -21,7 +21,8 @@ from .options import Form, Signature, note_use
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 DEFAULT_RUNTIME = "default.runtime or default_runtime()"
-_MOST = 32  # paths of one operator
+_MOST = 16  # paths of one operator
+FULL_RUNS = 3  # to write a fast path takes longer than a call, so calls of a form seen this often get one
 _numbers = count()
 
 
@@ -123,7 +124,7 @@ def operator_function(
         heads, defaults = _heads(list(parameters.values()))
 
         def call(holder: Any, arguments: tuple[Any, ...]) -> Any:
-            """The full path, from whose notes the next call's fast path is made."""
+            """The full path, from whose notes a fast path is made for calls like one that is made again and again."""
             given = dict(zip(parameters, arguments, strict=True))
             if traced is not None and is_intercepted(arguments):
                 return traced.call(given)
@@ -132,6 +133,8 @@ def operator_function(
             with taking_notes() as notes:
                 result = full(**given)
             note_use(given, notes)
+            if all(launched.prepared.runs < FULL_RUNS for launched in notes.launched):
+                return result
             made = fast_path(signature, arguments, result, notes, Form("fast", names))
             if made is not None:
                 path = compiled("fast", *made)

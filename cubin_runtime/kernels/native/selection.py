@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field
+from functools import lru_cache
 from typing import Any
 
 from ...artifacts.tables.native_kernels import NativeKernel
 from ...errors import UsageError
 from ...launch.driver import DeviceFacts
-from ...values import dataclass
+from ...values import HashedOnce, dataclass
 from ..explanation import Facts
 from .cost_model import Estimate
 
@@ -79,15 +80,9 @@ def only_kernel(
     Raises:
         UsageError: none fits; the message says why not.
     """
+    table = kernels if isinstance(kernels, HashedOnce) else HashedOnce(kernels)
     number = 10 * device.capability[0] + device.capability[1]
-
-    def unfit(kernel: NativeKernel) -> str:
-        if not kernel.architecture.runs_on(number):
-            return f"built for {kernel.architecture}"
-        other = next((name for name, wanted in traits.items() if kernel.traits[name] != wanted), None)
-        return "" if other is None else f"{other} is {kernel.traits[other] or 'none'}"
-
-    candidates = tuple(Candidate(kernel=k, unfit=unfit(k)) for k in kernels if k.operation == operation)
+    candidates = _candidates(table, operation, tuple(traits.items()), number)
     fitting = [candidate.kernel for candidate in candidates if not candidate.unfit]
     if not fitting:
         wanted = ", ".join(f"{name} {value or 'none'}" for name, value in traits.items())
@@ -95,3 +90,16 @@ def only_kernel(
         major, minor = device.capability
         raise UsageError(f"no {operation} kernel for {wanted} on compute capability {major}.{minor}: {reasons}")
     return fitting[0], candidates
+
+
+@lru_cache(maxsize=256)  # calls of any size have the same
+def _candidates(
+    kernels: HashedOnce[NativeKernel], operation: str, traits: tuple[tuple[str, object], ...], number: int
+) -> tuple[Candidate, ...]:
+    def unfit(kernel: NativeKernel) -> str:
+        if not kernel.architecture.runs_on(number):
+            return f"built for {kernel.architecture}"
+        other = next((name for name, wanted in traits if kernel.traits[name] != wanted), None)
+        return "" if other is None else f"{other} is {kernel.traits[other] or 'none'}"
+
+    return tuple(Candidate(kernel=k, unfit=unfit(k)) for k in kernels if k.operation == operation)

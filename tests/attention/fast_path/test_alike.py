@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import pytest
 from fast_path_calls import ON_SM90, ON_SM100, Call, Caller, FullPaths, others_of
+
+from cubin_runtime.attention.fast_path import operator_function
 
 CASES = [*(pytest.param(name, (9, 0), id=name) for name in ON_SM90)]
 CASES += [pytest.param(name, (10, 0), id=f"trtllm-gen: {name}") for name in ON_SM100]
@@ -27,6 +30,17 @@ def test_an_equal_call_takes_the_fast_path_and_sends_the_same(
         assert came == first, _part(came, first)
     assert full_paths.count == 1
     assert caller.in_full(call) == first
+
+
+@pytest.mark.parametrize(("name", "capability"), CASES)
+def test_the_third_call_of_a_form_is_the_last_on_the_full_path(
+    caller: Caller, call: Call, full_paths: FullPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[operator_function.__module__], "FULL_RUNS", 3)
+    first = caller.outcome(call)
+    for number in (2, 3, 3, 3):
+        assert caller.outcome(call) == first
+        assert full_paths.count == number
 
 
 @pytest.mark.parametrize(("name", "capability"), CASES)

@@ -17,7 +17,7 @@ from cubin_runtime.attention.tracing import Recorder
 from cubin_runtime.errors import UsageError, WorkspaceError
 from cubin_runtime.testing import StandIn
 
-MOST = 32
+MOST = 16
 
 
 @pytest.fixture

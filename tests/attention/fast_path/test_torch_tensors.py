@@ -116,6 +116,16 @@ CALLS: dict[str, Callable[[Runtime], Callable[[], Any]]] = {
 }
 
 
+def test_one_tensor_may_be_two_arguments(runtime: Runtime, full_paths: FullPaths) -> None:
+    own = given()
+    own["v_cache"] = own["k_cache"]
+    for _ in range(3):
+        paged_decode(**own, max_seq_len=256, runtime=runtime)
+    assert full_paths.count == 1
+    paged_decode(**own | {"v_cache": torch.zeros_like(own["k_cache"])}, max_seq_len=256, runtime=runtime)
+    assert full_paths.count == 2
+
+
 def _call(function: Callable[..., Any], **arguments: Any) -> Callable[[], Any]:
     return lambda: function(**arguments)
 

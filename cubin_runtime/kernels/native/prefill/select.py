@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import KW_ONLY
+from functools import lru_cache
 
 from ....artifacts.tables.native_kernels import MEASURED, NativeKernel
 from ....errors import UsageError
 from ....launch.driver import DeviceFacts
-from ....values import dataclass
+from ....values import HashedOnce, dataclass
 from ...explanation import Facts
 from ..constants import CONSTANTS
 from ..selection import Candidate, Selection
@@ -89,11 +90,9 @@ def select_context_attention(
     Raises:
         UsageError: no kernel fits; the message says what those of the release are for.
     """
-    candidates = tuple(
-        Candidate(kernel=kernel, unfit=_unfit(kernel, shape, device))
-        for kernel in kernels
-        if kernel.operation == OPERATION
-    )
+    table = kernels if isinstance(kernels, HashedOnce) else HashedOnce(kernels)
+    number = device.capability[0] * 10 + device.capability[1]
+    candidates = _candidates(table, number, shape.dtype, shape.head_dim, shape.soft_cap, shape.segments)
     fitting = [candidate.kernel for candidate in candidates if not candidate.unfit]
     if not fitting:
         raise UsageError(
@@ -118,12 +117,18 @@ def select_context_attention(
     )
 
 
-def _unfit(kernel: NativeKernel, shape: ContextShape, device: DeviceFacts) -> str:
-    if not kernel.architecture.runs_on(device.capability[0] * 10 + device.capability[1]):
-        return f"built for {kernel.architecture}"
-    for name, wanted in (("dtype", shape.dtype), ("head_dim", shape.head_dim), ("soft_cap", shape.soft_cap)):
-        if kernel.traits[name] != wanted:
-            return f"{name} is {kernel.traits[name]}"
-    if kernel.traits["segments"] != shape.segments:
-        return "it has no segments" if shape.segments else "segments, which only batch_invariant needs"
-    return ""
+@lru_cache(maxsize=256)  # calls of any size have the same
+def _candidates(
+    kernels: HashedOnce[NativeKernel], number: int, dtype: str, head_dim: int, soft_cap: bool, segments: bool
+) -> tuple[Candidate, ...]:
+    def unfit(kernel: NativeKernel) -> str:
+        if not kernel.architecture.runs_on(number):
+            return f"built for {kernel.architecture}"
+        for name, wanted in (("dtype", dtype), ("head_dim", head_dim), ("soft_cap", soft_cap)):
+            if kernel.traits[name] != wanted:
+                return f"{name} is {kernel.traits[name]}"
+        if kernel.traits["segments"] != segments:
+            return "it has no segments" if segments else "segments, which only batch_invariant needs"
+        return ""
+
+    return tuple(Candidate(kernel=k, unfit=unfit(k)) for k in kernels if k.operation == OPERATION)
