@@ -20,6 +20,7 @@ from cubin_runtime import Config
 from cubin_runtime.attention import ClampedInputError, Runtime, RuntimeStats, paged_decode, plan_paged_decode
 from cubin_runtime.attention.recorded import comparison
 from cubin_runtime.attention.recorded.recorder import DEFAULT_BYTES, DEFAULT_CALLS
+from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA
 from cubin_runtime.launch.history import KEPT
 from cubin_runtime.testing import GraphDriver, StandIn
 
@@ -96,7 +97,7 @@ def program(stubs: tuple[Path, Path], standin: StandIn, tmp_path: Path) -> Itera
     tree, pins = stubs
     config = Config(store=tmp_path / "store", sources=(str(tree),), pin_files=(pins,), offline=True)
     runtime = Runtime(config, driver=GraphDriver(standin.path), release=RELEASE_NAME)
-    standin.accept_kernels(512)
+    standin.accept_kernels(PAGED_DECODE_TMA.size)
     runtime.driver.set_current(runtime.driver.primary_context(0))
     yield Program(runtime)
     runtime.driver.set_current(None)

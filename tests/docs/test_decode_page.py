@@ -12,6 +12,7 @@ from stub_release import RELEASE_NAME, build_stub_release
 
 from cubin_runtime import Config
 from cubin_runtime.attention import Runtime
+from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA
 from cubin_runtime.testing import GraphDriver, StandIn
 
 
@@ -20,7 +21,7 @@ def runtime(standin: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     tree, pins = build_stub_release(tmp_path / "stubs")
     config = Config(store=tmp_path / "store", sources=(str(tree),), pin_files=(pins,), offline=True)
     made = Runtime(config, driver=GraphDriver(standin.path), release=RELEASE_NAME)
-    standin.accept_kernels(512)
+    standin.accept_kernels(PAGED_DECODE_TMA.size)
     made.driver.set_current(made.driver.primary_context(0))
     monkeypatch.setattr("cubin_runtime.attention.process.default.runtime", made)
     yield made

@@ -90,6 +90,7 @@ class RehearsedLaunches:
         **_: Any,
     ) -> None:
         self.launches, self.driver, self.names = list(zip(plans, kernels, strict=True)), driver, names
+        self.runs = 0
 
     def sending(self, expressions: Expressions) -> Sending:
         """As ``PreparedLaunches.sending``."""
@@ -97,6 +98,7 @@ class RehearsedLaunches:
         return Sending([f"rehearsed({given})"], {"rehearsed": self.run})
 
     def run(self, stream: int, *values: Any) -> None:
+        self.runs += 1
         named = dict(zip(self.names, values, strict=True))
         for plan, kernel in self.launches:
             given = {**plan.values}

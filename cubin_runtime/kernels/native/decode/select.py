@@ -178,11 +178,13 @@ def _tilings(
     costs: Costs,
     form: tuple[object, ...],
 ) -> tuple[tuple[NativeKernel, Tiling], ...]:
-    """The kernels that fit, and how each tiles requests of ``form``: what batches of any size have in common."""
+    """The kernels that fit, those that start soonest first, and how each tiles requests of ``form``: what batches of any
+    size have in common."""
     shape = DecodeShape.of_form(form)
     kernels = [c.kernel for c in candidates if not c.unfit]
     taken = [kernel for kernel in kernels if not _other_arithmetic(kernel, part)]
-    return tuple((kernel, tiling_of(kernel, shape, part, device, costs)) for kernel in taken)
+    tilings = [(kernel, tiling_of(kernel, shape, part, device, costs)) for kernel in taken]
+    return tuple(sorted(tilings, key=lambda each: each[1].least_start_us))  # the others are ruled out by them
 
 
 def _other_arithmetic(kernel: NativeKernel, part: Part) -> str:
