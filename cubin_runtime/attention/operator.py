@@ -58,12 +58,14 @@ class TensorArg:
 class CallTensors:
     """The canonical views of one call's tensors, by name and in the order of the declaration; immutable."""
 
-    __slots__ = ("_by_name", "_there", "declared")
+    __slots__ = ("_by_name", "_there", "declared", "specs")
 
     def __init__(self, declared: Sequence[TensorArg], views: Sequence[TensorView | None]) -> None:
         self.declared = tuple(declared)
         self._by_name: dict[str, TensorView | None] = dict(zip(map(_NAME, declared), views, strict=True))
         self._there = [(arg, view) for arg, view in zip(declared, views, strict=True) if view is not None]
+        # The forms: calls of equal forms can share a plan.
+        self.specs: tuple[TensorSpec | None, ...] = tuple([view.spec if view else None for view in views])
 
     def __getitem__(self, name: str) -> TensorView:
         view = self._by_name[name]
@@ -74,11 +76,6 @@ class CallTensors:
     def get(self, name: str) -> TensorView | None:
         """The tensor, None if it is left out."""
         return self._by_name[name]
-
-    @property
-    def specs(self) -> tuple[TensorSpec | None, ...]:
-        """The forms: calls of equal forms can share a plan."""
-        return tuple([view.spec if view else None for view in self._by_name.values()])
 
     @property
     def addresses(self) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ import struct
 import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DeviceError, UsageError
@@ -67,7 +68,8 @@ class OperatorPlan:
         self.options = options
         self.specs = tensors.specs
         self.launches = tuple(launches)
-        self.regions = tuple(dict.fromkeys([region for launch in self.launches for region in launch.regions]))
+        regions = [launch.regions for launch in self.launches]
+        self.regions = regions[0] if len(regions) == 1 else tuple(dict.fromkeys(chain(*regions)))
         self._runtime = runtime
         self.device = tensors[operator.tensors[0].name].device
         self.of_torch = of_torch

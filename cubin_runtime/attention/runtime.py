@@ -6,6 +6,7 @@ import os
 import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
 from .. import _version
@@ -48,15 +49,15 @@ class NativeRelease:
     kernels: tuple[NativeKernel, ...]
     layouts: dict[str, StructLayout]
     digests: Mapping[ArtifactPath, str]
-
-    def path_of(self, kernel: NativeKernel) -> ArtifactPath:
-        """The artifact path of a kernel's cubin."""
-        return self.pin.path.child(kernel.file)
+    _files: dict[str, KernelFile] = field(default_factory=dict, compare=False, repr=False)
 
     def file_of(self, kernel: NativeKernel) -> KernelFile:
         """Where a kernel's cubin is, its pinned digest, and the struct that it takes."""
-        path = self.path_of(kernel)
-        return KernelFile(path, self.digests[path], self.layouts[kernel.struct])
+        known = self._files.get(kernel.file)
+        if known is None:
+            path = self.pin.path.child(kernel.file)
+            known = self._files[kernel.file] = KernelFile(path, self.digests[path], self.layouts[kernel.struct])
+        return known
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,10 +243,9 @@ class Runtime:
 
     def request(self, kernel: NativeKernel, context: int) -> KernelRequest:
         """What ``load`` loads, as a value for ``ModuleCache.preload``."""
-        own = self.native_release()
-        path = own.path_of(kernel)
+        file = self.native_release().file_of(kernel)
         needs = LaunchNeeds(
-            layout=own.layouts[kernel.struct],
+            layout=file.layout,
             threads=kernel.threads,
             fingerprint=kernel.struct_fingerprint,
             dynamic_shared_bytes=kernel.dynamic_shared_bytes,
@@ -253,9 +253,9 @@ class Runtime:
         )
         return KernelRequest(
             context=context,
-            sha256=self.digest_of(path),
+            sha256=file.sha256,
             symbol=kernel.symbol,
-            read=lambda: self.library.load(path, fetch=self.may_fetch).data,
+            read=lambda: self.library.load(file.path, fetch=self.may_fetch).data,
             needs=needs,
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from ..values import dataclass
 from . import driver_api as api
@@ -15,6 +15,7 @@ from .driver_memory import DriverMemory
 from .driver_streams import DriverStreams
 
 __all__ = ["DeviceFacts", "Driver", "DriverCallError", "DriverLibraryError"]
+_ALREADY_CURRENT = nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +116,12 @@ class Driver(DriverMemory, DriverStreams, DriverFunctions):
         with self.using(context):
             return self.out_int("cuCtxGetDevice")
 
-    @contextmanager
-    def using(self, context: int) -> Iterator[None]:
+    def using(self, context: int) -> AbstractContextManager[None]:
         """Run a block with ``context`` current on this thread, then restore what was."""
-        if self.current_context() == context:
-            yield
-            return
+        return _ALREADY_CURRENT if self.current_context() == context else self._pushed(context)
+
+    @contextmanager
+    def _pushed(self, context: int) -> Iterator[None]:
         self.call("cuCtxPushCurrent", context)
         try:
             yield

@@ -8,8 +8,9 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from ..errors import AbiError, UsageError
+from ..errors import UsageError
 from . import driver_api as api
+from .abi import check_fits
 from .accelerator import Senders, accelerator
 from .driver import Driver
 from .modules import LoadedKernel
@@ -78,7 +79,10 @@ class PreparedLaunches:
             AbiError: a plan asks for more than its kernel was gated for.
             UsageError: an input names no value, or a field that takes none.
         """
-        self._launches = tuple(_gated(plan, kernel, names) for plan, kernel in zip(plans, kernels, strict=True))
+        launches = list(zip(plans, kernels, strict=True))
+        for plan, kernel in launches:
+            check_fits(plan, kernel)
+        self._launches = tuple([PreparedLaunch(plan, kernel, names) for plan, kernel in launches])
         self._device, self._context = kernels[0].device, kernels[0].context
         self._driver = driver
         self.names = tuple(names)
@@ -291,27 +295,3 @@ def _filled(layout: StructLayout, values: dict[str, object]) -> tuple[memoryview
     view = memoryview(memory).cast("B")[offset : offset + layout.size]
     view[:] = layout.pack(values)
     return view, ctypes.addressof(memory) + offset, memory
-
-
-def _gated(plan: LaunchPlan, kernel: LoadedKernel, names: Sequence[str]) -> PreparedLaunch:
-    _check_fits(plan, kernel)
-    return PreparedLaunch(plan, kernel, names)
-
-
-def _check_fits(plan: LaunchPlan, kernel: LoadedKernel) -> None:
-    wanted, given = (plan.symbol, plan.sha256, plan.layout), (kernel.symbol, kernel.sha256, kernel.layout)
-    if wanted != given:
-        raise AbiError(f"plan for {_identity(*wanted)}; the kernel given is {_identity(*given)}")
-    if plan.threads > kernel.max_threads:
-        raise AbiError(f"plan of {plan.threads} threads per block; {kernel.symbol!r} takes {kernel.max_threads}")
-    if plan.shared_bytes > kernel.shared_bytes:
-        raise AbiError(
-            f"plan of {plan.shared_bytes} bytes of dynamic shared memory; "
-            f"{kernel.symbol!r} was loaded for {kernel.shared_bytes}"
-        )
-    if plan.attributes.nonportable_cluster and not kernel.nonportable_cluster:
-        raise AbiError(f"plan with a non-portable cluster; {kernel.symbol!r} was loaded for portable ones")
-
-
-def _identity(symbol: str, sha256: str, layout: StructLayout) -> str:
-    return f"{symbol!r} (sha256 {sha256[:12]}, struct {layout.name} {layout.fingerprint[:16]})"

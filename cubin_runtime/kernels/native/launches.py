@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from types import MappingProxyType
 from typing import Generic, TypeVar
 
 from ...artifacts.path import ArtifactPath
@@ -95,9 +97,7 @@ def native_plan(
     Raises:
         UsageError: a field is missing or unknown.
     """
-    taken = [*file.layout.pointers, *[name for name in numbers if name in file.layout.names]]
-    scratch = zip(WORKSPACE_FIELDS, [region.name for region in regions], strict=False)
-    inputs = {**dict(zip(taken, taken, strict=True)), **caches, **dict(scratch)}
+    inputs = _inputs(file.layout, tuple(numbers), tuple(caches.items()), tuple([region.name for region in regions]))
     return LaunchPlan(
         kernel=kernel.name,
         symbol=kernel.symbol,
@@ -112,3 +112,13 @@ def native_plan(
         why=why,
         inputs=inputs,
     )
+
+
+@lru_cache(maxsize=256)  # launches of a kernel have them in common
+def _inputs(
+    layout: StructLayout, numbers: tuple[str, ...], caches: tuple[tuple[str, str], ...], regions: tuple[str, ...]
+) -> Mapping[str, str]:
+    """The value of a run that each field takes."""
+    taken = [*layout.pointers, *[name for name in numbers if name in layout.names]]
+    scratch = zip(WORKSPACE_FIELDS, regions, strict=False)
+    return MappingProxyType({**dict(zip(taken, taken, strict=True)), **dict(caches), **dict(scratch)})

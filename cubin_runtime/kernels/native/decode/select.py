@@ -146,6 +146,8 @@ def _select(
 ) -> DecodeSelection:
     every, limit = list[Fit](), math.inf
     for kernel, tiling in _tilings(candidates, part, device, costs, shape.form):
+        if tiling.least_start_us > limit:  # and no other starts sooner
+            break
         extent = extent_of(tiling, shape, part)
         if least_us(tiling, extent, shape) <= limit:
             fit = _best(_fits(kernel, tiling, extent, shape, device, costs), costs)
@@ -178,13 +180,13 @@ def _tilings(
     costs: Costs,
     form: tuple[object, ...],
 ) -> tuple[tuple[NativeKernel, Tiling], ...]:
-    """The kernels that fit, those that start soonest first, and how each tiles requests of ``form``: what batches of any
-    size have in common."""
+    """The kernels that fit, the soonest to start first, and how each tiles requests of ``form``: what is the same for
+    batches of any size."""
     shape = DecodeShape.of_form(form)
     kernels = [c.kernel for c in candidates if not c.unfit]
     taken = [kernel for kernel in kernels if not _other_arithmetic(kernel, part)]
     tilings = [(kernel, tiling_of(kernel, shape, part, device, costs)) for kernel in taken]
-    return tuple(sorted(tilings, key=lambda each: each[1].least_start_us))  # the others are ruled out by them
+    return tuple(sorted(tilings, key=lambda each: each[1].least_start_us))
 
 
 def _other_arithmetic(kernel: NativeKernel, part: Part) -> str:
