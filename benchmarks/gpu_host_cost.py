@@ -169,24 +169,20 @@ def measure(*, peers: bool) -> Figures:
             partial(function, nested, latent, buffer, 512, 512, 64, pages, lens, 256, bmm1_scale=0.1, out=nested_out),
             mla_floor,
         )
-    sizes = []
-    for batch_size in range(3, 40):
-        tensors = (
-            torch.randn(batch_size, 32, 128, **on),
-            k,
-            v,
-            pages[:1].repeat(batch_size, 1),
-            lens[:1].repeat(batch_size),
-        )
-        made = torch.empty_like(tensors[0])
-        begin = time.perf_counter()
-        plan_paged_decode(*tensors, made, max_seq_len=256)
-        middle = time.perf_counter()
-        paged_decode(*tensors, max_seq_len=256, out=made)
-        sizes.append(((middle - begin) * 1e6, (time.perf_counter() - middle) * 1e6))
-    for row, found in zip(
-        ("a new batch size: plan", "a new batch size: plan and first call"), zip(*sizes, strict=True), strict=True
-    ):
+    batches = []
+    for size in range(3, 40):
+        of_batch = (torch.randn(size, 32, 128, **on), k, v, pages[:1].repeat(size, 1), lens[:1].repeat(size))
+        batches.append((*of_batch, torch.empty_like(of_batch[0])))
+    new_batch: dict[str, Callable[..., Any]] = {
+        "a new batch size: plan": lambda *tensors, out: plan_paged_decode(*tensors, out, max_seq_len=256),
+        "a new batch size: plan and first call": lambda *tensors, out: paged_decode(*tensors, max_seq_len=256, out=out),
+    }
+    for row, call in new_batch.items():
+        found = []
+        for *tensors, made in batches:
+            begin = time.perf_counter()
+            call(*tensors, out=made)
+            found.append((time.perf_counter() - begin) * 1e6)
         table.rows[row] = {"least": min(found), "median": statistics.median(found), "floor": floor}
     if peers:
         _peers(table, (q, k, v, pages, lens, out), (lq, latent, lout), floor, mla_floor)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 from collections import deque
-from typing import Any, Protocol
+from collections.abc import Hashable
+from typing import Any, NamedTuple, Protocol
 
 from ..errors import UsageError
 from .driver_core import DriverCore
@@ -20,12 +21,22 @@ class Life(Protocol):
         ...
 
 
+class _Waiting(NamedTuple):
+    """Memory to be freed, and whose work may still use it."""
+
+    context: int
+    address: int
+    nbytes: int
+    user: Hashable
+    life: Life | None
+
+
 class DriverMemory(DriverCore):
     """Memory calls; all need a current context and raise ``DriverCallError``."""
 
     def __init__(self, library_path: str | os.PathLike[str] | None = None) -> None:
         super().__init__(library_path)
-        self._waiting: deque[tuple[int, int, Life | None]] = deque()
+        self._waiting: deque[_Waiting] = deque()
 
     def memory_info(self) -> tuple[int, int]:
         """Free and total bytes of the current context's device."""
@@ -43,26 +54,44 @@ class DriverMemory(DriverCore):
         """Give memory from ``allocate`` back; waits for work that uses it."""
         self.call("cuMemFree", address)
 
-    def free_later(self, context: int, address: int, life: Life | None = None) -> None:
+    def free_later(
+        self, context: int, address: int, nbytes: int = 0, user: Hashable = None, life: Life | None = None
+    ) -> None:
         """Note memory for ``free_waiting``: freeing at any moment could break a capture that is under way.
 
+        ``user`` tells the stream all of whose work on the ``nbytes`` is in order; None: no other use may follow.
         ``life``: it is not freed before that has ended.
         """
-        self._waiting.append((context, address, life))
+        self._waiting.append(_Waiting(context, address, nbytes, user, life))
+
+    def waiting_for(self, context: int, nbytes: int, user: Hashable) -> tuple[int, int] | None:
+        """Take memory that waits to be freed and had the same user: its address and bytes.
+
+        It has at least ``nbytes``, and at most twice as many.
+        """
+        for found in tuple(self._waiting):
+            fits = found.context == context and nbytes <= found.nbytes <= 2 * nbytes
+            if fits and found.life is None and found.user == user is not None:
+                try:
+                    self._waiting.remove(found)
+                except ValueError:  # another thread took it
+                    continue
+                return found.address, found.nbytes
+        return None
 
     def free_waiting(self) -> None:
         """Free what ``free_later`` noted; no stream may be capturing."""
         for _ in range(len(self._waiting)):
             try:
-                context, address, life = self._waiting.popleft()
+                found = self._waiting.popleft()
             except IndexError:  # another thread frees the rest
                 return
-            if life is not None and not life.ended:
-                self._waiting.append((context, address, life))
+            if found.life is not None and not found.life.ended:
+                self._waiting.append(found)
                 continue
-            self.call("cuCtxPushCurrent", context)
+            self.call("cuCtxPushCurrent", found.context)
             try:
-                self.free(address)
+                self.free(found.address)
             finally:
                 self.out_pointer("cuCtxPopCurrent")
 

@@ -26,12 +26,13 @@ _Owner = tuple[int | None, int, int]
 class _Buffer:
     """One allocation, who has it and, for a captured graph, that graph's life."""
 
-    __slots__ = ("address", "life", "of_legacy", "owned", "owner", "place")
+    __slots__ = ("address", "capacity", "life", "of_legacy", "owned", "owner", "place")
 
-    def __init__(self, address: int, nbytes: int, owned: bool) -> None:
+    def __init__(self, address: int, nbytes: int, capacity: int) -> None:
         self.address = address
+        self.capacity = capacity
         self.place: Place = (address, nbytes)
-        self.owned = owned
+        self.owned = capacity > 0
         self.owner: _Owner | None = None
         self.of_legacy = False  # the legacy default stream has it, which never captures and whose handle stays its own
         self.life: GraphLife | None = None
@@ -58,22 +59,24 @@ class Workspace:
     reserve a capture takes the buffer for eager launches, and the next eager launch gets a new one.
 
     Kernels leave the counters in it at zero, so it is cleared once; after a fault call ``reset``. Memory of a workspace
-    that nothing refers to any more is freed when other memory is made. Safe between threads.
+    that nothing refers to any more becomes that of another for the same stream, or is freed when other memory is made.
+    Safe between threads.
     """
 
-    def __init__(self, driver: Driver, context: int, address: int, nbytes: int, *, owned: bool = False) -> None:
-        """Wrap ``nbytes`` of zeroed device memory at ``address``; ``owned`` memory is freed by ``close``.
+    def __init__(self, driver: Driver, context: int, address: int, nbytes: int, *, capacity: int = 0) -> None:
+        """Wrap ``nbytes`` of zeroed device memory at ``address``.
 
-        Memory that is not owned is all that there is: it serves either one stream or one graph.
+        ``capacity``: the bytes allocated there, which ``close`` frees; 0: they are the caller's. Memory of the caller's
+        is all that there is: it serves either one stream or one graph.
         """
         if nbytes < 0 or address % 16:
             raise WorkspaceError(f"workspace at {address:#x} of {nbytes} bytes: expected a multiple of 16")
         self.context = context
         self.nbytes = nbytes
         self._driver = driver
-        self._owned = owned
+        self._owned = capacity > 0
         self._lock = threading.Lock()
-        self._eager: _Buffer | None = _Buffer(address, nbytes, owned)
+        self._eager: _Buffer | None = _Buffer(address, nbytes, capacity)
         self._buffers = [self._eager]
         weakref.finalize(self, _give_back, driver, context, self._buffers).atexit = False
 
@@ -88,7 +91,8 @@ class Workspace:
             DriverError: the device does not have that much memory.
         """
         handle = stream_handle(stream)
-        workspace = cls(driver, context, _new_memory(driver, context, nbytes, handle), nbytes, owned=True)
+        address, capacity = _new_memory(driver, context, nbytes, handle)
+        workspace = cls(driver, context, address, nbytes, capacity=capacity)
         workspace.reserve(graphs, handle)
         return workspace
 
@@ -222,7 +226,8 @@ class Workspace:
             raise WorkspaceError(
                 f"workspace at {self.address:#x}: the workspace uses the caller's buffer and cannot allocate another"
             )
-        buffer = _Buffer(_new_memory(self._driver, self.context, self.nbytes, stream), self.nbytes, owned=True)
+        address, capacity = _new_memory(self._driver, self.context, self.nbytes, stream)
+        buffer = _Buffer(address, self.nbytes, capacity)
         self._buffers.append(buffer)
         return buffer
 
@@ -246,7 +251,8 @@ def _check_device(driver: Driver, context: int, stream: int) -> None:
         raise WorkspaceError(f"stream {stream:#x} is of device {its}, the workspace is on device {mine}")
 
 
-def _new_memory(driver: Driver, context: int, nbytes: int, stream: int) -> int:
+def _new_memory(driver: Driver, context: int, nbytes: int, stream: int) -> tuple[int, int]:
+    """The address of zeroed memory, and how many bytes it has."""
     with driver.using(context):
         if driver.is_capturing(stream):
             raise WorkspaceError(
@@ -254,18 +260,28 @@ def _new_memory(driver: Driver, context: int, nbytes: int, stream: int) -> int:
                 "make it before, with prepare(stream)"
             )
         _check_device(driver, context, stream)
-        driver.free_waiting()
-        address = driver.allocate(max(1, nbytes))
+        # What the stream had before is used again in its order; freeing would wait for all work of the device.
+        found = driver.waiting_for(context, max(1, nbytes), (*driver.stream_identity(stream), stream))
+        if found is None:
+            driver.free_waiting()
+            found = driver.allocate(_capacity(nbytes)), _capacity(nbytes)
+        address, _ = found
         try:
             if nbytes:
                 driver.fill(address, 0, nbytes, stream)
         except Exception:
             driver.free(address)
             raise
-    return address
+    return found
 
 
 def _give_back(driver: Driver, context: int, buffers: list[_Buffer]) -> None:
     for buffer in buffers:
         if buffer.owned:
-            driver.free_later(context, buffer.address, buffer.life)
+            driver.free_later(context, buffer.address, buffer.capacity, buffer.owner, buffer.life)
+
+
+def _capacity(nbytes: int) -> int:
+    """The bytes that are allocated for so many: few different numbers, so that others can use them."""
+    step = 1 << max(8, nbytes.bit_length() - 3)
+    return max(1, -(-nbytes // step)) * step
