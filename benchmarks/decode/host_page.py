@@ -28,7 +28,7 @@ def _calls(report: Report) -> list[str]:
         for name, row in calls.items()
     ]
     planning = ". ".join(
-        f"{name.removeprefix(_PLANNING).strip(' :,').capitalize()}: {row['least']:.0f} us"
+        f"{name.removeprefix(_PLANNING).strip(' :,').capitalize()}: {row['least']:.0f} us, median {row['median']:.0f} us"
         for name, row in rows.items()
         if name not in calls
     )

@@ -1,4 +1,4 @@
-"""The pages that hold figures of the decodes, each from the JSON in the folder of results."""
+"""The pages that hold figures, each from the JSON in the folder of results."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from . import host_page, mla_page, page, serving_page
+from . import host_page, mla_page, operator_pages, page, serving_page
 from .profile_table import profiled
 from .tables import Report, report_of
 
@@ -32,6 +32,8 @@ PAGES: Mapping[str, Callable[[Path], str]] = MappingProxyType(
         "results/mla": _profiled_too("mla", mla_page.figures),
         "results/h100": _h100,
         "results/host": host_page.figures,
+        "append": lambda results: operator_pages.copying(report_of(results / "append.json")),
+        "batch_invariance": lambda results: operator_pages.invariance(report_of(results / "invariant.json")),
         "results/serving": lambda results: serving_page.figures(report_of(results / "serving.json")),
     }
 )

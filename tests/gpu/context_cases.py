@@ -46,6 +46,7 @@ class ContextCase:
     with_lse: bool = True
     lse_base: str = "2"
     lse_sink: bool = True
+    batch_invariant: bool = False
     pdl: bool = False
     amplitude: float = 1.0
     spare: int = 0  # by how much bounds and tensors exceed what is used
@@ -154,6 +155,7 @@ def random_context_case(rng: np.random.Generator, **fixed: Any) -> ContextCase:
         "with_lse": _flag(rng),
         "lse_base": _one(rng, ("2", "e")),
         "lse_sink": _flag(rng),
+        "batch_invariant": _flag(rng),
         "pdl": _flag(rng),
         "amplitude": _one(rng, (1.0, 1.0, 6.0)),
         "spare": _one(rng, (0, 0, 1, 200)),

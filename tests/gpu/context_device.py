@@ -52,6 +52,7 @@ class ContextDeviceCase(DeviceCase):
             kv_layout=self._layout,
             lse_base=case.lse_base,
             lse_sink=case.lse_sink,
+            batch_invariant=case.batch_invariant,
             enable_pdl=case.pdl,
             runtime=runtime,
         )

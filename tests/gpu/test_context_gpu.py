@@ -31,6 +31,8 @@ CUTS = ((0, 700), (0, 1, 2, 130, 641, 700), (0, 37, 64, 512, 699, 700))
         {"window_left": 100},
         {"causal": False, "window_left": 100, "window_right": 30},
         {"logit_soft_cap": 20.0},
+        {"batch_invariant": True},
+        {"batch_invariant": True, "logit_soft_cap": 20.0, "window_left": 100},
     ],
 )
 def test_stated_cases_match_float64(
