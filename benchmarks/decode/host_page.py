@@ -27,10 +27,9 @@ def _calls(report: Report) -> list[str]:
         (name.removeprefix("compat "), f"{row['least']:.1f} us", f"{row['floor']:.1f} us", f"{row['ratio']:.2f}")
         for name, row in calls.items()
     ]
+    new = {name.removeprefix(_PLANNING).strip(" :,"): row for name, row in rows.items() if name not in calls}
     planning = ". ".join(
-        f"{name.removeprefix(_PLANNING).strip(' :,').capitalize()}: {row['least']:.0f} us, median {row['median']:.0f} us"
-        for name, row in rows.items()
-        if name not in calls
+        f"{name.capitalize()}: {row['least']:.0f} us, median {row['median']:.0f} us" for name, row in new.items()
     )
     return [
         "## Host time per call",
