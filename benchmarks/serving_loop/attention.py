@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from cubin_runtime.attention import append_kv, context_attention, paged_decode
+from cubin_runtime.attention import SemaphoreWorkspace, append_kv, context_attention, paged_decode
 
 from .model import HEAD_DIM, HEADS, KV_HEADS
 
@@ -61,19 +61,24 @@ class Attention(Protocol):
 
 
 class Ours:
-    """Append, paged decode and context attention of this package, which read lengths and pages on the device."""
+    """Append, paged decode and context attention of this package, which read lengths and pages on the device.
+
+    All calls share one workspace, since they are on one stream.
+    """
 
     def __init__(self, *, batch_invariant: bool) -> None:
         self.name = "ours, batch invariant" if batch_invariant else "ours"
-        self.batch_invariant = batch_invariant
         self.rows: Rows
+        buffers = (torch.zeros(n << 20, dtype=torch.uint8, device="cuda") for n in (1, 128))
+        self.workspace = SemaphoreWorkspace.of(*buffers)
+        self.options: Any = {"workspace": self.workspace, "batch_invariant": batch_invariant}
 
     def plan(self, rows: HostRows) -> None:
         pass
 
     def append(self, k: torch.Tensor, v: torch.Tensor, caches: Caches) -> None:
         rows = self.rows
-        append_kv(k, v, *caches, rows.table, rows.lens, cum_seq_lens=rows.offsets)
+        append_kv(k, v, *caches, rows.table, rows.lens, cum_seq_lens=rows.offsets, workspace=self.workspace)
 
     def attend(self, q: torch.Tensor, caches: Caches) -> torch.Tensor:
         rows, n, out = self.rows, self.rows.decodes, torch.empty_like(q)
@@ -81,7 +86,7 @@ class Ours:
             return self.verify(q, caches, rows.mask)
         if n:
             tensors = (q[:n], *caches, rows.table[:n], rows.lens[:n])
-            paged_decode(*tensors, max_seq_len=rows.longest, out=out[:n], batch_invariant=self.batch_invariant)
+            paged_decode(*tensors, max_seq_len=rows.longest, out=out[:n], **self.options)
         if n < len(q):
             context_attention(
                 q[n:],
@@ -92,7 +97,7 @@ class Ours:
                 out=out[n:],
                 max_seq_len=rows.longest,
                 max_q_len=rows.most_tokens,
-                batch_invariant=self.batch_invariant,
+                **self.options,
             )
         return out
 
@@ -101,7 +106,7 @@ class Ours:
         rows = self.rows
         nodes = q.view(rows.decodes, -1, HEADS, HEAD_DIM)
         tensors = (nodes, *caches, rows.table, rows.lens)
-        out = paged_decode(*tensors, max_seq_len=rows.longest, mask=mask, batch_invariant=self.batch_invariant)
+        out = paged_decode(*tensors, max_seq_len=rows.longest, mask=mask, **self.options)
         return out.view_as(q)
 
 

@@ -4,6 +4,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ..launch.semaphore_workspace import SemaphoreWorkspace
+    from ..launch.workspace import Workspace
     from ..protocols import Stream
     from ..tensor import Tensor, TensorView, view_of
     from .append import AppendKvPlan, append_kv, plan_append_kv
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 
 # Modules, each loaded when one of its names is first asked for -> their names.
 _MODULES = {
+    "..launch.semaphore_workspace": ("SemaphoreWorkspace",),
+    "..launch.workspace": ("Workspace",),
     "..protocols": ("Stream",),
     "..tensor": ("Tensor", "TensorView", "view_of"),
     ".append": ("AppendKvPlan", "append_kv", "plan_append_kv"),
@@ -42,9 +46,11 @@ __all__ = [
     "PagedDecodePlan",
     "Runtime",
     "RuntimeStats",
+    "SemaphoreWorkspace",
     "Stream",
     "Tensor",
     "TensorView",
+    "Workspace",
     "append_kv",
     "context_attention",
     "default_runtime",

@@ -6,7 +6,6 @@ import struct
 import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DeviceError, UsageError
@@ -69,7 +68,7 @@ class OperatorPlan:
         self.specs = tensors.specs
         self.launches = tuple(launches)
         regions = [launch.regions for launch in self.launches]
-        self.regions = regions[0] if len(regions) == 1 else tuple(dict.fromkeys(chain(*regions)))
+        self.regions = regions[0] if len(regions) == 1 else tuple(dict.fromkeys(sum(regions, ())))
         self._runtime = runtime
         self.device = tensors[operator.tensors[0].name].device
         self.of_torch = of_torch

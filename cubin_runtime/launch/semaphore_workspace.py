@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import field
+from math import prod
 from typing import TYPE_CHECKING
 
-from ..errors import WorkspaceError
+from ..dtypes import ITEM_BYTES
+from ..errors import UsageError, WorkspaceError
+from ..tensor import Tensor, view_of
 from ..values import dataclass
 from .regions import Region, place_regions
 from .workspace import Place
@@ -34,6 +37,22 @@ class SemaphoreWorkspace:
         for name, (address, nbytes) in (("semaphores", self.semaphores), ("scratch", self.scratch)):
             if nbytes < 0 or address % 16:
                 raise WorkspaceError(f"{name} at {address:#x} of {nbytes} bytes: expected a multiple of 16")
+
+    @classmethod
+    def of(cls, semaphores: Tensor, scratch: Tensor) -> SemaphoreWorkspace:
+        """Over two contiguous CUDA tensors of any shape and dtype, which it keeps alive.
+
+        Raises:
+            UsageError: one is no such tensor.
+            WorkspaceError: one does not begin at a multiple of 16 bytes.
+        """
+        parts = []
+        for name, tensor in (("semaphores", semaphores), ("scratch", scratch)):
+            view = view_of(tensor, name)
+            if not view.is_contiguous:
+                raise UsageError(f"{name}: strides {view.strides}, expected a contiguous tensor")
+            parts.append((view.pointer, prod(view.shape) * ITEM_BYTES[view.dtype]))
+        return cls(parts[0], parts[1], owner=(semaphores, scratch))
 
     def regions(self, needed: Sequence[Region], place: Hashable = None) -> dict[str, int]:
         """The device address of each region: those that begin as zeros in the semaphores, the others in the scratch.

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -13,6 +14,7 @@ from cubin_runtime.launch.regions import Region, workspace_size
 from cubin_runtime.launch.semaphore_workspace import SemaphoreWorkspace
 from cubin_runtime.launch.workspace import Workspace
 from cubin_runtime.launch.workspace_pool import WorkspacePool
+from cubin_runtime.tensor import TensorView
 from cubin_runtime.testing import StandIn
 
 PARTS = (Region("counters", 100, 16), Region("partials", 1000, 256))
@@ -404,6 +406,20 @@ def test_the_buffer_that_is_too_small_is_named_with_the_bytes_needed(semaphores:
 def test_a_buffer_that_no_region_fits_is_refused(scratch: tuple[int, int]) -> None:
     with pytest.raises(WorkspaceError, match=r"scratch at 0x2000.* expected a multiple of 16"):
         SemaphoreWorkspace((0x10000, 64), scratch)
+
+
+def test_callers_tensors_are_taken_with_all_their_bytes() -> None:
+    tensors = TensorView.contiguous(0x10000, "int32", (8, 8)), TensorView.contiguous(0x20000, "uint8", (100,))
+    assert SemaphoreWorkspace.of(*tensors) == SemaphoreWorkspace((0x10000, 256), (0x20000, 100))
+    assert SemaphoreWorkspace.of(*tensors).owner == tensors
+
+
+def test_tensors_with_gaps_are_refused() -> None:
+    whole = TensorView.contiguous(0x10000, "uint8", (64, 64))
+    with pytest.raises(UsageError, match=r"scratch: strides \(128, 1\), expected a contiguous tensor"):
+        SemaphoreWorkspace.of(whole, replace(whole, strides=(128, 1)))
+    with pytest.raises(WorkspaceError, match=r"semaphores at 0x10004 of .* expected a multiple of 16"):
+        SemaphoreWorkspace.of(replace(whole, pointer=0x10004), whole)
 
 
 def test_callers_buffers_serve_any_stream() -> None:
