@@ -37,7 +37,7 @@ test-install: .venv/.ready ## The ways to install, in clean environments and a r
 	@$(VENV) tools/try_install.py
 
 test: .venv/.ready ## The tests that need no GPU, no torch and no published release
-	@$(VENV) -m pytest -m "not torch and not release"
+	@$(VENV) -m pytest -n auto -m "not torch and not release"
 
 .PHONY: test-private
 test-private: .venv/.ready ## As root: the tests that become another user, from a copy that only root can read
