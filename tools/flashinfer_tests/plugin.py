@@ -42,7 +42,7 @@ OTHER_BACKENDS = ("cute-dsl", "trtllm-native")
 CONTEXT = ("trtllm_batch_context_with_kv_cache", "trtllm_ragged_attention_deepseek")
 DECODE = ("trtllm_batch_decode_with_kv_cache", "trtllm_batch_decode_with_kv_cache_mla")
 NO_MEMORY = "out of memory"
-KEPT_BYTES = 2 << 30  # what a process keeps allocated for its next test
+KEPT_BYTES = 4 << 30  # what a process keeps allocated for its next test
 FATAL = ("illegal memory access", "misaligned address", "unspecified launch failure", "device-side assert")
 
 
