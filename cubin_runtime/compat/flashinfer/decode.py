@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ...attention.backends import XQA
@@ -200,7 +201,19 @@ def _decode_native(given: Arguments, q_len: int, q_cu_seq_lens: Any, names: Mapp
         raise UsageError(f"query: {q.shape[0]} tokens for {batch} requests of {q_len}")
     caches = cache_pair(given.kv_cache, given.kv_layout)
     left, bound = integer("window_left", given.window_left), integer("max_seq_len", given.max_seq_len)
-    check_window_of_mask(given, f"window_left={left}", q, batch, q_len, q_cu_seq_lens, left=left, bound=bound)
+    page_size = caches[0].shape[1 if given.kv_layout == "NHD" else 2]
+    capacity = prod(view_of(given.block_tables, "block_tables").shape[-1:]) * page_size
+    check_window_of_mask(
+        given,
+        f"window_left={left}",
+        q,
+        batch,
+        q_len,
+        q_cu_seq_lens,
+        left=left,
+        bound=min(bound, capacity),
+        capacity=capacity,
+    )
     output = output_of(given, q.shape, q.dtype)
     # FlashInfer: kv_scale = bmm2 * o_scale, q_scale = bmm1 / kv_scale * sqrt(D), rcp_out_scale = 1 / o_scale. By the
     # algebra of xqa: scores x bmm1; output x bmm2 where it is e4m3, else x bmm2 * o_scale.
@@ -218,7 +231,7 @@ def _decode_native(given: Arguments, q_len: int, q_cu_seq_lens: Any, names: Mapp
         caches,
         lengths,
         output,
-        page_size=caches[0].shape[1 if given.kv_layout == "NHD" else 2],
+        page_size=page_size,
         output_scale=scale,
         kv_layout=given.kv_layout,
         q_cu_seq_lens=q_cu_seq_lens,

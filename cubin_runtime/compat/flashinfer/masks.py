@@ -14,7 +14,16 @@ from .arguments import Arguments
 
 
 def check_window_of_mask(
-    given: Arguments, window: str, q: TensorView, batch: int, q_len: int, q_cu_seq_lens: Any, *, left: int, bound: int
+    given: Arguments,
+    window: str,
+    q: TensorView,
+    batch: int,
+    q_len: int,
+    q_cu_seq_lens: Any,
+    *,
+    left: int,
+    bound: int,
+    capacity: int,
 ) -> None:
     """Raise ``UsageError`` unless native kernels count the window of every query token from where FlashInfer does.
 
@@ -27,8 +36,9 @@ def check_window_of_mask(
         q: the query, of ``batch`` requests with ``q_len`` tokens each, or as ``q_cu_seq_lens`` says.
         left: keys before its own that a query token sees; below 0: all.
         bound: on the KV lengths.
+        capacity: what the page table holds, which is the same in every call of this form.
     """
-    if given.mask is None or left < 0:
+    if given.mask is None or not 0 <= left < capacity - 1:
         return
     note_unrepeatable()  # another call of this form may have another mask, or a bound beyond the window
     if left >= bound - 1:

@@ -111,7 +111,9 @@ def xqa(
     batch, bound, left = lengths.shape[0], table.shape[1] * page_size, sliding_win_size - 1
     requests, results = (_by_request(view, name, q_seq_len, ragged) for view, name in ((query, "q"), (out, "output")))
     window = f"sliding_win_size={sliding_win_size}"
-    check_window_of_mask(given, window, requests, batch, q_seq_len, q_cu_seq_lens, left=left, bound=bound)
+    check_window_of_mask(
+        given, window, requests, batch, q_seq_len, q_cu_seq_lens, left=left, bound=bound, capacity=bound
+    )
     _launch(
         paged_decode,
         given,
