@@ -98,6 +98,13 @@ def test_a_mask_cannot_be_read_while_a_stream_captures(
     assert memory.reads == []
 
 
+def test_a_mask_that_no_framework_reads_is_refused(memory: MadeUpMemory) -> None:
+    mask = memory.tensor("uint32", 4, 3, 1)
+    given = xqa_batch_arguments(memory, 12, q_len_per_req=3, mask=mask, window_left=100)
+    with pytest.raises(UsageError, match=r"^mask: cannot be read with window_left=100, expected None"):
+        flashinfer.xqa_batch_decode_with_kv_cache(**given)
+
+
 @pytest.mark.parametrize(("rows", "fits"), [((1, 1, 3, 7, 1, 3), True), ((1, 1, 3, 7, 3, 3), False)])
 def test_ragged_drafts_count_by_request(
     standin: StandIn, memory: MadeUpMemory, rows: tuple[int, ...], fits: bool

@@ -51,8 +51,11 @@ def check_window_of_mask(
     with driver.using(driver.context_on(q.device)):
         if driver.is_capturing(memory.current_stream(given.query)):
             raise UsageError(f"mask: given with {window} while a stream captures, expected None, which is causal")
-    values = memory.to_host(given.mask)
-    starts = range(0, tokens + 1, q_len) if q_cu_seq_lens is None else memory.to_host(q_cu_seq_lens)
+    try:
+        values = memory.to_host(given.mask)
+        starts = range(0, tokens + 1, q_len) if q_cu_seq_lens is None else memory.to_host(q_cu_seq_lens)
+    except UsageError as error:
+        raise UsageError(f"mask: cannot be read with {window}, expected None, which is causal: {error}") from error
     for request, (begin, end) in enumerate(pairwise(starts)):
         for place in range(end - begin):
             bits = values[(begin + place) * words : (begin + place + 1) * words]
