@@ -38,7 +38,7 @@ class TensorMemory(Protocol):
         ...
 
     def to_host(self, tensor: Any) -> tuple[int, ...]:
-        """The integers of a one-dimensional tensor; waits for the device."""
+        """The integers of a tensor, the last dimension fastest; waits for the device."""
         ...
 
     def current_stream(self, like: Any) -> int:
@@ -97,7 +97,7 @@ class TorchMemory:
         """As ``TensorMemory``."""
         _check_torch(tensor, "host values")
         note_unrepeatable()
-        return tuple(int(value) for value in tensor.tolist())
+        return tuple(int(value) for value in tensor.flatten().tolist())
 
     def current_stream(self, like: Any) -> int:
         """As ``TensorMemory``; the legacy default stream for tensors that are not torch's."""

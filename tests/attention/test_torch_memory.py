@@ -38,6 +38,12 @@ def test_integers_come_back_to_the_host() -> None:
     assert TorchMemory().to_host(torch.tensor([0, 3, 7], dtype=torch.int32)) == (0, 3, 7)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32])
+def test_integers_of_several_dimensions_come_back_flat(dtype: torch.dtype) -> None:
+    mask = torch.tensor([[[1, 0], [3, 0]], [[1, 0], [65535, 2]]], dtype=dtype)
+    assert TorchMemory().to_host(mask) == (1, 0, 3, 0, 1, 0, 65535, 2)
+
+
 def test_a_tensor_is_scaled_where_it_lies() -> None:
     whole = torch.tensor([[1.0, 2.0], [-torch.inf, 4.0]])
     TorchMemory().scale_in_place(whole[:, 0], 0.5)

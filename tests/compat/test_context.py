@@ -102,6 +102,17 @@ def test_a_window_without_a_causal_mask(paged: Attend) -> None:
     assert (seen["window_left"], seen["window_right"]) == (100, NO_WINDOW)
 
 
+@pytest.mark.parametrize("factor", [0, 1e-30, 1000.0])
+def test_keys_of_little_weight_count_too(attend: Attend, factor: float) -> None:
+    assert attend(skip_softmax_threshold_scale_factor=factor)["window_left"] == NO_WINDOW
+
+
+@pytest.mark.parametrize("ones", [(), (1,), (1, 1, 1)])
+def test_dimensions_of_1_may_follow_the_lengths(paged: Attend, memory: MadeUpMemory, ones: tuple[int, ...]) -> None:
+    lengths = memory.tensor("int32", 3, *ones)
+    assert paged(seq_lens=lengths)["seq_lens"] == lengths.pointer
+
+
 def test_the_scales(attend: Attend) -> None:
     seen = attend(bmm1_scale=0.125, bmm2_scale=0.5)
     assert (seen["softmax_scale_log2"], seen["output_scale"]) == (pytest.approx(0.125 * LOG2_E), 0.5)
@@ -201,7 +212,10 @@ def test_the_scale_of_block_scaled_outputs_is_unused(ragged: Attend) -> None:
 BOTH: list[tuple[dict[str, Any], str]] = [
     ({"backend": "cake"}, "backend='cake': expected auto or one of hopper, trtllm-gen"),
     ({"batch_size": 7}, "batch_size=7: seq_lens has"),
-    ({"skip_softmax_threshold_scale_factor": 1.0}, "skip_softmax_threshold_scale_factor=1.0: .*'hopper'"),
+    (
+        {"skip_softmax_threshold_scale_factor": -1.0},
+        "skip_softmax_threshold_scale_factor=-1.0: expected None, 0 or more",
+    ),
     ({"use_fp16_softmax": True}, "use_fp16_softmax=True"),
     ({"uses_spcompress": True}, "uses_spcompress=True"),
     ({"max_q_len": 0}, "max_q_len=0: expected 1"),

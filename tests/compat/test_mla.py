@@ -167,8 +167,12 @@ def test_what_is_wrong_is_named(
 TRTLLM_ONLY: list[tuple[dict[str, Any], str]] = [
     ({"sparse_mla_top_k": 64}, "sparse_mla_top_k=64: .*by backend 'xqa'"),
     ({"sparse_mla_top_k_lens": tensor("int32", 4)}, "sparse_mla_top_k_lens=a TensorView"),
-    ({"skip_softmax_threshold_scale_factor": 1.0}, "skip_softmax_threshold_scale_factor=1.0"),
-    ({"uses_shared_paged_kv_idx": False}, "uses_shared_paged_kv_idx=False"),
+    ({"skip_softmax_threshold_scale_factor": -1.0}, "skip_softmax_threshold_scale_factor=-1.0"),
+    ({"uses_shared_paged_kv_idx": False}, r"block_tables: shape \(4, 256\), expected \[batch, 2, columns\]"),
+    (
+        {"uses_shared_paged_kv_idx": False, "block_tables": tensor("int32", 4, 3, COLUMNS)},
+        r"block_tables: shape \(4, 3, 256\), expected \[batch, 2, columns\]",
+    ),
     ({"enable_dcp": True}, "causal_seqlens_kv_global: None with enable_dcp"),
     ({"enable_dcp": True, "causal_seqlens_kv_global": tensor("int32", 4)}, "cp_world=1: expected 2 or more"),
     ({"enable_dcp": True, "causal_seqlens_kv_global": tensor("int32", 5), "cp_world": 2}, "causal_seqlens_kv_global: "),
@@ -196,6 +200,22 @@ def test_keys_divided_over_ranks_arrive(standin: StandIn, memory: MadeUpMemory) 
         seen = sent(standin)
         assert (seen["global_seq_lens"], seen["cp_begin"], seen["cp_interleave"]) == (lengths.pointer, 3, 1)
         assert seen["cp_round"].divisor == 4
+
+
+def test_of_two_page_tables_the_one_of_keys_serves_as_values_lie_in_them(
+    standin: StandIn, memory: MadeUpMemory
+) -> None:
+    tables = memory.tensor("int32", 4, 2, COLUMNS)
+    given = mla_batch_arguments(memory, block_tables=tables, uses_shared_paged_kv_idx=False)
+    flashinfer.trtllm_batch_decode_with_kv_cache_mla(**given)
+    seen = sent(standin)
+    assert (seen["page_table"], seen["table_stride"], seen["max_seq_len"]) == (tables.pointer, 2 * COLUMNS, 16000)
+
+
+def test_keys_of_little_weight_count_too(standin: StandIn, memory: MadeUpMemory) -> None:
+    given = mla_batch_arguments(memory, skip_softmax_threshold_scale_factor=1.0)
+    flashinfer.trtllm_batch_decode_with_kv_cache_mla(**given)
+    assert sent(standin)["tokens"] == 4
 
 
 @pytest.mark.parametrize("backend", ["auto", "xqa"])

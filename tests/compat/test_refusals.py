@@ -50,7 +50,7 @@ DECODE: list[tuple[dict[str, Any], str]] = [
     ({"block_tables": tensor("int32", 4, 64, strides=(128, 1))}, "block_tables: strides .*contiguous"),
     ({"block_tables": tensor("int32", 4, 64, device=1)}, "block_tables: on device 1"),
     ({"uses_shared_paged_kv_idx": False}, r"block_tables: shape \(4, 64\), expected \[4, 2, columns\]"),
-    ({"seq_lens": tensor("int32", 4, 1)}, "seq_lens: shape .*one dimension"),
+    ({"seq_lens": tensor("int32", 4, 2)}, "seq_lens: shape .*one dimension"),
     ({"seq_lens": tensor("int64", 4)}, "seq_lens: dtype int64, expected int32"),
     ({"seq_lens": tensor("int32", 4, device=1)}, "seq_lens: on device 1"),
     ({"seq_lens": tensor("int32", 5)}, "query: 4 tokens for 5 requests"),

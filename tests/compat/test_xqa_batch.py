@@ -50,6 +50,9 @@ def decode(request: pytest.FixtureRequest, standin: StandIn, memory: MadeUpMemor
     return call
 
 
+CAUSAL = (1, 0, 3, 0, 7, 0)  # the words of three query tokens
+
+
 def fp8_cache(memory: MadeUpMemory) -> Any:
     """A pair whose layouts are one: as many tokens in a page as heads."""
     return (memory.tensor(FP8, PAGES, 32, 32, HEAD_DIM), memory.tensor(FP8, PAGES, 32, 32, HEAD_DIM))
@@ -149,7 +152,7 @@ def test_everything_at_once(decode: Callable[..., dict[str, Any]], memory: MadeU
         tokens=12,
         q_len_per_req=3,
         kv_cache=fp8_cache(memory),
-        mask=memory.tensor("uint16", 4, 3, 2),
+        mask=memory.tensor("uint16", 4, 3, 2, values=CAUSAL * 4),
         sinks=memory.tensor("float32", HEADS),
         window_left=100,
         batch_invariant=True,

@@ -134,7 +134,12 @@ TRTLLM: list[tuple[dict[str, Any], str]] = [
     ({"out_dtype": "nvfp4"}, "out_dtype or out is nvfp4: backend xqa writes"),
     ({"o_sf_scale": 1.0}, "o_sf_scale=1.0: .*by backend 'xqa' has no kernel"),
     ({"o_sf_vec_size": 16}, "o_sf_vec_size=16: .*by backend 'xqa' has no kernel"),
-    ({"skip_softmax_threshold_scale_factor": 1e-30}, "skip_softmax_threshold_scale_factor=1e-30: .*by backend 'xqa'"),
+    (
+        {"skip_softmax_threshold_scale_factor": -1.0},
+        "skip_softmax_threshold_scale_factor=-1.0: expected None, 0 or more",
+    ),
+    ({"skip_softmax_threshold_scale_factor": math.nan}, "skip_softmax_threshold_scale_factor=nan"),
+    ({"skip_softmax_threshold_scale_factor": "1"}, "skip_softmax_threshold_scale_factor='1'"),
     ({"uses_shared_paged_kv_idx": False}, "uses_shared_paged_kv_idx=False: .*expected True"),
     ({"bmm1_scale": 1.0, "bmm1_scale_log2": tensor("float16", 1)}, "bmm1_scale_log2: float16"),
     ({"cp_world": 2}, "cp_world=2: .*expected 1"),
@@ -184,8 +189,8 @@ def test_trtllm_refuses(standin: StandIn, memory: MadeUpMemory, changes: dict[st
     refused(standin, flashinfer.trtllm_batch_decode_with_kv_cache, given, words)
 
 
-@pytest.mark.parametrize("factor", [None, 0, 0.0])
-def test_a_skip_factor_that_skips_nothing_is_taken(
+@pytest.mark.parametrize("factor", [None, 0, 0.0, 1e-30, 1000.0])
+def test_a_skip_factor_is_taken_as_no_key_need_be_skipped(
     standin: StandIn, memory: MadeUpMemory, factor: float | None
 ) -> None:
     given = trtllm_arguments(memory, skip_softmax_threshold_scale_factor=factor)

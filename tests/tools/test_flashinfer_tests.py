@@ -20,7 +20,10 @@ RUN = Path(__file__).parents[2] / "tools" / "flashinfer_tests" / "run.py"
 PACKAGE = {
     "flashinfer/__init__.py": "from . import cascade, decode, utils\nfrom .jit import core\n",
     "flashinfer/cascade.py": "def merge_state(v_a, s_a, v_b, s_b): raise RuntimeError('the peer ran')\n",
-    "flashinfer/decode.py": "class BatchDecodeWithPagedKVCacheWrapper: pass\n",
+    "flashinfer/decode.py": "class BatchDecodeWithPagedKVCacheWrapper: pass\n"
+    "def trtllm_batch_decode_with_kv_cache(query, kv_cache, workspace_buffer, **more): raise RuntimeError('it ran')\n",
+    "flashinfer/cute_dsl/__init__.py": "import cutlass\n",
+    "flashinfer/cute_dsl/utils.py": "",
     "flashinfer/utils.py": "def get_compute_capability(_): return (7, 5)\ndef is_sm12x_supported(_): return False\n",
     "flashinfer/jit/__init__.py": "",
     "flashinfer/jit/core.py": "class JitSpec:\n    def build_and_load(self): raise RuntimeError('it compiles')\n",
@@ -56,6 +59,32 @@ def test_stops_at_a_wrapper():
     flashinfer.decode.BatchDecodeWithPagedKVCacheWrapper(None, backend="trtllm-gen")
 
 def test_calls_nothing_of_ours(): pass
+
+@pytest.mark.parametrize(("tokens", "batch"), [(1, 1), (2, 1)])
+def test_trtllm_batch_decode_mla_preallocated_out(tokens, batch):
+    with pytest.raises(ValueError): pass
+
+tries = []
+
+def test_finds_memory_the_second_time():
+    with pytest.raises(ValueError): flashinfer.cascade.merge_state(1, 2, 3, 4)
+    tries.append(1)
+    if len(tries) < 2: raise RuntimeError("CUDA out of memory. Tried to allocate 1 GiB")
+
+def test_never_finds_memory(): raise RuntimeError("CUDA error: out of memory")
+
+@pytest.mark.parametrize("backend", ["cute-dsl", "trtllm-native", "trtllm-gen", "xqa"])
+def test_decodes_on_another_backend(backend):
+    from flashinfer.cute_dsl.utils import is_cute_dsl_arch_supported
+    from unittest.mock import patch
+    import torch
+    assert is_cute_dsl_arch_supported(10, 0)
+    function, seen = flashinfer.decode.trtllm_batch_decode_with_kv_cache, []
+    with patch.object(function, "called", lambda *args, **kwargs: seen.append((args, kwargs))):
+        for _ in range(2): function(None, None, torch.full((4,), 7), backend=backend)
+    (first, _), (second, given) = seen
+    assert first[2] is second[2] and not first[2].any()
+    assert given == {"backend": "xqa" if backend == "xqa" else "auto"}
 """
 
 
@@ -87,20 +116,31 @@ def test_every_outcome_is_counted(staged: Path, tmp_path: Path) -> None:
     report: dict[str, Any] = json.loads((tmp_path / "out" / "flashinfer_tests.json").read_text())
     counts = report["files"]["tests/attention/test_xqa.py"]
     assert {name: counts[name] for name in ("passed", "refused", "failed", "skipped", "untouched")} == {
-        "passed": 2,
+        "passed": 7,
         "refused": 2,
-        "failed": 1,
-        "skipped": 2,
+        "failed": 2,
+        "skipped": 4,
         "untouched": 1,
     }
     assert (report["tests"], report["collected"], report["ran"], list(report["files"])) == (
         "v0.0.1",
-        8,
-        6,
+        16,
+        12,
         ["tests/attention/test_xqa.py"],
     )
-    assert [failure["test"] for failure in report["failures"]] == ["tests/attention/test_xqa.py::test_fails"]
-    assert set(report["reasons"]["skipped"]) == {"no such option", "needs compiled kernels of FlashInfer"}
+    assert [failure["test"].split("::")[1] for failure in report["failures"]] == [
+        "test_fails",
+        "test_trtllm_batch_decode_mla_preallocated_out[2-1]",
+    ]
+    assert counts["with the backend made auto"] == 3
+    assert "assert 1 == 2" in report["failures"][0]["traceback"]
+    assert report["reasons"]["failed"]["Failed: DID NOT RAISE ValueError"] == 1
+    assert set(report["reasons"]["skipped"]) == {
+        "no such option",
+        "needs compiled kernels of FlashInfer",
+        "out of memory",
+        "expects errors about counters that native kernels do without",
+    }
     assert done.returncode == 1
 
 

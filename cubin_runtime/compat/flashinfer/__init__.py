@@ -14,8 +14,8 @@ so do ``trtllm_batch_decode_with_kv_cache`` and ``trtllm_batch_decode_with_kv_ca
 
 - Workspaces are FlashInfer's: semaphores, which are zero before first use and left so, and scratch memory.
 - They take more: q_len up to 16 at every head dimension, up to 32 query heads per KV head, pages of up to 256 tokens,
-  any mask on every path (None: causal), windows and sinks with draft tokens, ragged drafts, e4m3 queries, an LSE, any
-  output dtype.
+  any mask on every path (None: causal), sinks with draft tokens, windows too where their mask is like a causal one
+  (token i sees i + 1), ragged drafts, e4m3 queries, an LSE, any output dtype.
 - MLA: what FlashInfer has for SM120 only, with 1 to 128 heads, q_len up to 16, ragged queries, sinks and an LSE.
 - ``bmm2_scale`` and ``kv_scale`` also apply to 16-bit caches, where FlashInfer drops them from one side or both.
 

@@ -13,7 +13,7 @@ from ...errors import UsageError
 from ...tensor import TensorView, view_of
 from .arguments import Arguments, tensor_or_none
 from .layouts import cache_pair
-from .native import launch
+from .native import check_skip_factor, launch
 from .outputs import is_fp4, lse_of, output_of
 from .scales import factor_of
 from .workspace import with_own_semaphores
@@ -85,7 +85,7 @@ def _attend(
         UsageError: an option that no native kernel honours; and as ``context_attention``.
     """
     q = tensors[0]
-    given.refuse("skip_softmax_threshold_scale_factor", backend=HOPPER)
+    check_skip_factor(given)
     if is_fp4(given):
         raise UsageError(f"out_dtype or out is nvfp4: backend {HOPPER!r} writes the dtype of query, {q.dtype}")
     output = output_of(given, (*q.shape[:2], tensors[2].shape[-1]), q.dtype)

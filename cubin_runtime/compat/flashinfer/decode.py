@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ...attention.backends import XQA
@@ -15,7 +16,8 @@ from ...tensor import view_of
 from .arguments import MEMORY, SCALES, Arguments, query_of, tensor_or_none
 from .layouts import cache_pair, cache_pair_by_head, nested_tokens
 from .lengths import batch_of, lengths_of, query_lengths
-from .native import decode_batch
+from .masks import check_window_of_mask
+from .native import check_skip_factor, decode_batch
 from .outputs import E4M3, is_fp4, output_of
 from .scales import factor_of, times
 from .torch_ops import torch_op
@@ -91,10 +93,11 @@ def trtllm_batch_decode_with_kv_cache(
         q_len_per_req: query tokens of every request; None with ``cum_seq_lens_q``.
         o_scale: already divided out of ``bmm2_scale``, so e4m3 outputs ignore it; xqa multiplies other outputs by it.
         mask: xqa: uint16 ``[batch, q_len_per_req, 2]`` or ``[tokens, 2]`` (``cubin_runtime.launch.mask``); None:
-            causal.
+            causal. Beside a window that can hide keys, it is read back: token i must see i + 1 query tokens of its
+            request, since FlashInfer counts windows by place and native kernels by what a token sees.
         max_q_len: bound on the query lengths, with ``cum_seq_lens_q``; None reads that tensor back.
         cum_seq_lens_q: int32 ``[batch + 1]``, cumulative query lengths.
-        skip_softmax_threshold_scale_factor: trtllm-gen; None or 0: off.
+        skip_softmax_threshold_scale_factor: trtllm-gen: skips keys of little weight; xqa skips none. None or 0: off.
         kv_cache_sf: trtllm-gen: e4m3 block scales of an FP4 cache, in the layout of ``kv_cache``.
         lse: float32 ``[tokens, q_heads]`` to fill, any strides.
         return_lse: return (out, lse).
@@ -119,8 +122,8 @@ def trtllm_batch_decode_with_kv_cache(
     found = given.backend_on(q.device, backend)
     max_q, cum_q = query_lengths(given, q_len_per_req, batch_of(lengths), q.shape[0])
     if found == XQA:
-        given.refuse("o_sf_scale", "o_sf_vec_size", "skip_softmax_threshold_scale_factor", "kv_cache_sf", backend=found)
-        given.refuse("uses_shared_paged_kv_idx", backend=found)
+        given.refuse("o_sf_scale", "o_sf_vec_size", "kv_cache_sf", "uses_shared_paged_kv_idx", backend=found)
+        check_skip_factor(given)
         return _decode_native(given, max_q, cum_q, {"q_cu_seq_lens": "cum_seq_lens_q"})
     given.refuse("mask", backend=found)
     key, value = cache_pair_by_head(kv_cache, kv_layout)
@@ -197,6 +200,20 @@ def _decode_native(given: Arguments, q_len: int, q_cu_seq_lens: Any, names: Mapp
     if not ragged and (q_len < 1 or q.shape[0] != batch * q_len):
         raise UsageError(f"query: {q.shape[0]} tokens for {batch} requests of {q_len}")
     caches = cache_pair(given.kv_cache, given.kv_layout)
+    left, bound = integer("window_left", given.window_left), integer("max_seq_len", given.max_seq_len)
+    page_size = caches[0].shape[1 if given.kv_layout == "NHD" else 2]
+    capacity = prod(view_of(given.block_tables, "block_tables").shape[-1:]) * page_size
+    check_window_of_mask(
+        given,
+        f"window_left={left}",
+        q,
+        batch,
+        q_len,
+        q_cu_seq_lens,
+        left=left,
+        bound=min(bound, capacity),
+        capacity=capacity,
+    )
     output = output_of(given, q.shape, q.dtype)
     # FlashInfer: kv_scale = bmm2 * o_scale, q_scale = bmm1 / kv_scale * sqrt(D), rcp_out_scale = 1 / o_scale. By the
     # algebra of xqa: scores x bmm1; output x bmm2 where it is e4m3, else x bmm2 * o_scale.
@@ -214,11 +231,11 @@ def _decode_native(given: Arguments, q_len: int, q_cu_seq_lens: Any, names: Mapp
         caches,
         lengths,
         output,
-        page_size=caches[0].shape[1 if given.kv_layout == "NHD" else 2],
+        page_size=page_size,
         output_scale=scale,
         kv_layout=given.kv_layout,
         q_cu_seq_lens=q_cu_seq_lens,
         max_q_len=q_len if ragged else None,
         mask=given.mask,
-        window_left=given.window_left,
+        window_left=left,
     )

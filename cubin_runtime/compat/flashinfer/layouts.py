@@ -63,7 +63,7 @@ def latent_cache(kv_cache: Any, name: str = "kv_cache") -> TensorView:
 
 
 def without(view: TensorView, axis: int) -> TensorView:
-    """``view`` without ``axis``, a dimension of size 1."""
+    """The first item of ``view`` along ``axis``."""
     return _item(view, axis, 0)
 
 

@@ -13,12 +13,12 @@ from .layouts import without
 
 
 def lengths_of(seq_lens: Any) -> TensorView:
-    """KV lengths as ``[batch]``, which may come as ``[batch, 1]``; raises ``UsageError`` for another shape."""
-    view = view_of(seq_lens, "seq_lens")
-    if len(view.shape) == 2 and view.shape[1] == 1:
-        return without(view, 1)
+    """KV lengths as ``[batch]``, which dimensions of 1 may follow; raises ``UsageError`` for another shape."""
+    view = given = view_of(seq_lens, "seq_lens")
+    while len(view.shape) > 1 and view.shape[-1] == 1:
+        view = without(view, len(view.shape) - 1)
     if len(view.shape) != 1:
-        raise UsageError(f"seq_lens: shape {view.shape}, expected [batch] or [batch, 1]")
+        raise UsageError(f"seq_lens: shape {given.shape}, expected [batch] or [batch, 1]")
     return view
 
 

@@ -16,7 +16,7 @@ from ...tensor import TensorView, view_of
 from .arguments import MEMORY, SCALES, Arguments, query_of, tensor_or_none
 from .layouts import flat_tokens, latent_cache, nested_tokens
 from .lengths import batch_of, lengths_of, query_lengths
-from .native import decode_batch
+from .native import check_skip_factor, decode_batch
 from .outputs import Output, check_lse_base, is_fp4, output_of
 from .torch_ops import torch_op
 from .trtllm_gen import pages, run_call
@@ -88,7 +88,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
             also ``[batch, heads, kv_lora_rank]``; None: bf16 of the first shape, allocated here.
         is_var_seq: a hint, unused.
         cum_seq_lens_q: int32 ``[batch + 1]``, cumulative query lengths; a request may have none.
-        skip_softmax_threshold_scale_factor, uses_shared_paged_kv_idx=False: trtllm-gen.
+        skip_softmax_threshold_scale_factor: as in ``trtllm_batch_decode_with_kv_cache``.
+        uses_shared_paged_kv_idx: False: ``block_tables`` has K's and V's, ``[batch, 2, columns]``; xqa: V lies in K.
         sparse_mla_top_k_lens: trtllm-gen: int32 ``[tokens]``, how many of its keys a query token has.
         return_lse_base: "base2" (None: too) or "basee", the base of ``lse``; "basee" needs a torch tensor, and
             multiplies it by a launch of its own.
@@ -118,7 +119,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     max_q, cum_q = query_lengths(given, by_request.shape[1] if nested else None, batch, q.shape[0])
     if found == XQA:
         given.refuse("sparse_mla_top_k", "sparse_mla_top_k_lens", backend=found)
-        given.refuse("skip_softmax_threshold_scale_factor", "uses_shared_paged_kv_idx", backend=found)
+        check_skip_factor(given)
         dealing: dict[str, Any] = {}
         if enable_dcp:
             named = tensor_or_none(causal_seqlens_kv_global, "causal_seqlens_kv_global", q.device)

@@ -13,7 +13,7 @@ from ...attention.scales import ScaleProduct
 from ...errors import UsageError, WorkspaceError
 from ...tensor import TensorView, view_of
 from .arguments import Arguments, sinks_of, tensor_or_none
-from .layouts import like_query
+from .layouts import like_query, without
 from .outputs import Output, lse_of, with_lse
 from .scales import factor_of, scores_factor
 from .workspace import SEMAPHORE_BYTES, split_workspace
@@ -29,6 +29,17 @@ _BATCH_NAMES = {
     "softmax_scale": "bmm1_scale",
     "output_scale": "bmm2_scale",
 }
+
+
+def check_skip_factor(given: Arguments) -> None:
+    """Check the factor with which a kernel may skip keys of little weight; native kernels skip none.
+
+    Raises:
+        UsageError: it is no number, or below 0.
+    """
+    factor = given.skip_softmax_threshold_scale_factor
+    if factor is not None and not (isinstance(factor, (int, float)) and factor >= 0):
+        raise UsageError(f"skip_softmax_threshold_scale_factor={factor!r}: expected None, 0 or more")
 
 
 def decode_batch(
@@ -60,6 +71,10 @@ def decode_batch(
     lse = lse_of(given, (tokens, q.shape[-2]))
     lse_view = tensor_or_none(lse, "lse", device)
     table = view_of(given.block_tables, "block_tables")
+    if not given.uses_shared_paged_kv_idx:
+        if len(table.shape) != 3 or table.shape[1] != 2:
+            raise UsageError(f"block_tables: shape {table.shape}, expected [batch, 2, columns]")
+        table = without(table, 1)
     capacity = table.shape[-1] * page_size if table.shape else 0
     workspace = split_workspace(given.workspace_buffer, device)
     try:

@@ -15,7 +15,7 @@ from ...tensor import view_of
 from .arguments import MEMORY, SCALES, Arguments, query_of, tensor_or_none
 from .context import attend_paged, attend_ragged, context_backend
 from .layouts import cache_pair_by_head
-from .lengths import check_batch, check_none_empty
+from .lengths import check_batch, check_none_empty, lengths_of
 from .outputs import output_of
 from .torch_ops import torch_op
 from .trtllm_gen import pages, run_call
@@ -84,7 +84,7 @@ def trtllm_batch_context_with_kv_cache(
     """
     given = Arguments.of(trtllm_batch_context_with_kv_cache, locals())
     given.refuse("use_fp16_softmax", "uses_spcompress")
-    q, lengths = query_of(query, 3), view_of(seq_lens, "seq_lens")
+    q, lengths = query_of(query, 3), lengths_of(seq_lens)
     check_batch(batch_size, lengths)
     found, max_kv = context_backend(given, q.device, backend), integer("max_kv_len", max_kv_len)
     if found == HOPPER:
@@ -169,7 +169,7 @@ def trtllm_ragged_attention_deepseek(
     """
     given = Arguments.of(trtllm_ragged_attention_deepseek, locals(), sinks=attention_sinks, o_sf_scale=None)
     given.refuse("use_fp16_softmax", "uses_spcompress")
-    q, lengths, v = query_of(query, 3), view_of(seq_lens, "seq_lens"), view_of(value, "value")
+    q, lengths, v = query_of(query, 3), lengths_of(seq_lens), view_of(value, "value")
     if len(v.shape) != 3:
         raise UsageError(f"value: shape {v.shape}, expected 3 dimensions")
     check_batch(batch_size, lengths)
