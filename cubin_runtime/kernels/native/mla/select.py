@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import KW_ONLY
+from dataclasses import KW_ONLY, fields
+from functools import lru_cache
+from operator import attrgetter
 
 from ....artifacts.tables.native_kernels import MEASURED, NativeKernel
 from ....errors import UsageError
 from ....launch.driver import DeviceFacts
-from ....values import dataclass
+from ....values import HashedOnce, dataclass
 from ...explanation import Facts
 from ..constants import CONSTANTS
 from ..selection import Candidate, Selection
@@ -53,6 +55,11 @@ class MlaShape:
         return self.q_len * self.heads
 
 
+# What decides which kernels fit.
+_FORM_NAMES = tuple(field.name for field in fields(MlaShape) if field.name not in ("batch", "max_seq_len"))
+_FORM = attrgetter(*_FORM_NAMES)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlaCandidate(Candidate):
     """An MLA decode kernel of the release: the row tiles of a request on it, or why it does not fit."""
@@ -91,11 +98,8 @@ def select_mla_decode(kernels: Iterable[NativeKernel], shape: MlaShape, device: 
     Raises:
         UsageError: no kernel fits; the message says what those for this device can do.
     """
-    candidates = tuple(
-        MlaCandidate(kernel=kernel, unfit=_unfit(kernel, shape, device), row_tiles=_row_tiles(kernel, shape))
-        for kernel in kernels
-        if kernel.operation == OPERATION
-    )
+    table = kernels if isinstance(kernels, HashedOnce) else HashedOnce(kernels)
+    candidates = _candidates(table, 10 * device.capability[0] + device.capability[1], _FORM(shape))
     fitting = [candidate.kernel for candidate in candidates if not candidate.unfit]
     if not fitting:
         raise UsageError(
@@ -141,8 +145,18 @@ def invariant_splits(tiles: int) -> int:
     return min(CONSTANTS.mla_invariant_splits, -(-tiles // CONSTANTS.mla_split_tiles))
 
 
-def _unfit(kernel: NativeKernel, shape: MlaShape, device: DeviceFacts) -> str:
-    if not kernel.architecture.runs_on(device.capability[0] * 10 + device.capability[1]):
+@lru_cache(maxsize=256)  # batches of any size have the same
+def _candidates(kernels: HashedOnce[NativeKernel], number: int, form: tuple[object, ...]) -> tuple[MlaCandidate, ...]:
+    shape = MlaShape(batch=1, max_seq_len=0, **dict(zip(_FORM_NAMES, form, strict=True)))  # type: ignore[arg-type]
+    return tuple(
+        MlaCandidate(kernel=kernel, unfit=_unfit(kernel, shape, number), row_tiles=_row_tiles(kernel, shape))
+        for kernel in kernels
+        if kernel.operation == OPERATION
+    )
+
+
+def _unfit(kernel: NativeKernel, shape: MlaShape, number: int) -> str:
+    if not kernel.architecture.runs_on(number):
         return f"built for {kernel.architecture}"
     for name, wanted in (("dtype", shape.dtype), ("latent", shape.latent), ("rope", shape.rope)):
         if kernel.traits[name] != wanted:
