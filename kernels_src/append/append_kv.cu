@@ -3,9 +3,10 @@
 //   key   [tokens, kv_heads, key dim]   -+                                     +-> k_cache [page, slot, kv_heads, ...]
 //   value [tokens, kv_heads, value dim] -+-> request, position -> page, slot  -+-> v_cache, likewise
 //
-// CTAs take chunks of neighbouring tokens in turn, so that all of them read and write one moving stretch of memory. Every
-// warp finds the places of the chunk in the caches by itself, so that no warp waits for another, and looks up the next
-// chunk's pages while it copies. All threads copy units, which are 16 bytes of a cache's row, in the order of the source.
+// CTAs take chunks of neighbouring tokens in turn, so that all of them read and write one moving stretch of memory. All
+// threads copy units, which are 16 bytes of a cache's row, in the order of the source, a batch at a time. Every warp
+// finds the places of the chunk in the caches by itself, so that no warp waits for another, and only once it has begun
+// to load the first batch: writing needs places, reading does not.
 // A token without a place is read but not written. Nothing depends on where a token's neighbours go, so page tables may
 // be in any order.
 //
@@ -24,10 +25,11 @@ namespace append_kv {
 
 constexpr int THREADS = APPEND_THREADS;
 constexpr int CHUNK = APPEND_CHUNK_TOKENS;
-constexpr int BEGINS = APPEND_SHARED_REQUESTS;
+constexpr int REQUESTS = APPEND_SHARED_REQUESTS;
 constexpr int WARPS = THREADS / 32;
 constexpr int LOADS = QUANTISE ? 2 : 1;  // of 16 bytes, for one unit
-constexpr int UNITS_IN_FLIGHT = 4 / LOADS;  // of a thread
+constexpr int UNITS_IN_FLIGHT = APPEND_LOADS / LOADS;  // of a thread
+constexpr uint32_t BATCH_UNITS = THREADS * UNITS_IN_FLIGHT;
 constexpr uint32_t UNIT_BYTES = 16;  // in a cache
 static_assert(CHUNK <= 32, "a lane finds at most one place for each chunk");
 static_assert(1LL * CHUNK * APPEND_MAX_UNITS * APPEND_MAX_UNITS < 1LL << 32, "divide() is exact for a chunk's units");
@@ -58,8 +60,14 @@ DEVICE int request_of(const int* begins, int batch, int token) {
     return low;
 }
 
-// `begins` are the requests' first tokens and behind them the end of the last one; null: new_tokens each.
-DEVICE Token find_token(const Params& p, const int* begins, int token) {
+// What says where tokens belong: `begins` are the requests' first tokens and behind them the end of the last one; null:
+// new_tokens each.
+struct Requests {
+    const int *begins, *lengths;
+};
+
+DEVICE Token find_token(const Params& p, const Requests& requests, int token) {
+    const int* begins = requests.begins;
     if (p.positions) {
         const int request = static_cast<const int*>(p.batch_indices)[token];
         if (request < p.batch) return {request, static_cast<const int*>(p.positions)[token]};
@@ -81,7 +89,7 @@ DEVICE Token find_token(const Params& p, const int* begins, int token) {
         begin = request * p.new_tokens;
         end = begin + p.new_tokens;
     }
-    const int length = static_cast<const int*>(p.seq_lens)[request];
+    const int length = requests.lengths[request];
     if (length < 0) {
         report(p, STATUS_LENGTH_NEGATIVE);
         return {-1, 0};
@@ -96,9 +104,9 @@ struct PageEntry {
     bool is_inside;
 };
 
-DEVICE PageEntry find_page(const Params& p, const int* begins, int token) {
+DEVICE PageEntry find_page(const Params& p, const Requests& requests, int token) {
     const PageEntry nowhere = {0, 0, false};
-    const Token found = find_token(p, begins, token);
+    const Token found = find_token(p, requests, token);
     if (found.request < 0 || found.position < 0) return nowhere;
     // A length and an index below 2^31 each.
     const uint32_t position = static_cast<uint32_t>(found.position);
@@ -135,30 +143,36 @@ DEVICE uint32_t divide(uint32_t n, uint32_t reciprocal) {
     return static_cast<uint32_t>((static_cast<uint64_t>(n) * reciprocal) >> 32);
 }
 
-// One unit: where it is read, where it is written (null: nowhere), and whether it is of a key.
+// One unit: of which token of the chunk, whether of a key, of which head, and where in that head's row of the cache.
 struct Unit {
-    const char* from;
-    char* to;
+    uint32_t in_chunk, head, offset;
     bool is_key;
 };
 
 // Selects, not branches, so that the loads of several units can be in flight together.
-DEVICE Unit unit_of(const Params& p, const Place* places, int first, uint32_t index) {
+DEVICE Unit unit_of(const Params& p, uint32_t index) {
     const uint32_t in_chunk = divide(index, p.token_reciprocal);
     const uint32_t in_token = index - in_chunk * p.token_units;
     const uint32_t key_units = p.kv_heads * p.k_units;
     const bool is_key = in_token < key_units;
     const uint32_t in_rows = is_key ? in_token : in_token - key_units;
     const uint32_t head = divide(in_rows, is_key ? p.k_reciprocal : p.v_reciprocal);
-    const uint32_t offset = (in_rows - head * (is_key ? p.k_units : p.v_units)) * UNIT_BYTES;
-    const int64_t token = first + static_cast<int>(in_chunk);
-    const Place place = places[in_chunk];
-    const char* from = static_cast<const char*>(is_key ? p.key : p.value);
-    char* to = static_cast<char*>(is_key ? p.k_cache : p.v_cache);
-    from += token * (is_key ? p.key_token_stride : p.value_token_stride);
-    from += head * (is_key ? p.key_head_stride : p.value_head_stride) + offset * LOADS;
-    to += (is_key ? place.k : place.v) + head * (is_key ? p.k_head_stride : p.v_head_stride) + offset;
-    return {from, place.k < 0 ? nullptr : to, is_key};
+    return {in_chunk, head, (in_rows - head * (is_key ? p.k_units : p.v_units)) * UNIT_BYTES, is_key};
+}
+
+DEVICE const char* source_of(const Params& p, const Unit& unit, int first) {
+    const int64_t token = first + static_cast<int>(unit.in_chunk);
+    const char* from = static_cast<const char*>(unit.is_key ? p.key : p.value);
+    from += token * (unit.is_key ? p.key_token_stride : p.value_token_stride);
+    return from + unit.head * (unit.is_key ? p.key_head_stride : p.value_head_stride) + unit.offset * LOADS;
+}
+
+// Null: the unit is not written.
+DEVICE char* target_of(const Params& p, const Unit& unit, const Place* places) {
+    const Place place = places[unit.in_chunk];
+    char* to = static_cast<char*>(unit.is_key ? p.k_cache : p.v_cache);
+    to += (unit.is_key ? place.k : place.v) + unit.head * (unit.is_key ? p.k_head_stride : p.v_head_stride);
+    return place.k < 0 ? nullptr : to + unit.offset;
 }
 
 #if QUANTISE
@@ -182,24 +196,30 @@ DEVICE uint4 converted(const uint4 (&data)[LOADS], float inverse) {
 #endif
 }
 
+struct Batch {
+    uint4 data[UNITS_IN_FLIGHT][LOADS];
+};
+
+// Units past the chunk's last one are that one again.
+DEVICE void load(const Params& p, int first, uint32_t units, uint32_t base, Batch& batch) {
+#pragma unroll
+    for (int i = 0; i < UNITS_IN_FLIGHT; ++i) {
+        const char* from = source_of(p, unit_of(p, min(base + i * THREADS, units - 1)), first);
+#pragma unroll
+        for (int j = 0; j < LOADS; ++j) batch.data[i][j] = __ldcs(reinterpret_cast<const uint4*>(from) + j);
+    }
+}
+
 // `inverses` are those of the scales of keys and of values.
-DEVICE void copy(const Params& p, const Place* places, int first, uint32_t units,
-                 const float (&inverses)[2]) {
-    for (uint32_t base = threadIdx.x; base < units; base += THREADS * UNITS_IN_FLIGHT) {
-        uint4 data[UNITS_IN_FLIGHT][LOADS];
-        Unit unit[UNITS_IN_FLIGHT];
+DEVICE void store(const Params& p, const Place* places, uint32_t units, uint32_t base, const Batch& batch,
+                  const float (&inverses)[2]) {
 #pragma unroll
-        for (int i = 0; i < UNITS_IN_FLIGHT; ++i) {  // all loads of a batch are in flight together
-            const uint32_t index = base + i * THREADS;
-            unit[i] = unit_of(p, places, first, min(index, units - 1));
-            if (index >= units) unit[i].to = nullptr;
-#pragma unroll
-            for (int j = 0; j < LOADS; ++j) data[i][j] = __ldcs(reinterpret_cast<const uint4*>(unit[i].from) + j);
-        }
-#pragma unroll
-        for (int i = 0; i < UNITS_IN_FLIGHT; ++i)
-            if (unit[i].to)
-                *reinterpret_cast<uint4*>(unit[i].to) = converted(data[i], unit[i].is_key ? inverses[0] : inverses[1]);
+    for (int i = 0; i < UNITS_IN_FLIGHT; ++i) {
+        const uint32_t index = base + i * THREADS;
+        const Unit unit = unit_of(p, min(index, units - 1));
+        char* to = target_of(p, unit, places);
+        if (to && index < units)
+            *reinterpret_cast<uint4*>(to) = converted(batch.data[i], unit.is_key ? inverses[0] : inverses[1]);
     }
 }
 
@@ -213,34 +233,49 @@ extern "C" __global__ void __launch_bounds__(append_kv::THREADS, APPEND_CTAS_PER
     KERNEL_NAME(const __grid_constant__ Params p) {
     using namespace append_kv;
     __shared__ Place places[WARPS][CHUNK];
-    __shared__ int begins_storage[BEGINS + 1];
+    __shared__ int begins_storage[REQUESTS + 1], lengths_storage[REQUESTS + 1];
 
     wait_for_previous_grid();
     allow_next_grid();  // its CTAs find room beside these, and wait for the end of this grid before they read
-    const int* begins = static_cast<const int*>(p.cum_seq_lens);
-    if (begins && p.batch <= BEGINS) {
-        for (int i = threadIdx.x; i <= p.batch; i += THREADS) begins_storage[i] = begins[i];
-        begins = begins_storage;
-        __syncthreads();  // all beginnings are there
-    }
-    const float inverses[2] = {QUANTISE ? inverse_scale(p.k_scale, p.k_scale_device) : 1.f,
-                               QUANTISE ? inverse_scale(p.v_scale, p.v_scale_device) : 1.f};
-    // As many chunks for every CTA; the first `rest` have a token more.
-    const int ctas = gridDim.x, chunks = (p.tokens + ctas * CHUNK - 1) / (ctas * CHUNK) * ctas;
-    const int share = p.tokens / chunks, rest = p.tokens % chunks;
-    const auto first_of = [&](int chunk) { return chunk * share + min(chunk, rest); };
+    Requests requests = {static_cast<const int*>(p.cum_seq_lens), static_cast<const int*>(p.seq_lens)};
+    float inverses[2] = {1.f, 1.f};
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const auto page_in = [&](int chunk) {
-        const int token = first_of(chunk) + lane;
-        return token < first_of(chunk + 1) ? find_page(p, begins, token) : PageEntry{0, 0, false};
-    };
-    PageEntry entry = page_in(blockIdx.x);
-    for (int chunk = blockIdx.x; chunk < chunks; chunk += ctas) {
-        __syncwarp();  // no lane reads the last chunk's places
-        if (lane < CHUNK) places[warp][lane] = place_of(p, entry);
-        __syncwarp();  // this chunk's places are there
-        if (chunk + ctas < chunks) entry = page_in(chunk + ctas);  // in flight during the copies
-        const int first = first_of(chunk);
-        copy(p, places[warp], first, (first_of(chunk + 1) - first) * p.token_units, inverses);
+    bool is_first = true;
+    uint32_t begin = 0;  // of a batch of units, in its chunk
+    for (int first = blockIdx.x * p.chunk_tokens; first < p.tokens;) {
+        const int tokens = min(p.chunk_tokens, p.tokens - first);
+        const uint32_t units = tokens * p.token_units, base = begin + threadIdx.x;
+        const bool has_units = base - lane < units;  // this warp, in this batch
+        Batch batch;
+        if (has_units) load(p, first, units, base, batch);
+        if (is_first) {  // while the first units are on their way
+            is_first = false;
+            if (requests.begins && p.batch <= REQUESTS) {
+                for (int i = threadIdx.x; i <= p.batch; i += THREADS) {
+                    const int begin_of = requests.begins[i], length = requests.lengths[min(i, p.batch - 1)];
+                    begins_storage[i] = begin_of;
+                    lengths_storage[i] = length;
+                }
+                requests = {begins_storage, lengths_storage};
+                __syncthreads();  // all requests are there
+            }
+#if QUANTISE
+            inverses[0] = inverse_scale(p.k_scale, p.k_scale_device);
+            inverses[1] = inverse_scale(p.v_scale, p.v_scale_device);
+#endif
+        }
+        if (begin == 0) {
+            const PageEntry entry = lane < tokens ? find_page(p, requests, first + lane) : PageEntry{0, 0, false};
+            const Place place = place_of(p, entry);
+            __syncwarp();  // no lane reads the last chunk's places
+            if (lane < CHUNK) places[warp][lane] = place;
+            __syncwarp();  // this chunk's places are there
+        }
+        if (has_units) store(p, places[warp], units, base, batch, inverses);
+        begin += BATCH_UNITS;
+        if (begin >= units) {
+            begin = 0;
+            first += gridDim.x * p.chunk_tokens;
+        }
     }
 }

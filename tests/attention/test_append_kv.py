@@ -68,10 +68,11 @@ def test_columns_of_a_latent_cache_are_two_caches_of_one_head(stub_runtime: Runt
     assert (seen["k_cache"], seen["v_cache"]) == (LATENT.pointer, LATENT.pointer + 1024)
 
 
-def test_the_grid_is_what_is_resident_but_no_more_than_the_tokens(stub_runtime: Runtime) -> None:
+def test_the_grid_is_what_is_resident_but_no_more_than_the_chunks(stub_runtime: Runtime) -> None:
     assert plan_of(stub_runtime, call()).launch_plans()[0].grid == (TOKENS, 1, 1)
-    many = {name: view("bfloat16", 9000, KV_HEADS, DIM) for name in ("key", "value")}
-    assert plan_of(stub_runtime, call(**many)).launch_plans()[0].grid == (4 * 132, 1, 1)
+    for tokens, ctas in ((9000, 9000 // 12), (90_000, 6 * 132)):
+        many = {name: view("bfloat16", tokens, KV_HEADS, DIM) for name in ("key", "value")}
+        assert plan_of(stub_runtime, call(**many)).launch_plans()[0].grid == (ctas, 1, 1)
 
 
 def test_requests_of_as_many_tokens_need_no_offsets(stub_runtime: Runtime, standin: StandIn) -> None:

@@ -75,9 +75,12 @@ class KernelConstants:
     reduction_values: int = _number(8, "neighbouring 2-byte values that one of them merges")
     lse_threads: int = _number(1024, "threads of a CTA of lse_from_statistics, at most")
     append_threads: int = _number(256, "threads of a CTA of append_kv")
-    append_ctas_per_multiprocessor: int = _number(4, "CTAs of it on a multiprocessor, at most")
-    append_chunk_tokens: int = _number(16, "tokens whose places in the caches a warp has found at a time, at most")
-    append_shared_requests: int = _number(1024, "requests whose first tokens it keeps in shared memory, at most")
+    append_ctas_per_multiprocessor: int = _number(6, "CTAs of it on a multiprocessor, at most")
+    append_loads: int = _number(2, "16-byte loads of one of them in flight together")
+    append_chunk_tokens: int = _number(
+        32, "tokens that a CTA of it takes at a time, at most: a lane finds a place of each"
+    )
+    append_shared_requests: int = _number(1024, "requests whose lengths it keeps in shared memory, at most")
     append_max_units: int = _number(8192, "16-byte units of a token's keys and values in the caches, at most")
     merge_threads: int = _number(256, "threads of a CTA of merge_states")
     merge_ctas_per_multiprocessor: int = _number(4, "CTAs of it on a multiprocessor, at most")

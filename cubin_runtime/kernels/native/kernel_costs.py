@@ -64,5 +64,5 @@ H200_KERNELS = (
     KernelCost(2, 64, 64, 2, 13.0, 1.2, segments=True),
     KernelCost(2, 128, 8, 1, 9.0, 1.03, segments=True),
     KernelCost(2, 128, 16, 1, 9.0, 1.05, segments=True),
-    KernelCost(2, 128, 64, 1, 13.6, 1.2, segments=True),
+    KernelCost(2, 128, 64, 1, 13.6, 1.07, segments=True),
 )

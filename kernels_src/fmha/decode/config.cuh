@@ -117,7 +117,23 @@ struct Exchange {
     float top[2][KV_PARTITIONS][TEAM_ROWS];  // each warp's largest score
     float2 raised[2][TEAM_ROWS];  // factor of what there is so far, new maximum
 };
+
+// What the warps tell each other of partials that are folded: each lane of a warp knows one.
+struct Folding {
+    alignas(16) float2 factor[32][ROWS];  // of what was folded before, and of the partial
+    float sum[32][ROWS];  // of the partial
+};
 #endif
+
+// Two warpgroups compute the scores of half of a tile's tokens each, and the output of half of the columns.
+constexpr bool HALVES = SEGMENTS && WARPGROUP_MMA && CONSUMER_WARPGROUPS == 2;
+
+// What these warpgroups tell each other, but for probabilities.
+struct HalfExchange {
+    alignas(16) float4 sums[128];  // of a thread's rows and tokens modulo 8, over the first half
+    float top[2][ROWS];  // each warpgroup's largest score
+    float segment_sum[2][ROWS];  // by turns
+};
 
 // The output of earlier segments: with two CTAs on an SM, there are too few registers.
 constexpr bool FOLDS_IN_SHARED = SEGMENTS && WARPGROUP_MMA && CTAS_PER_SM > 1;
@@ -128,11 +144,13 @@ struct alignas(128) SharedStorage {
     union {
         // until the work tile's last KV tile
         char converted[CONVERTS ? CONVERTED_STAGES : 0][TILE_TOKENS * HEAD_DIM * 2];
-        float4 folded[FOLDS_IN_SHARED ? HEAD_DIM / 8 : 1][CONSUMERS];
+        float4 folded[FOLDS_IN_SHARED ? HEAD_DIM / 8 : 0][CONSUMERS];
+        HalfExchange halves[HALVES ? 1 : 0];
         float merge[MERGE_BUFFERS][ROWS][SEGMENTS && WARPGROUP_MMA ? 0 : MERGE_STRIDE];
         float weight[ROWS][SEGMENTS && WARPGROUP_MMA ? 0 : WEIGHTS];
 #if SEGMENTS && !WARPGROUP_MMA
         Exchange exchange[CONSUMER_WARPGROUPS];
+        Folding folding;
 #endif
     };
     alignas(16) uint32_t ones[SUMS_BY_PRODUCT ? 64 : 0];

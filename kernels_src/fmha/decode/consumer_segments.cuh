@@ -349,64 +349,101 @@ DEVICE void finish(const Params& p, const WorkTile& work, float scale, float out
     named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);  // the memory is free for the next work tile
 }
 
-// A partial on its way from the workspace.
-struct Partial {
-    int slot;
-    float4 out[ROW_TILES][DIM_BLOCKS];
-    float maximum[ROW_TILES][2];
-    float2 statistics;  // of the row whose sums the thread adds up
-
-    DEVICE void load(const Params& p, const WorkTile& work, PartialWalk& walk) {
-        const float2* all = static_cast<const float2*>(p.partial_statistics);
-        slot = walk.next_slot();
-        if (slot < 0) return;
-        const int first_row = first_team_row();
-#pragma unroll
-        for (int n = 0; n < ROW_TILES; ++n) {
-            const bool exists = first_row + row_of_value(n, 0) < work.rows.count;
-#pragma unroll
-            for (int i = 0; i < 2; ++i)
-                maximum[n][i] =
-                    exists ? __ldcg(&all[slot_row(slot, first_row + row_of_value(n, i))]).x : -INFINITY;
-#pragma unroll
-            for (int d = 0; d < DIM_BLOCKS; ++d)
-                out[n][d] = exists ? __ldcg(partial_of(p, slot, n, d)) : make_float4(0, 0, 0, 0);
-        }
-        if (RowSums::has_row()) statistics = __ldcg(&all[slot_row(slot, first_row + RowSums::row())]);
-    }
-};
-
-// Folds all partials of an output tile and writes its rows.
+// Folds all partials of an output tile from the left and writes its rows. 32 at a time, whose factors the lanes compute
+// together, because only maxima go into them; what is left for one after the other is a product and a sum.
 DEVICE void fold_partials(const Params& p, const WorkRange& range, const WorkTile& work, float scale,
                           float output_scale, SharedStorage& shared) {
-    constexpr int IN_FLIGHT = ROW_TILES == 1 ? 8 : 4;
-    PartialWalk walk(p, range, work);
+    constexpr int IN_FLIGHT = ROW_TILES == 1 ? 16 : 4, OWN_ROWS = ROWS / CONSUMER_WARPS;
+    static_assert(32 % IN_FLIGHT == 0, "a partial's registers follow from its lane");
+    const int lane = threadIdx.x % 32, first_own = threadIdx.x / 32 * OWN_ROWS;
+    const Partials partials(p, range, work);
+    const auto slot_of = [&](int partial) { return partial < partials.count ? partials.slot(partial) : -1; };
+    int slot = slot_of(lane), next_slot = slot_of(32 + lane);  // of this lane's partials, in these 32 and the next
+    float2 statistics[OWN_ROWS];  // of that partial, the rows from `first_own` on
+    const auto load_statistics = [&](int slot) {
+#pragma unroll
+        for (int i = 0; i < OWN_ROWS; ++i)
+            statistics[i] = slot < 0 ? make_float2(-INFINITY, 0.f)
+                                     : __ldcg(static_cast<const float2*>(p.partial_statistics) +
+                                              slot_row(slot, first_own + i));
+    };
+    float4 loaded[IN_FLIGHT][ROW_TILES][DIM_BLOCKS];
+    const auto load = [&](float4 (&to)[ROW_TILES][DIM_BLOCKS], int slot) {
+#pragma unroll
+        for (int n = 0; n < ROW_TILES; ++n)
+#pragma unroll
+            for (int d = 0; d < DIM_BLOCKS; ++d)
+                if (first_team_row() + row_of_value(n, 0) < work.rows.count)
+                    to[n][d] = __ldcg(partial_of(p, slot, n, d));
+    };
+    load_statistics(slot);
+#pragma unroll
+    for (int l = 0; l < IN_FLIGHT; ++l)
+        if (l < partials.count) load(loaded[l], __shfl_sync(~0u, slot, l));
+    float maximum[OWN_ROWS];
+#pragma unroll
+    for (int i = 0; i < OWN_ROWS; ++i) maximum[i] = -INFINITY;
     Folded folded;
     folded.clear();
     RowSums sums;
-    Partial partials[IN_FLIGHT];
+    Folding& folding = shared.folding;
+#pragma unroll 1
+    for (int first = 0; first < partials.count; first += 32) {
 #pragma unroll
-    for (int l = 0; l < IN_FLIGHT; ++l) partials[l].load(p, work, walk);
-    for (bool is_done = false; !is_done;) {
+        for (int i = 0; i < OWN_ROWS; ++i) {
+            float highest = fmaxf(maximum[i], statistics[i].x);
 #pragma unroll
-        for (int l = 0; l < IN_FLIGHT; ++l) {
-            Partial& partial = partials[l];
-            if (partial.slot < 0) {
-                is_done = true;
-                break;
+            for (int step = 1; step < 32; step *= 2) {
+                const float other = __shfl_up_sync(~0u, highest, step);
+                if (lane >= step) highest = fmaxf(highest, other);
             }
-            Output out;
-#pragma unroll
-            for (int n = 0; n < ROW_TILES; ++n)
-#pragma unroll
-                for (int d = 0; d < DIM_BLOCKS; ++d) {
-                    const float4 part = partial.out[n][d];
-                    out[n][d][0] = part.x, out[n][d][1] = part.y, out[n][d][2] = part.z, out[n][d][3] = part.w;
-                }
-            folded.fold(partial.maximum, out, scale);
-            sums.fold({partial.statistics.x, partial.statistics.y}, scale);
-            partial.load(p, work, walk);
+            float before = __shfl_up_sync(~0u, highest, 1);
+            if (lane == 0) before = maximum[i];
+            const float anchor = segments::anchor_of(highest, scale);
+            folding.factor[lane][first_own + i] =
+                make_float2(segments::weight(before, highest, scale, anchor),
+                            segments::weight(statistics[i].x, highest, scale, anchor));
+            folding.sum[lane][first_own + i] = statistics[i].y;
+            maximum[i] = __shfl_sync(~0u, highest, 31);
+            if (lane == 0) shared.maximum[first_own + i] = maximum[i];
         }
+        named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);  // all factors are there
+        load_statistics(next_slot);
+        const int count = min(32, partials.count - first);
+#pragma unroll 1
+        for (int base = 0; base < count; base += IN_FLIGHT)
+#pragma unroll
+            for (int l = 0; l < IN_FLIGHT; ++l) {
+                const int i = base + l, ahead = i + IN_FLIGHT;
+                if (i >= count) break;
+#pragma unroll
+                for (int n = 0; n < ROW_TILES; ++n) {
+                    const float4 both =
+                        *reinterpret_cast<const float4*>(&folding.factor[i][first_team_row() + row_of_value(n, 0)]);
+                    const segments::Fold by[2] = {{both.x, both.y}, {both.z, both.w}};
+#pragma unroll
+                    for (int d = 0; d < DIM_BLOCKS; ++d) {
+                        float(&out)[4] = folded.out[n][d];
+                        const float4 part = loaded[l][n][d];
+                        out[0] = by[0](out[0], part.x), out[1] = by[1](out[1], part.y);
+                        out[2] = by[0](out[2], part.z), out[3] = by[1](out[3], part.w);
+                    }
+                }
+                if (first + ahead < partials.count)
+                    load(loaded[l], __shfl_sync(~0u, ahead < 32 ? slot : next_slot, ahead % 32));
+            }
+        if (RowSums::has_row()) {
+            const int row = first_team_row() + RowSums::row();
+#pragma unroll 4
+            for (int i = 0; i < count; ++i) {
+                const float2 factor = folding.factor[i][row];
+                sums.folded.sum = segments::Fold{factor.x, factor.y}(sums.folded.sum, folding.sum[i][row]);
+            }
+            sums.folded.maximum = shared.maximum[row];
+        }
+        slot = next_slot;
+        next_slot = slot_of(first + 64 + lane);
+        named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);  // all have read the factors
     }
     finish(p, work, scale, output_scale, folded, sums.folded, shared);
 }

@@ -1,7 +1,12 @@
-// The consumers of batch-invariant decode with many rows: warpgroups of the same 64 rows, whose products, softmax and
-// registers are those of prefill, so that its bits are (common/segments.cuh). Each multiplies all keys, and the values of
-// its own columns, as many as its registers have room for. The scores of the next tile and the output of the last are in
-// flight together.
+// The consumers of batch-invariant decode with many rows: warpgroups of the same 64 rows, whose products and softmax
+// are those of prefill, so that its bits are (common/segments.cuh). The scores of the next tile and the output of the
+// last are in flight together.
+//
+// Two warpgroups (HALVES) multiply the keys of half of a tile's tokens each, then the values of all tokens and half of
+// the columns. Between, they tell each other maxima, sums and probabilities through shared memory; the second goes on
+// with the sums where the first ends. Three barriers a tile:
+//
+//   scores --> maxima --(1)--> probabilities --(2: last tile's have been read)--> shared memory --(3)--> output
 #pragma once
 #include "segment_partials.cuh"
 
@@ -15,8 +20,11 @@ constexpr int WARPGROUP_BARRIER = CONSUMER_BARRIER + 1;  // and up, one for each
 constexpr int QUERY_SPAN_BYTES = ROWS * SPAN;
 constexpr int FOURS = COLUMNS / 8;  // a thread has as many times four outputs
 
-using Scores = float[TILE_TOKENS / 2];
-using Probabilities = uint32_t[TILE_TOKENS / 16][4];
+constexpr int OWN_TOKENS = HALVES ? TILE_TOKENS / 2 : TILE_TOKENS;  // whose scores a warpgroup computes
+
+using QueryFragments = uint32_t[K_STEPS][4];
+using Scores = float[OWN_TOKENS / 2];
+using Probabilities = uint32_t[OWN_TOKENS / 16][4];
 using Output = float[COLUMNS / 2];  // columns as in segments::exponentiate
 
 // The thread's two rows, 8 apart, within the CTA.
@@ -95,11 +103,38 @@ DEVICE void load_queries(const Params& p, const WorkTile& work, SharedStorage& s
         *reinterpret_cast<uint32_t*>(&shared.query_tile[column / 8 * QUERY_SPAN_BYTES + row * SPAN +
                                                         ((column ^ row) % 8) * 16 + byte % 16]) = word;
     }
-    fence_async_proxy();
+    if constexpr (!HALVES) fence_async_proxy();
     named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
 }
 
-// S = Q K^T of a tile; in flight on return.
+// Where 16 bytes of a row begin in `query_tile`: queries, and with HALVES probabilities in their place.
+DEVICE uint32_t query_address(const SharedStorage& shared, int row, int column) {
+    return shared_address(shared.query_tile) + column / 8 * QUERY_SPAN_BYTES + row * SPAN + ((column ^ row) % 8) * 16;
+}
+
+// Of the 8 x 8 matrices that a lane's address is for, two of rows by two of columns.
+DEVICE int matrix_row() { return threadIdx.x % WARPGROUP / 32 * 16 + threadIdx.x % 16; }
+DEVICE int matrix_column() { return threadIdx.x % 32 / 16; }
+
+// From shared memory; a barrier must come before it is written again.
+DEVICE void load_fragments(const SharedStorage& shared, QueryFragments& q) {
+#pragma unroll
+    for (int step = 0; step < K_STEPS; ++step)
+        ldmatrix_x4(q[step], query_address(shared, matrix_row(), step * 2 + matrix_column()));
+}
+
+// S = Q K^T of the warpgroup's tokens of a tile; in flight on return.
+DEVICE void multiply_keys(const QueryFragments& q, uint64_t k, Scores& s) {
+    fence_registers(s);
+    wgmma_fence();
+    wgmma<MMA_FP16, false, false>(s, q[0], k);
+#pragma unroll
+    for (int step = 1; step < K_STEPS; ++step)
+        wgmma<MMA_FP16, false>(s, q[step], advance_descriptor(k, step / 4 * SPAN_BYTES + step % 4 * 32));
+    wgmma_commit();
+}
+
+// The same with queries in shared memory.
 DEVICE void multiply_keys(uint64_t q, uint64_t k, Scores& s) {
     fence_registers(s);
     wgmma_fence();
@@ -123,6 +158,102 @@ DEVICE void multiply_values(const Probabilities& probability, uint64_t v, Output
     wgmma_commit();
 }
 
+// O += P V of a tile, with P in shared memory; in flight on return.
+DEVICE void multiply_values(uint64_t probability, uint64_t v, Output& out) {
+    fence_registers(out);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < TILE_TOKENS / 16; ++step)
+        wgmma_add<MMA_FP16, 0, COLUMNS>(
+            out, advance_descriptor(probability, step / 4 * QUERY_SPAN_BYTES + step % 4 * 32),
+            advance_descriptor(v, step * 16 * SPAN));
+    wgmma_commit();
+}
+
+DEVICE void pack(const Scores& s, Probabilities& probability) {
+#pragma unroll
+    for (int i = 0; i < OWN_TOKENS / 2; i += 2)
+        probability[i / 8][i / 2 % 4] = MMA_FP16 ? pack_fp16(s[i], s[i + 1]) : pack_bf16(s[i], s[i + 1]);
+}
+
+// What segments::exponentiate does, by two warpgroups with half of the tile's tokens each: a thread's sums are four
+// chains over 32 tokens, twice.
+struct Half {
+    float chains[OWN_TOKENS / 32][4];
+
+    // Contains a barrier of the consumers.
+    DEVICE void exponentiate(Scores& s, float scale, float (&maximum)[2], float (&factor)[2], HalfExchange& exchange) {
+        constexpr int CELLS = OWN_TOKENS / 2, CHAIN = 16;
+        float top[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) top[i] = fmaxf(s[i], s[i + 4]);
+#pragma unroll
+        for (int i = 8; i < CELLS; ++i) top[i % 4] = fmaxf(top[i % 4], s[i]);
+        float highest[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            highest[i] = fmaxf(top[2 * i], top[2 * i + 1]);
+            highest[i] = fmaxf(highest[i], __shfl_xor_sync(~0u, highest[i], 1));
+            highest[i] = fmaxf(highest[i], __shfl_xor_sync(~0u, highest[i], 2));
+            if (threadIdx.x % 4 == 0) exchange.top[warpgroup()][row_of_value(i)] = highest[i];
+        }
+        named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
+        float anchor[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            float both = fmaxf(highest[i], exchange.top[warpgroup() ^ 1][row_of_value(i)]);
+            both = segments::raised(maximum[i], both, scale);
+            anchor[i] = segments::anchor_of(both, scale);
+            factor[i] = segments::weight(maximum[i], both, scale, anchor[i]);
+            maximum[i] = both;
+        }
+#pragma unroll
+        for (int first = 0; first < CELLS; first += CHAIN) {
+            float(&chain)[4] = chains[first / CHAIN];
+#pragma unroll
+            for (int i = 0; i < CHAIN; ++i) {
+                float& cell = s[first + i];
+                cell = segments::probability(cell, scale, anchor[i / 2 % 2]);
+                chain[i % 4] = i < 4 ? cell : __fadd_rn(chain[i % 4], cell);
+            }
+        }
+        if (warpgroup() == 0)
+            exchange.sums[threadIdx.x] =
+                make_float4(__fadd_rn(chains[0][0], chains[1][0]), __fadd_rn(chains[0][1], chains[1][1]),
+                            __fadd_rn(chains[0][2], chains[1][2]), __fadd_rn(chains[0][3], chains[1][3]));
+    }
+
+    // The second warpgroup, behind a barrier: the first has no sums of its own.
+    DEVICE void add_to(float (&sum)[2], const float (&factor)[2], const HalfExchange& exchange) const {
+        if (warpgroup() == 0) return;
+        const float4 first = exchange.sums[threadIdx.x % WARPGROUP];
+        float all[4] = {first.x, first.y, first.z, first.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) all[i] = __fadd_rn(__fadd_rn(all[i], chains[0][i]), chains[1][i]);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) sum[i] = segments::next_sum(sum[i], factor[i], all[2 * i], all[2 * i + 1]);
+    }
+};
+
+// Scores become probabilities, and sums of them, where a thread has those sums.
+template <class TileScores>
+DEVICE void exponentiate(TileScores& s, float scale, RowStatistics& rows, float (&factor)[2], Half& half,
+                         SharedStorage& shared) {
+    if constexpr (HALVES)
+        half.exponentiate(s, scale, rows.maximum, factor, shared.halves[0]);
+    else
+        segments::exponentiate(s, scale, rows.maximum, rows.sum, factor);
+}
+
+// The warpgroup's probabilities, for both. Ends with a barrier of the consumers.
+DEVICE void tell_probabilities(const Probabilities& p, SharedStorage& shared) {
+#pragma unroll
+    for (int i = 0; i < OWN_TOKENS / 16; ++i)
+        stmatrix_x4(query_address(shared, matrix_row(), warpgroup() * OWN_TOKENS / 8 + i * 2 + matrix_column()), p[i]);
+    fence_async_proxy();
+    named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
+}
+
 // Values outside [low, high) may be NaN, and 0 x NaN is NaN: those of the warpgroup become zero.
 DEVICE void clear_values(char* own_values, int low, int high) {
     constexpr int PIECES = SPAN / 16;
@@ -141,16 +272,16 @@ DEVICE void release(SharedStorage& shared, int stage) {
 }
 
 DEVICE void mask(const WorkTile& work, int tile_token, const SharedStorage& shared, Scores& s) {
-    const int column = tile_token + threadIdx.x % 4 * 2;
+    const int column = tile_token + (HALVES ? warpgroup() * OWN_TOKENS : 0) + threadIdx.x % 4 * 2;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const VisibleKeys sees(work, shared, row_of_value(i), column);
         // First as bits, in a loop: unrolled, this would need more registers than there are beside products in flight.
         uint32_t seen = 0;
 #pragma unroll 1
-        for (int j = 0; j < TILE_TOKENS / 4; ++j) seen |= static_cast<uint32_t>(sees.key(j / 2 * 8 + j % 2)) << j;
+        for (int j = 0; j < OWN_TOKENS / 4; ++j) seen |= static_cast<uint32_t>(sees.key(j / 2 * 8 + j % 2)) << j;
 #pragma unroll
-        for (int j = 0; j < TILE_TOKENS / 4; ++j)
+        for (int j = 0; j < OWN_TOKENS / 4; ++j)
             if (!(seen >> j & 1)) s[j / 2 * 4 + 2 * i + j % 2] = -INFINITY;
     }
 }
@@ -220,7 +351,7 @@ DEVICE void fold_partials(const Params& p, const WorkRange& range, const WorkTil
 
 DEVICE void consume(const Params& p, const WorkRange& range, SharedStorage& shared) {
     const Scale scale(p);
-    const uint64_t q = k_major_descriptor(shared_address(shared.query_tile));
+    const uint64_t query_tile = k_major_descriptor(shared_address(shared.query_tile));
     StageState keys;
     for_each_work_tile(p, range, [&](const WorkTile& work) {
         const Request& r = work.request;
@@ -228,15 +359,26 @@ DEVICE void consume(const Params& p, const WorkRange& range, SharedStorage& shar
         const bool is_prefix = work.first == 0;
         int slot = first_slot(p, range, range.cta_group) + 1;
         Folded folded(shared);
+        QueryFragments q;
         Scores s;
         Probabilities probability;
         Output out;
         RowStatistics rows;
         float factor[2];
+        Half half;
+        const auto clear = [&] {
+#pragma unroll
+            for (int i = 0; i < COLUMNS / 2; ++i) out[i] = 0.f;
+        };
+        if constexpr (HALVES) clear();
         const auto token_of = [&](int tile) { return (r.first_tile + tile) * TILE_TOKENS; };
         const auto start_scores = [&] {
             mbarrier_wait(shared_address(&shared.full[keys.index]), keys.phase);
-            multiply_keys(q, k_major_descriptor(shared_address(shared.stages[keys.index])), s);
+            const uint32_t stage = shared_address(shared.stages[keys.index]);
+            if constexpr (HALVES)
+                multiply_keys(q, k_major_descriptor(stage + warpgroup() * OWN_TOKENS * SPAN), s);
+            else
+                multiply_keys(query_tile, k_major_descriptor(stage), s);
         };
         const auto use_scores = [&](int tile) {  // which are there
             fence_registers(s);
@@ -244,21 +386,24 @@ DEVICE void consume(const Params& p, const WorkRange& range, SharedStorage& shar
             keys.advance(2);
             if (scale.flips)
 #pragma unroll
-                for (int i = 0; i < TILE_TOKENS / 2; ++i) s[i] = -s[i];
+                for (int i = 0; i < OWN_TOKENS / 2; ++i) s[i] = -s[i];
             if (!all_rows_see(p, r, token_of(tile))) mask(work, token_of(tile), shared, s);
-            segments::exponentiate(s, scale.log2, rows.maximum, rows.sum, factor);
+            exponentiate(s, scale.log2, rows, factor, half, shared);
         };
-        const auto pack = [&] {
-#pragma unroll
-            for (int i = 0; i < TILE_TOKENS / 2; i += 2)
-                probability[i / 8][i / 2 % 4] = MMA_FP16 ? pack_fp16(s[i], s[i + 1]) : pack_bf16(s[i], s[i + 1]);
+        const auto pass_on = [&] {  // no product reads the last tile's probabilities any more
+            pack(s, probability);
+            if constexpr (HALVES) {
+                tell_probabilities(probability, shared);
+                half.add_to(rows.sum, factor, shared.halves[0]);
+            }
         };
         load_queries(p, work, shared);
+        if constexpr (HALVES) load_fragments(shared, q);
         if (work.first < end) {
             start_scores();
             wgmma_wait<0>();
             use_scores(work.first);
-            pack();
+            pass_on();
         }
 #pragma unroll 1
         for (int tile = work.first; tile < end; ++tile) {
@@ -272,7 +417,9 @@ DEVICE void consume(const Params& p, const WorkRange& range, SharedStorage& shar
             if (token < work.begin || token + TILE_TOKENS > r.kv_len)
                 clear_values(stage, work.begin - token, r.kv_len - token);
             const uint64_t v = mn_major_descriptor(shared_address(stage), SPAN_BYTES);
-            if (tile == work.first || (r.first_tile + tile) % SEGMENT_TILES == 0)
+            if constexpr (HALVES)
+                multiply_values(query_tile, v, out);
+            else if (tile == work.first || (r.first_tile + tile) % SEGMENT_TILES == 0)
                 multiply_values<false>(probability, v, out);
             else
                 multiply_values<true>(probability, v, out);
@@ -285,7 +432,10 @@ DEVICE void consume(const Params& p, const WorkRange& range, SharedStorage& shar
             wgmma_wait<0>();
             fence_registers(out);
             release(shared, values);
-            if (!is_last) pack();
+            if (!is_last) {
+                if constexpr (HALVES) named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);  // which is so for both
+                pass_on();
+            }
             if (!ends) {
                 if (__any_sync(~0u, factor[0] != 1.f || factor[1] != 1.f))
 #pragma unroll
@@ -294,10 +444,20 @@ DEVICE void consume(const Params& p, const WorkRange& range, SharedStorage& shar
             }
 #pragma unroll
             for (int i = 0; i < 2; ++i) segment.sum[i] = segments::segment_sum(segment.sum[i]);
+            if constexpr (HALVES) {
+                float(&sums)[ROWS] = shared.halves[0].segment_sum[tile % 2];
+                if (warpgroup() == 1 && threadIdx.x % 4 == 0)
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) sums[row_of_value(i)] = segment.sum[i];
+                named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
+#pragma unroll
+                for (int i = 0; i < 2; ++i) segment.sum[i] = sums[row_of_value(i)];
+            }
             if (is_prefix)
                 folded.fold<FOURS>(segment, scale.log2, [&](int i) { return four_of(out, i); });
             else
                 write_partial(p, slot++, segment, [&](int i) { return four_of(out, i); });
+            if constexpr (HALVES) clear();
         }
         if (is_prefix) {
             if (work.last == r.kv_tiles) {

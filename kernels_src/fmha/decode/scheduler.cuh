@@ -229,6 +229,36 @@ struct PartialWalk {
         return (cta_group * p.cta_group_size + rank) * p.splits + 1 + segment++ - from;
     }
 };
+
+// The same for lanes that ask for a partial each; one after the other, a walk is faster.
+struct Partials {
+    const Params& p;
+    const WorkRange& range;
+    const WorkTile& work;
+    int cta_group;  // that of the first partial, which holds the segments before `joined`
+    int joined, count;
+
+    DEVICE Partials(const Params& p, const WorkRange& range, const WorkTile& work)
+        : p(p), range(range), work(work), cta_group(stream_k::cta_group_of(range, work.space_offset)),
+          joined(segments_before(cta_group + 1)),
+          count(1 + DecodeTiling::split_count(p, work.request) - joined) {}
+
+    // Those of the output tile that begin before a CTA group's range.
+    DEVICE int segments_before(int group) const {
+        const int quotient = range.total / range.cta_groups, remainder = range.total - quotient * range.cta_groups;
+        // floor(c T / n)
+        const int begin = group * quotient + group * remainder / range.cta_groups - work.space_offset;
+        return DecodeTiling::split_from(p, work.request, min(max(begin, 0), work.request.kv_tiles));
+    }
+
+    DEVICE int slot(int partial) const {
+        if (partial == 0) return (cta_group * p.cta_group_size + range.cta_rank) * p.splits;
+        const int segment = joined + partial - 1;
+        const int begin = work.space_offset + DecodeTiling::split_start(p, work.request, segment);
+        const int group = stream_k::cta_group_of(range, begin);
+        return (group * p.cta_group_size + range.cta_rank) * p.splits + 1 + segment - segments_before(group);
+    }
+};
 #endif
 
 }  // namespace paged_decode

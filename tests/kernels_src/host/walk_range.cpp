@@ -174,7 +174,7 @@ extern "C" int all_rows_see_tile(const void* parameters, int request, int token)
 }
 
 // Writes the slots of the partials of a CTA's work tile number `wanted` in the order in which they are folded; returns
-// their count.
+// their count, or -1 where those asked for one by one are others.
 extern "C" int partials(const void* parameters, const int* grid, const int* cta, int wanted, int* to) {
     using namespace paged_decode;
     gridDim = {grid[0], grid[1], 1};
@@ -188,8 +188,12 @@ extern "C" int partials(const void* parameters, const int* grid, const int* cta,
     int count = 0, number = 0;
     for_each_work_tile(p, range, [&](const WorkTile& work) {
         if (number++ != wanted) return;
-        PartialWalk partials(p, range, work);
-        for (int slot; (slot = partials.next_slot()) >= 0;) to[count++] = slot;
+        PartialWalk walk(p, range, work);
+        for (int slot; (slot = walk.next_slot()) >= 0;) to[count++] = slot;
+        const Partials partials(p, range, work);
+        bool are_equal = partials.count == count;
+        for (int i = 0; i < count && are_equal; ++i) are_equal = partials.slot(i) == to[i];
+        if (!are_equal) count = -1;
     });
     return count;
 }

@@ -52,6 +52,7 @@ APPEND_KV = StructLayout.declare(
         Field("token_reciprocal", "uint32", "2^32 / token_units, rounded up"),
         Field("k_scale", "float", "what keys are divided by before they are quantised"),
         Field("v_scale", "float", "what values are divided by"),
+        Field("chunk_tokens", "int32", "tokens that a CTA takes at a time"),
     ),
 )
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ....launch.plan import LaunchAttributes
 from ....values import dataclass
+from ..constants import CONSTANTS
 from ..launches import STATUS, KernelFile, NativeLaunch, native_plan
 from .select import AppendSelection
 
 UNIT_BYTES = 16  # of a cache's row
 NUMBERS = ("k_scale", "v_scale")  # that come with each run
+_PLACES_COST = 0.3  # of finding where a chunk's tokens go, in times of a batch of units
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,19 @@ def reciprocal(divisor: int) -> int:
     return -(-(1 << 32) // divisor)
 
 
+def chunk_tokens(tokens: int, token_units: int, batch_units: int, ctas: int) -> int:
+    """How many tokens a CTA takes at a time, so that the one with the most has as little to do as possible.
+
+    It copies batches of units, which end with a chunk.
+    """
+
+    def cost(chunk: int) -> float:
+        chunks = -(-tokens // chunk)
+        return -(-chunks // ctas) * (-(-chunk * token_units // batch_units) + _PLACES_COST)
+
+    return min(range(1, CONSTANTS.append_chunk_tokens + 1), key=cost)
+
+
 def append_launch(
     selection: AppendSelection, problem: AppendProblem, file: KernelFile
 ) -> NativeLaunch[AppendSelection]:
@@ -97,12 +114,16 @@ def append_launch(
 
     A run's values are the tensors' addresses by name, that of the status word, and ``NUMBERS``.
     """
+    loads = 2 if selection.kernel.traits["quantise"] else 1  # of a unit
+    batch_units = CONSTANTS.append_threads * CONSTANTS.append_loads // loads
+    chunk = chunk_tokens(problem.tokens, problem.token_units, batch_units, selection.ctas)
+    selection = replace(selection, ctas=min(selection.ctas, -(-problem.tokens // chunk)))
     plan = native_plan(
         selection.kernel,
         file,
         grid=selection.grid(problem),
         attributes=LaunchAttributes(programmatic_serialization=problem.programmatic_serialization),
-        values=problem.values(),
+        values={**problem.values(), "chunk_tokens": chunk},
         caches={},
         regions=(STATUS,),
         why=selection,

@@ -29,11 +29,11 @@ class AppendShape:
 
 
 class AppendSelection(Selection):
-    """The kernel and its grid: a CTA has a contiguous range of tokens."""
+    """The kernel and its grid: CTAs take chunks of neighbouring tokens in turn."""
 
     def facts(self, shape: AppendShape) -> Facts:
-        """The most tokens of a CTA, and what happens to them."""
-        return ("tokens", f"{shape.tokens}, at most {-(-shape.tokens // self.ctas)} of a CTA"), (
+        """The tokens of a CTA, but for how chunks divide them, and what happens to them."""
+        return ("tokens", f"{shape.tokens}, about {-(-shape.tokens // self.ctas)} of a CTA"), (
             "conversion",
             shape.quantise or "none: bytes are copied",
         )
