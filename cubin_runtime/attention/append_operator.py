@@ -33,6 +33,7 @@ SOURCE_DTYPES = {
     "float8_e4m3fn": ("bfloat16", "float16", "float8_e4m3fn"),
 }
 HEAD_DIM_STEP, MAX_HEAD_DIM = 16, 1024
+_MOST_TOKENS = 1 << 30  # the number of a token behind them, where a CTA's next chunk would begin, fits an int32
 SCALES = ("k_scale", "v_scale")
 
 
@@ -85,6 +86,8 @@ def _check(call: PlainCall) -> None:
             f"key: shape {key.shape}, expected [tokens, kv_heads, head_dim] or [batch, tokens, kv_heads, head_dim] "
             "of 1 token or more"
         )
+    if prod(key.shape[:-2]) > _MOST_TOKENS:
+        raise UsageError(f"key: shape {key.shape}, expected at most {_MOST_TOKENS} tokens")
     _check_caches(key, value, k, v)
     _check_whose(call)
     if key.dtype != value.dtype:

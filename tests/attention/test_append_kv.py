@@ -137,6 +137,9 @@ def test_reciprocals_divide_every_number_that_the_kernel_divides() -> None:
 E4M3 = "float8_e4m3fn"
 REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no tokens": (call(key=view("bfloat16", 0, 8, 128)), {}, r"key: shape \(0, 8, 128\), expected .* 1 token or more"),
+    "too many tokens": (
+        call(key=view("bfloat16", (1 << 30) + 1, 8, 128)), {}, "key: shape .*, expected at most 1073741824 tokens"
+    ),
     "other dtype": (call(key=view("float16", TOKENS, 8, 128)), {}, "key: dtype float16, expected bfloat16 with"),
     "e4m3 into bf16": (call(value=view(E4M3, TOKENS, 8, 128)), {}, f"value: dtype {E4M3}, expected bfloat16 with"),
     "two dtypes": (quantised_call(value=view("float16", TOKENS, 8, 128)), {}, "value: dtype float16, expected bf"),
