@@ -263,11 +263,16 @@ def _merge_in_place(memory: MadeUpMemory) -> Arguments:
     return {"v": v, "s": s, "out": v, "lse": s, **other, **more}
 
 
-def _run_of(planned: Callable[..., Any], make: Callable[[MadeUpMemory], Arguments]) -> Callable[..., Call]:
+def _run_of(
+    planned: Callable[..., Any], make: Callable[[MadeUpMemory], Arguments], *, options: bool = True
+) -> Callable[..., Call]:
+    """Runs of a plan; without ``options`` it has those that it was planned with."""
+
     def call(memory: MadeUpMemory, runtime: Runtime) -> Call:
         given = make(memory)
         plan = planned(**given, runtime=runtime)
-        names = inspect.signature(plan.run).parameters
+        parameters = inspect.signature(plan.run).parameters.values()
+        names = [p.name for p in parameters if options or p.kind is not p.KEYWORD_ONLY]
 
         def run(**arguments: Any) -> None:
             """What the plan has as its method now, which without fast paths is that of its class."""
@@ -298,6 +303,7 @@ ON_SM90: dict[str, Callable[[MadeUpMemory, Runtime], Call]] = {
     "context_attention without out": _call_of(context_attention, _context, out=None),
     "context plan.run": _run_of(plan_context_attention, _context),
     "plan.run": _run_of(plan_paged_decode, _paged),
+    "plan.run without options": _run_of(plan_paged_decode, _paged, options=False),
     "plan.run with all tensors": _run_of(plan_paged_decode, _paged_full),
     "plan.run of two launches": _run_of(plan_paged_decode, _paged_ragged),
     "mla plan.run": _run_of(plan_mla_decode, _latent),

@@ -49,6 +49,17 @@ def test_a_call_with_another_argument_does_what_the_full_path_does(caller: Calle
     assert not different, f"{len(different)} differ:\n" + "\n".join(different[:8])
 
 
+@pytest.mark.parametrize("option", ["softmax_scale", "output_scale", "max_seq_len", "mask", "sinks", "workspace"])
+def test_a_plan_s_own_method_sees_each_option(caller: Caller, option: str) -> None:
+    make = ON_SM90["plan.run without options"]
+    for number in range(len(list(others_of(make(caller.memory, caller.runtime), option, caller)))):
+        call = make(caller.memory, caller.runtime)  # of a new plan, whose method is of calls without options
+        changed = call.changed(**{option: list(others_of(call, option, caller))[number]})
+        caller.outcome(call)
+        came = caller.outcome(changed)
+        assert came == caller.in_full(changed)
+
+
 def _different(caller: Caller, call: Call) -> Iterator[str]:
     first = caller.outcome(call)
     for name, value in call.arguments.items():
