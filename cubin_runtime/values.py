@@ -6,7 +6,7 @@ A class with many instances gets a generated initializer once it is needed.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,6 +17,11 @@ _MANY = 4  # of a class that has more than a start needs, values are made over a
 
 class HashedOnce(tuple[ItemT, ...]):
     """A tuple whose hash is computed once: a long one that caches are asked with."""
+
+    @classmethod
+    def of(cls, items: Iterable[ItemT]) -> HashedOnce[ItemT]:
+        """The items, themselves if they are such a tuple."""
+        return items if isinstance(items, HashedOnce) else cls(items)
 
     def __hash__(self) -> int:
         known: dict[str, int] = self.__dict__

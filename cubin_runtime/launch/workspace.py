@@ -264,7 +264,8 @@ def _new_memory(driver: Driver, context: int, nbytes: int, stream: int) -> tuple
         found = driver.waiting_for(context, max(1, nbytes), (*driver.stream_identity(stream), stream))
         if found is None:
             driver.free_waiting()
-            found = driver.allocate(_capacity(nbytes)), _capacity(nbytes)
+            capacity = _capacity(nbytes)
+            found = driver.allocate(capacity), capacity
         address, _ = found
         try:
             if nbytes:

@@ -72,6 +72,11 @@ class Selection:
         raise NotImplementedError
 
 
+def number_of(device: DeviceFacts) -> int:
+    """The compute capability as a target's number."""
+    return device.capability[0] * 10 + device.capability[1]
+
+
 def only_kernel(
     kernels: Iterable[NativeKernel], operation: str, traits: Mapping[str, object], device: DeviceFacts
 ) -> tuple[NativeKernel, tuple[Candidate, ...]]:
@@ -80,9 +85,7 @@ def only_kernel(
     Raises:
         UsageError: none fits; the message says why not.
     """
-    table = kernels if isinstance(kernels, HashedOnce) else HashedOnce(kernels)
-    number = 10 * device.capability[0] + device.capability[1]
-    candidates = _candidates(table, operation, tuple(traits.items()), number)
+    candidates = _candidates(HashedOnce.of(kernels), operation, tuple(traits.items()), number_of(device))
     fitting = [candidate.kernel for candidate in candidates if not candidate.unfit]
     if not fitting:
         wanted = ", ".join(f"{name} {value or 'none'}" for name, value in traits.items())

@@ -9,7 +9,7 @@ from ....artifacts.tables.native_kernels import NativeKernel
 from ....launch.driver import DeviceFacts
 from ....values import dataclass
 from ..cost_model import Estimate
-from ..selection import Candidate
+from ..selection import Candidate, number_of
 from .grids import Grid, Tiling, trait_of
 from .shape import DecodeShape
 
@@ -76,11 +76,6 @@ def refusal(candidates: Sequence[DecodeCandidate], shape: DecodeShape, device: D
     asked_for = (shape.dtype, shape.head_dim)
     close = [c for c in here if (c.kernel.traits["dtype"], c.kernel.traits["head_dim"]) == asked_for]
     return f"{asked}: " + "; ".join(f"{c.kernel.name}: {c.unfit}" for c in close)
-
-
-def number_of(device: DeviceFacts) -> int:
-    """The compute capability as a target's number."""
-    return device.capability[0] * 10 + device.capability[1]
 
 
 def count(number: int, word: str) -> str:

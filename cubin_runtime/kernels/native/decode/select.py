@@ -14,8 +14,8 @@ from ....values import HashedOnce, dataclass
 from ...explanation import Facts
 from ..constants import CONSTANTS
 from ..cost_model import Costs, costs_of
-from ..selection import Selection
-from .candidates import DecodeCandidate, Fit, count, number_of, refusal
+from ..selection import Selection, number_of
+from .candidates import DecodeCandidate, Fit, count, refusal
 from .grids import (
     ANY_ROWS,
     SEGMENTS,
@@ -92,9 +92,10 @@ def select_decode(
     Raises:
         UsageError: no kernel fits; the message says what those for this device can do.
     """
-    table = kernels if isinstance(kernels, HashedOnce) else HashedOnce(kernels)
     shared_bytes = device.shared_bytes_per_block_optin
-    candidates = _look_through(table, number_of(device), shape.dtype, shape.head_dim, shape.q_dtype, shared_bytes)
+    candidates = _look_through(
+        HashedOnce.of(kernels), number_of(device), shape.dtype, shape.head_dim, shape.q_dtype, shared_bytes
+    )
     constants = costs or costs_of(device.name)
     return tuple([_select(candidates, shape, part, device, constants) for part in _parts(candidates, shape)])
 

@@ -13,7 +13,7 @@ from ....launch.driver import DeviceFacts
 from ....values import HashedOnce, dataclass
 from ...explanation import Facts
 from ..constants import CONSTANTS
-from ..selection import Candidate, Selection
+from ..selection import Candidate, Selection, number_of
 
 OPERATION = "paged_mla_decode"
 MAX_HEADS = 128
@@ -98,8 +98,7 @@ def select_mla_decode(kernels: Iterable[NativeKernel], shape: MlaShape, device: 
     Raises:
         UsageError: no kernel fits; the message says what those for this device can do.
     """
-    table = kernels if isinstance(kernels, HashedOnce) else HashedOnce(kernels)
-    candidates = _candidates(table, 10 * device.capability[0] + device.capability[1], _FORM(shape))
+    candidates = _candidates(HashedOnce.of(kernels), number_of(device), _FORM(shape))
     fitting = [candidate.kernel for candidate in candidates if not candidate.unfit]
     if not fitting:
         raise UsageError(

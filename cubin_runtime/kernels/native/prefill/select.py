@@ -12,7 +12,7 @@ from ....launch.driver import DeviceFacts
 from ....values import HashedOnce, dataclass
 from ...explanation import Facts
 from ..constants import CONSTANTS
-from ..selection import Candidate, Selection
+from ..selection import Candidate, Selection, number_of
 
 OPERATION = "context_attention"
 # Columns of a query and a key -> those of a value.
@@ -90,9 +90,9 @@ def select_context_attention(
     Raises:
         UsageError: no kernel fits; the message says what those of the release are for.
     """
-    table = kernels if isinstance(kernels, HashedOnce) else HashedOnce(kernels)
-    number = device.capability[0] * 10 + device.capability[1]
-    candidates = _candidates(table, number, shape.dtype, shape.head_dim, shape.soft_cap, shape.segments)
+    candidates = _candidates(
+        HashedOnce.of(kernels), number_of(device), shape.dtype, shape.head_dim, shape.soft_cap, shape.segments
+    )
     fitting = [candidate.kernel for candidate in candidates if not candidate.unfit]
     if not fitting:
         raise UsageError(
