@@ -37,6 +37,13 @@ class TensorMemory(Protocol):
         """A new tensor, the product of two tensors of one element, computed on the device."""
         ...
 
+    def lengthened(self, name: str, lengths: Any, by: Any) -> Any:
+        """A new tensor: the argument ``name``, int32 ``lengths``, each plus ``by``, computed on the device.
+
+        ``by`` is an int, or a tensor of one entry more, whose differences are added.
+        """
+        ...
+
     def to_host(self, tensor: Any) -> tuple[int, ...]:
         """The integers of a tensor, the last dimension fastest; waits for the device."""
         ...
@@ -93,6 +100,15 @@ class TorchMemory:
         _check_torch(second, "a product of scales")
         return note_made(_product(first, second), _product, (first, second))
 
+    def lengthened(self, name: str, lengths: Any, by: Any) -> Any:
+        """As ``TensorMemory``."""
+        other = next((given for given in (lengths, by) if not isinstance(given, int) and not is_torch(given)), None)
+        if other is not None:
+            raise UsageError(f"{name}: got {type(other).__name__}, expected torch tensors where lengths are added")
+        if isinstance(by, int):
+            return note_made(lengths + by, lambda lengths: lengths + by, (lengths,))
+        return note_made(_lengthened(lengths, by), _lengthened, (lengths, by))
+
     def to_host(self, tensor: Any) -> tuple[int, ...]:
         """As ``TensorMemory``."""
         _check_torch(tensor, "host values")
@@ -116,6 +132,10 @@ class TorchMemory:
 
 def _product(first: Any, second: Any) -> Any:
     return first.reshape(1) * second.reshape(1)
+
+
+def _lengthened(lengths: Any, sums: Any) -> Any:
+    return lengths + sums.diff()
 
 
 def _check_torch(tensor: Any, what: str) -> None:

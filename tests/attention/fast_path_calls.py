@@ -66,6 +66,12 @@ class NotingMemory(MadeUpMemory):
     def product(self, first: TensorView, second: TensorView) -> TensorView:
         return note_made(super().product(first, second), super().product, (first, second))
 
+    def lengthened(self, name: str, lengths: TensorView, by: TensorView | int) -> TensorView:
+        plain = super().lengthened
+        if isinstance(by, int):
+            return note_made(plain(name, lengths, by), lambda given: plain(name, given, by), (lengths,))
+        return note_made(plain(name, lengths, by), lambda *given: plain(name, *given), (lengths, by))
+
 
 @dataclass(frozen=True)
 class Call:
@@ -214,6 +220,16 @@ def _latent_full(memory: MadeUpMemory) -> Arguments:
     )
 
 
+def _of_a_rank(memory: MadeUpMemory, **changes: Any) -> Arguments:
+    counts = memory.tensor("int32", 4)
+    return trtllm_arguments(memory, 12, cp_world=4, cp_rank=1, causal_seqlens_kv_global=counts, **changes)
+
+
+def _of_a_rank_ragged(memory: MadeUpMemory) -> Arguments:
+    sums = memory.tensor("int32", 5)
+    return _of_a_rank(memory, cum_seq_lens_q=sums, max_q_len=9, q_len_per_req=None, out=None)
+
+
 def _append(memory: MadeUpMemory, **changes: Any) -> Arguments:
     given = {
         "key": memory.tensor("bfloat16", 23, 8, 128),
@@ -319,6 +335,12 @@ ON_SM90: dict[str, Callable[[MadeUpMemory, Runtime], Call]] = {
     "plain xqa_batch_decode": _call_of(flashinfer.xqa_batch_decode_with_kv_cache, xqa_batch_arguments),
     "plain xqa_batch_decode_mla": _call_of(flashinfer.xqa_batch_decode_with_kv_cache_mla, mla_batch_arguments),
     "plain trtllm_batch_decode": _call_of(flashinfer.trtllm_batch_decode_with_kv_cache, trtllm_arguments),
+    "trtllm_batch_decode of a rank": _call_of(
+        flashinfer.trtllm_batch_decode_with_kv_cache, _of_a_rank, q_len_per_req=3
+    ),
+    "trtllm_batch_decode of a rank's ragged queries": _call_of(
+        flashinfer.trtllm_batch_decode_with_kv_cache, _of_a_rank_ragged
+    ),
     "plain trtllm_batch_context": _call_of(flashinfer.trtllm_batch_context_with_kv_cache, context_arguments),
     "trtllm_ragged that returns lse": _call_of(
         flashinfer.trtllm_ragged_attention_deepseek, native_ragged_arguments, return_lse=True

@@ -30,5 +30,10 @@ def test_only_a_torch_tensor_is_scaled_where_it_lies() -> None:
         TorchMemory().scale_in_place(VIEW, 0.5)
 
 
+def test_only_a_torch_tensor_of_x() -> None:
+    with pytest.raises(UsageError, match="counts: got TensorView, expected torch tensors where lengths are added"):
+        TorchMemory().lengthened("counts", VIEW, 3)
+
+
 def test_other_tensors_run_on_the_legacy_default_stream() -> None:
     assert TorchMemory().current_stream(VIEW) == 0

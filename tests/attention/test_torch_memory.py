@@ -34,6 +34,14 @@ def test_two_scales_of_any_shape_are_multiplied() -> None:
     assert (made.tolist(), made.dtype) == ([1.5], torch.float32)
 
 
+def test_counts_are_lengthened_by_a_number_or_the_differences_of_sums() -> None:
+    lengths, sums = torch.tensor([5, 0, 7], dtype=torch.int32), torch.tensor([0, 2, 2, 6], dtype=torch.int32)
+    made = [TorchMemory().lengthened("counts", lengths, by) for by in (3, sums)]
+    assert [tensor.tolist() for tensor in made] == [[8, 3, 10], [7, 0, 11]]
+    assert {tensor.dtype for tensor in made} == {torch.int32}
+    assert lengths.tolist() == [5, 0, 7]
+
+
 def test_integers_come_back_to_the_host() -> None:
     assert TorchMemory().to_host(torch.tensor([0, 3, 7], dtype=torch.int32)) == (0, 3, 7)
 

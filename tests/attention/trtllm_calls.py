@@ -52,6 +52,10 @@ class MadeUpMemory:
     def scale_in_place(self, tensor: TensorView, factor: float) -> None:
         self.made.append((f"scaled in place by {factor:.4f}", tensor))
 
+    def lengthened(self, name: str, lengths: TensorView, by: TensorView | int) -> TensorView:
+        what = f"{by} more" if isinstance(by, int) else f"as {by.pointer:#x} says more"
+        return self._made(f"{name}, {what}", lengths, self.tensor(lengths.dtype, *lengths.shape))
+
     def to_host(self, tensor: TensorView) -> tuple[int, ...]:
         if tensor.pointer not in self.host:
             raise UsageError(f"nothing was put at {tensor.pointer:#x}")

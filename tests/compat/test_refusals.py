@@ -99,6 +99,8 @@ DECODE: list[tuple[dict[str, Any], str]] = [
     ({"mask": object()}, "mask=a object: .*expected None"),
     ({"sinks": []}, "sinks: 0 tensors, expected one"),
     ({"enable_block_sparse_attention": True}, "enable_block_sparse_attention=True"),
+    ({"cp_world": 2}, "cp_world=2: .*by backend 'trtllm-gen' has no kernel"),
+    ({"causal_seqlens_kv_global": tensor("int32", 4)}, "causal_seqlens_kv_global=a TensorView: .*'trtllm-gen'"),
     ({"bf16q_fp8kv_transform_mode": "x"}, "bf16q_fp8kv_transform_mode='x'"),
     ({"backend": "fa2"}, "backend='fa2': expected auto or one of xqa, trtllm-gen"),
     ({"q_len_per_req": None}, "q_len_per_req: None without cum_seq_lens_q"),

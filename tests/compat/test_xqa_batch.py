@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from trtllm_calls import MadeUpMemory
+from trtllm_calls import MadeUpMemory, made, tensor
 from xqa_calls import (
     CACHE,
     COLUMNS,
@@ -267,6 +267,61 @@ def test_hopper_runs_our_kernels(
     flashinfer.trtllm_batch_decode_with_kv_cache(**trtllm_arguments(memory, backend=backend))
     assert sent(standin)["batch"] == 4
     assert list(recwarn) == []
+
+
+RANK = {"cp_world": 4, "cp_rank": 3}
+
+
+def rank_of(seen: dict[str, Any]) -> tuple[int, ...]:
+    """What a launch was told of the keys' ranks."""
+    return seen["global_seq_lens"], seen["cp_begin"], seen["cp_interleave"], seen["cp_round"].divisor
+
+
+@pytest.mark.parametrize("changes", [{"q_len_per_req": 3}, {"q_len_per_req": 3, "window_left": 99}])
+def test_keys_of_a_rank_are_counted_with_those_of_the_query_tokens(
+    standin: StandIn, memory: MadeUpMemory, changes: dict[str, Any]
+) -> None:
+    given = trtllm_arguments(memory, 12, **RANK, causal_seqlens_kv_global=memory.tensor("int32", 4), **changes)
+    given["out"] = memory.tensor("bfloat16", 12, HEADS, HEAD_DIM)
+    for _ in range(2):
+        flashinfer.trtllm_batch_decode_with_kv_cache(**given)
+        what, counts = memory.made[-1]
+        assert (what, counts.dtype, counts.shape) == ("causal_seqlens_kv_global, 3 more", "int32", (4,))
+        assert rank_of(sent(standin)) == (counts.pointer, 3, 1, 4)
+
+
+def test_one_query_token_with_a_window_is_counted_too(standin: StandIn, memory: MadeUpMemory) -> None:
+    given = trtllm_arguments(memory, **RANK, causal_seqlens_kv_global=memory.tensor("int32", 4), window_left=99)
+    flashinfer.trtllm_batch_decode_with_kv_cache(**given)
+    (counts,) = (view for what, view in memory.made if what == "causal_seqlens_kv_global, 1 more")
+    assert rank_of(sent(standin)) == (counts.pointer, 3, 1, 4)
+
+
+def test_ragged_query_tokens_are_counted_by_request(standin: StandIn, memory: MadeUpMemory) -> None:
+    cu, counts = memory.tensor("int32", 5), memory.tensor("int32", 4)
+    ragged = {"cum_seq_lens_q": cu, "max_q_len": 4, "q_len_per_req": None}
+    flashinfer.trtllm_batch_decode_with_kv_cache(
+        **trtllm_arguments(memory, 7, **RANK, **ragged, causal_seqlens_kv_global=counts)
+    )
+    what = f"causal_seqlens_kv_global, as {cu.pointer:#x} says more"
+    assert rank_of(sent(standin)) == (dict(memory.made)[what].pointer, 3, 1, 4)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {**RANK, "return_lse": True},
+        {"cp_world": 1, "query": tensor("bfloat16", 12, HEADS, HEAD_DIM), "q_len_per_req": 3, "window_left": 99},
+        {"cp_world": 1, "sinks": tensor("float32", HEADS)},
+    ],
+)
+def test_where_the_lengths_of_a_rank_say_it_all_nothing_is_counted(
+    standin: StandIn, memory: MadeUpMemory, changes: dict[str, Any]
+) -> None:
+    given = {**trtllm_arguments(memory), "causal_seqlens_kv_global": memory.tensor("int32", 4)}
+    flashinfer.trtllm_batch_decode_with_kv_cache(**{**given, **made(memory, changes)})
+    assert rank_of(sent(standin)) == (0, 0, 1, 1)
+    assert {what for what, _ in memory.made} == {"empty"}
 
 
 def test_counters_of_the_other_backend_are_not_needed(standin: StandIn, memory: MadeUpMemory) -> None:

@@ -27,6 +27,8 @@ RAGGED = {
     "q_cu_seq_lens": tensor("int32", 5),
 }
 
+RANKS = {"cp_world": 2, "causal_seqlens_kv_global": tensor("int32", 4)}
+
 XQA: list[tuple[dict[str, Any], str]] = [
     ({"q": tensor("bfloat16", 4, 2, 64, 128), "output": tensor("bfloat16", 4, 2, 64, 128)}, r"q: shape .*\[batch, 1,"),
     ({"q": tensor("bfloat16", 64, 128), "output": tensor("bfloat16", 64, 128)}, r"q: shape .*\[batch, 1, heads"),
@@ -142,9 +144,20 @@ TRTLLM: list[tuple[dict[str, Any], str]] = [
     ({"skip_softmax_threshold_scale_factor": "1"}, "skip_softmax_threshold_scale_factor='1'"),
     ({"uses_shared_paged_kv_idx": False}, "uses_shared_paged_kv_idx=False: .*expected True"),
     ({"bmm1_scale": 1.0, "bmm1_scale_log2": tensor("float16", 1)}, "bmm1_scale_log2: float16"),
-    ({"cp_world": 2}, "cp_world=2: .*expected 1"),
-    ({"cp_rank": 1}, "cp_rank=1: .*expected 0"),
-    ({"causal_seqlens_kv_global": tensor("int32", 4)}, "causal_seqlens_kv_global=a TensorView: .*expected None"),
+    ({"cp_world": 2}, "cp_world=2, cp_rank=0: expected 1 and 0 without causal_seqlens_kv_global"),
+    ({"cp_rank": 1}, "cp_world=1, cp_rank=1: expected 1 and 0 without causal_seqlens_kv_global"),
+    ({**RANKS, "cp_world": 0}, "cp_world=0: expected 1 or more"),
+    ({**RANKS, "cp_world": 2.5}, "cp_world=2.5: expected an integer"),
+    ({**RANKS, "cp_rank": 2}, "cp_rank=2: expected 0 to 1, below cp_world"),
+    ({**RANKS, "cp_rank": -1}, "cp_rank=-1: expected 0 to 1"),
+    ({**RANKS, "cp_world": 1, "cp_rank": 1}, "cp_rank=1: expected 0 to 0"),
+    ({**RANKS, "causal_seqlens_kv_global": tensor("int32", 5)}, "causal_seqlens_kv_global: 5 entries, expected 4"),
+    ({**RANKS, "causal_seqlens_kv_global": tensor("int64", 4)}, "causal_seqlens_kv_global: dtype int64, expected int"),
+    ({**RANKS, "causal_seqlens_kv_global": tensor("int32", 4, 1)}, "causal_seqlens_kv_global: shape"),
+    ({**RANKS, "causal_seqlens_kv_global": tensor("int32", 4, strides=(2,))}, "causal_seqlens_kv_global: stride 2"),
+    ({**RANKS, "causal_seqlens_kv_global": tensor("int32", 4, device=1)}, "causal_seqlens_kv_global: on device 1"),
+    ({**RANKS, "mask": tensor("uint16", 4, 2)}, "mask: given with cp_world=2, expected None"),
+    ({**RANKS, "sinks": tensor("float32", 64)}, "sinks: given with cp_world=2, expected None: the merge of the ranks"),
     ({"request_order": tensor("int32", 4)}, "request_order=a TensorView: .*expected None"),
     ({"request_order_plan": object()}, "request_order_plan=a object: .*expected None"),
     ({"enable_block_sparse_attention": True}, "enable_block_sparse_attention=True"),

@@ -16,6 +16,7 @@ from divided_steps import GQA, MLA, check_step, run_rank  # noqa: E402
 
 from cubin_runtime import Config  # noqa: E402
 from cubin_runtime.attention import Runtime, merge_states  # noqa: E402
+from cubin_runtime.compat import flashinfer  # noqa: E402
 from cubin_runtime.distributed import KvPartition  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -58,6 +59,80 @@ def test_decodes_of_all_ranks_merge_to_that_of_one(
     out, lse = problem.empty()
     merge_states(v, s, out=out, lse=lse, runtime=runtime)
     assert_same((out, lse), problem.whole(runtime))
+
+
+def decode_by_flashinfer_s_name(
+    problem: DividedProblem, rank: KvPartition, given: tuple[Any, ...], out: Any, lse: Any
+) -> None:
+    """``given``: what ``problem.caches`` gives, and the keys in front of the query tokens on all ranks."""
+    case, (pools, table, lens, counts) = problem.case, given
+    flashinfer.trtllm_batch_decode_with_kv_cache(
+        problem.q,
+        tuple(pools),
+        torch.zeros(256 << 20, dtype=torch.uint8, device="cuda"),
+        table,
+        lens,
+        table.shape[1] * case.page_size,
+        bmm1_scale=0.1,
+        window_left=case.window,
+        out=out,
+        lse=lse,
+        kv_layout="NHD",
+        q_len_per_req=case.q_len,
+        cp_world=rank.world,
+        cp_rank=rank.rank,
+        causal_seqlens_kv_global=counts,
+        batch_invariant=case.batch_invariant,
+    )
+
+
+@pytest.fixture
+def as_default(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cubin_runtime.attention.process.default.runtime", runtime)
+
+
+BEHIND = replace(GQA, lens=(16, 17, 90, 700, 3001))  # as many keys as query tokens at least, as all are keys too
+FLASHINFER_S = {
+    "one token": BEHIND,
+    "one token, window": replace(BEHIND, window=100),
+    "4 drafts": replace(BEHIND, q_len=4),
+    "16 drafts, e4m3 keys": replace(BEHIND, q_len=16, kv_dtype=torch.float8_e4m3fn),
+    "window of drafts": replace(BEHIND, q_len=7, window=300),
+    "invariant": replace(BEHIND, q_len=4, batch_invariant=True),
+}
+
+
+@pytest.mark.usefixtures("as_default")
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+@pytest.mark.parametrize("case", FLASHINFER_S.values(), ids=FLASHINFER_S)
+def test_flashinfer_s_function_on_all_ranks_merges_to_one(runtime: Runtime, case: DividedDecode, world: int) -> None:
+    problem = DividedProblem(case, "cuda")
+    parts = [problem.empty() for _ in range(world)]
+    for number, (out, lse) in enumerate(parts):
+        rank = KvPartition(world, number)
+        decode_by_flashinfer_s_name(problem, rank, (*problem.caches(rank), problem.lens - case.q_len), out, lse)
+    v, s = (torch.stack(part, dim=1) for part in zip(*parts, strict=True))
+    out, lse = problem.empty()
+    merge_states(v, s, out=out, lse=lse, runtime=runtime)
+    assert_same((out, lse), problem.whole(runtime))
+
+
+@pytest.mark.usefixtures("as_default")
+def test_a_captured_call_of_flashinfer_s_function_counts_again() -> None:
+    problem, rank = DividedProblem(replace(BEHIND, q_len=4), "cuda"), KvPartition(3, 1)
+    given = (*problem.caches(rank), problem.lens - 4)
+    captured, eager = problem.empty(), problem.empty()
+    decode_by_flashinfer_s_name(problem, rank, given, *captured)  # kernels are loaded before the capture
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        decode_by_flashinfer_s_name(problem, rank, given, *captured)
+    for fewer in (5, 0, 12):
+        given[2].copy_(rank.own_lens(problem.lens - fewer))
+        given[3].copy_(problem.lens - fewer - 4)
+        graph.replay()
+        decode_by_flashinfer_s_name(problem, rank, given, *eager)
+        assert all(torch.equal(*pair) for pair in zip(captured, eager, strict=True))
 
 
 @pytest.fixture

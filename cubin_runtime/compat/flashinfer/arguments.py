@@ -62,11 +62,14 @@ class Arguments:
     return_lse_base: str | None = None
     multi_ctas_kv_counter_buffer: Any = None
     semaphores: Any = None
+    cp_world: int = 1
+    cp_rank: int = 0
+    causal_seqlens_kv_global: Any = None
 
     @classmethod
     def of(cls, operator: Callable[..., Any], given: Mapping[str, Any], **renamed: Any) -> Arguments:
         """From the operator's ``locals()``; ``renamed`` are fields that it has under another name."""
-        made = object.__new__(cls)  # setting 37 frozen fields one by one would add microseconds to every call
+        made = object.__new__(cls)  # setting 40 frozen fields one by one would add microseconds to every call
         vars(made).update(given, operator=operator, runtime=default_runtime(), **renamed)
         return made
 

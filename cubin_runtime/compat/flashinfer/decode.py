@@ -14,6 +14,7 @@ from ...attention.trtllm_gen import DecodeCall
 from ...errors import UsageError
 from ...tensor import view_of
 from .arguments import MEMORY, SCALES, Arguments, query_of, tensor_or_none
+from .context_parallel import options_of_rank
 from .layouts import cache_pair, cache_pair_by_head, nested_tokens
 from .lengths import batch_of, lengths_of, query_lengths
 from .masks import check_window_of_mask
@@ -108,8 +109,10 @@ def trtllm_batch_decode_with_kv_cache(
         uses_shared_paged_kv_idx: xqa: True; trtllm-gen: False where K and V have separate tables.
         enable_block_sparse_attention, bf16q_fp8kv_transform_mode, request_order, request_order_plan: refused unless at
             their defaults.
-        cp_world, cp_rank, causal_seqlens_kv_global: refused unless at their defaults: no kernel has the bounds of
-            context parallelism.
+        cp_world, cp_rank, causal_seqlens_kv_global: xqa: key i of all ranks is on rank i modulo ``cp_world``; int32
+            ``[batch]``, contiguous: keys of each request on all ranks, without those of its query tokens. Query token j
+            sees this rank's keys up to that position plus j; ``seq_lens`` counts those that the last one sees. Without
+            mask and sinks where ``cp_world`` is over 1.
         batch_invariant: make a request's bits independent of other requests and of all bounds.
 
     Returns:
@@ -117,7 +120,6 @@ def trtllm_batch_decode_with_kv_cache(
     """
     given = Arguments.of(trtllm_batch_decode_with_kv_cache, locals())
     given.refuse("enable_block_sparse_attention", "bf16q_fp8kv_transform_mode", "request_order", "request_order_plan")
-    given.refuse("cp_world", "cp_rank", "causal_seqlens_kv_global")
     q, lengths = query_of(query, 3), view_of(seq_lens, "seq_lens")
     found = given.backend_on(q.device, backend)
     max_q, cum_q = query_lengths(given, q_len_per_req, batch_of(lengths), q.shape[0])
@@ -125,7 +127,7 @@ def trtllm_batch_decode_with_kv_cache(
         given.refuse("o_sf_scale", "o_sf_vec_size", "kv_cache_sf", "uses_shared_paged_kv_idx", backend=found)
         check_skip_factor(given)
         return _decode_native(given, max_q, cum_q, {"q_cu_seq_lens": "cum_seq_lens_q"})
-    given.refuse("mask", backend=found)
+    given.refuse("mask", "cp_world", "cp_rank", "causal_seqlens_kv_global", backend=found)
     key, value = cache_pair_by_head(kv_cache, kv_layout)
     return run_call(
         DecodeCall,
@@ -201,6 +203,7 @@ def _decode_native(given: Arguments, q_len: int, q_cu_seq_lens: Any, names: Mapp
         raise UsageError(f"query: {q.shape[0]} tokens for {batch} requests of {q_len}")
     caches = cache_pair(given.kv_cache, given.kv_layout)
     left, bound = integer("window_left", given.window_left), integer("max_seq_len", given.max_seq_len)
+    rank = options_of_rank(given, q.device, batch, q_len)
     page_size = caches[0].shape[1 if given.kv_layout == "NHD" else 2]
     capacity = prod(view_of(given.block_tables, "block_tables").shape[-1:]) * page_size
     check_window_of_mask(
@@ -238,4 +241,5 @@ def _decode_native(given: Arguments, q_len: int, q_cu_seq_lens: Any, names: Mapp
         max_q_len=q_len if ragged else None,
         mask=given.mask,
         window_left=left,
+        **rank,
     )
