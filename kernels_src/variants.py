@@ -334,18 +334,19 @@ def _mla_variants(latent: int) -> Iterator[Variant]:
 
 # Prefill and decode have kernels that give the same bits at these.
 _SEGMENT_HEAD_DIMS = (64, 128)
-# head_dim -> columns of a value, consumer warpgroups of 64 rows, keys of a tile, pipeline stages of keys and of values.
+# head_dim -> columns of a value, consumer warpgroups of 64 rows, keys of a tile, pipeline stages of keys and of values,
+# and the k16 steps of queries that fit into registers, without a soft cap and with one.
 _PREFILL_SHAPES = {
-    64: (64, 3, 128, 4, 4),
-    128: (128, 2, 128, 2, 2),
-    192: (128, 2, 128, 2, 2),
-    256: (256, 2, 64, 2, 2),
+    64: (64, 3, 128, 4, 4, 1, 0),
+    128: (128, 2, 128, 2, 2, 8, 8),
+    192: (128, 2, 128, 2, 2, 8, 8),
+    256: (256, 2, 64, 2, 2, 4, 2),
 }
 
 
 def _context_attention(dtype: str, head_dim: int, soft_cap: bool, segments: bool = False) -> Variant:
     options = f"{'_soft_cap' if soft_cap else ''}{'_segments' if segments else ''}"
-    value_dim, warpgroups, tile, k_stages, v_stages = _PREFILL_SHAPES[head_dim]
+    value_dim, warpgroups, tile, k_stages, v_stages, *register_steps = _PREFILL_SHAPES[head_dim]
     if segments and soft_cap:
         warpgroups = 2  # three have not enough registers for both
     return Variant(
@@ -373,6 +374,7 @@ def _context_attention(dtype: str, head_dim: int, soft_cap: bool, segments: bool
             "V_STAGES": v_stages,
             "SOFT_CAP": int(soft_cap),
             "SEGMENTS": int(segments),
+            "QUERY_REGISTER_STEPS": register_steps[soft_cap],
         },
     )
 

@@ -25,17 +25,15 @@ constexpr int V_SPANS = VALUE_DIM / SPAN_COLUMNS;
 constexpr int ROW_BYTES = 128;
 constexpr int KV_SPAN_BYTES = TILE_TOKENS * ROW_BYTES;
 constexpr int Q_SPAN_BYTES = WARPGROUP_ROWS * ROW_BYTES;
-constexpr int OUT_WARP_BYTES = 16 * VALUE_DIM * 2;
-// Rows of the output go through the queries' shared memory where there is no other.
-constexpr bool OUT_REPLACES_QUERIES = HEAD_DIM > 128;
+// Columns of the output that a warp's rows pass through shared memory at a time: all, or as many as there is room for.
+constexpr int STAGED_COLUMNS = HEAD_DIM > 128 ? 64 : VALUE_DIM;
 constexpr int SEGMENT_TILES = SEGMENT_TOKENS / TILE_TOKENS;
 // Outputs of earlier segments: where a warp's rows of the output are staged later.
 // Their statistics and factors too, where registers are scarcer than shared memory.
 constexpr bool FOLDS_IN_SHARED = SEGMENTS && VALUE_DIM == 64;
 constexpr int FOLDED_WARP_BYTES = SEGMENTS ? 16 * VALUE_DIM * 4 + (FOLDS_IN_SHARED ? 2 * 32 * 16 : 0) : 0;
-static_assert(!SEGMENTS || (TILE_TOKENS == SEGMENT_TILE_TOKENS && !OUT_REPLACES_QUERIES), "decode has the same tiles");
+static_assert(!SEGMENTS || (TILE_TOKENS == SEGMENT_TILE_TOKENS && STAGED_COLUMNS == VALUE_DIM), "decode has the same tiles");
 static_assert(TILE_TOKENS == 128 || TILE_TOKENS == 64, "the products' shapes");
-static_assert(VALUE_DIM <= HEAD_DIM, "as many rows of the output fit where the queries were");
 
 // Named barriers; 0 is that of __syncthreads.
 constexpr int TURN = 1;  // and up, one for each warpgroup
@@ -55,7 +53,7 @@ struct SharedStorage {
     alignas(1024) uint8_t q[WARPGROUPS][K_SPANS][Q_SPAN_BYTES];
     alignas(1024) uint8_t k[K_STAGES][K_SPANS][KV_SPAN_BYTES];
     alignas(1024) uint8_t v[V_STAGES][V_SPANS][KV_SPAN_BYTES];
-    alignas(128) uint8_t out[OUT_REPLACES_QUERIES ? 1 : CONSUMER_WARPS][SEGMENTS ? FOLDED_WARP_BYTES : OUT_WARP_BYTES];
+    alignas(128) uint8_t out[CONSUMER_WARPS][SEGMENTS ? FOLDED_WARP_BYTES : 16 * STAGED_COLUMNS * 2];
     WorkTile work[2];
     uint64_t q_full, q_empty;
     uint64_t k_full[K_STAGES], k_empty[K_STAGES], v_full[V_STAGES], v_empty[V_STAGES];

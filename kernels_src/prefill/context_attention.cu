@@ -16,21 +16,45 @@
 // on other requests. With SEGMENTS they are those that decode gives as well (common/segments.cuh).
 //
 // Build: -DHEAD_DIM=n -DVALUE_DIM=n -DMMA_FP16=0|1 -DTILE_TOKENS=64|128 -DWARPGROUPS=n -DK_STAGES=n -DV_STAGES=n
-//        -DSOFT_CAP=0|1 -DSEGMENTS=0|1 -DKERNEL_NAME=symbol
+//        -DSOFT_CAP=0|1 -DSEGMENTS=0|1 -DQUERY_REGISTER_STEPS=n of the HEAD_DIM / 16 -DKERNEL_NAME=symbol
 #include "epilogue.cuh"
 #include "producer.cuh"
 
 namespace context_attention {
 
+// A warpgroup's queries as the left operand of its products: the first columns in registers, as far as there are enough,
+// the others in shared memory, whose bandwidth is what products lack most.
+struct Queries {
+    uint32_t first[QUERY_REGISTER_STEPS > 0 ? QUERY_REGISTER_STEPS : 1][4];
+    uint64_t operand;
+
+    DEVICE explicit Queries(const uint8_t (&shared)[K_SPANS][Q_SPAN_BYTES])
+        : operand(k_major_descriptor(shared_address(shared))) {
+        const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
+#pragma unroll
+        for (int step = 0; step < QUERY_REGISTER_STEPS; ++step) {
+            const int piece = step % 4 * 2 + lane / 16;
+            ldmatrix_x4(first[step], shared_address(shared[step / 4]) + row * ROW_BYTES + (piece ^ row % 8) * 16);
+        }
+    }
+
+    template <bool ADD>
+    DEVICE void multiply(int step, uint64_t keys, Scores& s) const {
+        if (step < QUERY_REGISTER_STEPS)
+            wgmma<MMA_FP16, false, ADD>(s, first[step], keys);
+        else
+            wgmma_keys<MMA_FP16, ADD>(s, advance_descriptor(operand, step / 4 * Q_SPAN_BYTES + step % 4 * 32), keys);
+    }
+};
+
 // S = Q K^T of a tile; in flight on return.
-DEVICE void multiply_keys(uint64_t q, uint64_t k, Scores& s) {
+DEVICE void multiply_keys(const Queries& q, uint64_t k, Scores& s) {
     fence_registers(s);
     wgmma_fence();
-    wgmma_keys<MMA_FP16, false>(s, q, k);
+    q.multiply<false>(0, k, s);
 #pragma unroll
     for (int step = 1; step < HEAD_DIM / 16; ++step)
-        wgmma_keys<MMA_FP16, true>(s, advance_descriptor(q, step / 4 * Q_SPAN_BYTES + step % 4 * 32),
-                                   advance_descriptor(k, step / 4 * KV_SPAN_BYTES + step % 4 * 32));
+        q.multiply<true>(step, advance_descriptor(k, step / 4 * KV_SPAN_BYTES + step % 4 * 32), s);
     wgmma_commit();
 }
 
@@ -76,7 +100,7 @@ DEVICE void clear_unseen_values(SharedStorage& shared, int first, int end, int s
 // A warpgroup's rows of a work tile that sees keys.
 DEVICE void compute(const Params& p, SharedStorage& shared, const WorkTile& work, int warpgroup, const Scale& scale,
                     PipelineState<K_STAGES>& k, PipelineState<V_STAGES>& v, Rows& rows, Output& out) {
-    const uint64_t q = k_major_descriptor(shared_address(shared.q[warpgroup]));
+    const Queries q(shared.q[warpgroup]);
     const auto keys = [&](int i) { return k_major_descriptor(shared_address(shared.k[i])); };
     const auto values = [&](int i) { return mn_major_descriptor(shared_address(shared.v[i]), KV_SPAN_BYTES); };
     // Tiles within these keys need no mask for any row of the warpgroup.
@@ -136,7 +160,7 @@ DEVICE void compute(const Params& p, SharedStorage& shared, const WorkTile& work
 #pragma unroll
             for (int i = 0; i < VALUE_DIM / 2; ++i) out[i] *= factor[i / 2 % 2];
     }
-    if constexpr (!OUT_REPLACES_QUERIES) release(shared.q_empty);
+    release(shared.q_empty);
     wait_barrier(shared.v_full[v.index], v.phase);
     clear_unseen_values(shared, first, work.kv_len, v.index, work.last - 1, warpgroup);
     if (segment_ended) {
@@ -176,16 +200,10 @@ DEVICE void consume(const Params& p, SharedStorage& shared, int warpgroup) {
         for (int i = 0; i < VALUE_DIM / 2; ++i) out[i] = 0.f;
         if (work.last > work.first)
             compute(p, shared, work, warpgroup, scale, k, v, rows, out);
-        else if constexpr (!OUT_REPLACES_QUERIES)
+        else
             release(shared.q_empty);
         finish_rows(p, work, row, scale.log2, rows, out);
-        if constexpr (OUT_REPLACES_QUERIES)
-            named_barrier_sync<WARPGROUP>(WARPGROUP_BARRIER + warpgroup);  // the warps' products have read the queries
         store_rows(p, shared, work, warp_row, out);
-        if constexpr (OUT_REPLACES_QUERIES) {
-            fence_async_proxy();
-            release(shared.q_empty);
-        }
     }
 }
 

@@ -23,7 +23,7 @@ struct Folded {
     float4* cells;
 
     DEVICE explicit Folded(SharedStorage& shared)
-        : cells(reinterpret_cast<float4*>(shared.out[OUT_REPLACES_QUERIES ? 0 : threadIdx.x / 32]) + threadIdx.x % 32) {
+        : cells(reinterpret_cast<float4*>(shared.out[threadIdx.x / 32]) + threadIdx.x % 32) {
         statistics() = make_float4(-INFINITY, -INFINITY, 0.f, 0.f);
     }
 
@@ -125,34 +125,34 @@ DEVICE void finish_rows(const Params& p, const WorkTile& work, int row, float sc
 
 // Writes the warp's 16 rows through its part of shared memory, in pieces of 16 bytes. `row` is the warp's first.
 DEVICE void store_rows(const Params& p, SharedStorage& shared, const WorkTile& work, int row, const Output& out) {
-    constexpr int PIECES = VALUE_DIM / 8;
+    constexpr int PIECES = STAGED_COLUMNS / 8;
     const int lane = threadIdx.x % 32;
-    const int warp = threadIdx.x / 32;
-    const uint32_t staging = OUT_REPLACES_QUERIES
-                                 ? shared_address(shared.q[warp / 4]) + warp % 4 * OUT_WARP_BYTES
-                                 : shared_address(shared.out[OUT_REPLACES_QUERIES ? 0 : warp]);
-    __syncwarp();  // the rows of the last work tile have been read
-#pragma unroll
-    for (int j = 0; j < PIECES; j += 2) {
-        uint32_t r[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float low = out[4 * j + 2 * i], high = out[4 * j + 2 * i + 1];
-            r[i] = MMA_FP16 ? pack_fp16(low, high) : pack_bf16(low, high);
-        }
-        const int to = lane % 16, piece = j + lane / 16;
-        stmatrix_x4(staging + (to * PIECES + (piece ^ (to % 8))) * 16, r);
-    }
-    __syncwarp();
+    const uint32_t staging = shared_address(shared.out[threadIdx.x / 32]);
     uint16_t* base = static_cast<uint16_t*>(p.out);
 #pragma unroll
-    for (int i = 0; i < 16 * PIECES / 32; ++i) {
-        const int cell = i * 32 + lane, from = cell / PIECES, piece = cell % PIECES;
-        const RowAddress at(p, work, row + from);
-        if (at.token < work.q_len) {
-            const int64_t element = (work.q_begin + at.token) * p.out_token_stride + at.head * p.out_head_stride;
-            *reinterpret_cast<uint4*>(base + element + piece * 8) =
-                load_shared_uint4(staging + (from * PIECES + (piece ^ (from % 8))) * 16);
+    for (int column = 0; column < VALUE_DIM; column += STAGED_COLUMNS) {
+        __syncwarp();  // what was staged before has been read
+#pragma unroll
+        for (int j = 0; j < PIECES; j += 2) {
+            uint32_t r[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int cell = column / 2 + 4 * j + 2 * i;
+                r[i] = MMA_FP16 ? pack_fp16(out[cell], out[cell + 1]) : pack_bf16(out[cell], out[cell + 1]);
+            }
+            const int to = lane % 16, piece = j + lane / 16;
+            stmatrix_x4(staging + (to * PIECES + (piece ^ (to % 8))) * 16, r);
+        }
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < 16 * PIECES / 32; ++i) {
+            const int cell = i * 32 + lane, from = cell / PIECES, piece = cell % PIECES;
+            const RowAddress at(p, work, row + from);
+            if (at.token < work.q_len) {
+                const int64_t element = (work.q_begin + at.token) * p.out_token_stride + at.head * p.out_head_stride;
+                *reinterpret_cast<uint4*>(base + element + column + piece * 8) =
+                    load_shared_uint4(staging + (from * PIECES + (piece ^ (from % 8))) * 16);
+            }
         }
     }
 }

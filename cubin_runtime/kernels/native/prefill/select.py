@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import KW_ONLY
 from functools import lru_cache
@@ -21,8 +22,12 @@ HEAD_DIMS = tuple(VALUE_DIMS)
 # Those where batch_invariant gives the bits of decode; the bits of all kernels depend on no other token.
 _SEGMENT_HEAD_DIMS = (64, 128)
 MAX_GROUP = 64
-# Keys and values of the head packs whose work tiles are interleaved stay below this, so that they stay in L2.
+# Head packs whose work tiles are interleaved: as many as have keys and values of these bytes, which stay in L2.
 _SECTION_BYTES = 32 << 20
+# Or more, until each CTA has so many work tiles of them, because CTAs end the more unevenly the fewer they have; while so
+# many CTAs walk the keys of one pack together, and read them from memory once.
+_SECTION_WORK_TILES = 8
+_CTAS_OF_A_PACK = 8
 _WARPGROUP_ROWS = 64
 
 
@@ -59,12 +64,14 @@ class ContextShape:
         """Packs of heads, each of one KV head."""
         return self.group * self.kv_heads // self.packed
 
-    @property
-    def section_packs(self) -> int:
-        """Packs whose work tiles are interleaved."""
+    def section_packs(self, multiprocessors: int, rows: int) -> int:
+        """Packs whose work tiles, of ``rows`` rows, are interleaved; sections are about equal."""
         token_bytes = 2 * (self.head_dim + VALUE_DIMS[self.head_dim])
         pack_bytes = max(1, self.max_seq_len * token_bytes * self.kv_heads // self.head_packs)
-        return min(self.head_packs, max(1, _SECTION_BYTES // pack_bytes))
+        row_tiles = max(1, self.tokens * self.packed // (rows * self.batch))
+        even = min(math.ceil(_SECTION_WORK_TILES * multiprocessors / row_tiles), multiprocessors // _CTAS_OF_A_PACK)
+        sections = math.ceil(self.head_packs / max(1, even, _SECTION_BYTES // pack_bytes))
+        return math.ceil(self.head_packs / sections)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +109,8 @@ def select_context_attention(
         )
     best = fitting[0]
     # Each request fills all of its row tiles but one.
-    row_tiles = shape.tokens * shape.packed // int(best.traits["rows"]) + shape.batch
+    rows = int(best.traits["rows"])
+    row_tiles = shape.tokens * shape.packed // rows + shape.batch
     work_tiles = row_tiles * shape.head_packs
     status = "" if best.status == MEASURED else f", {best.status}"
     bits = f"; segments of {CONSTANTS.segment_tokens} keys, as in decode" if shape.segments else ""
@@ -113,7 +121,7 @@ def select_context_attention(
         splits=0,
         explain=lambda: (f"built for {best.architecture}{status}; at most {work_tiles} work tiles{bits}", candidates),
         packed=shape.packed,
-        section_packs=shape.section_packs,
+        section_packs=shape.section_packs(device.multiprocessors, rows),
     )
 
 

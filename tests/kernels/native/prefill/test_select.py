@@ -64,8 +64,19 @@ def test_the_grid_is_one_cta_per_multiprocessor_or_fewer(tokens: int, ctas: int)
 
 
 @pytest.mark.parametrize(("max_seq_len", "packs"), [(1024, 8), (8192, 8), (16384, 4), (1 << 20, 1)])
-def test_keys_of_interleaved_head_packs_fit_into_l2(max_seq_len: int, packs: int) -> None:
-    assert select_context_attention(KERNELS, replace(SHAPE, max_seq_len=max_seq_len), H100).section_packs == packs
+def test_keys_of_interleaved_head_packs_fit_into_l2_if_work_tiles_are_many(max_seq_len: int, packs: int) -> None:
+    shape = replace(SHAPE, max_seq_len=max_seq_len, tokens=max_seq_len)
+    assert select_context_attention(KERNELS, shape, H100).section_packs == packs
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "tokens", "packs"),
+    # MHA whose head packs have few work tiles: all interleaved, or about equal sections, or what L2 holds.
+    [(16, 2048, 16), (16, 8192, 16), (16, 16384, 8), (128, 8192, 16), (128, 2048, 22)],
+)
+def test_sections_have_work_tiles_enough_that_ctas_end_together(kv_heads: int, tokens: int, packs: int) -> None:
+    shape = replace(SHAPE, head_dim=192, group=1, kv_heads=kv_heads, tokens=tokens, max_seq_len=tokens)
+    assert select_context_attention(KERNELS, shape, H100).section_packs == packs
 
 
 def test_the_selection_says_what_it_does() -> None:
