@@ -1,9 +1,12 @@
 """transformers' models on our attention beside sdpa, eager and flash-attention: steps and continuous batching.
 
-Run: ``python benchmarks/gpu_transformers.py --out DIR`` on a machine with a Hopper GPU and transformers 5. The models
-have the attention shapes of known models, a few layers and random weights; all implementations run one model in one
-process, interleaved. A step is timed as transformers runs it (``us``), and replayed from a CUDA graph where it can be
-captured (``graph_us``), which leaves out the host. An implementation that is not installed or not able gives its error.
+Run: ``python benchmarks/gpu_transformers.py --out DIR`` on a machine with a Hopper GPU and transformers 5. It ends
+``--seconds`` after its imports at the latest, and writes ``transformers.json`` after each case. A model has the layers
+of a known model, a few of them, random weights and a small vocabulary; all implementations run one model in one
+process, and take turns in each round. Ratios are medians over rounds, above 1 where ours is faster. A step is timed as
+transformers runs it (``us``); a new token in a static cache also as a replayed CUDA graph (``graph_us``), without the
+host. The past is random keys. ``sdpa flash`` and ``sdpa cuDNN`` are sdpa with one of torch's backends, which needs no
+further package. An implementation that is not installed or not able gives its error.
 """
 
 from __future__ import annotations
@@ -11,125 +14,66 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # flash-attention that is not installed is not looked for on the network
+
 import torch
-import transformers
-from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, StaticCache
+from model_steps.steps import SHAPES, SMALL_STEPS, STEPS, Step, model_of, step_of
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from cubin_runtime import Config
 from cubin_runtime.attention import Runtime, set_default_runtime
 from cubin_runtime.integrations.transformers import register
 
-ROUNDS, CALLS = 5, 10  # without a GPU: 1
-COMMON: dict[str, Any] = {"vocab_size": 1024, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
-# Attention as in the models that give the names; the rest is narrow, so that attention is seen.
-SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "Llama 3 8B": ("LlamaConfig", {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}),
-    "Qwen3 32B": ("Qwen3Config", {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128}),
-    "gpt-oss 20B": (
-        "GptOssConfig",
-        {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128}
-        | {"num_local_experts": 2, "num_experts_per_tok": 1},
-    ),
-    "Gemma 3 12B": (
-        "Gemma3TextConfig",
-        {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256, "sliding_window": 1024},
-    ),
+SCHEMA = 2
+ROUNDS, ROUND_SECONDS, MOST_CALLS = 5, 0.05, 20  # without a GPU: one round of one call
+LAST_CASE_SECONDS = 20.0  # no case begins so shortly before the end
+# Peers: the implementation's name for transformers, and the only backend that sdpa may take.
+PEERS: dict[str, tuple[str, SDPBackend | None]] = {
+    "sdpa": ("sdpa", None),
+    "sdpa flash": ("sdpa", SDPBackend.FLASH_ATTENTION),
+    "sdpa cuDNN": ("sdpa", SDPBackend.CUDNN_ATTENTION),
+    "eager": ("eager", None),
+    "flash_attention_2": ("flash_attention_2", None),
+    "flash_attention_3": ("flash_attention_3", None),
 }
-PEERS = ("sdpa", "eager", "flash_attention_2", "flash_attention_3")
 
 
-@dataclass(frozen=True)
-class Step:
-    """One forward pass: ``batch`` requests, ``tokens`` new tokens behind ``past`` ones, in a cache of that kind."""
-
-    batch: int
-    tokens: int
-    past: int
-    cache: str
-
-
-STEPS = (
-    Step(1, 4096, 0, "none"),
-    Step(8, 1024, 0, "none"),
-    Step(1, 512, 8192, "static"),
-    Step(1, 1, 8192, "static"),
-    Step(32, 1, 4096, "static"),
-    Step(1, 1, 8191, "dynamic"),
-    Step(32, 1, 4095, "dynamic"),
-)
-SMALL_STEPS = (Step(2, 20, 0, "none"), Step(2, 1, 32, "static"), Step(2, 1, 31, "dynamic"))
-
-
-def model_of(name: str, layers: int, device: str, small: bool) -> Any:
-    config_name, shape = SHAPES[name]
-    if small:
-        shape = {**shape, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
-    windows = {"layer_types": ["sliding_attention", "full_attention"] * (layers // 2)}
-    config = getattr(transformers, config_name)(
-        **COMMON,
-        **shape,
-        **(windows if "sliding_window" in shape else {}),
-        hidden_size=128 if small else 1024,
-        intermediate_size=128 if small else 1024,
-        num_hidden_layers=layers,
-        max_position_embeddings=16384,
-    )
-    torch.manual_seed(0)
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    return AutoModelForCausalLM.from_config(config, dtype=dtype).to(device).eval()
-
-
-def step_of(model: Any, step: Step) -> Callable[[], torch.Tensor]:
-    """A call that runs the step, again and again over the same past."""
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(1, 1024, (step.batch, step.past + step.tokens), generator=generator).to(model.device)
-    old, new = tokens[:, : step.past], tokens[:, step.past :]
-    if step.cache == "none":
-        return lambda: model(new, use_cache=False, logits_to_keep=1).logits
-    static = step.cache == "static"
-    length = -(-(step.past + step.tokens) // 256) * 256
-    cache = StaticCache(config=model.config, max_cache_len=length) if static else DynamicCache()
-    # In pieces, for eager's mask: of a DynamicCache without the configuration every layer keeps all keys.
-    for piece in old.split(1024, dim=1):
-        model(piece, past_key_values=cache, logits_to_keep=1)
-    return lambda: _again(model, new, cache, step.past, static)
-
-
-def _again(model: Any, tokens: Any, cache: Any, past: int, static: bool) -> torch.Tensor:
-    if not static:
-        cache.crop(past - cache.get_seq_length())
-        return model(tokens, past_key_values=cache, logits_to_keep=1).logits
-    for layer in cache.layers:
-        # Back to the past: the next step writes its keys where the last one did.
-        layer.cumulative_length.fill_(past)
-        if hasattr(layer, "cumulative_length_int"):
-            layer.cumulative_length_int = past
-    return model(tokens, past_key_values=cache, logits_to_keep=1).logits
+@contextmanager
+def running(model: Any, name: str) -> Iterator[None]:
+    """The model on the attention of a peer, or of an implementation with that name."""
+    implementation, backend = PEERS.get(name, (name, None))
+    model.set_attn_implementation(implementation)
+    with nullcontext() if backend is None else sdpa_kernel(backend):
+        yield
 
 
 def timed_us(call: Callable[[], Any], device: str) -> float:
-    """The median over rounds of the time of one call."""
+    """Microseconds of a call, of as many calls as fit a round, after a first one."""
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-    repeats, calls = (ROUNDS, CALLS) if device == "cuda" else (1, 1)
-    call()
-    rounds = []
-    for _ in range(repeats):
+
+    def seconds(calls: int) -> float:
         wait()
         begin = time.perf_counter()
         for _ in range(calls):
             call()
         wait()
-        rounds.append((time.perf_counter() - begin) / calls)
-    return 1e6 * statistics.median(rounds)
+        return (time.perf_counter() - begin) / calls
+
+    first = seconds(1)
+    return 1e6 * (first if device == "cpu" else seconds(min(MOST_CALLS, max(1, int(ROUND_SECONDS / first)))))
 
 
 def captured(call: Callable[[], Any]) -> Callable[[], Any]:
@@ -153,36 +97,63 @@ def outcome(measure: Callable[[], Any]) -> Any:
         return f"{type(error).__name__}: {str(error).splitlines()[0][:160]}" if str(error) else type(error).__name__
 
 
-def step_times(model: Any, step: Step, implementation: str, device: str) -> tuple[torch.Tensor, dict[str, Any]]:
-    """The last logits of the step, and its times."""
-    model.set_attn_implementation(implementation)
-    call = step_of(model, step)
-    logits, times = call().float(), {"us": timed_us(call, device)}
-    if device == "cuda" and step.cache != "dynamic":
-        times["graph_us"] = outcome(lambda: timed_us(captured(step_of(model, step)), device))
-    return logits, times
+def prepared(model: Any, step: Step, name: str, device: str) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The last logits of a step, and the ways to run it again: a call for each figure, or an error."""
+    with running(model, name):
+        call = step_of(model, step)
+        logits = call().float()
+        ways: dict[str, Any] = {"us": call}
+        # Of prompts, transformers captures other masks than it runs.
+        if device == "cuda" and step.cache == "static" and step.tokens == 1:
+            ways["graph_us"] = outcome(lambda: captured(call))
+    return logits, ways
 
 
-def step_row(model: Any, name: str, step: Step, implementations: tuple[str, ...], device: str) -> dict[str, Any]:
+def step_row(model: Any, name: str, step: Step, names: tuple[str, ...], device: str) -> dict[str, Any]:
+    """The step of each implementation; the first is ours."""
+    found = {each: outcome(partial(prepared, model, step, each, device)) for each in names}
+    able = {each: result for each, result in found.items() if isinstance(result, tuple)}
+    rounds: dict[str, dict[str, list[float]]] = {each: {} for each in able}
+    for _, (each, (_, ways)) in product(range(1 if device == "cpu" else ROUNDS), able.items()):
+        with running(model, each):
+            for figure, call in ways.items():
+                if callable(call):
+                    rounds[each].setdefault(figure, []).append(timed_us(call, device))
     row: dict[str, Any] = {"model": name, "layers": model.config.num_hidden_layers, **asdict(step)}
-    found = {each: outcome(partial(step_times, model, step, each, device)) for each in implementations}
-    logits = [result[0] for result in found.values() if isinstance(result, tuple)]
-    if isinstance(found[implementations[0]], tuple) and len(logits) > 1:
-        ours, peer = logits[:2]
+    if names[0] in able and len(able) > 1:
+        ours, peer = [logits for logits, _ in able.values()][:2]
         row["largest_difference"] = float((ours - peer).abs().max() / peer.abs().max())
+    row["times"] = {
+        each: result if each not in able else _times(rounds[each], result[1]) for each, result in found.items()
+    }
+    return row | {"ratios": _ratios(rounds, names[0])}
+
+
+def _times(rounds: dict[str, list[float]], ways: dict[str, Any]) -> dict[str, Any]:
+    return {figure: statistics.median(rounds[figure]) if figure in rounds else error for figure, error in ways.items()}
+
+
+def _ratios(rounds: dict[str, dict[str, list[float]]], ours: str) -> dict[str, dict[str, float]]:
+    """The median over rounds of a peer's time by ours."""
+    own = rounds.get(ours, {})
     return {
-        **row,
-        "times": {each: result[1] if isinstance(result, tuple) else result for each, result in found.items()},
+        peer: {
+            figure: statistics.median(theirs / mine for theirs, mine in zip(times, own[figure], strict=True))
+            for figure, times in found.items()
+            if figure in own
+        }
+        for peer, found in rounds.items()
+        if peer != ours
     }
 
 
-def batching_row(model: Any, name: str, implementations: tuple[str, ...], small: bool) -> dict[str, Any]:
+def batching_row(model: Any, name: str, names: tuple[str, ...], small: bool) -> dict[str, Any]:
     """``generate_batch`` of ragged requests: tokens made per second."""
     generator = torch.Generator().manual_seed(2)
-    count, longest, new = (4, 40, 8) if small else (64, 2048, 128)
+    count, longest, new = (4, 40, 8) if small else (32, 1024, 32)
     lengths = torch.randint(1, longest, (count,), generator=generator).tolist()
     requests = [torch.randint(1, 1024, (length,), generator=generator).tolist() for length in lengths]
-    blocks = {"block_size": 16 if small else 256, "num_blocks": 64 if small else 1024}
+    blocks = {"block_size": 16 if small else 256, "num_blocks": 64 if small else 512}
     batching = {**blocks, "max_batch_tokens": 64 if small else 2048, "use_cuda_graph": False}
 
     def run(implementation: str) -> float:
@@ -200,38 +171,75 @@ def batching_row(model: Any, name: str, implementations: tuple[str, ...], small:
             raise RuntimeError(f"{made} tokens, expected {count * new}")
         return made / (time.perf_counter() - begin)
 
-    # The second run: the first loads kernels.
-    found = {each: outcome(lambda each=each: [run(each), run(each)][1]) for each in implementations}
-    return {"model": name, "requests": count, "longest_prompt": longest, "new": new, "tokens_per_s": found}
+    # The first run of each loads kernels; then they take turns.
+    found: dict[str, Any] = {each: outcome(lambda each=each: [run(each)][1:]) for each in names}
+    for _, each in product(range(1 if small else 3), names):
+        if isinstance(found[each], list):
+            more = outcome(lambda each=each: [run(each)])
+            found[each] = found[each] + more if isinstance(more, list) else more
+    speeds = {each: statistics.median(rates) if isinstance(rates, list) else rates for each, rates in found.items()}
+    return {"model": name, "requests": count, "longest_prompt": longest, "new": new, "tokens_per_s": speeds}
 
 
 @torch.no_grad()
-def measured(ours: str, device: str = "cuda", layers: int = 8, names: Iterable[str] = SHAPES) -> dict[str, Any]:
-    """Both measurements; small ones, without a GPU, where ``device`` is "cpu"."""
+def measured(
+    ours: str,
+    device: str = "cuda",
+    layers: int = 4,
+    names: Iterable[str] = ("Llama 3 8B",),
+    keep: Callable[[dict[str, Any]], None] = lambda report: None,
+    until: float = float("inf"),
+) -> dict[str, Any]:
+    """Both measurements; small ones, without a GPU, where ``device`` is "cpu".
+
+    ``keep`` gets everything so far after each case; what does not begin before ``until`` is listed as not measured.
+    """
     small = device == "cpu"
-    steps, batches = [], []
+    report: dict[str, Any] = {"ours": ours, "steps": [], "continuous_batching": [], "not_measured": []}
     for name in names:
         model = model_of(name, layers, device, small)
-        implementations = (ours, *(PEERS[:2] if small else PEERS))
-        steps += [step_row(model, name, step, implementations, device) for step in (SMALL_STEPS if small else STEPS)]
-        batches.append(batching_row(model, name, (ours, *PEERS[:2]), small))
-        print(json.dumps([steps[-1], batches[-1]]), flush=True)
-    return {"transformers": transformers.__version__, "steps": steps, "continuous_batching": batches}
+        cases: list[tuple[str, str, Callable[[], dict[str, Any]]]] = [
+            ("steps", str(step), partial(step_row, model, name, step, (ours, *PEERS), device))
+            for step in (SMALL_STEPS if small else STEPS)
+        ]
+        batching = partial(batching_row, model, name, (ours, "sdpa"), small)
+        for kind, label, case in (*cases, ("continuous_batching", "continuous batching", batching)):
+            if time.monotonic() > until:
+                report["not_measured"].append(f"{name}: {label}")
+                continue
+            report[kind].append(case())
+            print(json.dumps(report[kind][-1]), flush=True)
+            keep(report)
+            if not small:
+                torch.cuda.empty_cache()
+    keep(report)
+    return report
 
 
 def main() -> None:
+    """Measure and write ``transformers.json``."""
     from gpu_environment import built_sources, gpu_environment
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--models", nargs="+", choices=SHAPES, default=["Llama 3 8B"], help="one model (%(default)s)")
+    parser.add_argument("--seconds", type=int, default=90, help="after these the process ends (%(default)s)")
     given = parser.parse_args()
+    signal.alarm(given.seconds)
+    until = time.monotonic() + given.seconds - LAST_CASE_SECONDS
     given.out.mkdir(parents=True, exist_ok=True)
     store = Path(os.environ.get("CUBIN_RUNTIME_CACHE", given.out / "store"))
     set_default_runtime(Runtime(Config(store=store, sources=built_sources(), offline=True)))
-    found = measured(register(), layers=given.layers)
+    head = {"schema": SCHEMA, "question": "transformers' models", "environment": gpu_environment(), "rounds": ROUNDS}
     target = given.out / "transformers.json"
-    target.write_text(json.dumps({"schema": 1, "environment": gpu_environment(), **found}, indent=1) + "\n")
+
+    def keep(report: dict[str, Any]) -> None:
+        part = target.with_suffix(".part")
+        part.write_text(json.dumps(head | report, indent=1) + "\n")
+        part.replace(target)
+
+    measured(register(), layers=given.layers, names=given.models, keep=keep, until=until)
     print(target)
 
 

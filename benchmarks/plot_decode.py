@@ -1,9 +1,8 @@
 """Pictures and figures of the decodes from their JSON; measures nothing, needs no GPU.
 
 Run: ``python benchmarks/plot_decode.py`` draws ``docs/decode_bandwidth.png`` and ``docs/decode_roofline.png`` and
-writes the figures of the pages ``decode``, ``mla``, ``h100``, ``host`` and
-``serving`` in ``docs/results`` between their markers;
-``--doc`` writes only these, ``--images`` draws only.
+writes the figures of all pages that have them (``decode.pages``) between their markers; ``--doc`` writes only these,
+``--images`` draws only. ``plot_clients.py`` draws the pictures of the other pages.
 """
 
 from __future__ import annotations

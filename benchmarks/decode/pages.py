@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from . import host_page, mla_page, operator_pages, page, serving_page
+from . import client_pages, host_page, mla_page, operator_pages, page, serving_page
 from .profile_table import profiled
 from .tables import Report, report_of
 
@@ -34,6 +34,8 @@ PAGES: Mapping[str, Callable[[Path], str]] = MappingProxyType(
         "results/host": host_page.figures,
         "append": lambda results: operator_pages.copying(report_of(results / "append.json")),
         "batch_invariance": lambda results: operator_pages.invariance(report_of(results / "invariant.json")),
+        "flashinfer": lambda results: client_pages.flashinfer(report_of(results / "flashinfer_tests.json")),
+        "transformers": lambda results: client_pages.transformers(report_of(results / "transformers.json")),
         "results/serving": lambda results: serving_page.figures(report_of(results / "serving.json")),
     }
 )

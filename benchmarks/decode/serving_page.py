@@ -23,6 +23,7 @@ def figures(report: Report) -> str:
             f"{load['requests']:,} requests with {load['prompt_tokens']:,} prompt tokens and {load['output_tokens']:,} "
             f"output tokens arrive at {load['arrivals_per_second']:.0f} per second; {load['layers']} layers, pages of "
             f"{load['page_size']} tokens, at most {load['step_tokens']:,} tokens per step.",
+            "![First token and time between tokens, percentiles of each engine](../serving_latency.png)",
             _engines(report["engines"]),
             f"Largest relative error of the sampled outputs: {errors}. With other arrivals in another order, "
             f"{others['with_other_tokens']} of {others['requests']:,} requests of the batch-invariant engine got other "

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers", minversion="5.0", reason="transformers 5 is not installed (make test-torch)")
-from attention_stand_in import StandIn  # noqa: E402  (they need transformers)
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import gpu_transformers  # noqa: E402  (they need transformers)
+from attention_stand_in import StandIn  # noqa: E402
+from decode import client_pages  # noqa: E402
+from model_steps.steps import SHAPES, model_of  # noqa: E402
 from small_models import (  # noqa: E402
     MODELS,
     PEERS,
@@ -23,7 +29,6 @@ from small_models import (  # noqa: E402
 )
 from transformers import DynamicCache, StaticCache  # noqa: E402
 
-from benchmarks import gpu_transformers  # noqa: E402
 from cubin_runtime.errors import UsageError  # noqa: E402
 from cubin_runtime.integrations.transformers import register  # noqa: E402
 from cubin_runtime.integrations.transformers.masks import mask  # noqa: E402
@@ -248,12 +253,32 @@ def test_a_name_that_transformers_reads_is_refused(name: str) -> None:
 
 
 def test_the_benchmark_runs_on_small_models(stand_in: StandIn) -> None:
-    found = gpu_transformers.measured(NAME, "cpu", 2, ["Llama 3 8B", "gpt-oss 20B"])
+    kept: list[int] = []
+    found = gpu_transformers.measured(
+        NAME, "cpu", 2, ["Llama 3 8B", "gpt-oss 20B"], lambda report: kept.append(len(report["steps"]))
+    )
     times = [row["times"][implementation]["us"] for row in found["steps"] for implementation in (NAME, "eager")]
     assert min(times) > 0
     assert max(row["largest_difference"] for row in found["steps"]) < TOLERANCE
+    assert min(row["ratios"]["eager"]["us"] for row in found["steps"]) > 0
+    assert {row["times"]["flash_attention_2"][:5] for row in found["steps"][:3]} == {"Impor"}
     speeds = [row["tokens_per_s"][NAME] for row in found["continuous_batching"]]
     assert [type(speed) for speed in speeds] == [float] * 2
+    assert kept == [1, 2, 3, 3, 4, 5, 6, 6, 6]
+    environment = {"gpu": {"name": "CPU"}, "packages": {}, "date": ""}
+    assert "eager, ratio" in client_pages.transformers({"environment": environment, "rounds": 1, **found})
+
+
+def test_the_benchmark_lists_what_it_had_no_time_for(stand_in: StandIn) -> None:
+    found = gpu_transformers.measured(NAME, "cpu", 2, ["Llama 3 8B"], until=0.0)
+    assert found["steps"] == []
+    assert len(found["not_measured"]) == 4
+
+
+def test_the_models_of_the_benchmark_are_made_on_their_device() -> None:
+    for name in SHAPES:
+        model = model_of(name, 2, "meta", small=False)
+        assert {str(tensor.device) for tensor in (*model.parameters(), *model.buffers())} == {"meta"}
 
 
 def test_the_window_of_the_models_is_smaller_than_their_prompts() -> None:

@@ -1,0 +1,1 @@
+"""Steps of transformers' models, for the benchmark of their attention."""
