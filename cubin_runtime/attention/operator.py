@@ -82,6 +82,21 @@ class CallTensors:
         """The addresses, 0 for what is left out."""
         return tuple([view.pointer if view else 0 for view in self._by_name.values()])
 
+    @property
+    def sized(self) -> dict[str, int]:
+        """The first dimension of each tensor that does not stay from step to step: counts of tokens and requests."""
+        return {arg.name: view.shape[0] for arg, view in self._there if not arg.resident and view.shape}
+
+    def resized(self, sizes: Mapping[str, int]) -> CallTensors:
+        """The same with other first dimensions, by name."""
+        views = [
+            TensorView(view.pointer, view.dtype, (sizes[name], *view.shape[1:]), view.strides, view.device)
+            if view and name in sizes
+            else view
+            for name, view in self._by_name.items()
+        ]
+        return CallTensors(self.declared, views)
+
     def check_dtypes(self) -> None:
         """Check that every tensor has an allowed dtype."""
         dependent = []
