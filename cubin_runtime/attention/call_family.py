@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ..values import dataclass
@@ -47,10 +46,13 @@ class CallFamily(Generic[PlanT_co]):
         sized = self.tensors.sized
         return sized if self.max_q_len is None else {**sized, Q_LEN_BOUND: self.max_q_len}
 
-    def launch_of(self, sizes: Mapping[str, int]) -> tuple[Callable[..., Launched], int]:
-        """As ``Family``: plans, with all checks, unless the runtime has the plan."""
-        plan = self.plan(self.tensors.resized(sizes), sizes.get(Q_LEN_BOUND))
-        return partial(launch_call, self.runtime, plan), plan.bounds[1]
+    def plan_of(self, sizes: Mapping[str, int]) -> PlanT_co:
+        """As ``Family``; it is made, with all checks, unless the runtime has it."""
+        return self.plan(self.tensors.resized(sizes), sizes.get(Q_LEN_BOUND))
+
+    def launch(self, plan: Any, *values: Any) -> Launched:
+        """As ``Family``."""
+        return launch_call(self.runtime, plan, *values)
 
 
 def launch_call(

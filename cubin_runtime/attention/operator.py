@@ -89,13 +89,13 @@ class CallTensors:
 
     def resized(self, sizes: Mapping[str, int]) -> CallTensors:
         """The same with other first dimensions, by name."""
-        views = [
-            TensorView(view.pointer, view.dtype, (sizes[name], *view.shape[1:]), view.strides, view.device)
-            if view and name in sizes
-            else view
-            for name, view in self._by_name.items()
-        ]
-        return CallTensors(self.declared, views)
+        views = dict(self._by_name)
+        for name, size in sizes.items():
+            view = views.get(name)
+            if view is not None and view.shape[0] != size:
+                shape = (size, *view.shape[1:])
+                views[name] = TensorView(view.pointer, view.dtype, shape, view.strides, view.device)
+        return CallTensors(self.declared, tuple(views.values()))
 
     def check_dtypes(self) -> None:
         """Check that every tensor has an allowed dtype."""

@@ -7,8 +7,9 @@ used. This one tests what the calls have in common, finds the plan by the sizes 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 from ...errors import CubinRuntimeError
 from ...tensor import TensorView
@@ -56,33 +57,37 @@ def is_second(known: dict[Hashable, None], notes: Notes) -> bool:
     return False
 
 
-class LaunchesBySize:
-    """What launches the calls of a family, by their sizes in the order ``names``; safe between threads."""
+class PlansBySize:
+    """The plans of a family's calls by their sizes, in the order ``names``; safe between threads.
+
+    The runtime keeps the plans, and with them their workspaces; one that it dropped is made again.
+    """
 
     def __init__(self, family: Family, names: Sequence[str]) -> None:
         self._family, self._names = family, tuple(names)
         self._lock = threading.Lock()
-        self._known: dict[tuple[int, ...], list[Any]] = {}  # the launch, its bound, how often it was asked for
+        self._known: dict[tuple[int, ...], list[Any]] = {}  # a reference to the plan, and how often it was asked for
 
-    def of(self, sizes: tuple[int, ...], bound: int) -> Callable[..., object] | None:
-        """The launch, planned if these sizes are new; None: the full path refuses the call, or such calls are frequent
-        and get a fast path of their own there. ``bound`` is that on the keys of a request, 0 if there is none."""
+    def of(self, sizes: tuple[int, ...], bound: int) -> Any:
+        """The plan, made if these sizes are new; None: the full path refuses the call, or such calls are frequent and
+        get a fast path of their own there. ``bound`` is that on the keys of a request, 0 if there is none."""
         known = self._known.get(sizes)
-        if known is None:
+        plan: Any = known[0]() if known else None
+        if known is None or plan is None:
             try:
-                known = [*self._family.launch_of(dict(zip(self._names, sizes, strict=True))), 0]
+                plan = self._family.plan_of(dict(zip(self._names, sizes, strict=True)))
             except CubinRuntimeError:
                 return None
+            known = [ref(plan), 0]
             with self._lock:
                 for oldest in list(self._known)[: 1 - _MOST_SIZES]:
                     del self._known[oldest]
                 self._known[sizes] = known
-        launch: Callable[..., object] = known[0]
-        known[2] += 1
-        if known[2] >= OFTEN:
-            known[2] = 0
+        known[1] += 1
+        if known[1] >= OFTEN:
+            known[1] = 0
             return None
-        return launch if bound <= known[1] else None
+        return plan if bound <= plan.bounds[1] else None
 
 
 class _Writer(PathWriter):
@@ -124,7 +129,7 @@ class _Writer(PathWriter):
         alike = conditions(self.tensors, self.scope, self.sizes)
         for item in known:
             self.expressions.setdefault("out" if item in made else item.name, _first_dimension(item))
-        self.scope |= {"launches": LaunchesBySize(self.family, tuple(self.sizes))}
+        self.scope |= {"plans": PlansBySize(self.family, tuple(self.sizes)), "launch": self.family.launch}
         sizes = [self.expressions.get(name, str(size)) for name, size in self.sizes.items()]
         numbers = [value for name, value in values.items() if name in launched.numbers]
         addresses = [value for name, value in values.items() if name not in launched.numbers]
@@ -136,10 +141,10 @@ class _Writer(PathWriter):
         lines += self._stream("stream" in self.given)
         lines += [f"    {line}" for line in self._made(made)]
         bound = signature.bound if signature.bound in self.free else "0"
-        lines += [f"    launch = launches.of(({''.join(f'{size}, ' for size in sizes)}), {bound})"]
-        lines += self.refusal(["launch"])
+        lines += [f"    plan = plans.of(({''.join(f'{size}, ' for size in sizes)}), {bound})"]
+        lines += self.refusal(["plan"])
         taken = f"({''.join(f'{value}, ' for value in addresses)}), ({''.join(f'{value}, ' for value in numbers)})"
-        lines.append(f"    launch({taken}, {self.workspace or None}, {like}, handle)")
+        lines.append(f"    launch(plan, {taken}, {self.workspace or None}, {like}, handle)")
         if "stream" in self.given:
             lines += self._recorded(made)
         return "\n".join([*lines, f"    return {self._result(result)}", ""]), self.scope

@@ -43,14 +43,16 @@ class Family(Protocol):
         """The sizes of the call that this was noted for."""
         ...
 
-    def launch_of(self, sizes: Mapping[str, int]) -> tuple[Callable[..., object], int]:
-        """What launches calls of other sizes, and the most keys of a request that it can be told as a bound.
-
-        It takes addresses, numbers, the workspace, a tensor and the stream.
+    def plan_of(self, sizes: Mapping[str, int]) -> Any:
+        """The plan of calls of other sizes; its ``bounds`` are as in ``Launched``.
 
         Raises:
             CubinRuntimeError: there are no such calls.
         """
+        ...
+
+    def launch(self, plan: Any, *values: Any) -> object:
+        """Launch a call by its plan: the values are addresses, numbers, the workspace, a tensor and the stream."""
         ...
 
 

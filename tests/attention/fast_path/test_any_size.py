@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ from any_size_calls import BUFFERS, OPERATORS, calls_of
 from fast_path_calls import Call, Caller, FullPaths, others_of
 
 from cubin_runtime.attention.fast_path import any_size, operator_function
+from cubin_runtime.attention.operator_plan import OperatorPlan
 from cubin_runtime.attention.runtime import PlanCache
 from cubin_runtime.testing import StandIn
 
@@ -109,7 +111,19 @@ def test_sizes_of_a_path_are_kept_up_to_a_number(
     monkeypatch.setattr(any_size, "_MOST_SIZES", 4)
     outcomes = [caller.outcome(call) for call in calls]
     ((path,),) = (paths for paths in caller.runtime.family_paths.values() if paths)
-    assert len(path.scope["launches"]._known) == 4
+    assert len(path.scope["plans"]._known) == 4
+    assert [caller.outcome(call) for call in calls] == outcomes
+    assert full_paths.count == 2
+
+
+def test_a_plan_that_the_runtime_dropped_is_made_again(
+    caller: Caller, calls: list[Call], full_paths: FullPaths
+) -> None:
+    runtime = caller.runtime
+    runtime.plans = PlanCache(4)
+    outcomes = [caller.outcome(call) for call in calls]
+    gc.collect()
+    assert len([plan for plan in gc.get_objects() if isinstance(plan, OperatorPlan) and plan._runtime is runtime]) <= 6
     assert [caller.outcome(call) for call in calls] == outcomes
     assert full_paths.count == 2
 
