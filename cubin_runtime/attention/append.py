@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ..launch.driver import DeviceFacts
 from .append_operator import APPEND_KV, SCALES
 from .backends import AUTO
-from .fast_path import operator_function
+from .fast_path import CALL_RUNTIME, operator_function
 from .operator_plan import AnyWorkspace
 from .plain_operator import PlainPlan, plain_op, plan_plain, run_plain
 from .runtime import Runtime
@@ -76,7 +76,9 @@ def plan_append_kv(
     return plan_plain(AppendKvPlan, APPEND_KV, locals())
 
 
-@operator_function(scales={name: name for name in SCALES}, op=lambda _: plain_op(APPEND_KV))
+@operator_function(
+    owner=CALL_RUNTIME, scales={name: name for name in SCALES}, any_size=True, op=lambda _: plain_op(APPEND_KV)
+)
 def append_kv(
     key: Tensor,
     value: Tensor,

@@ -17,17 +17,18 @@ from ..launch.streams import stream_handle
 from ..tensor import is_torch, view_of
 from ..values import dataclass
 from .backends import resolve_backend
+from .call_family import Q_LEN_BOUND, CallFamily, launch_call
 from .checks import check_switches, check_words, integer
 from .decode_call import MAX_Q_LEN, DecodeCall, DecodeOptions, check_query_bounds
 from .fast_path import note_launch
-from .operator import Given, Operator
+from .operator import CallTensors, Given, Operator
 from .operator_plan import check_workspace
 from .process import default_runtime
 from .recording import record, recording
 from .runtime import NativeRelease, Runtime
 from .scales import split_scale
 from .step_plan import StepPlan
-from .torch_ops import RUNTIME_SCRATCH, TORCH_SCRATCH, scratch_of_call
+from .torch_ops import RUNTIME_SCRATCH, TORCH_SCRATCH
 
 if TYPE_CHECKING:
     from .tracing.schema import TracedCall
@@ -131,44 +132,50 @@ def run_decode(plan_class: type[DecodePlan], operator: DecodeOperator, arguments
         arguments["max_q_len"] = _longest(rt, q, arguments["q_cu_seq_lens"], handle)
     bound = integer("max_seq_len", arguments["max_seq_len"])
     kept = 1 << max(_SMALLEST_BOUND_LOG2, (bound - 1).bit_length())
-    key = (operator.name, kept, *_option_key(operator, arguments))
-    plan, addresses = _find(plan_class, operator, rt, key, arguments, scale, factor, kept)
-    scratch = scratch_of_call(rt, plan, workspace, q, handle)
-    launched = plan.launch(addresses, plan.numbers(bound, scale, factor), scratch, handle)
+    _check_kinds(operator, arguments)
+    options = _options(operator, arguments, scale, factor)
+    family = _family(plan_class, operator, rt, operator.read(arguments, options), options, is_torch(q), kept)
+    plan = family.plan(family.tensors, options.max_q_len)
+    family.tensors.check_addresses()
+    numbers = plan.numbers(bound, scale, factor)
+    launched = launch_call(rt, plan, family.tensors.addresses, numbers, workspace, q, handle)
     shortest = 0 if kept == 1 << _SMALLEST_BOUND_LOG2 else kept // 2 + 1
-    note_launch(launched._replace(bounds=(shortest, plan.options.max_seq_len)))
+    note_launch(launched._replace(bounds=(shortest, plan.options.max_seq_len), family=family))
     # A traced call has no field for keys on other ranks.
     if recording() and operator.traced is not None and arguments.get("global_seq_lens") is None:
-        options = _options(operator, arguments, scale, factor)
-        record(operator.traced(DecodeCall(operator.read(arguments, options), options)))
+        record(operator.traced(DecodeCall(family.tensors, options)))
     return arguments["out"]
 
 
-def _find(
+def _family(
     plan_class: type[DecodePlan],
     operator: DecodeOperator,
     runtime: Runtime,
-    key: tuple[object, ...],
-    arguments: Given,
-    scale: float,
-    factor: float,
+    tensors: CallTensors,
+    options: DecodeOptions,
+    of_torch: bool,
     kept: int,
-) -> tuple[DecodePlan, tuple[int, ...]]:
-    """The plan for a call from the cache, or made now, and the call's addresses."""
-    options = _options(operator, arguments, scale, factor)
-    tensors = operator.read(arguments, options)
+) -> CallFamily[DecodePlan]:
+    """The calls that differ from one in sizes alone, whose plans are from the cache or made now."""
+    form = (operator.name, kept, *[getattr(options, name) for name in operator.options if name != Q_LEN_BOUND])
 
-    def planned() -> DecodePlan:
-        call = DecodeCall(tensors, options)
-        return _plan(plan_class, operator, runtime, call, None, is_torch(arguments["q"]), kept)
+    def plan(of: CallTensors, max_q_len: int | None) -> DecodePlan:
+        def planned() -> DecodePlan:
+            call = DecodeCall(of, options)
+            if of is not tensors:
+                bound = min(options.max_seq_len, operator.capacity(call))
+                if (bound, max_q_len) != (options.max_seq_len, options.max_q_len):
+                    call = DecodeCall(of, replace(options, max_seq_len=bound, max_q_len=max_q_len))
+            return _plan(plan_class, operator, runtime, call, None, of_torch, kept)
 
-    plan: DecodePlan = runtime.plans.get((*key, tensors.specs), planned)
-    tensors.check_addresses()
-    return plan, tensors.addresses
+        found: DecodePlan = runtime.plans.get((form, max_q_len, of.specs), planned)
+        return found
+
+    return CallFamily(runtime, tensors, form, plan, options.max_q_len)
 
 
-def _option_key(operator: DecodeOperator, arguments: dict[str, Any]) -> tuple[object, ...]:
-    """The options that tell plans apart, checked for their kinds, integers as ints.
+def _check_kinds(operator: DecodeOperator, arguments: dict[str, Any]) -> None:
+    """Check the kinds of the options that tell plans apart; integers become ints.
 
     Raises:
         UsageError: one is of another kind.
@@ -181,7 +188,6 @@ def _option_key(operator: DecodeOperator, arguments: dict[str, Any]) -> tuple[ob
             check_words(**{name: value})
         elif type(value) is not int and name in _INTEGERS and value is not None:
             arguments[name] = integer(name, value)
-    return tuple([arguments[name] for name in operator.options])
 
 
 def _options(operator: DecodeOperator, arguments: Given, scale: float, factor: float) -> DecodeOptions:

@@ -22,7 +22,7 @@ from .decode_call import (
 )
 from .decode_op import torch_op
 from .decode_operator import SCALES, DecodeOperator, DecodePlan, default_scale, plan_decode, run_decode
-from .fast_path import operator_function
+from .fast_path import CALL_RUNTIME, operator_function
 from .operator import TensorArg
 from .operator_plan import AnyWorkspace
 from .paged_cache import Q_DTYPES, cache_arg, check_caches, strides_of
@@ -198,9 +198,7 @@ def plan_paged_decode(
     return plan_decode(PagedDecodePlan, PAGED_DECODE, locals())
 
 
-@operator_function(
-    owner="runtime or default.runtime or default_runtime()", scales=SCALES, op=lambda _: torch_op(PAGED_DECODE)
-)
+@operator_function(owner=CALL_RUNTIME, scales=SCALES, any_size=True, op=lambda _: torch_op(PAGED_DECODE))
 def paged_decode(
     q: QueryT,
     k_cache: Tensor,

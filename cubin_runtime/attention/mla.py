@@ -26,7 +26,7 @@ from .decode_call import (
 )
 from .decode_op import torch_op
 from .decode_operator import SCALES, DecodeOperator, DecodePlan, plan_decode, run_decode
-from .fast_path import operator_function
+from .fast_path import CALL_RUNTIME, operator_function
 from .latent_cache import KV_CACHE, OUT_DTYPES, Q_DTYPES, ROPE, check_cache
 from .operator import TensorArg
 from .operator_plan import AnyWorkspace
@@ -188,9 +188,7 @@ def plan_mla_decode(
     return plan_decode(MlaDecodePlan, MLA_DECODE, locals())
 
 
-@operator_function(
-    owner="runtime or default.runtime or default_runtime()", scales=SCALES, op=lambda _: torch_op(MLA_DECODE)
-)
+@operator_function(owner=CALL_RUNTIME, scales=SCALES, any_size=True, op=lambda _: torch_op(MLA_DECODE))
 def mla_decode(
     q: QueryT,
     kv_cache: Tensor,

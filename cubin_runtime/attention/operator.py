@@ -82,6 +82,21 @@ class CallTensors:
         """The addresses, 0 for what is left out."""
         return tuple([view.pointer if view else 0 for view in self._by_name.values()])
 
+    @property
+    def sized(self) -> dict[str, int]:
+        """The first dimension of each tensor that does not stay from step to step: counts of tokens and requests."""
+        return {arg.name: view.shape[0] for arg, view in self._there if not arg.resident and view.shape}
+
+    def resized(self, sizes: Mapping[str, int]) -> CallTensors:
+        """The same with other first dimensions, by name."""
+        views = dict(self._by_name)
+        for name, size in sizes.items():
+            view = views.get(name)
+            if view is not None and view.shape[0] != size:
+                shape = (size, *view.shape[1:])
+                views[name] = TensorView(view.pointer, view.dtype, shape, view.strides, view.device)
+        return CallTensors(self.declared, tuple(views.values()))
+
     def check_dtypes(self) -> None:
         """Check that every tensor has an allowed dtype."""
         dependent = []

@@ -13,6 +13,7 @@ from ..launch.streams import stream_handle
 from ..tensor import is_torch
 from ..values import dataclass
 from .backends import resolve_backend
+from .call_family import CallFamily, launch_call
 from .checks import check_switches, check_words
 from .fast_path import note_launch
 from .operator import CallTensors, Operator
@@ -21,7 +22,7 @@ from .process import default_runtime
 from .runtime import NativeRelease, Runtime
 from .scales import split_scale
 from .step_plan import StepPlan
-from .torch_ops import RUNTIME_SCRATCH, TORCH_SCRATCH, TorchOp, scratch_of_call
+from .torch_ops import RUNTIME_SCRATCH, TORCH_SCRATCH, TorchOp
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,16 +122,21 @@ def run_plain(plan_class: type[PlainPlan], operator: PlainOperator, arguments: d
     options = _options(operator, arguments)
     tensors = operator.read(arguments, options)
     numbers = tuple(getattr(options, name) for name in operator.scales)
-    given = tuple(number is not None for number in numbers)
+    given = [number is not None for number in numbers]
+    named = [getattr(options, name) for name in options.__slots__ if name not in operator.scales]
+    form, of_torch = (operator.name, *named, *given), is_torch(first)
 
-    def planned() -> PlainPlan:
-        return _plan(plan_class, operator, runtime, PlainCall(tensors, options), None, is_torch(first))
+    def plan(tensors: CallTensors, _: int | None) -> PlainPlan:
+        def planned() -> PlainPlan:
+            return _plan(plan_class, operator, runtime, PlainCall(tensors, options), None, of_torch)
 
-    named = tuple(getattr(options, name) for name in options.__slots__ if name not in operator.scales)
-    plan: PlainPlan = runtime.plans.get((operator.name, *named, given, tensors.specs), planned)
+        found: PlainPlan = runtime.plans.get((form, tensors.specs), planned)
+        return found
+
+    its = plan(tensors, None)
     tensors.check_addresses()
-    scratch = scratch_of_call(runtime, plan, workspace, first, handle)
-    note_launch(plan.launch(tensors.addresses, _numbers(numbers), scratch, handle))
+    launched = launch_call(runtime, its, tensors.addresses, _numbers(numbers), workspace, first, handle)
+    note_launch(launched._replace(family=CallFamily(runtime, tensors, form, plan)))
 
 
 def plain_op(operator: PlainOperator, complete: Callable[[dict[str, Any]], Any] = lambda _: None) -> TorchOp:

@@ -14,7 +14,7 @@ from .context_call import CONTEXT_TENSORS, ContextOptions, capacity_of, check_co
 from .decode_call import DecodeCall
 from .decode_op import torch_op
 from .decode_operator import SCALES, DecodeOperator, DecodePlan, default_scale, plan_decode, run_decode
-from .fast_path import operator_function
+from .fast_path import CALL_RUNTIME, operator_function
 from .operator_plan import AnyWorkspace
 from .runtime import NativeRelease, Runtime
 
@@ -132,9 +132,7 @@ def plan_context_attention(
     return plan_decode(ContextAttentionPlan, CONTEXT_ATTENTION, locals())
 
 
-@operator_function(
-    owner="runtime or default.runtime or default_runtime()", scales=SCALES, op=lambda _: torch_op(CONTEXT_ATTENTION)
-)
+@operator_function(owner=CALL_RUNTIME, scales=SCALES, any_size=True, op=lambda _: torch_op(CONTEXT_ATTENTION))
 def context_attention(
     q: QueryT,
     k: Tensor,

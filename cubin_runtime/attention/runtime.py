@@ -119,6 +119,8 @@ class Runtime:
         self.descriptors = TensorMapCache(self.driver)
         self.plans = PlanCache()
         self.fast_paths: FastPaths = defaultdict(tuple)
+        self.family_paths: FastPaths = defaultdict(tuple)
+        self.families: dict[Hashable, None] = {}
         self._release = release
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -225,7 +227,7 @@ class Runtime:
             launches=self.driver.launches,
             plans_made=self.plans.made,
             plans_found=self.plans.found,
-            fast_paths=sum(len(paths) for paths in list(self.fast_paths.values())),
+            fast_paths=sum(map(len, [*self.fast_paths.values(), *self.family_paths.values()])),
             loads=counts.loads,
             loaded_bytes=counts.bytes,
             failed_loads=counts.failures,

@@ -6,6 +6,7 @@ import ctypes
 import struct
 from collections.abc import Mapping
 from dataclasses import field
+from functools import lru_cache
 from math import prod
 from operator import gt
 from types import MappingProxyType
@@ -140,11 +141,16 @@ def launch_config(
     grid: tuple[int, int, int], block: tuple[int, int, int], shared_bytes: int, attributes: LaunchAttributes
 ) -> api.LaunchConfig:
     """A CUlaunchConfig with its attributes, on stream 0; it keeps the attribute array alive."""
-    entries = attributes.entries()
-    array = api.attribute_array(entries)
-    config = api.LaunchConfig(*grid, *block, shared_bytes, 0, ctypes.addressof(array), len(entries))
+    array, count = _attribute_array(attributes)
+    config = api.LaunchConfig(*grid, *block, shared_bytes, 0, ctypes.addressof(array), count)
     config.keep = array
     return config
+
+
+@lru_cache(maxsize=256)  # nobody writes to it
+def _attribute_array(attributes: LaunchAttributes) -> tuple[ctypes.Array[api.LaunchAttribute], int]:
+    entries = attributes.entries()
+    return api.attribute_array(entries), len(entries)
 
 
 def _check_triple(name: str, value: Triple, limits: Triple) -> None:

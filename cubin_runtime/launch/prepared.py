@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 import threading
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from functools import partial
@@ -14,6 +15,7 @@ from .abi import check_fits
 from .accelerator import Senders, accelerator
 from .driver import Driver
 from .modules import LoadedKernel
+from .parameter_block import ParameterBlock, filled
 from .plan import LaunchPlan
 from .run_source import (
     Expressions,
@@ -26,11 +28,11 @@ from .run_source import (
     send_lines,
 )
 from .streams import is_default
-from .structs import StructLayout
 from .tensormap import TensorMapCache, TensorMapSpec
 
 # What the driver answers where another context is current than a default stream is meant in, or none.
 _ELSEWHERE = (api.INVALID_CONTEXT, api.INVALID_HANDLE)
+_NOT_WRITTEN = (IndexError, struct.error, TypeError, OverflowError)  # no spare block, or a value does not fit
 _MAX_POOLS = 1024  # sets of resident addresses, such as the layers of a model
 _Block = tuple[Any, ...]
 _KeptT = TypeVar("_KeptT")
@@ -56,11 +58,11 @@ class PreparedLaunches:
     For descriptors that is an address. No launch allocates device memory, waits or loads anything, so all of them may
     be captured.
 
-    ``run`` packs all fields at each call; ``runs`` counts its calls, but for some of threads that call at once.
-    ``sending`` and ``bind`` give lines for a function that is generated for many calls, since one straight line of code
-    costs a third of a loop over the fields. Descriptors of ``resident`` names are then encoded once for each
-    combination of addresses, others when they move. Each call has a block of parameters for itself: blocks wait in
-    plain lists, whose ``pop`` and ``append`` are atomic, and a thread that finds none makes one.
+    ``run`` writes all values of the run; ``runs`` counts its calls, but for some of threads that call at once.
+    ``sending`` and ``bind`` give lines for a function that is generated for many calls, since straight code costs a
+    third of a loop over the fields. Descriptors of ``resident`` names are then encoded once for each combination of
+    addresses, others when they move. Each call has a block of parameters for itself: blocks wait in plain lists, whose
+    ``pop`` and ``append`` are atomic, and a thread that finds none makes one.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class PreparedLaunches:
         self._call = driver.function("cuLaunchKernelEx")
         self._lock = threading.Lock()
         self.runs = 0
+        self._spare: list[list[ParameterBlock]] = []
         maps = {item.value for launch in self._launches for item in launch.inputs if not item.code}
         self.resident = frozenset(maps & {self.names.index(name) for name in resident if name in names})
 
@@ -105,26 +108,35 @@ class PreparedLaunches:
         self.runs += 1
         if None in values:  # which a pointer may be, but not that of a run
             raise self._unfit(TypeError("None"), values)
-        blocks = []
-        for launch, contents in zip(self._launches, self._contents(values, written=frozenset()), strict=True):
-            try:
-                blocks.append(_filled(launch.plan.layout, contents))
-            except UsageError as error:
-                # If the plan's own values are at fault, that is the error.
-                launch.plan.layout.pack(contents | {item.field.name: 0 for item in launch.inputs if item.code})
-                raise self._unfit(error, values) from error
+        try:
+            blocks = self._spare.pop()
+            for block in blocks:
+                block.write(values, self._descriptor)
+        except _NOT_WRITTEN:
+            blocks = self._new_blocks(values)
         history, profiler = self._driver.history(self._context), self._driver.profiler
-        for launch, (view, start, _) in zip(self._launches, blocks, strict=True):
-            config, function = ctypes.byref(launch.config_on(stream)), ctypes.c_void_p(launch.function)
-            arguments = ctypes.byref((ctypes.c_void_p * 1)(start))
-            history.record((launch, view.tobytes(), stream))
+        for block in blocks:
+            config, function, arguments = block.config_on(stream), block.function, block.arguments
+            history.record((block.launch, block.view.tobytes(), stream))
             history.tick()
-            begin = profiler.enter(launch.plan.kernel) if profiler else 0.0
+            begin = profiler.enter(block.launch.plan.kernel) if profiler else 0.0
             code = self._call(config, function, arguments, None)
             if profiler:
                 profiler.leave(begin)
             if code and self._again(code, stream, config, function, arguments):
                 raise OtherContextError
+        self._spare.append(blocks)
+
+    def _new_blocks(self, values: tuple[Any, ...]) -> list[ParameterBlock]:
+        blocks = []
+        for launch, contents in zip(self._launches, self._contents(values, written=frozenset()), strict=True):
+            try:
+                blocks.append(ParameterBlock(launch, contents, values))
+            except UsageError as error:
+                # If the plan's own values are at fault, that is the error.
+                launch.plan.layout.pack(contents | {item.field.name: 0 for item in launch.inputs if item.code})
+                raise self._unfit(error, values) from error
+        return blocks
 
     def sending(self, expressions: Expressions) -> Sending:
         """Lines that send the launches, for a function written elsewhere.
@@ -223,7 +235,7 @@ class PreparedLaunches:
         made: dict[str, Any] = {}
         contents = self._contents(given, written=written)
         for number, launch in enumerate(self._launches):
-            view, start, memory = _filled(launch.plan.layout, contents[number])
+            view, start, memory = filled(launch.plan.layout, contents[number])
             arguments = (ctypes.c_void_p * 1)(start)
             for item in launch.inputs:
                 if item.code:
@@ -286,12 +298,3 @@ class PreparedLaunches:
         if code:
             raise driver.error("cuLaunchKernelEx", code, context)
         return False
-
-
-def _filled(layout: StructLayout, values: dict[str, object]) -> tuple[memoryview, int, Any]:
-    """Memory with the struct's bytes, aligned as the struct: a view, its address, and what keeps it alive."""
-    memory = ctypes.create_string_buffer(layout.size + layout.alignment)
-    offset = -ctypes.addressof(memory) % layout.alignment
-    view = memoryview(memory).cast("B")[offset : offset + layout.size]
-    view[:] = layout.pack(values)
-    return view, ctypes.addressof(memory) + offset, memory

@@ -6,7 +6,7 @@ takes the contrary: that strides grow or divide one another, and that interleave
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -93,6 +93,15 @@ RULES = (
 )
 
 
+_WORDS: Mapping[str, Collection[str]] = {
+    "dtype": DTYPES,
+    "interleave": INTERLEAVES,
+    "swizzle": SWIZZLES,
+    "l2_promotion": L2_PROMOTIONS,
+    "fill": FILLS,
+}
+
+
 class TensorMapError(UsageError):
     """A descriptor breaks a rule of the driver; ``rule`` is its name, one of ``RULES``."""
 
@@ -112,112 +121,95 @@ def check_tensor_map(spec: TensorMapSpec) -> None:
     _check_modes(spec, packed)
 
 
-def _need(holds: bool, rule: str, message: str) -> None:
-    if not holds:
-        raise TensorMapError(rule, message)
-
-
 def _check_words(spec: TensorMapSpec) -> None:
-    words: dict[str, Collection[str]] = {
-        "dtype": DTYPES,
-        "interleave": INTERLEAVES,
-        "swizzle": SWIZZLES,
-        "l2_promotion": L2_PROMOTIONS,
-        "fill": FILLS,
-    }
-    for name, known in words.items():
+    for name, known in _WORDS.items():
         value = getattr(spec, name)
-        _need(value in known, "word", f"{name}={value!r}: expected one of {', '.join(known)}")
+        if value not in known:
+            raise TensorMapError("word", f"{name}={value!r}: expected one of {', '.join(known)}")
 
 
 def _check_shape(spec: TensorMapSpec) -> None:
     rank = len(spec.dims)
-    _need(1 <= rank <= 5, "rank", f"dims={spec.dims}: expected 1 to 5 dimensions")
-    _need(
-        spec.interleave == "none" or rank >= 3,
-        "rank-interleaved",
-        f"dims={spec.dims} with interleave {spec.interleave}: expected 3 to 5 dimensions",
-    )
+    if not 1 <= rank <= 5:
+        raise TensorMapError("rank", f"dims={spec.dims}: expected 1 to 5 dimensions")
+    if spec.interleave != "none" and rank < 3:
+        raise TensorMapError(
+            "rank-interleaved", f"dims={spec.dims} with interleave {spec.interleave}: expected 3 to 5 dimensions"
+        )
     for name, length in (("strides", rank - 1), ("box", rank), ("element_strides", rank)):
         value = getattr(spec, name)
-        _need(len(value) == length, "shape", f"{name}={value}: expected {length} of them for {rank} dimensions")
+        if len(value) != length:
+            raise TensorMapError("shape", f"{name}={value}: expected {length} of them for {rank} dimensions")
 
 
 def _check_memory(spec: TensorMapSpec, packed: bool, coarse: bool) -> None:
-    at = f"address={spec.address:#x}"
-    why = f"{spec.dtype}, interleave {spec.interleave}"
-    _need(
-        spec.address % 16 == 0 and 0 <= spec.address < 1 << 64,
-        "address-alignment",
-        f"{at}: expected a multiple of 16 below 2^64",
-    )
-    _need(
-        not coarse or spec.address % 32 == 0,
-        "address-alignment-32",
-        f"{at}: expected a multiple of 32 ({why})",
-    )
+    if spec.address % 16 or not 0 <= spec.address < 1 << 64:
+        raise TensorMapError("address-alignment", f"address={spec.address:#x}: expected a multiple of 16 below 2^64")
+    if coarse and spec.address % 32:
+        at = f"address={spec.address:#x}"
+        raise TensorMapError("address-alignment-32", f"{at}: expected a multiple of 32 ({_why(spec)})")
     for i, dim in enumerate(spec.dims):
-        _need(1 <= dim <= 1 << 32, "dim-range", f"dims[{i}]={dim}: expected 1 to 2^32")
+        if not 1 <= dim <= 1 << 32:
+            raise TensorMapError("dim-range", f"dims[{i}]={dim}: expected 1 to 2^32")
     unit = 128 if packed else 2 if spec.dtype == "16u4_align8b" else 1
-    _need(
-        spec.dims[0] % unit == 0,
-        "dim0-packed",
-        f"dims[0]={spec.dims[0]}: expected a multiple of {unit} ({spec.dtype})",
-    )
+    if spec.dims[0] % unit:
+        raise TensorMapError("dim0-packed", f"dims[0]={spec.dims[0]}: expected a multiple of {unit} ({spec.dtype})")
     for i, stride in enumerate(spec.strides):
-        _need(stride % 16 == 0, "stride-multiple", f"strides[{i}]={stride}: expected a multiple of 16 bytes")
-        _need(
-            not coarse or stride % 32 == 0,
-            "stride-multiple-32",
-            f"strides[{i}]={stride}: expected a multiple of 32 bytes ({why})",
-        )
-        _need(0 <= stride < 1 << 40, "stride-range", f"strides[{i}]={stride}: expected 0 to below 2^40")
+        if stride % 16:
+            raise TensorMapError("stride-multiple", f"strides[{i}]={stride}: expected a multiple of 16 bytes")
+        if coarse and stride % 32:
+            raise TensorMapError(
+                "stride-multiple-32", f"strides[{i}]={stride}: expected a multiple of 32 bytes ({_why(spec)})"
+            )
+        if not 0 <= stride < 1 << 40:
+            raise TensorMapError("stride-range", f"strides[{i}]={stride}: expected 0 to below 2^40")
+
+
+def _why(spec: TensorMapSpec) -> str:
+    return f"{spec.dtype}, interleave {spec.interleave}"
 
 
 def _check_box(spec: TensorMapSpec, packed: bool) -> None:
     for i, extent in enumerate(spec.box):
-        _need(1 <= extent <= 256, "box-range", f"box[{i}]={extent}: expected 1 to 256")
+        if not 1 <= extent <= 256:
+            raise TensorMapError("box-range", f"box[{i}]={extent}: expected 1 to 256")
     for i, step in enumerate(spec.element_strides):
-        _need(1 <= step <= 8, "element-stride-range", f"element_strides[{i}]={step}: expected 1 to 8")
+        if not 1 <= step <= 8:
+            raise TensorMapError("element-stride-range", f"element_strides[{i}]={step}: expected 1 to 8")
     if packed:
-        _need(spec.box[0] == 128, "box0-packed", f"box[0]={spec.box[0]}: expected 128 ({spec.dtype})")
+        if spec.box[0] != 128:
+            raise TensorMapError("box0-packed", f"box[0]={spec.box[0]}: expected 128 ({spec.dtype})")
         return
     bits = spec.box[0] * DTYPES[spec.dtype].bits
     nbytes = prod(spec.box) * DTYPES[spec.dtype].bits // 8
-    _need(
-        nbytes <= _BOX_BYTES,
-        "box-bytes",
-        f"box={spec.box} of {spec.dtype} is {nbytes} bytes: expected {_BOX_BYTES} at most",
-    )
+    if nbytes > _BOX_BYTES:
+        raise TensorMapError(
+            "box-bytes", f"box={spec.box} of {spec.dtype} is {nbytes} bytes: expected {_BOX_BYTES} at most"
+        )
     if spec.interleave == "none":
-        _need(
-            bits % 128 == 0,
-            "box0-bytes",
-            f"box[0]={spec.box[0]} of {spec.dtype} is {bits / 8:g} bytes: expected a multiple of 16",
-        )
+        if bits % 128:
+            raise TensorMapError(
+                "box0-bytes", f"box[0]={spec.box[0]} of {spec.dtype} is {bits / 8:g} bytes: expected a multiple of 16"
+            )
         span = SWIZZLES[spec.swizzle].span
-        _need(
-            span is None or bits <= span * 8,
-            "swizzle-span",
-            f"box[0]={spec.box[0]} of {spec.dtype} is {bits / 8:g} bytes: swizzle {spec.swizzle} takes at most {span}",
-        )
+        if span is not None and bits > span * 8:
+            raise TensorMapError(
+                "swizzle-span",
+                f"box[0]={spec.box[0]} of {spec.dtype} is {bits / 8:g} bytes: swizzle {spec.swizzle} takes at most "
+                f"{span}",
+            )
 
 
 def _check_modes(spec: TensorMapSpec, packed: bool) -> None:
     if packed:
         known = _GAPPED_SWIZZLES[spec.dtype]
-        _need(
-            spec.swizzle in known,
-            "swizzle-packed",
-            f"swizzle={spec.swizzle}: expected one of {', '.join(known)} for {spec.dtype}",
+        if spec.swizzle not in known:
+            raise TensorMapError(
+                "swizzle-packed", f"swizzle={spec.swizzle}: expected one of {', '.join(known)} for {spec.dtype}"
+            )
+    if spec.dtype == "16u6_align16b" and spec.interleave != "none":
+        raise TensorMapError("interleave-packed", f"interleave={spec.interleave}: expected none for {spec.dtype}")
+    if spec.fill != "zero" and not DTYPES[spec.dtype].floating:
+        raise TensorMapError(
+            "nan-fill", f"fill={spec.fill}: expected zero for {spec.dtype}, which is not a floating-point type"
         )
-    _need(
-        spec.dtype != "16u6_align16b" or spec.interleave == "none",
-        "interleave-packed",
-        f"interleave={spec.interleave}: expected none for {spec.dtype}",
-    )
-    _need(
-        spec.fill == "zero" or DTYPES[spec.dtype].floating,
-        "nan-fill",
-        f"fill={spec.fill}: expected zero for {spec.dtype}, which is not a floating-point type",
-    )

@@ -186,6 +186,26 @@ def test_a_value_that_does_not_fit_is_refused_and_nothing_launched(
     assert (sent(standin)["batch"], sent(standin)["out"]) == (4, 1)
 
 
+@pytest.mark.parametrize("value", ["x", None, 2**64, -1, 1.5])
+def test_a_value_that_is_refused_after_others_changes_no_later_run(
+    driver: Driver, kernel: LoadedKernel, standin: StandIn, value: object
+) -> None:
+    prepared = prepare(kernel, driver, "batch", "out", "k")
+    prepared.run(0, 3, 1, SPEC.address)
+    with pytest.raises(UsageError, match=r"launch of paged_decode_d128 with batch=5, out="):
+        prepared.run(0, 5, value, 2 * SPEC.address)
+    prepared.run(0, 4, 2, SPEC.address)
+    first, last = sent(standin, 0), sent(standin, 1)
+    assert last == {**first, "batch": 4, "out": 2}
+
+
+def test_a_zero_keeps_its_sign_in_each_run(driver: Driver, kernel: LoadedKernel, standin: StandIn) -> None:
+    prepared = prepare(kernel, driver, "scale")
+    for scale in (0.0, -0.0, 0.0):
+        prepared.run(0, scale)
+    assert [str(sent(standin, run)["scale"]) for run in range(3)] == ["0.0", "-0.0", "0.0"]
+
+
 def test_an_input_that_is_no_scalar_is_refused(driver: Driver, kernel: LoadedKernel) -> None:
     with pytest.raises(UsageError, match="input 'group' of struct DecodeParams is FastModDiv"):
         prepare(kernel, driver, "group")

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...launch.semaphore_workspace import SemaphoreWorkspace
 from ...launch.workspace import Workspace
 from .guards import GuardedTensor, guarded
 from .notes import Launched
 from .options import Form, Signature, is_immutable
+
+if TYPE_CHECKING:
+    from ..operator_plan import AnyWorkspace
 
 _SCALE_LIMIT, _SMALLEST_SCALE = 2.0**127, 2.0**-127  # of subnormal numbers, different multiples are equal
 _FIXED = (str, int, float)
@@ -45,9 +48,10 @@ class ArgumentTests:
         if is_workspace(value):
             if self.launched.scratch is None:
                 raise UnlikeError
-            self.scope |= {"Kind": type(value), "CONTEXT": self.launched.context}
-            self.tests.append(f"type({name}) is Kind and {name}.context == CONTEXT")
             self.workspace = name
+            self.scope["Kind"] = type(value)
+            self.tests.append(f"type({name}) is Kind")
+            self.add_context(name, value)
         elif name == signature.bound and type(value) is int:
             self.scope |= {"LOW": self.launched.bounds[0], "HIGH": self.launched.bounds[1]}
             self.tests.append(f"type({name}) is int")
@@ -69,6 +73,13 @@ class ArgumentTests:
             del self.tests[late:]
         else:
             self._single(name, value)
+
+    def add_context(self, name: str, workspace: AnyWorkspace) -> None:
+        """What must hold for the context of a workspace; one that names none is in that of the call."""
+        if workspace.context is None:
+            raise UnlikeError
+        self.scope["CONTEXT"] = self.launched.context
+        self.tests.append(f"{name}.context == CONTEXT")
 
     def refusal(self, tests: Sequence[str]) -> list[str]:
         """The lines that leave the function unless all tests are true."""

@@ -31,12 +31,12 @@ def fast_path(
     if not notes.repeatable or len(notes.launched) != 1:
         return None
     try:
-        return _Writer(signature, arguments, notes.launched[0], notes, form).write(result)
+        return PathWriter(signature, arguments, notes.launched[0], notes, form).write(result)
     except UnlikeError:
         return None
 
 
-class _Writer(ArgumentTests):
+class PathWriter(ArgumentTests):
     """Collects the lines of one function and what they refer to."""
 
     def __init__(
@@ -55,6 +55,7 @@ class _Writer(ArgumentTests):
         self.sources: dict[int, tuple[str, int]] = {}  # the tensor and the offset of a value that is an address
 
     def write(self, result: Any) -> tuple[str, dict[str, Any]]:
+        """The source of the function and what it refers to."""
         signature, launched, given = self.signature, self.launched, self.given
         for name, value in given.items():
             self.add(name, value)

@@ -48,17 +48,26 @@ def is_plain(tensor: Any) -> bool:
     return torch is not None and type(tensor) in (torch.Tensor, torch.nn.Parameter)
 
 
-def conditions(tensors: Sequence[GuardedTensor], scope: dict[str, Any]) -> list[str]:
+def conditions(tensors: Sequence[GuardedTensor], scope: dict[str, Any], sized: Collection[str] = ()) -> list[str]:
     """Expressions that are all true for tensors of the same forms; what they refer to is put into ``scope``.
 
     Dtype, shape, strides and device are compared at every call: all of them can change while object and address stay.
+    The first dimension of those called ``sized`` may be any.
     """
     found = []
     views = [item for item in tensors if type(item.tensor) is TensorView]
     for item in views:
         name, view = item.name, item.view
         scope |= {f"spec_{name}": view.spec, "TensorView": TensorView}
-        found.append(f"type({name}) is TensorView and {name}.spec == spec_{name}")
+        if name in sized:
+            scope |= {f"{part}_{name}": getattr(view, part) for part in ("dtype", "strides", "device")}
+            scope[f"shape_{name}"] = view.shape[1:]
+            found.append(
+                f"type({name}) is TensorView and {name}.strides == strides_{name} and {name}.shape[1:] == shape_{name} "
+                f"and {name}.dtype == dtype_{name} and {name}.device == device_{name}"
+            )
+        else:
+            found.append(f"type({name}) is TensorView and {name}.spec == spec_{name}")
     rest = [item for item in tensors if type(item.tensor) is not TensorView]
     if rest:
         torch = sys.modules["torch"]
@@ -73,13 +82,13 @@ def conditions(tensors: Sequence[GuardedTensor], scope: dict[str, Any]) -> list[
         found += [
             f"{item.name} is {first[id(item.tensor)].name}" for item in rest if first[id(item.tensor)] is not item
         ]
-        check = torch_guard([item.tensor for item in distinct])
+        check = torch_guard([item.tensor for item in distinct], [item.name in sized for item in distinct])
         if check is not None:
             name = "check" if len(distinct) == len(rest) else "check_distinct"
             scope[name] = check
             found.append(f"{name}({', '.join(item.name for item in distinct)})")
         else:
-            found += [_compared(item, scope) for item in rest]
+            found += [_compared(item, scope, item.name in sized) for item in rest]
     return found
 
 
@@ -98,32 +107,38 @@ def address_conditions(tensors: Sequence[GuardedTensor], memory: Collection[str]
     return [*found, f"not ({' | '.join(plain)}) & {_ALIGNED}"] if plain else found
 
 
-def _compared(item: GuardedTensor, scope: dict[str, Any]) -> str:
-    """The test by public attributes, where torch's guards cannot be had."""
+def _compared(item: GuardedTensor, scope: dict[str, Any], sized: bool) -> str:
+    """The test by public attributes, where torch's guards cannot be had; ``sized``: of any first dimension."""
     name, tensor = item.name, item.tensor
     scope |= {
         f"type_{name}": type(tensor),
         f"dtype_{name}": tensor.dtype,
-        f"shape_{name}": tensor.shape,
+        f"shape_{name}": tensor.shape[sized:],
         f"stride_{name}": tensor.stride(),
         f"device_{name}": item.view.device,
     }
     return (
-        f"type({name}) is type_{name} and {name}.dtype is dtype_{name} and {name}.shape == shape_{name} and "
+        f"type({name}) is type_{name} and {name}.dtype is dtype_{name} and "
+        f"{name}.shape{'[1:]' * sized} == shape_{name} and "
         f"{name}.stride() == stride_{name} and {name}.get_device() == device_{name}"
         + ("" if tensor.requires_grad else f" and not {name}.requires_grad")
     )
 
 
-def torch_guard(tensors: Sequence[Any]) -> Callable[..., bool] | None:
-    """torch's guard of the forms of ``tensors``, which tests them all in one call of C; None where it cannot be had."""
-    return _guard(tensors) if _guards_work() else None
+def torch_guard(tensors: Sequence[Any], sized: Sequence[bool]) -> Callable[..., bool] | None:
+    """torch's guard of the forms of ``tensors``, which tests them all in one call of C; None where it cannot be had.
+
+    The first dimension of those that are ``sized`` may be any.
+    """
+    return _guard(tensors, sized) if _guards_work() else None
 
 
-def _guard(tensors: Sequence[Any]) -> Callable[..., bool]:
+def _guard(tensors: Sequence[Any], sized: Sequence[bool]) -> Callable[..., bool]:
     from torch._C._dynamo.guards import TensorGuards
 
-    sizes: list[Any] = [list(tensor.size()) for tensor in tensors]
+    sizes: list[Any] = [
+        [None] * of_any + list(tensor.size())[of_any:] for tensor, of_any in zip(tensors, sized, strict=True)
+    ]
     strides: list[Any] = [list(tensor.stride()) for tensor in tensors]
     check: Callable[..., bool] = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
     return check
@@ -136,14 +151,16 @@ def _guards_work() -> bool:
     try:
         empty = torch.empty
         known = empty(4, 8, dtype=torch.float16), empty(2, dtype=torch.int32)
-        check = _guard(known)
+        check, of_any = _guard(known, (False, False)), _guard(known, (True, False))
         shorter, viewed, turned = (empty(4, 8, dtype=torch.float16) for _ in range(3))
         shorter.data = shorter.data[:2]
         viewed.data = viewed.data.view(torch.bfloat16)
         turned.transpose_(0, 1)
         wide = empty(4, 16, dtype=torch.float16)[:, :8]
         others = (shorter, viewed, turned, wide, torch.nn.Parameter(known[0]), known[0].to("meta"), None, 1)
-        same = check(empty(4, 8, dtype=torch.float16), known[1])
-        return bool(same) and not any(check(other, known[1]) for other in others)
+        others_of_any = (*others[1:], known[0].view(1, 32), empty(4, 8, 1, dtype=torch.float16))
+        same = check(empty(4, 8, dtype=torch.float16), known[1]) and of_any(shorter, known[1])
+        differ = not any(check(other, known[1]) for other in others)
+        return bool(same) and differ and not any(of_any(other, known[1]) for other in others_of_any)
     except Exception:  # whatever a later torch does to names that are its own
         return False

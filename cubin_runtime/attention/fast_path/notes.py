@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from ...launch.prepared import PreparedLaunches
@@ -30,13 +30,39 @@ class Scratch(NamedTuple):
     legacy: Any = None
 
 
+class Family(Protocol):
+    """Calls that differ from one in sizes alone: first dimensions of tensors, by name, and an integer option."""
+
+    @property
+    def key(self) -> Hashable:
+        """What its calls have in common."""
+        ...
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """The sizes of the call that this was noted for."""
+        ...
+
+    def plan_of(self, sizes: Mapping[str, int]) -> Any:
+        """The plan of calls of other sizes; its ``bounds`` are as in ``Launched``.
+
+        Raises:
+            CubinRuntimeError: there are no such calls.
+        """
+        ...
+
+    def launch(self, plan: Any, *values: Any) -> object:
+        """Launch a call by its plan: the values are addresses, numbers, the workspace, a tensor and the stream."""
+        ...
+
+
 class Launched(NamedTuple):
     """The launches of one call, ``prepared.run(stream, *values)``.
 
     Values are addresses, but for those called ``numbers``; those of the regions of ``scratch`` follow from
     the workspace. ``bounds`` are the least and the greatest bound on the lengths with which a call takes the same plan.
     ``memory`` gives the stream of a call without one; None: that is the legacy default stream. ``apart`` names two
-    addresses on whose equality the plan depends.
+    addresses on whose equality the plan depends. ``family`` are the calls of other sizes.
     """
 
     prepared: PreparedLaunches
@@ -48,6 +74,7 @@ class Launched(NamedTuple):
     bounds: tuple[int, int]
     scratch: Scratch | None = None
     apart: tuple[str, ...] = ()
+    family: Family | None = None
 
     @property
     def names(self) -> tuple[str, ...]:

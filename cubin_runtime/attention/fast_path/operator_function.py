@@ -15,13 +15,16 @@ from weakref import WeakKeyDictionary, WeakSet
 from ...launch.compiled import compiled
 from ..process import default, default_runtime
 from ..torch_ops import TorchOp, is_intercepted
+from .any_size import any_size_path, is_second
 from .generated import MISS, fast_path
 from .notes import active, taking_notes
 from .options import Form, Signature, note_use
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 DEFAULT_RUNTIME = "default.runtime or default_runtime()"
+CALL_RUNTIME = f"runtime or {DEFAULT_RUNTIME}"  # of an operator with that argument
 _MOST = 16  # paths of one operator
+_MOST_OF_FAMILIES = 8
 FULL_RUNS = 3  # to write a fast path takes longer than a call, so calls of a form seen this often get one
 _numbers = count()
 
@@ -107,6 +110,7 @@ def operator_function(
     bound: str = "max_seq_len",
     memory: tuple[str, ...] = (),
     contents: tuple[str, ...] = (),
+    any_size: bool = False,
     op: Callable[[Callable[..., Any]], TorchOp] | None = None,
 ) -> Callable[[FunctionT], FunctionT]:
     """Let a function, which is then the full path, try the fast paths of earlier calls first.
@@ -114,6 +118,7 @@ def operator_function(
     Args:
         owner: the expression of the object that has the fast paths.
         scales, bound, memory, contents: as in ``Signature``.
+        any_size: whether calls that differ in sizes alone share a path; ``owner`` is then a runtime.
         op: makes the op, from the full path, through which calls go that torch traces.
     """
 
@@ -133,6 +138,11 @@ def operator_function(
             with taking_notes() as notes:
                 result = full(**given)
             note_use(given, notes)
+            if any_size and is_second(holder.families, notes):
+                made = any_size_path(signature, arguments, result, notes, Form("fast", names))
+                if made is not None:
+                    path = compiled("fast", *made)
+                    holder.family_paths[number] = (path, *holder.family_paths[number][: _MOST_OF_FAMILIES - 1])
             if all(launched.prepared.runs < FULL_RUNS for launched in notes.launched):
                 return result
             made = fast_path(signature, arguments, result, notes, Form("fast", names))
@@ -152,6 +162,12 @@ def operator_function(
 
         names = ", ".join(parameters)
         given = ", ".join(f"{name!r}: {name}" for name in parameters)
+        of_families = (
+            f"        for path in owner.family_paths[{number}]:\n"
+            f"            result = path({names})\n"
+            f"            if result is not MISS:\n"
+            f"                return result\n"
+        )
         source = (
             f"def {full.__name__}({heads}):\n"
             + (f"    if state.compiling():\n        return traced({{{given}}})\n" if traced else "")
@@ -164,7 +180,8 @@ def operator_function(
             f"                if path is not paths[0]:\n"
             f"                    promote(owner, path)\n"
             f"                return result\n"
-            f"    return call(owner, ({names},))\n"
+            + (of_families if any_size else "")
+            + f"    return call(owner, ({names},))\n"
         )
         scope = {
             **defaults,

@@ -15,6 +15,7 @@ from fast_path_calls import ON_SM90, Call, Caller, FullPaths
 from cubin_runtime.attention import Runtime, paged_decode
 from cubin_runtime.attention.tracing import Recorder
 from cubin_runtime.errors import UsageError, WorkspaceError
+from cubin_runtime.launch.semaphore_workspace import SemaphoreWorkspace
 from cubin_runtime.testing import StandIn
 
 MOST = 16
@@ -114,6 +115,13 @@ def test_another_context_of_the_device_is_launched_in(
         assert came == caller.in_full(call)
         assert driver.current_context() == context
         assert (f"('context', '{expected}')" in came[0]) == (came != first) == (context == own)
+
+
+def test_no_path_is_written_for_a_workspace_that_names_no_context(caller: Caller, call: Call) -> None:
+    buffers = SemaphoreWorkspace(semaphores=(0x7F_F100_0000_00, 8 << 20), scratch=(0x7F_F200_0000_00, 64 << 20))
+    own = call.changed(workspace=buffers)
+    assert caller.outcome(own) == caller.outcome(own) == caller.in_full(own)
+    assert not any(caller.runtime.fast_paths.values())
 
 
 def test_a_context_of_another_device_does_not_matter(caller: Caller, call: Call) -> None:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from any_size_calls import OPERATORS, calls_of
 from fast_path_calls import ON_SM90, Call, Caller
+
+from cubin_runtime.attention.fast_path import any_size, operator_function
+
+operator_function_module = sys.modules[operator_function.__module__]
 
 THREADS, ROUNDS = 8, 50
 FIRST, STEP = 0x1111_0000_0000, 1 << 36
@@ -40,7 +45,18 @@ def sent(caller: Caller) -> list[str]:
 @pytest.mark.parametrize("name", CASES)
 def test_every_launch_has_the_parameters_of_one_call(caller: Caller, name: str) -> None:
     call = ON_SM90[name](caller.memory, caller.runtime)
-    calls = [of_thread(call, number) for number in range(THREADS)]
+    check_threads(caller, [of_thread(call, number) for number in range(THREADS)])
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_every_launch_has_the_sizes_of_one_call(caller: Caller, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operator_function_module, "FULL_RUNS", 1 << 30)
+    monkeypatch.setattr(any_size, "_MOST_SIZES", THREADS // 2)
+    check_threads(caller, calls_of(name, caller.memory, caller.runtime, THREADS))
+
+
+def check_threads(caller: Caller, calls: Sequence[Call]) -> None:
+    """Call from all threads at once, and compare what arrives with the launches of the same calls one by one."""
     caller.standin.clear_log()
     for each in calls:
         each.function(**each.arguments)

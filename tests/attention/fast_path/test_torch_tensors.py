@@ -195,6 +195,63 @@ def test_an_output_is_made_for_each_call(runtime: Runtime, full_paths: FullPaths
     assert full_paths.count == 1
 
 
+def of_batch(batch: int, **changes: Any) -> dict[str, Any]:
+    """The call with so many requests."""
+    own = given(**changes)
+    sized = ("q", "page_table", "seq_lens", "out")
+    return {name: t.new_zeros(batch, *t.shape[1:]) if name in sized and t is not None else t for name, t in own.items()}
+
+
+def in_full(arguments: dict[str, Any], standin: StandIn, runtime: Runtime) -> dict[str, str]:
+    """What the full path launches."""
+    standin.clear_log()
+    with suspended():
+        paged_decode(**arguments, max_seq_len=256, runtime=runtime)
+    return standin.call("cuLaunchKernelEx")
+
+
+def test_batches_of_any_size_share_a_path(runtime: Runtime, standin: StandIn, full_paths: FullPaths) -> None:
+    for batch in (3, 1, *range(4, 30)):
+        own = of_batch(batch)
+        standin.clear_log()
+        paged_decode(**own, max_seq_len=256, runtime=runtime)
+        assert standin.call("cuLaunchKernelEx") == in_full(own, standin, runtime)
+    assert full_paths.count == 2
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changed_in_place_is_another_call_to_a_path_for_any_size(
+    runtime: Runtime, standin: StandIn, change: str
+) -> None:
+    for batch in (3, 4, 5):
+        paged_decode(**of_batch(batch), max_seq_len=256, runtime=runtime)
+    own = of_batch(2)
+    paged_decode(**own, max_seq_len=256, runtime=runtime)
+    CHANGES[change](own["q"])
+    outcomes = []
+    for function in (paged_decode, paged_decode.__wrapped__):
+        standin.clear_log()
+        try:
+            function(**_complete(own), runtime=runtime)
+            outcomes.append(str(sent(standin)))
+        except UsageError as error:
+            outcomes.append(str(error))
+    assert outcomes[0] == outcomes[1]
+
+
+def test_outputs_are_made_in_the_size_of_each_call(runtime: Runtime, full_paths: FullPaths) -> None:
+    outs = [paged_decode(**of_batch(batch, out=None), max_seq_len=256, runtime=runtime) for batch in range(1, 9)]
+    assert [tuple(out.shape) for out in outs] == [(batch, 32, 128) for batch in range(1, 9)]
+    assert full_paths.count == 2
+
+
+def test_rows_between_other_columns_get_a_contiguous_output_in_any_size(runtime: Runtime) -> None:
+    for batch in range(1, 9):
+        own = of_batch(batch, out=None) | {"q": torch.zeros(batch, 48, 128, dtype=BF16)[:, 16:]}
+        out = paged_decode(**own, max_seq_len=256, runtime=runtime)
+        assert (tuple(out.shape), out.is_contiguous()) == ((batch, 32, 128), True)
+
+
 def test_tensors_that_require_grad_are_refused_with_grad_mode_on(runtime: Runtime, full_paths: FullPaths) -> None:
     own = given()
     for _ in range(2):

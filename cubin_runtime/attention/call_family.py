@@ -1,0 +1,71 @@
+"""Calls that differ in sizes alone, as the steps of a server do, and how they are planned and launched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from ..values import dataclass
+from .fast_path.notes import Launched
+from .operator import CallTensors
+from .torch_ops import scratch_of_call
+
+if TYPE_CHECKING:
+    from .operator_plan import AnyWorkspace, OperatorPlan
+    from .runtime import Runtime
+
+PlanT_co = TypeVar("PlanT_co", bound="OperatorPlan", covariant=True)
+Q_LEN_BOUND = "max_q_len"  # the option that is a size
+
+
+@dataclass(frozen=True, slots=True)
+class CallFamily(Generic[PlanT_co]):
+    """The calls like one that has ``tensors``, as ``fast_path.notes.Family``.
+
+    ``form`` is what else tells plans apart. ``plan`` gives the plan of tensors with a bound on the query tokens of a
+    request, which is ``max_q_len`` in this call; None: it has none.
+    """
+
+    runtime: Runtime
+    tensors: CallTensors
+    form: tuple[object, ...]
+    plan: Callable[[CallTensors, int | None], PlanT_co]
+    max_q_len: int | None = None
+
+    @property
+    def key(self) -> Hashable:
+        """As ``Family``."""
+        sized = self.tensors.sized
+        named = zip(self.tensors.declared, self.tensors.specs, strict=True)
+        specs = [spec and (spec._replace(shape=spec.shape[1:]) if arg.name in sized else spec) for arg, spec in named]
+        return self.form, self.max_q_len is None, tuple(specs)
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """As ``Family``."""
+        sized = self.tensors.sized
+        return sized if self.max_q_len is None else {**sized, Q_LEN_BOUND: self.max_q_len}
+
+    def plan_of(self, sizes: Mapping[str, int]) -> PlanT_co:
+        """As ``Family``; it is made, with all checks, unless the runtime has it."""
+        return self.plan(self.tensors.resized(sizes), sizes.get(Q_LEN_BOUND))
+
+    def launch(self, plan: Any, *values: Any) -> Launched:
+        """As ``Family``."""
+        return launch_call(self.runtime, plan, *values)
+
+
+def launch_call(
+    runtime: Runtime,
+    plan: OperatorPlan,
+    addresses: tuple[int, ...],
+    numbers: tuple[Any, ...],
+    workspace: AnyWorkspace | None,
+    like: Any,
+    stream: int,
+) -> Launched:
+    """Launch a call that found its plan by itself: as ``OperatorPlan.launch``, with a workspace as the call gave it.
+
+    ``like`` is its first tensor.
+    """
+    return plan.launch(addresses, numbers, scratch_of_call(runtime, plan, workspace, like, stream), stream)

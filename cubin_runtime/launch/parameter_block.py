@@ -1,0 +1,71 @@
+"""The parameters of one launch in memory of its own, with its configuration, kept from launch to launch."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from .run_source import PreparedLaunch
+from .structs import StructLayout
+from .tensormap import TensorMapSpec
+
+
+class ParameterBlock:
+    """Parameters and configuration of a launch; one thread uses it at a time.
+
+    ``function`` and ``arguments`` are what the driver takes, ``view`` is the memory of the parameters.
+    """
+
+    __slots__ = ("_by_reference", "_config", "_kept", "_maps", "_scalars", "arguments", "function", "launch", "view")
+
+    def __init__(self, launch: PreparedLaunch, contents: Mapping[str, object], values: Sequence[Any]) -> None:
+        """``contents`` are the values of all fields, ``values`` those of the run among them."""
+        self.launch = launch
+        self.view, start, memory = filled(launch.plan.layout, contents)
+        self.function = ctypes.c_void_p(launch.function)
+        self._config = launch.config_on(0)
+        self._by_reference = ctypes.byref(self._config)
+        arguments = (ctypes.c_void_p * 1)(start)
+        self.arguments = ctypes.byref(arguments)
+        self._kept = memory, arguments
+        inputs = launch.inputs
+        self._scalars = [(_PUTTERS[code], field.offset, number) for field, number, code in inputs if code]
+        self._maps = [
+            [field.offset, field.offset + field.size, number, launch.specs[field.name], values[number]]
+            for field, number, code in inputs
+            if not code
+        ]
+
+    def write(self, values: Sequence[Any], descriptor: Callable[[TensorMapSpec, int], bytes]) -> None:
+        """Write the values of another run; ``descriptor`` encodes the map of a tensor that has moved.
+
+        Raises:
+            struct.error, TypeError, OverflowError: a value does not fit its field.
+        """
+        view = self.view
+        for put, offset, number in self._scalars:
+            put(view, offset, values[number])
+        for moving in self._maps:
+            begin, end, number, spec, address = moving
+            if values[number] != address:
+                view[begin:end] = descriptor(spec, values[number])
+                moving[4] = values[number]
+
+    def config_on(self, stream: int) -> Any:
+        """The configuration with that stream, as the driver takes it."""
+        self._config.stream = stream
+        return self._by_reference
+
+
+_PUTTERS = {code: struct.Struct(f"<{code}").pack_into for code in "iIqQf"}
+
+
+def filled(layout: StructLayout, values: Mapping[str, object]) -> tuple[memoryview, int, Any]:
+    """Memory with the struct's bytes, aligned as the struct: a view, its address, and what keeps it alive."""
+    memory = ctypes.create_string_buffer(layout.size + layout.alignment)
+    offset = -ctypes.addressof(memory) % layout.alignment
+    view = memoryview(memory).cast("B")[offset : offset + layout.size]
+    view[:] = layout.pack(values)
+    return view, ctypes.addressof(memory) + offset, memory

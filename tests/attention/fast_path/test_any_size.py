@@ -1,0 +1,169 @@
+"""Calls that differ in sizes alone share a path, which launches each by the plan that the full path would make."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from any_size_calls import BUFFERS, OPERATORS, calls_of
+from fast_path_calls import Call, Caller, FullPaths, others_of
+
+from cubin_runtime.attention.fast_path import any_size, operator_function
+from cubin_runtime.attention.operator_plan import OperatorPlan
+from cubin_runtime.attention.runtime import PlanCache
+from cubin_runtime.testing import StandIn
+
+operator_function_module = sys.modules[operator_function.__module__]
+
+
+@pytest.fixture(autouse=True)
+def _no_path_for_one_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the paths here are those for all sizes."""
+    monkeypatch.setattr(operator_function_module, "FULL_RUNS", 1 << 30)
+
+
+@pytest.fixture(params=OPERATORS)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def calls(caller: Caller, name: str) -> list[Call]:
+    """Calls of different sizes."""
+    return calls_of(name, caller.memory, caller.runtime, 40)
+
+
+def planned_anew(caller: Caller, call: Call) -> tuple[Any, Any]:
+    """What the full path does, and its plan, without any plan of before."""
+    runtime = caller.runtime
+    kept, runtime.plans = runtime.plans, PlanCache()
+    try:
+        outcome = caller.in_full(call)
+        (plan,) = runtime.plans._plans.values()
+    finally:
+        runtime.plans = kept
+    return outcome, plan
+
+
+def test_from_the_third_size_on_calls_take_one_path(caller: Caller, calls: list[Call], full_paths: FullPaths) -> None:
+    for call in calls:
+        assert "symbol" in caller.outcome(call)[0]
+    assert full_paths.count == 2
+    assert [len(paths) for paths in caller.runtime.family_paths.values() if paths] == [1]
+
+
+def test_each_size_is_launched_as_if_it_were_planned_anew(caller: Caller, calls: list[Call]) -> None:
+    runtime = caller.runtime
+    for call in calls:
+        came = caller.outcome(call)
+        its = next(reversed(runtime.plans._plans.values()))
+        wanted, plan = planned_anew(caller, call)
+        assert came == wanted == caller.outcome(call)
+        assert its is not plan
+        for part in ("launches", "specs", "regions", "workspace_bytes", "options", "bounds"):
+            assert getattr(its, part) == getattr(plan, part)
+
+
+def test_a_call_of_other_arguments_does_what_the_full_path_does(caller: Caller, calls: list[Call]) -> None:
+    first, second, third = calls[:3]
+    for call in (first, second):
+        caller.outcome(call)
+    different = []
+    for argument, value in third.arguments.items():
+        for other in others_of(third, argument, caller):
+            changed = third.changed(**{argument: other})
+            came, wanted = caller.outcome(changed), caller.in_full(changed)
+            # Zeros of either sign share a plan.
+            anew = wanted if str(other) == "-0.0" else planned_anew_or_refused(caller, changed)
+            if not came == wanted == anew:
+                different.append(f"{argument}={other!r} instead of {value!r}: {came}"[:400])
+    assert not different, f"{len(different)} differ:\n" + "\n".join(different[:8])
+
+
+def planned_anew_or_refused(caller: Caller, call: Call) -> Any:
+    try:
+        return planned_anew(caller, call)[0]
+    except ValueError:  # no plan
+        return caller.in_full(call)
+
+
+def test_sizes_that_are_frequent_get_a_fast_path_of_their_own(
+    caller: Caller, calls: list[Call], full_paths: FullPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workspace = replace(BUFFERS, context=caller.runtime.driver.primary_context(0))
+    first, second, third = (call.changed(workspace=workspace) for call in calls[:3])
+    for call in (first, second):
+        caller.outcome(call)
+    monkeypatch.setattr(operator_function_module, "FULL_RUNS", 3)
+    monkeypatch.setattr(any_size, "OFTEN", 5)
+    wanted = caller.in_full(third)
+    assert [caller.outcome(third) for _ in range(12)] == [wanted] * 12
+    assert full_paths.count == 3
+    assert [len(paths) for paths in caller.runtime.fast_paths.values()] == [1]
+
+
+def test_sizes_of_a_path_are_kept_up_to_a_number(
+    caller: Caller, calls: list[Call], full_paths: FullPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(any_size, "_MOST_SIZES", 4)
+    outcomes = [caller.outcome(call) for call in calls]
+    ((path,),) = (paths for paths in caller.runtime.family_paths.values() if paths)
+    assert len(path.scope["plans"]._known) == 4
+    assert [caller.outcome(call) for call in calls] == outcomes
+    assert full_paths.count == 2
+
+
+def test_a_plan_that_the_runtime_dropped_is_made_again(
+    caller: Caller, calls: list[Call], full_paths: FullPaths
+) -> None:
+    runtime = caller.runtime
+    runtime.plans = PlanCache(4)
+    outcomes = [caller.outcome(call) for call in calls]
+    gc.collect()
+    assert len([plan for plan in gc.get_objects() if isinstance(plan, OperatorPlan) and plan._runtime is runtime]) <= 6
+    assert [caller.outcome(call) for call in calls] == outcomes
+    assert full_paths.count == 2
+
+
+@pytest.mark.parametrize("name", ["context_attention over pages"])
+def test_calls_of_other_options_have_a_path_of_their_own(
+    caller: Caller, calls: list[Call], full_paths: FullPaths
+) -> None:
+    for number, call in enumerate(calls):
+        caller.outcome(call.changed(window_left=100 if number % 2 else -1))
+    assert full_paths.count == 4
+    assert [len(paths) for paths in caller.runtime.family_paths.values() if paths] == [2]
+
+
+@pytest.mark.parametrize("name", ["context_attention over pages"])
+def test_families_are_known_up_to_a_number(caller: Caller, calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(any_size, "_MOST_FAMILIES", 4)
+    for number, call in enumerate(calls):
+        caller.outcome(call.changed(window_left=number))
+    assert len(caller.runtime.families) == 4
+
+
+@pytest.mark.parametrize("name", ["context_attention over pages"])
+@pytest.mark.parametrize("streams", ["default", "own"])
+def test_a_workspace_without_a_context_is_in_that_of_each_call(
+    caller: Caller, standin: StandIn, calls: list[Call], streams: str
+) -> None:
+    driver = caller.runtime.driver
+    primary, own = driver.primary_context(0), standin.make_context(0)
+    for number, call in enumerate(calls):
+        context = (primary, own)[number % 2]
+        driver.set_current(context)
+        call = call.changed(stream=0 if streams == "default" else driver.create_stream())
+        came = caller.outcome(call)
+        assert came == caller.in_full(call) == caller.outcome(call)
+        assert f"('context', '{context:#x}')" in came[0]
+
+
+@pytest.mark.parametrize("name", ["append_kv", "paged_decode of ragged queries"])
+def test_calls_without_a_workspace_use_that_of_their_plan(caller: Caller, calls: list[Call]) -> None:
+    for call in calls:
+        own = call.changed(workspace=None)
+        assert caller.outcome(own) == caller.in_full(own)
