@@ -16,11 +16,17 @@ struct TileLoader {
     PipelineState<STAGES> state;
     paged_kv::PageWindow pages;
 
-    DEVICE void load_all(const Params& p, const WorkTile& work, uint64_t policy) {
-        const int kv_head = work.head / p.group;
+    // Loads the tiles of a work tile and calls `before_last` when as many are left as the pipeline has stages.
+    template <class Callable>
+    DEVICE void load_all(const Params& p, const WorkTile& work, uint64_t policy, Callable before_last) {
+        const int kv_head = work.head / p.group, late = max(work.first, work.last - STAGES);
         pages.loaded = -2;
 #pragma unroll 1
-        for (int tile = work.first; tile < work.last; ++tile) load(p, work, kv_head, tile, policy);
+        for (int tile = work.first;; ++tile) {
+            if (tile == late) before_last();
+            if (tile == work.last) break;
+            load(p, work, kv_head, tile, policy);
+        }
     }
 
   private:
@@ -94,10 +100,11 @@ DEVICE void load_keys(const Params& p, SharedStorage& shared) {
         }
         __syncwarp();
         if (work.request < 0) break;
-        // In flight while the keys are loaded.
-        if (threadIdx.x % 32 == 0)
-            number = atomic_add_relaxed(static_cast<uint32_t*>(p.counters), 1) + gridDim.x;
-        k.load_all(p, work, policy);
+        // Taken late, so that no work tile waits here while another CTA has none, and in flight while keys are loaded.
+        k.load_all(p, work, policy, [&] {
+            if (threadIdx.x % 32 == 0)
+                number = atomic_add_relaxed(static_cast<uint32_t*>(p.counters), 1) + gridDim.x;
+        });
         number = __shfl_sync(~0u, number, 0);
     }
     if (threadIdx.x % 32 == 0) leave(p);
@@ -112,7 +119,7 @@ DEVICE void load_values(const Params& p, SharedStorage& shared) {
         const WorkTile work = shared.work[phase];
         release(shared.q_empty);
         if (work.request < 0) break;
-        v.load_all(p, work, policy);
+        v.load_all(p, work, policy, [] {});
     }
 }
 
