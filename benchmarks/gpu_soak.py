@@ -47,6 +47,8 @@ class Soak:
         bound = max(case.kv_lens)
         plan = plan_context_attention(problem.q, k, v, outs[0], **named, max_seq_len=bound, runtime=runtime)
         workspace = plan.prepare(self.stream.cuda_stream)
+        # The graph has their addresses, and another capture gives freed memory back to the driver.
+        self.kept = (problem, outs, workspace)
         self.different = torch.zeros((), device="cuda", dtype=torch.int64)
 
         def launches() -> None:

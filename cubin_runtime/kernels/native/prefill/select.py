@@ -24,8 +24,8 @@ _SEGMENT_HEAD_DIMS = (64, 128)
 MAX_GROUP = 64
 # Head packs whose work tiles are interleaved: as many as have keys and values of these bytes, which stay in L2.
 _SECTION_BYTES = 32 << 20
-# Or more, until each CTA has so many work tiles of them, because CTAs end the more unevenly the fewer they have; while so
-# many CTAs walk the keys of one pack together, and read them from memory once.
+# Or more, until each CTA has so many work tiles of them, because CTAs end the more unevenly the fewer they have; while
+# so many CTAs walk the keys of one pack together, and read them from memory once.
 _SECTION_WORK_TILES = 8
 _CTAS_OF_A_PACK = 8
 _WARPGROUP_ROWS = 64
