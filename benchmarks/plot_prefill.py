@@ -17,14 +17,14 @@ ROOT = Path(__file__).resolve().parents[1]
 def main() -> int:
     """Write and draw; 1 without a measurement that this reads."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--result", type=Path, default=ROOT / "benchmarks" / "results" / "prefill.json")
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results", help="the folder of the JSON")
     parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="the folder of the page and the picture")
     given = parser.parse_args()
-    report = report_of(given.result)
+    report = report_of(given.results / "prefill.json")
     if report.get("schema") != SCHEMA:
-        print(f"{given.result}: schema {report.get('schema')}, expected {SCHEMA}, as gpu_prefill.py writes it")
+        print(f"{given.results / 'prefill.json'}: schema {report.get('schema')}, expected {SCHEMA}")
         return 1
-    (given.docs / "results" / "prefill.md").write_text(page(report))
+    (given.docs / "results" / "prefill.md").write_text(page(report, report_of(given.results / "prefill_profile.json")))
     draw(report, given.docs / "prefill_roofline.png")
     return 0
 

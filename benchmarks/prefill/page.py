@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,17 @@ on the same tensors in one process. *Ratio*: the time of the fastest peer divide
 ![TFLOP/s of causal prompts](../prefill_roofline.png)
 
 """
+BALANCE = """## Balance, and masked tiles
+
+In Nsight Compute (`benchmarks/gpu_prefill_profile.py`, `prefill_profile.json`). A CTA stays on its multiprocessor, so the
+multiprocessor's active cycles are how long it took: here when the first one ends and when they do on average, of the
+time of the last. The products that ran are compared with those that the mask leaves: tiles that it hides are skipped,
+those on its edges are computed whole.
+
+"""
+# A warp's share of a product of 64 rows and 16 columns or keys: where values have 64 columns, or tiles 64 keys, one of
+# the two products is half as wide.
+FLOP_OF_WARP_INSTRUCTION = {64: 131072 / 3, 128: 65536, 192: 65536, 256: 131072 / 3}
 PEERS = {"fa3": "fa3", "fa2": "fa2", "cudnn": "cuDNN"}
 # Sections that the picture shows: label, marker and colour.
 SECTIONS = {
@@ -47,16 +59,16 @@ def _line(row: Mapping[str, Any]) -> str:
     ours = f"{_cell(row, 'ours')}, {row['tflop_per_s']['ours']:.0f}"
     ragged = f"{row['of_ragged']:.2f}" if "of_ragged" in row else ""
     ratio = f"{row['ratio']:.2f}" if "ratio" in row else "-"
-    clock = row.get("sm_clock_mhz", {}).get("median", "")
+    clock = f"{row['sm_clock_mhz']['median']:.0f}" if row.get("sm_clock_mhz") else ""
     peers = (_cell(row, name) for name in PEERS)
-    return f"| {' | '.join((row['case'], ours, *peers, ratio, _verdict(row), ragged, str(clock)))} |"
+    return f"| {' | '.join((row['case'], ours, *peers, ratio, _verdict(row), ragged, clock))} |"
 
 
 def _mixed(row: Mapping[str, Any]) -> list[str]:
     lines = [f"{row['case']}, all times of both launches:", "", "| how | time |", "| --- | --- |"]
     lines += [f"| {name} | {time_of(us)} |" for name, us in row["us"].items()]
     if "ratio" in row:
-        lines += ["", f"Ratio of the best peers to ours, {row['best']}: {row['ratio']:.2f} (bar {row['bar']:.2f})."]
+        lines += ["", f"Ratio of the best peers to *{row['best']}*: {row['ratio']:.2f} (bar {row['bar']:.2f})."]
     return ["", *lines]
 
 
@@ -78,9 +90,21 @@ def figures(report: Report) -> str:
     return "\n".join(lines)
 
 
-def page(report: Report) -> str:
+def balance(profile: Report) -> str:
+    """When CTAs end and which products run, from the profiler, as Markdown."""
+    lines = ["| case | first CTA ends | mean | products, of those that the mask leaves |", "| --- | --- | --- | --- |"]
+    for row in profile["rows"]:
+        first, mean, last = (row["metrics"][f"sm__cycles_active.{one}"][0] for one in ("min", "avg", "max"))
+        named = re.search(r" D (\d+) ", row["case"])
+        flop = FLOP_OF_WARP_INSTRUCTION[int(named[1]) if named else 128]
+        products = row["metrics"]["sm__inst_executed_pipe_tensor_op_gmma.sum"][0] * flop / row["flop"]
+        lines.append(f"| {row['case']} | {first / last:.1%} | {mean / last:.1%} | {products:.3f} |")
+    return "\n".join(lines)
+
+
+def page(report: Report, profile: Report) -> str:
     """The whole page."""
-    return f"{HEAD}{figures(report)}\n"
+    return f"{HEAD}{figures(report)}\n\n{BALANCE}{balance(profile)}\n"
 
 
 def draw(report: Report, image: Path) -> None:
@@ -103,7 +127,7 @@ def draw(report: Report, image: Path) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks([2048, 8192, 16384], ["2,048", "8,192", "16,384"])
     axes.minorticks_off()
-    axes.set_ylim(0)
+    axes.set_ylim(0, 1.08 * report["matrix_tflop_per_s"])
     axes.set_xlabel("tokens of one causal prompt")
     axes.set_ylabel("TFLOP/s")
     axes.grid(True, alpha=0.3)

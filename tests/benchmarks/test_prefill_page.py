@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 from benchmarks.prefill.cases import PrefillCase, prefill_cases
-from benchmarks.prefill.page import SCHEMA, page
+from benchmarks.prefill.page import SCHEMA, balance, page
 
 REPORT: dict[str, Any] = {
     "schema": SCHEMA,
@@ -40,12 +42,49 @@ REPORT: dict[str, Any] = {
 }
 
 
+PROFILE: dict[str, Any] = {
+    "rows": [
+        {
+            "case": case,
+            "flop": flop,
+            "metrics": {
+                "sm__cycles_active.min": [90.0, "cycle"],
+                "sm__cycles_active.avg": [95.0, "cycle"],
+                "sm__cycles_active.max": [100.0, "cycle"],
+                "sm__inst_executed_pipe_tensor_op_gmma.sum": [instructions, "inst"],
+            },
+        }
+        # 64 rows and 128 keys: 16 products of 4 warps; with 64 columns 12, 4 of them whole.
+        for case, flop, instructions in (
+            ("full D 128 S 8192", 64 * 128 * 128 * 4, 64),
+            ("ragged", 64 * 128 * 128 * 2, 64),
+            ("causal D 64 S 8192", 64 * 128 * 64 * 4, 48),
+        )
+    ]
+}
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
 def test_rows_say_times_ratios_and_whether_bars_are_met() -> None:
-    text = page(REPORT)
+    text = page(REPORT, PROFILE)
     assert "| causal D 128 S 2048 | 70.0 us, 485 | 84.0 us | - | - | 1.20 | 1.20 **missed** |  | 1500 |\n" in text
     assert "| paged | 2.00 ms, 500 | - | 4.00 ms | - | 2.00 | 1.15 met | 0.98 |  |\n" in text
     assert "| ours, two | 900.0 us |\n" in text
-    assert "Ratio of the best peers to ours, ours, two: 1.10 (bar 1.00)." in text
+    assert "Ratio of the best peers to *ours, two*: 1.10 (bar 1.00)." in text
+    assert text.endswith(f"{balance(PROFILE)}\n")
+
+
+def test_the_profile_says_when_ctas_end_and_which_products_run() -> None:
+    assert balance(PROFILE).splitlines()[2:] == [
+        "| full D 128 S 8192 | 90.0% | 95.0% | 1.000 |",
+        "| ragged | 90.0% | 95.0% | 2.000 |",
+        "| causal D 64 S 8192 | 90.0% | 95.0% | 1.000 |",
+    ]
+
+
+def test_the_page_is_that_of_the_stored_measurement() -> None:
+    report, profile = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("prefill", "prefill_profile"))
+    assert (RESULTS.parents[1] / "docs" / "results" / "prefill.md").read_text() == page(report, profile)
 
 
 def test_products_that_masks_leave() -> None:
