@@ -20,10 +20,10 @@ on the same tensors in one process. *Ratio*: the time of the fastest peer divide
 """
 BALANCE = """## Balance, and masked tiles
 
-In Nsight Compute (`benchmarks/gpu_prefill_profile.py`, `prefill_profile.json`). A CTA stays on its multiprocessor, so the
-multiprocessor's active cycles are how long it took: here when the first one ends and when they do on average, of the
-time of the last. The products that ran are compared with those that the mask leaves: tiles that it hides are skipped,
-those on its edges are computed whole.
+In Nsight Compute (`benchmarks/gpu_prefill_profile.py`, `prefill_profile.json`). A CTA stays on its multiprocessor, so
+the multiprocessor's active cycles are how long it took: here when the first one ends and when they do on average, of
+the time of the last. The products that ran are compared with those that the mask leaves: tiles that it hides are
+skipped, those on its edges are computed whole.
 
 """
 # A warp's share of a product of 64 rows and 16 columns or keys: where values have 64 columns, or tiles 64 keys, one of
