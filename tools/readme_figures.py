@@ -22,10 +22,6 @@ from kernels_src.variants import VARIANTS  # noqa: E402
 
 # The operation of an operator's kernels, where their names differ.
 OPERATIONS = {"mla_decode": "paged_mla_decode"}
-# Operators that are not there yet; a row is left out once the table of backends has the operator.
-PLANNED = {
-    "context_attention": ("SM90a", "bf16, fp16", "64, 128"),
-}
 # What the kernels of an operator take, where it is not a trait: dtypes and head_dim.
 TAKEN = {
     "append_kv": ("bf16, fp16, e4m3", "32 to 1024, in steps of 16"),
@@ -41,7 +37,6 @@ def support_matrix() -> str:
     for operator in (name for name in TABLE if hasattr(attention, name)):
         rows += _native_rows(operator)
     rows.append((f"{PUBLISHED[0]} through FlashInfer's names", *PUBLISHED[1:]))
-    rows += [(f"`{name}`", *words, "planned") for name, words in PLANNED.items() if name not in TABLE]
     return _table(("operator", "GPU", "cache dtypes", "head_dim", "state"), rows)
 
 
@@ -82,12 +77,13 @@ def _number(text: str) -> int:
 
 
 def headlines(results: Path = ROOT / "benchmarks" / "results") -> str:
-    """Three figures, each with where it comes from."""
-    decode, fetch, host = (
-        json.loads((results / f"{name}.json").read_text()) for name in ("decode", "fetch", "host_cost")
+    """Four figures, each with where it comes from."""
+    decode, prefill, fetch, host = (
+        json.loads((results / f"{name}.json").read_text()) for name in ("decode", "prefill", "fetch", "host_cost")
     )
     best = max((row for row in decode["rows"] if row["section"] == "speculative"), key=lambda row: row["read_share"])
     gpu = decode["environment"]["gpu"]["name"]
+    prompt = next(row for row in prefill["rows"] if row["case"] == "causal D 128 S 8192")
     medians, call = fetch["medians"], host["microseconds"]["plan.run, same tensors"]
     rows = [
         (
@@ -96,6 +92,12 @@ def headlines(results: Path = ROOT / "benchmarks" / "results") -> str:
             f"{best['tb_per_s']:.2f} TB/s of "
             f"{decode['read']['tb_per_s']:.2f}; {best['ratio']:.2f} times the speed of the fastest peer",
             "[results](docs/results/decode.md)",
+        ),
+        (
+            f"**{prompt['tflop_per_s']['ours']:.0f} TFLOP/s of prefill**",
+            f"context attention on an {prefill['environment']['gpu']['name']}, bf16, head_dim 128, a causal prompt of "
+            f"8,192 tokens: {prompt['ratio']:.2f} times the speed of the fastest peer",
+            "[results](docs/results/prefill.md)",
         ),
         (
             f"**{call['least']:.1f} us per planned call**",
