@@ -19,7 +19,7 @@ from ..kernels.native.mla.select import MAX_HEADS, MAX_QUERIES, MlaShape, select
 from ..kernels.native.mla.select import PAGE_SIZES as MLA_PAGE_SIZES
 from ..kernels.native.prefill.select import HEAD_DIMS as CONTEXT_HEAD_DIMS
 from ..kernels.native.prefill.select import MAX_GROUP as MAX_CONTEXT_GROUP
-from ..kernels.native.prefill.select import ContextShape, select_context_attention
+from ..kernels.native.prefill.select import VALUE_DIMS, ContextShape, select_context_attention
 from ..kernels.native.selection import Selection
 from ..launch.driver import DeviceFacts
 from ..values import dataclass
@@ -190,8 +190,9 @@ def _context_shape(sizes: CallSizes) -> ContextShape:
     sizes.check(_MOST, _MOST, PAGE_SIZES)
     if sizes.head_dim not in CONTEXT_HEAD_DIMS:
         raise UsageError(f"head_dim={sizes.head_dim}: expected one of {', '.join(map(str, CONTEXT_HEAD_DIMS))}")
-    if sizes.head_dim_v not in (None, sizes.head_dim):
-        raise UsageError(f"head_dim_v={sizes.head_dim_v}: expected {sizes.head_dim}, like `head_dim`")
+    if sizes.head_dim_v not in (None, VALUE_DIMS[sizes.head_dim]):
+        of = f"with head_dim={sizes.head_dim}"
+        raise UsageError(f"head_dim_v={sizes.head_dim_v}: expected {VALUE_DIMS[sizes.head_dim]} {of}")
     if not 1 <= heads_kv <= _MOST or sizes.heads_q % heads_kv or sizes.heads_q > MAX_CONTEXT_GROUP * heads_kv:
         raise UsageError(f"heads_q={sizes.heads_q}: expected 1 to {MAX_CONTEXT_GROUP} for each of heads_kv={heads_kv}")
     dtype = sizes.query_dtype({dtype: (dtype,) for dtype in DTYPES_16})

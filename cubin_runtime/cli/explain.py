@@ -27,6 +27,7 @@ NATIVE_SM = 90
 TRTLLM_GEN_SMS = (100, 103)
 BACKENDS = ("auto", "hopper", "trtllm-gen")
 POLICIES = ("best", "reference")
+FAMILIES = {"decode": "decode", "prefill": "context"}  # --family -> --op
 # Options, by the names of their parameters, that only one of the backends has.
 NATIVE_ONLY = frozenset({"batch_invariant", "tokens", "gpu"})
 TRTLLM_GEN_ONLY = frozenset(
@@ -58,6 +59,10 @@ def explain(
     ] = None,
     backend: Annotated[str, _option("--backend", "hopper (native kernels), trtllm-gen, or auto: by --sm.")] = "auto",
     operation: Annotated[str, _option("--op", "decode, context or ragged; hopper: append and merge too.")] = "decode",
+    family: Annotated[
+        str | None,
+        _optional("--family", "decode or prefill, in place of --op; of prefill whole prompts without --q-len."),
+    ] = None,
     sm: Annotated[
         int | None, _optional("--sm", "GPU model: 100 (default) or 103; hopper: 80 to 121, default 90.")
     ] = None,
@@ -108,6 +113,8 @@ def explain(
 ) -> None:
     """Explain which kernel a call launches, and why. Needs no GPU."""
     config = options.make_config(store, source, pins, offline)
+    if family is not None:
+        _take_family(context, family)
     with _named_by_flags(context):
         explanation = _explain_native(context, config) if _is_native(context) else None
     if explanation is not None:
@@ -132,6 +139,16 @@ def explain(
         raise UsageError("--cases: expected without CASE.json and --json")
     else:
         _decide_all(cases, out, kernels, both)
+
+
+def _take_family(context: typer.Context, family: str) -> None:
+    if family not in FAMILIES:
+        raise UsageError(f"--family {family!r}: expected {' or '.join(FAMILIES)}")
+    if _is_given(context, "operation"):
+        raise UsageError(f"--family {family} and --op {context.params['operation']}: expected one of them")
+    context.params["operation"] = FAMILIES[family]
+    if family == "prefill" and not _is_given(context, "q_len"):
+        context.params["q_len"] = context.params["kv_len"]
 
 
 def _is_native(context: typer.Context) -> bool:

@@ -29,6 +29,10 @@ _SECTION_BYTES = 32 << 20
 _SECTION_WORK_TILES = 8
 _CTAS_OF_A_PACK = 8
 _WARPGROUP_ROWS = 64
+# Microseconds that a CTA takes for a key tile, by head_dim, and for the launch with its first and last bytes: as one
+# causal bf16 prompt of 2,048 to 16,384 tokens took on an H200 (benchmarks/results/prefill.json).
+_TILE_US = {64: 1.53, 128: 1.74, 192: 2.03, 256: 1.65}
+_FIXED_US = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +90,28 @@ class ContextSelection(Selection):
         rows = int(self.kernel.traits["rows"])
         tiles = f"at most {self.row_tiles} of {rows} rows: {rows // self.packed} tokens x {self.packed} heads"
         order = f"longest request first; {self.section_packs} of {shape.head_packs} head packs interleaved"
-        return ("row tiles", tiles), ("order", order)
+        key_tiles = self.key_tiles(shape)
+        work = f"about {key_tiles:.0f} key tiles for each CTA, if the mask is causal and lengths are equal"
+        predicted = (
+            f"{self.predicted_us(shape):.1f} us on an H200: {_FIXED_US} + {key_tiles:.1f} x {_TILE_US[shape.head_dim]}"
+        )
+        return ("row tiles", tiles), ("order", order), ("work", work), ("predicted", predicted)
+
+    def key_tiles(self, shape: ContextShape) -> float:
+        """The key tiles that a CTA computes, of causal requests that have equally many query tokens and the most keys.
+
+        They are as many for all CTAs, but no fewer than the longest work tile has.
+        """
+        tokens, tile = int(self.kernel.traits["rows"]) // self.packed, int(self.kernel.traits["tile_tokens"])
+        q_len = -(-shape.tokens // shape.batch)
+        in_front = shape.max_seq_len - q_len
+        ends = (in_front + min(first + tokens, q_len) for first in range(0, q_len, tokens))
+        of_row_tiles = [-(-max(0, end) // tile) for end in ends]
+        return max(sum(of_row_tiles) * shape.batch * shape.head_packs / self.ctas, *of_row_tiles[-1:])
+
+    def predicted_us(self, shape: ContextShape) -> float:
+        """Microseconds of such a batch."""
+        return _FIXED_US + _TILE_US[shape.head_dim] * self.key_tiles(shape)
 
 
 def select_context_attention(

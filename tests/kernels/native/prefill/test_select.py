@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from context_examples import KERNELS
@@ -9,6 +12,7 @@ from examples import H100, device
 from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.native.prefill.select import ContextShape, select_context_attention
 
+RESULTS = Path(__file__).parents[4] / "benchmarks" / "results"
 SHAPE = ContextShape("bf16", 128, group=4, kv_heads=8, batch=1, tokens=8192, max_seq_len=8192)
 
 
@@ -83,6 +87,34 @@ def test_the_selection_says_what_it_does() -> None:
     facts = dict(select_context_attention(KERNELS, SHAPE, H100).facts(SHAPE))
     assert facts["row tiles"] == "at most 257 of 128 rows: 32 tokens x 4 heads"
     assert facts["order"] == "longest request first; 8 of 8 head packs interleaved"
+    assert facts["predicted"].startswith("887.4 us on an H200: ")
+
+
+def test_the_prediction_is_near_what_was_measured() -> None:
+    measured = json.loads((RESULTS / "prefill.json").read_text())
+    heads = {64: (4, 8), 128: (4, 8), 192: (1, 16), 256: (4, 4)}
+    compared = 0
+    for row in measured["rows"]:
+        if found := re.fullmatch(r"causal D (\d+) S (\d+)", row["case"]):
+            head_dim, length = map(int, found.groups())
+            group, kv_heads = heads[head_dim]
+            sizes = {
+                "head_dim": head_dim,
+                "group": group,
+                "kv_heads": kv_heads,
+                "tokens": length,
+                "max_seq_len": length,
+            }
+            shape = replace(SHAPE, batch=1, **sizes)
+            predicted = select_context_attention(KERNELS, shape, H100).predicted_us(shape)
+            assert predicted == pytest.approx(row["us"]["ours"], rel=0.15), row["case"]
+            compared += 1
+    assert compared == 12
+
+
+def test_one_long_work_tile_is_predicted_whole() -> None:
+    shape = replace(SHAPE, batch=1, tokens=1, max_seq_len=1 << 17)
+    assert select_context_attention(KERNELS, shape, H100).key_tiles(shape) == 1 << 10
 
 
 def test_another_device_is_refused() -> None:
