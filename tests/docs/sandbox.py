@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from context_examples import KERNELS as CONTEXT_KERNELS
 from decode_kernels import HOPPER
 from flashinfer_wheel import artifacts_text, make_tree, make_wheel
 from kernel_headers import header_of
@@ -45,7 +46,9 @@ class Sandbox:
             )
         (place / "work" / "pins.toml").write_text("\n".join(pin.pin_file.read_text() for pin in pins))
         shutil.copy(place / "work" / "pins.toml", place / "pins.toml")
-        self.explain = shlex.join(["cubin-runtime", *explain_arguments(place / "native", (*HOPPER, *MLA_KERNELS))])
+        self.explain = shlex.join(
+            ["cubin-runtime", *explain_arguments(place / "native", (*HOPPER, *MLA_KERNELS, *CONTEXT_KERNELS))]
+        )
         self.stores = 0
 
     def _program(self, name: str, text: str) -> None:
