@@ -8,6 +8,7 @@ from ..attention.gqa import paged_decode
 from ..attention.paged_cache import MAX_GROUP, PAGE_SIZES
 from ..attention.prefill import context_attention
 from ..errors import UsageError
+from ..kernels.native.prefill.select import SEGMENT_HEAD_DIMS
 
 # What both operators have kernels for, bf16 and fp16.
 HEAD_SIZES = (64, 128, 256)
@@ -38,12 +39,17 @@ class PagedBatch(NamedTuple):
 
 
 class LayerOptions(NamedTuple):
-    """Options of a layer; ``window_left`` counts the keys before a token's own, -1: all. ``sinks`` are float32."""
+    """Options of a layer; ``window_left`` counts the keys before a token's own, -1: all. ``sinks`` are float32.
+
+    With ``batch_invariant`` the bits of a token do not depend on the other requests, on how its prompt is cut into
+    chunks, and on whether it is decoded or belongs to a prompt.
+    """
 
     softmax_scale: float
     window_left: int = -1
     soft_cap: float = 0.0
     sinks: Any = None
+    batch_invariant: bool = False
 
 
 def attend(
@@ -69,6 +75,7 @@ def attend(
             "window_left": options.window_left,
             "sinks": options.sinks,
             "kv_layout": kv_layout,
+            "batch_invariant": options.batch_invariant,
         }
         if part.sums is None and _decodable(q, k_cache, kv_layout, options):
             paged_decode(q[rows], k_cache, v_cache, part.table, part.lengths, out=out[rows], **shared)
@@ -104,4 +111,6 @@ def check_layer(head_size: int, value_size: int, heads: int, kv_heads: int) -> N
 
 def _decodable(q: Any, k_cache: Any, kv_layout: str, options: LayerOptions) -> bool:
     kv_heads = k_cache.shape[1 if kv_layout == "HND" else 2]
-    return options.soft_cap == 0 and q.shape[1] <= MAX_GROUP * kv_heads
+    # Elsewhere a decode's bits are not those of a prompt, so that only one of the operators may be used.
+    alike = not options.batch_invariant or q.shape[2] in SEGMENT_HEAD_DIMS
+    return alike and options.soft_cap == 0 and q.shape[1] <= MAX_GROUP * kv_heads

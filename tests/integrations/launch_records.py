@@ -20,6 +20,11 @@ def launches(standin: StandIn) -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
+def has_segments(launch: Any) -> bool:
+    """Whether a launch of prefill has a kernel that gives the bits of decodes."""
+    return "segments" in launch.seen["symbol"]
+
+
 def integers(address: int, count: int) -> list[int]:
     """Integers at an address of the host, whose tensor the caller keeps alive."""
     return list((ctypes.c_int32 * count).from_address(address))

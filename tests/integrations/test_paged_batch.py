@@ -74,6 +74,28 @@ def test_a_recorded_step(record: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert array(out).any()
 
 
+@pytest.mark.parametrize("record", STEPS)
+@pytest.mark.parametrize("head_size", [128, 256])
+def test_batch_invariance_uses_operators_that_give_a_token_the_same_bits(
+    record: Any, head_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called = []
+
+    def operator(name: str) -> Any:
+        return lambda *given, **options: called.append((name, options["batch_invariant"]))
+
+    monkeypatch.setattr(paged_batch, "paged_decode", operator("decode"))
+    monkeypatch.setattr(paged_batch, "context_attention", operator("context"))
+    q, k, v, kv_layout, batch, options, _ = made_again(record, "cpu")
+    q = q.new_zeros(*q.shape[:2], head_size)
+    paged_batch.attend(q, k, v, kv_layout, batch, options._replace(batch_invariant=True), torch.empty_like(q))
+    assert called
+    assert all(invariant for _, invariant in called)
+    # At head_dim 256 a decode's bits are not those of prefill.
+    decodes = batch.decodes is not None and batch.decodes.rows > 0 and options.soft_cap == 0
+    assert (("decode", True) in called) == (decodes and head_size == 128)
+
+
 @pytest.mark.parametrize(
     ("sizes", "named"),
     [

@@ -15,12 +15,16 @@ torch = pytest.importorskip("torch")
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("SGLang is not importable (tools/stage_engines.py, make test-engines)", allow_module_level=True)
 from absent_modules import in_place_of  # noqa: E402
-from launch_records import integers, launches  # noqa: E402
+from launch_records import has_segments, integers, launches  # noqa: E402
 from step_records import compare, written  # noqa: E402
 
 # Of its image models, its compiler and its kernels' loggers, which its configuration imports.
 with in_place_of("loguru", "torchvision", "tvm_ffi"):
-    from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES
+    from sglang.srt.arg_groups.choices import (
+        ATTENTION_BACKEND_CHOICES,
+        DETERMINISTIC_ATTENTION_BACKEND_CHOICES,
+        RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND,
+    )
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
@@ -39,6 +43,15 @@ pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("hopper")]
 BF16, INT32 = torch.bfloat16, torch.int32
 HEADS, KV_HEADS, DIM, PAGE, MAX_LEN, COLUMNS = 8, 2, 128, 16, 128, 8
 NO_WINDOW = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def execution(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What SGLang's server sets from its arguments."""
+    deterministic = SimpleNamespace(enable_deterministic_inference=False)
+    bag = SimpleNamespace(deterministic=deterministic)
+    monkeypatch.setattr("cubin_runtime.integrations.sglang.backend.get_exec", lambda: bag)
+    return deterministic
 
 
 def pool_of(**changed: Any) -> Any:
@@ -111,6 +124,19 @@ def forward(made: Any, step: ForwardBatch, layer: Any = None, save: bool = False
 
 def test_the_backend_can_be_chosen() -> None:
     assert ATTENTION_BACKEND_CHOICES.count(NAME) == 1
+    assert DETERMINISTIC_ATTENTION_BACKEND_CHOICES.count(NAME) == 1
+    assert RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND.count(NAME) == 1
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_deterministic_inference(standin: StandIn, execution: SimpleNamespace, deterministic: bool) -> None:
+    execution.enable_deterministic_inference = deterministic
+    made = backend()
+    for step in (batch(ForwardMode.DECODE, [2], [40]), batch(ForwardMode.EXTEND, [1], [20], [20])):
+        made.init_forward_metadata(step)
+        _kept = forward(made, step)
+    assert [name for name, _ in launches(standin)] == ["decode", "context"]
+    assert has_segments(standin.calls("cuLaunchKernelEx")[-1]) == deterministic
 
 
 def test_decodes(standin: StandIn) -> None:

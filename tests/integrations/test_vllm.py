@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not importable (tools/stage_engines.py, make test-engines)", allow_module_level=True)
 from absent_modules import in_place_of  # noqa: E402
-from launch_records import integers, launches  # noqa: E402
+from launch_records import has_segments, integers, launches  # noqa: E402
 from step_records import compare, written  # noqa: E402
 
 # Of vLLM's server, which its configuration imports.
@@ -118,6 +118,7 @@ def run(backend: Any, metadata: CommonAttentionMetadata, kv_cache: Any = None, *
 
 def test_what_is_supported(backend: Any) -> None:
     assert supported(backend) == []
+    assert supported(backend, use_batch_invariant=True) == []
     assert backend.get_name() == NAME
     assert builder(backend).get_cudagraph_support(None, None) is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     impl = backend.get_impl_cls()
@@ -138,7 +139,6 @@ def test_what_is_supported(backend: Any) -> None:
         {"device_capability": DeviceCapability(10, 0)},
         {"attn_type": AttentionType.ENCODER_ONLY},
         {"use_non_causal": True},
-        {"use_batch_invariant": True},
         {"use_dcp": True},
         {"use_pcp": True},
         {"use_adaptive_verification": True},
@@ -159,6 +159,14 @@ def test_decodes(backend: Any, standin: StandIn) -> None:
     assert (sent["table_stride"], sent["num_pages"], 1 << sent["page_size_log2"]) == (8, BLOCKS, BLOCK)
     assert (sent["q"], sent["out"]) == (kept[0].data_ptr(), kept[1].data_ptr())
     assert sent["softmax_scale_log2"] == pytest.approx(0.125 * 1.4426950408889634)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_batch_invariance(backend: Any, standin: StandIn, monkeypatch: pytest.MonkeyPatch, asked: bool) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", str(int(asked)))
+    _kept = run(backend, step([1, 20], [40, 20]))
+    assert [name for name, _ in launches(standin)] == ["decode", "context"]
+    assert has_segments(standin.calls("cuLaunchKernelEx")[-1]) == asked
 
 
 def test_prompts_and_decodes_together(backend: Any, standin: StandIn) -> None:

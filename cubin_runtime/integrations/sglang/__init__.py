@@ -16,11 +16,13 @@ def register() -> None:
     Raises:
         ImportError: there is no SGLang with ``sglang.srt.layers.attention.attention_registry``.
     """
-    from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES, add_attention_backend_choices
+    from sglang.srt.arg_groups import choices
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
-    if NAME not in ATTENTION_BACKEND_CHOICES:
-        add_attention_backend_choices([NAME])
+    if NAME not in choices.ATTENTION_BACKEND_CHOICES:
+        choices.add_attention_backend_choices([NAME])
+        choices.add_deterministic_attention_backend_choices([NAME])
+        choices.add_radix_supported_deterministic_attention_backend_choices([NAME])
         register_attention_backend(NAME)(_backend)
 
 

@@ -8,6 +8,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
+from sglang.srt.runtime_context import get_exec
 
 from ...errors import UsageError
 from ..paged_batch import BLOCK_SIZES, LayerOptions, PagedBatch, Part, attend, check_layer
@@ -33,6 +34,7 @@ class CubinRuntimeAttnBackend(AttentionBackend):  # type: ignore[misc]
         # Of a page's tokens the first says where the page is.
         self._first_slots = model_runner.req_to_token_pool.req_to_token[:, ::page]
         self._max_len: int = model_runner.model_config.context_len
+        self._batch_invariant = bool(get_exec().deterministic.enable_deterministic_inference)
         self._graph_table: Any = None
         self._graph_lengths: Any = None
         self.forward_metadata = PagedBatch(None, None)
@@ -128,7 +130,8 @@ class CubinRuntimeAttnBackend(AttentionBackend):  # type: ignore[misc]
         k_cache, v_cache = (half.view(-1, self._page, layer.tp_k_head_num, size) for half in stored)
         if sinks is not None:
             sinks = sinks.to(torch.float32)
-        options = LayerOptions(layer.scaling, layer.sliding_window_size, float(layer.logit_cap or 0.0), sinks)
+        soft_cap = float(layer.logit_cap or 0.0)
+        options = LayerOptions(layer.scaling, layer.sliding_window_size, soft_cap, sinks, self._batch_invariant)
         queries = q.view(-1, heads, size)
         out = torch.empty_like(queries)
         attend(queries, k_cache, v_cache, "NHD", self.forward_metadata, options, out)

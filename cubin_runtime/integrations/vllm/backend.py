@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
+from vllm import envs
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -70,6 +71,11 @@ class CubinRuntimeBackend(AttentionBackend):  # type: ignore[misc]
     @classmethod
     def supports_sliding_window(cls) -> bool:
         """Yes."""
+        return True
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """Yes, prompts and decodes alike."""
         return True
 
     @classmethod
@@ -148,7 +154,8 @@ class CubinRuntimeImpl(AttentionImpl[PagedBatch]):  # type: ignore[misc]
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks
         window_left = -1 if sliding_window is None else sliding_window - 1
-        self._options = LayerOptions(self.scale, window_left, float(logits_soft_cap or 0.0), sinks)
+        soft_cap = float(logits_soft_cap or 0.0)
+        self._options = LayerOptions(self.scale, window_left, soft_cap, sinks, bool(envs.VLLM_BATCH_INVARIANT))
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Convert the sinks, which are loaded by now."""

@@ -20,7 +20,7 @@ OPERATION = "context_attention"
 VALUE_DIMS = {64: 64, 128: 128, 192: 128, 256: 256}
 HEAD_DIMS = tuple(VALUE_DIMS)
 # Those where batch_invariant gives the bits of decode; the bits of all kernels depend on no other token.
-_SEGMENT_HEAD_DIMS = (64, 128)
+SEGMENT_HEAD_DIMS = (64, 128)
 MAX_GROUP = 64
 # Head packs whose work tiles are interleaved: as many as have keys and values of these bytes, which stay in L2.
 _SECTION_BYTES = 32 << 20
@@ -56,7 +56,7 @@ class ContextShape:
     @property
     def segments(self) -> bool:
         """Whether decode must have the same bits."""
-        return self.batch_invariant and self.head_dim in _SEGMENT_HEAD_DIMS
+        return self.batch_invariant and self.head_dim in SEGMENT_HEAD_DIMS
 
     @property
     def packed(self) -> int:
