@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from host_tensors import memory_of_host_tensors
 from xqa_calls import sent
 
-from cubin_runtime import tensor as tensors_module
 from cubin_runtime.attention import Runtime, memory
-from cubin_runtime.attention.memory import TorchMemory
 from cubin_runtime.attention.reference import paged_decode_reference
 from cubin_runtime.compat import flashinfer
 from cubin_runtime.testing import StandIn
@@ -23,27 +21,10 @@ KV_HEADS, HEADS, DIM, PAGE, SCALE = 2, 4, 64, 16, 0.3
 PREFIXES = (0, 1, 5, 40)
 
 
-class OnDevice:
-    """A tensor of the host that says to be on device 0."""
-
-    device = SimpleNamespace(type="cuda", index=0)
-
-    def __init__(self, tensor: Any) -> None:
-        self._tensor = tensor
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tensor, name)
-
-
 @pytest.fixture(autouse=True)
 def runtime(hopper: Runtime, monkeypatch: pytest.MonkeyPatch) -> Runtime:
     """One for whose calls host tensors are on device 0."""
-    original = tensors_module._from_torch
-    monkeypatch.setattr(tensors_module, "_from_torch", lambda tensor, name: original(OnDevice(tensor), name))
-    monkeypatch.setattr(torch.Tensor, "get_device", lambda _: 0)
-    hopper.memory = TorchMemory()
-    monkeypatch.setattr(hopper.memory, "stream_query", lambda: lambda device: 0)
-    monkeypatch.setattr(hopper.memory, "current_stream", lambda like: 0)
+    hopper.memory = memory_of_host_tensors(monkeypatch)
     return hopper
 
 

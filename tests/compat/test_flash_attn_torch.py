@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from flash_attn_calls import BATCH, COLUMNS, DIM, HEADS, KV_HEADS, PAGE, PAGES, sent
+from host_tensors import memory_of_host_tensors
 
-from cubin_runtime import tensor as tensors_module
 from cubin_runtime.attention import Runtime
-from cubin_runtime.attention.memory import TorchMemory
 from cubin_runtime.compat import flash_attn, flash_attn_interface
 from cubin_runtime.compat.flash_attn import cache as cache_module
 from cubin_runtime.errors import UsageError
@@ -23,27 +21,10 @@ pytestmark = pytest.mark.torch
 BF16, INT32 = torch.bfloat16, torch.int32
 
 
-class OnDevice:
-    """A tensor of the host that says to be on device 0."""
-
-    device = SimpleNamespace(type="cuda", index=0)
-
-    def __init__(self, tensor: Any) -> None:
-        self._tensor = tensor
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tensor, name)
-
-
 @pytest.fixture(autouse=True)
 def runtime(hopper: Runtime, monkeypatch: pytest.MonkeyPatch) -> Runtime:
     """One for whose calls host tensors are on device 0."""
-    original = tensors_module._from_torch
-    monkeypatch.setattr(tensors_module, "_from_torch", lambda tensor, name: original(OnDevice(tensor), name))
-    monkeypatch.setattr(torch.Tensor, "get_device", lambda _: 0)
-    hopper.memory = TorchMemory()
-    monkeypatch.setattr(hopper.memory, "stream_query", lambda: lambda device: 0)
-    monkeypatch.setattr(hopper.memory, "current_stream", lambda like: 0)
+    hopper.memory = memory_of_host_tensors(monkeypatch)
     return hopper
 
 

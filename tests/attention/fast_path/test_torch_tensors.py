@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fast_path_calls import FullPaths, suspended
+from host_tensors import memory_of_host_tensors
 
-from cubin_runtime import tensor as tensors_module
 from cubin_runtime.attention import Runtime, mla_decode, paged_decode, plan_paged_decode, torch_ops
 from cubin_runtime.attention.fast_path import guards
-from cubin_runtime.attention.memory import TorchMemory
 from cubin_runtime.compat import flashinfer
 from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA
@@ -23,27 +21,10 @@ pytestmark = pytest.mark.torch
 BF16 = torch.bfloat16
 
 
-class OnDevice:
-    """A tensor of the host that says to be on device 0."""
-
-    device = SimpleNamespace(type="cuda", index=0)
-
-    def __init__(self, tensor: Any) -> None:
-        self._tensor = tensor
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tensor, name)
-
-
 @pytest.fixture(params=["guards", "attributes"])
 def runtime(runtime: Runtime, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Runtime:
     """One for whose calls host tensors are on device 0, compared by torch's guards or by public attributes."""
-    original = tensors_module._from_torch
-    monkeypatch.setattr(tensors_module, "_from_torch", lambda tensor, name: original(OnDevice(tensor), name))
-    monkeypatch.setattr(torch.Tensor, "get_device", lambda _: 0)
-    runtime.memory = TorchMemory()
-    monkeypatch.setattr(runtime.memory, "stream_query", lambda: lambda device: 0)
-    monkeypatch.setattr(runtime.memory, "current_stream", lambda like: 0)
+    runtime.memory = memory_of_host_tensors(monkeypatch)
     if request.param == "attributes":
         monkeypatch.setattr(guards, "_guards_work", lambda: False)
     return runtime
@@ -171,15 +152,21 @@ def test_what_changed_in_place_is_for_a_function_another_call(runtime: Runtime, 
     for _ in range(3):
         paged_decode(**own, max_seq_len=256, runtime=runtime)
     CHANGES[change](own["q"])
-    outcomes = []
+    operator, full = outcomes(own, standin, runtime)
+    assert operator == full
+
+
+def outcomes(arguments: dict[str, Any], standin: StandIn, runtime: Runtime) -> list[str]:
+    """What a call sends, or its error: of the operator, and of its full path."""
+    found = []
     for function in (paged_decode, paged_decode.__wrapped__):
         standin.clear_log()
         try:
-            function(**_complete(own), runtime=runtime)
-            outcomes.append(str(sent(standin)))
+            function(**_complete(arguments), runtime=runtime)
+            found.append(str(sent(standin)))
         except UsageError as error:
-            outcomes.append(str(error))
-    assert outcomes[0] == outcomes[1]
+            found.append(str(error))
+    return found
 
 
 def _complete(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -228,15 +215,8 @@ def test_what_changed_in_place_is_another_call_to_a_path_for_any_size(
     own = of_batch(2)
     paged_decode(**own, max_seq_len=256, runtime=runtime)
     CHANGES[change](own["q"])
-    outcomes = []
-    for function in (paged_decode, paged_decode.__wrapped__):
-        standin.clear_log()
-        try:
-            function(**_complete(own), runtime=runtime)
-            outcomes.append(str(sent(standin)))
-        except UsageError as error:
-            outcomes.append(str(error))
-    assert outcomes[0] == outcomes[1]
+    operator, full = outcomes(own, standin, runtime)
+    assert operator == full
 
 
 def test_outputs_are_made_in_the_size_of_each_call(runtime: Runtime, full_paths: FullPaths) -> None:
