@@ -8,16 +8,15 @@ Run: ``python benchmarks/plot_clients.py`` draws ``docs/flashinfer_tests.png``, 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from decode.client_pages import OUTCOMES, step_label
-from decode.tables import report_of
+from decode.tables import Report, report_of
 from divided.model import line
 
 ROOT = Path(__file__).resolve().parents[1]
-Report = Mapping[str, Any]
 _OURS, _OURS_TOO, _PEER = "#1f6fb4", "#8fb7dc", "#9a9a9a"
 _OUTCOME_COLORS = {
     "passed": _OURS,

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from cubin_runtime.kernels.native.constants import CONSTANTS
+from cubin_runtime.kernels.native.prefill.select import SEGMENT_HEAD_DIMS
 
 # Dynamic plus static shared memory that one block can opt in to, in bytes, by compute capability.
 SHARED_BYTES_PER_BLOCK: Mapping[str, int] = {
@@ -332,8 +333,6 @@ def _mla_variants(latent: int) -> Iterator[Variant]:
         yield _mla_decode(source, f"{source}_{dtype}", dtype, q_dtypes, latent, 16, 128, STAGES=stages)
 
 
-# Prefill and decode have kernels that give the same bits at these.
-_SEGMENT_HEAD_DIMS = (64, 128)
 # head_dim -> columns of a value, consumer warpgroups of 64 rows, keys of a tile, pipeline stages of keys and of values,
 # and the k16 steps of queries that fit into registers, without a soft cap and with one.
 _PREFILL_SHAPES = {
@@ -384,7 +383,7 @@ def _prefill_variants() -> Iterator[Variant]:
         for dtype in ("bf16", "fp16"):
             for soft_cap in (False, True):
                 yield _context_attention(dtype, head_dim, soft_cap)
-                if head_dim in _SEGMENT_HEAD_DIMS:
+                if head_dim in SEGMENT_HEAD_DIMS:
                     yield _context_attention(dtype, head_dim, soft_cap, segments=True)
 
 

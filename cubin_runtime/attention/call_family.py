@@ -50,22 +50,14 @@ class CallFamily(Generic[PlanT_co]):
         """As ``Family``; it is made, with all checks, unless the runtime has it."""
         return self.plan(self.tensors.resized(sizes), sizes.get(Q_LEN_BOUND))
 
-    def launch(self, plan: Any, *values: Any) -> Launched:
-        """As ``Family``."""
-        return launch_call(self.runtime, plan, *values)
-
-
-def launch_call(
-    runtime: Runtime,
-    plan: OperatorPlan,
-    addresses: tuple[int, ...],
-    numbers: tuple[Any, ...],
-    workspace: AnyWorkspace | None,
-    like: Any,
-    stream: int,
-) -> Launched:
-    """Launch a call that found its plan by itself: as ``OperatorPlan.launch``, with a workspace as the call gave it.
-
-    ``like`` is its first tensor.
-    """
-    return plan.launch(addresses, numbers, scratch_of_call(runtime, plan, workspace, like, stream), stream)
+    def launch(
+        self,
+        plan: OperatorPlan,
+        addresses: tuple[int, ...],
+        numbers: tuple[Any, ...],
+        workspace: AnyWorkspace | None,
+        like: Any,
+        stream: int,
+    ) -> Launched:
+        """As ``OperatorPlan.launch``, with a workspace as the call gave it; ``like`` is its first tensor."""
+        return plan.launch(addresses, numbers, scratch_of_call(self.runtime, plan, workspace, like, stream), stream)

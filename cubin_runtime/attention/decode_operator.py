@@ -17,7 +17,7 @@ from ..launch.streams import stream_handle
 from ..tensor import is_torch, view_of
 from ..values import dataclass
 from .backends import resolve_backend
-from .call_family import Q_LEN_BOUND, CallFamily, launch_call
+from .call_family import Q_LEN_BOUND, CallFamily
 from .checks import check_switches, check_words, integer
 from .decode_call import MAX_Q_LEN, DecodeCall, DecodeOptions, check_query_bounds
 from .fast_path import note_launch
@@ -138,7 +138,7 @@ def run_decode(plan_class: type[DecodePlan], operator: DecodeOperator, arguments
     plan = family.plan(family.tensors, options.max_q_len)
     family.tensors.check_addresses()
     numbers = plan.numbers(bound, scale, factor)
-    launched = launch_call(rt, plan, family.tensors.addresses, numbers, workspace, q, handle)
+    launched = family.launch(plan, family.tensors.addresses, numbers, workspace, q, handle)
     shortest = 0 if kept == 1 << _SMALLEST_BOUND_LOG2 else kept // 2 + 1
     note_launch(launched._replace(bounds=(shortest, plan.options.max_seq_len), family=family))
     # A traced call has no field for keys on other ranks.

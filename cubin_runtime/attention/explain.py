@@ -190,9 +190,9 @@ def _context_shape(sizes: CallSizes) -> ContextShape:
     sizes.check(_MOST, _MOST, PAGE_SIZES)
     if sizes.head_dim not in CONTEXT_HEAD_DIMS:
         raise UsageError(f"head_dim={sizes.head_dim}: expected one of {', '.join(map(str, CONTEXT_HEAD_DIMS))}")
-    if sizes.head_dim_v not in (None, VALUE_DIMS[sizes.head_dim]):
-        of = f"with head_dim={sizes.head_dim}"
-        raise UsageError(f"head_dim_v={sizes.head_dim_v}: expected {VALUE_DIMS[sizes.head_dim]} {of}")
+    value_dim = VALUE_DIMS[sizes.head_dim]
+    if sizes.head_dim_v not in (None, value_dim):
+        raise UsageError(f"head_dim_v={sizes.head_dim_v}: expected {value_dim} with head_dim={sizes.head_dim}")
     if not 1 <= heads_kv <= _MOST or sizes.heads_q % heads_kv or sizes.heads_q > MAX_CONTEXT_GROUP * heads_kv:
         raise UsageError(f"heads_q={sizes.heads_q}: expected 1 to {MAX_CONTEXT_GROUP} for each of heads_kv={heads_kv}")
     dtype = sizes.query_dtype({dtype: (dtype,) for dtype in DTYPES_16})

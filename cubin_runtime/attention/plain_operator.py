@@ -13,7 +13,7 @@ from ..launch.streams import stream_handle
 from ..tensor import is_torch
 from ..values import dataclass
 from .backends import resolve_backend
-from .call_family import CallFamily, launch_call
+from .call_family import CallFamily
 from .checks import check_switches, check_words
 from .fast_path import note_launch
 from .operator import CallTensors, Operator
@@ -133,10 +133,10 @@ def run_plain(plan_class: type[PlainPlan], operator: PlainOperator, arguments: d
         found: PlainPlan = runtime.plans.get((form, tensors.specs), planned)
         return found
 
-    its = plan(tensors, None)
+    family, its = CallFamily(runtime, tensors, form, plan), plan(tensors, None)
     tensors.check_addresses()
-    launched = launch_call(runtime, its, tensors.addresses, _numbers(numbers), workspace, first, handle)
-    note_launch(launched._replace(family=CallFamily(runtime, tensors, form, plan)))
+    launched = family.launch(its, tensors.addresses, _numbers(numbers), workspace, first, handle)
+    note_launch(launched._replace(family=family))
 
 
 def plain_op(operator: PlainOperator, complete: Callable[[dict[str, Any]], Any] = lambda _: None) -> TorchOp:

@@ -107,7 +107,7 @@ class ContextSelection(Selection):
         in_front = shape.max_seq_len - q_len
         ends = (in_front + min(first + tokens, q_len) for first in range(0, q_len, tokens))
         of_row_tiles = [-(-max(0, end) // tile) for end in ends]
-        return max(sum(of_row_tiles) * shape.batch * shape.head_packs / self.ctas, *of_row_tiles[-1:])
+        return max(sum(of_row_tiles) * shape.batch * shape.head_packs / self.ctas, max(of_row_tiles))
 
     def predicted_us(self, shape: ContextShape) -> float:
         """Microseconds of such a batch."""
