@@ -6,6 +6,7 @@ from typing import Any, Literal, Protocol
 
 LseBase = Literal["2", "e"]
 KvLayout = Literal["NHD", "HND"]
+DraftPosition = Literal["depth", "index"]
 DTypeName = Literal[
     "bfloat16",
     "float16",

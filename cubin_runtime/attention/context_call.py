@@ -14,7 +14,7 @@ from ..values import dataclass
 from .checks import check_shape, integer, listed
 from .decode_call import LENGTHS, DecodeCall, DecodeOptions, token_stride
 from .operator import TensorArg
-from .paged_cache import PAGE_SIZES, cache_view
+from .paged_cache import PAGE_SIZES, cache_view, check_table, value_table_offset
 from .scales import flat_scalar, float32_number
 
 DTYPES_16 = ("bfloat16", "float16")
@@ -89,7 +89,7 @@ def capacity_of(call: DecodeCall) -> int:
     """The most keys that a request can have."""
     k, table = call.tensors["k"], call.tensors.get("page_table")
     if table is not None:
-        return table.shape[1] * k.shape[1]
+        return table.shape[-1] * k.shape[1]
     return k.shape[-3]
 
 
@@ -173,8 +173,8 @@ def _check_shapes(call: DecodeCall) -> None:
     check_shape("kv_cu_seq_lens", tensors.get("kv_cu_seq_lens"), (batch + 1,))
     check_shape("sinks", tensors.get("sinks"), (call.q_heads,), (kv_heads, call.q_heads // kv_heads))
     table = tensors.get("page_table")
-    if table is not None and (len(table.shape) != 2 or table.shape[0] != batch or table.shape[1] < 1):
-        raise UsageError(f"page_table: shape {table.shape}, expected [{batch}, columns]")
+    if table is not None:
+        check_table(table, batch, separate=True)
     for name in ("softmax_scale", "output_scale"):
         scale = tensors.get(name)
         if scale is not None and prod(scale.shape) != 1:
@@ -232,6 +232,7 @@ def problem_of(call: DecodeCall) -> ContextProblem:
         k_strides=_kv_strides(k),
         v_strides=_kv_strides(tensors["v"]),
         table_stride=table.strides[0] if table else 0,
+        v_table_offset=value_table_offset(table) if table else 0,
         programmatic_serialization=bool(options.enable_pdl),
     )
 

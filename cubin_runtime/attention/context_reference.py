@@ -38,8 +38,8 @@ def context_attention_reference(
             ``page_table`` ``[pages, page_size, kv_heads, head_dim]``.
         q_lens, kv_lens: integers ``[batch]``.
         softmax_scale: factor of the scores.
-        page_table: integers ``[batch, columns]``; entries past a length, and those of keys that no row sees, are not
-            read.
+        page_table: integers ``[batch, columns]``, or ``[batch, 2, columns]`` of keys and values; entries past a length,
+            and those of keys that no row sees, are not read.
         causal, window_left, window_right, logit_soft_cap, sinks, output_scale, lse_base, lse_sink: as
             ``context_attention``.
 
@@ -59,12 +59,13 @@ def context_attention_reference(
         position = np.arange(q_len)[:, None] + kv_len - q_len
         seen = _seen(position, np.arange(kv_len), causal, window_left, window_right)
         first = int(seen.any(axis=0).argmax()) if seen.any() else kv_len
-        where: Any = slice(key + first, key + kv_len)
+        both: Any = [slice(key + first, key + kv_len)] * 2
         if page_table is not None:
             size = k.shape[1]
             at = np.arange(first, kv_len)
-            where = (np.asarray(page_table[request])[at // size], at % size)
-        keys, values = (np.asarray(side[where], dtype=np.float64) for side in (k, v))
+            pages = np.asarray(page_table[request])[..., at // size]
+            both = [(ids, at % size) for ids in (pages if pages.ndim == 2 else (pages, pages))]
+        keys, values = (np.asarray(side[of], dtype=np.float64) for side, of in zip((k, v), both, strict=True))
         keys, values = (side.transpose(1, 0, 2) for side in (keys, values))
         queries = np.asarray(q[row : row + q_len], dtype=np.float64).reshape(q_len, kv_heads, group, head_dim)
         queries = queries.transpose(1, 2, 0, 3).reshape(kv_heads, group * q_len, head_dim)

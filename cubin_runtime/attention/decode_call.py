@@ -21,6 +21,7 @@ LENGTHS = ("int32", "uint32")
 # A token's mask is 32 bits.
 MASK_WORDS = {"uint16": 2, "uint32": 1}
 GLOBAL_LENS = TensorArg("global_seq_lens", LENGTHS, optional=True, contiguous=True)
+DRAFT_POSITIONS = ("depth", "index")
 DEALING_OPTIONS = ("cp_world", "cp_rank", "cp_interleave")
 _MAX_TILES = 1 << 31
 _MOST_KEYS = 1 << 30  # on all ranks: positions, and windows subtracted from them, fit an int32
@@ -63,6 +64,7 @@ class DecodeOptions:
     kv_layout: str = "NHD"
     max_q_len: int | None = None
     window_left: int = -1
+    draft_position: str = "depth"
     batch_invariant: bool = False
     backend: str = AUTO
     enable_pdl: bool | None = False
@@ -153,15 +155,12 @@ def check_query_bounds(view: TensorView) -> None:
 
 
 def check_shapes(call: DecodeCall, out: tuple[int, ...], kv_heads: int) -> None:
-    """Check the shapes of all tensors but q and the caches against them and each other; ``out`` is the output's."""
+    """Check the shapes of all tensors but q, caches and page table against them and each other; ``out`` is the output's."""
     tensors, batch = call.tensors, call.batch
     check_shape("out", tensors["out"], out)
     check_shape("lse", tensors.get("lse"), call.q.shape[:-1])
     check_shape("seq_lens", tensors["seq_lens"], (batch,))
     check_shape("q_cu_seq_lens", tensors.get("q_cu_seq_lens"), (batch + 1,))
-    table = tensors["page_table"].shape
-    if len(table) != 2 or table[0] != batch or table[1] < 1:
-        raise UsageError(f"page_table: shape {table}, expected [{batch}, columns]")
     mask = tensors.get("mask")
     if mask is not None:
         words = MASK_WORDS[mask.dtype]
@@ -186,7 +185,7 @@ def check_token_strides(call: DecodeCall) -> None:
 def check_options(call: DecodeCall, *, page_size: int, kv_heads: int) -> None:
     """Check bounds and numbers."""
     options = call.options
-    bound, columns = integer("max_seq_len", options.max_seq_len), call.tensors["page_table"].shape[1]
+    bound, columns = integer("max_seq_len", options.max_seq_len), call.tensors["page_table"].shape[-1]
     capacity = columns * page_size
     if not 0 <= bound <= capacity:
         raise UsageError(
@@ -199,6 +198,10 @@ def check_options(call: DecodeCall, *, page_size: int, kv_heads: int) -> None:
         raise UsageError(f"batch x KV heads x max_seq_len={bound}: {tiles} tiles, expected below {_MAX_TILES}")
     if not -1 <= integer("window_left", options.window_left) < 1 << 31:
         raise UsageError(f"window_left={options.window_left}: expected -1 (none) or more, below 2^31")
+    if options.draft_position not in DRAFT_POSITIONS:
+        raise UsageError(
+            f"draft_position={options.draft_position!r}: expected {' or '.join(map(repr, DRAFT_POSITIONS))}"
+        )
     for name, scale in (("softmax_scale", options.softmax_scale), ("output_scale", options.output_scale)):
         float32_number(name, scale)
     _check_dealing(call)

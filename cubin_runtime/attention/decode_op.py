@@ -12,6 +12,7 @@ _OPTION_KINDS = {
     "max_q_len": "SymInt?",
     "causal": "bool",
     "window_left": "SymInt",
+    "draft_position": "str",
     "window_right": "SymInt",
     "logit_soft_cap": "float",
     "lse_base": "str",

@@ -19,7 +19,7 @@ from ..values import dataclass
 from .backends import resolve_backend
 from .call_family import Q_LEN_BOUND, CallFamily
 from .checks import check_switches, check_words, integer
-from .decode_call import MAX_Q_LEN, DecodeCall, DecodeOptions, check_query_bounds
+from .decode_call import DRAFT_POSITIONS, MAX_Q_LEN, DecodeCall, DecodeOptions, check_query_bounds
 from .fast_path import note_launch
 from .operator import CallTensors, Given, Operator
 from .operator_plan import check_workspace
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 SCALES = {"softmax_scale_log2": "softmax_scale", "output_scale": "output_scale"}
 _SMALLEST_BOUND_LOG2 = 6
 _SWITCHES = ("batch_invariant", "causal", "lse_sink")
-_WORDS = ("kv_layout", "lse_base", "backend")
+_WORDS = ("kv_layout", "draft_position", "lse_base", "backend")
 _INTEGERS = ("max_q_len", "window_left", "window_right", "cp_world", "cp_rank", "cp_interleave")
 
 
@@ -141,10 +141,16 @@ def run_decode(plan_class: type[DecodePlan], operator: DecodeOperator, arguments
     launched = family.launch(plan, family.tensors.addresses, numbers, workspace, q, handle)
     shortest = 0 if kept == 1 << _SMALLEST_BOUND_LOG2 else kept // 2 + 1
     note_launch(launched._replace(bounds=(shortest, plan.options.max_seq_len), family=family))
-    # A traced call has no field for keys on other ranks.
-    if recording() and operator.traced is not None and arguments.get("global_seq_lens") is None:
-        record(operator.traced(DecodeCall(family.tensors, options)))
+    if recording() and operator.traced is not None and _has_traced_form(call := DecodeCall(family.tensors, options)):
+        record(operator.traced(call))
     return arguments["out"]
+
+
+def _has_traced_form(call: DecodeCall) -> bool:
+    """Whether a traced call has fields for all of it: not for other ranks' keys, values' pages, or indices of drafts."""
+    tensors, options = call.tensors, call.options
+    shares_pages = len(tensors["page_table"].shape) == 2
+    return tensors.get("global_seq_lens") is None and shares_pages and options.draft_position == DRAFT_POSITIONS[0]
 
 
 def _family(

@@ -25,12 +25,12 @@ from .decode_operator import SCALES, DecodeOperator, DecodePlan, default_scale, 
 from .fast_path import CALL_RUNTIME, operator_function
 from .operator import TensorArg
 from .operator_plan import AnyWorkspace
-from .paged_cache import Q_DTYPES, cache_arg, check_caches, strides_of
+from .paged_cache import Q_DTYPES, cache_arg, check_caches, check_table, strides_of, value_table_offset
 from .runtime import NativeRelease, Runtime
 
 if TYPE_CHECKING:
     from ..kernels.native.decode.select import DecodeSelection
-    from ..protocols import DecodeBackend, KvLayout, Stream
+    from ..protocols import DecodeBackend, DraftPosition, KvLayout, Stream
     from ..tensor import OutT, QueryT, Scale, Tensor
     from .tracing.schema import TracedCall
 
@@ -42,6 +42,7 @@ def _check(call: DecodeCall) -> None:
     page_size, kv_heads = k.shape[1:3]
     tensors.check_dtypes()
     check_shapes(call, call.q.shape, kv_heads)
+    check_table(tensors["page_table"], call.batch, separate=True)
     tensors.check_devices()
     tensors.check_memory()
     check_token_strides(call)
@@ -52,7 +53,6 @@ def _launches(call: DecodeCall, device: DeviceFacts, release: NativeRelease) -> 
     # An import of the package is faster without what chooses kernels.
     from ..kernels.native.decode.plan import CacheStrides, DecodeProblem, decode_launches
     from ..kernels.native.decode.select import select_decode
-    from ..kernels.native.decode.shape import DecodeShape
 
     k, v, options = call.tensors["k_cache"], call.tensors["v_cache"], call.options
     kv_heads, head_dim = k.shape[2:]
@@ -66,23 +66,12 @@ def _launches(call: DecodeCall, device: DeviceFacts, release: NativeRelease) -> 
         group=call.q_heads // kv_heads,
         head_dim=head_dim,
         window_left=options.window_left,
+        positions_by_index=options.draft_position == "index",
         k_strides=CacheStrides(*strides_of(k)),
         v_strides=CacheStrides(*strides_of(v)),
+        v_table_offset=value_table_offset(call.tensors["page_table"]),
     )
-    shape = DecodeShape(
-        dtype=problem.kv_dtype,
-        q_dtype=problem.q_dtype,
-        head_dim=head_dim,
-        group=problem.group,
-        kv_heads=kv_heads,
-        batch=problem.batch,
-        q_len=problem.q_len,
-        tokens=problem.tokens,
-        ragged=call.ragged,
-        max_seq_len=options.max_seq_len,
-        window_left=options.window_left,
-        batch_invariant=options.batch_invariant,
-    )
+    shape = problem.shape(ragged=call.ragged, batch_invariant=options.batch_invariant)
     return decode_launches(select_decode(release.kernels, shape, device), problem, release.file_of)
 
 
@@ -103,9 +92,12 @@ PAGED_DECODE = DecodeOperator(
         TensorArg("out", tuple(Q_DTYPES), alignment=8, stride_bytes=8, rows=True, written=True),
         GLOBAL_LENS,
     ),
-    options=("kv_layout", "max_q_len", "window_left", "batch_invariant", "backend", "enable_pdl", *DEALING_OPTIONS),
+    options=(
+        *("kv_layout", "max_q_len", "window_left", "draft_position", "batch_invariant", "backend", "enable_pdl"),
+        *DEALING_OPTIONS,
+    ),
     check=_check,
-    capacity=lambda call: call.tensors["page_table"].shape[1] * call.tensors["k_cache"].shape[1],
+    capacity=lambda call: call.tensors["page_table"].shape[-1] * call.tensors["k_cache"].shape[1],
     launches=_launches,
     output=lambda q: (q.shape, "bfloat16" if q.dtype == "float8_e4m3fn" else None),
     scale=default_scale,
@@ -182,6 +174,7 @@ def plan_paged_decode(
     cp_rank: int = 0,
     cp_interleave: int = 1,
     window_left: int = -1,
+    draft_position: DraftPosition = "depth",
     batch_invariant: bool = False,
     backend: DecodeBackend = AUTO,
     enable_pdl: bool = False,
@@ -219,6 +212,7 @@ def paged_decode(
     cp_rank: int = 0,
     cp_interleave: int = 1,
     window_left: int = -1,
+    draft_position: DraftPosition = "depth",
     batch_invariant: bool = False,
     out: OutT | None = None,
     lse: Tensor | None = None,
@@ -240,11 +234,11 @@ def paged_decode(
             is 1 to 32 times kv_heads. Like the caches, bfloat16 or float16; with float8_e4m3fn caches bfloat16, float16
             or float8_e4m3fn. One stride between all tokens; 4-byte aligned, strides in multiples of 4 bytes.
         k_cache: bfloat16, float16 or float8_e4m3fn ``[pages, page_size, kv_heads, head_dim]`` (NHD) or ``[pages,
-            kv_heads, page_size, head_dim]`` (HND), page_size 16, 32, 64, 128 or 256. Any strides in multiples of 16
-            bytes, so K and V may be two views of one tensor.
+            kv_heads, page_size, head_dim]`` (HND), page_size a power of two from 16 to 1024. Any strides in multiples
+            of 16 bytes, so K and V may be two views of one tensor.
         v_cache: like ``k_cache``.
-        page_table: int32 ``[batch, columns]``, the page ids of each request in order; entries past a request's length
-            are not read.
+        page_table: int32 ``[batch, columns]``, the page ids of each request in order, or ``[batch, 2, columns]``, those
+            of its keys and those of its values. Entries past a request's length are not read.
         seq_lens: int32 or uint32 ``[batch]``, number of keys of each request, those of its query tokens included. With
             length 0, the output is 0 and the log-sum-exp -inf. If a request has fewer keys than query tokens, the same
             holds for its first query tokens.
@@ -260,13 +254,16 @@ def paged_decode(
             ``q_cu_seq_lens`` is read back, which waits for the device and cannot be captured in a graph.
         mask: which query tokens of its request each query token sees, as 32 bits per token: uint16 ``[batch, q_len,
             2]`` or ``[tokens, 2]`` (low half first), or uint32 with a last dimension of 1; contiguous, 4-byte aligned.
-            Any pattern, such as a tree; in a window, a token's position is the keys that it sees, less 1. None: causal.
+            Any pattern, such as a tree. None: causal.
         sinks: float32 ``[q_heads]`` or ``[kv_heads, group]``, contiguous: one logit per head that is added to the
             softmax denominator only. None: no sinks.
         global_seq_lens, cp_world, cp_rank, cp_interleave: int32 or uint32 ``[batch]``, contiguous: keys of each request
             on ``cp_world`` ranks, dealt to them ``cp_interleave`` at a time; all else counts those of rank ``cp_rank``.
             Without mask and sinks, which a merge of the ranks counts once. None: this rank has all keys.
         window_left: how many keys before its own position a token sees; -1: all.
+        draft_position: where a query token with a mask is, for its window, behind the keys before the query tokens: at
+            its "depth", which is how many query tokens it sees, less 1; or at its "index" among them, as FlashInfer
+            counts.
         batch_invariant: make the output bits of a request depend only on its own tokens, keys and options, not on
             batch, bounds or grid. The workspace then grows with the batch: for each request, KV head and query row it
             has up to 128 / kv_heads partials of head_dim floats, or one per 256 keys up to four, then one per 1024, if

@@ -30,6 +30,7 @@ from .fast_path import CALL_RUNTIME, operator_function
 from .latent_cache import KV_CACHE, OUT_DTYPES, Q_DTYPES, ROPE, check_cache
 from .operator import TensorArg
 from .operator_plan import AnyWorkspace
+from .paged_cache import check_table
 from .runtime import NativeRelease, Runtime
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ def _check(call: DecodeCall) -> None:
     page_size, _, width = tensors["kv_cache"].shape[1:]
     tensors.check_dtypes()
     check_shapes(call, (*call.q.shape[:-1], width - ROPE), kv_heads=1)
+    check_table(tensors["page_table"], call.batch)
     tensors.check_devices()
     tensors.check_memory()
     check_token_strides(call)

@@ -12,7 +12,7 @@ from .operator import TensorArg
 LAYOUTS = ("NHD", "HND")
 MAX_GROUP = 32
 HEAD_DIMS = (32, 64, 128, 256, 512)
-PAGE_SIZES = (16, 32, 64, 128, 256)
+PAGE_SIZES = (16, 32, 64, 128, 256, 512, 1024)
 # KV dtype -> what q may be; the output may be any of them.
 Q_DTYPES = {
     "bfloat16": ("bfloat16",),
@@ -58,6 +58,23 @@ def check_caches(q: TensorView, k: TensorView, v: TensorView) -> None:
         )
     check_shape("k_cache", k, (pages, page_size, kv_heads, head_dim))
     check_shape("v_cache", v, k.shape)
+
+
+def check_table(table: TensorView, batch: int, *, separate: bool = False) -> None:
+    """Check the shape of a page table; ``separate``: K and V may have tables of their own.
+
+    Raises:
+        UsageError: it has another shape.
+    """
+    forms = [(batch,), (batch, 2)][: 1 + separate]
+    if table.shape[:-1] not in forms or table.shape[-1] < 1:
+        wanted = " or ".join(f"[{', '.join(map(str, form))}, columns]" for form in forms)
+        raise UsageError(f"page_table: shape {table.shape}, expected {wanted}")
+
+
+def value_table_offset(table: TensorView) -> int:
+    """Elements from the page ids of a request's keys to those of its values, 0 where they are the same."""
+    return table.strides[1] if len(table.shape) == 3 else 0
 
 
 def cache_arg(name: str, **dtypes: Any) -> TensorArg:

@@ -175,15 +175,15 @@ def context_attention(
             float16, head_dim 64, 128, 192 or 256, q_heads 1 to 64 times kv_heads. For q, k, v and out, addresses and
             strides are multiples of 16 bytes, with one stride between all tokens.
         k: of q's dtype. With ``page_table`` ``[pages, page_size, kv_heads, head_dim]`` (NHD) or ``[pages, kv_heads,
-            page_size, head_dim]`` (HND), page_size 16, 32, 64, 128 or 256; with ``kv_cu_seq_lens`` ``[tokens,
+            page_size, head_dim]`` (HND), page_size a power of two from 16 to 1024; with ``kv_cu_seq_lens`` ``[tokens,
             kv_heads, head_dim]``; else ``[batch, kv_len, kv_heads, head_dim]`` (NHD) or with heads in front of tokens
             (HND).
         v: like ``k``, with 128 columns if head_dim is 192 (MLA prefill). K and V may be two views of one tensor. Values
             that a query token sees must be finite; memory past a request's length may hold anything.
         max_seq_len: upper bound on the number of keys of a request. The launch depends on this bound, not on the
             lengths.
-        page_table: int32 ``[batch, columns]``, the page ids of each request in order. Entries past a request's length
-            or before its window are not read.
+        page_table: int32 ``[batch, columns]``, the page ids of each request in order, or ``[batch, 2, columns]``, those
+            of its keys and those of its values. Entries past a request's length or before its window are not read.
         seq_lens: int32 or uint32 ``[batch]``, keys of each request, contiguous. Required with ``page_table``; otherwise
             optional, for requests that use only their first keys. With length 0, the output is 0.
         q_cu_seq_lens: int32 or uint32 ``[batch + 1]``, contiguous: prefix sums of the numbers of query tokens, from 0

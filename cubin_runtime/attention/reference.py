@@ -43,6 +43,7 @@ def paged_decode_reference(
     mask: Any = None,
     sinks: Any = None,
     window_left: int = -1,
+    draft_position: str = "depth",
     causal: bool = True,
     global_seq_lens: Any = None,
     cp_world: int = 1,
@@ -52,14 +53,16 @@ def paged_decode_reference(
     """Attention of the last tokens of each request over its pages.
 
     The query tokens of a request are its newest: their keys are the last ones of the cache. Token i sits at position
-    ``kv_len - q_len + i``, or with a mask at ``kv_len - q_len + (bits set in its word) - 1``.
+    ``kv_len - q_len + i``, or with a mask and ``draft_position="depth"`` at ``kv_len - q_len + (bits set in its word) -
+    1``.
 
     Args:
         q: ``[tokens, q_heads, head_dim]``, the requests' tokens one after another; values of any float dtype,
             taken to float64.
         k_cache: ``[pages, page_size, kv_heads, head_dim]`` (a view of an HND cache transposed serves too).
         v_cache: likewise; head_dim may be another, which then is that of the output.
-        page_table: integers ``[batch, columns]``; entries past a length are never read.
+        page_table: integers ``[batch, columns]``, or ``[batch, 2, columns]`` of keys and values; entries past a length are
+            never read.
         seq_lens: integers ``[batch]``, keys of each request, its query tokens' included.
         softmax_scale: factor of the scores.
         output_scale: factor of the output, not of the log-sum-exp.
@@ -69,6 +72,7 @@ def paged_decode_reference(
             keys in front of them are always seen. None: causal.
         sinks: ``[q_heads]`` or ``[kv_heads, group]``, logits that enter the denominator alone; None: none.
         window_left: how many keys before its own position a token sees; -1: all.
+        draft_position: as ``paged_decode``.
         causal: False, without a mask: every query token sees all keys.
         global_seq_lens, cp_world, cp_rank, cp_interleave: as ``paged_decode``: the keys are those of one rank.
 
@@ -93,7 +97,8 @@ def paged_decode_reference(
         if rows == 0 or length == 0:
             continue
         if global_seq_lens is None:
-            visible = _visible(rows, length, None if mask is None else np.asarray(mask[begin:end]), window_left, causal)
+            words = None if mask is None else np.asarray(mask[begin:end])
+            visible = _visible(rows, length, words, window_left, draft_position == "index", causal)
         else:
             every = np.arange(int(global_seq_lens[b]))
             own = every[every // cp_interleave % cp_world == cp_rank][:length]
@@ -103,9 +108,10 @@ def paged_decode_reference(
             continue
         first = int(visible.any(axis=0).argmax())  # a window leaves out what is in front of it
         last = length - first
-        pages = np.asarray(page_table[b][first // page_size : -(-length // page_size)], dtype=np.int64)
-        keys = _gathered(k_cache, pages, kv_heads, head_dim, first % page_size, last)
-        values = _gathered(v_cache, pages, kv_heads, value_dim, first % page_size, last)
+        table = np.asarray(page_table[b], dtype=np.int64)[..., first // page_size : -(-length // page_size)]
+        k_pages, v_pages = table if table.ndim == 2 else (table, table)
+        keys = _gathered(k_cache, k_pages, kv_heads, head_dim, first % page_size, last)
+        values = _gathered(v_cache, v_pages, kv_heads, value_dim, first % page_size, last)
         queries = np.asarray(q[begin:end], dtype=np.float64).reshape(rows, kv_heads, group, head_dim)
         queries = queries.transpose(1, 0, 2, 3).reshape(kv_heads, rows * group, head_dim)
         scores = (queries @ keys.transpose(0, 2, 1) * softmax_scale).reshape(kv_heads, rows, group, last)
@@ -170,7 +176,7 @@ def mla_decode_reference(
     )
 
 
-def _visible(rows: int, length: int, words: Any, window_left: int, causal: bool) -> Any:
+def _visible(rows: int, length: int, words: Any, window_left: int, by_index: bool, causal: bool) -> Any:
     """Which of ``length`` keys each of ``rows`` query tokens of one request sees: ``[rows, length]``."""
     import numpy as np
 
@@ -185,7 +191,7 @@ def _visible(rows: int, length: int, words: Any, window_left: int, causal: bool)
     bits = words[:, None] >> np.maximum(draft, 0) & 1
     visible = (draft < 0) | (bits == 1)
     if window_left >= 0:
-        position = prefix + _bits_set(words, rows) - 1
+        position = prefix + (token if by_index else _bits_set(words, rows) - 1)
         visible &= key >= position[:, None] - window_left
     return visible & (token[:, None] >= -prefix)
 

@@ -32,7 +32,7 @@ class Rounding(NamedTuple):
 
 
 ROUNDING = {
-    "bfloat16": Rounding(2.0**-8, 0.0, 3.3e38, 4.0e-3, 2.0e-3),
+    "bfloat16": Rounding(2.0**-8, 2.0**-126, 3.3e38, 4.0e-3, 2.0e-3),
     "float16": Rounding(2.0**-11, 2.0**-24, 65504.0, 1.5e-3, 5.0e-4),
     "float8_e4m3fn": Rounding(2.0**-4, 2.0**-9, 448.0, 1.5e-3, 4.0e-2),
 }

@@ -19,6 +19,12 @@ DEVICE int chunk_count(int kv_len, int token, int chunk_log2) {
     return (min(kv_len - token, TILE_TOKENS) + (1 << chunk_log2) - 1) >> chunk_log2;
 }
 
+// The page ids of a request; with a table of their own, those of its keys.
+template <class Params>
+DEVICE const int* page_ids(const Params& p, int request) {
+    return static_cast<const int*>(p.page_table) + request * p.table_stride;
+}
+
 // A single instruction: atomicOr would combine the warp's operands first, in registers that producers do not have.
 template <class Params>
 DEVICE void report_invalid_page(const Params& p) {
@@ -31,32 +37,31 @@ struct PageWindow {
     int loaded = -2;  // number of the window in `page`
     int page = 0, ahead = 0;
 
-    // Loads the ids of a window for the keys [begin, kv_len), which are some; other columns are not read, since no row
-    // sees their keys.
+    // Loads of the request's `ids` those of a window for the keys [begin, kv_len), which are some; other columns are not
+    // read, since no row sees their keys.
     template <class Params>
-    DEVICE static int load(const Params& p, int request, int begin, int kv_len, int window) {
+    DEVICE static int load(const Params& p, const int* ids, int begin, int kv_len, int window) {
         const int first = begin >> p.page_size_log2;
         const int last = (kv_len - 1) >> p.page_size_log2;
         const int column = window * 32 + threadIdx.x % 32;
         if (column < first || column > last) return 0;
-        return static_cast<const int*>(p.page_table)[request * p.table_stride + column];
+        return ids[column];
     }
 
     // Prefetches the ids from that of the key `token` on to L1.
     template <class Params>
-    DEVICE static void prefetch(const Params& p, int request, int kv_len, int token) {
+    DEVICE static void prefetch(const Params& p, const int* ids, int kv_len, int token) {
         const int column = (token >> p.page_size_log2) + threadIdx.x % 32;
-        if (column <= (kv_len - 1) >> p.page_size_log2)
-            prefetch_to_l1(static_cast<const int*>(p.page_table) + request * p.table_stride + column);
+        if (column <= (kv_len - 1) >> p.page_size_log2) prefetch_to_l1(ids + column);
     }
 
     // Goes to the window of the key `token`.
     template <class Params>
-    DEVICE void move_to(const Params& p, int request, int begin, int kv_len, int token) {
+    DEVICE void move_to(const Params& p, const int* ids, int begin, int kv_len, int token) {
         const int window = (token >> p.page_size_log2) / 32;
         if (window == loaded) return;
-        page = window == loaded + 1 ? ahead : load(p, request, begin, kv_len, window);
-        ahead = load(p, request, begin, kv_len, window + 1);
+        page = window == loaded + 1 ? ahead : load(p, ids, begin, kv_len, window);
+        ahead = load(p, ids, begin, kv_len, window + 1);
         loaded = window;
         if (page < 0 || page >= p.num_pages) {
             page = min(max(page, 0), p.num_pages - 1);

@@ -12,7 +12,7 @@
 // skipped. Every operation is written out, because the compiler would contract products and sums in its own way.
 #pragma once
 #include "KernelConstants.h"
-#include "ptx.cuh"
+#include "wgmma.cuh"
 
 namespace segments {
 
@@ -54,18 +54,11 @@ DEVICE float next_sum(float sum, float factor, float even, float odd) {
 DEVICE void exponentiate(float (&s)[SEGMENT_TILE_TOKENS / 2], float scale, float (&maximum)[2], float (&sum)[2],
                          float (&factor)[2]) {
     constexpr int CELLS = SEGMENT_TILE_TOKENS / 2, CHAIN = 16;
-    float top[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) top[i] = fmaxf(s[i], s[i + 4]);
-#pragma unroll
-    for (int i = 8; i < CELLS; ++i) top[i % 4] = fmaxf(top[i % 4], s[i]);
-    float anchor[2];
+    float top[2], anchor[2];
+    row_maxima(s, top);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        float highest = fmaxf(top[2 * i], top[2 * i + 1]);
-        highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 1));
-        highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 2));
-        highest = raised(maximum[i], highest, scale);
+        const float highest = raised(maximum[i], top[i], scale);
         anchor[i] = anchor_of(highest, scale);
         factor[i] = weight(maximum[i], highest, scale, anchor[i]);
         maximum[i] = highest;

@@ -230,3 +230,25 @@ DEVICE void wgmma_e4m3(float (&d)[32], uint64_t a, uint64_t b) {
                  : WGMMA_CELLS_32(d, 0)
                  : "l"(a), "l"(b), "n"(ADD ? 1 : 0));
 }
+
+// The largest of a thread's scores of each of its two rows: s[4 j + 2 i + {0, 1}] are of row i.
+template <int CELLS>
+DEVICE void own_maxima(const float (&s)[CELLS], float (&top)[2]) {
+    float partial[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) partial[i] = fmaxf(s[i], s[i + 4]);
+#pragma unroll
+    for (int i = 8; i < CELLS; ++i) partial[i % 4] = fmaxf(partial[i % 4], s[i]);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) top[i] = fmaxf(partial[2 * i], partial[2 * i + 1]);
+}
+
+// The largest of all scores of each row, which four lanes have.
+template <int CELLS>
+DEVICE void row_maxima(const float (&s)[CELLS], float (&top)[2]) {
+    own_maxima(s, top);
+#pragma unroll
+    for (int step = 1; step < 4; step *= 2)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) top[i] = fmaxf(top[i], __shfl_xor_sync(~0u, top[i], step));
+}

@@ -16,7 +16,7 @@ struct TilePages {
 
     DEVICE TilePages(const Params& p, const WorkTile& work, PageWindow& pages, int chunk_log2, int tile) {
         const int token = tile * TILE_TOKENS;
-        pages.move_to(p, work.request, 0, work.kv_len, token);
+        pages.move_to(p, paged_kv::page_ids(p, work.request), 0, work.kv_len, token);
         chunks = paged_kv::chunk_count(work.kv_len, token, chunk_log2);
         row = token & ((1 << p.page_size_log2) - 1);
 #pragma unroll
@@ -68,7 +68,7 @@ DEVICE void prefetch_speculatively(const Params& p, int warp) {
     const uint32_t first = (cta_group * pairs - pair * cta_groups) * tiles / cta_groups;
     const int token = first * TILE_TOKENS + (lane << chunk_tokens_log2(p));
     if (token < min((first + SPECULATIVE_TILES) * TILE_TOKENS, p.max_seq_len)) {
-        const int page = static_cast<const int*>(p.page_table)[request * p.table_stride + (token >> p.page_size_log2)];
+        const int page = paged_kv::page_ids(p, request)[token >> p.page_size_log2];
         for (int box = cta_rank * 4 + warp; box * BOX_COLUMNS < COLUMNS; box += p.cta_group_size * 4)
             tma_prefetch_3d(&p.kv_map, box * BOX_COLUMNS, token & ((1 << p.page_size_log2) - 1),
                             min(max(page, 0), p.num_pages - 1));

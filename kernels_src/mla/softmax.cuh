@@ -31,22 +31,9 @@ DEVICE void mask_scores(const WorkTile& work, int tile, const Rows& rows, bool n
     }
 }
 
-// The largest of the thread's scores of each row.
-DEVICE void own_maxima(const Scores& s, float (&top)[2]) {
-    float partial[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) partial[i] = fmaxf(s[i], s[i + 4]);
-#pragma unroll
-    for (int i = 8; i < TILE_TOKENS / 2; ++i) partial[i % 4] = fmaxf(partial[i % 4], s[i]);
-    for (int i = 0; i < 2; ++i) top[i] = fmaxf(partial[2 * i], partial[2 * i + 1]);
-}
-
 // The largest score of each row, scaled.
 DEVICE void row_maxima(const Scores& s, float scale, float (&top)[2]) {
-    own_maxima(s, top);
-#pragma unroll
-    for (int step = 1; step < 4; step *= 2)
-        for (int i = 0; i < 2; ++i) top[i] = fmaxf(top[i], __shfl_xor_sync(~0u, top[i], step));
+    ::row_maxima(s, top);
     for (int i = 0; i < 2; ++i) top[i] *= scale;
 }
 

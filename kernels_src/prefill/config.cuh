@@ -32,7 +32,8 @@ constexpr int SEGMENT_TILES = SEGMENT_TOKENS / TILE_TOKENS;
 // Their statistics and factors too, where registers are scarcer than shared memory.
 constexpr bool FOLDS_IN_SHARED = SEGMENTS && VALUE_DIM == 64;
 constexpr int FOLDED_WARP_BYTES = SEGMENTS ? 16 * VALUE_DIM * 4 + (FOLDS_IN_SHARED ? 2 * 32 * 16 : 0) : 0;
-static_assert(!SEGMENTS || (TILE_TOKENS == SEGMENT_TILE_TOKENS && STAGED_COLUMNS == VALUE_DIM), "decode has the same tiles");
+static_assert(!SEGMENTS || TILE_TOKENS == SEGMENT_TILE_TOKENS, "decode has the same tiles");
+static_assert(!SEGMENTS || STAGED_COLUMNS == VALUE_DIM, "they are staged whole");
 static_assert(TILE_TOKENS == 128 || TILE_TOKENS == 64, "the products' shapes");
 
 // Named barriers; 0 is that of __syncthreads.

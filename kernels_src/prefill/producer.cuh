@@ -11,6 +11,7 @@ DEVICE int first_key(const Params& p, const WorkTile& work) { return first_visib
 template <int STAGES, int SPANS>
 struct TileLoader {
     const void* map;
+    int64_t table_offset;  // from the page ids of keys to its own
     uint8_t (*stages)[SPANS][KV_SPAN_BYTES];
     uint64_t *full, *empty;
     PipelineState<STAGES> state;
@@ -44,7 +45,8 @@ struct TileLoader {
             }
         } else {
             const int begin = first_key(p, work), chunk_log2 = paged_kv::chunk_tokens_log2(p);
-            pages.move_to(p, work.request, begin, work.kv_len, max(token, begin));
+            const int* ids = paged_kv::page_ids(p, work.request) + table_offset;
+            pages.move_to(p, ids, begin, work.kv_len, max(token, begin));
             const int chunks = paged_kv::chunk_count(work.kv_len, token, chunk_log2);
             const int skipped = max(begin - token, 0) >> chunk_log2;
             const int chunk_bytes = ROW_BYTES << chunk_log2;
@@ -84,7 +86,7 @@ DEVICE void leave(const Params& p) {
 // The warp that finds work tiles and loads their queries and keys.
 DEVICE void load_keys(const Params& p, SharedStorage& shared) {
     const uint64_t policy = evict_normal_policy();
-    TileLoader<K_STAGES, K_SPANS> k{&p.k_map, shared.k, shared.k_full, shared.k_empty};
+    TileLoader<K_STAGES, K_SPANS> k{&p.k_map, 0, shared.k, shared.k_full, shared.k_empty};
     Schedule schedule(p);
     int number = blockIdx.x;
     for (uint32_t phase = 0;; phase ^= 1) {
@@ -113,7 +115,7 @@ DEVICE void load_keys(const Params& p, SharedStorage& shared) {
 // The warp that loads values.
 DEVICE void load_values(const Params& p, SharedStorage& shared) {
     const uint64_t policy = evict_normal_policy();
-    TileLoader<V_STAGES, V_SPANS> v{&p.v_map, shared.v, shared.v_full, shared.v_empty};
+    TileLoader<V_STAGES, V_SPANS> v{&p.v_map, p.v_table_offset, shared.v, shared.v_full, shared.v_empty};
     for (uint32_t phase = 0;; phase ^= 1) {
         wait_barrier(shared.q_full, phase);
         const WorkTile work = shared.work[phase];

@@ -72,18 +72,11 @@ DEVICE void exponentiate(Scores& s, const Scale& scale, Rows& rows, float (&fact
 #if SEGMENTS
     segments::exponentiate(s, scale.log2, rows.maximum, rows.sum, factor);
 #else
-    float top[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) top[i] = fmaxf(s[i], s[i + 4]);
-#pragma unroll
-    for (int i = 8; i < TILE_TOKENS / 2; ++i) top[i % 4] = fmaxf(top[i % 4], s[i]);
-    float anchor[2];
+    float top[2], anchor[2];
+    row_maxima(s, top);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        float highest = fmaxf(top[2 * i], top[2 * i + 1]);
-        highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 1));
-        highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 2));
-        highest = fmaxf(highest, rows.maximum[i]);
+        const float highest = fmaxf(top[i], rows.maximum[i]);
         anchor[i] = highest == -INFINITY ? 0.f : highest * scale.log2;
         factor[i] = highest == rows.maximum[i] ? 1.f : exp2_approximate(fmaf(rows.maximum[i], scale.log2, -anchor[i]));
         rows.maximum[i] = highest;

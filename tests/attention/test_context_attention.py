@@ -86,6 +86,12 @@ def test_paged_keys(planner: Runtime) -> None:
     assert given["k_map"].dims == (DIM, PAGE, KV_HEADS, PAGES)
 
 
+def test_tables_of_keys_and_of_values(planner: Runtime) -> None:
+    given = values(planner, paged_call(page_table=view("int32", BATCH, 2, COLUMNS)), max_q_len=120)
+    assert [given[name] for name in ("table_stride", "v_table_offset")] == [2 * COLUMNS, COLUMNS]
+    assert values(planner, paged_call(), max_q_len=120)["v_table_offset"] == 0
+
+
 def test_requests_of_one_size(planner: Runtime) -> None:
     given = values(planner, even_call(lse=view("float32", BATCH, 100, HEADS)))
     sizes = ("batch", "tokens", "q_len", "kv_tokens")
@@ -154,8 +160,12 @@ CU = view("int32", BATCH + 1)
         (ragged_call(softmax_scale=view("float32", 2)), {}, r"softmax_scale: shape \(2,\), expected one element"),
         (paged_call(seq_lens=None), {}, "seq_lens: None with page_table"),
         (paged_call(kv_cu_seq_lens=CU), {}, "kv_cu_seq_lens: given with page_table"),
-        (paged_call(page_table=view("int32", 5, 4)), {}, r"page_table: shape \(5, 4\), expected \[3, columns\]"),
-        (paged_call(k=view("bfloat16", PAGES, 24, KV_HEADS, DIM)), {}, "k: shape .* of page size 16, 32, 64, 128 or"),
+        (paged_call(page_table=view("int32", 5, 4)), {}, r"page_table: shape \(5, 4\), expected \[3, columns\] or"),
+        (
+            paged_call(k=view("bfloat16", PAGES, 24, KV_HEADS, DIM)),
+            {},
+            "k: shape .* of page size 16, 32, 64, 128, 256, 512 or 1024",
+        ),
         (paged_call(), {"max_seq_len": 1025}, "max_seq_len=1025: expected 0 to 1024"),
         (paged_call(), {"kv_layout": "HDN"}, "kv_layout='HDN': expected NHD or HND"),
         (ragged_call(), {"kv_layout": "HND"}, "k: shape .* expected 4 dimensions in layout HND"),

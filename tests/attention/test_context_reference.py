@@ -67,3 +67,19 @@ def test_drafts_agree_with_the_reference_of_paged_decode() -> None:
     other = paged_decode_reference(Q[:5], *pages, table, kv_lens, 0.3, q_cu_seq_lens=[0, 2, 5], **options)
     for mine, theirs in zip(own, other, strict=True):
         np.testing.assert_allclose(mine, theirs)
+
+
+def test_values_in_pages_of_their_own_are_found() -> None:
+    k, v = RNG.standard_normal((2, 5, 16, 2, 8))
+    table, moved = np.array([[3, 0], [2, 4]]), np.array([4, 2, 0, 1, 3])
+    q_lens, kv_lens = [2, 3], [20, 9]
+    tables = np.stack([table, moved[table]], axis=1)
+    apart = np.empty_like(v)
+    apart[moved] = v
+    together = context_attention_reference(Q[:5], k, v, q_lens, kv_lens, 0.3, page_table=table)
+    for own in (
+        context_attention_reference(Q[:5], k, apart, q_lens, kv_lens, 0.3, page_table=tables),
+        paged_decode_reference(Q[:5], k, apart, tables, kv_lens, 0.3, q_cu_seq_lens=[0, 2, 5]),
+    ):
+        for mine, theirs in zip(own, together, strict=True):
+            np.testing.assert_allclose(mine, theirs)

@@ -90,7 +90,13 @@ def test_one_request_of_one_page_may_have_any_strides(name: str) -> None:
         ("k_cache", {"strides": (65540, 1024, 128, 1)}, "k_cache: strides .* multiples of 8"),
         ("v_cache", contiguous((99, 64, 8, 128)), "v_cache: shape"),
         ("v_cache", {"strides": (65536, -1024, 128, 1)}, "no negative stride"),
-        ("page_table", contiguous((3, 16), "int32"), "page_table: shape"),
+        (
+            "page_table",
+            contiguous((3, 16), "int32"),
+            r"page_table: shape .*expected \[4, columns\] or \[4, 2, columns\]",
+        ),
+        ("page_table", contiguous((4, 3, 16), "int32"), "page_table: shape"),
+        ("page_table", contiguous((4, 2, 0), "int32"), "page_table: shape"),
         ("page_table", contiguous((4, 0), "int32"), "page_table: shape"),
         ("page_table", contiguous((4, 16), "int64"), "page_table: dtype int64, expected int32"),
         ("seq_lens", contiguous((5,), "int32"), "seq_lens: shape"),
@@ -164,6 +170,19 @@ def test_two_tokens_at_one_address_are_refused(name: str) -> None:
     strides = (0, *getattr(tensors, name).strides[1:])
     with pytest.raises(UsageError, match=f"{name}: .* expected no overlapping elements"):
         check(tensors.changed(name, strides=strides))
+
+
+def test_tables_of_keys_and_of_values_hold_as_many_keys_each() -> None:
+    tables = GOOD.changed("page_table", **contiguous((4, 2, 16), "int32"))
+    check(tables, max_seq_len=1024)
+    with pytest.raises(UsageError, match="max_seq_len=1025: expected 0 to 1024"):
+        check(tables, max_seq_len=1025)
+
+
+@pytest.mark.parametrize("position", ["Depth", "", "place"])
+def test_an_unknown_position_of_drafts_is_named(position: str) -> None:
+    with pytest.raises(UsageError, match=f"draft_position={position!r}: expected 'depth' or 'index'"):
+        check(GOOD, draft_position=position)
 
 
 def test_an_unknown_layout_is_named() -> None:

@@ -42,6 +42,13 @@ def test_each_launch_takes_its_own_requests(runtime: Runtime, standin: StandIn) 
     assert [(seen["min_rows"], seen["max_rows"]) for seen in sent(standin)] == [(0, 16), (17, MANY)]
 
 
+def test_tables_of_keys_and_of_values_arrive_as_one_and_an_offset(runtime: Runtime, standin: StandIn) -> None:
+    tables = RAGGED.changed("page_table", shape=(4, 2, 16), strides=(100, 40, 1))
+    run(make_plan(runtime, tables, draft_position="index", window_left=5), tables)
+    names = ("table_stride", "v_table_offset", "positions_by_index", "page_table")
+    assert [[seen[name] for name in names] for seen in sent(standin)] == [[100, 40, 1, tables.page_table.pointer]] * 2
+
+
 def test_launches_differ_in_grid_rows_and_scratch_alone(runtime: Runtime, standin: StandIn) -> None:
     plan = make_plan(runtime)
     run(plan, max_seq_len=700, softmax_scale=0.5, output_scale=3.0)

@@ -46,10 +46,10 @@ def make_case(q_lens: list[int], kv_lens: list[int], kv_heads: int = 2, group: i
     )
 
 
-def sees(row: int, q_len: int, key: int, kv_len: int, word: int, window_left: int) -> bool:
+def sees(row: int, q_len: int, key: int, kv_len: int, word: int, window_left: int, by_index: bool) -> bool:
     """The rule for one query token and one key, as it is written down."""
     draft = key - (kv_len - q_len)
-    position = kv_len - q_len + sum(word >> j & 1 for j in range(q_len)) - 1
+    position = kv_len - q_len + (row if by_index else sum(word >> j & 1 for j in range(q_len)) - 1)
     if row < q_len - kv_len:
         return False
     if draft >= 0 and not word >> draft & 1:
@@ -58,7 +58,13 @@ def sees(row: int, q_len: int, key: int, kv_len: int, word: int, window_left: in
 
 
 def slow(
-    case: Case, scale: float, mask: Any = None, sinks: Any = None, window_left: int = -1, output_scale: float = 1.0
+    case: Case,
+    scale: float,
+    mask: Any = None,
+    sinks: Any = None,
+    window_left: int = -1,
+    output_scale: float = 1.0,
+    draft_position: str = "depth",
 ) -> tuple[np.ndarray, np.ndarray]:
     """Attention one token, one head and one key at a time."""
     out, lse = np.zeros(case.q.shape), np.full(case.q.shape[:2], -math.inf)
@@ -68,7 +74,8 @@ def slow(
         for row in range(q_len):
             token = case.cu[b] + row
             word = (2 << row) - 1 if mask is None else int(mask[token])
-            keys = [key for key in range(kv_len) if sees(row, q_len, key, kv_len, word, window_left)]
+            rule = word, window_left, draft_position == "index"
+            keys = [key for key in range(kv_len) if sees(row, q_len, key, kv_len, *rule)]
             for head in range(case.q.shape[1]):
                 place = [(case.table[b, key // PAGE_SIZE], key % PAGE_SIZE, head // group) for key in keys]
                 weights = [math.exp(scale * (case.q[token, head] @ case.k[at])) for at in place]
@@ -120,6 +127,12 @@ def test_a_window_counts_from_the_position(window_left: int) -> None:
 @pytest.mark.parametrize("window_left", [0, 1, 3])
 def test_a_window_counts_from_the_depth_in_a_tree(window_left: int) -> None:
     assert_same(make_case([5, 5], [9, 12]), mask=np.tile(TREE, 2), window_left=window_left)
+
+
+@pytest.mark.parametrize("window_left", [0, 1, 3])
+def test_a_window_may_count_from_the_index_of_a_query_token(window_left: int) -> None:
+    case = make_case([3, 16, 7, 1], [20, 16, 5, 5])
+    assert_same(case, mask=random_words(case), window_left=window_left, draft_position="index")
 
 
 def test_any_pattern_is_a_mask_and_bits_over_the_query_tokens_mean_nothing() -> None:

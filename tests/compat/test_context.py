@@ -75,6 +75,17 @@ def test_sizes_of_paged_keys_arrive(paged: Attend) -> None:
     assert (seen["kv_cu_seq_lens"], seen["window_left"], seen["window_right"]) == (0, NO_WINDOW, 0)
 
 
+def test_page_tables_of_keys_and_of_values_arrive(paged: Attend, memory: MadeUpMemory) -> None:
+    tables = memory.tensor("int32", 3, 2, 16)
+    seen = paged(block_tables=tables, uses_shared_paged_kv_idx=False, max_kv_len=1 << 20)
+    assert [seen[name] for name in ("page_table", "table_stride", "v_table_offset", "max_seq_len")] == [
+        tables.pointer,
+        32,
+        16,
+        512,
+    ]
+
+
 def test_sizes_of_ragged_keys_arrive(ragged: Attend, memory: MadeUpMemory) -> None:
     q_sums, kv_sums, lengths = memory.tensor("int32", 3), memory.tensor("int32", 3), memory.tensor("int32", 2)
     seen = ragged(cum_seq_lens_q=q_sums, cum_seq_lens_kv=kv_sums, seq_lens=lengths)
@@ -235,7 +246,7 @@ BOTH: list[tuple[dict[str, Any], str]] = [
 ]
 PAGED: list[tuple[dict[str, Any], str]] = [
     ({"kv_cache_sf": tensor(FP8, 64, 2, 4, 32, 8)}, "kv_cache_sf=a TensorView.*'hopper'"),
-    ({"uses_shared_paged_kv_idx": False}, "uses_shared_paged_kv_idx=False"),
+    ({"uses_shared_paged_kv_idx": False}, r"block_tables: shape \(3, 16\), expected \[batch, 2, columns\] with"),
     ({"o_sf_scale": 1.0}, "o_sf_scale=1.0"),
     ({"o_sf_vec_size": 16}, "o_sf_vec_size=16"),
     ({"out_dtype": "nvfp4"}, "out_dtype or out is nvfp4"),

@@ -174,7 +174,7 @@ TRTLLM_ONLY: list[tuple[dict[str, Any], str]] = [
         r"block_tables: shape \(4, 3, 256\), expected \[batch, 2, columns\]",
     ),
     ({"enable_dcp": True}, "causal_seqlens_kv_global: None with enable_dcp"),
-    ({"enable_dcp": True, "causal_seqlens_kv_global": tensor("int32", 4)}, "cp_world=1: expected 2 or more"),
+    ({"enable_dcp": True, "causal_seqlens_kv_global": tensor("int32", 4), "cp_world": 0}, "cp_world=0: expected 2"),
     ({"enable_dcp": True, "causal_seqlens_kv_global": tensor("int32", 5), "cp_world": 2}, "causal_seqlens_kv_global: "),
     ({"cp_world": 4}, "cp_world=4: .*expected 1"),
     ({"cp_rank": 1}, "cp_rank=1: .*expected 0"),
@@ -200,6 +200,13 @@ def test_keys_divided_over_ranks_arrive(standin: StandIn, memory: MadeUpMemory) 
         seen = sent(standin)
         assert (seen["global_seq_lens"], seen["cp_begin"], seen["cp_interleave"]) == (lengths.pointer, 3, 1)
         assert seen["cp_round"].divisor == 4
+
+
+def test_one_rank_has_all_keys(standin: StandIn, memory: MadeUpMemory) -> None:
+    lengths = view("int32", 4, pointer=0x7F0000006000)
+    given = mla_arguments(memory, enable_dcp=True, causal_seqlens_kv_global=lengths)
+    flashinfer.trtllm_batch_decode_with_kv_cache_mla(**given)
+    assert sent(standin)["global_seq_lens"] == 0
 
 
 def test_of_two_page_tables_the_one_of_keys_serves_as_values_lie_in_them(

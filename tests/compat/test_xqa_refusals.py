@@ -142,7 +142,11 @@ TRTLLM: list[tuple[dict[str, Any], str]] = [
     ),
     ({"skip_softmax_threshold_scale_factor": math.nan}, "skip_softmax_threshold_scale_factor=nan"),
     ({"skip_softmax_threshold_scale_factor": "1"}, "skip_softmax_threshold_scale_factor='1'"),
-    ({"uses_shared_paged_kv_idx": False}, "uses_shared_paged_kv_idx=False: .*expected True"),
+    ({"uses_shared_paged_kv_idx": False}, r"block_tables: shape \(4, 16\), expected \[batch, 2, columns\] with uses_"),
+    (
+        {"block_tables": tensor("int32", 4, 2, 16)},
+        r"block_tables: shape \(4, 2, 16\), expected \[batch, columns\] with",
+    ),
     ({"bmm1_scale": 1.0, "bmm1_scale_log2": tensor("float16", 1)}, "bmm1_scale_log2: float16"),
     ({"cp_world": 2}, "cp_world=2, cp_rank=0: expected 1 and 0 without causal_seqlens_kv_global"),
     ({"cp_rank": 1}, "cp_world=1, cp_rank=1: expected 1 and 0 without causal_seqlens_kv_global"),

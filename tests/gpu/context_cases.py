@@ -13,7 +13,7 @@ from cubin_runtime.attention.context_reference import context_attention_referenc
 FORMS = ("ragged", "paged", "even")
 HEAD_DIMS = (64, 128, 192, 256)
 GROUPS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 48, 64)
-PAGE_SIZES = (16, 32, 64, 128, 256)
+PAGE_SIZES = (16, 32, 64, 128, 256, 512, 1024)
 SPANS = (1, 20, 130, 300, 700, 1500)
 # What the reference may take: multiplications of both products.
 MOST_PRODUCTS = 60_000_000
@@ -21,7 +21,11 @@ MOST_PRODUCTS = 60_000_000
 
 @dataclass(frozen=True)
 class ContextCase:
-    """A context attention. ``amplitude`` is that of queries and keys; ``joined``: K and V are views of one tensor."""
+    """A context attention.
+
+    ``amplitude`` is that of queries and keys. ``joined``: K and V are views of one tensor; ``separate``: their pages have
+    tables of their own.
+    """
 
     form: str = "ragged"
     dtype: str = "bf16"
@@ -33,6 +37,7 @@ class ContextCase:
     page_size: int = 64
     kv_layout: str = "NHD"
     joined: bool = False
+    separate: bool = False
     strided: bool = False
     unsigned: bool = False
     causal: bool = True
@@ -142,6 +147,7 @@ def random_context_case(rng: np.random.Generator, **fixed: Any) -> ContextCase:
         "page_size": _one(rng, PAGE_SIZES),
         "kv_layout": _one(rng, ("NHD", "HND")),
         "joined": _flag(rng),
+        "separate": _flag(rng),
         "strided": bool(rng.random() < 0.3),
         "unsigned": _flag(rng),
         "causal": causal,

@@ -127,21 +127,23 @@ class ContextDeviceCase(DeviceCase):
     def _paged_keys(self, rng: np.random.Generator) -> dict[str, Any]:
         case, page = self.case, self.case.page_size
         counts = [-(-length // page) for length in case.kv_lens]
-        ids = rng.permutation(sum(counts) + 3)
+        ids = np.array([rng.permutation(sum(counts) + 3) for _ in range(1 + case.separate)])
         columns = max(1, -(-self._bound // page))
-        table = np.full((len(counts), columns), -1, np.int32)  # which would be reported
-        shape = (len(ids), page, case.kv_heads)
+        table = np.full((len(counts), len(ids), columns), -1, np.int32)  # which would be reported
+        shape = (ids.shape[1], page, case.kv_heads)
         k, v = (np.full((*shape, n), nan_of(case), np.uint16) for n in (case.head_dim, case.value_dim))
         used = 0
         for request, count in enumerate(counts):
-            own, length, first = ids[used : used + count], case.kv_lens[request], case.first_key(request)
+            own, length, first = ids[:, used : used + count], case.kv_lens[request], case.first_key(request)
             used += count
-            for column, at in enumerate(own):
+            for column, at in enumerate(own.T):
                 begin, end = max(first, column * page), min(length, (column + 1) * page)
                 if begin < end:
-                    table[request, column] = at
+                    table[request, :, column] = at
                     to = slice(begin - column * page, end - column * page)
-                    k[at, to], v[at, to] = self.host.k[request][begin:end], self.host.v[request][begin:end]
+                    k[at[0], to], v[at[-1], to] = self.host.k[request][begin:end], self.host.v[request][begin:end]
+        if not case.separate:
+            table = np.ascontiguousarray(table[:, 0])
         table_view = TensorView.contiguous(self.arrays.upload(table), "int32", table.shape)
         return {**self._views(k, v), "page_table": table_view, "seq_lens": self._integers(np.array(case.kv_lens))}
 

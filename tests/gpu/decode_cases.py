@@ -21,7 +21,8 @@ class DecodeCase(Queries):
     ``lengths`` are the keys of each request. ``q_len`` query tokens per request; ``q_lens`` makes them ragged, of bound
     ``max_q_len`` (None: the largest), with ``spare_tokens`` rows in q that no request owns. ``rows`` asks for the
     kernel that takes so many rows at once, where there is one, and ``clusters`` for a cluster per output tile, or
-    for none, where there is such a grid. ``spare_pages`` lie unused in the pool.
+    for none, where there is such a grid. ``spare_pages`` lie unused in the pool. ``separate``: values have pages of their
+    own.
     """
 
     lengths: tuple[int, ...]
@@ -41,6 +42,7 @@ class DecodeCase(Queries):
     mask_itemsize: int = 2
     sinks: bool = False
     window_left: int = -1
+    draft_position: str = "depth"
     scale: float | None = None
     output_scale: float = 1.0
     device_scales: bool = False
@@ -49,6 +51,7 @@ class DecodeCase(Queries):
     pdl: bool = False
     kv_layout: str = "NHD"
     combined: bool = True
+    separate: bool = False
     strided: bool = False
     flat_q: bool = True
     unsigned: bool = False
@@ -74,6 +77,11 @@ class DecodeCase(Queries):
     @property
     def softmax_scale(self) -> float:
         return 1 / math.sqrt(self.head_dim) if self.scale is None else self.scale
+
+    @property
+    def by_index(self) -> bool:
+        """Whether windows count from a query token's index."""
+        return self.draft_position == "index"
 
     @property
     def q_shape(self) -> tuple[int, ...]:
@@ -152,20 +160,21 @@ def assemble(
     pages = sum(used) + case.spare_pages if pages is None else pages
     pool, k, v = _empty_cache(case, max(1, pages))
     columns = max(1, -(-case.max_seq_len // case.page_size)) + case.spare_columns
-    table = np.full((len(requests), columns), -1, dtype=np.int32)
-    order = rng.permutation(pages).astype(np.int32)
+    tables = 2 if case.separate else 1
+    table = np.full((len(requests), tables, columns), -1, dtype=np.int32)
+    orders = np.array([rng.permutation(pages).astype(np.int32) for _ in range(tables)])
     taken = 0
     for request, count in zip(distinct, used, strict=True):
-        own = order[taken : taken + count]
+        own = orders[:, taken : taken + count]
         taken += count
-        hidden = keys_before_windows(len(request.k), len(request.q), request.mask, case.window_left)
+        hidden = keys_before_windows(len(request.k), len(request.q), request.mask, case.window_left, case.by_index)
         freed = hidden // case.page_size if hidden < len(request.k) else count
-        for cache, content in ((k, request.k), (v, request.v)):
+        for cache, content, at in ((k, request.k, own[0]), (v, request.v, own[-1])):
             padded = np.full((count * case.page_size, *content.shape[1:]), KINDS[case.kv_dtype].nan, content.dtype)
             padded[: len(content)] = content
-            cache[own[freed:]] = padded.reshape(count, case.page_size, *content.shape[1:])[freed:]
+            cache[at[freed:]] = padded.reshape(count, case.page_size, *content.shape[1:])[freed:]
         for b in (b for b, other in enumerate(requests) if other is request):
-            table[b, freed:count] = own[freed:]
+            table[b, :, freed:count] = own[:, freed:]
     words = np.uint32 if case.unsigned else np.int32
     q_lens = [len(request.q) for request in requests]
     masks = [request.mask for request in requests if request.mask is not None]
@@ -177,7 +186,7 @@ def assemble(
         pool=pool,
         k=k,
         v=v,
-        page_table=table,
+        page_table=table if case.separate else table[:, 0],
         seq_lens=np.array([len(request.k) for request in requests], dtype=words),
         q_cu_seq_lens=None if case.q_lens is None else np.cumsum([0, *q_lens]).astype(words),
         mask=np.concatenate([*masks, np.zeros(spare, np.uint32)]) if case.mask != "none" else None,
@@ -219,6 +228,7 @@ def reference_of(case: DecodeCase, host: HostTensors) -> tuple[np.ndarray, np.nd
         mask=None if host.mask is None else host.mask[:tokens],
         sinks=host.sinks,
         window_left=case.window_left,
+        draft_position=case.draft_position,
     )
 
 

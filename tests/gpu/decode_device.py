@@ -46,6 +46,7 @@ class DeviceCase:
             kv_layout=case.kv_layout,
             max_q_len=case.q_bound if case.q_lens is not None else None,
             window_left=case.window_left,
+            draft_position=case.draft_position,
             batch_invariant=case.batch_invariant,
             enable_pdl=case.pdl,
             runtime=runtime,

@@ -25,15 +25,17 @@ def mask_words(kind: str, rng: np.random.Generator, q_len: int) -> np.ndarray | 
     return words
 
 
-def positions_of(kv_len: int, q_len: int, words: np.ndarray | None) -> np.ndarray:
-    """Where each row stands among the keys: causal by default, else by how many draft tokens it sees."""
-    if words is None:
+def positions_of(kv_len: int, q_len: int, words: np.ndarray | None, by_index: bool = False) -> np.ndarray:
+    """Where each row stands among the keys: causal by default, else by how many draft tokens it sees, or its index."""
+    if words is None or by_index:
         return kv_len - q_len + np.arange(q_len)
     within = words & np.uint32((1 << q_len) - 1)
     return kv_len - q_len + np.array([int(word).bit_count() for word in within], dtype=np.int64) - 1
 
 
-def visible_keys(kv_len: int, q_len: int, words: np.ndarray | None = None, window_left: int = -1) -> np.ndarray:
+def visible_keys(
+    kv_len: int, q_len: int, words: np.ndarray | None = None, window_left: int = -1, by_index: bool = False
+) -> np.ndarray:
     """bool ``[q_len, kv_len]``: the keys that each row sees."""
     rows, keys = np.arange(q_len), np.arange(kv_len)
     draft = keys - (kv_len - q_len)
@@ -43,14 +45,16 @@ def visible_keys(kv_len: int, q_len: int, words: np.ndarray | None = None, windo
         bits = (words[:, None].astype(np.int64) >> np.clip(draft, 0, 31)[None]) & 1
         seen = (draft[None] < 0) | (bits == 1)
     if window_left >= 0:
-        seen = seen & (keys[None] >= positions_of(kv_len, q_len, words)[:, None] - window_left)
+        seen = seen & (keys[None] >= positions_of(kv_len, q_len, words, by_index)[:, None] - window_left)
     seen[: max(0, q_len - kv_len)] = False
     return seen
 
 
-def keys_before_windows(kv_len: int, q_len: int, words: np.ndarray | None, window_left: int) -> int:
+def keys_before_windows(
+    kv_len: int, q_len: int, words: np.ndarray | None, window_left: int, by_index: bool = False
+) -> int:
     """How many keys lie before every row's window: pages of them alone may be freed."""
     if window_left < 0:
         return 0
-    rows = positions_of(kv_len, q_len, words)[max(0, q_len - kv_len) :]
+    rows = positions_of(kv_len, q_len, words, by_index)[max(0, q_len - kv_len) :]
     return int(np.clip(rows.min() - window_left, 0, kv_len)) if len(rows) else kv_len

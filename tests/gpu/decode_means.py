@@ -29,7 +29,7 @@ def means_of(case: DecodeCase, host: HostTensors) -> tuple[np.ndarray, np.ndarra
 
 
 def _means_of_request(case: DecodeCase, request: Request, sinks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    seen = visible_keys(len(request.k), len(request.q), request.mask, case.window_left)
+    seen = visible_keys(len(request.k), len(request.q), request.mask, case.window_left, case.by_index)
     values = values_of(case.kv_dtype, request.v).astype(np.float64)
     sums = seen.astype(np.float64) @ values.reshape(len(values), case.kv_heads * case.head_dim)
     sums = sums.reshape(len(seen), case.kv_heads, 1, case.head_dim)

@@ -12,7 +12,7 @@ from decode_masks import MASKS
 
 Q_DTYPES = {"bf16": ("bf16",), "fp16": ("fp16",), "e4m3": ("bf16", "fp16", "e4m3")}
 HEAD_DIMS = (32, 64, 128, 256, 512)
-PAGE_SIZES = (16, 32, 64, 128, 256)
+PAGE_SIZES = (16, 32, 64, 128, 256, 512, 1024)
 WINDOWS = (-1, -1, -1, 0, 1, 17, 64, 1000, 2**31 - 1)
 SPANS = (1, 17, 64, 130, 300, 600, 3500)
 SPAN_ODDS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.22, 0.03)
@@ -35,6 +35,7 @@ def random_case(rng: np.random.Generator, spans: Sequence[int] = SPANS, **fixed:
         "mask_itemsize": _one(rng, (2, 4)),
         "sinks": _flag(rng),
         "window_left": _one(rng, WINDOWS),
+        "draft_position": _one(rng, ("depth", "index")),
         "scale": _one(rng, (None, None, 0.3, 1.0)),
         "output_scale": _one(rng, (1.0, 1.0, 0.37, 2.5)),
         "device_scales": _flag(rng),
@@ -43,6 +44,7 @@ def random_case(rng: np.random.Generator, spans: Sequence[int] = SPANS, **fixed:
         "pdl": _flag(rng),
         "kv_layout": _one(rng, ("NHD", "HND")),
         "combined": _flag(rng),
+        "separate": _flag(rng),
         "strided": bool(rng.random() < 0.3),
         "flat_q": _flag(rng),
         "unsigned": _flag(rng),

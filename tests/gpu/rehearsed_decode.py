@@ -175,7 +175,10 @@ def decode(p: Mapping[str, Any], traits: Mapping[str, Any]) -> None:
     lse = of_tokens("lse", np.float32, ()) if p["lse"] else None
     k_cache, v_cache = of_cache("k"), of_cache("v")
     columns = -(-p["max_seq_len"] // page)
-    table = memory(p["page_table"], np.int32, (p["batch"], columns), (p["table_stride"], 1))
+    tables = [
+        memory(p["page_table"] + 4 * offset, np.int32, (p["batch"], columns), (p["table_stride"], 1))
+        for offset in (0, p["v_table_offset"])
+    ]
     lengths = memory(p["seq_lens"], np.int32, (p["batch"],), (1,))
     words = memory(p["mask"], np.uint32, (p["tokens"],), (1,)) if p["mask"] else None
     sinks = memory(p["sinks"], np.float32, (heads,), (1,)).astype(np.float64) if p["sinks"] else None
@@ -190,13 +193,16 @@ def decode(p: Mapping[str, Any], traits: Mapping[str, Any]) -> None:
         status |= np.uint32(1 * (length > p["max_seq_len"]) | 2 * (length < 0))
         length = min(max(length, 0), p["max_seq_len"])
         own = None if words is None else words[begin : begin + rows]
-        seen = visible_keys(length, rows, own, p["window_left"])
-        first = keys_before_windows(length, rows, own, p["window_left"])
+        seen = visible_keys(length, rows, own, p["window_left"], bool(p["positions_by_index"]))
+        first = keys_before_windows(length, rows, own, p["window_left"], bool(p["positions_by_index"]))
         keys = np.arange(first, length)
-        pages = table[b, keys // page]
+        pages = np.array([table[b, keys // page] for table in tables])
         status |= np.uint32(4 * bool(((pages < 0) | (pages >= p["num_pages"])).any()))
-        pages = np.clip(pages, 0, p["num_pages"] - 1)
-        k, v = (values_of(kv, cache[pages, keys % page]).astype(np.float64) for cache in (k_cache, v_cache))
+        k_pages, v_pages = np.clip(pages, 0, p["num_pages"] - 1)
+        k, v = (
+            values_of(kv, cache[at, keys % page]).astype(np.float64)
+            for cache, at in ((k_cache, k_pages), (v_cache, v_pages))
+        )
         queries = values_of(q_type, np.ascontiguousarray(q[begin : begin + rows])).astype(np.float64)
         for i in range(rows):
             at = np.flatnonzero(seen[i, first:])

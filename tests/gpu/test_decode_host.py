@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import partial
 from itertools import combinations
 
 import numpy as np
@@ -25,9 +26,10 @@ BUSY = DecodeCase((300, 129, 65), 300, group=3, q_len=5, mask="tree", sinks=True
 
 
 def attention_by_pages(
-    case: DecodeCase, host: HostTensors, seen: SEEN = visible_keys, sinks: bool = True
+    case: DecodeCase, host: HostTensors, seen: SEEN | None = None, sinks: bool = True
 ) -> tuple[np.ndarray, np.ndarray]:
     """Attention row by row, each key read from its page where the tables say it is: what a kernel would do."""
+    seen = seen or partial(visible_keys, by_index=case.by_index)
     outs, lses = [], []
     for b, request in enumerate(host.requests):
         visible = seen(len(request.k), len(request.q), request.mask, case.window_left)
@@ -40,9 +42,10 @@ def attention_by_pages(
 
 
 def one_row(case, host, pages, queries, keys, sinks):
-    at = pages[keys // case.page_size]
-    assert (at >= 0).all(), "a page that some row sees is not in the table"
-    k, v = (values_of(case.kv_dtype, c[at, keys % case.page_size]).astype(np.float64) for c in (host.k, host.v))
+    found = pages[..., keys // case.page_size]
+    assert (found >= 0).all(), "a page that some row sees is not in the table"
+    places = zip((host.k, host.v), found if case.separate else (found, found), strict=True)
+    k, v = (values_of(case.kv_dtype, cache[at, keys % case.page_size]).astype(np.float64) for cache, at in places)
     assert not np.isnan(k).any(), "a key that some row sees is NaN"
     k, v = (np.repeat(cache, case.group, axis=1) for cache in (k, v))
     weights = np.exp(np.einsum("hd,nhd->nh", queries.astype(np.float64), k) * case.softmax_scale)

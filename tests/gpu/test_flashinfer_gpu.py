@@ -57,6 +57,10 @@ OURS_ALONE = {
     ),
     "fp8 queries, page 256": replace(PLAIN, kv_dtype="e4m3", page_size=256, group=32),
     "head 512": replace(PLAIN, head_dim=512, group=3, kv_heads=5),
+    "pages of 1024": replace(PLAIN, page_size=1024, combined=True),
+    "any mask in a window": replace(
+        PLAIN, lengths=(300, 17, 9, 512), q_len=6, mask="any", window_left=60, draft_position="index"
+    ),
     "invariant": replace(PLAIN, batch_invariant=True, lengths=(300, 0, 1, 512)),
 }
 
@@ -208,6 +212,15 @@ def test_ragged_queries_match_float64(runtime: Runtime, rng: np.random.Generator
         mask=on.mask,
         q_cu_seq_lens=sums,
     )
+    torch.cuda.synchronize()
+    assert_close(case, (bits_of_tensor(case, out), None), reference_of(case, host))
+
+
+@pytest.mark.parametrize("q_len", [1, 5])
+def test_values_have_pages_of_their_own(runtime: Runtime, rng: np.random.Generator, q_len: int) -> None:
+    case = replace(PLAIN, combined=True, separate=True, q_len=q_len, window_left=200, kv_layout="HND")
+    host = make_host(case, rng)
+    out = run_trtllm_auto(ours, on_torch(case, host, clean=False), uses_shared_paged_kv_idx=False)
     torch.cuda.synchronize()
     assert_close(case, (bits_of_tensor(case, out), None), reference_of(case, host))
 

@@ -45,6 +45,7 @@ def arguments(case: DecodeCase, host: HostTensors) -> dict[str, Any]:
         "mask": on.mask,
         "sinks": on.sinks,
         "window_left": case.window_left,
+        "draft_position": case.draft_position,
         "batch_invariant": case.batch_invariant,
     }
 

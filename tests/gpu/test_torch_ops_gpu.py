@@ -99,7 +99,7 @@ def op_arguments(t: Tensors) -> dict[str, tuple[Any, ...]]:
     mla = (t.lq, t.latent, t.table, t.lens, out, None, None, None, None, 0.1, None, 1.0, None, None, BOUND)
     batch = (t.q, [t.k, t.v], t.table, t.lens, BOUND, 0.1, None, 1.0, None, -1, t.out, None, "NHD", None, 1, 1.0)
     return {
-        "paged_decode": (*decode, "NHD", None, -1, False, "auto", False, 1, 0, 1),
+        "paged_decode": (*decode, "NHD", None, -1, "depth", False, "auto", False, 1, 0, 1),
         "mla_decode": (*mla, None, False, "auto", False, 1, 0, 1),
         "flashinfer_xqa_batch_decode_with_kv_cache": (*batch, None, None, False),
     }

@@ -113,6 +113,25 @@ def test_a_rank_with_all_keys_is_as_it_was(schedulers: dict[bool, HostScheduler]
         check(random_case(index, window=not mla and index % 2 == 0, world=1), schedulers[mla])
 
 
+@pytest.mark.parametrize("by_index", [False, True])
+def test_windows_of_a_mask_count_from_depth_or_index(schedulers: dict[bool, HostScheduler], by_index: bool) -> None:
+    for index in range(CASES):
+        case = random_case(index, window=True, world=1)
+        words = np.random.default_rng((8, index)).integers(0, 1 << 32, case.q_len, dtype=np.uint32)
+        arrays = HostArrays()
+        values = {**case.parameters(arrays, mla=False), "positions_by_index": int(by_index)}
+        values["mask"] = arrays.upload(np.concatenate([words, words]))
+        bounds = schedulers[False].row_bounds(values, 1, case.q_len)
+        own = words.astype(np.int64) & ((1 << case.q_len) - 1)
+        place = np.arange(case.q_len) if by_index else np.array([int(word).bit_count() - 1 for word in own])
+        begins = case.keys - case.q_len + place - case.window
+        follows = np.arange(case.q_len) >= case.q_len - case.keys  # the others see no key
+        assert np.array(bounds.begins)[follows].tolist() == np.maximum(0, begins)[follows].tolist(), case
+        assert np.array(bounds.drafts)[follows].tolist() == own[follows].tolist(), case
+        assert bounds.first_tile * TILE <= max(0, begins.min()), case
+        assert bounds.visible_from >= begins.max(), case
+
+
 def test_tiles_in_front_of_a_window_are_skipped(schedulers: dict[bool, HostScheduler]) -> None:
     case = Divided(keys=4_000, q_len=4, world=4, rank=1, interleave=16, window=400)
     assert case.bounds(schedulers[False]).first_tile == int(case.expected().any(axis=0).argmax()) // TILE > 10

@@ -122,11 +122,9 @@ class _Inputs:
         import numpy as np
 
         ids, pages = self.array(name).astype(np.int64), self.call.tensors[cache].view.shape[0]
-        if ids.ndim != 2:
-            raise NoReferenceError(
-                f"{name} of {ids.ndim} dimensions: K and V have tables of their own, or keys are sparse"
-            )
-        read = np.arange(ids.shape[1]) < np.ceil(lengths / page_size)[:, None]
+        read = np.arange(ids.shape[-1]) < np.ceil(lengths / page_size)[:, None]
+        if ids.ndim == 3:  # of keys and of values
+            read = read[:, None]
         outside = read & ((ids < 0) | (ids >= pages))
         if outside.any():
             notes.append(f"{name}: {int(outside.sum())} entries that are read are outside the {pages} pages")
@@ -179,7 +177,8 @@ def _paged_decode(inputs: _Inputs) -> Reference:
     q, k, v = (inputs.array(name) for name in ("q", "k_cache", "v_cache"))
     q = q.reshape(-1, *q.shape[-2:])
     given, notes = _native(inputs, "k_cache", k.shape[1])
-    out, lse = paged_decode_reference(q, k, v, window_left=inputs.options["window_left"], **given)
+    window = {name: inputs.options[name] for name in ("window_left", "draft_position") if name in inputs.options}
+    out, lse = paged_decode_reference(q, k, v, **window, **given)
     off = inputs.score_error(q, k, given["softmax_scale"], "q", "k_cache")
     return Reference(out, lse, tuple(notes), off, _products(inputs, "k_cache"))
 
@@ -202,7 +201,7 @@ def _context_attention(inputs: _Inputs) -> Reference:
     starts, key_starts, table = inputs.starts(), inputs.optional("kv_cu_seq_lens"), inputs.optional("page_table")
     q_lens = np.full(len(q), q.shape[1]) if starts is None else np.diff(starts)
     even = table is None and key_starts is None
-    capacity = k.shape[1] * (1 if table is None else table.shape[1]) if key_starts is None else len(k)
+    capacity = k.shape[1] * (1 if table is None else table.shape[-1]) if key_starts is None else len(k)
     if "seq_lens" in inputs.call.tensors:
         kv_lens = inputs.lengths(options["max_seq_len"], notes, capacity)
     else:

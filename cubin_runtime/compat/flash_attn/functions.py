@@ -92,7 +92,7 @@ def flash_attn_varlen_func(
     Args:
         q: ``[tokens, heads, head_dim]``, bf16 or fp16; the head dimensions are those of ``context_attention``.
         k, v: ``[kv_tokens, kv_heads, head_dim]``; with a block table ``[pages, page_size, kv_heads, head_dim]``, pages
-            of 16, 32, 64, 128 or 256 tokens.
+            of a power of two from 16 to 1024 tokens.
         cu_seqlens_q, cu_seqlens_k: int32 ``[batch + 1]``, running sums of the query and KV lengths; a request may have
             none of either. With a block table the lengths are made from ``cu_seqlens_k`` by a launch of their own,
             unless ``seqused_k`` is given; then it may be None.

@@ -13,7 +13,7 @@ from ...errors import UsageError
 from ...tensor import TensorView, view_of
 from .arguments import Arguments, tensor_or_none
 from .layouts import cache_pair
-from .native import check_skip_factor, launch
+from .native import check_skip_factor, launch, page_table_of
 from .outputs import is_fp4, lse_of, output_of
 from .scales import factor_of
 from .workspace import with_own_semaphores
@@ -39,11 +39,9 @@ def context_backend(given: Arguments, device: int, backend: str) -> str:
 
 def attend_paged(given: Arguments, q: TensorView, lengths: TensorView, max_kv_len: int, causal: bool, sums: Any) -> Any:
     """Attention over pages; ``sums`` are the cumulative KV lengths, which ``lengths`` repeat. As ``_attend``."""
-    given.refuse("kv_cache_sf", "uses_shared_paged_kv_idx", "o_sf_scale", "o_sf_vec_size", backend=HOPPER)
+    given.refuse("kv_cache_sf", "o_sf_scale", "o_sf_vec_size", backend=HOPPER)
     key, value = cache_pair(given.kv_cache, given.kv_layout)
-    table = view_of(given.block_tables, "block_tables")
-    if len(table.shape) != 2:
-        raise UsageError(f"block_tables: shape {table.shape}, expected [batch, columns]")
+    table = page_table_of(given)
     view = view_of(sums, "cum_seq_lens_kv")
     check_vector("cum_seq_lens_kv", view, lengths.shape[0] + 1, "int32", q.device)
     return _attend(
@@ -51,7 +49,7 @@ def attend_paged(given: Arguments, q: TensorView, lengths: TensorView, max_kv_le
         _PAGED_NAMES,
         (q, key, value),
         causal=causal,
-        max_seq_len=min(max_kv_len, table.shape[1] * key.shape[1 if given.kv_layout == "NHD" else 2]),
+        max_seq_len=min(max_kv_len, table.shape[-1] * key.shape[1 if given.kv_layout == "NHD" else 2]),
         page_table=table,
         seq_lens=lengths,
         kv_layout=given.kv_layout,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ...attention.backends import XQA
@@ -17,8 +16,7 @@ from .arguments import MEMORY, SCALES, Arguments, query_of, tensor_or_none
 from .context_parallel import options_of_rank
 from .layouts import cache_pair, cache_pair_by_head, nested_tokens
 from .lengths import batch_of, lengths_of, query_lengths
-from .masks import check_window_of_mask
-from .native import check_skip_factor, decode_batch
+from .native import check_skip_factor, decode_batch, page_table_of
 from .outputs import E4M3, is_fp4, output_of
 from .scales import factor_of, times
 from .torch_ops import torch_op
@@ -94,8 +92,7 @@ def trtllm_batch_decode_with_kv_cache(
         q_len_per_req: query tokens of every request; None with ``cum_seq_lens_q``.
         o_scale: already divided out of ``bmm2_scale``, so e4m3 outputs ignore it; xqa multiplies other outputs by it.
         mask: xqa: uint16 ``[batch, q_len_per_req, 2]`` or ``[tokens, 2]`` (``cubin_runtime.launch.mask``); None:
-            causal. Beside a window that can hide keys, it is read back: token i must see i + 1 query tokens of its
-            request, since FlashInfer counts windows by place and native kernels by what a token sees.
+            causal.
         max_q_len: bound on the query lengths, with ``cum_seq_lens_q``; None reads that tensor back.
         cum_seq_lens_q: int32 ``[batch + 1]``, cumulative query lengths.
         skip_softmax_threshold_scale_factor: trtllm-gen: skips keys of little weight; xqa skips none. None or 0: off.
@@ -106,7 +103,7 @@ def trtllm_batch_decode_with_kv_cache(
             unused.
         multi_ctas_kv_counter_buffer: trtllm-gen: zeroed counters, left zeroed; None: allocated for this call. Unused
             by xqa.
-        uses_shared_paged_kv_idx: xqa: True; trtllm-gen: False where K and V have separate tables.
+        uses_shared_paged_kv_idx: False: ``block_tables`` has the pages of K and those of V.
         enable_block_sparse_attention, bf16q_fp8kv_transform_mode, request_order, request_order_plan: refused unless at
             their defaults.
         cp_world, cp_rank, causal_seqlens_kv_global: xqa: key i of all ranks is on rank i modulo ``cp_world``; int32
@@ -124,7 +121,7 @@ def trtllm_batch_decode_with_kv_cache(
     found = given.backend_on(q.device, backend)
     max_q, cum_q = query_lengths(given, q_len_per_req, batch_of(lengths), q.shape[0])
     if found == XQA:
-        given.refuse("o_sf_scale", "o_sf_vec_size", "kv_cache_sf", "uses_shared_paged_kv_idx", backend=found)
+        given.refuse("o_sf_scale", "o_sf_vec_size", "kv_cache_sf", backend=found)
         check_skip_factor(given)
         return _decode_native(given, max_q, cum_q, {"q_cu_seq_lens": "cum_seq_lens_q"})
     given.refuse("mask", "cp_world", "cp_rank", "causal_seqlens_kv_global", backend=found)
@@ -202,21 +199,7 @@ def _decode_native(given: Arguments, q_len: int, q_cu_seq_lens: Any, names: Mapp
     if not ragged and (q_len < 1 or q.shape[0] != batch * q_len):
         raise UsageError(f"query: {q.shape[0]} tokens for {batch} requests of {q_len}")
     caches = cache_pair(given.kv_cache, given.kv_layout)
-    left, bound = integer("window_left", given.window_left), integer("max_seq_len", given.max_seq_len)
     rank = options_of_rank(given, q.device, batch, q_len)
-    page_size = caches[0].shape[1 if given.kv_layout == "NHD" else 2]
-    capacity = prod(view_of(given.block_tables, "block_tables").shape[-1:]) * page_size
-    check_window_of_mask(
-        given,
-        f"window_left={left}",
-        q,
-        batch,
-        q_len,
-        q_cu_seq_lens,
-        left=left,
-        bound=min(bound, capacity),
-        capacity=capacity,
-    )
     output = output_of(given, q.shape, q.dtype)
     # FlashInfer: kv_scale = bmm2 * o_scale, q_scale = bmm1 / kv_scale * sqrt(D), rcp_out_scale = 1 / o_scale. By the
     # algebra of xqa: scores x bmm1; output x bmm2 where it is e4m3, else x bmm2 * o_scale.
@@ -232,14 +215,16 @@ def _decode_native(given: Arguments, q_len: int, q_cu_seq_lens: Any, names: Mapp
         names,
         nested_tokens(q, batch, q_len) if q_len > 1 and not ragged else q,
         caches,
+        page_table_of(given),
         lengths,
         output,
-        page_size=page_size,
+        page_size=caches[0].shape[1 if given.kv_layout == "NHD" else 2],
         output_scale=scale,
         kv_layout=given.kv_layout,
         q_cu_seq_lens=q_cu_seq_lens,
         max_q_len=q_len if ragged else None,
         mask=given.mask,
-        window_left=left,
+        window_left=integer("window_left", given.window_left),
+        draft_position="index",
         **rank,
     )

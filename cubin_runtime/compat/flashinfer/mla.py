@@ -11,12 +11,13 @@ from ...attention.checks import integer
 from ...attention.fast_path import operator_function
 from ...attention.mla import mla_decode
 from ...attention.trtllm_gen import DecodeCall
+from ...attention.trtllm_gen.checks import check_vector
 from ...errors import UsageError
 from ...tensor import TensorView, view_of
 from .arguments import MEMORY, SCALES, Arguments, query_of, tensor_or_none
-from .layouts import flat_tokens, latent_cache, nested_tokens
+from .layouts import flat_tokens, latent_cache, nested_tokens, without
 from .lengths import batch_of, lengths_of, query_lengths
-from .native import check_skip_factor, decode_batch
+from .native import check_skip_factor, decode_batch, page_table_of
 from .outputs import Output, check_lse_base, is_fp4, output_of
 from .torch_ops import torch_op
 from .trtllm_gen import pages, run_call
@@ -122,8 +123,10 @@ def trtllm_batch_decode_with_kv_cache_mla(
         check_skip_factor(given)
         dealing: dict[str, Any] = {}
         if enable_dcp:
-            named = tensor_or_none(causal_seqlens_kv_global, "causal_seqlens_kv_global", q.device)
-            dealing = {"global_seq_lens": named, "cp_world": cp_world, "cp_rank": cp_rank}
+            named = view_of(causal_seqlens_kv_global, "causal_seqlens_kv_global")
+            check_vector("causal_seqlens_kv_global", named, batch, "int32", q.device)
+            if (cp_world, cp_rank) != (1, 0):  # that rank has all keys
+                dealing = {"global_seq_lens": named, "cp_world": cp_world, "cp_rank": cp_rank}
         return _decode_native(given, by_request, lengths, kv_lora_rank, None if nested else max_q, cum_q, **dealing)
     given.refuse("enable_dcp", backend=found)
     cache = latent_cache(kv_cache)
@@ -192,13 +195,14 @@ def _decode_native(
     q_cu_seq_lens: TensorView | None = None,
     **dealing: Any,
 ) -> Any:
-    output, cache = _output(given, q, latent), latent_cache(given.kv_cache)
+    output, cache, table = _output(given, q, latent), latent_cache(given.kv_cache), page_table_of(given)
     return decode_batch(
         mla_decode,
         given,
         {"q_cu_seq_lens": "cum_seq_lens_q", "global_seq_lens": "causal_seqlens_kv_global"},
         q,
         (cache,),
+        table if given.uses_shared_paged_kv_idx else without(table, 1),  # values lie in their keys
         lengths,
         output,
         page_size=cache.shape[2],

@@ -13,7 +13,7 @@ from ...attention.scales import ScaleProduct
 from ...errors import UsageError, WorkspaceError
 from ...tensor import TensorView, view_of
 from .arguments import Arguments, sinks_of, tensor_or_none
-from .layouts import like_query, without
+from .layouts import like_query
 from .outputs import Output, lse_of, with_lse
 from .scales import factor_of, scores_factor
 from .workspace import SEMAPHORE_BYTES, split_workspace
@@ -42,12 +42,25 @@ def check_skip_factor(given: Arguments) -> None:
         raise UsageError(f"skip_softmax_threshold_scale_factor={factor!r}: expected None, 0 or more")
 
 
+def page_table_of(given: Arguments) -> TensorView:
+    """``block_tables``; raises ``UsageError`` unless its shape is what ``uses_shared_paged_kv_idx`` says."""
+    table = view_of(given.block_tables, "block_tables")
+    shares = given.uses_shared_paged_kv_idx
+    if len(table.shape) != (2 if shares else 3) or (not shares and table.shape[1] != 2):
+        wanted = "[batch, columns]" if shares else "[batch, 2, columns]"
+        raise UsageError(
+            f"block_tables: shape {table.shape}, expected {wanted} with uses_shared_paged_kv_idx={bool(shares)}"
+        )
+    return table
+
+
 def decode_batch(
     decode: Callable[..., Any],
     given: Arguments,
     names: Mapping[str, str],
     q: TensorView,
     caches: tuple[TensorView, ...],
+    pages: TensorView,
     lengths: TensorView,
     output: Output,
     *,
@@ -59,7 +72,7 @@ def decode_batch(
 
     Args:
         decode, given, names, options: as for ``launch``.
-        q, caches, lengths: tensors of ``decode``.
+        q, caches, pages, lengths: tensors of ``decode``; ``pages`` from ``page_table_of``.
         output: shaped like ``q``, or ``[tokens, heads, head_dim]``.
         page_size: tokens of a page.
         output_scale: None: ``bmm2_scale``.
@@ -70,24 +83,18 @@ def decode_batch(
     device, tokens = q.device, q.shape[0] if len(q.shape) == 3 else q.shape[0] * q.shape[1]
     lse = lse_of(given, (tokens, q.shape[-2]))
     lse_view = tensor_or_none(lse, "lse", device)
-    table = view_of(given.block_tables, "block_tables")
-    if not given.uses_shared_paged_kv_idx:
-        if len(table.shape) != 3 or table.shape[1] != 2:
-            raise UsageError(f"block_tables: shape {table.shape}, expected [batch, 2, columns]")
-        table = without(table, 1)
-    capacity = table.shape[-1] * page_size if table.shape else 0
     workspace = split_workspace(given.workspace_buffer, device)
     try:
         launch(
             decode,
             given,
             {**_BATCH_NAMES, **names},
-            (q, *caches, table, lengths),
+            (q, *caches, pages, lengths),
             out=like_query(q, output.view, "out", 1),
             lse=None if lse_view is None else like_query(q, lse_view, "lse", 0),
             softmax_scale=scores_factor(given, device),
             output_scale=output_scale or factor_of("bmm2_scale", given.bmm2_scale, device),
-            max_seq_len=min(integer("max_seq_len", given.max_seq_len), capacity),
+            max_seq_len=min(integer("max_seq_len", given.max_seq_len), pages.shape[-1] * page_size),
             workspace=workspace,
             batch_invariant=given.batch_invariant,
             **options,

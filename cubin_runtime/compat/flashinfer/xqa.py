@@ -15,7 +15,6 @@ from ...tensor import TensorView, view_of
 from .arguments import MEMORY, Arguments
 from .layouts import check_layout, latent_cache, like_query, without
 from .lengths import lengths_of
-from .masks import check_window_of_mask
 from .native import launch
 from .scales import head_scales
 from .torch_ops import torch_op
@@ -88,8 +87,7 @@ def xqa(
         enable_pdl: programmatic dependent launch; None: on where the device supports it.
         rcp_out_scale: scale of an e4m3 ``output``.
         q_seq_len: query tokens of each request; with ``q_cu_seq_lens`` their bound.
-        mask: uint16 ``[batch, q_seq_len, 2]`` or ``[tokens, 2]`` (``cubin_runtime.launch.mask``); None: causal. With a
-            window as in ``trtllm_batch_decode_with_kv_cache``.
+        mask: uint16 ``[batch, q_seq_len, 2]`` or ``[tokens, 2]`` (``cubin_runtime.launch.mask``); None: causal.
         q_cu_seq_lens: int32 or uint32 ``[batch + 1]``, cumulative query lengths.
         k_sf_cache, v_sf_cache: refused: there are no native FP4 kernels.
         batch_invariant: make a request's bits independent of other requests and of all bounds.
@@ -108,25 +106,21 @@ def xqa(
         raise UsageError(f"output: shape {out.shape}, expected {query.shape}")
     _check_table(table)
     lengths, ragged = lengths_of(seq_lens), q_cu_seq_lens is not None
-    batch, bound, left = lengths.shape[0], table.shape[1] * page_size, sliding_win_size - 1
     requests, results = (_by_request(view, name, q_seq_len, ragged) for view, name in ((query, "q"), (out, "output")))
-    window = f"sliding_win_size={sliding_win_size}"
-    check_window_of_mask(
-        given, window, requests, batch, q_seq_len, q_cu_seq_lens, left=left, bound=bound, capacity=bound
-    )
     _launch(
         paged_decode,
         given,
         _NAMES,
         (requests, keys, v_cache, table, lengths),
         results,
-        tokens=batch * q_seq_len,
-        max_seq_len=bound,
+        tokens=lengths.shape[0] * q_seq_len,
+        max_seq_len=table.shape[1] * page_size,
         kv_layout=kv_layout,
         q_cu_seq_lens=q_cu_seq_lens,
         max_q_len=q_seq_len if ragged else None,
         mask=mask,
-        window_left=left,
+        window_left=sliding_win_size - 1,
+        draft_position="index",
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from ...launch.structs import Field
 from ...values import dataclass
 from .constants import TYPE_CODES
 from .context_parallel import Dealing
@@ -11,6 +12,11 @@ from .context_parallel import Dealing
 LOG2_E = math.log2(math.e)
 # Numbers that come with each run, by the names of their fields.
 NUMBERS = ("max_seq_len", "softmax_scale_log2", "output_scale")
+VALUE_TABLE_FIELD = Field(
+    "v_table_offset",
+    "int64",
+    "elements in page_table from the page ids of a request's keys to those of its values; 0: they are the same",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

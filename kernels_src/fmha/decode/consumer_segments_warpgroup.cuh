@@ -184,17 +184,10 @@ struct Half {
     // Contains a barrier of the consumers.
     DEVICE void exponentiate(Scores& s, float scale, float (&maximum)[2], float (&factor)[2], HalfExchange& exchange) {
         constexpr int CELLS = OWN_TOKENS / 2, CHAIN = 16;
-        float top[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) top[i] = fmaxf(s[i], s[i + 4]);
-#pragma unroll
-        for (int i = 8; i < CELLS; ++i) top[i % 4] = fmaxf(top[i % 4], s[i]);
         float highest[2];
+        row_maxima(s, highest);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            highest[i] = fmaxf(top[2 * i], top[2 * i + 1]);
-            highest[i] = fmaxf(highest[i], __shfl_xor_sync(~0u, highest[i], 1));
-            highest[i] = fmaxf(highest[i], __shfl_xor_sync(~0u, highest[i], 2));
             if (threadIdx.x % 4 == 0) exchange.top[warpgroup()][row_of_value(i)] = highest[i];
         }
         named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);

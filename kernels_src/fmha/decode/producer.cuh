@@ -41,12 +41,13 @@ DEVICE void produce(const Params& p, const WorkRange& range, int warp, SharedSto
         is_first = false;
         paged_kv::PageWindow pages;
         const Request& r = work.request;
+        const int* ids = paged_kv::page_ids(p, r.index) + (values ? p.v_table_offset : 0);
         const int end = end_tile(work);
         int tile = work.first + skip;
         for (; tile < end; tile += WARPS_PER_OPERAND) {
             const int token = (r.first_tile + tile) * TILE_TOKENS;
             const int chunks = paged_kv::chunk_count(r.kv_len, token, chunk_log2);
-            pages.move_to(p, r.index, work.begin, r.kv_len, token);
+            pages.move_to(p, ids, work.begin, r.kv_len, token);
             // of this lane's chunk
             const int page = pages.page_of((token >> p.page_size_log2) + min(lane, chunks - 1));
             const uint32_t stage = shared_address(shared.stages[state.index]);

@@ -99,7 +99,8 @@ DEVICE uint32_t visible_drafts(const Params& p, const Request& r, int token) {
 DEVICE int window_begin(const Params& p, const Request& r, int token) {
     if (p.window_left < 0) return 0;
     if (context_parallel::is_on(p)) return context_parallel::keys_before(p, r.index, r.q_len, token, p.window_left);
-    return max(0, r.kv_len - r.q_len + __popc(masked_drafts(p, r, token)) - 1 - p.window_left);
+    const int place = p.positions_by_index ? token : __popc(masked_drafts(p, r, token)) - 1;
+    return max(0, r.kv_len - r.q_len + place - p.window_left);
 }
 
 // Query tokens in front of all keys see none, not even their own; other ranks may have keys in front of this rank's.

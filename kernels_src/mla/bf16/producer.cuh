@@ -46,7 +46,8 @@ DEVICE void load(const Params& p, const WorkRange& range, SharedStorage& shared)
     while (work_tiles.next(work)) {
         if (threadIdx.x == CONSUMERS) shared.work[phase >> STAGES & 1] = work;
         PageWindow pages;
-        pages.prefetch(p, work.request, work.kv_len, work.first * TILE_TOKENS);  // in flight together with the queries
+        // in flight together with the queries
+        pages.prefetch(p, paged_kv::page_ids(p, work.request), work.kv_len, work.first * TILE_TOKENS);
         const int last = work.first + work.key_tiles(), filled = min(work.first + STAGES, last);
         const int queries_at = begun ? filled : work.first;
         const bool same_queries = begun && work.splits.index > 0;  // this CTA computed the previous split

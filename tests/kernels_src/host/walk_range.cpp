@@ -58,6 +58,7 @@ static float __fdividef(float a, float b) { return a / b * (1 + quotient_error);
 size_t __cvta_generic_to_shared(const void*);
 float __uint_as_float(unsigned);
 float __int_as_float(int);
+float __shfl_xor_sync(unsigned, float, int);
 unsigned __float_as_uint(float);
 int atomicOr(unsigned*, unsigned);
 

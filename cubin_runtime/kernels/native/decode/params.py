@@ -7,6 +7,7 @@ from types import MappingProxyType
 from ....launch.structs import Field, StructLayout
 from ..constants import STATUS_BITS_TEXT, TYPE_CODES_TEXT
 from ..context_parallel import DEALING_FIELDS, GLOBAL_LENS_FIELD
+from ..problem import VALUE_TABLE_FIELD
 
 _COMMON = (
     Field("q", "ptr", "queries of q_type, [tokens, kv_heads * group, head_dim]"),
@@ -31,6 +32,7 @@ _COMMON = (
     Field("lse_token_stride", "int64", "elements between tokens in lse"),
     Field("lse_head_stride", "int64", "elements between heads in lse"),
     Field("table_stride", "int64", "elements between requests in page_table"),
+    VALUE_TABLE_FIELD,
     Field("batch", "int32", "requests"),
     Field("tokens", "int32", "query tokens of all requests"),
     Field("q_len", "int32", "query tokens of each request, or with q_cu_seq_lens their bound; 1 to 16"),
@@ -51,6 +53,11 @@ _COMMON = (
     Field("num_pages", "int32", "pages in the pool"),
     Field("max_seq_len", "int32", "bound on every length"),
     Field("window_left", "int32", "keys before its own position that a query sees; -1: all"),
+    Field(
+        "positions_by_index",
+        "int32",
+        "for windows, whether a query token's position goes by its index; 0: by how many query tokens it sees",
+    ),
     *DEALING_FIELDS,
     Field("q_type", "int32", TYPE_CODES_TEXT),
     Field("out_type", "int32", "likewise"),

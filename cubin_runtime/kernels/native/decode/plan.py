@@ -19,6 +19,7 @@ from ..problem import Problem
 from .grids import SEGMENTS
 from .params import PAGED_DECODE_TMA
 from .select import DecodeSelection
+from .shape import DecodeShape
 
 _SWIZZLE_BYTES = 128  # the widest span; a longer row is several boxes of the same map
 
@@ -33,14 +34,37 @@ class CacheStrides(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeProblem(Problem):
-    """A paged decode; ``window_left`` is -1 without a window."""
+    """A paged decode.
+
+    ``window_left`` is -1 without a window; ``positions_by_index`` says how a mask's tokens are counted for one.
+    ``v_table_offset`` is 0 where K and V share pages.
+    """
 
     kv_heads: int
     group: int
     head_dim: int
     window_left: int
+    positions_by_index: bool = False
     k_strides: CacheStrides
     v_strides: CacheStrides
+    v_table_offset: int = 0
+
+    def shape(self, *, ragged: bool, batch_invariant: bool) -> DecodeShape:
+        """What a kernel is chosen by."""
+        return DecodeShape(
+            dtype=self.kv_dtype,
+            q_dtype=self.q_dtype,
+            head_dim=self.head_dim,
+            group=self.group,
+            kv_heads=self.kv_heads,
+            batch=self.batch,
+            q_len=self.q_len,
+            tokens=self.tokens,
+            ragged=ragged,
+            max_seq_len=self.max_seq_len,
+            window_left=self.window_left,
+            batch_invariant=batch_invariant,
+        )
 
 
 def decode_launches(
@@ -76,6 +100,8 @@ def _launch(
         "min_rows": selection.min_rows,
         "max_rows": selection.max_rows,
         "window_left": problem.window_left,
+        "positions_by_index": int(problem.positions_by_index),
+        "v_table_offset": problem.v_table_offset,
         **cache_values(file.layout, problem, int(kernel.traits["tile_tokens"])),
     }
     names = ("k_map", "v_map") if file.layout is PAGED_DECODE_TMA else ("k", "v")

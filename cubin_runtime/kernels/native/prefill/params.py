@@ -6,6 +6,7 @@ from types import MappingProxyType
 
 from ....launch.structs import Field, StructLayout
 from ..constants import STATUS_BITS_TEXT
+from ..problem import VALUE_TABLE_FIELD
 
 CONTEXT_ATTENTION = StructLayout.declare(
     "ContextAttentionParams",
@@ -35,6 +36,7 @@ CONTEXT_ATTENTION = StructLayout.declare(
         Field("lse_token_stride", "int64", "elements between tokens in lse"),
         Field("lse_head_stride", "int64", "elements between heads in lse"),
         Field("table_stride", "int64", "elements between requests in page_table"),
+        VALUE_TABLE_FIELD,
         Field("batch", "int32", "requests"),
         Field("tokens", "int32", "query tokens of all requests"),
         Field("kv_tokens", "int32", "ragged keys of all requests, or those of each"),

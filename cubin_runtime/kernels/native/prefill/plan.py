@@ -34,7 +34,8 @@ class ContextProblem:
 
     ``q_len`` is a bound on the query tokens of a request, or the number of each. Keys are paged where ``num_pages`` is
     not 0. Else there are ``kv_tokens``, in all if ``ragged``, otherwise of each request. Windows are -1 where there is
-    none; ``window_right`` is 0 for causal attention. ``soft_cap`` is 0 without one.
+    none; ``window_right`` is 0 for causal attention. ``soft_cap`` is 0 without one, ``v_table_offset`` where K and V share
+    pages.
     """
 
     dtype: str
@@ -63,6 +64,7 @@ class ContextProblem:
     k_strides: KvStrides
     v_strides: KvStrides
     table_stride: int
+    v_table_offset: int = 0
     programmatic_serialization: bool = False
 
 
@@ -90,6 +92,7 @@ def context_launch(
             "lse_token_stride": problem.lse_strides[0],
             "lse_head_stride": problem.lse_strides[1],
             "table_stride": problem.table_stride,
+            "v_table_offset": problem.v_table_offset,
             "batch": problem.batch,
             "tokens": problem.tokens,
             "kv_tokens": problem.kv_tokens,
