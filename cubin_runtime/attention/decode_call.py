@@ -155,7 +155,7 @@ def check_query_bounds(view: TensorView) -> None:
 
 
 def check_shapes(call: DecodeCall, out: tuple[int, ...], kv_heads: int) -> None:
-    """Check the shapes of all tensors but q, caches and page table against them and each other; ``out`` is the output's."""
+    """Check the shapes of all tensors but q, caches and page table against those; ``out`` is the output's."""
     tensors, batch = call.tensors, call.batch
     check_shape("out", tensors["out"], out)
     check_shape("lse", tensors.get("lse"), call.q.shape[:-1])

@@ -147,7 +147,7 @@ def run_decode(plan_class: type[DecodePlan], operator: DecodeOperator, arguments
 
 
 def _has_traced_form(call: DecodeCall) -> bool:
-    """Whether a traced call has fields for all of it: not for other ranks' keys, values' pages, or indices of drafts."""
+    """Whether a traced call has fields for all of it: none for keys of other ranks, values' pages, drafts by index."""
     tensors, options = call.tensors, call.options
     shares_pages = len(tensors["page_table"].shape) == 2
     return tensors.get("global_seq_lens") is None and shares_pages and options.draft_position == DRAFT_POSITIONS[0]

@@ -61,8 +61,8 @@ def paged_decode_reference(
             taken to float64.
         k_cache: ``[pages, page_size, kv_heads, head_dim]`` (a view of an HND cache transposed serves too).
         v_cache: likewise; head_dim may be another, which then is that of the output.
-        page_table: integers ``[batch, columns]``, or ``[batch, 2, columns]`` of keys and values; entries past a length are
-            never read.
+        page_table: integers ``[batch, columns]``, or ``[batch, 2, columns]`` of keys and values; entries past a length
+            are never read.
         seq_lens: integers ``[batch]``, keys of each request, its query tokens' included.
         softmax_scale: factor of the scores.
         output_scale: factor of the output, not of the log-sum-exp.

@@ -23,8 +23,8 @@ MOST_PRODUCTS = 60_000_000
 class ContextCase:
     """A context attention.
 
-    ``amplitude`` is that of queries and keys. ``joined``: K and V are views of one tensor; ``separate``: their pages have
-    tables of their own.
+    ``amplitude`` is that of queries and keys. ``joined``: K and V are views of one tensor; ``separate``: their pages
+    have tables of their own.
     """
 
     form: str = "ragged"

@@ -21,8 +21,8 @@ class DecodeCase(Queries):
     ``lengths`` are the keys of each request. ``q_len`` query tokens per request; ``q_lens`` makes them ragged, of bound
     ``max_q_len`` (None: the largest), with ``spare_tokens`` rows in q that no request owns. ``rows`` asks for the
     kernel that takes so many rows at once, where there is one, and ``clusters`` for a cluster per output tile, or
-    for none, where there is such a grid. ``spare_pages`` lie unused in the pool. ``separate``: values have pages of their
-    own.
+    for none, where there is such a grid. ``spare_pages`` lie unused in the pool. ``separate``: values have pages of
+    their own.
     """
 
     lengths: tuple[int, ...]

@@ -34,8 +34,8 @@ class ContextProblem:
 
     ``q_len`` is a bound on the query tokens of a request, or the number of each. Keys are paged where ``num_pages`` is
     not 0. Else there are ``kv_tokens``, in all if ``ragged``, otherwise of each request. Windows are -1 where there is
-    none; ``window_right`` is 0 for causal attention. ``soft_cap`` is 0 without one, ``v_table_offset`` where K and V share
-    pages.
+    none; ``window_right`` is 0 for causal attention. ``soft_cap`` is 0 without one, ``v_table_offset`` where K and V
+    share pages.
     """
 
     dtype: str
