@@ -4,6 +4,9 @@ Run: ``python benchmarks/gpu_context_parallel.py --out DIR`` on a machine with H
 as many as there are or ``--ranks``. Every time is of CUDA graph replays on the slowest rank: of the decode of a rank's
 keys, of the collectives alone, of the merge kernels alone, and of the whole step. Keys lie in pages of a pool that is
 far larger than L2; long requests share its pages. ``context_parallel.json`` also has a model for 8 and 64 GPUs.
+
+``--alone 2 8 64`` needs one GPU: it does what a rank of each of these groups does, one group after another, in a
+process group that moves nothing. All is measured but the exchange; ``context_parallel_alone.json``.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--ranks", type=int, help="processes, one a GPU (all GPUs)")
+    parser.add_argument("--alone", type=int, nargs="+", help="sizes of groups, of which one GPU is a rank")
     parser.add_argument("--kv-lens", type=int, nargs="+", default=KV_LENS)
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
     return parser.parse_args()
@@ -73,6 +77,25 @@ def run_rank(rank: int, world: int, meeting: str, chosen: argparse.Namespace, st
         raise SystemExit("a step differs from one GPU with all keys")
 
 
+def run_alone(chosen: argparse.Namespace, store: str) -> None:
+    """One process as the first rank of each group in turn; writes the result."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    runtime = Runtime(Config(store=Path(store), sources=built_sources(), offline=True))
+    result: dict[str, Any] = {"schema": 1, "question": "context-parallel decode of one rank, without the exchange"}
+    result |= {"environment": gpu_environment(), "rows": []}
+    began = time.perf_counter()
+    pool = torch.randn(POOL_BYTES // 2, device="cuda", dtype=torch.bfloat16)
+    for world in chosen.alone:
+        dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+        for layout, kv_len, batch in product((GQA, MLA), chosen.kv_lens, chosen.batches):
+            result["rows"] += measure(runtime, pool, layout, batch, kv_len, exchanges=False)
+            print({n: round(v, 2) if isinstance(v, float) else v for n, v in result["rows"][-1].items()}, flush=True)
+        dist.destroy_process_group()
+    result["seconds"] = round(time.perf_counter() - began, 1)
+    (chosen.out / "context_parallel_alone.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
 def main() -> None:
     """Start the ranks."""
     chosen = options()
@@ -80,6 +103,9 @@ def main() -> None:
     world = chosen.ranks or torch.cuda.device_count()
     with tempfile.TemporaryDirectory() as folder:
         store = os.environ.get("CUBIN_RUNTIME_CACHE", f"{folder}/store")
+        if chosen.alone:
+            run_alone(chosen, store)
+            return
         torch.multiprocessing.spawn(run_rank, (world, f"{folder}/meeting", chosen, store), nprocs=world)
 
 

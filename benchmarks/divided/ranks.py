@@ -12,6 +12,8 @@ import torch.distributed as dist
 from cubin_runtime.attention import Runtime, merge_states, mla_decode, paged_decode
 from cubin_runtime.distributed import ContextParallelMerge, KvPartition
 
+from .model import bytes_sent
+
 PAGE = 64
 POOL_BYTES = 12 << 30  # requests share pages beyond this, which is far more than L2 holds
 WARM, REPLAYS = 3, 15
@@ -117,8 +119,13 @@ def step_of(runtime: Runtime, layout: Layout, batch: int, exchange: str) -> tupl
     return step, torch.empty(batch, step.own_heads, layout.value_dim, dtype=torch.bfloat16, device="cuda")
 
 
-def measure(runtime: Runtime, pool: torch.Tensor, layout: Layout, batch: int, kv_len: int) -> list[dict[str, Any]]:
-    """A row for each exchange: a step as a whole, its parts alone, and one GPU with all keys."""
+def measure(
+    runtime: Runtime, pool: torch.Tensor, layout: Layout, batch: int, kv_len: int, *, exchanges: bool = True
+) -> list[dict[str, Any]]:
+    """A row for each exchange: a step as a whole, its parts alone, and one GPU with all keys.
+
+    ``exchanges``: the group moves data; otherwise a step is measured without its communication.
+    """
     world, rank = dist.get_world_size(), dist.get_rank()
     whole = replay_us([Local(runtime, pool, layout, batch, kv_len).alone()])
     own = KvPartition(world, rank, PAGE).own_keys(kv_len)
@@ -126,11 +133,13 @@ def measure(runtime: Runtime, pool: torch.Tensor, layout: Layout, batch: int, kv
     for exchange in ("all_to_all", "gather_reduce"):
         step, out = step_of(runtime, layout, batch, exchange)
         decode = local.call(step.out, step.lse)
-        steps = step.steps(out)
-        parts = {kind: [s.run for s in steps if s.kind == kind] for kind in ("communication", "merge")}
+        kinds = ("communication", "merge") if exchanges else ("merge",)
+        steps = [s for s in step.steps(out) if s.kind in kinds]
+        parts = {kind: [s.run for s in steps if s.kind == kind] for kind in kinds}
         row: dict[str, Any] = {"layout": layout.name, "heads": layout.heads, "value_dim": layout.value_dim}
         row |= {"token_bytes": layout.token_bytes, "world": world, "batch": batch, "kv_len": kv_len}
         row |= {"exchange": exchange, "one_gpu_us": whole, "decode_us": replay_us([decode])}
+        row["sent_bytes"] = bytes_sent(row, world)
         row |= {f"{kind}_us": replay_us(calls) for kind, calls in parts.items()}
         row["step_us"] = replay_us([decode, *(s.run for s in steps)])
         row["speedup"] = whole / row["step_us"]

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 from step_records import RECORDS, array, expected, made_again  # noqa: E402  (it needs torch)
 
 from cubin_runtime import Runtime  # noqa: E402
-from cubin_runtime.integrations.paged_batch import attend  # noqa: E402
+from cubin_runtime.integrations.paged_batch import PagedBatch, Part, attend  # noqa: E402
 
 STEPS = [
     pytest.param(record, id=f"{engine}: {name}")
@@ -29,6 +29,36 @@ def test_a_recorded_step(record: Any, runtime: Runtime, monkeypatch: pytest.Monk
     *given, out = made_again(record, "cuda")
     attend(*given, out)
     np.testing.assert_allclose(array(out), expected(*given), ATOL, RTOL)
+
+
+def alone(part: Part, request: int) -> Part:
+    """One request of a part."""
+    first, end = (request, request + 1) if part.sums is None else part.sums[request : request + 2].tolist()
+    here = slice(request, request + 1)
+    sums = None if part.sums is None else part.sums[request : request + 2] - first
+    return part._replace(
+        first_row=part.first_row + first,
+        rows=end - first,
+        table=part.table[here],
+        lengths=part.lengths[here],
+        sums=sums,
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("record", STEPS)
+def test_a_recorded_step_with_batch_invariance(record: Any, runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cubin_runtime.attention.process.default.runtime", runtime)
+    *given, batch, options, out = made_again(record, "cuda")
+    options = options._replace(batch_invariant=True)
+    attend(*given, batch, options, out)
+    np.testing.assert_allclose(array(out), expected(*given, batch, options), ATOL, RTOL)
+    singly = torch.zeros_like(out)
+    for kind, part in batch._asdict().items():
+        for request in range(0 if part is None else len(part.lengths)):
+            nothing = PagedBatch(None, None)
+            attend(*given, nothing._replace(**{kind: alone(part, request)}), options, singly)
+    assert torch.equal(out, singly)
 
 
 @pytest.mark.gpu

@@ -53,9 +53,10 @@ def main() -> int:
         records = [record for path in folder.glob("records-*") for record in read(path)]
     report = {
         **staged,
+        "gpu": device_name(),
+        "jobs": given.jobs,
         "seed": given.seed,
         "seconds": round(time.time() - began, 1),
-        "exit_statuses": statuses,
         **summary(records),
     }
     (given.out / "flashinfer_tests.json").write_text(json.dumps(report, indent=1) + "\n")
@@ -65,6 +66,15 @@ def main() -> int:
     if given.collect:
         return int(any(statuses))
     return int(bool(report["failures"]) or report["ran"] < given.at_least)
+
+
+def device_name() -> str:
+    """The first GPU; "none" where there is no driver, as when tests are only collected."""
+    try:
+        command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return "none"
 
 
 def run_jobs(given: argparse.Namespace, folder: Path, until: float) -> list[int]:
