@@ -14,7 +14,7 @@ from ..values import dataclass
 from .checks import check_shape, integer, listed
 from .decode_call import LENGTHS, DecodeCall, DecodeOptions, token_stride
 from .operator import TensorArg
-from .paged_cache import PAGE_SIZES, cache_view, check_table, value_table_offset
+from .paged_cache import cache_view, check_page_size, check_table, value_table_offset
 from .scales import flat_scalar, float32_number
 
 DTYPES_16 = ("bfloat16", "float16")
@@ -139,11 +139,9 @@ def _check_keys(call: DecodeCall) -> None:
     k, tensors = call.tensors["k"], call.tensors
     heads, columns = call.q.shape[-2:]
     if is_paged(call):
-        if len(k.shape) != 4 or k.shape[0] < 1 or k.shape[1] not in PAGE_SIZES:
-            raise UsageError(
-                f"k: shape {k.shape} with page_table, expected [pages, page_size, kv_heads, head_dim] of page size "
-                f"{listed(PAGE_SIZES)}"
-            )
+        if len(k.shape) != 4 or k.shape[0] < 1:
+            raise UsageError(f"k: shape {k.shape} with page_table, expected [pages, page_size, kv_heads, head_dim]")
+        check_page_size("k", k.shape[1], tensors["page_table"].shape[-1])
         if tensors.get("seq_lens") is None:
             raise UsageError("seq_lens: None with page_table, expected the lengths")
         if tensors.get("kv_cu_seq_lens") is not None:

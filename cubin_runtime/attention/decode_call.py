@@ -14,6 +14,7 @@ from ..values import dataclass
 from .backends import AUTO
 from .checks import check_dtype, check_shape, integer
 from .operator import CallTensors, TensorArg
+from .paged_cache import MOST_KEYS
 from .scales import flat_scalar, float32_number
 
 MAX_Q_LEN = 16
@@ -24,7 +25,6 @@ GLOBAL_LENS = TensorArg("global_seq_lens", LENGTHS, optional=True, contiguous=Tr
 DRAFT_POSITIONS = ("depth", "index")
 DEALING_OPTIONS = ("cp_world", "cp_rank", "cp_interleave")
 _MAX_TILES = 1 << 31
-_MOST_KEYS = 1 << 30  # on all ranks: positions, and windows subtracted from them, fit an int32
 _SMALLEST_TILE = 64
 _SMALLEST_ROWS = 8
 
@@ -226,10 +226,10 @@ def _check_dealing(call: DecodeCall) -> None:
         raise UsageError(f"cp_rank={rank}: expected 0 to {world - 1}, below cp_world")
     if interleave < 1:
         raise UsageError(f"cp_interleave={interleave}: expected 1 or more")
-    if options.keys_of_all_ranks(options.max_seq_len) > _MOST_KEYS:
+    if options.keys_of_all_ranks(options.max_seq_len) > MOST_KEYS:
         raise UsageError(
             f"(max_seq_len + cp_interleave) x cp_world={options.keys_of_all_ranks(options.max_seq_len)}: expected at "
-            f"most {_MOST_KEYS} keys on all ranks"
+            f"most {MOST_KEYS} keys on all ranks"
         )
     if tensors.get("mask") is not None:
         raise UsageError("mask: given with global_seq_lens, expected None: query tokens are causal")

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 def _check(call: DecodeCall) -> None:
     tensors, k, v = call.tensors, call.tensors["k_cache"], call.tensors["v_cache"]
     check_queries(call)
-    check_caches(call.q, k, v)
+    check_caches(call.q, k, v, tensors["page_table"].shape[-1])
     page_size, kv_heads = k.shape[1:3]
     tensors.check_dtypes()
     check_shapes(call, call.q.shape, kv_heads)
@@ -234,8 +234,9 @@ def paged_decode(
             is 1 to 32 times kv_heads. Like the caches, bfloat16 or float16; with float8_e4m3fn caches bfloat16, float16
             or float8_e4m3fn. One stride between all tokens; 4-byte aligned, strides in multiples of 4 bytes.
         k_cache: bfloat16, float16 or float8_e4m3fn ``[pages, page_size, kv_heads, head_dim]`` (NHD) or ``[pages,
-            kv_heads, page_size, head_dim]`` (HND), page_size a power of two from 16 to 1024. Any strides in multiples
-            of 16 bytes, so K and V may be two views of one tensor.
+            kv_heads, page_size, head_dim]`` (HND), page_size a power of two from 16 to 1024, or any if ``page_table``
+            has one column: a page then holds a request. Any strides in multiples of 16 bytes, so K and V may be two
+            views of one tensor.
         v_cache: like ``k_cache``.
         page_table: int32 ``[batch, columns]``, the page ids of each request in order, or ``[batch, 2, columns]``, those
             of its keys and those of its values. Entries past a request's length are not read.

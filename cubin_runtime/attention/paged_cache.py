@@ -13,6 +13,7 @@ LAYOUTS = ("NHD", "HND")
 MAX_GROUP = 32
 HEAD_DIMS = (32, 64, 128, 256, 512)
 PAGE_SIZES = (16, 32, 64, 128, 256, 512, 1024)
+MOST_KEYS = 1 << 30  # of a request on all ranks: positions, and windows subtracted from them, fit an int32
 # KV dtype -> what q may be; the output may be any of them.
 Q_DTYPES = {
     "bfloat16": ("bfloat16",),
@@ -38,8 +39,10 @@ def cache_view(cache: TensorView, name: str, kv_layout: str) -> TensorView:
     return TensorView(cache.pointer, cache.dtype, shape, tuple(cache.strides[i] for i in order), cache.device)
 
 
-def check_caches(q: TensorView, k: TensorView, v: TensorView) -> None:
+def check_caches(q: TensorView, k: TensorView, v: TensorView, columns: int) -> None:
     """Check the sizes of queries and caches against each other; caches are ``[pages, page_size, kv_heads, head_dim]``.
+
+    A page that is a request's only one, where the page table has one of the ``columns``, has any size.
 
     Raises:
         UsageError: the message names the tensor.
@@ -50,8 +53,7 @@ def check_caches(q: TensorView, k: TensorView, v: TensorView) -> None:
         raise UsageError(f"q: head dimension {head_dim}, expected one of {listed(HEAD_DIMS)}")
     if pages < 1 or kv_heads < 1:
         raise UsageError(f"k_cache: {pages} pages of {kv_heads} KV heads, expected at least one of each")
-    if page_size not in PAGE_SIZES:
-        raise UsageError(f"k_cache: page size {page_size}, expected one of {listed(PAGE_SIZES)}")
+    check_page_size("k_cache", page_size, columns)
     if q_heads % kv_heads or not 1 <= q_heads // kv_heads <= MAX_GROUP:
         raise UsageError(
             f"q: {q_heads} heads over {kv_heads} KV heads, expected 1 to {MAX_GROUP} query heads per KV head"
@@ -75,6 +77,19 @@ def check_table(table: TensorView, batch: int, *, separate: bool = False) -> Non
 def value_table_offset(table: TensorView) -> int:
     """Elements from the page ids of a request's keys to those of its values, 0 where they are the same."""
     return table.strides[1] if len(table.shape) == 3 else 0
+
+
+def check_page_size(name: str, page_size: int, columns: int) -> None:
+    """Check the tokens of a page, which is any number where the page table has one of the ``columns``.
+
+    Raises:
+        UsageError: another number; the message names the cache.
+    """
+    if page_size not in PAGE_SIZES and not (columns == 1 and 1 <= page_size <= MOST_KEYS):
+        raise UsageError(
+            f"{name}: page size {page_size}, expected {listed(PAGE_SIZES)}, or any up to {MOST_KEYS} with one column "
+            "in page_table"
+        )
 
 
 def cache_arg(name: str, **dtypes: Any) -> TensorArg:

@@ -175,9 +175,9 @@ def context_attention(
             float16, head_dim 64, 128, 192 or 256, q_heads 1 to 64 times kv_heads. For q, k, v and out, addresses and
             strides are multiples of 16 bytes, with one stride between all tokens.
         k: of q's dtype. With ``page_table`` ``[pages, page_size, kv_heads, head_dim]`` (NHD) or ``[pages, kv_heads,
-            page_size, head_dim]`` (HND), page_size a power of two from 16 to 1024; with ``kv_cu_seq_lens`` ``[tokens,
-            kv_heads, head_dim]``; else ``[batch, kv_len, kv_heads, head_dim]`` (NHD) or with heads in front of tokens
-            (HND).
+            page_size, head_dim]`` (HND), page_size a power of two from 16 to 1024, or any if ``page_table`` has one
+            column: a page then holds a request; with ``kv_cu_seq_lens`` ``[tokens, kv_heads, head_dim]``; else
+            ``[batch, kv_len, kv_heads, head_dim]`` (NHD) or with heads in front of tokens (HND).
         v: like ``k``, with 128 columns if head_dim is 192 (MLA prefill). K and V may be two views of one tensor. Values
             that a query token sees must be finite; memory past a request's length may hold anything.
         max_seq_len: upper bound on the number of keys of a request. The launch depends on this bound, not on the

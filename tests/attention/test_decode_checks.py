@@ -81,7 +81,7 @@ def test_one_request_of_one_page_may_have_any_strides(name: str) -> None:
         ("q", {"strides": (8192, 128, 2)}, "last stride 2, expected 1"),
         ("q", {"device": 1}, "k_cache: on device 0, q is on device 1"),
         ("k_cache", contiguous((100, 64, 8, 64)), "k_cache: shape"),
-        ("k_cache", contiguous((100, 48, 8, 128)), "page size 48, expected one of 16"),
+        ("k_cache", contiguous((100, 48, 8, 128)), "page size 48, expected 16"),
         ("k_cache", contiguous((0, 64, 8, 128)), "at least one of each"),
         ("k_cache", {"dtype": "float8_e5m2"}, "dtype='float8_e5m2'"),
         ("k_cache", {"dtype": "float32"}, "k_cache: dtype float32, expected bfloat16, float16 or float8_e4m3fn"),
@@ -177,6 +177,19 @@ def test_tables_of_keys_and_of_values_hold_as_many_keys_each() -> None:
     check(tables, max_seq_len=1024)
     with pytest.raises(UsageError, match="max_seq_len=1025: expected 0 to 1024"):
         check(tables, max_seq_len=1025)
+
+
+@pytest.mark.parametrize("page_size", [1, 17, 1000, 4096])
+def test_a_page_that_holds_a_request_has_any_size(page_size: int) -> None:
+    one = GOOD.changed("page_table", **contiguous((4, 1), "int32"))
+    caches = contiguous((100, page_size, 8, 128))
+    whole = one.changed("k_cache", **caches).changed("v_cache", **caches)
+    check(whole, max_seq_len=page_size)
+    two = whole.changed("page_table", **contiguous((4, 2), "int32"))
+    with pytest.raises(
+        UsageError, match=f"k_cache: page size {page_size}, expected 16, .* or any up to 1073741824 with"
+    ):
+        check(two, max_seq_len=page_size)
 
 
 @pytest.mark.parametrize("position", ["Depth", "", "place"])

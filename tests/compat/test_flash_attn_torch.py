@@ -141,26 +141,41 @@ def test_a_cache_without_pages_is_one_page_of_each_request(standin: StandIn, kep
     assert kept["lengths"].tolist() == [6, 1, 71]
 
 
-@pytest.mark.parametrize(("tokens", "size"), [(512, 256), (480, 32), (16, 16)])
-def test_requests_of_a_cache_are_chosen_by_a_page_table(
-    standin: StandIn, kept: dict[str, Any], tokens: int, size: int
-) -> None:
+@pytest.mark.parametrize(("tokens", "log2"), [(512, 9), (500, 30), (16, 4), (5000, 30)])
+@pytest.mark.parametrize("gap", [0, 3])
+def test_requests_of_a_cache_are_chosen_by_a_page_table(standin: StandIn, tokens: int, log2: int, gap: int) -> None:
     chosen = torch.tensor([4, 0, 2], dtype=INT32)
-    flash_attn.flash_attn_with_kvcache(**cached(cache_batch_idx=chosen, **unpaged(tokens, 5)))
-    cache, pages = kept["cache"], tokens // size
-    assert cache.table.tolist() == [[row * pages + page for page in range(pages)] for row in (4, 0, 2)]
-    assert (cache.table.dtype, cache.k.shape[:2], cache.capacity) == (INT32, (5 * pages, size), tokens)
+    caches = unpaged(tokens + gap, 5)
+    given = {name: None if cache is None else cache[:, :tokens] for name, cache in caches.items()}
+    flash_attn.flash_attn_with_kvcache(**cached(cache_batch_idx=chosen, **given))
     (launch,) = standin.calls("cuLaunchKernelEx")
-    assert PAGED_DECODE_TMA.unpack(bytes.fromhex(launch.seen["parameter0"]))["num_pages"] == 5 * pages
+    assert "paged_decode" in launch.seen["symbol"]
+    seen = PAGED_DECODE_TMA.unpack(bytes.fromhex(launch.seen["parameter0"]))
+    assert (seen["page_table"], seen["table_stride"]) == (chosen.data_ptr(), 1)
+    assert [seen[name] for name in ("num_pages", "page_size_log2", "max_seq_len")] == [5, log2, tokens]
 
 
-def test_requests_of_a_cache_that_cannot_be_pages() -> None:
-    chosen = torch.tensor([4, 0, 2], dtype=INT32)
-    with pytest.raises(UsageError, match="cache_batch_idx: given with a k_cache of 500 tokens"):
-        flash_attn.flash_attn_with_kvcache(**cached(cache_batch_idx=chosen, **unpaged(500, 5)))
-    caches = {name: cache[:, :64] for name, cache in unpaged(128, 5).items() if cache is not None}
-    with pytest.raises(UsageError, match=r"k_cache: strides .*expected requests without gaps"):
-        flash_attn.flash_attn_with_kvcache(**cached(cache_batch_idx=chosen, **caches, block_table=None))
+@pytest.mark.parametrize(
+    ("q_len", "kv_len", "causal", "symbol"),
+    [
+        (1, 2047, True, "context_attention"),
+        (1, 2048, False, "paged_decode"),
+        (1, 9001, True, "paged_decode"),
+        (8, 9001, True, "paged_decode"),
+        (8, 9001, False, "context_attention"),
+        (9, 9001, True, "context_attention"),
+    ],
+)
+def test_few_tokens_over_many_keys_are_decoded_without_a_cache(
+    standin: StandIn, q_len: int, kv_len: int, causal: bool, symbol: str
+) -> None:
+    q = torch.zeros(2, q_len, HEADS, DIM, dtype=BF16)
+    # Heads in front of tokens, as a cache of transformers has them.
+    k, v = (torch.zeros(2, KV_HEADS, kv_len, DIM, dtype=BF16).transpose(1, 2) for _ in range(2))
+    out = flash_attn.flash_attn_func(q, k, v, causal=causal)
+    assert out.shape == q.shape
+    (launch,) = standin.calls("cuLaunchKernelEx")
+    assert symbol in launch.seen["symbol"]
 
 
 @pytest.mark.parametrize(("given", "lengths"), [(7, [7, 7, 7]), (None, [COLUMNS * PAGE] * BATCH)])

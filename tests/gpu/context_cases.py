@@ -184,7 +184,10 @@ def random_context_case(rng: np.random.Generator, **fixed: Any) -> ContextCase:
     if draw["form"] != "paged":
         # Ragged tensors hold a token at least.
         kv_lens[0] = max(1, kv_lens[0])
-    return _affordable(ContextCase(**draw, q_lens=tuple(q_lens), kv_lens=tuple(kv_lens)))
+    case = _affordable(ContextCase(**draw, q_lens=tuple(q_lens), kv_lens=tuple(kv_lens)))
+    if rng.random() < 0.1 and "page_size" not in fixed:  # a page holds a request, and is of any size
+        case = replace(case, page_size=max(1, max(case.kv_lens) + case.spare + _one(rng, (0, 1, 100))))
+    return case
 
 
 def _affordable(case: ContextCase) -> ContextCase:

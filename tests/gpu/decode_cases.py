@@ -22,7 +22,7 @@ class DecodeCase(Queries):
     ``max_q_len`` (None: the largest), with ``spare_tokens`` rows in q that no request owns. ``rows`` asks for the
     kernel that takes so many rows at once, where there is one, and ``clusters`` for a cluster per output tile, or
     for none, where there is such a grid. ``spare_pages`` lie unused in the pool. ``separate``: values have pages of
-    their own.
+    their own. ``whole_pages``: a page holds a request, and its size follows from the bound.
     """
 
     lengths: tuple[int, ...]
@@ -52,6 +52,7 @@ class DecodeCase(Queries):
     kv_layout: str = "NHD"
     combined: bool = True
     separate: bool = False
+    whole_pages: bool = False
     strided: bool = False
     flat_q: bool = True
     unsigned: bool = False
@@ -59,6 +60,11 @@ class DecodeCase(Queries):
     spare_pages: int = 3
     rows: int | None = None
     clusters: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.whole_pages:
+            object.__setattr__(self, "page_size", max(1, self.max_seq_len) + len(self.lengths) % 2)
+            object.__setattr__(self, "spare_columns", 0)
 
     @property
     def q_heads(self) -> int:

@@ -45,6 +45,7 @@ def random_case(rng: np.random.Generator, spans: Sequence[int] = SPANS, **fixed:
         "kv_layout": _one(rng, ("NHD", "HND")),
         "combined": _flag(rng),
         "separate": _flag(rng),
+        "whole_pages": bool(rng.random() < 0.1),
         "strided": bool(rng.random() < 0.3),
         "flat_q": _flag(rng),
         "unsigned": _flag(rng),

@@ -75,6 +75,7 @@ def _spread(traits: Mapping[str, object], index: int) -> DecodeCase:
         batch_invariant=rows <= 64 and (index % 3 == 0 or index % 6 == 1),
         pdl=index % 7 == 0,
         clusters=index % 2 == 0,
+        whole_pages=index % 4 < 2 and index % 5 == 0,  # of a near bound
     )
     ragged = index % 3 == 1
     q_lens = tuple((q_len, 0, 1, q_len)[i % 4] for i in range(len(lengths)))

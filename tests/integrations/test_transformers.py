@@ -97,14 +97,10 @@ def test_a_dynamic_cache(name: str, stand_in: StandIn) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_static_cache_whose_keys_are_read_as_pages(name: str, stand_in: StandIn) -> None:
-    check_steps(name, 2, static(64))
-    assert stand_in.calls["decode" if name != "gemma2" else "cached pages"] > 0
-
-
-def test_a_static_cache_of_a_length_that_makes_no_pages(stand_in: StandIn) -> None:
-    check_steps("llama", 2, static(45))
-    assert set(stand_in.calls) == {"cached"}
+@pytest.mark.parametrize("room", [45, 64])
+def test_a_static_cache(name: str, room: int, stand_in: StandIn) -> None:
+    check_steps(name, 2, static(room))
+    assert {"cached"} <= set(stand_in.calls) <= {"cached", "even"}  # the latter for windows, whose caches roll
 
 
 @pytest.mark.parametrize("cache", [dynamic, static(64)], ids=["dynamic", "static"])

@@ -50,12 +50,6 @@ def attend(q: Any, k: Any, v: Any, options: Options, **where: Any) -> tuple[Any,
     return out, lse
 
 
-def attend_even(q: Any, k: Any, v: Any, options: Options) -> tuple[Any, Any]:
-    """Attention of requests of one size, ``[batch, len, heads, head_dim]``; as ``attend``."""
-    shape_of(q, "q", 4)
-    return attend(q, k, v, options, max_seq_len=shape_of(k, "k", 4)[1])
-
-
 def attend_ragged(
     q: Any,
     k: Any,

@@ -8,14 +8,17 @@ from typing import Any, NamedTuple
 from ...attention.append import append_kv
 from ...attention.checks import integer
 from ...attention.gqa import paged_decode
-from ...attention.paged_cache import MAX_GROUP, PAGE_SIZES
+from ...attention.paged_cache import MAX_GROUP
 from ...errors import UsageError, WorkspaceError
 from ..renaming import renamed
 from .attention import attend
 from .options import Options
-from .tensors import differences, filled, lengthened, numbers, shape_of
+from .tensors import column, differences, filled, is_torch, lengthened, numbers, shape_of
 
 _MOST_DECODED = 8  # query tokens of a request that the decode kernels are for
+# Keys of requests without lengths from which on they are faster, which divide the keys over the GPU, by more than the
+# two small tensors cost that they need.
+_DECODED_FROM = 2048
 _APPEND_NAMES = {"key": "k", "value": "v", "seq_lens": "cache_seqlens", "cum_seq_lens": "cu_seqlens_k_new"}
 
 
@@ -49,33 +52,19 @@ def queries_of(q: Any, cu_seqlens_q: Any, max_seqlen_q: Any) -> Queries:
 
 
 def cache_of(k_cache: Any, v_cache: Any, table: Any, table_name: str, cache_batch_idx: Any) -> Cache:
-    """The cache of a call; requests chosen by ``cache_batch_idx`` get a page table that is made on the device.
+    """The cache of a call; ``cache_batch_idx`` is a page table of pages that hold whole requests.
 
     Raises:
-        UsageError: a tensor has another rank; or ``cache_batch_idx`` is given with a table, or with a cache that
-            cannot be taken for pages.
+        UsageError: a tensor has another rank; or ``cache_batch_idx`` is given with a table.
     """
-    requests, tokens = shape_of(k_cache, "k_cache", 4)[:2]
+    tokens = shape_of(k_cache, "k_cache", 4)[1]
     if table is not None:
         if cache_batch_idx is not None:
             raise UsageError(f"cache_batch_idx: given with {table_name}, whose rows say what each request has")
         return Cache(k_cache, v_cache, table, shape_of(table, table_name, 2)[1] * tokens)
     if cache_batch_idx is None:
         return Cache(k_cache, v_cache, None, tokens)
-    shape_of(cache_batch_idx, "cache_batch_idx", 1)
-    size = next((size for size in reversed(PAGE_SIZES) if not tokens % size), None)
-    if size is None:
-        raise UsageError(f"cache_batch_idx: given with a k_cache of {tokens} tokens, expected a multiple of 16 of them")
-    pages = tokens // size
-    columns = numbers(cache_batch_idx, pages)
-    made = cache_batch_idx[:, None] * pages + columns
-    halves = []
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        shape = shape_of(cache, name, 4)
-        if requests > 1 and cache.stride(0) != tokens * cache.stride(1):
-            raise UsageError(f"{name}: strides {cache.stride()} with cache_batch_idx, expected requests without gaps")
-        halves.append(cache.view(requests * pages, size, *shape[2:]))
-    return Cache(halves[0], halves[1], made, tokens)
+    return Cache(k_cache, v_cache, column(cache_batch_idx, "cache_batch_idx"), tokens)
 
 
 def lengths_of(cache_seqlens: Any, queries: Queries, cache: Cache) -> Any:
@@ -101,7 +90,7 @@ def append(
         raise UsageError("cache_seqlens: None with k, expected where the new tokens go")
     shape = shape_of(k, "k", 4 if sums is None else 3)
     after = lengthened(lengths, shape[1] if sums is None else differences(sums, "cu_seqlens_k_new"))
-    table = numbers(queries.q, queries.batch)[:, None] if cache.table is None else cache.table
+    table = numbers(queries.q, queries.batch) if cache.table is None else cache.table
     try:
         append_kv(k, v, cache.k, cache.v, table, lengths, cum_seq_lens=sums, lengths_include_new=False)
     except (UsageError, WorkspaceError) as error:
@@ -112,7 +101,7 @@ def append(
 def attend_cache(queries: Queries, cache: Cache, lengths: Any, options: Options) -> tuple[Any, Any]:
     """Attention of the queries over the cache with these lengths; output and log-sum-exp, as ``attend``."""
     if _is_decode(queries, cache, lengths, options):
-        return _decode(queries.q, cache, lengths, options), None
+        return _decode(queries, cache, lengths, options), None
     return attend(
         queries.q,
         cache.k,
@@ -127,10 +116,10 @@ def attend_cache(queries: Queries, cache: Cache, lengths: Any, options: Options)
 
 
 def _is_decode(queries: Queries, cache: Cache, lengths: Any, options: Options) -> bool:
-    """Whether the decode kernels serve: a few causal tokens of each request over pages, no more than the output."""
-    if queries.sums is not None or cache.table is None or lengths is None:
+    """Whether the decode kernels serve: a few causal tokens of each request over many keys, no more than the output."""
+    if queries.sums is not None or options.returns_lse or options.softcap != 0:
         return False
-    if options.returns_lse or options.softcap != 0:
+    if cache.table is None and (not is_torch(queries.q) or (lengths is None and cache.capacity < _DECODED_FROM)):
         return False
     _, q_len, heads, _ = shape_of(queries.q, "q", 4)
     kv_heads = shape_of(cache.k, "k_cache", 4)[2]
@@ -138,14 +127,15 @@ def _is_decode(queries: Queries, cache: Cache, lengths: Any, options: Options) -
     return one_causal and kv_heads > 0 and heads <= MAX_GROUP * kv_heads
 
 
-def _decode(q: Any, cache: Cache, lengths: Any, options: Options) -> Any:
+def _decode(queries: Queries, cache: Cache, lengths: Any, options: Options) -> Any:
+    q, batch = queries.q, queries.batch
     try:
         return paged_decode(
             q,
             cache.k,
             cache.v,
-            cache.table,
-            lengths,
+            numbers(q, batch) if cache.table is None else cache.table,
+            filled(q, batch, cache.capacity) if lengths is None else lengths,
             max_seq_len=cache.capacity,
             softmax_scale=options.softmax_scale,
             window_left=options.window[0],

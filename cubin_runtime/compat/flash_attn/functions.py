@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from .attention import attend_even, attend_ragged
-from .cache import append, attend_cache, cache_of, lengths_of, queries_of
+from .attention import attend_ragged
+from .cache import Cache, append, attend_cache, cache_of, lengths_of, queries_of
 from .options import NAMES, Options, one_of, refuse, sinks_of
+from .tensors import shape_of
 
 
 def flash_attn_func(
@@ -46,11 +47,12 @@ def flash_attn_func(
     refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes, qv=qv, attention_chunk=attention_chunk, sm_margin=sm_margin)
     refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     name, sinks = sinks_of(s_aux, learnable_sink)
-    names = {**NAMES, "sinks": name}
+    names = {**NAMES, "k_cache": "k", "v_cache": "v", "sinks": name}
     options = Options(
         names, softmax_scale, causal, window_size, softcap, sinks, out, return_attn_probs, bool(deterministic)
     )
-    result, lse = attend_even(q, k, v, options)
+    cache = Cache(k, v, None, shape_of(k, "k", 4)[1])
+    result, lse = attend_cache(queries_of(q, None, None), cache, None, options)
     return (result, lse, None) if return_attn_probs else result
 
 
@@ -183,8 +185,8 @@ def flash_attn_with_kvcache(
     """Attention over a KV cache, to which new keys and values are appended first; other parameters as in
     ``flash_attn_varlen_func``.
 
-    Up to 8 causal tokens of each request over a block table, without softcap and log-sum-exp, are decoded
-    (``paged_decode``); all else is ``context_attention``. No length is read on the host.
+    Up to 8 causal tokens of each request, without softcap and log-sum-exp, are decoded (``paged_decode``); all else is
+    ``context_attention``. No length is read on the host.
 
     Args:
         q: ``[batch, q_len, heads, head_dim]``, or ``[tokens, heads, head_dim]`` with ``cu_seqlens_q``.
@@ -194,8 +196,7 @@ def flash_attn_with_kvcache(
             of its own; ``[new tokens, kv_heads, head_dim]`` with ``cu_seqlens_k_new``. A token that its request's pages
             have no room for is skipped.
         cache_seqlens: int32 ``[batch]``, or one number: keys in the cache, without the new ones. None: all of it.
-        cache_batch_idx: int32 ``[batch]``, the request in the cache of each request; of a cache of a multiple of 16
-            tokens. Not with a block table.
+        cache_batch_idx: int32 ``[batch]``, the request in the cache of each request. Not with a block table.
         num_splits: 1 makes a request's bits independent of other requests, as ``deterministic`` does; if head_dim is 64
             or 128, also of whether a token is in a prompt, a draft or a step of its own.
         cu_seqlens_q, max_seqlen_q: as in ``flash_attn_varlen_func``.
@@ -210,12 +211,13 @@ def flash_attn_with_kvcache(
     refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     sinks_name, sinks = sinks_of(s_aux, learnable_sink)
     table_name, table = one_of("block_table", block_table, "page_table", page_table)
+    cache = cache_of(k_cache, v_cache, table, table_name, cache_batch_idx)
+    table_name = table_name if cache_batch_idx is None else "cache_batch_idx"
     caches = {"k_cache": "k_cache", "v_cache": "v_cache", "page_table": table_name}
     names = {**NAMES, **caches, "k": "k_cache", "v": "v_cache", "seq_lens": "cache_seqlens", "sinks": sinks_name}
     invariant = bool(deterministic) or num_splits == 1
     options = Options(names, softmax_scale, causal, window_size, softcap, sinks, out, return_softmax_lse, invariant)
     queries = queries_of(q, cu_seqlens_q, max_seqlen_q)
-    cache = cache_of(k_cache, v_cache, table, table_name, cache_batch_idx)
     lengths = lengths_of(cache_seqlens, queries, cache)
     if k is not None:
         lengths = append(k, v, cu_seqlens_k_new, lengths, queries, cache, caches)

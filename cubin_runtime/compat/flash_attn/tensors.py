@@ -68,11 +68,20 @@ def filled(like: Any, batch: int, length: int) -> Any:
 
 
 def numbers(like: Any, count: int) -> Any:
-    """int32 from 0, made on the device."""
+    """int32 ``[count, 1]`` from 0, made on the device."""
     _check_torch(like, "block_table", "a table of a cache without pages would be made")
     import torch
 
-    return torch.arange(count, dtype=torch.int32, device=like.device)
+    return torch.arange(count, dtype=torch.int32, device=like.device)[:, None]
+
+
+def column(vector: Any, name: str) -> Any:
+    """``[n]`` as ``[n, 1]``; raises ``UsageError`` for another rank."""
+    shape = shape_of(vector, name, 1)
+    if is_torch(vector):
+        return vector[:, None]
+    view = view_of(vector, name)
+    return replace(view, shape=(*shape, 1), strides=(*view.strides, 1))
 
 
 def _check_torch(tensor: Any, name: str, what: str) -> None:

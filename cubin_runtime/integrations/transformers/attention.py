@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...attention.paged_cache import PAGE_SIZES
 from ...errors import UsageError
 from .arguments import Options, Packed, check_rest, options_of, packed_of
 from .continuous import attend_paged
@@ -75,28 +74,9 @@ def _attend_rows(operators: Operators, query: Any, key: Any, value: Any, attenti
 
 
 def _attend_prefix(operators: Operators, query: Any, key: Any, value: Any, lengths: Any, options: Options) -> Any:
-    """Attention over the first keys of a cache with room; pages where its size allows, for the decode kernels."""
-    q = _by_token(query)
-    batch, kv_heads, room, _ = key.shape
-    page = next((size for size in reversed(PAGE_SIZES) if not room % size), None)
-    if page is None or not (key.is_contiguous() and value.is_contiguous()):
-        k, v = key.transpose(1, 2), value.transpose(1, 2)
-        return operators.cached(q, k, v, cache_seqlens=lengths, **options.words())
-    import torch
-
-    columns = room // page
-    # A page of a cache by heads is strided; pages of one request follow one another, those of the next are
-    # kv_heads * columns pages further on.
-    count = (batch - 1) * kv_heads * columns + columns
-    k, v = (
-        half.as_strided(
-            (count, page, kv_heads, half.shape[3]), (page * half.shape[3], half.shape[3], room * half.shape[3], 1)
-        )
-        for half in (key, value)
-    )
-    first = torch.arange(batch, dtype=torch.int32, device=key.device) * (kv_heads * columns)
-    table = first[:, None] + torch.arange(columns, dtype=torch.int32, device=key.device)
-    return operators.cached(q, k, v, cache_seqlens=lengths, block_table=table, **options.words())
+    """Attention over the first keys of a cache with room."""
+    k, v = key.transpose(1, 2), value.transpose(1, 2)
+    return operators.cached(_by_token(query), k, v, cache_seqlens=lengths, **options.words())
 
 
 def _attend_padded(operators: Operators, query: Any, key: Any, value: Any, valid: Any, options: Options) -> Any:

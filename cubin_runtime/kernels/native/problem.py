@@ -12,11 +12,17 @@ from .context_parallel import Dealing
 LOG2_E = math.log2(math.e)
 # Numbers that come with each run, by the names of their fields.
 NUMBERS = ("max_seq_len", "softmax_scale_log2", "output_scale")
+_ONLY_PAGE_LOG2 = 30  # over any length
 VALUE_TABLE_FIELD = Field(
     "v_table_offset",
     "int64",
     "elements in page_table from the page ids of a request's keys to those of its values; 0: they are the same",
 )
+
+
+def page_size_log2(page_size: int) -> int:
+    """What kernels divide tokens by: a page whose size is no power of two is the only one of its request."""
+    return page_size.bit_length() - 1 if page_size.bit_count() == 1 else _ONLY_PAGE_LOG2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +65,7 @@ class Problem:
             "batch": self.batch,
             "tokens": self.tokens,
             "q_len": self.q_len,
-            "page_size_log2": self.page_size.bit_length() - 1,
+            "page_size_log2": page_size_log2(self.page_size),
             "num_pages": self.num_pages,
             "max_seq_len": self.max_seq_len,
             "q_type": TYPE_CODES[self.q_dtype],

@@ -49,7 +49,7 @@ _COMMON = (
     Field("cluster_size_log2", "int32", "log2 of the CTAs in a cluster, one cluster per output tile; -1: no clusters"),
     Field("min_rows", "int32", "skip requests of fewer rows (query tokens times group), for another launch"),
     Field("max_rows", "int32", "skip requests of more rows"),
-    Field("page_size_log2", "int32", "log2 of the tokens in a page"),
+    Field("page_size_log2", "int32", "log2 of the tokens in a page; 30: a request has one page, of any size"),
     Field("num_pages", "int32", "pages in the pool"),
     Field("max_seq_len", "int32", "bound on every length"),
     Field("window_left", "int32", "keys before its own position that a query sees; -1: all"),

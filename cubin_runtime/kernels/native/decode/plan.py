@@ -15,7 +15,7 @@ from ....launch.tensormap import TensorMapSpec
 from ....values import dataclass
 from ..constants import CONSTANTS
 from ..launches import KernelFile, NativeLaunch, native_plan, scratch_regions
-from ..problem import Problem
+from ..problem import Problem, page_size_log2
 from .grids import SEGMENTS
 from .params import PAGED_DECODE_TMA
 from .select import DecodeSelection
@@ -161,7 +161,7 @@ def _descriptor(
         address=0,
         dims=(head_dim, page_size, kv_heads, num_pages),
         strides=tuple(stride * dtype.nbytes for stride in (strides.token, strides.head, strides.page)),
-        box=(span // dtype.nbytes, min(page_size, tile_tokens), 1, 1),
+        box=(span // dtype.nbytes, min(1 << page_size_log2(page_size), tile_tokens), 1, 1),
         element_strides=(1, 1, 1, 1),
         swizzle=f"{span}B",
         l2_promotion="128B",

@@ -46,7 +46,7 @@ CONTEXT_ATTENTION = StructLayout.declare(
         Field("packed_log2", "int32", "log2 of the heads whose rows of a token are neighbours in a row tile"),
         Field("head_packs", "int32", "heads >> packed_log2"),
         Field("section_packs", "int32", "head packs whose work tiles are interleaved, so that their keys stay in L2"),
-        Field("page_size_log2", "int32", "log2 of the tokens in a page"),
+        Field("page_size_log2", "int32", "log2 of the tokens in a page; 30: a request has one page, of any size"),
         Field("num_pages", "int32", "pages in the pool"),
         Field("window_left", "int32", "keys before its own position that a query sees"),
         Field("window_right", "int32", "keys behind its own position that a query sees; 0: causal"),

@@ -10,7 +10,7 @@ from ....launch.regions import Region
 from ....launch.tensormap import TensorMapSpec
 from ....values import dataclass
 from ..launches import STATUS, KernelFile, NativeLaunch, native_plan
-from ..problem import LOG2_E
+from ..problem import LOG2_E, page_size_log2
 from .select import ContextSelection
 
 _COUNTERS = Region("counters", 8, zeroed=True)
@@ -102,7 +102,7 @@ def context_launch(
             "packed_log2": selection.packed.bit_length() - 1,
             "head_packs": problem.heads // selection.packed,
             "section_packs": selection.section_packs,
-            "page_size_log2": max(0, problem.page_size.bit_length() - 1),
+            "page_size_log2": page_size_log2(problem.page_size),
             "num_pages": problem.num_pages,
             "window_left": _window(problem.window_left),
             "window_right": _window(problem.window_right),
@@ -143,7 +143,7 @@ def _kv_map(problem: ContextProblem, columns: int, strides: KvStrides, tile_toke
         problem,
         dims=(columns, tokens, problem.kv_heads, pages),
         strides=(strides.token, strides.head, strides.page),
-        rows=(min(tokens, tile_tokens) if problem.num_pages else tile_tokens, 1, 1),
+        rows=(min(1 << page_size_log2(problem.page_size), tile_tokens), 1, 1),
     )
 
 
