@@ -12,9 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from decode.client_pages import OUTCOMES, step_label
+from decode.client_pages import LAYOUTS, OUTCOMES, step_label
 from decode.tables import Report, report_of
-from divided.model import line
 
 ROOT = Path(__file__).resolve().parents[1]
 _OURS, _OURS_TOO, _PEER = "#1f6fb4", "#8fb7dc", "#9a9a9a"
@@ -27,8 +26,7 @@ _OUTCOME_COLORS = {
     "not run": "#e8e8e8",
 }
 _PEER_COLORS = ("#d1722a", "#2a9d8f", "#8e5ea2", "#6f6f6f", "#b8860b", "#c1440e")
-WORLDS = (1, 2, 8, 64)
-_BATCHES = {1: "#1f6fb4", 16: "#2a9d8f", 128: "#d1722a"}
+_BATCHES = {1: "#1f6fb4", 8: "#2a9d8f", 64: "#d1722a"}
 _LATENCIES = {"first_token_ms": "arrival to first token", "between_tokens_ms": "between tokens of a request"}
 
 
@@ -153,59 +151,34 @@ def draw_transformers(report: Report, image: Path) -> None:
     _save(pyplot, figure, image)
 
 
-def rank_decodes(report: Report) -> dict[int, dict[int, tuple[float, bool]]]:
-    """For each batch and number of GPUs, microseconds of the decode of a rank's keys, and whether they are measured.
-
-    Of the longest requests of the section ``sweep``. A part that was measured on one GPU is taken as it is, another
-    from the line through the times of its batch, as in ``divided.model``.
-    """
-    rows = [row for row in report["rows"] if row["section"] == "sweep"]
-    longest = max(row["length"] for row in rows)
-    found: dict[int, dict[int, tuple[float, bool]]] = {}
-    for batch in sorted({row["batch"] for row in rows}):
-        of_batch = {row["length"]: row for row in rows if row["batch"] == batch}
-        offset, slope = line([(row["kv_bytes"], row["ours"]["us"]) for row in of_batch.values()])
-        whole = of_batch[longest]["kv_bytes"]
-        found[batch] = {
-            world: (of_batch[longest // world]["ours"]["us"], True)
-            if longest // world in of_batch
-            else (offset + slope * whole / world, False)
-            for world in WORLDS
-        }
-    return found
-
-
 def draw_divided(report: Report, image: Path) -> None:
-    """The decode of a rank's keys, when requests are divided over 1 to 64 GPUs."""
-    rows = [row for row in report["rows"] if row["section"] == "sweep"]
+    """Decode and merge of a rank, when requests are divided over 1 to 64 GPUs."""
     gpu = report["environment"]["gpu"]["name"]
-    title = (
-        f"Computed from times of one {gpu}: decode of a rank's keys, without exchange and merge\n"
-        f"{max(row['length'] for row in rows):,} keys per request, 64 query over 8 KV heads, head_dim 128, bf16"
-    )
-    pyplot, figure, axes = _figure(title)
-    decodes = rank_decodes(report)
-    for batch, color in _BATCHES.items():
-        times = decodes[batch]
-        axes.plot(WORLDS, [times[world][0] for world in WORLDS], "-", color=color, label=f"batch {batch}")
-        axes.plot(WORLDS, [times[1][0] / world for world in WORLDS], ":", color=color, linewidth=0.9)
-        for world, (us, measured) in times.items():
-            axes.plot([world], [us], "o", color=color, markersize=5, markerfacecolor=color if measured else "#ffffff")
-            beside = (0, -13) if batch == min(_BATCHES) else (0, 5)
-            axes.annotate(f"{us:.0f}", (world, us), xytext=beside, textcoords="offset points", fontsize=8, ha="center")
-    axes.plot([], [], "o", color="#222222", markersize=5, label="that part measured on one GPU")
-    axes.plot([], [], "o", color="#222222", markerfacecolor="#ffffff", markersize=5, label="line through its batch")
-    axes.plot([], [], ":", color="#222222", linewidth=0.9, label="one GPU's time / GPUs")
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks(WORLDS, [str(world) for world in WORLDS])
-    marks = [1, 3, 10, 30, 100, 300, 1000]
-    axes.set_yticks(marks, [str(mark) for mark in marks])
-    axes.minorticks_off()
-    axes.set_xlabel("GPUs that divide the keys of each request")
-    axes.set_ylabel("decode of a rank, us")
-    axes.grid(True, alpha=0.3)
-    axes.legend(loc="lower left", frameon=False, fontsize=8)
+    title = f"Decode and merge of one rank, measured on one {gpu}; the exchange comes on top"
+    pyplot, figure, panels = _figure(title, ncols=2, sharey=True)
+    rows = [row for row in report["rows"] if row["exchange"] == "all_to_all"]
+    longest = max(row["kv_len"] for row in rows)
+    worlds = (1, *dict.fromkeys(row["world"] for row in rows))
+    for axes, (layout, words) in zip(panels, LAYOUTS.items(), strict=True):
+        for batch, color in _BATCHES.items():
+            own = [row for row in rows if (row["layout"], row["batch"], row["kv_len"]) == (layout, batch, longest)]
+            times = [own[0]["one_gpu_us"], *(row["step_us"] for row in own)]
+            axes.plot(worlds, times, "o-", color=color, markersize=4, label=f"batch {batch}")
+            axes.plot(worlds, [times[0] / world for world in worlds], ":", color=color, linewidth=0.9)
+            for world, time in zip(worlds, times, strict=True):
+                axes.annotate(
+                    f"{time:,.0f}", (world, time), xytext=(0, 5), textcoords="offset points", fontsize=7, ha="center"
+                )
+        axes.plot([], [], ":", color="#222222", linewidth=0.9, label="one GPU's time / GPUs")
+        axes.set_title(f"{words}, {longest:,} keys", fontsize=9)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(worlds, [str(world) for world in worlds])
+        axes.minorticks_off()
+        axes.grid(True, alpha=0.3)
+        axes.set_xlabel("GPUs that divide the keys of each request")
+    panels[0].set_ylabel("us")
+    panels[0].legend(loc="lower left", frameon=False, fontsize=8)
     _save(pyplot, figure, image)
 
 
@@ -214,7 +187,7 @@ PICTURES: dict[str, tuple[str, Callable[[Report, Path], None]]] = {
     "flashinfer_tests": ("flashinfer_tests", draw_flashinfer),
     "serving_latency": ("serving", draw_serving),
     "transformers": ("transformers", draw_transformers),
-    "divided_keys": ("decode", draw_divided),
+    "divided_keys": ("context_parallel_alone", draw_divided),
 }
 
 

@@ -1,4 +1,4 @@
-"""The figures of the pages of FlashInfer's functions and of transformers' models, as Markdown from the JSON."""
+"""The figures of the pages of clients and of context parallelism, as Markdown from the JSON."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ OUTCOMES = {
     "skipped": "skipped by the tests",
     "not run": "not run in time",
 }
+
+
+LAYOUTS = {"gqa": "64 query over 8 KV heads of 128", "mla": "MLA, 128 heads"}
 
 
 def flashinfer(report: Report) -> str:
@@ -64,6 +67,51 @@ def transformers(report: Report) -> str:
             *_absent(rows, report["ours"]),
         )
     )
+
+
+def context_parallel(report: Report) -> str:
+    """A rank's decode and merge; nothing before they are measured."""
+    if not report:
+        return ""
+    environment, rows = report["environment"], report["rows"]
+    by_rank = [row for row in rows if row["exchange"] == "all_to_all"]
+    worlds = tuple(dict.fromkeys(row["world"] for row in by_rank))
+    found: dict[tuple[str, int, int], dict[int, Mapping[str, Any]]] = {}
+    for row in by_rank:
+        found.setdefault((row["layout"], row["kv_len"], row["batch"]), {})[row["world"]] = row
+    lines = [
+        (
+            LAYOUTS[layout],
+            f"{batch} x {kv_len:,}",
+            us(next(iter(own.values()))["one_gpu_us"]),
+            *(_rank(own[world]) for world in worlds),
+        )
+        for (layout, kv_len, batch), own in found.items()
+    ]
+    merges = {
+        name: [row["merge_us"] for row in rows if row["exchange"] == name] for name in ("all_to_all", "gather_reduce")
+    }
+    most = max(row["sent_bytes"] for row in by_rank)
+    return "\n\n".join(
+        (
+            "![Decode and merge of one rank on 1 to 64 GPUs](divided_keys.png)",
+            f"{environment['gpu']['name']}, {environment['date'][:10]}; bf16, pages of 64 tokens. One GPU did in turn "
+            "what the first rank of each group does: decode its keys, and merge as many parts as there are ranks. "
+            "Times are of CUDA graph replays whose rounds read different pages. In brackets: one GPU with all keys by "
+            "that time. `all_to_all`; **the exchange is not part of it**, and has not been measured on several GPUs.",
+            table(("decode", "batch x keys", "one GPU", *(f"{world} GPUs" for world in worlds)), lines),
+            f"The merges alone take {min(merges['all_to_all']):.1f} to {max(merges['all_to_all']):.1f} us with "
+            f"`all_to_all` and {min(merges['gather_reduce']):.1f} to {max(merges['gather_reduce']):.1f} us with "
+            f"`gather_reduce`. A rank sends at most {most / 1e6:.1f} MB here with `all_to_all`, which at 450 GB/s, the "
+            f"bandwidth of NVLink on this GPU in one direction, takes {most / 450e3:.0f} us, and the latency of the "
+            "collective in addition. Data: "
+            "[`context_parallel_alone.json`](../benchmarks/results/context_parallel_alone.json).",
+        )
+    )
+
+
+def _rank(row: Mapping[str, Any]) -> str:
+    return f"{us(row['step_us'])} ({row['speedup']:.1f})"
 
 
 def step_label(row: Mapping[str, Any], one_model: bool) -> str:

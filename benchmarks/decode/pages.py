@@ -34,6 +34,9 @@ PAGES: Mapping[str, Callable[[Path], str]] = MappingProxyType(
         "results/host": host_page.figures,
         "append": lambda results: operator_pages.copying(report_of(results / "append.json")),
         "batch_invariance": lambda results: operator_pages.invariance(report_of(results / "invariant.json")),
+        "context_parallel": lambda results: client_pages.context_parallel(
+            report_of(results / "context_parallel_alone.json")
+        ),
         "flashinfer": lambda results: client_pages.flashinfer(report_of(results / "flashinfer_tests.json")),
         "transformers": lambda results: client_pages.transformers(report_of(results / "transformers.json")),
         "results/serving": lambda results: serving_page.figures(report_of(results / "serving.json")),

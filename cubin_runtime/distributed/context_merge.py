@@ -12,6 +12,7 @@ from .collectives import all_gather, all_to_all, reduce_scatter, world_and_rank
 
 ALL_TO_ALL, GATHER_REDUCE = "all_to_all", "gather_reduce"
 EXCHANGES = (ALL_TO_ALL, GATHER_REDUCE)
+_NARROW = 8  # the fewest columns of an output
 _ROW_BYTES = 16  # what the merge reads at a time; the log-sum-exp of a row has as much to itself
 
 
@@ -138,11 +139,14 @@ class ContextParallelMerge:
 
     def _gathered_steps(self, buffers: _Gathered, out: Any, lse: Any, sinks: Any) -> tuple[Step, ...]:
         def weigh() -> None:
-            # Merged with zeros in the place of the other ranks' outputs, the own part is what it adds to the sum.
+            # Of the other ranks only the log-sum-exps count, which become one with narrow zeros as their outputs. Merged
+            # with that, the own part is what it adds to the sum.
+            base = {"lse_base": self._lse_base}
             buffers.gathered[self._rank].fill_(float("-inf"))
-            others = {"v_other": buffers.out, "s_other": buffers.lse}
-            given = {"out": buffers.weighed, "lse": buffers.total_lse, "sinks": sinks, "lse_base": self._lse_base}
-            self._merge_states(buffers.zeros, buffers.part_lses, **others, **given)
+            self._merge_states(buffers.zeros, buffers.part_lses, out=buffers.zero, lse=buffers.other_lse, **base)
+            own = {"v_other": buffers.out, "s_other": buffers.lse, "sinks": sinks, **base}
+            results = {"out": buffers.weighed, "lse": buffers.total_lse}
+            self._merge_states(buffers.zero_part, buffers.other_lse[:, None], **own, **results)
 
         def finish() -> None:
             out.copy_(buffers.reduced.transpose(0, 1))
@@ -199,7 +203,10 @@ class _Gathered:
         self.received_lse = empty(world * heads, tokens)
         self.gathered = self.received_lse.view(world, heads, tokens)
         self.part_lses = self.gathered.permute(2, 0, 1)
-        self.zeros = torch.zeros(head_dim, dtype=dtype, device=device).expand(tokens, world, heads, head_dim)
+        zeros = torch.zeros(head_dim, dtype=dtype, device=device)
+        self.zeros = zeros[:_NARROW].expand(tokens, world, heads, _NARROW)
+        self.zero_part = zeros.expand(tokens, 1, heads, head_dim)
+        self.zero, self.other_lse = empty(tokens, heads, _NARROW, of=dtype), empty(tokens, heads)
         self.sent = empty(heads, tokens, head_dim, of=reduce_dtype or torch.float32)
         self.weighed = self.sent.transpose(0, 1)
         self.total_lse = empty(tokens, heads)

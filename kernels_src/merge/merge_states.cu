@@ -27,6 +27,7 @@ constexpr int BF16 = 0, FP16 = 1, FP32 = 2;
 constexpr int ITEM_BYTES = VALUES_TYPE == FP32 ? 4 : 2;
 constexpr int LOADS = VALUES * ITEM_BYTES / 16;
 constexpr int PARTS_IN_FLIGHT = 4 / LOADS;  // of a row
+constexpr int EXPONENTS_IN_FLIGHT = 8;
 
 struct Part {
     const char* values;
@@ -182,17 +183,28 @@ DEVICE int64_t merge_few(const Params& p) {
     return batches * step * ROWS;
 }
 
+// Calls visit(exponent) for the parts of a row in order; the loads of a batch are in flight together.
+template <class Visit>
+DEVICE void for_each_exponent(const Params& p, int parts, int64_t token, int64_t head, Visit visit) {
+#pragma unroll 1
+    for (int base = 0; base < parts; base += EXPONENTS_IN_FLIGHT) {
+        float lse[EXPONENTS_IN_FLIGHT];
+#pragma unroll
+        for (int i = 0; i < EXPONENTS_IN_FLIGHT; ++i) lse[i] = *part_of(p, min(base + i, parts - 1), token, head).lse;
+#pragma unroll
+        for (int i = 0; i < EXPONENTS_IN_FLIGHT; ++i)
+            if (base + i < parts) visit(__fmul_rn(lse[i], p.lse_to_log2));
+    }
+}
+
 // Writes the row's output; returns its log-sum-exp.
 DEVICE float merge_row(const Params& p, int64_t token, int64_t head, int lane) {
     const int parts = p.parts + (p.v_other ? 1 : 0);
-    const auto exponent_of = [&](int i) { return __fmul_rn(*part_of(p, i, token, head).lse, p.lse_to_log2); };
     const float sink = sink_of(p, head);
     Total all(sink);
-#pragma unroll 1
-    for (int i = 0; i < parts; ++i) all.raise(exponent_of(i));
+    for_each_exponent(p, parts, token, head, [&](float exponent) { all.raise(exponent); });
     all.begin(sink);
-#pragma unroll 1
-    for (int i = 0; i < parts; ++i) all.add(exponent_of(i));
+    for_each_exponent(p, parts, token, head, [&](float exponent) { all.add(exponent); });
     const int64_t out_row = token * p.out_token_stride + head * p.out_head_stride;
     for (int unit = lane; unit < p.units; unit += 1 << p.lanes_log2) {
         float sums[VALUES] = {};

@@ -11,12 +11,12 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-from decode.client_pages import OUTCOMES, transformers
-from plot_clients import PICTURES, rank_decodes
+from decode.client_pages import OUTCOMES, context_parallel, transformers
+from plot_clients import PICTURES
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs"
-PAGES = {"flashinfer_tests": "flashinfer", "serving_latency": "results/serving", "divided_keys": "several_gpus"}
+PAGES = {"flashinfer_tests": "flashinfer", "serving_latency": "results/serving", "divided_keys": "context_parallel"}
 
 
 def step(cache: str, tokens: int, **ratios: dict[str, float]) -> dict[str, Any]:
@@ -93,11 +93,10 @@ def test_the_page_of_transformers_says_what_its_json_says(line: str) -> None:
     assert line in transformers(REPORT)
 
 
-def test_parts_of_requests_are_measured_or_on_the_line_through_their_batch() -> None:
-    rows = [
-        {"section": "sweep", "batch": 2, "length": length, "kv_bytes": 10 * length, "ours": {"us": 5 + 0.1 * length}}
-        for length in (1024, 512, 128)
-    ]
-    found = rank_decodes({"rows": rows})[2]
-    assert {world: measured for world, (_, measured) in found.items()} == {1: True, 2: True, 8: True, 64: False}
-    assert found[64][0] == pytest.approx(5 + 0.1 * 16)
+def test_the_page_of_context_parallelism_says_what_its_json_says() -> None:
+    report = json.loads((RESULTS / "context_parallel_alone.json").read_text())
+    text = context_parallel(report)
+    for row in report["rows"]:
+        if row["exchange"] == "all_to_all":
+            assert f" ({row['speedup']:.1f})" in text
+            assert f"{row['batch']} x {row['kv_len']:,}" in text

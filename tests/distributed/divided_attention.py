@@ -89,7 +89,7 @@ def merge_on_host(v: Any, s: Any, *, v_other: Any = None, s_other: Any = None, *
     if v_other is not None:
         parts = np.concatenate([parts, v_other.double().numpy()[:, None]], axis=1)
         exponents = np.concatenate([exponents, s_other.double().numpy()[:, None]], axis=1)
-    sinks = None if rest["sinks"] is None else rest["sinks"].numpy()
+    sinks = None if rest.get("sinks") is None else rest["sinks"].numpy()
     out, lse = merge_states_reference(parts, exponents, sinks=sinks, lse_base=rest["lse_base"])
     copy(rest["out"], out)
     if rest["lse"] is not None:

@@ -109,6 +109,14 @@ CASES = {
     "sinks, softcap and scale": FlashCase((5, 1), (40, 33), {"softcap": 2.0, "softmax_scale": 0.2}, sinks=True),
     "head 64": FlashCase((5, 1), (40, 33), {"causal": True}, head_dim=64, heads=6),
 }
+# Requests of one size.
+EVEN = {
+    "few keys": FlashCase((3, 3), (40, 40), {"causal": True}),
+    "a token over many keys": FlashCase((1, 1), (2051, 2051)),
+    "a token with window and sinks": FlashCase((1, 1), (2500, 2500), {"window_size": (900, 0)}, sinks=True),
+    "drafts over many keys": FlashCase((8, 8), (2100, 2100), {"causal": True}, head_dim=64),
+    "a chunk over many keys": FlashCase((9, 9), (2100, 2100), {"causal": True}),
+}
 CACHED = {
     "one token": FlashCase((1, 1, 1), (40, 33, 1), {"causal": True}),
     "one token, sinks and window": FlashCase((1, 1), (40, 33), {"window_size": (9, 4)}, sinks=True),

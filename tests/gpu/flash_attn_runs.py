@@ -29,6 +29,15 @@ def check_ragged(case: FlashCase, device: str) -> None:
     _check(case, values, out, lse)
 
 
+def check_even(case: FlashCase, device: str) -> None:
+    """Requests of one size, their keys by head, as transformers has them."""
+    values = case_values(case, device)
+    q = values["q"].view(len(case.q_lens), -1, case.heads, case.head_dim)
+    k, v = (torch.stack(values[name]).transpose(1, 2).contiguous().transpose(1, 2) for name in ("k", "v"))
+    out = flash_attn.flash_attn_func(q, k, v, s_aux=values["s_aux"], **case.options)
+    _check(case, values, out.reshape(values["q"].shape), None)
+
+
 def check_ragged_over_pages(case: FlashCase, device: str) -> None:
     values = case_values(case, device)
     pages = paged(case, values, device)

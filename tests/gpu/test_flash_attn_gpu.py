@@ -13,6 +13,7 @@ pytestmark = pytest.mark.gpu
 from flash_attn_cases import (  # noqa: E402  (they need torch)
     CACHED,
     CASES,
+    EVEN,
     FlashCase,
     assert_near,
     case_values,
@@ -24,6 +25,7 @@ from flash_attn_runs import (  # noqa: E402
     LSE_TOLERANCE,
     OUT_TOLERANCE,
     check_cache,
+    check_even,
     check_ragged,
     check_ragged_over_pages,
     check_unpaged_cache,
@@ -38,6 +40,11 @@ WITH_PEERS_OPTIONS = {name: case for name, case in CASES.items() if set(case.opt
 @pytest.mark.parametrize("name", CASES)
 def test_ragged(name: str) -> None:
     check_ragged(CASES[name], "cuda")
+
+
+@pytest.mark.parametrize("name", EVEN)
+def test_requests_of_one_size(name: str) -> None:
+    check_even(EVEN[name], "cuda")
 
 
 @pytest.mark.parametrize("page_size", [16, 64, 256])

@@ -8,8 +8,14 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytestmark = pytest.mark.torch
-from flash_attn_cases import CACHED, CASES  # noqa: E402  (they need torch)
-from flash_attn_runs import check_cache, check_ragged, check_ragged_over_pages, check_unpaged_cache  # noqa: E402
+from flash_attn_cases import CACHED, CASES, EVEN  # noqa: E402  (they need torch)
+from flash_attn_runs import (  # noqa: E402
+    check_cache,
+    check_even,
+    check_ragged,
+    check_ragged_over_pages,
+    check_unpaged_cache,
+)
 
 from cubin_runtime.attention.context_reference import context_attention_reference  # noqa: E402
 
@@ -83,6 +89,11 @@ def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_ragged(name: str) -> None:
     check_ragged(CASES[name], "cpu")
+
+
+@pytest.mark.parametrize("name", EVEN)
+def test_requests_of_one_size(name: str) -> None:
+    check_even(EVEN[name], "cpu")
 
 
 @pytest.mark.parametrize("name", CASES)
