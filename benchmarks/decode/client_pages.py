@@ -24,13 +24,14 @@ LAYOUTS = {"gqa": "64 query over 8 KV heads of 128", "mla": "MLA, 128 heads"}
 def flashinfer(report: Report) -> str:
     """What FlashInfer's own tests say: the picture and the totals."""
     total = {name: report["total"].get(name, 0) for name in OUTCOMES}
+    late = f"; the time was up before {total['not run']:,}" if total["not run"] else ""
     untouched = f" {total['untouched']:,} never called our functions." if total["untouched"] else ""
     return (
         "![FlashInfer's tests by file: passed, refused, failed, skipped](flashinfer_tests.png)\n\n"
         f"On an {report['gpu']}, {report['jobs']} processes ran {report['ran']:,} of {report['sample']:,} sampled "
         f"tests of {report['tests']} in {report['seconds']:.0f} seconds: {total['passed']:,} passed, "
         f"{total['refused']:,} were refused, {total['failed']:,} failed.{untouched} The tests skip "
-        f"{total['skipped']:,} themselves; the time was up before {total['not run']:,}."
+        f"{total['skipped']:,} themselves{late}."
     )
 
 
