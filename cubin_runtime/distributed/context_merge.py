@@ -139,8 +139,8 @@ class ContextParallelMerge:
 
     def _gathered_steps(self, buffers: _Gathered, out: Any, lse: Any, sinks: Any) -> tuple[Step, ...]:
         def weigh() -> None:
-            # Of the other ranks only the log-sum-exps count, which become one with narrow zeros as their outputs. Merged
-            # with that, the own part is what it adds to the sum.
+            # Of the other ranks only the log-sum-exps count, which become one with narrow zeros as their outputs.
+            # Merged with that, the own part is what it adds to the sum.
             base = {"lse_base": self._lse_base}
             buffers.gathered[self._rank].fill_(float("-inf"))
             self._merge_states(buffers.zeros, buffers.part_lses, out=buffers.zero, lse=buffers.other_lse, **base)

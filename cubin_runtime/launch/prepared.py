@@ -28,7 +28,7 @@ from .run_source import (
     send_lines,
 )
 from .streams import is_default
-from .tensormap import TensorMapCache, TensorMapSpec
+from .tensormap import MovedDescriptors, TensorMapCache
 
 # What the driver answers where another context is current than a default stream is meant in, or none.
 _ELSEWHERE = (api.INVALID_CONTEXT, api.INVALID_HANDLE)
@@ -90,6 +90,7 @@ class PreparedLaunches:
         self.names = tuple(names)
         # Not `or`: an empty cache is false.
         self._descriptors = TensorMapCache(driver) if descriptors is None else descriptors
+        self._descriptor = MovedDescriptors(self._descriptors, driver, self._context)
         self._call = driver.function("cuLaunchKernelEx")
         self._lock = threading.Lock()
         self.runs = 0
@@ -267,10 +268,6 @@ class PreparedLaunches:
                     values |= {name: self._descriptors.encode(spec) for name, spec in specs.items()}
             found.append(values)
         return found
-
-    def _descriptor(self, spec: TensorMapSpec, address: int) -> bytes:
-        with self._driver.using(self._context):
-            return self._descriptors.encode(spec.moved(address))
 
     def _unfit(self, error: Exception, values: tuple[Any, ...]) -> UsageError:
         given = ", ".join(f"{name}={value!r}" for name, value in zip(self.names, values, strict=True))

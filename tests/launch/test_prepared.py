@@ -155,6 +155,26 @@ def test_descriptors_are_shared_through_the_cache(driver: Driver, kernel: Loaded
     assert len(standin.calls("cuTensorMapEncodeTiled")) == 1
 
 
+def test_a_tensor_that_comes_back_needs_no_call_of_the_driver_but_the_launch(
+    driver: Driver, kernel: LoadedKernel, standin: StandIn
+) -> None:
+    prepared = prepare(kernel, driver, "k")
+    prepared.run(0, 0x1230)
+    prepared.run(0, 0x4560)
+    standin.clear_log()
+    for address in (0x1230, 0x4560, 0x1230):
+        prepared.run(0, address)
+    assert standin.names() == ["cuLaunchKernelEx"] * 3
+    assert [bytes(sent(standin, i)["k"])[:2] for i in range(3)] == [b"\x30\x12", b"\x60\x45", b"\x30\x12"]  # type: ignore[call-overload]
+
+
+def test_so_many_addresses_that_some_are_forgotten(driver: Driver, kernel: LoadedKernel, standin: StandIn) -> None:
+    prepared = prepare(kernel, driver, "k")
+    for address in [*range(0x10000, 0x10000 + 16 * 300, 16), 0x10000]:
+        prepared.run(0, address)
+        assert bytes(sent(standin)["k"])[:8] == address.to_bytes(8, "little")  # type: ignore[call-overload]
+
+
 @pytest.mark.parametrize("resident", [(), ("k",)], ids=["moving", "resident"])
 def test_descriptors_are_encoded_in_the_kernels_context(
     driver: Driver, kernel: LoadedKernel, standin: StandIn, resident: tuple[str, ...]
