@@ -141,6 +141,7 @@ def _check_keys(call: DecodeCall) -> None:
     if is_paged(call):
         if len(k.shape) != 4 or k.shape[0] < 1:
             raise UsageError(f"k: shape {k.shape} with page_table, expected [pages, page_size, kv_heads, head_dim]")
+        check_table(tensors["page_table"], batch_of(call), separate=True)
         check_page_size("k", k.shape[1], tensors["page_table"].shape[-1])
         if tensors.get("seq_lens") is None:
             raise UsageError("seq_lens: None with page_table, expected the lengths")
@@ -170,9 +171,6 @@ def _check_shapes(call: DecodeCall) -> None:
     check_shape("seq_lens", tensors.get("seq_lens"), (batch,))
     check_shape("kv_cu_seq_lens", tensors.get("kv_cu_seq_lens"), (batch + 1,))
     check_shape("sinks", tensors.get("sinks"), (call.q_heads,), (kv_heads, call.q_heads // kv_heads))
-    table = tensors.get("page_table")
-    if table is not None:
-        check_table(table, batch, separate=True)
     for name in ("softmax_scale", "output_scale"):
         scale = tensors.get(name)
         if scale is not None and prod(scale.shape) != 1:

@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 def _check(call: DecodeCall) -> None:
     tensors, k, v = call.tensors, call.tensors["k_cache"], call.tensors["v_cache"]
     check_queries(call)
+    check_table(tensors["page_table"], call.batch, separate=True)
     check_caches(call.q, k, v, tensors["page_table"].shape[-1])
     page_size, kv_heads = k.shape[1:3]
     tensors.check_dtypes()
     check_shapes(call, call.q.shape, kv_heads)
-    check_table(tensors["page_table"], call.batch, separate=True)
     tensors.check_devices()
     tensors.check_memory()
     check_token_strides(call)

@@ -160,6 +160,7 @@ CU = view("int32", BATCH + 1)
         (ragged_call(softmax_scale=view("float32", 2)), {}, r"softmax_scale: shape \(2,\), expected one element"),
         (paged_call(seq_lens=None), {}, "seq_lens: None with page_table"),
         (paged_call(kv_cu_seq_lens=CU), {}, "kv_cu_seq_lens: given with page_table"),
+        (paged_call(page_table=view("int32")), {}, r"page_table: shape \(\), expected \[3, columns\] or"),
         (paged_call(page_table=view("int32", 5, 4)), {}, r"page_table: shape \(5, 4\), expected \[3, columns\] or"),
         (
             paged_call(k=view("bfloat16", PAGES, 24, KV_HEADS, DIM)),

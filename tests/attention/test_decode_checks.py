@@ -96,6 +96,8 @@ def test_one_request_of_one_page_may_have_any_strides(name: str) -> None:
             r"page_table: shape .*expected \[4, columns\] or \[4, 2, columns\]",
         ),
         ("page_table", contiguous((4, 3, 16), "int32"), "page_table: shape"),
+        ("page_table", contiguous((), "int32"), r"page_table: shape \(\), expected"),
+        ("page_table", contiguous((4,), "int32"), "page_table: shape"),
         ("page_table", contiguous((4, 2, 0), "int32"), "page_table: shape"),
         ("page_table", contiguous((4, 0), "int32"), "page_table: shape"),
         ("page_table", contiguous((4, 16), "int64"), "page_table: dtype int64, expected int32"),
