@@ -174,8 +174,10 @@ def test_few_tokens_over_many_keys_are_decoded_without_a_cache(
     k, v = (torch.zeros(2, KV_HEADS, kv_len, DIM, dtype=BF16).transpose(1, 2) for _ in range(2))
     out = flash_attn.flash_attn_func(q, k, v, causal=causal)
     assert out.shape == q.shape
-    (launch,) = standin.calls("cuLaunchKernelEx")
+    flash_attn.flash_attn_func(q, k, v, causal=causal, deterministic=True)
+    launch, other = standin.calls("cuLaunchKernelEx")
     assert symbol in launch.seen["symbol"]
+    assert "context_attention" in other.seen["symbol"]
 
 
 @pytest.mark.parametrize(("given", "lengths"), [(7, [7, 7, 7]), (None, [COLUMNS * PAGE] * BATCH)])

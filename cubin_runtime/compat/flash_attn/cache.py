@@ -119,7 +119,10 @@ def _is_decode(queries: Queries, cache: Cache, lengths: Any, options: Options) -
     """Whether the decode kernels serve: a few causal tokens of each request over many keys, no more than the output."""
     if queries.sums is not None or options.returns_lse or options.softcap != 0:
         return False
-    if cache.table is None and (not is_torch(queries.q) or (lengths is None and cache.capacity < _DECODED_FROM)):
+    if cache.table is None and not is_torch(queries.q):
+        return False
+    # Without a cache, the bits of a token are those of its prompt if they have to be the same.
+    if cache.table is None and lengths is None and (cache.capacity < _DECODED_FROM or options.batch_invariant):
         return False
     _, q_len, heads, _ = shape_of(queries.q, "q", 4)
     kv_heads = shape_of(cache.k, "k_cache", 4)[2]
