@@ -16,6 +16,7 @@ import json
 import os
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,12 @@ def options() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def show(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print rows as they come."""
+    for row in rows:
+        print({name: round(value, 2) if isinstance(value, float) else value for name, value in row.items()}, flush=True)
+
+
 def run_rank(rank: int, world: int, meeting: str, chosen: argparse.Namespace, store: str) -> None:
     """One process: rank 0 prints rows and writes the result."""
     torch.cuda.set_device(rank)
@@ -62,8 +69,7 @@ def run_rank(rank: int, world: int, meeting: str, chosen: argparse.Namespace, st
             rows = measure(runtime, pool, layout, batch, kv_len)
             result["rows"] += rows
             if rank == 0:
-                for row in rows:
-                    print({name: round(v, 2) if isinstance(v, float) else v for name, v in row.items()}, flush=True)
+                show(rows)
         if world > 1:
             result["model"] = predictions(result["rows"], MODELLED)
     finally:  # what was measured before a fault is kept
@@ -89,8 +95,9 @@ def run_alone(chosen: argparse.Namespace, store: str) -> None:
     for world in chosen.alone:
         dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
         for layout, kv_len, batch in product((GQA, MLA), chosen.kv_lens, chosen.batches):
-            result["rows"] += measure(runtime, pool, layout, batch, kv_len, exchanges=False)
-            print({n: round(v, 2) if isinstance(v, float) else v for n, v in result["rows"][-1].items()}, flush=True)
+            rows = measure(runtime, pool, layout, batch, kv_len, exchanges=False)
+            result["rows"] += rows
+            show(rows)
         dist.destroy_process_group()
     result["seconds"] = round(time.perf_counter() - began, 1)
     (chosen.out / "context_parallel_alone.json").write_text(json.dumps(result, indent=1) + "\n")

@@ -72,6 +72,11 @@ class DecodeOptions:
     cp_rank: int = 0
     cp_interleave: int = 1
 
+    @property
+    def drafts_by_index(self) -> bool:
+        """Whether the window of a query token with a mask counts from its index, not from its depth."""
+        return self.draft_position == "index"
+
     def keys_of_all_ranks(self, keys: int) -> int:
         """A bound on the keys of a request on all ranks, of which this one has ``keys``."""
         return keys if self.cp_world == 1 else (keys + self.cp_interleave) * self.cp_world

@@ -19,7 +19,7 @@ from ..values import dataclass
 from .backends import resolve_backend
 from .call_family import Q_LEN_BOUND, CallFamily
 from .checks import check_switches, check_words, integer
-from .decode_call import DRAFT_POSITIONS, MAX_Q_LEN, DecodeCall, DecodeOptions, check_query_bounds
+from .decode_call import MAX_Q_LEN, DecodeCall, DecodeOptions, check_query_bounds
 from .fast_path import note_launch
 from .operator import CallTensors, Given, Operator
 from .operator_plan import check_workspace
@@ -150,7 +150,7 @@ def _has_traced_form(call: DecodeCall) -> bool:
     """Whether a traced call has fields for all of it: none for keys of other ranks, values' pages, drafts by index."""
     tensors, options = call.tensors, call.options
     shares_pages = len(tensors["page_table"].shape) == 2
-    return tensors.get("global_seq_lens") is None and shares_pages and options.draft_position == DRAFT_POSITIONS[0]
+    return tensors.get("global_seq_lens") is None and shares_pages and not options.drafts_by_index
 
 
 def _family(

@@ -66,7 +66,7 @@ def _launches(call: DecodeCall, device: DeviceFacts, release: NativeRelease) -> 
         group=call.q_heads // kv_heads,
         head_dim=head_dim,
         window_left=options.window_left,
-        positions_by_index=options.draft_position == "index",
+        positions_by_index=options.drafts_by_index,
         k_strides=CacheStrides(*strides_of(k)),
         v_strides=CacheStrides(*strides_of(v)),
         v_table_offset=value_table_offset(call.tensors["page_table"]),

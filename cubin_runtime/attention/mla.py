@@ -9,7 +9,7 @@ from ..dtypes import DTYPES
 from ..errors import UsageError
 from ..kernels.native.launches import NativeLaunch
 from ..kernels.native.mla.plan import MlaProblem, mla_launch
-from ..kernels.native.mla.select import MlaSelection, MlaShape, select_mla_decode
+from ..kernels.native.mla.select import MlaSelection, select_mla_decode
 from ..launch.driver import DeviceFacts
 from ..tensor import TensorView
 from .backends import AUTO
@@ -68,18 +68,7 @@ def _launches(call: DecodeCall, device: DeviceFacts, release: NativeRelease) -> 
         # A dimension of size 1 may carry any stride; the descriptor wants a valid one.
         cache_strides=(cache.strides[0] if pages > 1 else page_size * cache.strides[1], cache.strides[1]),
     )
-    shape = MlaShape(
-        dtype=problem.kv_dtype,
-        q_dtype=problem.q_dtype,
-        latent=problem.latent,
-        rope=ROPE,
-        heads=problem.heads,
-        batch=problem.batch,
-        q_len=problem.q_len,
-        ragged=call.ragged,
-        max_seq_len=options.max_seq_len,
-        batch_invariant=options.batch_invariant,
-    )
+    shape = problem.shape(ragged=call.ragged, batch_invariant=options.batch_invariant)
     selection = select_mla_decode(release.kernels, shape, device)
     return [mla_launch(selection, problem, release.file_of(selection.kernel))]
 

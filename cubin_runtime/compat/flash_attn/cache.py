@@ -16,8 +16,8 @@ from .options import Options
 from .tensors import column, differences, filled, is_torch, lengthened, numbers, shape_of
 
 _MOST_DECODED = 8  # query tokens of a request that the decode kernels are for
-# Keys of requests without lengths from which on they are faster, which divide the keys over the GPU, by more than the
-# two small tensors cost that they need.
+# Keys of a request from which on they are faster without lengths, too: they divide the keys over the GPU, and that is
+# then worth more than the two small tensors cost that they need.
 _DECODED_FROM = 2048
 _APPEND_NAMES = {"key": "k", "value": "v", "seq_lens": "cache_seqlens", "cum_seq_lens": "cu_seqlens_k_new"}
 

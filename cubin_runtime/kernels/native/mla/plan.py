@@ -11,7 +11,7 @@ from ....values import dataclass
 from ..constants import CONSTANTS
 from ..launches import KernelFile, NativeLaunch, native_plan, scratch_regions
 from ..problem import Problem
-from .select import MlaSelection
+from .select import MlaSelection, MlaShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +26,21 @@ class MlaProblem(Problem):
     latent: int
     rope: int
     cache_strides: tuple[int, int]
+
+    def shape(self, *, ragged: bool, batch_invariant: bool) -> MlaShape:
+        """What a kernel is chosen by."""
+        return MlaShape(
+            dtype=self.kv_dtype,
+            q_dtype=self.q_dtype,
+            latent=self.latent,
+            rope=self.rope,
+            heads=self.heads,
+            batch=self.batch,
+            q_len=self.q_len,
+            ragged=ragged,
+            max_seq_len=self.max_seq_len,
+            batch_invariant=batch_invariant,
+        )
 
 
 def mla_launch(selection: MlaSelection, problem: MlaProblem, file: KernelFile) -> NativeLaunch[MlaSelection]:
