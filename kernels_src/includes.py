@@ -7,7 +7,11 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from .compiling import BuildError
+
 _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
+_DIRECTIVE = re.compile(rb"^[ \t]*#[ \t]*include\b[^\n]*", re.MULTILINE)
+_IN_BRACKETS = re.compile(rb"[ \t]*#[ \t]*include[ \t]*<([^>\n]+)>")
 
 
 def source_files(root: Path, source: str) -> tuple[Path, ...]:
@@ -34,9 +38,19 @@ def source_files(root: Path, source: str) -> tuple[Path, ...]:
 
 
 def sources_sha256(root: Path, source: str, generated: Mapping[str, str]) -> str:
-    """SHA-256 (hex) over a ``sha256sum``-like listing of the sources, then of ``generated`` headers they include."""
+    """SHA-256 (hex) over a ``sha256sum``-like listing of the sources, then of ``generated`` headers they include.
+
+    Raises:
+        BuildError: a file cannot be read, or is included in a way that the digest does not see.
+    """
     root = root.resolve()
-    contents = {file.relative_to(root).as_posix(): file.read_bytes() for file in source_files(root, source)}
+    try:
+        files = source_files(root, source)
+        contents = {file.relative_to(root).as_posix(): file.read_bytes() for file in files}
+    except OSError as error:
+        raise BuildError(f"{source}: {error}") from error
+    for path, data in contents.items():
+        _check_includes(root / path, data, root, generated)
     included = {name.decode() for data in contents.values() for name in _INCLUDE.findall(data)}
     listing = "".join(f"{hashlib.sha256(data).hexdigest()}  {path}\n" for path, data in contents.items())
     listing += "".join(
@@ -44,3 +58,24 @@ def sources_sha256(root: Path, source: str, generated: Mapping[str, str]) -> str
         for name in sorted(included & generated.keys())
     )
     return hashlib.sha256(listing.encode()).hexdigest()
+
+
+def _check_includes(file: Path, data: bytes, root: Path, generated: Mapping[str, str]) -> None:
+    """Refuse an include whose content the digest would not see: one by a macro, or of a file of neither folder.
+
+    Raises:
+        BuildError: names the file and the include.
+    """
+    for directive in _DIRECTIVE.findall(data):
+        if quoted := _INCLUDE.match(directive):
+            found = (file.parent / quoted[1].decode()).resolve()
+            seen = found.is_relative_to(root) or not found.is_file()
+        elif in_brackets := _IN_BRACKETS.match(directive):
+            seen = in_brackets[1].decode() not in generated
+        else:
+            seen = False
+        if not seen:
+            raise BuildError(
+                f"{file.relative_to(root)}: {directive.decode(errors='replace').strip()}: expected a file below the"
+                " sources or a generated header, in quotes, or a header of the toolkit"
+            )

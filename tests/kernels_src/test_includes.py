@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from kernels_src.compiling import BuildError
 from kernels_src.includes import source_files, sources_sha256
 
 
@@ -54,3 +55,16 @@ def test_the_digest_ignores_generated_headers_that_are_not_included(sources: Pat
     assert sources_sha256(sources, "a/kernel.cu", with_others) == sources_sha256(
         sources, "a/kernel.cu", {"Params.h": "struct Params {};"}
     )
+
+
+@pytest.mark.parametrize("directive", ["#include HEADER", "#include <Params.h>", '#include "../../outside.cuh"'])
+def test_an_include_that_the_digest_would_not_see_is_an_error(sources: Path, directive: str) -> None:
+    sources.parent.joinpath("outside.cuh").write_text("")
+    (sources / "common/y.cuh").write_text(f"{directive}\n")
+    with pytest.raises(BuildError, match=r"common/y\.cuh: #include .*: expected a file below the sources"):
+        sources_sha256(sources, "a/kernel.cu", {"Params.h": ""})
+
+
+def test_a_source_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match=r"a/kernel\.cu: .*No such file"):
+        sources_sha256(tmp_path, "a/kernel.cu", {})
