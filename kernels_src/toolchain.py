@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -47,6 +49,50 @@ class Toolchain:
     def environment(self) -> dict[str, str]:
         """The process environment without the variables that change what nvcc does."""
         return {name: value for name, value in os.environ.items() if name not in _STRIPPED}
+
+    def sha256(self) -> str:
+        """The digest (hex) of the files that compile a kernel, wherever they lie, as ``nvcc --dryrun`` names them.
+
+        These are nvcc and its profile, cicc, libdevice, ptxas, all headers of the toolkit, and the host compiler, which
+        preprocesses and stands for the headers of the system.
+
+        Raises:
+            ToolchainError: nvcc does not name them, or one cannot be read.
+        """
+        digest = hashlib.sha256(NVCC_VERSION.encode())
+        for name, file in self._files():
+            try:
+                digest.update(f"{name} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
+            except OSError as error:
+                raise ToolchainError(f"{self.nvcc}: {error}") from error
+        return digest.hexdigest()
+
+    def _files(self) -> list[tuple[str, Path]]:
+        command = [str(self.nvcc), "--dryrun", "-cubin", "-x", "cu", os.devnull]
+        environment = self.environment()
+        try:
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+        except (OSError, subprocess.SubprocessError) as error:
+            raise ToolchainError(f"{self.nvcc} does not say what it would run: {error}") from error
+        values = dict(re.findall(r"^#\$ (\w+)=(.*)$", done.stderr, re.MULTILINE))
+        preprocess = re.search(r"^#\$ (.* -E .*)$", done.stderr, re.MULTILINE)
+        missing = {"_HERE_", "CICC_PATH", "NVVMIR_LIBRARY_DIR", "INCLUDES", "SYSTEM_INCLUDES"} - values.keys()
+        if missing or preprocess is None:
+            raise ToolchainError(f"nvcc --dryrun names no {', '.join(sorted(missing)) or 'preprocessor'}")
+        host = shlex.split(preprocess[1])[0]
+        here = Path(values["_HERE_"])
+        files = [
+            ("nvcc", self.nvcc),
+            *((name, here / name) for name in ("nvcc", "nvcc.profile", "ptxas")),
+            ("cicc", Path(values["CICC_PATH"]) / "cicc"),
+            ("host", Path(shutil.which(host, path=environment.get("PATH")) or host)),
+        ]
+        words = shlex.split(f"{values['INCLUDES']} {values['SYSTEM_INCLUDES']}")
+        folders = [Path(word.removeprefix("-I")).resolve() for word in words if word != "-isystem"]
+        folders = [folder for folder in folders if not any(other in folder.parents for other in folders)]
+        for folder in (Path(values["NVVMIR_LIBRARY_DIR"]), *folders):
+            files += [(str(x.relative_to(folder)), x) for x in sorted(folder.rglob("*")) if x.is_file()]
+        return files
 
 
 def find_toolchain() -> Toolchain:

@@ -66,3 +66,52 @@ def test_variables_that_change_what_nvcc_does_are_not_passed_on(monkeypatch: pyt
     monkeypatch.setenv("NVCC_APPEND_FLAGS", "-lineinfo")
     monkeypatch.setenv("CPLUS_INCLUDE_PATH", "/elsewhere")
     assert {"NVCC_APPEND_FLAGS", "CPLUS_INCLUDE_PATH"}.isdisjoint(Toolchain(Path("nvcc"), "PATH").environment())
+
+
+def toolkit(root: Path) -> Toolchain:
+    """An nvcc that names the files of a toolkit below ``root``, and a host compiler beside them."""
+    for name in (
+        "bin/nvcc",
+        "bin/nvcc.profile",
+        "bin/ptxas",
+        "bin/gcc",
+        "nvvm/cicc",
+        "libdevice/a.bc",
+        "include/x/y.h",
+    ):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(name)
+    (root / "words").write_text(
+        f"#$ _HERE_={root}/bin\n#$ CICC_PATH={root}/nvvm\n#$ NVVMIR_LIBRARY_DIR={root}/libdevice\n"
+        f'#$ INCLUDES="-I{root}/include"  \n#$ SYSTEM_INCLUDES="-isystem" "{root}/include/x"  \n'
+        f"#$ {root}/bin/gcc -E -x c++ /dev/null\n"
+    )
+    (root / "nvcc").write_text('#!/bin/sh\ncat "$(dirname "$0")/words" >&2\n')
+    (root / "nvcc").chmod(0o755)
+    return Toolchain(root / "nvcc", "PATH")
+
+
+@pytest.mark.parametrize(
+    "changed", ["nvcc", "bin/nvcc", "bin/ptxas", "bin/gcc", "nvvm/cicc", "libdevice/a.bc", "include/x/y.h"]
+)
+def test_the_digest_of_a_toolchain_follows_its_files(tmp_path: Path, changed: str) -> None:
+    toolchain = toolkit(tmp_path)
+    before = toolchain.sha256()
+    (tmp_path / changed).write_text((tmp_path / changed).read_text() + " ")
+    assert toolchain.sha256() != before
+
+
+def test_the_digest_of_a_toolchain_is_the_same_in_another_folder(tmp_path: Path) -> None:
+    assert toolkit(tmp_path / "one").sha256() == toolkit(tmp_path / "other").sha256()
+
+
+def test_a_toolchain_whose_files_are_not_there_has_no_digest(tmp_path: Path) -> None:
+    toolchain = toolkit(tmp_path)
+    (tmp_path / "bin" / "ptxas").unlink()
+    with pytest.raises(ToolchainError, match="bin/ptxas"):
+        toolchain.sha256()
+    (tmp_path / "words").write_text("")
+    with pytest.raises(ToolchainError, match="nvcc --dryrun names no CICC_PATH, INCLUDES"):
+        toolchain.sha256()
+    with pytest.raises(ToolchainError, match="does not say what it would run"):
+        Toolchain(Path("no-nvcc"), "PATH").sha256()
