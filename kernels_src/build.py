@@ -1,4 +1,4 @@
-"""Build the native kernels into a release tree: ``python -m kernels_src.build --out DIR [--only GLOB]``."""
+"""Build the native kernels into a release tree: ``python -m kernels_src.build --out DIR [--only GLOB] [--force]``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -17,8 +18,9 @@ from cubin_runtime.kernels.native import constants
 from cubin_runtime.kernels.native.layouts import LAYOUTS
 from cubin_runtime.launch.structs import StructLayout
 
-from .compiling import BuildError, CompiledKernel, compile_command, compile_variant
+from .compiling import BuildError, CompiledKernel, check_kernel, compile_command, compile_variant
 from .includes import sources_sha256
+from .kernel_cache import KernelCache, cache_key, kernel_cache
 from .release import RELEASE, Release, kernel_entry, write_release
 from .toolchain import Toolchain, ToolchainError, find_toolchain
 from .variants import VARIANTS, Variant
@@ -26,6 +28,16 @@ from .variants import VARIANTS, Variant
 SOURCES = Path(__file__).resolve().parent
 DEFAULT_JOBS = min(2, os.cpu_count() or 1)
 COMPILE_COMMANDS = "compile_commands.json"
+
+
+@dataclass(frozen=True, slots=True)
+class BuildStep:
+    """A kernel that is there, the ``number``-th of ``total``; ``seconds`` of its compilation, None from the cache."""
+
+    kernel: CompiledKernel
+    number: int
+    total: int
+    seconds: float | None
 
 
 def select(variants: Sequence[Variant], pattern: str) -> tuple[Variant, ...]:
@@ -78,9 +90,10 @@ def build(
     sources: Path = SOURCES,
     release: str = RELEASE,
     jobs: int = DEFAULT_JOBS,
-    progress: Callable[[CompiledKernel, float], None] | None = None,
+    cache: KernelCache | None = None,
+    progress: Callable[[BuildStep], None] | None = None,
 ) -> Release:
-    """Compile ``variants`` and write the tree ``out/release``.
+    """Compile ``variants`` and write the tree ``out/release``, the same bytes with and without a cache.
 
     Beside it, ``out`` gets the generated headers and ``compile_commands.json``, before anything is compiled.
 
@@ -92,10 +105,13 @@ def build(
         sources: the folder of kernel sources.
         release: the name of the release folder.
         jobs: compilations at a time.
-        progress: called after each compilation with the kernel and its seconds.
+        cache: kernels of earlier builds; None: compile all, keep none.
+        progress: called for each kernel, first those of the cache, then as compilations end.
 
     Raises:
-        BuildError: an unknown struct, a failed compilation, or a cubin that must not be shipped.
+        BuildError: an unknown struct, a failed compilation, sources that changed meanwhile, or a cubin that must not be
+            shipped.
+        ToolchainError: with a cache, files of the compiler cannot be read.
     """
     unknown = sorted({variant.struct for variant in variants} - set(layouts))
     if unknown:
@@ -104,34 +120,61 @@ def build(
     include = out / "generated"
     write_headers(include, layouts)
     write_compile_commands(out, variants, toolchain, sources, include, release)
+    headers = generated_headers(layouts)
+    digests = {source: sources_sha256(sources, source, headers) for source in {x.source for x in variants}}
+    toolchain_sha256 = toolchain.sha256() if cache else ""
+    keys = {x.name: cache_key(x, digests[x.source], toolchain_sha256) for x in variants}
+    kernels: dict[str, CompiledKernel] = {}
+
+    def add(kernel: CompiledKernel, seconds: float | None) -> None:
+        kernels[kernel.variant.name] = kernel
+        if progress is not None:
+            progress(BuildStep(kernel, len(kernels), len(variants), seconds))
+
+    def compile_one(variant: Variant, output: Path) -> tuple[CompiledKernel, float]:
+        begin = time.monotonic()
+        kernel = compile_variant(variant, layouts[variant.struct], toolchain, sources, include, output)
+        if sources_sha256(sources, variant.source, headers) != digests[variant.source]:
+            raise BuildError(f"{variant.name}: its sources changed while it was compiled; build again")
+        if cache:
+            cache.store(keys[variant.name], kernel)
+        return kernel, time.monotonic() - begin
+
+    for variant in variants:
+        if cache and (cached := cache.load(keys[variant.name], variant)):
+            check_kernel(cached, layouts[variant.struct])
+            add(cached, None)
+    missing = [variant for variant in variants if variant.name not in kernels]
+    _compile_all(missing, compile_one, jobs, add)
+    if cache and missing:
+        cache.prune()
+    entries = [kernel_entry(kernels[x.name], layouts[x.struct], digests[x.source]) for x in variants]
+    return write_release(out, release, {x.file: kernels[x.name].cubin for x in variants}, entries)
+
+
+def _compile_all(
+    variants: Sequence[Variant],
+    compile_one: Callable[[Variant, Path], tuple[CompiledKernel, float]],
+    jobs: int,
+    add: Callable[[CompiledKernel, float], None],
+) -> None:
+    """Compile ``jobs`` variants at a time and ``add`` each as it ends; the first error ends all."""
     with tempfile.TemporaryDirectory(prefix="kernels-") as scratch, ThreadPoolExecutor(max(1, jobs)) as pool:
-
-        def compile_one(variant: Variant) -> CompiledKernel:
-            begin = time.monotonic()
-            output = Path(scratch) / f"{variant.name}.cubin"
-            kernel = compile_variant(variant, layouts[variant.struct], toolchain, sources, include, output)
-            if progress is not None:
-                progress(kernel, time.monotonic() - begin)
-            return kernel
-
+        futures = [pool.submit(compile_one, x, Path(scratch) / f"{x.name}.cubin") for x in variants]
         try:
-            kernels = list(pool.map(compile_one, variants))
+            for future in as_completed(futures):
+                add(*future.result())
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-    headers = generated_headers(layouts)
-    entries = []
-    for kernel in kernels:
-        digest = sources_sha256(sources, kernel.variant.source, headers)
-        entries.append(kernel_entry(kernel, layouts[kernel.variant.struct], digest))
-    return write_release(out, release, {kernel.variant.file: kernel.cubin for kernel in kernels}, entries)
 
 
-def _print_progress(kernel: CompiledKernel, seconds: float) -> None:
-    used = kernel.resources
+def _print_step(step: BuildStep) -> None:
+    used = step.kernel.resources
+    time_of = "cached" if step.seconds is None else f"{step.seconds:.1f} s"
     print(
-        f"  {kernel.variant.name}: {len(kernel.cubin)} bytes, {used.registers} registers,"
-        f" {used.spill_bytes} bytes spilled, {seconds:.1f} s",
+        f"  {step.number}/{step.total} {step.kernel.variant.name} ({time_of}): {len(step.kernel.cubin)} bytes,"
+        f" {used.registers} registers, {used.spill_bytes} bytes spilled",
         flush=True,
     )
 
@@ -143,6 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="*", metavar="GLOB", help="build only variants whose name matches")
     parser.add_argument("--jobs", type=int, default=DEFAULT_JOBS, help="compilations at a time (%(default)s)")
     parser.add_argument("--release", default=RELEASE, help="name of the release folder (%(default)s)")
+    parser.add_argument("--force", action="store_true", help="compile every kernel, also those in the cache")
     parser.add_argument("--headers-only", action="store_true", help="write only the generated headers into --out")
     given = parser.parse_args(arguments)
     try:
@@ -152,6 +196,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         toolchain = find_toolchain()
         chosen = select(VARIANTS, given.only)
         print(f"{len(chosen)} kernels with {toolchain.nvcc} (from {toolchain.origin})", flush=True)
+        compiled: list[BuildStep] = []
+
+        def show(step: BuildStep) -> None:
+            if step.seconds is not None:
+                compiled.append(step)
+            # Of a whole release only what is compiled is news; with a pattern, somebody looks at these kernels.
+            if step.seconds is not None or given.only != "*":
+                _print_step(step)
+
         release = build(
             given.out,
             chosen,
@@ -159,11 +212,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             toolchain,
             release=given.release,
             jobs=given.jobs,
-            progress=_print_progress,
+            cache=kernel_cache(reuse=not given.force),
+            progress=show,
         )
     except (BuildError, ToolchainError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    print(f"  {len(chosen) - len(compiled)} cached, {len(compiled)} compiled")
     print(f"{release.folder}: {release.files} files, {release.bytes} bytes, checksums.txt {release.manifest_sha256}")
     return 0
 

@@ -100,6 +100,16 @@ def compile_variant(
     return CompiledKernel(variant, cubin, resources)
 
 
+def check_kernel(kernel: CompiledKernel, layout: StructLayout) -> None:
+    """Check a kernel that was compiled earlier as ``compile_variant`` checks one.
+
+    Raises:
+        BuildError: it must not be shipped.
+    """
+    check_cubin(kernel.variant, kernel.cubin, layout)
+    check_shared_memory(kernel.variant, kernel.resources)
+
+
 def _run(command: Sequence[str], toolchain: Toolchain, variant: Variant) -> str:
     try:
         done = subprocess.run(

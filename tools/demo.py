@@ -26,7 +26,8 @@ from cubin_runtime.artifacts.library import Library  # noqa: E402
 from cubin_runtime.artifacts.path import ArtifactPath  # noqa: E402
 from cubin_runtime.artifacts.pins.pin import Pin  # noqa: E402
 from cubin_runtime.kernels.native.layouts import LAYOUTS  # noqa: E402
-from kernels_src.build import build, select  # noqa: E402
+from kernels_src.build import BuildStep, build, select  # noqa: E402
+from kernels_src.kernel_cache import kernel_cache  # noqa: E402
 from kernels_src.pinning import pin_of, with_pin  # noqa: E402
 from kernels_src.publishing import publish, serve  # noqa: E402
 from kernels_src.release import Release  # noqa: E402
@@ -62,13 +63,20 @@ def build_small_set(folder: Path) -> Release:
         LAYOUTS,
         toolchain,
         release=RELEASE,
-        progress=lambda kernel, seconds: detail(
-            f"{kernel.variant.name}: {len(kernel.cubin)} bytes, {kernel.resources.registers} registers,"
-            f" {kernel.resources.spill_bytes} bytes spilled, {seconds:.1f} s"
-        ),
+        cache=kernel_cache(),
+        progress=_show_step,
     )
     say(f"checksums.txt lists {release.files} files: the kernels, and kernels.json, which describes them.")
     return release
+
+
+def _show_step(step: BuildStep) -> None:
+    kernel, used = step.kernel, step.kernel.resources
+    time_of = "compiled earlier" if step.seconds is None else f"{step.seconds:.1f} s"
+    detail(
+        f"{kernel.variant.name}: {len(kernel.cubin)} bytes, {used.registers} registers,"
+        f" {used.spill_bytes} bytes spilled, {time_of}"
+    )
 
 
 def pin_release(release: Release, folder: Path) -> Path:
