@@ -15,13 +15,22 @@ from cubin_runtime.kernels.native.layouts import LAYOUTS
 from cubin_runtime.launch.driver import Driver
 from cubin_runtime.testing import StandIn, build_standin
 from kernels_src.build import build, select
+from kernels_src.kernel_cache import kernel_cache
 from kernels_src.toolchain import find_toolchain
 from kernels_src.variants import VARIANTS
 
 
 def main(added: str, folder: Path) -> None:
     names = {"kernel_family": "toy_decode*", "optional_tensor": "fmha_paged_decode_bf16_d128_rows8_sm90a"}[added]
-    build(folder / "tree", select(VARIANTS, names), LAYOUTS, find_toolchain(), release=RELEASE_NAME, jobs=2)
+    build(
+        folder / "tree",
+        select(VARIANTS, names),
+        LAYOUTS,
+        find_toolchain(),
+        release=RELEASE_NAME,
+        jobs=2,
+        cache=kernel_cache(),
+    )
     standin = StandIn(build_standin(folder))
     standin.reset()
     config = Config(

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from kernels_src.kernel_cache import VARIABLE, kernel_cache
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PAGE = (ROOT / "docs" / "contributing" / "adding.md").read_text()
@@ -46,6 +48,6 @@ def test_what_the_patch_adds_runs(section: str, tmp_path: Path) -> None:
     subprocess.run(["git", "apply", str(HERE / f"{section}.patch")], cwd=copy, check=True)
     paths = [str(copy), *(str(copy / "tests" / name) for name in HELPERS)]
     command = [sys.executable, str(HERE / "run_added.py"), section, str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), VARIABLE: str(kernel_cache().folder)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=copy)
     assert done.returncode == 0, done.stderr

@@ -16,6 +16,7 @@ from cubin_runtime.attention import TensorView
 from cubin_runtime.kernels.native.layouts import LAYOUTS
 from cubin_runtime.launch.driver import DeviceFacts
 from kernels_src.build import build, select
+from kernels_src.kernel_cache import kernel_cache
 from kernels_src.toolchain import find_toolchain
 from kernels_src.variants import VARIANTS
 
@@ -32,6 +33,7 @@ def build_release(folder: Path, names: str = "fmha_paged_decode_bf16_d128_rows*[
         find_toolchain(),
         release=RELEASE_NAME,
         jobs=os.cpu_count() or 1,
+        cache=kernel_cache(),
     )
     return folder / "tree", pin_release(folder)
 

@@ -10,6 +10,7 @@ from copying_kernels import COPYING_VARIANTS
 
 from cubin_runtime.kernels.native.layouts import LAYOUTS
 from kernels_src.build import build
+from kernels_src.kernel_cache import kernel_cache
 from kernels_src.toolchain import find_toolchain
 from kernels_src.variants import Variant
 
@@ -107,5 +108,14 @@ def build_stub_release(folder: Path) -> tuple[Path, Path]:
     switches = (False, True)
     variants += [context_stub_variant("bf16", 128, cap, segments) for cap in switches for segments in switches]
     variants += [context_stub_variant("bf16", 192, False)]
-    build(folder / "tree", variants, LAYOUTS, find_toolchain(), sources=sources, release=RELEASE_NAME, jobs=2)
+    build(
+        folder / "tree",
+        variants,
+        LAYOUTS,
+        find_toolchain(),
+        sources=sources,
+        release=RELEASE_NAME,
+        jobs=2,
+        cache=kernel_cache(),
+    )
     return folder / "tree", pin_release(folder)
