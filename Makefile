@@ -5,6 +5,7 @@
 PYTHON ?= python3
 TORCH_INDEX ?=
 CHECK ?=
+FORCE ?=
 INTO ?=
 KERNELS ?=
 SEED ?=
@@ -82,12 +83,12 @@ docs: .venv-docs/.ready ## The documentation site, into build/site; a warning or
 	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict --quiet
 	@echo "build/site/index.html"
 
-artifacts: .venv/.ready ## Build our kernels and write their pin; CHECK=1 compares and changes nothing
-	@$(VENV) -m kernels_src.build --out $(BUILD)
+artifacts: .venv/.ready ## Build our kernels and write their pin; CHECK=1 changes nothing, FORCE=1 compiles all
+	@$(VENV) -m kernels_src.build --out $(BUILD) $(if $(filter-out 0,$(FORCE)),--force)
 	@$(VENV) -m kernels_src.pinning $(if $(filter-out 0,$(CHECK)),--check)
 
 dist: .venv/.ready ## Wheel and sdist of the package, the kernels that the pin names, and the accelerator
-	@$(VENV) -m kernels_src.build --out $(BUILD)
+	@$(VENV) -m kernels_src.build --out $(BUILD) $(if $(filter-out 0,$(FORCE)),--force)
 	@$(VENV) -m kernels_src.pinning --check
 	@rm -rf dist
 	@$(VENV) -m build --outdir dist . > /dev/null
