@@ -4,12 +4,20 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from cubin_runtime.testing import StandIn
+
+with suppress(ImportError):  # the tests in tests/gpu run without it
+    from hypothesis import HealthCheck, settings
+
+    # How long an example takes says more about the machine's load than about the code.
+    settings.register_profile("any load", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("any load")
 
 
 @pytest.fixture(autouse=True)

@@ -61,7 +61,7 @@ def run_child(
         "PYTHONPATH": f"{package}{os.pathsep}{helpers}",
         "PYTHONDONTWRITEBYTECODE": "1",
     }
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, cwd=package)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=package)
 
 
 @functools.cache
@@ -86,7 +86,7 @@ def can_mount() -> str:
             ["unshare", "-m", "sh", "-ec", "mount -t tmpfs none /mnt"],
             capture_output=True,
             text=True,
-            timeout=20,
+            timeout=100,
         )
     except FileNotFoundError:
         return "there is no unshare command"

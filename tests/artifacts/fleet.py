@@ -21,15 +21,17 @@ from cubin_runtime.artifacts.fetch import process_pool
 process_pool.OBJECTS_A_PROCESS = 8
 process_pool.available_cores = lambda: 2
 """
+# A shell starts its background jobs with SIGINT ignored, and children inherit that.
+INTERRUPTIBLE = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
 FETCH = """
 import sys
 from pathlib import Path
-from releases import QUICK_LIMITS, QUICK_POLICY
+from releases import PATIENT_LIMITS, QUICK_POLICY
 from cubin_runtime.artifacts.library import Library
 from cubin_runtime.config import Config
 from cubin_runtime.errors import CubinRuntimeError
 store, pins, source, jobs = sys.argv[1:5]
-library = Library(Config(Path(store), (source,), (Path(pins),)), limits=QUICK_LIMITS, policy=QUICK_POLICY)
+library = Library(Config(Path(store), (source,), (Path(pins),)), limits=PATIENT_LIMITS, policy=QUICK_POLICY)
 pin = library.pins.get("made-1.0")
 try:
     print(library.fetch(pin, jobs=int(jobs)))
@@ -41,10 +43,10 @@ COMMAND_LINE = "import sys\nfrom cubin_runtime.cli import main\nsys.exit(main(sy
 
 
 def start_python(source: str, *arguments: object, **variables: str) -> subprocess.Popen[str]:
-    """Python source in a new process, its output kept; a session of its own, as a shell would make."""
+    """Python source in a new process that SIGINT interrupts, its output kept; a session of its own, as from a shell."""
     path = f"{PACKAGE_ROOT}{os.pathsep}{_HERE}"
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", **variables}
-    command = [sys.executable, "-c", source, *map(str, arguments)]
+    command = [sys.executable, "-c", INTERRUPTIBLE + source, *map(str, arguments)]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment, start_new_session=True)
 
@@ -75,7 +77,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"waited {seconds} s"

@@ -115,7 +115,17 @@ def endless(handler: Handler, body: bytes) -> None:
 
 def hang(handler: Handler, body: bytes) -> None:
     handler.close_connection = True
-    handler.server.released.wait(20)
+    handler.server.released.wait(100)
+
+
+def ok_for(requests: int) -> Action:
+    """Answer as many requests of any path; later ones hang, so that a fetch is still going on when a test looks."""
+
+    def act(handler: Handler, body: bytes) -> None:
+        action = ok if sum(handler.server.counts.values()) <= requests else hang
+        action(handler, body)
+
+    return act
 
 
 def hang_in_the_body(handler: Handler, body: bytes) -> None:

@@ -171,19 +171,19 @@ def test_a_large_file_of_empty_names_costs_one_pass() -> None:
     header = bytearray(GOOD["facts_sm_80.cubin"][:64])
     struct.pack_into("<Q", header, 40, 64 + len(names))
     struct.pack_into("<HH", header, 60, 4096, 1)
-    started = time.perf_counter()
+    started = time.thread_time()
     with pytest.raises(CubinFormatError, match="does not end"):
         parse_cubin(bytes(header) + names + section * 4096)
-    assert time.perf_counter() - started < 5
+    assert time.thread_time() - started < 5
 
 
 def test_too_many_kernels_are_refused_before_their_names_are_read() -> None:
     names = b"\0.symtab\0" + b"k" * 4000 + b"\0"
     symbols = struct.pack("<IBBHQQ", 9, 18, 0x10, 1, 0, 0) * 65536
-    started = time.perf_counter()
+    started = time.thread_time()
     with pytest.raises(CubinFormatError, match="65536 kernels"):
         parse_cubin(hostile_file(names, [(1, 2, symbols)]))
-    assert time.perf_counter() - started < 2
+    assert time.thread_time() - started < 2
 
 
 def test_attribute_sections_that_share_bytes_are_refused() -> None:

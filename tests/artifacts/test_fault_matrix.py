@@ -7,14 +7,14 @@ import os
 import random
 import ssl
 import subprocess
-import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from children import needs_mounts, run_child
 from fleet import FETCH, SMALL_CREWS, start_fetcher, temporaries, wrong_objects
-from releases import QUICK_LIMITS, QUICK_POLICY, Release, make_release, visible_files
+from releases import PATIENT_LIMITS, QUICK_POLICY, Release, make_release, visible_files
 from serving import (
     Action,
     FaultyServer,
@@ -41,8 +41,6 @@ from cubin_runtime.artifacts.store import store as store_module
 from cubin_runtime.artifacts.store.locks import ShardLock
 from cubin_runtime.errors import CorruptError, CubinRuntimeError, SourceError, StoreError
 
-# Four attempts, each with every limit used up, and the waits between them.
-LONGEST = 4 * (QUICK_LIMITS.headers + QUICK_LIMITS.silence + 2 * QUICK_LIMITS.window) + 6.0
 FAULTY = "k005.bin"
 FILES = {f"k{n:03}.bin": random.Random(n).randbytes(2000 + 40 * n) for n in range(40)}
 EXPECTED = len(FILES) + 1
@@ -68,6 +66,15 @@ FAULTS: dict[str, tuple[Action, type[CubinRuntimeError], str]] = {
     "redirect to a file": (redirect("file:///etc/passwd"), SourceError, "redirects to scheme"),
     "encoded": (gzip_encoded, SourceError, "Content-Encoding"),
 }
+
+# The one limit that ends a fault; the files without a fault would have to meet it twice.
+LIMITS = {
+    "drip": replace(PATIENT_LIMITS, window=2.0, least_rate=1000.0),
+    "drip in the headers": replace(PATIENT_LIMITS, headers=2.0),
+    "stall before the headers": replace(PATIENT_LIMITS, silence=2.0),
+    "stall in the body": replace(PATIENT_LIMITS, silence=2.0),
+}
+TWICE = replace(QUICK_POLICY, attempts=2)
 
 
 @pytest.fixture
@@ -100,10 +107,9 @@ def objects(store: Path) -> set[str]:
 def test_a_fault_of_the_server(many: Release, server: FaultyServer, store: Path, pool: str, fault: str) -> None:
     action, kind, words = FAULTS[fault]
     server.fault(FAULTY, action)
-    began = time.monotonic()
+    limits, policy = LIMITS.get(fault, PATIENT_LIMITS), TWICE if fault in LIMITS else QUICK_POLICY
     with pytest.raises(kind, match=words) as caught:
-        many.library(store, server.url).fetch(many.pin, jobs=4)
-    assert time.monotonic() - began < LONGEST
+        many.library(store, server.url, limits=limits, policy=policy).fetch(many.pin, jobs=4)
     assert FAULTY in str(caught.value)
     assert (len(objects(store)), wrong_objects(store), temporaries(store)) == (EXPECTED - 1, [], [])
     server.fault(FAULTY, ok)
@@ -115,7 +121,7 @@ def test_a_certificate_that_nobody_signed(many: Release, server: FaultyServer, s
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
     command = f"openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=test -keyout {key} -out {certificate}"
     try:
-        subprocess.run(command.split(), check=True, capture_output=True, timeout=30)
+        subprocess.run(command.split(), check=True, capture_output=True, timeout=100)
     except (FileNotFoundError, subprocess.CalledProcessError) as error:
         pytest.skip(f"openssl cannot make a certificate here: {error}")
     many.library(store, many.root).fetch(many.pin, [many.path("k000.bin")])
@@ -133,10 +139,8 @@ def test_nobody_listens(many: Release, server: FaultyServer, store: Path, pool: 
     url = server.url
     server.shutdown()
     server.server_close()
-    began = time.monotonic()
     with pytest.raises(SourceError, match="39 of 40 files could not be fetched"):
         many.library(store, url).fetch(many.pin, jobs=4)
-    assert time.monotonic() - began < LONGEST
     assert many.library(store, many.root).fetch(many.pin).fetched == len(FILES) - 1
 
 
@@ -225,7 +229,7 @@ store.write_all = fail
 '''
 """
     fetcher = start_fetcher(many, store, server.url, workers=True, before=broken)
-    printed, errors = fetcher.communicate(timeout=LONGEST)
+    printed, errors = fetcher.communicate(timeout=100)
     assert (fetcher.returncode, printed[:12]) == (8, "StoreError 8"), printed + errors
     assert "Input/output error" in printed
     assert temporaries(store) == []
@@ -268,7 +272,7 @@ def test_without_any_locks_four_processes_at_once_are_still_right(
     many: Release, server: FaultyServer, store: Path, workers: bool
 ) -> None:
     fetchers = [start_fetcher(many, store, server.url, workers=workers, before=NO_LOCKS) for _ in range(4)]
-    outputs = [fetcher.communicate(timeout=60) for fetcher in fetchers]
+    outputs = [fetcher.communicate(timeout=100) for fetcher in fetchers]
     assert [fetcher.returncode for fetcher in fetchers] == [0] * 4, outputs
     assert (len(objects(store)), wrong_objects(store), temporaries(store)) == (EXPECTED, [], [])
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from children import run_child
-from releases import QUICK_LIMITS, QUICK_POLICY, Release, make_release, visible_files
+from releases import PATIENT_LIMITS, QUICK_POLICY, Release, make_release, visible_files
 
 from cubin_runtime.artifacts.library import Library
 from cubin_runtime.artifacts.releases import gc as collecting
@@ -33,7 +33,7 @@ def new(tmp_path: Path) -> Release:
 def library_of(store: Path, *releases: Release, sources: bool = False) -> Library:
     roots = tuple(str(release.root) for release in releases) if sources else ("/nowhere",)
     config = Config(store=store, sources=roots, pin_files=tuple(release.pin_file for release in releases))
-    return Library(config, policy=QUICK_POLICY, limits=QUICK_LIMITS)
+    return Library(config, policy=QUICK_POLICY, limits=PATIENT_LIMITS)
 
 
 def fill(store: Path, *releases: Release) -> None:

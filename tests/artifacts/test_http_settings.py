@@ -6,7 +6,7 @@ import ssl
 from pathlib import Path
 
 import pytest
-from releases import QUICK_LIMITS, Release
+from releases import PATIENT_LIMITS, Release
 from serving import FaultyServer, redirect, serving
 from tls import make_tls, write_netrc
 
@@ -25,7 +25,7 @@ def wanted(release: Release) -> Wanted:
 
 
 def over_tls(server: FaultyServer, network: Network) -> HttpSource:
-    return HttpSource(parse_source(server.url.replace("http:", "https:")), QUICK_LIMITS, network)
+    return HttpSource(parse_source(server.url.replace("http:", "https:")), PATIENT_LIMITS, network)
 
 
 @pytest.mark.parametrize("in_file", [True, False])
@@ -48,7 +48,7 @@ def test_a_token_follows_neither_to_another_host_nor_to_http(release: Release, t
 
 def test_a_token_is_not_sent_over_http(release: Release, server: FaultyServer) -> None:
     network = Network(tokens=(("127.0.0.1", "abc"),))
-    HttpSource(parse_source(server.url), QUICK_LIMITS, network).read(wanted(release))
+    HttpSource(parse_source(server.url), PATIENT_LIMITS, network).read(wanted(release))
     assert "Authorization" not in server.seen_headers[f"/{release.path(NAME)}"][0]
 
 
@@ -90,7 +90,7 @@ def test_a_server_that_wants_a_certificate_gets_it(
 def test_a_configured_proxy_gets_the_whole_url(release: Release, server: FaultyServer) -> None:
     with serving(release.root) as proxy:
         network = Network(proxy=proxy.url)
-        source = HttpSource(parse_source("http://release.invalid/"), QUICK_LIMITS, network)
+        source = HttpSource(parse_source("http://release.invalid/"), PATIENT_LIMITS, network)
         assert source.read(wanted(release)) == release.files[NAME]
         assert proxy.targets == [f"http://release.invalid/{release.path(NAME)}"]
 

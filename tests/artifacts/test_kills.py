@@ -26,7 +26,7 @@ KILLS = int(os.environ.get("CUBIN_RUNTIME_KILLS", "20"))
 SEED = int(os.environ.get("CUBIN_RUNTIME_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 32)
 FETCHERS = 4
 KILLED_A_ROUND = 2
-LONGEST_ROUND = 60.0
+LONGEST_ROUND = 240.0
 FILES = {f"k{n:03}.bin": random.Random(n).randbytes(random.Random(n).randrange(100, 60_000)) for n in range(150)}
 
 
@@ -101,11 +101,11 @@ def one_round(many: Release, server: FaultyServer, store: Path, chance: random.R
         assert code in (0, -signal.SIGKILL) or (code == 7 and printed.startswith("WorkerError")), printed + errors
     assert sum(code != 0 for code in codes) <= killed, outputs
     assert (wrong, wrong_objects(store)) == ([], [])
-    wait_until(lambda: not any(map(is_running, families)), 10)
+    wait_until(lambda: not any(map(is_running, families)))
     return killed
 
 
-@pytest.mark.timeout(60 + 15 * KILLS)
+@pytest.mark.timeout(600 + 60 * KILLS)
 def test_kills_at_random_moments_never_leave_a_wrong_object_and_the_next_run_completes(
     many: Release, server: FaultyServer, tmp_path: Path
 ) -> None:

@@ -121,15 +121,15 @@ def test_any_other_entry_is_refused(entries: list[object]) -> None:
     ],
 )
 def test_a_long_hostile_header_costs_seconds_at_most(data: bytes) -> None:
-    started = time.perf_counter()
+    started = time.thread_time()
     with suppress(MetadataError):
         parse_header(data)
-    assert time.perf_counter() - started < 3
+    assert time.thread_time() - started < 3
 
 
 def test_an_index_of_many_rows_is_opened_without_reading_them() -> None:
     table = parse_header(header_bytes(20_000))
     data = build_index(KernelTable(table.rows, (), "0" * 64))
-    started = time.perf_counter()
+    started = time.thread_time()
     MetadataIndex(data).find("fmhaSm100fKernel_17")
-    assert time.perf_counter() - started < 0.05
+    assert time.thread_time() - started < 0.05

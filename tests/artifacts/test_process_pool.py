@@ -23,15 +23,14 @@ from fleet import (
     wait_until,
     wrong_objects,
 )
-from releases import QUICK_LIMITS, QUICK_POLICY, Release, make_release, visible_files
-from serving import FaultyServer, hang, ok, serving, slow, status, wrong_bytes
+from releases import PATIENT_LIMITS, QUICK_POLICY, Release, make_release, visible_files
+from serving import FaultyServer, hang, ok, ok_for, serving, status, wrong_bytes
 
 from cubin_runtime.artifacts.fetch import process_pool
-from cubin_runtime.artifacts.fetch.process_pool import ProcessWorkerPool, WorkerError
+from cubin_runtime.artifacts.fetch.process_pool import ProcessWorkerPool, WorkerError, _Worker
 from cubin_runtime.artifacts.fetch.worker_pool import Outcome
 from cubin_runtime.artifacts.fetch.worker_process import _portable
 from cubin_runtime.artifacts.sources.failover import FetchPolicy
-from cubin_runtime.artifacts.sources.http_pace import HttpLimits
 from cubin_runtime.artifacts.sources.source import RetryableError, Wanted, parse_source
 from cubin_runtime.artifacts.sources.source_list import WorkOrder
 from cubin_runtime.config import Config
@@ -71,16 +70,18 @@ def small_pools(monkeypatch: pytest.MonkeyPatch) -> list[ProcessWorkerPool]:
 
 def order(many: Release, store: Path, url: str) -> WorkOrder:
     config = Config(store=store, sources=(url,))
-    return WorkOrder(config, QUICK_LIMITS, QUICK_POLICY, (parse_source(url),), 1, logging.INFO)
+    return WorkOrder(config, PATIENT_LIMITS, QUICK_POLICY, (parse_source(url),), 1, logging.INFO)
 
 
 def wanted(many: Release, name: str) -> Wanted:
     return Wanted(many.path(name), many.pin.path, many.digest(name), many.pin.max_file_bytes)
 
 
-def take_until(pool: ProcessWorkerPool, deadline: float) -> None:
-    while time.monotonic() < deadline:
-        pool.take(0.2)
+def take_for_ever(pool: ProcessWorkerPool, silent: _Worker) -> None:
+    """Take outcomes as if ``silent`` had said nothing for longer than is allowed, however little time has passed."""
+    while True:
+        silent.heard -= process_pool.SILENT_SECONDS
+        pool.take(0.1)
 
 
 def test_two_worker_processes_fetch_every_object_once(
@@ -215,11 +216,11 @@ def test_where_no_process_can_be_made_threads_do_the_work(
 def test_a_killed_worker_is_an_error_and_the_next_fetch_completes(
     many: Release, server: FaultyServer, store: Path
 ) -> None:
-    server.fault(".bin", slow(0.1))
+    server.fault(".bin", ok_for(6))
     fetcher = start_fetcher(many, store, server.url, workers=True)
-    wait_until(lambda: server.count(".bin") > 4)
+    wait_until(lambda: sum(server.counts.values()) > 6)
     os.kill(children_of(fetcher.pid)[0], signal.SIGKILL)
-    printed, errors = fetcher.communicate(timeout=20)
+    printed, errors = fetcher.communicate(timeout=100)
     assert printed.startswith("WorkerError 7 worker process"), printed + errors
     assert "was killed by signal 9" in printed
     server.fault(".bin", ok)
@@ -230,28 +231,27 @@ def test_a_killed_worker_is_an_error_and_the_next_fetch_completes(
 def test_a_worker_that_says_nothing_any_more_is_an_error(
     many: Release, server: FaultyServer, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process_pool, "SILENT_SECONDS", 1.5)
     monkeypatch.setattr(process_pool, "STOP_SECONDS", 0.2)
     pool = ProcessWorkerPool(order(many, store, server.url), 2, 2)
     try:
         pool.wait_until_ready()
         os.kill(pool.process_ids[0], signal.SIGSTOP)
         with pytest.raises(WorkerError, match=f"{pool.process_ids[0]} of the fetch stopped responding"):
-            take_until(pool, time.monotonic() + 20)
+            take_for_ever(pool, pool._workers[0])
     finally:
         pool.stop()
     assert not any(map(is_running, pool.process_ids))
 
 
 def test_workers_end_when_their_parent_is_killed(many: Release, server: FaultyServer, store: Path) -> None:
-    server.fault(".bin", slow(0.1))
+    server.fault(".bin", ok_for(6))
     fetcher = start_fetcher(many, store, server.url, workers=True)
-    wait_until(lambda: server.count(".bin") > 4)
+    wait_until(lambda: sum(server.counts.values()) > 6)
     workers = children_of(fetcher.pid)
     fetcher.kill()
     fetcher.communicate()
     assert len(workers) == 2
-    wait_until(lambda: not any(map(is_running, workers)), 6)
+    wait_until(lambda: not any(map(is_running, workers)))
     assert (temporaries(store), wrong_objects(store)) == ([], [])
 
 
@@ -259,15 +259,13 @@ def test_workers_end_when_their_parent_is_killed(many: Release, server: FaultySe
 def test_an_interrupt_says_so_ends_with_130_and_the_next_run_continues(
     many: Release, server: FaultyServer, store: Path, jobs: int
 ) -> None:
-    server.fault(".bin", slow(0.05))
+    server.fault(".bin", ok_for(8))
     words = ["fetch", "made-1.0", "--store", store, "--pins", many.pin_file, "--source", server.url, "--jobs", jobs]
     run = start_python(SMALL_CREWS + COMMAND_LINE, *words)
-    wait_until(lambda: server.count(".bin") > 8)
-    began = time.monotonic()
+    wait_until(lambda: sum(server.counts.values()) > 8)
     os.killpg(run.pid, signal.SIGINT)
-    _, errors = run.communicate(timeout=20)
+    _, errors = run.communicate(timeout=90)  # less than the server hangs
     assert (run.returncode, errors) == (130, "error: interrupted\n")
-    assert time.monotonic() - began < 6
     assert (temporaries(store), wrong_objects(store)) == ([], [])
     there = len(visible_files(store))
     server.fault(".bin", ok)
@@ -280,7 +278,7 @@ def test_an_interrupt_does_not_wait_for_a_silent_server(many: Release, server: F
     pool = ProcessWorkerPool(
         WorkOrder(
             Config(store=store, sources=(server.url,)),
-            HttpLimits(),
+            PATIENT_LIMITS,
             FetchPolicy(),
             (parse_source(server.url),),
             1,
@@ -291,8 +289,9 @@ def test_an_interrupt_does_not_wait_for_a_silent_server(many: Release, server: F
     )
     pool.give([wanted(many, "k000.bin"), wanted(many, "k001.bin")])
     pool.wait_until_ready()
-    pool.take(0.5)
+    while not server.count(".bin"):
+        pool.take(0.1)
     began = time.monotonic()
     pool.stop()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60  # the server hangs for 100
     assert not any(map(is_running, pool.process_ids))

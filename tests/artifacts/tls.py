@@ -43,7 +43,7 @@ def make_tls(place: Path, monkeypatch: pytest.MonkeyPatch) -> ssl.SSLContext:
         names,
     ]
     try:
-        subprocess.run(command, check=True, capture_output=True, timeout=30)
+        subprocess.run(command, check=True, capture_output=True, timeout=100)
     except (FileNotFoundError, subprocess.CalledProcessError) as error:
         pytest.skip(f"openssl cannot make a certificate here: {error}")
     monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(certificate))

@@ -1,16 +1,12 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from children import PACKAGE_ROOT
+from fleet import COMMAND_LINE, start_python, wait_until
 from releases import Release, make_release, visible_files
 from serving import FaultyServer, hang, serving, status, wrong_bytes
 
@@ -231,17 +227,10 @@ def test_where_counts_for_a_release(release: Release, capsys: pytest.CaptureFixt
 def test_an_interrupt_is_code_130(release: Release) -> None:
     with serving(release.root) as server:
         server.fault(NAME, hang)
-        command = [sys.executable, "-c", "from cubin_runtime.cli import main; raise SystemExit(main())"]
-        child = subprocess.Popen(
-            [*command, "fetch", "made-1.0", "--source", server.url],
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(PACKAGE_ROOT)},
-        )
-        while not server.count(NAME):
-            time.sleep(0.02)
+        child = start_python(COMMAND_LINE, "fetch", "made-1.0", "--source", server.url)
+        wait_until(lambda: server.count(NAME) > 0)
         child.send_signal(signal.SIGINT)
-        _, said = child.communicate(timeout=20)
+        _, said = child.communicate(timeout=90)  # less than the server hangs
     assert child.returncode == 130, said
 
 

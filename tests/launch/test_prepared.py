@@ -294,7 +294,7 @@ class SlowDriver(Driver):
         def launch(config: int, function: int, arguments: int, extra: None) -> int:
             if self.slow and not self.entered.is_set():
                 self.entered.set()
-                assert self.leave.wait(10)
+                assert self.leave.wait(100)
             at = ctypes.cast(arguments, ctypes.POINTER(ctypes.c_void_p))[0]
             self.found.append(LAYOUT.unpack(ctypes.string_at(at, LAYOUT.size))["batch"])
             return 0
@@ -311,7 +311,7 @@ def test_a_launch_under_way_keeps_its_parameters_while_another_thread_launches(
     driver.slow = True
     first = threading.Thread(target=prepared.run, args=(0, 1))
     first.start()
-    assert driver.entered.wait(10)
+    assert driver.entered.wait(100)
     prepared.run(0, 2)
     driver.leave.set()
     first.join()
