@@ -169,12 +169,14 @@ def test_no_two_files_import_each_other() -> None:
 
 @pytest.mark.parametrize("folder", ["cubin_runtime", "kernels_src", "tools", "benchmarks"])
 def test_artifacts_are_entered_by_their_entrances(folder: str) -> None:
+    # The build writes its cache in the one way to write files.
+    inside = ARTIFACTS_INSIDE - ({"atomic_write"} if folder == "kernels_src" else set())
     found = [
         (file.name, ".".join(parts))
         for file in (PACKAGE.parent / folder).rglob("*.py")
         if PACKAGE / "artifacts" not in file.parents
         for parts in (imports_of(file) if folder == "cubin_runtime" else absolute_imports_of(file))
-        if part_of_artifacts(parts) in ARTIFACTS_INSIDE
+        if part_of_artifacts(parts) in inside
     ]
     assert found == []
 
