@@ -103,7 +103,7 @@ def test_a_fetch_that_stops_waits_for_no_turn() -> None:
 
     worker = threading.Thread(target=other)
     worker.start()
-    worker.join(5)
+    worker.join(100)
     assert refused == ["stopped while another large file was fetched"]
 
 

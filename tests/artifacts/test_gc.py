@@ -192,7 +192,7 @@ def test_a_collection_waits_for_the_fetch_that_holds_the_lock(store: Path, old: 
     waited = worker.is_alive() and len(visible_files(store)) == 3
     for lock in held:
         lock.release()
-    worker.join(20)
+    worker.join(100)
     assert (waited, visible_files(store)) == (True, [])
 
 

@@ -33,7 +33,7 @@ def without_pins_of_the_user(no_configuration: Path, monkeypatch: pytest.MonkeyP
 
 def in_fresh_process(body: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", CHILD.format(body=body)], capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-c", CHILD.format(body=body)], capture_output=True, text=True, check=False, timeout=300
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

@@ -34,7 +34,7 @@ def peak(*words: object) -> tuple[int, int]:
     """Exit code of a verb and the most memory that its process had, in bytes."""
     command = [sys.executable, "-c", RUN, *map(str, words)]
     environment = {**os.environ, "PYTHONPATH": str(PACKAGE_ROOT)}
-    done = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=100)
+    done = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=300)
     return done.returncode, int(done.stderr.split()[-1]) * 1024
 
 

@@ -161,7 +161,7 @@ def test_ten_pins_made_at_once_are_all_kept(release: Release, pin_file: Path, tm
         )
         for one in made
     ]
-    outputs = [command.communicate(timeout=60) for command in commands]
+    outputs = [command.communicate(timeout=300) for command in commands]
     assert [command.returncode for command in commands] == [0] * 10, outputs
     assert {pin.path for pin in parse_pins(pin_file.read_bytes(), "pins")} == {one.pin.path for one in made}
 

@@ -93,7 +93,7 @@ class Sandbox:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=300,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout

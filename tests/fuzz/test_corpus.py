@@ -65,7 +65,7 @@ def run(*arguments: str, broken: str = "") -> subprocess.CompletedProcess[str]:
     """Run the fuzzer; ``broken`` is source that changes a target first."""
     source = f"import sys; sys.path.insert(0, {str(HERE)!r}); sys.argv[0] = 'run.py'\nimport run\n{broken}\n"
     command = [sys.executable, "-c", source + "raise SystemExit(run.main())", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
 def test_a_run_reports_seed_inputs_and_outcomes() -> None:

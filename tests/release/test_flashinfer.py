@@ -46,7 +46,7 @@ def load_all(package: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> di
     variables = json.loads(capsys.readouterr().out)["variables"]
     environment = {**os.environ, **variables, "FLASHINFER_CUDA_ARCH_LIST": "10.0a"}
     command = [sys.executable, str(LOADER), str(package)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     said: dict[str, Any] = json.loads(done.stdout)
     assert said["folder"] == str(out)
