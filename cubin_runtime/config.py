@@ -98,8 +98,7 @@ class Config:
         sources = tuple(env.get("CUBIN_RUNTIME_SOURCES", "").replace(",", " ").split())
         pins = [local_path(p, "CUBIN_RUNTIME_PINS") for p in env.get("CUBIN_RUNTIME_PINS", "").split(os.pathsep) if p]
         own = _user_folder("XDG_CONFIG_HOME", ".config")
-        # a home that may not even be looked into (a container's user with root's HOME) holds no pins for us
-        if own is not None and os.path.exists(own / PINS_NAME):
+        if own is not None and _may_be_there(own / PINS_NAME):
             pins.insert(0, own / PINS_NAME)
         offline = _flag(env, "CUBIN_RUNTIME_OFFLINE")
         keys = _pin_keys(env)
@@ -129,6 +128,18 @@ def user_pins_path() -> Path:
     if folder is None:
         raise UsageError("there is no home folder for user pins: set HOME or XDG_CONFIG_HOME")
     return folder / PINS_NAME
+
+
+def _may_be_there(pins: Path) -> bool:
+    """Whether the user's pins are to be read; where that fails (a home on a server that is down), readers say why.
+
+    A home that may not even be looked into (a container's user with root's HOME) holds no pins for us.
+    """
+    try:
+        os.stat(pins)
+    except OSError as error:
+        return not isinstance(error, FileNotFoundError | NotADirectoryError | PermissionError)
+    return True
 
 
 def _pin_state() -> Path | None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,16 @@ def test_a_home_that_may_not_be_looked_into_has_no_pins(monkeypatch: pytest.Monk
 
     monkeypatch.setattr("os.stat", refuse)
     assert Config.from_environment({}).pin_files == ()
+
+
+def test_pins_of_a_home_whose_server_is_down_are_not_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: object, **named: object) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setenv("XDG_CONFIG_HOME", "/gone")
+    monkeypatch.setattr("os.stat", fail)
+    config = Config.from_environment({"CUBIN_RUNTIME_CACHE": "/store"})
+    assert config.pin_files == (Path("/gone/cubin-runtime/pins.toml"),)
 
 
 def test_how_servers_are_reached_is_read() -> None:

@@ -148,13 +148,14 @@ class Library:
 
         Raises:
             PinError: no pin covers the path, or the manifest does not list it.
+            StoreError: the store cannot be read, other than by being closed to this user.
         """
         path = ArtifactPath(path) if isinstance(path, str) else path
         pin = self.pins.covering(path)
         wanted = self._wanted(pin, self.manifest(pin, network=False), path)
         digest = listed_digest(wanted)
         places: list[Place] = []
-        if self.store.has(digest):
+        if self._loader.in_store(digest):
             places.append(Place(path, digest, "store", str(self.store.object_path(digest))))
         for source in self._sources.local_sources(pin):
             location = source.where(path, pin.path)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from pathlib import Path
@@ -14,7 +15,7 @@ from cubin_runtime.artifacts.releases.gc import collect, collect_leftovers
 from cubin_runtime.artifacts.store.locks import ShardLock
 from cubin_runtime.artifacts.store.store import Store
 from cubin_runtime.config import Config
-from cubin_runtime.errors import CorruptError, StoreError
+from cubin_runtime.errors import CorruptError, SourceError, StoreError
 
 OLD = {"a.cubin": b"only in the old " * 50, "shared.cubin": b"in both " * 80}
 NEW = {"b.cubin": b"only in the new " * 50, "shared.cubin": b"in both " * 80}
@@ -122,8 +123,78 @@ def test_nothing_goes_while_the_needs_of_another_release_are_unknown(store: Path
     place = Store(store).object_path(new.pin.manifest_sha256)
     place.unlink()
     place.write_bytes(b"damaged")
-    with pytest.raises(CorruptError, match=r"what 'new-1\.0' needs is not known, so nothing was removed"):
+    with pytest.raises(
+        CorruptError, match=r"what 'new-1\.0' needs is not known, so nothing that it may need is removed"
+    ):
         collect(library_of(store, old, new), [old.pin])
+    assert whole(store, old)
+
+
+def test_a_manifest_in_quarantine_does_not_make_its_release_absent(store: Path, old: Release, new: Release) -> None:
+    fill(store, old, new)
+    place = Store(store).object_path(new.pin.manifest_sha256)
+    place.unlink()
+    place.write_bytes(b"damaged")
+    for _ in range(2):
+        with pytest.raises(CorruptError, match=r"what 'new-1\.0' needs is not known"):
+            collect(library_of(store, old, new), [old.pin])
+    assert whole(store, old)
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ESTALE])
+@pytest.mark.parametrize("name", ["old", "new"])
+def test_a_manifest_folder_that_cannot_be_opened_is_not_an_absent_release(
+    store: Path, old: Release, new: Release, monkeypatch: pytest.MonkeyPatch, name: str, number: int
+) -> None:
+    fill(store, old, new)
+    before, closed = visible_files(store), {"old": old, "new": new}[name].pin.manifest_sha256[:2]
+    real = os.open
+
+    def refuse(path: object, *arguments: object, **named: object) -> int:
+        if path == closed:
+            raise OSError(number, os.strerror(number))
+        return real(path, *arguments, **named)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patched:
+        patched.setattr("os.open", refuse)
+        with pytest.raises(StoreError, match=rf"what '{name}-1\.0' needs is not known.*{os.strerror(number)}"):
+            collect(library_of(store, old, new), [old.pin])
+    assert visible_files(store) == before
+
+
+def test_a_manifest_folder_that_is_closed_while_objects_go_stops_the_collection(
+    store: Path, old: Release, new: Release, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other release arrives, and its folder is another user's."""
+    fill(store, old)
+    real, real_remove = os.open, collecting._remove_all
+
+    def refuse(path: object, *arguments: object, **named: object) -> int:
+        if path == new.pin.manifest_sha256[:2]:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return real(path, *arguments, **named)  # type: ignore[arg-type]
+
+    def close_then_remove(*arguments: object) -> list[str]:
+        monkeypatch.setattr("os.open", refuse)
+        return real_remove(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(collecting, "_remove_all", close_then_remove)
+    with pytest.raises(StoreError, match="Permission denied"):
+        collect(library_of(store, old, new), [old.pin])
+    monkeypatch.undo()
+    assert whole(store, old)
+
+
+def test_a_local_source_that_cannot_be_read_may_have_the_manifest_of_another_release(
+    store: Path, old: Release, new: Release, tmp_path: Path
+) -> None:
+    fill(store, old, new)
+    Store(store).object_path(new.pin.manifest_sha256).unlink()
+    broken = tmp_path / "broken.zip"
+    broken.write_bytes(b"no zip")
+    config = Config(store=store, sources=(str(broken),), pin_files=(old.pin_file, new.pin_file))
+    with pytest.raises(SourceError, match=r"needs is not known.*not a readable zip"):
+        collect(Library(config), [old.pin])
     assert whole(store, old)
 
 

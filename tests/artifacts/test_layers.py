@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from children import EVERYTHING, needs_mounts, run_child
-from releases import Release, make_release, zip_tree
+from releases import Release, make_release, visible_files, zip_tree
 
 from cubin_runtime.artifacts.store.store import Store
 
@@ -212,3 +212,16 @@ def test_a_store_that_may_not_be_searched_is_told_and_never_a_traceback(release:
     verbs = ("doctor", "verify made-1.0 --complete", "fetch made-1.0", "gc made-1.0", "gc --temps", "list made-1.0")
     found = outcomes(release, store, release.root, *verbs, as_user=True)
     assert found == [f"{verb} -> {code}" for verb, code in zip(verbs, (0, 8, 8, 8, 8, 0), strict=True)]
+
+
+def test_gc_keeps_what_a_release_needs_whose_manifest_lies_in_a_folder_of_another_user(
+    release: Release, store: Path, open_place: Path
+) -> None:
+    other = make_release(open_place / "other", {"more.cubin": b"more", **release.files}, "other-1.0", "other/fmha")
+    for one in (release, other):
+        fill(one, store, umask=0)
+    Store(store).object_path(other.pin.manifest_sha256).parent.chmod(0o700)
+    before = visible_files(store)
+    verb = f"gc made-1.0 --pins {other.pin_file}"
+    assert outcomes(release, store, "/nowhere", verb, as_user=True) == [f"{verb} -> 8"]
+    assert visible_files(store) == before

@@ -16,6 +16,7 @@ from ..sources.failover import FetchPolicy
 from ..sources.source import NotHereError, Wanted
 from ..sources.source_list import SourceList, hint
 from ..store.store import Store
+from ..store.store_errors import is_denied
 
 if TYPE_CHECKING:
     from .worker_pool import Outcome, WorkerPool
@@ -40,6 +41,19 @@ class ArtifactLoader:
     def __init__(self, store: Store, source_list: SourceList, policy: FetchPolicy) -> None:
         self._store, self._sources, self._policy = store, source_list, policy
 
+    def in_store(self, digest: str) -> bool:
+        """Whether the store has an object; one that is closed to this user has none, as for ``at_hand``.
+
+        Raises:
+            StoreError: it cannot be read for another reason.
+        """
+        try:
+            return self._store.has(digest)
+        except StoreError as error:
+            if not is_denied(error):
+                raise
+            return False
+
     def at_hand(self, pin: Pin, wanted: Wanted) -> tuple[Artifact | None, list[CubinRuntimeError]]:
         """From the store or a local source in place, hashed; else the reasons why not."""
         digest = listed_digest(wanted)
@@ -54,7 +68,7 @@ class ArtifactLoader:
             reasons.append(error)
         except StoreError as error:
             # one that this user may not read (in another's home) is passed over like a source that lacks the file
-            if not isinstance(error.__context__, PermissionError):
+            if not is_denied(error):
                 raise
             reasons.append(error)
         for source in self._sources.local_sources(pin):

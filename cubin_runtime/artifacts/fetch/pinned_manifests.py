@@ -32,7 +32,7 @@ class PinnedManifests:
         Raises:
             PinError: what is there is not the pinned manifest.
             MissingError: it is not available locally (``network`` false).
-            SourceError: no source has it.
+            SourceError: no source has it, or a local one cannot be read (``network`` false).
             StoreError: no source has it, and the store cannot be read.
         """
         known = self._manifests.get(pin.manifest_sha256)
@@ -55,6 +55,8 @@ class PinnedManifests:
             if unreadable is not None:
                 raise unreadable
             how = remedy(pin, pin.name, self._sources.specs(pin))
+            if (failed := next((reason for reason in reasons if isinstance(reason, SourceError)), None)) is not None:
+                raise SourceError(f"the manifest of {pin.name!r} is not available locally: {failed}; {how}")
             raise MissingError(f"the manifest of {pin.name!r} is not available locally; {how}")
         manifest = read_manifest(pin, data, origin)
         with self._lock:

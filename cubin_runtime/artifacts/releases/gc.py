@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from ...errors import CorruptError, CubinRuntimeError, MissingError, StoreError
+from ...errors import CorruptError, MissingError, PinError, SourceError, StoreError
 from ...values import dataclass
 from ..atomic_write import temporary_name
 from ..store.folders import open_folder
@@ -65,8 +65,9 @@ def collect(library: Library, pins: Sequence[Pin], *, dry_run: bool = False) -> 
     are waited for, lock by lock; the manifest goes last, so that an interrupted collection can be run again.
 
     Raises:
-        CorruptError: another release's manifest is in the store and does not read, so its needs are unknown.
-        StoreError: the store cannot be written.
+        CorruptError: a release's manifest was damaged in the store, so its needs are unknown.
+        SourceError: a local source cannot be read, which may have the manifest of another release.
+        StoreError: the store cannot be read or written.
     """
     others = _Others(library, [pin for pin in library.pins if pin not in pins])
     candidates: set[str] = set()
@@ -140,17 +141,28 @@ class _Others:
 
 
 def _needs(library: Library, pin: Pin) -> set[str] | None:
-    """Every object that a release needs; None if its manifest is not available locally."""
-    in_store = library.store.has(pin.manifest_sha256)
+    """Every object that a release needs; None if its manifest is neither in the store nor in a local source.
+
+    A manifest that cannot be read, or was wrong and lies in quarantine, is not absent: its release may be used.
+
+    Raises:
+        CorruptError: the store's copy is damaged, and no local source has another.
+        StoreError, SourceError: the store or a local source cannot be read.
+    """
+    unknown = f"what {pin.name!r} needs is not known, so nothing that it may need is removed"
     try:
-        manifest = manifest_at_hand(library, pin)
-    except CubinRuntimeError as error:
-        if in_store and not isinstance(error, MissingError):
-            raise CorruptError(
-                f"what {pin.name!r} needs is not known, so nothing was removed: {error}; "
-                f"'cubin-runtime fetch {pin.name}' fetches its manifest again"
-            ) from None
-        return None
+        in_store = library.store.has(pin.manifest_sha256)
+        try:
+            manifest = manifest_at_hand(library, pin)
+        except (MissingError, PinError) as error:
+            was_wrong = pin.manifest_sha256 in library.store.quarantined()
+            if was_wrong or (in_store and isinstance(error, PinError)):
+                again = f"'cubin-runtime fetch {pin.name}' fetches its manifest again"
+                raise CorruptError(f"{unknown}: {error}; {again}") from None
+            return None
+    except (StoreError, SourceError) as error:
+        kind = StoreError if isinstance(error, StoreError) else SourceError
+        raise kind(f"{unknown}: {error}") from None
     own = {pin.manifest_sha256, pin.index_sha256} - {None}
     return {*manifest.digests.values(), *(digest for digest in own if digest is not None)}
 

@@ -43,12 +43,12 @@ class Store:
         return self.root / OBJECTS / _checked(sha256)[:2] / sha256
 
     def has(self, sha256: str) -> bool:
-        """Whether a regular file stands under the digest's name; its bytes are not looked at."""
-        try:
-            with open_folder(self.root, OBJECTS, _checked(sha256)[:2]) as folder:
-                return stat.S_ISREG(os.stat(sha256, dir_fd=folder, follow_symlinks=False).st_mode)
-        except OSError:
-            return False
+        """Whether a regular file stands under the digest's name; its bytes are not looked at.
+
+        Raises:
+            StoreError: the store cannot be read, so that nobody knows.
+        """
+        return sha256 in self.look((sha256,))[0]
 
     def present(self, digests: Iterable[str]) -> set[str]:
         """Those of ``digests`` that ``has`` would find; each folder is looked into once.
@@ -77,7 +77,7 @@ class Store:
                 continue
             except OSError as error:
                 if error.errno not in IN_THE_WAY:
-                    raise store_error(error, str(error.filename)) from None
+                    raise store_error(error, str(self.root / OBJECTS / prefix)) from None
                 odd |= wanted
                 continue
             found.update(name for name, is_file in kinds.items() if is_file)

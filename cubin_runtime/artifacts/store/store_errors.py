@@ -33,6 +33,11 @@ def store_error(error: OSError, where: str) -> StoreError:
     return StoreError(f"{where}: {error.strerror or error}")
 
 
+def is_denied(error: StoreError) -> bool:
+    """Whether this user may not look there, as in another's home, and the store is otherwise in order."""
+    return isinstance(error.__context__, PermissionError)
+
+
 @contextmanager
 def store_errors(where: str) -> Iterator[None]:
     """Turn errors of the file system into errors of the package; a missing file is a ``MissingError``."""
