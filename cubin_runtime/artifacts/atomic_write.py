@@ -12,13 +12,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-TEMPORARY = ".tmp-"
+TEMPORARY = ".tmp-cubin-runtime-"
+UNIQUE = r"(?P<host>.{0,64})-(?P<process>[0-9]{1,10})-[0-9a-f]{16}"  # what ``unique_name`` gives
 _NEW_FILE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-def temporary_name() -> str:
+def unique_name() -> str:
     """A name that nobody else uses; says which process of which host made it."""
-    return f"{TEMPORARY}{socket.gethostname()[:64]}-{os.getpid()}-{os.urandom(8).hex()}"
+    return f"{socket.gethostname()[:64]}-{os.getpid()}-{os.urandom(8).hex()}"
+
+
+def temporary_name() -> str:
+    """A unique name of a file that takes its own name later, and that is removed as a leftover if it never does."""
+    return TEMPORARY + unique_name()
 
 
 @contextmanager

@@ -286,12 +286,27 @@ def test_what_killed_runs_left_goes_with_the_next_run(
     folder = tmp_path / "www" / release.pin.path.text
     folder.mkdir(parents=True)
     for place in (folder, tmp_path):
-        (place / ".tmp-host-1-old").write_bytes(b"x")
+        (place / ".tmp-cubin-runtime-host-1-0123456789abcdef").write_bytes(b"x")
     later = time.time() + 90_000
     monkeypatch.setattr(time, "time", lambda: later)
     mirror(filled, everything(release), tmp_path / "www")
     export_zip(filled, everything(release), tmp_path / "x.zip")
     assert [*folder.glob(".tmp-*"), *tmp_path.glob(".tmp-*")] == []
+
+
+@pytest.mark.parametrize("name", [".tmp-notes", ".tmp-host-1-0123456789abcdef", ".tmp-cubin-runtime-host-1-012345678"])
+def test_old_files_of_others_that_an_export_lies_beside_stay(
+    filled: Library, release: Release, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    folder = tmp_path / "www" / release.pin.path.text
+    folder.mkdir(parents=True)
+    for place in (folder, tmp_path):
+        (place / name).write_bytes(b"mine")
+    later = time.time() + 90_000
+    monkeypatch.setattr(time, "time", lambda: later)
+    mirror(filled, everything(release), tmp_path / "www")
+    export_zip(filled, everything(release), tmp_path / "x.zip")
+    assert [(place / name).read_bytes() for place in (folder, tmp_path)] == [b"mine", b"mine"]
 
 
 def test_a_mirror_may_be_read_by_everyone(filled: Library, release: Release, tmp_path: Path) -> None:

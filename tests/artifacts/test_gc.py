@@ -308,6 +308,9 @@ def test_a_planted_link_is_not_followed(store: Path, old: Release, tmp_path: Pat
 # -- leftovers
 
 
+TEMPORARY = ".tmp-cubin-runtime-host-1-0123456789abcdef"
+
+
 def leave(store: Path, *names: str) -> None:
     for name in names:
         file = store / name
@@ -316,16 +319,21 @@ def leave(store: Path, *names: str) -> None:
 
 
 def test_leftovers_of_killed_processes_go(store: Path) -> None:
-    leave(store, "sha256/ab/.tmp-host-1-aa", "sha256/cd/.tmp-host-2-bb", "quarantine/" + "0" * 64 + "-host-1-cc")
+    leave(
+        store,
+        f"sha256/ab/{TEMPORARY}",
+        "sha256/cd/.tmp-cubin-runtime-host-2-00000000000000bb",
+        "quarantine/" + "0" * 64 + "-host-1-00000000000000cc",
+    )
     report = collect_leftovers(Store(store), older_than=0)
     assert (report.temporaries, report.quarantined, report.bytes) == (2, 1, 15)
     assert visible_files(store) == []
 
 
 def test_a_young_temporary_belongs_to_a_process_that_may_live(store: Path) -> None:
-    leave(store, "sha256/ab/.tmp-host-1-aa")
+    leave(store, f"sha256/ab/{TEMPORARY}")
     assert collect_leftovers(Store(store)).temporaries == 0
-    assert visible_files(store) == [".tmp-host-1-aa"]
+    assert visible_files(store) == [TEMPORARY]
 
 
 def test_objects_and_locks_are_no_leftovers(store: Path, old: Release) -> None:
@@ -337,14 +345,14 @@ def test_objects_and_locks_are_no_leftovers(store: Path, old: Release) -> None:
 
 
 def test_a_dry_run_leaves_leftovers(store: Path) -> None:
-    leave(store, "sha256/ab/.tmp-host-1-aa")
+    leave(store, f"sha256/ab/{TEMPORARY}")
     report = collect_leftovers(Store(store), older_than=0, dry_run=True)
-    assert (report.temporaries, visible_files(store)) == (1, [".tmp-host-1-aa"])
+    assert (report.temporaries, visible_files(store)) == (1, [TEMPORARY])
 
 
 def test_leftovers_behind_a_planted_link_stay(store: Path, tmp_path: Path) -> None:
-    leave(tmp_path / "elsewhere", ".tmp-host-1-aa")
+    leave(tmp_path / "elsewhere", TEMPORARY)
     (store / "sha256").mkdir(parents=True)
     (store / "sha256" / "ab").symlink_to(tmp_path / "elsewhere")
     assert collect_leftovers(Store(store), older_than=0).temporaries == 0
-    assert (tmp_path / "elsewhere" / ".tmp-host-1-aa").exists()
+    assert (tmp_path / "elsewhere" / TEMPORARY).exists()

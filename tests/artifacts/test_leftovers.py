@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from cubin_runtime.artifacts.store.folders import open_folder
-from cubin_runtime.artifacts.store.leftovers import remove_old_temporaries, remove_temporaries
+from cubin_runtime.artifacts.store.leftovers import remove_old_temporaries, remove_quarantined, remove_temporaries
 
 DAYS = 24 * 3600.0
-OLD, YOUNG = ".tmp-host-1-old", ".tmp-host-2-young"
+OLD, YOUNG = (f".tmp-cubin-runtime-host-{n}-{n:016x}" for n in (1, 2))
 
 
 @pytest.fixture
@@ -58,6 +58,48 @@ def test_old_temporaries_go_and_young_ones_stay(
     assert names_in(clean(tmp_path)) == [YOUNG]
 
 
+def test_outside_a_store_only_regular_files_of_this_user_go(
+    tmp_path: Path, two_days_later: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "www"
+    folder.mkdir()
+    (folder / "target").write_bytes(b"")
+    (folder / OLD).symlink_to("target")
+    with open_folder(folder) as opened:
+        remove_old_temporaries(opened)
+        (folder / OLD).unlink()
+        (folder / OLD).write_bytes(b"half")
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "geteuid", lambda: 4711)
+            remove_old_temporaries(opened)
+        assert names_in(folder) == [OLD, "target"]
+        remove_old_temporaries(opened)
+    assert names_in(folder) == ["target"]
+
+
+@pytest.mark.parametrize("name", ["notes", "0" * 64, "0" * 64 + "-x", ".tmp-notes"])
+def test_what_the_package_did_not_name_stays_in_quarantine_and_among_objects(
+    tmp_path: Path, two_days_later: float, name: str
+) -> None:
+    for folder in ("quarantine", "sha256/ab"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / name).write_bytes(b"mine")
+    assert (remove_temporaries(tmp_path), remove_quarantined(tmp_path, older_than=0)) == ([], [])
+
+
+def test_leftovers_that_cannot_be_removed_are_nothing_that_an_export_fails_for(
+    tmp_path: Path, two_days_later: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object, **named: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    (tmp_path / OLD).write_bytes(b"half")
+    monkeypatch.setattr(os, "unlink", refuse)
+    with open_folder(tmp_path) as opened:
+        remove_old_temporaries(opened)
+    assert names_in(tmp_path) == [OLD]
+
+
 def test_an_old_object_that_was_just_moved_aside_is_no_old_temporary(tmp_path: Path) -> None:
     folder = tmp_path / "sha256" / "ab"
     folder.mkdir(parents=True)
@@ -88,7 +130,7 @@ def test_the_temporary_of_a_running_process_of_this_host_stays_whatever_its_age(
     folder = tmp_path / "sha256" / "ab"
     folder.mkdir(parents=True)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as running:
-        name = f".tmp-{socket.gethostname()[:64]}-{running.pid}-00ff"
+        name = f".tmp-cubin-runtime-{socket.gethostname()[:64]}-{running.pid}-{255:016x}"
         (folder / name).write_bytes(b"half")
         assert remove_temporaries(tmp_path, older_than=0) == []
         running.communicate()

@@ -52,7 +52,7 @@ def test_gc_of_what_is_not_there_says_so(
 
 def test_gc_of_leftovers_alone_needs_no_release(two: tuple[Release, Release], store: Path, run_json) -> None:
     (store / "sha256" / "ab").mkdir(exist_ok=True)
-    (store / "sha256" / "ab" / ".tmp-host-1-aa").write_bytes(b"12345")
+    (store / "sha256" / "ab" / ".tmp-cubin-runtime-host-1-00000000000000aa").write_bytes(b"12345")
     assert run_json("gc", "--temps")[1]["leftovers"]["temporaries"] == 0
     code, shown = run_json("gc", "--temps", "--older-than", "0")
     assert (code, shown["leftovers"]["temporaries"], shown["leftovers"]["bytes"]) == (0, 1, 5)

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...errors import MissingError, StoreError, UsageError
-from ..atomic_write import TEMPORARY
 from ..manifest import MANIFEST_NAME
 from ..path import ArtifactPath, PathError
+from ..store.leftovers import is_temporary
 
 if TYPE_CHECKING:
     from ..library import Library
@@ -36,7 +36,7 @@ def refuse_shared_folder(library: Library, folder: Path) -> None:
     for place, _, names in os.walk(folder, onerror=fail):
         below = Path(place).relative_to(folder).as_posix()
         for name in names:
-            if name.startswith(TEMPORARY) or name.endswith(_MADE_BY_FLASHINFER):
+            if is_temporary(name) or name.endswith(_MADE_BY_FLASHINFER):
                 continue
             if not _is_covered(below, releases):
                 raise UsageError(

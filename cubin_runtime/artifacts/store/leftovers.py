@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import stat
 import time
@@ -10,11 +11,19 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from ..atomic_write import TEMPORARY
+from ..atomic_write import TEMPORARY, UNIQUE
 from .folders import open_folder
 from .store import OBJECTS, QUARANTINE
 
 STALE_SECONDS = 24 * 3600.0
+
+_TEMPORARY = re.compile(re.escape(TEMPORARY) + UNIQUE)
+_QUARANTINED = re.compile("[0-9a-f]{64}-" + UNIQUE)
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a file's name is one that ``temporary_name`` gives, here or elsewhere."""
+    return _TEMPORARY.fullmatch(name) is not None
 
 
 def remove_temporaries(root: Path, *, older_than: float = STALE_SECONDS, dry_run: bool = False) -> list[int]:
@@ -28,7 +37,7 @@ def remove_temporaries(root: Path, *, older_than: float = STALE_SECONDS, dry_run
         for prefix in sorted(os.listdir(objects)):
             # a planted link or file is left to those who look at objects
             with suppress(NotADirectoryError, FileNotFoundError), open_folder(root, OBJECTS, prefix) as folder:
-                sizes += _remove_old(folder, TEMPORARY, older_than, dry_run)
+                sizes += _remove_old(folder, _TEMPORARY, older_than, dry_run)
     return sizes
 
 
@@ -39,45 +48,50 @@ def remove_quarantined(root: Path, *, older_than: float, dry_run: bool = False) 
         OSError: the store cannot be read or changed.
     """
     with suppress(FileNotFoundError), open_folder(root, QUARANTINE) as folder:
-        return list(_remove_old(folder, "", older_than, dry_run))
+        return list(_remove_old(folder, _QUARANTINED, older_than, dry_run))
     return []
 
 
 def remove_old_temporaries(folder: int) -> None:
-    """Remove those over a day old from one folder outside a store, such as a mirror's.
+    """Remove this user's temporaries of over a day from a folder outside a store, where other files may be too.
 
-    Raises:
-        OSError: the folder cannot be read or changed.
+    What cannot be removed stays: no export depends on this.
     """
-    for _ in _remove_old(folder, TEMPORARY, STALE_SECONDS, False):
-        pass
+    with suppress(OSError):
+        list(_remove_old(folder, _TEMPORARY, STALE_SECONDS, False, own_only=True))
 
 
-def _remove_old(folder: int, start: str, older_than: float, dry_run: bool) -> Iterator[int]:
-    """Remove files of a folder whose name starts so and that are old; yields their sizes."""
+def _remove_old(
+    folder: int, names: re.Pattern[str], older_than: float, dry_run: bool, *, own_only: bool = False
+) -> Iterator[int]:
+    """Remove files of a folder whose whole name fits and that are old; yields their sizes.
+
+    With ``own_only`` regular files of this user alone; a store's folders hold nothing but what the package made.
+    """
     newest = time.time() - older_than
     for name in sorted(os.listdir(folder)):
-        if not name.startswith(start):
+        if (found := names.fullmatch(name)) is None:
             continue
         with suppress(FileNotFoundError):
             status = os.stat(name, dir_fd=folder, follow_symlinks=False)
             # a rename moves the time of change alone: that is when a thing was set aside
             if stat.S_ISDIR(status.st_mode) or max(status.st_mtime, status.st_ctime) > newest:
                 continue
-            if name.startswith(TEMPORARY) and _is_in_use(name):
+            if own_only and not (stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()):
+                continue
+            if names is _TEMPORARY and _runs_here(found["host"], int(found["process"])):
                 continue
             if not dry_run:
                 os.unlink(name, dir_fd=folder)
             yield status.st_size
 
 
-def _is_in_use(temporary: str) -> bool:
-    """Whether another process, which the name of its temporary tells, runs on this host; elsewhere only age tells."""
-    host, _, process = temporary.removeprefix(TEMPORARY).rpartition("-")[0].rpartition("-")
-    if host != socket.gethostname()[:64] or not process.isdecimal() or int(process) == os.getpid():
+def _runs_here(host: str, process: int) -> bool:
+    """Whether another process of this host runs; of other hosts only the age of their files tells."""
+    if host != socket.gethostname()[:64] or process == os.getpid():
         return False
     try:
-        os.kill(int(process), 0)
+        os.kill(process, 0)
     except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:

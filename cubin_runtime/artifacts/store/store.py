@@ -18,7 +18,7 @@ from itertools import groupby
 from pathlib import Path
 
 from ...errors import CorruptError, MissingError, StoreError
-from ..atomic_write import TEMPORARY, new_file, temporary_name, write_all
+from ..atomic_write import new_file, temporary_name, unique_name, write_all
 from ..bounded_read import MAX_FILE_BYTES, TooLargeError, digest_of, open_regular, read_bounded
 from .folders import open_folder
 from .store_errors import IN_THE_WAY, missing_or_store_error, store_error, store_errors
@@ -219,7 +219,7 @@ class Store:
 
     def _quarantine(self, folder: int, sha256: str, status: os.stat_result) -> Path | None:
         """Move the object aside if it is still the inode that was read; None where that cannot be done."""
-        name = f"{sha256}-{temporary_name().removeprefix(TEMPORARY)}"
+        name = f"{sha256}-{unique_name()}"
         try:
             with open_folder(self.root, QUARANTINE, create=True) as aside:
                 now = os.stat(sha256, dir_fd=folder, follow_symlinks=False)
