@@ -6,6 +6,7 @@ import errno
 import hashlib
 import os
 import stat
+from pathlib import Path
 
 from ..errors import CorruptError, StoreError
 
@@ -82,6 +83,21 @@ def read_bounded(descriptor: int, size: int, limit: int, where: str) -> bytes:
         if total > limit:
             raise TooLargeError(f"{where} grew over {limit} bytes while it was read")
     return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+
+def read_regular(file: Path, limit: int) -> bytes:
+    """The bytes of a file that somebody names, through links, if it is a regular one; never blocks on a FIFO.
+
+    Raises:
+        NotRegularError: a FIFO, socket, device or directory.
+        TooLargeError: it has more than ``limit`` bytes.
+        OSError: it cannot be opened or read.
+    """
+    descriptor, status = open_regular(str(file), str(file), follow=True)
+    try:
+        return read_bounded(descriptor, status.st_size, limit, str(file))
+    finally:
+        os.close(descriptor)
 
 
 def digest_of(data: bytes) -> str:

@@ -253,7 +253,7 @@ def test_an_input_output_error_in_a_source_sends_the_fetch_to_the_next_one(
 ) -> None:
     library = many.library(store, many.root, server.url)
     library.manifest(many.pin)
-    monkeypatch.setattr("cubin_runtime.artifacts.sources.directory.read_bounded", fail_with_eio)
+    monkeypatch.setattr("cubin_runtime.artifacts.bounded_read.read_bounded", fail_with_eio)
     assert library.fetch(many.pin, jobs=4).by_source == {server.url: len(FILES)}
 
 

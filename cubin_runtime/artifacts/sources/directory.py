@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from ...errors import SourceError
-from ..bounded_read import NotRegularError, TooLargeError, open_regular, read_bounded
+from ..bounded_read import NotRegularError, TooLargeError, read_regular
 from ..path import ArtifactPath
 from .source import NotHereError, TooMuchError, Wanted
 
@@ -55,11 +55,7 @@ class DirectorySource:
 
 def _read_file(file: Path, limit: int) -> bytes:
     try:
-        descriptor, status = open_regular(str(file), str(file), follow=True)
-        try:
-            return read_bounded(descriptor, status.st_size, limit, str(file))
-        finally:
-            os.close(descriptor)
+        return read_regular(file, limit)
     except (FileNotFoundError, NotADirectoryError):
         raise NotHereError(f"{file} does not exist") from None
     except TooLargeError as error:
