@@ -60,6 +60,17 @@ def write_all(descriptor: int, data: bytes) -> None:
         view = view[os.write(descriptor, view) :]
 
 
+def give_to_owner(descriptor: int, folder: int) -> None:
+    """Give what was just made in a folder to the folder's owner, where root made it.
+
+    Otherwise ``sudo`` with a user's HOME leaves files there that the user can never change.
+    """
+    if os.geteuid() == 0:
+        owner = os.fstat(folder)
+        with suppress(OSError):  # a server that makes root nobody
+            os.fchown(descriptor, owner.st_uid, owner.st_gid)
+
+
 def replace_file(file: Path, data: bytes) -> None:
     """Give a user's file new content, whole or not at all; a link stays a link, and mode and owner stay.
 
@@ -67,22 +78,20 @@ def replace_file(file: Path, data: bytes) -> None:
         OSError: it cannot be written.
     """
     real = Path(os.path.realpath(file))
-    real.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        before = os.stat(real)
-    except FileNotFoundError:
-        before = None
-    folder = os.open(real.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with _open_parent(real) as folder:
+        try:
+            before = os.stat(real.name, dir_fd=folder)
+        except FileNotFoundError:
+            before = None
         mode = None if before is None else stat.S_IMODE(before.st_mode)
         with new_file(real.name, directory=folder, mode=mode) as descriptor:
             write_all(descriptor, data)
-            if before is not None:
+            if before is None:
+                give_to_owner(descriptor, folder)
+            else:
                 with suppress(PermissionError):
                     os.fchown(descriptor, before.st_uid, before.st_gid)
             os.fsync(descriptor)
-    finally:
-        os.close(folder)
 
 
 @contextmanager
@@ -93,17 +102,87 @@ def changing(file: Path, seconds: float = 10.0) -> Iterator[None]:
         OSError: the folder or the lock beside the file cannot be made, or another process held it for ``seconds``.
     """
     real = Path(os.path.realpath(file))
-    real.parent.mkdir(parents=True, exist_ok=True)
-    lock = os.open(real.with_name(f".{real.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    place = _lock_beside(real)
+    with _open_parent(real) as folder:
+        try:
+            lock = open_lock(place.name, directory=folder, mode=0o600)
+        except OSError as error:
+            error.filename = str(place)
+            raise
     try:
         until = time.monotonic() + seconds
         while not _lock(lock):
             if time.monotonic() > until:
-                raise TimeoutError(errno.ETIMEDOUT, "another process is changing it")
+                raise TimeoutError(errno.ETIMEDOUT, "another process is changing it", str(place))
             time.sleep(0.02)
         yield
     finally:
         os.close(lock)
+
+
+def why_not_changed(file: Path) -> str | None:
+    """Why this user cannot change a file by ``changing`` and ``replace_file``; None if nothing speaks against it.
+
+    Nothing is made to find out.
+    """
+    real = Path(os.path.realpath(file))
+    lock = _lock_beside(real)
+    folder = next(one for one in real.parents if os.path.lexists(one))
+    if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
+        return f"{folder} is not a folder that can be written"
+    if os.path.lexists(lock) and (os.path.islink(lock) or not os.access(lock, os.R_OK | os.W_OK)):
+        return f"{lock} cannot be opened"
+    return None
+
+
+def open_lock(name: str, *, directory: int, mode: int) -> int:
+    """Descriptor of a lock file of a folder, made if there is none; no link is followed.
+
+    Raises:
+        OSError: it cannot be made, or not be opened for writing.
+    """
+    try:
+        descriptor = os.open(name, _NEW_FILE, mode, dir_fd=directory)
+    except FileExistsError:
+        return os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=directory)
+    give_to_owner(descriptor, directory)
+    return descriptor
+
+
+def make_folders(folder: Path) -> None:
+    """Make a folder and those above it that are missing, with the owner that ``give_to_owner`` tells.
+
+    Raises:
+        OSError: one cannot be made.
+    """
+    if os.path.isdir(folder):
+        return
+    make_folders(folder.parent)
+    with suppress(FileExistsError):
+        os.mkdir(folder)
+        with _opened(folder.parent) as above, _opened(folder) as made:
+            give_to_owner(made, above)
+
+
+@contextmanager
+def _open_parent(file: Path) -> Iterator[int]:
+    """Descriptor of the folder of a file, made if need be."""
+    make_folders(file.parent)
+    with _opened(file.parent) as folder:
+        yield folder
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _lock_beside(file: Path) -> Path:
+    return file.with_name(f".{file.name}.lock")
 
 
 def _lock(descriptor: int) -> bool:

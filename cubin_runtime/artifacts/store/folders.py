@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ..atomic_write import give_to_owner, make_folders
+
 _FOLLOWED = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FOLDER = _FOLLOWED | os.O_NOFOLLOW
 
@@ -47,7 +49,7 @@ def _open_root(root: Path, create: bool) -> int:
     except FileNotFoundError:
         if not create:
             raise
-    os.makedirs(root, 0o777, exist_ok=True)
+    make_folders(root)
     return os.open(root, _FOLLOWED)
 
 
@@ -62,6 +64,7 @@ def _open_part(part: str, parent: int, create: bool) -> int:
         made = True
     descriptor = os.open(part, _FOLDER, dir_fd=parent)
     if made:
+        give_to_owner(descriptor, parent)
         _share_like_parent(descriptor, parent)
     return descriptor
 

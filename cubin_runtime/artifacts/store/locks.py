@@ -9,6 +9,7 @@ import os
 import time
 from pathlib import Path
 
+from ..atomic_write import open_lock
 from .folders import open_folder
 
 LOCKS = "locks"
@@ -17,7 +18,7 @@ GIVE_UP_SECONDS = 30.0
 LONGEST_WAIT_SECONDS = 600.0
 
 _NOT_OURS = {errno.EACCES, errno.EPERM, errno.EROFS}
-_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_READ_ONLY = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _log = logging.getLogger("cubin_runtime")
 
 
@@ -90,11 +91,11 @@ class ShardLock:
         """The lock file, made as open to others as the umask allows; who may only read it can lock it too."""
         with open_folder(self._root, LOCKS, create=True) as folder:
             try:
-                return os.open(self._name, os.O_RDWR | os.O_CREAT | _FLAGS, 0o666, dir_fd=folder)
+                return open_lock(self._name, directory=folder, mode=0o666)
             except OSError as error:
                 if error.errno not in _NOT_OURS:
                     raise
-            return os.open(self._name, os.O_RDONLY | _FLAGS, dir_fd=folder)
+            return os.open(self._name, _READ_ONLY, dir_fd=folder)
 
     def _waited_too_long(self, touched: float) -> bool:
         """Whether the file's time stood still, or moved in vain, for too long, measured by our own clock.
