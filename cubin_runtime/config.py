@@ -90,7 +90,8 @@ class Config:
         Pin files and keys are separated by ``os.pathsep``, sources by white space or commas.
 
         Raises:
-            UsageError: a value is invalid, or neither a home folder nor a store is set.
+            UsageError: a value is invalid, or neither a home folder nor a store is set; or keys are set, and there is
+                no home folder to record versions in.
         """
         env = os.environ if environ is None else environ
         cache = env.get("CUBIN_RUNTIME_CACHE")
@@ -142,9 +143,14 @@ def _may_be_there(pins: Path) -> bool:
     return True
 
 
-def _pin_state() -> Path | None:
+def _pin_state() -> Path:
     folder = _user_folder("XDG_STATE_HOME", ".local/state")
-    return None if folder is None else folder / "pin_versions.json"
+    if folder is None:
+        raise UsageError(
+            "CUBIN_RUNTIME_PIN_KEYS is set, and there is no home folder to record the versions of signed pin files in: "
+            "set HOME or XDG_STATE_HOME"
+        )
+    return folder / "pin_versions.json"
 
 
 def local_path(text: str | Path, what: str) -> Path:

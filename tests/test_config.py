@@ -101,6 +101,17 @@ def test_without_a_home_no_pins_are_read_and_the_store_must_be_named(nobody: Pat
         user_pins_path()
 
 
+def test_without_a_home_there_is_no_place_for_the_versions_of_signed_pin_files(
+    nobody: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    environment = {"CUBIN_RUNTIME_CACHE": "/store", "CUBIN_RUNTIME_PIN_KEYS": "/etc/key.pub"}
+    with pytest.raises(UsageError, match="set HOME or XDG_STATE_HOME"):
+        Config.from_environment(environment)
+    monkeypatch.setenv("XDG_STATE_HOME", "/state")
+    assert Config.from_environment(environment).pin_state == Path("/state/cubin-runtime/pin_versions.json")
+
+
 @pytest.mark.parametrize("variable", ["HOME", "XDG_CONFIG_HOME"])
 @pytest.mark.parametrize("value", [".", "~", ""])
 def test_a_relative_home_is_none(nobody: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> None:

@@ -67,6 +67,7 @@ def _settings(
         _setting("sources", sources, options.origin_of("CUBIN_RUNTIME_SOURCES", bool(source))),
         _setting("pins", ["built-in", *files], options.origin_of("CUBIN_RUNTIME_PINS", bool(pins), found)),
         _setting("pin keys", _pin_keys(config), options.origin_of("CUBIN_RUNTIME_PIN_KEYS", False)),
+        _setting("pin versions", _pin_versions(config), options.origin_of("XDG_STATE_HOME", False)),
         _setting("offline", config.offline, options.origin_of("CUBIN_RUNTIME_OFFLINE", offline)),
         _setting("lazy fetch", config.lazy_fetch, "follows offline" if config.offline else "default"),
         _setting("profile", config.profile, options.origin_of("CUBIN_RUNTIME_PROFILE", False)),
@@ -85,6 +86,16 @@ def _pin_keys(config: Config) -> list[str] | str:
     except CubinRuntimeError:
         return list(config.pin_keys)
     return [f"{key.name} ({key.origin})" for key in keys] or "none: pin files need no signature"
+
+
+def _pin_versions(config: Config) -> str:
+    """Where the newest version of each signed pin file is recorded, and whether that is possible."""
+    from ..artifacts.pins.signed_statement import why_not_recorded
+
+    if config.pin_state is None:
+        return "not recorded: pin files need no signature"
+    problem = why_not_recorded(config.pin_state)
+    return f"{config.pin_state}{f': CANNOT be recorded, {problem}' if problem else ''}"
 
 
 def _setting(name: str, value: object, origin: str) -> dict[str, Any]:

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import base64
+import errno
+import functools
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,11 +14,13 @@ from children import run_child
 from releases import Release, make_release
 
 pytest.importorskip("cryptography")
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
+from cubin_runtime.artifacts.atomic_write import changing
 from cubin_runtime.artifacts.library import Library
+from cubin_runtime.artifacts.pins import signatures, signed_statement
 from cubin_runtime.artifacts.pins.pin_set import PinSet
 from cubin_runtime.artifacts.pins.signatures import SignatureError, load_keys
 from cubin_runtime.config import Config
@@ -301,7 +306,8 @@ def test_a_file_that_has_expired_is_refused(publish: Callable[..., None], read: 
         ("signed = 7\n", r"has no \[signed\] table"),
         ("[signed]\nversion = 1\n", "file is None"),
         ('[signed]\nfile = "made-1.0.pins.toml"\n', "version is None, expected an integer"),
-        ('[signed]\nfile = "made-1.0.pins.toml"\nversion = 0\n', "version is 0"),
+        ('[signed]\nfile = "made-1.0.pins.toml"\nversion = 0\n', "version is not between 1 and"),
+        (f'[signed]\nfile = "made-1.0.pins.toml"\nversion = 0x{"f" * 5000}\n', "version is not between 1 and"),
         ('[signed]\nfile = "made-1.0.pins.toml"\nversion = true\n', "version is True"),
         ('[signed]\nfile = "made-1.0.pins.toml"\nversion = 1\nexpires = 2999-01-01\n', "with a time zone"),
         ('[signed]\nfile = "made-1.0.pins.toml"\nversion = 1\nexpires = 2999-01-01T00:00:00\n', "with a time zone"),
@@ -330,17 +336,167 @@ def test_versions_that_do_not_read_are_an_error_and_no_amnesty(
         read()
 
 
-def test_where_nothing_can_be_remembered_the_file_is_read_all_the_same(
+def test_a_state_folder_in_whose_place_a_file_stands_is_an_error(
     publish: Callable[..., None], read: Callable[[], set[str]], tmp_path: Path
 ) -> None:
     (tmp_path / "state").write_text("a file in the way of the folder")
     publish(7)
     with pytest.raises(SignatureError, match="Not a directory"):
         read()
-    (tmp_path / "state").unlink()
+
+
+def test_a_version_that_cannot_be_recorded_is_an_error_until_it_is_no_news(
+    publish: Callable[..., None], read: Callable[[], set[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    publish(7)
+    with monkeypatch.context() as patched:
+        patched.setattr(signed_statement, "replace_file", refuse)
+        with pytest.raises(SignatureError, match=r"version 7 of .* cannot be recorded.*Read-only.*XDG_STATE_HOME"):
+            read()
+        patched.undo()
+        read()
+        patched.setattr(signed_statement, "replace_file", refuse)
+        assert "made-1.0" in read()
+
+
+def test_a_lock_that_is_a_link_is_an_error(
+    publish: Callable[..., None], read: Callable[[], set[str]], tmp_path: Path
+) -> None:
     (tmp_path / "state").mkdir()
-    (tmp_path / "state").chmod(0o555)
+    (tmp_path / "state" / ".pin_versions.json.lock").symlink_to("elsewhere")
+    publish(7)
+    with pytest.raises(SignatureError, match=r"cannot be recorded.*\.pin_versions\.json\.lock"):
+        read()
+
+
+def test_a_lock_that_somebody_holds_is_an_error(
+    publish: Callable[..., None], read: Callable[[], set[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signed_statement, "changing", functools.partial(changing, seconds=0.05))
+    publish(7)
+    held, refused = changing(tmp_path / "state" / "pin_versions.json"), pytest.raises(SignatureError)
+    with held, refused as raised:
+        read()
+    assert "cannot be recorded" in str(raised.value)
+    assert "another process is changing it" in str(raised.value)
     assert "made-1.0" in read()
+
+
+def test_a_record_that_only_root_may_write_is_an_error(open_place: Path, key: Ed25519PrivateKey) -> None:
+    made = make_release(open_place)
+    sign(made.pin_file, key)
+    (open_place / "state").mkdir()
+    (open_place / "state" / "pin_versions.json").write_text('{"versions": {}}')
+    body = """
+    import sys
+    from pathlib import Path
+    from cubin_runtime.artifacts.pins.pin_set import PinSet
+    from cubin_runtime.errors import PinError
+    try:
+        PinSet.from_files(None, Path(sys.argv[1]), keys=[sys.argv[2]], state=Path(sys.argv[3]))
+    except PinError as error:
+        print("error:", error)
+    """
+    before = "import cryptography.hazmat.primitives.asymmetric.ed25519, cryptography.hazmat.primitives.serialization\n"
+    state = open_place / "state" / "pin_versions.json"
+    done = run_child(body, made.pin_file, hex_of(key), state, as_user=True, before=before)
+    assert "cannot be recorded" in done.stdout, done.stderr
+    assert "Permission denied" in done.stdout
+
+
+def test_a_linked_folder_is_no_way_around_the_newest_version(
+    publish: Callable[..., None], read: Callable[[], set[str]], release: Release, key: Ed25519PrivateKey, tmp_path: Path
+) -> None:
+    publish(8)
+    read()
+    publish(7)
+    (tmp_path / "linked").symlink_to(release.pin_file.parent)
+    linked, state = tmp_path / "linked" / release.pin_file.name, tmp_path / "state" / "pin_versions.json"
+    with pytest.raises(SignatureError, match="is version 7, version 8 was seen before"):
+        PinSet.from_files(None, linked, keys=[hex_of(key)], state=state)
+
+
+def test_files_of_one_name_by_different_keys_have_their_own_versions(tmp_path: Path) -> None:
+    state = tmp_path / "state.json"
+    for number, version in ((1, 7), (2, 3)):
+        key = new_key()
+        file = make_release(tmp_path / str(number), name="made-1.0", folder="made/fmha").pin_file
+        state_version(file, version)
+        sign(file, key)
+        assert "made-1.0" in {pin.name for pin in PinSet.from_files(None, file, keys=[hex_of(key)], state=state)}
+
+
+def test_a_version_counts_for_every_key_that_signed_it(release: Release, tmp_path: Path) -> None:
+    """So that, while a key is changed for another, the last file that the old one signed cannot be put back."""
+    old, new, state = new_key(), new_key(), tmp_path / "state.json"
+
+    def read(*keys: Ed25519PrivateKey) -> None:
+        PinSet.from_files(None, release.pin_file, keys=[hex_of(old), hex_of(new)], state=state)
+
+    for version, signers in ((7, [old]), (8, [old, new])):
+        state_version(release.pin_file, version)
+        sign(release.pin_file, *signers)
+        read()
+    state_version(release.pin_file, 7)
+    sign(release.pin_file, old)
+    with pytest.raises(SignatureError, match="is version 7, version 8 was seen before"):
+        read()
+
+
+@pytest.mark.timeout(20)
+def test_a_record_that_is_a_fifo_is_an_error_and_never_blocks(
+    publish: Callable[..., None], read: Callable[[], set[str]], tmp_path: Path
+) -> None:
+    publish(7)
+    (tmp_path / "state").mkdir()
+    os.mkfifo(tmp_path / "state" / "pin_versions.json")
+    with pytest.raises(SignatureError, match="is a FIFO"):
+        read()
+
+
+# -- keys for which anybody can sign
+
+P = 2**255 - 19
+D = -121665 * pow(121666, -1, P) % P
+
+
+def times_8_is_neutral(y: int) -> bool:
+    """Whether a point of edwards25519 with this y has an order that divides 8."""
+    square = (y * y - 1) * pow(D * y * y + 1, -1, P) % P
+    x = pow(square, (P + 3) // 8, P)
+    x = x if x * x % P == square else x * pow(2, (P - 1) // 4, P) % P
+    assert x * x % P == square  # there is such a point
+    point = (x, y)
+    for _ in range(3):
+        (a, b), t = point, D * (point[0] * point[1]) ** 2 % P
+        point = (2 * a * b * pow(1 + t, -1, P) % P, (b * b + a * a) * pow(1 - t, -1, P) % P)
+    return point == (0, 1)
+
+
+@pytest.mark.parametrize("sign_of_x", [0, 1])
+@pytest.mark.parametrize("y", sorted(signatures._SMALL_ORDER_Y))
+def test_a_point_of_small_order_is_no_key(release: Release, y: int, sign_of_x: int) -> None:
+    assert times_8_is_neutral(y)
+    with pytest.raises(SignatureError, match="is a point of small order, for which anybody can sign"):
+        load_keys([(y | sign_of_x << 255).to_bytes(32, "little").hex()])
+
+
+@pytest.mark.parametrize("sign_of_x", [0, 1])
+@pytest.mark.parametrize("y", range(P, 2**255))
+def test_an_encoding_of_a_point_that_is_not_canonical_is_no_key(y: int, sign_of_x: int) -> None:
+    with pytest.raises(SignatureError, match="is no canonical encoding of a point"):
+        load_keys([(y | sign_of_x << 255).to_bytes(32, "little").hex()])
+
+
+def test_a_key_file_with_a_point_of_small_order_is_refused_too(tmp_path: Path) -> None:
+    (tmp_path / "key.pub").write_bytes(
+        Ed25519PublicKey.from_public_bytes(bytes(32)).public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    )
+    with pytest.raises(SignatureError, match=r"key\.pub: the key 0+ is a point of small order"):
+        load_keys([str(tmp_path / "key.pub")])
 
 
 def test_without_keys_a_statement_is_not_looked_at(release: Release) -> None:

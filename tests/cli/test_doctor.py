@@ -10,13 +10,15 @@ import pytest
 from cubin_runtime import cli
 from cubin_runtime._version import KERNELS_VERSION
 
+KEY = "d75a980182b10ab7d54bfed3c964073a0ee172f3daa62325af021a68f707511a"  # of RFC 8032, 7.1, test 1
+
 
 @pytest.fixture
 def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """No setting from outside, and a home of its own."""
     for name in ("CACHE", "SOURCES", "PINS", "OFFLINE", "LOG"):
         monkeypatch.delenv(f"CUBIN_RUNTIME_{name}", raising=False)
-    for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "HOME"):
+    for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME", "HOME"):
         monkeypatch.setenv(name, str(tmp_path))
     return tmp_path
 
@@ -183,10 +185,34 @@ def test_a_device_is_answered_from_the_release_at_hand(clean: Path, report, monk
 
 def test_keys_in_force_are_shown_by_name_and_place(report, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cryptography")
-    monkeypatch.setenv("CUBIN_RUNTIME_PIN_KEYS", "0" * 64)
+    monkeypatch.setenv("CUBIN_RUNTIME_PIN_KEYS", KEY)
     shown = setting(report(), "pin keys")
-    assert shown["value"] == [f"{hashlib.sha256(bytes(32)).hexdigest()[:16]} (CUBIN_RUNTIME_PIN_KEYS)"]
+    assert shown["value"] == [f"{hashlib.sha256(bytes.fromhex(KEY)).hexdigest()[:16]} (CUBIN_RUNTIME_PIN_KEYS)"]
     assert shown["from"] == "CUBIN_RUNTIME_PIN_KEYS"
+
+
+def test_where_versions_of_signed_files_are_recorded_is_shown(
+    report, monkeypatch: pytest.MonkeyPatch, clean: Path
+) -> None:
+    assert setting(report(), "pin versions")["value"] == "not recorded: pin files need no signature"
+    pytest.importorskip("cryptography")
+    monkeypatch.setenv("CUBIN_RUNTIME_PIN_KEYS", KEY)
+    state = clean / "cubin-runtime" / "pin_versions.json"
+    shown = setting(report(), "pin versions")
+    assert (shown["value"], shown["from"], state.parent.exists()) == (str(state), "XDG_STATE_HOME", False)
+
+
+def test_versions_that_cannot_be_recorded_are_told(report, monkeypatch: pytest.MonkeyPatch, clean: Path) -> None:
+    pytest.importorskip("cryptography")
+    monkeypatch.setenv("CUBIN_RUNTIME_PIN_KEYS", KEY)
+    folder = clean / "cubin-runtime"
+    folder.mkdir()
+    (folder / ".pin_versions.json.lock").symlink_to("elsewhere")
+    assert f"CANNOT be recorded, {folder}/.pin_versions.json.lock" in setting(report(), "pin versions")["value"]
+    (folder / "pin_versions.json").write_text("damaged")
+    assert "cannot be read: it is damaged" in setting(report(), "pin versions")["value"]
+    monkeypatch.setenv("XDG_STATE_HOME", str(folder / "pin_versions.json"))
+    assert "CANNOT be recorded" in setting(report(), "pin versions")["value"]
 
 
 def test_an_unsigned_pin_file_is_told_with_code_3(
@@ -195,7 +221,7 @@ def test_an_unsigned_pin_file_is_told_with_code_3(
     pytest.importorskip("cryptography")
     (clean / "pins.toml").write_text("")
     monkeypatch.setenv("CUBIN_RUNTIME_PINS", str(clean / "pins.toml"))
-    monkeypatch.setenv("CUBIN_RUNTIME_PIN_KEYS", "0" * 64)
+    monkeypatch.setenv("CUBIN_RUNTIME_PIN_KEYS", KEY)
     assert cli.main(["doctor"]) == 3
     assert "is not signed" in capsys.readouterr().out
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from ...config import local_path
 from ...errors import CubinRuntimeError
 from ...values import dataclass
-from ..bounded_read import digest_of, open_regular, read_bounded
+from ..bounded_read import digest_of, read_regular
 from .signed_statement import SignatureError, check_statement
 
 if TYPE_CHECKING:
@@ -31,6 +31,10 @@ MAX_KEY_FILE_BYTES = 64 << 10
 MAX_SIGNATURES = 16
 
 _SIGNATURE_BYTES = 64
+_FIELD = 2**255 - 19
+_ORDER_8_Y = 0x05FC536D880238B13933C6D305ACDFD5F098EFF289F4C345B027B2C28F95E826
+# the y of the eight points whose order divides 8: (0, 1), (0, -1), two with y = 0, and four of order 8
+_SMALL_ORDER_Y = frozenset({0, 1, _FIELD - 1, _ORDER_8_Y, _FIELD - _ORDER_8_Y})
 _RAW_KEY = re.compile(r"[0-9a-f]{64}")
 _PEM_KEY = re.compile(rb"-----BEGIN PUBLIC KEY-----\s.*?-----END PUBLIC KEY-----\n?", re.DOTALL)
 
@@ -48,7 +52,8 @@ def load_keys(texts: Sequence[str]) -> tuple[PinKey, ...]:
     """The keys that ``CUBIN_RUNTIME_PIN_KEYS`` names: 64 hex digits, or a file of PEM public keys, each.
 
     Raises:
-        SignatureError: the package ``cryptography`` is missing, or a key cannot be read or is no Ed25519 key.
+        SignatureError: the package ``cryptography`` is missing, or a key cannot be read, is no Ed25519 key, or is
+            one for which anybody can sign.
     """
     if not texts:
         return ()
@@ -74,13 +79,12 @@ def read_pin_file(file: Path, keys: Sequence[PinKey], state: Path | None = None)
     """
     data = _read(file, MAX_PIN_FILE_BYTES, "pins")
     if keys:
-        signer_of(file, data, keys)
-        check_statement(file, data, state)
+        check_statement(file, data, [key.name for key in signers_of(file, data, keys)], state)
     return data
 
 
-def signer_of(file: Path, data: bytes, keys: Sequence[PinKey]) -> PinKey:
-    """The key that signed ``data``, by the signatures beside ``file``.
+def signers_of(file: Path, data: bytes, keys: Sequence[PinKey]) -> tuple[PinKey, ...]:
+    """Those of the keys that signed ``data``, at least one, by the signatures beside ``file``.
 
     Raises:
         SignatureError: there is no signature, it has no known form, or none of the keys made it.
@@ -89,9 +93,8 @@ def signer_of(file: Path, data: bytes, keys: Sequence[PinKey]) -> PinKey:
     if not os.path.lexists(beside):
         raise SignatureError(f"{file}: is not signed ({beside.name} is missing), and {KEYS_VARIABLE} is set")
     signatures = _signatures(_read(beside, MAX_KEY_FILE_BYTES, "signature"), str(beside))
-    for key in keys:
-        if any(key.verifies(signature, data) for signature in signatures):
-            return key
+    if signers := tuple(key for key in keys if any(key.verifies(one, data) for one in signatures)):
+        return signers
     names = ", ".join(key.name for key in keys)
     raise SignatureError(f"{beside}: is not a signature of {file.name} by a configured key ({names})")
 
@@ -141,16 +144,23 @@ def _key(public: Ed25519PublicKey, origin: str) -> PinKey:
             return False
         return True
 
-    return PinKey(digest_of(public.public_bytes_raw())[:16], origin, verifies)
+    raw = public.public_bytes_raw()
+    _refuse_weak_point(raw, origin)
+    return PinKey(digest_of(raw)[:16], origin, verifies)
+
+
+def _refuse_weak_point(raw: bytes, origin: str) -> None:
+    """OpenSSL, which verifies, takes any encoding; a signature by a key of small order needs no private key."""
+    y = int.from_bytes(raw, "little") & ((1 << 255) - 1)  # the highest bit is the sign of x
+    if y >= _FIELD:
+        raise SignatureError(f"{origin}: the key {raw.hex()} is no canonical encoding of a point (RFC 8032, 5.1.3)")
+    if y in _SMALL_ORDER_Y:
+        raise SignatureError(f"{origin}: the key {raw.hex()} is a point of small order, for which anybody can sign")
 
 
 def _read(file: Path, limit: int, what: str) -> bytes:
     try:
-        descriptor, status = open_regular(str(file), str(file), follow=True)
-        try:
-            return read_bounded(descriptor, status.st_size, limit, str(file))
-        finally:
-            os.close(descriptor)
+        return read_regular(file, limit)
     except OSError as error:
         raise SignatureError(f"{file}: {what} cannot be read: {error.strerror}") from None
     except CubinRuntimeError as error:

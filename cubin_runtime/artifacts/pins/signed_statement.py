@@ -1,28 +1,30 @@
 """The ``[signed]`` table of a pin file, which makes the return of an old signed file detectable.
 
 A table ``[signed]`` at the top of the file: ``file``, the name it is signed for; ``version``, an integer that grows
-with each signing; and optionally ``expires``, a date-time with a time zone. The newest version seen of each file is
-remembered in the user's state folder.
+with each signing; and optionally ``expires``, a date-time with a time zone. The newest version seen of each name and
+key is recorded in the user's state folder.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ...errors import PinError
+from ...errors import CubinRuntimeError, PinError
 from ...values import dataclass
-from ..atomic_write import changing, replace_file
+from ..atomic_write import changing, replace_file, why_not_changed
+from ..bounded_read import read_regular
 
 tomllib = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
 STATEMENT = "signed"
 MAX_STATE_BYTES = 1 << 20
+MAX_VERSION = 2**63 - 1
 
 
 class SignatureError(PinError):
@@ -46,7 +48,7 @@ def read_statement(data: bytes, origin: str) -> Statement:
     """
     try:
         table = tomllib.loads(data.decode()).get(STATEMENT)
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise SignatureError(f"{origin}: invalid TOML: {error}") from None
     if not isinstance(table, dict):
         raise SignatureError(
@@ -57,8 +59,10 @@ def read_statement(data: bytes, origin: str) -> Statement:
     file, version, expires = table.get("file"), table.get("version"), table.get("expires")
     if not isinstance(file, str):
         raise SignatureError(f"{origin}: [{STATEMENT}] file is {file!r}, expected the file's name")
-    if isinstance(version, bool) or not isinstance(version, int) or version < 1:
-        raise SignatureError(f"{origin}: [{STATEMENT}] version is {version!r}, expected an integer of at least 1")
+    if isinstance(version, bool) or not isinstance(version, int):
+        raise SignatureError(f"{origin}: [{STATEMENT}] version is {version!r}, expected an integer")
+    if not 1 <= version <= MAX_VERSION:
+        raise SignatureError(f"{origin}: [{STATEMENT}] version is not between 1 and {MAX_VERSION}")
     if expires is not None and (not isinstance(expires, datetime) or expires.tzinfo is None):
         raise SignatureError(
             f"{origin}: [{STATEMENT}] expires is {str(expires)!r}, expected a date-time with a time zone, "
@@ -67,14 +71,15 @@ def read_statement(data: bytes, origin: str) -> Statement:
     return Statement(file, version, expires)
 
 
-def check_statement(file: Path, data: bytes, state: Path | None) -> None:
+def check_statement(file: Path, data: bytes, keys: Sequence[str], state: Path | None) -> None:
     """Compare the table of a signed pin file with its name, the clock and the newest version seen.
 
-    ``state`` is the file that remembers versions; None: nothing is remembered.
+    Versions are counted for each of ``keys`` (names of those that signed it) and the name that the file is signed
+    for, wherever it lies. ``state`` is the file that records them; None: versions are not recorded.
 
     Raises:
-        SignatureError: it is signed for another name, has expired, or is older than one seen before; or what was
-            remembered does not read.
+        SignatureError: it is signed for another name, has expired, or is older than one seen before; or the record
+            cannot be read, or not be written, without which an older file would be taken the next time.
     """
     said = read_statement(data, str(file))
     if said.file != file.name:
@@ -83,37 +88,59 @@ def check_statement(file: Path, data: bytes, state: Path | None) -> None:
         raise SignatureError(f"{file}: expired at {said.expires.isoformat()}; install a newer one")
     if state is None:
         return
-    newest = _versions(state).get(str(file), 0)
+    signed = [f"{key} {said.file}" for key in keys]
+    if _is_newer(file, said, signed, _versions(state), state):
+        _record(file, said, signed, state)
+
+
+def why_not_recorded(state: Path) -> str | None:
+    """Why a newer version could not be recorded; None if nothing speaks against it."""
+    try:
+        _versions(state)
+    except SignatureError as error:
+        return str(error)
+    return why_not_changed(state)
+
+
+def _is_newer(file: Path, said: Statement, signed: Sequence[str], seen: Mapping[str, int], state: Path) -> bool:
+    """Whether the version is to be recorded; an error if it is older than one that is."""
+    newest = max(seen.get(one, 0) for one in signed)
     if said.version < newest:
         raise SignatureError(
             f"{file}: is version {said.version}, version {newest} was seen before; install the newest one (to "
             f"trust this one anyway, remove its line from {state})"
         )
-    if said.version > newest:
-        _remember(state, str(file), said.version)
+    return any(seen.get(one, 0) < said.version for one in signed)
 
 
 def _versions(state: Path) -> Mapping[str, int]:
     try:
-        with state.open("rb") as opened:
-            found: Any = json.loads(opened.read(MAX_STATE_BYTES))
+        found: Any = json.loads(read_regular(state, MAX_STATE_BYTES))
         versions: dict[str, int] = found["versions"]
         if all(type(version) is int for version in versions.values()):
             return versions
+        reason = "it is damaged"
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is damaged"
-        raise SignatureError(f"{state}: the recorded versions of pin files cannot be read: {reason}") from None
-    raise SignatureError(f"{state}: the recorded versions of pin files cannot be read: it is damaged")
+    except OSError as error:
+        reason = error.strerror or str(error)
+    except CubinRuntimeError as error:
+        reason = str(error)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        reason = "it is damaged"
+    raise SignatureError(f"{state}: the recorded versions of pin files cannot be read: {reason}")
 
 
-def _remember(state: Path, file: str, version: int) -> None:
-    """Where nothing can be written (a read-only home) only the expiry protects."""
+def _record(file: Path, said: Statement, signed: Sequence[str], state: Path) -> None:
     try:
         with changing(state):
-            versions = dict(_versions(state))
-            versions[file] = max(version, versions.get(file, 0))
-            replace_file(state, (json.dumps({"versions": versions}, indent=1, sort_keys=True) + "\n").encode())
-    except OSError:
-        return
+            seen = _versions(state)
+            if _is_newer(file, said, signed, seen, state):
+                versions = {**seen, **dict.fromkeys(signed, said.version)}
+                replace_file(state, (json.dumps({"versions": versions}, indent=1, sort_keys=True) + "\n").encode())
+    except OSError as error:
+        place = "" if error.filename is None else f" ({error.filename})"
+        raise SignatureError(
+            f"{state}: version {said.version} of {file} cannot be recorded, so that an older one put back would go "
+            f"unnoticed: {error.strerror or error}{place}; make it writable, or set XDG_STATE_HOME to a folder that is"
+        ) from None
