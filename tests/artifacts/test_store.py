@@ -5,11 +5,11 @@ import stat
 from pathlib import Path
 
 import pytest
-from children import needs_mounts, run_child
+from children import ORDINARY_USER, needs_mounts, run_child
 from releases import sha256, visible_files
 
 from cubin_runtime.artifacts.bounded_read import NotRegularError, read_bounded
-from cubin_runtime.artifacts.store.store import Store
+from cubin_runtime.artifacts.store.store import QUARANTINE, Store
 from cubin_runtime.errors import CorruptError, MissingError, StoreError
 
 DATA = b"bytes of a kernel" * 1000
@@ -298,6 +298,57 @@ def test_an_ordinary_user_reads_what_root_put_and_moves_nothing(open_place: Path
     done = run_child(body, filled.root, as_user=True)
     assert "left in place" in done.stdout, done.stderr
     assert filled.has(DIGEST)
+
+
+READ_AS_USER = f"""
+import os, sys
+from pathlib import Path
+from cubin_runtime.artifacts.store.store import Store
+from cubin_runtime.errors import CorruptError
+os.umask(0o077)
+try:
+    Store(Path(sys.argv[1])).read({DIGEST!r}, 1 << 20)
+except CorruptError as error:
+    print(error)
+"""
+
+
+def test_a_user_who_may_not_move_an_object_leaves_no_quarantine_that_is_closed_to_others(open_place: Path) -> None:
+    filled = filled_store(open_place / "store")
+    damage(filled)
+    filled.root.chmod(0o1777)
+    done = run_child(READ_AS_USER, filled.root, as_user=True)
+    assert "left in place" in done.stdout, done.stderr
+    assert not (filled.root / QUARANTINE).exists()
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o2775])
+def test_quarantine_is_as_open_as_the_folder_of_the_objects(open_place: Path, mode: int) -> None:
+    filled = filled_store(open_place / "store")
+    damage(filled)
+    folder = filled.object_path(DIGEST).parent
+    for place in (filled.root, folder.parent, folder):
+        os.chown(place, 0, ORDINARY_USER)
+        place.chmod(mode)
+    done = run_child(READ_AS_USER, filled.root, as_user=True)
+    assert "moved to" in done.stdout, done.stderr
+    made = (filled.root / QUARANTINE).stat()
+    assert (stat.S_IMODE(made.st_mode), made.st_gid) == (mode, ORDINARY_USER)
+
+
+def test_quarantine_that_root_makes_in_a_store_of_another_user_is_as_open(open_place: Path) -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root can give files away")
+    filled = filled_store(open_place / "store")
+    damage(filled)
+    for place in (filled.root, filled.root / "sha256"):
+        os.chown(place, ORDINARY_USER, ORDINARY_USER)
+        place.chmod(0o777)
+    os.umask(0o077)  # open_place restores it
+    with pytest.raises(CorruptError, match="moved to"):
+        filled.read(DIGEST, LIMIT)
+    made = (filled.root / QUARANTINE).stat()
+    assert (stat.S_IMODE(made.st_mode), made.st_uid) == (0o777, ORDINARY_USER)
 
 
 def test_a_full_disk_is_a_clear_error_and_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -75,3 +75,13 @@ def _share_like_parent(folder: int, parent: int) -> None:
     if mode & stat.S_ISGID and mode & stat.S_IWGRP:
         with suppress(OSError):
             os.fchmod(folder, stat.S_IMODE(os.fstat(folder).st_mode) | stat.S_IRWXG)
+
+
+def share_like(folder: int, other: int) -> None:
+    """Open a folder that this user may change to those whom another one is open to, as far as that can be done."""
+    mine, status = os.fstat(folder), os.fstat(other)
+    if os.geteuid() in (0, mine.st_uid) and (mine.st_gid, mine.st_mode) != (status.st_gid, status.st_mode):
+        with suppress(OSError):
+            os.fchown(folder, -1, status.st_gid)
+        with suppress(OSError):
+            os.fchmod(folder, stat.S_IMODE(status.st_mode))

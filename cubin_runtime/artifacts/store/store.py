@@ -13,14 +13,14 @@ import re
 import stat
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import groupby
 from pathlib import Path
 
 from ...errors import CorruptError, MissingError, StoreError
 from ..atomic_write import new_file, temporary_name, unique_name, write_all
 from ..bounded_read import MAX_FILE_BYTES, TooLargeError, digest_of, open_regular, read_bounded
-from .folders import open_folder
+from .folders import open_folder, share_like
 from .store_errors import IN_THE_WAY, missing_or_store_error, store_error, store_errors
 
 OBJECTS = "sha256"
@@ -221,12 +221,16 @@ class Store:
         """Move the object aside if it is still the inode that was read; None where that cannot be done."""
         name = f"{sha256}-{unique_name()}"
         try:
-            with open_folder(self.root, QUARANTINE, create=True) as aside:
+            with open_folder(self.root, OBJECTS) as objects, open_folder(self.root, QUARANTINE, create=True) as aside:
+                share_like(aside, objects)
                 now = os.stat(sha256, dir_fd=folder, follow_symlinks=False)
                 if (now.st_dev, now.st_ino) != (status.st_dev, status.st_ino):
                     return None
                 os.rename(sha256, name, src_dir_fd=folder, dst_dir_fd=aside)
         except OSError:
+            # one that this user may have made in vain would be in the way of those who can move objects
+            with suppress(OSError), open_folder(self.root) as root:
+                os.rmdir(QUARANTINE, dir_fd=root)
             return None
         return self.root / QUARANTINE / name
 
