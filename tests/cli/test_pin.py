@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fleet import COMMAND_LINE, start_python
@@ -9,7 +12,10 @@ from releases import Release, make_release
 
 from cubin_runtime.artifacts.atomic_write import changing
 from cubin_runtime.artifacts.pins.pin import parse_pins
+from cubin_runtime.artifacts.pins.pin_file import add_pin
+from cubin_runtime.artifacts.pins.pin_set import PinSet
 from cubin_runtime.cli import main
+from cubin_runtime.errors import PinError
 
 
 @pytest.fixture
@@ -195,6 +201,45 @@ def test_a_pin_file_that_is_no_text_is_told(
     pin_file.write_bytes(b"\xff\xfe")
     assert pin(release, "--sha256", release.pin.manifest_sha256) == 3
     assert str(pin_file) in capsys.readouterr().err
+
+
+@pytest.mark.timeout(20)
+def test_a_pin_file_that_is_a_fifo_is_told_and_not_waited_for(
+    release: Release, pin_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pin_file.parent.mkdir(parents=True)
+    os.mkfifo(pin_file)
+    with pytest.raises(PinError, match="is a FIFO, expected a regular file"):
+        add_pin(pin_file, release.pin, PinSet([]))
+
+
+def test_a_pin_file_that_cannot_be_looked_at_is_not_replaced(
+    release: Release, pin_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pin_file.parent.mkdir(parents=True)
+    pin_file.write_text("# others\n")
+    real = os.lstat
+
+    def fail(path: Any, **named: Any) -> os.stat_result:
+        if path == pin_file:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return real(path, **named)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "lstat", fail)
+        with pytest.raises(PinError, match="Stale file handle"):
+            add_pin(pin_file, release.pin, PinSet([]))
+    assert pin_file.read_text() == "# others\n"
+
+
+def test_a_lock_that_cannot_be_opened_is_named(
+    release: Release, pin_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pin_file.parent.mkdir(parents=True)
+    lock = pin_file.parent / ".pins.toml.lock"
+    lock.symlink_to("elsewhere")
+    assert pin(release, "--sha256", release.pin.manifest_sha256) == 3
+    assert str(lock) in capsys.readouterr().err
 
 
 def test_an_abi_that_nothing_is_known_of_is_refused(

@@ -10,10 +10,12 @@ from pathlib import Path
 
 from ...errors import PinError
 from ..atomic_write import changing, replace_file
+from ..bounded_read import NotRegularError, TooLargeError, read_regular
 from ..manifest import parse_manifest
 from ..path import ArtifactPath
 from .pin import BUILTIN_PINS, Pin, format_pin, parse_pins
 from .pin_set import PinSet
+from .signatures import MAX_PIN_FILE_BYTES
 
 DEFAULT_MAX_FILE_BYTES = 64 << 20
 
@@ -63,7 +65,7 @@ def add_pin(file: Path, pin: Pin, known: PinSet, given: Collection[str] = ()) ->
         PinError: another pin disagrees, the one that is there differs in ``given``, or the file cannot be written.
     """
     with _changed_alone(file):
-        text = _read(file) if os.path.lexists(file) else ""
+        text = _read(file) if _is_there(file) else ""
         others = [(one, known.origin(one)) for one in known if known.origin(one) != str(file)]
         now = PinSet([*others, *((one, str(file)) for one in parse_pins(text.encode(), str(file)))])
         there = next((one for one in now if one.path == pin.path), None)
@@ -84,7 +86,7 @@ def add_group(file: Path, pins: Sequence[Pin], known: PinSet) -> tuple[Pin, ...]
         PinError: a pin that is there disagrees, or the file cannot be written.
     """
     with _changed_alone(file):
-        text = _read(file) if os.path.lexists(file) else ""
+        text = _read(file) if _is_there(file) else ""
         others = [(one, known.origin(one)) for one in known if known.origin(one) != str(file)]
         now = PinSet([*others, *((one, str(file)) for one in parse_pins(text.encode(), str(file)))])
         by_path = {one.path: one for one in now}
@@ -162,11 +164,24 @@ def _is_table_of(one: Pin, pin: Pin) -> bool:
     return (one.path, one.name) == (pin.path, pin.name) and set(one.groups) <= set(pin.groups)
 
 
-def _read(file: Path) -> str:
+def _is_there(file: Path) -> bool:
+    """Whether there is a file, or anything in its place; what cannot be looked at is not absent, and not replaced."""
     try:
-        return file.read_text("utf-8")
+        os.lstat(file)
+    except FileNotFoundError:
+        return False
     except OSError as error:
         raise PinError(f"{file}: pins cannot be read: {error.strerror}") from None
+    return True
+
+
+def _read(file: Path) -> str:
+    try:
+        return read_regular(file, MAX_PIN_FILE_BYTES).decode()
+    except OSError as error:
+        raise PinError(f"{file}: pins cannot be read: {error.strerror}") from None
+    except (NotRegularError, TooLargeError) as error:
+        raise PinError(f"pins cannot be read: {error}") from None
     except UnicodeDecodeError:
         raise PinError(f"{file}: pins cannot be read: not UTF-8") from None
 
@@ -177,4 +192,5 @@ def _changed_alone(file: Path) -> Iterator[None]:
         with changing(file):
             yield
     except OSError as error:
-        raise PinError(f"{file}: the pin cannot be written: {error.strerror}") from None
+        place = "" if error.filename in (None, str(file)) else f" ({error.filename})"
+        raise PinError(f"{file}: the pin cannot be written: {error.strerror}{place}") from None
