@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zipfile
 from pathlib import Path
 
@@ -43,6 +44,28 @@ def test_a_family_of_a_later_version_is_pinned_by_its_own_name(digests: dict[str
     text = artifacts_text(digests)
     text = text.replace("DEEPGEMM", "NEW_KIND")
     assert f"{GROUP}-new-kind" in [pin.name for pin in parse_artifacts(text.encode(), "9.1.0", "x").pins]
+
+
+@pytest.mark.timeout(20)
+def test_a_wheel_that_is_a_fifo_is_told_and_not_waited_for(tmp_path: Path) -> None:
+    wheel = tmp_path / "flashinfer_python-9.1.0-py3-none-any.whl"
+    os.mkfifo(wheel)
+    with pytest.raises(PinError, match="is a FIFO, expected a regular file"):
+        flashinfer_pins(str(wheel))
+
+
+@pytest.mark.timeout(20)
+def test_an_installed_list_that_is_a_fifo_is_told_and_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = tmp_path / "flashinfer_python-9.1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: flashinfer-python\nVersion: 9.1.0\n")
+    (tmp_path / "flashinfer").mkdir()
+    os.mkfifo(tmp_path / "flashinfer" / "artifacts.py")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(PinError, match="is a FIFO, expected a regular file"):
+        flashinfer_pins("installed")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import ssl
 from pathlib import Path
 
@@ -63,6 +64,40 @@ def test_a_token_that_is_none_is_told_without_it(
     network = Network(tokens=(("127.0.0.1", f"@{tmp_path / 'token'}"),))
     with pytest.raises(SourceError, match=reason):
         over_tls(tls_server, network).read(wanted(release))
+
+
+@pytest.mark.timeout(20)
+def test_a_token_in_a_fifo_is_told_and_not_waited_for(
+    release: Release, tls_server: FaultyServer, tmp_path: Path
+) -> None:
+    os.mkfifo(tmp_path / "token")
+    network = Network(tokens=(("127.0.0.1", f"@{tmp_path / 'token'}"),))
+    with pytest.raises(SourceError, match="is a FIFO, expected a regular file"):
+        over_tls(tls_server, network).read(wanted(release))
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", ["ca_bundle", "client_cert"])
+def test_certificates_in_a_fifo_are_told_and_not_waited_for(
+    release: Release, tls_server: FaultyServer, tmp_path: Path, name: str
+) -> None:
+    os.mkfifo(tmp_path / "pem")
+    with pytest.raises(SourceError, match="pem is no regular file"):
+        over_tls(tls_server, Network(**{name: tmp_path / "pem"})).read(wanted(release))
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("named", [True, False])
+def test_a_netrc_that_is_no_regular_file_counts_as_none(
+    release: Release, tls_server: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: bool
+) -> None:
+    os.mkfifo(tmp_path / ".netrc")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("NETRC", raising=False)
+    if named:
+        monkeypatch.setenv("NETRC", str(tmp_path / ".netrc"))
+    over_tls(tls_server, Network()).read(wanted(release))
+    assert "Authorization" not in tls_server.seen_headers[f"/{release.path(NAME)}"][0]
 
 
 def test_a_configured_bundle_of_certificates_is_the_one_in_force(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ...errors import CubinRuntimeError, PinError
 from ...values import dataclass
-from ..bounded_read import open_regular, read_bounded
+from ..bounded_read import NotRegularError, TooLargeError, open_regular, read_regular
 from ..path import ArtifactPath
 from .pin import Pin, format_pin, parse_pins
 from .pin_file import DEFAULT_MAX_FILE_BYTES
@@ -134,8 +134,11 @@ def _from_wheel(file: Path) -> tuple[str, bytes]:
     if named is None:
         raise PinError(f"{file}: expected a wheel named flashinfer_python-VERSION-..., or the word {INSTALLED!r}")
     try:
-        with zipfile.ZipFile(file) as archive, archive.open(_FILE) as member:
+        descriptor, _ = open_regular(str(file), str(file), follow=True)
+        with open(descriptor, "rb") as opened, zipfile.ZipFile(opened) as archive, archive.open(_FILE) as member:
             text = member.read(MAX_TEXT_BYTES + 1)
+    except NotRegularError as error:
+        raise PinError(str(error)) from None
     except (OSError, KeyError, zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"{_FILE} cannot be read from it"
         raise PinError(f"{file}: {reason}") from None
@@ -149,10 +152,10 @@ def _installed() -> tuple[str, bytes]:
         distribution = metadata.distribution(_DISTRIBUTION)
     except metadata.PackageNotFoundError:
         raise PinError(f"{_DISTRIBUTION} is not installed; install it, or name its wheel") from None
-    file = str(distribution.locate_file(_FILE))
+    file = Path(str(distribution.locate_file(_FILE)))
     try:
-        descriptor, status = open_regular(file, file, follow=True)
+        return distribution.version, read_regular(file, MAX_TEXT_BYTES)
     except OSError as error:
         raise PinError(f"{file}: {error.strerror}") from None
-    with open(descriptor, "rb"):
-        return distribution.version, read_bounded(descriptor, status.st_size, MAX_TEXT_BYTES, file)
+    except (NotRegularError, TooLargeError) as error:
+        raise PinError(str(error)) from None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.client
 import io
+import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,14 +21,17 @@ import requests
 import urllib3
 from requests.adapters import HTTPAdapter
 from requests.auth import HTTPBasicAuth
-from requests.utils import get_netrc_auth, requote_uri, urldefragauth
+from requests.utils import NETRC_FILES, get_netrc_auth, requote_uri, urldefragauth
 from urllib3.connection import HTTPConnection
 from urllib3.util.proxy import connection_requires_http_tunnel
 
 from ..._version import __version__
 from ...config import Network
+from ..bounded_read import NotRegularError, TooLargeError, read_regular
 from .http_errors import ConnectError
 from .http_pace import HttpLimits, Pace
+
+MAX_SECRETS_BYTES = 1 << 20  # of a file with a token, and of netrc
 
 
 class HttpSession:
@@ -89,6 +93,9 @@ class HttpSession:
         proxies = {} if network.proxy is None else {"http": network.proxy, "https": network.proxy}
         bundle, certificate = (None if file is None else str(file) for file in (network.ca_bundle, network.client_cert))
         settings = session.merge_environment_settings(request.url, proxies, True, bundle, certificate)
+        for file in (settings["verify"], settings["cert"]):
+            if isinstance(file, str) and os.path.exists(file) and not (os.path.isfile(file) or os.path.isdir(file)):
+                raise ConnectError(reason=f"{file} is no regular file, expected certificates")
         adapter = session.get_adapter(request.url)
         assert isinstance(adapter, HTTPAdapter)
         try:
@@ -207,18 +214,31 @@ def _own_over_https(request: requests.PreparedRequest, tokens: Mapping[str, str]
     token = tokens.get(urlsplit(request.url).hostname or "")
     if token is not None:
         request.headers["Authorization"] = f"Bearer {_token_text(token)}"
-    elif (found := get_netrc_auth(request.url)) is not None:
+    elif _netrc_is_readable() and (found := get_netrc_auth(request.url)) is not None:
         HTTPBasicAuth(*found)(request)
     return request
+
+
+def _netrc_is_readable() -> bool:
+    """Whether there is a netrc that is a regular file; requests would wait for a FIFO for ever."""
+    named = os.environ.get("NETRC")
+    places = [named] if named is not None else [f"~/{name}" for name in NETRC_FILES]
+    files = [file for file in map(os.path.expanduser, places) if os.path.exists(file)]
+    try:
+        return bool(files) and len(read_regular(Path(files[0]), MAX_SECRETS_BYTES)) > 0
+    except (OSError, NotRegularError, TooLargeError):
+        return False
 
 
 def _token_text(token: str) -> str:
     """The token itself; one that begins with ``@`` names its file."""
     if token.startswith("@"):
         try:
-            token = Path(token[1:]).read_text("ascii").strip()
-        except (OSError, ValueError) as error:
+            token = read_regular(Path(token[1:]), MAX_SECRETS_BYTES).decode("ascii").strip()
+        except (OSError, ValueError, NotRegularError, TooLargeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "no ASCII text"
+            if isinstance(error, NotRegularError | TooLargeError):
+                reason = str(error)
             raise ConnectError(reason=f"the token in {token[1:]} cannot be read: {reason}") from None
     if not token.isascii() or not token.isprintable() or " " in token:
         raise ConnectError(reason="the token of this host is not printable ASCII")
