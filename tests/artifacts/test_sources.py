@@ -193,6 +193,17 @@ def test_an_installed_package_that_carries_the_tree_is_found_without_importing_i
     assert "carrier" not in sys.modules
 
 
+@pytest.mark.timeout(20)
+def test_a_record_that_is_a_fifo_lists_nothing_and_is_not_waited_for(
+    release: Release, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path / "site", release, monkeypatch)
+    (tmp_path / "other-1.0.dist-info").mkdir()
+    os.mkfifo(tmp_path / "other-1.0.dist-info" / "RECORD")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert PackageSource().read(wanted(release)) == release.files[NAME]
+
+
 def test_a_package_that_does_not_list_the_tree_is_not_searched(
     release: Release, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ...errors import SourceError
+from ..bounded_read import NotRegularError, TooLargeError, read_regular
 from ..manifest import MANIFEST_NAME
 from ..path import ArtifactPath
 from .directory import DirectorySource
 from .source import NotHereError, TooMuchError, Wanted
 
+if TYPE_CHECKING:
+    from importlib.metadata import Distribution
+
 ABSENT_SECONDS = 1.0
+MAX_RECORD_BYTES = 64 << 20
 
 
 class PackageSource:
@@ -68,7 +74,7 @@ def _installed_roots(folder: ArtifactPath) -> list[Path]:
     tail = f"{folder}/{MANIFEST_NAME}"
     roots: list[Path] = []
     for distribution in metadata.distributions():
-        record = distribution.read_text("RECORD")
+        record = _record_of(distribution)
         # searched as text first: building the file objects of every installed package takes a second
         if record is not None and tail not in record:
             continue
@@ -77,3 +83,16 @@ def _installed_roots(folder: ArtifactPath) -> list[Path]:
                 located = str(distribution.locate_file(file))
                 roots.append(Path(located.removesuffix(tail) or "/"))
     return list(dict.fromkeys(roots))
+
+
+def _record_of(distribution: Distribution) -> str | None:
+    """The text of RECORD; None if there is none, nothing if it cannot be read: importlib would wait for a FIFO."""
+    folder = getattr(distribution, "_path", None)
+    if not isinstance(folder, Path):  # in a zip
+        return distribution.read_text("RECORD")
+    try:
+        return read_regular(folder / "RECORD", MAX_RECORD_BYTES).decode()
+    except (FileNotFoundError, NotADirectoryError):  # the metadata of an egg
+        return None
+    except (OSError, NotRegularError, TooLargeError):
+        return ""
