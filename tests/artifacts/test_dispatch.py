@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from fleet import wait_until
 from releases import QUICK_POLICY, Release, make_release
 from serving import FaultyServer, hang
 
+from cubin_runtime.artifacts.fetch.dispatch import _Dispatch
 from cubin_runtime.artifacts.fetch.report import FetchReport, report_of
 from cubin_runtime.artifacts.fetch.worker_pool import Outcome
 from cubin_runtime.artifacts.sources.source import Wanted
@@ -20,6 +22,7 @@ from cubin_runtime.artifacts.store.locks import LOCKS, ShardLock
 from cubin_runtime.artifacts.store.store import Store
 from cubin_runtime.errors import SourceError, StoreError
 
+NAME = "fmha/prefill.cubin"
 SHARDS = "0123456789abcdef"
 PATIENT = replace(QUICK_POLICY, lock_give_up=60.0)
 
@@ -67,6 +70,55 @@ def test_a_fetch_takes_no_more_locks_than_it_has_work_for(
     monkeypatch.setattr(ShardLock, "release", watched_release)
     many.library(store, many.root).fetch(many.pin, jobs=1)
     assert 1 <= max(most) <= 4
+
+
+def test_a_fetch_begins_with_a_random_lock_and_goes_round_from_there(
+    many: Release, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[str] = []
+    take = ShardLock.try_take
+
+    def watched_take(lock: ShardLock) -> bool:
+        tried.append(lock._name.removesuffix(".lock"))
+        return take(lock)
+
+    library = many.library(store, many.root)
+    library.store.put(many.pin.manifest_sha256, library.manifest_bytes(many.pin))
+    monkeypatch.setattr("secrets.randbelow", lambda limit: 5)
+    monkeypatch.setattr(ShardLock, "try_take", watched_take)
+    library.fetch(many.pin)
+    assert "".join(dict.fromkeys(tried)) == "56789abcdef01234"
+
+
+def test_who_waits_for_a_lock_looks_into_the_store_more_rarely_than_at_the_lock(
+    release: Release, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = release.library(store, release.root)
+    library.store.put(release.pin.manifest_sha256, b"makes the store")
+    digest = release.digest(NAME)
+    held, looked, clock = ShardLock(store, digest[0]), [], [100.0]
+    assert held.try_take()
+    present = Store.present
+
+    def watched_present(of: Store, digests: Iterable[str]) -> set[str]:
+        looked.append(clock[-1])
+        return present(of, digests)
+
+    monkeypatch.setattr(Store, "present", watched_present)
+    monkeypatch.setattr("time.monotonic", lambda: clock[-1])
+    waiting = _Dispatch(
+        library.store,
+        [Wanted(release.path(NAME), release.pin.path, digest, 1 << 20)],
+        hire=lambda: pytest.fail("there is nothing to do"),
+        policy=PATIENT,
+        on_outcome=None,
+        on_beat=None,
+    )
+    for now in (100.0, 100.05, 100.1, 100.15, 100.25):
+        clock.append(now)
+        assert waiting._take_shards()
+    assert looked == [100.0, 100.25]
+    held.release()
 
 
 def test_a_fetch_ends_when_another_process_published_everything_though_that_holds_its_locks(

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import io
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from email.utils import formatdate
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,6 +41,7 @@ from tls import write_netrc
 
 from cubin_runtime.artifacts.sources.http import HttpSource
 from cubin_runtime.artifacts.sources.http_pace import HttpLimits
+from cubin_runtime.artifacts.sources.http_session import _WatchedFile
 from cubin_runtime.artifacts.sources.source import NotHereError, RetryableError, TooMuchError, Wanted, parse_source
 from cubin_runtime.errors import SourceError
 
@@ -62,6 +65,29 @@ def wanted(release: Release) -> Wanted:
 
 def test_the_bytes_of_a_file_are_delivered(release: Release, server: FaultyServer) -> None:
     assert source_of(server.url).read(wanted(release)) == release.files[NAME]
+
+
+def test_a_source_that_is_closed_has_no_connection_open(release: Release, server: FaultyServer) -> None:
+    source = source_of(server.url)
+    source.read(wanted(release))
+    assert source._session is not None
+    (connection,) = (host.connection for host in source._session._hosts.values())
+    assert connection is not None
+    assert connection.sock is not None
+    source.close()
+    assert connection.sock is None
+
+
+def test_only_payload_counts_towards_the_least_rate() -> None:
+    counted: list[int] = []
+    pace = SimpleNamespace(check=lambda: None, count=counted.append)
+    file = _WatchedFile(io.BytesIO(b"headers and payload"), pace)  # type: ignore[arg-type]
+    file.readinto(bytearray(8))
+    assert counted == []
+    file.is_payload = True
+    file.readinto(bytearray(11))
+    file.readinto(bytearray(11))
+    assert counted == [11]
 
 
 def test_a_base_url_may_have_a_path_and_a_query(release: Release, server: FaultyServer) -> None:
