@@ -29,7 +29,7 @@ os.setuid({ORDINARY_USER})
 """
 # for a child that uses the command line, which imports as late as it can: all of it, and the parser warmed up
 EVERYTHING = """
-import contextlib, encodings.cp437, importlib, os, pkgutil, shutil, tempfile, zipfile
+import contextlib, encodings.cp437, importlib, os, pkgutil, shlex, shutil, tempfile, zipfile
 import cubin_runtime.artifacts, cubin_runtime.cli
 for package in (cubin_runtime.artifacts, cubin_runtime.cli):
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):

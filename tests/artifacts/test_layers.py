@@ -225,3 +225,15 @@ def test_gc_keeps_what_a_release_needs_whose_manifest_lies_in_a_folder_of_anothe
     verb = f"gc made-1.0 --pins {other.pin_file}"
     assert outcomes(release, store, "/nowhere", verb, as_user=True) == [f"{verb} -> 8"]
     assert visible_files(store) == before
+
+
+def test_folders_of_another_user_are_no_empty_ones(release: Release, store: Path, open_place: Path) -> None:
+    """One in a tree may hold what no manifest lists, one that is given to FlashInfer may hold a release."""
+    fill(release, store)
+    for closed in (release.root / release.pin.path.text / "more", open_place / "served" / "made"):
+        closed.mkdir(0o700, parents=True)
+    verb = f"verify made-1.0 --tree {release.root}"
+    assert outcomes(release, store, "/nowhere", verb, as_user=True) == [f"{verb} -> 7"]
+    body = "import sys; from cubin_runtime.cli import main; sys.exit(main(['flashinfer-env', sys.argv[1]]))"
+    done = run_child(body, open_place / "served", as_user=True, before=EVERYTHING)
+    assert (done.returncode, "made: cannot be read: Permission denied" in done.stderr) == (8, True), done.stderr

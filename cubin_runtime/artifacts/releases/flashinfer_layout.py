@@ -28,12 +28,7 @@ def refuse_shared_folder(library: Library, folder: Path) -> None:
     if real.is_relative_to(store) or store.is_relative_to(real):
         raise UsageError(f"{folder}: FlashInfer may delete files in it, and it contains or is inside the store")
     releases = [pin.path for pin in library.pins]
-
-    def fail(error: OSError) -> None:
-        if not isinstance(error, FileNotFoundError):
-            raise StoreError(f"{error.filename}: cannot be read: {error.strerror}") from None
-
-    for place, _, names in os.walk(folder, onerror=fail):
+    for place, _, names in os.walk(folder, onerror=_fail_unless_absent):
         below = Path(place).relative_to(folder).as_posix()
         for name in names:
             if is_temporary(name) or name.endswith(_MADE_BY_FLASHINFER):
@@ -43,6 +38,11 @@ def refuse_shared_folder(library: Library, folder: Path) -> None:
                     f"{folder}: FlashInfer may delete files in it, and it contains {Path(place, name)}, which "
                     "belongs to no pinned release; use a separate folder"
                 )
+
+
+def _fail_unless_absent(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):
+        raise StoreError(f"{error.filename}: cannot be read: {error.strerror}") from None
 
 
 def _is_covered(below: str, releases: list[ArtifactPath]) -> bool:
@@ -58,11 +58,12 @@ def flashinfer_variables(folder: Path) -> dict[str, str]:
 
     Raises:
         MissingError: no release lies there.
+        StoreError: the folder cannot be read.
         UsageError: the folder's name has characters that FlashInfer takes for parts of a URL.
     """
     if set(str(folder)) & set("?#;") or "//" in str(folder):
         raise UsageError(f"{folder}: FlashInfer handles it like a URL; expected a path without '?', '#', ';' and '//'")
-    if not any(MANIFEST_NAME in names for _, _, names in os.walk(folder)):
+    if not any(MANIFEST_NAME in names for _, _, names in os.walk(folder, onerror=_fail_unless_absent)):
         raise MissingError(f"{folder}: contains no release; 'export --layout flashinfer --out {folder}' writes them")
     return {
         "FLASHINFER_CUBIN_DIR": str(folder),

@@ -35,10 +35,14 @@ class DirectorySource:
         raise NotHereError(f"{self.root} has no {wanted.path}")
 
     def names(self, folder: ArtifactPath) -> set[str]:
-        """All names below the folder, links and special files included, directories not."""
+        """All names below the folder, links and special files included, directories not.
+
+        Raises:
+            SourceError: a folder cannot be read, so that nobody knows what is in it.
+        """
         base = str(self.root / folder.text)
         found: set[str] = set()
-        for directory, folders, files in os.walk(base):
+        for directory, folders, files in os.walk(base, onerror=_fail_unless_absent):
             prefix = os.path.relpath(directory, base)
             links = [name for name in folders if os.path.islink(os.path.join(directory, name))]
             found.update(name if prefix == "." else f"{prefix}/{name}" for name in (*files, *links))
@@ -51,6 +55,11 @@ class DirectorySource:
 
     def close(self) -> None:
         """Nothing is held open."""
+
+
+def _fail_unless_absent(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):
+        raise SourceError(f"{error.filename}: {error.strerror}") from None
 
 
 def _read_file(file: Path, limit: int) -> bytes:
