@@ -54,7 +54,7 @@ def wheels(python: Path, version: str, given: Path | None, scratch: Path) -> Ite
     if subprocess.run(
         [python, *PIP, "download", "-qq", *wanted], cwd=ROOT, check=False, capture_output=True
     ).returncode:
-        print(f"The package index has no cubin-runtime-kernels {version}; compiling it (some minutes)", flush=True)
+        print(f"The package index has no cubin-runtime-kernels {version}; compiling it (minutes at first)", flush=True)
         run("make", "--no-print-directory", "artifacts", "CHECK=1")
         pack(python, scratch)
         yield "kernels compiled here", scratch / name
