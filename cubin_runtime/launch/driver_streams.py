@@ -68,11 +68,18 @@ class DriverStreams(DriverCore):
         self._states.append((state, at))
         return None, number
 
-    def capture_query(self, stream: int) -> Callable[[], bool]:
-        """A function that tells whether ``stream``, not a default one, is capturing; threads may share it."""
-        status = ctypes.c_int()
-        query, at = self.function("cuStreamIsCapturing"), ctypes.addressof(status)
-        return lambda: bool(query(stream, at) or status.value)
+    def stream_query(self, stream: int, number: int) -> Callable[[], bool]:
+        """A function that tells whether ``stream``, not a default one, has that number of its own and does not capture.
+
+        Threads may share it.
+        """
+        state = _StreamState()
+        at = ctypes.addressof(state)
+        capturing, identify = self.function("cuStreamIsCapturing"), self.function("cuStreamGetId")
+        # In this order: to ask a capturing stream for its number would spoil the capture.
+        return lambda: (
+            not (capturing(stream, at) or state.status or identify(stream, at + 16)) and state.number == number
+        )
 
     def stream_context(self, stream: int) -> int:
         """The context that a stream belongs to; for a default stream the current one. Not while it captures."""

@@ -8,47 +8,14 @@ from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import WorkspaceError
+from .buffers import Buffer, EagerClaim, Owner, Place, is_of, owner_of, words_of
 from .driver import Driver
 from .graph_life import GraphLife
 from .regions import Region, place_regions
-from .streams import is_default, stream_handle
+from .streams import PER_THREAD, is_default, stream_handle
 
 if TYPE_CHECKING:
     from ..protocols import Stream
-
-Place = tuple[int, int]  # address and bytes
-
-
-# The owner of a buffer: a capture (None: eager work), a stream's number (0 in a capture), and the stream's handle.
-_Owner = tuple[int | None, int, int]
-
-
-class _Buffer:
-    """One allocation, who has it and, for a captured graph, that graph's life."""
-
-    __slots__ = ("address", "capacity", "life", "of_legacy", "owned", "owner", "place")
-
-    def __init__(self, address: int, nbytes: int, capacity: int) -> None:
-        self.address = address
-        self.capacity = capacity
-        self.place: Place = (address, nbytes)
-        self.owned = capacity > 0
-        self.owner: _Owner | None = None
-        self.of_legacy = False  # the legacy default stream has it, which never captures and whose handle stays its own
-        self.life: GraphLife | None = None
-
-    @property
-    def free(self) -> bool:
-        """Whether it has no owner; the buffer of a destroyed graph is free again."""
-        if self.life is not None and self.life.ended:
-            self.give(None)
-        return self.owner is None
-
-    def give(self, owner: _Owner | None) -> None:
-        """Set the owner; None: it has none."""
-        self.owner = owner
-        self.of_legacy = owner is not None and owner[0] is None and not owner[2]
-        self.life = None
 
 
 class Workspace:
@@ -60,7 +27,7 @@ class Workspace:
 
     Kernels leave the counters in it at zero, so it is cleared once; after a fault call ``reset``. Memory of a workspace
     that nothing refers to any more becomes that of another for the same stream, or is freed when other memory is made.
-    Safe between threads.
+    Safe between threads. After ``close`` all but ``release`` and ``close`` raises ``WorkspaceError``.
     """
 
     def __init__(self, driver: Driver, context: int, address: int, nbytes: int, *, capacity: int = 0) -> None:
@@ -75,8 +42,9 @@ class Workspace:
         self.nbytes = nbytes
         self._driver = driver
         self._owned = capacity > 0
+        self._closed = False
         self._lock = threading.Lock()
-        self._eager: _Buffer | None = _Buffer(address, nbytes, capacity)
+        self._eager: Buffer | None = Buffer(address, nbytes, capacity)
         self._buffers = [self._eager]
         weakref.finalize(self, _give_back, driver, context, self._buffers).atexit = False
 
@@ -99,6 +67,7 @@ class Workspace:
     @property
     def address(self) -> int:
         """Where the buffer for eager launches begins; that of the first graph, if a capture took it."""
+        self._check_open()
         return (self._eager or self._buffers[0]).address
 
     @property
@@ -115,6 +84,7 @@ class Workspace:
         """
         handle = stream_handle(stream)
         with self._lock:
+            self._check_open()
             if self._eager is None:
                 self._eager = self._grow(handle)
             free = sum(buffer.free for buffer in self._buffers if buffer is not self._eager)
@@ -125,26 +95,42 @@ class Workspace:
         """The buffer for a launch on ``stream``: that of the stream, or of the graph that it captures.
 
         Raises:
-            WorkspaceError: another stream has it, or a capture needs one and none is free.
+            WorkspaceError: another stream has it, a capture needs one and none is free, or it is closed.
         """
         eager = self._eager
         if type(stream) is int and not stream and eager is not None and eager.of_legacy:
             return eager.place
         handle = stream_handle(stream)
-        if is_default(handle):
-            with self._driver.using(self.context):
-                owner = self._owner_on(handle)
-        else:
-            owner = self._owner_on(handle)
+        owner = self._owner_on(handle)
         if eager is not None and eager.owner == owner:
             return eager.place
         with self._lock:
+            self._check_open()
             buffer = next((buffer for buffer in self._buffers if buffer.owner == owner), None)
             if buffer is None:
                 buffer = self._for_stream(owner) if owner[0] is None else self._for_graph(owner)
-                buffer.give(owner)
-                buffer.life = None if owner[0] is None else GraphLife(self._driver, owner[2])
+                life = None if owner[0] is None else GraphLife(self._driver, handle)
+                if life is not None and self._owned and buffer is self._eager:
+                    self._eager = None
+                buffer.give(owner, life)
             return buffer.place
+
+    def claim_eager(self, stream: Stream | None) -> EagerClaim | None:
+        """``claim`` for many launches on ``stream``, each of which asks anew; None: it captures.
+
+        Raises:
+            WorkspaceError: as ``claim``.
+        """
+        handle = stream_handle(stream)
+        place, buffer = self.claim(handle), self._eager
+        owner = None if buffer is None else buffer.owner
+        if buffer is None or owner is None or owner[0] is not None or buffer.place is not place:
+            return None
+        if not handle:
+            return EagerClaim(place, buffer, owner, None)
+        if handle == PER_THREAD:
+            return EagerClaim(place, buffer, owner, lambda: self._owner_on(handle) == owner)
+        return EagerClaim(place, buffer, owner, self._driver.stream_query(handle, owner[1]))
 
     def regions(self, needed: Sequence[Region], place: Hashable = None) -> dict[str, int]:
         """The device address of each region in the buffer that ``claim`` gave; None: in that for eager launches.
@@ -157,6 +143,7 @@ class Workspace:
 
     def places(self) -> tuple[Place, ...]:
         """All its buffers, those of graphs included."""
+        self._check_open()
         return tuple(buffer.place for buffer in self._buffers)
 
     def release(self) -> None:
@@ -168,27 +155,39 @@ class Workspace:
     def reset(self, stream: Stream | None = 0) -> None:
         """Set all bytes to zero in stream order; needed after a fault or an aborted kernel."""
         handle = stream_handle(stream)
-        with self._driver.using(self.context):
+        with self._lock, self._driver.using(self.context):
+            self._check_open()
             for buffer in self._buffers if self.nbytes else ():
                 self._driver.fill(buffer.address, 0, self.nbytes, handle)
 
     def keep(self) -> None:
         """Leave the memory allocated for as long as the process: graphs have its address."""
+        self._check_open()
         for buffer in self._buffers:
             buffer.owned = False
 
     def close(self) -> None:
-        """Free owned memory; calling it again does nothing."""
-        with self._driver.using(self.context):
+        """Free owned memory, that of captured graphs once they are gone; calling it again does nothing."""
+        with self._lock:
+            self._closed, self._eager = True, None
             for buffer in self._buffers:
                 if buffer.owned:
-                    buffer.owned = False
-                    self._driver.free(buffer.address)
+                    self._driver.free_later(self.context, buffer.address, life=buffer.life)
+                buffer.give(None)  # which those see that launch without a call of this
+            self._buffers.clear()
+        self._driver.free_waiting()
 
-    def _owner_on(self, stream: int) -> _Owner:
-        return *self._driver.stream_identity(stream), stream
+    def _check_open(self) -> None:
+        if self._closed:
+            raise WorkspaceError(f"workspace of {self.nbytes} bytes: it is closed")
 
-    def _for_stream(self, owner: _Owner) -> _Buffer:
+    def _owner_on(self, stream: int) -> Owner:
+        if not is_default(stream):
+            return owner_of(self._driver, stream)
+        with self._driver.using(self.context):
+            return owner_of(self._driver, stream)
+
+    def _for_stream(self, owner: Owner) -> Buffer:
         eager, stream = self._eager, owner[2]
         _check_device(self._driver, self.context, stream)
         if eager is not None and eager.free:
@@ -196,51 +195,42 @@ class Workspace:
         if eager is None and self._owned:
             self._eager = self._grow(stream)
             return self._eager
-        if eager is not None and self._owned and _is_of(eager.owner, stream):
-            # The stream of that handle was destroyed, but its work may go on: freeing waits for it.
+        if eager is not None and self._owned and is_of(eager.owner, owner):
+            # The stream of that handle (or the thread) is gone, but its work may go on: freeing waits for it.
             self._buffers.remove(eager)
+            self._eager = None
+            eager.give(None)
             self._driver.free_later(self.context, eager.address)
             self._eager = self._grow(stream)
             return self._eager
         raise self._taken(owner)
 
-    def _for_graph(self, owner: _Owner) -> _Buffer:
+    def _for_graph(self, owner: Owner) -> Buffer:
         reserved = (buffer for buffer in self._buffers if buffer is not self._eager and buffer.free)
         buffer, eager = next(reserved, None), self._eager
-        if buffer is None and eager is not None and (eager.free or _is_of(eager.owner, owner[2])):
-            buffer, self._eager = eager, None if self._owned else eager
+        if buffer is None and eager is not None and (eager.free or is_of(eager.owner, owner)):
+            buffer = eager
         if buffer is None:
             raise self._taken(owner)
         return buffer
 
-    def _taken(self, owner: _Owner) -> WorkspaceError:
+    def _taken(self, owner: Owner) -> WorkspaceError:
         have = self._buffers[-1].owner if self._eager is None else self._eager.owner
         ahead = "" if owner[0] is None else "reserve one for each graph with prepare(stream, graphs=n), "
         return WorkspaceError(
-            f"workspace at {self.address:#x} belongs to {_words(have)}, not to {_words(owner)}: {ahead}give each its "
-            "own, or release() it when that work is done"
+            f"workspace at {self.address:#x} belongs to {words_of(have)}, not to {words_of(owner)}: {ahead}"
+            "give each its own, or release() it when that work is done"
         )
 
-    def _grow(self, stream: int) -> _Buffer:
+    def _grow(self, stream: int) -> Buffer:
         if not self._owned:
             raise WorkspaceError(
                 f"workspace at {self.address:#x}: the workspace uses the caller's buffer and cannot allocate another"
             )
         address, capacity = _new_memory(self._driver, self.context, self.nbytes, stream)
-        buffer = _Buffer(address, self.nbytes, capacity)
+        buffer = Buffer(address, self.nbytes, capacity)
         self._buffers.append(buffer)
         return buffer
-
-
-def _is_of(owner: _Owner | None, stream: int) -> bool:
-    return owner is not None and owner[0] is None and owner[2] == stream
-
-
-def _words(owner: _Owner | None) -> str:
-    if owner is None:
-        return "nobody"
-    capture, _, stream = owner
-    return f"stream {stream:#x}" if capture is None else f"captured graph {capture:#x}"
 
 
 def _check_device(driver: Driver, context: int, stream: int) -> None:
@@ -261,7 +251,7 @@ def _new_memory(driver: Driver, context: int, nbytes: int, stream: int) -> tuple
             )
         _check_device(driver, context, stream)
         # What the stream had before is used again in its order; freeing would wait for all work of the device.
-        found = driver.waiting_for(context, max(1, nbytes), (*driver.stream_identity(stream), stream))
+        found = driver.waiting_for(context, max(1, nbytes), owner_of(driver, stream))
         if found is None:
             driver.free_waiting()
             capacity = _capacity(nbytes)
@@ -276,7 +266,7 @@ def _new_memory(driver: Driver, context: int, nbytes: int, stream: int) -> tuple
     return found
 
 
-def _give_back(driver: Driver, context: int, buffers: list[_Buffer]) -> None:
+def _give_back(driver: Driver, context: int, buffers: list[Buffer]) -> None:
     for buffer in buffers:
         if buffer.owned:
             driver.free_later(context, buffer.address, buffer.capacity, buffer.owner, buffer.life)

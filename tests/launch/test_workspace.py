@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cubin_runtime.errors import UsageError, WorkspaceError
+from cubin_runtime.launch.buffers import EagerClaim
 from cubin_runtime.launch.driver import Driver, DriverCallError
 from cubin_runtime.launch.regions import Region, workspace_size
 from cubin_runtime.launch.semaphore_workspace import SemaphoreWorkspace
@@ -48,6 +50,44 @@ def test_owned_memory_is_freed_once(driver: Driver, standin: StandIn, context: i
     workspace.close()
     workspace.close()
     assert len(standin.calls("cuMemFree")) == 1
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda closed: closed.claim(0),
+        lambda closed: closed.claim(0x5001),
+        lambda closed: closed.claim_eager(0),
+        lambda closed: closed.reserve(1),
+        lambda closed: closed.reset(),
+        lambda closed: closed.places(),
+        lambda closed: closed.regions(PARTS),
+        lambda closed: closed.address,
+        lambda closed: closed.keep(),
+    ],
+    ids=["claim", "claim on a stream", "claim_eager", "reserve", "reset", "places", "regions", "address", "keep"],
+)
+def test_a_closed_workspace_is_refused(
+    driver: Driver, standin: StandIn, context: int, use: Callable[[Workspace], object]
+) -> None:
+    workspace = Workspace.allocate(driver, context, 64)
+    workspace.claim(0)
+    workspace.close()
+    standin.clear_log()
+    with pytest.raises(WorkspaceError, match="workspace of 64 bytes: it is closed"):
+        use(workspace)
+    assert standin.names() == []
+
+
+def test_closing_leaves_the_memory_of_a_graph_to_the_graph(driver: Driver, standin: StandIn, context: int) -> None:
+    stream = driver.create_stream()
+    workspace = Workspace.allocate(driver, context, 64, stream, graphs=1)
+    graph, place = capture(driver, workspace, stream)
+    workspace.close()
+    assert f"{place:x}" not in freed(standin)
+    driver.destroy_graph(graph)
+    driver.free_waiting()
+    assert f"{place:x}" in freed(standin)
 
 
 def test_borrowed_memory_is_never_freed(driver: Driver, standin: StandIn) -> None:
@@ -255,6 +295,79 @@ def test_the_legacy_stream_has_two_names_and_each_thread_another_default_stream(
     assert workspace.claim(0) == workspace.claim(1)
     with pytest.raises(WorkspaceError, match="belongs to stream 0x0, not to stream 0x2"):
         workspace.claim(2)
+
+
+def in_another_thread(call: Callable[[], object]) -> list[object]:
+    """What the call gave, or raised, in a thread of its own."""
+    came: list[object] = []
+
+    def work() -> None:
+        try:
+            came.append(call())
+        except WorkspaceError as error:
+            came.append(str(error))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    return came
+
+
+def test_the_default_streams_of_two_threads_do_not_share(driver: Driver, standin: StandIn, context: int) -> None:
+    workspace = Workspace.allocate(driver, context, 64, 2)
+    place = workspace.claim(2)
+    standin.clear_log()
+    (came,) = in_another_thread(lambda: workspace.claim(2))
+    assert "belongs to stream 0x2 of thread" in str(came)
+    assert "not to stream 0x2 of thread" in str(came)
+    assert workspace.claim(2) == place
+    assert not {"cuMemAlloc", "cuMemFree"} & set(standin.names())
+
+
+@pytest.mark.parametrize("stream", [0, 2, 0x5001])
+def test_an_eager_claim_tells_that_the_buffer_is_no_longer_the_streams(
+    driver: Driver, context: int, stream: int
+) -> None:
+    workspace = Workspace.allocate(driver, context, 64, stream)
+    claim = workspace.claim_eager(stream)
+    assert claim is not None
+    assert still(claim)
+    workspace.release()
+    assert not still(claim)
+
+
+def still(claim: EagerClaim) -> bool:
+    if claim.same_stream is None:
+        return bool(claim.buffer.of_legacy)
+    return claim.buffer.owner is claim.owner and claim.same_stream()
+
+
+def test_an_eager_claim_is_that_of_one_thread(driver: Driver, context: int) -> None:
+    claim = Workspace.allocate(driver, context, 64, 2).claim_eager(2)
+    assert claim is not None
+    assert in_another_thread(lambda: driver.set_current(context) or still(claim)) == [False]
+    assert still(claim)
+
+
+def test_an_eager_claim_ends_with_its_stream(driver: Driver, context: int) -> None:
+    stream = driver.create_stream()
+    claim = Workspace.allocate(driver, context, 64, stream).claim_eager(stream)
+    assert claim is not None
+    driver.destroy_stream(stream)
+    assert driver.create_stream() == stream
+    assert not still(claim)
+
+
+def test_an_eager_claim_is_not_for_a_capture(driver: Driver, context: int) -> None:
+    stream = driver.create_stream()
+    workspace = Workspace.allocate(driver, context, 64, stream)
+    claim = workspace.claim_eager(stream)
+    assert claim is not None
+    driver.begin_capture(stream)
+    assert not still(claim)
+    assert workspace.claim_eager(stream) is None
+    driver.end_capture(stream)  # asking has not spoilt it
+    assert not still(claim)  # the graph has taken the buffer
 
 
 def test_default_streams_are_those_of_the_workspaces_context(driver: Driver, standin: StandIn, context: int) -> None:
