@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
-from ..errors import UsageError
+from ..errors import UsageError, WorkspaceError
+from ..launch.buffers import EagerClaim
 from ..launch.compiled import compiled
 from ..launch.prepared import ELSEWHERE
-from ..launch.streams import is_default
+from ..launch.workspace import Workspace
 from .fast_path import suspendable
 from .fast_path.at_once import at_once
 from .fast_path.guards import conditions, guarded
@@ -20,7 +23,11 @@ if TYPE_CHECKING:
 
 
 def bind_step(
-    plan: StepPlan, arguments: dict[str, Any], workspace: AnyWorkspace | None, stream: Stream | None
+    plan: StepPlan,
+    arguments: dict[str, Any],
+    workspace: AnyWorkspace | None,
+    stream: Stream | None,
+    graphs: int,
 ) -> BoundStep:
     """``plan.bind``; the dict is this function's own."""
     names = [arg.name for arg in plan.operator.tensors]
@@ -36,53 +43,85 @@ def bind_step(
     if workspace is None:
         workspace = plan.new_workspace(handle)
     check_workspace(workspace)
-    return BoundStep(plan, arguments, addresses, numbers, workspace, handle, (tensors, stream))
+    if graphs:
+        if not isinstance(workspace, Workspace):
+            raise WorkspaceError(f"graphs={graphs}: a SemaphoreWorkspace has no memory to reserve, expected 0")
+        workspace.reserve(graphs, handle)
+    full = _FullStep(plan, arguments, workspace, handle, (tensors, stream))
+    return BoundStep(full, addresses, numbers)
+
+
+class _FullStep:
+    """A step by the full path, and what is bound; the functions of a bound step refer to this and not to their owner,
+    with which they would be a reference cycle."""
+
+    def __init__(
+        self, plan: StepPlan, arguments: Mapping[str, Any], workspace: AnyWorkspace, stream: int, kept: object
+    ) -> None:
+        """``kept`` is held with the arguments."""
+        self.plan: StepPlan | None = plan
+        self.workspace: AnyWorkspace | None = workspace
+        self.stream = stream
+        planned = zip(plan.operator.tensors, plan.specs, strict=True)
+        self.free = tuple(arg for arg, spec in planned if spec is not None and arg.name not in arguments)
+        self._bound = dict(arguments)
+        self._kept = kept
+
+    def send(self, *tensors: Any) -> None:
+        """The step with the tensors that are not bound."""
+        plan = self.plan
+        if plan is None:
+            raise UsageError("step: the bound step is closed")
+        names = (*(arg.name for arg in plan.operator.tensors), *plan.operator.number_arguments)
+        given = zip((arg.name for arg in self.free), tensors, strict=True)
+        own = {"workspace": self.workspace, "stream": self.stream}
+        plan.run_step({**dict.fromkeys(names), **self._bound, **dict(given), **own})
+
+    def close(self) -> None:
+        """Let go of all that is bound."""
+        self.plan = self.workspace = self._kept = None
+        self._bound = {}
 
 
 class BoundStep:
     """A step of a plan on one stream, made by ``plan.bind``; it keeps what is bound alive until ``close``.
 
     ``step`` takes the tensors that are not bound, by position in the order of the plan's ``run`` or by name. It sends
-    what ``run`` would, and raises as it does. Any thread may call it; it may be captured, and each graph then has a
-    workspace of its own.
+    what ``run`` would, and raises as it does. Any thread may call it (of the default stream that each thread has, one).
+    It may be captured, and each graph then has memory of its own: that of ``bind(graphs=n)``, or what eager steps had,
+    which get other memory.
     """
 
-    def __init__(
-        self,
-        plan: StepPlan,
-        arguments: Mapping[str, Any],
-        addresses: Mapping[str, int],
-        numbers: tuple[Any, ...],
-        workspace: AnyWorkspace,
-        stream: int,
-        kept: object,
-    ) -> None:
-        """``addresses`` are those of the bound tensors by name; ``kept`` is held with them."""
-        self._plan: StepPlan | None = plan
-        self._bound = dict(arguments)
+    def __init__(self, full: _FullStep, addresses: Mapping[str, int], numbers: tuple[Any, ...]) -> None:
+        """``addresses`` are those of the bound tensors by name."""
+        self._full = full
         self._addresses = addresses
         self._numbers = numbers
-        self._workspace: AnyWorkspace | None = workspace
-        self._stream = stream
-        self._kept = kept
-        self._driver = plan.driver
-        planned = zip(plan.operator.tensors, plan.specs, strict=True)
-        self._free = tuple(arg for arg, spec in planned if spec is not None and arg.name not in arguments)
-        self._given = ", ".join(arg.name for arg in self._free)
+        self._given = ", ".join(arg.name for arg in full.free)
+        self._in_order = compiled("step", f"def step({self._given}):\n    return [{self._given}]\n", {})
         self._halts: list[str] = []  # why the function of its own must not be taken
-        self._send: Callable[..., None] = self._first
-        source = f"def step({self._given}):\n    bound._send({self._given})\n"
-        self.step: Callable[..., None] = compiled("step", source, {"bound": self})
-        if not self._free and not self._captures():
+        self._send: Callable[..., None] | None = None  # that function
+        self._claim: EagerClaim | None = None  # of the buffer that it knows
+        if not full.free:
             self._specialise(())
         suspendable(self)
+
+    def step(self, *tensors: Any, **named: Any) -> None:
+        """Send a step; it takes the tensors that are not bound.
+
+        Raises:
+            UsageError: a tensor is not what was planned, or this is closed.
+            WorkspaceError: the workspace is closed, belongs to another stream, or has nothing for a capture.
+            DeviceError: the kernel cannot be loaded or launched.
+        """
+        (self._send or self._first)(*self._in_order(*tensors, **named))
 
     def close(self) -> None:
         """Let go of all that is bound; a later step is an error. The work that was sent must not need it any more."""
         self._halts.append("closed")
-        self._plan = self._workspace = self._kept = None
-        self._bound = {}
-        self._send = self.step = self._in_full
+        self._full.close()
+        self._send = None
+        vars(self).pop("step", None)
 
     def __enter__(self) -> BoundStep:
         return self
@@ -100,32 +139,45 @@ class BoundStep:
 
     def _first(self, *tensors: Any) -> None:
         """The full path, after which tensors of these forms have a function of their own."""
-        self._in_full(*tensors)
-        if not self._captures():
-            self._specialise(tensors)
+        self._full.send(*tensors)
+        self._specialise(tensors)
+
+    def _again(self, *tensors: Any) -> None:
+        """A step of a function whose buffer is another's now, or that must not be taken."""
+        if self._halts:
+            self._full.send(*tensors)
+        elif self._send is not None and self._claim is not None and self._claim.holds():
+            self._send(*tensors)  # a later function, which knows another buffer
+        else:
+            self._first(*tensors)
 
     def _specialise(self, tensors: Sequence[Any]) -> None:
-        plan, workspace, given = self._plan, self._workspace, self._given
+        full, given = self._full, self._given
+        plan, workspace = full.plan, full.workspace
         if plan is None or workspace is None:
             return
-        found = [guarded(arg.name, tensor) for arg, tensor in zip(self._free, tensors, strict=True)]
+        found = [guarded(arg.name, tensor) for arg, tensor in zip(full.free, tensors, strict=True)]
         items = [item for item in found if item is not None]
         if len(items) < len(found):
             return
-        sending = plan.bound_run(self._addresses, self._numbers, workspace, self._stream)
-        scope = sending.scope | {"full": self._in_full, "halts": self._halts}
+        scope: dict[str, Any] = {"full": full.send, "halts": self._halts, "again": partial(_again, ref(self), full)}
+        claim, lost = None, "halts"
+        if isinstance(workspace, Workspace):
+            claim = workspace.claim_eager(full.stream)
+            if claim is None:  # a capture, whose graph gets a buffer of its own
+                return
+            lost = _lost(claim, scope)
+        place = claim.place if claim else workspace.claim(full.stream)
+        sending = plan.bound_run(self._addresses, self._numbers, workspace, place, full.stream)
+        scope = sending.scope | scope
         in_full = f"return full({given})"
-        states = ["not halts"]
-        if not is_default(self._stream):
-            scope["captures"] = self._driver.capture_query(self._stream)
-            states.append("not captures()")
-        lines = [f"def send({given}):", f"    if not ({' and '.join(states)}):", f"        {in_full}"]
+        lines = [f"def send({given}):", f"    if {lost}:", f"        return again({given})"]
         numbers = {arg.name: number for number, arg in enumerate(plan.operator.tensors)}
         alike = conditions(items, scope)
         if items:
             values = [f"v{number}" for number in range(len(plan.operator.values))]
             sources = {numbers[item.name]: (item.name, 0) for item in items}
-            masks = {arg.name: arg.alignment - 1 for arg in self._free}
+            masks = {arg.name: arg.alignment - 1 for arg in full.free}
             options: dict[str, Any] = {"sources": sources, "masks": masks, "unlike": in_full, "done": "return"}
             lines += [f"    {line}" for line in at_once(sending.senders, items, values, scope, **options)]
             lines += [f"    if not ({' and '.join(alike)}):", f"        {in_full}"]
@@ -133,19 +185,22 @@ class BoundStep:
             tests = [f"not v{numbers[name]} or v{numbers[name]} & {mask}" for name, mask in masks.items()]
             lines += [f"    if {' or '.join(tests)}:", f"        {in_full}"]
         lines += [f"    {line.replace(ELSEWHERE, in_full)}" for line in [*sending.lines, ""]]
-        self._send = compiled("send", "\n".join(lines), scope)
+        send = compiled("send", "\n".join(lines), scope)
         if "closed" not in self._halts:
-            self.step = self._send  # one that was taken before goes through the first
+            self._send, self._claim = send, claim
+            vars(self)["step"] = send  # which spares the way over the method of that name
 
-    def _captures(self) -> bool:
-        """Whether a graph is being captured, which takes a workspace of its own."""
-        return not is_default(self._stream) and self._driver.is_capturing(self._stream)
 
-    def _in_full(self, *tensors: Any) -> None:
-        plan = self._plan
-        if plan is None:
-            raise UsageError("step: the bound step is closed")
-        names = (*(arg.name for arg in plan.operator.tensors), *plan.operator.number_arguments)
-        given = zip((arg.name for arg in self._free), tensors, strict=True)
-        own = {"workspace": self._workspace, "stream": self._stream}
-        plan.run_step({**dict.fromkeys(names), **self._bound, **dict(given), **own})
+def _lost(claim: EagerClaim, scope: dict[str, Any]) -> str:
+    """The test of ``claim.holds``, and of what halts the function, as an expression."""
+    scope["buffer"] = claim.buffer
+    if claim.same_stream is None:
+        return "halts or not buffer.of_legacy"
+    scope |= {"owner": claim.owner, "same_stream": claim.same_stream}
+    return "halts or buffer.owner is not owner or not same_stream()"
+
+
+def _again(bound: ref[BoundStep], full: _FullStep, *tensors: Any) -> None:
+    """``BoundStep._again``, or the full path where a function was taken from a bound step that is no more."""
+    owner = bound()
+    (full.send if owner is None else owner._again)(*tensors)

@@ -226,11 +226,16 @@ class OperatorPlan:
         )
 
     def bound_run(
-        self, addresses: Mapping[str, int], numbers: tuple[Any, ...], workspace: AnyWorkspace, stream: int
+        self,
+        addresses: Mapping[str, int],
+        numbers: tuple[Any, ...],
+        workspace: AnyWorkspace,
+        place: Hashable,
+        stream: int,
     ) -> Sending:
         """Lines that launch on one stream with tensors at fixed ``addresses`` by name, 0 for what is left out, and what
-        they refer to; ``v`` and its number is the address of another tensor. Errors as ``launch``."""
-        place = workspace.claim(stream)
+        they refer to; ``v`` and its number is the address of another tensor. ``place`` is what the stream claimed of
+        the workspace. Errors as ``launch``."""
         regions = self._regions_at(workspace, place)
         of_tensors = zip(self.operator.values, self.operator.tensors, strict=True)
         fixed: dict[str, Any] = {value: addresses[arg.name] for value, arg in of_tensors if arg.name in addresses}

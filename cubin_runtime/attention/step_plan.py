@@ -30,7 +30,12 @@ class StepPlan(OperatorPlan):
         note_launch(launched if self.of_torch else launched._replace(memory=None))
 
     def bind(
-        self, *, workspace: AnyWorkspace | None = None, stream: Stream | None = None, **arguments: Any
+        self,
+        *,
+        workspace: AnyWorkspace | None = None,
+        stream: Stream | None = None,
+        graphs: int = 0,
+        **arguments: Any,
     ) -> BoundStep:
         """Bind some of ``run``'s arguments for one stream: a step then takes the other tensors.
 
@@ -43,6 +48,7 @@ class StepPlan(OperatorPlan):
         Args:
             workspace: as for ``run``; None: memory of its own, cleared on ``stream``.
             stream: as for ``run``; None: the stream that a run without one would take now.
+            graphs: number of later captures to reserve memory for, as in ``prepare``.
             arguments: tensors, scales and ``max_seq_len`` by the names of ``run``; numbers that are left out are the
                 plan's.
 
@@ -50,4 +56,4 @@ class StepPlan(OperatorPlan):
             UsageError: a name is not one of ``run``'s, or a value not what was planned.
             WorkspaceError, DeviceError: as ``run``.
         """
-        return bind_step(self, arguments, workspace, stream)
+        return bind_step(self, arguments, workspace, stream, graphs)

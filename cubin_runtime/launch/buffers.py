@@ -50,13 +50,19 @@ class EagerClaim(NamedTuple):
     """The buffer for eager launches as a stream claimed it, and what tells whether the next launch may use it too.
 
     For the legacy default stream, whose ``same_stream`` is None, ``buffer.of_legacy`` tells that; for others
-    ``buffer.owner is owner and same_stream()``.
+    ``buffer.owner is owner and same_stream()``, which is false in a capture too.
     """
 
     place: Place
     buffer: Any
     owner: Any
     same_stream: Callable[[], bool] | None
+
+    def holds(self) -> bool:
+        """Whether the next launch of that stream may use the buffer too."""
+        if self.same_stream is None:
+            return bool(self.buffer.of_legacy)
+        return self.buffer.owner is self.owner and self.same_stream()
 
 
 def owner_of(driver: Driver, stream: int) -> Owner:

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cubin_runtime.errors import UsageError, WorkspaceError
-from cubin_runtime.launch.buffers import EagerClaim
 from cubin_runtime.launch.driver import Driver, DriverCallError
 from cubin_runtime.launch.regions import Region, workspace_size
 from cubin_runtime.launch.semaphore_workspace import SemaphoreWorkspace
@@ -331,22 +330,16 @@ def test_an_eager_claim_tells_that_the_buffer_is_no_longer_the_streams(
     workspace = Workspace.allocate(driver, context, 64, stream)
     claim = workspace.claim_eager(stream)
     assert claim is not None
-    assert still(claim)
+    assert claim.holds()
     workspace.release()
-    assert not still(claim)
-
-
-def still(claim: EagerClaim) -> bool:
-    if claim.same_stream is None:
-        return bool(claim.buffer.of_legacy)
-    return claim.buffer.owner is claim.owner and claim.same_stream()
+    assert not claim.holds()
 
 
 def test_an_eager_claim_is_that_of_one_thread(driver: Driver, context: int) -> None:
     claim = Workspace.allocate(driver, context, 64, 2).claim_eager(2)
     assert claim is not None
-    assert in_another_thread(lambda: driver.set_current(context) or still(claim)) == [False]
-    assert still(claim)
+    assert in_another_thread(lambda: driver.set_current(context) or claim.holds()) == [False]
+    assert claim.holds()
 
 
 def test_an_eager_claim_ends_with_its_stream(driver: Driver, context: int) -> None:
@@ -355,7 +348,7 @@ def test_an_eager_claim_ends_with_its_stream(driver: Driver, context: int) -> No
     assert claim is not None
     driver.destroy_stream(stream)
     assert driver.create_stream() == stream
-    assert not still(claim)
+    assert not claim.holds()
 
 
 def test_an_eager_claim_is_not_for_a_capture(driver: Driver, context: int) -> None:
@@ -364,10 +357,10 @@ def test_an_eager_claim_is_not_for_a_capture(driver: Driver, context: int) -> No
     claim = workspace.claim_eager(stream)
     assert claim is not None
     driver.begin_capture(stream)
-    assert not still(claim)
+    assert not claim.holds()
     assert workspace.claim_eager(stream) is None
     driver.end_capture(stream)  # asking has not spoilt it
-    assert not still(claim)  # the graph has taken the buffer
+    assert not claim.holds()  # the graph has taken the buffer
 
 
 def test_default_streams_are_those_of_the_workspaces_context(driver: Driver, standin: StandIn, context: int) -> None:
