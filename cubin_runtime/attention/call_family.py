@@ -12,7 +12,7 @@ from .torch_ops import scratch_of_call
 
 if TYPE_CHECKING:
     from .operator_plan import AnyWorkspace, OperatorPlan
-    from .runtime import Runtime
+    from .runtime import PlanRuntime
 
 PlanT_co = TypeVar("PlanT_co", bound="OperatorPlan", covariant=True)
 Q_LEN_BOUND = "max_q_len"  # the option that is a size
@@ -26,7 +26,7 @@ class CallFamily(Generic[PlanT_co]):
     request, which is ``max_q_len`` in this call; None: it has none.
     """
 
-    runtime: Runtime
+    runtime: PlanRuntime
     tensors: CallTensors
     form: tuple[object, ...]
     plan: Callable[[CallTensors, int | None], PlanT_co]

@@ -25,7 +25,7 @@ from .operator import CallTensors, Given, Operator
 from .operator_plan import check_workspace
 from .process import default_runtime
 from .recording import record, recording
-from .runtime import NativeRelease, Runtime
+from .runtime import NativeRelease, PlanRuntime, Runtime
 from .scales import split_scale
 from .step_plan import StepPlan
 from .torch_ops import RUNTIME_SCRATCH, TORCH_SCRATCH
@@ -109,7 +109,7 @@ def plan_decode(plan_class: type[PlanT], operator: DecodeOperator, arguments: di
     options = _options(operator, arguments, *scales)
     call = DecodeCall(operator.read(arguments, options), options)
     runtime = arguments["runtime"] or default_runtime()
-    return _plan(plan_class, operator, runtime, call, arguments["device_facts"], is_torch(arguments["q"]))
+    return _plan(plan_class, operator, runtime.for_plans, call, arguments["device_facts"], is_torch(arguments["q"]))
 
 
 def run_decode(plan_class: type[DecodePlan], operator: DecodeOperator, arguments: dict[str, Any]) -> Any:
@@ -164,6 +164,7 @@ def _family(
 ) -> CallFamily[DecodePlan]:
     """The calls that differ from one in sizes alone, whose plans are from the cache or made now."""
     form = (operator.name, kept, *[getattr(options, name) for name in operator.options if name != Q_LEN_BOUND])
+    plans, own = runtime.plans, runtime.for_plans  # the runtime may keep the function below
 
     def plan(of: CallTensors, max_q_len: int | None) -> DecodePlan:
         def planned() -> DecodePlan:
@@ -172,12 +173,12 @@ def _family(
                 bound = min(options.max_seq_len, operator.capacity(call))
                 if (bound, max_q_len) != (options.max_seq_len, options.max_q_len):
                     call = DecodeCall(of, replace(options, max_seq_len=bound, max_q_len=max_q_len))
-            return _plan(plan_class, operator, runtime, call, None, of_torch, kept)
+            return _plan(plan_class, operator, own, call, None, of_torch, kept)
 
-        found: DecodePlan = runtime.plans.get((form, max_q_len, of.specs), planned)
+        found: DecodePlan = plans.get((form, max_q_len, of.specs), planned)
         return found
 
-    return CallFamily(runtime, tensors, form, plan, options.max_q_len)
+    return CallFamily(own, tensors, form, plan, options.max_q_len)
 
 
 def _check_kinds(operator: DecodeOperator, arguments: dict[str, Any]) -> None:
@@ -205,7 +206,7 @@ def _options(operator: DecodeOperator, arguments: Given, scale: float, factor: f
 def _plan(
     plan_class: type[PlanT],
     operator: DecodeOperator,
-    runtime: Runtime,
+    runtime: PlanRuntime,
     call: DecodeCall,
     device_facts: DeviceFacts | None,
     of_torch: bool,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import struct
-import threading
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,13 +22,13 @@ from ..launch.workspace_pool import WorkspacePool
 from .fast_path import FastPaths, Launched, Scratch
 from .operator import CallTensors, Given, Operator
 from .recording import call_recorder
-from .runtime import Runtime
+from .region_places import RegionPlaces
+from .runtime import PlanRuntime
 
 if TYPE_CHECKING:
     from ..protocols import Stream
 
 AnyWorkspace = Workspace | SemaphoreWorkspace
-_MAX_PLACES = 1024  # workspaces whose regions are remembered
 
 
 class ClampedInputError(DeviceError):
@@ -54,7 +53,7 @@ class OperatorPlan:
 
     def __init__(
         self,
-        runtime: Runtime,
+        runtime: PlanRuntime,
         operator: Operator,
         tensors: CallTensors,
         options: Any,
@@ -72,10 +71,9 @@ class OperatorPlan:
         self._runtime = runtime
         self.device = tensors[operator.tensors[0].name].device
         self.of_torch = of_torch
-        self._lock = threading.Lock()
         self.fast_paths: FastPaths = defaultdict(tuple)
         self._prepared: dict[int, PreparedLaunches] = {}
-        self._places: OrderedDict[Hashable, tuple[int, ...]] = OrderedDict()
+        self._regions_at = RegionPlaces(self.regions)
         self._pool = WorkspacePool(runtime.driver, self.device, self.workspace_bytes)
 
     @property
@@ -291,15 +289,3 @@ class OperatorPlan:
             descriptors=runtime.descriptors,
         )
         return self._prepared.setdefault(context, made)
-
-    def _regions_at(self, workspace: AnyWorkspace, place: Hashable) -> tuple[int, ...]:
-        known = self._places.get(place)
-        if known is not None:
-            return known
-        found = workspace.regions(self.regions, place)
-        addresses = tuple(found[region.name] for region in self.regions)
-        with self._lock:
-            self._places[place] = addresses
-            while len(self._places) > _MAX_PLACES:
-                self._places.popitem(last=False)
-        return addresses

@@ -19,7 +19,7 @@ from .fast_path import note_launch
 from .operator import CallTensors, Operator
 from .operator_plan import check_workspace
 from .process import default_runtime
-from .runtime import NativeRelease, Runtime
+from .runtime import NativeRelease, PlanRuntime
 from .scales import split_scale
 from .step_plan import StepPlan
 from .torch_ops import RUNTIME_SCRATCH, TORCH_SCRATCH, TorchOp
@@ -108,7 +108,7 @@ def plan_plain(plan_class: type[PlanT], operator: PlainOperator, arguments: dict
     call = PlainCall(operator.read(arguments, options), options)
     runtime = arguments["runtime"] or default_runtime()
     of_torch = is_torch(arguments[operator.tensors[0].name])
-    return _plan(plan_class, operator, runtime, call, arguments["device_facts"], of_torch)
+    return _plan(plan_class, operator, runtime.for_plans, call, arguments["device_facts"], of_torch)
 
 
 def run_plain(plan_class: type[PlainPlan], operator: PlainOperator, arguments: dict[str, Any]) -> None:
@@ -125,15 +125,16 @@ def run_plain(plan_class: type[PlainPlan], operator: PlainOperator, arguments: d
     given = [number is not None for number in numbers]
     named = [getattr(options, name) for name in options.__slots__ if name not in operator.scales]
     form, of_torch = (operator.name, *named, *given), is_torch(first)
+    plans, own = runtime.plans, runtime.for_plans  # the runtime may keep the function below
 
     def plan(tensors: CallTensors, _: int | None) -> PlainPlan:
         def planned() -> PlainPlan:
-            return _plan(plan_class, operator, runtime, PlainCall(tensors, options), None, of_torch)
+            return _plan(plan_class, operator, own, PlainCall(tensors, options), None, of_torch)
 
-        found: PlainPlan = runtime.plans.get((form, tensors.specs), planned)
+        found: PlainPlan = plans.get((form, tensors.specs), planned)
         return found
 
-    family, its = CallFamily(runtime, tensors, form, plan), plan(tensors, None)
+    family, its = CallFamily(own, tensors, form, plan), plan(tensors, None)
     tensors.check_addresses()
     launched = family.launch(its, tensors.addresses, _numbers(numbers), workspace, first, handle)
     note_launch(launched._replace(family=family))
@@ -169,7 +170,7 @@ def _default(operator: PlainOperator, name: str) -> Any:
 def _plan(
     plan_class: type[PlanT],
     operator: PlainOperator,
-    runtime: Runtime,
+    runtime: PlanRuntime,
     call: PlainCall,
     device_facts: DeviceFacts | None,
     of_torch: bool,

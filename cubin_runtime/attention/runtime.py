@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .. import _version
 from ..artifacts.path import ArtifactPath
@@ -30,6 +30,7 @@ from ..launch.tensormap import TensorMapCache
 from ..values import HashedOnce, dataclass
 from .fast_path.notes import FastPaths
 from .memory import TensorMemory, TorchMemory
+from .plan_cache import PlanCache
 
 if TYPE_CHECKING:
     from ..artifacts.library import Library
@@ -88,50 +89,24 @@ class RuntimeStats:
     driver_seconds: float | None
 
 
-class Runtime:
-    """Owns the artifact library, the driver and the module cache. It is thread-safe, but cannot be used after a fork.
+class PlanRuntime:
+    """What plans refer to of a runtime: the artifact library, the driver and the module cache.
 
-    Operators take ``runtime=None`` for the process's default (``default_runtime``).
+    It knows no plan. So a runtime and the plans that it keeps are no reference cycle.
     """
 
-    def __init__(
-        self,
-        config: Config | None = None,
-        *,
-        driver: Driver | None = None,
-        release: str = NATIVE_RELEASE,
-        trtllm_release: str = TRTLLM_RELEASE,
-        memory: TensorMemory | None = None,
-    ) -> None:
-        """``config=None`` reads the environment.
-
-        ``release`` is the pin of the native release, ``trtllm_release`` that of the trtllm-gen release. ``memory``
-        allocates outputs and reads tensors back (by default with torch).
-        """
-        from ..artifacts.library import Library
-
-        self.config = config or Config.from_environment()
-        self.library: Library = Library(self.config)
-        self.driver = driver or Driver()
-        if self.config.profile and self.driver.profiler is None:
-            self.driver.profiler = Profiler()
-        self.modules = ModuleCache(self.driver)
-        self.descriptors = TensorMapCache(self.driver)
-        self.plans = PlanCache()
-        self.fast_paths: FastPaths = defaultdict(tuple)
-        self.family_paths: FastPaths = defaultdict(tuple)
-        self.families: dict[Hashable, None] = {}
-        self._release = release
-        self._pid = os.getpid()
-        self._lock = threading.Lock()
-        self._native: NativeRelease | None = None
-        self.memory: TensorMemory = memory or TorchMemory()
-        self._trtllm_release = trtllm_release
-        self._trtllm_gen: TrtllmGenRelease | None = None
-        if self.config.record is not None:
-            from .recorded.recorder import record_process
-
-            record_process(self.config.record)
+    config: Config
+    library: Library
+    driver: Driver
+    modules: ModuleCache
+    descriptors: TensorMapCache
+    memory: TensorMemory
+    _release: str
+    _trtllm_release: str
+    _native: NativeRelease | None
+    _trtllm_gen: TrtllmGenRelease | None
+    _pid: int
+    _lock: threading.Lock
 
     @property
     def may_fetch(self) -> bool:
@@ -220,20 +195,6 @@ class Runtime:
         context = self.driver.primary_context(device)
         return self.modules.preload([self.request(kernel, context) for kernel in kernels])
 
-    def stats(self) -> RuntimeStats:
-        """Counters of what the runtime did so far."""
-        counts, profiler = self.modules.counts, self.driver.profiler
-        return RuntimeStats(
-            launches=self.driver.launches,
-            plans_made=self.plans.made,
-            plans_found=self.plans.found,
-            fast_paths=sum(map(len, [*self.fast_paths.values(), *self.family_paths.values()])),
-            loads=counts.loads,
-            loaded_bytes=counts.bytes,
-            failed_loads=counts.failures,
-            driver_seconds=None if profiler is None else profiler.seconds,
-        )
-
     def check_process(self) -> None:
         """Raise ``UsageError`` in a forked child: driver handles do not survive a fork."""
         if os.getpid() != self._pid:
@@ -262,27 +223,65 @@ class Runtime:
         )
 
 
-class PlanCache:
-    """Plans by key, least recently used out first; safe between threads."""
+class Runtime(PlanRuntime):
+    """Owns the artifact library, the driver and the module cache. It is thread-safe, but cannot be used after a fork.
 
-    def __init__(self, entries: int = 256) -> None:
-        self._limit = entries
+    Operators take ``runtime=None`` for the process's default (``default_runtime``).
+    """
+
+    __slots__ = ("families", "family_paths", "fast_paths", "for_plans", "plans")
+
+    def __init__(
+        self,
+        config: Config | None = None,
+        *,
+        driver: Driver | None = None,
+        release: str = NATIVE_RELEASE,
+        trtllm_release: str = TRTLLM_RELEASE,
+        memory: TensorMemory | None = None,
+    ) -> None:
+        """``config=None`` reads the environment.
+
+        ``release`` is the pin of the native release, ``trtllm_release`` that of the trtllm-gen release. ``memory``
+        allocates outputs and reads tensors back (by default with torch).
+        """
+        from ..artifacts.library import Library
+
+        self.for_plans = PlanRuntime()
+        self.for_plans.__dict__ = self.__dict__  # all but the slots
+        self.plans = PlanCache()
+        self.fast_paths: FastPaths = defaultdict(tuple)
+        self.family_paths: FastPaths = defaultdict(tuple)
+        self.families: dict[Hashable, None] = {}
+        self.config = config or Config.from_environment()
+        self.library = Library(self.config)
+        self.driver = driver or Driver()
+        if self.config.profile and self.driver.profiler is None:
+            self.driver.profiler = Profiler()
+        self.modules = ModuleCache(self.driver)
+        self.descriptors = TensorMapCache(self.driver)
+        self._release = release
+        self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._plans: OrderedDict[Hashable, Any] = OrderedDict()
-        self.made = self.found = 0
+        self._native = None
+        self.memory = memory or TorchMemory()
+        self._trtllm_release = trtllm_release
+        self._trtllm_gen = None
+        if self.config.record is not None:
+            from .recorded.recorder import record_process
 
-    def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """The plan for ``key``, made on first use; a failure to make it is not kept."""
-        with self._lock:
-            plan = self._plans.get(key)
-            if plan is not None:
-                self._plans.move_to_end(key)
-                self.found += 1
-                return plan
-        plan = make()
-        with self._lock:
-            plan = self._plans.setdefault(key, plan)
-            self.made += 1
-            while len(self._plans) > self._limit:
-                self._plans.popitem(last=False)
-        return plan
+            record_process(self.config.record)
+
+    def stats(self) -> RuntimeStats:
+        """Counters of what the runtime did so far."""
+        counts, profiler = self.modules.counts, self.driver.profiler
+        return RuntimeStats(
+            launches=self.driver.launches,
+            plans_made=self.plans.made,
+            plans_found=self.plans.found,
+            fast_paths=sum(map(len, [*self.fast_paths.values(), *self.family_paths.values()])),
+            loads=counts.loads,
+            loaded_bytes=counts.bytes,
+            failed_loads=counts.failures,
+            driver_seconds=None if profiler is None else profiler.seconds,
+        )

@@ -21,7 +21,7 @@ from .fast_path.notes import note_made, note_unrepeatable
 
 if TYPE_CHECKING:
     from .operator_plan import OperatorPlan
-    from .runtime import Runtime
+    from .runtime import PlanRuntime
 
 NAMESPACE = "cubin_runtime"
 _SCALE = "Scale"  # a number, or a tensor on the device: two arguments of an op
@@ -48,7 +48,7 @@ def scratch_of_torch(plan: OperatorPlan, device: int) -> SemaphoreWorkspace:
     return SemaphoreWorkspace(semaphores, scratch, owner=tensors)
 
 
-def scratch_of_call(runtime: Runtime, plan: OperatorPlan, workspace: Any, like: Any, stream: int) -> Any:
+def scratch_of_call(runtime: PlanRuntime, plan: OperatorPlan, workspace: Any, like: Any, stream: int) -> Any:
     """The workspace of a call that asked for ``workspace`` with the tensor ``like``; None: the plan's own.
 
     In a capture by torch that is memory of the graph: nobody could have reserved room for it in a plan that the call

@@ -17,7 +17,8 @@ def compiled(name: str, source: str, scope: Mapping[str, Any]) -> Callable[..., 
     body = "".join(f"    {line}\n" for line in source.splitlines())
     found: dict[str, Any] = {}
     exec(_code(f"def bind({', '.join(sorted(scope))}):\n{body}    return {name}\n"), found)
-    made: Callable[..., Any] = found["bind"](**scope)
+    # `found` are the globals of both: with the function in it, it would be a reference cycle.
+    made: Callable[..., Any] = found.pop("bind")(**scope)
     vars(made)["scope"] = scope
     return made
 

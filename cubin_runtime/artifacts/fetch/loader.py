@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -58,24 +59,25 @@ class ArtifactLoader:
         """From the store or a local source in place, hashed; else the reasons why not."""
         digest = listed_digest(wanted)
         reasons: list[CubinRuntimeError] = []
+        outer = sys.exc_info()[1]
         try:
             data = self._store.read(digest, wanted.limit)
             return Artifact(wanted.path, digest, data, str(self._store.root), True), reasons
         except MissingError as error:
-            reasons.append(error)
+            reasons.append(_apart(error, outer))
         except CorruptError as error:
             _log.warning("%s", error)
-            reasons.append(error)
+            reasons.append(_apart(error, outer))
         except StoreError as error:
             # one that this user may not read (in another's home) is passed over like a source that lacks the file
             if not is_denied(error):
                 raise
-            reasons.append(error)
+            reasons.append(_apart(error, outer))
         for source in self._sources.local_sources(pin):
             try:
                 data = source.read(wanted)
             except (NotHereError, SourceError) as error:
-                reasons.append(error)
+                reasons.append(_apart(error, outer))
                 continue
             if (found := digest_of(data)) == digest:
                 return Artifact(wanted.path, digest, data, source.label, True), reasons
@@ -129,6 +131,16 @@ class ArtifactLoader:
             return hire(self._sources.order(specs), threads, jobs, len(wanted))
 
         return fetch_objects(self._store, wanted, pool, policy=self._policy, on_outcome=note, on_beat=beat)
+
+
+def _apart(error: CubinRuntimeError, outer: BaseException | None) -> CubinRuntimeError:
+    """The error without tracebacks: a frame there has the list of reasons, and the reference cycle would keep all that
+    the frames of the callers have, of whoever runs an operator. ``outer`` is what callers are handling."""
+    chained: BaseException | None = error
+    while chained is not None and chained is not outer:
+        chained.__traceback__ = None
+        chained = chained.__cause__ or chained.__context__
+    return error
 
 
 def listed_digest(wanted: Wanted) -> str:

@@ -9,7 +9,7 @@ from ...launch.semaphore_workspace import SemaphoreWorkspace
 from ...launch.workspace import Workspace
 from .guards import GuardedTensor, guarded
 from .notes import Launched
-from .options import Form, Signature, is_immutable
+from .options import Form, Signature, is_immutable, is_runtime
 
 if TYPE_CHECKING:
     from ..operator_plan import AnyWorkspace
@@ -92,6 +92,10 @@ class ArgumentTests:
             self.scope |= {f"k_{name}": value, f"t_{name}": type(value)}
             signed = f" and str({name}) == '{value}'" if type(value) is float and not value else ""
             self.tests.append(f"({name} is k_{name} or type({name}) is t_{name} and {name} == k_{name}{signed})")
+        elif is_runtime(value):
+            # It is the one that keeps the path, which would be a reference cycle with it.
+            self.scope[f"t_{name}"] = type(value)
+            self.tests.append(f"type({name}) is t_{name}")
         elif is_immutable(value):
             self.scope[f"k_{name}"] = value
             self.tests.append(f"{name} is k_{name}")

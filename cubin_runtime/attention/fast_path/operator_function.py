@@ -7,10 +7,11 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from functools import partial, wraps
 from itertools import count
 from typing import Any, Protocol, TypeVar
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 from ...launch.compiled import compiled
 from ..process import default, default_runtime
@@ -71,6 +72,7 @@ class Suspendable(Protocol):
 _lock = threading.Lock()
 _steps: WeakSet[Suspendable] = WeakSet()
 _methods: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # instances that have a fast path as their own method
+_wholes: WeakKeyDictionary[Any, ref[Any]] = WeakKeyDictionary()  # the instances by their twins
 _state = _State()
 _state.compiling = _compiling
 os.register_at_fork(after_in_child=lambda: setattr(_state, "suspended", 1))  # the full path says what is wrong
@@ -94,6 +96,21 @@ def _give_method(holder: Any, method: Callable[..., Any]) -> None:
         if not _state.suspended:
             vars(holder)[method.__name__] = method
             _methods[holder] = method.__name__
+
+
+def _twin(holder: Any) -> Any:
+    """The same holder without a method of its own, for that method: it refers to the twin, and so is in no reference
+    cycle with the holder."""
+    twin = copy(holder)
+    vars(twin).pop(_methods.get(holder, ""), None)
+    _wholes[twin] = ref(holder)
+    return twin
+
+
+def _whole(holder: Any) -> Any:
+    """The holder that a twin was made of, None if it is no more; another holder itself."""
+    of_twin = _wholes.get(holder)
+    return holder if of_twin is None else of_twin()
 
 
 def suspendable(step: Suspendable) -> None:
@@ -149,11 +166,12 @@ def operator_function(
             if made is not None:
                 path = compiled("fast", *made)
                 holder.fast_paths[number] = (path, *holder.fast_paths[number][: _MOST - 1])
-                if "self" in parameters:
+                whole = _whole(holder) if "self" in parameters else None
+                if whole is not None:
                     form = _method(full.__name__, parameters, given)
                     source, scope = fast_path(signature, arguments, result, notes, form) or made
-                    scope |= defaults | {"otherwise": partial(operator, holder)}
-                    _give_method(holder, compiled(full.__name__, source, scope))
+                    scope |= defaults | {"otherwise": partial(operator, _twin(whole))}
+                    _give_method(whole, compiled(full.__name__, source, scope))
             return result
 
         def promote(holder: Any, path: Callable[..., Any]) -> None:

@@ -40,12 +40,18 @@ class Form(NamedTuple):
 
 
 def is_immutable(value: Any) -> bool:
-    """Whether an option is a value that stays as it is: a dtype of torch's, a runtime, a mark."""
+    """Whether an option is a value that stays as it is: a dtype of torch's, a mark."""
     torch = sys.modules.get("torch")
-    from ..runtime import Runtime
     from ..torch_ops import TorchScratch
 
-    return isinstance(value, (Runtime, TorchScratch)) or (torch is not None and isinstance(value, torch.dtype))
+    return isinstance(value, TorchScratch) or (torch is not None and isinstance(value, torch.dtype))
+
+
+def is_runtime(value: Any) -> bool:
+    """Whether an argument is a runtime."""
+    from ..runtime import Runtime
+
+    return isinstance(value, Runtime)
 
 
 def note_use(given: Mapping[str, Any], notes: Notes) -> None:

@@ -21,7 +21,7 @@ from .call import Option
 if TYPE_CHECKING:
     from ...kernels.trtllm_gen.call import Call
     from ..operator_plan import OperatorPlan
-    from ..runtime import Runtime
+    from ..runtime import PlanRuntime
     from ..trtllm_gen.plans import AttentionPlan
 
 TRTLLM_GEN = "trtllm_gen."
@@ -57,7 +57,9 @@ class CallForm:
     origin: Mapping[str, str]
 
 
-def native_form(plan: OperatorPlan, addresses: Iterable[int], numbers: tuple[Any, ...], runtime: Runtime) -> CallForm:
+def native_form(
+    plan: OperatorPlan, addresses: Iterable[int], numbers: tuple[Any, ...], runtime: PlanRuntime
+) -> CallForm:
     """The form of a run of a native plan."""
     views, outputs, resident = {}, set(), set()
     for arg, spec, address in zip(plan.operator.tensors, plan.specs, addresses, strict=True):
@@ -91,7 +93,7 @@ def native_form(plan: OperatorPlan, addresses: Iterable[int], numbers: tuple[Any
     )
 
 
-def trtllm_gen_form(plan: AttentionPlan, call: Call, runtime: Runtime) -> CallForm:
+def trtllm_gen_form(plan: AttentionPlan, call: Call, runtime: PlanRuntime) -> CallForm:
     """The form of a run of a trtllm-gen plan: tensors by the names of the call's fields."""
     from ...kernels.trtllm_gen.arguments import OutScales, Sage, Scale
     from ...kernels.trtllm_gen.calls import PagedCall

@@ -58,7 +58,7 @@ def plan(call: Call, *, backend: TrtllmGenBackend = AUTO, runtime: Runtime | Non
         device = wanted.query.device
         resolve_backend(OPERATORS[type(wanted)], TRTLLM_GEN if backend == AUTO else backend, rt.driver.device(device))
         check_call(wanted)
-        return AttentionPlan(rt, wanted, device)
+        return AttentionPlan(rt.for_plans, wanted, device)
 
     found: AttentionPlan = rt.plans.get(("trtllm-gen", backend, *plan_key(call)), make)
     return found

@@ -22,7 +22,7 @@ from ...launch.modules import KernelRequest
 from ...launch.plan import LaunchAttributes, LaunchPlan, launch_config
 from ...launch.prepared import PreparedLaunches
 from ..fast_path import Launched
-from ..runtime import Runtime
+from ..runtime import PlanRuntime
 from .plan_key import bounds_of
 
 # Planning assumes a workspace of unbounded size at this address.
@@ -39,7 +39,7 @@ class AttentionPlan:
     ``operators.preload`` loads nothing, so that it may be captured. Safe between threads.
     """
 
-    def __init__(self, runtime: Runtime, call: Call, device: int) -> None:
+    def __init__(self, runtime: PlanRuntime, call: Call, device: int) -> None:
         facts = runtime.driver.device(device)
         self.device = Device(facts.capability[0] * 10 + facts.capability[1], facts.multiprocessors)
         self._runtime = runtime

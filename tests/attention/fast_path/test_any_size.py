@@ -13,7 +13,7 @@ from fast_path_calls import Call, Caller, FullPaths, others_of
 
 from cubin_runtime.attention.fast_path import any_size, operator_function
 from cubin_runtime.attention.operator_plan import OperatorPlan
-from cubin_runtime.attention.runtime import PlanCache
+from cubin_runtime.attention.plan_cache import PlanCache
 from cubin_runtime.testing import StandIn
 
 operator_function_module = sys.modules[operator_function.__module__]
@@ -123,7 +123,12 @@ def test_a_plan_that_the_runtime_dropped_is_made_again(
     runtime.plans = PlanCache(4)
     outcomes = [caller.outcome(call) for call in calls]
     gc.collect()
-    assert len([plan for plan in gc.get_objects() if isinstance(plan, OperatorPlan) and plan._runtime is runtime]) <= 6
+    assert (
+        len(
+            [plan for plan in gc.get_objects() if isinstance(plan, OperatorPlan) and plan._runtime is runtime.for_plans]
+        )
+        <= 6
+    )
     assert [caller.outcome(call) for call in calls] == outcomes
     assert full_paths.count == 2
 
