@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 import numpy as np
 
@@ -156,3 +158,22 @@ def run_case(rank: int, world: int, case: DividedCase) -> dict[str, float]:
 
 def run_cases(rank: int, world: int, cases: list[DividedCase]) -> dict[str, dict[str, float]]:
     return {case.name: run_case(rank, world, case) for case in cases}
+
+
+def left_of_a_merge(rank: int, exchange: str) -> bool:
+    """Whether anything of a merge that was dropped is there while the collector is off."""
+    import torch
+
+    gc.collect()
+    gc.disable()
+    shape = {"tokens": 2, "heads": 4, "head_dim": 16, "dtype": torch.float32, "device": "cpu"}
+    merge = ContextParallelMerge(None, **shape, exchange=exchange, merge=merge_on_host)
+    out, steps = torch.empty(2, 4, 16), None
+    merge.out.fill_(1)
+    merge.lse.fill_(1)
+    for _ in range(3):
+        merge.merge(out)
+        steps = merge.steps(out)
+    gone = [ref(merge._buffers), ref(merge.out.untyped_storage()), ref(out)]
+    del merge, out, steps
+    return any(reference() is not None for reference in gone)

@@ -6,8 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from divided_attention import DividedCase, run_cases
+from divided_attention import DividedCase, left_of_a_merge, run_cases
 from parallel_ranks import run_ranks
+
+from cubin_runtime.distributed.context_merge import EXCHANGES
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
@@ -52,3 +54,8 @@ def test_every_rank_has_the_output_of_its_heads(found: list[dict[str, dict[str, 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_key_is_on_one_rank(found: list[dict[str, dict[str, float]]], case: DividedCase) -> None:
     assert sum(rank[case.name]["keys"] for rank in found) == sum(case.lens)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_a_dropped_merge_is_gone_with_its_buffers(exchange: str) -> None:
+    assert run_ranks(1, left_of_a_merge, exchange) == [False]

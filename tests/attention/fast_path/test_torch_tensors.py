@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
+from weakref import ref
 
 import pytest
 from fast_path_calls import FullPaths, suspended
@@ -348,3 +350,25 @@ def test_each_graph_that_torch_captures_has_scratch_of_its_own(
         runtime.driver.end_capture(stream)
     assert len(eager) == 1
     assert len(set(captured)) == 3
+
+
+@pytest.mark.parametrize("face", ["run", "step", "paged_decode"])
+def test_tensors_and_plans_are_gone_when_they_are_dropped(runtime: Runtime, face: str) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        own = given()
+        plan = plan_paged_decode(**own, max_seq_len=256, runtime=runtime)
+        step = plan.bind(**own)
+        for _ in range(4):
+            if face == "run":
+                plan.run(**own)
+            elif face == "step":
+                step.step()
+            else:
+                paged_decode(**own, max_seq_len=256, runtime=runtime)
+        gone = [ref(plan), ref(step), *map(ref, own.values())]
+        del plan, step, own
+        assert [reference() for reference in gone if reference() is not None] == []
+    finally:
+        gc.enable()
