@@ -150,6 +150,14 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         call(key=view("bfloat16", 23, 8, 40), k_cache=view("bfloat16", 9, 64, 8, 40)), {},
         "k_cache: head dimension 40, expected a multiple of 16 from 32 to 1024",
     ),
+    "smallest head dimension": (
+        call(key=view("bfloat16", 23, 8, 16), k_cache=view("bfloat16", 9, 64, 8, 16)), {},
+        "k_cache: head dimension 16, expected a multiple of 16 from 32 to 1024",
+    ),
+    "largest head dimension": (
+        call(value=view("bfloat16", 23, 8, 1040), v_cache=view("bfloat16", 100, 64, 8, 1040)), {},
+        "v_cache: head dimension 1040, expected a multiple of 16 from 32 to 1024",
+    ),
     "pages of V": (call(v_cache=view("bfloat16", 99, 64, 8, 128)), {}, r"v_cache: shape .*, expected \(100, 64"),
     "no page": (call(k_cache=view("bfloat16", 0, 64, 8, 128)), {}, "k_cache: shape .* at least one page"),
     "wide rows": (

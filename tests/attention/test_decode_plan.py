@@ -253,3 +253,19 @@ def test_a_run_without_a_workspace_takes_the_plans_own(runtime: Runtime, standin
     run(plan, workspace=None, stream=0)
     sent = [call.seen["parameter0"] for call in standin.calls("cuLaunchKernelEx")]
     assert sent[0] == sent[1]
+
+
+def test_the_regions_of_the_last_workspaces_are_remembered(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cubin_runtime.attention.operator_plan._MAX_PLACES", 2)
+    plan, placed, original = make_plan(runtime), list[Workspace](), Workspace.regions
+
+    def regions(self: Workspace, *given: Any) -> dict[str, int]:
+        placed.append(self)
+        return original(self, *given)
+
+    context = runtime.driver.primary_context(0)
+    first, second, third = (Workspace.allocate(runtime.driver, context, plan.workspace_bytes) for _ in range(3))
+    monkeypatch.setattr(Workspace, "regions", regions)
+    for workspace in (first, second, third, second, third, first):
+        run(plan, workspace=workspace)
+    assert placed == [first, second, third, first]

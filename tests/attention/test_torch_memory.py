@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from cubin_runtime.attention.memory import TorchMemory
@@ -56,3 +59,16 @@ def test_a_tensor_is_scaled_where_it_lies() -> None:
     whole = torch.tensor([[1.0, 2.0], [-torch.inf, 4.0]])
     TorchMemory().scale_in_place(whole[:, 0], 0.5)
     assert whole.tolist() == [[0.5, 2.0], [-torch.inf, 4.0]]
+
+
+@pytest.mark.parametrize(
+    ("like", "stream"),
+    [(0, 0x5000), (1, 0x5001), (torch.ones(2, device="meta"), 0x5007), (object(), 0)],
+    ids=["device 0", "device 1", "a tensor", "no tensor"],
+)
+def test_the_current_stream_is_that_of_the_device_and_the_legacy_one_without_torch(like: Any, stream: int) -> None:
+    class Memory(TorchMemory):
+        def stream_query(self) -> Callable[[int], int]:
+            return lambda device: 0x5000 + (7 if device is None else device)
+
+    assert Memory().current_stream(like) == stream

@@ -17,6 +17,7 @@ from cubin_runtime.launch.driver import Driver
 from cubin_runtime.launch.modules import ModuleCache
 from cubin_runtime.launch.prepared import PreparedLaunches
 from cubin_runtime.launch.run_source import Expressions
+from cubin_runtime.launch.structs import Field, StructLayout
 from cubin_runtime.testing import StandIn
 
 needs_accelerator = pytest.mark.skipif(
@@ -157,3 +158,22 @@ def test_an_accelerator_of_another_abi_is_not_used(monkeypatch: pytest.MonkeyPat
     assert found() is None
     module.ABI = 2
     assert found() is module
+
+
+@needs_accelerator
+@pytest.mark.parametrize(("size", "by_accelerator"), [(4096, True), (4104, False)])
+def test_parameters_over_4096_bytes_are_sent_without_it(
+    driver: Driver, standin: StandIn, context: int, monkeypatch: pytest.MonkeyPatch, size: int, by_accelerator: bool
+) -> None:
+    layout = StructLayout.declare("Large", [Field(f"value{number}", "int64", "") for number in range(size // 8)])
+    standin.add_kernel(SYMBOL, (size,))
+    facts = cubin(facts=kernel_facts((size,)))
+    wanted = needs(layout=layout, fingerprint=layout.fingerprint, dynamic_shared_bytes=200000)
+    kernel = ModuleCache(driver, parse=lambda _: facts).kernel(context, DIGEST, SYMBOL, lambda: b"", wanted)
+    values = {field.name: 0 for field in layout.fields}
+    made = plan(layout=layout, values=values, inputs={f"value{number}": name for number, name in enumerate(NAMES)})
+    call, source = send(PreparedLaunches([made], [kernel], driver, NAMES), accelerator.accelerator(), monkeypatch)
+    for _ in range(2):
+        call(0x5007, 1, 2, 3)
+    assert ("senders_of" in source) == by_accelerator
+    assert layout.unpack(bytes.fromhex(standin.calls("cuLaunchKernelEx")[-1].seen["parameter0"]))["value2"] == 3

@@ -208,6 +208,15 @@ def test_eager_launches_go_on_after_a_capture(driver: Driver, context: int) -> N
     assert driver.read(again, 64) == bytes(64)
 
 
+def test_the_legacy_stream_gets_a_new_buffer_after_a_capture_took_the_only_one(driver: Driver, context: int) -> None:
+    workspace, stream = Workspace.allocate(driver, context, 64), driver.create_stream()
+    driver.begin_capture(stream)
+    of_graph = workspace.claim(stream)
+    driver.end_capture(stream)
+    assert workspace.claim(0) not in (of_graph, None)
+    assert workspace.claim(0) == workspace.claim(1)
+
+
 def test_every_graph_has_a_buffer_of_its_own(driver: Driver, standin: StandIn, context: int) -> None:
     stream = driver.create_stream()
     workspace = Workspace.allocate(driver, context, 64, stream, graphs=3)

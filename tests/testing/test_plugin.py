@@ -123,6 +123,8 @@ def test_sizes_may_be_numpy_s(scale_cubin: Path, cubin_standin: StandIn, cubin_s
         ([1, 2], "bfloat16", np.array([0x3F80, 0x4000], np.uint16)),
         (np.array([0x3F80], np.uint16), "bfloat16", np.array([0x3F80], np.uint16)),
         (np.array([0x3C00], np.uint16), "float16", np.array([1], np.float16)),
+        (np.array([1], np.uint8), "bfloat16", np.array([0x3F80], np.uint16)),
+        (np.array([1], np.uint64), "float32", np.array([1], np.float32)),
         (np.array([1.0]), "float32", np.array([1], np.float32)),
         (np.array([7], np.uint8), None, np.array([7], np.uint8)),
     ],

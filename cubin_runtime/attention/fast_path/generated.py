@@ -106,7 +106,6 @@ class PathWriter(ArgumentTests):
         launched, made = self.launched, self.notes.made
         if "current" not in self.scope or self.workspace or len(made) > 1:
             return []
-        place_of = self.scope.get("place_of")
         lines = at_once(
             senders,
             self.tensors,
@@ -118,7 +117,7 @@ class PathWriter(ArgumentTests):
             keyed=keyed,
             made=("made0", made[0].make, [self._source(source) for source in made[0].sources]) if made else None,
             stream=(self.scope["current"], launched.device),
-            scratch=(launched.scratch.legacy, place_of) if launched.scratch and place_of else None,
+            scratch=(launched.scratch.legacy, self.scope["place_of"]) if launched.scratch else None,
         )
         if "stream" in self.given and lines:
             return ["    if stream is None:", *(f"        {line}" for line in lines)]

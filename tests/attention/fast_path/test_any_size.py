@@ -55,6 +55,13 @@ def test_from_the_third_size_on_calls_take_one_path(caller: Caller, calls: list[
     assert [len(paths) for paths in caller.runtime.family_paths.values() if paths] == [1]
 
 
+def test_calls_of_one_size_get_no_path_for_all_sizes(caller: Caller, calls: list[Call], full_paths: FullPaths) -> None:
+    for _ in range(4):
+        caller.outcome(calls[0])
+    assert full_paths.count == 4
+    assert not any(caller.runtime.family_paths.values())
+
+
 def test_each_size_is_launched_as_if_it_were_planned_anew(caller: Caller, calls: list[Call]) -> None:
     runtime = caller.runtime
     for call in calls:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from fast_path_calls import ON_SM90, Call, Caller, suspended
 
-from cubin_runtime.attention import TensorView, plan_paged_decode
+from cubin_runtime.attention import TensorView, paged_decode, plan_paged_decode
 from cubin_runtime.errors import UsageError, WorkspaceError
 
 CACHES = ("k_cache", "v_cache")
@@ -154,3 +154,18 @@ def test_a_workspace_that_is_too_small_is_refused_when_it_is_bound(
     small = Workspace.allocate(caller.runtime.driver, caller.runtime.driver.primary_context(0), 16)
     with pytest.raises(WorkspaceError, match="256 bytes are needed"):
         plan.bind(**tensors, workspace=small)
+
+
+def test_an_option_by_keyword_cannot_be_passed_by_position(
+    caller: Caller, plan: Any, tensors: dict[str, TensorView]
+) -> None:
+    first = [tensors[name] for name in ("q", *CACHES, "page_table", "seq_lens")]
+    faces: list[tuple[Callable[..., Any], list[Any], dict[str, Any]]] = [
+        (paged_decode, first, {"max_seq_len": 1000, "out": tensors["out"], "runtime": caller.runtime}),
+        (plan.run, [*first, tensors["out"], None], {}),
+    ]
+    for function, places, options in faces:
+        for _ in range(3):  # by the full path, a fast path, and the method of the plan
+            with pytest.raises(TypeError, match="positional argument"):
+                function(*places, None, **options)
+            function(*places, **options)

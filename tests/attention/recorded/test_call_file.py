@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -66,3 +67,11 @@ def test_a_changed_byte_is_noticed(at: int) -> None:
     data[at] ^= 1
     with pytest.raises(CorruptError, match=r"^here: "):
         parse_call(bytes(data), "here")
+
+
+@pytest.mark.parametrize("page", [(1 << 62) + 1, (1 << 64) - 1])
+def test_a_page_id_past_the_limit_is_refused(page: int) -> None:
+    call = decode_call()
+    assert len(call.page_ids) == 3
+    with pytest.raises(CorruptError, match="page_ids: expected int64 numbers in increasing order"):
+        parse_call(call_bytes(replace(call, page_ids=(1, 2, page))), "here")

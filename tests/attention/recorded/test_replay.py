@@ -12,10 +12,11 @@ import pytest
 from recorded_calls import context_call, decode_call, mla_call
 
 from cubin_runtime.attention.recorded import replay_call
-from cubin_runtime.attention.recorded.call import RecordedCall
+from cubin_runtime.attention.recorded.call import RecordedCall, RecordedTensor
 from cubin_runtime.attention.recorded.call_file import write_call
 from cubin_runtime.attention.recorded.replay import ReplayReport
 from cubin_runtime.errors import CorruptError, UsageError
+from cubin_runtime.tensor import TensorView
 
 
 @pytest.fixture
@@ -126,6 +127,13 @@ def trtllm_call(**options: Any) -> RecordedCall:
 def test_a_trtllm_gen_decode_has_the_same_reference(file: Path) -> None:
     report = replayed(trtllm_call(), file)
     assert (report.ok, len(report.recorded)) == (True, 1)
+
+
+def test_several_query_tokens_of_a_trtllm_gen_decode_have_a_reference(file: Path) -> None:
+    call = trtllm_call(max_q=2)
+    starts = RecordedTensor(TensorView.contiguous(7 << 20, "int32", (3,)), integers(0, 1, 2))
+    report = replayed(replace(call, tensors={**call.tensors, "cum_seq_lens_q": starts}), file)
+    assert (report.ok, report.no_reference, len(report.recorded)) == (True, "", 1)
 
 
 def test_what_trtllm_gen_skips_has_none(file: Path) -> None:

@@ -71,7 +71,7 @@ def kv_reduction(
 
 
 def lse_from_statistics(
-    tokens: int, heads_q: int, strides: tuple[int, int], statistics: int, lse: int, *, pdl: bool = False
+    tokens: int, heads_q: int, strides: tuple[int, int], statistics: int, lse: int, *, pdl: bool
 ) -> OperationLaunch:
     """Compute the base-2 LSE from the maximum and sum of each row; ``strides`` are the LSE's, of tokens and heads."""
     rows = tokens * heads_q
