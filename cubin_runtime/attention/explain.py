@@ -43,7 +43,8 @@ class CallSizes:
 
     ``operation`` is decode, context, append or merge. ``q_len`` and ``kv_len`` are bounds on the lengths; ``tokens``,
     the query (or new) tokens of all requests, is given where query lengths differ. ``head_dim`` is that of Q and K, 576
-    or 320 for MLA. Types are bf16, fp16 or e4m3. ``window`` counts visible tokens, 0 for all.
+    or 320 for MLA. Types are bf16, fp16 or e4m3. ``window`` counts visible tokens, 0 for all. ``soft_cap``:
+    context attention with a logit soft cap. ``pdl``: programmatic dependent launch.
     """
 
     operation: str = "decode"
@@ -61,6 +62,8 @@ class CallSizes:
     dtype_out: str | None = None
     window: int = 0
     batch_invariant: bool = False
+    soft_cap: bool = False
+    pdl: bool = False
 
     def check(self, max_q_len: int, max_heads: int, page_sizes: Sequence[int]) -> None:
         """Check what all operators have against their bounds.
@@ -127,9 +130,11 @@ def explain(sizes: CallSizes, kernels: Sequence[NativeKernel], device: DeviceFac
             kernel fits.
     """
     found = explained_operator(sizes)
+    if sizes.soft_cap and found.operation != "context":
+        raise UsageError(f"soft_cap=True: {found.operator} has none, expected `operation` context")
     shape = found.shape(sizes)
     names = {"backend": HOPPER, "operator": found.operator, "operation": found.operation}
-    return explain_launches(names, shape, device, found.select(kernels, shape, device))
+    return explain_launches(names, shape, device, found.select(kernels, shape, device), pdl=sizes.pdl)
 
 
 def _decode_shape(sizes: CallSizes) -> DecodeShape:
@@ -206,6 +211,7 @@ def _context_shape(sizes: CallSizes) -> ContextShape:
         batch=sizes.batch,
         tokens=sizes.batch * sizes.q_len if sizes.tokens is None else max(1, sizes.tokens),
         max_seq_len=sizes.kv_len,
+        soft_cap=sizes.soft_cap,
         batch_invariant=sizes.batch_invariant,
     )
 

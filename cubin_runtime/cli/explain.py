@@ -28,14 +28,11 @@ TRTLLM_GEN_SMS = (100, 103)
 BACKENDS = ("auto", "hopper", "trtllm-gen")
 POLICIES = ("best", "reference")
 FAMILIES = {"decode": "decode", "prefill": "context"}  # --family -> --op
-# Options, by the names of their parameters, that only one of the backends has.
-NATIVE_ONLY = frozenset({"batch_invariant", "tokens", "gpu"})
-TRTLLM_GEN_ONLY = frozenset(
-    {"case", "cases", "out", "both", "policy"}
-    | {"top_k", "causal", "multi_ctas", "skip_softmax", "workspace", "occupancy"}
-)
-# Options that native operators have too, but that do not change the choice.
-DECIDES_NOTHING = frozenset({"lse", "pdl"})
+# What only one of the backends has, besides the fields of its `CallSizes` or `Shapes`, by the parameters' names.
+NATIVE_ONLY = frozenset({"gpu"})
+TRTLLM_GEN_ONLY = frozenset({"case", "cases", "out", "both", "policy"})
+# Options that native operators have too, but that do not change the launch.
+DECIDES_NOTHING = frozenset({"lse"})
 SizesT = TypeVar("SizesT")
 
 
@@ -85,16 +82,18 @@ def explain(
     page: Annotated[int, _option("--page", "Tokens per KV page.")] = 32,
     window: Annotated[int, _option("--window", "Visible tokens; 0 for all.")] = 0,
     batch_invariant: Annotated[
-        bool, _option("--batch-invariant", "hopper: bits that do not depend on other requests.")
+        bool, _option("--batch-invariant", "Bits that do not depend on other requests.")
     ] = False,
     tokens: Annotated[
-        int | None, _optional("--tokens", "hopper: query tokens of all requests, if their lengths differ.")
+        int | None, _optional("--tokens", "Query tokens of all requests, if their lengths differ.")
     ] = None,
+    soft_cap: Annotated[bool, _option("--soft-cap", "hopper: a logit soft cap (context).")] = False,
     top_k: Annotated[int, _option("--top-k", "KV tokens of sparse MLA; 0 is dense.")] = 0,
+    top_k_lens: Annotated[bool, _option("--top-k-lens", "Numbers of sparse tokens differ between queries.")] = False,
+    shared_index: Annotated[bool, typer.Option(help="One page table for K and V.")] = True,
     causal: Annotated[bool, typer.Option(help="Causal mask (context and ragged).")] = True,
     lse: Annotated[bool, _option("--lse", "trtllm-gen: with the LSE.")] = False,
-    pdl: Annotated[bool, _option("--pdl", "trtllm-gen: with programmatic dependent launch.")] = False,
-    multi_ctas: Annotated[bool, typer.Option(help="Split a sequence's KV across several CTAs.")] = True,
+    pdl: Annotated[bool, _option("--pdl", "With programmatic dependent launch.")] = False,
     skip_softmax: Annotated[float, _option("--skip-softmax", "Threshold scale factor; 0 is off.")] = 0.0,
     workspace: Annotated[int, _option("--workspace", "Bytes of the workspace.")] = 128 << 20,
     occupancy: Annotated[str, _option("--occupancy", "Clusters held at once: floor, gpc18, const:N.")] = "floor",
@@ -161,6 +160,7 @@ def _is_native(context: typer.Context) -> bool:
     from ..attention.backends import AUTO, HOPPER, resolve_backend
     from ..attention.explain import CallSizes, explained_operator
     from ..kernels.native.device_models import describe_device
+    from .example_case import Shapes
 
     backend, sm = context.params["backend"], context.params["sm"]
     if backend not in BACKENDS:
@@ -170,7 +170,9 @@ def _is_native(context: typer.Context) -> bool:
     if backend == AUTO and sm not in (None, *TRTLLM_GEN_SMS) and not given & {"case", "cases"}:
         operator = explained_operator(_stated(context, CallSizes)).operator
         native = resolve_backend(operator, AUTO, describe_device(sm)) == HOPPER
-    for name in sorted(given & (TRTLLM_GEN_ONLY if native else NATIVE_ONLY)):
+    sizes, shapes = ({field.name for field in fields(kind)} for kind in (CallSizes, Shapes))
+    others = TRTLLM_GEN_ONLY | shapes - sizes - DECIDES_NOTHING if native else NATIVE_ONLY | sizes - shapes
+    for name in sorted(given & (others - {"sm", "multiprocessors"})):
         words, other = ("hopper", "trtllm-gen") if native else ("trtllm-gen", "hopper")
         raise UsageError(f"`{name}`: not an option of --backend {words}, only of {other}")
     for name in sorted(given & DECIDES_NOTHING if native else ()):
@@ -290,11 +292,9 @@ def _decide_all(cases: Path, out: Path | None, kernels: KernelFinder, both: bool
 
 def _explain_case(case: dict[str, Any], kernels: KernelFinder, policy: Policy, json: bool) -> None:
     from ..kernels.trtllm_gen import explanation
-    from ..kernels.trtllm_gen.decision import decide
-    from .recorded_cases import occupancy_of, problem_of
-    from .recorded_decisions import record_of_case
+    from .recorded_decisions import decision_of_case, record_of_case
 
     if json:
         output.emit_json("explain", {"policy": policy.value, **record_of_case(case, kernels, policy)})
     else:
-        _show(explanation.sections(decide(problem_of(case), kernels, occupancy_of(case), policy)))
+        _show(explanation.sections(decision_of_case(case, kernels, policy)))

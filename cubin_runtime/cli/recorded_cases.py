@@ -7,6 +7,7 @@ import json
 import lzma
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from math import isfinite, prod
 from pathlib import Path
@@ -69,24 +70,41 @@ def case_in(text: bytes | str, where: str) -> dict[str, Any]:
     return case
 
 
+def call_of(case: Mapping[str, Any]) -> Call:
+    """The call of a record's ``case``.
+
+    Raises:
+        CaseError: something is missing or of another form.
+        PlanRefused, UsageError: the arguments are refused.
+    """
+    with _case_errors(case):
+        build = _APIS[case["api"]]
+        _check_forms(case, _OF_CASE)
+        _check_forms(case["scalars"], _SCALARS)
+        return build(case, case["scalars"], {name: _tensor(stated) for name, stated in case["tensors"].items()})
+
+
 def problem_of(case: Mapping[str, Any]) -> Problem:
     """The problem of a record's ``case``.
 
     Raises:
-        CaseError: something is missing or of another form.
-        PlanRefused, WorkspaceRefused, UsageError: the arguments are refused.
+        CaseError, PlanRefused, UsageError: as ``call_of``.
+        WorkspaceRefused: the workspace is too small.
     """
-    try:
-        build = _APIS[case["api"]]
-        _check_forms(case, _OF_CASE)
-        _check_forms(case["scalars"], _SCALARS)
+    call = call_of(case)
+    with _case_errors(case):
         scalars = case["scalars"]
-        tensors = {name: _tensor(stated) for name, stated in case["tensors"].items()}
-        call = build(case, scalars, tensors)
-        device = Device(case["sm"], scalars["sm_count"])
-        problem = call.problem(device, (tensors["workspace_buffer"].pointer, scalars["workspace_size"]))
+        workspace = _tensor(case["tensors"]["workspace_buffer"]).pointer, scalars["workspace_size"]
+        problem = call.problem(Device(case["sm"], scalars["sm_count"]), workspace)
         allows_64 = case.get("env_TRTLLM_GEN_ENABLE_TILE_SIZE_KV64", False)
         return replace(problem, allows_tile_kv_64=True) if allows_64 else problem
+
+
+@contextmanager
+def _case_errors(case: Mapping[str, Any]) -> Iterator[None]:
+    """Errors of reading a case as ``CaseError``."""
+    try:
+        yield
     except KeyError as error:
         raise CaseError(f"case {case.get('id')!r}: {error} is missing or unknown") from error
     except (UsageError, WorkspaceRefused):
@@ -132,6 +150,7 @@ def _is_scale(value: object) -> bool:
 # What each stated value must be; others are not looked at.
 _OF_CASE: Mapping[str, Callable[[object], bool]] = {
     "sm": _is_int,
+    "batch_invariant": _is_bool,
     "multi_ctas_kv_enabled": _is_bool,
     "env_TRTLLM_GEN_ENABLE_TILE_SIZE_KV64": _is_bool,
 }
@@ -191,7 +210,7 @@ def _of_all(case: Stated, scalars: Stated, tensors: _Tensors) -> dict[str, Any]:
         "window_left": scalars.get("window_left", -1),
         "skip_softmax_factor": scalars.get("skip_softmax_threshold_scale_factor", 0.0),
         "pdl": scalars.get("enable_pdl", False),
-        "batch_invariant": not case.get("multi_ctas_kv_enabled", True),
+        "batch_invariant": case.get("batch_invariant", False) or not case.get("multi_ctas_kv_enabled", True),
     }
 
 

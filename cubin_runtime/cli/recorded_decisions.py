@@ -39,6 +39,12 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 _MARKED = {name: bytes((marker,)) * TENSOR_MAP_BYTES for name, marker in MARKERS.items()}
 
 
+def decision_of_case(case: Mapping[str, Any], kernels: KernelFinder, policy: Policy) -> Decision:
+    """The decision for one case; errors as ``problem_of`` and ``decide``."""
+    invariant = case.get("batch_invariant", False)
+    return decide(problem_of(case), kernels, occupancy_of(case), policy, batch_invariant=invariant)
+
+
 def record_of_case(case: Mapping[str, Any], kernels: KernelFinder, policy: Policy) -> Json:
     """The record of the decision for one case; an error has ``ok`` false and an ``error_kind``.
 
@@ -46,7 +52,7 @@ def record_of_case(case: Mapping[str, Any], kernels: KernelFinder, policy: Polic
         CaseError: the case itself does not read.
     """
     try:
-        decision = decide(problem_of(case), kernels, occupancy_of(case), policy)
+        decision = decision_of_case(case, kernels, policy)
     except CaseError:
         raise
     except (UsageError, WorkspaceRefused) as refused:

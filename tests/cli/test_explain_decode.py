@@ -132,6 +132,11 @@ def test_a_window_counts_the_tokens_that_are_seen(
     assert record(capsys, *arguments, "--sm", 90, "--window", window)["shape"]["window_left"] == left
 
 
+def test_a_programmatic_launch_is_told(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    assert "\nattributes  programmatic dependent launch" in run(capsys, *arguments, "--sm", 90, "--pdl")
+    assert record(capsys, *arguments, "--sm", 90, "--pdl")["pdl"] is True
+
+
 def test_a_count_of_tokens_means_ragged_requests(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     shape = record(capsys, *arguments, "--sm", 90, "--batch", 4, "--q-len", 8, "--tokens", 11)["shape"]
     assert (shape["ragged"], shape["tokens"], shape["q_len"]) == (True, 11, 8)
@@ -149,10 +154,10 @@ def test_a_count_of_tokens_means_ragged_requests(capsys: pytest.CaptureFixture[s
             ["--sm", "90", "--lse"],
             "--lse: has no effect with --backend hopper",
         ),
-        (["--backend", "hopper", "--pdl"], "--pdl: has no effect with --backend hopper"),
+        (["--sm", "90", "--soft-cap"], "--soft-cap True: paged_decode has none, expected --op context"),
         (["--backend", "hopper", "--head-dim-v", "64"], "--head-dim-v 64: expected 128, like --head-dim"),
         (["--backend", "hopper", "case.json"], "CASE.json: not an option of --backend hopper"),
-        (["--tokens", "3"], "--tokens: not an option of --backend trtllm-gen, only of hopper"),
+        (["--soft-cap"], "--soft-cap: not an option of --backend trtllm-gen, only of hopper"),
         (["--sm", "90", "--op", "ragged"], "--op 'ragged': the hopper backend has decode, context, append, merge"),
         (["--sm", "90", "--q-len", "17"], "--q-len 17: expected 1 to 16"),
         (["--sm", "90", "--batch", "0"], "--batch 0: expected 1 to"),

@@ -36,6 +36,12 @@ def test_a_family_is_its_operation(capsys: pytest.CaptureFixture[str], arguments
         )
 
 
+def test_a_soft_cap_has_a_kernel_of_its_own(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    (launch,) = record(capsys, *arguments, "--sm", 90, "--family", "prefill", "--soft-cap")["launches"]
+    chosen = next(c for c in launch["candidates"] if c["kernel"] == launch["kernel"])
+    assert chosen["traits"]["soft_cap"] is True
+
+
 def test_values_of_mla_s_prefill_may_be_stated(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     wide = ["--sm", 90, "--family", "prefill", "--head-dim", 192, "--heads-q", 16, "--heads-kv", 16]
     assert record(capsys, *arguments, *wide) == record(capsys, *arguments, *wide, "--head-dim-v", 128)

@@ -10,13 +10,11 @@ from ...errors import UsageError, WorkspaceError
 from ...kernels.native.reduction.plan import OperationLaunch
 from ...kernels.native.reduction.select import choose_kernel
 from ...kernels.trtllm_gen.arguments import Device
-from ...kernels.trtllm_gen.batch_invariance import select_invariant
 from ...kernels.trtllm_gen.call import Call
-from ...kernels.trtllm_gen.decision import Decision, decide_selected
+from ...kernels.trtllm_gen.decision import Decision, decide
 from ...kernels.trtllm_gen.grid import LARGEST_PORTABLE_CLUSTER
 from ...kernels.trtllm_gen.problem import NUMBERS, Bindings
-from ...kernels.trtllm_gen.select import Occupancy, select
-from ...kernels.trtllm_gen.traits import MultiCtasMode, Policy
+from ...kernels.trtllm_gen.select import Occupancy
 from ...kernels.trtllm_gen.workspace_layout import ALIGNMENT, stats_bytes
 from ...launch.modules import KernelRequest
 from ...launch.plan import LaunchAttributes, LaunchPlan, launch_config
@@ -27,9 +25,6 @@ from .plan_key import bounds_of
 
 # Planning assumes a workspace of unbounded size at this address.
 _ADDRESS, _BOUNDLESS = 1 << 40, 1 << 62
-_COUNTER_BYTES = 4
-_COUNTER_MULTIPLE = 8
-_MERGING = (MultiCtasMode.GMEM, MultiCtasMode.SEPARATE_KERNEL)
 
 
 class AttentionPlan:
@@ -57,16 +52,12 @@ class AttentionPlan:
     @property
     def workspace_bytes(self) -> int:
         """Bytes that suffice for a workspace at any address."""
-        return self._taken(self.decision.problem.bindings, _ADDRESS) + ALIGNMENT - 1
+        return self.decision.workspace_bytes + ALIGNMENT - 1
 
     @property
     def counter_bytes(self) -> int:
         """Bytes of zeroed counters that a run needs beside the workspace; 0 for none."""
-        if MultiCtasMode(self.decision.selection.key.multi_ctas) not in _MERGING:
-            return 0
-        problem, geometry = self.decision.problem, self.decision.selection.geometry
-        counted = max(problem.batch * problem.heads_q * geometry.ctas_q, problem.multiprocessors)
-        return -(-counted // _COUNTER_MULTIPLE) * _COUNTER_MULTIPLE * _COUNTER_BYTES
+        return self.decision.counter_bytes
 
     def launch_plans(self) -> tuple[LaunchPlan, ...]:
         """The launches as values: the main one, then reduction and LSE if there are any; with planning's addresses."""
@@ -122,10 +113,7 @@ class AttentionPlan:
 
     def _decide(self, call: Call) -> Decision:
         problem = call.problem(self.device, (_ADDRESS, _BOUNDLESS), 0)
-        kernels = self._release.finder.for_problem(problem)
-        if call.batch_invariant:
-            return decide_selected(problem, select_invariant(problem, kernels))
-        return decide_selected(problem, select(problem, kernels, self._occupancy(), Policy.BEST))
+        return decide(problem, self._release.finder, self._occupancy(), batch_invariant=call.batch_invariant)
 
     def _occupancy(self) -> Occupancy:
         """Asks the driver how many clusters the device holds at once, which loads the kernel."""

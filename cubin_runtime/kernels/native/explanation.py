@@ -16,13 +16,14 @@ _TERMS = {"DRAM us": "dram_us", "L2 us": "l2_us", "tiles us": "tiles_us", "mergi
 
 
 def explain_launches(
-    names: Mapping[str, str], shape: Any, device: DeviceFacts, selections: Sequence[Selection]
+    names: Mapping[str, str], shape: Any, device: DeviceFacts, selections: Sequence[Selection], *, pdl: bool
 ) -> Explanation:
     """The explanation of an operator's launches on ``device``.
 
     Args:
         names: the ``backend``, ``operator`` and ``operation`` that are explained.
         shape: the problem, a dataclass; ``selections`` are what was chosen for it.
+        pdl: whether the launches are programmatic dependent ones.
     """
     estimates = [estimate for selection in selections if (estimate := _chosen(selection).estimate)]
     costs = costs_of(device.name) if estimates else None
@@ -39,6 +40,8 @@ def explain_launches(
     if elsewhere:
         targets = ", ".join(sorted(set(map(str, elsewhere.values()))))
         head.append(("elsewhere", f"{len(elsewhere)} {names['operation']} kernels built for {targets}"))
+    if pdl:
+        head.append(("attributes", "programmatic dependent launch"))
     sections: list[Facts | Table] = [tuple(head)] if len(selections) > 1 else []
     for selection in selections:
         facts = _facts(selection, shape)
@@ -47,6 +50,7 @@ def explain_launches(
         "backend": names["backend"],
         "operator": names["operator"],
         "launches": [_record(selection, shape, device) for selection in selections],
+        "pdl": pdl,
         "shape": fields_of(shape),
         "device": fields_of(device),
     }

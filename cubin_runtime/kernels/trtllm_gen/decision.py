@@ -9,6 +9,8 @@ from ...artifacts.tables.metadata import KernelMeta
 from ...launch.plan import LaunchAttributes, LaunchPlan
 from ...values import dataclass
 from ..native.reduction.plan import OperationLaunch
+from .batch_invariance import select_invariant
+from .errors import PlanRefused
 from .grid import LARGEST_PORTABLE_CLUSTER
 from .kernel_finder import KernelFinder
 from .parameter_values import INPUTS, parameter_values
@@ -18,7 +20,7 @@ from .reduction import lse_after, reduction_after
 from .select import Occupancy, Selection, select
 from .tensor_maps import describe_tensors
 from .traits import MultiCtasMode, Policy
-from .workspace_layout import partial_offset, scratch_bytes, workspace_bytes
+from .workspace_layout import counter_bytes, partial_offset, scratch_bytes, workspace_bytes
 
 CLUSTER_POLICY_DEFAULT = 0
 CLUSTER_POLICY_SPREAD = 1
@@ -59,8 +61,14 @@ class Decision:
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes that a workspace needs that begins at a multiple of 16."""
+        """Bytes that a workspace needs that begins at a multiple of 16 and holds no counters."""
         return workspace_bytes(self.problem, self.scratch_bytes)
+
+    @property
+    def counter_bytes(self) -> int:
+        """Bytes of zeroed counters that a run needs beside the workspace; 0 for none."""
+        mode = MultiCtasMode(self.selection.key.multi_ctas)
+        return counter_bytes(self.problem, self.selection.geometry, mode)
 
     @property
     def following(self) -> tuple[OperationLaunch, ...]:
@@ -86,7 +94,14 @@ class Decision:
         )
 
 
-def decide(problem: Problem, kernels: KernelFinder, occupancy: Occupancy, policy: Policy = Policy.BEST) -> Decision:
+def decide(
+    problem: Problem,
+    kernels: KernelFinder,
+    occupancy: Occupancy,
+    policy: Policy = Policy.BEST,
+    *,
+    batch_invariant: bool = False,
+) -> Decision:
     """Decide what to launch for a problem, without a driver.
 
     Args:
@@ -94,11 +109,17 @@ def decide(problem: Problem, kernels: KernelFinder, occupancy: Occupancy, policy
         kernels: the kernels of a release.
         occupancy: (kernel, cluster size, grid) -> number of clusters that the GPU holds at once.
         policy: the reference launcher's decisions, or ours.
+        batch_invariant: take the kernel of ``select_invariant``.
 
     Raises:
-        KernelMissing, PlanRefused: no kernel serves the problem.
+        KernelMissing, PlanRefused: no kernel serves the problem, or ``batch_invariant`` is asked of the reference.
     """
-    return decide_selected(problem, select(problem, kernels.for_problem(problem), occupancy, policy))
+    serving = kernels.for_problem(problem)
+    if not batch_invariant:
+        return decide_selected(problem, select(problem, serving, occupancy, policy))
+    if policy != Policy.BEST:
+        raise PlanRefused(f"batch_invariant with policy={policy.value!r}: the reference launcher has no such selection")
+    return decide_selected(problem, select_invariant(problem, serving))
 
 
 def decide_selected(problem: Problem, selection: Selection) -> Decision:

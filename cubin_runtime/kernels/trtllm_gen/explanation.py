@@ -43,6 +43,8 @@ def facts(decision: Decision) -> Facts:
         ("attributes", decision.attributes),
         ("workspace", f"{decision.workspace_bytes} bytes, {decision.scratch_bytes} of them for partial results"),
     ]
+    if decision.counter_bytes:
+        rows.append(("counters", f"{decision.counter_bytes} bytes of zeros beside the workspace"))
     if decision.reduction is not None:
         rows.append(("then", f"reduction over KV splits, grid {decision.reduction.grid}"))
     if decision.lse is not None:

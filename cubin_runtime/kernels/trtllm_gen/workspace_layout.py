@@ -7,7 +7,7 @@ from ...values import dataclass
 from .errors import WorkspaceRefused
 from .grid import Geometry
 from .problem import Problem
-from .traits import MultiCtasMode, QkvLayout
+from .traits import MultiCtasMode
 
 ALIGNMENT = 16
 COUNTER_BYTES = 8192 * 256 * 4
@@ -15,6 +15,9 @@ STATS_BYTES_PER_ROW = 8
 STATS_GUARD_BYTES = 1 << 20
 STATS_ROUND_UP = 256
 PARTIAL_BYTES = 2
+_COUNTER_ITEM_BYTES = 4
+_COUNTER_MULTIPLE = 8
+_MERGING = (MultiCtasMode.GMEM, MultiCtasMode.SEPARATE_KERNEL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,20 +72,23 @@ def scratch_bytes(problem: Problem, meta: KernelMeta, geometry: Geometry, mode: 
 
     Only kernels that merge through global memory write scratch. The reference launcher never checks its size.
     """
-    if mode not in (MultiCtasMode.GMEM, MultiCtasMode.SEPARATE_KERNEL):
+    if mode not in _MERGING:
         return 0
     rows = geometry.ctas * meta.tile_q
     return partial_offset(problem, meta) + rows * meta.head_dim_per_cta_v * PARTIAL_BYTES
 
 
 def workspace_bytes(problem: Problem, scratch: int) -> int:
-    """Bytes that a workspace at a multiple of 16 needs for counters, statistics and ``scratch`` bytes."""
-    fixed = 0
-    if problem.is_generation or problem.layout != QkvLayout.PAGED:
-        fixed += COUNTER_BYTES
-    if problem.has_lse:
-        fixed += stats_bytes(problem.heads_q, problem.batch, problem.max_q)
-    return fixed + scratch
+    """Bytes that a workspace at a multiple of 16 needs for statistics and ``scratch`` bytes; counters lie apart."""
+    return scratch + (stats_bytes(problem.heads_q, problem.batch, problem.max_q) if problem.has_lse else 0)
+
+
+def counter_bytes(problem: Problem, geometry: Geometry, mode: MultiCtasMode) -> int:
+    """Bytes of zeroed counters of finished CTAs that a launch needs; 0 for kernels that do not merge through memory."""
+    if mode not in _MERGING:
+        return 0
+    counted = max(problem.batch * problem.heads_q * geometry.ctas_q, problem.multiprocessors)
+    return _round_up(counted, _COUNTER_MULTIPLE) * _COUNTER_ITEM_BYTES
 
 
 def _take(place: int, size: int, begin: int, end: int, what: str) -> int:
