@@ -119,10 +119,6 @@ RAGGED_DECODE: list[tuple[dict[str, Any], str]] = [
     ({"cum_seq_lens_q": tensor("int32", 5, values=(0, 3, 2, 5, 7))}, "falls from 3 to 2 at request 1"),
     ({"cum_seq_lens_q": tensor("int32", 5, values=(1, 3, 4, 5, 7))}, r"begins with \[1\], expected 0"),
     ({"cum_seq_lens_q": tensor("int32", 5, values=(0, 3, 4, 5, 6))}, "ends with 6, expected 7"),
-    (
-        {"cum_seq_lens_q": tensor("int32", 5), "max_q_len": 2, "skip_softmax_threshold_scale_factor": 1.0},
-        "skip_softmax_threshold_scale_factor with cum_seq_lens_q",
-    ),
 ]
 MLA: list[tuple[dict[str, Any], str]] = [
     ({"kv_lora_rank": 128}, r"kv_lora_rank=128, qk_rope_head_dim=64: expected \(512, 64\)"),
@@ -154,6 +150,15 @@ MLA: list[tuple[dict[str, Any], str]] = [
         "sparse_mla_top_k with cum_seq_lens_q",
     ),
     ({"max_q_len": 2}, "max_q_len=2 without cum_seq_lens_q"),
+    (
+        {
+            "query": tensor("bfloat16", 7, 128, 576),
+            "cum_seq_lens_q": tensor("int32", 5),
+            "max_q_len": 2,
+            "skip_softmax_threshold_scale_factor": 1.0,
+        },
+        "skip_softmax_threshold_scale_factor with cum_seq_lens_q: ragged queries of MLA skip no softmax",
+    ),
     (
         {"sparse_mla_top_k": 64, "skip_softmax_threshold_scale_factor": 1.0},
         "skip_softmax_threshold_scale_factor with sparse_mla_top_k",

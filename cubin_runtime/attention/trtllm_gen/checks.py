@@ -11,6 +11,7 @@ from ...kernels.trtllm_gen.arguments import Scale
 from ...kernels.trtllm_gen.arithmetic import INT32_MAX
 from ...kernels.trtllm_gen.call import Call
 from ...kernels.trtllm_gen.calls import ContextCall, DecodeCall, RaggedCall
+from ...kernels.trtllm_gen.problem import is_mla
 from ...tensor import TensorView
 
 QUERY_DTYPES = ("float16", "bfloat16", "float8_e4m3fn")
@@ -142,8 +143,10 @@ def _check_decode(call: DecodeCall) -> None:
     if call.top_k < 0:
         raise UsageError(f"sparse_mla_top_k={call.top_k}: expected 0 (off) or more")
     if call.cum_seq_lens_q is not None:
-        if call.skip_softmax_factor:
-            raise UsageError("skip_softmax_threshold_scale_factor with cum_seq_lens_q: ragged queries skip no softmax")
+        if call.skip_softmax_factor and is_mla(call.query.shape[2], call.out.shape[2], sparse=False):
+            raise UsageError(
+                "skip_softmax_threshold_scale_factor with cum_seq_lens_q: ragged queries of MLA skip no softmax"
+            )
         if call.top_k:
             raise UsageError("sparse_mla_top_k with cum_seq_lens_q: ragged queries take no sparse keys")
     if call.top_k and call.skip_softmax_factor:

@@ -89,7 +89,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
             also ``[batch, heads, kv_lora_rank]``; None: bf16 of the first shape, allocated here.
         is_var_seq: a hint, unused.
         cum_seq_lens_q: int32 ``[batch + 1]``, cumulative query lengths; a request may have none.
-        skip_softmax_threshold_scale_factor: as in ``trtllm_batch_decode_with_kv_cache``.
+        skip_softmax_threshold_scale_factor: as in ``trtllm_batch_decode_with_kv_cache``, but trtllm-gen refuses it
+            with ``cum_seq_lens_q`` and with sparse MLA.
         uses_shared_paged_kv_idx: False: ``block_tables`` has K's and V's, ``[batch, 2, columns]``; xqa: V lies in K.
         sparse_mla_top_k_lens: trtllm-gen: int32 ``[tokens]``, how many of its keys a query token has.
         return_lse_base: "base2" (None: too) or "basee", the base of ``lse``; "basee" needs a torch tensor, and
