@@ -126,7 +126,7 @@ def decide_selected(problem: Problem, selection: Selection) -> Decision:
     """The decision once the kernel and its grid are selected.
 
     Raises:
-        PlanRefused: no reduction kernel exists for the dtypes.
+        PlanRefused: no reduction kernel exists for the dtypes, or the heads do not divide into tiles.
     """
     meta, geometry = selection.meta, selection.geometry
     maps = describe_tensors(problem, meta)

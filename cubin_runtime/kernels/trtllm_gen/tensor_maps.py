@@ -6,6 +6,7 @@ from ...artifacts.tables.metadata import KernelMeta
 from ...launch.tensormap import TensorMapSpec
 from ...values import dataclass
 from .arithmetic import INT32_MAX
+from .errors import PlanRefused
 from .problem import Problem
 from .traits import ELEMENTS, Element, KernelType, QkvLayout
 
@@ -61,6 +62,10 @@ def _query(problem: Problem, meta: KernelMeta) -> tuple[TensorMapSpec, int]:
     """Dimensions: head_dim, heads of a group within one tile, remaining heads, tokens. Also the tokens per CTA."""
     dtype = ELEMENTS[problem.dtype_q]
     grouped = min(meta.tile_q, problem.group) if meta.groups_heads_q else 1
+    if problem.heads_q % grouped:
+        raise PlanRefused(
+            f"heads: {problem.heads_q} query heads do not divide into tiles of {grouped} heads ({meta.symbol})"
+        )
     token_stride, head_stride = problem.strides.query
     head_stride = head_stride or problem.head_dim_qk
     token_stride = token_stride or problem.heads_q * problem.head_dim_qk
@@ -68,7 +73,7 @@ def _query(problem: Problem, meta: KernelMeta) -> tuple[TensorMapSpec, int]:
     if not meta.groups_heads_q:
         tokens, box = meta.tile_q, (row, 1, 1, meta.tile_q)
     elif meta.groups_tokens_heads_q:
-        tokens = meta.tile_q // grouped
+        tokens = meta.tile_q // grouped  # whole tokens: rows that are left over stay empty
         box = (row, grouped, 1, tokens)
     else:
         tokens, box = 1, (row, meta.tile_q, 1, 1)

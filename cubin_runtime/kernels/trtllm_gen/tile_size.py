@@ -16,7 +16,9 @@ from .traits import KernelKey, KernelType
 
 SIZES = (128, 64, 32, 16, 8)
 SMALLEST_KEEPING = 64
-# Cost of one KV token in the main loop, and of one merge, relative to the smallest tile size.
+# Cost of one KV token in the main loop, and of one merge, relative to the smallest tile size; a merge costs as much as
+# MERGED_TOKENS tokens. NVIDIA's figures, from FlashInfer 0.6.13's launcher (fmhaKernels.cuh,
+# selectTileSizeQForGqaGeneration): other ones would select other kernels than the reference.
 MAIN_COST: Mapping[int, float] = {t: float32(c) for t, c in zip(SIZES, (2.2, 1.68, 1.48, 1.2, 1.0), strict=True)}
 MERGE_COST: Mapping[int, float] = {t: float32(c) for t, c in zip(SIZES, (1.32, 1.2, 1.08, 1.03, 1.0), strict=True)}
 MERGED_TOKENS = 128

@@ -8,6 +8,7 @@ from trtllm_examples import PROBLEM, ROW, SPARSE_MLA, recorded_cases, recorded_k
 from cubin_runtime.cli.recorded_cases import occupancy_of, problem_of
 from cubin_runtime.kernels.trtllm_gen.arithmetic import INT32_MAX
 from cubin_runtime.kernels.trtllm_gen.decision import decide
+from cubin_runtime.kernels.trtllm_gen.errors import PlanRefused
 from cubin_runtime.kernels.trtllm_gen.problem import Bindings, Strides
 from cubin_runtime.kernels.trtllm_gen.tensor_maps import describe_tensors
 from cubin_runtime.kernels.trtllm_gen.traits import KernelType, Policy, QkvLayout
@@ -56,6 +57,17 @@ def test_queries_grouped_by_heads_are_boxed_by_heads() -> None:
 def test_more_heads_than_a_tile_are_grouped_by_the_tile() -> None:
     maps = describe_tensors(replace(PROBLEM, heads_q=512), replace(ROW, groups_tokens_heads_q=False))
     assert maps.query.dims == (128, 16, 32, 1)
+
+
+def test_heads_that_do_not_divide_into_tiles_are_refused() -> None:
+    with pytest.raises(PlanRefused, match="heads: 36 query heads do not divide into tiles of 8 heads"):
+        describe_tensors(replace(PROBLEM, heads_q=36, heads_kv=3), replace(ROW, tile_q=8))
+
+
+def test_a_group_that_does_not_divide_a_tile_leaves_rows_of_it_empty() -> None:
+    maps = describe_tensors(replace(PROBLEM, heads_q=15, heads_kv=3), ROW)
+    assert maps.query.box == (64, 5, 1, 3)
+    assert maps.tokens_per_cta == 3
 
 
 def test_queries_without_strides_are_contiguous() -> None:
