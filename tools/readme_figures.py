@@ -1,6 +1,7 @@
-"""Write the README's support matrix and headline figures between their markers, from the code and the JSON.
+"""Write the README's support matrix and headline figures, and the GPUs of FlashInfer's functions, between markers.
 
-Run: ``python tools/readme_figures.py``. A test compares the README with what this would write.
+They come from the code and the JSON. Run: ``python tools/readme_figures.py``. A test compares the pages with what this
+would write.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import json
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from cubin_runtime import attention  # noqa: E402
-from cubin_runtime.attention.backends import TABLE  # noqa: E402
+from cubin_runtime.attention.backends import TABLE, Support  # noqa: E402
 from kernels_src.variants import VARIANTS  # noqa: E402
 
 # The operation of an operator's kernels, where their names differ.
@@ -76,6 +77,26 @@ def _number(text: str) -> int:
     return int(text.split()[0])
 
 
+def backend_matrix() -> str:
+    """FlashInfer's function, and its backends with their SMs by state, one row for functions that have the same."""
+    grouped: dict[Any, list[str]] = defaultdict(list)
+    for function, backends in TABLE.items():
+        if not hasattr(attention, function):
+            cells = tuple(_backend_cell(backends, state) for state in ("measured", "published", "built"))
+            grouped[cells].append(f"`{function}`")
+    head = ("function", "measured", "published by NVIDIA, not run here", "built, not run: only if named")
+    return _table(head, [(", ".join(functions), *cells) for cells, functions in grouped.items()])
+
+
+def _backend_cell(backends: Mapping[str, Support], state: str) -> str:
+    cells = []
+    for name, support in backends.items():
+        sms = sorted(10 * major + minor for major, minor in getattr(support, state))
+        if sms:
+            cells.append(f"`{name}`: {', '.join(f'SM{sm}' for sm in sms)}")
+    return "; ".join(cells) or "-"
+
+
 def headlines(results: Path = ROOT / "benchmarks" / "results") -> str:
     """Four figures, each with where it comes from."""
     decode, prefill, fetch, host = (
@@ -120,9 +141,17 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def written(text: str) -> str:
-    """``text`` with both tables between their markers."""
-    for name, table in (("support", support_matrix()), ("figures", headlines())):
+PAGES: Mapping[str, Mapping[str, Callable[[], str]]] = {
+    "README.md": {"support": support_matrix, "figures": headlines},
+    "docs/flashinfer.md": {"backends": backend_matrix},
+}
+
+
+def written(page: str) -> str:
+    """The text of a page with its tables between their markers."""
+    text = (ROOT / page).read_text()
+    for name, make in PAGES[page].items():
+        table = make()
         begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
         if text.count(begin) != 1 or text.count(end) != 1:
             raise ValueError(f"expected one {begin} and one {end}")
@@ -131,5 +160,5 @@ def written(text: str) -> str:
 
 
 if __name__ == "__main__":
-    readme = ROOT / "README.md"
-    readme.write_text(written(readme.read_text()))
+    for page in PAGES:
+        (ROOT / page).write_text(written(page))

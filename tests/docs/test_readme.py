@@ -1,15 +1,42 @@
-"""The README's tables are what the code and the JSON say."""
+"""The README's tables and that of FlashInfer's functions are what the code and the JSON say."""
 
 from __future__ import annotations
 
+import re
+
+import pytest
 from pages import ROOT
 
-from tools.readme_figures import headlines, support_matrix, written
+from cubin_runtime import attention
+from cubin_runtime.artifacts.cubins.cubin import Architecture
+from cubin_runtime.attention.backends import TABLE
+from kernels_src.variants import VARIANTS
+from tools.readme_figures import OPERATIONS, backend_matrix, headlines, support_matrix, written
+from tools.readme_figures import PAGES as TABLES
 
 
-def test_the_support_matrix_and_the_headlines_are_up_to_date() -> None:
-    text = (ROOT / "README.md").read_text()
-    assert text == written(text), "run: python tools/readme_figures.py"
+@pytest.mark.parametrize("page", TABLES)
+def test_the_tables_are_up_to_date(page: str) -> None:
+    assert (ROOT / page).read_text() == written(page), "run: python tools/readme_figures.py"
+
+
+@pytest.mark.parametrize("function", [name for name in TABLE if hasattr(attention, name)])
+def test_a_gpu_is_in_the_table_of_backends_exactly_if_a_kernel_was_built_for_it(function: str) -> None:
+    operation = OPERATIONS.get(function, function)
+    built = [Architecture.parse(kernel.sm) for kernel in VARIANTS if kernel.operation == operation]
+    support = TABLE[function]["hopper"]
+    gpus = {gpu for other in TABLE.values() for one in other.values() for gpu in (*one.automatic, *one.built)}
+    served = {(major, minor) for major, minor in gpus if any(a.runs_on(10 * major + minor) for a in built)}
+    assert served == support.automatic | support.built
+
+
+def test_each_function_of_flashinfer_names_its_backends() -> None:
+    rows = backend_matrix().splitlines()[2:]
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])} == {
+        name for name in TABLE if not hasattr(attention, name)
+    }
+    (row,) = [row for row in rows if "`trtllm_ragged_attention_deepseek`" in row]
+    assert row.endswith("| `hopper`: SM90 | `trtllm-gen`: SM100, SM103 | - |")
 
 
 def test_the_matrix_states_what_was_measured_and_what_was_built() -> None:

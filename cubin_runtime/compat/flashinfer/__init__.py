@@ -5,17 +5,18 @@ code that imports FlashInfer have them. The differences:
 
 - An option that FlashInfer silently ignores is an error here, which names the argument.
 - ``batch_invariant`` (keyword-only, last) makes the kernel, its tiles, the order of operands and the KV splits of a
-  request independent of the other requests and of all bounds. For trtllm-gen kernels, that the bits are then the same
-  has not been tested on a GPU.
+  request independent of the other requests and of all bounds. The bits are then the same: tested on H100 and H200 for
+  native kernels, and for trtllm-gen kernels on no GPU.
 - A workspace that is too small is an error that states the bytes needed (FlashInfer writes past its end).
 
 ``xqa``, ``xqa_batch_decode_with_kv_cache``, ``xqa_mla`` and ``xqa_batch_decode_with_kv_cache_mla`` run native kernels;
 so do ``trtllm_batch_decode_with_kv_cache`` and ``trtllm_batch_decode_with_kv_cache_mla`` on Hopper:
 
 - Workspaces are FlashInfer's: semaphores, which are zero before first use and left so, and scratch memory.
-- They take more: q_len up to 16 at every head dimension, up to 32 query heads per KV head, pages of up to 256 tokens,
-  any mask on every path (None: causal), sinks with draft tokens, windows too where their mask is like a causal one
-  (token i sees i + 1), ragged drafts, e4m3 queries, an LSE, any output dtype.
+- They take more: q_len up to 16 at every head dimension, up to 32 query heads per KV head, pages of up to 1024 tokens
+  or of any size that holds a whole request, any mask on every path (None: causal), sinks with draft tokens, windows
+  with any mask (counted from a query token's index, as FlashInfer does), ragged drafts, e4m3 queries, an LSE, any
+  output dtype.
 - MLA: what FlashInfer has for SM120 only, with 1 to 128 heads, q_len up to 16, ragged queries, sinks and an LSE.
 - ``bmm2_scale`` and ``kv_scale`` also apply to 16-bit caches, where FlashInfer drops them from one side or both.
 

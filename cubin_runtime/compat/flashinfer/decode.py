@@ -95,7 +95,8 @@ def trtllm_batch_decode_with_kv_cache(
             causal.
         max_q_len: bound on the query lengths, with ``cum_seq_lens_q``; None reads that tensor back.
         cum_seq_lens_q: int32 ``[batch + 1]``, cumulative query lengths.
-        skip_softmax_threshold_scale_factor: trtllm-gen: skips keys of little weight; xqa skips none. None or 0: off.
+        skip_softmax_threshold_scale_factor: trtllm-gen: skips keys of little weight, ragged queries included; xqa skips
+            none. None or 0: off.
         kv_cache_sf: trtllm-gen: e4m3 block scales of an FP4 cache, in the layout of ``kv_cache``.
         lse: float32 ``[tokens, q_heads]`` to fill, any strides.
         return_lse: return (out, lse).
@@ -110,7 +111,9 @@ def trtllm_batch_decode_with_kv_cache(
             ``[batch]``, contiguous: keys of each request on all ranks, without those of its query tokens. Query token j
             sees this rank's keys up to that position plus j; ``seq_lens`` counts those that the last one sees. Without
             mask and sinks where ``cp_world`` is over 1.
-        batch_invariant: make a request's bits independent of other requests and of all bounds.
+        batch_invariant: make a request's bits independent of other requests and of all bounds. On trtllm-gen kernels
+            this fixes kernel, tiles and splits; that the bits are then equal has not been tested on a GPU. It is
+            refused together with skipped keys.
 
     Returns:
         ``out``, or (``out``, ``lse``).

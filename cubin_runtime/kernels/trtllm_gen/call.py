@@ -47,7 +47,8 @@ class Call:
         skip_softmax_factor: blocks of scores below this threshold times the length are skipped; 0: off.
         pdl: programmatic dependent launch: the kernel may start before the previous one has ended.
         batch_invariant: a request's bits do not depend on its neighbours or on bounds. One CTA reads all keys of a
-            query tile; ``attention.trtllm_gen`` also selects the kernel without looking at the batch.
+            query tile; ``attention.trtllm_gen`` also selects the kernel without looking at the batch. That the bits
+            are then equal has not been tested on a GPU.
     """
 
     layout: ClassVar[QkvLayout]
