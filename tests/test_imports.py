@@ -218,7 +218,6 @@ GENERATING = {"path", "dispatch", "process_pool", "http_session", "arguments", "
 # Modules that a process which launches loaded kernels does without.
 LATER = (
     "asyncio",
-    "cuda.pathfinder",
     "cubin_runtime.artifacts.fetch.dispatch",
     "cubin_runtime.artifacts.fetch.process_pool",
     "cubin_runtime.artifacts.fetch.worker_pool",
@@ -226,6 +225,7 @@ LATER = (
     "cubin_runtime.artifacts.sources.http",
     "cubin_runtime.artifacts.verification",
     "email",
+    "filelock",
     "http",
     "multiprocessing",
     "requests",

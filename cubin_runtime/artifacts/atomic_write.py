@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import socket
 import stat
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 TEMPORARY = ".tmp-cubin-runtime-"
 UNIQUE = r"(?P<host>.{0,64})-(?P<process>[0-9]{1,10})-[0-9a-f]{16}"  # what ``unique_name`` gives
+# Errors of file systems that have no locks, or none left.
+_NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
 _NEW_FILE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -98,26 +98,33 @@ def replace_file(file: Path, data: bytes) -> None:
 def changing(file: Path, seconds: float = 10.0) -> Iterator[None]:
     """Only one process at a time is in such a block for a file; where locks do not work, nobody waits.
 
+    The folder is the user's own, so that an ordinary lock file serves; ``store.locks`` has those of shared folders.
+
     Raises:
         OSError: the folder or the lock beside the file cannot be made, or another process held it for ``seconds``.
     """
+    from filelock import FileLock, Timeout  # asyncio comes with it, which a process that only launches does without
+
     real = Path(os.path.realpath(file))
     place = _lock_beside(real)
     with _open_parent(real) as folder:
         try:
-            lock = open_lock(place.name, directory=folder, mode=0o600)
+            os.close(open_lock(place.name, directory=folder, mode=0o600))
         except OSError as error:
             error.filename = str(place)
             raise
+    lock = FileLock(place, mode=0o600, fallback_to_soft=False)
     try:
-        until = time.monotonic() + seconds
-        while not _lock(lock):
-            if time.monotonic() > until:
-                raise TimeoutError(errno.ETIMEDOUT, "another process is changing it", str(place))
-            time.sleep(0.02)
+        lock.acquire(timeout=seconds, poll_interval=0.02)
+    except Timeout:
+        raise TimeoutError(errno.ETIMEDOUT, "another process is changing it", str(place)) from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+    try:
         yield
     finally:
-        os.close(lock)
+        lock.release()
 
 
 def why_not_changed(file: Path) -> str | None:
@@ -183,14 +190,3 @@ def _opened(folder: Path) -> Iterator[int]:
 
 def _lock_beside(file: Path) -> Path:
     return file.with_name(f".{file.name}.lock")
-
-
-def _lock(descriptor: int) -> bool:
-    """Whether the lock is ours, or there are no locks here."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-    return True

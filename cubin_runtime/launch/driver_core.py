@@ -135,7 +135,7 @@ class DriverCore:
         if self._library is not None:
             self.check_process()
             return self._library
-        library = _opened(_LIBCUDA if self._path is None else self._path, look_further=self._path is None)
+        library = _opened(_LIBCUDA if self._path is None else self._path)
         try:
             init = library["cuInit"]
         except AttributeError:
@@ -152,24 +152,11 @@ class DriverCore:
         return library
 
 
-def _opened(path: str, *, look_further: bool) -> ctypes.CDLL:
-    """The library; ``look_further`` asks the finder, whose import takes longer than the rest, if the loader fails."""
+def _opened(path: str) -> ctypes.CDLL:
     try:
         return ctypes.CDLL(path)
     except OSError as error:
-        found = _found_elsewhere() if look_further else None
-        if found is not None and found != path:
-            return _opened(found, look_further=False)
         why = str(error).removeprefix(f"{path}: ")
         raise DriverLibraryError(
             f"cannot open the CUDA driver library {path!r}, which the NVIDIA driver installs: {why}"
         ) from error
-
-
-def _found_elsewhere() -> str | None:
-    try:
-        from cuda.pathfinder import load_nvidia_dynamic_lib  # type: ignore[import-untyped]
-
-        return load_nvidia_dynamic_lib("cuda").abs_path  # type: ignore[no-any-return]
-    except Exception:  # the finder has many errors of its own; the plain name gives the clearest one
-        return None

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from types import SimpleNamespace
 
 import pytest
 
@@ -27,41 +26,29 @@ def test_asking_for_a_function_needs_the_library() -> None:
         Driver("/nonexistent/libcuda.so.1").has("cuFuncLoad")
 
 
-def test_the_loader_is_asked_before_pathfinder(standin: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loader_is_asked_for_the_library_by_its_plain_name(
+    standin: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real, tried = ctypes.CDLL, list[str]()
 
     def load(path: str) -> ctypes.CDLL:
         tried.append(path)
         return real(str(standin.path))
 
-    def asked(name: str) -> object:
-        raise AssertionError(f"pathfinder was asked for {name}")
-
-    monkeypatch.setattr("cuda.pathfinder.load_nvidia_dynamic_lib", asked)
     monkeypatch.setattr(ctypes, "CDLL", load)
     assert Driver().version() == 13000
     assert tried == ["libcuda.so.1"]
 
 
-def test_what_the_loader_lacks_is_where_pathfinder_says(standin: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = SimpleNamespace(abs_path=str(standin.path))
-    monkeypatch.setattr("cuda.pathfinder.load_nvidia_dynamic_lib", lambda name: found if name == "cuda" else None)
-    assert Driver().version() == 13000
-
-
-def test_without_pathfinder_the_plain_name_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    def lost(name: str) -> object:
-        raise RuntimeError(name)
-
+def test_a_library_that_the_loader_lacks_is_looked_for_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[str] = []
 
     def refuse(path: str) -> ctypes.CDLL:
         tried.append(path)
         raise OSError("not here")
 
-    monkeypatch.setattr("cuda.pathfinder.load_nvidia_dynamic_lib", lost)
     monkeypatch.setattr(ctypes, "CDLL", refuse)
-    with pytest.raises(DriverLibraryError, match="not here"):
+    with pytest.raises(DriverLibraryError, match=r"'libcuda\.so\.1', which the NVIDIA driver installs: not here"):
         Driver().version()
     assert tried == ["libcuda.so.1"]
 

@@ -1,4 +1,10 @@
-"""At most sixteen lock files per store: they save double work and are never needed for correctness."""
+"""At most sixteen lock files per store: they save double work and are never needed for correctness.
+
+A store may be shared with users who are not trusted, which ``filelock``, as ``atomic_write.changing`` uses it, does not
+expect: these locks follow no symbolic link of any folder below the store, work on another user's file that can only be
+read, never truncate it or change its mode, count as taken where locks do not work, and give up on a holder whose file
+shows no sign of life.
+"""
 
 from __future__ import annotations
 
