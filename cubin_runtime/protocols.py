@@ -63,4 +63,14 @@ class TorchStream(Protocol):
         """The handle."""
 
 
-Stream = int | CudaStream | TorchStream
+class BindingsStream(Protocol):
+    """A stream handle of cuda.bindings, ``CUstream`` or ``cudaStream_t``."""
+
+    def __int__(self) -> int:
+        """The handle."""
+
+    def getPtr(self) -> int:
+        """The address where the handle lies, by which it differs from a number."""
+
+
+Stream = int | CudaStream | TorchStream | BindingsStream

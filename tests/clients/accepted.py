@@ -43,6 +43,14 @@ class TorchLikeStream:
     cuda_stream: int
 
 
+class BindingsStream:
+    def __int__(self) -> int:
+        raise NotImplementedError
+
+    def getPtr(self) -> int:
+        raise NotImplementedError
+
+
 def decode(q: OtherTensor, cache: TensorView, table: OtherArray, lengths: OtherTensor, out: TensorView) -> OtherTensor:
     made: OtherTensor = paged_decode(q, cache, cache, table, lengths, max_seq_len=4096)
     given: TensorView = paged_decode(cache, cache, cache, table, lengths, out=out, max_seq_len=4096, kv_layout="HND")
@@ -58,6 +66,7 @@ def plan(runtime: Runtime, view: TensorView) -> tuple[PagedDecodePlan, type[MlaD
     made = plan_paged_decode(view, view, view, view, view, view, max_seq_len=64, backend="hopper", runtime=runtime)
     made.run(view, view, view, view, view, view, stream=7, softmax_scale=0.5)
     made.check(made.prepare(stream=OtherStream(), graphs=2))
+    made.prepare(stream=BindingsStream())
     return made, MlaDecodePlan
 
 

@@ -29,13 +29,6 @@ class AttributeProtocol:
     __cuda_stream__ = (0, 0x42)
 
 
-class CUstream:
-    """A stream as cuda.bindings has it: no protocol, but a handle as int()."""
-
-    def __int__(self) -> int:
-        return 0x5005
-
-
 @pytest.mark.parametrize(
     ("stream", "handle"),
     [
@@ -59,8 +52,18 @@ def test_refuses(stream: Any) -> None:
         stream_handle(stream)
 
 
-def test_a_stream_of_the_bindings_is_read() -> None:
-    assert stream_handle(CUstream()) == 0x5005
+@pytest.mark.parametrize(("module", "name"), [("driver", "CUstream"), ("runtime", "cudaStream_t")])
+@pytest.mark.parametrize(("given", "handle"), [(0x5005, 0x5005), (0, 0), (1, 0), (2, 2)])
+def test_a_stream_of_cuda_bindings_is_read(module: str, name: str, given: int, handle: int) -> None:
+    bindings = pytest.importorskip(f"cuda.bindings.{module}", reason="needs cuda-bindings")
+    assert stream_handle(getattr(bindings, name)(given)) == handle
+
+
+@pytest.mark.parametrize("name", ["CUevent", "CUcontext", "CUdeviceptr"])
+def test_another_handle_of_cuda_bindings_is_no_stream(name: str) -> None:
+    bindings = pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
+    with pytest.raises(UsageError, match=f"stream: got {name}"):
+        stream_handle(getattr(bindings, name)(5))
 
 
 def test_a_python_without_its_lock_is_refused() -> None:
