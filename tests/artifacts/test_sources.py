@@ -5,6 +5,7 @@ import stat
 import sys
 import warnings
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -210,6 +211,30 @@ def test_a_package_that_does_not_list_the_tree_is_not_searched(
     install(tmp_path / "site", release, monkeypatch, record=False)
     with pytest.raises(NotHereError, match="no installed package carries made/fmha"):
         PackageSource().read(wanted(release))
+
+
+@pytest.mark.parametrize(
+    "record",
+    [b"caf\xe9/__init__.py,,\n", b'"unclosed checksums.txt\n\0checksums.txt,,', b"x" * 200_000 + b"checksums.txt"],
+)
+def test_damaged_metadata_of_another_package_is_passed_over(
+    release: Release, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record: bytes
+) -> None:
+    install(tmp_path / "site", release, monkeypatch)
+    other = tmp_path / "other" / "damaged-1.0.dist-info"
+    other.mkdir(parents=True)
+    (other / "RECORD").write_bytes(record)
+    monkeypatch.syspath_prepend(str(tmp_path / "other"))
+    assert PackageSource().read(wanted(release)) == release.files[NAME]
+
+
+def test_installed_packages_are_looked_up_once_for_many_releases(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[None] = []
+    monkeypatch.setattr(metadata, "distributions", lambda: looked.append(None) or iter(()))
+    source = PackageSource()
+    for number in range(100):
+        assert source.roots(ArtifactPath(f"release-{number}/fmha")) == ()
+    assert len(looked) == 1
 
 
 def test_a_package_is_never_written(release: Release, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import csv
+import logging
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +22,7 @@ if TYPE_CHECKING:
 
 ABSENT_SECONDS = 1.0
 MAX_RECORD_BYTES = 64 << 20
+_log = logging.getLogger("cubin_runtime")
 
 
 class PackageSource:
@@ -28,21 +33,28 @@ class PackageSource:
 
     def __init__(self) -> None:
         self._roots: dict[ArtifactPath, tuple[DirectorySource, ...]] = {}
-        self._absent_until: dict[ArtifactPath, float] = {}
+        self._installed: tuple[str, ...] = ()
+        self._installed_until = 0.0
+        self._lock = threading.Lock()
 
     def roots(self, folder: ArtifactPath) -> tuple[DirectorySource, ...]:
         """The trees of installed distributions that list a manifest of ``folder``.
 
-        Remembered once found; that there is none for a second, since a look at every distribution takes a tenth.
+        Remembered once found. What is installed is looked up at most once a second, for all folders together, since a
+        look at every distribution takes a tenth.
         """
-        found = self._roots.get(folder, ())
-        if not found and time.monotonic() >= self._absent_until.get(folder, 0.0):
-            found = tuple(DirectorySource(root) for root in _installed_roots(folder))
-            if found:
-                self._roots[folder] = found
-            else:
-                self._absent_until[folder] = time.monotonic() + ABSENT_SECONDS
-        return found
+        with self._lock:
+            found = self._roots.get(folder, ())
+            if not found:
+                if time.monotonic() >= self._installed_until:
+                    self._installed = tuple(_installed_manifests())
+                    self._installed_until = time.monotonic() + ABSENT_SECONDS
+                tail = f"/{folder}/{MANIFEST_NAME}"
+                places = dict.fromkeys(file.removesuffix(tail) for file in self._installed if file.endswith(tail))
+                found = tuple(DirectorySource(Path(place or "/")) for place in places)
+                if found:
+                    self._roots[folder] = found
+            return found
 
     def read(self, wanted: Wanted) -> bytes:
         """See ``Source.read``."""
@@ -68,21 +80,34 @@ class PackageSource:
         """Nothing is held open."""
 
 
-def _installed_roots(folder: ArtifactPath) -> list[Path]:
+def _installed_manifests() -> Iterator[str]:
+    """The paths of all files of installed distributions that have a manifest's name.
+
+    Metadata of any package may be damaged in any way: that package then carries nothing.
+    """
     from importlib import metadata
 
-    tail = f"{folder}/{MANIFEST_NAME}"
-    roots: list[Path] = []
-    for distribution in metadata.distributions():
-        record = _record_of(distribution)
+    distributions = iter(metadata.distributions())
+    while True:
+        try:
+            distribution = next(distributions, None)
+            if distribution is None:
+                return
+            yield from list(_manifests_of(distribution))
+        except Exception as error:
+            _log.debug("the metadata of an installed package cannot be read: %s", error)
+
+
+def _manifests_of(distribution: Distribution) -> Iterator[str]:
+    record = _record_of(distribution)
+    if record is None:
+        names = [file.as_posix() for file in distribution.files or ()]
+    else:
         # searched as text first: building the file objects of every installed package takes a second
-        if record is not None and tail not in record:
-            continue
-        for file in distribution.files or ():
-            if file.as_posix() == tail or file.as_posix().endswith("/" + tail):
-                located = str(distribution.locate_file(file))
-                roots.append(Path(located.removesuffix(tail) or "/"))
-    return list(dict.fromkeys(roots))
+        names = [row[0] for row in csv.reader(line for line in record.splitlines() if MANIFEST_NAME in line) if row]
+    for name in names:
+        if name.rpartition("/")[2] == MANIFEST_NAME:
+            yield str(Path(str(distribution.locate_file(name))).absolute())
 
 
 def _record_of(distribution: Distribution) -> str | None:

@@ -14,7 +14,6 @@ from ...values import dataclass
 from ..path import ArtifactPath
 
 Kind = Literal["http", "tree", "archive", "package"]
-ABSENT_SECONDS = 1.0
 ARCHIVE_SUFFIXES = (".zip", ".whl")
 
 
