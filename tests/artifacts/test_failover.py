@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,9 @@ from serving import resumable, serving
 from cubin_runtime.artifacts.fetch.worker_pool import ThreadWorkerPool
 from cubin_runtime.artifacts.path import ArtifactPath
 from cubin_runtime.artifacts.sources import failover
-from cubin_runtime.artifacts.sources.source import Source, TooMuchError, Wanted
+from cubin_runtime.artifacts.sources.source import RetryableError, Source, TooMuchError, Wanted
 from cubin_runtime.artifacts.store.store import Store
-from cubin_runtime.errors import SourceError
+from cubin_runtime.errors import CorruptError, SourceError
 
 MEBIBYTE = 1 << 20
 SMALL, LARGE = 100, 1000
@@ -122,3 +123,45 @@ def test_a_fetch_continues_a_large_file_that_broke_off(
         asked = [seen.get("Range") for seen in server.seen_headers[f"/{large.path('large.bin')}"]]
     assert asked == [None, None, f"bytes={3 * MEBIBYTE}-"]
     assert Store(store).has(large.digest("large.bin"))
+
+
+class Scripted:
+    """A source on the network that answers with these bodies or errors in turn."""
+
+    local = False
+    label = "scripted"
+
+    def __init__(self, *answers: bytes | Exception) -> None:
+        self.answers = list(answers)
+
+    def read(self, wanted: Wanted) -> bytes:
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def forget(self) -> None:
+        """Nothing is kept."""
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+
+@pytest.mark.parametrize(
+    ("attempts", "answers"),
+    [
+        (1, [b"wrong"]),
+        (2, [RetryableError("reset"), b"wrong"]),
+        (2, [b"wrong", RetryableError("reset")]),
+        (4, [b"wrong", RetryableError("reset"), b"wrong"]),
+    ],
+)
+def test_wrong_bytes_are_corruption_however_few_the_attempts(attempts: int, answers: list[bytes | Exception]) -> None:
+    policy = replace(QUICK_POLICY, attempts=attempts)
+    wanted = Wanted(ArtifactPath("made/x"), ArtifactPath("made"), sha256(b"right"), SMALL)
+    with pytest.raises(CorruptError, match="sha256 of made/x"):
+        failover.read_with_failover(wanted, [Scripted(*answers)], policy, failover.Progress(policy))
+
+
+def test_delays_stay_bounded_however_many_retries_were_configured() -> None:
+    assert replace(QUICK_POLICY, attempts=5000).delay(4000, None) <= 1.25 * QUICK_POLICY.longest_delay

@@ -55,7 +55,7 @@ class FetchPolicy:
         if retry_after is not None:
             late = random.uniform(0.0, self.first_delay)  # clients with the same delay must not all retry at once
             return retry_after + late if retry_after <= self.longest_retry_after else None
-        return min(self.first_delay * float(2**attempt), self.longest_delay) * random.uniform(0.75, 1.25)
+        return min(self.first_delay * 2.0 ** min(attempt, 64), self.longest_delay) * random.uniform(0.75, 1.25)
 
 
 class Progress:
@@ -150,13 +150,20 @@ def _read_one_large_at_a_time(source: Source, wanted: Wanted, progress: Progress
 
 
 def _from_one(source: Source, wanted: Wanted, policy: FetchPolicy, progress: Progress) -> bytes:
-    bad = 0
+    """The bytes of one source; bytes with another digest are asked for again as often as the policy says.
+
+    Raises:
+        CorruptError: it sent bytes with another digest, and the right ones neither before nor after.
+    """
+    wrong: list[str] = []
     for attempt in range(policy.attempts):
         try:
             data = _read_one_large_at_a_time(source, wanted, progress)
         except RetryableError as error:
             delay = policy.delay(attempt, error.retry_after)
             if delay is None or progress.is_dead(source.label):
+                if wrong:
+                    break
                 raise
             _log.debug("%s; trying again in %.1f s", error, delay)
             if progress.stop.wait(delay):
@@ -165,9 +172,11 @@ def _from_one(source: Source, wanted: Wanted, policy: FetchPolicy, progress: Pro
         progress.tick()
         if wanted.sha256 is None or (found := digest_of(data)) == wanted.sha256:
             return data
-        bad += 1
-        if bad >= policy.bad_digests:
-            raise CorruptError(
-                f"{source.label}: sha256 of {wanted.path} is {found}, expected {wanted.sha256} ({bad} times)"
-            )
-    raise RetryableError(f"{source.label}: {wanted.path} failed {policy.attempts} times")
+        del data
+        wrong.append(found)
+        if len(wrong) >= policy.bad_digests:
+            break
+    if not wrong:
+        raise RetryableError(f"{source.label}: {wanted.path} was not asked for, with {policy.attempts} attempts")
+    times = "once" if len(wrong) == 1 else f"{len(wrong)} times"
+    raise CorruptError(f"{source.label}: sha256 of {wanted.path} is {wrong[-1]}, expected {wanted.sha256} ({times})")
