@@ -28,9 +28,8 @@ def open_folder(root: Path, *parts: str, create: bool = False) -> Iterator[int]:
         try:
             for part in parts:
                 place = place / part
-                below = _open_part(part, descriptor, create)
-                os.close(descriptor)
-                descriptor = below
+                above, descriptor = descriptor, _open_part(part, descriptor, create)
+                os.close(above)
         except BaseException:
             os.close(descriptor)
             raise

@@ -13,6 +13,7 @@ import fcntl
 import logging
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from ..atomic_write import open_lock
@@ -89,9 +90,10 @@ class ShardLock:
 
     def release(self) -> None:
         """Release the lock; the file stays."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            with suppress(OSError):  # it is closed whatever the call returns, and nothing was written
+                os.close(descriptor)
 
     def _open(self) -> int:
         """The lock file, made as open to others as the umask allows; who may only read it can lock it too."""

@@ -145,9 +145,10 @@ class Store:
             members = list(group)
             try:
                 with self._folder(members[0], create=False) as folder:
-                    yield from [_matching_size(folder, one, limit, buffer) for one in members]
-            except (OSError, MissingError, StoreError):
-                yield from [None] * len(members)
+                    sizes = [_matching_size(folder, one, limit, buffer) for one in members]
+            except (OSError, MissingError, StoreError):  # of closing the folder too, which comes after all sizes
+                sizes = [None] * len(members)
+            yield from sizes
 
     def put(self, sha256: str, data: bytes) -> None:
         """Publish bytes whose digest the caller has just compared; atomic, replaces what stands there.
