@@ -30,6 +30,7 @@ ARTIFACT_ORDER = (
     "path",
     "bounded_read",
     "atomic_write",
+    "zip_reader",
     "manifest",
     "cubins",
     "tables",
@@ -41,7 +42,7 @@ ARTIFACT_ORDER = (
     "library",
     "releases",
 )
-ARTIFACTS_INSIDE = {"atomic_write", "bounded_read", "store", "sources", "fetch"}
+ARTIFACTS_INSIDE = {"atomic_write", "bounded_read", "zip_reader", "store", "sources", "fetch"}
 HEAVY = (
     "cryptography",
     "cuda",

@@ -3,6 +3,7 @@
 ``library`` is the entry point. Files and folders by job, each importing only those above it:
 
 - ``path``, ``manifest``, ``bounded_read``, ``atomic_write``: values, and the one way to read and to write files
+- ``zip_reader``: the members of a zip
 - ``cubins``: facts of a cubin, from its ELF
 - ``tables``: what a release states about its kernels
 - ``pins``: which releases are trusted

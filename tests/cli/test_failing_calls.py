@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from releases import Release, make_release, zip_tree
+from releases import make_release, zip_tree
 
 from cubin_runtime.artifacts.store.store import Store
 from cubin_runtime.cli import main

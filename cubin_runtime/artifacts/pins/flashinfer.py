@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
-import zipfile
+import warnings
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 
-from ...errors import CubinRuntimeError, PinError
+from ...errors import CorruptError, CubinRuntimeError, PinError, StoreError
 from ...values import dataclass
-from ..bounded_read import NotRegularError, TooLargeError, open_regular, read_regular
+from ..bounded_read import open_regular, read_bounded
 from ..path import ArtifactPath
+from ..zip_reader import read_directory, read_member
 from .pin import Pin, format_pin, parse_pins
 from .pin_file import DEFAULT_MAX_FILE_BYTES
 
@@ -23,7 +25,8 @@ LICENCE = "Apache-2.0"
 MAX_TEXT_BYTES = 1 << 20
 _DISTRIBUTION = "flashinfer-python"
 _FILE = "flashinfer/artifacts.py"
-_WHEEL = re.compile(r"flashinfer_python-([0-9A-Za-z.!+]+)-")
+_VERSION = re.compile(r"[0-9A-Za-z.!+]+")
+_WHEEL = re.compile(rf"flashinfer_python-({_VERSION.pattern})-")
 _WORDS = {
     "TRTLLM_GEN_FMHA": "fmha",
     "TRTLLM_GEN_BMM": "batched-gemm",
@@ -61,7 +64,9 @@ def parse_artifacts(text: bytes, version: str, origin: str) -> FlashInferPins:
         PinError: it is no Python, or names no artifact with a digest in the form that is known.
     """
     try:
-        tree = ast.parse(text)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of escapes in text that is not ours
+            tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise PinError(f"{origin}: {_FILE} cannot be parsed as Python") from None
     paths, digests = (_constants(tree, name) for name in ("ArtifactPath", "CheckSumHash"))
@@ -89,7 +94,8 @@ def _releases(folder: str, digest: object, by_target: object) -> Iterator[tuple[
     if isinstance(by_target, dict):
         for cpu, targets in by_target.items():
             for sm, one in targets.items() if isinstance(targets, dict) else ():
-                yield f"-{cpu}-{sm}", f"{folder.rstrip('/')}/{cpu}/{sm}", str(one)
+                if all(isinstance(word, str) for word in (cpu, sm, one)):
+                    yield f"-{cpu}-{sm}", f"{folder.rstrip('/')}/{cpu}/{sm}", one
 
 
 def _pin(name: str, path: str, digest: str, group: str, origin: str) -> Pin:
@@ -108,6 +114,8 @@ def _pin(name: str, path: str, digest: str, group: str, origin: str) -> Pin:
             groups=(group,),
         )
         return parse_pins(format_pin(made).encode(), origin)[0]
+    except UnicodeEncodeError:
+        raise PinError(f"{origin}: {_FILE}: {path!r} is not valid Unicode") from None
     except CubinRuntimeError as error:
         raise PinError(f"{origin}: {_FILE}: {error}") from None
 
@@ -133,29 +141,37 @@ def _from_wheel(file: Path) -> tuple[str, bytes]:
     named = _WHEEL.match(file.name)
     if named is None:
         raise PinError(f"{file}: expected a wheel named flashinfer_python-VERSION-..., or the word {INSTALLED!r}")
-    try:
-        descriptor, _ = open_regular(str(file), str(file), follow=True)
-        with open(descriptor, "rb") as opened, zipfile.ZipFile(opened) as archive, archive.open(_FILE) as member:
-            text = member.read(MAX_TEXT_BYTES + 1)
-    except NotRegularError as error:
-        raise PinError(str(error)) from None
-    except (OSError, KeyError, zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError) as error:
-        reason = error.strerror if isinstance(error, OSError) else f"{_FILE} cannot be read from it"
-        raise PinError(f"{file}: {reason}") from None
-    if len(text) > MAX_TEXT_BYTES:
-        raise PinError(f"{file}: {_FILE} has more than {MAX_TEXT_BYTES} bytes")
-    return named[1], text
+    with _opened(file) as (descriptor, _):
+        place = read_directory(descriptor, str(file)).places.get(_FILE)
+        if place is None:
+            raise PinError(f"{file}: has no {_FILE}")
+        return named[1], read_member(descriptor, _FILE, place, MAX_TEXT_BYTES, f"{file}: {_FILE}", check=True)
 
 
 def _installed() -> tuple[str, bytes]:
     try:
         distribution = metadata.distribution(_DISTRIBUTION)
+        version, file = distribution.version, Path(str(distribution.locate_file(_FILE)))
     except metadata.PackageNotFoundError:
         raise PinError(f"{_DISTRIBUTION} is not installed; install it, or name its wheel") from None
-    file = Path(str(distribution.locate_file(_FILE)))
+    except Exception as error:  # the standard library's reader lets errors of many kinds through
+        raise PinError(f"{_DISTRIBUTION}: its metadata cannot be read: {type(error).__name__}") from None
+    if not isinstance(version, str) or _VERSION.fullmatch(version) is None:
+        raise PinError(f"{_DISTRIBUTION}: its metadata states the version {version!r}")
+    with _opened(file) as (descriptor, size):
+        return version, read_bounded(descriptor, size, MAX_TEXT_BYTES, str(file))
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[tuple[int, int]]:
+    """Descriptor and size of a regular file; in the block, whatever cannot be read is a ``PinError``."""
     try:
-        return distribution.version, read_regular(file, MAX_TEXT_BYTES)
+        descriptor, status = open_regular(str(file), str(file), follow=True)
+        try:
+            yield descriptor, status.st_size
+        finally:
+            os.close(descriptor)
     except OSError as error:
         raise PinError(f"{file}: {error.strerror}") from None
-    except (NotRegularError, TooLargeError) as error:
+    except (CorruptError, StoreError) as error:
         raise PinError(str(error)) from None
