@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
@@ -8,6 +10,8 @@ import pytest
 from releases import make_release, manifest_of
 
 from cubin_runtime.artifacts.path import ArtifactPath
+from cubin_runtime.artifacts.pins import bounded_toml
+from cubin_runtime.artifacts.pins import pin_set as pin_set_module
 from cubin_runtime.artifacts.pins.pin import Pin, format_pin, parse_pins, read_manifest
 from cubin_runtime.artifacts.pins.pin_file import add_pin, make_pin
 from cubin_runtime.artifacts.pins.pin_set import PinSet
@@ -154,3 +158,65 @@ def test_a_pin_that_disagrees_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(PinError, match="disagree"):
         add_pin(file, replace(pin, manifest_sha256="d" * 64), PinSet.from_files(None, file))
     assert file.read_text() == before
+
+
+def many(count: int) -> list[tuple[Pin, str]]:
+    return [(replace(PIN, name=f"made-{n}", path=ArtifactPath(f"made-{n}/fmha")), "file") for n in range(count)]
+
+
+def comparisons(count: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How often pins and their folders are looked at while a set of ``count`` pins is made."""
+    looked = Counter[str]()
+    below = ArtifactPath.is_below
+
+    def counted(path: ArtifactPath, folder: ArtifactPath) -> bool:
+        looked["below"] += 1
+        return below(path, folder)
+
+    def joined(same: Sequence[tuple[Pin, str]]) -> tuple[Pin, str]:
+        looked["joined"] += len(same)
+        return same[0]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ArtifactPath, "is_below", counted)
+        patch.setattr(pin_set_module, "_joined", joined)
+        assert len(PinSet(many(count))) == count
+    return looked.total()
+
+
+def test_a_set_of_pins_costs_in_proportion_to_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert comparisons(200, monkeypatch) <= 400
+    assert comparisons(2000, monkeypatch) <= 4000
+
+
+def test_a_name_that_only_a_group_gave_is_free_in_any_order() -> None:
+    stated, member = replace(PIN, name="stated"), replace(PIN, groups=("group",))
+    other = replace(PIN, path=ArtifactPath("other/fmha"), manifest_sha256="1" * 64)
+    for order in permutations([(stated, "a"), (member, "b"), (other, "c")]):
+        assert sorted(pin.name for pin in PinSet(order)) == sorted(["stated", PIN.name])
+
+
+HOSTILE_TOML = {
+    "a key of more than 8 parts": b"a." * 100_000 + b"b = 1",
+    "brackets nested more than 8 deep": b"x = " + b"[" * 100_000,
+    "a word of more than 128 bytes": b"x = " + b"9" * 5000,
+    "more than 262144 keys": b"x = [" + b"1," * 300_000 + b"]",
+    "or lines": b"#\n" * 300_000,
+    "at most 4194304": b"#" * (5 << 20),
+    "invalid TOML": b'x = """' + b'\\"""' * 1000,
+}
+
+
+@pytest.mark.parametrize("reason", HOSTILE_TOML)
+def test_toml_that_costs_more_than_any_pin_file_is_refused_unparsed(
+    reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if reason != "invalid TOML":
+        monkeypatch.setattr(bounded_toml, "_tomllib", None)
+    with pytest.raises(PinError, match=reason):
+        parse_pins(HOSTILE_TOML[reason], "pins.toml")
+
+
+def test_bounds_do_not_count_what_stands_in_strings_and_comments() -> None:
+    text = format_pin(PIN).replace('licence = "', 'licence = "' + "[" * 20 + "a." * 20 + "9" * 200)
+    assert len(parse_pins(f"# {'[' * 20}\n{text}".encode(), "pins.toml")) == 1

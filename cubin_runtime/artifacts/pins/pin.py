@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import fields
-from importlib import import_module
 from pathlib import Path
 
 from ..._version import KERNELS_VERSION
@@ -15,9 +13,8 @@ from ...values import dataclass
 from ..bounded_read import MAX_FILE_BYTES, digest_of
 from ..manifest import MANIFEST_NAME, Manifest, parse_manifest
 from ..path import ArtifactPath, PathError
+from .bounded_toml import read_toml
 from .signed_statement import STATEMENT
-
-tomllib = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
 # Names that a pin's `abi` may have; the layouts behind each are registered in `kernels/abi.py`.
 KNOWN_ABIS = ("trtllm-gen-0.6.13", f"hopper-{KERNELS_VERSION}")
@@ -81,10 +78,7 @@ def parse_pins(data: bytes, origin: str) -> tuple[Pin, ...]:
         PinError: naming ``origin`` and the table: no TOML, an unknown or missing key, a value outside its
         domain.
     """
-    try:
-        document = tomllib.loads(data.decode())
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise PinError(f"{origin}: invalid TOML: {error}") from None
+    document = read_toml(data, origin)
     unknown = sorted(set(document) - {"pin", STATEMENT})
     tables = document.get("pin", [])
     if unknown or not isinstance(tables, list):

@@ -10,12 +10,11 @@ from pathlib import Path
 
 from ...errors import PinError
 from ..atomic_write import changing, replace_file
-from ..bounded_read import NotRegularError, TooLargeError, read_regular
 from ..manifest import parse_manifest
 from ..path import ArtifactPath
 from .pin import BUILTIN_PINS, Pin, format_pin, parse_pins
 from .pin_set import PinSet
-from .signatures import MAX_PIN_FILE_BYTES
+from .signatures import read_pin_file
 
 DEFAULT_MAX_FILE_BYTES = 64 << 20
 
@@ -124,7 +123,7 @@ def remove_pin(file: Path, name_or_path: str, known: PinSet) -> Pin:
     if known.origin(pin) != str(file):
         raise PinError(f"{pin.name!r} comes from {known.origin(pin)}, and only {file} can be edited; remove it there")
     with _changed_alone(file):
-        replace_file(file, _without(pin, _read(file), file).encode())
+        replace_file(file, _without([pin], _read(file), file).encode())
     return pin
 
 
@@ -139,23 +138,28 @@ def remove_group(file: Path, group: str) -> tuple[Pin, ...]:
         gone = tuple(one for one in parse_pins(text.encode(), str(file)) if group in one.groups)
         if not gone:
             raise PinError(f"{file}: has no pin of the group {group!r}; remove it from the file that has it")
-        for pin in gone:
-            text = _without(pin, text, file)
-        replace_file(file, text.encode())
+        replace_file(file, _without(gone, text, file).encode())
     return gone
 
 
-def _without(pin: Pin, text: str, file: Path) -> str:
-    """The text of a pin file less the table of one pin."""
+def _without(gone: Sequence[Pin], text: str, file: Path) -> str:
+    """The text of a pin file less the tables of some pins."""
     before = parse_pins(text.encode(), str(file))
     starts = [match.start() for match in _TABLE.finditer(text)]
-    at = next((number for number, one in enumerate(before) if _is_table_of(one, pin)), None)
+    of_path = {pin.path: pin for pin in gone}
+    out = {number for number, one in enumerate(before) if one.path in of_path and _is_table_of(one, of_path[one.path])}
+    left = tuple(one for number, one in enumerate(before) if number not in out)
     kept = None
-    if at is not None and len(starts) == len(before):
-        kept = text[: starts[at]] + text[starts[at + 1] if at + 1 < len(starts) else len(text) :]
-    # a table may be written in ways that lines do not show: what is left must read as all pins but this one
-    if at is None or kept is None or parse_pins(kept.encode(), str(file)) != before[:at] + before[at + 1 :]:
-        raise PinError(f"{file}: the table of {pin.name!r} cannot be identified; remove it by hand")
+    if len(out) == len(gone) and len(starts) == len(before):
+        ends = [*starts[1:], len(text)]
+        tables = (
+            text[start:end] for number, (start, end) in enumerate(zip(starts, ends, strict=True)) if number not in out
+        )
+        kept = text[: starts[0]] + "".join(tables)
+    # a table may be written in ways that lines do not show: what is left must read as all pins but these
+    if kept is None or parse_pins(kept.encode(), str(file)) != left:
+        names = ", ".join(repr(pin.name) for pin in gone)
+        raise PinError(f"{file}: the table of {names} cannot be identified; remove it by hand")
     return kept
 
 
@@ -177,11 +181,7 @@ def _is_there(file: Path) -> bool:
 
 def _read(file: Path) -> str:
     try:
-        return read_regular(file, MAX_PIN_FILE_BYTES).decode()
-    except OSError as error:
-        raise PinError(f"{file}: pins cannot be read: {error.strerror}") from None
-    except (NotRegularError, TooLargeError) as error:
-        raise PinError(f"pins cannot be read: {error}") from None
+        return read_pin_file(file, ()).decode()
     except UnicodeDecodeError:
         raise PinError(f"{file}: pins cannot be read: not UTF-8") from None
 

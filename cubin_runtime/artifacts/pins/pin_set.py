@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, replace
+from itertools import pairwise
 from pathlib import Path
 
 from ...config import Config, local_path
@@ -13,6 +14,7 @@ from ..path import ArtifactPath, PathError
 from .pin import BUILTIN_PINS, Pin, parse_pins
 from .signatures import KEYS_VARIABLE, load_keys, read_pin_file
 
+_Stated = tuple[Pin, str]  # a pin and the place it came from
 _JOINED = ("sources", "groups")  # what pins of one release may have more or less of
 
 
@@ -39,12 +41,34 @@ class PinSet:
         Raises:
             PinError: two pins disagree, whatever their order.
         """
-        self._by_name: dict[str, Pin] = {}
-        self._by_path: dict[ArtifactPath, Pin] = {}
-        self._origins: dict[str, str] = {}
-        self._stated: set[ArtifactPath] = set()
+        stated: dict[ArtifactPath, list[_Stated]] = {}
         for pin, origin in pins:
-            self._add(pin, origin)
+            stated.setdefault(pin.path, []).append((pin, origin))
+        joined = [_joined(same) for same in stated.values()]
+        self._by_path: dict[ArtifactPath, Pin] = {pin.path: pin for pin, _ in joined}
+        self._by_name: dict[str, Pin] = {}
+        self._origins: dict[str, str] = {}
+        for pin, origin in joined:
+            if (known := self._by_name.setdefault(pin.name, pin)) is not pin:
+                raise _disagreement(
+                    f"the folder of the name {pin.name!r}", (known, self._origins[pin.name]), (pin, origin)
+                )
+            self._origins[pin.name] = origin
+        self._check_folders()
+
+    def _check_folders(self) -> None:
+        """No folder is inside another, and none is the name of another pin, so that each word means one release.
+
+        In the order where ``/`` comes before all else a folder is followed by what lies below it.
+        """
+        pins = sorted(self, key=lambda pin: pin.path.text.replace("/", "\0"))
+        for one, after in pairwise(pins):
+            if after.path.is_below(one.path):
+                raise _disagreement("a folder that both cover", *((pin, self.origin(pin)) for pin in (one, after)))
+        for pin in pins:
+            named = self._by_name.get(pin.path.text, pin)
+            if named is not pin:
+                raise _disagreement("a name that is the other's folder", *((p, self.origin(p)) for p in (named, pin)))
 
     @classmethod
     def from_files(
@@ -64,33 +88,6 @@ class PinSet:
         read = [(file, read_pin_file(file, ())) for file in (builtin or BUILTIN_PINS,)]
         read += [(file, read_pin_file(file, loaded, state)) for file in user_files]
         return cls((pin, str(file)) for file, data in read for pin in parse_pins(data, str(file)))
-
-    def _add(self, pin: Pin, origin: str) -> None:
-        for known in list(self._by_name.values()):
-            member = bool(pin.groups) or pin.path not in self._stated
-            if (fault := _disagreement(known, pin, member=member)) is not None:
-                raise PinError(
-                    f"two pins disagree on {fault}: {known.name!r} ({known.path}, from "
-                    f"{self._origins[known.name]}) and {pin.name!r} ({pin.path}, from {origin})"
-                )
-        known_pin = self._by_path.get(pin.path)
-        if known_pin is None:
-            self._by_name[pin.name] = self._by_path[pin.path] = pin
-            self._origins[pin.name] = origin
-        else:
-            self._join(known_pin, pin, origin)
-        if not pin.groups:
-            self._stated.add(pin.path)
-
-    def _join(self, known: Pin, pin: Pin, origin: str) -> None:
-        """Make one of two pins of a release; one for a group only says that the release belongs to it."""
-        kept, other = (pin, known) if not pin.groups and pin.path not in self._stated else (known, pin)
-        if kept is pin:
-            del self._by_name[known.name]
-            self._origins[pin.name] = origin
-        sources, groups = (tuple(dict.fromkeys((*getattr(kept, n), *getattr(other, n)))) for n in _JOINED)
-        joined = replace(kept, sources=sources, groups=groups)
-        self._by_name[kept.name] = self._by_path[kept.path] = joined
 
     def __iter__(self) -> Iterator[Pin]:
         return iter(self._by_name.values())
@@ -136,24 +133,26 @@ class PinSet:
         return "pinned are " + (", ".join(sorted(self._by_name)) or "no releases")
 
 
-def _disagreement(one: Pin, other: Pin, *, member: bool) -> str | None:
-    """What two pins disagree on, or None; symmetric, so that the order of files never matters.
+def _joined(same: Sequence[_Stated]) -> _Stated:
+    """One pin of all those of a release; one for a group only says that the release belongs to it.
 
-    ``member``: one of them only makes the release a member of a group, and need not tell more than its digest.
+    Raises:
+        PinError: two of them disagree, whatever their order.
     """
-    if one.path != other.path:
-        if one.name == other.name:
-            return f"the folder of the name {one.name!r}"
-        if one.path.is_below(other.path) or other.path.is_below(one.path):
-            return "a folder that both cover"
-        if one.name == other.path.text or other.name == one.path.text:
-            return "a name that is the other's folder"
-        return None
-    for field in fields(Pin):
-        if (
-            field.name not in _JOINED
-            and (not member or field.name == "manifest_sha256")
-            and getattr(one, field.name) != getattr(other, field.name)
-        ):
-            return f"{field.name} of the folder {one.path.text!r}"
-    return None
+    kept = next((stated for stated in same if not stated[0].groups), same[0])
+    for stated in same:
+        for field in fields(Pin):
+            if (stated[0].groups and field.name != "manifest_sha256") or field.name in _JOINED:
+                continue
+            if getattr(stated[0], field.name) != getattr(kept[0], field.name):
+                raise _disagreement(f"{field.name} of the folder {kept[0].path.text!r}", kept, stated)
+    pins = [kept[0], *(pin for pin, _ in same)]
+    sources, groups = (tuple(dict.fromkeys(item for pin in pins for item in getattr(pin, name))) for name in _JOINED)
+    return replace(kept[0], sources=sources, groups=groups), kept[1]
+
+
+def _disagreement(what: str, one: _Stated, other: _Stated) -> PinError:
+    return PinError(
+        f"two pins disagree on {what}: {one[0].name!r} ({one[0].path}, from {one[1]}) and "
+        f"{other[0].name!r} ({other[0].path}, from {other[1]})"
+    )

@@ -19,6 +19,7 @@ from ...config import local_path
 from ...errors import CubinRuntimeError
 from ...values import dataclass
 from ..bounded_read import digest_of, read_regular
+from .bounded_toml import MAX_PIN_FILE_BYTES
 from .signed_statement import SignatureError, check_statement
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 KEYS_VARIABLE = "CUBIN_RUNTIME_PIN_KEYS"
 SIGNATURE_SUFFIX = ".sig"
-MAX_PIN_FILE_BYTES = 4 << 20
 MAX_KEY_FILE_BYTES = 64 << 10
 MAX_SIGNATURES = 16
 

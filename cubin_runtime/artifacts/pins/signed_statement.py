@@ -8,10 +8,8 @@ key is recorded in the user's state folder.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +17,7 @@ from ...errors import CubinRuntimeError, PinError
 from ...values import dataclass
 from ..atomic_write import changing, replace_file, why_not_changed
 from ..bounded_read import read_regular
-
-tomllib = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+from .bounded_toml import read_toml
 
 STATEMENT = "signed"
 MAX_STATE_BYTES = 1 << 20
@@ -47,9 +44,9 @@ def read_statement(data: bytes, origin: str) -> Statement:
         SignatureError: there is none, or a value is outside its domain.
     """
     try:
-        table = tomllib.loads(data.decode()).get(STATEMENT)
-    except (ValueError, RecursionError) as error:
-        raise SignatureError(f"{origin}: invalid TOML: {error}") from None
+        table = read_toml(data, origin).get(STATEMENT)
+    except PinError as error:
+        raise SignatureError(str(error)) from None
     if not isinstance(table, dict):
         raise SignatureError(
             f"{origin}: is signed but has no [{STATEMENT}] table, expected one with file, version and perhaps expires"
