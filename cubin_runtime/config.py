@@ -72,7 +72,7 @@ class Config:
     """
 
     store: Path
-    sources: tuple[str, ...] | None = None
+    sources: tuple[str, ...] | None = field(default=None, repr=False)
     pin_files: tuple[Path, ...] = ()
     offline: bool = False
     lazy_fetch: bool = True

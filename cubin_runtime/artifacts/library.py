@@ -22,7 +22,7 @@ from .pins.pin import Pin, read_manifest
 from .pins.pin_set import PinSet, refuse_trust_in_store
 from .sources.failover import FetchPolicy
 from .sources.http_pace import HttpLimits
-from .sources.source import NotHereError, Wanted, parse_source, redact
+from .sources.source import NotHereError, Wanted, may_hold_secrets, parse_source
 from .sources.source_list import SourceList, remedy
 from .store.leftovers import remove_temporaries
 from .store.store import Store
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .fetch.worker_pool import Outcome
     from .verification import VerifyReport
 
-__all__ = ["Library", "Place", "redact"]
+__all__ = ["Library", "Place", "may_hold_secrets", "parse_source"]
 
 DEFAULT_JOBS = 8
 

@@ -117,9 +117,7 @@ def _run(given: list[str]) -> int:
         if isinstance(error, OSError) and error.filename is None and error.errno in _WRITE_FAILED:
             # ours are told by name: what is left are the parser's library's own writes
             raise output.OutputError(f"the standard output cannot be written: {error.strerror}") from None
-        import traceback
-
-        traceback.print_exc()
+        output.traceback_lines()
         return _report(error, type(error).__name__, f"{error} (this is a bug; please report it)", 1, given)
 
 

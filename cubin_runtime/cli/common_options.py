@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from enum import Enum
 from pathlib import Path
@@ -122,7 +123,11 @@ def apply(
 
 
 def _token(text: str) -> str:
-    host, equals, file = text.partition("=")
-    if not (host and equals and file):
-        raise UsageError(f"--token-file {text!r}: expected HOST=FILE")
-    return f"{host}=@{local_path(file, '--token-file')}"
+    """A word of ``CUBIN_RUNTIME_TOKENS``; what came is shown in no message, as it may be the token itself."""
+    host, _, file = text.partition("=")
+    if host and file:
+        with suppress(UsageError):  # of local_path, which shows the path
+            word = f"{host}=@{local_path(file, '--token-file')}"
+            if len(word.split()) == 1:
+                return word
+    raise UsageError("--token-file: expected HOST=FILE with the path of a file, without white space")

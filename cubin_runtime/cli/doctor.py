@@ -56,9 +56,7 @@ def doctor(
 def _settings(
     config: Config, store: Path | None, source: list[str] | None, pins: list[Path] | None, offline: bool
 ) -> list[dict[str, Any]]:
-    from ..artifacts.library import redact
-
-    sources = [redact(s) for s in config.sources] if config.sources else ["package", "then each pin's own"]
+    sources = [_source(s) for s in config.sources] if config.sources else ["package", "then each pin's own"]
     files = [str(p) for p in config.pin_files]
     found = "user configuration folder" if files else "default"
     log = os.environ.get("CUBIN_RUNTIME_LOG", "")
@@ -96,6 +94,17 @@ def _pin_versions(config: Config) -> str:
         return "not recorded: pin files need no signature"
     problem = why_not_recorded(config.pin_state)
     return f"{config.pin_state}{f': CANNOT be recorded, {problem}' if problem else ''}"
+
+
+def _source(text: str) -> str:
+    """A source without its secrets; why it is none is told with the releases, which then cannot be looked up."""
+    from ..artifacts.library import parse_source
+    from ..errors import UsageError
+
+    try:
+        return parse_source(text).label
+    except UsageError:
+        return "not a source"
 
 
 def _setting(name: str, value: object, origin: str) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from ..errors import CubinRuntimeError
 from ..values import dataclass
+from .redaction import redacted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -73,10 +74,12 @@ def prepare_streams() -> None:
 def escape(text: object) -> str:
     r"""Text that a terminal shows and never obeys: control and format characters as ``\xNN`` or ``\uNNNN``.
 
+    Credentials in URLs are removed.
+
     >>> escape("a\x1b[2Jb\n")
     'a\\x1b[2Jb\\x0a'
     """
-    plain = str(text)
+    plain = redacted(str(text))
     if plain.isascii() and plain.isprintable():
         return plain
     return "".join(_escape_one(c) if unicodedata.category(c) in _UNSAFE_CATEGORIES else c for c in plain)
@@ -111,7 +114,7 @@ def emit_json(verb: str, payload: Mapping[str, object]) -> None:
     """Print one JSON object: ``schema``, ``verb`` and the payload (ASCII only, so nothing needs escaping)."""
     pieces = json.JSONEncoder(indent=2, default=str).iterencode({"schema": JSON_SCHEMA, "verb": verb, **payload})
     with writing():
-        while chunk := "".join(islice(pieces, 1 << 14)):  # never all of it in memory
+        while chunk := "".join(map(redacted, islice(pieces, 1 << 14))):  # never all of it in memory
             sys.stdout.write(chunk)
         sys.stdout.write("\n")
 
@@ -126,6 +129,14 @@ def error_line(text: object) -> None:
     mark = f"{_RED}error:{_PLAIN} " if LOUDNESS.get().colors(sys.stderr) else "error: "
     for number, part in enumerate(str(text).splitlines() or [""]):
         _tell(f"{mark if number == 0 else '  '}{escape(part)}")
+
+
+def traceback_lines() -> None:
+    """Print the traceback of the error that is being handled to the standard error stream."""
+    import traceback
+
+    for part in traceback.format_exc().splitlines():
+        _tell(escape(part))
 
 
 def note_line(text: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -87,6 +88,7 @@ def pin(
     config = options.make_config(store, source, pins, offline)
     if sha256 is not None:
         _refuse_where_signed(config)
+        _refuse_secrets(source or ())
     library = Library(config)
     data, origin = library.discover(folder, sha256)
     found = make_pin(
@@ -175,6 +177,17 @@ def _refuse_where_signed(config: Config) -> None:
         raise PinError(
             "CUBIN_RUNTIME_PIN_KEYS is set, so a pin file that is changed here would no longer match its "
             "signature; edit and sign it on the host with the private key"
+        )
+
+
+def _refuse_secrets(sources: Sequence[str]) -> None:
+    """A pin keeps its sources in a file that others may read."""
+    from ..artifacts.library import may_hold_secrets
+
+    if any(map(may_hold_secrets, sources)):
+        raise UsageError(
+            "--source: a URL with a query, a fragment or user info may hold secrets, and a pin would store it; "
+            "expected one without, with credentials in netrc or by --token-file HOST=FILE"
         )
 
 

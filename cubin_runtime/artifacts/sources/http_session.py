@@ -238,8 +238,9 @@ def _token_text(token: str) -> str:
         except (OSError, ValueError, NotRegularError, TooLargeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "no ASCII text"
             if isinstance(error, NotRegularError | TooLargeError):
-                reason = str(error)
-            raise ConnectError(reason=f"the token in {token[1:]} cannot be read: {reason}") from None
+                reason = f"no regular file of at most {MAX_SECRETS_BYTES} bytes"
+            # the name is not shown: whoever gave the token itself in its place finds no such file
+            raise ConnectError(reason=f"the file of this host's token cannot be read: {reason}") from None
     if not token.isascii() or not token.isprintable() or " " in token:
         raise ConnectError(reason="the token of this host is not printable ASCII")
     return token

@@ -5,6 +5,8 @@ No source is trusted: what it delivers counts only after its digest was compared
 
 from __future__ import annotations
 
+import re
+from dataclasses import field
 from typing import Literal, Protocol
 from urllib.parse import urlsplit, urlunsplit
 
@@ -15,6 +17,7 @@ from ..path import ArtifactPath
 
 Kind = Literal["http", "tree", "archive", "package"]
 ARCHIVE_SUFFIXES = (".zip", ".whl")
+_LIKE_A_URL = re.compile(r"[a-z][a-z0-9+.-]+:/|https?:|//[^/]*@|[^/]*:[^/]*@", re.IGNORECASE)
 
 
 class NotHereError(MissingError):
@@ -82,7 +85,7 @@ class SourceSpec:
     """A source as text and kind; picklable, so that a worker of any sort can open it."""
 
     kind: Kind
-    text: str
+    text: str = field(repr=False)
 
     @property
     def label(self) -> str:
@@ -96,15 +99,23 @@ def redact(url: str) -> str:
     >>> redact("https://user:secret@host.example/root?token=1")
     'https://host.example/root'
     """
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return "a URL that cannot be parsed"
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+
+
+def may_hold_secrets(source: str) -> bool:
+    """Whether a source's text has parts that may be credentials, so that it must not be stored."""
+    return "://" in source and redact(source) != source
 
 
 def parse_source(text: str) -> SourceSpec:
     """Determine the kind of source that a text names, from the text alone.
 
     Raises:
-        UsageError: a scheme that is neither http nor https, user info in a URL, or no host.
+        UsageError: a scheme that is neither http nor https, user info in a URL, no host, or a URL that lacks a slash.
     """
     if text == "package":
         return SourceSpec("package", text)
@@ -121,6 +132,11 @@ def parse_source(text: str) -> SourceSpec:
         if "@" in parts.netloc:
             raise UsageError(f"source {redact(text)!r}: credentials belong in netrc, not in the URL")
         return SourceSpec("http", text)
+    if _LIKE_A_URL.match(text):
+        raise UsageError(
+            "source: looks like a URL without '://' (not shown, it may hold secrets); expected 'https://HOST/...', or "
+            "'./' in front of a folder of that name"
+        )
     if not text or "\0" in text:
         raise UsageError(f"source {text!r}: expected a URL, a directory, a .zip or .whl, or 'package'")
     path = str(local_path(text, "source"))
