@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
-from operator import itemgetter
 from types import MappingProxyType
 
 from ..errors import CorruptError
@@ -55,16 +54,21 @@ def parse_manifest(data: bytes, folder: ArtifactPath, origin: str) -> Manifest:
     return Manifest(folder, hashlib.sha256(data).hexdigest(), MappingProxyType(digests))
 
 
-def _lines(data: bytes, origin: str) -> list[str]:
+def _lines(data: bytes, origin: str) -> Iterator[str]:
+    """The lines one by one, as all together would take twice the memory of the file."""
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
         number = data.count(b"\n", 0, error.start) + 1
         raise CorruptError(f"{origin}:{number}: not UTF-8") from None
-    lines = text.split("\n")
-    if lines.pop():
-        raise CorruptError(f"{origin}:{len(lines) + 1}: the last line is truncated (no newline at its end)")
-    return lines
+    if not text.endswith("\n"):
+        number = text.count("\n") + 1
+        raise CorruptError(f"{origin}:{number}: the last line is truncated (no newline at its end)")
+    at = 0
+    while at < len(text):
+        end = text.index("\n", at)
+        yield text[at:end]
+        at = end + 1
 
 
 def _parse_line(line: str, folder: ArtifactPath, origin: str, number: int) -> tuple[ArtifactPath, str]:
@@ -92,8 +96,8 @@ def _line_fault(line: str) -> str:
 
 def _check_no_file_is_a_folder(digests: Mapping[ArtifactPath, str], origin: str) -> None:
     """In the order where ``/`` comes before all else a file is followed by what lies below it."""
-    ordered = sorted((path.text.replace("/", "\0"), number) for number, path in enumerate(digests, start=1))
-    found = [one for one, after in pairwise(ordered) if after[0].startswith(f"{one[0]}\0")]
+    ordered = sorted(path.text.replace("/", "\0") for path in digests)
+    found = {one.replace("\0", "/") for one, after in pairwise(ordered) if after.startswith(f"{one}\0")}
     if found:
-        text, number = min(found, key=itemgetter(1))
-        raise CorruptError(f"{origin}:{number}: {text.replace(chr(0), '/')!r} is both a file and a folder")
+        number, text = next((n, path.text) for n, path in enumerate(digests, start=1) if path.text in found)
+        raise CorruptError(f"{origin}:{number}: {text!r} is both a file and a folder")

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from ..errors import CorruptError, CubinRuntimeError, ExtraError, MissingError, SourceError, StoreError
+from ..errors import CorruptError, ExtraError, MissingError, SourceError, StoreError
 from ..values import dataclass
 from .bounded_read import digest_of
 from .manifest import MANIFEST_NAME, Manifest
@@ -59,9 +59,12 @@ class VerifyReport:
 
 @dataclass(frozen=True, slots=True)
 class _Checked:
+    """One file: its size, and why it is corrupt. The error itself would keep all that led to it in memory."""
+
     path: ArtifactPath
     size: int
-    fault: CubinRuntimeError | None
+    missing: bool = False
+    fault: str | None = None
 
 
 def default_jobs(held_bytes: int = 0) -> int:
@@ -101,9 +104,11 @@ def verify_store(
         digests = [manifest.digests[path] for path in batch]
         for path, digest, size in zip(batch, digests, store.matches(digests, limit, buffers.memory), strict=True):
             try:
-                yield _Checked(path, len(store.read(digest, limit)) if size is None else size, None)
-            except (CorruptError, MissingError, StoreError) as error:
-                yield _Checked(path, 0, error)
+                yield _Checked(path, len(store.read(digest, limit)) if size is None else size)
+            except MissingError:
+                yield _Checked(path, 0, missing=True)
+            except (CorruptError, StoreError) as error:
+                yield _Checked(path, 0, fault=str(error))
 
     checked = _in_batches(check, chosen, progress, jobs)
     return _report(pin, str(store.root), complete, paths, checked, ())
@@ -128,17 +133,17 @@ def verify_tree(
             data = source.read(Wanted(path, manifest.folder, None, pin.max_file_bytes))
             if (found := digest_of(data)) != digest:
                 raise CorruptError(f"sha256 is {found}, expected {digest}")
-        except NotHereError as error:
-            return _Checked(path, 0, error)
+        except NotHereError:
+            return _Checked(path, 0, missing=True)
         except (CorruptError, SourceError) as error:
-            return _Checked(path, 0, CorruptError(str(error)))
-        return _Checked(path, len(data), None)
+            return _Checked(path, 0, fault=str(error))
+        return _Checked(path, len(data))
 
     jobs = jobs or default_jobs(pin.max_file_bytes)
     checked = _in_batches(lambda batch: map(check, batch), paths, progress, jobs)
-    listed = {path.relative_to(manifest.folder) for path in manifest.digests} | {MANIFEST_NAME}
-    extra = tuple(sorted(listing.names(manifest.folder) - listed))
-    return _report(pin, source.label, complete, paths, checked, extra)
+    extra = listing.names(manifest.folder) - {MANIFEST_NAME}
+    extra.difference_update(path.relative_to(manifest.folder) for path in manifest.digests)
+    return _report(pin, source.label, complete, paths, checked, tuple(sorted(extra)))
 
 
 def _in_batches(
@@ -146,7 +151,7 @@ def _in_batches(
     paths: Sequence[ArtifactPath],
     progress: Callable[[int], None] | None,
     jobs: int | None,
-) -> list[_Checked]:
+) -> Iterator[_Checked]:
     batches = [paths[start : start + _BATCH] for start in range(0, len(paths), _BATCH)]
     cancelled = threading.Event()
 
@@ -160,7 +165,8 @@ def _in_batches(
 
     with ThreadPoolExecutor(jobs or default_jobs()) as pool:
         try:
-            return [one for batch in pool.map(run, batches) for one in batch]
+            for batch in pool.map(run, batches):
+                yield from batch
         except BaseException:
             cancelled.set()
             raise
@@ -171,26 +177,18 @@ def _report(
     where: str,
     complete: bool,
     paths: Sequence[ArtifactPath],
-    checked: Sequence[_Checked],
+    checked: Iterable[_Checked],
     extra: tuple[str, ...],
 ) -> VerifyReport:
-    by_path = {one.path: one for one in checked}
-    missing: list[ArtifactPath] = []
-    corrupt: list[Problem] = []
-    for path in paths:
-        one = by_path.get(path)
-        if one is None or isinstance(one.fault, MissingError):
-            missing.append(path)
-        elif one.fault is not None:
-            corrupt.append(Problem(path, str(one.fault)))
-    good = [one for one in checked if one.fault is None]
-    return VerifyReport(
-        pin.name,
-        where,
-        complete,
-        len(good),
-        sum(one.size for one in good),
-        tuple(missing),
-        tuple(corrupt),
-        extra,
-    )
+    ok = size = 0
+    right: set[ArtifactPath] = set()
+    faults: dict[ArtifactPath, str] = {}
+    for one in checked:
+        if one.fault is not None:
+            faults[one.path] = one.fault
+        elif not one.missing:
+            right.add(one.path)
+            ok, size = ok + 1, size + one.size
+    corrupt = tuple(Problem(path, faults[path]) for path in paths if path in faults)
+    missing = tuple(path for path in paths if path not in right and path not in faults)
+    return VerifyReport(pin.name, where, complete, ok, size, missing, corrupt, extra)

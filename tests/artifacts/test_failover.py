@@ -57,6 +57,9 @@ class Counting:
                 self.alive -= 1
         self.stored.add(digest)
 
+    def forget(self) -> None:
+        """Nothing is kept."""
+
     def close(self) -> None:
         """Nothing is held open."""
 

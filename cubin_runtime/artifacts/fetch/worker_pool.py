@@ -64,7 +64,7 @@ class ThreadWorkerPool:
         self._store = store
         self._open_sources = open_sources
         self._policy = policy
-        self._progress = Progress(policy)
+        self._progress = Progress(policy, jobs)
         self._tasks: queue.SimpleQueue[Wanted | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []

@@ -16,6 +16,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 
 from ...errors import CubinRuntimeError
+from ...process_memory import give_back_large_blocks
 from ...values import dataclass
 from ..sources.source import Wanted
 from ..sources.source_list import SourceList, WorkOrder
@@ -38,6 +39,7 @@ class Message:
 
 def main(descriptor: int) -> None:
     """Serve the pipe until it ends; the first message is a ``WorkOrder``, all others are lists of ``Wanted``."""
+    give_back_large_blocks()
     connection = Connection(descriptor)
     order: WorkOrder = connection.recv()
     if any(spec.kind == "http" for spec in order.specs):

@@ -96,10 +96,13 @@ def export_zip(
     with _write_errors(target), open_folder(target.parent) as folder:
         remove_old_temporaries(folder)
         with new_file(target.name, directory=folder) as descriptor:
-            with open(descriptor, "r+b", closefd=False) as opened, zipfile.ZipFile(opened, "w", kind) as archive:
+            with (
+                open(descriptor, "r+b", closefd=False) as opened,
+                zipfile.ZipFile(opened, "w", kind) as archive,
+            ):
                 for item in items:
                     data = _read(library, items, item)
-                    archive.writestr(_member(item, kind), data, compresslevel=6 if compress else None)
+                    _write_member(archive, _member(item, kind, len(data)), data)
                     total += len(data)
                     if progress is not None:
                         progress(1)
@@ -177,11 +180,19 @@ def _read(library: Library, items: Sequence[_Item], item: _Item) -> bytes:
         ) from None
 
 
-def _member(item: _Item, kind: int) -> zipfile.ZipInfo:
+def _write_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo, data: bytes) -> None:
+    """In pieces, as what is compressed at once would be in memory twice."""
+    with archive.open(member, "w") as opened:
+        for start in range(0, len(data), _CHUNK):
+            opened.write(memoryview(data)[start : start + _CHUNK])
+
+
+def _member(item: _Item, kind: int, size: int) -> zipfile.ZipInfo:
     member = zipfile.ZipInfo(item.path.text, _LONG_AGO)
     member.create_system = 3
     member.external_attr = 0o100644 << 16
     member.compress_type = kind
+    member.file_size = size
     return member
 
 

@@ -110,6 +110,9 @@ class ArchiveSource:
         name = self._member(path, folder)
         return f"{self.file}!{name}" if name else None
 
+    def forget(self) -> None:
+        """Nothing is kept."""
+
     def close(self) -> None:
         """Close the archive."""
         with self._lock:

@@ -53,6 +53,9 @@ class DirectorySource:
         file = self.root / path.text
         return str(file) if os.path.isfile(file) else None
 
+    def forget(self) -> None:
+        """Nothing is kept."""
+
     def close(self) -> None:
         """Nothing is held open."""
 

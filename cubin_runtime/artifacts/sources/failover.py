@@ -17,6 +17,7 @@ from ..store.locks import GIVE_UP_SECONDS, LONGEST_WAIT_SECONDS, TOUCH_SECONDS
 from .source import NotHereError, RetryableError, Source, TooMuchError, Wanted
 
 LARGE_BYTES = 8 << 20
+HELD_BYTES = 96 << 20  # of all bodies together that the workers of one fetch have in memory
 _log = logging.getLogger("cubin_runtime")
 
 
@@ -61,7 +62,8 @@ class FetchPolicy:
 class Progress:
     """Shared by the workers of one fetch: a stop signal, signs of life, and which sources are dead."""
 
-    def __init__(self, policy: FetchPolicy) -> None:
+    def __init__(self, policy: FetchPolicy, workers: int = 1) -> None:
+        self._workers = workers
         self.stop = threading.Event()
         self.ticks = 0
         self._policy = policy
@@ -73,6 +75,11 @@ class Progress:
     def tick(self) -> None:
         """Count progress; a lost count does no harm."""
         self.ticks += 1
+
+    @property
+    def small(self) -> int:
+        """The most bytes that a worker asks for without waiting for its turn."""
+        return min(LARGE_BYTES, HELD_BYTES // self._workers)
 
     @property
     def has_large(self) -> bool:
@@ -111,7 +118,7 @@ def read_with_failover(
 ) -> tuple[bytes, str]:
     """The verified bytes and the label of the first source that had them.
 
-    Of the workers that share ``progress`` one at a time has a body of over ``LARGE_BYTES`` in memory, until it calls
+    Of the workers that share ``progress`` one at a time has a body of over ``progress.small`` in memory, until it calls
     ``progress.large_is_done``.
 
     Raises:
@@ -134,6 +141,7 @@ def read_with_failover(
             corrupt = corrupt or isinstance(error, CorruptError)
             reasons.append(str(error))
         finally:
+            source.forget()  # what came of a body that broke off: nobody will ask this source for the rest
             progress.note(source.label, failed=failed)
     kind = CorruptError if corrupt else SourceError
     raise kind(f"no source delivered {wanted.path}: " + ("; ".join(reasons) or "no source is configured"))
@@ -141,9 +149,9 @@ def read_with_failover(
 
 def _read_one_large_at_a_time(source: Source, wanted: Wanted, progress: Progress) -> bytes:
     """Sizes are unknown beforehand: a file that turns out to be large is asked for again when it is its turn."""
-    if wanted.limit > LARGE_BYTES and not progress.has_large:
+    if wanted.limit > progress.small and not progress.has_large:
         try:
-            return source.read(replace(wanted, limit=LARGE_BYTES))
+            return source.read(replace(wanted, limit=progress.small))
         except TooMuchError:
             progress.wait_for_large()
     return source.read(wanted)

@@ -80,9 +80,13 @@ class HttpSource:
 
             raise translate(error, redact(url), self._limits) from None
 
+    def forget(self) -> None:
+        """See ``Source.forget``."""
+        self._begun = None
+
     def close(self) -> None:
         """Close the connections."""
-        self._begun = None
+        self.forget()
         if self._session is not None:
             self._session.close()
             self._session = None

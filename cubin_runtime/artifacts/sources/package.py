@@ -76,6 +76,9 @@ class PackageSource:
         """See ``Listing.where``."""
         return next((place for r in self.roots(folder) if (place := r.where(path, folder))), None)
 
+    def forget(self) -> None:
+        """Nothing is kept."""
+
     def close(self) -> None:
         """Nothing is held open."""
 

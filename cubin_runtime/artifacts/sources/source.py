@@ -66,6 +66,9 @@ class Source(Protocol):
             SourceError: a permanent failure.
         """
 
+    def forget(self) -> None:
+        """Drop what is kept of a file that broke off, as its rest will not be asked for."""
+
     def close(self) -> None:
         """Close what the source has open."""
 

@@ -51,6 +51,9 @@ class _OfflineSource:
         """Always raise ``SourceError``."""
         raise SourceError(f"{self.label}: skipped, the network is disabled (offline)")
 
+    def forget(self) -> None:
+        """Nothing is kept."""
+
     def close(self) -> None:
         """Nothing is held open."""
 
