@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
@@ -118,11 +119,17 @@ def flashinfer_env(
     from ..artifacts.releases.flashinfer_layout import flashinfer_variables
 
     variables = flashinfer_variables(local_path(folder, "FOLDER"))
+    lines = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    for line in lines:
+        # what is escaped, redacted or replaced would lead elsewhere; JSON has an escape for each character
+        if output.escape(line) != line or (not json and line.encode(encoding, "ignore").decode(encoding) != line):
+            raise UsageError(f"{folder}: the standard output cannot show this path as it is; use another folder")
     if json:
         output.emit_json("flashinfer-env", {"variables": variables})
         return
-    for name, value in variables.items():
-        output.line(f"export {name}={shlex.quote(value)}")
+    for line in lines:
+        output.line(line)
 
 
 def _write_tree(library: Library, chosen: Chosen, target: Path, verb: str, *, dedicated: bool, json: bool) -> None:

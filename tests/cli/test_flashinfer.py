@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -80,6 +82,46 @@ def test_the_variables_lead_to_the_folder(tree: Path, environment: Path, capsys:
 def test_no_variables_lead_to_what_flashinfer_could_not_use(environment: Path, name: str) -> None:
     (environment / "empty").mkdir()
     assert main(["flashinfer-env", str(environment / name)]) == (2 if "#" in name else 4)
+
+
+@pytest.mark.parametrize("name", ["new\nline", "esc\x1b[2J", os.fsdecode(b"caf\xe9"), "user:x@host"])
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_a_folder_whose_name_no_line_of_shell_shows_is_refused(
+    environment: Path, capsys: pytest.CaptureFixture[str], name: str, form: list[str]
+) -> None:
+    folder = environment / name / "release"
+    folder.mkdir(parents=True)
+    (folder / "checksums.txt").touch()
+    assert main(["flashinfer-env", str(environment / name), *form]) == 2
+    assert "export" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["it's", 'a "quoted" name', "$HOME `id` \\", "caf\xe9"])
+def test_the_lines_give_a_shell_the_very_name(environment: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    folder = environment / name / "release"
+    folder.mkdir(parents=True)
+    (folder / "checksums.txt").touch()
+    assert main(["flashinfer-env", str(environment / name)]) == 0
+    script = capsys.readouterr().out + 'printf %s "$FLASHINFER_CUBIN_DIR"'
+    assert subprocess.run(["sh", "-c", script], capture_output=True, check=True).stdout.decode() == str(folder.parent)
+
+
+@pytest.mark.parametrize("kind", ["file in a release", "link to a file", "link to a folder", "link in a release"])
+def test_what_flashinfer_might_delete_for_others_is_refused(tree: Path, environment: Path, kind: str) -> None:
+    out, other = environment / "out", environment / "other"
+    other.mkdir()
+    (other / "thesis.txt").write_text("dear")
+    assert main(["fetch", GROUP, "--source", str(tree)]) == 0
+    export = ["export", GROUP, "--layout", "flashinfer", "--out", str(out)]
+    assert main(export) == 0
+    release = next(out.rglob("checksums.txt")).parent
+    if kind == "file in a release":
+        (release / "thesis.txt").write_text("dear")
+    else:
+        target = other if kind == "link to a folder" else other / "thesis.txt"
+        (release if kind == "link in a release" else out).joinpath("link").symlink_to(target)
+    assert main(export) == 2
+    assert (other / "thesis.txt").read_text() == "dear"
 
 
 def test_a_folder_with_files_of_others_is_refused_and_left(tree: Path, environment: Path) -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...errors import MissingError, StoreError, UsageError
+from ...errors import CubinRuntimeError, MissingError, StoreError, UsageError
 from ..manifest import MANIFEST_NAME
-from ..path import ArtifactPath, PathError
 from ..store.leftovers import is_temporary
+from .catalog import manifest_at_hand
 
 if TYPE_CHECKING:
     from ..library import Library
+    from ..pins.pin import Pin
 
 _MADE_BY_FLASHINFER = (".lock", ".tmp")
 
@@ -21,21 +23,26 @@ def refuse_shared_folder(library: Library, folder: Path) -> None:
     """FlashInfer's downloader removes files that it does not know, so the folder must hold nothing else.
 
     Raises:
-        UsageError: it holds files that no pinned release covers, or is the store.
+        UsageError: it holds links or files of no pinned release, or is the store.
         StoreError: it cannot be read.
     """
     real, store = (Path(os.path.realpath(one)) for one in (folder, library.store.root))
     if real.is_relative_to(store) or store.is_relative_to(real):
         raise UsageError(f"{folder}: FlashInfer may delete files in it, and it contains or is inside the store")
-    releases = [pin.path for pin in library.pins]
-    for place, _, names in os.walk(folder, onerror=_fail_unless_absent):
+    releases = {pin.path.text: pin for pin in library.pins}
+    for place, folders, names in os.walk(folder, onerror=_fail_unless_absent):
         below = Path(place).relative_to(folder).as_posix()
-        for name in names:
+        listed = _listed(library, below, releases)
+        links = [name for name in folders if os.path.islink(os.path.join(place, name))]
+        for name in (*links, *names):
             if is_temporary(name) or name.endswith(_MADE_BY_FLASHINFER):
                 continue
-            if not _is_covered(below, releases):
+            file = Path(place, name)
+            if file.is_symlink():
+                raise UsageError(f"{folder}: FlashInfer may delete files in it, and {file} is a link to another place")
+            if not listed(f"{below}/{name}"):
                 raise UsageError(
-                    f"{folder}: FlashInfer may delete files in it, and it contains {Path(place, name)}, which "
+                    f"{folder}: FlashInfer may delete files in it, and it contains {file}, which "
                     "belongs to no pinned release; use a separate folder"
                 )
 
@@ -45,12 +52,19 @@ def _fail_unless_absent(error: OSError) -> None:
         raise StoreError(f"{error.filename}: cannot be read: {error.strerror}") from None
 
 
-def _is_covered(below: str, releases: list[ArtifactPath]) -> bool:
+def _listed(library: Library, below: str, releases: Mapping[str, Pin]) -> Callable[[str], bool]:
+    """Whether a path is one of the release that a folder belongs to; all are where its manifest is not available."""
+    pin = None
+    while pin is None and below:
+        pin, below = releases.get(below), below.rpartition("/")[0]
+    if pin is None:
+        return lambda path: False
     try:
-        path = ArtifactPath(below)
-    except PathError:
-        return False
-    return any(path == release or path.is_below(release) for release in releases)
+        listed = manifest_at_hand(library, pin).digests
+    except CubinRuntimeError:
+        return lambda path: True
+    known, manifest = {path.text for path in listed}, pin.path.child(MANIFEST_NAME).text
+    return lambda path: path in known or path == manifest
 
 
 def flashinfer_variables(folder: Path) -> dict[str, str]:
@@ -59,8 +73,11 @@ def flashinfer_variables(folder: Path) -> dict[str, str]:
     Raises:
         MissingError: no release lies there.
         StoreError: the folder cannot be read.
-        UsageError: the folder's name has characters that FlashInfer takes for parts of a URL.
+        UsageError: the folder's name has characters that FlashInfer takes for parts of a URL, or that a line of shell
+            cannot show.
     """
+    if not str(folder).isprintable():
+        raise UsageError(f"{folder}: expected a path of printable characters, as its name becomes a line of shell")
     if set(str(folder)) & set("?#;") or "//" in str(folder):
         raise UsageError(f"{folder}: FlashInfer handles it like a URL; expected a path without '?', '#', ';' and '//'")
     if not any(MANIFEST_NAME in names for _, _, names in os.walk(folder, onerror=_fail_unless_absent)):
