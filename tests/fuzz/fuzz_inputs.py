@@ -12,6 +12,8 @@ MAX_INPUT_BYTES = 1 << 17
 
 _FIXTURES = Path(__file__).parents[1] / "fixtures"
 _NUMBERS = (0, 1, 2, 3, 4, 7, 8, 16, 64, 255, 256, 4096, 65535, 65536, 2**31 - 1, 2**31, 2**32 - 1, 2**63, 2**64 - 1)
+VERBS = ("fetch", "where", "verify", "list", "inspect", "diff", "pin", "unpin", "gc", "doctor", "explain", "replay")
+OPTIONS = ("--source", "--tree", "--pins", "--store", "--sha256", "--match", "--jobs", "--retries", "--timeout", "--sm")
 _TOKENS = {
     "manifest": (
         b"\n",
@@ -68,6 +70,25 @@ _TOKENS = {
         b"data_offsets",
         b"shape",
     ),
+    "pins": (b"[[pin]]\n", b"[", b"{", b'"""', b"'''", b"a.", b"=", b"\\u0041", b"0x", b"9" * 40, b"1e999", b"nan"),
+    "artifacts": (b"class ", b"(", b"{", b"'", b"\\ud800", b"0x", b"-", b"\n", b"ArtifactPath", b"CheckSumHash", b"f'"),
+    "wheel": (b"PK\x01\x02", b"PK\x03\x04", b"PK\x05\x06", b"PK\x06\x06", b"\x0c\0", b"\x0e\0", b"\x08\0", b"\xff" * 4),
+    "record": (b"checksums.txt", b"made/fmha/", b'"', b",", b"\n", b"\0", b"\xff", b"../", b"Name: x\n"),
+    "words": (
+        *(word.encode() for word in (*VERBS, *OPTIONS)),
+        b"\n",
+        b"=",
+        b"nan",
+        b"-1",
+        b"1e400",
+        b"9" * 5000,
+        b"http://[",
+        b"https:x",
+        b"~nobody-of-that-name",
+        b"hopper-0.1.0",
+        b"\xff",
+    ),
+    "environment": (b"\n", b"http://", b"[", b"@", b"~nobody-of-that-name", b"=", b"nan", b"1e400", b"\xff", b":"),
     "zip": (
         b"PK\x01\x02",
         b"PK\x03\x04",

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from math import prod
 from pathlib import Path
 
+from cli_targets import CLI_TARGETS
+
 from cubin_runtime.artifacts.cubins.cubin import parse_cubin
 from cubin_runtime.artifacts.manifest import MANIFEST_NAME, parse_manifest
 from cubin_runtime.artifacts.path import ArtifactPath
@@ -151,4 +153,5 @@ TARGETS: dict[str, Callable[[bytes], str]] = {
     "elf": fuzz_elf,
     "zip": fuzz_zip,
     "call": fuzz_call,
+    **CLI_TARGETS,
 }

@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import struct
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "artifacts"), str(HERE.parent / "attention"), str(HERE.parents[1])]
 
+from flashinfer_wheel import artifacts_text, make_tree  # noqa: E402
 from fuzz_inputs import CORPUS  # noqa: E402
 from kernel_headers import header_of  # noqa: E402
 from recorded_calls import call_bytes, decode_call, mla_call  # noqa: E402
@@ -148,6 +150,84 @@ def calls() -> dict[str, bytes]:
     }
 
 
+def pins() -> dict[str, bytes]:
+    good = (
+        f'[[pin]]\nname = "made-1.0"\npath = "made/fmha"\nmanifest_sha256 = "{A}"\nfiles = 1\nbytes = 2\n'
+        'max_file_bytes = 3\nlicence = "MIT"\nsources = ["package"]\n'
+    )
+    return {
+        "valid": good.encode(),
+        "empty": b"",
+        "dotted": b"a." * 20_000 + b"b = 1",
+        "deep": b"x = " + b"[" * 20_000,
+        "digits": good.replace("files = 1", "files = 0x" + "f" * 5000).encode(),
+        "unclosed": good.replace('"MIT"', '"""MIT').encode(),
+        "secret": good.replace('"package"', '"https:/user:s3cr3t@host"').encode(),
+        "no-utf8": good.encode().replace(b"MIT", b"\xff"),
+    }
+
+
+def artifacts() -> dict[str, bytes]:
+    with tempfile.TemporaryDirectory() as place:
+        good = artifacts_text(make_tree(Path(place)))
+    return {
+        "valid": good.encode(),
+        "empty": b"",
+        "deep": b"x = " + b"(" * 20_000,
+        "minus": b"x = " + b"-" * 50_000 + b"1",
+        "surrogate": good.replace("aaa1/", "\\ud800/").encode(),
+        "number": good.replace("'x86_64'", "0x" + "f" * 5000).encode(),
+    }
+
+
+def wheels() -> dict[str, bytes]:
+    good = zipped(("flashinfer/artifacts.py", artifacts()["valid"].decode(), zipfile.ZIP_DEFLATED))
+    return {
+        "valid": good,
+        "no-zip": b"no zip at all",
+        "damaged": good[:80] + b"\xff\xff" + good[82:],
+        "other-kind": good.replace(b"\x08\0", b"\x0c\0"),
+        "other": zipped(("flashinfer/other.py", "", zipfile.ZIP_STORED)),
+    }
+
+
+def zipped(*members: tuple[str, str, int]) -> bytes:
+    whole = io.BytesIO()
+    with zipfile.ZipFile(whole, "w") as archive:
+        for name, text, kind in members:
+            archive.writestr(zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0)), text, kind)
+    return whole.getvalue()
+
+
+def lines() -> dict[str, dict[str, bytes]]:
+    """Inputs of which each line is a word, a variable or a file."""
+    return {
+        "record": {
+            "no-manifest": b"carrier/__init__.py,,\n",
+            "manifest": b"made/fmha/checksums.txt,,\n",
+            "no-utf8": b"caf\xe9/checksums.txt,,\n",
+            "unclosed": b'"a\nchecksums.txt\n\0checksums.txt',
+        },
+        "words": {
+            "list": b"list",
+            "doctor": b"doctor\n-vv",
+            "fetch": b"fetch\nhopper-0.1.0\n--source\nhttps://user:s3cr3t@[\n--retries\n0",
+            "explain": b"explain\n--sm\n90\n--batch\n64\n--kv-len\n8192",
+            "inspect": b"inspect\ncaf\xe9",
+            "pin": b"pin\nmade\n--source\nhttp://127.0.0.1:9?token=1\n--sha256\n" + A.encode(),
+            "gc": b"gc\n--temps\n--older-than\nnan",
+            "token": b"list\n--token-file\nhost:token",
+        },
+        "environment": {
+            "empty": b"",
+            "all": b"package\n1\n3\n0\nhttp://proxy:1\nhost=token\n" + A.encode() + b"\ndebug\n1",
+            "malformed-url": b"http://[",
+            "one-slash": b"https:/user:s3cr3t@host",
+            "no-utf8": b"caf\xe9\n2\nnan\n-1\nhttp://[\nhost\nzz",
+        },
+    }
+
+
 def with_header(data: bytes, header: str) -> bytes:
     size = int.from_bytes(data[:8], "little")
     return len(header).to_bytes(8, "little") + header.encode("latin-1") + data[8 + size :]
@@ -155,6 +235,7 @@ def with_header(data: bytes, header: str) -> bytes:
 
 def main() -> None:
     parts = {"manifest": manifests(), "header": headers(), "zip": archives(), "elf": cubins(), "call": calls()}
+    parts |= {"pins": pins(), "artifacts": artifacts(), "wheel": wheels(), **lines()}
     for target, files in parts.items():
         (CORPUS / target).mkdir(parents=True, exist_ok=True)
         for name, data in files.items():

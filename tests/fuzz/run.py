@@ -18,10 +18,12 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 
 import hypothesis  # noqa: E402
+from cli_targets import CLI_TARGETS  # noqa: E402
 from fuzz_inputs import CORPUS, changed, seeds_of  # noqa: E402
 from fuzz_targets import TARGETS  # noqa: E402
 
 ROUND = 500
+ROUND_OF_A_VERB = 50  # which takes a hundred times as long as a parser
 SLOW_SECONDS = 5.0
 MAX_KEPT_BYTES = 12 << 10
 
@@ -53,7 +55,7 @@ class Run:
 
     def round(self, number: int) -> None:
         settings = hypothesis.settings(
-            max_examples=ROUND,
+            max_examples=ROUND_OF_A_VERB if self.target in CLI_TARGETS else ROUND,
             deadline=None,
             database=None,
             suppress_health_check=list(hypothesis.HealthCheck),
