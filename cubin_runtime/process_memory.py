@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from contextlib import suppress
 
 _M_MMAP_THRESHOLD = -3
@@ -14,5 +13,7 @@ def give_back_large_blocks() -> None:
 
     By default it stops doing so after the first one is freed: each thread then keeps the largest body that it had.
     """
+    import ctypes
+
     with suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)

@@ -15,7 +15,6 @@ from typing import Annotated
 import typer
 
 from .._version import __version__
-from ..process_memory import give_back_large_blocks
 from . import common_options as common
 from . import output
 
@@ -85,7 +84,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ``--json`` an error is also one JSON object on the standard output. Without arguments it prints the help.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    give_back_large_blocks()
     output.prepare_streams()
     try:
         with _interrupted_by_sigterm():

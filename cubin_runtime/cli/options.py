@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from ..config import Config, local_path
+from ..process_memory import give_back_large_blocks
 from .common_options import GIVEN
 
 
@@ -75,6 +76,7 @@ def make_config(
     Raises:
         UsageError: a flag or a variable is outside its domain.
     """
+    give_back_large_blocks()  # here, as every verb that reads files passes by and no other needs it
     named = {} if store is None else {"CUBIN_RUNTIME_CACHE": str(local_path(store, "--store"))}
     config = Config.from_environment({**os.environ, **GIVEN.get(), **named})
     if sources:
