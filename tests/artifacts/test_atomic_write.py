@@ -44,7 +44,7 @@ def test_what_root_changes_in_a_home_its_user_can_change_again(home: Path) -> No
     with changing(file):
         replace_file(file, file.read_bytes() + b" and the user's")
     """
-    done = run_child(body, file, as_user=True)
+    done = run_child(body, file, as_user=True, before="import filelock\n")
     assert (done.stdout, done.stderr) == ("None\n", "")
     assert file.read_bytes() == b"root's and the user's"
 

@@ -401,6 +401,7 @@ def test_a_record_that_only_root_may_write_is_an_error(open_place: Path, key: Ed
         print("error:", error)
     """
     before = "import cryptography.hazmat.primitives.asymmetric.ed25519, cryptography.hazmat.primitives.serialization\n"
+    before += "import filelock\n"
     state = open_place / "state" / "pin_versions.json"
     done = run_child(body, made.pin_file, hex_of(key), state, as_user=True, before=before)
     assert "cannot be recorded" in done.stdout, done.stderr
