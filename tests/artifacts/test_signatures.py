@@ -307,7 +307,7 @@ def test_a_file_that_has_expired_is_refused(publish: Callable[..., None], read: 
         ("[signed]\nversion = 1\n", "file is None"),
         ('[signed]\nfile = "made-1.0.pins.toml"\n', "version is None, expected an integer"),
         ('[signed]\nfile = "made-1.0.pins.toml"\nversion = 0\n', "version is not between 1 and"),
-        (f'[signed]\nfile = "made-1.0.pins.toml"\nversion = 0x{"f" * 5000}\n', "version is not between 1 and"),
+        (f'[signed]\nfile = "made-1.0.pins.toml"\nversion = 0x{"f" * 100}\n', "version is not between 1 and"),
         ('[signed]\nfile = "made-1.0.pins.toml"\nversion = true\n', "version is True"),
         ('[signed]\nfile = "made-1.0.pins.toml"\nversion = 1\nexpires = 2999-01-01\n', "with a time zone"),
         ('[signed]\nfile = "made-1.0.pins.toml"\nversion = 1\nexpires = 2999-01-01T00:00:00\n', "with a time zone"),
