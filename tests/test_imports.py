@@ -215,7 +215,7 @@ def test_a_warm_import_takes_less_than_100_ms() -> None:
 
 
 # What generates code for each class; beside these, values are defined by ``cubin_runtime.values``.
-GENERATING = {"path", "dispatch", "process_pool", "http_session", "arguments", "values"}
+GENERATING = {"path", "dispatch", "process_pool", "http_session", "arguments", "paged_batch", "values"}
 # Modules that a process which launches loaded kernels does without.
 LATER = (
     "asyncio",

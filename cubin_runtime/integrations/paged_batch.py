@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..attention.gqa import paged_decode
@@ -31,8 +32,12 @@ class Part(NamedTuple):
     max_seq_len: int
 
 
-class PagedBatch(NamedTuple):
-    """The parts of a step; None: there is none of the kind."""
+@dataclass
+class PagedBatch:
+    """The parts of a step; None: there is none of the kind.
+
+    A plain dataclass, as engines have it: vLLM sets attributes of its own, and copies the fields into subclasses.
+    """
 
     decodes: Part | None
     prefills: Part | None
@@ -65,7 +70,7 @@ def attend(
     Raises:
         as ``paged_decode`` and ``context_attention``.
     """
-    for part in batch:
+    for part in (batch.decodes, batch.prefills):
         if part is None or part.rows == 0:
             continue
         rows = slice(part.first_row, part.first_row + part.rows)

@@ -54,10 +54,10 @@ def test_a_recorded_step_with_batch_invariance(record: Any, runtime: Runtime, mo
     attend(*given, batch, options, out)
     np.testing.assert_allclose(array(out), expected(*given, batch, options), ATOL, RTOL)
     singly = torch.zeros_like(out)
-    for kind, part in batch._asdict().items():
+    for kind, part in vars(batch).items():
         for request in range(0 if part is None else len(part.lengths)):
-            nothing = PagedBatch(None, None)
-            attend(*given, nothing._replace(**{kind: alone(part, request)}), options, singly)
+            single = PagedBatch(**{"decodes": None, "prefills": None, kind: alone(part, request)})
+            attend(*given, single, options, singly)
     assert torch.equal(out, singly)
 
 

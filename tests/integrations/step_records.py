@@ -27,7 +27,7 @@ def written(q: Any, k: Any, v: Any, kv_layout: str, batch: PagedBatch, options: 
         "storage": k.untyped_storage().nbytes() // k.element_size(),
         "k": _form(k),
         "v": _form(v),
-        "parts": [None if part is None else _part(part) for part in batch],
+        "parts": [None if part is None else _part(part) for part in (batch.decodes, batch.prefills)],
         "options": {**options._asdict(), "sinks": options.sinks is not None},
     }
 
@@ -71,7 +71,7 @@ def expected(q: Any, k: Any, v: Any, kv_layout: str, batch: Any, options: Any) -
     """The output in float64; rows of no part are 0."""
     result = np.zeros(q.shape)
     pages = [array(half.transpose(1, 2) if kv_layout == "HND" else half) for half in (k, v)]
-    for part in batch:
+    for part in (batch.decodes, batch.prefills):
         if part is None:
             continue
         rows = slice(part.first_row, part.first_row + part.rows)

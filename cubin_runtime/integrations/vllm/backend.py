@@ -109,8 +109,8 @@ class CubinRuntimeMetadataBuilder(AttentionMetadataBuilder[PagedBatch]):  # type
         # Of the decodes that pad a captured step, there may be more than tokens.
         decodes_with_token = min(decodes, decode_tokens)
         room = table.shape[1] * self._block_size
-        # The model's bound, not the step's: a captured launch is replayed with longer requests.
-        bound = min(self._max_model_len, room)
+        # The model's bound, as a captured launch is replayed with longer requests; keys that are sinks come on top.
+        bound = min(max(self._max_model_len, step.max_seq_len), room)
         first = last = None
         if decodes_with_token:
             rows = slice(0, decodes_with_token)
