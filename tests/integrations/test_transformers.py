@@ -174,15 +174,14 @@ def test_continuous_batching_of_ragged_requests(name: str, stand_in: StandIn) ->
 
 
 def test_rows_of_padding_are_zero(stand_in: StandIn) -> None:
-    valid = torch.tensor([[[[False, False, True] * 2]]])
-    query = torch.ones(1, 4, 3, 64)
-    out, _ = call(query=query, attention_mask=valid)
+    form = mask(1, 3, 3, attention_mask=torch.tensor([[False, False, True]]))
+    out, _ = call(query=torch.ones(1, 4, 3, 64), attention_mask=form)
     assert out[0, :2].count_nonzero() == 0
 
 
 def test_a_window_of_a_cache_has_no_more_keys_than_it_holds() -> None:
     lengths = mask(2, 1, 16, q_offset=torch.tensor([40]), kv_offset=torch.tensor(25))
-    assert lengths.flatten().tolist() == [16, 16]
+    assert lengths[:, 0, 0, 0].tolist() == [16, 16]
 
 
 def call(**changed: Any) -> Any:
@@ -193,7 +192,7 @@ def call(**changed: Any) -> Any:
         layer_idx = 0
 
     q, k = torch.zeros(1, 4, 3, 64), torch.zeros(1, 2, 3, 64)
-    given = {"query": q, "key": k, "value": k, "attention_mask": None, "scaling": 0.1, **changed}
+    given = {"query": q, "key": k, "value": k, "attention_mask": mask(1, 3, 3), "scaling": 0.1, **changed}
     return attention(StandIn().operators, Layer(), **given)
 
 
@@ -208,8 +207,8 @@ def call(**changed: Any) -> Any:
         ({"is_causal": False, "sliding_window": 4}, "sliding_window=4"),
         ({"cu_seq_lens_q": torch.zeros(2)}, "cu_seq_lens_q, cu_seq_lens_k"),
         ({"cache": object(), "attention_mask": torch.zeros(1)}, "attention_mask: given with a paged cache"),
-        ({"cache": object()}, "cache: a object without"),
-        ({"cache": object(), "block_table": torch.zeros(1)}, "block_table"),
+        ({"cache": object(), "attention_mask": None}, "cache: a object without"),
+        ({"cache": object(), "attention_mask": None, "block_table": torch.zeros(1)}, "block_table"),
     ],
 )
 def test_what_is_not_honoured_is_refused_by_name(changed: dict[str, Any], named: str) -> None:

@@ -16,6 +16,7 @@ from cubin_runtime.integrations.transformers.operators import Operators
 from cubin_runtime.testing import StandIn
 
 torch = pytest.importorskip("torch")
+masking = pytest.importorskip("transformers.masking_utils", reason="transformers 5 is not installed (make test-torch)")
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("hopper")]
 BF16, INT32 = torch.bfloat16, torch.int32
 BATCH, HEADS, KV_HEADS, DIM = 3, 8, 2, 128
@@ -56,13 +57,18 @@ def attend(standin: StandIn) -> Attended:
     return Attended(standin)
 
 
+def windowed(q_len: int, kv_len: int, **given: Any) -> Any:
+    """The mask of a layer with a sliding window."""
+    return mask(BATCH, q_len, kv_len, mask_function=masking.sliding_window_causal_mask_function(16), **given)
+
+
 def states(q_len: int, kv_len: int, batch: int = BATCH) -> dict[str, Any]:
     return {
         # As models have it: projected by token, then transposed.
         "query": torch.zeros(batch, q_len, HEADS, DIM, dtype=BF16).transpose(1, 2),
         "key": torch.zeros(batch, KV_HEADS, kv_len, DIM, dtype=BF16),
         "value": torch.zeros(batch, KV_HEADS, kv_len, DIM, dtype=BF16),
-        "attention_mask": None,
+        "attention_mask": mask(batch, q_len, kv_len, q_offset=kv_len - q_len),
         "scaling": SCALE,
     }
 
@@ -84,6 +90,7 @@ def paged_states(q_lens: list[int], past: list[int], block: int, layer_window: i
     )
     return {
         **states(sum(q_lens), sum(q_lens), batch=1),
+        "attention_mask": None,
         "cache": cache,
         "cu_seq_lens_q": sums[0],
         "cu_seq_lens_k": sums[1],
@@ -108,7 +115,8 @@ def test_rows_of_one_length(q_len: int, attend: Attended) -> None:
 
 @pytest.mark.parametrize("q_len", [1, 40])
 def test_options_of_layers(q_len: int, attend: Attended) -> None:
-    attend(**states(q_len, 40), sliding_window=16, softcap=30.0, s_aux=SINKS)
+    form = windowed(q_len, 40, q_offset=40 - q_len)
+    attend(**{**states(q_len, 40), "attention_mask": form}, sliding_window=16, softcap=30.0, s_aux=SINKS)
     _, sent = attend.launch()
     # A window of transformers counts the token's own key, one of the kernels counts those before it.
     assert (sent["window_left"], sent["sinks"]) == (15, SINKS.data_ptr())
@@ -124,7 +132,7 @@ def test_queries_by_head_are_copied(attend: Attended) -> None:
 @pytest.mark.parametrize("room", [50, 96, 256])
 @pytest.mark.parametrize("q_len", [1, 3, 20])
 def test_a_cache_with_room_has_a_request_in_each_page(q_len: int, room: int, attend: Attended) -> None:
-    lengths = mask(BATCH, q_len, room, q_offset=25)
+    lengths = windowed(q_len, room, q_offset=25)
     attend(**{**states(q_len, room), "attention_mask": lengths}, sliding_window=16, s_aux=SINKS)
     name, sent = attend.launch()
     assert name == ("decode" if q_len <= 8 else "context")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ...errors import UsageError
+from .masks import WINDOW
 
 # What models and generation pass on to every layer, and attention has no use for.
 _UNUSED = {
@@ -38,9 +39,7 @@ class Packed(NamedTuple):
     k_bound: int
 
 
-def options_of(
-    module: Any, scaling: Any, dropout: float, sliding_window: Any, softcap: Any, is_causal: Any, s_aux: Any
-) -> Options:
+def options_of(causal: bool, scaling: Any, dropout: float, sliding_window: Any, softcap: Any, s_aux: Any) -> Options:
     """The options of a call.
 
     Raises:
@@ -48,7 +47,6 @@ def options_of(
     """
     if dropout:
         raise UsageError(f"dropout={dropout}: no kernel here drops anything; expected 0.0, as in eval()")
-    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     window = (-1, -1)
     if sliding_window is not None:
         if not causal:
@@ -57,6 +55,34 @@ def options_of(
             )
         window = (int(sliding_window) - 1, 0)
     return Options(None if scaling is None else float(scaling), causal, window, float(softcap or 0.0), s_aux)
+
+
+def check_window(pattern: int | None, sliding_window: Any) -> None:
+    """Refuse a layer whose window is not that of its mask: of the two, transformers' own functions honour either one.
+
+    Raises:
+        UsageError: only one of them has a window.
+    """
+    if (pattern == WINDOW) != (sliding_window is not None):
+        has = "has a sliding window" if pattern == WINDOW else "has none"
+        raise UsageError(f"sliding_window={sliding_window}: the mask that the model asked for {has}; expected the same")
+
+
+def causal_without_mask(module: Any, is_causal: Any, rows: int) -> bool:
+    """Whether a layer is causal to which the model gave no mask, with ``rows`` queries that it could matter to.
+
+    Raises:
+        UsageError: only the layer's attribute says that it is; transformers' own functions do not agree on that.
+    """
+    if is_causal is not None:
+        return bool(is_causal)
+    causal = bool(getattr(module, "is_causal", True))
+    if causal and rows > 1:
+        raise UsageError(
+            f"attention_mask=None: {type(module).__name__} is causal, but its model asked for no mask, without which "
+            "eager attends to every key; expected a mask of this implementation, or is_causal=True"
+        )
+    return causal
 
 
 def packed_of(given: dict[str, Any], tokens: int) -> Packed | None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ...errors import UsageError
-from .arguments import Options, Packed, check_rest, options_of, packed_of
+from .arguments import Options, Packed, causal_without_mask, check_rest, check_window, options_of, packed_of
 from .continuous import attend_paged
+from .masks import EVERY_KEY, Mask, read
 from .operators import Operators
 
 
@@ -30,7 +31,7 @@ def attention(
     Args:
         query: ``[batch, heads, q_len, head_dim]``, bf16 or fp16.
         key, value: ``[batch, kv_heads, kv_len, head_dim]``.
-        attention_mask: what ``masks.mask`` returned.
+        attention_mask: what ``masks.mask`` returned, which says what is causal; without one, ``is_causal`` does.
         sliding_window: keys that a token sees, its own included.
         s_aux: ``[heads]``, a logit of each head in the softmax's denominator.
         given: ``cache`` with what continuous batching says about it, ``cu_seq_lens_q`` and ``cu_seq_lens_k`` of
@@ -42,35 +43,50 @@ def attention(
     Raises:
         UsageError: an argument is not honoured; the message names it.
     """
-    options = options_of(module, scaling, dropout, sliding_window, softcap, is_causal, s_aux)
+    words = (scaling, dropout, sliding_window, softcap, s_aux)
     cache = given.pop("cache", None)
     if cache is not None:
+        # Requests in one row are causal whatever the layer says, as with transformers' own functions.
+        options = options_of(True, *words)
         return attend_paged(operators, module.layer_idx, query, key, value, attention_mask, cache, options, given), None
-    packed = packed_of(given, query.shape[2])
+    q_len = query.shape[2]
+    packed = packed_of(given, q_len)
     check_rest(given)
-    if packed is not None:
-        return _attend_packed(operators, query, key, value, packed, options), None
-    return _attend_rows(operators, query, key, value, attention_mask, options), None
-
-
-def _attend_rows(operators: Operators, query: Any, key: Any, value: Any, attention_mask: Any, options: Options) -> Any:
-    """Attention of the rows of a batch, with a mask of one of the forms that ``masks`` lists."""
-    kept, tokens = tuple(key.shape[2:3]), query.shape[2]
     if attention_mask is None:
-        return operators.even(_by_token(query), key.transpose(1, 2), value.transpose(1, 2), **options.words())
-    shape = tuple(attention_mask.shape)
-    form = (str(attention_mask.dtype).removeprefix("torch."), shape[1:] if len(shape) == 4 else None)
-    if form == ("int32", (1, 1, 1)):
-        return _attend_prefix(operators, query, key, value, attention_mask.flatten(), options)
-    if form == ("bool", (1, 1, kept[0] + tokens)):
-        return _attend_padded(operators, query, key, value, attention_mask[:, 0, 0], options)
-    if form[0] == "int32" and form[1] is not None and form[1][:2] == (1, 1) and shape[0] == 1:
-        sums = attention_mask.flatten()
-        return _attend_packed(operators, query, key, value, Packed(sums, sums, tokens, tokens), options)
-    raise UsageError(
-        f"attention_mask: {form[0]} of shape {shape}; a dense mask has no kernel here. Give the model a mask of "
-        "[batch, tokens] or none, so that it asks for this implementation's own"
-    )
+        options = options_of(causal_without_mask(module, is_causal, 1 if packed else q_len), *words)
+        return _attend_rows(operators, query, key, value, Mask(), packed, options), None
+    mask = read(attention_mask, q_len, key.shape[2])
+    options = options_of(mask.pattern != EVERY_KEY, *words)
+    check_window(mask.pattern, sliding_window)
+    return _attend_rows(operators, query, key, value, mask, packed, options), None
+
+
+def paged_attention(operators: Operators, *positional: Any, **named: Any) -> tuple[Any, None]:
+    """``attention`` for continuous batching alone: under this name transformers asks for no mask.
+
+    Raises:
+        UsageError: there is no cache of continuous batching, or as ``attention``.
+    """
+    if named.get("cache") is None:
+        raise UsageError("cache: None; an implementation called paged|... is for generate_batch, which gives a cache")
+    return attention(operators, *positional, **named)
+
+
+def _attend_rows(
+    operators: Operators, query: Any, key: Any, value: Any, mask: Mask, packed: Packed | None, options: Options
+) -> Any:
+    """Attention of the rows of a batch, with a mask of one of the forms that ``masks`` lists."""
+    if packed is not None and (mask.lengths is not None or mask.valid is not None):
+        raise UsageError("attention_mask, cu_seq_lens_q: both; expected packed sequences without padding and room")
+    if mask.lengths is not None:
+        return _attend_prefix(operators, query, key, value, mask.lengths, options)
+    if mask.valid is not None:
+        return _attend_padded(operators, query, key, value, mask.valid, options)
+    if packed is None and mask.sums is not None:
+        packed = Packed(mask.sums, mask.sums, query.shape[2], query.shape[2])
+    if packed is not None:
+        return _attend_packed(operators, query, key, value, packed, options)
+    return operators.even(_by_token(query), key.transpose(1, 2), value.transpose(1, 2), **options.words())
 
 
 def _attend_prefix(operators: Operators, query: Any, key: Any, value: Any, lengths: Any, options: Options) -> Any:

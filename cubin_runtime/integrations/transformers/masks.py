@@ -1,32 +1,68 @@
 """What a model's mask says, in the few bytes that the kernels need instead of one byte per query and key.
 
 A model asks for its masks once per forward pass, and hands them to its layers. ``mask`` returns one of these, all of
-four dimensions, because transformers passes a mask of four dimensions on as it is:
+four dimensions, because transformers passes a mask of four dimensions on as it is. The second dimension is a number of
+heads that no model has: one that computes with the mask itself fails, where it could attend to the wrong keys. The
+third is the pattern (``EVERY_KEY``, ``CAUSAL``, ``WINDOW``): layers do not always say that of the mask they are given.
 
-- None: every request's last query stands at its last key, and nothing is padding.
-- int32 ``[batch, 1, 1, 1]``: the keys of each request, the last of which is where its last query stands. Keys behind
-  it are room in a cache.
-- bool ``[batch, 1, 1, kv_len + q_len]``: which keys are tokens, and then which queries are.
-- int32 ``[1, 1, 1, sequences + 1]``: running sums of sequences that are packed into the rows of the batch.
+- int16 ``[batch, heads, pattern, kv_len]``, all 0: every request's last query stands at its last key, and nothing is
+  padding. For ``EVERY_KEY`` it has one head, and can be added to scores.
+- int32 ``[batch, heads, pattern, 1]``: the keys of each request, the last of which is where its last query stands. Keys
+  behind it are room in a cache.
+- bool ``[batch, heads, pattern, kv_len + q_len]``: which keys are tokens, and then which queries are.
+- int32 ``[1, heads, pattern, sequences + 1]``: running sums of sequences that are packed into the rows of the batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...errors import UsageError
 
+EVERY_KEY, CAUSAL, WINDOW = 1, 2, 3
+_PATTERNS = (EVERY_KEY, CAUSAL, WINDOW)
+_HEADS = 61
+_CAUSAL = "causal_mask_function"
+_OVERLAY = "sliding_window_overlay.<locals>.inner_mask"
 _PACKED = "packed_sequence_mask_function.<locals>.inner_mask"
 _REMAPPED = "remap_positions_for_packed_sequence.<locals>.inner_mask"
-# Patterns that the layers say again by ``is_causal`` and ``sliding_window``.
-_KNOWN = {
-    "causal_mask_function",
-    "bidirectional_mask_function",
-    "sliding_window_overlay.<locals>.inner_mask",
-    _PACKED,
-    _REMAPPED,
-}
+_KNOWN = {_CAUSAL, "bidirectional_mask_function", _OVERLAY, _PACKED, _REMAPPED}
+
+
+class Mask(NamedTuple):
+    """A mask as a layer reads it: its pattern, None without a mask, and the one of the other values that its form has.
+
+    ``lengths`` are int32 ``[batch]``, ``valid`` bool ``[batch, kv_len + q_len]``, ``sums`` int32 ``[sequences + 1]``.
+    """
+
+    pattern: int | None = None
+    lengths: Any = None
+    valid: Any = None
+    sums: Any = None
+
+
+def read(attention_mask: Any, q_len: int, kv_len: int) -> Mask:
+    """What ``mask`` returned, for a layer with ``q_len`` queries and ``kv_len`` keys.
+
+    Raises:
+        UsageError: it has another form, or was made for another number of keys.
+    """
+    shape, dtype = tuple(attention_mask.shape), str(attention_mask.dtype).removeprefix("torch.")
+    if dtype == "int16" and shape[1:] in [(1, EVERY_KEY, kv_len), (_HEADS, CAUSAL, kv_len), (_HEADS, WINDOW, kv_len)]:
+        return Mask(shape[2])
+    if len(shape) == 4 and shape[1] == _HEADS and shape[2] in _PATTERNS:
+        pattern, last = shape[2], shape[3]
+        if dtype == "int32" and last == 1:
+            return Mask(pattern, lengths=attention_mask[:, 0, 0, 0])
+        if dtype == "bool" and last == kv_len + q_len:
+            return Mask(pattern, valid=attention_mask[:, 0, 0])
+        if dtype == "int32" and shape[0] == 1:
+            return Mask(pattern, sums=attention_mask[0, 0, 0])
+    raise UsageError(
+        f"attention_mask: {dtype} of shape {shape} for {q_len} queries and {kv_len} keys; a dense mask has no kernel "
+        "here. Give the model a mask of [batch, tokens] or none, so that it asks for this implementation's own"
+    )
 
 
 def mask(
@@ -58,12 +94,12 @@ def mask(
     """
     import torch
 
-    packed = _packed_ids(mask_function, use_vmap)
+    pattern, packed = _pattern(mask_function, use_vmap)
     if packed is not None:
-        return _running_sums(packed.expand(batch_size, -1))
+        return _running_sums(packed.expand(batch_size, -1)).expand(1, _HEADS, pattern, -1)
     ends_with_keys = isinstance(q_offset, int) and isinstance(kv_offset, int)
     ends_with_keys = ends_with_keys and q_offset + q_length == kv_offset + kv_length
-    bidirectional = _name_of(mask_function) == "bidirectional_mask_function"
+    bidirectional = pattern == EVERY_KEY
     if attention_mask is not None and not _tracing(attention_mask) and bool(attention_mask.all()):
         seen = attention_mask.shape[1]
         attention_mask = None
@@ -71,18 +107,19 @@ def mask(
             raise UsageError(f"attention_mask: {seen} tokens for {kv_length} keys, which are not causal")
     if attention_mask is None:
         if ends_with_keys or bidirectional:
-            return None
+            nothing = torch.zeros(1, 1, 1, 1, dtype=torch.int16, device=device)
+            return nothing.expand(batch_size, 1 if bidirectional else _HEADS, pattern, kv_length)
         length = torch.as_tensor(q_offset + q_length - kv_offset, dtype=torch.int32, device=device)
-        return length.reshape(1, 1, 1, 1).expand(batch_size, 1, 1, 1).contiguous()
+        return length.expand(batch_size).contiguous()[:, None, None, None].expand(-1, _HEADS, pattern, 1)
     # By position: what the caller did not mention is a query of this call, or room in a cache.
     positions = torch.arange(kv_length, device=device) + kv_offset
     queries = torch.arange(q_length, device=device) + q_offset
     keys = _at(attention_mask, positions)
-    if not bidirectional:
-        keys = keys & (positions < q_offset + q_length)
-        return torch.cat((keys, _at(attention_mask, queries)), dim=1)[:, None, None, :]
-    rows = _at(attention_mask, queries) if kv_length == q_length else torch.ones_like(keys[:, :1]).expand(-1, q_length)
-    return torch.cat((keys, rows), dim=1)[:, None, None, :]
+    if bidirectional:  # the queries may be a decoder's, of which the mask of an encoder's keys says nothing
+        rows = torch.ones_like(keys[:, :1]).expand(-1, q_length)
+    else:
+        keys, rows = keys & (positions < q_offset + q_length), _at(attention_mask, queries)
+    return torch.cat((keys, rows), dim=1)[:, None, None, :].expand(-1, _HEADS, pattern, -1)
 
 
 def _at(attention_mask: Any, positions: Any) -> Any:
@@ -100,7 +137,7 @@ def _tracing(tensor: Any) -> bool:
 
 
 def _name_of(function: Callable[..., Any] | None) -> str:
-    return "causal_mask_function" if function is None else getattr(function, "__qualname__", repr(function))
+    return _CAUSAL if function is None else getattr(function, "__qualname__", repr(function))
 
 
 def _parts(function: Callable[..., Any] | None) -> Iterator[tuple[str, Any]]:
@@ -116,24 +153,25 @@ def _parts(function: Callable[..., Any] | None) -> Iterator[tuple[str, Any]]:
         yield from _parts(next(cell for cell in cells if callable(cell)))
 
 
-def _packed_ids(function: Callable[..., Any] | None, custom: bool) -> Any:
-    """The number of the sequence of each token, where sequences are packed.
+def _pattern(function: Callable[..., Any] | None, custom: bool) -> tuple[int, Any]:
+    """The pattern, and the number of the sequence of each token where sequences are packed.
 
     Raises:
         UsageError: the pattern is none that the kernels have.
     """
     if custom:
         raise UsageError("mask: the model adds or_mask_function or and_mask_function, which no kernel here honours")
-    packed = None
-    for name, captured in _parts(function):
-        if name not in _KNOWN:
-            pattern = name.partition(".<locals>")[0]
-            raise UsageError(
-                f"mask: the pattern {pattern}; the kernels have causal, sliding windows and packed sequences"
-            )
-        if name == _PACKED:
-            packed = captured
-    return packed
+    parts = dict(_parts(function))
+    unknown = parts.keys() - _KNOWN
+    if not unknown and _OVERLAY in parts and _CAUSAL not in parts:
+        unknown = {_OVERLAY}
+    if unknown:
+        name = min(unknown).partition(".<locals>")[0]
+        raise UsageError(
+            f"mask: the pattern {name}; the kernels have causal, causal sliding windows and packed sequences"
+        )
+    pattern = EVERY_KEY if _CAUSAL not in parts else WINDOW if _OVERLAY in parts else CAUSAL
+    return pattern, parts.get(_PACKED)
 
 
 def _running_sums(ids: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from ...errors import UsageError
-from .attention import attention
+from .attention import attention, paged_attention
 from .masks import mask
 from .operators import Operators
 
@@ -29,8 +29,8 @@ def register(name: str = "cubin_runtime", operators: Operators | None = None) ->
         raise UsageError(f"name={name!r}: expected a name without {taken or 'nothing in it'}, which transformers reads")
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    function = functools.partial(attention, operators or Operators())
-    AttentionInterface.register(name, function)
-    AttentionInterface.register(f"paged|{name}", function)
+    operators = operators or Operators()
+    AttentionInterface.register(name, functools.partial(attention, operators))
+    AttentionInterface.register(f"paged|{name}", functools.partial(paged_attention, operators))
     AttentionMaskInterface.register(name, mask)
     return name

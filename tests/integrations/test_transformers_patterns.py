@@ -1,0 +1,258 @@
+"""What is causal and what has a window: the model's mask says it, whatever its layers say; without a mask, the call."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers", minversion="5.0", reason="transformers 5 is not installed (make test-torch)")
+from attention_stand_in import StandIn  # noqa: E402
+from small_models import assert_near, made, prompts, steps  # noqa: E402
+from transformers import (  # noqa: E402
+    AttentionInterface,
+    BartConfig,
+    BartForConditionalGeneration,
+    BigBirdPegasusConfig,
+    BigBirdPegasusForCausalLM,
+    BigBirdPegasusForConditionalGeneration,
+    DynamicCache,
+    MoshiConfig,
+    MoshiForCausalLM,
+    NllbMoeConfig,
+    NllbMoeForConditionalGeneration,
+    SplinterConfig,
+    SplinterModel,
+    StaticCache,
+)
+from transformers.masking_utils import (  # noqa: E402
+    and_masks,
+    bidirectional_mask_function,
+    causal_mask_function,
+    packed_sequence_mask_function,
+    sliding_window_causal_mask_function,
+    sliding_window_overlay,
+)
+
+from cubin_runtime.errors import UsageError  # noqa: E402
+from cubin_runtime.integrations.transformers import register  # noqa: E402
+from cubin_runtime.integrations.transformers.attention import attention  # noqa: E402
+from cubin_runtime.integrations.transformers.masks import mask  # noqa: E402
+
+pytestmark = pytest.mark.torch
+NAME = "cubin_runtime_stand_in"
+TOLERANCE = 1e-4
+BOTH: dict[str, Any] = {
+    "vocab_size": 128,
+    "max_position_embeddings": 128,
+    "d_model": 64,
+    "pad_token_id": 0,
+    **{f"{side}_layers": 2 for side in ("encoder", "decoder")},
+    **{f"{side}_attention_heads": 4 for side in ("encoder", "decoder")},
+    **{f"{side}_ffn_dim": 64 for side in ("encoder", "decoder")},
+}
+ENCODER = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
+# But for bart: decoders whose attention says that it is not causal, and encoders whose attention does not say so.
+MODELS: dict[str, Any] = {
+    "bigbird_pegasus decoder": lambda: BigBirdPegasusForCausalLM(BigBirdPegasusConfig(**BOTH)),
+    "bigbird_pegasus": lambda: BigBirdPegasusForConditionalGeneration(
+        BigBirdPegasusConfig(**BOTH, attention_type="original_full")
+    ),
+    "bart": lambda: BartForConditionalGeneration(BartConfig(**BOTH)),
+    "nllb_moe": lambda: NllbMoeForConditionalGeneration(NllbMoeConfig(**BOTH, num_experts=2)),
+    "splinter": lambda: SplinterModel(SplinterConfig(**ENCODER, intermediate_size=64)),
+}
+
+
+def built(make: Any) -> Any:
+    """The model in eval mode; its queries and keys are large enough that attention is far from uniform."""
+    register(NAME, StandIn().operators)
+    torch.manual_seed(0)
+    model = make().eval()
+    with torch.no_grad():
+        for key, weight in model.named_parameters():
+            if weight.ndim > 1 and any(part in key for part in ("q_proj", "k_proj", "query", "key")):
+                weight.mul_(6)
+    return model
+
+
+def outputs(model: Any, implementation: str, **given: Any) -> Any:
+    model.set_attn_implementation(implementation)
+    with torch.no_grad():
+        return model(prompts(2, 20), **given)[0]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_that_say_another_pattern_than_their_mask(name: str, padded: bool) -> None:
+    model = built(MODELS[name])
+    valid = torch.ones(2, 20, dtype=torch.long)
+    # A model of two stacks adds to the encoder's mask of padding only if it is dense.
+    valid[1, :7] = int(not padded or name == "bigbird_pegasus")
+    # As many queries of the decoder as keys of the encoder, whose padding is not theirs.
+    given = {"decoder_input_ids": prompts(2, 20)} if name in ("bart", "bigbird_pegasus", "nllb_moe") else {}
+    ours, theirs = (outputs(model, one, attention_mask=valid, **given) for one in (NAME, "eager"))
+    kept = slice(None) if given else valid.bool()
+    assert_near(ours[kept], theirs[kept], TOLERANCE)
+
+
+@pytest.mark.parametrize("cache", [lambda config: DynamicCache(config=config), lambda c: StaticCache(c, 40)])
+def test_decoding_with_layers_that_say_that_they_are_not_causal(cache: Any) -> None:
+    model = built(MODELS["bigbird_pegasus decoder"])
+    results = []
+    for implementation in (NAME, "eager"):
+        model.set_attn_implementation(implementation)
+        results.append(steps(model, prompts(2, 24), [20, 23, 24], cache(model.config)))
+    for ours, theirs in zip(*results, strict=True):
+        assert_near(ours, theirs, TOLERANCE)
+
+
+def test_a_model_that_asks_for_no_mask_is_refused() -> None:
+    shape = {"num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16, "ffn_dim": 64, "hidden_size": 64}
+    model = built(lambda: MoshiForCausalLM(MoshiConfig(vocab_size=128, num_key_value_heads=4, **shape)))
+    with pytest.raises(UsageError, match="attention_mask=None: MoshiAttention is causal, but its model asked for no"):
+        outputs(model, NAME)
+    valid = torch.ones(2, 20, dtype=torch.long)
+    ours, theirs = (outputs(model, one, attention_mask=valid) for one in (NAME, "eager"))
+    assert_near(ours, theirs, TOLERANCE)
+
+
+class Recorded:
+    """Operators that keep the options of a call."""
+
+    def __init__(self) -> None:
+        self.options: dict[str, Any] = {}
+        self.operators = SimpleNamespace(even=self._call, ragged=self._call, cached=self._call)
+
+    def _call(self, q: Any, *_: Any, **options: Any) -> Any:
+        self.options = options
+        return torch.zeros_like(q)
+
+
+def causal(layer: Any = None, q_len: int = 3, form: Any = None, **given: Any) -> bool:
+    """Whether attention is causal for a call with 5 keys."""
+    recorded = Recorded()
+    q, k = torch.zeros(1, 4, q_len, 64), torch.zeros(1, 2, 5, 64)
+    layer = SimpleNamespace(is_causal=True, layer_idx=0) if layer is None else layer
+    attention(recorded.operators, layer, q, k, k, form, **given)
+    assert isinstance(recorded.options["causal"], bool)
+    return bool(recorded.options["causal"])
+
+
+def form_of(function: Any, **given: Any) -> Any:
+    return mask(1, 3, 5, q_offset=2, mask_function=function, **given)
+
+
+@pytest.mark.parametrize("said", [None, True, False])
+@pytest.mark.parametrize(
+    "layer", [SimpleNamespace(is_causal=True), SimpleNamespace(is_causal=False), SimpleNamespace()]
+)
+def test_the_mask_decides_whatever_the_layer_and_the_call_say(layer: Any, said: bool | None) -> None:
+    assert causal(layer, form=form_of(causal_mask_function), is_causal=said)
+    assert causal(layer, form=form_of(None), is_causal=said)
+    assert not causal(layer, form=form_of(bidirectional_mask_function), is_causal=said)
+
+
+@pytest.mark.parametrize("function", [causal_mask_function, bidirectional_mask_function])
+def test_padding_keeps_the_pattern(function: Any) -> None:
+    valid = torch.tensor([[False, True, True, True, True]])
+    assert causal(form=form_of(function, attention_mask=valid)) == (function is causal_mask_function)
+
+
+@pytest.mark.parametrize("function", [causal_mask_function, bidirectional_mask_function])
+def test_packed_sequences_keep_the_pattern(function: Any) -> None:
+    packed = and_masks(function, packed_sequence_mask_function(torch.tensor([[0, 0, 1]])))
+    form = mask(1, 3, 3, mask_function=packed)
+    assert form[0, 0, 0].tolist() == [0, 2, 3]
+    assert causal(form=form) == (function is causal_mask_function)
+
+
+def test_room_in_a_cache_keeps_the_pattern() -> None:
+    assert causal(SimpleNamespace(is_causal=False), form=mask(1, 3, 9, q_offset=2))
+
+
+def test_without_a_mask_the_call_decides() -> None:
+    assert causal(is_causal=True)
+    assert not causal(is_causal=False)
+    assert not causal(SimpleNamespace(is_causal=False))
+    assert causal(SimpleNamespace(is_causal=False), is_causal=True)
+
+
+@pytest.mark.parametrize("layer", [SimpleNamespace(is_causal=True), SimpleNamespace()])
+def test_without_a_mask_a_layer_alone_does_not(layer: Any) -> None:
+    with pytest.raises(UsageError, match="attention_mask=None: SimpleNamespace is causal"):
+        causal(layer)
+    assert causal(layer, q_len=1)
+
+
+def test_running_sums_of_the_caller_have_the_pattern_of_the_layer() -> None:
+    sums = torch.tensor([0, 3], dtype=torch.int32)
+    for pattern in (True, False):
+        layer = SimpleNamespace(is_causal=pattern)
+        assert causal(layer, cu_seq_lens_q=sums, cu_seq_lens_k=sums) == pattern
+
+
+@pytest.mark.parametrize(
+    "form", [mask(1, 3, 9, q_offset=2), form_of(None, attention_mask=torch.tensor([[False, True, True, True, True]]))]
+)
+def test_running_sums_of_the_caller_beside_another_form_are_refused(form: Any) -> None:
+    sums = torch.tensor([0, 3], dtype=torch.int32)
+    with pytest.raises(UsageError, match="attention_mask, cu_seq_lens_q: both"):
+        causal(form=form, cu_seq_lens_q=sums, cu_seq_lens_k=sums)
+
+
+def test_a_window_that_only_the_mask_has_is_refused() -> None:
+    form = form_of(sliding_window_causal_mask_function(3))
+    assert causal(form=form, sliding_window=3)
+    with pytest.raises(UsageError, match="sliding_window=None: the mask that the model asked for has a sliding window"):
+        causal(form=form)
+
+
+def test_a_window_that_only_the_layer_has_is_refused() -> None:
+    with pytest.raises(UsageError, match="sliding_window=3: the mask that the model asked for has none"):
+        causal(form=form_of(causal_mask_function), sliding_window=3)
+
+
+def test_a_window_that_is_not_causal_is_refused() -> None:
+    with pytest.raises(UsageError, match="the pattern sliding_window_overlay"):
+        form_of(and_masks(bidirectional_mask_function, sliding_window_overlay(3)))
+
+
+def test_a_mask_for_other_keys_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"int16 of shape \(1, 61, 2, 6\) for 3 queries and 5 keys"):
+        causal(form=mask(1, 3, 6, q_offset=3))
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.int16, torch.float32])
+@pytest.mark.parametrize("q_len", [1, 2, 3])
+def test_a_dense_mask_is_refused(heads: int, dtype: Any, q_len: int) -> None:
+    if (heads, dtype, q_len) != (1, torch.int16, 1):  # which says nothing else than that every key is seen
+        with pytest.raises(UsageError, match="a dense mask has no kernel"):
+            causal(form=torch.ones(1, heads, q_len, 5, dtype=dtype), q_len=q_len)
+
+
+@pytest.mark.parametrize("function", [causal_mask_function, sliding_window_causal_mask_function(3)])
+@pytest.mark.parametrize("q_len", [1, 2, 3, 5])
+def test_a_model_that_adds_its_mask_to_scores_itself_fails(function: Any, q_len: int) -> None:
+    padding = torch.tensor([[False, True, True, True, True]])
+    forms = [
+        mask(1, q_len, 5, q_offset=5 - q_len, mask_function=function),
+        mask(1, q_len, 5, mask_function=function),
+        mask(1, q_len, 5, q_offset=5 - q_len, mask_function=function, attention_mask=padding),
+        mask(1, q_len, 5, mask_function=and_masks(function, packed_sequence_mask_function(torch.arange(q_len)[None]))),
+    ]
+    for form in forms:
+        with pytest.raises(RuntimeError, match="must match the size"):
+            torch.zeros(1, 4, q_len, 5) + form
+    scores = torch.rand(1, 4, 3, 5)
+    assert torch.equal(scores, scores + form_of(bidirectional_mask_function))
+
+
+def test_an_implementation_for_continuous_batching_needs_its_cache() -> None:
+    model = built(lambda: made("llama"))
+    with pytest.raises(UsageError, match="generate_batch"):
+        outputs(model, f"paged|{NAME}", attention_mask=torch.ones(2, 20, dtype=torch.long))
+    assert AttentionInterface()[f"paged|{NAME}"] is not AttentionInterface()[NAME]
