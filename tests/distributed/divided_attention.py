@@ -12,7 +12,7 @@ import numpy as np
 
 from cubin_runtime.attention.append_reference import merge_states_reference
 from cubin_runtime.attention.reference import paged_decode_reference
-from cubin_runtime.distributed import ContextParallelMerge, KvPartition
+from cubin_runtime.distributed import ContextParallelMerge, HeadGather, KvPartition
 
 PAGE = 16
 
@@ -33,6 +33,7 @@ class DividedCase:
     sinks: bool = False
     lse_base: str = "2"
     dtype: str = "float32"
+    reduce_dtype: str | None = None
 
     @property
     def key_dim(self) -> int:
@@ -136,6 +137,7 @@ def run_case(rank: int, world: int, case: DividedCase) -> dict[str, float]:
         device="cpu",
         exchange=case.exchange,
         lse_base=case.lse_base,
+        reduce_dtype=None if case.reduce_dtype is None else getattr(torch, case.reduce_dtype),
         merge=merge_on_host,
     )
     unit = math.log(2) if case.lse_base == "e" else 1.0
@@ -156,8 +158,22 @@ def run_case(rank: int, world: int, case: DividedCase) -> dict[str, float]:
     }
 
 
-def run_cases(rank: int, world: int, cases: list[DividedCase]) -> dict[str, dict[str, float]]:
-    return {case.name: run_case(rank, world, case) for case in cases}
+def gathered_heads(rank: int, world: int) -> list[int]:
+    """The heads that a rank receives, each of whose queries are the head's number; twice, into one buffer."""
+    import torch
+
+    gather = HeadGather(None, tokens=3, own_heads=2, head_dim=8, dtype=torch.bfloat16, device="cpu")
+    for more in (100, 0):
+        own = torch.arange(rank * 2, rank * 2 + 2) + more
+        q = gather(own[None, :, None].expand(3, 2, 8).to(torch.bfloat16))
+    assert tuple(q.shape) == (3, 2 * world, 8)
+    assert torch.equal(q, q[:1, :, :1].expand_as(q))
+    heads: list[int] = q[0, :, 0].long().tolist()
+    return heads
+
+
+def run_cases(rank: int, world: int, cases: list[DividedCase]) -> dict[str, Any]:
+    return {"heads": gathered_heads(rank, world), **{case.name: run_case(rank, world, case) for case in cases}}
 
 
 def left_of_a_merge(rank: int, exchange: str) -> bool:
