@@ -195,16 +195,32 @@ def test_options_of_a_layer(standin: StandIn) -> None:
     assert capped["soft_cap"] > 0
 
 
-def test_new_keys_and_values_go_to_their_slots() -> None:
-    made, step = backend(), batch(ForwardMode.DECODE, [1, 2], [40, 3])
+@pytest.mark.parametrize("asked", [{}, {"save_kv_cache": True}, {"save_kv_cache": False}])
+@pytest.mark.parametrize("new", [None, [1, 1]])
+def test_new_keys_and_values_go_to_their_slots(asked: dict[str, bool], new: list[int] | None) -> None:
+    made, mode = backend(), ForwardMode.DECODE if new is None else ForwardMode.EXTEND
+    step = batch(mode, [1, 2], [40, 3], new)
     written: list[Any] = []
-    made._pool.set_kv_buffer = lambda layer, where, k, v: written.append((layer.layer_id, where, k.shape, v.shape))
+    made._pool.set_kv_buffer = lambda *given: written.append(given)
     made.init_forward_metadata(step)
-    forward(made, step, save=True)
-    forward(made, step, save=False)
-    ((layer, where, *shapes),) = written
-    assert (layer, where.loc is step.out_cache_loc) == (1, True)
-    assert shapes == [(2, KV_HEADS, DIM)] * 2
+    q, k, v = (
+        torch.full((2, heads, DIM), value, dtype=BF16) for heads, value in ((HEADS, 0), (KV_HEADS, 1), (KV_HEADS, 2))
+    )
+    layer = layer_of()
+    pass_of = made.forward_decode if new is None else made.forward_extend
+    for keys in (k, None):  # keys of another layer are not written again
+        pass_of(q.flatten(1), keys, v, layer, step, **asked)
+    if asked.get("save_kv_cache", True):
+        ((to, where, *states),) = written
+        assert (to is layer, where.loc is step.out_cache_loc, states[0] is k, states[1] is v) == (True,) * 4
+    else:
+        assert written == []
+
+
+def test_arguments_that_say_nothing_are_accepted() -> None:
+    made, step = backend(), batch(ForwardMode.DECODE, [1], [40])
+    made.init_forward_metadata(step)
+    forward(made, step, k_rope=None, cos_sin_cache=None, is_neox=False)
 
 
 def test_steps_are_as_recorded(monkeypatch: pytest.MonkeyPatch) -> None:

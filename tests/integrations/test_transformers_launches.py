@@ -10,6 +10,7 @@ import pytest
 from launch_records import integers, launches
 
 from cubin_runtime.compat.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from cubin_runtime.errors import UsageError
 from cubin_runtime.integrations.transformers.attention import attention
 from cubin_runtime.integrations.transformers.masks import mask
 from cubin_runtime.integrations.transformers.operators import Operators
@@ -198,3 +199,78 @@ def test_continuous_batching_over_a_copy_of_the_keys(block: int, layer_window: i
     assert (name, sent["page_table"]) == ("context", 0)
     assert integers(sent["kv_cu_seq_lens"], BATCH + 1) == [0, 21, 22, 42]
     assert sent["window_left"] == (NO_WINDOW if layer_window == 1 else layer_window - 1)
+
+
+@pytest.mark.parametrize(("q_lens", "bound"), [([2, 0, 1], 2), ([1, 1, 1], 3), ([0, 1, 1], 1), ([1, 0, 0], 1)])
+def test_continuous_batching_decodes_only_where_each_request_has_one_token(
+    q_lens: list[int], bound: int, attend: Attended
+) -> None:
+    given = paged_states(q_lens, [20, 3, 30], 16)
+    attend(**{**given, "max_seqlen_q": bound})
+    name, sent = attend.launch()
+    assert (name, sent["q_len"], sent["tokens"]) == ("context", bound, sum(q_lens))
+
+
+def test_continuous_batching_is_causal_whatever_the_layer_says(attend: Attended) -> None:
+    attend(**paged_states([1, 30, 4], [20, 0, 9], 16), is_causal=False)
+    assert attend.launch()[1]["window_right"] == 0
+
+
+def test_new_keys_are_written_to_their_places(attend: Attended) -> None:
+    given = paged_states([1, 2, 1], [20, 3, 30], 16)
+    for number, name in enumerate(("key", "value")):
+        given[name] = torch.arange(8).view(4, 2).T[None, :, :, None].expand(1, 2, 4, DIM).to(BF16) + 10 * number
+    attend(**given)
+    cache = given["cache"]
+    for number, stored in enumerate((*cache.key_cache, *cache.value_cache)):
+        written = [20, 48 + 3, 48 + 4, 96 + 30]
+        assert stored[written][..., 0].tolist() == [
+            [10 * number + 2 * row, 10 * number + 2 * row + 1] for row in range(4)
+        ]
+        assert stored.count_nonzero() <= 8 * DIM
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"cu_seq_lens_q": None, "cu_seq_lens_k": None}, "cu_seq_lens_q, cu_seq_lens_k: None with a paged cache"),
+        ({"cu_seq_lens_k": None}, "cu_seq_lens_q, cu_seq_lens_k: one of them"),
+        ({"cu_seq_lens_q": None}, "cu_seq_lens_q, cu_seq_lens_k: one of them"),
+        ({"position_bias": torch.zeros(1)}, "position_bias=a Tensor"),
+    ],
+)
+@pytest.mark.parametrize("block", [8, 16])  # over a copy of the keys, and over the pages
+def test_what_a_paged_cache_lacks_is_refused(changed: Any, named: str, block: int, attend: Attended) -> None:
+    with pytest.raises(UsageError, match=named):
+        attend(**{**paged_states([1, 1, 1], [20, 0, 19], block), **changed})
+
+
+@pytest.mark.parametrize("windowed", [False, True])
+def test_sums_of_two_kinds_of_layers(windowed: bool, attend: Attended) -> None:
+    given = paged_states([1, 1, 1], [20, 0, 19], 16, 24 if windowed else 1)
+    other = torch.zeros(4, dtype=INT32)
+    kinds = ("sliding_attention", "full_attention") if windowed else ("full_attention", "sliding_attention")
+    given["cu_seq_lens_k"] = dict(zip(kinds, (given["cu_seq_lens_k"], other), strict=True))
+    given["max_seqlen_k"] = dict(zip(kinds, (given["max_seqlen_k"], 1), strict=True))
+    attend(**given, sliding_window=24 if windowed else None)
+    _, sent = attend.launch()
+    if windowed:
+        assert integers(sent["kv_cu_seq_lens"], BATCH + 1) == [0, 21, 22, 42]
+    else:
+        assert (integers(sent["seq_lens"], 3), sent["max_seq_len"]) == ([21, 1, 20], 32)
+
+
+def test_bounds_have_two_names(attend: Attended) -> None:
+    given = paged_states([1, 30, 4], [20, 0, 9], 16)
+    given |= {"max_length_q": given.pop("max_seqlen_q"), "max_length_k": given.pop("max_seqlen_k")}
+    attend(**given)
+    _, sent = attend.launch()
+    assert (sent["q_len"], sent["max_seq_len"]) == (30, 30)
+
+
+def test_without_bounds_the_tokens_bound(attend: Attended) -> None:
+    given = paged_states([1, 30, 4], [0, 0, 0], 8)
+    del given["max_seqlen_q"], given["max_seqlen_k"]
+    attend(**given)
+    _, sent = attend.launch()
+    assert (sent["q_len"], sent["max_seq_len"]) == (35, 35)

@@ -169,6 +169,22 @@ def test_packed_sequences_keep_the_pattern(function: Any) -> None:
     assert causal(form=form) == (function is causal_mask_function)
 
 
+def test_a_mask_of_ones_is_none() -> None:
+    # Of the tokens so far, in a cache with room.
+    lengths = mask(1, 3, 9, q_offset=2, attention_mask=torch.ones(1, 5, dtype=torch.bool))
+    assert (lengths.dtype, lengths[:, 0, 0, 0].tolist()) == (torch.int32, [5])
+    whole = form_of(bidirectional_mask_function, attention_mask=torch.ones(1, 5, dtype=torch.bool))
+    assert torch.equal(whole, form_of(bidirectional_mask_function))
+    with pytest.raises(UsageError, match="attention_mask: 4 tokens for 5 keys, which are not causal"):
+        form_of(bidirectional_mask_function, attention_mask=torch.ones(1, 4, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("offset", [0, torch.tensor(0), torch.tensor([7])])
+def test_an_encoder_sees_every_key_wherever_its_queries_stand(offset: Any) -> None:
+    form = mask(2, 3, 5, q_offset=offset, mask_function=bidirectional_mask_function)
+    assert (form.dtype, tuple(form.shape)) == (torch.int16, (2, 1, 1, 5))
+
+
 def test_room_in_a_cache_keeps_the_pattern() -> None:
     assert causal(SimpleNamespace(is_causal=False), form=mask(1, 3, 9, q_offset=2))
 
