@@ -72,7 +72,7 @@ fuzz: .venv/.ready ## 30 s of damaged input for each reader of untrusted bytes; 
 fuzz-long: .venv/.ready ## The same with 10 minutes a reader; results in benchmarks/results
 	@$(VENV) tests/fuzz/run.py --seconds 600 --jobs 2 --json benchmarks/results/fuzz.json
 
-mutants: .venv/.ready ## Bugs put in on purpose, each of which a test must notice (15 minutes)
+mutants: .venv/.ready .venv-torch/.ready ## Bugs put in on purpose, each of which a test must notice (15 minutes)
 	@$(VENV) tests/mutants/run.py
 
 check: .venv/.ready ## Lint, format and types

@@ -3,7 +3,8 @@
 ``--dry`` runs no test and only says which mutations do not apply.
 
 ``mutants.toml`` names for each a file, a text that occurs in it exactly once, what replaces it, and the tests that
-must fail then. Each runs in a copy of the package; the exit code is 1 if one is not noticed or does not apply.
+must fail then, with ``torch = true`` where they need torch. Each runs in a copy of the package; the exit code is 1 if
+one is not noticed or does not apply.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class Mutant:
     old: str
     new: str
     tests: str
+    torch: bool = False
 
     def mutated(self) -> str:
         """The text of the file with the mutation.
@@ -56,10 +58,11 @@ def stored() -> list[Mutant]:
     return [Mutant(**entry) for entry in tomli.loads((Path(__file__).parent / "mutants.toml").read_text())["mutant"]]
 
 
-def passes(copy: Path, tests: str) -> bool:
-    """Whether the tests pass in a copy of the project."""
+def passes(copy: Path, tests: str, torch: bool) -> bool:
+    """Whether the tests pass in a copy of the project, where they need torch in the environment that has it."""
     named = tests.replace("golden[", f"{GOLDEN}[")
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", named]
+    python = str(ROOT / ".venv-torch/bin/python") if torch else sys.executable
+    command = [python, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", named]
     # A byte-compiled file is known by its time in seconds and its size, which a mutation may both keep.
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     try:
@@ -79,7 +82,7 @@ def outcome(mutant: Mutant, copy: Path) -> str:
         return f"does not apply: {error}"
     (copy / mutant.file).write_text(text)
     try:
-        return "NOT NOTICED" if passes(copy, mutant.tests) else "noticed"
+        return "NOT NOTICED" if passes(copy, mutant.tests, mutant.torch) else "noticed"
     finally:
         shutil.copy(ROOT / mutant.file, copy / mutant.file)
 
@@ -120,18 +123,18 @@ def main() -> int:
                 take(ROOT / name, Path(folder) / str(job) / name)
             copies.put(Path(folder) / str(job))
 
-        def run(mutant: Mutant | str) -> str:
+        def run(mutant: Mutant | tuple[str, bool]) -> str:
             copy, begin = copies.get(), time.monotonic()
             try:
-                if isinstance(mutant, str):
-                    return "" if passes(copy, mutant) else f"{mutant}: fails without any mutation"
+                if isinstance(mutant, tuple):
+                    return "" if passes(copy, *mutant) else f"{mutant[0]}: fails without any mutation"
                 said = outcome(mutant, copy)
             finally:
                 copies.put(copy)
             print(f"{time.monotonic() - begin:5.1f} s  {said}: {mutant.file}: {mutant.name}", flush=True)
             return "" if said == "noticed" else f"{said}: {mutant.file}: {mutant.name}"
 
-        bad = list(filter(None, pool.map(run, sorted({mutant.tests for mutant in chosen}))))
+        bad = list(filter(None, pool.map(run, sorted({(mutant.tests, mutant.torch) for mutant in chosen}))))
         bad = bad or list(filter(None, pool.map(run, chosen)))
     return report(bad, f"{len(chosen)} mutations, all noticed")
 
