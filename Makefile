@@ -57,7 +57,7 @@ test-torch: .venv-torch/.ready ## The tests that need torch (its CPU build is en
 .PHONY: test-engines
 test-engines: .venv-torch/.ready build/engines/.ready ## The plug-ins on the base classes of vLLM and SGLang (600 MB, downloaded once)
 	@PYTHONPATH=build/engines/vllm:build/engines/site $(VENV_TORCH) -m pytest -q tests/integrations/test_vllm*.py
-	@PYTHONPATH=build/engines/sglang:build/engines/site $(VENV_TORCH) -m pytest -q tests/integrations/test_sglang.py
+	@PYTHONPATH=build/engines/sglang:build/engines/site $(VENV_TORCH) -m pytest -q tests/integrations/test_sglang*.py
 
 build/engines/.ready: tools/stage_engines.py .venv-torch/.ready
 	@$(VENV_TORCH) tools/stage_engines.py --into build/engines

@@ -51,10 +51,10 @@ class LayerOptions(NamedTuple):
     """
 
     softmax_scale: float
-    window_left: int = -1
-    soft_cap: float = 0.0
-    sinks: Any = None
-    batch_invariant: bool = False
+    window_left: int
+    soft_cap: float
+    sinks: Any
+    batch_invariant: bool
 
 
 def attend(

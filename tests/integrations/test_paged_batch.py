@@ -102,9 +102,84 @@ def test_batch_invariance_uses_operators_that_give_a_token_the_same_bits(
         ((96, 96, 8, 2), "head_size=96"),
         ((128, 64, 8, 2), "values of 64"),
         ((128, 128, 7, 2), "num_heads=7"),
-        ((128, 128, 130, 2), "num_heads=130"),
+        ((128, 128, 130, 2), "num_heads=130, num_kv_heads=2: expected 1 to 64 query heads"),
+        ((128, 128, 65, 1), "num_heads=65"),
+        ((128, 128, 8, 0), "num_kv_heads=0"),
+        ((128, 128, 8, -1), "num_kv_heads=-1"),
     ],
 )
 def test_layers_without_kernels_are_refused(sizes: tuple[int, ...], named: str) -> None:
     with pytest.raises(UsageError, match=named):
         paged_batch.check_layer(*sizes)
+
+
+@pytest.mark.parametrize("sizes", [(64, 64, 1, 1), (128, 128, 8, 2), (256, 256, 64, 1), (128, 128, 128, 2)])
+def test_layers_with_kernels(sizes: tuple[int, ...]) -> None:
+    paged_batch.check_layer(*sizes)
+
+
+class Called:
+    """Names and arguments of the operators that are called."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[tuple[str, Any, dict[str, Any]]] = []
+        for name in ("paged_decode", "context_attention"):
+            monkeypatch.setattr(paged_batch, name, self._operator(name))
+
+    def _operator(self, name: str) -> Any:
+        return lambda *given, **options: self.calls.append((name, given, options))
+
+
+OPTIONS = paged_batch.LayerOptions(0.125, -1, 0.0, None, False)
+
+
+def part(rows: int, sums: Any = None, first_row: int = 0, max_q_len: int = 1) -> paged_batch.Part:
+    table, lengths = torch.zeros(rows, 4, dtype=torch.int32), torch.ones(rows, dtype=torch.int32)
+    return paged_batch.Part(first_row, rows, table, lengths, sums, max_q_len, 64)
+
+
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+@pytest.mark.parametrize(("heads", "operator"), [(64, "paged_decode"), (66, "context_attention")])
+def test_the_most_heads_that_are_decoded(
+    heads: int, operator: str, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called, q = Called(monkeypatch), torch.zeros(3, heads, 128)
+    cache = torch.zeros(8, 2, 16, 128) if layout == "HND" else torch.zeros(8, 16, 2, 128)
+    paged_batch.attend(q, cache, cache, layout, paged_batch.PagedBatch(part(3), None), OPTIONS, torch.empty_like(q))
+    assert [name for name, _, _ in called.calls] == [operator]
+
+
+def test_parts_without_rows_launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    called, q = Called(monkeypatch), torch.zeros(3, 8, 128)
+    cache = torch.zeros(8, 2, 16, 128)
+    sums = torch.zeros(2, dtype=torch.int32)
+    for batch in (paged_batch.PagedBatch(None, None), paged_batch.PagedBatch(part(0), part(0, sums))):
+        paged_batch.attend(q, cache, cache, "HND", batch, OPTIONS, torch.empty_like(q))
+    assert called.calls == []
+
+
+@pytest.mark.parametrize("soft_cap", [0.0, 20.0])
+def test_every_argument_arrives(soft_cap: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    called, q = Called(monkeypatch), torch.arange(9.0).expand(8, 128, 9).permute(2, 0, 1)
+    k, v, out, sinks = torch.zeros(8, 2, 16, 128), torch.ones(8, 2, 16, 128), torch.empty(9, 8, 128), torch.ones(8)
+    sums = torch.tensor([0, 4, 7], dtype=torch.int32)
+    decodes, prefills = part(2), part(7, sums, first_row=2, max_q_len=4)
+    options = paged_batch.LayerOptions(0.25, 17, soft_cap, sinks, False)
+    paged_batch.attend(q, k, v, "HND", paged_batch.PagedBatch(decodes, prefills), options, out)
+    shared = {"max_seq_len": 64, "softmax_scale": 0.25, "window_left": 17, "kv_layout": "HND", "batch_invariant": False}
+    (first, some, ours), (second, rest, theirs) = called.calls
+    assert (first, second) == ("context_attention" if soft_cap else "paged_decode", "context_attention")
+    for given in (ours, theirs):
+        assert {name: given[name] for name in shared} == shared
+        assert given["sinks"] is sinks
+    assert (some[1] is k, some[2] is v, rest[1] is k, rest[2] is v) == (True,) * 4
+    assert (rest[0][:, 0, 0].tolist(), theirs["out"].data_ptr()) == (list(range(2, 9)), out[2:].data_ptr())
+    assert (theirs["q_cu_seq_lens"] is sums, theirs["max_q_len"], theirs["logit_soft_cap"]) == (True, 4, soft_cap)
+    assert (theirs["page_table"] is prefills.table, theirs["seq_lens"] is prefills.lengths) == (True, True)
+    assert ours["out"].data_ptr() == out.data_ptr()
+    if soft_cap:
+        assert (some[0].shape, ours["out"].shape) == ((2, 1, 8, 128), (2, 1, 8, 128))
+        assert (ours["q_cu_seq_lens"], ours["max_q_len"], ours["logit_soft_cap"]) == (None, None, soft_cap)
+        assert (ours["page_table"] is decodes.table, ours["seq_lens"] is decodes.lengths) == (True, True)
+    else:
+        assert (some[0][:, 0, 0].tolist(), some[3] is decodes.table, some[4] is decodes.lengths) == ([0, 1], True, True)

@@ -14,34 +14,26 @@ import pytest
 torch = pytest.importorskip("torch")
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("SGLang is not importable (tools/stage_engines.py, make test-engines)", allow_module_level=True)
-from absent_modules import in_place_of  # noqa: E402
+# isort: off
+from sglang_steps import BF16, COLUMNS, DIM, HEADS, KV_HEADS, MAX_LEN, PAGE  # noqa: E402  (first: it imports SGLang)
+from sglang_steps import backend, batch, forward, layer_of, pool_of  # noqa: E402
+
+# isort: on
 from launch_records import has_segments, integers, launches  # noqa: E402
+from sglang.srt.arg_groups.choices import (  # noqa: E402
+    ATTENTION_BACKEND_CHOICES,
+    DETERMINISTIC_ATTENTION_BACKEND_CHOICES,
+    RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND,
+)
+from sglang.srt.layers.radix_attention import AttentionType  # noqa: E402
+from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: E402
 from step_records import compare, written  # noqa: E402
 
-# Of its image models, its compiler and its kernels' loggers, which its configuration imports.
-with in_place_of("loguru", "torchvision", "tvm_ffi"):
-    from sglang.srt.arg_groups.choices import (
-        ATTENTION_BACKEND_CHOICES,
-        DETERMINISTIC_ATTENTION_BACKEND_CHOICES,
-        RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND,
-    )
-    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
-    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-    from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
-
-    from cubin_runtime.integrations.sglang import NAME, register
-
-    register()
-    register()  # as in a process that loads its plugins again
-
 from cubin_runtime.errors import UsageError  # noqa: E402
+from cubin_runtime.integrations.sglang import NAME  # noqa: E402
 from cubin_runtime.testing import StandIn  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("hopper")]
-BF16, INT32 = torch.bfloat16, torch.int32
-HEADS, KV_HEADS, DIM, PAGE, MAX_LEN, COLUMNS = 8, 2, 128, 16, 128, 8
 NO_WINDOW = 1 << 30
 
 
@@ -52,74 +44,6 @@ def execution(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     bag = SimpleNamespace(deterministic=deterministic)
     monkeypatch.setattr("cubin_runtime.integrations.sglang.backend.get_exec", lambda: bag)
     return deterministic
-
-
-def pool_of(**changed: Any) -> Any:
-    given = {
-        "size": 4 * MAX_LEN,
-        "page_size": PAGE,
-        "dtype": BF16,
-        "head_num": KV_HEADS,
-        "head_dim": DIM,
-        "layer_num": 2,
-        "device": "cpu",
-        "enable_memory_saver": False,
-        "enable_alt_stream": False,
-    }
-    return MHATokenToKVPool(**{**given, **changed})
-
-
-def runner(**changed: Any) -> Any:
-    """What the backend reads of a model runner: request ``i`` has the pages from ``8 i`` on, in reverse."""
-    requests = ReqToTokenPool(size=3, max_context_len=MAX_LEN, device="cpu", enable_memory_saver=False)
-    for request in range(4):
-        pages = [COLUMNS * request + column for column in reversed(range(COLUMNS))]
-        slots = [page * PAGE + token for page in pages for token in range(PAGE)]
-        requests.req_to_token[request] = torch.tensor(slots, dtype=INT32)
-    given = {
-        "token_to_kv_pool": pool_of(),
-        "req_to_token_pool": requests,
-        "page_size": PAGE,
-        "dtype": BF16,
-        "model_config": SimpleNamespace(context_len=MAX_LEN),
-    }
-    return SimpleNamespace(**{**given, **changed})
-
-
-def backend(**changed: Any) -> Any:
-    made = ATTENTION_BACKENDS[NAME](runner(**changed))
-    assert isinstance(made, AttentionBackend)
-    return made
-
-
-def batch(mode: ForwardMode, requests: list[int], kv_lens: list[int], new: list[int] | None = None) -> ForwardBatch:
-    tokens = len(requests) if new is None else sum(new)
-    return ForwardBatch(
-        forward_mode=mode,
-        batch_size=len(requests),
-        input_ids=torch.zeros(tokens, dtype=torch.int64),
-        req_pool_indices=torch.tensor(requests),
-        seq_lens=torch.tensor(kv_lens),
-        seq_lens_cpu=torch.tensor(kv_lens),
-        seq_lens_sum=sum(kv_lens),
-        out_cache_loc=torch.arange(tokens),
-        extend_seq_lens=None if new is None else torch.tensor(new, dtype=INT32),
-        extend_seq_lens_cpu=new,
-    )
-
-
-def layer_of(**changed: Any) -> Any:
-    given = {"num_heads": HEADS, "head_dim": DIM, "scaling": 0.125, "num_kv_heads": KV_HEADS, "layer_id": 1}
-    return RadixAttention(**{**given, **changed})
-
-
-def forward(made: Any, step: ForwardBatch, layer: Any = None, save: bool = False, **given: Any) -> tuple[Any, Any]:
-    tokens = len(step.input_ids)
-    q = torch.zeros(tokens, HEADS * DIM, dtype=BF16)
-    k, v = (torch.ones(tokens, KV_HEADS, DIM, dtype=BF16) for _ in range(2))
-    out = made.forward(q, k, v, layer or layer_of(), step, save_kv_cache=save, **given)
-    assert out.shape == q.shape
-    return q, out
 
 
 def test_the_backend_can_be_chosen() -> None:

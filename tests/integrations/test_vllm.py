@@ -16,7 +16,7 @@ if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not importable (tools/stage_engines.py, make test-engines)", allow_module_level=True)
 # isort: off
 from vllm_steps import BACKEND, BF16, BLOCK, BLOCKS, DIM, HEADS, KV_HEADS, MAX_LEN  # noqa: E402  (first: it imports vLLM)
-from vllm_steps import builder, cache, layer, run, step  # noqa: E402
+from vllm_steps import INT32, builder, cache, layer, run, step  # noqa: E402
 
 # isort: on
 from launch_records import has_segments, integers, launches  # noqa: E402
@@ -26,6 +26,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionType  # noqa:
 from vllm.v1.kv_cache_interface import KVCacheLayout  # noqa: E402
 
 from cubin_runtime.errors import UsageError  # noqa: E402
+from cubin_runtime.integrations.paged_batch import LayerOptions  # noqa: E402
 from cubin_runtime.integrations.vllm import NAME  # noqa: E402
 from cubin_runtime.testing import StandIn  # noqa: E402
 
@@ -221,12 +222,57 @@ def test_layers_that_are_refused(backend: Any, changed: dict[str, Any], named: s
         layer(backend, **changed)
 
 
-@pytest.mark.parametrize("changed", [{"causal": False}, {"mm_req_doc_ranges": {0: [(0, 3)]}}])
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"causal": False},
+        {"causal": torch.ones(1, dtype=torch.bool)},
+        {"mm_req_doc_ranges": {0: [(0, 3)]}},
+        {"rswa_prefix_lens": torch.zeros(1)},
+    ],
+)
 def test_steps_that_are_refused(backend: Any, changed: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="mm_req_doc_ranges"):
         builder(backend).build(0, step([20], [20], **changed))
 
 
-def test_a_scaled_output_is_refused(backend: Any) -> None:
-    with pytest.raises(UsageError, match="output_scale"):
-        layer(backend).forward(None, None, None, None, None, None, None, output_scale=torch.ones(()))
+@pytest.mark.parametrize("name", ["output_scale", "output_block_scale"])
+def test_a_scaled_output_is_refused(backend: Any, name: str) -> None:
+    with pytest.raises(UsageError, match=name):
+        layer(backend).forward(None, None, None, None, None, None, None, **{name: torch.ones(())})
+
+
+def test_a_layer_has_the_attributes_that_vllm_reads(backend: Any) -> None:
+    made = backend.get_impl_cls()(HEADS, DIM, 0.125)
+    assert (made.num_heads, made.head_size, made.scale, made.num_kv_heads) == (HEADS, DIM, 0.125, HEADS)
+    assert (made.kv_cache_dtype, made.kv_sharing_target_layer_name, made.sinks) == ("auto", None, None)
+    made.process_weights_after_loading(BF16)
+    assert made._options == LayerOptions(0.125, -1, 0.0, None, False)
+    given = {"kv_cache_dtype": "bfloat16", "kv_sharing_target_layer_name": "first", "sliding_window": 1}
+    made = layer(backend, **given, logits_soft_cap=30.0)
+    assert (made.kv_cache_dtype, made.kv_sharing_target_layer_name, made.num_kv_heads) == (
+        "bfloat16",
+        "first",
+        KV_HEADS,
+    )
+    assert made._options == LayerOptions(0.125, 0, 30.0, None, False)
+
+
+def test_what_the_backend_and_its_builder_say(backend: Any) -> None:
+    assert backend.get_supported_kernel_block_sizes() == [16, 32, 64, 128, 256, 512, 1024]
+    assert backend.get_supported_head_sizes() == [64, 128, 256]
+    assert backend.forward_includes_kv_cache_update is False
+    assert backend.supports_device_cpu_query_lens_mismatch() is False
+    assert builder(backend).reorder_batch_threshold == 1
+
+
+def test_a_bound_within_the_pages_of_a_step(backend: Any) -> None:
+    columns = torch.zeros(2, 3, dtype=INT32)
+    built = builder(backend).build(0, step([1, 20], [40, 20], block_table_tensor=columns, max_seq_len=MAX_LEN))
+    assert (built.decodes.max_seq_len, built.prefills.max_seq_len) == (3 * BLOCK, 3 * BLOCK)
+    assert (built.decodes.max_q_len, built.decodes.first_row, built.prefills.first_row) == (1, 0, 1)
+
+
+def test_a_step_without_tokens(backend: Any) -> None:
+    built = builder(backend).build(0, step([0], [0]))
+    assert (built.decodes, built.prefills) == (None, None)

@@ -35,9 +35,6 @@ class CubinRuntimeAttnBackend(AttentionBackend):  # type: ignore[misc]
         self._first_slots = model_runner.req_to_token_pool.req_to_token[:, ::page]
         self._max_len: int = model_runner.model_config.context_len
         self._batch_invariant = bool(get_exec().deterministic.enable_deterministic_inference)
-        self._graph_table: Any = None
-        self._graph_lengths: Any = None
-        self.forward_metadata = PagedBatch(None, None)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """The step's ``PagedBatch``; lengths on the host bound its page table.

@@ -1,0 +1,159 @@
+"""SGLang's backend at the edges of what it takes: pools, pages, bounds of a step, layers, captured steps."""
+
+from __future__ import annotations
+
+import importlib.util
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+if importlib.util.find_spec("sglang") is None:
+    pytest.skip("SGLang is not importable (tools/stage_engines.py, make test-engines)", allow_module_level=True)
+# isort: off
+from sglang_steps import BF16, COLUMNS, DIM, HEADS, KV_HEADS, MAX_LEN, PAGE  # noqa: E402  (first: it imports SGLang)
+from sglang_steps import INT32, backend, batch, forward, layer_of, pool_of, runner  # noqa: E402
+
+# isort: on
+from launch_records import launches  # noqa: E402
+from sglang.srt.layers.radix_attention import AttentionType  # noqa: E402
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool  # noqa: E402
+from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: E402
+
+from cubin_runtime.errors import UsageError  # noqa: E402
+from cubin_runtime.integrations.paged_batch import LayerOptions  # noqa: E402
+from cubin_runtime.testing import StandIn  # noqa: E402
+
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("hopper")]
+BACKEND = "cubin_runtime.integrations.sglang.backend"
+
+
+@pytest.fixture(autouse=True)
+def execution(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    deterministic = SimpleNamespace(enable_deterministic_inference=False)
+    monkeypatch.setattr(f"{BACKEND}.get_exec", lambda: SimpleNamespace(deterministic=deterministic))
+    return deterministic
+
+
+@pytest.fixture
+def attended(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The arguments of ``attend``, which does nothing."""
+    calls: list[Any] = []
+    monkeypatch.setattr(f"{BACKEND}.attend", lambda *given: calls.append(given))
+    return calls
+
+
+def planned(step: Any, **changed: Any) -> Any:
+    made = backend(**changed)
+    made.init_forward_metadata(step)
+    return made.forward_metadata
+
+
+class Subclass(MHATokenToKVPool):  # type: ignore[misc]
+    """Another pool, whose slots may lie elsewhere."""
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_pools_of_the_dtypes_with_kernels(dtype: Any) -> None:
+    backend(token_to_kv_pool=pool_of(dtype=dtype), dtype=dtype)
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float32), (BF16, torch.float16), (torch.float16, BF16)])
+def test_pools_of_other_dtypes_are_refused(dtypes: Any) -> None:
+    with pytest.raises(UsageError, match=f"kv_cache_dtype: {dtypes[0]}, expected the model's"):
+        backend(token_to_kv_pool=pool_of(dtype=dtypes[0]), dtype=dtypes[1])
+
+
+def test_pools_of_another_class_or_layout_are_refused() -> None:
+    other = pool_of()
+    other.__class__ = Subclass
+    with pytest.raises(UsageError, match="token_to_kv_pool: a Subclass with layout 'nhd'"):
+        backend(token_to_kv_pool=other)
+    pool = pool_of()
+    pool.kv_cache_layout = "hnd"
+    with pytest.raises(UsageError, match="token_to_kv_pool: a MHATokenToKVPool with layout 'hnd'"):
+        backend(token_to_kv_pool=pool)
+
+
+def test_a_decode_is_bounded_by_its_pages_and_by_the_model() -> None:
+    (few, none), most = (
+        (metadata.decodes, metadata.prefills)
+        for metadata in (planned(batch(ForwardMode.DECODE, [1, 2], lens)) for lens in ([33, 7], [128, 100]))
+    )
+    assert none is None
+    assert (few.table.shape, few.max_seq_len, few.rows, few.first_row, few.max_q_len) == ((2, 3), 3 * PAGE, 2, 0, 1)
+    assert (few.lengths.dtype, few.lengths.tolist(), few.table.dtype, few.sums) == (INT32, [33, 7], INT32, None)
+    assert (most[0].table.shape, most[0].max_seq_len) == ((2, COLUMNS), MAX_LEN)
+    short = SimpleNamespace(context_len=40)
+    assert planned(batch(ForwardMode.DECODE, [1], [35]), model_config=short).decodes.max_seq_len == 40
+
+
+def test_a_prompt_is_bounded_by_its_longest_request() -> None:
+    metadata = planned(batch(ForwardMode.EXTEND, [1, 2], [33, 16], [3, 16]))
+    part = metadata.prefills
+    assert metadata.decodes is None
+    assert (part.first_row, part.rows, part.max_q_len, part.max_seq_len) == (0, 19, 16, 33)
+    assert (part.sums.tolist(), part.sums.dtype, part.table.shape, part.lengths.tolist()) == (
+        [0, 3, 19],
+        INT32,
+        (2, 3),
+        [33, 16],
+    )
+
+
+def test_a_captured_step_has_the_bound_of_the_model(attended: list[Any]) -> None:
+    made = backend()
+    made.init_cuda_graph_state(4, 4)
+    step = batch(ForwardMode.DECODE, [2, 1], [33, 7])
+    made.init_forward_metadata_out_graph(step)
+    made.init_forward_metadata_in_graph(step)
+    part = made.forward_metadata.decodes
+    assert made.forward_metadata.prefills is None
+    assert (part.first_row, part.rows, part.max_q_len, part.max_seq_len, part.sums) == (0, 2, 1, MAX_LEN, None)
+    assert (part.table.shape, part.table.dtype) == ((2, COLUMNS), INT32)
+    assert part.table[:, 0].tolist() == [2 * COLUMNS + COLUMNS - 1, COLUMNS + COLUMNS - 1]
+    assert (part.lengths.tolist(), part.lengths.dtype) == ([33, 7], INT32)
+
+
+def test_an_idle_step_is_captured(standin: StandIn) -> None:
+    made, step = backend(), batch(ForwardMode.IDLE, [], [])
+    made.init_cuda_graph_state(2, 2)
+    made.init_forward_metadata_out_graph(step)
+    forward(made, step)
+    assert launches(standin) == []
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_what_attention_gets(attended: list[Any], execution: SimpleNamespace, deterministic: bool) -> None:
+    execution.enable_deterministic_inference = deterministic
+    made, step = backend(), batch(ForwardMode.DECODE, [1, 2], [40, 3])
+    made.init_forward_metadata(step)
+    layer = layer_of(sliding_window_size=15, logit_cap=30.0, scaling=0.25)
+    query, out = forward(made, step, layer, sinks=torch.arange(HEADS, dtype=BF16))
+    ((q, k_cache, v_cache, kv_layout, metadata, options, result),) = attended
+    assert (q.shape, q.data_ptr(), result.data_ptr()) == ((2, HEADS, DIM), query.data_ptr(), out.data_ptr())
+    keys, values = made._pool.get_kv_buffer(1)
+    assert (k_cache.data_ptr(), v_cache.data_ptr(), kv_layout) == (keys.data_ptr(), values.data_ptr(), "NHD")
+    assert k_cache.shape == v_cache.shape == (keys.shape[0] // PAGE, PAGE, KV_HEADS, DIM)
+    assert metadata is made.forward_metadata
+    assert (options.sinks.dtype, options.sinks.tolist()) == (torch.float32, list(range(HEADS)))
+    assert options._replace(sinks=None) == LayerOptions(0.25, 15, 30.0, None, deterministic)
+    forward(made, step, layer_of())
+    assert attended[1][5] == LayerOptions(0.125, -1, 0.0, None, deterministic)
+
+
+@pytest.mark.parametrize("changed", [{"attn_type": AttentionType.ENCODER_ONLY}, {"is_cross_attention": True}, {}])
+def test_a_layer_that_is_not_a_plain_decoder_is_refused(attended: list[Any], changed: Any) -> None:
+    made, step = backend(), batch(ForwardMode.DECODE, [1], [40])
+    made.init_forward_metadata(step)
+    layer = layer_of(**changed)
+    if not changed:
+        layer.xai_temperature_len = 1
+    with pytest.raises(UsageError, match="expected a plain decoder layer"):
+        forward(made, step, layer)
+    assert attended == []
+
+
+def test_the_runner_of_the_tests_has_pages_in_reverse() -> None:
+    assert runner().req_to_token_pool.req_to_token[1, :2].tolist() == [15 * PAGE, 15 * PAGE + 1]
