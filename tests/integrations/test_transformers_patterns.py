@@ -123,11 +123,12 @@ class Recorded:
     """Operators that keep the options of a call."""
 
     def __init__(self) -> None:
+        self.given: tuple[Any, ...] = ()
         self.options: dict[str, Any] = {}
         self.operators = SimpleNamespace(even=self._call, ragged=self._call, cached=self._call)
 
-    def _call(self, q: Any, *_: Any, **options: Any) -> Any:
-        self.options = options
+    def _call(self, q: Any, *given: Any, **options: Any) -> Any:
+        self.given, self.options = given, options
         return torch.zeros_like(q)
 
 
@@ -208,6 +209,18 @@ def test_running_sums_of_the_caller_have_the_pattern_of_the_layer() -> None:
     for pattern in (True, False):
         layer = SimpleNamespace(is_causal=pattern)
         assert causal(layer, cu_seq_lens_q=sums, cu_seq_lens_k=sums) == pattern
+
+
+def test_running_sums_of_the_caller_come_before_those_of_the_mask() -> None:
+    recorded, sums = Recorded(), torch.tensor([0, 1, 3], dtype=torch.int32)
+    form = mask(
+        1, 3, 3, mask_function=and_masks(causal_mask_function, packed_sequence_mask_function(torch.arange(3)[None]))
+    )
+    q, k = torch.zeros(1, 4, 3, 64), torch.zeros(1, 2, 3, 64)
+    given = {"cu_seq_lens_q": sums, "cu_seq_lens_k": sums, "max_length_q": 2, "max_length_k": 2}
+    attention(recorded.operators, SimpleNamespace(), q, k, k, form, **given)
+    _, _, q_sums, k_sums, *bounds = recorded.given
+    assert (q_sums is sums, k_sums is sums, bounds) == (True, True, [2, 2])
 
 
 @pytest.mark.parametrize(
