@@ -211,6 +211,14 @@ def test_running_sums_of_the_caller_have_the_pattern_of_the_layer() -> None:
         assert causal(layer, cu_seq_lens_q=sums, cu_seq_lens_k=sums) == pattern
 
 
+def test_as_many_packed_sequences_as_tokens_of_two_rows_but_one() -> None:
+    ids = torch.tensor([[0, 1, 2], [0, 0, 1]])  # their sums are as many as the keys and queries of a row
+    form = mask(2, 3, 3, mask_function=and_masks(causal_mask_function, packed_sequence_mask_function(ids)))
+    recorded, (q, k) = Recorded(), (torch.zeros(2, heads, 3, 64) for heads in (4, 2))
+    attention(recorded.operators, SimpleNamespace(), q, k, k, form)
+    assert recorded.given[2].tolist() == recorded.given[3].tolist() == [0, 1, 2, 3, 5, 6]
+
+
 def test_running_sums_of_the_caller_come_before_those_of_the_mask() -> None:
     recorded, sums = Recorded(), torch.tensor([0, 1, 3], dtype=torch.int32)
     form = mask(
