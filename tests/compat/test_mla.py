@@ -304,11 +304,11 @@ def test_a_given_log_sum_exp_of_either_form_is_filled(
     assert (sent(standin)["lse"], sent(standin)["lse_token_stride"]) == (lse.pointer, HEADS)
 
 
-def test_the_lowest_operator_multiplies_its_scales(standin: StandIn, memory: MadeUpMemory) -> None:
+def test_the_lowest_operator_multiplies_its_scales_and_nothing_more(standin: StandIn, memory: MadeUpMemory) -> None:
     given = xqa_mla_arguments(memory, q_scale=2.0, kv_scale=0.5)
     flashinfer.xqa_mla(**given)
     seen = sent(standin)
-    assert seen["softmax_scale_log2"] == pytest.approx(2.0 * 0.5 / math.sqrt(576) * LOG2_E)
+    assert seen["softmax_scale_log2"] == pytest.approx(2.0 * 0.5 * LOG2_E)
     assert (seen["output_scale"], seen["out"], seen["max_seq_len"]) == (0.5, given["output"].pointer, PAGE * COLUMNS)
     assert seen["status"] == given["semaphores"].pointer
 

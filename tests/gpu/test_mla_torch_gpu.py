@@ -117,7 +117,7 @@ def test_the_lowest_operator(runtime: Runtime, rng: np.random.Generator, name: s
         torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda"),
         torch.zeros(SEMAPHORE_BYTES, dtype=torch.uint8, device="cuda"),
         case.page_size,
-        q_scale=case.scale * case.width**0.5 / case.output_scale,
+        q_scale=case.scale / case.output_scale,
         kv_scale=case.output_scale,
     )
     assert_right(case, host, out)

@@ -177,7 +177,7 @@ def by_xqa_mla(runtime: Runtime, device: int) -> tuple[Any, Any]:
         buffer_on(out.device),
         torch.zeros(2 << 20, dtype=torch.int32, device=out.device),
         PAGE,
-        q_scale=0.05 * (LATENT + 64) ** 0.5,
+        q_scale=0.05,
     )
     return out.squeeze(1), mla_reference(given)
 

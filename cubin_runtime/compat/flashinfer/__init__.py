@@ -18,6 +18,7 @@ so do ``trtllm_batch_decode_with_kv_cache`` and ``trtllm_batch_decode_with_kv_ca
   with any mask (counted from a query token's index, as FlashInfer does), ragged drafts, e4m3 queries, an LSE, any
   output dtype.
 - MLA: what FlashInfer has for SM120 only, with 1 to 128 heads, q_len up to 16, ragged queries, sinks and an LSE.
+  ``bmm2_scale`` of the batch operators is a factor of the output alone, on SM120 FlashInfer's of the scores too.
 - ``bmm2_scale`` and ``kv_scale`` also apply to 16-bit caches, where FlashInfer drops them from one side or both.
 
 ``append_paged_kv_cache``, ``append_paged_mla_kv_cache``, ``merge_state``, ``merge_state_in_place`` and ``merge_states``

@@ -173,6 +173,8 @@ def xqa_batch_decode_with_kv_cache_mla(
 
     Args:
         query: ``[batch, q_len, heads, kv_lora_rank + qk_rope_head_dim]``; q_len up to 16, up to 128 heads.
+        bmm1_scale, bmm2_scale: scales of scores and output. FlashInfer's SM120 kernel multiplies the scores by
+            bmm1_scale * bmm2_scale; here, as in trtllm-gen kernels, ``bmm2_scale`` is a factor of the output alone.
         out: ``[batch, q_len, heads, kv_lora_rank]``. With one token per request, FlashInfer allocates that shape but
             accepts only ``[batch, heads, kv_lora_rank]``; both are accepted here.
 

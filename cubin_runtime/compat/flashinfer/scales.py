@@ -48,8 +48,10 @@ def times(first: ScaleProduct, second: ScaleProduct, runtime: Runtime) -> ScaleP
     return ScaleProduct(first.number * second.number, tensor)
 
 
-def head_scales(given: Arguments, q: TensorView, out: TensorView) -> tuple[ScaleProduct, ScaleProduct]:
-    """Scales of scores and output: q_scale * kv_scale / sqrt(head_dim), and kv_scale * rcp_out_scale.
+def head_scales(
+    given: Arguments, q: TensorView, out: TensorView, of_scores: float = 1.0
+) -> tuple[ScaleProduct, ScaleProduct]:
+    """Scales of scores and output: q_scale * kv_scale * ``of_scores``, and kv_scale * rcp_out_scale.
 
     Raises:
         UsageError: as ``factor_of``; or ``rcp_out_scale`` is not 1 although the output is not e4m3.
@@ -58,8 +60,7 @@ def head_scales(given: Arguments, q: TensorView, out: TensorView) -> tuple[Scale
     if factor != 1.0 and out.dtype != E4M3:
         raise UsageError(f"rcp_out_scale={factor}: output is {out.dtype}, expected 1.0 unless it is {E4M3}")
     of_q, of_kv = factor_of("q_scale", given.q_scale, q.device), factor_of("kv_scale", given.kv_scale, q.device)
-    root = ScaleProduct(1 / math.sqrt(max(1, q.shape[-1])) if q.shape else 1.0)
-    scores = times(times(of_q, of_kv, rt), root, rt)
+    scores = times(times(of_q, of_kv, rt), ScaleProduct(of_scores), rt)
     return scores, times(of_kv, factor_of("rcp_out_scale", factor, q.device), rt)
 
 

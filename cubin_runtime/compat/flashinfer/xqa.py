@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...attention.backends import XQA
 from ...attention.checks import check_dtype, integer
+from ...attention.decode_operator import default_scale
 from ...attention.fast_path import operator_function
 from ...attention.gqa import paged_decode
 from ...attention.mla import mla_decode
@@ -113,6 +114,7 @@ def xqa(
         _NAMES,
         (requests, keys, v_cache, table, lengths),
         results,
+        scores_factor=default_scale(query.shape),
         tokens=lengths.shape[0] * q_seq_len,
         max_seq_len=table.shape[1] * page_size,
         kv_layout=kv_layout,
@@ -153,7 +155,8 @@ def xqa_mla(
         output: ``[batch, 1, heads, latent]`` or without the 1; bf16, fp16 or e4m3.
         page_size: must match ``k_cache``: 32, 64 or 128.
         q_scale, kv_scale: each a number or a float32 scalar on the device. Scores are multiplied by
-            q_scale * kv_scale / sqrt(latent + 64), the output by kv_scale.
+            q_scale * kv_scale, the output by kv_scale. In contrast to ``xqa``, ``q_scale`` has to include the softmax
+            scale, 1 / sqrt(head_dim before the projection).
     """
     given = Arguments.of(xqa_mla, locals(), query=q)
     query, out, table = view_of(q, "q"), view_of(output, "output"), view_of(page_table, "page_table")
@@ -185,12 +188,16 @@ def _launch(
     out: TensorView,
     *,
     tokens: int,
+    scores_factor: float = 1.0,
     **options: Any,
 ) -> None:
-    """``native.launch`` with these operators' scales and workspace; ``tokens`` is a bound on the query tokens."""
+    """``native.launch`` with these operators' scales and workspace; ``tokens`` is a bound on the query tokens.
+
+    Scores are multiplied by ``scores_factor`` besides the caller's scales.
+    """
     q = tensors[0]
     given.backend_on(q.device, XQA)
-    softmax_scale, output_scale = head_scales(given, q, out)
+    softmax_scale, output_scale = head_scales(given, q, out, scores_factor)
     workspace = with_enough_semaphores(given, tokens * q.shape[-2], q.device)
     out = like_query(q, out, "output", 1)
     launch(
