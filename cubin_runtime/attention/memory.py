@@ -29,6 +29,10 @@ class TensorMemory(Protocol):
         """A new tensor, ``tensor`` times ``factor``, computed on the device."""
         ...
 
+    def check_scalable(self, name: str, tensor: Any) -> None:
+        """Raise ``UsageError`` unless ``scale_in_place`` can change the argument ``name``."""
+        ...
+
     def scale_in_place(self, tensor: Any, factor: float) -> None:
         """Multiply ``tensor`` by ``factor`` on the device."""
         ...
@@ -87,10 +91,13 @@ class TorchMemory:
         _check_torch(tensor, "a scale in base 2")
         return note_made(tensor * factor, lambda scale: scale * factor, (tensor,))
 
+    def check_scalable(self, name: str, tensor: Any) -> None:
+        """As ``TensorMemory``."""
+        if not is_torch(tensor):
+            raise UsageError(f"{name}: got {type(tensor).__name__}, expected a torch tensor where its base is changed")
+
     def scale_in_place(self, tensor: Any, factor: float) -> None:
         """As ``TensorMemory``; a call that does it takes the full path each time."""
-        if not is_torch(tensor):
-            raise UsageError(f"lse: got {type(tensor).__name__}, expected a torch tensor where its base is changed")
         note_unrepeatable()
         tensor.mul_(factor)
 

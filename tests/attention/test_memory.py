@@ -27,7 +27,7 @@ def test_other_tensors_than_torch_s_are_refused(act: object, words: str) -> None
 
 def test_only_a_torch_tensor_is_scaled_where_it_lies() -> None:
     with pytest.raises(UsageError, match="lse: got TensorView, expected a torch tensor"):
-        TorchMemory().scale_in_place(VIEW, 0.5)
+        TorchMemory().check_scalable("lse", VIEW)
 
 
 def test_only_a_torch_tensor_of_x() -> None:

@@ -49,6 +49,9 @@ class MadeUpMemory:
         what = f"product of {first.pointer:#x} and {second.pointer:#x}"
         return self._made(what, first, self.tensor(first.dtype, 1))
 
+    def check_scalable(self, name: str, tensor: TensorView) -> None:
+        pass
+
     def scale_in_place(self, tensor: TensorView, factor: float) -> None:
         self.made.append((f"scaled in place by {factor:.4f}", tensor))
 

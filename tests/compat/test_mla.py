@@ -14,6 +14,7 @@ from trtllm_calls import MadeUpMemory, made, mla_arguments, tensor
 from xqa_calls import mla_batch_arguments, xqa_mla_arguments
 
 from cubin_runtime.attention import BackendError
+from cubin_runtime.attention.memory import TorchMemory
 from cubin_runtime.compat import flashinfer
 from cubin_runtime.errors import UsageError, WorkspaceError
 from cubin_runtime.testing import StandIn
@@ -74,6 +75,56 @@ def test_the_lse_has_the_base_that_is_asked_for(
     returned = flashinfer.trtllm_batch_decode_with_kv_cache_mla(**arguments)[1]
     scaled = [what for what, tensor in memory.made if tensor is returned and what.startswith("scaled")]
     assert (scaled, returned is lse) == (changes, given)
+
+
+def dealt(memory: MadeUpMemory) -> dict[str, Any]:
+    lengths = memory.tensor("int32", 4)
+    return mla_arguments(memory, enable_dcp=True, cp_world=2, causal_seqlens_kv_global=lengths)
+
+
+def on_pages(memory: MadeUpMemory, page: int) -> dict[str, Any]:
+    return mla_batch_arguments(memory, kv_cache=memory.tensor("bfloat16", PAGES, page, 576))
+
+
+def of_heads(memory: MadeUpMemory, heads: int) -> dict[str, Any]:
+    return mla_batch_arguments(memory, query=memory.tensor("bfloat16", 4, 1, heads, 576))
+
+
+OF_CUTE_DSL: dict[str, Callable[[MadeUpMemory], dict[str, Any]]] = {
+    "keys of other ranks": dealt,
+    "ragged queries": lambda memory: ragged(memory, max_q_len=4),
+    "pages of 128 tokens": lambda memory: on_pages(memory, 128),
+    "65 heads": lambda memory: of_heads(memory, 65),
+    "127 heads": lambda memory: of_heads(memory, 127),
+}
+OF_TRTLLM_GEN: dict[str, Callable[[MadeUpMemory], dict[str, Any]]] = {
+    "pages of 32 tokens": lambda memory: on_pages(memory, 32),
+    "64 heads": lambda memory: of_heads(memory, 64),
+    "128 heads": lambda memory: of_heads(memory, 128),
+}
+
+
+@pytest.mark.parametrize("kind", [*OF_CUTE_DSL, *OF_TRTLLM_GEN])
+@pytest.mark.parametrize("base", [None, "base2", "basee"])
+def test_a_base_that_is_left_out_is_that_of_flashinfer_s_kernel_for_the_call(
+    memory: MadeUpMemory, kind: str, base: str | None
+) -> None:
+    arguments = {**OF_CUTE_DSL, **OF_TRTLLM_GEN}[kind](memory)
+    flashinfer.trtllm_batch_decode_with_kv_cache_mla(**arguments, return_lse=True, return_lse_base=base)
+    natural = kind in OF_CUTE_DSL if base is None else base == "basee"
+    assert [what for what, _ in memory.made if what.startswith("scaled")] == ["scaled in place by 0.6931"] * natural
+
+
+@pytest.mark.parametrize("arguments", [dealt, lambda memory: mla_batch_arguments(memory, return_lse_base="basee")])
+def test_a_log_sum_exp_that_cannot_be_scaled_is_refused_before_the_launch(
+    standin: StandIn, memory: MadeUpMemory, monkeypatch: pytest.MonkeyPatch, arguments: Callable[..., dict[str, Any]]
+) -> None:
+    monkeypatch.setattr(memory, "check_scalable", TorchMemory().check_scalable)
+    given = arguments(memory)
+    lse = memory.tensor("float32", given["query"].shape[0] * given["query"].shape[1], HEADS)
+    with pytest.raises(UsageError, match="lse: got TensorView, expected a torch tensor where its base is changed"):
+        flashinfer.trtllm_batch_decode_with_kv_cache_mla(**given, lse=lse)
+    assert "cuLaunchKernelEx" not in standin.names()
 
 
 def test_a_base_of_no_lse_changes_nothing(memory: MadeUpMemory) -> None:

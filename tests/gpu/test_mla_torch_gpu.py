@@ -79,7 +79,7 @@ def test_the_batch_operators(runtime: Runtime, rng: np.random.Generator, name: s
     case = DENSE[name]
     host = mla_host(case, rng)
     given = batch_arguments(case, host)
-    out, lse = ours.trtllm_batch_decode_with_kv_cache_mla(**given, return_lse=True)
+    out, lse = ours.trtllm_batch_decode_with_kv_cache_mla(**given, return_lse=True, return_lse_base="base2")
     assert out.shape == (case.batch, case.q_len, case.heads, case.latent)
     assert_right(case, host, out, lse)
     assert_right(case, host, ours.xqa_batch_decode_with_kv_cache_mla(**given))
@@ -98,7 +98,7 @@ def test_ragged_queries(runtime: Runtime, rng: np.random.Generator, max_q_len: i
     given = batch_arguments(RAGGED, host)
     given["cum_seq_lens_q"] = torch.from_numpy(host.q_cu_seq_lens).cuda()
     out, lse = ours.trtllm_batch_decode_with_kv_cache_mla(**given, max_q_len=max_q_len, return_lse=True)
-    assert_right(RAGGED, host, out, lse)
+    assert_right(RAGGED, host, out, lse / np.log(2))  # FlashInfer's kernel for ragged queries gives it in base e
 
 
 @pytest.mark.parametrize("name", ["bf16", "16 heads, 4-dimensional cache", "e4m3 cache"])

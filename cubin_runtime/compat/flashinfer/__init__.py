@@ -38,9 +38,9 @@ On SM100 and SM103 these two and decoding run NVIDIA's trtllm-gen kernels:
 - The kernels come from the pinned release; they are fetched on first use and verified
   (``cubin_runtime.attention.trtllm_gen`` has ``preload`` and ``workspace_size``).
 
-Sizes are in tokens, strides are taken from the tensors, the LSE is float32 in base 2. Every function raises
-``UsageError`` (a ``ValueError``) for an argument outside its domain or a call that no kernel takes, ``BackendError`` on
-a device that no backend supports, ``WorkspaceError`` for a workspace that is too small.
+Sizes are in tokens, strides are taken from the tensors, the LSE is float32 in base 2 (MLA: ``return_lse_base``). Every
+function raises ``UsageError`` (a ``ValueError``) for an argument outside its domain or a call that no kernel takes,
+``BackendError`` on a device that no backend supports, ``WorkspaceError`` for a workspace that is too small.
 """
 
 from __future__ import annotations

@@ -65,6 +65,7 @@ class Arguments:
     cp_world: int = 1
     cp_rank: int = 0
     causal_seqlens_kv_global: Any = None
+    enable_dcp: bool = False
 
     @classmethod
     def of(cls, operator: Callable[..., Any], given: Mapping[str, Any], **renamed: Any) -> Arguments:

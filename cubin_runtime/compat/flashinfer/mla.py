@@ -18,7 +18,7 @@ from .arguments import MEMORY, SCALES, Arguments, query_of, tensor_or_none
 from .layouts import flat_tokens, latent_cache, nested_tokens, without
 from .lengths import batch_of, lengths_of, query_lengths
 from .native import check_skip_factor, decode_batch, page_table_of
-from .outputs import Output, check_lse_base, is_fp4, output_of
+from .outputs import Output, is_fp4, output_of
 from .torch_ops import torch_op
 from .trtllm_gen import pages, run_call
 
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 
 _HEAD_DIMS = ((512, 64), (256, 64))  # kv_lora_rank, qk_rope_head_dim
 _SPARSE_HEAD_DIMS = (512, 0)
+_LSE_BASES = ("basee", "base2")
+# What FlashInfer's trtllm-gen kernels take, whose LSE is in base 2; that of its CuTe DSL kernel is in base e.
+_BASE_2_PAGES = (32, 64)
+_BASE_E_HEADS = range(65, 128)
 
 
 def _output_shape(given: Mapping[str, Any]) -> tuple[int, ...]:
@@ -93,8 +97,9 @@ def trtllm_batch_decode_with_kv_cache_mla(
             with ``cum_seq_lens_q`` and with sparse MLA.
         uses_shared_paged_kv_idx: False: ``block_tables`` has K's and V's, ``[batch, 2, columns]``; xqa: V lies in K.
         sparse_mla_top_k_lens: trtllm-gen: int32 ``[tokens]``, how many of its keys a query token has.
-        return_lse_base: "base2" (None: too) or "basee", the base of ``lse``; "basee" needs a torch tensor, and
-            multiplies it by a launch of its own.
+        return_lse_base: "base2" or "basee", the base of ``lse``; "basee" needs a torch tensor, and multiplies it by a
+            launch of its own. None: that of the kernel which FlashInfer has for the call: base e with ``enable_dcp`` or
+            ``cum_seq_lens_q``, with 65 to 127 heads, and with pages of other than 32 or 64 tokens, else base 2.
         enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global: xqa: key i of all ranks is on rank i modulo
             ``cp_world``; int32 ``[batch]``, keys of each request on all ranks, those of its query tokens included.
         cute_dsl_impl, kv_scale_format, use_fp16_softmax: refused unless at their defaults.
@@ -109,7 +114,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         given.refuse("cp_world", "cp_rank", "causal_seqlens_kv_global")
     elif causal_seqlens_kv_global is None:
         raise UsageError("causal_seqlens_kv_global: None with enable_dcp, expected the lengths on all ranks")
-    check_lse_base(return_lse_base)
+    _check_lse_base(return_lse_base)
     _check_head_dims(qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim, sparse_mla_top_k)
     nested = cum_seq_lens_q is None
     by_request = query_of(query, 4 if nested else 3)
@@ -128,7 +133,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
             check_vector("causal_seqlens_kv_global", named, batch, "int32", q.device)
             if (cp_world, cp_rank) != (1, 0):  # that rank has all keys
                 dealing = {"global_seq_lens": named, "cp_world": cp_world, "cp_rank": cp_rank}
-        return _decode_native(given, by_request, lengths, kv_lora_rank, None if nested else max_q, cum_q, **dealing)
+        bound = None if nested else max_q
+        return _decode_native(given, by_request, lengths, kv_lora_rank, bound, cum_q, **dealing)
     given.refuse("enable_dcp", backend=found)
     cache = latent_cache(kv_cache)
     return run_call(
@@ -141,6 +147,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         max_q=max_q,
         max_kv=integer("max_seq_len", max_seq_len),
         cum_seq_lens_q=cum_q,
+        natural_lse=_has_natural_lse(given, q.shape[1], cache.shape[2]),
         **pages(given, cache, cache),
         top_k=integer("sparse_mla_top_k", sparse_mla_top_k),
         top_k_lens=tensor_or_none(sparse_mla_top_k_lens, "sparse_mla_top_k_lens", q.device),
@@ -209,10 +216,24 @@ def _decode_native(
         lengths,
         output,
         page_size=cache.shape[2],
+        natural_lse=_has_natural_lse(given, q.shape[-2], cache.shape[2]),
         max_q_len=max_q_len,
         q_cu_seq_lens=q_cu_seq_lens,
         **dealing,
     )
+
+
+def _check_lse_base(base: Any) -> None:
+    if base is not None and base not in _LSE_BASES:
+        raise UsageError(f"return_lse_base={base!r}: expected None, {' or '.join(map(repr, _LSE_BASES))}")
+
+
+def _has_natural_lse(given: Arguments, heads: int, page_size: int) -> bool:
+    """Whether the LSE leaves in base e."""
+    if given.return_lse_base is not None:
+        return given.return_lse_base == "basee"
+    of_cute_dsl = heads in _BASE_E_HEADS or page_size not in _BASE_2_PAGES
+    return given.enable_dcp or given.cum_seq_lens_q is not None or of_cute_dsl
 
 
 def _check_head_dims(nope: int, lora: int, rope: int, top_k: int) -> None:

@@ -66,6 +66,7 @@ def decode_batch(
     *,
     page_size: int,
     output_scale: ScaleProduct | None = None,
+    natural_lse: bool = False,
     **options: Any,
 ) -> Any:
     """Decode with a workspace whose first part is its semaphores; (output, lse), or output.
@@ -76,12 +77,13 @@ def decode_batch(
         output: shaped like ``q``, or ``[tokens, heads, head_dim]``.
         page_size: tokens of a page.
         output_scale: None: ``bmm2_scale``.
+        natural_lse: whether the LSE leaves in base e.
 
     Raises:
         as ``decode``.
     """
     device, tokens = q.device, q.shape[0] if len(q.shape) == 3 else q.shape[0] * q.shape[1]
-    lse = lse_of(given, (tokens, q.shape[-2]))
+    lse = lse_of(given, (tokens, q.shape[-2]), natural=natural_lse)
     lse_view = tensor_or_none(lse, "lse", device)
     workspace = split_workspace(given.workspace_buffer, device)
     try:
@@ -101,7 +103,7 @@ def decode_batch(
         )
     except WorkspaceError as error:
         raise WorkspaceError(f"workspace_buffer, behind its {SEMAPHORE_BYTES} bytes of semaphores: {error}") from error
-    return with_lse(given, output, lse)
+    return with_lse(given, output, lse, natural=natural_lse)
 
 
 def launch(

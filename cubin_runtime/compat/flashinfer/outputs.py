@@ -13,8 +13,6 @@ from ...values import dataclass
 from .arguments import Arguments
 
 NVFP4 = "nvfp4"
-_NATURAL = "basee"
-_LSE_BASES = (_NATURAL, "base2")
 E4M3 = "float8_e4m3fn"
 _SCALE_BLOCK = 16  # elements that share a block scale
 _SCALE_ROWS, _SCALE_COLUMNS = 128, 4
@@ -84,22 +82,22 @@ def is_fp4(given: Arguments) -> bool:
     return _dtype_word(given.out_dtype) == NVFP4 or (hasattr(given.out, "data") and hasattr(given.out, "scale"))
 
 
-def lse_of(given: Arguments, shape: tuple[int, int]) -> Any:
-    """The LSE tensor: the caller's, a new one if it is to be returned, else None."""
-    if given.lse is None and given.return_lse:
-        return given.runtime.memory.empty(given.query, shape, "float32")
+def lse_of(given: Arguments, shape: tuple[int, int], *, natural: bool = False) -> Any:
+    """The LSE tensor: the caller's, a new one if it is to be returned, else None.
+
+    Raises:
+        UsageError: it leaves in base e, ``natural``, and the caller's cannot be scaled.
+    """
+    if given.lse is None:
+        return given.runtime.memory.empty(given.query, shape, "float32") if given.return_lse else None
+    if natural:
+        given.runtime.memory.check_scalable("lse", given.lse)
     return given.lse
 
 
-def check_lse_base(base: Any) -> None:
-    """Raise ``UsageError`` unless ``return_lse_base`` is one of FlashInfer's words."""
-    if base not in (None, *_LSE_BASES):
-        raise UsageError(f"return_lse_base={base!r}: expected None, {' or '.join(map(repr, _LSE_BASES))}")
-
-
-def with_lse(given: Arguments, output: Output, lse: Any) -> Any:
-    """What a call returns: (output, lse), or output. Kernels fill ``lse`` in base 2; it leaves in the one asked for."""
-    if lse is not None and given.return_lse_base == _NATURAL:
+def with_lse(given: Arguments, output: Output, lse: Any, *, natural: bool = False) -> Any:
+    """What a call returns: (output, lse), or output. Kernels fill ``lse`` in base 2; it leaves in base e if natural."""
+    if lse is not None and natural:
         given.runtime.memory.scale_in_place(lse, math.log(2))
     return (output.tensor, lse) if given.return_lse else output.tensor
 

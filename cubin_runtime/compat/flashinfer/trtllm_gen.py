@@ -25,12 +25,13 @@ def run_call(
     *,
     backend: str = AUTO,
     sinks_name: str = "sinks",
+    natural_lse: bool = False,
     **fields: Any,
 ) -> Any:
     """Run a call of ``kind`` with these ``fields`` and those that all calls have; (output, lse), or output.
 
     ``q`` is ``[tokens, heads, head_dim]``; the output may be ``[batch, q_len, heads, head_dim]``. ``sinks_name`` is the
-    operator's name for the sinks.
+    operator's name for the sinks; ``natural_lse``: the LSE leaves in base e.
 
     Raises:
         as ``cubin_runtime.attention.trtllm_gen.run``.
@@ -39,7 +40,7 @@ def run_call(
     # A tensor that was made for the scale must live until the launch is enqueued.
     bmm1, _made = scores_scale(given, device)
     bmm2 = scale_from("bmm2_scale", given.bmm2_scale, device)
-    lse = lse_of(given, (q.shape[0], q.shape[1]))
+    lse = lse_of(given, (q.shape[0], q.shape[1]), natural=natural_lse)
     lse_view = tensor_or_none(lse, "lse", device)
     if len(out.shape) == 4:
         if lse_view is not None and lse_view.shape == out.shape[:3]:
@@ -62,7 +63,7 @@ def run_call(
     )
     counters = given.multi_ctas_kv_counter_buffer
     run(call, given.workspace_buffer, counters=counters, backend=cast("TrtllmGenBackend", backend), runtime=rt)
-    return with_lse(given, output, lse)
+    return with_lse(given, output, lse, natural=natural_lse)
 
 
 def pages(given: Arguments, key: TensorView, value: TensorView) -> dict[str, Any]:
