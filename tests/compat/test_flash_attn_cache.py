@@ -82,6 +82,15 @@ def test_all_else_is_context_attention(
     assert (seen["page_table"], seen["seq_lens"]) == pointers
 
 
+def test_head_dimensions_that_no_decode_kernel_has_are_context_attention(
+    standin: StandIn, memory: MadeUpMemory
+) -> None:
+    keys, values = (memory.tensor("bfloat16", PAGES, PAGE, KV_HEADS, width) for width in (192, 128))
+    q = memory.tensor("bfloat16", BATCH, 1, HEADS, 192)
+    out = flash_attn_with_kvcache(**cache_arguments(memory, q=q, k_cache=keys, v_cache=values))
+    assert (out.shape, sent(standin)["num_pages"]) == ((BATCH, 1, HEADS, 128), PAGES)
+
+
 @pytest.mark.parametrize(
     ("more", "invariant"),
     [({}, False), ({"num_splits": 1}, True), ({"deterministic": True}, True), ({"num_splits": 4}, False)],

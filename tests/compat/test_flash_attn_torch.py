@@ -180,6 +180,30 @@ def test_few_tokens_over_many_keys_are_decoded_without_a_cache(
     assert "context_attention" in other.seen["symbol"]
 
 
+@pytest.mark.parametrize(("dim", "value_dim", "symbol"), [(128, 128, "paged_decode"), (192, 128, "context_attention")])
+def test_one_token_over_many_keys_of_any_head_dimension(
+    standin: StandIn, dim: int, value_dim: int, symbol: str
+) -> None:
+    q, k, v = (
+        torch.zeros(1, n, KV_HEADS, width, dtype=BF16) for n, width in ((1, dim), (2048, dim), (2048, value_dim))
+    )
+    assert flash_attn.flash_attn_func(q, k, v).shape == (1, 1, KV_HEADS, value_dim)
+    assert symbol in standin.calls("cuLaunchKernelEx")[0].seen["symbol"]
+
+
+@pytest.mark.parametrize("requests", [1, 3])
+def test_keys_of_another_number_of_requests_are_refused_where_they_would_be_decoded(
+    standin: StandIn, requests: int
+) -> None:
+    q = torch.zeros(2, 1, HEADS, DIM, dtype=BF16)
+    k, v = (torch.zeros(requests, 2048, KV_HEADS, DIM, dtype=BF16) for _ in range(2))
+    with pytest.raises(UsageError, match=rf"^k: shape \({requests}, 2048, 2, 128\), expected \(2, 2048, 2, 128\)"):
+        flash_attn.flash_attn_func(q, k, v)
+    with pytest.raises(UsageError, match=r"^k_cache: shape"):
+        flash_attn.flash_attn_with_kvcache(q, k, v, cache_seqlens=torch.zeros(2, dtype=INT32))
+    assert standin.calls("cuLaunchKernelEx") == []
+
+
 @pytest.mark.parametrize(("given", "lengths"), [(7, [7, 7, 7]), (None, [COLUMNS * PAGE] * BATCH)])
 def test_lengths_that_are_all_the_same(kept: dict[str, Any], given: Any, lengths: list[int]) -> None:
     flash_attn.flash_attn_with_kvcache(**cached(cache_seqlens=given))

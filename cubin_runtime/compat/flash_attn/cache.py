@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from ...attention.append import append_kv
 from ...attention.checks import integer
 from ...attention.gqa import paged_decode
-from ...attention.paged_cache import MAX_GROUP
+from ...attention.paged_cache import HEAD_DIMS, MAX_GROUP
 from ...errors import UsageError, WorkspaceError
 from ..renaming import renamed
 from .attention import attend
@@ -124,8 +124,12 @@ def _is_decode(queries: Queries, cache: Cache, lengths: Any, options: Options) -
     # Without a cache, the bits of a token are those of its prompt if they have to be the same.
     if cache.table is None and lengths is None and (cache.capacity < _DECODED_FROM or options.batch_invariant):
         return False
-    _, q_len, heads, _ = shape_of(queries.q, "q", 4)
-    kv_heads = shape_of(cache.k, "k_cache", 4)[2]
+    _, q_len, heads, head_dim = shape_of(queries.q, "q", 4)
+    requests, _, kv_heads, _ = shape_of(cache.k, options.names["k_cache"], 4)
+    if head_dim not in HEAD_DIMS or shape_of(cache.v, options.names["v_cache"], 4)[3] != head_dim:
+        return False
+    if cache.table is None and requests != queries.batch:
+        return False  # whose context attention is an error
     one_causal = q_len == 1 or (options.causal and q_len <= _MOST_DECODED)
     return one_causal and kv_heads > 0 and heads <= MAX_GROUP * kv_heads
 
