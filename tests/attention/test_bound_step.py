@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 from dataclasses import replace
 
+import pytest
 from attention_examples import Tensors
 
 from cubin_runtime.attention import Runtime, plan_paged_decode
+from cubin_runtime.errors import UsageError
 from cubin_runtime.testing import StandIn
 
 GOOD = Tensors()
@@ -41,3 +43,18 @@ def test_steps_send_what_a_run_sends(runtime: Runtime, standin: StandIn) -> None
     plan.run(**{**given, "q": moved["q"]}, workspace=workspace)
     assert len(set(parameters(standin)[7:])) == 1
     assert parameters(standin)[7] != parameters(standin)[0]
+
+
+def test_a_closed_step_says_so_by_name_and_by_position(runtime: Runtime, standin: StandIn) -> None:
+    given = {name: getattr(GOOD, name) for name in NAMES}
+    layer = plan_paged_decode(**given, max_seq_len=1024, runtime=runtime).bind(**{name: given[name] for name in CACHES})
+    moving = {name: view for name, view in given.items() if name not in CACHES}
+    layer.step(**moving)
+    earlier = layer.step
+    layer.close()
+    for step in (layer.step, earlier):
+        with pytest.raises(UsageError, match="step: the bound step is closed"):
+            step(**moving)
+        with pytest.raises(UsageError, match="step: the bound step is closed"):
+            step(*moving.values())
+    assert len(parameters(standin)) == 1
