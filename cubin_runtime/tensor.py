@@ -14,9 +14,10 @@ from .protocols import CudaArray, DLPackTensor, DTypeName
 from .values import dataclass
 
 _CUDA_DEVICE = 2  # kDLCUDA
-_DLPACK_CODES = {0: "int", 1: "uint", 2: "float", 4: "bfloat"}
+_DLPACK_CODES = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 6: "bool"}
 _DLPACK_E4M3FN = 10  # a code that says the width itself
-_ARRAY_KINDS = {"i": "int", "u": "uint", "f": "float"}
+_ARRAY_KINDS = {"i": "int", "u": "uint", "f": "float", "b": "bool"}
+_BOOL = "bool8"  # what a kind with its width makes of bool
 
 
 class TensorSpec(NamedTuple):
@@ -126,6 +127,8 @@ def _from_array_interface(tensor: Any, name: str) -> TensorView:
     described = tensor.__cuda_array_interface__
     kind, size = described["typestr"][1], int(described["typestr"][2:])
     dtype = f"{_ARRAY_KINDS.get(kind, kind)}{size * 8}"
+    if dtype == _BOOL:
+        dtype = "bool"
     if not is_dtype(dtype):
         raise UsageError(f"{name}: typestr {described['typestr']!r}, expected one of {', '.join(ITEM_BYTES)}")
     shape = tuple(described["shape"])
@@ -170,6 +173,8 @@ def _from_dlpack(tensor: Any, name: str) -> TensorView:
     dtype = f"{_DLPACK_CODES.get(managed.code, managed.code)}{managed.bits}"
     if (managed.code, managed.bits) == (_DLPACK_E4M3FN, 8):
         dtype = "float8_e4m3fn"
+    if dtype == _BOOL:
+        dtype = "bool"
     if not is_dtype(dtype) or managed.lanes != 1:
         raise UsageError(f"{name}: DLPack type {dtype} x {managed.lanes}, expected one of {', '.join(ITEM_BYTES)}")
     shape = tuple(managed.shape[i] for i in range(managed.ndim))

@@ -111,6 +111,11 @@ def test_dlpack_of_another_float_of_8_bits_is_refused(code: int) -> None:
         view_of(DLPackArray(code=code, bits=8), "q")
 
 
+@pytest.mark.parametrize("mask", [array_interface(typestr="|b1"), DLPackArray(code=6, bits=8)])
+def test_bools_of_any_library_are_read(mask: Any) -> None:
+    assert view_of(mask, "mask").dtype == "bool"
+
+
 @pytest.mark.parametrize(
     ("shape", "strides", "contiguous"),
     [((2, 3), (3, 1), True), ((1, 3), (7, 1), True), ((2, 1), (1, 9), True), ((2, 3), (4, 1), False), ((), (), True)],

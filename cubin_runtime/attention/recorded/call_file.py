@@ -39,6 +39,7 @@ _NAMES = {
     "float8_e4m3fn": "F8_E4M3",
     "float32": "F32",
     "float64": "F64",
+    "bool": "BOOL",
     "int8": "I8",
     "uint8": "U8",
     "int16": "I16",

@@ -6,13 +6,16 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from recorded_calls import call_bytes, decode_call, mla_call
 
-from cubin_runtime.attention.recorded.call import RecordedCall
+from cubin_runtime.attention.recorded.call import RecordedCall, RecordedTensor
 from cubin_runtime.attention.recorded.call_file import parse_call, read_call, write_call
+from cubin_runtime.dtypes import ITEM_BYTES
 from cubin_runtime.errors import CorruptError, MissingError, StoreError
+from cubin_runtime.tensor import TensorView
 
 
 @pytest.mark.parametrize("call", [decode_call(), decode_call(ragged=True), mla_call(), decode_call(error="it failed")])
@@ -75,3 +78,11 @@ def test_a_page_id_past_the_limit_is_refused(page: int) -> None:
     assert len(call.page_ids) == 3
     with pytest.raises(CorruptError, match="page_ids: expected int64 numbers in increasing order"):
         parse_call(call_bytes(replace(call, page_ids=(1, 2, page))), "here")
+
+
+@pytest.mark.parametrize("dtype", ITEM_BYTES)
+def test_a_tensor_of_any_dtype_is_written_and_read(dtype: Any) -> None:
+    call = decode_call()
+    mask = RecordedTensor(TensorView.contiguous(1 << 20, dtype, (3,)), bytes(range(3 * ITEM_BYTES[dtype])))
+    data = call_bytes(replace(call, tensors={**call.tensors, "mask": mask}))
+    assert parse_call(data, "call").tensors["mask"] == mask
