@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 from ..errors import DeviceError, UsageError
 from ..launch.driver import DeviceFacts
@@ -82,6 +82,14 @@ def resolve_backend(operator: str, backend: str, device: DeviceFacts) -> str:
     if device.capability not in TABLE[operator][name].automatic:
         warnings.warn(f"{operator}: backend {name!r} was built for {_words(device)} but never run there", stacklevel=3)
     return name
+
+
+def device_facts_of(arguments: Mapping[str, Any]) -> DeviceFacts | None:
+    """The described device of a call's arguments; raises ``UsageError`` for anything else."""
+    facts = arguments["device_facts"]
+    if facts is not None and not isinstance(facts, DeviceFacts):
+        raise UsageError(f"device_facts: got {type(facts).__name__}, expected DeviceFacts")
+    return facts
 
 
 def find_backend(operator: str, backend: str, device: DeviceFacts) -> str:

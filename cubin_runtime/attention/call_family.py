@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from ..launch.streams import stream_handle
+from ..tensor import view_of
 from ..values import dataclass
 from .fast_path.notes import Launched
 from .operator import CallTensors
 from .torch_ops import scratch_of_call
 
 if TYPE_CHECKING:
+    from ..protocols import Stream
     from .operator_plan import AnyWorkspace, OperatorPlan
     from .runtime import PlanRuntime
 
@@ -61,3 +64,16 @@ class CallFamily(Generic[PlanT_co]):
     ) -> Launched:
         """As ``OperatorPlan.launch``, with a workspace as the call gave it; ``like`` is its first tensor."""
         return plan.launch(addresses, numbers, scratch_of_call(self.runtime, plan, workspace, like, stream), stream)
+
+
+def stream_of(runtime: Runtime, stream: Stream | None, first: Any, name: str) -> int:
+    """The handle of a call's stream; None: the current one for its ``first`` tensor, the argument ``name``.
+
+    Raises:
+        UsageError: the stream is none; or ``first`` is a number, which would be taken for a device.
+    """
+    if stream is not None:
+        return stream_handle(stream)
+    if isinstance(first, int):
+        first = view_of(first, name)  # type: ignore[arg-type]  # which refuses it
+    return runtime.memory.current_stream(first)

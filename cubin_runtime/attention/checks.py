@@ -2,38 +2,115 @@
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from numbers import Real
 from typing import Any
 
 from ..errors import UsageError
 from ..tensor import TensorView
 
-
-def check_switches(**switches: object) -> None:
-    """Raise ``UsageError`` unless each switch is True or False: 1 would hash like True in a plan's key."""
-    for name, switch in switches.items():
-        if switch is not True and switch is not False:
-            raise UsageError(f"{name}={switch!r}: expected True or False")
+OptionCheck = tuple[str, Callable[[str, Any], Any], bool]  # name, what converts the value, whether it may be None
+_PLAIN = (bool, int, float, str, bytes, type(None))
+_LONGEST_TEXT = 80
+_INTEGER_END = 1 << 63
 
 
-def check_words(**words: object) -> None:
-    """Raise ``UsageError`` unless each argument is text."""
-    for name, word in words.items():
-        if not isinstance(word, str):
-            raise UsageError(f"{name}={word!r}: expected a word")
+def shown(value: object) -> str:
+    """A value as errors show it: short, and without asking objects of other libraries for their text.
+
+    A tensor's text would wait for the device, and that of a huge integer is an error.
+    """
+    if isinstance(value, (tuple, list)) and all(type(item) in _PLAIN for item in value[:_LONGEST_TEXT]):
+        text = f"[{', '.join(map(shown, value[:_LONGEST_TEXT]))}]"
+        text = text if isinstance(value, list) else f"({text[1:-1]})"
+    elif type(value) is int and value.bit_length() > 64:
+        text = f"an integer of {value.bit_length()} bits"
+    elif type(value) in _PLAIN:
+        text = repr(value)
+    else:
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}..."
+
+
+def switch(name: str, value: Any) -> bool:
+    """``value``, which is True or False: 1 would hash like True in a plan's key.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    if value is True or value is False:
+        return bool(value)
+    raise UsageError(f"{name}={shown(value)}: expected True or False")
+
+
+def word(name: str, value: Any) -> str:
+    """``value``, which is text.
+
+    Raises:
+        UsageError: it is not.
+    """
+    if isinstance(value, str):
+        return value
+    raise UsageError(f"{name}={shown(value)}: expected a word")
 
 
 def integer(name: str, value: Any) -> int:
     """``value`` as an int.
 
     Raises:
-        UsageError: it is not one.
+        UsageError: it is not one, or has more than 64 bits.
     """
     try:
-        return operator.index(value)
-    except TypeError:
-        raise UsageError(f"{name}={value!r}: expected an integer") from None
+        number = operator.index(value)
+    except Exception:  # whatever an object of another library raises
+        raise UsageError(f"{name}={shown(value)}: expected an integer") from None
+    if not -_INTEGER_END <= number < _INTEGER_END:
+        raise UsageError(f"{name}={shown(number)}: expected an integer of at most 64 bits")
+    return number
+
+
+def real(name: str, value: Any) -> float:
+    """``value`` as a float, infinity if it is too large.
+
+    Raises:
+        UsageError: it is no real number.
+    """
+    try:
+        if isinstance(value, Real):
+            return float(value)
+    except OverflowError:
+        return math.inf
+    except Exception:  # whatever an object of another library raises
+        pass
+    raise UsageError(f"{name}={shown(value)}: expected a number")
+
+
+_CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
+    "bool": switch,
+    "int": integer,
+    "float": real,
+    **dict.fromkeys(("str", "KvLayout", "DecodeBackend", "CompatBackend", "CompatContextBackend"), word),
+}
+
+
+def option_checks(annotations: Mapping[str, str]) -> tuple[OptionCheck, ...]:
+    """How options are checked, from their names with their annotations; those of other kinds are left out."""
+    parted = [(name, text.removesuffix(" | None"), text) for name, text in annotations.items()]
+    return tuple((name, _CHECKS[kind], kind != text) for name, kind, text in parted if kind in _CHECKS)
+
+
+def check_options(checks: Sequence[OptionCheck], arguments: MutableMapping[str, Any]) -> None:
+    """Check a call's options among its ``arguments`` by name, and convert them there.
+
+    Raises:
+        UsageError: one is of another kind than declared.
+    """
+    for name, check, optional in checks:
+        value = arguments[name]
+        if value is not None or not optional:
+            arguments[name] = check(name, value)
 
 
 def check_dtype(name: str, view: TensorView | None, expected: Sequence[str], why: str = "") -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from functools import cache
 from itertools import pairwise
 from math import isfinite, prod
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,14 +17,14 @@ from ..launch.driver import DeviceFacts
 from ..launch.streams import stream_handle
 from ..tensor import is_torch, view_of
 from ..values import dataclass
-from .backends import resolve_backend
-from .call_family import Q_LEN_BOUND, CallFamily
-from .checks import check_switches, check_words, integer
+from .backends import device_facts_of, resolve_backend
+from .call_family import Q_LEN_BOUND, CallFamily, stream_of
+from .checks import OptionCheck, check_options, integer, option_checks
 from .decode_call import MAX_Q_LEN, DecodeCall, DecodeOptions, check_query_bounds
 from .fast_path import note_launch
 from .operator import CallTensors, Given, Operator
 from .operator_plan import check_workspace
-from .process import default_runtime
+from .process import runtime_of
 from .recording import record, recording
 from .runtime import NativeRelease, PlanRuntime, Runtime
 from .scales import split_scale
@@ -36,9 +37,6 @@ if TYPE_CHECKING:
 # The argument that a number of the launch is a multiple of.
 SCALES = {"softmax_scale_log2": "softmax_scale", "output_scale": "output_scale"}
 _SMALLEST_BOUND_LOG2 = 6
-_SWITCHES = ("batch_invariant", "causal", "lse_sink")
-_WORDS = ("kv_layout", "draft_position", "lse_base", "backend")
-_INTEGERS = ("max_q_len", "window_left", "window_right", "cp_world", "cp_rank", "cp_interleave")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +60,11 @@ class DecodeOperator(Operator):
     traced: Callable[[DecodeCall], TracedCall] | None
     options_type: type[DecodeOptions] = DecodeOptions
     max_queries: int | None = MAX_Q_LEN
+
+    @property
+    def checks(self) -> tuple[OptionCheck, ...]:
+        """How the options and the bound are checked."""
+        return _checks(self.options_type, self.options)  # type: ignore[arg-type]  # classes are hashable
 
 
 class DecodePlan(StepPlan):
@@ -105,11 +108,12 @@ PlanT = TypeVar("PlanT", bound=DecodePlan)
 
 def plan_decode(plan_class: type[PlanT], operator: DecodeOperator, arguments: dict[str, Any]) -> PlanT:
     """The plan for a call's ``arguments`` by name; the dict is this function's own."""
+    runtime, facts = runtime_of(arguments["runtime"]), device_facts_of(arguments)
+    check_options(operator.checks, arguments)
     scales = _split_scales(operator, arguments)
     options = _options(operator, arguments, *scales)
     call = DecodeCall(operator.read(arguments, options), options)
-    runtime = arguments["runtime"] or default_runtime()
-    return _plan(plan_class, operator, runtime.for_plans, call, arguments["device_facts"], is_torch(arguments["q"]))
+    return _plan(plan_class, operator, runtime.for_plans, call, facts, is_torch(arguments["q"]))
 
 
 def run_decode(plan_class: type[DecodePlan], operator: DecodeOperator, arguments: dict[str, Any]) -> Any:
@@ -118,21 +122,21 @@ def run_decode(plan_class: type[DecodePlan], operator: DecodeOperator, arguments
     The plan comes from the runtime's cache or is made now. Its bound is the next power of two, as far as the page table
     goes, so one plan serves while lengths grow.
     """
-    rt, q = arguments["runtime"] or default_runtime(), arguments["q"]
+    rt, q = runtime_of(arguments["runtime"]), arguments["q"]
+    check_options(operator.checks, arguments)
     scale, factor = _split_scales(operator, arguments)
     if arguments["out"] is None:
         arguments["out"] = _made_output(operator, rt, q)
     stream = arguments["stream"]
-    handle = rt.memory.current_stream(q) if stream is None else stream_handle(stream)
+    handle = stream_of(rt, stream, q, "q")
     workspace = None if arguments["workspace"] is RUNTIME_SCRATCH else arguments["workspace"]
     if workspace is not None and workspace is not TORCH_SCRATCH:
         check_workspace(workspace)
     reads_back = operator.max_queries is not None
     if reads_back and arguments["max_q_len"] is None and arguments["q_cu_seq_lens"] is not None:
         arguments["max_q_len"] = _longest(rt, q, arguments["q_cu_seq_lens"], handle)
-    bound = integer("max_seq_len", arguments["max_seq_len"])
+    bound = arguments["max_seq_len"]
     kept = 1 << max(_SMALLEST_BOUND_LOG2, (bound - 1).bit_length())
-    _check_kinds(operator, arguments)
     options = _options(operator, arguments, scale, factor)
     family = _family(plan_class, operator, rt, operator.read(arguments, options), options, is_torch(q), kept)
     plan = family.plan(family.tensors, options.max_q_len)
@@ -181,20 +185,10 @@ def _family(
     return CallFamily(own, tensors, form, plan, options.max_q_len)
 
 
-def _check_kinds(operator: DecodeOperator, arguments: dict[str, Any]) -> None:
-    """Check the kinds of the options that tell plans apart; integers become ints.
-
-    Raises:
-        UsageError: one is of another kind.
-    """
-    switches = {name: arguments[name] for name in _SWITCHES if name in operator.options}
-    check_switches(**switches, enable_pdl=arguments["enable_pdl"] or False)
-    for name in operator.options:
-        value = arguments[name]
-        if name in _WORDS:
-            check_words(**{name: value})
-        elif type(value) is not int and name in _INTEGERS and value is not None:
-            arguments[name] = integer(name, value)
+@cache
+def _checks(options_type: type[Any], names: tuple[str, ...]) -> tuple[OptionCheck, ...]:
+    kinds = {member.name: str(member.type) for member in fields(options_type)}
+    return option_checks({name: kinds[name] for name in ("max_seq_len", *names)})
 
 
 def _options(operator: DecodeOperator, arguments: Given, scale: float, factor: float) -> DecodeOptions:

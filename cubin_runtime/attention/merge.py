@@ -22,7 +22,7 @@ from .fast_path import CALL_RUNTIME, operator_function
 from .operator import TensorArg
 from .operator_plan import AnyWorkspace
 from .plain_operator import PlainCall, PlainOperator, PlainPlan, plain_op, plan_plain, run_plain
-from .process import default_runtime
+from .process import runtime_of
 from .runtime import NativeRelease, Runtime
 
 if TYPE_CHECKING:
@@ -241,7 +241,7 @@ def merge_states(
         as ``append_kv``.
     """
     if out is None:
-        memory, view = (runtime or default_runtime()).memory, view_of(v, "v")
+        memory, view = runtime_of(runtime).memory, view_of(v, "v")
         if len(view.shape) not in (3, 4):
             raise UsageError(f"v: shape {view.shape}, expected 3 or 4 dimensions")
         out = memory.empty(v, (view.shape[0], *view.shape[-2:]), None)

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import field, fields
+from functools import cache
 from typing import Any, TypeVar
 
 from ..errors import UsageError
 from ..kernels.native.launches import NativeLaunch
 from ..launch.driver import DeviceFacts
-from ..launch.streams import stream_handle
 from ..tensor import is_torch
 from ..values import dataclass
-from .backends import resolve_backend
-from .call_family import CallFamily
-from .checks import check_switches, check_words
+from .backends import device_facts_of, resolve_backend
+from .call_family import CallFamily, stream_of
+from .checks import OptionCheck, check_options, option_checks
 from .fast_path import note_launch
 from .operator import CallTensors, Operator
 from .operator_plan import check_workspace
-from .process import default_runtime
+from .process import runtime_of
 from .runtime import NativeRelease, PlanRuntime
 from .scales import split_scale
 from .step_plan import StepPlan
@@ -48,6 +48,11 @@ class PlainOperator(Operator):
     check: Callable[[PlainCall], None]
     launches: Callable[[PlainCall, DeviceFacts, NativeRelease], Sequence[NativeLaunch[Any]]]
     op_options: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def checks(self) -> tuple[OptionCheck, ...]:
+        """How the options that are no scales are checked."""
+        return _checks(self.options, self.scales)  # type: ignore[arg-type]  # classes are hashable
 
     @property
     def numbers(self) -> tuple[str, ...]:
@@ -104,19 +109,19 @@ def _numbers(scales: Sequence[float | None]) -> tuple[float, ...]:
 
 def plan_plain(plan_class: type[PlanT], operator: PlainOperator, arguments: dict[str, Any]) -> PlanT:
     """The plan for a call's ``arguments`` by name; the dict is this function's own."""
+    runtime, facts = runtime_of(arguments["runtime"]), device_facts_of(arguments)
     options = _options(operator, arguments)
     call = PlainCall(operator.read(arguments, options), options)
-    runtime = arguments["runtime"] or default_runtime()
     of_torch = is_torch(arguments[operator.tensors[0].name])
-    return _plan(plan_class, operator, runtime.for_plans, call, arguments["device_facts"], of_torch)
+    return _plan(plan_class, operator, runtime.for_plans, call, facts, of_torch)
 
 
 def run_plain(plan_class: type[PlainPlan], operator: PlainOperator, arguments: dict[str, Any]) -> None:
     """Run by a call's ``arguments`` by name; the dict is this function's own. The plan is cached by the runtime."""
-    runtime, first = arguments["runtime"] or default_runtime(), arguments[operator.tensors[0].name]
+    runtime, first = runtime_of(arguments["runtime"]), arguments[operator.tensors[0].name]
     stream = arguments["stream"]
     workspace = None if arguments["workspace"] is RUNTIME_SCRATCH else arguments["workspace"]
-    handle = runtime.memory.current_stream(first) if stream is None else stream_handle(stream)
+    handle = stream_of(runtime, stream, first, operator.tensors[0].name)
     if workspace is not None and workspace is not TORCH_SCRATCH:
         check_workspace(workspace)
     options = _options(operator, arguments)
@@ -157,14 +162,14 @@ def _options(operator: PlainOperator, arguments: dict[str, Any]) -> Any:
         UsageError: an option is of another kind than its default.
     """
     scales = dict(zip(operator.scales, split_scales(operator.scales, arguments), strict=True))
-    named = {name: arguments[name] for name in operator.options.__slots__ if name not in operator.scales}
-    check_words(**{name: value for name, value in named.items() if type(_default(operator, name)) is str})
-    check_switches(**{name: value for name, value in named.items() if type(_default(operator, name)) is bool})
-    return operator.options(**scales, **named)
+    checks = operator.checks
+    check_options(checks, arguments)
+    return operator.options(**scales, **{name: arguments[name] for name, _, _ in checks})
 
 
-def _default(operator: PlainOperator, name: str) -> Any:
-    return operator.options.__dataclass_fields__[name].default
+@cache
+def _checks(options: type[Any], scales: tuple[str, ...]) -> tuple[OptionCheck, ...]:
+    return option_checks({member.name: str(member.type) for member in fields(options) if member.name not in scales})
 
 
 def _plan(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
 
@@ -35,12 +35,30 @@ def default_runtime() -> Runtime:
     return made
 
 
+def runtime_of(runtime: Any) -> Runtime:
+    """The runtime that a call names; None: the process's default one.
+
+    Raises:
+        UsageError: it is no runtime; or as ``default_runtime``.
+    """
+    return default_runtime() if runtime is None else _checked(runtime)
+
+
+def _checked(runtime: Any) -> Runtime:
+    from .runtime import Runtime
+
+    if not isinstance(runtime, Runtime):
+        raise UsageError(f"runtime: got {type(runtime).__name__}, expected a Runtime")
+    return runtime
+
+
 def set_default_runtime(runtime: Runtime) -> None:
     """Set the process's default runtime, before its first use.
 
     Raises:
-        UsageError: the default runtime is already in use.
+        UsageError: the default runtime is already in use, or ``runtime`` is no runtime.
     """
+    _checked(runtime)
     with _lock:
         if default.runtime is not None:
             raise UsageError("the default Runtime is in use already: set it before the first operator runs")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from math import prod
 from numbers import Real
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from ..errors import UsageError
 from ..tensor import TensorView
 from ..values import dataclass
+from .checks import real
 
 _MAX_SCALE = 2.0**127
 _TENSOR_MARKS = ("data_ptr", "__cuda_array_interface__", "__dlpack__")
@@ -46,10 +46,7 @@ def float32_number(name: str, value: Any) -> float:
     Raises:
         UsageError: it is not; the message begins with ``name``.
     """
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
+    number = real(name, value)
     if not -_MAX_SCALE <= number <= _MAX_SCALE:
         raise UsageError(f"{name}={number}: expected a finite number, at most {_MAX_SCALE:.3g} in size")
     return number

@@ -7,6 +7,7 @@ from typing import Any
 from ..errors import UsageError
 
 LEGACY, PER_THREAD = 1, 2
+_HANDLES = 1 << 64
 _BINDINGS = ("CUstream", "cudaStream_t")  # classes of cuda.bindings, which have no protocol but int()
 
 
@@ -24,15 +25,16 @@ def stream_handle(stream: Any) -> int:
     if stream is None:
         return 0
     if isinstance(stream, int):
-        if stream < 0:
-            raise UsageError(f"stream={stream}: expected a handle, which is not negative")
         return _one_name(stream)
     protocol = getattr(stream, "__cuda_stream__", None)
     if protocol is not None:
         answer = protocol() if callable(protocol) else protocol
         if not isinstance(answer, tuple) or len(answer) != 2 or answer[0] != 0:
             raise UsageError(f"stream.__cuda_stream__ gave {answer!r}: expected (0, handle)")
-        return _one_name(answer[1])
+        try:
+            return _one_name(int(answer[1]))
+        except (TypeError, ValueError, OverflowError) as error:
+            raise UsageError(f"stream.__cuda_stream__ gave {answer!r}: expected (0, handle)") from error
     handle = getattr(stream, "cuda_stream", None)
     if isinstance(handle, int):
         return _one_name(handle)
@@ -48,4 +50,7 @@ def is_default(stream: int) -> bool:
 
 
 def _one_name(handle: int) -> int:
+    if not 0 <= handle < _HANDLES:
+        came = handle if abs(handle) < _HANDLES else f"an integer of {handle.bit_length()} bits"
+        raise UsageError(f"stream={came}: expected a handle, which is not negative and has at most 64 bits")
     return 0 if handle == LEGACY else int(handle)

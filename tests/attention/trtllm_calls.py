@@ -9,6 +9,7 @@ from math import prod
 from typing import Any
 
 from cubin_runtime.attention import TensorView
+from cubin_runtime.attention.fast_path.notes import note_unrepeatable
 from cubin_runtime.dtypes import ITEM_BYTES
 from cubin_runtime.errors import UsageError
 from cubin_runtime.tensor import view_of
@@ -53,6 +54,7 @@ class MadeUpMemory:
         pass
 
     def scale_in_place(self, tensor: TensorView, factor: float) -> None:
+        note_unrepeatable()  # as torch's
         self.made.append((f"scaled in place by {factor:.4f}", tensor))
 
     def lengthened(self, name: str, lengths: TensorView, by: TensorView | int) -> TensorView:

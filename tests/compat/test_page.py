@@ -98,7 +98,7 @@ def test_errors_name_the_argument_as_flashinfer_does(hopper: Runtime, changes: d
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"ckv_cache": None}, "ckv_cache: None, expected 3 dimensions"),
+        ({"ckv_cache": None}, "ckv_cache: got NoneType, expected a TensorView"),
         ({"append_kpe": view("bfloat16", TOKENS, 1, 64)}, r"append_kpe: shape \(23, 1, 64\), expected 2 dimensions"),
         ({"append_ckv": view("bfloat16", TOKENS, 256)}, r"append_ckv: shape \(23, 1, 256\), expected \(23, 1, 512\)"),
         ({"kpe_cache": view("bfloat16", PAGES, 32, 64)}, r"kpe_cache: shape .*, expected \(100, 64, 1, 64\)"),

@@ -45,7 +45,20 @@ def test_reads(stream: Any, handle: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "stream", [-1, "0", 1.0, object(), TorchLike(None), Protocol((1, 0x42)), Protocol(0x42), Protocol((0,))]
+    "stream",
+    [
+        -1,
+        1 << 64,
+        Protocol((0, "handle")),
+        Protocol((0, -1)),
+        "0",
+        1.0,
+        object(),
+        TorchLike(None),
+        Protocol((1, 0x42)),
+        Protocol(0x42),
+        Protocol((0,)),
+    ],
 )
 def test_refuses(stream: Any) -> None:
     with pytest.raises(UsageError, match="stream"):

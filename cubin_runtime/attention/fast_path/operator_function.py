@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 from ...launch.compiled import compiled
-from ..process import default, default_runtime
+from ..process import default, default_runtime, runtime_of
 from ..torch_ops import TorchOp, is_intercepted
 from .any_size import any_size_path, is_second
 from .generated import MISS, fast_path
@@ -23,7 +23,8 @@ from .options import Form, Signature, note_use
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 DEFAULT_RUNTIME = "default.runtime or default_runtime()"
-CALL_RUNTIME = f"runtime or {DEFAULT_RUNTIME}"  # of an operator with that argument
+# Of an operator with that argument.
+CALL_RUNTIME = "default.runtime or default_runtime() if runtime is None else runtime_of(runtime)"
 _MOST = 16  # paths of one operator
 _MOST_OF_FAMILIES = 8
 FULL_RUNS = 3  # to write a fast path takes longer than a call, so calls of a form seen this often get one
@@ -209,6 +210,7 @@ def operator_function(
             "MISS": MISS,
             "default": default,
             "default_runtime": default_runtime,
+            "runtime_of": runtime_of,
         }
         if traced is not None:
             scope["traced"] = traced.call

@@ -8,8 +8,9 @@ from ...attention.checks import integer
 from ...attention.prefill import context_attention
 from ...errors import UsageError, WorkspaceError
 from ..renaming import renamed
+from ..shapes import shape_of
 from .options import Options
-from .tensors import differences, new_lse, permuted, shape_of
+from .tensors import differences, new_lse, permuted
 
 
 def attend(q: Any, k: Any, v: Any, options: Options, **where: Any) -> tuple[Any, Any]:

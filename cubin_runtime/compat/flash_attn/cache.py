@@ -11,9 +11,10 @@ from ...attention.gqa import paged_decode
 from ...attention.paged_cache import HEAD_DIMS, MAX_GROUP
 from ...errors import UsageError, WorkspaceError
 from ..renaming import renamed
+from ..shapes import is_torch, shape_of
 from .attention import attend
 from .options import Options
-from .tensors import column, differences, filled, is_torch, lengthened, numbers, shape_of
+from .tensors import column, differences, filled, lengthened, numbers
 
 _MOST_DECODED = 8  # query tokens of a request that the decode kernels are for
 # Keys of a request from which on they are faster without lengths, too: they divide the keys over the GPU, and that is
@@ -70,7 +71,11 @@ def cache_of(k_cache: Any, v_cache: Any, table: Any, table_name: str, cache_batc
 def lengths_of(cache_seqlens: Any, queries: Queries, cache: Cache) -> Any:
     """The lengths in the cache; None: all of a cache without pages is used."""
     if isinstance(cache_seqlens, int):
-        return filled(queries.q, queries.batch, integer("cache_seqlens", cache_seqlens))
+        if not 0 <= integer("cache_seqlens", cache_seqlens) <= cache.capacity:
+            raise UsageError(
+                f"cache_seqlens={cache_seqlens}: expected 0 to {cache.capacity}, what a request's cache holds"
+            )
+        return filled(queries.q, queries.batch, cache_seqlens)
     if cache_seqlens is None and cache.table is not None:
         return filled(queries.q, queries.batch, cache.capacity)
     return cache_seqlens

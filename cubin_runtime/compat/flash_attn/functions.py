@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...attention.checks import check_options, option_checks
+from ..shapes import shape_of
 from .attention import attend_ragged
 from .cache import Cache, append, attend_cache, cache_of, lengths_of, queries_of
 from .options import NAMES, Options, one_of, refuse, sinks_of
-from .tensors import shape_of
 
 
 def flash_attn_func(
@@ -44,6 +45,7 @@ def flash_attn_func(
     Returns:
         ``out``, or (``out``, softmax_lse, None); softmax_lse is float32 ``[batch, heads, q_len]``, not contiguous.
     """
+    check_options(_CHECKS["flash_attn_func"], locals())
     refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes, qv=qv, attention_chunk=attention_chunk, sm_margin=sm_margin)
     refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     name, sinks = sinks_of(s_aux, learnable_sink)
@@ -123,6 +125,7 @@ def flash_attn_varlen_func(
         UsageError: an argument is outside its domain, or is not honoured; the message names it.
         BackendError: nothing runs this on the device.
     """
+    check_options(_CHECKS["flash_attn_varlen_func"], locals())
     refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes, qv=qv, attention_chunk=attention_chunk, sm_margin=sm_margin)
     refuse(seqused_q=seqused_q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     sinks_name, sinks = sinks_of(s_aux, learnable_sink)
@@ -206,6 +209,7 @@ def flash_attn_with_kvcache(
     Returns:
         ``out``, or (``out``, softmax_lse); softmax_lse as in ``flash_attn_func``.
     """
+    check_options(_CHECKS["flash_attn_with_kvcache"], locals())
     refuse(rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_seqlens=rotary_seqlens, cache_leftpad=cache_leftpad)
     refuse(alibi_slopes=alibi_slopes, qv=qv, attention_chunk=attention_chunk, sm_margin=sm_margin)
     refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
@@ -223,3 +227,9 @@ def flash_attn_with_kvcache(
         lengths = append(k, v, cu_seqlens_k_new, lengths, queries, cache, caches)
     result, lse = attend_cache(queries, cache, lengths, options)
     return (result, lse) if return_softmax_lse else result
+
+
+_CHECKS = {
+    function.__name__: option_checks(function.__annotations__)
+    for function in (flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache)
+}

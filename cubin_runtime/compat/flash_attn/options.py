@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ...attention.checks import integer
+from ...attention.checks import integer, shown
 from ...errors import UsageError
 from .tensors import in_float32
 
@@ -44,7 +44,7 @@ class Options(NamedTuple):
             UsageError: it is not a pair of integers.
         """
         if not isinstance(self.window_size, (tuple, list)) or len(self.window_size) != 2:
-            raise UsageError(f"window_size={self.window_size!r}: expected (left, right)")
+            raise UsageError(f"window_size={shown(self.window_size)}: expected (left, right)")
         left, right = (-1 if side is None else max(-1, integer("window_size", side)) for side in self.window_size)
         return left, -1 if self.causal else right
 
@@ -70,8 +70,7 @@ def refuse(**given: Any) -> None:
         default = _REFUSED[name]
         if value is None or (default is not None and isinstance(value, (int, float)) and value == default):
             continue
-        came = repr(value) if isinstance(value, (bool, int, float, str)) else f"a {type(value).__name__}"
-        raise UsageError(f"{name}={came}: no kernel here honours it; expected {default!r}")
+        raise UsageError(f"{name}={shown(value)}: no kernel here honours it; expected {default!r}")
 
 
 def one_of(first: str, one: Any, second: str, other: Any) -> tuple[str, Any]:

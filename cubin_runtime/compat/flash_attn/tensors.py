@@ -9,19 +9,7 @@ from typing import Any
 from ...attention.process import default_runtime
 from ...errors import UsageError
 from ...tensor import view_of
-
-
-def is_torch(tensor: Any) -> bool:
-    """Whether tensors can be made from it by torch, which may be tracing it."""
-    return hasattr(tensor, "new_empty")
-
-
-def shape_of(tensor: Any, name: str, *ranks: int) -> tuple[int, ...]:
-    """The shape of a tensor of one of these ranks; raises ``UsageError`` for another."""
-    shape = tuple(tensor.shape) if is_torch(tensor) else view_of(tensor, name).shape
-    if len(shape) not in ranks:
-        raise UsageError(f"{name}: shape {shape}, expected {' or '.join(str(rank) for rank in ranks)} dimensions")
-    return shape
+from ..shapes import is_torch, shape_of
 
 
 def permuted(tensor: Any, order: Sequence[int]) -> Any:

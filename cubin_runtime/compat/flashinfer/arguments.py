@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 from ...attention.backends import find_backend
+from ...attention.checks import OptionCheck, check_options, option_checks, shown
 from ...attention.process import default_runtime
 from ...attention.runtime import Runtime
 from ...attention.trtllm_gen.checks import check_device
@@ -69,9 +70,15 @@ class Arguments:
 
     @classmethod
     def of(cls, operator: Callable[..., Any], given: Mapping[str, Any], **renamed: Any) -> Arguments:
-        """From the operator's ``locals()``; ``renamed`` are fields that it has under another name."""
+        """From the operator's ``locals()``; ``renamed`` are fields that it has under another name.
+
+        Raises:
+            UsageError: an option is of another kind than its annotation says.
+        """
         made = object.__new__(cls)  # setting 40 frozen fields one by one would add microseconds to every call
-        vars(made).update(given, operator=operator, runtime=default_runtime(), **renamed)
+        arguments = dict(given)
+        check_options(_checks(operator), arguments)
+        vars(made).update(arguments, operator=operator, runtime=default_runtime(), **renamed)
         return made
 
     def refuse(self, *names: str, backend: str | None = None) -> None:
@@ -85,13 +92,19 @@ class Arguments:
             is_plain = isinstance(value, (bool, int, float, str))
             if value is None or (is_plain and value == (default or False)):
                 continue
-            came = repr(value) if is_plain else f"a {type(value).__name__}"  # a tensor's repr would wait for the device
+            came = shown(value)
             who = self.operator.__name__ + (f" by backend {backend!r}" if backend else "")
             raise UsageError(f"{name}={came}: {who} has no kernel that honours it; expected {default!r}")
 
     def backend_on(self, device: int, backend: str) -> str:
         """The backend that runs the operator on ``device``; errors as ``find_backend``."""
         return find_backend(self.operator.__name__, backend, self.runtime.driver.device(device))
+
+
+@cache
+def _checks(operator: Callable[..., Any]) -> tuple[OptionCheck, ...]:
+    """How the operator's options are checked."""
+    return option_checks(inspect.get_annotations(inspect.unwrap(operator)))
 
 
 @cache

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from ...attention.merge import merge_states as merge_operator
 from ...attention.process import default_runtime
 from ...errors import UsageError, WorkspaceError
-from ...tensor import is_torch, view_of
 from ..renaming import renamed
+from ..shapes import is_torch, shape_of
 
 if TYPE_CHECKING:
     from ...tensor import QueryT, Tensor
@@ -31,9 +31,9 @@ def merge_state(v_a: QueryT, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Que
     Returns:
         The merged values, like ``v_a``, and their log-sum-exp.
     """
-    _check_rank("v_a", v_a, 3)
+    shape_of(v_a, "v_a", 3)
     try:
-        lse = _new_lse(s_a)
+        lse = _new_lse(s_a, "s_a", 2)
         return merge_operator(v_a, s_a, v_other=v_b, s_other=s_b, lse=lse, enable_pdl=True), lse
     except (UsageError, WorkspaceError) as error:
         raise renamed(error, _PAIR_NAMES) from error
@@ -46,7 +46,7 @@ def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor,
         v, s, v_other, s_other: as ``v_a``, ``s_a``, ``v_b`` and ``s_b`` of ``merge_state``.
         mask: bool or uint8 ``[tokens]``: tokens with 0 stay as they are. None: all are merged.
     """
-    _check_rank("v", v, 3)
+    shape_of(v, "v", 3)
     merge_operator(v, s, v_other=v_other, s_other=s_other, out=v, lse=s, mask=mask, enable_pdl=True)
 
 
@@ -60,21 +60,14 @@ def merge_states(v: QueryT, s: Tensor) -> tuple[QueryT, Any]:
     Returns:
         The merged values ``[tokens, heads, head_dim]`` and their log-sum-exp ``[tokens, heads]``.
     """
-    _check_rank("v", v, 4)
-    _check_rank("s", s, 3)
-    lse = _new_lse(s)
+    shape_of(v, "v", 4)
+    lse = _new_lse(s, "s", 3)
     return merge_operator(v, s, lse=lse, enable_pdl=True), lse
 
 
-def _check_rank(name: str, tensor: Any, rank: int) -> None:
-    shape = tuple(tensor.shape) if is_torch(tensor) else view_of(tensor, name).shape
-    if len(shape) != rank:
-        raise UsageError(f"{name}: shape {shape}, expected {rank} dimensions")
-
-
-def _new_lse(s: Any) -> Any:
+def _new_lse(s: Any, name: str, rank: int) -> Any:
     """A log-sum-exp for each token and head of ``s``."""
-    if hasattr(s, "new_empty"):  # torch's, which it may be tracing
-        return s.new_empty((s.shape[0], s.shape[-1]))
-    view = view_of(s, "s")
-    return default_runtime().memory.empty(s, (view.shape[0], view.shape[-1]), None)
+    shape = shape_of(s, name, rank)
+    if is_torch(s):
+        return s.new_empty((shape[0], shape[-1]))
+    return default_runtime().memory.empty(s, (shape[0], shape[-1]), None)

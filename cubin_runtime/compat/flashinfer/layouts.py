@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from ...attention.checks import word
 from ...attention.paged_cache import LAYOUTS
 from ...dtypes import ITEM_BYTES
 from ...errors import UsageError
@@ -13,7 +14,7 @@ from ...tensor import TensorView, view_of
 
 def check_layout(kv_layout: str) -> None:
     """Raise ``UsageError`` for an unknown layout of a cache."""
-    if kv_layout not in LAYOUTS:
+    if word("kv_layout", kv_layout) not in LAYOUTS:
         raise UsageError(f"kv_layout={kv_layout!r}: expected NHD or HND")
 
 

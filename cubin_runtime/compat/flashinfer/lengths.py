@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...attention.checks import integer
+from ...attention.checks import integer, shown
 from ...attention.trtllm_gen.checks import check_running_sum, check_vector
 from ...errors import UsageError
 from ...tensor import TensorView, view_of
@@ -37,7 +37,13 @@ def check_batch(batch_size: int, seq_lens: TensorView) -> None:
 
 def check_none_empty(name: str, lengths: Any) -> None:
     """Raise ``UsageError`` if one of the lengths known on the host is 0 or less."""
-    for request, length in enumerate([] if lengths is None else [int(length) for length in lengths]):
+    if lengths is None:
+        return
+    try:
+        known = [int(length) for length in lengths]
+    except Exception:  # whatever an object of another library raises
+        raise UsageError(f"{name}: got {shown(lengths)}, expected the lengths of all requests") from None
+    for request, length in enumerate(known):
         if length < 1:
             raise UsageError(f"{name}: request {request} has {length} tokens, expected at least 1 with ragged keys")
 

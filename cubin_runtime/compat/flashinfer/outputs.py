@@ -6,7 +6,9 @@ import math
 from math import prod
 from typing import Any, Protocol
 
+from ...attention.checks import integer, shown
 from ...attention.trtllm_gen import OutScales
+from ...dtypes import ITEM_BYTES, is_dtype
 from ...errors import UsageError
 from ...tensor import TensorView, view_of
 from ...values import dataclass
@@ -67,6 +69,9 @@ def output_of(given: Arguments, shape: tuple[int, ...], default_dtype: str) -> O
     if given.o_sf_scale is not None or given.o_sf_vec_size is not None:
         raise UsageError("o_sf_scale or o_sf_vec_size without an nvfp4 output: expected None")
     out, wanted = given.out, _dtype_word(given.out_dtype)
+    if wanted is not None and not is_dtype(wanted):
+        expected = ", ".join((*ITEM_BYTES, NVFP4))
+        raise UsageError(f"out_dtype={shown(given.out_dtype)}: expected None or one of {expected}")
     if out is None:
         out = given.runtime.memory.empty(given.query, shape, wanted or default_dtype)
     view = view_of(out, "out")
@@ -103,7 +108,13 @@ def with_lse(given: Arguments, output: Output, lse: Any, *, natural: bool = Fals
 
 
 def _dtype_word(dtype: Any) -> str | None:
-    return None if dtype is None else str(dtype).removeprefix("torch.")
+    """The word of a dtype, of torch's too; of what is none, a word that is none."""
+    if dtype is None:
+        return None
+    try:
+        return str(dtype).removeprefix("torch.")
+    except Exception:  # whatever an object of another library raises
+        return ""
 
 
 def _fp4_output(given: Arguments, shape: tuple[int, ...]) -> Output:
@@ -122,7 +133,8 @@ def _fp4_output(given: Arguments, shape: tuple[int, ...]) -> Output:
         out = FP4Tensor(empty(query, packed, "uint8"), empty(query, (rows, columns), E4M3), 0, shape)
     if not hasattr(out, "scale"):
         raise UsageError(f"out: got {type(out).__name__}, expected an FP4Tensor for out_dtype nvfp4")
-    view, scale, first = view_of(out.data, "out.data"), view_of(out.scale, "out.scale"), int(out.scale_start_index)
+    view, scale = view_of(out.data, "out.data"), view_of(out.scale, "out.scale")
+    first = integer("out.scale_start_index", out.scale_start_index)
     if view.shape != packed or view.dtype != "uint8":
         raise UsageError(f"out.data: {view.dtype} {view.shape}, expected uint8 {packed}")
     if scale.dtype != E4M3 or len(scale.shape) != 2 or scale.shape[1] != columns:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...attention.append import append_kv
 from ...errors import UsageError, WorkspaceError
-from ...tensor import is_torch, view_of
 from ..renaming import renamed
+from ..shapes import is_torch, shape_of
 from .layouts import cache_pair
 
 if TYPE_CHECKING:
@@ -63,8 +63,7 @@ def append_paged_kv_cache(
     else:
         k_cache, v_cache = cache_pair(pool, kv_layout, "paged_kv_cache")
     for name, cache in (("K", k_cache), ("V", v_cache)):
-        if len(cache.shape) != 4:
-            raise UsageError(f"paged_kv_cache ({name}): shape {tuple(cache.shape)}, expected 4 dimensions")
+        shape_of(cache, f"paged_kv_cache ({name})", 4)
     _check_last_pages(kv_last_page_len, kv_indptr)
     try:
         append_kv(
@@ -110,9 +109,7 @@ def append_paged_mla_kv_cache(
         ("kpe_cache", kpe_cache, 3),
     )
     for name, tensor, rank in given:
-        if tensor is None or len(tensor.shape) != rank:
-            came = "None" if tensor is None else f"shape {tuple(tensor.shape)}"
-            raise UsageError(f"{name}: {came}, expected {rank} dimensions")
+        shape_of(tensor, name, rank)
     _check_last_pages(kv_last_page_len, kv_indptr)
     try:
         append_kv(
@@ -131,8 +128,7 @@ def append_paged_mla_kv_cache(
 
 
 def _check_last_pages(lengths: Any, indptr: Any) -> None:
-    shape = tuple(lengths.shape) if is_torch(lengths) else view_of(lengths, "kv_last_page_len").shape
-    bounds = tuple(indptr.shape) if is_torch(indptr) else view_of(indptr, "kv_indptr").shape
+    shape, bounds = shape_of(lengths, "kv_last_page_len"), shape_of(indptr, "kv_indptr")
     if len(shape) != 1 or bounds != (shape[0] + 1,):
         raise UsageError(
             f"kv_last_page_len: shape {shape} with kv_indptr of shape {bounds}, expected [batch], [batch + 1]"

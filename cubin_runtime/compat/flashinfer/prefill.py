@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...attention.backends import HOPPER
-from ...attention.checks import integer
+from ...attention.checks import integer, shown
 from ...attention.fast_path import operator_function
 from ...attention.trtllm_gen import ContextCall, RaggedCall, Sage
 from ...errors import UsageError
@@ -128,7 +128,7 @@ def trtllm_ragged_attention_deepseek(
     window_left: int,
     cum_seq_lens_q: Tensor,
     cum_seq_lens_kv: Tensor,
-    enable_pdl: bool,
+    enable_pdl: bool | None,
     is_causal: bool,
     return_lse: bool,
     attention_sinks: Tensor | None = None,
@@ -174,6 +174,8 @@ def trtllm_ragged_attention_deepseek(
         raise UsageError(f"value: shape {v.shape}, expected 3 dimensions")
     check_batch(batch_size, lengths)
     found, max_kv = context_backend(given, q.device, backend), integer("max_kv_len", max_kv_len)
+    _check_quadruple("sage_attn_sfs", sage_attn_sfs)
+    _check_quadruple("num_elts_per_sage_attn_blk", num_elts_per_sage_attn_blk)
     if found == HOPPER:
         if any(scale is not None for scale in sage_attn_sfs):
             raise UsageError(f"sage_attn_sfs: given, expected None: backend {found!r} has no kernel for SageAttention")
@@ -188,6 +190,7 @@ def trtllm_ragged_attention_deepseek(
         raise UsageError(f"window_left={window_left} without is_causal: dense attention has no window")
     default = q.dtype if q.dtype in ("float16", "bfloat16") else "bfloat16"
     sage = (tensor_or_none(scale, f"sage_attn_sfs[{place}]", q.device) for place, scale in enumerate(sage_attn_sfs))
+    blocks = (integer("num_elts_per_sage_attn_blk", block) for block in num_elts_per_sage_attn_blk)
     return run_call(
         RaggedCall,
         given,
@@ -203,6 +206,12 @@ def trtllm_ragged_attention_deepseek(
         value=v,
         cum_seq_lens_kv=view_of(cum_seq_lens_kv, "cum_seq_lens_kv"),
         causal=is_causal,
-        sage=Sage(tuple(sage), tuple(num_elts_per_sage_attn_blk)),  # type: ignore[arg-type]
+        sage=Sage(tuple(sage), tuple(blocks)),  # type: ignore[arg-type]
         out_scale=o_sf_scale,
     )
+
+
+def _check_quadruple(name: str, values: Any) -> None:
+    """Raise ``UsageError`` unless there is a value for each of Q, K, P and V."""
+    if not isinstance(values, (tuple, list)) or len(values) != 4:
+        raise UsageError(f"{name}={shown(values)}: expected a value for each of Q, K, P and V")

@@ -1,0 +1,25 @@
+"""Shapes of callers' tensors, read without their addresses: torch may be tracing them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import UsageError
+from ..tensor import view_of
+
+
+def is_torch(tensor: Any) -> bool:
+    """Whether tensors can be made from it by torch, which may be tracing it."""
+    return hasattr(tensor, "new_empty")
+
+
+def shape_of(tensor: Any, name: str, *ranks: int) -> tuple[int, ...]:
+    """The shape of a tensor of one of these ranks, or of any if there are none.
+
+    Raises:
+        UsageError: it has another rank, or is no tensor.
+    """
+    shape = tuple(tensor.shape) if is_torch(tensor) else view_of(tensor, name).shape
+    if ranks and len(shape) not in ranks:
+        raise UsageError(f"{name}: shape {shape}, expected {' or '.join(str(rank) for rank in ranks)} dimensions")
+    return shape
