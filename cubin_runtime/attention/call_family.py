@@ -66,7 +66,7 @@ class CallFamily(Generic[PlanT_co]):
         return plan.launch(addresses, numbers, scratch_of_call(self.runtime, plan, workspace, like, stream), stream)
 
 
-def stream_of(runtime: Runtime, stream: Stream | None, first: Any, name: str) -> int:
+def stream_of(runtime: PlanRuntime, stream: Stream | None, first: Any, name: str) -> int:
     """The handle of a call's stream; None: the current one for its ``first`` tensor, the argument ``name``.
 
     Raises:
