@@ -17,10 +17,10 @@ from .operator import CallTensors, TensorArg
 from .paged_cache import MOST_KEYS
 from .scales import flat_scalar, float32_number
 
-MAX_Q_LEN = 16
 LENGTHS = ("int32", "uint32")
-# A token's mask is 32 bits.
-MASK_WORDS = {"uint16": 2, "uint32": 1}
+# Elements of 32 bits of a token's mask; there are as many bits as the bound on the query tokens, rounded up to 32.
+MASK_ELEMENTS = {"uint16": 2, "uint32": 1}
+_MASK_BITS = 32
 GLOBAL_LENS = TensorArg("global_seq_lens", LENGTHS, optional=True, contiguous=True)
 DRAFT_POSITIONS = ("depth", "index")
 DEALING_OPTIONS = ("cp_world", "cp_rank", "cp_interleave")
@@ -41,7 +41,7 @@ def decode_tensors(
         out,
         TensorArg("lse", ("float32",), optional=True, written=True),
         TensorArg("q_cu_seq_lens", LENGTHS, optional=True, contiguous=True),
-        TensorArg("mask", tuple(MASK_WORDS), optional=True, contiguous=True),
+        TensorArg("mask", tuple(MASK_ELEMENTS), optional=True, contiguous=True),
         TensorArg("sinks", ("float32",), optional=True, contiguous=True),
         *(
             TensorArg(name, ("float32",), optional=True, value=f"{name}_device", canonical=lambda v, _: flat_scalar(v))
@@ -124,8 +124,8 @@ class DecodeCall:
         return self.q.shape[-2]
 
 
-def check_queries(call: DecodeCall) -> None:
-    """Check q, the running sum of query tokens and their bound against each other."""
+def check_queries(call: DecodeCall, most: int) -> None:
+    """Check q, the running sum of query tokens and their bound against each other; ``most`` tokens per request."""
     shape, bound = call.q.shape, call.options.max_q_len
     if not call.ragged:
         if len(shape) not in (3, 4):
@@ -136,8 +136,8 @@ def check_queries(call: DecodeCall) -> None:
             raise UsageError(f"max_q_len={bound}: expected only with q_cu_seq_lens")
         if shape[0] < 1:
             raise UsageError(f"q: shape {shape}, expected a batch of 1 or more")
-        if not 1 <= (call.own_q_len or 0) <= MAX_Q_LEN:
-            raise UsageError(f"q: {call.own_q_len} tokens per request, expected 1 to {MAX_Q_LEN}")
+        if not 1 <= (call.own_q_len or 0) <= most:
+            raise UsageError(f"q: {call.own_q_len} tokens per request, expected 1 to {most}")
         return
     if len(shape) != 3 or shape[0] < 1:
         raise UsageError(
@@ -147,9 +147,9 @@ def check_queries(call: DecodeCall) -> None:
     if len(lens) != 1 or lens[0] < 1:
         raise UsageError(f"seq_lens: shape {lens}, expected (batch,) of 1 or more")
     if bound is None:
-        raise UsageError(f"max_q_len: None with q_cu_seq_lens, expected a bound from 1 to {MAX_Q_LEN}")
-    if not 1 <= integer("max_q_len", bound) <= MAX_Q_LEN:
-        raise UsageError(f"max_q_len={bound}: expected 1 to {MAX_Q_LEN}")
+        raise UsageError(f"max_q_len: None with q_cu_seq_lens, expected a bound from 1 to {most}")
+    if not 1 <= integer("max_q_len", bound) <= most:
+        raise UsageError(f"max_q_len={bound}: expected 1 to {most}")
 
 
 def check_query_bounds(view: TensorView) -> None:
@@ -168,9 +168,9 @@ def check_shapes(call: DecodeCall, out: tuple[int, ...], kv_heads: int) -> None:
     check_shape("q_cu_seq_lens", tensors.get("q_cu_seq_lens"), (batch + 1,))
     mask = tensors.get("mask")
     if mask is not None:
-        words = MASK_WORDS[mask.dtype]
-        by_request = () if call.own_q_len is None else ((batch, call.own_q_len, words),)
-        check_shape("mask", mask, (call.tokens, words), *by_request)
+        elements = MASK_ELEMENTS[mask.dtype] * -(-call.q_len // _MASK_BITS)
+        by_request = () if call.own_q_len is None else ((batch, call.own_q_len, elements),)
+        check_shape("mask", mask, (call.tokens, elements), *by_request)
     check_shape("sinks", tensors.get("sinks"), (call.q_heads,), (kv_heads, call.q_heads // kv_heads))
     for name in ("softmax_scale", "output_scale"):
         scale = tensors.get(name)

@@ -20,7 +20,7 @@ from ..values import dataclass
 from .backends import device_facts_of, resolve_backend
 from .call_family import Q_LEN_BOUND, CallFamily, stream_of
 from .checks import OptionCheck, check_options, integer, option_checks
-from .decode_call import MAX_Q_LEN, DecodeCall, DecodeOptions, check_query_bounds
+from .decode_call import DecodeCall, DecodeOptions, check_query_bounds
 from .fast_path import note_launch
 from .operator import CallTensors, Given, Operator
 from .operator_plan import check_workspace
@@ -59,7 +59,7 @@ class DecodeOperator(Operator):
     scale: Callable[[tuple[int, ...]], float]
     traced: Callable[[DecodeCall], TracedCall] | None
     options_type: type[DecodeOptions] = DecodeOptions
-    max_queries: int | None = MAX_Q_LEN
+    max_queries: int | None = None
 
     @property
     def checks(self) -> tuple[OptionCheck, ...]:
@@ -132,9 +132,9 @@ def run_decode(plan_class: type[DecodePlan], operator: DecodeOperator, arguments
     workspace = None if arguments["workspace"] is RUNTIME_SCRATCH else arguments["workspace"]
     if workspace is not None and workspace is not TORCH_SCRATCH:
         check_workspace(workspace)
-    reads_back = operator.max_queries is not None
-    if reads_back and arguments["max_q_len"] is None and arguments["q_cu_seq_lens"] is not None:
-        arguments["max_q_len"] = _longest(rt, q, arguments["q_cu_seq_lens"], handle)
+    most = operator.max_queries
+    if most is not None and arguments["max_q_len"] is None and arguments["q_cu_seq_lens"] is not None:
+        arguments["max_q_len"] = _longest(rt, q, arguments["q_cu_seq_lens"], handle, most)
     bound = arguments["max_seq_len"]
     kept = 1 << max(_SMALLEST_BOUND_LOG2, (bound - 1).bit_length())
     options = _options(operator, arguments, scale, factor)
@@ -251,7 +251,7 @@ def _made_output(operator: DecodeOperator, runtime: Runtime, q: Any) -> Any:
         raise UsageError(f"out: None, expected a tensor ({error})") from error
 
 
-def _longest(runtime: Runtime, q: Any, q_cu_seq_lens: Any, stream: Any) -> int:
+def _longest(runtime: Runtime, q: Any, q_cu_seq_lens: Any, stream: Any, most: int) -> int:
     """The most query tokens of a request, read back from the device.
 
     Raises:
@@ -273,6 +273,6 @@ def _longest(runtime: Runtime, q: Any, q_cu_seq_lens: Any, stream: Any) -> int:
     for before, after in pairwise(bounds):
         if after < before:
             raise UsageError(f"q_cu_seq_lens: {before} is followed by {after}, expected none to decrease")
-        if after - before > MAX_Q_LEN:
-            raise UsageError(f"q_cu_seq_lens: a request of {after - before} query tokens, expected at most {MAX_Q_LEN}")
+        if after - before > most:
+            raise UsageError(f"q_cu_seq_lens: a request of {after - before} query tokens, expected at most {most}")
     return max((after - before for before, after in pairwise(bounds)), default=0) or 1

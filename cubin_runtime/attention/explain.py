@@ -12,10 +12,11 @@ from ..kernels.explanation import Explanation
 from ..kernels.native.append.select import AppendShape, select_append
 from ..kernels.native.constants import CONSTANTS
 from ..kernels.native.decode.select import select_decode
-from ..kernels.native.decode.shape import DecodeShape
+from ..kernels.native.decode.shape import MAX_QUERIES, DecodeShape
 from ..kernels.native.explanation import explain_launches
 from ..kernels.native.merge.select import MergeShape, select_merge
-from ..kernels.native.mla.select import MAX_HEADS, MAX_QUERIES, MlaShape, select_mla_decode
+from ..kernels.native.mla.select import MAX_HEADS, MlaShape, select_mla_decode
+from ..kernels.native.mla.select import MAX_QUERIES as MAX_MLA_QUERIES
 from ..kernels.native.mla.select import PAGE_SIZES as MLA_PAGE_SIZES
 from ..kernels.native.prefill.select import HEAD_DIMS as CONTEXT_HEAD_DIMS
 from ..kernels.native.prefill.select import MAX_GROUP as MAX_CONTEXT_GROUP
@@ -26,7 +27,6 @@ from ..values import dataclass
 from .append_operator import SOURCE_DTYPES
 from .backends import HOPPER
 from .context_call import DTYPES_16
-from .decode_call import MAX_Q_LEN
 from .latent_cache import Q_DTYPES as MLA_Q_DTYPES
 from .latent_cache import ROPE
 from .paged_cache import MAX_GROUP, PAGE_SIZES, Q_DTYPES
@@ -143,7 +143,7 @@ def _decode_shape(sizes: CallSizes) -> DecodeShape:
         raise UsageError(f"head_dim_v={sizes.head_dim_v}: expected {head_dim}, like `head_dim`")
     if not 1 <= heads_kv <= _MOST:
         raise UsageError(f"heads_kv={heads_kv}: expected 1 to {_MOST}")
-    sizes.check(MAX_Q_LEN, _MOST, PAGE_SIZES)
+    sizes.check(MAX_QUERIES, _MOST, PAGE_SIZES)
     if heads_q % heads_kv:
         raise UsageError(f"heads_q={heads_q}: expected a multiple of heads_kv={heads_kv}")
     if heads_q > MAX_GROUP * heads_kv:
@@ -168,7 +168,7 @@ def _decode_shape(sizes: CallSizes) -> DecodeShape:
 
 def _mla_shape(sizes: CallSizes) -> MlaShape:
     latent = _LATENTS[sizes.head_dim]
-    sizes.check(MAX_QUERIES, MAX_HEADS, MLA_PAGE_SIZES)
+    sizes.check(MAX_MLA_QUERIES, MAX_HEADS, MLA_PAGE_SIZES)
     for name, only in (("head_dim_v", latent), ("heads_kv", 1)):
         if getattr(sizes, name) not in (None, only):
             raise UsageError(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..dtypes import DTYPES
+from ..kernels.native.decode.shape import MAX_QUERIES
 from ..kernels.native.launches import NativeLaunch
 from ..launch.driver import DeviceFacts
 from .backends import AUTO
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 def _check(call: DecodeCall) -> None:
     tensors, k, v = call.tensors, call.tensors["k_cache"], call.tensors["v_cache"]
-    check_queries(call)
+    check_queries(call, MAX_QUERIES)
     check_table(tensors["page_table"], call.batch, separate=True)
     check_caches(call.q, k, v, tensors["page_table"].shape[-1])
     page_size, kv_heads = k.shape[1:3]
@@ -102,6 +103,7 @@ PAGED_DECODE = DecodeOperator(
     output=lambda q: (q.shape, "bfloat16" if q.dtype == "float8_e4m3fn" else None),
     scale=default_scale,
     traced=_traced,
+    max_queries=MAX_QUERIES,
 )
 
 
@@ -230,7 +232,7 @@ def paged_decode(
 
     Args:
         q: ``[batch, q_heads, head_dim]`` (one token per request), ``[batch, q_len, q_heads, head_dim]`` with q_len 1 to
-            16, or ``[tokens, q_heads, head_dim]`` with ``q_cu_seq_lens``. head_dim is 32, 64, 128, 256 or 512; q_heads
+            64, or ``[tokens, q_heads, head_dim]`` with ``q_cu_seq_lens``. head_dim is 32, 64, 128, 256 or 512; q_heads
             is 1 to 32 times kv_heads. Like the caches, bfloat16 or float16; with float8_e4m3fn caches bfloat16, float16
             or float8_e4m3fn. One stride between all tokens; 4-byte aligned, strides in multiples of 4 bytes.
         k_cache: bfloat16, float16 or float8_e4m3fn ``[pages, page_size, kv_heads, head_dim]`` (NHD) or ``[pages,
@@ -251,11 +253,12 @@ def paged_decode(
         kv_layout: "NHD" or "HND".
         q_cu_seq_lens: int32 or uint32 ``[batch + 1]``, contiguous: prefix sums of the numbers of query tokens, from 0
             to ``tokens``. A request may have no query token. None: all requests have the same number.
-        max_q_len: upper bound on the query tokens of a request, 1 to 16; only with ``q_cu_seq_lens``. None:
+        max_q_len: upper bound on the query tokens of a request, 1 to 64; only with ``q_cu_seq_lens``. None:
             ``q_cu_seq_lens`` is read back, which waits for the device and cannot be captured in a graph.
-        mask: which query tokens of its request each query token sees, as 32 bits per token: uint16 ``[batch, q_len,
-            2]`` or ``[tokens, 2]`` (low half first), or uint32 with a last dimension of 1; contiguous, 4-byte aligned.
-            Any pattern, such as a tree. None: causal.
+        mask: which query tokens of its request each query token sees, one bit each: uint32 ``[batch, q_len, words]``
+            or ``[tokens, words]``, where words is the bound on the query tokens / 32, rounded up, or uint16 with a last
+            dimension of 2 x words (low half first); contiguous, 4-byte aligned. Bit j of a row stands for query token
+            j. Any pattern, such as a tree. None: causal.
         sinks: float32 ``[q_heads]`` or ``[kv_heads, group]``, contiguous: one logit per head that is added to the
             softmax denominator only. None: no sinks.
         global_seq_lens, cp_world, cp_rank, cp_interleave: int32 or uint32 ``[batch]``, contiguous: keys of each request

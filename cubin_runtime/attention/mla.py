@@ -9,7 +9,7 @@ from ..dtypes import DTYPES
 from ..errors import UsageError
 from ..kernels.native.launches import NativeLaunch
 from ..kernels.native.mla.plan import MlaProblem, mla_launch
-from ..kernels.native.mla.select import MlaSelection, select_mla_decode
+from ..kernels.native.mla.select import MAX_QUERIES, MlaSelection, select_mla_decode
 from ..launch.driver import DeviceFacts
 from ..tensor import TensorView
 from .backends import AUTO
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 def _check(call: DecodeCall) -> None:
     tensors = call.tensors
-    check_queries(call)
+    check_queries(call, MAX_QUERIES)
     check_cache(call.q, tensors["kv_cache"])
     page_size, _, width = tensors["kv_cache"].shape[1:]
     tensors.check_dtypes()
@@ -105,6 +105,7 @@ MLA_DECODE = DecodeOperator(
     output=_output,
     scale=_no_default,
     traced=_traced,
+    max_queries=MAX_QUERIES,
 )
 
 

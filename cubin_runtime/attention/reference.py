@@ -186,20 +186,13 @@ def _visible(rows: int, length: int, words: Any, window_left: int, by_index: boo
         position = prefix + token[:, None]
         visible = key <= position if causal else np.ones((rows, length), dtype=bool)
         return visible & (key >= position - window_left) if window_left >= 0 else visible
-    words = words.astype(np.int64) & ((1 << rows) - 1)
     draft = key - prefix
-    bits = words[:, None] >> np.maximum(draft, 0) & 1
-    visible = (draft < 0) | (bits == 1)
+    bits = words.astype(np.uint64)[:, None] >> np.arange(rows, dtype=np.uint64) & np.uint64(1)
+    visible = (draft < 0) | (bits[:, np.maximum(draft, 0)] == 1)
     if window_left >= 0:
-        position = prefix + (token if by_index else _bits_set(words, rows) - 1)
+        position = prefix + (token if by_index else bits.sum(axis=1).astype(np.int64) - 1)
         visible &= key >= position[:, None] - window_left
     return visible & (token[:, None] >= -prefix)
-
-
-def _bits_set(words: Any, width: int) -> Any:
-    import numpy as np
-
-    return (words[:, None] >> np.arange(width) & 1).sum(axis=1)
 
 
 def _gathered(cache: Any, pages: Any, kv_heads: int, head_dim: int, skip: int, count: int) -> Float64:

@@ -26,11 +26,10 @@ DEVICE int keys_before(const Params& p, int request, int q_len, int token, int b
     return own_keys(p, static_cast<const int*>(p.global_seq_lens)[request] - q_len + token - back);
 }
 
-// As the mask of a query token: bit j, that it sees this rank's key kv_len - q_len + j.
+// How many of this rank's last q_len keys of the request a query token sees.
 template <class Params>
-DEVICE uint32_t visible_keys(const Params& p, int request, int kv_len, int q_len, int token) {
-    const int count = keys_before(p, request, q_len, token, -1) - (kv_len - q_len);
-    return (1u << min(max(count, 0), q_len)) - 1;
+DEVICE int visible_count(const Params& p, int request, int kv_len, int q_len, int token) {
+    return min(max(keys_before(p, request, q_len, token, -1) - (kv_len - q_len), 0), q_len);
 }
 
 }  // namespace context_parallel

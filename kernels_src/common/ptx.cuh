@@ -267,3 +267,15 @@ template <int THREADS>
 DEVICE void named_barrier_sync(int id) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
 }
+
+// The same; whether any of the threads brought true.
+template <int THREADS>
+DEVICE bool named_barrier_any(int id, bool value) {
+    int any;
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.s32 p, %3, 0;\nbar.red.or.pred p, %1, %2, p;\nselp.s32 %0, 1, 0, p;\n}"
+        : "=r"(any)
+        : "r"(id), "n"(THREADS), "r"(static_cast<int>(value))
+        : "memory");
+    return any;
+}

@@ -190,7 +190,7 @@ DEVICE uint32_t visible_drafts(const Params& p, const WorkTile& work, int row) {
     const int request_row = work.row_tile * ROWS + row;
     const int token = min(request_row / p.heads, work.q_len - 1);
     if (context_parallel::is_on(p))
-        return context_parallel::visible_keys(p, work.request, work.kv_len, work.q_len, token);
+        return (1u << context_parallel::visible_count(p, work.request, work.kv_len, work.q_len, token)) - 1;
     if (token + work.kv_len < work.q_len) return 0;  // more queries than keys: this one comes before all keys
     const uint32_t draft = (1u << work.q_len) - 1;
     if (p.mask == nullptr) return ((2u << token) - 1) & draft;

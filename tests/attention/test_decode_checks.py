@@ -72,8 +72,8 @@ def test_one_request_of_one_page_may_have_any_strides(name: str) -> None:
         ("q", contiguous((4, 60, 128)), "60 heads over 8 KV heads"),
         ("q", contiguous((4, 264, 128)), "1 to 32 query heads"),
         ("q", contiguous((4, 64, 96)), "head dimension 96, expected one of 32, 64, 128, 256 or 512"),
-        ("q", contiguous((4, 17, 64, 128)), "17 tokens per request, expected 1 to 16"),
-        ("q", contiguous((4, 0, 64, 128)), "0 tokens per request, expected 1 to 16"),
+        ("q", contiguous((4, 65, 64, 128)), "65 tokens per request, expected 1 to 64"),
+        ("q", contiguous((4, 0, 64, 128)), "0 tokens per request, expected 1 to 64"),
         ("q", {"dtype": "float16"}, "q: dtype float16, expected bfloat16 with bfloat16 caches"),
         ("q", {"pointer": 0x1002}, "q: address 0x1002, expected a multiple of 4"),
         ("q", {"pointer": 0}, "q: address 0x0"),
@@ -294,6 +294,15 @@ def test_masks_by_request_or_token_pass(mask: TensorView) -> None:
     check(GOOD.draft(3, mask=mask))
 
 
+@pytest.mark.parametrize(("q_len", "words"), [(32, 1), (33, 2), (64, 2)])
+def test_a_mask_has_32_query_tokens_in_a_word(q_len: int, words: int) -> None:
+    check(GOOD.draft(q_len, mask=view("uint32", 4, q_len, words)))
+    check(GOOD.draft(q_len, mask=view("uint16", 4 * q_len, 2 * words)))
+    check(GOOD.ragged(23, mask=view("uint32", 23, words)), max_q_len=q_len)
+    with pytest.raises(UsageError, match="mask: shape"):
+        check(GOOD.draft(q_len, mask=view("uint32", 4, q_len, words + 1)))
+
+
 @pytest.mark.parametrize("mask", [view("uint16", 23, 2), view("uint32", 23, 1)])
 def test_masks_of_ragged_tokens_pass(mask: TensorView) -> None:
     check(GOOD.ragged(23, mask=mask), max_q_len=8)
@@ -365,9 +374,9 @@ def test_a_wrong_scale_on_the_device_is_named(name: str, scale: TensorView, word
     ("tensors", "options", "words"),
     [
         (GOOD, {"max_q_len": 1}, "max_q_len=1: expected only with q_cu_seq_lens"),
-        (GOOD.ragged(8), {}, "max_q_len: None with q_cu_seq_lens, expected a bound from 1 to 16"),
-        (GOOD.ragged(8), {"max_q_len": 0}, "max_q_len=0: expected 1 to 16"),
-        (GOOD.ragged(8), {"max_q_len": 17}, "max_q_len=17: expected 1 to 16"),
+        (GOOD.ragged(8), {}, "max_q_len: None with q_cu_seq_lens, expected a bound from 1 to 64"),
+        (GOOD.ragged(8), {"max_q_len": 0}, "max_q_len=0: expected 1 to 64"),
+        (GOOD.ragged(8), {"max_q_len": 65}, "max_q_len=65: expected 1 to 64"),
         (GOOD.ragged(8), {"max_q_len": 2.0}, "max_q_len=2.0: expected an integer"),
         (GOOD.ragged(0), {"max_q_len": 2}, "of 1 token or more"),
         (GOOD.draft(2, q_cu_seq_lens=view("int32", 5)), {"max_q_len": 2}, r"with q_cu_seq_lens, expected \[tokens"),

@@ -223,8 +223,8 @@ def test_no_dependent_launch_may_be_said_in_two_ways(runtime: Runtime, standin: 
 
 def test_a_request_of_too_many_query_tokens_is_named(runtime: Runtime) -> None:
     runtime.memory = memory = MadeUpMemory()
-    tensors = GOOD.ragged(20, q_cu_seq_lens=memory.tensor("int32", 5, values=(0, 17, 18, 19, 20)))
-    with pytest.raises(UsageError, match="q_cu_seq_lens: a request of 17 query tokens, expected at most 16"):
+    tensors = GOOD.ragged(68, q_cu_seq_lens=memory.tensor("int32", 5, values=(0, 65, 66, 67, 68)))
+    with pytest.raises(UsageError, match="q_cu_seq_lens: a request of 65 query tokens, expected at most 64"):
         call(runtime, tensors)
 
 

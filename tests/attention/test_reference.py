@@ -52,7 +52,7 @@ def sees(row: int, q_len: int, key: int, kv_len: int, word: int, window_left: in
     position = kv_len - q_len + (row if by_index else sum(word >> j & 1 for j in range(q_len)) - 1)
     if row < q_len - kv_len:
         return False
-    if draft >= 0 and not word >> draft & 1:
+    if draft >= 0 and not word >> int(draft) & 1:
         return False
     return window_left < 0 or key >= position - window_left
 
@@ -138,6 +138,12 @@ def test_a_window_may_count_from_the_index_of_a_query_token(window_left: int) ->
 def test_any_pattern_is_a_mask_and_bits_over_the_query_tokens_mean_nothing() -> None:
     case = make_case([3, 16, 7, 1], [20, 16, 9, 5])
     assert_same(case, mask=random_words(case), window_left=4, sinks=SINKS)
+
+
+def test_a_mask_of_64_query_tokens() -> None:
+    case = make_case([33, 64, 1], [70, 64, 5])
+    words = np.random.default_rng(4).integers(0, 1 << 64, len(case.q), dtype=np.uint64)
+    assert_same(case, mask=words, window_left=40)
 
 
 def test_a_mask_of_no_bits_leaves_what_is_in_front() -> None:

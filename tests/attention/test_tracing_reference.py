@@ -81,6 +81,13 @@ def test_drafts_with_a_mask_and_sinks() -> None:
     agree(found, expected(given, words, sinks=sinks.numpy()))
 
 
+def test_a_mask_of_two_words_a_token() -> None:
+    given = made((4, 40)) | {"seq_lens": torch.tensor([40, 41, 45, 48], dtype=torch.int32)}
+    words = np.random.default_rng(3).integers(0, 1 << 40, 160).astype(np.uint64)
+    found = run({**given, "mask": torch.from_numpy(words.view(np.int32).reshape(160, 2).copy())})
+    agree(found, expected(given, words))
+
+
 def test_drafts_of_different_length() -> None:
     given, starts = made((9,)), np.array([0, 4, 5, 5, 9], dtype=np.int32)
     found = run({**given, "q_cu_seq_lens": torch.from_numpy(starts)}, max_q_len=4)

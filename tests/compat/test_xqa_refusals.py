@@ -39,7 +39,7 @@ XQA: list[tuple[dict[str, Any], str]] = [
     ({"q_seq_len": "1"}, "q_seq_len='1': expected an integer"),
     ({"sliding_win_size": None}, "sliding_win_size=None: expected an integer"),
     ({"q_seq_len": 0}, "q_seq_len=0: expected 1 or more"),
-    ({**RAGGED, "q_seq_len": 17}, "^q_seq_len=17: expected 1 to 16"),
+    ({**RAGGED, "q_seq_len": 65}, "^q_seq_len=65: expected 1 to 64"),
     ({**RAGGED, "q": tensor("bfloat16", 7, 1, 64, 128)}, "output: shape"),
     ({**RAGGED, "q_cu_seq_lens": tensor("int64", 5)}, "q_cu_seq_lens: dtype int64"),
     ({**RAGGED, "q_cu_seq_lens": tensor("int32", 4)}, "q_cu_seq_lens: shape"),
@@ -92,7 +92,7 @@ BATCH: list[tuple[dict[str, Any], str]] = [
     ({"query": tensor("float16", 4, 64, 128)}, "query: dtype float16, expected bfloat16 with bfloat16 caches"),
     ({"query": tensor("bfloat16", 4, 60, 128)}, "query: 60 heads over"),
     ({"q_len_per_req": 0}, "query: 4 tokens for 4 requests of 0"),
-    ({"query": tensor("bfloat16", 68, 64, 128), "q_len_per_req": 17}, "query: 17 tokens per request, expected 1 to 16"),
+    ({"query": tensor("bfloat16", 260, 64, 128), "q_len_per_req": 65}, "query: 65 tokens per request, expected 1 to"),
     ({"kv_cache": tensor("bfloat16", 100, 3, 64, 8, 128)}, r"kv_cache: shape .*\[pages, 2, ...\]"),
     ({"kv_cache": tensor("int8", 100, 2, 32, 32, 128)}, r"kv_cache \(K\): dtype int8"),
     ({"kv_cache": tensor("uint8", 100, 2, 32, 32, 64)}, r"kv_cache \(K\): "),
@@ -127,8 +127,8 @@ BATCH: list[tuple[dict[str, Any], str]] = [
 XQA_BATCH: list[tuple[dict[str, Any], str]] = [
     ({"q_len_per_req": None}, "q_len_per_req: None"),
     (
-        {"query": tensor("bfloat16", 7, 64, 128), "q_cu_seq_lens": tensor("int32", 5), "q_len_per_req": 17},
-        "^q_len_per_req=17: expected 1 to 16",
+        {"query": tensor("bfloat16", 7, 64, 128), "q_cu_seq_lens": tensor("int32", 5), "q_len_per_req": 65},
+        "^q_len_per_req=65: expected 1 to 64",
     ),
     ({"query": tensor("bfloat16", 7, 64, 128), "q_cu_seq_lens": tensor("int64", 5)}, "q_cu_seq_lens: dtype int64"),
 ]

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from decode_cases import DecodeCase, HostTensors, make_host, reference_of
 from decode_compare import assert_close, score_error
+from decode_masks import packed_words
 from decode_queries import lse_view, options_of, output_view, tokens_view, with_gaps
 from decode_values import KINDS
 
@@ -147,9 +148,10 @@ class DeviceCase:
         self.driver.copy_to_device(self.tensors[0].pointer, with_gaps(self.case, host.q))
         self.driver.copy_to_device(table.pointer, host.page_table)
         self.driver.copy_to_device(lens.pointer, host.seq_lens)
-        for name in ("q_cu_seq_lens", "mask", "sinks"):
+        mask = None if host.mask is None else packed_words(host.mask, self.case.q_bound)
+        for name, part in (("q_cu_seq_lens", host.q_cu_seq_lens), ("mask", mask), ("sinks", host.sinks)):
             if self.options[name] is not None:
-                self.driver.copy_to_device(self.options[name].pointer, getattr(host, name))
+                self.driver.copy_to_device(self.options[name].pointer, part)
         self.host = host
         self.__dict__.pop("expected", None)
 

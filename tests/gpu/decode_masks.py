@@ -8,13 +8,13 @@ MASKS = ("none", "chain", "tree", "any")
 
 
 def mask_words(kind: str, rng: np.random.Generator, q_len: int) -> np.ndarray | None:
-    """uint32 ``[q_len]``, bit j of word i: row i sees draft token j; None for "none"."""
+    """uint64 ``[q_len]``, bit j of word i: row i sees draft token j; None for "none"."""
     if kind == "none":
         return None
-    own = np.uint32(1) << np.arange(q_len, dtype=np.uint32)
+    own = np.uint64(1) << np.arange(q_len, dtype=np.uint64)
     if kind == "any":
         # Every pattern counts: rows that see later tokens, rows that see nothing, bits past the draft.
-        words = rng.integers(0, 1 << 32, size=q_len, dtype=np.uint32)
+        words = rng.integers(0, 1 << 64, size=q_len, dtype=np.uint64)
         words[rng.random(q_len) < 0.15] = 0
         return words
     words = own.copy()
@@ -25,11 +25,16 @@ def mask_words(kind: str, rng: np.random.Generator, q_len: int) -> np.ndarray | 
     return words
 
 
+def packed_words(words: np.ndarray, bound: int) -> np.ndarray:
+    """uint32 ``[tokens, ceil(bound / 32)]`` as operators take masks, of uint64 ``[tokens]``."""
+    return np.ascontiguousarray(words.astype("<u8").view("<u4").reshape(-1, 2)[:, : -(-bound // 32)])
+
+
 def positions_of(kv_len: int, q_len: int, words: np.ndarray | None, by_index: bool = False) -> np.ndarray:
     """Where each row stands among the keys: causal by default, else by how many draft tokens it sees, or its index."""
     if words is None or by_index:
         return kv_len - q_len + np.arange(q_len)
-    within = words & np.uint32((1 << q_len) - 1)
+    within = words & np.uint64((1 << q_len) - 1)
     return kv_len - q_len + np.array([int(word).bit_count() for word in within], dtype=np.int64) - 1
 
 
@@ -42,7 +47,7 @@ def visible_keys(
     if words is None:
         seen = draft[None] <= rows[:, None]
     else:
-        bits = (words[:, None].astype(np.int64) >> np.clip(draft, 0, 31)[None]) & 1
+        bits = words[:, None].astype(np.uint64) >> np.clip(draft, 0, 63)[None].astype(np.uint64) & np.uint64(1)
         seen = (draft[None] < 0) | (bits == 1)
     if window_left >= 0:
         seen = seen & (keys[None] >= positions_of(kv_len, q_len, words, by_index)[:, None] - window_left)

@@ -6,6 +6,7 @@ from math import prod
 from typing import Any
 
 import numpy as np
+from decode_masks import packed_words
 from decode_values import KINDS
 
 from cubin_runtime.attention import TensorView
@@ -84,10 +85,11 @@ def options_of(case: Any, host: Any, arrays: DeviceArrays, sinks: tuple[int, ...
         return tensor(np.array([value], np.float32), "float32", (1,)) if case.device_scales else value
 
     lead = (case.tokens,) if case.q_lens is not None else (case.batch, case.q_len)
-    mask = ("uint16", (*lead, 2)) if case.mask_itemsize == 2 else ("uint32", (*lead, 1))
+    words = -(-case.q_bound // 32)
+    mask = ("uint16", (*lead, 2 * words)) if case.mask_itemsize == 2 else ("uint32", (*lead, words))
     return {
         "q_cu_seq_lens": tensor(host.q_cu_seq_lens, "uint32" if case.unsigned else "int32", (case.batch + 1,)),
-        "mask": tensor(host.mask, *mask),
+        "mask": tensor(None if host.mask is None else packed_words(host.mask, case.q_bound), *mask),
         "sinks": tensor(host.sinks, "float32", sinks),
         "softmax_scale": scale(case.softmax_scale),
         "output_scale": scale(case.output_scale),

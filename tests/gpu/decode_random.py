@@ -30,7 +30,7 @@ def random_case(rng: np.random.Generator, spans: Sequence[int] = SPANS, **fixed:
         "kv_heads": _one(rng, (1, 2, 3, 4, 5, 8)),
         "page_size": _one(rng, PAGE_SIZES),
         "out_dtype": _one(rng, ("", "bf16", "fp16", "e4m3")),
-        "q_len": 1 if rng.random() < 0.3 else int(rng.integers(2, 17)),
+        "q_len": 1 if rng.random() < 0.3 else int(rng.integers(2, 17 if rng.random() < 0.7 else 65)),
         "mask": _one(rng, MASKS),
         "mask_itemsize": _one(rng, (2, 4)),
         "sinks": _flag(rng),
@@ -74,7 +74,7 @@ def _ragged(rng: np.random.Generator, case: DecodeCase) -> DecodeCase:
     if not sum(q_lens):
         q_lens[-1] = 1
     # The bound may be more than any request has.
-    bound = _one(rng, (max(q_lens), case.q_len, 16))
+    bound = _one(rng, (max(q_lens), case.q_len, 16 if case.q_len <= 16 else 64))
     return replace(case, q_lens=tuple(q_lens), max_q_len=bound, spare_tokens=_one(rng, (0, 0, 3)))
 
 

@@ -170,7 +170,7 @@ def assemble_mla(
         page_table=table,
         seq_lens=np.array([len(request.kv) for request in requests], dtype=words),
         q_cu_seq_lens=None if case.q_lens is None else np.cumsum([0, *q_lens]).astype(words),
-        mask=np.concatenate([*masks, np.zeros(spare, np.uint32)]) if case.mask != "none" else None,
+        mask=np.concatenate([*masks, np.zeros(spare, np.uint64)]) if case.mask != "none" else None,
         sinks=sinks,
     )
 

@@ -180,7 +180,7 @@ def decode(p: Mapping[str, Any], traits: Mapping[str, Any]) -> None:
         for offset in (0, p["v_table_offset"])
     ]
     lengths = memory(p["seq_lens"], np.int32, (p["batch"],), (1,))
-    words = memory(p["mask"], np.uint32, (p["tokens"],), (1,)) if p["mask"] else None
+    words = mask_of(p)
     sinks = memory(p["sinks"], np.float32, (heads,), (1,)).astype(np.float64) if p["sinks"] else None
     shift = 1e-4 * int(traits[ARITHMETIC]) + (0 if p["splits"] else 1e-5 * (p["batch"] % 64))
     logits = p["softmax_scale_log2"] / math.log2(math.e) * scale("softmax_scale_device")
@@ -214,6 +214,16 @@ def decode(p: Mapping[str, Any], traits: Mapping[str, Any]) -> None:
 
 # Operation -> what computes its launches; others join by adding theirs.
 COMPUTED: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], None]] = {"paged_decode": decode}
+
+
+def mask_of(p: Mapping[str, Any]) -> np.ndarray | None:
+    """The mask of all query tokens, a word of 64 bits each."""
+    if not p["mask"]:
+        return None
+    count = -(-p["q_len"] // 32)
+    words = np.zeros((p["tokens"], 2), np.uint32)
+    words[:, :count] = memory(p["mask"], np.uint32, (p["tokens"], count), (count, 1))
+    return words.view(np.uint64)[:, 0]
 
 
 def query_rows(p: Mapping[str, Any], b: int, status: np.ndarray) -> tuple[int, int]:

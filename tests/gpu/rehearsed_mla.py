@@ -13,7 +13,7 @@ import numpy as np
 import rehearsed_decode
 from decode_masks import visible_keys
 from decode_values import KINDS, bits_of, values_of
-from rehearsed_decode import TYPES, RehearsalRuntime, attend, memory, query_rows, rehearsal
+from rehearsed_decode import TYPES, RehearsalRuntime, attend, mask_of, memory, query_rows, rehearsal
 from variant_kernels import kernel_of
 
 from kernels_src.variants import VARIANTS
@@ -53,7 +53,7 @@ def decode_latent(p: Mapping[str, Any], traits: Mapping[str, Any]) -> None:
     lse = of_tokens("lse", np.float32, ()) if p["lse"] else None
     table = memory(p["page_table"], np.int32, (p["batch"], -(-p["max_seq_len"] // page)), (p["table_stride"], 1))
     lengths = memory(p["seq_lens"], np.int32, (p["batch"],), (1,))
-    words = memory(p["mask"], np.uint32, (p["tokens"],), (1,)) if p["mask"] else None
+    words = mask_of(p)
     sinks = memory(p["sinks"], np.float32, (heads,), (1,)).astype(np.float64) if p["sinks"] else None
     shift = 0 if p["splits"] else 1e-5 * (p["batch"] % 64)
     logits = p["softmax_scale_log2"] / math.log2(math.e) * scale("softmax_scale_device")

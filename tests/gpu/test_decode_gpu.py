@@ -47,7 +47,7 @@ def test_every_group_matches_float64(runtime: Runtime, rng: np.random.Generator,
     assert_case(runtime, replace(SMALL, group=group, sinks=True, q_len=3, kv_dtype="fp16"), rng)
 
 
-@pytest.mark.parametrize("q_len", range(1, 17))
+@pytest.mark.parametrize("q_len", [*range(1, 18), 24, 31, 32, 33, 48, 63, 64])
 def test_every_query_length_matches_float64(runtime: Runtime, rng: np.random.Generator, q_len: int) -> None:
     assert_case(runtime, replace(SMALL, q_len=q_len), rng)
     assert_case(runtime, replace(SMALL, q_len=q_len, mask="tree", group=7, sinks=True), rng)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 LENGTHS = (300, 5, 0, 64, 1, 16, 129, 65)
 # q_len x group: whole tiles of 8, 16, 32 and 64 rows, parts of them, many of them.
-ROWS = ((1, 1), (1, 8), (2, 4), (3, 5), (4, 4), (16, 1), (8, 4), (7, 9), (4, 16), (16, 8), (5, 31), (16, 32))
+ROWS = ((1, 1), (1, 8), (2, 4), (3, 5), (4, 4), (16, 1), (8, 4), (7, 9), (4, 16), (16, 8), (5, 31), (16, 32), (33, 1), (32, 4), (64, 4))
 
 
 def assert_means(runtime: Runtime, wanted: DecodeCase, rng: np.random.Generator) -> None:
@@ -63,7 +63,9 @@ def test_every_kernel_takes_masks_windows_and_ragged_queries(
         rows=rows,
     )
     ragged = replace(wanted, q_lens=(4, 0, 3, 7, 16, 16, 1, 9), max_q_len=16)
+    long = replace(wanted, q_lens=(40, 0, 33, 7, 64, 32, 1, 9), max_q_len=64)
     for mask in ("none", "tree", "any"):
+        assert_means(runtime, replace(long, mask=mask, window_left=17), rng)
         assert_means(runtime, replace(wanted, q_len=6, mask=mask), rng)
         assert_means(runtime, replace(ragged, mask=mask, sinks=True), rng)
         assert_means(runtime, replace(ragged, mask=mask, window_left=17), rng)

@@ -150,8 +150,9 @@ def _mask(inputs: _Inputs) -> NDArray[Any] | None:
         return None
     import numpy as np
 
-    halves = words.reshape(-1, words.shape[-1]).astype(np.int64)
-    return halves[:, 0] | (halves[:, 1] << 16 if halves.shape[1] == 2 else 0)
+    bits = 8 * words.itemsize
+    parts = words.reshape(-1, words.shape[-1]).astype(np.uint64)
+    return np.bitwise_or.reduce(parts << np.arange(0, bits * parts.shape[1], bits, dtype=np.uint64), axis=1)
 
 
 def _native(inputs: _Inputs, cache: str, page_size: int) -> tuple[dict[str, Any], list[str]]:

@@ -66,7 +66,7 @@ def option_tensors(tensors: CallTensors, mask: tuple[Axis, ...], sinks: tuple[Ax
     """The tensors that a call may leave out, as far as they are there."""
     more: list[tuple[str, TensorView | None, tuple[Axis, ...], str]] = [
         ("q_cu_seq_lens", tensors.get("q_cu_seq_lens"), ("batch_plus_1",), "where each request's tokens begin"),
-        ("mask", tensors.get("mask"), mask, "32 bits a token: query tokens that it sees"),
+        ("mask", tensors.get("mask"), mask, "one bit for each query token that a token may see"),
         ("sinks", tensors.get("sinks"), sinks, "logits in the denominator"),
         ("softmax_scale_device", tensors.get("softmax_scale"), _ONE, "a factor more of the scores"),
         ("output_scale_device", tensors.get("output_scale"), _ONE, "a factor more of the output"),

@@ -31,6 +31,7 @@ def decode(  # type: ignore[no-untyped-def]
     tokens, batch = queries.shape[0], len(seq_lens)
     begins = [b * tokens // batch for b in range(batch + 1)] if q_cu_seq_lens is None else q_cu_seq_lens.tolist()
     words = None if mask is None else mask.reshape(tokens, -1).tolist()
+    size = 0 if mask is None else 8 * mask.element_size()
     logits = None if sinks is None else sinks.reshape(heads, 1).double()
     if softmax_scale_device is not None:
         softmax_scale = softmax_scale * softmax_scale_device.item()
@@ -52,7 +53,6 @@ def decode(  # type: ignore[no-untyped-def]
                 word = (2 << row) - 1
             else:
                 halves = words[begin + row]
-                size = 32 // len(halves)
                 word = sum((half % (1 << size)) << (size * i) for i, half in enumerate(halves))
             bits = [bool(word >> j & 1) for j in range(rows)]
             seen += bits[max(-prefix, 0) :]

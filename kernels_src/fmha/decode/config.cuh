@@ -89,6 +89,11 @@ constexpr int CONSUMER_BARRIER = 1;
 constexpr int MERGED_BARRIER = 4;
 constexpr int NEVER_VISIBLE = 0x7fffffff;  // a first visible key beyond all keys
 
+using DraftMask = uint64_t;  // bit j: a query token sees query token j of its request
+
+// The first `count` query tokens, at most all 64.
+DEVICE DraftMask first_drafts(int count) { return count > 0 ? ~DraftMask{0} >> (64 - count) : 0; }
+
 // The rows of an output tile.
 struct Rows {
     int q_begin;  // the request's first query token among all tokens
@@ -154,12 +159,12 @@ struct alignas(128) SharedStorage {
 #endif
     };
     alignas(16) uint32_t ones[SUMS_BY_PRODUCT ? 64 : 0];
-    uint2 query[QUERY_IN_SHARED ? ROWS / 8 : 1][QUERY_IN_SHARED ? K_STEPS : 1][QUERY_IN_SHARED ? 32 : 1];
+    uint2 query[QUERY_IN_SHARED ? ROWS / 8 : 0][K_STEPS][32];
     float partition_maximum[KV_PARTITIONS][ROWS];
     float partition_sum[KV_PARTITIONS][ROWS];
     float maximum[ROWS];
     float sum[ROWS];
-    uint32_t row_mask[ROWS];  // bit j: the row sees draft token j
+    DraftMask row_mask[ROWS];
     int row_begin[ROWS];  // the first key in the row's window
 #if !WARPGROUP_MMA
     // factor that undoes the scaling of the row's queries into fp16
@@ -170,7 +175,9 @@ struct alignas(128) SharedStorage {
     alignas(8) uint64_t converted_full[CONVERTS ? CONVERTED_STAGES : 0];
     alignas(8) uint64_t converted_empty[CONVERTS ? CONVERTED_STAGES : 0];
     alignas(8) uint64_t cleared[WARPGROUP_MMA && !CONVERTS ? KV_PARTITIONS : 0];
+#if SEGMENTS
     int arrived_last;
+#endif
     WorkRange range[RANGE_IN_SHARED ? 1 : 0];  // of the consumers
 #if WARPGROUP_MMA
     Rows open_rows;  // the output tile of the latest partial that this CTA wrote, whose merge is pending

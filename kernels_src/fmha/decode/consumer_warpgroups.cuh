@@ -135,9 +135,12 @@ DEVICE uint32_t low_bits(int count) { return __funnelshift_lc(~0u, 0, max(count,
 
 // Which of the 32 keys from `first` on a row sees whose window begins at key `begin`: bit k stands for key first + k.
 // Keys before `prefix` are not drafts; from there on the mask decides.
-DEVICE uint32_t visible_keys(int first, int begin, int prefix, uint32_t mask) {
+DEVICE uint32_t visible_keys(int first, int begin, int prefix, DraftMask mask) {
     const int drafts = prefix - first;
-    const uint32_t moved = drafts >= 0 ? __funnelshift_lc(0, mask, drafts) : __funnelshift_rc(mask, 0, -drafts);
+    uint32_t low = static_cast<uint32_t>(mask), high = static_cast<uint32_t>(mask >> 32);
+    if (drafts <= -32) low = high, high = 0;
+    const uint32_t moved =
+        drafts >= 0 ? __funnelshift_lc(0, low, drafts) : __funnelshift_rc(low, high, -drafts - (drafts <= -32 ? 32 : 0));
     return (low_bits(drafts) | moved) & ~low_bits(begin - first);
 }
 
@@ -147,7 +150,7 @@ DEVICE void mask_scores(const WorkTile& work, const SharedStorage& shared, int t
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const int begin = shared.row_begin[row + i * 8];
-        const uint32_t mask = shared.row_mask[row + i * 8];  // no bits past the last draft token
+        const DraftMask mask = shared.row_mask[row + i * 8];  // no bits past the last draft token
 #pragma unroll
         for (int word = 0; word < TILE_TOKENS / 32; ++word) {
             const uint32_t visible = visible_keys(tile_token + word * 32, begin, prefix, mask) >> threadIdx.x % 4 * 2;

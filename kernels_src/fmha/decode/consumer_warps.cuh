@@ -265,7 +265,7 @@ DEVICE void mask_scores(const WorkTile& work, int tile_token, const SharedStorag
         for (int i = 0; i < 2; ++i) {
             const int row = first_row(n) + lane % 4 * 2 + i;
             const int begin = shared.row_begin[row];
-            const uint32_t mask = shared.row_mask[row];
+            const DraftMask mask = shared.row_mask[row];
 #pragma unroll
             for (int b = 0; b < BLOCKS; ++b)
 #pragma unroll
@@ -508,7 +508,7 @@ DEVICE void consume(const Params& p, const WorkRange& range, SharedStorage& shar
         store_work_tile(p, work, splits, output_scale, shared);
         if (splits.count == 1) return;
         merge_if_last(p, work.rows, splits, arrive(p, splits), output_scale, shared);
-        named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);  // shared.arrived_last and the weights may be overwritten
+        named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);  // the weights may be overwritten
     });
 }
 

@@ -212,13 +212,9 @@ DEVICE uint32_t arrive(const Params& p, const SplitSet& splits) {
 // Merges the output tile if `arrived` says that this CTA came last.
 DEVICE void merge_if_last(const Params& p, const Rows& rows, const SplitSet& splits, uint32_t arrived,
                           float output_scale, SharedStorage& shared) {
-    if (threadIdx.x == 0) {
-        const bool is_last = arrived == static_cast<uint32_t>(splits.count - 1);
-        if (is_last) static_cast<uint32_t*>(p.counters)[splits.counter] = 0;  // ready for the next launch
-        shared.arrived_last = is_last;
-    }
-    named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
-    if (shared.arrived_last) merge_splits(p, rows, splits, output_scale, shared);
+    const bool is_last = threadIdx.x == 0 && arrived == static_cast<uint32_t>(splits.count - 1);
+    if (is_last) static_cast<uint32_t*>(p.counters)[splits.counter] = 0;  // ready for the next launch
+    if (named_barrier_any<CONSUMERS>(CONSUMER_BARRIER, is_last)) merge_splits(p, rows, splits, output_scale, shared);
 }
 
 // Writes what the consumers left in shared memory: rows of the output, or a split-KV partial.

@@ -84,22 +84,26 @@ DEVICE RowCoordinates coordinates_of(const Params& p, int row) {
     return {token, row - token * p.group};
 }
 
-DEVICE uint32_t masked_drafts(const Params& p, const Request& r, int token) {
-    if (p.mask == nullptr) return (2u << token) - 1;
-    return static_cast<const uint32_t*>(p.mask)[r.q_begin + token] & ((1u << r.q_len) - 1);
+DEVICE DraftMask masked_drafts(const Params& p, const Request& r, int token) {
+    if (p.mask == nullptr) return first_drafts(token + 1);
+    const uint32_t* words = static_cast<const uint32_t*>(p.mask);
+    const int index = r.q_begin + token;
+    const DraftMask drafts = p.q_len <= 32 ? words[index] : words[2 * index] | DraftMask{words[2 * index + 1]} << 32;
+    return drafts & first_drafts(r.q_len);
 }
 
 // Which of the request's last q_len keys a query token sees.
-DEVICE uint32_t visible_drafts(const Params& p, const Request& r, int token) {
-    if (context_parallel::is_on(p)) return context_parallel::visible_keys(p, r.index, r.kv_len, r.q_len, token);
-    return masked_drafts(p, r, token);
+DEVICE DraftMask visible_drafts(const Params& p, const Request& r, int token) {
+    if (!context_parallel::is_on(p)) return masked_drafts(p, r, token);
+    return first_drafts(context_parallel::visible_count(p, r.index, r.kv_len, r.q_len, token));
 }
 
 // The first key in the sliding window of a query token.
 DEVICE int window_begin(const Params& p, const Request& r, int token) {
     if (p.window_left < 0) return 0;
     if (context_parallel::is_on(p)) return context_parallel::keys_before(p, r.index, r.q_len, token, p.window_left);
-    const int place = p.positions_by_index ? token : __popc(masked_drafts(p, r, token)) - 1;
+    const bool by_index = p.positions_by_index || p.mask == nullptr;
+    const int place = by_index ? token : __popcll(masked_drafts(p, r, token)) - 1;
     return max(0, r.kv_len - r.q_len + place - p.window_left);
 }
 

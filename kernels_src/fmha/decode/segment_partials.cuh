@@ -39,13 +39,13 @@ DEVICE void find_visible_keys(const Params& p, const WorkTile& work, SharedStora
 // The keys that a row sees, counted from key `origin` on. No draft token is behind the last key.
 struct VisibleKeys {
     int begin, prefix;
-    uint32_t drafts;
+    DraftMask drafts;
     DEVICE VisibleKeys(const WorkTile& work, const SharedStorage& shared, int row, int origin)
         : begin(shared.row_begin[row] - origin), prefix(work.request.kv_len - work.request.q_len - origin),
           drafts(shared.row_mask[row]) {}
     DEVICE bool key(int key) const {
         const int draft = key - prefix;
-        return key >= begin && (draft < 0 || (draft < 32 && (drafts >> draft & 1)));
+        return key >= begin && (draft < 0 || (draft < 64 && (drafts >> draft & 1)));
     }
 };
 

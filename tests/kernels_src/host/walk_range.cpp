@@ -50,6 +50,7 @@ static unsigned __ballot_sync(unsigned, int predicate) {
 }
 static int __ffs(int value) { return __builtin_ffs(value); }
 static int __popc(unsigned value) { return __builtin_popcount(value); }
+static int __popcll(unsigned long long value) { return __builtin_popcountll(value); }
 // The device's result is off by up to two units in the last place.
 static float quotient_error = 0;
 static float __fdividef(float a, float b) { return a / b * (1 + quotient_error); }

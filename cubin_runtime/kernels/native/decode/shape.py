@@ -8,6 +8,7 @@ from operator import attrgetter
 from ....values import dataclass
 from ..constants import CONSTANTS
 
+MAX_QUERIES = 64
 # batch_invariant makes at most this many splits of a row tile over all KV heads together: enough for a whole GPU.
 _INVARIANT_SPLITS = 128
 
