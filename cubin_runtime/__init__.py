@@ -14,6 +14,7 @@ from .errors import CubinRuntimeError
 if TYPE_CHECKING:
     from .attention.append import AppendKvPlan, append_kv, plan_append_kv
     from .attention.backends import BackendError
+    from .attention.draft_masks import DraftMaskPlan, draft_mask, plan_draft_mask
     from .attention.gqa import PagedDecodePlan, paged_decode, plan_paged_decode
     from .attention.merge import MergeStatesPlan, merge_states, plan_merge_states
     from .attention.mla import MlaDecodePlan, mla_decode, plan_mla_decode
@@ -31,6 +32,7 @@ __all__ = [
     "Config",
     "ContextAttentionPlan",
     "CubinRuntimeError",
+    "DraftMaskPlan",
     "MergeStatesPlan",
     "MlaDecodePlan",
     "PagedDecodePlan",
@@ -43,11 +45,13 @@ __all__ = [
     "append_kv",
     "context_attention",
     "default_runtime",
+    "draft_mask",
     "merge_states",
     "mla_decode",
     "paged_decode",
     "plan_append_kv",
     "plan_context_attention",
+    "plan_draft_mask",
     "plan_merge_states",
     "plan_mla_decode",
     "plan_paged_decode",

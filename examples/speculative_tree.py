@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cubin_runtime import paged_decode
+from cubin_runtime import draft_mask, paged_decode
 from cubin_runtime.testing import Device, assert_attention_close, on_first_device, paged_case
 
 # The parent of each draft token; -1 is the root. Requests may have trees of other shapes and sizes.
@@ -24,26 +24,18 @@ TREES = (
 LENGTHS = (1000, 257, 65)  # keys of each request, its drafts included
 
 
-def mask_of(parents: Sequence[int]) -> list[int]:
-    """The words of a tree's mask: bit j of word i is set where draft i sees draft j, an ancestor or itself."""
-    words: list[int] = []
-    for token, parent in enumerate(parents):
-        words.append((words[parent] if parent >= 0 else 0) | 1 << token)
-    return words
-
-
 def main(device: Device) -> None:
     """Decode all drafts of three requests, and check each row against float64."""
-    words = np.array([word for parents in TREES for word in mask_of(parents)], dtype=np.uint32)
     case = paged_case(seed=0, lengths=LENGTHS, q_lens=[len(parents) for parents in TREES])
     tensors = case.on(device)
-    mask = device.array(words.reshape(-1, 1))  # [tokens, 1]
-    longest = max(map(len, TREES))
-    paged_decode(**tensors, mask=mask, max_q_len=longest, max_seq_len=case.max_seq_len)
+    packed = draft_mask(parents=TREES)  # on the host; trees of the device are packed there
+    paged_decode(**tensors, mask=device.array(packed), max_q_len=max(map(len, TREES)), max_seq_len=case.max_seq_len)
 
+    words = packed.view(np.uint32)[:, 0]
+    own_words = np.split(words, case.q_cu_seq_lens[1:-1])
     for request, parents in enumerate(TREES):
         print(f"request {request}: {LENGTHS[request]} keys, {len(parents)} drafts")
-        for token, (parent, word) in enumerate(zip(parents, mask_of(parents), strict=True)):
+        for token, (parent, word) in enumerate(zip(parents, map(int, own_words[request]), strict=True)):
             position = LENGTHS[request] - len(parents) + word.bit_count() - 1
             bits = format(word, f"0{len(parents)}b")[::-1].replace("0", ".")
             above = "root" if parent < 0 else f"below {parent}"

@@ -271,6 +271,16 @@ def _append_kv(sm: str, dtypes: tuple[str, str] | None) -> Variant:
     )
 
 
+def _draft_mask(sm: str) -> Variant:
+    return Variant(
+        source="draft_mask/draft_mask.cu",
+        symbol="pack_draft_mask",
+        sm=sm,
+        operation="draft_mask",
+        struct="DraftMaskParams",
+    )
+
+
 _MERGE_DTYPES = ("bf16", "fp16", "fp32")
 
 
@@ -396,4 +406,5 @@ VARIANTS: tuple[Variant, ...] = (
     *_prefill_variants(),
     *(_append_kv("90a", dtypes) for dtypes in _APPEND_DTYPES),
     *(_merge_states("90a", dtype) for dtype in _MERGE_DTYPES),
+    *(_draft_mask(sm) for sm in ("90a", *_PORTABLE_SMS)),
 )

@@ -9,6 +9,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from cubin_runtime import draft_mask
+
 from .attention import Attention, Rows
 from .engine import BUCKETS, MOST, PAGE, Engine
 from .model import HEAD_DIM, HEADS, Model
@@ -19,14 +21,6 @@ PARENTS = (-1, 0, 0, 1, 1, 3, 3, 5)
 NODES = len(PARENTS)
 LEVELS = 4
 _CHILDREN = [[child for child, parent in enumerate(PARENTS) if parent == node] for node in range(NODES)]
-
-
-def mask_words() -> list[int]:
-    """One word for each node: bit j is set if it sees node j, an ancestor or itself."""
-    words: list[int] = []
-    for node, parent in enumerate(PARENTS):
-        words.append((words[parent] if parent >= 0 else 0) | 1 << node)
-    return words
 
 
 class Drafter(Protocol):
@@ -71,9 +65,7 @@ class TreeEngine(Engine):
         on = self.device
         self.drafts = {bucket: torch.zeros((bucket, NODES - 1), dtype=torch.int64, device=on) for bucket in BUCKETS}
         self.counts = {bucket: torch.zeros(bucket, dtype=torch.int64, device=on) for bucket in BUCKETS}
-        words = torch.tensor(mask_words(), dtype=torch.int32, device=on)
-        # Two words of 16 bits, low half first.
-        self.mask = words.view(torch.uint16).view(1, NODES, 2).repeat(MOST, 1, 1)
+        self.mask = draft_mask(parents=torch.tensor([PARENTS], dtype=torch.int32, device=on).repeat(MOST, 1))
         children = [[*kids, *[NODES] * (2 - len(kids))] for kids in _CHILDREN]
         self.children = torch.tensor(children, device=on)
         self.tree_offsets = torch.arange(MOST + 1, dtype=torch.int32, device=on) * NODES

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from ..tensor import Tensor, TensorView, view_of
     from .append import AppendKvPlan, append_kv, plan_append_kv
     from .backends import BackendError
+    from .draft_masks import DraftMaskPlan, draft_mask, plan_draft_mask
     from .gqa import PagedDecodePlan, paged_decode, plan_paged_decode
     from .merge import MergeStatesPlan, merge_states, plan_merge_states
     from .mla import MlaDecodePlan, mla_decode, plan_mla_decode
@@ -26,6 +27,7 @@ _MODULES = {
     "..tensor": ("Tensor", "TensorView", "view_of"),
     ".append": ("AppendKvPlan", "append_kv", "plan_append_kv"),
     ".backends": ("BackendError",),
+    ".draft_masks": ("DraftMaskPlan", "draft_mask", "plan_draft_mask"),
     ".merge": ("MergeStatesPlan", "merge_states", "plan_merge_states"),
     ".mla": ("MlaDecodePlan", "mla_decode", "plan_mla_decode"),
     ".operator_plan": ("ClampedInputError",),
@@ -41,6 +43,7 @@ __all__ = [
     "BackendError",
     "ClampedInputError",
     "ContextAttentionPlan",
+    "DraftMaskPlan",
     "MergeStatesPlan",
     "MlaDecodePlan",
     "PagedDecodePlan",
@@ -54,11 +57,13 @@ __all__ = [
     "append_kv",
     "context_attention",
     "default_runtime",
+    "draft_mask",
     "merge_states",
     "mla_decode",
     "paged_decode",
     "plan_append_kv",
     "plan_context_attention",
+    "plan_draft_mask",
     "plan_merge_states",
     "plan_mla_decode",
     "plan_paged_decode",

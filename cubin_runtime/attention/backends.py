@@ -49,7 +49,7 @@ _NATIVE_DECODE = Support(
 _NATIVE_MLA = _NATIVE_PREFILL = _NATIVE_COPYING = Support(measured=frozenset({(9, 0)}))
 _TRTLLM_GEN = {TRTLLM_GEN: Support(published=frozenset({(10, 0), (10, 3)}))}
 
-_NO_ATTENTION = ("append_kv", "merge_states")  # which no operator of attention is told to try
+_NO_ATTENTION = ("append_kv", "merge_states", "draft_mask")  # which no operator of attention is told to try
 
 # Operator -> backend -> where it runs. `auto` takes measured and published entries only.
 TABLE: Mapping[str, Mapping[str, Support]] = {
@@ -58,6 +58,7 @@ TABLE: Mapping[str, Mapping[str, Support]] = {
     "context_attention": {HOPPER: _NATIVE_PREFILL},
     "append_kv": {HOPPER: _NATIVE_COPYING},
     "merge_states": {HOPPER: _NATIVE_COPYING},
+    "draft_mask": {HOPPER: _NATIVE_DECODE},
     "xqa": {XQA: _NATIVE_DECODE},
     "xqa_mla": {XQA: _NATIVE_MLA},
     "xqa_batch_decode_with_kv_cache": {XQA: _NATIVE_DECODE},

@@ -20,7 +20,7 @@ from .scales import flat_scalar, float32_number
 LENGTHS = ("int32", "uint32")
 # Elements of 32 bits of a token's mask; there are as many bits as the bound on the query tokens, rounded up to 32.
 MASK_ELEMENTS = {"uint16": 2, "uint32": 1}
-_MASK_BITS = 32
+MASK_BITS = 32
 GLOBAL_LENS = TensorArg("global_seq_lens", LENGTHS, optional=True, contiguous=True)
 DRAFT_POSITIONS = ("depth", "index")
 DEALING_OPTIONS = ("cp_world", "cp_rank", "cp_interleave")
@@ -168,7 +168,7 @@ def check_shapes(call: DecodeCall, out: tuple[int, ...], kv_heads: int) -> None:
     check_shape("q_cu_seq_lens", tensors.get("q_cu_seq_lens"), (batch + 1,))
     mask = tensors.get("mask")
     if mask is not None:
-        elements = MASK_ELEMENTS[mask.dtype] * -(-call.q_len // _MASK_BITS)
+        elements = MASK_ELEMENTS[mask.dtype] * -(-call.q_len // MASK_BITS)
         by_request = () if call.own_q_len is None else ((batch, call.own_q_len, elements),)
         check_shape("mask", mask, (call.tokens, elements), *by_request)
     check_shape("sinks", tensors.get("sinks"), (call.q_heads,), (kv_heads, call.q_heads // kv_heads))
@@ -250,7 +250,8 @@ def token_stride(name: str, view: TensorView, trailing: int) -> int:
     Raises:
         UsageError: they do not; the message names the tensor.
     """
-    shape, strides = view.shape[:-trailing], view.strides[:-trailing]
+    leading = len(view.shape) - trailing
+    shape, strides = view.shape[:leading], view.strides[:leading]
     if len(shape) == 1 or shape[1] == 1:
         return strides[0]
     (batch, q_len), (request, token) = shape, strides

@@ -19,7 +19,23 @@ pytestmark = pytest.mark.gpu
 
 LENGTHS = (300, 5, 0, 64, 1, 16, 129, 65)
 # q_len x group: whole tiles of 8, 16, 32 and 64 rows, parts of them, many of them.
-ROWS = ((1, 1), (1, 8), (2, 4), (3, 5), (4, 4), (16, 1), (8, 4), (7, 9), (4, 16), (16, 8), (5, 31), (16, 32), (33, 1), (32, 4), (64, 4))
+ROWS = (
+    (1, 1),
+    (1, 8),
+    (2, 4),
+    (3, 5),
+    (4, 4),
+    (16, 1),
+    (8, 4),
+    (7, 9),
+    (4, 16),
+    (16, 8),
+    (5, 31),
+    (16, 32),
+    (33, 1),
+    (32, 4),
+    (64, 4),
+)
 
 
 def assert_means(runtime: Runtime, wanted: DecodeCase, rng: np.random.Generator) -> None:

@@ -152,7 +152,9 @@ def _mask(inputs: _Inputs) -> NDArray[Any] | None:
 
     bits = 8 * words.itemsize
     parts = words.reshape(-1, words.shape[-1]).astype(np.uint64)
-    return np.bitwise_or.reduce(parts << np.arange(0, bits * parts.shape[1], bits, dtype=np.uint64), axis=1)
+    shifts = np.arange(0, bits * parts.shape[1], bits, dtype=np.uint64)
+    joined: NDArray[Any] = np.bitwise_or.reduce(parts << shifts, axis=1)
+    return joined
 
 
 def _native(inputs: _Inputs, cache: str, page_size: int) -> tuple[dict[str, Any], list[str]]:

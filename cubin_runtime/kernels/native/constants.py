@@ -43,6 +43,7 @@ class StatusBit(IntEnum):
     QUERIES = 8, "a q_cu_seq_lens that decreases, steps over max_q_len or leaves the query tokens"
     POSITION_WITHOUT_PAGE = 16, "a position behind the pages of its request"
     TOKEN_OF_NO_REQUEST = 32, "a token of no request"
+    DRAFT_PARENT = 64, "a parent that does not come before its query token"
 
 
 STATUS_BITS_TEXT = ", ".join(f"{int(bit)} {bit.meaning}" for bit in StatusBit)
@@ -85,6 +86,7 @@ class KernelConstants:
     merge_threads: int = _number(256, "threads of a CTA of merge_states")
     merge_ctas_per_multiprocessor: int = _number(4, "CTAs of it on a multiprocessor, at most")
     merge_values: int = _number(8, "neighbouring values that one of them merges at a time")
+    draft_mask_threads: int = _number(128, "threads of a CTA of draft_mask")
     streaming_threads: int = _number(512, "threads of a CTA of streaming_read")
     streaming_loads: int = _number(8, "16-byte loads of one of them for each chunk")
 

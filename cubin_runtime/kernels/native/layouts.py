@@ -6,6 +6,7 @@ from types import MappingProxyType
 
 from .append.params import LAYOUTS as APPEND_LAYOUTS
 from .decode.params import LAYOUTS as DECODE_LAYOUTS
+from .draft_mask.params import LAYOUTS as DRAFT_MASK_LAYOUTS
 from .measure.params import LAYOUTS as MEASURE_LAYOUTS
 from .merge.params import LAYOUTS as MERGE_LAYOUTS
 from .mla.params import LAYOUTS as MLA_LAYOUTS
@@ -15,6 +16,7 @@ from .reduction.params import LAYOUTS as REDUCTION_LAYOUTS
 _FAMILIES = (
     APPEND_LAYOUTS,
     DECODE_LAYOUTS,
+    DRAFT_MASK_LAYOUTS,
     MEASURE_LAYOUTS,
     MERGE_LAYOUTS,
     MLA_LAYOUTS,

@@ -1,0 +1,245 @@
+"""Draft masks: which query tokens of its request each query token sees, packed where the tree is: device or host.
+
+Layout, as FlashInfer's XQA functions have it: each query token has ``ceil(bound / 32)`` little-endian words of 32 bits,
+where ``bound`` is that on the query tokens of a request. Bit ``j`` is set where the token sees query token ``j`` of its
+own request; bits past the request's tokens are 0. Keys in front of the query tokens are always visible and have no bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from ..errors import UsageError
+from ..kernels.native.decode.shape import MAX_QUERIES
+from ..kernels.native.draft_mask.plan import DraftMaskProblem, draft_mask_launch
+from ..kernels.native.draft_mask.select import DraftMaskSelection, DraftMaskShape, select_draft_mask
+from ..kernels.native.launches import NativeLaunch
+from ..launch.driver import DeviceFacts
+from ..values import dataclass
+from .backends import AUTO
+from .checks import check_shape, integer
+from .decode_call import LENGTHS, MASK_BITS, MASK_ELEMENTS, token_stride
+from .fast_path import operator_function
+from .host_draft_masks import is_on_host, pack_on_host
+from .operator import TensorArg
+from .operator_plan import AnyWorkspace
+from .plain_operator import PlainCall, PlainOperator, PlainPlan, plain_op, plan_plain, run_plain
+from .process import default_runtime
+from .runtime import NativeRelease, Runtime
+
+if TYPE_CHECKING:
+    from ..protocols import DecodeBackend, Stream
+    from ..tensor import Tensor
+
+_DTYPE = "uint16"
+
+
+@dataclass(frozen=True, slots=True)
+class DraftMaskOptions:
+    """What a packing is told besides tensors; see ``draft_mask``."""
+
+    backend: str = AUTO
+    enable_pdl: bool = False
+
+
+def _bound(call: PlainCall) -> tuple[int, int]:
+    """The bound on the query tokens of a request, and the words of a token's mask."""
+    tensors, out = call.tensors, call.tensors["out"]
+    elements, ragged = MASK_ELEMENTS[out.dtype], tensors.get("q_cu_seq_lens") is not None
+    if len(out.shape) != (2 if ragged else 3) or prod(out.shape) < 1:
+        form = "[tokens, words] with" if ragged else "[batch, q_len, words] without"
+        raise UsageError(f"out: shape {out.shape}, expected {form} q_cu_seq_lens, of 1 word or more")
+    words = out.shape[-1] // elements
+    if not ragged:
+        q_len = out.shape[1]
+        if q_len > MAX_QUERIES:
+            raise UsageError(f"out: {q_len} query tokens per request, expected 1 to {MAX_QUERIES}")
+        words = -(-q_len // MASK_BITS)
+        check_shape("out", out, (*out.shape[:2], words * elements))
+        return q_len, words
+    if words * elements != out.shape[-1] or not 1 <= words * MASK_BITS <= MAX_QUERIES:
+        raise UsageError(
+            f"out: {out.shape[-1]} elements of {out.dtype} per token, expected {elements} for every {MASK_BITS} query "
+            f"tokens of a request, of which there are at most {MAX_QUERIES}"
+        )
+    allowed = tensors.get("allowed")
+    columns = words * MASK_BITS if allowed is None or not allowed.shape else allowed.shape[-1]
+    return min(words * MASK_BITS, columns), words
+
+
+def _check(call: PlainCall) -> None:
+    tensors, out = call.tensors, call.tensors["out"]
+    parents, allowed, sums = tensors.get("parents"), tensors.get("allowed"), tensors.get("q_cu_seq_lens")
+    if parents is not None and allowed is not None:
+        raise UsageError("allowed: given with parents, expected one of them")
+    tensors.check_dtypes()
+    q_len, _ = _bound(call)
+    check_shape("parents", parents, out.shape[:-1])
+    check_shape("allowed", allowed, (*out.shape[:-1], q_len))
+    if sums is not None and (len(sums.shape) != 1 or sums.shape[0] < 2):
+        raise UsageError(f"q_cu_seq_lens: shape {sums.shape}, expected (batch + 1,) of 1 request or more")
+    tensors.check_devices()
+    tensors.check_memory()
+    for name, view, trailing in (("parents", parents, 0), ("allowed", allowed, 1)):
+        if view is not None:
+            token_stride(name, view, trailing)
+
+
+def _launches(
+    call: PlainCall, device: DeviceFacts, release: NativeRelease
+) -> Sequence[NativeLaunch[DraftMaskSelection]]:
+    tensors, out = call.tensors, call.tensors["out"]
+    parents, allowed, sums = tensors.get("parents"), tensors.get("allowed"), tensors.get("q_cu_seq_lens")
+    q_len, words = _bound(call)
+    shape = DraftMaskShape(batch=out.shape[0] if sums is None else sums.shape[0] - 1, q_len=q_len)
+    problem = DraftMaskProblem(
+        shape=shape,
+        tokens=prod(out.shape[:-1]),
+        words=words,
+        parents_stride=0 if parents is None else token_stride("parents", parents, 0),
+        allowed_strides=(0, 0) if allowed is None else (token_stride("allowed", allowed, 1), allowed.strides[-1]),
+        programmatic_serialization=call.options.enable_pdl,
+    )
+    selection = select_draft_mask(release.kernels, shape, device)
+    return [draft_mask_launch(selection, problem, release.file_of(selection.kernel))]
+
+
+DRAFT_MASK = PlainOperator(
+    name="draft_mask",
+    tensors=(
+        TensorArg("out", tuple(MASK_ELEMENTS), contiguous=True, written=True),
+        TensorArg("parents", ("int32",), optional=True),
+        TensorArg("allowed", ("bool", "uint8"), optional=True, alignment=1),
+        TensorArg("q_cu_seq_lens", LENGTHS, optional=True, contiguous=True),
+    ),
+    options=DraftMaskOptions,
+    scales=(),
+    check=_check,
+    launches=_launches,
+    op_options={"max_q_len": "SymInt?"},
+)
+
+
+class DraftMaskPlan(PlainPlan):
+    """A packing for one set of forms; made by ``plan_draft_mask``. ``check`` tells of parents that are none."""
+
+    @operator_function(owner="self")
+    def run(
+        self,
+        out: Tensor,
+        *,
+        parents: Tensor | None = None,
+        allowed: Tensor | None = None,
+        q_cu_seq_lens: Tensor | None = None,
+        workspace: AnyWorkspace | None = None,
+        stream: Stream | None = None,
+    ) -> None:
+        """Run on tensors with the planned shapes, strides and dtypes; see ``draft_mask``, whose errors it has."""
+        self.run_step(locals())
+
+
+def plan_draft_mask(
+    out: Tensor,
+    *,
+    parents: Tensor | None = None,
+    allowed: Tensor | None = None,
+    q_cu_seq_lens: Tensor | None = None,
+    backend: DecodeBackend = AUTO,
+    enable_pdl: bool = False,
+    runtime: Runtime | None = None,
+    device_facts: DeviceFacts | None = None,
+) -> DraftMaskPlan:
+    """Choose the kernel and the grid for tensors like these. Arguments and errors are those of ``draft_mask``.
+
+    Planning launches and loads nothing and reads no tensor. ``device_facts`` plans for a described device instead of
+    the one that ``out`` is on.
+    """
+    return plan_plain(DraftMaskPlan, DRAFT_MASK, locals())
+
+
+def _output_shape(given: Mapping[str, Any]) -> tuple[Any, tuple[int, ...]]:
+    """The tree among a call's arguments by name, and the shape of an output of ``_DTYPE`` for it.
+
+    Raises:
+        UsageError: there is no tree, or its shape or the bound does not say the output's.
+    """
+    source = next((name for name in ("parents", "allowed") if given[name] is not None), None)
+    if source is None:
+        raise UsageError("out: None without parents and allowed, expected a tensor")
+    shape, ragged = tuple(getattr(given[source], "shape", ())), given["q_cu_seq_lens"] is not None
+    tokens = shape[:-1] if source == "allowed" else shape
+    if len(tokens) != (1 if ragged else 2):
+        form = "[tokens, ...] with" if ragged else "[batch, q_len, ...] without"
+        raise UsageError(f"{source}: shape {shape}, expected {form} q_cu_seq_lens")
+    bound = given["max_q_len"] if ragged and source == "parents" else shape[-1]
+    if bound is None:
+        raise UsageError("max_q_len: None with q_cu_seq_lens and without out, expected the bound")
+    if not 1 <= integer("max_q_len", bound) <= MAX_QUERIES:
+        raise UsageError(f"max_q_len={bound}: expected 1 to {MAX_QUERIES} query tokens per request")
+    return given[source], (*tokens, -(-bound // MASK_BITS) * MASK_ELEMENTS[_DTYPE])
+
+
+def _complete(given: dict[str, Any]) -> Any:
+    """Make the output that a call leaves out: among a call's arguments by name."""
+    if given["out"] is None:
+        import torch
+
+        tree, shape = _output_shape(given)
+        given["out"] = torch.empty(shape, dtype=getattr(torch, _DTYPE), device=tree.device)
+    return given["out"]
+
+
+@operator_function(op=lambda _: plain_op(DRAFT_MASK, _complete))
+def draft_mask(
+    *,
+    parents: Any = None,
+    allowed: Any = None,
+    q_cu_seq_lens: Tensor | None = None,
+    max_q_len: int | None = None,
+    out: Any = None,
+    workspace: AnyWorkspace | None = None,
+    stream: Stream | None = None,
+    backend: DecodeBackend = AUTO,
+    enable_pdl: bool = False,
+    runtime: Runtime | None = None,
+) -> Any:
+    """Pack the masks of draft tokens as ``paged_decode`` and FlashInfer's functions take them.
+
+    Trees on a device are packed there by one launch, without a synchronisation, so a captured graph packs another tree
+    at each replay. Trees on the host are packed by numpy.
+
+    Args:
+        parents: the tree: the index of each query token's parent among its request's tokens, which comes before it, or
+            -1 for a root. A token sees itself and its ancestors. int32 ``[batch, q_len]`` or, with ``q_cu_seq_lens``,
+            ``[tokens]``, one stride between all tokens; on the host a sequence for each request, of any lengths. On a
+            device, a parent that does not come before its token counts as -1 and is recorded for ``plan.check``.
+        allowed: instead of ``parents``, any pattern: bool or uint8 ``[batch, q_len, q_len]`` or, with
+            ``q_cu_seq_lens``, ``[tokens, max_q_len]``, not 0 where the row's token sees the column's token of its own
+            request. Neither of the two: causal, and ``out`` states the sizes.
+        q_cu_seq_lens: int32 or uint32 ``[batch + 1]``, contiguous: prefix sums of the numbers of query tokens. None:
+            all requests have the same number. Only for trees on a device.
+        max_q_len: bound on the query tokens of a request, 1 to 64, for an ``out`` to be made for ``parents`` of
+            requests of different number; on the host None is the largest number.
+        out: uint16 ``[batch, q_len, 2 * words]`` or ``[tokens, 2 * words]``, or uint32 with half as many elements,
+            contiguous, 4-byte aligned, words = ceil(bound / 32). None makes uint16 of this shape.
+        workspace, stream, backend, enable_pdl, runtime: as for ``append_kv``.
+
+    Returns:
+        ``out``; for trees on the host a numpy array of uint16, or a torch tensor where the tree is one.
+
+    Raises:
+        as ``append_kv``.
+    """
+    given = locals()
+    if is_on_host(parents) or is_on_host(allowed):
+        for name in ("q_cu_seq_lens", "out"):
+            if given[name] is not None:
+                raise UsageError(f"{name}: given with a tree on the host, expected None")
+        return pack_on_host(parents, allowed, max_q_len)
+    if out is None:
+        tree, shape = _output_shape(given)
+        given["out"] = out = (runtime or default_runtime()).memory.empty(tree, shape, _DTYPE)
+    run_plain(DraftMaskPlan, DRAFT_MASK, given)
+    return out

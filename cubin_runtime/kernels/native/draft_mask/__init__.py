@@ -1,0 +1,1 @@
+"""Packing the masks of draft tokens on the device."""
