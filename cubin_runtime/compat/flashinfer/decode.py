@@ -91,8 +91,8 @@ def trtllm_batch_decode_with_kv_cache(
         backend: "xqa" (native kernels), "trtllm-gen", or "auto": the backend that supports the device.
         q_len_per_req: query tokens of every request; None with ``cum_seq_lens_q``.
         o_scale: already divided out of ``bmm2_scale``, so e4m3 outputs ignore it; xqa multiplies other outputs by it.
-        mask: xqa: uint16 ``[batch, q_len_per_req, 2 * words]`` or ``[tokens, 2 * words]`` (``cubin_runtime.draft_mask``); None:
-            causal.
+        mask: xqa: as ``cubin_runtime.draft_mask`` makes it, uint16 ``[batch, q_len_per_req, 2 * words]`` or ``[tokens,
+            2 * words]``; None: causal.
         max_q_len: bound on the query lengths, with ``cum_seq_lens_q``; None reads that tensor back.
         cum_seq_lens_q: int32 ``[batch + 1]``, cumulative query lengths.
         skip_softmax_threshold_scale_factor: trtllm-gen: skips keys of little weight, ragged queries included; xqa skips

@@ -88,8 +88,8 @@ def xqa(
         enable_pdl: programmatic dependent launch; None: on where the device supports it.
         rcp_out_scale: scale of an e4m3 ``output``.
         q_seq_len: query tokens of each request; with ``q_cu_seq_lens`` their bound.
-        mask: uint16 ``[batch, q_seq_len, 2 * words]`` or ``[tokens, 2 * words]`` (``cubin_runtime.draft_mask``), words =
-            ceil(q_seq_len / 32); None: causal.
+        mask: as ``cubin_runtime.draft_mask`` makes it: uint16 ``[batch, q_seq_len, 2 * words]`` or ``[tokens, 2 *
+            words]``, words = ceil(q_seq_len / 32); None: causal.
         q_cu_seq_lens: int32 or uint32 ``[batch + 1]``, cumulative query lengths.
         k_sf_cache, v_sf_cache: refused: there are no native FP4 kernels.
         batch_invariant: make a request's bits independent of other requests and of all bounds.
