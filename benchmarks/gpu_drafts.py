@@ -11,7 +11,7 @@ import argparse
 import json
 import os
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--heads", type=int, nargs="*", default=[32, 64], help="query heads over 8 KV heads (32 64)")
+    parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS, help="query tokens per request")
     parser.add_argument("--rep", type=float, default=40, help="ms of device time for one median (%(default)s)")
     return parser.parse_args()
 
@@ -55,7 +56,7 @@ def tree_masks(q_len: int) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.int64).to(torch.uint32).cuda()
 
 
-def rows_of(runtime: Runtime, heads: int) -> dict[str, Callable[[], Any]]:
+def rows_of(runtime: Runtime, heads: int, tokens: Sequence[int]) -> dict[str, Callable[[], Any]]:
     """Every row's call by its name."""
     columns = KEYS // PAGE
     cache = [torch.randn(BATCH * columns, PAGE, KV_HEADS, HEAD_DIM, device="cuda").bfloat16() for _ in range(2)]
@@ -63,7 +64,7 @@ def rows_of(runtime: Runtime, heads: int) -> dict[str, Callable[[], Any]]:
     table = torch.randperm(BATCH * columns, device="cuda").int().reshape(BATCH, columns)
     lengths = integers([KEYS] * BATCH)
     calls: dict[str, Callable[[], Any]] = {}
-    for q_len in TOKENS:
+    for q_len in tokens:
         q = torch.randn(BATCH, q_len, heads, HEAD_DIM, device="cuda").bfloat16()
         out = torch.empty_like(q)
         common = {"max_seq_len": KEYS, "runtime": runtime, "out": out}
@@ -93,7 +94,7 @@ def main() -> int:
     result |= {"release": runtime.native_release().pin.manifest_sha256, "environment": gpu_environment()}
     result |= {"batch": BATCH, "keys": KEYS, "rows": []}
     for heads in chosen.heads:
-        calls = rows_of(runtime, heads)
+        calls = rows_of(runtime, heads, chosen.tokens)
         times: dict[str, list[float]] = {name: [] for name in calls}
         for _ in range(chosen.rounds):
             for name, call in calls.items():
