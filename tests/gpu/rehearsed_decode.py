@@ -25,7 +25,7 @@ from cubin_runtime import Config
 from cubin_runtime.artifacts.path import ArtifactPath
 from cubin_runtime.artifacts.tables.native_kernels import NativeKernel
 from cubin_runtime.attention import Runtime, operator_plan
-from cubin_runtime.attention.runtime import NativeRelease
+from cubin_runtime.attention.runtime import NativeRelease, PlanRuntime
 from cubin_runtime.kernels.native.constants import TYPE_CODES
 from cubin_runtime.kernels.native.layouts import LAYOUTS
 from cubin_runtime.launch.driver import Driver
@@ -60,19 +60,25 @@ KERNELS = tuple(
 )
 
 
+class RehearsalPlanRuntime(PlanRuntime):
+    """What plans refer to of a runtime whose kernels need no bytes."""
+
+    def load(self, kernel: NativeKernel, context: int, stream: int = 0) -> Any:
+        return kernel
+
+
 class RehearsalRuntime(Runtime):
     """A runtime whose kernels need no bytes."""
 
     def __init__(self, driver: Driver, store: Path) -> None:
         super().__init__(Config(store=store, sources=(), offline=True), driver=driver)
+        self.for_plans = RehearsalPlanRuntime()
+        self.for_plans.__dict__ = self.__dict__
         pin: Any = SimpleNamespace(path=ArtifactPath("rehearsal"), name="rehearsal", manifest_sha256="0" * 64)
         self._native = NativeRelease(pin, KERNELS, dict(LAYOUTS), defaultdict(lambda: "0" * 64))
 
     def digest_of(self, path: ArtifactPath) -> str:
         return "0" * 64
-
-    def load(self, kernel: NativeKernel, context: int, stream: int = 0) -> Any:
-        return kernel
 
 
 class RehearsedLaunches:
