@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from decode_cases import DecodeCase, HostTensors
+from decode_masks import packed_words
 from decode_values import KINDS
 
 
@@ -60,9 +61,10 @@ def on_torch(case: DecodeCase, host: HostTensors, *, clean: bool) -> OnTorch:
 
 
 def mask_tensor(case: DecodeCase, words: np.ndarray) -> Any:
-    """uint16 ``[batch, q_len, 2]``, of ragged queries ``[tokens, 2]``."""
+    """uint16 ``[batch, q_len, 2 * words]``, of ragged queries ``[tokens, 2 * words]``."""
     lead = (case.tokens,) if case.q_lens is not None else (case.batch, case.q_len)
-    return torch.from_numpy(words.view(np.int16)).cuda().view(torch.uint16).view(*lead, 2)
+    packed = packed_words(words, case.q_bound)
+    return torch.from_numpy(packed.view(np.int16)).cuda().view(torch.uint16).view(*lead, 2 * packed.shape[1])
 
 
 def bits_of_tensor(case: DecodeCase, out: Any) -> np.ndarray:
