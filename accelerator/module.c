@@ -1,6 +1,6 @@
 #include "sender.h"
 
-enum { ABI = 2 };
+enum { ABI = 3 };
 
 static int add_type(PyObject *module, const char *name, PyType_Spec *spec) {
   PyObject *type = PyType_FromModuleAndSpec(module, spec, NULL);
@@ -19,8 +19,13 @@ static int start(PyObject *module) {
 
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, start}, {0, NULL}};
 
+static PyMethodDef methods[] = {
+    {"guard", guard_of, METH_O, "guard(check): the method of torch's guards, but False where it would throw."},
+    {NULL, NULL, 0, NULL},
+};
+
 static struct PyModuleDef module = {
-    PyModuleDef_HEAD_INIT, "cubin_runtime_accelerator", "Launches of cubin_runtime in C.", 0, NULL, slots,
+    PyModuleDef_HEAD_INIT, "cubin_runtime_accelerator", "Launches of cubin_runtime in C.", 0, methods, slots,
     NULL, NULL, NULL,
 };
 

@@ -34,6 +34,9 @@ typedef struct {
   Field fields[MOST_FIELDS];
 } Sender;
 
+// The method of torch's guards, but False where it would throw: `guard` of the module.
+PyObject *guard_of(PyObject *module, PyObject *check);
+
 extern PyType_Spec sender_spec, step_spec;
 
 // The launch with these values, one for each field. 0: `code` is the driver's CUresult; -1: a Python error is set, and

@@ -4,9 +4,9 @@ from setuptools import Extension, setup
 
 extension = Extension(
     "cubin_runtime_accelerator",
-    ["module.c", "sender.c", "step.c"],
+    ["module.c", "sender.c", "step.c", "guard.cpp"],
     depends=["sender.h"],
     py_limited_api=True,
-    extra_compile_args=["-O2", "-std=c11", "-Wall"],
+    extra_compile_args=["-O2", "-Wall"],
 )
 setup(ext_modules=[extension], packages=[], options={"bdist_wheel": {"py_limited_api": "cp310"}})

@@ -5,7 +5,7 @@
 
 #include <string.h>
 
-enum { SLOTS = 256 };
+enum { SLOTS = 256, REFERENCES = 14 };
 enum { FAILED = -1, OTHERWISE = 0, SENT = 1, UNLIKE = 2 };
 
 // In the stable ABI from Python 3.12 on, in Python 3.11 the same function; NULL before.
@@ -38,7 +38,7 @@ typedef struct {
 
 typedef struct {
   PyObject_HEAD
-  PyObject *modes, *check, *data_ptr, *senders, *of_legacy, *place;
+  PyObject *modes, *levels, *level, *check, *data_ptr, *senders, *of_legacy, *place;
   PyObject *current, *device;       // NULL: the stream is not part of the key
   PyObject *legacy, *place_of;      // NULL: no scratch; `legacy` alone may be None
   PyObject *make, *sources;         // NULL: no tensor is made
@@ -55,12 +55,21 @@ static PyObject *call_one(PyObject *callable, PyObject *argument) {
   return PyObject_CallFunctionObjArgs(callable, argument, NULL);
 }
 
-// The tests of the tensors' forms, by torch's own guard, outside any dispatch mode.
+// Whether a level of forward-mode derivatives is open, in which any tensor may have a tangent.
+static int any_tangent(const Step *self) {
+  PyObject *level = PyDict_GetItemWithError(self->levels, self->level);
+  if (level == NULL) return PyErr_Occurred() ? -1 : 1;
+  long number = PyLong_AsLong(level);
+  return number == -1 && PyErr_Occurred() ? -1 : number >= 0;
+}
+
+// The tests of the tensors' forms, by torch's own guard, outside any dispatch mode and level of derivatives.
 static int test_forms(const Step *self, PyObject *const *given) {
   PyObject *modes = PyObject_CallNoArgs(self->modes);
   if (modes == NULL) return FAILED;
   int any = PyObject_IsTrue(modes);
   Py_DECREF(modes);
+  if (!any) any = any_tangent(self);
   if (any) return any < 0 ? FAILED : UNLIKE;
   PyObject *tensors = PyTuple_New(self->tensors);
   if (tensors == NULL) return FAILED;
@@ -299,22 +308,23 @@ static int set_pair(PyObject *pair, PyObject **first, PyObject **second) {
 static int set_all(Step *self, PyTypeObject *type, PyObject *addresses, PyObject *writes, PyObject *stream,
                    PyObject *scratch, PyObject *made) {
   PyObject *module = PyType_GetModule(type);
+  self->level = PyUnicode_InternFromString("_current_level");
   self->sender_type = module == NULL ? NULL : (PyTypeObject *)PyObject_GetAttrString(module, "Sender");
   self->of_legacy = PyUnicode_InternFromString("of_legacy");
   self->place = PyUnicode_InternFromString("place");
-  if (self->sender_type == NULL || self->of_legacy == NULL || self->place == NULL) return -1;
+  if (self->sender_type == NULL || self->level == NULL || self->of_legacy == NULL || self->place == NULL) return -1;
   if (set_pair(stream, &self->current, &self->device) || set_pair(scratch, &self->legacy, &self->place_of)) return -1;
   if (self->place_of != NULL && self->current == NULL) return refuse("scratch");
   return set_addresses(self, addresses) || set_made(self, made) || set_writes(self, writes) ? -1 : 0;
 }
 
 static PyObject *new_step(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
-  static char *names[] = {"modes",   "check",  "data_ptr", "addresses", "senders", "writes",
-                          "numbers", "stream", "scratch",  "made",      NULL};
-  PyObject *modes, *check, *data_ptr, *addresses, *senders, *writes;
+  static char *names[] = {"modes",  "levels",  "check",  "data_ptr", "addresses", "senders",
+                          "writes", "numbers", "stream", "scratch",  "made",      NULL};
+  PyObject *modes, *levels, *check, *data_ptr, *addresses, *senders, *writes;
   PyObject *stream = Py_None, *scratch = Py_None, *made = Py_None;
   Py_ssize_t numbers;
-  if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOO!O!O!n|OOO", names, &modes, &check, &data_ptr,
+  if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OO!OOO!O!O!n|OOO", names, &modes, &PyDict_Type, &levels, &check, &data_ptr,
                                    &PyTuple_Type, &addresses, &PyDict_Type, &senders, &PyTuple_Type, &writes, &numbers,
                                    &stream, &scratch, &made)) {
     return NULL;
@@ -323,6 +333,7 @@ static PyObject *new_step(PyTypeObject *type, PyObject *arguments, PyObject *key
   Step *self = (Step *)allocate(type, 0);
   if (self == NULL) return NULL;
   self->modes = Py_NewRef(modes);
+  self->levels = Py_NewRef(levels);
   self->check = Py_NewRef(check);
   self->data_ptr = Py_NewRef(data_ptr);
   self->senders = Py_NewRef(senders);
@@ -335,16 +346,17 @@ static PyObject *new_step(PyTypeObject *type, PyObject *arguments, PyObject *key
 }
 
 // All that a step refers to.
-static void each_reference(Step *self, PyObject **found[12]) {
-  PyObject **all[12] = {&self->modes,   &self->check,  &self->data_ptr, &self->senders, &self->of_legacy, &self->place,
-                        &self->current, &self->device, &self->legacy,   &self->place_of, &self->make,     &self->sources};
+static void each_reference(Step *self, PyObject **found[REFERENCES]) {
+  PyObject **all[REFERENCES] = {&self->modes,   &self->levels,    &self->level, &self->check,   &self->data_ptr,
+                                &self->senders, &self->of_legacy, &self->place, &self->current, &self->device,
+                                &self->legacy,  &self->place_of,  &self->make,  &self->sources};
   memcpy(found, all, sizeof all);
 }
 
 static int visit_step(PyObject *object, visitproc visit, void *arg) {
-  PyObject **references[12];
+  PyObject **references[REFERENCES];
   each_reference((Step *)object, references);
-  for (int i = 0; i < 12; i++) Py_VISIT(*references[i]);
+  for (int i = 0; i < REFERENCES; i++) Py_VISIT(*references[i]);
   Py_VISIT((PyObject *)((Step *)object)->sender_type);
   for (int i = 0; i < SLOTS; i++) {
     Py_VISIT(((Step *)object)->slots[i].key.place);
@@ -355,9 +367,9 @@ static int visit_step(PyObject *object, visitproc visit, void *arg) {
 }
 
 static int clear_step(PyObject *object) {
-  PyObject **references[12];
+  PyObject **references[REFERENCES];
   each_reference((Step *)object, references);
-  for (int i = 0; i < 12; i++) Py_CLEAR(*references[i]);
+  for (int i = 0; i < REFERENCES; i++) Py_CLEAR(*references[i]);
   Py_CLEAR(((Step *)object)->sender_type);
   for (int i = 0; i < SLOTS; i++) {
     Py_CLEAR(((Step *)object)->slots[i].key.place);

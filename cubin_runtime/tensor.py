@@ -16,6 +16,7 @@ from .values import dataclass
 _CUDA_DEVICE = 2  # kDLCUDA
 _DLPACK_CODES = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 6: "bool"}
 _DLPACK_E4M3FN = 10  # a code that says the width itself
+_READ_ONLY, _COPIED = 1, 2  # flags of version 1
 _ARRAY_KINDS = {"i": "int", "u": "uint", "f": "float", "b": "bool"}
 _BOOL = "bool8"  # what a kind with its width makes of bool
 
@@ -74,23 +75,25 @@ QueryT = TypeVar("QueryT", bound=Tensor)
 OutT = TypeVar("OutT", bound=Tensor)
 
 
-def view_of(tensor: Tensor, name: str) -> TensorView:
+def view_of(tensor: Tensor, name: str, *, written: bool = False) -> TensorView:
     """The view of a CUDA tensor: a ``TensorView``, a torch tensor, or anything that implements
-    ``__cuda_array_interface__`` (version 2 or 3) or DLPack.
+    ``__cuda_array_interface__`` (version 2 or 3) or DLPack (version 1, or before versions).
 
-    No stream is synchronised: the data must be ready on the stream that the kernel runs on.
+    No stream is synchronised: the data must be ready on the stream that the kernel runs on. ``written``: a kernel
+    writes the tensor, which must not be read-only then.
 
     Raises:
-        UsageError: ``tensor`` is none of these or is not on a CUDA device; the message begins with ``name``.
+        UsageError: ``tensor`` is none of these, is not on a CUDA device, or is not what its memory holds (lazily
+            negated, with a tangent, nested, sparse, masked, of foreign byte order); the message begins with ``name``.
     """
     if isinstance(tensor, TensorView):
         return tensor
     if is_torch(tensor):
         return _from_torch(tensor, name)
     if hasattr(tensor, "__cuda_array_interface__"):
-        return _from_array_interface(tensor, name)
+        return _from_array_interface(tensor, name, written=written)
     if hasattr(tensor, "__dlpack__"):
-        return _from_dlpack(tensor, name)
+        return _from_dlpack(tensor, name, written=written)
     raise UsageError(
         f"{name}: got {type(tensor).__name__}, expected a TensorView, a torch tensor or an object with "
         "__cuda_array_interface__ or __dlpack__"
@@ -103,19 +106,41 @@ def is_torch(tensor: Any) -> bool:
 
 
 def _from_torch(tensor: Any, name: str) -> TensorView:
-    device = tensor.device
-    if device.type != "cuda":
-        raise UsageError(f"{name}: is on {device}, expected a CUDA device")
+    device = _torch_device(tensor, name)
     dtype = _torch_dtype(tensor.dtype)
     if not is_dtype(dtype):
         raise UsageError(f"{name}: dtype {dtype}, expected one of {', '.join(ITEM_BYTES)}")
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(tensor, torch.Tensor):
+        _check_of_torch(torch, tensor, name)
     if getattr(tensor, "requires_grad", False) and sys.modules["torch"].is_grad_enabled():
         raise UsageError(f"{name}: requires grad, but no operator has a backward pass: call it under torch.no_grad()")
     try:
         address = tensor.data_ptr()
     except RuntimeError as error:
         raise UsageError(f"{name}: a {type(tensor).__name__} without memory of its own ({error})") from error
-    return TensorView(address, dtype, tuple(tensor.shape), tensor.stride(), device.index or 0)
+    return TensorView(address, dtype, tuple(tensor.shape), tensor.stride(), device)
+
+
+def _torch_device(tensor: Any, name: str) -> int:
+    device = tensor.device
+    if device.type != "cuda":
+        raise UsageError(f"{name}: is on {device}, expected a CUDA device")
+    return device.index or 0
+
+
+def _check_of_torch(torch: Any, tensor: Any, name: str) -> None:
+    """Check that the elements of a tensor are what its memory holds."""
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise UsageError(f"{name}: a {type(tensor).__name__}, which need not have memory of its own: expected a Tensor")
+    if tensor.is_nested:
+        raise UsageError(f"{name}: a nested tensor, expected one with a single shape")
+    if tensor.layout is not torch.strided:
+        raise UsageError(f"{name}: layout {tensor.layout}, expected torch.strided")
+    if tensor.is_neg():
+        raise UsageError(f"{name}: is negated lazily, its memory has the other sign: call resolve_neg() on it")
+    if torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None:
+        raise UsageError(f"{name}: has a forward-mode tangent, but no operator has a derivative: unpack its primal")
 
 
 @lru_cache(maxsize=64)
@@ -123,20 +148,35 @@ def _torch_dtype(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _from_array_interface(tensor: Any, name: str) -> TensorView:
+def _from_array_interface(tensor: Any, name: str, *, written: bool) -> TensorView:
     described = tensor.__cuda_array_interface__
-    kind, size = described["typestr"][1], int(described["typestr"][2:])
+    try:
+        pointer, read_only = described["data"]
+        typestr, shape, strides = described["typestr"], tuple(described["shape"]), described.get("strides")
+        order, kind, size = typestr[0], typestr[1], int(typestr[2:])
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"{name}: __cuda_array_interface__ {described!r}, expected data, shape, typestr") from error
     dtype = f"{_ARRAY_KINDS.get(kind, kind)}{size * 8}"
     if dtype == _BOOL:
         dtype = "bool"
-    if not is_dtype(dtype):
-        raise UsageError(f"{name}: typestr {described['typestr']!r}, expected one of {', '.join(ITEM_BYTES)}")
-    shape = tuple(described["shape"])
-    view = TensorView.contiguous(described["data"][0], dtype, shape, _device_of(tensor))
-    strides = described.get("strides")
+    if not is_dtype(dtype) or (order != "<" and size > 1):
+        raise UsageError(
+            f"{name}: typestr {typestr!r}, expected one of {', '.join(ITEM_BYTES)} in little-endian order ('<')"
+        )
+    if described.get("mask") is not None:
+        raise UsageError(f"{name}: a masked array, expected one without a mask")
+    _check_writable(name, read_only=bool(read_only), written=written)
+    view = TensorView.contiguous(pointer or 0, dtype, shape, _device_of(tensor))
     if strides is None:
         return view
-    return TensorView(view.pointer, dtype, shape, tuple(s // size for s in strides), view.device)
+    if any(stride % size for stride in strides):
+        raise UsageError(f"{name}: strides {tuple(strides)} in bytes, expected multiples of {size}, an element's size")
+    return TensorView(view.pointer, dtype, shape, tuple(stride // size for stride in strides), view.device)
+
+
+def _check_writable(name: str, *, read_only: bool, written: bool) -> None:
+    if read_only and written:
+        raise UsageError(f"{name}: is read-only, expected memory that the kernel may write")
 
 
 def _device_of(tensor: Any) -> int:
@@ -145,7 +185,7 @@ def _device_of(tensor: Any) -> int:
 
 
 class _DLTensor(ctypes.Structure):
-    """``DLTensor`` of dlpack.h, whose managed form begins with it."""
+    """``DLTensor`` of dlpack.h, with which ``DLManagedTensor`` begins."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -161,24 +201,74 @@ class _DLTensor(ctypes.Structure):
     )
 
 
-def _from_dlpack(tensor: Any, name: str) -> TensorView:
-    kind, device = tensor.__dlpack_device__()
-    if int(kind) != _CUDA_DEVICE:
-        raise UsageError(f"{name}: DLPack device type {int(kind)}, expected {_CUDA_DEVICE} (CUDA)")
-    capsule = tensor.__dlpack__(stream=-1)  # -1: no synchronisation
-    get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
-    get_pointer.restype, get_pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
-    # The capsule stays unconsumed, so its own destructor gives the memory back; the caller keeps the tensor.
-    managed = _DLTensor.from_address(get_pointer(capsule, b"dltensor"))
-    dtype = f"{_DLPACK_CODES.get(managed.code, managed.code)}{managed.bits}"
-    if (managed.code, managed.bits) == (_DLPACK_E4M3FN, 8):
+class _DLVersioned(ctypes.Structure):
+    """``DLManagedTensorVersioned`` of dlpack.h."""
+
+    _fields_ = (
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("manager", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+        ("tensor", _DLTensor),
+    )
+
+
+def _from_dlpack(tensor: Any, name: str, *, written: bool) -> TensorView:
+    kind, device = map(int, tensor.__dlpack_device__())
+    if kind != _CUDA_DEVICE:
+        raise UsageError(f"{name}: DLPack device type {kind}, expected {_CUDA_DEVICE} (CUDA)")
+    capsule = _capsule_of(tensor, name)  # which must live for as long as what it points to is read
+    held, flags = _content_of(capsule, name)
+    _check_writable(name, read_only=bool(flags & _READ_ONLY), written=written)
+    if flags & _COPIED:
+        raise UsageError(f"{name}: DLPack gave a copy, expected the tensor's own memory")
+    if (held.device_type, held.device_id) != (kind, device):
+        raise UsageError(
+            f"{name}: DLPack device {held.device_type, held.device_id}, but __dlpack_device__ gave {kind, device}"
+        )
+    dtype = f"{_DLPACK_CODES.get(held.code, held.code)}{held.bits}"
+    if (held.code, held.bits) == (_DLPACK_E4M3FN, 8):
         dtype = "float8_e4m3fn"
     if dtype == _BOOL:
         dtype = "bool"
-    if not is_dtype(dtype) or managed.lanes != 1:
-        raise UsageError(f"{name}: DLPack type {dtype} x {managed.lanes}, expected one of {', '.join(ITEM_BYTES)}")
-    shape = tuple(managed.shape[i] for i in range(managed.ndim))
-    pointer = (managed.data or 0) + managed.byte_offset
-    if not managed.strides:
-        return TensorView.contiguous(pointer, dtype, shape, int(device))
-    return TensorView(pointer, dtype, shape, tuple(managed.strides[i] for i in range(managed.ndim)), int(device))
+    if not is_dtype(dtype) or held.lanes != 1:
+        raise UsageError(f"{name}: DLPack type {dtype} x {held.lanes}, expected one of {', '.join(ITEM_BYTES)}")
+    shape = tuple(held.shape[i] for i in range(held.ndim))
+    pointer = (held.data or 0) + held.byte_offset
+    if not held.strides:
+        return TensorView.contiguous(pointer, dtype, shape, device)
+    return TensorView(pointer, dtype, shape, tuple(held.strides[i] for i in range(held.ndim)), device)
+
+
+def _capsule_of(tensor: Any, name: str) -> Any:
+    """The tensor's capsule, of DLPack's version 1 where it has that; it stays unconsumed, so its own destructor gives
+    the memory back, and the caller keeps the tensor."""
+    try:
+        try:
+            return tensor.__dlpack__(stream=-1, max_version=(1, 0))  # -1: no synchronisation
+        except TypeError:  # from before versions, when a read-only tensor could not be exported
+            return tensor.__dlpack__(stream=-1)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise UsageError(f"{name}: a {type(tensor).__name__} that DLPack cannot export ({error})") from error
+
+
+def _content_of(capsule: Any, name: str) -> tuple[_DLTensor, int]:
+    """What a capsule points to, and its flags."""
+    if _is_capsule(capsule, b"dltensor"):
+        return _DLTensor.from_address(_pointer_of(capsule, b"dltensor")), 0
+    if not _is_capsule(capsule, b"dltensor_versioned"):
+        raise UsageError(f"{name}: __dlpack__ gave {capsule!r}, expected a capsule that nobody has consumed")
+    managed = _DLVersioned.from_address(_pointer_of(capsule, b"dltensor_versioned"))
+    if managed.major != 1:
+        raise UsageError(f"{name}: DLPack version {managed.major}.{managed.minor}, expected 1")
+    return managed.tensor, managed.flags
+
+
+# Objects of their own, since other packages set the argument types of those that ``ctypes.pythonapi`` keeps.
+_is_capsule = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_IsValid", ctypes.pythonapi)
+)
+_pointer_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from cubin_runtime.errors import UsageError
-from cubin_runtime.tensor import TensorView, _DLTensor, view_of
+from cubin_runtime.tensor import TensorView, _DLTensor, _DLVersioned, view_of
 
 _new_capsule = ctypes.pythonapi.PyCapsule_New
 _new_capsule.restype = ctypes.py_object
@@ -33,6 +34,18 @@ class DLPackArray:
     def __dlpack__(self, stream: Any = None) -> Any:
         self.asked = stream
         return _new_capsule(ctypes.addressof(self.tensor), b"dltensor", None)
+
+
+class VersionedArray(DLPackArray):
+    """The same of DLPack's version 1, with ``flags``."""
+
+    def __init__(self, flags: int = 0, major: int = 1, **changes: Any) -> None:
+        super().__init__(**changes)
+        self.managed = _DLVersioned(major, 0, None, None, flags, self.tensor)
+
+    def __dlpack__(self, stream: Any = None, max_version: Any = None) -> Any:
+        self.asked = stream, max_version
+        return _new_capsule(ctypes.addressof(self.managed), b"dltensor_versioned", None)
 
 
 class TorchLike:
@@ -147,3 +160,107 @@ def test_an_unknown_dtype_is_refused() -> None:
 def test_shape_and_strides_of_other_lengths_are_refused() -> None:
     with pytest.raises(UsageError, match="expected equal lengths"):
         TensorView(0, "int32", (1, 2), (1,))
+
+
+def test_strides_that_are_no_multiple_of_an_element_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"^q: strides \(14, 4\) in bytes, expected multiples of 4"):
+        view_of(array_interface(strides=(14, 4)), "q")
+
+
+@pytest.mark.parametrize("typestr", [">f4", "|f4", "=f4", ">i4"])
+def test_an_array_interface_of_another_byte_order_is_refused(typestr: str) -> None:
+    with pytest.raises(UsageError, match=f"^q: typestr .{re.escape(typestr)}., expected .* little-endian"):
+        view_of(array_interface(typestr=typestr), "q")
+
+
+def test_single_bytes_have_no_order() -> None:
+    assert view_of(array_interface(typestr="|u1"), "q").dtype == "uint8"
+
+
+def test_a_masked_array_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"^q: a masked array"):
+        view_of(array_interface(mask=array_interface()), "q")
+    assert view_of(array_interface(mask=None), "q").dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"data": None}, {"data": 0x3000}, {"shape": None}, {"typestr": "f"}, {"typestr": None}, {"typestr": "<f"}],
+)
+def test_a_malformed_array_interface_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=r"^q: __cuda_array_interface__ \{.*\}, expected data, shape, typestr"):
+        view_of(array_interface(**changes), "q")
+
+
+READ_ONLY = {
+    "array interface": array_interface(data=(0x3000, True)),
+    "DLPack": VersionedArray(flags=1),
+}
+
+
+@pytest.mark.parametrize("kind", READ_ONLY)
+def test_read_only_memory_is_read_but_not_written(kind: str) -> None:
+    assert view_of(READ_ONLY[kind], "q").shape == (2, 3)
+    with pytest.raises(UsageError, match=r"^out: is read-only, expected memory that the kernel may write"):
+        view_of(READ_ONLY[kind], "out", written=True)
+
+
+def test_writable_memory_is_written() -> None:
+    assert view_of(array_interface(), "out", written=True).pointer == 0x3000
+    assert view_of(VersionedArray(), "out", written=True).pointer == 0x1004
+
+
+def test_dlpack_of_version_1_is_asked_for() -> None:
+    array = VersionedArray(strides=(1, 2))
+    assert view_of(array, "q") == TensorView(0x1004, "bfloat16", (2, 3), (1, 2), 1)
+    assert array.asked == (-1, (1, 0))
+
+
+def test_a_copy_that_dlpack_made_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"^q: DLPack gave a copy"):
+        view_of(VersionedArray(flags=2), "q")
+
+
+def test_a_later_version_of_dlpack_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"^q: DLPack version 2\.0, expected 1"):
+        view_of(VersionedArray(major=2), "q")
+
+
+@pytest.mark.parametrize("lanes", [0, 2, 4])
+def test_vectors_of_dlpack_are_refused(lanes: int) -> None:
+    array = DLPackArray()
+    array.tensor.lanes = lanes
+    with pytest.raises(UsageError, match=f"^q: DLPack type bfloat16 x {lanes}"):
+        view_of(array, "q")
+
+
+@pytest.mark.parametrize(("field", "other"), [("device_type", 1), ("device_id", 0)])
+def test_a_dlpack_tensor_of_another_device_than_named_is_refused(field: str, other: int) -> None:
+    array = DLPackArray()
+    setattr(array.tensor, field, other)
+    with pytest.raises(UsageError, match=r"^q: DLPack device \(.*\), but __dlpack_device__ gave \(2, 1\)"):
+        view_of(array, "q")
+
+
+@pytest.mark.parametrize("kind", [1, 3, 10, 13])
+def test_dlpack_of_another_kind_of_memory_is_refused(kind: int) -> None:
+    with pytest.raises(UsageError, match=f"^q: DLPack device type {kind}, expected 2"):
+        view_of(DLPackArray(device_type=kind), "q")
+
+
+def test_what_dlpack_cannot_export_is_refused() -> None:
+    array = DLPackArray()
+
+    def fail(**_: Any) -> Any:
+        raise BufferError("read-only")
+
+    array.__dlpack__ = fail  # type: ignore[method-assign]
+    with pytest.raises(UsageError, match=r"^q: a DLPackArray that DLPack cannot export \(read-only\)"):
+        view_of(array, "q")
+
+
+def test_a_consumed_capsule_is_refused() -> None:
+    array = DLPackArray()
+    array.__dlpack__ = lambda **_: _new_capsule(0x1000, b"used_dltensor", None)  # type: ignore[method-assign]
+    with pytest.raises(UsageError, match=r"^q: __dlpack__ gave .*used_dltensor.*, expected a capsule"):
+        view_of(array, "q")

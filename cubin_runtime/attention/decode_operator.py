@@ -229,7 +229,7 @@ def _split_scales(operator: DecodeOperator, arguments: dict[str, Any]) -> tuple[
     factor, arguments["output_scale"] = split_scale(arguments["output_scale"], "output_scale")
     arguments["softmax_scale"] = tensor
     if number is None:
-        number = 1.0 if tensor is not None else operator.scale(getattr(arguments["q"], "shape", ()))
+        number = 1.0 if tensor is not None else operator.scale(view_of(arguments["q"], "q").shape)
     return number, 1.0 if factor is None else factor
 
 

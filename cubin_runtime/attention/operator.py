@@ -51,7 +51,7 @@ class TensorArg:
         """
         if tensor is None and self.optional:
             return None
-        view = view_of(tensor, self.name)
+        view = view_of(tensor, self.name, written=self.written)
         return view if self.canonical is None else self.canonical(view, options)
 
 

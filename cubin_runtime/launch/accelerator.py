@@ -11,7 +11,7 @@ from typing import Any
 from .history import LaunchHistory
 from .run_source import PreparedLaunch
 
-_ABI = 2
+_ABI = 3
 _Sends = tuple[Callable[..., int], ...]
 
 
@@ -65,7 +65,7 @@ class Senders:
     def step(
         self,
         *,
-        forms: tuple[Callable[[], object], Callable[..., bool]],
+        forms: tuple[Callable[[], object], dict[str, Any], Callable[..., bool]],
         data_ptr: Callable[[Any], int],
         addresses: Sequence[tuple[bool, int, int] | None],
         sources: Mapping[int, tuple[int, int]],
@@ -80,7 +80,8 @@ class Senders:
         and the place of the scratch. None: it cannot take so many tensors, addresses in its key, or launches.
 
         Args:
-            forms: whether any mode intercepts calls, and the test of the tensors' forms.
+            forms: whether any mode intercepts calls, the names of ``torch.autograd.forward_ad``, and the test of the
+                tensors' forms.
             addresses: for each tensor, unless its address does not count: whether it is part of the key, and else its
                 bits that count, and what they are.
             sources: the tensor whose address a value is, by its number, and the offset; the last tensor is that made.
@@ -98,9 +99,10 @@ class Senders:
         numbers = [value for value in dict.fromkeys(chain(*self.written)) if value not in sources]
         behind = {value: (len(addresses) + bool(made) + place, 0) for place, value in enumerate(numbers)}
         writes = tuple(tuple((sources.get(value) or behind[value]) for value in values) for values in self.written)
-        modes, check = forms
+        modes, levels, check = forms
         step = module.Step(
             modes=modes,
+            levels=levels,
             check=check,
             data_ptr=data_ptr,
             addresses=tuple(addresses),

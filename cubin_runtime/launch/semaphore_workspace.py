@@ -48,7 +48,7 @@ class SemaphoreWorkspace:
         """
         parts = []
         for name, tensor in (("semaphores", semaphores), ("scratch", scratch)):
-            view = view_of(tensor, name)
+            view = view_of(tensor, name, written=True)
             if not view.is_contiguous:
                 raise UsageError(f"{name}: strides {view.strides}, expected a contiguous tensor")
             parts.append((view.pointer, prod(view.shape) * ITEM_BYTES[view.dtype]))

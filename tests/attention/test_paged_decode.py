@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from cubin_runtime.attention.gqa import PAGED_DECODE
 from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA
 from cubin_runtime.launch.semaphore_workspace import SemaphoreWorkspace
+from cubin_runtime.tensor import _DLTensor
 from cubin_runtime.testing import StandIn
 
 GOOD = Tensors()
@@ -31,6 +34,35 @@ def call(runtime: Runtime, tensors: Tensors = GOOD, **options: Any) -> Any:
 def sent(standin: StandIn, index: int = -1) -> dict[str, Any]:
     """The parameters of a launch, as they arrived."""
     return PAGED_DECODE_TMA.unpack(bytes.fromhex(standin.calls("cuLaunchKernelEx")[index].seen["parameter0"]))
+
+
+class Exported:
+    """A bf16 view as a tensor of a library that has DLPack alone."""
+
+    def __init__(self, view: TensorView) -> None:
+        self.sizes = [(ctypes.c_int64 * len(of))(*of) for of in (view.shape, view.strides)]
+        self.tensor = _DLTensor(view.pointer, 2, view.device, len(view.shape), 4, 16, 1, *self.sizes, 0)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, 0
+
+    def __dlpack__(self, stream: Any = None) -> Any:
+        made = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
+            ("PyCapsule_New", ctypes.pythonapi)
+        )
+        return made(ctypes.addressof(self.tensor), b"dltensor", None)
+
+
+def test_the_default_scale_follows_a_query_that_has_no_shape_attribute(runtime: Runtime, standin: StandIn) -> None:
+    call(runtime, replace(GOOD, q=Exported(GOOD.q)))
+    assert sent(standin)["softmax_scale_log2"] == pytest.approx(math.log2(math.e) / math.sqrt(128))
+
+
+def test_a_read_only_output_is_refused(runtime: Runtime, standin: StandIn) -> None:
+    described = {"data": (0x7F0030000000, True), "shape": (4, 64), "typestr": "<f4", "version": 3}
+    with pytest.raises(UsageError, match=r"^lse: is read-only"):
+        call(runtime, lse=SimpleNamespace(__cuda_array_interface__=described))
+    assert standin.calls("cuLaunchKernelEx") == []
 
 
 @pytest.fixture

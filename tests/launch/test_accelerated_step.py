@@ -36,13 +36,14 @@ class Place:
 
     def __init__(self) -> None:
         self.mode = 0
+        self.levels = {"_current_level": -1}
         self.stream = STREAM
         self.legacy = Legacy()
         self.places: dict[int, Any] = {STREAM: (0x200, 16)}
 
     def options(self) -> dict[str, Any]:
         return {
-            "forms": (lambda: self.mode, lambda *tensors: not any(tensor % 2 for tensor in tensors)),
+            "forms": (lambda: self.mode, self.levels, lambda *tensors: not any(tensor % 2 for tensor in tensors)),
             "data_ptr": int,
             "stream": (lambda device: self.stream + device, 0),
             "scratch": (self.legacy, lambda stream: self.places.get(stream)),
@@ -101,6 +102,10 @@ def test_tensors_unlike_the_known_ones_are_refused(
     assert call(*tensors) is None, what
     place.mode = 1
     assert call(2, 16) is None
+    place.mode, place.levels["_current_level"] = 0, 0
+    assert call(2, 16) is None, "a tensor may have a tangent"
+    place.levels.clear()
+    assert call(2, 16) is None, "nothing is known of tangents"
     assert len(sent(standin)) == 1
 
 

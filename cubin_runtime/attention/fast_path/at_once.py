@@ -57,7 +57,7 @@ def at_once(
 
     taken = numbers | ({made[0]: len(numbers)} if made else {})
     made_step = senders.step(
-        forms=(scope["modes"], scope["check"]),
+        forms=(scope["modes"], scope["levels"], scope["check"]),
         data_ptr=sys.modules["torch"].Tensor.data_ptr,
         addresses=[address(item) for item in tensors],
         sources={value: (taken[name], offset) for value, (name, offset) in sources.items()},

@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 
 from ...dtypes import ITEM_BYTES
 from ...errors import CubinRuntimeError
+from ...launch.accelerator import accelerator
 from ...tensor import TensorView, view_of
 
+_LEVEL = "_current_level"  # a tensor has a tangent in that of torch.autograd.forward_ad alone
 _ALIGNED, _PLACED = 15, 255  # bits of an address that count: of a tensor, of memory that regions are placed in
 
 
@@ -30,7 +32,7 @@ class GuardedTensor(NamedTuple):
 
 def guarded(name: str, tensor: Any) -> GuardedTensor | None:
     """The tensor if it can be guarded and has elements: a view, or one of torch's own classes."""
-    if type(tensor) is not TensorView and not is_plain(tensor):
+    if type(tensor) is not TensorView and not (is_plain(tensor) and _LEVEL in _levels()):
         return None
     try:
         view = view_of(tensor, name)
@@ -44,8 +46,18 @@ def guarded(name: str, tensor: Any) -> GuardedTensor | None:
 
 def is_plain(tensor: Any) -> bool:
     """Whether a tensor is of a class of torch's own, which keeps no data of another kind behind it."""
-    torch = sys.modules.get("torch")
-    return torch is not None and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    return "torch" in sys.modules and type(tensor) in _plain_classes()
+
+
+def _plain_classes() -> tuple[type, ...]:
+    torch = sys.modules["torch"]
+    return torch.Tensor, torch.nn.Parameter
+
+
+def _levels() -> dict[str, Any]:
+    """The names of torch's module of forward-mode derivatives, among them the number of the open level, or -1."""
+    names: dict[str, Any] = vars(sys.modules["torch"].autograd.forward_ad)
+    return names
 
 
 def conditions(tensors: Sequence[GuardedTensor], scope: dict[str, Any], sized: Collection[str] = ()) -> list[str]:
@@ -71,8 +83,8 @@ def conditions(tensors: Sequence[GuardedTensor], scope: dict[str, Any], sized: C
     rest = [item for item in tensors if type(item.tensor) is not TensorView]
     if rest:
         torch = sys.modules["torch"]
-        scope["modes"] = torch._C._len_torch_dispatch_stack
-        found.append("not modes()")
+        scope |= {"modes": torch._C._len_torch_dispatch_stack, "levels": _levels()}
+        found += ["not modes()", f"levels['{_LEVEL}'] < 0"]  # in a level, any tensor may have a tangent
         if any(item.tensor.requires_grad for item in rest):
             scope["grad_enabled"] = torch.is_grad_enabled
             found.append("not grad_enabled()")
@@ -86,6 +98,9 @@ def conditions(tensors: Sequence[GuardedTensor], scope: dict[str, Any], sized: C
         if check is not None:
             name = "check" if len(distinct) == len(rest) else "check_distinct"
             scope[name] = check
+            if accelerator() is None:
+                scope["PLAIN"] = _plain_classes()
+                found += [f"type({item.name}) in PLAIN and not {item.name}.is_nested" for item in distinct]
             found.append(f"{name}({', '.join(item.name for item in distinct)})")
         else:
             found += [_compared(item, scope, item.name in sized) for item in rest]
@@ -112,13 +127,15 @@ def _compared(item: GuardedTensor, scope: dict[str, Any], sized: bool) -> str:
     name, tensor = item.name, item.tensor
     scope |= {
         f"type_{name}": type(tensor),
+        f"layout_{name}": tensor.layout,
         f"dtype_{name}": tensor.dtype,
         f"shape_{name}": tensor.shape[sized:],
         f"stride_{name}": tensor.stride(),
         f"device_{name}": item.view.device,
     }
     return (
-        f"type({name}) is type_{name} and {name}.dtype is dtype_{name} and "
+        f"type({name}) is type_{name} and not {name}.is_nested and {name}.layout is layout_{name} and "
+        f"not {name}.is_neg() and {name}.dtype is dtype_{name} and "
         f"{name}.shape{'[1:]' * sized} == shape_{name} and "
         f"{name}.stride() == stride_{name} and {name}.get_device() == device_{name}"
         + ("" if tensor.requires_grad else f" and not {name}.requires_grad")
@@ -141,7 +158,8 @@ def _guard(tensors: Sequence[Any], sized: Sequence[bool]) -> Callable[..., bool]
     ]
     strides: list[Any] = [list(tensor.stride()) for tensor in tensors]
     check: Callable[..., bool] = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
-    return check
+    module = accelerator()
+    return check if module is None else module.guard(check)
 
 
 @cache
@@ -157,7 +175,8 @@ def _guards_work() -> bool:
         viewed.data = viewed.data.view(torch.bfloat16)
         turned.transpose_(0, 1)
         wide = empty(4, 16, dtype=torch.float16)[:, :8]
-        others = (shorter, viewed, turned, wide, torch.nn.Parameter(known[0]), known[0].to("meta"), None, 1)
+        negated, parameter = torch._neg_view(known[0]), torch.nn.Parameter(known[0])
+        others = (shorter, viewed, turned, wide, negated, parameter, known[0].to("meta"), None, 1)
         others_of_any = (*others[1:], known[0].view(1, 32), empty(4, 8, 1, dtype=torch.float16))
         same = check(empty(4, 8, dtype=torch.float16), known[1]) and of_any(shorter, known[1])
         differ = not any(check(other, known[1]) for other in others)

@@ -95,7 +95,7 @@ def run(
     made = plan(call, backend=backend, runtime=rt)
     if isinstance(workspace, TorchScratch):
         workspace = torch_bytes(made.workspace_bytes or 1, call.query.device, zeroed=False)
-    scratch = view_of(workspace, "workspace_buffer")
+    scratch = view_of(workspace, "workspace_buffer", written=True)
     check_device("workspace_buffer", scratch, call.query.device)
     if not scratch.is_contiguous:
         raise UsageError(f"workspace_buffer: strides {scratch.strides}, expected a contiguous tensor")
@@ -149,7 +149,7 @@ def _counters(
         if stream is not None:
             raise UsageError(f"counters: None with a stream of its own; expected {needed} zeroed bytes")
         given = runtime.memory.zeros(like, (needed // 4,), "int32")
-    view = view_of(given, "counters")
+    view = view_of(given, "counters", written=True)
     check_device("counters", view, device)
     if view.pointer % COUNTER_ALIGNMENT or not view.is_contiguous:
         raise UsageError(

@@ -16,7 +16,7 @@ def permuted(tensor: Any, order: Sequence[int]) -> Any:
     """The same memory with its dimensions in another order."""
     if is_torch(tensor):
         return tensor.permute(*order)
-    view = view_of(tensor, "softmax_lse")
+    view = view_of(tensor, "softmax_lse", written=True)
     shape, strides = (tuple(of[axis] for axis in order) for of in (view.shape, view.strides))
     return replace(view, shape=shape, strides=strides)
 

@@ -120,11 +120,14 @@ def query_of(query: Any, rank: int) -> TensorView:
     return view
 
 
-def tensor_or_none(tensor: Any, name: str, device: int) -> TensorView | None:
-    """The view of an optional tensor; raises ``UsageError`` for one on another device."""
+def tensor_or_none(tensor: Any, name: str, device: int, *, written: bool = False) -> TensorView | None:
+    """The view of an optional tensor; raises ``UsageError`` for one on another device.
+
+    ``written`` is as in ``view_of``.
+    """
     if tensor is None:
         return None
-    view = view_of(tensor, name)
+    view = view_of(tensor, name, written=written)
     check_device(name, view, device)
     return view
 

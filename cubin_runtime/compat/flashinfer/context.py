@@ -96,7 +96,7 @@ def _attend(
         names,
         tensors,
         out=output.view,
-        lse=tensor_or_none(lse, "lse", q.device),
+        lse=tensor_or_none(lse, "lse", q.device, written=True),
         softmax_scale=factor_of("bmm1_scale", given.bmm1_scale, q.device),
         output_scale=factor_of("bmm2_scale", given.bmm2_scale, q.device),
         q_cu_seq_lens=view_of(given.cum_seq_lens_q, "cum_seq_lens_q"),

@@ -209,7 +209,7 @@ def _decode_native(given: Arguments, q_len: int, q_cu_seq_lens: Any, names: Mapp
     scale = factor_of("bmm2_scale", given.bmm2_scale, q.device)
     if output.view.dtype != E4M3 and given.o_scale is not None:
         scale = times(scale, factor_of("o_scale", given.o_scale, q.device), given.runtime)
-    lse = tensor_or_none(given.lse, "lse", q.device)
+    lse = tensor_or_none(given.lse, "lse", q.device, written=True)
     if lse is not None and lse.shape != q.shape[:2]:
         raise UsageError(f"lse: shape {lse.shape}, expected {q.shape[:2]}")
     return decode_batch(

@@ -257,7 +257,7 @@ def _output(given: Arguments, q: TensorView, latent: int) -> Output:
     """The output for ``q``; with one token per request, a caller's may lack the dimension of tokens."""
     shape = (*q.shape[:-1], latent)
     if given.out is not None and not is_fp4(given) and len(shape) == 4 and shape[1] == 1:
-        view = view_of(given.out, "out")
+        view = view_of(given.out, "out", written=True)
         if view.shape == (shape[0], *shape[2:]):
             return Output(given.out, nested_tokens(view, shape[0], 1))
     return output_of(given, shape, "bfloat16")

@@ -84,7 +84,7 @@ def decode_batch(
     """
     device, tokens = q.device, q.shape[0] if len(q.shape) == 3 else q.shape[0] * q.shape[1]
     lse = lse_of(given, (tokens, q.shape[-2]), natural=natural_lse)
-    lse_view = tensor_or_none(lse, "lse", device)
+    lse_view = tensor_or_none(lse, "lse", device, written=True)
     workspace = split_workspace(given.workspace_buffer, device)
     try:
         launch(

@@ -74,7 +74,7 @@ def output_of(given: Arguments, shape: tuple[int, ...], default_dtype: str) -> O
         raise UsageError(f"out_dtype={shown(given.out_dtype)}: expected None or one of {expected}")
     if out is None:
         out = given.runtime.memory.empty(given.query, shape, wanted or default_dtype)
-    view = view_of(out, "out")
+    view = view_of(out, "out", written=True)
     if view.shape != shape:
         raise UsageError(f"out: shape {view.shape}, expected {shape}")
     if wanted is not None and view.dtype != wanted:
@@ -133,7 +133,7 @@ def _fp4_output(given: Arguments, shape: tuple[int, ...]) -> Output:
         out = FP4Tensor(empty(query, packed, "uint8"), empty(query, (rows, columns), E4M3), 0, shape)
     if not hasattr(out, "scale"):
         raise UsageError(f"out: got {type(out).__name__}, expected an FP4Tensor for out_dtype nvfp4")
-    view, scale = view_of(out.data, "out.data"), view_of(out.scale, "out.scale")
+    view, scale = view_of(out.data, "out.data", written=True), view_of(out.scale, "out.scale", written=True)
     first = integer("out.scale_start_index", out.scale_start_index)
     if view.shape != packed or view.dtype != "uint8":
         raise UsageError(f"out.data: {view.dtype} {view.shape}, expected uint8 {packed}")

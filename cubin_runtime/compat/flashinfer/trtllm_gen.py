@@ -41,7 +41,7 @@ def run_call(
     bmm1, _made = scores_scale(given, device)
     bmm2 = scale_from("bmm2_scale", given.bmm2_scale, device)
     lse = lse_of(given, (q.shape[0], q.shape[1]), natural=natural_lse)
-    lse_view = tensor_or_none(lse, "lse", device)
+    lse_view = tensor_or_none(lse, "lse", device, written=True)
     if len(out.shape) == 4:
         if lse_view is not None and lse_view.shape == out.shape[:3]:
             lse_view = flat_tokens(lse_view, "lse")

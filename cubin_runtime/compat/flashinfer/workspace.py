@@ -139,7 +139,7 @@ def _scratch_of(workspace_buffer: Any, device: int) -> tuple[int, int]:
 
 def _memory_of(buffer: Any, name: str, device: int) -> tuple[int, int]:
     """Address and bytes of a contiguous tensor."""
-    view = view_of(buffer, name)
+    view = view_of(buffer, name, written=True)
     check_device(name, view, device)
     if not view.is_contiguous:
         raise UsageError(f"{name}: strides {view.strides}, expected a contiguous tensor")

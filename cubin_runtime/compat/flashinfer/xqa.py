@@ -103,7 +103,7 @@ def xqa(
     q_seq_len = integer("q_seq_len", q_seq_len)
     if not 0 <= integer("sliding_win_size", sliding_win_size) <= 1 << 31:
         raise UsageError(f"sliding_win_size={sliding_win_size}: expected 0 (none) or more, at most 2^31")
-    out, table = view_of(output, "output"), view_of(page_table, "page_table")
+    out, table = view_of(output, "output", written=True), view_of(page_table, "page_table")
     if out.shape != query.shape:
         raise UsageError(f"output: shape {out.shape}, expected {query.shape}")
     _check_table(table)
@@ -160,7 +160,7 @@ def xqa_mla(
             scale, 1 / sqrt(head_dim before the projection).
     """
     given = Arguments.of(xqa_mla, locals(), query=q)
-    query, out, table = view_of(q, "q"), view_of(output, "output"), view_of(page_table, "page_table")
+    query, out, table = view_of(q, "q"), view_of(output, "output", written=True), view_of(page_table, "page_table")
     _check_multiprocessors(given, sm_count, query.device)
     cache = _shared_cache(view_of(k_cache, "k_cache"), view_of(v_cache, "v_cache"), page_size)
     if len(query.shape) == 4 and query.shape[1] == 1:

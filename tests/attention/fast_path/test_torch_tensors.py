@@ -16,6 +16,7 @@ from cubin_runtime.attention.fast_path import guards
 from cubin_runtime.compat import flashinfer
 from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA
+from cubin_runtime.launch import prepared
 from cubin_runtime.testing import StandIn
 
 torch = pytest.importorskip("torch")
@@ -23,10 +24,13 @@ pytestmark = pytest.mark.torch
 BF16 = torch.bfloat16
 
 
-@pytest.fixture(params=["guards", "attributes"])
+@pytest.fixture(params=["guards", "guards without accelerator", "attributes"])
 def runtime(runtime: Runtime, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Runtime:
     """One for whose calls host tensors are on device 0, compared by torch's guards or by public attributes."""
     runtime.memory = memory_of_host_tensors(monkeypatch)
+    if request.param == "guards without accelerator":
+        monkeypatch.setattr(guards, "accelerator", lambda: None)
+        monkeypatch.setattr(prepared, "accelerator", lambda: None)
     if request.param == "attributes":
         monkeypatch.setattr(guards, "_guards_work", lambda: False)
     return runtime
@@ -174,6 +178,51 @@ def outcomes(arguments: dict[str, Any], standin: StandIn, runtime: Runtime) -> l
 def _complete(arguments: dict[str, Any]) -> dict[str, Any]:
     defaults = paged_decode.__wrapped__.__kwdefaults__
     return {name: value for name, value in {**defaults, **arguments, "max_seq_len": 256}.items() if name != "runtime"}
+
+
+UNFAITHFUL: dict[str, Callable[[Any], Any]] = {
+    "negated": torch._neg_view,
+    "with a tangent": lambda tensor: torch.autograd.forward_ad.make_dual(tensor, torch.ones_like(tensor)),
+    "nested": lambda tensor: torch.nested.nested_tensor(list(tensor)),
+    "sparse": lambda tensor: tensor.to_sparse_csr(),
+    "number": lambda _: 1.0,
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("face", ["paged_decode", "any size", "run", "step", "step of a layer"])
+@pytest.mark.parametrize("form", UNFAITHFUL)
+def test_a_tensor_that_is_not_what_its_memory_holds_is_refused(
+    runtime: Runtime, standin: StandIn, form: str, face: str
+) -> None:
+    own = given()
+    plan = plan_paged_decode(**own, max_seq_len=256, runtime=runtime)
+    bound = ("k_cache", "v_cache") if face == "step of a layer" else ()
+    step = plan.bind(**{name: own[name] for name in bound})
+    for batch in (3, 4, 5) if face == "any size" else ():
+        paged_decode(**of_batch(batch), max_seq_len=256, runtime=runtime)
+
+    def send(**changes: Any) -> None:
+        arguments = {**own, **changes}
+        if face in ("paged_decode", "any size"):
+            paged_decode(**arguments, max_seq_len=256, runtime=runtime)
+        elif face == "run":
+            plan.run(**arguments)
+        else:
+            step.step(**{name: value for name, value in arguments.items() if name not in bound})
+
+    for _ in range(3):
+        send()
+    standin.clear_log()
+    with torch.autograd.forward_ad.dual_level():
+        for name in ("q", "out"):
+            for _ in range(2):
+                with pytest.raises(UsageError, match=f"^{name}: "):
+                    send(**{name: UNFAITHFUL[form](own[name])})
+        assert sent(standin) == []
+        send()
+    send()
+    assert len(sent(standin)) == 2
 
 
 def test_an_output_is_made_for_each_call(runtime: Runtime, full_paths: FullPaths) -> None:

@@ -1,0 +1,30 @@
+// torch's guards end the process where a tensor's form cannot be read, as that of a nested one: they throw, and nothing
+// of Python catches what C++ throws. Here such a tensor is unlike the known ones.
+
+#define Py_LIMITED_API 0x030A0000
+#include <Python.h>
+
+#include <exception>
+
+// `check` is called without the interpreter in between, whose state an exception would leave broken.
+static PyObject *alike(PyObject *check, PyObject *tensors) {
+  PyCFunction function = PyCFunction_GetFunction(check);
+  if (function == nullptr) return nullptr;
+  try {
+    return reinterpret_cast<PyCFunctionWithKeywords>(reinterpret_cast<void (*)()>(function))(
+        PyCFunction_GetSelf(check), tensors, nullptr);
+  } catch (const std::exception &) {
+    PyErr_Clear();
+    return Py_NewRef(Py_False);
+  }
+}
+
+static PyMethodDef method = {"alike", alike, METH_VARARGS, "Whether the tensors have the forms of those known."};
+
+extern "C" PyObject *guard_of(PyObject *, PyObject *check) {
+  if (PyCFunction_GetFlags(check) != (METH_VARARGS | METH_KEYWORDS)) {
+    if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "guard: not a method of torch's guards");
+    return nullptr;
+  }
+  return PyCFunction_NewEx(&method, check, nullptr);
+}
