@@ -4,8 +4,6 @@
 
 #include <string.h>
 
-enum { MOST_BYTES = 4096, ALIGNMENT = 128 };
-
 static int size_of(char code) {
   switch (code) {
     case 'Q':
@@ -78,14 +76,17 @@ static int note(const Sender *self, const unsigned char *parameters) {
   return 0;
 }
 
-int launch(const Sender *self, const Value *values, int *code) {
-  _Alignas(ALIGNMENT) unsigned char parameters[MOST_BYTES];  // its own, so that threads need no lock
-  memcpy(parameters, self->parameters, (size_t)self->size);
+int fill(const Sender *self, const Value *values, Parameters *parameters) {
+  memcpy(parameters->bytes, self->parameters, (size_t)self->size);
   for (Py_ssize_t i = 0; i < self->count; i++) {
-    if (write_value(parameters + self->fields[i].offset, self->fields[i].code, &values[i])) return -1;
+    if (write_value(parameters->bytes + self->fields[i].offset, self->fields[i].code, &values[i])) return -1;
   }
-  if (note(self, parameters)) return -1;
-  void *pointers[1] = {parameters};
+  return 0;
+}
+
+int launch(const Sender *self, Parameters *parameters, int *code) {
+  if (note(self, parameters->bytes)) return -1;
+  void *pointers[1] = {parameters->bytes};
   Py_BEGIN_ALLOW_THREADS  // a full queue waits
   *code = self->call(self->config, self->function, pointers, NULL);
   Py_END_ALLOW_THREADS
@@ -99,8 +100,9 @@ static PyObject *send(PyObject *object, PyObject *const *given, Py_ssize_t count
   }
   Value values[MOST_FIELDS];
   for (Py_ssize_t i = 0; i < count; i++) values[i] = (Value){given[i], 0};
+  Parameters parameters;
   int code;
-  return launch(self, values, &code) ? NULL : PyLong_FromLong(code);
+  return fill(self, values, &parameters) || launch(self, &parameters, &code) ? NULL : PyLong_FromLong(code);
 }
 
 static int set_fields(Sender *self, PyObject *fields) {

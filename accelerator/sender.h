@@ -7,7 +7,7 @@
 
 #include <stdint.h>
 
-enum { MOST_FIELDS = 64, MOST_TENSORS = 32, MOST_LAUNCHES = 4, MOST_KEYED = 4 };
+enum { MOST_BYTES = 4096, ALIGNMENT = 128, MOST_FIELDS = 64, MOST_TENSORS = 32, MOST_LAUNCHES = 4, MOST_KEYED = 4 };
 
 typedef int (*LaunchKernelEx)(const void *config, void *function, void **parameters, void **extra);
 
@@ -39,6 +39,13 @@ PyObject *guard_of(PyObject *module, PyObject *check);
 
 extern PyType_Spec sender_spec, step_spec;
 
-// The launch with these values, one for each field. 0: `code` is the driver's CUresult; -1: a Python error is set, and
-// nothing was launched.
-int launch(const Sender *sender, const Value *values, int *code);
+// The parameters of a launch, its own, so that threads need no lock.
+typedef struct {
+  _Alignas(ALIGNMENT) unsigned char bytes[MOST_BYTES];
+} Parameters;
+
+// Write the parameters with these values, one for each field; -1: a Python error is set.
+int fill(const Sender *sender, const Value *values, Parameters *parameters);
+
+// Launch with these parameters. 0: `code` is the driver's CUresult; -1: a Python error is set, and nothing was launched.
+int launch(const Sender *sender, Parameters *parameters, int *code);

@@ -5,7 +5,7 @@
 
 #include <string.h>
 
-enum { SLOTS = 256, REFERENCES = 14 };
+enum { SLOTS = 256, REFERENCES = 15 };
 enum { FAILED = -1, OTHERWISE = 0, SENT = 1, UNLIKE = 2 };
 
 // In the stable ABI from Python 3.12 on, in Python 3.11 the same function; NULL before.
@@ -38,7 +38,7 @@ typedef struct {
 
 typedef struct {
   PyObject_HEAD
-  PyObject *modes, *levels, *level, *check, *data_ptr, *senders, *of_legacy, *place;
+  PyObject *modes, *levels, *level, *check, *data_ptr, *failed, *senders, *of_legacy, *place;
   PyObject *current, *device;       // NULL: the stream is not part of the key
   PyObject *legacy, *place_of;      // NULL: no scratch; `legacy` alone may be None
   PyObject *make, *sources;         // NULL: no tensor is made
@@ -185,7 +185,9 @@ static int is_of_value(void) {
          PyErr_ExceptionMatches(PyExc_OverflowError);
 }
 
-static int launch_all(const Step *self, PyObject *senders, PyObject *const *given, const uint64_t *addresses) {
+// The parameters of all launches, before any is sent.
+static int fill_all(const Step *self, PyObject *senders, PyObject *const *given, const uint64_t *addresses,
+                    Parameters *parameters) {
   Value values[MOST_FIELDS];
   Py_ssize_t past = self->tensors + (self->make != NULL);
   for (Py_ssize_t i = 0; i < self->launches; i++) {
@@ -198,13 +200,32 @@ static int launch_all(const Step *self, PyObject *senders, PyObject *const *give
       values[j] = write->source < past ? (Value){NULL, addresses[write->source] + write->offset}
                                        : (Value){given[self->tensors + write->source - past], 0};
     }
-    int code;
-    if (launch((Sender *)sender, values, &code)) {
-      if (i || !is_of_value()) return FAILED;
+    if (fill((Sender *)sender, values, &parameters[i])) {
+      if (!is_of_value()) return FAILED;
       PyErr_Clear();  // Python's own lines say which value it is
       return OTHERWISE;
     }
-    if (code) return OTHERWISE;  // which asks the driver again, and explains what it answers
+  }
+  return SENT;
+}
+
+static int fail(const Step *self, int code) {
+  PyObject *error = PyObject_CallFunction(self->failed, "i", code);
+  if (error == NULL) return FAILED;
+  PyErr_SetObject((PyObject *)Py_TYPE(error), error);
+  Py_DECREF(error);
+  return FAILED;
+}
+
+static int launch_all(const Step *self, PyObject *senders, PyObject *const *given, const uint64_t *addresses) {
+  Parameters parameters[MOST_LAUNCHES];
+  int filled = fill_all(self, senders, given, addresses, parameters);
+  if (filled != SENT) return filled;
+  for (Py_ssize_t i = 0; i < self->launches; i++) {
+    int code;
+    if (launch((Sender *)PyCFunction_GetSelf(PyTuple_GetItem(senders, i)), &parameters[i], &code)) return FAILED;
+    // Python's lines ask the driver for the first again, and explain its answer; nothing may be sent twice.
+    if (code) return i ? fail(self, code) : OTHERWISE;
   }
   return SENT;
 }
@@ -319,12 +340,12 @@ static int set_all(Step *self, PyTypeObject *type, PyObject *addresses, PyObject
 }
 
 static PyObject *new_step(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
-  static char *names[] = {"modes",  "levels",  "check",  "data_ptr", "addresses", "senders",
-                          "writes", "numbers", "stream", "scratch",  "made",      NULL};
-  PyObject *modes, *levels, *check, *data_ptr, *addresses, *senders, *writes;
+  static char *names[] = {"modes",   "levels", "check",   "data_ptr", "failed", "addresses", "senders",
+                          "writes",  "numbers", "stream", "scratch",  "made",   NULL};
+  PyObject *modes, *levels, *check, *data_ptr, *failed, *addresses, *senders, *writes;
   PyObject *stream = Py_None, *scratch = Py_None, *made = Py_None;
   Py_ssize_t numbers;
-  if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OO!OOO!O!O!n|OOO", names, &modes, &PyDict_Type, &levels, &check, &data_ptr,
+  if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OO!OOOO!O!O!n|OOO", names, &modes, &PyDict_Type, &levels, &check, &data_ptr, &failed,
                                    &PyTuple_Type, &addresses, &PyDict_Type, &senders, &PyTuple_Type, &writes, &numbers,
                                    &stream, &scratch, &made)) {
     return NULL;
@@ -336,6 +357,7 @@ static PyObject *new_step(PyTypeObject *type, PyObject *arguments, PyObject *key
   self->levels = Py_NewRef(levels);
   self->check = Py_NewRef(check);
   self->data_ptr = Py_NewRef(data_ptr);
+  self->failed = Py_NewRef(failed);
   self->senders = Py_NewRef(senders);
   self->numbers = numbers;
   if (set_all(self, type, addresses, writes, stream, scratch, made)) {
@@ -348,6 +370,7 @@ static PyObject *new_step(PyTypeObject *type, PyObject *arguments, PyObject *key
 // All that a step refers to.
 static void each_reference(Step *self, PyObject **found[REFERENCES]) {
   PyObject **all[REFERENCES] = {&self->modes,   &self->levels,    &self->level, &self->check,   &self->data_ptr,
+                                &self->failed,
                                 &self->senders, &self->of_legacy, &self->place, &self->current, &self->device,
                                 &self->legacy,  &self->place_of,  &self->make,  &self->sources};
   memcpy(found, all, sizeof all);

@@ -41,10 +41,12 @@ class Senders:
         history: LaunchHistory,
         keep: Callable[[dict[Hashable, _Sends], Hashable, _Sends], _Sends],
         written: frozenset[int],
+        failed: Callable[[int], Exception],
     ) -> None:
         """``contents`` gives the fields of each launch for a call's values, of which ``written`` come at each call.
 
-        ``call`` is the driver's function; ``keep`` puts what was made under its key, and gives what is there then.
+        ``call`` is the driver's function; ``keep`` puts what was made under its key, and gives what is there then;
+        ``failed`` gives the error for what the driver answered.
         """
         self.made: dict[Hashable, _Sends] = {}
         self.written = tuple(
@@ -52,7 +54,7 @@ class Senders:
         )
         self._module, self._launches, self._contents, self._history = module, launches, contents, history
         self._call = ctypes.cast(call, ctypes.c_void_p).value
-        self._keep, self._numbers = keep, written
+        self._keep, self._numbers, self._failed = keep, written, failed
 
     def of(self, key: Hashable, stream: int, given: tuple[Any, ...]) -> _Sends:
         """The function of each launch on a stream, of the values that are written."""
@@ -76,7 +78,7 @@ class Senders:
         """One call in the place of all the lines, and the numbers of the values that it takes behind the tensors.
 
         It gives True, or the tensor that it made, if the launches were sent; None: a tensor is unlike the known ones;
-        False: nothing was sent, and the lines are to do it. Its key are the stream, the addresses that are part of it,
+        False: nothing was sent, and the lines are to do it. A refused launch behind others raises. Its key are the stream, the addresses that are part of it,
         and the place of the scratch. None: it cannot take so many tensors, addresses in its key, or launches.
 
         Args:
@@ -105,6 +107,7 @@ class Senders:
             levels=levels,
             check=check,
             data_ptr=data_ptr,
+            failed=self._failed,
             addresses=tuple(addresses),
             senders=self.made,
             writes=writes,

@@ -13,7 +13,7 @@ from ..errors import UsageError
 from . import driver_api as api
 from .abi import check_fits
 from .accelerator import Senders, accelerator
-from .driver import Driver
+from .driver import Driver, DriverCallError
 from .modules import LoadedKernel
 from .parameter_block import ParameterBlock, filled
 from .plan import LaunchPlan
@@ -116,7 +116,7 @@ class PreparedLaunches:
         except _NOT_WRITTEN:
             blocks = self._new_blocks(values)
         history, profiler = self._driver.history(self._context), self._driver.profiler
-        for block in blocks:
+        for number, block in enumerate(blocks):
             config, function, arguments = block.config_on(stream), block.function, block.arguments
             history.record((block.launch, block.view.tobytes(), stream))
             history.tick()
@@ -125,7 +125,7 @@ class PreparedLaunches:
             if profiler:
                 profiler.leave(begin)
             if code and self._again(code, stream, config, function, arguments):
-                raise OtherContextError
+                raise self._failed(code) if number else OtherContextError
         self._spare.append(blocks)
 
     def _new_blocks(self, values: tuple[Any, ...]) -> list[ParameterBlock]:
@@ -158,10 +158,10 @@ class PreparedLaunches:
             return None
         fixed = frozenset(written)
         contents, history = partial(self._contents, written=fixed), self._driver.history(self._context)
-        return Senders(module, self._launches, self._call, contents, history, self._keep, fixed)
+        return Senders(module, self._launches, self._call, contents, history, self._keep, fixed, self._failed)
 
     def _explaining(self) -> dict[str, Any]:
-        return {"unfit": self._unfit, "again": self._in_full}
+        return {"unfit": self._unfit, "again": self._in_full, "failed": self._failed}
 
     def _by_ctypes(self, expressions: Expressions) -> Sending:
         written = expressions.written
@@ -209,7 +209,7 @@ class PreparedLaunches:
         """What the lines refer to that call the driver."""
         history, profiler = self._driver.history(self._context), self._driver.profiler
         scope: dict[str, Any] = {"record": history.record, "tick": history.tick}
-        scope |= {"call": self._call, "again": self._again}
+        scope |= {"call": self._call, "again": self._again, "failed": self._failed}
         if profiler is not None:
             scope |= {"enter": profiler.enter, "leave": profiler.leave}
         for number, launch in enumerate(self._launches):
@@ -274,6 +274,10 @@ class PreparedLaunches:
         kernels = " and ".join(launch.plan.kernel for launch in self._launches)
         return UsageError(f"launch of {kernels} with {given}: {error}")
 
+    def _failed(self, code: int) -> DriverCallError:
+        """The error for a launch that the driver refused."""
+        return self._driver.error("cuLaunchKernelEx", code, self._context)
+
     def _again(self, code: int, stream: int, config: Any, function: Any, arguments: Any) -> bool:
         """Once more with the kernel's context current, which the default streams are meant in; else the error.
 
@@ -293,5 +297,5 @@ class PreparedLaunches:
                     )
                 code = self._call(config, function, arguments, None)
         if code:
-            raise driver.error("cuLaunchKernelEx", code, context)
+            raise self._failed(code)
         return False

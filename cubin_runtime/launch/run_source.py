@@ -150,12 +150,23 @@ def accelerated_lines(launches: Sequence[PreparedLaunch], of: Expressions) -> li
         f"{''.join(f'_send{number}, ' for number in range(len(launches)))}= _senders",
         *of.late,
         "try:",
-        f"    _code = {' or '.join(sends)}",
+        *(f"    {line}" for line in _codes(sends)),
         "except (TypeError, ValueError, OverflowError) as error:",
         f"    raise unfit(error, ({given},)) from error",
-        f"if _code and again({of.stream}, {given}):",
-        f"    {of.elsewhere}",
+        *_explained(sends, f"{of.stream}, {given}", of.elsewhere),
     ]
+
+
+def _codes(sends: Sequence[str]) -> list[str]:
+    """The lines that send launches in order until one is refused."""
+    first, *later = sends
+    return [f"_code = {first}", *([f"_later = 0 if _code else {' or '.join(later)}"] if later else [])]
+
+
+def _explained(sends: Sequence[str], given: str, elsewhere: str) -> list[str]:
+    """The lines for a launch that was refused: behind the first, nothing is sent again."""
+    lines = [f"if _code and again({given}):", f"    {elsewhere}"]
+    return [*lines, "if _later:", "    raise failed(_later)"] if len(sends) > 1 else lines
 
 
 def fixed_lines(launches: Sequence[PreparedLaunch], stream: str, elsewhere: str, *, profiled: bool) -> list[str]:
@@ -169,8 +180,8 @@ def fixed_lines(launches: Sequence[PreparedLaunch], stream: str, elsewhere: str,
 
 def fixed_sends(launches: int, elsewhere: str) -> list[str]:
     """The lines of ``fixed_lines`` with the accelerator."""
-    sends = " or ".join(f"send{number}()" for number in range(launches))
-    return [f"if ({sends}) and again(stream, *given):", f"    {elsewhere}"]
+    sends = [f"send{number}()" for number in range(launches)]
+    return [*_codes(sends), *_explained(sends, "stream, *given", elsewhere)]
 
 
 def _call(number: int, stream: str, elsewhere: str, *, profiled: bool) -> list[str]:
@@ -181,7 +192,7 @@ def _call(number: int, stream: str, elsewhere: str, *, profiled: bool) -> list[s
         f"_code = call({arguments}, None)",
         *(["leave(_begin)"] if profiled else []),
         f"if _code and again(_code, {stream}, {arguments}):",
-        f"    {elsewhere}",
+        f"    {'raise failed(_code)' if number else elsewhere}",
     ]
 
 

@@ -11,7 +11,7 @@ import pytest
 from examples import DIGEST, LAYOUT, SYMBOL, cubin, kernel_facts, needs, plan
 
 from cubin_runtime.launch import accelerator
-from cubin_runtime.launch.driver import Driver
+from cubin_runtime.launch.driver import Driver, DriverCallError
 from cubin_runtime.launch.modules import ModuleCache
 from cubin_runtime.launch.prepared import PreparedLaunches
 from cubin_runtime.launch.run_source import Expressions
@@ -56,13 +56,14 @@ def place() -> Place:
 
 
 @pytest.fixture
-def senders(driver: Driver, standin: StandIn, context: int) -> Callable[[set[int]], Any]:
+def senders(driver: Driver, standin: StandIn, context: int) -> Callable[..., Any]:
     standin.add_kernel(SYMBOL, (LAYOUT.size,))
     cache = ModuleCache(driver, parse=lambda _: cubin(facts=kernel_facts()))
     kernel = cache.kernel(context, DIGEST, SYMBOL, lambda: b"", needs(dynamic_shared_bytes=200000))
-    prepared = PreparedLaunches([plan(inputs={name: name for name in NAMES})], [kernel], driver, NAMES)
 
-    def of(written: set[int]) -> Any:
+    def of(written: set[int], launches: int = 1) -> Any:
+        plans = [plan(inputs={name: name for name in NAMES})] * launches
+        prepared = PreparedLaunches(plans, [kernel] * launches, driver, NAMES)
         expressions = Expressions(values=NAMES, written=written, key="()", stream="0", elsewhere="pass")
         return prepared.sending(expressions).senders
 
@@ -70,9 +71,11 @@ def senders(driver: Driver, standin: StandIn, context: int) -> Callable[[set[int
 
 
 def sent(standin: StandIn) -> list[tuple[str, Any, Any, Any]]:
-    """Stream and values of each launch."""
+    """Stream and values of each launch that was not refused."""
     found = []
     for call in standin.calls("cuLaunchKernelEx"):
+        if "failed" in call.seen:
+            continue
         values = LAYOUT.unpack(bytes.fromhex(call.seen["parameter0"]))
         found.append((call.seen["stream"], *(values[name] for name in NAMES)))
     return found
@@ -177,12 +180,27 @@ def test_what_the_driver_refuses_is_left_to_python(senders: Any, standin: StandI
     assert call(2, 1) is False
 
 
+@pytest.mark.parametrize("code", [1, 201, 700])
+def test_a_launch_refused_behind_others_raises_and_none_is_sent_again(
+    senders: Any, standin: StandIn, place: Place, code: int
+) -> None:
+    own = senders({1}, launches=3)
+    call, _ = own.step(addresses=[None], sources={}, **place.options())
+    own.of((STREAM, (0x200, 16)), STREAM, (1, None, 1.0))
+    standin.fail("cuLaunchKernelEx", code, skip=1, times=1)
+    with pytest.raises(DriverCallError, match=f"cuLaunchKernelEx returned {code} "):
+        call(2, 7)
+    assert [batch for _, _, batch, _ in sent(standin)] == [7]
+    assert call(2, 8) is True
+    assert [batch for _, _, batch, _ in sent(standin)] == [7, 8, 8, 8]
+
+
 def test_errors_of_what_it_calls_come_out(senders: Any, place: Place) -> None:
     own = senders({0})
     for change in ("forms", "data_ptr", "stream"):
         options = place.options()
         broken: Any = lambda *_: 1 // 0  # noqa: E731
-        options |= {change: {"forms": (broken, broken), "data_ptr": broken, "stream": (broken, 0)}[change]}
+        options |= {change: {"forms": (broken, {}, broken), "data_ptr": broken, "stream": (broken, 0)}[change]}
         call, _ = own.step(addresses=[(False, 15, 0)], sources={0: (0, 0)}, **options)
         with pytest.raises(ZeroDivisionError):
             call(16)
@@ -213,7 +231,8 @@ def test_what_it_cannot_hold_is_not_taken(senders: Any, place: Place) -> None:
 )
 def test_steps_that_would_read_elsewhere_cannot_be_made(change: dict[str, Any]) -> None:
     module: Any = accelerator.accelerator()
-    given = {"modes": int, "check": int, "data_ptr": int, "addresses": ((False, 15, 0), None), "senders": {}}
+    given: dict[str, Any] = {"modes": int, "levels": {}, "check": int, "data_ptr": int, "failed": int}
+    given |= {"addresses": ((False, 15, 0), None), "senders": {}}
     given |= {"writes": (((0, 0),),), "numbers": 0, "stream": (int, 0), "scratch": (None, int), "made": None}
     module.Step(**given)
     with pytest.raises(ValueError, match="not what was expected"):

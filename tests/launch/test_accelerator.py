@@ -13,7 +13,7 @@ from examples import DIGEST, LAYOUT, SYMBOL, cubin, kernel_facts, needs, plan
 from cubin_runtime.errors import UsageError
 from cubin_runtime.launch import accelerator
 from cubin_runtime.launch.compiled import compiled
-from cubin_runtime.launch.driver import Driver
+from cubin_runtime.launch.driver import Driver, DriverCallError
 from cubin_runtime.launch.modules import ModuleCache
 from cubin_runtime.launch.prepared import PreparedLaunches
 from cubin_runtime.launch.run_source import Expressions
@@ -152,11 +152,11 @@ def test_senders_that_would_write_elsewhere_cannot_be_made(change: dict[str, Any
 
 def test_an_accelerator_of_another_abi_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     module: Any = type(sys)("cubin_runtime_accelerator")
-    module.ABI = 1
+    module.ABI = 2
     monkeypatch.setitem(sys.modules, "cubin_runtime_accelerator", module)
     found = accelerator.accelerator.__wrapped__  # what is installed is looked for once
     assert found() is None
-    module.ABI = 2
+    module.ABI = 3
     assert found() is module
 
 
@@ -177,3 +177,62 @@ def test_parameters_over_4096_bytes_are_sent_without_it(
         call(0x5007, 1, 2, 3)
     assert ("senders_of" in source) == by_accelerator
     assert layout.unpack(bytes.fromhex(standin.calls("cuLaunchKernelEx")[-1].seen["parameter0"]))["value2"] == 3
+
+
+@pytest.fixture
+def pair(driver: Driver, standin: StandIn, context: int) -> PreparedLaunches:
+    """Two launches, of grids of 1 and 2 blocks."""
+    standin.add_kernel(SYMBOL, (LAYOUT.size,))
+    cache = ModuleCache(driver, parse=lambda _: cubin(facts=kernel_facts()))
+    kernel = cache.kernel(context, DIGEST, SYMBOL, lambda: b"", needs(dynamic_shared_bytes=200000))
+    inputs = {name: name for name in NAMES}
+    plans = [plan(inputs=inputs, grid=(2 * blocks, 1, 1)) for blocks in (1, 2)]
+    return PreparedLaunches(plans, [kernel, kernel], driver, NAMES)
+
+
+def bound(prepared: PreparedLaunches, stream: int, values: tuple[Any, ...]) -> Send:
+    """A function that sends everything as it was bound."""
+    lines, scope, _ = prepared.bind(dict(zip(NAMES, values, strict=True)), stream)
+    source = "\n".join(["def send():", *(f"    {line}" for line in lines), ""])
+    return compiled("send", source, {**scope, "elsewhere": lambda: "else"})
+
+
+@pytest.mark.parametrize("code", [1, 201, 400])
+@pytest.mark.parametrize("stream", [0, 0x5007])
+@pytest.mark.parametrize("face", ["run", "sending", "bound"])
+@pytest.mark.parametrize("make", [None, accelerator.accelerator()], ids=["ctypes", "accelerator"])
+def test_no_launch_is_sent_again_when_one_behind_it_is_refused(
+    pair: PreparedLaunches,
+    standin: StandIn,
+    monkeypatch: pytest.MonkeyPatch,
+    make: Any,
+    face: str,
+    stream: int,
+    code: int,
+) -> None:
+    values = (0x1000, 5, 0.5)
+    call, _ = send(pair, make, monkeypatch)
+    calls: dict[str, Send] = {
+        "run": lambda: pair.run(stream, *values),
+        "sending": lambda: call(stream, *values),
+        "bound": bound(pair, stream, values),
+    }
+    calls[face]()
+    standin.clear_log()
+    standin.fail("cuLaunchKernelEx", code, skip=1)
+    with pytest.raises(DriverCallError, match=f"cuLaunchKernelEx returned {code} "):
+        calls[face]()
+    assert [launch.seen["grid"] for launch in standin.calls("cuLaunchKernelEx") if "grid" in launch.seen] == ["2,1,1"]
+
+
+@pytest.mark.parametrize("make", [None, accelerator.accelerator()], ids=["ctypes", "accelerator"])
+def test_all_launches_are_sent_where_no_context_is_current(
+    pair: PreparedLaunches, standin: StandIn, driver: Driver, monkeypatch: pytest.MonkeyPatch, make: Any
+) -> None:
+    call, _ = send(pair, make, monkeypatch)
+    context = driver.current_context()
+    driver.set_current(None)
+    call(0, 0x1000, 5, 0.5)
+    driver.set_current(context)
+    sent = [launch.seen["grid"] for launch in standin.calls("cuLaunchKernelEx") if "grid" in launch.seen]
+    assert sent == ["2,1,1", "4,1,1"]
