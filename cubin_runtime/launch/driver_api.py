@@ -23,15 +23,18 @@ class Prototype:
     """A driver function: symbols to try in order, and ctypes argument types; all return CUresult.
 
     Not ``converted``: callers pass ctypes objects instead of numbers, which spares a third of a call's cost.
+    ``relaxed``: it allocates, frees, loads or waits, which the driver takes for unsafe beside a capture of another
+    thread in global mode, and spoils that capture, unless the calling thread's mode is relaxed.
     """
 
     symbols: tuple[str, ...]
     arguments: tuple[Any, ...]
     converted: bool = True
+    relaxed: bool = False
 
 
-def _f(symbols: str, *arguments: Any) -> Prototype:
-    return Prototype(tuple(symbols.split()), arguments)
+def _f(symbols: str, *arguments: Any, relaxed: bool = False) -> Prototype:
+    return Prototype(tuple(symbols.split()), arguments, relaxed=relaxed)
 
 
 PROTOTYPES: dict[str, Prototype] = {
@@ -43,23 +46,24 @@ PROTOTYPES: dict[str, Prototype] = {
     "cuDeviceGet": _f("cuDeviceGet", _ADDRESS, _INT),
     "cuDeviceGetName": _f("cuDeviceGetName", _ADDRESS, _INT, _INT),
     "cuDeviceGetAttribute": _f("cuDeviceGetAttribute", _ADDRESS, _INT, _INT),
-    "cuDevicePrimaryCtxRetain": _f("cuDevicePrimaryCtxRetain", _ADDRESS, _INT),
-    "cuDevicePrimaryCtxRelease": _f("cuDevicePrimaryCtxRelease_v2", _INT),
+    "cuDevicePrimaryCtxRetain": _f("cuDevicePrimaryCtxRetain", _ADDRESS, _INT, relaxed=True),
+    "cuDevicePrimaryCtxRelease": _f("cuDevicePrimaryCtxRelease_v2", _INT, relaxed=True),
     "cuCtxGetCurrent": _f("cuCtxGetCurrent", _ADDRESS),
     "cuCtxSetCurrent": _f("cuCtxSetCurrent", _ADDRESS),
     "cuCtxPushCurrent": _f("cuCtxPushCurrent_v2", _ADDRESS),
     "cuCtxPopCurrent": _f("cuCtxPopCurrent_v2", _ADDRESS),
     "cuCtxGetDevice": _f("cuCtxGetDevice", _ADDRESS),
-    "cuMemGetInfo": _f("cuMemGetInfo_v2", _ADDRESS, _ADDRESS),
-    "cuMemAlloc": _f("cuMemAlloc_v2", _ADDRESS, _SIZE),
-    "cuMemFree": _f("cuMemFree_v2", _U64),
-    "cuMemcpyHtoD": _f("cuMemcpyHtoD_v2", _U64, _ADDRESS, _SIZE),
-    "cuMemcpyDtoH": _f("cuMemcpyDtoH_v2", _ADDRESS, _U64, _SIZE),
+    "cuMemGetInfo": _f("cuMemGetInfo_v2", _ADDRESS, _ADDRESS, relaxed=True),
+    "cuMemAlloc": _f("cuMemAlloc_v2", _ADDRESS, _SIZE, relaxed=True),
+    "cuMemFree": _f("cuMemFree_v2", _U64, relaxed=True),
+    "cuMemcpyHtoD": _f("cuMemcpyHtoD_v2", _U64, _ADDRESS, _SIZE, relaxed=True),
+    "cuMemcpyDtoH": _f("cuMemcpyDtoH_v2", _ADDRESS, _U64, _SIZE, relaxed=True),
     "cuMemsetD8Async": _f("cuMemsetD8Async", _U64, ctypes.c_ubyte, _SIZE, _ADDRESS),
     "cuMemsetD32Async": _f("cuMemsetD32Async", _U64, _UINT, _SIZE, _ADDRESS),
-    "cuStreamCreate": _f("cuStreamCreate", _ADDRESS, _UINT),
-    "cuStreamDestroy": _f("cuStreamDestroy_v2", _ADDRESS),
-    "cuStreamSynchronize": _f("cuStreamSynchronize", _ADDRESS),
+    "cuStreamCreate": _f("cuStreamCreate", _ADDRESS, _UINT, relaxed=True),
+    "cuStreamDestroy": _f("cuStreamDestroy_v2", _ADDRESS, relaxed=True),
+    "cuStreamSynchronize": _f("cuStreamSynchronize", _ADDRESS, relaxed=True),
+    "cuThreadExchangeStreamCaptureMode": _f("cuThreadExchangeStreamCaptureMode", _ADDRESS),
     "cuStreamIsCapturing": _f("cuStreamIsCapturing", _ADDRESS, _ADDRESS),
     "cuStreamGetCaptureInfo": _f("cuStreamGetCaptureInfo_v3", *[_ADDRESS] * 7),
     "cuStreamGetId": _f("cuStreamGetId", _ADDRESS, _ADDRESS),
@@ -67,18 +71,18 @@ PROTOTYPES: dict[str, Prototype] = {
     "cuUserObjectCreate": _f("cuUserObjectCreate", _ADDRESS, _ADDRESS, _ADDRESS, _UINT, _UINT),
     "cuGraphRetainUserObject": _f("cuGraphRetainUserObject", _ADDRESS, _ADDRESS, _UINT, _UINT),
     "cuEventCreate": _f("cuEventCreate", _ADDRESS, _UINT),
-    "cuEventDestroy": _f("cuEventDestroy_v2", _ADDRESS),
+    "cuEventDestroy": _f("cuEventDestroy_v2", _ADDRESS, relaxed=True),
     "cuEventRecord": _f("cuEventRecord", _ADDRESS, _ADDRESS),
-    "cuEventSynchronize": _f("cuEventSynchronize", _ADDRESS),
+    "cuEventSynchronize": _f("cuEventSynchronize", _ADDRESS, relaxed=True),
     "cuEventElapsedTime": _f("cuEventElapsedTime_v2 cuEventElapsedTime", _ADDRESS, _ADDRESS, _ADDRESS),
-    "cuModuleLoadData": _f("cuModuleLoadData", _ADDRESS, _ADDRESS),
-    "cuModuleUnload": _f("cuModuleUnload", _ADDRESS),
-    "cuModuleGetFunction": _f("cuModuleGetFunction", _ADDRESS, _ADDRESS, _TEXT),
-    "cuFuncGetAttribute": _f("cuFuncGetAttribute", _ADDRESS, _INT, _ADDRESS),
-    "cuFuncSetAttribute": _f("cuFuncSetAttribute", _ADDRESS, _INT, _INT),
-    "cuFuncGetParamInfo": _f("cuFuncGetParamInfo", _ADDRESS, _SIZE, _ADDRESS, _ADDRESS),
-    "cuFuncLoad": _f("cuFuncLoad", _ADDRESS),
-    "cuOccupancyMaxActiveClusters": _f("cuOccupancyMaxActiveClusters", _ADDRESS, _ADDRESS, _ADDRESS),
+    "cuModuleLoadData": _f("cuModuleLoadData", _ADDRESS, _ADDRESS, relaxed=True),
+    "cuModuleUnload": _f("cuModuleUnload", _ADDRESS, relaxed=True),
+    "cuModuleGetFunction": _f("cuModuleGetFunction", _ADDRESS, _ADDRESS, _TEXT, relaxed=True),
+    "cuFuncGetAttribute": _f("cuFuncGetAttribute", _ADDRESS, _INT, _ADDRESS, relaxed=True),
+    "cuFuncSetAttribute": _f("cuFuncSetAttribute", _ADDRESS, _INT, _INT, relaxed=True),
+    "cuFuncGetParamInfo": _f("cuFuncGetParamInfo", _ADDRESS, _SIZE, _ADDRESS, _ADDRESS, relaxed=True),
+    "cuFuncLoad": _f("cuFuncLoad", _ADDRESS, relaxed=True),
+    "cuOccupancyMaxActiveClusters": _f("cuOccupancyMaxActiveClusters", _ADDRESS, _ADDRESS, _ADDRESS, relaxed=True),
     "cuTensorMapEncodeTiled": _f(
         "cuTensorMapEncodeTiled",
         *(_ADDRESS, _INT, _UINT, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _INT, _INT, _INT, _INT),
@@ -106,6 +110,8 @@ LAUNCH_CLUSTER_SCHEDULING = 5
 LAUNCH_PROGRAMMATIC_SERIALIZATION = 6
 # CUstreamCaptureStatus
 CAPTURE_NONE = 0
+# CUstreamCaptureMode
+CAPTURE_MODE_RELAXED = 2
 # CUstream_flags and CUevent_flags
 STREAM_NON_BLOCKING = 1
 EVENT_DISABLE_TIMING = 2

@@ -126,10 +126,25 @@ class DriverCore:
                 if prototype.converted:
                     found.argtypes = prototype.arguments
                 found.restype = ctypes.c_int
-                self._functions[name] = found
-                return found
+                self._functions[name] = self._relaxed(found) if prototype.relaxed else found
+                return self._functions[name]
         wanted = " or ".join(prototype.symbols)
         raise DriverLibraryError(f"{library._name} has no {wanted}: a newer driver is needed")
+
+    def _relaxed(self, function: Callable[..., int]) -> Callable[..., int]:
+        """``function`` in the relaxed capture mode of the calling thread, which is then as it was."""
+        exchange = self.function("cuThreadExchangeStreamCaptureMode")
+
+        def relaxed(*arguments: Any) -> int:
+            mode = ctypes.c_int(api.CAPTURE_MODE_RELAXED)
+            if exchange(ctypes.addressof(mode)):
+                return function(*arguments)
+            try:
+                return function(*arguments)
+            finally:
+                exchange(ctypes.addressof(mode))
+
+        return relaxed
 
     def _open(self) -> ctypes.CDLL:
         if self._library is not None:

@@ -7,7 +7,8 @@
  * It has several devices: each has a primary context, and tests make further ones. Contexts own streams, modules and
  * functions, and it refuses what a real driver (580.159, two H100s) was seen to refuse: a launch whose stream or
  * function belongs to another context, a launch on a default stream while another context is current, and, beside a
- * capture, the query of a stream's number, which also spoils the capture.
+ * capture, the query of a stream's number and, unless the thread's capture mode allows it, what allocates, frees, loads
+ * or waits; these also spoil the capture.
  *
  * Control, all called by the tests: standin_reset, standin_set_device, standin_make_context, standin_describe,
  * standin_add_kernel, standin_fail, standin_hide_parameter_info, standin_accept_kernels, standin_make_up_memory,
@@ -33,6 +34,7 @@ struct kernel { char symbol[256]; size_t sizes[8]; int parameters; int max_threa
 struct failure { char call[64]; int code; int skip; int times; };
 struct stream {
   int used; int blocking; int capturing; int spoiled;
+  CUstreamCaptureMode mode; pthread_t thread; /* of the capture */
   cuuint64_t capture, number; CUcontext context; struct graph *graph;
 };
 struct function { struct kernel *kernel; CUmodule module; CUcontext context; };
@@ -67,6 +69,7 @@ static int image_count;
 static __thread CUcontext context_stack[16];
 static __thread int context_depth;
 static __thread int epoch_seen;
+static __thread CUstreamCaptureMode thread_mode; /* global, as the driver's */
 static int epoch;
 
 static void say(const char *format, ...) {
@@ -175,14 +178,27 @@ static CUresult outcome(const char *call) {
 /* Enter a call: lock, find out whether it is to fail, and leave early if so. */
 #define ENTER(name) \
   pthread_mutex_lock(&mutex); \
-  if (epoch_seen != epoch) { epoch_seen = epoch; context_depth = 0; } \
+  if (epoch_seen != epoch) { epoch_seen = epoch; context_depth = 0; thread_mode = CU_STREAM_CAPTURE_MODE_GLOBAL; } \
   CUresult result = outcome(name); \
   if (result != CUDA_SUCCESS) { say(name " failed=%d\n", (int)result); goto out; }
+/* What allocates, frees, loads or waits is refused beside captures that forbid it to this thread, and spoils them. */
+#define UNSAFE do { if (spoils_captures()) REFUSE(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED); } while (0);
 #define LEAVE \
   out: \
   pthread_mutex_unlock(&mutex); \
   return result;
 #define REFUSE(code) do { result = (code); goto out; } while (0)
+
+static int spoils_captures(void) {
+  int found = 0;
+  for (int i = 0; i < SLOTS && thread_mode != CU_STREAM_CAPTURE_MODE_RELAXED; i++) {
+    struct stream *s = &streams[i];
+    int mine = pthread_equal(s->thread, pthread_self());
+    int others = thread_mode == CU_STREAM_CAPTURE_MODE_GLOBAL && s->mode == CU_STREAM_CAPTURE_MODE_GLOBAL;
+    if (s->capturing && (mine ? s->mode != CU_STREAM_CAPTURE_MODE_RELAXED : others)) found = s->spoiled = 1;
+  }
+  return found;
+}
 
 static int device_of(CUcontext context) {
   size_t handle = (size_t)context;
@@ -333,6 +349,7 @@ CUresult CUDAAPI cuMemGetInfo(size_t *free_bytes, size_t *total) {
 }
 CUresult CUDAAPI cuMemAlloc(CUdeviceptr *address, size_t size) {
   ENTER("cuMemAlloc")
+  UNSAFE
   if (!current()) REFUSE(CUDA_ERROR_INVALID_CONTEXT);
   void *memory = NULL;
   if (made_up_memory) {
@@ -350,17 +367,20 @@ CUresult CUDAAPI cuMemAlloc(CUdeviceptr *address, size_t size) {
 }
 CUresult CUDAAPI cuMemFree(CUdeviceptr address) {
   ENTER("cuMemFree")
+  UNSAFE
   say("cuMemFree address=%llx\n", address);
   if (!made_up_memory) free((void *)address);
   LEAVE
 }
 CUresult CUDAAPI cuMemcpyHtoD(CUdeviceptr to, const void *from, size_t size) {
   ENTER("cuMemcpyHtoD")
+  UNSAFE
   if (!made_up_memory) memcpy((void *)to, from, size);
   LEAVE
 }
 CUresult CUDAAPI cuMemcpyDtoH(void *to, CUdeviceptr from, size_t size) {
   ENTER("cuMemcpyDtoH")
+  UNSAFE
   if (made_up_memory) memset(to, 0, size);
   else memcpy(to, (const void *)from, size);
   LEAVE
@@ -424,6 +444,7 @@ CUresult CUDAAPI cuStreamDestroy(CUstream stream) {
 }
 CUresult CUDAAPI cuStreamSynchronize(CUstream stream) {
   ENTER("cuStreamSynchronize")
+  UNSAFE
   say("cuStreamSynchronize stream=%p\n", (void *)stream);
   LEAVE
 }
@@ -448,6 +469,13 @@ CUresult CUDAAPI cuStreamGetCaptureInfo(CUstream stream, CUstreamCaptureStatus *
   if (s && s->capturing && graph) *graph = (CUgraph)s->graph;
   LEAVE
 }
+CUresult CUDAAPI cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *mode) {
+  ENTER("cuThreadExchangeStreamCaptureMode")
+  CUstreamCaptureMode before = thread_mode;
+  thread_mode = *mode;
+  *mode = before;
+  LEAVE
+}
 CUresult CUDAAPI cuStreamBeginCapture(CUstream stream, CUstreamCaptureMode mode) {
   ENTER("cuStreamBeginCapture")
   struct stream *s = stream_of(stream);
@@ -455,6 +483,8 @@ CUresult CUDAAPI cuStreamBeginCapture(CUstream stream, CUstreamCaptureMode mode)
   s->capturing = 1;
   s->capture = ++captures;
   s->spoiled = 0;
+  s->mode = mode;
+  s->thread = pthread_self();
   int i = 0;
   while (graphs[i].used) i++;
   s->graph = &graphs[i];
@@ -540,6 +570,7 @@ CUresult CUDAAPI cuEventRecord(CUevent event, CUstream stream) {
 }
 CUresult CUDAAPI cuEventSynchronize(CUevent event) {
   ENTER("cuEventSynchronize")
+  UNSAFE
   say("cuEventSynchronize event=%p\n", (void *)event);
   LEAVE
 }
@@ -567,6 +598,7 @@ static size_t elf_bytes(const unsigned char *image) {
 
 CUresult CUDAAPI cuModuleLoadData(CUmodule *module, const void *image) {
   ENTER("cuModuleLoadData")
+  UNSAFE
   if (!current()) REFUSE(CUDA_ERROR_INVALID_CONTEXT);
   size_t size = elf_bytes(image);
   if (size && image_count < SLOTS) {
@@ -584,12 +616,14 @@ CUresult CUDAAPI cuModuleLoadData(CUmodule *module, const void *image) {
 }
 CUresult CUDAAPI cuModuleUnload(CUmodule module) {
   ENTER("cuModuleUnload")
+  UNSAFE
   say("cuModuleUnload module=%p\n", (void *)module);
   modules[(size_t)module - 0xD000].context = NULL;
   LEAVE
 }
 CUresult CUDAAPI cuModuleGetFunction(CUfunction *function, CUmodule module, const char *name) {
   ENTER("cuModuleGetFunction")
+  UNSAFE
   say("cuModuleGetFunction module=%p name=%s\n", (void *)module, name);
   struct kernel *found = NULL;
   for (int i = 0; i < kernel_count; i++)
@@ -612,6 +646,7 @@ CUresult CUDAAPI cuModuleGetFunction(CUfunction *function, CUmodule module, cons
 static struct kernel *kernel_of(CUfunction function) { return ((struct function *)function)->kernel; }
 CUresult CUDAAPI cuFuncLoad(CUfunction function) {
   ENTER("cuFuncLoad")
+  UNSAFE
   say("cuFuncLoad symbol=%s\n", kernel_of(function)->symbol);
   LEAVE
 }
