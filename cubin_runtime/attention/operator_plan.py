@@ -15,7 +15,7 @@ from ..launch.plan import LaunchPlan
 from ..launch.prepared import OtherContextError, PreparedLaunches, Sending
 from ..launch.regions import workspace_size
 from ..launch.semaphore_workspace import SemaphoreWorkspace
-from ..launch.streams import stream_handle
+from ..launch.streams import is_default, stream_handle
 from ..launch.structs import FieldRow
 from ..launch.workspace import Workspace
 from ..launch.workspace_pool import WorkspacePool
@@ -202,7 +202,14 @@ class OperatorPlan:
         values = (*addresses, *self._regions_at(scratch, place), *numbers)
         try:
             prepared.run(stream, *values)
-        except OtherContextError:  # the workspace is not of the one that is current
+        except OtherContextError:  # a refused launch costs nothing where the contexts agree, as they nearly always do
+            if scratch.context is None:
+                context = self.driver.context_of(stream, self.device)
+                prepared = self._prepared_in(context, stream)
+            elif not is_default(stream):
+                raise UsageError(
+                    f"stream {stream:#x}: belongs to another context of device {self.device} than the workspace"
+                ) from None
             with self.driver.using(context):
                 prepared.run(stream, *values)
         regions = tuple(region.name for region in self.regions)

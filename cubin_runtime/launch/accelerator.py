@@ -78,8 +78,9 @@ class Senders:
         """One call in the place of all the lines, and the numbers of the values that it takes behind the tensors.
 
         It gives True, or the tensor that it made, if the launches were sent; None: a tensor is unlike the known ones;
-        False: nothing was sent, and the lines are to do it. A refused launch behind others raises. Its key are the stream, the addresses that are part of it,
-        and the place of the scratch. None: it cannot take so many tensors, addresses in its key, or launches.
+        False: nothing was sent, and the lines are to do it. A launch that is refused behind others raises. Its key are
+        the stream, the addresses that are part of it, and the place of the scratch.
+        None: it cannot take so many tensors, addresses in its key, or launches.
 
         Args:
             forms: whether any mode intercepts calls, the names of ``torch.autograd.forward_ad``, and the test of the

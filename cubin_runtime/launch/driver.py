@@ -13,6 +13,7 @@ from .driver_errors import DriverCallError, DriverLibraryError
 from .driver_functions import DriverFunctions
 from .driver_memory import DriverMemory
 from .driver_streams import DriverStreams
+from .streams import is_default
 
 __all__ = ["DeviceFacts", "Driver", "DriverCallError", "DriverLibraryError"]
 _ALREADY_CURRENT = nullcontext()
@@ -105,6 +106,18 @@ class Driver(DriverMemory, DriverStreams, DriverFunctions):
         if current is not None and (current == primary or self.context_device() == ordinal):
             return current
         return self.primary_context(ordinal) if primary is None else primary
+
+    def context_of(self, stream: int, ordinal: int) -> int:
+        """The context that work on a stream of a device belongs in: the stream's own.
+
+        For a default stream, one that captures, which must not be asked, and one of another device it is that of
+        ``context_on``.
+        """
+        if not is_default(stream) and not self.is_capturing(stream):
+            its = self.stream_context(stream)
+            if self.context_device(its) == ordinal:
+                return its
+        return self.context_on(ordinal)
 
     def context_device(self, context: int | None = None) -> int:
         """The ordinal of a context's device; None: of the current one."""

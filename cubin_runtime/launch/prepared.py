@@ -36,11 +36,14 @@ _NOT_WRITTEN = (IndexError, struct.error, TypeError, OverflowError)  # no spare 
 _MAX_POOLS = 1024  # sets of resident addresses, such as the layers of a model
 _Block = tuple[Any, ...]
 _KeptT = TypeVar("_KeptT")
-ELSEWHERE = "return elsewhere()"  # in the lines of ``bind``: where another context of the device is current
+ELSEWHERE = "return elsewhere()"  # in the lines of ``bind``: where the stream is of another context of the device
 
 
 class OtherContextError(Exception):
-    """A launch on a default stream, while another context of the kernel's device is current; nothing was launched."""
+    """A launch on a stream of another context of the kernel's device; nothing was launched.
+
+    A default stream is that of whichever context of the device is current.
+    """
 
 
 class Sending(NamedTuple):
@@ -102,7 +105,7 @@ class PreparedLaunches:
         """Send the launches on a stream (an int handle).
 
         Raises:
-            OtherContextError: the stream is a default one, and another context of the device is current.
+            OtherContextError: the stream is of another context of the device.
             UsageError: a value does not fit its field, or the stream is of another device.
             DriverError: the driver refuses; for a fault of earlier work the error names the context's last launches.
         """
@@ -217,7 +220,7 @@ class PreparedLaunches:
         return scope
 
     def _in_full(self, stream: int, *values: Any) -> bool:
-        """``run`` for launches that the driver refused: it finds out why. True: another context is current."""
+        """``run`` for launches that the driver refused: it finds out why. True: the stream is of another context."""
         try:
             self.run(stream, *values)
         except OtherContextError:
@@ -281,20 +284,20 @@ class PreparedLaunches:
     def _again(self, code: int, stream: int, config: Any, function: Any, arguments: Any) -> bool:
         """Once more with the kernel's context current, which the default streams are meant in; else the error.
 
-        True: the stream is one of another context of the device, and nothing was launched.
+        True: the stream is of another context of the device, and nothing was launched.
         """
-        driver, context = self._driver, self._context
+        driver, context, ordinal = self._driver, self._context, self._device.ordinal
         driver.check_process()
-        if code in _ELSEWHERE:
-            if is_default(stream) and driver.context_on(self._device.ordinal) != context:
+        if code in _ELSEWHERE and (is_default(stream) or not driver.is_capturing(stream)):
+            its = driver.context_on(ordinal) if is_default(stream) else driver.stream_context(stream)
+            there = driver.context_device(its)
+            if there != ordinal:
+                raise UsageError(
+                    f"stream {stream:#x}: belongs to device {there}, the kernel is loaded on device {ordinal}"
+                )
+            if its != context:
                 return True
             with driver.using(context):
-                if not is_default(stream) and driver.stream_context(stream) != context:
-                    there = driver.context_device(driver.stream_context(stream))
-                    raise UsageError(
-                        f"stream {stream:#x}: belongs to device {there}, "
-                        f"the kernel is loaded on device {self._device.ordinal}"
-                    )
                 code = self._call(config, function, arguments, None)
         if code:
             raise self._failed(code)

@@ -72,7 +72,7 @@ class Expressions:
         written: numbers of those that are written at each call; the others are the same for all calls of one key.
         key: expression of what tells pools of parameter blocks apart; it decides the stream too.
         stream: expression of its handle.
-        elsewhere: the statement where the stream is a default one and another context of the device is current.
+        elsewhere: the statement where the stream is of another context of the device.
         refusal: lines that refuse values which the key holds; they run where no block of the key waits.
         late: lines behind those, for values that are written.
     """

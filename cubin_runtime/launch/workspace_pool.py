@@ -37,12 +37,8 @@ class WorkspacePool:
 
     def make(self, stream: int) -> Workspace:
         """A workspace that is not of the pool; errors as ``take``."""
-        driver = self._driver
-        context = driver.context_on(self._device)
-        if not is_default(stream) and not driver.is_capturing(stream):
-            its = driver.stream_context(stream)
-            context = its if driver.context_device(its) == self._device else context
-        return Workspace.allocate(driver, context, self._nbytes, stream)
+        context = self._driver.context_of(stream, self._device)
+        return Workspace.allocate(self._driver, context, self._nbytes, stream)
 
     def _make(self, key: Hashable, stream: int) -> Workspace:
         with self._lock:

@@ -18,7 +18,7 @@ from ...kernels.trtllm_gen.select import Occupancy
 from ...kernels.trtllm_gen.workspace_layout import ALIGNMENT, stats_bytes
 from ...launch.modules import KernelRequest
 from ...launch.plan import LaunchAttributes, LaunchPlan, launch_config
-from ...launch.prepared import PreparedLaunches
+from ...launch.prepared import OtherContextError, PreparedLaunches
 from ..fast_path import Launched
 from ..runtime import PlanRuntime
 from .plan_key import bounds_of
@@ -92,7 +92,12 @@ class AttentionPlan:
             )
         context = self._runtime.driver.context_on(self._ordinal)
         prepared = self._prepared.get(context) or self._prepare(context, stream)
-        prepared.run(stream, *bindings)
+        try:
+            prepared.run(stream, *bindings)
+        except OtherContextError:
+            context = self._runtime.driver.context_of(stream, self._ordinal)
+            prepared = self._prepared.get(context) or self._prepare(context, stream)
+            prepared.run(stream, *bindings)
         return Launched(
             prepared=prepared,
             values=bindings,

@@ -112,13 +112,13 @@ def _eager(
     A capture takes it over. Replacements that are dropped are freed at the next allocation, behind their last launch.
     """
     address, nbytes = held
-    context = runtime.driver.context_on(device)
     workspace = replaced.eager.get(address)
-    with runtime.driver.using(context):
+    with runtime.driver.using(runtime.driver.context_on(device)):
         capturing = runtime.driver.is_capturing(stream)
     if workspace is None or workspace.nbytes < needed:
         if capturing:
             raise WorkspaceError(f"semaphores of {nbytes} bytes: {needed} bytes are needed while a stream captures")
+        context = runtime.driver.context_of(stream, device)
         workspace = replaced.eager[address] = Workspace.allocate(runtime.driver, context, needed, stream)
     if capturing:
         workspace.keep()

@@ -16,6 +16,7 @@ from cubin_runtime.attention import Runtime, paged_decode
 from cubin_runtime.attention.tracing import Recorder
 from cubin_runtime.errors import UsageError, WorkspaceError
 from cubin_runtime.launch.semaphore_workspace import SemaphoreWorkspace
+from cubin_runtime.launch.workspace import Workspace
 from cubin_runtime.testing import StandIn
 
 MOST = 16
@@ -115,6 +116,49 @@ def test_another_context_of_the_device_is_launched_in(
         assert came == caller.in_full(call)
         assert driver.current_context() == context
         assert (f"('context', '{expected}')" in came[0]) == (came != first) == (context == own)
+
+
+@pytest.mark.parametrize("name", ["paged_decode", "plan.run", "append_kv", "merge_states", "plain xqa"])
+@pytest.mark.parametrize("first", ["primary", "own"])
+@pytest.mark.parametrize("of", ["primary", "own"])
+def test_a_stream_is_launched_on_in_its_own_context_whichever_is_current(
+    caller: Caller, standin: StandIn, name: str, first: str, of: str
+) -> None:
+    driver = caller.runtime.driver
+    contexts = {"primary": driver.primary_context(0), "own": standin.make_context(0)}
+    streams = dict[str, int]()
+    for owner, context in contexts.items():
+        with driver.using(context):
+            streams[owner] = driver.create_stream()
+    call = ON_SM90[name](caller.memory, caller.runtime)
+
+    def on(stream: int) -> Call:
+        caller.memory.stream = stream  # the current one, of functions that name none
+        return call.changed(stream=stream) if "stream" in call.arguments else call
+
+    for _ in range(3):
+        caller.outcome(on(streams[first]))
+    for current in (contexts["own"], contexts["primary"], None, contexts["own"]):
+        driver.set_current(current)
+        came = caller.outcome(on(streams[of]))
+        assert came == caller.in_full(on(streams[of]))
+        assert f"('context', '{contexts[of]:#x}')" in came[0], came
+        assert driver.current_context() == current
+
+
+def test_a_stream_of_another_context_than_the_workspace_is_refused(caller: Caller, standin: StandIn, run: Call) -> None:
+    driver, own = caller.runtime.driver, standin.make_context(0)
+    with driver.using(own):
+        stream = driver.create_stream()
+    workspace = Workspace.allocate(driver, driver.primary_context(0), 64 << 20)
+    workspace.release()
+    changed = run.changed(stream=stream, workspace=workspace)
+    for context in (None, own, driver.primary_context(0)):
+        driver.set_current(context)
+        kind, message = caller.outcome(changed)
+        assert (kind, message) == caller.in_full(changed)
+        assert kind == "UsageError"
+        assert message == f"stream {stream:#x}: belongs to another context of device 0 than the workspace"
 
 
 def test_no_path_is_written_for_a_workspace_that_names_no_context(caller: Caller, call: Call) -> None:
