@@ -24,7 +24,6 @@ from .operator import TensorArg
 from .paged_cache import cache_view
 from .plain_operator import PlainCall, PlainOperator
 from .runtime import NativeRelease
-from .scales import flat_scalar
 
 # Dtype of the caches -> that of new keys and values: the same bytes, or what is quantised.
 SOURCE_DTYPES = {
@@ -227,7 +226,7 @@ APPEND_KV = PlainOperator(
         TensorArg("batch_indices", LENGTHS, optional=True, contiguous=True),
         TensorArg("page_indptr", LENGTHS, optional=True, contiguous=True),
         *(
-            TensorArg(name, ("float32",), optional=True, value=f"{name}_device", canonical=lambda v, _: flat_scalar(v))
+            TensorArg(name, ("float32",), optional=True, scalar=True, value=f"{name}_device")
             for name in SCALES
         ),
     ),

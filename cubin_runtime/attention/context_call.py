@@ -15,7 +15,7 @@ from .checks import check_shape, integer, listed
 from .decode_call import LENGTHS, DecodeCall, DecodeOptions, token_stride
 from .operator import TensorArg
 from .paged_cache import cache_view, check_page_size, check_table, value_table_offset
-from .scales import flat_scalar, float32_number
+from .scales import float32_number
 
 DTYPES_16 = ("bfloat16", "float16")
 LSE_BASES = ("2", "e")
@@ -68,7 +68,7 @@ CONTEXT_TENSORS = (
     TensorArg("kv_cu_seq_lens", LENGTHS, optional=True, contiguous=True),
     TensorArg("sinks", ("float32",), optional=True, contiguous=True),
     *(
-        TensorArg(name, ("float32",), optional=True, value=f"{name}_device", canonical=lambda v, _: flat_scalar(v))
+        TensorArg(name, ("float32",), optional=True, scalar=True, value=f"{name}_device")
         for name in ("softmax_scale", "output_scale")
     ),
 )

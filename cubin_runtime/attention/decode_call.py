@@ -15,7 +15,7 @@ from .backends import AUTO
 from .checks import check_dtype, check_shape, integer
 from .operator import CallTensors, TensorArg
 from .paged_cache import MOST_KEYS
-from .scales import flat_scalar, float32_number
+from .scales import float32_number
 
 LENGTHS = ("int32", "uint32")
 # Elements of 32 bits of a token's mask; there are as many bits as the bound on the query tokens, rounded up to 32.
@@ -44,7 +44,7 @@ def decode_tensors(
         TensorArg("mask", tuple(MASK_ELEMENTS), optional=True, contiguous=True),
         TensorArg("sinks", ("float32",), optional=True, contiguous=True),
         *(
-            TensorArg(name, ("float32",), optional=True, value=f"{name}_device", canonical=lambda v, _: flat_scalar(v))
+            TensorArg(name, ("float32",), optional=True, scalar=True, value=f"{name}_device")
             for name in ("softmax_scale", "output_scale")
         ),
         *more,

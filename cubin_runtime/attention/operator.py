@@ -13,6 +13,7 @@ from ..kernels.native.problem import NUMBERS
 from ..tensor import TensorSpec, TensorView, view_of
 from ..values import dataclass
 from .checks import check_dtype
+from .scales import flat_scalar
 
 Given = Mapping[str, Any]
 _NAME = attrgetter("name")
@@ -26,7 +27,8 @@ class TensorArg:
     them for each of its dtypes. Addresses are multiples of ``alignment`` bytes, strides of dimensions over 1 of
     ``stride_bytes`` (0: any). ``rows``: the last dimension is dense; ``contiguous``: all are. ``written``: the kernel
     writes it, so no two elements may share an address. ``resident``: it stays while others change from step to step, as
-    a layer's cache does. ``value`` is what launch plans call its address, where that is not its name. ``canonical``
+    a layer's cache does. ``scalar``: it has one element, of any number of dimensions, so none of them is a size.
+    ``value`` is what launch plans call its address, where that is not its name. ``canonical``
     gives its one form among several that a caller may use, from a view and the call's options.
     """
 
@@ -40,6 +42,7 @@ class TensorArg:
     contiguous: bool = False
     written: bool = False
     resident: bool = False
+    scalar: bool = False
     value: str = ""
     canonical: Callable[[TensorView, Any], TensorView] | None = None
 
@@ -52,6 +55,8 @@ class TensorArg:
         if tensor is None and self.optional:
             return None
         view = view_of(tensor, self.name, written=self.written)
+        if self.scalar:
+            return flat_scalar(view)
         return view if self.canonical is None else self.canonical(view, options)
 
 
@@ -85,7 +90,8 @@ class CallTensors:
     @property
     def sized(self) -> dict[str, int]:
         """The first dimension of each tensor that does not stay from step to step: counts of tokens and requests."""
-        return {arg.name: view.shape[0] for arg, view in self._there if not arg.resident and view.shape}
+        sized = [(arg, view) for arg, view in self._there if not (arg.resident or arg.scalar)]
+        return {arg.name: view.shape[0] for arg, view in sized if view.shape}
 
     def resized(self, sizes: Mapping[str, int]) -> CallTensors:
         """The same with other first dimensions, by name."""

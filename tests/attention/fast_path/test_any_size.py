@@ -179,3 +179,17 @@ def test_calls_without_a_workspace_use_that_of_their_plan(caller: Caller, calls:
     for call in calls:
         own = call.changed(workspace=None)
         assert caller.outcome(own) == caller.in_full(own)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_scales_on_the_device_of_any_number_of_dimensions_have_a_path(
+    caller: Caller, calls: list[Call], full_paths: FullPaths, shape: tuple[int, ...]
+) -> None:
+    scale = caller.memory.tensor("float32", *shape)
+    names = [name for name in ("softmax_scale", "output_scale") if name in calls[0].arguments]
+    for call in calls:
+        scaled = call.changed(**dict.fromkeys(names, scale))
+        came = caller.outcome(scaled)
+        assert "symbol" in came[0], came
+        assert came == caller.in_full(scaled)
+    assert full_paths.count == 2
