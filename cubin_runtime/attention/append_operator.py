@@ -225,10 +225,7 @@ APPEND_KV = PlainOperator(
         TensorArg("positions", LENGTHS, optional=True, contiguous=True),
         TensorArg("batch_indices", LENGTHS, optional=True, contiguous=True),
         TensorArg("page_indptr", LENGTHS, optional=True, contiguous=True),
-        *(
-            TensorArg(name, ("float32",), optional=True, scalar=True, value=f"{name}_device")
-            for name in SCALES
-        ),
+        *(TensorArg(name, ("float32",), optional=True, scalar=True, value=f"{name}_device") for name in SCALES),
     ),
     options=AppendOptions,
     scales=SCALES,

@@ -13,7 +13,7 @@ class PlanCache:
 
     def __init__(self, entries: int = 256) -> None:
         self._limit = entries
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._plans: OrderedDict[Hashable, Any] = OrderedDict()
         self.made = self.found = 0
 

@@ -18,7 +18,7 @@ class _Default:
 
 
 default = _Default()
-_lock = threading.Lock()
+_lock = threading.RLock()
 
 
 def default_runtime() -> Runtime:

@@ -23,7 +23,7 @@ class RegionPlaces:
 
     def __init__(self, regions: Sequence[Region]) -> None:
         self._regions = regions
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._places: OrderedDict[Hashable, tuple[int, ...]] = OrderedDict()
 
     def __call__(self, workspace: AnyWorkspace, place: Hashable) -> tuple[int, ...]:

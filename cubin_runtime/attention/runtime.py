@@ -106,7 +106,7 @@ class PlanRuntime:
     _native: NativeRelease | None
     _trtllm_gen: TrtllmGenRelease | None
     _pid: int
-    _lock: threading.Lock
+    _lock: threading.RLock
 
     @property
     def may_fetch(self) -> bool:
@@ -262,7 +262,7 @@ class Runtime(PlanRuntime):
         self.descriptors = TensorMapCache(self.driver)
         self._release = release
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._native = None
         self.memory = memory or TorchMemory()
         self._trtllm_release = trtllm_release

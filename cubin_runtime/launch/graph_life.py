@@ -61,4 +61,4 @@ def _libc() -> ctypes.CDLL:
 
 
 _alive: set[GraphLife] = set()  # whose semaphores the driver has
-_lock = threading.Lock()
+_lock = threading.RLock()

@@ -98,8 +98,8 @@ class ModuleCache:
     def __init__(self, driver: Driver, parse: Callable[[bytes], Cubin] | None = None) -> None:
         self._driver = driver
         self._parse = parse or _parsed
-        self._lock = threading.Lock()
-        self._load_locks: dict[tuple[int, str], threading.Lock] = {}
+        self._lock = threading.RLock()
+        self._load_locks: dict[tuple[int, str], threading.RLock] = {}
         self._facts: dict[str, Cubin] = {}
         self._modules: dict[tuple[int, str], _Module] = {}
         self._kernels: dict[tuple[int, str, str, tuple[object, ...]], LoadedKernel] = {}
@@ -184,9 +184,9 @@ class ModuleCache:
             with self._driver.using(context):
                 self._driver.unload_module(module.handle)
 
-    def _load_lock(self, context: int, sha256: str) -> threading.Lock:
+    def _load_lock(self, context: int, sha256: str) -> threading.RLock:
         with self._lock:
-            return self._load_locks.setdefault((context, sha256), threading.Lock())
+            return self._load_locks.setdefault((context, sha256), threading.RLock())
 
     def _gated(
         self,
@@ -264,10 +264,13 @@ class ModuleCache:
                 ) from error
             raise
         with self._lock:
-            self._loads += 1
-            self._bytes += len(image)
-            self._modules[(context, sha256)] = module
-        return module
+            kept = self._modules.setdefault((context, sha256), module)
+            if kept is module:
+                self._loads += 1
+                self._bytes += len(image)
+        if kept is not module:  # a call that interrupted this one has loaded it
+            self._driver.unload_module(module.handle)
+        return kept
 
     def _ask_driver(self, function: int, symbol: str, facts: KernelFacts, needs: LaunchNeeds) -> tuple[int, bool]:
         max_threads = facts.max_threads

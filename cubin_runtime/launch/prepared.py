@@ -95,7 +95,7 @@ class PreparedLaunches:
         self._descriptors = TensorMapCache(driver) if descriptors is None else descriptors
         self._descriptor = MovedDescriptors(self._descriptors, driver, self._context)
         self._call = driver.function("cuLaunchKernelEx")
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self.runs = 0
         self._spare: list[list[ParameterBlock]] = []
         maps = {item.value for launch in self._launches for item in launch.inputs if not item.code}

@@ -126,7 +126,7 @@ class TensorMapCache:
     def __init__(self, driver: TensorMapEncoder, entries: int = 4096) -> None:
         self._driver = driver
         self._limit = entries
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._encoded: OrderedDict[TensorMapSpec, bytes] = OrderedDict()
 
     def encode(self, spec: TensorMapSpec) -> bytes:

@@ -43,7 +43,8 @@ class Workspace:
         self._driver = driver
         self._owned = capacity > 0
         self._closed = False
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._giving: Owner | None = None
         self._eager: Buffer | None = Buffer(address, nbytes, capacity)
         self._buffers = [self._eager]
         weakref.finalize(self, _give_back, driver, context, self._buffers).atexit = False
@@ -107,13 +108,7 @@ class Workspace:
         with self._lock:
             self._check_open()
             buffer = next((buffer for buffer in self._buffers if buffer.owner == owner), None)
-            if buffer is None:
-                buffer = self._for_stream(owner) if owner[0] is None else self._for_graph(owner)
-                life = None if owner[0] is None else GraphLife(self._driver, handle)
-                if life is not None and self._owned and buffer is self._eager:
-                    self._eager = None
-                buffer.give(owner, life)
-            return buffer.place
+            return buffer.place if buffer is not None else self._give(owner).place
 
     def claim_eager(self, stream: Stream | None) -> EagerClaim | None:
         """``claim`` for many launches on ``stream``, each of which asks anew; None: it captures.
@@ -180,6 +175,25 @@ class Workspace:
     def _check_open(self) -> None:
         if self._closed:
             raise WorkspaceError(f"workspace of {self.nbytes} bytes: it is closed")
+
+    def _give(self, owner: Owner) -> Buffer:
+        """A buffer for an owner that has none; the lock does not keep out a signal handler that interrupts this."""
+        interrupted = self._giving
+        if interrupted not in (None, owner):
+            raise WorkspaceError(
+                f"workspace at {self.address:#x}: is being given to {words_of(interrupted)} by the call that this "
+                f"interrupts, not to {words_of(owner)}"
+            )
+        self._giving = owner
+        try:
+            buffer = self._for_stream(owner) if owner[0] is None else self._for_graph(owner)
+            life = None if owner[0] is None else GraphLife(self._driver, owner[2])
+            if life is not None and self._owned and buffer is self._eager:
+                self._eager = None
+            buffer.give(owner, life)
+        finally:
+            self._giving = interrupted
+        return buffer
 
     def _owner_on(self, stream: int) -> Owner:
         if not is_default(stream):

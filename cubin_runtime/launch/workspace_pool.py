@@ -20,7 +20,7 @@ class WorkspacePool:
         self._driver = driver
         self._device = device
         self._nbytes = nbytes
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self.held: dict[Hashable, Workspace] = {}
 
     def take(self, stream: int) -> Workspace:

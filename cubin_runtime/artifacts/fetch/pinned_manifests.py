@@ -20,7 +20,7 @@ class PinnedManifests:
         self._store, self._sources, self._loader = store, source_list, loader
         self._manifests: dict[str, Manifest] = {}
         self._bytes: dict[str, bytes] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def bytes_of(self, pin: Pin) -> bytes:
         """The bytes of a manifest that ``of`` returned."""

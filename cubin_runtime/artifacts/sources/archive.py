@@ -23,7 +23,7 @@ class ArchiveSource:
     def __init__(self, file: Path) -> None:
         self.file = file
         self.label = str(file)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._descriptor: int | None = None
         self._directory = ZipDirectory({}, frozenset())
         self._manifests: tuple[str, ...] = ()

@@ -72,7 +72,7 @@ class SourceList:
         self._limits = limits
         self._policy = policy
         self._locals: dict[SourceSpec, LocalSource] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def specs(self, pin: Pin | None) -> tuple[SourceSpec, ...]:
         """The configured sources, otherwise ``package`` and the pin's own, in order."""

@@ -65,7 +65,7 @@ class PlansBySize:
 
     def __init__(self, family: Family, names: Sequence[str]) -> None:
         self._family, self._names = family, tuple(names)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._known: dict[tuple[int, ...], list[Any]] = {}  # a reference to the plan, and how often it was asked for
 
     def of(self, sizes: tuple[int, ...], bound: int) -> Any:

@@ -106,20 +106,16 @@ class _Active(threading.local):
 _active = _Active()
 
 
-def active() -> bool:
-    """Whether a call of this thread is taking notes."""
-    return _active.notes is not None
-
-
 class taking_notes:  # used as a statement
-    """Take notes of what this thread does inside."""
+    """Take notes of what this thread does inside, but for what a call does that interrupts it and takes its own."""
 
     def __enter__(self) -> Notes:
+        self._interrupted = _active.notes
         _active.notes = notes = Notes()
         return notes
 
     def __exit__(self, *_: object) -> None:
-        _active.notes = None
+        _active.notes = self._interrupted
 
 
 def note_launch(launched: Launched) -> None:

@@ -18,7 +18,7 @@ from ..process import default, default_runtime, runtime_of
 from ..torch_ops import TorchOp, is_intercepted
 from .any_size import any_size_path, is_second
 from .generated import MISS, fast_path
-from .notes import active, taking_notes
+from .notes import taking_notes
 from .options import Form, Signature, note_use
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
@@ -70,7 +70,7 @@ class Suspendable(Protocol):
         ...
 
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 _steps: WeakSet[Suspendable] = WeakSet()
 _methods: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # instances that have a fast path as their own method
 _wholes: WeakKeyDictionary[Any, ref[Any]] = WeakKeyDictionary()  # the instances by their twins
@@ -151,7 +151,7 @@ def operator_function(
             given = dict(zip(parameters, arguments, strict=True))
             if traced is not None and is_intercepted(arguments):
                 return traced.call(given)
-            if _state.suspended or active():
+            if _state.suspended:
                 return full(**given)
             with taking_notes() as notes:
                 result = full(**given)

@@ -22,7 +22,7 @@ from .described import CallForm
 from .snapshot import array_of, numpy_for, page_of, pages_named, read_elements, span_of
 
 _log = logging.getLogger(__name__)
-_lock = threading.Lock()
+_lock = threading.RLock()
 ResultT = TypeVar("ResultT")
 DEFAULT_CALLS, DEFAULT_BYTES = 64, 8 << 30
 
@@ -50,7 +50,7 @@ class CallRecorder:
         self.folder = Path(folder)
         self.skipped = 0
         self._limits = calls, max_bytes
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._number = 0
         self._written: deque[tuple[Path, int]] = deque()
 

@@ -14,7 +14,7 @@ from ..recording import entered
 from .schema import Scalar, TracedCall
 
 _NAMESPACE = uuid.UUID("6f1f3c0a-5f0e-5b6e-9a37-2b1d6a0f4c11")
-_lock = threading.Lock()
+_lock = threading.RLock()
 
 
 class Recorder:
@@ -28,7 +28,7 @@ class Recorder:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._known: dict[Path, set[str]] = {}
 
     def __enter__(self) -> Recorder:

@@ -100,7 +100,7 @@ class _Replaced:
     captured: dict[int, Workspace] = field(default_factory=dict)
 
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 _replaced: WeakKeyDictionary[Runtime, _Replaced] = WeakKeyDictionary()
 
 
