@@ -15,10 +15,10 @@ from ..launch.plan import LaunchPlan
 from ..launch.prepared import OtherContextError, PreparedLaunches, Sending
 from ..launch.regions import workspace_size
 from ..launch.semaphore_workspace import SemaphoreWorkspace
-from ..launch.streams import is_default, stream_handle
+from ..launch.streams import stream_handle
 from ..launch.structs import FieldRow
 from ..launch.workspace import Workspace
-from ..launch.workspace_pool import WorkspacePool
+from ..launch.workspace_pool import WorkspacePool, context_of_launch
 from .fast_path import FastPaths, Launched, Scratch
 from .operator import CallTensors, Given, Operator
 from .recording import call_recorder
@@ -195,24 +195,17 @@ class OperatorPlan:
         else:
             check_workspace(workspace)
             scratch, context = workspace, workspace.context
-        if context is None:
-            context = self.driver.context_on(self.device)
+        context = context or self.driver.context_on(self.device)
         prepared = self._prepared_in(context, stream)
         place = scratch.claim(stream)
         values = (*addresses, *self._regions_at(scratch, place), *numbers)
         try:
             prepared.run(stream, *values)
-        except OtherContextError:  # a refused launch costs nothing where the contexts agree, as they nearly always do
-            if scratch.context is None:
-                context = self.driver.context_of(stream, self.device)
-                prepared = self._prepared_in(context, stream)
-            elif not is_default(stream):
-                raise UsageError(
-                    f"stream {stream:#x}: belongs to another context of device {self.device} than the workspace"
-                ) from None
+        except OtherContextError:  # asked for only then, since the contexts nearly always agree
+            context = context_of_launch(self.driver, self.device, scratch.context, stream)
+            prepared = self._prepared_in(context, stream)
             with self.driver.using(context):
                 prepared.run(stream, *values)
-        regions = tuple(region.name for region in self.regions)
         return Launched(
             prepared=prepared,
             values=values,
@@ -225,7 +218,7 @@ class OperatorPlan:
                 held=self._pool.held if workspace is None else None,
                 default=(context, 0),
                 regions_at=self._regions_at,
-                names=regions,
+                names=tuple(region.name for region in self.regions),
                 legacy=scratch.legacy if isinstance(scratch, Workspace) and not stream else None,
             ),
         )

@@ -40,10 +40,7 @@ ELSEWHERE = "return elsewhere()"  # in the lines of ``bind``: where the stream i
 
 
 class OtherContextError(Exception):
-    """A launch on a stream of another context of the kernel's device; nothing was launched.
-
-    A default stream is that of whichever context of the device is current.
-    """
+    """The stream is of another context of the kernel's device, as default streams of the current one are."""
 
 
 class Sending(NamedTuple):
@@ -278,7 +275,6 @@ class PreparedLaunches:
         return UsageError(f"launch of {kernels} with {given}: {error}")
 
     def _failed(self, code: int) -> DriverCallError:
-        """The error for a launch that the driver refused."""
         return self._driver.error("cuLaunchKernelEx", code, self._context)
 
     def _again(self, code: int, stream: int, config: Any, function: Any, arguments: Any) -> bool:

@@ -180,10 +180,7 @@ class Workspace:
         """A buffer for an owner that has none; the lock does not keep out a signal handler that interrupts this."""
         interrupted = self._giving
         if interrupted not in (None, owner):
-            raise WorkspaceError(
-                f"workspace at {self.address:#x}: is being given to {words_of(interrupted)} by the call that this "
-                f"interrupts, not to {words_of(owner)}"
-            )
+            raise WorkspaceError(f"workspace at {self.address:#x}: the call that this interrupts is claiming it")
         self._giving = owner
         try:
             buffer = self._for_stream(owner) if owner[0] is None else self._for_graph(owner)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Hashable
 
+from ..errors import UsageError
 from .driver import Driver
 from .streams import PER_THREAD, is_default
 from .workspace import Workspace
@@ -52,3 +53,17 @@ class WorkspacePool:
             held, self.held = self.held, {}
         for workspace in held.values():
             workspace.close()
+
+
+def context_of_launch(driver: Driver, device: int, workspace: int | None, stream: int) -> int:
+    """The context to launch in on a stream of a device, with a workspace of a context; None: of any.
+
+    Raises:
+        UsageError: workspace and stream are of two contexts.
+    """
+    context = driver.context_of(stream, device)
+    if workspace is None or workspace == context:
+        return context
+    if is_default(stream):
+        return workspace
+    raise UsageError(f"stream {stream:#x}: belongs to another context of device {device} than the workspace")
