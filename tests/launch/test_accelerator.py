@@ -219,7 +219,8 @@ def test_no_launch_is_sent_again_when_one_behind_it_is_refused(
     }
     calls[face]()
     standin.clear_log()
-    standin.fail("cuLaunchKernelEx", code, skip=1)
+    once = code == 1  # of the others, the driver is asked for the same launch once more
+    standin.fail("cuLaunchKernelEx", code, skip=1, times=1 if once else -1)
     with pytest.raises(DriverCallError, match=f"cuLaunchKernelEx returned {code} "):
         calls[face]()
     assert [launch.seen["grid"] for launch in standin.calls("cuLaunchKernelEx") if "grid" in launch.seen] == ["2,1,1"]

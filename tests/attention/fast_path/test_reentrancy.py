@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fast_path_calls import ON_SM90, Call, Caller
+from fast_path_calls import ON_SM90, Call, Caller, FullPaths
 
 import cubin_runtime
 from cubin_runtime.attention.runtime import PlanCache
@@ -117,16 +117,18 @@ def test_a_signal_handler_may_call_the_operator_that_it_interrupts(caller: Calle
         assert caller.outcome(each) == caller.in_full(each)
 
 
-def test_a_finalizer_may_call_the_operator_that_it_interrupts(caller: Caller) -> None:
+def test_a_finalizer_may_call_the_operator_that_it_interrupts(caller: Caller, full_paths: FullPaths) -> None:
     call, other = (ON_SM90["paged_decode"](caller.memory, caller.runtime) for _ in range(2))
 
     class Last:
         def __del__(self) -> None:
+            caller.runtime.plans.get = made  # type: ignore[method-assign]
             other.function(**other.arguments)
 
-    call.function(**call.arguments)
     made = caller.runtime.plans.get
     caller.runtime.plans.get = lambda *given: (Last(), made(*given))[1]  # type: ignore[method-assign]
-    caller.standin.clear_log()
     call.function(**{**call.arguments, "window_left": 7})
-    assert launches(caller) == 2
+    assert (launches(caller), full_paths.count) == (2, 2)
+    call.function(**{**call.arguments, "window_left": 7})
+    other.function(**other.arguments)
+    assert (launches(caller), full_paths.count) == (4, 2)
