@@ -7,7 +7,7 @@
 #include <exception>
 
 // `check` is called without the interpreter in between, whose state an exception would leave broken.
-static PyObject *alike(PyObject *check, PyObject *tensors) {
+extern "C" PyObject *alike(PyObject *check, PyObject *tensors) {
   PyCFunction function = PyCFunction_GetFunction(check);
   if (function == nullptr) return nullptr;
   try {
@@ -20,6 +20,10 @@ static PyObject *alike(PyObject *check, PyObject *tensors) {
 }
 
 static PyMethodDef method = {"alike", alike, METH_VARARGS, "Whether the tensors have the forms of those known."};
+
+extern "C" PyObject *guarded_by(PyObject *guard) {
+  return PyCFunction_Check(guard) && PyCFunction_GetFunction(guard) == alike ? PyCFunction_GetSelf(guard) : nullptr;
+}
 
 extern "C" PyObject *guard_of(PyObject *, PyObject *check) {
   if (PyCFunction_GetFlags(check) != (METH_VARARGS | METH_KEYWORDS)) {

@@ -37,6 +37,10 @@ typedef struct {
 // The method of torch's guards, but False where it would throw: `guard` of the module.
 PyObject *guard_of(PyObject *module, PyObject *check);
 
+// The method that a guard of `guard_of` calls, borrowed, and what it gives for a tuple of tensors; NULL: no such guard.
+PyObject *guarded_by(PyObject *guard);
+PyObject *alike(PyObject *check, PyObject *tensors);
+
 extern PyType_Spec sender_spec, step_spec;
 
 // The parameters of a launch, its own, so that threads need no lock.

@@ -5,7 +5,7 @@
 
 #include <string.h>
 
-enum { SLOTS = 256, REFERENCES = 15 };
+enum { SLOTS = 256, REFERENCES = 16 };
 enum { FAILED = -1, OTHERWISE = 0, SENT = 1, UNLIKE = 2 };
 
 // In the stable ABI from Python 3.12 on, in Python 3.11 the same function; NULL before.
@@ -38,11 +38,12 @@ typedef struct {
 
 typedef struct {
   PyObject_HEAD
-  PyObject *modes, *levels, *level, *check, *data_ptr, *failed, *senders, *of_legacy, *place;
+  PyObject *modes, *levels, *level, *no_level, *check, *data_ptr, *failed, *senders, *of_legacy, *place;
   PyObject *current, *device;       // NULL: the stream is not part of the key
   PyObject *legacy, *place_of;      // NULL: no scratch; `legacy` alone may be None
   PyObject *make, *sources;         // NULL: no tensor is made
   PyTypeObject *sender_type;
+  PyObject *guarded;  // what `check` calls, borrowed from it, or NULL
   Py_ssize_t tensors, numbers, keyed, launches;
   Address addresses[MOST_TENSORS + 1];  // the last is that of the tensor made
   Py_ssize_t counts[MOST_LAUNCHES];
@@ -58,6 +59,7 @@ static PyObject *call_one(PyObject *callable, PyObject *argument) {
 // Whether a level of forward-mode derivatives is open, in which any tensor may have a tangent.
 static int any_tangent(const Step *self) {
   PyObject *level = PyDict_GetItemWithError(self->levels, self->level);
+  if (level == self->no_level) return 0;  // as Python has one object of each small number
   if (level == NULL) return PyErr_Occurred() ? -1 : 1;
   long number = PyLong_AsLong(level);
   return number == -1 && PyErr_Occurred() ? -1 : number >= 0;
@@ -74,7 +76,7 @@ static int test_forms(const Step *self, PyObject *const *given) {
   PyObject *tensors = PyTuple_New(self->tensors);
   if (tensors == NULL) return FAILED;
   for (Py_ssize_t i = 0; i < self->tensors; i++) PyTuple_SetItem(tensors, i, Py_NewRef(given[i]));
-  PyObject *found = PyObject_Call(self->check, tensors, NULL);
+  PyObject *found = self->guarded ? alike(self->guarded, tensors) : PyObject_Call(self->check, tensors, NULL);
   Py_DECREF(tensors);
   if (found == NULL) return FAILED;
   int alike = found == Py_True;
@@ -330,10 +332,12 @@ static int set_all(Step *self, PyTypeObject *type, PyObject *addresses, PyObject
                    PyObject *scratch, PyObject *made) {
   PyObject *module = PyType_GetModule(type);
   self->level = PyUnicode_InternFromString("_current_level");
+  self->no_level = PyLong_FromLong(-1);
   self->sender_type = module == NULL ? NULL : (PyTypeObject *)PyObject_GetAttrString(module, "Sender");
   self->of_legacy = PyUnicode_InternFromString("of_legacy");
   self->place = PyUnicode_InternFromString("place");
-  if (self->sender_type == NULL || self->level == NULL || self->of_legacy == NULL || self->place == NULL) return -1;
+  if (self->sender_type == NULL || self->level == NULL || self->no_level == NULL) return -1;
+  if (self->of_legacy == NULL || self->place == NULL) return -1;
   if (set_pair(stream, &self->current, &self->device) || set_pair(scratch, &self->legacy, &self->place_of)) return -1;
   if (self->place_of != NULL && self->current == NULL) return refuse("scratch");
   return set_addresses(self, addresses) || set_made(self, made) || set_writes(self, writes) ? -1 : 0;
@@ -356,6 +360,7 @@ static PyObject *new_step(PyTypeObject *type, PyObject *arguments, PyObject *key
   self->modes = Py_NewRef(modes);
   self->levels = Py_NewRef(levels);
   self->check = Py_NewRef(check);
+  self->guarded = guarded_by(check);
   self->data_ptr = Py_NewRef(data_ptr);
   self->failed = Py_NewRef(failed);
   self->senders = Py_NewRef(senders);
@@ -370,7 +375,7 @@ static PyObject *new_step(PyTypeObject *type, PyObject *arguments, PyObject *key
 // All that a step refers to.
 static void each_reference(Step *self, PyObject **found[REFERENCES]) {
   PyObject **all[REFERENCES] = {&self->modes,   &self->levels,    &self->level, &self->check,   &self->data_ptr,
-                                &self->failed,
+                                &self->failed,  &self->no_level,
                                 &self->senders, &self->of_legacy, &self->place, &self->current, &self->device,
                                 &self->legacy,  &self->place_of,  &self->make,  &self->sources};
   memcpy(found, all, sizeof all);
