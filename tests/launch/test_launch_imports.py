@@ -11,7 +11,6 @@ MODULES = [
     "fastmoddiv",
     "history",
     "prepared",
-    "mask",
     "modules",
     "plan",
     "streams",
