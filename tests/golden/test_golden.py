@@ -36,10 +36,11 @@ FAMILIES = (
     "context attention",
     "invariant context attention",
 )
-# What selection never takes: a measurement, reductions of outputs that no published kernel splits, and those for SM90,
-# where no published kernel runs.
+# What no recorded case takes: a measurement, draft masks (tests/attention/test_draft_mask.py), reductions of outputs
+# that no published kernel splits, and those for SM90, where no published kernel runs.
 NEVER_LAUNCHED = {
     "measure_streaming_read_sm90a",
+    *(f"pack_draft_mask_sm{sm}" for sm in ("80", "86", "89", "90a", "100", "120")),
     "trtllm_gen_lse_from_statistics_sm90a",
     "trtllm_gen_kv_reduction_bf16_to_bf16_sm90a",
     *(f"trtllm_gen_kv_reduction_fp16_to_{out}_sm{sm}" for out in ("fp16", "e4m3") for sm in ("90a", "100", "103")),

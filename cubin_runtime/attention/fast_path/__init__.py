@@ -8,7 +8,15 @@ does for options and ``guards`` for tensors, and sends it; where the accelerator
 """
 
 from .notes import FastPaths, Launched, Scratch, note_launch, note_made, note_unrepeatable
-from .operator_function import CALL_RUNTIME, DEFAULT_RUNTIME, full_path, operator_function, suspend, suspendable
+from .operator_function import (
+    CALL_RUNTIME,
+    DEFAULT_RUNTIME,
+    full_path,
+    is_compiling,
+    operator_function,
+    suspend,
+    suspendable,
+)
 
 __all__ = [
     "CALL_RUNTIME",
@@ -17,6 +25,7 @@ __all__ = [
     "Launched",
     "Scratch",
     "full_path",
+    "is_compiling",
     "note_launch",
     "note_made",
     "note_unrepeatable",

@@ -76,6 +76,13 @@ _methods: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # instances that ha
 _wholes: WeakKeyDictionary[Any, ref[Any]] = WeakKeyDictionary()  # the instances by their twins
 _state = _State()
 _state.compiling = _compiling
+
+
+def is_compiling() -> bool:
+    """Whether torch traces or compiles this call."""
+    return _state.compiling()
+
+
 os.register_at_fork(after_in_child=lambda: setattr(_state, "suspended", 1))  # the full path says what is wrong
 
 

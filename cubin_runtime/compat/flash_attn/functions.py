@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...attention.checks import check_options, option_checks
+from ...attention.fast_path import is_compiling
 from ..shapes import shape_of
 from .attention import attend_ragged
 from .cache import Cache, append, attend_cache, cache_of, lengths_of, queries_of
@@ -45,7 +46,8 @@ def flash_attn_func(
     Returns:
         ``out``, or (``out``, softmax_lse, None); softmax_lse is float32 ``[batch, heads, q_len]``, not contiguous.
     """
-    check_options(_CHECKS["flash_attn_func"], locals())
+    if not is_compiling():  # torch cannot trace the checks; the operators' own come later
+        check_options(_CHECKS["flash_attn_func"], locals())
     refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes, qv=qv, attention_chunk=attention_chunk, sm_margin=sm_margin)
     refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     name, sinks = sinks_of(s_aux, learnable_sink)
@@ -125,7 +127,8 @@ def flash_attn_varlen_func(
         UsageError: an argument is outside its domain, or is not honoured; the message names it.
         BackendError: nothing runs this on the device.
     """
-    check_options(_CHECKS["flash_attn_varlen_func"], locals())
+    if not is_compiling():  # torch cannot trace the checks; the operators' own come later
+        check_options(_CHECKS["flash_attn_varlen_func"], locals())
     refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes, qv=qv, attention_chunk=attention_chunk, sm_margin=sm_margin)
     refuse(seqused_q=seqused_q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     sinks_name, sinks = sinks_of(s_aux, learnable_sink)
@@ -209,7 +212,8 @@ def flash_attn_with_kvcache(
     Returns:
         ``out``, or (``out``, softmax_lse); softmax_lse as in ``flash_attn_func``.
     """
-    check_options(_CHECKS["flash_attn_with_kvcache"], locals())
+    if not is_compiling():  # torch cannot trace the checks; the operators' own come later
+        check_options(_CHECKS["flash_attn_with_kvcache"], locals())
     refuse(rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_seqlens=rotary_seqlens, cache_leftpad=cache_leftpad)
     refuse(alibi_slopes=alibi_slopes, qv=qv, attention_chunk=attention_chunk, sm_margin=sm_margin)
     refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)

@@ -45,6 +45,7 @@ unsigned __ballot_sync(unsigned, int);
 int __any_sync(unsigned, int);
 int __ffs(int);
 int __popc(unsigned);
+int __popcll(unsigned long long);
 float __fdividef(float, float);
 float __uint_as_float(unsigned);
 float __int_as_float(int);
