@@ -47,7 +47,7 @@ class DecodeOperator(Operator):
     ``capacity`` is the most keys that a request can have. ``launches`` plans a checked call for a device with the
     kernels of a release; its bound is ``max_seq_len`` of its options. ``output`` is the shape and dtype (None: that of
     q) of an output to be made for q, ``scale`` the default softmax scale for the shape of q, ``traced`` the record of a
-    call (None: it is not recorded). ``max_queries`` are the most query tokens of a request; None: any number, and
+    call, or the reason why it has none. ``max_queries`` are the most query tokens of a request; None: any number, and
     their bound is never read back.
     """
 
@@ -57,7 +57,7 @@ class DecodeOperator(Operator):
     launches: Callable[[DecodeCall, DeviceFacts, NativeRelease], Sequence[NativeLaunch[Any]]]
     output: Callable[[Any], tuple[tuple[int, ...], str | None]]
     scale: Callable[[tuple[int, ...]], float]
-    traced: Callable[[DecodeCall], TracedCall] | None
+    traced: Callable[[DecodeCall], TracedCall | str]
     options_type: type[DecodeOptions] = DecodeOptions
     max_queries: int | None = None
 
@@ -70,7 +70,16 @@ class DecodeOperator(Operator):
 class DecodePlan(StepPlan):
     """A decode for one set of shapes, strides and options."""
 
+    operator: DecodeOperator
     options: DecodeOptions
+
+    def traced(self, arguments: dict[str, Any]) -> TracedCall | str:
+        """As ``StepPlan``."""
+        numbers: dict[str, Any] = {"max_seq_len": arguments["max_seq_len"]}
+        for name in SCALES.values():
+            numbers[name], arguments[name] = split_scale(arguments[name], name)
+        options = replace(self.options, **{name: number for name, number in numbers.items() if number is not None})
+        return self.operator.traced(DecodeCall(self.operator.read(arguments, options), options))
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -145,16 +154,9 @@ def run_decode(plan_class: type[DecodePlan], operator: DecodeOperator, arguments
     launched = family.launch(plan, family.tensors.addresses, numbers, workspace, q, handle)
     shortest = 0 if kept == 1 << _SMALLEST_BOUND_LOG2 else kept // 2 + 1
     note_launch(launched._replace(bounds=(shortest, plan.options.max_seq_len), family=family))
-    if recording() and operator.traced is not None and _has_traced_form(call := DecodeCall(family.tensors, options)):
-        record(operator.traced(call))
+    if recording():
+        record(operator.traced(DecodeCall(family.tensors, options)))
     return arguments["out"]
-
-
-def _has_traced_form(call: DecodeCall) -> bool:
-    """Whether a traced call has fields for all of it: none for keys of other ranks, values' pages, drafts by index."""
-    tensors, options = call.tensors, call.options
-    shares_pages = len(tensors["page_table"].shape) == 2
-    return tensors.get("global_seq_lens") is None and shares_pages and not options.drafts_by_index
 
 
 def _family(

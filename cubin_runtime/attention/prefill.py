@@ -52,7 +52,7 @@ CONTEXT_ATTENTION = DecodeOperator(
     launches=_launches,
     output=lambda q: ((*q.shape[:-1], VALUE_DIMS.get(q.shape[-1], q.shape[-1])), None),
     scale=default_scale,
-    traced=None,
+    traced=lambda _: "context_attention: no definition",
     options_type=ContextOptions,
     max_queries=None,
 )

@@ -25,10 +25,17 @@ def recording() -> bool:
     return bool(entered.recorders)
 
 
-def record(call: TracedCall) -> None:
-    """Give ``call`` to every recorder that is entered; errors as ``Recorder.add``."""
+def record(call: TracedCall | str) -> None:
+    """Give ``call`` to every recorder that is entered; a str is the reason why a call has no traced form.
+
+    Raises:
+        as ``Recorder.add``.
+    """
     for recorder in entered.recorders:
-        recorder.add(call)
+        if isinstance(call, str):
+            recorder.leave_out(call)
+        else:
+            recorder.add(call)
 
 
 def call_recorder() -> CallRecorder | None:

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 from .bound_step import BoundStep, bind_step
 from .fast_path import note_launch
 from .operator_plan import AnyWorkspace, OperatorPlan
+from .recording import record, recording
 
 if TYPE_CHECKING:
     from ..protocols import Stream
+    from .tracing.schema import TracedCall
 
 
 class StepPlan(OperatorPlan):
@@ -22,12 +24,19 @@ class StepPlan(OperatorPlan):
         """
         raise NotImplementedError
 
+    def traced(self, arguments: dict[str, Any]) -> TracedCall | str:
+        """The record of a run by its arguments, or the reason why it has none; the dict is this function's own."""
+        raise NotImplementedError
+
     def run_step(self, arguments: dict[str, Any]) -> None:
         """A run by the arguments of ``run``, by name; the dict is this function's own."""
+        given = dict(arguments) if recording() else None
         numbers = self.numbers_of(arguments)
         addresses = self.addresses(arguments)
         launched = self.launch(addresses, numbers, arguments["workspace"], self.stream_of(arguments["stream"]))
         note_launch(launched if self.of_torch else launched._replace(memory=None))
+        if given is not None:
+            record(self.traced(given))
 
     def bind(
         self,

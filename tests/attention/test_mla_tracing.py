@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from latent_examples import BATCH, HEADS, latent_call, ragged_call, view
-from test_tracing import definitions, workloads
+from tracing_files import definitions, workloads
 
 from cubin_runtime.attention import Runtime, mla_decode
 from cubin_runtime.attention.tracing import Recorder

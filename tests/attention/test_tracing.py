@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +10,10 @@ from typing import Any
 
 import pytest
 from attention_examples import Tensors
+from tracing_files import definitions, workloads
 
-from cubin_runtime.attention import Runtime, TensorView, paged_decode
-from cubin_runtime.attention.tracing import Constant, Recorder, Scalar, Tensor, TracedCall
+from cubin_runtime.attention import Runtime, TensorView, paged_decode, plan_paged_decode
+from cubin_runtime.attention.tracing import Constant, Recorder, Scalar, Tensor, TracedCall, record
 from cubin_runtime.errors import UsageError
 
 GOOD = Tensors()
@@ -31,15 +31,6 @@ def decode(runtime: Runtime) -> Callable[..., Any]:
         return paged_decode(*given, out=out, lse=lse, runtime=runtime, **asked)
 
     return call
-
-
-def definitions(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(path.read_text()) for path in sorted(folder.glob("definitions/*/*.json"))]
-
-
-def workloads(folder: Path) -> list[dict[str, Any]]:
-    paths = sorted(folder.glob("workloads/*/*.jsonl"))
-    return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
 
 
 def test_a_dense_call_is_described(decode: Callable[..., Any], tmp_path: Path) -> None:
@@ -166,3 +157,77 @@ def test_every_axis_and_dtype_is_one_that_flashinfer_bench_knows(decode: Callabl
         assert variable <= {axis for shape in shapes for axis in shape} <= set(found["axes"])
         parts = {**found["inputs"], **found["outputs"]}
         assert {part["dtype"] for part in parts.values()} <= {"bfloat16", "float32", "int16", "int32"}
+
+
+@pytest.mark.parametrize("more", [{"window_left": 5}, {"mask": MASK}])
+def test_positions_by_index_are_those_by_depth_without_a_mask_or_a_window(
+    decode: Callable[..., Any], tmp_path: Path, more: dict[str, Any]
+) -> None:
+    window = {name: more[name] for name in ("window_left",) if name in more}
+    given = GOOD.draft(3, **{name: more[name] for name in ("mask",) if name in more})
+    with Recorder(tmp_path):
+        decode(given, draft_position="index", **window)
+        decode(given, draft_position="depth", **window)
+    assert (len(definitions(tmp_path)), len(workloads(tmp_path))) == (1, 1)
+
+
+def test_with_a_mask_and_a_window_positions_by_index_are_another_definition(
+    decode: Callable[..., Any], tmp_path: Path
+) -> None:
+    with Recorder(tmp_path):
+        for position in ("index", "depth"):
+            decode(GOOD.draft(3, mask=MASK), draft_position=position, window_left=5)
+    found = definitions(tmp_path)
+    assert sorted("draft_position:index" in one["tags"] for one in found) == [False, True]
+    assert sorted("by_index=True" in one["reference"] for one in found) == [False, True]
+
+
+def test_tables_of_keys_and_of_values_are_written(decode: Callable[..., Any], tmp_path: Path) -> None:
+    with Recorder(tmp_path) as recorder:
+        decode(GOOD.changed("page_table", shape=(4, 2, 16), strides=(32, 16, 1)))
+    assert definitions(tmp_path)[0]["inputs"]["page_table"]["shape"] == ["batch", "tables", "columns"]
+    assert recorder.untraced == {}
+
+
+def test_the_keys_of_a_rank_are_written(decode: Callable[..., Any], tmp_path: Path) -> None:
+    lengths = _contiguous(0x7F0000009000, "int32", (4,))
+    with Recorder(tmp_path) as recorder:
+        decode(replace(GOOD, global_seq_lens=lengths), cp_world=2, cp_rank=1, cp_interleave=4)
+    inputs = workloads(tmp_path)[0]["workload"]["inputs"]
+    assert [inputs[name]["value"] for name in ("cp_world", "cp_rank", "cp_interleave")] == [2, 1, 4]
+    assert definitions(tmp_path)[0]["inputs"]["global_seq_lens"]["shape"] == ["batch"]
+    assert recorder.untraced == {}
+
+
+def test_runs_of_plans_and_bound_steps_are_written_like_calls(
+    decode: Callable[..., Any], runtime: Runtime, tmp_path: Path
+) -> None:
+    names = ("q", "k_cache", "v_cache", "page_table", "seq_lens", "out")
+    given = {name: getattr(GOOD, name) for name in names}
+    plan = plan_paged_decode(**given, max_seq_len=1024, window_left=7, runtime=runtime)
+    step = plan.bind(k_cache=GOOD.k_cache, v_cache=GOOD.v_cache, softmax_scale=0.5, max_seq_len=1000)
+    moving = {name: given[name] for name in names if "cache" not in name}
+    for _ in range(5):  # both have functions of their own
+        plan.run(**given)
+        step.step(**moving)
+    with Recorder(tmp_path / "calls"):
+        decode(softmax_scale=0.5, window_left=7)
+    with Recorder(tmp_path / "runs"):
+        plan.run(**given, softmax_scale=0.5, max_seq_len=1000)
+    with Recorder(tmp_path / "steps"):
+        step.step(**moving)
+    wanted = workloads(tmp_path / "calls")
+    assert len(wanted) == 1
+    assert [workloads(tmp_path / name) for name in ("runs", "steps")] == [wanted, wanted]
+
+
+def test_what_has_no_definition_is_counted_and_named_at_the_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Recorder(tmp_path) as recorder:
+        for reason in ("one: reason", "other: reason", "one: reason"):
+            record(reason)
+        assert caplog.messages == []
+    record("one: reason")
+    assert recorder.untraced == {"one: reason": 2, "other: reason": 1}
+    assert caplog.messages == [f"{tmp_path}: 3 calls are not recorded: 2 of one: reason; 1 of other: reason"]

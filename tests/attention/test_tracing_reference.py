@@ -36,7 +36,7 @@ def run(given: dict[str, Any], **numbers: Any) -> Any:
     call = traced_decode(DecodeCall(tensors_of(given), DecodeOptions(**{**NUMBERS, **numbers})))
     space: dict[str, Any] = {}
     exec(call.definition()["reference"], space)
-    values = {**given, **NUMBERS, **numbers}
+    values = {**NUMBERS, **numbers, **given}
     return space["run"](*(values[part.name] for part in call.inputs))
 
 
@@ -60,7 +60,8 @@ def expected(given: dict[str, Any], words: Any = None, **more: Any) -> tuple[Any
     q = given["q"].numpy().reshape(-1, KV_HEADS * GROUP, HEAD_DIM)
     names = ("k_cache", "v_cache", "page_table", "seq_lens")
     arrays = [given[name].numpy() for name in names]
-    return paged_decode_reference(q, *arrays, 0.3, output_scale=0.7, window_left=9, mask=words, **more)
+    options = {"output_scale": 0.7, "window_left": 9, "mask": words, **more}
+    return paged_decode_reference(q, *arrays, 0.3, **options)
 
 
 def agree(found: tuple[Any, Any], wanted: tuple[Any, Any]) -> None:
@@ -92,3 +93,28 @@ def test_drafts_of_different_length() -> None:
     given, starts = made((9,)), np.array([0, 4, 5, 5, 9], dtype=np.int32)
     found = run({**given, "q_cu_seq_lens": torch.from_numpy(starts)}, max_q_len=4)
     agree(found, expected(given, q_cu_seq_lens=starts))
+
+
+def test_drafts_with_a_mask_and_a_window_that_counts_by_index() -> None:
+    given, words = made((4, 3)), np.random.default_rng(2).integers(0, 8, 12).astype(np.uint32)
+    halves = torch.from_numpy(words.view(np.int16).reshape(4, 3, 2).copy())
+    found = run({**given, "mask": halves}, window_left=1, draft_position="index")
+    wanted = expected(given, words, window_left=1, draft_position="index")
+    agree(found, wanted)
+    assert not np.allclose(wanted[0], expected(given, words, window_left=1)[0])
+
+
+def test_tables_of_keys_and_of_values() -> None:
+    given = made((4,))
+    table = torch.stack([given["page_table"], given["page_table"].flip(0)], dim=1)
+    agree(run({**given, "page_table": table}), expected({**given, "page_table": table}))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_keys_of_one_rank(rank: int) -> None:
+    given, everywhere = made((4, 3)), np.array([30, 5, 0, 64], dtype=np.int32)
+    own = [sum(key // 4 % 2 == rank for key in range(keys)) for keys in everywhere]
+    given["seq_lens"] = torch.tensor(own, dtype=torch.int32)
+    dealt = {"cp_world": 2, "cp_rank": rank, "cp_interleave": 4}
+    found = run({**given, "global_seq_lens": torch.from_numpy(everywhere)}, **dealt)
+    agree(found, expected(given, global_seq_lens=everywhere, **dealt))

@@ -5,8 +5,8 @@
     with Recorder(Path("traces")):
         engine.step()
 
-Only what happens inside is recorded: calls of ``paged_decode``, and of the operators under other names that stand on
-it. Plans that a program runs itself are not seen. Outside nothing is written.
+Only what happens inside is recorded: calls of the operators, also under other libraries' names, runs of plans and
+bound steps. Calls that have no traced form are counted in ``Recorder.untraced``. Outside nothing is written.
 Another operator joins by giving ``record`` a ``TracedCall`` of its own where ``recording()``.
 """
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ...dtypes import DTYPES
 from ...tensor import TensorView
-from ..decode_call import DecodeCall
+from ..decode_call import DEALING_OPTIONS, GLOBAL_LENS, DecodeCall
 from ..operator import CallTensors
 from .schema import (
     Axis,
@@ -32,7 +32,7 @@ def traced_decode(call: DecodeCall) -> TracedCall:
         Tensor("q", q, (*tokens, *_HEADS)),
         Tensor("k_cache", k, _CACHE, "the tokens of a page, then its heads; as strides had it"),
         Tensor("v_cache", tensors["v_cache"], _CACHE),
-        Tensor("page_table", tensors["page_table"], ("batch", "columns")),
+        Tensor("page_table", tensors["page_table"], table_axes(tensors["page_table"])),
         Tensor("seq_lens", tensors["seq_lens"], ("batch",), "keys, those of the query tokens among them"),
     ]
     inputs += option_tensors(tensors, mask_axes(tensors, tokens), _sink_axes(tensors))
@@ -42,24 +42,44 @@ def traced_decode(call: DecodeCall) -> TracedCall:
         Scalar("window_left", options.window_left, "int32"),
         Scalar("max_seq_len", options.max_seq_len, "int32"),
     ]
-    if options.max_q_len is not None:
-        inputs.append(Scalar("max_q_len", options.max_q_len, "int32"))
+    inputs += option_numbers(call)
     outputs = [Tensor("out", out, (*tokens, *_HEADS))]
     if lse is not None:
         outputs.append(Tensor("lse", lse, (*tokens, Constant("q_heads")), "base 2"))
     form = "ragged" if call.ragged else "dense"
+    # Without a mask or a window, positions by index and by depth see the same keys.
+    by_index = options.drafts_by_index and tensors.get("mask") is not None and options.window_left >= 0
     dtypes = "_".join(DTYPES[view.dtype].short for view in (q, k, out))
     return TracedCall(
         op_type=OP_TYPE,
         name=f"paged_decode_{form}_{dtypes}",
         inputs=tuple(inputs),
         outputs=tuple(outputs),
-        reference=_reference(inputs, outputs),
+        reference=_reference(inputs, outputs, by_index=by_index),
         constants={"group": call.q_heads // k.shape[2]},
         constraints=("q_heads == kv_heads * group", *(("batch_plus_1 == batch + 1",) if call.ragged else ())),
-        tags=("stage:decode", f"form:{form}", *(("batch_invariant",) if options.batch_invariant else ())),
+        tags=decode_tags(call, *(("draft_position:index",) if by_index else ())),
         description=f"Grouped-query decode of {form} query tokens over pages",
     )
+
+
+def table_axes(table: TensorView) -> tuple[Axis, ...]:
+    """The axes of a page table, which may have a row for keys and one for values."""
+    return ("batch", "columns") if len(table.shape) == 2 else ("batch", Constant("tables"), "columns")
+
+
+def decode_tags(call: DecodeCall, *more: str) -> tuple[str, ...]:
+    """The words to find a decode by."""
+    form = "ragged" if call.ragged else "dense"
+    return ("stage:decode", f"form:{form}", *(("batch_invariant",) if call.options.batch_invariant else ()), *more)
+
+
+def option_numbers(call: DecodeCall) -> list[Scalar]:
+    """The numbers that a call may leave out, as far as they are there."""
+    options = call.options
+    names = DEALING_OPTIONS if call.tensors.get(GLOBAL_LENS.name) is not None else ()
+    found = {"max_q_len": options.max_q_len, **{name: getattr(options, name) for name in names}}
+    return [Scalar(name, number, "int32") for name, number in found.items() if number is not None]
 
 
 def option_tensors(tensors: CallTensors, mask: tuple[Axis, ...], sinks: tuple[Axis, ...]) -> list[Tensor]:
@@ -68,6 +88,7 @@ def option_tensors(tensors: CallTensors, mask: tuple[Axis, ...], sinks: tuple[Ax
         ("q_cu_seq_lens", tensors.get("q_cu_seq_lens"), ("batch_plus_1",), "where each request's tokens begin"),
         ("mask", tensors.get("mask"), mask, "one bit for each query token that a token may see"),
         ("sinks", tensors.get("sinks"), sinks, "logits in the denominator"),
+        (GLOBAL_LENS.name, tensors.get(GLOBAL_LENS.name), ("batch",), "keys on all ranks"),
         ("softmax_scale_device", tensors.get("softmax_scale"), _ONE, "a factor more of the scores"),
         ("output_scale_device", tensors.get("output_scale"), _ONE, "a factor more of the output"),
     ]
@@ -89,9 +110,9 @@ def _sink_axes(tensors: CallTensors) -> tuple[Axis, ...]:
     return (Constant("q_heads"),) if flat else (Constant("kv_heads"), Constant("group"))
 
 
-def _reference(inputs: list[Tensor | Scalar], outputs: list[Tensor]) -> str:
+def _reference(inputs: list[Tensor | Scalar], outputs: list[Tensor], *, by_index: bool) -> str:
     names = [part.name for part in inputs]
-    given = ", ".join(f"{name}={name}" for name in names)
+    given = ", ".join([*(f"{name}={name}" for name in names), *(["by_index=True"] if by_index else [])])
     with_lse, dtype = len(outputs) > 1, outputs[0].view.dtype
     return (
         f"{reference_text()}\n\ndef run({', '.join(names)}):\n"

@@ -21,6 +21,11 @@ def decode(  # type: ignore[no-untyped-def]
     sinks=None,
     softmax_scale_device=None,
     output_scale_device=None,
+    global_seq_lens=None,
+    cp_world=1,
+    cp_rank=0,
+    cp_interleave=1,
+    by_index=False,
     **bounds,
 ):
     """Output, or output and log-sum-exp (base 2), of the arguments of ``run``."""
@@ -41,10 +46,13 @@ def decode(  # type: ignore[no-untyped-def]
     lse = torch.full((tokens, heads), -math.inf, dtype=torch.float64, device=q.device)
     for b, length in enumerate(seq_lens.tolist()):
         begin, rows = begins[b], begins[b + 1] - begins[b]
-        prefix = length - rows  # keys in front of the query tokens; below 0, that many tokens have no key
-        pages = page_table[b, : -(-length // page_size)].long()
-        keys = k_cache[pages].reshape(-1, kv_heads, head_dim)[:length].double()
-        values = v_cache[pages].reshape(-1, kv_heads, value_dim)[:length].double()
+        every = length if global_seq_lens is None else int(global_seq_lens[b])
+        own = [key for key in range(every) if key // cp_interleave % cp_world == cp_rank][:length]
+        prefix = every - rows  # keys in front of the query tokens; below 0, that many tokens have no key
+        pages = page_table[b, ..., : -(-length // page_size)].long()
+        k_pages, v_pages = (pages, pages) if pages.dim() == 1 else pages
+        keys = k_cache[k_pages].reshape(-1, kv_heads, head_dim)[: len(own)].double()
+        values = v_cache[v_pages].reshape(-1, kv_heads, value_dim)[: len(own)].double()
         keys = keys.repeat_interleave(heads // kv_heads, dim=1)
         values = values.repeat_interleave(heads // kv_heads, dim=1)
         for row in range(rows):
@@ -56,8 +64,9 @@ def decode(  # type: ignore[no-untyped-def]
                 word = sum((half % (1 << size)) << (size * i) for i, half in enumerate(halves))
             bits = [bool(word >> j & 1) for j in range(rows)]
             seen += bits[max(-prefix, 0) :]
-            earliest = prefix + sum(bits) - 1 - window_left if window_left >= 0 else 0
-            visible = [row >= -prefix and sees and key >= earliest for key, sees in enumerate(seen)]
+            position = prefix + (row if by_index else sum(bits) - 1)
+            earliest = position - window_left if window_left >= 0 else 0
+            visible = [row >= -prefix and seen[key] and key >= earliest for key in own]
             visible = torch.tensor(visible, dtype=torch.bool, device=q.device)
             scores = torch.einsum("hd,khd->hk", queries[begin + row], keys[visible]) * softmax_scale
             if logits is not None:

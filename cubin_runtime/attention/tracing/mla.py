@@ -7,7 +7,7 @@ from dataclasses import replace
 from ...dtypes import DTYPES
 from ..decode_call import DecodeCall
 from ..latent_cache import ROPE
-from .decode import mask_axes, option_tensors, reference_text
+from .decode import decode_tags, mask_axes, option_numbers, option_tensors, reference_text
 from .schema import (
     Axis,
     Constant,
@@ -42,8 +42,7 @@ def traced_mla_decode(call: DecodeCall) -> TracedCall:
         Scalar("output_scale", options.output_scale),
         Scalar("max_seq_len", options.max_seq_len, "int32"),
     ]
-    if options.max_q_len is not None:
-        inputs.append(Scalar("max_q_len", options.max_q_len, "int32"))
+    inputs += option_numbers(call)
     outputs = [Tensor("out", out, (*tokens, _HEADS, _LATENT))]
     if lse is not None:
         outputs.append(Tensor("lse", lse, (*tokens, _HEADS), "base 2"))
@@ -60,7 +59,7 @@ def traced_mla_decode(call: DecodeCall) -> TracedCall:
             "head_dim_qk == kv_lora_rank + qk_rope_head_dim",
             *(("batch_plus_1 == batch + 1",) if call.ragged else ()),
         ),
-        tags=("stage:decode", f"form:{form}", *(("batch_invariant",) if options.batch_invariant else ())),
+        tags=decode_tags(call),
         description=f"Latent attention of {form} query tokens over pages",
     )
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import uuid
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 from ..fast_path.operator_function import suspend
 from ..recording import entered
 from .schema import Scalar, TracedCall
 
+_log = logging.getLogger(__name__)
 _NAMESPACE = uuid.UUID("6f1f3c0a-5f0e-5b6e-9a37-2b1d6a0f4c11")
 _lock = threading.RLock()
 
@@ -23,13 +27,22 @@ class Recorder:
     ``definitions/OP_TYPE/NAME.json`` says what an operator is: axes, tensors, constraints, a reference in torch.
     ``workloads/OP_TYPE/NAME.jsonl`` has a line for each distinct call: its sizes and numbers. Contents of tensors are
     neither read nor written, so nothing waits for the device and a call may be recorded while a stream captures.
-    What the folder has already is kept and not written again.
+    What the folder has already is kept and not written again. Calls that have no traced form are counted by reason in
+    ``untraced``, which the log tells at the end. Replays of graphs, and a method ``run`` that was taken from its plan
+    earlier, are not seen.
     """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self._lock = threading.RLock()
         self._known: dict[Path, set[str]] = {}
+        self._untraced: Counter[str] = Counter()
+
+    @property
+    def untraced(self) -> Mapping[str, int]:
+        """How many calls were not written, by the reason."""
+        with self._lock:
+            return MappingProxyType(dict(self._untraced))
 
     def __enter__(self) -> Recorder:
         with _lock:
@@ -43,6 +56,15 @@ class Recorder:
         with _lock:
             suspend(-1)
             entered.recorders = tuple(recorder for recorder in entered.recorders if recorder is not self)
+        untraced = self.untraced
+        if untraced:
+            counts = "; ".join(f"{count} of {reason}" for reason, count in untraced.items())
+            _log.warning("%s: %d calls are not recorded: %s", self.folder, sum(untraced.values()), counts)
+
+    def leave_out(self, reason: str) -> None:
+        """Count a call that has no traced form; ``reason`` names the operator and what has no field."""
+        with self._lock:
+            self._untraced[reason] += 1
 
     def add(self, call: TracedCall) -> None:
         """Write the definition and the workload of ``call`` unless they are there.

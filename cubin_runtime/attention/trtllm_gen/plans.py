@@ -20,6 +20,7 @@ from ...launch.modules import KernelRequest
 from ...launch.plan import LaunchAttributes, LaunchPlan, launch_config
 from ...launch.prepared import OtherContextError, PreparedLaunches
 from ..fast_path import Launched
+from ..recording import record, recording
 from ..runtime import PlanRuntime
 from .plan_key import bounds_of
 
@@ -98,6 +99,8 @@ class AttentionPlan:
             context = self._runtime.driver.context_of(stream, self._ordinal)
             prepared = self._prepared.get(context) or self._prepare(context, stream)
             prepared.run(stream, *bindings)
+        if recording():
+            record(f"{type(call).__name__} of trtllm-gen kernels: no definition")
         return Launched(
             prepared=prepared,
             values=bindings,
