@@ -21,6 +21,7 @@ from .runtime import NativeRelease, Runtime
 if TYPE_CHECKING:
     from ..protocols import DecodeBackend, Stream
     from ..tensor import OutT, QueryT, Scale, Tensor
+    from .tracing.schema import TracedCall
 
 
 def _launches(call: DecodeCall, device: DeviceFacts, release: NativeRelease) -> Sequence[NativeLaunch[Any]]:
@@ -40,6 +41,12 @@ def _launches(call: DecodeCall, device: DeviceFacts, release: NativeRelease) -> 
     return [context_launch(selection, problem, release.file_of(selection.kernel))]
 
 
+def _traced(call: DecodeCall) -> TracedCall:
+    from .tracing.context import traced_context
+
+    return traced_context(call)
+
+
 CONTEXT_ATTENTION = DecodeOperator(
     name="context_attention",
     tensors=CONTEXT_TENSORS,
@@ -52,7 +59,7 @@ CONTEXT_ATTENTION = DecodeOperator(
     launches=_launches,
     output=lambda q: ((*q.shape[:-1], VALUE_DIMS.get(q.shape[-1], q.shape[-1])), None),
     scale=default_scale,
-    traced=lambda _: "context_attention: no definition",
+    traced=_traced,
     options_type=ContextOptions,
     max_queries=None,
 )

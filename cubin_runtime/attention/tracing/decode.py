@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from functools import cache
-from pathlib import Path
-
 from ...dtypes import DTYPES
 from ...tensor import TensorView
 from ..decode_call import DEALING_OPTIONS, GLOBAL_LENS, DecodeCall
 from ..operator import CallTensors
+from .references import run_of
 from .schema import (
     Axis,
     Constant,
@@ -20,7 +18,7 @@ from .schema import (
 OP_TYPE = "gqa_paged"
 _HEADS = (Constant("q_heads"), Constant("head_dim"))
 _CACHE: tuple[Axis, ...] = ("pages", Constant("page_size"), Constant("kv_heads"), Constant("head_dim"))
-_ONE = (Constant("one"),)
+ONE = (Constant("one"),)
 
 
 def traced_decode(call: DecodeCall) -> TracedCall:
@@ -35,7 +33,7 @@ def traced_decode(call: DecodeCall) -> TracedCall:
         Tensor("page_table", tensors["page_table"], table_axes(tensors["page_table"])),
         Tensor("seq_lens", tensors["seq_lens"], ("batch",), "keys, those of the query tokens among them"),
     ]
-    inputs += option_tensors(tensors, mask_axes(tensors, tokens), _sink_axes(tensors))
+    inputs += option_tensors(tensors, mask_axes(tensors, tokens), sink_axes(tensors))
     inputs += [
         Scalar("softmax_scale", options.softmax_scale),
         Scalar("output_scale", options.output_scale),
@@ -55,7 +53,7 @@ def traced_decode(call: DecodeCall) -> TracedCall:
         name=f"paged_decode_{form}_{dtypes}",
         inputs=tuple(inputs),
         outputs=tuple(outputs),
-        reference=_reference(inputs, outputs, by_index=by_index),
+        reference=run_of("decode", inputs, outputs, {"by_index": "True"} if by_index else {}),
         constants={"group": call.q_heads // k.shape[2]},
         constraints=("q_heads == kv_heads * group", *(("batch_plus_1 == batch + 1",) if call.ragged else ())),
         tags=decode_tags(call, *(("draft_position:index",) if by_index else ())),
@@ -89,8 +87,8 @@ def option_tensors(tensors: CallTensors, mask: tuple[Axis, ...], sinks: tuple[Ax
         ("mask", tensors.get("mask"), mask, "one bit for each query token that a token may see"),
         ("sinks", tensors.get("sinks"), sinks, "logits in the denominator"),
         (GLOBAL_LENS.name, tensors.get(GLOBAL_LENS.name), ("batch",), "keys on all ranks"),
-        ("softmax_scale_device", tensors.get("softmax_scale"), _ONE, "a factor more of the scores"),
-        ("output_scale_device", tensors.get("output_scale"), _ONE, "a factor more of the output"),
+        ("softmax_scale_device", tensors.get("softmax_scale"), ONE, "a factor more of the scores"),
+        ("output_scale_device", tensors.get("output_scale"), ONE, "a factor more of the output"),
     ]
     return [Tensor(name, view, axes, words) for name, view, axes, words in more if view is not None]
 
@@ -104,23 +102,8 @@ def mask_axes(tensors: CallTensors, tokens: tuple[Axis, ...]) -> tuple[Axis, ...
     return ("batch", Constant("one"), words) if len(mask.shape) == 3 else ("tokens", words)
 
 
-def _sink_axes(tensors: CallTensors) -> tuple[Axis, ...]:
+def sink_axes(tensors: CallTensors) -> tuple[Axis, ...]:
+    """The axes of the sinks in the form that they came in."""
     sinks = tensors.get("sinks")
     flat = sinks is None or len(sinks.shape) == 1
     return (Constant("q_heads"),) if flat else (Constant("kv_heads"), Constant("group"))
-
-
-def _reference(inputs: list[Tensor | Scalar], outputs: list[Tensor], *, by_index: bool) -> str:
-    names = [part.name for part in inputs]
-    given = ", ".join([*(f"{name}={name}" for name in names), *(["by_index=True"] if by_index else [])])
-    with_lse, dtype = len(outputs) > 1, outputs[0].view.dtype
-    return (
-        f"{reference_text()}\n\ndef run({', '.join(names)}):\n"
-        f"    return decode({given}, out_dtype=torch.{dtype}, with_lse={with_lse})\n"
-    )
-
-
-@cache
-def reference_text() -> str:
-    """The source of the reference that ``run`` calls."""
-    return Path(__file__).with_name("decode_reference.py").read_text()

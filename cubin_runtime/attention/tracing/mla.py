@@ -7,7 +7,8 @@ from dataclasses import replace
 from ...dtypes import DTYPES
 from ..decode_call import DecodeCall
 from ..latent_cache import ROPE
-from .decode import decode_tags, mask_axes, option_numbers, option_tensors, reference_text
+from .decode import decode_tags, mask_axes, option_numbers, option_tensors
+from .references import run_of
 from .schema import (
     Axis,
     Constant,
@@ -53,7 +54,17 @@ def traced_mla_decode(call: DecodeCall) -> TracedCall:
         name=f"mla_decode_{form}_{dtypes}",
         inputs=tuple(inputs),
         outputs=tuple(outputs),
-        reference=_reference(inputs, outputs),
+        reference=run_of(
+            "decode",
+            inputs,
+            outputs,
+            {
+                "k_cache": "kv_cache[:, :, None]",
+                "v_cache": f"kv_cache[:, :, None, :{out.shape[-1]}]",
+                "window_left": "-1",
+            },
+            without=["kv_cache"],
+        ),
         constants={"qk_rope_head_dim": ROPE},
         constraints=(
             "head_dim_qk == kv_lora_rank + qk_rope_head_dim",
@@ -61,16 +72,4 @@ def traced_mla_decode(call: DecodeCall) -> TracedCall:
         ),
         tags=decode_tags(call),
         description=f"Latent attention of {form} query tokens over pages",
-    )
-
-
-def _reference(inputs: list[Tensor | Scalar], outputs: list[Tensor]) -> str:
-    names = [part.name for part in inputs]
-    given = ", ".join(f"{name}={name}" for name in names if name != "kv_cache")
-    dtype, latent = outputs[0].view.dtype, outputs[0].view.shape[-1]
-    return (
-        f"{reference_text()}\n\ndef run({', '.join(names)}):\n"
-        f"    keys = kv_cache.unsqueeze(2)\n"
-        f"    caches = {{'k_cache': keys, 'v_cache': keys[..., :{latent}]}}\n"
-        f"    return decode({given}, **caches, window_left=-1, out_dtype=torch.{dtype}, with_lse={len(outputs) > 1})\n"
     )
