@@ -37,12 +37,13 @@ def context(  # type: ignore[no-untyped-def]
         softmax_scale = softmax_scale * softmax_scale_device.item()
     if output_scale_device is not None:
         output_scale = output_scale * output_scale_device.item()
-    begins = list(range(0, tokens + 1, q.shape[1])) if q_cu_seq_lens is None else q_cu_seq_lens.tolist()
     kv_begins = None if kv_cu_seq_lens is None else kv_cu_seq_lens.tolist()
     if seq_lens is not None:
         lengths = seq_lens.tolist()
     else:
         lengths = [k.shape[1]] * k.shape[0] if kv_begins is None else kv_cu_seq_lens.diff().tolist()
+    batch = len(lengths)
+    begins = [b * tokens // batch for b in range(batch + 1)] if q_cu_seq_lens is None else q_cu_seq_lens.tolist()
     out = torch.zeros(tokens, heads, value_dim, dtype=torch.float64, device=q.device)
     lse = torch.full((tokens, heads), -math.inf, dtype=torch.float64, device=q.device)
     for b, length in enumerate(lengths):

@@ -100,7 +100,9 @@ class AttentionPlan:
             prepared = self._prepared.get(context) or self._prepare(context, stream)
             prepared.run(stream, *bindings)
         if recording():
-            record(f"{type(call).__name__} of trtllm-gen kernels: no definition")
+            from ..tracing.trtllm_gen import traced_trtllm_gen
+
+            record(traced_trtllm_gen(call))
         return Launched(
             prepared=prepared,
             values=bindings,
