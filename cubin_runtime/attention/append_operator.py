@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..dtypes import DTYPES, ITEM_BYTES
 from ..errors import UsageError
@@ -24,6 +24,9 @@ from .operator import TensorArg
 from .paged_cache import cache_view
 from .plain_operator import PlainCall, PlainOperator
 from .runtime import NativeRelease
+
+if TYPE_CHECKING:
+    from .tracing.schema import TracedCall
 
 # Dtype of the caches -> that of new keys and values: the same bytes, or what is quantised.
 SOURCE_DTYPES = {
@@ -212,6 +215,12 @@ def _launches(call: PlainCall, device: DeviceFacts, release: NativeRelease) -> S
     return [append_launch(selection, problem, release.file_of(selection.kernel))]
 
 
+def _traced(call: PlainCall) -> TracedCall:
+    from .tracing.append import traced_append
+
+    return traced_append(call)
+
+
 APPEND_KV = PlainOperator(
     name="append_kv",
     tensors=(
@@ -231,6 +240,6 @@ APPEND_KV = PlainOperator(
     scales=SCALES,
     check=_check,
     launches=_launches,
-    traced=lambda _: "append_kv: no definition",
+    traced=_traced,
     op_options={"kv_layout": "str", "lengths_include_new": "bool"},
 )

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from copying_examples import BATCH, TOKENS, token_call, view
 from device_calls import native_ragged_arguments
 from flash_attn_calls import cache_arguments, even_arguments, varlen_arguments
 from tracing_files import definitions, workloads
@@ -15,6 +16,28 @@ from xqa_calls import mla_batch_arguments, trtllm_arguments, xqa_arguments, xqa_
 
 from cubin_runtime.attention.tracing import Recorder
 from cubin_runtime.compat import flash_attn, flash_attn_interface, flashinfer
+
+
+def append_arguments(_: MadeUpMemory) -> dict[str, Any]:
+    """Of ``append_paged_kv_cache``."""
+    given = token_call()
+    names = {"append_key": "key", "append_value": "value", "kv_indices": "page_table", "kv_indptr": "page_indptr"}
+    return {
+        **{name: given[of] for name, of in names.items()},
+        **{name: given[name] for name in ("batch_indices", "positions")},
+        "paged_kv_cache": (given["k_cache"], given["v_cache"]),
+        "kv_last_page_len": view("int32", BATCH),
+    }
+
+
+def latent_arguments(memory: MadeUpMemory) -> dict[str, Any]:
+    """Of ``append_paged_mla_kv_cache``."""
+    given = {name: value for name, value in append_arguments(memory).items() if "append" not in name}
+    del given["paged_kv_cache"]
+    new = {"append_ckv": memory.tensor("bfloat16", TOKENS, 512), "append_kpe": memory.tensor("bfloat16", TOKENS, 64)}
+    caches = {name: memory.tensor("bfloat16", 100, 64, dim) for name, dim in (("ckv_cache", 512), ("kpe_cache", 64))}
+    return {**given, **new, **caches}
+
 
 Arguments = Callable[[MadeUpMemory], dict[str, Any]]
 # Each public name -> its arguments, and what its definition is of.
@@ -26,6 +49,8 @@ OF_FLASHINFER: dict[str, tuple[Arguments, str]] = {
     "xqa_batch_decode_with_kv_cache_mla": (mla_batch_arguments, "mla_decode_"),
     "trtllm_batch_decode_with_kv_cache_mla": (mla_batch_arguments, "mla_decode_"),
     "trtllm_batch_context_with_kv_cache": (context_arguments, "context_attention_ragged_paged_"),
+    "append_paged_kv_cache": (append_arguments, "append_kv_positions_"),
+    "append_paged_mla_kv_cache": (latent_arguments, "append_kv_positions_"),
     "trtllm_ragged_attention_deepseek": (native_ragged_arguments, "context_attention_ragged_ragged_"),
 }
 OF_FLASH_ATTENTION: dict[str, tuple[Arguments, str]] = {
@@ -59,3 +84,10 @@ def test_calls_of_flash_attentions_functions_are_written(
 ) -> None:
     arguments, begin = OF_FLASH_ATTENTION[name]
     check_written(getattr(module, name), arguments(memory), begin, tmp_path)
+
+
+def test_merges_are_counted(memory: MadeUpMemory, tmp_path: Path) -> None:
+    v, s = memory.tensor("bfloat16", TOKENS, 8, 128), memory.tensor("float32", TOKENS, 8)
+    with Recorder(tmp_path) as recorder:
+        flashinfer.merge_state(v, s, v, s)
+    assert recorder.untraced == {"merge_states: no definition": 1}

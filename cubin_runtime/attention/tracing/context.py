@@ -7,7 +7,7 @@ from ...tensor import TensorView
 from ..context_call import ContextOptions, is_paged
 from ..decode_call import DecodeCall
 from .decode import ONE, sink_axes, table_axes
-from .references import run_of
+from .references import of_attention, run_of
 from .schema import Axis, Constant, Scalar, Tensor, TracedCall
 
 _KV = (Constant("kv_heads"), Constant("head_dim"))
@@ -43,13 +43,14 @@ def traced_context(call: DecodeCall) -> TracedCall:
     form = "ragged" if call.ragged else "dense"
     of_keys = "paged" if is_paged(call) else "ragged" if len(k.shape) == 3 else "dense"
     fixed = ("causal", *(("lse_base", "lse_sink") if lse else ()))
+    taken = {name: repr(getattr(options, name)) for name in fixed} | of_attention(outputs)
     axes = {axis for part in inputs if isinstance(part, Tensor) for axis in part.axes}
     return TracedCall(
         op_type="gqa_paged" if is_paged(call) else "gqa_ragged",
         name=f"context_attention_{form}_{of_keys}_{DTYPES[q.dtype].short}",
         inputs=tuple(inputs),
         outputs=tuple(outputs),
-        reference=run_of("context", inputs, outputs, {name: repr(getattr(options, name)) for name in fixed}),
+        reference=run_of("context", inputs, taken),
         constants={"group": call.q_heads // k.shape[-2]},
         constraints=(
             "q_heads == kv_heads * group",

@@ -6,7 +6,7 @@ from ...dtypes import DTYPES
 from ...tensor import TensorView
 from ..decode_call import DEALING_OPTIONS, GLOBAL_LENS, DecodeCall
 from ..operator import CallTensors
-from .references import run_of
+from .references import of_attention, run_of
 from .schema import (
     Axis,
     Constant,
@@ -53,7 +53,7 @@ def traced_decode(call: DecodeCall) -> TracedCall:
         name=f"paged_decode_{form}_{dtypes}",
         inputs=tuple(inputs),
         outputs=tuple(outputs),
-        reference=run_of("decode", inputs, outputs, {"by_index": "True"} if by_index else {}),
+        reference=run_of("decode", inputs, ({"by_index": "True"} if by_index else {}) | of_attention(outputs)),
         constants={"group": call.q_heads // k.shape[2]},
         constraints=("q_heads == kv_heads * group", *(("batch_plus_1 == batch + 1",) if call.ragged else ())),
         tags=decode_tags(call, *(("draft_position:index",) if by_index else ())),

@@ -8,7 +8,7 @@ from ...dtypes import DTYPES
 from ..decode_call import DecodeCall
 from ..latent_cache import ROPE
 from .decode import decode_tags, mask_axes, option_numbers, option_tensors
-from .references import run_of
+from .references import of_attention, run_of
 from .schema import (
     Axis,
     Constant,
@@ -57,11 +57,11 @@ def traced_mla_decode(call: DecodeCall) -> TracedCall:
         reference=run_of(
             "decode",
             inputs,
-            outputs,
             {
                 "k_cache": "kv_cache[:, :, None]",
                 "v_cache": f"kv_cache[:, :, None, :{out.shape[-1]}]",
                 "window_left": "-1",
+                **of_attention(outputs),
             },
             without=["kv_cache"],
         ),

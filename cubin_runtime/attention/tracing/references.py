@@ -12,7 +12,6 @@ from .schema import Scalar, Tensor
 def run_of(
     function: str,
     inputs: Sequence[Tensor | Scalar],
-    outputs: Sequence[Tensor],
     more: Mapping[str, str],
     *,
     without: Sequence[str] = (),
@@ -20,16 +19,20 @@ def run_of(
     """The source of ``run``, which gives its arguments to ``function`` of ``FUNCTION_reference.py``.
 
     Args:
-        inputs, outputs: of the definition; of two outputs the second is the log-sum-exp.
+        inputs: of the definition.
         more: arguments of ``function`` beside the inputs, as expressions over these.
         without: inputs that it does not take.
     """
     texts = {part.name: part.name for part in inputs if part.name not in without} | dict(more)
-    texts |= {"out_dtype": f"torch.{outputs[0].view.dtype}", "with_lse": repr(len(outputs) > 1)}
     passed = ", ".join(f"{name}={text}" for name, text in texts.items())
     return (
         f"{_source(function)}\n\ndef run({', '.join(part.name for part in inputs)}):\n    return {function}({passed})\n"
     )
+
+
+def of_attention(outputs: Sequence[Tensor]) -> dict[str, str]:
+    """The arguments of a reference of attention that follow from the outputs: the output, perhaps a log-sum-exp."""
+    return {"out_dtype": f"torch.{outputs[0].view.dtype}", "with_lse": repr(len(outputs) > 1)}
 
 
 @cache

@@ -7,7 +7,7 @@ from ...kernels.trtllm_gen.call import NO_WINDOW, Call
 from ...kernels.trtllm_gen.calls import ContextCall, DecodeCall, PagedCall, RaggedCall
 from ...tensor import TensorView
 from .decode import ONE, table_axes
-from .references import run_of
+from .references import of_attention, run_of
 from .schema import Axis, Constant, Scalar, Tensor, TracedCall
 
 _HEADS = (Constant("q_heads"), Constant("head_dim"))
@@ -53,7 +53,7 @@ def traced_trtllm_gen(call: Call) -> TracedCall | str:
         name=f"trtllm_gen_{'mla_' if shares else ''}{kind}_{form}_{paged}_{dtypes}",
         inputs=tuple(inputs),
         outputs=tuple(outputs),
-        reference=run_of("context", inputs, outputs, taken, without=tuple(names)),
+        reference=run_of("context", inputs, taken | of_attention(outputs), without=tuple(names)),
         constants=heads,
         constraints=(
             *(("q_heads == kv_heads * group",) if heads else ()),

@@ -1,0 +1,48 @@
+"""Writing new keys and values into pages, token by token."""
+
+import torch
+
+
+def append(  # type: ignore[no-untyped-def]
+    key,
+    value,
+    k_cache,
+    v_cache,
+    page_table,
+    lengths_include_new,
+    seq_lens=None,
+    cum_seq_lens=None,
+    positions=None,
+    batch_indices=None,
+    page_indptr=None,
+    k_scale=None,
+    v_scale=None,
+):
+    """The caches after the call, as new tensors, of the arguments of ``run``."""
+    key, value = (side.reshape(-1, *side.shape[-2:]) for side in (key, value))
+    count, at = key.shape[0], []
+    if positions is not None:
+        at = list(zip(range(count), positions.tolist(), batch_indices.tolist(), strict=True))
+    else:
+        batch = len(seq_lens)
+        begins = [b * count // batch for b in range(batch + 1)] if cum_seq_lens is None else cum_seq_lens.tolist()
+        for request, length in enumerate(seq_lens.tolist()):
+            begin, end = begins[request], begins[request + 1]
+            first = length - (end - begin) if lengths_include_new else length
+            at += [(token, first + token - begin, request) for token in range(begin, min(end, count))]
+    new_k, new_v = k_cache.clone(), v_cache.clone()
+    pages, page_size = k_cache.shape[:2]
+    rows = None if page_indptr is None else page_indptr.tolist()
+    for token, position, request in at:
+        if position < 0 or request < 0:
+            continue
+        own = page_table[request] if rows is None else page_table[rows[request] : rows[request + 1]]
+        column, slot = divmod(position, page_size)
+        if column >= len(own) or not 0 <= int(own[column]) < pages:
+            continue
+        for cache, source, scale in ((new_k, key, k_scale), (new_v, value, v_scale)):
+            row = source[token]
+            if row.dtype != cache.dtype:
+                row = (row.float() * (1 / torch.as_tensor(1.0 if scale is None else scale).float())).clamp(-448, 448)
+            cache[int(own[column]), slot] = row.to(cache.dtype)
+    return new_k, new_v
