@@ -11,7 +11,10 @@ ROOT = Path(__file__).parents[2]
 FILES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
 PAGES = {str(file.relative_to(ROOT)): file.read_text() for file in FILES}
 # Their blocks are run by a test of their own: a program of the page's stands in for the reader's.
-ELSEWHERE = {"docs/debugging.md": "tests/docs/test_debugging.py"}
+ELSEWHERE = {
+    "docs/debugging.md": "tests/docs/test_debugging.py",
+    "docs/tracing.md": "tests/docs/test_tracing.py",
+}
 
 
 @dataclass(frozen=True)
