@@ -118,6 +118,7 @@ DRAFT_MASK = PlainOperator(
     scales=(),
     check=_check,
     launches=_launches,
+    traced=lambda _: "draft_mask: no definition",
     op_options={"max_q_len": "SymInt?"},
 )
 
