@@ -2,7 +2,8 @@
 
 Run: ``python benchmarks/gpu_drafts.py --out DIR`` on a machine with a Hopper GPU, torch and triton. A time is the
 median over rounds of triton's do_bench median, which clears L2 before each call; in a round all rows take turns.
-``context_us`` is causal context attention over the same pages and query tokens.
+Rows named ``context`` are causal context attention over the same pages and query tokens. ``mask_rows`` are the times of
+packing the masks on the device, each of a launch among 20 in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from gpu_environment import built_sources, gpu_environment
 from triton.testing import do_bench
 
 from cubin_runtime import Config
-from cubin_runtime.attention import Runtime, context_attention, paged_decode
+from cubin_runtime.attention import Runtime, context_attention, draft_mask, paged_decode, plan_draft_mask
 
 PAGE = 64
 BATCH, KEYS, KV_HEADS, HEAD_DIM = 64, 16384, 8, 128
@@ -43,17 +44,12 @@ def integers(values: Any) -> torch.Tensor:
     return torch.tensor(values, device="cuda", dtype=torch.int32)
 
 
-def tree_masks(q_len: int) -> torch.Tensor:
-    """Random trees, packed: bit j of a row is set for the token itself and its ancestors."""
+def tree_masks(runtime: Runtime, q_len: int) -> torch.Tensor:
+    """Random trees, packed."""
     generator = torch.Generator().manual_seed(q_len)
-    rows = []
-    for _ in range(BATCH):
-        words: list[int] = []
-        for token in range(q_len):
-            parent = int(torch.randint(-1, token, (1,), generator=generator)) if token else -1
-            words.append((words[parent] if parent >= 0 else 0) | 1 << token)
-        rows.append([[word >> shift & 0xFFFFFFFF for shift in range(0, q_len, 32)] for word in words])
-    return torch.tensor(rows, dtype=torch.int64).to(torch.uint32).cuda()
+    columns = [torch.randint(-1, max(token, 0), (BATCH,), generator=generator) for token in range(q_len)]
+    parents = torch.stack(columns, 1).int().cuda()
+    return draft_mask(parents=parents, runtime=runtime)  # type: ignore[no-any-return]
 
 
 def rows_of(runtime: Runtime, heads: int, tokens: Sequence[int]) -> dict[str, Callable[[], Any]]:
@@ -68,7 +64,7 @@ def rows_of(runtime: Runtime, heads: int, tokens: Sequence[int]) -> dict[str, Ca
         q = torch.randn(BATCH, q_len, heads, HEAD_DIM, device="cuda").bfloat16()
         out = torch.empty_like(q)
         common = {"max_seq_len": KEYS, "runtime": runtime, "out": out}
-        mask = tree_masks(q_len)
+        mask = tree_masks(runtime, q_len)
         for dtype, (k, v) in caches.items():
             for invariant in (False, True) if dtype == "bf16" else (False,):
                 name = f"{dtype} {heads}/8 heads q_len {q_len}{' invariant' if invariant else ''}"
@@ -83,6 +79,32 @@ def rows_of(runtime: Runtime, heads: int, tokens: Sequence[int]) -> dict[str, Ca
     return calls
 
 
+def packing_us(runtime: Runtime, batch: int, q_len: int, **tree: torch.Tensor) -> float:
+    """A launch that packs the masks of a batch: the median of graphs of 20."""
+    out = torch.empty(batch, q_len, 2 * -(-q_len // 32), device="cuda", dtype=torch.uint16)
+    plan, stream, graph = plan_draft_mask(out, runtime=runtime, **tree), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    plan.preload()
+    plan.prepare(stream, graphs=1)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(20):
+            plan.run(out, stream=stream, **tree)
+    return do_bench(graph.replay, warmup=5, rep=20, return_mode="median") * 1e3 / 20
+
+
+def mask_rows(runtime: Runtime) -> list[dict[str, Any]]:
+    """The time of packing chains, booleans and causal masks."""
+    rows = []
+    for batch, q_len in ((1, 64), (64, 16), (64, 64), (512, 64)):
+        parents = torch.arange(-1, q_len - 1, device="cuda", dtype=torch.int32).repeat(batch, 1)
+        allowed = torch.ones(batch, q_len, q_len, device="cuda").tril().bool()
+        for name, tree in (("parents", {"parents": parents}), ("allowed", {"allowed": allowed}), ("causal", {})):
+            us = packing_us(runtime, batch, q_len, **tree)
+            rows.append({"case": f"{name}, {batch} x {q_len}", "us": us})
+            print(f"{name}, {batch} x {q_len}: {us:.2f} us", flush=True)
+    return rows
+
+
 def main() -> int:
     """Measure all rows and write ``drafts.json``."""
     chosen = options()
@@ -92,7 +114,7 @@ def main() -> int:
     chosen.out.mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = {"schema": 1, "question": "what more draft tokens per request cost"}
     result |= {"release": runtime.native_release().pin.manifest_sha256, "environment": gpu_environment()}
-    result |= {"batch": BATCH, "keys": KEYS, "rows": []}
+    result |= {"batch": BATCH, "keys": KEYS, "mask_rows": mask_rows(runtime), "rows": []}
     for heads in chosen.heads:
         calls = rows_of(runtime, heads, chosen.tokens)
         times: dict[str, list[float]] = {name: [] for name in calls}
