@@ -40,6 +40,7 @@ def diff(
     wanted = KernelFilter.from_words(sm, family, dtype, head_dim, match)
     library = Library(options.make_config(store, source, pins, offline))
     found = compare_releases(library, library.pins.get(old), library.pins.get(new), wanted)
+    del library  # frees its manifests before the output is built
     if json:
         output.emit_json("diff", asdict(found))
         return

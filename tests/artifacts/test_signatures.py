@@ -400,8 +400,12 @@ def test_a_record_that_only_root_may_write_is_an_error(open_place: Path, key: Ed
     except PinError as error:
         print("error:", error)
     """
-    before = "import cryptography.hazmat.primitives.asymmetric.ed25519, cryptography.hazmat.primitives.serialization\n"
-    before += "import filelock\n"
+    before = """
+import filelock
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+made = Ed25519PrivateKey.generate()
+Ed25519PublicKey.from_public_bytes(made.public_key().public_bytes_raw()).verify(made.sign(b""), b"")
+"""  # which loads what an ordinary user may not read
     state = open_place / "state" / "pin_versions.json"
     done = run_child(body, made.pin_file, hex_of(key), state, as_user=True, before=before)
     assert "cannot be recorded" in done.stdout, done.stderr

@@ -77,6 +77,22 @@ def test_the_largest_manifest_fits(environment: Path, wide: tuple[Path, Path], w
     assert most < LARGEST
 
 
+def test_two_of_the_largest_manifests_fit(environment: Path, wide: tuple[Path, Path]) -> None:
+    tree, pins = wide
+    data = (tree / "wide-1" / "fmha" / "checksums.txt").read_bytes()
+    other = b"".join(line[63::-1] + line[64:] for line in data.splitlines(keepends=True))
+    place = environment / "tree" / "wide-2" / "fmha"
+    place.mkdir(parents=True)
+    (place / "checksums.txt").write_bytes(other)
+    table = pins.read_text().replace("wide-1", "wide-2")
+    digests = (hashlib.sha256(one).hexdigest() for one in (data, other))
+    (environment / "other.toml").write_text(table.replace(*digests))
+    sources = ("--source", tree, "--source", environment / "tree")
+    named = ("--pins", pins, "--pins", environment / "other.toml", *sources)
+    code, most = peak("diff", "wide-1", "wide-2", "--json", *named)
+    assert (code, most < LARGEST) == (0, True)
+
+
 def test_pinning_the_largest_manifest_fits(environment: Path, wide: tuple[Path, Path]) -> None:
     code, most = peak("pin", "wide-1/fmha", "--source", wide[0])
     assert (code, most < LARGEST) == (3, True)

@@ -52,22 +52,26 @@ def compare_releases(library: Library, old: Pin, new: Pin, wanted: KernelFilter 
     """
     wanted = wanted or KernelFilter()
     catalogs = (_catalog(library, old), _catalog(library, new))
-    before, after = (_by_name(catalog) for catalog in catalogs)
-    kept = {_name(catalog, entry) for catalog in catalogs for entry in catalog.kept_by(wanted)}
-    if not kept:
+    before, after = (_digests(catalog) for catalog in catalogs)
+    kept = None if wanted.is_empty else {_name(one, entry) for one in catalogs for entry in one.kept_by(wanted)}
+    if kept is not None and not kept:
         for catalog in catalogs:
             catalog.chosen_by(wanted)
-    both = sorted(kept & set(before) & set(after))
+
+    def only_in(one: Mapping[str, str], other: Mapping[str, str]) -> tuple[str, ...]:
+        return tuple(sorted(name for name in one if name not in other and (kept is None or name in kept)))
+
+    both = [name for name in before if name in after and (kept is None or name in kept)]
+    different = sorted(name for name in both if before[name] != after[name])
+    old_rows, new_rows = (_rows(catalog, before, after) for catalog in catalogs)
     changed = tuple(
-        Change(name, before[name].sha256, after[name].sha256, _facts(before[name].row, after[name].row))
-        for name in both
-        if before[name].sha256 != after[name].sha256
+        Change(name, before[name], after[name], _facts(old_rows.get(name), new_rows.get(name))) for name in different
     )
     return ReleaseDiff(
         old=old.name,
         new=new.name,
-        added=tuple(sorted(kept & set(after) - set(before))),
-        removed=tuple(sorted(kept & set(before) - set(after))),
+        added=only_in(after, before),
+        removed=only_in(before, after),
         changed=changed,
         same=len(both) - len(changed),
         metadata=all(catalog.has_metadata for catalog in catalogs),
@@ -82,8 +86,15 @@ def _catalog(library: Library, pin: Pin) -> Catalog:
         return Catalog(manifest, lambda _: None, has_metadata=False)
 
 
-def _by_name(catalog: Catalog) -> Mapping[str, Entry]:
-    return {_name(catalog, entry): entry for entry in catalog}
+def _digests(catalog: Catalog) -> Mapping[str, str]:
+    """Names and digests alone: the entries of two of the largest manifests would take too much memory."""
+    return {_name(catalog, entry): entry.sha256 for entry in catalog}
+
+
+def _rows(catalog: Catalog, before: Mapping[str, str], after: Mapping[str, str]) -> Mapping[str, KernelRow]:
+    """The metadata of the files whose bytes differ."""
+    named = ((_name(catalog, entry), entry.row) for entry in catalog if entry.row is not None)
+    return {name: row for name, row in named if name in before and name in after and before[name] != after[name]}
 
 
 def _name(catalog: Catalog, entry: Entry) -> str:
