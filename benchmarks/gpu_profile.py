@@ -37,8 +37,16 @@ DECODE = (
     ("ragged", "131072 beside 63 of 512"),
     ("grouped_bf16", "Qwen3-480B, q_len 8, 64 x 16384"),
     ("fp8", "q bf16, 128 x 2048"),
+    ("grouped", "Qwen3-480B, q_len 1, 64 x 16384"),
+    ("grouped", "Qwen3-480B, q_len 4, 32 x 16384"),
+    ("grouped", "Qwen3-480B, q_len 2, 64 x 16384"),
     ("grouped", "Qwen3-480B, q_len 4, 64 x 16384"),
+    ("grouped", "GPT-OSS, q_len 1, 64 x 16384"),
+    ("grouped", "GPT-OSS, q_len 4, 32 x 16384"),
+    ("grouped", "GPT-OSS, q_len 4, 40 x 16384"),
     ("grouped", "GPT-OSS, q_len 4, 64 x 16384"),
+    ("grouped", "GPT-OSS, q_len 8, 32 x 16384"),
+    ("grouped", "GPT-OSS, q_len 8, 40 x 16384"),
     ("grouped", "GPT-OSS, q_len 8, 64 x 16384"),
 )
 MLA = (

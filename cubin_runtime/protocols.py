@@ -73,4 +73,32 @@ class BindingsStream(Protocol):
         """The address where the handle lies, by which it differs from a number."""
 
 
+class BindingsDevice(Protocol):
+    """A ``CUdevice`` of cuda.bindings."""
+
+    def __int__(self) -> int:
+        """The ordinal."""
+
+
+class TorchDevice(Protocol):
+    """A device like torch's, of the type ``cuda``."""
+
+    @property
+    def type(self) -> str:
+        """Its kind."""
+
+    @property
+    def index(self) -> int | None:
+        """The ordinal; None: the first."""
+
+
+class CudaCoreDevice(Protocol):
+    """A ``Device`` of cuda.core."""
+
+    @property
+    def device_id(self) -> int:
+        """The ordinal."""
+
+
+Device = int | TorchDevice | CudaCoreDevice | BindingsDevice
 Stream = int | CudaStream | TorchStream | BindingsStream

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from math import prod
 from typing import Any, Protocol
 
 from ..errors import UsageError
@@ -64,11 +65,14 @@ class TensorMemory(Protocol):
 class TorchMemory:
     """``TensorMemory`` for torch tensors; torch is imported when it is first needed.
 
-    A caller with other tensors passes all outputs itself; what would have to be made here is a ``UsageError``.
+    Outputs are made for cuda.core's ``StridedMemoryView`` too. A caller with other tensors passes all outputs itself;
+    what would have to be made here is a ``UsageError``.
     """
 
     def empty(self, like: Any, shape: tuple[int, ...], dtype: str | None) -> Any:
         """As ``TensorMemory``."""
+        if type(like).__module__.startswith("cuda.core"):
+            return _strided_view(like, shape, dtype)
         _check_torch(like, "an output")
         import torch
 
@@ -135,6 +139,27 @@ class TorchMemory:
         # It costs 0.06 us where torch.cuda.current_stream() costs 2.9.
         query: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
         return query
+
+
+def _strided_view(like: Any, shape: tuple[int, ...], dtype: str | None) -> Any:
+    """A view of cuda.core over a buffer of the device's current memory resource, which may be used on any stream.
+
+    Raises:
+        UsageError: numpy has no such dtype, or no memory can be had, as in a capture.
+    """
+    import numpy
+    from cuda.core import LEGACY_DEFAULT_STREAM, Device
+    from cuda.core.utils import StridedMemoryView
+
+    note_unrepeatable()
+    try:
+        wanted = like.dtype if dtype is None or dtype == str(like.dtype) else numpy.dtype(dtype)
+        nbytes = max(1, prod(shape)) * wanted.itemsize
+        buffer = Device(like.device_id).memory_resource.allocate(nbytes, stream=LEGACY_DEFAULT_STREAM)
+        LEGACY_DEFAULT_STREAM.sync()  # allocation is in stream order, and the call may be on another stream
+        return StridedMemoryView.from_buffer(buffer, shape, dtype=wanted)
+    except Exception as error:  # errors of cuda.core and numpy have no base in common
+        raise UsageError(f"an output would be made by cuda.core, which says: {error}: pass it yourself") from error
 
 
 def _product(first: Any, second: Any) -> Any:

@@ -17,6 +17,7 @@ from ..errors import UsageError
 from ..kernels.abi import abi_layouts
 from ..kernels.native.launches import KernelFile
 from ..launch.abi import LaunchNeeds
+from ..launch.devices import device_ordinal
 from ..launch.driver import Driver
 from ..launch.modules import (
     KernelRequest,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from ..artifacts.pins.pin import Pin
     from ..artifacts.tables.metadata import KernelMeta
     from ..kernels.trtllm_gen.kernel_finder import KernelFinder
+    from ..protocols import Device
 
 TRTLLM_RELEASE = "trtllm-gen-0.6.13"
 NATIVE_RELEASE = f"hopper-{_version.KERNELS_VERSION}"
@@ -190,9 +192,12 @@ class PlanRuntime:
             needs=needs,
         )
 
-    def preload(self, kernels: Iterable[NativeKernel], device: int = 0) -> PreloadReport:
-        """Load native kernels ahead of serving, into the device's primary context."""
-        context = self.driver.primary_context(device)
+    def preload(self, kernels: Iterable[NativeKernel], device: Device = 0) -> PreloadReport:
+        """Load native kernels ahead of serving, into the device's primary context.
+
+        ``device`` is an ordinal, or a device of torch, cuda.core or cuda.bindings.
+        """
+        context = self.driver.primary_context(device_ordinal(device))
         return self.modules.preload([self.request(kernel, context) for kernel in kernels])
 
     def check_process(self) -> None:

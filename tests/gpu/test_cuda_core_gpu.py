@@ -62,6 +62,11 @@ def test_tensors_buffers_and_streams_of_cuda_core_are_taken_as_torch_s_are(runti
     assert paged_decode(**tensors, **given) is tensors["out"]
     stream.sync()
     first = runtime.driver.read(views["out"].pointer, arrays["out"].nbytes)
+    made = paged_decode(**(tensors | {"out": None}), **given)
+    stream.sync()
+    assert isinstance(made, StridedMemoryView)
+    assert view_of(made, "made").spec == views["out"].spec
+    assert runtime.driver.read(made.ptr, arrays["out"].nbytes) == first
     runtime.driver.fill(views["out"].pointer, 0, arrays["out"].nbytes, 0)
     paged_decode(**views, **given)
     stream.sync()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...launch.devices import device_ordinal
 from ...values import dataclass
 from .call import RecordedCall, RecordedTensor
 from .call_file import read_call
@@ -13,6 +14,7 @@ from .references import NoReferenceError, Reference, reference_of
 from .snapshot import numpy_for
 
 if TYPE_CHECKING:
+    from ...protocols import Device
     from ..runtime import Runtime
 
 
@@ -77,9 +79,10 @@ class ReplayReport:
         return "\n".join(self.lines())
 
 
-def replay_call(file: Path | str, *, runtime: Runtime | None = None, device: int = 0) -> ReplayReport:
+def replay_call(file: Path | str, *, runtime: Runtime | None = None, device: Device = 0) -> ReplayReport:
     """Compare a recorded call with the float64 reference; with a ``runtime`` also run it again on ``device``.
 
+    ``device`` is an ordinal, or a device of torch, cuda.core or cuda.bindings.
     A call of an operator that has no reference here is not run again either.
 
     Raises:
@@ -106,14 +109,15 @@ def replay_call(file: Path | str, *, runtime: Runtime | None = None, device: int
 
     if runtime is None or not reruns(call.operator):
         return report
-    again = run_again(call, runtime, device)
+    ordinal = device_ordinal(device)
+    again = run_again(call, runtime, ordinal)
     return ReplayReport(
         file=report.file,
         call=call,
         no_reference=reason,
         notes=report.notes,
         recorded=report.recorded,
-        device=runtime.driver.device(device).name,
+        device=runtime.driver.device(ordinal).name,
         replayed=_compared(again, reference),
         same_bits=all(again[name].data == recorded[name].data for name in recorded) if recorded else None,
     )
