@@ -2,7 +2,8 @@
 
 Run: ``python benchmarks/gpu_drafts.py --out DIR`` on a machine with a Hopper GPU, torch and triton. A time is the
 median over rounds of triton's do_bench median, which clears L2 before each call; in a round all rows take turns.
-Rows named ``context`` are causal context attention over the same pages and query tokens. ``mask_rows`` are the times of
+Rows named ``context`` are causal context attention over the same pages and query tokens, ``batch N`` those of other
+batches than 64. ``kernel`` is the kernel of a decode and its predicted time. ``mask_rows`` are the times of
 packing the masks on the device, each of a launch among 20 in a CUDA graph.
 """
 
@@ -14,6 +15,7 @@ import os
 import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +24,17 @@ from gpu_environment import built_sources, gpu_environment
 from triton.testing import do_bench
 
 from cubin_runtime import Config
-from cubin_runtime.attention import Runtime, context_attention, draft_mask, paged_decode, plan_draft_mask
+from cubin_runtime.attention import (
+    Runtime,
+    context_attention,
+    draft_mask,
+    paged_decode,
+    plan_draft_mask,
+    plan_paged_decode,
+)
 
 PAGE = 64
-BATCH, KEYS, KV_HEADS, HEAD_DIM = 64, 16384, 8, 128
+BATCH, KEYS, KV_HEADS = 64, 16384, 8
 TOKENS = (1, 4, 8, 16, 24, 32, 48, 64)
 DTYPES = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}
 
@@ -36,6 +45,8 @@ def options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--heads", type=int, nargs="*", default=[32, 64], help="query heads over 8 KV heads (32 64)")
     parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS, help="query tokens per request")
+    parser.add_argument("--batches", type=int, nargs="*", default=[BATCH], help=f"requests ({BATCH})")
+    parser.add_argument("--head-dim", type=int, default=128, help="columns of a head (%(default)s)")
     parser.add_argument("--rep", type=float, default=40, help="ms of device time for one median (%(default)s)")
     return parser.parse_args()
 
@@ -44,39 +55,45 @@ def integers(values: Any) -> torch.Tensor:
     return torch.tensor(values, device="cuda", dtype=torch.int32)
 
 
-def tree_masks(runtime: Runtime, q_len: int) -> torch.Tensor:
+def tree_masks(runtime: Runtime, batch: int, q_len: int) -> torch.Tensor:
     """Random trees, packed."""
     generator = torch.Generator().manual_seed(q_len)
-    columns = [torch.randint(-1, max(token, 0), (BATCH,), generator=generator) for token in range(q_len)]
+    columns = [torch.randint(-1, max(token, 0), (batch,), generator=generator) for token in range(q_len)]
     parents = torch.stack(columns, 1).int().cuda()
     return draft_mask(parents=parents, runtime=runtime)  # type: ignore[no-any-return]
 
 
-def rows_of(runtime: Runtime, heads: int, tokens: Sequence[int]) -> dict[str, Callable[[], Any]]:
-    """Every row's call by its name."""
+def rows_of(
+    runtime: Runtime, batch: int, heads: int, head_dim: int, tokens: Sequence[int]
+) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
+    """Every row's call by its name, and what a decode's plan chose."""
     columns = KEYS // PAGE
-    cache = [torch.randn(BATCH * columns, PAGE, KV_HEADS, HEAD_DIM, device="cuda").bfloat16() for _ in range(2)]
+    cache = [torch.randn(batch * columns, PAGE, KV_HEADS, head_dim, device="cuda").bfloat16() for _ in range(2)]
     caches = {"bf16": cache, "e4m3": [part.to(torch.float8_e4m3fn) for part in cache]}
-    table = torch.randperm(BATCH * columns, device="cuda").int().reshape(BATCH, columns)
-    lengths = integers([KEYS] * BATCH)
+    table = torch.randperm(batch * columns, device="cuda").int().reshape(batch, columns)
+    lengths = integers([KEYS] * batch)
     calls: dict[str, Callable[[], Any]] = {}
+    kernels: dict[str, str] = {}
+    of_batch = "" if batch == BATCH else f"batch {batch} "
     for q_len in tokens:
-        q = torch.randn(BATCH, q_len, heads, HEAD_DIM, device="cuda").bfloat16()
+        q = torch.randn(batch, q_len, heads, head_dim, device="cuda").bfloat16()
         out = torch.empty_like(q)
         common = {"max_seq_len": KEYS, "runtime": runtime, "out": out}
-        mask = tree_masks(runtime, q_len)
+        mask = tree_masks(runtime, batch, q_len)
         for dtype, (k, v) in caches.items():
             for invariant in (False, True) if dtype == "bf16" else (False,):
-                name = f"{dtype} {heads}/8 heads q_len {q_len}{' invariant' if invariant else ''}"
-                call = partial(paged_decode, q, k, v, table, lengths, mask=mask, batch_invariant=invariant, **common)
-                calls[name] = call
+                name = f"{of_batch}{dtype} {heads}/8 heads q_len {q_len}{' invariant' if invariant else ''}"
+                options = {"mask": mask, "batch_invariant": invariant, **common}
+                calls[name] = partial(paged_decode, q, k, v, table, lengths, **options)
+                (selection,) = plan_paged_decode(q, k, v, table, lengths, **options).selections
+                kernels[name] = f"{selection.kernel.symbol}, {selection.microseconds:.1f} us predicted"
         flat = {**common, "out": out.flatten(0, 1), "max_q_len": q_len}
-        starts = integers([q_len * i for i in range(BATCH + 1)])
+        starts = integers([q_len * i for i in range(batch + 1)])
         pages = {"page_table": table, "seq_lens": lengths, "q_cu_seq_lens": starts}
-        calls[f"context {heads}/8 heads q_len {q_len}"] = partial(
+        calls[f"{of_batch}context {heads}/8 heads q_len {q_len}"] = partial(
             context_attention, q.flatten(0, 1), *cache, **pages, **flat
         )
-    return calls
+    return calls, kernels
 
 
 def packing_us(runtime: Runtime, batch: int, q_len: int, **tree: torch.Tensor) -> float:
@@ -114,18 +131,19 @@ def main() -> int:
     chosen.out.mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = {"schema": 1, "question": "what more draft tokens per request cost"}
     result |= {"release": runtime.native_release().pin.manifest_sha256, "environment": gpu_environment()}
-    result |= {"batch": BATCH, "keys": KEYS, "mask_rows": mask_rows(runtime), "rows": []}
-    for heads in chosen.heads:
-        calls = rows_of(runtime, heads, chosen.tokens)
+    result |= {"batch": BATCH, "keys": KEYS, "head_dim": chosen.head_dim, "mask_rows": mask_rows(runtime), "rows": []}
+    for batch, heads in product(chosen.batches, chosen.heads):
+        calls, kernels = rows_of(runtime, batch, heads, chosen.head_dim, chosen.tokens)
         times: dict[str, list[float]] = {name: [] for name in calls}
         for _ in range(chosen.rounds):
             for name, call in calls.items():
                 times[name].append(do_bench(call, warmup=5, rep=chosen.rep, return_mode="median") * 1e3)
         for name, found in times.items():
             us, q_len = statistics.median(found), int(name.split("q_len ")[1].split()[0])
-            flops = 4 * BATCH * KEYS * heads * HEAD_DIM * q_len
-            result["rows"].append({"case": name, "us": us, "tflop_per_s": flops / us / 1e6})
-            print(f"{name}: {us:.1f} us, {flops / us / 1e6:.0f} TFLOP/s", flush=True)
+            flops = 4 * batch * KEYS * heads * chosen.head_dim * q_len
+            kernel = {"kernel": kernels[name]} if name in kernels else {}
+            result["rows"].append({"case": name, "us": us, "tflop_per_s": flops / us / 1e6, **kernel})
+            print(f"{name}: {us:.1f} us, {flops / us / 1e6:.0f} TFLOP/s", *kernel.values(), flush=True)
         (chosen.out / "drafts.json").write_text(json.dumps(result, indent=1) + "\n")
     return 0
 

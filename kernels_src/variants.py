@@ -152,7 +152,7 @@ _HOPPER_DECODE_16_BITS = (
     _DecodeShape(128, 8, 1, 6, 2),
     _DecodeShape(128, 16, 1, 6, 2),
     _DecodeShape(128, 64, 2, 8, 1, wgmma=True),
-    _DecodeShape(128, 128, 2, 8, 1, wgmma=True),
+    _DecodeShape(128, 128, 2, 4, 1, wgmma=True, tile=128),
     _DecodeShape(256, 8, 1, 6, 1),
     _DecodeShape(256, 32, 2, 4, 1),
     _DecodeShape(512, 8, 1, 3, 1),
@@ -165,6 +165,7 @@ _HOPPER_DECODE_SEGMENTS = (
     _DecodeShape(128, 8, 1, 6, 1, tile=128, segments=True),
     _DecodeShape(128, 16, 1, 6, 1, tile=128, segments=True),
     _DecodeShape(128, 64, 2, 6, 1, wgmma=True, tile=128, segments=True),
+    _DecodeShape(128, 128, 2, 4, 1, wgmma=True, tile=128, segments=True),
 )
 _HOPPER_DECODE_8_BITS = (
     _DecodeShape(32, 16, 1, 20, 2),

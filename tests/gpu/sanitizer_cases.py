@@ -28,6 +28,7 @@ from cubin_runtime import Config
 from cubin_runtime.artifacts.tables.native_kernels import NativeKernel
 from cubin_runtime.attention import Runtime
 from cubin_runtime.errors import UsageError
+from cubin_runtime.kernels.native.decode.grids import SEGMENTS
 from cubin_runtime.kernels.native.decode.select import select_decode
 from cubin_runtime.kernels.native.decode.shape import DecodeShape
 from cubin_runtime.kernels.native.mla.select import MlaShape, select_mla_decode
@@ -71,8 +72,8 @@ def _spread(traits: Mapping[str, object], index: int) -> DecodeCase:
         mask=MASKS[index % len(MASKS)],
         sinks=index % 2 == 0,
         window_left=WINDOWS[index % len(WINDOWS)],
-        # Which takes no kernel of more rows.
-        batch_invariant=rows <= 64 and (index % 3 == 0 or index % 6 == 1),
+        # Of more rows, it takes only those kernels that give the bits of prefill.
+        batch_invariant=traits["arithmetic"] == SEGMENTS or (rows <= 64 and (index % 3 == 0 or index % 6 == 1)),
         pdl=index % 7 == 0,
         clusters=index % 2 == 0,
         whole_pages=index % 4 < 2 and index % 5 == 0,  # of a near bound

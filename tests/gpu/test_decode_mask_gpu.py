@@ -82,6 +82,7 @@ def test_every_kernel_takes_masks_windows_and_ragged_queries(
     long = replace(wanted, q_lens=(40, 0, 33, 7, 64, 32, 1, 9), max_q_len=64)
     for mask in ("none", "tree", "any"):
         assert_means(runtime, replace(long, mask=mask, window_left=17), rng)
+        assert_means(runtime, replace(long, mask=mask, window_left=300, batch_invariant=True), rng)
         assert_means(runtime, replace(wanted, q_len=6, mask=mask), rng)
         assert_means(runtime, replace(ragged, mask=mask, sinks=True), rng)
         assert_means(runtime, replace(ragged, mask=mask, window_left=17), rng)

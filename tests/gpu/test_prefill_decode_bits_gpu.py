@@ -53,10 +53,10 @@ def check(device: PromptOnDevice, rng: np.random.Generator) -> None:
     for alone in (tokens - 1, int(rng.choice(steps))):
         found = device.decode([(alone, 1)], 16, spare=int(rng.integers(0, 700)))
         assert_same(found, picked(whole, [alone]), f"a step alone, {alone}")
-    q_len = int(rng.integers(2, 9))
-    firsts = [int(x) for x in rng.integers(0, tokens - q_len, 5)]
-    drafted = [t for first in firsts for t in range(first, first + q_len)]
-    assert_same(device.decode([(first, q_len) for first in firsts]), picked(whole, drafted), f"drafts of {q_len}")
+    for q_len in (int(rng.integers(2, 9)), min(tokens - 1, int(rng.integers(17, 65)))):
+        firsts = [int(x) for x in rng.integers(0, tokens - q_len, 5)]
+        drafted = [t for first in firsts for t in range(first, first + q_len)]
+        assert_same(device.decode([(first, q_len) for first in firsts]), picked(whole, drafted), f"drafts of {q_len}")
     mixed = [(int(rng.integers(0, tokens - 8)), int(rng.integers(1, 9))) for _ in range(7)]
     drafted = [t for first, count in mixed for t in range(first, first + count)]
     assert_same(device.decode(mixed), picked(whole, drafted), "drafts of different lengths")
@@ -113,15 +113,20 @@ def test_random_prompts_have_the_same_bits_in_prefill_and_decode(runtime: Runtim
         device.arrays.assert_guards()
 
 
-@pytest.mark.parametrize(("head_dim", "dtype"), product((64, 128), ("bf16", "fp16")))
-@pytest.mark.parametrize("rows", [8, 16, 64])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize(("head_dim", "rows"), [*product((64, 128), (8, 16, 64)), (128, 128)])
 def test_every_decode_kernel_gives_the_bits_of_prefill(runtime: Runtime, head_dim: int, dtype: str, rows: int) -> None:
     kernels = [k for k in runtime.native_release().kernels if k.traits.get("arithmetic") == "segments"]
     prompt = Prompt(3100, head_dim=head_dim, dtype=dtype, group=6, window_left=2000)
     with prompt_on_device(runtime, prompt, (SEED, 4)) as device:
         whole = device.prefill((0, prompt.tokens))
         with only_kernels(runtime, {kernel.name for kernel in kernels if kernel.traits["rows"] == rows}):
-            for steps in ([(3099, 1)], [(t, 1) for t in range(0, 3100, 61)], [(3084, 16), (1020, 8), (0, 5)]):
+            for steps in (
+                [(3099, 1)],
+                [(t, 1) for t in range(0, 3100, 61)],
+                [(3084, 16), (1020, 8), (0, 5)],
+                [(3036, 64), (990, 37)],
+            ):
                 tokens = [t for first, count in steps for t in range(first, first + count)]
                 assert_same(device.decode(steps), picked(whole, tokens), f"{rows} rows: {steps}")
 

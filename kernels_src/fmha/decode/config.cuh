@@ -87,6 +87,7 @@ constexpr int PREPARED_BARRIER = 0;
 constexpr int CONSUMER_BARRIER = 1;
 // consumers and converters: the work tile is merged, its memory is free for converted tiles
 constexpr int MERGED_BARRIER = 4;
+constexpr int TURN = 5;  // and up, one for each of two warpgroups that issue products in turn
 constexpr int NEVER_VISIBLE = 0x7fffffff;  // a first visible key beyond all keys
 
 using DraftMask = uint64_t;  // bit j: a query token sees query token j of its request
@@ -131,7 +132,7 @@ struct Folding {
 #endif
 
 // Two warpgroups compute the scores of half of a tile's tokens each, and the output of half of the columns.
-constexpr bool HALVES = SEGMENTS && WARPGROUP_MMA && CONSUMER_WARPGROUPS == 2;
+constexpr bool HALVES = SEGMENTS && WARPGROUP_MMA && CONSUMER_WARPGROUPS == 2 && ROWS == 64;
 
 // What these warpgroups tell each other, but for probabilities.
 struct HalfExchange {
@@ -140,8 +141,11 @@ struct HalfExchange {
     float segment_sum[2][ROWS];  // by turns
 };
 
-// The output of earlier segments: with two CTAs on an SM, there are too few registers.
-constexpr bool FOLDS_IN_SHARED = SEGMENTS && WARPGROUP_MMA && CTAS_PER_SM > 1;
+// The output of earlier segments: with two CTAs on an SM, or all of a row's columns in a thread, there are too few
+// registers.
+constexpr bool FOLDS_IN_SHARED = SEGMENTS && WARPGROUP_MMA && (CTAS_PER_SM > 1 || ROWS == 128);
+
+constexpr int MERGED_ROWS = SEGMENTS && WARPGROUP_MMA ? 0 : ROWS;  // in shared memory
 
 struct alignas(128) SharedStorage {
     char stages[STAGES][STAGE_BYTES];  // dynamic shared memory begins at a multiple of 1024
@@ -151,8 +155,8 @@ struct alignas(128) SharedStorage {
         char converted[CONVERTS ? CONVERTED_STAGES : 0][TILE_TOKENS * HEAD_DIM * 2];
         float4 folded[FOLDS_IN_SHARED ? HEAD_DIM / 8 : 0][CONSUMERS];
         HalfExchange halves[HALVES ? 1 : 0];
-        float merge[MERGE_BUFFERS][ROWS][SEGMENTS && WARPGROUP_MMA ? 0 : MERGE_STRIDE];
-        float weight[ROWS][SEGMENTS && WARPGROUP_MMA ? 0 : WEIGHTS];
+        float merge[MERGE_BUFFERS][MERGED_ROWS][MERGE_STRIDE];
+        float weight[MERGED_ROWS][WEIGHTS];
 #if SEGMENTS && !WARPGROUP_MMA
         Exchange exchange[CONSUMER_WARPGROUPS];
         Folding folding;
@@ -160,10 +164,10 @@ struct alignas(128) SharedStorage {
     };
     alignas(16) uint32_t ones[SUMS_BY_PRODUCT ? 64 : 0];
     uint2 query[QUERY_IN_SHARED ? ROWS / 8 : 0][K_STEPS][32];
-    float partition_maximum[KV_PARTITIONS][ROWS];
-    float partition_sum[KV_PARTITIONS][ROWS];
-    float maximum[ROWS];
-    float sum[ROWS];
+    float partition_maximum[KV_PARTITIONS][MERGED_ROWS];
+    float partition_sum[KV_PARTITIONS][MERGED_ROWS];
+    float maximum[MERGED_ROWS];
+    float sum[MERGED_ROWS];
     DraftMask row_mask[ROWS];
     int row_begin[ROWS];  // the first key in the row's window
 #if !WARPGROUP_MMA

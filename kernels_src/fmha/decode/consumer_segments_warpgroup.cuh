@@ -2,7 +2,8 @@
 // are those of prefill, so that its bits are (common/segments.cuh). The scores of the next tile and the output of the
 // last are in flight together.
 //
-// Two warpgroups (HALVES) multiply the keys of half of a tile's tokens each, then the values of all tokens and half of
+// Two warpgroups have 64 of 128 rows each and issue their products in turn, so that one's softmax overlaps with the
+// other's products. Or, with 64 rows (HALVES), they multiply the keys of half of a tile's tokens each, then the values of all tokens and half of
 // the columns. Between, they tell each other maxima, sums and probabilities through shared memory; the second goes on
 // with the sums where the first ends. Three barriers a tile:
 //
@@ -12,9 +13,11 @@
 
 namespace paged_decode {
 
-static_assert(ROWS == 64, "of a warpgroup");
 constexpr int WARPGROUP = 128;
-constexpr int COLUMNS = HEAD_DIM / CONSUMER_WARPGROUPS;  // of the output, in a warpgroup
+constexpr int WARPGROUP_ROWS = 64;
+constexpr bool IN_TURN = CONSUMER_WARPGROUPS > 1 && !HALVES;
+static_assert(ROWS == WARPGROUP_ROWS * (IN_TURN ? CONSUMER_WARPGROUPS : 1), "a warpgroup multiplies 64 rows");
+constexpr int COLUMNS = HEAD_DIM / (HALVES ? 2 : 1);  // of the output, in a warpgroup
 constexpr int VALUE_SPANS = COLUMNS * ITEM_BYTES / SPAN;
 constexpr int WARPGROUP_BARRIER = CONSUMER_BARRIER + 1;  // and up, one for each warpgroup
 constexpr int QUERY_SPAN_BYTES = ROWS * SPAN;
@@ -29,7 +32,11 @@ using Output = float[COLUMNS / 2];  // columns as in segments::exponentiate
 
 // The thread's two rows, 8 apart, within the CTA.
 DEVICE int warpgroup() { return threadIdx.x / WARPGROUP; }
-DEVICE int row_of_value(int i) { return threadIdx.x % WARPGROUP / 32 * 16 + threadIdx.x % 32 / 4 + 8 * i; }
+DEVICE int warp_row() { return (IN_TURN ? threadIdx.x : threadIdx.x % WARPGROUP) / 32 * 16; }
+DEVICE int row_of_value(int i) { return warp_row() + threadIdx.x % 32 / 4 + 8 * i; }
+
+// Whether the thread writes the statistics of its rows: one thread of a row does.
+DEVICE bool writes_statistics() { return (!HALVES || warpgroup() == 0) && threadIdx.x % 4 == 0; }
 
 struct RowStatistics {
     float maximum[2] = {-INFINITY, -INFINITY}, sum[2] = {};
@@ -113,7 +120,7 @@ DEVICE uint32_t query_address(const SharedStorage& shared, int row, int column) 
 }
 
 // Of the 8 x 8 matrices that a lane's address is for, two of rows by two of columns.
-DEVICE int matrix_row() { return threadIdx.x % WARPGROUP / 32 * 16 + threadIdx.x % 16; }
+DEVICE int matrix_row() { return warp_row() + threadIdx.x % 16; }
 DEVICE int matrix_column() { return threadIdx.x % 32 / 16; }
 
 // From shared memory; a barrier must come before it is written again.
@@ -289,7 +296,7 @@ template <class FourOf>
 DEVICE void write_partial(const Params& p, int slot, const RowStatistics& rows, FourOf four_of) {
 #pragma unroll
     for (int i = 0; i < FOURS; ++i) *partial_of(p, slot, i) = four_of(i);
-    if (warpgroup() == 0 && threadIdx.x % 4 == 0)
+    if (writes_statistics())
 #pragma unroll
         for (int i = 0; i < 2; ++i)
             static_cast<float2*>(p.partial_statistics)[slot_row(slot, row_of_value(i))] =
@@ -310,10 +317,10 @@ DEVICE void finish(const Params& p, const WorkTile& work, float scale, const Fol
         const float* sink = p.sinks == nullptr ? nullptr : static_cast<const float*>(p.sinks) + head;
         const segments::Normalisation n =
             segments::normalise({folded.rows.maximum[i], folded.rows.sum[i]}, scale, sink, output_scale, true);
-        if (p.lse != nullptr && warpgroup() == 0 && threadIdx.x % 4 == 0)
+        if (p.lse != nullptr && writes_statistics())
             static_cast<float*>(p.lse)[token * p.lse_token_stride + head * p.lse_head_stride] = n.lse;
         const int64_t element = token * p.out_token_stride + head * p.out_head_stride +
-                                warpgroup() * COLUMNS + threadIdx.x % 4 * 2;
+                                (HALVES ? warpgroup() * COLUMNS : 0) + threadIdx.x % 4 * 2;
 #pragma unroll
         for (int cell = 0; cell < FOURS; ++cell) {
             const float4 four = folded.get(cell);
@@ -344,8 +351,10 @@ DEVICE void fold_partials(const Params& p, const WorkRange& range, const WorkTil
 
 DEVICE void consume(const Params& p, const WorkRange& range, SharedStorage& shared) {
     const Scale scale(p);
-    const uint64_t query_tile = k_major_descriptor(shared_address(shared.query_tile));
+    const uint64_t query_tile =
+        k_major_descriptor(shared_address(shared.query_tile) + (IN_TURN ? warpgroup() * WARPGROUP_ROWS * SPAN : 0));
     StageState keys;
+    if (IN_TURN && warpgroup() == 0) named_barrier_arrive<CONSUMERS>(TURN);  // the first turn
     for_each_work_tile(p, range, [&](const WorkTile& work) {
         const Request& r = work.request;
         const int end = end_tile(work);
@@ -365,8 +374,9 @@ DEVICE void consume(const Params& p, const WorkRange& range, SharedStorage& shar
         };
         if constexpr (HALVES) clear();
         const auto token_of = [&](int tile) { return (r.first_tile + tile) * TILE_TOKENS; };
-        const auto start_scores = [&] {
+        const auto start_scores = [&](bool in_turn) {
             mbarrier_wait(shared_address(&shared.full[keys.index]), keys.phase);
+            if (in_turn) named_barrier_sync<CONSUMERS>(TURN + warpgroup());
             const uint32_t stage = shared_address(shared.stages[keys.index]);
             if constexpr (HALVES)
                 multiply_keys(q, k_major_descriptor(stage + warpgroup() * OWN_TOKENS * SPAN), s);
@@ -393,7 +403,7 @@ DEVICE void consume(const Params& p, const WorkRange& range, SharedStorage& shar
         load_queries(p, work, shared);
         if constexpr (HALVES) load_fragments(shared, q);
         if (work.first < end) {
-            start_scores();
+            start_scores(false);
             wgmma_wait<0>();
             use_scores(work.first);
             pass_on();
@@ -402,11 +412,11 @@ DEVICE void consume(const Params& p, const WorkRange& range, SharedStorage& shar
         for (int tile = work.first; tile < end; ++tile) {
             const int token = token_of(tile);
             const bool is_last = tile + 1 == end, ends = ends_segment(r, tile) || is_last;
-            if (!is_last) start_scores();
+            if (!is_last) start_scores(IN_TURN);
             // The stage in front of the next keys, which were not released yet.
             const int values = (keys.index + STAGES - 1) % STAGES;
             mbarrier_wait(shared_address(&shared.full[values]), keys.phase ^ (keys.index == 0));
-            char* stage = shared.stages[values] + warpgroup() * VALUE_SPANS * SPAN_BYTES;
+            char* stage = shared.stages[values] + (HALVES ? warpgroup() * VALUE_SPANS * SPAN_BYTES : 0);
             if (token < work.begin || token + TILE_TOKENS > r.kv_len)
                 clear_values(stage, work.begin - token, r.kv_len - token);
             const uint64_t v = mn_major_descriptor(shared_address(stage), SPAN_BYTES);
@@ -416,6 +426,7 @@ DEVICE void consume(const Params& p, const WorkRange& range, SharedStorage& shar
                 multiply_values<false>(probability, v, out);
             else
                 multiply_values<true>(probability, v, out);
+            if (IN_TURN && !is_last) named_barrier_arrive<CONSUMERS>(TURN + (warpgroup() ^ 1));
             RowStatistics segment = rows;
             if (ends) rows = RowStatistics();
             if (!is_last) {

@@ -167,27 +167,8 @@ using Probabilities = uint32_t[TILE_TOKENS / 16][4];  // P as the A operand of P
 
 constexpr int CHAINS = 4;  // of maxima and of sums, to hide the latency of each step
 
-// Raises the maxima of rows with a score of more than MAXIMUM_SLACK above them, and rescales sums and outputs to match.
-// `top` is the largest score of each of the thread's rows, in its own columns.
-DEVICE void raise_maxima(float (&top)[2], Accumulator& acc) {
-    float rescale[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        for (int step = 1; step < 4; step *= 2) top[i] = fmaxf(top[i], __shfl_xor_sync(~0u, top[i], step));
-        const float before = acc.maximum[i];
-        if (top[i] > before + MAXIMUM_SLACK) acc.maximum[i] = top[i];
-        rescale[i] = exp2_approximate(before - acc.maximum[i]);
-        acc.sum[i * 2] *= rescale[i], acc.sum[i * 2 + 1] *= rescale[i];
-    }
-#pragma unroll
-    for (int j = 0; j < HEAD_DIM / 2; ++j) acc.out[j] *= rescale[j / 2 % 2];
-}
-
-// Turns S into P. A maximum follows the scores only when they exceed it by MAXIMUM_SLACK: in most tiles a warp only
-// finds that none does.
-DEVICE void softmax(const float (&scale)[2], float (&s)[TILE_TOKENS / 2], Accumulator& acc,
-                    Probabilities& probability) {
-    float top[2];
+// The largest of a thread's scores of each of its rows, with the rows' factors.
+DEVICE void own_tops(const float (&scale)[2], const float (&s)[TILE_TOKENS / 2], float (&top)[2]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         float tops[CHAINS];
@@ -198,8 +179,43 @@ DEVICE void softmax(const float (&scale)[2], float (&s)[TILE_TOKENS / 2], Accumu
         }
         top[i] = fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3])) * scale[i];
     }
+}
+
+// Whether a score of the warp's rows is more than MAXIMUM_SLACK above its row's maximum.
+DEVICE bool any_above(const float (&top)[2], const Accumulator& acc) {
     const bool over = top[0] > acc.maximum[0] + MAXIMUM_SLACK || top[1] > acc.maximum[1] + MAXIMUM_SLACK;
-    if (__any_sync(~0u, over)) raise_maxima(top, acc);
+    return __any_sync(~0u, over);
+}
+
+// Raises the maxima of rows with a score of more than MAXIMUM_SLACK above them, and rescales sums to match; `rescale`
+// is for outputs. `top` is the largest score of each of the thread's rows, in its own columns.
+DEVICE void raise_maxima(float (&top)[2], Accumulator& acc, float (&rescale)[2]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        for (int step = 1; step < 4; step *= 2) top[i] = fmaxf(top[i], __shfl_xor_sync(~0u, top[i], step));
+        const float before = acc.maximum[i];
+        if (top[i] > before + MAXIMUM_SLACK) acc.maximum[i] = top[i];
+        rescale[i] = exp2_approximate(before - acc.maximum[i]);
+        acc.sum[i * 2] *= rescale[i], acc.sum[i * 2 + 1] *= rescale[i];
+    }
+}
+
+DEVICE void rescale_outputs(const float (&rescale)[2], Accumulator& acc) {
+#pragma unroll
+    for (int j = 0; j < HEAD_DIM / 2; ++j) acc.out[j] *= rescale[j / 2 % 2];
+}
+
+// Turns S into P. A maximum follows the scores only when they exceed it by MAXIMUM_SLACK: in most tiles a warp only
+// finds that none does.
+DEVICE void softmax(const float (&scale)[2], float (&s)[TILE_TOKENS / 2], Accumulator& acc,
+                    Probabilities& probability) {
+    float top[2];
+    own_tops(scale, s, top);
+    if (any_above(top, acc)) {
+        float rescale[2];
+        raise_maxima(top, acc, rescale);
+        rescale_outputs(rescale, acc);
+    }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         float sums[CHAINS];
@@ -370,11 +386,103 @@ DEVICE void consume_tiles(const WorkTile& work, int visible_from, int kv_tiles, 
     if (partition() < kv_tiles) release(used);
 }
 
+#if ROWS == 128 && !KV_E4M3
+// The same as `softmax`, while a product reads the probabilities of the last tile and writes the outputs: in place, and
+// `rescale` is for those outputs later. Returns whether that is needed.
+DEVICE bool exponentiate(const float (&scale)[2], float (&s)[TILE_TOKENS / 2], Accumulator& acc, float (&rescale)[2]) {
+    float top[2];
+    own_tops(scale, s, top);
+    const bool raised = any_above(top, acc);
+    if (raised) raise_maxima(top, acc, rescale);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        float sums[CHAINS];
+#pragma unroll
+        for (int j = 0; j < TILE_BLOCKS; ++j) {
+            float &low = s[j * 4 + i * 2], &high = s[j * 4 + i * 2 + 1];
+            low = exp2_approximate(fmaf(low, scale[i], -acc.maximum[i]));
+            high = exp2_approximate(fmaf(high, scale[i], -acc.maximum[i]));
+            sums[j % CHAINS] = j < CHAINS ? low + high : sums[j % CHAINS] + (low + high);
+        }
+        acc.sum[i * 2] += (sums[0] + sums[1]) + (sums[2] + sums[3]);
+    }
+    return raised;
+}
+
+DEVICE void pack(const float (&s)[TILE_TOKENS / 2], Probabilities& probability) {
+#pragma unroll
+    for (int i = 0; i < TILE_TOKENS / 2; i += 2)
+        probability[i / 8][i / 2 % 4] = MMA_FP16 ? pack_fp16(s[i], s[i + 1]) : pack_bf16(s[i], s[i + 1]);
+}
+
+// Computes a work tile's KV tiles by two warpgroups of 64 rows. The softmax of a tile overlaps with the product P V of
+// the last one; the warpgroups issue their products in turn, so that it overlaps with the other's products as well.
+DEVICE void consume_tiles_in_turn(const WorkTile& work, int visible_from, int kv_tiles, const float (&scale)[2],
+                                  const QueryFragments& q, uint32_t tiles_before, uint32_t& cleared,
+                                  SharedStorage& shared, Accumulator& acc) {
+    if (kv_tiles == 0) return;
+    const int visible_to = work.request.kv_len - work.request.q_len, own = warpgroup();
+    Operands operands(tiles_before);
+    float s[TILE_TOKENS / 2], rescale[2];
+    Probabilities probability;
+    bool raised = false;
+    const auto use_scores = [&](int tile, const Operand& keys) {  // which are there
+        fence_registers(s);
+        release(keys.empty);
+        raised = false;
+        if (!has_rows(work, reread_thread_index())) return;
+        const int token = first_token(work, tile);
+        if (token + TILE_TOKENS > visible_to || token < visible_from) mask_scores(work, shared, token, s);
+        raised = exponentiate(scale, s, acc, rescale);
+    };
+    const auto wait_for_values = [&](int tile, const Operand& values) {
+        values.wait();
+        const VisibleTokens visible(work, first_token(work, tile));
+        if (!visible.all()) clear_values(values.stage, visible, shared, cleared);
+    };
+    {
+        const Operand keys = operands.of<false>(shared);
+        keys.wait();
+        multiply_keys(keys.stage, q, s);
+        wgmma_wait<0>();
+        use_scores(0, keys);  // outputs are 0, whatever their factor
+        pack(s, probability);
+    }
+#pragma unroll 1
+    for (int tile = 1; tile < kv_tiles; ++tile) {
+        const Operand values = operands.of<true>(shared);
+        // Before the turn: both warpgroups clear values.
+        wait_for_values(tile - 1, values);
+        operands.advance(1);
+        const Operand keys = operands.of<false>(shared);
+        keys.wait();
+        named_barrier_sync<CONSUMERS>(TURN + own);
+        multiply_keys(keys.stage, q, s);
+        multiply_values(values.stage, probability, shared, acc);
+        named_barrier_arrive<CONSUMERS>(TURN + (own ^ 1));
+        wgmma_wait<1>();
+        use_scores(tile, keys);
+        wgmma_wait<0>();
+        acc.hold();
+        release(values.empty);
+        pack(s, probability);
+        if (raised) rescale_outputs(rescale, acc);
+    }
+    const Operand values = operands.of<true>(shared);
+    wait_for_values(kv_tiles - 1, values);
+    multiply_values(values.stage, probability, shared, acc);
+    wgmma_wait<0>();
+    acc.hold();
+    release(values.empty);
+}
+#endif
+
 DEVICE void consume(const Params& p, const WorkRange& range, SharedStorage& shared) {
     const float softmax_scale = p.softmax_scale_log2 * device_scale(p.softmax_scale_device);
     const float output_scale = p.output_scale * device_scale(p.output_scale_device);
     uint32_t taken = 0;  // KV tiles so far
     uint32_t cleared = 0;  // phase of the partition's barrier
+    if (ROWS == 128 && !CONVERTS && warpgroup() == 0) named_barrier_arrive<CONSUMERS>(TURN);  // the first turn
     if (SUMS_BY_PRODUCT && threadIdx.x < 64) {
         shared.ones[threadIdx.x] = 0x3c003c00;  // 1 in fp16
         fence_async_proxy();  // followed by the barrier in load_row_facts
@@ -392,7 +500,12 @@ DEVICE void consume(const Params& p, const WorkRange& range, SharedStorage& shar
         Accumulator acc;
         acc.clear();
         const int kv_tiles = tiles_with_keys(work);
-        consume_tiles(work, visible_to_all_from(p, work.request), kv_tiles, scale, q, taken, cleared, shared, acc);
+#if ROWS == 128 && !KV_E4M3
+        const auto compute = consume_tiles_in_turn;
+#else
+        const auto compute = consume_tiles;
+#endif
+        compute(work, visible_to_all_from(p, work.request), kv_tiles, scale, q, taken, cleared, shared, acc);
         taken += kv_tiles;
         close();
         merge_warpgroups(work, acc, shared);
