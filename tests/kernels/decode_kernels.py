@@ -63,7 +63,7 @@ def decode_kernel(
 
 
 HOPPER = tuple(
-    decode_kernel("90a", rows, dtype, head_dim)
+    decode_kernel("90a", rows, dtype, head_dim, tile_tokens=128 if rows == 128 else 64)
     for dtype in ("bf16", "fp16", "e4m3")
     for head_dim, all_rows in _HOPPER_ROWS.items()
     for rows in all_rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from decode_kernels import HOPPER, segments_kernel
@@ -11,7 +12,11 @@ from select_cases import H200_DEVICE, SHAPE
 from cubin_runtime.kernels.native.decode.grids import ANY_ROWS
 from cubin_runtime.kernels.native.decode.select import select_decode
 
-KERNELS = (*HOPPER, *(segments_kernel(rows, head_dim) for rows in (8, 16, 64) for head_dim in (64, 128)))
+SIZES = (*product((8, 16, 64), (64, 128)), (128, 128))  # rows, head_dim
+KERNELS = (*HOPPER, *(segments_kernel(rows, head_dim) for rows, head_dim in SIZES))
+# Medians of triton's do_bench on an H200 in us, of 64 requests with 16,384 keys and 4 query heads per KV head: query
+# tokens, and what kernels of 64 and of 128 rows took (benchmarks/results/drafts.json, and before there were 128).
+MEASURED = ((8, 1076.4, 1517.9), (16, 1214.2, 1592.9), (32, 2400.7, 1669.7), (48, 3486.0, 3186.8), (64, 4334.8, 3118.0))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -35,3 +40,11 @@ def test_nothing_else_takes_segments(dtype: str) -> None:
 @pytest.mark.parametrize(("max_seq_len", "window_left", "segments"), [(1, -1, 1), (8192, -1, 16), (8192, 1000, 3)])
 def test_segments_of_a_request_are_bounded(max_seq_len: int, window_left: int, segments: int) -> None:
     assert replace(SHAPE, max_seq_len=max_seq_len, window_left=window_left).segments == segments
+
+
+@pytest.mark.parametrize(("q_len", "us_of_64", "us_of_128"), MEASURED)
+def test_the_rows_that_were_faster_are_chosen(q_len: int, us_of_64: float, us_of_128: float) -> None:
+    shape = replace(SHAPE, group=4, kv_heads=8, batch=64, q_len=q_len, max_seq_len=16384, batch_invariant=True)
+    (made,) = select_decode(KERNELS, shape, H200_DEVICE)
+    assert made.kernel.traits["rows"] == (64 if us_of_64 < us_of_128 else 128)
+    assert made.microseconds == pytest.approx(min(us_of_64, us_of_128), rel=0.15)
