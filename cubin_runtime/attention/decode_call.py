@@ -18,7 +18,7 @@ from .paged_cache import MOST_KEYS
 from .scales import float32_number
 
 LENGTHS = ("int32", "uint32")
-# Elements of 32 bits of a token's mask; there are as many bits as the bound on the query tokens, rounded up to 32.
+# Elements of a word of a token's mask, and its bits.
 MASK_ELEMENTS = {"uint16": 2, "uint32": 1}
 MASK_BITS = 32
 GLOBAL_LENS = TensorArg("global_seq_lens", LENGTHS, optional=True, contiguous=True)
@@ -124,6 +124,11 @@ class DecodeCall:
         return self.q.shape[-2]
 
 
+def mask_words(q_len: int) -> int:
+    """The words of a token's mask: a bit for each query token of a request, of which ``q_len`` is the bound."""
+    return -(-q_len // MASK_BITS)
+
+
 def check_queries(call: DecodeCall, most: int) -> None:
     """Check q, the running sum of query tokens and their bound against each other; ``most`` tokens per request."""
     shape, bound = call.q.shape, call.options.max_q_len
@@ -168,7 +173,7 @@ def check_shapes(call: DecodeCall, out: tuple[int, ...], kv_heads: int) -> None:
     check_shape("q_cu_seq_lens", tensors.get("q_cu_seq_lens"), (batch + 1,))
     mask = tensors.get("mask")
     if mask is not None:
-        elements = MASK_ELEMENTS[mask.dtype] * -(-call.q_len // MASK_BITS)
+        elements = MASK_ELEMENTS[mask.dtype] * mask_words(call.q_len)
         by_request = () if call.own_q_len is None else ((batch, call.own_q_len, elements),)
         check_shape("mask", mask, (call.tokens, elements), *by_request)
     check_shape("sinks", tensors.get("sinks"), (call.q_heads,), (kv_heads, call.q_heads // kv_heads))

@@ -20,7 +20,7 @@ from ..launch.driver import DeviceFacts
 from ..values import dataclass
 from .backends import AUTO
 from .checks import check_shape, integer
-from .decode_call import LENGTHS, MASK_BITS, MASK_ELEMENTS, token_stride
+from .decode_call import LENGTHS, MASK_BITS, MASK_ELEMENTS, mask_words, token_stride
 from .fast_path import operator_function
 from .host_draft_masks import is_on_host, pack_on_host
 from .operator import TensorArg
@@ -56,7 +56,7 @@ def _bound(call: PlainCall) -> tuple[int, int]:
         q_len = out.shape[1]
         if q_len > MAX_QUERIES:
             raise UsageError(f"out: {q_len} query tokens per request, expected 1 to {MAX_QUERIES}")
-        words = -(-q_len // MASK_BITS)
+        words = mask_words(q_len)
         check_shape("out", out, (*out.shape[:2], words * elements))
         return q_len, words
     if words * elements != out.shape[-1] or not 1 <= words * MASK_BITS <= MAX_QUERIES:
@@ -179,7 +179,7 @@ def _output_shape(given: Mapping[str, Any]) -> tuple[Any, tuple[int, ...]]:
         raise UsageError("max_q_len: None with q_cu_seq_lens and without out, expected the bound")
     if not 1 <= integer("max_q_len", bound) <= MAX_QUERIES:
         raise UsageError(f"max_q_len={bound}: expected 1 to {MAX_QUERIES} query tokens per request")
-    return given[source], (*tokens, -(-bound // MASK_BITS) * MASK_ELEMENTS[_DTYPE])
+    return given[source], (*tokens, mask_words(bound) * MASK_ELEMENTS[_DTYPE])
 
 
 def _complete(given: dict[str, Any]) -> Any:

@@ -9,7 +9,7 @@ from ..errors import UsageError
 from ..kernels.native.decode.shape import MAX_QUERIES
 from ..tensor import is_torch
 from .checks import integer
-from .decode_call import MASK_BITS
+from .decode_call import MASK_ELEMENTS, mask_words
 
 if TYPE_CHECKING:
     from numpy import uint16, uint64
@@ -81,7 +81,7 @@ def _halves(words: NDArray[uint64], bound: int) -> NDArray[uint16]:
     import numpy
 
     halves = numpy.ascontiguousarray(words.astype("<u8", copy=False)).view("<u2").reshape(*words.shape, 4)
-    return numpy.ascontiguousarray(halves[..., : -(-bound // MASK_BITS) * 2])
+    return numpy.ascontiguousarray(halves[..., : mask_words(bound) * MASK_ELEMENTS["uint16"]])
 
 
 def _row_words(allowed: NDArray[Any]) -> NDArray[uint64]:
