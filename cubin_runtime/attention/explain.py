@@ -13,6 +13,7 @@ from ..kernels.native.append.select import AppendShape, select_append
 from ..kernels.native.constants import CONSTANTS
 from ..kernels.native.decode.select import select_decode
 from ..kernels.native.decode.shape import MAX_QUERIES, DecodeShape
+from ..kernels.native.draft_mask.select import DraftMaskShape, select_draft_mask
 from ..kernels.native.explanation import explain_launches
 from ..kernels.native.merge.select import MergeShape, select_merge
 from ..kernels.native.mla.select import MAX_HEADS, MlaShape, select_mla_decode
@@ -41,10 +42,10 @@ _LATENTS = {latent + ROPE: latent for latent in (512, 256)}
 class CallSizes:
     """The sizes, types and options of a call; None is the operator's default.
 
-    ``operation`` is decode, context, append or merge. ``q_len`` and ``kv_len`` are bounds on the lengths; ``tokens``,
-    the query (or new) tokens of all requests, is given where query lengths differ. ``head_dim`` is that of Q and K, 576
-    or 320 for MLA. Types are bf16, fp16 or e4m3. ``window`` counts visible tokens, 0 for all. ``soft_cap``:
-    context attention with a logit soft cap. ``pdl``: programmatic dependent launch.
+    ``operation`` is decode, context, append, merge or draft_mask. ``q_len`` and ``kv_len`` are bounds on the lengths;
+    ``tokens``, the query (or new) tokens of all requests, is given where query lengths differ. ``head_dim`` is that of
+    Q and K, 576 or 320 for MLA. Types are bf16, fp16 or e4m3. ``window`` counts visible tokens, 0 for all.
+    ``soft_cap``: context attention with a logit soft cap. ``pdl``: programmatic dependent launch.
     """
 
     operation: str = "decode"
@@ -245,6 +246,19 @@ def _merge_shape(sizes: CallSizes) -> MergeShape:
     return MergeShape(dtype=sizes.dtype_q or "bf16", tokens=tokens, heads=sizes.heads_q, head_dim=sizes.head_dim)
 
 
+def _draft_mask_shape(sizes: CallSizes) -> DraftMaskShape:
+    for name, most in (("batch", _MOST), ("q_len", MAX_QUERIES)):
+        if not 1 <= getattr(sizes, name) <= most:
+            raise UsageError(f"{name}={getattr(sizes, name)}: expected 1 to {most}")
+    return DraftMaskShape(batch=sizes.batch, q_len=sizes.q_len)
+
+
+def _select_draft_mask(
+    kernels: Sequence[NativeKernel], shape: DraftMaskShape, device: DeviceFacts
+) -> Sequence[Selection]:
+    return (select_draft_mask(kernels, shape, device),)
+
+
 # The first entry that takes a call explains it.
 EXPLAINED = (
     Explained("mla_decode", "decode", lambda sizes: sizes.head_dim in _LATENTS, _mla_shape, _select_mla),
@@ -252,4 +266,5 @@ EXPLAINED = (
     Explained("context_attention", "context", lambda sizes: True, _context_shape, _select_context),
     Explained("append_kv", "append", lambda sizes: True, _append_shape, lambda *given: (select_append(*given),)),
     Explained("merge_states", "merge", lambda sizes: True, _merge_shape, lambda *given: (select_merge(*given),)),
+    Explained("draft_mask", "draft_mask", lambda sizes: True, _draft_mask_shape, _select_draft_mask),
 )

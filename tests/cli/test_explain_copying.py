@@ -1,4 +1,4 @@
-"""``explain`` of appends and merges."""
+"""``explain`` of appends, merges and the packing of draft masks."""
 
 from __future__ import annotations
 
@@ -36,6 +36,13 @@ def test_a_merge_tells_its_rows_and_lanes(capsys: pytest.CaptureFixture[str], ar
     )
 
 
+def test_a_draft_mask_tells_its_requests(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    found = record(capsys, *arguments, "--op", "draft_mask", "--batch", 7, "--q-len", 33)
+    (launch,) = found["launches"]
+    assert (found["operator"], launch["kernel"], launch["grid"]) == ("draft_mask", "pack_draft_mask_sm90a", [7, 1, 1])
+    assert launch["reason"] == "a CTA for each request"
+
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
@@ -44,6 +51,8 @@ def test_a_merge_tells_its_rows_and_lanes(capsys: pytest.CaptureFixture[str], ar
             "--dtype-q 'bf16': expected fp16 with --dtype-kv fp16",
         ),
         (["--op", "append", "--batch", "0"], "--batch 0: expected 1 to"),
+        (["--op", "draft_mask", "--q-len", "65"], "--q-len 65: expected 1 to 64"),
+        (["--op", "draft_mask", "--batch", "0"], "--batch 0: expected 1 to"),
         (["--op", "merge", "--head-dim", "12"], "--head-dim 12: expected a multiple of 8"),
     ],
 )

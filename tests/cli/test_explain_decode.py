@@ -158,7 +158,10 @@ def test_a_count_of_tokens_means_ragged_requests(capsys: pytest.CaptureFixture[s
         (["--backend", "hopper", "--head-dim-v", "64"], "--head-dim-v 64: expected 128, like --head-dim"),
         (["--backend", "hopper", "case.json"], "CASE.json: not an option of --backend hopper"),
         (["--soft-cap"], "--soft-cap: not an option of --backend trtllm-gen, only of hopper"),
-        (["--sm", "90", "--op", "ragged"], "--op 'ragged': the hopper backend has decode, context, append, merge"),
+        (
+            ["--sm", "90", "--op", "ragged"],
+            "--op 'ragged': the hopper backend has decode, context, append, merge, draft_mask",
+        ),
         (["--sm", "90", "--q-len", "65"], "--q-len 65: expected 1 to 64"),
         (["--sm", "90", "--batch", "0"], "--batch 0: expected 1 to"),
         (["--sm", "90", "--heads-kv", "0"], "--heads-kv 0: expected 1 to"),
