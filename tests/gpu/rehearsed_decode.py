@@ -114,7 +114,7 @@ class RehearsedLaunches:
             # What does not fit its field is refused here, as by a launch.
             maps = {name: value for name, value in given.items() if isinstance(value, TensorMapSpec)}
             fields = plan.layout.unpack(plan.layout.pack(given | dict.fromkeys(maps, bytes(128)))) | maps
-            launch = partial(COMPUTED[kernel.operation], fields, kernel.traits)
+            launch = partial(COMPUTED[kernel.operation], fields, kernel.traits, plan.grid)
             if self.driver.is_capturing(stream):
                 type(self).captured.append(launch)
             else:
@@ -160,7 +160,7 @@ def memory(address: int, dtype: Any, shape: tuple[int, ...], strides: tuple[int,
     return np.lib.stride_tricks.as_strided(flat, shape, [s * size for s in strides])
 
 
-def decode(p: Mapping[str, Any], traits: Mapping[str, Any]) -> None:
+def decode(p: Mapping[str, Any], traits: Mapping[str, Any], _: Sequence[int]) -> None:
     """What a kernel does with its parameters, clamping included."""
     kv, q_type, out_type = str(traits["dtype"]), TYPES[p["q_type"]], TYPES[p["out_type"]]
     dim, heads, page = int(traits["head_dim"]), p["kv_heads"] * p["group"], 1 << p["page_size_log2"]
@@ -219,7 +219,8 @@ def decode(p: Mapping[str, Any], traits: Mapping[str, Any]) -> None:
 
 
 # Operation -> what computes its launches; others join by adding theirs.
-COMPUTED: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], None]] = {"paged_decode": decode}
+# By operation: what computes a launch of a parameter struct, of a kernel with traits, and of a grid.
+COMPUTED: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any], Sequence[int]], None]] = {"paged_decode": decode}
 
 
 def mask_of(p: Mapping[str, Any]) -> np.ndarray | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +30,7 @@ def mla_rehearsal(library: Path, store: Path) -> Iterator[RehearsalRuntime]:
         yield made
 
 
-def decode_latent(p: Mapping[str, Any], traits: Mapping[str, Any]) -> None:
+def decode_latent(p: Mapping[str, Any], traits: Mapping[str, Any], _: Sequence[int]) -> None:
     """What an MLA kernel does with its parameters, clamping included; ``kv_map`` is the descriptor's specification."""
     kv, q_type, out_type = str(traits["dtype"]), TYPES[p["q_type"]], TYPES[p["out_type"]]
     heads, latent, page, spec = p["heads"], int(traits["latent"]), 1 << p["page_size_log2"], p["kv_map"]

@@ -1,9 +1,9 @@
-"""The GPU tests of append and merge without a GPU: on the stand-in driver, by their kernels compiled for the host."""
+"""The GPU tests of copying operators without a GPU: on the stand-in driver, by their kernels compiled for the host."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,10 @@ from copying_kernels import COPYING_VARIANTS, KERNELS
 from host_kernels import BLOCK_EMULATOR, HostKernel
 from rehearsed_decode import RehearsalRuntime, rehearsal
 
+from cubin_runtime.kernels.native.draft_mask.params import DRAFT_MASK
 from cubin_runtime.testing import StandIn
 
-CTAS = 5  # whatever a plan says: the kernels take any grid
+CTAS = 5  # whatever a plan says: but for draft masks, the kernels take any grid
 
 
 @pytest.fixture(scope="module")
@@ -37,11 +38,12 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, HostKernel]:
 def runtime(
     cubin_standin: StandIn, kernels: dict[str, HostKernel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[RehearsalRuntime]:
-    def compute(p: Mapping[str, Any], traits: Mapping[str, Any]) -> None:
+    def compute(p: Mapping[str, Any], traits: Mapping[str, Any], grid: Sequence[int]) -> None:
         kernel = kernels[repr(dict(traits))]
-        kernel._run(ctypes.create_string_buffer(kernel.layout.pack(p)), (ctypes.c_int * 3)(CTAS, 1, 1), 256)
+        own_grid = grid if kernel.layout.name == DRAFT_MASK.name else (CTAS, 1, 1)
+        kernel._run(ctypes.create_string_buffer(kernel.layout.pack(p)), (ctypes.c_int * 3)(*own_grid), 256)
 
-    for operation in ("append_kv", "merge_states"):
+    for operation in {variant.operation for variant in COPYING_VARIANTS}:
         monkeypatch.setitem(rehearsed_decode.COMPUTED, operation, compute)
     with rehearsal(cubin_standin.path, tmp_path) as made:
         made._native = replace(made.native_release(), kernels=KERNELS)
@@ -101,4 +103,6 @@ def test_other_merges_run(runtime: RehearsalRuntime, merged: Any) -> None:
 
 
 def test_the_sanitizer_s_cases_run(runtime: RehearsalRuntime) -> None:
-    assert sanitizer_copying.copying_all(runtime) <= {kernel.name for kernel in KERNELS}
+    used = sanitizer_copying.copying_all(runtime)
+    assert used <= {kernel.name for kernel in KERNELS}
+    assert "pack_draft_mask_sm90a" in used
