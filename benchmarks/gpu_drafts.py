@@ -2,9 +2,9 @@
 
 Run: ``python benchmarks/gpu_drafts.py --out DIR`` on a machine with a Hopper GPU, torch and triton. A time is the
 median over rounds of triton's do_bench median, which clears L2 before each call; in a round all rows take turns.
-Rows named ``context`` are causal context attention over the same pages and query tokens, ``batch N`` those of other
-batches than 64. ``kernel`` is the kernel of a decode and its predicted time. ``mask_rows`` are the times of
-packing the masks on the device, each of a launch among 20 in a CUDA graph.
+Rows named ``context`` are causal context attention over the same pages and query tokens, ``batch N`` and ``head_dim N``
+those of others than 64 requests and 128 columns. ``kernel`` is the kernel of a decode and its predicted time.
+``mask_rows`` are the times of packing the masks on the device, each of a launch among 20 in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from cubin_runtime.attention import (
 )
 
 PAGE = 64
-BATCH, KEYS, KV_HEADS = 64, 16384, 8
+BATCH, KEYS, KV_HEADS, HEAD_DIM = 64, 16384, 8, 128
 TOKENS = (1, 4, 8, 16, 24, 32, 48, 64)
 DTYPES = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}
 
@@ -46,7 +46,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--heads", type=int, nargs="*", default=[32, 64], help="query heads over 8 KV heads (32 64)")
     parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS, help="query tokens per request")
     parser.add_argument("--batches", type=int, nargs="*", default=[BATCH], help=f"requests ({BATCH})")
-    parser.add_argument("--head-dim", type=int, default=128, help="columns of a head (%(default)s)")
+    parser.add_argument("--head-dims", type=int, nargs="*", default=[HEAD_DIM], help=f"columns of a head ({HEAD_DIM})")
     parser.add_argument("--rep", type=float, default=40, help="ms of device time for one median (%(default)s)")
     return parser.parse_args()
 
@@ -74,7 +74,7 @@ def rows_of(
     lengths = integers([KEYS] * batch)
     calls: dict[str, Callable[[], Any]] = {}
     kernels: dict[str, str] = {}
-    of_batch = "" if batch == BATCH else f"batch {batch} "
+    of_sizes = ("" if head_dim == HEAD_DIM else f"head_dim {head_dim} ") + ("" if batch == BATCH else f"batch {batch} ")
     for q_len in tokens:
         q = torch.randn(batch, q_len, heads, head_dim, device="cuda").bfloat16()
         out = torch.empty_like(q)
@@ -82,7 +82,7 @@ def rows_of(
         mask = tree_masks(runtime, batch, q_len)
         for dtype, (k, v) in caches.items():
             for invariant in (False, True) if dtype == "bf16" else (False,):
-                name = f"{of_batch}{dtype} {heads}/8 heads q_len {q_len}{' invariant' if invariant else ''}"
+                name = f"{of_sizes}{dtype} {heads}/8 heads q_len {q_len}{' invariant' if invariant else ''}"
                 options = {"mask": mask, "batch_invariant": invariant, **common}
                 calls[name] = partial(paged_decode, q, k, v, table, lengths, **options)
                 (selection,) = plan_paged_decode(q, k, v, table, lengths, **options).selections
@@ -90,7 +90,7 @@ def rows_of(
         flat = {**common, "out": out.flatten(0, 1), "max_q_len": q_len}
         starts = integers([q_len * i for i in range(batch + 1)])
         pages = {"page_table": table, "seq_lens": lengths, "q_cu_seq_lens": starts}
-        calls[f"{of_batch}context {heads}/8 heads q_len {q_len}"] = partial(
+        calls[f"{of_sizes}context {heads}/8 heads q_len {q_len}"] = partial(
             context_attention, q.flatten(0, 1), *cache, **pages, **flat
         )
     return calls, kernels
@@ -131,16 +131,16 @@ def main() -> int:
     chosen.out.mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = {"schema": 1, "question": "what more draft tokens per request cost"}
     result |= {"release": runtime.native_release().pin.manifest_sha256, "environment": gpu_environment()}
-    result |= {"batch": BATCH, "keys": KEYS, "head_dim": chosen.head_dim, "mask_rows": mask_rows(runtime), "rows": []}
-    for batch, heads in product(chosen.batches, chosen.heads):
-        calls, kernels = rows_of(runtime, batch, heads, chosen.head_dim, chosen.tokens)
+    result |= {"batch": BATCH, "keys": KEYS, "rounds": chosen.rounds, "mask_rows": mask_rows(runtime), "rows": []}
+    for head_dim, batch, heads in product(chosen.head_dims, chosen.batches, chosen.heads):
+        calls, kernels = rows_of(runtime, batch, heads, head_dim, chosen.tokens)
         times: dict[str, list[float]] = {name: [] for name in calls}
         for _ in range(chosen.rounds):
             for name, call in calls.items():
                 times[name].append(do_bench(call, warmup=5, rep=chosen.rep, return_mode="median") * 1e3)
         for name, found in times.items():
             us, q_len = statistics.median(found), int(name.split("q_len ")[1].split()[0])
-            flops = 4 * batch * KEYS * heads * chosen.head_dim * q_len
+            flops = 4 * batch * KEYS * heads * head_dim * q_len
             kernel = {"kernel": kernels[name]} if name in kernels else {}
             result["rows"].append({"case": name, "us": us, "tflop_per_s": flops / us / 1e6, **kernel})
             print(f"{name}: {us:.1f} us, {flops / us / 1e6:.0f} TFLOP/s", *kernel.values(), flush=True)
