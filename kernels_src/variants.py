@@ -298,19 +298,32 @@ def _merge_states(sm: str, dtype: str) -> Variant:
 
 
 _MLA_TILE_TOKENS = 64
+# The portable kernel is for SM120 and SM121; that for SM90 is how it is tested.
+_PORTABLE_MLA_SMS = ("90", "120")
+_PORTABLE_MLA_STAGES = {512: 3, 256: 7}  # as many as fit into 99 KB of shared memory beside the queries
 # Pipeline stages of the kernels for few rows: as many as fit into 227 KB of shared memory.
 _FEW_ROWS_STAGES = {("bf16", 512): 3, ("bf16", 256): 5, ("e4m3", 512): 5, ("e4m3", 256): 9}
 
 
 def _mla_decode(
-    source: str, name: str, dtype: str, q_dtypes: str, latent: int, rows: int, row_bytes: int, **defines: int
+    source: str,
+    name: str,
+    dtype: str,
+    q_dtypes: str,
+    latent: int,
+    rows: int,
+    row_bytes: int,
+    *,
+    sm: str = "90a",
+    tile: int = _MLA_TILE_TOKENS,
+    **defines: int,
 ) -> Variant:
-    """``row_bytes``: of a token in a TMA box, and the span of its swizzle."""
+    """``row_bytes``: of a token in a TMA box, and the span of its swizzle; ``tile``: tokens of a KV tile."""
     box_columns = row_bytes // (1 if dtype == "e4m3" else 2)
     return Variant(
         source=f"mla/{source}.cu",
         symbol=f"{name}_latent{latent}",
-        sm="90a",
+        sm=sm,
         operation="paged_mla_decode",
         struct="PagedMlaDecodeParams",
         traits={
@@ -319,7 +332,7 @@ def _mla_decode(
             "latent": latent,
             "rope": CONSTANTS.mla_rope_columns,
             "rows": rows,
-            "tile_tokens": _MLA_TILE_TOKENS,
+            "tile_tokens": tile,
             "box_columns": box_columns,
             "swizzle": f"{row_bytes}B",
         },
@@ -327,7 +340,7 @@ def _mla_decode(
             "KV_E4M3": int(dtype == "e4m3"),
             "LATENT": latent,
             "ROWS": rows,
-            "TILE_TOKENS": _MLA_TILE_TOKENS,
+            "TILE_TOKENS": tile,
             "BOX_COLUMNS": box_columns,
             **defines,
         },
@@ -342,6 +355,9 @@ def _mla_variants(latent: int) -> Iterator[Variant]:
     for dtype, q_dtypes in (("bf16", "bf16"), ("e4m3", "bf16,e4m3")):
         source, stages = "few_rows_mla_decode", _FEW_ROWS_STAGES[dtype, latent]
         yield _mla_decode(source, f"{source}_{dtype}", dtype, q_dtypes, latent, 16, 128, STAGES=stages)
+    for sm in _PORTABLE_MLA_SMS:
+        source, stages = "portable_mla_decode", _PORTABLE_MLA_STAGES[latent]
+        yield _mla_decode(source, f"{source}_e4m3", "e4m3", "e4m3", latent, 64, 64, sm=sm, tile=32, STAGES=stages)
 
 
 # head_dim -> columns of a value, consumer warpgroups of 64 rows, keys of a tile, pipeline stages of keys and of values,

@@ -68,7 +68,7 @@ DEVICE uint64_t evict_normal_policy() {
 DEVICE void tma_load_3d(uint32_t destination, const void* map, uint32_t barrier, int c0, int c1, int c2,
                         uint64_t policy) {
     asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
+        "cp.async.bulk.tensor.3d.shared::cta.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
         " [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(destination),
         "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "l"(policy)
         : "memory");

@@ -4,7 +4,7 @@
 
 namespace paged_mla_decode {
 
-static_assert(ROWS == 64 && BOX_COLUMNS == 64 && CONSUMERS == 256, "warpgroup products");
+static_assert(ROWS == 64 && TILE_TOKENS == 64 && BOX_COLUMNS == 64 && CONSUMERS == 256, "warpgroup products");
 static_assert(MLA_ROPE_COLUMNS == BOX_COLUMNS, "the rope columns are a box");
 constexpr int BOX_BYTES = 64 * 128;  // 64 rows of 64 16-bit numbers, 128-byte swizzle
 constexpr int VALUE_BOXES = LATENT / BOX_COLUMNS;

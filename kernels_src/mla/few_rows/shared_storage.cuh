@@ -4,7 +4,7 @@
 
 namespace paged_mla_decode {
 
-static_assert(ROWS == 16, "two row eights of a warp product");
+static_assert(ROWS == 16 && TILE_TOKENS == 64, "two row eights of a warp product, 16 keys of each QK warp");
 constexpr int ROW_BYTES = 1 << ROW_BYTES_LOG2;  // of a token in a box, and the span of the swizzle
 constexpr int BOX_BYTES = TILE_TOKENS * ROW_BYTES;
 constexpr int BOXES = (COLUMNS + BOX_COLUMNS - 1) / BOX_COLUMNS;

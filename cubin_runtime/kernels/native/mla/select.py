@@ -93,7 +93,9 @@ class MlaSelection(Selection):
 
 
 def select_mla_decode(kernels: Iterable[NativeKernel], shape: MlaShape, device: DeviceFacts) -> MlaSelection:
-    """A kernel for few rows if there are few, otherwise one of 64; the ranges of its CTA groups end with output tiles.
+    """A kernel for this device alone before a portable one; for few rows if there are few, otherwise one of 64.
+
+    The ranges of its CTA groups end with output tiles.
 
     Raises:
         UsageError: no kernel fits; the message says what those for this device can do.
@@ -107,7 +109,7 @@ def select_mla_decode(kernels: Iterable[NativeKernel], shape: MlaShape, device: 
             f"on compute capability {device.capability[0]}.{device.capability[1]}: "
             + ("; ".join(f"{c.kernel.name}: {c.unfit}" for c in candidates) or "the release has no MLA decode kernel")
         )
-    best = max(fitting, key=lambda kernel: (-_trait(kernel, "rows"), kernel.name))
+    best = max(fitting, key=lambda x: (x.architecture.suffix != "", -_trait(x, "rows"), x.name))
     group_size = _cta_group_size(best, shape)
     row_tiles = _row_tiles(best, shape)
     kv_tiles = max(1, -(-shape.max_seq_len // _trait(best, "tile_tokens")))
