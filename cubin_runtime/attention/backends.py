@@ -26,15 +26,17 @@ class Support:
 
     ``measured``: a GPU run of this repository measured it there. ``published``: its publisher built it for them,
     and it is launched as the publisher's own launcher does; not run by us. ``built``: built by us, not run.
+    ``followed``: those of ``built`` on which FlashInfer's ``auto`` takes this backend, and ours does too.
     """
 
     measured: frozenset[tuple[int, int]] = frozenset()
     built: frozenset[tuple[int, int]] = frozenset()
     published: frozenset[tuple[int, int]] = frozenset()
+    followed: frozenset[tuple[int, int]] = frozenset()
 
     @property
     def automatic(self) -> frozenset[tuple[int, int]]:
-        """Compute capabilities on which ``auto`` selects it."""
+        """Compute capabilities on which ``auto`` selects it before all others, and without a warning."""
         return self.measured | self.published
 
     def __str__(self) -> str:
@@ -42,16 +44,20 @@ class Support:
         return ", ".join(f"{words} {_list(where)}" for words, where in parts if where)
 
 
+_HOPPER = frozenset({(9, 0)})
+_SM12X = frozenset({(12, 0), (12, 1)})
 _NATIVE_DECODE = Support(
-    measured=frozenset({(9, 0)}),
-    built=frozenset({(8, 0), (8, 6), (8, 9), (10, 0), (10, 3), (12, 0), (12, 1)}),
+    measured=_HOPPER,
+    built=frozenset({(8, 0), (8, 6), (8, 9), (10, 0), (10, 3)}) | _SM12X,
 )
-_NATIVE_MLA = _NATIVE_PREFILL = _NATIVE_COPYING = Support(measured=frozenset({(9, 0)}))
+_NATIVE_MLA = Support(measured=_HOPPER, built=_SM12X)  # there with e4m3 queries and caches alone
+_FOLLOWED_MLA = Support(measured=_HOPPER, built=_SM12X, followed=_SM12X)
+_NATIVE_PREFILL = _NATIVE_COPYING = Support(measured=_HOPPER)
 _TRTLLM_GEN = {TRTLLM_GEN: Support(published=frozenset({(10, 0), (10, 3)}))}
 
 _NO_ATTENTION = ("append_kv", "merge_states", "draft_mask")  # which no operator of attention is told to try
 
-# Operator -> backend -> where it runs. `auto` takes measured and published entries only.
+# Operator -> backend -> where it runs. `auto` takes measured and published entries, then those where it follows.
 TABLE: Mapping[str, Mapping[str, Support]] = {
     "paged_decode": {HOPPER: _NATIVE_DECODE},
     "mla_decode": {HOPPER: _NATIVE_MLA},
@@ -64,7 +70,7 @@ TABLE: Mapping[str, Mapping[str, Support]] = {
     "xqa_batch_decode_with_kv_cache": {XQA: _NATIVE_DECODE},
     "xqa_batch_decode_with_kv_cache_mla": {XQA: _NATIVE_MLA},
     "trtllm_batch_decode_with_kv_cache": {XQA: _NATIVE_DECODE, **_TRTLLM_GEN},
-    "trtllm_batch_decode_with_kv_cache_mla": {XQA: _NATIVE_MLA, **_TRTLLM_GEN},
+    "trtllm_batch_decode_with_kv_cache_mla": {XQA: _FOLLOWED_MLA, **_TRTLLM_GEN},
     "trtllm_batch_context_with_kv_cache": {HOPPER: _NATIVE_PREFILL, **_TRTLLM_GEN},
     "trtllm_ragged_attention_deepseek": {HOPPER: _NATIVE_PREFILL, **_TRTLLM_GEN},
 }
@@ -73,7 +79,8 @@ TABLE: Mapping[str, Mapping[str, Support]] = {
 def resolve_backend(operator: str, backend: str, device: DeviceFacts) -> str:
     """The backend to use for ``backend`` (a name or ``auto``) on ``device``.
 
-    A backend that was built for the device but never run there is taken only by name, with one warning.
+    A backend that was built for the device but never run there is taken with one warning, and by ``auto`` only where
+    FlashInfer's does.
 
     Raises:
         UsageError: the backend's name is unknown.
@@ -104,7 +111,7 @@ def find_backend(operator: str, backend: str, device: DeviceFacts) -> str:
             return name
     for name, support in asked.items():
         if device.capability in support.built:
-            if backend == AUTO:
+            if backend == AUTO and device.capability not in support.followed:
                 raise BackendError(
                     f"{operator} on {_words(device)}: no backend has been measured on it; backend={name!r} has kernels "
                     "for it that have never been run"

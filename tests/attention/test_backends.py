@@ -118,11 +118,26 @@ def test_finding_a_backend_warns_of_nothing() -> None:
         assert find_backend(OPERATORS[0], "xqa", device(10, 0)) == "xqa"
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (12, 0)])
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (11, 0)])
 def test_mla_elsewhere_is_told_where_it_runs(capability: tuple[int, int]) -> None:
-    words = r"no backend supports it \(xqa: measured on 9\.0; trtllm-gen: published for 10\.0, 10\.3\)"
+    words = (
+        r"no backend supports it \(xqa: measured on 9\.0, built for 12\.0, 12\.1; "
+        r"trtllm-gen: published for 10\.0, 10\.3\)"
+    )
     with pytest.raises(BackendError, match=words):
         resolve_backend(OPERATORS[1], "auto", device(*capability))
+
+
+@pytest.mark.parametrize("capability", [(12, 0), (12, 1)])
+def test_auto_follows_flashinfer_to_the_mla_kernels_that_were_only_built(capability: tuple[int, int]) -> None:
+    with pytest.warns(UserWarning, match="backend 'xqa' was built for some GPU .* but never run there"):
+        assert resolve_backend(OPERATORS[1], "auto", device(*capability)) == "xqa"
+
+
+@pytest.mark.parametrize("capability", [(12, 0), (12, 1)])
+def test_our_own_mla_follows_nobody(capability: tuple[int, int]) -> None:
+    with pytest.raises(BackendError, match="backend='hopper' has kernels for it that have never been run"):
+        resolve_backend("mla_decode", "auto", device(*capability))
 
 
 def test_mla_on_hopper_is_not_for_the_published_kernels() -> None:
