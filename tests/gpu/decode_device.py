@@ -200,10 +200,10 @@ def _kernels_asked(runtime: Runtime, case: DecodeCase) -> set[str]:
 
 
 @contextmanager
-def only_kernels(runtime: Runtime, names: set[str]) -> Iterator[None]:
-    """Plans made inside choose among these decode kernels alone; all of them where none is named."""
+def only_kernels(runtime: Runtime, names: set[str], operation: str = OPERATION) -> Iterator[None]:
+    """Plans made inside choose among these kernels of the operation alone; all of them where none is named."""
     own = runtime.native_release()
-    kept = tuple(kernel for kernel in own.kernels if kernel.operation != OPERATION or kernel.name in names)
+    kept = tuple(kernel for kernel in own.kernels if kernel.operation != operation or kernel.name in names)
     runtime._native = replace(own, kernels=kept) if names else own
     try:
         yield

@@ -21,7 +21,7 @@ class MlaCase(Queries):
     """Sizes and options of one MLA decode; fields that ``DecodeCase`` has too mean the same.
 
     ``strided`` puts gaps between tokens of q and out and between rows of the cache; ``nested`` gives the cache its
-    dimension of one head.
+    dimension of one head. ``portable``: by the kernel that is built for several SMs, not by one for this SM alone.
     """
 
     lengths: tuple[int, ...]
@@ -49,6 +49,7 @@ class MlaCase(Queries):
     nested: bool = False
     flat_q: bool = True
     unsigned: bool = False
+    portable: bool = False
     spare_columns: int = 0
     spare_pages: int = 3
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 
 import numpy as np
-from decode_device import DeviceCase
+from decode_device import DeviceCase, only_kernels
 from decode_queries import lse_view, options_of, output_view, tokens_view, with_gaps
 from decode_values import KINDS
 from mla_cases import MlaCase, MlaHost, mla_host, mla_reference_of
@@ -31,15 +31,16 @@ class MlaDeviceCase(DeviceCase):
         self.out_buffer, out = output_view(case, arrays, case.latent)
         self.tensors = (*_inputs(case, host, arrays), out, lse_view(case, arrays))
         self.options = options_of(case, host, arrays, (case.heads,) if case.flat_q else (1, case.heads))
-        self.plan: MlaDecodePlan = plan_mla_decode(
-            *self.tensors,
-            **self.options,
-            max_seq_len=case.max_seq_len,
-            max_q_len=case.q_bound if case.q_lens is not None else None,
-            batch_invariant=case.batch_invariant,
-            enable_pdl=case.pdl,
-            runtime=runtime,
-        )
+        with only_kernels(runtime, {kernel.name for kernel in kernels_for(case, mla_kernels(runtime))}, OPERATION):
+            self.plan: MlaDecodePlan = plan_mla_decode(
+                *self.tensors,
+                **self.options,
+                max_seq_len=case.max_seq_len,
+                max_q_len=case.q_bound if case.q_lens is not None else None,
+                batch_invariant=case.batch_invariant,
+                enable_pdl=case.pdl,
+                runtime=runtime,
+            )
 
     @property
     def lse(self) -> TensorView | None:
@@ -73,6 +74,15 @@ def mla_on_device(
         yield MlaDeviceCase(runtime, case, host or mla_host(case, rng), arrays)
     finally:
         arrays.close()
+
+
+def is_portable(kernel: NativeKernel) -> bool:
+    return not kernel.sm.endswith("a")
+
+
+def kernels_for(case: MlaCase, kernels: Iterable[NativeKernel]) -> list[NativeKernel]:
+    """Those of the kernels that the case asks for."""
+    return [kernel for kernel in kernels if is_portable(kernel) == case.portable]
 
 
 def mla_kernels(runtime: Runtime) -> list[NativeKernel]:

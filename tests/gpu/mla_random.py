@@ -54,6 +54,7 @@ def random_mla_case(rng: np.random.Generator, types: Mapping[str, Sequence[str]]
         draw["heads"], draw["q_len"] = _one(rng, FEW_ROWS)
     draw |= fixed
     draw["q_dtype"] = fixed.get("q_dtype") or _one(rng, types[draw["kv_dtype"]])
+    draw["portable"] = fixed.get("portable", draw["q_dtype"] == "e4m3" and _flag(rng))
     span = int(rng.choice(SPANS, p=SPAN_ODDS))
     edges = edge_lengths(draw["page_size"], span)
     lengths = tuple(

@@ -18,7 +18,7 @@ from variant_kernels import kernel_of
 
 from kernels_src.variants import VARIANTS
 
-KERNELS = tuple(kernel_of(variant) for variant in VARIANTS if variant.operation == "paged_mla_decode")
+KERNELS = tuple(kernel_of(x) for x in VARIANTS if x.operation == "paged_mla_decode" and x.base_sm == "90")
 
 
 @contextmanager

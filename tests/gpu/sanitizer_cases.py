@@ -18,7 +18,7 @@ from decode_cases import DecodeCase
 from decode_device import OPERATION, on_device, only_grids
 from decode_random import WINDOWS, random_case
 from mla_cases import MlaCase
-from mla_device import mla_kernels, mla_on_device
+from mla_device import is_portable, kernels_for, mla_kernels, mla_on_device
 from mla_random import random_mla_case
 from reduction_cases import CASES, assert_lse, assert_merged, lse_case, lse_of, make_partials, run_reduction
 from sanitizer_context import context_all
@@ -139,7 +139,7 @@ def mla_cases_of(kernels: list[NativeKernel], device: DeviceFacts) -> list[MlaCa
     assert each or not kernels, f"{len(kernels)} MLA kernels, more than {MLA_CASES} cases hold"
     found: list[MlaCase] = []
     for kernel in kernels:
-        tried = [_mla_spread(kernel.traits, len(found) + i) for i in range(MOST_TRIES)]
+        tried = [_mla_spread(kernel, len(found) + i) for i in range(MOST_TRIES)]
         found += [case for case in tried if _mla_takes(kernel, case, kernels, device)][:each]
     return found
 
@@ -156,11 +156,11 @@ def _mla_takes(kernel: NativeKernel, case: MlaCase, kernels: list[NativeKernel],
         max_seq_len=case.max_seq_len,
         batch_invariant=case.batch_invariant,
     )
-    return select_mla_decode(kernels, shape, device).kernel == kernel
+    return select_mla_decode(kernels_for(case, kernels), shape, device).kernel == kernel
 
 
-def _mla_spread(traits: Mapping[str, object], index: int) -> MlaCase:
-    rng = np.random.default_rng((21, index))
+def _mla_spread(kernel: NativeKernel, index: int) -> MlaCase:
+    rng, traits = np.random.default_rng((21, index)), kernel.traits
     lengths = LENGTHS[index % len(LENGTHS)]
     # Part of a row tile, whole ones, several and a part, by turns.
     few = int(str(traits["rows"])) < 64
@@ -176,6 +176,7 @@ def _mla_spread(traits: Mapping[str, object], index: int) -> MlaCase:
         sinks=index % 2 == 0,
         batch_invariant=index % 3 == 0,
         pdl=index % 7 == 0,
+        portable=is_portable(kernel),
     )
     ragged = index % 4 == 1
     q_lens = tuple((q_len, 0, 1, q_len)[i % 4] for i in range(len(lengths)))

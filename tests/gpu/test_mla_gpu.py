@@ -25,8 +25,9 @@ TYPES = {
     "bf16": {},
     "e4m3 cache": {"kv_dtype": "e4m3"},
     "e4m3": {"kv_dtype": "e4m3", "q_dtype": "e4m3"},
+    "e4m3, portable": {"kv_dtype": "e4m3", "q_dtype": "e4m3", "portable": True},
 }
-MODES = {"default": {}, "invariant": {"batch_invariant": True}, "e4m3": TYPES["e4m3"]}
+MODES = {"default": {}, "invariant": {"batch_invariant": True}} | {n: TYPES[n] for n in ("e4m3", "e4m3, portable")}
 
 
 def assert_case(runtime: Runtime, wanted: MlaCase, rng: np.random.Generator) -> None:
@@ -70,16 +71,16 @@ def test_every_head_count_matches_float64(
     assert_case(runtime, replace(wanted, q_len=3, sinks=True, mask="any"), rng)
 
 
-@pytest.mark.parametrize(("kv_dtype", "q_dtype"), [("bf16", "bf16"), ("e4m3", "bf16"), ("e4m3", "e4m3")])
+@pytest.mark.parametrize("types", list(TYPES))
 @pytest.mark.parametrize("latent", LATENTS)
 @pytest.mark.parametrize(
     ("heads", "q_len"), [(1, 1), (7, 1), (8, 2), (9, 1), (15, 1), (16, 1), (3, 5), (1, 16), (17, 1), (16, 2), (11, 3)]
 )
 def test_few_rows_match_float64(
-    runtime: Runtime, rng: np.random.Generator, heads: int, q_len: int, latent: int, kv_dtype: str, q_dtype: str
+    runtime: Runtime, rng: np.random.Generator, heads: int, q_len: int, latent: int, types: str
 ) -> None:
-    wanted = MlaCase((3000, 64, 0, 129, 1, 65), 4096, heads=heads, q_len=q_len, latent=latent, kv_dtype=kv_dtype)
-    wanted = replace(wanted, q_dtype=q_dtype, mask="tree")
+    wanted = MlaCase((3000, 64, 0, 129, 1, 65), 4096, heads=heads, q_len=q_len, latent=latent, mask="tree")
+    wanted = replace(wanted, **TYPES[types])
     assert_case(runtime, wanted, rng)
     ragged = replace(wanted, q_lens=(q_len, 0, q_len, 1, q_len, q_len), max_q_len=q_len, page_size=32, sinks=True)
     assert_case(runtime, replace(ragged, scale=-0.3, out_dtype="fp16", strided=True, device_scales=True), rng)
@@ -93,7 +94,8 @@ def test_every_query_length_matches_float64(runtime: Runtime, rng: np.random.Gen
     assert_case(runtime, replace(SMALL, q_len=q_len), rng)
     assert_case(runtime, replace(SMALL, q_len=q_len, heads=5, mask="tree", sinks=True), rng)
     assert_case(runtime, replace(SMALL, q_len=q_len, heads=128, mask="any", kv_dtype="e4m3"), rng)
-    assert_case(runtime, replace(SMALL, q_len=q_len, heads=100, mask="tree", **TYPES["e4m3"]), rng)
+    for types in ("e4m3", "e4m3, portable"):
+        assert_case(runtime, replace(SMALL, q_len=q_len, heads=100, mask="tree", **TYPES[types]), rng)
 
 
 @pytest.mark.parametrize("types", list(TYPES))
@@ -146,51 +148,58 @@ def test_one_very_long_request_matches_float64(
     assert_case(runtime, MlaCase((65536,), 65536, batch_invariant=batch_invariant, **TYPES[types]), rng)
 
 
+@pytest.mark.parametrize("types", ["bf16", "e4m3, portable"])
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_one_long_request_beside_short_ones_matches_float64(
-    runtime: Runtime, rng: np.random.Generator, batch_invariant: bool
+    runtime: Runtime, rng: np.random.Generator, types: str, batch_invariant: bool
 ) -> None:
     lengths = (20_000, *(int(n) for n in rng.integers(1, 200, size=30)))
-    assert_case(runtime, MlaCase(lengths, 20_000, heads=8, batch_invariant=batch_invariant, q_len=2), rng)
+    wanted = MlaCase(lengths, 20_000, heads=8, batch_invariant=batch_invariant, q_len=2, **TYPES[types])
+    assert_case(runtime, wanted, rng)
 
 
+@pytest.mark.parametrize("types", ["bf16", "e4m3, portable"])
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_more_requests_than_ctas_match_float64(
-    runtime: Runtime, rng: np.random.Generator, batch_invariant: bool
+    runtime: Runtime, rng: np.random.Generator, types: str, batch_invariant: bool
 ) -> None:
     lengths = tuple(int(n) for n in rng.integers(0, 70, size=600))
-    wanted = MlaCase(lengths, 96, heads=4, page_size=32, batch_invariant=batch_invariant)
+    wanted = MlaCase(lengths, 96, heads=4, page_size=32, batch_invariant=batch_invariant, **TYPES[types])
     assert_case(runtime, wanted, rng)
     q_lens = tuple(int(n) for n in rng.integers(0, 9, size=600))
     assert_case(runtime, replace(wanted, q_lens=q_lens, max_q_len=12, mask="any"), rng)
 
 
-def test_an_fp8_output_saturates(runtime: Runtime, rng: np.random.Generator) -> None:
-    wanted = replace(SMALL, out_dtype="e4m3", output_scale=5000.0)
+@pytest.mark.parametrize("types", ["bf16", "e4m3, portable"])
+def test_an_fp8_output_saturates(runtime: Runtime, rng: np.random.Generator, types: str) -> None:
+    wanted = replace(SMALL, out_dtype="e4m3", output_scale=5000.0, **TYPES[types])
     with mla_on_device(runtime, wanted, rng) as case:
         case.run()
         out, lse = case.result()
         sizes = out & 0x7F
         assert (sizes <= 0x7E).all()
         assert (sizes == 0x7E).any()
-        assert_close(wanted, (out, lse), case.expected)
+        assert_close(wanted, (out, lse), case.expected, wanted.of_scores)
 
 
+@pytest.mark.parametrize("types", ["bf16", "e4m3, portable"])
 @pytest.mark.parametrize("scale", [2.0, -2.0, 0.0])
-def test_large_logits_stay_finite(runtime: Runtime, rng: np.random.Generator, scale: float) -> None:
-    # bf16 products of 576 columns reach hundreds.
-    assert_case(runtime, replace(SMALL, scale=scale, sinks=True, q_len=2, with_lse=False), rng)
+def test_large_logits_stay_finite(runtime: Runtime, rng: np.random.Generator, scale: float, types: str) -> None:
+    # Products of 576 columns reach hundreds.
+    wanted = replace(SMALL, scale=scale, sinks=True, q_len=2, with_lse=False, **TYPES[types])
+    assert_case(runtime, wanted, rng)
 
 
-def test_scales_on_the_device_are_read_at_each_launch(runtime: Runtime, rng: np.random.Generator) -> None:
-    with mla_on_device(runtime, replace(SMALL, device_scales=True), rng) as case:
+@pytest.mark.parametrize("types", ["bf16", "e4m3, portable"])
+def test_scales_on_the_device_are_read_at_each_launch(runtime: Runtime, rng: np.random.Generator, types: str) -> None:
+    with mla_on_device(runtime, replace(SMALL, device_scales=True, **TYPES[types]), rng) as case:
         for scale, factor in ((0.1, 1.0), (0.05, -2.0)):
             case.driver.copy_to_device(case.options["softmax_scale"].pointer, np.array([scale], np.float32))
             case.driver.copy_to_device(case.options["output_scale"].pointer, np.array([factor], np.float32))
             case.poison()
             case.run()
             wanted = replace(case.case, scale=scale, output_scale=factor)
-            assert_close(wanted, case.result(), mla_reference_of(wanted, case.host))
+            assert_close(wanted, case.result(), mla_reference_of(wanted, case.host), wanted.of_scores)
 
 
 def test_a_smaller_bound_and_other_scales_for_one_step(runtime: Runtime, rng: np.random.Generator) -> None:

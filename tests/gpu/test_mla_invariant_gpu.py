@@ -25,6 +25,7 @@ from cubin_runtime.attention import Runtime
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("mla_backend")]
 
+PORTABLE = {"kv_dtype": "e4m3", "q_dtype": "e4m3", "portable": True}
 # One request each: its keys, its query tokens, and the options of all.
 TARGETS = {
     "16 heads": MlaCase((1000,), 1000),
@@ -35,6 +36,7 @@ TARGETS = {
     "e4m3": MlaCase((2049,), 2049, heads=32, kv_dtype="e4m3", page_size=128),
     "e4m3, 128 heads": MlaCase((5000,), 5000, heads=128, q_len=2, kv_dtype="e4m3", q_dtype="e4m3", mask="tree"),
     "e4m3, 16 tokens": MlaCase((640,), 640, heads=16, q_len=16, kv_dtype="e4m3", q_dtype="e4m3", latent=256),
+    "portable": MlaCase((4000,), 4000, heads=20, q_len=5, mask="any", **PORTABLE),
     "one key": MlaCase((1,), 1),
     "fewer keys than queries": MlaCase((3,), 3, q_len=5, mask="any", sinks=True),
     "no key": MlaCase((0,), 64, q_len=2),
@@ -46,6 +48,8 @@ LOAD = {
     "ragged": MlaCase((900, 2500, 70), 4096, heads=32, latent=256, q_lens=(3, 0, 16), mask="any"),
 }
 NARROW_LOAD = {name: replace(case, kv_dtype="e4m3", q_dtype="e4m3") for name, case in LOAD.items()}
+PORTABLE_LOAD = {name: replace(case, **PORTABLE) for name, case in LOAD.items()}
+LOADS = pytest.mark.parametrize("load", [LOAD, NARROW_LOAD, PORTABLE_LOAD], ids=["bf16", "e4m3", "portable"])
 UNIFORM = MlaCase((300, 17, 0, 128), 512, q_len=3, mask="tree", sinks=True)
 RAGGED = MlaCase((300, 17, 0, 128), 512, q_lens=(3, 0, 1, 16), max_q_len=16, mask="any", sinks=True, spare_tokens=10)
 
@@ -76,7 +80,7 @@ def test_without_it_the_batch_can_be_seen(runtime: Runtime) -> None:
     assert any(bits != alone for bits in crowded)
 
 
-@pytest.mark.parametrize("load", [LOAD, NARROW_LOAD], ids=["bf16", "e4m3"])
+@LOADS
 def test_200_repeats_under_load_on_streams_and_in_graphs_give_the_same_bits(
     runtime: Runtime, rng: np.random.Generator, load: Mapping[str, MlaCase]
 ) -> None:
@@ -92,7 +96,7 @@ def test_200_repeats_under_load_on_streams_and_in_graphs_give_the_same_bits(
                 one.assert_one_answer()
 
 
-@pytest.mark.parametrize("load", [LOAD, NARROW_LOAD], ids=["bf16", "e4m3"])
+@LOADS
 def test_a_chain_of_dependent_launches_with_pdl_is_right(
     runtime: Runtime, rng: np.random.Generator, load: Mapping[str, MlaCase]
 ) -> None:
@@ -112,18 +116,22 @@ STEPS = {
 }
 
 
+@pytest.mark.parametrize("portable", [False, True])
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("steps", list(STEPS))
 def test_replays_follow_lengths_tables_and_masks(
-    runtime: Runtime, rng: np.random.Generator, steps: str, batch_invariant: bool
+    runtime: Runtime, rng: np.random.Generator, steps: str, batch_invariant: bool, portable: bool
 ) -> None:
-    wanted = replace(UNIFORM, batch_invariant=batch_invariant)
+    wanted = replace(UNIFORM, batch_invariant=batch_invariant, **(PORTABLE if portable else {}))
     replay(runtime, wanted, rng, [(lengths, wanted.query_lens) for lengths in STEPS[steps]])
 
 
+@pytest.mark.parametrize("portable", [False, True])
 @pytest.mark.parametrize("batch_invariant", [False, True])
-def test_replays_follow_query_lengths(runtime: Runtime, rng: np.random.Generator, batch_invariant: bool) -> None:
-    wanted = replace(RAGGED, batch_invariant=batch_invariant)
+def test_replays_follow_query_lengths(
+    runtime: Runtime, rng: np.random.Generator, batch_invariant: bool, portable: bool
+) -> None:
+    wanted = replace(RAGGED, batch_invariant=batch_invariant, **(PORTABLE if portable else {}))
     queries = ((3, 0, 1, 16), (0, 0, 0, 1), (16, 2, 0, 9), (7, 7, 7, 7), (0, 16, 0, 0))
     lengths = ((300, 17, 0, 128), (1, 300, 128, 0), (65, 64, 63, 17), (512, 0, 3, 7), (0, 9, 0, 0))
     replay(runtime, wanted, rng, list(zip(lengths, queries, strict=True)))

@@ -51,11 +51,11 @@ def test_means_come_out(runtime: RehearsalRuntime, rng: np.random.Generator, mas
         lambda r, g: plain.test_every_head_count_matches_float64(r, g, 5, 256, "bf16"),
         lambda r, g: plain.test_every_query_length_matches_float64(r, g, 2),
         lambda r, g: plain.test_every_dtype_matches_float64(r, g, "e4m3", "fp16", True),
-        plain.test_an_fp8_output_saturates,
+        lambda r, g: plain.test_an_fp8_output_saturates(r, g, "e4m3, portable"),
         lambda r, g: plain.test_queries_of_any_magnitude_beside_an_e4m3_cache(r, g, 3e4),
         lambda r, g: plain.test_values_of_any_magnitude_in_parts(r, g, 16, False, 2.0**100),
-        lambda r, g: plain.test_large_logits_stay_finite(r, g, -2.0),
-        plain.test_scales_on_the_device_are_read_at_each_launch,
+        lambda r, g: plain.test_large_logits_stay_finite(r, g, -2.0, "bf16"),
+        lambda r, g: plain.test_scales_on_the_device_are_read_at_each_launch(r, g, "e4m3, portable"),
         plain.test_a_smaller_bound_and_other_scales_for_one_step,
         lambda r, g: plain.test_lengths_are_clamped_and_reported(r, g, (513, 17, 0, 128), "over", "default"),
         lambda r, g: plain.test_page_ids_outside_the_pool_are_never_followed(r, g, -7, "invariant"),
@@ -66,7 +66,7 @@ def test_plain_cases_run(runtime: RehearsalRuntime, rng: np.random.Generator, ru
     run(runtime, rng)
 
 
-@pytest.mark.parametrize("name", ["16 heads", "5 heads, tree, sinks", "fewer keys than queries", "no key"])
+@pytest.mark.parametrize("name", ["16 heads", "5 heads, tree, sinks", "portable", "fewer keys than queries", "no key"])
 def test_a_request_is_found_in_every_batch(runtime: RehearsalRuntime, name: str) -> None:
     target = invariant.Target(runtime, name)
     invariant.test_every_position_of_a_batch_gives_the_same_bits(target, 3)
@@ -84,8 +84,8 @@ def test_other_bits_in_a_batch_are_found(runtime: RehearsalRuntime) -> None:
 
 @pytest.mark.parametrize("steps", list(invariant.STEPS))
 def test_replays_are_fed(runtime: RehearsalRuntime, rng: np.random.Generator, steps: str) -> None:
-    invariant.test_replays_follow_lengths_tables_and_masks(runtime, rng, steps, False)
-    invariant.test_replays_follow_query_lengths(runtime, rng, True)
+    invariant.test_replays_follow_lengths_tables_and_masks(runtime, rng, steps, False, False)
+    invariant.test_replays_follow_query_lengths(runtime, rng, True, True)
 
 
 def test_sanitizer_cases_run_every_kernel(runtime: RehearsalRuntime, rng: np.random.Generator) -> None:
