@@ -20,7 +20,7 @@ SHARED_BYTES_PER_BLOCK: Mapping[str, int] = {
     "120": 99 << 10,
 }
 # Kernels for these SMs were measured on a GPU; those for other SMs were only compiled.
-MEASURED_SMS = frozenset({"90a"})
+MEASURED_SMS = frozenset({"90", "90a"})
 
 _SM = re.compile(r"(\d{2,3})([af]?)")
 _SYMBOL = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
