@@ -11,6 +11,7 @@ from context_examples import KERNELS as CONTEXT_KERNELS
 from decode_kernels import HOPPER
 from latent_examples import E4M3_KERNELS
 from mla_examples import KERNELS as MLA_KERNELS
+from mla_examples import PORTABLE as PORTABLE_MLA_KERNELS
 from stub_release import build_stub_release
 
 from cubin_runtime import Config
@@ -29,7 +30,8 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def described(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A tree that says to have sm_90a kernels for all dtypes and head dimensions, and its pin file."""
     return describe_release(
-        tmp_path_factory.mktemp("described"), (*HOPPER, *MLA_KERNELS, *E4M3_KERNELS, *CONTEXT_KERNELS)
+        tmp_path_factory.mktemp("described"),
+        (*HOPPER, *MLA_KERNELS, *PORTABLE_MLA_KERNELS, *E4M3_KERNELS, *CONTEXT_KERNELS),
     )
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from decode_kernels import HOPPER
-from mla_examples import KERNELS
+from mla_examples import KERNELS, PORTABLE
 from native_release import explain_arguments, record, run
 
 from cubin_runtime import cli
@@ -17,6 +18,11 @@ from cubin_runtime import cli
 @pytest.fixture
 def arguments(tmp_path: Path) -> list[str]:
     return [*explain_arguments(tmp_path, (*HOPPER, *KERNELS)), "--backend", "hopper"]
+
+
+@pytest.fixture
+def with_portable(tmp_path: Path) -> list[str]:
+    return [*explain_arguments(tmp_path, (*KERNELS, *PORTABLE)), "--backend", "hopper"]
 
 
 SHAPE = ["--head-dim", 576, "--heads-q", 128, "--batch", 64, "--kv-len", 4096, "--sms", 132]
@@ -79,6 +85,30 @@ def test_a_count_of_tokens_means_ragged_requests(capsys: pytest.CaptureFixture[s
 def test_auto_on_hopper_is_ours(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     told = record(capsys, *arguments, "--backend", "auto", "--sm", 90, "--head-dim", 576)
     assert (told["backend"], told["operator"]) == ("hopper", "mla_decode")
+
+
+@pytest.mark.parametrize(("sm", "gpu"), [(120, "RTX PRO 6000"), (121, "GB10")])
+def test_the_kernel_for_sm120_is_told_not_to_have_run(
+    capsys: pytest.CaptureFixture[str], with_portable: list[str], sm: int, gpu: str
+) -> None:
+    given = [*with_portable, "--sm", sm, *SHAPE, "--dtype-kv", "e4m3", "--dtype-q", "e4m3"]
+    out = run(capsys, *given)
+    assert re.search(rf"^device +{gpu}, ", out)
+    assert re.search(r"^kernel +mla_portable_latent512_sm120$", out, re.MULTILINE)
+    assert re.search(r"^why +built for sm_120, built, not run; .* tiles of 32 keys ", out, re.MULTILINE)
+    assert record(capsys, *given)["launches"][0]["status"] == "built, not run"
+
+
+def test_auto_names_the_backend_for_sm120(capsys: pytest.CaptureFixture[str], with_portable: list[str]) -> None:
+    assert (
+        cli.main([*with_portable, "--backend", "auto", "--sm", "120", "--head-dim", "576", "--dtype-kv", "e4m3"]) == 9
+    )
+    assert "backend='hopper' has kernels for it that have never been run" in capsys.readouterr().err
+
+
+def test_sm120_has_no_kernel_for_bf16(capsys: pytest.CaptureFixture[str], with_portable: list[str]) -> None:
+    assert cli.main([*with_portable, "--sm", "120", "--head-dim", "576"]) == 2
+    assert "mla_portable_latent512_sm120: dtype is e4m3" in capsys.readouterr().err
 
 
 def test_auto_asks_for_what_runs_mla(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:

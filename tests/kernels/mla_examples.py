@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from cubin_runtime.artifacts.tables.native_kernels import MEASURED, NativeKernel
+from dataclasses import replace
+
+from cubin_runtime.artifacts.tables.native_kernels import BUILT_NOT_RUN, MEASURED, NativeKernel
 
 
 def kernel(latent: int = 512, rows: int = 64) -> NativeKernel:
@@ -40,3 +42,23 @@ def kernel(latent: int = 512, rows: int = 64) -> NativeKernel:
 WIDE = tuple(kernel(latent) for latent in (512, 256))
 FEW = tuple(kernel(latent, 16) for latent in (512, 256))
 KERNELS = (*WIDE, *FEW)
+
+
+def portable(latent: int, sm: str) -> NativeKernel:
+    """A kernel for several SMs, with e4m3 queries and cache and tiles of 32 keys."""
+    name = f"mla_portable_latent{latent}"
+    wide = kernel(latent)
+    return replace(
+        wide,
+        name=f"{name}_sm{sm}",
+        symbol=name,
+        file=f"mla/{name}_sm{sm}.cubin",
+        sm=sm,
+        traits={**wide.traits, "dtype": "e4m3", "q_dtypes": "e4m3", "tile_tokens": 32},
+        threads=256,
+        dynamic_shared_bytes=99328,
+        status=BUILT_NOT_RUN if sm == "120" else MEASURED,
+    )
+
+
+PORTABLE = tuple(portable(latent, sm) for sm in ("90", "120") for latent in (512, 256))

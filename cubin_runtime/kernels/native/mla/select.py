@@ -98,16 +98,17 @@ def select_mla_decode(kernels: Iterable[NativeKernel], shape: MlaShape, device: 
     The ranges of its CTA groups end with output tiles.
 
     Raises:
-        UsageError: no kernel fits; the message says what those for this device can do.
+        UsageError: no kernel fits; the message has the reason for each that runs on this device, or for all if none does.
     """
     candidates = _candidates(HashedOnce.of(kernels), number_of(device), _FORM(shape))
     fitting = [candidate.kernel for candidate in candidates if not candidate.unfit]
     if not fitting:
+        here = [c for c in candidates if c.kernel.architecture.runs_on(number_of(device))] or candidates
         raise UsageError(
             f"no MLA decode kernel for {shape.q_dtype} queries, a {shape.dtype} cache, "
             f"{shape.latent} + {shape.rope} columns, {shape.heads} heads "
             f"on compute capability {device.capability[0]}.{device.capability[1]}: "
-            + ("; ".join(f"{c.kernel.name}: {c.unfit}" for c in candidates) or "the release has no MLA decode kernel")
+            + ("; ".join(f"{c.kernel.name}: {c.unfit}" for c in here) or "the release has no MLA decode kernel")
         )
     best = max(fitting, key=lambda x: (x.architecture.suffix != "", -_trait(x, "rows"), x.name))
     group_size = _cta_group_size(best, shape)

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
 from examples import H100, device
-from mla_examples import KERNELS, WIDE
+from mla_examples import KERNELS, PORTABLE, WIDE
 
+from cubin_runtime.artifacts.tables.native_kernels import NativeKernel
 from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.native.constants import CONSTANTS
 from cubin_runtime.kernels.native.mla.select import MlaShape, invariant_splits, select_mla_decode
@@ -134,3 +136,42 @@ def test_another_number_of_rope_columns_is_refused() -> None:
 def test_another_dtype_is_refused() -> None:
     with pytest.raises(UsageError, match="dtype is bf16"):
         select_mla_decode(KERNELS, replace(SHAPE, dtype="e4m3"), H100)
+
+
+E4M3 = replace(SHAPE, dtype="e4m3", q_dtype="e4m3")
+OF_HOPPER = [replace(k, traits={**k.traits, "dtype": "e4m3", "q_dtypes": "e4m3"}) for k in KERNELS]
+
+
+@pytest.mark.parametrize("minor", [0, 1])
+@pytest.mark.parametrize("latent", [512, 256])
+@pytest.mark.parametrize(("heads", "batch_invariant"), [(16, False), (128, False), (128, True)])
+def test_sm12x_has_the_portable_kernel(latent: int, minor: int, heads: int, batch_invariant: bool) -> None:
+    shape = replace(E4M3, latent=latent, heads=heads, batch_invariant=batch_invariant)
+    chosen = select_mla_decode([*OF_HOPPER, *PORTABLE], shape, device(12, minor))
+    assert chosen.kernel.name == f"mla_portable_latent{latent}_sm120"
+    assert "built for sm_120, built, not run; " in chosen.reason
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("kernels", [[*OF_HOPPER, *PORTABLE], [*PORTABLE, *OF_HOPPER]], ids=["last", "first"])
+def test_a_kernel_for_the_device_alone_precedes_a_portable_one(
+    kernels: list[NativeKernel], heads: int, batch_invariant: bool
+) -> None:
+    chosen = select_mla_decode(kernels, replace(E4M3, heads=heads, batch_invariant=batch_invariant), H100)
+    assert chosen.kernel.sm == "90a"
+
+
+def test_the_portable_kernel_runs_on_hopper_too() -> None:
+    assert select_mla_decode(PORTABLE, E4M3, H100).kernel.name == "mla_portable_latent512_sm90"
+
+
+@pytest.mark.parametrize(
+    ("types", "words"),
+    [({"dtype": "bf16", "q_dtype": "bf16"}, "dtype is e4m3"), ({"q_dtype": "bf16"}, "queries are e4m3")],
+)
+def test_without_a_kernel_for_its_dtypes_sm120_names_its_kernels_alone(types: dict[str, str], words: str) -> None:
+    said = f"capability 12.0: mla_portable_latent512_sm120: {words}; mla_portable_latent256_sm120: "
+    with pytest.raises(UsageError, match=re.escape(said)) as caught:
+        select_mla_decode([*OF_HOPPER, *PORTABLE], replace(E4M3, **types), device(12, 0))
+    assert "sm90" not in str(caught.value)
