@@ -346,7 +346,10 @@ MLA_OPTIONS: dict[str, Sequence[Any]] = {
     "heads": (1, 2, 3, 8, 16, 17, 32, 64, 96, 128),
     "page": (32, 64, 128),
     "cache": ("rank 3", "rank 4", "padded", "odd strides of 1"),
+    "backend": ("auto", "hopper"),
 }
+# The kernels for SM120 and SM121, which take e4m3 alone, by name only.
+OTHER_MLA_OPTIONS = {**MLA_OPTIONS, "on": ("RTX", "GB10"), "types": ((FP8, FP8),), "backend": ("hopper",)}
 
 
 def mla(draw: Draw) -> dict[str, Any]:
@@ -372,6 +375,7 @@ def mla(draw: Draw) -> dict[str, Any]:
         "sinks": _sinks(draw["sinks"] and "flat", heads),
         "batch_invariant": draw["batch_invariant"],
         "enable_pdl": draw["enable_pdl"],
+        "backend": draw["backend"],
     }
     if draw["lse_rows"]:
         call["lse"] = rows_of_tokens("lse", "float32", lead, heads, 0, draw["lse_rows"])

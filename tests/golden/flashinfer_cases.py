@@ -476,6 +476,8 @@ XQA_MLA_OPTIONS: dict[str, Sequence[Any]] = {
     "kv_scale": (1.0, 0.5, "[1]"),
     "semaphores": (1 << 20, 1 << 20, FEW_SEMAPHORES),
 }
+# Where FlashInfer has this kernel alone, and ours takes e4m3 alone.
+OTHER_XQA_MLA_OPTIONS = {**XQA_MLA_OPTIONS, "on": ("RTX", "GB10"), "types": ((FP8, FP8),)}
 
 
 def xqa_mla(draw: Draw) -> dict[str, Any]:

@@ -65,6 +65,8 @@ FAMILIES = {
     "merge": Family(80, copying.MERGE_OPTIONS, copying.merge),
     "context attention": Family(200, prefill.CONTEXT_OPTIONS, prefill.context_attention),
     "invariant context attention": Family(80, prefill.INVARIANT_OPTIONS, prefill.context_attention),
+    "mla elsewhere": Family(150, cases.OTHER_MLA_OPTIONS, cases.mla),
+    "xqa mla elsewhere": Family(60, flashinfer.OTHER_XQA_MLA_OPTIONS, flashinfer.xqa_mla),
 }
 
 

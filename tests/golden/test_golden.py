@@ -35,11 +35,14 @@ FAMILIES = (
     "merge",
     "context attention",
     "invariant context attention",
+    "mla elsewhere",
+    "xqa mla elsewhere",
 )
 # What no recorded case takes: a measurement, draft masks (tests/attention/test_draft_mask.py), reductions of outputs
-# that no published kernel splits, and those for SM90, where no published kernel runs.
+# that no published kernel splits, those for SM90, where no published kernel runs, and there the portable MLA kernels.
 NEVER_LAUNCHED = {
     "measure_streaming_read_sm90a",
+    *(f"portable_mla_decode_e4m3_latent{latent}_sm90" for latent in (256, 512)),
     *(f"pack_draft_mask_sm{sm}" for sm in ("80", "86", "89", "90a", "100", "120")),
     "trtllm_gen_lse_from_statistics_sm90a",
     "trtllm_gen_kv_reduction_bf16_to_bf16_sm90a",
