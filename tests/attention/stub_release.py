@@ -23,15 +23,15 @@ extern "C" __global__ void __launch_bounds__(160) KERNEL_NAME(const __grid_const
 """
 
 
-MLA_SOURCE = SOURCE.replace("PagedDecodeTmaParams", "PagedMlaDecodeParams")
+MLA_SOURCE = SOURCE.replace("PagedDecodeTmaParams", "PagedMlaDecodeParams").replace("102400", "99328")
 
 
-def mla_stub_variant(dtype: str, q_dtype: str, latent: int) -> Variant:
-    """An MLA kernel for sm_90a with the traits of a real one."""
+def mla_stub_variant(dtype: str, q_dtype: str, latent: int, sm: str = "90a") -> Variant:
+    """An MLA kernel with the traits of a real one."""
     return Variant(
         source="mla/stub.cu",
         symbol=f"stub_paged_mla_decode_{dtype}_q_{q_dtype}_latent{latent}",
-        sm="90a",
+        sm=sm,
         operation="paged_mla_decode",
         struct="PagedMlaDecodeParams",
         traits={
@@ -105,6 +105,7 @@ def build_stub_release(folder: Path) -> tuple[Path, Path]:
     variants += COPYING_VARIANTS
     types = (("bf16", "bf16"), ("e4m3", "bf16"), ("e4m3", "e4m3"))
     variants += [mla_stub_variant(*own, latent) for own in types for latent in (512, 256)]
+    variants += [mla_stub_variant("e4m3", "e4m3", latent, "120") for latent in (512, 256)]
     switches = (False, True)
     variants += [context_stub_variant("bf16", 128, cap, segments) for cap in switches for segments in switches]
     variants += [context_stub_variant("bf16", 192, False)]

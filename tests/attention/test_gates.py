@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from cubin_runtime.launch.modules import LoadedKernel
 from cubin_runtime.testing import GraphDriver, StandIn
 
 ROW = native_rows()[0]
+SM120_ROW = next(row for row in native_rows() if row["name"] == "portable_mla_decode_e4m3_latent512_sm120")
 NATIVE, PUBLISHED = ABIS
 PUBLISHED_SYMBOL = "fmhaSm100fKernel_one"
 PUBLISHED_BYTES = 1280
@@ -32,9 +34,16 @@ def runtime_of(folder: Path, standin: StandIn, name: str, files: dict[str, bytes
     return Runtime(config, driver=GraphDriver(standin.path), release=NATIVE, trtllm_release=PUBLISHED)
 
 
-def load_native(folder: Path, standin: StandIn, sm: int = 90, threads: int = 1024, **said: Any) -> LoadedKernel:
-    """Load a kernel whose cubin is for ``sm`` and ``threads``; its entry in the table is right but for ``said``."""
-    row = {**ROW, **said}
+def load_native(
+    folder: Path,
+    standin: StandIn,
+    sm: int = 90,
+    threads: int = 1024,
+    entry: Mapping[str, Any] = ROW,
+    **said: Any,
+) -> LoadedKernel:
+    """Load a kernel whose cubin is for ``sm`` and ``threads``; its ``entry`` in the table is right but for ``said``."""
+    row = {**entry, **said}
     standin.add_kernel(row["symbol"], (row["struct_bytes"],))
     table = b'{"schema": 1, "release": "", "kernels": [%s]}' % json.dumps(row).encode()
     cubin = cubin_of(row["symbol"], sm, row["struct_bytes"], threads)
@@ -77,6 +86,29 @@ def test_a_kernel_of_ours_that_is_not_is_refused(
     with pytest.raises(AbiError, match=words):
         load_native(tmp_path, standin, **changes)
     assert "cuModuleLoadData" not in standin.names()
+
+
+@pytest.mark.parametrize("minor", [0, 1])
+def test_a_kernel_for_sm120_is_loaded_on_sm120_and_sm121(tmp_path: Path, standin: StandIn, minor: int) -> None:
+    standin.pose_as(12, minor)
+    kernel = load_native(tmp_path, standin, sm=120, entry=SM120_ROW)
+    assert (str(kernel.architecture), kernel.shared_bytes) == ("sm_120", SM120_ROW["dynamic_shared_bytes"])
+
+
+@pytest.mark.parametrize(("major", "minor"), [(9, 0), (10, 0), (10, 3)])
+def test_a_kernel_for_sm120_is_refused_elsewhere(tmp_path: Path, standin: StandIn, major: int, minor: int) -> None:
+    standin.pose_as(major, minor)
+    with pytest.raises(AbiError, match=rf"built for sm_120 .*, device 0 .* is {major}\.{minor}"):
+        load_native(tmp_path, standin, sm=120, entry=SM120_ROW)
+    assert "cuModuleLoadData" not in standin.names()
+
+
+def test_a_kernel_for_sm120_that_needs_more_shared_memory_than_its_ctas_have_is_refused(
+    tmp_path: Path, standin: StandIn
+) -> None:
+    standin.describe("RTX", (12, 0), 188, 100 << 10, 128 << 20, 16)
+    with pytest.raises(AbiError, match="needs 101377 bytes of dynamic shared memory per block"):
+        load_native(tmp_path, standin, sm=120, entry=SM120_ROW, dynamic_shared_bytes=(99 << 10) + 1)
 
 
 @pytest.mark.parametrize("nonportable", [False, True])
