@@ -215,8 +215,8 @@ def mla_decode(
     Args:
         q: ``[batch, heads, latent + 64]`` (one token per request), ``[batch, q_len, heads, latent + 64]`` with q_len 1
             to 16, or ``[tokens, heads, latent + 64]`` with ``q_cu_seq_lens``. latent is 512 or 256, heads 1 to 128.
-            bfloat16, or the dtype of the cache if a kernel supports that. One stride between all tokens; addresses and
-            strides in multiples of 16 bytes.
+            bfloat16, or the dtype of the cache if a kernel supports that; on SM120 and SM121 float8_e4m3fn, as the
+            cache. One stride between all tokens; addresses and strides in multiples of 16 bytes.
         kv_cache: ``[pages, page_size, latent + 64]`` or ``[pages, 1, page_size, latent + 64]``, bfloat16 or
             float8_e4m3fn, page_size 32, 64 or 128. Any strides in multiples of 16 bytes.
         page_table: int32 ``[batch, columns]``, the page ids of each request in order; entries past a request's length

@@ -79,6 +79,9 @@ def trtllm_batch_decode_with_kv_cache_mla(
 ) -> Any:
     """MLA decoding over a paged latent cache; other parameters as in ``trtllm_batch_decode_with_kv_cache``.
 
+    On SM120 and SM121, "auto" is xqa as in FlashInfer. Its kernels there were built but not run, of which a warning
+    tells; they take queries and caches of e4m3 alone.
+
     Args:
         query: ``[batch, q_len, heads, kv_lora_rank + qk_rope_head_dim]``, or ``[tokens, heads, ...]`` with
             ``cum_seq_lens_q``; bf16 or e4m3 (xqa: only with an e4m3 cache).
@@ -177,6 +180,8 @@ def xqa_batch_decode_with_kv_cache_mla(
     batch_invariant: bool = False,
 ) -> Any:
     """MLA decoding on native kernels; parameters as in ``trtllm_batch_decode_with_kv_cache_mla`` with backend xqa.
+
+    On SM120 and SM121 too: with a warning, as these kernels were not run, and with queries and caches of e4m3 alone.
 
     Args:
         query: ``[batch, q_len, heads, kv_lora_rank + qk_rope_head_dim]``; q_len up to 16, up to 128 heads.

@@ -147,6 +147,8 @@ def xqa_mla(
 ) -> None:
     """MLA decoding of one token per request over a paged latent cache into ``output``; other parameters as in ``xqa``.
 
+    On SM120 and SM121 too: with a warning, as these kernels were not run, and with queries and caches of e4m3 alone.
+
     Args:
         q: ``[batch, 1, heads, latent + 64]`` or without the 1; bf16, or e4m3 with an e4m3 cache. latent is 512 or 256,
             heads 1 to 128.

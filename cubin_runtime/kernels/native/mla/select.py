@@ -98,7 +98,7 @@ def select_mla_decode(kernels: Iterable[NativeKernel], shape: MlaShape, device: 
     The ranges of its CTA groups end with output tiles.
 
     Raises:
-        UsageError: no kernel fits; the message has the reason for each that runs on this device, or for all if none does.
+        UsageError: no kernel fits; the message has the reason for each that runs on this device, for all if none does.
     """
     candidates = _candidates(HashedOnce.of(kernels), number_of(device), _FORM(shape))
     fitting = [candidate.kernel for candidate in candidates if not candidate.unfit]
