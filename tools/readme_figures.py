@@ -44,7 +44,8 @@ def support_matrix() -> str:
 def _native_rows(operator: str) -> list[Sequence[str]]:
     kernels = [variant for variant in VARIANTS if variant.operation == OPERATIONS.get(operator, operator)]
     by_sm: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {}
-    for sm in dict.fromkeys(kernel.sm for kernel in kernels):
+    own = {kernel.sm for kernel in kernels}
+    for sm in dict.fromkeys(kernel.sm for kernel in kernels if f"{kernel.sm}a" not in own):
         traits = [kernel.traits for kernel in kernels if kernel.sm == sm]
         dtypes = {str(found) for trait in traits if (found := trait.get("dtype"))}
         widths = {width for trait in traits if (width := _width(trait))}
@@ -84,7 +85,7 @@ def backend_matrix() -> str:
         if not hasattr(attention, function):
             cells = tuple(_backend_cell(backends, state) for state in ("measured", "published", "built"))
             grouped[cells].append(f"`{function}`")
-    head = ("function", "measured", "published by NVIDIA, not run here", "built, not run: only if named")
+    head = ("function", "measured", "published by NVIDIA, not run here", "built, not run: warns")
     return _table(head, [(", ".join(functions), *cells) for cells, functions in grouped.items()])
 
 
@@ -93,7 +94,8 @@ def _backend_cell(backends: Mapping[str, Support], state: str) -> str:
     for name, support in backends.items():
         sms = sorted(10 * major + minor for major, minor in getattr(support, state))
         if sms:
-            cells.append(f"`{name}`: {', '.join(f'SM{sm}' for sm in sms)}")
+            followed = " (`auto` too)" if state == "built" and support.followed == support.built else ""
+            cells.append(f"`{name}`: {', '.join(f'SM{sm}' for sm in sms)}{followed}")
     return "; ".join(cells) or "-"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 from cubin_runtime.attention.backends import HOPPER, TABLE
@@ -11,7 +12,9 @@ from kernels_src.variants import VARIANTS
 
 DOCS = Path(__file__).parents[2] / "docs"
 TEXT, KERNEL_TEXT = (" ".join((DOCS / name).read_text().split()) for name in ("mla.md", "mla_kernels.md"))
-KERNELS = [variant for variant in VARIANTS if variant.operation == "paged_mla_decode"]
+ALL = [variant for variant in VARIANTS if variant.operation == "paged_mla_decode"]
+KERNELS = [variant for variant in ALL if variant.sm == "90a"]
+PORTABLE = [variant for variant in ALL if variant.sm != "90a"]
 
 
 def test_it_counts_the_kernels() -> None:
@@ -21,9 +24,17 @@ def test_it_counts_the_kernels() -> None:
     }
     found = {tuple(kernel.traits[name] for name in ("rows", "dtype", "q_dtypes", "latent")) for kernel in KERNELS}
     assert found == {(rows, *own, latent) for rows in types for own in types[rows] for latent in (512, 256)}
-    assert {kernel.sm for kernel in KERNELS} == {"90a"}
     assert len(KERNELS) == 10
     assert "Ten cubins for SM90a: with row tiles of 64 for bf16" in KERNEL_TEXT
+
+
+def test_it_says_what_the_portable_kernels_are() -> None:
+    found = {tuple(kernel.traits[name] for name in ("rows", "dtype", "q_dtypes", "tile_tokens")) for kernel in PORTABLE}
+    assert found == {(64, "e4m3", "e4m3", 32)}
+    assert {(kernel.sm, kernel.traits["latent"]) for kernel in PORTABLE} == set(product(("90", "120"), (512, 256)))
+    assert "take queries and caches of e4m3. 8 warps compute row tiles of 64 on KV tiles of 32 keys" in KERNEL_TEXT
+    stages = {kernel.traits["latent"]: kernel.defines["STAGES"] for kernel in PORTABLE}
+    assert f"in {stages[512]} or {stages[256]} pipeline stages" in KERNEL_TEXT
 
 
 def test_it_names_the_bounds_of_a_call() -> None:
@@ -36,3 +47,6 @@ def test_it_names_the_bounds_of_a_call() -> None:
 def test_it_says_whether_auto_takes_them() -> None:
     measured = (9, 0) in TABLE["mla_decode"][HOPPER].automatic
     assert ("On compute capability 9.0 `auto` takes the kernels" in TEXT) is measured
+    assert TABLE["mla_decode"][HOPPER].built == {(12, 0), (12, 1)}
+    assert "On 12.0 and 12.1 there are kernels for queries and caches of e4m3" in TEXT
+    assert "built but have not been run on such a GPU" in TEXT
