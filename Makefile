@@ -57,9 +57,11 @@ test-torch: .venv-torch/.ready ## The tests that need torch (its CPU build is en
 	@$(VENV_TORCH) -m pytest -m torch
 
 .PHONY: test-engines
-test-engines: .venv-torch/.ready build/engines/.ready ## The plug-ins on the base classes of vLLM and SGLang (600 MB, downloaded once)
-	@PYTHONPATH=build/engines/vllm:build/engines/site $(VENV_TORCH) -m pytest -q tests/integrations/test_vllm*.py
-	@PYTHONPATH=build/engines/sglang:build/engines/site $(VENV_TORCH) -m pytest -q tests/integrations/test_sglang*.py
+test-engines: .venv-torch/.ready build/engines/.ready ## The plug-ins on three versions each of vLLM and SGLang (1.3 GB, downloaded once)
+	@status=0; for engine in build/engines/vllm-* build/engines/sglang-*; do \
+	    name=$$(basename $$engine); echo "$$name"; \
+	    PYTHONPATH=$$engine:build/engines/site $(VENV_TORCH) -m pytest -q tests/integrations/test_$${name%-*}*.py || status=1; \
+	done; exit $$status
 
 build/engines/.ready: tools/stage_engines.py .venv-torch/.ready
 	@$(VENV_TORCH) tools/stage_engines.py --into build/engines

@@ -2,8 +2,9 @@
 
     python tools/stage_engines.py --into build/engines
 
-``FOLDER/vllm``, ``FOLDER/sglang`` and ``FOLDER/site`` then go on PYTHONPATH (``make test-engines``); compiled parts of
-the engines are left out. 600 MB come from the package index. Nothing of this belongs into this repository.
+The oldest, a middle and the newest version that the plug-ins take: ``FOLDER/NAME-VERSION`` and ``FOLDER/site`` then go
+on PYTHONPATH (``make test-engines``). Compiled parts are left out. 1.3 GB come from the package index. Nothing of this
+belongs into this repository.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-ENGINES = {"vllm": "0.33.0", "sglang": "0.5.23"}
+ENGINES = {"vllm": ("0.26.0", "0.29.0", "0.33.0"), "sglang": ("0.5.16", "0.5.19", "0.5.23")}
 # Imported with the engines' base classes, in versions that work together; without the engines' own requirements, which
 # bring GPU packages.
 NEEDED = (
@@ -40,19 +41,21 @@ def main() -> None:
     into = parser.parse_args().into
     site = into / "site"
     subprocess.run([*PIP, "install", "--no-deps", "--upgrade", "--target", str(site), *NEEDED], check=True)
-    for name, version in ENGINES.items():
+    for named in (f"{name}=={version}" for name, versions in ENGINES.items() for version in versions):
+        folder = into / named.replace("==", "-")
         with tempfile.TemporaryDirectory() as wheels:
-            asked = [*PIP, "download", "--no-deps", "--only-binary=:all:", "--dest", wheels, f"{name}=={version}"]
+            asked = [*PIP, "download", "--no-deps", "--only-binary=:all:", "--dest", wheels, named]
             subprocess.run(asked, check=True)
             (wheel,) = Path(wheels).glob("*.whl")
-            unpack(wheel, into / name)
-        print(f"{into / name}: {name} {version}")
+            unpack(wheel, folder)
+        print(folder)
 
 
 def unpack(wheel: Path, into: Path) -> None:
-    """Unpack a wheel without its compiled parts."""
+    """Unpack a wheel's Python files and what says which version it is."""
     with zipfile.ZipFile(wheel) as opened:
-        opened.extractall(into, [name for name in opened.namelist() if not name.endswith((".so", ".a"))])
+        kept = [name for name in opened.namelist() if name.endswith((".py", ".json")) or ".dist-info/" in name]
+        opened.extractall(into, kept)
 
 
 if __name__ == "__main__":

@@ -5,14 +5,24 @@ Whoever imports this needs SGLang's Python files; tools/stage_engines.py puts th
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from absent_modules import in_place_of
+from absent_modules import Anything, in_place_of
 
-# Of its image models, its compiler and its kernels' loggers, which its configuration imports.
-with in_place_of("loguru", "torchvision", "tvm_ffi"):
+# Of its image models, its compiler, its grammars and its kernels' loggers, which its configuration imports.
+with in_place_of("llguidance", "loguru", "openai_harmony", "torchvision", "tvm_ffi", "uvloop", "xgrammar"):
+    import sglang  # noqa: F401  (it replaces the module of transformers)
+    import transformers
+
+    # A newer transformers has models that old versions of SGLang bring along, and no images without torchvision.
+    register_config = transformers.AutoConfig.register
+    transformers.AutoConfig.register = partial(register_config, exist_ok=True)
+    transformers.AutoImageProcessor = Anything
+
+    from sglang.srt import runtime_context, server_args  # noqa: F401  (server_args: for the tests)
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -24,8 +34,18 @@ with in_place_of("loguru", "torchvision", "tvm_ffi"):
     register()
     register()  # as in a process that loads its plugins again
 
+transformers.AutoConfig.register = register_config
 BF16, INT32 = torch.bfloat16, torch.int32
 HEADS, KV_HEADS, DIM, PAGE, MAX_LEN, COLUMNS = 8, 2, 128, 16, 128, 8
+
+
+def server_flags(monkeypatch: Any) -> SimpleNamespace:
+    """Flags of deterministic inference, where the plug-in reads them."""
+    flags = SimpleNamespace(enable_deterministic_inference=False)
+    monkeypatch.setattr(runtime_context, "get_server_args", lambda: flags)
+    if hasattr(runtime_context, "get_exec"):
+        monkeypatch.setattr(runtime_context, "get_exec", lambda: SimpleNamespace(deterministic=flags))
+    return flags
 
 
 def pool_of(**changed: Any) -> Any:

@@ -16,17 +16,19 @@ if importlib.util.find_spec("sglang") is None:
     pytest.skip("SGLang is not importable (tools/stage_engines.py, make test-engines)", allow_module_level=True)
 # isort: off
 from sglang_steps import BF16, COLUMNS, DIM, HEADS, KV_HEADS, MAX_LEN, PAGE  # noqa: E402  (first: it imports SGLang)
-from sglang_steps import backend, batch, forward, layer_of, pool_of  # noqa: E402
+from sglang_steps import backend, batch, forward, layer_of, pool_of, server_flags  # noqa: E402
 
 # isort: on
 from launch_records import has_segments, integers, launches  # noqa: E402
-from sglang.srt.arg_groups.choices import (  # noqa: E402
+from sglang.srt.arg_groups import overrides  # noqa: E402
+from sglang.srt.layers.radix_attention import AttentionType  # noqa: E402
+from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: E402
+from sglang.srt.plugins.hook_registry import HookRegistry  # noqa: E402
+from sglang.srt.server_args import (  # noqa: E402  (which repeats them since they moved)
     ATTENTION_BACKEND_CHOICES,
     DETERMINISTIC_ATTENTION_BACKEND_CHOICES,
     RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND,
 )
-from sglang.srt.layers.radix_attention import AttentionType  # noqa: E402
-from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: E402
 from step_records import compare, written  # noqa: E402
 
 from cubin_runtime.errors import UsageError  # noqa: E402
@@ -40,10 +42,7 @@ NO_WINDOW = 1 << 30
 @pytest.fixture(autouse=True)
 def execution(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """What SGLang's server sets from its arguments."""
-    deterministic = SimpleNamespace(enable_deterministic_inference=False)
-    bag = SimpleNamespace(deterministic=deterministic)
-    monkeypatch.setattr("cubin_runtime.integrations.sglang.backend.get_exec", lambda: bag)
-    return deterministic
+    return server_flags(monkeypatch)
 
 
 def test_the_backend_can_be_chosen() -> None:
@@ -61,6 +60,33 @@ def test_deterministic_inference(standin: StandIn, execution: SimpleNamespace, d
         _kept = forward(made, step)
     assert [name for name, _ in launches(standin)] == ["decode", "context"]
     assert has_segments(standin.calls("cuLaunchKernelEx")[-1]) == deterministic
+
+
+@pytest.mark.parametrize("chosen", ["attention_backend", "decode_attention_backend", "prefill_attention_backend"])
+def test_a_page_size_that_the_user_leaves_out_has_kernels(chosen: str, caplog: pytest.LogCaptureFixture) -> None:
+    HookRegistry.apply_hooks()
+    args = dict.fromkeys(("attention_backend", "decode_attention_backend", "prefill_attention_backend"))
+    with caplog.at_level("INFO"):
+        assert overrides._page_size_default(SimpleNamespace(**{**args, chosen: NAME}, page_size=None)) == {
+            "page_size": 64
+        }
+    assert "page_size is 64" in caplog.text
+    assert overrides._page_size_default(SimpleNamespace(**{**args, chosen: NAME}, page_size=16)) == {}
+    assert overrides._page_size_default(SimpleNamespace(**{**args, chosen: "fa3"}, page_size=None)) == {"page_size": 1}
+
+
+def test_the_page_size_reaches_where_sglang_resolves_its_arguments() -> None:
+    HookRegistry.apply_hooks()
+    args = SimpleNamespace(attention_backend=NAME, page_size=None, _resolved_overrides=[])
+    overrides.run_post_process_pass(args, overrides._page_size_default)
+    ((source, declared),) = args._resolved_overrides
+    assert (source, declared) == ("_page_size_default", {"page_size": 64})
+
+
+def test_hierarchical_caches_are_refused_at_start() -> None:
+    with pytest.raises(UsageError, match="enable_hierarchical_cache"):
+        backend(server_args=SimpleNamespace(enable_hierarchical_cache=True))
+    backend(server_args=SimpleNamespace(enable_hierarchical_cache=False))
 
 
 def test_decodes(standin: StandIn) -> None:

@@ -13,7 +13,7 @@ if importlib.util.find_spec("sglang") is None:
     pytest.skip("SGLang is not importable (tools/stage_engines.py, make test-engines)", allow_module_level=True)
 # isort: off
 from sglang_steps import BF16, COLUMNS, DIM, HEADS, KV_HEADS, MAX_LEN, PAGE  # noqa: E402  (first: it imports SGLang)
-from sglang_steps import INT32, backend, batch, forward, layer_of, pool_of, runner  # noqa: E402
+from sglang_steps import INT32, backend, batch, forward, layer_of, pool_of, runner, server_flags  # noqa: E402
 
 # isort: on
 from launch_records import launches  # noqa: E402
@@ -31,9 +31,8 @@ BACKEND = "cubin_runtime.integrations.sglang.backend"
 
 @pytest.fixture(autouse=True)
 def execution(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    deterministic = SimpleNamespace(enable_deterministic_inference=False)
-    monkeypatch.setattr(f"{BACKEND}.get_exec", lambda: SimpleNamespace(deterministic=deterministic))
-    return deterministic
+    """What SGLang's server sets from its arguments."""
+    return server_flags(monkeypatch)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ Skipped where vLLM's Python files are not importable; tools/stage_engines.py put
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,20 +17,19 @@ if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not importable (tools/stage_engines.py, make test-engines)", allow_module_level=True)
 # isort: off
 from vllm_steps import BACKEND, BF16, BLOCK, BLOCKS, DIM, HEADS, KV_HEADS, MAX_LEN  # noqa: E402  (first: it imports vLLM)
-from vllm_steps import INT32, builder, cache, layer, run, step  # noqa: E402
+from vllm_steps import INT32, REGISTERED, builder, cache, layer, layouts, run, step  # noqa: E402
 
 # isort: on
 from launch_records import has_segments, integers, launches  # noqa: E402
 from step_records import compare, written  # noqa: E402
 from vllm.platforms.interface import DeviceCapability  # noqa: E402
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType  # noqa: E402
-from vllm.v1.kv_cache_interface import KVCacheLayout  # noqa: E402
 
 from cubin_runtime.errors import UsageError  # noqa: E402
 from cubin_runtime.integrations.paged_batch import LayerOptions  # noqa: E402
-from cubin_runtime.integrations.vllm import NAME  # noqa: E402
 from cubin_runtime.testing import StandIn  # noqa: E402
 
+LBNHC, BLNHC = (0, 1, 3, 2, 4), (1, 0, 3, 2, 4)
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("hopper")]
 
 
@@ -60,7 +60,7 @@ def supported(backend: Any, **changed: Any) -> list[str]:
 def test_what_is_supported(backend: Any) -> None:
     assert supported(backend) == []
     assert supported(backend, use_batch_invariant=True) == []
-    assert backend.get_name() == NAME
+    assert backend.get_name() == REGISTERED
     assert builder(backend).get_cudagraph_support(None, None) is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     impl = backend.get_impl_cls()
     assert (impl.can_return_lse_for_decode, impl.supports_dcp, impl.supports_pcp) == (False, False, False)
@@ -80,13 +80,19 @@ def test_what_is_supported(backend: Any) -> None:
         {"device_capability": DeviceCapability(10, 0)},
         {"attn_type": AttentionType.ENCODER_ONLY},
         {"use_non_causal": True},
-        {"use_dcp": True},
         {"use_pcp": True},
         {"use_adaptive_verification": True},
         {"use_rswa": True},
+        {"use_kv_connector": True},
+        {"head_size": 512},
+        {"attn_type": AttentionType.ENCODER_DECODER},
+        {"attn_type": AttentionType.ENCODER},
+        {"use_per_head_quant_scales": True},
     ],
 )
 def test_what_is_not_supported(backend: Any, changed: dict[str, Any]) -> None:
+    if not changed.keys() <= inspect.signature(backend.validate_configuration).parameters.keys():
+        pytest.skip("this vLLM does not ask")
     assert len(supported(backend, **changed)) == 1
 
 
@@ -147,9 +153,50 @@ def test_options_of_a_layer(backend: Any, standin: StandIn) -> None:
     sinks = torch.arange(HEADS, dtype=BF16)
     kept, _ = run(backend, step([1, 20], [40, 20]), sinks=sinks, sliding_window=16)
     made = kept[-1]
-    assert (made.sinks.dtype, made.sinks.tolist()) == (torch.float32, list(range(HEADS)))
+    converted = made._options.sinks
+    assert (converted.dtype, converted.tolist()) == (torch.float32, list(range(HEADS)))
     for _, sent in launches(standin):
-        assert (sent["window_left"], sent["sinks"]) == (15, made.sinks.data_ptr())
+        assert (sent["window_left"], sent["sinks"]) == (15, converted.data_ptr())
+
+
+def test_sinks_that_are_loaded_again_arrive_where_the_old_ones_were(backend: Any) -> None:
+    sinks = torch.arange(HEADS, dtype=BF16)
+    made = layer(backend, sinks=sinks)
+    place = made._options.sinks.data_ptr()
+    sinks.copy_(torch.arange(HEADS) + 8)
+    made.process_weights_after_loading(BF16)
+    assert (made._options.sinks.tolist(), made._options.sinks.data_ptr()) == (list(range(8, 8 + HEADS)), place)
+    assert made.sinks is sinks
+
+
+def test_the_pages_of_another_group_of_layers(backend: Any) -> None:
+    first = builder(backend).build(0, step([1, 1, 20], [40, 1, 50]))
+    table = torch.arange(12, dtype=INT32).view(3, 4)
+    second = builder(backend).update_block_table(first, table, None)
+    assert (second.decodes.table.tolist(), second.prefills.table.tolist()) == (table[:2].tolist(), table[2:].tolist())
+    assert (second.decodes.max_seq_len, second.prefills.max_seq_len) == (4 * BLOCK, 50)
+    assert (second.decodes.lengths is first.decodes.lengths, first.decodes.table.shape[1]) == (True, MAX_LEN // BLOCK)
+    assert builder(backend).supports_update_block_table
+
+
+def test_values_of_another_size_than_keys_are_refused(backend: Any) -> None:
+    with pytest.raises(UsageError, match="head_size_v=64"):
+        builder(backend, value_size=64)
+
+
+@pytest.mark.parametrize(
+    ("window", "ranks", "reasons"), [(16, 1, ["R-SWA not supported"]), (None, 2, ["DCP not supported"]), (None, 1, [])]
+)
+def test_what_old_versions_do_not_ask_for_is_refused_at_start(
+    backend: Any, monkeypatch: pytest.MonkeyPatch, window: int | None, ranks: int, reasons: list[str]
+) -> None:
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(rswa_window=window),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=ranks),
+    )
+    where = "cubin_runtime.integrations.vllm.backend.get_current_vllm_config_or_none"
+    monkeypatch.setattr(where, lambda: config)
+    assert supported(backend) == reasons
 
 
 def test_a_soft_cap_is_not_decoded(backend: Any, standin: StandIn) -> None:
@@ -162,8 +209,10 @@ def test_a_soft_cap_is_not_decoded(backend: Any, standin: StandIn) -> None:
 
 @pytest.mark.parametrize("q_lens", [[1, 1], [21, 20]])
 def test_layouts_of_the_cache(backend: Any, q_lens: list[int], standin: StandIn) -> None:
-    for layout in backend.supported_kv_cache_layouts():
-        kv_cache = cache(layout)
+    orders = layouts(backend)
+    assert orders.keys() == {"LBHNC", "LBNHC", "BLHNC", "BLNHC"}
+    for order in orders.values():
+        kv_cache = cache(order)
         run(backend, step(q_lens, [40, 20]), kv_cache)
         seen = [call.seen["strides"] for call in standin.calls("cuTensorMapEncodeTiled")[-2:]]
         of_cache = {str(2 * kv_cache.stride(axis)) for axis in range(3)}
@@ -177,9 +226,9 @@ def test_steps_are_as_recorded(backend: Any, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("cubin_runtime.integrations.vllm.backend.attend", lambda *given: seen.append(written(*given)))
     sinks = torch.zeros(HEADS, dtype=BF16)
     run(backend, step([1, 1, 1], [40, 1, 128]))
-    run(backend, step([1, 1, 20, 7], [40, 1, 20, 50]), cache(KVCacheLayout.BLNHC))
+    run(backend, step([1, 1, 20, 7], [40, 1, 20, 50]), cache(BLNHC))
     run(backend, step([20, 7], [20, 50]), sinks=sinks, sliding_window=16)
-    run(backend, step([1, 1], [90, 4], padded=2), cache(KVCacheLayout.LBNHC), sinks=sinks, sliding_window=32)
+    run(backend, step([1, 1], [90, 4], padded=2), cache(LBNHC), sinks=sinks, sliding_window=32)
     run(backend, step([1, 1, 20], [40, 3, 20]), logits_soft_cap=30.0)
     names = ["decodes", "prompts and decodes", "window and sinks", "padded decodes", "soft cap"]
     compare("vllm 0.33.0", dict(zip(names, seen, strict=True)))
@@ -196,7 +245,7 @@ def test_new_keys_and_values_are_written_by_vllm(backend: Any, monkeypatch: pyte
 
     seen: list[Any] = []
     monkeypatch.setattr(ops, "reshape_and_cache_flash", lambda *given: seen.append(given))
-    kv_cache, slots = cache(KVCacheLayout.LBNHC), torch.arange(3)
+    kv_cache, slots = cache(LBNHC), torch.arange(3)
     key, value = (torch.zeros(3, KV_HEADS, DIM, dtype=BF16) for _ in range(2))
     scales = SimpleNamespace(_k_scale=torch.ones(()), _v_scale=torch.ones(()))
     layer(backend).do_kv_cache_update(scales, key, value, kv_cache, slots)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +28,7 @@ from vllm.model_executor.layers.attention.encoder_only_attention import (  # noq
 from vllm.model_executor.layers.attention.static_sink_attention import (  # noqa: E402
     create_static_sink_attention_backend,
 )
-from vllm.v1.attention.backends.composite import create_composite_attention_backend  # noqa: E402
+from vllm.v1.attention.backend import CommonAttentionMetadata  # noqa: E402
 from vllm.v1.attention.backends.utils import (  # noqa: E402
     KVSharingFastPrefillMetadata,
     create_fast_prefill_custom_backend,
@@ -44,6 +45,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("hopper")]
 def pageable_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU there is none that is pinned."""
     monkeypatch.setattr("vllm.utils.torch_utils.PIN_MEMORY", False)
+    monkeypatch.setattr("vllm.utils.torch_utils.is_pin_memory_available", lambda: False, raising=False)
 
 
 def with_lengths(q_lens: list[int], kv_lens: list[int], **changed: Any) -> Any:
@@ -79,8 +81,15 @@ def test_chunked_local_attention(standin: StandIn) -> None:
 @pytest.mark.parametrize("armed", [False, True])
 def test_fast_prefill_of_layers_that_share_keys(standin: StandIn, armed: bool) -> None:
     given = {"logits_indices_padded": torch.tensor([0, 20]), "num_logits_indices": 2, "max_logits_per_req": 1}
-    metadata = with_lengths([1, 20], [40, 20], **(given if armed else {}))
-    built = builder(create_fast_prefill_custom_backend("FastPrefill", BACKEND)).build(0, metadata)
+    asked = {name: given[name] for name in given.keys() & {field.name for field in fields(CommonAttentionMetadata)}}
+    metadata = with_lengths([1, 20], [40, 20], **(asked if armed else {}))
+    made = builder(create_fast_prefill_custom_backend("FastPrefill", BACKEND))
+    try:
+        built = made.build(0, metadata)
+    except AssertionError:
+        if armed:
+            raise
+        pytest.skip("before vLLM 0.30 every step is armed")
     assert isinstance(built, KVSharingFastPrefillMetadata)
     assert built.num_logits_indices == (2 if armed else None)
     _kept = forward(built, 2 if armed else 21)
@@ -90,6 +99,7 @@ def test_fast_prefill_of_layers_that_share_keys(standin: StandIn, armed: bool) -
 
 
 def test_one_of_two_backends_by_step(standin: StandIn) -> None:
+    composite = pytest.importorskip("vllm.v1.attention.backends.composite", reason="from vLLM 0.31 on")
     other = create_chunked_local_attention_backend(BACKEND, 2 * BLOCK)
     routing = type(
         "Routing",
@@ -99,7 +109,7 @@ def test_one_of_two_backends_by_step(standin: StandIn) -> None:
             "select": lambda self, metadata: int(metadata.max_query_len == 1),
         },
     )
-    backend = create_composite_attention_backend(
+    backend = composite.create_composite_attention_backend(
         other, BACKEND, name="Both", backend_name="BOTH", module=__name__, routing_policy=routing
     )
     made = builder(backend)

@@ -13,16 +13,19 @@ from absent_modules import in_place_of
 
 # Of vLLM's server, which its configuration imports.
 with in_place_of("llguidance", "openai_harmony", "opentelemetry", "uvloop", "xgrammar"):
+    import vllm.v1.utils  # noqa: F401  (builders of old versions import it late)
     from vllm.config import ParallelConfig
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     from cubin_runtime.integrations.vllm import NAME, register
 
     register()
     register()  # as in a process that loads its plugins again
-    BACKEND = AttentionBackendEnum[NAME].get_class()
+    # Before 0.32 the registry takes no new names.
+    REGISTERED = NAME if NAME in AttentionBackendEnum.__members__ else "CUSTOM"
+    BACKEND = AttentionBackendEnum[REGISTERED].get_class()
 
 BF16, INT32 = torch.bfloat16, torch.int32
 HEADS, KV_HEADS, DIM, BLOCK, BLOCKS, MAX_LEN = 8, 2, 128, 16, 40, 128
@@ -47,9 +50,9 @@ def step(q_lens: list[int], kv_lens: list[int], padded: int = 0, **changed: Any)
     return CommonAttentionMetadata(**{**given, **changed})
 
 
-def builder(backend: Any, **configured: Any) -> Any:
+def builder(backend: Any, value_size: int = DIM, **configured: Any) -> Any:
     """The builder of a backend's metadata; ``configured`` are further parts of vLLM's configuration."""
-    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=KV_HEADS, head_size=DIM, dtype=BF16)
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=KV_HEADS, head_size=DIM, head_size_v=value_size, dtype=BF16)
     config = SimpleNamespace(
         model_config=SimpleNamespace(max_model_len=MAX_LEN),
         speculative_config=None,
@@ -66,12 +69,27 @@ def layer(backend: Any, **changed: Any) -> Any:
     return made
 
 
-def cache(layout: KVCacheLayout = KVCacheLayout.LBHNC) -> Any:
-    """A layer's view ``[blocks, kv_heads, block_size, 2 * head_size]`` of a cache of two layers in a layout."""
+def layouts(backend: Any) -> dict[str, tuple[int, ...]]:
+    """Layouts of the cache by name, as the order of layers, blocks, KV heads, tokens and content in memory."""
+    if hasattr(backend, "supported_kv_cache_layouts"):
+        return {layout.name: layout.stride_order for layout in backend.supported_kv_cache_layouts()}
+    from vllm.v1.attention.backends.utils import set_kv_cache_layout
+
+    orders = {}
+    for asked, name in (("HND", "HNC"), ("NHD", "NHC")):
+        set_kv_cache_layout(asked)
+        order = backend.get_kv_cache_stride_order()
+        orders[f"LB{name}"] = (0, *(1 + axis for axis in order))
+        orders[f"BL{name}"] = backend.get_kv_cache_stride_order(include_num_layers_dimension=True)
+    set_kv_cache_layout(None)
+    return orders
+
+
+def cache(order: tuple[int, ...] = (0, 1, 2, 3, 4)) -> Any:
+    """A layer's view ``[blocks, kv_heads, block_size, 2 * head_size]`` of a cache of two layers, in ``layouts``."""
     logical = (2, BLOCKS, KV_HEADS, BLOCK, 2 * DIM)
-    physical = torch.zeros([logical[axis] for axis in layout.stride_order], dtype=BF16)
-    inverse = [layout.stride_order.index(axis) for axis in range(5)]
-    return physical.permute(inverse)[1]
+    physical = torch.zeros([logical[axis] for axis in order], dtype=BF16)
+    return physical.permute([order.index(axis) for axis in range(5)])[1]
 
 
 def run(backend: Any, metadata: CommonAttentionMetadata, kv_cache: Any = None, **options: Any) -> tuple[Any, Any]:

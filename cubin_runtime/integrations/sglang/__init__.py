@@ -7,23 +7,24 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..interface import register_safely
+
 NAME = "cubin_runtime"
 
 
 def register() -> None:
     """Make ``cubin_runtime`` one of SGLang's attention backends; again in the same process it changes nothing.
 
-    Raises:
-        ImportError: there is no SGLang with ``sglang.srt.layers.attention.attention_registry``.
+    An SGLang whose interface does not fit keeps its own backends, and one warning says what is missing.
     """
-    from sglang.srt.arg_groups import choices
-    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    register_safely("sglang", _register)
 
-    if NAME not in choices.ATTENTION_BACKEND_CHOICES:
-        choices.add_attention_backend_choices([NAME])
-        choices.add_deterministic_attention_backend_choices([NAME])
-        choices.add_radix_supported_deterministic_attention_backend_choices([NAME])
-        register_attention_backend(NAME)(_backend)
+
+def _register() -> None:
+    from .versions import add_backend, check_interface
+
+    check_interface()
+    add_backend(_backend)
 
 
 def _backend(runner: Any) -> Any:

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
-from sglang.srt.runtime_context import get_exec
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from ...errors import UsageError
 from ..paged_batch import BLOCK_SIZES, LayerOptions, PagedBatch, Part, attend, check_layer
+from .versions import is_deterministic, write_location
 
 
 class CubinRuntimeAttnBackend(AttentionBackend):  # type: ignore[misc]
@@ -29,12 +29,15 @@ class CubinRuntimeAttnBackend(AttentionBackend):  # type: ignore[misc]
         if pool.dtype not in (torch.bfloat16, torch.float16) or pool.dtype != model_runner.dtype:
             raise UsageError(f"kv_cache_dtype: {pool.dtype}, expected the model's, bfloat16 or float16")
         if page not in BLOCK_SIZES:
-            raise UsageError(f"page_size={page}: expected one of {BLOCK_SIZES}")
+            raise UsageError(f"page_size={page}: expected one of {BLOCK_SIZES} (--page-size)")
+        server = getattr(model_runner, "server_args", None)
+        if getattr(server, "enable_hierarchical_cache", False):
+            raise UsageError("enable_hierarchical_cache: pages that come back from the host were never tried")
         self._pool, self._page = pool, page
         # Of a page's tokens the first says where the page is.
         self._first_slots = model_runner.req_to_token_pool.req_to_token[:, ::page]
         self._max_len: int = model_runner.model_config.context_len
-        self._batch_invariant = bool(get_exec().deterministic.enable_deterministic_inference)
+        self._batch_invariant = is_deterministic()
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """The step's ``PagedBatch``; lengths on the host bound its page table.
@@ -122,7 +125,7 @@ class CubinRuntimeAttnBackend(AttentionBackend):  # type: ignore[misc]
         heads, size = layer.tp_q_head_num, layer.qk_head_dim
         check_layer(size, layer.v_head_dim, heads, layer.tp_k_head_num)
         if save_kv_cache and k is not None:
-            self._pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc), k, v)
+            self._pool.set_kv_buffer(layer, write_location(forward_batch), k, v)
         stored = self._pool.get_kv_buffer(layer.layer_id)
         k_cache, v_cache = (half.view(-1, self._page, layer.tp_k_head_num, size) for half in stored)
         if sinks is not None:

@@ -1,20 +1,26 @@
 """An attention backend of vLLM on our operators; vLLM loads it by the entry point ``vllm.general_plugins``.
 
-``--attention-backend CUBIN_RUNTIME`` chooses it. Nothing here imports vLLM before ``register`` is called.
+``--attention-backend CUBIN_RUNTIME`` chooses it, ``--attention-backend CUSTOM`` before vLLM 0.32, whose registry takes
+no new names. Nothing here imports vLLM before ``register`` is called.
 """
 
 from __future__ import annotations
+
+from ..interface import register_safely
 
 NAME = "CUBIN_RUNTIME"
 
 
 def register() -> None:
-    """Make ``CUBIN_RUNTIME`` one of vLLM's attention backends; again in the same process it changes nothing.
+    """Make our backend one of vLLM's; again in the same process it changes nothing.
 
-    Raises:
-        ImportError: there is no vLLM with ``vllm.v1.attention.backends.registry``.
+    A vLLM whose interface does not fit keeps its own backends, and one warning says what is missing.
     """
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    register_safely("vllm", _register)
 
-    if NAME not in AttentionBackendEnum.__members__:
-        register_backend(NAME, f"{__name__}.backend.CubinRuntimeBackend")
+
+def _register() -> None:
+    from .versions import add_backend, check_interface
+
+    check_interface()
+    add_backend(f"{__name__}.backend.CubinRuntimeBackend")

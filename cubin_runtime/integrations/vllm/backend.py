@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, ClassVar
 
 import torch
 from vllm import envs
+from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -14,14 +16,13 @@ from vllm.v1.attention.backend import (
     AttentionType,
 )
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
-from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from ...errors import UsageError
 from ..paged_batch import BLOCK_SIZES, HEAD_SIZES, LayerOptions, PagedBatch, Part, attend, check_layer
-from . import NAME
+from .versions import backend_name, cache_interface
 
 
-class CubinRuntimeBackend(AttentionBackend):  # type: ignore[misc]
+class CubinRuntimeBackend(cache_interface(), AttentionBackend):  # type: ignore[misc]
     """Decoder attention with GQA in bf16 and fp16 on SM90."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
@@ -31,7 +32,7 @@ class CubinRuntimeBackend(AttentionBackend):  # type: ignore[misc]
     @staticmethod
     def get_name() -> str:
         """The name that ``--attention-backend`` takes."""
-        return NAME
+        return backend_name()
 
     @staticmethod
     def get_impl_cls() -> type[CubinRuntimeImpl]:
@@ -54,11 +55,6 @@ class CubinRuntimeBackend(AttentionBackend):  # type: ignore[misc]
         return list(HEAD_SIZES)
 
     @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        """Those whose pages lie in one piece; the first is the fastest."""
-        return (KVCacheLayout.LBHNC, KVCacheLayout.LBNHC, KVCacheLayout.BLHNC, KVCacheLayout.BLNHC)
-
-    @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
         """SM90 alone, where the kernels were measured."""
         return (capability.major, capability.minor) == (9, 0)
@@ -79,19 +75,38 @@ class CubinRuntimeBackend(AttentionBackend):  # type: ignore[misc]
         return True
 
     @classmethod
+    def supports_kv_connector(cls) -> bool:
+        """No: pages that another host or process writes were never tried."""
+        return False
+
+    @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
         """No: a request that the host takes for a decode must have one token on the device."""
         return False
+
+    @classmethod
+    def supports_combination(cls, *_: Any, **__: Any) -> str | None:
+        """Refuse what vLLM before 0.30 does not ask for: reference sliding windows, decode context parallelism."""
+        config = get_current_vllm_config_or_none()
+        if config is None:
+            return None
+        if getattr(config.model_config, "rswa_window", None) is not None:
+            return "R-SWA not supported"
+        return "DCP not supported" if config.parallel_config.decode_context_parallel_size > 1 else None
 
 
 class CubinRuntimeMetadataBuilder(AttentionMetadataBuilder[PagedBatch]):  # type: ignore[misc]
     """A step's ``PagedBatch`` from vLLM's common metadata; reads only what is on the host, and copies nothing back."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    supports_update_block_table = True
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1)
+        value_size = getattr(kv_cache_spec, "head_size_v", kv_cache_spec.head_size)
+        if value_size != kv_cache_spec.head_size:
+            raise UsageError(f"head_size_v={value_size}: expected {kv_cache_spec.head_size}, as the keys have")
         self._block_size: int = kv_cache_spec.block_size
         self._max_model_len: int = vllm_config.model_config.max_model_len
 
@@ -102,7 +117,8 @@ class CubinRuntimeMetadataBuilder(AttentionMetadataBuilder[PagedBatch]):  # type
             UsageError: the step is not causal, or has ranges that see one another.
         """
         step = common_attn_metadata
-        if step.causal is not True or step.mm_req_doc_ranges or step.rswa_prefix_lens is not None:
+        prefixes = getattr(step, "rswa_prefix_lens", None)
+        if step.causal is not True or getattr(step, "mm_req_doc_ranges", None) or prefixes is not None:
             raise UsageError("causal, mm_req_doc_ranges, rswa_prefix_lens: expected a causal step without exceptions")
         decodes, prefills, decode_tokens, prefill_tokens = split_decodes_and_prefills(step, decode_threshold=1)
         table, lengths = step.block_table_tensor, step.seq_lens
@@ -123,9 +139,24 @@ class CubinRuntimeMetadataBuilder(AttentionMetadataBuilder[PagedBatch]):  # type
             last = Part(decode_tokens, prefill_tokens, table[rest], lengths[rest], sums, step.max_query_len, longest)
         return PagedBatch(first, last)
 
+    def update_block_table(self, metadata: PagedBatch, blk_table: torch.Tensor, slot_mapping: Any) -> PagedBatch:
+        """A copy of a step's metadata with the pages of another group of layers like these."""
+        changed, room = copy.copy(metadata), blk_table.shape[1] * self._block_size
+        begin = 0
+        for name in ("decodes", "prefills"):
+            part: Part | None = getattr(metadata, name)
+            if part is not None:
+                table = blk_table[begin : begin + part.table.shape[0]]
+                bound = min(part.max_seq_len, room)
+                setattr(changed, name, part._replace(table=table, max_seq_len=bound))
+                begin += part.table.shape[0]
+        return changed
+
 
 class CubinRuntimeImpl(AttentionImpl[PagedBatch]):  # type: ignore[misc]
     """A layer. Its keys and values are written by vLLM's own kernel, by slots."""
+
+    supports_dcp = False
 
     def __init__(
         self,
@@ -155,13 +186,16 @@ class CubinRuntimeImpl(AttentionImpl[PagedBatch]):  # type: ignore[misc]
         self.sinks = sinks
         window_left = -1 if sliding_window is None else sliding_window - 1
         soft_cap = float(logits_soft_cap or 0.0)
-        self._options = LayerOptions(self.scale, window_left, soft_cap, sinks, bool(envs.VLLM_BATCH_INVARIANT))
+        self._options = LayerOptions(self.scale, window_left, soft_cap, None, bool(envs.VLLM_BATCH_INVARIANT))
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Convert the sinks, which are loaded by now."""
-        if self.sinks is not None:
-            self.sinks = self.sinks.detach().to(torch.float32).contiguous()
-            self._options = self._options._replace(sinks=self.sinks)
+        """Convert the sinks, which are loaded by now; captured graphs keep the address when they are loaded again."""
+        if self.sinks is None:
+            return
+        if self._options.sinks is None:
+            converted = torch.empty(self.sinks.shape, dtype=torch.float32, device=self.sinks.device)
+            self._options = self._options._replace(sinks=converted)
+        self._options.sinks.copy_(self.sinks.detach())
 
     def forward(
         self,

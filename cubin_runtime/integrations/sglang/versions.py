@@ -1,0 +1,99 @@
+"""What differs between the versions of SGLang, 0.5.16 to 0.5.23: each difference is asked of the engine itself."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from ..interface import require
+from . import NAME
+
+_LOGGER = logging.getLogger(__name__)
+# Where the names of backends are, the newest place first; from 0.5.20 on `server_args` only repeats them.
+_CHOICES = ("sglang.srt.arg_groups.choices", "sglang.srt.server_args")
+_ADDING = (
+    "add_attention_backend_choices",
+    "add_deterministic_attention_backend_choices",
+    "add_radix_supported_deterministic_attention_backend_choices",
+)
+_OVERRIDES, _PAGE_SIZE_DEFAULT = "sglang.srt.arg_groups.overrides", "_page_size_default"
+# Tokens of a page where the user says nothing: SGLang's default of 1 has no kernels.
+PAGE_SIZE = 64
+
+
+def check_interface() -> None:
+    """Raise ImportError that names what ``backend`` needs and this SGLang has not."""
+    require(
+        {
+            "sglang.srt.layers.attention.attention_registry": ("ATTENTION_BACKENDS", "register_attention_backend"),
+            "sglang.srt.layers.attention.base_attn_backend": ("AttentionBackend",),
+            "sglang.srt.layers.radix_attention": ("AttentionType", "RadixAttention"),
+            "sglang.srt.mem_cache.memory_pool": ("KVWriteLoc", "MHATokenToKVPool"),
+            "sglang.srt.runtime_context": ("get_server_args",),
+            _choices().__name__: ("ATTENTION_BACKEND_CHOICES", *_ADDING),
+        }
+    )
+
+
+def add_backend(make: Callable[[Any], Any]) -> None:
+    """Register what makes the backend for a model runner, and its name where the command line chooses."""
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+
+    choices = _choices()
+    if NAME in choices.ATTENTION_BACKEND_CHOICES:
+        return
+    for add in _ADDING:
+        getattr(choices, add)([NAME])
+    register_attention_backend(NAME)(make)
+    _default_page_size()
+
+
+def is_deterministic() -> bool:
+    """Whether the server runs with deterministic inference."""
+    from sglang.srt import runtime_context
+
+    if hasattr(runtime_context, "get_exec"):
+        return bool(runtime_context.get_exec().deterministic.enable_deterministic_inference)
+    return bool(runtime_context.get_server_args().enable_deterministic_inference)
+
+
+def write_location(forward_batch: Any) -> Any:
+    """Where the pool writes a step's keys and values."""
+    from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+    if hasattr(KVWriteLoc, "for_batch"):
+        return KVWriteLoc.for_batch(forward_batch)
+    return KVWriteLoc(forward_batch.out_cache_loc)
+
+
+def _choices() -> Any:
+    for name in _CHOICES:
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if not f"{name}.".startswith(f"{error.name}."):
+                raise  # the module is there, and lacks another
+    raise ImportError(f"the interface lacks {' and '.join(_CHOICES)}")
+
+
+def _default_page_size() -> None:
+    """Have SGLang's default depend on the backend; where it cannot be, our backend names ``--page-size``."""
+    hooks = "sglang.srt.plugins.hook_registry"
+    try:
+        require({hooks: ("HookRegistry", "HookType"), _OVERRIDES: (_PAGE_SIZE_DEFAULT,)})
+    except ImportError as error:
+        _LOGGER.warning("cubin_runtime: no default for the page size, give --page-size %d: %s", PAGE_SIZE, error)
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(f"{_OVERRIDES}.{_PAGE_SIZE_DEFAULT}", _with_our_page_size, HookType.AROUND)
+
+
+def _with_our_page_size(default: Callable[[Any], dict[str, Any]], view: Any) -> dict[str, Any]:
+    chosen = ("attention_backend", "decode_attention_backend", "prefill_attention_backend")
+    if view.page_size is None and NAME in [getattr(view, name, None) for name in chosen]:
+        _LOGGER.info("cubin_runtime: page_size is %d, as there are no kernels for pages of one token", PAGE_SIZE)
+        return {"page_size": PAGE_SIZE}
+    return default(view)

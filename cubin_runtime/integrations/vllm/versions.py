@@ -1,0 +1,95 @@
+"""What differs between the versions of vLLM, 0.26 to 0.33: each difference is asked of the engine itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...errors import UsageError
+from ..interface import require
+from . import NAME
+
+# What ``backend`` takes from vLLM, in every version.
+_INTERFACE = {
+    "vllm.v1.attention.backends.registry": ("AttentionBackendEnum", "register_backend"),
+    "vllm.v1.attention.backend": (
+        *("AttentionBackend", "AttentionCGSupport", "AttentionImpl"),
+        *("AttentionMetadataBuilder", "AttentionType", "CommonAttentionMetadata"),
+    ),
+    "vllm.v1.attention.backends.utils": ("split_decodes_and_prefills",),
+    "vllm.envs": ("VLLM_BATCH_INVARIANT",),
+}
+
+
+def check_interface() -> None:
+    """Raise ImportError that names what ``backend`` needs and this vLLM has not."""
+    require(_INTERFACE)
+    if not _has_layouts():  # before 0.29 the backend describes the cache itself
+        require({"vllm.v1.attention.backends.utils": ("get_kv_cache_layout",)})
+
+
+def backend_name() -> str:
+    """The name of our backend in vLLM's registry: our own from 0.32 on, before that the one kept for plug-ins."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    return NAME if hasattr(AttentionBackendEnum, "register") else "CUSTOM"
+
+
+def add_backend(path: str) -> None:
+    """Register the class at ``path`` unless it is registered.
+
+    Raises:
+        UsageError: another plug-in has the only name that there is.
+    """
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    name = backend_name()
+    member = AttentionBackendEnum.__members__.get(name)
+    if member is None and name == NAME:
+        register_backend(NAME, path)
+    elif member is None:
+        raise UsageError(f"attention backend {name}: expected a member of AttentionBackendEnum")
+    elif not member.is_overridden():
+        register_backend(member, path)
+    elif member.get_path() != path:
+        raise UsageError(f"attention backend {name}: another plug-in has it, {member.get_path()}")
+
+
+def _has_layouts() -> bool:
+    from vllm.v1.attention.backend import AttentionBackend
+
+    return hasattr(AttentionBackend, "supported_kv_cache_layouts")
+
+
+class CacheLayouts:
+    """The physical layouts that a backend takes, from 0.29 on."""
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
+        """Those whose pages lie in one piece; the first is the fastest."""
+        from vllm.v1.kv_cache_interface import KVCacheLayout
+
+        return (KVCacheLayout.LBHNC, KVCacheLayout.LBNHC, KVCacheLayout.BLHNC, KVCacheLayout.BLNHC)
+
+
+class CacheShapes:
+    """The shape and the order of strides that a backend gives the cache, before 0.29."""
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """``[blocks, kv_heads, block_size, 2 * head_size]``, the keys of a head before its values."""
+        return (num_blocks, num_kv_heads, block_size, 2 * head_size)
+
+    @staticmethod
+    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+        """The dimensions in the order of memory; with that of the layers in front, the blocks stay outermost."""
+        from vllm.v1.attention.backends.utils import get_kv_cache_layout
+
+        order = (0, 1, 2, 3) if get_kv_cache_layout() == "HND" else (0, 2, 1, 3)
+        return (1, 0, *(axis + 1 for axis in order[1:])) if include_num_layers_dimension else order
+
+
+def cache_interface() -> type:
+    """What a backend says of the cache, as a base class for it."""
+    return CacheLayouts if _has_layouts() else CacheShapes
