@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..attention.gqa import paged_decode
 from ..attention.paged_cache import MAX_GROUP, PAGE_SIZES
 from ..attention.prefill import context_attention
 from ..errors import UsageError
 from ..kernels.native.prefill.select import SEGMENT_HEAD_DIMS
+
+if TYPE_CHECKING:
+    from .scratch import SharedScratch
 
 # What both operators have kernels for, bf16 and fp16.
 HEAD_SIZES = (64, 128, 256)
@@ -47,7 +50,7 @@ class LayerOptions(NamedTuple):
     """Options of a layer; ``window_left`` counts the keys before a token's own, -1: all. ``sinks`` are float32.
 
     With ``batch_invariant`` the bits of a token do not depend on the other requests, on how its prompt is cut into
-    chunks, and on whether it is decoded or belongs to a prompt.
+    chunks, and on whether it is decoded or belongs to a prompt. ``scratch``: None: each plan has its own.
     """
 
     softmax_scale: float
@@ -55,6 +58,7 @@ class LayerOptions(NamedTuple):
     soft_cap: float
     sinks: Any
     batch_invariant: bool
+    scratch: SharedScratch | None = None
 
 
 def attend(
@@ -74,15 +78,18 @@ def attend(
         if part is None or part.rows == 0:
             continue
         rows = slice(part.first_row, part.first_row + part.rows)
+        scratch = options.scratch
         shared = {
             "max_seq_len": part.max_seq_len,
+            "workspace": scratch and scratch.of_launch(part.table.shape[0], part.rows, part.max_seq_len),
             "softmax_scale": options.softmax_scale,
             "window_left": options.window_left,
             "sinks": options.sinks,
             "kv_layout": kv_layout,
             "batch_invariant": options.batch_invariant,
         }
-        if part.sums is None and _decodable(q, k_cache, kv_layout, options):
+        kv_heads = k_cache.shape[1 if kv_layout == "HND" else 2]
+        if part.sums is None and decodes_directly(q.shape[1], kv_heads, q.shape[2], options):
             paged_decode(q[rows], k_cache, v_cache, part.table, part.lengths, out=out[rows], **shared)
             continue
         ragged = part.sums is not None
@@ -114,8 +121,8 @@ def check_layer(head_size: int, value_size: int, heads: int, kv_heads: int) -> N
         raise UsageError(f"num_heads={heads}, num_kv_heads={kv_heads}: expected 1 to 64 query heads per KV head")
 
 
-def _decodable(q: Any, k_cache: Any, kv_layout: str, options: LayerOptions) -> bool:
-    kv_heads = k_cache.shape[1 if kv_layout == "HND" else 2]
+def decodes_directly(heads: int, kv_heads: int, head_size: int, options: LayerOptions) -> bool:
+    """Whether requests with one new token run on ``paged_decode``, not on ``context_attention``."""
     # Elsewhere a decode's bits are not those of a prompt, so that only one of the operators may be used.
-    alike = not options.batch_invariant or q.shape[2] in SEGMENT_HEAD_DIMS
-    return alike and options.soft_cap == 0 and q.shape[1] <= MAX_GROUP * kv_heads
+    alike = not options.batch_invariant or head_size in SEGMENT_HEAD_DIMS
+    return alike and options.soft_cap == 0 and heads <= MAX_GROUP * kv_heads

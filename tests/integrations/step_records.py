@@ -28,7 +28,7 @@ def written(q: Any, k: Any, v: Any, kv_layout: str, batch: PagedBatch, options: 
         "k": _form(k),
         "v": _form(v),
         "parts": [None if part is None else _part(part) for part in (batch.decodes, batch.prefills)],
-        "options": {**options._asdict(), "sinks": options.sinks is not None},
+        "options": {**dict(list(options._asdict().items())[:-1]), "sinks": options.sinks is not None},
     }
 
 

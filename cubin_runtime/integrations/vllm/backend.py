@@ -19,7 +19,17 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from ...errors import UsageError
 from ..paged_batch import BLOCK_SIZES, HEAD_SIZES, LayerOptions, PagedBatch, Part, attend, check_layer
+from ..readiness import reserve, warm_up
+from ..scratch import Limits
 from .versions import backend_name, cache_interface
+
+
+def limits_of(config: Any) -> Limits | None:
+    """The most that a step has, of vLLM's configuration; None: it is not set."""
+    scheduler, model = config.scheduler_config, config.model_config
+    if scheduler is None or model is None:
+        return None
+    return Limits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, model.max_model_len)
 
 
 class CubinRuntimeBackend(cache_interface(), AttentionBackend):  # type: ignore[misc]
@@ -187,6 +197,10 @@ class CubinRuntimeImpl(AttentionImpl[PagedBatch]):  # type: ignore[misc]
         window_left = -1 if sliding_window is None else sliding_window - 1
         soft_cap = float(logits_soft_cap or 0.0)
         self._options = LayerOptions(self.scale, window_left, soft_cap, None, bool(envs.VLLM_BATCH_INVARIANT))
+        config = get_current_vllm_config_or_none()
+        self._limits = None if config is None else limits_of(config)
+        block = None if config is None else config.cache_config.block_size
+        self._page_size = block if block in BLOCK_SIZES else BLOCK_SIZES[0]
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Convert the sinks, which are loaded by now; captured graphs keep the address when they are loaded again."""
@@ -222,10 +236,22 @@ class CubinRuntimeImpl(AttentionImpl[PagedBatch]):  # type: ignore[misc]
         if output_scale is not None or output_block_scale is not None:
             raise UsageError("output_scale, output_block_scale: no kernel here quantizes; expected None")
         if attn_metadata is None:
+            self._make_ready(query, kv_cache)
             return output.fill_(0)
         k_cache, v_cache = kv_cache.split(self.head_size, dim=-1)
         attend(query, k_cache, v_cache, "HND", attn_metadata, self._options, output)
         return output
+
+    def _make_ready(self, query: torch.Tensor, kv_cache: torch.Tensor | None) -> None:
+        """While vLLM measures memory, load kernels and reserve scratch; once there is a cache, write fast paths."""
+        if self._limits is None or (query.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return
+        if kv_cache is None or not kv_cache.numel():
+            self._options = reserve(query, self.num_kv_heads, self._page_size, "HND", self._options, self._limits)
+        else:
+            columns = -(-self._limits.keys // kv_cache.shape[2])
+            k_cache, v_cache = kv_cache.split(self.head_size, dim=-1)
+            warm_up(query, k_cache, v_cache, "HND", self._options, self._limits, columns)
 
     def do_kv_cache_update(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor

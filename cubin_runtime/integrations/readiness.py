@@ -1,0 +1,123 @@
+"""What an engine's layers have ready before the first request: kernels loaded, scratch reserved, fast paths written."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+import torch
+
+from ..attention.gqa import plan_paged_decode
+from ..attention.operator_plan import OperatorPlan
+from ..attention.prefill import plan_context_attention
+from .paged_batch import LayerOptions, PagedBatch, Part, attend, decodes_directly
+from .scratch import Limits, load, shared_scratch
+
+_LOGGER = logging.getLogger(__name__)
+_SIZES = 4  # a fast path for any size is written at the second size that is new, or a little later
+
+
+def reserve(
+    q: Any, kv_heads: int, page_size: int, kv_layout: str, options: LayerOptions, limits: Limits
+) -> LayerOptions:
+    """Load all kernels that a layer's steps may use, and reserve their scratch; the options with it.
+
+    Args:
+        q: ``[tokens, heads, head_dim]`` like the layer's queries, of at least one token; its values are not used.
+        limits: the most that a step has.
+    """
+    scratch = shared_scratch(q.device.index or 0)
+    kind = (
+        q.shape[1:],
+        q.dtype,
+        kv_heads,
+        page_size,
+        kv_layout,
+        *options[:3],
+        options.sinks is None,
+        options[4],
+        limits,
+    )
+    if kind in scratch.ready:
+        return options._replace(scratch=scratch)
+    plans = list(_plans(q, kv_heads, page_size, kv_layout, options, limits))
+    scratch.cover(plans, limits, q.device)
+    scratch.ready.add(kind)
+    kinds = (f"head_dim {q.shape[2]}, {q.shape[1]} heads on {kv_heads}", f"window {options.window_left + 1}")
+    named = kinds if options.window_left >= 0 else kinds[:1]
+    _LOGGER.info("cubin_runtime: layers of %s run on %s", ", ".join(named), ", ".join(load(plans)))
+    return options._replace(scratch=scratch)
+
+
+def warm_up(
+    q: Any, k_cache: Any, v_cache: Any, kv_layout: str, options: LayerOptions, limits: Limits, columns: int
+) -> None:
+    """Run steps of decodes and of prompts over the engine's cache, so that later ones find their fast paths.
+
+    They read page 0 and write nothing but an output of their own; ``columns`` are those of the engine's page tables.
+    """
+    scratch = shared_scratch(q.device.index or 0)
+    done = (*_form(q, options), k_cache.shape, k_cache.stride())
+    if done in scratch.ready:
+        return
+    scratch.ready.add(done)
+    rows = min(limits.requests, limits.tokens)
+    table = torch.zeros(rows, columns, dtype=torch.int32, device=q.device)
+    lengths = torch.ones(rows, dtype=torch.int32, device=q.device)
+    sums = torch.arange(rows + 1, dtype=torch.int32, device=q.device)
+    queries = q.new_zeros(rows, *q.shape[1:])
+    out = torch.empty_like(queries)
+    # Prompts behind decodes: their lengths begin at any of the four places that an int32 has in 16 bytes.
+    for first in range(min(4, rows)):
+        for count in range(1 + _SIZES * first, min(1 + _SIZES * (first + 1), rows - first + 1)):
+            behind = slice(first, first + count)
+            given = (0, count, table[behind], lengths[behind])
+            decodes = None if first else Part(*given, None, 1, limits.keys)
+            prompts = Part(*given, sums[: count + 1], 1, limits.keys)
+            for batch in (PagedBatch(decodes, None), PagedBatch(None, prompts)):
+                attend(queries, k_cache, v_cache, kv_layout, batch, options, out)
+
+
+def _form(q: Any, options: LayerOptions) -> tuple[Hashable, ...]:
+    """What layers of one kind have in common."""
+    return (q.shape[1:], q.dtype, *options._replace(sinks=options.sinks is not None, scratch=None))
+
+
+def _plans(
+    q: Any, kv_heads: int, page_size: int, kv_layout: str, options: LayerOptions, limits: Limits
+) -> Iterator[OperatorPlan]:
+    """Plans like those of all steps, on a cache of one page."""
+    heads, size = q.shape[1:]
+    shape = (1, kv_heads, page_size, 2 * size) if kv_layout == "HND" else (1, page_size, kv_heads, 2 * size)
+    k_cache, v_cache = q.new_zeros(shape).split(size, dim=-1)
+    most = max(limits.requests, limits.tokens)
+    queries = q.new_empty(most, heads, size)
+    columns = -(-limits.keys // page_size)
+    table = torch.zeros(limits.requests, columns, dtype=torch.int32, device=q.device)
+    lengths = torch.zeros(limits.requests + 1, dtype=torch.int32, device=q.device)
+    shared = {
+        "max_seq_len": limits.keys,
+        "softmax_scale": options.softmax_scale,
+        "window_left": options.window_left,
+        "sinks": options.sinks,
+        "kv_layout": kv_layout,
+        "batch_invariant": options.batch_invariant,
+    }
+    if decodes_directly(heads, kv_heads, size, options):
+        for requests in range(1, limits.requests + 1):
+            given = (queries[:requests], k_cache, v_cache, table[:requests], lengths[:requests], queries[:requests])
+            yield plan_paged_decode(*given, **shared)
+    for requests in sorted({1, min(limits.requests, limits.tokens)}):
+        yield plan_context_attention(
+            queries[: limits.tokens],
+            k_cache,
+            v_cache,
+            queries[: limits.tokens],
+            page_table=table[:requests],
+            seq_lens=lengths[:requests],
+            q_cu_seq_lens=lengths[: requests + 1],
+            max_q_len=limits.tokens,
+            logit_soft_cap=options.soft_cap,
+            **shared,
+        )

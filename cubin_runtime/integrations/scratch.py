@@ -1,0 +1,86 @@
+"""What layers have ready before an engine's first request: loaded kernels, and scratch that all of them share."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+
+from ..attention.operator_plan import OperatorPlan
+from ..attention.process import default_runtime
+from ..attention.runtime import Runtime
+from ..launch.regions import workspace_size
+from ..launch.semaphore_workspace import SemaphoreWorkspace
+
+
+class Limits(NamedTuple):
+    """The most that a step of an engine has: requests, query tokens, and keys of a request."""
+
+    requests: int
+    tokens: int
+    keys: int
+
+
+class SharedScratch:
+    """Scratch for launches that follow one another on one stream of a device.
+
+    An engine runs its layers in turn, so one buffer serves all of them. Launches on another stream, a captured one
+    among them, do not get it.
+    """
+
+    def __init__(self, device: int, stream: int) -> None:
+        self._device, self._stream = device, stream
+        self._sizes = (0, 0)
+        self._limits: Limits = Limits(0, 0, 0)
+        self._workspace: SemaphoreWorkspace | None = None
+        self.ready: set[Hashable] = set()  # what layers noted as done
+
+    def cover(self, plans: Iterable[OperatorPlan], limits: Limits, device: torch.device) -> None:
+        """Grow to what these plans need, which are those of all steps within ``limits``, the same for all layers.
+
+        Call it where no work and no graph uses the scratch, such as while the engine measures its memory.
+        """
+        sizes = self._sizes
+        for plan in plans:
+            kinds = ([each for each in plan.regions if each.zeroed == zeroed] for zeroed in (True, False))
+            zeroed, other = map(workspace_size, kinds)
+            sizes = max(sizes[0], zeroed), max(sizes[1], other)
+        self._limits = limits
+        if sizes != self._sizes or self._workspace is None:
+            self._sizes = sizes
+            semaphores = torch.zeros(max(16, sizes[0]), dtype=torch.uint8, device=device)
+            scratch = torch.empty(max(16, sizes[1]), dtype=torch.uint8, device=device)
+            self._workspace = SemaphoreWorkspace.of(semaphores, scratch)
+
+    def of_launch(self, requests: int, tokens: int, keys: int) -> SemaphoreWorkspace | None:
+        """The scratch for a launch on the current stream; None: that is another stream, or it is over the limits."""
+        if default_runtime().memory.current_stream(self._device) != self._stream:
+            return None
+        limits = self._limits
+        covered = requests <= limits.requests and tokens <= limits.tokens and keys <= limits.keys
+        return self._workspace if covered else None
+
+
+_SHARED: WeakKeyDictionary[Runtime, dict[int, SharedScratch]] = WeakKeyDictionary()
+
+
+def shared_scratch(device: int) -> SharedScratch:
+    """The scratch of the process's default runtime on a device, for the stream that is current when it is made."""
+    runtime = default_runtime()
+    of_devices = _SHARED.setdefault(runtime, {})
+    if device not in of_devices:
+        of_devices[device] = SharedScratch(device, runtime.memory.current_stream(device))
+    return of_devices[device]
+
+
+def load(plans: Sequence[OperatorPlan]) -> tuple[str, ...]:
+    """Load the kernels of plans; their names, each once."""
+    names = dict[str, None]()
+    for plan in plans:
+        kernels = [launch.selection.kernel.name for launch in plan.launches]
+        if not names.keys() >= set(kernels):
+            plan.preload()
+        names |= dict.fromkeys(kernels)
+    return tuple(names)

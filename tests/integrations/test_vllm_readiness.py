@@ -1,0 +1,105 @@
+"""Before vLLM's first request: kernels, scratch and fast paths are there, and steps of any lengths add nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vLLM is not importable (tools/stage_engines.py, make test-engines)", allow_module_level=True)
+# isort: off
+from vllm_steps import BACKEND, BF16, BLOCK, DIM, HEADS, MAX_LEN, builder, cache, layer, step  # noqa: E402
+
+# isort: on
+from cubin_runtime.attention import Runtime  # noqa: E402
+from cubin_runtime.launch import compiled  # noqa: E402
+from cubin_runtime.testing import StandIn  # noqa: E402
+
+pytestmark = pytest.mark.torch
+REQUESTS, TOKENS, STEPS = 24, 96, 2000
+
+
+@pytest.fixture
+def ready(hopper: Runtime, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A layer after the engine's start: it measured its memory, made its cache, and ran its sampler once."""
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_seqs=REQUESTS, max_num_batched_tokens=TOKENS),
+        model_config=SimpleNamespace(max_model_len=MAX_LEN),
+        cache_config=SimpleNamespace(block_size=BLOCK),
+    )
+    where = "cubin_runtime.integrations.vllm.backend.get_current_vllm_config_or_none"
+    monkeypatch.setattr(where, lambda: config)
+    made = layer(BACKEND)
+    for kv_cache in (torch.empty(0, dtype=BF16), cache()):
+        query = torch.zeros(TOKENS, HEADS, DIM, dtype=BF16)
+        out = torch.ones_like(query)
+        assert made.forward(None, query, None, None, kv_cache, None, out).count_nonzero() == 0
+    return made
+
+
+def mixed_step(chance: random.Random) -> Any:
+    """Decodes, prompts or both, of mixed lengths within the limits."""
+    decodes = chance.randrange(REQUESTS)
+    prompts = [chance.randrange(2, 20) for _ in range(chance.randrange(4))]
+    q_lens = [1] * decodes + prompts
+    while sum(q_lens) > TOKENS or len(q_lens) > REQUESTS or not q_lens:
+        q_lens = q_lens[1:] or [1]
+    return step(q_lens, [chance.randrange(new, MAX_LEN + 1) for new in q_lens])
+
+
+def run(made: Any, metadata: Any, kv_cache: Any) -> None:
+    query = torch.zeros(metadata.num_actual_tokens, HEADS, DIM, dtype=BF16)
+    built = builder(BACKEND).build(0, metadata)
+    made.forward(None, query, None, None, kv_cache, built, torch.empty_like(query))
+
+
+def test_steps_of_mixed_lengths_load_allocate_and_generate_nothing(
+    ready: Any, hopper: Runtime, standin: StandIn
+) -> None:
+    chance, kv_cache = random.Random(1), cache()
+    loads, written = hopper.stats().loads, compiled._code.cache_info().misses
+    allocations = len(standin.calls("cuMemAlloc"))
+    for _ in range(STEPS):
+        run(ready, mixed_step(chance), kv_cache)
+    assert hopper.stats().loads == loads
+    assert len(standin.calls("cuMemAlloc")) == allocations
+    assert compiled._code.cache_info().misses == written
+
+
+def test_a_kernel_that_is_not_loaded_is_none_of_those_that_steps_use(ready: Any, hopper: Runtime) -> None:
+    hopper.freeze()
+    for requests in range(1, REQUESTS + 1):
+        run(ready, step([1] * requests, [MAX_LEN] * requests), cache())
+    run(ready, step([TOKENS], [TOKENS]), cache())
+
+
+def test_launches_share_one_scratch(ready: Any, standin: StandIn) -> None:
+    for requests in (3, 7):
+        run(ready, step([1] * requests, [MAX_LEN] * requests), cache())
+    scratch = ready._options.scratch
+    assert scratch.of_launch(REQUESTS, TOKENS, MAX_LEN) is scratch.of_launch(1, 1, 1)
+    assert scratch.of_launch(REQUESTS + 1, TOKENS, MAX_LEN) is None
+    assert scratch.of_launch(REQUESTS, TOKENS + 1, MAX_LEN) is None
+    assert scratch.of_launch(REQUESTS, TOKENS, MAX_LEN + 1) is None
+
+
+def test_another_stream_has_scratch_of_its_own(ready: Any, hopper: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper.memory, "current_stream", lambda like: 7)
+    assert ready._options.scratch.of_launch(1, 1, 1) is None
+
+
+def test_one_line_names_the_kernels_of_each_kind_of_layer(ready: Any, caplog: pytest.LogCaptureFixture) -> None:
+    query = torch.zeros(TOKENS, HEADS, DIM, dtype=BF16)
+    with caplog.at_level("INFO"):
+        for window in (16, 16, None):
+            made = layer(BACKEND, sliding_window=window)
+            made.forward(None, query, None, None, torch.empty(0), None, torch.empty_like(query))
+    (line,) = [record.getMessage() for record in caplog.records if "run on" in record.getMessage()]
+    assert line.startswith("cubin_runtime: layers of head_dim 128, 8 heads on 2, window 16 run on ")
+    assert "paged_decode" in line
+    assert "context_attention" in line
