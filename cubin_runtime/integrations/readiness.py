@@ -14,18 +14,18 @@ from ..attention.prefill import plan_context_attention
 from .paged_batch import LayerOptions, PagedBatch, Part, attend, decodes_directly
 from .scratch import Limits, load, shared_scratch
 
-_LOGGER = logging.getLogger(__name__)
 _SIZES = 4  # a fast path for any size is written at the second size that is new, or a little later
 
 
 def reserve(
-    q: Any, kv_heads: int, page_size: int, kv_layout: str, options: LayerOptions, limits: Limits
+    q: Any, kv_heads: int, page_size: int, kv_layout: str, options: LayerOptions, limits: Limits, log: logging.Logger
 ) -> LayerOptions:
     """Load all kernels that a layer's steps may use, and reserve their scratch; the options with it.
 
     Args:
         q: ``[tokens, heads, head_dim]`` like the layer's queries, of at least one token; its values are not used.
         limits: the most that a step has.
+        log: gets a line that names the kernels of each kind of layer.
     """
     scratch = shared_scratch(q.device.index or 0)
     kind = (
@@ -46,7 +46,7 @@ def reserve(
     scratch.ready.add(kind)
     kinds = (f"head_dim {q.shape[2]}, {q.shape[1]} heads on {kv_heads}", f"window {options.window_left + 1}")
     named = kinds if options.window_left >= 0 else kinds[:1]
-    _LOGGER.info("cubin_runtime: layers of %s run on %s", ", ".join(named), ", ".join(load(plans)))
+    log.info("cubin_runtime: layers of %s run on %s", ", ".join(named), ", ".join(load(plans)))
     return options._replace(scratch=scratch)
 
 

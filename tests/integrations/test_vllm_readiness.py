@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -93,13 +94,16 @@ def test_another_stream_has_scratch_of_its_own(ready: Any, hopper: Runtime, monk
     assert ready._options.scratch.of_launch(1, 1, 1) is None
 
 
-def test_one_line_names_the_kernels_of_each_kind_of_layer(ready: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_line_names_the_kernels_of_each_kind_of_layer(
+    ready: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     query = torch.zeros(TOKENS, HEADS, DIM, dtype=BF16)
-    with caplog.at_level("INFO"):
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    with caplog.at_level("INFO", "vllm.cubin_runtime"):
         for window in (16, 16, None):
             made = layer(BACKEND, sliding_window=window)
             made.forward(None, query, None, None, torch.empty(0), None, torch.empty_like(query))
-    (line,) = [record.getMessage() for record in caplog.records if "run on" in record.getMessage()]
+    (line,) = {record.getMessage() for record in caplog.records if "run on" in record.getMessage()}
     assert line.startswith("cubin_runtime: layers of head_dim 128, 8 heads on 2, window 16 run on ")
     assert "paged_decode" in line
     assert "context_attention" in line

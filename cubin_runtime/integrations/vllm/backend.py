@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from typing import Any, ClassVar
 
 import torch
@@ -22,6 +23,8 @@ from ..paged_batch import BLOCK_SIZES, HEAD_SIZES, LayerOptions, PagedBatch, Par
 from ..readiness import reserve, warm_up
 from ..scratch import Limits
 from .versions import backend_name, cache_interface
+
+_LOGGER = logging.getLogger("vllm.cubin_runtime")  # below vLLM's own, whose level and handlers it has
 
 
 def limits_of(config: Any) -> Limits | None:
@@ -247,7 +250,8 @@ class CubinRuntimeImpl(AttentionImpl[PagedBatch]):  # type: ignore[misc]
         if self._limits is None or (query.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
         if kv_cache is None or not kv_cache.numel():
-            self._options = reserve(query, self.num_kv_heads, self._page_size, "HND", self._options, self._limits)
+            given = (query, self.num_kv_heads, self._page_size, "HND", self._options, self._limits)
+            self._options = reserve(*given, _LOGGER)
         else:
             columns = -(-self._limits.keys // kv_cache.shape[2])
             k_cache, v_cache = kv_cache.split(self.head_size, dim=-1)
