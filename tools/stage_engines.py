@@ -52,10 +52,9 @@ def main() -> None:
 
 
 def unpack(wheel: Path, into: Path) -> None:
-    """Unpack a wheel's Python files and what says which version it is."""
+    """Unpack a wheel without its compiled parts; sources that an engine compiles later stay, which it looks for."""
     with zipfile.ZipFile(wheel) as opened:
-        kept = [name for name in opened.namelist() if name.endswith((".py", ".json")) or ".dist-info/" in name]
-        opened.extractall(into, kept)
+        opened.extractall(into, [name for name in opened.namelist() if not name.endswith((".so", ".a"))])
 
 
 if __name__ == "__main__":
