@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import product
 
 from cubin_runtime.kernels.native.constants import CONSTANTS
 from cubin_runtime.kernels.native.prefill.select import SEGMENT_HEAD_DIMS
@@ -19,6 +20,18 @@ SHARED_BYTES_PER_BLOCK: Mapping[str, int] = {
     "103": 227 << 10,
     "120": 99 << 10,
 }
+# What L2 does with keys and values: an L2Policy of common/ptx.cuh, by operation. Chosen in sequences of layers on an
+# H200 (benchmarks/results/l2_policies.json): decodes lose 0.3% to 1.1% without evict_first and MLA of 16 heads up to
+# 4%; prompts of 2,048 tokens gain 1% to 20% without a hint, and longer ones neither gain nor lose beyond the noise.
+L2_POLICIES: Mapping[str, str] = {
+    "paged_decode": "evict_first",
+    "paged_mla_decode": "evict_first",
+    "context_attention": "evict_unchanged",
+}
+# The same of MLA keys that several CTAs read: up to 64 requests gain 1% to 3% without a hint.
+GROUP_L2_POLICY = "evict_unchanged"
+# How new keys, new values and states are read, each once: merges gain 2% to 11% over __ldcs, appends up to 4%.
+LOAD_FUNCTION = "__ldcg"
 # Kernels for these SMs were measured on a GPU; those for other SMs were only compiled.
 MEASURED_SMS = frozenset({"90", "90a"})
 
@@ -124,6 +137,7 @@ def _paged_decode(sm: str, dtype: str, shape: _DecodeShape) -> Variant:
             "ctas_per_multiprocessor": shape.ctas,
             "tma": tma,
             "arithmetic": shape.arithmetic,
+            **({"l2_policy": L2_POLICIES["paged_decode"]} if tma else {}),
         },
         defines={
             "HEAD_DIM": shape.head_dim,
@@ -137,6 +151,7 @@ def _paged_decode(sm: str, dtype: str, shape: _DecodeShape) -> Variant:
             "STAGES": shape.stages,
             "CTAS_PER_SM": shape.ctas,
             "USE_TMA": int(tma),
+            **({"L2_POLICY": L2_POLICIES["paged_decode"]} if tma else {}),
             **({"SEGMENTS": 1} if shape.segments else {}),
         },
     )
@@ -246,13 +261,19 @@ def _lse_from_statistics(sm: str) -> Variant:
     )
 
 
-def _streaming_read(sm: str) -> Variant:
+# The ways to read of which the fastest is the limit of what kernels may reach: source and L2 policy.
+_READS = tuple(product(("streaming_read", "bulk_read"), ("evict_first", "evict_unchanged")))
+
+
+def _streaming_read(sm: str, source: str, l2_policy: str) -> Variant:
     return Variant(
-        source="measure/streaming_read.cu",
-        symbol="measure_streaming_read",
+        source=f"measure/{source}.cu",
+        symbol=f"measure_{source}_{l2_policy}",
         sm=sm,
         operation="streaming_read",
         struct="StreamingReadParams",
+        traits={"way": source, "l2_policy": l2_policy},
+        defines={"L2_POLICY": l2_policy},
     )
 
 
@@ -268,7 +289,11 @@ def _append_kv(sm: str, dtypes: tuple[str, str] | None) -> Variant:
         operation="append_kv",
         struct="AppendKvParams",
         traits={"quantise": f"{dtypes[0]} to {dtypes[1]}" if dtypes else ""},
-        defines={"QUANTISE": int(dtypes is not None), "SOURCE_FP16": int(dtypes is not None and dtypes[0] == "fp16")},
+        defines={
+            "QUANTISE": int(dtypes is not None),
+            "SOURCE_FP16": int(dtypes is not None and dtypes[0] == "fp16"),
+            "LOAD_FUNCTION": LOAD_FUNCTION,
+        },
     )
 
 
@@ -293,7 +318,7 @@ def _merge_states(sm: str, dtype: str) -> Variant:
         operation="merge_states",
         struct="MergeStatesParams",
         traits={"dtype": dtype},
-        defines={"VALUES_TYPE": _MERGE_DTYPES.index(dtype)},
+        defines={"VALUES_TYPE": _MERGE_DTYPES.index(dtype), "LOAD_FUNCTION": LOAD_FUNCTION},
     )
 
 
@@ -335,6 +360,8 @@ def _mla_decode(
             "tile_tokens": tile,
             "box_columns": box_columns,
             "swizzle": f"{row_bytes}B",
+            "l2_policy": L2_POLICIES["paged_mla_decode"],
+            "group_l2_policy": GROUP_L2_POLICY,
         },
         defines={
             "KV_E4M3": int(dtype == "e4m3"),
@@ -342,6 +369,8 @@ def _mla_decode(
             "ROWS": rows,
             "TILE_TOKENS": tile,
             "BOX_COLUMNS": box_columns,
+            "L2_POLICY": L2_POLICIES["paged_mla_decode"],
+            "GROUP_L2_POLICY": GROUP_L2_POLICY,
             **defines,
         },
     )
@@ -389,6 +418,7 @@ def _context_attention(dtype: str, head_dim: int, soft_cap: bool, segments: bool
             "tile_tokens": tile,
             "soft_cap": soft_cap,
             "segments": segments,
+            "l2_policy": L2_POLICIES["context_attention"],
         },
         defines={
             "HEAD_DIM": head_dim,
@@ -401,6 +431,7 @@ def _context_attention(dtype: str, head_dim: int, soft_cap: bool, segments: bool
             "SOFT_CAP": int(soft_cap),
             "SEGMENTS": int(segments),
             "QUERY_REGISTER_STEPS": register_steps[soft_cap],
+            "L2_POLICY": L2_POLICIES["context_attention"],
         },
     )
 
@@ -418,7 +449,7 @@ VARIANTS: tuple[Variant, ...] = (
     *_decode_variants(),
     *(_kv_reduction(sm, *dtypes) for sm in _FOLLOWING_SMS for dtypes in _REDUCTION_DTYPES),
     *(_lse_from_statistics(sm) for sm in _FOLLOWING_SMS),
-    _streaming_read("90a"),
+    *(_streaming_read("90a", *way) for way in _READS),
     *(variant for latent in (512, 256) for variant in _mla_variants(latent)),
     *_prefill_variants(),
     *(_append_kv("90a", dtypes) for dtypes in _APPEND_DTYPES),

@@ -13,7 +13,8 @@
 // QUANTISE: the source is 16-bit floats, the caches e4m3. Values are multiplied with 1 / scale, rounded in fp32, and
 // saturate. Otherwise bytes are copied, whatever they are.
 //
-// Build: -DQUANTISE=0|1 -DSOURCE_FP16=0|1 (of a source that is quantised) -DKERNEL_NAME=symbol.
+// Build: -DQUANTISE=0|1 -DSOURCE_FP16=0|1 (of a source that is quantised)
+//        -DLOAD_FUNCTION=__ldcs|__ldcg (how new keys and values are read) -DKERNEL_NAME=symbol.
 
 #include "../common/ptx.cuh"
 #include "AppendKvParams.h"
@@ -206,7 +207,7 @@ DEVICE void load(const Params& p, int first, uint32_t units, uint32_t base, Batc
     for (int i = 0; i < UNITS_IN_FLIGHT; ++i) {
         const char* from = source_of(p, unit_of(p, min(base + i * THREADS, units - 1)), first);
 #pragma unroll
-        for (int j = 0; j < LOADS; ++j) batch.data[i][j] = __ldcs(reinterpret_cast<const uint4*>(from) + j);
+        for (int j = 0; j < LOADS; ++j) batch.data[i][j] = LOAD_FUNCTION(reinterpret_cast<const uint4*>(from) + j);
     }
 }
 

@@ -70,9 +70,18 @@ DEVICE void mbarrier_arrive_expect_bytes(uint32_t barrier, uint32_t bytes) {
                  : "memory");
 }
 
-DEVICE uint64_t evict_first_policy() {
+// What L2 does with the lines that a copy brings; evict_unchanged acts as a copy without a policy.
+enum class L2Policy { evict_first, evict_normal, evict_unchanged };
+
+template <L2Policy POLICY>
+DEVICE uint64_t l2_policy() {
     uint64_t policy;
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    if constexpr (POLICY == L2Policy::evict_first)
+        asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    else if constexpr (POLICY == L2Policy::evict_normal)
+        asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+    else
+        asm volatile("createpolicy.fractional.L2::evict_unchanged.b64 %0, 1.0;" : "=l"(policy));
     return policy;
 }
 

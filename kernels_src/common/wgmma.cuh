@@ -59,12 +59,6 @@ DEVICE void setmaxnreg_dec() {
 
 // ---- copies ----
 
-DEVICE uint64_t evict_normal_policy() {
-    uint64_t policy;
-    asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-}
-
 DEVICE void tma_load_3d(uint32_t destination, const void* map, uint32_t barrier, int c0, int c1, int c2,
                         uint64_t policy) {
     asm volatile(

@@ -35,7 +35,7 @@
 // Build: -DHEAD_DIM=n -DKV_E4M3=0|1 -DMMA_FP16=0|1 (the MMA's type: fp16, which holds e4m3 exactly, or bf16)
 //        -DQ_E4M3=0|1 -DROWS=n -DTILE_TOKENS=64|128 -DCONSUMER_WARPGROUPS=1|2 -DWARPGROUP_MMA=0|1
 //        -DSEGMENTS=0|1 (default: 0) -DUSE_TMA=0|1
-//        -DSTAGES=n -DCTAS_PER_SM=n -DKERNEL_NAME=symbol
+//        -DSTAGES=n -DCTAS_PER_SM=n -DL2_POLICY=evict_first|evict_unchanged (with USE_TMA) -DKERNEL_NAME=symbol
 
 #include "decode/producer.cuh"
 #if SEGMENTS && WARPGROUP_MMA

@@ -3,10 +3,10 @@
 //   data [units] of 16 bytes --> sum of 32-bit words per CTA (modulo 2^32) --> sums [CTAs]
 //
 // The CTAs walk over the data in step, a chunk of THREADS * LOADS units each, with several loads of each thread in
-// flight. Every word is read once, so loads bypass L1 and are evicted from L2 first. The sums keep the compiler from
+// flight. Every word is read once, so loads bypass L1. The sums keep the compiler from
 // dropping loads; addition modulo 2^32 is associative, so their total does not depend on the grid.
 //
-// Build: -DKERNEL_NAME=symbol.
+// Build: -DL2_POLICY=word (an L2Policy) -DKERNEL_NAME=symbol.
 
 #include "../common/ptx.cuh"
 #include "KernelConstants.h"
@@ -35,7 +35,7 @@ DEVICE uint32_t sum_of(const uint4& words) { return (words.x + words.y) + (words
 
 extern "C" __global__ void __launch_bounds__(streaming_read::THREADS) KERNEL_NAME(const __grid_constant__ Params p) {
     using namespace streaming_read;
-    const uint64_t policy = evict_first_policy();
+    const uint64_t policy = l2_policy<L2Policy::L2_POLICY>();
     const uint4* data = static_cast<const uint4*>(p.data);
     const int64_t chunks = p.units / CHUNK;
     uint32_t sum = 0;

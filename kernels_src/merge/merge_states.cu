@@ -10,7 +10,7 @@
 // element are read before it is written, by the same lane, and the LSEs of a row before its own is written, so out and
 // lse may be v and s of the same row.
 //
-// Build: -DVALUES_TYPE=0 bf16|1 fp16|2 fp32 -DKERNEL_NAME=symbol.
+// Build: -DVALUES_TYPE=0 bf16|1 fp16|2 fp32 -DLOAD_FUNCTION=__ldcs|__ldcg (how states are read) -DKERNEL_NAME=symbol.
 
 #include "../common/ptx.cuh"
 #include "KernelConstants.h"
@@ -95,7 +95,7 @@ DEVICE Row row_at(const Params& p, uint32_t row) {
 DEVICE void load_unit(uint4 (&data)[LOADS], const Part& part, int unit) {
     const uint4* from = reinterpret_cast<const uint4*>(part.values + unit * (VALUES * ITEM_BYTES));
 #pragma unroll
-    for (int j = 0; j < LOADS; ++j) data[j] = __ldcs(from + j);
+    for (int j = 0; j < LOADS; ++j) data[j] = LOAD_FUNCTION(from + j);
 }
 
 // The largest exponent and the sum of powers of 2 relative to it, in the order of the parts behind the sink.

@@ -36,9 +36,9 @@ DEVICE void tma_load_box(const Params& p, const TilePages& at, int chunk_log2, i
     }
 }
 
-// Keys that several CTAs read should stay in L2.
+// GROUP_L2_POLICY: of keys that several CTAs read.
 DEVICE uint64_t kv_l2_policy(const Params& p) {
-    return p.cta_group_size == 1 ? evict_first_policy() : evict_normal_policy();
+    return p.cta_group_size == 1 ? l2_policy<L2Policy::L2_POLICY>() : l2_policy<L2Policy::GROUP_L2_POLICY>();
 }
 
 // Prefetches to L2 only.

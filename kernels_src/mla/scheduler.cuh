@@ -15,7 +15,7 @@ using stream_k::Request;
 using stream_k::SplitSet;
 
 // Build: -DROWS=n query rows (tokens x heads) of a CTA, -DBOX_COLUMNS=n columns of a TMA box, -DTILE_TOKENS=n keys of a
-// KV tile.
+// KV tile, -DL2_POLICY=word and -DGROUP_L2_POLICY=word (an L2Policy).
 constexpr int COLUMNS = LATENT + MLA_ROPE_COLUMNS;  // of a key
 static_assert(TILE_TOKENS % MLA_MIN_PAGE_TOKENS == 0, "chunks of a tile are whole pages or parts of one");
 constexpr int ROW_BYTES_LOG2 = (BOX_COLUMNS == 128 ? 7 : 6) + !KV_E4M3;  // of a token in a box

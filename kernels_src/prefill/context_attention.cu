@@ -16,7 +16,8 @@
 // on other requests. With SEGMENTS they are those that decode gives as well (common/segments.cuh).
 //
 // Build: -DHEAD_DIM=n -DVALUE_DIM=n -DMMA_FP16=0|1 -DTILE_TOKENS=64|128 -DWARPGROUPS=n -DK_STAGES=n -DV_STAGES=n
-//        -DSOFT_CAP=0|1 -DSEGMENTS=0|1 -DQUERY_REGISTER_STEPS=n of the HEAD_DIM / 16 -DKERNEL_NAME=symbol
+//        -DSOFT_CAP=0|1 -DSEGMENTS=0|1 -DQUERY_REGISTER_STEPS=n of the HEAD_DIM / 16
+//        -DL2_POLICY=word (an L2Policy) -DKERNEL_NAME=symbol
 #include "epilogue.cuh"
 #include "producer.cuh"
 

@@ -85,7 +85,7 @@ DEVICE void leave(const Params& p) {
 
 // The warp that finds work tiles and loads their queries and keys.
 DEVICE void load_keys(const Params& p, SharedStorage& shared) {
-    const uint64_t policy = evict_normal_policy();
+    const uint64_t policy = l2_policy<L2Policy::L2_POLICY>();
     TileLoader<K_STAGES, K_SPANS> k{&p.k_map, 0, shared.k, shared.k_full, shared.k_empty};
     Schedule schedule(p);
     int number = blockIdx.x;
@@ -114,7 +114,7 @@ DEVICE void load_keys(const Params& p, SharedStorage& shared) {
 
 // The warp that loads values.
 DEVICE void load_values(const Params& p, SharedStorage& shared) {
-    const uint64_t policy = evict_normal_policy();
+    const uint64_t policy = l2_policy<L2Policy::L2_POLICY>();
     TileLoader<V_STAGES, V_SPANS> v{&p.v_map, p.v_table_offset, shared.v, shared.v_full, shared.v_empty};
     for (uint32_t phase = 0;; phase ^= 1) {
         wait_barrier(shared.q_full, phase);

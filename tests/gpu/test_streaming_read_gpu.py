@@ -1,4 +1,4 @@
-"""The kernel that measures read bandwidth reads every byte, once."""
+"""The kernels that measure read bandwidth read every byte, once, as often as they are launched."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from benchmarks.decode.reading import checksum, streaming_read
+from benchmarks.decode.reading import WAYS, Way, checksum, streaming_read
 from cubin_runtime.attention import Runtime
 from cubin_runtime.kernels.native.constants import CONSTANTS
 from cubin_runtime.testing.device import DeviceArrays
@@ -25,17 +25,24 @@ def arrays(runtime: Runtime) -> Iterator[DeviceArrays]:
     made.close()
 
 
+@pytest.mark.parametrize("way", [way for way in WAYS if way.ctas == 1], ids=str)
 @pytest.mark.parametrize("ctas", [1, 132, 1000])
 @pytest.mark.parametrize("nbytes", [0, 16, CHUNK - 16, CHUNK, 7 * CHUNK + 4096 + 16, 200 * CHUNK, 1000 * CHUNK + 48])
 def test_the_sums_of_all_ctas_are_the_sum_of_all_words(
-    runtime: Runtime, arrays: DeviceArrays, nbytes: int, ctas: int
+    runtime: Runtime, arrays: DeviceArrays, nbytes: int, ctas: int, way: Way
 ) -> None:
     # The words behind the end would show.
     data = np.random.default_rng(nbytes + ctas).integers(1, 1 << 32, nbytes // 4 + 64, dtype=np.uint32)
     sums = np.full(ctas + 1, 7, dtype=np.uint32)
     at = arrays.upload(sums)
-    streaming_read(runtime, arrays.upload(data), nbytes, at, ctas).run(0)
-    runtime.driver.synchronize(0)
-    runtime.driver.copy_to_host(sums, at)
-    assert checksum(sums[:ctas]) == checksum(data[: nbytes // 4])
-    assert sums[ctas] == 7
+    counters = np.zeros(2, dtype=np.uint32)
+    counters_at = arrays.upload(counters)
+    launch = streaming_read(runtime, arrays.upload(data), nbytes, at, counters_at, way, ctas)
+    for _ in range(2):
+        launch.run(0)
+        runtime.driver.synchronize(0)
+        runtime.driver.copy_to_host(sums, at)
+        assert checksum(sums[:ctas]) == checksum(data[: nbytes // 4])
+        assert sums[ctas] == 7
+    runtime.driver.copy_to_host(counters, counters_at)
+    assert not counters.any()

@@ -28,7 +28,7 @@ DEVICE void produce(const Params& p, const WorkRange& range, int warp, SharedSto
     int skip = warp / 2;  // KV tiles until this warp's next
     bool is_first = true;  // its queries are prefetched by prefetch_inputs
 #if USE_TMA
-    const uint64_t policy = evict_first_policy();
+    const uint64_t policy = l2_policy<L2Policy::L2_POLICY>();
     const void* map = values ? &p.v_map : &p.k_map;
 #else
     const char* base = static_cast<const char*>(values ? p.v : p.k);

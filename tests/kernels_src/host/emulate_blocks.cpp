@@ -49,7 +49,7 @@ static void __syncthreads() { meet(); }
 static void __syncwarp() { meet(); }
 static int atomicOr(uint32_t* word, uint32_t bits) { return *word |= bits; }
 template <class T>
-static T __ldcs(const T* from) {
+static T __ldcg(const T* from) {
     return *from;
 }
 

@@ -1,4 +1,4 @@
-"""The parameter struct of the kernel that measures read bandwidth: one source for Python and for C++."""
+"""The parameter struct of the kernels that measure read bandwidth: one source for Python and for C++."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ STREAMING_READ = StructLayout.declare(
     (
         Field("data", "ptr", "what is read, aligned to 16 bytes"),
         Field("sums", "ptr", "uint32 [CTAs], sum of the 32-bit words that each CTA read, modulo 2^32"),
+        Field("counters", "ptr", "uint32 [2], zero before and after a launch; bulk copies take turns by them"),
         Field("units", "int64", "16-byte units to read"),
     ),
 )
