@@ -4,7 +4,9 @@
 // CTAs work in groups of `cta_group_size`; each CTA of a group computes its own output tile of a tile group, so that
 // neighbours read the same tokens at about the same time. The KV tiles of all tile groups form the tile space; each CTA
 // group has a contiguous work range of it, which is walked as work tiles: the part of the range that lies in one output
-// tile. An output tile that lies in several ranges is split: each CTA writes a partial, and the partials are merged.
+// tile. An output tile that lies in several ranges is split: each CTA writes a partial, and the partials are merged. If
+// no output tile has more than `slack_tiles` KV tiles, none is split: each range begins and ends at the boundary of
+// output tiles that is nearest, and is longer than an equal share by no more than that.
 //
 // With `splits` > 0 (batch invariance) output tiles are cut by the request's own length alone, and a CTA group computes
 // the splits that begin in its range: each is a work tile, or all those of an output tile together.
@@ -14,6 +16,8 @@
 //     int cta_group(p), cta_rank(p)              this CTA's group, and its number in the group
 //     int cta_groups(p)                          in the grid
 //     int tile_groups(p, request)                groups of `cta_group_size` output tiles of the request
+//     bool in_clusters(p, longest, share)        whether each output tile has a cluster instead, where the longest has
+//                                                that many KV tiles, and an equal share of the tile space this many
 //     int split_count(p, request)                splits of its output tiles, where `splits` > 0
 //     int split_start(p, request, split)         the KV tile where a split begins; for the count, the end of all
 //     int split_from(p, request, tile)           the first split that begins at or behind a KV tile; the count: none
@@ -22,7 +26,7 @@
 //     int max_row_tiles(p)                       bound on the row tiles of a request
 //     int output_tile_index(p, work, row_tiles)  number of the output tile if all requests had `row_tiles` row tiles
 // Every parameter struct has the fields seq_lens, q_cu_seq_lens, batch, tokens, q_len, max_seq_len, cta_group_size,
-// splits and status.
+// splits, slack_tiles and status.
 #pragma once
 #include "KernelConstants.h"
 #include "ptx.cuh"
@@ -87,11 +91,12 @@ DEVICE void report_invalid_lengths(const Params& p, int thread, int threads) {
 // A CTA group's contiguous range of the tile space.
 struct WorkRange {
     int cta_group, cta_rank;  // the CTA is number `cta_rank` of the `cta_group_size` CTAs of its group
-    int kv_tiles;  // in the range; if 0, what follows is not set
+    int kv_tiles;  // in the range; if none, what follows is not set
     Request request;  // where the range begins: request, tile group, KV tile
     int tile_group, first;
     int group_offset;  // tile space index of that tile group's KV tile 0
-    int total, cta_groups;  // KV tiles in the whole tile space, CTA groups that have any
+    int total, cta_groups;  // KV tiles in the whole tile space, CTA groups that have any; 0: clusters, no tile space
+    bool whole;  // the range begins and ends with output tiles
 };
 
 // The CTA group that computes a KV tile. Group c of n begins at floor(c T / n), so it is the largest c with
@@ -120,6 +125,7 @@ DEVICE WorkRange find_work_range(const Params& p) {
     range.cta_rank = Tiling::cta_rank(p);
     range.cta_groups = 0;
     int first = 0, count = p.batch;  // requests that are searched
+    int longest = 0;  // KV tiles of the longest of a lane's requests
     int begin = 0, before = 0;  // KV tiles before the range, and before those requests
 #pragma unroll 1
     for (;;) {
@@ -131,6 +137,7 @@ DEVICE WorkRange find_work_range(const Params& p) {
         for (int i = lane * each; i < min((lane + 1) * each, count); ++i) {
             last = Tiling::load_request(p, first + i);
             own += last.kv_tiles * Tiling::tile_groups(p, last);
+            longest = max(longest, last.kv_tiles);
         }
         int through = own;
 #pragma unroll
@@ -143,6 +150,12 @@ DEVICE WorkRange find_work_range(const Params& p) {
             range.total = total;
             range.cta_groups = max(1, min(Tiling::cta_groups(p), total));
             range.kv_tiles = 0;
+            longest = static_cast<int>(__reduce_max_sync(~0u, static_cast<uint32_t>(longest)));
+            range.whole = longest <= p.slack_tiles;
+            if (Tiling::in_clusters(p, longest, total / range.cta_groups)) {
+                range.cta_groups = 0;
+                return range;
+            }
             if (range.cta_group >= min(range.cta_groups, total)) return range;
             const int quotient = total / range.cta_groups, remainder = total - quotient * range.cta_groups;
             // floor(cta_group T / n)
@@ -161,6 +174,12 @@ DEVICE WorkRange find_work_range(const Params& p) {
             range.tile_group = (begin - before) / range.request.kv_tiles;
             range.group_offset = before + range.tile_group * range.request.kv_tiles;
             range.first = begin - range.group_offset;
+            if (range.whole) {
+                const int tiles = range.request.kv_tiles;
+                const int moved = (range.first > tiles / 2 ? tiles : 0) - range.first;
+                range.first += moved;
+                range.kv_tiles -= moved;
+            }
             return range;
         }
     }
@@ -199,7 +218,8 @@ struct EqualSplits {
 };
 
 // Walks the work tiles of a range in order; all warps of a CTA walk alike:
-//     if (range.kv_tiles > 0 && begin()) do find_output_tile(), find_kv_tiles(), advance() while (left > 0)
+//     if (range.kv_tiles > 0 && begin())
+//         do if (find_output_tile()) find_kv_tiles(), advance() while (left > 0); otherwise it ends
 // `Work` is a WorkTile, to which the family adds what it derives.
 template <class Tiling, class Work>
 struct RangeWalk {
@@ -228,9 +248,10 @@ struct RangeWalk {
         return true;
     }
 
-    // Finds the output tile of the next work tile: this one, or the next if it is done.
+    // Finds the output tile of the next work tile: this one, or the next if it is done. Returns whether the range takes
+    // it: of whole output tiles, the last belongs to the range in which it mostly lies.
     template <class Params>
-    DEVICE void find_output_tile(const Params& p, const WorkRange& range) {
+    DEVICE bool find_output_tile(const Params& p, const WorkRange& range) {
         const Request& r = work.request;
         if (first >= r.kv_tiles) {
             first = work.split = 0;
@@ -242,16 +263,19 @@ struct RangeWalk {
             }
         }
         work.output_tile = tile_group * p.cta_group_size + range.cta_rank;
+        return !range.whole || left > r.kv_tiles / 2;
     }
 
     // Finds the KV tiles of the work tile.
     template <class Params>
-    DEVICE void find_kv_tiles(const Params& p) {
+    DEVICE void find_kv_tiles(const Params& p, const WorkRange& range) {
         const Request& r = work.request;
         work.space_offset = group_offset;
         work.first = first;
         if constexpr (Tiling::JOINS_SPLITS)
             work.last = Tiling::split_start(p, r, Tiling::split_from(p, r, min(r.kv_tiles, first + left)));
+        else if (range.whole)
+            work.last = r.kv_tiles;
         else
             work.last = p.splits > 0 ? Tiling::split_start(p, r, work.split + 1) : min(r.kv_tiles, first + left);
     }

@@ -65,6 +65,8 @@ struct MlaTiling : stream_k::EqualSplits<MlaTiling> {
 
     DEVICE static int tile_groups(const Params& p, const Request& r) { return tile_groups_of(p, r.row_tiles); }
 
+    DEVICE static bool in_clusters(const Params&, int, int) { return false; }
+
     // Splits so large that merging costs little. The count never falls when tiles are added, so a bound on the tiles
     // bounds it.
     DEVICE static int split_count(const Params& p, const Request& r) {
@@ -106,8 +108,8 @@ DEVICE bool find_work_tile(const Params& p, const stream_k::WorkRange& range, Ra
         // Computed again: producers have few registers.
         walk.work.request.kv_tiles = kv_tile_count(walk.work.request.kv_len);
         walk.work.request.row_tiles = row_tile_count(p, walk.work.request.q_len);
-        walk.find_output_tile(p, range);
-        walk.find_kv_tiles(p);
+        if (!walk.find_output_tile(p, range)) break;
+        walk.find_kv_tiles(p, range);
         if (rows_of(p, walk.work) <= 0) continue;
         splits = stream_k::splits_of<MlaTiling>(p, range, walk.work);
         if (FOLDS && p.splits > 0 && splits.count <= FOLDED_SPLITS) {

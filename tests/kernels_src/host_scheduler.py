@@ -96,12 +96,12 @@ class HostScheduler:
         """The work tiles of each (CTA group, CTA of the group) that has any."""
         arrays, found = HostArrays(), {}
         parameters = self._parameters(problem.values(arrays))
-        size, groups = problem.cta_group_size, problem.cta_groups
-        grid = (size * groups, 1) if self.mla else (size, groups)
+        size, groups, cluster = problem.cta_group_size, problem.cta_groups, problem.cluster_size or 1
+        grid = (size * groups, 1, 1) if self.mla else (cluster, size, groups // cluster)
         rows = (ctypes.c_int * (COLUMNS * MOST_TILES))()
         for group, rank in np.ndindex(groups, size):
-            cta = (group * size + rank, 0) if self.mla else (rank, group)
-            count = self._walk(parameters, (ctypes.c_int * 2)(*grid), (ctypes.c_int * 2)(*cta), rows)
+            cta = (group * size + rank, 0, 0) if self.mla else (group % cluster, rank, group // cluster)
+            count = self._walk(parameters, (ctypes.c_int * 3)(*grid), (ctypes.c_int * 3)(*cta), rows)
             if count:
                 numbers = np.frombuffer(rows, np.int32, COLUMNS * count)
                 found[group, rank] = numbers.reshape(count, COLUMNS).tolist()

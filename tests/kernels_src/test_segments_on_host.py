@@ -89,17 +89,19 @@ class Launch:
         self.work: dict[Cta, list[list[int]]] = {}
         rows = (ctypes.c_int * (COLUMNS * MOST_TILES))()
         for cta in product(range(self.size), range(self.groups)):
-            count = library.walk(self.parameters, self._pair(self.size, self.groups), self._pair(*cta), rows)
+            count = library.walk(self.parameters, self._grid(), self._place(0, *cta), rows)
             self.work[cta] = np.frombuffer(rows, np.int32, COLUMNS * count).reshape(count, COLUMNS).tolist()
 
     def partials(self, cta: Cta, number: int) -> list[int]:
         to = (ctypes.c_int * MOST_TILES)()
-        grid = self._pair(self.size, self.groups)
-        return to[: self.library.partials(self.parameters, grid, self._pair(*cta), number, to)]
+        return to[: self.library.partials(self.parameters, self._grid(), self._place(0, *cta), number, to)]
+
+    def _grid(self) -> ctypes.Array[ctypes.c_int]:
+        return self._place(1, self.size, self.groups)
 
     @staticmethod
-    def _pair(x: int, y: int) -> ctypes.Array[ctypes.c_int]:
-        return (ctypes.c_int * 2)(x, y)
+    def _place(x: int, y: int, z: int) -> ctypes.Array[ctypes.c_int]:
+        return (ctypes.c_int * 3)(x, y, z)
 
     def tiles(self, request: int) -> tuple[int, int]:
         """The first key tile that a request reads, and the end."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -18,7 +18,8 @@ from cubin_runtime.kernels.native.constants import CONSTANTS
 class Problem:
     """A launch: lengths of the requests (one longer than the bound is clamped), and how it is scheduled.
 
-    ``q_lens``: query tokens of each request; ``group``: query heads per KV head.
+    ``q_lens``: query tokens of each request; ``group``: query heads per KV head. ``cluster_size``: the CTAs of the
+    cluster that an output tile may have, 0: none.
     """
 
     mla: bool
@@ -29,6 +30,8 @@ class Problem:
     cta_group_size: int
     cta_groups: int
     splits: int = 0
+    slack_tiles: int = 0
+    cluster_size: int = 0
     bound: int = 20_000
 
     @property
@@ -54,6 +57,7 @@ class Problem:
             "max_seq_len": self.bound,
             "cta_group_size": self.cta_group_size,
             "splits": self.splits,
+            "slack_tiles": self.slack_tiles,
         }
         if self.mla:
             return values | {"heads": self.group}
@@ -62,23 +66,31 @@ class Problem:
             "group": self.group,
             "group_reciprocal": -(-(1 << CONSTANTS.decode_group_reciprocal_bits) // self.group),
             "head_groups": self.kv_heads // self.cta_group_size,
-            "cluster_size_log2": -1,
+            "cluster_size_log2": self.cluster_size.bit_length() - 1,
             "max_rows": 1 << 20,
             "window_left": -1,
         }
 
 
+def tiles_of(problem: Problem, kv_len: int) -> int:
+    return max(1, -(-min(max(kv_len, 0), problem.bound) // TILE))
+
+
 def tile_groups(problem: Problem) -> Iterator[tuple[int, int, int]]:
     """The request, number in the request and KV tiles of each tile group, in the order of the tile space."""
     for request, (kv_len, q_len) in enumerate(zip(problem.kv_lens, problem.q_lens, strict=True)):
-        kv_tiles = max(1, -(-min(max(kv_len, 0), problem.bound) // TILE))
+        kv_tiles = tiles_of(problem, kv_len)
         output_tiles = problem.kv_heads * problem.row_tiles(q_len)
         for number in range(-(-output_tiles // problem.cta_group_size)):
             yield request, number, kv_tiles
 
 
-def pieces(problem: Problem, offset: int, tiles: int, begins: list[int]) -> list[tuple[int, int, int]]:
+def pieces(
+    problem: Problem, offset: int, tiles: int, begins: list[int], longest: int
+) -> list[tuple[int, int, int]]:
     """The CTA group, first and last KV tile of each split of an output tile at ``offset`` of the tile space."""
+    if longest <= problem.slack_tiles:
+        return [(sum(begin <= offset + tiles // 2 for begin in begins) - 1, 0, tiles)]
     if problem.splits:
         count = problem.split_count(tiles)
         cuts = [i * tiles // count for i in range(count + 1)]
@@ -92,11 +104,12 @@ def expected(problem: Problem) -> dict[tuple[int, int], list[list[int]]]:
     found: dict[tuple[int, int], list[list[int]]] = {}
     space = list(tile_groups(problem))
     total = sum(tiles for _, _, tiles in space)
+    longest = max(tiles_of(problem, kv_len) for kv_len in problem.kv_lens)
     groups = min(problem.cta_groups, total)
     begins = [c * total // groups for c in range(groups)]
     offset = 0
     for request, number, tiles in space:
-        parts = pieces(problem, offset, tiles, begins)
+        parts = pieces(problem, offset, tiles, begins, longest)
         offset += tiles
         row_tiles = problem.row_tiles(problem.q_lens[request])
         for rank in range(problem.cta_group_size):
@@ -129,6 +142,10 @@ def mla(kv_lens: tuple[int, ...], q_lens: tuple[int, ...], size: int, groups: in
     return Problem(True, kv_lens, q_lens, 1, 48, size, groups, splits)
 
 
+def whole(problem: Problem, slack_tiles: int) -> Problem:
+    return replace(problem, slack_tiles=slack_tiles)
+
+
 def random_problem(index: int) -> Problem:
     rng = np.random.default_rng((5, index))
     batch = int(rng.integers(1, 70))
@@ -150,6 +167,10 @@ PROBLEMS = {
     "invariant splits": decode((300, 1_100, 15_000), (2, 1, 3), 2, 6, 16),
     "row tiles that no CTA of the group has": mla((500, 3_000), (3, 6), 4, 3),
     "invariant splits of one CTA and of several": mla((900, 2_000, 9_000), (1, 2, 3), 2, 5, 4),
+    "whole output tiles": whole(decode((300, 64, 0, 200, 310, 5), (1, 8, 1, 0, 2, 1), 2, 7), 5),
+    "a CTA group for each half of an output tile": whole(decode((128,) * 6, (1,) * 6, 4, 12), 2),
+    "whole output tiles of MLA": whole(mla((100, 200, 300) * 9, (1, 2, 1) * 9, 2, 11), 5),
+    "one key tile too many for whole output tiles": whole(decode((300, 321), (1, 1), 1, 3), 5),
 }
 
 
@@ -163,6 +184,56 @@ def test_ctas_walk_equal_ranges_of_the_tile_space(schedulers: dict[bool, HostSch
 def test_random_problems_are_scheduled_alike(schedulers: dict[bool, HostScheduler], index: int) -> None:
     problem = random_problem(index)
     assert schedulers[problem.mla].walk(problem) == expected(problem)
+
+
+@pytest.mark.parametrize("index", range(24))
+def test_short_requests_are_not_split(schedulers: dict[bool, HostScheduler], index: int) -> None:
+    problem = random_problem(index)
+    kv_lens = tuple(kv_len % 700 for kv_len in problem.kv_lens)
+    short = replace(problem, kv_lens=kv_lens, splits=0, slack_tiles=11)
+    assert schedulers[problem.mla].walk(short) == expected(short)
+
+
+def in_clusters(size: int, kv_lens: tuple[int, ...], slack_tiles: int, clusters: int = 0) -> Problem:
+    """Requests of 8 query rows and 4 KV heads: a grid of ``clusters`` per KV head, or of one for each request."""
+    problem = decode(kv_lens, (2,) * len(kv_lens), 4, size * max(clusters, len(kv_lens)))
+    return replace(problem, slack_tiles=slack_tiles, cluster_size=size)
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        in_clusters(2, (640, 600, 500), 1),
+        in_clusters(4, (100, 0, 130), 0, clusters=7),
+        in_clusters(2, (1_500, 200, 1_000), 6),
+        in_clusters(1, (300, 64, 0), 5),
+        in_clusters(8, (30_000,), 0, clusters=3),
+    ],
+)
+def test_a_cluster_takes_an_output_tile_where_requests_are_even(
+    schedulers: dict[bool, HostScheduler], problem: Problem
+) -> None:
+    size, taken = problem.cluster_size, schedulers[False].walk(problem)
+    for (group, head), work in taken.items():
+        request, split = divmod(group, size)
+        cuts = [tiles_of(problem, problem.kv_lens[request]) * i // size for i in range(size + 1)]
+        assert [row[:5] for row in work] == [[request, head, 0, *cuts[split : split + 2]]]
+    ctas = sum(size if tiles_of(problem, kv_len) > 1 else 1 for kv_len in problem.kv_lens)
+    assert len(taken) == 4 * ctas
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        in_clusters(2, (30_000, 300, 300), 3),
+        in_clusters(2, (1_500, 200, 1_000), 4),
+        in_clusters(4, (5_000, 64), 8, clusters=9),
+    ],
+)
+def test_clusters_share_the_tile_space_where_one_request_is_long(
+    schedulers: dict[bool, HostScheduler], problem: Problem
+) -> None:
+    assert schedulers[False].walk(problem) == expected(problem)
 
 
 @pytest.mark.parametrize("error", [-(2.0**-22), 0.0, 2.0**-22])

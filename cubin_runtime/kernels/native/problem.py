@@ -18,6 +18,11 @@ VALUE_TABLE_FIELD = Field(
     "int64",
     "elements in page_table from the page ids of a request's keys to those of its values; 0: they are the same",
 )
+SLACK_TILES_FIELD = Field(
+    "slack_tiles",
+    "int32",
+    "KV tiles that a CTA may have beyond an equal share, if then no output tile is split through the workspace",
+)
 
 
 def page_size_log2(page_size: int) -> int:

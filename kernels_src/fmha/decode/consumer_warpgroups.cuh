@@ -510,7 +510,7 @@ DEVICE void consume(const Params& p, const WorkRange& range, SharedStorage& shar
         close();
         merge_warpgroups(work, acc, shared);
 #if USE_TMA
-        if (p.cluster_size_log2 > 0) {
+        if (merges_in_cluster(p, range)) {
             if (CONVERTS) named_barrier_arrive<CONSUMERS + CONVERTERS>(MERGED_BARRIER);
             return merge_in_cluster(p, work.rows, output_scale, shared);
         }

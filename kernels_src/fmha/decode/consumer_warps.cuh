@@ -503,7 +503,7 @@ DEVICE void consume(const Params& p, const WorkRange& range, SharedStorage& shar
         }
         merge_warps(acc, shared);
 #if USE_TMA
-        if (p.cluster_size_log2 > 0) return merge_in_cluster(p, work.rows, output_scale, shared);
+        if (merges_in_cluster(p, range)) return merge_in_cluster(p, work.rows, output_scale, shared);
 #endif
         store_work_tile(p, work, splits, output_scale, shared);
         if (splits.count == 1) return;

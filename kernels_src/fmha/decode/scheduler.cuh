@@ -48,11 +48,17 @@ struct DecodeTiling : Splits {
         return r;
     }
 
-    DEVICE static int cta_group(const Params&) { return blockIdx.y; }
-    DEVICE static int cta_rank(const Params&) { return blockIdx.x; }
-    DEVICE static int cta_groups(const Params&) { return gridDim.y; }
+    DEVICE static int cta_group(const Params&) { return blockIdx.z * gridDim.x + blockIdx.x; }
+    DEVICE static int cta_rank(const Params&) { return blockIdx.y; }
+    DEVICE static int cta_groups(const Params&) { return gridDim.z * gridDim.x; }
 
     DEVICE static int tile_groups(const Params& p, const Request& r) { return p.head_groups * r.row_tiles; }
+
+    // A cluster that has an output tile for itself starts and merges sooner, but cannot help the others.
+    DEVICE static bool in_clusters(const Params& p, int longest, int share) {
+        const int log2 = p.cluster_size_log2;
+        return log2 >= 0 && (longest + (1 << log2) - 1) >> log2 <= share + p.slack_tiles;
+    }
 
 #if !SEGMENTS
     // Short requests are cut into a few splits, so that a single one still spreads over the GPU; long ones into splits
@@ -137,44 +143,54 @@ DEVICE int end_tile(const WorkTile& work) {
     return min(work.last, (r.kv_len + TILE_TOKENS - 1) / TILE_TOKENS - r.first_tile);
 }
 
-// The CTA's equal share of an output tile that a cluster computes; it may be empty.
+// The CTA's equal share of an output tile that a cluster computes; it may be empty. Clusters beyond those of all output
+// tiles idle.
 DEVICE WorkRange cluster_work_range(const Params& p) {
     const int row_tile = gridDim.z == p.batch ? 0 : blockIdx.z / p.batch, split = blockIdx.x;
     WorkRange range;
-    range.cta_group = range.cta_rank = range.group_offset = 0;
-    range.total = range.cta_groups = 1;
+    range.cta_group = range.cta_groups = range.tile_group = range.group_offset = 0;
+    range.total = 1;
     range.request = DecodeTiling::load_request(p, blockIdx.z - row_tile * p.batch);
-    range.tile_group = blockIdx.y * range.request.row_tiles + row_tile;
+    range.whole = range.request.kv_tiles <= 1;
+    range.cta_rank = blockIdx.y * range.request.row_tiles + row_tile;  // of a tile group that is all its output tiles
     range.first = split * range.request.kv_tiles >> p.cluster_size_log2;
     const int last = (split + 1) * range.request.kv_tiles >> p.cluster_size_log2;
     range.kv_tiles = row_tile < range.request.row_tiles ? last - range.first : -1;
     return range;
 }
 
-// Every warp finds the work range by itself.
+// Every warp finds the work range by itself. A single request needs no look at the lengths of others.
 DEVICE WorkRange find_work_range(const Params& p) {
-    if (p.cluster_size_log2 >= 0) return cluster_work_range(p);
-    return stream_k::find_work_range<DecodeTiling>(p);
+    WorkRange range;
+    range.cta_groups = 0;
+    if (p.cluster_size_log2 < 0 || p.batch > 1) range = stream_k::find_work_range<DecodeTiling>(p);
+    if (range.cta_groups == 0) range = cluster_work_range(p);
+    return range;
+}
+
+// Whether an output tile's partials lie in the shared memory of the CTA's cluster; a single KV tile is not split.
+DEVICE bool merges_in_cluster(const Params& p, const WorkRange& range) {
+    return p.cluster_size_log2 > 0 && range.cta_groups == 0 && !range.whole;
 }
 
 // Calls visit(work) for each work tile of the range, in order; producers and consumers walk alike.
 template <class Visit>
 DEVICE void for_each_work_tile(const Params& p, const WorkRange& range, Visit visit) {
     stream_k::RangeWalk<DecodeTiling, WorkTile> walk(range);
-    // A CTA of a cluster visits its work tile even if its share is empty.
-    if (walk.left < 0 || (walk.left == 0 && p.cluster_size_log2 < 0)) return;
+    // A CTA of a cluster visits its work tile even if its share is empty, as the others wait for it.
+    if (walk.left < 0 || (walk.left == 0 && !merges_in_cluster(p, range))) return;
     if (!walk.begin(p, range)) return;
     WorkTile& work = walk.work;
     const Request& r = work.request;
 #pragma unroll 1
     do {
-        walk.find_output_tile(p, range);
+        if (!walk.find_output_tile(p, range)) break;
         work.rows.q_begin = r.q_begin;
         work.rows.head = r.row_tiles == 1 ? work.output_tile : work.output_tile / r.row_tiles;
         work.row_tile = work.output_tile - work.rows.head * r.row_tiles;
         work.rows.first = work.row_tile * ROWS;
         work.rows.count = min(ROWS, r.q_len * p.group - work.rows.first);
-        walk.find_kv_tiles(p);
+        walk.find_kv_tiles(p, range);
         work.begin = 0;
         if (p.window_left >= 0) {
             work.begin = window_begin(p, r, 0);

@@ -48,6 +48,13 @@ static unsigned __ballot_sync(unsigned, int predicate) {
     meet();
     return ballot;
 }
+static unsigned __reduce_max_sync(unsigned, unsigned value) {
+    sent[threadIdx.x] = value;
+    meet();
+    const unsigned most = *std::max_element(sent, sent + LANES);
+    meet();
+    return most;
+}
 static int __ffs(int value) { return __builtin_ffs(value); }
 static int __popc(unsigned value) { return __builtin_popcount(value); }
 static int __popcll(unsigned long long value) { return __builtin_popcountll(value); }
@@ -106,8 +113,8 @@ extern "C" int cta_group(int total, int groups, int tile, float error) {
 // Writes ten numbers for each work tile of a CTA: request, KV head, row tile, first and last KV tile, number of its
 // split, splits, counter, and the slots of this split and of split 0. Returns the count of work tiles.
 extern "C" int walk(const void* parameters, const int* grid, const int* cta, int* to) {
-    gridDim = {grid[0], grid[1], 1};
-    blockIdx = {cta[0], cta[1], 0};
+    gridDim = {grid[0], grid[1], grid[2]};
+    blockIdx = {cta[0], cta[1], cta[2]};
     int count = 0;
     const auto write = [&](std::initializer_list<int> row) { std::copy(row.begin(), row.end(), to + 10 * count++); };
 #if MLA
@@ -179,8 +186,8 @@ extern "C" int all_rows_see_tile(const void* parameters, int request, int token)
 // their count, or -1 where those asked for one by one are others.
 extern "C" int partials(const void* parameters, const int* grid, const int* cta, int wanted, int* to) {
     using namespace paged_decode;
-    gridDim = {grid[0], grid[1], 1};
-    blockIdx = {cta[0], cta[1], 0};
+    gridDim = {grid[0], grid[1], grid[2]};
+    blockIdx = {cta[0], cta[1], cta[2]};
     const Params& p = *static_cast<const Params*>(parameters);
     WorkRange range;
     run_warp([&] {

@@ -178,9 +178,11 @@ def _cluster_grid(tiling: Tiling, shape: DecodeShape, device: DeviceFacts) -> li
     places = multiprocessors if tiling.resident > 1 else multiprocessors * 3 // 4
     most = max(1, min(places // output_tiles, tiles, CONSTANTS.decode_max_cluster_ctas))
     splits = 1 << most.bit_length() - 1
-    if shape.batch == 1 or -(-tiles // splits) * tiling.tile_tokens <= _LITTLE_KEYS:
-        return [Grid(output_tiles * splits, 1, 1, row_tiles, output_tiles * tiles, splits)]
-    return []
+    clusters = shape.batch * row_tiles
+    if shape.batch > 1:
+        clusters = max(clusters, places // (splits * shape.kv_heads))
+    ctas = splits * shape.kv_heads * clusters
+    return [Grid(ctas, 1, shape.kv_heads, row_tiles, output_tiles * tiles, splits)]
 
 
 def estimate_of(tiling: Tiling, extent: Extent, grid: Grid, shape: DecodeShape) -> Estimate:

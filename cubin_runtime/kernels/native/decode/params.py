@@ -7,7 +7,7 @@ from types import MappingProxyType
 from ....launch.structs import Field, StructLayout
 from ..constants import STATUS_BITS_TEXT, TYPE_CODES_TEXT
 from ..context_parallel import DEALING_FIELDS, GLOBAL_LENS_FIELD
-from ..problem import VALUE_TABLE_FIELD
+from ..problem import SLACK_TILES_FIELD, VALUE_TABLE_FIELD
 
 _COMMON = (
     Field("q", "ptr", "queries of q_type, [tokens, kv_heads * group, head_dim]"),
@@ -50,7 +50,12 @@ _COMMON = (
         "int32",
         "0: stream-K; else the most splits of an output tile, or partials of a CTA",
     ),
-    Field("cluster_size_log2", "int32", "log2 of the CTAs in a cluster, one cluster per output tile; -1: no clusters"),
+    Field(
+        "cluster_size_log2",
+        "int32",
+        "log2 of the CTAs in a cluster, of which each output tile may have one; -1: no clusters",
+    ),
+    SLACK_TILES_FIELD,
     Field("min_rows", "int32", "skip requests of fewer rows (query tokens times group), for another launch"),
     Field("max_rows", "int32", "skip requests of more rows"),
     Field("page_size_log2", "int32", "log2 of the tokens in a page; 30: a request has one page, of any size"),

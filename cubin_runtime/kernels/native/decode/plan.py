@@ -97,6 +97,7 @@ def _launch(
         "cta_group_size": selection.cta_group_size,
         "splits": selection.splits,
         "cluster_size_log2": selection.cluster_size.bit_length() - 1,
+        "slack_tiles": selection.slack_tiles,
         "min_rows": selection.min_rows,
         "max_rows": selection.max_rows,
         "window_left": problem.window_left,
@@ -123,9 +124,10 @@ def _launch(
 
 def _regions(selection: DecodeSelection, problem: DecodeProblem, suffix: str) -> tuple[Region, ...]:
     """An output tile is one row tile of a request and KV head."""
+    alone = selection.cluster_size and problem.batch == 1  # its clusters always merge in their shared memory
     output_tiles = problem.batch * selection.row_tiles * problem.kv_heads
     rows = int(selection.kernel.traits["rows"])
-    ctas = 0 if selection.cluster_size else selection.ctas  # a cluster merges in its shared memory
+    ctas = 0 if alone else selection.ctas
     slots = ctas * selection.splits if selection.kernel.traits["arithmetic"] == SEGMENTS else None
     sizes = rows * 2 * 4, rows * problem.head_dim * 4
     return scratch_regions(output_tiles, selection.splits, ctas, *sizes, suffix, slots=slots)

@@ -57,12 +57,12 @@ class DecodeSelection(Selection):
     cta_group_size: int
     cluster_size: int
     microseconds: float
+    slack_tiles: int = 0
 
     def grid(self, shape: Any) -> tuple[int, int, int]:
-        """A cluster for each KV head, request and row tile; or groups of CTAs."""
-        if self.cluster_size:
-            return self.cluster_size, shape.kv_heads, shape.batch * self.row_tiles
-        return self.cta_group_size, self.ctas // self.cta_group_size, 1
+        """Clusters, or CTAs, side by side in groups."""
+        cluster_size = self.cluster_size or 1
+        return cluster_size, self.cta_group_size, self.ctas // (self.cta_group_size * cluster_size)
 
     def facts(self, shape: DecodeShape) -> Facts:
         """The rows of a request and how its keys are split."""

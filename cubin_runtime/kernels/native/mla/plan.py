@@ -62,6 +62,7 @@ def mla_launch(selection: MlaSelection, problem: MlaProblem, file: KernelFile) -
             "heads": problem.heads,
             "cta_group_size": selection.cta_group_size,
             "splits": selection.splits,
+            "slack_tiles": selection.slack_tiles,
         },
         caches={"kv_map": "kv_cache"},
         regions=regions,

@@ -84,6 +84,7 @@ class MlaSelection(Selection):
     """
 
     cta_group_size: int
+    slack_tiles: int = 0
 
     def facts(self, shape: MlaShape) -> Facts:
         """CTA groups, the rows of a request and how its keys are split."""
