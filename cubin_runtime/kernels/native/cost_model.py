@@ -1,6 +1,6 @@
 """The predicted time of a decode, from measured constants: small enough to check by hand.
 
-    time = launch + kernel's start + max(DRAM, L2, tiles) + merge
+    time = launch + kernel's start + max(DRAM, L2, tiles and output tiles) + merge
 
 ``DRAM`` reads every key and value once; ``L2`` brings them to the multiprocessors once per row tile; ``tiles`` is the
 CTA with the most KV tiles at the pace of its kernel; ``merge`` grows with the splits of an output tile. A kernel's
@@ -27,7 +27,7 @@ _BYTES_PER_US = 1e6  # of one TB/s
 _MULTIPROCESSORS = 132
 # Kernels of at least this many rows multiply with warpgroups.
 _WARPGROUP_ROWS = 64
-_OF_KERNELS = ("start_us", "tile_us")
+_OF_KERNELS = ("start_us", "tile_us", "output_tile_us")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +61,9 @@ class Costs:
 
     def kernel_us(
         self, item_bytes: int, head_dim: int, rows: int, resident: int, q_item_bytes: int = 2, segments: bool = False
-    ) -> tuple[float, float]:
-        """``start_us`` and ``tile_us`` from the nearest known head_dim below, with ``tile_us`` scaled to this head_dim.
+    ) -> tuple[float, float, float]:
+        """``start_us``, ``tile_us`` and ``output_tile_us`` from the nearest known head_dim below, with ``tile_us``
+        scaled to this head_dim.
 
         Between known row counts, linear interpolation; beyond them, ``tile_us`` in proportion to the rows.
         """
@@ -80,7 +81,8 @@ class Costs:
         known = [k for k in of_head if k.resident == resident] or of_head
         start = _between(sorted((k.rows, k.start_us) for k in known), rows)
         tile = _between(sorted((k.rows, k.tile_us) for k in known), rows)
-        return start, tile * head_dim / near * max(1.0, rows / max(k.rows for k in known))
+        output_tile = _between(sorted((k.rows, k.output_tile_us) for k in known), rows)
+        return start, tile * head_dim / near * max(1.0, rows / max(k.rows for k in known)), output_tile
 
 
 class Estimate(NamedTuple):
@@ -110,16 +112,16 @@ class Estimate(NamedTuple):
 # of head_dim 256 were not timed one by one.
 H200 = Costs(
     gpu="H200",
-    launch_us=3.8,
-    read_tb_per_s=4.4,
-    l2_tb_per_s=5.5,
-    merge_us=2.6,
-    merge_parts=16,
-    merge_cells=1536,
-    cluster_saved_us=1.5,
-    cluster_merge_us=0.9,
-    cta_tb_per_s=0.057,
-    cluster_least_share=0.72,
+    launch_us=2.0,
+    read_tb_per_s=4.1,
+    l2_tb_per_s=15.2,
+    merge_us=2.26,
+    merge_parts=19,
+    merge_cells=1023,
+    cluster_saved_us=0.12,
+    cluster_merge_us=0.3,
+    cta_tb_per_s=0.0897,
+    cluster_least_share=0.41,
     equal_within=0.02,
     max_cta_group_size=8,
     idle_share=32,
@@ -169,11 +171,12 @@ class Pace(NamedTuple):
     """The times of a kernel on a GPU, independent of the problem's size; made by ``pace_of``.
 
     ``start_us`` includes the launch, ``tile_us`` is for a KV tile of the kernel's own ``tile_tokens``, and
-    ``least_tile_us`` the least time of a KV tile for a cluster that has an output tile for itself.
+    ``least_tile_us`` that of a KV tile where few CTAs run; ``places`` are the CTAs that run at the same time.
     """
 
     start_us: float
     tile_us: float
+    output_tile_us: float
     read_bytes_per_us: float
     l2_bytes_per_us: float
     merge_us: float
@@ -181,30 +184,39 @@ class Pace(NamedTuple):
     cluster_start_us: float
     cluster_merge_us: float
     least_tile_us: float
-    multiprocessors: int
+    places: int
 
-    def estimate(self, kv_bytes: int, row_tiles: float, tiles_per_cta: int, splits: int, cluster_ctas: int) -> Estimate:
+    def estimate(
+        self,
+        kv_bytes: int,
+        row_tiles: float,
+        tiles_per_cta: int,
+        output_tiles_per_cta: int,
+        splits: int,
+        active_ctas: int,
+        in_clusters: bool,
+    ) -> Estimate:
         """The terms of a problem's time.
 
         Args:
             kv_bytes: every key and value once.
             row_tiles: how many times they are read (a mean).
             tiles_per_cta: the most that a CTA gets.
+            output_tiles_per_cta: the output tiles of such a CTA.
             splits: the most splits of an output tile.
-            cluster_ctas: all CTAs, if each output tile has a cluster; otherwise 0.
+            active_ctas: those that have any tiles.
+            in_clusters: whether each output tile has a cluster.
         """
-        start, tile, merge = self.start_us, self.tile_us, 0.0
-        if cluster_ctas:
-            start = self.cluster_start_us
-            # The fewer CTAs share the bandwidth, the less time a tile takes.
-            tile = min(tile, max(self.least_tile_us, tile * cluster_ctas / self.multiprocessors))
+        start, merge = self.cluster_start_us if in_clusters else self.start_us, 0.0
+        # The fewer CTAs share the bandwidth, the less time a tile takes.
+        tile = min(self.tile_us, max(self.least_tile_us, self.tile_us * active_ctas / self.places))
         if splits > 1:
-            merge = self.cluster_merge_us if cluster_ctas else self.merge_us * max(1.0, splits / self.merge_parts)
+            merge = self.cluster_merge_us if in_clusters else self.merge_us * max(1.0, splits / self.merge_parts)
         return Estimate(
             start,
             kv_bytes / self.read_bytes_per_us,
             kv_bytes * row_tiles / self.l2_bytes_per_us,
-            tiles_per_cta * tile,
+            tiles_per_cta * tile + output_tiles_per_cta * self.output_tile_us,
             merge,
         )
 
@@ -226,7 +238,7 @@ def pace_of(
     Raises:
         UsageError: the constants have no kernel for such items.
     """
-    start, tile = costs.kernel_us(item_bytes, head_dim, rows, resident, q_item_bytes, segments)
+    start, tile, output_tile = costs.kernel_us(item_bytes, head_dim, rows, resident, q_item_bytes, segments)
     # One CTA's bandwidth is limited even when few run, and warpgroups need a share of the time for their products.
     alone = 2 * 64 * head_dim * item_bytes / (costs.cta_tb_per_s * _BYTES_PER_US)
     share = costs.cluster_least_share if rows >= _WARPGROUP_ROWS else 0.0
@@ -234,6 +246,7 @@ def pace_of(
     return Pace(
         start_us=costs.launch_us + start,
         tile_us=tile * of_tile,
+        output_tile_us=output_tile,
         read_bytes_per_us=costs.read_tb_per_s * _BYTES_PER_US,
         l2_bytes_per_us=costs.l2_tb_per_s * multiprocessors / _MULTIPROCESSORS * _BYTES_PER_US,
         merge_us=costs.merge_us,
@@ -241,7 +254,7 @@ def pace_of(
         cluster_start_us=costs.launch_us + start - costs.cluster_saved_us,
         cluster_merge_us=costs.cluster_merge_us,
         least_tile_us=max(alone, tile * share) * of_tile,
-        multiprocessors=multiprocessors,
+        places=multiprocessors * resident,
     )
 
 

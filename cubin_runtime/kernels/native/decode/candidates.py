@@ -15,13 +15,17 @@ from .shape import DecodeShape
 
 
 class Fit(NamedTuple):
-    """A kernel that fits the problem: its tiling, its grid and the predicted time."""
+    """A kernel that fits the problem: its tiling, its grid and the predicted time at the bound.
+
+    ``times`` are those for every length of ``lengths_of``, the bound's first.
+    """
 
     kernel: NativeKernel
     tiling: Tiling
     grid: Grid
     estimate: Estimate
     microseconds: float
+    times: tuple[float, ...]
 
     @property
     def row_tiles(self) -> str:

@@ -15,8 +15,11 @@ ANY_ROWS = (1 << 31) - 1
 # The arithmetic of kernels that give the bits of prefill: they split keys at absolute multiples, and each CTA takes
 # those splits that begin in its range together.
 SEGMENTS = "segments"
-# Up to this many keys, the time of a CTA is short compared with the launch.
-_LITTLE_KEYS = 512
+# A CTA may have so many keys beyond an equal share if then no output tile is split: that costs less than a merge. With
+# few output tiles there would be CTAs without work. Clusters save the merge through memory altogether.
+_SLACK_TOKENS, _FEW_SLACK_TOKENS, _CLUSTER_SLACK_TOKENS = 1024, 256, 2048
+# Keys of requests below the bound, for which a launch is chosen too.
+_SHORTER_TOKENS = (128, 1024)
 # Shared memory that the driver keeps for itself in each resident block (CUDA programming guide).
 _RESERVED_SHARED_BYTES = 1024
 
@@ -38,6 +41,7 @@ class Grid(NamedTuple):
     """The grid of a launch: its CTAs, those resident on one multiprocessor, and the CTA group size.
 
     ``cluster_size``: the CTAs of a cluster, which split one output tile; 0: the CTAs divide the tile space evenly.
+    ``slack_tiles`` is the kernel's field of that name.
     """
 
     ctas: int
@@ -46,13 +50,14 @@ class Grid(NamedTuple):
     row_tiles: int
     tiles: int
     cluster_size: int = 0
+    slack_tiles: int = 0
 
 
 class Tiling(NamedTuple):
     """How a kernel tiles requests of one form, whatever their number: bounds, as ragged requests may need fewer.
 
     ``resident`` is how many of its CTAs fit on a multiprocessor, ``row_tiles`` are those of a request, ``tiles`` the KV
-    tiles of one output tile (request, KV head, row tile), ``kv_bytes`` the bytes read of a request's KV head,
+    tiles of one output tile (request, KV head, row tile), ``tile_bytes`` the bytes of a KV tile,
     ``splits`` those of an output tile under ``batch_invariant``, which are ``segments`` if prefill gives the same bits.
     ``group_sizes`` are the numbers of KV heads that CTAs
     can read side by side, largest first; with ``shares_lines``, heads have cache lines of 128 bytes in common.
@@ -65,7 +70,7 @@ class Tiling(NamedTuple):
     tma: bool
     row_tiles: int
     tiles: int
-    kv_bytes: int
+    tile_bytes: int
     splits: int
     segments: bool
     group_sizes: tuple[int, ...]
@@ -108,7 +113,7 @@ def tiling_of(kernel: NativeKernel, shape: DecodeShape, part: Part, device: Devi
         tma=bool(kernel.traits["tma"]),
         row_tiles=max(1, -(-min(shape.rows, part.max_rows) // rows)),
         tiles=shape.tiles(tile_tokens),
-        kv_bytes=2 * shape.kv_tokens(tile_tokens) * shape.head_dim * item_bytes,
+        tile_bytes=2 * tile_tokens * shape.head_dim * item_bytes,
         splits=shape.segments if segments else shape.splits(tile_tokens),
         segments=segments,
         group_sizes=tuple(n for n in range(costs.max_cta_group_size, 0, -1) if shape.kv_heads % n == 0),
@@ -153,22 +158,24 @@ def grids_of(tiling: Tiling, extent: Extent, shape: DecodeShape, device: DeviceF
                 break
         # If few CTAs idle for it, CTA groups whose ranges all end at boundaries of output tiles: others write partials.
         groups, blocks = ctas // group_size, output_tiles // group_size
+        # Under batch_invariant, requests are cut by their own lengths alone.
+        slack = 0 if shape.batch_invariant else _slack_tiles(tiling, extent, ctas)
         if on_borders:
             fewest = groups if resident > 1 and tiling.shares_lines else groups - groups // idle_share
             even = groups if blocks >= fewest else groups - groups % blocks
             while even >= fewest and blocks % even and even % blocks:
                 even -= 1
             if fewest <= even < groups:
-                grids.append(Grid(even * group_size, resident, group_size, row_tiles, all_tiles))
-        grids.append(Grid(groups * group_size, resident, group_size, row_tiles, all_tiles))
+                grids.append(Grid(even * group_size, resident, group_size, row_tiles, all_tiles, 0, slack))
+        grids.append(Grid(groups * group_size, resident, group_size, row_tiles, all_tiles, 0, slack))
     return grids
 
 
 def _cluster_grid(tiling: Tiling, shape: DecodeShape, device: DeviceFacts) -> list[Grid]:
     """As many CTAs per output tile as make one wave with one CTA on each multiprocessor; empty if that does not fit.
 
-    The CTAs of a request far below its bound idle and cannot help the others. Therefore only for a single request, or
-    for so few keys per CTA that little can be lost.
+    The lengths decide on the device whether clusters take the output tiles: where a request is far longer than others,
+    the same CTAs divide the tile space.
     """
     row_tiles, tiles, multiprocessors = tiling.row_tiles, tiling.tiles, device.multiprocessors
     output_tiles = shape.batch * row_tiles * shape.kv_heads
@@ -178,42 +185,77 @@ def _cluster_grid(tiling: Tiling, shape: DecodeShape, device: DeviceFacts) -> li
     places = multiprocessors if tiling.resident > 1 else multiprocessors * 3 // 4
     most = max(1, min(places // output_tiles, tiles, CONSTANTS.decode_max_cluster_ctas))
     splits = 1 << most.bit_length() - 1
+    if splits == 1 and row_tiles > 1:  # row tiles that read the same keys would drift apart
+        return []
     clusters = shape.batch * row_tiles
     if shape.batch > 1:
         clusters = max(clusters, places // (splits * shape.kv_heads))
     ctas = splits * shape.kv_heads * clusters
-    return [Grid(ctas, 1, shape.kv_heads, row_tiles, output_tiles * tiles, splits)]
+    slack = _CLUSTER_SLACK_TOKENS // tiling.tile_tokens
+    return [Grid(ctas, 1, shape.kv_heads, row_tiles, output_tiles * tiles, splits, slack)]
 
 
-def estimate_of(tiling: Tiling, extent: Extent, grid: Grid, shape: DecodeShape) -> Estimate:
-    """The predicted time of the problem on this grid."""
-    output_tiles, tiles, splits = extent.output_tiles, tiling.tiles, tiling.splits
-    if grid.cluster_size:
-        splits = grid.cluster_size
-        tiles_per_cta = -(-tiles // splits)
+def estimate_of(tiling: Tiling, extent: Extent, grid: Grid, shape: DecodeShape, tiles: int) -> Estimate:
+    """The predicted time on this grid if all requests have ``tiles`` KV tiles.
+
+    As in the kernel, the lengths decide whether clusters take the output tiles, and whether these are split at all.
+    """
+    output_tiles, splits = extent.output_tiles, tiling.splits
+    all_tiles = output_tiles * tiles
+    output_tiles_per_cta, active = -(-output_tiles // grid.ctas), min(grid.ctas, all_tiles)
+    in_clusters = _takes_clusters(grid, shape, all_tiles, tiles)
+    if in_clusters:
+        splits, active = min(tiles, grid.cluster_size), min(all_tiles, output_tiles * grid.cluster_size)
+        tiles_per_cta = -(-tiles // grid.cluster_size)
     elif splits and not (tiling.segments and output_tiles % grid.ctas == 0):
         tiles_per_cta = -(-output_tiles * splits // grid.ctas) * -(-tiles // splits)
+    elif tiles <= grid.slack_tiles:
+        splits, tiles_per_cta, active = 1, output_tiles_per_cta * tiles, min(grid.ctas, output_tiles)
     else:
         # If requests are as long as their bound, a CTA group may have whole output tiles, or an equal part of one.
         # Otherwise its range begins and ends within output tiles.
         groups, blocks = grid.ctas // grid.cta_group_size, output_tiles // grid.cta_group_size
         even = not shape.ragged and not (blocks % groups and groups % blocks)
         splits = min(tiles, -(-grid.ctas // output_tiles) + (0 if even else 1))
-        tiles_per_cta = -(-grid.tiles // grid.ctas)
+        tiles_per_cta = -(-all_tiles // grid.ctas)
+        output_tiles_per_cta = min(tiles_per_cta, output_tiles_per_cta + (0 if even else 1))
     kv_heads_read = extent.requests * shape.kv_heads
     return tiling.paces[grid.resident - 1].estimate(
-        kv_heads_read * tiling.kv_bytes,
+        kv_heads_read * tiles * tiling.tile_bytes,
         output_tiles / kv_heads_read,
         tiles_per_cta,
+        output_tiles_per_cta,
         splits,
-        grid.ctas if grid.cluster_size else 0,
+        active,
+        in_clusters,
     )
 
 
+def lengths_of(tiling: Tiling, shape: DecodeShape) -> tuple[int, ...]:
+    """KV tiles of a request for which a launch should be good: those of its bound, and of requests far below.
+
+    Under ``batch_invariant`` only the bound: splits follow from the lengths.
+    """
+    bound = shape.kv_tokens(1)
+    shorter = () if shape.batch_invariant else [tokens for tokens in _SHORTER_TOKENS if tokens < bound]
+    return (tiling.tiles, *[-(-tokens // tiling.tile_tokens) for tokens in shorter])
+
+
 def least_us(tiling: Tiling, extent: Extent, shape: DecodeShape) -> float:
-    """A time that the problem takes at least on any of the kernel's grids."""
-    pace = tiling.paces[0]
-    return tiling.least_start_us + extent.requests * shape.kv_heads * tiling.kv_bytes / pace.read_bytes_per_us
+    """A time that the problem takes at its bound at least, on any of the kernel's grids."""
+    read = extent.requests * shape.kv_heads * tiling.tiles * tiling.tile_bytes
+    return tiling.least_start_us + read / tiling.paces[0].read_bytes_per_us
+
+
+def _slack_tiles(tiling: Tiling, extent: Extent, ctas: int) -> int:
+    few = 2 * extent.output_tiles < ctas
+    return (_FEW_SLACK_TOKENS if few else _SLACK_TOKENS) // tiling.tile_tokens
+
+
+def _takes_clusters(grid: Grid, shape: DecodeShape, all_tiles: int, longest: int) -> bool:
+    """Whether each output tile has a cluster, where the longest has so many KV tiles: as the kernel decides it."""
+    size = grid.cluster_size
+    return size > 0 and (shape.batch == 1 or -(-longest // size) <= all_tiles // grid.ctas + grid.slack_tiles)
 
 
 def splits_of(tiling: Tiling, grid: Grid, shape: DecodeShape) -> int:

@@ -27,6 +27,7 @@ from .grids import (
     extent_of,
     grids_of,
     least_us,
+    lengths_of,
     splits_of,
     tiling_of,
     trait_of,
@@ -38,6 +39,8 @@ OPERATION = "paged_decode"
 # The trait ``arithmetic``: kernels of one dtype and head_dim with the same one give a row the same bits.
 # batch_invariant uses SEGMENTS for all requests if there are such kernels, else only these two; nothing else does.
 _WARPS, _WARPGROUPS = "warps", "warpgroups of 64 rows"
+# A kernel that at the bound takes longer than the best by this factor is left out, whatever it takes for short requests.
+_FAR_SLOWER = 1.5
 # batch_invariant: requests of more rows take warpgroup kernels, if there are any. A warp kernel takes at most so many
 # rows at once at head_dim 64 and 128, so that none of its requests reads its keys twice.
 _MOST_WARP_ROWS = 16
@@ -77,9 +80,9 @@ class DecodeSelection(Selection):
 def select_decode(
     kernels: Iterable[NativeKernel], shape: DecodeShape, device: DeviceFacts, costs: Costs | None = None
 ) -> tuple[DecodeSelection, ...]:
-    """The launches of a decode: of each, the kernel and CTAs with the least predicted time.
+    """The launches of a decode: of each, the kernel and CTAs that lose least at any length up to the bound.
 
-    Of equals, the kernel with the least padding, then the one with the fewest row tiles, then the one built closest to
+    A launch loses what its predicted time exceeds that of the best launch for requests of that length. Of equals, the kernel with the least padding, then the one with the fewest row tiles, then the one built closest to
     the device; of a kernel's grids the one with the fewest CTAs. There is one launch, except under
     ``batch_invariant`` where requests may need either arithmetic: then each arithmetic has a launch.
 
@@ -145,19 +148,16 @@ def _parts(candidates: Sequence[DecodeCandidate], shape: DecodeShape) -> tuple[P
 def _select(
     candidates: HashedOnce[DecodeCandidate], shape: DecodeShape, part: Part, device: DeviceFacts, costs: Costs
 ) -> DecodeSelection:
-    every, limit = list[Fit](), math.inf
+    every, limit = list[list[Fit]](), math.inf
     for kernel, tiling in _tilings(candidates, part, device, costs, shape.form):
-        if tiling.least_start_us > limit:  # and no other starts sooner
-            break
         extent = extent_of(tiling, shape, part)
         if least_us(tiling, extent, shape) <= limit:
-            fit = _best(_fits(kernel, tiling, extent, shape, device, costs), costs)
-            every.append(fit)
-            limit = min(limit, fit.microseconds * (1 + costs.equal_within))
+            fits = _fits(kernel, tiling, extent, shape, device, costs)
+            every.append(fits)
+            limit = min(limit, min([fit.microseconds for fit in fits]) * _FAR_SLOWER)
     if not every:
         raise UsageError(refusal(_explained(candidates, shape, part, device, costs), shape, device))
-    fastest = [fit for fit in every if fit.microseconds <= limit]
-    best = min(fastest, key=lambda fit: _order(fit, shape, part)) if len(fastest) > 1 else fastest[0]
+    best = _best(every, shape, part, costs)
     return DecodeSelection(
         kernel=best.kernel,
         min_rows=part.min_rows,
@@ -168,6 +168,7 @@ def _select(
         # The kernel numbers its output tiles by the bound on the rows that it takes.
         row_tiles=best.grid.row_tiles,
         splits=splits_of(best.tiling, best.grid, shape),
+        slack_tiles=best.grid.slack_tiles,
         microseconds=best.microseconds,
         explain=partial(_explain, candidates, best, shape, part, device, costs),
     )
@@ -203,19 +204,25 @@ def _fits(
 ) -> list[Fit]:
     """The grids of a kernel that fits."""
     fits = []
+    lengths = lengths_of(tiling, shape)
     for grid in grids_of(tiling, extent, shape, device, costs):
-        time = estimate_of(tiling, extent, grid, shape)
-        fits.append(Fit(kernel, tiling, grid, time, time.microseconds))
+        estimates = [estimate_of(tiling, extent, grid, shape, tiles) for tiles in lengths]
+        times = tuple([estimate.microseconds for estimate in estimates])
+        fits.append(Fit(kernel, tiling, grid, estimates[0], times[0], times))
     return fits
 
 
-def _best(fits: Sequence[Fit], costs: Costs) -> Fit:
-    """The first of a kernel's grids that is as fast as any."""
-    limit = min([fit.microseconds for fit in fits]) * (1 + costs.equal_within)
-    for fit in fits:
-        if fit.microseconds <= limit:
-            break
-    return fit
+def _best(every: Sequence[Sequence[Fit]], shape: DecodeShape, part: Part, costs: Costs) -> Fit:
+    """Of each kernel the first of the grids that lose as little as any; of those that lose as little as the best, the
+    first in order."""
+    least = [min(times) for times in zip(*[fit.times for fits in every for fit in fits], strict=True)]
+    firsts = []
+    for fits in every:
+        losses = [max([time / best for time, best in zip(fit.times, least, strict=True)]) for fit in fits]
+        limit = min(losses) * (1 + costs.equal_within)
+        firsts.append(next((loss, fit) for loss, fit in zip(losses, fits, strict=True) if loss <= limit))
+    limit = min([loss for loss, _ in firsts]) * (1 + costs.equal_within)
+    return min([fit for loss, fit in firsts if loss <= limit], key=lambda fit: _order(fit, shape, part))
 
 
 def _order(fit: Fit, shape: DecodeShape, part: Part) -> tuple[int, int, int, bool, float, str]:
@@ -253,7 +260,7 @@ def _explained(
             return candidate
         if kernel.name not in fits:
             return DecodeCandidate(kernel=kernel, unfit=_other_arithmetic(kernel, part))
-        best = _best(fits[kernel.name], costs)
+        best = _best([fits[kernel.name]], shape, part, costs)
         others = tuple(fit for fit in fits[kernel.name] if fit is not best)
         return DecodeCandidate(kernel=kernel, fit=best, other_fits=others)
 

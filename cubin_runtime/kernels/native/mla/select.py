@@ -21,12 +21,17 @@ MAX_QUERIES = 16
 PAGE_SIZES = (CONSTANTS.mla_min_page_tokens, 64, 128)
 # One CTA group in this many may idle so that the others' ranges end at boundaries of output tiles: fewer partials.
 _IDLE_SHARE = 12
-# The least KV tiles of a split: with fewer, merging costs more than it saves. FEW_ROWS: row tiles below _WIDE_ROWS.
+# The KV tiles of a split where an output tile has more than _MANY_SPLITS: with fewer, merging costs more than it saves.
+# FEW_ROWS: row tiles below _WIDE_ROWS.
+_MANY_SPLITS = 16
 _SPLIT_TILES = 2
 _FEW_ROWS_SPLIT_TILES = 4
 # Kernels with row tiles below _WIDE_ROWS take requests of at most this many rows, by the dtype of the cache.
 _WIDE_ROWS = 64
 _FEW_ROWS = {"bf16": 16, "e4m3": 32}
+# No output tile of so many KV tiles is split if then all have some; where output tiles are few, of _FEW_SLACK_TILES.
+_SLACK_TILES = 16
+_FEW_SLACK_TILES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +122,9 @@ def select_mla_decode(kernels: Iterable[NativeKernel], shape: MlaShape, device: 
     kv_tiles = max(1, -(-shape.max_seq_len // _trait(best, "tile_tokens")))
     output_tiles = shape.batch * -(-row_tiles // group_size)
     splits = invariant_splits(kv_tiles) if shape.batch_invariant else 0
-    split_tiles = _SPLIT_TILES if _trait(best, "rows") >= _WIDE_ROWS else _FEW_ROWS_SPLIT_TILES
     most_groups = min(device.multiprocessors // group_size, CONSTANTS.mla_max_splits)
-    groups = _cta_groups(most_groups, output_tiles, kv_tiles, split_tiles)
+    groups = _cta_groups(most_groups, output_tiles, kv_tiles, _trait(best, "rows") >= _WIDE_ROWS)
+    slack = _SLACK_TILES if 2 * output_tiles >= groups else _FEW_SLACK_TILES
 
     def explain() -> tuple[str, tuple[MlaCandidate, ...]]:
         status = "" if best.status == MEASURED else f", {best.status}"
@@ -136,6 +141,7 @@ def select_mla_decode(kernels: Iterable[NativeKernel], shape: MlaShape, device: 
         cta_group_size=group_size,
         row_tiles=row_tiles,
         splits=splits,
+        slack_tiles=0 if shape.batch_invariant else slack,
         explain=explain,
     )
 
@@ -186,9 +192,10 @@ def _cta_group_size(kernel: NativeKernel, shape: MlaShape) -> int:
     return max(d for d in range(1, CONSTANTS.mla_max_cta_group + 1) if _row_tiles(kernel, shape) % d == 0)
 
 
-def _cta_groups(most: int, output_tiles: int, kv_tiles: int, split_tiles: int) -> int:
+def _cta_groups(most: int, output_tiles: int, kv_tiles: int, wide: bool) -> int:
     """CTA groups whose ranges begin and end at boundaries of equally long output tiles, if few enough have to idle."""
-    groups = min(most, max(output_tiles, output_tiles * kv_tiles // split_tiles))
+    split_tiles = _SPLIT_TILES if wide else _FEW_ROWS_SPLIT_TILES
+    groups = min(most, output_tiles * max(min(kv_tiles, _MANY_SPLITS), kv_tiles // split_tiles))
     if output_tiles >= groups:
         rounds = -(-output_tiles // groups)
         aligned = -(-output_tiles // rounds)
