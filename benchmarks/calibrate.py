@@ -4,8 +4,8 @@ Run ``python benchmarks/calibrate.py measure --out DIR`` on a machine with a GPU
 launch that a row's bounds could choose, in a sequence of layers in one CUDA graph, where each layer has a cache of its
 own, and writes DIR/launch_choice_GPU.json after each row. Every output is compared with that of the first launch.
 ``python benchmarks/calibrate.py chosen --out DIR`` times what is chosen for each of a row's bounds.
-``python benchmarks/calibrate.py fit FILE`` needs no GPU: it prints the constants of ``kernel_costs.py`` that fit half of
-the rows, and how far predictions are off on the other half.
+``python benchmarks/calibrate.py fit FILE`` needs no GPU: it prints the constants of ``kernel_costs.py`` that fit half
+of the rows, and how far predictions are off on the other half.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -104,7 +103,7 @@ def measured(asked: argparse.Namespace, tried_of: Callable[[Row, Any], list[tupl
             break
         try:
             launches = measure_row(row, runtime, stream, tried_of(row, runtime))
-        except Exception as error:  # noqa: BLE001 the other rows count too
+        except Exception as error:  # the other rows count too
             print(row.name, repr(error)[:300], flush=True)
             continue
         result["rows"].append({**row.record(), "launches": launches})
@@ -134,9 +133,14 @@ def every_bound(row: Row, _runtime: Any) -> list[tuple[Any, int, Any]]:
 def main() -> None:
     asked = options()
     if asked.verb == "fit":
-        from calibration.fitting import report
+        from calibration.fitting import H200, report
+        from gpu_environment import built_sources
 
-        sys.exit(report(json.loads(asked.file.read_text())))
+        from cubin_runtime.artifacts.tables.native_kernels import parse_native_kernels
+
+        (kernels,) = (path for source in built_sources() for path in Path(source).glob("*/kernels.json"))
+        report(json.loads(asked.file.read_text()), parse_native_kernels(kernels.read_bytes()), H200)
+        return
     measured(asked, every_launch if asked.verb == "measure" else every_bound)
 
 

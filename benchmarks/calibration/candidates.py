@@ -105,9 +105,7 @@ def _slacks(grid: Grid, longest: int, batch: int) -> tuple[int, ...]:
 
 
 def _launch(kernel: NativeKernel, grid: Grid, slack: int) -> Launch:
-    return Launch(
-        kernel, grid.ctas, grid.resident, grid.cta_group_size, grid.row_tiles, grid.cluster_size, slack
-    )
+    return Launch(kernel, grid.ctas, grid.resident, grid.cta_group_size, grid.row_tiles, grid.cluster_size, slack)
 
 
 def _mla_launches(kernels: Sequence[NativeKernel], row: Row, device: DeviceFacts) -> Iterator[Launch]:

@@ -7,7 +7,6 @@ returns the work itself.
 
 from __future__ import annotations
 
-import random
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -20,9 +19,13 @@ from cubin_runtime.launch.driver import DeviceFacts
 from .candidates import shape_of
 from .rows import Row
 
+# Where the committed rows were measured.
+H200 = DeviceFacts(0, "NVIDIA H200", (9, 0), 132, 232448, 233472, 60 << 20, 13000)
 # Launches that take longer than the best of their row by this factor do not decide anything.
 _FAR = 4.0
 _SHARED = ("read_tb_per_s", "merge_us", "cluster_saved_us", "cluster_merge_us", "cta_tb_per_s", "cluster_least_share")
+_STATED = "d{head_dim}_rows{rows}_ctas{resident}"
+_STEPS = (0.2, 0.1, 0.05, 0.02)
 
 
 class Work(NamedTuple):
@@ -103,3 +106,56 @@ def halves(samples: Sequence[Sequence[Sample]]) -> tuple[list[Sample], list[Samp
         [sample for row in samples[::2] for sample in row],
         [sample for row in samples[1::2] for sample in row],
     )
+
+
+def expanded(measured: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The rows as ``calibrate.py measure`` writes them, also of the smaller form with a list for each launch."""
+    if measured["schema"] == 1:
+        return measured
+    columns, rows = measured["columns"], []
+    for row in measured["rows"]:
+        plain = {name: value for name, value in row.items() if name not in ("batch", "keys", "launches")}
+        launches = [dict(zip(columns, values, strict=True)) for values in row["launches"]]
+        launches = [{**launch, "kernel": measured["kernels"][launch["kernel"]]} for launch in launches]
+        rows.append({**plain, "lengths": [row["keys"]] * row["batch"], "launches": launches})
+    return {**measured, "rows": rows}
+
+
+def fitted(samples: Sequence[Sample], costs: Costs) -> Costs:
+    """Constants with which more predictions are within 15%, then with a smaller mean error.
+
+    Each in turn takes a step up or down where that helps.
+    """
+    kernels = {_STATED.format(**dict(sample.pace)) for sample in samples}
+    names = [name for name in stated(costs) if name in _SHARED or any(name.endswith(k) for k in kernels)]
+
+    def loss(tried: Costs) -> tuple[float, float]:
+        relative = errors(samples, tried)
+        return -within(relative), statistics.fmean(map(abs, relative))
+
+    least = loss(costs)
+    for step in _STEPS:
+        for name in names:
+            for factor in (1 + step, 1 / (1 + step)):
+                tried = restated(costs, {name: stated(costs)[name] * factor})
+                if (error := loss(tried)) < least:
+                    costs, least = tried, error
+    return costs
+
+
+def report(measured: Mapping[str, Any], kernels: Sequence[NativeKernel], device: DeviceFacts) -> None:
+    """Print the constants that fit half of the rows, and how many predictions of either half are within 15%."""
+    kept, held_back = halves(samples_of(expanded(measured), kernels, device))
+    before = costs_of(device.name)
+    after = fitted(kept, before)
+    for name, value in stated(after).items():
+        if value != stated(before)[name]:
+            print(f"{name}: {stated(before)[name]} -> {value:.4g}")
+    for half, samples in (("fitted", kept), ("held back", held_back)):
+        for state, costs in (("before", before), ("after", after)):
+            print(f"{half}, {state}: {within(errors(samples, costs)):.3f} of {len(samples)} within 15%")
+
+
+def within(relative: Sequence[float], limit: float = 0.15) -> float:
+    """The share of errors within a limit."""
+    return sum(abs(error) <= limit for error in relative) / len(relative)

@@ -98,9 +98,7 @@ def _decodes(heads: tuple[int, int, int, str], *sizes: tuple[tuple[int, int], ..
         yield _row(*heads, 1, even(batch, keys), f"{batch}x{keys}")
 
 
-def _row(
-    heads: int, kv_heads: int, head_dim: int, dtype: str, q_len: int, lengths: tuple[int, ...], size: str
-) -> Row:
+def _row(heads: int, kv_heads: int, head_dim: int, dtype: str, q_len: int, lengths: tuple[int, ...], size: str) -> Row:
     form = f"{heads}/{kv_heads} d{head_dim}" if kv_heads else f"MLA {heads}"
     name = f"{form} {dtype}{f' q_len {q_len}' if q_len > 1 else ''} {size}"
     return Row(heads, kv_heads, head_dim, dtype, q_len, lengths, name)

@@ -17,7 +17,7 @@ from cubin_runtime.testing import StandIn
 
 RAGGED = Tensors().ragged(23)
 MANY = (1 << 31) - 1
-KERNELS = ("fmha_paged_decode_bf16_d128_rows16_sm90a", "fmha_paged_decode_bf16_d128_rows64_sm90a")
+KERNELS = ("fmha_paged_decode_bf16_d128_rows8_sm90a", "fmha_paged_decode_bf16_d128_rows64_sm90a")
 
 
 def make_plan(runtime: Runtime, tensors: Tensors = RAGGED, **options: Any) -> PagedDecodePlan:

@@ -52,7 +52,7 @@ def test_the_plan_describes_every_field_with_its_meaning(config: Config) -> None
 def test_the_grid_and_workspace_depend_on_bounds_alone(config: Config) -> None:
     runtime = Runtime(config, release=RELEASE_NAME)
     short = make_plan(runtime, max_seq_len=64, device_facts=H200)
-    assert (short.launch_plans()[0].grid, short.selections[0].ctas) == ((1, 8, 4), 32)
+    assert (short.launch_plans()[0].grid, short.selections[0].ctas) == ((1, 8, 16), 128)
     invariant = make_plan(runtime, max_seq_len=64, batch_invariant=True, device_facts=H200)
     assert invariant.workspace_bytes < make_plan(runtime, batch_invariant=True, device_facts=H200).workspace_bytes
 

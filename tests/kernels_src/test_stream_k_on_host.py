@@ -85,9 +85,7 @@ def tile_groups(problem: Problem) -> Iterator[tuple[int, int, int]]:
             yield request, number, kv_tiles
 
 
-def pieces(
-    problem: Problem, offset: int, tiles: int, begins: list[int], longest: int
-) -> list[tuple[int, int, int]]:
+def pieces(problem: Problem, offset: int, tiles: int, begins: list[int], longest: int) -> list[tuple[int, int, int]]:
     """The CTA group, first and last KV tile of each split of an output tile at ``offset`` of the tile space."""
     if longest <= problem.slack_tiles:
         return [(sum(begin <= offset + tiles // 2 for begin in begins) - 1, 0, tiles)]

@@ -20,6 +20,8 @@ SEGMENTS = "segments"
 _SLACK_TOKENS, _FEW_SLACK_TOKENS, _CLUSTER_SLACK_TOKENS = 1024, 256, 2048
 # Keys of requests below the bound, for which a launch is chosen too.
 _SHORTER_TOKENS = (128, 1024)
+# One cluster in so many may idle so that, where requests are long, ranges end at boundaries of output tiles.
+_CLUSTER_IDLE_SHARE = 32
 # Shared memory that the driver keeps for itself in each resident block (CUDA programming guide).
 _RESERVED_SHARED_BYTES = 1024
 
@@ -189,7 +191,10 @@ def _cluster_grid(tiling: Tiling, shape: DecodeShape, device: DeviceFacts) -> li
         return []
     clusters = shape.batch * row_tiles
     if shape.batch > 1:
-        clusters = max(clusters, places // (splits * shape.kv_heads))
+        # CTAs without a cluster find a place on any multiprocessor.
+        most = (multiprocessors if splits == 1 else places) // (splits * shape.kv_heads)
+        whole = most // clusters * clusters
+        clusters = max(clusters, whole if (most - whole) * _CLUSTER_IDLE_SHARE <= most else most)
     ctas = splits * shape.kv_heads * clusters
     slack = _CLUSTER_SLACK_TOKENS // tiling.tile_tokens
     return [Grid(ctas, 1, shape.kv_heads, row_tiles, output_tiles * tiles, splits, slack)]

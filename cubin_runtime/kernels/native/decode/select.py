@@ -39,7 +39,8 @@ OPERATION = "paged_decode"
 # The trait ``arithmetic``: kernels of one dtype and head_dim with the same one give a row the same bits.
 # batch_invariant uses SEGMENTS for all requests if there are such kernels, else only these two; nothing else does.
 _WARPS, _WARPGROUPS = "warps", "warpgroups of 64 rows"
-# A kernel that at the bound takes longer than the best by this factor is left out, whatever it takes for short requests.
+# A kernel that at the bound takes longer than the best by this factor is left out, however short it makes short
+# requests.
 _FAR_SLOWER = 1.5
 # batch_invariant: requests of more rows take warpgroup kernels, if there are any. A warp kernel takes at most so many
 # rows at once at head_dim 64 and 128, so that none of its requests reads its keys twice.
@@ -82,9 +83,10 @@ def select_decode(
 ) -> tuple[DecodeSelection, ...]:
     """The launches of a decode: of each, the kernel and CTAs that lose least at any length up to the bound.
 
-    A launch loses what its predicted time exceeds that of the best launch for requests of that length. Of equals, the kernel with the least padding, then the one with the fewest row tiles, then the one built closest to
-    the device; of a kernel's grids the one with the fewest CTAs. There is one launch, except under
-    ``batch_invariant`` where requests may need either arithmetic: then each arithmetic has a launch.
+    A launch loses what its predicted time exceeds that of the best launch for requests of that length. Of equals, the
+    kernel with the least padding, then the one with the fewest row tiles, then the one built closest to the device; of
+    a kernel's grids the one with the fewest CTAs. There is one launch, except under ``batch_invariant`` where requests
+    may need either arithmetic: then each arithmetic has a launch.
 
     Args:
         kernels: of a release, of any operation.

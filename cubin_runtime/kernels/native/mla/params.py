@@ -43,7 +43,7 @@ PAGED_MLA_DECODE = StructLayout.declare(
         Field("heads", "int32", "query heads, 1 to 128"),
         Field("cta_group_size", "int32", "neighbouring CTAs that process as many row tiles of a request in step"),
         Field("splits", "int32", "0: stream-K; else the most splits of an output tile, by its own KV tiles"),
-    SLACK_TILES_FIELD,
+        SLACK_TILES_FIELD,
         Field("page_size_log2", "int32", "log2 of the tokens in a page"),
         Field("num_pages", "int32", "pages in the pool"),
         Field("max_seq_len", "int32", "bound on every length"),

@@ -37,12 +37,12 @@ COSTS = Costs(
     max_cta_group_size=8,
     idle_share=32,
     kernels=(
-        KernelCost(2, 64, 16, 1, 5.0, 0.4),
-        KernelCost(2, 128, 8, 1, 1.0, 0.4),
-        KernelCost(2, 128, 16, 1, 2.0, 0.6),
-        KernelCost(2, 128, 16, 2, 3.0, 1.0),
-        KernelCost(2, 128, 64, 1, 8.0, 1.2),
-        KernelCost(1, 128, 16, 1, 2.0, 0.5),
+        KernelCost(2, 64, 16, 1, 5.0, 0.4, 1.5),
+        KernelCost(2, 128, 8, 1, 1.0, 0.4, 0.5),
+        KernelCost(2, 128, 16, 1, 2.0, 0.6, 1.5),
+        KernelCost(2, 128, 16, 2, 3.0, 1.0, 2.0),
+        KernelCost(2, 128, 64, 1, 8.0, 1.2, 3.0),
+        KernelCost(1, 128, 16, 1, 2.0, 0.5, 1.5),
     ),
 )
 
@@ -61,12 +61,17 @@ class Work(NamedTuple):
     tiles_per_cta: int
     splits: int
     multiprocessors: int
-    cluster_ctas: int = 0
+    output_tiles_per_cta: int = 0
+    active_ctas: int = 1 << 20
+    in_clusters: bool = False
+
+
+SIZES = ("kv_bytes", "row_tiles", "tiles_per_cta", "splits", "output_tiles_per_cta", "active_ctas", "in_clusters")
 
 
 def estimate(work: Work, costs: Costs) -> Estimate:
     given = work._asdict()
-    sizes = {name: given.pop(name) for name in ("kv_bytes", "row_tiles", "tiles_per_cta", "splits", "cluster_ctas")}
+    sizes = {name: given.pop(name) for name in SIZES}
     return pace_of(costs, **given).estimate(**sizes)
 
 
@@ -127,6 +132,10 @@ def test_row_tiles_read_the_cache_again_from_l2_alone() -> None:
     assert (thrice.dram_us, thrice.l2_us) == (25.0, 60.0)
 
 
+def test_each_output_tile_of_a_cta_takes_time_of_its_own() -> None:
+    assert estimate(WORK._replace(output_tiles_per_cta=4), COSTS).tiles_us == 12.0 + 4 * 1.5
+
+
 def test_fewer_multiprocessors_draw_less_from_l2() -> None:
     assert estimate(WORK._replace(multiprocessors=66), COSTS).l2_us == 40.0
 
@@ -137,20 +146,20 @@ def test_merging_grows_with_the_parts(splits: int, us: float) -> None:
 
 
 def test_a_cluster_starts_earlier_and_merges_sooner() -> None:
-    alone = estimate(WORK._replace(cluster_ctas=WORK.multiprocessors), COSTS)
+    alone = estimate(WORK._replace(in_clusters=True), COSTS)
     together = estimate(WORK, COSTS)
     assert (together.fixed_us - alone.fixed_us, alone.merge_us) == (1.5, 1.0)
     assert alone.tiles_us == together.tiles_us
 
 
 @pytest.mark.parametrize(("ctas", "tile_us"), [(132, 0.6), (99, 0.45), (66, 0.3), (44, 0.2), (8, 0.2), (500, 0.6)])
-def test_few_ctas_of_clusters_draw_more_each_up_to_a_limit(ctas: int, tile_us: float) -> None:
-    work = WORK._replace(multiprocessors=132, cluster_ctas=ctas)
+def test_few_ctas_draw_more_each_up_to_a_limit(ctas: int, tile_us: float) -> None:
+    work = WORK._replace(multiprocessors=132, active_ctas=ctas)
     assert estimate(work, COSTS).tiles_us == pytest.approx(tile_us * work.tiles_per_cta)
 
 
 def test_few_ctas_of_warpgroups_are_bound_by_their_products() -> None:
-    work = WORK._replace(rows=64, multiprocessors=132, cluster_ctas=8)
+    work = WORK._replace(rows=64, multiprocessors=132, active_ctas=8)
     assert estimate(work, COSTS).tiles_us == pytest.approx(0.75 * 1.2 * work.tiles_per_cta)
 
 
@@ -166,7 +175,7 @@ def test_merging_few_parts_takes_the_same_for_any_rows() -> None:
 
 
 def test_one_part_needs_no_merge_in_a_cluster() -> None:
-    assert estimate(WORK._replace(cluster_ctas=16, splits=1), COSTS).merge_us == 0
+    assert estimate(WORK._replace(in_clusters=True, splits=1), COSTS).merge_us == 0
 
 
 @pytest.mark.parametrize(
@@ -174,7 +183,7 @@ def test_one_part_needs_no_merge_in_a_cluster() -> None:
     [(4, 1.0, 0.4), (8, 1.0, 0.4), (12, 1.5, 0.5), (16, 2.0, 0.6), (40, 5.0, 0.9), (64, 8.0, 1.2), (128, 8.0, 2.4)],
 )
 def test_a_kernel_costs_by_its_rows(rows: int, start: float, tile: float) -> None:
-    assert COSTS.kernel_us(2, 128, rows, 1) == pytest.approx((start, tile))
+    assert COSTS.kernel_us(2, 128, rows, 1)[:2] == pytest.approx((start, tile))
 
 
 @pytest.mark.parametrize(("head_dim", "us"), [(32, 0.2), (64, 0.4), (96, 0.6), (128, 0.6), (512, 2.4)])
@@ -183,7 +192,7 @@ def test_a_tile_costs_in_proportion_to_the_nearest_head_below(head_dim: int, us:
 
 
 def test_ctas_that_share_a_multiprocessor_have_costs_of_their_own() -> None:
-    assert COSTS.kernel_us(2, 128, 16, 2) == (3.0, 1.0)
+    assert COSTS.kernel_us(2, 128, 16, 2) == (3.0, 1.0, 2.0)
 
 
 def test_where_two_ctas_were_not_measured_those_of_one_serve() -> None:
@@ -191,7 +200,7 @@ def test_where_two_ctas_were_not_measured_those_of_one_serve() -> None:
 
 
 def test_one_known_kernel_gives_the_others_of_its_item() -> None:
-    assert (COSTS.kernel_us(1, 128, 8, 1), COSTS.kernel_us(1, 128, 32, 1)) == ((2.0, 0.5), (2.0, 1.0))
+    assert (COSTS.kernel_us(1, 128, 8, 1), COSTS.kernel_us(1, 128, 32, 1)) == ((2.0, 0.5, 1.5), (2.0, 1.0, 1.5))
 
 
 def test_an_item_without_costs_is_named() -> None:
@@ -235,16 +244,22 @@ def test_constants_are_told_by_name() -> None:
         "idle_share": 32,
         "start_us_16bit_d64_rows16_ctas1": 5.0,
         "tile_us_16bit_d64_rows16_ctas1": 0.4,
+        "output_tile_us_16bit_d64_rows16_ctas1": 1.5,
         "start_us_16bit_d128_rows8_ctas1": 1.0,
         "tile_us_16bit_d128_rows8_ctas1": 0.4,
+        "output_tile_us_16bit_d128_rows8_ctas1": 0.5,
         "start_us_16bit_d128_rows16_ctas1": 2.0,
         "tile_us_16bit_d128_rows16_ctas1": 0.6,
+        "output_tile_us_16bit_d128_rows16_ctas1": 1.5,
         "start_us_16bit_d128_rows16_ctas2": 3.0,
         "tile_us_16bit_d128_rows16_ctas2": 1.0,
+        "output_tile_us_16bit_d128_rows16_ctas2": 2.0,
         "start_us_16bit_d128_rows64_ctas1": 8.0,
         "tile_us_16bit_d128_rows64_ctas1": 1.2,
+        "output_tile_us_16bit_d128_rows64_ctas1": 3.0,
         "start_us_8bit_d128_rows16_ctas1": 2.0,
         "tile_us_8bit_d128_rows16_ctas1": 0.5,
+        "output_tile_us_8bit_d128_rows16_ctas1": 1.5,
     }
 
 

@@ -85,8 +85,9 @@ def test_one_team_in_twelve_may_idle() -> None:
     assert select_mla_decode(KERNELS, replace(SHAPE, heads=64, batch=120), H100).ctas == 132
 
 
-def test_a_team_has_two_tiles_at_least() -> None:
-    assert select_mla_decode(KERNELS, replace(SHAPE, batch=1, max_seq_len=4 * 64), H100).ctas == 4
+def test_a_team_of_few_tiles_has_one_tile_and_of_many_two() -> None:
+    ctas = [select_mla_decode(KERNELS, replace(SHAPE, batch=1, max_seq_len=n * 64), H100).ctas for n in (4, 64)]
+    assert ctas == [8, 64]
 
 
 def test_a_team_of_few_rows_has_four_tiles_at_least() -> None:
