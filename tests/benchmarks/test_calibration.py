@@ -14,7 +14,16 @@ from benchmarks.calibration.fitting import H200, Sample, errors, expanded, halve
 from cubin_runtime.kernels.native.cost_model import H200 as COSTS
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-KERNELS = [replace(kernel, name=f"fmha_paged_{kernel.name}") for kernel in HOPPER]
+# Kernels whose KV tiles have 128 tokens where those made up have 64.
+LARGE_TILES = ("bf16_d64_", "e4m3_d128_rows16", "e4m3_d128_rows8_")
+KERNELS = [
+    replace(
+        kernel,
+        name=f"fmha_paged_{kernel.name}",
+        traits={**kernel.traits, "tile_tokens": 128 if any(form in kernel.name for form in LARGE_TILES) else 64},
+    )
+    for kernel in HOPPER
+]
 
 
 def read(name: str) -> dict[str, Any]:
@@ -27,7 +36,7 @@ def held_back() -> list[Sample]:
 
 
 def test_nine_tenths_of_the_predictions_of_rows_held_back_are_within_fifteen_percent(held_back: list[Sample]) -> None:
-    assert within(errors(held_back, COSTS)) >= 0.9
+    assert within(errors(held_back, COSTS)) >= 0.91
 
 
 def test_no_prediction_of_rows_held_back_is_off_by_more_than_half(held_back: list[Sample]) -> None:
