@@ -42,6 +42,7 @@ FAMILIES = (
 # that no published kernel splits, those for SM90, where no published kernel runs, and there the portable MLA kernels.
 _READ_POLICIES = ("evict_first", "evict_unchanged")
 NEVER_LAUNCHED = {
+    "fmha_paged_decode_bf16_d64_rows16_sm90a",
     *(f"measure_{way}_{policy}_sm90a" for way in ("streaming_read", "bulk_read") for policy in _READ_POLICIES),
     *(f"portable_mla_decode_e4m3_latent{latent}_sm90" for latent in (256, 512)),
     *(f"pack_draft_mask_sm{sm}" for sm in ("80", "86", "89", "90a", "100", "120")),
