@@ -250,8 +250,8 @@ def test_freed_pages_lie_before_every_window() -> None:
 
 
 def test_sanitizer_cases_spread_every_option() -> None:
-    wide = {"dtype": "bf16", "q_dtypes": "bf16", "head_dim": 128, "rows": 8}
-    narrow = {"dtype": "e4m3", "q_dtypes": "bf16,fp16,e4m3", "head_dim": 64, "rows": 16}
+    wide = {"dtype": "bf16", "q_dtypes": "bf16", "head_dim": 128, "rows": 8, "arithmetic": "warps"}
+    narrow = {"dtype": "e4m3", "q_dtypes": "bf16,fp16,e4m3", "head_dim": 64, "rows": 16, "arithmetic": "warps"}
     cases = spread_cases(wide, 30) + spread_cases(narrow, 30)
     assert {case.q_type for case in cases} == {"bf16", "fp16", "e4m3"}
     assert {case.mask for case in cases} == {"none", "chain", "tree", "any"}

@@ -75,4 +75,5 @@ PORTABLE = tuple(decode_kernel(sm, rows) for sm in ("80", "86", "89", "100", "12
 def segments_kernel(rows: int, head_dim: int) -> NativeKernel:
     """One that gives the bits of prefill."""
     made = decode_kernel(rows=rows, head_dim=head_dim, tile_tokens=128)
-    return replace(made, name=f"{made.name}_segments", traits={**made.traits, "arithmetic": "segments"})
+    traits = {"arithmetic": "segments", "ctas_per_multiprocessor": 128 // head_dim}
+    return replace(made, name=f"{made.name}_segments", traits={**made.traits, **traits})

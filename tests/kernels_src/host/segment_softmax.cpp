@@ -42,6 +42,7 @@ static size_t __cvta_generic_to_shared(const void*) { return 0; }
 int __shfl_sync(unsigned, int, int);
 int __shfl_up_sync(unsigned, int, int);
 unsigned __ballot_sync(unsigned, int);
+unsigned __reduce_max_sync(unsigned, unsigned);
 int __any_sync(unsigned, int);
 int __ffs(int);
 int __popc(unsigned);
