@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from cubins import origin_of
+from sequence.timing import Layers, Maker, Method, sequence_times
 
 from cubin_runtime.attention import Runtime
 
@@ -13,13 +16,12 @@ from . import peers as peer_calls
 from .cases import Case, published_speedup
 from .ours import Ours, ungrouped
 from .problem import Pool, Problem, difference
-from .reading import StreamingReads
+from .reading import StreamingReads, limit_of
 from .rows import Row, add_figures, sizes
-from .timing import Call, host_us, median_us, replay_us
+from .timing import Call, host_us, median_us
 
-# Below this, launch and clearing of L2 show in a median: graph replays are measured too.
-SHORT_US = 20.0
-MAX_SETS = 64
+# Planning again is work of the host, which no graph holds: it is compared in single calls alone.
+SINGLE_CALLS_ONLY = frozenset({"fa2_plan_run"})
 
 
 class Bench:
@@ -33,62 +35,74 @@ class Bench:
         read_tb_per_s: float,
         matrix_tflop_per_s: float,
         rep: float,
+        method: Method,
     ) -> None:
-        self.runtime, self.pool, self.reads, self.rep = runtime, pool, reads, rep
+        self.runtime, self.pool, self.reads, self.rep, self.method = runtime, pool, reads, rep, method
         self.read_tb_per_s, self.matrix_tflop_per_s = read_tb_per_s, matrix_tflop_per_s
         self.stream = torch.cuda.current_stream().cuda_stream
-        self.l2_bytes = runtime.driver.device(0).l2_bytes
         self._of_one_token: dict[tuple[str, str, int], float] = {}
-
-    def median(self, call: Call) -> float:
-        return median_us(call, self.rep)
 
     def row(self, case: Case) -> Row:
         """Measure one case; an error of ours or of a peer stands in its place and stops nothing else."""
         row: Row = sizes(case)
-        problem = Problem(case, self.pool)
-        row["read_alone_us"] = self.reads.alone_us(problem.kv.data_ptr(), case.kv_bytes)
+        problem = Problem(case, self.pool, self.method.layers)
         try:
             row["ours"] = self._ours(case, problem, row)
         except Exception as failure:  # one row that fails must not cost the others
             row["ours"] = {"error": peer_calls.describe(failure)}
-        compared = "us" in row["ours"]
+        compared = "error" not in row["ours"]
         row["peers"] = {name: self._peer(name, case, problem, compared) for name in case.peers}
-        shortest = min((one["us"] for one in (row["ours"], *row["peers"].values()) if "us" in one), default=SHORT_US)
-        if case.peers and shortest < SHORT_US:
-            self._replays(case, row)
+        self._in_sequence(case, problem, row)
         add_figures(row, case.bar, self.read_tb_per_s, self.matrix_tflop_per_s)
         return row
+
+    def _in_sequence(self, case: Case, problem: Problem, row: Row) -> None:
+        """Fill in the times in a sequence: ours, the peers', those of reading alone, and of what the case compares."""
+        sides = {"ours": row["ours"], **row["peers"]}
+        makers: dict[str, Maker] = {
+            name: partial(self._peer_calls, name, problem)
+            for name, found in row["peers"].items()
+            if "error" not in found and name not in SINGLE_CALLS_ONLY
+        }
+        if "error" not in row["ours"]:
+            makers["ours"] = self._our_calls(problem, case.batch_invariant)
+            if case.batch_invariant:
+                makers["default"] = self._our_calls(problem, False)
+            if case.model and case.q_len > 1:
+                makers["ungrouped"] = lambda stream: ungrouped(problem, self.runtime, stream.cuda_stream)
+        makers |= self.reads.makers(problem.kv.data_ptr(), case.kv_bytes, self.method.layers)
+        times = sequence_times(Layers(problem.q, problem.out, self.method), makers, self.method)
+        for name, found in sides.items():
+            found |= times.get(name, {})
+        row |= limit_of(times)
+        row["nothing_us"] = times["nothing"]["us"]
+        us = row["ours"].get("us")
+        if us and "us" in times.get("default", {}):
+            row["default_us"] = times["default"]["us"]
+            row["over_default"] = us / row["default_us"]
+        if us and case.model:
+            self._grouping(case, us, times.get("ungrouped", {}).get("us"), row)
+
+    def _our_calls(self, problem: Problem, batch_invariant: bool) -> Maker:
+        def make(stream: torch.cuda.Stream) -> list[Call]:
+            return Ours(problem, self.runtime, batch_invariant=batch_invariant).calls(stream.cuda_stream)
+
+        return make
+
+    @staticmethod
+    def _peer_calls(name: str, problem: Problem, _: torch.cuda.Stream) -> list[Call]:
+        return peer_calls.MAKERS[name](problem)
 
     def _ours(self, case: Case, problem: Problem, row: Row) -> dict[str, Any]:
         ours = Ours(problem, self.runtime, batch_invariant=case.batch_invariant)
         call = ours.call(self.stream)
         call()
-        found = {"us": self.median(call), **ours.explanation()}
+        row |= origin_of(ours.plan)
+        found = {"single_us": self._single(call), **ours.explanation()}
         if case.host:
             found["host_us"] = host_us(call)
-        if case.batch_invariant:
-            default = Ours(problem, self.runtime).call(self.stream)
-            row["default_us"] = self.median(default)
-            row["over_default"] = found["us"] / row["default_us"]
-        if case.model:
-            self._grouping(case, problem, found["us"], row)
         call()  # the peers' outputs are compared with this one
         return found
-
-    def _grouping(self, case: Case, problem: Problem, us: float, row: Row) -> None:
-        key = (case.section, case.model, case.batch)
-        if case.q_len == 1:
-            self._of_one_token[key] = us
-        one = self._of_one_token.get(key)
-        if case.q_len == 1 or one is None:
-            return
-        measured = self.median(ungrouped(problem, self.runtime, self.stream))
-        row["time_over_q1"] = us / one
-        row["ungrouped_measured_us"] = measured
-        row["ungrouped_us"] = min(measured, case.q_len * one)
-        row["grouped_speedup"] = row["ungrouped_us"] / us
-        row["published_speedup"] = published_speedup(case.model, case.q_len, case.batch)
 
     def _peer(self, name: str, case: Case, problem: Problem, compared: bool) -> dict[str, Any]:
         try:
@@ -96,31 +110,25 @@ class Bench:
             theirs = call()
             torch.cuda.synchronize()
             found: dict[str, Any] = {"difference": difference(theirs, problem.out)} if compared else {}
-            found["us"] = self.median(call)
+            found["single_us"] = self._single(call)
             if case.host and name == "xqa":
                 found["host_us"] = host_us(call)
         except Exception as failure:  # a peer's failure is a result
             return {"error": peer_calls.describe(failure)}
         return found
 
-    def _replays(self, case: Case, row: Row) -> None:
-        """Times in graphs that go round more keys and values than twice L2 holds."""
-        room = self.pool.nbytes // (case.pages * case.page_bytes)
-        sets = max(1, min(MAX_SETS, 2 * self.l2_bytes // case.kv_bytes + 2, room))
-        problem = Problem(case, self.pool, sets)
-        row["graph_sets"] = sets
-        if "us" in row["ours"]:
-            ours = Ours(problem, self.runtime, batch_invariant=case.batch_invariant)
-            row["ours"] |= _replayed(lambda stream: ours.calls(stream.cuda_stream))
-        for name, found in row["peers"].items():
-            if "us" not in found or name == "fa2_plan_run":
-                continue
-            found |= _replayed(lambda _, name=name: peer_calls.MAKERS[name](problem))
+    def _single(self, call: Callable[[], Any]) -> float:
+        return median_us(call, self.rep)
 
-
-def _replayed(calls: Callable[[torch.cuda.Stream], list[Call]]) -> dict[str, Any]:
-    """The time in a graph, or why there is none: a call that cannot be captured is a result."""
-    try:
-        return {"graph_us": replay_us(calls)}
-    except Exception as failure:
-        return {"graph_error": peer_calls.describe(failure)}
+    def _grouping(self, case: Case, us: float, ungrouped_us: float | None, row: Row) -> None:
+        key = (case.section, case.model, case.batch)
+        if case.q_len == 1:
+            self._of_one_token[key] = us
+        one = self._of_one_token.get(key)
+        if case.q_len == 1 or one is None or ungrouped_us is None:
+            return
+        row["time_over_q1"] = us / one
+        row["ungrouped_measured_us"] = ungrouped_us
+        row["ungrouped_us"] = min(ungrouped_us, case.q_len * one)
+        row["grouped_speedup"] = row["ungrouped_us"] / us
+        row["published_speedup"] = published_speedup(case.model, case.q_len, case.batch)

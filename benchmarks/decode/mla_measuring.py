@@ -1,28 +1,28 @@
-"""One row of the MLA benchmark: our call and FlashInfer's fa3 on the same tensors, figures, the verdict."""
+"""One row of the MLA benchmark: our call, FlashInfer's fa3 and FlashMLA on the same tensors, figures, the verdict."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
 import torch
+from cubins import origin_of
+from sequence.timing import Layers, Maker, Method, sequence_times
 
 from cubin_runtime.attention import Runtime, plan_mla_decode
 
 from .mla_cases import MlaCase
 from .peers import describe, library
 from .problem import DTYPES, Pool, difference
-from .reading import StreamingReads
+from .reading import StreamingReads, limit_of
 from .rows import Row, add_figures, mla_sizes
-from .timing import Call, median_us, replay_us
+from .timing import Call, median_us
 
 SCALE = 1 / math.sqrt(192)
-# Below this, launch and clearing of L2 show in a median: graph replays are measured too.
-SHORT_US = 25.0
-SETS = 24
 SCRATCH_BYTES = 256 << 20
+MlaMaker = Callable[["MlaProblem"], list[Call]]
 
 
 class MlaProblem:
@@ -84,68 +84,75 @@ class MlaBench:
     """What all rows share: runtime, pool, ceilings, and times that later rows refer to."""
 
     def __init__(
-        self, runtime: Runtime, pool: Pool, reads: StreamingReads, read: float, matrix: float, rep: float
+        self,
+        runtime: Runtime,
+        pool: Pool,
+        reads: StreamingReads,
+        read: float,
+        matrix: float,
+        rep: float,
+        method: Method,
     ) -> None:
-        self.runtime, self.pool, self.reads, self.rep = runtime, pool, reads, rep
+        self.runtime, self.pool, self.reads, self.rep, self.method = runtime, pool, reads, rep, method
         self.read, self.matrix = read, matrix
         self.stream = torch.cuda.current_stream().cuda_stream
         self._bf16_us: dict[tuple[int, ...], float] = {}
 
-    def row(self, case: MlaCase) -> Row:
-        """Measure one case; an error of ours or of the peer stands in its place and stops nothing else."""
+    def row(self, case: MlaCase, peers: Mapping[str, MlaMaker]) -> Row:
+        """Measure one case; an error of ours or of a peer stands in its place and stops nothing else."""
         row = mla_sizes(case)
-        problem = MlaProblem(case, self.pool)
-        row["read_alone_us"] = self.reads.alone_us(problem.cache.data_ptr(), case.kv_bytes)
+        problem = MlaProblem(case, self.pool, self.method.layers)
         try:
             row["ours"] = self._ours(case, problem, row)
         except Exception as failure:  # one row that fails must not cost the others
             row["ours"] = {"error": describe(failure)}
-        row["peers"] = {"fa3": self._fa3(problem)} if case.peer else {}
-        if min(one.get("us", SHORT_US) for one in (row["ours"], *row["peers"].values())) < SHORT_US:
-            self._replays(case, row)
+        beside = peers if case.peer else {}
+        row["peers"] = {name: self._peer(make, problem) for name, make in beside.items()}
+        self._in_sequence(case, problem, row, beside)
         add_figures(row, case.bar, self.read, self.matrix)
         return row
 
-    def _ours(self, case: MlaCase, problem: MlaProblem, row: Row) -> Row:
-        plan, (call,) = ours_of(problem, self.runtime, self.stream, case.batch_invariant)
-        call()
-        chosen, us = plan.selection, median_us(call, self.rep)
-        found = {"us": us, "kernel": chosen.kernel.name, "ctas": chosen.ctas}
-        found |= {"splits": chosen.splits, "tiles_together": chosen.cta_group_size}
-        if case.batch_invariant:
-            _, (default,) = ours_of(problem, self.runtime, self.stream, False)
-            row["default_us"] = median_us(default, self.rep)
+    def _in_sequence(self, case: MlaCase, problem: MlaProblem, row: Row, peers: Mapping[str, MlaMaker]) -> None:
+        """Fill in the times in a sequence: ours, the peers', those of reading alone, and of what the case compares."""
+        makers: dict[str, Maker] = {
+            name: lambda _, make=make: make(problem)
+            for name, make in peers.items()
+            if "error" not in row["peers"][name]
+        }
+        if "error" not in row["ours"]:
+            makers["ours"] = lambda stream: ours_of(problem, self.runtime, stream.cuda_stream, case.batch_invariant)[1]
+            if case.batch_invariant:
+                makers["default"] = lambda stream: ours_of(problem, self.runtime, stream.cuda_stream, False)[1]
+        makers |= self.reads.makers(problem.cache.data_ptr(), case.kv_bytes, self.method.layers)
+        times = sequence_times(Layers(problem.q, problem.out, self.method), makers, self.method)
+        for name, found in {"ours": row["ours"], **row["peers"]}.items():
+            found |= times.get(name, {})
+        row |= limit_of(times)
+        row["nothing_us"] = times["nothing"]["us"]
+        us = row["ours"].get("us")
+        if us and "us" in times.get("default", {}):
+            row["default_us"] = times["default"]["us"]
             row["over_default"] = us / row["default_us"]
-            call()
-        elif case.kv_dtype == "bf16":
+        elif us and case.kv_dtype == "bf16":
             self._bf16_us[case.sizes] = us
-        elif case.sizes in self._bf16_us:
+        elif us and case.sizes in self._bf16_us:
             row["over_bf16"] = self._bf16_us[case.sizes] / us
+
+    def _ours(self, case: MlaCase, problem: MlaProblem, row: Row) -> Row:
+        plan, (call, *_) = ours_of(problem, self.runtime, self.stream, case.batch_invariant)
+        call()
+        chosen = plan.selection
+        found = {"single_us": median_us(call, self.rep), "kernel": chosen.kernel.name, "ctas": chosen.ctas}
+        found |= {"splits": chosen.splits, "tiles_together": chosen.cta_group_size}
+        row |= origin_of(plan)
+        call()  # the peers' outputs are compared with this one
         return found
 
-    def _fa3(self, problem: MlaProblem) -> Row:
+    def _peer(self, make: MlaMaker, problem: MlaProblem) -> Row:
         try:
-            (call,) = fa3_of(problem)
+            call = make(problem)[0]
             theirs = call()
             torch.cuda.synchronize()
-            return {"difference": difference(theirs, problem.out), "us": median_us(call, self.rep)}
+            return {"difference": difference(theirs, problem.out), "single_us": median_us(call, self.rep)}
         except Exception as failure:  # the peer's failure is a result
             return {"error": describe(failure)}
-
-    def _replays(self, case: MlaCase, row: Row) -> None:
-        """Times in graphs that go round more keys than L2 holds."""
-        room = self.pool.nbytes // max(1, case.pages * case.page * case.width * 2)
-        problem = MlaProblem(case, self.pool, max(1, min(SETS, room)))
-        _add_replay(row["ours"], lambda s: ours_of(problem, self.runtime, s.cuda_stream, case.batch_invariant)[1])
-        for found in row["peers"].values():
-            _add_replay(found, lambda _: fa3_of(problem))
-
-
-def _add_replay(found: Row, calls: Callable[[torch.cuda.Stream], list[Call]]) -> None:
-    """The time in a graph of what has one alone, or why there is none: a call that cannot be captured is a result."""
-    if "us" not in found:
-        return
-    try:
-        found["graph_us"] = replay_us(calls)
-    except Exception as failure:
-        found["graph_error"] = describe(failure)

@@ -49,8 +49,8 @@ class Ours:
         }
 
 
-def ungrouped(problem: Problem, runtime: Runtime, stream: int) -> Call:
-    """One launch for each query token, as kernels that take one token a CTA need: the baseline of grouping.
+def ungrouped(problem: Problem, runtime: Runtime, stream: int) -> list[Call]:
+    """By page table, one launch for each query token, as kernels that take one token a CTA need.
 
     Token i of n sees all keys but the last n - 1 - i.
     """
@@ -65,8 +65,11 @@ def ungrouped(problem: Problem, runtime: Runtime, stream: int) -> Call:
     )
     workspace = plan.prepare(stream)
 
-    def call() -> None:
-        for q, out, length in zip(qs, outs, lens, strict=True):
-            plan.run(q, k, v, problem.tables[0], length, out, workspace=workspace, stream=stream)
+    def call_of(table: torch.Tensor) -> Call:
+        def call() -> None:
+            for q, out, length in zip(qs, outs, lens, strict=True):
+                plan.run(q, k, v, table, length, out, workspace=workspace, stream=stream)
 
-    return call
+        return call
+
+    return [call_of(table) for table in problem.tables]

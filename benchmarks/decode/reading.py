@@ -1,9 +1,11 @@
-"""Our streaming read: launches of it, its time over any number of bytes, and its checksum. No torch."""
+"""Our read-only tests: launches of them, their times over any number of bytes, and the checksum. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -14,14 +16,38 @@ from cubin_runtime.launch.prepared import PreparedLaunches
 
 OPERATION = "streaming_read"
 UNIT = 16
-# CTAs a multiprocessor; four of 512 threads fill it.
-CTAS_PER_MULTIPROCESSOR = (1, 2, 3, 4, 8)
-# Device time for one median of one grid.
-BANDWIDTH_MS, ALONE_MS = 100, 20
+COUNTERS_BYTES = 8
+# Device time for one median of one way.
+BANDWIDTH_MS = 40
+READ = "read: "  # what names of contestants that only read begin with
 
 
-def streaming_read(runtime: Runtime, data: int, nbytes: int, sums: int, ctas: int) -> PreparedLaunches:
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way to read: a kernel by its traits, and how many CTAs a multiprocessor gets."""
+
+    way: str
+    l2_policy: str
+    ctas: int
+
+    def __str__(self) -> str:
+        return f"{self.way}, {self.l2_policy}, {self.ctas} CTAs a multiprocessor"
+
+
+WAYS = tuple(
+    Way(way, policy, ctas)
+    for way, grids in (("streaming_read", (1, 2, 4, 8)), ("bulk_read", (1, 2)))
+    for policy in ("evict_first", "evict_unchanged")
+    for ctas in grids
+)
+
+
+def streaming_read(
+    runtime: Runtime, data: int, nbytes: int, sums: int, counters: int, way: Way, ctas: int
+) -> PreparedLaunches:
     """A launch that reads ``nbytes`` at ``data`` and leaves one uint32 for each of ``ctas`` at ``sums``.
+
+    ``counters`` are two uint32, zero before and after.
 
     Raises:
         UsageError: our release has no such kernel for the device.
@@ -29,9 +55,10 @@ def streaming_read(runtime: Runtime, data: int, nbytes: int, sums: int, ctas: in
     context = runtime.driver.primary_context(0)
     major, minor = runtime.driver.device(0).capability
     own = runtime.native_release()
-    kernel = choose_kernel(own.kernels, OPERATION, {}, major * 10 + minor)
-    values = {"data": data, "sums": sums, "units": nbytes // UNIT}
-    launch = OperationLaunch(OPERATION, {}, (ctas, 1, 1), (kernel.threads, 1, 1), values, False)
+    traits = {"way": way.way, "l2_policy": way.l2_policy}
+    kernel = choose_kernel(own.kernels, OPERATION, traits, major * 10 + minor)
+    values = {"data": data, "sums": sums, "counters": counters, "units": nbytes // UNIT}
+    launch = OperationLaunch(OPERATION, traits, (ctas, 1, 1), (kernel.threads, 1, 1), values, False)
     plan = launch.launch_plan(kernel, own.file_of(kernel))
     return PreparedLaunches([plan], [runtime.load(kernel, context)], runtime.driver)
 
@@ -42,32 +69,41 @@ def checksum(data: np.ndarray) -> int:
 
 
 class StreamingReads:
-    """Times of our streaming read on ``stream``, by ``median_us``, which gives a call's device time within so many ms.
+    """Our read-only tests as contestants of a sequence, and alone over much memory by ``median_us``.
 
-    ``sums`` has room for 8 words a multiprocessor and outlives this.
+    ``median_us`` gives a call's device time within so many ms. ``memory`` is zeroed, has room for two words and 8 more
+    for each multiprocessor, and outlives this.
     """
 
     def __init__(
-        self, runtime: Runtime, sums: int, stream: int, median_us: Callable[[Callable[[], None], float], float]
+        self, runtime: Runtime, memory: int, stream: int, median_us: Callable[[Callable[[], None], float], float]
     ) -> None:
-        self._runtime, self._sums, self._stream, self._median_us = runtime, sums, stream, median_us
-        self._alone: dict[int, float] = {}
+        self._runtime, self._memory, self._stream, self._median_us = runtime, memory, stream, median_us
 
     def bandwidth(self, data: int, nbytes: int) -> dict[str, object]:
-        """TB/s of reading ``nbytes`` at ``data`` with each grid, and the best of them."""
-        by_grid = {str(ctas): nbytes / us / 1e6 for ctas, us in self._by_grid(data, nbytes, BANDWIDTH_MS).items()}
-        return {"bytes": nbytes, "tb_per_s": max(by_grid.values()), "tb_per_s_by_ctas": by_grid}
+        """TB/s of reading ``nbytes`` at ``data`` in each way, and the best of them."""
+        by_way = {}
+        for way in WAYS:
+            launch = self._launch(data, nbytes, way)
+            by_way[str(way)] = nbytes / self._median_us(partial(launch.run, self._stream), BANDWIDTH_MS) / 1e6
+        return {"bytes": nbytes, "tb_per_s": max(by_way.values()), "tb_per_s_by_way": by_way}
 
-    def alone_us(self, data: int, nbytes: int) -> float:
-        """Microseconds of one call that only reads ``nbytes``, with its best grid; measured once for each size."""
-        if nbytes not in self._alone:
-            self._alone[nbytes] = min(self._by_grid(data, nbytes, ALONE_MS).values())
-        return self._alone[nbytes]
+    def makers(self, data: int, nbytes: int, layers: int) -> dict[str, Callable[[Any], list[Callable[[], None]]]]:
+        """A contestant for each way: in each layer it reads the next ``nbytes`` from ``data`` on."""
 
-    def _by_grid(self, data: int, nbytes: int, rep_ms: float) -> dict[int, float]:
-        found = {}
-        for each in CTAS_PER_MULTIPROCESSOR:
-            ctas = each * self._runtime.driver.device(0).multiprocessors
-            launch = streaming_read(self._runtime, data, nbytes, self._sums, ctas)
-            found[ctas] = self._median_us(partial(launch.run, self._stream), rep_ms)
-        return found
+        def of_way(way: Way, stream: Any) -> list[Callable[[], None]]:
+            starts = [data + layer * (nbytes // UNIT * UNIT) for layer in range(layers)]
+            return [partial(self._launch(at, nbytes, way).run, stream.cuda_stream) for at in starts]
+
+        return {f"{READ}{way}": partial(of_way, way) for way in WAYS}
+
+    def _launch(self, data: int, nbytes: int, way: Way) -> PreparedLaunches:
+        ctas = way.ctas * self._runtime.driver.device(0).multiprocessors
+        return streaming_read(self._runtime, data, nbytes, self._memory + COUNTERS_BYTES, self._memory, way, ctas)
+
+
+def limit_of(times: Mapping[str, Mapping[str, Any]]) -> dict[str, object]:
+    """The least time of the read-only contestants in a sequence's times, and whose it is."""
+    found = {name.removeprefix(READ): one["us"] for name, one in times.items() if name.startswith(READ) and "us" in one}
+    best = min(found, key=found.__getitem__)
+    return {"read_alone_us": found[best], "read_alone_way": best}

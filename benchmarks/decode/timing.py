@@ -1,4 +1,4 @@
-"""Clocks: device medians with L2 cleared, graph replays that go round buffers, host costs, and the SM clock."""
+"""Clocks: device medians of single calls with L2 cleared, host costs, and the SM clock."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 from triton.testing import do_bench
 
 WARMUP_MS, REP_MS = 10, 60
-REPLAYS = 20
 HOST_CALLS, HOST_ROUNDS = 40, 7
 
 Call = Callable[[], Any]
@@ -22,30 +21,6 @@ Call = Callable[[], Any]
 def median_us(call: Call, rep_ms: float = REP_MS) -> float:
     """Device time of one call, L2 cleared before each; ``rep_ms`` of device time are spent on it."""
     return 1e3 * do_bench(call, warmup=WARMUP_MS, rep=rep_ms, return_mode="median")
-
-
-def replay_us(calls: Callable[[torch.cuda.Stream], list[Call]]) -> float:
-    """Device time of one call in a graph of all ``calls``, which are made for the stream that captures."""
-    stream = torch.cuda.Stream()
-    made = calls(stream)
-    torch.cuda.synchronize()  # what they were made of came on another stream
-    with torch.cuda.stream(stream):
-        for call in made:
-            call()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for call in made:
-            call()
-    marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(REPLAYS)]
-    for _ in range(3):
-        graph.replay()
-    for begin, end in marks:
-        begin.record()
-        graph.replay()
-        end.record()
-    torch.cuda.synchronize()
-    return 1e3 * statistics.median(begin.elapsed_time(end) for begin, end in marks) / len(made)
 
 
 def host_us(call: Call) -> float:

@@ -34,13 +34,13 @@ class MixedProblem:
         self.decodes = Problem(DECODES, Pool(DECODES.kv_bytes))
         self.side = torch.cuda.Stream()
 
-    def ours(self) -> dict[str, Call]:
-        """By how they share the device."""
-        chunks, decodes = self.chunks.ours(self.runtime), self._decode_call(None)
+    def ours(self, stream: torch.cuda.Stream) -> dict[str, Call]:
+        """By how they share the device, for ``stream``, which is current."""
+        chunks, decodes = self.chunks.ours(self.runtime), self._decode_call(None, stream)
         calls = {
             "ours, chunks alone": chunks,
-            "ours, decodes alone": lambda: decodes(0),
-            "ours, one after the other": lambda: (chunks(), decodes(0)),
+            "ours, decodes alone": lambda: decodes(stream.cuda_stream),
+            "ours, one after the other": lambda: (chunks(), decodes(stream.cuda_stream)),
             "ours, two streams": self._beside(chunks, decodes),
         }
         facts = self.runtime.driver.device(0)
@@ -48,9 +48,13 @@ class MixedProblem:
             some = replace(facts, multiprocessors=share)
             others = replace(facts, multiprocessors=facts.multiprocessors - share)
             calls[f"ours, {share} multiprocessors for the chunks"] = self._beside(
-                self.chunks.ours(self.runtime, device_facts=some), self._decode_call(others)
+                self.chunks.ours(self.runtime, device_facts=some), self._decode_call(others, stream)
             )
         return calls
+
+    def plans(self) -> tuple[Any, ...]:
+        """The plans of both launches, one after the other."""
+        return self.chunks.planned(self.runtime)[0], self._decode_plan(None)
 
     def peers(self) -> tuple[dict[str, Call], dict[str, str]]:
         """The peers' two launches by their names, and why one has none."""
@@ -69,12 +73,18 @@ class MixedProblem:
                     errors[name] = describe(error)
         return calls, errors
 
-    def _decode_call(self, facts: Any) -> Callable[[int], None]:
-        p, kv = self.decodes, self.decodes.kv
-        given = (p.q, kv[:, 0], kv[:, 1], p.tables[0], p.lens, p.out)
-        plan = plan_paged_decode(*given, max_seq_len=DECODES.longest, runtime=self.runtime, device_facts=facts)
-        workspaces = {stream: plan.prepare(stream) for stream in (0, self.side.cuda_stream)}
+    def _decode_call(self, facts: Any, stream: torch.cuda.Stream) -> Callable[[int], None]:
+        given, plan = self._decode_tensors(), self._decode_plan(facts)
+        workspaces = {handle: plan.prepare(handle) for handle in (stream.cuda_stream, self.side.cuda_stream)}
         return lambda stream: plan.run(*given, workspace=workspaces[stream], stream=stream)
+
+    def _decode_tensors(self) -> tuple[torch.Tensor, ...]:
+        p, kv = self.decodes, self.decodes.kv
+        return p.q, kv[:, 0], kv[:, 1], p.tables[0], p.lens, p.out
+
+    def _decode_plan(self, facts: Any) -> Any:
+        bound = DECODES.longest
+        return plan_paged_decode(*self._decode_tensors(), max_seq_len=bound, runtime=self.runtime, device_facts=facts)
 
     def _beside(self, chunks: Call, decodes: Callable[[int], None]) -> Call:
         def call() -> None:

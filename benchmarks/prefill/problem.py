@@ -19,13 +19,19 @@ def sums(lengths: Sequence[int]) -> torch.Tensor:
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cuda")
 
 
+def problems_of_layers(case: PrefillCase, layers: int) -> list[PrefillProblem]:
+    """A problem for each layer: keys and values of their own, the same queries."""
+    first = PrefillProblem(case)
+    return [first, *(PrefillProblem(case, first.q) for _ in range(layers - 1))]
+
+
 class PrefillProblem:
     """Queries, and keys and values both ragged and, for a paged case, in pages in random order."""
 
-    def __init__(self, case: PrefillCase) -> None:
+    def __init__(self, case: PrefillCase, q: torch.Tensor | None = None) -> None:
         self.case = case
         keys = sum(case.kv_lens)
-        self.q = self._random(sum(case.q_lens), case.heads, case.head_dim)
+        self.q = self._random(sum(case.q_lens), case.heads, case.head_dim) if q is None else q
         self.k, self.v = (self._random(keys, case.kv_heads, n) for n in (case.head_dim, case.value_dim))
         self.q_sums, self.kv_sums = sums(case.q_lens), sums(case.kv_lens)
 
@@ -57,8 +63,14 @@ class PrefillProblem:
         """Keys and values in pages."""
         return self._paged(self.k), self._paged(self.v)
 
-    def ours(self, runtime: Runtime, *, ragged: bool = False, device_facts: Any = None) -> Callable[[], torch.Tensor]:
-        """A run of a plan, giving the output; ``device_facts``: planned for the device that they describe."""
+    def ours(self, runtime: Runtime, **options: Any) -> Callable[[], torch.Tensor]:
+        """A run of a plan, giving the output; options as for ``planned``."""
+        return self.planned(runtime, **options)[1]
+
+    def planned(
+        self, runtime: Runtime, *, ragged: bool = False, device_facts: Any = None
+    ) -> tuple[Any, Callable[[], torch.Tensor]]:
+        """A plan, and a run of it, giving the output; ``device_facts``: planned for the device that they describe."""
         case, out = self.case, torch.full_like(self.q[..., : self.case.value_dim], float("nan")).contiguous()
         k, v = self.caches if case.page and not ragged else (self.k, self.v)
         named: dict[str, Any] = {"q_cu_seq_lens": self.q_sums}
@@ -75,7 +87,7 @@ class PrefillProblem:
             plan.run(self.q, k, v, out, **named)
             return out
 
-        return call
+        return plan, call
 
     @staticmethod
     def _random(tokens: int, heads: int, columns: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Times of the streaming read: the best grid's, once for each size."""
+"""Our read-only tests: the bandwidth of the best way, contestants of a sequence, and their limit."""
 
 from __future__ import annotations
 
@@ -17,21 +17,24 @@ RUNTIME: Any = SimpleNamespace(
 )
 
 
+BEST = "bulk_read, evict_first, 2 CTAs a multiprocessor"
+
+
 @dataclass
 class Launches:
-    """Stands in for the kernel and its clock: a call with any other grid than 30 CTAs takes twice as long."""
+    """Stands in for the kernel and its clock: any way but ``BEST`` takes twice as long."""
 
-    made: list[tuple[int, int, int]] = field(default_factory=list)
+    made: list[tuple[int, int, int, int, str, int]] = field(default_factory=list)
     streams: list[int] = field(default_factory=list)
 
-    def make(self, runtime: Any, data: int, nbytes: int, sums: int, ctas: int) -> Any:
-        self.made.append((data, nbytes, ctas))
+    def make(self, runtime: Any, data: int, nbytes: int, sums: int, counters: int, way: Any, ctas: int) -> Any:
+        self.made.append((data, nbytes, sums, counters, str(way), ctas))
         return SimpleNamespace(run=self.streams.append)
 
     def median_us(self, call: Callable[[], None], rep_ms: float) -> float:
         call()
-        _, nbytes, ctas = self.made[-1]
-        return nbytes / 1e6 * (1.0 if ctas == 30 else 2.0)
+        _, nbytes, _, _, way, _ = self.made[-1]
+        return nbytes / 1e6 * (1.0 if way == BEST else 2.0)
 
 
 @pytest.fixture
@@ -41,21 +44,30 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     return made
 
 
-def test_reading_alone_takes_the_best_grids_time(launches: Launches) -> None:
-    reads = reading.StreamingReads(RUNTIME, 0, 7, launches.median_us)
-    assert reads.alone_us(1 << 20, 5_000_000) == 5.0
-    assert [ctas for _, _, ctas in launches.made] == [10, 20, 30, 40, 80]
+def test_bandwidth_is_that_of_the_best_way_beside_the_others(launches: Launches) -> None:
+    found: Any = reading.StreamingReads(RUNTIME, 64, 7, launches.median_us).bandwidth(1 << 20, 4_000_000)
+    assert (found["bytes"], found["tb_per_s"]) == (4_000_000, 1.0)
+    assert found["tb_per_s_by_way"] == {str(way): 1.0 if str(way) == BEST else 0.5 for way in reading.WAYS}
     assert set(launches.streams) == {7}
 
 
-def test_reading_alone_is_measured_once_for_each_size(launches: Launches) -> None:
-    reads = reading.StreamingReads(RUNTIME, 0, 0, launches.median_us)
-    times = [reads.alone_us(1 << 20, nbytes) for nbytes in (1_000_000, 2_000_000, 1_000_000)]
-    assert times == [1.0, 2.0, 1.0]
-    assert len(launches.made) == 2 * len(reading.CTAS_PER_MULTIPROCESSOR)
+def test_every_way_has_as_many_ctas_as_it_says_and_its_own_sums(launches: Launches) -> None:
+    reading.StreamingReads(RUNTIME, 64, 7, launches.median_us).bandwidth(1 << 20, 4_000_000)
+    assert [ctas for *_, ctas in launches.made] == [way.ctas * MULTIPROCESSORS for way in reading.WAYS]
+    assert {(sums, counters) for _, _, sums, counters, _, _ in launches.made} == {(64 + reading.COUNTERS_BYTES, 64)}
 
 
-def test_bandwidth_is_that_of_the_best_grid_beside_the_others(launches: Launches) -> None:
-    found = reading.StreamingReads(RUNTIME, 0, 0, launches.median_us).bandwidth(1 << 20, 4_000_000)
-    assert (found["bytes"], found["tb_per_s"]) == (4_000_000, 1.0)
-    assert found["tb_per_s_by_ctas"] == {"10": 0.5, "20": 0.5, "30": 1.0, "40": 0.5, "80": 0.5}
+def test_each_layer_of_a_sequence_reads_the_next_bytes(launches: Launches) -> None:
+    makers = reading.StreamingReads(RUNTIME, 0, 0, launches.median_us).makers(1 << 20, 1_000_000, 3)
+    calls = makers[f"read: {BEST}"](SimpleNamespace(cuda_stream=9))
+    assert [(data, nbytes) for data, nbytes, *_ in launches.made] == [
+        ((1 << 20) + layer * 1_000_000, 1_000_000) for layer in range(3)
+    ]
+    for call in calls:
+        call()
+    assert launches.streams == [9, 9, 9]
+
+
+def test_the_limit_is_the_fastest_way_that_did_not_fail() -> None:
+    times = {"read: slow": {"us": 3.0}, "read: fast": {"us": 2.0}, "read: broken": {"error": "x"}, "ours": {"us": 1.0}}
+    assert reading.limit_of(times) == {"read_alone_us": 2.0, "read_alone_way": "fast"}

@@ -1,0 +1,1 @@
+"""The method of all attention benchmarks: attention timed inside a sequence of layers."""
