@@ -1,8 +1,9 @@
 """Pictures and figures of the decodes from their JSON; measures nothing, needs no GPU.
 
-Run: ``python benchmarks/plot_decode.py`` draws ``docs/decode_bandwidth.png`` and ``docs/decode_roofline.png`` and
-writes the figures of all pages that have them (``decode.pages``) between their markers; ``--doc`` writes only these,
-``--images`` draws only. ``plot_clients.py`` draws the pictures of the other pages.
+Run: ``python benchmarks/plot_decode.py`` draws ``docs/decode_bandwidth.png`` and ``docs/decode_roofline.png`` from
+``decode_single.json``, which has all sections, and writes the figures of all pages that have them (``decode.pages``)
+between their markers; ``--doc`` writes only these, ``--images`` draws only. ``plot_clients.py`` draws the pictures of
+the other pages.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ def main() -> None:
         for name, figures in PAGES.items():
             text = given.docs / f"{name}.md"
             text.write_text(rewrite(text.read_text(), figures(given.results)))
-    report = report_of(given.results / "decode.json")
-    if (given.images or not given.doc) and report.get("schema") == page.SCHEMA:
+    report = report_of(given.results / "decode_single.json")
+    if (given.images or not given.doc) and report.get("schema") == page.SINGLE_CALLS:
         if any(row["section"] == "sweep" for row in report["rows"]):
             draw_bandwidth(report, given.docs / "decode_bandwidth.png")
         draw_roofline(report, given.docs / "decode_roofline.png")

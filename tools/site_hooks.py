@@ -14,7 +14,7 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).resolve().parents[1]
 HELP = "<!-- help of every verb -->"
 # Files of the repository that the pages may link to; the site has them under the same names.
-BESIDE = ("benchmarks/results/*.json", "examples/*.py")
+BESIDE = ("benchmarks/results/*.json", "benchmarks/results/*.txt", "examples/*.py")
 
 
 def on_files(files: Any, config: Any) -> Any:

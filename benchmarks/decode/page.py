@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from .cases import MODELS, PUBLISHED_BATCHES
+from .freshness import MARK
 from .rows import Row
 from .tables import (
     NOT_MEASURED,
@@ -17,12 +18,14 @@ from .tables import (
     place,
     replays,
     section,
+    singles,
     table,
     us,
     verdict,
 )
 
-SCHEMA = 2
+SCHEMA = 3
+SINGLE_CALLS = 2  # the schema of reports whose times are those of single calls
 SECTION_TITLES = {
     "gqa": "One query token, bf16, head_dim 128 (batch x keys)",
     "speculative": "Several query tokens, causal, bf16, 16384 keys",
@@ -34,13 +37,13 @@ _GROUPED_TITLES = {"grouped": "e4m3 queries, keys and values", "grouped_bf16": "
 
 def figures(report: Report, *, pictures: bool = True) -> str:
     """Everything between the markers; ``pictures``: with those drawn from this report."""
-    if report.get("schema") != SCHEMA:
+    if report.get("schema") not in (SCHEMA, SINGLE_CALLS):
         return NOT_MEASURED
     rows = report["rows"]
-    parts = [place(report), *(_pictures(rows) if pictures else ())]
+    parts = [place(report), *(_pictures(rows) if pictures and rows else ())]
     for name, title in SECTION_TITLES.items():
         found = [row for row in rows if row["section"] == name]
-        parts += section(title, found, (*READING, *peers_of(found), RATIO))
+        parts += section(title, found, (*READING, *peers_of(found), RATIO, *singles(found)))
     for name, title in _GROUPED_TITLES.items():
         parts += _grouped(title, [row for row in rows if row["section"] == name])
     parts += invariance(
@@ -53,8 +56,8 @@ def figures(report: Report, *, pictures: bool = True) -> str:
 
 
 def _pictures(rows: Sequence[Row]) -> list[str]:
-    bandwidth = "![Bandwidth of keys and values read, against batch and length](../decode_bandwidth.png)"
-    roofline = "![Rate of the products against their intensity, under the measured roofs](../decode_roofline.png)"
+    bandwidth = "![Bandwidth of keys and values read, against batch and length; single calls](../decode_bandwidth.png)"
+    roofline = "![Rate of the products against their intensity, and the roofs; single calls](../decode_roofline.png)"
     return [bandwidth, roofline] if any(row["section"] == "sweep" for row in rows) else [roofline]
 
 
@@ -73,7 +76,8 @@ def _grouped(title: str, rows: Sequence[Row]) -> list[str]:
 
 
 def _grouped_line(batch: int, rows: Mapping[tuple[int, int], Row]) -> list[str]:
-    line = [str(batch), us(rows[batch, 1]["ours"]["us"]) if "us" in rows[batch, 1]["ours"] else "failed"]
+    mark = MARK if rows[batch, 1]["label"].endswith(MARK) else ""
+    line = [f"{batch}{mark}", us(rows[batch, 1]["ours"]["us"]) if "us" in rows[batch, 1]["ours"] else "failed"]
     for q_len in (2, 4, 8):
         row = rows.get((batch, q_len), {})
         if "time_over_q1" not in row:

@@ -11,7 +11,14 @@ from .rows import Row, is_out_of_reach
 
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 NOT_MEASURED = "No measurement is committed yet."
-PEER_LABELS = {"xqa": "XQA", "fa2": "fa2", "fa2_plan_run": "fa2 `plan` + `run`", "cudnn": "cuDNN", "fa3": "fa3"}
+PEER_LABELS = {
+    "xqa": "XQA",
+    "fa2": "fa2",
+    "fa2_plan_run": "fa2 `plan` + `run`",
+    "cudnn": "cuDNN",
+    "fa3": "fa3",
+    "flashmla": "FlashMLA",
+}
 _VERDICTS = {True: "yes", False: "**no**", None: "-"}
 
 Report = Mapping[str, Any]
@@ -86,6 +93,19 @@ def section(title: str, rows: Sequence[Row], columns: Iterable[Column]) -> list[
 
     head = ["", "ours", *(name for name, _ in columns), "bar", "met"]
     return [f"### {title}", table(head, map(line, rows))]
+
+
+def singles(rows: Sequence[Row]) -> list[Column]:
+    """A column of single calls, L2 cleared before each, beside times in a sequence; none where no row has them."""
+
+    def cell(row: Row) -> str:
+        if "single_us" not in row["ours"]:
+            return ""
+        own = row["ours"]["single_us"]
+        best = min((found["single_us"] for found in row["peers"].values() if "single_us" in found), default=None)
+        return f"{us(own)} / {us(best)} ({best / own:.2f})" if best else us(own)
+
+    return [("single calls: ours / best peer (ratio)", cell)] if any("single_us" in row["ours"] for row in rows) else []
 
 
 def peers_of(rows: Sequence[Row]) -> list[Column]:

@@ -8,18 +8,29 @@ from pathlib import Path
 from typing import Any
 
 Report = Mapping[str, Any]
-SCHEMA = 2
+SCHEMA = 3
+SINGLE_CALLS = 2  # the schema of reports whose times are those of single calls
 HEAD = """# Context attention on an H200
 
-`benchmarks/gpu_prefill.py` measured these: medians of three rounds, L2 cleared before each call, all of a row in turn
-on the same tensors in one process. *Ratio*: the time of the fastest peer divided by ours. Written from
-`benchmarks/results/prefill.json` by `benchmarks/plot_prefill.py`.
+`benchmarks/gpu_prefill.py` measured these on the same tensors in one process; [Method](index.md#method) explains times
+in a sequence of layers. *Ratio*: the time of the fastest peer divided by ours. †: measured with an earlier kernel: its
+cubin is not in the pinned release, or is not known. Written from
+`benchmarks/results/prefill.json` and `prefill_single.json` by `benchmarks/plot_prefill.py`.
 
-![TFLOP/s of causal prompts](../prefill_roofline.png)
+## In a sequence of layers
+
+"""
+SINGLE = """## Single calls
+
+Cases that were not measured in sequences of layers: medians of three rounds of single calls, L2 cleared before each.
+The picture shows the same run, with its rows of the cases above.
+
+![TFLOP/s of causal prompts, single calls](../prefill_roofline.png)
 
 """
 BALANCE = """## Balance, and masked tiles
 
+Measured with an earlier release of the kernels.
 In Nsight Compute (`benchmarks/gpu_prefill_profile.py`, `prefill_profile.json`). A CTA stays on its multiprocessor, so
 the multiprocessor's active cycles are how long it took: here when the first one ends and when they do on average, of
 the time of the last. The products that ran are compared with those that the mask leaves: tiles that it hides are
@@ -55,13 +66,20 @@ def _verdict(row: Mapping[str, Any]) -> str:
     return f"{bar:.2f} {'met' if row['ratio'] >= bar else '**missed**'}"
 
 
-def _line(row: Mapping[str, Any]) -> str:
+def _line(row: Mapping[str, Any], single: bool) -> str:
     ours = f"{_cell(row, 'ours')}, {row['tflop_per_s']['ours']:.0f}"
     ragged = f"{row['of_ragged']:.2f}" if "of_ragged" in row else ""
     ratio = f"{row['ratio']:.2f}" if "ratio" in row else "-"
     clock = f"{row['sm_clock_mhz']['median']:.0f}" if row.get("sm_clock_mhz") else ""
     peers = (_cell(row, name) for name in PEERS)
-    return f"| {' | '.join((row['case'], ours, *peers, ratio, _verdict(row), ragged, clock))} |"
+    cells = (row["case"], ours, *peers, ratio, _verdict(row), ragged, clock, *((_single(row),) if single else ()))
+    return f"| {' | '.join(cells)} |"
+
+
+def _single(row: Mapping[str, Any]) -> str:
+    single = row.get("single_us", {})
+    best = min((us for name, us in single.items() if not name.startswith("ours")), default=None)
+    return f"{time_of(single['ours'])} / {time_of(best)} ({best / single['ours']:.2f})" if best else ""
 
 
 def _mixed(row: Mapping[str, Any]) -> list[str]:
@@ -81,9 +99,11 @@ def figures(report: Report) -> str:
         f"{report['matrix_tflop_per_s']:.0f} TFLOP/s."
     )
     heads = ("case", "ours, TFLOP/s", *PEERS.values(), "ratio", "bar", "of ragged keys", "SM MHz")
+    single = any("single_us" in row for row in report["rows"])
+    heads += ("single calls: ours / best peer (ratio)",) if single else ()
     lines = [place, "", f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
     rows = report["rows"]
-    lines += [_line(row) for row in rows if "ours" in row["us"]]
+    lines += [_line(row, single) for row in rows if "ours" in row["us"]]
     for row in rows:
         if "ours" not in row["us"]:
             lines += _mixed(row)
@@ -102,9 +122,9 @@ def balance(profile: Report) -> str:
     return "\n".join(lines)
 
 
-def page(report: Report, profile: Report) -> str:
-    """The whole page."""
-    return f"{HEAD}{figures(report)}\n\n{BALANCE}{balance(profile)}\n"
+def page(report: Report, single: Report, profile: Report) -> str:
+    """The whole page; ``single``: single calls of cases that the report lacks."""
+    return f"{HEAD}{figures(report)}\n\n{SINGLE}{figures(single)}\n\n{BALANCE}{balance(profile)}\n"
 
 
 def draw(report: Report, image: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.decode.cases import PUBLISHED, SECTIONS, Case, published_speedup
+from benchmarks.decode.page import SCHEMA
 from benchmarks.decode.rows import Row, add_figures, sizes, tally
 
 READ, MATRIX = 4.5, 790.0
@@ -53,7 +54,7 @@ def made_up_row(case: Case) -> Row:
 def made_up_report() -> dict[str, Any]:
     rows = [made_up_row(case) for cases in SECTIONS.values() for case in cases()]
     return measured_alike(rows) | {
-        "schema": 2,
+        "schema": SCHEMA,
         "question": "paged decode beside the peers",
         "sections": list(SECTIONS),
         "peers_compiled": {"modules": [], "seconds": 60.0, "errors": []},

@@ -7,6 +7,7 @@ from typing import Any
 from decode_results import ALONE_US, MATRIX, READ, measured_alike
 
 from benchmarks.decode.mla_cases import MlaCase, mla_cases
+from benchmarks.decode.mla_page import SCHEMA
 from benchmarks.decode.rows import Row, add_figures, mla_sizes
 
 
@@ -40,4 +41,4 @@ def made_up_mla_report() -> dict[str, Any]:
     rows = [made_up_mla_row(case) for case in mla_cases()]
     compiled = {"seconds": 60.0, "error": ""}
     question = "MLA decode beside the peer"
-    return measured_alike(rows) | {"schema": 1, "question": question, "peer_compiled": compiled, "seconds": 5.0}
+    return measured_alike(rows) | {"schema": SCHEMA, "question": question, "peer_compiled": compiled, "seconds": 5.0}

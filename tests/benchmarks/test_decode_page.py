@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from decode_results import made_up_report
 
-from benchmarks.decode.page import figures
+from benchmarks.decode.page import SINGLE_CALLS, figures
 from benchmarks.decode.pages import PAGES
 from benchmarks.decode.tables import BEGIN, END, NOT_MEASURED, rewrite
 
@@ -74,7 +74,15 @@ def test_a_row_without_the_time_of_reading_alone_has_its_other_figures() -> None
 
 
 def test_an_older_report_has_no_figures_for_the_page() -> None:
-    assert figures({"schema": 1}) == NOT_MEASURED
+    assert figures({"schema": SINGLE_CALLS - 1}) == NOT_MEASURED
+
+
+def test_single_calls_stand_beside_times_in_a_sequence() -> None:
+    report = made_up_report()
+    for row in report["rows"]:
+        row["ours"]["single_us"] = 10.0
+        row["peers"] = {name: found | {"single_us": 12.5} for name, found in row["peers"].items()}
+    assert "| 1.38 | 10.0 us / 12.5 us (1.25) | 1.50x or 93% of read | " in figures(report)
 
 
 @pytest.mark.parametrize("name", ["draw_bandwidth", "draw_roofline"])

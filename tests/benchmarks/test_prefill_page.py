@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.decode.freshness import beyond, marked, pinned
 from benchmarks.prefill.cases import PrefillCase, prefill_cases
 from benchmarks.prefill.page import SCHEMA, balance, page
 
@@ -66,12 +67,18 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 def test_rows_say_times_ratios_and_whether_bars_are_met() -> None:
-    text = page(REPORT, PROFILE)
+    text = page(REPORT, REPORT, PROFILE)
     assert "| causal D 128 S 2048 | 70.0 us, 485 | 84.0 us | - | - | 1.20 | 1.20 **missed** |  | 1500 |\n" in text
     assert "| paged | 2.00 ms, 500 | - | 4.00 ms | - | 2.00 | 1.15 met | 0.98 |  |\n" in text
     assert "| ours, two | 900.0 us |\n" in text
     assert "Ratio of the best peers to *ours, two*: 1.10 (bar 1.00)." in text
     assert text.endswith(f"{balance(PROFILE)}\n")
+
+
+def test_single_calls_stand_beside_times_in_a_sequence() -> None:
+    row = REPORT["rows"][0] | {"single_us": {"ours": 80.0, "ours, ragged keys": 1.0, "fa3": 100.0}}
+    text = page(REPORT | {"rows": [row]}, REPORT, PROFILE)
+    assert "| 1500 | 80.0 us / 100.0 us (1.25) |\n" in text
 
 
 def test_the_profile_says_when_ctas_end_and_which_products_run() -> None:
@@ -83,8 +90,11 @@ def test_the_profile_says_when_ctas_end_and_which_products_run() -> None:
 
 
 def test_the_page_is_that_of_the_stored_measurement() -> None:
-    report, profile = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("prefill", "prefill_profile"))
-    assert (RESULTS.parents[1] / "docs" / "results" / "prefill.md").read_text() == page(report, profile)
+    names = ("prefill", "prefill_single", "prefill_profile")
+    newest, single, profile = (json.loads((RESULTS / f"{name}.json").read_text()) for name in names)
+    digests = pinned(RESULTS)
+    expected = page(marked(newest, digests), marked(beyond(single, newest, "case"), digests), profile)
+    assert (RESULTS.parents[1] / "docs" / "results" / "prefill.md").read_text() == expected
 
 
 def test_products_that_masks_leave() -> None:

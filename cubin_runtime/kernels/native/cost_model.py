@@ -107,7 +107,7 @@ class Estimate(NamedTuple):
         return max(terms, key=lambda name: terms[name])
 
 
-# Measured on an H200 (benchmarks/results/grid_choice.json, decode.json): medians of triton's do_bench, whose launch of
+# Measured on an H200 (results/grid_choice.json, decode_single.json): medians of triton's do_bench, whose launch of
 # an empty kernel is `launch_us`. The kernels' times are in tests/kernels/native/decode/test_select_measured.py; those
 # of head_dim 256 were not timed one by one.
 H200 = Costs(

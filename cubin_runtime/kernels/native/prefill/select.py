@@ -30,7 +30,7 @@ _SECTION_WORK_TILES = 8
 _CTAS_OF_A_PACK = 8
 _WARPGROUP_ROWS = 64
 # Microseconds that a CTA takes for a key tile, by head_dim, and for the launch with its first and last bytes: as one
-# causal bf16 prompt of 2,048 to 16,384 tokens took on an H200 (benchmarks/results/prefill.json).
+# causal bf16 prompt of 2,048 to 16,384 tokens took on an H200 (benchmarks/results/prefill_single.json).
 _TILE_US = {64: 1.53, 128: 1.74, 192: 2.03, 256: 1.65}
 _FIXED_US = 10.0
 
