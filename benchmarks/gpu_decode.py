@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cubins import keep
 from decode import peers
 from decode.cases import SECTIONS, Case, cases_of, sections_of
 from decode.measuring import Bench
@@ -28,6 +27,7 @@ from decode.reading import StreamingReads
 from decode.rows import disagreements, line_of, tally
 from decode.timing import REP_MS, SmClock, matrix_tflop_per_s, median_us
 from gpu_environment import built_sources, gpu_environment
+from row_origin import keep
 from sequence.timing import Method
 
 from cubin_runtime import Config

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cubins import keep, origin_of
 from decode.cases import Case, same
 from decode.peers import describe, fa2
 from decode.problem import Pool, Problem
 from decode.timing import Call
 from gpu_environment import built_sources, gpu_environment
+from row_origin import keep, origin_of
 from sequence.timing import Layers, Maker, Method, sequence_times
 
 from cubin_runtime import Config

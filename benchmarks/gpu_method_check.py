@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cubins import keep, origin_of
 from decode.cases import Case, same
 from decode.ours import Ours
 from decode.peers import MAKERS
 from decode.problem import Pool, Problem
 from decode.timing import median_us
 from gpu_environment import built_sources, gpu_environment
+from row_origin import keep, origin_of
 from sequence.timing import Layers, Maker, Method, sequence_times
 
 from cubin_runtime import Config

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cubins import keep, origin_of
 from decode.peers import compile_ahead, describe
 from decode.timing import SmClock, matrix_tflop_per_s
 from gpu_environment import built_sources, gpu_environment
@@ -30,6 +29,7 @@ from prefill.cases import PrefillCase, prefill_cases
 from prefill.page import SCHEMA
 from prefill.peers import PEERS
 from prefill.problem import PrefillProblem, problems_of_layers
+from row_origin import keep, origin_of
 from sequence.timing import Layers, Maker, Method, sequence_times
 from triton.testing import do_bench
 

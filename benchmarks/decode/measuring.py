@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from cubins import origin_of
+from row_origin import origin_of
 from sequence.timing import Layers, Maker, Method, sequence_times
 
 from cubin_runtime.attention import Runtime
