@@ -118,6 +118,10 @@ CLUSTERS = (
 )
 
 
+# What is chosen there was not timed when the others were.
+UNTIMED = ("bf16-bf16-128-2x8-8x16384", "bf16-bf16-64-2x8-8x16384", "bf16-e4m3-64-1x8-8x16384")
+
+
 def selected(measured: Measured) -> DecodeSelection:
     (made,) = select_decode(HOPPER, measured.shape, H200)
     return made
@@ -131,7 +135,10 @@ def named(fit: Fit) -> tuple[int, int]:
 def test_what_is_chosen_takes_little_more_than_the_fastest_that_was_measured(measured: Measured) -> None:
     made = selected(measured)
     taken = next(c.fit for c in made.candidates if c.fit and c.kernel == made.kernel)
-    assert measured.us.get(named(taken), 0) <= 1.03 * min(measured.us.values())
+    if str(measured) in UNTIMED:
+        assert named(taken) not in measured.us
+    else:
+        assert measured.us[named(taken)] <= 1.03 * min(measured.us.values())
 
 
 @pytest.mark.parametrize(("measured", "cluster_us", "even_us"), CLUSTERS, ids=str)
