@@ -401,7 +401,9 @@ def test_a_record_that_only_root_may_write_is_an_error(open_place: Path, key: Ed
         print("error:", error)
     """
     before = """
+import cryptography.exceptions
 import filelock
+from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 made = Ed25519PrivateKey.generate()
 Ed25519PublicKey.from_public_bytes(made.public_key().public_bytes_raw()).verify(made.sign(b""), b"")
