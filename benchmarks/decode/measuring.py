@@ -16,7 +16,7 @@ from . import peers as peer_calls
 from .cases import Case, published_speedup
 from .ours import Ours, ungrouped
 from .problem import Pool, Problem, difference
-from .reading import StreamingReads, limit_of
+from .reading import StreamingReads, enter_times
 from .rows import Row, add_figures, sizes
 from .timing import Call, host_us, median_us
 
@@ -58,7 +58,6 @@ class Bench:
 
     def _in_sequence(self, case: Case, problem: Problem, row: Row) -> None:
         """Fill in the times in a sequence: ours, the peers', those of reading alone, and of what the case compares."""
-        sides = {"ours": row["ours"], **row["peers"]}
         makers: dict[str, Maker] = {
             name: partial(self._peer_calls, name, problem)
             for name, found in row["peers"].items()
@@ -72,14 +71,8 @@ class Bench:
                 makers["ungrouped"] = lambda stream: ungrouped(problem, self.runtime, stream.cuda_stream)
         makers |= self.reads.makers(problem.kv.data_ptr(), case.kv_bytes, self.method.layers)
         times = sequence_times(Layers(problem.q, problem.out, self.method), makers, self.method)
-        for name, found in sides.items():
-            found |= times.get(name, {})
-        row |= limit_of(times)
-        row["nothing_us"] = times["nothing"]["us"]
+        enter_times(row, times)
         us = row["ours"].get("us")
-        if us and "us" in times.get("default", {}):
-            row["default_us"] = times["default"]["us"]
-            row["over_default"] = us / row["default_us"]
         if us and case.model:
             self._grouping(case, us, times.get("ungrouped", {}).get("us"), row)
 

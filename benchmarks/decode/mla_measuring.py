@@ -16,7 +16,7 @@ from cubin_runtime.attention import Runtime, plan_mla_decode
 from .mla_cases import MlaCase
 from .peers import describe, library
 from .problem import DTYPES, Pool, difference
-from .reading import StreamingReads, limit_of
+from .reading import StreamingReads, enter_times
 from .rows import Row, add_figures, mla_sizes
 from .timing import Call, median_us
 
@@ -125,17 +125,13 @@ class MlaBench:
                 makers["default"] = lambda stream: ours_of(problem, self.runtime, stream.cuda_stream, False)[1]
         makers |= self.reads.makers(problem.cache.data_ptr(), case.kv_bytes, self.method.layers)
         times = sequence_times(Layers(problem.q, problem.out, self.method), makers, self.method)
-        for name, found in {"ours": row["ours"], **row["peers"]}.items():
-            found |= times.get(name, {})
-        row |= limit_of(times)
-        row["nothing_us"] = times["nothing"]["us"]
+        enter_times(row, times)
         us = row["ours"].get("us")
-        if us and "us" in times.get("default", {}):
-            row["default_us"] = times["default"]["us"]
-            row["over_default"] = us / row["default_us"]
-        elif us and case.kv_dtype == "bf16":
+        if not us or "over_default" in row:
+            return
+        if case.kv_dtype == "bf16":
             self._bf16_us[case.sizes] = us
-        elif us and case.sizes in self._bf16_us:
+        elif case.sizes in self._bf16_us:
             row["over_bf16"] = self._bf16_us[case.sizes] / us
 
     def _ours(self, case: MlaCase, problem: MlaProblem, row: Row) -> Row:

@@ -107,3 +107,15 @@ def limit_of(times: Mapping[str, Mapping[str, Any]]) -> dict[str, object]:
     found = {name.removeprefix(READ): one["us"] for name, one in times.items() if name.startswith(READ) and "us" in one}
     best = min(found, key=found.__getitem__)
     return {"read_alone_us": found[best], "read_alone_way": best}
+
+
+def enter_times(row: dict[str, Any], times: Mapping[str, Mapping[str, Any]]) -> None:
+    """Fill in the times of a sequence: ours, the peers', reading alone, nothing, and the default where it was timed."""
+    for name, found in {"ours": row["ours"], **row["peers"]}.items():
+        found |= times.get(name, {})
+    row |= limit_of(times)
+    row["nothing_us"] = times["nothing"]["us"]
+    us = row["ours"].get("us")
+    if us and "us" in times.get("default", {}):
+        row["default_us"] = times["default"]["us"]
+        row["over_default"] = us / row["default_us"]

@@ -28,17 +28,7 @@ def reserve(
         log: gets a line that names the kernels of each kind of layer.
     """
     scratch = shared_scratch(q.device.index or 0)
-    kind = (
-        q.shape[1:],
-        q.dtype,
-        kv_heads,
-        page_size,
-        kv_layout,
-        *options[:3],
-        options.sinks is None,
-        options[4],
-        limits,
-    )
+    kind = (*_form(q, options), kv_heads, page_size, kv_layout, limits)
     if kind in scratch.ready:
         return options._replace(scratch=scratch)
     plans = list(_plans(q, kv_heads, page_size, kv_layout, options, limits))
