@@ -100,7 +100,7 @@ class Table:
         self.rows[row] = {"least": min(found), "median": statistics.median(found), "floor": floor}
 
 
-def measure(*, peers: bool) -> Figures:
+def measure(*, peers: bool) -> Figures:  # noqa: PLR0915
     """The rows, in microseconds."""
     import torch
 

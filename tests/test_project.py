@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MOST_LINES = 300  # of one file of the package
 
 
 def read(name: str) -> str:
@@ -53,12 +52,6 @@ def test_every_target_of_the_makefile_is_explained_in_contributing() -> None:
     targets = re.findall(r"^([a-z-]+):.*## ", read("Makefile"), re.MULTILINE)
     shown = set(targets) - {"help", "prerequisites"}
     assert [target for target in shown if f"`make {target}`" not in read("CONTRIBUTING.md")] == []
-
-
-def test_no_file_of_the_package_is_too_long() -> None:
-    files = {file.relative_to(ROOT): len(file.read_text().splitlines()) for file in ROOT.glob("cubin_runtime/**/*.py")}
-    assert files
-    assert {str(file): lines for file, lines in files.items() if lines > MOST_LINES} == {}
 
 
 def test_a_machine_with_everything_passes_in_silence() -> None:

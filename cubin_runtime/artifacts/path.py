@@ -84,7 +84,7 @@ class ArtifactPath:
         return self.text[len(folder.text) + 1 :]
 
 
-def _fault(text: object) -> str | None:
+def _fault(text: object) -> str | None:  # noqa: C901
     """The rule that ``text`` breaks, or None."""
     if not isinstance(text, str):
         return f"expected text, got {type(text).__name__}"

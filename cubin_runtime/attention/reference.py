@@ -30,7 +30,7 @@ __all__ = [
 _LOG2_E = math.log2(math.e)
 
 
-def paged_decode_reference(
+def paged_decode_reference(  # noqa: PLR0915
     q: Any,
     k_cache: Any,
     v_cache: Any,

@@ -169,7 +169,7 @@ def _why(spec: TensorMapSpec) -> str:
     return f"{spec.dtype}, interleave {spec.interleave}"
 
 
-def _check_box(spec: TensorMapSpec, packed: bool) -> None:
+def _check_box(spec: TensorMapSpec, packed: bool) -> None:  # noqa: C901
     for i, extent in enumerate(spec.box):
         if not 1 <= extent <= 256:
             raise TensorMapError("box-range", f"box[{i}]={extent}: expected 1 to 256")

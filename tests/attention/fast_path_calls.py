@@ -375,7 +375,7 @@ _FLOATS = (0.0, -0.0, 0.5, 1.0, 2.0, math.nan, math.inf, -math.inf, 1.7e38, -(2.
 _OTHERS = (True, False, 0, 1, 1.0, None, "x", object)
 
 
-def others_of(call: Call, name: str, caller: Caller) -> list[Any]:
+def others_of(call: Call, name: str, caller: Caller) -> list[Any]:  # noqa: C901
     """What else an argument may be: likely values, and ones of every other kind."""
     value, tensors = call.arguments[name], _tensors(call.arguments)
     if name == "runtime":

@@ -44,7 +44,7 @@ CONTEXT_OPTIONS: dict[str, Sequence[Any]] = {
 INVARIANT_OPTIONS: dict[str, Sequence[Any]] = {**CONTEXT_OPTIONS, "width": (64, 128), "batch_invariant": (True,)}
 
 
-def context_attention(draw: Draw) -> dict[str, Any]:
+def context_attention(draw: Draw) -> dict[str, Any]:  # noqa: C901, PLR0912, PLR0915
     """A call of ``context_attention``, or of the function that plans it."""
     batch, heads, kv_heads, kv_len = draw["batch"], draw["group"] * draw["kv_heads"], draw["kv_heads"], draw["kv_len"]
     widths = {"k": draw["width"], "v": 128 if draw["width"] == 192 else draw["width"]}

@@ -118,7 +118,7 @@ def kernel_code(data: bytes, symbol: str) -> bytes:
     return elf.content(section)
 
 
-def _kernel(elf: Elf, symbol: EntryPoint, per_symbol: Mapping[tuple[int, int], int]) -> KernelFacts:
+def _kernel(elf: Elf, symbol: EntryPoint, per_symbol: Mapping[tuple[int, int], int]) -> KernelFacts:  # noqa: C901
     name = symbol.name
     if symbol.section >= len(elf.sections) or elf.sections[symbol.section].name != f".text.{name}":
         raise CubinFormatError(f"kernel {name!r} does not lie in its own .text section")

@@ -45,7 +45,7 @@ def read_toml(data: bytes, origin: str) -> dict[str, Any]:
     return document
 
 
-def _over_a_bound(text: str) -> str | None:
+def _over_a_bound(text: str) -> str | None:  # noqa: C901
     """What of a document is deeper, longer or more than any pin file needs; looks at each byte once."""
     depth = parts = values = lines = 0
     for found in _TOKEN.finditer(text):

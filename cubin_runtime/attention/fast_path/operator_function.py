@@ -128,7 +128,7 @@ def suspendable(step: Suspendable) -> None:
         step.suspend(_state.suspended > 0)
 
 
-def operator_function(
+def operator_function(  # noqa: C901, PLR0915
     *,
     owner: str = DEFAULT_RUNTIME,
     scales: Mapping[str, str] | None = None,
@@ -147,7 +147,7 @@ def operator_function(
         op: makes the op, from the full path, through which calls go that torch traces.
     """
 
-    def decorate(full: FunctionT) -> FunctionT:
+    def decorate(full: FunctionT) -> FunctionT:  # noqa: C901, PLR0915
         parameters = inspect.signature(full).parameters
         signature = Signature(tuple(parameters), scales or {}, bound, frozenset(memory), contents)
         number, traced = next(_numbers), op(full) if op else None

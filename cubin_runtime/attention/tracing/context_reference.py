@@ -5,7 +5,7 @@ import math
 import torch
 
 
-def context(  # type: ignore[no-untyped-def]
+def context(  # type: ignore[no-untyped-def]  # noqa: C901, PLR0912, PLR0915
     q,
     k,
     v,

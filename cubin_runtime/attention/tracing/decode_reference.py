@@ -5,7 +5,7 @@ import math
 import torch
 
 
-def decode(  # type: ignore[no-untyped-def]
+def decode(  # type: ignore[no-untyped-def]  # noqa: PLR0915
     q,
     k_cache,
     v_cache,
