@@ -4,8 +4,8 @@ Run: ``python benchmarks/gpu_decode.py --out DIR [--sections gqa,fp8]`` on a mac
 flashinfer-python is installed it is measured in the same run. Ratio = best of the peers' / ours, so above 1 is faster.
 Times are those in a sequence of layers (``sequence/timing.py``), ``us``; beside them stand medians of single calls,
 ``single_us``, before each of which triton's do_bench fills L2 with zeros. The read bandwidth is that of a kernel of
-ours that only reads, over 4 GiB in the same process; "read alone" is its time in the same sequence over as many bytes
-as a row's keys and values.
+ours that only reads, in such a sequence over 4 GiB a layer; "read alone" is its time over as many bytes as a row's keys
+and values.
 ``--compile`` only compiles the peers' kernels.
 """
 
@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from decode import peers
 from decode.cases import SECTIONS, Case, cases_of, sections_of
-from decode.measuring import Bench
+from decode.measuring import Bench, reading
 from decode.page import SCHEMA
 from decode.problem import Pool
 from decode.reading import StreamingReads
 from decode.rows import disagreements, line_of, tally
-from decode.timing import REP_MS, SmClock, matrix_tflop_per_s, median_us
+from decode.timing import REP_MS, SmClock, matrix_tflop_per_s
 from gpu_environment import built_sources, gpu_environment
 from row_origin import keep
 from sequence.timing import Method
@@ -49,13 +49,13 @@ def options() -> argparse.Namespace:
 
 def measure(cases: list[Case], runtime: Runtime, rep: float, method: Method, result: dict[str, Any], out: Path) -> None:
     """Fill ``result`` with the ceilings and, as they come, the rows; each row is written to ``out`` and printed too."""
-    pool = Pool(max(READ_BYTES, *(method.layers * case.pages * case.page_bytes for case in cases)))
+    pool = Pool(method.layers * max(READ_BYTES, *(case.pages * case.page_bytes for case in cases)))
     rows, seconds = result["rows"], result["seconds"]
     with SmClock() as clock:
         matrix = result["matrix_tflop_per_s"] = matrix_tflop_per_s()
         memory = torch.zeros(2 + 8 * runtime.driver.device(0).multiprocessors, dtype=torch.int32, device="cuda")
-        reads = StreamingReads(runtime, memory.data_ptr(), torch.cuda.current_stream().cuda_stream, median_us)
-        read = result["read"] = reads.bandwidth(pool.flat(cases[0].kv_dtype).data_ptr(), READ_BYTES)
+        reads = StreamingReads(runtime, memory.data_ptr())
+        read = result["read"] = reading(reads, pool, cases[0].kv_dtype, READ_BYTES, method)
         print(f"read {read['tb_per_s']:.3f} TB/s, matrix product {matrix:.0f} TFLOP/s", flush=True)
         bench = Bench(runtime, pool, reads, read["tb_per_s"], matrix, rep, method)
         for case in cases:

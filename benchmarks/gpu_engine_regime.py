@@ -2,7 +2,8 @@
 
 Run: ``python benchmarks/gpu_engine_regime.py --out DIR`` on a machine with a Hopper GPU, torch and triton. Times are
 those in a sequence of layers (``sequence/timing.py``). Peers are FlashInfer's fa2, which plans with the real lengths,
-and FlashAttention-3 as vLLM calls it, where ``vllm.vllm_flash_attn`` can be imported; the result says why not.
+and FlashAttention-3 as vLLM calls it, for the real lengths and for the longest context, where ``vllm.vllm_flash_attn``
+can be imported; the result says why not.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ from __future__ import annotations
 import argparse
 import os
 import random
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from decode.cases import Case, same
 from decode.peers import describe, fa2
-from decode.problem import Pool, Problem
+from decode.problem import Pool, Problem, difference
 from decode.timing import Call
 from gpu_environment import built_sources, gpu_environment
 from row_origin import keep, origin_of
@@ -57,11 +60,15 @@ def cases() -> list[Case]:
     return [*found, Case("64/8 heads, D 64", "64 x 1024, mixed", few[0], head_dim=64, page=PAGE)]
 
 
+def tables_of(problem: Problem, bound: int) -> list[torch.Tensor]:
+    """Its page tables with columns for ``bound`` keys."""
+    columns = -(-bound // problem.case.page)
+    return [torch.nn.functional.pad(table, (0, columns - table.shape[1])) for table in problem.tables]
+
+
 def ours_of(problem: Problem, runtime: Runtime, bound: int) -> tuple[Any, Maker]:
-    """The plan for contexts of ``bound``, and its calls of all page tables, which have columns for as many keys."""
-    p = problem
-    columns = -(-bound // p.case.page)
-    tables = [torch.nn.functional.pad(table, (0, columns - table.shape[1])) for table in p.tables]
+    """The plan for contexts of ``bound``, and its calls of all page tables."""
+    p, tables = problem, tables_of(problem, bound)
     k, v = p.kv[:, 0], p.kv[:, 1]
     plan = plan_paged_decode(p.q, k, v, tables[0], p.lens, p.out, max_seq_len=bound, runtime=runtime)
 
@@ -77,8 +84,8 @@ def ours_of(problem: Problem, runtime: Runtime, bound: int) -> tuple[Any, Maker]
     return plan, make
 
 
-def fa3_of(problem: Problem) -> list[Call]:
-    """FlashAttention-3 with the scheduler metadata that vLLM makes once a step.
+def fa3_of(problem: Problem, bound: int) -> list[Call]:
+    """FlashAttention-3 for contexts of ``bound``, with the scheduler metadata that vLLM makes once a step.
 
     Raises:
         ImportError: there is no vLLM.
@@ -88,7 +95,7 @@ def fa3_of(problem: Problem) -> list[Call]:
     p, case = problem, problem.case
     out = torch.empty_like(p.out)
     starts = torch.arange(case.batch + 1, device="cuda", dtype=torch.int32)
-    common = {"max_seqlen_q": 1, "max_seqlen_k": case.longest, "cu_seqlens_q": starts, "causal": True}
+    common = {"max_seqlen_q": 1, "max_seqlen_k": bound, "cu_seqlens_q": starts, "causal": True}
     heads = {"num_heads_q": case.q_heads, "num_heads_kv": case.kv_heads, "headdim": case.head_dim}
     sizes = {"batch_size": case.batch, "page_size": case.page, "cache_seqlens": p.lens, "qkv_dtype": p.q.dtype}
     metadata = get_scheduler_metadata(**common, **heads, **sizes, window_size=(-1, -1), num_splits=FA3_SPLITS)
@@ -98,25 +105,40 @@ def fa3_of(problem: Problem) -> list[Call]:
     def call_of(table: torch.Tensor) -> Call:
         return lambda: flash_attn_varlen_func(**tensors, **common, **options, block_table=table)
 
-    return [call_of(table) for table in p.tables]
+    return [call_of(table) for table in tables_of(problem, bound)]
 
 
-PEERS = {"fa2": fa2, "fa3": fa3_of}
+def peers_of(name: str, problem: Problem) -> dict[str, Callable[[], list[Call]]]:
+    """What makes the calls of a peer, by what it is planned for."""
+    if name == "fa2":
+        return {"fa2": partial(fa2, problem)}
+    bounds = {"tight": problem.case.longest, str(BOUNDS[-1]): BOUNDS[-1]}
+    return {f"fa3, {words}": partial(fa3_of, problem, bound) for words, bound in bounds.items()}
+
+
+PEERS = ("fa2", "fa3")
 
 
 def row_of(case: Case, runtime: Runtime, pool: Pool, peers: list[str], method: Method) -> dict[str, Any]:
-    """Microseconds by contestant: ours by bound, the tight one first, and the peers."""
+    """Microseconds by contestant: ours by bound, the tight one first, and the peers; their outputs beside ours."""
     problem = Problem(case, pool, method.layers)
+    row = {"section": case.section, "label": case.label, "longest": case.longest, "kv_bytes": case.kv_bytes}
     plans, makers = {}, {}
     for bound in (case.longest, *BOUNDS):
         name = "ours, tight" if bound == case.longest else f"ours, {bound}"
         plans[name], makers[name] = ours_of(problem, runtime, bound)
-    makers |= {name: lambda _, make=PEERS[name]: make(problem) for name in peers}
+    makers["ours, tight"](torch.cuda.current_stream())[0]()
+    row["difference"], row["errors"] = {}, {}
+    for name, make in (item for peer in peers for item in peers_of(peer, problem).items()):
+        try:
+            row["difference"][name] = difference(make()[0](), problem.out)
+            makers[name] = lambda _, make=make: make()
+        except Exception as failure:  # of a peer, is a result
+            row["errors"][name] = describe(failure)
     times = sequence_times(Layers(problem.q, problem.out, method), makers, method)
-    row = {"section": case.section, "label": case.label, "longest": case.longest, "kv_bytes": case.kv_bytes}
     row["us"] = {name: times[name]["us"] for name in makers if "us" in times[name]}
     row["rounds_us"] = {name: found["rounds_us"] for name, found in times.items() if "us" in found}
-    row["errors"] = {name: found["error"] for name, found in times.items() if "error" in found}
+    row["errors"] |= {name: found["error"] for name, found in times.items() if "error" in found}
     return row | origin_of(*plans.values())
 
 

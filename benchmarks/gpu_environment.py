@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 _BUILT = Path(__file__).resolve().parents[1] / "build" / "artifacts"
-_PACKAGES = ("cubin-runtime", "flashinfer-python", "torch", "transformers", "triton", "numpy")
+_PACKAGES = ("cubin-runtime", "flashinfer-python", "torch", "transformers", "triton", "numpy", "vllm")
 _QUERY = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.draw,temperature.gpu"
 
 

@@ -1,7 +1,8 @@
 """MLA decode beside FlashMLA and FlashInfer's fa3 on the same tensors: times, bandwidth, ratios, bars.
 
 Run: ``python benchmarks/gpu_mla.py --out DIR`` on a machine with a Hopper GPU, torch and triton; where
-flashinfer-python is installed it is measured in the same run, and FlashMLA where ``--flashmla`` names its sources.
+flashinfer-python is installed it is measured in the same run, and FlashMLA where ``--flashmla`` names its library,
+which ``decode/flash_mla_build.py`` makes.
 Ratio = the best of the peers' times / ours, so above 1 is faster. Times are those in a sequence of layers
 (``sequence/timing.py``), ``us``; beside them stand medians of single calls, ``single_us``, before each of which
 triton's do_bench fills L2 with zeros. "Read alone" is the time in the same sequence of a kernel of ours that only reads
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from decode import flash_mla
+from decode.measuring import reading
 from decode.mla_cases import mla_cases
 from decode.mla_measuring import MlaBench, MlaMaker, MlaProblem, fa3_of
 from decode.mla_page import SCHEMA
@@ -25,7 +27,7 @@ from decode.peers import describe
 from decode.problem import Pool
 from decode.reading import StreamingReads
 from decode.rows import disagreements, line_of, tally
-from decode.timing import SmClock, matrix_tflop_per_s, median_us
+from decode.timing import SmClock, matrix_tflop_per_s
 from gpu_environment import built_sources, gpu_environment
 from row_origin import keep
 from sequence.timing import Method
@@ -33,8 +35,8 @@ from sequence.timing import Method
 from cubin_runtime import Config
 from cubin_runtime.attention import Runtime
 
-POOL_BYTES = 6 << 30
-READ_BYTES = 2 << 30
+POOL_BYTES = 8 << 30
+READ_BYTES = 2 << 30  # a layer
 HIDDEN = 7168
 REP_MS = 60
 
@@ -43,7 +45,7 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--peers", default="fa3,flashmla", help="whom to measure beside; empty: nobody")
-    parser.add_argument("--flashmla", type=Path, help="a folder with FlashMLA's csrc and its cutlass")
+    parser.add_argument("--flashmla", type=Path, help="the library of decode/flash_mla_build.py")
     parser.add_argument("--rep", type=float, default=REP_MS, help="ms of device time for one median (%(default)s)")
     parser.add_argument("--rounds", type=int, default=Method().rounds, help="of a sequence (%(default)s)")
     parser.add_argument("--compile", action="store_true", help="only compile the peers' kernels, measure nothing")
@@ -57,15 +59,18 @@ def peers_of(chosen: argparse.Namespace, pool: Pool) -> tuple[dict[str, MlaMaker
     problem = MlaProblem(next(case for case in mla_cases() if case.peer), pool)
     for name in filter(None, chosen.peers.split(",")):
         began = time.perf_counter()
+        report[name] = {}
         try:
-            if name == "flashmla" and chosen.flashmla is None:
-                raise FileNotFoundError("its sources were not given")
-            make = fa3_of if name == "fa3" else flash_mla.maker(flash_mla.build(chosen.flashmla))
-            make(problem)
+            if name == "flashmla":
+                library = flash_mla.load(chosen.flashmla)
+                report[name] = {"commit": flash_mla.commit_of(library)}
+            make = fa3_of if name == "fa3" else flash_mla.maker(library)
+            make(problem)[0]()
+            torch.cuda.synchronize()
             makers[name] = make
-            report[name] = {"seconds": round(time.perf_counter() - began, 1)}
+            report[name] |= {"seconds": round(time.perf_counter() - began, 1)}
         except Exception as failure:
-            report[name] = {"error": describe(failure)}
+            report[name] |= {"error": describe(failure)}
     return makers, report
 
 
@@ -77,10 +82,10 @@ def measure(
     with SmClock() as clock:
         matrix = result["matrix_tflop_per_s"] = matrix_tflop_per_s()
         memory = torch.zeros(2 + 8 * runtime.driver.device(0).multiprocessors, dtype=torch.int32, device="cuda")
-        reads = StreamingReads(runtime, memory.data_ptr(), torch.cuda.current_stream().cuda_stream, median_us)
-        read = result["read"] = reads.bandwidth(pool.flat("bf16").data_ptr(), READ_BYTES)
+        reads, method = StreamingReads(runtime, memory.data_ptr()), Method(**result["method"])
+        read = result["read"] = reading(reads, pool, "bf16", READ_BYTES, method)
         print(f"read {read['tb_per_s']:.3f} TB/s, matrix product {matrix:.0f} TFLOP/s", flush=True)
-        bench = MlaBench(runtime, pool, reads, read["tb_per_s"], matrix, chosen.rep, Method(**result["method"]))
+        bench = MlaBench(runtime, pool, reads, read["tb_per_s"], matrix, chosen.rep, method)
         for case in mla_cases(bool(peers)):
             before = len(clock.samples)
             row = bench.row(case, peers)

@@ -1,11 +1,9 @@
-"""FlashMLA as a peer of the MLA decode: built from its sources, since no wheel of it is published."""
+"""FlashMLA as a peer of the MLA decode: calls of the library that ``flash_mla_build.py`` makes of its sources."""
 
 from __future__ import annotations
 
-import os
+import ctypes
 from collections.abc import Callable
-from functools import partial
-from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -14,57 +12,79 @@ import torch
 from .mla_measuring import SCALE, MlaProblem
 from .timing import Call
 
-_BINDING = """#include <pybind11/pybind11.h>
-#include <torch/extension.h>
-#include "api/dense_decode.h"
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { m.def("dense_decode_fwd", &dense_attn_decode_interface); }
-"""
-_SOURCES = (
-    "smxx/decode/get_decoding_sched_meta/get_decoding_sched_meta.cu",
-    "smxx/decode/combine/combine.cu",
-    "sm90/decode/dense/instantiations/bf16.cu",
-)
-_INCLUDES = ("csrc", "csrc/kerutils/include", "csrc/sm90", "cutlass/include", "cutlass/tools/util/include")
-_TOOLKIT = ("{home}*/include/cccl", "/usr/local/cuda*/targets/x86_64-linux/include/cccl")
-_UNDEFINED = ("HALF_OPERATORS", "HALF_CONVERSIONS", "HALF2_OPERATORS", "BFLOAT16_CONVERSIONS")
-_FLAGS = ("-O3", "-std=c++20", "-DNDEBUG", "-DFLASH_MLA_DISABLE_FP16")
+PAGE = 64
+METADATA_WORDS = 8
+_POINTERS = ("q", "cache", "out", "tables", "lens", "metadata", "splits", "lse", "lse_parts", "out_parts", "stream")
+_NUMBERS = ("batch", "q_len", "heads", "width", "latent", "pages", "columns", "parts", "causal")
 
 
-def build(folder: Path) -> Any:
-    """The extension, compiled from ``folder``: its ``csrc``, and ``cutlass`` with the headers of its submodule."""
-    from torch.utils.cpp_extension import load
+class _Arguments(ctypes.Structure):
+    """``FlashMlaCall`` of ``flash_mla.cu``."""
 
-    binding = folder / "binding.cpp"
-    if not binding.exists():
-        binding.write_text(_BINDING)
-    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
-    toolkit = [found for pattern in _TOOLKIT for found in glob(pattern.format(home=home))]
-    device = [f"-U__CUDA_NO_{name}__" for name in _UNDEFINED]
-    device += ["-D_USE_MATH_DEFINES", "--expt-relaxed-constexpr", "--expt-extended-lambda", "--use_fast_math"]
-    device += ["--ptxas-options=--register-usage-level=10", "-gencode", "arch=compute_90a,code=sm_90a"]
-    return load(
-        "flash_mla_peer",
-        [str(binding), *(str(folder / "csrc" / source) for source in _SOURCES)],
-        extra_include_paths=[*(str(folder / include) for include in _INCLUDES), *toolkit],
-        extra_cflags=list(_FLAGS),
-        extra_cuda_cflags=[*_FLAGS, *device],
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_int32) for name in _NUMBERS),
+        ("scale", ctypes.c_float),
     )
 
 
-def maker(extension: Any) -> Callable[[MlaProblem], list[Call]]:
+def load(path: Path | None) -> ctypes.CDLL:
+    """The library.
+
+    Raises:
+        FileNotFoundError: none was named.
+    """
+    if path is None:
+        raise FileNotFoundError("no library was named with --flashmla")
+    library = ctypes.CDLL(str(path))
+    library.flash_mla_commit.restype = ctypes.c_char_p
+    for function in (library.flash_mla_plan, library.flash_mla_run):
+        function.argtypes = [ctypes.POINTER(_Arguments)]
+    return library
+
+
+def commit_of(library: ctypes.CDLL) -> str:
+    """The commit of its sources."""
+    stated: bytes = library.flash_mla_commit()
+    return stated.decode()
+
+
+def maker(library: ctypes.CDLL) -> Callable[[MlaProblem], list[Call]]:
     """Its calls of a problem, one for each page table, planned before."""
 
     def calls(problem: MlaProblem) -> list[Call]:
-        p, case = problem, problem.case
-        q = p.q.view(case.batch, case.q_len, case.heads, case.width)
-        cache = p.cache.unsqueeze(2)
-        run = partial(extension.dense_decode_fwd, q, cache, case.latent, p.lens)
-        options = (SCALE, case.q_len > 1)
-        _, _, metadata, splits = run(p.tables[0], *options, None, None)
+        case, rows = problem.case, problem.case.q_len * problem.case.heads
+        if case.kv_dtype != "bf16" or case.q_dtype != "bf16" or case.page != PAGE:
+            raise ValueError(f"expected bf16 and pages of {PAGE}, not {case.label} with pages of {case.page}")
+        multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+        parts = library.flash_mla_parts(multiprocessors, case.q_len, case.heads)
+        words: dict[str, Any] = {"device": "cuda", "dtype": torch.int32}
+        made = {
+            "out": torch.empty_like(problem.out),
+            "metadata": torch.empty(parts, METADATA_WORDS, **words),
+            "splits": torch.empty(case.batch + 1, **words),
+            "lse": torch.empty(case.batch, rows, device="cuda"),
+            "lse_parts": torch.empty(case.batch + parts, rows, device="cuda"),
+            "out_parts": torch.empty(case.batch + parts, rows, case.latent, device="cuda"),
+        }
+        tensors = {"q": problem.q, "cache": problem.cache, "lens": problem.lens, **made}
+        numbers = {name: getattr(case, name) for name in ("batch", "q_len", "heads", "width", "latent")}
+        numbers |= {"pages": len(problem.cache), "columns": problem.tables[0].shape[1], "parts": parts, "causal": 1}
 
         def call_of(table: torch.Tensor) -> Call:
-            return lambda: run(table, *options, metadata, splits)[0]
+            pointers = {name: tensor.data_ptr() for name, tensor in (*tensors.items(), ("tables", table))}
+            given = _Arguments(**pointers, **numbers, scale=SCALE)
 
-        return [call_of(table) for table in p.tables]
+            def call(function: Any = library.flash_mla_run) -> torch.Tensor:
+                given.stream = torch.cuda.current_stream().cuda_stream
+                if status := function(ctypes.byref(given)):
+                    raise RuntimeError(f"CUDA error {status}")
+                return made["out"]
+
+            return call
+
+        found = [call_of(table) for table in problem.tables]
+        found[0](library.flash_mla_plan)
+        return found
 
     return calls

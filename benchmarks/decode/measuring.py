@@ -16,12 +16,23 @@ from . import peers as peer_calls
 from .cases import Case, published_speedup
 from .ours import Ours, ungrouped
 from .problem import Pool, Problem, difference
-from .reading import StreamingReads, enter_times
+from .reading import StreamingReads, bandwidth_of, enter_times
 from .rows import Row, add_figures, sizes
 from .timing import Call, host_us, median_us
 
 # Planning again is work of the host, which no graph holds: it is compared in single calls alone.
 SINGLE_CALLS_ONLY = frozenset({"fa2_plan_run"})
+
+
+READ_TOKENS = 64  # of the layers around what only reads
+
+
+def reading(reads: StreamingReads, pool: Pool, dtype: str, nbytes: int, method: Method) -> dict[str, Any]:
+    """The read bandwidth in a sequence whose layers read ``nbytes`` each."""
+    queries = torch.randn(READ_TOKENS, method.hidden, device="cuda", dtype=torch.bfloat16)
+    layers = Layers(queries, torch.empty_like(queries), method)
+    makers = reads.makers(pool.flat(dtype).data_ptr(), nbytes, method.layers)
+    return bandwidth_of(sequence_times(layers, makers, method), nbytes)
 
 
 class Bench:

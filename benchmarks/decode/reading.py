@@ -1,4 +1,4 @@
-"""Our read-only tests: launches of them, their times over any number of bytes, and the checksum. No torch."""
+"""Our read-only tests: launches of them, contestants of a sequence, their limits, and the checksum. No torch."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from cubin_runtime.launch.prepared import PreparedLaunches
 OPERATION = "streaming_read"
 UNIT = 16
 COUNTERS_BYTES = 8
-# Device time for one median of one way.
-BANDWIDTH_MS = 40
 READ = "read: "  # what names of contestants that only read begin with
 
 
@@ -69,24 +67,13 @@ def checksum(data: np.ndarray) -> int:
 
 
 class StreamingReads:
-    """Our read-only tests as contestants of a sequence, and alone over much memory by ``median_us``.
+    """Our read-only tests as contestants of a sequence.
 
-    ``median_us`` gives a call's device time within so many ms. ``memory`` is zeroed, has room for two words and 8 more
-    for each multiprocessor, and outlives this.
+    ``memory`` is zeroed, has room for two words and 8 more for each multiprocessor, and outlives this.
     """
 
-    def __init__(
-        self, runtime: Runtime, memory: int, stream: int, median_us: Callable[[Callable[[], None], float], float]
-    ) -> None:
-        self._runtime, self._memory, self._stream, self._median_us = runtime, memory, stream, median_us
-
-    def bandwidth(self, data: int, nbytes: int) -> dict[str, object]:
-        """TB/s of reading ``nbytes`` at ``data`` in each way, and the best of them."""
-        by_way = {}
-        for way in WAYS:
-            launch = self._launch(data, nbytes, way)
-            by_way[str(way)] = nbytes / self._median_us(partial(launch.run, self._stream), BANDWIDTH_MS) / 1e6
-        return {"bytes": nbytes, "tb_per_s": max(by_way.values()), "tb_per_s_by_way": by_way}
+    def __init__(self, runtime: Runtime, memory: int) -> None:
+        self._runtime, self._memory = runtime, memory
 
     def makers(self, data: int, nbytes: int, layers: int) -> dict[str, Callable[[Any], list[Callable[[], None]]]]:
         """A contestant for each way: in each layer it reads the next ``nbytes`` from ``data`` on."""
@@ -102,9 +89,20 @@ class StreamingReads:
         return streaming_read(self._runtime, data, nbytes, self._memory + COUNTERS_BYTES, self._memory, way, ctas)
 
 
+def bandwidth_of(times: Mapping[str, Mapping[str, Any]], nbytes: int) -> dict[str, object]:
+    """TB/s of the read-only contestants of a sequence that read ``nbytes`` in a layer, and the best of them."""
+    by_way = {name: nbytes / us / 1e6 for name, us in _reads_of(times).items()}
+    return {"bytes": nbytes, "tb_per_s": max(by_way.values()), "tb_per_s_by_way": by_way}
+
+
+def _reads_of(times: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Microseconds by way to read."""
+    return {name.removeprefix(READ): one["us"] for name, one in times.items() if name.startswith(READ) and "us" in one}
+
+
 def limit_of(times: Mapping[str, Mapping[str, Any]]) -> dict[str, object]:
     """The least time of the read-only contestants in a sequence's times, and whose it is."""
-    found = {name.removeprefix(READ): one["us"] for name, one in times.items() if name.startswith(READ) and "us" in one}
+    found = _reads_of(times)
     best = min(found, key=found.__getitem__)
     return {"read_alone_us": found[best], "read_alone_way": best}
 
