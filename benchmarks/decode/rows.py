@@ -69,6 +69,9 @@ def add_figures(row: Row, bar: Bar, read_tb_per_s: float, matrix_tflop_per_s: fl
         times = {name: found["us"] for name, found in row["peers"].items() if "us" in found}
         for name, theirs in times.items():
             row[f"ratio_{name}"] = theirs / us
+        for name, found in row["peers"].items():  # what no graph holds is compared in single calls
+            if "us" not in found and "single_us" in found and "single_us" in ours:
+                row[f"ratio_{name}"] = found["single_us"] / ours["single_us"]
         # Planning again does not make the peer faster: it has a bar of its own.
         alone = {name: theirs for name, theirs in times.items() if name != "fa2_plan_run"}
         if alone:
@@ -124,7 +127,8 @@ def line_of(row: Row) -> str:
     parts.append(f"{row['tflop_per_s']:4.0f} TFLOP/s {row['tb_per_s']:5.2f} TB/s {100 * row['read_share']:3.0f}%")
     parts += [f"read alone {row['read_alone_us']:.1f}"] if "read_alone_us" in row else []
     for name, found in row["peers"].items():
-        parts.append(f"{name} {found['us']:.1f}" if "us" in found else f"{name} failed")
+        time = found.get("us", found.get("single_us"))
+        parts.append(f"{name} failed" if time is None else f"{name} {time:.1f}")
         if not found.get("difference", 0.0) < DISAGREEMENT:  # a NaN too
             parts.append(f"DISAGREES by {found['difference']:.2g}")
     words = {

@@ -81,10 +81,10 @@ def weights(layers: int, rows: int, columns: int, dtype: torch.dtype) -> tuple[t
 
 
 class _Contestant:
-    """A sequence that can be timed."""
+    """A sequence that can be timed; it keeps its calls, whose tensors a graph reads but does not own."""
 
-    def __init__(self, name: str, run: Call) -> None:
-        self.name, self.run, self.replays = name, run, FEWEST_REPLAYS
+    def __init__(self, name: str, run: Call, calls: Sequence[Call]) -> None:
+        self.name, self.run, self.calls, self.replays = name, run, calls, FEWEST_REPLAYS
         self.times: list[float] = []
 
 
@@ -139,7 +139,7 @@ def _contestant(
         for _ in range(WARMUPS):
             body()
         stream.synchronize()
-        contestant = _Contestant(name, body) if not method.graph else _Contestant(name, _captured(body).replay)
+        contestant = _Contestant(name, _captured(body).replay if method.graph else body, calls)
     once = _measured(contestant, stream)
     contestant.replays = max(FEWEST_REPLAYS, int(MEASURED_US / once))
     return contestant
