@@ -108,10 +108,15 @@ soak: .venv/.ready ## 200 processes killed while they fetch, fetching beside its
 	@$(VENV) benchmarks/fetch_peers.py
 	@$(MAKE) --no-print-directory fuzz-long
 
-bench: .venv/.ready ## The benchmarks that need no GPU; results in benchmarks/results
-	@$(VENV) $(PIP) -e '.[bench]'
-	@for script in benchmarks/*.py; do case "$$script" in */gpu_*) ;; *) \
+bench: .venv/.ready ## The benchmarks that need no GPU, and what `make figures` writes
+	@for script in benchmarks/*.py; do case "$$script" in */gpu_* | */figures.py) ;; *) \
 	    echo "== $$script"; $(VENV) "$$script" ;; esac; done
+	@$(MAKE) --no-print-directory figures
+
+.PHONY: figures
+figures: .venv/.ready ## All tables and pictures of the pages and the README, from benchmarks/results
+	@$(VENV) $(PIP) -e '.[bench]'
+	@$(VENV) benchmarks/figures.py
 
 clean: ## Remove everything that make made here, environments included
 	rm -rf venv .venv .venv-docs .venv-lowest .venv-torch build accelerator/build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from decode.timing import SmClock, median_us
 from gpu_environment import built_sources, gpu_environment
+from row_origin import origin_of
 
 from cubin_runtime import Config
 from cubin_runtime.attention import Runtime, plan_append_kv, plan_merge_states
@@ -201,6 +202,7 @@ def measure(problem: AppendProblem | MergeProblem, rounds: int, rep: float) -> d
             times[name].append(median_us(call, rep))
     moved = problem.bytes_moved
     row: dict[str, Any] = {**asdict(problem.case), "bytes": moved, "wrong": problem.wrong()}
+    row |= origin_of(problem.plan)
     for name, found in times.items():
         us = statistics.median(found)
         row[name] = {"us": round(us, 2), "gb_per_s": round(moved / us / 1e3, 1), "rounds": [round(x, 2) for x in found]}

@@ -1,6 +1,6 @@
 """Host time of one call: plans, bound steps, plain functions and FlashInfer's names, beside a C loop over the launch.
 
-    gpu_host_cost.py --out FOLDER [--peers]
+    gpu_host_cost.py --out FOLDER [--peers] [--rounds N]
 
 Every figure is the mean of 40 calls while the queue is not full: the least and the median of many such means, in
 microseconds. The floor of a row is a C loop over ``cuLaunchKernelEx`` that makes the same launch, with the row's own
@@ -24,6 +24,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from row_origin import origin_of
+
 ROUNDS, REPEATS, CALLS = 5, 25, 40
 LOOP = """
 #include <cuda.h>
@@ -43,12 +45,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path)
     parser.add_argument("--peers", action="store_true")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="processes (%(default)s)")
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.measure:
         print(json.dumps(measure(peers=asked.peers)))
         return
-    rounds = [_in_process(peers=asked.peers) for _ in range(ROUNDS)]
+    rounds = [_in_process(peers=asked.peers) for _ in range(asked.rounds)]
     from gpu_environment import gpu_environment
 
     table = {}
@@ -60,6 +63,7 @@ def main() -> None:
             "median": statistics.median(found["median"] for found in each),
             "floor": statistics.median(found["floor"] for found in each),
             "ratio": statistics.median(ratios),
+            **{name: each[0][name] for name in ("cubins", "commit") if name in each[0]},
         }
     report = {"environment": gpu_environment(), "microseconds": table, "rounds": rounds}
     if asked.out:
@@ -83,6 +87,7 @@ class Table:
 
     def __init__(self, synchronize: Callable[[], None]) -> None:
         self.rows: Figures = {}
+        self.origin: dict[str, Any] = {}  # what the rows that follow launch
         self._synchronize = synchronize
 
     def add(self, row: str, call: Callable[[], Any], floor: float, *, calls: int = 1) -> None:
@@ -97,7 +102,7 @@ class Table:
                 call()
             found.append((time.perf_counter() - begin) / CALLS / calls * 1e6)
             self._synchronize()
-        self.rows[row] = {"least": min(found), "median": statistics.median(found), "floor": floor}
+        self.rows[row] = {"least": min(found), "median": statistics.median(found), "floor": floor, **self.origin}
 
 
 def measure(*, peers: bool) -> Figures:  # noqa: PLR0915
@@ -123,6 +128,7 @@ def measure(*, peers: bool) -> Figures:  # noqa: PLR0915
     torch.cuda.synchronize()
     floor = _c_loop(runtime, 0)
     table.add("torch x.add_(1)", lambda: lens.add_(0), floor)
+    table.origin = origin_of(plan)
     table.add("plan.run, same tensors", lambda: plan.run(q, k, v, pages, lens, out), floor)
 
     def runs() -> None:
@@ -156,6 +162,7 @@ def measure(*, peers: bool) -> Figures:  # noqa: PLR0915
     mla.run(lq, latent, pages, lens, lout)
     torch.cuda.synchronize()
     mla_floor = _c_loop(runtime, 0)
+    table.origin = origin_of(mla)
     table.add("MLA plan.run", lambda: mla.run(lq, latent, pages, lens, lout), mla_floor)
     mla_options = {"max_seq_len": 256, "softmax_scale": 0.1, "out": lout}
     table.add("mla_decode(out=out)", lambda: mla_decode(lq, latent, pages, lens, **mla_options), mla_floor)
@@ -208,7 +215,7 @@ def _compiled(table: Table, tensors: tuple[Any, ...], floor: float) -> None:
         table.add(row, partial(traced(layers), *tensors), floor)
     one, nine = (table.rows[rows[layers]] for layers in (1, 9))
     found = {figure: (nine[figure] - one[figure]) / 8 for figure in ("least", "median")}
-    table.rows["torch.compile, one more paged_decode()"] = {**found, "floor": floor}
+    table.rows["torch.compile, one more paged_decode()"] = {**found, "floor": floor, **table.origin}
 
 
 def _peers(table: Table, decode: tuple[Any, ...], mla: tuple[Any, ...], floor: float, mla_floor: float) -> None:
@@ -218,6 +225,7 @@ def _peers(table: Table, decode: tuple[Any, ...], mla: tuple[Any, ...], floor: f
     from decode.peers import library
 
     flashinfer = library()
+    table.origin = {}
     q, k, v, pages, lens, out = decode
     buffer = torch.zeros(128 << 20, dtype=torch.uint8, device="cuda")
     unsigned = lens.to(torch.uint32)

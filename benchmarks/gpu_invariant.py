@@ -7,7 +7,6 @@ median over rounds of triton's do_bench median, which clears L2 before each call
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 from collections.abc import Callable
@@ -18,12 +17,15 @@ from typing import Any
 
 import torch
 from gpu_environment import built_sources, gpu_environment
+from row_origin import keep, origin_of
 from triton.testing import do_bench
 
 from cubin_runtime import Config
-from cubin_runtime.attention import Runtime, context_attention, paged_decode
+from cubin_runtime.attention import Runtime, plan_context_attention, plan_paged_decode
 
 PAGE = 64
+Call = Callable[[], torch.Tensor]
+Plans = dict[bool, tuple[Any, Call]]  # a plan and a run of it, by whether it is batch-invariant
 # head_dim, query heads, KV heads, batch, query tokens, keys
 DECODES = [
     *((128, heads, 8, 1, 1, keys) for heads, keys in product((32, 64), (1024, 4096, 8192, 32768, 131072))),
@@ -55,34 +57,53 @@ def integers(values: Any) -> torch.Tensor:
     return torch.tensor(values, device="cuda", dtype=torch.int32)
 
 
-def decode_of(runtime: Runtime, case: tuple[int, ...], lengths: list[int]) -> Callable[[bool], Any]:
+def decode_of(runtime: Runtime, case: tuple[int, ...], lengths: list[int]) -> Plans:
     head_dim, heads, kv_heads, batch, q_len, keys = case
     columns = -(-keys // PAGE)
     q = normal(batch, q_len, heads, head_dim)
     k, v = (normal(batch * columns, PAGE, kv_heads, head_dim) for _ in range(2))
     table = torch.randperm(batch * columns, device="cuda").int().reshape(batch, columns)
-    call = partial(paged_decode, q, k, v, table, integers(lengths), max_seq_len=keys, runtime=runtime)
-    return lambda invariant: call(batch_invariant=invariant, out=torch.empty_like(q))
+    tensors = (q, k, v, table, integers(lengths))
+
+    def planned(invariant: bool) -> tuple[Any, Call]:
+        out = torch.empty_like(q)
+        plan = plan_paged_decode(*tensors, out, max_seq_len=keys, batch_invariant=invariant, runtime=runtime)
+        return plan, partial(run, plan, (*tensors, out), {}, out)
+
+    return {invariant: planned(invariant) for invariant in (False, True)}
 
 
-def prefill_of(runtime: Runtime, case: tuple[int, ...]) -> Callable[[bool], Any]:
+def prefill_of(runtime: Runtime, case: tuple[int, ...]) -> Plans:
     head_dim, batch, q_len, keys = case
     q, k, v = normal(batch * q_len, 32, head_dim), normal(batch * keys, 8, head_dim), normal(batch * keys, 8, head_dim)
     sums = {"q_cu_seq_lens": q_len, "kv_cu_seq_lens": keys}
     ragged = {name: integers([length * i for i in range(batch + 1)]) for name, length in sums.items()}
-    call = partial(context_attention, q, k, v, max_seq_len=keys, max_q_len=q_len, runtime=runtime, **ragged)
-    return lambda invariant: call(batch_invariant=invariant, out=torch.empty_like(q))
+    bounds: dict[str, Any] = {"max_seq_len": keys, "max_q_len": q_len, "runtime": runtime}
+
+    def planned(invariant: bool) -> tuple[Any, Call]:
+        out = torch.empty_like(q)
+        plan = plan_context_attention(q, k, v, out, **ragged, **bounds, batch_invariant=invariant)
+        return plan, partial(run, plan, (q, k, v, out), ragged, out)
+
+    return {invariant: planned(invariant) for invariant in (False, True)}
 
 
-def measured(call: Callable[[bool], Any], rounds: int, rep: float) -> dict[str, float]:
-    """Microseconds by whether it was invariant, and the ratio."""
+def run(plan: Any, tensors: tuple[torch.Tensor, ...], named: dict[str, torch.Tensor], out: torch.Tensor) -> Any:
+    """Run a plan; its output."""
+    plan.run(*tensors, **named)
+    return out
+
+
+def measured(plans: Plans, rounds: int, rep: float) -> dict[str, Any]:
+    """Microseconds by whether it was invariant, the ratio, and what was launched."""
     times: dict[bool, list[float]] = {False: [], True: []}
     for _ in range(rounds):
         for invariant, found in times.items():
-            found.append(do_bench(lambda i=invariant: call(i), warmup=5, rep=rep, return_mode="median") * 1e3)
+            found.append(do_bench(plans[invariant][1], warmup=5, rep=rep, return_mode="median") * 1e3)
     default, invariant = (statistics.median(times[which]) for which in (False, True))
-    difference = (call(True).float() - call(False).float()).abs().max().item()
-    return {"default_us": default, "invariant_us": invariant, "ratio": invariant / default, "differ_by": difference}
+    difference = (plans[True][1]().float() - plans[False][1]().float()).abs().max().item()
+    row = {"default_us": default, "invariant_us": invariant, "ratio": invariant / default, "differ_by": difference}
+    return row | origin_of(*(plan for plan, _ in plans.values()))
 
 
 def main() -> int:
@@ -91,8 +112,7 @@ def main() -> int:
     torch.manual_seed(0)
     store = Path(os.environ.get("CUBIN_RUNTIME_CACHE", chosen.out / "store"))
     runtime = Runtime(Config(store=store, sources=built_sources(), offline=True))
-    chosen.out.mkdir(parents=True, exist_ok=True)
-    cases: list[tuple[str, Callable[[], Callable[[bool], Any]]]] = []
+    cases: list[tuple[str, Callable[[], Plans]]] = []
     if chosen.only != "prefill":
         for case in DECODES:
             name = "decode d{} {}/{} heads, batch {}, q_len {}, keys {}".format(*case)
@@ -109,7 +129,7 @@ def main() -> int:
         row = {"case": name, **measured(make(), chosen.rounds, chosen.rep)}
         result["rows"].append(row)
         print(f"{name}: {row['default_us']:.1f} us, {row['invariant_us']:.1f} us, {row['ratio']:.3f}", flush=True)
-        (chosen.out / "invariant.json").write_text(json.dumps(result, indent=1) + "\n")
+        keep(result, chosen.out / "invariant.json")
     return 0
 
 

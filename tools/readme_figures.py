@@ -1,7 +1,6 @@
 """Write the README's support matrix and headline figures, and the GPUs of FlashInfer's functions, between markers.
 
-They come from the code and the JSON. Run: ``python tools/readme_figures.py``. A test compares the pages with what this
-would write.
+They come from the code and the JSON. ``make figures`` writes them; a test compares the pages with what that writes.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.decode.freshness import is_fresh, pinned  # noqa: E402
+from benchmarks.decode.freshness import SWEEP, is_fresh, pinned  # noqa: E402
 from cubin_runtime import attention  # noqa: E402
 from cubin_runtime.attention.backends import TABLE, Support  # noqa: E402
 from kernels_src.variants import VARIANTS  # noqa: E402
@@ -29,6 +28,7 @@ TAKEN = {
     "append_kv": ("bf16, fp16, e4m3", "32 to 1024, in steps of 16"),
     "merge_states": ("bf16, fp16, fp32", "8 to 4096, in steps of 8"),
 }
+PICTURE = "![Bandwidth of keys and values read by paged decode, against batch and length](docs/decode_bandwidth.png)"
 EARLIER = "measured with an earlier kernel"
 PUBLISHED = ("trtllm-gen", "SM100, SM103", "bf16, fp16, e4m3, e2m1", "by the release", "published, not run here")
 _DTYPES = ("bf16", "fp16", "fp32", "e4m3")
@@ -102,7 +102,7 @@ def _backend_cell(backends: Mapping[str, Support], state: str) -> str:
 
 
 def headlines(results: Path = ROOT / "benchmarks" / "results") -> str:
-    """Four figures, each with where it comes from."""
+    """Four figures, each with where it comes from, and the picture of the decode."""
     decode, prefill, fetch, host = (
         json.loads((results / f"{name}.json").read_text()) for name in ("decode", "prefill", "fetch", "host_cost")
     )
@@ -140,7 +140,9 @@ def headlines(results: Path = ROOT / "benchmarks" / "results") -> str:
             "[results](docs/results/fetching.md)",
         ),
     ]
-    return _table(("figure", "what was measured", "details"), rows)
+    swept = [row for row in json.loads((results / f"{SWEEP}.json").read_text())["rows"] if row["section"] == "sweep"]
+    age = "" if all(is_fresh(row, digests) for row in swept) else f"\n\nThe picture was {EARLIER}."
+    return f"{_table(('figure', 'what was measured', 'details'), rows)}\n\n{PICTURE}{age}"
 
 
 def _age(row: Mapping[str, Any], digests: frozenset[str]) -> str:
@@ -168,8 +170,3 @@ def written(page: str) -> str:
             raise ValueError(f"expected one {begin} and one {end}")
         text = re.sub(f"{begin}.*{end}", lambda _, t=table, b=begin, e=end: f"{b}\n{t}\n{e}", text, flags=re.DOTALL)  # type: ignore[misc]
     return text
-
-
-if __name__ == "__main__":
-    for page in PAGES:
-        (ROOT / page).write_text(written(page))

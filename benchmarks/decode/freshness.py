@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .rows import tally
-
 MARK = " †"
 LEGEND = "†: measured with an earlier kernel: its cubin is not in the pinned release, or is not known."
 EARLIER = "Measured with an earlier release of the kernels."
+SWEEP = "decode_h100"  # the report whose section "sweep" the picture of the bandwidth shows
 NAMES = ("label", "case")  # under which rows have what stands first in their line of a table
 
 
@@ -32,14 +31,6 @@ def marked(report: Mapping[str, Any], digests: frozenset[str]) -> Mapping[str, A
         return row if is_fresh(row, digests) else row | {name: row[name] + MARK for name in NAMES if name in row}
 
     return {**report, "rows": list(map(row_of, report["rows"]))} if "rows" in report else report
-
-
-def beyond(report: Mapping[str, Any], newer: Mapping[str, Any], name: str = "section") -> Mapping[str, Any]:
-    """The report without the rows that a newer one has, told by what is under ``name``."""
-    measured = {row[name] for row in newer.get("rows", ())}
-    rows = [row for row in report.get("rows", ()) if row[name] not in measured]
-    bars = {"bars": tally(rows)} if "bars" in report else {}
-    return {**report, "rows": rows, **bars}
 
 
 def explained(text: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 from .tables import NOT_MEASURED, Report, report_of, table
 
 _PLANNING = "a new batch size"
+NOT_OURS = ("torch x", "FlashInfer ", _PLANNING)  # what rows begin with that launch none of our kernels, or many
 _STATES = {"plain": "Without torch", "torch": "With torch"}
 
 

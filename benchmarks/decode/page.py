@@ -56,8 +56,8 @@ def figures(report: Report, *, pictures: bool = True) -> str:
 
 
 def _pictures(rows: Sequence[Row]) -> list[str]:
-    bandwidth = "![Bandwidth of keys and values read, against batch and length; single calls](../decode_bandwidth.png)"
-    roofline = "![Rate of the products against their intensity, and the roofs; single calls](../decode_roofline.png)"
+    bandwidth = "![Bandwidth of keys and values read, against batch and length](../decode_bandwidth.png)"
+    roofline = "![Rate of the products against their intensity, and the roofs](../decode_roofline.png)"
     return [bandwidth, roofline] if any(row["section"] == "sweep" for row in rows) else [roofline]
 
 

@@ -25,6 +25,8 @@ ROOF_SECTIONS = {
 # Sections of one ratio, and peers beside ours, lie this far from each other, in powers of two, instead of overprinting.
 _SIDE_BY_SIDE = 0.15
 _PEER_BESIDE = 0.075
+# Each has its own piece of the roof above it, this far to its left, because the whole roof is at the true ratio.
+_ROOF_LEFT = 0.03
 _PEER_COLOR = "#9a9a9a"
 
 
@@ -83,7 +85,7 @@ def draw_bandwidth(report: Report, image: Path) -> None:
     handles, labels = first.get_legend_handles_labels()
     last.legend(handles[::-1], labels[::-1], loc="lower right", frameon=False, fontsize=8)
     case = "64 query over 8 KV heads, head_dim 128, bf16, pages of 64, one query token"
-    figure.suptitle(f"Paged decode: {case}\n{place(report)}; medians, L2 cleared before each call", fontsize=10)
+    figure.suptitle(f"Paged decode: {case}\n{place(report)}; in a sequence of layers", fontsize=10)
     _save(figure, image)
 
 
@@ -101,7 +103,11 @@ def draw_roofline(report: Report, image: Path) -> None:
         _ranges(axes, rows, ours, shifts, marker=marker, markersize=5, color=color, width=2.0, label=label)
     axes.plot([], [], marker="x", color=_PEER_COLOR, linewidth=1.0, label="best peer, same cases")
     left, ridge, right = 5.0, matrix / read, 256.0
-    axes.plot([left, ridge, right], [left * read, matrix, matrix], color="#222222", linewidth=1.2, zorder=1)
+    axes.plot([left, ridge, right], [left * read, matrix, matrix], color="#bbbbbb", linewidth=1.2, zorder=1)
+    for (_, ratio), shift in shifts.items():
+        ends = [ratio * 2 ** (shift + end) for end in (-_ROOF_LEFT, _ROOF_LEFT + _PEER_BESIDE)]
+        axes.plot(ends, [min(matrix, ratio * read)] * 2, color="#222222", linewidth=1.4, zorder=2)
+    axes.plot([], [], color="#222222", linewidth=1.4, label="roof of what is drawn side by side")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xlim(left, right)
@@ -130,7 +136,7 @@ def draw_roofline(report: Report, image: Path) -> None:
     axes.set_ylim(min(10.0, 0.6 * lowest), 1.6 * matrix)
     axes.set_xlabel("FLOP per byte of keys and values (equal ratios are drawn side by side)")
     axes.set_ylabel("TFLOP/s without padding, slowest to fastest batch")
-    axes.set_title(f"Paged decode: roofline\n{place(report)}", fontsize=10)
+    axes.set_title(f"Paged decode: roofline\n{place(report)}; in a sequence of layers", fontsize=10)
     axes.grid(True, which="major", alpha=0.3)
     axes.legend(loc="lower right", frameon=False, fontsize=8, title="marker: fastest batch", title_fontsize=8)
     _save(figure, image)

@@ -18,7 +18,7 @@ def planned(report: Report) -> tuple[str, ...]:
         return [f"{row['section']}, {row['label']}", *times, _ratio(row["us"], longest)]
 
     head = ["", *names, "ratio"]
-    title = f"### Planned for the model's longest context, bf16, pages of {report['page']} keys (batch x keys)"
+    title = f"### The engine's regime: planned for the longest context, bf16, pages of {report['page']} keys"
     return title, table(head, map(line, report["rows"]))
 
 
@@ -30,9 +30,26 @@ def other_methods(report: Report) -> tuple[str, ...]:
         return f"{us(times['ours'])}, {_ratio(times, 'ours')}" if "ours" in times else "failed"
 
     lines = [[row["label"], *(cell(row["us"].get(way, {})) for way in ways)] for row in report["rows"]]
-    return "### The same decodes timed in other ways: ours, ratio", table(["", *ways], lines)
+    return "### The same decodes timed in other ways: ours, ratio", table(["", *ways], lines), _spread(report)
+
+
+def _spread(report: Report) -> str:
+    """How far the ratios of other ways are from those of the standard way, which is the first."""
+    ratios = [[_times(times) for times in row["us"].values()] for row in report["rows"]]
+    known = [[ratio for ratio in row if ratio is not None] for row in ratios if row and row[0] is not None]
+    if not known:
+        return "No row has a ratio."
+    apart = max(abs(ratio - first) for first, *others in known for ratio in (first, *others))
+    least = min(min(row) for row in known)
+    return f"Ratios are at most {apart:.2f} from that of the first column; the least of all is {least:.2f}."
+
+
+def _times(times: Mapping[str, float], ours: str = "ours") -> float | None:
+    """The fastest peer's time by ours."""
+    peers = [time for name, time in times.items() if not name.startswith("ours")]
+    return min(peers) / times[ours] if peers and ours in times else None
 
 
 def _ratio(times: Mapping[str, float], ours: str) -> str:
-    peers = [time for name, time in times.items() if not name.startswith("ours")]
-    return f"{min(peers) / times[ours]:.2f}" if peers and ours in times else ""
+    ratio = _times(times, ours)
+    return "" if ratio is None else f"{ratio:.2f}"

@@ -71,13 +71,14 @@ def place(report: Report) -> str:
     mhz = f", SM clock {clock['min']:.0f} to {clock['max']:.0f} MHz" if clock else ""
     peer = f"flashinfer-python {packages['flashinfer-python']}" if "flashinfer-python" in packages else "no peer"
     undecided = f" ({bars['undecided']} undecided)" if bars["undecided"] else ""
+    rounds = f" Medians of {report['method']['rounds']} rounds." if "method" in report else ""
     beyond = sum(map(is_out_of_reach, report["rows"]))
     below = f"; {beyond} of the others ask for less than read alone" if beyond else ""
     return (
         f"{gpu['name']}, driver {gpu['driver_version']}{mhz}; {peer}, torch {packages.get('torch', '-')}; "
         f"{environment['date'][:10]}.\nRead bandwidth {report['read']['tb_per_s']:.2f} TB/s, bf16 matrix product "
         f"{report['matrix_tflop_per_s']:.0f} TFLOP/s. "
-        f"Bars met: {bars['met']} of {sum(bars.values())}{undecided}{below}."
+        f"Bars met: {bars['met']} of {sum(bars.values())}{undecided}{below}.{rounds}"
     )
 
 
@@ -114,7 +115,15 @@ def peers_of(rows: Sequence[Row]) -> list[Column]:
     def cell_of(name: str) -> Callable[[Row], str]:
         def cell(row: Row) -> str:
             found = row["peers"].get(name)
-            return "" if found is None else us(found["us"]) if "us" in found else "failed"
+            if found is None:
+                return ""
+            return (
+                us(found["us"])
+                if "us" in found
+                else "failed"
+                if "error" in found
+                else f"{us(found['single_us'])} alone"
+            )
 
         return cell
 

@@ -9,25 +9,7 @@ from typing import Any
 
 Report = Mapping[str, Any]
 SCHEMA = 3
-SINGLE_CALLS = 2  # the schema of reports whose times are those of single calls
-HEAD = """# Context attention on an H200
-
-`benchmarks/gpu_prefill.py` measured these on the same tensors in one process; [Method](index.md#method) explains times
-in a sequence of layers. *Ratio*: the time of the fastest peer divided by ours. †: measured with an earlier kernel: its
-cubin is not in the pinned release, or is not known. Written from
-`benchmarks/results/prefill.json` and `prefill_single.json` by `benchmarks/plot_prefill.py`.
-
-## In a sequence of layers
-
-"""
-SINGLE = """## Single calls
-
-Cases that were not measured in sequences of layers: medians of three rounds of single calls, L2 cleared before each.
-The picture shows the same run, with its rows of the cases above.
-
-![TFLOP/s of causal prompts, single calls](../prefill_roofline.png)
-
-"""
+PICTURE = "![TFLOP/s of causal prompts, ours and the best peer](../prefill_roofline.png)"
 BALANCE = """## Balance, and masked tiles
 
 Measured with an earlier release of the kernels.
@@ -90,18 +72,22 @@ def _mixed(row: Mapping[str, Any]) -> list[str]:
     return ["", *lines]
 
 
-def figures(report: Report) -> str:
-    """All rows, as Markdown."""
+def _rounds(report: Report) -> str:
+    return f" Medians of {report['method']['rounds']} rounds." if "method" in report else ""
+
+
+def figures(report: Report, *, pictures: bool = True) -> str:
+    """All rows, as Markdown; ``pictures``: with that drawn from this report."""
     gpu, packages = report["environment"]["gpu"], report["environment"]["packages"]
     place = (
         f"{gpu['name']}, driver {gpu['driver_version']}; flashinfer-python {packages.get('flashinfer-python', '-')}, "
         f"torch {packages['torch']}; {report['environment']['date'][:10]}. bf16 matrix product of torch "
-        f"{report['matrix_tflop_per_s']:.0f} TFLOP/s."
+        f"{report['matrix_tflop_per_s']:.0f} TFLOP/s.{_rounds(report)}"
     )
     heads = ("case", "ours, TFLOP/s", *PEERS.values(), "ratio", "bar", "of ragged keys", "SM MHz")
     single = any("single_us" in row for row in report["rows"])
     heads += ("single calls: ours / best peer (ratio)",) if single else ()
-    lines = [place, "", f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
+    lines = [place, "", *((PICTURE, "") if pictures else ()), f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
     rows = report["rows"]
     lines += [_line(row, single) for row in rows if "ours" in row["us"]]
     for row in rows:
@@ -111,7 +97,7 @@ def figures(report: Report) -> str:
 
 
 def balance(profile: Report) -> str:
-    """When CTAs end and which products run, from the profiler, as Markdown."""
+    """When CTAs end and which products run, from the profiler, as Markdown with its heading."""
     lines = ["| case | first CTA ends | mean | products, of those that the mask leaves |", "| --- | --- | --- | --- |"]
     for row in profile["rows"]:
         first, mean, last = (row["metrics"][f"sm__cycles_active.{one}"][0] for one in ("min", "avg", "max"))
@@ -119,12 +105,7 @@ def balance(profile: Report) -> str:
         flop = FLOP_OF_WARP_INSTRUCTION[int(named[1]) if named else 128]
         products = row["metrics"]["sm__inst_executed_pipe_tensor_op_gmma.sum"][0] * flop / row["flop"]
         lines.append(f"| {row['case']} | {first / last:.1%} | {mean / last:.1%} | {products:.3f} |")
-    return "\n".join(lines)
-
-
-def page(report: Report, single: Report, profile: Report) -> str:
-    """The whole page; ``single``: single calls of cases that the report lacks."""
-    return f"{HEAD}{figures(report)}\n\n{SINGLE}{figures(single)}\n\n{BALANCE}{balance(profile)}\n"
+    return BALANCE + "\n".join(lines)
 
 
 def draw(report: Report, image: Path) -> None:
@@ -137,6 +118,8 @@ def draw(report: Report, image: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(8.6, 4.6), layout="constrained")
     for section, (label, style, color) in SECTIONS.items():
         rows = [row for row in report["rows"] if row["section"] == section]
+        if not rows:
+            continue
         lengths = [int(row["case"].rpartition(" ")[2]) for row in rows]
         axes.plot(lengths, [row["tflop_per_s"]["ours"] for row in rows], style, color=color, label=label)
         best = [max((row["tflop_per_s"][name] for name in PEERS if name in row["us"]), default=None) for row in rows]
@@ -152,6 +135,8 @@ def draw(report: Report, image: Path) -> None:
     axes.set_ylabel("TFLOP/s")
     axes.grid(True, alpha=0.3)
     axes.legend(frameon=False, fontsize=8, loc="lower right")
-    axes.set_title(f"Context attention, bf16, {report['environment']['gpu']['name']}", fontsize=10)
+    axes.set_title(
+        f"Context attention, bf16, {report['environment']['gpu']['name']}; in a sequence of layers", fontsize=10
+    )
     figure.savefig(image, dpi=150)
     pyplot.close(figure)

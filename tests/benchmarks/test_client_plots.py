@@ -12,11 +12,16 @@ import pytest
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 from decode.client_pages import OUTCOMES, context_parallel, transformers
-from plot_clients import PICTURES
+from figures import PICTURES
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs"
-PAGES = {"flashinfer_tests": "flashinfer", "serving_latency": "results/serving", "divided_keys": "context_parallel"}
+CLIENTS = {
+    "flashinfer_tests": "flashinfer",
+    "serving_latency": "results/serving",
+    "divided_keys": "context_parallel",
+    "transformers": "transformers",
+}
 
 
 def step(cache: str, tokens: int, **ratios: dict[str, float]) -> dict[str, Any]:
@@ -60,7 +65,7 @@ def test_a_picture_is_drawn_from_its_json(name: str, tmp_path: Path) -> None:
     assert image.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("name", CLIENTS)
 def test_a_page_shows_its_picture_once_it_is_measured(name: str) -> None:
     measured = (RESULTS / f"{PICTURES[name][0]}.json").is_file()
     assert (DOCS / f"{name}.png").is_file() == measured
@@ -68,7 +73,7 @@ def test_a_page_shows_its_picture_once_it_is_measured(name: str) -> None:
 
 
 def page(name: str) -> str:
-    return (DOCS / f"{PAGES.get(name, name)}.md").read_text()
+    return (DOCS / f"{CLIENTS[name]}.md").read_text()
 
 
 def test_every_test_of_flashinfers_is_in_its_picture() -> None:

@@ -13,7 +13,7 @@ from decode_results import made_up_report
 from mla_results import made_up_mla_report
 
 from benchmarks.decode import mla_page, page, regime
-from benchmarks.decode.freshness import EARLIER, LEGEND, MARK, NAMES, beyond, explained, is_fresh, marked, pinned
+from benchmarks.decode.freshness import EARLIER, LEGEND, MARK, NAMES, SWEEP, explained, is_fresh, marked, pinned
 from cubin_runtime.artifacts.pins.pin import BUILTIN_PINS, parse_pins
 from tools.readme_figures import headlines
 
@@ -22,12 +22,12 @@ RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs"
 DIGESTS = frozenset({"a", "b"})
 # Pages by the reports whose rows say which cubins they launched, or would, had they been measured lately.
 BY_ROW = {
-    "decode": ("decode", "decode_single", "engine_regime", "method_check"),
+    "decode": ("decode", "engine_regime", "method_check"),
     "mla": ("mla",),
-    "prefill": ("prefill", "prefill_single"),
-    "h100": ("decode_h100", "mla_h100"),
+    "prefill": ("prefill",),
+    "h100": ("decode_h100", "mla_h100", "prefill_h100"),
 }
-WHOLE = ("append", "batch_invariance", "context_parallel", "transformers", "results/host", "results/serving")
+WHOLE = ("context_parallel", "transformers", "results/serving")
 PROFILED = ("results/decode", "results/mla", "results/prefill")
 
 
@@ -94,18 +94,11 @@ def test_fresh_rows_have_no_mark_and_a_page_without_marks_no_explanation() -> No
     assert explained(f"x{MARK}") == f"{LEGEND}\n\nx{MARK}"
 
 
-def test_of_an_older_run_only_what_a_newer_one_lacks_is_shown_and_counted() -> None:
-    report = made_up_report()
-    kept = beyond(report, {"rows": [{"section": "gqa"}]})
-    assert {row["section"] for row in kept["rows"]} == {row["section"] for row in report["rows"]} - {"gqa"}
-    assert sum(kept["bars"].values()) < sum(report["bars"].values())
-
-
 def test_a_stale_headline_says_so(tmp_path: Path) -> None:
-    for name in ("decode", "prefill", "fetch", "host_cost"):
+    for name in ("decode", SWEEP, "prefill", "fetch", "host_cost"):
         (tmp_path / f"{name}.json").write_text((RESULTS / f"{name}.json").read_text())
     (tmp_path / "checksums.txt").write_text("0000  other.cubin\n")
-    assert headlines(tmp_path).count("measured with an earlier kernel") == 3
+    assert headlines(tmp_path).count("measured with an earlier kernel") == 4
 
 
 def test_tables_of_regimes_and_methods_mark_stale_rows_and_say_ratios() -> None:

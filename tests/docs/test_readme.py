@@ -17,7 +17,7 @@ from tools.readme_figures import PAGES as TABLES
 
 @pytest.mark.parametrize("page", TABLES)
 def test_the_tables_are_up_to_date(page: str) -> None:
-    assert (ROOT / page).read_text() == written(page), "run: python tools/readme_figures.py"
+    assert (ROOT / page).read_text() == written(page), "run: make figures"
 
 
 @pytest.mark.parametrize("function", [name for name in TABLE if hasattr(attention, name)])

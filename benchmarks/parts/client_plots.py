@@ -1,21 +1,13 @@
-"""The pictures of the clients' pages from their JSON; measures nothing, needs no GPU.
-
-Run: ``python benchmarks/plot_clients.py`` draws ``docs/flashinfer_tests.png``, ``serving_latency.png``,
-``divided_keys.png`` and, once ``transformers.json`` is there, ``transformers.png``; with names it draws only those.
-``python benchmarks/plot_decode.py --doc`` writes the figures in words.
-"""
+"""The pictures of the clients' pages from their JSON."""
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from decode.client_pages import LAYOUTS, OUTCOMES, step_label
-from decode.tables import Report, report_of
+from decode.tables import Report
 
-ROOT = Path(__file__).resolve().parents[1]
 _OURS, _OURS_TOO, _PEER = "#1f6fb4", "#8fb7dc", "#9a9a9a"
 _OUTCOME_COLORS = {
     "passed": _OURS,
@@ -180,31 +172,3 @@ def draw_divided(report: Report, image: Path) -> None:
     panels[0].set_ylabel("us")
     panels[0].legend(loc="lower left", frameon=False, fontsize=8)
     _save(pyplot, figure, image)
-
-
-# Picture -> its measurement and what draws it.
-PICTURES: dict[str, tuple[str, Callable[[Report, Path], None]]] = {
-    "flashinfer_tests": ("flashinfer_tests", draw_flashinfer),
-    "serving_latency": ("serving", draw_serving),
-    "transformers": ("transformers", draw_transformers),
-    "divided_keys": ("context_parallel_alone", draw_divided),
-}
-
-
-def main() -> None:
-    """Draw what is asked for, as far as it is measured."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("names", nargs="*", metavar="name", help=f"of {', '.join(PICTURES)} (all)")
-    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results", help="the folder of the JSON")
-    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="the folder of the pictures")
-    given = parser.parse_args()
-    for name in given.names or PICTURES:
-        source, draw = PICTURES[name]
-        report = report_of(given.results / f"{source}.json")
-        if report:
-            draw(report, given.docs / f"{name}.png")
-            print(given.docs / f"{name}.png")
-
-
-if __name__ == "__main__":
-    main()

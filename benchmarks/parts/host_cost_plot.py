@@ -1,18 +1,11 @@
-"""The picture of what calls cost on the host, from its JSON; measures nothing, needs no GPU.
-
-Run: ``python benchmarks/plot_host_cost.py`` draws ``docs/host_cost.png`` from ``benchmarks/results/host_cost.json``,
-which ``benchmarks/gpu_host_cost.py`` measures.
-"""
+"""The picture of what calls cost on the host, from the JSON of ``gpu_host_cost.py``."""
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
 # Rows of the JSON -> the most that they may cost, as a ratio to the C loop.
 BARS = {
     "plan.run, same tensors": 2.0,
@@ -81,16 +74,3 @@ def _color(name: str, ratio: float) -> str:
     if most is None:
         return _WITHOUT
     return _MET if round(ratio, 2) <= most else _MISSED
-
-
-def main() -> None:
-    """Draw the picture."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results" / "host_cost.json")
-    parser.add_argument("--image", type=Path, default=ROOT / "docs" / "host_cost.png")
-    given = parser.parse_args()
-    draw(json.loads(given.results.read_text()), given.image)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,109 @@
+"""The pages that hold figures, each from the JSON in the folder of results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from decode import client_pages, host_page, l2_page, mla_page, operator_pages, page, regime, serving_page, summary
+from decode.freshness import EARLIER, explained, is_fresh, marked, pinned
+from decode.profile_table import profiled
+from decode.tables import NOT_MEASURED, Report, report_of
+from prefill import page as prefill_page
+
+from kernels_src.variants import GROUP_L2_POLICY, L2_POLICIES, LOAD_FUNCTION
+
+
+def _reports(results: Path, *names: str) -> list[Report]:
+    """Measurements whose stale rows are marked."""
+    digests = pinned(results)
+    return [marked(report_of(results / f"{name}.json"), digests) for name in names]
+
+
+def _decode(results: Path) -> str:
+    newest, planned, methods = _reports(results, "decode", "engine_regime", "method_check")
+    parts = [*summary.slower(newest), page.figures(newest)]
+    parts += [*regime.planned(planned), *regime.other_methods(methods), *_profiled(results, "decode")]
+    return explained("\n\n".join(parts))
+
+
+def _mla(results: Path) -> str:
+    (report,) = _reports(results, "mla")
+    return explained("\n\n".join((*summary.slower(report), mla_page.figures(report), *_profiled(results, "mla"))))
+
+
+def _profiled(results: Path, name: str) -> tuple[str, ...]:
+    title, *rest = profiled(report_of(results / "profile.json"), name)
+    return title, EARLIER, *rest
+
+
+def _prefill(results: Path) -> str:
+    (report,) = _reports(results, "prefill")
+    if report.get("schema") != prefill_page.SCHEMA:
+        return NOT_MEASURED
+    profile = prefill_page.balance(report_of(results / "prefill_profile.json"))
+    parts = (*summary.slower(report), prefill_page.figures(report), profile)
+    return explained("\n\n".join(parts))
+
+
+def _h100(results: Path) -> str:
+    decode, mla, prefill = _reports(results, "decode_h100", "mla_h100", "prefill_h100")
+    parts = ["## Paged decode", *summary.slower(decode), page.figures(decode, pictures=False)]
+    parts += ["## MLA decode", *summary.slower(mla), mla_page.figures(mla)]
+    parts += ["## Context attention", *summary.slower(prefill), prefill_page.figures(prefill, pictures=False)]
+    return explained("\n\n".join(parts))
+
+
+def _host(results: Path) -> str:
+    calls = report_of(results / "host_cost.json").get("microseconds", {})
+    ours = [row for name, row in calls.items() if not name.startswith(host_page.NOT_OURS)]
+    return _aged(host_page.figures(results), ours, results)
+
+
+def _aged(text: str, rows: Iterable[Mapping[str, Any]], results: Path) -> str:
+    """The text, behind a word on its age where a row was not measured with the pinned release."""
+    digests = pinned(results)
+    return text if all(is_fresh(row, digests) for row in rows) else f"{EARLIER}\n\n{text}"
+
+
+def _append(results: Path) -> str:
+    report = report_of(results / "append.json")
+    return _aged(operator_pages.copying(report), (*report["append"], *report["merge"]), results)
+
+
+def _invariance(results: Path) -> str:
+    report = report_of(results / "invariant.json")
+    return _aged(operator_pages.invariance(report), report["rows"], results)
+
+
+def _policies(results: Path) -> str:
+    chosen = {**L2_POLICIES, "groups of paged_mla_decode": GROUP_L2_POLICY, "loads": f"`{LOAD_FUNCTION}`"}
+    words = {name: "no hint" if policy == "evict_unchanged" else policy for name, policy in chosen.items()}
+    return l2_page.figures(report_of(results / "l2_policies.json"), words)
+
+
+def _earlier(figures: Callable[[Report], str], name: str) -> Callable[[Path], str]:
+    """Figures of a report whose rows do not say which cubins they launched."""
+    return lambda results: f"{EARLIER}\n\n{figures(report_of(results / f'{name}.json'))}"
+
+
+# Name of a page in docs, and what stands between its markers.
+PAGES: Mapping[str, Callable[[Path], str]] = MappingProxyType(
+    {
+        "results/index": summary.overview,
+        "results/decode": _decode,
+        "results/mla": _mla,
+        "results/prefill": _prefill,
+        "results/h100": _h100,
+        "results/host": _host,
+        "results/l2_policies": _policies,
+        "append": _append,
+        "batch_invariance": _invariance,
+        "context_parallel": _earlier(client_pages.context_parallel, "context_parallel_alone"),
+        "flashinfer": lambda results: client_pages.flashinfer(report_of(results / "flashinfer_tests.json")),
+        "transformers": _earlier(client_pages.transformers, "transformers"),
+        "results/serving": _earlier(serving_page.figures, "serving"),
+    }
+)
