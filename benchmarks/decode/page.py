@@ -32,6 +32,7 @@ SECTION_TITLES = {
     "fp8": "e4m3 keys and values (batch x keys)",
     "ragged": "Ragged lengths, bf16, head_dim 128",
 }
+BELOW = "Below the published speedup"
 _GROUPED_TITLES = {"grouped": "e4m3 queries, keys and values", "grouped_bf16": "the same in bf16"}
 
 
@@ -45,7 +46,8 @@ def figures(report: Report, *, pictures: bool = True) -> str:
         found = [row for row in rows if row["section"] == name]
         parts += section(title, found, (*READING, *peers_of(found), RATIO, *singles(found)))
     for name, title in _GROUPED_TITLES.items():
-        parts += _grouped(title, [row for row in rows if row["section"] == name])
+        found = [row for row in rows if row["section"] == name]
+        parts += [*_grouped(title, found), *_missed(found)]
     parts += invariance(
         "Batch invariance, bf16, head_dim 128 (batch x keys)", [row for row in rows if row["section"] == "invariant"]
     )
@@ -73,6 +75,17 @@ def _grouped(title: str, rows: Sequence[Row]) -> list[str]:
                 table(head, lines),
             ]
     return parts
+
+
+def _missed(rows: Sequence[Row]) -> list[str]:
+    """How many cells miss their bars, and which are below the published speedup."""
+    cells = [row for row in rows if "time_over_q1" in row]
+    if not cells:
+        return []
+    missed = [row["label"].removesuffix(MARK) for row in cells if row["met"] is False]
+    below = [row["label"].removesuffix(MARK) for row in cells if row["grouped_speedup"] < row["published_speedup"]]
+    labels = f" ({'; '.join(missed)})" if missed else ""
+    return [f"{len(missed)} of {len(cells)} cells miss their bars{labels}. {BELOW}: {'; '.join(below) or 'none'}."]
 
 
 def _grouped_line(batch: int, rows: Mapping[tuple[int, int], Row]) -> list[str]:

@@ -84,3 +84,10 @@ def test_the_table_of_l2_policies_has_a_line_for_each_family_and_what_the_kernel
     assert "| 3 | evict_first | 0.990 (0.98 to 1.02) | 1.000 (1.00 to 1.00) | evict_first |" in text
     assert "| 1 | `__ldcs` | 1.000 (1.00 to 1.00) | - | evict_first |" in text
     assert "The bits of all outputs are the same." in text
+
+
+@pytest.mark.parametrize("name", ["decode", "mla", "decode_h100", "mla_h100"])
+def test_no_row_is_faster_than_reading_alone_in_the_same_sequence(name: str) -> None:
+    rows = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+    assert [row["label"] for row in rows if row["ours"]["us"] < row["read_alone_us"]] == []
+    assert rows
