@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .tables import Report, table, us
+from .tables import PEER_LABELS, Report, table, us
 
 
 def planned(report: Report) -> tuple[str, ...]:
@@ -19,7 +19,17 @@ def planned(report: Report) -> tuple[str, ...]:
 
     head = ["", *names, "ratio"]
     title = f"### The engine's regime: planned for the longest context, bf16, pages of {report['page']} keys"
-    return title, table(head, map(line, report["rows"]))
+    return title, _place(report), table(head, map(line, report["rows"]))
+
+
+def _place(report: Report) -> str:
+    """On what it was measured, beside whom, and why a peer is missing."""
+    environment, packages = report["environment"], report["environment"]["packages"]
+    known = (("flashinfer-python", "flashinfer-python"), ("vllm", "FlashAttention-3 of vLLM"))
+    peers = [f"{words} {packages[name]}" for name, words in known if name in packages]
+    skipped = [f" {PEER_LABELS.get(name, name)} was not there (`{why}`)." for name, why in report["skipped"].items()]
+    place = f"{environment['gpu']['name']}; {', '.join(peers) or 'no peer'}; {environment['date'][:10]}"
+    return f"{place}. Medians of {report['method']['rounds']} rounds.{''.join(skipped)}"
 
 
 def other_methods(report: Report) -> tuple[str, ...]:

@@ -70,6 +70,8 @@ def place(report: Report) -> str:
     clock = report.get("sm_clock_mhz") or {}
     mhz = f", SM clock {clock['min']:.0f} to {clock['max']:.0f} MHz" if clock else ""
     peer = f"flashinfer-python {packages['flashinfer-python']}" if "flashinfer-python" in packages else "no peer"
+    if commit := report.get("peers_compiled", {}).get("flashmla", {}).get("commit"):
+        peer += f", FlashMLA {commit[:7]}"
     undecided = f" ({bars['undecided']} undecided)" if bars["undecided"] else ""
     rounds = f" Medians of {report['method']['rounds']} rounds." if "method" in report else ""
     beyond = sum(map(is_out_of_reach, report["rows"]))

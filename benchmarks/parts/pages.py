@@ -49,8 +49,10 @@ def _prefill(results: Path) -> str:
 
 
 def _h100(results: Path) -> str:
-    decode, mla, prefill = _reports(results, "decode_h100", "mla_h100", "prefill_h100")
+    names = ("decode", "engine_regime", "mla", "prefill")
+    decode, planned, mla, prefill = _reports(results, *(f"{name}_h100" for name in names))
     parts = ["## Paged decode", *summary.slower(decode), page.figures(decode, pictures=False)]
+    parts += regime.planned(planned) if planned else ()
     parts += ["## MLA decode", *summary.slower(mla), mla_page.figures(mla)]
     parts += ["## Context attention", *summary.slower(prefill), prefill_page.figures(prefill, pictures=False)]
     return explained("\n\n".join(parts))

@@ -103,9 +103,12 @@ def test_a_stale_headline_says_so(tmp_path: Path) -> None:
 
 def test_tables_of_regimes_and_methods_mark_stale_rows_and_say_ratios() -> None:
     row = {"section": "few heads", "label": "8 x 1024", "us": {"ours, 64": 8.0, "fa2": 10.0}}
-    assert (
-        f"| few heads, 8 x 1024{MARK} | 8.0 us | 10.0 us | 1.25 |"
-        in regime.planned(marked({"page": 16, "bounds": [64], "rows": [row]}, DIGESTS))[1]
+    environment = {"gpu": {"name": "GPU"}, "packages": {"vllm": "0.26.0"}, "date": "2026-01-02T03:04"}
+    report = {"page": 16, "bounds": [64], "rows": [row], "environment": environment, "method": {"rounds": 5}}
+    _, where, lines = regime.planned(marked(report | {"skipped": {"fa2": "ImportError: x"}}, DIGESTS))
+    assert f"| few heads, 8 x 1024{MARK} | 8.0 us | 10.0 us | 1.25 |" in lines
+    assert where == (
+        "GPU; FlashAttention-3 of vLLM 0.26.0; 2026-01-02. Medians of 5 rounds. fa2 was not there (`ImportError: x`)."
     )
     other = {"label": "8 x 1024", "us": {"one way": {"ours": 8.0, "fa2": 10.0}, "another": {"fa2": 9.0}}}
     assert f"| 8 x 1024{MARK} | 8.0 us, 1.25 | failed |" in regime.other_methods(marked({"rows": [other]}, DIGESTS))[1]

@@ -48,3 +48,8 @@ def test_a_failure_of_ours_leaves_the_peers_time() -> None:
         del row[key]
     assert "| 128 heads, 1 x 4096 | failed |  |  |  | " in figures(report)
     assert "| ours | `UsageError: no kernel` | 1: bf16 128 heads, 1 x 4096 |" in figures(report)
+
+
+def test_the_page_says_which_commit_of_flashmla_was_measured() -> None:
+    report = made_up_mla_report() | {"peers_compiled": {"flashmla": {"commit": "0123456789" * 4, "seconds": 0.1}}}
+    assert ", FlashMLA 0123456, torch" in figures(report)
