@@ -1,0 +1,85 @@
+"""Models of real shapes with random weights: ``python models.py FOLDER NAME...``.
+
+A name with ``-shape`` writes the configuration alone, of more layers, for vLLM's ``load_format="dummy"``.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 32000
+SHAPE = "-shape"
+COMMON = {"vocab_size": VOCABULARY, "max_position_embeddings": 32768}
+
+LLAMA = COMMON | {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+LLAMA |= {"rope_theta": 500000.0, "tie_word_embeddings": False}
+GEMMA = COMMON | {"head_dim": 256, "query_pre_attn_scalar": 256}
+GEMMA_4B = GEMMA | {"hidden_size": 2560, "intermediate_size": 6912, "num_attention_heads": 8, "num_key_value_heads": 4}
+GEMMA_12B = GEMMA | {"hidden_size": 3840, "intermediate_size": 15360, "num_attention_heads": 16}
+GEMMA_12B |= {"num_key_value_heads": 8}
+QWEN = COMMON | {"hidden_size": 2048, "intermediate_size": 4096, "moe_intermediate_size": 768, "head_dim": 128}
+QWEN |= {"num_attention_heads": 32, "num_key_value_heads": 4}
+GPT_OSS = COMMON | {"hidden_size": 2880, "intermediate_size": 2880, "head_dim": 64, "sliding_window": 128}
+GPT_OSS |= {"num_attention_heads": 64, "num_key_value_heads": 8, "num_experts_per_tok": 4}
+# The class of the configuration in transformers, and what it is made from.
+CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", LLAMA | {"num_hidden_layers": 4}),
+    "llama-shape": ("LlamaConfig", LLAMA | {"num_hidden_layers": 32}),
+    "gemma3": ("Gemma3TextConfig", GEMMA_4B | {"num_hidden_layers": 6, "sliding_window": 512}),
+    "gemma3-shape": ("Gemma3TextConfig", GEMMA_12B | {"num_hidden_layers": 8, "sliding_window": 1024}),
+    "qwen3moe": ("Qwen3MoeConfig", QWEN | {"num_hidden_layers": 4, "num_experts": 16, "num_experts_per_tok": 4}),
+    "qwen3moe-shape": ("Qwen3MoeConfig", QWEN | {"num_hidden_layers": 8, "num_experts": 128, "num_experts_per_tok": 8}),
+    "gptoss": ("GptOssConfig", GPT_OSS | {"num_hidden_layers": 4, "num_local_experts": 8}),
+    "gptoss-shape": ("GptOssConfig", GPT_OSS | {"num_hidden_layers": 8, "num_local_experts": 32}),
+}
+
+
+def main() -> None:
+    """Write the models."""
+    folder, names = Path(sys.argv[1]), sys.argv[2:]
+    for name in names:
+        write(folder / name, name)
+
+
+def write(where: Path, name: str) -> None:
+    """Write one; its tokenizer is of bytes."""
+    import torch
+    import transformers
+    from transformers import AutoModelForCausalLM
+
+    kind, given = CONFIGURATIONS[name]
+    config = getattr(transformers, kind)(**given)
+    if name.endswith(SHAPE):
+        config.architectures = [kind.removesuffix("Config").removesuffix("Text") + "ForCausalLM"]
+        config.dtype = torch.bfloat16
+        config.save_pretrained(where)
+        return
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    for parameter, values in model.named_parameters():
+        if "sinks" in parameter:
+            torch.nn.init.normal_(values, 0, 1)
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(where)
+    _tokenizer().save_pretrained(where)
+
+
+def _tokenizer() -> Any:
+    """A token per byte, then names that no text has."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = {character: number for number, character in enumerate(alphabet)}
+    tokens |= {f"<{number}>": number for number in range(len(alphabet), VOCABULARY)}
+    made = Tokenizer(models.BPE(tokens, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<300>")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""vLLM on our attention backend beside vLLM on FlashAttention-3: the same requests, in turns, on the same GPU.
+
+Run by ``engine_run.sh`` on a machine with a Hopper GPU, with what ``tools/pack_engine.py`` packed on PYTHONPATH:
+``python benchmarks/engine_vllm.py --out DIR --models DIR SECTION...``. Sections:
+
+* ``tokens``: greedy tokens of four models with random weights, judged in float32; bits of requests in crowds.
+* ``figures``: jobs of models of real shapes; engines take turns, ``--rounds`` times.
+* ``readiness``: our part of the start; what 2,000 requests load and plan after 20; host time of a step's attention.
+* ``drafts``: jobs with an n-gram drafter, with and without full graphs.
+* ``states``: preemption, sleep and wake, chunk sizes.
+* ``ranks``: tensor parallelism over two GPUs.
+
+The result, ``vllm.SECTION.json``, is written after every row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from engine.driver import OURS, PEER, Engine, Run, digests
+
+# Job: prompts, new tokens.
+JOBS: dict[str, tuple[list[int], int]] = {
+    "1 x 4,000 + 256": ([4000], 256),
+    "64 x 1,024 + 256": ([1024] * 64, 256),
+    "16 x 7,000 + 128": ([7000] * 16, 128),
+    "256 x 128 + 128": ([128] * 256, 128),
+    "64 mixed, 50 to 3,950 + 128": ([50 + 3900 * (7 * n % 64) // 63 for n in range(64)], 128),
+    "64 x 4,096 + 128": ([4096] * 64, 128),
+}
+SHAPES = ("llama-shape", "gptoss-shape", "gemma3-shape", "qwen3moe-shape")
+MODELS = ("llama", "gptoss", "gemma3", "qwen3moe")
+
+
+def tokens(run: Run) -> None:
+    """Judged tokens, model by model."""
+    for model in run.names or MODELS:
+        with ExitStack() as stack:
+            engines = run.pair(stack, model)
+            run.row(model=model, **run.both(engines), **run.judged(engines, model, model))
+
+
+def figures(run: Run) -> None:
+    """Jobs in turns."""
+    for model in run.names or SHAPES:
+        with ExitStack() as stack:
+            engines = run.pair(stack, model)
+            run.row(model=model, **run.both(engines))
+            _jobs(run, engines, JOBS, model=model)
+
+
+def _jobs(run: Run, engines: list[Engine], jobs: dict[str, tuple[list[int], int]], **named: Any) -> None:
+    """Jobs in turns, the first engine of a round being the last of the round before."""
+    for name, (prompts, new) in jobs.items():
+        for engine in engines:
+            engine.ask("job", prompts=prompts, new=min(new, 8), seed=1)
+        rounds: dict[str, list[Any]] = {engine.backend: [] for engine in engines}
+        for number in range(run.rounds):
+            for engine in engines if number % 2 else engines[::-1]:
+                rounds[engine.backend].append(engine.ask("job", prompts=prompts, new=new, seed=2 + number))
+        run.row(**named, job=name, rounds=rounds, ratios=_ratios(rounds))
+
+
+def _ratios(rounds: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
+    """FlashAttention's best time over ours, for the whole job and for its decodes."""
+    try:
+        best = {
+            kind: {backend: min(each[kind] for each in rounds[backend]) for backend in rounds}
+            for kind in ("whole", "decode")
+        }
+    except KeyError:
+        return {}
+    return {kind: round(times[PEER] / times[OURS], 4) for kind, times in best.items()}
+
+
+def readiness(run: Run) -> None:
+    """Our part of the start, what later requests load, and host time, with the engine in its caller's process."""
+    served, model = run.names or ("llama", "llama-shape")
+    for backend in (OURS, PEER):
+        options = run.options(served, backend, max_num_seqs=256)
+        with Engine(run.out, f"{served}.alone", options, ENGINE_IN_PROCESS="1") as engine:
+            row = {"model": served, "backend": backend, "start": engine.wait()}
+            row["first 20"] = engine.ask("mixed", requests=20, seed=1)
+            if backend == OURS:
+                row["frozen"] = engine.ask("freeze")
+            row["next 2,000"] = [engine.ask("mixed", requests=500, seed=2 + n, longest=900) for n in range(4)]
+            run.row(**row, cubins=dict(digests(engine.kernels())))
+    for backend in (OURS, PEER):
+        options = run.options(model, backend, enforce_eager=True)
+        with Engine(run.out, f"{model}.host", options, ENGINE_IN_PROCESS="1") as engine:
+            engine.wait()
+            host = [engine.ask("host", requests=count, new=64, seed=5) for count in (1, 8, 64, 64)]
+            run.row(model=model, backend=backend, host=host)
+
+
+def drafts(run: Run) -> None:
+    """Jobs with drafts: tokens as without, and times beside the peer's."""
+    (model,) = run.names or ("llama",)
+    drafter = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+    jobs = {"1 x 512": [512], "16 x 512": [512] * 16, "64 x 1,024": [1024] * 64}
+    expected: dict[str, Any] = {}
+    for asked in (None, drafter):
+        more = {} if asked is None else {"speculative_config": asked}
+        with ExitStack() as stack:
+            engines = run.pair(stack, model, **more)
+            for name, prompts in jobs.items():
+                answers = {engine.backend: engine.ask("drafts", prompts=prompts, new=128, seed=4) for engine in engines}
+                row: dict[str, Any] = {"model": model, "job": name, "drafter": asked, **run.both(engines)}
+                for backend, answer in answers.items():
+                    made = answer.pop("tokens", [])
+                    plain = expected.setdefault(f"{name} {backend}", made)
+                    pairs = zip(plain, made, strict=False)
+                    answer["requests as without drafts"] = sum(one == other for one, other in pairs)
+                run.row(**row, answers=answers)
+
+
+def states(run: Run) -> None:
+    """Preemption in a small cache, chunks of prompts, crowds of batch-invariant requests, sleep and wake."""
+    (model,) = run.names or ("llama",)
+    with ExitStack() as stack:
+        engines = run.pair(stack, model, kv_cache_memory_bytes=600_000_000)
+        soaks = {engine.backend: [engine.ask("mixed", requests=300, seed=n) for n in range(6)] for engine in engines}
+        run.row(model=model, state="a cache of 600 MB", soaks=soaks)
+    for chunk in (512, 2048):
+        with ExitStack() as stack:
+            engines = run.pair(stack, model, max_num_batched_tokens=chunk)
+            run.row(model=model, state=f"chunks of {chunk}", **run.judged(engines, model, f"{model}.{chunk}"))
+    with ExitStack() as stack:
+        engines = run.pair(stack, model, {"VLLM_BATCH_INVARIANT": "1"}, enforce_eager=True)
+        crowds = {engine.backend: engine.ask("crowd", times=5) for engine in engines}
+        run.row(model=model, state="batch invariance", crowds=crowds)
+    with Engine(run.out, f"{model}.sleep", run.options(model, OURS, enable_sleep_mode=True)) as engine:
+        engine.wait()
+        run.row(model=model, state="sleep", answers=[engine.ask("sleep", level=level) for level in (1, 2)])
+
+
+def ranks(run: Run) -> None:
+    """Tensor parallelism over two GPUs: judged tokens, and jobs in turns."""
+    for model in run.names or ("llama", "gptoss"):
+        with ExitStack() as stack:
+            engines = run.pair(stack, model, tensor_parallel_size=2)
+            run.row(model=model, ranks=2, **run.both(engines), **run.judged(engines, model, f"{model}.ranks"))
+            _jobs(run, engines, {name: JOBS[name] for name in ("1 x 4,000 + 256", "64 x 1,024 + 256")}, model=model)
+
+
+SECTIONS = {each.__name__: each for each in (tokens, figures, readiness, drafts, states, ranks)}
+
+
+def main() -> None:
+    """Run the sections; one that fails ends as a row that says so."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--models", type=Path, required=True, help="folder of engine/models.py")
+    parser.add_argument("--names", nargs="*", help="models (those of the section)")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cache-bytes", type=int, default=12_000_000_000, help="of an engine's cache (%(default)s)")
+    parser.add_argument("sections", nargs="+", choices=sorted(SECTIONS))
+    chosen = parser.parse_args()
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    run = Run(chosen)
+    for section in chosen.sections:
+        begin = time.perf_counter()
+        run.begin(section)
+        try:
+            SECTIONS[section](run)
+        except Exception as error:
+            run.row(section=section, error=f"{type(error).__name__}: {error}")
+        print(section, round(time.perf_counter() - begin, 1), "s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
