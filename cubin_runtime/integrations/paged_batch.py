@@ -1,14 +1,15 @@
-"""A step of an engine over a paged KV cache: requests that decode one token, then requests with several new tokens."""
+"""A step of an engine over a paged KV cache: requests that decode, a token or drafts of it, then parts of prompts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..attention.gqa import paged_decode
 from ..attention.paged_cache import MAX_GROUP, PAGE_SIZES
 from ..attention.prefill import context_attention
-from ..errors import UsageError
+from ..errors import UsageError, WorkspaceError
 from ..kernels.native.prefill.select import SEGMENT_HEAD_DIMS
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ BLOCK_SIZES = PAGE_SIZES
 class Part(NamedTuple):
     """Requests whose query tokens follow one another.
 
-    ``sums`` are the running sums of their query tokens, int32 ``[requests + 1]`` from 0; None: one token each.
+    ``sums`` are the running sums of their query tokens, int32 ``[requests + 1]`` from 0; None: each has ``max_q_len``.
     ``table`` is int32 ``[requests, columns]``, ``lengths`` int32 ``[requests]``: keys, the new ones included.
     """
 
@@ -78,35 +79,36 @@ def attend(
         if part is None or part.rows == 0:
             continue
         rows = slice(part.first_row, part.first_row + part.rows)
-        scratch = options.scratch
         shared = {
             "max_seq_len": part.max_seq_len,
-            "workspace": scratch and scratch.of_launch(part.table.shape[0], part.rows, part.max_seq_len),
             "softmax_scale": options.softmax_scale,
             "window_left": options.window_left,
             "sinks": options.sinks,
             "kv_layout": kv_layout,
             "batch_invariant": options.batch_invariant,
+            "q_cu_seq_lens": part.sums,
+            "max_q_len": None if part.sums is None else part.max_q_len,
         }
+        queries, result = q[rows], out[rows]
         kv_heads = k_cache.shape[1 if kv_layout == "HND" else 2]
-        if part.sums is None and decodes_directly(q.shape[1], kv_heads, q.shape[2], options):
-            paged_decode(q[rows], k_cache, v_cache, part.table, part.lengths, out=out[rows], **shared)
-            continue
-        ragged = part.sums is not None
-        # One token each: even requests, which need no running sums.
-        queries, result = (states[rows] if ragged else states[rows].unsqueeze(1) for states in (q, out))
-        context_attention(
-            queries,
-            k_cache,
-            v_cache,
-            page_table=part.table,
-            seq_lens=part.lengths,
-            q_cu_seq_lens=part.sums,
-            max_q_len=part.max_q_len if ragged else None,
-            logit_soft_cap=options.soft_cap,
-            out=result,
-            **shared,
-        )
+        direct = part is batch.decodes and decodes_directly(q.shape[1], kv_heads, q.shape[2], options)
+        # As many tokens of each request need no running sums, and the decode of one token no dimension for it.
+        if part.sums is None and not (direct and part.max_q_len == 1):
+            queries, result = (states.unflatten(0, (-1, part.max_q_len)) for states in (queries, result))
+        if direct:
+            launch = partial(paged_decode, queries, k_cache, v_cache, part.table, part.lengths)
+        else:
+            pages = {"page_table": part.table, "seq_lens": part.lengths, "logit_soft_cap": options.soft_cap}
+            launch = partial(context_attention, queries, k_cache, v_cache, **pages)
+        of_launch = (part.table.shape[0], part.rows, part.max_seq_len)
+        workspace = None if options.scratch is None else options.scratch.of_launch(*of_launch)
+        try:
+            launch(out=result, workspace=workspace, **shared)
+        except WorkspaceError:
+            if workspace is None:
+                raise
+            # A launch that readiness did not foresee has scratch of its own.
+            launch(out=result, **shared)
 
 
 def check_layer(head_size: int, value_size: int, heads: int, kv_heads: int) -> None:
@@ -122,7 +124,7 @@ def check_layer(head_size: int, value_size: int, heads: int, kv_heads: int) -> N
 
 
 def decodes_directly(heads: int, kv_heads: int, head_size: int, options: LayerOptions) -> bool:
-    """Whether requests with one new token run on ``paged_decode``, not on ``context_attention``."""
+    """Whether requests that decode run on ``paged_decode``, not on ``context_attention``."""
     # Elsewhere a decode's bits are not those of a prompt, so that only one of the operators may be used.
     alike = not options.batch_invariant or head_size in SEGMENT_HEAD_DIMS
     return alike and options.soft_cap == 0 and heads <= MAX_GROUP * kv_heads

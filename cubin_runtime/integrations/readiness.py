@@ -52,7 +52,7 @@ def warm_up(
     if done in scratch.ready:
         return
     scratch.ready.add(done)
-    rows = min(limits.requests, limits.tokens)
+    rows = min(limits.requests * limits.decode_tokens, limits.tokens)
     table = torch.zeros(rows, columns, dtype=torch.int32, device=q.device)
     lengths = torch.ones(rows, dtype=torch.int32, device=q.device)
     sums = torch.arange(rows + 1, dtype=torch.int32, device=q.device)
@@ -61,12 +61,33 @@ def warm_up(
     # Prompts behind decodes: their lengths begin at any of the four places that an int32 has in 16 bytes.
     for first in range(min(4, rows)):
         for count in range(1 + _SIZES * first, min(1 + _SIZES * (first + 1), rows - first + 1)):
-            behind = slice(first, first + count)
-            given = (0, count, table[behind], lengths[behind])
-            decodes = None if first else Part(*given, None, 1, limits.keys)
-            prompts = Part(*given, sums[: count + 1], 1, limits.keys)
-            for batch in (PagedBatch(decodes, None), PagedBatch(None, prompts)):
+            behind, own = slice(first, first + count), sums[: count + 1]
+            given = (table[behind], lengths[behind])
+            steps = [PagedBatch(None, Part(0, count, *given, own, 1, limits.keys))]
+            if first == 0:
+                steps.append(PagedBatch(Part(0, count, *given, None, 1, limits.keys), None))
+            if first == 0 and limits.decode_tokens > 1:
+                steps += _with_drafts(*given, own, rows, limits)
+            for batch in steps:
                 attend(queries, k_cache, v_cache, kv_layout, batch, options, out)
+
+
+def _with_drafts(table: Any, lengths: Any, sums: Any, rows: int, limits: Limits) -> Iterator[PagedBatch]:
+    """Decodes of a token and its drafts within so many rows: the same number in each request, and not."""
+    count, tokens = len(table), limits.decode_tokens
+    yield PagedBatch(Part(0, count, table, lengths, sums, tokens, limits.keys), None)
+    if count * tokens <= rows:
+        yield PagedBatch(Part(0, count * tokens, table, lengths, None, tokens, limits.keys), None)
+
+
+def _counts(most: int) -> list[int]:
+    """Numbers of requests whose launches have the kernels and the most scratch of all up to ``most``.
+
+    Scratch grows with the CTAs, which are most beside a power of two, and with the requests.
+    """
+    powers = [1 << power for power in range(most.bit_length())]
+    beside = {number + more for number in powers for more in (-1, 0, 1, number // 2, number // 2 + 1)}
+    return sorted(number for number in {*beside, *range(1, 17), most - 1, most} if 1 <= number <= most)
 
 
 def _form(q: Any, options: LayerOptions) -> tuple[Hashable, ...]:
@@ -95,9 +116,15 @@ def _plans(
         "batch_invariant": options.batch_invariant,
     }
     if decodes_directly(heads, kv_heads, size, options):
-        for requests in range(1, limits.requests + 1):
-            given = (queries[:requests], k_cache, v_cache, table[:requests], lengths[:requests], queries[:requests])
-            yield plan_paged_decode(*given, **shared)
+        for tokens in sorted({1, limits.decode_tokens}):
+            for requests in _counts(min(limits.requests, limits.tokens // tokens)):
+                given = (k_cache, v_cache, table[:requests], lengths[:requests])
+                even = queries[: requests * tokens]
+                if tokens > 1:
+                    sums = lengths[: requests + 1]
+                    yield plan_paged_decode(even, *given, even, q_cu_seq_lens=sums, max_q_len=tokens, **shared)
+                    even = even.unflatten(0, (requests, tokens))
+                yield plan_paged_decode(even, *given, even, **shared)
     for requests in sorted({1, min(limits.requests, limits.tokens)}):
         yield plan_context_attention(
             queries[: limits.tokens],

@@ -16,11 +16,12 @@ from ..launch.semaphore_workspace import SemaphoreWorkspace
 
 
 class Limits(NamedTuple):
-    """The most that a step of an engine has: requests, query tokens, and keys of a request."""
+    """The most that a step of an engine has: requests, query tokens, keys of a request, tokens of one that decodes."""
 
     requests: int
     tokens: int
     keys: int
+    decode_tokens: int = 1
 
 
 class SharedScratch:

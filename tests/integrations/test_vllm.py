@@ -17,7 +17,7 @@ if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not importable (tools/stage_engines.py, make test-engines)", allow_module_level=True)
 # isort: off
 from vllm_steps import BACKEND, BF16, BLOCK, BLOCKS, DIM, HEADS, KV_HEADS, MAX_LEN  # noqa: E402  (first: it imports vLLM)
-from vllm_steps import INT32, REGISTERED, builder, cache, layer, layouts, run, step  # noqa: E402
+from vllm_steps import INT32, REGISTERED, builder, cache, layer, layouts, run, speculative, step  # noqa: E402
 
 # isort: on
 from launch_records import has_segments, integers, launches  # noqa: E402
@@ -61,7 +61,7 @@ def test_what_is_supported(backend: Any) -> None:
     assert supported(backend) == []
     assert supported(backend, use_batch_invariant=True) == []
     assert backend.get_name() == REGISTERED
-    assert builder(backend).get_cudagraph_support(None, None) is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    assert builder(backend).get_cudagraph_support(None, None) is AttentionCGSupport.UNIFORM_BATCH
     impl = backend.get_impl_cls()
     assert (impl.can_return_lse_for_decode, impl.supports_dcp, impl.supports_pcp) == (False, False, False)
 
@@ -185,14 +185,28 @@ def test_values_of_another_size_than_keys_are_refused(backend: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("window", "ranks", "reasons"), [(16, 1, ["R-SWA not supported"]), (None, 2, ["DCP not supported"]), (None, 1, [])]
+    ("window", "ranks", "drafts", "halves", "reasons"),
+    [
+        (16, 1, None, False, ["R-SWA not supported"]),
+        (None, 2, None, False, ["DCP not supported"]),
+        (None, 1, 4, True, ["drafts in micro-batches not supported"]),
+        (None, 1, 4, False, []),
+        (None, 1, None, True, []),
+    ],
 )
-def test_what_old_versions_do_not_ask_for_is_refused_at_start(
-    backend: Any, monkeypatch: pytest.MonkeyPatch, window: int | None, ranks: int, reasons: list[str]
+def test_what_vllm_does_not_ask_for_is_refused_at_start(
+    backend: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    window: int | None,
+    ranks: int,
+    drafts: int | None,
+    halves: bool,
+    reasons: list[str],
 ) -> None:
     config = SimpleNamespace(
         model_config=SimpleNamespace(rswa_window=window),
-        parallel_config=SimpleNamespace(decode_context_parallel_size=ranks),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=ranks, use_ubatching=halves),
+        speculative_config=speculative(drafts),
     )
     where = "cubin_runtime.integrations.vllm.backend.get_current_vllm_config_or_none"
     monkeypatch.setattr(where, lambda: config)

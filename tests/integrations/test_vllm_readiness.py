@@ -14,7 +14,8 @@ torch = pytest.importorskip("torch")
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not importable (tools/stage_engines.py, make test-engines)", allow_module_level=True)
 # isort: off
-from vllm_steps import BACKEND, BF16, BLOCK, DIM, HEADS, MAX_LEN, builder, cache, layer, step  # noqa: E402
+from vllm_steps import BACKEND, BF16, BLOCK, DIM, HEADS, MAX_LEN  # noqa: E402
+from vllm_steps import builder, cache, layer, speculative, step  # noqa: E402
 
 # isort: on
 from cubin_runtime.attention import Runtime  # noqa: E402
@@ -27,11 +28,16 @@ REQUESTS, TOKENS, STEPS = 24, 96, 2000
 
 @pytest.fixture
 def ready(hopper: Runtime, monkeypatch: pytest.MonkeyPatch) -> Any:
+    return start(monkeypatch)
+
+
+def start(monkeypatch: pytest.MonkeyPatch, drafts: int | None = None) -> Any:
     """A layer after the engine's start: it measured its memory, made its cache, and ran its sampler once."""
     config = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_seqs=REQUESTS, max_num_batched_tokens=TOKENS),
         model_config=SimpleNamespace(max_model_len=MAX_LEN),
         cache_config=SimpleNamespace(block_size=BLOCK),
+        speculative_config=speculative(drafts),
     )
     where = "cubin_runtime.integrations.vllm.backend.get_current_vllm_config_or_none"
     monkeypatch.setattr(where, lambda: config)
@@ -53,9 +59,9 @@ def mixed_step(chance: random.Random) -> Any:
     return step(q_lens, [chance.randrange(new, MAX_LEN + 1) for new in q_lens])
 
 
-def run(made: Any, metadata: Any, kv_cache: Any) -> None:
+def run(made: Any, metadata: Any, kv_cache: Any, drafts: int | None = None) -> None:
     query = torch.zeros(metadata.num_actual_tokens, HEADS, DIM, dtype=BF16)
-    built = builder(BACKEND).build(0, metadata)
+    built = builder(BACKEND, drafts=drafts).build(0, metadata)
     made.forward(None, query, None, None, kv_cache, built, torch.empty_like(query))
 
 
@@ -67,6 +73,21 @@ def test_steps_of_mixed_lengths_load_allocate_and_generate_nothing(
     allocations = len(standin.calls("cuMemAlloc"))
     for _ in range(STEPS):
         run(ready, mixed_step(chance), kv_cache)
+    assert hopper.stats().loads == loads
+    assert len(standin.calls("cuMemAlloc")) == allocations
+    assert compiled._code.cache_info().misses == written
+
+
+def test_steps_with_drafts_load_allocate_and_generate_nothing(
+    hopper: Runtime, standin: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, chance, kv_cache = start(monkeypatch, drafts=3), random.Random(2), cache()
+    loads, written = hopper.stats().loads, compiled._code.cache_info().misses
+    allocations = len(standin.calls("cuMemAlloc"))
+    for number in range(STEPS // 4):
+        requests = chance.randrange(1, REQUESTS + 1)
+        q_lens = [4] * requests if number % 2 else [chance.randrange(1, 5) for _ in range(requests)]
+        run(made, step(q_lens, [chance.randrange(new, MAX_LEN + 1) for new in q_lens]), kv_cache, drafts=3)
     assert hopper.stats().loads == loads
     assert len(standin.calls("cuMemAlloc")) == allocations
     assert compiled._code.cache_info().misses == written
@@ -87,6 +108,15 @@ def test_launches_share_one_scratch(ready: Any, standin: StandIn) -> None:
     assert scratch.of_launch(REQUESTS + 1, TOKENS, MAX_LEN) is None
     assert scratch.of_launch(REQUESTS, TOKENS + 1, MAX_LEN) is None
     assert scratch.of_launch(REQUESTS, TOKENS, MAX_LEN + 1) is None
+
+
+def test_a_launch_that_was_not_foreseen_has_scratch_of_its_own(
+    hopper: Runtime, standin: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cubin_runtime.integrations.readiness._counts", lambda most: [1])
+    made, before = start(monkeypatch), len(standin.calls("cuLaunchKernelEx"))
+    run(made, step([1] * REQUESTS, [MAX_LEN] * REQUESTS), cache())
+    assert len(standin.calls("cuLaunchKernelEx")) == before + 1
 
 
 def test_another_stream_has_scratch_of_its_own(ready: Any, hopper: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:

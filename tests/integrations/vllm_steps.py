@@ -50,12 +50,19 @@ def step(q_lens: list[int], kv_lens: list[int], padded: int = 0, **changed: Any)
     return CommonAttentionMetadata(**{**given, **changed})
 
 
-def builder(backend: Any, value_size: int = DIM, **configured: Any) -> Any:
+def speculative(drafts: int | None) -> Any:
+    """vLLM's configuration of a drafter of so many tokens; None: there is none."""
+    if drafts is None:
+        return None
+    return SimpleNamespace(num_speculative_tokens=drafts, parallel_drafting=False, method="eagle")
+
+
+def builder(backend: Any, value_size: int = DIM, drafts: int | None = None, **configured: Any) -> Any:
     """The builder of a backend's metadata; ``configured`` are further parts of vLLM's configuration."""
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=KV_HEADS, head_size=DIM, head_size_v=value_size, dtype=BF16)
     config = SimpleNamespace(
         model_config=SimpleNamespace(max_model_len=MAX_LEN),
-        speculative_config=None,
+        speculative_config=speculative(drafts),
         parallel_config=ParallelConfig(),
         **configured,
     )

@@ -19,10 +19,11 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from ...errors import UsageError
+from ...kernels.native.decode.shape import MAX_QUERIES
 from ..paged_batch import BLOCK_SIZES, HEAD_SIZES, LayerOptions, PagedBatch, Part, attend, check_layer
 from ..readiness import reserve, warm_up
 from ..scratch import Limits
-from .versions import backend_name, cache_interface
+from .versions import backend_name, cache_interface, decode_tokens
 
 _LOGGER = logging.getLogger("vllm.cubin_runtime")  # below vLLM's own, whose level and handlers it has
 
@@ -32,7 +33,14 @@ def limits_of(config: Any) -> Limits | None:
     scheduler, model = config.scheduler_config, config.model_config
     if scheduler is None or model is None:
         return None
-    return Limits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, model.max_model_len)
+    tokens = scheduler.max_num_batched_tokens
+    return Limits(scheduler.max_num_seqs, tokens, model.max_model_len, _decode_tokens(config))
+
+
+def _decode_tokens(config: Any) -> int:
+    """The most query tokens of a request that our builders take for a decode."""
+    most = decode_tokens(config)
+    return most if most <= MAX_QUERIES else 1
 
 
 class CubinRuntimeBackend(cache_interface(), AttentionBackend):  # type: ignore[misc]
@@ -99,24 +107,28 @@ class CubinRuntimeBackend(cache_interface(), AttentionBackend):  # type: ignore[
 
     @classmethod
     def supports_combination(cls, *_: Any, **__: Any) -> str | None:
-        """Refuse what vLLM before 0.30 does not ask for: reference sliding windows, decode context parallelism."""
+        """Refuse drafts in micro-batches, and what vLLM before 0.30 does not ask for: R-SWA, context parallelism."""
         config = get_current_vllm_config_or_none()
         if config is None:
             return None
         if getattr(config.model_config, "rswa_window", None) is not None:
             return "R-SWA not supported"
+        if config.speculative_config is not None and config.parallel_config.use_ubatching:
+            return "drafts in micro-batches not supported"
         return "DCP not supported" if config.parallel_config.decode_context_parallel_size > 1 else None
 
 
 class CubinRuntimeMetadataBuilder(AttentionMetadataBuilder[PagedBatch]):  # type: ignore[misc]
     """A step's ``PagedBatch`` from vLLM's common metadata; reads only what is on the host, and copies nothing back."""
 
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    # Decodes are views of tensors that an engine keeps: what a drafter's graph changes in them is there already.
+    supports_draft_decode_metadata_update = True
     supports_update_block_table = True
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._init_reorder_batch_threshold(1)
+        self._init_reorder_batch_threshold(_decode_tokens(vllm_config))
         value_size = getattr(kv_cache_spec, "head_size_v", kv_cache_spec.head_size)
         if value_size != kv_cache_spec.head_size:
             raise UsageError(f"head_size_v={value_size}: expected {kv_cache_spec.head_size}, as the keys have")
@@ -133,24 +145,43 @@ class CubinRuntimeMetadataBuilder(AttentionMetadataBuilder[PagedBatch]):  # type
         prefixes = getattr(step, "rswa_prefix_lens", None)
         if step.causal is not True or getattr(step, "mm_req_doc_ranges", None) or prefixes is not None:
             raise UsageError("causal, mm_req_doc_ranges, rswa_prefix_lens: expected a causal step without exceptions")
-        decodes, prefills, decode_tokens, prefill_tokens = split_decodes_and_prefills(step, decode_threshold=1)
+        split = split_decodes_and_prefills(step, decode_threshold=self.reorder_batch_threshold)
+        decodes, prefills, decode_rows, prefill_rows = split
         table, lengths = step.block_table_tensor, step.seq_lens
-        # Of the decodes that pad a captured step, there may be more than tokens.
-        decodes_with_token = min(decodes, decode_tokens)
         room = table.shape[1] * self._block_size
         # The model's bound, as a captured launch is replayed with longer requests; keys that are sinks come on top.
         bound = min(max(self._max_model_len, step.max_seq_len), room)
         first = last = None
-        if decodes_with_token:
-            rows = slice(0, decodes_with_token)
-            first = Part(0, decodes_with_token, table[rows], lengths[rows], None, 1, bound)
+        if decode_rows:
+            width, sums = self._widths(step, decodes)
+            # Of the decodes that pad a captured step, there may be more than tokens.
+            filled = decodes if sums is not None else min(decodes, decode_rows // width)
+            rows = decode_rows if sums is not None else filled * width
+            first = Part(0, rows, table[:filled], lengths[:filled], sums, width, bound)
         if prefills:
             rest = slice(decodes, decodes + prefills)
             sums = step.query_start_loc[decodes : decodes + prefills + 1]
-            sums = sums - decode_tokens if decode_tokens else sums
+            sums = sums - decode_rows if decode_rows else sums
             longest = min(step.max_seq_len, room)
-            last = Part(decode_tokens, prefill_tokens, table[rest], lengths[rest], sums, step.max_query_len, longest)
+            last = Part(decode_rows, prefill_rows, table[rest], lengths[rest], sums, step.max_query_len, longest)
         return PagedBatch(first, last)
+
+    def _widths(self, step: Any, decodes: int) -> tuple[int, torch.Tensor | None]:
+        """The query tokens of each request that decodes, and None; or their bound, and running sums.
+
+        Requests without a token, behind the others, count as having as many: they pad a captured step.
+        """
+        most = self.reorder_batch_threshold
+        if most == 1:
+            return 1, None
+        counts = step.query_start_loc_cpu[: decodes + 1].diff()
+        width = max(1, int(counts.max()))
+        if bool((counts[: int(counts.count_nonzero())] == width).all()):
+            return width, None
+        return most, step.query_start_loc[: decodes + 1]
+
+    def update_draft_decode_metadata(self, metadata: PagedBatch) -> None:
+        """Nothing is to do, see ``supports_draft_decode_metadata_update``."""
 
     def update_block_table(self, metadata: PagedBatch, blk_table: torch.Tensor, slot_mapping: Any) -> PagedBatch:
         """A copy of a step's metadata with the pages of another group of layers like these."""

@@ -54,6 +54,18 @@ def add_backend(path: str) -> None:
         raise UsageError(f"attention backend {name}: another plug-in has it, {member.get_path()}")
 
 
+def decode_tokens(config: Any) -> int:
+    """The most query tokens of a request that vLLM takes for a decode: one, and its draft tokens."""
+    from vllm.v1.attention import backend
+
+    if hasattr(backend, "max_decode_query_len"):
+        return int(backend.max_decode_query_len(config))
+    drafts = config.speculative_config
+    if drafts is None or drafts.num_speculative_tokens is None:
+        return 1
+    return 1 + (2 if drafts.parallel_drafting else 1) * int(drafts.num_speculative_tokens)
+
+
 def _has_layouts() -> bool:
     from vllm.v1.attention.backend import AttentionBackend
 

@@ -1,0 +1,60 @@
+"""What readiness plans of a layer's steps stands for all numbers of requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from cubin_runtime.attention import Runtime, plan_paged_decode  # noqa: E402
+from cubin_runtime.integrations import readiness  # noqa: E402
+from cubin_runtime.integrations.paged_batch import LayerOptions  # noqa: E402
+from cubin_runtime.integrations.scratch import Limits  # noqa: E402
+from cubin_runtime.launch.regions import workspace_size  # noqa: E402
+
+pytestmark = pytest.mark.torch
+MOST = 140
+
+
+def needs(plan: Any) -> tuple[int, int, set[str]]:
+    """Zeroed scratch, other scratch and kernels of a plan."""
+    zeroed, other = (workspace_size([each for each in plan.regions if each.zeroed == kind]) for kind in (True, False))
+    return zeroed, other, {launch.selection.kernel.name for launch in plan.launches}
+
+
+def most(plans: list[Any]) -> tuple[int, int, set[str]]:
+    """What all plans need together."""
+    each = [needs(plan) for plan in plans]
+    return max(one[0] for one in each), max(one[1] for one in each), set().union(*(one[2] for one in each))
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (8, 1), (4, 4)])
+def test_a_few_numbers_of_requests_need_as_much_as_all(
+    hopper: Runtime, heads: int, kv_heads: int, tokens: int, batch_invariant: bool
+) -> None:
+    options = LayerOptions(0.125, -1, 0.0, None, batch_invariant)
+    limits = Limits(MOST, 4096, 8192, tokens)
+    q = torch.zeros(4096, heads, 128, dtype=torch.bfloat16)
+    few = list(readiness._plans(q, kv_heads, 16, "HND", options, limits))
+    cache = torch.zeros(1, kv_heads, 16, 256, dtype=torch.bfloat16).split(128, dim=-1)
+    every = []
+    for requests in range(1, MOST + 1):
+        table, lengths = torch.zeros(requests, 512, dtype=torch.int32), torch.zeros(requests, dtype=torch.int32)
+        given = q[: requests * tokens].unflatten(0, (requests, tokens))
+        every.append(
+            plan_paged_decode(
+                *(given, *cache, table, lengths, given),
+                max_seq_len=8192,
+                softmax_scale=0.125,
+                kv_layout="HND",
+                batch_invariant=batch_invariant,
+            )
+        )
+    least, enough = most(every), most(few)
+    assert enough[0] >= least[0]
+    assert enough[1] >= least[1]
+    assert enough[2] >= least[2]
