@@ -6,8 +6,10 @@ Run by ``engine_run.sh`` on a machine with a Hopper GPU, with what ``tools/pack_
 * ``tokens``: greedy tokens of four models with random weights, judged in float32; bits of requests in crowds.
 * ``figures``: jobs of models of real shapes; engines take turns, ``--rounds`` times.
 * ``readiness``: our part of the start; what 2,000 requests load and plan after 20; host time of a step's attention.
-* ``drafts``: jobs with an n-gram drafter, with and without full graphs.
+* ``drafts``: jobs with drafters, and judged tokens.
+* ``refusals``: what is refused at start, with its reason.
 * ``states``: preemption, sleep and wake, chunk sizes.
+* ``server``: time to the first token of streaming clients, first and later bursts after a start.
 * ``ranks``: tensor parallelism over two GPUs.
 
 The result, ``vllm.SECTION.json``, is written after every row.
@@ -21,7 +23,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from engine.driver import OURS, PEER, Engine, Run, digests
+from engine.driver import OURS, PEER, Engine, Run, Server, digests
 
 # Job: prompts, new tokens.
 JOBS: dict[str, tuple[list[int], int]] = {
@@ -97,25 +99,55 @@ def readiness(run: Run) -> None:
             run.row(model=model, backend=backend, host=host)
 
 
+def drafters(run: Run) -> dict[str, dict[str, Any] | None]:
+    """No drafter; n-grams, whose drafts differ in number; chains of EAGLE; and the model itself, whose drafts hold."""
+    four = {"num_speculative_tokens": 4}
+    return {
+        "none": None,
+        "n-gram": {**four, "method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2},
+        "EAGLE": {**four, "method": "eagle", "model": str(run.models / "llama-eagle")},
+        "the model": {**four, "method": "draft_model", "model": str(run.models / "llama")},
+    }
+
+
 def drafts(run: Run) -> None:
-    """Jobs with drafts: tokens as without, and times beside the peer's."""
-    (model,) = run.names or ("llama",)
-    drafter = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+    """Jobs with drafts, in turns, and judged tokens."""
     jobs = {"1 x 512": [512], "16 x 512": [512] * 16, "64 x 1,024": [1024] * 64}
-    expected: dict[str, Any] = {}
-    for asked in (None, drafter):
+    for drafter, asked in drafters(run).items():
         more = {} if asked is None else {"speculative_config": asked}
         with ExitStack() as stack:
-            engines = run.pair(stack, model, **more)
-            for name, prompts in jobs.items():
-                answers = {engine.backend: engine.ask("drafts", prompts=prompts, new=128, seed=4) for engine in engines}
-                row: dict[str, Any] = {"model": model, "job": name, "drafter": asked, **run.both(engines)}
-                for backend, answer in answers.items():
-                    made = answer.pop("tokens", [])
-                    plain = expected.setdefault(f"{name} {backend}", made)
-                    pairs = zip(plain, made, strict=False)
-                    answer["requests as without drafts"] = sum(one == other for one, other in pairs)
-                run.row(**row, answers=answers)
+            try:
+                engines = run.pair(stack, "llama", **more)
+            except RuntimeError as error:
+                run.row(drafter=drafter, error=str(error)[-700:])
+                continue
+            row = {"drafter": drafter, **run.both(engines), "graphs": {each.backend: each.graphs() for each in engines}}
+            run.row(**row, **run.judged(engines, "llama", f"drafts.{drafter.replace(' ', '_')}"))
+            for job, prompts in jobs.items():
+                rounds: dict[str, list[Any]] = {engine.backend: [] for engine in engines}
+                for number in range(1 + run.rounds):
+                    for engine in engines if number % 2 else engines[::-1]:
+                        rounds[engine.backend].append(engine.ask("drafts", prompts=prompts, new=128, seed=4))
+                best = {backend: min(each["seconds"] for each in times[1:]) for backend, times in rounds.items()}
+                run.row(drafter=drafter, job=job, best_seconds=best, ratio=round(best[PEER] / best[OURS], 4))
+
+
+def refusals(run: Run) -> None:
+    """What is refused at start: the line of the engine's log that says why."""
+    options: dict[str, dict[str, Any]] = {
+        "fp8 cache": {"kv_cache_dtype": "fp8"},
+        "KV connector": {"kv_transfer_config": {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}},
+    }
+    for name, more in options.items():
+        with Engine(run.out, f"refused.{name.replace(' ', '_')}", run.options("llama", OURS, **more)) as engine:
+            try:
+                engine.wait()
+                run.row(refused=name, line="it started")
+            except RuntimeError:
+                lines = [
+                    line for line in engine.log.read_text().splitlines() if "not supported" in line or "Error" in line
+                ]
+                run.row(refused=name, lines=lines[:3])
 
 
 def states(run: Run) -> None:
@@ -138,6 +170,15 @@ def states(run: Run) -> None:
         run.row(model=model, state="sleep", answers=[engine.ask("sleep", level=level) for level in (1, 2)])
 
 
+def server(run: Run) -> None:
+    """Bursts of streaming clients; servers start in turns."""
+    (model,) = run.names or ("llama",)
+    for number, backend in enumerate((PEER, OURS, OURS, PEER, PEER, OURS)[: 2 * run.rounds]):
+        with Server(run.out, run.models / model, backend, 8100 + number, run.cache_bytes) as started:
+            seconds = started.wait()
+            run.row(model=model, backend=backend, start_seconds=seconds, bursts=started.bursts())
+
+
 def ranks(run: Run) -> None:
     """Tensor parallelism over two GPUs: judged tokens, and jobs in turns."""
     for model in run.names or ("llama", "gptoss"):
@@ -147,7 +188,7 @@ def ranks(run: Run) -> None:
             _jobs(run, engines, {name: JOBS[name] for name in ("1 x 4,000 + 256", "64 x 1,024 + 256")}, model=model)
 
 
-SECTIONS = {each.__name__: each for each in (tokens, figures, readiness, drafts, states, ranks)}
+SECTIONS = {each.__name__: each for each in (tokens, figures, readiness, drafts, refusals, states, server, ranks)}
 
 
 def main() -> None:

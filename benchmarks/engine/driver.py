@@ -7,12 +7,14 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from urllib.request import urlopen
 
 from gpu_environment import built_sources, gpu_environment
 from row_origin import commit, keep
@@ -28,10 +30,6 @@ class Engine:
     def __init__(self, folder: Path, name: str, options: Mapping[str, Any], **environment: str) -> None:
         self.backend = options["attention_backend"]
         self.log = folder / f"{name}.{self.backend}.log"
-        caches = {kind: str(Path("/tmp") / f"{kind}.{self.backend}") for kind in ("vllm", "triton")}
-        added = {"VLLM_CACHE_ROOT": caches["vllm"], "TRITON_CACHE_DIR": caches["triton"], "HF_HUB_OFFLINE": "1"}
-        added |= {"VLLM_PLUGINS": "cubin_runtime", "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1"}
-        added |= environment
         with self.log.open("w") as errors:
             self._process = subprocess.Popen(
                 [sys.executable, str(HERE / "worker.py"), json.dumps(dict(options))],
@@ -39,7 +37,7 @@ class Engine:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
-                env={**os.environ, **added},
+                env={**os.environ, **surroundings(self.backend), **environment},
             )
         self.started: dict[str, Any] = {}
 
@@ -83,10 +81,65 @@ class Engine:
         answer: dict[str, Any] = json.loads(line)
         return answer
 
+    def graphs(self) -> list[str]:
+        """What the log says of captured graphs."""
+        lines = self.log.read_text().replace("\r", "\n").splitlines()
+        said = [line for line in lines if "100%" in line and "Capturing" in line]
+        return sorted({line.partition("Capturing ")[2].partition(":")[0] for line in said})
+
     def kernels(self) -> list[str]:
         """The kernels that our backend's log line names."""
         lines = [line for line in self.log.read_text().splitlines() if "cubin_runtime: layers of" in line]
         return sorted({name for line in lines for name in line.rpartition("run on ")[2].split(", ")})
+
+
+class Server:
+    """vLLM's HTTP server of a model."""
+
+    def __init__(self, folder: Path, model: Path, backend: str, port: int, cache_bytes: int) -> None:
+        named = {"model": str(model), "served-model-name": "m", "host": "127.0.0.1", "port": str(port)}
+        named |= {"attention-backend": backend, "max-model-len": "8192", "kv-cache-memory-bytes": str(cache_bytes)}
+        named |= {"compilation-config": json.dumps(GRAPHS)}
+        arguments = [part for name, value in named.items() for part in (f"--{name}", value)]
+        self.port = port
+        self.log = folder / f"server.{backend}.log"
+        with self.log.open("w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments],
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **surroundings(backend)},
+            )
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(timeout=15)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+    def wait(self, seconds: int = 120) -> float:
+        """Wait until the server answers; how long that took.
+
+        Raises:
+            RuntimeError: it ended, or took longer; the message has the end of its log.
+        """
+        begin = time.perf_counter()
+        while (passed := time.perf_counter() - begin) < seconds and self._process.poll() is None:
+            with suppress(OSError), urlopen(f"http://127.0.0.1:{self.port}/health", timeout=1):
+                return round(passed, 1)
+            time.sleep(0.2)
+        raise RuntimeError(f"the server is not there: {self.log.read_text()[-1500:]}")
+
+    def bursts(self) -> list[dict[str, Any]]:
+        """What streaming clients measured."""
+        asked = [sys.executable, str(HERE / "client.py"), str(self.port), "m"]
+        ended = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=120)
+        rows: list[dict[str, Any]] = [json.loads(line) for line in ended.stdout.splitlines()]
+        return rows or [{"error": ended.stderr[-800:]}]
 
 
 class Run:
@@ -145,6 +198,14 @@ class Run:
         """What all rows of a pair have in common."""
         names = [name for engine in engines for name in engine.kernels()]
         return {"start": {engine.backend: engine.started for engine in engines}, "cubins": dict(digests(names))}
+
+
+def surroundings(backend: str) -> dict[str, str]:
+    """Variables of an engine's process: no network, and caches that the other engine does not share."""
+    scratch = Path(os.environ.get("ENGINE_SCRATCH", "/tmp/engine"))
+    caches = {name: str(scratch / f"{name}.{backend}") for name in ("VLLM_CACHE_ROOT", "TRITON_CACHE_DIR")}
+    alone = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    return {**caches, **alone, "VLLM_PLUGINS": "cubin_runtime"}
 
 
 def digests(names: list[str]) -> Iterator[tuple[str, str]]:

@@ -1,6 +1,7 @@
 """Models of real shapes with random weights: ``python models.py FOLDER NAME...``.
 
-A name with ``-shape`` writes the configuration alone, of more layers, for vLLM's ``load_format="dummy"``.
+A name with ``-shape`` writes the configuration alone, of more layers, for vLLM's ``load_format="dummy"``; one with
+``-eagle`` a drafter.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 VOCABULARY = 32000
-SHAPE = "-shape"
+SHAPE, EAGLE = "-shape", "-eagle"
 COMMON = {"vocab_size": VOCABULARY, "max_position_embeddings": 32768}
 
 LLAMA = COMMON | {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
@@ -27,6 +28,7 @@ GPT_OSS |= {"num_attention_heads": 64, "num_key_value_heads": 8, "num_experts_pe
 CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", LLAMA | {"num_hidden_layers": 4}),
     "llama-shape": ("LlamaConfig", LLAMA | {"num_hidden_layers": 32}),
+    "llama-eagle": ("LlamaConfig", LLAMA | {"num_hidden_layers": 1}),
     "gemma3": ("Gemma3TextConfig", GEMMA_4B | {"num_hidden_layers": 6, "sliding_window": 512}),
     "gemma3-shape": ("Gemma3TextConfig", GEMMA_12B | {"num_hidden_layers": 8, "sliding_window": 1024}),
     "qwen3moe": ("Qwen3MoeConfig", QWEN | {"num_hidden_layers": 4, "num_experts": 16, "num_experts_per_tok": 4}),
@@ -47,6 +49,7 @@ def write(where: Path, name: str) -> None:
     """Write one; its tokenizer is of bytes."""
     import torch
     import transformers
+    from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
 
     kind, given = CONFIGURATIONS[name]
@@ -63,8 +66,26 @@ def write(where: Path, name: str) -> None:
         if "sinks" in parameter:
             torch.nn.init.normal_(values, 0, 1)
     model.generation_config.eos_token_id = None
+    if name.endswith(EAGLE):
+        model.config.save_pretrained(where)
+        save_file(_drafter(model), where / "model.safetensors")
+        return
     model.save_pretrained(where)
     _tokenizer().save_pretrained(where)
+
+
+def _drafter(model: Any) -> dict[str, Any]:
+    """An EAGLE drafter's weights: a layer without its first norm, and what joins embeddings and hidden states."""
+    import torch
+
+    hidden = model.config.hidden_size
+    weights = {
+        name.removeprefix("model."): values.contiguous()
+        for name, values in model.state_dict().items()
+        if name.startswith("model.layers.") and "layers.0.input_layernorm" not in name
+    }
+    joined = torch.randn(hidden, 2 * hidden, dtype=torch.bfloat16, device="cuda") * 0.02
+    return {**weights, "fc.weight": joined}
 
 
 def _tokenizer() -> Any:
