@@ -5,7 +5,8 @@ Run by ``engine_run.sh`` on a machine with a Hopper GPU, with what ``tools/pack_
 
 * ``tokens``: greedy tokens of four models with random weights, judged in float32; bits of requests in crowds.
 * ``figures``: jobs of models of real shapes; engines take turns, ``--rounds`` times.
-* ``readiness``: our part of the start; what 2,000 requests load and plan after 20; host time of a step's attention.
+* ``readiness``: our part of the start; what 2,000 requests load and plan after 20.
+* ``host``: host time of a step's attention.
 * ``drafts``: jobs with drafters, and judged tokens.
 * ``refusals``: what is refused at start, with its reason.
 * ``states``: preemption, sleep and wake, chunk sizes.
@@ -23,7 +24,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from engine.driver import OURS, PEER, Engine, Run, Server, digests
+from engine.driver import OURS, PEER, Engine, Run, Server
 
 # Job: prompts, new tokens.
 JOBS: dict[str, tuple[list[int], int]] = {
@@ -31,8 +32,7 @@ JOBS: dict[str, tuple[list[int], int]] = {
     "64 x 1,024 + 256": ([1024] * 64, 256),
     "16 x 7,000 + 128": ([7000] * 16, 128),
     "256 x 128 + 128": ([128] * 256, 128),
-    "64 mixed, 50 to 3,950 + 128": ([50 + 3900 * (7 * n % 64) // 63 for n in range(64)], 128),
-    "64 x 4,096 + 128": ([4096] * 64, 128),
+    "64 mixed, 50 to 3,650 + 128": ([50 + 3600 * (7 * n % 64) // 63 for n in range(64)], 128),
 }
 SHAPES = ("llama-shape", "gptoss-shape", "gemma3-shape", "qwen3moe-shape")
 MODELS = ("llama", "gptoss", "gemma3", "qwen3moe")
@@ -53,50 +53,62 @@ def figures(run: Run) -> None:
             engines = run.pair(stack, model)
             run.row(model=model, **run.both(engines))
             _jobs(run, engines, JOBS, model=model)
+            # As many prompts as an engine's cache has room for, up to 64.
+            count = min(64, run.cache_bytes // (131072 * 4300))
+            _jobs(run, engines, {f"{count} x 4,096 + 128": ([4096] * count, 128)}, fresh=False, model=model)
 
 
-def _jobs(run: Run, engines: list[Engine], jobs: dict[str, tuple[list[int], int]], **named: Any) -> None:
-    """Jobs in turns, the first engine of a round being the last of the round before."""
+def _jobs(
+    run: Run, engines: list[Engine], jobs: dict[str, tuple[list[int], int]], fresh: bool = True, **named: Any
+) -> None:
+    """Jobs in turns, the last engine of a round first in the next; ``fresh``: with prompts that are not cached."""
     for name, (prompts, new) in jobs.items():
         for engine in engines:
             engine.ask("job", prompts=prompts, new=min(new, 8), seed=1)
         rounds: dict[str, list[Any]] = {engine.backend: [] for engine in engines}
         for number in range(run.rounds):
+            seed = 2 + number if fresh else 1
             for engine in engines if number % 2 else engines[::-1]:
-                rounds[engine.backend].append(engine.ask("job", prompts=prompts, new=new, seed=2 + number))
+                rounds[engine.backend].append(engine.ask("job", prompts=prompts, new=new, seed=seed, fresh=fresh))
         run.row(**named, job=name, rounds=rounds, ratios=_ratios(rounds))
 
 
 def _ratios(rounds: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
     """FlashAttention's best time over ours, for the whole job and for its decodes."""
-    try:
-        best = {
-            kind: {backend: min(each[kind] for each in rounds[backend]) for backend in rounds}
-            for kind in ("whole", "decode")
-        }
-    except KeyError:
-        return {}
+    kinds = [kind for kind in ("whole", "decode") if all(kind in each for of in rounds.values() for each in of)]
+    best = {kind: {backend: min(each[kind] for each in rounds[backend]) for backend in rounds} for kind in kinds}
     return {kind: round(times[PEER] / times[OURS], 4) for kind, times in best.items()}
 
 
 def readiness(run: Run) -> None:
-    """Our part of the start, what later requests load, and host time, with the engine in its caller's process."""
-    served, model = run.names or ("llama", "llama-shape")
-    for backend in (OURS, PEER):
-        options = run.options(served, backend, max_num_seqs=256)
-        with Engine(run.out, f"{served}.alone", options, ENGINE_IN_PROCESS="1") as engine:
-            row = {"model": served, "backend": backend, "start": engine.wait()}
-            row["first 20"] = engine.ask("mixed", requests=20, seed=1)
-            if backend == OURS:
-                row["frozen"] = engine.ask("freeze")
-            row["next 2,000"] = [engine.ask("mixed", requests=500, seed=2 + n, longest=900) for n in range(4)]
-            run.row(**row, cubins=dict(digests(engine.kernels())))
-    for backend in (OURS, PEER):
-        options = run.options(model, backend, enforce_eager=True)
-        with Engine(run.out, f"{model}.host", options, ENGINE_IN_PROCESS="1") as engine:
-            engine.wait()
-            host = [engine.ask("host", requests=count, new=64, seed=5) for count in (1, 8, 64, 64)]
-            run.row(model=model, backend=backend, host=host)
+    """Our part of the start, and what later requests load, with the engine in its caller's process."""
+    (model,) = run.names or ("llama",)
+    with ExitStack() as stack:
+        engines = run.pair(stack, model, {"ENGINE_IN_PROCESS": "1"}, max_num_seqs=256)
+        for engine in engines:
+            engine.tell("mixed", requests=20, seed=1)
+        first = {engine.backend: engine.answer() for engine in engines}
+        frozen = engines[0].ask("freeze")
+        later: dict[str, list[Any]] = {engine.backend: [] for engine in engines}
+        for number in range(4):
+            for engine in engines:
+                engine.tell("mixed", requests=500, seed=2 + number, longest=900)
+            for engine in engines:
+                later[engine.backend].append(engine.answer())
+        run.row(model=model, **run.both(engines), first_20=first, frozen=frozen, next_2000=later)
+
+
+def host(run: Run) -> None:
+    """Host time of the attention of a step that decodes, in turns, without graphs."""
+    (model,) = run.names or ("llama-shape",)
+    with ExitStack() as stack:
+        engines = run.pair(stack, model, {"ENGINE_IN_PROCESS": "1"}, enforce_eager=True)
+        for requests in (1, 8, 64):
+            rounds: dict[str, list[Any]] = {engine.backend: [] for engine in engines}
+            for _ in range(1 + run.rounds):
+                for engine in engines:
+                    rounds[engine.backend].append(engine.ask("host", requests=requests, new=48, seed=5))
+            run.row(model=model, requests=requests, rounds=rounds)
 
 
 def drafters(run: Run) -> dict[str, dict[str, Any] | None]:
@@ -188,7 +200,7 @@ def ranks(run: Run) -> None:
             _jobs(run, engines, {name: JOBS[name] for name in ("1 x 4,000 + 256", "64 x 1,024 + 256")}, model=model)
 
 
-SECTIONS = {each.__name__: each for each in (tokens, figures, readiness, drafts, refusals, states, server, ranks)}
+SECTIONS = {each.__name__: each for each in (tokens, figures, readiness, host, drafts, refusals, states, server, ranks)}
 
 
 def main() -> None:

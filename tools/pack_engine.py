@@ -32,7 +32,7 @@ PLATFORMS = (
 LEFT_OUT = (
     *("vllm/vllm-rs", "vllm/third_party/deep_gemm/include", "vllm/third_party/fmha_sm100", "vllm/_qutlass_C.abi3.so"),
     *("vllm/third_party/deep_gemm/_C.cpython-31[0134]*", "vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so", "xgrammar/lib"),
-    *("mistral_common/data", "pycountry/locales", "tvm_ffi/lib/*testing*", "**/__pycache__"),
+    *("mistral_common/data", "pycountry/locales", "**/__pycache__"),
 )
 FLASH_ATTENTION = "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so"
 LIBRARIES = ("vllm/_C_stable_libtorch.abi3.so", "vllm/_moe_C_stable_libtorch.abi3.so", FLASH_ATTENTION)

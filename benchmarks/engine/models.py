@@ -54,8 +54,8 @@ def write(where: Path, name: str) -> None:
 
     kind, given = CONFIGURATIONS[name]
     config = getattr(transformers, kind)(**given)
+    config.architectures = [kind.removesuffix("Config").removesuffix("Text") + "ForCausalLM"]
     if name.endswith(SHAPE):
-        config.architectures = [kind.removesuffix("Config").removesuffix("Text") + "ForCausalLM"]
         config.dtype = torch.bfloat16
         config.save_pretrained(where)
         return

@@ -114,17 +114,18 @@ class Worker:
             equal += sum(one == _logprobs(other) for one, other in zip(alone, together, strict=True))
         return {"equal": equal, "of": 4 * times}
 
-    def job(self, prompts: Sequence[int], new: int, seed: int) -> dict[str, float]:
+    def job(self, prompts: Sequence[int], new: int, seed: int, fresh: bool = True) -> dict[str, float]:
         """Seconds of a job of prompts that are not cached, and of its decodes, when the cache has the prompts.
 
-        The second is the time of all new tokens less that of one, both with cached prompts.
+        The second is the time of all new tokens less that of one, both with cached prompts. Without ``fresh`` there is
+        no first, and an earlier job of the seed has filled the cache.
         """
         chance = random.Random(seed)
         given = [_prompt(chance, length) for length in prompts]
-        whole = self._seconds(given, new)
+        whole = {"whole": self._seconds(given, new)} if fresh else {}
         first = self._seconds(given, 1)
         cached = self._seconds(given, new)
-        return {"whole": whole, "decode": round(cached - first, 5), "cached": cached, "first": first}
+        return {**whole, "decode": round(cached - first, 5), "cached": cached, "first": first}
 
     def mixed(self, requests: int, seed: int, longest: int = 1500, most_new: int = 64) -> dict[str, Any]:
         """Requests of mixed lengths; the engine's host and device memory after them, in MB."""
@@ -217,7 +218,8 @@ def _memory() -> dict[str, int]:
 
     me = psutil.Process()
     host = sum(each.memory_info().rss for each in (me, *me.children(recursive=True)))
-    asked = ("nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits")
+    which = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+    asked = ("nvidia-smi", f"--id={which}", "--query-gpu=memory.used", "--format=csv,noheader,nounits")
     used = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split()
     return {"host_mb": round(host / 1e6), "device_mb": sum(map(int, used))}
 
