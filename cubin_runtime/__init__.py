@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .attention.prefill import ContextAttentionPlan, context_attention, plan_context_attention
     from .attention.process import default_runtime, set_default_runtime
     from .attention.runtime import Runtime, RuntimeStats
+    from .attention.sparse_mla import SparseMlaDecodePlan, plan_sparse_mla_decode, sparse_mla_decode
     from .protocols import Stream
     from .tensor import Tensor, TensorView, view_of
 
@@ -38,6 +39,7 @@ __all__ = [
     "PagedDecodePlan",
     "Runtime",
     "RuntimeStats",
+    "SparseMlaDecodePlan",
     "Stream",
     "Tensor",
     "TensorView",
@@ -55,7 +57,9 @@ __all__ = [
     "plan_merge_states",
     "plan_mla_decode",
     "plan_paged_decode",
+    "plan_sparse_mla_decode",
     "set_default_runtime",
+    "sparse_mla_decode",
     "view_of",
 ]
 

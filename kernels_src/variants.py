@@ -389,6 +389,32 @@ def _mla_variants(latent: int) -> Iterator[Variant]:
         yield _mla_decode(source, f"{source}_e4m3", "e4m3", "e4m3", latent, 64, 64, sm=sm, tile=32, STAGES=stages)
 
 
+# Rows of the cache -> columns behind the latent ones, and pipeline stages of the kernel.
+_SPARSE_MLA_ROWS = {"scaled_e4m3": (64, 5), "bf16": (64, 3), "bf16_nope": (0, 3)}
+
+
+def _sparse_mla_decode(rows: str) -> Variant:
+    """``rows``: how a row of the cache lies in memory, see ``kernels.native.sparse_mla.select``."""
+    rope, stages = _SPARSE_MLA_ROWS[rows]
+    return Variant(
+        source="mla/sparse_mla_decode.cu",
+        symbol=f"sparse_mla_decode_{rows}_latent512",
+        sm="90a",
+        operation="sparse_mla_decode",
+        struct="SparseMlaDecodeParams",
+        traits={"cache_rows": rows, "latent": 512, "rope": rope, "rows": 16, "tile_tokens": _MLA_TILE_TOKENS},
+        defines={
+            "SPARSE": 1,
+            "KV_E4M3": int(rows == "scaled_e4m3"),
+            "LATENT": 512,
+            "ROPE": rope,
+            "ROWS": 16,
+            "TILE_TOKENS": _MLA_TILE_TOKENS,
+            "STAGES": stages,
+        },
+    )
+
+
 # head_dim -> columns of a value, consumer warpgroups of 64 rows, keys of a tile, pipeline stages of keys and of values,
 # and the k16 steps of queries that fit into registers, without a soft cap and with one.
 _PREFILL_SHAPES = {
@@ -451,6 +477,7 @@ VARIANTS: tuple[Variant, ...] = (
     *(_lse_from_statistics(sm) for sm in _FOLLOWING_SMS),
     *(_streaming_read("90a", *way) for way in _READS),
     *(variant for latent in (512, 256) for variant in _mla_variants(latent)),
+    *(_sparse_mla_decode(rows) for rows in _SPARSE_MLA_ROWS),
     *_prefill_variants(),
     *(_append_kv("90a", dtypes) for dtypes in _APPEND_DTYPES),
     *(_merge_states("90a", dtype) for dtype in _MERGE_DTYPES),

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .prefill import ContextAttentionPlan, context_attention, plan_context_attention
     from .process import default_runtime, set_default_runtime
     from .runtime import Runtime, RuntimeStats
+    from .sparse_mla import SparseMlaDecodePlan, plan_sparse_mla_decode, sparse_mla_decode
 
 # Modules, each loaded when one of its names is first asked for -> their names.
 _MODULES = {
@@ -35,6 +36,7 @@ _MODULES = {
     ".prefill": ("ContextAttentionPlan", "context_attention", "plan_context_attention"),
     ".process": ("default_runtime", "set_default_runtime"),
     ".runtime": ("Runtime", "RuntimeStats"),
+    ".sparse_mla": ("SparseMlaDecodePlan", "plan_sparse_mla_decode", "sparse_mla_decode"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
@@ -50,6 +52,7 @@ __all__ = [
     "Runtime",
     "RuntimeStats",
     "SemaphoreWorkspace",
+    "SparseMlaDecodePlan",
     "Stream",
     "Tensor",
     "TensorView",
@@ -67,7 +70,9 @@ __all__ = [
     "plan_merge_states",
     "plan_mla_decode",
     "plan_paged_decode",
+    "plan_sparse_mla_decode",
     "set_default_runtime",
+    "sparse_mla_decode",
     "view_of",
 ]
 

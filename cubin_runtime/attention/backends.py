@@ -61,6 +61,7 @@ _NO_ATTENTION = ("append_kv", "merge_states", "draft_mask")  # which no operator
 TABLE: Mapping[str, Mapping[str, Support]] = {
     "paged_decode": {HOPPER: _NATIVE_DECODE},
     "mla_decode": {HOPPER: _NATIVE_MLA},
+    "sparse_mla_decode": {HOPPER: _NATIVE_PREFILL},
     "context_attention": {HOPPER: _NATIVE_PREFILL},
     "append_kv": {HOPPER: _NATIVE_COPYING},
     "merge_states": {HOPPER: _NATIVE_COPYING},

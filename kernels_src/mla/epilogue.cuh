@@ -15,8 +15,6 @@ constexpr uint32_t DEPARTURES = (1 << 12) - 1;
 constexpr uint32_t TICKET = 1 << 21;
 constexpr int MERGE_WAIT_CYCLES = 1 << 14;  // for which a warp waits for the other partials, to take part in the merge
 
-constexpr float LOG2_E = 1.4426950408889634f;
-
 // How a row of unnormalised outputs with this maximum and sum becomes a row of the output.
 struct RowNormalisation {
     float factor, lse;
@@ -33,6 +31,9 @@ DEVICE RowNormalisation normalise_row(const Params& p, float maximum, float sum,
     RowNormalisation norm;
     norm.factor = none ? 0.f : __fdividef(output_scale * exp2_approximate(maximum - top), total);
     norm.lse = total == 0.f ? -INFINITY : top + __log2f(total);
+#if SPARSE
+    if (!p.lse_sink) norm.lse = none ? -INFINITY : maximum + __log2f(sum);
+#endif
     return norm;
 }
 
@@ -42,6 +43,9 @@ DEVICE float output_scale(const Params& p) {
 }
 
 DEVICE void write_lse(const Params& p, const WorkTile& work, int row, float lse) {
+#if SPARSE
+    lse *= p.lse_from_log2;
+#endif
     if (p.lse != nullptr)
         static_cast<float*>(p.lse)[row_offset(work, row, p.heads, p.lse_token_stride, p.lse_head_stride)] = lse;
 }

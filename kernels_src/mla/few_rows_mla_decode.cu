@@ -15,26 +15,14 @@
 //        -DKERNEL_NAME=symbol
 
 #include "few_rows/producer.cuh"
-#include "few_rows/qk.cuh"
-#include "few_rows/pv.cuh"
+#include "few_rows/page_tiles.cuh"
 
 extern "C" __global__ void __launch_bounds__(paged_mla_decode::THREADS, 1)
     KERNEL_NAME(const __grid_constant__ PagedMlaDecodeParams p) {
     using namespace paged_mla_decode;
     SharedStorage& shared = dynamic_shared_storage<SharedStorage>();
     if (threadIdx.x == FIRST_QK_THREAD) {
-        for (int i = 0; i < STAGES; ++i) {
-            mbarrier_init(shared_address(&shared.full[i]), PRODUCER_WARPS);
-            mbarrier_init(shared_address(&shared.empty[i]), CONSUMER_WARPS);
-        }
-        for (int i = 0; i < P_STAGES; ++i) {
-            mbarrier_init(shared_address(&shared.score_check[i].full), QK_WARPS);
-            mbarrier_init(shared_address(&shared.p_full[i]), QK_WARPS);
-            mbarrier_init(shared_address(&shared.p_empty[i]), CONSUMER_WARPS);
-        }
-        mbarrier_init(shared_address(&shared.sums_full), QK_WARPS);
-        mbarrier_init(shared_address(&shared.sums_empty), CONSUMER_WARPS);
-        fence_mbarrier_init();
+        init_barriers(shared);
         prefetch_tensor_map(&p.kv_map);
     }
     wait_for_previous_grid();

@@ -5,20 +5,31 @@
 #include "../common/stream_k.cuh"
 #include "../common/wgmma.cuh"
 #include "KernelConstants.h"
+#if SPARSE
+#include "SparseMlaDecodeParams.h"
+#else
 #include "PagedMlaDecodeParams.h"
+#endif
 
 namespace paged_mla_decode {
 
-using Params = PagedMlaDecodeParams;
-using stream_k::report_invalid_lengths;
 using stream_k::Request;
 using stream_k::SplitSet;
 
-// Build: -DROWS=n query rows (tokens x heads) of a CTA, -DBOX_COLUMNS=n columns of a TMA box, -DTILE_TOKENS=n keys of a
-// KV tile, -DL2_POLICY=word and -DGROUP_L2_POLICY=word (an L2Policy).
+// Build: -DROWS=n query rows (tokens x heads) of a CTA, -DTILE_TOKENS=n keys of a KV tile.
+#if SPARSE
+// -DROPE=n columns of a key behind the latent ones
+using Params = SparseMlaDecodeParams;
+constexpr int COLUMNS = LATENT + ROPE;  // of a key
+constexpr int SCALE_BLOCKS = KV_E4M3 ? LATENT / 128 : 0;  // of a row of the cache, each with a scale of its own
+#else
+// -DBOX_COLUMNS=n columns of a TMA box, -DL2_POLICY=word and -DGROUP_L2_POLICY=word (an L2Policy)
+using Params = PagedMlaDecodeParams;
+using stream_k::report_invalid_lengths;
 constexpr int COLUMNS = LATENT + MLA_ROPE_COLUMNS;  // of a key
 static_assert(TILE_TOKENS % MLA_MIN_PAGE_TOKENS == 0, "chunks of a tile are whole pages or parts of one");
 constexpr int ROW_BYTES_LOG2 = (BOX_COLUMNS == 128 ? 7 : 6) + !KV_E4M3;  // of a token in a box
+#endif
 constexpr int CONSUMERS = ROWS == 64 ? 256 : LATENT / 2;  // threads that hold the output
 
 // Shared memory of each consumer warp for the merge, reused once all KV tiles are processed: the weight of each of 16
@@ -49,10 +60,29 @@ DEVICE int tile_groups_of(const Params& p, int row_tiles) {
     return divide_by_group_size(p, row_tiles + p.cta_group_size - 1);
 }
 
+#if SPARSE
+// Each query token is a request of its own, whose keys are the entries of its list.
+DEVICE Request load_lengths(const Params& p, int token) {
+    Request r;
+    r.index = r.q_begin = token;
+    r.kv_len = p.width;
+    if (p.topk_lens != nullptr) r.kv_len = min(max(static_cast<const int*>(p.topk_lens)[token], 0), p.width);
+    r.q_len = 1;
+    return r;
+}
+
+DEVICE int max_queries(const Params&) { return 1; }
+DEVICE int query_type(const Params&) { return TYPE_BF16; }
+#else
+DEVICE Request load_lengths(const Params& p, int index) { return stream_k::load_lengths(p, index); }
+DEVICE int max_queries(const Params& p) { return p.q_len; }
+DEVICE int query_type(const Params& p) { return p.q_type; }
+#endif
+
 // How MLA decode cuts requests; see common/stream_k.cuh. All heads share one KV head, so output tiles are row tiles.
 struct MlaTiling : stream_k::EqualSplits<MlaTiling> {
     DEVICE static Request load_request(const Params& p, int index) {
-        Request r = stream_k::load_lengths(p, index);
+        Request r = load_lengths(p, index);
         r.first_tile = 0;
         r.kv_tiles = kv_tile_count(r.kv_len);
         r.row_tiles = row_tile_count(p, r.q_len);
@@ -73,7 +103,7 @@ struct MlaTiling : stream_k::EqualSplits<MlaTiling> {
         return min(p.splits, (r.kv_tiles + MLA_SPLIT_TILES - 1) / MLA_SPLIT_TILES);
     }
 
-    DEVICE static int max_row_tiles(const Params& p) { return row_tile_count(p, p.q_len); }
+    DEVICE static int max_row_tiles(const Params& p) { return row_tile_count(p, max_queries(p)); }
 
     DEVICE static int output_tile_index(const Params&, const stream_k::WorkTile& work, int row_tiles) {
         return work.request.index * row_tiles + work.output_tile;
@@ -175,9 +205,16 @@ struct WorkTileIterator {
     }
 };
 
+constexpr float LOG2_E = 1.4426950408889634f;
+
 DEVICE float softmax_scale_log2(const Params& p) {
     const float* factor = static_cast<const float*>(p.softmax_scale_device);
+#if SPARSE
+    const float number = p.softmax_scale * LOG2_E;
+    return factor == nullptr ? number : number * *factor;
+#else
     return factor == nullptr ? p.softmax_scale_log2 : p.softmax_scale_log2 * *factor;
+#endif
 }
 
 DEVICE int64_t row_offset(const WorkTile& work, int row, int heads, int64_t token_stride, int64_t head_stride) {
@@ -185,6 +222,7 @@ DEVICE int64_t row_offset(const WorkTile& work, int row, int heads, int64_t toke
     return (work.q_begin + request_row / heads) * token_stride + request_row % heads * head_stride;
 }
 
+#if !SPARSE
 // ---------------------------------------------------------------- masks
 
 // Bit j: the row sees key j of its request's last q_len ones, which are its draft tokens' own.
@@ -198,5 +236,6 @@ DEVICE uint32_t visible_drafts(const Params& p, const WorkTile& work, int row) {
     if (p.mask == nullptr) return ((2u << token) - 1) & draft;
     return static_cast<const uint32_t*>(p.mask)[work.q_begin + token] & draft;
 }
+#endif
 
 }  // namespace paged_mla_decode

@@ -12,6 +12,7 @@ from .merge.params import LAYOUTS as MERGE_LAYOUTS
 from .mla.params import LAYOUTS as MLA_LAYOUTS
 from .prefill.params import LAYOUTS as PREFILL_LAYOUTS
 from .reduction.params import LAYOUTS as REDUCTION_LAYOUTS
+from .sparse_mla.params import LAYOUTS as SPARSE_MLA_LAYOUTS
 
 _FAMILIES = (
     APPEND_LAYOUTS,
@@ -22,5 +23,6 @@ _FAMILIES = (
     MLA_LAYOUTS,
     PREFILL_LAYOUTS,
     REDUCTION_LAYOUTS,
+    SPARSE_MLA_LAYOUTS,
 )
 LAYOUTS = MappingProxyType({name: layout for family in _FAMILIES for name, layout in family.items()})

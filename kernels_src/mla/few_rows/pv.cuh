@@ -10,6 +10,27 @@ constexpr int COLUMN_TILES = 4;  // of 16 columns, in a warp
 // bytes come in pairs, the even and the odd columns of 16.
 using Output = float[COLUMN_TILES][2][4];
 
+#if SPARSE && KV_E4M3
+DEVICE uint32_t multiply_fp16(uint32_t a, uint32_t b) {
+    const __half2 product = __hmul2(*reinterpret_cast<const __half2*>(&a), *reinterpret_cast<const __half2*>(&b));
+    return *reinterpret_cast<const uint32_t*>(&product);
+}
+
+DEVICE int scale_block_of_warp() { return threadIdx.x / 64; }
+
+// Scales of the warp's columns go to P, of which there is less than of V.
+DEVICE void scale_probabilities(const Probabilities& p, int step, uint4& b) {
+    const uint16_t* factors = p.value_factor[scale_block_of_warp()] + step * 16 + threadIdx.x % 4 * 2;
+    const uint32_t low = *reinterpret_cast<const uint32_t*>(factors);
+    const uint32_t high = *reinterpret_cast<const uint32_t*>(factors + 8);
+    b = make_uint4(multiply_fp16(b.x, low), multiply_fp16(b.y, high), multiply_fp16(b.z, low), multiply_fp16(b.w, high));
+}
+
+DEVICE float block_factor(const Probabilities& p) { return p.block_factor[scale_block_of_warp()]; }
+#else
+DEVICE void scale_probabilities(const Probabilities&, int, const uint4&) {}
+#endif
+
 // With EDGE, keys past `valid` may be NaN, and 0 x NaN is NaN: their bits become zero.
 template <bool EDGE>
 DEVICE void multiply_values(uint32_t values, int valid, const Probabilities& p, Output& out) {
@@ -17,12 +38,15 @@ DEVICE void multiply_values(uint32_t values, int valid, const Probabilities& p, 
     const int lane = threadIdx.x % 32;
     uint4 b[QK_WARPS];
 #pragma unroll
-    for (int step = 0; step < QK_WARPS; ++step) b[step] = p.fragment[step][lane];
+    for (int step = 0; step < QK_WARPS; ++step) {
+        b[step] = p.fragment[step][lane];
+        scale_probabilities(p, step, b[step]);
+    }
     uint32_t raw[2][LOADS][4];
     const auto load = [&](int step) {
 #pragma unroll
         for (int j = 0; j < LOADS; ++j)
-            ldmatrix_x4_trans(raw[step % 2][j], (values ^ (j * 32)) + step * 16 * ROW_BYTES);
+            ldmatrix_x4_trans(raw[step % 2][j], value_offset(values, j) + step * 16 * KEY_PITCH);
     };
     load(0);
 #pragma unroll
@@ -65,6 +89,10 @@ DEVICE void rescale(const Probabilities& p, Output& out) {
 #pragma unroll
     for (int n = 0; n < 2; ++n)
         for (int i = 0; i < 2; ++i) factor[n][i] = p.factor[n * 8 + threadIdx.x % 4 * 2 + i];
+#if SPARSE && KV_E4M3
+#pragma unroll
+    for (int i = 0; i < 4; ++i) factor[i / 2][i % 2] *= block_factor(p);
+#endif
 #pragma unroll
     for (int m = 0; m < COLUMN_TILES; ++m)
 #pragma unroll
@@ -172,73 +200,6 @@ DEVICE void store_partial(const Params& p, const WorkTile& work, const float2 (&
             if (threadIdx.x < 4) maxima_and_sums(p, slot)[row + n * 8] = statistics[n][i];
         }
     }
-}
-
-// Returns whether there were partials.
-DEVICE bool consume(const Params& p, const WorkRange& range, SharedStorage& shared) {
-    const int lane = threadIdx.x % 32;
-    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-    const uint32_t values = stage_offset(warp * 64 * (KV_E4M3 ? 1 : 2) + lane / 8 % 2 * 16, lane / 16 * 8 + lane % 8);
-    PipelineState<STAGES> kv_state;
-    PipelineState<P_STAGES> p_state;
-    uint32_t sums_parity = 0;
-    // counter of the latest partial; its arrival is published with the next one, when the stores had time
-    int written = -1;
-    WorkTileIterator work_tiles(p, range);
-    WorkTile work;
-    work.rows = work.first = work.last = work.kv_len = work.row_tile = work.q_begin = 0;
-    work.splits.count = 1;
-    // The first pass is a warm-up without rows, while the first keys are in flight: it fetches from DRAM the code
-    // that everything waits for at the end.
-#pragma unroll 1
-    for (bool warmup = true; warmup || work_tiles.next(work); warmup = false) {
-        Output out;
-#pragma unroll
-        for (int m = 0; m < COLUMN_TILES; ++m)
-#pragma unroll
-            for (int i = 0; i < 8; ++i) out[m][i / 4][i % 4] = 0.f;
-        if (!warmup) kv_state.advance();  // the stage of the queries
-        const int last = work.first + work.key_tiles();
-#pragma unroll 1
-        for (int tile = work.first; tile < last; ++tile) {
-            const Probabilities& own = shared.p[p_state.index];
-            wait_barrier(shared.p_full[p_state.index], p_state.phase);
-            wait_barrier(shared.full[kv_state.index], kv_state.phase);
-            if (own.raised) rescale(own, out);
-            const uint32_t stage = shared_address(shared.stages[kv_state.index]) + values;
-            const int valid = work.valid(tile);
-            if (valid < TILE_TOKENS)
-                multiply_values<true>(stage, valid, own, out);
-            else
-                multiply_values<false>(stage, valid, own, out);
-            // orders the reads, which may still be in flight, before the TMA write that reuses the stage
-            fence_async_proxy();
-            release(shared.empty[kv_state.index]);
-            release(shared.p_empty[p_state.index]);
-            kv_state.advance();
-            p_state.advance();
-        }
-        if (!warmup) wait_barrier(shared.sums_full, sums_parity);
-        float2 statistics[2][2];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) statistics[i / 2][i % 2] = row_statistics(shared, i / 2 * 8 + lane % 4 * 2 + i % 2);
-        __threadfence_block();  // otherwise the arrival may overtake these loads
-        if (!warmup) release(shared.sums_empty), sums_parity ^= 1;
-        if (work.whole()) {
-            store_rows(p, work, statistics, out);
-        } else {
-            if (written >= 0) {
-                named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
-                arrive(p, written);
-            }
-            store_partial(p, work, statistics, out);
-            written = work.splits.counter;
-        }
-    }
-    if (written < 0) return false;
-    named_barrier_sync<CONSUMERS>(CONSUMER_BARRIER);
-    arrive(p, written);
-    return true;
 }
 
 }  // namespace paged_mla_decode

@@ -5,6 +5,7 @@
 namespace paged_mla_decode {
 
 constexpr int STEPS = COLUMNS / 16;  // of a product
+constexpr int CONVERTED_STEPS = SCALED ? LATENT / 16 : STEPS;  // rope columns stay bf16 beside scaled latent ones
 constexpr bool LOOK_AHEAD = KV_E4M3;  // multiplies the next tile before the warps agree on this tile's maxima
 constexpr int CHAINS = 2;  // of accumulation for each group of 8 rows
 constexpr int AHEAD = 2;  // loads of keys in flight
@@ -17,9 +18,9 @@ using Scores = float[2][4];  // for two groups of 8 rows: keys lane / 4 and + 8,
 // with it. In loops: code that runs once per work tile is fetched from DRAM, and unrolled it took longer than the first
 // keys.
 DEVICE void convert_queries(const Params& p, const WorkTile& work, SharedStorage& shared, uint32_t stage, int warp) {
-    constexpr int OWN = ROWS / QK_WARPS, ROUNDS = (STEPS + 31) / 32;
+    constexpr int OWN = ROWS / QK_WARPS, ROUNDS = (CONVERTED_STEPS + 31) / 32;
     const int lane = threadIdx.x % 32;
-    const bool e4m3 = p.q_type == TYPE_E4M3;
+    const bool e4m3 = query_type(p) == TYPE_E4M3;
 #pragma unroll 1
     for (int row = warp * OWN; row < (warp + 1) * OWN; ++row) {
         const uint32_t address = stage + row * QUERY_PITCH;
@@ -29,7 +30,7 @@ DEVICE void convert_queries(const Params& p, const WorkTile& work, SharedStorage
         for (int i = 0; i < ROUNDS; ++i) {
             const int step = lane + i * 32;
             uint4 low = make_uint4(0, 0, 0, 0), high = low;
-            if (step < STEPS && row < work.rows) {
+            if (step < CONVERTED_STEPS && row < work.rows) {
                 low = load_shared_uint4(address + step * (e4m3 ? 16 : 32));
                 if (!e4m3) high = load_shared_uint4(address + step * 32 + 16);
             }
@@ -55,7 +56,7 @@ DEVICE void convert_queries(const Params& p, const WorkTile& work, SharedStorage
                 }
             }
             const int step = lane + i * 32;
-            if (step >= STEPS) break;
+            if (step >= CONVERTED_STEPS) break;
             store_shared_uint4(address + step * 32, make_uint4(to[0], to[1], to[2], to[3]));
             store_shared_uint4(address + step * 32 + 16, make_uint4(to[4], to[5], to[6], to[7]));
         }
@@ -69,12 +70,18 @@ DEVICE void convert_queries(const Params& p, const WorkTile& work, SharedStorage
 struct Queries {
     uint32_t b[STEPS][2][2];
     float scale[KV_E4M3 ? 2 : 1][KV_E4M3 ? 2 : 1];
+#if SPARSE && KV_E4M3
+    float rope_scale;  // of the scores of rope columns
+#endif
 
     DEVICE float scale_of(int n, int i) const { return scale[KV_E4M3 ? n : 0][KV_E4M3 ? i : 0]; }
 
     DEVICE void load(const Params& p, const WorkTile& work, SharedStorage& shared, uint32_t stage, int warp) {
         const int lane = threadIdx.x % 32;
         const float scale_log2 = softmax_scale_log2(p);
+#if SPARSE && KV_E4M3
+        rope_scale = scale_log2;
+#endif
         if constexpr (KV_E4M3) {
             convert_queries(p, work, shared, stage, warp);
             for (int i = 0; i < 4; ++i)
@@ -130,26 +137,21 @@ DEVICE void multiply_keys(uint32_t keys, const Queries& q, Scores& s) {
         }
 }
 
-// Writes -inf where a row does not see the key. Bit j of `visible`: the row sees key `prefix` + j; every row sees the
-// keys before `prefix`.
-DEVICE void mask_scores(const WorkTile& work, int tile, const uint32_t (&visible)[ROWS], int warp, Scores& s) {
-    const int lane = threadIdx.x % 32;
-    const int draft = tile * TILE_TOKENS + warp * 16 + lane / 4 - (work.kv_len - work.q_len);
-#pragma unroll
-    for (int n = 0; n < 2; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int own = draft + i / 2 * 8;
-            const bool seen = own < 0 || (own < 32 && (visible[n * 8 + lane % 4 * 2 + i % 2] >> own & 1));
-            if (!seen) s[n][i] = -INFINITY;
-        }
-}
-
 // The thread's rows: what is subtracted from base-2 exponents, and the sums over this thread's keys.
 struct Rows {
     float maximum[2][2];
     float sum[2][2];
+#if SPARSE && KV_E4M3
+    // Of two blocks: scales of one of the warp's keys in this tile, and powers of two. Outputs of a block's columns are
+    // multiples of its power, so that scales and probabilities together fit fp16.
+    float scale[2];
+    float unit[2];
+#endif
 };
+constexpr float UNIT_SLACK = 128.f;  // by which a scale may exceed its unit
+
+// The first of the lane's two blocks; the lane's key is lane / 2 of the warp's.
+DEVICE int scale_block() { return threadIdx.x % 2 * 2; }
 
 // Publishes to the other warps whether the thread's scores exceed its maxima by too much.
 DEVICE void publish_check(const Scores& s, const Rows& rows, int warp, ScoreCheck& score_check) {
@@ -158,12 +160,56 @@ DEVICE void publish_check(const Scores& s, const Rows& rows, int warp, ScoreChec
     for (int n = 0; n < 2; ++n)
 #pragma unroll
         for (int i = 0; i < 2; ++i) over |= fmaxf(s[n][i], s[n][i + 2]) > rows.maximum[n][i] + MAXIMUM_SLACK;
+#if SPARSE && KV_E4M3
+#pragma unroll
+    for (int i = 0; i < 2; ++i) over |= rows.scale[i] > rows.unit[i] * UNIT_SLACK;
+#endif
     const bool any = __any_sync(~0u, over);
     if (threadIdx.x % 32 == 0) {
         score_check.over[warp] = any;
         mbarrier_arrive(shared_address(&score_check.full));
     }
 }
+
+#if SPARSE && KV_E4M3
+DEVICE void publish_top_scales(const Rows& rows, int warp, SharedStorage& shared) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        float top = rows.scale[i];
+        for (int other = 2; other < 32; other *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, other));
+        if (lane < 2) shared.top_scale[warp][scale_block() + i] = top;
+    }
+}
+
+// Of a power of two between 2^-126 and 2^126.
+DEVICE float inverse_of(float power) { return __uint_as_float((2 * 127 << 23) - __float_as_uint(power)); }
+
+DEVICE void raise_units(int warp, const SharedStorage& shared, Probabilities& p, Rows& rows) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const int block = scale_block() + i;
+        float top = shared.top_scale[0][block];
+        for (int w = 1; w < QK_WARPS; ++w) top = fmaxf(top, shared.top_scale[w][block]);
+        const float before = rows.unit[i];
+        if (top > before * UNIT_SLACK)
+            rows.unit[i] = fminf(__uint_as_float(__float_as_uint(top) & 0x7f800000), power_of_two(100));
+        if (warp == 0 && threadIdx.x % 32 < 2) p.block_factor[block] = before * inverse_of(rows.unit[i]);
+    }
+}
+
+// Factors of the lane's key, for P of the columns of two blocks.
+DEVICE void publish_value_factors(const Rows& rows, int warp, Probabilities& p) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+        p.value_factor[scale_block() + i][warp * 16 + threadIdx.x % 32 / 2] =
+            static_cast<uint16_t>(pack_fp16(rows.scale[i] * inverse_of(rows.unit[i]), 0.f));
+}
+#else
+DEVICE void publish_top_scales(const Rows&, int, const SharedStorage&) {}
+DEVICE void raise_units(int, const SharedStorage&, const Probabilities&, const Rows&) {}
+DEVICE void publish_value_factors(const Rows&, int, const Probabilities&) {}
+#endif
 
 // Raises the maxima that need it, in step with the other warps, and publishes the factors for the PV warps.
 DEVICE void raise_maxima(const Scores& s, int warp, SharedStorage& shared, Probabilities& p, Rows& rows) {
@@ -176,6 +222,7 @@ DEVICE void raise_maxima(const Scores& s, int warp, SharedStorage& shared, Proba
             for (int other = 4; other < 32; other *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, other));
             if (lane < 4) shared.top[warp][n * 8 + lane * 2 + i] = top;
         }
+    publish_top_scales(rows, warp, shared);
     named_barrier_sync<QK_WARPS * 32>(QK_BARRIER);
 #pragma unroll
     for (int n = 0; n < 2; ++n)
@@ -190,6 +237,7 @@ DEVICE void raise_maxima(const Scores& s, int warp, SharedStorage& shared, Proba
             rows.sum[n][i] *= factor;
             if (warp == 0 && lane < 4) p.factor[row] = factor;
         }
+    raise_units(warp, shared, p, rows);
 }
 
 // Publishes the P^T of a tile to the PV warps, once all QK warps have published their checks.
@@ -203,6 +251,7 @@ DEVICE void publish_probabilities(Scores& s, int warp, const PipelineState<P_STA
     wait_barrier(shared.p_empty[p_state.index], p_state.phase ^ 1);
     if (raised) raise_maxima(s, warp, shared, p, rows);
     if (warp == 0 && lane == 0) p.raised = raised;
+    publish_value_factors(rows, warp, p);
     uint32_t fragment[2][2];
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
@@ -214,67 +263,6 @@ DEVICE void publish_probabilities(Scores& s, int warp, const PipelineState<P_STA
     }
     p.fragment[warp][lane] = make_uint4(fragment[0][0], fragment[0][1], fragment[1][0], fragment[1][1]);
     release(shared.p_full[p_state.index]);
-}
-
-DEVICE void score(const Params& p, const WorkRange& range, SharedStorage& shared) {
-    const int lane = threadIdx.x % 32;
-    const int warp = __shfl_sync(~0u, (threadIdx.x - FIRST_QK_THREAD) / 32, 0);
-    const uint32_t keys = stage_offset(lane / 16 * 16, warp * 16 + lane % 16);
-    PipelineState<STAGES> kv_state;
-    PipelineState<P_STAGES> p_state;
-    uint32_t sums_parity = 0;
-    WorkTileIterator work_tiles(p, range);
-    WorkTile work;
-    while (work_tiles.next(work)) {
-        if (lane < ROWS) shared.visible[warp][lane] = visible_drafts(p, work, lane);
-        Queries q;
-        wait_barrier(shared.full[kv_state.index], kv_state.phase);
-        q.load(p, work, shared, shared_address(shared.stages[kv_state.index]), warp);
-        // otherwise the arrival may overtake loads of fragments, and a TMA write may come before they read
-        fence_async_proxy();
-        __syncwarp();
-        if (lane < CONSUMER_WARPS / QK_WARPS) mbarrier_arrive(shared_address(&shared.empty[kv_state.index]));
-        kv_state.advance();
-        Rows rows;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) rows.maximum[i / 2][i % 2] = LOWEST, rows.sum[i / 2][i % 2] = 0.f;
-        const int last = work.first + work.key_tiles();
-        Scores s;
-        const auto multiply_tile = [&](int tile) {
-            wait_barrier(shared.full[kv_state.index], kv_state.phase);
-            multiply_keys(shared_address(shared.stages[kv_state.index]) + keys, q, s);
-            kv_state.advance();
-        };
-        if (work.first < last) multiply_tile(work.first);
-#pragma unroll 1
-        for (int tile = work.first; tile < last; ++tile) {
-            if ((tile + 1) * TILE_TOKENS > work.kv_len - work.q_len)
-                mask_scores(work, tile, shared.visible[warp], warp, s);
-            publish_check(s, rows, warp, shared.score_check[p_state.index]);
-            Scores own;
-#pragma unroll
-            for (int i = 0; i < 8; ++i) own[i / 4][i % 4] = s[i / 4][i % 4];
-            // Where Q K^T takes longest, the next tile is multiplied before waiting for the other warps'
-            // checks.
-            if (LOOK_AHEAD && tile + 1 < last) multiply_tile(tile + 1);
-            publish_probabilities(own, warp, p_state, shared, rows);
-            if (!LOOK_AHEAD && tile + 1 < last) multiply_tile(tile + 1);
-            p_state.advance();
-        }
-        wait_barrier(shared.sums_empty, sums_parity ^ 1);
-        sums_parity ^= 1;
-#pragma unroll
-        for (int n = 0; n < 2; ++n)
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                for (int other = 4; other < 32; other *= 2)
-                    rows.sum[n][i] += __shfl_xor_sync(~0u, rows.sum[n][i], other);
-                const int row = n * 8 + lane * 2 + i;
-                if (lane < 4) shared.sum[warp][row] = rows.sum[n][i];
-                if (lane < 4 && warp == 0) shared.maximum[row] = rows.maximum[n][i];
-            }
-        release(shared.sums_full);
-    }
 }
 
 }  // namespace paged_mla_decode

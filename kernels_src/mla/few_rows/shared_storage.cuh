@@ -5,10 +5,24 @@
 namespace paged_mla_decode {
 
 static_assert(ROWS == 16 && TILE_TOKENS == 64, "two row eights of a warp product, 16 keys of each QK warp");
+#if SPARSE
+// A row of the cache as it lies in memory: the latent columns, with e4m3 ones a float for each 128 of them by which they
+// are to be multiplied, then bf16 rope columns. In a stage, rows lie so far apart that no two of eight begin in one bank.
+constexpr bool SCALED = KV_E4M3;
+constexpr int SCALE_BYTE = LATENT;  // in a row
+constexpr int ROPE_BYTE = SCALE_BYTE + SCALE_BLOCKS * 4;
+constexpr int ROW_BYTES = SCALED ? ROPE_BYTE + ROPE * 2 : COLUMNS * 2;
+constexpr int KEY_PITCH = ROW_BYTES / 16 % 2 ? ROW_BYTES : ROW_BYTES + 16;
+static_assert(ROW_BYTES % 16 == 0, "pieces of a bulk copy");
+constexpr int STAGE_BYTES = TILE_TOKENS * KEY_PITCH;
+#else
+constexpr bool SCALED = false;
 constexpr int ROW_BYTES = 1 << ROW_BYTES_LOG2;  // of a token in a box, and the span of the swizzle
+constexpr int KEY_PITCH = ROW_BYTES;  // bytes between tokens in a box
 constexpr int BOX_BYTES = TILE_TOKENS * ROW_BYTES;
 constexpr int BOXES = (COLUMNS + BOX_COLUMNS - 1) / BOX_COLUMNS;
 constexpr int STAGE_BYTES = BOXES * BOX_BYTES;
+#endif
 // bytes between rows of queries in a stage; no two of eight rows start in one bank
 constexpr int QUERY_PITCH = COLUMNS * 2 + 16;
 static_assert(ROWS * QUERY_PITCH <= STAGE_BYTES);
@@ -29,6 +43,10 @@ static_assert(CONSUMERS * CONSUMER_REGISTERS + 32 * (PRODUCER_WARPS * PRODUCER_R
               THREADS * (65536 / THREADS / 8 * 8));
 
 constexpr int QK_BARRIER = 2;
+#if SPARSE
+constexpr uint32_t LAST_TILE = 1u << 31;  // of a work tile
+constexpr int SLOT_RING = 2 * TILE_TOKENS;
+#endif
 
 // A tile's P, in a pipeline of P_STAGES.
 constexpr int P_STAGES = 2;
@@ -36,6 +54,10 @@ struct Probabilities {
     uint4 fragment[QK_WARPS][32];  // of 16 keys, as the B operand for two groups of 8 rows
     float factor[ROWS];  // rescales earlier sums, if `raised`
     uint32_t raised;
+#if SPARSE && KV_E4M3
+    float block_factor[SCALE_BLOCKS];  // rescales earlier sums of the columns of a block, if `raised`
+    uint16_t value_factor[SCALE_BLOCKS][TILE_TOKENS];  // fp16, by which P is multiplied for the columns of a block
+#endif
 };
 
 // The QK warps' check of a tile's scores: whether any exceeds its row's maximum by too much.
@@ -48,7 +70,16 @@ struct SharedStorage {
     alignas(1024) char stages[STAGES][STAGE_BYTES];  // the queries of a work tile, then its KV tiles
     alignas(16) Probabilities p[P_STAGES];
     ScoreCheck score_check[P_STAGES];
+#if SPARSE
+    uint32_t tile[STAGES];  // keys of the stage's tile, and LAST_TILE
+    int slots[PRODUCER_WARPS][SLOT_RING];  // rows that are still to be copied, in a ring
+#if KV_E4M3
+    float top_scale[QK_WARPS][SCALE_BLOCKS];
+    float unit[SCALE_BLOCKS];  // of a work tile: outputs are multiples of it
+#endif
+#else
     uint32_t visible[QK_WARPS][ROWS];
+#endif
     float top[QK_WARPS][ROWS];
     float sum[QK_WARPS][ROWS];  // of a work tile
     float maximum[ROWS];
@@ -69,6 +100,26 @@ DEVICE void release(uint64_t& barrier) {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&barrier));
 }
 
+DEVICE void init_barriers(SharedStorage& shared) {
+    for (int i = 0; i < STAGES; ++i) {
+        mbarrier_init(shared_address(&shared.full[i]), PRODUCER_WARPS);
+        mbarrier_init(shared_address(&shared.empty[i]), CONSUMER_WARPS);
+    }
+    for (int i = 0; i < P_STAGES; ++i) {
+        mbarrier_init(shared_address(&shared.score_check[i].full), QK_WARPS);
+        mbarrier_init(shared_address(&shared.p_full[i]), QK_WARPS);
+        mbarrier_init(shared_address(&shared.p_empty[i]), CONSUMER_WARPS);
+    }
+    mbarrier_init(shared_address(&shared.sums_full), QK_WARPS);
+    mbarrier_init(shared_address(&shared.sums_empty), CONSUMER_WARPS);
+    fence_mbarrier_init();
+}
+
+#if SPARSE
+DEVICE uint32_t stage_offset(int byte, int token) { return token * KEY_PITCH + byte; }
+DEVICE uint32_t step_offset(uint32_t first, int step) { return first + step * 32; }
+DEVICE uint32_t value_offset(uint32_t first, int step) { return first + step * 32; }
+#else
 // The offset of 16 bytes of a token in a stage. The other offsets in the same 32 bytes differ by an XOR, see
 // step_offset.
 DEVICE uint32_t stage_offset(int byte, int token) {
@@ -80,6 +131,10 @@ DEVICE uint32_t stage_offset(int byte, int token) {
 DEVICE uint32_t step_offset(uint32_t first, int step) {
     return (first ^ (step * 32 % ROW_BYTES)) + step * 32 / ROW_BYTES * BOX_BYTES;
 }
+
+// The same in one box.
+DEVICE uint32_t value_offset(uint32_t first, int step) { return first ^ (step * 32); }
+#endif
 
 DEVICE void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     if constexpr (KV_E4M3)

@@ -29,9 +29,9 @@ _FEW_ROWS_SPLIT_TILES = 4
 # Kernels with row tiles below _WIDE_ROWS take requests of at most this many rows, by the dtype of the cache.
 _WIDE_ROWS = 64
 _FEW_ROWS = {"bf16": 16, "e4m3": 32}
-# No output tile of so many KV tiles is split if then all have some; where output tiles are few, of _FEW_SLACK_TILES.
-_SLACK_TILES = 16
-_FEW_SLACK_TILES = 4
+# No output tile of so many KV tiles is split if then all have some; where output tiles are few, of FEW_SLACK_TILES.
+SLACK_TILES = 16
+FEW_SLACK_TILES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,14 +117,14 @@ def select_mla_decode(kernels: Iterable[NativeKernel], shape: MlaShape, device: 
             + ("; ".join(f"{c.kernel.name}: {c.unfit}" for c in here) or "the release has no MLA decode kernel")
         )
     best = max(fitting, key=lambda x: (x.architecture.suffix != "", -_trait(x, "rows"), x.name))
-    group_size = _cta_group_size(best, shape)
     row_tiles = _row_tiles(best, shape)
+    group_size = cta_group_size(row_tiles)
     kv_tiles = max(1, -(-shape.max_seq_len // _trait(best, "tile_tokens")))
     output_tiles = shape.batch * -(-row_tiles // group_size)
     splits = invariant_splits(kv_tiles) if shape.batch_invariant else 0
     most_groups = min(device.multiprocessors // group_size, CONSTANTS.mla_max_splits)
-    groups = _cta_groups(most_groups, output_tiles, kv_tiles, _trait(best, "rows") >= _WIDE_ROWS)
-    slack = _SLACK_TILES if 2 * output_tiles >= groups else _FEW_SLACK_TILES
+    groups = cta_groups(most_groups, output_tiles, kv_tiles, wide=_trait(best, "rows") >= _WIDE_ROWS)
+    slack = SLACK_TILES if 2 * output_tiles >= groups else FEW_SLACK_TILES
 
     def explain() -> tuple[str, tuple[MlaCandidate, ...]]:
         status = "" if best.status == MEASURED else f", {best.status}"
@@ -187,12 +187,12 @@ def _row_tiles(kernel: NativeKernel, shape: MlaShape) -> int:
     return max(1, -(-shape.rows // _trait(kernel, "rows")))
 
 
-def _cta_group_size(kernel: NativeKernel, shape: MlaShape) -> int:
+def cta_group_size(row_tiles: int) -> int:
     """The most that divide a request's row tiles, so that no CTA of a group idles."""
-    return max(d for d in range(1, CONSTANTS.mla_max_cta_group + 1) if _row_tiles(kernel, shape) % d == 0)
+    return max(d for d in range(1, CONSTANTS.mla_max_cta_group + 1) if row_tiles % d == 0)
 
 
-def _cta_groups(most: int, output_tiles: int, kv_tiles: int, wide: bool) -> int:
+def cta_groups(most: int, output_tiles: int, kv_tiles: int, *, wide: bool) -> int:
     """CTA groups whose ranges begin and end at boundaries of equally long output tiles, if few enough have to idle."""
     split_tiles = _SPLIT_TILES if wide else _FEW_ROWS_SPLIT_TILES
     groups = min(most, output_tiles * max(min(kv_tiles, _MANY_SPLITS), kv_tiles // split_tiles))

@@ -1,0 +1,1 @@
+"""MLA decode over lists of cache rows."""
