@@ -23,6 +23,7 @@ from ..kernels.native.prefill.select import HEAD_DIMS as CONTEXT_HEAD_DIMS
 from ..kernels.native.prefill.select import MAX_GROUP as MAX_CONTEXT_GROUP
 from ..kernels.native.prefill.select import VALUE_DIMS, ContextShape, select_context_attention
 from ..kernels.native.selection import Selection
+from ..kernels.native.sparse_mla.select import MAX_WIDTH, SparseMlaShape, select_sparse_mla
 from ..launch.driver import DeviceFacts
 from ..values import dataclass
 from .append_operator import SOURCE_DTYPES
@@ -42,10 +43,11 @@ _LATENTS = {latent + ROPE: latent for latent in (512, 256)}
 class CallSizes:
     """The sizes, types and options of a call; None is the operator's default.
 
-    ``operation`` is decode, context, append, merge or draft_mask. ``q_len`` and ``kv_len`` are bounds on the lengths;
-    ``tokens``, the query (or new) tokens of all requests, is given where query lengths differ. ``head_dim`` is that of
-    Q and K, 576 or 320 for MLA. Types are bf16, fp16 or e4m3. ``window`` counts visible tokens, 0 for all.
-    ``soft_cap``: context attention with a logit soft cap. ``pdl``: programmatic dependent launch.
+    ``operation`` is decode, context, sparse_mla, append, merge or draft_mask. ``q_len`` and ``kv_len`` are bounds on
+    the lengths; of sparse_mla, ``kv_len`` are the entries of a list. ``tokens``, the query (or new) tokens of all
+    requests, is given where query lengths differ. ``head_dim`` is that of Q and K, 576 or 320 for MLA. Types are bf16,
+    fp16 or e4m3. ``window`` counts visible tokens, 0 for all. ``soft_cap``: context attention with a logit soft cap.
+    ``pdl``: programmatic dependent launch.
     """
 
     operation: str = "decode"
@@ -246,6 +248,40 @@ def _merge_shape(sizes: CallSizes) -> MergeShape:
     return MergeShape(dtype=sizes.dtype_q or "bf16", tokens=tokens, heads=sizes.heads_q, head_dim=sizes.head_dim)
 
 
+# Types of a cache that lists name rows of, by (type, columns) -> the form of its rows.
+_SPARSE_ROWS = {("e4m3", 576): "scaled_e4m3", ("bf16", 576): "bf16", ("bf16", 512): "bf16_nope"}
+
+
+def _sparse_mla_shape(sizes: CallSizes) -> SparseMlaShape:
+    form = _SPARSE_ROWS.get((sizes.dtype_kv, sizes.head_dim))
+    if form is None:
+        forms = ", ".join(f"{dtype} with {columns}" for dtype, columns in _SPARSE_ROWS)
+        raise UsageError(f"head_dim={sizes.head_dim}: with dtype_kv={sizes.dtype_kv}, expected one of {forms}")
+    if sizes.dtype_q not in (None, "bf16"):
+        raise UsageError(f"dtype_q={sizes.dtype_q!r}: expected bf16")
+    if sizes.dtype_out not in (None, *OUT_DTYPES):
+        raise UsageError(f"dtype_out={sizes.dtype_out!r}: expected one of {', '.join(OUT_DTYPES)}")
+    for name, only in (("head_dim_v", 512), ("heads_kv", 1)):
+        if getattr(sizes, name) not in (None, only):
+            raise UsageError(f"{name}={getattr(sizes, name)}: expected {only} of sparse MLA")
+    for name, most in (("heads_q", MAX_HEADS), ("kv_len", MAX_WIDTH)):
+        if not 1 <= getattr(sizes, name) <= most:
+            raise UsageError(f"{name}={getattr(sizes, name)}: expected 1 to {most}")
+    return SparseMlaShape(
+        cache_rows=form,
+        heads=sizes.heads_q,
+        batch=_tokens(sizes),
+        width=sizes.kv_len,
+        batch_invariant=sizes.batch_invariant,
+    )
+
+
+def _select_sparse_mla(
+    kernels: Sequence[NativeKernel], shape: SparseMlaShape, device: DeviceFacts
+) -> Sequence[Selection]:
+    return (select_sparse_mla(kernels, shape, device),)
+
+
 def _draft_mask_shape(sizes: CallSizes) -> DraftMaskShape:
     for name, most in (("batch", _MOST), ("q_len", MAX_QUERIES)):
         if not 1 <= getattr(sizes, name) <= most:
@@ -267,4 +303,5 @@ EXPLAINED = (
     Explained("append_kv", "append", lambda sizes: True, _append_shape, lambda *given: (select_append(*given),)),
     Explained("merge_states", "merge", lambda sizes: True, _merge_shape, lambda *given: (select_merge(*given),)),
     Explained("draft_mask", "draft_mask", lambda sizes: True, _draft_mask_shape, _select_draft_mask),
+    Explained("sparse_mla_decode", "sparse_mla", lambda sizes: True, _sparse_mla_shape, _select_sparse_mla),
 )

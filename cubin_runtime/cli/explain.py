@@ -55,7 +55,9 @@ def explain(
         str | None, typer.Argument(metavar="[CASE.json]", help="A case or record as JSON, '-' for the standard input.")
     ] = None,
     backend: Annotated[str, _option("--backend", "hopper (native kernels), trtllm-gen, or auto: by --sm.")] = "auto",
-    operation: Annotated[str, _option("--op", "decode, context, ragged; hopper: append, merge, draft_mask")] = "decode",
+    operation: Annotated[
+        str, _option("--op", "decode, context, ragged; hopper: append, merge, draft_mask, sparse_mla")
+    ] = "decode",
     family: Annotated[
         str | None,
         _optional("--family", "decode or prefill, in place of --op; of prefill whole prompts without --q-len."),

@@ -28,6 +28,8 @@ from cubin_runtime.attention import (
     plan_merge_states,
     plan_mla_decode,
     plan_paged_decode,
+    plan_sparse_mla_decode,
+    sparse_mla_decode,
 )
 from cubin_runtime.attention.fast_path import note_made, suspend
 from cubin_runtime.compat import flashinfer
@@ -279,6 +281,19 @@ def _merge_in_place(memory: MadeUpMemory) -> Arguments:
     return {"v": v, "s": s, "out": v, "lse": s, **other, **more}
 
 
+def _sparse(memory: MadeUpMemory, **changes: Any) -> Arguments:
+    given = {
+        "q": memory.tensor("bfloat16", 5, 16, 576),
+        "kv_cache": memory.tensor("uint8", 20, 64, 656),
+        "indices": memory.tensor("int32", 5, 128),
+        "out": memory.tensor("bfloat16", 5, 16, 512),
+        "lse": memory.tensor("float32", 5, 16),
+        "topk_lens": memory.tensor("int32", 5),
+        "softmax_scale": 0.1,
+    }
+    return {**given, **changes}
+
+
 def _run_of(
     planned: Callable[..., Any], make: Callable[[MadeUpMemory], Arguments], *, options: bool = True
 ) -> Callable[..., Call]:
@@ -331,6 +346,9 @@ ON_SM90: dict[str, Callable[[MadeUpMemory, Runtime], Call]] = {
     "merge_states without out": _call_of(merge_states, _merge, out=None),
     "merge_states in place": _call_of(merge_states, _merge_in_place),
     "merge plan.run": _run_of(plan_merge_states, _merge),
+    "sparse_mla_decode": _call_of(sparse_mla_decode, _sparse),
+    "sparse_mla_decode without out": _call_of(sparse_mla_decode, _sparse, out=None),
+    "sparse mla plan.run": _run_of(plan_sparse_mla_decode, _sparse),
     "plain xqa": _call_of(flashinfer.xqa, xqa_arguments),
     "plain xqa_batch_decode": _call_of(flashinfer.xqa_batch_decode_with_kv_cache, xqa_batch_arguments),
     "plain xqa_batch_decode_mla": _call_of(flashinfer.xqa_batch_decode_with_kv_cache_mla, mla_batch_arguments),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from attention_examples import RELEASE_NAME, pin_release
@@ -12,7 +13,7 @@ from cubin_runtime.kernels.native.layouts import LAYOUTS
 from kernels_src.build import build
 from kernels_src.kernel_cache import kernel_cache
 from kernels_src.toolchain import find_toolchain
-from kernels_src.variants import Variant
+from kernels_src.variants import VARIANTS, Variant
 
 SOURCE = """
 #include "PagedDecodeTmaParams.h"
@@ -47,6 +48,7 @@ def mla_stub_variant(dtype: str, q_dtype: str, latent: int, sm: str = "90a") -> 
     )
 
 
+SPARSE_MLA_SOURCE = SOURCE.replace("PagedDecodeTmaParams", "SparseMlaDecodeParams").replace("p.q_len", "p.width")
 CONTEXT_SOURCE = SOURCE.replace("PagedDecodeTmaParams", "ContextAttentionParams")
 
 
@@ -103,6 +105,8 @@ def build_stub_release(folder: Path) -> tuple[Path, Path]:
         text = SOURCE.replace("PagedDecodeTmaParams", variant.struct).replace("p.batch", "p.tokens")
         (sources / variant.source).write_text(re.sub(r"\*static_cast<int\*>.*", "__trap();", text))
     variants += COPYING_VARIANTS
+    variants += [replace(v, source="mla/sparse_stub.cu") for v in VARIANTS if v.operation == "sparse_mla_decode"]
+    (sources / "mla/sparse_stub.cu").write_text(SPARSE_MLA_SOURCE)
     types = (("bf16", "bf16"), ("e4m3", "bf16"), ("e4m3", "e4m3"))
     variants += [mla_stub_variant(*own, latent) for own in types for latent in (512, 256)]
     variants += [mla_stub_variant("e4m3", "e4m3", latent, "120") for latent in (512, 256)]

@@ -9,6 +9,7 @@ import pytest
 from attention_examples import Tensors
 from copying_examples import append_call, merge_call, token_call
 from latent_examples import latent_call
+from sparse_mla_examples import sparse_call
 from wrong_values import VALUES, untyped
 
 from cubin_runtime import attention
@@ -27,6 +28,7 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     "append by offsets": ("append_kv", append_call()),
     "append by positions": ("append_kv", token_call()),
     "merge": ("merge_states", merge_call()),
+    "sparse mla": ("sparse_mla_decode", sparse_call()),
 }
 ALL = [value for values in VALUES.values() for value in values]
 

@@ -160,7 +160,7 @@ def test_a_count_of_tokens_means_ragged_requests(capsys: pytest.CaptureFixture[s
         (["--soft-cap"], "--soft-cap: not an option of --backend trtllm-gen, only of hopper"),
         (
             ["--sm", "90", "--op", "ragged"],
-            "--op 'ragged': the hopper backend has decode, context, append, merge, draft_mask",
+            "--op 'ragged': the hopper backend has decode, context, append, merge, draft_mask, sparse_mla",
         ),
         (["--sm", "90", "--q-len", "65"], "--q-len 65: expected 1 to 64"),
         (["--sm", "90", "--batch", "0"], "--batch 0: expected 1 to"),

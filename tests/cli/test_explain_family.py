@@ -88,4 +88,7 @@ def test_an_operation_that_no_family_has_is_refused_with_those_that_there_are(
     capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
     assert cli.main([*arguments, "--op", "ragged"]) == 2
-    assert "--op 'ragged': the hopper backend has context, decode, append, merge, draft_mask" in capsys.readouterr().err
+    assert (
+        "--op 'ragged': the hopper backend has context, decode, append, merge, draft_mask, sparse_mla"
+        in capsys.readouterr().err
+    )

@@ -1,0 +1,168 @@
+"""The operator ``sparse_mla_decode``: what it sends and what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from attention_examples import H200
+from sparse_mla_examples import HEADS, PAGE, PAGES, TOKENS, WIDTH, cache, sparse_call, view
+
+from cubin_runtime.attention import Runtime, TensorView, plan_sparse_mla_decode, sparse_mla_decode
+from cubin_runtime.attention.backends import BackendError
+from cubin_runtime.errors import UsageError
+from cubin_runtime.kernels.native.problem import LOG2_E
+from cubin_runtime.kernels.native.sparse_mla.params import SPARSE_MLA_DECODE
+from cubin_runtime.testing import StandIn
+
+
+def sent(standin: StandIn) -> dict[str, Any]:
+    """The parameters of the last launch."""
+    return SPARSE_MLA_DECODE.unpack(bytes.fromhex(standin.calls("cuLaunchKernelEx")[-1].seen["parameter0"]))
+
+
+def planned(runtime: Runtime, **changes: Any) -> dict[str, Any]:
+    """The parameters of a plan's only launch."""
+    (launch,) = plan_sparse_mla_decode(**sparse_call(**changes), runtime=runtime, device_facts=H200).launch_plans()
+    return dict(launch.values)
+
+
+def test_tensors_and_numbers_arrive(stub_runtime: Runtime, standin: StandIn) -> None:
+    lens, lse = view("int32", TOKENS, at=0x7F0000003000), view("float32", TOKENS, HEADS, at=0x7F0000004000)
+    sinks = view("float32", HEADS, at=0x7F0000005000)
+    given = sparse_call(topk_lens=lens, lse=lse, sinks=sinks)
+    assert sparse_mla_decode(**given, output_scale=-2.0, runtime=stub_runtime) is given["out"]
+    seen = sent(standin)
+    for name, tensor in given.items():
+        if name != "softmax_scale":
+            assert seen[name] == tensor.pointer
+    assert (seen["batch"], seen["heads"], seen["width"], seen["rows"]) == (TOKENS, HEADS, WIDTH, PAGES * PAGE)
+    assert (seen["softmax_scale"], seen["output_scale"]) == (pytest.approx(0.1), -2.0)
+    assert (seen["softmax_scale_device"], seen["splits"], seen["lse_sink"], seen["lse_from_log2"]) == (0, 0, 1, 1.0)
+
+
+def test_scales_on_the_device_are_read_there(stub_runtime: Runtime, standin: StandIn) -> None:
+    scale = view("float32", 1, at=0x7F0000005000)
+    sparse_mla_decode(**sparse_call(softmax_scale=scale), output_scale=scale, runtime=stub_runtime)
+    seen = sent(standin)
+    assert (seen["softmax_scale_device"], seen["output_scale_device"]) == (scale.pointer, scale.pointer)
+    assert (seen["softmax_scale"], seen["output_scale"]) == (1.0, 1.0)
+
+
+def test_the_log_sum_exp_has_the_base_and_sink_that_are_asked_for(stub_runtime: Runtime) -> None:
+    seen = planned(stub_runtime, lse_base="e", lse_sink=False)
+    assert (seen["lse_from_log2"], seen["lse_sink"]) == (pytest.approx(1 / LOG2_E), 0)
+
+
+_PAGED = (PAGE * 656, 656)
+CACHES: dict[str, tuple[TensorView, tuple[int, int, int]]] = {
+    "pages": (cache("uint8", PAGES, PAGE, 656), (656, 656, 0)),
+    "one head after": (cache("float8_e4m3fn", PAGES, PAGE, 1, 656), (656, 656, 0)),
+    "one head before": (cache("uint8", PAGES, 1, PAGE, 656), (656, 656, 0)),
+    "rows": (cache("uint8", 5000, 656), (656, 656, 0)),
+    "pages of one row": (cache("uint8", PAGES, 1, 656), (656, 656, 0)),
+    "gaps between pages": (
+        replace(cache("uint8", PAGES, PAGE, 656), strides=(65 * 656, 656, 1)),
+        (65 * 656, 656, 6),
+    ),
+    "gaps between rows": (
+        replace(cache("uint8", PAGES, PAGE, 656), strides=(PAGE * 672, 672, 1)),
+        (672, 672, 0),
+    ),
+    "pages of any size without gaps": (cache("uint8", PAGES, 48, 656), (656, 656, 0)),
+}
+
+
+@pytest.mark.parametrize("form", CACHES)
+def test_rows_are_found_in_every_form_of_the_cache(stub_runtime: Runtime, form: str) -> None:
+    own, place = CACHES[form]
+    seen = planned(stub_runtime, kv_cache=own)
+    assert (seen["page_bytes"], seen["row_bytes"], seen["page_size_log2"]) == place
+
+
+@pytest.mark.parametrize(
+    ("dtype", "columns", "kernel"),
+    [("uint8", 656, "scaled_e4m3"), ("bfloat16", 576, "bf16"), ("bfloat16", 512, "bf16_nope")],
+)
+def test_rows_choose_the_kernel(stub_runtime: Runtime, dtype: str, columns: int, kernel: str) -> None:
+    given = sparse_call(columns=512 if columns == 512 else 576, kv_cache=cache(dtype, PAGES, PAGE, columns))
+    plan = plan_sparse_mla_decode(**given, runtime=stub_runtime, device_facts=H200)
+    assert plan.selections[0].kernel.symbol == f"sparse_mla_decode_{kernel}_latent512"
+
+
+@pytest.mark.parametrize(
+    ("heads", "row_tiles", "group"),
+    [(1, 1, 1), (16, 1, 1), (17, 2, 2), (48, 3, 3), (64, 4, 4), (80, 5, 1), (128, 8, 4)],
+)
+def test_heads_are_cut_into_row_tiles_of_16(stub_runtime: Runtime, heads: int, row_tiles: int, group: int) -> None:
+    plan = plan_sparse_mla_decode(**sparse_call(heads), runtime=stub_runtime, device_facts=H200)
+    (selection,) = plan.selections
+    assert (selection.row_tiles, selection.cta_group_size, selection.ctas % group) == (row_tiles, group, 0)
+
+
+def test_one_token_is_split_over_many_ctas(stub_runtime: Runtime) -> None:
+    lists = view("int32", 1, 2048, at=0x7F0000002000)
+    given = sparse_call(q=view("bfloat16", 1, 16, 576), out=view("bfloat16", 1, 16, 512), indices=lists)
+    plan = plan_sparse_mla_decode(**given, runtime=stub_runtime, device_facts=H200)
+    assert plan.selections[0].ctas == 16
+
+
+def test_splits_follow_from_the_width_under_batch_invariance(stub_runtime: Runtime) -> None:
+    for width, splits in ((64, 1), (1024, 1), (1025, 2), (2048, 2), (32768, 4)):
+        lists = view("int32", TOKENS, width, at=0x7F0000002000)
+        seen = planned(stub_runtime, indices=lists, batch_invariant=True)
+        assert (seen["splits"], seen["slack_tiles"]) == (splits, 0)
+
+
+REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
+    "rank of q": ({"q": view("bfloat16", TOKENS, 576)}, r"q: shape \(7, 576\), expected \[tokens, heads, columns\]"),
+    "dtype of q": ({"q": view("float16", TOKENS, HEADS, 576)}, "q: dtype float16, expected bfloat16"),
+    "columns": ({"q": view("bfloat16", TOKENS, HEADS, 512)}, "q: 512 columns per head, expected 576"),
+    "V4": ({"kv_cache": cache("uint8", PAGES, PAGE, 584)}, "kv_cache: rows of 584 bytes, expected 656.*DeepSeek V4"),
+    "e4m3 of one scale": ({"kv_cache": cache("float8_e4m3fn", PAGES, PAGE, 576)}, "kv_cache: rows of 576 bytes"),
+    "bf16 width": ({"kv_cache": cache("bfloat16", PAGES, PAGE, 320)}, "kv_cache: rows of 320 bfloat16"),
+    "fp16 cache": ({"kv_cache": cache("float16", PAGES, PAGE, 576)}, "kv_cache: dtype float16"),
+    "rank of the cache": ({"kv_cache": cache("uint8", 2, 2, PAGE, 656)}, "kv_cache: shape .* with a dimension of 1"),
+    "odd rows": (
+        {"kv_cache": replace(cache("uint8", PAGES, PAGE, 656), strides=(PAGE * 664, 664, 1))},
+        "kv_cache: strides .*, expected multiples of 16 elements",
+    ),
+    "pages of odd size with gaps": (
+        {"kv_cache": replace(cache("uint8", PAGES, 48, 656), strides=(49 * 656, 656, 1))},
+        "kv_cache: page size 48 with gaps between pages, expected a power of two",
+    ),
+    "lists": ({"indices": view("int32", TOKENS + 1, WIDTH)}, r"indices: shape .*, expected \[7, width\]"),
+    "long lists": ({"indices": view("int32", TOKENS, 32769)}, "indices: shape .* a width of 1 to 32768"),
+    "dtype of lists": ({"indices": view("int64", TOKENS, WIDTH)}, "indices: dtype int64, expected int32"),
+    "lengths": ({"topk_lens": view("int32", 3)}, r"topk_lens: shape \(3,\), expected \(7,\)"),
+    "out": ({"out": view("bfloat16", TOKENS, HEADS, 576)}, r"out: shape .*, expected \(7, 16, 512\)"),
+    "lse": ({"lse": view("float32", HEADS, TOKENS)}, r"lse: shape .*, expected \(7, 16\)"),
+    "sinks": ({"sinks": view("float32", 3)}, r"sinks: shape .*, expected \(16,\)"),
+    "scale": ({"softmax_scale": view("float32", 2)}, "softmax_scale: shape .*, expected one element"),
+    "base": ({"lse_base": "10"}, "lse_base='10': expected '2' or 'e'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_breaks_a_rule_is_refused(stub_runtime: Runtime, standin: StandIn, name: str) -> None:
+    changes, words = REFUSALS[name]
+    with pytest.raises(UsageError, match=words):
+        sparse_mla_decode(**sparse_call(**changes), runtime=stub_runtime)
+    assert not standin.calls("cuLaunchKernelEx")
+
+
+def test_more_heads_than_128_are_refused(stub_runtime: Runtime) -> None:
+    with pytest.raises(UsageError, match="q: 129 heads, expected 1 to 128"):
+        plan_sparse_mla_decode(**sparse_call(129), runtime=stub_runtime, device_facts=H200)
+
+
+def test_a_scale_must_be_there(stub_runtime: Runtime) -> None:
+    with pytest.raises(UsageError, match="softmax_scale: None, expected a number"):
+        sparse_mla_decode(**{**sparse_call(), "softmax_scale": None}, runtime=stub_runtime)
+
+
+def test_other_devices_have_no_kernel(stub_runtime: Runtime) -> None:
+    facts = replace(H200, capability=(10, 0))
+    with pytest.raises(BackendError, match=r"sparse_mla_decode on .*measured on 9\.0"):
+        plan_sparse_mla_decode(**sparse_call(), runtime=stub_runtime, device_facts=facts)
