@@ -27,6 +27,7 @@ OPERATIONS = {"mla_decode": "paged_mla_decode"}
 TAKEN = {
     "append_kv": ("bf16, fp16, e4m3", "32 to 1024, in steps of 16"),
     "merge_states": ("bf16, fp16, fp32", "8 to 4096, in steps of 8"),
+    "sparse_mla_decode": ("bf16, e4m3 with scales", "512, 512 + 64"),
 }
 PICTURE = "![Bandwidth of keys and values read by paged decode, against batch and length](docs/decode_bandwidth.png)"
 EARLIER = "measured with an earlier kernel"
@@ -72,7 +73,7 @@ def _native_rows(operator: str) -> list[Sequence[str]]:
 
 def _width(traits: Mapping[str, Any]) -> str:
     if "latent" in traits:
-        return f"{traits['latent']} + 64"
+        return f"{traits['latent']} + {traits['rope']}" if traits["rope"] else str(traits["latent"])
     return str(traits.get("head_dim", ""))
 
 

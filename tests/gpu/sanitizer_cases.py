@@ -1,5 +1,5 @@
 """Small launches for compute-sanitizer: every decode kernel of the device, options spread over them; merged partials;
-appends and merges; context attention.
+appends and merges; context attention; sparse MLA decode.
 
 Run: ``compute-sanitizer --tool memcheck python tests/gpu/sanitizer_cases.py``. Prints the number of cases.
 All of them run, so that the tool sees them; wrong results, or a decode kernel that did not run, are errors at the end.
@@ -23,6 +23,7 @@ from mla_random import random_mla_case
 from reduction_cases import CASES, assert_lse, assert_merged, lse_case, lse_of, make_partials, run_reduction
 from sanitizer_context import context_all
 from sanitizer_copying import copying_all
+from sanitizer_sparse_mla import sparse_mla_all
 
 from cubin_runtime import Config
 from cubin_runtime.artifacts.tables.native_kernels import NativeKernel
@@ -288,6 +289,8 @@ def main() -> None:
             used |= copying_all(runtime)
         if decode_kernels_of(runtime, "context_attention"):
             used |= context_all(runtime)
+        if decode_kernels_of(runtime, "sparse_mla_decode"):
+            used |= sparse_mla_all(runtime, rng)
         runtime.modules.close()
     print(f"{decodes + latent_decodes + len(CASES) + len(LSES)} cases over {', '.join(sorted(used))}")
     assert not wrong.words, "; ".join(wrong.words)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import test_sparse_mla_gpu as plain
 from rehearsed_decode import RehearsalRuntime
-from rehearsed_sparse_mla import sparse_mla_rehearsal
+from rehearsed_sparse_mla import KERNELS, sparse_mla_rehearsal
+from sanitizer_sparse_mla import sparse_mla_all
 
 from cubin_runtime.testing import StandIn
 
@@ -49,3 +50,7 @@ def test_plain_cases_run(runtime: RehearsalRuntime, rng: np.random.Generator, ru
 def test_random_cases_run(runtime: RehearsalRuntime, chunk: int) -> None:
     for index in range(8 * chunk, 8 * chunk + 8):
         plain.run_random(runtime, index)
+
+
+def test_sanitizer_cases_run_every_kernel(runtime: RehearsalRuntime, rng: np.random.Generator) -> None:
+    assert sparse_mla_all(runtime, rng) == {kernel.name for kernel in KERNELS}

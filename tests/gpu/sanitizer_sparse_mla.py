@@ -1,0 +1,25 @@
+"""Small sparse MLA decodes for compute-sanitizer: every kernel, with and without splits, lists with holes."""
+
+from __future__ import annotations
+
+import numpy as np
+from sparse_mla_cases import FORMS, SparseMlaCase
+from sparse_mla_device import sparse_mla_on_device
+
+from cubin_runtime.attention import Runtime
+
+
+def sparse_mla_all(runtime: Runtime, rng: np.random.Generator) -> set[str]:
+    """Run every case; the names of the kernels that ran."""
+    used: set[str] = set()
+    for cache in FORMS:
+        for invariant in (False, True):
+            lens = (0, 333, 1100)
+            case = SparseMlaCase(3, 20, 1100, cache, lens, "random", pool=512, sinks=True, batch_invariant=invariant)
+            with sparse_mla_on_device(runtime, case, rng, guard=0) as device:
+                workspace = device.dirty_workspace()
+                device.run(workspace=workspace)
+                device.assert_right()
+                device.plan.check(workspace)
+                used |= {kernel.name for kernel in device.kernels}
+    return used
