@@ -389,6 +389,8 @@ def _mla_variants(latent: int) -> Iterator[Variant]:
         yield _mla_decode(source, f"{source}_e4m3", "e4m3", "e4m3", latent, 64, 64, sm=sm, tile=32, STAGES=stages)
 
 
+# Tiles of a split under batch invariance: lists are short, and splits of dense decode too coarse for them.
+_SPARSE_MLA_SPLIT_TILES = 8
 # Rows of the cache -> columns behind the latent ones, and pipeline stages of the kernel.
 _SPARSE_MLA_ROWS = {"scaled_e4m3": (64, 5), "bf16": (64, 3), "bf16_nope": (0, 3)}
 
@@ -402,7 +404,14 @@ def _sparse_mla_decode(rows: str) -> Variant:
         sm="90a",
         operation="sparse_mla_decode",
         struct="SparseMlaDecodeParams",
-        traits={"cache_rows": rows, "latent": 512, "rope": rope, "rows": 16, "tile_tokens": _MLA_TILE_TOKENS},
+        traits={
+            "cache_rows": rows,
+            "latent": 512,
+            "rope": rope,
+            "rows": 16,
+            "tile_tokens": _MLA_TILE_TOKENS,
+            "split_tiles": _SPARSE_MLA_SPLIT_TILES,
+        },
         defines={
             "SPARSE": 1,
             "KV_E4M3": int(rows == "scaled_e4m3"),
@@ -410,6 +419,7 @@ def _sparse_mla_decode(rows: str) -> Variant:
             "ROPE": rope,
             "ROWS": 16,
             "TILE_TOKENS": _MLA_TILE_TOKENS,
+            "SPLIT_TILES": _SPARSE_MLA_SPLIT_TILES,
             "STAGES": stages,
         },
     )

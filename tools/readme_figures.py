@@ -77,8 +77,8 @@ def _width(traits: Mapping[str, Any]) -> str:
     return str(traits.get("head_dim", ""))
 
 
-def _number(text: str) -> int:
-    return int(text.split()[0])
+def _number(text: str) -> tuple[int, str]:
+    return int(text.split()[0]), text
 
 
 def backend_matrix() -> str:

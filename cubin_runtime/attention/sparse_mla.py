@@ -235,7 +235,21 @@ class SparseMlaDecodePlan(PlainPlan):
 
         Pass exactly the optional tensors that the plan was made with; a scale that is left out is the plan's.
         """
-        self.run_step(locals())
+        self.run_step(
+            {
+                "q": q,
+                "kv_cache": kv_cache,
+                "indices": indices,
+                "out": out,
+                "lse": lse,
+                "topk_lens": topk_lens,
+                "sinks": sinks,
+                "softmax_scale": softmax_scale,
+                "output_scale": output_scale,
+                "workspace": workspace,
+                "stream": stream,
+            }
+        )
 
 
 def plan_sparse_mla_decode(
@@ -262,7 +276,25 @@ def plan_sparse_mla_decode(
     Planning launches and loads nothing and reads no tensor. ``device_facts`` plans for a described device instead of
     the one that ``q`` is on.
     """
-    return plan_plain(SparseMlaDecodePlan, SPARSE_MLA_DECODE, locals())
+    arguments = {
+        "q": q,
+        "kv_cache": kv_cache,
+        "indices": indices,
+        "out": out,
+        "lse": lse,
+        "softmax_scale": softmax_scale,
+        "output_scale": output_scale,
+        "topk_lens": topk_lens,
+        "sinks": sinks,
+        "lse_base": lse_base,
+        "lse_sink": lse_sink,
+        "batch_invariant": batch_invariant,
+        "backend": backend,
+        "enable_pdl": enable_pdl,
+        "runtime": runtime,
+        "device_facts": device_facts,
+    }
+    return plan_plain(SparseMlaDecodePlan, SPARSE_MLA_DECODE, arguments)
 
 
 def _complete(given: dict[str, Any]) -> Any:
@@ -338,5 +370,24 @@ def sparse_mla_decode(
         if len(view.shape) != 3:
             raise UsageError(f"q: shape {view.shape}, expected [tokens, heads, columns]")
         out = runtime_of(runtime).memory.empty(q, (*view.shape[:-1], LATENT), None)
-    run_plain(SparseMlaDecodePlan, SPARSE_MLA_DECODE, locals())
+    arguments = {
+        "q": q,
+        "kv_cache": kv_cache,
+        "indices": indices,
+        "out": out,
+        "lse": lse,
+        "softmax_scale": softmax_scale,
+        "output_scale": output_scale,
+        "topk_lens": topk_lens,
+        "sinks": sinks,
+        "lse_base": lse_base,
+        "lse_sink": lse_sink,
+        "batch_invariant": batch_invariant,
+        "backend": backend,
+        "enable_pdl": enable_pdl,
+        "runtime": runtime,
+        "workspace": workspace,
+        "stream": stream,
+    }
+    run_plain(SparseMlaDecodePlan, SPARSE_MLA_DECODE, arguments)
     return out

@@ -18,7 +18,7 @@ using stream_k::SplitSet;
 
 // Build: -DROWS=n query rows (tokens x heads) of a CTA, -DTILE_TOKENS=n keys of a KV tile.
 #if SPARSE
-// -DROPE=n columns of a key behind the latent ones
+// -DROPE=n columns of a key behind the latent ones, -DSPLIT_TILES=n tiles of a split under batch invariance
 using Params = SparseMlaDecodeParams;
 constexpr int COLUMNS = LATENT + ROPE;  // of a key
 constexpr int SCALE_BLOCKS = KV_E4M3 ? LATENT / 128 : 0;  // of a row of the cache, each with a scale of its own
@@ -27,6 +27,7 @@ constexpr int SCALE_BLOCKS = KV_E4M3 ? LATENT / 128 : 0;  // of a row of the cac
 using Params = PagedMlaDecodeParams;
 using stream_k::report_invalid_lengths;
 constexpr int COLUMNS = LATENT + MLA_ROPE_COLUMNS;  // of a key
+constexpr int SPLIT_TILES = MLA_SPLIT_TILES;
 static_assert(TILE_TOKENS % MLA_MIN_PAGE_TOKENS == 0, "chunks of a tile are whole pages or parts of one");
 constexpr int ROW_BYTES_LOG2 = (BOX_COLUMNS == 128 ? 7 : 6) + !KV_E4M3;  // of a token in a box
 #endif
@@ -100,7 +101,7 @@ struct MlaTiling : stream_k::EqualSplits<MlaTiling> {
     // Splits so large that merging costs little. The count never falls when tiles are added, so a bound on the tiles
     // bounds it.
     DEVICE static int split_count(const Params& p, const Request& r) {
-        return min(p.splits, (r.kv_tiles + MLA_SPLIT_TILES - 1) / MLA_SPLIT_TILES);
+        return min(p.splits, (r.kv_tiles + SPLIT_TILES - 1) / SPLIT_TILES);
     }
 
     DEVICE static int max_row_tiles(const Params& p) { return row_tile_count(p, max_queries(p)); }

@@ -14,7 +14,8 @@
 //
 // Scheduling, splits and merging are those of paged_mla_decode.cu, each query token being a request.
 //
-// Build: -DSPARSE=1 -DLATENT=512 -DROPE=64|0 -DKV_E4M3=0|1 -DROWS=16 -DTILE_TOKENS=64 -DSTAGES=n -DKERNEL_NAME=symbol
+// Build: -DSPARSE=1 -DLATENT=512 -DROPE=64|0 -DKV_E4M3=0|1 -DROWS=16 -DTILE_TOKENS=64 -DSPLIT_TILES=n
+//        -DSTAGES=n -DKERNEL_NAME=symbol
 
 #include "sparse/producer.cuh"
 #include "sparse/list_tiles.cuh"

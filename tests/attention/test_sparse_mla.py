@@ -109,7 +109,7 @@ def test_one_token_is_split_over_many_ctas(stub_runtime: Runtime) -> None:
 
 
 def test_splits_follow_from_the_width_under_batch_invariance(stub_runtime: Runtime) -> None:
-    for width, splits in ((64, 1), (1024, 1), (1025, 2), (2048, 2), (32768, 4)):
+    for width, splits in ((64, 1), (512, 1), (513, 2), (2048, 4), (32768, 4)):
         lists = view("int32", TOKENS, width, at=0x7F0000002000)
         seen = planned(stub_runtime, indices=lists, batch_invariant=True)
         assert (seen["splits"], seen["slack_tiles"]) == (splits, 0)

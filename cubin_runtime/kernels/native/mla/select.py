@@ -146,12 +146,12 @@ def select_mla_decode(kernels: Iterable[NativeKernel], shape: MlaShape, device: 
     )
 
 
-def invariant_splits(tiles: int) -> int:
+def invariant_splits(tiles: int, split_tiles: int = CONSTANTS.mla_split_tiles) -> int:
     """Splits of an output tile of ``tiles`` KV tiles under ``batch_invariant``, as in the kernel.
 
     It never decreases with the tiles: a bound on the tiles bounds the splits, and changes those of no request.
     """
-    return min(CONSTANTS.mla_invariant_splits, -(-tiles // CONSTANTS.mla_split_tiles))
+    return min(CONSTANTS.mla_invariant_splits, -(-tiles // split_tiles))
 
 
 @lru_cache(maxsize=256)  # batches of any size have the same

@@ -73,7 +73,7 @@ def select_sparse_mla(
         ctas=groups * group_size,
         cta_group_size=group_size,
         row_tiles=row_tiles,
-        splits=invariant_splits(kv_tiles) if shape.batch_invariant else 0,
+        splits=invariant_splits(kv_tiles, int(kernel.traits["split_tiles"])) if shape.batch_invariant else 0,
         slack_tiles=0 if shape.batch_invariant else slack,
         explain=lambda: (reason, candidates),
     )
