@@ -115,25 +115,29 @@ def _place(cache: TensorView) -> tuple[tuple[int, int], int]:
     return (page, row), page_size.bit_length() - 1
 
 
-def _check(call: PlainCall) -> None:
-    tensors, q, cache, options = call.tensors, call.tensors["q"], call.tensors["kv_cache"], call.options
-    tensors.check_dtypes()
+def _check_sizes(q: TensorView, cache: TensorView, lists: TensorView) -> None:
     if len(q.shape) != 3 or q.shape[0] < 1:
         raise UsageError(f"q: shape {q.shape}, expected [tokens, heads, columns] of 1 token or more")
     tokens, heads, columns = q.shape
     if not 1 <= heads <= MAX_HEADS:
         raise UsageError(f"q: {heads} heads, expected 1 to {MAX_HEADS}")
-    form = _row_form(cache)
-    if columns != ROW_FORMS[form][0]:
-        raise UsageError(f"q: {columns} columns per head, expected {ROW_FORMS[form][0]} for these rows of kv_cache")
-    if not 1 <= prod(cache.shape[:2]) < _MOST_ROWS:
-        raise UsageError(f"kv_cache: {prod(cache.shape[:2])} rows, expected 1 to {_MOST_ROWS - 1}")
+    expected, rows = ROW_FORMS[_row_form(cache)][0], prod(cache.shape[:2])
+    if columns != expected:
+        raise UsageError(f"q: {columns} columns per head, expected {expected} for these rows of kv_cache")
+    if not 1 <= rows < _MOST_ROWS:
+        raise UsageError(f"kv_cache: {rows} rows, expected 1 to {_MOST_ROWS - 1}")
     _place(cache)
-    lists = tensors["indices"]
     if len(lists.shape) != 2 or lists.shape[0] != tokens or not 1 <= lists.shape[1] <= MAX_WIDTH:
         raise UsageError(f"indices: shape {lists.shape}, expected [{tokens}, width] with a width of 1 to {MAX_WIDTH}")
     if tokens * heads * (lists.shape[1] // 64 + 1) >= _MOST_TILES:
         raise UsageError(f"q: {tokens} tokens with lists of {lists.shape[1]} entries, expected fewer")
+
+
+def _check(call: PlainCall) -> None:
+    tensors, options = call.tensors, call.options
+    tensors.check_dtypes()
+    _check_sizes(tensors["q"], tensors["kv_cache"], tensors["indices"])
+    tokens, heads, _ = tensors["q"].shape
     check_shape("topk_lens", tensors.get("topk_lens"), (tokens,))
     check_shape("out", tensors["out"], (tokens, heads, LATENT))
     check_shape("lse", tensors.get("lse"), (tokens, heads))
