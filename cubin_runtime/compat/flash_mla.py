@@ -1,0 +1,134 @@
+"""FlashMLA's decode functions on our operators: its parameters, positions and defaults.
+
+Import these instead of ``flash_mla``. The differences:
+
+- An argument that no kernel honours is an error that names it.
+- Nothing is planned ahead, so metadata are empty and may be reused for other lengths.
+- Heads are not padded: 1 to 128 of them, in any number. Lists may have any width up to 32,768.
+- Dense requests with several query tokens are causal.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ..attention.mla import mla_decode
+from ..attention.sparse_mla import LATENT, sparse_mla_decode
+from ..errors import UsageError
+from ..values import dataclass
+from .shapes import shape_of
+
+__all__ = ["FlashMLASchedMeta", "flash_mla_with_kvcache", "get_mla_metadata"]
+
+
+@dataclass(frozen=True, slots=True)
+class FlashMLASchedMeta:
+    """In the place of FlashMLA's scheduling metadata; ours need none."""
+
+
+def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None]:
+    """Return empty metadata; arguments of earlier versions are accepted and change nothing."""
+    return FlashMLASchedMeta(), None
+
+
+def flash_mla_with_kvcache(
+    q: Any,
+    k_cache: Any,
+    block_table: Any,
+    cache_seqlens: Any,
+    head_dim_v: int,
+    tile_scheduler_metadata: Any = None,
+    num_splits: Any = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    is_fp8_kvcache: bool = False,
+    indices: Any = None,
+    attn_sink: Any = None,
+    extra_k_cache: Any = None,
+    extra_indices_in_kvcache: Any = None,
+    topk_length: Any = None,
+    extra_topk_length: Any = None,
+) -> tuple[Any, Any]:
+    """MLA decode, over the lists ``indices`` or over all keys of each request; torch tensors.
+
+    Args:
+        q: bfloat16 ``[batch, q_len, heads, 576]``.
+        k_cache: ``[pages, page_size, 1, 576]`` of bfloat16, or with ``is_fp8_kvcache`` and ``indices`` rows of 656
+            bytes, ``[pages, page_size, 1, 656]``; see ``sparse_mla_decode``.
+        block_table, cache_seqlens: int32 ``[batch, columns]`` and ``[batch]``, without ``indices`` alone.
+        head_dim_v: 512.
+        tile_scheduler_metadata, num_splits: accepted; they change nothing.
+        softmax_scale: None: 1 / sqrt(576).
+        causal: without ``indices``, required if q_len is over 1.
+        is_fp8_kvcache: whether the cache has rows of 656 bytes.
+        indices: int32 ``[batch, q_len, width]``, slots of the cache; negative entries are holes.
+        attn_sink: float32 ``[heads]``, with ``indices`` alone: changes the output, not the log-sum-exp.
+        topk_length: int32 ``[batch]``, with ``indices`` alone: entries of each request's lists that count.
+        extra_k_cache, extra_indices_in_kvcache, extra_topk_length: refused unless None.
+
+    Returns:
+        The output, bfloat16 ``[batch, q_len, heads, 512]``, and the log-sum-exp in base e, float32 ``[batch, heads,
+        q_len]``, +inf for a query token without keys.
+
+    Raises:
+        UsageError: an argument is outside its domain, or is not honoured; the message names it.
+        BackendError: no kernel runs on the device.
+    """
+    import torch
+
+    extra = {
+        "extra_k_cache": extra_k_cache,
+        "extra_indices_in_kvcache": extra_indices_in_kvcache,
+        "extra_topk_length": extra_topk_length,
+    }
+    _refuse(extra, "no kernel takes a second cache, expected None")
+    if head_dim_v != LATENT:
+        raise UsageError(f"head_dim_v={head_dim_v!r}: expected {LATENT}")
+    batch, q_len, heads, columns = shape_of(q, "q", 4)
+    if shape_of(k_cache, "k_cache", 4)[2] != 1:
+        raise UsageError(f"k_cache: shape {tuple(k_cache.shape)}, expected one head, [pages, page_size, 1, width]")
+    scale = columns**-0.5 if softmax_scale is None else softmax_scale
+    out = torch.empty(batch, q_len, heads, LATENT, dtype=torch.bfloat16, device=q.device)
+    lse = torch.empty(batch, q_len, heads, dtype=torch.float32, device=q.device)
+    if indices is None:
+        _refuse({"attn_sink": attn_sink, "topk_length": topk_length}, "given without indices, expected None")
+        if is_fp8_kvcache:
+            raise UsageError("is_fp8_kvcache=True: without indices, expected False: no kernel reads rows of 656 bytes")
+        if q_len > 1 and not causal:
+            raise UsageError(f"causal=False: with {q_len} query tokens per request, expected True")
+        bound = shape_of(block_table, "block_table", 2)[1] * k_cache.shape[1]
+        given = {"max_seq_len": bound, "softmax_scale": scale, "out": out, "lse": lse}
+        mla_decode(q, k_cache[:, :, 0], block_table, cache_seqlens, **given)
+        lse = lse * math.log(2)
+    else:
+        if causal:
+            raise UsageError("causal=True: with indices, expected False: a list decides what a query token sees")
+        if is_fp8_kvcache != (k_cache.element_size() == 1):
+            raise UsageError(f"is_fp8_kvcache={is_fp8_kvcache}: k_cache has dtype {k_cache.dtype}")
+        if shape_of(indices, "indices", 3)[:2] != (batch, q_len):
+            raise UsageError(f"indices: shape {tuple(indices.shape)}, expected [{batch}, {q_len}, width]")
+        sparse_mla_decode(
+            q.flatten(0, 1),
+            k_cache,
+            indices.flatten(0, 1),
+            softmax_scale=scale,
+            topk_lens=_of_tokens(topk_length, q_len),
+            sinks=attn_sink,
+            lse_base="e",
+            lse_sink=False,
+            out=out.flatten(0, 1),
+            lse=lse.flatten(0, 1),
+        )
+    return out, torch.where(lse == -math.inf, math.inf, lse).transpose(1, 2)
+
+
+def _of_tokens(lengths: Any, q_len: int) -> Any:
+    """The lengths of requests as those of their query tokens."""
+    return lengths if lengths is None or q_len == 1 else lengths.repeat_interleave(q_len)
+
+
+def _refuse(given: dict[str, Any], why: str) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise UsageError(f"{name}: {why}")
