@@ -181,6 +181,8 @@ def _launches(
         page_size_log2=page_size_log2,
         lse_sink=options.lse_sink,
         lse_base_e=options.lse_base == "e",
+        softmax_scale=1.0 if options.softmax_scale is None else options.softmax_scale,
+        output_scale=1.0 if options.output_scale is None else options.output_scale,
         programmatic_serialization=options.enable_pdl,
     )
     selection = select_sparse_mla(release.kernels, shape, device)

@@ -43,6 +43,8 @@ from cubin_runtime.attention import (
     plan_merge_states,
     plan_mla_decode,
     plan_paged_decode,
+    plan_sparse_mla_decode,
+    sparse_mla_decode,
 )
 from cubin_runtime.attention.fast_path.notes import note_made, taking_notes
 from cubin_runtime.compat import flashinfer
@@ -63,6 +65,7 @@ PLANNERS = {
     "plan_append_kv": plan_append_kv,
     "plan_merge_states": plan_merge_states,
     "plan_context_attention": plan_context_attention,
+    "plan_sparse_mla_decode": plan_sparse_mla_decode,
 }
 OPERATORS = {
     "paged_decode": paged_decode,
@@ -70,6 +73,7 @@ OPERATORS = {
     "append_kv": append_kv,
     "merge_states": merge_states,
     "context_attention": context_attention,
+    "sparse_mla_decode": sparse_mla_decode,
 }
 
 _KERNELS = Path(__file__).parents[1] / "data" / "trtllm_gen_kernels.json.xz"

@@ -95,7 +95,9 @@ def append(draw: Draw) -> dict[str, Any]:
         call["cum_seq_lens"] = tensor("q_cu_seq_lens", draw["lengths"], batch + 1)
     for name, place in (("k_scale", "k_scales"), ("v_scale", "v_scales")):
         call[name] = scale(place, draw[name]) if source != cache else None
-    return _own(draw, call, "append_kv", {name: 0.31 for name in ("k_scale", "v_scale") if type(call[name]) is float})
+    return call_case(
+        draw, call, "append_kv", {name: 0.31 for name in ("k_scale", "v_scale") if type(call[name]) is float}
+    )
 
 
 def merge(draw: Draw) -> dict[str, Any]:
@@ -126,10 +128,10 @@ def merge(draw: Draw) -> dict[str, Any]:
         call["sinks"] = tensor("sinks", "float32", heads)
     if draw["mask"]:
         call["mask"] = tensor("mask", draw["mask"], tokens)
-    return _own(draw, call, "merge_states", {})
+    return call_case(draw, call, "merge_states", {})
 
 
-def _own(draw: Draw, call: dict[str, Any], name: str, numbers: dict[str, float]) -> dict[str, Any]:
+def call_case(draw: Draw, call: dict[str, Any], name: str, numbers: dict[str, float]) -> dict[str, Any]:
     """The case of a call, and its second step."""
     steps: list[dict[str, Any]] = [{}]
     if draw["again"] == "moved":

@@ -25,6 +25,7 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 import cases  # noqa: E402
 import copying_cases as copying  # noqa: E402
 import flashinfer_cases as flashinfer  # noqa: E402
+import list_cases as lists  # noqa: E402
 import prefill_cases as prefill  # noqa: E402
 from adapter import Session, layouts_now  # noqa: E402
 from launches import FILE, Layout, differences, read, write  # noqa: E402
@@ -67,6 +68,7 @@ FAMILIES = {
     "invariant context attention": Family(80, prefill.INVARIANT_OPTIONS, prefill.context_attention),
     "mla elsewhere": Family(150, cases.OTHER_MLA_OPTIONS, cases.mla),
     "xqa mla elsewhere": Family(60, flashinfer.OTHER_XQA_MLA_OPTIONS, flashinfer.xqa_mla),
+    "sparse mla": Family(120, lists.OPTIONS, lists.sparse_mla),
 }
 
 

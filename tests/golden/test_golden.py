@@ -37,6 +37,7 @@ FAMILIES = (
     "invariant context attention",
     "mla elsewhere",
     "xqa mla elsewhere",
+    "sparse mla",
 )
 # What no recorded case takes: a measurement, draft masks (tests/attention/test_draft_mask.py), reductions of outputs
 # that no published kernel splits, those for SM90, where no published kernel runs, and there the portable MLA kernels.

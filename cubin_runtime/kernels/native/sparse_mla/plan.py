@@ -18,7 +18,8 @@ class SparseMlaProblem:
     """A sparse MLA decode.
 
     Strides of tensors with heads are elements between tokens and between heads; ``cache_bytes`` are bytes between pages
-    and between rows of a page of ``cache_rows`` rows. ``lse_base_e``: base e, not 2.
+    and between rows of a page of ``cache_rows`` rows. ``lse_base_e``: base e, not 2. Scales are 1 where the device has
+    them.
     """
 
     shape: SparseMlaShape
@@ -33,10 +34,12 @@ class SparseMlaProblem:
     page_size_log2: int
     lse_sink: bool
     lse_base_e: bool
+    softmax_scale: float
+    output_scale: float
     programmatic_serialization: bool
 
     def values(self) -> dict[str, object]:
-        """The fields of the struct that follow from these alone; scales come with a run."""
+        """The fields of the struct that follow from these alone."""
         strides: dict[str, object] = {}
         for name in ("q", "out", "lse"):
             token, head = getattr(self, f"{name}_strides")
@@ -53,8 +56,8 @@ class SparseMlaProblem:
             "page_size_log2": self.page_size_log2,
             "out_type": TYPE_CODES[self.out_dtype],
             "lse_sink": int(self.lse_sink),
-            "softmax_scale": 1.0,
-            "output_scale": 1.0,
+            "softmax_scale": self.softmax_scale,
+            "output_scale": self.output_scale,
             "lse_from_log2": 1 / LOG2_E if self.lse_base_e else 1.0,
         }
 
