@@ -5,8 +5,10 @@ Run: ``python benchmarks/gpu_transformers.py --out DIR`` on a machine with a Hop
 of a known model, a few of them, random weights and a small vocabulary; all implementations run one model in one
 process, and take turns in each round. Ratios are medians over rounds, above 1 where ours is faster. A step is timed as
 transformers runs it (``us``); a new token in a static cache also as a replayed CUDA graph (``graph_us``), without the
-host. The past is random keys. ``sdpa flash`` and ``sdpa cuDNN`` are sdpa with one of torch's backends, which needs no
-further package. An implementation that is not installed or not able gives its error.
+host. ``host_us_per_layer`` is the time that the host spends in the attention function of one layer. The past is random
+keys. ``sdpa flash`` and ``sdpa cuDNN`` are sdpa with one of torch's backends, which needs no further package;
+FlashAttention-3 is flash-attn-3, or that of a vLLM wheel (``model_steps/flash_attention_3.py``). An implementation that
+is not installed or not able gives its error.
 """
 
 from __future__ import annotations
@@ -28,16 +30,19 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # flash-attention that is not installed is not looked for on the network
 
 import torch
+from model_steps import flash_attention_3
 from model_steps.steps import SHAPES, SMALL_STEPS, STEPS, Step, model_of, step_of
+from row_origin import origin_of_launches
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import GenerationConfig
+from transformers import AttentionInterface, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from cubin_runtime import Config
-from cubin_runtime.attention import Runtime, set_default_runtime
+from cubin_runtime.attention import Runtime, default_runtime, set_default_runtime
 from cubin_runtime.integrations.transformers import register
 
-SCHEMA = 2
+SCHEMA = 3
 ROUNDS, ROUND_SECONDS, MOST_CALLS = 5, 0.05, 20  # without a GPU: one round of one call
 LAST_CASE_SECONDS = 20.0  # no case begins so shortly before the end
 # Peers: the implementation's name for transformers, and the only backend that sdpa may take.
@@ -49,6 +54,8 @@ PEERS: dict[str, tuple[str, SDPBackend | None]] = {
     "flash_attention_2": ("flash_attention_2", None),
     "flash_attention_3": ("flash_attention_3", None),
 }
+
+BATCHING_PEERS = ("sdpa", "flash_attention_3")
 
 
 @contextmanager
@@ -74,6 +81,27 @@ def timed_us(call: Callable[[], Any], device: str) -> float:
 
     first = seconds(1)
     return 1e6 * (first if device == "cpu" else seconds(min(MOST_CALLS, max(1, int(ROUND_SECONDS / first)))))
+
+
+def host_us_per_layer(implementation: str, call: Callable[[], Any], device: str) -> float:
+    """Microseconds of the host in one layer's attention function, the median over layers and a few calls."""
+    inner, spent = ALL_ATTENTION_FUNCTIONS[implementation], []
+
+    def timed(*positional: Any, **named: Any) -> Any:
+        begin = time.perf_counter()
+        result = inner(*positional, **named)
+        spent.append(time.perf_counter() - begin)
+        return result
+
+    AttentionInterface.register(implementation, timed)
+    try:
+        for _ in range(1 if device == "cpu" else 10):
+            if device == "cuda":
+                torch.cuda.synchronize()  # so that no launch waits for room in the queue
+            call()
+    finally:
+        AttentionInterface.register(implementation, inner)
+    return 1e6 * statistics.median(spent)
 
 
 def captured(call: Callable[[], Any]) -> Callable[[], Any]:
@@ -126,7 +154,28 @@ def step_row(model: Any, name: str, step: Step, names: tuple[str, ...], device: 
     row["times"] = {
         each: result if each not in able else _times(rounds[each], result[1]) for each, result in found.items()
     }
-    return row | {"ratios": _ratios(rounds, names[0])}
+    row["host_us_per_layer"] = _host_times(model, able, device)
+    return row | {"ratios": _ratios(rounds, names[0])} | _origin(model, names[0], able, device)
+
+
+def _host_times(model: Any, able: dict[str, Any], device: str) -> dict[str, float]:
+    times = {}
+    for each, (_, ways) in able.items():
+        implementation, backend = PEERS.get(each, (each, None))
+        if backend is None and implementation in ALL_ATTENTION_FUNCTIONS:  # eager is in no table
+            with running(model, each):
+                times[each] = host_us_per_layer(implementation, ways["us"], device)
+    return times
+
+
+def _origin(model: Any, ours: str, able: dict[str, Any], device: str) -> dict[str, Any]:
+    """The cubins that our implementation launches in the step."""
+    if device == "cpu" or ours not in able:
+        return {}
+    with running(model, ours):
+        for _ in range(2):  # the driver keeps 16 launches, and a step of 8 layers has 8 at least
+            able[ours][1]["us"]()
+    return origin_of_launches(default_runtime().driver)
 
 
 def _times(rounds: dict[str, list[float]], ways: dict[str, Any]) -> dict[str, Any]:
@@ -150,11 +199,11 @@ def _ratios(rounds: dict[str, dict[str, list[float]]], ours: str) -> dict[str, d
 def batching_row(model: Any, name: str, names: tuple[str, ...], small: bool) -> dict[str, Any]:
     """``generate_batch`` of ragged requests: tokens made per second."""
     generator = torch.Generator().manual_seed(2)
-    count, longest, new = (4, 40, 8) if small else (32, 1024, 32)
+    count, longest, new = (4, 40, 8) if small else (64, 2048, 32)
     lengths = torch.randint(1, longest, (count,), generator=generator).tolist()
     requests = [torch.randint(1, 1024, (length,), generator=generator).tolist() for length in lengths]
-    blocks = {"block_size": 16 if small else 256, "num_blocks": 64 if small else 512}
-    batching = {**blocks, "max_batch_tokens": 64 if small else 2048, "use_cuda_graph": False}
+    blocks = {"block_size": 16 if small else 256, "num_blocks": 64 if small else 640}
+    batching = {**blocks, "max_batch_tokens": 64 if small else 4096, "use_cuda_graph": False}
 
     def run(implementation: str) -> float:
         model.set_attn_implementation(f"paged|{implementation}")
@@ -185,7 +234,7 @@ def batching_row(model: Any, name: str, names: tuple[str, ...], small: bool) -> 
 def measured(
     ours: str,
     device: str = "cuda",
-    layers: int = 4,
+    layers: int = 8,
     names: Iterable[str] = ("Llama 3 8B",),
     keep: Callable[[dict[str, Any]], None] = lambda report: None,
     until: float = float("inf"),
@@ -202,7 +251,7 @@ def measured(
             ("steps", str(step), partial(step_row, model, name, step, (ours, *PEERS), device))
             for step in (SMALL_STEPS if small else STEPS)
         ]
-        batching = partial(batching_row, model, name, (ours, "sdpa"), small)
+        batching = partial(batching_row, model, name, (ours, *BATCHING_PEERS), small)
         for kind, label, case in (*cases, ("continuous_batching", "continuous batching", batching)):
             if time.monotonic() > until:
                 report["not_measured"].append(f"{name}: {label}")
@@ -222,16 +271,17 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=["Llama 3 8B"], help="one model (%(default)s)")
-    parser.add_argument("--seconds", type=int, default=90, help="after these the process ends (%(default)s)")
+    parser.add_argument("--seconds", type=int, default=120, help="after these the process ends (%(default)s)")
     given = parser.parse_args()
     signal.alarm(given.seconds)
     until = time.monotonic() + given.seconds - LAST_CASE_SECONDS
     given.out.mkdir(parents=True, exist_ok=True)
     store = Path(os.environ.get("CUBIN_RUNTIME_CACHE", given.out / "store"))
     set_default_runtime(Runtime(Config(store=store, sources=built_sources(), offline=True)))
-    head = {"schema": SCHEMA, "question": "transformers' models", "environment": gpu_environment(), "rounds": ROUNDS}
+    head: dict[str, Any] = {"flash_attention_3": flash_attention_3.install()}
+    head |= {"schema": SCHEMA, "question": "transformers' models", "environment": gpu_environment(), "rounds": ROUNDS}
     target = given.out / "transformers.json"
 
     def keep(report: dict[str, Any]) -> None:

@@ -20,6 +20,11 @@ def origin_of(*plans: Any) -> dict[str, Any]:
     return {"cubins": cubins, "commit": commit()}
 
 
+def origin_of_launches(driver: Any) -> dict[str, Any]:
+    """``cubins`` and ``commit`` of the driver's last launches, where an engine holds no plan to ask."""
+    return {"cubins": {launch.kernel: launch.sha256 for launch in driver.last_launches()}, "commit": commit()}
+
+
 @cache
 def commit() -> str:
     """The commit of the sources: what ``BENCHMARKED_COMMIT`` says, where they are no clone, else git's answer."""

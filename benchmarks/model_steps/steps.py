@@ -49,15 +49,13 @@ class Step:
 
 
 STEPS = (
-    Step(1, 512, 0, "none"),
-    Step(1, 2048, 0, "none"),
-    Step(1, 8192, 0, "none"),
-    Step(8, 1024, 0, "none"),
-    Step(1, 1, 8192, "static"),
-    Step(8, 1, 4096, "static"),
+    Step(1, 4096, 0, "none"),
+    Step(1, 1, 4096, "static"),
     Step(32, 1, 4096, "static"),
-    Step(1, 1, 8191, "dynamic"),
+    Step(1, 1, 4095, "dynamic"),
     Step(32, 1, 4095, "dynamic"),
+    Step(1, 512, 0, "none"),
+    Step(8, 1024, 0, "none"),
     Step(1, 512, 7680, "static"),
 )
 SMALL_STEPS = (Step(2, 20, 0, "none"), Step(2, 1, 32, "static"), Step(2, 1, 31, "dynamic"))

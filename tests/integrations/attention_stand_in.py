@@ -9,7 +9,9 @@ import torch
 
 from cubin_runtime.attention.context_reference import context_attention_reference
 from cubin_runtime.attention.reference import paged_decode_reference
+from cubin_runtime.errors import UsageError
 from cubin_runtime.integrations.transformers.operators import Operators
+from cubin_runtime.kernels.native.prefill.select import VALUE_DIMS
 
 
 def array(tensor: torch.Tensor) -> Any:
@@ -75,6 +77,22 @@ class StandIn:
             window_left=options["window_size"][0],
         )
         return torch.from_numpy(out).to(q.dtype).view(*q.shape[:3], -1)
+
+
+def in_domain(operators: Operators) -> Operators:
+    """The operators, for the dtypes and head dimensions alone that the kernels have."""
+
+    def limited(inner: Any) -> Any:
+        def call(q: Any, k: Any, v: Any, *rest: Any, **options: Any) -> Any:
+            if q.dtype not in (torch.bfloat16, torch.float16):
+                raise UsageError(f"q: {q.dtype}, expected bfloat16 or float16")
+            if VALUE_DIMS.get(q.shape[-1]) != v.shape[-1]:
+                raise UsageError(f"q, v: head dimensions {q.shape[-1]} and {v.shape[-1]}, expected {VALUE_DIMS}")
+            return inner(q, k, v, *rest, **options)
+
+        return call
+
+    return Operators(*(limited(function) for function in operators))
 
 
 def _context(
