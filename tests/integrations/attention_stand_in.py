@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import torch
 
 from cubin_runtime.attention.context_reference import context_attention_reference
@@ -26,7 +27,7 @@ class StandIn:
 
     @property
     def operators(self) -> Operators:
-        return Operators(self.even, self.ragged, self.cached)
+        return Operators(self.even, self.ragged, self.cached, self.masked)
 
     def even(self, q: Any, k: Any, v: Any, **options: Any) -> Any:
         batch, q_len = q.shape[:2]
@@ -78,6 +79,24 @@ class StandIn:
         )
         return torch.from_numpy(out).to(q.dtype).view(*q.shape[:3], -1)
 
+    def masked(self, q: Any, k: Any, v: Any, *, lengths: Any, mask: Any, **options: Any) -> Any:
+        self.calls["masked"] += 1
+        assert options["softcap"] == 0
+        assert (lengths.dtype, mask.dtype) == (torch.int32, torch.uint32)
+        batch, q_len = q.shape[:2]
+        out, _ = paged_decode_reference(
+            array(q.flatten(0, 1)),
+            array(k),
+            array(v),
+            array(torch.arange(batch, dtype=torch.int32)[:, None]),
+            array(lengths),
+            options["softmax_scale"],
+            q_cu_seq_lens=array(torch.arange(0, (batch + 1) * q_len, q_len, dtype=torch.int32)),
+            mask=np.pad(array(mask.flatten(0, 1)), ((0, 0), (0, 2 - mask.shape[2]))).view(np.uint64)[:, 0],
+            sinks=None if options["s_aux"] is None else array(options["s_aux"]),
+        )
+        return torch.from_numpy(out).to(q.dtype).view(*q.shape[:3], -1)
+
 
 def in_domain(operators: Operators) -> Operators:
     """The operators, for the dtypes and head dimensions alone that the kernels have."""
@@ -102,7 +121,7 @@ def _context(
     q_lens: Any,
     k_lens: Any,
     *,
-    softmax_scale: float,
+    softmax_scale: float | None,
     causal: bool,
     window_size: tuple[int, int],
     softcap: float,
@@ -113,7 +132,7 @@ def _context(
         *(array(states) for states in (q, k, v)),
         q_lens,
         k_lens,
-        softmax_scale,
+        q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
         page_table=None if table is None else array(table),
         causal=causal,
         window_left=window_size[0],

@@ -80,9 +80,7 @@ def steps(run: Run, cache: Any, mask: Any = None) -> Any:
     for end in CUTS:
         seen = None if mask is None else mask[:, :end]
         parts.append(
-            logits_of(
-                run, input_ids=ids[:, start:end], attention_mask=seen, past_key_values=cache, use_cache=True
-            )
+            logits_of(run, input_ids=ids[:, start:end], attention_mask=seen, past_key_values=cache, use_cache=True)
         )
         start = end
     return torch.cat(parts, dim=1)

@@ -136,7 +136,9 @@ def _smaller(cls: Any, values: dict[str, Any], own: dict[str, Any]) -> Any:
     if "kv_lora_rank" in changed and "num_key_value_heads" in changed:
         changed["num_key_value_heads"] = HEADS  # latent attention: keys of every head
     if "mrope_section" in str(getattr(probe, "rope_parameters", "")) and values is _TEXT:  # sections of 128 columns
-        changed |= {"num_attention_heads": 2, "num_key_value_heads": 1} | ({"head_dim": 128} if _has(probe, "head_dim") else {})
+        changed |= {"num_attention_heads": 2, "num_key_value_heads": 1} | (
+            {"head_dim": 128} if _has(probe, "head_dim") else {}
+        )
     error: Exception | None = None
     for attempt in _attempts(changed):
         try:

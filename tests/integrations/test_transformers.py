@@ -200,7 +200,7 @@ def call(**changed: Any) -> Any:
     ("changed", "named"),
     [
         ({"dropout": 0.1}, "dropout=0.1"),
-        ({"attention_mask": torch.zeros(1, 1, 3, 3)}, "attention_mask: float32 of shape"),
+        ({"attention_mask": torch.zeros(1, 1, 3, 3, dtype=torch.int32)}, "attention_mask: int32 of shape"),
         ({"attention_mask": torch.ones(1, 3, dtype=torch.bool)}, "attention_mask: bool of shape"),
         ({"position_bias": torch.zeros(1)}, "position_bias"),
         ({"output_attentions": True}, "output_attentions=True"),
@@ -223,11 +223,10 @@ def test_what_means_nothing_is_accepted() -> None:
 
 
 def test_a_pattern_without_a_kernel_is_refused_by_name() -> None:
-    from transformers.masking_utils import chunked_causal_mask_function
+    from transformers.masking_utils import sliding_window_bidirectional_mask_function
 
-    pattern = chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int32))
-    with pytest.raises(UsageError, match="the pattern chunked_overlay"):
-        mask(1, 8, 8, mask_function=pattern)
+    with pytest.raises(UsageError, match="the pattern sliding_window_bidirectional_overlay"):
+        mask(1, 8, 8, mask_function=sliding_window_bidirectional_mask_function(4))
     with pytest.raises(UsageError, match="or_mask_function"):
         mask(1, 8, 8, use_vmap=True)
 

@@ -263,11 +263,11 @@ def test_a_mask_for_other_keys_is_refused() -> None:
 
 
 @pytest.mark.parametrize("heads", [1, 4])
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.int16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16])
 @pytest.mark.parametrize("q_len", [1, 2, 3])
-def test_a_dense_mask_is_refused(heads: int, dtype: Any, q_len: int) -> None:
+def test_a_dense_mask_of_integers_is_refused(heads: int, dtype: Any, q_len: int) -> None:
     if (heads, dtype, q_len) != (1, torch.int16, 1):  # which says nothing else than that every key is seen
-        with pytest.raises(UsageError, match="a dense mask has no kernel"):
+        with pytest.raises(UsageError, match="a dense mask has a kernel only for at most 64"):
             causal(form=torch.ones(1, heads, q_len, 5, dtype=dtype), q_len=q_len)
 
 

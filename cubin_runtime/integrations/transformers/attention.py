@@ -7,8 +7,10 @@ from typing import Any
 from ...errors import UsageError
 from .arguments import Options, Packed, causal_without_mask, check_rest, check_window, options_of, packed_of
 from .continuous import attend_paged
+from .dense import drafts_of, is_dense
 from .masks import EVERY_KEY, Mask, read
 from .operators import Operators
+from .widths import fitting
 
 
 def attention(
@@ -44,6 +46,7 @@ def attention(
         UsageError: an argument is not honoured; the message names it.
     """
     words = (scaling, dropout, sliding_window, softcap, s_aux)
+    operators = fitting(operators, query.shape[-1], value.shape[-1])
     cache = given.pop("cache", None)
     if cache is not None:
         # Requests in one row are causal whatever the layer says, as with transformers' own functions.
@@ -55,6 +58,10 @@ def attention(
     if attention_mask is None:
         options = options_of(causal_without_mask(module, is_causal, 1 if packed else q_len), *words)
         return _attend_rows(operators, query, key, value, Mask(), packed, options), None
+    if is_dense(attention_mask, q_len, key.shape[2]):
+        if packed is not None or sliding_window is not None:
+            raise UsageError("attention_mask: dense, with packed sequences or a sliding window; expected it alone")
+        return _attend_masked(operators, query, key, value, attention_mask, options_of(True, *words)), None
     mask = read(attention_mask, q_len, key.shape[2])
     options = options_of(mask.pattern != EVERY_KEY, *words)
     check_window(mask.pattern, sliding_window)
@@ -76,12 +83,12 @@ def _attend_rows(
     operators: Operators, query: Any, key: Any, value: Any, mask: Mask, packed: Packed | None, options: Options
 ) -> Any:
     """Attention of the rows of a batch, with a mask of one of the forms that ``masks`` lists."""
-    if packed is not None and (mask.lengths is not None or mask.valid is not None):
+    if packed is not None and (mask.lengths is not None or mask.places is not None):
         raise UsageError("attention_mask, cu_seq_lens_q: both; expected packed sequences without padding and room")
     if mask.lengths is not None:
         return _attend_prefix(operators, query, key, value, mask.lengths, options)
-    if mask.valid is not None:
-        return _attend_padded(operators, query, key, value, mask.valid, options)
+    if mask.places is not None:
+        return _attend_sorted(operators, query, key, value, mask.places, mask.chunks, options)
     if packed is None and mask.sums is not None:
         packed = Packed(mask.sums, mask.sums, query.shape[2], query.shape[2])
     if packed is not None:
@@ -95,13 +102,23 @@ def _attend_prefix(operators: Operators, query: Any, key: Any, value: Any, lengt
     return operators.cached(_by_token(query), k, v, cache_seqlens=lengths, **options.words())
 
 
-def _attend_padded(operators: Operators, query: Any, key: Any, value: Any, valid: Any, options: Options) -> Any:
-    """Attention without the tokens that are padding, which are sorted behind the others; nothing waits for a length."""
+def _attend_masked(operators: Operators, query: Any, key: Any, value: Any, dense: Any, options: Options) -> Any:
+    """Attention of a few new tokens, with a mask among them."""
+    lengths, bits = drafts_of(dense, query.shape[0])
+    k, v = key.transpose(1, 2), value.transpose(1, 2)
+    words = {"softmax_scale": options.softmax_scale, "softcap": options.softcap, "s_aux": options.s_aux}
+    return operators.masked(_by_token(query), k, v, lengths=lengths, mask=bits, **words)
+
+
+def _attend_sorted(
+    operators: Operators, query: Any, key: Any, value: Any, places: Any, chunks: int, options: Options
+) -> Any:
+    """Attention within chunks, by which tokens are sorted, those that take no part last; nothing waits for a length."""
     import torch
 
     batch, heads, q_len, _ = query.shape
     kept = key.shape[2]
-    (k_order, k_sums), (q_order, q_sums) = (_order(part) for part in (valid[:, :kept], valid[:, kept:]))
+    (k_order, k_sums), (q_order, q_sums) = (_order(part, chunks) for part in (places[:, :kept], places[:, kept:]))
     q, k, v = (
         states.transpose(1, 2).flatten(0, 1).index_select(0, order)
         for states, order in ((query, q_order), (key, k_order), (value, k_order))
@@ -125,11 +142,13 @@ def _by_token(query: Any) -> Any:
     return q if even else q.contiguous()
 
 
-def _order(valid: Any) -> tuple[Any, Any]:
-    """Where the tokens of all rows are, padding last, and running sums of the rows' tokens."""
+def _order(places: Any, chunks: int) -> tuple[Any, Any]:
+    """The tokens of all rows by row and chunk, those that take no part last, and running sums of each chunk's tokens."""
     import torch
 
-    order = torch.argsort((~valid).flatten().to(torch.int8), stable=True)
-    sums = torch.zeros(valid.shape[0] + 1, dtype=torch.int32, device=valid.device)
-    sums[1:] = valid.sum(1).cumsum(0)
-    return order, sums
+    count = places.shape[0] * chunks
+    rows = torch.arange(0, count, chunks, device=places.device)[:, None]
+    numbers = torch.where(places < chunks, places + rows, count).flatten()
+    numbers, order = numbers.to(torch.int8 if count < 128 else torch.int32).sort(stable=True)
+    bounds = torch.arange(count + 1, dtype=numbers.dtype, device=places.device)
+    return order, torch.searchsorted(numbers, bounds, out_int32=True)

@@ -8,6 +8,7 @@ from ...attention.paged_cache import PAGE_SIZES
 from ...errors import UsageError
 from .arguments import Options, Packed, check_rest, packed_of
 from .operators import Operators
+from .widths import fits
 
 # What is read of a ``PagedAttentionCache``, besides calling its ``update``.
 _POOLS = {"block_size", "key_cache", "layer_index_to_group_indices", "sliding_windows", "value_cache"}
@@ -48,7 +49,8 @@ def attend_paged(
         raise UsageError(f"cache: a {type(cache).__name__} without {sorted(_POOLS)}, as transformers 5.17 has them")
     read, write = given.pop("read_index"), given.pop("write_index")
     q = query.transpose(1, 2).squeeze(0)
-    pool = _pages_in_place(cache, layer, read)
+    # Pages of other columns than a kernel's would be copied as a whole.
+    pool = _pages_in_place(cache, layer, read) if fits(query.shape[-1], value.shape[-1]) else None
     if pool is None:
         key, value = cache.update(key, value, layer, read_index=read, write_index=write)
         packed = _packed(cache, given, q.shape[0], options)

@@ -11,6 +11,8 @@ third is the pattern (``EVERY_KEY``, ``CAUSAL``, ``WINDOW``): layers do not alwa
   behind it are room in a cache.
 - bool ``[batch, heads, pattern, kv_len + q_len]``: which keys are tokens, and then which queries are.
 - int32 ``[1, heads, pattern, sequences + 1]``: running sums of sequences that are packed into the rows of the batch.
+- int32 ``[batch, heads, WINDOW + chunks, kv_len + q_len]``: in which of so many chunks of its request each key is, and
+  then each query; ``chunks`` for a token that takes no part.
 """
 
 from __future__ import annotations
@@ -27,18 +29,21 @@ _CAUSAL = "causal_mask_function"
 _OVERLAY = "sliding_window_overlay.<locals>.inner_mask"
 _PACKED = "packed_sequence_mask_function.<locals>.inner_mask"
 _REMAPPED = "remap_positions_for_packed_sequence.<locals>.inner_mask"
-_KNOWN = {_CAUSAL, "bidirectional_mask_function", _OVERLAY, _PACKED, _REMAPPED}
+_CHUNKED = "chunked_overlay.<locals>.inner_mask"
+_KNOWN = {_CAUSAL, "bidirectional_mask_function", _OVERLAY, _PACKED, _REMAPPED, _CHUNKED}
 
 
 class Mask(NamedTuple):
     """A mask as a layer reads it: its pattern, None without a mask, and the one of the other values that its form has.
 
-    ``lengths`` are int32 ``[batch]``, ``valid`` bool ``[batch, kv_len + q_len]``, ``sums`` int32 ``[sequences + 1]``.
+    ``lengths`` are int32 ``[batch]``, ``places`` int ``[batch, kv_len + q_len]``, the chunk of each token, ``chunks`` for
+    one that takes no part (padding, with one chunk), ``sums`` int32 ``[sequences + 1]``.
     """
 
     pattern: int | None = None
     lengths: Any = None
-    valid: Any = None
+    places: Any = None
+    chunks: int = 1
     sums: Any = None
 
 
@@ -56,12 +61,15 @@ def read(attention_mask: Any, q_len: int, kv_len: int) -> Mask:
         if dtype == "int32" and last == 1:
             return Mask(pattern, lengths=attention_mask[:, 0, 0, 0])
         if dtype == "bool" and last == kv_len + q_len:
-            return Mask(pattern, valid=attention_mask[:, 0, 0])
+            return Mask(pattern, places=~attention_mask[:, 0, 0])
         if dtype == "int32" and shape[0] == 1:
             return Mask(pattern, sums=attention_mask[0, 0, 0])
+    if len(shape) == 4 and dtype == "int32" and shape[1] == _HEADS and shape[2] > WINDOW and shape[3] == kv_len + q_len:
+        return Mask(CAUSAL, places=attention_mask[:, 0, 0], chunks=shape[2] - WINDOW)
     raise UsageError(
-        f"attention_mask: {dtype} of shape {shape} for {q_len} queries and {kv_len} keys; a dense mask has no kernel "
-        "here. Give the model a mask of [batch, tokens] or none, so that it asks for this implementation's own"
+        f"attention_mask: {dtype} of shape {shape} for {q_len} queries and {kv_len} keys; a dense mask has a kernel only "
+        "for at most 64 queries. Give the model a mask of [batch, tokens] or none, so that it asks for this "
+        "implementation's own"
     )
 
 
@@ -94,7 +102,7 @@ def mask(
     """
     import torch
 
-    pattern, packed = _pattern(mask_function, use_vmap)
+    pattern, packed, chunked = _pattern(mask_function, use_vmap)
     if packed is not None:
         return _running_sums(packed.expand(batch_size, -1)).expand(1, _HEADS, pattern, -1)
     ends_with_keys = isinstance(q_offset, int) and isinstance(kv_offset, int)
@@ -105,6 +113,8 @@ def mask(
         attention_mask = None
         if bidirectional and seen != kv_length:
             raise UsageError(f"attention_mask: {seen} tokens for {kv_length} keys, which are not causal")
+    if chunked is not None:
+        return _chunks(*chunked, q_length, kv_length, q_offset, kv_offset, attention_mask)
     if attention_mask is None:
         if ends_with_keys or bidirectional:
             nothing = torch.zeros(1, 1, 1, 1, dtype=torch.int16, device=device)
@@ -120,6 +130,26 @@ def mask(
     else:
         keys, rows = keys & (positions < q_offset + q_length), _at(attention_mask, queries)
     return torch.cat((keys, rows), dim=1)[:, None, None, :].expand(-1, _HEADS, pattern, -1)
+
+
+def _chunks(
+    size: int, padding: Any, q_length: int, kv_length: int, q_offset: Any, kv_offset: Any, attention_mask: Any
+) -> Any:
+    """The chunk of each key and query, from that of a request's first query on; ``padding`` ``[batch]`` is on its left."""
+    import torch
+
+    keys = torch.arange(kv_length, device=padding.device) + kv_offset
+    queries = torch.arange(q_length, device=padding.device) + q_offset
+    first = torch.div(queries[:1] - padding[:, None], size, rounding_mode="floor")
+    chunks = (q_length - 1) // size + 2
+    parts = []
+    for positions in (keys, queries):
+        place = torch.div(positions - padding[:, None], size, rounding_mode="floor") - first
+        used = (place >= 0) & (positions <= queries[-1]) & (positions >= padding[:, None])
+        if attention_mask is not None:
+            used &= _at(attention_mask, positions)
+        parts.append(torch.where(used, place, chunks))
+    return torch.cat(parts, dim=1).to(torch.int32)[:, None, None, :].expand(-1, _HEADS, WINDOW + chunks, -1)
 
 
 def _at(attention_mask: Any, positions: Any) -> Any:
@@ -140,21 +170,29 @@ def _name_of(function: Callable[..., Any] | None) -> str:
     return _CAUSAL if function is None else getattr(function, "__qualname__", repr(function))
 
 
-def _parts(function: Callable[..., Any] | None) -> Iterator[tuple[str, Any]]:
-    """The patterns that a mask function is the intersection of, each with its only captured value."""
+def _parts(function: Callable[..., Any] | None) -> Iterator[tuple[str, list[Any]]]:
+    """The patterns that a mask function is the intersection of, each with its captured values, by their names."""
     cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
     name = _name_of(function)
     if name == "and_masks.<locals>.and_mask":
         for part in cells[0]:
             yield from _parts(part)
         return
-    yield name, next(iter(cells), None)
+    yield name, cells
     if name == _REMAPPED:
         yield from _parts(next(cell for cell in cells if callable(cell)))
 
 
-def _pattern(function: Callable[..., Any] | None, custom: bool) -> tuple[int, Any]:
-    """The pattern, and the number of the sequence of each token where sequences are packed.
+class _Pattern(NamedTuple):
+    """A pattern, the number of the sequence of each token where sequences are packed, and size and padding of chunks."""
+
+    kind: int
+    packed: Any
+    chunked: tuple[int, Any] | None
+
+
+def _pattern(function: Callable[..., Any] | None, custom: bool) -> _Pattern:
+    """What a mask function says.
 
     Raises:
         UsageError: the pattern is none that the kernels have.
@@ -163,15 +201,18 @@ def _pattern(function: Callable[..., Any] | None, custom: bool) -> tuple[int, An
         raise UsageError("mask: the model adds or_mask_function or and_mask_function, which no kernel here honours")
     parts = dict(_parts(function))
     unknown = parts.keys() - _KNOWN
-    if not unknown and _OVERLAY in parts and _CAUSAL not in parts:
-        unknown = {_OVERLAY}
+    if not unknown:
+        unknown = {name for name in (_OVERLAY, _CHUNKED) if name in parts and _CAUSAL not in parts}
+    if not unknown and _CHUNKED in parts:
+        unknown = parts.keys() & {_OVERLAY, _PACKED}
     if unknown:
         name = min(unknown).partition(".<locals>")[0]
         raise UsageError(
-            f"mask: the pattern {name}; the kernels have causal, causal sliding windows and packed sequences"
+            f"mask: the pattern {name}; the kernels have causal, causal sliding windows, chunks and packed sequences"
         )
-    pattern = EVERY_KEY if _CAUSAL not in parts else WINDOW if _OVERLAY in parts else CAUSAL
-    return pattern, parts.get(_PACKED)
+    kind = EVERY_KEY if _CAUSAL not in parts else WINDOW if _OVERLAY in parts else CAUSAL
+    packed, chunked = (parts.get(name) for name in (_PACKED, _CHUNKED))
+    return _Pattern(kind, packed[0] if packed else None, (chunked[0], chunked[1]) if chunked else None)
 
 
 def _running_sums(ids: Any) -> Any:
