@@ -1,8 +1,7 @@
 """FlashAttention-3 of vLLM's wheel under the names that transformers imports: a peer without a build.
 
-``FLASH_ATTENTION_3`` names ``vllm_flash_attn/_vllm_fa3_C.abi3.so`` of a vLLM wheel for the installed torch. Parameters and
-defaults are those of flash-attn-3's ``flash_attn_interface``; the library is what that package builds, with two more
-arguments.
+``FLASH_ATTENTION_3`` names ``vllm_flash_attn/_vllm_fa3_C.abi3.so`` of a vLLM wheel for the installed torch.
+Parameters and defaults are those of flash-attn-3's ``flash_attn_interface``.
 """
 
 from __future__ import annotations

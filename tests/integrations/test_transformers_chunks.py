@@ -13,7 +13,6 @@ from small_models import SHAPE, assert_near, prompts, steps  # noqa: E402
 from transformers import DynamicCache, Llama4ForCausalLM, Llama4TextConfig, StaticCache  # noqa: E402
 from transformers.masking_utils import (  # noqa: E402
     and_masks,
-    causal_mask_function,
     chunked_causal_mask_function,
     chunked_overlay,
     packed_sequence_mask_function,
@@ -84,5 +83,5 @@ def test_the_places_of_keys_and_queries() -> None:
     ],
 )
 def test_chunks_that_are_not_causal_or_packed_are_refused(function: Any) -> None:
-    with pytest.raises(UsageError, match="the pattern (chunked_overlay|packed_sequence)"):
+    with pytest.raises(UsageError, match=r"the pattern (chunked_overlay|packed_sequence)"):
         mask(1, 8, 8, mask_function=function)

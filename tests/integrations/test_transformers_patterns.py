@@ -166,16 +166,16 @@ def test_padding_keeps_the_pattern(function: Any) -> None:
 def test_packed_sequences_keep_the_pattern(function: Any) -> None:
     packed = and_masks(function, packed_sequence_mask_function(torch.tensor([[0, 0, 1]])))
     form = mask(1, 3, 3, mask_function=packed)
-    assert form[0, 0, 0].tolist() == [0, 2, 3]
+    assert form.plain[0, 0, 0].tolist() == [0, 2, 3]
     assert causal(form=form) == (function is causal_mask_function)
 
 
 def test_a_mask_of_ones_is_none() -> None:
     # Of the tokens so far, in a cache with room.
     lengths = mask(1, 3, 9, q_offset=2, attention_mask=torch.ones(1, 5, dtype=torch.bool))
-    assert (lengths.dtype, lengths[:, 0, 0, 0].tolist()) == (torch.int32, [5])
+    assert (lengths.dtype, lengths.plain[:, 0, 0, 0].tolist()) == (torch.int32, [5])
     whole = form_of(bidirectional_mask_function, attention_mask=torch.ones(1, 5, dtype=torch.bool))
-    assert torch.equal(whole, form_of(bidirectional_mask_function))
+    assert torch.equal(whole.plain, form_of(bidirectional_mask_function).plain)
     with pytest.raises(UsageError, match="attention_mask: 4 tokens for 5 keys, which are not causal"):
         form_of(bidirectional_mask_function, attention_mask=torch.ones(1, 4, dtype=torch.bool))
 
@@ -282,10 +282,40 @@ def test_a_model_that_adds_its_mask_to_scores_itself_fails(function: Any, q_len:
         mask(1, q_len, 5, mask_function=and_masks(function, packed_sequence_mask_function(torch.arange(q_len)[None]))),
     ]
     for form in forms:
-        with pytest.raises(RuntimeError, match="must match the size"):
+        with pytest.raises(UsageError, match=r"the model computes with its mask \((__r?add__|add)\)"):
             torch.zeros(1, 4, q_len, 5) + form
-    scores = torch.rand(1, 4, 3, 5)
-    assert torch.equal(scores, scores + form_of(bidirectional_mask_function))
+        # In a compiled forward pass it is a tensor like any other, of no size that scores have.
+        with pytest.raises(RuntimeError, match="must match the size"):
+            torch.zeros(1, 4, q_len, 5) + form.plain
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda form: form == 0,
+        lambda form: form.masked_fill(form == 0, 1),
+        lambda form: torch.cat((form, form)),
+        lambda form: torch.where(form, 1, 0),
+        lambda form: form.bool(),
+        lambda form: bool(form[0, 0, 0, 0]),
+        lambda form: torch.nn.functional.pad(form, (0, 1)),
+    ],
+)
+def test_no_function_computes_with_a_mask(function: Any) -> None:
+    with pytest.raises(UsageError, match="the model computes with its mask"):
+        function(mask(1, 3, 5, q_offset=2))
+
+
+def test_a_mask_may_be_moved_and_sliced_and_stays_opaque() -> None:
+    form = mask(2, 3, 5, q_offset=2)
+    moved = form.to("cpu").contiguous()[:1, :, :, :5].clone()
+    assert (moved.shape, moved.dtype) == ((1, 61, 2, 5), torch.int16)
+    with pytest.raises(UsageError, match="the model computes with its mask"):
+        moved + 1
+
+
+def test_a_mask_for_a_compiled_forward_pass_is_a_tensor_like_any_other() -> None:
+    assert type(mask(2, 1, 5, q_offset=4, allow_is_causal_skip=False)) is torch.Tensor
 
 
 def test_an_implementation_for_continuous_batching_needs_its_cache() -> None:

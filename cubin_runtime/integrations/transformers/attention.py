@@ -113,7 +113,7 @@ def _attend_masked(operators: Operators, query: Any, key: Any, value: Any, dense
 def _attend_sorted(
     operators: Operators, query: Any, key: Any, value: Any, places: Any, chunks: int, options: Options
 ) -> Any:
-    """Attention within chunks, by which tokens are sorted, those that take no part last; nothing waits for a length."""
+    """Attention within chunks, tokens sorted by chunk, those that take no part last; nothing waits for a length."""
     import torch
 
     batch, heads, q_len, _ = query.shape
@@ -143,7 +143,7 @@ def _by_token(query: Any) -> Any:
 
 
 def _order(places: Any, chunks: int) -> tuple[Any, Any]:
-    """The tokens of all rows by row and chunk, those that take no part last, and running sums of each chunk's tokens."""
+    """The tokens by row and chunk, those that take no part last, and running sums of each chunk's tokens."""
     import torch
 
     count = places.shape[0] * chunks

@@ -1,4 +1,4 @@
-"""Masks with an entry for each query and key, for steps of a few tokens: all earlier keys, and bits among the new ones."""
+"""Masks with an entry for each query and key, in steps of a few tokens: all earlier keys, and bits among the new."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def is_dense(attention_mask: Any, q_len: int, kv_len: int) -> bool:
     """Whether this is a mask of booleans or of addends, ``[batch, heads, q_len, kv_len]``, for a step of few tokens."""
     import torch
 
-    if not isinstance(attention_mask, torch.Tensor) or attention_mask.ndim != 4:
+    if type(attention_mask) is not torch.Tensor or attention_mask.ndim != 4:
         return False
     kind = attention_mask.dtype == torch.bool or attention_mask.is_floating_point()
     return kind and tuple(attention_mask.shape[2:]) == (q_len, kv_len) and 0 < q_len <= MOST_ROWS
@@ -43,9 +43,7 @@ def drafts_of(attention_mask: Any, batch: int) -> Drafts:
         raise UsageError("attention_mask: a dense mask is read on the host, which a captured graph cannot do")
     seen = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
     if attention_mask.dtype != torch.bool and bool(((attention_mask > _MASKED) & ~seen).any()):
-        raise UsageError(
-            "attention_mask: a dense mask with other values than 0 and -inf, which no kernel adds to scores"
-        )
+        raise UsageError("attention_mask: a dense mask with other values than 0 and -inf, which no kernel adds")
     if bool((seen != seen[:, :1]).any()):
         raise UsageError("attention_mask: a dense mask that differs between heads; expected one for all heads")
     seen = seen[:, 0].expand(batch, -1, -1)

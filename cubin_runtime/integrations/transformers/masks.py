@@ -1,9 +1,10 @@
 """What a model's mask says, in the few bytes that the kernels need instead of one byte per query and key.
 
 A model asks for its masks once per forward pass, and hands them to its layers. ``mask`` returns one of these, all of
-four dimensions, because transformers passes a mask of four dimensions on as it is. The second dimension is a number of
-heads that no model has: one that computes with the mask itself fails, where it could attend to the wrong keys. The
-third is the pattern (``EVERY_KEY``, ``CAUSAL``, ``WINDOW``): layers do not always say that of the mask they are given.
+four dimensions, because transformers passes a mask of four dimensions on as it is. A model that computes with its mask
+itself gets a UsageError (``opaque``). Where the forward pass is compiled, there is torch's error alone: the second
+dimension is a number of heads that no model has, and so of no size that could be added to scores. The third is the
+pattern (``EVERY_KEY``, ``CAUSAL``, ``WINDOW``): layers do not always say that of the mask they are given.
 
 - int16 ``[batch, heads, pattern, kv_len]``, all 0: every request's last query stands at its last key, and nothing is
   padding. For ``EVERY_KEY`` it has one head, and can be added to scores.
@@ -36,8 +37,8 @@ _KNOWN = {_CAUSAL, "bidirectional_mask_function", _OVERLAY, _PACKED, _REMAPPED, 
 class Mask(NamedTuple):
     """A mask as a layer reads it: its pattern, None without a mask, and the one of the other values that its form has.
 
-    ``lengths`` are int32 ``[batch]``, ``places`` int ``[batch, kv_len + q_len]``, the chunk of each token, ``chunks`` for
-    one that takes no part (padding, with one chunk), ``sums`` int32 ``[sequences + 1]``.
+    ``lengths`` are int32 ``[batch]``, ``sums`` int32 ``[sequences + 1]``, ``places`` ``[batch, kv_len + q_len]`` the
+    chunk of each token, ``chunks`` for one that takes no part (padding, with one chunk).
     """
 
     pattern: int | None = None
@@ -53,6 +54,7 @@ def read(attention_mask: Any, q_len: int, kv_len: int) -> Mask:
     Raises:
         UsageError: it has another form, or was made for another number of keys.
     """
+    attention_mask = getattr(attention_mask, "plain", attention_mask)
     shape, dtype = tuple(attention_mask.shape), str(attention_mask.dtype).removeprefix("torch.")
     if dtype == "int16" and shape[1:] in [(1, EVERY_KEY, kv_len), (_HEADS, CAUSAL, kv_len), (_HEADS, WINDOW, kv_len)]:
         return Mask(shape[2])
@@ -67,8 +69,8 @@ def read(attention_mask: Any, q_len: int, kv_len: int) -> Mask:
     if len(shape) == 4 and dtype == "int32" and shape[1] == _HEADS and shape[2] > WINDOW and shape[3] == kv_len + q_len:
         return Mask(CAUSAL, places=attention_mask[:, 0, 0], chunks=shape[2] - WINDOW)
     raise UsageError(
-        f"attention_mask: {dtype} of shape {shape} for {q_len} queries and {kv_len} keys; a dense mask has a kernel only "
-        "for at most 64 queries. Give the model a mask of [batch, tokens] or none, so that it asks for this "
+        f"attention_mask: {dtype} of shape {shape} for {q_len} queries and {kv_len} keys; a dense mask has a kernel "
+        "only for at most 64 queries. Give the model a mask of [batch, tokens] or none, so that it asks for this "
         "implementation's own"
     )
 
@@ -83,6 +85,7 @@ def mask(
     attention_mask: Any = None,
     use_vmap: bool = False,
     device: Any = "cpu",
+    allow_is_causal_skip: bool = True,
     **_: Any,
 ) -> Any:
     """The mask function that ``register`` gives to transformers' ``AttentionMaskInterface``.
@@ -93,6 +96,7 @@ def mask(
         mask_function: which keys a query sees; None: causal.
         attention_mask: bool ``[batch, tokens]``, False where a token is padding, by position; or None.
         use_vmap: whether the model added a pattern of its own to ``mask_function``.
+        allow_is_causal_skip: False where transformers may hand the mask to a compiled forward pass.
 
     Returns:
         One of the forms that this module's docstring lists.
@@ -102,7 +106,28 @@ def mask(
     """
     import torch
 
-    pattern, packed, chunked = _pattern(mask_function, use_vmap)
+    pattern = _pattern(mask_function, use_vmap)
+    plain = _form(batch_size, (q_length, q_offset), (kv_length, kv_offset), pattern, attention_mask, device)
+    if not allow_is_causal_skip or torch.compiler.is_compiling():  # torch traces no tensor of another class
+        return plain
+    from .opaque import opaque
+
+    return opaque(plain)
+
+
+def _form(
+    batch_size: int,
+    queries_at: tuple[int, Any],
+    keys_at: tuple[int, Any],
+    said: _Pattern,
+    attention_mask: Any,
+    device: Any,
+) -> Any:
+    """The form of a mask; ``queries_at`` and ``keys_at`` are their numbers and the positions of the first."""
+    import torch
+
+    (q_length, q_offset), (kv_length, kv_offset) = queries_at, keys_at
+    pattern, packed, chunked = said
     if packed is not None:
         return _running_sums(packed.expand(batch_size, -1)).expand(1, _HEADS, pattern, -1)
     ends_with_keys = isinstance(q_offset, int) and isinstance(kv_offset, int)
@@ -135,7 +160,10 @@ def mask(
 def _chunks(
     size: int, padding: Any, q_length: int, kv_length: int, q_offset: Any, kv_offset: Any, attention_mask: Any
 ) -> Any:
-    """The chunk of each key and query, from that of a request's first query on; ``padding`` ``[batch]`` is on its left."""
+    """The chunk of each key and query, from that of a request's first query on.
+
+    ``padding`` ``[batch]`` tokens are on the left of each.
+    """
     import torch
 
     keys = torch.arange(kv_length, device=padding.device) + kv_offset
@@ -184,7 +212,7 @@ def _parts(function: Callable[..., Any] | None) -> Iterator[tuple[str, list[Any]
 
 
 class _Pattern(NamedTuple):
-    """A pattern, the number of the sequence of each token where sequences are packed, and size and padding of chunks."""
+    """A pattern, the sequence of each token where sequences are packed, and size and padding of chunks."""
 
     kind: int
     packed: Any
