@@ -113,7 +113,7 @@ def flashinfer_env(
     ],
     json: options.JsonOption = False,
 ) -> None:
-    """Print the environment variables that make FlashInfer use a folder and never the network."""
+    """Print the environment variables that make FlashInfer, and vLLM with it, use a folder and never the network."""
     import shlex
 
     from ..artifacts.releases.flashinfer_layout import flashinfer_variables

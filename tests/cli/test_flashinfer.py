@@ -75,6 +75,7 @@ def test_the_variables_lead_to_the_folder(tree: Path, environment: Path, capsys:
         f"export FLASHINFER_CUBIN_DIR='{out}'",
         f"export FLASHINFER_CUBINS_REPOSITORY='{out}'",
         "export FLASHINFER_NO_DOWNLOAD=1",
+        "export VLLM_HAS_FLASHINFER_CUBIN=1",
     ]
 
 

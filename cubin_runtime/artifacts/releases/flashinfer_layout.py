@@ -68,7 +68,9 @@ def _listed(library: Library, below: str, releases: Mapping[str, Pin]) -> Callab
 
 
 def flashinfer_variables(folder: Path) -> dict[str, str]:
-    """Names and values: its folder, its repository pointed at the same tree, downloads off.
+    """Names and values: its folder, its repository pointed at the same tree, downloads off; and that vLLM finds kernels.
+
+    vLLM leaves FlashInfer out where it sees neither the package flashinfer-cubin nor nvcc, unless the last one is set.
 
     Raises:
         MissingError: no release lies there.
@@ -86,4 +88,5 @@ def flashinfer_variables(folder: Path) -> dict[str, str]:
         "FLASHINFER_CUBIN_DIR": str(folder),
         "FLASHINFER_CUBINS_REPOSITORY": str(folder),
         "FLASHINFER_NO_DOWNLOAD": "1",
+        "VLLM_HAS_FLASHINFER_CUBIN": "1",
     }

@@ -53,7 +53,7 @@ def drafts_of(attention_mask: Any, batch: int) -> Drafts:
     earlier = keys < (lengths - q_len)[:, None]
     if bool((lengths < q_len).any()) or bool((earlier[:, None] & ~seen).any()):
         raise UsageError(
-            f"attention_mask: a dense mask that hides keys before the last {q_len}; kernels have any mask among the new "
+            f"attention_mask: a dense mask that hides keys before the last {q_len}; kernels have masks among the new "
             "tokens of a step, and all keys before them"
         )
     columns = (lengths - q_len)[:, None] + torch.arange(q_len, device=seen.device)
