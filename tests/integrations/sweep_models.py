@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -76,11 +77,7 @@ _EVEN_IF_NONE = ("pad_token_id", "num_experts_per_tok")
 # Configurations whose own rules ask for other values.
 _WIDE = {"num_attention_heads": 2, "num_key_value_heads": 1}  # sections of rotary embeddings for 128 columns
 _OWN: dict[str, dict[str, Any]] = {
-    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"], "rope_parameters": None},
     "dots1": {"n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 4, "n_group": 1, "topk_group": 1},
-    "dbrx": {"attn_config": None},
-    "mamba2": {},
-    "ernie4_5_vl_moe": {"text_config": {"moe_intermediate_size": [64, 64]}},
     "glm4v_moe": {"text_config": {**_WIDE, "head_dim": 128, "partial_rotary_factor": 0.5}},
     "qwen2_vl": {"text_config": _WIDE},
     "qwen2_5_vl": {"text_config": _WIDE},
@@ -113,33 +110,35 @@ def names() -> dict[str, str]:
 
 
 def configuration(kind: str) -> Any:
-    """A small configuration of a type of model: the first of a few attempts that its rules allow."""
-    cls = CONFIG_MAPPING[kind]
-    config = _smaller(cls, _TEXT, _OWN.get(kind, {}))
-    wanted = getattr(transformers, names()[kind]).config_class
-    if not isinstance(config, wanted) and isinstance(config.get_text_config(), wanted):
-        config = config.get_text_config()  # as AutoModelForCausalLM does
-    if hasattr(config, "is_decoder"):
-        config.is_decoder = True
-    return config
+    """A small configuration of a type of model: the first whose rules, and those of its model, allow it.
+
+    Raises:
+        Exception: of whatever kind transformers has for the last attempt.
+    """
+    error: Exception | None = None
+    for dropped in _attempts():
+        try:
+            config = _configuration(kind, dropped)
+            count = _parameters(kind, config)
+        except Exception as failure:
+            error = error or failure
+            continue
+        if count <= MOST_PARAMETERS:
+            return config
+        error = error or ValueError(f"{count} parameters with a small configuration")
+    assert error is not None
+    raise error
 
 
 def model_of(kind: str) -> Any:
     """The model in float32, in eval mode; weights large enough that attention is far from uniform.
 
     Raises:
-        Exception: of whatever kind transformers has for a configuration that it does not take.
-        ValueError: the model has too many parameters.
+        Exception: as ``configuration``.
     """
-    cls = getattr(transformers, names()[kind])
     config = configuration(kind)
-    config._attn_implementation = "eager"
     torch.manual_seed(0)
-    with torch.device("meta"):
-        count = sum(weight.numel() for weight in cls(config).parameters())
-    if count > MOST_PARAMETERS:
-        raise ValueError(f"{count} parameters with a small configuration")
-    model = cls(config).float().eval()
+    model = getattr(transformers, names()[kind])(config).float().eval()
     with torch.no_grad():
         for key, weight in model.named_parameters():
             if weight.ndim > 1 and any(part in key for part in _QUERIES_AND_KEYS):
@@ -149,30 +148,39 @@ def model_of(kind: str) -> Any:
     return model
 
 
-def _smaller(cls: Any, values: dict[str, Any], own: dict[str, Any]) -> Any:
+def _configuration(kind: str, dropped: tuple[str, ...]) -> Any:
+    config = _smaller(CONFIG_MAPPING[kind], _TEXT, _OWN.get(kind, {}), dropped)
+    wanted = getattr(transformers, names()[kind]).config_class
+    if not isinstance(config, wanted) and isinstance(config.get_text_config(), wanted):
+        config = config.get_text_config()  # as AutoModelForCausalLM does
+    if hasattr(config, "is_decoder"):
+        config.is_decoder = True
+    config._attn_implementation = "eager"
+    return config
+
+
+def _parameters(kind: str, config: Any) -> int:
+    with torch.device("meta"):
+        return sum(weight.numel() for weight in getattr(transformers, names()[kind])(config).parameters())
+
+
+def _smaller(cls: Any, values: dict[str, Any], own: dict[str, Any], dropped: tuple[str, ...]) -> Any:
     probe = cls()
     parts = {}
     for name in getattr(cls, "sub_configs", {}):
         part = getattr(probe, name, None)
-        if part is not None:
+        if part is not None and name not in own.get("whole", ()):
             language = any(word in name for word in ("text", "decoder", "llm", "language", "thinker"))
-            parts[name] = _smaller(type(part), _TEXT if language else _VISION, own.get(name, {}))
+            parts[name] = _smaller(type(part), _TEXT if language else _VISION, own.get(name, {}), dropped)
     changed = {name: value for name, value in values.items() if _has(probe, name)}
-    changed |= _layers(probe) if values is _TEXT else {}
-    if "kv_lora_rank" in changed and "num_key_value_heads" in changed:
-        changed["num_key_value_heads"] = HEADS  # latent attention: keys of every head
-    if "mrope_section" in str(getattr(probe, "rope_parameters", "")) and values is _TEXT:  # sections of 128 columns
-        changed |= {"num_attention_heads": 2, "num_key_value_heads": 1} | (
-            {"head_dim": 128} if _has(probe, "head_dim") else {}
-        )
-    error: Exception | None = None
-    for attempt in _attempts(changed):
-        try:
-            return cls(**{**attempt, **own, **parts})
-        except Exception as failure:
-            error = failure
-    assert error is not None
-    raise error
+    if values is _TEXT:
+        changed |= _layers(probe)
+        if "kv_lora_rank" in changed and "num_key_value_heads" in changed:
+            changed["num_key_value_heads"] = HEADS  # latent attention: keys of every head
+        if "mrope_section" in str(getattr(probe, "rope_parameters", "")):  # sections of 128 columns
+            changed |= _WIDE | ({"head_dim": 128} if _has(probe, "head_dim") else {})
+    kept = {name: value for name, value in changed.items() if name not in dropped}
+    return cls(**{**kept, **{name: value for name, value in own.items() if name != "whole"}, **parts})
 
 
 def _has(config: Any, name: str) -> bool:
@@ -192,12 +200,10 @@ def _layers(config: Any) -> dict[str, Any]:
     return {"layer_types": kinds, "num_hidden_layers": len(kinds)} if kinds else {}
 
 
-def _attempts(changed: dict[str, Any]) -> Any:
-    without = lambda *names: {name: value for name, value in changed.items() if name not in names}  # noqa: E731
-    yield changed
-    yield without("head_dim")
-    yield without("num_key_value_heads")
-    yield without("layer_types")
-    yield without("num_hidden_layers", "layer_types")
-    yield without("head_dim", "num_key_value_heads", "layer_types")
-    yield without("hidden_dropout", "attention_dropout", "num_local_experts", "num_experts")
+def _attempts() -> Iterator[tuple[str, ...]]:
+    """Names that keep their own value: none, then a few together, then each alone."""
+    yield ()
+    yield from (("head_dim",), ("num_key_value_heads",), ("layer_types",), ("num_hidden_layers", "layer_types"))
+    yield ("head_dim", "num_key_value_heads", "layer_types")
+    yield ("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size")
+    yield from ((name,) for name in dict.fromkeys((*_TEXT, *_VISION)))

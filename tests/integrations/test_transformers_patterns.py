@@ -175,7 +175,7 @@ def test_a_mask_of_ones_is_none() -> None:
     lengths = mask(1, 3, 9, q_offset=2, attention_mask=torch.ones(1, 5, dtype=torch.bool))
     assert (lengths.dtype, lengths.plain[:, 0, 0, 0].tolist()) == (torch.int32, [5])
     whole = form_of(bidirectional_mask_function, attention_mask=torch.ones(1, 5, dtype=torch.bool))
-    assert torch.equal(whole.plain, form_of(bidirectional_mask_function).plain)
+    assert torch.equal(whole, form_of(bidirectional_mask_function))
     with pytest.raises(UsageError, match="attention_mask: 4 tokens for 5 keys, which are not causal"):
         form_of(bidirectional_mask_function, attention_mask=torch.ones(1, 4, dtype=torch.bool))
 
@@ -316,6 +316,13 @@ def test_a_mask_may_be_moved_and_sliced_and_stays_opaque() -> None:
 
 def test_a_mask_for_a_compiled_forward_pass_is_a_tensor_like_any_other() -> None:
     assert type(mask(2, 1, 5, q_offset=4, allow_is_causal_skip=False)) is torch.Tensor
+    with pytest.raises(UsageError, match="the model computes with its mask"):  # as models with sparse attention do
+        mask(2, 3, 5, q_offset=2, allow_is_causal_skip=False) + 1
+
+
+def test_a_mask_of_every_key_may_be_added_to_scores() -> None:
+    scores = torch.rand(1, 4, 3, 5)
+    assert torch.equal(scores, scores + form_of(bidirectional_mask_function))
 
 
 def test_an_implementation_for_continuous_batching_needs_its_cache() -> None:
@@ -323,3 +330,9 @@ def test_an_implementation_for_continuous_batching_needs_its_cache() -> None:
     with pytest.raises(UsageError, match="generate_batch"):
         outputs(model, f"paged|{NAME}", attention_mask=torch.ones(2, 20, dtype=torch.long))
     assert AttentionInterface()[f"paged|{NAME}"] is not AttentionInterface()[NAME]
+
+
+def test_a_window_without_a_mask_is_refused() -> None:
+    assert causal(form=None, is_causal=True, sliding_window=5)
+    with pytest.raises(UsageError, match="attention_mask=None, sliding_window=4: 5 keys"):
+        causal(form=None, is_causal=True, sliding_window=4)

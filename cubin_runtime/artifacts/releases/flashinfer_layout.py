@@ -68,7 +68,7 @@ def _listed(library: Library, below: str, releases: Mapping[str, Pin]) -> Callab
 
 
 def flashinfer_variables(folder: Path) -> dict[str, str]:
-    """Names and values: its folder, its repository pointed at the same tree, downloads off; and that vLLM finds kernels.
+    """Names and values: its folder, its repository pointed at the same tree, downloads off; and vLLM's switch.
 
     vLLM leaves FlashInfer out where it sees neither the package flashinfer-cubin nor nvcc, unless the last one is set.
 

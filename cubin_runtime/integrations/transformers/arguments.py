@@ -8,11 +8,19 @@ from ...errors import UsageError
 from .masks import WINDOW
 
 # What models and generation pass on to every layer, and attention has no use for.
-_UNUSED = {
+UNUSED = {
     *("position_ids", "position_embeddings", "cache_position", "use_cache", "output_hidden_states", "logits_to_keep"),
     *("num_items_in_batch", "logits_indices", "logits_processor_args", "input_ids", "inputs_embeds", "labels"),
     *("return_dict", "return_loss", "past_key_values", "layer_idx", "target_dtype", "output_router_logits"),
     *("token_type_ids", "mm_token_type_ids", "deterministic", "implementation", "use_top_left_mask"),
+}
+# What layers pass that changes the result, and why no kernel here honours it.
+REFUSED = {
+    "position_bias": "no kernel adds a bias to scores",
+    "indices": "no kernel attends to keys that are chosen one by one",
+    "block_indices": "no kernel attends to blocks of keys that are chosen",
+    "output_attentions": "no kernel stores probabilities",
+    "seq_idx": "sequences are packed by position_ids, or by cu_seq_lens_q and cu_seq_lens_k",
 }
 
 
@@ -68,6 +76,19 @@ def check_window(pattern: int | None, sliding_window: Any) -> None:
         raise UsageError(f"sliding_window={sliding_window}: the mask that the model asked for {has}; expected the same")
 
 
+def check_window_without_mask(sliding_window: Any, packed: Packed | None, kv_len: int) -> None:
+    """Refuse a layer with a window to which the model gave no mask: sdpa and eager take the window from the mask alone.
+
+    Raises:
+        UsageError: there are more keys than the window has, in rows that are not packed.
+    """
+    if sliding_window is not None and packed is None and kv_len > sliding_window:
+        raise UsageError(
+            f"attention_mask=None, sliding_window={sliding_window}: {kv_len} keys, and no mask that says which of them "
+            "a query sees; expected a mask of this implementation"
+        )
+
+
 def causal_without_mask(module: Any, is_causal: Any, rows: int) -> bool:
     """Whether a layer is causal to which the model gave no mask, with ``rows`` queries that it could matter to.
 
@@ -108,10 +129,10 @@ def check_rest(given: dict[str, Any]) -> None:
         UsageError: an argument that is honoured nowhere, with a value; the message names it.
     """
     for name, value in given.items():
-        if name in _UNUSED or value is None or value is False:
+        if name in UNUSED or value is None or value is False:
             continue
         came = repr(value) if isinstance(value, (bool, int, float, str)) else f"a {type(value).__name__}"
-        raise UsageError(f"{name}={came}: attention here does not honour it")
+        raise UsageError(f"{name}={came}: {REFUSED.get(name, 'attention here does not honour it')}")
 
 
 def _either(given: dict[str, Any], name: str, other: str) -> Any:

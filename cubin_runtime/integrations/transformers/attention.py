@@ -5,7 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from ...errors import UsageError
-from .arguments import Options, Packed, causal_without_mask, check_rest, check_window, options_of, packed_of
+from .arguments import (
+    Options,
+    Packed,
+    causal_without_mask,
+    check_rest,
+    check_window,
+    check_window_without_mask,
+    options_of,
+    packed_of,
+)
 from .continuous import attend_paged
 from .dense import drafts_of, is_dense
 from .masks import EVERY_KEY, Mask, read
@@ -56,6 +65,7 @@ def attention(
     packed = packed_of(given, q_len)
     check_rest(given)
     if attention_mask is None:
+        check_window_without_mask(sliding_window, packed, key.shape[2])
         options = options_of(causal_without_mask(module, is_causal, 1 if packed else q_len), *words)
         return _attend_rows(operators, query, key, value, Mask(), packed, options), None
     if is_dense(attention_mask, q_len, key.shape[2]):
