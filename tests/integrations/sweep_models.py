@@ -76,7 +76,26 @@ _VISION: dict[str, Any] = {
 _EVEN_IF_NONE = ("pad_token_id", "num_experts_per_tok")
 # Configurations whose own rules ask for other values.
 _WIDE = {"num_attention_heads": 2, "num_key_value_heads": 1}  # sections of rotary embeddings for 128 columns
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_COMPASS = {
+    **_WIDE,
+    "head_dim": 128,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE},
+}
 _OWN: dict[str, dict[str, Any]] = {
+    "chameleon": {"vocabulary_map": {"<image>": 100}},
+    "cohere_compass": {"text_config": _COMPASS},
+    "cohere_compass_text": _COMPASS,
+    "dbrx": {
+        "attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0},
+        "ffn_config": {"moe_num_experts": 4},
+    },
+    "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse"]}},
+    "ernie4_5_vl_moe": {"text_config": {**_WIDE, "head_dim": 128, "moe_intermediate_size": [64, 64]}},
+    "hunyuan_vl": {"text_config": {"head_dim": HEAD_DIM}},
+    "longcat_flash": {"ffn_hidden_size": 128, "expert_ffn_hidden_size": 64, "zero_expert_num": 0},
+    "mamba2": {"num_heads": 2 * HEADS},
     "dots1": {"n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 4, "n_group": 1, "topk_group": 1},
     "glm4v_moe": {"text_config": {**_WIDE, "head_dim": 128, "partial_rotary_factor": 0.5}},
     "qwen2_vl": {"text_config": _WIDE},
@@ -88,7 +107,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": HEAD_DIM},
     "hunyuan_v1_moe": {"head_dim": HEAD_DIM, "num_experts": 4, "moe_topk": 4},
     "ministral": {"head_dim": HEAD_DIM},
-    "nemotron": {"head_dim": HEAD_DIM},
+    "nemotron": {"head_dim": HEAD_DIM, "num_key_value_heads": 2},
     "xmod": {"default_language": "en_XX", "languages": ["en_XX"]},
     "zaya": {"num_experts_per_tok": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
