@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from decode import client_pages, host_page, l2_page, mla_page, operator_pages, page, regime, serving_page, summary
+from decode import client_pages, host_page, l2_page, mla_page, models_page, operator_pages, page, regime, serving_page, summary
 from decode.freshness import EARLIER, explained, is_fresh, marked, pinned
 from decode.profile_table import profiled
 from decode.tables import NOT_MEASURED, Report, report_of
@@ -91,6 +91,11 @@ def _earlier(figures: Callable[[Report], str], name: str) -> Callable[[Path], st
     return lambda results: f"{EARLIER}\n\n{figures(report_of(results / f'{name}.json'))}"
 
 
+def _transformers(results: Path) -> str:
+    measured = _earlier(client_pages.transformers, "transformers")(results)
+    return "\n\n".join((measured, models_page.figures(report_of(results / "transformers_models.json"))))
+
+
 # Name of a page in docs, and what stands between its markers.
 PAGES: Mapping[str, Callable[[Path], str]] = MappingProxyType(
     {
@@ -105,7 +110,7 @@ PAGES: Mapping[str, Callable[[Path], str]] = MappingProxyType(
         "batch_invariance": _invariance,
         "context_parallel": _earlier(client_pages.context_parallel, "context_parallel_alone"),
         "flashinfer": lambda results: client_pages.flashinfer(report_of(results / "flashinfer_tests.json")),
-        "transformers": _earlier(client_pages.transformers, "transformers"),
+        "transformers": _transformers,
         "results/serving": _earlier(serving_page.figures, "serving"),
     }
 )
