@@ -30,9 +30,9 @@ def figures(report: Report) -> str:
     packages = environment["packages"]
     groups = {status: [kind for kind, row in models.items() if row["status"] == status] for status in STATUSES}
     counted = [(status, str(len(kinds)), STATUSES[status]) for status, kinds in groups.items() if kinds]
-    named = [(status, ", ".join(f"`{kind}`" for kind in kinds)) for status, kinds in groups.items() if kinds]
+    named = [f"- **{status}**: {', '.join(f'`{kind}`' for kind in kinds)}" for status, kinds in groups.items() if kinds]
     reasons = [
-        (f"`{kind}`", ", ".join(cases), f"`{reason}`")
+        (f"`{kind}`", _named(cases, models[kind]), f"`{reason}`")
         for status in _REASONED
         for kind in groups[status]
         for reason, cases in _reasons(models[kind]).items()
@@ -48,7 +48,7 @@ def figures(report: Report) -> str:
         f"eager where sdpa is wrong itself; the largest ratio is {_largest(models):.2f}. Data: "
         "[`transformers_models.json`](../benchmarks/results/transformers_models.json).",
         table(("status", "models", "meaning"), counted),
-        table(("status", "models"), named),
+        "\n".join(named),
     ]
     return "\n\n".join([*parts, *([table(("model", "cases", "error"), reasons)] if reasons else [])])
 
@@ -61,6 +61,12 @@ def _reasons(row: Mapping[str, Any]) -> dict[str, list[str]]:
             error = case["error"] if isinstance(case.get("error"), str) else f"wrong: {case}"
             found.setdefault(_short(error), []).append(name)
     return found
+
+
+def _named(cases: list[str], row: Mapping[str, Any]) -> str:
+    """The cases, or that these are all that transformers runs."""
+    ran = [name for name, case in row["cases"].items() if case["verdict"] != "absent"]
+    return "all" if cases == ran else ", ".join(cases)
 
 
 def _short(error: str) -> str:

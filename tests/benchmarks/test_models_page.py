@@ -17,6 +17,10 @@ REPORT: dict[str, Any] = {
     "models": {
         "llama": {"status": "right", "cases": {"prompt": RIGHT}},
         "inkling": {"status": "refused", "cases": {"prompt": REFUSED, "generate": REFUSED}},
+        "moshi": {
+            "status": "partly refused",
+            "cases": {"prompt": REFUSED, "generate": REFUSED, "mixed lengths": RIGHT},
+        },
         "blt": {"status": "not built", "error": "ValueError: too large"},
     },
 }
@@ -24,14 +28,14 @@ REPORT: dict[str, Any] = {
 
 def test_models_are_listed_by_status() -> None:
     page = figures(REPORT)
-    assert "| right | `llama` |" in page
-    assert "| not built | `blt` |" in page
+    assert "- **right**: `llama`" in page
+    assert "- **not built**: `blt`" in page
     assert "| refused | 1 | raises UsageError |" in page
     assert "largest ratio is 1.25" in page
 
 
 def test_a_refusal_names_its_reason_and_its_cases() -> None:
-    assert "| `inkling` | prompt, generate | `position_bias=a Tensor: no kernel adds a / bias` |" in figures(REPORT)
+    assert "| `inkling` | all | `position_bias=a Tensor: no kernel adds a / bias` |" in figures(REPORT)
 
 
 def test_nothing_is_said_before_the_sweep() -> None:
