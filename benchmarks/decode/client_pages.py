@@ -64,6 +64,7 @@ def transformers(report: Report) -> str:
             "of attention alone. `sdpa flash` and `sdpa cuDNN` are sdpa on that backend of torch alone. Data: "
             "[`transformers.json`](../benchmarks/results/transformers.json).",
             table(heads, lines),
+            *_host_times(rows, report["ours"], one_model),
             *_batching(report["continuous_batching"], report["ours"]),
             *_absent(rows, report["ours"]),
         )
@@ -150,6 +151,21 @@ def _batching(rows: list[dict[str, Any]], ours: str) -> list[str]:
             f"and {row['new']} new ones, in tokens per second: {speeds}."
         )
     return words
+
+
+def _host_times(rows: list[dict[str, Any]], ours: str, one_model: bool) -> list[str]:
+    """The host's time in the attention function of one layer, where it was measured."""
+    timed = [row for row in rows if row.get("host_us_per_layer")]
+    names = tuple(dict.fromkeys(name for row in timed for name in row["host_us_per_layer"]))
+    if not names:
+        return []
+    times = [row["host_us_per_layer"] for row in timed]
+    lines = [
+        (step_label(row, one_model), *(us(found[name]) if name in found else "-" for name in names))
+        for row, found in zip(timed, times, strict=True)
+    ]
+    heads = ("the host's time in one layer's attention", *("ours" if name == ours else name for name in names))
+    return [table(heads, lines)]
 
 
 def _absent(rows: list[dict[str, Any]], ours: str) -> list[str]:

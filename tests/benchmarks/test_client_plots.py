@@ -83,6 +83,13 @@ def test_every_test_of_flashinfers_is_in_its_picture() -> None:
     assert sum(counts.get(name, 0) for counts in report["files"].values() for name in OUTCOMES) == report["sample"]
 
 
+def test_the_page_of_transformers_has_the_time_of_the_host_in_a_layer() -> None:
+    rows = [{**row, "host_us_per_layer": {"mine": 31.0, "sdpa": 12.5}} for row in REPORT["steps"][:1]]
+    page = transformers({**REPORT, "steps": rows})
+    assert "| the host's time in one layer's attention | ours | sdpa |" in page
+    assert "| 1 x prompt of 512 | 31.0 us | 12.5 us |" in page
+
+
 @pytest.mark.parametrize(
     "line",
     [
