@@ -19,6 +19,7 @@ STATUSES = {
     "not built": "no small configuration that its rules allow",
     "not reached": "the time was up",
 }
+DECISIVE = 0.1  # as in tests/integrations/sweep_cases.py
 _REASONED = ("partly refused", "refused", "failed", "wrong")
 
 
@@ -45,7 +46,10 @@ def figures(report: Report) -> str:
         "random weights, bf16. Cases: a prompt; a prompt, a chunk and single tokens on dynamic and static caches, with "
         "and without padding on the left; a batch of mixed lengths; greedy `generate`; continuous batching. Logits are "
         "right if their error beside float32 (root mean square) is at most 1.5 times that of sdpa in bf16, or of "
-        f"eager where sdpa is wrong itself; the largest ratio is {_largest(models):.2f}. Data: "
+        f"eager where sdpa is wrong itself; the largest ratio is {_largest(models):.2f}. A "
+        "greedy token is right if its logit in float32 is at most a tenth of the largest below the best, or 1.5 times as "
+        f"far as that of the peer; in {_weak(models)} cases the peer's is further than a tenth itself, and the case says "
+        "little. A case that transformers does not run does not count. Data: "
         "[`transformers_models.json`](../benchmarks/results/transformers_models.json).",
         table(("status", "models", "meaning"), counted),
         "\n".join(named),
@@ -76,6 +80,12 @@ def _short(error: str) -> str:
 
 def _largest(models: Mapping[str, Mapping[str, Any]]) -> float:
     return max(_ratios(models), default=0.0)
+
+
+def _weak(models: Mapping[str, Mapping[str, Any]]) -> int:
+    """Cases of tokens in which transformers' own attention is far from float32."""
+    cases = (case for row in models.values() for case in row.get("cases", {}).values())
+    return sum("regret" in case and case["beside"] > DECISIVE for case in cases)
 
 
 def _ratios(models: Mapping[str, Mapping[str, Any]]) -> Iterator[float]:
