@@ -32,7 +32,7 @@ def reserve(
     if kind in scratch.ready:
         return options._replace(scratch=scratch)
     plans = list(_plans(q, kv_heads, page_size, kv_layout, options, limits))
-    scratch.cover(plans, limits, q.device)
+    scratch.cover(plans, limits)
     scratch.ready.add(kind)
     kinds = (f"head_dim {q.shape[2]}, {q.shape[1]} heads on {kv_heads}", f"window {options.window_left + 1}")
     named = kinds if options.window_left >= 0 else kinds[:1]

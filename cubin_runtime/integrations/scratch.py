@@ -6,13 +6,12 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-import torch
-
 from ..attention.operator_plan import OperatorPlan
 from ..attention.process import default_runtime
 from ..attention.runtime import Runtime
 from ..launch.regions import workspace_size
 from ..launch.semaphore_workspace import SemaphoreWorkspace
+from ..launch.workspace import Workspace
 
 
 class Limits(NamedTuple):
@@ -38,7 +37,7 @@ class SharedScratch:
         self._workspace: SemaphoreWorkspace | None = None
         self.ready: set[Hashable] = set()  # what layers noted as done
 
-    def cover(self, plans: Iterable[OperatorPlan], limits: Limits, device: torch.device) -> None:
+    def cover(self, plans: Iterable[OperatorPlan], limits: Limits) -> None:
         """Grow to what these plans need, which are those of all steps within ``limits``, the same for all layers.
 
         Call it where no work and no graph uses the scratch, such as while the engine measures its memory.
@@ -51,9 +50,11 @@ class SharedScratch:
         self._limits = limits
         if sizes != self._sizes or self._workspace is None:
             self._sizes = sizes
-            semaphores = torch.zeros(max(16, sizes[0]), dtype=torch.uint8, device=device)
-            scratch = torch.empty(max(16, sizes[1]), dtype=torch.uint8, device=device)
-            self._workspace = SemaphoreWorkspace.of(semaphores, scratch)
+            # Of the driver, as an engine may discard what torch's allocator gives out while it loads a model.
+            driver, zeroed = default_runtime().driver, -(-sizes[0] // 256) * 256
+            memory = Workspace.allocate(driver, driver.primary_context(self._device), zeroed + sizes[1], self._stream)
+            places = (memory.address, zeroed), (memory.address + zeroed, sizes[1])
+            self._workspace = SemaphoreWorkspace(*places, memory.context, owner=memory)
 
     def of_launch(self, requests: int, tokens: int, keys: int) -> SemaphoreWorkspace | None:
         """The scratch for a launch on the current stream; None: that is another stream, or it is over the limits."""

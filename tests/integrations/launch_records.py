@@ -6,6 +6,7 @@ import ctypes
 from typing import Any
 
 from cubin_runtime.kernels.native.decode.params import PAGED_DECODE_TMA
+from cubin_runtime.kernels.native.mla.params import PAGED_MLA_DECODE
 from cubin_runtime.kernels.native.prefill.params import CONTEXT_ATTENTION
 from cubin_runtime.testing import StandIn
 
@@ -18,6 +19,12 @@ def launches(standin: StandIn) -> list[tuple[str, dict[str, Any]]]:
         layout = PAGED_DECODE_TMA if decode else CONTEXT_ATTENTION
         found.append(("decode" if decode else "context", layout.unpack(bytes.fromhex(launch.seen["parameter0"]))))
     return found
+
+
+def mla_launches(standin: StandIn) -> list[dict[str, Any]]:
+    """The parameters of each launch of MLA decode, by name."""
+    sent = [launch for launch in standin.calls("cuLaunchKernelEx") if "mla" in launch.seen["symbol"]]
+    return [PAGED_MLA_DECODE.unpack(bytes.fromhex(launch.seen["parameter0"])) for launch in sent]
 
 
 def has_segments(launch: Any) -> bool:

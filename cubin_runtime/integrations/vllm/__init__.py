@@ -1,7 +1,7 @@
-"""An attention backend of vLLM on our operators; vLLM loads it by the entry point ``vllm.general_plugins``.
+"""Attention backends of vLLM on our operators; vLLM loads them by the entry point ``vllm.general_plugins``.
 
-``--attention-backend CUBIN_RUNTIME`` chooses it, ``--attention-backend CUSTOM`` before vLLM 0.32, whose registry takes
-no new names. Nothing here imports vLLM before ``register`` is called.
+``--attention-backend CUBIN_RUNTIME`` chooses them, ``--attention-backend CUSTOM`` before vLLM 0.32, whose registry takes
+no new names; whether the model has MLA decides which of them. Nothing here imports vLLM before ``register`` is called.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ NAME = "CUBIN_RUNTIME"
 
 
 def register() -> None:
-    """Make our backend one of vLLM's; again in the same process it changes nothing.
+    """Make our backends one of vLLM's names; again in the same process it changes nothing.
 
     A vLLM whose interface does not fit keeps its own backends, and one warning says what is missing.
     """
@@ -23,4 +23,4 @@ def _register() -> None:
     from .versions import add_backend, check_interface
 
     check_interface()
-    add_backend(f"{__name__}.backend.CubinRuntimeBackend")
+    add_backend(f"{__name__}.selection.Backend")

@@ -17,6 +17,7 @@ _INTERFACE = {
     ),
     "vllm.v1.attention.backends.utils": ("split_decodes_and_prefills",),
     "vllm.envs": ("VLLM_BATCH_INVARIANT",),
+    "vllm.config": ("get_current_vllm_config_or_none",),
 }
 
 
@@ -105,3 +106,8 @@ class CacheShapes:
 def cache_interface() -> type:
     """What a backend says of the cache, as a base class for it."""
     return CacheLayouts if _has_layouts() else CacheShapes
+
+
+def latent_cache_interface() -> tuple[type, ...]:
+    """What a backend says of a latent cache, whose shape vLLM knows, as base classes for it."""
+    return (CacheLayouts,) if _has_layouts() else ()

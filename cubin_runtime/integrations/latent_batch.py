@@ -1,0 +1,123 @@
+"""Decodes of an engine over a paged latent cache (MLA): requests with one new token, or with a few draft tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..attention.latent_cache import ROPE
+from ..attention.mla import mla_decode
+from ..errors import UsageError
+from ..kernels.native.context_parallel import Dealing
+from ..kernels.native.mla.select import MAX_HEADS, MAX_QUERIES
+
+if TYPE_CHECKING:
+    from .scratch import SharedScratch
+
+# Tokens of a page, as of the engines' other MLA kernels.
+PAGE_SIZE = 64
+LATENT_SIZES = (512, 256)
+MAX_TOKENS = MAX_QUERIES
+
+
+class LatentDecodes(NamedTuple):
+    """Requests whose query tokens follow one another.
+
+    ``sums`` are the running sums of their query tokens, int32 ``[requests + 1]`` from 0, and ``q_len`` bounds those of
+    a request; without ``sums`` each has ``q_len``. ``table`` is int32 ``[requests, columns]``, ``lengths`` int32
+    ``[requests]``: keys on this rank, the new ones included; ``global_lengths``: those on all ranks, None: as many.
+    """
+
+    table: Any
+    lengths: Any
+    sums: Any
+    q_len: int
+    max_seq_len: int
+    global_lengths: Any = None
+
+
+class LatentOptions(NamedTuple):
+    """Options of a layer; with an e4m3 cache the scales of cache and queries belong to both factors.
+
+    ``scratch``: None: each plan has its own.
+    """
+
+    softmax_scale: float
+    output_scale: float
+    batch_invariant: bool
+    dealing: Dealing = Dealing()  # of the keys to ranks; ``LatentDecodes.global_lengths`` with more than one
+    scratch: SharedScratch | None = None
+
+
+def even_q_len(q_lens: list[int], rows: int) -> int:
+    """The query tokens of each request where all have the same number; 0: they differ.
+
+    Args:
+        q_lens: query tokens of each request; requests that pad a captured step follow with none.
+        rows: query tokens in all, those of the padding included.
+    """
+    q_len = max(q_lens, default=0)
+    if q_len == 0 or rows % q_len or rows // q_len > len(q_lens):
+        return 0
+    even = rows // q_len
+    full = q_lens.count(q_len)
+    return q_len if full <= even and not any(q_lens[full:]) else 0
+
+
+def attend_latent(
+    q: Any, kv_cache: Any, decodes: LatentDecodes, options: LatentOptions, out: Any, lse: Any = None
+) -> None:
+    """Latent attention of the requests' query tokens, whose rows are in the cache already.
+
+    Args:
+        q: ``[rows, heads, latent + 64]``, contiguous; ``out`` ``[rows, heads, latent]``, ``lse`` ``[rows, heads]``.
+        kv_cache: ``[pages, page_size, latent + 64]``; any strides.
+
+    Raises:
+        as ``mla_decode``.
+    """
+    requests, rows = decodes.table.shape[0], q.shape[0]
+    ragged, scratch = decodes.sums is not None, options.scratch
+    if not ragged and decodes.q_len > 1:
+        shape = (requests, decodes.q_len, *q.shape[1:])
+        q, out = q.view(shape), out.view(*shape[:-1], out.shape[-1])
+        lse = None if lse is None else lse.view(shape[:-1])
+    dealing = options.dealing
+    mla_decode(
+        q,
+        kv_cache,
+        decodes.table,
+        decodes.lengths,
+        max_seq_len=decodes.max_seq_len,
+        softmax_scale=options.softmax_scale,
+        output_scale=options.output_scale,
+        q_cu_seq_lens=decodes.sums,
+        max_q_len=decodes.q_len if ragged else None,
+        global_seq_lens=decodes.global_lengths,
+        cp_world=dealing.world,
+        cp_rank=dealing.rank,
+        cp_interleave=dealing.interleave,
+        batch_invariant=options.batch_invariant,
+        out=out,
+        lse=lse,
+        workspace=scratch and scratch.of_launch(requests, rows, decodes.max_seq_len),
+    )
+
+
+def unserved(latent: int, rope: int, heads: int, q_len: int) -> str | None:
+    """Why a layer of these sizes, with this many query tokens of a request, has no kernels; None: it has."""
+    if latent not in LATENT_SIZES or rope != ROPE:
+        return f"MLA with kv_lora_rank={latent}, qk_rope_head_dim={rope} not supported"
+    if not 1 <= heads <= MAX_HEADS:
+        return f"MLA with {heads} heads on a rank not supported"
+    return None if q_len <= MAX_TOKENS else f"{q_len - 1} draft tokens not supported"
+
+
+def check_latent_layer(latent: int, rope: int, heads: int, q_len: int = 1) -> None:
+    """Refuse a layer that has no kernels.
+
+    Raises:
+        UsageError: the sizes; the message names them.
+    """
+    reason = unserved(latent, rope, heads, q_len)
+    if reason is not None:
+        raise UsageError(reason)

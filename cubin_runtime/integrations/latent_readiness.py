@@ -1,0 +1,117 @@
+"""What layers with a latent cache have ready before the first request: kernels, scratch and fast paths of decodes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from ..attention.latent_cache import ROPE
+from ..attention.mla import plan_mla_decode
+from ..attention.operator_plan import OperatorPlan
+from ..tensor import TensorView
+from .latent_batch import PAGE_SIZE, LatentDecodes, LatentOptions, attend_latent
+from .scratch import Limits, load, shared_scratch
+
+_SIZES = 4  # of steps that write a fast path for any size
+_ADDRESS = 256  # of tensors that a plan is made for, which reads none
+
+
+class LatentKind(NamedTuple):
+    """What layers of one kind have in common; dtypes are words of ``TensorView``, ``q_len`` bounds a request's drafts."""
+
+    heads: int
+    latent: int
+    q_dtype: str
+    cache_dtype: str
+    q_len: int
+    device: int
+
+
+def reserve_latent(kind: LatentKind, options: LatentOptions, limits: Limits, log: logging.Logger) -> LatentOptions:
+    """Load all kernels that a layer's decodes may use, and reserve their scratch; the options with it.
+
+    Args:
+        limits: the most that a step has.
+        log: gets a line that names the kernels of each kind of layer.
+    """
+    scratch = shared_scratch(kind.device)
+    done = ("latent", kind, options._replace(scratch=None), limits)
+    if done not in scratch.ready:
+        plans = list(_plans(kind, options, limits))
+        scratch.cover(plans, limits)
+        scratch.ready.add(done)
+        named = f"MLA with {kind.latent} + {ROPE} columns, {kind.heads} heads, a cache of {kind.cache_dtype}"
+        log.info("cubin_runtime: decodes of layers of %s run on %s", named, ", ".join(load(plans)))
+    return options._replace(scratch=scratch)
+
+
+def warm_up_latent(kind: LatentKind, kv_cache: Any, options: LatentOptions, limits: Limits, columns: int) -> None:
+    """Run decodes over the engine's cache ``[pages, page_size, latent + 64]``, so that later ones find fast paths.
+
+    They read page 0 and write nothing but an output of their own; ``columns`` are those of the engine's page tables.
+    """
+    scratch = shared_scratch(kind.device)
+    done = ("latent", kind, options._replace(scratch=None), kv_cache.shape, kv_cache.stride())
+    if done in scratch.ready:
+        return
+    scratch.ready.add(done)
+    device, most = kv_cache.device, min(limits.requests, _SIZES)
+    table = torch.zeros(most, columns, dtype=torch.int32, device=device)
+    lengths = torch.ones(most, dtype=torch.int32, device=device)
+    sums = torch.arange(most + 1, dtype=torch.int32, device=device)
+    q = torch.zeros(most * kind.q_len, kind.heads, kind.latent + ROPE, device=device).to(getattr(torch, kind.q_dtype))
+    out = torch.empty(*q.shape[:2], kind.latent, dtype=torch.bfloat16, device=device)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=device) if options.dealing.world > 1 else None
+    for requests in range(1, most + 1):
+        for q_len, ragged in _forms(kind.q_len):
+            rows = requests if ragged else requests * q_len
+            here, dealt = slice(0, requests), options.dealing.world > 1
+            decodes = LatentDecodes(
+                table[here],
+                lengths[here],
+                sums[: requests + 1] if ragged else None,
+                q_len,
+                min(limits.keys, columns * PAGE_SIZE),
+                lengths[here] if dealt else None,
+            )
+            attend_latent(q[:rows], kv_cache, decodes, options, out[:rows], None if lse is None else lse[:rows])
+
+
+def _forms(q_len: int) -> list[tuple[int, bool]]:
+    """Query tokens of a request, and whether their number differs, of all steps."""
+    return [(1, False)] if q_len == 1 else [(1, False), (q_len, False), (q_len, True)]
+
+
+def _plans(kind: LatentKind, options: LatentOptions, limits: Limits) -> Iterator[OperatorPlan]:
+    """Plans like those of all steps, on a cache of one page."""
+    width, columns = kind.latent + ROPE, -(-limits.keys // PAGE_SIZE)
+    dealt = options.dealing.world > 1
+
+    def tensor(dtype: Any, *shape: int) -> TensorView:
+        return TensorView.contiguous(_ADDRESS, dtype, shape, kind.device)
+
+    cache = tensor(kind.cache_dtype, 1, PAGE_SIZE, width)
+    for requests in range(1, limits.requests + 1):
+        for q_len, ragged in _forms(kind.q_len):
+            rows = requests * q_len
+            lead = (rows,) if ragged or q_len == 1 else (requests, q_len)
+            yield plan_mla_decode(
+                tensor(kind.q_dtype, *lead, kind.heads, width),
+                cache,
+                tensor("int32", requests, columns),
+                tensor("int32", requests),
+                tensor("bfloat16", *lead, kind.heads, kind.latent),
+                tensor("float32", *lead, kind.heads) if dealt else None,
+                max_seq_len=limits.keys,
+                softmax_scale=1.0,
+                q_cu_seq_lens=tensor("int32", requests + 1) if ragged else None,
+                max_q_len=q_len if ragged else None,
+                global_seq_lens=tensor("int32", requests) if dealt else None,
+                cp_world=options.dealing.world,
+                cp_rank=options.dealing.rank,
+                cp_interleave=options.dealing.interleave,
+                batch_invariant=options.batch_invariant,
+            )

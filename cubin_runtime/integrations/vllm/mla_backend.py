@@ -1,0 +1,278 @@
+"""The classes that vLLM asks for where layers have a latent cache (MLA): decodes here, prompts by vLLM's MLA prefill."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from vllm import envs
+from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
+from vllm.model_executor.layers.attention.mla_attention import (
+    MLACommonBackend,
+    MLACommonDecodeMetadata,
+    MLACommonImpl,
+    MLACommonMetadata,
+    MLACommonMetadataBuilder,
+    QueryLenSupport,
+    get_mla_dims,
+)
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
+
+from ...attention.latent_cache import ROPE
+from ...errors import UsageError
+from ...kernels.native.context_parallel import Dealing
+from ..latent_batch import (
+    LATENT_SIZES,
+    PAGE_SIZE,
+    LatentDecodes,
+    LatentOptions,
+    attend_latent,
+    check_latent_layer,
+    even_q_len,
+    unserved,
+)
+from ..latent_readiness import LatentKind, reserve_latent, warm_up_latent
+from .backend import limits_of
+from .versions import backend_name, decode_tokens, latent_cache_interface
+
+_LOGGER = logging.getLogger("vllm.cubin_runtime")  # below vLLM's own, whose level and handlers it has
+_FP8 = ("fp8", "fp8_e4m3")
+
+
+def keys_on_a_rank(keys: int, dealing: Dealing) -> int:
+    """The most keys that a rank holds of a request with so many."""
+    return -(-keys // (dealing.world * dealing.interleave)) * dealing.interleave
+
+
+def _is_capturing(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+class CubinRuntimeMlaBackend(*latent_cache_interface(), MLACommonBackend):  # type: ignore[misc]
+    """Dense MLA on SM90: bf16 queries and cache, or e4m3 both."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "bfloat16", *_FP8]
+
+    @staticmethod
+    def get_name() -> str:
+        """The name that ``--attention-backend`` takes, as that of the backend for other models."""
+        return backend_name()
+
+    @staticmethod
+    def get_impl_cls() -> type[CubinRuntimeMlaImpl]:
+        """The class of a layer."""
+        return CubinRuntimeMlaImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[CubinRuntimeMlaMetadataBuilder]:
+        """The class that makes a step's metadata."""
+        return CubinRuntimeMlaMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int]:
+        """Tokens of a page; vLLM's blocks may be multiples of it."""
+        return [PAGE_SIZE]
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        """Columns of the cache."""
+        return [latent + ROPE for latent in LATENT_SIZES]
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        """SM90 alone, where the kernels were measured."""
+        return (capability.major, capability.minor) == (9, 0)
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """Yes, of decodes; prompts are vLLM's."""
+        return True
+
+    @classmethod
+    def supports_kv_connector(cls) -> bool:
+        """No: pages that another host or process writes were never tried."""
+        return False
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        """No: how many query tokens each request has is read on the host."""
+        return False
+
+    @classmethod
+    def supports_combination(cls, *_: Any, **__: Any) -> str | None:
+        """Refuse sizes without kernels, and scales that vLLM finds in the first step, when graphs have others."""
+        config = get_current_vllm_config_or_none()
+        if config is None:
+            return None
+        if getattr(config.cache_config, "calculate_kv_scales", False):
+            return "calculate_kv_scales not supported"
+        dims, parallel = get_mla_dims(config.model_config), config.parallel_config
+        heads = config.model_config.get_num_attention_heads(parallel) * parallel.decode_context_parallel_size
+        return unserved(dims.kv_lora_rank, dims.qk_rope_head_dim, heads, decode_tokens(config))
+
+
+@dataclass
+class CubinRuntimeMlaDecodeMetadata(MLACommonDecodeMetadata):  # type: ignore[misc]
+    """The decodes of a step."""
+
+    decodes: LatentDecodes
+
+
+class CubinRuntimeMlaMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):  # type: ignore[misc]
+    """Decodes with one token each, or with up to 16 where there are drafts; it copies nothing from the device."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.VARLEN
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device, supports_dcp_with_varlen=True)
+        dealing = Dealing(self.dcp_world_size, 0, vllm_config.parallel_config.cp_kv_cache_interleave_size)
+        self._most_keys = keys_on_a_rank(vllm_config.model_config.max_model_len, dealing)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> MLACommonMetadata:
+        """As vLLM's own.
+
+        Raises:
+            UsageError: the step is not causal.
+        """
+        if common_attn_metadata.causal is not True:
+            raise UsageError("causal: expected a causal step")
+        return super().build(common_prefix_len, common_attn_metadata, fast_build)
+
+    def _build_decode(
+        self,
+        block_table_tensor: torch.Tensor,
+        seq_lens_device: torch.Tensor,
+        max_seq_len: int,
+        query_start_loc_cpu: torch.Tensor,
+        query_start_loc_device: torch.Tensor,
+        num_decode_tokens: int,
+        dcp_tot_seq_lens_device: torch.Tensor | None,
+        **_: Any,
+    ) -> CubinRuntimeMlaDecodeMetadata:
+        """The decodes, whose bound is the model's, as a captured launch is replayed with longer requests."""
+        q_lens = query_start_loc_cpu.diff().tolist()
+        room = block_table_tensor.shape[1] * PAGE_SIZE
+        bound = min(max(self._most_keys, max_seq_len), room)
+        even = even_q_len(q_lens, num_decode_tokens)
+        requests = num_decode_tokens // even if even else len(q_lens)
+        totals = dcp_tot_seq_lens_device
+        decodes = LatentDecodes(
+            block_table_tensor[:requests],
+            seq_lens_device[:requests],
+            None if even else query_start_loc_device[: requests + 1],
+            even or max(1, *q_lens),
+            bound,
+            None if totals is None else totals[:requests],
+        )
+        return CubinRuntimeMlaDecodeMetadata(
+            block_table=block_table_tensor, seq_lens=seq_lens_device, dcp_tot_seq_lens=totals, decodes=decodes
+        )
+
+
+class CubinRuntimeMlaImpl(MLACommonImpl[MLACommonMetadata]):  # type: ignore[misc]
+    """A layer. Its cache is written by vLLM's own kernel, by slots."""
+
+    can_return_lse_for_decode = True
+    lse_base_on_e = False
+    supports_pcp = False
+    supports_dcp = True
+    supports_mtp_with_cp_non_trivial_interleave_size = True
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None,
+        attn_type: str,
+        kv_sharing_target_layer_name: str | None,
+        **mla_args: Any,
+    ) -> None:
+        if alibi_slopes is not None or sliding_window is not None or logits_soft_cap or mla_args.get("indexer"):
+            raise UsageError("alibi_slopes, sliding_window, logits_soft_cap, indexer: expected none of them")
+        if attn_type != AttentionType.DECODER:
+            raise UsageError(f"attn_type={attn_type}: expected {AttentionType.DECODER}")
+        if kv_cache_dtype not in CubinRuntimeMlaBackend.supported_kv_cache_dtypes:
+            raise UsageError(f"kv_cache_dtype={kv_cache_dtype!r}: expected auto, bfloat16, fp8 or fp8_e4m3")
+        super().__init__(
+            num_heads,
+            head_size,
+            scale,
+            num_kv_heads,
+            alibi_slopes,
+            sliding_window,
+            kv_cache_dtype,
+            logits_soft_cap,
+            attn_type,
+            kv_sharing_target_layer_name,
+            **mla_args,
+        )
+        config = get_current_vllm_config()
+        parallel, q_len = config.parallel_config, decode_tokens(config)
+        world = parallel.decode_context_parallel_size
+        check_latent_layer(self.kv_lora_rank, self.qk_rope_head_dim, num_heads * world, q_len)
+        rank = self.dcp_rank if world > 1 else 0
+        dealing = Dealing(world, rank, parallel.cp_kv_cache_interleave_size) if world > 1 else Dealing()
+        self._options = LatentOptions(self.scale, 1.0, bool(envs.VLLM_BATCH_INVARIANT), dealing)
+        self._quantized = kv_cache_dtype in _FP8
+        self._columns = 0
+        self._get_ready(config, q_len)
+
+    def forward_mqa(
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: MLACommonMetadata,
+        layer: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attention of a step's decodes.
+
+        Args:
+            q: ``[tokens, heads, kv_lora_rank + 64]``, or a pair of its two parts.
+            kv_c_and_k_pe_cache: ``[blocks, 64, kv_lora_rank + 64]``.
+
+        Returns:
+            ``[tokens, heads, kv_lora_rank]`` and, with decode context parallelism, the log-sum-exp ``[tokens, heads]``
+            in base 2, else None.
+        """
+        if isinstance(q, tuple):
+            q = torch.cat(q, dim=-1)
+        options = self._options
+        if self._quantized:
+            key_scale = float(layer._k_scale_float)
+            softmax_scale = self.scale * key_scale * float(layer._q_scale_float)
+            options = options._replace(softmax_scale=softmax_scale, output_scale=key_scale)
+        out = torch.empty((*q.shape[:2], self.kv_lora_rank), dtype=torch.bfloat16, device=q.device)
+        with_lse = options.dealing.world > 1
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if with_lse else None
+        attend_latent(q, kv_c_and_k_pe_cache, attn_metadata.decode.decodes, options, out, lse)
+        return out, lse
+
+    def do_kv_cache_update(
+        self, kv_c_normed: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, *given: Any, **more: Any
+    ) -> None:
+        """As vLLM's own; when it first runs over the cache, in a dummy step, write the fast paths."""
+        super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, *given, **more)
+        if self._columns and kv_cache.numel() and not _is_capturing(kv_cache):
+            columns, self._columns = self._columns, 0
+            cache = kv_cache.view(torch.float8_e4m3fn) if self._quantized else kv_cache
+            warm_up_latent(self._kind, cache, self._options, self._limits, columns)
+
+    def _get_ready(self, config: Any, q_len: int) -> None:
+        """Load kernels and reserve scratch while vLLM makes the model, whose memory it counts."""
+        limits, parameter = limits_of(config), next(self.kv_b_proj.parameters(), None)
+        if limits is None or parameter is None or parameter.device.type == "meta":
+            return
+        heads, dtype = self.num_heads * self._options.dealing.world, "float8_e4m3fn" if self._quantized else "bfloat16"
+        self._kind = LatentKind(heads, self.kv_lora_rank, dtype, dtype, q_len, parameter.device.index or 0)
+        self._columns = -(-limits.keys // PAGE_SIZE)
+        self._limits = limits._replace(keys=keys_on_a_rank(limits.keys, self._options.dealing))
+        self._options = reserve_latent(self._kind, self._options, self._limits, _LOGGER)

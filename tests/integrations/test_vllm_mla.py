@@ -1,0 +1,229 @@
+"""vLLM's MLA backend on our operator: its real base classes and metadata, and the launches on a recording driver.
+
+Skipped where vLLM's Python files are not importable; tools/stage_engines.py puts them into a folder.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vLLM is not importable (tools/stage_engines.py, make test-engines)", allow_module_level=True)
+# isort: off
+from vllm_steps import BACKEND, REGISTERED  # noqa: E402  (first: it imports vLLM)
+from vllm_mla_steps import BF16, BLOCK, HEADS, LATENT, MAX_LEN, SCALE, builder, configuration, layer_of  # noqa: E402
+from vllm_mla_steps import run, step, use  # noqa: E402
+
+# isort: on
+from launch_records import integers, mla_launches  # noqa: E402
+from vllm.platforms.interface import DeviceCapability  # noqa: E402
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType  # noqa: E402
+
+from cubin_runtime.errors import UsageError  # noqa: E402
+from cubin_runtime.testing import StandIn  # noqa: E402
+
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("hopper")]
+LOG2_E = math.log2(math.e)
+
+
+def reasons(backend: Any, **changed: Any) -> list[str]:
+    given = {
+        "head_size": LATENT + 64,
+        "dtype": BF16,
+        "kv_cache_dtype": "auto",
+        "block_size": BLOCK,
+        "use_mla": True,
+        "has_sink": False,
+        "use_sparse": False,
+        "use_mm_prefix": False,
+        "use_per_head_quant_scales": False,
+        "device_capability": DeviceCapability(9, 0),
+        "attn_type": AttentionType.DECODER,
+    }
+    found: list[str] = backend.validate_configuration(**{**given, **changed})
+    return found
+
+
+def test_one_name_serves_models_with_mla_and_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configuration()
+    backend = use(monkeypatch, config)
+    assert (backend.is_mla(), backend.get_name(), BACKEND.is_mla()) == (True, REGISTERED, False)
+    module, name = backend.full_cls_name()
+    assert getattr(importlib.import_module(module), name) is backend
+    config.model_config.use_mla = False
+    assert use(monkeypatch, config) is BACKEND
+
+
+@pytest.mark.parametrize("cache", ["auto", "bfloat16", "fp8", "fp8_e4m3"])
+@pytest.mark.parametrize(
+    "changed", [{}, {"kv_lora_rank": 256}, {"heads": 128}, {"heads": 8}, {"drafts": 7}, {"heads": 128, "drafts": 15}]
+)
+def test_what_is_supported(monkeypatch: pytest.MonkeyPatch, cache: str, changed: dict[str, Any]) -> None:
+    backend = use(monkeypatch, configuration(**changed))
+    head_size = changed.get("kv_lora_rank", LATENT) + 64
+    assert reasons(backend, kv_cache_dtype=cache, head_size=head_size, use_batch_invariant=True) == []
+    assert backend.get_builder_cls().get_cudagraph_support(None, None) is AttentionCGSupport.UNIFORM_BATCH
+    assert (backend.get_preferred_block_size(16), backend.supports_block_size(128)) == (64, True)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"head_size": 512},
+        {"dtype": torch.float16},
+        {"kv_cache_dtype": "fp8_e5m2"},
+        {"kv_cache_dtype": "fp8_ds_mla"},
+        {"block_size": 32},
+        {"use_mla": False},
+        {"has_sink": True},
+        {"use_sparse": True},
+        {"use_mm_prefix": True},
+        {"device_capability": DeviceCapability(10, 0)},
+        {"attn_type": AttentionType.ENCODER_ONLY},
+        {"has_sliding_window": True},
+        {"use_non_causal": True},
+        {"use_kv_connector": True},
+        {"use_pcp": True},
+        {"use_adaptive_verification": True},
+        {"use_per_head_quant_scales": True},
+    ],
+)
+def test_what_the_engine_refuses_at_start(monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any]) -> None:
+    backend = use(monkeypatch, configuration())
+    if not changed.keys() <= inspect.signature(backend.validate_configuration).parameters.keys():
+        pytest.skip("this vLLM does not ask")
+    assert len(reasons(backend, **changed)) == 1
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"kv_lora_rank": 128}, "MLA with kv_lora_rank=128, qk_rope_head_dim=64 not supported"),
+        ({"qk_rope_head_dim": 0}, "MLA with kv_lora_rank=512, qk_rope_head_dim=0 not supported"),
+        ({"heads": 192}, "MLA with 192 heads on a rank not supported"),
+        ({"heads": 64, "decode_context_parallel_size": 4}, "MLA with 256 heads on a rank not supported"),
+        ({"drafts": 16}, "16 draft tokens not supported"),
+        ({"calculate_kv_scales": True}, "calculate_kv_scales not supported"),
+    ],
+)
+def test_models_without_kernels_are_refused_at_start(
+    monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], reason: str
+) -> None:
+    assert reasons(use(monkeypatch, configuration(**changed))) == [reason]
+
+
+def test_decodes(monkeypatch: pytest.MonkeyPatch, standin: StandIn) -> None:
+    metadata = step([1, 1, 1], [40, 1, 128], block_table_tensor=torch.arange(12, dtype=torch.int32).view(3, 4))
+    (out, lse), _, _kept = run(monkeypatch, configuration(), metadata)
+    (sent,) = mla_launches(standin)
+    assert (out.shape, out.dtype, lse) == ((3, HEADS, LATENT), BF16, None)
+    assert (sent["batch"], sent["q_len"], sent["tokens"], sent["heads"]) == (3, 1, 3, HEADS)
+    assert integers(sent["seq_lens"], 3) == [40, 1, 128]
+    assert (sent["page_table"], sent["out"]) == (metadata.block_table_tensor.data_ptr(), out.data_ptr())
+    assert (1 << sent["page_size_log2"], sent["max_seq_len"], sent["q_cu_seq_lens"]) == (BLOCK, MAX_LEN, 0)
+    assert sent["softmax_scale_log2"] == pytest.approx(SCALE * LOG2_E)
+
+
+def test_the_queries_of_a_pair_are_side_by_side(monkeypatch: pytest.MonkeyPatch, standin: StandIn) -> None:
+    run(monkeypatch, configuration(), step([1, 1], [40, 3]))
+    (sent,) = mla_launches(standin)
+    assert (sent["q_token_stride"], sent["q_head_stride"]) == (HEADS * (LATENT + 64), LATENT + 64)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_batch_invariance(monkeypatch: pytest.MonkeyPatch, standin: StandIn, asked: bool) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", str(int(asked)))
+    run(monkeypatch, configuration(), step([1, 1], [40, 3]))
+    (sent,) = mla_launches(standin)
+    assert (sent["splits"] > 0) == asked
+
+
+def test_scales_of_a_quantized_cache(monkeypatch: pytest.MonkeyPatch, standin: StandIn) -> None:
+    scales = SimpleNamespace(_k_scale_float=0.5, _q_scale_float=3.0)
+    (out, _), _, _kept = run(monkeypatch, configuration(cache_dtype="fp8"), step([1, 1], [40, 3]), scales)
+    (sent,) = mla_launches(standin)
+    assert out.dtype == BF16
+    assert sent["softmax_scale_log2"] == pytest.approx(SCALE * LOG2_E * 1.5)
+    assert sent["output_scale"] == 0.5
+
+
+def test_a_padded_step_of_a_graph(monkeypatch: pytest.MonkeyPatch, standin: StandIn) -> None:
+    metadata = step([4, 4], [40, 30], padded=2, num_actual_tokens=16)
+    (out, _), _, _kept = run(monkeypatch, configuration(drafts=3), metadata)
+    (sent,) = mla_launches(standin)
+    assert (sent["batch"], sent["q_len"], sent["tokens"], len(out)) == (4, 4, 16, 16)
+    assert integers(sent["seq_lens"], 4) == [40, 30, 0, 0]
+
+
+def test_more_padding_requests_than_tokens(monkeypatch: pytest.MonkeyPatch, standin: StandIn) -> None:
+    _, _, _kept = run(monkeypatch, configuration(), step([1], [40], padded=3, num_actual_tokens=2))
+    (sent,) = mla_launches(standin)
+    assert (sent["batch"], integers(sent["seq_lens"], 2)) == (2, [40, 0])
+
+
+def test_drafts_of_different_number(monkeypatch: pytest.MonkeyPatch, standin: StandIn) -> None:
+    metadata = step([4, 1, 2], [40, 3, 9])
+    _, built, _kept = run(monkeypatch, configuration(drafts=3), metadata)
+    (sent,) = mla_launches(standin)
+    assert (built.num_decodes, built.num_prefills) == (3, 0)
+    assert (sent["batch"], sent["q_len"], sent["tokens"]) == (3, 4, 7)
+    assert integers(sent["q_cu_seq_lens"], 4) == [0, 4, 5, 7]
+
+
+def test_decodes_in_front_of_prompts(monkeypatch: pytest.MonkeyPatch, standin: StandIn) -> None:
+    config = configuration(drafts=3)
+    prepared: list[Any] = []
+    layer = config.compilation_config.static_forward_context["layer"]
+    layer.prefill_backend.clone = lambda: SimpleNamespace(prepare_metadata=prepared.append, get_name=lambda: "")
+    lengths = torch.tensor([40, 30, 20], dtype=torch.int32)
+    metadata = step([4, 2, 20], [40, 30, 20], seq_lens_cpu_upper_bound=lengths)
+    _, built, _kept = run(monkeypatch, config, metadata)
+    (sent,) = mla_launches(standin)
+    assert (built.num_decodes, built.num_prefills, built.num_decode_tokens, len(prepared)) == (2, 1, 6, 1)
+    assert (sent["batch"], integers(sent["q_cu_seq_lens"], 3)) == (2, [0, 4, 6])
+
+
+def test_drafts_decide_what_is_a_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    for drafts, tokens in ((None, 1), (3, 4)):
+        config = configuration(drafts=drafts)
+        assert builder(use(monkeypatch, config), config).reorder_batch_threshold == tokens
+
+
+def test_a_bound_within_the_pages_of_a_step(monkeypatch: pytest.MonkeyPatch, standin: StandIn) -> None:
+    table = torch.zeros(1, 2, dtype=torch.int32)
+    run(monkeypatch, configuration(), step([1], [40], block_table_tensor=table, max_seq_len=MAX_LEN))
+    (sent,) = mla_launches(standin)
+    assert sent["max_seq_len"] == 2 * BLOCK
+
+
+def test_a_step_that_is_not_causal_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configuration()
+    with pytest.raises(UsageError, match="causal"):
+        builder(use(monkeypatch, config), config).build(0, step([1], [40], causal=False))
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"alibi_slopes": [1.0]}, "alibi_slopes"),
+        ({"sliding_window": 16}, "sliding_window"),
+        ({"logits_soft_cap": 30.0}, "logits_soft_cap"),
+        ({"attn_type": AttentionType.ENCODER}, "attn_type"),
+        ({"kv_cache_dtype": "fp8_ds_mla"}, "kv_cache_dtype"),
+        ({"indexer": object()}, "indexer"),
+        ({"num_heads": 130}, "130 heads"),
+        ({"kv_lora_rank": 128}, "kv_lora_rank=128"),
+    ],
+)
+def test_layers_that_are_refused(monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], named: str) -> None:
+    config = configuration()
+    backend = use(monkeypatch, config)
+    with pytest.raises(UsageError, match=named):
+        layer_of(backend, config, **changed)

@@ -1,0 +1,102 @@
+"""Before the first request to a model with MLA: kernels, scratch and fast paths of decodes are there."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vLLM is not importable (tools/stage_engines.py, make test-engines)", allow_module_level=True)
+# isort: off
+from vllm_mla_steps import BLOCK, MAX_LEN, builder, cache_of, configuration, layer_of  # noqa: E402  (it imports vLLM)
+from vllm_mla_steps import queries, step, use  # noqa: E402
+
+# isort: on
+from cubin_runtime.attention import Runtime  # noqa: E402
+from cubin_runtime.launch import compiled  # noqa: E402
+from cubin_runtime.testing import StandIn  # noqa: E402
+
+pytestmark = pytest.mark.torch
+REQUESTS, STEPS = 12, 2000
+SCALES = SimpleNamespace(_k_scale_float=0.5, _q_scale_float=2.0)
+
+
+class Engine:
+    """A layer after the engine's start: the model was made, and a dummy step wrote to the cache."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **changed: Any) -> None:
+        scheduler = SimpleNamespace(max_num_seqs=REQUESTS, max_num_batched_tokens=8 * REQUESTS)
+        self.config = configuration(scheduler_config=scheduler, **changed)
+        backend = use(monkeypatch, self.config)
+        self.made, self.builder = layer_of(backend, self.config), builder(backend, self.config)
+        self.kv_cache = cache_of(self.config)
+        raw = self.kv_cache.view(torch.uint8) if self.made.kv_cache_dtype.startswith("fp8") else self.kv_cache
+        monkeypatch.setattr("vllm._custom_ops.concat_and_cache_mla", lambda *_, **__: None, raising=False)
+        given = torch.zeros(1, 512), torch.zeros(1, 1, 64)
+        for cache in (torch.empty(0), raw):
+            self.made.do_kv_cache_update(*given, cache, torch.zeros(1), self.made.kv_cache_dtype, torch.ones(()))
+
+    def run(self, q_lens: list[int], kv_lens: list[int], padded: int = 0) -> None:
+        tokens = sum(q_lens) + padded * max(q_lens)
+        columns = MAX_LEN // BLOCK
+        table = torch.zeros(len(q_lens) + padded, columns, dtype=torch.int32)
+        built = self.builder.build(0, step(q_lens, kv_lens, padded, num_actual_tokens=tokens, block_table_tensor=table))
+        self.made.forward_mqa(queries(self.config, tokens), self.kv_cache, built, SCALES)
+
+
+@pytest.mark.parametrize(
+    "changed", [{"cache_dtype": "fp8", "heads": 128}, {"kv_lora_rank": 256, "drafts": 7, "heads": 8}]
+)
+def test_steps_of_mixed_lengths_load_allocate_and_generate_nothing(
+    hopper: Runtime, standin: StandIn, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any]
+) -> None:
+    engine, chance, drafts = Engine(monkeypatch, **changed), random.Random(1), changed.get("drafts", 0)
+    loads, written = hopper.stats().loads, compiled._code.cache_info().misses
+    allocations = len(standin.calls("cuMemAlloc"))
+    assert loads > 0
+    for _ in range(STEPS):
+        requests = chance.randrange(1, REQUESTS)
+        q_lens = [1 + (drafts and chance.randrange(drafts + 1)) for _ in range(requests)]
+        if chance.randrange(2):
+            q_lens = [1 + drafts] * requests
+        padded = chance.randrange(REQUESTS - requests) if len({*q_lens}) == 1 else 0
+        engine.run(q_lens, [chance.randrange(new, MAX_LEN + 1) for new in q_lens], padded)
+    assert hopper.stats().loads == loads
+    assert len(standin.calls("cuMemAlloc")) == allocations
+    assert compiled._code.cache_info().misses == written
+
+
+def test_no_kernel_is_loaded_later(hopper: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(monkeypatch, drafts=3)
+    hopper.freeze()
+    for requests in range(1, REQUESTS + 1):
+        for q_len in (1, 4):
+            engine.run([q_len] * requests, [MAX_LEN] * requests)
+        engine.run([4, *[1] * (requests - 1)], [MAX_LEN] * requests)
+
+
+def test_one_line_names_the_kernels(
+    hopper: Runtime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    with caplog.at_level("INFO", "vllm.cubin_runtime"):
+        for _ in range(2):
+            Engine(monkeypatch, cache_dtype="fp8", heads=8)
+    (line,) = {record.getMessage() for record in caplog.records if "run on" in record.getMessage()}
+    assert line.startswith("cubin_runtime: decodes of layers of MLA with 512 + 64 columns, 8 heads")
+    assert "a cache of float8_e4m3fn run on paged_mla_decode" in line
+
+
+def test_scratch_is_the_drivers_own(hopper: Runtime, standin: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    # What torch's allocator gives out while a model is loaded is discarded when the engine sleeps.
+    before = len(standin.calls("cuMemAlloc"))
+    engine = Engine(monkeypatch)
+    assert len(standin.calls("cuMemAlloc")) > before
+    scratch = engine.made._options.scratch.of_launch(REQUESTS, 8 * REQUESTS, MAX_LEN)
+    assert scratch.owner.address == scratch.semaphores[0]
