@@ -99,7 +99,7 @@ def attend_latent(
         batch_invariant=options.batch_invariant,
         out=out,
         lse=lse,
-        workspace=scratch and scratch.of_launch(requests, rows, decodes.max_seq_len),
+        workspace=scratch.of_launch(requests, rows, decodes.max_seq_len) if scratch else None,
     )
 
 

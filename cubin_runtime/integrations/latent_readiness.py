@@ -11,6 +11,7 @@ import torch
 from ..attention.latent_cache import ROPE
 from ..attention.mla import plan_mla_decode
 from ..attention.operator_plan import OperatorPlan
+from ..attention.prefill import plan_context_attention
 from ..tensor import TensorView
 from .latent_batch import PAGE_SIZE, LatentDecodes, LatentOptions, attend_latent
 from .scratch import Limits, load, shared_scratch
@@ -20,7 +21,10 @@ _ADDRESS = 256  # of tensors that a plan is made for, which reads none
 
 
 class LatentKind(NamedTuple):
-    """What layers of one kind have in common; dtypes are words of ``TensorView``, ``q_len`` bounds a request's drafts."""
+    """What layers of one kind have in common; dtypes are those of a ``TensorView``.
+
+    ``q_len`` bounds the query tokens of a request.
+    """
 
     heads: int
     latent: int
@@ -115,3 +119,47 @@ def _plans(kind: LatentKind, options: LatentOptions, limits: Limits) -> Iterator
                 cp_interleave=options.dealing.interleave,
                 batch_invariant=options.batch_invariant,
             )
+
+
+def reserve_prompts(
+    sizes: tuple[int, int, int], softmax_scale: float, limits: Limits, device: int, log: logging.Logger
+) -> None:
+    """Load the kernels of prompts whose keys and values are projected from the latent space, and reserve scratch.
+
+    Args:
+        sizes: heads, columns of a key, and of a value.
+        limits: the most that a step has.
+        log: gets a line that names the kernels of each kind of layer.
+    """
+    scratch = shared_scratch(device)
+    done = ("prompts", sizes, softmax_scale, limits)
+    if done in scratch.ready:
+        return
+    scratch.ready.add(done)
+    heads, size, value_size = sizes
+
+    def tensor(dtype: Any, *shape: int) -> TensorView:
+        return TensorView.contiguous(_ADDRESS, dtype, shape, device)
+
+    plans = [
+        plan_context_attention(
+            tensor("bfloat16", limits.tokens, heads, size),
+            tensor("bfloat16", limits.tokens, heads, size),
+            tensor("bfloat16", limits.tokens, heads, value_size),
+            tensor("bfloat16", limits.tokens, heads, value_size),
+            tensor("float32", limits.tokens, heads) if with_lse else None,
+            max_seq_len=keys,
+            q_cu_seq_lens=tensor("int32", requests + 1),
+            kv_cu_seq_lens=tensor("int32", requests + 1),
+            max_q_len=limits.tokens,
+            causal=causal,
+            softmax_scale=softmax_scale,
+            lse_base="e",
+        )
+        for keys in {min(limits.keys, 1 << power) for power in range(limits.keys.bit_length() + 1)}
+        for requests in sorted({1, limits.requests})
+        for causal, with_lse in ((True, False), (True, True), (False, True))
+    ]
+    scratch.cover(plans, limits)
+    named = f"MLA with {heads} heads of {size} and {value_size} columns"
+    log.info("cubin_runtime: prompts of layers of %s run on %s", named, ", ".join(load(plans)))

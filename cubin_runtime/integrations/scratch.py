@@ -24,17 +24,17 @@ class Limits(NamedTuple):
 
 
 class SharedScratch:
-    """Scratch for launches that follow one another on one stream of a device.
+    """Scratch for launches that follow one another on a stream of a device.
 
-    An engine runs its layers in turn, so one buffer serves all of them. Launches on another stream, a captured one
-    among them, do not get it.
+    An engine runs its layers in turn, so one buffer for each of its streams serves all of them. What is captured does
+    not get it, unless on the stream that was current when this was made.
     """
 
     def __init__(self, device: int, stream: int) -> None:
         self._device, self._stream = device, stream
         self._sizes = (0, 0)
         self._limits: Limits = Limits(0, 0, 0)
-        self._workspace: SemaphoreWorkspace | None = None
+        self._workspaces: dict[int, SemaphoreWorkspace] = {}
         self.ready: set[Hashable] = set()  # what layers noted as done
 
     def cover(self, plans: Iterable[OperatorPlan], limits: Limits) -> None:
@@ -48,21 +48,34 @@ class SharedScratch:
             zeroed, other = map(workspace_size, kinds)
             sizes = max(sizes[0], zeroed), max(sizes[1], other)
         self._limits = limits
-        if sizes != self._sizes or self._workspace is None:
+        if sizes != self._sizes or not self._workspaces:
             self._sizes = sizes
-            # Of the driver, as an engine may discard what torch's allocator gives out while it loads a model.
-            driver, zeroed = default_runtime().driver, -(-sizes[0] // 256) * 256
-            memory = Workspace.allocate(driver, driver.primary_context(self._device), zeroed + sizes[1], self._stream)
-            places = (memory.address, zeroed), (memory.address + zeroed, sizes[1])
-            self._workspace = SemaphoreWorkspace(*places, memory.context, owner=memory)
+            self._workspaces = {self._stream: self._made_for(self._stream)}
 
     def of_launch(self, requests: int, tokens: int, keys: int) -> SemaphoreWorkspace | None:
-        """The scratch for a launch on the current stream; None: that is another stream, or it is over the limits."""
-        if default_runtime().memory.current_stream(self._device) != self._stream:
-            return None
+        """The scratch for a launch on the current stream; None: it is captured, or it is over the limits.
+
+        Another stream than the first gets its own at its first launch.
+        """
         limits = self._limits
-        covered = requests <= limits.requests and tokens <= limits.tokens and keys <= limits.keys
-        return self._workspace if covered else None
+        if requests > limits.requests or tokens > limits.tokens or keys > limits.keys:
+            return None
+        runtime = default_runtime()
+        stream = runtime.memory.current_stream(self._device)
+        if stream != self._stream and runtime.driver.is_capturing(stream):
+            return None
+        workspace = self._workspaces.get(stream)
+        if workspace is None and self._workspaces:
+            workspace = self._workspaces[stream] = self._made_for(stream)
+        return workspace
+
+    def _made_for(self, stream: int) -> SemaphoreWorkspace:
+        # Of the driver, as an engine may discard what torch's allocator gives out while it loads a model.
+        driver, (semaphores, scratch) = default_runtime().driver, self._sizes
+        zeroed = -(-semaphores // 256) * 256
+        memory = Workspace.allocate(driver, driver.primary_context(self._device), zeroed + scratch, stream)
+        places = (memory.address, zeroed), (memory.address + zeroed, scratch)
+        return SemaphoreWorkspace(*places, memory.context, owner=memory)
 
 
 _SHARED: WeakKeyDictionary[Runtime, dict[int, SharedScratch]] = WeakKeyDictionary()

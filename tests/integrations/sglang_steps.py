@@ -40,9 +40,12 @@ HEADS, KV_HEADS, DIM, PAGE, MAX_LEN, COLUMNS = 8, 2, 128, 16, 128, 8
 
 
 def server_flags(monkeypatch: Any) -> SimpleNamespace:
-    """Flags of deterministic inference, where the plug-in reads them."""
-    flags = SimpleNamespace(enable_deterministic_inference=False)
+    """Flags of deterministic inference and of drafts, where the plug-in reads them."""
+    flags = SimpleNamespace(enable_deterministic_inference=False, speculative_algorithm=None)
+    flags.speculative_num_draft_tokens = flags.speculative_eagle_topk = None
     monkeypatch.setattr(runtime_context, "get_server_args", lambda: flags)
+    if hasattr(runtime_context, "get_spec"):
+        monkeypatch.setattr(runtime_context, "get_spec", lambda: flags)
     if hasattr(runtime_context, "get_exec"):
         monkeypatch.setattr(runtime_context, "get_exec", lambda: SimpleNamespace(deterministic=flags))
     return flags

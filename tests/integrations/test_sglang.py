@@ -109,7 +109,7 @@ def test_prompts(mode: ForwardMode, standin: StandIn) -> None:
     made.init_forward_metadata(step)
     forward(made, step)
     ((name, sent),) = launches(standin)
-    assert (name, sent["batch"], sent["q_len"], sent["tokens"], sent["max_seq_len"]) == ("context", 3, 20, 28, 50)
+    assert (name, sent["batch"], sent["q_len"], sent["tokens"], sent["max_seq_len"]) == ("context", 3, 20, 28, MAX_LEN)
     assert integers(sent["q_cu_seq_lens"], 4) == [0, 20, 27, 28]
     assert integers(sent["seq_lens"], 3) == [20, 50, 9]
     assert integers(sent["page_table"], 4) == [15, 14, 13, 12]

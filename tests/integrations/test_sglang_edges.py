@@ -75,28 +75,26 @@ def test_pools_of_another_class_or_layout_are_refused() -> None:
         backend(token_to_kv_pool=pool)
 
 
-def test_a_decode_is_bounded_by_its_pages_and_by_the_model() -> None:
-    (few, none), most = (
-        (metadata.decodes, metadata.prefills)
-        for metadata in (planned(batch(ForwardMode.DECODE, [1, 2], lens)) for lens in ([33, 7], [128, 100]))
-    )
-    assert none is None
-    assert (few.table.shape, few.max_seq_len, few.rows, few.first_row, few.max_q_len) == ((2, 3), 3 * PAGE, 2, 0, 1)
-    assert (few.lengths.dtype, few.lengths.tolist(), few.table.dtype, few.sums) == (INT32, [33, 7], INT32, None)
-    assert (most[0].table.shape, most[0].max_seq_len) == ((2, COLUMNS), MAX_LEN)
+def test_a_decode_is_bounded_by_the_model() -> None:
+    metadata = planned(batch(ForwardMode.DECODE, [1, 2], [33, 7]))
+    part = metadata.decodes
+    assert metadata.prefills is None
+    assert (part.table.shape, part.max_seq_len, part.rows, part.first_row) == ((2, COLUMNS), MAX_LEN, 2, 0)
+    assert (part.lengths.dtype, part.lengths.tolist(), part.table.dtype) == (INT32, [33, 7], INT32)
+    assert (part.sums, part.max_q_len) == (None, 1)
     short = SimpleNamespace(context_len=40)
     assert planned(batch(ForwardMode.DECODE, [1], [35]), model_config=short).decodes.max_seq_len == 40
 
 
-def test_a_prompt_is_bounded_by_its_longest_request() -> None:
+def test_a_prompt_is_bounded_by_the_model() -> None:
     metadata = planned(batch(ForwardMode.EXTEND, [1, 2], [33, 16], [3, 16]))
     part = metadata.prefills
     assert metadata.decodes is None
-    assert (part.first_row, part.rows, part.max_q_len, part.max_seq_len) == (0, 19, 16, 33)
+    assert (part.first_row, part.rows, part.max_q_len, part.max_seq_len) == (0, 19, 16, MAX_LEN)
     assert (part.sums.tolist(), part.sums.dtype, part.table.shape, part.lengths.tolist()) == (
         [0, 3, 19],
         INT32,
-        (2, 3),
+        (2, COLUMNS),
         [33, 16],
     )
 

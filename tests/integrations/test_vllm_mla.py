@@ -23,6 +23,7 @@ from vllm_mla_steps import run, step, use  # noqa: E402
 
 # isort: on
 from launch_records import integers, mla_launches  # noqa: E402
+from vllm.model_executor.layers.attention import mla_attention  # noqa: E402
 from vllm.platforms.interface import DeviceCapability  # noqa: E402
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType  # noqa: E402
 
@@ -179,6 +180,7 @@ def test_drafts_of_different_number(monkeypatch: pytest.MonkeyPatch, standin: St
 
 def test_decodes_in_front_of_prompts(monkeypatch: pytest.MonkeyPatch, standin: StandIn) -> None:
     config = configuration(drafts=3)
+    monkeypatch.setattr(mla_attention, "PIN_MEMORY", False, raising=False)
     prepared: list[Any] = []
     layer = config.compilation_config.static_forward_context["layer"]
     layer.prefill_backend.clone = lambda: SimpleNamespace(prepare_metadata=prepared.append, get_name=lambda: "")

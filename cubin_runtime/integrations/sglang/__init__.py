@@ -1,6 +1,7 @@
-"""An attention backend of SGLang on our operators; SGLang loads it by the entry point ``sglang.srt.plugins``.
+"""Attention backends of SGLang on our operators; SGLang loads them by the entry point ``sglang.srt.plugins``.
 
-``--attention-backend cubin_runtime`` chooses it. Nothing here imports SGLang before ``register`` is called.
+``--attention-backend cubin_runtime`` chooses that for the model. Nothing here imports SGLang before ``register`` is
+called.
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ def _register() -> None:
 
 
 def _backend(runner: Any) -> Any:
+    if getattr(runner, "use_mla_backend", False):
+        from .mla_backend import CubinRuntimeMlaAttnBackend
+
+        return CubinRuntimeMlaAttnBackend(runner)
     from .backend import CubinRuntimeAttnBackend
 
     return CubinRuntimeAttnBackend(runner)

@@ -18,6 +18,7 @@ _ADDING = (
     "add_deterministic_attention_backend_choices",
     "add_radix_supported_deterministic_attention_backend_choices",
 )
+_ADDING_ONE = "add_chunked_prefix_cache_attention_backend"
 _OVERRIDES, _PAGE_SIZE_DEFAULT = "sglang.srt.arg_groups.overrides", "_page_size_default"
 # Tokens of a page where the user says nothing: SGLang's default of 1 has no kernels.
 PAGE_SIZE = 64
@@ -30,9 +31,9 @@ def check_interface() -> None:
             "sglang.srt.layers.attention.attention_registry": ("ATTENTION_BACKENDS", "register_attention_backend"),
             "sglang.srt.layers.attention.base_attn_backend": ("AttentionBackend",),
             "sglang.srt.layers.radix_attention": ("AttentionType", "RadixAttention"),
-            "sglang.srt.mem_cache.memory_pool": ("KVWriteLoc", "MHATokenToKVPool"),
+            "sglang.srt.mem_cache.memory_pool": ("KVWriteLoc", "MHATokenToKVPool", "MLATokenToKVPool"),
             "sglang.srt.runtime_context": ("get_server_args",),
-            _choices().__name__: ("ATTENTION_BACKEND_CHOICES", *_ADDING),
+            _choices().__name__: ("ATTENTION_BACKEND_CHOICES", *_ADDING, _ADDING_ONE),
         }
     )
 
@@ -46,6 +47,7 @@ def add_backend(make: Callable[[Any], Any]) -> None:
         return
     for add in _ADDING:
         getattr(choices, add)([NAME])
+    getattr(choices, _ADDING_ONE)(NAME)
     register_attention_backend(NAME)(make)
     _default_page_size()
 
@@ -57,6 +59,16 @@ def is_deterministic() -> bool:
     if hasattr(runtime_context, "get_exec"):
         return bool(runtime_context.get_exec().deterministic.enable_deterministic_inference)
     return bool(runtime_context.get_server_args().enable_deterministic_inference)
+
+
+def draft_shape() -> tuple[int, int]:
+    """The draft tokens of a request that the target model verifies, 0 without drafts, and the breadth of their tree."""
+    from sglang.srt import runtime_context
+
+    bag = runtime_context.get_spec() if hasattr(runtime_context, "get_spec") else runtime_context.get_server_args()
+    if getattr(bag, "speculative_algorithm", None) is None:
+        return 0, 1
+    return int(bag.speculative_num_draft_tokens or 0), int(bag.speculative_eagle_topk or 1)
 
 
 def write_location(forward_batch: Any) -> Any:

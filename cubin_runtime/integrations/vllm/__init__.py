@@ -1,7 +1,8 @@
 """Attention backends of vLLM on our operators; vLLM loads them by the entry point ``vllm.general_plugins``.
 
-``--attention-backend CUBIN_RUNTIME`` chooses them, ``--attention-backend CUSTOM`` before vLLM 0.32, whose registry takes
-no new names; whether the model has MLA decides which of them. Nothing here imports vLLM before ``register`` is called.
+``--attention-backend CUBIN_RUNTIME`` chooses them, ``--attention-backend CUSTOM`` before vLLM 0.32, whose registry
+takes no new names; whether the model has MLA decides between them. Nothing here imports vLLM before ``register`` is
+called.
 """
 
 from __future__ import annotations

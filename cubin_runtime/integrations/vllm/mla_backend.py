@@ -1,4 +1,4 @@
-"""The classes that vLLM asks for where layers have a latent cache (MLA): decodes here, prompts by vLLM's MLA prefill."""
+"""The classes that vLLM asks for where layers have a latent cache (MLA); prompts go to vLLM's own MLA prefill."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def keys_on_a_rank(keys: int, dealing: Dealing) -> int:
 
 
 def _is_capturing(tensor: torch.Tensor) -> bool:
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+    return bool(tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 class CubinRuntimeMlaBackend(*latent_cache_interface(), MLACommonBackend):  # type: ignore[misc]

@@ -1,0 +1,134 @@
+"""SGLang's steps as parts of a batch: page tables from its token slots, lengths, and what a captured step reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+
+from ...errors import UsageError
+from ...kernels.native.mla.select import MAX_QUERIES
+from ..paged_batch import PagedBatch, Part
+from ..scratch import Limits
+from .versions import draft_shape, is_deterministic
+
+
+class PagedAttnBackend(AttentionBackend):  # type: ignore[misc]
+    """What our backends have in common: ``forward_metadata`` is the step's ``PagedBatch``."""
+
+    def __init__(self, model_runner: Any, page_sizes: Sequence[int]) -> None:
+        """Read what a step needs of the model runner.
+
+        Raises:
+            UsageError: a page size, a cache or drafts that are not supported.
+        """
+        super().__init__()
+        page = model_runner.page_size
+        if page not in page_sizes:
+            raise UsageError(f"page_size={page}: expected one of {tuple(page_sizes)} (--page-size)")
+        server = getattr(model_runner, "server_args", None)
+        if getattr(server, "enable_hierarchical_cache", False):
+            raise UsageError("enable_hierarchical_cache: pages that come back from the host were never tried")
+        self._drafts, breadth = draft_shape()
+        if self._drafts > MAX_QUERIES or breadth > 1:
+            raise UsageError(
+                f"speculative_num_draft_tokens={self._drafts}, speculative_eagle_topk={breadth}: expected at most "
+                f"{MAX_QUERIES} tokens of a chain, topk 1 (n-gram: --speculative-ngram-max-bfs-breadth 1)"
+            )
+        self._page: int = page
+        # Of a page's tokens the first says where the page is.
+        self._first_slots = model_runner.req_to_token_pool.req_to_token[:, ::page]
+        self.max_context_len: int = model_runner.model_config.context_len
+        columns, requests = self._first_slots.shape[1], self._first_slots.shape[0]
+        self._bound = min(self.max_context_len + self._drafts, columns * page)
+        self._batch_invariant = is_deterministic()
+        self._draft_sums = torch.arange(requests + 1, dtype=torch.int32, device=self._first_slots.device) * self._drafts
+        tokens = getattr(server, "chunked_prefill_size", None) or 0
+        prompts = max(tokens, getattr(server, "max_prefill_tokens", None) or 0, self.max_context_len)
+        self._limits = Limits(requests, max(prompts, requests * max(1, self._drafts)), self._bound)
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """The step's parts.
+
+        Raises:
+            UsageError: a mode that is neither decode, verify nor extend.
+        """
+        mode, count = forward_batch.forward_mode, forward_batch.batch_size
+        if mode.is_idle():
+            self.forward_metadata = PagedBatch(None, None)
+            return
+        rows = self._first_slots.index_select(0, forward_batch.req_pool_indices)
+        table = torch.div(rows, self._page, rounding_mode="floor")
+        lengths = forward_batch.seq_lens.to(torch.int32)
+        if mode.is_decode() or self._is_verify(mode):
+            lengths = lengths + self._drafts if mode.is_target_verify() else lengths
+            self.forward_metadata = PagedBatch(self._decodes(mode, table, lengths), None)
+            return
+        if not mode.is_extend_or_draft_extend_or_mixed() or mode.is_split_prefill() or mode.is_target_verify():
+            raise UsageError(f"forward_mode={mode.name}: expected DECODE, TARGET_VERIFY, EXTEND, MIXED or IDLE")
+        sums = torch.zeros(count + 1, dtype=torch.int32, device=lengths.device)
+        torch.cumsum(forward_batch.extend_seq_lens, 0, dtype=torch.int32, out=sums[1:])
+        new = forward_batch.extend_seq_lens_cpu
+        self.forward_metadata = PagedBatch(None, Part(0, sum(new), table, lengths, sums, max(new), self._bound))
+
+    def _is_verify(self, mode: Any) -> bool:
+        return bool(self._drafts and mode.is_target_verify())
+
+    def _decodes(self, mode: Any, table: Any, lengths: Any) -> Part:
+        """Requests with one token each, or with as many as there are draft tokens; bounded by the model."""
+        count = table.shape[0]
+        if mode.is_target_verify():
+            sums = self._draft_sums[: count + 1]
+            return Part(0, count * self._drafts, table, lengths, sums, self._drafts, self._bound)
+        return Part(0, count, table, lengths, None, 1, self._bound)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Make the page table and the lengths that captured steps read."""
+        device, columns = self._first_slots.device, self._first_slots.shape[1]
+        self._graph_table = torch.zeros(max_bs, columns, dtype=torch.int32, device=device)
+        self._graph_lengths = torch.zeros(max_bs, dtype=torch.int32, device=device)
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Point a captured step to its tables, which ``init_forward_metadata_in_graph`` fills.
+
+        Raises:
+            UsageError: a mode other than decode and verify.
+        """
+        mode, count = forward_batch.forward_mode, forward_batch.batch_size
+        if not mode.is_decode_or_idle() and not self._is_verify(mode):
+            raise UsageError(f"forward_mode={mode.name}: captured, expected DECODE or TARGET_VERIFY")
+        part = self._decodes(mode, self._graph_table[:count], self._graph_lengths[:count])
+        self.forward_metadata = PagedBatch(part, None)
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        """Fill the tables from the runner's own, on the device, at each replay."""
+        count = forward_batch.batch_size
+        rows = self._first_slots.index_select(0, forward_batch.req_pool_indices[:count])
+        torch.div(rows, self._page, rounding_mode="floor", out=self._graph_table[:count])
+        lengths = forward_batch.seq_lens[:count]
+        if forward_batch.forward_mode.is_target_verify():
+            lengths = lengths + self._drafts
+        self._graph_lengths[:count].copy_(lengths)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """The length of requests that pad a captured step."""
+        return 1
+
+    def forward_decode(
+        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **given: Any
+    ) -> Any:
+        """As ``forward_extend``, one token of each request."""
+        return self.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **given)
+
+
+def refuse(given: dict[str, Any]) -> None:
+    """Refuse arguments of a layer that change its result.
+
+    Raises:
+        UsageError: there are some; the message names them.
+    """
+    named = [name for name, value in given.items() if value is not None and value is not False]
+    if named:
+        raise UsageError(f"{', '.join(named)}: attention here does not honour them")
