@@ -58,12 +58,12 @@ def use(monkeypatch: Any, config: Any) -> Any:
     return AttentionBackendEnum[REGISTERED].get_class()
 
 
-def builder(backend: Any, config: Any) -> Any:
+def builder(backend: Any, config: Any, device: str = "cpu") -> Any:
     spec = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=config.model_config.get_head_size(), dtype=BF16)
-    return backend.get_builder_cls()(spec, ["layer"], config, torch.device("cpu"))
+    return backend.get_builder_cls()(spec, ["layer"], config, torch.device(device))
 
 
-def layer_of(backend: Any, config: Any, **changed: Any) -> Any:
+def layer_of(backend: Any, config: Any, device: str = "cpu", **changed: Any) -> Any:
     """A layer whose projection, which only prompts use, lies on the device."""
     dims = vars(config.model_config.hf_text_config)
     given = {
@@ -79,7 +79,7 @@ def layer_of(backend: Any, config: Any, **changed: Any) -> Any:
         "kv_sharing_target_layer_name": None,
         **dims,
         "qk_head_dim": dims["qk_nope_head_dim"] + dims["qk_rope_head_dim"],
-        "kv_b_proj": torch.nn.Linear(8, 8, bias=False),
+        "kv_b_proj": torch.nn.Linear(8, 8, bias=False, device=device),
     }
     return backend.get_impl_cls()(**{**given, **changed})
 
