@@ -189,8 +189,6 @@ CIRCLES_AT_RUN_TIME = {
     *("attention.fast_path.any_size", "attention.fast_path.arguments", "attention.fast_path.generated"),
     *("attention.fast_path.operator_function", "attention.fast_path.options", "attention.process"),
     *("attention.recorded.recorder", "attention.runtime", "cli.inspect", "cli.inspect_release"),
-    *("integrations.sglang", "integrations.sglang.backend", "integrations.sglang.versions"),
-    *("integrations.vllm", "integrations.vllm.versions"),
 }
 CIRCLES_OF_TYPES = {
     *("attention.bound_step", "attention.fast_path", "attention.fast_path.notes", "attention.memory"),
@@ -277,7 +275,7 @@ def test_a_warm_import_takes_less_than_100_ms() -> None:
 
 
 # What generates code for each class; beside these, values are defined by ``cubin_runtime.values``.
-GENERATING = {"path", "dispatch", "process_pool", "http_session", "arguments", "paged_batch", "values"}
+GENERATING = {"path", "dispatch", "process_pool", "http_session", "arguments", "paged_batch", "mla_backend", "values"}
 # Modules that a process which launches loaded kernels does without.
 LATER = (
     "asyncio",

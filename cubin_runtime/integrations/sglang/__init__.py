@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from ..interface import register_safely
+from .versions import NAME, add_backend, check_interface
 
-NAME = "cubin_runtime"
+__all__ = ["NAME", "register"]
 
 
 def register() -> None:
@@ -22,8 +23,6 @@ def register() -> None:
 
 
 def _register() -> None:
-    from .versions import add_backend, check_interface
-
     check_interface()
     add_backend(_backend)
 

@@ -15,9 +15,8 @@ from ...errors import UsageError, WorkspaceError
 from ..latent_batch import PAGE_SIZE, LatentDecodes, LatentOptions, attend_latent, check_latent_layer
 from ..latent_readiness import LatentKind, reserve_latent, reserve_prompts, warm_up_latent
 from ..scratch import SharedScratch
-from . import NAME
 from .steps import PagedAttnBackend, refuse
-from .versions import write_location
+from .versions import NAME, write_location
 
 _LOGGER = logging.getLogger(__name__)
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float8_e4m3fn: "float8_e4m3fn"}
@@ -54,8 +53,9 @@ class CubinRuntimeMlaAttnBackend(PagedAttnBackend):
                 "enable_deterministic_inference: the bits of prompts depend on cached prefixes here; "
                 "expected another --prefill-attention-backend"
             )
-        if getattr(server, "dcp_size", 1) > 1:
-            raise UsageError(f"dcp_size={server.dcp_size}: expected 1")
+        ranks = getattr(server, "dcp_size", 1)
+        if ranks > 1:
+            raise UsageError(f"dcp_size={ranks}: expected 1")
         self._pool = pool
         self._scratch: SharedScratch | None = None
         # Imported late: a model without MLA need not load the models of others.

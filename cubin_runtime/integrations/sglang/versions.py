@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ..interface import require
-from . import NAME
+
+NAME = "cubin_runtime"
 
 _LOGGER = logging.getLogger(__name__)
 # Where the names of backends are, the newest place first; from 0.5.20 on `server_args` only repeats them.

@@ -8,8 +8,9 @@ called.
 from __future__ import annotations
 
 from ..interface import register_safely
+from .versions import NAME, add_backend, check_interface
 
-NAME = "CUBIN_RUNTIME"
+__all__ = ["NAME", "register"]
 
 
 def register() -> None:
@@ -21,7 +22,5 @@ def register() -> None:
 
 
 def _register() -> None:
-    from .versions import add_backend, check_interface
-
     check_interface()
     add_backend(f"{__name__}.selection.Backend")

@@ -6,7 +6,8 @@ from typing import Any
 
 from ...errors import UsageError
 from ..interface import require
-from . import NAME
+
+NAME = "CUBIN_RUNTIME"
 
 # What ``backend`` takes from vLLM, in every version.
 _INTERFACE = {
