@@ -26,16 +26,22 @@ class Limits(NamedTuple):
 class SharedScratch:
     """Scratch for launches that follow one another on a stream of a device.
 
-    An engine runs its layers in turn, so one buffer for each of its streams serves all of them. What is captured does
-    not get it, unless on the stream that was current when this was made.
+    An engine runs its layers in turn, so one buffer for each of its streams serves all of them: for the stream that was
+    current when this was made, and for those that ``serve`` names. Launches on another stream, a captured one among
+    them, do not get it.
     """
 
     def __init__(self, device: int, stream: int) -> None:
-        self._device, self._stream = device, stream
+        self._device, self._streams = device, [stream]
         self._sizes = (0, 0)
         self._limits: Limits = Limits(0, 0, 0)
         self._workspaces: dict[int, SemaphoreWorkspace] = {}
         self.ready: set[Hashable] = set()  # what layers noted as done
+
+    def serve(self, stream: int) -> None:
+        """Have scratch for another stream too, on which no graph is captured; ``cover`` makes it."""
+        if stream not in self._streams:
+            self._streams.append(stream)
 
     def cover(self, plans: Iterable[OperatorPlan], limits: Limits) -> None:
         """Grow to what these plans need, which are those of all steps within ``limits``, the same for all layers.
@@ -48,26 +54,16 @@ class SharedScratch:
             zeroed, other = map(workspace_size, kinds)
             sizes = max(sizes[0], zeroed), max(sizes[1], other)
         self._limits = limits
-        if sizes != self._sizes or not self._workspaces:
+        if sizes != self._sizes or self._workspaces.keys() != {*self._streams}:
             self._sizes = sizes
-            self._workspaces = {self._stream: self._made_for(self._stream)}
+            self._workspaces = {stream: self._made_for(stream) for stream in self._streams}
 
     def of_launch(self, requests: int, tokens: int, keys: int) -> SemaphoreWorkspace | None:
-        """The scratch for a launch on the current stream; None: it is captured, or it is over the limits.
-
-        Another stream than the first gets its own at its first launch.
-        """
+        """The scratch for a launch on the current stream; None: there is none for it, or it is over the limits."""
         limits = self._limits
         if requests > limits.requests or tokens > limits.tokens or keys > limits.keys:
             return None
-        runtime = default_runtime()
-        stream = runtime.memory.current_stream(self._device)
-        if stream != self._stream and runtime.driver.is_capturing(stream):
-            return None
-        workspace = self._workspaces.get(stream)
-        if workspace is None and self._workspaces:
-            workspace = self._workspaces[stream] = self._made_for(stream)
-        return workspace
+        return self._workspaces.get(default_runtime().memory.current_stream(self._device))
 
     def _made_for(self, stream: int) -> SemaphoreWorkspace:
         # Of the driver, as an engine may discard what torch's allocator gives out while it loads a model.

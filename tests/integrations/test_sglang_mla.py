@@ -22,6 +22,7 @@ from sglang_mla_steps import pool_of, prompt_layer  # noqa: E402
 
 # isort: on
 from launch_records import integers, launches, mla_launches  # noqa: E402
+from sglang.srt.mem_cache import memory_pool  # noqa: E402
 from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: E402
 
 from cubin_runtime.errors import UsageError  # noqa: E402
@@ -60,7 +61,8 @@ def test_decodes(standin: StandIn) -> None:
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP8])
-def test_new_rows_are_written_to_their_slots(dtype: Any) -> None:
+def test_new_rows_are_written_to_their_slots(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_pool, "get_parallel", lambda: SimpleNamespace(dcp_enabled=False, attn_dcp_size=1))
     pool = pool_of(dtype)
     made, step = backend(token_to_kv_pool=pool), batch(ForwardMode.DECODE, [1, 2], [40, 130])
     made.init_forward_metadata(step)

@@ -37,11 +37,12 @@ def flags(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 class Plain:
     """A model without MLA."""
 
-    requests, most = 3, plain.MAX_LEN
+    requests, most, stream = 3, plain.MAX_LEN, None
 
     def __init__(self) -> None:
         server = SimpleNamespace(chunked_prefill_size=64)
-        self.made = plain.backend(model=torch.nn.ModuleList([plain.layer_of()]), server_args=server)
+        model = torch.nn.ModuleList([plain.layer_of()])
+        self.made = plain.backend(model=model, server_args=server, forward_stream=self.stream)
 
     def forward(self, step: Any) -> None:
         plain.forward(self.made, step)
@@ -50,10 +51,10 @@ class Plain:
 class Latent:
     """A model with MLA; prompts run on projected keys, once for the new tokens and once for a cached chunk."""
 
-    requests, most = mla.REQUESTS, mla.MAX_LEN
+    requests, most, stream = mla.REQUESTS, mla.MAX_LEN, None
 
     def __init__(self) -> None:
-        self.made, self.layer = mla.backend(), mla.prompt_layer()
+        self.made, self.layer = mla.backend(forward_stream=self.stream), mla.prompt_layer()
 
     def forward(self, step: Any) -> None:
         if not step.forward_mode.is_extend_without_speculative():
@@ -119,3 +120,17 @@ def test_one_line_names_the_kernels_of_each_kind_of_layer(
     lines = [record.getMessage() for record in caplog.records if "run on" in record.getMessage()]
     assert len(lines) == len({*lines}) == (2 if model is Latent else 1)
     assert any(("decode_e4m3" not in line) and "decode" in line for line in lines)
+
+
+@pytest.mark.parametrize("model", [Plain, Latent])
+def test_the_stream_of_steps_has_scratch_and_a_captured_one_has_its_own(
+    hopper: Runtime, monkeypatch: pytest.MonkeyPatch, model: Any
+) -> None:
+    stream = hopper.driver.create_stream()
+    monkeypatch.setattr(model, "stream", SimpleNamespace(cuda_stream=stream))
+    scratch = model().made._scratch
+    first = scratch.of_launch(1, 1, 1)
+    for current, found in ((stream, True), (stream + 1, False)):
+        monkeypatch.setattr(hopper.memory, "current_stream", lambda like, current=current: current)
+        assert (scratch.of_launch(1, 1, 1) is not None) == found
+        assert scratch.of_launch(1, 1, 1) is not first

@@ -28,6 +28,7 @@ def configuration(**changed: Any) -> Any:
     parallel = ParallelConfig()
     for name in ("decode_context_parallel_size", "cp_kv_cache_interleave_size"):
         setattr(parallel, name, changed.pop(name, 1))
+    parallel.enable_dbo = changed.pop("enable_dbo", False)
     model = SimpleNamespace(
         max_model_len=changed.pop("max_model_len", MAX_LEN),
         use_mla=True,

@@ -11,7 +11,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from ...errors import UsageError
 from ...kernels.native.mla.select import MAX_QUERIES
 from ..paged_batch import PagedBatch, Part
-from ..scratch import Limits
+from ..scratch import Limits, shared_scratch
 from .versions import draft_shape, is_deterministic
 
 
@@ -45,8 +45,13 @@ class PagedAttnBackend(AttentionBackend):  # type: ignore[misc]
         self._bound = min(self.max_context_len + self._drafts, columns * page)
         self._batch_invariant = is_deterministic()
         self._draft_sums = torch.arange(requests + 1, dtype=torch.int32, device=self._first_slots.device) * self._drafts
-        tokens = getattr(server, "chunked_prefill_size", None) or 0
-        prompts = max(tokens, getattr(server, "max_prefill_tokens", None) or 0, self.max_context_len)
+        chunk = getattr(server, "chunked_prefill_size", None) or 0
+        whole = max(getattr(server, "max_prefill_tokens", None) or 0, self.max_context_len)
+        prompts = chunk + requests if chunk > 0 else whole
+        # On which SGLang runs its steps; it makes its backends, and captures graphs, on others.
+        stream = getattr(model_runner, "forward_stream", None)
+        if stream is not None:
+            shared_scratch(self._first_slots.device.index or 0).serve(stream.cuda_stream)
         self._limits = Limits(requests, max(prompts, requests * max(1, self._drafts)), self._bound)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:

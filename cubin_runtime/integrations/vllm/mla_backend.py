@@ -103,12 +103,14 @@ class CubinRuntimeMlaBackend(*latent_cache_interface(), MLACommonBackend):  # ty
 
     @classmethod
     def supports_combination(cls, *_: Any, **__: Any) -> str | None:
-        """Refuse sizes without kernels, and scales that vLLM finds in the first step, when graphs have others."""
+        """Refuse sizes without kernels, drafts in micro-batches, and scales that vLLM finds in the first step."""
         config = get_current_vllm_config_or_none()
         if config is None:
             return None
         if getattr(config.cache_config, "calculate_kv_scales", False):
             return "calculate_kv_scales not supported"
+        if config.speculative_config is not None and config.parallel_config.use_ubatching:
+            return "drafts in micro-batches not supported"
         dims, parallel = get_mla_dims(config.model_config), config.parallel_config
         heads = config.model_config.get_num_attention_heads(parallel) * parallel.decode_context_parallel_size
         return unserved(dims.kv_lora_rank, dims.qk_rope_head_dim, heads, decode_tokens(config))
