@@ -154,3 +154,31 @@ def test_a_layer_that_is_not_a_plain_decoder_is_refused(attended: list[Any], cha
 
 def test_the_runner_of_the_tests_has_pages_in_reverse() -> None:
     assert runner().req_to_token_pool.req_to_token[1, :2].tolist() == [15 * PAGE, 15 * PAGE + 1]
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_draft_tokens_are_verified_as_several_tokens_of_a_request(
+    attended: list[Any], execution: SimpleNamespace, captured: bool
+) -> None:
+    execution.speculative_algorithm = "EAGLE"
+    execution.speculative_num_draft_tokens, execution.speculative_eagle_topk = 4, 1
+    made, step = backend(), batch(ForwardMode.TARGET_VERIFY, [2, 1], [33, 7], [4, 4])
+    if captured:
+        made.init_cuda_graph_state(4, 16)
+        made.init_forward_metadata_out_graph(step, in_capture=True)
+        made.init_forward_metadata_in_graph(step)
+    else:
+        made.init_forward_metadata(step)
+    part = made.forward_metadata.decodes
+    assert made.forward_metadata.prefills is None
+    assert (part.rows, part.max_q_len, part.lengths.tolist(), part.sums.tolist()) == (8, 4, [37, 11], [0, 4, 8])
+    assert part.table[:, 0].tolist() == [2 * COLUMNS + COLUMNS - 1, COLUMNS + COLUMNS - 1]
+    assert part.max_seq_len >= part.lengths.max()
+
+
+@pytest.mark.parametrize(("tokens", "topk"), [(17, 1), (4, 2)])
+def test_drafts_that_are_refused_at_start(execution: SimpleNamespace, tokens: int, topk: int) -> None:
+    execution.speculative_algorithm = "EAGLE"
+    execution.speculative_num_draft_tokens, execution.speculative_eagle_topk = tokens, topk
+    with pytest.raises(UsageError, match=f"speculative_num_draft_tokens={tokens}, speculative_eagle_topk={topk}"):
+        backend()
