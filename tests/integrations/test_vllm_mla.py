@@ -23,6 +23,7 @@ from vllm_mla_steps import run, step, use  # noqa: E402
 
 # isort: on
 from launch_records import integers, mla_launches  # noqa: E402
+from vllm.distributed import parallel_state  # noqa: E402
 from vllm.model_executor.layers.attention import mla_attention  # noqa: E402
 from vllm.platforms.interface import DeviceCapability  # noqa: E402
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType  # noqa: E402
@@ -204,6 +205,26 @@ def test_a_bound_within_the_pages_of_a_step(monkeypatch: pytest.MonkeyPatch, sta
     run(monkeypatch, configuration(), step([1], [40], block_table_tensor=table, max_seq_len=MAX_LEN))
     (sent,) = mla_launches(standin)
     assert sent["max_seq_len"] == 2 * BLOCK
+
+
+def test_keys_on_several_ranks(monkeypatch: pytest.MonkeyPatch, standin: StandIn) -> None:
+    if hasattr(mla_attention, "MLADCPManager"):
+        pytest.skip("this vLLM gathers keys of prompts through a manager that needs ranks")
+    group = SimpleNamespace(world_size=2, rank_in_group=1)
+    monkeypatch.setattr(mla_attention, "get_dcp_group", lambda: group)
+    monkeypatch.setattr(parallel_state, "get_dcp_group", lambda: group)
+    config = configuration(drafts=3, decode_context_parallel_size=2, cp_kv_cache_interleave_size=16)
+    local = torch.tensor([16, 48], dtype=torch.int32)
+    metadata = step([4, 4], [40, 90], dcp_local_seq_lens=local)
+    (out, lse), built, _kept = run(monkeypatch, config, metadata)
+    (sent,) = mla_launches(standin)
+    assert (out.shape, lse.shape, sent["lse"]) == ((8, 2 * HEADS, LATENT), (8, 2 * HEADS), lse.data_ptr())
+    assert (integers(sent["seq_lens"], 2), integers(sent["global_seq_lens"], 2)) == ([16, 48], [40, 90])
+    assert (sent["cp_begin"], sent["cp_interleave"], sent["q_len"]) == (16, 16, 4)
+    assert sent["max_seq_len"] == MAX_LEN // 2
+    impl = type(_kept[0])
+    assert (impl.lse_base_on_e, impl.can_return_lse_for_decode, impl.supports_dcp) == (False, True, True)
+    assert built.num_decodes == 2
 
 
 def test_a_step_that_is_not_causal_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
