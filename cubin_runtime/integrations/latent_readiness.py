@@ -141,11 +141,12 @@ def reserve_prompts(
     def tensor(dtype: Any, *shape: int) -> TensorView:
         return TensorView.contiguous(_ADDRESS, dtype, shape, device)
 
+    rows = max(limits.tokens, limits.keys)  # of keys, cached ones among them
     plans = [
         plan_context_attention(
             tensor("bfloat16", limits.tokens, heads, size),
-            tensor("bfloat16", limits.tokens, heads, size),
-            tensor("bfloat16", limits.tokens, heads, value_size),
+            tensor("bfloat16", rows, heads, size),
+            tensor("bfloat16", rows, heads, value_size),
             tensor("bfloat16", limits.tokens, heads, value_size),
             tensor("float32", limits.tokens, heads) if with_lse else None,
             max_seq_len=keys,
