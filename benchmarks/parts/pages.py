@@ -7,7 +7,18 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from decode import client_pages, host_page, l2_page, mla_page, models_page, operator_pages, page, regime, serving_page, summary
+from decode import (
+    client_pages,
+    host_page,
+    l2_page,
+    mla_page,
+    models_page,
+    operator_pages,
+    page,
+    regime,
+    serving_page,
+    summary,
+)
 from decode.freshness import EARLIER, explained, is_fresh, marked, pinned
 from decode.profile_table import profiled
 from decode.tables import NOT_MEASURED, Report, report_of
