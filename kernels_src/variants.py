@@ -433,21 +433,37 @@ _PREFILL_SHAPES = {
     192: (128, 2, 128, 2, 2, 8, 8),
     256: (256, 2, 64, 2, 2, 4, 2),
 }
+# Of e4m3 keys and values, whose producers need registers: consumer warpgroups, and the same steps, by head_dim and
+# segments.
+_PREFILL_E4M3_WARPGROUPS = 2
+_PREFILL_E4M3_REGISTER_STEPS = {
+    (64, False): (4, 4),
+    (64, True): (4, 4),
+    (128, False): (6, 5),
+    (128, True): (5, 4),
+    (192, False): (6, 5),
+    (256, False): (3, 2),
+}
 
 
-def _context_attention(dtype: str, head_dim: int, soft_cap: bool, segments: bool = False) -> Variant:
+def _context_attention(
+    dtype: str, head_dim: int, soft_cap: bool, segments: bool = False, e4m3: bool = False
+) -> Variant:
     options = f"{'_soft_cap' if soft_cap else ''}{'_segments' if segments else ''}"
     value_dim, warpgroups, tile, k_stages, v_stages, *register_steps = _PREFILL_SHAPES[head_dim]
     if segments and soft_cap:
         warpgroups = 2  # three have not enough registers for both
+    if e4m3:
+        warpgroups, register_steps = _PREFILL_E4M3_WARPGROUPS, [*_PREFILL_E4M3_REGISTER_STEPS[head_dim, segments]]
     return Variant(
         source="prefill/context_attention.cu",
-        symbol=f"context_attention_{dtype}_d{head_dim}{options}",
+        symbol=f"context_attention_{dtype}{'_over_e4m3' if e4m3 else ''}_d{head_dim}{options}",
         sm="90a",
         operation="context_attention",
-        struct="ContextAttentionParams",
+        struct="ContextAttentionE4m3Params" if e4m3 else "ContextAttentionParams",
         traits={
             "dtype": dtype,
+            "kv_dtype": "e4m3" if e4m3 else dtype,
             "head_dim": head_dim,
             "value_dim": value_dim,
             "rows": 64 * warpgroups,
@@ -458,6 +474,7 @@ def _context_attention(dtype: str, head_dim: int, soft_cap: bool, segments: bool
         },
         defines={
             "HEAD_DIM": head_dim,
+            "KV_E4M3": int(e4m3),
             "MMA_FP16": int(dtype == "fp16"),
             "VALUE_DIM": value_dim,
             "TILE_TOKENS": tile,
@@ -473,12 +490,11 @@ def _context_attention(dtype: str, head_dim: int, soft_cap: bool, segments: bool
 
 
 def _prefill_variants() -> Iterator[Variant]:
-    for head_dim in _PREFILL_SHAPES:
-        for dtype in ("bf16", "fp16"):
-            for soft_cap in (False, True):
-                yield _context_attention(dtype, head_dim, soft_cap)
-                if head_dim in SEGMENT_HEAD_DIMS:
-                    yield _context_attention(dtype, head_dim, soft_cap, segments=True)
+    dtypes = ("bf16", "fp16")
+    for e4m3, head_dim, dtype, soft_cap in product((False, True), _PREFILL_SHAPES, dtypes, (False, True)):
+        yield _context_attention(dtype, head_dim, soft_cap, e4m3=e4m3)
+        if head_dim in SEGMENT_HEAD_DIMS:
+            yield _context_attention(dtype, head_dim, soft_cap, segments=True, e4m3=e4m3)
 
 
 VARIANTS: tuple[Variant, ...] = (

@@ -12,14 +12,17 @@ from ..kernels.native.prefill.select import HEAD_DIMS, MAX_GROUP, VALUE_DIMS
 from ..tensor import TensorView
 from ..values import dataclass
 from .checks import check_shape, integer, listed
-from .decode_call import LENGTHS, DecodeCall, DecodeOptions, token_stride
+from .decode_call import KV_SCALES, LENGTHS, DecodeCall, DecodeOptions, token_stride
 from .operator import TensorArg
 from .paged_cache import cache_view, check_page_size, check_table, value_table_offset
-from .scales import float32_number
+from .scales import flat_scalar, float32_number
 
 DTYPES_16 = ("bfloat16", "float16")
 LSE_BASES = ("2", "e")
-_SAME = {dtype: (dtype,) for dtype in DTYPES_16}
+E4M3 = "float8_e4m3fn"
+_KV_DTYPES = (*DTYPES_16, E4M3)
+_SAME = {dtype: (dtype,) for dtype in _KV_DTYPES}
+Q_DTYPES = {**{dtype: (dtype,) for dtype in DTYPES_16}, E4M3: DTYPES_16}
 _MOST = 1 << 30  # tokens: positions and windows added to them fit an int32
 
 
@@ -55,12 +58,16 @@ def _kv_arg(name: str, **dtypes: Any) -> TensorArg:
     )
 
 
+def _kv_scale(view: TensorView, _: Any) -> TensorView:
+    return flat_scalar(view)
+
+
 # Rows are moved in pieces of 16 bytes.
 CONTEXT_TENSORS = (
-    TensorArg("q", _SAME, dtypes_by="k", alignment=16, stride_bytes=16, rows=True),
-    _kv_arg("k", dtypes=DTYPES_16),
+    TensorArg("q", Q_DTYPES, dtypes_by="k", alignment=16, stride_bytes=16, rows=True),
+    _kv_arg("k", dtypes=_KV_DTYPES),
     _kv_arg("v", dtypes=_SAME, dtypes_by="k"),
-    TensorArg("out", _SAME, dtypes_by="k", alignment=16, stride_bytes=16, rows=True, written=True),
+    TensorArg("out", Q_DTYPES, dtypes_by="k", alignment=16, stride_bytes=16, rows=True, written=True),
     TensorArg("lse", ("float32",), optional=True, written=True),
     TensorArg("page_table", ("int32",), optional=True, rows=True),
     TensorArg("seq_lens", LENGTHS, optional=True, contiguous=True),
@@ -71,6 +78,7 @@ CONTEXT_TENSORS = (
         TensorArg(name, ("float32",), optional=True, scalar=True, value=f"{name}_device")
         for name in ("softmax_scale", "output_scale")
     ),
+    *(TensorArg(name, ("float32",), optional=True, canonical=_kv_scale) for name in KV_SCALES),
 )
 
 
@@ -171,6 +179,12 @@ def _check_shapes(call: DecodeCall) -> None:
     check_shape("seq_lens", tensors.get("seq_lens"), (batch,))
     check_shape("kv_cu_seq_lens", tensors.get("kv_cu_seq_lens"), (batch + 1,))
     check_shape("sinks", tensors.get("sinks"), (call.q_heads,), (kv_heads, call.q_heads // kv_heads))
+    if tensors["out"].dtype != call.q.dtype:
+        raise UsageError(f"out: dtype {tensors['out'].dtype}, expected {call.q.dtype}, like q")
+    for name in KV_SCALES:
+        check_shape(name, tensors.get(name), (1,), (kv_heads,), (batch, kv_heads))
+        if tensors.get(name) is not None and tensors["k"].dtype != E4M3:
+            raise UsageError(f"{name}: a tensor with {tensors['k'].dtype} keys and values, expected a number or None")
     for name in ("softmax_scale", "output_scale"):
         scale = tensors.get(name)
         if scale is not None and prod(scale.shape) != 1:
@@ -191,8 +205,8 @@ def _check_options(call: DecodeCall) -> None:
         raise UsageError(f"lse_base={options.lse_base!r}: expected '2' or 'e'")
     if float32_number("logit_soft_cap", options.logit_soft_cap) < 0:
         raise UsageError(f"logit_soft_cap={options.logit_soft_cap}: expected 0 (none) or more")
-    for name, scale in (("softmax_scale", options.softmax_scale), ("output_scale", options.output_scale)):
-        float32_number(name, scale)
+    for name in ("softmax_scale", "output_scale", *KV_SCALES):
+        float32_number(name, getattr(options, name))
 
 
 def problem_of(call: DecodeCall) -> ContextProblem:
@@ -203,6 +217,7 @@ def problem_of(call: DecodeCall) -> ContextProblem:
     tokens = prod(q.shape[:-2])
     return ContextProblem(
         dtype=DTYPES[q.dtype].short,
+        kv_dtype=DTYPES[k.dtype].short,
         batch=batch_of(call),
         tokens=tokens,
         q_len=min(tokens, options.max_q_len or tokens) if call.ragged else q.shape[1],
@@ -218,8 +233,8 @@ def problem_of(call: DecodeCall) -> ContextProblem:
         window_left=options.window_left,
         window_right=0 if options.causal else options.window_right,
         soft_cap=options.logit_soft_cap,
-        softmax_scale=options.softmax_scale,
-        output_scale=options.output_scale,
+        softmax_scale=options.softmax_scale * options.k_scale,
+        output_scale=options.output_scale * options.v_scale,
         lse_natural=options.lse_base == "e",
         lse_with_sink=options.lse_sink,
         q_strides=_row_strides("q", q),
@@ -227,10 +242,19 @@ def problem_of(call: DecodeCall) -> ContextProblem:
         lse_strides=(token_stride("lse", lse, 1), lse.strides[-1]) if lse else (0, 0),
         k_strides=_kv_strides(k),
         v_strides=_kv_strides(tensors["v"]),
+        k_scale_strides=_scale_strides(tensors.get("k_scale")),
+        v_scale_strides=_scale_strides(tensors.get("v_scale")),
         table_stride=table.strides[0] if table else 0,
         v_table_offset=value_table_offset(table) if table else 0,
         programmatic_serialization=bool(options.enable_pdl),
     )
+
+
+def _scale_strides(view: TensorView | None) -> tuple[int, int]:
+    """Elements between requests and between KV heads; 0 where all have one scale."""
+    if view is None or prod(view.shape) == 1:
+        return 0, 0
+    return (0, view.strides[0]) if len(view.shape) == 1 else (view.strides[0], view.strides[1])
 
 
 def _row_strides(name: str, view: TensorView) -> tuple[int, int]:

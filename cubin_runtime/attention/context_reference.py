@@ -27,6 +27,8 @@ def context_attention_reference(
     logit_soft_cap: float = 0.0,
     sinks: Any = None,
     output_scale: float = 1.0,
+    k_scale: Any = 1.0,
+    v_scale: Any = 1.0,
     lse_base: str = "2",
     lse_sink: bool = True,
 ) -> tuple[Float64, Float64]:
@@ -40,6 +42,7 @@ def context_attention_reference(
         softmax_scale: factor of the scores.
         page_table: integers ``[batch, columns]``, or ``[batch, 2, columns]`` of keys and values; entries past a length,
             and those of keys that no row sees, are not read.
+        k_scale, v_scale: numbers, or arrays ``[kv_heads]`` or ``[batch, kv_heads]``.
         causal, window_left, window_right, logit_soft_cap, sinks, output_scale, lse_base, lse_sink: as
             ``context_attention``.
 
@@ -53,6 +56,8 @@ def context_attention_reference(
     kv_heads = k.shape[-2]
     group = heads // kv_heads
     logits = None if sinks is None else np.asarray(sinks, dtype=np.float64).reshape(kv_heads, group, 1, 1)
+    per_head = len(q_lens), kv_heads
+    factors = [np.broadcast_to(by, per_head).astype(np.float64)[..., None, None] for by in (k_scale, v_scale)]
     out, lse = np.zeros((tokens, heads, value_dim)), np.zeros((tokens, heads))
     row = key = 0
     for request, (q_len, kv_len) in enumerate(zip(map(int, q_lens), map(int, kv_lens), strict=True)):
@@ -66,7 +71,7 @@ def context_attention_reference(
             pages = np.asarray(page_table[request])[..., at // size]
             both = [(ids, at % size) for ids in (pages if pages.ndim == 2 else (pages, pages))]
         keys, values = (np.asarray(side[of], dtype=np.float64) for side, of in zip((k, v), both, strict=True))
-        keys, values = (side.transpose(1, 0, 2) for side in (keys, values))
+        keys, values = (side.transpose(1, 0, 2) * by[request] for side, by in zip((keys, values), factors, strict=True))
         queries = np.asarray(q[row : row + q_len], dtype=np.float64).reshape(q_len, kv_heads, group, head_dim)
         queries = queries.transpose(1, 2, 0, 3).reshape(kv_heads, group * q_len, head_dim)
         scores = (queries @ keys.transpose(0, 2, 1) * softmax_scale).reshape(kv_heads, group, q_len, kv_len - first)

@@ -23,6 +23,7 @@ MASK_ELEMENTS = {"uint16": 2, "uint32": 1}
 MASK_BITS = 32
 GLOBAL_LENS = TensorArg("global_seq_lens", LENGTHS, optional=True, contiguous=True)
 DRAFT_POSITIONS = ("depth", "index")
+KV_SCALES = ("k_scale", "v_scale")
 DEALING_OPTIONS = ("cp_world", "cp_rank", "cp_interleave")
 _MAX_TILES = 1 << 31
 _SMALLEST_TILE = 64
@@ -61,6 +62,8 @@ class DecodeOptions:
     max_seq_len: int
     softmax_scale: float = 1.0
     output_scale: float = 1.0
+    k_scale: float = 1.0
+    v_scale: float = 1.0
     kv_layout: str = "NHD"
     max_q_len: int | None = None
     window_left: int = -1

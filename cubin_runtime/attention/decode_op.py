@@ -48,7 +48,7 @@ def torch_op(operator: DecodeOperator) -> TorchOp:
         return given["out"]
 
     kinds = {arg.name: "Tensor?" if arg.optional else "Tensor" for arg in operator.tensors}
-    kinds |= dict.fromkeys(SCALES.values(), "Scale")
+    kinds |= dict.fromkeys((*SCALES.values(), *operator.kv_scales), "Scale")
     kinds |= {"max_seq_len": "SymInt", **{name: _OPTION_KINDS[name] for name in operator.options}}
     written = tuple(arg.name for arg in operator.tensors if arg.written)
     return TorchOp(operator.name, kinds, written, _NO_OPTIONS, complete)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cache
 from itertools import pairwise
@@ -20,7 +20,7 @@ from ..values import dataclass
 from .backends import device_facts_of, resolve_backend
 from .call_family import Q_LEN_BOUND, CallFamily, stream_of
 from .checks import OptionCheck, check_options, integer, option_checks
-from .decode_call import DecodeCall, DecodeOptions, check_query_bounds
+from .decode_call import KV_SCALES, DecodeCall, DecodeOptions, check_query_bounds
 from .fast_path import note_launch
 from .operator import CallTensors, Given, Operator
 from .operator_plan import check_workspace
@@ -62,6 +62,16 @@ class DecodeOperator(Operator):
     max_queries: int | None = None
 
     @property
+    def kv_scales(self) -> tuple[str, ...]:
+        """The scales of keys and values that it takes."""
+        return tuple(arg.name for arg in self.tensors if arg.name in KV_SCALES)
+
+    @property
+    def number_arguments(self) -> tuple[str, ...]:
+        """As ``Operator``."""
+        return "softmax_scale", "output_scale", "max_seq_len", *self.kv_scales
+
+    @property
     def checks(self) -> tuple[OptionCheck, ...]:
         """How the options and the bound are checked."""
         return _checks(self.options_type, self.options)  # type: ignore[arg-type]  # classes are hashable
@@ -76,7 +86,7 @@ class DecodePlan(StepPlan):
     def traced(self, arguments: dict[str, Any]) -> TracedCall | str:
         """As ``StepPlan``."""
         numbers: dict[str, Any] = {"max_seq_len": arguments["max_seq_len"]}
-        for name in SCALES.values():
+        for name in (*SCALES.values(), *self.operator.kv_scales):
             numbers[name], arguments[name] = split_scale(arguments[name], name)
         options = replace(self.options, **{name: number for name, number in numbers.items() if number is not None})
         return self.operator.traced(DecodeCall(self.operator.read(arguments, options), options))
@@ -88,13 +98,13 @@ class DecodePlan(StepPlan):
 
     def numbers_of(self, arguments: dict[str, Any]) -> tuple[int, float, float]:
         """The numbers of a run by its arguments, the plan's where it has none; scales on the device stay there."""
-        number, arguments["softmax_scale"] = split_scale(arguments["softmax_scale"], "softmax_scale")
-        factor, arguments["output_scale"] = split_scale(arguments["output_scale"], "output_scale")
         options, bound = self.options, arguments["max_seq_len"]
+        scales = {name: getattr(options, name) for name in (*SCALES.values(), *KV_SCALES)}
+        for name in (*SCALES.values(), *self.operator.kv_scales):
+            number, arguments[name] = split_scale(arguments[name], name)
+            scales[name] = scales[name] if number is None else number
         return self.numbers(
-            options.max_seq_len if bound is None else integer("max_seq_len", bound),
-            options.softmax_scale if number is None else number,
-            options.output_scale if factor is None else factor,
+            options.max_seq_len if bound is None else integer("max_seq_len", bound), *factors_of(scales)
         )
 
     def numbers(self, max_seq_len: int, softmax_scale: float, output_scale: float) -> tuple[int, float, float]:
@@ -119,8 +129,7 @@ def plan_decode(plan_class: type[PlanT], operator: DecodeOperator, arguments: di
     """The plan for a call's ``arguments`` by name; the dict is this function's own."""
     runtime, facts = runtime_of(arguments["runtime"]), device_facts_of(arguments)
     check_options(operator.checks, arguments)
-    scales = _split_scales(operator, arguments)
-    options = _options(operator, arguments, *scales)
+    options = _options(operator, arguments, _split_scales(operator, arguments))
     call = DecodeCall(operator.read(arguments, options), options)
     return _plan(plan_class, operator, runtime.for_plans, call, facts, is_torch(arguments["q"]))
 
@@ -133,7 +142,7 @@ def run_decode(plan_class: type[DecodePlan], operator: DecodeOperator, arguments
     """
     rt, q = runtime_of(arguments["runtime"]), arguments["q"]
     check_options(operator.checks, arguments)
-    scale, factor = _split_scales(operator, arguments)
+    scales = _split_scales(operator, arguments)
     if arguments["out"] is None:
         arguments["out"] = _made_output(operator, rt, q)
     stream = arguments["stream"]
@@ -146,11 +155,11 @@ def run_decode(plan_class: type[DecodePlan], operator: DecodeOperator, arguments
         arguments["max_q_len"] = _longest(rt, q, arguments["q_cu_seq_lens"], handle, most)
     bound = arguments["max_seq_len"]
     kept = 1 << max(_SMALLEST_BOUND_LOG2, (bound - 1).bit_length())
-    options = _options(operator, arguments, scale, factor)
+    options = _options(operator, arguments, scales)
     family = _family(plan_class, operator, rt, operator.read(arguments, options), options, is_torch(q), kept)
     plan = family.plan(family.tensors, options.max_q_len)
     family.tensors.check_addresses()
-    numbers = plan.numbers(bound, scale, factor)
+    numbers = plan.numbers(bound, *factors_of(scales))
     launched = family.launch(plan, family.tensors.addresses, numbers, workspace, q, handle)
     shortest = 0 if kept == 1 << _SMALLEST_BOUND_LOG2 else kept // 2 + 1
     note_launch(launched._replace(bounds=(shortest, plan.options.max_seq_len), family=family))
@@ -193,10 +202,9 @@ def _checks(options_type: type[Any], names: tuple[str, ...]) -> tuple[OptionChec
     return option_checks({name: kinds[name] for name in ("max_seq_len", *names)})
 
 
-def _options(operator: DecodeOperator, arguments: Given, scale: float, factor: float) -> DecodeOptions:
-    named = {name: arguments[name] for name in operator.options}
-    bound = arguments["max_seq_len"]
-    return operator.options_type(max_seq_len=bound, softmax_scale=scale, output_scale=factor, **named)
+def _options(operator: DecodeOperator, arguments: Given, scales: Mapping[str, float]) -> DecodeOptions:
+    named: dict[str, Any] = {name: arguments[name] for name in operator.options}
+    return operator.options_type(max_seq_len=arguments["max_seq_len"], **{**scales, **named})
 
 
 def _plan(
@@ -225,14 +233,23 @@ def _plan(
     return plan_class(runtime, operator, call.tensors, options, launches, of_torch=of_torch)
 
 
-def _split_scales(operator: DecodeOperator, arguments: dict[str, Any]) -> tuple[float, float]:
-    """The scales' numbers, 1 where the device has a scale; in ``arguments`` only those on the device are left."""
+def _split_scales(operator: DecodeOperator, arguments: dict[str, Any]) -> dict[str, float]:
+    """The scales' numbers by name, 1 where the device has one; in ``arguments`` only those on the device are left."""
     number, tensor = split_scale(arguments["softmax_scale"], "softmax_scale")
-    factor, arguments["output_scale"] = split_scale(arguments["output_scale"], "output_scale")
     arguments["softmax_scale"] = tensor
     if number is None:
         number = 1.0 if tensor is not None else operator.scale(view_of(arguments["q"], "q").shape)
-    return number, 1.0 if factor is None else factor
+    scales = {"softmax_scale": number}
+    for name in ("output_scale", *operator.kv_scales):
+        factor, arguments[name] = split_scale(arguments[name], name)
+        scales[name] = 1.0 if factor is None else factor
+    return scales
+
+
+def factors_of(scales: Mapping[str, float]) -> tuple[float, float]:
+    """The factors of scores and output, from scales by name; those of keys and values are parts of them."""
+    keys, values = (scales.get(name, 1.0) for name in KV_SCALES)
+    return scales["softmax_scale"] * keys, scales["output_scale"] * values
 
 
 def default_scale(shape: tuple[int, ...]) -> float:

@@ -28,7 +28,7 @@ from ..launch.driver import DeviceFacts
 from ..values import dataclass
 from .append_operator import SOURCE_DTYPES
 from .backends import HOPPER
-from .context_call import DTYPES_16
+from .context_call import Q_DTYPES as CONTEXT_Q_DTYPES
 from .latent_cache import Q_DTYPES as MLA_Q_DTYPES
 from .latent_cache import ROPE
 from .paged_cache import MAX_GROUP, PAGE_SIZES, Q_DTYPES
@@ -203,11 +203,12 @@ def _context_shape(sizes: CallSizes) -> ContextShape:
         raise UsageError(f"head_dim_v={sizes.head_dim_v}: expected {value_dim} with head_dim={sizes.head_dim}")
     if not 1 <= heads_kv <= _MOST or sizes.heads_q % heads_kv or sizes.heads_q > MAX_CONTEXT_GROUP * heads_kv:
         raise UsageError(f"heads_q={sizes.heads_q}: expected 1 to {MAX_CONTEXT_GROUP} for each of heads_kv={heads_kv}")
-    dtype = sizes.query_dtype({dtype: (dtype,) for dtype in DTYPES_16})
+    dtype = sizes.query_dtype(CONTEXT_Q_DTYPES)
     if sizes.dtype_out not in (None, dtype):
         raise UsageError(f"dtype_out={sizes.dtype_out!r}: expected {dtype}, like the queries")
     return ContextShape(
         dtype=dtype,
+        kv_dtype=sizes.dtype_kv,
         head_dim=sizes.head_dim,
         group=sizes.heads_q // heads_kv,
         kv_heads=heads_kv,

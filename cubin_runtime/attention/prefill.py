@@ -28,6 +28,7 @@ def _launches(call: DecodeCall, device: DeviceFacts, release: NativeRelease) -> 
     problem = problem_of(call)
     shape = ContextShape(
         dtype=problem.dtype,
+        kv_dtype=problem.kv_dtype,
         head_dim=problem.head_dim,
         group=problem.heads // problem.kv_heads,
         kv_heads=problem.kv_heads,
@@ -90,6 +91,8 @@ class ContextAttentionPlan(DecodePlan):
         sinks: Tensor | None = None,
         softmax_scale: Scale | None = None,
         output_scale: Scale | None = None,
+        k_scale: Scale | None = None,
+        v_scale: Scale | None = None,
         workspace: AnyWorkspace | None = None,
         stream: Stream | None = None,
         max_seq_len: int | None = None,
@@ -121,6 +124,8 @@ def plan_context_attention(
     sinks: Tensor | None = None,
     softmax_scale: Scale | None = None,
     output_scale: Scale = 1.0,
+    k_scale: Scale | None = None,
+    v_scale: Scale | None = None,
     kv_layout: str = "NHD",
     lse_base: str = "2",
     lse_sink: bool = True,
@@ -158,6 +163,8 @@ def context_attention(
     sinks: Tensor | None = None,
     softmax_scale: Scale | None = None,
     output_scale: Scale = 1.0,
+    k_scale: Scale | None = None,
+    v_scale: Scale | None = None,
     kv_layout: str = "NHD",
     lse_base: str = "2",
     lse_sink: bool = True,
@@ -181,12 +188,15 @@ def context_attention(
         q: ``[tokens, q_heads, head_dim]`` with ``q_cu_seq_lens``, or ``[batch, q_len, q_heads, head_dim]``. bfloat16 or
             float16, head_dim 64, 128, 192 or 256, q_heads 1 to 64 times kv_heads. For q, k, v and out, addresses and
             strides are multiples of 16 bytes, with one stride between all tokens.
-        k: of q's dtype. With ``page_table`` ``[pages, page_size, kv_heads, head_dim]`` (NHD) or ``[pages, kv_heads,
-            page_size, head_dim]`` (HND), page_size a power of two from 16 to 1024, or any if ``page_table`` has one
-            column: a page then holds a request; with ``kv_cu_seq_lens`` ``[tokens, kv_heads, head_dim]``; else
-            ``[batch, kv_len, kv_heads, head_dim]`` (NHD) or with heads in front of tokens (HND).
-        v: like ``k``, with 128 columns if head_dim is 192 (MLA prefill). K and V may be two views of one tensor. Values
-            that a query token sees must be finite; memory past a request's length may hold anything.
+        k: of q's dtype, or float8_e4m3fn. With ``page_table`` ``[pages, page_size, kv_heads, head_dim]`` (NHD) or
+            ``[pages, kv_heads, page_size, head_dim]`` (HND), page_size a power of two from 16 to 1024, or any if
+            ``page_table`` has one column: a page then holds a request; with ``kv_cu_seq_lens`` ``[tokens, kv_heads,
+            head_dim]``; else ``[batch, kv_len, kv_heads, head_dim]`` (NHD) or with heads in front of tokens (HND).
+        v: like ``k``, of its dtype, with 128 columns if head_dim is 192 (MLA prefill). K and V may be two views of one
+            tensor. Values that a query token sees must be finite; memory past a request's length may hold anything.
+            e4m3 keys and values are converted to q's dtype exactly: the output has the bits that a 16-bit cache of the
+            same numbers would give, with ``k_scale`` as a factor of ``softmax_scale`` and ``v_scale`` of
+            ``output_scale``. A NaN code is NaN with float16 queries, and 480 with its sign with bfloat16 queries.
         max_seq_len: upper bound on the number of keys of a request. The launch depends on this bound, not on the
             lengths.
         page_table: int32 ``[batch, columns]``, the page ids of each request in order, or ``[batch, 2, columns]``, those
@@ -206,6 +216,9 @@ def context_attention(
         softmax_scale: factor of the scores: a number, or a one-element float32 tensor on the device, which the kernel
             reads. None: 1 / sqrt(head_dim).
         output_scale: factor of the output, like ``softmax_scale``.
+        k_scale, v_scale: factors of keys and of values: numbers; or, with e4m3 keys and values, float32 tensors on the
+            device of one element, ``[kv_heads]`` or ``[batch, kv_heads]`` with any strides (0 too), which the kernel
+            reads when it runs. None: 1.
         kv_layout: "NHD" or "HND".
         lse_base: "2" or "e", the base of the log-sum-exp.
         lse_sink: whether the log-sum-exp includes the sink.

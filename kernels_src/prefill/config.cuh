@@ -4,11 +4,19 @@
 #include "../common/pipeline.cuh"
 #include "../common/segments.cuh"
 #include "../common/wgmma.cuh"
+#if KV_E4M3
+#include "ContextAttentionE4m3Params.h"
+#else
 #include "ContextAttentionParams.h"
+#endif
 
 namespace context_attention {
 
+#if KV_E4M3
+using Params = ContextAttentionE4m3Params;
+#else
 using Params = ContextAttentionParams;
+#endif
 
 constexpr int WARPGROUP = 128;
 constexpr int WARPGROUP_ROWS = 64;
@@ -16,8 +24,20 @@ constexpr int ROWS = WARPGROUP_ROWS * WARPGROUPS;
 constexpr int CONSUMERS = WARPGROUP * WARPGROUPS;
 constexpr int CONSUMER_WARPS = CONSUMERS / 32;
 constexpr int THREADS = CONSUMERS + WARPGROUP;  // setmaxnreg moves registers between whole warpgroups
+constexpr int LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8;  // of a thread, before setmaxnreg moves some
+#if KV_E4M3
+constexpr int FILLING_WARPS = WARPGROUP / 32;  // all producer warps convert
+constexpr int OTHER_PRODUCERS = FILLING_WARPS - 1;
+constexpr int CONSUMER_REGISTERS = 216;
+constexpr int PRODUCER_REGISTERS = 72;
+#else
+constexpr int FILLING_WARPS = 1;  // that load K, and that load V: they arrive at the barrier of a full stage
+constexpr int OTHER_PRODUCERS = 1;  // beside the warp that finds work tiles
 constexpr int CONSUMER_REGISTERS = WARPGROUPS == 2 ? 232 : 160;
 constexpr int PRODUCER_REGISTERS = WARPGROUPS == 2 ? 40 : 32;
+#endif
+static_assert(WARPGROUPS * CONSUMER_REGISTERS + PRODUCER_REGISTERS <= (WARPGROUPS + 1) * LAUNCH_REGISTERS,
+              "setmaxnreg would wait for ever");
 
 constexpr int SPAN_COLUMNS = 64;  // columns of a TMA box: 128 bytes, which are swizzled
 constexpr int K_SPANS = HEAD_DIM / SPAN_COLUMNS;  // of queries and keys
@@ -27,6 +47,10 @@ constexpr int KV_SPAN_BYTES = TILE_TOKENS * ROW_BYTES;
 constexpr int Q_SPAN_BYTES = WARPGROUP_ROWS * ROW_BYTES;
 // Columns of the output that a warp's rows pass through shared memory at a time: all, or as many as there is room for.
 constexpr int STAGED_COLUMNS = HEAD_DIM > 128 ? 64 : VALUE_DIM;
+// Keys and values as they lie in TMA boxes: as in shared memory, or e4m3, which producers convert to the type of q.
+constexpr int K_BOX_BYTES = KV_E4M3 && HEAD_DIM % 128 != 0 ? 64 : ROW_BYTES;  // of a row
+constexpr int V_BOX_BYTES = KV_E4M3 && VALUE_DIM % 128 != 0 ? 64 : ROW_BYTES;
+constexpr int KV_BYTES = KV_E4M3 ? 1 : 2;  // of an element
 constexpr int SEGMENT_TILES = SEGMENT_TOKENS / TILE_TOKENS;
 // Outputs of earlier segments: where a warp's rows of the output are staged later.
 // Their statistics and factors too, where registers are scarcer than shared memory.
@@ -39,6 +63,7 @@ static_assert(TILE_TOKENS == 128 || TILE_TOKENS == 64, "the products' shapes");
 // Named barriers; 0 is that of __syncthreads.
 constexpr int TURN = 1;  // and up, one for each warpgroup
 constexpr int WARPGROUP_BARRIER = TURN + WARPGROUPS;  // and up
+constexpr int CONVERTER_BARRIER = WARPGROUP_BARRIER + WARPGROUPS;  // of the producer warps
 
 // A row tile of a head pack of a request; `first` to `last` are the key tiles that one of its rows sees.
 struct WorkTile {
@@ -48,6 +73,9 @@ struct WorkTile {
     int head;  // the first
     int kv_begin, kv_len;  // ragged: the first key; keys of the request
     int first, last;
+#if KV_E4M3
+    float scale_log2, output_scale;  // with those of keys and values
+#endif
 };
 
 struct SharedStorage {
@@ -58,6 +86,9 @@ struct SharedStorage {
     WorkTile work[2];
     uint64_t q_full, q_empty;
     uint64_t k_full[K_STAGES], k_empty[K_STAGES], v_full[V_STAGES], v_empty[V_STAGES];
+#if KV_E4M3
+    uint64_t k_loaded[K_STAGES], v_loaded[V_STAGES];  // e4m3 is there, to be converted
+#endif
 };
 
 DEVICE void wait_barrier(uint64_t& barrier, uint32_t phase) { mbarrier_wait(shared_address(&barrier), phase); }

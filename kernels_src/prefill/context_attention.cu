@@ -18,8 +18,9 @@
 // Build: -DHEAD_DIM=n -DVALUE_DIM=n -DMMA_FP16=0|1 -DTILE_TOKENS=64|128 -DWARPGROUPS=n -DK_STAGES=n -DV_STAGES=n
 //        -DSOFT_CAP=0|1 -DSEGMENTS=0|1 -DQUERY_REGISTER_STEPS=n of the HEAD_DIM / 16
 //        -DL2_POLICY=word (an L2Policy) -DKERNEL_NAME=symbol
+//        -DKV_E4M3=0|1 of keys and values, which have the type of queries otherwise; 1 with WARPGROUPS=2
 #include "epilogue.cuh"
-#include "producer.cuh"
+#include "conversion.cuh"
 
 namespace context_attention {
 
@@ -83,6 +84,7 @@ DEVICE void multiply_values(const Probabilities& probability, uint64_t v, Output
 // Values that no row of the request sees (before `first` and from `end` on) may be NaN, and 0 x NaN is NaN: they become
 // zero. Every warpgroup clears all of them, so that none waits for another.
 DEVICE void clear_unseen_values(SharedStorage& shared, int first, int end, int stage, int tile, int warpgroup) {
+    if constexpr (KV_E4M3) return;  // the converter warps did
     const int begin = first - tile * TILE_TOKENS;
     end -= tile * TILE_TOKENS;
     if (begin <= 0 && end >= TILE_TOKENS) return;
@@ -178,7 +180,7 @@ DEVICE void compute(const Params& p, SharedStorage& shared, const WorkTile& work
 }
 
 DEVICE void consume(const Params& p, SharedStorage& shared, int warpgroup) {
-    const Scale scale = scale_of(p);
+    [[maybe_unused]] const Scale launch_scale = KV_E4M3 ? Scale{} : scale_of(p, log2_scale(p));
     PipelineState<K_STAGES> k;
     PipelineState<V_STAGES> v;
     if (warpgroup == 0) named_barrier_arrive<2 * WARPGROUP>(TURN);  // the first turn
@@ -186,6 +188,11 @@ DEVICE void consume(const Params& p, SharedStorage& shared, int warpgroup) {
         wait_barrier(shared.q_full, phase);
         const WorkTile work = shared.work[phase];
         if (work.request < 0) break;
+#if KV_E4M3
+        const Scale scale = scale_of(p, work.scale_log2);
+#else
+        const Scale& scale = launch_scale;
+#endif
         const int warp_row = threadIdx.x / 32 * 16, row = warp_row + threadIdx.x % 32 / 4;
         Rows rows;
 #pragma unroll
@@ -211,20 +218,24 @@ DEVICE void consume(const Params& p, SharedStorage& shared, int warpgroup) {
 }  // namespace context_attention
 
 extern "C" __global__ void __launch_bounds__(context_attention::THREADS, 1)
-    KERNEL_NAME(const __grid_constant__ ContextAttentionParams p) {
+    KERNEL_NAME(const __grid_constant__ context_attention::Params p) {
     using namespace context_attention;
     SharedStorage& shared = dynamic_shared_storage<SharedStorage>();
     if (threadIdx.x == 0) {
         mbarrier_init(shared_address(&shared.q_full), 1);
-        mbarrier_init(shared_address(&shared.q_empty), CONSUMER_WARPS + 1);
+        mbarrier_init(shared_address(&shared.q_empty), CONSUMER_WARPS + OTHER_PRODUCERS);
         for (int i = 0; i < K_STAGES; ++i) {
-            mbarrier_init(shared_address(&shared.k_full[i]), 1);
+            mbarrier_init(shared_address(&shared.k_full[i]), FILLING_WARPS);
             mbarrier_init(shared_address(&shared.k_empty[i]), CONSUMER_WARPS);
         }
         for (int i = 0; i < V_STAGES; ++i) {
-            mbarrier_init(shared_address(&shared.v_full[i]), 1);
+            mbarrier_init(shared_address(&shared.v_full[i]), FILLING_WARPS);
             mbarrier_init(shared_address(&shared.v_empty[i]), CONSUMER_WARPS);
         }
+#if KV_E4M3
+        for (int i = 0; i < K_STAGES; ++i) mbarrier_init(shared_address(&shared.k_loaded[i]), 1);
+        for (int i = 0; i < V_STAGES; ++i) mbarrier_init(shared_address(&shared.v_loaded[i]), 1);
+#endif
         fence_mbarrier_init();
         prefetch_tensor_map(&p.q_map);
         prefetch_tensor_map(&p.k_map);
@@ -236,6 +247,11 @@ extern "C" __global__ void __launch_bounds__(context_attention::THREADS, 1)
     if (warpgroup == WARPGROUPS) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();
         const int warp = __shfl_sync(~0u, threadIdx.x % WARPGROUP / 32, 0);
+#if KV_E4M3
+        if (warp == 2) allow_next_grid();
+        if (warp == 3 && blockIdx.x == 0) report_clamped(p, threadIdx.x % 32, 32);
+        load_and_convert(p, shared, warp);
+#else
         if (warp == 0) {
             load_keys(p, shared);
         } else if (warp == 1) {
@@ -244,6 +260,7 @@ extern "C" __global__ void __launch_bounds__(context_attention::THREADS, 1)
             allow_next_grid();
             if (blockIdx.x == 0) report_clamped(p, threadIdx.x % 32, 32);
         }
+#endif
     } else {
         setmaxnreg_inc<CONSUMER_REGISTERS>();
         consume(p, shared, warpgroup);

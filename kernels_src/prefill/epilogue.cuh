@@ -83,8 +83,12 @@ struct Folded {
 // Normalises the rows and writes their log-sum-exp; a row that sees no key has output 0.
 DEVICE void finish_rows(const Params& p, const WorkTile& work, int row, float scale_log2, const Rows& rows,
                         Output& out) {
+#if KV_E4M3
+    const float output_scale = work.output_scale;
+#else
     float output_scale = p.output_scale;
     if (p.output_scale_device != nullptr) output_scale *= *static_cast<const float*>(p.output_scale_device);
+#endif
     float factor[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {

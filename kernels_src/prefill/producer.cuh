@@ -7,15 +7,29 @@ namespace context_attention {
 // The keys of a request that some row of it sees: no page in front of them is read, and V rows there are cleared.
 DEVICE int first_key(const Params& p, const WorkTile& work) { return first_visible(p, position_of(work, 0)); }
 
-// Loads the tiles of one of K and V into its pipeline.
-template <int STAGES, int SPANS>
+#if KV_E4M3
+// A warp has the loaders of both, but uses one: they have their place in common.
+template <class Part>
+using Place = Part&;
+#else
+template <class Part>
+using Place = Part;
+#endif
+
+// Loads the tiles of one of K and V into its pipeline. COLUMNS are those of K or V, a row of a TMA box has BOX_BYTES.
+template <int STAGES, int COLUMNS, int BOX_BYTES>
 struct TileLoader {
+    static constexpr int BOXES = COLUMNS * KV_BYTES / BOX_BYTES, BOX_COLUMNS = BOX_BYTES / KV_BYTES;
+    static constexpr int STAGE_BYTES = COLUMNS * TILE_TOKENS * 2;
+    // e4m3 comes to the second half of a stage, from which it is converted to the whole.
+    static constexpr int OFFSET = STAGE_BYTES - COLUMNS * TILE_TOKENS * KV_BYTES;
+
     const void* map;
     int64_t table_offset;  // from the page ids of keys to its own
-    uint8_t (*stages)[SPANS][KV_SPAN_BYTES];
+    uint8_t* stages;
     uint64_t *full, *empty;
-    PipelineState<STAGES> state;
-    paged_kv::PageWindow pages;
+    Place<PipelineState<STAGES>> state;
+    Place<paged_kv::PageWindow> pages;
 
     // Loads the tiles of a work tile and calls `before_last` when as many are left as the pipeline has stages.
     template <class Callable>
@@ -30,18 +44,18 @@ struct TileLoader {
         }
     }
 
-  private:
     DEVICE void load(const Params& p, const WorkTile& work, int kv_head, int tile, uint64_t policy) {
         wait_barrier(empty[state.index], state.phase ^ 1);
         const int token = tile * TILE_TOKENS;
-        const uint32_t to = shared_address(stages[state.index]), barrier = shared_address(&full[state.index]);
+        const uint32_t to = shared_address(stages + state.index * STAGE_BYTES + OFFSET);
+        const uint32_t barrier = shared_address(&full[state.index]);
         if (p.page_table == nullptr) {
             if (elect_one()) {
-                mbarrier_arrive_expect_bytes(barrier, SPANS * KV_SPAN_BYTES);
+                mbarrier_arrive_expect_bytes(barrier, BOXES * TILE_TOKENS * BOX_BYTES);
 #pragma unroll
-                for (int span = 0; span < SPANS; ++span)
-                    tma_load_4d(to + span * KV_SPAN_BYTES, map, barrier, span * SPAN_COLUMNS, work.kv_begin + token,
-                                kv_head, p.kv_cu_seq_lens == nullptr ? work.request : 0, policy);
+                for (int box = 0; box < BOXES; ++box)
+                    tma_load_4d(to + box * TILE_TOKENS * BOX_BYTES, map, barrier, box * BOX_COLUMNS,
+                                work.kv_begin + token, kv_head, p.kv_cu_seq_lens == nullptr ? work.request : 0, policy);
             }
         } else {
             const int begin = first_key(p, work), chunk_log2 = paged_kv::chunk_tokens_log2(p);
@@ -49,23 +63,26 @@ struct TileLoader {
             pages.move_to(p, ids, begin, work.kv_len, max(token, begin));
             const int chunks = paged_kv::chunk_count(work.kv_len, token, chunk_log2);
             const int skipped = max(begin - token, 0) >> chunk_log2;
-            const int chunk_bytes = ROW_BYTES << chunk_log2;
-            if (elect_one()) mbarrier_arrive_expect_bytes(barrier, (chunks - skipped) * SPANS * chunk_bytes);
+            const int chunk_bytes = BOX_BYTES << chunk_log2;
+            if (elect_one()) mbarrier_arrive_expect_bytes(barrier, (chunks - skipped) * BOXES * chunk_bytes);
             __syncwarp();
             for (int chunk = skipped; chunk < chunks; ++chunk) {
                 const int key = token + (chunk << chunk_log2);
                 const int page = pages.page_of(key >> p.page_size_log2);
                 if (elect_one()) {
 #pragma unroll
-                    for (int span = 0; span < SPANS; ++span)
-                        tma_load_4d(to + span * KV_SPAN_BYTES + chunk * chunk_bytes, map, barrier, span * SPAN_COLUMNS,
-                                    key & ((1 << p.page_size_log2) - 1), kv_head, page, policy);
+                    for (int box = 0; box < BOXES; ++box)
+                        tma_load_4d(to + box * TILE_TOKENS * BOX_BYTES + chunk * chunk_bytes, map, barrier,
+                                    box * BOX_COLUMNS, key & ((1 << p.page_size_log2) - 1), kv_head, page, policy);
                 }
             }
         }
         state.advance();
     }
 };
+
+using KeyLoader = TileLoader<K_STAGES, HEAD_DIM, K_BOX_BYTES>;
+using ValueLoader = TileLoader<V_STAGES, VALUE_DIM, V_BOX_BYTES>;
 
 DEVICE void load_queries(const Params& p, SharedStorage& shared, const WorkTile& work, uint64_t policy) {
     const uint32_t barrier = shared_address(&shared.q_full);
@@ -83,10 +100,11 @@ DEVICE void leave(const Params& p) {
     if (atomic_add_acq_rel(counters + 1, 1) == gridDim.x - 1) counters[0] = counters[1] = 0;
 }
 
+#if !KV_E4M3
 // The warp that finds work tiles and loads their queries and keys.
 DEVICE void load_keys(const Params& p, SharedStorage& shared) {
     const uint64_t policy = l2_policy<L2Policy::L2_POLICY>();
-    TileLoader<K_STAGES, K_SPANS> k{&p.k_map, 0, shared.k, shared.k_full, shared.k_empty};
+    KeyLoader k{&p.k_map, 0, shared.k[0][0], shared.k_full, shared.k_empty};
     Schedule schedule(p);
     int number = blockIdx.x;
     for (uint32_t phase = 0;; phase ^= 1) {
@@ -115,7 +133,7 @@ DEVICE void load_keys(const Params& p, SharedStorage& shared) {
 // The warp that loads values.
 DEVICE void load_values(const Params& p, SharedStorage& shared) {
     const uint64_t policy = l2_policy<L2Policy::L2_POLICY>();
-    TileLoader<V_STAGES, V_SPANS> v{&p.v_map, p.v_table_offset, shared.v, shared.v_full, shared.v_empty};
+    ValueLoader v{&p.v_map, p.v_table_offset, shared.v[0][0], shared.v_full, shared.v_empty};
     for (uint32_t phase = 0;; phase ^= 1) {
         wait_barrier(shared.q_full, phase);
         const WorkTile work = shared.work[phase];
@@ -124,5 +142,6 @@ DEVICE void load_values(const Params& p, SharedStorage& shared) {
         v.load_all(p, work, policy, [] {});
     }
 }
+#endif
 
 }  // namespace context_attention

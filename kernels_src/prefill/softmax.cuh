@@ -20,9 +20,13 @@ struct Scale {
     float inner;  // with a soft cap: factor in front of tanh; else negative where scores change their sign
 };
 
-DEVICE Scale scale_of(const Params& p) {
+DEVICE float log2_scale(const Params& p) {
     float log2 = p.softmax_scale_log2;
     if (p.softmax_scale_device != nullptr) log2 *= *static_cast<const float*>(p.softmax_scale_device);
+    return log2;
+}
+
+DEVICE Scale scale_of(const Params& p, float log2) {
 #if SOFT_CAP
     // tanh(x) = 1 - 2 / (2^(2 x log2(e)) + 1); log2 has the factor log2(e) already
     return {p.soft_cap * 1.44269504f, 2.f * log2 / p.soft_cap};

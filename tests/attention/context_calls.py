@@ -15,13 +15,14 @@ def view(dtype: str, *shape: int, pointer: int = 0x7F0000007000) -> TensorView:
     return TensorView.contiguous(pointer, dtype, shape)
 
 
-def ragged_call(dtype: str = "bfloat16", dim: int = DIM, **more: Any) -> dict[str, Any]:
-    """Tensors by name, ragged queries and keys; ``more`` replaces or adds some."""
+def ragged_call(dtype: str = "bfloat16", dim: int = DIM, *, kv_dtype: str | None = None, **more: Any) -> dict[str, Any]:
+    """Tensors by name, ragged queries and keys, those of ``dtype`` too; ``more`` replaces or adds some."""
+    kv_dtype = kv_dtype or dtype
     columns = 128 if dim == 192 else dim
     given = {
         "q": view(dtype, TOKENS, HEADS, dim, pointer=0x7F0000100000),
-        "k": view(dtype, KV_TOKENS, KV_HEADS, dim, pointer=0x7F0010000000),
-        "v": view(dtype, KV_TOKENS, KV_HEADS, columns, pointer=0x7F0020000000),
+        "k": view(kv_dtype, KV_TOKENS, KV_HEADS, dim, pointer=0x7F0010000000),
+        "v": view(kv_dtype, KV_TOKENS, KV_HEADS, columns, pointer=0x7F0020000000),
         "out": view(dtype, TOKENS, HEADS, columns, pointer=0x7F0000900000),
         "q_cu_seq_lens": view("int32", BATCH + 1, pointer=0x7F0000005000),
         "kv_cu_seq_lens": view("int32", BATCH + 1, pointer=0x7F0000006000),
@@ -29,11 +30,11 @@ def ragged_call(dtype: str = "bfloat16", dim: int = DIM, **more: Any) -> dict[st
     return {**given, **more}
 
 
-def paged_call(**more: Any) -> dict[str, Any]:
+def paged_call(kv_dtype: str = "bfloat16", **more: Any) -> dict[str, Any]:
     """With paged keys."""
     given = ragged_call(
-        k=view("bfloat16", PAGES, PAGE, KV_HEADS, DIM, pointer=0x7F0010000000),
-        v=view("bfloat16", PAGES, PAGE, KV_HEADS, DIM, pointer=0x7F0020000000),
+        k=view(kv_dtype, PAGES, PAGE, KV_HEADS, DIM, pointer=0x7F0010000000),
+        v=view(kv_dtype, PAGES, PAGE, KV_HEADS, DIM, pointer=0x7F0020000000),
         page_table=view("int32", BATCH, COLUMNS, pointer=0x7F0000002000),
         seq_lens=view("int32", BATCH, pointer=0x7F0000003000),
     )

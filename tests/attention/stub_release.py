@@ -50,18 +50,23 @@ def mla_stub_variant(dtype: str, q_dtype: str, latent: int, sm: str = "90a") -> 
 
 SPARSE_MLA_SOURCE = SOURCE.replace("PagedDecodeTmaParams", "SparseMlaDecodeParams").replace("p.q_len", "p.width")
 CONTEXT_SOURCE = SOURCE.replace("PagedDecodeTmaParams", "ContextAttentionParams")
+CONTEXT_E4M3_SOURCE = SOURCE.replace("PagedDecodeTmaParams", "ContextAttentionE4m3Params")
 
 
-def context_stub_variant(dtype: str, head_dim: int, soft_cap: bool, segments: bool = False) -> Variant:
+def context_stub_variant(
+    dtype: str, head_dim: int, soft_cap: bool, segments: bool = False, e4m3: bool = False
+) -> Variant:
     """A context attention kernel for sm_90a with the traits of a real one."""
+    options = f"{'_soft_cap' * soft_cap}{'_segments' * segments}"
     return Variant(
-        source="prefill/stub.cu",
-        symbol=f"stub_context_attention_{dtype}_d{head_dim}{'_soft_cap' * soft_cap}{'_segments' * segments}",
+        source=f"prefill/stub{'_e4m3' * e4m3}.cu",
+        symbol=f"stub_context_attention_{dtype}{'_over_e4m3' * e4m3}_d{head_dim}{options}",
         sm="90a",
         operation="context_attention",
-        struct="ContextAttentionParams",
+        struct="ContextAttentionE4m3Params" if e4m3 else "ContextAttentionParams",
         traits={
             "dtype": dtype,
+            "kv_dtype": "e4m3" if e4m3 else dtype,
             "head_dim": head_dim,
             "rows": 128,
             "tile_tokens": 128,
@@ -95,9 +100,10 @@ def stub_variant(dtype: str, head_dim: int, rows: int) -> Variant:
 def build_stub_release(folder: Path) -> tuple[Path, Path]:
     """The tree with the stubs, and the pin file that trusts it."""
     sources = folder / "sources"
-    for family, text in (("fmha", SOURCE), ("mla", MLA_SOURCE), ("prefill", CONTEXT_SOURCE)):
-        (sources / family).mkdir(parents=True)
-        (sources / family / "stub.cu").write_text(text)
+    texts = {"fmha/stub.cu": SOURCE, "mla/stub.cu": MLA_SOURCE, "prefill/stub.cu": CONTEXT_SOURCE}
+    for source, text in {**texts, "prefill/stub_e4m3.cu": CONTEXT_E4M3_SOURCE}.items():
+        (sources / source).parent.mkdir(parents=True, exist_ok=True)
+        (sources / source).write_text(text)
     variants = [stub_variant(dtype, 128, rows) for dtype in ("bf16", "fp16", "e4m3") for rows in (8, 16)]
     variants += [stub_variant("bf16", 512, 8), stub_variant("bf16", 64, 64)]
     for variant in COPYING_VARIANTS:
@@ -112,7 +118,7 @@ def build_stub_release(folder: Path) -> tuple[Path, Path]:
     variants += [mla_stub_variant("e4m3", "e4m3", latent, "120") for latent in (512, 256)]
     switches = (False, True)
     variants += [context_stub_variant("bf16", 128, cap, segments) for cap in switches for segments in switches]
-    variants += [context_stub_variant("bf16", 192, False)]
+    variants += [context_stub_variant("bf16", 192, False), context_stub_variant("bf16", 128, False, e4m3=True)]
     build(
         folder / "tree",
         variants,

@@ -30,6 +30,7 @@ from cubin_runtime.attention import (
     ClampedInputError,
     ContextAttentionPlan,
     Runtime,
+    TensorView,
     context_attention,
     plan_context_attention,
 )
@@ -38,7 +39,6 @@ from cubin_runtime.kernels.native.device_models import describe_device
 from cubin_runtime.kernels.native.layouts import LAYOUTS
 from cubin_runtime.testing import StandIn
 
-PARAMS = LAYOUTS["ContextAttentionParams"]
 LOG2_E = math.log2(math.e)
 SCALE = view("float32", 1, pointer=0x7F0000007200)
 
@@ -53,9 +53,9 @@ def values(planner: Runtime, given: dict[str, Any] | None = None, **options: Any
     return dict(make_plan(planner, given, device_facts=H200, **options).launch_plans()[0].values)
 
 
-def sent(standin: StandIn, index: int = -1) -> dict[str, Any]:
+def sent(standin: StandIn, index: int = -1, layout: str = "ContextAttentionParams") -> dict[str, Any]:
     """The parameters of a launch, as they arrived."""
-    return PARAMS.unpack(bytes.fromhex(standin.calls("cuLaunchKernelEx")[index].seen["parameter0"]))
+    return LAYOUTS[layout].unpack(bytes.fromhex(standin.calls("cuLaunchKernelEx")[index].seen["parameter0"]))
 
 
 @pytest.mark.parametrize(("dtype", "short"), [("bfloat16", "bf16"), ("float16", "fp16")])
@@ -146,7 +146,20 @@ CU = view("int32", BATCH + 1)
     ("given", "options", "words"),
     [
         (ragged_call(dim=512), {}, "q: head dimension 512, expected 64, 128, 192 or 256"),
-        (ragged_call("float8_e4m3fn"), {}, "k: dtype float8_e4m3fn, expected bfloat16 or float16"),
+        (ragged_call("float8_e4m3fn"), {}, "q: dtype float8_e4m3fn, expected bfloat16 or float16 with float8_e4m3fn"),
+        (ragged_call("float32"), {}, "k: dtype float32, expected bfloat16, float16 or float8_e4m3fn"),
+        (
+            ragged_call(kv_dtype="float8_e4m3fn", out=view("float16", TOKENS, HEADS, DIM)),
+            {},
+            "out: dtype float16, expected bfloat16, like q",
+        ),
+        (ragged_call(k_scale=SCALE), {}, "k_scale: a tensor with bfloat16 keys and values, expected a number or None"),
+        (
+            ragged_call(kv_dtype="float8_e4m3fn", v_scale=view("float32", HEADS)),
+            {},
+            r"v_scale: shape \(8,\), expected \(1,\) or \(2,\) or \(3, 2\)",
+        ),
+        (ragged_call(), {"k_scale": math.inf}, "k_scale=inf: expected a finite number"),
         (ragged_call(q=view("float16", TOKENS, HEADS, DIM)), {}, "q: dtype float16, expected bfloat16 with bfloat16"),
         (ragged_call(v=view("bfloat16", 5, KV_HEADS, DIM)), {}, r"v: shape \(5, 2, 128\), expected \(900, 2, 128\)"),
         (ragged_call(dim=192, v=view("bfloat16", KV_TOKENS, KV_HEADS, 192)), {}, r"v: .* expected \(900, 2, 128\)"),
@@ -198,6 +211,82 @@ def test_switches_are_true_or_false(stub_runtime: Runtime, name: str) -> None:
 def test_other_devices_are_refused(planner: Runtime) -> None:
     with pytest.raises(BackendError, match=r"context_attention on A100.* measured on 9\.0"):
         make_plan(planner, device_facts=describe_device(80))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
+def test_16_bit_queries_are_taken_over_e4m3_keys(planner: Runtime, dtype: str, dim: int) -> None:
+    plan = make_plan(planner, ragged_call(dtype, dim, kv_dtype="float8_e4m3fn"), device_facts=H200)
+    assert plan.selection.kernel.traits["kv_dtype"] == "e4m3"
+    assert plan.launch_plans()[0].values["k_map"].dtype == "uint8"
+
+
+def kv_scale(*shape: int, strides: tuple[int, ...] | None = None) -> TensorView:
+    whole = view("float32", *shape, pointer=0x7F0000007300)
+    return whole if strides is None else replace(whole, strides=strides)
+
+
+@pytest.mark.parametrize(
+    ("scale", "strides"),
+    [
+        (kv_scale(), (0, 0)),
+        (kv_scale(1, 1), (0, 0)),
+        (kv_scale(KV_HEADS), (0, 1)),
+        (kv_scale(BATCH, KV_HEADS), (KV_HEADS, 1)),
+        (kv_scale(BATCH, KV_HEADS, strides=(0, 0)), (0, 0)),  # one that was expanded
+        (kv_scale(BATCH, KV_HEADS, strides=(1, BATCH)), (1, BATCH)),
+    ],
+)
+@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+def test_scales_of_keys_and_values_are_read_with_their_strides(
+    stub_runtime: Runtime, standin: StandIn, name: str, scale: TensorView, strides: tuple[int, int]
+) -> None:
+    context_attention(**paged_call("float8_e4m3fn"), **{name: scale}, max_seq_len=300, runtime=stub_runtime)
+    seen = sent(standin, layout="ContextAttentionE4m3Params")
+    assert seen[name] == scale.pointer
+    assert (seen[f"{name}_request_stride"], seen[f"{name}_head_stride"]) == strides
+    other = {"k_scale": "v_scale", "v_scale": "k_scale"}[name]
+    assert [seen[f"{other}{part}"] for part in ("", "_request_stride", "_head_stride")] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])
+def test_numbers_of_keys_and_values_are_parts_of_the_other_scales(
+    stub_runtime: Runtime, standin: StandIn, kv_dtype: str
+) -> None:
+    layout = "ContextAttentionE4m3Params" if kv_dtype == "float8_e4m3fn" else "ContextAttentionParams"
+    given, numbers = paged_call(kv_dtype), {"k_scale": 0.5, "v_scale": 4.0}
+    for scale in (None, 2.0):  # the second time by the fast path, which a number more leads to
+        for _ in range(2):
+            context_attention(
+                **given, **numbers, softmax_scale=scale, output_scale=3.0, max_seq_len=300, runtime=stub_runtime
+            )
+            seen = sent(standin, layout=layout)
+            of_scores = (DIM**-0.5 if scale is None else scale) * 0.5 * LOG2_E
+            assert (seen["softmax_scale_log2"], seen["output_scale"]) == (pytest.approx(of_scores), 12.0)
+
+
+def test_a_step_may_have_other_numbers_of_keys_and_values_than_its_plan(
+    stub_runtime: Runtime, standin: StandIn
+) -> None:
+    given = paged_call()
+    plan = make_plan(stub_runtime, given, softmax_scale=1.0, k_scale=0.5, v_scale=4.0)
+    workspace = plan.prepare(0)
+    seen = []
+    for numbers in ({}, {"k_scale": 2.0}, {"softmax_scale": 3.0, "v_scale": 1.0}):
+        plan.run(**given, **numbers, workspace=workspace)
+        seen.append((sent(standin)["softmax_scale_log2"] / LOG2_E, sent(standin)["output_scale"]))
+    assert seen == [pytest.approx(pair) for pair in ((0.5, 4.0), (2.0, 4.0), (1.5, 1.0))]
+
+
+def test_scales_of_keys_and_values_may_be_bound(stub_runtime: Runtime, standin: StandIn) -> None:
+    given = paged_call("float8_e4m3fn", k_scale=kv_scale(KV_HEADS))
+    plan = make_plan(stub_runtime, given)
+    with plan.bind(**given, v_scale=4.0) as layer:
+        layer.step()
+        layer.step()
+    for index in range(2):
+        seen = sent(standin, index, layout="ContextAttentionE4m3Params")
+        assert (seen["k_scale"], seen["output_scale"]) == (given["k_scale"].pointer, 4.0)
 
 
 @pytest.mark.parametrize("given", [ragged_call(), paged_call(), even_call()])

@@ -41,6 +41,13 @@ CONTEXT_OPTIONS: dict[str, Sequence[Any]] = {
     "enable_pdl": (False, True),
     "backend": ("auto", "hopper"),
 }
+E4M3_OPTIONS: dict[str, Sequence[Any]] = {
+    **CONTEXT_OPTIONS,
+    "kv_dtype": ("float8_e4m3fn",),
+    "k_scale": (None, 0.5, "one", "heads", "requests"),
+    "v_scale": (None, 2.0, "one", "heads", "requests"),
+    "batch_invariant": (False, True),
+}
 INVARIANT_OPTIONS: dict[str, Sequence[Any]] = {**CONTEXT_OPTIONS, "width": (64, 128), "batch_invariant": (True,)}
 
 
@@ -48,6 +55,7 @@ def context_attention(draw: Draw) -> dict[str, Any]:  # noqa: C901, PLR0912, PLR
     """A call of ``context_attention``, or of the function that plans it."""
     batch, heads, kv_heads, kv_len = draw["batch"], draw["group"] * draw["kv_heads"], draw["kv_heads"], draw["kv_len"]
     widths = {"k": draw["width"], "v": 128 if draw["width"] == 192 else draw["width"]}
+    kv_dtype = draw.get("kv_dtype", draw["dtype"])
     even = draw["keys"].startswith("even")
     lead = [batch, draw["q_len"]] if even else [batch * draw["q_len"]]
     call: dict[str, Any] = {
@@ -66,15 +74,13 @@ def context_attention(draw: Draw) -> dict[str, Any]:  # noqa: C901, PLR0912, PLR
         call["batch_invariant"] = draw["batch_invariant"]
     for name, width in widths.items():
         if draw["keys"] == "ragged":
-            call[name] = rows_of_tokens(name, draw["dtype"], [batch * kv_len], kv_heads, width, draw["kv_rows"])
+            call[name] = rows_of_tokens(name, kv_dtype, [batch * kv_len], kv_heads, width, draw["kv_rows"])
             continue
         tokens, count = (
             (draw["page"], batch * -(-kv_len // draw["page"])) if draw["keys"] == "paged" else (kv_len, batch)
         )
         order = (0, 1, 2, 3) if draw["layout"] == "NHD" else (0, 2, 1, 3)
-        made = tensor(
-            name, draw["dtype"], count, tokens, kv_heads, width, order=order, pad=16 * (draw["table_gap"] > 0)
-        )
+        made = tensor(name, kv_dtype, count, tokens, kv_heads, width, order=order, pad=16 * (draw["table_gap"] > 0))
         call[name] = {**made, **{part: [made[part][axis] for axis in order] for part in ("shape", "strides")}}
     if draw["keys"] != "ragged":
         call["kv_layout"] = draw["layout"]
@@ -101,6 +107,10 @@ def context_attention(draw: Draw) -> dict[str, Any]:  # noqa: C901, PLR0912, PLR
         call["sinks"] = tensor("sinks", "float32", *shape)
     for name in ("softmax_scale", "output_scale"):
         call[name] = scale(name, draw[name])
+    for name in ("k_scale", "v_scale"):
+        own, shapes = draw.get(name), {"one": (1,), "heads": (kv_heads,), "requests": (batch, kv_heads)}
+        if own is not None:
+            call[name] = tensor(name, "float32", *shapes[own]) if own in shapes else own
     steps: list[dict[str, Any]] = [{}]
     if draw["again"] == "moved":
         steps.append(moved(call, *call))

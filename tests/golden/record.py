@@ -69,6 +69,7 @@ FAMILIES = {
     "mla elsewhere": Family(150, cases.OTHER_MLA_OPTIONS, cases.mla),
     "xqa mla elsewhere": Family(60, flashinfer.OTHER_XQA_MLA_OPTIONS, flashinfer.xqa_mla),
     "sparse mla": Family(120, lists.OPTIONS, lists.sparse_mla),
+    "e4m3 context attention": Family(160, prefill.E4M3_OPTIONS, prefill.context_attention),
 }
 
 

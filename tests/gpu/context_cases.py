@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +12,14 @@ from decode_values import KINDS, bits_of, normal_bits, values_of
 from cubin_runtime.attention.context_reference import context_attention_reference
 
 FORMS = ("ragged", "paged", "even")
+# Shapes of the scales of keys and values, by the name of their form; "number" is none of a tensor.
+KV_SCALES: dict[str, Callable[[ContextCase], tuple[int, ...]]] = {
+    "number": lambda case: (),
+    "one": lambda case: (1,),
+    "heads": lambda case: (case.kv_heads,),
+    "requests": lambda case: (len(case.kv_lens), case.kv_heads),
+    "expanded": lambda case: (1, case.kv_heads),
+}
 HEAD_DIMS = (64, 128, 192, 256)
 GROUPS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 48, 64)
 PAGE_SIZES = (16, 32, 64, 128, 256, 512, 1024)
@@ -24,7 +33,7 @@ class ContextCase:
     """A context attention.
 
     ``amplitude`` is that of queries and keys. ``joined``: K and V are views of one tensor; ``separate``: their pages
-    have tables of their own.
+    have tables of their own. ``e4m3``: keys and values are; ``kv_scales`` is the form of their scales.
     """
 
     form: str = "ragged"
@@ -54,6 +63,8 @@ class ContextCase:
     batch_invariant: bool = False
     pdl: bool = False
     amplitude: float = 1.0
+    e4m3: bool = False
+    kv_scales: str = ""
     spare: int = 0  # by how much bounds and tensors exceed what is used
 
     @property
@@ -72,9 +83,13 @@ class ContextCase:
     def softmax_scale(self) -> float:
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
+    @property
+    def cache_dtype(self) -> str:
+        return "e4m3" if self.e4m3 else self.dtype
+
     # what the comparison of decodes asks
     @property
-    def kv_dtype(self) -> str:
+    def kv_dtype(self) -> str:  # that of the products, whatever the cache has
         return self.dtype
 
     @property
@@ -96,27 +111,35 @@ class ContextHost:
     k: tuple[np.ndarray, ...]
     v: tuple[np.ndarray, ...]
     sinks: np.ndarray | None
+    kv_scales: tuple[np.ndarray, np.ndarray] | None = None  # of keys and of values, in the form that the call has
 
 
 def context_host(case: ContextCase, rng: np.random.Generator) -> ContextHost:
-    def drawn(*shape: int, amplitude: float = 1.0) -> np.ndarray:
-        bits = normal_bits(case.dtype, rng, shape)
+    def drawn(*shape: int, amplitude: float = 1.0, dtype: str = case.cache_dtype) -> np.ndarray:
+        bits = normal_bits(dtype, rng, shape)
         if amplitude == 1.0:
             return bits
-        return bits_of(case.dtype, values_of(case.dtype, bits) * amplitude)
+        return bits_of(dtype, values_of(dtype, bits) * amplitude)
+
+    def scales() -> np.ndarray:
+        shape = KV_SCALES[case.kv_scales](case)
+        sizes = rng.uniform(0.4, 2.0, shape) * rng.choice((-1, 1, 1, 1), shape)
+        return sizes.astype(np.float32)
 
     keys = [(length, case.kv_heads, case.head_dim) for length in case.kv_lens]
     values = [(length, case.kv_heads, case.value_dim) for length in case.kv_lens]
     return ContextHost(
-        q=drawn(case.tokens, case.heads, case.head_dim, amplitude=case.amplitude),
+        q=drawn(case.tokens, case.heads, case.head_dim, amplitude=case.amplitude, dtype=case.dtype),
         k=tuple(drawn(*shape, amplitude=case.amplitude) for shape in keys),
         v=tuple(drawn(*shape) for shape in values),
         sinks=rng.standard_normal(case.heads).astype(np.float32) * 3 if case.sinks else None,
+        kv_scales=(scales(), scales()) if case.kv_scales else None,
     )
 
 
 def context_reference_of(case: ContextCase, host: ContextHost) -> tuple[np.ndarray, np.ndarray]:
-    k, v = (values_of(case.dtype, np.concatenate(side)) for side in (host.k, host.v))
+    k, v = (values_of(case.cache_dtype, np.concatenate(side)) for side in (host.k, host.v))
+    k_scale, v_scale = host.kv_scales or (1.0, 1.0)
     return context_attention_reference(
         values_of(case.dtype, host.q),
         k,
@@ -130,6 +153,8 @@ def context_reference_of(case: ContextCase, host: ContextHost) -> tuple[np.ndarr
         logit_soft_cap=case.logit_soft_cap,
         sinks=host.sinks,
         output_scale=case.output_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
         lse_base=case.lse_base,
         lse_sink=case.lse_sink,
     )
@@ -165,6 +190,7 @@ def random_context_case(rng: np.random.Generator, **fixed: Any) -> ContextCase:
         "pdl": _flag(rng),
         "amplitude": _one(rng, (1.0, 1.0, 6.0)),
         "spare": _one(rng, (0, 0, 1, 200)),
+        **_drawn_e4m3(rng, fixed.get("e4m3")),
         **fixed,
     }
     if draw["sinks"]:
@@ -188,6 +214,12 @@ def random_context_case(rng: np.random.Generator, **fixed: Any) -> ContextCase:
     if rng.random() < 0.1 and "page_size" not in fixed:  # a page holds a request, and is of any size
         case = replace(case, page_size=max(1, max(case.kv_lens) + case.spare + _one(rng, (0, 1, 100))))
     return case
+
+
+def _drawn_e4m3(rng: np.random.Generator, e4m3: bool | None) -> dict[str, Any]:
+    if e4m3 is None:
+        e4m3 = bool(rng.random() < 0.3)
+    return {"e4m3": e4m3, "kv_scales": _one(rng, ("", *KV_SCALES)) if e4m3 else _one(rng, ("", "", "number"))}
 
 
 def _affordable(case: ContextCase) -> ContextCase:
@@ -216,4 +248,4 @@ def _flag(rng: np.random.Generator) -> bool:
 
 
 def nan_of(case: ContextCase) -> int:
-    return KINDS[case.dtype].nan
+    return KINDS[case.cache_dtype].nan

@@ -14,6 +14,7 @@ from decode_device import DeviceCase
 from decode_values import KINDS
 
 from cubin_runtime.attention import ContextAttentionPlan, Runtime, TensorView, plan_context_attention
+from cubin_runtime.attention.decode_call import KV_SCALES
 from cubin_runtime.launch.workspace import Workspace
 from cubin_runtime.testing.device import GUARD, POISON, DeviceArrays
 
@@ -119,7 +120,8 @@ class ContextDeviceCase(DeviceCase):
             k, v = (np.pad(side, ((0, case.spare), (0, 0), (0, 0)), constant_values=nan_of(case)) for side in (k, v))
             return {**self._views(k, v), "kv_cu_seq_lens": self._integers(np.cumsum([0, *case.kv_lens]))}
         shape = (len(case.kv_lens), max(case.kv_lens) + 3, case.kv_heads)
-        k, v = (np.full((*shape, n), nan_of(case), np.uint16) for n in (case.head_dim, case.value_dim))
+        bits = KINDS[case.cache_dtype].bits
+        k, v = (np.full((*shape, n), nan_of(case), bits) for n in (case.head_dim, case.value_dim))
         for request, length in enumerate(case.kv_lens):
             k[request, :length], v[request, :length] = self.host.k[request], self.host.v[request]
         return {**self._views(k, v), "seq_lens": self._integers(np.array(case.kv_lens))}
@@ -131,7 +133,8 @@ class ContextDeviceCase(DeviceCase):
         columns = max(1, -(-self._bound // page))
         table = np.full((len(counts), len(ids), columns), -1, np.int32)  # which would be reported
         shape = (ids.shape[1], page, case.kv_heads)
-        k, v = (np.full((*shape, n), nan_of(case), np.uint16) for n in (case.head_dim, case.value_dim))
+        bits = KINDS[case.cache_dtype].bits
+        k, v = (np.full((*shape, n), nan_of(case), bits) for n in (case.head_dim, case.value_dim))
         used = 0
         for request, count in enumerate(counts):
             own, length, first = ids[:, used : used + count], case.kv_lens[request], case.first_key(request)
@@ -149,7 +152,7 @@ class ContextDeviceCase(DeviceCase):
 
     def _views(self, k: np.ndarray, v: np.ndarray) -> dict[str, TensorView]:
         """K and V in the case's layout, apart or side by side."""
-        case, kind = self.case, KINDS[self.case.dtype].view
+        case, kind = self.case, KINDS[self.case.cache_dtype].view
         if self._layout == "HND":
             k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
         if not case.joined:
@@ -158,7 +161,7 @@ class ContextDeviceCase(DeviceCase):
         address = self.arrays.upload(both)
         strides = TensorView.contiguous(0, kind, both.shape).strides
         return {
-            n: TensorView(address + at * 2 * case.head_dim, kind, a.shape, strides)
+            n: TensorView(address + at * both.itemsize * case.head_dim, kind, a.shape, strides)
             for at, (n, a) in enumerate((("k", k), ("v", v)))
         }
 
@@ -176,7 +179,23 @@ class ContextDeviceCase(DeviceCase):
             else TensorView.contiguous(self.arrays.upload(sinks), "float32", sinks.shape),
             "softmax_scale": scale(case.softmax_scale),
             "output_scale": scale(case.output_scale),
+            **self._kv_scales(),
         }
+
+    def _kv_scales(self) -> dict[str, Any]:
+        """Scales of keys and values in the case's form; those that are expanded have no stride of requests."""
+        case, scales = self.case, self.host.kv_scales
+        if scales is None:
+            return {}
+        if case.kv_scales == "number":
+            return {name: float(value) for name, value in zip(KV_SCALES, scales, strict=True)}
+        given = {}
+        for name, values in zip(KV_SCALES, scales, strict=True):
+            given[name] = TensorView.contiguous(self.arrays.upload(values), "float32", values.shape)
+            if case.kv_scales == "expanded":
+                shape = (len(case.kv_lens), case.kv_heads)
+                given[name] = replace(given[name], shape=shape, strides=(0, 1))
+        return given
 
     def _integers(self, values: np.ndarray) -> TensorView:
         word = "uint32" if self.case.unsigned else "int32"
@@ -185,7 +204,7 @@ class ContextDeviceCase(DeviceCase):
     def _with_gaps(self, q: np.ndarray) -> np.ndarray:
         if not self.case.strided:
             return q
-        return np.pad(q, ((0, 0), (0, 1), (0, 0)), constant_values=nan_of(self.case))
+        return np.pad(q, ((0, 0), (0, 1), (0, 0)), constant_values=KINDS[self.case.dtype].nan)
 
     def _of_tokens(self, dtype: str, address: int, columns: int) -> TensorView:
         """q or out: with ``strided``, one head of other content lies between tokens."""

@@ -14,9 +14,11 @@ from cubin_runtime.attention import Runtime
 def context_all(runtime: Runtime) -> set[str]:
     """A random case for every kernel, compared with its reference; the names of the kernels that ran."""
     used = set()
-    for head_dim, dtype, cap, invariant in product(HEAD_DIMS, ("bf16", "fp16"), (0.0, 20.0), (False, True)):
+    switches = (False, True)
+    for head_dim, dtype, cap, invariant, e4m3 in product(HEAD_DIMS, ("bf16", "fp16"), (0.0, 20.0), switches, switches):
         rng = np.random.default_rng((22, head_dim))
         given = {"head_dim": head_dim, "dtype": dtype, "logit_soft_cap": cap, "batch_invariant": invariant, "group": 4}
+        given["e4m3"] = e4m3
         case = random_context_case(rng, **given)
         with context_on_device(runtime, case, rng, guard=0) as device:
             device.run()

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from cubin_runtime.artifacts.tables.native_kernels import MEASURED, NativeKernel
-from cubin_runtime.kernels.native.prefill.params import CONTEXT_ATTENTION
+from cubin_runtime.kernels.native.prefill.params import CONTEXT_ATTENTION, CONTEXT_ATTENTION_E4M3
 
 
-def kernel(dtype: str = "bf16", head_dim: int = 128, soft_cap: bool = False, segments: bool = False) -> NativeKernel:
-    name = f"context_{dtype}_d{head_dim}{'_soft_cap' if soft_cap else ''}{'_segments' if segments else ''}"
+def kernel(
+    dtype: str = "bf16", head_dim: int = 128, soft_cap: bool = False, segments: bool = False, e4m3: bool = False
+) -> NativeKernel:
+    struct = CONTEXT_ATTENTION_E4M3 if e4m3 else CONTEXT_ATTENTION
+    options = f"{'_soft_cap' if soft_cap else ''}{'_segments' if segments else ''}"
+    name = f"context_{dtype}{'_over_e4m3' if e4m3 else ''}_d{head_dim}{options}"
     return NativeKernel(
         name=f"{name}_sm90a",
         symbol=name,
@@ -17,15 +21,16 @@ def kernel(dtype: str = "bf16", head_dim: int = 128, soft_cap: bool = False, seg
         operation="context_attention",
         traits={
             "dtype": dtype,
+            "kv_dtype": "e4m3" if e4m3 else dtype,
             "head_dim": head_dim,
             "value_dim": 128 if head_dim == 192 else head_dim,
-            "rows": 192 if head_dim == 64 else 128,
+            "rows": 192 if head_dim == 64 and not e4m3 else 128,
             "tile_tokens": 64 if head_dim == 256 else 128,
             "soft_cap": soft_cap,
             "segments": segments,
         },
-        struct=CONTEXT_ATTENTION.name,
-        struct_bytes=CONTEXT_ATTENTION.size,
+        struct=struct.name,
+        struct_bytes=struct.size,
         struct_fingerprint="0" * 64,
         threads=384,
         dynamic_shared_bytes=200000,
@@ -39,7 +44,8 @@ def kernel(dtype: str = "bf16", head_dim: int = 128, soft_cap: bool = False, seg
 
 
 KERNELS = tuple(
-    kernel(dtype, dim, cap, segments)
+    kernel(dtype, dim, cap, segments, e4m3)
+    for e4m3 in (False, True)
     for dtype in ("bf16", "fp16")
     for dim in (64, 128, 192, 256)
     for cap in (False, True)

@@ -75,7 +75,7 @@ def native_form(
     if "max_seq_len" in options:  # of a decode
         bound, scale, factor = numbers
         options |= {"planned_max_seq_len": options["max_seq_len"], "max_seq_len": bound, "kv_layout": "NHD"}
-        options |= {"softmax_scale": scale / LOG2_E, "output_scale": factor}
+        options |= {"softmax_scale": scale / LOG2_E, "output_scale": factor, "k_scale": 1.0, "v_scale": 1.0}
     pages = None
     if resident and {"page_table", "seq_lens"} <= views.keys():
         cache = views[min(resident)]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ...errors import CorruptError
 from ...kernels.native.problem import LOG2_E
 from ..context_reference import context_attention_reference
-from ..decode_call import DEALING_OPTIONS
+from ..decode_call import DEALING_OPTIONS, KV_SCALES
 from ..reference import bfloat16_values, e4m3_values, mla_decode_reference, paged_decode_reference
 from .call import RecordedCall
 from .described import TRTLLM_GEN
@@ -217,6 +217,7 @@ def _context_attention(inputs: _Inputs) -> Reference:
     sinks = inputs.optional("sinks")
     scale = options["softmax_scale"] * inputs.number("softmax_scale")
     names = ("causal", "window_left", "window_right", "logit_soft_cap", "lse_sink")
+    scales: dict[str, Any] = {name: own for name in KV_SCALES if (own := inputs.optional(name)) is not None}
     out, lse = context_attention_reference(
         q.reshape(-1, *q.shape[-2:]),
         k,
@@ -227,10 +228,11 @@ def _context_attention(inputs: _Inputs) -> Reference:
         page_table=table,
         sinks=None if sinks is None else sinks.reshape(-1),
         output_scale=options["output_scale"] * inputs.number("output_scale"),
+        **scales,
         lse_base=options["lse_base"],
         **{name: options[name] for name in names},
     )
-    return Reference(out, lse, tuple(notes), 0.0, inputs.call.tensors["k"].view.dtype)
+    return Reference(out, lse, tuple(notes), 0.0, inputs.call.tensors["q"].view.dtype)
 
 
 def _rows(tensor: NDArray[Any], firsts: NDArray[Any], counts: NDArray[Any]) -> NDArray[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...dtypes import DTYPES
 from ...tensor import TensorView
 from ..context_call import ContextOptions, is_paged
-from ..decode_call import DecodeCall
+from ..decode_call import KV_SCALES, DecodeCall
 from .decode import ONE, sink_axes, table_axes
 from .references import of_attention, run_of
 from .schema import Axis, Constant, Scalar, Tensor, TracedCall
@@ -28,8 +28,8 @@ def traced_context(call: DecodeCall) -> TracedCall:
         Tensor("k", k, (*keys, *_KV), "tokens, then heads; as strides had it"),
         Tensor("v", tensors["v"], (*keys, *_VALUES)),
         *_optional_tensors(call),
-        Scalar("softmax_scale", options.softmax_scale),
-        Scalar("output_scale", options.output_scale),
+        Scalar("softmax_scale", options.softmax_scale * options.k_scale),
+        Scalar("output_scale", options.output_scale * options.v_scale),
         Scalar("window_left", options.window_left, "int32"),
         Scalar("window_right", options.window_right, "int32"),
         Scalar("logit_soft_cap", options.logit_soft_cap),
@@ -41,13 +41,14 @@ def traced_context(call: DecodeCall) -> TracedCall:
     if lse is not None:
         outputs.append(Tensor("lse", lse, (*tokens, Constant("q_heads")), f"base {options.lse_base}"))
     form = "ragged" if call.ragged else "dense"
+    of_q, of_k = DTYPES[q.dtype].short, DTYPES[k.dtype].short
     of_keys = "paged" if is_paged(call) else "ragged" if len(k.shape) == 3 else "dense"
     fixed = ("causal", *(("lse_base", "lse_sink") if lse else ()))
     taken = {name: repr(getattr(options, name)) for name in fixed} | of_attention(outputs)
     axes = {axis for part in inputs if isinstance(part, Tensor) for axis in part.axes}
     return TracedCall(
         op_type="gqa_paged" if is_paged(call) else "gqa_ragged",
-        name=f"context_attention_{form}_{of_keys}_{DTYPES[q.dtype].short}",
+        name=f"context_attention_{form}_{of_keys}_{'_over_'.join(dict.fromkeys((of_q, of_k)))}",
         inputs=tuple(inputs),
         outputs=tuple(outputs),
         reference=run_of("context", inputs, taken),
@@ -64,6 +65,14 @@ def traced_context(call: DecodeCall) -> TracedCall:
     )
 
 
+def _scale_axes(scale: TensorView | None) -> tuple[Axis, ...]:
+    """The axes of a scale of keys or values in the form that it came in."""
+    heads = (Constant("kv_heads"),)
+    if scale is None or scale.shape == (1,):
+        return ONE
+    return heads if len(scale.shape) == 1 else ("batch", *heads)
+
+
 def _optional_tensors(call: DecodeCall) -> list[Tensor]:
     tensors, table = call.tensors, call.tensors.get("page_table")
     more: list[tuple[str, TensorView | None, tuple[Axis, ...], str]] = [
@@ -74,5 +83,9 @@ def _optional_tensors(call: DecodeCall) -> list[Tensor]:
         ("sinks", tensors.get("sinks"), sink_axes(tensors), "logits in the denominator"),
         ("softmax_scale_device", tensors.get("softmax_scale"), ONE, "a factor more of the scores"),
         ("output_scale_device", tensors.get("output_scale"), ONE, "a factor more of the output"),
+        *(
+            (name, tensors.get(name), _scale_axes(tensors.get(name)), "a factor more of a KV head")
+            for name in KV_SCALES
+        ),
     ]
     return [Tensor(name, view, axes, words) for name, view, axes, words in more if view is not None]

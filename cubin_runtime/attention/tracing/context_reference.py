@@ -26,6 +26,8 @@ def context(  # type: ignore[no-untyped-def]  # noqa: C901, PLR0912, PLR0915
     sinks=None,
     softmax_scale_device=None,
     output_scale_device=None,
+    k_scale=None,
+    v_scale=None,
     **bounds,
 ):
     """Output, or output and log-sum-exp, of the arguments of ``run``; the last query token stands at the last key."""
@@ -43,6 +45,8 @@ def context(  # type: ignore[no-untyped-def]  # noqa: C901, PLR0912, PLR0915
     else:
         lengths = [k.shape[1]] * k.shape[0] if kv_begins is None else kv_cu_seq_lens.diff().tolist()
     batch = len(lengths)
+    one = torch.ones(1, dtype=torch.float64, device=q.device)
+    of_keys, of_values = ((one if by is None else by.double()).expand(batch, kv_heads) for by in (k_scale, v_scale))
     begins = [b * tokens // batch for b in range(batch + 1)] if q_cu_seq_lens is None else q_cu_seq_lens.tolist()
     out = torch.zeros(tokens, heads, value_dim, dtype=torch.float64, device=q.device)
     lse = torch.full((tokens, heads), -math.inf, dtype=torch.float64, device=q.device)
@@ -70,7 +74,7 @@ def context(  # type: ignore[no-untyped-def]  # noqa: C901, PLR0912, PLR0915
             keys, values = k[b, :length], v[b, :length]
         for head in range(heads):
             of = head // (heads // kv_heads)
-            scores = queries[begin:end, head].double() @ keys[:, of].double().T * softmax_scale
+            scores = queries[begin:end, head].double() @ keys[:, of].double().T * (softmax_scale * of_keys[b, of])
             if logit_soft_cap:
                 scores = logit_soft_cap * torch.tanh(scores / logit_soft_cap)
             scores = scores.masked_fill(~seen, -math.inf)
@@ -78,7 +82,7 @@ def context(  # type: ignore[no-untyped-def]  # noqa: C901, PLR0912, PLR0915
             if sinks is not None:
                 total = torch.logaddexp(own, sinks.reshape(heads)[head].double())
             weights = torch.where(total[:, None].isneginf(), 0.0, torch.exp(scores - total[:, None]))
-            out[begin:end, head] = weights @ values[:, of].double() * output_scale
+            out[begin:end, head] = weights @ values[:, of].double() * (output_scale * of_values[b, of])
             lse[begin:end, head] = total if lse_sink else own
     if lse_base == "2":
         lse = lse / math.log(2)

@@ -8,54 +8,67 @@ from ....launch.structs import Field, StructLayout
 from ..constants import STATUS_BITS_TEXT
 from ..problem import VALUE_TABLE_FIELD
 
-CONTEXT_ATTENTION = StructLayout.declare(
-    "ContextAttentionParams",
+_SCALED = (("k", "keys"), ("v", "values"))
+_FIELDS = (
+    Field("q_map", "CUtensorMap", "queries: (head_dim, head, token)"),
+    Field(
+        "k_map",
+        "CUtensorMap",
+        "keys: (head_dim, token in page, KV head, page); ragged: one page; else one each request",
+    ),
+    Field("v_map", "CUtensorMap", "values, likewise, of their own columns"),
+    Field("out", "ptr", "output, [tokens, heads, columns of a value], of the type of q"),
+    Field("lse", "ptr", "log-sum-exp, fp32 [tokens, heads]; null: not wanted"),
+    Field("page_table", "ptr", "int32 [batch, table_stride], page ids of each request in order; null: no pages"),
+    Field("seq_lens", "ptr", "int32 [batch], KV length of each request; null: by kv_cu_seq_lens, or kv_tokens each"),
+    Field("q_cu_seq_lens", "ptr", "int32 [batch + 1], prefix sums of query tokens; null: q_len each"),
+    Field("kv_cu_seq_lens", "ptr", "int32 [batch + 1], prefix sums of ragged keys; null: a page of k_map each"),
+    Field("sinks", "ptr", "fp32 [heads], logits added to the softmax denominator; null: none"),
+    Field("softmax_scale_device", "ptr", "fp32, multiplied with softmax_scale_log2; null: 1"),
+    Field("output_scale_device", "ptr", "fp32, multiplied with output_scale; null: 1"),
+    Field("counters", "ptr", "uint32 [2], work tiles handed out and CTAs done; zero between launches"),
+    Field("status", "ptr", f"uint32, bits of what was clamped: {STATUS_BITS_TEXT}"),
+    Field("out_token_stride", "int64", "elements between tokens in out"),
+    Field("out_head_stride", "int64", "elements between heads in out"),
+    Field("lse_token_stride", "int64", "elements between tokens in lse"),
+    Field("lse_head_stride", "int64", "elements between heads in lse"),
+    Field("table_stride", "int64", "elements between requests in page_table"),
+    VALUE_TABLE_FIELD,
+    Field("batch", "int32", "requests"),
+    Field("tokens", "int32", "query tokens of all requests"),
+    Field("kv_tokens", "int32", "ragged keys of all requests, or those of each"),
+    Field("q_len", "int32", "query tokens of each request, or with q_cu_seq_lens their bound"),
+    Field("max_seq_len", "int32", "bound on every KV length"),
+    Field("group", "int32", "query heads per KV head"),
+    Field("packed_log2", "int32", "log2 of the heads whose rows of a token are neighbours in a row tile"),
+    Field("head_packs", "int32", "heads >> packed_log2"),
+    Field("section_packs", "int32", "head packs whose work tiles are interleaved, so that their keys stay in L2"),
+    Field("page_size_log2", "int32", "log2 of the tokens in a page; 30: a request has one page, of any size"),
+    Field("num_pages", "int32", "pages in the pool"),
+    Field("window_left", "int32", "keys before its own position that a query sees"),
+    Field("window_right", "int32", "keys behind its own position that a query sees; 0: causal"),
+    Field("softmax_scale_log2", "float", "softmax scale times log2(e)"),
+    Field("output_scale", "float", "multiplied with the output"),
+    Field("soft_cap", "float", "bound that tanh gives the scores, in kernels built for one"),
+    Field("lse_scale", "float", "1: log-sum-exp in base 2; ln(2): in base e"),
+    Field("lse_sink", "int32", "whether the log-sum-exp includes the sink"),
+)
+
+CONTEXT_ATTENTION = StructLayout.declare("ContextAttentionParams", _FIELDS)
+# With keys and values in e4m3, which have scales: their fields come last.
+CONTEXT_ATTENTION_E4M3 = StructLayout.declare(
+    "ContextAttentionE4m3Params",
     (
-        Field("q_map", "CUtensorMap", "queries: (head_dim, head, token)"),
-        Field(
-            "k_map",
-            "CUtensorMap",
-            "keys: (head_dim, token in page, KV head, page); ragged: one page; else one each request",
+        *_FIELDS,
+        *(Field(f"{name}_scale", "ptr", f"fp32, factors of {what}; null: 1") for name, what in _SCALED),
+        *(
+            Field(
+                f"{name}_scale_{of}_stride", "int64", f"elements between the factors of {of}s in {name}_scale; 0: one"
+            )
+            for name, _ in _SCALED
+            for of in ("request", "head")
         ),
-        Field("v_map", "CUtensorMap", "values, likewise, of their own columns"),
-        Field("out", "ptr", "output, [tokens, heads, columns of a value], of the type of q"),
-        Field("lse", "ptr", "log-sum-exp, fp32 [tokens, heads]; null: not wanted"),
-        Field("page_table", "ptr", "int32 [batch, table_stride], page ids of each request in order; null: no pages"),
-        Field(
-            "seq_lens", "ptr", "int32 [batch], KV length of each request; null: by kv_cu_seq_lens, or kv_tokens each"
-        ),
-        Field("q_cu_seq_lens", "ptr", "int32 [batch + 1], prefix sums of query tokens; null: q_len each"),
-        Field("kv_cu_seq_lens", "ptr", "int32 [batch + 1], prefix sums of ragged keys; null: a page of k_map each"),
-        Field("sinks", "ptr", "fp32 [heads], logits added to the softmax denominator; null: none"),
-        Field("softmax_scale_device", "ptr", "fp32, multiplied with softmax_scale_log2; null: 1"),
-        Field("output_scale_device", "ptr", "fp32, multiplied with output_scale; null: 1"),
-        Field("counters", "ptr", "uint32 [2], work tiles handed out and CTAs done; zero between launches"),
-        Field("status", "ptr", f"uint32, bits of what was clamped: {STATUS_BITS_TEXT}"),
-        Field("out_token_stride", "int64", "elements between tokens in out"),
-        Field("out_head_stride", "int64", "elements between heads in out"),
-        Field("lse_token_stride", "int64", "elements between tokens in lse"),
-        Field("lse_head_stride", "int64", "elements between heads in lse"),
-        Field("table_stride", "int64", "elements between requests in page_table"),
-        VALUE_TABLE_FIELD,
-        Field("batch", "int32", "requests"),
-        Field("tokens", "int32", "query tokens of all requests"),
-        Field("kv_tokens", "int32", "ragged keys of all requests, or those of each"),
-        Field("q_len", "int32", "query tokens of each request, or with q_cu_seq_lens their bound"),
-        Field("max_seq_len", "int32", "bound on every KV length"),
-        Field("group", "int32", "query heads per KV head"),
-        Field("packed_log2", "int32", "log2 of the heads whose rows of a token are neighbours in a row tile"),
-        Field("head_packs", "int32", "heads >> packed_log2"),
-        Field("section_packs", "int32", "head packs whose work tiles are interleaved, so that their keys stay in L2"),
-        Field("page_size_log2", "int32", "log2 of the tokens in a page; 30: a request has one page, of any size"),
-        Field("num_pages", "int32", "pages in the pool"),
-        Field("window_left", "int32", "keys before its own position that a query sees"),
-        Field("window_right", "int32", "keys behind its own position that a query sees; 0: causal"),
-        Field("softmax_scale_log2", "float", "softmax scale times log2(e)"),
-        Field("output_scale", "float", "multiplied with the output"),
-        Field("soft_cap", "float", "bound that tanh gives the scores, in kernels built for one"),
-        Field("lse_scale", "float", "1: log-sum-exp in base 2; ln(2): in base e"),
-        Field("lse_sink", "int32", "whether the log-sum-exp includes the sink"),
     ),
 )
 
-LAYOUTS = MappingProxyType({CONTEXT_ATTENTION.name: CONTEXT_ATTENTION})
+LAYOUTS = MappingProxyType({layout.name: layout for layout in (CONTEXT_ATTENTION, CONTEXT_ATTENTION_E4M3)})

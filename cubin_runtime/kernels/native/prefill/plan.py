@@ -14,7 +14,9 @@ from ..problem import LOG2_E, page_size_log2
 from .select import ContextSelection
 
 _COUNTERS = Region("counters", 8, zeroed=True)
-_BOX_BYTES = 128  # of a row in one TMA box, which are swizzled; a longer row is several boxes of the same map
+# Of a row in one TMA box, which are swizzled; a longer row is several boxes of the same map. Rows that are no multiple
+# of them are in boxes of half as many.
+_BOX_BYTES = 128
 _WARPGROUP_ROWS = 64
 _NO_WINDOW = 1 << 30
 
@@ -35,10 +37,11 @@ class ContextProblem:
     ``q_len`` is a bound on the query tokens of a request, or the number of each. Keys are paged where ``num_pages`` is
     not 0. Else there are ``kv_tokens``, in all if ``ragged``, otherwise of each request. Windows are -1 where there is
     none; ``window_right`` is 0 for causal attention. ``soft_cap`` is 0 without one, ``v_table_offset`` where K and V
-    share pages.
+    share pages. Scales of e4m3 keys and values lie at strides of a request and of a KV head, 0 where all have one.
     """
 
     dtype: str
+    kv_dtype: str
     batch: int
     tokens: int
     q_len: int
@@ -63,6 +66,8 @@ class ContextProblem:
     lse_strides: tuple[int, int]
     k_strides: KvStrides
     v_strides: KvStrides
+    k_scale_strides: tuple[int, int] = (0, 0)
+    v_scale_strides: tuple[int, int] = (0, 0)
     table_stride: int
     v_table_offset: int = 0
     programmatic_serialization: bool = False
@@ -84,6 +89,7 @@ def context_launch(
         grid=selection.grid(problem),
         attributes=LaunchAttributes(programmatic_serialization=problem.programmatic_serialization),
         values={
+            **_scale_strides(problem),
             "q_map": _query_map(problem, selection.packed),
             "k_map": _kv_map(problem, problem.head_dim, problem.k_strides, tile_tokens),
             "v_map": _kv_map(problem, problem.value_dim, problem.v_strides, tile_tokens),
@@ -119,6 +125,19 @@ def context_launch(
     return NativeLaunch(selection, plan, regions)
 
 
+def _scale_strides(problem: ContextProblem) -> dict[str, int]:
+    """The fields that only kernels of e4m3 caches have."""
+    if problem.kv_dtype == problem.dtype:
+        return {}
+    (k_request, k_head), (v_request, v_head) = problem.k_scale_strides, problem.v_scale_strides
+    return {
+        "k_scale_request_stride": k_request,
+        "k_scale_head_stride": k_head,
+        "v_scale_request_stride": v_request,
+        "v_scale_head_stride": v_head,
+    }
+
+
 def _window(keys: int) -> int:
     return min(keys, _NO_WINDOW) if keys >= 0 else _NO_WINDOW
 
@@ -127,7 +146,8 @@ def _query_map(problem: ContextProblem, packed: int) -> TensorMapSpec:
     """Boxes of a warpgroup's rows: tokens times the heads of a pack."""
     token, head = problem.q_strides
     return _map(
-        problem,
+        problem.dtype,
+        _BOX_BYTES,
         dims=(problem.head_dim, problem.heads, problem.tokens),
         strides=(head, token),
         rows=(packed, _WARPGROUP_ROWS // packed),
@@ -139,8 +159,10 @@ def _kv_map(problem: ContextProblem, columns: int, strides: KvStrides, tile_toke
     tokens, pages = problem.kv_tokens, 1 if problem.ragged else problem.batch
     if problem.num_pages:
         tokens, pages = problem.page_size, problem.num_pages
+    row_bytes = columns * BY_SHORT[problem.kv_dtype].nbytes
     return _map(
-        problem,
+        problem.kv_dtype,
+        _BOX_BYTES if row_bytes % _BOX_BYTES == 0 else _BOX_BYTES // 2,
         dims=(columns, tokens, problem.kv_heads, pages),
         strides=(strides.token, strides.head, strides.page),
         rows=(min(1 << page_size_log2(problem.page_size), tile_tokens), 1, 1),
@@ -148,16 +170,16 @@ def _kv_map(problem: ContextProblem, columns: int, strides: KvStrides, tile_toke
 
 
 def _map(
-    problem: ContextProblem, *, dims: tuple[int, ...], strides: tuple[int, ...], rows: tuple[int, ...]
+    short: str, box_bytes: int, *, dims: tuple[int, ...], strides: tuple[int, ...], rows: tuple[int, ...]
 ) -> TensorMapSpec:
-    dtype = BY_SHORT[problem.dtype]
+    dtype = BY_SHORT[short]
     return TensorMapSpec(
         dtype=dtype.map_type,
         address=0,
         dims=dims,
         strides=tuple(stride * dtype.nbytes for stride in strides),
-        box=(_BOX_BYTES // dtype.nbytes, *rows),
+        box=(box_bytes // dtype.nbytes, *rows),
         element_strides=(1,) * len(dims),
-        swizzle=f"{_BOX_BYTES}B",
+        swizzle=f"{box_bytes}B",
         l2_promotion="256B",
     )

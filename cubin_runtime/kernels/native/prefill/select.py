@@ -8,6 +8,7 @@ from dataclasses import KW_ONLY
 from functools import lru_cache
 
 from ....artifacts.tables.native_kernels import MEASURED, NativeKernel
+from ....dtypes import BY_SHORT
 from ....errors import UsageError
 from ....launch.driver import DeviceFacts
 from ....values import HashedOnce, dataclass
@@ -39,10 +40,12 @@ _FIXED_US = 10.0
 class ContextShape:
     """What decides the kernel and the grid: bounds, never the lengths themselves.
 
-    ``dtype`` is that of queries, keys, values and output. ``tokens`` are the query tokens of all requests.
+    ``dtype`` is that of queries and output, ``kv_dtype`` that of keys and values. ``tokens`` are the query tokens of
+    all requests.
     """
 
     dtype: str
+    kv_dtype: str
     head_dim: int
     group: int
     kv_heads: int
@@ -70,7 +73,7 @@ class ContextShape:
 
     def section_packs(self, multiprocessors: int, rows: int) -> int:
         """Packs whose work tiles, of ``rows`` rows, are interleaved; sections are about equal."""
-        token_bytes = 2 * (self.head_dim + VALUE_DIMS[self.head_dim])
+        token_bytes = BY_SHORT[self.kv_dtype].nbytes * (self.head_dim + VALUE_DIMS[self.head_dim])
         pack_bytes = max(1, self.max_seq_len * token_bytes * self.kv_heads // self.head_packs)
         row_tiles = max(1, self.tokens * self.packed // (rows * self.batch))
         even = min(math.ceil(_SECTION_WORK_TILES * multiprocessors / row_tiles), multiprocessors // _CTAS_OF_A_PACK)
@@ -123,13 +126,19 @@ def select_context_attention(
         UsageError: no kernel fits; the message says what those of the release are for.
     """
     candidates = _candidates(
-        HashedOnce.of(kernels), number_of(device), shape.dtype, shape.head_dim, shape.soft_cap, shape.segments
+        HashedOnce.of(kernels),
+        number_of(device),
+        shape.dtype,
+        shape.kv_dtype,
+        shape.head_dim,
+        shape.soft_cap,
+        shape.segments,
     )
     fitting = [candidate.kernel for candidate in candidates if not candidate.unfit]
     if not fitting:
         raise UsageError(
-            f"no context attention kernel for {shape.dtype}, head_dim {shape.head_dim} "
-            f"on compute capability {device.capability[0]}.{device.capability[1]}: "
+            f"no context attention kernel for {shape.dtype} queries over {shape.kv_dtype} keys, "
+            f"head_dim {shape.head_dim} on compute capability {device.capability[0]}.{device.capability[1]}: "
             + ("; ".join(f"{c.kernel.name}: {c.unfit}" for c in candidates) or "the release has none")
         )
     best = fitting[0]
@@ -152,12 +161,19 @@ def select_context_attention(
 
 @lru_cache(maxsize=256)  # calls of any size have the same
 def _candidates(
-    kernels: HashedOnce[NativeKernel], number: int, dtype: str, head_dim: int, soft_cap: bool, segments: bool
+    kernels: HashedOnce[NativeKernel],
+    number: int,
+    dtype: str,
+    kv_dtype: str,
+    head_dim: int,
+    soft_cap: bool,
+    segments: bool,
 ) -> tuple[Candidate, ...]:
     def unfit(kernel: NativeKernel) -> str:
         if not kernel.architecture.runs_on(number):
             return f"built for {kernel.architecture}"
-        for name, wanted in (("dtype", dtype), ("head_dim", head_dim), ("soft_cap", soft_cap)):
+        options = (("dtype", dtype), ("kv_dtype", kv_dtype), ("head_dim", head_dim), ("soft_cap", soft_cap))
+        for name, wanted in options:
             if kernel.traits[name] != wanted:
                 return f"{name} is {kernel.traits[name]}"
         if kernel.traits["segments"] != segments:

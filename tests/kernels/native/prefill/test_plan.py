@@ -9,7 +9,7 @@ from examples import DIGEST, H100
 
 from cubin_runtime.artifacts.path import ArtifactPath
 from cubin_runtime.kernels.native.launches import KernelFile
-from cubin_runtime.kernels.native.prefill.params import CONTEXT_ATTENTION
+from cubin_runtime.kernels.native.prefill.params import CONTEXT_ATTENTION, CONTEXT_ATTENTION_E4M3
 from cubin_runtime.kernels.native.prefill.plan import ContextProblem, KvStrides, context_launch
 from cubin_runtime.kernels.native.prefill.select import ContextShape, select_context_attention
 from cubin_runtime.launch.plan import LaunchPlan
@@ -17,6 +17,7 @@ from cubin_runtime.launch.tensormap_rules import check_tensor_map
 
 RAGGED = ContextProblem(
     dtype="bf16",
+    kv_dtype="bf16",
     batch=3,
     tokens=500,
     q_len=400,
@@ -53,20 +54,26 @@ PAGED = replace(
 )
 
 
+E4M3 = replace(PAGED, kv_dtype="e4m3", k_scale_strides=(2, 1), v_scale_strides=(0, 3))
+
+
 def plan(problem: ContextProblem = RAGGED) -> LaunchPlan:
-    shape = ContextShape("bf16", 128, 12, 2, problem.batch, tokens=problem.tokens, max_seq_len=problem.max_seq_len)
+    kv_dtype, bound = problem.kv_dtype, problem.max_seq_len
+    shape = ContextShape("bf16", kv_dtype, 128, 12, 2, problem.batch, tokens=problem.tokens, max_seq_len=bound)
+    layout = CONTEXT_ATTENTION_E4M3 if kv_dtype == "e4m3" else CONTEXT_ATTENTION
     path = ArtifactPath("hopper-0.1.0/prefill/kernel.cubin")
     selection = select_context_attention(KERNELS, shape, H100)
-    return context_launch(selection, problem, KernelFile(path, DIGEST, CONTEXT_ATTENTION)).plan
+    return context_launch(selection, problem, KernelFile(path, DIGEST, layout)).plan
 
 
-@pytest.mark.parametrize("problem", [RAGGED, PAGED])
+@pytest.mark.parametrize("problem", [RAGGED, PAGED, E4M3])
 def test_every_field_of_the_struct_has_a_value(problem: ContextProblem) -> None:
     maps = {name: bytes(128) for name in ("q_map", "k_map", "v_map")}
-    assert len(CONTEXT_ATTENTION.pack({**plan(problem).values, **maps})) == CONTEXT_ATTENTION.size
+    launch = plan(problem)
+    assert len(launch.layout.pack({**launch.values, **maps})) == launch.layout.size
 
 
-@pytest.mark.parametrize("problem", [RAGGED, PAGED])
+@pytest.mark.parametrize("problem", [RAGGED, PAGED, E4M3])
 @pytest.mark.parametrize("name", ["q_map", "k_map", "v_map"])
 def test_the_descriptors_are_ones_that_the_driver_takes(problem: ContextProblem, name: str) -> None:
     check_tensor_map(plan(problem).values[name].moved(0x7F0000100000))
@@ -88,6 +95,29 @@ def test_a_box_of_paged_keys_lies_in_one_page(page_size: int, rows: int) -> None
     given = plan(replace(PAGED, page_size=page_size)).values
     assert given["k_map"].box == (64, rows, 1, 1)
     assert 1 << given["page_size_log2"] == page_size
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "of_keys", "of_values"),
+    # Bytes of a row in one box, in whose size they are swizzled.
+    [(64, 64, 64), (128, 128, 128), (192, 64, 128), (256, 128, 128)],
+)
+def test_boxes_of_e4m3_have_rows_that_divide_the_columns(head_dim: int, of_keys: int, of_values: int) -> None:
+    given = plan(replace(E4M3, head_dim=head_dim, value_dim=128 if head_dim == 192 else head_dim)).values
+    for name, row in (("k_map", of_keys), ("v_map", of_values)):
+        assert (given[name].box[0], given[name].swizzle, given[name].dtype) == (row, f"{row}B", "uint8")
+    assert given["q_map"].dtype == "bfloat16"
+    assert given["k_map"].strides == (512, 256, 16 * 512)
+
+
+def test_scales_of_e4m3_have_a_stride_of_requests_and_of_heads() -> None:
+    given = plan(E4M3).values
+    assert (given["k_scale_request_stride"], given["k_scale_head_stride"]) == (2, 1)
+    assert (given["v_scale_request_stride"], given["v_scale_head_stride"]) == (0, 3)
+    assert {name: plan(E4M3).inputs[name] for name in ("k_scale", "v_scale")} == {
+        "k_scale": "k_scale",
+        "v_scale": "v_scale",
+    }
 
 
 def test_strides_of_keys_and_values_are_their_own() -> None:

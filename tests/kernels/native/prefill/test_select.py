@@ -13,16 +13,24 @@ from cubin_runtime.errors import UsageError
 from cubin_runtime.kernels.native.prefill.select import ContextShape, select_context_attention
 
 RESULTS = Path(__file__).parents[4] / "benchmarks" / "results"
-SHAPE = ContextShape("bf16", 128, group=4, kv_heads=8, batch=1, tokens=8192, max_seq_len=8192)
+SHAPE = ContextShape("bf16", "bf16", 128, group=4, kv_heads=8, batch=1, tokens=8192, max_seq_len=8192)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("soft_cap", [False, True])
-def test_dtype_head_dim_and_soft_cap_decide_the_kernel(dtype: str, head_dim: int, soft_cap: bool) -> None:
-    shape = replace(SHAPE, dtype=dtype, head_dim=head_dim, soft_cap=soft_cap)
+@pytest.mark.parametrize("e4m3", [False, True])
+def test_dtypes_head_dim_and_soft_cap_decide_the_kernel(dtype: str, head_dim: int, soft_cap: bool, e4m3: bool) -> None:
+    kv_dtype = "e4m3" if e4m3 else dtype
+    shape = replace(SHAPE, dtype=dtype, kv_dtype=kv_dtype, head_dim=head_dim, soft_cap=soft_cap)
     traits = select_context_attention(KERNELS, shape, H100).kernel.traits
-    assert (traits["dtype"], traits["head_dim"], traits["soft_cap"]) == (dtype, head_dim, soft_cap)
+    names = ("dtype", "kv_dtype", "head_dim", "soft_cap")
+    assert tuple(traits[name] for name in names) == (dtype, kv_dtype, head_dim, soft_cap)
+
+
+def test_twice_as_many_keys_of_half_the_size_stay_in_l2() -> None:
+    shape = replace(SHAPE, kv_dtype="e4m3", max_seq_len=16384, tokens=16384)
+    assert (shape.section_packs(132, 128), replace(shape, kv_dtype="bf16").section_packs(132, 128)) == (8, 4)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -119,7 +127,8 @@ def test_one_long_work_tile_is_predicted_whole() -> None:
 
 def test_another_device_is_refused() -> None:
     with pytest.raises(
-        UsageError, match=r"no context attention kernel for bf16, head_dim 128 on compute capability 8\.0"
+        UsageError,
+        match=r"no context attention kernel for bf16 queries over bf16 keys, head_dim 128 on compute capability 8\.0",
     ):
         select_context_attention(KERNELS, SHAPE, device(8, 0))
 

@@ -1,0 +1,177 @@
+// The producer warps of e4m3 caches: all four convert keys and values to the type of q, two of them load as well.
+//
+//   warp 0: work tiles, queries, keys --> TMA --> second halves of K stages -->\
+//   warp 1: values                    --> TMA --> second halves of V stages --> all warps: whole stages, 16 bits
+//
+// In a step, K of tile j and V of tile j - 1 are converted, which consumers need together. Then the next tiles are
+// loaded, as far as consumers have released stages: what they wait for has been converted, so that no warp waits for
+// itself.
+#pragma once
+#include "producer.cuh"
+
+#if KV_E4M3
+namespace context_attention {
+
+// Four e4m3 become two pairs of bf16, the low two and the high two: exact, but NaN becomes 480 with its sign.
+DEVICE void e4m3_to_bf16(uint32_t four, uint32_t& low, uint32_t& high) {
+    // Each code is extended by its sign, so that sign, exponent and mantissa come to their places together; the product
+    // adds the difference of the exponents' biases, also to subnormal codes.
+    asm("{ .reg .b32 l, h; prmt.b32 l, %2, 0, 0x9180; prmt.b32 h, %2, 0, 0xb3a2;\n"
+        "shl.b32 l, l, 4; shl.b32 h, h, 4; and.b32 l, l, 0x87f087f0; and.b32 h, h, 0x87f087f0;\n"
+        "mul.rn.bf16x2 %0, l, %3; mul.rn.bf16x2 %1, h, %3; }"
+        : "=r"(low), "=r"(high)
+        : "r"(four), "r"(0x7b807b80));  // 2^120
+}
+
+// Sixteen e4m3 become two rows of eight numbers of q's type, exactly; but for bf16 a NaN becomes 480 with its sign.
+DEVICE void convert_unit(uint4 raw, uint4 (&converted)[2]) {
+    constexpr auto pairs = MMA_FP16 ? e4m3_to_fp16 : e4m3_to_bf16;
+    pairs(raw.x, converted[0].x, converted[0].y);
+    pairs(raw.y, converted[0].z, converted[0].w);
+    pairs(raw.z, converted[1].x, converted[1].y);
+    pairs(raw.w, converted[1].z, converted[1].w);
+}
+
+// Converts a stage of COLUMNS in place: from boxes with rows of BOX_BYTES in its second half to spans of 64 columns.
+// Eight neighbouring lanes take four units of 16 columns of two tokens that differ in bits 0 and 2, so that neither
+// loads nor stores have bank conflicts. CLEAR: tokens before `low` and from `high` on become zeros: no row sees them,
+// and they may be NaN, and 0 x NaN is NaN.
+template <int COLUMNS, int BOX_BYTES, bool CLEAR>
+DEVICE void convert_stage(uint32_t stage, int low, int high) {
+    constexpr int SPANS = COLUMNS / SPAN_COLUMNS, RAW = SPANS * KV_SPAN_BYTES / 2;
+    constexpr int ROUNDS = TILE_TOKENS / 32;  // of a span
+    constexpr int SPANS_AT_ONCE = 4 / ROUNDS < SPANS ? 4 / ROUNDS : SPANS;
+    const int lane = threadIdx.x % 32, unit = lane % 4;
+    const int first = threadIdx.x % WARPGROUP / 32 * 8 + (lane / 8 ^ lane / 4 % 2 * 5);
+    const uint32_t from = stage + RAW + first * BOX_BYTES + (unit ^ (BOX_BYTES == 128 ? first % 8 : first / 2 % 4)) * 16;
+    const uint32_t to = stage + first * ROW_BYTES + (unit * 2 ^ first % 8) * 16;
+#pragma unroll
+    for (int base = 0; base < SPANS; base += SPANS_AT_ONCE) {
+        uint4 raw[SPANS_AT_ONCE * ROUNDS];
+#pragma unroll
+        for (int i = 0; i < SPANS_AT_ONCE * ROUNDS; ++i) {
+            const int span = base + i / ROUNDS, token = i % ROUNDS * 32;
+            // The second span in a box lies 64 bytes further in a row; with the swizzle that is an exclusive or.
+            const uint32_t at = BOX_BYTES == 128 ? (from ^ span % 2 * 64) + span / 2 * TILE_TOKENS * 128
+                                                 : from + span * TILE_TOKENS * 64;
+            raw[i] = load_shared_uint4(at + token * BOX_BYTES);
+            if (CLEAR && (first + token < low || first + token >= high)) raw[i] = make_uint4(0, 0, 0, 0);
+        }
+        // Where raw bytes are overwritten, all warps have read them.
+        if ((base + SPANS_AT_ONCE) * KV_SPAN_BYTES > RAW) named_barrier_sync<WARPGROUP>(CONVERTER_BARRIER);
+#pragma unroll
+        for (int i = 0; i < SPANS_AT_ONCE * ROUNDS; ++i) {
+            const uint32_t at = to + (base + i / ROUNDS) * KV_SPAN_BYTES + i % ROUNDS * 32 * ROW_BYTES;
+            uint4 converted[2];
+            convert_unit(raw[i], converted);
+            store_shared_uint4(at, converted[0]);
+            store_shared_uint4(at ^ 16, converted[1]);
+        }
+    }
+    fence_async_proxy();  // before products, and before TMA writes to the stage again
+}
+
+template <int STAGES>
+DEVICE void convert_keys(SharedStorage& shared, PipelineState<STAGES>& state) {
+    wait_barrier(shared.k_loaded[state.index], state.phase);
+    convert_stage<HEAD_DIM, K_BOX_BYTES, false>(shared_address(shared.k[state.index]), 0, 0);
+    release(shared.k_full[state.index]);
+    state.advance();
+}
+
+template <int STAGES>
+DEVICE void convert_values(SharedStorage& shared, PipelineState<STAGES>& state, int low, int high) {
+    wait_barrier(shared.v_loaded[state.index], state.phase);
+    const uint32_t stage = shared_address(shared.v[state.index]);
+    if (low <= 0 && high >= TILE_TOKENS)
+        convert_stage<VALUE_DIM, V_BOX_BYTES, false>(stage, low, high);
+    else
+        convert_stage<VALUE_DIM, V_BOX_BYTES, true>(stage, low, high);
+    release(shared.v_full[state.index]);
+    state.advance();
+}
+
+DEVICE float scale_at(const void* scales, int64_t element) {
+    return scales == nullptr ? 1.f : static_cast<const float*>(scales)[element];
+}
+
+// Finds the next work tile and publishes it; by warp 0.
+DEVICE void publish(const Params& p, SharedStorage& shared, Schedule& schedule, int number, uint32_t phase,
+                    uint64_t policy) {
+    WorkTile work;
+    if (!schedule.find(p, number, work)) work.request = -1;
+    if (work.request >= 0) {
+        const int kv_head = work.head / p.group;
+        work.scale_log2 = log2_scale(p) * scale_at(p.k_scale, work.request * p.k_scale_request_stride +
+                                                                  kv_head * p.k_scale_head_stride);
+        work.output_scale = p.output_scale * scale_at(p.output_scale_device, 0) *
+                            scale_at(p.v_scale, work.request * p.v_scale_request_stride +
+                                                    kv_head * p.v_scale_head_stride);
+    }
+    wait_barrier(shared.q_empty, phase ^ 1);
+    if (elect_one()) {
+        shared.work[phase] = work;
+        if (work.request >= 0 && work.last > work.first)
+            load_queries(p, shared, work, policy);
+        else
+            mbarrier_arrive(shared_address(&shared.q_full));
+    }
+    __syncwarp();
+}
+
+// A producer warp.
+DEVICE void load_and_convert(const Params& p, SharedStorage& shared, int warp) {
+    const uint64_t policy = l2_policy<L2Policy::L2_POLICY>();
+    static_assert(K_STAGES == V_STAGES, "warps 0 and 1 have one state of a pipeline");
+    PipelineState<K_STAGES> load_state;
+    paged_kv::PageWindow pages;
+    KeyLoader k{&p.k_map, 0, shared.k[0][0], shared.k_loaded, shared.k_empty, load_state, pages};
+    ValueLoader v{&p.v_map, p.v_table_offset, shared.v[0][0], shared.v_loaded, shared.v_empty, load_state, pages};
+    PipelineState<K_STAGES> k_state;
+    PipelineState<V_STAGES> v_state;
+    Schedule schedule(p);
+    int number = blockIdx.x;
+    for (uint32_t phase = 0;; phase ^= 1) {
+        if (warp == 0) {
+            publish(p, shared, schedule, number, phase, policy);
+        } else {
+            wait_barrier(shared.q_full, phase);
+            release(shared.q_empty);
+        }
+        // Read again where it is needed, for want of registers; warp 0 waits for the others in each step, so that it
+        // stays until all have the next one.
+        const WorkTile& work = shared.work[phase];
+        if (work.request < 0) break;
+        const int kv_head = work.head / p.group, begin = first_key(p, work);
+        pages.loaded = -2;
+        int next = work.first;  // to be loaded by this warp
+        const auto load_until = [&](int end) {
+            for (; next < min(end, work.last); ++next)
+                if (warp == 0) {
+                    // Taken late, so that no work tile waits here while another CTA has none.
+                    if (next == max(work.first, work.last - K_STAGES) && threadIdx.x % 32 == 0)
+                        number = atomic_add_relaxed(static_cast<uint32_t*>(p.counters), 1) + gridDim.x;
+                    k.load(p, work, kv_head, next, policy);
+                } else if (warp == 1) {
+                    v.load(p, work, kv_head, next, policy);
+                }
+        };
+        if (warp == 0 && work.first == work.last && threadIdx.x % 32 == 0)
+            number = atomic_add_relaxed(static_cast<uint32_t*>(p.counters), 1) + gridDim.x;
+        if (work.first < work.last) {
+            load_until(work.first + (warp == 0 ? K_STAGES : V_STAGES - 1));
+#pragma unroll 1
+            for (int tile = work.first; tile <= work.last; ++tile) {
+                if (tile < work.last) convert_keys(shared, k_state);
+                const int values = (tile - 1) * TILE_TOKENS;
+                if (tile > work.first) convert_values(shared, v_state, begin - values, work.kv_len - values);
+                load_until(tile + (warp == 0 ? K_STAGES : V_STAGES - 1));
+            }
+        }
+        if (warp == 0) number = __shfl_sync(~0u, number, 0);
+    }
+    if (warp == 0 && threadIdx.x % 32 == 0) leave(p);
+}
+
+}  // namespace context_attention
+#endif
