@@ -34,8 +34,7 @@ ITEM = {
 _NAMES = (
     "q", "k", "v", "out", "lse", "page_table", "seq_lens", "q_cu_seq_lens", "kv_cu_seq_lens", "mask", "sinks",
     "softmax_scale", "output_scale", "workspace", "semaphores", "counters", "k_scales", "v_scales", "top_k_lens",
-    "bmm1_log2", "out_scales", "sage_q", "sage_k", "sage_p", "sage_v",
-)  # fmt: skip
+    "bmm1_log2", "out_scales", "sage_q", "sage_k", "sage_p", "sage_v", "k_scale", "v_scale")  # fmt: skip
 _AT = {name: 0x7E00_0000_0000 + (place << 36) + 16 * (place + 1) for place, name in enumerate(_NAMES)}
 _MOVED = 0x5_0000_0040
 _CHANCES = 4
