@@ -35,6 +35,7 @@ FAMILIES = (
     "merge",
     "context attention",
     "invariant context attention",
+    "e4m3 context attention",
     "mla elsewhere",
     "xqa mla elsewhere",
     "sparse mla",
