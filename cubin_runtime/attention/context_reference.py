@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     Float64 = NDArray[np.float64]
 
 
-def context_attention_reference(
+def context_attention_reference(  # noqa: PLR0915
     q: Any,
     k: Any,
     v: Any,
