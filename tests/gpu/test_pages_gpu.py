@@ -94,6 +94,12 @@ def names_of(page: str) -> dict[str, Any]:
         ragged = {name: torch.randn(8192, 4, 128, **on) for name in ("k", "v")}
         table = decode["page_table"].repeat(1, 8192 // BOUND)
         decode |= {**even, "even_v": even["even_k"] * 2, **ragged, "q_sums": sums, "kv_sums": sums, "page_table": table}
+    if page == "docs/sparse_mla.md":
+        rows = 64 * 40  # more than the page's lists have entries
+        queries = torch.randn(BATCH, 16, 576, **on)
+        decode |= {"index_q": torch.randn(BATCH, 64, **on), "index_k": torch.randn(rows, 64, **on)}
+        decode |= {"positions": torch.arange(rows, device="cuda"), "kv_cache": torch.randn(40, 64, 576, **on)}
+        decode["fp8_cache"] = torch.zeros(40, 64, 1, 656, device="cuda", dtype=torch.uint8)
     torch.cuda.synchronize()
     others = {"batch": BATCH, "max_seq_len": BOUND, "stream": torch.cuda.Stream()}
     return {**decode, "q": queries, "out": out, **others}
