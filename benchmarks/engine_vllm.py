@@ -82,7 +82,7 @@ def _ratios(rounds: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
 
 def readiness(run: Run) -> None:
     """Our part of the start, and what later requests load, with the engine in its caller's process."""
-    (model,) = run.names or ("llama",)
+    model = (run.names or ("llama",))[0]
     with ExitStack() as stack:
         engines = run.pair(stack, model, {"ENGINE_IN_PROCESS": "1"}, max_num_seqs=256)
         for engine in engines:
@@ -100,7 +100,7 @@ def readiness(run: Run) -> None:
 
 def host(run: Run) -> None:
     """Host time of the attention of a step that decodes, in turns, without graphs."""
-    (model,) = run.names or ("llama-shape",)
+    model = (run.names or ("llama-shape",))[0]
     with ExitStack() as stack:
         engines = run.pair(stack, model, {"ENGINE_IN_PROCESS": "1"}, enforce_eager=True)
         for requests in (1, 8, 64):
@@ -164,7 +164,7 @@ def refusals(run: Run) -> None:
 
 def states(run: Run) -> None:
     """Preemption in a small cache, chunks of prompts, crowds of batch-invariant requests, sleep and wake."""
-    (model,) = run.names or ("llama",)
+    model = (run.names or ("llama",))[0]
     with ExitStack() as stack:
         engines = run.pair(stack, model, kv_cache_memory_bytes=600_000_000)
         soaks = {engine.backend: [engine.ask("mixed", requests=300, seed=n) for n in range(6)] for engine in engines}
@@ -184,7 +184,7 @@ def states(run: Run) -> None:
 
 def server(run: Run) -> None:
     """Bursts of streaming clients; servers start in turns."""
-    (model,) = run.names or ("llama",)
+    model = (run.names or ("llama",))[0]
     for number, backend in enumerate((PEER, OURS, OURS, PEER, PEER, OURS)[: 2 * run.rounds]):
         with Server(run.out, run.models / model, backend, 8100 + number, run.cache_bytes) as started:
             seconds = started.wait()
