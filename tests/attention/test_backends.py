@@ -76,6 +76,7 @@ def test_context_operators_take_native_kernels_on_hopper(operator: str) -> None:
 def test_the_refusal_says_what_there_is_on_the_device() -> None:
     there_is = (
         r"; there is paged_decode \(backend 'hopper'\), mla_decode \(backend 'hopper'\), "
+        r"sparse_mla_decode \(backend 'hopper'\), "
         r"context_attention \(backend 'hopper'\), "
         r"xqa \(backend 'xqa'\), xqa_mla \(backend 'xqa'\), "
         r"xqa_batch_decode_with_kv_cache \(backend 'xqa'\), xqa_batch_decode_with_kv_cache_mla \(backend 'xqa'\), "

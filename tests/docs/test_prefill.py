@@ -11,7 +11,9 @@ from cubin_runtime.kernels.native.prefill.select import HEAD_DIMS, MAX_GROUP
 from kernels_src.variants import VARIANTS
 
 TEXT = " ".join((Path(__file__).parents[2] / "docs" / "prefill.md").read_text().split())
-KERNELS = [variant for variant in VARIANTS if variant.operation == "context_attention"]
+ALL = [variant for variant in VARIANTS if variant.operation == "context_attention"]
+KERNELS = [kernel for kernel in ALL if kernel.traits["kv_dtype"] != "e4m3"]
+OVER_E4M3 = [kernel for kernel in ALL if kernel.traits["kv_dtype"] == "e4m3"]
 
 
 def test_it_counts_the_kernels() -> None:
@@ -21,9 +23,10 @@ def test_it_counts_the_kernels() -> None:
         (*option, True, dim) for option in options for dim in (64, 128)
     }
     assert {kernel.sm for kernel in KERNELS} == {"90a"}
-    assert len(KERNELS) == 24
+    assert len(KERNELS) == len(OVER_E4M3) == 24
     assert "24 cubins ship: bf16 and fp16, each head_dim, with and without a soft cap" in TEXT
     assert "and again for `batch_invariant` at head_dim 64 and 128" in TEXT
+    assert "As many more read e4m3 keys and values." in TEXT
 
 
 def test_it_names_the_bounds_of_a_call() -> None:
@@ -42,4 +45,5 @@ def test_it_says_whether_auto_takes_them() -> None:
 def test_it_gives_the_sizes_of_row_tiles() -> None:
     rows = {kernel.traits["head_dim"]: kernel.traits["rows"] for kernel in KERNELS if not kernel.traits["segments"]}
     assert {rows[dim] for dim in (128, 192, 256)} == {128}
-    assert f"{rows[128]} rows, or {rows[64]} for head_dim 64" in TEXT
+    assert f"{rows[128]} rows, or {rows[64]} for head_dim 64 (128 over an e4m3 cache)" in TEXT
+    assert {kernel.traits["rows"] for kernel in OVER_E4M3} == {128}
