@@ -48,13 +48,13 @@ test-private: .venv/.ready ## As root: the tests that become another user, from 
 
 .PHONY: test-lowest
 test-lowest: .venv-lowest/.ready ## Artifacts and command line with the lowest version of each dependency
-	@$(VENV_LOWEST) -m pytest -q -m "not torch and not release" tests/artifacts tests/cli tests/test_imports.py \
+	@$(VENV_LOWEST) -m pytest -q -n auto -m "not torch and not release" tests/artifacts tests/cli tests/test_imports.py \
 	    tests/test_config.py tests/launch/test_driver.py --ignore-glob "tests/artifacts/test_kills*" \
 	    --ignore-glob "tests/cli/test_memory*" --ignore-glob "tests/cli/test_secrets*" \
 	    --ignore-glob "tests/cli/test_failing_calls*"
 
 test-torch: .venv-torch/.ready ## The tests that need torch (its CPU build is enough) or transformers
-	@$(VENV_TORCH) -m pytest -m torch
+	@$(VENV_TORCH) -m pytest -n auto -m torch
 
 .PHONY: test-engines
 test-engines: .venv-torch/.ready build/engines/.ready ## The plug-ins on three versions each of vLLM and SGLang (1.3 GB, downloaded once)
@@ -140,7 +140,7 @@ prerequisites: ## Check what this machine must have, and print the line that ins
 	@echo "Installing the lowest versions into .venv-lowest ..."
 	@$(VENV) tools/lowest_versions.py > .venv-lowest/constraints.txt
 	@$(VENV_LOWEST) $(PIP) -c .venv-lowest/constraints.txt -e '.[signing]' 'hypothesis>=6.100,<7' numpy \
-	    'pytest>=8,<10' 'pytest-timeout>=2.3,<3'
+	    'pytest>=8,<10' 'pytest-timeout>=2.3,<3' 'pytest-xdist>=3.6.1,<4'
 	@touch $@
 
 .venv-docs/.ready: pyproject.toml tools/prerequisites.sh
